@@ -23,10 +23,15 @@ from torch import Tensor, nn
 import megatrain_torch as mt
 from megatrain_torch.base.limits import Bound, HostLimits, with_margin
 from megatrain_torch.model.stream import runtime_of
-from megatrain_torch.plans import preflight
-from megatrain_torch.plans.placement import OVERHEAD
+from megatrain_torch.plans import asked as asked_module
+from megatrain_torch.plans import host_memory
+from megatrain_torch.plans.asked import Asked
+from megatrain_torch.plans.on_disk import OVERHEAD
+from megatrain_torch.plans.preflight import loading
+from megatrain_torch.plans.refusals import short
+from megatrain_torch.plans.room import Room
 from megatrain_torch.plans.shapes import unit_bytes
-from megatrain_torch.store.disk import buffer_bytes
+from megatrain_torch.store.disk import buffer_bytes, file_bytes
 
 WIDTH, LAYERS = 128, 4
 NUMEL = LAYERS * WIDTH * WIDTH
@@ -63,7 +68,7 @@ def free(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     def say(nbytes: int, files: tuple[int, int] = (3, 1024)) -> None:
         found = HostLimits((Bound("cgroup box: memory.max", nbytes, nbytes, "raise memory.max of the cgroup"),),
                            files=files)
-        monkeypatch.setattr(preflight, "host_limits", lambda: found)
+        monkeypatch.setattr(host_memory, "host_limits", lambda: found)
     return say
 
 
@@ -72,14 +77,14 @@ def stream(**asked: object) -> nn.Module:
 
 
 def test_loading_holds_one_unit_twice_and_then_the_slots(free: Callable) -> None:
-    asked = preflight.Asked("Stack", [(n, [(n, p)]) for n, p in stack().named_parameters()], None, ("ram",) * LAYERS)
+    asked = Asked("Stack", [(n, [(n, p)]) for n, p in stack().named_parameters()], None, ("ram",) * LAYERS)
     unit = 2 * NUMEL // LAYERS
-    assert sum(preflight._loading(asked, [unit] * LAYERS).values()) == unit
-    assert sum(preflight._loading(asked, [0] * LAYERS).values()) == LAYERS * unit
+    assert sum(loading(asked, [unit] * LAYERS).values()) == unit
+    assert sum(loading(asked, [0] * LAYERS).values()) == LAYERS * unit
     at_home = dataclasses.replace(asked, homes=("vram",) * LAYERS)
-    assert sum(preflight._loading(at_home, [0] * LAYERS).values()) == unit
+    assert sum(loading(at_home, [0] * LAYERS).values()) == unit
     filed = dataclasses.replace(asked, homes=("disk+weights",) * LAYERS)
-    assert sum(preflight._loading(filed, [0] * LAYERS).values()) == buffer_bytes(filed.homes) + unit
+    assert sum(loading(filed, [0] * LAYERS).values()) == buffer_bytes(filed.homes) + unit
 
 
 def test_weights_are_refused_by_the_byte(free: Callable) -> None:
@@ -121,13 +126,13 @@ def test_activations_in_host_memory_count_until_they_are_there(free: Callable, t
         host_bytes = staticmethod(lambda plane: 0)
         swap_bytes = staticmethod(lambda: (there, there))
 
-    asked = preflight.Asked("Stack", [(n, [(n, p)]) for n, p in stack().named_parameters()], None, ("ram",) * LAYERS,
+    asked = Asked("Stack", [(n, [(n, p)]) for n, p in stack().named_parameters()], None, ("ram",) * LAYERS,
                             besides=(("activations", 1000),))
     free(with_margin(STEP + 1000 - there))
-    preflight.Room(asked, None).states(Core())
+    Room(asked, None).states(Core())
     free(with_margin(STEP + 1000 - there) - 1)
     with pytest.raises(mt.MegatrainError, match="does not fit"):
-        preflight.Room(asked, None).states(Core())
+        Room(asked, None).states(Core())
 
 
 def test_the_first_step_asks_again_for_what_is_not_there_yet(free: Callable) -> None:
@@ -190,11 +195,11 @@ def test_activations_that_wait_in_host_memory_are_asked_for(free: Callable) -> N
 @pytest.mark.parametrize("limit", [None, 10**9])
 def test_activations_may_have_the_same_memory_before_and_after_they_took_it(limit: int | None, free: Callable) -> None:
     there, found = 10**8, []
-    asked = preflight.Asked("Stack", [(n, [(n, p)]) for n, p in stack().named_parameters()], None, ("ram",) * LAYERS)
+    asked = Asked("Stack", [(n, [(n, p)]) for n, p in stack().named_parameters()], None, ("ram",) * LAYERS)
     for n in (0, there):
         free(10**9 - n)
         core = SimpleNamespace(host_bytes=lambda plane: 0, swap_bytes=lambda n=n: (n, n))
-        found.append(preflight.Room(asked, limit).spare(core))
+        found.append(Room(asked, limit).spare(core))
     assert found[1] == pytest.approx(found[0], abs=0.02 * there)        # the margin of what was taken
 
 
@@ -242,7 +247,7 @@ def test_models_that_were_dropped_are_collected_before_a_refusal(monkeypatch: py
     def found() -> HostLimits:
         return HostLimits((Bound("cgroup box: memory.max", 10**9, 0 if old() else 10**9, "raise it"),), nodes=1)
 
-    monkeypatch.setattr(preflight, "host_limits", found)
+    monkeypatch.setattr(host_memory, "host_limits", found)
     gc.disable()
     try:
         del model, opt
@@ -293,7 +298,7 @@ def test_a_plan_and_what_is_asked_for_it_are_the_same_bytes(asked: dict, tmp_pat
     """So that a plan for a limit is not refused under that limit."""
     plan = mt.plan(stack(), tokens=64, seq=8, machine="cpu", **asked)
     model = stream(plan=plan, nvme=str(tmp_path) if plan.disk else None)
-    need = preflight._planes(runtime_of(model).room.asked)
+    need = runtime_of(model).room.asked.planes()
     assert sum(need.values()) == plan.host_bytes - plan.host[OVERHEAD]
     mt.unstream(model)
 
@@ -340,23 +345,23 @@ def test_a_large_model_is_told_of_the_device_and_of_the_disk() -> None:
     """Without memory for it: parameters on the meta device have sizes."""
     layers = [nn.Linear(8192, 8192, bias=False, device="meta", dtype=torch.bfloat16) for _ in range(24)]
     groups = [(f"layers.{i}", [(f"layers.{i}.weight", layer.weight)]) for i, layer in enumerate(layers)]
-    asked = preflight.Asked("Large", groups, None, ("ram",) * 24)
+    asked = Asked("Large", groups, None, ("ram",) * 24)
     step, unit = 14 * 24 * 8192**2, 14 * 8192**2
     free = Bound("a limit", 0, with_margin(step - 3 * 12 * 8192**2), "")
-    why = preflight._short(asked, preflight.Asked.host, free, "for a training step", 10 * unit)
+    why = short(asked, Asked.host, free, "for a training step", 10 * unit)
     assert list(why.changes["homes"].values()) == ["vram"] * 3
-    on_disk = preflight.Asked("Large", groups, None, ("ram",) * 19 + ("disk",) * 5)
-    assert why.changes["nvme"] == preflight.file_bytes(on_disk)         # 10 of 12 bytes, and the disk's own buffers
+    on_disk = Asked("Large", groups, None, ("ram",) * 19 + ("disk",) * 5)
+    assert why.changes["nvme"] == file_bytes(on_disk)         # 10 of 12 bytes, and the disk's own buffers
     assert "3 units at home in VRAM" in str(why) and "nvme= a directory" in str(why)
 
 
 def test_units_are_measured_once_for_all_that_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     measured: list[str] = []
-    monkeypatch.setattr(preflight, "unit_bytes", lambda *asked: measured.append(asked[0]) or unit_bytes(*asked))
+    monkeypatch.setattr(asked_module, "unit_bytes", lambda *asked: measured.append(asked[0]) or unit_bytes(*asked))
     model = stack()
-    asked = preflight.Asked("Stack", [(n, [(n, p)]) for n, p in model.named_parameters()], None, ("vram",) * LAYERS)
+    asked = Asked("Stack", [(n, [(n, p)]) for n, p in model.named_parameters()], None, ("vram",) * LAYERS)
     whole = asked.host()
-    assert all(t.host() != whole for t in preflight._homes(asked, "vram", "ram")) and len(measured) == LAYERS
+    assert all(t.host() != whole for t in asked.moved("vram", "ram")) and len(measured) == LAYERS
     model.layers[0].weight.requires_grad_(False)
     assert sum(u.trained for u in asked.units()) == NUMEL * 3 // 4, "frozen since"
 
@@ -375,7 +380,7 @@ def test_weights_that_are_a_files_make_no_room(tmp_path: Path) -> None:
     mapped.load_state_dict(torch.load(path, mmap=True), assign=True)
     for model, n in ((read, 2 * NUMEL // LAYERS), (mapped, 0)):
         groups = [(name, [(name, p)]) for name, p in model.named_parameters()]
-        assert preflight.own_bytes(groups) == [n] * LAYERS
+        assert host_memory.own_bytes(groups) == [n] * LAYERS
 
 
 def test_memory_that_cannot_be_locked_is_told_once() -> None:

@@ -20,6 +20,7 @@ int mt__may_follow(mt__at from, mt__at to)
 
 void mt__buffer_to(mt__buffer *b, mt__at at)
 {
+    MT_ASSERT(mt_holds(&b->ring->disk->mu));
     MT_ASSERT(mt__may_follow(b->at, at));
     b->at = at;
 }

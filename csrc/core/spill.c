@@ -705,10 +705,12 @@ void mt_spill_close(mt_spill *s)
     if (s == NULL)
         return;
     mt_spill_stop(s);
+    mt_lock(&s->mu);
     while (s->newest != NULL)
         forget(s, s->newest);
     while (s->blocks != NULL)
         close_block(s, s->blocks);
+    mt_unlock(&s->mu);
     mt_places_close(&s->places);
     mt_worker_close(&s->worker);
     mt_mutex_close(&s->mu);

@@ -594,19 +594,27 @@ static mt_status late_room(mt_store *s, const mt__unit *u, mt__plane *pl)
     return MT_OK;
 }
 
+/* Of a parameter that is not trained now too: its states may be on their way here. */
+static size_t late_bytes(const mt__unit *u, int param, mt_plane p)
+{
+    const mt_param_desc *d = &u->desc[param];
+    size_t               bytes = mt_plane_bytes(p, d->dtype, states_of(u), d->numel);
+
+    return (bytes + ALIGN_BYTES - 1) / ALIGN_BYTES * ALIGN_BYTES;
+}
+
 /* Under making. The arena of one of these. */
 static mt_status late_make(mt_store *s, mt__unit *u, int param, int place, mt_plane p)
 {
     mt__plane *pl = &u->plane[place][p];
     mt_arena   made = { 0 };
-    layout     l = { .first = param, .n = 1, .late = 1 };
-    size_t     offset;
+    layout     l = { .first = param, .n = 1, .late = 1, .bytes = late_bytes(u, param, p) };
+    size_t     offset = 0;
     mt_status  st;
 
     MT_TRY(late_room(s, u, pl));
     if (pl->late[param].base != NULL)
         return MT_OK;
-    MT_TRY(lay_out(u->name, &u->desc[param], 1, states_of(u), p, &offset, &l.bytes));
     keep_own(u, p, &offset, &l);
     MT_TRY(map(s, u, place, p, &l, &made));
     publish_arena(s, &pl->late[param], made);

@@ -118,7 +118,7 @@ void mt_worker_close(mt_worker *w)
 
 uint64_t mt_worker_submit(mt_worker *w, mt_job *job)
 {
-    MT_ASSERT(!job->listed && !w->stop);
+    MT_ASSERT(mt_holds(w->mu) && !job->listed && !w->stop);
     *job = (mt_job){ .listed = 1 };
     *w->last = job;
     w->last = &job->next;
@@ -130,6 +130,7 @@ void mt_worker_withdraw(mt_worker *w, mt_job *job)
 {
     mt_job **at = &w->first;
 
+    MT_ASSERT(mt_holds(w->mu));
     if (!job->listed)
         return;
     while (*at != job)
@@ -176,5 +177,6 @@ fail:
 
 mt_status mt_worker_failure(const mt_worker *w)
 {
+    MT_ASSERT(mt_holds(w->mu));
     return w->failed != MT_OK ? mt_fail_again(w->failed, w->why) : MT_OK;
 }

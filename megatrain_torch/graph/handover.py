@@ -34,7 +34,7 @@ SET, ADD = 0, 1
 
 
 class Room(Protocol):
-    """Refuses what does not fit in host memory: preflight.Room.
+    """Refuses what does not fit in host memory: room.Room.
 
     Attributes:
         begun, summed: planes of gradients, and of their sums, have been asked for.

@@ -44,7 +44,7 @@ class Ends(Protocol):
 
 
 class Room(Protocol):
-    """Refuses what does not fit in host memory: preflight.Room."""
+    """Refuses what does not fit in host memory: room.Room."""
 
     def activations(self, core: _core.Engine, nbytes: int, blocks: int = 1) -> None: ...
 

@@ -14,6 +14,7 @@ from ..plans.cost import PLANES_OF
 from ..plans.machine import Machine, resolve
 from ..plans.planner import Plan, plan
 from ..store.disk import Disk
+from ..store.state import paused
 from .passes import Pass
 
 if TYPE_CHECKING:
@@ -48,16 +49,18 @@ class Asking:
         self._here: Machine | None = None
 
     def plan(self, batch: Pass, micro: int, homes: str | dict[str, str] | None, slots: int | None = None) -> Plan:
-        """For steps of so many passes. homes, slots: as mt.plan takes them. Raises Refused: nothing fits."""
+        """For steps of so many passes. homes, slots: as mt.plan takes them. A plan reads modules and may run a router's
+        copy: as outside of the forward that asks, and of its autocast. Raises Refused: nothing fits."""
         rt = self.runtime
         fused = wanted(rt.compute, rt.is_cuda, [r.dtype for r in rt.records])
         try:
-            return plan(rt.root(), tokens=batch.tokens * micro, seq=batch.seq, micro=micro, machine=self._machine(),
+            with paused(), torch._C._DisableAutocast():
+                return plan(rt.root(), tokens=batch.tokens * micro, seq=batch.seq, micro=micro, machine=self._machine(),
                         homes=homes, slots=slots, states=rt.states.format, compute="fused" if fused else "eager",
                         vram=self._left(), host=self.limits.host, units=self.limits.units, nvme=self._drive())
         except MegatrainError as error:
             raise Refused(str(error)) from error
-        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
             raise Unreadable(f"mt.plan cannot read the model ({type(error).__name__}: {error})") from error
 
     def limit(self) -> int:

@@ -16,9 +16,9 @@ from ..base.modes import DISK, HOMES, MODES
 from ..base.testing import Doors, opened
 from ..base.units import Group
 from ..plans import planner
+from ..plans.asked import Asked
 from ..plans.cost import LENT
 from ..plans.planner import Plan
-from ..plans.preflight import Asked
 from ..store.disk import SPILLED, Disk
 from .asking import Limits
 
@@ -29,7 +29,7 @@ PLAN_KEYS = {"activations", "states", "homes", "slots", "grads", "lent", "thread
 class Choices:
     """
     Attributes:
-        options: a plan's dict. vram: bytes. micro, besides: as in preflight.Asked. spilled: bytes of activations on
+        options: a plan's dict. vram: bytes. micro, besides: as in asked.Asked. spilled: bytes of activations on
             disk, as far as known.
         plan: the one that options are from; None: they were given by hand, or not at all.
         itself: mt.stream plans, or has planned, and will again where the loop outgrows that.

@@ -8,7 +8,9 @@ from torch import nn
 
 from .. import _core
 from ..base.units import Group, stored_dtype
-from ..plans.preflight import SETTLED, TRIM_BYTES, Asked, give_back, own_bytes
+from ..plans.asked import Asked
+from ..plans.host_memory import TRIM_BYTES, give_back, own_bytes
+from ..plans.tally import SETTLED
 from ..store import gradient
 from ..store.disk import file_bytes
 from ..store.guard import StreamedParameter

@@ -7,10 +7,8 @@ from typing import NamedTuple
 import torch
 
 from ..base.errors import MegatrainError
+from ..plans.asked import Asked
 from ..plans.preflight import (
-    SETTLED,
-    Asked,
-    Room,
     check_device,
     check_loading,
     check_weights,
@@ -18,6 +16,8 @@ from ..plans.preflight import (
     settled_last,
     to_disk,
 )
+from ..plans.room import Room
+from ..plans.tally import SETTLED
 from ..store.disk import check_room
 from .choices import Choices
 

@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING
 from ..base.limits import show_bytes
 from ..base.modes import DISKS
 from ..base.slots import plan_slots
+from ..plans.asked import Asked
 from ..plans.planner import Plan
-from ..plans.preflight import SETTLED, Asked
+from ..plans.tally import SETTLED
 from ..store import gradient
 from ..store.disk import SPILLED, file_bytes
 

@@ -17,7 +17,7 @@ from ..graph.handover import HandOver
 from ..graph.swap import Swap
 from ..graph.untraced import UNTRACED
 from ..graph.window import Window
-from ..plans.preflight import Room
+from ..plans.room import Room
 from ..store.planes import Planes
 from ..store.records import Record
 from .cap import Cap

@@ -5,7 +5,7 @@ import dataclasses
 
 from .. import _core
 from ..base.errors import MegatrainError
-from ..plans.preflight import Room
+from ..plans.room import Room
 
 
 class States:

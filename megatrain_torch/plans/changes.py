@@ -18,10 +18,12 @@ from typing import Any, NamedTuple, Protocol
 from ..base.formats import FORMATS
 from ..base.limits import show_bytes, show_size
 from .cost import LENT, Home
+from .homes import Ways
 from .machine import Machine
-from .placement import Choice, Problem, Wishes
+from .placement import Combination, Problem
 from .shapes import Shape
 from .simulate import Timing
+from .wishes import Choice, Wishes
 
 ENDLESS = 1 << 62           # bytes of a disk
 GIB = 1 << 30
@@ -154,9 +156,8 @@ def refusal(problem: Problem, whole: Machine, shape_with: Callable[[str], Shape]
     return _Search(problem, whole, shape_with).found(tables)
 
 
-class _Quick(Problem):
-    """A plan's search with fewer homes, rings and simulations: some percent slower a plan, found in a tenth of the
-    time."""
+class _FewWays(Ways):
+    """Fewer homes and rings."""
 
     def home_choices(self) -> list[tuple[Home, ...]]:
         every, n = super().home_choices(), len(self.shape.units)
@@ -167,15 +168,18 @@ class _Quick(Problem):
         every = super().rings()
         return [r for r in every if r <= 4] or every
 
-    def _by_bound(self) -> Iterator[tuple[float, Choice]]:
-        return itertools.islice(super()._by_bound(), SIMULATED)
+
+class _Quick(Problem):
+    """A plan's search with fewer homes, rings and simulations: some percent slower a plan, found in
+    a tenth of the time."""
+
+    ways_of, most = _FewWays, SIMULATED
 
 
 class _Few(Problem):
     """All that a plan may choose, with few simulations: for what fits by a hair."""
 
-    def _by_bound(self) -> Iterator[tuple[float, Choice]]:
-        return itertools.islice(super()._by_bound(), SIMULATED)
+    most = SIMULATED
 
 
 class _Search:
@@ -207,13 +211,14 @@ class _Search:
 
     def least(self) -> Choice:
         """The choice that lacks the fewest bytes, of those that the device can hold if there are any."""
-        def lacks(combination: tuple[Any, ...]) -> tuple[bool, int, int]:
-            micro, homes, _, slots, planes, host = combination
-            vram = slots + planes + self.problem.micro(micro).tracks[0].most(0, homes.visiting)
+        def lacks(combination: tuple[int, Combination]) -> tuple[bool, int, int]:
+            micro, (_, homes, _, slots, planes, host) = combination
+            vram = slots + planes + self.problem.tracks(micro)[0].most(0, homes.visiting)
             over = max(vram - self.machine.vram_bytes, 0) + max(host - self.machine.host_bytes, 0)
             return vram > self.machine.vram_bytes, over, vram
-        micro, homes, ring, *_ = min(self.problem.combinations(), key=lacks)
-        return Choice(micro, homes.units, ring, self.problem.micro(micro).tracks[0].first.modes[0], homes.through)
+        every = ((micro, found) for found in self.problem.combinations() for micro in found.counts)
+        micro, (_, homes, ring, *_) = min(every, key=lacks)
+        return Choice(micro, homes.units, ring, self.problem.tracks(micro)[0].base, homes.through)
 
     def head(self, vram: int, host: int) -> str:
         lacking = [f"{show_bytes(need - has)} of {what} memory" for what, need, has in (

@@ -52,6 +52,11 @@ class Cost:
     work: dict[str, int]
     away: dict[str, int] = dataclasses.field(default_factory=dict)
 
+    @property
+    def least_s(self) -> float:
+        """Of a backward, whatever is kept."""
+        return min(self.backward_s.values())
+
 
 def _with_host(cost: Cost, own: int) -> Cost:
     """The same, and what it has by keeping it in host memory or on disk. own: bytes of its input, which

@@ -32,9 +32,11 @@ from ..store.disk import FROZEN, PADDING, SPILLED, Disk, years
 from .changes import Python, refusal
 from .cost import LENT, THROUGH_BYTES
 from .machine import DRIVE, DRIVE_NAME, Machine, host_now, resolve
-from .placement import OVERHEAD, Choice, Problem, Wishes
+from .on_disk import OVERHEAD
+from .placement import Problem
 from .shapes import Shape, shapes_of
 from .simulate import Timing
+from .wishes import Choice, Wishes
 
 Table = tuple[str, list[tuple[str, ...]]]
 
@@ -208,8 +210,9 @@ def plan(model: Any, *, tokens: int, seq: int, machine: Machine | str | None = N
     if compute == "auto":       # as mt.stream has it
         halves = all(w.itemsize == 2 for w in shape.windows)
         wishes = dataclasses.replace(wishes, fused=halves and limits.device == "cuda")
-    _check_activations(Problem(shape, limits, wishes))
-    problem, best = _solve(shape, limits, wishes)
+    problem = Problem(shape, limits, wishes)
+    _check_activations(problem)
+    problem, best = _solve(problem)
     if best is None and isinstance(homes, dict):
         raise MegatrainError(f"{tokens:,} tokens of {shape.name} in sequences of {seq:,} fit in no way with units at "
                              "these homes")
@@ -220,20 +223,20 @@ def plan(model: Any, *, tokens: int, seq: int, machine: Machine | str | None = N
 
 def _check_activations(problem: Problem) -> None:
     """A mode that no window has would be left out without a word."""
-    asked, had = problem.wishes.activations, {mode for cost in problem.micro(1).costs for mode in cost.kept}
+    asked, had = problem.wishes.activations, {mode for cost in problem.keeping.costs(1) for mode in cost.kept}
     if asked not in {None, *had}:
         layers = "fused" if problem.wishes.fused else "eager"
         raise MegatrainError(f"activations={asked!r}: no window of {problem.shape.name} has it with {layers} layers; "
                              f"they have {', '.join(repr(mode) for mode in MODES if mode in had)}")
 
 
-def _solve(shape: Shape, limits: Machine, wishes: Wishes) -> tuple[Problem, tuple[Choice, Timing] | None]:
+def _solve(problem: Problem) -> tuple[Problem, tuple[Choice, Timing] | None]:
     """With as many buffers for gradients that are kept nowhere as there is memory for; or fewer, where that keeps
     what would be on disk in memory, and so takes less time."""
     best: tuple[Problem, tuple[Choice, Timing]] | None = None
-    problem = None
-    for lent in range(LENT, 0, -1) if wishes.grads == "none" else (LENT,):
-        problem = Problem(shape, limits, dataclasses.replace(wishes, lent=lent), problem)
+    for lent in range(LENT, 0, -1) if problem.wishes.grads == "none" else (LENT,):
+        if lent != problem.wishes.lent:
+            problem = problem.with_lent(lent)
         found = problem.best(best[1][1].seconds if best else math.inf)
         if found is None:
             continue
@@ -275,10 +278,11 @@ def _each(homes: str | dict[str, str] | None) -> Iterable[str | None]:
 
 def _plan(problem: Problem, choice: Choice, timing: Timing) -> Plan:
     shape, wishes = problem.shape, problem.wishes
+    on_disk = problem.disk.units(choice.homes, choice.micro)
     return Plan(
         shape.name, shape.parameters, shape.trained, problem.machine, wishes.tokens, wishes.seq, choice.micro,
         "fused" if wishes.fused else "eager",
-        {u.name: "through" if i in choice.through else problem.home_of(i, choice.homes, choice.micro)
+        {u.name: "through" if i in choice.through else on_disk.home_of(i, choice.homes[i])
          for i, u in enumerate(shape.units)},
         {w.name: mode for w, mode in zip(shape.windows, choice.modes)}, choice.ring, vram_table(problem, choice),
         problem.host_bytes(choice.homes, choice.micro, choice.modes), timing.seconds, timing.forward_s, timing.busy,
@@ -294,17 +298,18 @@ def tiers_of(machine: Machine, vram: dict[str, int], host: dict[str, int]) -> li
 
 def vram_table(problem: Problem, choice: Choice) -> dict[str, int]:
     """Bytes on the device by what they hold, at the peak of a step."""
-    costs = problem.micro(choice.micro).costs
-    kept, work, flying = problem.peak(costs, choice.modes)
+    keeping, ways, costs = problem.keeping, problem.ways, problem.keeping.costs(choice.micro)
+    kept, work, flying = keeping.peak(costs, choice.modes)
+    passing = keeping.passing_bytes(costs, choice.modes)
     at_home = problem.planes_at_home(choice.homes, choice.micro)
     table = {"context, libraries": problem.machine.vram_overhead_bytes,
-             "slots": sum(problem.slots(choice.homes, choice.ring)),
+             "slots": sum(ways.slots(choice.homes, choice.ring)),
              **{f"at home: {plane}": n for plane, n in at_home.items()},
-             "updates through the device": THROUGH_BYTES * bool(choice.through), "activations": kept, "work": work,
-             "gradients under way": flying,
-             "torch's cache": problem.passing_bytes(costs, choice.modes) - kept - work - flying}
-    if visiting := sum(problem.visiting(choice.homes).values()):
-        beyond = visiting + problem.early_bytes(costs, choice.modes) - problem.passing_bytes(costs, choice.modes)
+             "updates through the device": THROUGH_BYTES * bool(choice.through),
+             "activations": kept, "work": work, "gradients under way": flying,
+             "torch's cache": passing - kept - work - flying}
+    if visiting := sum(ways.visiting(choice.homes).values()):
+        beyond = visiting + keeping.early_bytes(costs, choice.modes) - passing
         table["states that arrive, beyond the peak"] = max(beyond, 0)
     return table
 

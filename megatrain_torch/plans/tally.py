@@ -1,7 +1,7 @@
 """Bytes of a model's units by plane, in both memories, by where each unit is at home.
 
 The one place that adds them up: plans are made of these sums (placement.py), refusals and reports tell them
-(preflight.py). What a plane takes is in shapes.py's Unit, as the store lays it out.
+(asked.py). What a plane takes is in shapes.py's Unit, as the store lays it out.
 """
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ class Unit(Protocol):
 
 
 class Asked(Protocol):
-    """Where each unit is to be at home: preflight.Asked."""
+    """Where each unit is to be at home: asked.Asked."""
 
     homes: tuple[str, ...]
 

@@ -23,7 +23,7 @@ STATE_PLANES = mask(("LO", "MASTER", "M", "V", "SCALE"))
 
 
 class Room(Protocol):
-    """Refuses what does not fit in host memory: preflight.Room."""
+    """Refuses what does not fit in host memory: room.Room."""
 
     def weights(self, core: _core.Engine, unit: int) -> None: ...
 

@@ -1,6 +1,8 @@
 """What this thread sees when it reads a weight: inside which window, inside which forward."""
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -10,6 +12,19 @@ from .._core import WindowDict, enter, inside, leave, swap_window
 
 in_backward = torch._C._current_graph_task_id     # -1 outside of backward; for the thread that runs it
 graph_stays = torch._C._autograd._get_current_graph_task_keep_graph      # retain_graph, of the backward under way
+
+
+@contextlib.contextmanager
+def paused() -> Iterator[None]:
+    """Meanwhile the outermost forward, no window of which is open, has not begun: modules give their parameters."""
+    within = inside()
+    if within:
+        leave()
+    try:
+        yield
+    finally:
+        if within:
+            enter()
 
 
 class BoundParameters(WindowDict):
@@ -97,4 +112,4 @@ class HostBuffers(dict):
 
 
 __all__ = ["BoundParameters", "Given", "HostBuffers", "enter", "graph_stays", "in_backward", "inside", "leave",
-           "swap_window"]
+           "paused", "swap_window"]

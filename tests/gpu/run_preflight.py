@@ -37,7 +37,8 @@ import megatrain_torch as mt  # noqa: E402
 from megatrain_torch.base import limits  # noqa: E402
 from megatrain_torch.base.limits import Bound, HostLimits, host_limits, show_size, with_margin  # noqa: E402
 from megatrain_torch.model import stream as wrap  # noqa: E402
-from megatrain_torch.plans import preflight  # noqa: E402
+from megatrain_torch.plans import host_memory  # noqa: E402
+from megatrain_torch.plans.asked import Asked  # noqa: E402
 from megatrain_torch.store.disk import buffer_bytes, file_bytes  # noqa: E402
 
 WIDTH, LAYERS = 256, 6
@@ -100,7 +101,7 @@ def said(free: int, files: tuple[int, int] = (3, 1024)) -> Callable[[str], None]
     """The kernel says that so many bytes are free."""
     def make(_: str) -> None:
         found = HostLimits((Bound("a limit", free, free, "raise it"),), files=files)
-        preflight.host_limits = lambda: found
+        host_memory.host_limits = lambda: found
     return make
 
 
@@ -122,7 +123,7 @@ def grown(reaches: int) -> Callable[[str], None]:
     def make(_: str) -> None:
         found = HostLimits((Bound("the machine", 2 * MIB, MIB, "", False), Bound("a group", 1 << 40, 1 << 40, "")),
                            grows="it does")
-        preflight.host_limits = lambda: found
+        host_memory.host_limits = lambda: found
         limits.touch = lambda n: min(n, reaches)
     return make
 
@@ -150,7 +151,7 @@ def written(limit: int, used: int) -> Callable[[str], None]:
                            "sys/fs/cgroup/job/memory.current": str(used)}.items():
             (root / name).parent.mkdir(parents=True, exist_ok=True)
             (root / name).write_text(text)
-        preflight.host_limits = lambda: host_limits(root / "proc", root / "sys")
+        host_memory.host_limits = lambda: host_limits(root / "proc", root / "sys")
     return make
 
 
@@ -222,9 +223,9 @@ def disk_cases() -> dict[str, Case]:
     }
 
 
-def at_home(home: str) -> preflight.Asked:
+def at_home(home: str) -> Asked:
     groups = [(name, [(name, p)]) for name, p in Stack(WIDTH, LAYERS).named_parameters()]
-    return preflight.Asked("Stack", groups, None, (home,) * LAYERS)
+    return Asked("Stack", groups, None, (home,) * LAYERS)
 
 
 def on_disk(home: str, limit: int | None = None) -> dict[str, Any]:
@@ -276,7 +277,7 @@ def child(case: Case, device: str, pipe: Any) -> None:
         if case.before is not None:
             case.before(device)
         if case.early:
-            wrap._engine = no_engine
+            wrap.engine = no_engine
         train(case, device)
         pipe.send(("ran", ""))
     except mt.MegatrainError as why:

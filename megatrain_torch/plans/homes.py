@@ -1,0 +1,183 @@
+"""Where units may be at home, which updates pass through the device, and what follows from both."""
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from ..base.modes import DISKS
+from ..base.slots import plan_slots
+from .cost import Home, visiting_planes
+from .keeping import GUESTS
+from .machine import Machine
+from .on_disk import Disk, OnDisk, named
+from .shapes import Shape
+from .tally import SETTLED
+from .uses import Uses
+from .wishes import Wishes
+
+RINGS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+MOST_ENDS = 3               # embeddings and heads whose homes are chosen one by one
+
+
+class Homes(NamedTuple):
+    """What follows from where units are at home.
+
+    Attributes:
+        units: [unit] where it is at home. through: those whose updates pass through the device.
+        weights, gradients: bytes that cross; again: of the weights, those that backward needs.
+            visiting: of states that arrive.
+        end_s: from the last window to the norm. add_s: to add up a further micro-batch's gradients
+            on the host; longest_add_s: those of one unit.
+        slots: (ring, bytes of its slots).
+        top, low: of windows whose weights cross, the last of a forward, and the first that needs
+            them in backward too.
+    """
+
+    units: tuple[Home, ...]
+    through: frozenset[int]
+    weights: int
+    again: int
+    gradients: int
+    visiting: int
+    end_s: float
+    add_s: float
+    longest_add_s: float
+    slots: list[tuple[int, int]]
+    top: int
+    low: int
+
+
+class Ways:
+    """All ways that may be chosen, of one model on a machine."""
+
+    def __init__(self, shape: Shape, machine: Machine, wishes: Wishes, uses: Uses, disk: Disk
+                 ) -> None:
+        self.shape, self.machine, self.wishes = shape, machine, wishes
+        self.uses, self.disk = uses, disk
+        self.through_rate = machine.through_rate(wishes.states, alone=wishes.homes == "through")
+        self.ring_bytes: dict[frozenset[tuple[int, int]], list[tuple[int, int]]] = {}
+        self.known: dict[tuple[Home, ...], list[Homes]] = {}
+
+    @functools.cached_property
+    def choices(self) -> list[tuple[Home, ...]]:
+        return self.home_choices()
+
+    def of(self, units: tuple[Home, ...]) -> list[Homes]:
+        """All updates on the host, or some through the device; or all, where that is asked for and
+        any are."""
+        if units not in self.known:
+            through, asked = self.through(units), self.wishes.homes
+            fixed = asked == "through" or isinstance(asked, dict)
+            self.known[units] = [] if through and fixed else [self.homes(units)]
+            if through and self.through_rate:       # else named, for a machine that has no such way
+                self.known[units].append(self.homes(units, through))
+        return self.known[units]
+
+    def home_choices(self) -> list[tuple[Home, ...]]:
+        """Units at home in VRAM: the embedding, the head, and a beginning of what is between. The
+        first layers gain most there: the next forward need not wait for their updates. Of the very
+        first, only the states may be away."""
+        n, asked = len(self.shape.units), self.wishes.homes
+        if isinstance(asked, dict):
+            settled = {u.name for u in self.shape.units if asked.get(u.name) in SETTLED}
+            return [tuple(Home[asked[u.name].upper()].value if u.name in settled else Home.RAM.value
+                          for u in self.shape.units)]
+        if asked:
+            kind = "RAM" if asked in (*DISKS, "through") else asked.upper()
+            return [(Home[kind].value,) * n]
+        kinds = {u: self.shape.windows[w].kind for u, w in self.uses.first.items()}
+        ends = [u for u in kinds if kinds[u] in ("embedding", "head")][:MOST_ENDS]
+        middle = [u for u in kinds if u not in ends]
+        found = []
+        for first in range(len(middle) + 1):
+            for taken in range(1 << len(ends)):
+                settled = {*middle[:first], *(e for i, e in enumerate(ends) if taken >> i & 1)}
+                found += self._with_guests([Home.VRAM.value if u in settled else Home.RAM.value
+                                            for u in range(n)])
+        return found
+
+    def _with_guests(self, homes: list[Home]) -> Iterator[tuple[Home, ...]]:
+        """These, and with the states of the first units arriving: of one, of both."""
+        yield tuple(homes)
+        for u in list(self.uses.first)[:GUESTS]:
+            if homes[u] == Home.RAM and self.shape.units[u].trained:
+                homes[u] = Home.ARRIVE.value
+                yield tuple(homes)
+
+    def rings(self) -> list[int]:
+        """Slots of a size that may be chosen."""
+        if self.wishes.slots:
+            return [self.wishes.slots]
+        n = len(self.shape.units)
+        return [r for r in RINGS if r < n] + [max(2, n)]
+
+    # ---- updates through the device ----
+
+    def through(self, homes: tuple[Home, ...]) -> frozenset[int]:
+        """Units at home in RAM whose updates are over sooner through the device than behind the
+        others on the host. None where some are on disk: then the drive is what a step waits for."""
+        units, asked = self.shape.units, self.wishes
+        if isinstance(asked.homes, dict):
+            return named(self.shape, asked, "through")
+        away = [u for u in self.uses.first if not homes[u] and units[u].trained]
+        if asked.homes == "through":
+            return frozenset(away)
+        if asked.homes or asked.grads == "none" or not self.through_rate \
+                or self.disk.units(homes, 1).states:
+            return frozenset()
+        host_s, device_s, found = 0.0, 0.0, []
+        rate = self.machine.adam_rate(states=asked.states)
+        for u in away:
+            there, here = device_s + self.through_s(u), host_s + units[u].trained / rate
+            if there < here:
+                device_s = there
+                found.append(u)
+            else:
+                host_s = here
+        return frozenset(found)
+
+    def through_s(self, unit: int) -> float:
+        """Of an update through the device."""
+        return self.shape.units[unit].trained / self.through_rate
+
+    # ---- what follows ----
+
+    def lent(self, homes: tuple[Home, ...]) -> list[int]:
+        """Bytes of the buffers that gradients pass through, where they are kept nowhere."""
+        return self.disk.tally.lent(self.disk.where(homes, OnDisk()))
+
+    def slots(self, homes: tuple[Home, ...], ring: int) -> list[int]:
+        """Bytes of each, of units that stream."""
+        return self.disk.tally.slots(self.disk.where(homes, OnDisk()), ring)
+
+    def visiting(self, homes: tuple[Home, ...]) -> dict[int, int]:
+        """Bytes of states that arrive, by unit."""
+        if Home.ARRIVE.value not in homes:
+            return {}
+        units = self.shape.units
+        return {u: sum(visiting_planes(units[u]).values()) for u, home in enumerate(homes)
+                if home == Home.ARRIVE and units[u].trained}
+
+    def homes(self, homes: tuple[Home, ...], through: frozenset[int] = frozenset()) -> Homes:
+        """through: units whose updates pass through the device."""
+        m, units, uses = self.machine, self.shape.units, self.uses
+        away = [u for u in uses.first if not homes[u]]
+        needed = [u for u in away if u in uses.needed]
+        weights, numbers = [units[u].weights for u in away], [units[u].trained for u in away]
+        last = sum(units[u].gradients for u in uses.leaving[0] if not homes[u])
+        return Homes(
+            homes, through, sum(weights), sum([units[u].weights for u in needed]),
+            sum([units[u].gradients for u in away]), sum(self.visiting(homes).values()),
+            last / (m.both_gbps * 1e9), sum(numbers) / (m.add_gparams * 1e9),
+            max(numbers, default=0) / (m.add_gparams * 1e9), self._ring_bytes(weights),
+            max([uses.last[u] for u in away], default=0),
+            min([uses.first[u] for u in needed], default=0))
+
+    def _ring_bytes(self, weights: list[int]) -> list[tuple[int, int]]:
+        """(ring, bytes of its slots) for units of these sizes."""
+        key = frozenset(Counter(weights).items())
+        if key not in self.ring_bytes:
+            self.ring_bytes[key] = [(ring, sum(plan_slots(weights, ring))) for ring in self.rings()]
+        return self.ring_bytes[key]

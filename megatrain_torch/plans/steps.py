@@ -1,0 +1,114 @@
+"""The numbers of a choice's step, for the walk; what several choices share is made once."""
+from __future__ import annotations
+
+import functools
+import math
+from array import array
+from collections.abc import Callable
+from typing import Any
+
+from .. import _core
+from ..base.modes import DISK
+from .cost import Home
+from .homes import Ways
+from .keeping import Keeping
+from .simulate import (
+    DEVICE,
+    HOST,
+    ON_DISK,
+    SHOWN_MICRO,
+    THROUGH,
+    Lists,
+    Step,
+    Timing,
+    simulate,
+)
+from .updates import Updates
+from .wishes import Choice
+
+
+def _kept_by_arguments(make: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
+    """A method's results, for as long as its object lives."""
+    @functools.wraps(make)
+    def known(self: Steps, *asked: Any) -> dict[str, Any]:
+        found = self.parts.get((make, *asked))
+        if found is None:
+            found = self.parts[(make, *asked)] = make(self, *asked)
+        return found
+
+    return known
+
+
+class Steps:
+    """Of one model on a machine."""
+
+    def __init__(self, keeping: Keeping, ways: Ways, updates: Updates) -> None:
+        self.keeping, self.ways, self.updates = keeping, ways, updates
+        self.shape, self.machine = keeping.shape, keeping.machine
+        self.parts: dict[tuple[Any, ...], dict[str, Any]] = {}
+        self.slot_bytes: dict[tuple[tuple[Home, ...], int], array[int]] = {}
+        self.schedules: dict[tuple[tuple[Home, ...], int, int], bytes] = {}
+
+    def time(self, choice: Choice, than: float = math.inf) -> Timing | None:
+        """None where it takes so many seconds or more."""
+        step = self.step(choice)
+        key = (choice.homes, choice.ring, min(choice.micro, SHOWN_MICRO))
+        if key not in self.schedules:
+            self.schedules[key] = _core.schedule(step)
+        return simulate(step, self.schedules[key], than)
+
+    def step(self, choice: Choice) -> Step:
+        micro, key = choice.micro, (choice.homes, choice.ring)
+        if key not in self.slot_bytes:
+            self.slot_bytes[key] = array("q", self.ways.slots(*key))
+        return Step(**self._fixed, **self._timed(micro),
+                    **self._placed(choice.homes, micro, choice.through),
+                    **self._kept(micro, choice.modes), slots=self.slot_bytes[key], micro=micro)
+
+    @functools.cached_property
+    def _fixed(self) -> dict[str, Any]:
+        """What no choice changes."""
+        units, m, uses = self.shape.units, self.machine, self.keeping.uses
+        return {"units": Lists.of(w.units for w in self.shape.windows),
+                "again": Lists.of(uses.again), "leaving": Lists.of(uses.leaving),
+                "weights": array("q", [u.weights for u in units]),
+                "gradients": array("q", [u.gradients for u in units]),
+                "add_s": array("d", self.updates.add), "depth": self.keeping.depth,
+                "h2d": m.h2d_gbps * 1e9, "d2h": m.d2h_gbps * 1e9, "both": m.both_gbps * 1e9,
+                "busy": m.busy_gbps * 1e9, "write": m.disk_write_gbps * 1e9,
+                "read": m.disk_read_gbps * 1e9}
+
+    @_kept_by_arguments
+    def _timed(self, micro: int) -> dict[str, Any]:
+        costs = self.keeping.costs(micro)
+        return {"forward_s": array("d", [c.forward_s for c in costs]),
+                "forward_host_s": array("d", [c.forward_host_s for c in costs])}
+
+    @_kept_by_arguments
+    def _placed(self, homes: tuple[Home, ...], micro: int, through: frozenset[int]
+                ) -> dict[str, Any]:
+        on_disk, visiting = self.ways.disk.units(homes, micro), self.ways.visiting(homes)
+        updates, every = self.updates, range(len(homes))
+        device, pool, host = (x.tolist() for x in (updates.device(micro), updates.pool,
+                                                   updates.host))
+        there, filed, passing = on_disk.states, on_disk.weights, through
+        drive = [(updates.drive_weights if u in filed else updates.drive)[u] if u in there else 0.0
+                 for u in every]
+        return {"updated_on": array("q", [DEVICE if homes[u] else ON_DISK if u in there
+                                          else THROUGH if u in passing else HOST for u in every]),
+                "update_s": array("d", [device[u] if homes[u] else pool[u] if u in there
+                                        else host[u] for u in every]),
+                "visiting": array("q", [visiting.get(u, 0) for u in every]),
+                "disk_s": array("d", drive),
+                "through_s": array("d", [updates.through[u] if u in passing else 0.0
+                                         for u in every]),
+                "read_s": array("d", [updates.read[u] if u in filed else 0.0 for u in every]),
+                "lent": self.ways.lent(homes)}
+
+    @_kept_by_arguments
+    def _kept(self, micro: int, modes: tuple[str, ...]) -> dict[str, Any]:
+        costs = self.keeping.costs(micro)
+        return {"backward_s": array("d", [c.backward_s[m] for c, m in zip(costs, modes)]),
+                "backward_host_s": array("d", [c.backward_host_s[m] for c, m in zip(costs, modes)]),
+                "away": array("q", self.keeping.away(costs, modes)),
+                "spilled": array("q", [mode in DISK for mode in modes])}
