@@ -209,6 +209,7 @@ static mt_status unit_open(mt_store *s, const char *name, const mt_param_desc *d
             mt_mutex_open(&u->plane[place][p].making, MT_RANK_MAKING);
     u->n_params = n;
     u->own.end.param = n;
+    u->owners = 1;
     u->version = 1;
     atomic_store(&u->home, &mt_home_ram);
     u->name = strdup(name);
@@ -394,14 +395,22 @@ mt_status mt_store_own(mt_store *s, int unit, int owner, int owners)
     u = mt__unit_at(s, unit);
     mt_lock(&s->map_mu);
     made = made_of(u, ~(1u << MT_PLANE_HI));
-    if (made != MT_PLANE_COUNT)
+    if (made != MT_PLANE_COUNT) {
         st = MT_FAIL(MT_ESTATE, "unit %s has its plane %s already; its owners are named before",
                      u->name, mt_plane_name((mt_plane)made));
-    else
+    } else {
         u->own = own;
+        u->owners = owners;
+    }
     mt_unlock(&s->map_mu);
 fail:
     return st;
+}
+
+int mt_store_owners(const mt_store *s, int unit)
+{
+    const mt__unit *u = mt__unit_at(s, unit);
+    return u != NULL ? u->owners : 1;
 }
 
 int64_t mt_store_owned(const mt_store *s, int unit, int param, int64_t *from)

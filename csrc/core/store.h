@@ -97,6 +97,7 @@ mt_states mt_store_states    (const mt_store *s, int unit);              /* any 
  * than HI nothing else is committed, nor is on the device, and what moves them moves nothing else.
  * Until it is called, all of the unit is its own. MT_ESTATE when such a plane is made. */
 mt_status mt_store_own  (mt_store *s, int unit, int owner, int owners);
+int       mt_store_owners(const mt_store *s, int unit);                  /* 1 until then */
 /* How many of a parameter's elements are its own, and the first of them. Any thread. */
 int64_t   mt_store_owned(const mt_store *s, int unit, int param, int64_t *from);
 
