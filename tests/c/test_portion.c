@@ -6,6 +6,7 @@
  * the same weights and the same gradients.
  */
 #include "check.h"
+#include "dev_fault.h"
 #include "toy.h"
 
 #include "../../csrc/core/arena.h"
@@ -773,6 +774,58 @@ static void of_an_arena_what_is_kept_is_committed_and_registered(void)
     mt_arena_close(&a);
 }
 
+/* Memory of all kinds is made, moved and given back. */
+static mt_status use(mt_context *cx, mt_queue *run, void *slot)
+{
+    const mt_param_desc d = { MT_BF16, 50000, 1 };
+    int                 unit;
+    void               *at;
+    mt_status           st;
+
+    MT_TRY(mt_store_add(cx->store, "unit", &d, 1, &unit));
+    MT_TRY(mt_store_own(cx->store, unit, 1, 3));
+    for (int p = 0; p < MT_PLANE_COUNT; p++)
+        if (mt_store_plane_bytes(cx->store, unit, 0, (mt_plane)p, 1) > 0)
+            MT_TRY(mt_store_at(cx->store, unit, 0, (mt_plane)p, &at));
+    MT_TRY(mt_resident_settle(cx->residents, unit, slot));
+    MT_TRY(mt_resident_take(cx->residents, unit, run));
+    st = mt_resident_unsettle(cx->residents, unit, 1);
+fail:
+    return st;
+}
+
+static void a_device_may_fail_at_any_call(void)
+{
+    static char slot[1 << 17];
+    int         over = 0;
+
+    for (int n = 1; !over; n++) {
+        mt_resident *r = NULL;
+        mt_dev      *cpu = NULL, *d;
+        mt_context   cx = { 0 };
+        mt_queue    *run;
+        mt_status    st;
+
+        REQUIRE(mt_dev_cpu_open(&cpu) == MT_OK);
+        cx.dev = d = fault_dev(cpu, 0, FAULT_ONCE);
+        REQUIRE(mt_store_open(&cx, &cx.store) == MT_OK);
+        REQUIRE(mt_resident_open(&cx, &r) == MT_OK);
+        REQUIRE(d->ops->queue_open(d, "run", &run) == MT_OK);
+        fault_next(d, n);
+        st = use(&cx, run, slot);
+        over = fault_fired(d) == 0;
+        CHECK_EQ(st, over ? MT_OK : MT_EDEVICE);
+        mt_resident_close(r);
+        mt_store_close(cx.store);
+        d->ops->queue_close(run);
+        CHECK_EQ(fault_live(d), 0);
+        d->ops->close(d);
+        cpu->ops->close(cpu);
+        CHECK(n < 200);
+        over |= n >= 200;
+    }
+}
+
 /* An owner's own squares are not the parameter's: without the others' there is no norm. */
 static void a_sum_of_a_part_does_not_count(void)
 {
@@ -880,6 +933,7 @@ static void owners_write_the_file_that_one_writes(void)
     X(owners_together_have_the_bits_of_one)                 \
     X(states_in_files_are_the_owners_own)                   \
     X(a_sum_of_a_part_does_not_count)                       \
+    X(a_device_may_fail_at_any_call)                        \
     X(of_an_arena_what_is_kept_is_committed_and_registered) \
     X(memory_is_the_owners_own)                             \
     X(owners_write_the_file_that_one_writes)
