@@ -95,7 +95,8 @@ static void do_sumsq(bench *b)   { mt_sumsq_host(b->pool, MT_BF16, b->t.grad, b-
 static void do_accumulate(bench *b)
 {
     double s;
-    mt_accumulate(b->pool, MT_BF16, b->acc, (void *)(uintptr_t)b->t.grad, b->add, b->t.n, 0, &s);
+    mt_accumulate(b->pool, MT_BF16, b->acc, (void *)(uintptr_t)b->t.grad, b->add, b->t.n, 0, &s,
+                  NULL);
 }
 
 static int ascending(const void *a, const void *b)

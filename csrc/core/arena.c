@@ -85,7 +85,7 @@ static mt_status map_reserved(mt_arena *a, size_t bytes, int flags, const char *
                            "with %zu (%.1f MiB) mapped already; raise the process's memory limit "
                            "or keep less on the host",
                            what, bytes, mib(bytes), mapped, mib(mapped));
-        made.bytes = whole;
+        made.bytes = made.kept = whole;
         mt_forks_private(made.base, whole);
         (void)mt_numa_spread(made.base, whole);         /* these two are wishes: else just slower */
         if (huge)
@@ -101,13 +101,27 @@ mt_status mt_arena_reserve(mt_arena *a, size_t bytes, const char *what, size_t m
     return map_reserved(a, bytes, MAP_NORESERVE, what, mapped);
 }
 
+void mt_arena_keep(mt_arena *a, size_t from, size_t bytes)
+{
+    size_t page = page_bytes(), end = (from + bytes + page - 1) / page * page;
+
+    a->from = from / page * page;
+    a->kept = bytes > 0 ? end - a->from : 0;
+}
+
+/* The first byte that is, or would be, committed. */
+static char *first_of(const mt_arena *a)
+{
+    return (char *)a->base + a->from;
+}
+
 mt_status mt_arena_register(mt_arena *a, mt_dev *dev)
 {
     mt_status st;
 
-    if (a->dev != NULL || a->bytes == 0)
+    if (a->dev != NULL || a->kept == 0)
         return MT_OK;
-    if ((st = dev->ops->host_register(dev, a->base, a->bytes)) == MT_OK)
+    if ((st = dev->ops->host_register(dev, first_of(a), a->kept)) == MT_OK)
         a->dev = dev;
     return st;
 }
@@ -118,7 +132,7 @@ mt_status mt_arena_commit(mt_arena *a, mt_pool *pool, mt_dev *dev)
 
     if (!a->reserved)
         return MT_OK;
-    touch(a->base, a->bytes, pool);
+    touch(first_of(a), a->kept, pool);
     if (dev != NULL && (st = mt_arena_register(a, dev)) != MT_OK)
         return st;
     a->reserved = 0;
@@ -129,7 +143,7 @@ mt_status mt_arena_commit(mt_arena *a, mt_pool *pool, mt_dev *dev)
 void mt_arena_decommit(mt_arena *a)
 {
     if (a->dev != NULL)
-        a->dev->ops->host_unregister(a->dev, a->base);
+        a->dev->ops->host_unregister(a->dev, first_of(a));
     a->dev = NULL;
     if (a->bytes > 0)
         (void)madvise(a->base, a->bytes, MADV_DONTNEED);
@@ -152,20 +166,24 @@ fail:
     return st;
 }
 
-mt_status mt_arena_device(mt_arena *a, size_t bytes, mt_dev *dev, const char *what)
+/* Addresses below the memory's are only counted from: base may be one of them. */
+mt_status mt_arena_device(mt_arena *a, size_t from, size_t bytes, mt_dev *dev, const char *what)
 {
     mt_arena  made = { .base = nothing, .on_device = 1 };
+    void     *mem;
     mt_status st;
 
     if (bytes > 0) {
-        st = dev->ops->mem_alloc(dev, bytes, &made.base);
+        st = dev->ops->mem_alloc(dev, bytes, &mem);
         if (st == MT_EDEVMEM)
             return MT_FAIL(st, "%s: no %zu bytes (%.1f MiB) of device memory; let fewer units live "
                            "there",
                            what, bytes, mib(bytes));
         if (st != MT_OK)
             return st;
-        made.bytes = bytes;
+        made.base = (void *)((uintptr_t)mem - from);
+        made.from = from;
+        made.bytes = made.kept = bytes;
         made.dev = dev;
     }
     *a = made;
@@ -176,12 +194,12 @@ void mt_arena_close(mt_arena *a)
 {
     if (a->on_device) {
         if (a->dev != NULL)
-            a->dev->ops->mem_free(a->dev, a->base);
+            a->dev->ops->mem_free(a->dev, (void *)((uintptr_t)a->base + a->from));
         memset(a, 0, sizeof *a);
         return;
     }
     if (a->dev != NULL)
-        a->dev->ops->host_unregister(a->dev, a->base);
+        a->dev->ops->host_unregister(a->dev, first_of(a));
     if (a->bytes > 0) {
         mt_forks_shared(a->base);
         munmap(a->base, a->bytes);

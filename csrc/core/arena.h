@@ -20,6 +20,8 @@
 typedef struct mt_arena {
     void   *base;            /* NULL: not open. Aligned to a page; to 2 MiB from 4 MiB on */
     size_t  bytes;           /* mapped: what was asked for, in whole pages; 0 when that was 0 */
+    size_t  from, kept;      /* so many bytes from there on are committed and registered, in whole
+                              * pages: all, unless mt_arena_keep said less */
     mt_dev *dev;             /* registered here, or memory of it; NULL: neither */
     int     on_device;       /* memory of dev: base is no host address */
     int     reserved;        /* addresses alone: not committed */
@@ -32,13 +34,16 @@ typedef struct mt_arena {
 mt_status mt_arena_open  (mt_arena *a, size_t bytes, mt_pool *pool, mt_dev *dev,
                           const char *what, size_t mapped);
 mt_status mt_arena_reserve(mt_arena *a, size_t bytes, const char *what, size_t mapped);
+/* Of a reserved one these bytes, and those in pages with them, are all that is ever committed. */
+void      mt_arena_keep  (mt_arena *a, size_t from, size_t bytes);
 /* Touches and registers a reserved one; what was written into it stays. */
 mt_status mt_arena_commit(mt_arena *a, mt_pool *pool, mt_dev *dev);
 /* Registers one that is in memory; nothing to do when that is done, or nothing is mapped. */
 mt_status mt_arena_register(mt_arena *a, mt_dev *dev);
 /* Its pages are given back, registered or not, and it is reserved: what it held is gone. */
 void      mt_arena_decommit(mt_arena *a);
-mt_status mt_arena_device(mt_arena *a, size_t bytes, mt_dev *dev, const char *what);
+/* Memory of dev for bytes from `from` on of what would begin at base. */
+mt_status mt_arena_device(mt_arena *a, size_t from, size_t bytes, mt_dev *dev, const char *what);
 void      mt_arena_close (mt_arena *a);            /* closed or zeroed: nothing to do */
 
 #endif

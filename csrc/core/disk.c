@@ -162,10 +162,10 @@ fail:
 /* ---- requests --------------------------------------------------------------------------- */
 
 /* Whose byte is at this offset of the piece. */
-static const mt_stretch *owner_of(const mt__layout *l, const mt__piece *c, size_t offset,
+static const mt_stretch *found_at(const mt__layout *l, const mt__piece *c, size_t offset,
                                  mt_plane *plane)
 {
-    const mt_stretch *owner = NULL;
+    const mt_stretch *found = NULL;
     size_t       best = 0;
 
     for (int i = c->first; i < c->first + c->n; i++)
@@ -175,10 +175,10 @@ static const mt_stretch *owner_of(const mt__layout *l, const mt__piece *c, size_
             if (k->offset[p] == MT_PART_ABSENT || k->offset[p] > offset || k->offset[p] < best)
                 continue;
             best = k->offset[p];
-            owner = k;
+            found = k;
             *plane = (mt_plane)p;
         }
-    return owner;
+    return found;
 }
 
 /* What lies in the block that begins there, for a message: the first and the last.
@@ -192,7 +192,7 @@ static void whose(const mt_disk *d, int u, int number, uint64_t at, char *out, s
                                                             : piece_bytes(c);
     size_t        end = of - offset < MT_BLOCK_BYTES ? of : offset + MT_BLOCK_BYTES;
     mt_plane      from = MT_PLANE_HI, to = MT_PLANE_HI;
-    const mt_stretch *first = owner_of(l, c, offset, &from), *last = owner_of(l, c, end - 1, &to);
+    const mt_stretch *first = found_at(l, c, offset, &from), *last = found_at(l, c, end - 1, &to);
 
     if (first == last && from == to)
         snprintf(out, cap, "unit %s, plane %s of parameter %d", mt_store_name(d->store, u),

@@ -83,7 +83,7 @@ static mt_status map(mt_store *s, int place, size_t bytes, mt_arena *out)
 
     bytes = bytes > LEAST_BYTES ? bytes : LEAST_BYTES;
     if (place == MT__DEVICE)
-        return mt_arena_device(out, bytes, s->dev, what);
+        return mt_arena_device(out, 0, bytes, s->dev, what);
     return mt_arena_open(out, bytes, s->pool, s->dev, what, mt_store_bytes(s, MT_PLANE_COUNT));
 }
 

@@ -10,6 +10,7 @@
 #include "offload.h"
 
 #include "arena.h"
+#include "portion.h"
 #include "worker.h"
 
 #include <inttypes.h>
@@ -23,7 +24,9 @@
 typedef struct parcel {
     mt_grad_item item;
     mt_dtype     dt;
-    int64_t      n;
+    int64_t      n;          /* what is this process's of the parameter; addresses are those of its
+                              * first element */
+    int          whole;      /* the unit has one owner */
     size_t       bytes;
     int          settled;    /* the unit is: grad and acc are on the device, nothing is staged */
     void        *grad;       /* GRAD plane */
@@ -32,6 +35,7 @@ typedef struct parcel {
     const void  *changed;    /* settled ADD: the GRAD plane on the host, changed by the user, or
                               * NULL */
     double      *sum;        /* where its sum of squares goes */
+    double      *chunks;     /* and those of its chunks; NULL: nobody asks */
     int          from_grad;  /* ADD: start from grad's value */
 } parcel;
 
@@ -54,14 +58,16 @@ typedef struct staging {     /* putting thread only, but for the bytes in it */
     uint64_t user;           /* ticket that used it last; free once that is home */
 } staging;
 
-enum { COUNTED = 1, SUMMED = 2 };
+enum { COUNTED = 1, SUMMED = 2, CHUNKED = 4 };
 
 /* What is known of a unit's gradients. */
 typedef struct tally {
-    mt_arena       mem;      /* sum's */
+    mt_arena       mem;      /* sum's, and chunks' */
     double        *sum;      /* [n_params] registered; d2h writes (SET), the collector (ADD) */
-    unsigned char *flags;    /* [n_params] COUNTED: sum is taken or on its way; SUMMED: ACC has
-                              * the sum. Under mu */
+    double       **chunks;   /* [n_params] of what is ours; NULL: the unit has one owner, or
+                              * nothing is ours. As sum */
+    unsigned char *flags;    /* [n_params] COUNTED, CHUNKED: sum, chunks are taken or on their way;
+                              * SUMMED: ACC has the sum. Under mu */
     int            adds;     /* tickets with an ADD that are not home. Under mu */
 } tally;
 
@@ -133,7 +139,7 @@ static void add_up(mt_offload *o, const ticket *t)
         if (!is_staged(p) || p->n == 0)
             continue;
         o->kernels.accumulate(o->pool, p->dt, p->acc, p->grad, p->staged, p->n, p->from_grad,
-                              p->sum);
+                              p->sum, p->chunks);
         added += p->bytes;
     }
     mt_timeline_end(o->timeline, &span, added, NULL);
@@ -204,23 +210,54 @@ static void tally_close(tally *y)
     if (y == NULL)
         return;
     mt_arena_close(&y->mem);
+    free(y->chunks);
     free(y->flags);
     free(y);
 }
 
+static size_t chunks_of(int64_t n)
+{
+    return (size_t)(n / MT_PORTION_GRAIN + (n % MT_PORTION_GRAIN != 0));
+}
+
+/* Of what is ours of a unit that has several owners. */
+static size_t count_chunks(const mt_offload *o, int unit)
+{
+    size_t  chunks = 0;
+    int64_t from;
+
+    for (int i = 0; i < mt_store_params(o->store, unit) && mt_store_owners(o->store, unit) > 1; i++)
+        chunks += chunks_of(mt_store_owned(o->store, unit, i, &from));
+    return chunks;
+}
+
+/* Behind the sums. */
+static void place_chunks(const mt_offload *o, int unit, tally *y, double *at)
+{
+    for (int i = 0; i < mt_store_params(o->store, unit); i++) {
+        int64_t from, n = mt_store_owned(o->store, unit, i, &from);
+
+        y->chunks[i] = n > 0 ? at : NULL;
+        at += chunks_of(n);
+    }
+}
+
 static mt_status tally_open(mt_offload *o, int unit, tally **out)
 {
-    size_t    n = (size_t)mt_store_params(o->store, unit) + 1;
+    size_t    n = (size_t)mt_store_params(o->store, unit) + 1, chunks = count_chunks(o, unit);
     tally    *y = calloc(1, sizeof *y);
     mt_status st;
 
-    if (y == NULL || (y->flags = calloc(n, sizeof *y->flags)) == NULL) {
+    if (y == NULL || (y->flags = calloc(n, sizeof *y->flags)) == NULL ||
+        (y->chunks = calloc(n, sizeof *y->chunks)) == NULL) {
         st = MT_FAIL(MT_ENOMEM, "unit %s: no memory to note its gradients",
                      mt_store_name(o->store, unit));
         goto fail;
     }
-    MT_TRY(pages_open(o, n * sizeof *y->sum, "sums of squares", &y->mem));
+    MT_TRY(pages_open(o, (n + chunks) * sizeof *y->sum, "sums of squares", &y->mem));
     y->sum = y->mem.base;
+    if (chunks > 0)
+        place_chunks(o, unit, y, y->sum + n);
     *out = y;
     return MT_OK;
 
@@ -355,11 +392,12 @@ static mt_status check_item(const mt_offload *o, int unit, const mt_grad_item *i
     const mt_param_desc *d = mt_store_desc(o->store, unit, it->param);
     int there = mt_store_home(o->store, unit, NULL)->at != NULL;
     int can_add = there ? o->kernels.accumulate_put != NULL : o->kernels.accumulate != NULL;
+    int64_t from;
 
     if (d == NULL)
         return MT_FAIL(MT_EINVAL, "unit %s has no parameter %d; it has %d",
                        mt_store_name(o->store, unit), it->param, mt_store_params(o->store, unit));
-    if (it->src == NULL && d->numel > 0)
+    if (it->src == NULL && mt_store_owned(o->store, unit, it->param, &from) > 0)
         return MT_FAIL(MT_EINVAL, "unit %s: the gradient of parameter %d is at no address",
                        mt_store_name(o->store, unit), it->param);
     if (it->mode == MT_GRAD_ADD && !can_add)
@@ -371,34 +409,46 @@ static mt_status check_item(const mt_offload *o, int unit, const mt_grad_item *i
     return MT_OK;
 }
 
-/* The parameter's address in a plane, where the unit's gradients are. */
-static mt_status plane_at(mt_offload *o, int unit, int param, mt_plane plane, void **out)
+/* Where a plane has the first element that is ours of a parameter: where the unit's gradients are,
+ * or (host) in host memory whatever its home. */
+static mt_status plane_at(mt_offload *o, int unit, int param, mt_plane plane, int host, void **out)
 {
-    void          *of;
+    void          *of, *at;
     const mt_home *h = mt_store_home(o->store, unit, &of);
+    int64_t        from;
+    mt_status      st;
 
-    return h->at != NULL ? h->at(of, unit, param, plane, out)
-                         : mt_store_at(o->store, unit, param, plane, out);
+    if (h->at != NULL && !host)
+        MT_TRY(h->at(of, unit, param, plane, &at));
+    else
+        MT_TRY(mt_store_at(o->store, unit, param, plane, &at));
+    (void)mt_store_owned(o->store, unit, param, &from);
+    *out = (char *)at + mt_store_plane_bytes(o->store, unit, param, plane, from);
+fail:
+    return st;
 }
 
 static mt_status parcel_make(mt_offload *o, int unit, const mt_grad_item *it, tally *y, parcel *p)
 {
     const mt_param_desc *d = mt_store_desc(o->store, unit, it->param);
+    int64_t              from, n = mt_store_owned(o->store, unit, it->param, &from);
     void                *at;
     mt_status            st;
 
-    *p = (parcel){ .item = *it, .dt = d->dtype, .n = d->numel, .sum = &y->sum[it->param] };
+    *p = (parcel){ .item = *it, .dt = d->dtype, .n = n, .sum = &y->sum[it->param],
+                   .chunks = y->chunks[it->param],
+                   .whole = mt_store_owners(o->store, unit) == 1 };
     p->bytes = (size_t)p->n * mt_dtype_bytes(p->dt);
     p->settled = mt_store_home(o->store, unit, NULL)->at != NULL;
-    MT_TRY(plane_at(o, unit, it->param, MT_PLANE_GRAD, &p->grad));
+    MT_TRY(plane_at(o, unit, it->param, MT_PLANE_GRAD, 0, &p->grad));
     if (it->mode != MT_GRAD_ADD)
         return MT_OK;
     if (mt_plane_bytes(MT_PLANE_ACC, p->dt, MT_STATES_FP32, 1) > 0) {
-        MT_TRY(plane_at(o, unit, it->param, MT_PLANE_ACC, &at));
+        MT_TRY(plane_at(o, unit, it->param, MT_PLANE_ACC, 0, &at));
         p->acc = at;
     }
     if (p->settled && it->reread) {
-        MT_TRY(mt_store_at(o->store, unit, it->param, MT_PLANE_GRAD, &at));
+        MT_TRY(plane_at(o, unit, it->param, MT_PLANE_GRAD, 1, &at));
         p->changed = at;
     }
     mt_lock(&o->mu);
@@ -468,7 +518,7 @@ static mt_status put_sum(mt_offload *o, const parcel *p)
     if (p->changed != NULL)
         MT_TRY(o->dev->ops->copy(o->d2h, p->grad, p->changed, p->bytes));
     return o->kernels.accumulate_put(o->kernels.ctx, o->d2h, p->dt, p->acc, p->grad, p->item.src,
-                                     p->n, p->from_grad, p->sum);
+                                     p->n, p->from_grad, p->sum, p->chunks);
 fail:
     return st;
 }
@@ -485,7 +535,8 @@ static mt_status put_parcel(mt_offload *o, const parcel *p)
     if (p->item.mode == MT_GRAD_ADD)
         return put_sum(o, p);
     if (o->kernels.sumsq != NULL)
-        MT_TRY(o->kernels.sumsq(o->kernels.ctx, o->d2h, p->dt, p->item.src, p->n, p->sum));
+        MT_TRY(o->kernels.sumsq(o->kernels.ctx, o->d2h, p->dt, p->item.src, p->n, p->sum,
+                                p->chunks));
     return p->item.src == p->grad ? MT_OK : v->copy(o->d2h, p->grad, p->item.src, p->bytes);
 fail:
     return st;
@@ -534,14 +585,14 @@ fail:
 /* Under mu. sent: the copies are on their way; else some were begun and nothing is known. */
 static void note(mt_offload *o, const ticket *t, tally *y, int sent)
 {
-    int sumsq = o->kernels.sumsq != NULL ? COUNTED : 0;
-
     for (int i = 0; i < t->n; i++) {
         const parcel *p = &t->parcels[i];
+        int           adds = p->item.mode == MT_GRAD_ADD;
+        int           sums = adds || o->kernels.sumsq != NULL;
 
         y->flags[p->item.param] = (unsigned char)(!sent ? 0 :
-            p->item.mode == MT_GRAD_SET ? sumsq :
-            p->acc != NULL ? COUNTED | SUMMED : COUNTED);
+            (sums && p->whole ? COUNTED : 0) | (sums && p->chunks != NULL ? CHUNKED : 0) |
+            (adds && p->acc != NULL ? SUMMED : 0));
         o->d2h_bytes += sent && !p->settled ? p->bytes : 0;
     }
 }
@@ -696,28 +747,45 @@ static tally *known(const mt_offload *o, int unit, int param)
     return param >= 0 && param < mt_store_params(o->store, unit) ? o->tally[unit] : NULL;
 }
 
-int mt_offload_counted(mt_offload *o, int unit, int param)
+static int has_flag(mt_offload *o, int unit, int param, int flag)
 {
     tally *y;
-    int    counted;
+    int    has;
 
     mt_lock(&o->mu);
     y = known(o, unit, param);
-    counted = y != NULL && (y->flags[param] & COUNTED) != 0;
+    has = y != NULL && (y->flags[param] & flag) != 0;
     mt_unlock(&o->mu);
-    return counted;
+    return has;
+}
+
+int mt_offload_counted(mt_offload *o, int unit, int param)
+{
+    return has_flag(o, unit, param, COUNTED);
+}
+
+int mt_offload_chunked(mt_offload *o, int unit, int param)
+{
+    return has_flag(o, unit, param, CHUNKED);
 }
 
 int mt_offload_has_acc(mt_offload *o, int unit, int param)
 {
-    tally *y;
-    int    summed;
+    return has_flag(o, unit, param, SUMMED);
+}
+
+const double *mt_offload_chunks(mt_offload *o, int unit, int param, int64_t *n)
+{
+    const double *chunks = NULL;
+    int64_t       from;
+    tally        *y;
 
     mt_lock(&o->mu);
-    y = known(o, unit, param);
-    summed = y != NULL && (y->flags[param] & SUMMED) != 0;
+    if ((y = known(o, unit, param)) != NULL)
+        chunks = y->chunks[param];
     mt_unlock(&o->mu);
-    return summed;
+    *n = chunks != NULL ? (int64_t)chunks_of(mt_store_owned(o->store, unit, param, &from)) : 0;
+    return chunks;
 }
 
 /* The value was written by d2h or the collector before they ended the hand-over in the ledger,

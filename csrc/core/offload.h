@@ -34,26 +34,30 @@ typedef enum mt_grad_mode { MT_GRAD_SET, MT_GRAD_ADD } mt_grad_mode;
 
 typedef struct mt_grad_item {
     int          param;
-    const void  *src;        /* device, dense, of the parameter's dtype and numel; until passed */
+    const void  *src;        /* device, dense, of the parameter's dtype, all elements that are this
+                              * process's (mt_store_owned); until passed */
     mt_grad_mode mode;
     /* ADD: 1 when the GRAD plane on the host was changed by the user since: its value counts, not
      * ACC's or the device's. First ADD after a SET starts ACC from the GRAD plane in any case. */
     int          reread;
 } mt_grad_item;
 
-/* Put "sum of squares of src[0..n) into *out" in q. out: host memory that q can write. */
+/* Put "sum of squares of src[0..n) into *out" in q. out: host memory that q can write. chunks: such
+ * memory for the sum of every MT_PORTION_GRAIN elements, or NULL. */
 typedef mt_status (*mt_sumsq_fn)(void *ctx, mt_queue *q, mt_dtype dt, const void *src, int64_t n,
-                                 double *out);
+                                 double *out, double *chunks);
 /* Host, on the pool: acc (fp32; NULL: the sum lives in grad, which is fp32 or fp64) and grad get
  * the sum of themselves and add; `from_grad`: start from grad's value instead of acc's.
- * *sumsq: of what the optimizer will use: the new acc where there is one, else the new grad. */
+ * *sumsq, chunks: of what the optimizer will use: the new acc where there is one,
+ * else the new grad. */
 typedef void (*mt_accumulate_fn)(mt_pool *pool, mt_dtype dt, float *acc, void *grad,
-                                 const void *add, int64_t n, int from_grad, double *sumsq);
+                                 const void *add, int64_t n, int from_grad, double *sumsq,
+                                 double *chunks);
 
-/* The same put in q, on the device's memory; *sumsq: host memory that q can write. */
+/* The same put in q, on the device's memory; *sumsq, chunks: host memory that q can write. */
 typedef mt_status (*mt_accumulate_put_fn)(void *ctx, mt_queue *q, mt_dtype dt, float *acc,
                                           void *grad, const void *add, int64_t n, int from_grad,
-                                          double *sumsq);
+                                          double *sumsq, double *chunks);
 
 typedef struct mt_offload_kernels {
     mt_sumsq_fn          sumsq;
@@ -82,12 +86,17 @@ mt_status mt_offload_land  (mt_offload *o, mt_queue *run);
 mt_status mt_offload_drain (mt_offload *o);              /* host: everything put so far is home */
 
 /* Sum of squares of a parameter's gradient as it stands. Call after mt_ledger_wait_grads.
- * valid = 0 when none was taken since mt_offload_forget. */
+ * valid = 0 when none was taken since mt_offload_forget, or the unit has several owners: the job's
+ * sumsq is for that, which has all their chunks (ops/sumsq.h). */
 double    mt_offload_sumsq(mt_offload *o, int unit, int param, int *valid);
 /* Whether that sum is taken or on its way; may be asked at once. What the updater notes at
  * submit, since zero_grad() follows step() before the gradients are home: forget leaves the
  * value for the update under way, and the next put of the unit waits for that update. */
 int       mt_offload_counted(mt_offload *o, int unit, int param);
+/* The same two, of a unit that has several owners: sums of the chunks that are this one's, [*n];
+ * NULL: there are none. They stay as they are until the next put of the unit. */
+const double *mt_offload_chunks(mt_offload *o, int unit, int param, int64_t *n);
+int       mt_offload_chunked(mt_offload *o, int unit, int param);
 /* 1: the ACC plane has (or will have, once it is home) the parameter's gradient, of which the GRAD
  * plane is the rounded copy. Ask before the next forget: an update submitted before it counts. */
 int       mt_offload_has_acc(mt_offload *o, int unit, int param);

@@ -140,13 +140,13 @@ static mt_status next_piece(cutting *c)
 
 static mt_status cut_param(cutting *c, int param, unsigned planes)
 {
-    int64_t   numel = mt_store_desc(c->s, c->unit, param)->numel, n;
+    int64_t   from, n, end = mt_store_owned(c->s, c->unit, param, &from);
     mt_status st = MT_OK;
 
-    for (int64_t from = 0; from < numel; from += n) {
+    for (end += from; from < end; from += n) {
         if (is_full(c, planes))
             MT_TRY(next_piece(c));
-        n = fit(c, param, planes, numel - from, left_in(c, planes));
+        n = fit(c, param, planes, end - from, left_in(c, planes));
         if (n > 0)
             MT_TRY(add_part(c, param, planes, from, n));
         else if (last_of(c)->n > 0)

@@ -208,10 +208,13 @@ mt_status mt_resident_parts(mt_resident *r, int unit, const mt_part **parts, int
     return st;
 }
 
-static size_t plane_bytes(const mt_resident *r, int unit, int param, mt_plane p)
+/* Of what is this process's of the parameter; *skip: those before it. */
+static size_t own_bytes(const mt_resident *r, int unit, int param, mt_plane p, size_t *skip)
 {
-    const mt_param_desc *d = mt_store_desc(r->store, unit, param);
-    return mt_store_plane_bytes(r->store, unit, param, p, d->numel);
+    int64_t from, n = mt_store_owned(r->store, unit, param, &from);
+
+    *skip = mt_store_plane_bytes(r->store, unit, param, p, from);
+    return mt_store_plane_bytes(r->store, unit, param, p, n);
 }
 
 /* Under mu. Behind all that was put for the unit. */
@@ -355,12 +358,14 @@ fail:
 /* Under mu. One parameter's plane, up or down. */
 static mt_status put_copy(mt_resident *r, int unit, int param, mt_plane p, int up)
 {
-    size_t    bytes = plane_bytes(r, unit, param, p);
+    size_t    skip, bytes = own_bytes(r, unit, param, p, &skip);
     void     *host, *there;
     mt_status st;
 
     MT_TRY(mt_store_at(r->store, unit, param, p, &host));
     MT_TRY(mt_resident_at(r, unit, param, p, &there));
+    host = (char *)host + skip;
+    there = (char *)there + skip;
     MT_TRY(r->dev->ops->copy(r->queue, up ? there : host, up ? host : there, bytes));
     *(up ? &r->stats.h2d_bytes : &r->stats.d2h_bytes) += bytes;
 fail:
@@ -499,11 +504,12 @@ static mt_status home_wait(void *arg, int unit, unsigned planes)
 static mt_status put_copies(mt_resident *r, int unit, int param, unsigned planes, int up)
 {
     const unsigned wanted = IS(LOADING) | IS(STALE);
+    size_t         skip;
     mt_status      st;
 
     for (int p = 0; p < MT_PLANE_COUNT; p++)
         for (int i = 0; i < mt_store_params(r->store, unit) && (planes >> p & 1); i++)
-            if (up ? (param < 0 || i == param) && plane_bytes(r, unit, i, (mt_plane)p) > 0
+            if (up ? (param < 0 || i == param) && own_bytes(r, unit, i, (mt_plane)p, &skip) > 0
                    : mt_mirror_any(r->store, unit, i, 1u << p, wanted))
                 MT_TRY(put_copy(r, unit, i, (mt_plane)p, up));
     return record_done(r, r->homes[unit], unit);

@@ -139,10 +139,10 @@ mt_status mt_store_open(const mt_context *cx, mt_store **out)
 /* Under both locks, or when nobody else is there. Yields the bytes of memory given back. */
 static size_t plane_close(mt__plane *pl, int n_params)
 {
-    size_t bytes = pl->arena.reserved ? 0 : pl->arena.bytes;
+    size_t bytes = pl->arena.reserved ? 0 : pl->arena.kept;
 
     for (int i = 0; pl->late != NULL && i < n_params; i++) {
-        bytes += pl->late[i].reserved ? 0 : pl->late[i].bytes;
+        bytes += pl->late[i].reserved ? 0 : pl->late[i].kept;
         mt_arena_close(&pl->late[i]);
     }
     mt_arena_close(&pl->arena);
@@ -208,6 +208,8 @@ static mt_status unit_open(mt_store *s, const char *name, const mt_param_desc *d
         for (int place = 0; place < MT__PLACES; place++)
             mt_mutex_open(&u->plane[place][p].making, MT_RANK_MAKING);
     u->n_params = n;
+    u->own.end.param = n;
+    u->owners = 1;
     u->version = 1;
     atomic_store(&u->home, &mt_home_ram);
     u->name = strdup(name);
@@ -349,12 +351,11 @@ mt_states mt_store_states(const mt_store *s, int unit)
     return u != NULL ? states_of(u) : MT_STATES_FP32;
 }
 
-/* Under map_mu. A plane that the unit's states decide about, and that is made;
- * MT_PLANE_COUNT: none. */
-static int made_state(const mt__unit *u)
+/* Under map_mu. One of these planes that is made; MT_PLANE_COUNT: none. */
+static int made_of(const mt__unit *u, unsigned planes)
 {
     for (int p = 0; p < MT_PLANE_COUNT; p++)
-        if ((MT_STATE_PLANES >> p & 1) &&
+        if ((planes >> p & 1) &&
             (u->plane[MT__HOST][p].offset != NULL || u->plane[MT__DEVICE][p].offset != NULL))
             return p;
     return MT_PLANE_COUNT;
@@ -371,7 +372,7 @@ mt_status mt_store_set_states(mt_store *s, int unit, mt_states states)
                        "states %d of unit %d; the store has %d units, and states are 0 to %d",
                        (int)states, unit, mt_store_units(s), MT_STATES_COUNT - 1);
     mt_lock(&s->map_mu);
-    made = states_of(u) != states ? made_state(u) : MT_PLANE_COUNT;
+    made = states_of(u) != states ? made_of(u, MT_STATE_PLANES) : MT_PLANE_COUNT;
     if (made != MT_PLANE_COUNT)
         st = MT_FAIL(MT_ESTATE, "unit %s has %s states already (plane %s); %s ones need a store "
                      "without them",
@@ -381,6 +382,45 @@ mt_status mt_store_set_states(mt_store *s, int unit, mt_states states)
         atomic_store(&u->states, (int)states);
     mt_unlock(&s->map_mu);
     return st;
+}
+
+mt_status mt_store_own(mt_store *s, int unit, int owner, int owners)
+{
+    mt_portion own;
+    mt__unit  *u;
+    int        made;
+    mt_status  st;
+
+    MT_TRY(mt_portion_of(s, unit, owner, owners, &own));
+    u = mt__unit_at(s, unit);
+    mt_lock(&s->map_mu);
+    made = made_of(u, ~(1u << MT_PLANE_HI));
+    if (made != MT_PLANE_COUNT) {
+        st = MT_FAIL(MT_ESTATE, "unit %s has its plane %s already; its owners are named before",
+                     u->name, mt_plane_name((mt_plane)made));
+    } else {
+        u->own = own;
+        u->owners = owners;
+    }
+    mt_unlock(&s->map_mu);
+fail:
+    return st;
+}
+
+int mt_store_owners(const mt_store *s, int unit)
+{
+    const mt__unit *u = mt__unit_at(s, unit);
+    return u != NULL ? u->owners : 1;
+}
+
+int64_t mt_store_owned(const mt_store *s, int unit, int param, int64_t *from)
+{
+    const mt__unit *u = mt__unit_at(s, unit);
+
+    *from = 0;
+    if (u == NULL || param < 0 || param >= u->n_params)
+        return 0;
+    return mt_portion_part(&u->own, param, u->desc[param].numel, from);
 }
 
 size_t mt_store_offset(const mt_store *s, int unit, int param)
@@ -417,24 +457,77 @@ static int is_copy(const mt__unit *u, mt_plane p, int late)
     return (int)((h->away & ~h->later) >> p & 1) && (!late || (h->device >> p & 1));
 }
 
+static int is_whole(const mt__unit *u)
+{
+    return u->own.begin.param == 0 && u->own.begin.from == 0 && u->own.end.param == u->n_params;
+}
+
+/* An arena of a plane, to be made: of n parameters, the first of which is `first`. */
+typedef struct layout {
+    int    first, n;
+    int    late;                     /* the parameter came after the others */
+    size_t bytes;
+    size_t from, kept;               /* of these, what is this process's */
+} layout;
+
+/* Of weights all of it: they are fetched, and read, as a whole. */
+static void keep_own(const mt__unit *u, mt_plane p, const size_t *offset, layout *l)
+{
+    l->from = 0;
+    l->kept = l->bytes;
+    if (p == MT_PLANE_HI || is_whole(u))
+        return;
+    l->kept = 0;
+    for (int i = 0; i < l->n; i++) {
+        const mt_param_desc *d = &u->desc[l->first + i];
+        int64_t              from, n = mt_portion_part(&u->own, l->first + i, d->numel, &from);
+        size_t               at = offset[i] + mt_plane_bytes(p, d->dtype, states_of(u), from);
+
+        if (n == 0 || offset[i] == MT__ABSENT)
+            continue;
+        l->from = l->kept == 0 ? at : l->from;
+        l->kept = at + mt_plane_bytes(p, d->dtype, states_of(u), n) - l->from;
+    }
+}
+
+/* Host memory: addresses for all of it, pages for what is this process's. */
+static mt_status map_own(mt_store *s, const mt__unit *u, mt_plane p, const layout *l, int copy,
+                         const char *what, mt_arena *a)
+{
+    mt_arena  made = { 0 };
+    mt_status st;
+
+    MT_TRY(mt_arena_reserve(&made, l->bytes, what, mt_store_bytes(s, MT_PLANE_COUNT)));
+    mt_arena_keep(&made, l->from, l->kept);
+    if (!copy)
+        MT_TRY(mt_arena_commit(&made, s->pool, registrar(s, u, p)));
+    *a = made;
+    return MT_OK;
+
+fail:
+    mt_arena_close(&made);
+    return st;
+}
+
 /* Under making, also while the pool touches the pages: another thread's first `at` waits for it.
  * No chunk of the pool's asks for addresses, so the pool's turn comes. */
-static mt_status map(mt_store *s, const mt__unit *u, int place, mt_plane p, size_t bytes, int late,
+static mt_status map(mt_store *s, const mt__unit *u, int place, mt_plane p, const layout *l,
                      mt_arena *a)
 {
-    size_t    mapped = mt_store_bytes(s, MT_PLANE_COUNT);
+    int       copy = place == MT__HOST && is_copy(u, p, l->late);
     char      what[256];
     mt_status st;
 
     snprintf(what, sizeof what, "unit %s, plane %s", u->name, mt_plane_name(p));
     if (place == MT__DEVICE)
-        st = mt_arena_device(a, bytes, s->dev, what);
-    else if (is_copy(u, p, late))
-        return mt_arena_reserve(a, bytes, what, mapped);
+        st = mt_arena_device(a, l->from, l->kept, s->dev, what);
+    else if (copy || l->kept < l->bytes)
+        st = map_own(s, u, p, l, copy, what, a);
     else
-        st = mt_arena_open(a, bytes, s->pool, registrar(s, u, p), what, mapped);
-    if (st == MT_OK)
-        atomic_fetch_add(place == MT__DEVICE ? &s->on_device : &s->mapped[p], a->bytes);
+        st = mt_arena_open(a, l->bytes, s->pool, registrar(s, u, p), what,
+                           mt_store_bytes(s, MT_PLANE_COUNT));
+    if (st == MT_OK && !copy)
+        atomic_fetch_add(place == MT__DEVICE ? &s->on_device : &s->mapped[p], a->kept);
     return st;
 }
 
@@ -474,14 +567,16 @@ static void publish_arena(mt_store *s, mt_arena *a, mt_arena made)
 static mt_status plane_make(mt_store *s, mt__unit *u, int place, mt_plane p)
 {
     mt__plane *pl = &u->plane[place][p];
-    size_t    *offset = NULL, bytes;
+    size_t    *offset = NULL;
+    layout     l = { .n = u->n_params };
     mt_arena   made = { 0 };
     mt_status  st;
 
     if (pl->offset != NULL)
         return MT_OK;
-    MT_TRY(mt__lay_out(u, p, &offset, &bytes));
-    MT_TRY(map(s, u, place, p, bytes, 0, &made));
+    MT_TRY(mt__lay_out(u, p, &offset, &l.bytes));
+    keep_own(u, p, offset, &l);
+    MT_TRY(map(s, u, place, p, &l, &made));
     mt_lock(&s->map_mu);
     pl->arena = made;
     pl->offset = offset;
@@ -522,14 +617,15 @@ static mt_status late_make(mt_store *s, mt__unit *u, int param, int place, mt_pl
 {
     mt__plane *pl = &u->plane[place][p];
     mt_arena   made = { 0 };
-    size_t     bytes;
+    layout     l = { .first = param, .n = 1, .late = 1, .bytes = late_bytes(u, param, p) };
+    size_t     offset = 0;
     mt_status  st;
 
     MT_TRY(late_room(s, u, pl));
     if (pl->late[param].base != NULL)
         return MT_OK;
-    bytes = late_bytes(u, param, p);
-    MT_TRY(map(s, u, place, p, bytes, 1, &made));
+    keep_own(u, p, &offset, &l);
+    MT_TRY(map(s, u, place, p, &l, &made));
     publish_arena(s, &pl->late[param], made);
     return MT_OK;
 fail:
@@ -683,7 +779,7 @@ static mt_status commit(mt_store *s, const mt__unit *u, mt_arena *a, mt_plane p)
 
     if (st == MT_OK && a->reserved) {
         publish_arena(s, a, made);
-        atomic_fetch_add(&s->mapped[p], made.bytes);
+        atomic_fetch_add(&s->mapped[p], made.kept);
     }
     return st;
 }
@@ -723,7 +819,7 @@ static void decommit(mt_store *s, mt_arena *a, mt_plane p)
 
     if (made.base == NULL)
         return;
-    atomic_fetch_sub(&s->mapped[p], made.reserved ? 0 : made.bytes);
+    atomic_fetch_sub(&s->mapped[p], made.reserved ? 0 : made.kept);
     mt_arena_decommit(&made);
     publish_arena(s, a, made);
 }
@@ -899,7 +995,7 @@ size_t mt_store_reserved(mt_store *s, int unit, mt_plane p)
         return 0;
     a = &u->plane[MT__HOST][p].arena;
     mt_lock(&s->map_mu);
-    bytes = a->reserved ? a->bytes : 0;
+    bytes = a->reserved ? a->kept : 0;
     mt_unlock(&s->map_mu);
     return bytes;
 }

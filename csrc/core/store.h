@@ -16,8 +16,8 @@
  * Layout: parameter i of a unit starts in every plane at a multiple of 512 bytes; the HI plane
  *         is what crosses to the device in one copy, so a slot has the same offsets.
  * Threads: any. Only who asks for a plane's memory waits while that is made; the ledger has its own
- *          locks. What is set of a unit (passing, states) is set before anybody asks for a plane of
- *          it.
+ *          locks. What is set of a unit (passing, states, owners) is set before anybody asks for a
+ *          plane of it.
  */
 #ifndef MT_STORE_H
 #define MT_STORE_H
@@ -92,6 +92,14 @@ size_t mt_store_plane_bytes(const mt_store *s, int unit, int param, mt_plane p, 
  * MT_ESTATE when planes of other states are made. */
 mt_status mt_store_set_states(mt_store *s, int unit, mt_states states);
 mt_states mt_store_states    (const mt_store *s, int unit);              /* any thread */
+
+/* Several processes update the unit, and this one owns a portion of it (portion.h): of planes other
+ * than HI nothing else is committed, nor is on the device, and what moves them moves nothing else.
+ * Until it is called, all of the unit is its own. MT_ESTATE when such a plane is made. */
+mt_status mt_store_own  (mt_store *s, int unit, int owner, int owners);
+int       mt_store_owners(const mt_store *s, int unit);                  /* 1 until then */
+/* How many of a parameter's elements are its own, and the first of them. Any thread. */
+int64_t   mt_store_owned(const mt_store *s, int unit, int param, int64_t *from);
 
 /* Host address of a parameter in a plane; the unit's arena of that plane is mapped, touched in
  * parallel and (GRAD, and HI unless it is a settled unit's) registered at the first call. A

@@ -14,6 +14,7 @@
 
 #include "arena.h"
 #include "mirror.h"
+#include "portion.h"
 
 #include <pthread.h>
 #include <stdatomic.h>
@@ -53,6 +54,9 @@ typedef struct mt__unit {
                                       * mt_store_trainable */
 
     mt__plane      plane[MT__PLACES][MT_PLANE_COUNT];
+    mt_portion     own;              /* this process's, as one of so many owners. Set before a plane
+                                      * but HI is made */
+    int            owners;
     atomic_int     states;           /* an mt_states; set under map_mu, before a plane of them is
                                       * made */
     /* Where it is, and what that one's functions get. Both: moved by one thread, the second first;

@@ -5,6 +5,7 @@
  */
 #include "sumsq_kernel.h"
 #include "../core/fpenv.h"
+#include "../core/portion.h"
 #ifdef MT_WITH_CUDA
 #include "accumulate_cuda.h"
 #include "sumsq_cuda.h"
@@ -17,6 +18,8 @@
 
 #define INLINE static inline __attribute__((always_inline))
 #define LANES  MT_SUMSQ_LANES
+
+_Static_assert(MT_SUMSQ_CHUNK == MT_PORTION_GRAIN, "owners' portions end where chunks do");
 
 /* ---- one chunk: rule 1 ---- */
 
@@ -251,23 +254,33 @@ static void run_chunks(void *arg, int64_t part)
         j->sums[c] = run_chunk(j, c);
 }
 
-/* Without a pool, or memory for the chunk sums, this thread does it all: the order is the same. */
-static double run(job *j, mt_pool *pool)
+static void prepare(job *j)
 {
-    double lane[LANES] = {0};
-
     j->kernel = mt__sumsq_kernels;
     while (!j->kernel->runs())
         j->kernel++;
-    j->n_chunks = j->n / MT_SUMSQ_CHUNK + (j->n % MT_SUMSQ_CHUNK != 0);
-    if (pool != NULL && j->n_chunks > CHUNKS_AT_ONCE)
-        j->sums = malloc((size_t)j->n_chunks * sizeof *j->sums);
+    j->n_chunks = MT_SUMSQ_CHUNKS(j->n);
+}
+
+static void fill(job *j, mt_pool *pool)
+{
+    mt_pool_run(pool, run_chunks, j, (j->n_chunks + CHUNKS_AT_ONCE - 1) / CHUNKS_AT_ONCE);
+}
+
+/* Without a pool, or memory for the chunk sums, this thread does it all: the order is the same. */
+static double run(job *j, mt_pool *pool)
+{
+    double lane[LANES] = {0}, *made = NULL;
+
+    prepare(j);
+    if (j->sums == NULL && pool != NULL && j->n_chunks > CHUNKS_AT_ONCE)
+        j->sums = made = malloc((size_t)j->n_chunks * sizeof *j->sums);
     if (j->sums != NULL)
-        mt_pool_run(pool, run_chunks, j, (j->n_chunks - 1) / CHUNKS_AT_ONCE + 1);
+        fill(j, j->n_chunks > CHUNKS_AT_ONCE ? pool : NULL);
 
     for (int64_t c = 0; c < j->n_chunks; c++)
         lane[c % LANES] += j->sums != NULL ? j->sums[c] : run_chunk(j, c);
-    free(j->sums);
+    free(made);
     return fold(lane);
 }
 
@@ -276,11 +289,25 @@ double mt_sumsq_host(mt_pool *pool, mt_dtype dt, const void *x, int64_t n)
     return run(&(job){ .dt = dt, .n = n, .x = x }, pool);
 }
 
+void mt_sumsq_chunks(mt_pool *pool, mt_dtype dt, const void *x, int64_t n, double *sums)
+{
+    (void)run(&(job){ .dt = dt, .n = n, .x = x, .sums = sums }, pool);
+}
+
+double mt_sumsq_fold(const double *sums, int64_t n_chunks)
+{
+    double lane[LANES] = {0};
+
+    for (int64_t c = 0; c < n_chunks; c++)
+        lane[c % LANES] += sums[c];
+    return fold(lane);
+}
+
 void mt_accumulate(mt_pool *pool, mt_dtype dt, float *acc, void *grad, const void *add,
-                   int64_t n, int from_grad, double *sumsq)
+                   int64_t n, int from_grad, double *sumsq, double *chunks)
 {
     *sumsq = run(&(job){ .dt = dt, .n = n, .x = add, .acc = acc, .grad = grad,
-                         .from_grad = from_grad }, pool);
+                         .from_grad = from_grad, .sums = chunks }, pool);
 }
 
 /* ---- in a queue ---- */
@@ -297,7 +324,7 @@ typedef struct order {
     mt_dtype    dt;
     const void *x;                  /* the input; accumulate: what is added */
     int64_t     n;
-    double     *out;
+    double     *out, *chunks;       /* chunks: NULL, they are not asked for */
     float      *acc;
     void       *grad;               /* NULL: the sum of squares of x alone */
     int         from_grad;
@@ -307,10 +334,8 @@ static void run_order(void *arg)
 {
     order *o = arg;
 
-    if (o->grad == NULL)
-        *o->out = mt_sumsq_host(NULL, o->dt, o->x, o->n);
-    else
-        mt_accumulate(NULL, o->dt, o->acc, o->grad, o->x, o->n, o->from_grad, o->out);
+    *o->out = run(&(job){ .dt = o->dt, .n = o->n, .x = o->x, .acc = o->acc, .grad = o->grad,
+                          .from_grad = o->from_grad, .sums = o->chunks }, NULL);
     free(o);
 }
 
@@ -362,8 +387,11 @@ static mt_status put_cuda(mt_sumsq *s, mt_queue *q, order o)
     else
         error = mt__accumulate_cuda(q->dev->ops->handle(q), o.dt, o.acc, o.grad, o.x, o.n,
                                     o.from_grad, s->sums, o.out);
-    return error == NULL ? MT_OK
-                         : MT_FAIL(MT_EDEVICE, "sumsq of %lld elements: %s", (long long)o.n, error);
+    if (error != NULL)
+        return MT_FAIL(MT_EDEVICE, "sumsq of %lld elements: %s", (long long)o.n, error);
+    return o.chunks == NULL || o.n == 0 ? MT_OK
+         : s->dev->ops->copy(q, o.chunks, s->sums,
+                             (size_t)MT_SUMSQ_CHUNKS(o.n) * sizeof *o.chunks);
 }
 #endif
 
@@ -412,13 +440,14 @@ static mt_status put(mt_sumsq *s, mt_queue *q, order o)
     return put_cpu(q, o);
 }
 
-mt_status mt_sumsq_put(void *s, mt_queue *q, mt_dtype dt, const void *x, int64_t n, double *out)
+mt_status mt_sumsq_put(void *s, mt_queue *q, mt_dtype dt, const void *x, int64_t n, double *out,
+                       double *chunks)
 {
-    return put(s, q, (order){ .dt = dt, .x = x, .n = n, .out = out });
+    return put(s, q, (order){ .dt = dt, .x = x, .n = n, .out = out, .chunks = chunks });
 }
 
 mt_status mt_accumulate_put(void *s, mt_queue *q, mt_dtype dt, float *acc, void *grad,
-                            const void *add, int64_t n, int from_grad, double *out)
+                            const void *add, int64_t n, int from_grad, double *out, double *chunks)
 {
     if (grad == NULL || add == NULL || add == grad ||
         (acc == NULL && (dt == MT_BF16 || dt == MT_F16)))
@@ -426,6 +455,6 @@ mt_status mt_accumulate_put(void *s, mt_queue *q, mt_dtype dt, float *acc, void 
                        "accumulate: %s gradient at %p, sum at %p, to be added %p: a gradient and "
                        "another to add, and a sum for 16-bit types", mt_dtype_name(dt), grad,
                        (void *)acc, add);
-    return put(s, q, (order){ .dt = dt, .x = add, .n = n, .out = out, .acc = acc, .grad = grad,
-                              .from_grad = from_grad });
+    return put(s, q, (order){ .dt = dt, .x = add, .n = n, .out = out, .chunks = chunks, .acc = acc,
+                              .grad = grad, .from_grad = from_grad });
 }

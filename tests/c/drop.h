@@ -10,7 +10,7 @@
 
 static inline size_t drop_arena(mt_arena *a)
 {
-    size_t bytes = a->reserved ? 0 : a->bytes;
+    size_t bytes = a->reserved ? 0 : a->kept;
 
     mt_arena_close(a);
     return bytes;

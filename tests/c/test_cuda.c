@@ -202,7 +202,7 @@ static void a_lost_device_says_why_again_and_again(void)
     REQUIRE(d->ops->queue_open(d, "q", &q) == MT_OK);
     REQUIRE(d->ops->event_open(d, &e) == MT_OK);
     REQUIRE(mt_sumsq_open(d, &s) == MT_OK);
-    CHECK_OK(mt_sumsq_put(s, q, MT_F32, (void *)4096, 100000, out));     /* not our memory */
+    CHECK_OK(mt_sumsq_put(s, q, MT_F32, (void *)4096, 100000, out, NULL));     /* not our memory */
     CHECK_EQ(d->ops->sync(q), MT_EDEVICE);
     (void)snprintf(first, sizeof first, "%s", mt_last_error());
     CHECK_HAS(first, "cuda:0: cudaStreamSynchronize: an illegal memory access");

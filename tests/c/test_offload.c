@@ -238,12 +238,12 @@ static void an_add_before_any_set_adds_to_the_plane(void)
 
 /* Slow sums: a SET that did not wait for them would be added to. */
 static void slow_accumulate(mt_pool *pool, mt_dtype dt, float *acc, void *grad, const void *add,
-                            int64_t n, int from_grad, double *sumsq)
+                            int64_t n, int from_grad, double *sumsq, double *chunks)
 {
     struct timespec nap = { 0, 1000000 };
 
     nanosleep(&nap, NULL);
-    toy_accumulate(pool, dt, acc, grad, add, n, from_grad, sumsq);
+    toy_accumulate(pool, dt, acc, grad, add, n, from_grad, sumsq, chunks);
 }
 
 static void hand_overs_of_one_unit_keep_their_order(void)

@@ -199,12 +199,12 @@ static void sixteen_bit_gradients_are_summed_in_fp32(void)
         REQUIRE(acc != NULL && want != NULL);
         for (int i = 0; i < N; i++)
             want[i] = (float)get(grad, both[t], i) + (float)get(add, both[t], i);
-        mt_accumulate(NULL, both[t], acc, grad, add, N, 1, &sum);       /* acc starts from grad */
+        mt_accumulate(NULL, both[t], acc, grad, add, N, 1, &sum, NULL);     /* acc is grad's */
         CHECK_EQ(memcmp(acc, want, N * sizeof *acc), 0);
         CHECK_EQ(bits_of(sum), bits_of(by_the_book(MT_F32, want, N)));
         for (int i = 0; i < N; i++)
             want[i] += (float)get(add, both[t], i);
-        mt_accumulate(NULL, both[t], acc, grad, add, N, 0, &sum);       /* and goes on by itself */
+        mt_accumulate(NULL, both[t], acc, grad, add, N, 0, &sum, NULL);     /* and goes on */
         CHECK_EQ(memcmp(acc, want, N * sizeof *acc), 0);
         CHECK_EQ(bits_of(sum), bits_of(by_the_book(MT_F32, want, N)));
         for (int i = 0; i < N; i++)
@@ -221,7 +221,7 @@ static void rounded_sums_go_to_even(void)
     float    acc[2];
     double   sum;
 
-    mt_accumulate(NULL, MT_BF16, acc, grad, add, 2, 1, &sum);
+    mt_accumulate(NULL, MT_BF16, acc, grad, add, 2, 1, &sum, NULL);
     CHECK_EQ(grad[0], mt_f32_to_bf16(1.0f));
     CHECK_EQ(grad[1], mt_f32_to_bf16(1.0f + 0x1p-6f));
     CHECK(acc[0] == 1.0f + 0x1p-8f);
@@ -236,7 +236,7 @@ static void wide_gradients_are_summed_in_place(void)
         void  *grad = random_array(both[t], N), *add = random_array(both[t], N);
         double first = get(grad, both[t], 0), last = get(grad, both[t], N - 1), sum;
 
-        mt_accumulate(NULL, both[t], NULL, grad, add, N, 0, &sum);
+        mt_accumulate(NULL, both[t], NULL, grad, add, N, 0, &sum, NULL);
         if (both[t] == MT_F32) {
             CHECK(((float *)grad)[0] == (float)first + ((float *)add)[0]);
             CHECK(((float *)grad)[N - 1] == (float)last + ((float *)add)[N - 1]);
@@ -260,8 +260,8 @@ static void number_of_threads_changes_no_bit_of_a_sum(void)
 
     REQUIRE(grad1 != NULL && acc != NULL && acc1 != NULL && mt_pool_open(4, &pool) == MT_OK);
     memcpy(grad1, grad, (size_t)n * 2);
-    mt_accumulate(pool, MT_BF16, acc, grad, add, n, 1, &sum);
-    mt_accumulate(NULL, MT_BF16, acc1, grad1, add, n, 1, &sum1);
+    mt_accumulate(pool, MT_BF16, acc, grad, add, n, 1, &sum, NULL);
+    mt_accumulate(NULL, MT_BF16, acc1, grad1, add, n, 1, &sum1, NULL);
     CHECK_EQ(bits_of(sum), bits_of(sum1));
     CHECK_EQ(memcmp(acc, acc1, (size_t)n * 4), 0);
     CHECK_EQ(memcmp(grad, grad1, (size_t)n * 2), 0);
@@ -293,7 +293,7 @@ static void check_queue(mt_dev *dev)
         REQUIRE(dev->ops->mem_alloc(dev, bytes + 8, &there[k]) == MT_OK);
         if (bytes > 0)
             CHECK_OK(dev->ops->copy(q, there[k], x[k], bytes));
-        CHECK_OK(mt_sumsq_put(s, q, types[k / LENGTHS], there[k], n, &out[k]));
+        CHECK_OK(mt_sumsq_put(s, q, types[k / LENGTHS], there[k], n, &out[k], NULL));
     }
     CHECK_OK(dev->ops->sync(q));
     for (int k = 0; k < TYPES * LENGTHS; k++) {
@@ -349,12 +349,12 @@ static void cuda_takes_odd_addresses_and_many_chunks(void)
     REQUIRE(dev->ops->queue_open(dev, "sums", &q) == MT_OK && mt_sumsq_open(dev, &s) == MT_OK);
     REQUIRE(dev->ops->mem_alloc(dev, (size_t)many * 2, &there) == MT_OK);
     CHECK_OK(dev->ops->copy(q, there, x, N * 2));
-    CHECK_OK(mt_sumsq_put(s, q, MT_BF16, (uint16_t *)there + 1, N - 1, &out[0]));
+    CHECK_OK(mt_sumsq_put(s, q, MT_BF16, (uint16_t *)there + 1, N - 1, &out[0], NULL));
     for (int64_t i = 0; i < many; i++)
         large[i] = x[i % N];
     CHECK_OK(dev->ops->sync(q));
     CHECK_OK(dev->ops->copy(q, there, large, (size_t)many * 2));
-    CHECK_OK(mt_sumsq_put(s, q, MT_BF16, there, many, &out[1]));
+    CHECK_OK(mt_sumsq_put(s, q, MT_BF16, there, many, &out[1], NULL));
     CHECK_OK(dev->ops->sync(q));
     CHECK_EQ(bits_of(out[0]), bits_of(by_the_book(MT_BF16, x + 1, N - 1)));
     CHECK_EQ(bits_of(out[1]), bits_of(mt_sumsq_host(NULL, MT_BF16, large, many)));
@@ -393,8 +393,8 @@ static void check_sums(mt_dev *dev, mt_dtype dt, int64_t n, int skew)
     CHECK_OK(dev->ops->copy(q, x, add, bytes));
     CHECK_OK(dev->ops->sync(q));                /* grad is added to below */
     for (int k = 0; k < 2; k++) {
-        CHECK_OK(mt_accumulate_put(s, q, dt, each == 2 ? a : NULL, g, x, n, k == 0, &out[k]));
-        mt_accumulate(NULL, dt, acc, grad, add, n, k == 0, &sum);
+        CHECK_OK(mt_accumulate_put(s, q, dt, each == 2 ? a : NULL, g, x, n, k == 0, &out[k], NULL));
+        mt_accumulate(NULL, dt, acc, grad, add, n, k == 0, &sum, NULL);
         CHECK_OK(dev->ops->sync(q));
         CHECK_EQ(bits_of(out[k]), bits_of(sum));
     }
@@ -455,11 +455,11 @@ static void accumulate_put_refuses_what_it_cannot_add(void)
 
     REQUIRE(mt_dev_cpu_open(&dev) == MT_OK && mt_sumsq_open(dev, &s) == MT_OK);
     REQUIRE(dev->ops->queue_adopt(dev, 0, &q) == MT_OK);
-    CHECK_EQ(mt_accumulate_put(s, q, MT_BF16, NULL, &grad, &add, 1, 1, &out), MT_EINVAL);
+    CHECK_EQ(mt_accumulate_put(s, q, MT_BF16, NULL, &grad, &add, 1, 1, &out, NULL), MT_EINVAL);
     CHECK_HAS(mt_last_error(), "BF16");
-    CHECK_EQ(mt_accumulate_put(s, q, MT_BF16, &acc, &grad, &grad, 1, 1, &out), MT_EINVAL);
-    CHECK_EQ(mt_accumulate_put(s, q, MT_BF16, &acc, NULL, &add, 1, 1, &out), MT_EINVAL);
-    CHECK_EQ(mt_accumulate_put(s, q, MT_I16, &acc, &grad, &add, 1, 1, &out), MT_EINVAL);
+    CHECK_EQ(mt_accumulate_put(s, q, MT_BF16, &acc, &grad, &grad, 1, 1, &out, NULL), MT_EINVAL);
+    CHECK_EQ(mt_accumulate_put(s, q, MT_BF16, &acc, NULL, &add, 1, 1, &out, NULL), MT_EINVAL);
+    CHECK_EQ(mt_accumulate_put(s, q, MT_I16, &acc, &grad, &add, 1, 1, &out, NULL), MT_EINVAL);
     CHECK(out == 5);
     dev->ops->queue_close(q);
     mt_sumsq_close(s);
@@ -475,9 +475,9 @@ static void put_refuses_types_without_squares(void)
 
     REQUIRE(mt_dev_cpu_open(&dev) == MT_OK && mt_sumsq_open(dev, &s) == MT_OK);
     REQUIRE(dev->ops->queue_adopt(dev, 0, &q) == MT_OK);
-    CHECK_EQ(mt_sumsq_put(s, q, MT_I32, &out, 1, &out), MT_EINVAL);
+    CHECK_EQ(mt_sumsq_put(s, q, MT_I32, &out, 1, &out, NULL), MT_EINVAL);
     CHECK_HAS(mt_last_error(), "I32");
-    CHECK_EQ(mt_sumsq_put(s, q, MT_F32, &out, -1, &out), MT_EINVAL);
+    CHECK_EQ(mt_sumsq_put(s, q, MT_F32, &out, -1, &out, NULL), MT_EINVAL);
     CHECK(out == 5);
     dev->ops->queue_close(q);
     mt_sumsq_close(s);
@@ -497,7 +497,7 @@ static void put_passes_a_device_error_on(void)
     REQUIRE(mt_dev_cpu_open(&cpu) == MT_OK);
     dev = fault_dev(cpu, 2, FAULT_STAYS);                 /* the call after queue_open */
     REQUIRE(dev->ops->queue_open(dev, "sums", &q) == MT_OK && mt_sumsq_open(dev, &s) == MT_OK);
-    CHECK_EQ(mt_sumsq_put(s, q, MT_F32, &x, 1, &out), MT_EDEVICE);
+    CHECK_EQ(mt_sumsq_put(s, q, MT_F32, &x, 1, &out, NULL), MT_EDEVICE);
     CHECK(out == 5);
     mt_sumsq_close(s);
     dev->ops->queue_close(q);

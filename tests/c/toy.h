@@ -127,12 +127,13 @@ static inline void toy_sumsq_now(void *arg)
 }
 
 static inline mt_status toy_sumsq(void *ctx, mt_queue *q, mt_dtype dt, const void *src, int64_t n,
-                                  double *out)
+                                  double *out, double *chunks)
 {
     toy_sumsq_arg *a = malloc(sizeof *a);
     mt_status      st;
 
     (void)ctx;
+    (void)chunks;
     REQUIRE(a != NULL);
     *a = (toy_sumsq_arg){ dt, src, n, out };
     if ((st = q->dev->ops->call(q, toy_sumsq_now, a)) != MT_OK)
@@ -141,9 +142,11 @@ static inline mt_status toy_sumsq(void *ctx, mt_queue *q, mt_dtype dt, const voi
 }
 
 static inline void toy_accumulate(mt_pool *pool, mt_dtype dt, float *acc, void *grad,
-                                  const void *add, int64_t n, int from_grad, double *sumsq)
+                                  const void *add, int64_t n, int from_grad, double *sumsq,
+                                  double *chunks)
 {
     (void)pool;
+    (void)chunks;
     for (int64_t i = 0; i < n; i++) {
         float old = from_grad || acc == NULL ? (float)toy_element(dt, grad, i) : acc[i];
         float sum = old + (float)toy_element(dt, add, i);
@@ -172,18 +175,20 @@ static inline void toy_sum_now(void *arg)
 {
     toy_sum_arg *a = arg;
 
-    toy_accumulate(NULL, a->dt, a->acc, a->grad, a->add, a->n, a->from_grad, a->out);
+    toy_accumulate(NULL, a->dt, a->acc, a->grad, a->add, a->n, a->from_grad, a->out,
+                   NULL);
     free(a);
 }
 
 static inline mt_status toy_accumulate_put(void *ctx, mt_queue *q, mt_dtype dt, float *acc,
                                            void *grad, const void *add, int64_t n, int from_grad,
-                                           double *out)
+                                           double *out, double *chunks)
 {
     toy_sum_arg *a = malloc(sizeof *a);
     mt_status    st;
 
     (void)ctx;
+    (void)chunks;
     REQUIRE(a != NULL);
     *a = (toy_sum_arg){ dt, acc, grad, add, n, from_grad, out };
     if ((st = q->dev->ops->call(q, toy_sum_now, a)) != MT_OK)
