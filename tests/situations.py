@@ -219,7 +219,8 @@ def bf16_model_with_fp32_router(t: Trial) -> None:
         return model
 
     # One micro-batch a step: of several, 16-bit gradients are summed in fp32, better than torch (test_api.py).
-    model = t.stream(made(build))
+    # Eager: on CUDA the fused head sums a mean loss in another order than torch, which a last bit may show.
+    model = t.stream(made(build), compute="eager")
     opt = t.default_optimizer(model)
     for step in range(3):
         ordinary(t, step, model, opt, lambda m, x: lm_loss(lambda i: m(i).float(), x))
