@@ -182,14 +182,14 @@ class Engine:
     def forget(self, unit: int) -> None: ...
 
     # activations in host memory, or in a file (csrc/core/swap.h)
-    def swap_disk(self, path: str, bytes: int = 0, limit: int = 0, blocks: int = 4, threads: int = 16) -> None:
-        """Bundles may go to a file in the directory, by way of so many blocks of host memory. `bytes` are reserved.
+    def swap_disk(self, path: str, bytes: int = 0, limit: int = 0, bays: int = 4, threads: int = 16) -> None:
+        """Bundles may go to a file in the directory, by way of so many bays of host memory. `bytes` are reserved.
         limit: of the file; 0: none."""
     def swap_file(self) -> tuple[str, int, int] | None:
         """(path, bytes, bytes of bundles that are there now) of the scratch file."""
     def swap_out(self, unit: int, parts: tuple[tuple[int, int], ...], stream: int, to_file: bool = False) -> int:
         """parts: (address, bytes) of dense device memory, until swap_left. The bundle's number, > 0. to_file: waits
-        while all blocks are on their way there."""
+        while all bays are on their way there."""
     def swap_left(self, bundle: int, stream: int) -> None:
         """stream waits for the copies out: the sources may be freed in its order."""
     def swap_back(self, bundle: int, parts: tuple[tuple[int, int], ...], stream: int) -> None:

@@ -27,8 +27,8 @@
 #define MT_RANK_MAP(X)                                                                             \
     X(TEST, "a test's own")                                                                        \
     X(DOOR, "gradients and updates of an engine are handed over by one thread at a time")          \
-    X(SWAP, "bundles and their blocks; held while a drive is waited for")                          \
-    X(SPILL, "which bundles are in blocks and which in the file, and what is under way")           \
+    X(SWAP, "bundles and their bays; held while a drive is waited for")                          \
+    X(SPILL, "which bundles are in bays and which in the file, and what is under way")           \
     X(OFFLOAD, "gradients on their way home, by ticket")                                           \
     X(UPDATE, "the steps that were submitted, and what became of them")                            \
     X(STREAM, "slots, and the requests that stand in line for them")                               \

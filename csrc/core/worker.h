@@ -52,7 +52,7 @@ typedef struct mt_worker {
     mt_worker_fn    run;             /* constant, as all below */
     void           *arg;
     const char     *name, *lane;
-    unsigned        owner;           /* mt_forks() of the process that has the threads */
+    unsigned        forks;           /* mt_forks() of the process that has the threads */
     int             opened, n_threads;
     pthread_t      *threads;         /* [n_threads] that run */
 } mt_worker;

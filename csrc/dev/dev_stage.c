@@ -56,7 +56,7 @@ typedef struct stage_dev {
     atomic_int      n_noted;     /* written under mu, after the region; read by anyone */
     size_t          locked, noted;       /* bytes. mu */
     size_t          limit, small;        /* bytes. mu */
-    mt_arena        block;       /* the buffers' memory; zero before the first registration.
+    mt_arena        memory;      /* the buffers' memory; zero before the first registration.
                                   * registering */
     mt_arena        cushion;     /* zero: given up. registering */
     char           *spare[BUFFERS];      /* buffers that no queue has. mu */
@@ -97,13 +97,13 @@ static mt_status prepare(stage_dev *d)
 {
     mt_status st;
 
-    if (d->block.base != NULL)
+    if (d->memory.base != NULL)
         return MT_OK;
     MT_TRY(pages_open(d, CUSHION_BYTES, &d->cushion));
-    MT_TRY(pages_open(d, BUFFERS * PIECE_BYTES, &d->block));
+    MT_TRY(pages_open(d, BUFFERS * PIECE_BYTES, &d->memory));
     mt_lock(&d->mu);
     for (d->n_spare = 0; d->n_spare < BUFFERS; d->n_spare++)
-        d->spare[d->n_spare] = (char *)d->block.base + (size_t)d->n_spare * PIECE_BYTES;
+        d->spare[d->n_spare] = (char *)d->memory.base + (size_t)d->n_spare * PIECE_BYTES;
     mt_unlock(&d->mu);
     return MT_OK;
 
@@ -503,7 +503,7 @@ static void stage_close(mt_dev *dev)
     stage_dev *d = as_dev(dev);
 
     mt_arena_close(&d->cushion);
-    mt_arena_close(&d->block);
+    mt_arena_close(&d->memory);
     d->under->ops->close(d->under);
     mt_pool_close(d->pool);
     mt_mutex_close(&d->mu);

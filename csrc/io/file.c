@@ -30,7 +30,7 @@ struct mt_file {
     char            dir[PATH_MAX - 64], name[64], path[PATH_MAX];
     int             fd;          /* -1: not open */
     int             direct;
-    unsigned        owner;       /* mt_forks() of the process whose file it is */
+    unsigned        forks;       /* mt_forks() of the process whose file it is */
     uint64_t        limit;
 
     mt_mutex        growing;     /* held while the disk looks for room, which may take seconds */
@@ -380,7 +380,7 @@ static mt_status file_new(const char *dir, uint64_t limit, const mt_file_calls *
     f->calls = calls != NULL ? *calls : mt_file_system;
     snprintf(f->dir, sizeof f->dir, "%s", dir);
     f->fd = -1;
-    f->owner = mt_forks();
+    f->forks = mt_forks();
     f->limit = limit;
     f->last = &f->first;
     mt_mutex_open(&f->growing, MT_RANK_GROWING);
@@ -419,7 +419,7 @@ void mt_file_unname(mt_file *f)
 {
     int named;
 
-    if (f->owner != mt_forks())
+    if (f->forks != mt_forks())
         return;
     mt_lock(&f->mu);
     named = f->named;
@@ -433,7 +433,7 @@ void mt_file_unname(mt_file *f)
 
 void mt_file_close(mt_file *f)
 {
-    if (f == NULL || f->owner != mt_forks())
+    if (f == NULL || f->forks != mt_forks())
         return;
     mt_lock(&f->mu);
     f->stop = 1;

@@ -1,8 +1,9 @@
 /* shards.c — copiers fill blocks share by share, writers write them; memory goes round: idle,
  * a block's, full, idle.
  *
- * Two kinds of thread, since a disk wants several requests under way and a unit's owner wants to go
- * on: with spare blocks the copiers run ahead of the disk by as many as there are.
+ * Two kinds of thread, since a disk wants several requests under way, and a step whose updates wait
+ * for their units' bytes wants to go on: with spare blocks the copiers run ahead of the disk by as
+ * many as there are.
  */
 #include "shards.h"
 
@@ -46,19 +47,19 @@ typedef struct stretch {
 /* Constant but for taken. */
 typedef struct share {
     size_t block;
-    int    owner;                    /* a unit; n_units: nobody */
+    int    source;                   /* a unit; n_units: nobody */
     int    first;                    /* of its block: nobody's bytes there come with it */
     int    taken;                    /* mu */
 } share;
 
 enum { FRESH, BEGINNING, BEGUN, ENDED };
 
-typedef struct owner {               /* a unit; behind the last one, nobody */
+typedef struct source {              /* a unit; behind the last one, nobody */
     size_t next, end;                /* its shares, less those before next, which are taken. mu but
                                       * for end, as below */
     size_t left;                     /* of them that nobody copied yet */
     int    at;
-} owner;
+} source;
 
 struct mt_shards {
     const mt_shard *shards;          /* these eleven: constant, but for what the blocks' and shares'
@@ -67,16 +68,16 @@ struct mt_shards {
     mt_shards_how   how;
     shard_file     *files;           /* [n] */
     stretch        *blocks;          /* [n_blocks] */
-    share          *shares;          /* [n_shares] owner by owner, each's in the order of blocks */
+    share          *shares;          /* [n_shares] by source, each's in the order of blocks */
     size_t          n_blocks, n_shares, n_buffers;
     buffer         *buffers;         /* [n_buffers] */
     mt_arena        memory;
 
     mt_mutex        mu;
     pthread_cond_t  changed;
-    owner          *owners;          /* [how.n_units + 1] */
+    source         *sources;         /* [how.n_units + 1] */
     buffer         *idle, *full, **last_full;    /* mu, as all below */
-    int             next;            /* owners before it have no share that is not taken */
+    int             next;            /* sources before it have no share that is not taken */
     size_t          taken;           /* shares */
     size_t          open;            /* blocks that have memory and are not full */
     size_t          moving;          /* shares that are being copied, and blocks that are full or
@@ -239,11 +240,11 @@ static int may_begin(const mt_shards *w, int unit)
 
 #define NONE SIZE_MAX
 
-/* Under mu. The owner's next share that can be copied now: it is begun, or may be, and the block
+/* Under mu. The source's next share that can be copied now: it is begun, or may be, and the block
  * has memory, or there is some. */
 static size_t next_of(mt_shards *w, int unit)
 {
-    owner *o = &w->owners[unit];
+    source *o = &w->sources[unit];
 
     while (o->next < o->end && w->shares[o->next].taken)
         o->next++;
@@ -270,10 +271,10 @@ static size_t next_of_begun(mt_shards *w)
 {
     size_t found = NONE;
 
-    while (w->next < w->how.n_units && w->owners[w->next].next == w->owners[w->next].end)
+    while (w->next < w->how.n_units && w->sources[w->next].next == w->sources[w->next].end)
         w->next++;
     for (int unit = w->next; unit <= w->how.n_units && found == NONE; unit++)
-        if (w->owners[unit].at != FRESH)
+        if (w->sources[unit].at != FRESH)
             found = next_of(w, unit);
     return found;
 }
@@ -288,13 +289,13 @@ static size_t choose(mt_shards *w)
     /* Out of turn it leaves blocks that wait for its neighbours:
      * only while there is memory for them. */
     if (wanted >= w->how.n_units ||
-        (wanted >= 0 && w->owners[wanted].at == FRESH && 2 * w->open > w->n_buffers))
+        (wanted >= 0 && w->sources[wanted].at == FRESH && 2 * w->open > w->n_buffers))
         wanted = -1;
     if (wanted >= 0)
         found = next_of(w, wanted);
     if (found == NONE)
         found = next_of_begun(w);
-    if (found == NONE && (wanted < 0 || w->owners[wanted].next == w->owners[wanted].end))
+    if (found == NONE && (wanted < 0 || w->sources[wanted].next == w->sources[wanted].end))
         found = next_of(w, w->next);
     return found == NONE ? next_of_any_block(w) : found;
 }
@@ -304,7 +305,7 @@ static size_t choose(mt_shards *w)
 static int take(mt_shards *w, share *p)
 {
     stretch *b = &w->blocks[p->block];
-    owner   *o = &w->owners[p->owner];
+    source  *o = &w->sources[p->source];
     int      begins = o->at == FRESH;
 
     p->taken = 1;
@@ -318,7 +319,7 @@ static int take(mt_shards *w, share *p)
     }
     if (begins) {
         o->at = BEGINNING;
-        w->brought += brings(w, p->owner);
+        w->brought += brings(w, p->source);
     }
     return begins;
 }
@@ -343,7 +344,7 @@ static share *take_share(mt_shards *w, int *begins)
 /* The thread that took its first share begins a unit, the others wait for that. */
 static mt_status begin_unit(mt_shards *w, int unit, int begins)
 {
-    owner    *o = &w->owners[unit];
+    source   *o = &w->sources[unit];
     mt_status st = MT_OK;
 
     if (begins && unit < w->how.n_units && w->how.begin != NULL)
@@ -365,9 +366,9 @@ static void end_unit(mt_shards *w, int unit)
     int last;
 
     mt_lock(&w->mu);
-    last = --w->owners[unit].left == 0;
+    last = --w->sources[unit].left == 0;
     if (last)
-        w->owners[unit].at = ENDED;
+        w->sources[unit].at = ENDED;
     mt_unlock(&w->mu);
     if (!last || unit == w->how.n_units)
         return;
@@ -383,8 +384,8 @@ static void end_unit(mt_shards *w, int unit)
 static void end_all(mt_shards *w)
 {
     for (int unit = 0; unit < w->how.n_units; unit++)
-        if (w->owners[unit].at != ENDED) {
-            w->owners[unit].at = ENDED;
+        if (w->sources[unit].at != ENDED) {
+            w->sources[unit].at = ENDED;
             if (w->how.end != NULL)
                 w->how.end(w->how.arg, unit);
         }
@@ -398,7 +399,7 @@ static void copy_share(mt_shards *w, const share *p, char *mem)
     uint64_t        at = (uint64_t)b->number * MT_BLOCK_BYTES;
 
     for (size_t i = b->first; i < s->n_extents && s->extents[i].at < at + bytes; i++)
-        if (s->extents[i].unit == p->owner || (s->extents[i].unit < 0 && p->first))
+        if (s->extents[i].unit == p->source || (s->extents[i].unit < 0 && p->first))
             copy_extent(&s->extents[i], at, bytes, mem, 0);
     if (p->first)
         memset(mem + bytes, 0, whole_pages(bytes) - bytes);
@@ -439,13 +440,13 @@ static void do_share(mt_shards *w, const share *p, int begins)
     stretch        *b = &w->blocks[p->block];
     const mt_shard *s = &w->shards[b->shard];
     buffer         *m = b->in;           /* until its last share is copied, so ours */
-    mt_status       st = begin_unit(w, p->owner, begins);
+    mt_status       st = begin_unit(w, p->source, begins);
 
     if (st == MT_OK)
         copy_share(w, p, m->mem);
     else
         fail(w, st);                     /* so nothing of it is written */
-    end_unit(w, p->owner);
+    end_unit(w, p->source);
     if ((m = copied(w, b)) != NULL)
         s->sums[b->number] = mt_block_sum(m->mem, block_bytes(s, b->number));
     pass_on(w, m);
@@ -621,7 +622,7 @@ static mt_status list_blocks(mt_shards *w)
     for (int i = 0; i < w->n; i++)
         n += mt_block_count((size_t)w->shards[i].bytes);
     if ((w->blocks = calloc(n + 1, sizeof *w->blocks)) == NULL ||
-        (w->owners = calloc((size_t)w->how.n_units + 1, sizeof *w->owners)) == NULL ||
+        (w->sources = calloc((size_t)w->how.n_units + 1, sizeof *w->sources)) == NULL ||
         (w->files = calloc((size_t)w->n + 1, sizeof *w->files)) == NULL)
         return MT_FAIL(MT_ENOMEM, "save: no memory to list %zu blocks", n);
     for (int i = 0; i < w->n; i++)
@@ -629,20 +630,20 @@ static mt_status list_blocks(mt_shards *w)
     return MT_OK;
 }
 
-/* A block's owner has a share in it. Noted, where there is a list; else counted. */
+/* A block's source has a share in it. Noted, where there is a list; else counted. */
 static void note_share(mt_shards *w, size_t block, int unit)
 {
-    owner *o = &w->owners[unit];
+    source *o = &w->sources[unit];
 
     if (w->shares == NULL)
         o->left++;
     else
-        w->shares[o->end++] = (share){ .block = block, .owner = unit,
+        w->shares[o->end++] = (share){ .block = block, .source = unit,
                                        .first = w->blocks[block].uncopied++ == 0 };
     w->n_shares += w->shares == NULL;
 }
 
-/* Each owner of each block once, however many extents it has there.
+/* Each source of each block once, however many extents it has there.
  * seen: [n_units] the last block, counted from 1. */
 static void note_shares(mt_shards *w, size_t *seen)
 {
@@ -666,7 +667,7 @@ static void note_shares(mt_shards *w, size_t *seen)
     }
 }
 
-/* Counted first, then put in the order of their owners. */
+/* Counted first, then put in the order of their sources. */
 static mt_status list_shares(mt_shards *w)
 {
     size_t units = (size_t)w->how.n_units, at = 0, *seen = calloc(2 * units + 1, sizeof *seen);
@@ -676,8 +677,8 @@ static mt_status list_shares(mt_shards *w)
         return MT_FAIL(MT_ENOMEM, "save: no memory for %zu units", units);
     note_shares(w, seen);
     if ((list = calloc(w->n_shares + 1, sizeof *list)) != NULL) {
-        for (size_t u = 0; u <= units; at += w->owners[u++].left)
-            w->owners[u].next = w->owners[u].end = at;
+        for (size_t u = 0; u <= units; at += w->sources[u++].left)
+            w->sources[u].next = w->sources[u].end = at;
         w->shares = list;
         note_shares(w, seen + units);
     }
@@ -726,8 +727,8 @@ static mt_status start(mt_shards *w)
 static void end_absent(mt_shards *w)
 {
     for (int unit = 0; unit < w->how.n_units; unit++)
-        if (w->owners[unit].left == 0) {
-            w->owners[unit].at = ENDED;
+        if (w->sources[unit].left == 0) {
+            w->sources[unit].at = ENDED;
             if (w->how.end != NULL)
                 w->how.end(w->how.arg, unit);
         }
@@ -765,7 +766,7 @@ mt_status mt_shards_write(const mt_shard *shards, int n, mt_shards_how how, mt_s
     return MT_OK;
 
 fail:
-    if (w == NULL || w->owners == NULL)
+    if (w == NULL || w->sources == NULL)
         for (int unit = 0; unit < how.n_units && how.end != NULL; unit++)
             how.end(how.arg, unit);
     mt_shards_close(w);
@@ -814,7 +815,7 @@ void mt_shards_close(mt_shards *w)
     mt_unlock(&w->mu);
     for (int i = 0; i < w->n_threads; i++)
         pthread_join(w->threads[i], NULL);
-    if (w->owners != NULL)
+    if (w->sources != NULL)
         end_all(w);
     for (int i = 0; i < w->n && w->files != NULL; i++)
         if (w->files[i].fd >= 0)
@@ -825,7 +826,7 @@ void mt_shards_close(mt_shards *w)
     free(w->threads);
     free(w->buffers);
     free(w->files);
-    free(w->owners);
+    free(w->sources);
     free(w->shares);
     free(w->blocks);
     free(w);

@@ -123,9 +123,9 @@ static mt_status check_numbers(const mt_walk *in)
         (in->shown < in->micro && in->shown < 3))
         return MT_FAIL(MT_EINVAL, "walk: %lld of %lld micro-batches: all, or at least 3",
                        (long long)in->shown, (long long)in->micro);
-    if (in->depth < 1 || in->stagings < 1 || in->blocks < 1)
-        return MT_FAIL(MT_EINVAL, "walk: depth %lld, %lld stagings, %lld blocks: at least 1 each",
-                       (long long)in->depth, (long long)in->stagings, (long long)in->blocks);
+    if (in->depth < 1 || in->stagings < 1 || in->bays < 1)
+        return MT_FAIL(MT_EINVAL, "walk: depth %lld, %lld stagings, %lld bays: at least 1 each",
+                       (long long)in->depth, (long long)in->stagings, (long long)in->bays);
     return MT_OK;
 }
 
@@ -598,14 +598,14 @@ static void find_guests(walker *t)
 
 /* ---- what windows keep in host memory --------------------------------------------------- */
 
-/* Python waits for a block that is written; none is free of the bundles that left last. */
-static double block(walker *t, double start)
+/* Python waits for a bay that is written; none is free of the bundles that left last. */
+static double await_bay(walker *t, double start)
 {
     double free_at;
 
-    if (t->n_spills < t->in->blocks)
+    if (t->n_spills < t->in->bays)
         return start;
-    free_at = t->written[t->spill[t->n_spills - t->in->blocks]];
+    free_at = t->written[t->spill[t->n_spills - t->in->bays]];
     if (free_at <= t->launch)
         return start;
     t->launch = free_at;
@@ -636,7 +636,7 @@ static void leave(walker *t, int64_t w)
 
     t->out_for = MT_LANE_OUT;
     if (t->in->spilled[w])
-        start = block(t, start);
+        start = await_bay(t, start);
     t->swap_out = copied(t, start, (double)t->in->away[w], t->in->both);
     note(t, MT_LANE_OUT, w, start, t->swap_out);
     t->busy[MT_LANE_OUT] += t->swap_out - start;
@@ -648,11 +648,11 @@ static void leave(walker *t, int64_t w)
     t->last_out = w;
 }
 
-/* When a bundle is in host memory: the latest are still; each that came back leaves its block to
+/* When a bundle is in host memory: the latest are still; each that came back leaves its bay to
  * one more. */
 static double read_in(walker *t, int64_t w)
 {
-    int64_t behind = t->spill_at[w] + t->in->blocks;
+    int64_t behind = t->spill_at[w] + t->in->bays;
     double  took, begin;
 
     if (behind >= t->n_spills)

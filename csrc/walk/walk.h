@@ -69,7 +69,7 @@ typedef struct mt_walk {
     int64_t micro, shown;        /* micro-batches; those walked through: all, or at least 3 */
     int64_t depth;               /* units whose gradients may be on their way from the device */
     int64_t stagings;            /* buffers on the host for gradients that are to be added */
-    int64_t blocks;              /* of host memory that carry activations to the file */
+    int64_t bays;                /* of host memory that carry activations to the file */
     int64_t ahead;               /* hand-overs by which states that arrive are asked for early */
     int64_t stay;                /* the window of a forward by which they are gone */
     double  h2d, d2h, both;      /* bytes/s: alone; of each, beside each other */
