@@ -8,7 +8,7 @@
  *
  * Nouns, in the order they appear below:
  *   guest    a settled unit whose states (MT_STATE_PLANES) are at home on the host
- *   piece    device memory that the caller lends for a stay
+ *   piece    device memory that the caller gives for a stay
  *   part     a stretch of one parameter's states, in a piece of its own (pieces.h)
  *   stay     from lift, which copies the states up, until leave, which gives the pieces back. The
  *            copies down are put behind each update; until the stay ends the device's are good too
@@ -23,7 +23,7 @@
  * the copies down before it.
  *
  * Edges (each can be left out: debug.h):
- *   LENT     guests waits for compute that used the pieces before  recorded on run, by lift
+ *   VACANT   guests waits for compute that used the pieces before  recorded on run, by lift
  *   LIFTED   the residents' queue waits for the states, before it  the event of STORED
  *            updates them
  *   MADE     guests waits for the update whose states it copies    STEPPED's event of resident.h

@@ -17,7 +17,7 @@
 typedef struct mt__kept {
     mt_mark     *trace;
     int64_t      n_trace;
-    mt_schedule *sch;        /* NULL: this place is free */
+    mt_schedule *sch;        /* NULL: this entry is free */
     uint64_t     begun;      /* number of the begin that chose it last: the oldest gives way */
 } mt__kept;
 

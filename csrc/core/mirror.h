@@ -31,7 +31,7 @@
 
 #include "home.h"
 
-/*  EMPTY    Neither place was written since it was made, or the plane has nothing of the parameter.
+/*  EMPTY    Neither side was written since it was made, or the plane has nothing of the parameter.
  *  STALE    The home has values that the host has not. The host's memory may be reserved only.
  *  LOADING  The home's values are being copied to the host.
  *  FRESH    The host has the home's values.
@@ -41,7 +41,7 @@
  *
  *  CHANGED  the home got other values: by an update, or a hand-over of gradients
  *  LOAD     somebody wants the copy; LOADED when its values came
- *  WRITTEN  the host's plane of this parameter got values, all of them
+ *  SET      the host's plane of this parameter got values, all of them
  *  TOUCHED  some of the host's weights got values, which of them is not known
  *  STORE    the home begins to take what is AHEAD; STORED when it has it
  *  FAILED   a load or a store did: the home's values count
@@ -51,9 +51,9 @@
  */
 #define MT_MIRROR_STATES(X) X(EMPTY) X(STALE) X(LOADING) X(FRESH) X(AHEAD) X(STORING) X(TORN)
 #define MT_MIRROR_EVENTS(X) \
-    X(CHANGED) X(LOAD) X(LOADED) X(WRITTEN) X(TOUCHED) X(STORE) X(STORED) X(FAILED) X(EVICTED)
+    X(CHANGED) X(LOAD) X(LOADED) X(SET) X(TOUCHED) X(STORE) X(STORED) X(FAILED) X(EVICTED)
 #define MT_MIRROR_TABLE(X)                                                                        \
-/*     state    CHANGED LOAD     LOADED   WRITTEN TOUCHED STORE    STORED   FAILED   EVICTED */   \
+/*     state    CHANGED LOAD     LOADED   SET     TOUCHED STORE    STORED   FAILED   EVICTED */   \
     X( EMPTY,   STALE,  EMPTY,   EMPTY,   AHEAD,  AHEAD,  EMPTY,   EMPTY,   EMPTY,   EMPTY )      \
     X( STALE,   STALE,  LOADING, STALE,   AHEAD,  TORN,   STALE,   STALE,   STALE,   STALE )      \
     X( LOADING, STALE,  NEVER,   FRESH,   TORN,   TORN,   LOADING, LOADING, STALE,   NEVER )      \

@@ -147,7 +147,7 @@ int       mt_store_passes     (const mt_store *s, int unit);             /* any 
  * that unit: MT_ESTATE when no update has used it. */
 mt_status mt_store_lend       (mt_store *s, int unit, mt_timeline *t);
 
-/* *in: the parameter has its place in the unit's arena of that plane, which is made where it is
+/* *in: the parameter lies in the unit's arena of that plane, which is made where it is
  * not. 0: it has an arena of its own, or nothing there. */
 mt_status mt_store_in_arena(mt_store *s, int unit, int param, mt_plane p, int *in);
 

@@ -30,7 +30,7 @@ typedef struct mt__plane {
 #define MT__ABSENT SIZE_MAX
 
 /* Where a plane is. One that is away on the device has both: the host's is a copy. */
-enum { MT__HOST, MT__DEVICE, MT__PLACES };
+enum { MT__HOST, MT__DEVICE, MT__SIDES };
 
 /* A unit's copies. mirror_mu */
 typedef struct mt__mirror {
@@ -53,7 +53,7 @@ typedef struct mt__unit {
     mt_param_desc *desc;             /* [n_params]; `trainable`, an atomic, later too: see
                                       * mt_store_trainable */
 
-    mt__plane      plane[MT__PLACES][MT_PLANE_COUNT];
+    mt__plane      plane[MT__SIDES][MT_PLANE_COUNT];
     mt_portion     own;              /* this process's, as one of so many owners. Set before a plane
                                       * but HI is made */
     int            owners;
@@ -101,7 +101,7 @@ struct mt_store {
     _Atomic size_t  mapped[MT_PLANE_COUNT];  /* bytes; written under map_mu, read by anyone */
     _Atomic size_t  on_device;               /* the same */
     mt__lent       *lent;                    /* [n_lent] map_mu */
-    int             n_lent, most_lent;       /* most: of a size in a place; constant once anything
+    int             n_lent, most_lent;       /* most: of a size on a side; constant once anything
                                               * is lent */
     uint64_t        lendings;                /* so far. map_mu */
     mt__ledger      ledger;

@@ -33,7 +33,7 @@
     X(D2H,     "d2h",         "gradients to the host, and their sums of squares")               \
     X(HAND,    "hand-over",   "who hands gradients over, and launches windows: waits for the "  \
                               "unit's update, which gives a buffer back; with no unit: for "    \
-                              "earlier gradients to be home")                                   \
+                              "earlier gradients to reach the host")                            \
     X(SUM,     "host sum",    "the collector: gradients of further micro-batches added up")     \
     X(HOST,    "host update", "the updater: AdamW on the host, and its waits")                  \
     X(DEVICE,  "device update", "AdamW on the device")                                          \

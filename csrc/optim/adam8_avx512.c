@@ -243,7 +243,7 @@ INLINE void store_kept(const mt__adam_span *s, int keep, mt_dtype g, int64_t i, 
 
 /* ---- a group ---- */
 
-/* New moments, what they are rounded by, and the largest at each of 16 places. */
+/* New moments, what they are rounded by, and the largest in each of 16 lanes. */
 typedef struct group {
     pair    m[PAIRS], r[PAIRS];
     __m512i random[PAIRS];
