@@ -22,11 +22,11 @@ typedef struct mt__kept {
 } mt__kept;
 
 typedef struct mt__course {
-    mt_mark *trace;          /* since begin */
+    mt_mark *trace;          /* what happened since begin */
     int64_t  n_trace, cap;
     mt__kept kept[MT__COURSE_KEPT];
-    int      cur;            /* the schedule in force; -1: none yet */
-    int64_t  at;             /* cursor, index into its steps */
+    int      cur;            /* the schedule in force is kept[cur]; -1: there is none yet */
+    int64_t  at;             /* the cursor, an index into its steps */
     uint64_t begins;
     int64_t  rebuilds;
 } mt__course;

@@ -1,4 +1,4 @@
-/* debug.h — what tests may switch off, to see that it matters. Nothing here is on in a user's run.
+/* debug.h — what tests may switch off, to see that it matters. Nothing of it is on for a user.
  *
  *   skip    bit mask of edges between queues that are left out (docs/design.md, section 6)
  *   poison  a slot is filled with 0xFF before its copy

@@ -1,4 +1,4 @@
-/* lock.c — what this thread holds, in the order in which it was taken; for builds that check it. */
+/* lock.c — what this thread holds, in the order in which it took them; for checked builds. */
 #include "lock.h"
 
 #include <string.h>

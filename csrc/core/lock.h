@@ -27,8 +27,8 @@
 #define MT_RANK_MAP(X)                                                                             \
     X(TEST, "a test's own")                                                                        \
     X(DOOR, "gradients and updates of an engine are handed over by one thread at a time")          \
-    X(SWAP, "bundles and their bays; held while a drive is waited for")                          \
-    X(SPILL, "which bundles are in bays and which in the file, and what is under way")           \
+    X(SWAP, "bundles and their bays; held while a drive is waited for")                            \
+    X(SPILL, "which bundles are in bays and which in the file, and what is under way")             \
     X(OFFLOAD, "gradients on their way to the host, by ticket")                                    \
     X(UPDATE, "the steps that were submitted, and what became of them")                            \
     X(STREAM, "slots, and the requests that stand in line for them")                               \
@@ -79,7 +79,7 @@ extern "C" {
 #endif
 const char *mt_rank_name(mt_rank rank);
 
-/* This thread holds it: for MT_ASSERT, in builds that check themselves. */
+/* Does this thread hold the lock? For MT_ASSERT, in builds that check themselves. */
 int mt_holds(const mt_mutex *m);
 
 /* What a thread that checks itself notes: before it takes the lock, before it gives it back, and
@@ -97,7 +97,7 @@ void mt__rank_wait(const mt_mutex *m, const char *file, int line);
 #define MT__RANK(what, m, file, line) ((void)(file), (void)(line))
 #endif
 
-/* By where their callers are: that is what a message needs. */
+/* These note where their callers are, which messages say. */
 #define mt_lock(m)                  mt__lock((m), __FILE__, __LINE__)
 #define mt_unlock(m)                mt__unlock((m), __FILE__, __LINE__)
 #define mt_cond_wait(c, m)          mt__cond_wait((c), (m), __FILE__, __LINE__)

@@ -18,10 +18,10 @@
 
 /* One settled unit. */
 typedef struct settled {
-    void     *mem;           /* its slot. These three: written by settle */
+    void     *mem;           /* of its slot. This and the events are made by settle */
     mt_event *done;          /* recorded on the queue behind whatever was put for the unit */
     mt_event *used;          /* recorded on run by an await that fetches. mu */
-    mt_post   using;         /* `used`, for the watchdog. mu */
+    mt_post   using;         /* tells the watchdog of `used`. mu */
     mt_post   post;          /* of the queue that `done` was recorded in. mu */
 } settled;
 

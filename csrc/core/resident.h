@@ -47,13 +47,14 @@ mt_status mt_resident_open (mt_context *cx, mt_resident **out);
 void      mt_resident_close(mt_resident *r);
 
 /* mem: device memory of the unit's hi_bytes, which nobody else uses until the unit is unsettled.
- * What the host has is to be taken before the unit's next hand-over or update; a guest is invited
- * before that. MT_ESTATE when the unit is settled. */
+ * mt_resident_take follows before the unit's next hand-over or update, and mt_arrive_invite of a
+ * guest before that. MT_ESTATE when the unit is settled. */
 mt_status mt_resident_settle(mt_resident *r, int unit, void *mem);
 /* Its mem; NULL: it is not settled. */
 void     *mt_resident_mem   (const mt_resident *r, int unit);
-/* What the host has ahead goes up, and the memory of host copies but GRAD's is given back, claimed
- * or not. Returns when that is done. Waits for updates that are announced, and a save. */
+/* What the host has ahead goes to the device, and the memory of host copies but GRAD's is given
+ * back, claimed or not. Returns when that is done. Waits for updates that are announced, and a
+ * save. */
 mt_status mt_resident_take(mt_resident *r, int unit, mt_queue *run);
 /* All planes of the unit come down, and the host's are the true ones: mem is the caller's again.
  * grads 0: its gradients are nobody's any more, and what the host has instead stays. The

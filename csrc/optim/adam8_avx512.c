@@ -1,4 +1,4 @@
-/* adam8_avx512.c — the update of adam8_scalar.c, MT__GROUPS groups of 128 parameters an iteration.
+/* adam8_avx512.c — the update of adam8_scalar.c, MT__GROUPS groups of 128 parameters at once.
  *
  * Compiled and entered as adam_avx512.c is. Groups' moments lie on the stack between the step and
  * the bytes that they become: what a group's sizes wait for, a chain of twenty operations with a

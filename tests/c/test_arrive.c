@@ -1,5 +1,5 @@
-/* test_arrive.c — the executable form of core/arrive.h: what a stay takes, what it copies, and that
- * each edge matters. That training with guests gives the same bits is test_resident.c's.
+/* test_arrive.c — the executable form of core/arrive.h: what a stay takes, what it copies, and
+ * that each edge matters. That training with guests gives the same bits is test_resident.c's.
  */
 #include "dev_fault.h"
 #include "gate.h"
