@@ -42,7 +42,6 @@ typedef struct mt__mirror {
     unsigned       pages;            /* of planes: whose memory on the host may be committed */
     unsigned       claimed;          /* of planes */
     int            busy;             /* somebody is behind the door */
-    int            awaited;          /* so many wait until nobody is, saves left out */
 } mt__mirror;
 
 typedef struct mt__unit {
