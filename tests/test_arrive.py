@@ -41,7 +41,7 @@ def arrivals_of(model: Dots) -> Arrivals:
 
 
 def lifted(model: Dots) -> set[int]:
-    return set(arrivals_of(model).lent)
+    return set(arrivals_of(model).pieces)
 
 
 # ---- when ----

@@ -197,7 +197,7 @@ static int engine_init(PyObject *self, PyObject *args, PyObject *kw)
 }
 
 /* Stops every thread that works on the store: updates finish first (the mover may be waiting for
- * one), then gradients come home, then the last weights land. The store stays: arrays show it. */
+ * one), then gradients land, then the last weights land. The store stays: arrays show it. */
 static mt_status engine_stop(mt_engine *e)
 {
     if (e->file != NULL)

@@ -1,5 +1,5 @@
-/* bounce.h — the host's copies of what is in a file, by way of buffers: a section of a piece comes,
- * is copied from, or changed and written.
+/* bounce.h — the host's copies of what is in a file, by way of buffers: a section of a piece is
+ * read, and copied to the host; or copied there, and written.
  *
  * Who is behind a unit's door (mirror.h) has a buffer of its own, made where there is none to be
  * had: it waits for requests for the same piece, and for nobody's else. What a buffer has at the

@@ -1,6 +1,5 @@
-/* feed.c — a ring whose buffers the mover empties: it alone puts copies, and waits for the device.
- *
- * All under the rings' lock, but for those waits.
+/* feed.c — a ring whose buffers the mover empties: it alone puts copies, and waits for the
+ * device. All is under the rings' lock, but for those waits.
  */
 #include "feed.h"
 

@@ -55,7 +55,7 @@ typedef struct ticket {
 
 typedef struct staging {     /* putting thread only, but for the bytes in it */
     mt_arena mem;
-    uint64_t user;           /* ticket that used it last; free once that is home */
+    uint64_t user;           /* ticket that used it last; free once that is over */
 } staging;
 
 enum { COUNTED = 1, SUMMED = 2, CHUNKED = 4 };
@@ -68,7 +68,7 @@ typedef struct tally {
                               * nothing is ours. As sum */
     unsigned char *flags;    /* [n_params] COUNTED, CHUNKED: sum, chunks are taken or on their way;
                               * SUMMED: ACC has the sum. Under mu */
-    int            adds;     /* tickets with an ADD that are not home. Under mu */
+    int            adds;     /* tickets with an ADD that are not over. Under mu */
 } tally;
 
 struct mt_offload {
@@ -101,17 +101,17 @@ static ticket *ticket_at(mt_offload *o, uint64_t t)
     return &o->ring[t % o->n_ring];
 }
 
-/* Under mu, at each door: tickets are put, copied and home in order, and units know of theirs. */
+/* Under mu, at each door: tickets are put, copied and over in order, and units know of theirs. */
 static void assert_state(mt_offload *o)
 {
-    uint64_t put = o->collector.submitted, home = o->collector.ended;
+    uint64_t put = o->collector.submitted, ended = o->collector.ended;
     int      adds = 0;
 
     if (!MT_IS_CHECKED)
         return;
     MT_ASSERT(mt_holds(&o->mu));
-    MT_ASSERT(o->landed <= home && home <= put && put - home <= AHEAD && o->waited_for <= put);
-    for (uint64_t t = home + 1; t <= put; t++)
+    MT_ASSERT(o->landed <= ended && ended <= put && put - ended <= AHEAD && o->waited_for <= put);
+    for (uint64_t t = ended + 1; t <= put; t++)
         adds += ticket_at(o, t)->adds > 0;
     for (int u = 0; u < o->n_tally; u++) {
         MT_ASSERT(o->tally[u] == NULL || o->tally[u]->adds >= 0);
@@ -176,7 +176,7 @@ static mt_status collect(void *arg, mt_job *node)
 static mt_status wait_home(mt_offload *o, uint64_t t)
 {
     return mt_worker_wait(&o->collector, mt_store_watch(o->store), t, NULL,
-                          "gradients to be home");
+                          "gradients to be in host memory");
 }
 
 /* The putting thread, which launches windows too: as wait_home,
@@ -185,12 +185,12 @@ static mt_status wait_room(mt_offload *o, uint64_t t)
 {
     mt_span   span;
     mt_status st;
-    int       home;
+    int       over;
 
     mt_lock(&o->mu);
-    home = o->collector.ended >= t;
+    over = o->collector.ended >= t;
     mt_unlock(&o->mu);
-    if (home)
+    if (over)
         return MT_OK;
     mt_timeline_begin(o->timeline, &span, MT_LANE_HAND, MT_WORK_WAIT, -1, NULL);
     st = wait_home(o, t);

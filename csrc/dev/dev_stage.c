@@ -3,14 +3,14 @@
  * Nouns:
  *   region    host memory that was to be registered: locked, or only noted
  *   buffer    locked memory of ours; a queue has one, from its first copy of a noted region on
- *   piece     what of a copy fits a buffer
+ *   slice     what of a copy fits a buffer
  *   cushion   locked memory that nobody uses: given up when something small must be locked
  *
- * A copy from a noted region is, piece by piece, a host function that fills the buffer, and a copy
+ * A copy from a noted region is, slice by slice, a host function that fills the buffer, and a copy
  * from there to the device; one to a noted region the other way round. All of it is put in the
  * queue that the copy was put in, whose order is the only one there is: a buffer belongs to one
- * queue, so a piece fills it behind the copy of the piece before, and whoever waits for an event
- * behind the copy waits for its last piece. So no edge is new, and the bits are the same. The host
+ * queue, so a slice fills it behind the copy of the slice before, and whoever waits for an event
+ * behind the copy waits for its last slice. So no edge is new, and the bits are the same. The host
  * function runs where the device calls it (CUDA: a thread of the driver's; CPU device: the
  * queue's), and shares its work with a few threads of ours.
  *
@@ -32,8 +32,8 @@
 #define THREADS       4                     /* one copies 8 to 12 GB/s (Zen 4 server of 2 cores); */
                                             /* PCIe 4 x16 takes some 25, PCIe 5 x16 55 (H200) */
 #define CHUNK_BYTES   ((size_t)256 << 10)   /* copied by one thread at a go */
-#ifndef PIECE_BYTES                         /* tests take less */
-#define PIECE_BYTES   ((size_t)2 << 20)     /* 0.05 ms for four threads at 10 GB/s: long beside a
+#ifndef BUFFER_BYTES                        /* tests take less */
+#define BUFFER_BYTES  ((size_t)2 << 20)     /* 0.05 ms for four threads at 10 GB/s: long beside a
                                              * call */
 #endif
 
@@ -100,10 +100,10 @@ static mt_status prepare(stage_dev *d)
     if (d->memory.base != NULL)
         return MT_OK;
     MT_TRY(pages_open(d, CUSHION_BYTES, &d->cushion));
-    MT_TRY(pages_open(d, BUFFERS * PIECE_BYTES, &d->memory));
+    MT_TRY(pages_open(d, BUFFERS * BUFFER_BYTES, &d->memory));
     mt_lock(&d->mu);
     for (d->n_spare = 0; d->n_spare < BUFFERS; d->n_spare++)
-        d->spare[d->n_spare] = (char *)d->memory.base + (size_t)d->n_spare * PIECE_BYTES;
+        d->spare[d->n_spare] = (char *)d->memory.base + (size_t)d->n_spare * BUFFER_BYTES;
     mt_unlock(&d->mu);
     return MT_OK;
 
@@ -311,13 +311,13 @@ static mt_status put_move(stage_queue *q, char *to, const char *from, size_t byt
 }
 
 /* up: src is a noted region; else dst is. */
-static mt_status put_pieces(stage_queue *q, char *dst, const char *src, size_t bytes, int up)
+static mt_status put_slices(stage_queue *q, char *dst, const char *src, size_t bytes, int up)
 {
     const mt_dev_ops *v = under(q->base.dev)->ops;
     mt_status         st;
 
-    for (size_t at = 0; at < bytes; at += PIECE_BYTES) {
-        size_t n = bytes - at < PIECE_BYTES ? bytes - at : PIECE_BYTES;
+    for (size_t at = 0; at < bytes; at += BUFFER_BYTES) {
+        size_t n = bytes - at < BUFFER_BYTES ? bytes - at : BUFFER_BYTES;
 
         if (up)
             MT_TRY(put_move(q, q->buffer, src + at, n));
@@ -345,7 +345,7 @@ static mt_status stage_copy(mt_queue *queue, void *dst, const void *src, size_t 
     /* Without a buffer: CUDA copies memory that is not locked too, but in the caller's time. */
     if (up == down || q->buffer == NULL)
         return d->under->ops->copy(q->under, dst, src, bytes);
-    return put_pieces(q, dst, src, bytes, up);
+    return put_slices(q, dst, src, bytes, up);
 }
 
 /* ---- what passes ------------------------------------------------------------------------ */

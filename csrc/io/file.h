@@ -73,7 +73,7 @@ typedef struct mt_file_stats {
 } mt_file_stats;
 mt_file_stats mt_file_stats_get(mt_file *f);
 
-/* What a disk does with requests of `piece` bytes, `depth` of them under way, as the engine puts
+/* What a disk does with requests of `each` bytes, `depth` of them under way, as the engine puts
  * them and without sums: bytes/s written and read alone, and of both together while as much is read
  * as is written; fresh: written where nothing was, which costs the file system more. Makes, and
  * removes, a file of `bytes` in dir. */
@@ -81,7 +81,7 @@ typedef struct mt_disk_rates {
     double fresh, write, read, both;
     int    direct;
 } mt_disk_rates;
-mt_status mt_disk_measure(const char *dir, uint64_t bytes, size_t piece, int depth, int n_threads,
+mt_status mt_disk_measure(const char *dir, uint64_t bytes, size_t each, int depth, int n_threads,
                           mt_disk_rates *out);
 
 #endif

@@ -8,8 +8,8 @@
 #include <stdlib.h>
 #include <string.h>
 
-#define SETTLE  3       /* steps until what updates leave to the next forward hardly changes */
-#define SETTLED 0.9     /* of a step, the next takes that at least (0.953, of 5,500 tried) */
+#define STEADY_STEPS 3       /* until what updates leave to the next forward hardly changes */
+#define STEADY_SHARE 0.9     /* of a step, the next takes that at least (0.953, of 5,500 tried) */
 #define NOBODY  (-1)    /* a row: nothing held it up */
 
 typedef struct walker {
@@ -34,7 +34,7 @@ typedef struct walker {
     int64_t *is_out;             /* 1: it left */
     int64_t *spill_at, *spill;   /* its place in the order of spills; [place] the window */
 
-    double  *landed;             /* [depth] when the last hand-overs were home */
+    double  *landed;             /* [depth] when the last hand-overs had landed */
     double  *added;              /* [stagings] when the last sums were made */
     double  *lent_free;          /* [n_lent] when a buffer is given back */
     int64_t *lent_for;           /* [n_lent] the row that it waits for */
@@ -490,7 +490,7 @@ static int64_t borrow(walker *t, int64_t u)
     return slot;
 }
 
-/* The unit's update begins when its gradients are home, behind those before it on its lane. */
+/* The unit's update begins when its gradients have landed, behind those before it on its lane. */
 static void follow(walker *t, int64_t u, int64_t buffer)
 {
     const mt_walk *in = t->in;
@@ -769,17 +769,17 @@ static void walk_once(walker *t, double launch)
         backward(t, micro > 0, micro == t->in->shown - 1);
         t->ends[micro % 3] = t->run;
     }
-    stand(t, t->d2h, MT_LANE_D2H);      /* all gradients are home */
+    stand(t, t->d2h, MT_LANE_D2H);      /* all gradients have landed */
     stand(t, t->adder, MT_LANE_SUM);
     stand(t, t->guests, MT_LANE_THROUGH);
 }
 
 /* Updates that follow their gradients leave some to the next step: a few steps, until that is
  * steady. 0: it takes too long in any case. */
-static int settle(walker *t, double ahead, double than)
+static int make_steady(walker *t, double ahead, double than)
 {
-    for (int i = 0; i < SETTLE; i++) {
-        if (t->run * SETTLED >= than)
+    for (int i = 0; i < STEADY_STEPS; i++) {
+        if (t->run * STEADY_SHARE >= than)
             return 0;
         for (int64_t u = 0; u < t->in->n_units; u++)
             t->left[u] = t->done[u] > t->run ? t->done[u] - t->run : 0.0;
@@ -913,7 +913,7 @@ mt_status mt_walk_run(const mt_walk *in, const mt_step *steps, int64_t n_steps, 
     MT_TRY(walker_open(&t, in, &d, &n));
     find_guests(&t);
     ahead = ahead_of(&t);
-    *under = in->n_lent == 0 || settle(&t, ahead, than);
+    *under = in->n_lent == 0 || make_steady(&t, ahead, than);
     seconds = seconds_of(&t);
     *under = *under && seconds < than;
     if (*under)

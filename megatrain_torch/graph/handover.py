@@ -115,7 +115,7 @@ class HandOver:
         self.tasks: dict[int, list[weakref.ref[Any]]] = {}      # graph tasks that have our callback, and whom it tells
         self.summed: dict[int, Record] = {}                     # records with a pending device sum
         self.stream = 0                                         # where the last hand-over happened
-        self.lent: dict[int, dict[Record, Tensor]] = {}         # by unit: copies of gradients that an update reads
+        self.copied: dict[int, dict[Record, Tensor]] = {}         # by unit: copies of gradients that an update reads
         self.observer: Any = None                               # an optimizer that updates in backward
 
     # ---- called by Bind.backward, in autograd's thread ----
@@ -274,8 +274,8 @@ class HandOver:
             room.sums(self.runtime.core)
         self.runtime.trace.handed_over()           # before compute is told to wait for copies of earlier gradients
         ticket = self.runtime.core.offload(unit, items, self.stream)
-        for record in [r for r, _ in pairs if unit in self.lent]:
-            self.lent[unit].pop(record, None)        # the unit's updates are over: the hand-over waited for them
+        for record in [r for r, _ in pairs if unit in self.copied]:
+            self.copied[unit].pop(record, None)        # the unit's updates are over: the hand-over waited for them
         # The copies read these tensors behind our back; they live until compute waits for the copies.
         self.alive.append((ticket, sources))
         self.unstepped = True

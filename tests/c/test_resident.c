@@ -808,7 +808,7 @@ static void gradients_of_settled_units_that_pass_change_no_bits(void)
 /* Memory that is lent again while an update reads it. */
 static void without_taken_they_do(void)
 {
-    config c = passing(3, MT_EDGE_TAKEN);
+    config c = passing(3, MT_EDGE_SPENT);
 
     if (UNDER_TSAN)
         SKIP("an edge left out is a race, as it should be");
