@@ -53,7 +53,7 @@ struct mt_home {
     unsigned       device;       /* planes for which the store has memory on the device */
     unsigned       registered;   /* planes whose host memory copy engines look at */
     unsigned       fresh;        /* planes that a unit may not have yet when it comes */
-    int            fed;          /* its weights are fetched by way of a feed (disk.h) */
+    int            fed;          /* its weights are fetched by way of a feed (feed.h) */
 
     /* Host memory as a mirror. wait: until planes of `visit` may be read; may be NULL. load: copies
      * of these planes that are LOADING, or STALE by now, are on the host when it returns; their

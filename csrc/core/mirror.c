@@ -250,19 +250,9 @@ static int is_ours(void *arg)
 
 mt_status mt_mirror_enter(mt_store *s, int unit)
 {
-    mt__mirror *m = &mt__unit_at(s, unit)->mirror;
-    int         urgent = !mt_ledger_do_i_save();
-    mt_status   st;
-
-    mt_lock(&s->mirror_mu);
-    m->awaited += urgent;
-    mt_unlock(&s->mirror_mu);
-    st = mt_watch_until(&s->watch, &s->mirror_changed, &s->mirror_mu, is_ours, m,
-                        mt_store_name(s, unit), "who is at its host planes");
-    mt_lock(&s->mirror_mu);
-    m->awaited -= urgent;
-    mt_unlock(&s->mirror_mu);
-    return st;
+    return mt_watch_until(&s->watch, &s->mirror_changed, &s->mirror_mu, is_ours,
+                          &mt__unit_at(s, unit)->mirror, mt_store_name(s, unit),
+                          "who is at its host planes");
 }
 
 void mt_mirror_leave(mt_store *s, int unit)
@@ -271,11 +261,6 @@ void mt_mirror_leave(mt_store *s, int unit)
     mt__unit_at(s, unit)->mirror.busy = 0;
     pthread_cond_broadcast(&s->mirror_changed);
     mt_unlock(&s->mirror_mu);
-}
-
-int mt_mirror_awaited(mt_store *s, int unit)
-{
-    return look(s, unit).awaited > 0;
 }
 
 void mt_mirror_drop(mt_store *s, int unit, unsigned planes)

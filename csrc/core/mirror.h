@@ -94,9 +94,8 @@ int  mt_mirror_any (mt_store *s, int unit, int param, unsigned planes, unsigned 
  * still. */
 mt_status mt_mirror_store(mt_store *s, int unit);
 
-mt_status mt_mirror_enter  (mt_store *s, int unit);        /* the door; waits */
-void      mt_mirror_leave  (mt_store *s, int unit);
-int       mt_mirror_awaited(mt_store *s, int unit);        /* somebody but a save waits there */
+mt_status mt_mirror_enter(mt_store *s, int unit);          /* the door; waits */
+void      mt_mirror_leave(mt_store *s, int unit);
 /* Behind the door: memory of these planes is given back, but of what must stay. */
 void      mt_mirror_drop   (mt_store *s, int unit, unsigned planes);
 

@@ -209,7 +209,6 @@ int       mt_ledger_wanted     (mt_store *s);                /* a unit that is w
 /* This thread copies planes for a save: mt_ledger_wait_updates of a unit with saves returns at
  * once, since updates that were announced meanwhile wait for this thread. */
 void      mt_ledger_i_save     (int on);
-int       mt_ledger_do_i_save  (void);
 
 void      mt_ledger_fault(mt_store *s, mt_status st, const char *text);   /* first one stays */
 mt_status mt_ledger_check(mt_store *s);                      /* the fault, as this thread's error */

@@ -44,7 +44,6 @@ typedef struct mt__mirror {
     unsigned       pages;            /* planes whose memory on the host may be committed */
     unsigned       claimed;          /* planes to which somebody has a claim */
     int            busy;             /* a thread is behind the door */
-    int            awaited;          /* so many threads but saves' wait until none is */
 } mt__mirror;
 
 typedef struct mt__unit {

@@ -17,7 +17,7 @@
  *           overwrites it is decided: all use so far was launched by then, and nobody holds it
  *   UPDATED the mover waits for updates announced so far      ledger, on the host, before the copy
  *
- * Weights of units that have them on disk are read by a feed (disk.h), which is told what stands in
+ * Weights of units that have them on disk are read by a feed (feed.h), which is told what stands in
  * line, and copied from its buffers. The mover is then busy until the unit's last piece was read;
  * READY stands behind that one's copy.
  *
@@ -32,7 +32,7 @@
 #ifndef MT_STREAM_H
 #define MT_STREAM_H
 
-#include "disk.h"
+#include "feed.h"
 #include "resident.h"
 #include "schedule.h"
 
