@@ -12,7 +12,7 @@ from ..base.limits import Bound, show_bytes, with_margin, without_margin
 from .asked import Asked
 from .cost import PLANES_OF
 from .host_memory import limits, shortage
-from .preflight import check_word
+from .preflight import check_limit
 from .refusals import refusal, short
 from .tally import DISK_BUFFERS, SETTLED
 
@@ -114,7 +114,7 @@ class Room:
     def _check(self, core: _core.Engine, asked: Asked, what: str, *planes: str) -> None:
         """planes: those that come now; none named: all."""
         if self.limit is not None:
-            check_word(asked, self.limit, None)
+            check_limit(asked, self.limit, None)
             return
 
         def need(a: Asked) -> dict[str, int]:
