@@ -21,7 +21,7 @@ from typing import NamedTuple
 # Each room may include from itself and from those before it (docs/design.md).
 ROOMS = ["core", "walk", "dev", "ops", "optim", "io", "bind"]
 # Headers of core, in the order a reader meets them: none includes one further down.
-CORE_HEADERS = ("status clock debug context checked lock forks dtype states pool blocks dev watch worker "
+CORE_HEADERS = ("status clock debug context checked lock forks dtype states pool dev watch worker blocks "
                 "timeline store portion pieces home mirror resident through layout ring bounce disk feed schedule "
                 "stream offload update").split()
 GUESTS = re.compile(r"^(Python\.h|structmember\.h|numpy/|torch/|ATen/|c10/|cuda|cublas|cudnn)")

@@ -126,6 +126,17 @@ uint64_t mt_worker_submit(mt_worker *w, mt_job *job)
     return ++w->submitted;
 }
 
+/* Who sleeps was woken by its submit, and the list has not been empty since. */
+void mt_worker_again(mt_worker *w, mt_job *job)
+{
+    MT_ASSERT(mt_holds(w->mu) && !job->listed);
+    *job = (mt_job){ .next = w->first, .listed = 1 };
+    if (w->first == NULL)
+        w->last = &job->next;
+    w->first = job;
+    w->submitted++;
+}
+
 void mt_worker_withdraw(mt_worker *w, mt_job *job)
 {
     mt_job **at = &w->first;
