@@ -14,16 +14,17 @@
 #include <stdio.h>
 #include <stdlib.h>
 
-typedef struct owed {                    /* a wait of our thread's for copies. mu */
+typedef struct owed {                    /* a wait for copies that our thread owes a bay. mu */
     mt_job        node;
-    int           n;                     /* so many are not over: changed by count alone */
+    int           n;                     /* so many copies are not over; changed by `count` alone */
     struct bay   *bay;
 } owed;
 
 typedef struct bay {
-    mt_bay        b;                     /* opened and closed by whoever holds swap's lock */
-    mt_spilled   *holds;                 /* NULL: nobody's bytes. mu, as all below */
-    owed          filled, landed;        /* copies of those out, and back */
+    mt_bay        b;                     /* opened and closed under swap's lock */
+    mt_spilled   *holds;                 /* whose bytes it has, or will; NULL: nobody's. mu, as
+                                          * what follows */
+    owed          filled, landed;        /* waits for copies out that fill it, and back from it */
     struct bay   *next;
 } bay;
 
@@ -46,23 +47,23 @@ static const unsigned next_waits[] = {
     [BOTH] = 1 << LANDED | 1 << BOTH,
 };
 
-struct mt_spilled {                      /* all under mu, but for what is constant */
+struct mt_spilled {                      /* mu, but for what is constant */
     mt_spill   *spill;                   /* these four: constant */
     int         unit;
     uint64_t    number;
-    size_t      bytes;                   /* whole MT_BLOCK_ALIGN */
+    size_t      bytes;                   /* a multiple of MT_BLOCK_ALIGN */
     bay        *bay;                     /* that has its bytes; NULL: the file alone has it */
     mt_place   *place;
     stage       at;
     int         wanted;                  /* brought, and copies back not put yet: the bay stays */
-    int         dropped;                 /* goes when it is FILLING, WRITING or READING no more */
+    int         dropped;                 /* goes once it is not FILLING, WRITING or READING */
     int         told;                    /* LOST: mt_spill_new has said so */
-    mt_status   st;                      /* UNREAD, LOST: of the request that failed; MT_OK: none */
+    mt_status   st;                      /* UNREAD, LOST: why its request failed */
     char        text[400];
     mt_request  r;                       /* under way when WRITING or READING */
     uint64_t   *sums;
-    uint64_t    begun_ns;                /* the request */
-    mt_post     post;                    /* of the request */
+    uint64_t    begun_ns;                /* when the request was put */
+    mt_post     post;                    /* the request, for the watchdog */
     mt_spilled *older, *newer;
 };
 
@@ -73,15 +74,16 @@ struct mt_spill {
     mt_store       *store;
     mt_blocks      *file;
     mt_timeline    *timeline;
-    int             n_bays;              /* at most */
+    int             n_bays;              /* so many bays are made at most */
     mt_mutex        mu;
-    mt_worker       worker;              /* of what is owed. news: a bay, a request too */
-    bay            *bays;                /* mu, as all below. The list itself: swap's lock too */
-    int             made;                /* of those */
+    mt_worker       worker;              /* does what is owed. news: a bay came free, too, or a
+                                          * request ended */
+    bay            *bays;                /* mu, as all below; the list: swap's lock too */
+    int             made;                /* so many bays are there */
     mt_spilled     *newest;
     mt_places       places;
     uint64_t        cursor;              /* a bundle's number; 0: nothing is read ahead */
-    int             requests;            /* under way */
+    int             requests;            /* so many are under way */
     uint64_t        recorded_ns;         /* the lane's records reach up to here */
     mt_spill_stats  stats;
 };

@@ -16,34 +16,34 @@ enum { SOURCES = 1, TENSORS = 2 };       /* who still needs a bundle: mt_swap_le
 
 typedef struct bay {                     /* of bundles that stay in host memory. All under mu */
     mt_bay      b;
-    int         taken;                   /* a bundle's */
+    int         taken;                   /* a bundle has it */
     struct bay *next;
 } bay;
 
 typedef struct bundle {                  /* all under mu */
     uint64_t    number;
-    int         needed, unit;
-    bay        *bay;                     /* one of these two */
-    mt_spilled *spilled;
+    int         needed, unit;            /* needed: by whom, see above */
+    bay        *bay;                     /* tier HOST: its own; else NULL */
+    mt_spilled *spilled;                 /* tier FILE; else NULL */
     struct bundle *next;
     int         n;
-    size_t      bytes[];                 /* [n] of its parts */
+    size_t      bytes[];                 /* [n] of each part */
 } bundle;
 
 struct mt_swap {
     const mt_context *cx;
     mt_dev         *dev;
     mt_pool        *pool;
-    mt_queue       *out, *back;          /* whoever holds mu puts */
+    mt_queue       *out, *back;          /* work is put in them under mu */
     mt_event       *made, *room;         /* recorded on run, and waited for at once */
-    mt_post         making;              /* `made`, for the watchdog. mu */
+    mt_post         making;              /* tells the watchdog of `made`. mu */
     mt_timeline    *timeline;
     mt_store       *store;
     mt_spill       *spill;               /* NULL: there is no file */
     mt_mutex        mu;
     bay            *bays;                /* mu, as what follows */
-    bundle         *there;               /* the latest first */
-    uint64_t        bundles;             /* made so far */
+    bundle         *there;               /* all bundles, the latest first */
+    uint64_t        bundles;             /* so many were made */
     mt_swap_stats   stats;
 };
 

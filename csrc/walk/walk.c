@@ -32,7 +32,7 @@ typedef struct walker {
     double  *written;            /* when it is in the file */
     int64_t *back_for;           /* the row that held its copy back up */
     int64_t *is_out;             /* 1: it left */
-    int64_t *spill_at, *spill;   /* its place in the order of spills; [place] the window */
+    int64_t *spill_at, *spill;   /* when the window's spill comes, of all; the window of each */
 
     double  *landed;             /* [depth] when the last hand-overs had landed */
     double  *added;              /* [stagings] when the last sums were made */
@@ -154,7 +154,7 @@ static mt_status check_window(const mt_walk *in, const mt_walk_list *list, int64
     return MT_OK;
 }
 
-/* The schedule names units that exist, and each use in its place. */
+/* The schedule names units that exist, and has each use in its order. */
 static mt_status check_schedule(const mt_walk *in, const mt_step *steps, int64_t n)
 {
     int64_t   at = 0;
@@ -288,7 +288,7 @@ static void updates_on_disk(walker *t)
 }
 
 /* One of a unit, in the forward's order: of units at home on the device there, at once. The others'
- * each behind those before it in the same place. */
+ * each behind those before it on the same lane. */
 static void update_first(walker *t, int64_t u, double *now, double *passed)
 {
     const mt_walk *in = t->in;
@@ -533,10 +533,10 @@ static void send(walker *t, int64_t u, int adding)
 /* Python is no more than `depth` hand-overs ahead (LANDED). */
 static void land(walker *t)
 {
-    double  *place = &t->landed[t->n_landed % t->in->depth];
-    double   before = *place;
+    double  *landed = &t->landed[t->n_landed % t->in->depth];
+    double   before = *landed;
 
-    *place = t->d2h;
+    *landed = t->d2h;
     if (t->n_landed++ >= t->in->depth)
         stand(t, before, MT_LANE_D2H);
 }

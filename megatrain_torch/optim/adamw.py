@@ -388,15 +388,15 @@ class AdamW(torch.optim.Optimizer):
             rt.planes.after_write(record)
         if p not in self.state:
             self._begin_state(p, record)
-        elif record.owner is None:
+        elif record.optimizer is None:
             raise MegatrainError(f"{record.name}: it was streamed after this mt.AdamW had stepped with it: make the "
                                  "optimizer after mt.stream")
-        elif record.owner() is not self:
+        elif record.optimizer() is not self:
             raise MegatrainError(f"{record.name}: its AdamW states belong to another mt.AdamW by now; "
                                  "use one optimizer")
         if lacks_master(record):
             # Of a unit on the device or on disk all at once, so that host memory has one such unit at a time.
-            mates = [r for r in rt.units[record.unit] if r.was_trainable and r.owner in (None, record.owner)]
+            mates = [r for r in rt.units[record.unit] if r.was_trainable and r.optimizer in (None, record.optimizer)]
             for r in mates if rt.homes.away(record.unit) else [record]:
                 if lacks_master(r):
                     make_master(r)
@@ -414,13 +414,13 @@ class AdamW(torch.optim.Optimizer):
         views = {name: guard(record.view(plane), record) for name, plane in zip(names, record.moments)}
         self.state[p] = StoreStates(step=torch.zeros(()), **views)
         self._counts[p] = 0
-        if record.owner is not None:
+        if record.optimizer is not None:
             record.runtime.planes.wait_used(record)
             record.runtime.planes.own_states(record)
             for plane in record.moments:
                 record.view(plane).zero_()
             record.runtime.planes.push(record, *record.moments)
-        record.owner = weakref.ref(self)
+        record.optimizer = weakref.ref(self)
 
     # ---- updating inside backward ----
 
