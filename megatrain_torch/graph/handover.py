@@ -2,7 +2,7 @@
 
 A window's weight gradients arrive together in `Bind.backward`. Each parameter is one of
 
-    streamed   the usual case: copied home behind compute; autograd is told None, and `p.grad` is late: gradient.py
+    streamed   the usual case: copied down behind compute; autograd is told None, and `p.grad` is late: gradient.py
     summed     used more than once in this backward (tied weights, a module called twice): kept on the
                device until the last use, then streamed, so that sums are made in torch's order
     real       autograd wants the tensor itself (autograd.grad, hooks on the parameter, arithmetic on
@@ -296,7 +296,7 @@ class HandOver:
 
     def window_opens(self) -> None:
         """Half-way through a forward, compute is told to wait for the last gradients of the backward before: they
-        are home by then, and need not stay on the device beside this pass's activations."""
+        have landed by then, and need not stay on the device beside this pass's activations."""
         self.opened += 1
         if self.opened == max(1, self.runtime.window_count // 2):
             self.runtime.core.land(self.runtime.stream())

@@ -87,8 +87,8 @@ class Bundle:
     """What one window keeps of one call.
 
     Attributes:
-        position: the window's place in the order of forwards. needed: that of the window whose backward asks for it
-            first: its own, or the next, which makes its input again from it. disk: its home is the file.
+        position: where the window comes in the order of forwards. needed: that of the window whose backward asks for it
+            first: its own, or the next, which makes its input again from it. disk: it waits in the file.
         sources: the tensors, until they have left or were asked for.
         landed: by number, those that came back and were not asked for yet.
         input: the number of the window's input, for whoever saves that too; -1: it is not among them.
@@ -247,8 +247,8 @@ class Swap:
         self.held.popleft()
 
     def approach(self, position: int) -> None:
-        """The backward of the window at this place begins: those before it are about to be asked for, those behind it
-        are done with."""
+        """The backward of the window at this position begins: those before it are about to be asked for, those behind
+        it are done with."""
         if self.held and self.held[0][0].position > position:
             self.sweep()
         for ref in reversed(self.out):
