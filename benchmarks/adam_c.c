@@ -1,5 +1,5 @@
-/* adam_c.c — rates of the host kernels without Python: the update in every format of states beside
- * a loop with the same reads and writes, and the sums. One JSON line each: G parameters/s,
+/* adam_c.c — rates of the host kernels without Python: the update in every format of states
+ * beside a loop with the same reads and writes, and the sums. One JSON line each: G parameters/s,
  * over repetitions.
  *
  *     make -C tests/c

@@ -104,14 +104,14 @@ def train(engine: Any, args: argparse.Namespace, device: torch.device) -> tuple[
     if args.warm:
         engine.backward(ids.flatten()[: args.warm].view(-1, min(args.seq, args.warm)), 1.0)
         engine.update()
-        engine.settle()
+        engine.finish()
     for step in range(args.steps):
         begins.append(time.perf_counter())
         loss = sum(float(engine.backward(part, 1 / args.micro)) for part in ids.chunk(args.micro)) / args.micro
         engine.update()
         losses.append(round(loss, 4))
         say(f"step {step + 1} of {args.steps}: loss {loss:.4f}, {time.perf_counter() - begins[-1]:.1f} s")
-    engine.settle()
+    engine.finish()
     begins.append(time.perf_counter())
     return [b - a for a, b in itertools.pairwise(begins)], losses
 

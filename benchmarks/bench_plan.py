@@ -69,7 +69,7 @@ def run_case(name: str, device: torch.device) -> None:
     batches, clock = make_batches(args, device), Clock(device)
     for i in range(WARMUP + STEPS):
         one_step(engine, batches[i % len(batches)], args, clock)
-    engine.settle()
+    engine.finish()
     peaks: dict[str, float] = {}
     seconds = sorted(step_times(clock, args)["step_s"])
     found = {"seconds": seconds[len(seconds) // 2], "host_gib": host_rss_bytes()[0] / GIB}

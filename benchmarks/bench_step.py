@@ -237,11 +237,11 @@ def run_steps(engine: Engine, args: Any, device: torch.device) -> dict[str, Any]
     clock, losses = Clock(device), []
     for i in range(args.warmup + args.steps):
         if i == args.warmup:
-            engine.settle()
+            engine.finish()
             engine.counts(1)  # forget the warm-up's
             began = time.perf_counter()
         losses.append(one_step(engine, batches[i % len(batches)], args, clock))
-    engine.settle()
+    engine.finish()
     total_s = time.perf_counter() - began
     times = step_times(clock, args)
     times["step_s"] = times["step_s"] or [total_s]  # of a single step: to the end of its update
@@ -417,7 +417,7 @@ def timed_block(engine: Engine, batches: list[torch.Tensor], device: torch.devic
         if i == BLOCK_STEPS:
             clock.mark()
         engine.update()
-    engine.settle()
+    engine.finish()
     return clock.intervals()[0] / BLOCK_STEPS
 
 
@@ -484,7 +484,7 @@ def forward_host_seconds(engine: Engine, ids: torch.Tensor, reps: int = 20) -> f
         found.append(time.perf_counter() - began)
         loss.backward()
         engine.update()
-        engine.settle()
+        engine.finish()
     return statistics.median(found[3:])
 
 

@@ -3,7 +3,7 @@
 Each is made from an ordinary model on the CPU, or what with_loss makes of it, and has
     backward(ids, share)   forward and backward of a micro-batch, its gradient times `share`
     update()               clipping and the optimizer; may return before they are done
-    settle()               waits for everything
+    finish()               waits for everything
 `mark` is called between forward and backward.
 """
 
@@ -80,7 +80,7 @@ class Engine:
     def update(self) -> None:
         self.model.zero_grad(set_to_none=True)
 
-    def settle(self) -> None:
+    def finish(self) -> None:
         synchronize(self.device)
 
     def counts(self, steps: int) -> dict[str, float]:
@@ -168,9 +168,9 @@ class Streamed(Engine):
             self.opt.step()
         super().update()
 
-    def settle(self) -> None:
+    def finish(self) -> None:
         runtime_of(self.model).drain()
-        super().settle()
+        super().finish()
 
     def counts(self, steps: int) -> dict[str, float]:
         last = self.last_step(self.model)

@@ -93,7 +93,7 @@ class Engine:
         asked for, after settle()."""
     def lend_most(self, n: int) -> None:
         """Fewer such buffers, 1 or 2: offload() waits for the last update, or the last but one; with
-        1, gradients of one unit alone are on their way, in whatever place. Before any is lent."""
+        1, gradients of one unit alone are on their way, on whichever side. Before any is lent."""
     def through(self, unit: int, on: bool) -> None:
         """The unit's updates pass through the device from now on, or no more: its planes go up in pieces, are
         updated there and come down, while the host's cores update others. At any time; not for settled units."""
@@ -106,8 +106,8 @@ class Engine:
         """Bytes of each piece of device memory that the unit's states take, as its parameters are trained now."""
     def lift(self, unit: int, addresses: Sequence[int], stream: int) -> bool:
         """The states come to the device, into pieces of lift_sizes() bytes, aligned to 512: memory that is free behind
-        what `stream` was given so far, and lent until leave() says so. Waits for updates of the unit. False: they are
-        there already, and nothing was taken."""
+        what `stream` was given so far, and the unit's until leave() says so. Waits for updates of the unit. False: they
+        are there already, and nothing was taken."""
     def leave(self, unit: int, wait: bool) -> bool:
         """Whether the memory that lift() took is the caller's again: no update of the unit is under way, and its
         states are on the host. wait: until they are."""
@@ -182,14 +182,14 @@ class Engine:
     def forget(self, unit: int) -> None: ...
 
     # activations in host memory, or in a file (csrc/core/swap.h)
-    def swap_disk(self, path: str, bytes: int = 0, limit: int = 0, blocks: int = 4, threads: int = 16) -> None:
-        """Bundles may go to a file in the directory, by way of so many blocks of host memory. `bytes` are reserved.
+    def swap_disk(self, path: str, bytes: int = 0, limit: int = 0, bays: int = 4, threads: int = 16) -> None:
+        """Bundles may go to a file in the directory, by way of so many bays of host memory. `bytes` are reserved.
         limit: of the file; 0: none."""
     def swap_file(self) -> tuple[str, int, int] | None:
         """(path, bytes, bytes of bundles that are there now) of the scratch file."""
     def swap_out(self, unit: int, parts: tuple[tuple[int, int], ...], stream: int, to_file: bool = False) -> int:
         """parts: (address, bytes) of dense device memory, until swap_left. The bundle's number, > 0. to_file: waits
-        while all blocks are on their way there."""
+        while all bays are on their way there."""
     def swap_left(self, bundle: int, stream: int) -> None:
         """stream waits for the copies out: the sources may be freed in its order."""
     def swap_back(self, bundle: int, parts: tuple[tuple[int, int], ...], stream: int) -> None:
@@ -257,8 +257,8 @@ def close_private(fd: int) -> None:
     """Of open_private, in the process that opened it; else nothing happens."""
 def disk_room(path: str) -> int:
     """Bytes that may be taken in a directory, once what crashed processes left there is removed."""
-def disk_measure(path: str, bytes: int, piece: int = 33554432, depth: int = 8, threads: int = 16) -> dict[str, Any]:
-    """{"fresh", "write", "read", "both": bytes/s, "direct": bool} of requests of `piece` bytes, `depth` under way, over
+def disk_measure(path: str, bytes: int, each: int = 33554432, depth: int = 8, threads: int = 16) -> dict[str, Any]:
+    """{"fresh", "write", "read", "both": bytes/s, "direct": bool} of requests of `each` bytes, `depth` under way, over
     a file of `bytes` that is made and removed; fresh: written where nothing was; both: as much read as written."""
 def read_file(file: tuple[str, int, list[tuple[int, int, int, int]]], sums: bytes | None, threads: int, /) -> None:
     """Fills the memory of a file's extents; blocks that are read are compared with their sums. Without extents: all."""

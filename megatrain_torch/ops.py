@@ -159,7 +159,7 @@ def column_sum(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
 def embedding_backward(dy: Tensor, ids: Tensor, rows: int, padding_idx: int = -1) -> Tensor:
     """Gradient of a table [rows, H]: sums of dy [T, H], strided, by ids [T] int64, in fp32, rounded once.
 
-    In one order, a row's tokens in pieces of 256 (csrc/ops/embedding.h), so that the CPU and CUDA give the same bits.
+    In one order, a row's tokens in chunks of 256 (csrc/ops/embedding.h), so that the CPU and CUDA give the same bits.
 
     Args:
         padding_idx: A row that gets none; -1: no such row.

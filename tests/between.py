@@ -5,10 +5,12 @@ Shared by the tests of units at home elsewhere than in host memory.
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
-from test_adamw import SHAPES, Dots, grads_for
+from test_adamw import SHAPES, Dots, feed, grads_for
 from torch import Tensor
 
 import megatrain_torch as mt
@@ -100,3 +102,15 @@ def step_twice(model: Dots, opt: mt.AdamW) -> None:
 BETWEEN = [look_at_states, look_at_masters, change_gradients, replace_a_gradient, drop_a_gradient, write_a_weight,
            write_a_moment, write_a_master, lower_the_rate, go_backward_again, drop_the_batch, load_states, evaluate,
            look_at_weights, step_twice]
+
+
+def train_with(between: Callable[[Dots, mt.AdamW], Any], *pairs: Pair) -> None:
+    """Three steps of each pair; `between` comes before and behind the first two's step()."""
+    for model, opt in pairs:
+        for step in (5, 6):
+            model(grads_for(model, step)).backward()
+            between(model, opt)
+            opt.step()
+            between(model, opt)
+            opt.zero_grad()
+        feed(model, opt, grads_for(model, 7))

@@ -17,7 +17,7 @@ import torch
 pytestmark = pytest.mark.usefixtures("streaming")
 if parity.IDENTITY:
     pytest.skip("plain against plain was asked for", allow_module_level=True)
-from between import BETWEEN, TYPES, assert_equal, states, write_a_master, write_a_moment  # noqa: E402
+from between import BETWEEN, TYPES, assert_equal, states, train_with, write_a_master, write_a_moment  # noqa: E402
 from test_adamw import HYPER, Dots, feed, grads_for, plain_dots  # noqa: E402
 
 import megatrain_torch as mt  # noqa: E402
@@ -41,7 +41,7 @@ def arrivals_of(model: Dots) -> Arrivals:
 
 
 def lifted(model: Dots) -> set[int]:
-    return set(arrivals_of(model).lent)
+    return set(arrivals_of(model).pieces)
 
 
 # ---- when ----
@@ -120,14 +120,7 @@ def test_memory_that_is_short_in_backward_is_asked_for_again_by_step(monkeypatch
 def test_nothing_between_backward_and_step_matters(between: Callable[[Dots, mt.AdamW], None]) -> None:
     dtype = torch.float16 if between in (write_a_master, write_a_moment) else torch.bfloat16
     pairs = trained("arrive", dtype, debug=DELAYS), trained("ram", dtype)
-    for model, opt in pairs:
-        for step in (5, 6):
-            model(grads_for(model, step)).backward()
-            between(model, opt)
-            opt.step()
-            between(model, opt)
-            opt.zero_grad()
-        feed(model, opt, grads_for(model, 7))
+    train_with(between, *pairs)
     assert_equal(*pairs)
 
 

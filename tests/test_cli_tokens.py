@@ -1,4 +1,4 @@
-"""Long texts in pieces: the tokens of one call, in memory that grows by the tokens alone."""
+"""Long texts in passages: the tokens of one call, in memory that grows by the tokens alone."""
 from __future__ import annotations
 
 import random
@@ -99,7 +99,7 @@ def text_of(kind: str) -> str:
 @pytest.mark.parametrize("make", [gpt2, llama3, llama2, unigram, wordpiece])
 def test_a_text_in_pieces_has_the_tokens_of_one_call(make: Callable[[], Tokenizer], monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = fast(make)
-    monkeypatch.setattr(tokens, "PIECE", 1 << 12)                    # many of them
+    monkeypatch.setattr(tokens, "PASSAGE", 1 << 12)                    # many of them
     monkeypatch.setattr(tokens, "LONG", 1 << 13)
     # Unigram's scores of two ways to cut a run of one character may be equal, and where a piece begins then decides.
     more = {llama2: ["spaces", "no border"], llama3: ["spaces", "no border"], unigram: []}.get(make, ["spaces"])
@@ -131,7 +131,7 @@ def test_a_tokenizer_that_does_not_tell_places_is_given_paragraphs() -> None:
 
     text = TEXT[:200_000]
     assert inner.decode(tokens.ids_of(text, Slow())) == text
-    assert max(map(len, seen)) <= 2 * tokens.PIECE and all(s.endswith("\n\n") for s in seen[2:-1])
+    assert max(map(len, seen)) <= 2 * tokens.PASSAGE and all(s.endswith("\n\n") for s in seen[2:-1])
 
 
 def test_ids_that_two_bytes_do_not_hold_have_four() -> None:
@@ -144,7 +144,7 @@ def test_ids_that_two_bytes_do_not_hold_have_four() -> None:
 
 def test_a_long_file_has_the_tokens_of_its_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reading, "LONG_BYTES", 1000)
-    monkeypatch.setattr(reading, "BLOCK_BYTES", 777)                 # cuts letters of several bytes, and \r\n
+    monkeypatch.setattr(reading, "READ_BYTES", 777)                 # cuts letters of several bytes, and \r\n
     text = ("\ufeff" + STRANGE * 30 + "\r\nlast\r")
     (tmp_path / "a.txt").write_bytes(text.encode())
     [record] = data.records(str(tmp_path / "a.txt"))

@@ -238,7 +238,7 @@ class Broken(Layer):
 
 
 def test_a_forward_in_two_pieces_is_two_graphs() -> None:
-    assert codes(agrees(lambda: stack(Broken, dropout=0.5))) == ["compiled, in 2 pieces"] * 3
+    assert codes(agrees(lambda: stack(Broken, dropout=0.5))) == ["compiled, in 2 graphs"] * 3
 
 
 class Normed(Layer):

@@ -25,7 +25,7 @@ HOMES = pytest.mark.parametrize("homes", ["disk", "disk+weights"])
 pytestmark = pytest.mark.usefixtures("streaming")
 if parity.IDENTITY:
     pytest.skip("plain against plain was asked for", allow_module_level=True)
-from between import BETWEEN, TYPES, assert_equal, states  # noqa: E402
+from between import BETWEEN, TYPES, assert_equal, states, train_with  # noqa: E402
 from test_adamw import HYPER, Dots, feed, grads_for, plain_dots  # noqa: E402
 from test_adamw import SHAPES as USUAL  # noqa: E402
 
@@ -68,14 +68,7 @@ def core_of(model: Dots) -> _core.Engine:
 def test_nothing_between_backward_and_step_matters(make: Callable[..., Pair], homes: str,
                                                    between: Callable[[Dots, mt.AdamW], None]) -> None:
     pairs = make(homes, debug=DELAYS), make("ram")
-    for model, opt in pairs:
-        for step in (5, 6):
-            model(grads_for(model, step)).backward()
-            between(model, opt)
-            opt.step()
-            between(model, opt)
-            opt.zero_grad()
-        feed(model, opt, grads_for(model, 7))
+    train_with(between, *pairs)
     assert_equal(*pairs)
 
 
@@ -465,7 +458,7 @@ def test_a_disk_that_is_refused_leaves_the_engine_as_it_was(tmp_path: Path) -> N
 
 
 def test_a_disk_is_measured_and_nothing_is_left(tmp_path: Path) -> None:
-    rates = _core.disk_measure(str(tmp_path), 1 << 20, piece=1 << 16, depth=4, threads=2)
+    rates = _core.disk_measure(str(tmp_path), 1 << 20, each=1 << 16, depth=4, threads=2)
     assert min(rates[way] for way in ("fresh", "write", "read", "both")) > 0 and rates["direct"] in (True, False)
     assert os.listdir(tmp_path) == []
 

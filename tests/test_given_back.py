@@ -91,7 +91,7 @@ def of_all(out: Any) -> Any:
     return out
 
 
-def growth(model: nn.Module, opt: Any, held: Callable[[Any], Any], settle: Callable[[], None] = lambda: None) -> float:
+def growth(model: nn.Module, opt: Any, held: Callable[[Any], Any], finish: Callable[[], None] = lambda: None) -> float:
     """Bytes that a step leaves behind, the middle one of the last, while something of each is held: now and then a table
     of Python's grows, by more than all that."""
     kept, used = [], []
@@ -102,7 +102,7 @@ def growth(model: nn.Module, opt: Any, held: Callable[[Any], Any], settle: Calla
         opt.zero_grad()
         kept.append(held(out))
         del out
-        settle()
+        finish()
         used.append(in_use())
     return middle(used)
 
@@ -122,11 +122,11 @@ def left_over(mode: str, compute: str, held: Callable[[Any], Any], nvme: Any) ->
     model = tiny(mode, compute, nvme)
     opt = mt.AdamW(model.parameters(), lr=1e-3)
 
-    def settle() -> None:
+    def finish() -> None:
         runtime_of(model).drain()
         assert waiting(model) == (0, 0), "bytes of bundles in host memory, and in the file, after backward"
 
-    found = growth(model, opt, held, settle)
+    found = growth(model, opt, held, finish)
     mt.unstream(model)
     return found
 

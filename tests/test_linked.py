@@ -36,7 +36,7 @@ if parity.IDENTITY:
 
 MODES = ("linked", "linked+host", "linked+disk")
 DEEP = fusing.lm("qwen3", head_dim=8, num_hidden_layers=5)
-FEW = {"spill": {"blocks": 2, "threads": 3}}
+FEW = {"spill": {"bays": 2, "threads": 3}}
 
 
 def tiny(mode: Any, nvme: Path | None = None, build: Callable[[], nn.Module] = DEEP, **debug: Any) -> nn.Module:

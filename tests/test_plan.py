@@ -184,7 +184,7 @@ def test_a_plan_is_of_the_units_and_windows_that_are_streamed(name: str) -> None
         name: "arrive" if u in rt.homes.arrivals.units else "vram" if u in rt.homes.settled else "ram"
         for u, name in enumerate(rt.unit_names)}
     assert list(plan.activations) == [w.name for w in rt.windows]
-    assert all(w.mode == plan.activations[w.name] or w.draws_unseen for w in rt.windows)
+    assert all(w.mode == plan.activations[w.name] for w in rt.windows)
     assert mt.plan(model, **asked) == plan, "of the streamed model"
     mt.unstream(model)
 

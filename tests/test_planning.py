@@ -157,13 +157,13 @@ def test_longer_passes_run_with_units_where_they_are() -> None:
     assert sorted(loop.planning._lengths.plans) == [64, 128, 320] and "up to 320" in mt.explain(loop.model)
 
 
-def test_steps_of_lengths() -> None:
+def test_grades_of_lengths() -> None:
     found = lengths.Lengths()
     found._base = Pass(16, 1024)
-    for rows, step in ((16, 16), (17, 20), (19, 20), (20, 23), (32, 32), (33, 39), (15, 16), (14, 16), (13, 14), (8, 8), (7, 8), (1, 1)):
-        assert found.step_above(Pass(rows, 1024)) == Pass(step, 1024), rows
+    for rows, grade in ((16, 16), (17, 20), (19, 20), (20, 23), (32, 32), (33, 39), (15, 16), (14, 16), (13, 14), (8, 8), (7, 8), (1, 1)):
+        assert found.grade_above(Pass(rows, 1024)) == Pass(grade, 1024), rows
     for seq in range(1, 5000, 7):
-        assert seq <= found.step_above(Pass(1, seq)).tokens <= seq * 2 ** 0.25 + 64
+        assert seq <= found.grade_above(Pass(1, seq)).tokens <= seq * 2 ** 0.25 + 64
 
 
 def test_units_move_where_a_longer_pass_is_much_slower_with_them_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -182,13 +182,18 @@ def test_units_move_where_a_longer_pass_is_much_slower_with_them_where_they_are(
         assert loop.planning.made == made
 
 
-def test_where_a_step_above_does_not_fit_the_pass_itself_is_planned_for(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def fits_50_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """mt.plan refuses a step of more."""
     def plan(*args: Any, tokens: int, **kwargs: Any) -> mt.Plan:
         if tokens > 50:
             raise mt.MegatrainError("too much")
         return mt.plan(*args, tokens=tokens, **kwargs)
 
     monkeypatch.setattr(asking, "plan", plan)
+
+
+def test_where_a_grade_above_does_not_fit_the_pass_itself_is_planned_for(fits_50_tokens: None) -> None:
     loop = Loop(mt.stream(model(), "cpu", vram=VRAM))
     loop.step((2, 16))
     loop.step((2, 23))
@@ -345,14 +350,8 @@ def test_nothing_moves_under_a_graph() -> None:
     assert loop.planning._lengths.longest() == 2 * 4 * 16 and loop.planning.plan.micro == 1
 
 
-def test_graphs_that_were_only_held_do_not_refuse_what_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_graphs_that_were_only_held_do_not_refuse_what_fits(fits_50_tokens: None) -> None:
     """Losses of an evaluation that forgot no_grad, in a list."""
-    def plan(*args: Any, tokens: int, **kwargs: Any) -> mt.Plan:
-        if tokens > 50:
-            raise mt.MegatrainError("too much")
-        return mt.plan(*args, tokens=tokens, **kwargs)
-
-    monkeypatch.setattr(asking, "plan", plan)
     loop = Loop(mt.stream(model(), "cpu", vram=VRAM))
     held = [loop.model(**batch(1, 16, i)).loss for i in range(6)]
     del held

@@ -20,6 +20,7 @@ def test_the_repository_keeps_its_rules() -> None:
     assert [str(finding) for finding in rules.check(ROOT)] == []
 
 
+LONG_PYTHON = "def f():\n" + "    pass\n" * 60
 LONG_FUNCTION = "void f(void)\n{\n" + "    ;\n" * 81 + "}\n"
 
 # rule: a file that breaks it, one that looks alike and does not
@@ -58,15 +59,17 @@ PLANTED = {
         ("csrc/core/a.c", LONG_FUNCTION),
         ("csrc/core/a.c", LONG_FUNCTION.replace("    ;\n", "", 1)),
     ),
+    "python_functions_fit": (("a.py", LONG_PYTHON), ("a.py", LONG_PYTHON.replace("    pass\n", "", 1))),
 }
 
 
 @pytest.mark.parametrize("path", ["csrc/ops/a.cu", "csrc/core/a.h", "csrc/ops/a.cuh", "tests/c/a.c"])
-def test_lines_are_of_100_columns_in_every_kind_of_c(path: str) -> None:
+def test_lines_are_of_100_bytes_in_every_kind_of_c(path: str) -> None:
     assert list(rules.lines_fit(rules.File(path, ["x" * 100]))) == []
-    assert [str(f) for f in rules.lines_fit(rules.File(path, ["", "x" * 101]))] == [
-        f"{path}:2: 101 columns; 100 is the most"
-    ]
+    for long in ("x" * 101, "\u2014" + "x" * 98):
+        assert [str(f) for f in rules.lines_fit(rules.File(path, ["", long]))] == [
+            f"{path}:2: 101 bytes; 100 is the most"
+        ]
 
 
 def test_every_rule_is_tried() -> None:

@@ -1,4 +1,4 @@
-"""Kept tensors that wait in a file: the same bits as in host memory, in a few blocks of it, and what is said of a file
+"""Kept tensors that wait in a file: the same bits as in host memory, in a few bays of it, and what is said of a file
 that is no good.
 
 The control of each run is the same training with the same amount kept on the device.
@@ -37,9 +37,9 @@ if parity.IDENTITY:
     pytest.skip("plain against plain was asked for", allow_module_level=True)
 
 FULL = 1 << 22                       # MT_EDGE_FULL of csrc/core/debug.h
-FEW = {"spill": {"blocks": 2, "threads": 3}}
+FEW = {"spill": {"bays": 2, "threads": 3}}
 WAYS = [("selective+disk", "fused"), ("saved+disk", "eager"), ("replay+disk", "eager")]
-DEEP = fusing.lm("qwen3", head_dim=8, num_hidden_layers=3)           # one more than there are blocks
+DEEP = fusing.lm("qwen3", head_dim=8, num_hidden_layers=3)           # one more than there are bays
 
 
 def tiny(mode: str, nvme: Any, compute: str = "fused", build: Callable[[], nn.Module] = DEEP, **debug: Any) -> nn.Module:
@@ -64,7 +64,7 @@ def test_own_code_computes_the_same_bits_in_any_order(keep: str, wander: bool, t
 
 
 def test_a_wait_left_out_is_noticed(tmp_path: Path) -> None:
-    """FULL: a block is written while it is being filled. Other gradients come of it, or the file's sum and its bytes
+    """FULL: a bay is written while it is being filled. Other gradients come of it, or the file's sum and its bytes
     are of two moments and reading says so. One of five trainings is asked for, since a pace cannot be promised. The
     other waits are left out in tests/c/test_spill.c, where the file dawdles."""
     right = grads_of(tiny("saved", None), twice)
@@ -125,19 +125,19 @@ def test_a_graph_may_outlive_the_streamed_model(tmp_path: Path) -> None:
 
 # ---------------------------------------------------------------- memory, and what is said about it
 
-def test_host_memory_holds_a_few_blocks_whatever_the_number_of_windows(tmp_path: Path) -> None:
+def test_host_memory_holds_a_few_bays_whatever_the_number_of_windows(tmp_path: Path) -> None:
     model = tiny("saved+disk", str(tmp_path))
     loss = model(**padded(0)).loss
     rt = runtime_of(model)
     bundles = [ref() for ref in rt.swap.out]
     sizes = [sum(-(-nbytes // 512) * 512 for *_, nbytes in b.shapes) for b in bundles]
     assert len(bundles) > 2
-    block = -(-max(sizes) // 4096) * 4096
-    assert rt.core.swap_bytes() == (2 * block, 0) and rt.core.swap_file()[2] == len(bundles) * block
+    bay = -(-max(sizes) // 4096) * 4096
+    assert rt.core.swap_bytes() == (2 * bay, 0) and rt.core.swap_file()[2] == len(bundles) * bay
     assert mt.storage(model).tiers[-1][1] == {"activations": rt.core.swap_file()[1]}
     del bundles
     loss.backward()
-    assert rt.core.swap_bytes() == (2 * block, 0)
+    assert rt.core.swap_bytes() == (2 * bay, 0)
 
 
 def test_reports_and_traces_show_it(tmp_path: Path) -> None:
@@ -193,7 +193,7 @@ def test_a_million_tokens_go_to_device_host_and_disk() -> None:
 
 
 def test_the_disk_hides_behind_compute_where_it_has_time() -> None:
-    """Six windows of 1 s forward and 2 s backward, 10 bytes each, four blocks. At 10 byte/s a write takes 1 s,
+    """Six windows of 1 s forward and 2 s backward, 10 bytes each, four bays. At 10 byte/s a write takes 1 s,
     and the two that are read have come in time. At 2 byte/s it takes 5 s: the fifth
     window leaves when the first is written, at 6 s, the sixth at 11 s; the last write ends at 31 s, and the read of the
     second window at 32 s, for which Python waits before the third's backward, at 17 s without."""
@@ -218,7 +218,7 @@ def test_without_a_directory_nothing_is_begun() -> None:
     assert all(type(p) is nn.Parameter and p is before[n] for n, p in model.named_parameters())
 
 
-@pytest.mark.parametrize("plan", [{"homes": "disk"}, {"activations": "saved+disk", "debug": {"spill": {"blocks": 0}}}])
+@pytest.mark.parametrize("plan", [{"homes": "disk"}, {"activations": "saved+disk", "debug": {"spill": {"bays": 0}}}])
 def test_a_file_that_is_refused_leaves_the_model_as_it_was(plan: dict[str, Any], tmp_path: Path) -> None:
     """Room is there, but the process may not write files of any size: known when the file is made, no sooner."""
     model = DEEP().float()

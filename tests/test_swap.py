@@ -136,7 +136,7 @@ def test_a_dropped_graph_gives_its_memory_back(mode: str, compute: str) -> None:
     del loss
     model(**padded(0)).loss.backward()
     model(**padded(1)).loss.backward()
-    assert runtime_of(model).core.swap_bytes() == (mapped, 0), "the next pass takes the same blocks"
+    assert runtime_of(model).core.swap_bytes() == (mapped, 0), "the next pass takes the same bays"
 
 
 def test_a_graph_may_outlive_the_streamed_model() -> None:

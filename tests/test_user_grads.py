@@ -467,7 +467,7 @@ def test_a_gradient_that_was_looked_at_takes_no_memory_of_its_own(make: Any) -> 
         opt.step()
         addresses.add(weight.grad.data_ptr())
         opt.zero_grad()
-    assert len(addresses) == 1 and not mt.model.stream.runtime_of(model).handover.lent
+    assert len(addresses) == 1 and not mt.model.stream.runtime_of(model).handover.copied
 
 
 def test_tensors_that_only_look_like_it_are_copied(make: Any) -> None:

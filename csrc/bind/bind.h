@@ -74,7 +74,7 @@ PyObject *mt_window_dict_new(void);
  * that held the engine would keep the engine's hooks, and through them the model, for good. */
 
 typedef struct mt_memory {
-    unsigned  owner;         /* mt_forks() of the process that has the memory */
+    unsigned  forks;         /* mt_forks() of the process that has the memory */
     long      holders;       /* the engine and the views; under the GIL */
     mt_pool  *pool;
     mt_dev   *dev;

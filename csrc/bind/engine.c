@@ -77,14 +77,14 @@ mt_memory *mt_memory_new(void)
 
     if (h != NULL) {
         h->holders = 1;
-        h->owner = mt_forks();
+        h->forks = mt_forks();
     }
     return h;
 }
 
 int mt_memory_is_ours(const mt_memory *h)
 {
-    return h->owner == mt_forks();
+    return h->forks == mt_forks();
 }
 
 void mt_memory_let_go(mt_memory *h)
@@ -197,7 +197,7 @@ static int engine_init(PyObject *self, PyObject *args, PyObject *kw)
 }
 
 /* Stops every thread that works on the store: updates finish first (the mover may be waiting for
- * one), then gradients come home, then the last weights land. The store stays: arrays show it. */
+ * one), then gradients land, then the last weights land. The store stays: arrays show it. */
 static mt_status engine_stop(mt_engine *e)
 {
     if (e->file != NULL)
@@ -467,8 +467,8 @@ static PyMethodDef methods[] = {
     { "swap_drop", mt_engine_swap_drop, METH_VARARGS,
       "swap_drop($self, bundle, /)\n--\n\nThe host memory is free. Also for one that is gone." },
     { "swap_disk", KEYWORDS(mt_engine_swap_disk), METH_VARARGS | METH_KEYWORDS,
-      "swap_disk($self, path, bytes=0, limit=0, blocks=4, threads=16)\n--\n\n"
-      "Bundles may go to a file in the directory, by way of so many blocks. Room for `bytes` is "
+      "swap_disk($self, path, bytes=0, limit=0, bays=4, threads=16)\n--\n\n"
+      "Bundles may go to a file in the directory, by way of so many bays. Room for `bytes` is "
       "reserved." },
     { "swap_file", mt_engine_swap_file, METH_NOARGS,
       "swap_file($self)\n--\n\n"

@@ -15,7 +15,7 @@ typedef struct adam_param {
     mt_adam_hyper hyper;
     const void   *grad;      /* NULL: the store's planes */
     mt_dtype      grad_dtype;/* of grad */
-    int           changed;   /* by the user since it came home: the sum taken then does not count */
+    int           changed;   /* by the user since it landed: the sum made then does not count */
     uint64_t      key;       /* see mt_adam_tensor */
     int           acc;       /* grad NULL: the fp32 sum of micro-batches is the gradient */
 } adam_param;
@@ -199,7 +199,7 @@ fail:
     return st;
 }
 
-/* What a part has no place for is in the host's plane, at the part's first element. */
+/* What a part has no room for is in the host's plane, at the part's first element. */
 static mt_status fill_in(const adam_job *j, mt_part *part)
 {
     size_t    bytes;

@@ -179,19 +179,19 @@ static PyObject *disk_room(PyObject *module, PyObject *args)
 
 static PyObject *disk_measure(PyObject *module, PyObject *args, PyObject *kw)
 {
-    static char       *names[] = { "path", "bytes", "piece", "depth", "threads", NULL };
+    static char       *names[] = { "path", "bytes", "each", "depth", "threads", NULL };
     const char        *path;
     unsigned long long bytes;
-    Py_ssize_t         piece = (Py_ssize_t)32 << 20;
+    Py_ssize_t         each = (Py_ssize_t)32 << 20;
     int                depth = 8, threads = 16;
     mt_disk_rates      r;
     mt_status          st;
 
-    if (!PyArg_ParseTupleAndKeywords(args, kw, "sK|nii:disk_measure", names, &path, &bytes, &piece,
+    if (!PyArg_ParseTupleAndKeywords(args, kw, "sK|nii:disk_measure", names, &path, &bytes, &each,
                                      &depth, &threads))
         return NULL;
     Py_BEGIN_ALLOW_THREADS
-    st = mt_disk_measure(path, bytes, (size_t)piece, depth, threads, &r);
+    st = mt_disk_measure(path, bytes, (size_t)each, depth, threads, &r);
     Py_END_ALLOW_THREADS
     if (st != MT_OK)
         return mt_raise(error_of(module), st);
@@ -240,7 +240,7 @@ PyMethodDef mt_disk_methods[] = {
       "Bytes that may be taken in a directory, once what crashed processes left there is "
       "removed." },
     { "disk_measure", (PyCFunction)(void (*)(void))disk_measure, METH_VARARGS | METH_KEYWORDS,
-      "disk_measure($module, path, bytes, piece=33554432, depth=8, threads=16)\n--\n\n"
+      "disk_measure($module, path, bytes, each=33554432, depth=8, threads=16)\n--\n\n"
       "Bytes/s of a disk: fresh, write, read, both together; and whether transfers were direct." },
     { NULL, NULL, 0, NULL },
 };

@@ -139,14 +139,14 @@ PyObject *mt_engine_swap_bytes(PyObject *self, PyObject *unused)
 
 /* Room for `bytes` is reserved. On failure the engine is as it was. */
 static mt_status swap_disk(mt_engine *e, const char *path, uint64_t limit, uint64_t bytes,
-                           int blocks, int threads)
+                           int bays, int threads)
 {
     mt_file  *file = NULL;
     mt_status st;
 
     MT_TRY(mt_file_open(path, limit, threads, NULL, &file));
     MT_TRY(mt_file_reserve(file, bytes));
-    MT_TRY(mt_swap_disk(e->swap, mt_file_blocks(file), blocks));
+    MT_TRY(mt_swap_disk(e->swap, mt_file_blocks(file), bays));
     e->swap_file = file;
     return MT_OK;
 
@@ -157,17 +157,17 @@ fail:
 
 PyObject *mt_engine_swap_disk(PyObject *self, PyObject *args, PyObject *kw)
 {
-    static char       *names[] = { "path", "bytes", "limit", "blocks", "threads", NULL };
+    static char       *names[] = { "path", "bytes", "limit", "bays", "threads", NULL };
     mt_engine         *e = mt_engine_usable(self);
     const char        *path;
     unsigned long long bytes = 0, limit = 0;
-    int                blocks = 4, threads = 16;
+    int                bays = 4, threads = 16;
     mt_status          st;
 
     if (e == NULL || !PyArg_ParseTupleAndKeywords(args, kw, "s|KKii:swap_disk", names, &path,
-                                                  &bytes, &limit, &blocks, &threads))
+                                                  &bytes, &limit, &bays, &threads))
         return NULL;
-    MT_UNLOCKED(e, st, swap_disk(e, path, limit, bytes, blocks, threads));
+    MT_UNLOCKED(e, st, swap_disk(e, path, limit, bytes, bays, threads));
     if (st == MT_OK)
         Py_RETURN_NONE;
     return mt_raise(e->error, st);

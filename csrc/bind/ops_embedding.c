@@ -63,15 +63,15 @@ static mt_status cuda_embedding_backward(const mt_op_call *c, const mt_op_arg *a
                                          StableIValue *result)
 {
     AtenTensorHandle rows = NULL, sums = NULL;
-    void            *begins, *pieces;
+    void            *begins, *chunks;
     mt_embedding     e;
     mt_status        st;
 
     (void)result;
     MT_TRY(args_of(c, a, &e));
     MT_TRY(mt_op_new(&a[0].t, MT_I32, e.rows + 1, &rows, &begins));
-    MT_TRY(mt_op_new(&a[0].t, MT_F32, mt__embedding_pieces(&e), &sums, &pieces));
-    st = mt_op_launched(c, mt__embedding_backward_cuda(c->stream, &e, begins, pieces));
+    MT_TRY(mt_op_new(&a[0].t, MT_F32, mt__embedding_chunks(&e), &sums, &chunks));
+    st = mt_op_launched(c, mt__embedding_backward_cuda(c->stream, &e, begins, chunks));
 fail:
     mt_op_free(rows);
     mt_op_free(sums);

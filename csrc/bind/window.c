@@ -99,17 +99,17 @@ static int same_items(PyObject *list, PyObject *before)
  * as it was? */
 static int same_part(PyObject *owner, PyObject *type, PyObject *name, PyObject *before)
 {
-    PyObject *own, *place;
+    PyObject *own, *value;
     int       same = 0;
 
     if (owner == Py_None || (PyObject *)Py_TYPE(owner) != type ||
         (own = PyObject_GenericGetDict(owner, NULL)) == NULL)
         return 0;
-    place = name == Py_None ? own : PyDict_GetItemWithError(own, name);
-    if (place != NULL && PyDict_Check(place))
-        same = same_entries(place, before);
-    else if (place != NULL && PyList_Check(place))
-        same = same_items(place, before);
+    value = name == Py_None ? own : PyDict_GetItemWithError(own, name);
+    if (value != NULL && PyDict_Check(value))
+        same = same_entries(value, before);
+    else if (value != NULL && PyList_Check(value))
+        same = same_items(value, before);
     Py_DECREF(own);
     return same;
 }

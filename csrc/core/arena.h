@@ -22,9 +22,9 @@ typedef struct mt_arena {
     size_t  bytes;           /* mapped: what was asked for, in whole pages; 0 when that was 0 */
     size_t  from, kept;      /* so many bytes from there on are committed and registered, in whole
                               * pages: all, unless mt_arena_keep said less */
-    mt_dev *dev;             /* registered here, or memory of it; NULL: neither */
-    int     on_device;       /* memory of dev: base is no host address */
-    int     reserved;        /* addresses alone: not committed */
+    mt_dev *dev;             /* with which it is registered, or whose memory it is; NULL: neither */
+    int     on_device;       /* it is memory of dev: base is no host address */
+    int     reserved;        /* it is addresses alone, not committed */
 } mt_arena;
 
 /* Maps anonymous memory, spreads it over the nodes (numa.h), asks for huge pages where they pay,
@@ -34,11 +34,11 @@ typedef struct mt_arena {
 mt_status mt_arena_open  (mt_arena *a, size_t bytes, mt_pool *pool, mt_dev *dev,
                           const char *what, size_t mapped);
 mt_status mt_arena_reserve(mt_arena *a, size_t bytes, const char *what, size_t mapped);
-/* Of a reserved one these bytes, and those in pages with them, are all that is ever committed. */
+/* Of a reserved arena these bytes, and those in pages with them, are all that is ever committed. */
 void      mt_arena_keep  (mt_arena *a, size_t from, size_t bytes);
-/* Touches and registers a reserved one; what was written into it stays. */
+/* Touches and registers a reserved arena; what was written into it stays. */
 mt_status mt_arena_commit(mt_arena *a, mt_pool *pool, mt_dev *dev);
-/* Registers one that is in memory; nothing to do when that is done, or nothing is mapped. */
+/* Registers a committed arena; nothing to do when that is done, or nothing is mapped. */
 mt_status mt_arena_register(mt_arena *a, mt_dev *dev);
 /* Its pages are given back, registered or not, and it is reserved: what it held is gone. */
 void      mt_arena_decommit(mt_arena *a);

@@ -1,6 +1,6 @@
 /* arrive.c — one queue for the copies of guests' states, up and down.
  *
- * While a stay lasts both places have the states: an update changes the device's, and copies of
+ * While a stay lasts both sides have the states: an update changes the device's, and copies of
  * what it changed follow it down; a write on the host goes up at once.
  * So a stay may go on over several steps.
  */
@@ -11,7 +11,7 @@
 /* Under mu; the events' pointers are invite's. */
 typedef struct guest {
     mt_event       *last;        /* recorded on the queue behind the unit's last copy */
-    mt_event       *lent;        /* recorded on run by lift */
+    mt_event       *vacant;      /* recorded on run by lift */
     mt_part *parts;       /* [n] of the stay; NULL: there is none */
     int             n;
     mt_post         post;        /* of `last` */
@@ -37,7 +37,7 @@ struct mt_arrive {
 static void assert_guest(const mt_arrive *a, const guest *g, int unit)
 {
     MT_ASSERT(mt_holds(&a->mu));
-    MT_ASSERT(a->guests[unit] == g && g->last != NULL && g->lent != NULL);
+    MT_ASSERT(a->guests[unit] == g && g->last != NULL && g->vacant != NULL);
     MT_ASSERT(mt_store_home(a->store, unit, NULL) == &mt_home_arrive);
     MT_ASSERT(g->parts != NULL || g->n == 0);
 }
@@ -69,7 +69,7 @@ static void guest_close(const mt_arrive *a, guest *g)
         return;
     mt_watch_take(mt_store_watch(a->store), &g->post);
     a->dev->ops->event_close(g->last);
-    a->dev->ops->event_close(g->lent);
+    a->dev->ops->event_close(g->vacant);
     free(g->parts);
     free(g);
 }
@@ -122,7 +122,7 @@ mt_status mt_arrive_invite(mt_arrive *a, int unit)
     if ((g = calloc(1, sizeof *g)) == NULL)
         return MT_FAIL(MT_ENOMEM, "arrive: calloc(%zu)", sizeof *g);
     MT_TRY(a->dev->ops->event_open(a->dev, &g->last));
-    MT_TRY(a->dev->ops->event_open(a->dev, &g->lent));
+    MT_TRY(a->dev->ops->event_open(a->dev, &g->vacant));
     (void)mt_store_home(a->store, unit, &of);
     MT_TRY(mt_store_move(a->store, unit, &mt_home_arrive, of));
     a->guests[unit] = g;
@@ -162,7 +162,7 @@ fail:
 
 /* ---- cutting ---------------------------------------------------------------------------- */
 
-/* A piece for each part, so that none is larger than what torch's allocator finds a place for. */
+/* A piece for each part, so that none is larger than what torch's allocator finds room for. */
 static mt_status cut(const mt_arrive *a, int unit, size_t most, mt_pieces **out)
 {
     int       n = mt_store_params(a->store, unit);
@@ -295,10 +295,10 @@ static mt_status put_lift(mt_arrive *a, guest *g, int unit, mt_part *parts, int 
 
     g->parts = parts;
     g->n = n;
-    /* LENT: whoever had this memory before computed with it in run. */
-    MT_TRY(a->dev->ops->record(run, g->lent));
-    if (!mt_skips(a->cx, MT_EDGE_LENT))
-        MT_TRY(a->dev->ops->wait(a->queue, g->lent));
+    /* VACANT: whoever had this memory before computed with it in run. */
+    MT_TRY(a->dev->ops->record(run, g->vacant));
+    if (!mt_skips(a->cx, MT_EDGE_VACANT))
+        MT_TRY(a->dev->ops->wait(a->queue, g->vacant));
     MT_TRY(put_copies(a, g, unit, NULL, 0, MT_STATE_PLANES, 1));
     if (mt_syncs(a->cx))
         MT_TRY(a->dev->ops->sync_event(g->last));
@@ -377,7 +377,7 @@ static mt_status look(mt_arrive *a, const guest *g, int unit, int *idle)
     mt_status st = MT_OK;
 
     *idle = !mt_ledger_updates_due(a->store, unit);
-    /* STORED: the pieces' next owner would write what is still copied. */
+    /* STORED: who has the pieces next would write what is still copied. */
     if (*idle && !mt_skips(a->cx, MT_EDGE_STORED))
         MT_TRY(a->dev->ops->query(g->last, idle));
 fail:

@@ -8,7 +8,7 @@
  *
  * Nouns, in the order they appear below:
  *   guest    a settled unit whose states (MT_STATE_PLANES) are at home on the host
- *   piece    device memory that the caller lends for a stay
+ *   piece    device memory that the caller gives for a stay
  *   part     a stretch of one parameter's states, in a piece of its own (pieces.h)
  *   stay     from lift, which copies the states up, until leave, which gives the pieces back. The
  *            copies down are put behind each update; until the stay ends the device's are good too
@@ -23,7 +23,7 @@
  * the copies down before it.
  *
  * Edges (each can be left out: debug.h):
- *   LENT     guests waits for compute that used the pieces before  recorded on run, by lift
+ *   VACANT   guests waits for compute that used the pieces before  recorded on run, by lift
  *   LIFTED   the residents' queue waits for the states, before it  the event of STORED
  *            updates them
  *   MADE     guests waits for the update whose states it copies    STEPPED's event of resident.h
@@ -48,8 +48,8 @@ typedef struct mt_arrive mt_arrive;
 mt_status mt_arrive_open (mt_context *cx, mt_arrive **out);
 void      mt_arrive_close(mt_arrive *a);                 /* waits for the queue */
 
-/* The settled unit is a guest from now on, or no more. While nothing of it is under way,
- * and it has no stay. */
+/* invite: the settled unit is a guest from now on; dismiss: it is none any more. Both while nothing
+ * of the unit is under way, and it has no stay. */
 mt_status mt_arrive_invite (mt_arrive *a, int unit);
 mt_status mt_arrive_dismiss(mt_arrive *a, int unit);
 int       mt_arrive_invited(const mt_arrive *a, int unit);
@@ -72,7 +72,8 @@ mt_status mt_arrive_leave(mt_arrive *a, int unit, int wait, int *left);
 mt_status mt_arrive_parts (mt_arrive *a, int unit, const mt_part **parts, int *n);
 mt_status mt_arrive_before(mt_arrive *a, int unit, mt_queue *q);
 mt_status mt_arrive_behind(mt_arrive *a, int unit, const int *params, int n, mt_event *made);
-/* Host planes of a guest's states may be read and written; and: a parameter's were. */
+/* wait: until host planes of a guest's states may be read and written. push: the parameter's host
+ * planes were written. */
 mt_status mt_arrive_wait(mt_arrive *a, int unit);
 mt_status mt_arrive_push(mt_arrive *a, int unit, int param, unsigned planes);
 mt_status mt_arrive_drain(mt_arrive *a);

@@ -19,8 +19,7 @@
 #ifndef MT_BLOCKS_H
 #define MT_BLOCKS_H
 
-#include "status.h"
-#include <stdint.h>
+#include "worker.h"
 
 #define MT_BLOCK_BYTES ((size_t)4 << 20)     /* deep enough for a disk with a few of them under
                                               * way */
@@ -30,6 +29,8 @@
 typedef struct mt_blocks mt_blocks;
 
 typedef struct mt_request {
+    mt_job    job;           /* these three are the file's while the request is under way */
+    size_t    begun, left;   /* blocks */
     int       write;
     uint64_t  at;            /* in the file */
     void     *mem;
@@ -44,9 +45,6 @@ typedef struct mt_request {
                               * do not */
     uint64_t  bad_at;        /* where the block that failed is in the file */
     char      text[320];
-
-    struct mt_request *next; /* these three are the file's while the request is under way */
-    size_t    begun, left;   /* blocks */
 } mt_request;
 
 static inline size_t mt_block_count(size_t bytes)

@@ -1,5 +1,5 @@
-/* checked.h — what builds that check themselves make sure of (MT_CHECKED: those of tests/c; for the
- * extension CFLAGS=-DMT_CHECKED). A release build has none of it.
+/* checked.h — what builds that check themselves make sure of (MT_CHECKED: those of tests/c; for
+ * the extension CFLAGS=-DMT_CHECKED). A release build has none of it.
  *
  *   MT_ASSERT   what must hold at this place, whoever called: where it does not, the mistake is
  *               ours. The build says which, and where, and aborts

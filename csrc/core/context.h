@@ -18,12 +18,13 @@
 typedef struct mt_context {
     struct mt_dev      *dev;
     struct mt_pool     *pool;            /* NULL: the calling thread alone */
-    struct mt_store    *store;           /* with the watch of all that works on it */
+    struct mt_store    *store;           /* in it the watch of all that works on it */
     struct mt_timeline *timeline;        /* NULL: nothing is recorded */
-    void              (*warn)(const char *text);     /* the watch's, see watch.h; NULL: nobody */
+    void              (*warn)(const char *text);     /* the watch calls it; NULL: nobody */
     mt_debug            debug;           /* see below: any thread */
 
-    struct mt_resident *residents;       /* NULL: none of these is open */
+    struct mt_resident *residents;       /* this and those below are NULL while that room is not
+                                          * open */
     struct mt_arrive   *arrive;
     struct mt_through  *through;
     struct mt_disk     *disk;

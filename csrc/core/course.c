@@ -82,7 +82,7 @@ static mt_status build(mt__course *c, const size_t *unit_bytes, int n_units,
                        const size_t *slot_bytes, int n_slots)
 {
     size_t       bytes = (size_t)c->n_trace * sizeof *c->trace;
-    int          place = oldest(c);
+    int          at = oldest(c);
     mt_mark     *trace = malloc(bytes);
     mt_schedule *sch;
     mt_status    st;
@@ -91,9 +91,9 @@ static mt_status build(mt__course *c, const size_t *unit_bytes, int n_units,
         return MT_FAIL(MT_ENOMEM, "stream: malloc(%zu) for a trace", bytes);
     memcpy(trace, c->trace, bytes);
     MT_TRY(mt_schedule_build(trace, c->n_trace, unit_bytes, n_units, slot_bytes, n_slots, &sch));
-    kept_close(&c->kept[place]);
-    c->kept[place] = (mt__kept){ .trace = trace, .n_trace = c->n_trace, .sch = sch };
-    c->cur = place;
+    kept_close(&c->kept[at]);
+    c->kept[at] = (mt__kept){ .trace = trace, .n_trace = c->n_trace, .sch = sch };
+    c->cur = at;
     c->rebuilds++;
     return MT_OK;
 

@@ -17,16 +17,16 @@
 typedef struct mt__kept {
     mt_mark     *trace;
     int64_t      n_trace;
-    mt_schedule *sch;        /* NULL: this place is free */
+    mt_schedule *sch;        /* NULL: this entry is free */
     uint64_t     begun;      /* number of the begin that chose it last: the oldest gives way */
 } mt__kept;
 
 typedef struct mt__course {
-    mt_mark *trace;          /* since begin */
+    mt_mark *trace;          /* what happened since begin */
     int64_t  n_trace, cap;
     mt__kept kept[MT__COURSE_KEPT];
-    int      cur;            /* the schedule in force; -1: none yet */
-    int64_t  at;             /* cursor, index into its steps */
+    int      cur;            /* the schedule in force is kept[cur]; -1: there is none yet */
+    int64_t  at;             /* the cursor, an index into its steps */
     uint64_t begins;
     int64_t  rebuilds;
 } mt__course;

@@ -3,33 +3,21 @@
  *
  * Gradients stay in memory, masters and moments do not: an update reads and writes those once, in
  * order, and nobody else looks at them. Weights stay too, but where memory is too short even for
- * them: then each fetch reads them.
+ * them: then each fetch reads them (feed.h).
  *
  * Nouns, in the order they appear below:
  *   on disk  of a unit: its state planes (MT_STATE_PLANES), and HI where its weights are there, are
- *            in the file. Host memory mirrors them (mirror.h); readers and writers go there
- *   part     a stretch of one parameter: where its states, and weights, are in a buffer
- *   piece    parts that fill a buffer, and lie in the file as they lie there: a request in and one
- *            out for its weights, and one for its states
- *   buffer   host memory for a piece. There are a few: one is updated, those before are written,
- *            those after are read, as far ahead as there are buffers; also while nothing is
- *            updated, so that the first pieces of a step wait for it, and not it for them
+ *            in the file, as layout.h says. Host memory mirrors them (mirror.h) by way of bounce.h
+ *   piece    of a unit: what one buffer of the ring holds. One is updated, those before are
+ *            written, those after are read, as far ahead as there are buffers; also while nothing
+ *            is updated, so that the first pieces of a step wait for it, and not it for them
  *   order    which unit follows which: as they did last time
- *   feed     reads weights for fetches, into buffers of its own that are locked: two of a unit's
- *            pieces, or more, are read while others are copied to its slot, and then those of the
- *            units that will be asked for next
  *
- *     mt_disk_open(store, blocks, pool, 8, bytes, &d);
+ *     mt_disk_open(cx, blocks, pool, 8, bytes, &d);
  *     mt_disk_add(d, unit, 0);                  // before its states are asked for
  *     mt_disk_put(d, &job, clip);               // the updater: returns at once
  *     mt_ledger_wait_updates(store, job.unit);  // its weights are new
  *     mt_mirror_bring(store, unit, 1u << MT_PLANE_M);  // host: the copies are as in the file
- *
- *     mt_feed_open(dev, d, 8, &f);
- *     mt_feed_next(f, unit);
- *     // any thread: what will be fetched then, in order
- *     mt_feed_expect(f, units, n);
- *     mt_feed_copy(f, unit, mem, h2d);          // the mover: copies of all its weights are put
  *
  * Updates are made by a thread of ours in the order they were put, beside the updater's: a drive is
  * slow, and is to move from the first moment on.
@@ -42,34 +30,29 @@
  *            and none of it is read until they are; a fetch waits meanwhile
  *   WEIGHTS  our thread waits in the ledger for fetches of the unit's weights,
  *            before its first piece
- *   FED      and drops what was read for fetches to come, and waits until no such read is under
- *            way: it would meet the write. None begins while an update of the unit is announced
- *   COPIED   the mover waits until a copy out of a buffer of the feed's is over before that is read
- *            into again; whoever tells of units to come looks whether it is
+ *   FED      and drops what others read of the unit, for fetches to come, and waits until no such
+ *            read is under way: it would meet the write. None begins while an update of the unit is
+ *            announced
  *   Fetches and readers of weights wait for the unit's update as ever. Where weights are in memory
  *   they wait for no write, since those are of states; where they are in the file, for those of the
  *   pieces they read (WRITTEN).
  *
- * Of those who load and store copies each waits for no more than a piece of another unit's; a save,
- * mt_ledger_i_save, comes last. Copies of states are evicted when an update begins.
+ * Who loads or stores copies of one unit waits for nobody who does so of another. Copies of states
+ * are evicted when an update begins.
  *
  * Threads: open, add, close: one, before and after the others. put: the updater's. The job's
- *          functions run on our thread; requests end on threads of the file's. mt_feed_copy: one
- *          thread at a time.
+ *          functions run on our thread; requests end on threads of the file's.
  * Errors:  a request that failed is the ledger's fault, with unit, plane and parameter,
  *          path and offset.
  */
 #ifndef MT_DISK_H
 #define MT_DISK_H
 
-#include "blocks.h"
 #include "mirror.h"
-#include "pieces.h"
-#include "timeline.h"
+#include "ring.h"
 
 #define MT_DISK_LEAST ((size_t)64 << 10) /* bytes of a buffer, which are a multiple of
                                           * MT_BLOCK_ALIGN */
-#define MT_DISK_GRAIN 4096               /* a part begins at a multiple of so many elements */
 
 typedef struct mt_disk mt_disk;
 
@@ -99,21 +82,13 @@ typedef struct mt_disk_stats {
 } mt_disk_stats;
 mt_disk_stats mt_disk_stats_get(mt_disk *d);
 
-/* ---- weights for fetches: feed.c -------------------------------------------------------- */
+/* ---- for feed.c ------------------------------------------------------------------------- */
 
-typedef struct mt_feed mt_feed;
-
-/* Once, when all units were added to the context's disk; its buffers hold the largest piece's
- * weights each, and are registered. */
-mt_status mt_feed_open (mt_context *cx, size_t bytes, mt_feed **out);
-/* when no copy is put any more, and before the disk is closed */
-void      mt_feed_close(mt_feed *f);
-/* The mover: this one is to be fetched as soon as its updates are over. -1: none. */
-void      mt_feed_next  (mt_feed *f, int unit);
-/* And then these, one after the other; as many are kept as make sense. */
-void      mt_feed_expect(mt_feed *f, const int *units, int n);
-/* Puts copies of all the unit's weights into mem, as they lie in plane HI, in h2d; returns when the
- * last is put, so when the last was read. Between mt_ledger_fetch_begin and mt_ledger_fetching. */
-mt_status mt_feed_copy (mt_feed *f, int unit, void *mem, mt_queue *h2d);
+mt_rings *mt__disk_rings(mt_disk *d);
+/* on: from now on no piece comes to have more weights. Yields how many bytes one has at most. */
+size_t    mt__disk_feeds(mt_disk *d, int on);
+/* Under the rings' lock. NULL: nothing of the unit was asked for yet. held: it is being written
+ * from outside, and none of it is read. */
+const mt_layout *mt__disk_layout(const mt_disk *d, int unit, int *held);
 
 #endif

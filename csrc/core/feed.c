@@ -1,31 +1,30 @@
-/* feed.c — weights from the file to slots: read into a buffer, copied from there,
- * and the buffer is free again.
- *
- * All under the disk's mu, but for waits on the device: those are the mover's,
- * which alone puts copies.
+/* feed.c — a ring whose buffers the mover empties: it alone puts copies, and waits for the
+ * device. All is under the rings' lock, but for those waits.
  */
-#include "disk_impl.h"
+#include "feed.h"
 
 #include <stdlib.h>
-#include <string.h>
 
 #define LEAST    2                  /* buffers: one is read while another is copied */
 #define MOST     64                 /* what keeps sixteen threads of the file at work, and more */
 #define EXPECTED 8                  /* units */
 
-#define IS(x)    (1u << MT__##x)
+#define IS(x)    (1u << MT_BUFFER_##x)
 
 struct mt_feed {
-    mt_disk *disk;
-    mt_dev  *dev;
-    mt__ring ring;
-    mt_arena memory;
-    int      unit, piece;               /* to be copied next; unit -1: nothing is fetched now. mu */
-    int      begun;                     /* and its fetch is in the ledger. mu */
-    int      expected[EXPECTED], n_expected;            /* units. mu */
+    mt_context  *cx;                    /* these six: constant */
+    mt_disk     *disk;
+    mt_rings    *all;
+    mt_mutex    *mu;                    /* theirs: the lock */
+    mt_ring     *ring;
+    mt_event    *copied[MOST];          /* of each buffer: recorded on h2d behind the copy */
+    int          unit, piece;           /* to be copied next; unit -1: nothing is fetched now. The
+                                         * lock, as all below */
+    int          begun;                 /* and its fetch is in the ledger */
+    int          expected[EXPECTED], n_expected;        /* units */
 };
 
-/* ---- reading ahead: under mu ------------------------------------------------------------ */
+/* ---- reading ahead: under the lock -------------------------------------------------------- */
 
 static int expected(const mt_feed *f, int unit)
 {
@@ -37,14 +36,15 @@ static int expected(const mt_feed *f, int unit)
 
 /* A buffer for a piece of the unit: an empty one, or one whose weights nobody expects any more.
  * What the unit that is fetched now needs comes before what others will. */
-static mt__buffer *find_room(const mt_feed *f, int unit)
+static mt_buffer *find_room(const mt_feed *f, int unit)
 {
-    mt__buffer *k = mt__ring_find(&f->ring, IS(FREE), -1, -1);
+    mt_buffer *k = mt_ring_find(f->ring, IS(FREE), -1, -1), *b;
 
-    for (int i = 0; i < f->ring.n && k == NULL; i++) {
-        mt__buffer *b = &f->ring.buffers[i];
+    for (int i = 0; k == NULL && (b = mt_ring_nth(f->ring, i)) != NULL; i++) {
+        int has = mt_buffer_unit(b);
 
-        if (b->at == MT__READY && b->unit != f->unit && (unit == f->unit || !expected(f, b->unit)))
+        if (mt_buffer_is(b) == MT_BUFFER_READY && has != f->unit &&
+            (unit == f->unit || !expected(f, has)))
             k = b;
     }
     return k;
@@ -55,22 +55,21 @@ static mt__buffer *find_room(const mt_feed *f, int unit)
  * outside (PUSHED); the end of either calls again. */
 static int read_unit(mt_feed *f, int unit, int from)
 {
-    mt_disk          *d = f->disk;
-    const mt__layout *l = unit < d->n_units ? d->units[unit].lay : NULL;
+    int              held;
+    const mt_layout *l = mt__disk_layout(f->disk, unit, &held);
 
-    for (int i = from; l != NULL && i < l->n_pieces; i++) {
-        mt__buffer *room = mt__ring_find(&f->ring, IS(READING), unit, i);
+    for (int i = from; l != NULL && i < l->n; i++) {
+        mt_buffer *room;
 
-        if (l->pieces[i].hi_bytes == 0 || (room != NULL && !room->dropped) ||
-            mt__ring_find(&f->ring, IS(READY), unit, i) != NULL)
+        if (l->cut->piece[i].hi_bytes == 0 ||
+            mt_ring_find(f->ring, IS(READING) | IS(READY), unit, i) != NULL)
             continue;
-        if (room != NULL || d->units[unit].held || (unit + 1 == d->away && d->sent.write) ||
-            mt__ring_find(&d->ring, IS(WRITING), unit, i) != NULL ||
-            (room = find_room(f, unit)) == NULL)
+        if (mt_ring_find(f->ring, IS(DROPPED), unit, i) != NULL || held ||
+            mt_rings_meets(f->all, unit, i, 0) || (room = find_room(f, unit)) == NULL)
             return 0;
-        if (room->at == MT__READY)
-            mt__buffer_to(room, MT__FREE);
-        mt__ring_put(room, unit, i, 0);
+        if (mt_buffer_is(room) == MT_BUFFER_READY)
+            mt_buffer_to(room, MT_BUFFER_FREE);
+        mt_ring_put(room, l, i, 1u << MT_SECTION_WEIGHTS, 0, MT_BUFFER_READY);
     }
     return 1;
 }
@@ -79,139 +78,108 @@ static int read_unit(mt_feed *f, int unit, int from)
  * update waits for that. */
 static int may_read(const mt_feed *f, int unit)
 {
-    return (unit == f->unit && f->begun) || !mt_ledger_updates_due(f->disk->store, unit);
+    return (unit == f->unit && f->begun) || !mt_ledger_updates_due(f->cx->store, unit);
 }
 
-/* At each door, whose end looks what may be read next. */
-static void assert_state(const mt_feed *f)
+static void ahead(void *arg)
 {
-    const mt_disk *d = f->disk;
+    mt_feed *f = arg;
+    int      go = 1;
 
-    if (!MT_IS_CHECKED)
-        return;
-    mt__ring_assert(&f->ring);
     MT_ASSERT(f->n_expected >= 0 && f->n_expected <= EXPECTED);
-    MT_ASSERT(f->unit < 0 || (f->unit < d->n_units && f->piece <= d->units[f->unit].lay->n_pieces));
-    for (int i = 0; i < f->ring.n; i++)
-        MT_ASSERT(f->ring.buffers[i].at != MT__TAKEN || f->unit == f->ring.buffers[i].unit);
-}
-
-void mt__feed_ahead(mt_feed *f)
-{
-    mt_disk *d = f->disk;
-    int      go = !d->failed;
-
-    assert_state(f);
-
-    if (go && f->unit >= 0)
+    if (f->unit >= 0)
         go = may_read(f, f->unit) && read_unit(f, f->unit, f->piece);
     for (int i = 0; go && i < f->n_expected; i++)
         if (f->expected[i] != f->unit)
             go = may_read(f, f->expected[i]) && read_unit(f, f->expected[i], 0);
 }
 
-void mt__feed_drop(mt_feed *f, int unit)
-{
-    mt__ring_drop(&f->ring, unit, UINT64_MAX);
-}
-
-int mt__feed_reads(const mt_feed *f, int unit)
-{
-    return mt__ring_find(&f->ring, IS(READING), unit, -1) != NULL;
-}
-
 /* Buffers whose copies are over (COPIED) are read into again. */
 static mt_status reclaim(mt_feed *f)
 {
-    mt_status st = MT_OK;
+    mt_buffer *k;
+    mt_status  st = MT_OK;
 
-    for (int i = 0; i < f->ring.n; i++) {
-        mt__buffer *k = &f->ring.buffers[i];
-        int         done = 0;
+    for (int i = 0; (k = mt_ring_nth(f->ring, i)) != NULL; i++) {
+        int done = 0;
 
-        if (k->at == MT__COPYING)
-            MT_TRY(f->dev->ops->query(k->copied, &done));
+        if (mt_buffer_is(k) == MT_BUFFER_COPYING)
+            MT_TRY(f->cx->dev->ops->query(f->copied[i], &done));
         if (done)
-            mt__buffer_to(k, MT__FREE);
+            mt_buffer_to(k, MT_BUFFER_FREE);
     }
-    mt__feed_ahead(f);
+    mt_rings_ahead(f->all);
 fail:
     return st;
 }
 
 void mt_feed_expect(mt_feed *f, const int *units, int n)
 {
-    mt_disk *d = f->disk;
-
-    mt_lock(&d->mu);
+    mt_lock(f->mu);
     f->n_expected = 0;
     for (int i = 0; i < n && f->n_expected < EXPECTED; i++)
-        if (mt_store_home(d->store, units[i], NULL)->fed)
+        if (mt_store_home(f->cx->store, units[i], NULL)->fed)
             f->expected[f->n_expected++] = units[i];
     (void)reclaim(f);                    /* a device that fails fails the mover's calls too */
-    mt_unlock(&d->mu);
+    mt_unlock(f->mu);
 }
 
-/* ---- a fetch: the mover ------------------------------------------------------------------ */
+/* ---- a fetch: the mover ------------------------------------------------------------------- */
 
 typedef struct awaited {
-    mt_feed    *f;
-    mt__buffer *k;               /* has the piece, and is the mover's; NULL: not yet */
-    mt__buffer *copying;         /* to be waited for first, since none is free; NULL: none */
-    mt_status   st;
+    mt_feed   *f;
+    mt_buffer *k;                /* has the piece, and is the mover's; NULL: not yet */
+    mt_buffer *copying;          /* to be waited for first, since none is free; NULL: none */
+    mt_status  st;
 } awaited;
 
-/* Under mu. */
 static int is_loaded(void *arg)
 {
     awaited *a = arg;
     mt_feed *f = a->f;
 
-    if (f->disk->failed || (a->st = reclaim(f)) != MT_OK)
+    if (mt_rings_failed(f->all) || (a->st = reclaim(f)) != MT_OK)
         return 1;
-    if ((a->k = mt__ring_find(&f->ring, IS(READY), f->unit, f->piece)) != NULL) {
-        mt__buffer_to(a->k, MT__TAKEN);
+    if ((a->k = mt_ring_find(f->ring, IS(READY), f->unit, f->piece)) != NULL) {
+        mt_buffer_to(a->k, MT_BUFFER_TAKEN);
         f->piece++;
         return 1;
     }
-    if (mt__ring_find(&f->ring, IS(READING), f->unit, f->piece) == NULL &&
+    if (mt_ring_find(f->ring, IS(READING) | IS(DROPPED), f->unit, f->piece) == NULL &&
         find_room(f, f->unit) == NULL)
-        a->copying = mt__ring_find(&f->ring, IS(COPYING), -1, -1);
+        a->copying = mt_ring_find(f->ring, IS(COPYING), -1, -1);
     return a->copying != NULL;
 }
 
 /* COPIED. Somebody else may have seen the same meanwhile, and read into k again. */
-static mt_status wait_copied(mt_feed *f, mt__buffer *k)
+static mt_status wait_copied(mt_feed *f, mt_buffer *k)
 {
-    mt_disk  *d = f->disk;
-    mt_status st = mt_watch_event(mt_store_watch(d->store), k->copied,
-                                  mt_store_name(d->store, f->unit),
+    mt_status st = mt_watch_event(mt_store_watch(f->cx->store), f->copied[mt_buffer_number(k)],
+                                  mt_store_name(f->cx->store, f->unit),
                                   "a copy of weights out of a buffer (COPIED)");
 
-    mt_lock(&d->mu);
-    if (st == MT_OK && k->at == MT__COPYING)
-        mt__buffer_to(k, MT__FREE);
-    mt_unlock(&d->mu);
+    mt_lock(f->mu);
+    if (st == MT_OK && mt_buffer_is(k) == MT_BUFFER_COPYING)
+        mt_buffer_to(k, MT_BUFFER_FREE);
+    mt_unlock(f->mu);
     return st;
 }
 
 /* Until the next piece is in a buffer, which is then the mover's. */
-static mt_status take_load(mt_feed *f, mt__buffer **out)
+static mt_status take_load(mt_feed *f, mt_buffer **out)
 {
-    mt_disk  *d = f->disk;
     awaited   a = { .f = f };
     mt_status st;
 
     while (a.k == NULL) {
         a.copying = NULL;
-        st = mt_watch_until(mt_store_watch(d->store), &d->changed, &d->mu, is_loaded, &a,
-                            mt_store_name(d->store, f->unit), "its weights from disk (READ)");
+        st = mt_rings_until(f->all, is_loaded, &a, f->unit, "its weights from disk (READ)");
         if (st == MT_OK && a.st != MT_OK)
             st = a.st;
         if (st == MT_OK && a.copying != NULL)
             st = wait_copied(f, a.copying);
         else if (st == MT_OK && a.k == NULL)
-            st = mt_ledger_check(d->store);          /* the disk failed */
+            st = mt_ledger_check(f->cx->store);      /* the disk failed */
         if (st != MT_OK)
             return st;
     }
@@ -219,51 +187,38 @@ static mt_status take_load(mt_feed *f, mt__buffer **out)
     return MT_OK;
 }
 
-static mt_status put_copy(mt_feed *f, mt__buffer *k, char *mem, mt_queue *h2d)
+static mt_status put_copy(mt_feed *f, const mt_layout *l, int piece, mt_buffer *k, char *mem,
+                          mt_queue *h2d)
 {
-    mt_disk         *d = f->disk;
-    const mt__piece *c = &d->units[k->unit].lay->pieces[k->piece];
-    mt_span          span;
-    mt_status        st;
+    const mt_dev_ops *ops = f->cx->dev->ops;
+    size_t            bytes = l->cut->piece[piece].hi_bytes;
+    mt_span           span;
+    mt_status         st;
 
-    mt_timeline_begin(d->timeline, &span, MT_LANE_H2D, MT_WORK_FETCH, k->unit, h2d);
-    MT_TRY(f->dev->ops->copy(h2d, mem + c->hi_at, k->mem, c->hi_bytes));
-    mt_timeline_end(d->timeline, &span, c->hi_bytes, h2d);
-    MT_TRY(f->dev->ops->record(h2d, k->copied));
+    mt_timeline_begin(f->cx->timeline, &span, MT_LANE_H2D, MT_WORK_FETCH, l->unit, h2d);
+    MT_TRY(ops->copy(h2d, mem + l->pieces[piece].hi_at, mt_buffer_mem(k), bytes));
+    mt_timeline_end(f->cx->timeline, &span, bytes, h2d);
+    MT_TRY(ops->record(h2d, f->copied[mt_buffer_number(k)]));
 fail:
-    mt_lock(&d->mu);
-    mt__buffer_to(k, MT__COPYING);       /* from here on its event is that of this copy */
-    mt_unlock(&d->mu);
-    return st;
-}
-
-static mt_status copy_unit(mt_feed *f, const mt__layout *l, char *mem, mt_queue *h2d)
-{
-    mt_status st = MT_OK;
-
-    for (int i = 0; i < l->n_pieces; i++) {
-        mt__buffer *k;
-
-        MT_TRY(take_load(f, &k));
-        MT_TRY(put_copy(f, k, mem, h2d));
-    }
-fail:
+    mt_lock(f->mu);
+    mt_buffer_to(k, MT_BUFFER_COPYING);  /* from here on its event is that of this copy */
+    mt_unlock(f->mu);
     return st;
 }
 
 /* unit -1: none. */
-static const mt__layout *aim(mt_feed *f, int unit, int begun)
+static const mt_layout *aim(mt_feed *f, int unit, int begun)
 {
-    mt_disk          *d = f->disk;
-    const mt__layout *l;
+    const mt_layout *l;
+    int              held;
 
-    mt_lock(&d->mu);
-    l = unit >= 0 && unit < d->n_units ? d->units[unit].lay : NULL;
+    mt_lock(f->mu);
+    l = mt__disk_layout(f->disk, unit, &held);
     f->unit = l != NULL ? unit : -1;
     f->piece = 0;
     f->begun = begun;
-    mt__feed_ahead(f);
-    mt_unlock(&d->mu);
+    mt_rings_ahead(f->all);
+    mt_unlock(f->mu);
     return l;
 }
 
@@ -274,42 +229,51 @@ void mt_feed_next(mt_feed *f, int unit)
 
 mt_status mt_feed_copy(mt_feed *f, int unit, void *mem, mt_queue *h2d)
 {
-    const mt__layout *l = aim(f, unit, 1);
-    mt_status         st;
+    const mt_layout *l = aim(f, unit, 1);
+    mt_buffer       *k;
+    mt_status        st = MT_OK;
 
     if (l == NULL)
         return MT_FAIL(MT_ESTATE,
                        "unit %s: its weights were never written to disk; push them first",
-                       mt_store_name(f->disk->store, unit));
-    st = copy_unit(f, l, mem, h2d);
+                       mt_store_name(f->cx->store, unit));
+    for (int i = 0; i < l->n && st == MT_OK; i++)
+        if ((st = take_load(f, &k)) == MT_OK)
+            st = put_copy(f, l, i, k, mem, h2d);
     (void)aim(f, -1, 0);
     return st;
 }
 
-/* ---- open and close --------------------------------------------------------------------- */
+/* ---- open and close ----------------------------------------------------------------------- */
+
+static mt_status add_buffers(mt_feed *f, int n, size_t each)
+{
+    mt_status st = MT_OK;
+
+    for (int i = 0; i < n; i++) {
+        MT_TRY(f->cx->dev->ops->event_open(f->cx->dev, &f->copied[i]));
+        MT_TRY(mt_ring_add(f->ring, each, f->cx->dev));
+    }
+fail:
+    return st;
+}
 
 mt_status mt_feed_open(mt_context *cx, size_t bytes, mt_feed **out)
 {
-    mt_disk  *d = cx->disk;
-    size_t    each = d->most_weights > 0 ? d->most_weights : MT_BLOCK_ALIGN;
-    int       n = (int)(bytes / each);
-    mt_feed  *f = calloc(1, sizeof *f);
-    mt_status st;
+    mt_feed    *f = calloc(1, sizeof *f);
+    mt_ring_how how = { .name = "buffers of weights on disk", .ahead = ahead, .arg = f,
+                        .reads = "weights to be read for a fetch" };
+    size_t      each, n;
+    mt_status   st;
 
     if (f == NULL)
         return MT_FAIL(MT_ENOMEM, "disk: calloc(%zu)", sizeof *f);
-    n = n < LEAST ? LEAST : n > MOST ? MOST : n;
-    *f = (mt_feed){ .disk = d, .dev = cx->dev, .unit = -1 };
-    MT_TRY(mt_arena_open(&f->memory, (size_t)n * each, NULL, cx->dev, "buffers of weights on disk",
-                         mt_store_bytes(d->store, MT_PLANE_COUNT)));
-    MT_TRY(mt__ring_open(&f->ring, d, n, f->memory.base, each, 1u << MT__WEIGHTS,
-                         "weights to be read for a fetch"));
-    for (int i = 0; i < n; i++)
-        MT_TRY(f->dev->ops->event_open(f->dev, &f->ring.buffers[i].copied));
-    mt_lock(&d->mu);
-    d->stats.buffer_bytes += f->memory.bytes;
-    d->feed = f;
-    mt_unlock(&d->mu);
+    *f = (mt_feed){ .cx = cx, .disk = cx->disk, .all = mt__disk_rings(cx->disk), .unit = -1 };
+    f->mu = mt_rings_mu(f->all);
+    each = mt__disk_feeds(f->disk, 1);
+    n = bytes / each;
+    MT_TRY(mt_ring_open(f->all, &how, &f->ring));
+    MT_TRY(add_buffers(f, n < LEAST ? LEAST : n > MOST ? MOST : (int)n, each));
     *out = cx->feed = f;
     return MT_OK;
 
@@ -318,30 +282,18 @@ fail:
     return st;
 }
 
-/* Reads that are under way end first; the queue's copies are over,
- * since the mover's queue was closed. */
+/* Reads that are under way end first; the queue's copies are over, since the mover's queue was
+ * closed. */
 void mt_feed_close(mt_feed *f)
 {
-    mt_disk *d;
-
     if (f == NULL)
         return;
-    d = f->disk;
-    if (d->cx->feed == f)
-        d->cx->feed = NULL;
-    mt_lock(&d->mu);
-    f->unit = -1;                        /* nothing more is read */
-    f->n_expected = 0;
-    while (mt__ring_find(&f->ring, IS(READING), -1, -1) != NULL)
-        mt_cond_wait(&d->changed, &d->mu);
-    if (d->feed == f) {
-        d->feed = NULL;
-        d->stats.buffer_bytes -= f->memory.bytes;
-    }
-    mt_unlock(&d->mu);
-    for (int i = 0; i < f->ring.n; i++)
-        f->dev->ops->event_close(f->ring.buffers[i].copied);
-    mt_arena_close(&f->memory);
-    free(f->ring.buffers);
+    if (f->cx->feed == f)
+        f->cx->feed = NULL;
+    mt_ring_close(f->ring);
+    (void)mt__disk_feeds(f->disk, 0);
+    for (int i = 0; i < MOST; i++)
+        if (f->copied[i] != NULL)
+            f->cx->dev->ops->event_close(f->copied[i]);
     free(f);
 }

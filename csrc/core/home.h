@@ -25,14 +25,15 @@ typedef struct mt_update_job {
     /* Sum of squares of params[i]'s gradient when the offloaded one does not count (the user
      * changed p.grad): computed on the pool by the updater. NULL: never. */
     double (*sumsq)(void *arg, mt_pool *pool, int i, int *use);
-    mt_status (*run)(void *arg, mt_pool *pool, float clip);   /* the update itself */
+    mt_status (*run)(void *arg, mt_pool *pool, float clip);   /* the update itself, on the host */
     mt_status (*put)(void *arg, mt_queue *q, float clip);     /* a settled unit's: see resident.h */
-    /* One that goes through the device. gradient: where a parameter's is in host memory, and of
-     * which plane its bytes are. compute: puts the update of parts in q; on the device are their
+    /* An update that goes through the device. gradient: where a parameter's is in host memory, and
+     * of which plane its bytes are. compute: puts the update of parts in q; on the device are their
      * weights, gradients and states. */
     mt_status (*gradient)(void *arg, int param, const void **at, mt_plane *plane);
     mt_status (*compute)(void *arg, mt_queue *q, const mt_part *parts, int n, float clip);
-    /* A unit's on disk, in place, but for parts of parameters that are not in params. */
+    /* A unit's on disk: updates these parts in place, but for those of parameters that are not in
+     * params. */
     mt_status (*pieces)(void *arg, mt_pool *pool, const mt_part *parts, int n, float clip);
     uint64_t  bytes;             /* that run reads and writes, for the timeline */
     void    (*free)(void *arg);  /* called once, run or skipped; may be NULL */
@@ -45,27 +46,28 @@ typedef struct mt_update_job {
 struct mt_home {
     const char    *lives;        /* behind the unit's name, for messages */
     const mt_home *from;         /* where units come from, and go back to; NULL: this is ram */
-    unsigned       away;         /* planes that are there: host memory mirrors them (mirror.h) */
-    unsigned       later;        /* of those: in a slot, and taken when that is used next */
-    unsigned       visit;        /* planes that are on the host, and there around an update */
+    unsigned       away;         /* planes that it keeps: host memory mirrors them (mirror.h) */
+    unsigned       later;        /* of those: planes in a slot, stored when that is used next */
+    unsigned       visit;        /* planes that the host keeps, and the device has around an
+                                  * update */
     unsigned       device;       /* planes for which the store has memory on the device */
     unsigned       registered;   /* planes whose host memory copy engines look at */
     unsigned       fresh;        /* planes that a unit may not have yet when it comes */
-    int            fed;          /* its weights are fetched by way of a feed (disk.h) */
+    int            fed;          /* its weights are fetched by way of a feed (feed.h) */
 
-    /* Host memory as a mirror. wait: planes of `visit` may be read; may be NULL. load: copies of
-     * these planes that are LOADING, or STALE by now, are on the host when it returns; their memory
-     * is committed. store: the parameter's host planes (param -1: all parameters') have been taken
-     * when it returns. Both behind the unit's door. */
+    /* Host memory as a mirror. wait: until planes of `visit` may be read; may be NULL. load: copies
+     * of these planes that are LOADING, or STALE by now, are on the host when it returns; their
+     * memory is committed. store: when it returns the home has the values of the parameter's host
+     * planes (param -1: of all parameters'). Both are called behind the unit's door. */
     mt_status (*wait) (void *of, int unit, unsigned planes);
     mt_status (*load) (void *of, int unit, unsigned planes);
     mt_status (*store)(void *of, int unit, int param, unsigned planes);
-    /* What the host has ahead goes there, and its memory on the host is given back; run: see
-     * mt_resident_take. NULL: mt_mirror_evict does. */
+    /* The home stores what the host has ahead, and the memory of the unit's copies is given back;
+     * run: see mt_resident_take. NULL: mt_mirror_evict does that. */
     mt_status (*take) (void *of, int unit, mt_queue *run);
 
-    /* Gradients. at: address of a plane of theirs; NULL: in host memory. come: work that d2h is
-     * given from now on may write them; NULL: it may anyway. */
+    /* Gradients. at: the address of a plane of theirs; NULL: they are in host memory. come: what
+     * d2h is given from now on may write them; NULL: it may anyway. */
     mt_status (*at)  (void *of, int unit, int param, mt_plane p, void **out);
     mt_status (*come)(void *of, int unit, const int *params, int n, mt_queue *d2h);
 

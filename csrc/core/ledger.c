@@ -334,11 +334,6 @@ void mt_ledger_i_save(int on)
     i_save = on;
 }
 
-int mt_ledger_do_i_save(void)
-{
-    return i_save;
-}
-
 /* ---- copies out of HI ------------------------------------------------------------------- */
 
 /* The mover, before the copy. An update announced after this finds the announcement, and its

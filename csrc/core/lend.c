@@ -9,7 +9,7 @@
  *
  * Buffers are registered host memory, or for settled units the device's. A settled unit's update
  * ends in the ledger when it is put in its queue: whoever writes into the buffer next waits for
- * that queue (TAKEN, resident.h).
+ * that queue (SPENT, resident.h).
  */
 #include "store_impl.h"
 
@@ -33,7 +33,7 @@ static int held_by(const mt_store *s, int unit)
     return -1;
 }
 
-static int place_of(const mt__unit *u)
+static int side_of(const mt__unit *u)
 {
     return atomic_load(&u->home)->device >> MT_PLANE_GRAD & 1 ? MT__DEVICE : MT__HOST;
 }
@@ -47,7 +47,7 @@ static void assert_lent(const mt_store *s)
     for (int k = 0; k < s->n_lent; k++) {
         const mt__lent *b = &s->lent[k];
         const mt__unit *u = mt__unit_at(s, b->unit);
-        const mt__plane *pl = u != NULL ? &u->plane[place_of(u)][MT_PLANE_GRAD] : NULL;
+        const mt__plane *pl = u != NULL ? &u->plane[side_of(u)][MT_PLANE_GRAD] : NULL;
 
         MT_ASSERT(b->number <= s->lendings && (u != NULL || b->unit == -1));
         MT_ASSERT(u == NULL || (b->number > 0 && atomic_load(&u->passing)));
@@ -58,8 +58,8 @@ static void assert_lent(const mt_store *s)
 }
 
 /* Under map_mu. A free one, else the one that was lent first;
- * *n: there are so many of that size in that place. */
-static int choose(const mt_store *s, int place, size_t bytes, int *n)
+ * *n: there are so many of that size on that side. */
+static int choose(const mt_store *s, int side, size_t bytes, int *n)
 {
     int found = -1;
 
@@ -67,7 +67,7 @@ static int choose(const mt_store *s, int place, size_t bytes, int *n)
     for (int k = 0; k < s->n_lent; k++) {
         const mt__lent *b = &s->lent[k];
 
-        if (b->arena.on_device != (place == MT__DEVICE) || !serves(b, bytes))
+        if (b->arena.on_device != (side == MT__DEVICE) || !serves(b, bytes))
             continue;
         *n += 1;
         if (found < 0 || (s->lent[found].unit >= 0 &&
@@ -77,19 +77,19 @@ static int choose(const mt_store *s, int place, size_t bytes, int *n)
     return found;
 }
 
-static mt_status map(mt_store *s, int place, size_t bytes, mt_arena *out)
+static mt_status map(mt_store *s, int side, size_t bytes, mt_arena *out)
 {
     const char *what = "gradients that pass";
 
     bytes = bytes > LEAST_BYTES ? bytes : LEAST_BYTES;
-    if (place == MT__DEVICE)
+    if (side == MT__DEVICE)
         return mt_arena_device(out, 0, bytes, s->dev, what);
     return mt_arena_open(out, bytes, s->pool, s->dev, what, mt_store_bytes(s, MT_PLANE_COUNT));
 }
 
 /* Under map_mu, which is let go of while the memory is made. Hand-overs come one at a time, so
  * nobody makes another. */
-static mt_status make(mt_store *s, int place, size_t bytes, int *k)
+static mt_status make(mt_store *s, int side, size_t bytes, int *k)
 {
     mt__lent *grown = realloc(s->lent, (size_t)(s->n_lent + 1) * sizeof *grown);
     mt__lent  made = { .unit = -1 };
@@ -99,11 +99,11 @@ static mt_status make(mt_store *s, int place, size_t bytes, int *k)
         return MT_FAIL(MT_ENOMEM, "store: no memory to describe %d buffers", s->n_lent + 1);
     s->lent = grown;
     mt_unlock(&s->map_mu);
-    st = map(s, place, bytes, &made.arena);
+    st = map(s, side, bytes, &made.arena);
     mt_lock(&s->map_mu);
     if (st != MT_OK)
         return st;
-    atomic_fetch_add(place == MT__DEVICE ? &s->on_device : &s->mapped[MT_PLANE_GRAD],
+    atomic_fetch_add(side == MT__DEVICE ? &s->on_device : &s->mapped[MT_PLANE_GRAD],
                      made.arena.bytes);
     *k = s->n_lent;
     s->lent[s->n_lent++] = made;
@@ -114,14 +114,14 @@ static mt_mutex *making_of(const mt_store *s, int unit)
 {
     mt__unit *u = mt__unit_at(s, unit);
 
-    return &u->plane[place_of(u)][MT_PLANE_GRAD].making;
+    return &u->plane[side_of(u)][MT_PLANE_GRAD].making;
 }
 
 /* Under both locks. The offsets are the caller's until then, the unit's from here on. */
 static void bind(mt_store *s, int unit, size_t *offset, int k)
 {
     mt__unit  *u = mt__unit_at(s, unit);
-    mt__plane *pl = &u->plane[place_of(u)][MT_PLANE_GRAD];
+    mt__plane *pl = &u->plane[side_of(u)][MT_PLANE_GRAD];
 
     pl->offset = offset;
     pl->arena.base = s->lent[k].arena.base;      /* bytes 0: not the plane's to give back */
@@ -134,15 +134,15 @@ static void bind(mt_store *s, int unit, size_t *offset, int k)
 static mt_status try_to_lend(mt_store *s, int unit, size_t *offset, size_t bytes, int *holder,
                              uint64_t *number)
 {
-    int       place = place_of(mt__unit_at(s, unit)), k, n;
+    int       side = side_of(mt__unit_at(s, unit)), k, n;
     mt_status st = MT_OK;
 
     mt_lock(making_of(s, unit));
     mt_lock(&s->map_mu);
     assert_lent(s);
-    k = choose(s, place, bytes, &n);
+    k = choose(s, side, bytes, &n);
     if ((k < 0 || s->lent[k].unit >= 0) && n < s->most_lent)
-        st = make(s, place, bytes, &k);
+        st = make(s, side, bytes, &k);
     *holder = st == MT_OK ? s->lent[k].unit : -1;
     *number = st == MT_OK ? s->lent[k].number : 0;
     if (st == MT_OK && *holder < 0)
@@ -270,7 +270,7 @@ mt_status mt_store_set_passing(mt_store *s, int unit)
     if (u == NULL)
         return MT_FAIL(MT_EINVAL, "there is no unit %d; the store has %d", unit, mt_store_units(s));
     mt_lock(&s->map_mu);
-    if (u->plane[place_of(u)][MT_PLANE_GRAD].offset != NULL)
+    if (u->plane[side_of(u)][MT_PLANE_GRAD].offset != NULL)
         st = MT_FAIL(MT_ESTATE, "unit %s has a GRAD plane already; its gradients cannot pass",
                      u->name);
     else

@@ -1,4 +1,4 @@
-/* lock.c — what this thread holds, in the order in which it was taken; for builds that check it. */
+/* lock.c — what this thread holds, in the order in which it took them; for checked builds. */
 #include "lock.h"
 
 #include <string.h>
@@ -19,7 +19,7 @@ const char *mt_rank_name(mt_rank rank)
     return rank > MT_RANK_NONE && rank < MT_RANK_COUNT ? names[rank] : names[0];
 }
 
-/* The place of m among what is held; -1: nowhere. */
+/* Where m is among what is held; -1: nowhere. */
 static int find(const mt_mutex *m)
 {
     int i = held.n - 1;

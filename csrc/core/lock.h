@@ -1,6 +1,6 @@
 /* lock.h — every lock of ours, in the order in which a thread may take them.
  *
- *   rank     a lock's place in that order, given when it is opened. A thread that holds a lock
+ *   rank     where a lock comes in that order; given when it is opened. A thread that holds a lock
  *            takes only locks of ranks further down, so no two threads wait for each other
  *
  *     mt_mutex_open(&s->mu, MT_RANK_STREAM);
@@ -27,9 +27,9 @@
 #define MT_RANK_MAP(X)                                                                             \
     X(TEST, "a test's own")                                                                        \
     X(DOOR, "gradients and updates of an engine are handed over by one thread at a time")          \
-    X(SWAP, "bundles and their blocks; held while a drive is waited for")                          \
-    X(SPILL, "which bundles are in blocks and which in the file, and what is under way")           \
-    X(OFFLOAD, "gradients on their way home, by ticket")                                           \
+    X(SWAP, "bundles and their bays; held while a drive is waited for")                            \
+    X(SPILL, "which bundles are in bays and which in the file, and what is under way")             \
+    X(OFFLOAD, "gradients on their way to the host, by ticket")                                    \
     X(UPDATE, "the steps that were submitted, and what became of them")                            \
     X(STREAM, "slots, and the requests that stand in line for them")                               \
     X(THROUGH, "updates that wait for buffers on the device")                                      \
@@ -79,7 +79,7 @@ extern "C" {
 #endif
 const char *mt_rank_name(mt_rank rank);
 
-/* This thread holds it: for MT_ASSERT, in builds that check themselves. */
+/* Does this thread hold the lock? For MT_ASSERT, in builds that check themselves. */
 int mt_holds(const mt_mutex *m);
 
 /* What a thread that checks itself notes: before it takes the lock, before it gives it back, and
@@ -97,7 +97,7 @@ void mt__rank_wait(const mt_mutex *m, const char *file, int line);
 #define MT__RANK(what, m, file, line) ((void)(file), (void)(line))
 #endif
 
-/* By their callers' places: that is what a message needs. */
+/* These note where their callers are, which messages say. */
 #define mt_lock(m)                  mt__lock((m), __FILE__, __LINE__)
 #define mt_unlock(m)                mt__unlock((m), __FILE__, __LINE__)
 #define mt_cond_wait(c, m)          mt__cond_wait((c), (m), __FILE__, __LINE__)

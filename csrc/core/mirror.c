@@ -69,7 +69,7 @@ static void tell(mt__unit *u, int param, unsigned planes, mt_mirror_event e)
         tell_one(u, p, i, e);
     if (e == MT_MIRROR_CHANGED)
         u->mirror.claimed &= ~planes;
-    if (planes != 0 && (e == MT_MIRROR_WRITTEN || e == MT_MIRROR_TOUCHED)) {
+    if (planes != 0 && (e == MT_MIRROR_SET || e == MT_MIRROR_TOUCHED)) {
         u->mirror.pages |= planes;
         u->mirror.claimed |= e == MT_MIRROR_TOUCHED ? planes : planes & u->mirror.home->later;
     }
@@ -133,7 +133,7 @@ static void note_ahead(mt_store *s, int unit, unsigned planes)
 
     FOR_COPIES(u, -1, planes, p, i)
         if (mt_store_made(s, unit, i, (mt_plane)p, 0))
-            mt_mirror_tell(s, unit, i, 1u << p, MT_MIRROR_WRITTEN);
+            mt_mirror_tell(s, unit, i, 1u << p, MT_MIRROR_SET);
 }
 
 static mt_status open_copies(mt_store *s, mt__unit *u, const mt_home *home, void *of)
@@ -180,7 +180,7 @@ mt_status mt__mirror_move(mt_store *s, int unit, const mt_home *to, void *of)
         u->mirror.planes = to->away;
         u->mirror.visit = to->visit;
         u->mirror.pages &= to->away;
-        tell(u, -1, to->later & ~was.planes, MT_MIRROR_WRITTEN);
+        tell(u, -1, to->later & ~was.planes, MT_MIRROR_SET);
     }
     mt_unlock(&s->mirror_mu);
     if (newer != 0)
@@ -230,7 +230,7 @@ mt_status mt_mirror_store(mt_store *s, int unit)
         ahead = which(u, i, ~u->mirror.home->later, IS(AHEAD));
         mt_unlock(&s->mirror_mu);
         if (ahead != 0)
-            st = store(s, unit, i, ahead, MT_MIRROR_WRITTEN);
+            st = store(s, unit, i, ahead, MT_MIRROR_SET);
     }
     mt_mirror_leave(s, unit);
 fail:
@@ -250,19 +250,9 @@ static int is_ours(void *arg)
 
 mt_status mt_mirror_enter(mt_store *s, int unit)
 {
-    mt__mirror *m = &mt__unit_at(s, unit)->mirror;
-    int         urgent = !mt_ledger_do_i_save();
-    mt_status   st;
-
-    mt_lock(&s->mirror_mu);
-    m->awaited += urgent;
-    mt_unlock(&s->mirror_mu);
-    st = mt_watch_until(&s->watch, &s->mirror_changed, &s->mirror_mu, is_ours, m,
-                        mt_store_name(s, unit), "who is at its host planes");
-    mt_lock(&s->mirror_mu);
-    m->awaited -= urgent;
-    mt_unlock(&s->mirror_mu);
-    return st;
+    return mt_watch_until(&s->watch, &s->mirror_changed, &s->mirror_mu, is_ours,
+                          &mt__unit_at(s, unit)->mirror, mt_store_name(s, unit),
+                          "who is at its host planes");
 }
 
 void mt_mirror_leave(mt_store *s, int unit)
@@ -271,11 +261,6 @@ void mt_mirror_leave(mt_store *s, int unit)
     mt__unit_at(s, unit)->mirror.busy = 0;
     pthread_cond_broadcast(&s->mirror_changed);
     mt_unlock(&s->mirror_mu);
-}
-
-int mt_mirror_awaited(mt_store *s, int unit)
-{
-    return look(s, unit).awaited > 0;
 }
 
 void mt_mirror_drop(mt_store *s, int unit, unsigned planes)
@@ -409,7 +394,7 @@ mt_status mt_mirror_push(mt_store *s, int unit, int param, unsigned planes)
     now = planes & ~m.home->later;
     MT_TRY(wait_for(s, unit, planes));
     MT_TRY(mt_mirror_enter(s, unit));
-    mt_mirror_tell(s, unit, param, planes, MT_MIRROR_WRITTEN);
+    mt_mirror_tell(s, unit, param, planes, MT_MIRROR_SET);
     if (now != 0)
         st = store(s, unit, param, now, MT_MIRROR_FAILED);
     mt_mirror_leave(s, unit);

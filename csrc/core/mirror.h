@@ -7,7 +7,7 @@
  *   event      what happens to a copy; the table says which state follows
  *   claim      of a unit's plane: somebody brought it and may read it for as long as it has the
  *              values that it had then. Whoever writes weights has a claim too
- *   door       of a unit: one thread at a time loads its copies, has them taken, or evicts them
+ *   door       of a unit: one thread at a time loads its copies, stores them, or evicts them
  *   reserved, committed    of the host memory of a plane: addresses alone; addresses with pages
  *
  *     mt_store_move(s, unit, &mt_home_disk, disk);        // the unit's states are with it
@@ -23,37 +23,39 @@
  *   evict      everything, claimed or not, when the unit's memory on the host is to end
  *   and never: gradients, over which anybody may have a tensor, and what the home does not have.
  *
- * Threads: any, but close: one, while no other is inside for that unit. What the host has of planes
- *          when they go to a home, and what that takes later, is AHEAD.
+ * Threads: any, but close: one, while no other is inside for that unit.
+ *
+ * When a unit comes to a home, what the host has of its planes is AHEAD, and so are planes that the
+ * home stores later.
  */
 #ifndef MT_MIRROR_H
 #define MT_MIRROR_H
 
 #include "home.h"
 
-/*  EMPTY    Neither place was written since it was made, or the plane has nothing of the parameter.
+/*  EMPTY    Neither side was written since it was made, or the plane has nothing of the parameter.
  *  STALE    The home has values that the host has not. The host's memory may be reserved only.
  *  LOADING  The home's values are being copied to the host.
  *  FRESH    The host has the home's values.
- *  AHEAD    The host has values that the home has not taken yet.
- *  STORING  The home is taking the host's values.
+ *  AHEAD    The host has values that the home has not.
+ *  STORING  The host's values are being copied to the home.
  *  TORN     Each has values that the other has not: one was written without the other. Refused.
  *
  *  CHANGED  the home got other values: by an update, or a hand-over of gradients
  *  LOAD     somebody wants the copy; LOADED when its values came
- *  WRITTEN  the host's plane of this parameter got values, all of them
+ *  SET      the host's plane of this parameter got values, all of them
  *  TOUCHED  some of the host's weights got values, which of them is not known
- *  STORE    the home begins to take what is AHEAD; STORED when it has it
- *  FAILED   a load or a store did: the home's values count
+ *  STORE    a copy that is AHEAD goes to the home; STORED when the home has it
+ *  FAILED   a load or a store failed: the home's values count
  *  EVICTED  the plane's pages were given back
  *
  *  NEVER    an assertion fails: the door, or the home's own lock, keeps this from happening.
  */
 #define MT_MIRROR_STATES(X) X(EMPTY) X(STALE) X(LOADING) X(FRESH) X(AHEAD) X(STORING) X(TORN)
 #define MT_MIRROR_EVENTS(X) \
-    X(CHANGED) X(LOAD) X(LOADED) X(WRITTEN) X(TOUCHED) X(STORE) X(STORED) X(FAILED) X(EVICTED)
+    X(CHANGED) X(LOAD) X(LOADED) X(SET) X(TOUCHED) X(STORE) X(STORED) X(FAILED) X(EVICTED)
 #define MT_MIRROR_TABLE(X)                                                                        \
-/*     state    CHANGED LOAD     LOADED   WRITTEN TOUCHED STORE    STORED   FAILED   EVICTED */   \
+/*     state    CHANGED LOAD     LOADED   SET     TOUCHED STORE    STORED   FAILED   EVICTED */   \
     X( EMPTY,   STALE,  EMPTY,   EMPTY,   AHEAD,  AHEAD,  EMPTY,   EMPTY,   EMPTY,   EMPTY )      \
     X( STALE,   STALE,  LOADING, STALE,   AHEAD,  TORN,   STALE,   STALE,   STALE,   STALE )      \
     X( LOADING, STALE,  NEVER,   FRESH,   TORN,   TORN,   LOADING, LOADING, STALE,   NEVER )      \
@@ -78,21 +80,22 @@ const char     *mt_mirror_name(mt_mirror_state state);
 
 /* ---- homes -------------------------------------------------------------------------------- */
 
-/* Ends a unit's mirror for a home that ends before the store; also when it has none. */
+/* Called by a home that ends before the store: the unit has no mirror any more. It need not have
+ * had one. */
 void mt_mirror_close(mt_store *s, int unit);
 
-/* param -1: all of the unit's. Ends claims to planes that are CHANGED. */
+/* Event e for the parameter's copies (param -1: for all parameters'). CHANGED ends claims. */
 void mt_mirror_tell(mt_store *s, int unit, int param, unsigned planes, mt_mirror_event e);
-/* These parameters' are CHANGED. */
+/* CHANGED, for copies of these parameters. */
 void mt_mirror_change(mt_store *s, int unit, const int *params, int n, unsigned planes);
 /* Is some copy in one of these states, 1u << state each? */
 int  mt_mirror_any (mt_store *s, int unit, int param, unsigned planes, unsigned states);
-/* The home takes what is AHEAD, but what it takes later. What it failed to take is so still. */
+/* The home stores what is AHEAD, but for its `later` planes. What it could not store is AHEAD
+ * still. */
 mt_status mt_mirror_store(mt_store *s, int unit);
 
-mt_status mt_mirror_enter  (mt_store *s, int unit);        /* the door; waits */
-void      mt_mirror_leave  (mt_store *s, int unit);
-int       mt_mirror_awaited(mt_store *s, int unit);        /* somebody but a save waits there */
+mt_status mt_mirror_enter(mt_store *s, int unit);          /* the door; waits */
+void      mt_mirror_leave(mt_store *s, int unit);
 /* Behind the door: memory of these planes is given back, but of what must stay. */
 void      mt_mirror_drop   (mt_store *s, int unit, unsigned planes);
 
@@ -104,10 +107,10 @@ void      mt_mirror_drop   (mt_store *s, int unit, unsigned planes);
 mt_status mt_mirror_bring  (mt_store *s, int unit, unsigned planes);
 mt_status mt_mirror_peek   (mt_store *s, int unit, unsigned planes);
 mt_status mt_mirror_release(mt_store *s, int unit);
-/* The parameter's host planes (param -1: all parameters') were written: the home has their values,
- * or takes them later. HI: the unit has a new version then. */
+/* The parameter's host planes (param -1: all parameters') were written: the home has their values
+ * when this returns, or stores them later. HI: the unit has a new version then. */
 mt_status mt_mirror_push   (mt_store *s, int unit, int param, unsigned planes);
-/* Nothing happens while a save has the unit, or somebody is behind the door. */
+/* Does nothing while a save has the unit, or a thread is behind the door. */
 void      mt_mirror_forget (mt_store *s, int unit);
 int       mt_mirror_is_old (mt_store *s, int unit);        /* forget would give memory back */
 mt_status mt_mirror_evict  (mt_store *s, int unit);        /* waits for a save of the unit */

@@ -21,7 +21,7 @@ typedef struct mt_nodes {
     int           n;                 /* of bits that are set */
 } mt_nodes;
 
-/* Of this process: those with processors and memory that it may use. n is at least 1. */
+/* The nodes with processors whose memory this process may use. n is at least 1. */
 const mt_nodes *mt_nodes_here(void);
 /* sys is where sysfs is mounted, status the file that says which memory we may use:
  * tests bring their own. */

@@ -24,18 +24,19 @@
 typedef struct parcel {
     mt_grad_item item;
     mt_dtype     dt;
-    int64_t      n;          /* what is this process's of the parameter; addresses are those of its
-                              * first element */
+    int64_t      n;          /* elements of the parameter that are this process's; addresses are of
+                              * the first one */
     int          whole;      /* the unit has one owner */
     size_t       bytes;
-    int          settled;    /* the unit is: grad and acc are on the device, nothing is staged */
+    int          settled;    /* the unit is settled: grad and acc are on the device, and nothing is
+                              * staged */
     void        *grad;       /* GRAD plane */
     float       *acc;        /* ACC plane; NULL: the sum lives in grad */
     char        *staged;     /* ADD: host, where the copy lands */
-    const void  *changed;    /* settled ADD: the GRAD plane on the host, changed by the user, or
-                              * NULL */
-    double      *sum;        /* where its sum of squares goes */
-    double      *chunks;     /* and those of its chunks; NULL: nobody asks */
+    const void  *changed;    /* settled ADD: the GRAD plane on the host, which the user changed;
+                              * NULL: nobody did */
+    double      *sum;        /* where the gradient's sum of squares goes */
+    double      *chunks;     /* where its chunks' sums go; NULL: nobody asks for them */
     int          from_grad;  /* ADD: start from grad's value */
 } parcel;
 
@@ -43,19 +44,19 @@ typedef struct parcel {
 typedef struct ticket {
     mt_job    node;
     mt_event *handed;        /* recorded on run at the hand-over */
-    mt_post   making;        /* `handed`, for the watchdog. Putting thread */
+    mt_post   making;        /* tells the watchdog of `handed`. Putting thread */
     mt_event *landed;        /* recorded on d2h behind the last copy */
     int       unit;
     parcel    *parcels;
     int      *params;        /* [n] of the parcels */
     int       n, cap;
-    uint64_t  passes;        /* run waits for that one's copies, `depth` before it; 0: for none */
+    uint64_t  passes;        /* run waits for copies of this ticket, `depth` before; 0: of none */
     int       adds;          /* parcels for the collector */
 } ticket;
 
 typedef struct staging {     /* putting thread only, but for the bytes in it */
     mt_arena mem;
-    uint64_t user;           /* ticket that used it last; free once that is home */
+    uint64_t user;           /* the ticket that used it last; it is free once that is over */
 } staging;
 
 enum { COUNTED = 1, SUMMED = 2, CHUNKED = 4 };
@@ -66,9 +67,9 @@ typedef struct tally {
     double        *sum;      /* [n_params] registered; d2h writes (SET), the collector (ADD) */
     double       **chunks;   /* [n_params] of what is ours; NULL: the unit has one owner, or
                               * nothing is ours. As sum */
-    unsigned char *flags;    /* [n_params] COUNTED, CHUNKED: sum, chunks are taken or on their way;
+    unsigned char *flags;    /* [n_params] COUNTED, CHUNKED: sum, chunks are made or on their way;
                               * SUMMED: ACC has the sum. Under mu */
-    int            adds;     /* tickets with an ADD that are not home. Under mu */
+    int            adds;     /* tickets with an ADD that are not over. Under mu */
 } tally;
 
 struct mt_offload {
@@ -89,8 +90,9 @@ struct mt_offload {
     mt_mutex           mu;
     tally            **tally;        /* by unit; the table moves, under mu; a tally stays */
     int                n_tally;
-    uint64_t           landed;       /* latest whose copies it saw end; stays at a failure. mu */
-    uint64_t           waited_for;   /* latest ticket run waits for; putting thread, under mu */
+    uint64_t           landed;       /* the latest ticket whose copies the collector saw end; it
+                                      * stays at a failure. mu */
+    uint64_t           waited_for;   /* the latest ticket that run waits for; putting thread, mu */
     uint64_t           d2h_bytes;    /* mu */
 };
 
@@ -101,17 +103,17 @@ static ticket *ticket_at(mt_offload *o, uint64_t t)
     return &o->ring[t % o->n_ring];
 }
 
-/* Under mu, at each door: tickets are put, copied and home in order, and units know of theirs. */
+/* Under mu, at each door: tickets are put, copied and over in order, and units know of theirs. */
 static void assert_state(mt_offload *o)
 {
-    uint64_t put = o->collector.submitted, home = o->collector.ended;
+    uint64_t put = o->collector.submitted, ended = o->collector.ended;
     int      adds = 0;
 
     if (!MT_IS_CHECKED)
         return;
     MT_ASSERT(mt_holds(&o->mu));
-    MT_ASSERT(o->landed <= home && home <= put && put - home <= AHEAD && o->waited_for <= put);
-    for (uint64_t t = home + 1; t <= put; t++)
+    MT_ASSERT(o->landed <= ended && ended <= put && put - ended <= AHEAD && o->waited_for <= put);
+    for (uint64_t t = ended + 1; t <= put; t++)
         adds += ticket_at(o, t)->adds > 0;
     for (int u = 0; u < o->n_tally; u++) {
         MT_ASSERT(o->tally[u] == NULL || o->tally[u]->adds >= 0);
@@ -176,7 +178,7 @@ static mt_status collect(void *arg, mt_job *node)
 static mt_status wait_home(mt_offload *o, uint64_t t)
 {
     return mt_worker_wait(&o->collector, mt_store_watch(o->store), t, NULL,
-                          "gradients to be home");
+                          "gradients to be in host memory");
 }
 
 /* The putting thread, which launches windows too: as wait_home,
@@ -185,12 +187,12 @@ static mt_status wait_room(mt_offload *o, uint64_t t)
 {
     mt_span   span;
     mt_status st;
-    int       home;
+    int       over;
 
     mt_lock(&o->mu);
-    home = o->collector.ended >= t;
+    over = o->collector.ended >= t;
     mt_unlock(&o->mu);
-    if (home)
+    if (over)
         return MT_OK;
     mt_timeline_begin(o->timeline, &span, MT_LANE_HAND, MT_WORK_WAIT, -1, NULL);
     st = wait_home(o, t);

@@ -1,4 +1,4 @@
-/* offload.h — brings gradients home: device to host, measured and summed on the way.
+/* offload.h — brings gradients to host memory, measured and summed on the way.
  *
  *     mt_offload_put(o, unit, items, n, run, &ticket);   // at the hand-over; returns at once
  *     mt_offload_passed(o);                              // sources up to this ticket may be freed
@@ -20,7 +20,7 @@
  *   the GRAD plane of a unit whose gradients pass is lent by put, which waits for a buffer
  *           (store.h)
  *   the GRAD plane is overwritten only once no update of the unit is under way (ledger, host waits;
- *           TAKEN of resident.h for a settled one's)
+ *           SPENT of resident.h for a settled one's)
  *
  * Threads: put: one at a time. The rest: any.
  */
@@ -79,28 +79,28 @@ mt_status mt_offload_put(mt_offload *o, int unit, const mt_grad_item *items, int
 /* Highest ticket whose sources run can no longer overwrite too early: LANDED was put in run, or
  * the collector has seen the copies end. */
 uint64_t  mt_offload_passed(mt_offload *o);
-/* LANDED of everything put so far, in run: the last gradients of a backward need not stay alive
- * until the next one. Where they have long come home nobody waits. As put,
- * one at a time with it. */
+/* run waits for the copies of everything put so far (LANDED): the last gradients of a backward need
+ * not stay alive until the next one. Copies that have ended are not waited for. Called as put is,
+ * and not at the same time. */
 mt_status mt_offload_land  (mt_offload *o, mt_queue *run);
-mt_status mt_offload_drain (mt_offload *o);              /* host: everything put so far is home */
+mt_status mt_offload_drain (mt_offload *o);              /* host: everything put so far is over */
 
 /* Sum of squares of a parameter's gradient as it stands. Call after mt_ledger_wait_grads.
- * valid = 0 when none was taken since mt_offload_forget, or the unit has several owners: the job's
+ * valid = 0 when none was made since mt_offload_forget, or the unit has several owners: the job's
  * sumsq is for that, which has all their chunks (ops/sumsq.h). */
 double    mt_offload_sumsq(mt_offload *o, int unit, int param, int *valid);
-/* Whether that sum is taken or on its way; may be asked at once. What the updater notes at
- * submit, since zero_grad() follows step() before the gradients are home: forget leaves the
- * value for the update under way, and the next put of the unit waits for that update. */
+/* Is that sum made, or on its way? May be asked at once. The updater notes it at submit, since
+ * zero_grad() follows step() before the gradients are there: forget leaves the value for the update
+ * under way, and the next put of the unit waits for that update. */
 int       mt_offload_counted(mt_offload *o, int unit, int param);
 /* The same two, of a unit that has several owners: sums of the chunks that are this one's, [*n];
  * NULL: there are none. They stay as they are until the next put of the unit. */
 const double *mt_offload_chunks(mt_offload *o, int unit, int param, int64_t *n);
 int       mt_offload_chunked(mt_offload *o, int unit, int param);
-/* 1: the ACC plane has (or will have, once it is home) the parameter's gradient, of which the GRAD
+/* 1: the ACC plane has (or will have, once it is there) the parameter's gradient, of which the GRAD
  * plane is the rounded copy. Ask before the next forget: an update submitted before it counts. */
 int       mt_offload_has_acc(mt_offload *o, int unit, int param);
-void      mt_offload_forget(mt_offload *o, int unit);     /* zero_grad: next put is a first one */
+void      mt_offload_forget(mt_offload *o, int unit);     /* zero_grad: the next put is a first */
 
 uint64_t  mt_offload_d2h_bytes(mt_offload *o);
 

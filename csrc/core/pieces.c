@@ -72,7 +72,7 @@ static mt_status add_piece(cutting *c)
     return st;
 }
 
-/* Weights in their place; the others from where they begin, which the whole piece tells. */
+/* Weights where they lie; the others from where they begin, which the whole piece tells. */
 static mt_status add_part(cutting *c, int param, unsigned planes, int64_t from, int64_t n)
 {
     mt_piece   *piece = last_of(c);

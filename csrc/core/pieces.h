@@ -50,9 +50,9 @@ typedef struct mt_stretch {
 } mt_stretch;
 
 typedef struct mt_piece {
-    int    first, n;                     /* its parts */
-    size_t hi_bytes;                     /* of weights, up to the last one's end */
-    size_t weights, bytes;               /* of these in whole `align`; of all, the same */
+    int    first, n;                     /* its parts are part[first] and so on, n of them */
+    size_t hi_bytes;                     /* bytes of weights, up to the last one's end */
+    size_t weights, bytes;               /* of weights, and of all planes, each in whole `align` */
 } mt_piece;
 
 typedef struct mt_pieces {

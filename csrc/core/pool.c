@@ -1,4 +1,4 @@
-/* pool.c — the pool: chunks by an atomic counter, a job for each worker, callers one after another.
+/* pool.c — the pool: chunks by an atomic counter, a job for each worker, callers in turn.
  *
  * Jobs that no thread has begun when the caller's own part ends are withdrawn, so a short loop does
  * not wait for every worker to wake.

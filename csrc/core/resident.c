@@ -17,21 +17,21 @@
 #define DONE "its updates and copies on the device (the event STEPPED)"
 
 /* One settled unit. */
-typedef struct home {
-    void     *mem;           /* its slot. These three: written by settle */
+typedef struct settled {
+    void     *mem;           /* of its slot. This and the events are made by settle */
     mt_event *done;          /* recorded on the queue behind whatever was put for the unit */
     mt_event *used;          /* recorded on run by an await that fetches. mu */
-    mt_post   using;         /* `used`, for the watchdog. mu */
+    mt_post   using;         /* tells the watchdog of `used`. mu */
     mt_post   post;          /* of the queue that `done` was recorded in. mu */
-} home;
+} settled;
 
 struct mt_resident {
     mt_context       *cx;
     mt_dev           *dev;
     mt_store         *store;
     mt_timeline      *timeline;
-    home            **homes;     /* [n_homes] by unit, NULL: not settled. Written by settle */
-    int               n_homes;
+    settled         **units;     /* [n_units] by unit, NULL: not settled. Written by settle */
+    int               n_units;
 
     mt_mutex          mu;            /* held around puts too: one thread at a time */
     mt_queue         *queue;
@@ -39,16 +39,16 @@ struct mt_resident {
     void             *scratch;       /* mu */
     size_t            scratch_bytes; /* mu */
     int               lifted;        /* the update that is being put asked for scratch. mu */
-    mt_event         *updated;       /* a home's `done`, of the last update that was put; NULL:
+    mt_event         *updated;       /* a unit's `done`, of the last update that was put; NULL:
                                       * none. mu */
     mt_resident_stats stats;         /* mu */
 };
 
 /* Under mu, at each door. */
-static void assert_home(const mt_resident *r, const home *h, int unit)
+static void assert_settled(const mt_resident *r, const settled *h, int unit)
 {
     MT_ASSERT(mt_holds(&r->mu));
-    MT_ASSERT(r->homes[unit] == h && h->mem != NULL && h->done != NULL && h->used != NULL);
+    MT_ASSERT(r->units[unit] == h && h->mem != NULL && h->done != NULL && h->used != NULL);
     MT_ASSERT(mt_store_home(r->store, unit, NULL)->later == HI);
     MT_ASSERT((r->scratch == NULL) == (r->scratch_bytes == 0));
 }
@@ -74,7 +74,7 @@ fail:
     return st;
 }
 
-static void home_close(const mt_resident *r, home *h)
+static void settled_close(const mt_resident *r, settled *h)
 {
     if (h == NULL)
         return;
@@ -93,16 +93,16 @@ void mt_resident_close(mt_resident *r)
         r->cx->residents = NULL;
     if (r->queue != NULL)
         r->dev->ops->queue_close(r->queue);
-    for (int u = 0; u < r->n_homes; u++)
-        if (r->homes[u] != NULL) {
+    for (int u = 0; u < r->n_units; u++)
+        if (r->units[u] != NULL) {
             mt_mirror_close(r->store, u);
-            home_close(r, r->homes[u]);
+            settled_close(r, r->units[u]);
         }
     r->dev->ops->event_close(r->drained);
     r->dev->ops->mem_free(r->dev, r->scratch);
     mt_store_device_close(r->store);
     mt_mutex_close(&r->mu);
-    free(r->homes);
+    free(r->units);
     free(r);
 }
 
@@ -116,22 +116,22 @@ static unsigned visiting(const mt_resident *r, int unit)
 
 static mt_status homes_grow(mt_resident *r, int n)
 {
-    home **grown;
+    settled **grown;
 
-    if (n <= r->n_homes)
+    if (n <= r->n_units)
         return MT_OK;
-    if ((grown = realloc(r->homes, (size_t)n * sizeof(home *))) == NULL)
+    if ((grown = realloc(r->units, (size_t)n * sizeof(settled *))) == NULL)
         return MT_FAIL(MT_ENOMEM, "resident: no memory for %d units", n);
-    for (int u = r->n_homes; u < n; u++)
+    for (int u = r->n_units; u < n; u++)
         grown[u] = NULL;
-    r->homes = grown;
-    r->n_homes = n;
+    r->units = grown;
+    r->n_units = n;
     return MT_OK;
 }
 
-static mt_status home_open(const mt_resident *r, void *mem, home **out)
+static mt_status settled_open(const mt_resident *r, void *mem, settled **out)
 {
-    home     *h = calloc(1, sizeof *h);
+    settled  *h = calloc(1, sizeof *h);
     mt_status st;
 
     if (h == NULL)
@@ -143,13 +143,13 @@ static mt_status home_open(const mt_resident *r, void *mem, home **out)
     return MT_OK;
 
 fail:
-    home_close(r, h);
+    settled_close(r, h);
     return st;
 }
 
 mt_status mt_resident_settle(mt_resident *r, int unit, void *mem)
 {
-    home     *h = NULL;
+    settled  *h = NULL;
     mt_status st;
 
     if (unit < 0 || unit >= mt_store_units(r->store) || mem == NULL)
@@ -158,33 +158,33 @@ mt_status mt_resident_settle(mt_resident *r, int unit, void *mem)
     if (mt_resident_mem(r, unit) != NULL)
         return MT_FAIL(MT_ESTATE, "unit %s is settled already", mt_store_name(r->store, unit));
     MT_TRY(homes_grow(r, mt_store_units(r->store)));
-    MT_TRY(home_open(r, mem, &h));
+    MT_TRY(settled_open(r, mem, &h));
     MT_TRY(mt_store_move(r->store, unit, &mt_home_vram, r));
-    r->homes[unit] = h;
+    r->units[unit] = h;
     return MT_OK;
 
 fail:
-    home_close(r, h);
+    settled_close(r, h);
     return st;
 }
 
-static mt_status find(const mt_resident *r, int unit, home **out)
+static mt_status find(const mt_resident *r, int unit, settled **out)
 {
-    if (unit < 0 || unit >= r->n_homes || r->homes[unit] == NULL)
+    if (unit < 0 || unit >= r->n_units || r->units[unit] == NULL)
         return MT_FAIL(MT_EINVAL, "unit %d (%s) is not settled", unit,
                        mt_store_name(r->store, unit));
-    *out = r->homes[unit];
+    *out = r->units[unit];
     return MT_OK;
 }
 
 void *mt_resident_mem(const mt_resident *r, int unit)
 {
-    return unit >= 0 && unit < r->n_homes && r->homes[unit] != NULL ? r->homes[unit]->mem : NULL;
+    return unit >= 0 && unit < r->n_units && r->units[unit] != NULL ? r->units[unit]->mem : NULL;
 }
 
 mt_status mt_resident_at(mt_resident *r, int unit, int param, mt_plane p, void **out)
 {
-    home     *h;
+    settled  *h;
     mt_status st;
 
     MT_TRY(find(r, unit, &h));
@@ -218,7 +218,7 @@ static size_t own_bytes(const mt_resident *r, int unit, int param, mt_plane p, s
 }
 
 /* Under mu. Behind all that was put for the unit. */
-static mt_status record_done(mt_resident *r, home *h, int unit)
+static mt_status record_done(mt_resident *r, settled *h, int unit)
 {
     mt_status st = r->dev->ops->record(r->queue, h->done);
 
@@ -229,7 +229,7 @@ static mt_status record_done(mt_resident *r, home *h, int unit)
 }
 
 /* On the host. */
-static mt_status wait_done(mt_resident *r, const home *h, int unit)
+static mt_status wait_done(mt_resident *r, const settled *h, int unit)
 {
     return mt_watch_event(mt_store_watch(r->store), h->done, mt_store_name(r->store, unit), DONE);
 }
@@ -243,7 +243,7 @@ static mt_status wait_drained(mt_resident *r)
 /* ---- weights up ------------------------------------------------------------------------- */
 
 /* FREED: compute on the weights that are overwritten was put in run before. */
-static mt_status wait_freed(mt_resident *r, home *h, int unit, mt_queue *run)
+static mt_status wait_freed(mt_resident *r, settled *h, int unit, mt_queue *run)
 {
     mt_status st;
 
@@ -256,7 +256,7 @@ fail:
 }
 
 /* Under mu. All that is AHEAD is STORING when it is put, so a write from then on is AHEAD again. */
-static mt_status put_weights(mt_resident *r, home *h, int unit, mt_queue *run)
+static mt_status put_weights(mt_resident *r, settled *h, int unit, mt_queue *run)
 {
     size_t    bytes = mt_store_hi_bytes(r->store, unit);
     void     *hi;
@@ -284,7 +284,7 @@ static int is_ahead(const mt_resident *r, int unit)
 }
 
 /* Under mu. Nothing to do when somebody was here before. run NULL: the queue has waited for it. */
-static mt_status put_fetch(mt_resident *r, home *h, int unit, mt_queue *run)
+static mt_status put_fetch(mt_resident *r, settled *h, int unit, mt_queue *run)
 {
     mt_status st;
 
@@ -296,19 +296,19 @@ static mt_status put_fetch(mt_resident *r, home *h, int unit, mt_queue *run)
                        mt_store_name(r->store, unit));
     mt_mirror_tell(r->store, unit, -1, HI, MT_MIRROR_STORE);
     st = put_weights(r, h, unit, run);
-    mt_mirror_tell(r->store, unit, -1, HI, st == MT_OK ? MT_MIRROR_STORED : MT_MIRROR_WRITTEN);
+    mt_mirror_tell(r->store, unit, -1, HI, st == MT_OK ? MT_MIRROR_STORED : MT_MIRROR_SET);
     return st;
 }
 
 /* The ledger is told as by the stream's mover: host writers wait until the copy is over. */
-static mt_status fetch(mt_resident *r, home *h, int unit, mt_queue *run)
+static mt_status fetch(mt_resident *r, settled *h, int unit, mt_queue *run)
 {
     uint64_t  version;
     mt_status st, end;
 
     MT_TRY(mt_ledger_fetch_begin(r->store, unit, &version));
     mt_lock(&r->mu);
-    assert_home(r, h, unit);
+    assert_settled(r, h, unit);
     if ((st = put_fetch(r, h, unit, run)) != MT_OK)
         mt_ledger_fault(r->store, st, mt_last_error());
     end = mt_ledger_fetching(r->store, unit, r->queue);
@@ -335,7 +335,7 @@ fail:
 
 mt_status mt_resident_await(mt_resident *r, int unit, mt_queue *run)
 {
-    home     *h;
+    settled  *h;
     mt_status st;
 
     MT_TRY(find(r, unit, &h));
@@ -374,7 +374,7 @@ fail:
 
 mt_status mt_resident_take(mt_resident *r, int unit, mt_queue *run)
 {
-    home     *h;
+    settled  *h;
     mt_status st;
 
     MT_TRY(find(r, unit, &h));
@@ -396,26 +396,26 @@ static mt_status home_come(void *arg, int unit, const int *params, int n, mt_que
     mt_resident *r = arg;
     int          passes = mt_store_passes(r->store, unit);
     mt_event    *taken;
-    home        *h;
+    settled     *h;
     mt_status    st;
 
     MT_TRY(find(r, unit, &h));
     mt_lock(&r->mu);
-    assert_home(r, h, unit);
+    assert_settled(r, h, unit);
     if (!passes)                         /* else there is no host copy */
         mt_mirror_change(r->store, unit, params, n, 1u << MT_PLANE_GRAD);
     taken = passes && r->updated != NULL ? r->updated : h->done;
     mt_unlock(&r->mu);
-    /* TAKEN: the update before reads what d2h is about to write. Lent memory was lent before to a
+    /* SPENT: the update before reads what d2h is about to write. Lent memory was lent before to a
      * unit whose update is in the queue by now. */
-    if (!mt_skips(r->cx, MT_EDGE_TAKEN))
+    if (!mt_skips(r->cx, MT_EDGE_SPENT))
         MT_TRY(r->dev->ops->wait(d2h, taken));
 fail:
     return st;
 }
 
 /* Under mu. A guest's states are copied up before, and down behind. */
-static mt_status put_update(mt_resident *r, home *h, const mt_update_job *u, float clip)
+static mt_status put_update(mt_resident *r, settled *h, const mt_update_job *u, float clip)
 {
     const unsigned    kept = 1u << MT_PLANE_GRAD | 1u << MT_PLANE_ACC, away = visiting(r, u->unit);
     const mt_dev_ops *v = r->dev->ops;
@@ -446,12 +446,12 @@ fail:
 mt_status mt_resident_put(mt_resident *r, const mt_update_job *u, float clip)
 {
     int       wait;
-    home     *h;
+    settled  *h;
     mt_status st;
 
     MT_TRY(find(r, u->unit, &h));
     mt_lock(&r->mu);
-    assert_home(r, h, u->unit);
+    assert_settled(r, h, u->unit);
     r->lifted = 0;
     st = mt_mirror_any(r->store, u->unit, -1, ~HI, IS(AHEAD) | IS(TORN))
        ? MT_FAIL(MT_ESTATE, "unit %s was settled, and its planes were not taken",
@@ -512,7 +512,7 @@ static mt_status put_copies(mt_resident *r, int unit, int param, unsigned planes
             if (up ? (param < 0 || i == param) && own_bytes(r, unit, i, (mt_plane)p, &skip) > 0
                    : mt_mirror_any(r->store, unit, i, 1u << p, wanted))
                 MT_TRY(put_copy(r, unit, i, (mt_plane)p, up));
-    return record_done(r, r->homes[unit], unit);
+    return record_done(r, r->units[unit], unit);
 fail:
     return st;
 }
@@ -524,11 +524,11 @@ static mt_status copy(mt_resident *r, int unit, int param, unsigned planes, int 
     mt_status    st;
 
     mt_lock(&r->mu);
-    assert_home(r, r->homes[unit], unit);
+    assert_settled(r, r->units[unit], unit);
     st = put_copies(r, unit, param, planes, up);
     mt_unlock(&r->mu);
     if (st == MT_OK)
-        st = wait_done(r, r->homes[unit], unit);
+        st = wait_done(r, r->units[unit], unit);
     (void)mt_watch_asks(ask);
     return st;
 }
@@ -604,7 +604,7 @@ static void note_sums(const mt_resident *r, int unit)
 
 mt_status mt_resident_unsettle(mt_resident *r, int unit, int grads)
 {
-    home     *h;
+    settled  *h;
     mt_status st;
 
     MT_TRY(find(r, unit, &h));
@@ -620,9 +620,9 @@ mt_status mt_resident_unsettle(mt_resident *r, int unit, int grads)
     mt_lock(&r->mu);
     if (r->updated == h->done)
         r->updated = NULL;
-    r->homes[unit] = NULL;
+    r->units[unit] = NULL;
     mt_unlock(&r->mu);
-    home_close(r, h);
+    settled_close(r, h);
 fail:
     return st;
 }

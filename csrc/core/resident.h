@@ -22,7 +22,7 @@
  *   ASKED    the queue waits for compute launched before step() recorded on run, by step()
  *   FREED    the queue waits for compute that used the slot     recorded on run, by the await that
  *            before weights are fetched over                    finds them written from outside
- *   TAKEN    d2h waits for the update that reads a gradient     the event of STEPPED; where
+ *   SPENT    d2h waits for the update that reads a gradient     the event of STEPPED; where
  *            before it writes the next one                      gradients pass, of the last update
  *                                                               put: memory was another unit's
  *   FETCHED  who gives the weights' host memory back waits on   recorded on the queue, behind the
@@ -47,16 +47,17 @@ mt_status mt_resident_open (mt_context *cx, mt_resident **out);
 void      mt_resident_close(mt_resident *r);
 
 /* mem: device memory of the unit's hi_bytes, which nobody else uses until the unit is unsettled.
- * What the host has is to be taken before the unit's next hand-over or update; a guest is invited
- * before that. MT_ESTATE when the unit is settled. */
+ * mt_resident_take follows before the unit's next hand-over or update, and mt_arrive_invite of a
+ * guest before that. MT_ESTATE when the unit is settled. */
 mt_status mt_resident_settle(mt_resident *r, int unit, void *mem);
 /* Its mem; NULL: it is not settled. */
 void     *mt_resident_mem   (const mt_resident *r, int unit);
-/* What the host has ahead goes up, and the memory of host copies but GRAD's is given back, claimed
- * or not. Returns when that is done. Waits for updates that are announced, and a save. */
+/* What the host has ahead goes to the device, and the memory of host copies but GRAD's is given
+ * back, claimed or not. Returns when that is done. Waits for updates that are announced, and a
+ * save. */
 mt_status mt_resident_take(mt_resident *r, int unit, mt_queue *run);
 /* All planes of the unit come down, and the host's are the true ones: mem is the caller's again.
- * grads 0: its gradients are nobody's any more, and what the host has in their place stays. The
+ * grads 0: its gradients are nobody's any more, and what the host has instead stays. The
  * unit is no guest any more. Waits for what is announced of the unit, and a save. On failure
  * (MT_ENOMEM: the host has no memory for them) it is settled as before. */
 mt_status mt_resident_unsettle(mt_resident *r, int unit, int grads);

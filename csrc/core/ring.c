@@ -1,124 +1,375 @@
-/* ring.c — buffers that pieces of the file go through: read, used, and written or copied on. */
-#include "disk_impl.h"
+/* ring.c — states of buffers, requests for what is in them, and what their ends bring about. */
+#include "ring.h"
 
+#include "arena.h"
 #include "clock.h"
 
 #include <stdlib.h>
 
-/* What may follow a state; printed in disk_impl.h. */
-#define IS(x) (1u << MT__##x)
-static const unsigned char follows[] = {
-    [MT__FREE] = IS(READING), [MT__READING] = IS(READY) | IS(FREE),
-    [MT__READY] = IS(TAKEN) | IS(FREE), [MT__TAKEN] = IS(WRITING) | IS(COPYING) | IS(FREE),
-    [MT__WRITING] = IS(FREE), [MT__COPYING] = IS(FREE),
+struct mt_buffer {
+    mt_ring         *ring;               /* these four: constant */
+    int              number;
+    void            *mem;
+    mt_arena         memory;
+    mt_buffer_state  at, then;           /* then: when its requests are over. The lock, as below */
+    const mt_layout *lay;                /* what it has, or will; NULL: nothing */
+    int              piece;
+    unsigned         sections;           /* of it, a bit each */
+    mt_request       r[MT_SECTIONS];     /* under way when READING, DROPPED or WRITING */
+    int              left;               /* of these */
+    mt_post          post;               /* of them */
+    uint64_t         turn;               /* reads of a ring are counted */
+    uint64_t         begun_ns;
 };
 
-int mt__may_follow(mt__at from, mt__at to)
+struct mt_ring {
+    mt_rings     *all;                   /* these two: constant, but for `ahead` */
+    mt_ring_how   how;
+    mt_buffer   **buffers;               /* [n] the lock, as all below */
+    int           n;
+    uint64_t      turns;
+    mt_ring      *next;
+};
+
+struct mt_rings {
+    mt_store       *store;               /* these three: constant */
+    mt_timeline    *timeline;
+    mt_blocks      *file;
+    mt_mutex        mu;                  /* the lock */
+    pthread_cond_t  changed;             /* requests of a buffer are over, or a buffer is free */
+    mt_ring        *first;               /* mu, as all below. The latest */
+    int             failed;
+    uint64_t        recorded_ns;         /* the lane's records reach up to here */
+    mt_rings_stats  stats;
+};
+
+/* ---- states ------------------------------------------------------------------------------- */
+
+#define IS(x) (1u << MT_BUFFER_##x)
+#define READS (IS(READING) | IS(DROPPED))
+
+/* What may follow a state; printed in ring.h. */
+static const unsigned char follows[MT_BUFFER_STATES] = {
+    [MT_BUFFER_FREE] = IS(READING) | IS(TAKEN),
+    [MT_BUFFER_READING] = IS(READY) | IS(TAKEN) | IS(DROPPED),
+    [MT_BUFFER_DROPPED] = IS(FREE),
+    [MT_BUFFER_READY] = IS(TAKEN) | IS(FREE),
+    [MT_BUFFER_TAKEN] = IS(READING) | IS(WRITING) | IS(COPYING) | IS(READY) | IS(FREE),
+    [MT_BUFFER_WRITING] = IS(TAKEN) | IS(FREE),
+    [MT_BUFFER_COPYING] = IS(FREE),
+};
+
+int mt_buffer_may(mt_buffer_state from, mt_buffer_state to)
 {
     return follows[from] >> to & 1;
 }
 
-void mt__buffer_to(mt__buffer *b, mt__at at)
+void mt_buffer_to(mt_buffer *b, mt_buffer_state to)
 {
-    MT_ASSERT(mt_holds(&b->ring->disk->mu));
-    MT_ASSERT(mt__may_follow(b->at, at));
-    b->at = at;
+    MT_ASSERT(mt_holds(&b->ring->all->mu));
+    MT_ASSERT(mt_buffer_may(b->at, to));
+    b->at = to;
+    if (to == MT_BUFFER_FREE)
+        b->lay = NULL;
 }
 
-mt_status mt__ring_open(mt__ring *r, mt_disk *d, int n, char *mem, size_t each, unsigned sections,
-                        const char *reads)
+void mt_buffer_leave(mt_buffer *b)
 {
-    *r = (mt__ring){ .disk = d, .sections = sections, .reads = reads };
-    if ((r->buffers = calloc((size_t)n, sizeof *r->buffers)) == NULL)
-        return MT_FAIL(MT_ENOMEM, "disk: no memory to describe %d buffers", n);
-    for (r->n = 0; r->n < n; r->n++)
-        r->buffers[r->n] = (mt__buffer){ .ring = r, .mem = mem + (size_t)r->n * each,
-                                         .unit = -1 };
-    return MT_OK;
+    if (b->at == MT_BUFFER_READING)
+        mt_buffer_to(b, MT_BUFFER_DROPPED);
+    else if (b->at == MT_BUFFER_READY || b->at == MT_BUFFER_TAKEN)
+        mt_buffer_to(b, MT_BUFFER_FREE);
+    b->then = MT_BUFFER_FREE;
 }
 
-mt__buffer *mt__ring_find(const mt__ring *r, unsigned states, int unit, int piece)
+mt_buffer_state mt_buffer_is(const mt_buffer *b)
+{
+    return b->at;
+}
+
+int mt_buffer_unit(const mt_buffer *b)
+{
+    return b->lay != NULL ? b->lay->unit : -1;
+}
+
+int mt_buffer_has(const mt_buffer *b, const mt_layout *l, int piece, unsigned sections)
+{
+    return b->lay == l && b->piece == piece && b->sections == sections;
+}
+
+int mt_buffer_number(const mt_buffer *b)
+{
+    return b->number;
+}
+
+void *mt_buffer_mem(const mt_buffer *b)
+{
+    return b->mem;
+}
+
+/* What moves has requests, and what is not free a piece. */
+static void assert_state(const mt_rings *all)
+{
+    if (!MT_IS_CHECKED)
+        return;
+    MT_ASSERT(mt_holds(&all->mu));
+    for (const mt_ring *r = all->first; r != NULL; r = r->next)
+        for (int i = 0; i < r->n; i++) {
+            const mt_buffer *b = r->buffers[i];
+
+            MT_ASSERT(b->ring == r && b->number == i);
+            MT_ASSERT(((READS | IS(WRITING)) >> b->at & 1) == (b->left > 0));
+            MT_ASSERT((b->lay == NULL) == (b->at == MT_BUFFER_FREE) || b->at == MT_BUFFER_TAKEN);
+            MT_ASSERT(b->lay == NULL || b->piece < b->lay->n);
+        }
+}
+
+/* ---- what others do ----------------------------------------------------------------------- */
+
+mt_buffer *mt_ring_nth(const mt_ring *r, int i)
+{
+    return i < r->n ? r->buffers[i] : NULL;
+}
+
+mt_buffer *mt_ring_find(const mt_ring *r, unsigned states, int unit, int piece)
 {
     for (int i = 0; i < r->n; i++) {
-        mt__buffer *b = &r->buffers[i];
+        mt_buffer *b = r->buffers[i];
 
-        if ((states >> b->at & 1) && (unit < 0 || b->unit == unit) &&
+        if ((states >> b->at & 1) && (unit < 0 || mt_buffer_unit(b) == unit) &&
             (piece < 0 || b->piece == piece))
             return b;
     }
     return NULL;
 }
 
-void mt__ring_assert(const mt__ring *r)
+/* but: a ring that is left out; NULL: none. */
+static int is_under_way(const mt_rings *all, const mt_ring *but, unsigned states, int unit,
+                        int piece)
 {
-    const mt_disk *d = r->disk;
+    for (const mt_ring *r = all->first; r != NULL; r = r->next)
+        if (r != but && mt_ring_find(r, states, unit, piece) != NULL)
+            return 1;
+    return 0;
+}
 
-    if (!MT_IS_CHECKED)
-        return;
-    MT_ASSERT(mt_holds(&d->mu));
+int mt_rings_meets(const mt_rings *all, int unit, int piece, int write)
+{
+    return is_under_way(all, NULL, IS(WRITING) | (write ? READS : 0), unit, piece);
+}
+
+int mt_ring_others_read(const mt_ring *r, int unit)
+{
+    return is_under_way(r->all, r, READS, unit, -1);
+}
+
+void mt_ring_drop(mt_ring *r, int unit, const mt_buffer *before)
+{
     for (int i = 0; i < r->n; i++) {
-        const mt__buffer *b = &r->buffers[i];
-        int               moves = b->at == MT__READING || b->at == MT__WRITING;
+        mt_buffer *b = r->buffers[i];
 
-        MT_ASSERT(b->ring == r && (moves ? b->left > 0 : b->left == 0));
-        MT_ASSERT(b->at == MT__FREE || (b->unit >= 0 && b->unit < d->n_units &&
-                                        b->piece < d->units[b->unit].lay->n_pieces));
+        if (((IS(READING) | IS(READY)) >> b->at & 1) && (unit < 0 || mt_buffer_unit(b) == unit) &&
+            (before == NULL || b->turn < before->turn))
+            mt_buffer_leave(b);
     }
+}
+
+void mt_ring_drop_others(mt_ring *r, int unit)
+{
+    for (mt_ring *o = r->all->first; o != NULL; o = o->next)
+        if (o != r)
+            mt_ring_drop(o, unit, NULL);
+}
+
+int mt_rings_failed(const mt_rings *all)
+{
+    return all->failed;
+}
+
+void mt_rings_ahead(mt_rings *all)
+{
+    assert_state(all);
+    for (mt_ring *r = all->first; r != NULL && !all->failed; r = r->next)
+        if (r->how.ahead != NULL)
+            r->how.ahead(r->how.arg);
+}
+
+/* ---- requests ----------------------------------------------------------------------------- */
+
+/* Records of the lane follow each other: a request's begins where the one before ended, at the
+ * earliest. A section that was never written is not read. */
+static void record(mt_rings *all, const mt_buffer *b, const mt_request *q)
+{
+    mt_span span;
+
+    if (q->moved == 0)
+        return;
+    mt_timeline_begin(all->timeline, &span, MT_LANE_DISK, q->write ? MT_WORK_WRITE : MT_WORK_READ,
+                      b->lay->unit, NULL);
+    span.r.begin_ns = b->begun_ns > all->recorded_ns ? b->begun_ns : all->recorded_ns;
+    mt_timeline_end(all->timeline, &span, q->moved, NULL);
+    all->recorded_ns = mt_now_ns();
 }
 
 /* On a thread of the file's. */
 static void over(mt_request *q)
 {
-    mt__buffer *b = q->arg;
-    mt_disk    *d = b->ring->disk;
+    mt_buffer *b = q->arg;
+    mt_rings  *all = b->ring->all;
 
-    mt__disk_tell(d, b->unit, b->piece, q);   /* before anybody is woken: they look for the fault */
-    mt_lock(&d->mu);
-    mt__disk_note(d, b->unit, q, b->begun_ns);
+    mt_layout_tell(b->lay, b->piece, q); /* before anybody is woken: they look for the fault */
+    mt_lock(&all->mu);
+    all->failed |= q->st != MT_OK;
+    *(q->write ? &all->stats.written_bytes : &all->stats.read_bytes) += q->moved;
+    record(all, b, q);
     if (--b->left == 0) {
-        mt_watch_end(mt_store_watch(d->store), &b->post, q->st);
-        mt__buffer_to(b, q->write || b->dropped || d->failed ? MT__FREE : MT__READY);
-        mt__disk_ahead(d);
-        pthread_cond_broadcast(&d->changed);
+        mt_watch_end(mt_store_watch(all->store), &b->post, q->st);
+        mt_buffer_to(b, b->then);
+        mt_rings_ahead(all);
+        pthread_cond_broadcast(&all->changed);
     }
-    mt_unlock(&d->mu);
+    mt_unlock(&all->mu);
 }
 
-void mt__ring_put(mt__buffer *b, int unit, int piece, int write)
+void mt_ring_put(mt_buffer *b, const mt_layout *l, int piece, unsigned sections, int write,
+                 mt_buffer_state then)
 {
-    mt_disk         *d = b->ring->disk;
-    const mt__piece *c = &d->units[unit].lay->pieces[piece];
-    unsigned         sections = 0;
+    mt_ring  *r = b->ring;
+    mt_rings *all = r->all;
 
-    for (int k = 0; k < MT__SECTIONS; k++)
-        sections |= (b->ring->sections >> k & 1) && c->section[k].bytes > 0 ? 1u << k : 0;
-    mt__buffer_to(b, write ? MT__WRITING : MT__READING);
-    b->unit = unit;
+    mt_buffer_to(b, write ? MT_BUFFER_WRITING : MT_BUFFER_READING);
+    b->then = then;
+    b->lay = l;
     b->piece = piece;
-    b->dropped = 0;
+    b->sections = sections;
+    b->turn = ++r->turns;
     b->begun_ns = mt_now_ns();
-    b->left = __builtin_popcount(sections);
-    mt_watch_begin(mt_store_watch(d->store), &b->post, "disk", mt_store_name(d->store, unit),
-                   write ? "a piece to be written" : b->ring->reads);
-    for (int k = 0; k < MT__SECTIONS; k++) {
-        if (!(sections >> k & 1))
-            continue;
-        b->r[k] = mt__disk_request(d, unit, piece, k, write, b->mem + c->section[k].from);
+    for (int k = 0; k < MT_SECTIONS; k++)
+        b->left += (sections >> k & 1) && l->pieces[piece].section[k].bytes > 0;
+    MT_ASSERT(b->left > 0);
+    mt_watch_begin(mt_store_watch(all->store), &b->post, "disk",
+                   mt_store_name(all->store, l->unit), write ? r->how.writes : r->how.reads);
+    for (int k = 0; k < MT_SECTIONS; k++) {
+        b->r[k] = mt_layout_request(l, piece, k, write, b->mem);
         b->r[k].done = over;
         b->r[k].arg = b;
-        d->file->ops->put(d->file, &b->r[k]);
+        if ((sections >> k & 1) && b->r[k].bytes > 0)
+            all->file->ops->put(all->file, &b->r[k]);
     }
 }
 
-void mt__ring_drop(mt__ring *r, int unit, uint64_t turn)
-{
-    for (int i = 0; i < r->n; i++) {
-        mt__buffer *b = &r->buffers[i];
+/* ---- open and close ----------------------------------------------------------------------- */
 
-        if ((unit >= 0 && b->unit != unit) || b->turn >= turn)
-            continue;
-        if (b->at == MT__READY)
-            mt__buffer_to(b, MT__FREE);
-        b->dropped = 1;
+mt_status mt_rings_open(const mt_context *cx, mt_blocks *file, mt_rings **out)
+{
+    mt_rings *all = calloc(1, sizeof *all);
+    mt_status st;
+
+    if (all == NULL)
+        return MT_FAIL(MT_ENOMEM, "disk: calloc(%zu)", sizeof *all);
+    *all = (mt_rings){ .store = cx->store, .timeline = cx->timeline, .file = file };
+    mt_mutex_open(&all->mu, MT_RANK_DISK);
+    if ((st = mt_watch_cond(&all->changed)) == MT_OK)
+        *out = all;
+    else
+        mt_rings_close(all);
+    return st;
+}
+
+void mt_rings_close(mt_rings *all)
+{
+    if (all == NULL)
+        return;
+    MT_ASSERT(all->first == NULL);
+    pthread_cond_destroy(&all->changed);
+    mt_mutex_close(&all->mu);
+    free(all);
+}
+
+mt_mutex *mt_rings_mu(mt_rings *all)
+{
+    return &all->mu;
+}
+
+mt_status mt_rings_until(mt_rings *all, int (*met)(void *arg), void *arg, int unit,
+                         const char *awaits)
+{
+    return mt_watch_until(mt_store_watch(all->store), &all->changed, &all->mu, met, arg,
+                          mt_store_name(all->store, unit), awaits);
+}
+
+mt_rings_stats mt_rings_count(const mt_rings *all)
+{
+    return all->stats;
+}
+
+mt_status mt_ring_open(mt_rings *all, const mt_ring_how *how, mt_ring **out)
+{
+    mt_ring *r = calloc(1, sizeof *r);
+
+    if (r == NULL)
+        return MT_FAIL(MT_ENOMEM, "%s: calloc(%zu)", how->name, sizeof *r);
+    *r = (mt_ring){ .all = all, .how = *how };
+    mt_lock(&all->mu);
+    r->next = all->first;
+    all->first = r;
+    mt_unlock(&all->mu);
+    *out = r;
+    return MT_OK;
+}
+
+static void buffer_free(mt_buffer *b)
+{
+    mt_arena_close(&b->memory);
+    free(b);
+}
+
+void mt_ring_close(mt_ring *r)
+{
+    mt_ring **at;
+
+    if (r == NULL)
+        return;
+    mt_lock(&r->all->mu);
+    r->how.ahead = NULL;
+    while (mt_ring_find(r, READS | IS(WRITING), -1, -1) != NULL)
+        mt_cond_wait(&r->all->changed, &r->all->mu);
+    for (at = &r->all->first; *at != r; at = &(*at)->next)
+        ;
+    *at = r->next;
+    for (int i = 0; i < r->n; i++)
+        r->all->stats.buffer_bytes -= r->buffers[i]->memory.bytes;
+    mt_unlock(&r->all->mu);
+    for (int i = 0; i < r->n; i++)
+        buffer_free(r->buffers[i]);
+    free(r->buffers);
+    free(r);
+}
+
+mt_status mt_ring_add(mt_ring *r, size_t bytes, mt_dev *dev)
+{
+    mt_buffer  *b = calloc(1, sizeof *b), **grown;
+    mt_status   st;
+
+    if (b == NULL)
+        return MT_FAIL(MT_ENOMEM, "%s: calloc(%zu)", r->how.name, sizeof *b);
+    if ((st = mt_arena_open(&b->memory, bytes, NULL, dev, r->how.name,
+                            mt_store_bytes(r->all->store, MT_PLANE_COUNT))) != MT_OK) {
+        buffer_free(b);
+        return st;
     }
+    mt_lock(&r->all->mu);
+    if ((grown = realloc(r->buffers, (size_t)(r->n + 1) * sizeof(mt_buffer *))) != NULL) {
+        b->ring = r;
+        b->mem = b->memory.base;
+        b->number = r->n;
+        r->buffers = grown;
+        r->buffers[r->n++] = b;
+        r->all->stats.buffer_bytes += b->memory.bytes;
+    }
+    mt_unlock(&r->all->mu);
+    if (grown != NULL)
+        return MT_OK;
+    buffer_free(b);
+    return MT_FAIL(MT_ENOMEM, "%s: no memory to list them", r->how.name);
 }

@@ -1,7 +1,7 @@
-/* spill.c — blocks go round: filled by the device and written, or read and emptied by the device.
+/* spill.c — bays go round: filled by the device and written, or read and emptied by the device.
  *
  * Our thread waits for the device, in the order in which the copies were put; what may begin then
- * is begun by it. Whoever sets a block free puts the next read, which takes no time. Nothing that
+ * is begun by it. Whoever sets a bay free puts the next read, which takes no time. Nothing that
  * the device has to do is put here, and nothing is called under mu that waits for the device: a
  * queue that is full waits for us.
  */
@@ -14,18 +14,19 @@
 #include <stdio.h>
 #include <stdlib.h>
 
-typedef struct owed {                    /* a wait of our thread's for copies. mu */
+typedef struct owed {                    /* a wait for copies that our thread owes a bay. mu */
     mt_job        node;
-    int           n;                     /* so many are not over: changed by count alone */
-    struct block *block;
+    int           n;                     /* so many copies are not over; changed by `count` alone */
+    struct bay   *bay;
 } owed;
 
-typedef struct block {
-    mt_swap_block b;                     /* opened and closed by whoever holds swap's lock */
-    mt_spilled   *owner;                 /* NULL: nobody's. mu, as all below */
-    owed          filled, landed;        /* its owner's copies out, and copies back */
-    struct block *next;
-} block;
+typedef struct bay {
+    mt_bay        b;                     /* opened and closed under swap's lock */
+    mt_spilled   *holds;                 /* whose bytes it has, or will; NULL: nobody's. mu, as
+                                          * what follows */
+    owed          filled, landed;        /* waits for copies out that fill it, and back from it */
+    struct bay   *next;
+} bay;
 
 /* spill.h says what they mean. */
 enum { NONE, FILLED, LANDED, BOTH };
@@ -46,23 +47,23 @@ static const unsigned next_waits[] = {
     [BOTH] = 1 << LANDED | 1 << BOTH,
 };
 
-struct mt_spilled {                      /* all under mu, but for what is constant */
+struct mt_spilled {                      /* mu, but for what is constant */
     mt_spill   *spill;                   /* these four: constant */
     int         unit;
     uint64_t    number;
-    size_t      bytes;                   /* whole MT_BLOCK_ALIGN */
-    block      *block;                   /* that it owns; NULL: the file alone has it */
+    size_t      bytes;                   /* a multiple of MT_BLOCK_ALIGN */
+    bay        *bay;                     /* that has its bytes; NULL: the file alone has it */
     mt_place   *place;
     stage       at;
-    int         wanted;                  /* brought, and copies back not put yet: the block stays */
-    int         dropped;                 /* goes when it is FILLING, WRITING or READING no more */
+    int         wanted;                  /* brought, and copies back not put yet: the bay stays */
+    int         dropped;                 /* goes once it is not FILLING, WRITING or READING */
     int         told;                    /* LOST: mt_spill_new has said so */
-    mt_status   st;                      /* UNREAD, LOST: of the request that failed; MT_OK: none */
+    mt_status   st;                      /* UNREAD, LOST: why its request failed */
     char        text[400];
     mt_request  r;                       /* under way when WRITING or READING */
     uint64_t   *sums;
-    uint64_t    begun_ns;                /* the request */
-    mt_post     post;                    /* of the request */
+    uint64_t    begun_ns;                /* when the request was put */
+    mt_post     post;                    /* the request, for the watchdog */
     mt_spilled *older, *newer;
 };
 
@@ -73,15 +74,16 @@ struct mt_spill {
     mt_store       *store;
     mt_blocks      *file;
     mt_timeline    *timeline;
-    int             n_blocks;            /* at most */
+    int             n_bays;              /* so many bays are made at most */
     mt_mutex        mu;
-    mt_worker       worker;              /* of what is owed. news: a block, a request too */
-    block          *blocks;              /* mu, as all below. The list itself: swap's lock too */
-    int             made;                /* of those */
+    mt_worker       worker;              /* does what is owed. news: a bay came free, too, or a
+                                          * request ended */
+    bay            *bays;                /* mu, as all below; the list: swap's lock too */
+    int             made;                /* so many bays are there */
     mt_spilled     *newest;
     mt_places       places;
     uint64_t        cursor;              /* a bundle's number; 0: nothing is read ahead */
-    int             requests;            /* under way */
+    int             requests;            /* so many are under way */
     uint64_t        recorded_ns;         /* the lane's records reach up to here */
     mt_spill_stats  stats;
 };
@@ -100,19 +102,19 @@ static void become(mt_spilled *k, stage to)
     k->at = to;
 }
 
-static unsigned waits_of(const block *b)
+static unsigned waits_of(const bay *b)
 {
     return (b->filled.n > 0 ? FILLED : NONE) | (b->landed.n > 0 ? LANDED : NONE);
 }
 
-/* One more wait, or one less. Without DRAINED a block may be filled anew while it is emptied. */
+/* One more wait, or one less. Without DRAINED a bay may be filled anew while it is emptied. */
 static void count(const mt_spill *s, owed *o, int more)
 {
-    unsigned before = waits_of(o->block);
+    unsigned before = waits_of(o->bay);
 
     MT_ASSERT(mt_holds(&s->mu));
     o->n += more;
-    MT_ASSERT(next_waits[before] >> waits_of(o->block) & 1 || mt_skips(s->cx, MT_EDGE_DRAINED));
+    MT_ASSERT(next_waits[before] >> waits_of(o->bay) & 1 || mt_skips(s->cx, MT_EDGE_DRAINED));
 }
 
 /* FILLING, WRITING and READING end by themselves. */
@@ -126,20 +128,20 @@ static void assert_spilled(const mt_spill *s, const mt_spilled *k)
     int needs = k->at == FILLING || k->at == READING ||
                 (k->at == WRITING && !mt_skips(s->cx, MT_EDGE_WRITTEN));
 
-    MT_ASSERT(k->spill == s && (k->block == NULL || k->block->owner == k));
-    MT_ASSERT(k->block != NULL || !needs);
+    MT_ASSERT(k->spill == s && (k->bay == NULL || k->bay->holds == k));
+    MT_ASSERT(k->bay != NULL || !needs);
     MT_ASSERT(k->st == MT_OK || k->at == UNREAD || k->at == LOST);
     MT_ASSERT(!k->dropped || is_under_way(k));
     MT_ASSERT(k->older == NULL || (k->older->newer == k && k->older->number < k->number));
 }
 
-static void assert_block(const block *b)
+static void assert_bay(const bay *b)
 {
-    MT_ASSERT(b->owner == NULL || b->owner->block == b);
-    MT_ASSERT(b->filled.n == 0 || (b->filled.n == 1 && b->owner != NULL &&
-                                   b->owner->at == FILLING));
+    MT_ASSERT(b->holds == NULL || b->holds->bay == b);
+    MT_ASSERT(b->filled.n == 0 || (b->filled.n == 1 && b->holds != NULL &&
+                                   b->holds->at == FILLING));
     MT_ASSERT(b->landed.n >= 0 && b->landed.n <= 2 && (b->landed.n > 0 || !b->landed.node.listed));
-    MT_ASSERT(b->filled.block == b && b->landed.block == b);
+    MT_ASSERT(b->filled.bay == b && b->landed.bay == b);
 }
 
 /* At each door. */
@@ -150,22 +152,22 @@ static void assert_state(const mt_spill *s)
     if (!MT_IS_CHECKED)
         return;
     MT_ASSERT(mt_holds(&s->mu));
-    for (const block *b = s->blocks; b != NULL; b = b->next, made++)
-        assert_block(b);
+    for (const bay *b = s->bays; b != NULL; b = b->next, made++)
+        assert_bay(b);
     for (const mt_spilled *k = s->newest; k != NULL; k = k->older) {
         assert_spilled(s, k);
         requests += k->at == WRITING || k->at == READING;
     }
-    MT_ASSERT(made == s->made && made <= s->n_blocks);
+    MT_ASSERT(made == s->made && made <= s->n_bays);
     MT_ASSERT(requests == s->requests);
 }
 
-/* ---- whose blocks are: under mu --------------------------------------------------------- */
+/* ---- whose bays are: under mu --------------------------------------------------------- */
 
 /* Nothing moves in it, and what it has is nobody's, or in the file, or told to be lost. */
-static int may_go(const mt_spill *s, const block *b)
+static int may_go(const mt_spill *s, const bay *b)
 {
-    const mt_spilled *k = b->owner;
+    const mt_spilled *k = b->holds;
 
     if (b->filled.n > 0 || (b->landed.n > 0 && !mt_skips(s->cx, MT_EDGE_DRAINED)))
         return 0;
@@ -175,19 +177,19 @@ static int may_go(const mt_spill *s, const block *b)
                           (k->at == WRITING && mt_skips(s->cx, MT_EDGE_WRITTEN)));
 }
 
-static void part(block *b)
+static void part(bay *b)
 {
     MT_ASSERT(b->filled.n == 0);
-    if (b->owner != NULL)
-        b->owner->block = NULL;
-    b->owner = NULL;
+    if (b->holds != NULL)
+        b->holds->bay = NULL;
+    b->holds = NULL;
 }
 
-static void join(block *b, mt_spilled *k)
+static void join(bay *b, mt_spilled *k)
 {
     part(b);
-    b->owner = k;
-    k->block = b;
+    b->holds = k;
+    k->bay = b;
 }
 
 static void unlink_spilled(mt_spill *s, mt_spilled *k)
@@ -203,8 +205,8 @@ static void unlink_spilled(mt_spill *s, mt_spilled *k)
 static void forget(mt_spill *s, mt_spilled *k)
 {
     MT_ASSERT(!is_under_way(k));
-    if (k->block != NULL)
-        part(k->block);
+    if (k->bay != NULL)
+        part(k->bay);
     mt_places_give(&s->places, k->place);
     unlink_spilled(s, k);
     free(k->sums);
@@ -259,7 +261,7 @@ static void request_over(mt_request *r)
 
 static void put(mt_spill *s, mt_spilled *k, int write)
 {
-    k->r = (mt_request){ .write = write, .at = k->place->at, .mem = k->block->b.arena.base,
+    k->r = (mt_request){ .write = write, .at = k->place->at, .mem = k->bay->b.arena.base,
                          .bytes = k->bytes, .sums = k->sums, .done = request_over, .arg = k };
     k->begun_ns = mt_now_ns();
     s->requests++;
@@ -269,32 +271,32 @@ static void put(mt_spill *s, mt_spilled *k, int write)
     s->file->ops->put(s->file, &k->r);
 }
 
-static void read_into(mt_spill *s, mt_spilled *k, block *b)
+static void read_into(mt_spill *s, mt_spilled *k, bay *b)
 {
     join(b, k);
     become(k, READING);
     put(s, k, 0);
 }
 
-/* Free for what is needed at that number: not one whose owner is needed sooner. */
-static block *spare(const mt_spill *s, uint64_t number, size_t bytes)
+/* Free for what is needed at that number: not one whose bundle is needed sooner. */
+static bay *spare(const mt_spill *s, uint64_t number, size_t bytes)
 {
-    for (block *b = s->blocks; b != NULL; b = b->next)
+    for (bay *b = s->bays; b != NULL; b = b->next)
         if (may_go(s, b) && b->b.arena.bytes >= bytes &&
-            (b->owner == NULL || b->owner->number >= s->cursor || b->owner->number < number))
+            (b->holds == NULL || b->holds->number >= s->cursor || b->holds->number < number))
             return b;
     return NULL;
 }
 
 static void read_ahead(mt_spill *s)
 {
-    block *b;
+    bay *b;
 
-    /* Broken: a wait for the device failed, so a block that looks idle may not be. */
+    /* Broken: a wait for the device failed, so a bay that looks idle may not be. */
     if (s->cursor == 0 || s->worker.stop || s->worker.failed != MT_OK)
         return;
     for (mt_spilled *k = s->newest; k != NULL; k = k->older) {
-        if (k->number >= s->cursor || k->block != NULL || k->at != STORED)
+        if (k->number >= s->cursor || k->bay != NULL || k->at != STORED)
             continue;
         if ((b = spare(s, k->number, k->bytes)) == NULL)
             return;
@@ -305,9 +307,9 @@ static void read_ahead(mt_spill *s)
 /* ---- our thread ------------------------------------------------------------------------- */
 
 /* Under mu. The copies out of which b was filled are over, unless st says otherwise. */
-static void filled(mt_spill *s, block *b, mt_status st)
+static void filled(mt_spill *s, bay *b, mt_status st)
 {
-    mt_spilled *k = b->owner;
+    mt_spilled *k = b->holds;
 
     if (k->dropped || s->worker.stop || st != MT_OK || s->worker.failed != MT_OK) {
         become(k, LOST);
@@ -319,12 +321,12 @@ static void filled(mt_spill *s, block *b, mt_status st)
     put(s, k, 1);
 }
 
-/* FULL and DRAINED. Without mu: the device takes its time. The block stays: its wait is owed. */
+/* FULL and DRAINED. Without mu: the device takes its time. The bay stays: its wait is owed. */
 static mt_status wait_for_device(void *arg, mt_job *node)
 {
     mt_spill *s = arg;
     owed     *o = (owed *)(void *)node;
-    block    *b = o->block;
+    bay      *b = o->bay;
     int       fills = o == &b->filled;
     mt_status st = MT_OK;
 
@@ -348,17 +350,17 @@ static void owe(mt_spill *s, owed *o)
     (void)mt_worker_submit(&s->worker, &o->node);
 }
 
-/* ---- a block for somebody: under mu, and swap's lock ------------------------------------- */
+/* ---- a bay for somebody: under mu, and swap's lock ------------------------------------- */
 
 /* Of those that may go: nobody's, then what is needed latest. The smallest number is, as long as
  * all is to come in reverse; from the cursor on all has come. */
-static block *choose(const mt_spill *s, size_t bytes)
+static bay *choose(const mt_spill *s, size_t bytes)
 {
-    block   *best = NULL;
+    bay     *best = NULL;
     uint64_t least = UINT64_MAX;
 
-    for (block *b = s->blocks; b != NULL; b = b->next) {
-        uint64_t number = b->owner == NULL ? 0 : 1 + b->owner->number;
+    for (bay *b = s->bays; b != NULL; b = b->next) {
+        uint64_t number = b->holds == NULL ? 0 : 1 + b->holds->number;
 
         if (s->cursor > 0 && number > s->cursor)
             number = 1;
@@ -370,9 +372,9 @@ static block *choose(const mt_spill *s, size_t bytes)
     return best;
 }
 
-static void close_block(mt_spill *s, block *b)
+static void close_bay(mt_spill *s, bay *b)
 {
-    block **at = &s->blocks;
+    bay **at = &s->bays;
 
     while (*at != b)
         at = &(*at)->next;
@@ -381,29 +383,29 @@ static void close_block(mt_spill *s, block *b)
     s->made--;
     part(b);
     s->stats.host_bytes -= b->b.arena.bytes;
-    mt_swap_block_close(&b->b, s->dev, watch_of(s));
+    mt_bay_close(&b->b, s->dev, watch_of(s));
     free(b);
 }
 
 /* Lets go of mu meanwhile: memory is slow to come, and the file's threads go on. */
-static mt_status open_block(mt_spill *s, size_t bytes, block **out)
+static mt_status open_bay(mt_spill *s, size_t bytes, bay **out)
 {
-    block    *b = calloc(1, sizeof *b);
+    bay      *b = calloc(1, sizeof *b);
     size_t    mapped = s->stats.host_bytes;
     mt_status st;
 
     if (b == NULL)
         return MT_FAIL(MT_ENOMEM, "spill: calloc(%zu)", sizeof *b);
     mt_unlock(&s->mu);
-    st = mt_swap_block_open(&b->b, bytes, s->dev, s->pool, mapped);
+    st = mt_bay_open(&b->b, bytes, s->dev, s->pool, mapped);
     mt_lock(&s->mu);
     if (st != MT_OK) {
         free(b);
         return st;
     }
-    b->filled.block = b->landed.block = b;
-    b->next = s->blocks;
-    s->blocks = b;
+    b->filled.bay = b->landed.bay = b;
+    b->next = s->bays;
+    s->bays = b;
     s->made++;
     s->stats.host_bytes += b->b.arena.bytes;
     *out = b;
@@ -411,26 +413,26 @@ static mt_status open_block(mt_spill *s, size_t bytes, block **out)
 }
 
 /* *out NULL: not now. */
-static mt_status try_block(mt_spill *s, size_t bytes, block **out)
+static mt_status try_bay(mt_spill *s, size_t bytes, bay **out)
 {
-    block *small;
+    bay *small;
 
     *out = choose(s, bytes);
-    if (s->made < s->n_blocks && (*out == NULL || (*out)->owner != NULL))
-        return open_block(s, bytes, out);
+    if (s->made < s->n_bays && (*out == NULL || (*out)->holds != NULL))
+        return open_bay(s, bytes, out);
     if (*out == NULL && (small = choose(s, 0)) != NULL) {
-        close_block(s, small);
-        return open_block(s, bytes, out);
+        close_bay(s, small);
+        return open_bay(s, bytes, out);
     }
     return MT_OK;
 }
 
 /* Of a bundle, for wait_until. */
-static int may_have_block(void *arg)
+static int may_have_bay(void *arg)
 {
     const mt_spill *s = ((const mt_spilled *)arg)->spill;
 
-    return s->worker.failed != MT_OK || s->made < s->n_blocks || choose(s, 0) != NULL;
+    return s->worker.failed != MT_OK || s->made < s->n_bays || choose(s, 0) != NULL;
 }
 
 static int is_written(void *arg)
@@ -461,16 +463,16 @@ static mt_status wait_until(mt_spill *s, mt_spilled *k, int (*over)(void *arg), 
     return st;
 }
 
-static mt_status get_block(mt_spill *s, mt_spilled *k, block **out)
+static mt_status get_bay(mt_spill *s, mt_spilled *k, bay **out)
 {
-    block    *b = NULL;
+    bay      *b = NULL;
     mt_status st;
 
     do {
         MT_TRY(mt_worker_failure(&s->worker));
-        MT_TRY(try_block(s, k->bytes, &b));
+        MT_TRY(try_bay(s, k->bytes, &b));
         if (b == NULL)
-            MT_TRY(wait_until(s, k, may_have_block, "host memory for what it keeps (WRITTEN)"));
+            MT_TRY(wait_until(s, k, may_have_bay, "host memory for what it keeps (WRITTEN)"));
     } while (b == NULL);
     *out = b;
 fail:
@@ -533,7 +535,7 @@ fail:
 mt_status mt_spill_new(mt_spill *s, int unit, uint64_t number, size_t bytes, mt_spilled **out)
 {
     mt_spilled *k = NULL;
-    block      *b;
+    bay        *b;
     mt_status   st;
 
     mt_lock(&s->mu);
@@ -541,7 +543,7 @@ mt_status mt_spill_new(mt_spill *s, int unit, uint64_t number, size_t bytes, mt_
     s->cursor = 0;
     MT_TRY(tell_lost(s));
     MT_TRY(make(s, unit, number, bytes, &k));
-    MT_TRY(get_block(s, k, &b));
+    MT_TRY(get_bay(s, k, &b));
     join(b, k);
     MT_TRY(find_room(s, k));
     *out = k;
@@ -562,38 +564,38 @@ mt_status mt_spill_filled(mt_spill *s, mt_spilled *k)
     mt_lock(&s->mu);
     assert_state(s);
     become(k, FILLING);
-    owe(s, &k->block->filled);
+    owe(s, &k->bay->filled);
     if (mt_syncs(s->cx))
         st = wait_until(s, k, is_written, "what it keeps to be written (WRITTEN)");
     mt_unlock(&s->mu);
     return st;
 }
 
-/* Its bytes are in its block, or on their way there. read_ahead leaves it alone:
+/* Its bytes are in its bay, or on their way there. read_ahead leaves it alone:
  * the cursor is on it. */
-static mt_status have_block(mt_spill *s, mt_spilled *k)
+static mt_status have_bay(mt_spill *s, mt_spilled *k)
 {
-    block    *b;
+    bay      *b;
     mt_status st;
 
     MT_TRY(mt_worker_failure(&s->worker));
-    if (k->block == NULL)                /* where WRITTEN is left out: it has one request */
+    if (k->bay == NULL)                  /* where WRITTEN is left out: it has one request */
         MT_TRY(wait_until(s, k, is_written, "what it keeps to be written (WRITTEN)"));
-    if (k->block != NULL || k->st != MT_OK)      /* it is told next, or what it has is lost */
+    if (k->bay != NULL || k->st != MT_OK)        /* it is told next, or what it has is lost */
         return MT_OK;
-    MT_TRY(get_block(s, k, &b));
+    MT_TRY(get_bay(s, k, &b));
     read_into(s, k, b);
 fail:
     return st;
 }
 
-/* A block whose read failed has nothing; a place that was written may be read again. */
+/* A bay whose read failed has nothing; a place that was written may be read again. */
 static mt_status tell_failed(mt_spilled *k)
 {
     mt_status st = k->st != MT_OK ? mt_fail_again(k->st, k->text) : MT_OK;
 
-    if (st != MT_OK && k->block != NULL)
-        part(k->block);
+    if (st != MT_OK && k->bay != NULL)
+        part(k->bay);
     if (k->at == UNREAD) {
         become(k, STORED);
         k->st = MT_OK;
@@ -610,8 +612,8 @@ mt_status mt_spill_bring(mt_spill *s, mt_spilled *k)
     assert_state(s);
     MT_ASSERT(k->at != NEW && !k->dropped);
     s->cursor = k->number;
-    k->wanted = 1;              /* from now on: the end of its read looks for blocks that may go */
-    MT_TRY(have_block(s, k));
+    k->wanted = 1;              /* from now on: the end of its read looks for bays that may go */
+    MT_TRY(have_bay(s, k));
     if (!mt_skips(s->cx, MT_EDGE_READ))
         MT_TRY(wait_until(s, k, is_read, "what it keeps to be read (READ)"));
     MT_TRY(tell_failed(k));
@@ -630,9 +632,9 @@ void mt_spill_landing(mt_spill *s, mt_spilled *k)
 {
     mt_lock(&s->mu);
     assert_state(s);
-    MT_ASSERT(k->wanted && k->block != NULL);
+    MT_ASSERT(k->wanted && k->bay != NULL);
     k->wanted = 0;
-    owe(s, &k->block->landed);
+    owe(s, &k->bay->landed);
     mt_unlock(&s->mu);
 }
 
@@ -652,31 +654,31 @@ void mt_spill_drop(mt_spill *s, mt_spilled *k)
     mt_unlock(&s->mu);
 }
 
-mt_swap_block *mt_spill_block(mt_spill *s, const mt_spilled *k)
+mt_bay *mt_spill_bay(mt_spill *s, const mt_spilled *k)
 {
-    mt_swap_block *b;
+    mt_bay *b;
 
     mt_lock(&s->mu);
-    b = k->block != NULL ? &k->block->b : NULL;
+    b = k->bay != NULL ? &k->bay->b : NULL;
     mt_unlock(&s->mu);
     return b;
 }
 
 /* ---- open and close --------------------------------------------------------------------- */
 
-mt_status mt_spill_open(const mt_context *cx, mt_blocks *file, int n_blocks, mt_spill **out)
+mt_status mt_spill_open(const mt_context *cx, mt_blocks *file, int n_bays, mt_spill **out)
 {
     mt_spill *s;
     mt_status st;
 
-    if (n_blocks < 2)
-        return MT_FAIL(MT_EINVAL, "spill: %d blocks; 2 are the least: one moves to the device, one "
+    if (n_bays < 2)
+        return MT_FAIL(MT_EINVAL, "spill: %d bays; 2 are the least: one moves to the device, one "
                        "to the file",
-                       n_blocks);
+                       n_bays);
     if ((s = calloc(1, sizeof *s)) == NULL)
         return MT_FAIL(MT_ENOMEM, "spill: calloc(%zu)", sizeof *s);
     *s = (mt_spill){ .cx = cx, .dev = cx->dev, .pool = cx->pool, .store = cx->store,
-                     .timeline = cx->timeline, .file = file, .n_blocks = n_blocks };
+                     .timeline = cx->timeline, .file = file, .n_bays = n_bays };
     mt_mutex_open(&s->mu, MT_RANK_SPILL);
     MT_TRY(mt_worker_open(&s->worker, &s->mu, 1, "mt-spill", "swap disk", wait_for_device, s));
     *out = s;
@@ -708,8 +710,8 @@ void mt_spill_close(mt_spill *s)
     mt_lock(&s->mu);
     while (s->newest != NULL)
         forget(s, s->newest);
-    while (s->blocks != NULL)
-        close_block(s, s->blocks);
+    while (s->bays != NULL)
+        close_bay(s, s->bays);
     mt_unlock(&s->mu);
     mt_places_close(&s->places);
     mt_worker_close(&s->worker);

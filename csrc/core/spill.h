@@ -1,42 +1,42 @@
 /* spill.h — bundles (swap.h) that wait in a file:
- * a few blocks of host memory carry them there and back.
+ * a few bays of host memory carry them there and back.
  *
  * Nouns, in the order they appear below:
- *   spilled  one bundle's bytes: in a block, in the file, or in both
- *   block    swap_block.h. There are a few, all as large as the largest bundle before long. One is
+ *   spilled  one bundle's bytes: in a bay, in the file, or in both
+ *   bay      bay.h. There are a few, all as large as the largest bundle before long. One is
  *            filled, those before it are written; or one is emptied, and those after it are read
  *   place    a stretch of the file for one bundle, in whole pages;
  *            free for another one when it is dropped
- *   owner    of a block: whose bytes it has, or will
+ *   holds    a bay: the spilled whose bytes it has, or will have
  *   stage    of a spilled, and what may come next. A drop ends any; FILLING, WRITING and READING
  *            are over first
- *              NEW      copies into its block are put                     FILLING
+ *              NEW      copies into its bay are put                       FILLING
  *              FILLING  our thread waits until they are over              WRITING, LOST
- *              WRITING  its block is being written                        STORED, LOST
- *              STORED   the file has it; its block may be given away      READING
- *              READING  its block is being read into                      STORED, UNREAD
- *              UNREAD   that failed: its block has nothing                STORED, once told
+ *              WRITING  its bay is being written                          STORED, LOST
+ *              STORED   the file has it; its bay may be given away        READING
+ *              READING  its bay is being read into                        STORED, UNREAD
+ *              UNREAD   that failed: its bay has nothing                  STORED, once told
  *              LOST     nobody has it: the write failed, or was not put
- *   waits    of a block: what our thread waits for before it may be given away
+ *   waits    of a bay: what our thread waits for before it may be given away
  *              NONE                                        FILLED, LANDED
  *              FILLED   the copies out that fill it        NONE, BOTH
  *              LANDED   the copies back from it            NONE, LANDED again for later ones
  *              BOTH     its bundle came back at once       LANDED, BOTH
  *   cursor   the bundle that was asked for last. Those made before it are read next, the latest
- *            first, as far as there are blocks: a backward goes the way of its forward in reverse.
+ *            first, as far as there are bays: a backward goes the way of its forward in reverse.
  *            None while bundles leave
  *
- *     mt_spill_new    (s, unit, number, bytes, &k);       // waits for a block
- *     ... copies from the device into mt_spill_block(s, k), its event `filled` behind them
+ *     mt_spill_new    (s, unit, number, bytes, &k);       // waits for a bay
+ *     ... copies from the device into mt_spill_bay(s, k), its event `filled` behind them
  *     mt_spill_filled (s, k);     // it is written when they are over; returns at once
  *     ...
- *     mt_spill_bring  (s, k);     // waits until its bytes are in a block
- *     ... copies out of mt_spill_block(s, k) to the device, its event `landed` behind them
- *     mt_spill_landing(s, k);     // the block is another's when they are over; returns at once
+ *     mt_spill_bring  (s, k);     // waits until its bytes are in a bay
+ *     ... copies out of mt_spill_bay(s, k) to the device, its event `landed` behind them
+ *     mt_spill_landing(s, k);     // the bay is another's when they are over; returns at once
  *     mt_spill_drop   (s, k);
  *
  * Edges between queues, the file's threads and the caller (each can be left out: debug.h):
- *   FULL     a block is written when the copies out that fill     our thread waits for `filled`
+ *   FULL     a bay is written when the copies out that fill       our thread waits for `filled`
  *            it are over
  *   WRITTEN  it is given away when the write of what it has is    the caller waits for the request
  *            over
@@ -46,7 +46,7 @@
  *            back from it are over
  *   GONE     a place is another's when no request on it is under way,
  *            also where its bundle was dropped before
- * No read of a place comes before its write is over: until then the block has the bytes (WRITTEN).
+ * No read of a place comes before its write is over: until then the bay has the bytes (WRITTEN).
  *
  * Threads: new, filled, bring, landing, drop: whoever holds swap's lock, so a wait there is
  *          everybody's. What is waited for there, the device, the file's threads and ours bring
@@ -61,7 +61,7 @@
 
 #include "blocks.h"
 #include "store.h"
-#include "swap_block.h"
+#include "bay.h"
 #include "timeline.h"
 
 typedef struct mt_spill   mt_spill;
@@ -69,13 +69,13 @@ typedef struct mt_spilled mt_spilled;
 
 typedef struct mt_spill_stats {
     uint64_t read_bytes, written_bytes;      /* since open, as requests ended */
-    uint64_t wait_ns;                        /* callers waited for a block, or for a read */
-    size_t   host_bytes;                     /* of the blocks */
+    uint64_t wait_ns;                        /* callers waited for a bay, or for a read */
+    size_t   host_bytes;                     /* of the bays */
     uint64_t file_bytes, used_bytes;         /* of all places; of those that are taken */
 } mt_spill_stats;
 
 /* file: nobody else takes room in it; it is closed after us. */
-mt_status mt_spill_open (const mt_context *cx, mt_blocks *file, int n_blocks, mt_spill **out);
+mt_status mt_spill_open (const mt_context *cx, mt_blocks *file, int n_bays, mt_spill **out);
 /* Nothing moves any more: our thread is over, and all requests.
  * While the queues that record events still are. */
 void      mt_spill_stop (mt_spill *s);
@@ -89,9 +89,9 @@ mt_status      mt_spill_bring  (mt_spill *s, mt_spilled *k);
 /* Also where the copies could not be put: then none is under way. */
 void           mt_spill_landing(mt_spill *s, mt_spilled *k);
 void           mt_spill_drop   (mt_spill *s, mt_spilled *k);
-/* Its bytes' block, and that block's events; NULL: it was given away,
+/* Its bytes' bay, and that bay's events; NULL: it was given away,
  * so the copies out and back are over. */
-mt_swap_block *mt_spill_block  (mt_spill *s, const mt_spilled *k);
+mt_bay        *mt_spill_bay    (mt_spill *s, const mt_spilled *k);
 
 mt_spill_stats mt_spill_stats_get(mt_spill *s);
 

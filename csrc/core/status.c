@@ -43,7 +43,7 @@ mt_status mt_fail_(mt_status st, const char *file, int line, const char *fmt, ..
     va_start(args, fmt);
     (void)vsnprintf(text, sizeof text, fmt, args);
     va_end(args);
-    /* 64 bytes are left for the place, which must survive a long sentence. */
+    /* 64 bytes are left for file and line, which must survive a long sentence. */
     (void)snprintf(message, sizeof message, "%.*s [%s:%d]", MESSAGE_BYTES - 64, text,
                    base_name(file), line);
     return st;

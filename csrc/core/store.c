@@ -158,9 +158,9 @@ static void unit_close(mt_store *s, mt__unit *u)
     if (u == NULL)
         return;
     for (int p = 0; p < MT_PLANE_COUNT; p++) {
-        for (int place = 0; place < MT__PLACES; place++) {
-            plane_close(&u->plane[place][p], u->n_params);
-            mt_mutex_close(&u->plane[place][p].making);
+        for (int side = 0; side < MT__SIDES; side++) {
+            plane_close(&u->plane[side][p], u->n_params);
+            mt_mutex_close(&u->plane[side][p].making);
         }
     }
     mt_watch_take(&s->watch, &u->copying);
@@ -205,8 +205,8 @@ static mt_status unit_open(mt_store *s, const char *name, const mt_param_desc *d
     if ((u = calloc(1, sizeof *u)) == NULL)
         return MT_FAIL(MT_ENOMEM, "unit %s: calloc(%zu)", name, sizeof *u);
     for (int p = 0; p < MT_PLANE_COUNT; p++)
-        for (int place = 0; place < MT__PLACES; place++)
-            mt_mutex_open(&u->plane[place][p].making, MT_RANK_MAKING);
+        for (int side = 0; side < MT__SIDES; side++)
+            mt_mutex_open(&u->plane[side][p].making, MT_RANK_MAKING);
     u->n_params = n;
     u->own.end.param = n;
     u->owners = 1;
@@ -511,15 +511,15 @@ fail:
 
 /* Under making, also while the pool touches the pages: another thread's first `at` waits for it.
  * No chunk of the pool's asks for addresses, so the pool's turn comes. */
-static mt_status map(mt_store *s, const mt__unit *u, int place, mt_plane p, const layout *l,
+static mt_status map(mt_store *s, const mt__unit *u, int side, mt_plane p, const layout *l,
                      mt_arena *a)
 {
-    int       copy = place == MT__HOST && is_copy(u, p, l->late);
+    int       copy = side == MT__HOST && is_copy(u, p, l->late);
     char      what[256];
     mt_status st;
 
     snprintf(what, sizeof what, "unit %s, plane %s", u->name, mt_plane_name(p));
-    if (place == MT__DEVICE)
+    if (side == MT__DEVICE)
         st = mt_arena_device(a, l->from, l->kept, s->dev, what);
     else if (copy || l->kept < l->bytes)
         st = map_own(s, u, p, l, copy, what, a);
@@ -527,7 +527,7 @@ static mt_status map(mt_store *s, const mt__unit *u, int place, mt_plane p, cons
         st = mt_arena_open(a, l->bytes, s->pool, registrar(s, u, p), what,
                            mt_store_bytes(s, MT_PLANE_COUNT));
     if (st == MT_OK && !copy)
-        atomic_fetch_add(place == MT__DEVICE ? &s->on_device : &s->mapped[p], a->kept);
+        atomic_fetch_add(side == MT__DEVICE ? &s->on_device : &s->mapped[p], a->kept);
     return st;
 }
 
@@ -564,9 +564,9 @@ static void publish_arena(mt_store *s, mt_arena *a, mt_arena made)
 }
 
 /* Under making. Nothing to do when the plane is there. */
-static mt_status plane_make(mt_store *s, mt__unit *u, int place, mt_plane p)
+static mt_status plane_make(mt_store *s, mt__unit *u, int side, mt_plane p)
 {
-    mt__plane *pl = &u->plane[place][p];
+    mt__plane *pl = &u->plane[side][p];
     size_t    *offset = NULL;
     layout     l = { .n = u->n_params };
     mt_arena   made = { 0 };
@@ -576,7 +576,7 @@ static mt_status plane_make(mt_store *s, mt__unit *u, int place, mt_plane p)
         return MT_OK;
     MT_TRY(mt__lay_out(u, p, &offset, &l.bytes));
     keep_own(u, p, offset, &l);
-    MT_TRY(map(s, u, place, p, &l, &made));
+    MT_TRY(map(s, u, side, p, &l, &made));
     mt_lock(&s->map_mu);
     pl->arena = made;
     pl->offset = offset;
@@ -613,9 +613,9 @@ static size_t late_bytes(const mt__unit *u, int param, mt_plane p)
 }
 
 /* Under making. The arena of one of these. */
-static mt_status late_make(mt_store *s, mt__unit *u, int param, int place, mt_plane p)
+static mt_status late_make(mt_store *s, mt__unit *u, int param, int side, mt_plane p)
 {
-    mt__plane *pl = &u->plane[place][p];
+    mt__plane *pl = &u->plane[side][p];
     mt_arena   made = { 0 };
     layout     l = { .first = param, .n = 1, .late = 1, .bytes = late_bytes(u, param, p) };
     size_t     offset = 0;
@@ -625,7 +625,7 @@ static mt_status late_make(mt_store *s, mt__unit *u, int param, int place, mt_pl
     if (pl->late[param].base != NULL)
         return MT_OK;
     keep_own(u, p, &offset, &l);
-    MT_TRY(map(s, u, place, p, &l, &made));
+    MT_TRY(map(s, u, side, p, &l, &made));
     publish_arena(s, &pl->late[param], made);
     return MT_OK;
 fail:
@@ -652,11 +652,11 @@ static void *find_at(mt_store *s, const mt__plane *pl, int param)
 
 /* Under making. Has the parameter an address in this plane already, or a right to one? One that is
  * not trained any more may have its states moved. */
-static mt_status check_at(mt_store *s, const mt__unit *u, int param, int place, mt_plane p)
+static mt_status check_at(mt_store *s, const mt__unit *u, int param, int side, mt_plane p)
 {
     const mt_param_desc *d = &u->desc[param];
-    const mt__plane     *pl = &u->plane[place][p];
-    int                  other = place == MT__HOST ? MT__DEVICE : MT__HOST;
+    const mt__plane     *pl = &u->plane[side][p];
+    int                  other = side == MT__HOST ? MT__DEVICE : MT__HOST;
 
     if (elem_bytes(p, d->dtype, states_of(u)) == 0)
         return MT_FAIL(MT_EINVAL,
@@ -676,21 +676,21 @@ static mt_status check_at(mt_store *s, const mt__unit *u, int param, int place, 
 }
 
 /* Under making. */
-static mt_status make_at(mt_store *s, mt__unit *u, int param, int place, mt_plane p, void **out)
+static mt_status make_at(mt_store *s, mt__unit *u, int param, int side, mt_plane p, void **out)
 {
-    mt__plane *pl = &u->plane[place][p];
+    mt__plane *pl = &u->plane[side][p];
     mt_status  st;
 
-    MT_TRY(check_at(s, u, param, place, p));
-    MT_TRY(plane_make(s, u, place, p));
+    MT_TRY(check_at(s, u, param, side, p));
+    MT_TRY(plane_make(s, u, side, p));
     if (address_of(pl, param) == NULL)
-        MT_TRY(late_make(s, u, param, place, p));
+        MT_TRY(late_make(s, u, param, side, p));
     *out = address_of(pl, param);
 fail:
     return st;
 }
 
-static mt_status at(mt_store *s, int unit, int param, int place, mt_plane p, void **out)
+static mt_status at(mt_store *s, int unit, int param, int side, mt_plane p, void **out)
 {
     mt__plane *pl;
     mt__unit  *u;
@@ -700,8 +700,8 @@ static mt_status at(mt_store *s, int unit, int param, int place, mt_plane p, voi
     if (!plane_ok(p))
         return MT_FAIL(MT_EINVAL, "there is no plane %d", (int)p);
     MT_TRY(find(s, unit, param, &u));
-    pl = &u->plane[place][p];
-    if (place == MT__DEVICE && !(atomic_load(&u->home)->device >> p & 1))
+    pl = &u->plane[side][p];
+    if (side == MT__DEVICE && !(atomic_load(&u->home)->device >> p & 1))
         return MT_FAIL(MT_EINVAL, "unit %s: the store has no plane %s of it on the device; settled "
                        "units have those other than HI there", u->name, mt_plane_name(p));
     if ((found = find_at(s, pl, param)) != NULL) {
@@ -709,7 +709,7 @@ static mt_status at(mt_store *s, int unit, int param, int place, mt_plane p, voi
         return MT_OK;
     }
     mt_lock(&pl->making);
-    st = make_at(s, u, param, place, p, out);
+    st = make_at(s, u, param, side, p, out);
     mt_unlock(&pl->making);
 fail:
     return st;

@@ -110,22 +110,22 @@ mt_status mt_store_at(mt_store *s, int unit, int param, mt_plane p, void **out);
 /* The whole HI plane of a unit: what one H2D copy reads. */
 mt_status mt_store_hi(mt_store *s, int unit, void **out);
 
-/* The unit's home (home.h) is `to` from now on; of: what that one's functions get. Its host planes
- * that are away are reserved addresses, and a mirror; those that it had stay as they are, and so
- * does what is later taken: committed, to be filled. Back in ram all that was made is committed and
- * registered; memory on the device is given back, so its values have come before. Gives way to one
- * rule: a unit comes to a home from one other, and goes back there. MT_ESTATE; on failure it is
- * where it was. One thread, while no other is inside for that unit. */
+/* The unit's home (home.h) is `to` from now on, whose functions get `of`. Host memory mirrors the
+ * planes that the home keeps: memory that the host had for them stays as it is, that of weights to
+ * be stored later is committed, since somebody fills it, and the rest is reserved. Back in ram all
+ * that was made is committed and registered; memory on the device is given back, so its values have
+ * come before. MT_ESTATE: a unit comes to a home from one other, and goes back to that alone; on
+ * failure the unit is where it was. One thread, while no other is inside for that unit. */
 mt_status      mt_store_move(mt_store *s, int unit, const mt_home *to, void *of);
-/* Of any thread; ram where there is no such unit. of may be NULL. */
+/* Any thread may ask. ram where there is no such unit; of may be NULL. */
 const mt_home *mt_store_home(const mt_store *s, int unit, void **of);
 /* Has the parameter an address in this plane already, on the host or (on_device) on the device? */
 int       mt_store_made   (mt_store *s, int unit, int param, mt_plane p, int on_device);
-/* As mt_store_at, of a settled unit's plane other than HI: an address on the device;
- * zero at first. */
+/* As mt_store_at, but the address on the device of a settled unit's plane other than HI. The
+ * plane's bytes are zero at first. */
 mt_status mt_store_device_at(mt_store *s, int unit, int param, mt_plane p, void **out);
-/* What is to be written into a host plane as a whole: makes it where it is not, and commits it: its
- * pages are touched in parallel and (GRAD) registered. Nothing to do when that is done. */
+/* Before a host plane is written as a whole: makes the plane where it is not, and commits it, that
+ * is touches its pages in parallel and (GRAD) registers them. Nothing to do when that is done. */
 mt_status mt_store_commit  (mt_store *s, int unit, mt_plane p);
 /* Pages of a copy are given back, registered or not; its addresses stay reserved. */
 void      mt_store_decommit(mt_store *s, int unit, mt_plane p);
@@ -138,16 +138,16 @@ void      mt_store_device_close(mt_store *s);          /* gives all device memor
  * plane. Units are settled before. */
 #define MT_STORE_LENT 3
 mt_status mt_store_set_passing(mt_store *s, int unit);
-/* Fewer of a size, at least one: then a hand-over waits for the update before.
- * Before anything is lent. */
+/* n buffers of a size in place of MT_STORE_LENT, at least one: a hand-over then waits for earlier
+ * updates. Called before anything is lent. */
 mt_status mt_store_lend_most  (mt_store *s, int n);
 int       mt_store_lends      (const mt_store *s);                       /* so many of a size */
 int       mt_store_passes     (const mt_store *s, int unit);             /* any thread */
-/* Waits for a buffer, that is for the update of a unit that has one, and records that in t with
- * that unit: MT_ESTATE when no update has used it. */
+/* Lends the unit a buffer. Waits for one, that is for the update of a unit that has one, and
+ * records the wait in t with that unit. MT_ESTATE: no update has used that unit's gradients. */
 mt_status mt_store_lend       (mt_store *s, int unit, mt_timeline *t);
 
-/* *in: the parameter has its place in the unit's arena of that plane, which is made where it is
+/* *in: the parameter lies in the unit's arena of that plane, which is made where it is
  * not. 0: it has an arena of its own, or nothing there. */
 mt_status mt_store_in_arena(mt_store *s, int unit, int param, mt_plane p, int *in);
 
@@ -196,7 +196,7 @@ int       mt_ledger_updates_due (mt_store *s, int unit);     /* the unit's updat
 mt_status mt_ledger_fetch_begin (mt_store *s, int unit, uint64_t *version);
 /* Records `fetched` on h2d; fetches -= 1 if it was announced, also on failure. */
 mt_status mt_ledger_fetching    (mt_store *s, int unit, mt_queue *h2d);
-/* Until saves == 0, and copies out of HI so far are over. */
+/* until saves == 0, and copies out of HI so far are over */
 mt_status mt_ledger_wait_fetch  (mt_store *s, int unit);
 
 /* No update of the unit is announced: MT_ESTATE when one is, or a save is. */
@@ -209,7 +209,6 @@ int       mt_ledger_wanted     (mt_store *s);                /* a unit that is w
 /* This thread copies planes for a save: mt_ledger_wait_updates of a unit with saves returns at
  * once, since updates that were announced meanwhile wait for this thread. */
 void      mt_ledger_i_save     (int on);
-int       mt_ledger_do_i_save  (void);
 
 void      mt_ledger_fault(mt_store *s, mt_status st, const char *text);   /* first one stays */
 mt_status mt_ledger_check(mt_store *s);                      /* the fault, as this thread's error */

@@ -19,30 +19,31 @@
 #include <pthread.h>
 #include <stdatomic.h>
 
-/* One plane of one unit. Read under either lock, written under both. */
+/* One plane of one unit. Its fields are read under `making` or map_mu, and written under both. */
 typedef struct mt__plane {
     mt_mutex        making;
     size_t   *offset;        /* [n_params] bytes into the arena, or MT__ABSENT; NULL: not made */
     mt_arena  arena;
-    mt_arena *late;          /* [n_params] of those that became trainable afterwards, or NULL */
+    mt_arena *late;          /* [n_params] arenas of parameters that became trainable afterwards;
+                              * NULL: none did */
 } mt__plane;
 
 #define MT__ABSENT SIZE_MAX
 
-/* Where a plane is. One that is away on the device has both: the host's is a copy. */
-enum { MT__HOST, MT__DEVICE, MT__PLACES };
+/* The side that a plane's memory is on. A plane whose home is the device may have both: then the
+ * host's is a copy. */
+enum { MT__HOST, MT__DEVICE, MT__SIDES };
 
-/* A unit's copies. mirror_mu */
+/* Copies of a unit's planes. All under mirror_mu. */
 typedef struct mt__mirror {
-    const mt_home *home;             /* NULL: none but the host. These as in the unit */
-    void          *of;
-    unsigned char *copies;          /* [MT_PLANE_COUNT * n_params] an mt_mirror_state each */
-    unsigned       planes;           /* that are with the home, a bit each */
-    unsigned       visit;            /* that are on the host */
-    unsigned       pages;            /* of planes: whose memory on the host may be committed */
-    unsigned       claimed;          /* of planes */
-    int            busy;             /* somebody is behind the door */
-    int            awaited;          /* so many wait until nobody is, saves left out */
+    const mt_home *home;             /* as the unit's; NULL: the unit is in ram */
+    void          *of;               /* what that home's functions get */
+    unsigned char *copies;           /* [MT_PLANE_COUNT * n_params] an mt_mirror_state each */
+    unsigned       planes;           /* whose true values the home keeps, a bit each */
+    unsigned       visit;            /* that the host keeps, and the device has around an update */
+    unsigned       pages;            /* planes whose memory on the host may be committed */
+    unsigned       claimed;          /* planes to which somebody has a claim */
+    int            busy;             /* a thread is behind the door */
 } mt__mirror;
 
 typedef struct mt__unit {
@@ -53,14 +54,14 @@ typedef struct mt__unit {
     mt_param_desc *desc;             /* [n_params]; `trainable`, an atomic, later too: see
                                       * mt_store_trainable */
 
-    mt__plane      plane[MT__PLACES][MT_PLANE_COUNT];
+    mt__plane      plane[MT__SIDES][MT_PLANE_COUNT];
     mt_portion     own;              /* this process's, as one of so many owners. Set before a plane
                                       * but HI is made */
     int            owners;
     atomic_int     states;           /* an mt_states; set under map_mu, before a plane of them is
                                       * made */
-    /* Where it is, and what that one's functions get. Both: moved by one thread, the second first;
-     * read by anyone. */
+    /* Where the unit lives, and what that home's functions get. The thread that moves the unit
+     * writes home_of first; any thread reads both. */
     _Atomic(const mt_home *) home;
     void          *home_of;
     atomic_int     passing;          /* its GRAD plane is lent. Set under map_mu; read by anyone */
@@ -72,11 +73,12 @@ typedef struct mt__unit {
     mt_post        copying;          /* of the queue that `fetched` was recorded in. fetched_mu */
 } mt__unit;
 
-/* A buffer that is some unit's GRAD plane for a while. Under map_mu; `making` is that plane's. */
+/* A buffer that is some unit's GRAD plane for a while. Its fields are under map_mu; who makes its
+ * memory holds that plane's `making`. */
 typedef struct mt__lent {
-    mt_arena arena;          /* registered, or on the device */
-    int      unit;           /* -1: free */
-    uint64_t number;         /* of the lending, from 1 */
+    mt_arena arena;          /* of registered host memory, or of the device's */
+    int      unit;           /* that has it; -1: it is free */
+    uint64_t number;         /* of the lending, the first is 1 */
 } mt__lent;
 
 typedef struct mt__ledger {
@@ -95,38 +97,37 @@ struct mt_store {
     mt_dev         *dev;
     mt_pool        *pool;
     mt_mutex        map_mu, fetched_mu, mirror_mu;
-    pthread_cond_t  mirror_changed;          /* a door is open again */
+    pthread_cond_t  mirror_changed;          /* broadcast when a door is open again */
     mt__unit      **seg[MT__SEGS];           /* written under map_mu before n_units covers them */
     _Atomic int     n_units;                 /* release after a unit is whole; read by anyone */
-    _Atomic size_t  mapped[MT_PLANE_COUNT];  /* bytes; written under map_mu, read by anyone */
-    _Atomic size_t  on_device;               /* the same */
+    _Atomic size_t  mapped[MT_PLANE_COUNT];  /* host bytes; written under map_mu, read by anyone */
+    _Atomic size_t  on_device;               /* the device's bytes, likewise */
     mt__lent       *lent;                    /* [n_lent] map_mu */
-    int             n_lent, most_lent;       /* most: of a size in a place; constant once anything
-                                              * is lent */
-    uint64_t        lendings;                /* so far. map_mu */
+    int             n_lent, most_lent;       /* most_lent: buffers of one size on one side;
+                                              * constant once anything is lent */
+    uint64_t        lendings;                /* buffers lent so far. map_mu */
     mt__ledger      ledger;
     mt_watch        watch;
 };
 
 mt__unit *mt__unit_at(const mt_store *s, int unit);          /* NULL when there is none */
 
-/* store.c. Offsets of a plane as parameters are trained now, malloc'd;
- * and what is given back under map_mu. */
+/* store.c. lay_out: offsets of a plane as parameters are trained now, malloc'd. */
 mt_status mt__lay_out(const mt__unit *u, mt_plane p, size_t **offset, size_t *bytes);
-void      mt__unbind (mt_store *s, int unit);   /* both locks: the unit's GRAD plane is no more */
+void      mt__unbind (mt_store *s, int unit);   /* both locks: it has no GRAD plane now */
 
-/* lend.c. Called when a unit's update ends, before it is told; and by close,
- * after all units are closed. */
+/* lend.c. take_back is called when a unit's update ends, before that is told; lent_close by the
+ * store's close, behind its units'. */
 void mt__take_back (mt_store *s, int unit);
 void mt__lent_close(mt_store *s);
-void mt__lent_device_close(mt_store *s);                /* map_mu, when no device plane is left */
+void mt__lent_device_close(mt_store *s);                /* map_mu; no device plane is left */
 
-/* ledger.c. The unit was written from outside. */
+/* ledger.c. version_grows: the unit's weights were written from outside. */
 mt_status mt__ledger_open  (mt__ledger *l);
 void      mt__ledger_close (mt__ledger *l);
 void      mt__version_grows(mt_store *s, int unit);
 
-/* mirror.c. The unit moves; some of the host's weights were written. */
+/* mirror.c. move: the unit comes to this home. touched: some of the host's weights were written. */
 mt_status mt__mirror_move   (mt_store *s, int unit, const mt_home *to, void *of);
 void      mt__mirror_touched(mt_store *s, int unit);
 

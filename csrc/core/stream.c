@@ -34,12 +34,12 @@
 #define POISON_BYTES ((size_t)1 << 20)
 
 typedef struct slot {
-    mt_job    node;          /* a request for this slot. mu */
+    mt_job    node;      /* a request for this slot. mu */
     size_t    bytes;     /* of mem. Written by open */
     int       settled;   /* its unit never changes: no copy of ours goes there. Written by settle */
     mt_event *ready;     /* recorded on h2d by the mover, behind the copy */
     mt_event *freed;     /* recorded on run by the acquiring thread, when a copy is asked for */
-    mt_post   using;     /* `freed`, for the watchdog. Acquiring thread */
+    mt_post   using;     /* tells the watchdog of `freed`. Acquiring thread */
     uint64_t  last_use;  /* tick of the latest acquire or fetch. Acquiring thread */
 
     /* Written by the acquiring thread under mu; it may read them without. */
@@ -66,7 +66,7 @@ struct mt_stream {
     mt_timeline  *timeline;
     void         *poison;    /* POISON_BYTES of 0xFF; NULL before it is asked for. The mover's */
     slot         *slots;
-    size_t       *slot_bytes;/* as schedules see them: what is settled fits nobody else */
+    size_t       *slot_bytes;/* as schedules see them: a settled slot fits no other unit */
     int           n_slots, n_settled;
 
     /* Acquiring thread. */

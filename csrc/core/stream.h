@@ -17,7 +17,7 @@
  *           overwrites it is decided: all use so far was launched by then, and nobody holds it
  *   UPDATED the mover waits for updates announced so far      ledger, on the host, before the copy
  *
- * Weights of units that have them on disk are read by a feed (disk.h), which is told what stands in
+ * Weights of units that have them on disk are read by a feed (feed.h), which is told what stands in
  * line, and copied from its buffers. The mover is then busy until the unit's last piece was read;
  * READY stands behind that one's copy.
  *
@@ -32,7 +32,7 @@
 #ifndef MT_STREAM_H
 #define MT_STREAM_H
 
-#include "disk.h"
+#include "feed.h"
 #include "resident.h"
 #include "schedule.h"
 
@@ -41,10 +41,11 @@ typedef struct mt_slot_desc {
     size_t bytes;
 } mt_slot_desc;
 
-/* Asked on the acquiring thread before a slot is fetched over. held: someone still has a tensor in
- * it (saved by a custom Function, an output that aliases a weight). Then renew must give fresh
- * memory of the same size; the old belongs to its holder. Memory from renew may have been read a
- * moment ago by kernels still running, so the fetch also waits for what run was given so far. */
+/* The stream asks on the acquiring thread, before a slot is fetched over. held: someone still has a
+ * tensor in it (saved by a custom Function, an output that aliases a weight). Then renew must give
+ * fresh memory of the same size; the old belongs to its holder. Memory from renew may have been
+ * read a moment ago by kernels still running, so the fetch also waits for what run was given so
+ * far. */
 typedef struct mt_slot_hooks {
     int       (*held) (void *ctx, int slot);
     mt_status (*renew)(void *ctx, int slot, void **mem);
@@ -57,9 +58,10 @@ mt_status mt_stream_open(const mt_context *cx, const mt_slot_desc *slots, int n_
                          mt_slot_hooks hooks, mt_stream **out);
 void      mt_stream_close(mt_stream *s);       /* waits for the mover and the H2D queue */
 
-/* Slot `slot` is the unit's as long as the stream lives. Before the first acquire. A unit that was
- * settled in another stream's time has its memory already: the slot's must be that. MT_EINVAL when
- * the slot is too small or other memory, MT_ESTATE when it is in use, and as mt_resident_settle. */
+/* Slot `slot` is the unit's as long as the stream lives. Called before the first acquire. A unit
+ * that was settled in another stream's time has its memory already: the slot's must be that.
+ * MT_EINVAL when the slot is too small or other memory, MT_ESTATE when it is in use, and as
+ * mt_resident_settle. */
 mt_status mt_stream_settle(mt_stream *s, int unit, int slot);
 
 /* A root forward starts: the cursor returns to the start. When the order just ended differs from
@@ -80,7 +82,8 @@ mt_status mt_stream_kick(mt_stream *s, mt_queue *run);
 int mt_stream_find(const mt_stream *s, const void *p, int *unit, size_t *offset);
 
 typedef struct mt_stream_stats {
-    int64_t  fetches, demand_fetches, rebuilds;   /* since open; demand: not prefetched */
+    int64_t  fetches, demand_fetches, rebuilds;   /* since open; demand_fetches: of units that
+                                                   * no slot held when a window opened */
     uint64_t h2d_bytes;
     uint64_t await_ns;                            /* host time spent in await */
 } mt_stream_stats;

@@ -1,49 +1,49 @@
-/* swap.c — bundles and blocks in lists, and two queues that fill and empty blocks.
+/* swap.c — bundles and bays in lists, and two queues that fill and empty bays.
  *
- * A block of ours is free as soon as nobody knows its bundle any more; copies from and to it may
+ * A bay of ours is free as soon as nobody knows its bundle any more; copies from and to it may
  * still be in their queues. So nothing waits on the host: the next bundle's copies stand behind
- * them, by the order of `out` and by EMPTIED. Only a block that is given up for a larger one has to
+ * them, by the order of `out` and by EMPTIED. Only a bay that is given up for a larger one has to
  * be waited for. */
 #include "swap.h"
 
 #include <stdlib.h>
 #include <string.h>
 
-#define ALIGN       ((size_t)512)        /* of a part in its block */
+#define ALIGN       ((size_t)512)        /* of a part in its bay */
 #define SLICE_BYTES ((size_t)32 << 20)   /* of a copy: under a millisecond of the bus */
 
 enum { SOURCES = 1, TENSORS = 2 };       /* who still needs a bundle: mt_swap_left, mt_swap_drop */
 
-typedef struct block {                   /* of bundles that stay in host memory. All under mu */
-    mt_swap_block b;
-    int           taken;                 /* a bundle's */
-    struct block *next;
-} block;
+typedef struct bay {                     /* of bundles that stay in host memory. All under mu */
+    mt_bay      b;
+    int         taken;                   /* a bundle has it */
+    struct bay *next;
+} bay;
 
 typedef struct bundle {                  /* all under mu */
     uint64_t    number;
-    int         needed, unit;
-    block      *block;                   /* one of these two */
-    mt_spilled *spilled;
+    int         needed, unit;            /* needed: by whom, see above */
+    bay        *bay;                     /* tier HOST: its own; else NULL */
+    mt_spilled *spilled;                 /* tier FILE; else NULL */
     struct bundle *next;
     int         n;
-    size_t      bytes[];                 /* [n] of its parts */
+    size_t      bytes[];                 /* [n] of each part */
 } bundle;
 
 struct mt_swap {
     const mt_context *cx;
     mt_dev         *dev;
     mt_pool        *pool;
-    mt_queue       *out, *back;          /* whoever holds mu puts */
+    mt_queue       *out, *back;          /* work is put in them under mu */
     mt_event       *made, *room;         /* recorded on run, and waited for at once */
-    mt_post         making;              /* `made`, for the watchdog. mu */
+    mt_post         making;              /* tells the watchdog of `made`. mu */
     mt_timeline    *timeline;
     mt_store       *store;
     mt_spill       *spill;               /* NULL: there is no file */
     mt_mutex        mu;
-    block          *blocks;              /* mu, as what follows */
-    bundle         *there;               /* the latest first */
-    uint64_t        bundles;             /* made so far */
+    bay            *bays;                /* mu, as what follows */
+    bundle         *there;               /* all bundles, the latest first */
+    uint64_t        bundles;             /* so many were made */
     mt_swap_stats   stats;
 };
 
@@ -52,7 +52,7 @@ static mt_watch *watch_of(const mt_swap *w)
     return mt_store_watch(w->store);
 }
 
-/* Under mu, at each door: a taken block is one bundle's, and bytes are counted once. */
+/* Under mu, at each door: a taken bay is one bundle's, and bytes are counted once. */
 static void assert_state(const mt_swap *w)
 {
     size_t host = 0, used = 0;
@@ -61,21 +61,21 @@ static void assert_state(const mt_swap *w)
     if (!MT_IS_CHECKED)
         return;
     MT_ASSERT(mt_holds(&w->mu));
-    for (const block *b = w->blocks; b != NULL; b = b->next) {
+    for (const bay *b = w->bays; b != NULL; b = b->next) {
         host += b->b.arena.bytes;
         used += b->taken ? b->b.arena.bytes : 0;
         taken += b->taken;
     }
     for (const bundle *b = w->there; b != NULL; b = b->next) {
-        MT_ASSERT((b->block == NULL) != (b->spilled == NULL) && b->needed != 0);
-        MT_ASSERT(b->block == NULL || b->block->taken);
+        MT_ASSERT((b->bay == NULL) != (b->spilled == NULL) && b->needed != 0);
+        MT_ASSERT(b->bay == NULL || b->bay->taken);
         MT_ASSERT(b->number <= w->bundles && (b->next == NULL || b->next->number < b->number));
-        taken -= b->block != NULL;
+        taken -= b->bay != NULL;
     }
     MT_ASSERT(taken == 0 && host == w->stats.host_bytes && used == w->stats.used_bytes);
 }
 
-/* ---- blocks ----------------------------------------------------------------------------- */
+/* ---- bays ----------------------------------------------------------------------------- */
 
 static size_t aligned(size_t bytes)
 {
@@ -91,39 +91,39 @@ static size_t bytes_of(const mt_swap_part *parts, int n)
     return total;
 }
 
-static void block_close(mt_swap *w, block *b)
+static void bay_close(mt_swap *w, bay *b)
 {
     w->stats.host_bytes -= b->b.arena.bytes;
-    mt_swap_block_close(&b->b, w->dev, watch_of(w));
+    mt_bay_close(&b->b, w->dev, watch_of(w));
     free(b);
 }
 
-static mt_status block_open(mt_swap *w, size_t bytes, block **out)
+static mt_status bay_open(mt_swap *w, size_t bytes, bay **out)
 {
-    block    *b = calloc(1, sizeof *b);
+    bay      *b = calloc(1, sizeof *b);
     mt_status st;
 
     if (b == NULL)
         return MT_FAIL(MT_ENOMEM, "swap: calloc(%zu)", sizeof *b);
-    if ((st = mt_swap_block_open(&b->b, bytes, w->dev, w->pool, w->stats.host_bytes)) != MT_OK) {
+    if ((st = mt_bay_open(&b->b, bytes, w->dev, w->pool, w->stats.host_bytes)) != MT_OK) {
         free(b);
         return st;
     }
     w->stats.host_bytes += b->b.arena.bytes;
-    b->next = w->blocks;
-    w->blocks = b;
+    b->next = w->bays;
+    w->bays = b;
     *out = b;
     return MT_OK;
 }
 
-/* The smallest free block that holds `bytes`; else *largest is the largest free one, NULL if none
- * is. Nothing at all is held by blocks of their own. */
-static block *fitting(mt_swap *w, size_t bytes, block **largest)
+/* The smallest free bay that holds `bytes`; else *largest is the largest free one, NULL if none
+ * is. Nothing at all is held by bays of their own. */
+static bay *fitting(mt_swap *w, size_t bytes, bay **largest)
 {
-    block *best = NULL;
+    bay *best = NULL;
 
     *largest = NULL;
-    for (block *b = w->blocks; b != NULL; b = b->next) {
+    for (bay *b = w->bays; b != NULL; b = b->next) {
         if (b->taken || (b->b.arena.bytes == 0) != (bytes == 0))
             continue;
         if (b->b.arena.bytes >= bytes && (best == NULL || b->b.arena.bytes < best->b.arena.bytes))
@@ -138,9 +138,9 @@ static block *fitting(mt_swap *w, size_t bytes, block **largest)
 #define BACK "copies of what it keeps (the event BACK)"
 
 /* Its copies must be over before its memory goes. */
-static mt_status give_up(mt_swap *w, block *b)
+static mt_status give_up(mt_swap *w, bay *b)
 {
-    block   **at = &w->blocks;
+    bay     **at = &w->bays;
     mt_status st;
 
     MT_TRY(mt_watch_event(watch_of(w), b->b.filled, b->b.filling.unit, LEFT));
@@ -148,20 +148,20 @@ static mt_status give_up(mt_swap *w, block *b)
     while (*at != b)
         at = &(*at)->next;
     *at = b->next;
-    block_close(w, b);
+    bay_close(w, b);
 fail:
     return st;
 }
 
-static mt_status take(mt_swap *w, size_t bytes, block **out)
+static mt_status take(mt_swap *w, size_t bytes, bay **out)
 {
-    block    *largest, *b = fitting(w, bytes, &largest);
+    bay      *largest, *b = fitting(w, bytes, &largest);
     mt_status st;
 
     if (b == NULL && largest != NULL)
         MT_TRY(give_up(w, largest));
     if (b == NULL)
-        MT_TRY(block_open(w, bytes, &b));
+        MT_TRY(bay_open(w, bytes, &b));
     b->taken = 1;
     w->stats.used_bytes += b->b.arena.bytes;
     *out = b;
@@ -170,7 +170,7 @@ fail:
     return st;
 }
 
-static void give(mt_swap *w, block *b)
+static void give(mt_swap *w, bay *b)
 {
     b->taken = 0;
     w->stats.used_bytes -= b->b.arena.bytes;
@@ -188,14 +188,14 @@ static bundle *find(mt_swap *w, uint64_t number)
 }
 
 /* NULL: its bytes are in the file alone, so no copy of it is under way. */
-static mt_swap_block *block_of(mt_swap *w, const bundle *b)
+static mt_bay *bay_of(mt_swap *w, const bundle *b)
 {
-    return b->block != NULL ? &b->block->b : mt_spill_block(w->spill, b->spilled);
+    return b->bay != NULL ? &b->bay->b : mt_spill_bay(w->spill, b->spilled);
 }
 
-/* With a block that nothing but copies in `out` and `back` uses. */
+/* With a bay that nothing but copies in `out` and `back` uses. */
 static mt_status bundle_new(mt_swap *w, int unit, const mt_swap_part *parts, int n,
-                            mt_swap_home home, bundle **out)
+                            mt_swap_tier tier, bundle **out)
 {
     bundle   *b = calloc(1, sizeof *b + (size_t)n * sizeof *b->bytes);
     mt_status st = MT_OK;
@@ -208,8 +208,8 @@ static mt_status bundle_new(mt_swap *w, int unit, const mt_swap_part *parts, int
     for (int i = 0; i < n; i++)
         b->bytes[i] = parts[i].bytes;
     /* a file has nothing to do with nothing */
-    if (home == MT_SWAP_HOST || bytes_of(parts, n) == 0)
-        st = take(w, bytes_of(parts, n), &b->block);
+    if (tier == MT_SWAP_HOST || bytes_of(parts, n) == 0)
+        st = take(w, bytes_of(parts, n), &b->bay);
     else if (w->spill != NULL)
         st = mt_spill_new(w->spill, unit, b->number, bytes_of(parts, n), &b->spilled);
     else
@@ -224,8 +224,8 @@ static mt_status bundle_new(mt_swap *w, int unit, const mt_swap_part *parts, int
 
 static void bundle_close(mt_swap *w, bundle *b)
 {
-    if (b->block != NULL)
-        give(w, b->block);
+    if (b->bay != NULL)
+        give(w, b->bay);
     else
         mt_spill_drop(w->spill, b->spilled);
     free(b);
@@ -268,8 +268,8 @@ static mt_status behind(mt_swap *w, mt_queue *q, mt_event *e, mt_queue *run, uns
     return st == MT_OK ? wait_for(w, q, e, edge) : st;
 }
 
-/* All wanted parts between device memory and the block, and the event behind them. */
-static mt_status copy_all(mt_swap *w, const bundle *b, mt_swap_block *m, const mt_swap_part *parts,
+/* All wanted parts between device memory and the bay, and the event behind them. */
+static mt_status copy_all(mt_swap *w, const bundle *b, mt_bay *m, const mt_swap_part *parts,
                           int leaving, uint64_t *count)
 {
     mt_queue *q = leaving ? w->out : w->back;
@@ -310,13 +310,13 @@ fail:
 /* Behind what fills it: it may be written. */
 static mt_status fill(mt_swap *w, bundle *b, const mt_swap_part *parts, mt_queue *run)
 {
-    mt_swap_block *m = block_of(w, b);
-    mt_status      st;
+    mt_bay   *m = bay_of(w, b);
+    mt_status st;
 
     MT_TRY(behind(w, w->out, w->made, run, MT_EDGE_COMPUTED));
     mt_watch_compute(watch_of(w), &w->making, mt_store_name(w->store, b->unit),
                      "its kernels (the event COMPUTED)", w->made);
-    if (b->block != NULL)                /* of another's the spill has waited: DRAINED */
+    if (b->bay != NULL)                  /* of another's the spill has waited: DRAINED */
         MT_TRY(wait_for(w, w->out, m->landed, MT_EDGE_EMPTIED));
     MT_TRY(copy_all(w, b, m, parts, 1, &w->stats.out_bytes));
     if (b->spilled != NULL)
@@ -325,7 +325,7 @@ fail:
     return st;
 }
 
-mt_status mt_swap_out(mt_swap *w, int unit, const mt_swap_part *parts, int n, mt_swap_home home,
+mt_status mt_swap_out(mt_swap *w, int unit, const mt_swap_part *parts, int n, mt_swap_tier tier,
                       mt_queue *run, uint64_t *number)
 {
     bundle   *b = NULL;
@@ -333,7 +333,7 @@ mt_status mt_swap_out(mt_swap *w, int unit, const mt_swap_part *parts, int n, mt
 
     mt_lock(&w->mu);
     assert_state(w);
-    MT_TRY(bundle_new(w, unit, parts, n, home, &b));
+    MT_TRY(bundle_new(w, unit, parts, n, tier, &b));
     MT_TRY(fill(w, b, parts, run));
     b->needed = SOURCES | TENSORS;
     b->next = w->there;
@@ -359,7 +359,7 @@ static mt_status unknown(uint64_t number)
 /* run waits for the copies one way, unless they are over. */
 static mt_status waits(mt_swap *w, const bundle *b, mt_queue *run, unsigned edge)
 {
-    mt_swap_block *m = block_of(w, b);
+    mt_bay *m = bay_of(w, b);
 
     return m == NULL ? MT_OK : wait_for(w, run, edge == MT_EDGE_LEFT ? m->filled : m->landed, edge);
 }
@@ -393,8 +393,8 @@ static mt_status fits(const bundle *b, const mt_swap_part *landing, int n)
 
 static mt_status empty(mt_swap *w, bundle *b, const mt_swap_part *landing)
 {
-    mt_swap_block *m = block_of(w, b);
-    mt_status      st = wait_for(w, w->back, m->filled, MT_EDGE_KEPT);
+    mt_bay   *m = bay_of(w, b);
+    mt_status st = wait_for(w, w->back, m->filled, MT_EDGE_KEPT);
 
     return st == MT_OK ? copy_all(w, b, m, landing, 0, &w->stats.back_bytes) : st;
 }
@@ -481,9 +481,9 @@ void mt_swap_close(mt_swap *w)
         bundle_close(w, b);
     }
     mt_spill_close(w->spill);
-    for (block *b = w->blocks, *next; b != NULL; b = next) {
+    for (bay *b = w->bays, *next; b != NULL; b = next) {
         next = b->next;
-        block_close(w, b);
+        bay_close(w, b);
     }
     mt_watch_take(watch_of(w), &w->making);
     w->dev->ops->event_close(w->made);
@@ -492,11 +492,11 @@ void mt_swap_close(mt_swap *w)
     free(w);
 }
 
-mt_status mt_swap_disk(mt_swap *w, mt_blocks *file, int n_blocks)
+mt_status mt_swap_disk(mt_swap *w, mt_blocks *file, int n_bays)
 {
     if (w->spill != NULL)
         return MT_FAIL(MT_ESTATE, "swap: it has a file already");
-    return mt_spill_open(w->cx, file, n_blocks, &w->spill);
+    return mt_spill_open(w->cx, file, n_bays, &w->spill);
 }
 
 mt_swap_stats mt_swap_stats_get(mt_swap *w)

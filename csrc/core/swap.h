@@ -3,9 +3,9 @@
  * Nouns, in the order they appear below:
  *   part     dense device memory of one tensor
  *   bundle   the parts that a window keeps; they leave together and come back together
- *   block    registered host memory for one bundle, used again by a later one
- *   home     of a bundle: a block of its own; or the file (spill.h),
- *            and a block on its way there and back
+ *   bay      registered host memory for one bundle, used again by a later one
+ *   tier     of a bundle, where it waits: HOST, in a bay of its own; or FILE (spill.h), with a bay
+ *            on its way there and back
  *
  *     // behind the forward; returns at once
  *     mt_swap_out  (w, unit, parts, n, MT_SWAP_HOST, run, &bundle);
@@ -13,18 +13,18 @@
  *     ...
  *     mt_swap_back (w, bundle, landing, n, run);       // ahead of the backward; returns at once
  *     mt_swap_await(w, bundle, run);                   // run goes on when they are there
- *     mt_swap_drop (w, bundle);                        // the block is free for the next one
+ *     mt_swap_drop (w, bundle);                        // the bay is free for the next one
  *
  * Two queues of its own, one each way, and copies in slices: so weights and gradients, which have
  * queues of theirs, never stand behind gigabytes.
  *
- * Blocks have the size that was asked for. A bundle takes the smallest free block that holds it;
+ * Bays have the size that was asked for. A bundle takes the smallest free bay that holds it;
  * where all free ones are too small, the largest of them is given up for one that is large enough.
- * So there are as many blocks as there were bundles at a time, and steps that are alike make none.
+ * So there are as many bays as there were bundles at a time, and steps that are alike make none.
  *
- * With the file for a home mt_swap_out waits where all blocks are on their way to it, and
+ * With the tier FILE mt_swap_out waits where all bays are on their way to it, and
  * mt_swap_back until the bundle was read: so the thread that computes is at most as many windows
- * before the file as there are blocks.
+ * before the file as there are bays.
  *
  * Edges between queues; spill.h has those of the file (each can be left out, to see the tests fail:
  * debug.h):
@@ -33,19 +33,19 @@
  *           allocator again, is reused in run's order, behind that wait               on out
  *   ROOM    back waits for compute up to mt_swap_back, which may still use what lay in the landing
  *           memory before                                                             on run
- *   KEPT    back waits for the copies out that fill the block                         on out
+ *   KEPT    back waits for the copies out that fill the bay                           on out
  *   BACK    run waits for the copies back, in mt_swap_await                           on back
- *   EMPTIED out waits for the copies back that empty the block it is about to fill. Where one
+ *   EMPTIED out waits for the copies back that empty the bay it is about to fill. Where one
  *           stream does it all COMPUTED says so already, since run awaited them; another
  *           stream's did not                                                          on back
- * LEFT and BACK of a bundle whose block was given away meanwhile are no waits:
+ * LEFT and BACK of a bundle whose bay was given away meanwhile are no waits:
  * the spill has made them.
  *
  * A bundle that never comes back is dropped like any other. One that is on its way back when it is
  * dropped has to be awaited first, since its landing memory is about to be freed. Coming back twice
  * is fine, until it is dropped.
  *
- * Threads: any; calls take turns. Where a block has to be made, mt_swap_out takes its time.
+ * Threads: any; calls take turns. Where a bay has to be made, mt_swap_out takes its time.
  * Errors:  spill.h says which call tells of the file's.
  */
 #ifndef MT_SWAP_H
@@ -63,32 +63,32 @@ typedef struct mt_swap_part {
 
 typedef struct mt_swap_stats {
     uint64_t out_bytes, back_bytes;          /* copied since open */
-    size_t   host_bytes;                     /* of all blocks, the spill's too */
-    size_t   used_bytes;                     /* of those that hold a bundle whose home they are */
+    size_t   host_bytes;                     /* of all bays, the spill's too */
+    size_t   used_bytes;                     /* of those in which a bundle of the tier HOST waits */
     mt_spill_stats spill;
 } mt_swap_stats;
 
-typedef enum mt_swap_home { MT_SWAP_HOST, MT_SWAP_FILE } mt_swap_home;
+typedef enum mt_swap_tier { MT_SWAP_HOST, MT_SWAP_FILE } mt_swap_tier;
 
 typedef struct mt_swap mt_swap;
 
 mt_status mt_swap_open (const mt_context *cx, mt_swap **out);
 void      mt_swap_close(mt_swap *w);         /* waits for both queues */
 
-/* Bundles may go to this file, by way of so many blocks, from now on. Once; the file is closed
+/* Bundles may go to this file, by way of so many bays, from now on. Once; the file is closed
  * after w. */
-mt_status mt_swap_disk(mt_swap *w, mt_blocks *file, int n_blocks);
+mt_status mt_swap_disk(mt_swap *w, mt_blocks *file, int n_bays);
 
 /* unit: for the timeline. Sources stay until mt_swap_left. MT_ENOMEM names the bytes.
  * MT_ESTATE: there is no file. */
-mt_status mt_swap_out  (mt_swap *w, int unit, const mt_swap_part *parts, int n, mt_swap_home home,
+mt_status mt_swap_out  (mt_swap *w, int unit, const mt_swap_part *parts, int n, mt_swap_tier tier,
                         mt_queue *run, uint64_t *bundle);
 mt_status mt_swap_left (mt_swap *w, uint64_t bundle, mt_queue *run);
 /* landing: as many parts as left, of the same bytes. */
 mt_status mt_swap_back (mt_swap *w, uint64_t bundle, const mt_swap_part *landing, int n,
                         mt_queue *run);
 mt_status mt_swap_await(mt_swap *w, uint64_t bundle, mt_queue *run);
-/* The block is free once mt_swap_left was called too.
+/* The bay is free once mt_swap_left was called too.
  * Nothing to do for a bundle that is not there. */
 void      mt_swap_drop (mt_swap *w, uint64_t bundle);
 

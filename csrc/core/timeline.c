@@ -1,6 +1,6 @@
 /* timeline.c — a ring of records that are over, some of whose stamps no queue has come by yet.
  *
- * A place in the ring is promised when a span begins, with both stamps, so that ending one cannot
+ * An entry of the ring is promised when a span begins, with both stamps, so that ending one cannot
  * find the ring full. The reader takes the ring's records out before it looks at their stamps:
  * looking is a call of the device for each, and the queues' threads want the lock meanwhile.
  */
@@ -187,7 +187,7 @@ static int give_way(mt_timeline *t)
     return 1;
 }
 
-/* Under mu. A place in the ring and n stamps. */
+/* Under mu. An entry of the ring and n stamps. */
 static int promise(mt_timeline *t, mt_span *s, int n)
 {
     if (t->n + t->promised >= KEPT && !give_way(t))

@@ -3,7 +3,7 @@
  * Nouns, in the order they appear below:
  *   lane     a resource that does one thing at a time: a queue, or a thread of ours
  *   work     what it did
- *   record   one piece of work on a lane: its unit, its bytes, when it began and ended
+ *   record   some work on a lane: its unit, its bytes, when it began and ended
  *   span     a record in the making: it has begun
  *   stack    the computing thread's spans: a replay interrupts the backward that needs it
  *
@@ -33,7 +33,7 @@
     X(D2H,     "d2h",         "gradients to the host, and their sums of squares")               \
     X(HAND,    "hand-over",   "who hands gradients over, and launches windows: waits for the "  \
                               "unit's update, which gives a buffer back; with no unit: for "    \
-                              "earlier gradients to be home")                                   \
+                              "earlier gradients to reach the host")                            \
     X(SUM,     "host sum",    "the collector: gradients of further micro-batches added up")     \
     X(HOST,    "host update", "the updater: AdamW on the host, and its waits")                  \
     X(DEVICE,  "device update", "AdamW on the device")                                          \
@@ -97,10 +97,10 @@ void mt_timeline_begin(mt_timeline *t, mt_span *s, mt_lane lane, mt_work work, i
                        mt_queue *q);
 void mt_timeline_end  (mt_timeline *t, mt_span *s, uint64_t bytes, mt_queue *q);
 
-/* The computing thread. enter: what is open is interrupted; leave: it goes on. wait: run is about
- * to wait for the unit's weights, 1 when that is the first time in what is open, which then goes on
- * with waited: the wait is in no record. step: a root forward starts, and whatever a failure left
- * open is over; number: the caller's, kept as the record's unit. */
+/* The computing thread's. enter interrupts the span that is open, leave lets it go on. wait: run is
+ * about to wait for the unit's weights; 1 when that is the open span's first wait, and it goes on
+ * with waited: so the wait is in no record. step: a root forward starts, and spans that a failure
+ * left open are over; number: the caller's, kept as the record's unit. */
 void mt_timeline_enter(mt_timeline *t, mt_work work, int unit, mt_queue *run);
 void mt_timeline_leave(mt_timeline *t, mt_queue *run);
 int  mt_timeline_wait (mt_timeline *t, int unit, mt_queue *run);

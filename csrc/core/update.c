@@ -18,10 +18,10 @@
 
 typedef struct job {
     mt_update_job  j;        /* params: our copy */
-    unsigned char *counted;  /* [n_params] the offload has its sum of squares, as of submit */
-    const mt_home *home;     /* of its unit, as of submit; and what its functions get */
-    void          *of;
-    int            sent;     /* to a home that ends it. The updater */
+    unsigned char *counted;  /* [n_params] at submit, the offload had the sum of squares */
+    const mt_home *home;     /* of its unit, at submit */
+    void          *of;       /* what that home's functions get */
+    int            sent;     /* a home has it, which ends it. The updater's */
 } job;
 
 typedef struct work {
@@ -30,12 +30,12 @@ typedef struct work {
     double       max_norm;
     job         *jobs;
     int          n;
-    mt_event    *asked;      /* on run, at submit; NULL: no unit is settled */
+    mt_event    *asked;      /* recorded on run at submit; NULL: no unit is settled */
 } work;
 
 typedef struct result {
-    double norm;             /* of all gradients; NaN when some sum was not taken */
-    int    skipped;          /* units */
+    double norm;             /* of all gradients; NaN when some sum was not made */
+    int    skipped;          /* so many units were */
     int    normed;           /* norm and, with a max_norm, skipped are final */
 } result;
 
@@ -451,7 +451,7 @@ fail:
 typedef struct awaited {
     const mt_updater *u;
     uint64_t          ticket;
-    result            r;         /* of it */
+    result            r;         /* of that ticket */
 } awaited;
 
 static int is_normed(void *arg)

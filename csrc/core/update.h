@@ -29,7 +29,7 @@ typedef struct mt_updater mt_updater;
 mt_status mt_update_open (const mt_context *cx, mt_offload *grads, mt_updater **out);
 void      mt_update_close(mt_updater *u);                      /* finishes what was submitted */
 
-/* Until a submit need not wait for steps before it. */
+/* Waits until a submit need not wait for the steps before it. */
 mt_status mt_update_turn  (mt_updater *u);
 /* Jobs are copied, params arrays too; args are owned by the updater from here on, also on failure.
  * max_norm <= 0: no clipping, no norm. Announces every unit in the ledger before it returns.

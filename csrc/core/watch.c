@@ -167,7 +167,7 @@ typedef struct seen {
     char           text[256];
 } seen;
 
-/* Two of the same nanosecond are told apart by their places. */
+/* Two of the same nanosecond are told apart by where they stand in the list. */
 static int is_later(const mt_post *p, uint64_t since_ns, const mt_post *at)
 {
     return p->since_ns > since_ns || (p->since_ns == since_ns && p > at);

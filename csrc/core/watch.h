@@ -41,41 +41,42 @@
 #include <stdatomic.h>
 
 typedef struct mt_post {
-    const char     *queue, *unit, *awaits;   /* all outlive the post; unit NULL: none */
-    mt_event       *event;                   /* a device queue's: listed until this is done. NULL: a
-                                              * thread's */
+    const char     *queue, *unit, *awaits;   /* outlive the post; unit NULL: it is of none */
+    mt_event       *event;                   /* a device queue's post is listed until this event is
+                                              * done. NULL: a thread waits */
     int             patient;                 /* what it waits for may take any time, and shows
-                                              * nothing. The owner's */
+                                              * nothing. Written by who has the post */
     int             computes;                /* the event is on the queue that computes */
     uint64_t        since_ns;                /* 0: not in the list */
     struct mt_post *next, *before;
 } mt_post;
 
 typedef struct mt_watch {
-    mt_mutex             asking;             /* no event that is in the list is closed meanwhile */
+    mt_mutex             asking;             /* who holds it knows that no event in the list is
+                                              * closed meanwhile */
     mt_mutex             mu;
-    mt_post             *first;              /* mu */
+    mt_post             *first;              /* of the list. mu */
     atomic_uint_least64_t moved_ns, limit_ns;
-    atomic_int            spared;            /* limits that have gone by for compute's sake since
-                                              * anything moved */
-    void                (*say)(const char *text);
+    atomic_int            spared;            /* so many limits have gone by since anything moved,
+                                              * and compute had work */
+    void                (*say)(const char *text);    /* see mt_watch_open */
 } mt_watch;
 
-/* say is told of what is no error yet, by any thread that waits, whose caller may hold locks. NULL:
- * nobody is. */
+/* Any thread that waits tells `say` of what is no error yet; its caller may hold locks. NULL:
+ * nobody is told. */
 void mt_watch_open (mt_watch *w, void (*say)(const char *text));
 void mt_watch_close(mt_watch *w);            /* after all posts */
 void mt_watch_limit(mt_watch *w, double seconds);
 void mt_watch_moved(mt_watch *w);
 
-/* Whose waits this thread's are, in a list: a literal. "the caller" before. */
+/* The name of this thread in the list, a literal. Until it has one it is "the caller". */
 void mt_watch_i_am(const char *queue);
 
-/* This thread's from now on; NULL: none, as before the first. Yields what it was. Called under no
- * lock of the wait's, but under its caller's. */
+/* Waits of this thread call `ask` from now on; NULL: nobody, as at first. Yields who was asked
+ * before. It is called under locks of the wait's caller, but under none of the wait's own. */
 typedef int (*mt_watch_ask)(void);
 mt_watch_ask mt_watch_asks(mt_watch_ask ask);
-/* Asks, where *asked_ns, 0 at first, is long ago: MT_EINTR, or MT_OK. */
+/* Calls it where *asked_ns, 0 at first, is long ago. MT_EINTR: it said so. */
 mt_status mt_watch_asked(uint64_t *asked_ns);
 
 /* queue NULL: this thread's. A wait that ended has moved, unless it was stuck. */
@@ -85,23 +86,23 @@ void mt_watch_end  (mt_watch *w, mt_post *p, mt_status st);
 
 /* Monotonic, as mt_watch_until needs it. On failure *c may be destroyed if its bytes were 0. */
 mt_status mt_watch_cond(pthread_cond_t *c);
-/* Until over(arg), which is called under mu, at least once, and may take down what the caller wants
- * to know of that moment. mu is not held before and after; c, of mt_watch_cond, is broadcast when
- * `over` may have changed. MT_ESTUCK or MT_EINTR, unless it is over. In the list from the first
- * time that it is not. */
+/* Waits until over(arg). That is called under mu, at least once, and may note what the caller wants
+ * to know of that moment. The caller does not hold mu; who may have changed what `over` looks at
+ * broadcasts c, which is of mt_watch_cond. MT_ESTUCK or MT_EINTR, unless it is over. The wait is in
+ * the list from the first time that it is not. */
 mt_status mt_watch_until(mt_watch *w, pthread_cond_t *c, mt_mutex *mu,
                          int (*over)(void *arg), void *arg, const char *unit, const char *awaits);
 /* The host waits for an event, and for a record that is made meanwhile. In steps of up to a
  * millisecond: not where every wait is one for the step's end. */
 mt_status mt_watch_event(mt_watch *w, mt_event *e, const char *unit, const char *awaits);
 
-/* Again for one that is in the list: the new unit's, from now on. */
+/* A post that is in the list already is the new unit's from now on. */
 void mt_watch_put (mt_watch *w, mt_post *p, const char *queue, const char *unit, const char *awaits,
                    mt_event *e);
 /* The same, of the queue that computes. One thread at a time, in the order in which events were
  * recorded there: of all such posts a list has the first. */
 void mt_watch_compute(mt_watch *w, mt_post *p, const char *unit, const char *awaits, mt_event *e);
-/* before its event is closed; not in the list is fine */
+/* Before the post's event is closed; a post that is not in the list is fine. */
 void mt_watch_take(mt_watch *w, mt_post *p);
 
 /* The list as text, cut where `cap` ends. */

@@ -77,7 +77,7 @@ mt_status mt_worker_open(mt_worker *w, mt_mutex *mu, int n_threads, const char *
     w->arg = arg;
     w->name = name;
     w->lane = lane;
-    w->owner = mt_forks();
+    w->forks = mt_forks();
     w->opened = 1;
     if ((st = start(w, n_threads)) != MT_OK)
         mt_worker_close(w);
@@ -86,7 +86,7 @@ mt_status mt_worker_open(mt_worker *w, mt_mutex *mu, int n_threads, const char *
 
 static int is_elsewhere(const mt_worker *w)
 {
-    return w->owner != mt_forks();
+    return w->forks != mt_forks();
 }
 
 void mt_worker_stop(mt_worker *w, int drop)
@@ -124,6 +124,17 @@ uint64_t mt_worker_submit(mt_worker *w, mt_job *job)
     w->last = &job->next;
     pthread_cond_broadcast(&w->more);
     return ++w->submitted;
+}
+
+/* Who sleeps was woken by its submit, and the list has not been empty since. */
+void mt_worker_again(mt_worker *w, mt_job *job)
+{
+    MT_ASSERT(mt_holds(w->mu) && !job->listed);
+    *job = (mt_job){ .next = w->first, .listed = 1 };
+    if (w->first == NULL)
+        w->last = &job->next;
+    w->first = job;
+    w->submitted++;
 }
 
 void mt_worker_withdraw(mt_worker *w, mt_job *job)

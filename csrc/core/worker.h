@@ -52,7 +52,7 @@ typedef struct mt_worker {
     mt_worker_fn    run;             /* constant, as all below */
     void           *arg;
     const char     *name, *lane;
-    unsigned        owner;           /* mt_forks() of the process that has the threads */
+    unsigned        forks;           /* mt_forks() of the process that has the threads */
     int             opened, n_threads;
     pthread_t      *threads;         /* [n_threads] that run */
 } mt_worker;
@@ -71,6 +71,8 @@ void      mt_worker_close(mt_worker *w);             /* stops it first, without 
 /* The job is the worker's until it runs. Yields its number, from 1: one thread ends them in that
  * order. */
 uint64_t  mt_worker_submit  (mt_worker *w, mt_job *job);
+/* From `run` alone: the job is run once more, before all others; also by a worker that stops. */
+void      mt_worker_again   (mt_worker *w, mt_job *job);
 /* One that has not begun is not run, and counts as never submitted. */
 void      mt_worker_withdraw(mt_worker *w, mt_job *job);
 /* Until so many jobs have ended; yields the failure then. unit, awaits: as mt_watch_until's. */

@@ -3,14 +3,14 @@
  * Nouns:
  *   region    host memory that was to be registered: locked, or only noted
  *   buffer    locked memory of ours; a queue has one, from its first copy of a noted region on
- *   piece     what of a copy fits a buffer
+ *   slice     what of a copy fits a buffer
  *   cushion   locked memory that nobody uses: given up when something small must be locked
  *
- * A copy from a noted region is, piece by piece, a host function that fills the buffer, and a copy
+ * A copy from a noted region is, slice by slice, a host function that fills the buffer, and a copy
  * from there to the device; one to a noted region the other way round. All of it is put in the
  * queue that the copy was put in, whose order is the only one there is: a buffer belongs to one
- * queue, so a piece fills it behind the copy of the piece before, and whoever waits for an event
- * behind the copy waits for its last piece. So no edge is new, and the bits are the same. The host
+ * queue, so a slice fills it behind the copy of the slice before, and whoever waits for an event
+ * behind the copy waits for its last slice. So no edge is new, and the bits are the same. The host
  * function runs where the device calls it (CUDA: a thread of the driver's; CPU device: the
  * queue's), and shares its work with a few threads of ours.
  *
@@ -18,6 +18,8 @@
  * would be wrong, not slow. The cushion keeps room for them when larger ones have
  * taken all there was.
  */
+#include "dev_front.h"
+
 #include "../core/arena.h"
 #include "../core/lock.h"
 
@@ -32,8 +34,8 @@
 #define THREADS       4                     /* one copies 8 to 12 GB/s (Zen 4 server of 2 cores); */
                                             /* PCIe 4 x16 takes some 25, PCIe 5 x16 55 (H200) */
 #define CHUNK_BYTES   ((size_t)256 << 10)   /* copied by one thread at a go */
-#ifndef PIECE_BYTES                         /* tests take less */
-#define PIECE_BYTES   ((size_t)2 << 20)     /* 0.05 ms for four threads at 10 GB/s: long beside a
+#ifndef BUFFER_BYTES                        /* tests take less */
+#define BUFFER_BYTES  ((size_t)2 << 20)     /* 0.05 ms for four threads at 10 GB/s: long beside a
                                              * call */
 #endif
 
@@ -44,9 +46,7 @@ typedef struct region {
 } region;
 
 typedef struct stage_dev {
-    mt_dev          base;
-    mt_dev_ops      ops;         /* stage_ops under the name of the device behind; constant */
-    mt_dev         *under;       /* constant */
+    mt__front       front;
     mt_pool        *pool;        /* NULL, or written before the first region is noted */
 
     mt_mutex        registering; /* held while memory is locked, which takes seconds */
@@ -56,7 +56,7 @@ typedef struct stage_dev {
     atomic_int      n_noted;     /* written under mu, after the region; read by anyone */
     size_t          locked, noted;       /* bytes. mu */
     size_t          limit, small;        /* bytes. mu */
-    mt_arena        block;       /* the buffers' memory; zero before the first registration.
+    mt_arena        memory;      /* the buffers' memory; zero before the first registration.
                                   * registering */
     mt_arena        cushion;     /* zero: given up. registering */
     char           *spare[BUFFERS];      /* buffers that no queue has. mu */
@@ -65,9 +65,8 @@ typedef struct stage_dev {
 } stage_dev;
 
 typedef struct stage_queue {
-    mt_queue  base;
-    mt_queue *under;
-    char     *buffer;            /* NULL before the first copy that needs it. The putting thread */
+    mt__front_queue front;
+    char           *buffer;      /* NULL before the first copy that needs it. The putting thread */
 } stage_queue;
 
 static stage_dev *as_dev(mt_dev *d)
@@ -80,16 +79,11 @@ static stage_queue *as_queue(mt_queue *q)
     return (stage_queue *)(void *)q;
 }
 
-static mt_dev *under(mt_dev *d)
-{
-    return as_dev(d)->under;
-}
-
 /* ---- memory of ours --------------------------------------------------------------------- */
 
 static mt_status pages_open(stage_dev *d, size_t bytes, mt_arena *out)
 {
-    return mt_arena_open(out, bytes, NULL, d->under, "what copies pass through", 0);
+    return mt_arena_open(out, bytes, NULL, d->front.under, "what copies pass through", 0);
 }
 
 /* Under registering. Before anything else is locked: afterwards there may be no room for it. */
@@ -97,13 +91,13 @@ static mt_status prepare(stage_dev *d)
 {
     mt_status st;
 
-    if (d->block.base != NULL)
+    if (d->memory.base != NULL)
         return MT_OK;
     MT_TRY(pages_open(d, CUSHION_BYTES, &d->cushion));
-    MT_TRY(pages_open(d, BUFFERS * PIECE_BYTES, &d->block));
+    MT_TRY(pages_open(d, BUFFERS * BUFFER_BYTES, &d->memory));
     mt_lock(&d->mu);
     for (d->n_spare = 0; d->n_spare < BUFFERS; d->n_spare++)
-        d->spare[d->n_spare] = (char *)d->block.base + (size_t)d->n_spare * PIECE_BYTES;
+        d->spare[d->n_spare] = (char *)d->memory.base + (size_t)d->n_spare * BUFFER_BYTES;
     mt_unlock(&d->mu);
     return MT_OK;
 
@@ -175,7 +169,7 @@ static mt_status lock(stage_dev *d, char *p, size_t bytes)
     if (!small && (bytes > limit || locked > limit - bytes))
         return MT_FAIL(MT_ENOMEM, "%zu bytes of host memory are locked, and %zu may be", locked,
                        limit);
-    return d->under->ops->host_register(d->under, p, bytes);
+    return d->front.under->ops->host_register(d->front.under, p, bytes);
 }
 
 static mt_status lock_small(stage_dev *d, char *p, size_t bytes)
@@ -253,7 +247,7 @@ static void stage_host_unregister(mt_dev *dev, void *p)
         }
     mt_unlock(&d->mu);
     if (r.locked)
-        d->under->ops->host_unregister(d->under, p);
+        d->front.under->ops->host_unregister(d->front.under, p);
 }
 
 static int is_noted(stage_dev *d, const void *at)
@@ -298,30 +292,30 @@ static void run_move(void *arg)
 
 static mt_status put_move(stage_queue *q, char *to, const char *from, size_t bytes)
 {
-    stage_dev *d = as_dev(q->base.dev);
+    stage_dev *d = as_dev(q->front.base.dev);
     move      *m = malloc(sizeof *m);
     mt_status  st;
 
     if (m == NULL)
         return MT_FAIL(MT_ENOMEM, "stage: no memory for a copy of %zu bytes", bytes);
     *m = (move){ d->pool, to, from, bytes };
-    if ((st = d->under->ops->call(q->under, run_move, m)) != MT_OK)
+    if ((st = d->front.under->ops->call(q->front.under, run_move, m)) != MT_OK)
         free(m);
     return st;
 }
 
 /* up: src is a noted region; else dst is. */
-static mt_status put_pieces(stage_queue *q, char *dst, const char *src, size_t bytes, int up)
+static mt_status put_slices(stage_queue *q, char *dst, const char *src, size_t bytes, int up)
 {
-    const mt_dev_ops *v = under(q->base.dev)->ops;
+    const mt_dev_ops *v = mt__behind(q->front.base.dev)->ops;
     mt_status         st;
 
-    for (size_t at = 0; at < bytes; at += PIECE_BYTES) {
-        size_t n = bytes - at < PIECE_BYTES ? bytes - at : PIECE_BYTES;
+    for (size_t at = 0; at < bytes; at += BUFFER_BYTES) {
+        size_t n = bytes - at < BUFFER_BYTES ? bytes - at : BUFFER_BYTES;
 
         if (up)
             MT_TRY(put_move(q, q->buffer, src + at, n));
-        MT_TRY(v->copy(q->under, up ? dst + at : q->buffer, up ? q->buffer : src + at, n));
+        MT_TRY(v->copy(q->front.under, up ? dst + at : q->buffer, up ? q->buffer : src + at, n));
         if (!up)
             MT_TRY(put_move(q, dst + at, q->buffer, n));
     }
@@ -337,47 +331,37 @@ static mt_status stage_copy(mt_queue *queue, void *dst, const void *src, size_t 
     int          up, down;
 
     if (atomic_load(&d->n_noted) == 0)
-        return d->under->ops->copy(q->under, dst, src, bytes);
+        return d->front.under->ops->copy(q->front.under, dst, src, bytes);
     up = is_noted(d, src);
     down = is_noted(d, dst);
     if (up != down && q->buffer == NULL)
         q->buffer = buffer_take(d);
     /* Without a buffer: CUDA copies memory that is not locked too, but in the caller's time. */
     if (up == down || q->buffer == NULL)
-        return d->under->ops->copy(q->under, dst, src, bytes);
-    return put_pieces(q, dst, src, bytes, up);
+        return d->front.under->ops->copy(q->front.under, dst, src, bytes);
+    return put_slices(q, dst, src, bytes, up);
 }
 
-/* ---- what passes ------------------------------------------------------------------------ */
-
-static mt_status stage_mem_alloc(mt_dev *d, size_t bytes, void **out)
-{
-    return under(d)->ops->mem_alloc(under(d), bytes, out);
-}
-
-static void stage_mem_free(mt_dev *d, void *p)
-{
-    under(d)->ops->mem_free(under(d), p);
-}
+/* ---- queues -------------------------------------------------------------------------- */
 
 static mt_status queue_wrap(mt_dev *d, mt_queue *behind, mt_queue **out)
 {
     stage_queue *q = calloc(1, sizeof *q);
 
     if (q == NULL) {
-        under(d)->ops->queue_close(behind);
+        mt__behind(d)->ops->queue_close(behind);
         return MT_FAIL(MT_ENOMEM, "stage queue: calloc(%zu)", sizeof *q);
     }
-    q->base.dev = d;
-    q->under = behind;
-    *out = &q->base;
+    q->front.base.dev = d;
+    q->front.under = behind;
+    *out = &q->front.base;
     return MT_OK;
 }
 
 static mt_status stage_queue_open(mt_dev *d, const char *name, mt_queue **out)
 {
     mt_queue *behind;
-    mt_status st = under(d)->ops->queue_open(under(d), name, &behind);
+    mt_status st = mt__behind(d)->ops->queue_open(mt__behind(d), name, &behind);
 
     return st == MT_OK ? queue_wrap(d, behind, out) : st;
 }
@@ -385,7 +369,7 @@ static mt_status stage_queue_open(mt_dev *d, const char *name, mt_queue **out)
 static mt_status stage_queue_adopt(mt_dev *d, uintptr_t handle, mt_queue **out)
 {
     mt_queue *behind;
-    mt_status st = under(d)->ops->queue_adopt(under(d), handle, &behind);
+    mt_status st = mt__behind(d)->ops->queue_adopt(mt__behind(d), handle, &behind);
 
     return st == MT_OK ? queue_wrap(d, behind, out) : st;
 }
@@ -400,100 +384,10 @@ static void stage_queue_close(mt_queue *queue)
         return;
     d = as_dev(queue->dev);
     if (q->buffer != NULL)
-        (void)d->under->ops->sync(q->under);
-    d->under->ops->queue_close(q->under);
+        (void)d->front.under->ops->sync(q->front.under);
+    d->front.under->ops->queue_close(q->front.under);
     buffer_give(d, q->buffer);
     free(q);
-}
-
-static uintptr_t stage_handle(mt_queue *q)
-{
-    return under(q->dev)->ops->handle(as_queue(q)->under);
-}
-
-static mt_status stage_call(mt_queue *q, void (*fn)(void *), void *arg)
-{
-    return under(q->dev)->ops->call(as_queue(q)->under, fn, arg);
-}
-
-static mt_status stage_sync(mt_queue *q)
-{
-    return under(q->dev)->ops->sync(as_queue(q)->under);
-}
-
-typedef struct stage_event {
-    mt_event  base;
-    mt_event *under;
-} stage_event;
-
-static mt_event *event(mt_event *e)
-{
-    return ((stage_event *)(void *)e)->under;
-}
-
-static mt_status stage_event_open(mt_dev *d, mt_event **out)
-{
-    stage_event *e = calloc(1, sizeof *e);
-    mt_status    st;
-
-    if (e == NULL)
-        return MT_FAIL(MT_ENOMEM, "stage event: calloc(%zu)", sizeof *e);
-    e->base.dev = d;
-    MT_TRY(under(d)->ops->event_open(under(d), &e->under));
-    *out = &e->base;
-    return MT_OK;
-
-fail:
-    free(e);
-    return st;
-}
-
-static void stage_event_close(mt_event *e)
-{
-    if (e == NULL)
-        return;
-    under(e->dev)->ops->event_close(event(e));
-    free(e);
-}
-
-static mt_status stage_record(mt_queue *q, mt_event *e)
-{
-    return under(q->dev)->ops->record(as_queue(q)->under, event(e));
-}
-
-static mt_status stage_wait(mt_queue *q, mt_event *e)
-{
-    return under(q->dev)->ops->wait(as_queue(q)->under, event(e));
-}
-
-static mt_status stage_sync_event(mt_event *e)
-{
-    return under(e->dev)->ops->sync_event(event(e));
-}
-
-static mt_status stage_query(mt_event *e, int *done)
-{
-    return under(e->dev)->ops->query(event(e), done);
-}
-
-static mt_status stage_stamp_open(mt_dev *d, mt_stamp **out)
-{
-    return under(d)->ops->stamp_open(under(d), out);
-}
-
-static void stage_stamp_close(mt_dev *d, mt_stamp *s)
-{
-    under(d)->ops->stamp_close(under(d), s);
-}
-
-static mt_status stage_stamp(mt_queue *q, mt_stamp *s)
-{
-    return under(q->dev)->ops->stamp(as_queue(q)->under, s);
-}
-
-static mt_status stage_stamp_read(mt_dev *d, mt_stamp *s, uint64_t *ns, int *done)
-{
-    return under(d)->ops->stamp_read(under(d), s, ns, done);
 }
 
 /* ---- the device ------------------------------------------------------------------------- */
@@ -503,8 +397,8 @@ static void stage_close(mt_dev *dev)
     stage_dev *d = as_dev(dev);
 
     mt_arena_close(&d->cushion);
-    mt_arena_close(&d->block);
-    d->under->ops->close(d->under);
+    mt_arena_close(&d->memory);
+    d->front.under->ops->close(d->front.under);
     mt_pool_close(d->pool);
     mt_mutex_close(&d->mu);
     mt_mutex_close(&d->registering);
@@ -512,47 +406,26 @@ static void stage_close(mt_dev *dev)
     free(d);
 }
 
-static const mt_dev_ops stage_ops = {
-    .close           = stage_close,
-    .host_register   = stage_host_register,
-    .host_unregister = stage_host_unregister,
-    .mem_alloc       = stage_mem_alloc,
-    .mem_free        = stage_mem_free,
-    .queue_open      = stage_queue_open,
-    .queue_adopt     = stage_queue_adopt,
-    .queue_close     = stage_queue_close,
-    .handle          = stage_handle,
-    .copy            = stage_copy,
-    .call            = stage_call,
-    .event_open      = stage_event_open,
-    .event_close     = stage_event_close,
-    .record          = stage_record,
-    .wait            = stage_wait,
-    .sync_event      = stage_sync_event,
-    .query           = stage_query,
-    .sync            = stage_sync,
-    .stamp_open      = stage_stamp_open,
-    .stamp_close     = stage_stamp_close,
-    .stamp           = stage_stamp,
-    .stamp_read      = stage_stamp_read,
-};
-
 mt_status mt_dev_stage_open(mt_dev *behind, mt_dev **out)
 {
     stage_dev *d = calloc(1, sizeof *d);
 
     if (d == NULL)
         return MT_FAIL(MT_ENOMEM, "stage: calloc(%zu)", sizeof *d);
-    d->ops = stage_ops;
-    d->ops.name = behind->ops->name;
-    d->base.ops = &d->ops;
-    d->under = behind;
+    mt__front_init(&d->front, behind);
+    d->front.ops.close = stage_close;
+    d->front.ops.host_register = stage_host_register;
+    d->front.ops.host_unregister = stage_host_unregister;
+    d->front.ops.queue_open = stage_queue_open;
+    d->front.ops.queue_adopt = stage_queue_adopt;
+    d->front.ops.queue_close = stage_queue_close;
+    d->front.ops.copy = stage_copy;
     d->limit = SIZE_MAX;
     d->small = SMALL_BYTES;
     mt_mutex_open(&d->registering, MT_RANK_REGISTERING);
     mt_mutex_open(&d->mu, MT_RANK_REGIONS);
     atomic_init(&d->n_noted, 0);
-    *out = &d->base;
+    *out = &d->front.base;
     return MT_OK;
 }
 

@@ -1,12 +1,11 @@
-/* file.c — a line of requests, cut into blocks, and threads that take a block each.
+/* file.c — requests are a worker's jobs, which a thread takes one block of.
  *
- * A block is begun by whoever comes first, so blocks of one request run side by side and those of
- * the next begin before all of it is over. The last block to end calls done.
+ * So blocks of one request run side by side, and those of the next begin before all of it is over.
+ * The last block to end calls done.
  */
 #include "file.h"
 
 #include "../core/forks.h"
-#include "../core/lock.h"
 #include "manifest.h"
 #include "sum.h"
 
@@ -14,7 +13,6 @@
 #include <fcntl.h>
 #include <inttypes.h>
 #include <limits.h>
-#include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -30,19 +28,16 @@ struct mt_file {
     char            dir[PATH_MAX - 64], name[64], path[PATH_MAX];
     int             fd;          /* -1: not open */
     int             direct;
-    unsigned        owner;       /* mt_forks() of the process whose file it is */
+    unsigned        forks;       /* mt_forks() of the process whose file it is */
     uint64_t        limit;
 
     mt_mutex        growing;     /* held while the disk looks for room, which may take seconds */
     uint64_t        taken;       /* bytes. growing */
     mt_mutex        mu;
-    pthread_cond_t  more;        /* threads wait: a block, or stop */
-    mt_request     *first, **last;   /* with blocks that nobody began. mu */
+    mt_worker       worker;      /* of requests with blocks that nobody began */
     uint64_t        reserved;    /* bytes. mu, and changed under growing alone */
     uint64_t        read_bytes, written_bytes;   /* mu */
-    int             named, stop;     /* mu */
-    pthread_t      *threads;         /* [n_threads] that run */
-    int             n_threads;
+    int             named;       /* mu */
 };
 
 /* ---- the system's calls ----------------------------------------------------------------- */
@@ -70,37 +65,56 @@ const mt_file_calls mt_file_system = { pread, pwrite, posix_fallocate, set_direc
 
 /* ---- a block ---------------------------------------------------------------------------- */
 
-/* `got` of them were moved; n: what the last call said. */
-static mt_status move_failed(const mt_file *f, int write, uint64_t at, size_t bytes, size_t got,
-                             ssize_t n)
+/* `done` of them were moved; n: what the last call said. */
+static mt_status said(const char *path, int write, size_t bytes, uint64_t at, size_t done,
+                      ssize_t n)
 {
     const char *doing = write ? "writing" : "reading";
 
     if (n >= 0 && write)
         return MT_FAIL(MT_EDISK, "%s: %s %zu bytes at offset %" PRIu64 ": the file system took "
-                       "only %zu of them", f->path, doing, bytes, at, got + (size_t)n);
-    return MT_FAIL(MT_EDISK, "%s: %s %zu bytes at offset %" PRIu64 ": %s", f->path, doing, bytes,
-                   at, n < 0 ? strerror(errno) : "the file ends before them");
+                       "only %zu of them", path, doing, bytes, at, done + (size_t)n);
+    return MT_FAIL(MT_EDISK, "%s: %s %zu bytes at offset %" PRIu64 ": %s", path, doing, bytes, at,
+                   n < 0 ? strerror(errno) : "the file ends before them");
 }
 
-/* A call may move less than it was asked to;
- * a direct one goes on only from a multiple of the alignment. */
-static mt_status move(mt_file *f, int write, char *mem, size_t bytes, uint64_t at)
+static ssize_t move_once(const mt_file_calls *c, int fd, int write, char *mem, size_t bytes,
+                         uint64_t at)
 {
-    size_t got = 0;
+    ssize_t n;
 
-    while (got < bytes) {
-        ssize_t n;
+    do
+        n = write ? c->write(fd, mem, bytes, (off_t)at) : c->read(fd, mem, bytes, (off_t)at);
+    while (n < 0 && errno == EINTR);
+    return n;
+}
 
-        n = write ? f->calls.write(f->fd, mem + got, bytes - got, (off_t)(at + got))
-                  : f->calls.read(f->fd, mem + got, bytes - got, (off_t)(at + got));
-        if (n < 0 && errno == EINTR)
-            continue;
-        if (n >= (ssize_t)MT_BLOCK_ALIGN && (size_t)n < bytes - got)
+/* A file system may say that it takes direct transfers, and refuse the first. */
+static ssize_t move_some(const mt_file_calls *c, int fd, int write, char *mem, size_t bytes,
+                         uint64_t at)
+{
+    ssize_t n = move_once(c, fd, write, mem, bytes, at);
+
+    if (n < 0 && errno == EINVAL && c->direct(fd, 0) == 0)
+        n = move_once(c, fd, write, mem, bytes, at);
+    return n;
+}
+
+/* A call may move less than it was asked to; a direct one goes on only from a multiple of the
+ * alignment. */
+mt_status mt_file_move(const mt_file_calls *c, int fd, const char *path, int write, char *mem,
+                       size_t bytes, uint64_t at)
+{
+    size_t pages = mt_file_pages(bytes), needed = write ? pages : bytes, done = 0;
+
+    while (done < needed) {
+        ssize_t n = move_some(c, fd, write, mem + done, pages - done, at + done);
+
+        if (n > 0 && (size_t)n < needed - done && (size_t)n >= MT_BLOCK_ALIGN)
             n = n / (ssize_t)MT_BLOCK_ALIGN * (ssize_t)MT_BLOCK_ALIGN;
-        else if (n <= 0 || (size_t)n < bytes - got)
-            return move_failed(f, write, at, bytes, got, n);
-        got += (size_t)n;
+        else if (n <= 0 || (size_t)n < needed - done)
+            return said(path, write, bytes, at, done, n);
+        done += (size_t)n;
     }
     return MT_OK;
 }
@@ -131,7 +145,7 @@ static mt_status move_block(mt_file *f, mt_request *r, size_t k, size_t *moved)
     }
     if (r->write && r->sums != NULL)
         r->sums[k] = mt_block_sum(mem, bytes);
-    MT_TRY(move(f, r->write, mem, bytes, r->at + from));
+    MT_TRY(mt_file_move(&f->calls, f->fd, f->path, r->write, mem, bytes, r->at + from));
     mt_lock(&f->mu);
     *(r->write ? &f->written_bytes : &f->read_bytes) += bytes;
     mt_unlock(&f->mu);
@@ -142,57 +156,39 @@ fail:
     return st;
 }
 
-/* ---- threads ---------------------------------------------------------------------------- */
+/* ---- requests --------------------------------------------------------------------------- */
 
-/* A block to move, by its request and number; NULL: the file is closed, and nothing is left. */
-static mt_request *next_block(mt_file *f, size_t *k)
-{
-    mt_request *r;
-
-    mt_lock(&f->mu);
-    while (f->first == NULL && !f->stop)
-        mt_cond_wait(&f->more, &f->mu);
-    if ((r = f->first) != NULL) {
-        *k = r->begun++;
-        if (r->begun == mt_block_count(r->bytes) && (f->first = r->next) == NULL)
-            f->last = &f->first;
-    }
-    mt_unlock(&f->mu);
-    return r;
-}
-
-/* The last of a request's blocks ends it. Without our lock: done may put requests. */
+/* Under mu. The last of a request's blocks ends it: without our lock, since done may put others. */
 static void end_block(mt_file *f, mt_request *r, size_t k, mt_status st, size_t moved)
 {
-    int over;
-
-    mt_lock(&f->mu);
     if (st != MT_OK && r->st == MT_OK) {
         r->st = st;
         r->bad_at = r->at + k * MT_BLOCK_BYTES;
         snprintf(r->text, sizeof r->text, "%s", mt_last_error());
     }
     r->moved += moved;
-    over = --r->left == 0;
+    if (--r->left > 0)
+        return;
     mt_unlock(&f->mu);
-    if (over)
-        r->done(r);
+    r->done(r);
+    mt_lock(&f->mu);
 }
 
-static void *file_main(void *arg)
+/* The request's next block. Others take those behind it meanwhile. */
+static mt_status take_block(void *arg, mt_job *job)
 {
     mt_file    *f = arg;
-    mt_request *r;
-    size_t      k = 0;
+    mt_request *r = (mt_request *)(void *)job;
+    size_t      k = r->begun++, moved = 0;
+    mt_status   st;
 
-    pthread_setname_np(pthread_self(), "mt-disk");
-    while ((r = next_block(f, &k)) != NULL) {
-        size_t    moved = 0;
-        mt_status st = move_block(f, r, k, &moved);
-
-        end_block(f, r, k, st, moved);
-    }
-    return NULL;
+    if (r->begun < mt_block_count(r->bytes))
+        mt_worker_again(&f->worker, job);
+    mt_unlock(&f->mu);
+    st = move_block(f, r, k, &moved);
+    mt_lock(&f->mu);
+    end_block(f, r, k, st, moved);
+    return MT_OK;
 }
 
 static void put(mt_blocks *b, mt_request *r)
@@ -201,13 +197,10 @@ static void put(mt_blocks *b, mt_request *r)
 
     r->st = MT_OK;
     r->moved = 0;
-    r->next = NULL;
     r->begun = 0;
     r->left = mt_block_count(r->bytes);
     mt_lock(&f->mu);
-    *f->last = r;
-    f->last = &r->next;
-    pthread_cond_broadcast(&f->more);
+    (void)mt_worker_submit(&f->worker, &r->job);
     mt_unlock(&f->mu);
 }
 
@@ -291,7 +284,7 @@ mt_status mt_file_reserve(mt_file *f, uint64_t bytes)
 static mt_status take(mt_blocks *b, size_t bytes, uint64_t *at)
 {
     mt_file  *f = (mt_file *)(void *)b;
-    size_t    whole = (bytes + MT_BLOCK_ALIGN - 1) / MT_BLOCK_ALIGN * MT_BLOCK_ALIGN;
+    size_t    whole = mt_file_pages(bytes);
     mt_status st;
 
     mt_lock(&f->growing);
@@ -355,17 +348,6 @@ fail:
     return st;
 }
 
-static mt_status start_threads(mt_file *f, int n)
-{
-    if ((f->threads = calloc((size_t)n, sizeof *f->threads)) == NULL)
-        return MT_FAIL(MT_ENOMEM, "nvme: no memory for %d threads", n);
-    for (; f->n_threads < n; f->n_threads++)
-        if (pthread_create(&f->threads[f->n_threads], NULL, file_main, f) != 0)
-            return MT_FAIL(MT_ENOMEM, "nvme: no thread for the disk; %d of %d run", f->n_threads,
-                           n);
-    return MT_OK;
-}
-
 static mt_status file_new(const char *dir, uint64_t limit, const mt_file_calls *calls,
                           mt_file **out)
 {
@@ -380,12 +362,10 @@ static mt_status file_new(const char *dir, uint64_t limit, const mt_file_calls *
     f->calls = calls != NULL ? *calls : mt_file_system;
     snprintf(f->dir, sizeof f->dir, "%s", dir);
     f->fd = -1;
-    f->owner = mt_forks();
+    f->forks = mt_forks();
     f->limit = limit;
-    f->last = &f->first;
     mt_mutex_open(&f->growing, MT_RANK_GROWING);
     mt_mutex_open(&f->mu, MT_RANK_FILE);
-    pthread_cond_init(&f->more, NULL);
     *out = f;
     return MT_OK;
 }
@@ -404,7 +384,7 @@ mt_status mt_file_open(const char *dir, uint64_t limit, int n_threads, const mt_
     MT_TRY(file_new(dir, limit, calls, &f));
     MT_TRY(make_file(f));
     MT_TRY(try_direct(f));
-    MT_TRY(start_threads(f, n_threads));
+    MT_TRY(mt_worker_open(&f->worker, &f->mu, n_threads, "mt-disk", "disk", take_block, f));
     *out = f;
     return MT_OK;
 
@@ -419,7 +399,7 @@ void mt_file_unname(mt_file *f)
 {
     int named;
 
-    if (f->owner != mt_forks())
+    if (f->forks != mt_forks())
         return;
     mt_lock(&f->mu);
     named = f->named;
@@ -433,21 +413,14 @@ void mt_file_unname(mt_file *f)
 
 void mt_file_close(mt_file *f)
 {
-    if (f == NULL || f->owner != mt_forks())
+    if (f == NULL || f->forks != mt_forks())
         return;
-    mt_lock(&f->mu);
-    f->stop = 1;
-    pthread_cond_broadcast(&f->more);
-    mt_unlock(&f->mu);
-    for (int i = 0; i < f->n_threads; i++)
-        pthread_join(f->threads[i], NULL);
+    mt_worker_close(&f->worker);
     mt_file_unname(f);
     if (f->fd >= 0)
         mt_forks_close(f->fd);
-    pthread_cond_destroy(&f->more);
     mt_mutex_close(&f->mu);
     mt_mutex_close(&f->growing);
-    free(f->threads);
     free(f);
 }
 

@@ -47,6 +47,17 @@ extern const mt_file_calls mt_file_system;
 /* Asks again where a signal came in between. 0, or an errno. */
 int mt_file_allocate(const mt_file_calls *calls, int fd, uint64_t at, uint64_t bytes);
 
+/* Bytes one way or the other, in whole pages, so that direct transfers will do: of the memory, and
+ * of a file that is written; one that is read need not have more than the bytes. path: for
+ * messages. */
+mt_status mt_file_move(const mt_file_calls *calls, int fd, const char *path, int write, char *mem,
+                       size_t bytes, uint64_t at);
+
+static inline size_t mt_file_pages(size_t bytes)
+{
+    return (bytes + MT_BLOCK_ALIGN - 1) / MT_BLOCK_ALIGN * MT_BLOCK_ALIGN;
+}
+
 typedef struct mt_file mt_file;
 
 /* Bytes of the directory's file system that this process may still take, once those of crashed
@@ -73,7 +84,7 @@ typedef struct mt_file_stats {
 } mt_file_stats;
 mt_file_stats mt_file_stats_get(mt_file *f);
 
-/* What a disk does with requests of `piece` bytes, `depth` of them under way, as the engine puts
+/* What a disk does with requests of `each` bytes, `depth` of them under way, as the engine puts
  * them and without sums: bytes/s written and read alone, and of both together while as much is read
  * as is written; fresh: written where nothing was, which costs the file system more. Makes, and
  * removes, a file of `bytes` in dir. */
@@ -81,7 +92,7 @@ typedef struct mt_disk_rates {
     double fresh, write, read, both;
     int    direct;
 } mt_disk_rates;
-mt_status mt_disk_measure(const char *dir, uint64_t bytes, size_t piece, int depth, int n_threads,
+mt_status mt_disk_measure(const char *dir, uint64_t bytes, size_t each, int depth, int n_threads,
                           mt_disk_rates *out);
 
 #endif

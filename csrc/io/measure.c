@@ -14,7 +14,7 @@ typedef struct run {
     mt_blocks      *blocks;
     mt_mutex        mu;
     pthread_cond_t  over;
-    uint64_t        pieces;      /* in the file */
+    uint64_t        n;           /* in the file */
     uint64_t        next, end;   /* requests put, of so many. mu */
     int             under_way;   /* mu */
     int             mode;        /* 0 writes, 1 reads, 2 in turn */
@@ -29,14 +29,14 @@ static void put_next(run *t, mt_request *r)
 
     r->write = t->mode == 2 ? (int)(number % 2) : t->mode == 0;
     if (t->mode == 2)
-        number = (number / 2 + (r->write ? t->pieces / 2 : 0)) % t->pieces;
-    r->at = number % t->pieces * r->bytes;
+        number = (number / 2 + (r->write ? t->n / 2 : 0)) % t->n;
+    r->at = number % t->n * r->bytes;
     t->under_way++;
     t->blocks->ops->put(t->blocks, r);
 }
 
 /* On a thread of the file's. */
-static void piece_over(mt_request *r)
+static void request_over(mt_request *r)
 {
     run *t = r->arg;
 
@@ -60,7 +60,7 @@ static mt_status timed(run *t, mt_request *r, int depth, int mode, double *rate)
     mt_lock(&t->mu);
     t->mode = mode;
     t->next = 0;
-    t->end = t->pieces;
+    t->end = t->n;
     for (int i = 0; i < depth && t->next < t->end; i++)
         put_next(t, &r[i]);
     while (t->under_way > 0)
@@ -74,23 +74,23 @@ static mt_status timed(run *t, mt_request *r, int depth, int mode, double *rate)
 
 /* Memory as the engine's buffers have it: its pages are there, and huge.
  * A direct transfer looks at each. */
-static mt_status make_requests(run *t, int depth, size_t piece, mt_arena *memory, mt_request *r)
+static mt_status make_requests(run *t, int depth, size_t each, mt_arena *memory, mt_request *r)
 {
     size_t    all;
     mt_status st;
 
-    MT_TRY(mt_mul_size((size_t)depth, piece, "pieces to measure a disk with", &all));
-    MT_TRY(mt_arena_open(memory, all, NULL, NULL, "pieces to measure a disk with", 0));
+    MT_TRY(mt_mul_size((size_t)depth, each, "requests to measure a disk with", &all));
+    MT_TRY(mt_arena_open(memory, all, NULL, NULL, "requests to measure a disk with", 0));
     for (int i = 0; i < depth; i++) {
-        r[i] = (mt_request){ .mem = (char *)memory->base + (size_t)i * piece, .bytes = piece,
-                             .done = piece_over, .arg = t };
-        memset(r[i].mem, i + 1, piece);
+        r[i] = (mt_request){ .mem = (char *)memory->base + (size_t)i * each, .bytes = each,
+                             .done = request_over, .arg = t };
+        memset(r[i].mem, i + 1, each);
     }
 fail:
     return st;
 }
 
-mt_status mt_disk_measure(const char *dir, uint64_t bytes, size_t piece, int depth, int n_threads,
+mt_status mt_disk_measure(const char *dir, uint64_t bytes, size_t each, int depth, int n_threads,
                           mt_disk_rates *out)
 {
     run           t = { .mu = MT_MUTEX(MT_RANK_MEASURE), .over = PTHREAD_COND_INITIALIZER };
@@ -100,17 +100,17 @@ mt_status mt_disk_measure(const char *dir, uint64_t bytes, size_t piece, int dep
     mt_disk_rates found;
     mt_status     st;
 
-    if (depth < 1 || piece == 0 || piece % MT_BLOCK_ALIGN != 0 || bytes < piece || r == NULL) {
+    if (depth < 1 || each == 0 || each % MT_BLOCK_ALIGN != 0 || bytes < each || r == NULL) {
         free(r);
-        return MT_FAIL(MT_EINVAL, "nvme: %llu bytes in pieces of %zu, %d under way; a piece is a "
+        return MT_FAIL(MT_EINVAL, "nvme: %llu bytes in requests of %zu, %d under way; each is a "
                        "multiple of %zu",
-                       (unsigned long long)bytes, piece, depth, MT_BLOCK_ALIGN);
+                       (unsigned long long)bytes, each, depth, MT_BLOCK_ALIGN);
     }
-    MT_TRY(make_requests(&t, depth, piece, &memory, r));
+    MT_TRY(make_requests(&t, depth, each, &memory, r));
     MT_TRY(mt_file_open(dir, 0, n_threads, NULL, &f));
     MT_TRY(mt_file_reserve(f, bytes));
     t.blocks = mt_file_blocks(f);
-    t.pieces = bytes / piece;
+    t.n = bytes / each;
     MT_TRY(timed(&t, r, depth, 0, &found.fresh));
     MT_TRY(timed(&t, r, depth, 0, &found.write));
     MT_TRY(timed(&t, r, depth, 1, &found.read));

@@ -1,20 +1,20 @@
 /* shards.c — copiers fill blocks share by share, writers write them; memory goes round: idle,
- * a block's, full, idle.
+ * a block's, a writer's job, idle.
  *
- * Two kinds of thread, since a disk wants several requests under way and a unit's owner wants to go
- * on: with spare blocks the copiers run ahead of the disk by as many as there are.
+ * Two kinds of thread, since a disk wants several requests under way, and a step whose updates wait
+ * for their units' bytes wants to go on: with spare blocks the copiers run ahead of the disk by as
+ * many as there are.
  */
 #include "shards.h"
 
 #include "../core/arena.h"
 #include "../core/forks.h"
-#include "../core/lock.h"
+#include "../core/worker.h"
 #include "sum.h"
 
 #include <errno.h>
 #include <fcntl.h>
 #include <inttypes.h>
-#include <pthread.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -29,6 +29,7 @@ typedef struct shard_file {
 } shard_file;
 
 typedef struct buffer {
+    mt_job         job;              /* when it is full */
     char          *mem;
     size_t         block;            /* whose it is */
     struct buffer *next;
@@ -46,19 +47,19 @@ typedef struct stretch {
 /* Constant but for taken. */
 typedef struct share {
     size_t block;
-    int    owner;                    /* a unit; n_units: nobody */
+    int    source;                   /* a unit; n_units: nobody */
     int    first;                    /* of its block: nobody's bytes there come with it */
     int    taken;                    /* mu */
 } share;
 
 enum { FRESH, BEGINNING, BEGUN, ENDED };
 
-typedef struct owner {               /* a unit; behind the last one, nobody */
+typedef struct source {              /* a unit; behind the last one, nobody */
     size_t next, end;                /* its shares, less those before next, which are taken. mu but
                                       * for end, as below */
     size_t left;                     /* of them that nobody copied yet */
     int    at;
-} owner;
+} source;
 
 struct mt_shards {
     const mt_shard *shards;          /* these eleven: constant, but for what the blocks' and shares'
@@ -67,16 +68,16 @@ struct mt_shards {
     mt_shards_how   how;
     shard_file     *files;           /* [n] */
     stretch        *blocks;          /* [n_blocks] */
-    share          *shares;          /* [n_shares] owner by owner, each's in the order of blocks */
+    share          *shares;          /* [n_shares] by source, each's in the order of blocks */
     size_t          n_blocks, n_shares, n_buffers;
     buffer         *buffers;         /* [n_buffers] */
     mt_arena        memory;
 
     mt_mutex        mu;
     pthread_cond_t  changed;
-    owner          *owners;          /* [how.n_units + 1] */
-    buffer         *idle, *full, **last_full;    /* mu, as all below */
-    int             next;            /* owners before it have no share that is not taken */
+    source         *sources;         /* [how.n_units + 1] */
+    buffer         *idle;            /* mu, as all below */
+    int             next;            /* sources before it have no share that is not taken */
     size_t          taken;           /* shares */
     size_t          open;            /* blocks that have memory and are not full */
     size_t          moving;          /* shares that are being copied, and blocks that are full or
@@ -87,8 +88,8 @@ struct mt_shards {
     int             stop;
     mt_status       st;
     char            text[512];
-    pthread_t      *threads;
-    int             n_threads, n_over;   /* that run; that have ended */
+    mt_worker       copiers, writers;
+    mt_job         *copies;          /* [how.n_copiers] one a thread, until all is copied */
 };
 
 /* ---- one block of one file: no lock ------------------------------------------------------- */
@@ -103,65 +104,6 @@ static size_t block_bytes(const mt_shard *s, size_t number)
     uint64_t left = s->bytes - (uint64_t)number * MT_BLOCK_BYTES;
 
     return left < MT_BLOCK_BYTES ? (size_t)left : MT_BLOCK_BYTES;
-}
-
-static size_t whole_pages(size_t bytes)
-{
-    return (bytes + MT_BLOCK_ALIGN - 1) / MT_BLOCK_ALIGN * MT_BLOCK_ALIGN;
-}
-
-/* `done` of them were moved; n: what the last call said. */
-static mt_status said(const char *path, int write, size_t bytes, uint64_t at, size_t done,
-                      ssize_t n)
-{
-    const char *doing = write ? "writing" : "reading";
-
-    if (n >= 0 && write)
-        return MT_FAIL(MT_EDISK, "%s: %s %zu bytes at offset %" PRIu64 ": the file system took "
-                       "only %zu of them", path, doing, bytes, at, done + (size_t)n);
-    return MT_FAIL(MT_EDISK, "%s: %s %zu bytes at offset %" PRIu64 ": %s", path, doing, bytes, at,
-                   n < 0 ? strerror(errno) : "the file ends before them");
-}
-
-static ssize_t move_once(const mt_file_calls *c, int fd, int write, char *mem, size_t bytes,
-                         uint64_t at)
-{
-    ssize_t n;
-
-    do
-        n = write ? c->write(fd, mem, bytes, (off_t)at) : c->read(fd, mem, bytes, (off_t)at);
-    while (n < 0 && errno == EINTR);
-    return n;
-}
-
-/* A file system may say that it takes direct transfers, and refuse the first. */
-static ssize_t move_some(const mt_file_calls *c, int fd, int write, char *mem, size_t bytes,
-                         uint64_t at)
-{
-    ssize_t n = move_once(c, fd, write, mem, bytes, at);
-
-    if (n < 0 && errno == EINVAL && c->direct(fd, 0) == 0)
-        n = move_once(c, fd, write, mem, bytes, at);
-    return n;
-}
-
-/* Whole pages, so that direct transfers will do: of a file that is written, what is beyond its end
- * is cut off later; one that is read need not have more than the bytes. */
-static mt_status move_pages(const mt_file_calls *c, int fd, const char *path, int write, char *mem,
-                            size_t bytes, uint64_t at)
-{
-    size_t pages = whole_pages(bytes), needed = write ? pages : bytes, done = 0;
-
-    while (done < needed) {
-        ssize_t n = move_some(c, fd, write, mem + done, pages - done, at + done);
-
-        if (n > 0 && (size_t)n < needed - done && (size_t)n >= MT_BLOCK_ALIGN)
-            n = n / (ssize_t)MT_BLOCK_ALIGN * (ssize_t)MT_BLOCK_ALIGN;
-        else if (n <= 0 || (size_t)n < needed - done)
-            return said(path, write, bytes, at, done, n);
-        done += (size_t)n;
-    }
-    return MT_OK;
 }
 
 /* `bytes` of a turned tensor, from the file's byte `from` of it on: element by element,
@@ -239,11 +181,11 @@ static int may_begin(const mt_shards *w, int unit)
 
 #define NONE SIZE_MAX
 
-/* Under mu. The owner's next share that can be copied now: it is begun, or may be, and the block
+/* Under mu. The source's next share that can be copied now: it is begun, or may be, and the block
  * has memory, or there is some. */
 static size_t next_of(mt_shards *w, int unit)
 {
-    owner *o = &w->owners[unit];
+    source *o = &w->sources[unit];
 
     while (o->next < o->end && w->shares[o->next].taken)
         o->next++;
@@ -270,10 +212,10 @@ static size_t next_of_begun(mt_shards *w)
 {
     size_t found = NONE;
 
-    while (w->next < w->how.n_units && w->owners[w->next].next == w->owners[w->next].end)
+    while (w->next < w->how.n_units && w->sources[w->next].next == w->sources[w->next].end)
         w->next++;
     for (int unit = w->next; unit <= w->how.n_units && found == NONE; unit++)
-        if (w->owners[unit].at != FRESH)
+        if (w->sources[unit].at != FRESH)
             found = next_of(w, unit);
     return found;
 }
@@ -288,13 +230,13 @@ static size_t choose(mt_shards *w)
     /* Out of turn it leaves blocks that wait for its neighbours:
      * only while there is memory for them. */
     if (wanted >= w->how.n_units ||
-        (wanted >= 0 && w->owners[wanted].at == FRESH && 2 * w->open > w->n_buffers))
+        (wanted >= 0 && w->sources[wanted].at == FRESH && 2 * w->open > w->n_buffers))
         wanted = -1;
     if (wanted >= 0)
         found = next_of(w, wanted);
     if (found == NONE)
         found = next_of_begun(w);
-    if (found == NONE && (wanted < 0 || w->owners[wanted].next == w->owners[wanted].end))
+    if (found == NONE && (wanted < 0 || w->sources[wanted].next == w->sources[wanted].end))
         found = next_of(w, w->next);
     return found == NONE ? next_of_any_block(w) : found;
 }
@@ -304,7 +246,7 @@ static size_t choose(mt_shards *w)
 static int take(mt_shards *w, share *p)
 {
     stretch *b = &w->blocks[p->block];
-    owner   *o = &w->owners[p->owner];
+    source  *o = &w->sources[p->source];
     int      begins = o->at == FRESH;
 
     p->taken = 1;
@@ -318,7 +260,7 @@ static int take(mt_shards *w, share *p)
     }
     if (begins) {
         o->at = BEGINNING;
-        w->brought += brings(w, p->owner);
+        w->brought += brings(w, p->source);
     }
     return begins;
 }
@@ -343,7 +285,7 @@ static share *take_share(mt_shards *w, int *begins)
 /* The thread that took its first share begins a unit, the others wait for that. */
 static mt_status begin_unit(mt_shards *w, int unit, int begins)
 {
-    owner    *o = &w->owners[unit];
+    source   *o = &w->sources[unit];
     mt_status st = MT_OK;
 
     if (begins && unit < w->how.n_units && w->how.begin != NULL)
@@ -365,9 +307,9 @@ static void end_unit(mt_shards *w, int unit)
     int last;
 
     mt_lock(&w->mu);
-    last = --w->owners[unit].left == 0;
+    last = --w->sources[unit].left == 0;
     if (last)
-        w->owners[unit].at = ENDED;
+        w->sources[unit].at = ENDED;
     mt_unlock(&w->mu);
     if (!last || unit == w->how.n_units)
         return;
@@ -383,8 +325,8 @@ static void end_unit(mt_shards *w, int unit)
 static void end_all(mt_shards *w)
 {
     for (int unit = 0; unit < w->how.n_units; unit++)
-        if (w->owners[unit].at != ENDED) {
-            w->owners[unit].at = ENDED;
+        if (w->sources[unit].at != ENDED) {
+            w->sources[unit].at = ENDED;
             if (w->how.end != NULL)
                 w->how.end(w->how.arg, unit);
         }
@@ -398,10 +340,10 @@ static void copy_share(mt_shards *w, const share *p, char *mem)
     uint64_t        at = (uint64_t)b->number * MT_BLOCK_BYTES;
 
     for (size_t i = b->first; i < s->n_extents && s->extents[i].at < at + bytes; i++)
-        if (s->extents[i].unit == p->owner || (s->extents[i].unit < 0 && p->first))
+        if (s->extents[i].unit == p->source || (s->extents[i].unit < 0 && p->first))
             copy_extent(&s->extents[i], at, bytes, mem, 0);
     if (p->first)
-        memset(mem + bytes, 0, whole_pages(bytes) - bytes);
+        memset(mem + bytes, 0, mt_file_pages(bytes) - bytes);
 }
 
 /* A share of it was copied. Its memory, where that was the last; NULL: it waits for others. */
@@ -423,13 +365,10 @@ static buffer *copied(mt_shards *w, stretch *b)
 static void pass_on(mt_shards *w, buffer *m)
 {
     mt_lock(&w->mu);
-    if (m != NULL) {
-        m->next = NULL;
-        *w->last_full = m;
-        w->last_full = &m->next;
-    } else {
+    if (m != NULL && !w->stop)
+        (void)mt_worker_submit(&w->writers, &m->job);
+    else
         w->moving--;
-    }
     pthread_cond_broadcast(&w->changed);
     mt_unlock(&w->mu);
 }
@@ -439,54 +378,33 @@ static void do_share(mt_shards *w, const share *p, int begins)
     stretch        *b = &w->blocks[p->block];
     const mt_shard *s = &w->shards[b->shard];
     buffer         *m = b->in;           /* until its last share is copied, so ours */
-    mt_status       st = begin_unit(w, p->owner, begins);
+    mt_status       st = begin_unit(w, p->source, begins);
 
     if (st == MT_OK)
         copy_share(w, p, m->mem);
     else
         fail(w, st);                     /* so nothing of it is written */
-    end_unit(w, p->owner);
+    end_unit(w, p->source);
     if ((m = copied(w, b)) != NULL)
         s->sums[b->number] = mt_block_sum(m->mem, block_bytes(s, b->number));
     pass_on(w, m);
 }
 
-static void thread_over(mt_shards *w)
-{
-    mt_lock(&w->mu);
-    w->n_over++;
-    pthread_cond_broadcast(&w->changed);
-    mt_unlock(&w->mu);
-}
-
-static void *copier_main(void *arg)
+static mt_status copy_all(void *arg, mt_job *job)
 {
     mt_shards   *w = arg;
     const share *p;
     int          begins;
 
-    pthread_setname_np(pthread_self(), "mt-save-copy");
+    (void)job;
+    mt_unlock(&w->mu);
     while ((p = take_share(w, &begins)) != NULL)
         do_share(w, p, begins);
-    thread_over(w);
-    return NULL;
+    mt_lock(&w->mu);
+    return MT_OK;
 }
 
 /* ---- writers ------------------------------------------------------------------------------ */
-
-/* NULL: all is written, or nothing more is to be. */
-static buffer *take_full(mt_shards *w)
-{
-    buffer *m = NULL;
-
-    mt_lock(&w->mu);
-    while (!w->stop && w->full == NULL && w->written < w->n_blocks)
-        mt_cond_wait(&w->changed, &w->mu);
-    if (!w->stop && (m = w->full) != NULL && (w->full = m->next) == NULL)
-        w->last_full = &w->full;
-    mt_unlock(&w->mu);
-    return m;
-}
 
 /* Behind its last block. */
 static mt_status finish_file(mt_shards *w, int i)
@@ -512,8 +430,8 @@ static mt_status write_block(mt_shards *w, const buffer *m, int *last)
     mt_status       st;
 
     *last = 0;
-    MT_TRY(move_pages(calls_of(w->how.calls), w->files[b->shard].fd, s->path, 1, m->mem, bytes,
-                      (uint64_t)b->number * MT_BLOCK_BYTES));
+    MT_TRY(mt_file_move(calls_of(w->how.calls), w->files[b->shard].fd, s->path, 1, m->mem, bytes,
+                        (uint64_t)b->number * MT_BLOCK_BYTES));
     mt_lock(&w->mu);
     *last = --w->files[b->shard].left == 0;
     w->bytes += bytes;
@@ -547,35 +465,39 @@ static mt_status sync_file(mt_shards *w, int i)
     return st;
 }
 
-static void *writer_main(void *arg)
+/* A block that is written has moved: so does a save, however long it takes. */
+static mt_status write_full(mt_shards *w, buffer *m, int stopped)
+{
+    int       last = 0, file = w->blocks[m->block].shard;
+    mt_post   post;
+    mt_status st;
+
+    if (stopped) {
+        give_back(w, m);
+        return MT_OK;
+    }
+    if (w->how.watch != NULL)
+        mt_watch_begin(w->how.watch, &post, "save", NULL, w->shards[file].path);
+    st = write_block(w, m, &last);
+    if (w->how.watch != NULL)
+        mt_watch_end(w->how.watch, &post, st);
+    give_back(w, m);
+    return st == MT_OK && last ? sync_file(w, file) : st;
+}
+
+static mt_status write_next(void *arg, mt_job *job)
 {
     mt_shards *w = arg;
-    buffer    *m;
+    int        stopped = w->stop;
+    mt_status  st;
 
-    pthread_setname_np(pthread_self(), "mt-save-write");
-    while ((m = take_full(w)) != NULL) {
-        int       last, file = w->blocks[m->block].shard;
-        mt_post   post;
-        mt_status st;
-
-        /* A block that is written has moved: so does a save, however long it takes. */
-        if (w->how.watch != NULL)
-            mt_watch_begin(w->how.watch, &post, "save", NULL, w->shards[file].path);
-        st = write_block(w, m, &last);
-        if (w->how.watch != NULL)
-            mt_watch_end(w->how.watch, &post, st);
-        give_back(w, m);
-        if (st == MT_OK && last)
-            st = sync_file(w, file);
-        if (st != MT_OK)
-            fail(w, st);
-        mt_lock(&w->mu);
-        w->written += st == MT_OK;       /* behind its file's sync: all written is all synced */
-        pthread_cond_broadcast(&w->changed);
-        mt_unlock(&w->mu);
-    }
-    thread_over(w);
-    return NULL;
+    mt_unlock(&w->mu);
+    if ((st = write_full(w, (buffer *)(void *)job, stopped)) != MT_OK)
+        fail(w, st);
+    mt_lock(&w->mu);
+    w->written += st == MT_OK && !stopped;       /* behind its file's sync, so all is synced */
+    pthread_cond_broadcast(&w->changed);
+    return MT_OK;
 }
 
 /* ---- open --------------------------------------------------------------------------------- */
@@ -621,7 +543,7 @@ static mt_status list_blocks(mt_shards *w)
     for (int i = 0; i < w->n; i++)
         n += mt_block_count((size_t)w->shards[i].bytes);
     if ((w->blocks = calloc(n + 1, sizeof *w->blocks)) == NULL ||
-        (w->owners = calloc((size_t)w->how.n_units + 1, sizeof *w->owners)) == NULL ||
+        (w->sources = calloc((size_t)w->how.n_units + 1, sizeof *w->sources)) == NULL ||
         (w->files = calloc((size_t)w->n + 1, sizeof *w->files)) == NULL)
         return MT_FAIL(MT_ENOMEM, "save: no memory to list %zu blocks", n);
     for (int i = 0; i < w->n; i++)
@@ -629,20 +551,20 @@ static mt_status list_blocks(mt_shards *w)
     return MT_OK;
 }
 
-/* A block's owner has a share in it. Noted, where there is a list; else counted. */
+/* A block's source has a share in it. Noted, where there is a list; else counted. */
 static void note_share(mt_shards *w, size_t block, int unit)
 {
-    owner *o = &w->owners[unit];
+    source *o = &w->sources[unit];
 
     if (w->shares == NULL)
         o->left++;
     else
-        w->shares[o->end++] = (share){ .block = block, .owner = unit,
+        w->shares[o->end++] = (share){ .block = block, .source = unit,
                                        .first = w->blocks[block].uncopied++ == 0 };
     w->n_shares += w->shares == NULL;
 }
 
-/* Each owner of each block once, however many extents it has there.
+/* Each source of each block once, however many extents it has there.
  * seen: [n_units] the last block, counted from 1. */
 static void note_shares(mt_shards *w, size_t *seen)
 {
@@ -666,7 +588,7 @@ static void note_shares(mt_shards *w, size_t *seen)
     }
 }
 
-/* Counted first, then put in the order of their owners. */
+/* Counted first, then put in the order of their sources. */
 static mt_status list_shares(mt_shards *w)
 {
     size_t units = (size_t)w->how.n_units, at = 0, *seen = calloc(2 * units + 1, sizeof *seen);
@@ -676,8 +598,8 @@ static mt_status list_shares(mt_shards *w)
         return MT_FAIL(MT_ENOMEM, "save: no memory for %zu units", units);
     note_shares(w, seen);
     if ((list = calloc(w->n_shares + 1, sizeof *list)) != NULL) {
-        for (size_t u = 0; u <= units; at += w->owners[u++].left)
-            w->owners[u].next = w->owners[u].end = at;
+        for (size_t u = 0; u <= units; at += w->sources[u++].left)
+            w->sources[u].next = w->sources[u].end = at;
         w->shares = list;
         note_shares(w, seen + units);
     }
@@ -711,23 +633,28 @@ fail:
 
 static mt_status start(mt_shards *w)
 {
-    int all = w->how.n_copiers + w->how.n_writers;
+    int       n = w->how.n_copiers;
+    mt_status st;
 
-    if ((w->threads = calloc((size_t)all, sizeof *w->threads)) == NULL)
-        return MT_FAIL(MT_ENOMEM, "save: no memory for %d threads", all);
-    for (; w->n_threads < all; w->n_threads++)
-        if (pthread_create(&w->threads[w->n_threads], NULL,
-                           w->n_threads < w->how.n_writers ? writer_main : copier_main, w) != 0)
-            return MT_FAIL(MT_ENOMEM, "save: no thread; %d of %d run", w->n_threads, all);
-    return MT_OK;
+    if ((w->copies = calloc((size_t)n, sizeof *w->copies)) == NULL)
+        return MT_FAIL(MT_ENOMEM, "save: no memory for %d threads", n);
+    MT_TRY(mt_worker_open(&w->writers, &w->mu, w->how.n_writers, "mt-save-write", "save",
+                          write_next, w));
+    MT_TRY(mt_worker_open(&w->copiers, &w->mu, n, "mt-save-copy", "save", copy_all, w));
+    mt_lock(&w->mu);
+    while (n-- > 0)
+        (void)mt_worker_submit(&w->copiers, &w->copies[n]);
+    mt_unlock(&w->mu);
+fail:
+    return st;
 }
 
 /* Units without a byte in any file end at once. */
 static void end_absent(mt_shards *w)
 {
     for (int unit = 0; unit < w->how.n_units; unit++)
-        if (w->owners[unit].left == 0) {
-            w->owners[unit].at = ENDED;
+        if (w->sources[unit].left == 0) {
+            w->sources[unit].at = ENDED;
             if (w->how.end != NULL)
                 w->how.end(w->how.arg, unit);
         }
@@ -742,7 +669,6 @@ static mt_status shards_new(const mt_shard *shards, int n, mt_shards_how how, mt
     w->shards = shards;
     w->n = n;
     w->how = how;
-    w->last_full = &w->full;
     mt_mutex_open(&w->mu, MT_RANK_SHARDS);
     *out = w;
     return mt_watch_cond(&w->changed);
@@ -765,7 +691,7 @@ mt_status mt_shards_write(const mt_shard *shards, int n, mt_shards_how how, mt_s
     return MT_OK;
 
 fail:
-    if (w == NULL || w->owners == NULL)
+    if (w == NULL || w->sources == NULL)
         for (int unit = 0; unit < how.n_units && how.end != NULL; unit++)
             how.end(how.arg, unit);
     mt_shards_close(w);
@@ -794,12 +720,12 @@ mt_status mt_shards_wait(mt_shards *w, double seconds, uint64_t *bytes, int *ove
     mt_status       st;
 
     mt_lock(&w->mu);
-    while (w->n_over < w->n_threads &&
+    while (w->written < w->n_blocks && (w->st == MT_OK || w->moving > 0) &&
            mt_cond_timedwait(&w->changed, &w->mu, &until) != ETIMEDOUT)
         ;
     *bytes = w->bytes;
-    *over = w->n_over == w->n_threads && w->st == MT_OK;
-    st = w->n_over == w->n_threads ? w->st : MT_OK;
+    *over = w->written == w->n_blocks;
+    st = w->moving == 0 ? w->st : MT_OK;
     mt_unlock(&w->mu);
     return st == MT_OK ? MT_OK : mt_fail_again(st, w->text);
 }
@@ -812,9 +738,9 @@ void mt_shards_close(mt_shards *w)
     w->stop = 1;
     pthread_cond_broadcast(&w->changed);
     mt_unlock(&w->mu);
-    for (int i = 0; i < w->n_threads; i++)
-        pthread_join(w->threads[i], NULL);
-    if (w->owners != NULL)
+    mt_worker_close(&w->copiers);
+    mt_worker_close(&w->writers);
+    if (w->sources != NULL)
         end_all(w);
     for (int i = 0; i < w->n && w->files != NULL; i++)
         if (w->files[i].fd >= 0)
@@ -822,10 +748,10 @@ void mt_shards_close(mt_shards *w)
     mt_arena_close(&w->memory);
     pthread_cond_destroy(&w->changed);
     mt_mutex_close(&w->mu);
-    free(w->threads);
+    free(w->copies);
     free(w->buffers);
     free(w->files);
-    free(w->owners);
+    free(w->sources);
     free(w->shares);
     free(w->blocks);
     free(w);
@@ -838,6 +764,8 @@ typedef struct reading {
     const mt_file_calls *calls;
     int                  fd;
     mt_mutex             mu;
+    mt_worker            worker;     /* of all but the thread that asked */
+    mt_job              *jobs;       /* [its threads] */
     size_t               next;       /* block. mu, as all below */
     mt_status            st;
     char                 text[512];
@@ -868,7 +796,7 @@ static mt_status read_block(const reading *r, size_t k, char *mem)
 
     if (s->n_extents > 0 && (first == s->n_extents || s->extents[first].at >= at + bytes))
         return MT_OK;                    /* nobody asks for anything in it */
-    MT_TRY(move_pages(r->calls, r->fd, s->path, 0, mem, bytes, at));
+    MT_TRY(mt_file_move(r->calls, r->fd, s->path, 0, mem, bytes, at));
     if (s->sums != NULL && mt_block_sum(mem, bytes) != s->sums[k])
         return MT_FAIL(MT_EDISK, "%s: the %zu bytes at offset %" PRIu64 " are not those that were "
                        "written", s->path,
@@ -895,9 +823,8 @@ static int next_block(reading *r, mt_status st, size_t *k)
     return some;
 }
 
-static void *reader_main(void *arg)
+static void read_blocks(reading *r)
 {
-    reading  *r = arg;
     void     *mem;
     size_t    k = 0;
     uint64_t  asked_ns = 0;
@@ -913,7 +840,29 @@ static void *reader_main(void *arg)
             st = mt_watch_asked(&asked_ns);
     }
     free(mem);
-    return NULL;
+}
+
+static mt_status help_reading(void *arg, mt_job *job)
+{
+    reading *r = arg;
+
+    (void)job;
+    mt_unlock(&r->mu);
+    read_blocks(r);
+    mt_lock(&r->mu);
+    return MT_OK;
+}
+
+/* Threads that could not be started are only missed. */
+static void call_helpers(reading *r, int n)
+{
+    if (n < 1 || (r->jobs = calloc((size_t)n, sizeof *r->jobs)) == NULL ||
+        mt_worker_open(&r->worker, &r->mu, n, "mt-load", "load", help_reading, r) != MT_OK)
+        return;
+    mt_lock(&r->mu);
+    while (n-- > 0)
+        (void)mt_worker_submit(&r->worker, &r->jobs[n]);
+    mt_unlock(&r->mu);
 }
 
 static mt_status open_for_reading(const mt_shard *s, const mt_file_calls *c, int *out)
@@ -933,27 +882,19 @@ static mt_status open_for_reading(const mt_shard *s, const mt_file_calls *c, int
     return MT_OK;
 }
 
-/* The calling thread reads too, so one that could not be started is only missed. */
 mt_status mt_shards_read(const mt_shard *shard, int n_threads, const mt_file_calls *calls)
 {
-    reading    r = { .shard = shard, .calls = calls_of(calls) };
-    pthread_t *threads = calloc((size_t)(n_threads > 1 ? n_threads : 1), sizeof *threads);
-    int        running = 0;
-    mt_status  st;
+    reading   r = { .shard = shard, .calls = calls_of(calls) };
+    mt_status st = open_for_reading(shard, r.calls, &r.fd);
 
-    if (threads == NULL)
-        return MT_FAIL(MT_ENOMEM, "load: no memory for %d threads", n_threads);
-    MT_TRY(open_for_reading(shard, r.calls, &r.fd));
+    if (st != MT_OK)
+        return st;
     mt_mutex_open(&r.mu, MT_RANK_READING);
-    while (running < n_threads - 1 && pthread_create(&threads[running], NULL, reader_main, &r) == 0)
-        running++;
-    (void)reader_main(&r);
-    while (running > 0)
-        pthread_join(threads[--running], NULL);
+    call_helpers(&r, n_threads - 1);
+    read_blocks(&r);
+    mt_worker_close(&r.worker);
     mt_mutex_close(&r.mu);
     mt_forks_close(r.fd);
-    st = r.st == MT_OK ? MT_OK : mt_fail_again(r.st, r.text);
-fail:
-    free(threads);
-    return st;
+    free(r.jobs);
+    return r.st == MT_OK ? MT_OK : mt_fail_again(r.st, r.text);
 }

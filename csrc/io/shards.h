@@ -1,4 +1,4 @@
-/* shards.h — files that are written once, or read, as a whole: by several threads, block by block.
+/* shards.h — files that are written once, or read, as a whole, by several threads, in blocks.
  *
  * Nouns, in the order they appear below:
  *   extent   a stretch of a file that is somewhere in memory, perhaps in planes of a unit

@@ -5,8 +5,8 @@
 #define ROWS    64               /* of the table, in one chunk of work */
 #define COLUMNS 256              /* summed at a time */
 
-/* The first place in ids that is not below v. */
-static int64_t place_of(const mt_embedding *e, int64_t v)
+/* The first index of ids that is not below v. */
+static int64_t first_of(const mt_embedding *e, int64_t v)
 {
     int64_t low = 0, high = e->tokens;
 
@@ -21,28 +21,28 @@ static int64_t place_of(const mt_embedding *e, int64_t v)
     return low;
 }
 
-static void add_piece(const mt_embedding *e, int64_t begin, int64_t end, int64_t first,
+static void add_chunk(const mt_embedding *e, int64_t begin, int64_t end, int64_t first,
                       int64_t width, float *sum)
 {
     for (int64_t i = 0; i < width; i++)
         sum[i] = 0;
-    for (int64_t place = begin; place < end; place++)
+    for (int64_t at = begin; at < end; at++)
         for (int64_t i = 0; i < width; i++)
-            sum[i] += mt__get(e->dtype, e->dy, e->order[place] * e->stride + first + i);
+            sum[i] += mt__get(e->dtype, e->dy, e->order[at] * e->stride + first + i);
 }
 
-/* Columns first .. first+width of row v, whose tokens are at the places begin .. end. */
+/* Columns first .. first+width of row v, whose tokens are at indices begin .. end. */
 static void sum_row(const mt_embedding *e, int64_t v, int64_t begin, int64_t end, int64_t first,
                     int64_t width)
 {
-    float sum[COLUMNS] = { 0 }, piece[COLUMNS];
+    float sum[COLUMNS] = { 0 }, chunk[COLUMNS];
 
-    for (int64_t at = begin; at < end; at += MT_EMBEDDING_PIECE) {
-        int64_t stop = at + MT_EMBEDDING_PIECE < end ? at + MT_EMBEDDING_PIECE : end;
+    for (int64_t at = begin; at < end; at += MT_EMBEDDING_CHUNK) {
+        int64_t stop = at + MT_EMBEDDING_CHUNK < end ? at + MT_EMBEDDING_CHUNK : end;
 
-        add_piece(e, at, stop, first, width, piece);
+        add_chunk(e, at, stop, first, width, chunk);
         for (int64_t i = 0; i < width; i++)
-            sum[i] += piece[i];
+            sum[i] += chunk[i];
     }
     for (int64_t i = 0; i < width; i++)
         mt__put(e->dtype, e->out, v * e->n + first + i, sum[i]);
@@ -54,7 +54,7 @@ static void some_rows(void *ctx, int64_t chunk)
     int64_t last = chunk * ROWS + ROWS < e->rows ? chunk * ROWS + ROWS : e->rows;
 
     for (int64_t v = chunk * ROWS; v < last; v++) {
-        int64_t begin = place_of(e, v), end = v == e->padding ? begin : place_of(e, v + 1);
+        int64_t begin = first_of(e, v), end = v == e->padding ? begin : first_of(e, v + 1);
 
         for (int64_t first = 0; first < e->n; first += COLUMNS)
             sum_row(e, v, begin, end, first, e->n - first < COLUMNS ? e->n - first : COLUMNS);

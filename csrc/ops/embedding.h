@@ -7,8 +7,8 @@
  *   are equal (both as a stable sort leaves them). An id outside [0, rows) adds to nothing,
  *   nor does `padding`.
  *
- * Order of a row's sum: its tokens, in order, in pieces of 256; a piece is added up from 0; the
- * pieces' sums are added up in order, from 0. So a row's bits depend on its own tokens alone, and a
+ * Order of a row's sum: its tokens, in order, in chunks of 256; a chunk is added up from 0; the
+ * chunks' sums are added up in order, from 0. So a row's bits depend on its own tokens alone, and a
  * row that 30,000 tokens share (padding, the begin-of-text token) is no single thread's work. Only
  * additions: CUDA gives the same bits.
  */
@@ -22,7 +22,7 @@
 extern "C" {
 #endif
 
-#define MT_EMBEDDING_PIECE 256
+#define MT_EMBEDDING_CHUNK 256
 
 typedef struct mt_embedding {
     mt_dtype       dtype;        /* of dy and out: F32, BF16 or F16 */

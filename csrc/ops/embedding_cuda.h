@@ -10,15 +10,15 @@ extern "C" {
 #endif
 
 /* Launched on the stream whose handle it is (cudaStream_t); tokens < 2^31. begins: [rows + 1],
- * pieces: [mt__embedding_pieces(e)], scratch. Yields NULL, or what went wrong. */
+ * chunks: [mt__embedding_chunks(e)], scratch. Yields NULL, or what went wrong. */
 const char *mt__embedding_backward_cuda(uintptr_t handle, const mt_embedding *e, int32_t *begins,
-                                        float *pieces);
+                                        float *chunks);
 
-/* fp32 numbers that the pieces' sums of rows of several pieces take:
+/* fp32 numbers that the chunks' sums of rows of several chunks take:
  * two for each 256 tokens begun, times n. */
-static inline int64_t mt__embedding_pieces(const mt_embedding *e)
+static inline int64_t mt__embedding_chunks(const mt_embedding *e)
 {
-    return 2 * ((e->tokens + MT_EMBEDDING_PIECE - 1) / MT_EMBEDDING_PIECE) * e->n;
+    return 2 * ((e->tokens + MT_EMBEDDING_CHUNK - 1) / MT_EMBEDDING_CHUNK) * e->n;
 }
 
 #ifdef __cplusplus

@@ -32,7 +32,7 @@ void mt_sum_rows(mt_pool *pool, const mt_row_sums *s)
 /* ---- gates ---- */
 
 typedef struct pair {
-    int64_t gate, up;                /* places in gu */
+    int64_t gate, up;                /* columns of gu */
     float   g, u;                    /* with their bias */
 } pair;
 

@@ -1,4 +1,4 @@
-/* experts_cuda.h — private to csrc/ops: experts.h on a CUDA stream. All memory is the device's. */
+/* experts_cuda.h — private to csrc/ops: experts.h on a CUDA stream. All memory is the device's */
 #ifndef MT_EXPERTS_CUDA_H
 #define MT_EXPERTS_CUDA_H
 

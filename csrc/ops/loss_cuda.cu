@@ -14,7 +14,7 @@ using mt::widen;
 
 constexpr int MOST_THREADS = 1024, LEAST_THREADS = 64;
 constexpr int BATCH = 4;              // loads in flight in each thread
-// 16-byte pieces that a thread should have, if the row is long enough
+// 16-byte vectors that a thread should have, if the row is long enough
 constexpr int EACH = 2 * BATCH;
 constexpr int SPARE_BYTES = 1024;     // of shared memory, for what is not the row
 
@@ -32,12 +32,12 @@ template <typename T> __device__ inline float exp_(float x)
     }
 }
 
-// A row in memory: `head` elements before the first 16-byte boundary, `pieces` of 16 bytes,
+// A row in memory: `head` elements before the first 16-byte boundary, `vectors` of 16 bytes,
 // `edges` - head behind.
 template <typename T> struct Row {
     T      *x;
-    vec<T> *piece;
-    int     n, head, pieces, edges;
+    vec<T> *vector;
+    int     n, head, vectors, edges;
 
     __device__ Row(const mt_cross_entropy &c, int64_t row)
     {
@@ -45,9 +45,9 @@ template <typename T> struct Row {
         n = (int)c.n;
         head = (int)(-reinterpret_cast<uintptr_t>(x) % 16 / sizeof(T));
         head = head < n ? head : n;
-        pieces = (n - head) / vec<T>::N;
-        edges = n - pieces * vec<T>::N;
-        piece = reinterpret_cast<vec<T> *>(x + head);
+        vectors = (n - head) / vec<T>::N;
+        edges = n - vectors * vec<T>::N;
+        vector = reinterpret_cast<vec<T> *>(x + head);
     }
     __device__ T *edge(int i) const { return x + (i < head ? i : n - edges + i); }
 };
@@ -74,7 +74,7 @@ template <bool Cap> __device__ inline float capped(float x, float softcap)
 }
 
 template <typename T, bool Cap>
-__device__ inline void add_piece(Sums &r, const vec<T> &v, float softcap)
+__device__ inline void add_vector(Sums &r, const vec<T> &v, float softcap)
 {
     constexpr int N = vec<T>::N;
     float l[N], max = r.max;
@@ -135,7 +135,7 @@ template <typename T> __device__ inline Sums block_joined(Sums r)
     return warp_joined<T>(r);
 }
 
-// First reading. The first `cached` pieces stay in shared memory for the second;
+// First reading. The first `cached` vectors stay in shared memory for the second;
 // a thread meets its own again.
 template <typename T, bool Cap>
 __device__ inline Sums read_row(const mt_cross_entropy &c, const Row<T> &row, vec<T> *cache,
@@ -144,21 +144,21 @@ __device__ inline Sums read_row(const mt_cross_entropy &c, const Row<T> &row, ve
     const int threads = blockDim.x;
     Sums r;
 
-    for (int first = threadIdx.x; first < row.pieces; first += BATCH * threads) {
+    for (int first = threadIdx.x; first < row.vectors; first += BATCH * threads) {
         vec<T> v[BATCH];
 
 #pragma unroll
         for (int b = 0; b < BATCH; b++)
-            if (first + b * threads < row.pieces)
-                v[b] = row.piece[first + b * threads];
+            if (first + b * threads < row.vectors)
+                v[b] = row.vector[first + b * threads];
 #pragma unroll
         for (int b = 0; b < BATCH; b++) {
             const int i = first + b * threads;
 
             if (i < cached)
                 cache[i] = v[b];
-            if (i < row.pieces)
-                add_piece<T, Cap>(r, v[b], c.softcap);
+            if (i < row.vectors)
+                add_vector<T, Cap>(r, v[b], c.softcap);
         }
     }
     if (threadIdx.x < row.edges) {
@@ -188,7 +188,7 @@ template <typename T, bool Cap>
 __device__ inline void write_row(const Gradient &g, const Row<T> &row, const vec<T> *cache,
                                  int cached)
 {
-    const int threads = blockDim.x, rounds = (row.pieces + threads - 1) / threads;
+    const int threads = blockDim.x, rounds = (row.vectors + threads - 1) / threads;
 
     for (int last = rounds - 1; last >= 0; last -= BATCH) {
         vec<T> v[BATCH];
@@ -197,20 +197,20 @@ __device__ inline void write_row(const Gradient &g, const Row<T> &row, const vec
         for (int b = 0; b < BATCH; b++) {
             const int i = (last - b) * threads + (int)threadIdx.x;
 
-            if (last >= b && i < row.pieces)
-                v[b] = i < cached ? cache[i] : row.piece[i];
+            if (last >= b && i < row.vectors)
+                v[b] = i < cached ? cache[i] : row.vector[i];
         }
 #pragma unroll
         for (int b = 0; b < BATCH; b++) {
             const int i = (last - b) * threads + (int)threadIdx.x;
             float     out[vec<T>::N];
 
-            if (last < b || i >= row.pieces)
+            if (last < b || i >= row.vectors)
                 continue;
 #pragma unroll
             for (int e = 0; e < vec<T>::N; e++)
                 out[e] = gradient<T, Cap>(g, element(v[b], e));
-            row.piece[i] = mt::rounded<T>(out);
+            row.vector[i] = mt::rounded<T>(out);
         }
     }
     if (threadIdx.x < row.edges)
@@ -230,8 +230,8 @@ __device__ inline void fill_row(const mt_cross_entropy &c, const Row<T> &row, fl
         c.loss[blockIdx.x] = c.lse[blockIdx.x] = value;
     if (c.scale == nullptr)
         return;
-    for (int i = threadIdx.x; i < row.pieces; i += blockDim.x)
-        row.piece[i] = v;
+    for (int i = threadIdx.x; i < row.vectors; i += blockDim.x)
+        row.vector[i] = v;
     if (threadIdx.x < row.edges)
         *row.edge(threadIdx.x) = narrow<T>(value);
 }
@@ -284,11 +284,11 @@ __global__ void __launch_bounds__(MOST_THREADS) cross_entropy(const mt_cross_ent
 
 /* ---- launch ---- */
 
-inline unsigned threads_for(int64_t pieces)
+inline unsigned threads_for(int64_t vectors)
 {
     unsigned threads = LEAST_THREADS;
 
-    while (threads < MOST_THREADS && threads * EACH < pieces)
+    while (threads < MOST_THREADS && threads * EACH < vectors)
         threads *= 2;
     return threads;
 }
@@ -310,7 +310,7 @@ template <typename Kernel> cudaError_t open_memory(Kernel kernel, int *bytes)
 
 template <typename T, bool Cap> cudaError_t launch(cudaStream_t stream, const mt_cross_entropy &c)
 {
-    const int64_t pieces = c.n / vec<T>::N;
+    const int64_t vectors = c.n / vec<T>::N;
     int           cached = 0;                 // a row that is read once is not kept
 
     if (c.scale != nullptr) {
@@ -320,10 +320,10 @@ template <typename T, bool Cap> cudaError_t launch(cudaStream_t stream, const mt
         if (error != cudaSuccess)
             return error;
         cached = bytes / (int)sizeof(vec<T>);
-        cached = cached < pieces ? cached : (int)pieces;
+        cached = cached < vectors ? cached : (int)vectors;
     }
     cross_entropy<T, Cap>
-        <<<(unsigned)c.rows, threads_for(pieces), cached * sizeof(vec<T>), stream>>>(c, cached);
+        <<<(unsigned)c.rows, threads_for(vectors), cached * sizeof(vec<T>), stream>>>(c, cached);
     return cudaGetLastError();
 }
 

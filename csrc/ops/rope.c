@@ -6,7 +6,7 @@
 #define INLINE static inline __attribute__((always_inline))
 #define TOKENS 16                    /* what a thread takes at once */
 
-INLINE int64_t place(const int64_t at[3], int64_t batch, int64_t token, int64_t head)
+INLINE int64_t offset(const int64_t at[3], int64_t batch, int64_t token, int64_t head)
 {
     return batch * at[0] + token * at[1] + head * at[2];
 }
@@ -45,8 +45,8 @@ INLINE void turn_token(mt_dtype dt, mt_dtype angle_dt, const mt_rope *r, int64_t
         const mt_rope_part *p = &r->part[n];
 
         for (int64_t head = 0; head < p->heads; head++) {
-            int64_t from = place(p->x_at, batch, token, head),
-                    to = place(p->out_at, batch, token, head);
+            int64_t from = offset(p->x_at, batch, token, head),
+                    to = offset(p->out_at, batch, token, head);
 
             if (n != MT_ROPE_V)
                 turn_head(dt, angle_dt, r, p->x, from, p->out, to, cos_at, sin_at);

@@ -42,18 +42,18 @@ template <typename T, int W> __device__ inline void read(float (&to)[W], const v
 }
 
 // What a thread holds of a head, twice: 16 bytes, or one number.
-template <typename T, int W> struct Piece {
+template <typename T, int W> struct Group {
     vec<T> v;
     __device__ float at(int i) const          { return element(v, i); }
     __device__ void  set(const float (&x)[W]) { v = rounded<T>(x); }
 };
-template <typename T> struct Piece<T, 1> {
+template <typename T> struct Group<T, 1> {
     T v;
     __device__ float at(int) const            { return widen(v); }
     __device__ void  set(const float (&x)[1]) { v = narrow<T>(x[0]); }
 };
 
-// cos and sin at the two pieces of an item.
+// cos and sin at the two groups of an item.
 template <int W> struct Angles { float ca[W], cb[W], sa[W], sb[W]; };
 
 // The formulas of rope.h; products and sums are rounded one by one (--fmad=false).
@@ -67,7 +67,7 @@ __device__ inline void turn(float &a, float &b, float cp, float cq, float sp, fl
 }
 
 template <bool Inverse, bool Interleaved, typename T, int W>
-__device__ inline void turn_pieces(Piece<T, W> &p, Piece<T, W> &q, const Angles<W> &g)
+__device__ inline void turn_groups(Group<T, W> &p, Group<T, W> &q, const Angles<W> &g)
 {
     float a[W], b[W];
 
@@ -91,13 +91,13 @@ __device__ inline void turn_pieces(Piece<T, W> &p, Piece<T, W> &q, const Angles<
     q.set(b);
 }
 
-__device__ inline int64_t place(const int64_t (&at)[3], unsigned batch, unsigned token, int head)
+__device__ inline int64_t offset(const int64_t (&at)[3], unsigned batch, unsigned token, int head)
 {
     return batch * at[0] + token * at[1] + head * at[2];
 }
 
-// One item: two pieces of a head, side by side, or half of R apart. An odd head ends with one
-// piece.
+// One item: two groups of a head, side by side, or half of R apart. An odd head ends with one
+// group.
 struct Item {
     int  first, second;
     bool both, turns;
@@ -109,7 +109,7 @@ template <typename T, int W, bool Inverse, bool Interleaved>
 __device__ inline void some_heads(const Args &a, const Item &it, const Angles<W> &g, unsigned batch,
                                   unsigned token, int base, int apart)
 {
-    using P = Piece<T, W>;
+    using P = Group<T, W>;
     P  p[AT_ONCE], q[AT_ONCE];
     T *to[AT_ONCE];                  // nullptr: nothing to do
     const int turned_heads = it.turns ? (int)(a.part[MT_ROPE_Q].heads + a.part[MT_ROPE_K].heads)
@@ -127,9 +127,9 @@ __device__ inline void some_heads(const Args &a, const Item &it, const Angles<W>
             head -= (int)a.part[k++].heads;
         if (!turned && !a.copied[k])
             continue;
-        const T *from = static_cast<const T *>(a.part[k].x) + place(a.part[k].x_at, batch, token,
-                                                                    head);
-        to[n] = static_cast<T *>(a.part[k].out) + place(a.part[k].out_at, batch, token, head);
+        const T *from = static_cast<const T *>(a.part[k].x) + offset(a.part[k].x_at, batch, token,
+                                                                     head);
+        to[n] = static_cast<T *>(a.part[k].out) + offset(a.part[k].out_at, batch, token, head);
         p[n]  = *reinterpret_cast<const P *>(from + it.first);
         q[n]  = *reinterpret_cast<const P *>(from + (it.both ? it.second : it.first));
     }
@@ -140,7 +140,7 @@ __device__ inline void some_heads(const Args &a, const Item &it, const Angles<W>
         if (to[n] == nullptr)
             continue;
         if (base + n * apart < turned_heads)
-            turn_pieces<Inverse, Interleaved>(p[n], q[n], g);
+            turn_groups<Inverse, Interleaved>(p[n], q[n], g);
         *reinterpret_cast<P *>(to[n] + it.first) = p[n];
         if (it.both)
             *reinterpret_cast<P *>(to[n] + it.second) = q[n];
@@ -188,7 +188,7 @@ bool steps_fit(const int64_t *at, int n, int width)
     return fit;
 }
 
-// Whether every piece lies at a multiple of 16 bytes; angles of fp32 are read in 16 bytes too, W
+// Whether every group lies at a multiple of 16 bytes; angles of fp32 are read in 16 bytes too, W
 // numbers at a time.
 bool vectors_fit(const mt_rope *r, int width)
 {

@@ -1,4 +1,4 @@
-/* adam.c — checks what is asked, cuts it into chunks, and lets the chosen kernel run over them. */
+/* adam.c — checks what is asked, cuts it into chunks, and has the chosen kernel run over them. */
 #include "adam_kernel.h"
 #include "adam8_code.h"
 #include "../core/fpenv.h"

@@ -214,7 +214,7 @@ INLINE void store_kept(const mt__adam_span *s, int keep, mt_dtype g, int64_t i, 
 
 /* ---- a group ---- */
 
-/* New moments, what they are rounded by, and the largest at each of 8 places. */
+/* New moments, what they are rounded by, and the largest in each of 8 lanes. */
 typedef struct group {
     pair    m[PAIRS], r[PAIRS];
     __m256i random[PAIRS];
@@ -305,7 +305,7 @@ INLINE void codes_of(__m256 m, __m256 r, const mt__code_size *size, __m256 onto,
     *out_v = _mm256_cvttps_epi32(_mm256_fnmadd_ps(_mm256_castsi256_ps(y), units, onto));
 }
 
-/* Half of m's places, m and r in turns; and half of these, of two groups. */
+/* Half of m's lanes, m and r in turns; and half of these, of two groups. */
 INLINE __m256 in_turns(const group *x)
 {
     return _mm256_max_ps(_mm256_unpacklo_ps(x->most_m, x->most_r),

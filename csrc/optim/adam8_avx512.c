@@ -1,4 +1,4 @@
-/* adam8_avx512.c — the update of adam8_scalar.c, MT__GROUPS groups of 128 parameters an iteration.
+/* adam8_avx512.c — the update of adam8_scalar.c, MT__GROUPS groups of 128 parameters at once.
  *
  * Compiled and entered as adam_avx512.c is. Groups' moments lie on the stack between the step and
  * the bytes that they become: what a group's sizes wait for, a chain of twenty operations with a
@@ -243,7 +243,7 @@ INLINE void store_kept(const mt__adam_span *s, int keep, mt_dtype g, int64_t i, 
 
 /* ---- a group ---- */
 
-/* New moments, what they are rounded by, and the largest at each of 16 places. */
+/* New moments, what they are rounded by, and the largest in each of 16 lanes. */
 typedef struct group {
     pair    m[PAIRS], r[PAIRS];
     __m512i random[PAIRS];

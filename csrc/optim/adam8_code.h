@@ -1,4 +1,4 @@
-/* adam8_code.h — private to csrc/optim: moments in 8 bits. What a byte means, and how one is made.
+/* adam8_code.h — private to csrc/optim: moments in 8 bits: what a byte means, and how it is made.
  *
  * A group is 128 elements in a row, counted from the parameter's first; c and k are an element's
  * bytes, cs and ks its group's scales, fp32:

@@ -1,4 +1,4 @@
-/* adam_avx512.h — private to csrc/optim: 16 elements' gradients and weights in a span. A file that
+/* adam_avx512.h — private to csrc/optim: gradients and weights of 16 elements. A file that
  * includes it is compiled as adam_avx512.c is.
  */
 #ifndef MT_ADAM_AVX512_H

@@ -8,8 +8,8 @@
 #include <stdlib.h>
 #include <string.h>
 
-#define SETTLE  3       /* steps until what updates leave to the next forward hardly changes */
-#define SETTLED 0.9     /* of a step, the next takes that at least (0.953, of 5,500 tried) */
+#define STEADY_STEPS 3       /* until what updates leave to the next forward hardly changes */
+#define STEADY_SHARE 0.9     /* of a step, the next takes that at least (0.953, of 5,500 tried) */
 #define NOBODY  (-1)    /* a row: nothing held it up */
 
 typedef struct walker {
@@ -32,9 +32,9 @@ typedef struct walker {
     double  *written;            /* when it is in the file */
     int64_t *back_for;           /* the row that held its copy back up */
     int64_t *is_out;             /* 1: it left */
-    int64_t *spill_at, *spill;   /* its place in the order of spills; [place] the window */
+    int64_t *spill_at, *spill;   /* when the window's spill comes, of all; the window of each */
 
-    double  *landed;             /* [depth] when the last hand-overs were home */
+    double  *landed;             /* [depth] when the last hand-overs had landed */
     double  *added;              /* [stagings] when the last sums were made */
     double  *lent_free;          /* [n_lent] when a buffer is given back */
     int64_t *lent_for;           /* [n_lent] the row that it waits for */
@@ -123,9 +123,9 @@ static mt_status check_numbers(const mt_walk *in)
         (in->shown < in->micro && in->shown < 3))
         return MT_FAIL(MT_EINVAL, "walk: %lld of %lld micro-batches: all, or at least 3",
                        (long long)in->shown, (long long)in->micro);
-    if (in->depth < 1 || in->stagings < 1 || in->blocks < 1)
-        return MT_FAIL(MT_EINVAL, "walk: depth %lld, %lld stagings, %lld blocks: at least 1 each",
-                       (long long)in->depth, (long long)in->stagings, (long long)in->blocks);
+    if (in->depth < 1 || in->stagings < 1 || in->bays < 1)
+        return MT_FAIL(MT_EINVAL, "walk: depth %lld, %lld stagings, %lld bays: at least 1 each",
+                       (long long)in->depth, (long long)in->stagings, (long long)in->bays);
     return MT_OK;
 }
 
@@ -154,7 +154,7 @@ static mt_status check_window(const mt_walk *in, const mt_walk_list *list, int64
     return MT_OK;
 }
 
-/* The schedule names units that exist, and each use in its place. */
+/* The schedule names units that exist, and has each use in its order. */
 static mt_status check_schedule(const mt_walk *in, const mt_step *steps, int64_t n)
 {
     int64_t   at = 0;
@@ -288,7 +288,7 @@ static void updates_on_disk(walker *t)
 }
 
 /* One of a unit, in the forward's order: of units at home on the device there, at once. The others'
- * each behind those before it in the same place. */
+ * each behind those before it on the same lane. */
 static void update_first(walker *t, int64_t u, double *now, double *passed)
 {
     const mt_walk *in = t->in;
@@ -490,7 +490,7 @@ static int64_t borrow(walker *t, int64_t u)
     return slot;
 }
 
-/* The unit's update begins when its gradients are home, behind those before it on its lane. */
+/* The unit's update begins when its gradients have landed, behind those before it on its lane. */
 static void follow(walker *t, int64_t u, int64_t buffer)
 {
     const mt_walk *in = t->in;
@@ -533,10 +533,10 @@ static void send(walker *t, int64_t u, int adding)
 /* Python is no more than `depth` hand-overs ahead (LANDED). */
 static void land(walker *t)
 {
-    double  *place = &t->landed[t->n_landed % t->in->depth];
-    double   before = *place;
+    double  *landed = &t->landed[t->n_landed % t->in->depth];
+    double   before = *landed;
 
-    *place = t->d2h;
+    *landed = t->d2h;
     if (t->n_landed++ >= t->in->depth)
         stand(t, before, MT_LANE_D2H);
 }
@@ -598,14 +598,14 @@ static void find_guests(walker *t)
 
 /* ---- what windows keep in host memory --------------------------------------------------- */
 
-/* Python waits for a block that is written; none is free of the bundles that left last. */
-static double block(walker *t, double start)
+/* Python waits for a bay that is written; none is free of the bundles that left last. */
+static double await_bay(walker *t, double start)
 {
     double free_at;
 
-    if (t->n_spills < t->in->blocks)
+    if (t->n_spills < t->in->bays)
         return start;
-    free_at = t->written[t->spill[t->n_spills - t->in->blocks]];
+    free_at = t->written[t->spill[t->n_spills - t->in->bays]];
     if (free_at <= t->launch)
         return start;
     t->launch = free_at;
@@ -636,7 +636,7 @@ static void leave(walker *t, int64_t w)
 
     t->out_for = MT_LANE_OUT;
     if (t->in->spilled[w])
-        start = block(t, start);
+        start = await_bay(t, start);
     t->swap_out = copied(t, start, (double)t->in->away[w], t->in->both);
     note(t, MT_LANE_OUT, w, start, t->swap_out);
     t->busy[MT_LANE_OUT] += t->swap_out - start;
@@ -648,11 +648,11 @@ static void leave(walker *t, int64_t w)
     t->last_out = w;
 }
 
-/* When a bundle is in host memory: the latest are still; each that came back leaves its block to
+/* When a bundle is in host memory: the latest are still; each that came back leaves its bay to
  * one more. */
 static double read_in(walker *t, int64_t w)
 {
-    int64_t behind = t->spill_at[w] + t->in->blocks;
+    int64_t behind = t->spill_at[w] + t->in->bays;
     double  took, begin;
 
     if (behind >= t->n_spills)
@@ -769,17 +769,17 @@ static void walk_once(walker *t, double launch)
         backward(t, micro > 0, micro == t->in->shown - 1);
         t->ends[micro % 3] = t->run;
     }
-    stand(t, t->d2h, MT_LANE_D2H);      /* all gradients are home */
+    stand(t, t->d2h, MT_LANE_D2H);      /* all gradients have landed */
     stand(t, t->adder, MT_LANE_SUM);
     stand(t, t->guests, MT_LANE_THROUGH);
 }
 
 /* Updates that follow their gradients leave some to the next step: a few steps, until that is
  * steady. 0: it takes too long in any case. */
-static int settle(walker *t, double ahead, double than)
+static int make_steady(walker *t, double ahead, double than)
 {
-    for (int i = 0; i < SETTLE; i++) {
-        if (t->run * SETTLED >= than)
+    for (int i = 0; i < STEADY_STEPS; i++) {
+        if (t->run * STEADY_SHARE >= than)
             return 0;
         for (int64_t u = 0; u < t->in->n_units; u++)
             t->left[u] = t->done[u] > t->run ? t->done[u] - t->run : 0.0;
@@ -913,7 +913,7 @@ mt_status mt_walk_run(const mt_walk *in, const mt_step *steps, int64_t n_steps, 
     MT_TRY(walker_open(&t, in, &d, &n));
     find_guests(&t);
     ahead = ahead_of(&t);
-    *under = in->n_lent == 0 || settle(&t, ahead, than);
+    *under = in->n_lent == 0 || make_steady(&t, ahead, than);
     seconds = seconds_of(&t);
     *under = *under && seconds < than;
     if (*under)

@@ -4,15 +4,15 @@
  *   list     for each window, units
  *   walk     what a step is made of: seconds and bytes by window and by unit, rates, limits
  *   row      what can be busy, or be waited for: a lane of timeline.h, or Python, which launches
- *   event    one piece of work on a row, with its times
+ *   event    work of one kind on a row, with its times
  *   walked   what came of it
  *
- * Queues are first in, first out, and each piece of work waits only for pieces that stand before
+ * Queues are first in, first out, and all work waits only for what stands before
  * it in the order in which they are handed over. So one pass through the step in that order, taking
  * the later of what is waited for, gives every time; there is no clock to advance. Fetches are
  * those of the schedule that the engine would follow (schedule.h). A step begins when all gradients
- * of the one before are home, which nothing of it outlasts; so one step from there to there is the
- * steady state. Time 0 is when the norm is known.
+ * of the one before have landed, which nothing of it outlasts; so one step from there to there is
+ * the steady state. Time 0 is when the norm is known.
  *
  *     mt_walk_schedule(&walk, &sch);
  *     mt_walk_run(&walk, sch->steps, sch->n, INFINITY, NULL, &found, &under);
@@ -69,7 +69,7 @@ typedef struct mt_walk {
     int64_t micro, shown;        /* micro-batches; those walked through: all, or at least 3 */
     int64_t depth;               /* units whose gradients may be on their way from the device */
     int64_t stagings;            /* buffers on the host for gradients that are to be added */
-    int64_t blocks;              /* of host memory that carry activations to the file */
+    int64_t bays;                /* of host memory that carry activations to the file */
     int64_t ahead;               /* hand-overs by which states that arrive are asked for early */
     int64_t stay;                /* the window of a forward by which they are gone */
     double  h2d, d2h, both;      /* bytes/s: alone; of each, beside each other */

@@ -4,7 +4,7 @@ keep        "replay": its input alone; "attention": attention's output and log-s
             the largest part; "saved": everything that backward needs. "linked": attention's output and log-sum-exp in
             place of the input, which the layer before makes again from what it keeps, without attention.
 where       nothing: on the device. "+host": in host memory, the input too. "+disk": in a file, by way of a few
-            blocks of host memory, the input too. So "selective+host", "replay+disk". "attention+split": attention's
+            bays of host memory, the input too. So "selective+host", "replay+disk". "attention+split": attention's
             output in host memory, the input on the device.
 """
 from __future__ import annotations

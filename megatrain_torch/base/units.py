@@ -1,7 +1,7 @@
 """Which modules are windows, and which parameters make a unit.
 
-A window is a module whose weights are bound while its forward runs; a unit is what is streamed as
-one piece. The rules, in order (docs/design.md says what they were tried on):
+A window is a module whose weights are bound while its forward runs; a unit is what is streamed
+together. The rules, in order (docs/design.md says what they were tried on):
 
 1. modules whose class some submodule names in `_no_split_modules`; the outermost win;
 2. children of every ModuleList or Sequential with two or more children of one class, where rule 1

@@ -1,7 +1,7 @@
 """What a checkpoint's manifest, its index and training.pt must have in them: checked whole before anything is loaded.
 
 A sum says that a file is as somebody wrote it, and not that it was mt.save. So each name, type and number that
-restore.py goes by is looked at here; the message names the file, the place in it and what is needed there.
+restore.py goes by is looked at here; the message names the file, where in it, and what is needed there.
 """
 from __future__ import annotations
 

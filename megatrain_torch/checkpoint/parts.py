@@ -53,7 +53,7 @@ def parts_of(rt: Runtime, model: nn.Module, opt: torch.optim.Optimizer | None, s
              ) -> Parts:
     """When nothing is under way. most: bytes of a file of tensors."""
     if isinstance(opt, AdamW):
-        opt._settle()
+        opt._catch_up()
     names = names_of(model)
     with torch.no_grad():
         rt.planes.notice_writes(rt.records)

@@ -128,7 +128,7 @@ def _take(rt: Runtime, model: nn.Module, opt: torch.optim.Optimizer | None, sour
           names: dict[Tensor, str], training: dict[str, Any], progress: Callable[[int, int], None] | None) -> None:
     rt.core.drain()
     if isinstance(opt, AdamW):
-        opt._settle()
+        opt._catch_up()
     if opt is not None and not isinstance(opt, AdamW):       # first: its class is a stranger, and may refuse them
         _load_other(opt, source, names, training)
     rt.broken = f"the model is half-loaded: loading {source.folder} failed; load a checkpoint that is whole"

@@ -45,7 +45,7 @@ FILE_BYTES = 5 * 10**9               # of a file of tensors, at most
 COPIERS, WRITERS = max(4, min(16, _core.build_info()["cpus"] * 3 // 4)), 8
 LEAST_BYTES = (COPIERS + WRITERS) * (4 << 20)        # of blocks on their way: one for each thread
 SPARE_BYTES = 2 << 30                # of an asynchronous save, unless it is said, or there is less
-TRIAL_BYTES, TRIAL_PIECE = 256 << 20, 4 << 20        # that a dry run writes, to tell the disk's rate: at most, at least
+TRIAL_BYTES, LEAST_TRIAL_BYTES = 256 << 20, 4 << 20  # that a dry run writes, to tell the disk's rate: at most, at least
 
 
 @dataclass(frozen=True)
@@ -183,8 +183,8 @@ def _check_room(folder: Path, need: int, spare: int) -> None:
 def _trial(folder: Path, need: int, files: list[str]) -> SavePlan:
     draft = manifest.Draft(folder)
     try:
-        nbytes = max(min(need, TRIAL_BYTES), TRIAL_PIECE)
-        rate = _core.disk_measure(str(draft.path), nbytes, TRIAL_PIECE, WRITERS, WRITERS)
+        nbytes = max(min(need, TRIAL_BYTES), LEAST_TRIAL_BYTES)
+        rate = _core.disk_measure(str(draft.path), nbytes, LEAST_TRIAL_BYTES, WRITERS, WRITERS)
         return SavePlan(need, tuple(files), shutil.disk_usage(draft.path).free, rate["fresh"])
     finally:
         draft.drop()

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import os
 import shutil
 import signal
 import threading
@@ -24,6 +23,7 @@ from torch import nn
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from ..base.errors import MegatrainError
+from ..checkpoint import manifest
 from ..checkpoint.restore import load
 from ..checkpoint.save import Saving, save
 from ..reports.api import last_step
@@ -98,9 +98,9 @@ class StreamedTrainer(Trainer):
             raise
         beside = saving.folder.parent / UNFINISHED
         for path in sorted(beside.iterdir(), key=lambda p: p.name == WHOLE):
-            _sync(path)
+            manifest.sync(path)
             path.rename(saving.folder / path.name)
-        _sync(saving.folder)
+        manifest.sync(saving.folder)
         beside.rmdir()
         self._saving = None
         self._owned.made(saving.folder.name)
@@ -130,14 +130,6 @@ class StreamedTrainer(Trainer):
             (run / "step.html").write_text(steps[-1]._repr_html_())
             with contextlib.suppress(MegatrainError):        # matplotlib is not needed for training
                 self._trace.picture(run / "timeline.svg")
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 # ---- stopping and saving on request --------------------------------------------------------------

@@ -2,7 +2,7 @@
 
     .jsonl .ndjson      a line, a record            .csv .tsv     a row, a record, by the names in the first row
     .json               an entry of its list        .parquet      a row
-    anything else       the text itself: {"text": ...}, in pieces where it is long
+    anything else       the text itself: {"text": ...}, in parts where it is long
 
 A file is never whole in memory but where it is one value (.json).
 """
@@ -27,8 +27,8 @@ TEXT_KINDS = (".txt", ".text", ".md", ".py", ".rst")
 LINE_KINDS, TABLE_KINDS = (".jsonl", ".ndjson"), {".csv": ",", ".tsv": "\t"}
 RECORD_KINDS = (*LINE_KINDS, ".json", *TABLE_KINDS, ".parquet")
 SEPARATORS = (";", "\t", "|")        # that are written into .csv too
-BLOCK_BYTES = 1 << 18                # of a text file, read at once
-LONG_BYTES = 1 << 20                 # a text file of more is read in pieces
+READ_BYTES = 1 << 18                 # of a text file, read at once
+LONG_BYTES = 1 << 20                 # a text file of more is read in parts
 EVERY_S = {True: 0.5, False: 30.0}   # on a terminal, and without one: between two looks at how far it is
 Record = dict[str, Any]
 
@@ -58,7 +58,7 @@ class Meter:
 
 
 class TextFile:
-    """A long text file: its text, block by block."""
+    """A long text file: its text, a part at a time."""
 
     def __init__(self, path: Path, meter: Meter | None = None) -> None:
         self.path, self._meter = path, meter
@@ -67,18 +67,18 @@ class TextFile:
         decoder = io.IncrementalNewlineDecoder(codecs.getincrementaldecoder("utf-8-sig")(), translate=True)
         done = 0
         with self.path.open("rb") as file:
-            while block := file.read(BLOCK_BYTES):
-                yield self._decoded(decoder, block, done, False)
-                done += len(block)
+            while part := file.read(READ_BYTES):
+                yield self._decoded(decoder, part, done, False)
+                done += len(part)
                 if self._meter is not None:
                     self._meter.at(done)
         yield self._decoded(decoder, b"", done, True)
 
-    def _decoded(self, decoder: Any, block: bytes, done: int, last: bool) -> str:
+    def _decoded(self, decoder: Any, part: bytes, done: int, last: bool) -> str:
         try:
-            return decoder.decode(block, last)
-        except UnicodeDecodeError as why:                # what it decodes begins with the rest of the block before
-            raise _no_text(self.path, done + len(block) - len(why.object) + why.start) from None
+            return decoder.decode(part, last)
+        except UnicodeDecodeError as why:                # what it decodes begins with the rest of the part before
+            raise _no_text(self.path, done + len(part) - len(why.object) + why.start) from None
 
 
 def records(data: str, split: str = "train", meter: Meter | None = None) -> Iterator[Record]:

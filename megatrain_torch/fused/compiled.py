@@ -60,12 +60,12 @@ _here = threading.local()            # .call: the compiled window's call that th
 # ---- graphs ------------------------------------------------------------------------------------
 
 class Call:
-    """One call of a compiled window. pieces: graphs that ran in it."""
+    """One call of a compiled window. graphs: so many ran in it."""
 
-    __slots__ = ("pieces", "replays", "window")
+    __slots__ = ("graphs", "replays", "window")
 
     def __init__(self, window: Window, replays: bool) -> None:
-        self.window, self.replays, self.pieces = window, replays, 0
+        self.window, self.replays, self.graphs = window, replays, 0
 
 
 def refuse_other_units() -> None:
@@ -79,7 +79,7 @@ def refuse_other_units() -> None:
 
 
 class Graph:
-    """What a backend made of a piece of a forward: flat inputs, weights among them, to flat outputs.
+    """What a backend made of a part of a forward: flat inputs, weights among them, to flat outputs.
 
     Attributes:
         repeats: its first run has shown that it leaves its inputs as they were (None: there was none yet).
@@ -100,7 +100,7 @@ class Graph:
             return self.run(*inputs)
         if any(isinstance(t, (HostTensor, Lazy)) for t in inputs):
             raise Unfit(FOREIGN)
-        call.pieces += 1
+        call.graphs += 1
         if not call.replays or self.repeats is False:
             return self.run(*inputs)
         if self.repeats is None:
@@ -298,7 +298,7 @@ class Compiled(Runner):
     Attributes:
         declined: why the last call ran the module's own code; "" when it did not.
         given_up: why every call does, from now on.
-        pieces: graphs that the last compiled call went through.
+        graphs: so many the last compiled call went through.
     """
 
     def __init__(self, window: Window, module: nn.Module, structure: Structure) -> None:
@@ -308,7 +308,7 @@ class Compiled(Runner):
         self.buffered = Below(module, [m for m in window.modules if m._buffers])
         self.numbers = {m.__dict__["layer_idx"] for m in window.modules if "layer_idx" in m.__dict__}
         self.declined = self.given_up = ""
-        self.pieces = 0
+        self.graphs = 0
 
     @property
     def why_not(self) -> str:
@@ -319,9 +319,9 @@ class Compiled(Runner):
         """For mt.explain."""
         if self.why_not:
             return f"its own ({self.why_not})"
-        if not self.pieces:
+        if not self.graphs:
             return "compiled, once it has been called"
-        return "compiled" if self.pieces == 1 else f"compiled, in {self.pieces} pieces"
+        return "compiled" if self.graphs == 1 else f"compiled, in {self.graphs} graphs"
 
     def __call__(self, args: Any, kwargs: Any, replays: bool) -> tuple[Any] | None:
         """(the window's output,), or None where the module's own code has to run."""
@@ -338,7 +338,7 @@ class Compiled(Runner):
             self.declined = str(reason)
             return None
         random, buffers = random_state(rt.device), snapshot_buffers(window.buffered)
-        state = window.state() if not self.pieces else None          # it may fail where it has not worked before
+        state = window.state() if not self.graphs else None          # it may fail where it has not worked before
         try:
             out = self._run(args, kwargs, replays)
         except Unfit as reason:
@@ -349,7 +349,7 @@ class Compiled(Runner):
             fill()
             self.declined = ""
             return (out,)
-        set_random_state(rt.device, random)          # pieces before the one that failed may have run
+        set_random_state(rt.device, random)          # graphs before the one that failed may have run
         if state is not None:
             state.restore()
         restore_buffers(window.buffered, buffers)
@@ -358,7 +358,7 @@ class Compiled(Runner):
     def _take_another(self) -> None:
         """The module's class is another than it was."""
         self.structure = structure_of(self.window.runtime, self.window, self.module)
-        self.given_up, self.pieces = "", 0
+        self.given_up, self.graphs = "", 0
 
     def _run(self, args: Any, kwargs: Any, replays: bool) -> Any:
         window = self.window
@@ -368,10 +368,10 @@ class Compiled(Runner):
             out = window.run(args, kwargs, True, SavedFrame(window), self._forward)
         finally:
             _here.call = outer
-        self.pieces = call.pieces
+        self.graphs = call.graphs
         if Graph.made != compiled:
             gc.collect()                     # what dynamo leaves of its work is in cycles that hold the layer
-        if not call.pieces:
+        if not call.graphs:
             self.given_up = ("torch.compile made no graph of it; it stops after "
                              f"{torch._dynamo.config.recompile_limit} for a structure")
         return out

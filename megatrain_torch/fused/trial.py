@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 TRIAL_TOKENS = 64
 MAGNITUDES = 1.0, 30.0
 WIDE_BYTES = 1 << 31     # a layer of 16 bits is looked at in fp32 where weights, gradients and work are no more
-PIECE = 1 << 22          # elements that are compared at a time: malloc keeps as much for the next
+AT_ONCE = 1 << 22          # elements that are compared at a time: malloc keeps as much for the next
 # Relative error (2-norm) of the template against the module's own code that is noise: some 5 roundings.
 NOISE = {torch.bfloat16: 2e-2, torch.float16: 2.5e-3, torch.float32: 1e-5, torch.float64: 1e-5}
 
@@ -128,10 +128,10 @@ def _error(truth: dict[str, Tensor], found: dict[str, Tensor]) -> float:
 
 
 def _rms(t: Tensor, other: Tensor | None = None) -> float:
-    """Root of the mean square of t, or of other - t, to a few digits: in pieces, as experts' gradients are large, and
-    as wide as fp32."""
-    parts = t.flatten().split(PIECE)
-    others = parts if other is None else other.flatten().split(PIECE)
+    """Root of the mean square of t, or of other - t, to a few digits: a part at a time, as experts' gradients are
+    large, and as wide as fp32."""
+    parts = t.flatten().split(AT_ONCE)
+    others = parts if other is None else other.flatten().split(AT_ONCE)
     wide = torch.promote_types(t.dtype, torch.float32)
     norms = [torch.linalg.vector_norm(a.to(wide) if other is None else b.to(wide) - a.to(wide))
              for a, b in zip(parts, others)]

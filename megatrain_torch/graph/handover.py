@@ -2,7 +2,7 @@
 
 A window's weight gradients arrive together in `Bind.backward`. Each parameter is one of
 
-    streamed   the usual case: copied home behind compute; autograd is told None, and `p.grad` is late: gradient.py
+    streamed   the usual case: copied down behind compute; autograd is told None, and `p.grad` is late: gradient.py
     summed     used more than once in this backward (tied weights, a module called twice): kept on the
                device until the last use, then streamed, so that sums are made in torch's order
     real       autograd wants the tensor itself (autograd.grad, hooks on the parameter, arithmetic on
@@ -115,7 +115,7 @@ class HandOver:
         self.tasks: dict[int, list[weakref.ref[Any]]] = {}      # graph tasks that have our callback, and whom it tells
         self.summed: dict[int, Record] = {}                     # records with a pending device sum
         self.stream = 0                                         # where the last hand-over happened
-        self.lent: dict[int, dict[Record, Tensor]] = {}         # by unit: copies of gradients that an update reads
+        self.copied: dict[int, dict[Record, Tensor]] = {}         # by unit: copies of gradients that an update reads
         self.observer: Any = None                               # an optimizer that updates in backward
 
     # ---- called by Bind.backward, in autograd's thread ----
@@ -274,8 +274,8 @@ class HandOver:
             room.sums(self.runtime.core)
         self.runtime.trace.handed_over()           # before compute is told to wait for copies of earlier gradients
         ticket = self.runtime.core.offload(unit, items, self.stream)
-        for record in [r for r, _ in pairs if unit in self.lent]:
-            self.lent[unit].pop(record, None)        # the unit's updates are over: the hand-over waited for them
+        for record in [r for r, _ in pairs if unit in self.copied]:
+            self.copied[unit].pop(record, None)        # the unit's updates are over: the hand-over waited for them
         # The copies read these tensors behind our back; they live until compute waits for the copies.
         self.alive.append((ticket, sources))
         self.unstepped = True
@@ -296,7 +296,7 @@ class HandOver:
 
     def window_opens(self) -> None:
         """Half-way through a forward, compute is told to wait for the last gradients of the backward before: they
-        are home by then, and need not stay on the device beside this pass's activations."""
+        have landed by then, and need not stay on the device beside this pass's activations."""
         self.opened += 1
         if self.opened == max(1, self.runtime.window_count // 2):
             self.runtime.core.land(self.runtime.stream())

@@ -30,7 +30,7 @@ from torch import Tensor
 from .. import _core
 from ..base.errors import MegatrainError
 from ..base.modes import Mode
-from ..store.disk import BLOCKS
+from ..store.disk import BAYS
 from ..store.records import span_of
 
 LEAST_BYTES = 512            # of a tensor that is worth a copy of its own
@@ -46,7 +46,7 @@ class Ends(Protocol):
 class Room(Protocol):
     """Refuses what does not fit in host memory: room.Room."""
 
-    def activations(self, core: _core.Engine, nbytes: int, blocks: int = 1) -> None: ...
+    def activations(self, core: _core.Engine, nbytes: int, bays: int = 1) -> None: ...
 
 
 class Model(Protocol):
@@ -87,8 +87,8 @@ class Bundle:
     """What one window keeps of one call.
 
     Attributes:
-        position: the window's place in the order of forwards. needed: that of the window whose backward asks for it
-            first: its own, or the next, which makes its input again from it. disk: its home is the file.
+        position: where the window comes in the order of forwards. needed: that of the window whose backward asks for it
+            first: its own, or the next, which makes its input again from it. disk: it waits in the file.
         sources: the tensors, until they have left or were asked for.
         landed: by number, those that came back and were not asked for yet.
         input: the number of the window's input, for whoever saves that too; -1: it is not among them.
@@ -228,7 +228,7 @@ class Swap:
         rt = self.runtime
         self.sweep()
         parts = tuple((t.data_ptr(), shape[-1]) for t, shape in zip(bundle.sources, bundle.shapes))
-        rt.room.activations(rt.core, sum(n for _, n in parts), BLOCKS if bundle.disk else 1)
+        rt.room.activations(rt.core, sum(n for _, n in parts), BAYS if bundle.disk else 1)
         bundle.number = rt.core.swap_out(bundle.unit, parts, rt.stream(), bundle.disk)
         self.held.append((bundle, bundle.sources))
         self.out = [ref for ref in self.out if ref() is not None]
@@ -247,8 +247,8 @@ class Swap:
         self.held.popleft()
 
     def approach(self, position: int) -> None:
-        """The backward of the window at this place begins: those before it are about to be asked for, those behind it
-        are done with."""
+        """The backward of the window at this position begins: those before it are about to be asked for, those behind
+        it are done with."""
         if self.held and self.held[0][0].position > position:
             self.sweep()
         for ref in reversed(self.out):

@@ -377,10 +377,11 @@ class Window:
             torch.set_autocast_cache_enabled(cached_casts)
         return self.runtime.ring.own_outputs(out)
 
-    @property
-    def draws_unseen(self) -> bool:
-        """cuDNN's recurrent dropout keeps a random state of its own: running again would give other masks."""
-        return self.runtime.is_cuda and any(m.dropout > 0 for m in self.recurrent)
+    def keep(self, mode: str) -> None:
+        """What is done about its activations from now on. cuDNN's recurrent dropout has a random state of its own, so a
+        window with it keeps them: running again would give other masks."""
+        unseen = self.runtime.is_cuda and any(m.dropout > 0 for m in self.recurrent)
+        self.mode = "saved" if unseen else mode
 
     # ---- what forward changes besides its output ----
 

@@ -20,7 +20,7 @@ from .passes import Pass
 if TYPE_CHECKING:
     from .runtime import Runtime
 
-OWN = 256 << 20                  # bytes of the user's own on the device that are not noticed: a batch, a metric
+UNCOUNTED = 256 << 20            # bytes of the user's own on the device that plans leave out: a batch, a metric
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Limits:
 
 
 class Refused(MegatrainError):
-    """By mt.plan: nothing was changed."""
+    """mt.plan refused; nothing was changed."""
 
 
 class Unreadable(Refused):
@@ -42,15 +42,15 @@ class Unreadable(Refused):
 
 
 class Asking:
-    """For one streamed model."""
+    """Asks mt.plan for one streamed model."""
 
     def __init__(self, runtime: Runtime, limits: Limits) -> None:
         self.runtime, self.limits = runtime, limits
         self._here: Machine | None = None
 
     def plan(self, batch: Pass, micro: int, homes: str | dict[str, str] | None, slots: int | None = None) -> Plan:
-        """For steps of so many passes. homes, slots: as mt.plan takes them. A plan reads modules and may run a router's
-        copy: as outside of the forward that asks, and of its autocast. Raises Refused: nothing fits."""
+        """A plan for steps of `micro` passes like this. homes, slots: as mt.plan takes them. That reads modules and may
+        run a router's copy: as outside of the forward that asks, and of its autocast. Raises Refused: nothing fits."""
         rt = self.runtime
         fused = wanted(rt.compute, rt.is_cuda, [r.dtype for r in rt.records])
         try:
@@ -69,7 +69,7 @@ class Asking:
         return min(self.limits.vram or most, most)
 
     def _drive(self) -> dict[str, Any] | None:
-        """Where states that are in memory already cannot go to."""
+        """The user's directory. None: there is none, or states are in memory already, and cannot go to a file."""
         rt, disk = self.runtime, self.limits.disk
         planes = (*PLANES_OF["masters"], *PLANES_OF["moments"])
         made = not rt.homes.on_disk and any(rt.core.host_bytes(PLANES[p]) for p in planes)
@@ -79,13 +79,13 @@ class Asking:
         return None if self.runtime.is_cuda else "cpu"
 
     def _resolved(self) -> Machine:
-        """Asked once: what the device has stays."""
+        """The machine, looked at once: what the device has stays."""
         if self._here is None:
             self._here = resolve(self._machine())
         return self._here
 
     def _left(self) -> int:
-        """Of that limit what others leave: processes, models, tensors of the user's."""
+        """Bytes of `limit()` that others leave: processes, models, tensors of the user's."""
         rt, limit = self.runtime, self.limit()
         if not rt.is_cuda:
             return limit
@@ -94,4 +94,4 @@ class Asking:
         overhead = self._resolved().vram_overhead_bytes
         others = total - free - reserved - rt.core.device_bytes() - overhead
         own = used - sum(s.nbytes + 512 for s in rt.ring.slots)
-        return limit - max(others, 0) - (own if own > OWN else 0)
+        return limit - max(others, 0) - (own if own > UNCOUNTED else 0)

@@ -11,7 +11,7 @@ _ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 class Cap:
     """Holds torch's allocator to a limit of the whole device, while a streamed model has one.
 
-    torch keeps freed memory, in pieces; without a limit it takes fresh memory before it tidies up. The limit is the
+    torch keeps freed memory, in fragments; without a limit it takes fresh memory before it tidies up. The limit is the
     process's: other models in it share the rest. `lift` puts back what was before.
 
     Attributes:
@@ -44,7 +44,7 @@ class Cap:
             torch.cuda.set_per_process_memory_fraction(before, self.device)
 
     def _join(self, on: str) -> None:
-        """Pieces of freed memory that can be joined again: under a limit little is lost. Settings are taken as a whole,
+        """Fragments of freed memory can be joined again: under a limit little is lost. Settings are taken as a whole,
         so none are made where the user made some."""
         if self.joined:
             settings = getattr(torch._C, "_accelerator_setAllocatorSettings", None)      # from torch 2.10 on

@@ -29,12 +29,6 @@ from .saves import Saves
 from .trained import Trained
 
 
-class PlansItself(Protocol):
-    """Plans for the batches that a loop shows: planning.Planning."""
-
-    def pass_begins(self, args: Any, kwargs: Any) -> None: ...
-
-
 class Model(hf.Streamed, Protocol):
     """The streamed model that is run: runtime.Runtime."""
 

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from .. import _core
 from ..store.arrive import Arrivals, Device
-from ..store.disk import BLOCKS, BUFFER_BYTES, BUFFERS, THREADS, Disk
+from ..store.disk import BAYS, BUFFER_BYTES, BUFFERS, THREADS, Disk
 from ..store.planes import mask
 from .ring import Ring, Slot
 
@@ -85,7 +85,7 @@ class Homes:
     def spill_to(self, disk: Disk, nbytes: int, taken: int, sizes: Mapping[str, int]) -> None:
         """What windows keep may go to a file, in which so many bytes are reserved. taken: of the limit, by states."""
         limit = 0 if disk.limit is None else max(disk.limit - taken, 1)
-        self.core.swap_disk(disk.path, nbytes, limit, **{"blocks": BLOCKS, "threads": THREADS, **sizes})
+        self.core.swap_disk(disk.path, nbytes, limit, **{"bays": BAYS, "threads": THREADS, **sizes})
         self._files.append(weakref.finalize(self, self.core.disk_unname))
 
     def unname_files(self) -> None:

@@ -64,7 +64,7 @@ def _bind(rt: Runtime, m: nn.Module, by_param: dict[int, Record]) -> None:
 def _add_window(rt: Runtime, name: str, m: nn.Module, by_param: dict[int, Record], is_head: bool, mode: str) -> None:
     records = sorted((by_param[id(p)] for p in m.parameters()), key=lambda r: (r.unit, r.index))
     w = Window(rt, name, m, records)
-    w.mode = "saved" if w.draws_unseen else mode
+    w.keep(mode)
     w.fused = template_of(rt, w, m)
     w.compiled = None if is_head else compiled_of(rt, w, m)
     if is_head and wanted(rt.compute, rt.is_cuda, [r.dtype for r in records]):

@@ -26,7 +26,7 @@ from ..store.disk import SPILLED, file_bytes
 if TYPE_CHECKING:
     from .runtime import Runtime
 
-SAID = 4 << 30               # bytes on their way to other homes that a terminal is told of
+TOLD = 4 << 30               # bytes: of as many on their way to other homes a terminal is told
 
 
 def move(rt: Runtime, plan: Plan, limit: int) -> None:
@@ -47,8 +47,13 @@ def move(rt: Runtime, plan: Plan, limit: int) -> None:
     rt.room.asked, rt.room.summed = asked, asked.micro > 1
     _spill(rt, asked, plan)
     rt.cap.hold(limit, asked.at_home(), rt.core.device_bytes())
+    keep(rt, plan)
+
+
+def keep(rt: Runtime, plan: Plan) -> None:
+    """Windows keep what the plan says, from the next pass on."""
     for w in rt.windows:
-        w.mode = "saved" if w.draws_unseen else plan.activations.get(w.name, w.mode)
+        w.keep(plan.activations.get(w.name, w.mode))
 
 
 def _wanted(rt: Runtime, plan: Plan) -> Asked:
@@ -84,12 +89,12 @@ class _Change:
         self.rt, self.before, self.asked, self.plan = rt, rt.room.asked, asked, plan
         self.homes = list(self.before.homes)
         self.have = {unit: rt.ring.slots[slot] for unit, slot in rt.homes.settled.items()}
-        both = [(u, {old, new}) for u, (old, new) in enumerate(zip(self.homes, asked.homes)) if old != new]
-        self.moving = [u for u, _ in both]
-        self.tell = _Progress(sum(rt.core.hi_bytes(u) for u, ends in both if not ends.isdisjoint(SETTLED)))
+        ends = {u: {old, new} for u, (old, new) in enumerate(zip(self.homes, asked.homes)) if old != new}
+        self.moving = list(ends)
+        self.tell = _Progress(sum(rt.core.hi_bytes(u) for u, both in ends.items() if not both.isdisjoint(SETTLED)))
 
     def make(self) -> None:
-        """The slots are closed, and open again afterwards."""
+        """Moves all units. The slots are closed before, and open afterwards."""
         for unit in self.moving:
             self._leave(unit)
         self._open(self._units_at(self.asked, *SETTLED), self.asked)
@@ -99,7 +104,8 @@ class _Change:
         self.tell.over()
 
     def undo(self) -> None:
-        """What lives on the device yet stays there; the others are in host memory, or in the file."""
+        """Opens the slots again after a failure. Units that are on the device yet stay there; the others are in host
+        memory, or in the file."""
         rt = self.rt
         slots = rt.ring.slots                        # of those that were to come, and have come: they are read from
         try:
@@ -170,7 +176,7 @@ class _Progress:
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes, self.done = nbytes, 0
-        self.shown = nbytes >= SAID and sys.stderr.isatty()
+        self.shown = nbytes >= TOLD and sys.stderr.isatty()
 
     def add(self, nbytes: int) -> None:
         self.done += nbytes

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Pass:
-    """sequences of `seq` tokens."""
+    """What a forward is given: sequences of `seq` tokens."""
 
     sequences: int
     seq: int
@@ -27,8 +27,8 @@ class Pass:
         return self.sequences * self.seq
 
     def with_tokens(self, least: int) -> Pass:
-        """At least so many: as many more or fewer sequences, where there are several; else of another length, in whole
-        64s."""
+        """A pass of at least so many tokens: of more or fewer sequences, where there are several; else of a longer or
+        shorter one, in whole 64s."""
         if least == self.tokens:
             return self
         if self.sequences > 1:
@@ -37,7 +37,7 @@ class Pass:
 
 
 def pass_of(plan: Plan) -> Pass:
-    """That a plan is for."""
+    """The pass that a plan is for, of which each of its micro-batches is one."""
     return Pass(plan.tokens // plan.micro // plan.seq, plan.seq)
 
 
@@ -46,8 +46,9 @@ class Seen:
     """What the loop has done.
 
     Attributes:
-        alone: the longest pass. most: the same, or passes whose graphs were alive together, as two forwards before one
-            backward have them. micro: passes since the last step whose gradients stand. last: of the step before.
+        alone: the longest pass. most: the same, or the most of passes whose graphs were alive together, as two forwards
+            before one backward have them. micro: passes since the last step whose gradients stand. last: passes that
+            the last step had.
     """
 
     alone: Pass = Pass(1, 1)
@@ -56,8 +57,8 @@ class Seen:
     last: int = 1
 
     def and_then(self, found: Pass, rt: Runtime) -> Seen:
-        """A pass more. It is a further micro-batch where gradients of the one before wait for it: none do after a step
-        that was left out, nor after forwards without a backward."""
+        """What is seen with one pass more. That is a further micro-batch where gradients of the one before wait for it:
+        none do after a step that was left out, nor after forwards without a backward."""
         live = self.live(rt)
         together = Pass(found.sequences * (1 + live), found.seq)
         micro = self.micro
@@ -75,8 +76,8 @@ class Seen:
         self.last, self.micro = self.micro or self.last, 0
 
     def micro_batches(self) -> int:
-        """Of a step, as far as known: those of the last one; a second one, whose gradients have to be added up, before
-        the step is over."""
+        """Of a step, as far as that is known: as many as the last one had; or two as soon as there is a second, whose
+        gradients have to be added up."""
         return max(self.last, min(self.micro, 2))
 
 

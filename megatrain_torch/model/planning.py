@@ -24,21 +24,21 @@ from ..base.modes import read
 from ..plans.planner import Plan
 from .asking import Asking, Limits, Refused, Unreadable
 from .lengths import Lengths
-from .moving import move
+from .moving import keep, move
 from .passes import Pass, Seen, batch_of, pass_of
 
 if TYPE_CHECKING:
     from .runtime import Runtime
 
-WORTH = 1.03                     # times slower that what is there may be, before units move
+WORTH = 1.03                     # units move where what is there is so many times slower
 SLACK = 1 << 30                  # more of the device that a run that goes on may take to keep what it kept
 
 
 class Planning:
-    """Of one streamed model.
+    """Plans for one streamed model.
 
     Attributes:
-        plan: the one in force; None: there is none yet, and `why`. made: so many have been put into force.
+        plan: the one in force; None: there is none yet, and `why`. made: so many plans have been put into force.
         adam: an mt.AdamW updates the model.
     """
 
@@ -50,18 +50,18 @@ class Planning:
         self.adam = made is not None
         self._seen = Seen() if made is None else Seen(pass_of(made), pass_of(made))
         self._for_adam = self.adam               # the plan in force is for an mt.AdamW
-        self._stuck = False                      # nothing larger fits, or may be done: said once
-        self._refused = False                    # without an mt.AdamW
-        self._unknown = False                    # there was a pass, and no telling of how many tokens
+        self._stuck = False                      # no other plan can be made or put into force; the user was told
+        self._refused = False                    # nothing fitted while no mt.AdamW was there
+        self._unknown = False                    # the last pass did not tell its number of tokens
         self._lengths = Lengths()
-        self._kept: Plan | None = made           # of what windows keep now
-        self._before: dict[int, dict[str, str]] = {}
+        self._keeps: Plan | None = made          # windows keep what this one says
+        self._resumed: dict[int, dict[str, str]] = {}    # what windows kept of the run that goes on, by a pass's tokens
         if made is not None:
             self._lengths.begin(made)
 
     @property
     def pending(self) -> bool:
-        """A plan is to come."""
+        """Is the first plan still to come?"""
         given_up = self._stuck or self._unknown or (self._refused and not self.adam)
         return self.plan is None and not given_up
 
@@ -88,7 +88,7 @@ class Planning:
     def goes_on(self, kept: dict[int, dict[str, str]]) -> None:
         """A run goes on whose windows kept this: a plan for as many tokens has them keep it again, where that fits, so
         that memory which happens to be free then changes no bit."""
-        self._before = kept
+        self._resumed = kept
 
     def resumes(self, sequences: int, seq: int, micro: int) -> None:
         """States come next of a run that was planned for this: so is this one, at once, while no unit has states that
@@ -135,7 +135,7 @@ class Planning:
             raise
 
     def _plan_for(self, found: Pass) -> None:
-        """Before a pass of that length. Raises Refused: nothing fits what was seen; or what moving raises."""
+        """Puts a plan in force that covers this pass. Raises Refused: nothing fits what was seen; or as `move`."""
         if not self._covered():
             self._put_into_force(self._choose())
         elif self._seen.most.tokens > self._lengths.longest():
@@ -144,11 +144,11 @@ class Planning:
         needed = self._seen.most if joins else found
         self._lengths.came(needed)
         if self._lengths.due() and not self.runtime.homes.on_disk:
-            self._look()
+            self._compare_homes()
         self._keep(self._lengths.of(needed, self._ask_here))
 
     def _covered(self) -> bool:
-        """All but the length."""
+        """Does the plan in force suit the optimizer and the number of micro-batches? Lengths are looked at apart."""
         p = self.plan
         return p is not None and self._for_adam == self.adam and p.micro >= self._micro()
 
@@ -161,11 +161,11 @@ class Planning:
         return self._first([self._seen.most], self._ask_here if self.runtime.homes.on_disk else self._ask)
 
     def _ask(self, batch: Pass) -> Plan:
-        """With units wherever they are best. An optimizer that is not mt.AdamW finds them all in host memory."""
+        """A plan with units wherever they are best: in host memory, for an optimizer that is not mt.AdamW."""
         return self._as_before(self.asking.plan(batch, self._most_micro(), None if self.adam else "ram"))
 
     def _ask_here(self, batch: Pass, plan: Plan | None = None) -> Plan:
-        """With units where they are, or are by that plan."""
+        """A plan with units where they are, or where `plan` has them."""
         plan = plan or self.plan
         return self._as_before(self.asking.plan(batch, self._most_micro(), plan.homes, plan.slots))
 
@@ -173,8 +173,8 @@ class Planning:
         return max(self._micro(), 1 if self.plan is None else self.plan.micro)
 
     def _first(self, batches: list[Pass], ask: Callable[[Pass], Plan]) -> Plan:
-        """Of the first of these for which there is one; or else of the longest pass alone, since graphs of several may
-        have been of some that are dropped. Raises Refused: there is none."""
+        """A plan for the first of these batches that fits; or else for the longest pass alone, since several graphs may
+        have been alive only because some were not dropped yet. Raises Refused: none fits."""
         alone = [self._seen.alone] * (self._seen.most != self._seen.alone)
         for batch in (wanted := [*batches, *alone]):
             try:
@@ -195,7 +195,7 @@ class Planning:
     def _lengthen(self) -> None:
         """Passes are longer than all that were planned for. Units stay where they are, and layers keep what then fits,
         where that is nearly as fast as a plan from the start; or where units on disk cannot move."""
-        batches = [self._lengths.step_above(self._seen.most), self._seen.most]
+        batches = [self._lengths.grade_above(self._seen.most), self._seen.most]
         try:
             here = self._first(batches, self._ask_here)
         except Unreadable:
@@ -212,7 +212,7 @@ class Planning:
         else:
             self._put_into_force(free)
 
-    def _look(self) -> None:
+    def _compare_homes(self) -> None:
         """Shorter passes take less time, in which less can be updated on the host, and leave room on the device: more
         units may live there, and layers keep less of the longest passes. So it is asked what would be fastest for
         the lengths that came."""
@@ -232,11 +232,10 @@ class Planning:
                 lengths.add(plan)
 
     def _keep(self, plan: Plan) -> None:
-        """What windows keep of the pass that begins."""
-        if plan is not self._kept:
-            self._kept, modes = plan, plan.activations
-            for w in self.runtime.windows:
-                w.mode = "saved" if w.draws_unseen else modes.get(w.name, w.mode)
+        """Windows keep of the pass that begins what this plan says."""
+        if plan is not self._keeps:
+            self._keeps = plan
+            keep(self.runtime, plan)
 
     def _refuse(self, error: Refused, before: Seen) -> None:
         if self.runtime.homes.on_disk:
@@ -256,10 +255,10 @@ class Planning:
 
     def _move(self, found: Plan) -> None:
         move(self.runtime, found, self.asking.limit())
-        self._kept = found
+        self._keeps = found
 
     def _keep_least(self) -> None:
-        """Of passes that do not fit with units where they are, and units on disk stay there."""
+        """Windows keep as little as can be: passes do not fit with units where they are, and none leaves a disk."""
         rt, self._stuck = self.runtime, True
         least = {w.name: "replay+host" if read(w.mode).host else "replay" for w in rt.windows if w.mode != "saved"}
         for w in rt.windows:
@@ -271,15 +270,15 @@ class Planning:
     # ---- what windows keep ----
 
     def _as_before(self, found: Plan) -> Plan:
-        """With the modes of the run that goes on, where these fit."""
-        before = self._before.get(found.tokens // found.micro, {})
+        """The plan with what windows kept of the run that goes on, where that fits."""
+        tokens = pass_of(found).tokens
+        before = self._resumed.get(tokens, {})
         if before.keys() != found.activations.keys():
             return found
         rt, more = self.runtime, 0
         for w in rt.windows:
             if w.fused is not None:
-                kept = [0 if read(m).host else w.fused.template.kept_bytes(read(m).keep, found.tokens // found.micro,
-                                                                           w.item)
+                kept = [0 if read(m).host else w.fused.template.kept_bytes(read(m).keep, tokens, w.item)
                         for m in (before[w.name], found.activations[w.name])]
                 more += kept[0] - kept[1]
         return dataclasses.replace(found, activations=before) if more <= SLACK else found
@@ -288,7 +287,7 @@ class Planning:
         if self.plan is None:
             return self.why
         p, longest = self.plan, self._lengths.longest()
-        again = f"; layers keep less of longer passes, up to {longest:,}" if longest > p.tokens // p.micro else ""
+        again = f"; layers keep less of longer passes, up to {longest:,}" if longest > pass_of(p).tokens else ""
         again += f"; plan number {self.made}" if self.made > 1 else ""
         return (f"planned for {p.tokens:,} tokens a step in sequences of {p.seq:,}, {p.micro} micro-batch"
                 f"{'es' * (p.micro > 1)}: {p.tokens_per_second:,.0f} tokens/s, bound by {p.bound}{again}")

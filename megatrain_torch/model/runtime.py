@@ -106,7 +106,7 @@ class Runtime:
         return torch._C._cuda_getCurrentRawStream(self.device.index) if self.is_cuda else 0
 
     def drain(self) -> None:
-        """Everything under way is over: gradients home, updates done."""
+        """Everything under way is over: gradients landed, updates done."""
         self.core.drain()
         self.handover.release()
         self.homes.arrivals.leave()

@@ -56,7 +56,7 @@ def stream(module: nn.Module, device: str | torch.device | None = None, *, token
         states: how mt.AdamW will keep its states, one of its formats, so that limits and plans count them. None: as
             mt.AdamW is told.
         dtype: convert floating parameters to this type; None: each keeps its own.
-        units: names or modules to be streamed as one piece each; None: found from the model.
+        units: names or modules to be streamed as one unit each; None: found from the model.
         compute: "eager": the modules' own code; "fused": layers that a template covers run as one node with an
             explicit backward, the others as they are, and the head makes no logits where the loss is
             `F.cross_entropy`, unless somebody reads them, until the next optimizer step (mt.explain says which);

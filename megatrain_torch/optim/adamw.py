@@ -92,7 +92,7 @@ class AdamW(torch.optim.Optimizer):
         check_options(lr, betas, eps, weight_decay, max_grad_norm, states, in_backward, nonfinite, torch_only)
         self.max_grad_norm = max_grad_norm
         self._nonfinite, self._in_backward = nonfinite, in_backward
-        self._handed: list[_Handed] = []                   # by the last step; taken by _settle
+        self._handed: list[_Handed] = []                   # by the last step; taken by _catch_up
         self._early: list[_Handed] = []                    # by the backward under way, for the next step
         self._done: set[int] = set()                       # pids updated in the backward under way
         self._counts: dict[Tensor, int] = {}               # steps taken, as state["step"] says
@@ -169,8 +169,8 @@ class AdamW(torch.optim.Optimizer):
         clipping.prepare(AdamW)
         self._check_served()
         self._adopt()
-        self._settle()
-        clipping.settle(self._late)
+        self._catch_up()
+        clipping.fill(self._late)
         self._late, self._asked = self._asked, None
         self._steps += 1
         complaint, self._complaint = self._complaint, ""
@@ -225,23 +225,23 @@ class AdamW(torch.optim.Optimizer):
         """As in torch. With set_to_none waits for nothing but a norm that was asked for and not stepped with; else for
         the updates that still read the gradients."""
         if self._asked is not None:          # a batch that is dropped, its limit too
-            clipping.settle(self._asked)
+            clipping.fill(self._asked)
             self._asked, self._limit_once = None, math.inf
         gradient.clear((p for group in self.param_groups for p in group["params"]), set_to_none)
 
     @property
     def grad_norm(self) -> float | None:
         """Global norm of the last step's gradients before clipping; waits for them. None before the first step."""
-        self._settle()
+        self._catch_up()
         return self._norm
 
     @property
     def skipped_steps(self) -> int:
         """Steps so far whose gradients were not finite. Waits for the gradients of the last."""
-        self._settle()
+        self._catch_up()
         return self._skipped
 
-    def _settle(self) -> None:
+    def _catch_up(self) -> None:
         """Takes the results of the last step: what was skipped has not stepped."""
         if not self._handed:
             return
@@ -277,7 +277,7 @@ class AdamW(torch.optim.Optimizer):
     def clips_alone(self, params: list[Tensor]) -> bool:
         """Are these parameters' gradients all that the next step() uses, weighed by one engine and not clipped yet?"""
         if self._asked is not None:
-            clipping.settle(self._asked)
+            clipping.fill(self._asked)
             if not self._in_backward:
                 return False
         mine = {p for g in self.param_groups for p in g["params"]}
@@ -303,7 +303,7 @@ class AdamW(torch.optim.Optimizer):
         def find() -> float:
             if self._steps == steps:
                 return self._norm_here()
-            self._settle()                   # the step was just the next: a later one takes the norm before it begins
+            self._catch_up()                   # the step was just the next: a later one takes the norm before it begins
             return self._norm or 0.0
 
         norm = clipping.LateNorm.of(find)
@@ -388,15 +388,15 @@ class AdamW(torch.optim.Optimizer):
             rt.planes.after_write(record)
         if p not in self.state:
             self._begin_state(p, record)
-        elif record.owner is None:
+        elif record.optimizer is None:
             raise MegatrainError(f"{record.name}: it was streamed after this mt.AdamW had stepped with it: make the "
                                  "optimizer after mt.stream")
-        elif record.owner() is not self:
+        elif record.optimizer() is not self:
             raise MegatrainError(f"{record.name}: its AdamW states belong to another mt.AdamW by now; "
                                  "use one optimizer")
         if lacks_master(record):
             # Of a unit on the device or on disk all at once, so that host memory has one such unit at a time.
-            mates = [r for r in rt.units[record.unit] if r.was_trainable and r.owner in (None, record.owner)]
+            mates = [r for r in rt.units[record.unit] if r.was_trainable and r.optimizer in (None, record.optimizer)]
             for r in mates if rt.homes.away(record.unit) else [record]:
                 if lacks_master(r):
                     make_master(r)
@@ -414,13 +414,13 @@ class AdamW(torch.optim.Optimizer):
         views = {name: guard(record.view(plane), record) for name, plane in zip(names, record.moments)}
         self.state[p] = StoreStates(step=torch.zeros(()), **views)
         self._counts[p] = 0
-        if record.owner is not None:
+        if record.optimizer is not None:
             record.runtime.planes.wait_used(record)
             record.runtime.planes.own_states(record)
             for plane in record.moments:
                 record.view(plane).zero_()
             record.runtime.planes.push(record, *record.moments)
-        record.owner = weakref.ref(self)
+        record.optimizer = weakref.ref(self)
 
     # ---- updating inside backward ----
 
@@ -428,7 +428,7 @@ class AdamW(torch.optim.Optimizer):
     def _update_now(self, unit: int, records: list[Record]) -> None:
         """A unit's gradients are on their way home: its update follows them. Runs in autograd's thread."""
         self._adopt()
-        self._settle()                       # what the step before skipped counts no more; known for a forward
+        self._catch_up()                       # what the step before skipped counts no more; known for a forward
         groups = {p: g for g in self.param_groups for p in g["params"]}
         items = []
         for r in records:
@@ -489,7 +489,7 @@ class AdamW(torch.optim.Optimizer):
         for rt in self._runtimes():
             rt.room.copies(rt.core)
             rt.core.drain()
-        self._settle()
+        self._catch_up()
         out = super().state_dict()
         index = {id(p): i for i, p in enumerate(p for g in self.param_groups for p in g["params"])}
         for p, s in self.state.items():
@@ -527,7 +527,7 @@ class AdamW(torch.optim.Optimizer):
             raise MegatrainError("AdamW: the state to load was made with amsgrad=True, which is not supported")
         for rt in self._runtimes():
             rt.core.drain()
-        self._settle()
+        self._catch_up()
         self._counts.clear()
         saved = {k: v for k, v in state_dict.items() if k != "state"}
         flat = [p for g in self.param_groups for p in g["params"]]

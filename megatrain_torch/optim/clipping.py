@@ -28,7 +28,7 @@ class Clips(Protocol):
 
 
 class LateNorm(Tensor):
-    """[] fp32: the norm of a step's gradients, known when they are home; what is done with it waits until then."""
+    """[] fp32: the norm of a step's gradients, known when they have landed; what is done with it waits until then."""
 
     _find: Callable[[], float] | None
 
@@ -38,11 +38,11 @@ class LateNorm(Tensor):
         for a in (*args, *kwargs.values()):
             for norm in a if isinstance(a, (list, tuple)) else (a,):
                 if isinstance(norm, LateNorm):
-                    norm.settle()
+                    norm._fill()
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
 
-    def settle(self) -> None:
+    def _fill(self) -> None:
         """Its value is there from now on."""
         find, self._find = self._find, None
         if find is not None:
@@ -57,11 +57,11 @@ class LateNorm(Tensor):
         return out
 
 
-def settle(norm: weakref.ref[LateNorm] | None) -> None:
+def fill(norm: weakref.ref[LateNorm] | None) -> None:
     """Its value is there from now on, if somebody has it."""
     alive = None if norm is None else norm()
     if alive is not None:
-        alive.settle()
+        alive._fill()
 
 
 def prepare(kind: type[Clips]) -> None:

@@ -19,10 +19,10 @@ def source_of(record: Record) -> tuple[int, bool]:
     rt.core.wait_grads(record.unit)
     rt.planes.wait_used(record)
     if gradient.kept(record):            # plane GRAD is somebody's
-        lent = rt.handover.lent.setdefault(record.unit, {})
+        copied = rt.handover.copied.setdefault(record.unit, {})
         own = torch.empty_strided(record.shape, record.stride, dtype=record.dtype, device="cpu")
-        lent[record] = own.copy_(grad)
-        return lent[record].data_ptr(), True
+        copied[record] = own.copy_(grad)
+        return copied[record].data_ptr(), True
     rt.planes.own_states(record)
     record.view("GRAD").copy_(grad)
     rt.planes.push(record, "GRAD")
@@ -36,8 +36,8 @@ def check_used(record: Record) -> None:
         return
     same = record.unit not in record.runtime.homes.passing
     if same:
-        lent = record.runtime.handover.lent.get(record.unit, {}).get(record)
-        used = record.view("GRAD") if lent is None else lent
+        copied = record.runtime.handover.copied.get(record.unit, {}).get(record)
+        used = record.view("GRAD") if copied is None else copied
         same = torch.equal(*(t.contiguous().view(-1).view(torch.uint8) for t in (plain(grad), used)))
     if not same:
         raise MegatrainError(f"{record.name}: its .grad came or changed after its update in backward: with "

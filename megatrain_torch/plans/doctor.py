@@ -200,7 +200,7 @@ def copy_rates(device: torch.device, nbytes: int, least_s: float) -> dict[str, f
 
 
 def give_back_pinned(device: torch.device) -> None:
-    """torch keeps pinned memory for the next one who wants such a piece."""
+    """torch keeps pinned memory for the next one who wants as much."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch._C._host_emptyCache()
@@ -300,7 +300,7 @@ def _disk_rates(path: str, most: int) -> dict[str, float]:
     """GB/s of the drive that a directory is on, past the page cache: read, written, and both together.
     Its rating is in no file; who knows it says disk_tbw=."""
     nbytes = min(most, _core.disk_room(path) // 4)
-    found = _core.disk_measure(path, nbytes, piece=min(32 << 20, nbytes // 16 // 4096 * 4096))
+    found = _core.disk_measure(path, nbytes, each=min(32 << 20, nbytes // 16 // 4096 * 4096))
     return {f"disk_{way}_gbps": found[way] / 1e9 for way in ("read", "write", "both")} | {"disk_tbw": 0.0}
 
 

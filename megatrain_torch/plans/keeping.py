@@ -8,7 +8,7 @@ import numpy as np
 
 from ..base.modes import DISK, LINKED, read
 from ..store.arrive import AHEAD, STAY
-from ..store.disk import BLOCKS
+from ..store.disk import BAYS
 from .cost import CACHE_SHARE, OFFLOAD_DEPTH, Cost, cost_of
 from .machine import Machine
 from .shapes import Shape
@@ -68,7 +68,7 @@ class Keeping:
         return spills(self.away(costs, modes), modes)
 
     def on_host(self, costs: list[Cost], modes: Sequence[str]) -> int:
-        """Bytes of activations in host memory, with the blocks that carry those on disk."""
+        """Bytes of activations in host memory, with the bays that carry those on disk."""
         away = self.away(costs, modes)
         return on_host(away, spills(away, modes))
 
@@ -128,6 +128,6 @@ def spills(away: list[int], modes: Sequence[str]) -> dict[int, int]:
 
 
 def on_host(away: list[int], spilled: dict[int, int]) -> int:
-    """Bytes in host memory, with the blocks that carry those that are on disk."""
-    blocks = min(BLOCKS, len(spilled)) * max(spilled.values(), default=0)
-    return sum(away) - sum(spilled.values()) + blocks
+    """Bytes in host memory, with the bays that carry those that are on disk."""
+    bays = min(BAYS, len(spilled)) * max(spilled.values(), default=0)
+    return sum(away) - sum(spilled.values()) + bays

@@ -5,7 +5,7 @@ import itertools
 from collections.abc import Sequence
 
 from ..base.modes import DISK, KEEPS, LINKED, read
-from ..store.disk import BLOCKS, spilled_bytes
+from ..store.disk import BAYS, spilled_bytes
 from .cost import Cost
 from .keeping import Keeping, on_host
 from .levels import Ladder, Levels
@@ -126,9 +126,9 @@ class Patterns:
         spilled, machine = {w: n for w, n in away.items() if modes[w] in DISK}, self.keeping.machine
         sizes, every = list(spilled.values()), list(away.values())
         spill_s = 0.0
-        if len(sizes) > BLOCKS:         # the last are never read, and nobody waits for fewer
+        if len(sizes) > BAYS:         # the last are never read, and nobody waits for fewer
             spill_s = sum(sizes) / (machine.disk_write_gbps * 1e9) \
-                + sum(sizes[:-BLOCKS]) / (machine.disk_read_gbps * 1e9)
+                + sum(sizes[:-BAYS]) / (machine.disk_read_gbps * 1e9)
         alike = tuple(fixed), *(HOST_FOR.get(mode, mode) for mode in modes), *pairs
 
         def make() -> Levels:
@@ -156,17 +156,17 @@ class Patterns:
     def _waits(self, modes: Sequence[str], away: dict[int, int], spilled: dict[int, int]
                ) -> tuple[float, float]:
         """Seconds of a forward and of a backward in which compute at least stands still: for
-        bundles that cross the bus, and for those that pass through blocks.
+        bundles that cross the bus, and for those that pass through bays.
 
         A forward is behind the first of them when it begins to leave, and compute may run on when
-        all but the last have left, or but the last BLOCKS are written. In backward the last comes
+        all but the last have left, or but the last BAYS are written. In backward the last comes
         back when the window behind it runs, and compute is in front of the first bundle's window
         when that is back. Between these, compute may run.
         """
         m, costs, found = self.keeping.machine, self.costs, [(0.0, 0.0)]
         for bundles, left, unread, out, back in (
                 (away, 1, 1, m.both_gbps, m.both_gbps),
-                (spilled, BLOCKS, BLOCKS + 1, m.disk_write_gbps, m.disk_read_gbps)):
+                (spilled, BAYS, BAYS + 1, m.disk_write_gbps, m.disk_read_gbps)):
             if len(bundles) > max(left, 1):
                 at, sizes = list(bundles), list(bundles.values())
                 beside = sum(costs[w].backward_s[modes[w]] for w in range(at[0] + 1, at[-2] + 2))

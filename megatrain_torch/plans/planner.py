@@ -192,19 +192,11 @@ def plan(model: Any, *, tokens: int, seq: int, machine: Machine | str | None = N
             arguments that would do, one at a time, and `ways` those that would together, with tokens/s, the fastest
             first.
     """
-    disk = Disk.parse(nvme, somewhere=True)
-    if isinstance(homes, str) and homes in DISKS and disk is None:
-        raise MegatrainError(f"homes={homes!r}: give the directory, nvme='/path'")
-    if activations in DISK and disk is None:
-        raise MegatrainError(f"activations={activations!r}: give the directory, nvme='/path'")
+    disk = _disk(nvme, homes, activations)
     wishes = dataclasses.replace(_wishes(tokens, seq, compute, homes, activations, slots, micro),
                                  nvme=None if disk is None else disk.room(), grads=_grads(grads, micro),
                                  states=check_states(states))
-    limits = resolve(machine)
-    here = host_now(limits) if machine is None else limits.host_bytes
-    most = parse_bytes(host, "host") or without_margin(here, PLANNED_SHARE)
-    limits = limits.with_limits(parse_bytes(vram, "vram"), most)
-
+    limits = _limits(machine, vram, host)
     shape_with = shapes_of(model, dtype=dtype, units=units, layers=layers)
     shape = shape_with(states)
     if compute == "auto":       # as mt.stream has it
@@ -219,6 +211,24 @@ def plan(model: Any, *, tokens: int, seq: int, machine: Machine | str | None = N
     if best is None:
         raise _refusal(problem, resolve(machine), shape_with)
     return dataclasses.replace(_plan(problem, *best), nvme=disk, disk_room=wishes.nvme or 0)
+
+
+def _disk(nvme: str | dict[str, Any] | None, homes: str | dict[str, str] | None, activations: str | None
+          ) -> Disk | None:
+    disk = Disk.parse(nvme, somewhere=True)
+    if isinstance(homes, str) and homes in DISKS and disk is None:
+        raise MegatrainError(f"homes={homes!r}: give the directory, nvme='/path'")
+    if activations in DISK and disk is None:
+        raise MegatrainError(f"activations={activations!r}: give the directory, nvme='/path'")
+    return disk
+
+
+def _limits(machine: Machine | str | None, vram: int | str | None, host: int | str | None) -> Machine:
+    """The machine, with as much memory as a plan may use."""
+    limits = resolve(machine)
+    here = host_now(limits) if machine is None else limits.host_bytes
+    most = parse_bytes(host, "host") or without_margin(here, PLANNED_SHARE)
+    return limits.with_limits(parse_bytes(vram, "vram"), most)
 
 
 def _check_activations(problem: Problem) -> None:

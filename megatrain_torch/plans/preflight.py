@@ -6,7 +6,7 @@
     room = Room(asked, host)
     room.states(core)                            # before mt.AdamW does
 
-A limit that the user gave counts instead of what is measured: `host=` is their word. A refusal has the table of
+A limit that the user gave counts instead of what is measured. A refusal has the table of
 what is needed and the smallest change that fits; nothing was changed by then.
 """
 from __future__ import annotations
@@ -63,7 +63,7 @@ def _fewer_homes(asked: Asked, most: int) -> dict[str, str] | None:
 # ---- the host ------------------------------------------------------------------------------------
 
 def to_disk(asked: Asked, limit: int | None) -> Asked:
-    """The same with as many units at home on disk, last ones first, as host memory cannot hold in a training step.
+    """`asked` with as many units at home on disk, last ones first, as host memory cannot hold in a training step.
     Their updates have most time before the next forward needs them. limit: the user's."""
     own = sum(own_bytes(asked.groups))
     if limit is None and shortage(sum(asked.host().values()) - own) is None:
@@ -83,7 +83,7 @@ def to_disk(asked: Asked, limit: int | None) -> Asked:
 
 
 def settled_last(asked: Asked) -> Iterator[Asked]:
-    """The same with the last one, two, ... of the units that live in host memory on the device."""
+    """`asked` with more and more of the units that live in host memory settled on the device, the last one first."""
     return asked.moved("ram", "vram")
 
 
@@ -114,7 +114,7 @@ def check_loading(asked: Asked, limit: int | None, whole: bool, free_on_device: 
         raise MegatrainError(f"{open_files} files are open and {most_files} may be: raise `ulimit -n` to "
                              f"{open_files + FILES_LEAST}, or close some")
     if limit is not None:
-        check_word(asked, limit, free_on_device)
+        check_limit(asked, limit, free_on_device)
         return
     own = own_bytes(asked.groups)
     steps = [("to take over the weights", lambda a: loading(a, own))]
@@ -125,8 +125,8 @@ def check_loading(asked: Asked, limit: int | None, whole: bool, free_on_device: 
             raise short(asked, need, bound, what, free_on_device)
 
 
-def check_word(asked: Asked, limit: int, free_on_device: int | None) -> None:
-    """The limit that the user gave, against all planes."""
+def check_limit(asked: Asked, limit: int, free_on_device: int | None) -> None:
+    """Raises: the planes need more than the limit that the user gave."""
     need = asked.planes()
     if sum(need.values()) > limit:
         changes = {"host": sum(need.values())} | changes_of(asked, lambda a: sum(a.planes().values()) <= limit,

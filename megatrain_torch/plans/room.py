@@ -12,7 +12,7 @@ from ..base.limits import Bound, show_bytes, with_margin, without_margin
 from .asked import Asked
 from .cost import PLANES_OF
 from .host_memory import limits, shortage
-from .preflight import check_word
+from .preflight import check_limit
 from .refusals import refusal, short
 from .tally import DISK_BUFFERS, SETTLED
 
@@ -90,14 +90,14 @@ class Room:
         free = self.limit - sum(planes.values()) + planes.get("weights", 0) - core.host_bytes(_core.PLANES["HI"])
         return Bound("host=", self.limit, max(free, 0), "a larger host=") if need > free else None
 
-    def activations(self, core: _core.Engine, nbytes: int, blocks: int = 1) -> None:
-        """So many bytes of one window are about to wait in host memory; or to pass through so many blocks of it.
+    def activations(self, core: _core.Engine, nbytes: int, bays: int = 1) -> None:
+        """So many bytes of one window are about to wait in host memory; or to pass through so many bays of it.
         Raises: as `states`."""
         kept, used = core.swap_bytes()
-        nbytes = blocks * nbytes
+        nbytes = bays * nbytes
         if self.limit is not None or used + nbytes <= kept:
             return
-        nbytes = min(nbytes, used + nbytes - kept) if blocks > 1 else nbytes
+        nbytes = min(nbytes, used + nbytes - kept) if bays > 1 else nbytes
         if (bound := shortage(nbytes)) is not None:
             need = {"kept from one window": nbytes, "margin": with_margin(nbytes) - nbytes}
             raise refusal(self.asked, "host memory for activations", need, bound.free, f"free: {bound.what}", {},
@@ -105,7 +105,7 @@ class Room:
                            f"{show_bytes(with_margin(nbytes) - bound.free)} more ({bound.remedy})")
 
     def spare(self, core: _core.Engine) -> int:
-        """Bytes of host memory that no plane will take, now or later: free, or in blocks for activations already."""
+        """Bytes of host memory that no plane will take, now or later: free, or in bays for activations already."""
         if self.limit is not None:
             return self.limit - sum(self.asked.host().values())
         coming = sum(self._coming(core, self.asked, PLANES_OF).values())
@@ -114,7 +114,7 @@ class Room:
     def _check(self, core: _core.Engine, asked: Asked, what: str, *planes: str) -> None:
         """planes: those that come now; none named: all."""
         if self.limit is not None:
-            check_word(asked, self.limit, None)
+            check_limit(asked, self.limit, None)
             return
 
         def need(a: Asked) -> dict[str, int]:

@@ -12,7 +12,7 @@ from .. import _core
 from ..figures.report import OWN
 from ..figures.timeline import LANES, WAITS
 from ..store.arrive import AHEAD, STAY
-from ..store.disk import BLOCKS
+from ..store.disk import BAYS
 from .cost import OFFLOAD_DEPTH, STAGINGS
 
 NORM_S = 0.0005             # clip factor, and waking the updater
@@ -93,7 +93,7 @@ class Step:
     write: float = 1.0
     read: float = 1.0
     stagings: ClassVar[int] = STAGINGS
-    blocks: ClassVar[int] = BLOCKS
+    bays: ClassVar[int] = BAYS
     ahead: ClassVar[int] = AHEAD
     stay: ClassVar[int] = STAY
     rest_s: ClassVar[float] = NORM_S

@@ -2,12 +2,12 @@
 
 Such a unit lives on the device as one at home in VRAM does, but for AdamW's states: these are in host memory, come
 up in the last windows of backward, and go down during the next forward (csrc/core/arrive.h). That is when few
-activations are alive, so the memory for them is torch's, lent for the stay and given back: in pieces, which fit
+activations are alive, so the memory for them is torch's, given for the stay: in pieces, which fit
 where activations have been.
 
 When they are asked for is learned from the step before: `AHEAD` hand-overs before the unit's own last one. Where
-the order was another, or memory was short, step() asks. They leave as soon as they are home. Python is ahead of the
-device, and would meanwhile have activations take other memory; so where they do not fit beside a step's peak, the
+the order was another, or memory was short, step() asks. They leave when the copies down are over. Python is ahead of
+the device, and would meanwhile have activations take other memory; so where they do not fit beside a step's peak, the
 `STAY`th window of the next forward waits.
 """
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .. import _core
 
 AHEAD = 5                    # layers, whose backwards take longer than the states of an embedding and a layer: at 7B
 #                              width, and 55 GB/s, from some 16k tokens on
-STAY = AHEAD + 2             # of a forward, in which they go home: from some 64k tokens on
+STAY = AHEAD + 2             # of a forward, in which they leave: from some 64k tokens on
 
 
 class Device(Protocol):
@@ -42,7 +42,7 @@ class Arrivals:
     def __init__(self, runtime: Device, units: Iterable[int]) -> None:
         self._runtime = weakref.ref(runtime)
         self.units = frozenset(units)
-        self.lent: dict[int, list[Tensor]] = {}          # by unit: memory of its stay
+        self.pieces: dict[int, list[Tensor]] = {}          # by unit: memory of its stay
         self.over: set[int] = set()                      # units whose step was asked for: they leave when they can
         self._opened = 0                                 # windows since a step was asked for
         self._handed: list[int] = []                     # units in the order of their hand-overs since the last step
@@ -88,7 +88,7 @@ class Arrivals:
     # ---- forward ----
 
     def leave(self) -> None:
-        """A window opens: memory is given back whose states are home again."""
+        """A window opens: memory is given back whose states are in host memory again."""
         core = self._runtime().core
         self._opened += 1
         for unit in list(self.over):
@@ -97,31 +97,31 @@ class Arrivals:
 
     def dismiss(self, unit: int) -> None:
         """Other parameters of the unit are trained from now on: its next stay takes other memory."""
-        if unit in self.lent:
+        if unit in self.pieces:
             self._runtime().core.leave(unit, True)
             self._forget(unit)
 
     def _short(self) -> bool:
-        """What is lent may not fit beside the most that torch has had."""
+        """What stays take may not fit beside the most that torch has had."""
         rt = self._runtime()
         if not rt.is_cuda:
             return True
         free, total = torch.cuda.mem_get_info(rt.device)
         most = min(free + torch.cuda.memory_reserved(rt.device),
                    total * torch.cuda.get_per_process_memory_fraction(rt.device))
-        lent = sum(p.untyped_storage().nbytes() for pieces in self.lent.values() for p in pieces)
-        return torch.cuda.max_memory_allocated(rt.device) + lent > most
+        held = sum(p.untyped_storage().nbytes() for pieces in self.pieces.values() for p in pieces)
+        return torch.cuda.max_memory_allocated(rt.device) + held > most
 
     # ---- one stay ----
 
     def _lift(self, unit: int) -> None:
         self.over.discard(unit)
-        if unit in self.lent:
+        if unit in self.pieces:
             return
         rt = self._runtime()
         pieces = [self._piece(rt, n) for n in rt.core.lift_sizes(unit)]
         if rt.core.lift(unit, [p.data_ptr() for p in pieces], rt.stream()):
-            self.lent[unit] = pieces
+            self.pieces[unit] = pieces
 
     @staticmethod
     def _piece(rt: Device, nbytes: int) -> Tensor:
@@ -130,5 +130,5 @@ class Arrivals:
             return raw[-raw.data_ptr() % 512:]
 
     def _forget(self, unit: int) -> None:
-        self.lent.pop(unit, None)
+        self.pieces.pop(unit, None)
         self.over.discard(unit)

@@ -17,7 +17,7 @@ from ..base.limits import parse_bytes, show_bytes, show_size
 from ..base.modes import DISKS
 
 BUFFERS, BUFFER_BYTES, THREADS = 8, 32 << 20, 16       # of the engine; a drive's queue is full with 64 MiB under way
-BLOCKS = 4                                             # of host memory that carry activations: engine_swap.c
+BAYS = 4                                               # of host memory that carry activations: engine_swap.c
 POOL = 4                                               # threads of their updates: csrc/bind/engine_disk.c
 MEMORY_BYTES = (BUFFERS + 1) * BUFFER_BYTES            # one more to bring and push
 FEED_BYTES = BUFFERS * BUFFER_BYTES                    # of those that weights pass through, besides

@@ -121,7 +121,7 @@ class Record:
         pending: device sum of this backward's gradients so far, while more are to come.
         writes, master_writes: writes from outside so far, and those the fp32 master has followed (-1:
             there is no master yet).
-        owner: weak reference to the optimizer whose moments the M and V planes hold; None: they are new.
+        optimizer: weak reference to the one whose moments the M and V planes hold; None: they are new.
         exact: the fp32 values that a 16-bit parameter was made from, until its master is: [shape]; None: they are its
             own.
         host_graph: the parameter took part in arithmetic on the host; autograd adds its gradient.
@@ -130,7 +130,7 @@ class Record:
     __slots__ = ("_runtime", "unit", "unit_name", "index", "pid", "name", "_param", "host", "version", "shape",
                  "stride", "dtype", "offset", "numel", "nbytes", "late", "shown", "written", "summed", "seen", "uses",
                  "open", "set_in", "pending", "host_graph", "address", "was_trainable",
-                 "writes", "master_writes", "owner", "exact", "__weakref__")
+                 "writes", "master_writes", "optimizer", "exact", "__weakref__")
 
     def __init__(self, runtime: Keeper, unit: int, unit_name: str, index: int, pid: int, name: str,
                  param: torch.nn.Parameter) -> None:
@@ -150,7 +150,7 @@ class Record:
         self.pending: Tensor | None = None
         self.was_trainable = param.requires_grad
         self.writes, self.master_writes = 0, -1
-        self.owner: weakref.ref[torch.optim.Optimizer] | None = None
+        self.optimizer: weakref.ref[torch.optim.Optimizer] | None = None
         self.host_graph = False
         self.exact: Tensor | None = None
 

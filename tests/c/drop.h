@@ -20,8 +20,8 @@ static inline void drop_plane(mt_store *s, int unit, mt_plane p)
 {
     mt__unit *u = mt__unit_at(s, unit);
 
-    for (int place = 0; place < MT__PLACES; place++) {
-        mt__plane *pl = &u->plane[place][p];
+    for (int side = 0; side < MT__SIDES; side++) {
+        mt__plane *pl = &u->plane[side][p];
         size_t     bytes = drop_arena(&pl->arena);
 
         for (int i = 0; pl->late != NULL && i < u->n_params; i++)
@@ -30,7 +30,7 @@ static inline void drop_plane(mt_store *s, int unit, mt_plane p)
         free(pl->offset);
         pl->late = NULL;
         pl->offset = NULL;
-        atomic_fetch_sub(place == MT__DEVICE ? &s->on_device : &s->mapped[p], bytes);
+        atomic_fetch_sub(side == MT__DEVICE ? &s->on_device : &s->mapped[p], bytes);
     }
 }
 

@@ -1,5 +1,5 @@
-/* test_arrive.c — the executable form of core/arrive.h: what a stay takes, what it copies, and that
- * each edge matters. That training with guests gives the same bits is test_resident.c's.
+/* test_arrive.c — the executable form of core/arrive.h: what a stay takes, what it copies, and
+ * that each edge matters. That training with guests gives the same bits is test_resident.c's.
  */
 #include "dev_fault.h"
 #include "gate.h"
@@ -230,7 +230,7 @@ static void read_now(void *arg)
 }
 
 /* Compute in run is slow to write memory that was lent since: what the states are then. */
-static float lent_while_written(unsigned skip)
+static float given_while_written(unsigned skip)
 {
     hotel h;
     slow  w;
@@ -303,7 +303,7 @@ static void every_edge_is_kept(void)
 {
     int left;
 
-    CHECK(lent_while_written(0) == 1);
+    CHECK(given_while_written(0) == 1);
     CHECK(read_while_lifted(0) == 1);
     CHECK(stored_while_updated(0, &left) == 9);
     CHECK_EQ(left, 0);
@@ -315,7 +315,7 @@ static void without_it_each_is_seen_to_matter(void)
 
     if (UNDER_TSAN)
         SKIP("an edge left out is a race, as it should be");
-    CHECK(lent_while_written(MT_EDGE_LENT) == 9);
+    CHECK(given_while_written(MT_EDGE_VACANT) == 9);
     CHECK(read_while_lifted(MT_EDGE_LIFTED) == 0);
     CHECK(stored_while_updated(MT_EDGE_MADE, &left) == 1);
     CHECK(stored_while_updated(MT_EDGE_STORED, &left) == 1);
@@ -375,7 +375,7 @@ static void stalled_guests_are_named(void)
     on_cpu(&h, 0);
     mt_ledger_watchdog(h.store, 0.05);
     moment(&h)[0] = 1;
-    REQUIRE(h.dev->ops->call(h.run, wait_for_gate, &g) == MT_OK);       /* LENT holds the guests */
+    REQUIRE(h.dev->ops->call(h.run, wait_for_gate, &g) == MT_OK);       /* VACANT holds guests */
     CHECK_OK(lift(&h));
     STUCK(mt_arrive_wait(h.a, 0));
     STUCK(mt_arrive_drain(h.a));

@@ -986,7 +986,7 @@ static void without_taken_bytes_are_wrong(void)
     if (UNDER_TSAN)
         SKIP("an edge left out is a race, as it should be");
     for (uint64_t seed = 0; seed < 60 && right; seed++)
-        right = two_steps_in_a_row(seed, MT_EDGE_TAKEN);
+        right = two_steps_in_a_row(seed, MT_EDGE_SPENT);
     CHECK(!right);
 }
 

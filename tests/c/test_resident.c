@@ -306,6 +306,15 @@ static void model_open(model *m, const config *c, outcome *out)
                  = calloc(MAX_N, 4)) != NULL);
 }
 
+/* What most tests take: all units settled, one micro-batch, a norm. */
+static void open_settled(model *m)
+{
+    static const config c = { .seed = 1, .settled = ALL, .micros = 1, .max_norm = 1 };
+    static outcome      out;
+
+    model_open(m, &c, &out);
+}
+
 static void model_close(model *m)
 {
     mt_update_close(m->u);
@@ -808,7 +817,7 @@ static void gradients_of_settled_units_that_pass_change_no_bits(void)
 /* Memory that is lent again while an update reads it. */
 static void without_taken_they_do(void)
 {
-    config c = passing(3, MT_EDGE_TAKEN);
+    config c = passing(3, MT_EDGE_SPENT);
 
     if (UNDER_TSAN)
         SKIP("an edge left out is a race, as it should be");
@@ -902,11 +911,10 @@ static void step_once(model *m, int step)
 
 static void nothing_crosses_but_the_first_weights(void)
 {
-    static model   m;
-    static outcome out;
-    size_t         weights = 0;
+    static model m;
+    size_t       weights = 0;
 
-    model_open(&m, &(config){ .seed = 1, .settled = ALL, .micros = 1, .max_norm = 1 }, &out);
+    open_settled(&m);
     for (int step = 0; step < 5; step++)
         step_once(&m, step);
     CHECK_OK(mt_update_drain(m.u));
@@ -923,10 +931,9 @@ static void nothing_crosses_but_the_first_weights(void)
 
 static void host_planes_that_nobody_reads_cost_nothing(void)
 {
-    static model   m;
-    static outcome out;
+    static model m;
 
-    model_open(&m, &(config){ .seed = 1, .settled = ALL, .micros = 1, .max_norm = 1 }, &out);
+    open_settled(&m);
     (void)host(&m, 0, 0, MT_PLANE_M);                       /* an address, as optimizer state */
     CHECK_EQ(mt_store_device_bytes(m.store), 0);
     step_once(&m, 0);
@@ -1094,10 +1101,9 @@ static void states_that_are_pushed_before_a_unit_is_taken_are_not_lost(void)
 /* Its states are on the host from then on, and the device's would be older. */
 static void a_unit_whose_states_are_on_the_device_is_no_guest(void)
 {
-    static model   m;
-    static outcome out;
+    static model m;
 
-    model_open(&m, &(config){ .seed = 1, .settled = ALL, .micros = 1, .max_norm = 1 }, &out);
+    open_settled(&m);
     REQUIRE(mt_arrive_open(&m.cx, &m.a) == MT_OK);
     step_once(&m, 0);
     CHECK_OK(mt_update_drain(m.u));
@@ -1153,11 +1159,10 @@ static void without_fetched_it_is_not(void)
 /* Bringing what is current copies nothing. */
 static void a_plane_is_brought_once(void)
 {
-    static model   m;
-    static outcome out;
-    uint64_t       bytes;
+    static model m;
+    uint64_t     bytes;
 
-    model_open(&m, &(config){ .seed = 1, .settled = ALL, .micros = 1, .max_norm = 1 }, &out);
+    open_settled(&m);
     step_once(&m, 0);
     CHECK_OK(mt_mirror_bring(m.store, 1, 1u << MT_PLANE_HI));
     bytes = mt_resident_stats_get(m.r).d2h_bytes;
@@ -1173,12 +1178,11 @@ static void a_plane_is_brought_once(void)
 /* A gradient that the user changed is not undone by bringing one that came later. */
 static void bringing_touches_no_other_parameter(void)
 {
-    static model   m;
-    static outcome out;
-    float         *g0, *g1;
-    uint64_t       ticket;
+    static model m;
+    float       *g0, *g1;
+    uint64_t     ticket;
 
-    model_open(&m, &(config){ .seed = 1, .settled = ALL, .micros = 1, .max_norm = 1 }, &out);
+    open_settled(&m);
     CHECK_OK(mt_stream_begin(m.s));
     window(&m, 0, 0, 1);
     CHECK_OK(mt_ledger_wait_grads(m.store, 1));
@@ -1226,12 +1230,11 @@ static void of_guests_states_alone_cross(void)
 
 static void weights_written_over_an_older_copy_are_refused(void)
 {
-    static model   m;
-    static outcome out;
-    void          *mem;
-    int            slot;
+    static model m;
+    void        *mem;
+    int          slot;
 
-    model_open(&m, &(config){ .seed = 1, .settled = ALL, .micros = 1, .max_norm = 1 }, &out);
+    open_settled(&m);
     step_once(&m, 0);
     CHECK_OK(mt_update_drain(m.u));
     mt_ledger_touch(m.store, 2);                            /* nobody brought the weights before */

@@ -12,7 +12,7 @@
 #include <time.h>
 
 #define WINDOWS 7
-#define BLOCKS  3
+#define BAYS    3
 #define KEEPS   (5 * 4096)               /* bytes of a bundle: 16,000 and 28 in whole pages */
 
 /* ---- transfers that dawdle, or fail -------------------------------------------------------- */
@@ -116,7 +116,7 @@ static void scene_file(scene *s, uint64_t limit, unsigned skip)
     REQUIRE(mt_file_open(s->dir, limit, 3, &calls, &s->file) == MT_OK);
     REQUIRE(mt_swap_open(&s->t.cx, &s->w) == MT_OK);
     mt_debug_set(&s->t.cx, (mt_debug){ .skip = skip });
-    REQUIRE(mt_swap_disk(s->w, mt_file_blocks(s->file), BLOCKS) == MT_OK);
+    REQUIRE(mt_swap_disk(s->w, mt_file_blocks(s->file), BAYS) == MT_OK);
 }
 
 /* max_us: that the device sleeps before each copy; disk_us: the file before each transfer. */
@@ -181,7 +181,7 @@ static void forward(scene *s, int step, uint64_t *bundle)
         CHECK_OK(leave(s, step, w, &bundle[w]));
 }
 
-/* One after the other: the last BLOCKS bundles are in memory still, and in the file. */
+/* One after the other: the last BAYS bundles are in memory still, and in the file. */
 static void forward_in_order(scene *s, int step, uint64_t *bundle)
 {
     mt_debug_set(&s->t.cx, (mt_debug){ .sync = 1 });
@@ -223,7 +223,7 @@ static void tensors_come_back_as_they_left(void)
         CHECK_EQ(train(seed, seed % 2 ? 200 : 20, 200, 0, 3), 0);
 }
 
-static void a_few_blocks_carry_any_number_of_bundles(void)
+static void a_few_bays_carry_any_number_of_bundles(void)
 {
     static scene s;
     uint64_t     bundle[WINDOWS];
@@ -233,16 +233,16 @@ static void a_few_blocks_carry_any_number_of_bundles(void)
         forward(&s, step, bundle);
         CHECK_EQ(stats(&s).used_bytes, WINDOWS * KEEPS);
         backward(&s, step, bundle);
-        CHECK_EQ(stats(&s).host_bytes, BLOCKS * KEEPS);
-        CHECK_EQ(mt_swap_stats_get(s.w).host_bytes, BLOCKS * KEEPS);
+        CHECK_EQ(stats(&s).host_bytes, BAYS * KEEPS);
+        CHECK_EQ(mt_swap_stats_get(s.w).host_bytes, BAYS * KEEPS);
     }
     CHECK_EQ(mt_swap_stats_get(s.w).used_bytes, 0);
     CHECK_EQ(stats(&s).used_bytes, 0);
     /* A place that is still written is another's only later:
      * the file may be longer by what was under way. */
     CHECK(stats(&s).file_bytes >= WINDOWS * KEEPS &&
-          stats(&s).file_bytes <= (WINDOWS + BLOCKS) * KEEPS);
-    CHECK(stats(&s).written_bytes >= 3 * (WINDOWS - BLOCKS) * KEEPS);
+          stats(&s).file_bytes <= (WINDOWS + BAYS) * KEEPS);
+    CHECK(stats(&s).written_bytes >= 3 * (WINDOWS - BAYS) * KEEPS);
     CHECK_EQ(scene_close(&s), 0);
 }
 
@@ -269,7 +269,7 @@ static void without_full_what_is_written_is_not_there_yet(void)
     expect_wrong(MT_EDGE_FULL, 300, 20);
 }
 
-static void without_written_a_block_is_filled_while_written(void)
+static void without_written_a_bay_is_filled_while_written(void)
 {
     RACE;
     expect_wrong(MT_EDGE_WRITTEN, 20, 2000);
@@ -281,7 +281,7 @@ static void without_read_it_comes_back_too_early(void)
     expect_wrong(MT_EDGE_READ, 20, 2000);
 }
 
-static void without_drained_a_block_is_read_into_too_early(void)
+static void without_drained_a_bay_is_read_into_too_early(void)
 {
     RACE;
     expect_wrong(MT_EDGE_DRAINED, 300, 20);
@@ -341,9 +341,9 @@ static long dropped_while_it_is_written(unsigned skip)
     CHECK_OK(leave(&s, 0, 1, &bundle[1]));
     until_written(&s, KEEPS);
     atomic_store(&disk.stalled, 0);
-    for (int w = 2; w < 2 + BLOCKS; w++)                     /* the second one's block is taken */
+    for (int w = 2; w < 2 + BAYS; w++)                       /* the second one's bay is taken */
         CHECK_OK(leave(&s, 0, w, &bundle[w]));
-    until_written(&s, (2 + BLOCKS) * KEEPS);
+    until_written(&s, (2 + BAYS) * KEEPS);
     expect(&s, come(&s, 1, bundle[1]));
     look(&s, 0, 1, bundle[1]);
     return scene_close(&s);
@@ -358,7 +358,7 @@ static void without_gone_a_place_is_written_by_two(void)
 
 /* ---- reading ahead ---------------------------------------------------------------------- */
 
-/* Each block that is emptied makes room for one more bundle, the latest first. */
+/* Each bay that is emptied makes room for one more bundle, the latest first. */
 static void what_comes_next_is_read_before_it_is_asked_for(void)
 {
     static scene s;
@@ -367,7 +367,7 @@ static void what_comes_next_is_read_before_it_is_asked_for(void)
     scene_open(&s, 1, 0, 0, 0);
     forward_in_order(&s, 0, bundle);
     CHECK_EQ(atomic_load(&disk.reads), 0);
-    for (int w = WINDOWS - 1; w >= BLOCKS; w--) {
+    for (int w = WINDOWS - 1; w >= BAYS; w--) {
         int soon = WINDOWS - w;
 
         CHECK_OK(come(&s, w, bundle[w]));
@@ -376,7 +376,7 @@ static void what_comes_next_is_read_before_it_is_asked_for(void)
         for (int i = 0; i < 5000 && atomic_load(&disk.reads) < soon; i++)
             nap(200);
         CHECK_EQ(atomic_load(&disk.reads), soon);
-        CHECK_EQ(atomic_load(&disk.read_at[soon - 1]), (w - BLOCKS) * KEEPS);
+        CHECK_EQ(atomic_load(&disk.read_at[soon - 1]), (w - BAYS) * KEEPS);
     }
     CHECK_EQ(scene_close(&s), 0);
 }
@@ -400,7 +400,7 @@ static void graphs_may_cross_and_be_gone_through_twice(void)
             CHECK_OK(come(&s, w, b[w]));
             look(&s, 1, w, b[w]);
         }
-        CHECK_EQ(stats(&s).host_bytes, BLOCKS * KEEPS);
+        CHECK_EQ(stats(&s).host_bytes, BAYS * KEEPS);
         CHECK_EQ(scene_close(&s), 0);
     }
 }
@@ -463,7 +463,7 @@ static void bundles_differ_in_size_and_are_padded(void)
             CHECK(mem[i][0] == 'a' + i + step && mem[i][bytes[i] - 1] == 'a' + i + step);
             mt_swap_drop(s.w, bundle[i]);
         }
-        CHECK(stats(&s).host_bytes <= BLOCKS * 73728);
+        CHECK(stats(&s).host_bytes <= BAYS * 73728);
         while (stats(&s).used_bytes > 0)             /* some are written still (GONE) */
             sleep_ms(1);
     }
@@ -586,7 +586,7 @@ static mt_status errand(scene *s, mt_queue *q)
     uint64_t     bundle[4];
     mt_status    st;
 
-    for (int i = 0; i < 4; i++) {                       /* the last two are given larger blocks */
+    for (int i = 0; i < 4; i++) {                       /* the last two are given larger bays */
         p.bytes = i < 2 ? 64 : 8192;
         MT_TRY(mt_swap_out(s->w, 0, &p, 1, MT_SWAP_FILE, q, &bundle[i]));
         MT_TRY(mt_swap_left(s->w, bundle[i], q));
@@ -707,12 +707,12 @@ static void bundles_of_no_bytes_come_and_go(void)
 
 #define TESTS(X)                                                                              \
     X(tensors_come_back_as_they_left)                                                         \
-    X(a_few_blocks_carry_any_number_of_bundles)                                               \
+    X(a_few_bays_carry_any_number_of_bundles)                                                 \
     X(a_bundle_may_come_back_again_while_it_does)                                             \
     X(without_full_what_is_written_is_not_there_yet)                                          \
-    X(without_written_a_block_is_filled_while_written)                                        \
+    X(without_written_a_bay_is_filled_while_written)                                          \
     X(without_read_it_comes_back_too_early)                                                   \
-    X(without_drained_a_block_is_read_into_too_early)                                         \
+    X(without_drained_a_bay_is_read_into_too_early)                                           \
     X(without_gone_a_place_is_written_by_two)                                                 \
     X(what_comes_next_is_read_before_it_is_asked_for)                                         \
     X(graphs_may_cross_and_be_gone_through_twice)                                             \

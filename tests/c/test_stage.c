@@ -3,12 +3,12 @@
 #include "check.h"
 #include "dev_fault.h"
 
-#define PIECE_BYTES ((size_t)8192)      /* the device's own source, with small pieces */
+#define BUFFER_BYTES ((size_t)8192)      /* the device's own source, with small buffers */
 #include "../../csrc/dev/dev_stage.c"
 
 #define PAGE_BYTES ((size_t)4096)
 
-#define REGION (5 * PIECE_BYTES)
+#define REGION (5 * BUFFER_BYTES)
 enum { OURS = 2 };                      /* what the device itself locks: cushion and buffers */
 
 static mt_dev *behind, *faulty, *stage;
@@ -73,7 +73,7 @@ static void *device(size_t bytes)
 
 static void copies_of_any_size_are_whole(void)
 {
-    const size_t   sizes[] = { 0, 1, PIECE_BYTES - 1, PIECE_BYTES, PIECE_BYTES + 1, REGION };
+    const size_t   sizes[] = { 0, 1, BUFFER_BYTES - 1, BUFFER_BYTES, BUFFER_BYTES + 1, REGION };
     unsigned char *from, *to, *there;
     mt_queue      *q;
 
@@ -178,9 +178,9 @@ static void whichever_registration_fails_first(void)
 
         open_behind(0, FAULT_ONCE, n, 0);
         for (int i = 0; i < 3; i++)
-            p[i] = region_of(SMALL_BYTES + PIECE_BYTES, 1, n < OURS ? MT_ENOMEM : MT_OK);
+            p[i] = region_of(SMALL_BYTES + BUFFER_BYTES, 1, n < OURS ? MT_ENOMEM : MT_OK);
         CHECK_EQ(noted(), n < OURS || n >= OURS + 3
-                              ? 0 : (size_t)(OURS + 3 - n) * (SMALL_BYTES + PIECE_BYTES));
+                              ? 0 : (size_t)(OURS + 3 - n) * (SMALL_BYTES + BUFFER_BYTES));
         for (int i = 0; i < 3; i++)
             region_free(p[i]);
         CHECK_EQ(fault_live(faulty), n < OURS ? 0 : OURS);

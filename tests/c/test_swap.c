@@ -111,8 +111,8 @@ static void without_left_what_follows_is_kept(void)        { RACE; expect_wrong(
 static void without_room_what_is_used_is_overwritten(void) { RACE; expect_wrong(MT_EDGE_ROOM); }
 static void without_back_compute_is_too_early(void)        { RACE; expect_wrong(MT_EDGE_BACK); }
 
-/* Its sources not given up, nothing else says when the block is full. */
-static void without_kept_the_block_is_read_too_early(void)
+/* Its sources not given up, nothing else says when the bay is full. */
+static void without_kept_the_bay_is_read_too_early(void)
 {
     RACE;
     for (int skip = 0; skip < 2; skip++) {
@@ -136,7 +136,7 @@ static void without_kept_the_block_is_read_too_early(void)
 }
 
 /* One stream reads what came back, and drops it; another, which never waited for that, gives the
- * block its next bundle. */
+ * bay its next bundle. */
 static long filled_from_another_stream(uint64_t seed, unsigned skip)
 {
     static scene s;
@@ -154,13 +154,13 @@ static long filled_from_another_stream(uint64_t seed, unsigned skip)
     mt_swap_drop(s.w, bundle);
     run(&s, &s.k.landing[0], value_of(3, 3), 1);
     CHECK_OK(mt_swap_out(s.w, 0, parts(&s.k.source[1], p), PARTS, MT_SWAP_HOST, other, &bundle));
-    CHECK_EQ(mt_swap_stats_get(s.w).host_bytes, 5 * 4096);       /* the same block */
+    CHECK_EQ(mt_swap_stats_get(s.w).host_bytes, 5 * 4096);       /* the same bay */
     CHECK_OK(mt_swap_left(s.w, bundle, other));
     s.t.dev->ops->queue_close(other);
     return scene_close(&s);
 }
 
-static void without_emptied_a_block_is_filled_while_it_is_read(void)
+static void without_emptied_a_bay_is_filled_while_it_is_read(void)
 {
     long wrong = 0;
 
@@ -172,7 +172,7 @@ static void without_emptied_a_block_is_filled_while_it_is_read(void)
     CHECK(wrong > 0);
 }
 
-/* ---- blocks ----------------------------------------------------------------------------- */
+/* ---- bays ----------------------------------------------------------------------------- */
 
 static uint64_t out(scene *s, void *mem, size_t bytes)
 {
@@ -189,7 +189,7 @@ static void gone(scene *s, uint64_t bundle)
     mt_swap_drop(s->w, bundle);
 }
 
-static void steps_that_are_alike_make_no_blocks(void)
+static void steps_that_are_alike_make_no_bays(void)
 {
     static scene s;
     uint64_t     bundle[WINDOWS];
@@ -207,7 +207,7 @@ static void steps_that_are_alike_make_no_blocks(void)
     CHECK_EQ(scene_close(&s), 0);
 }
 
-static void blocks_are_taken_by_size_and_grow(void)
+static void bays_are_taken_by_size_and_grow(void)
 {
     static scene s;
     static char  mem[40000];
@@ -228,7 +228,7 @@ static void blocks_are_taken_by_size_and_grow(void)
     scene_close(&s);
 }
 
-static void a_block_stays_until_its_sources_have_left_too(void)
+static void a_bay_stays_until_its_sources_have_left_too(void)
 {
     static scene s;
     static char  mem[4096];
@@ -320,7 +320,7 @@ static mt_status errand(const mt_context *cx, mt_queue *q, float *mem)
     mt_status    st;
 
     MT_TRY(mt_swap_open(cx, &w));
-    for (size_t bytes = 64; bytes <= 8192; bytes *= 128) {  /* the second is given a new block */
+    for (size_t bytes = 64; bytes <= 8192; bytes *= 128) {  /* the second is given a new bay */
         p.bytes = bytes;
         MT_TRY(mt_swap_out(w, 0, &p, 1, MT_SWAP_HOST, q, &bundle));
         MT_TRY(mt_swap_left(w, bundle, q));
@@ -365,11 +365,11 @@ static void every_failing_device_call_frees_everything(void)
     X(without_left_what_follows_is_kept)                                                      \
     X(without_room_what_is_used_is_overwritten)                                               \
     X(without_back_compute_is_too_early)                                                      \
-    X(without_kept_the_block_is_read_too_early)                                               \
-    X(without_emptied_a_block_is_filled_while_it_is_read)                                     \
-    X(steps_that_are_alike_make_no_blocks)                                                    \
-    X(blocks_are_taken_by_size_and_grow)                                                      \
-    X(a_block_stays_until_its_sources_have_left_too)                                          \
+    X(without_kept_the_bay_is_read_too_early)                                                 \
+    X(without_emptied_a_bay_is_filled_while_it_is_read)                                       \
+    X(steps_that_are_alike_make_no_bays)                                                      \
+    X(bays_are_taken_by_size_and_grow)                                                        \
+    X(a_bay_stays_until_its_sources_have_left_too)                                            \
     X(a_bundle_comes_back_twice_and_in_part)                                                  \
     X(a_large_tensor_goes_in_pieces)                                                          \
     X(what_does_not_fit_the_host_is_refused_with_its_bytes)                                   \

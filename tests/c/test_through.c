@@ -1,5 +1,5 @@
-/* test_through.c — the executable form of core/through.h, with a computation that shows what passed
- * by. */
+/* test_through.c — the executable form of core/through.h, with a computation that shows what
+ * passed by. */
 #include "dev_fault.h"
 #include "toy.h"
 #include "../../csrc/core/through.h"

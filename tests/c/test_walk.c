@@ -24,7 +24,7 @@ static void toy_make(toy *t, int64_t n, double forward_s, double backward_s, int
     mt_walk_list own = { t->begin, t->item }, nothing = { t->none, t->item };
 
     *t = (toy){ .walk = { .n_windows = n, .n_units = n, .n_slots = slots, .micro = 1, .shown = 1,
-                          .depth = 2, .stagings = 2, .blocks = 2, .ahead = 5, .stay = 7, .h2d = 1,
+                          .depth = 2, .stagings = 2, .bays = 2, .ahead = 5, .stay = 7, .h2d = 1,
                           .d2h = 1, .both = 1, .busy = 1, .write = 1, .read = 1, .rest_s = REST } };
     for (int64_t i = 0; i < n; i++) {
         t->forward_s[i] = forward_s;

@@ -564,9 +564,9 @@ static void a_stalled_swap_is_in_the_list(void)
     toy_close(&t);
 }
 
-/* A block that is given up for a larger one: who asks waits for its copies,
+/* A bay that is given up for a larger one: who asks waits for its copies,
  * and then it is in no list. */
-static void a_block_whose_copies_stall_is_not_given_up(void)
+static void a_bay_whose_copies_stall_is_not_given_up(void)
 {
     char         mem[8192], list[600];
     mt_swap_part small = { mem, 4096 }, large = { mem, sizeof mem };
@@ -790,7 +790,7 @@ static void a_long_save_that_goes_on_is_waited_for(void)
     X(what_holds_a_slot_is_named)                           \
     X(a_stalled_update_is_named)                            \
     X(a_stalled_swap_is_in_the_list)                        \
-    X(a_block_whose_copies_stall_is_not_given_up)           \
+    X(a_bay_whose_copies_stall_is_not_given_up)           \
     X(a_stalled_device_update_is_named)                     \
     X(a_stalled_piece_is_named)                             \
     X(a_thread_that_asks_ends_its_waits_and_no_others)      \

@@ -12,6 +12,7 @@ enum { JOBS = 20 };
 typedef struct task {
     mt_job job;
     int    number;
+    int    more;                         /* so many times again */
     gate  *behind;
 } task;
 
@@ -30,6 +31,10 @@ static mt_status perform(void *arg, mt_job *job)
     task *k = (task *)(void *)job;
 
     r->ran[r->n_ran++] = k->number;
+    if (k->more > 0) {
+        k->more--;
+        mt_worker_again(&r->w, job);
+    }
     if (k->behind != NULL) {
         mt_unlock(&r->mu);
         wait_for_gate(k->behind);
@@ -225,6 +230,28 @@ static void job_may_be_submitted_by_its_own_run(void)
     room_close(&r);
 }
 
+/* Also when the worker stops; and where the list was empty others are behind it. */
+static void job_that_runs_again_comes_before_all_others(void)
+{
+    static const int ran[] = { 1, 1, 2, 2, 2, 3 };
+    static room r;
+    gate        shut = { 0 };
+    task        k[3] = { { .number = 1, .more = 1, .behind = &shut }, { .number = 2, .more = 2 },
+                         { .number = 3 } };
+
+    room_open(&r, 1);
+    (void)submit(&r, &k[0]);
+    (void)submit(&r, &k[1]);
+    (void)submit(&r, &k[2]);
+    atomic_store(&shut.open, 1);
+    mt_worker_stop(&r.w, 0);
+    CHECK_EQ(r.n_ran, 6);
+    for (int i = 0; i < 6; i++)
+        CHECK_EQ(r.ran[i], ran[i]);
+    CHECK_EQ(r.w.ended, r.w.submitted);
+    room_close(&r);
+}
+
 /* Each waits at the gate, so none ends before all have begun. */
 static void several_threads_share_a_list(void)
 {
@@ -332,6 +359,7 @@ static void worker_that_was_never_opened_is_closed(void)
     X(stop_may_drop_what_is_in_the_list)                                                      \
     X(withdrawn_job_does_not_run_and_may_come_again)                                          \
     X(job_may_be_submitted_by_its_own_run)                                                    \
+    X(job_that_runs_again_comes_before_all_others)                                            \
     X(several_threads_share_a_list)                                                           \
     X(waits_of_its_thread_have_its_lane)                                                      \
     X(child_is_refused_and_stops_nothing)                                                     \

@@ -1,5 +1,5 @@
-/* toy.h — what the tests of stream, offload and engine share: a device that may dawdle, a store of
- * small fp32 units, and the two gradient kernels in their simplest form.
+/* toy.h — what the tests of stream, offload and engine share: a device that may dawdle, a store
+ * of small fp32 units, and the two gradient kernels in their simplest form.
  *
  * Threads: as the functions it wraps. Everything that must succeed is REQUIREd.
  */

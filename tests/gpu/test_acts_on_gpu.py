@@ -49,7 +49,7 @@ def run(family: str, mode: str) -> tuple[Tensor, dict[str, Tensor | None]]:
     with parity.exact("cuda"):
         parity.seed()
         model = streamed(test_fused.FAMILIES[family](), mode)
-        for step in range(2):                # the second takes the blocks of the first
+        for step in range(2):                # the second takes the bays of the first
             model.zero_grad()
             found = gradients(model, fusing.padded(step))
         fusing.all_fused(fusing.codes(model))

@@ -1,7 +1,7 @@
 """Proves that a module computes what its template stands for, for every input that it can get (docs/design.md).
 
 `prove` runs the module's own forward and backward on fake tensors, reads the Python that ran, puts the template's
-meaning together from forms, and compares numbers. What it settles holds for one structure, one way of being called, one
+meaning together from forms, and compares numbers. What it finds holds for one structure, one way of being called, one
 set of training flags: `Case` says which, and is the key under which a verdict is kept.
 """
 from __future__ import annotations

@@ -1,0 +1,198 @@
+/* layout.c — pieces are cut, given places in the file, and found again by their offsets. */
+#include "layout.h"
+
+#include "mirror.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+
+/* ---- made ------------------------------------------------------------------------------- */
+
+/* In which the parameter has something. */
+static mt_status planes_of(mt_store *s, int unit, int param, int made, unsigned *out)
+{
+    const mt_param_desc *desc = mt_store_desc(s, unit, param);
+    unsigned             away = mt_store_home(s, unit, NULL)->away, planes = 0;
+    mt_status            st = MT_OK;
+
+    for (int p = 0; p < MT_PLANE_COUNT && desc->numel > 0; p++) {
+        int in = mt_store_trainable(s, unit, param) || p == MT_PLANE_HI;
+
+        if (!(away >> p & 1) || mt_store_plane_bytes(s, unit, param, (mt_plane)p, 1) == 0)
+            continue;
+        if (made)
+            MT_TRY(mt_store_in_arena(s, unit, param, (mt_plane)p, &in));
+        planes |= in ? 1u << p : 0;
+    }
+    *out = planes;
+fail:
+    return st;
+}
+
+static mt_status no_memory(const mt_layout *l)
+{
+    return MT_FAIL(MT_ENOMEM, "unit %s: no memory to describe where it is in the file",
+                   mt_store_name(l->store, l->unit));
+}
+
+static mt_status open_piece(mt_layout *l, int number)
+{
+    const mt_piece   *whole = &l->cut->piece[number];
+    const mt_stretch *first = &l->cut->part[whole->first];
+    mt_layout_piece  *c = &l->pieces[number];
+
+    c->hi_at = mt_store_offset(l->store, l->unit, first->param) +
+               mt_store_plane_bytes(l->store, l->unit, first->param, MT_PLANE_HI, first->from);
+    c->section[MT_SECTION_WEIGHTS].bytes = c->section[MT_SECTION_STATES].from = whole->weights;
+    c->section[MT_SECTION_STATES].bytes = whole->bytes - whole->weights;
+    for (int k = 0; k < MT_SECTIONS; k++) {
+        mt_section *n = &c->section[k];
+
+        if ((n->sums = calloc(mt_block_count(n->bytes) + 1, sizeof *n->sums)) == NULL)
+            return no_memory(l);
+    }
+    return MT_OK;
+}
+
+mt_status mt_layout_make(mt_store *s, int unit, size_t bytes, int made, mt_layout **out)
+{
+    size_t     params = (size_t)mt_store_params(s, unit);
+    mt_layout *l = calloc(1, sizeof *l);
+    mt_status  st = MT_OK;
+
+    if (l == NULL)
+        return MT_FAIL(MT_ENOMEM, "disk: calloc(%zu)", sizeof *l);
+    *l = (mt_layout){ .store = s, .unit = unit, .planes = calloc(params + 1, sizeof *l->planes) };
+    if (l->planes == NULL)
+        MT_TRY(no_memory(l));
+    for (size_t i = 0; i < params; i++)
+        MT_TRY(planes_of(s, unit, (int)i, made, &l->planes[i]));
+    MT_TRY(mt_pieces_cut(s, unit, &(mt_cut){ l->planes, bytes, MT_BLOCK_ALIGN, MT_LAYOUT_GRAIN, 0 },
+                         &l->cut));
+    if ((l->pieces = calloc((size_t)l->cut->n + 1, sizeof *l->pieces)) == NULL)
+        MT_TRY(no_memory(l));
+    for (; l->n < l->cut->n; l->n++)
+        MT_TRY(open_piece(l, l->n));
+    *out = l;
+    return MT_OK;
+fail:
+    mt_layout_free(l);
+    return st;
+}
+
+void mt_layout_free(mt_layout *l)
+{
+    if (l == NULL)
+        return;
+    for (int i = 0; l->pieces != NULL && i < l->cut->n; i++)
+        for (int k = 0; k < MT_SECTIONS; k++)
+            free(l->pieces[i].section[k].sums);
+    mt_pieces_free(l->cut);
+    free(l->pieces);
+    free(l->planes);
+    free(l);
+}
+
+mt_status mt_layout_take(mt_layout *l, mt_blocks *file)
+{
+    mt_status st = MT_OK;
+
+    for (int i = 0; i < l->n && st == MT_OK; i++)
+        st = file->ops->take(file, l->cut->piece[i].bytes, &l->pieces[i].at);
+    return st;
+}
+
+uint64_t mt_layout_bytes(const mt_layout *l)
+{
+    uint64_t bytes = 0;
+
+    for (int i = 0; i < l->n; i++)
+        bytes += l->cut->piece[i].bytes;
+    return bytes;
+}
+
+size_t mt_layout_most_weights(const mt_layout *l)
+{
+    size_t most = 0;
+
+    for (int i = 0; i < l->n; i++)
+        most = l->cut->piece[i].weights > most ? l->cut->piece[i].weights : most;
+    return most;
+}
+
+/* ---- used ------------------------------------------------------------------------------- */
+
+int mt_layout_has(const mt_layout *l, int piece, const int *params, int n)
+{
+    const mt_piece *c = &l->cut->piece[piece];
+
+    for (int i = c->first; i < c->first + c->n; i++)
+        for (int k = 0; k < n; k++)
+            if (l->cut->part[i].param == params[k])
+                return 1;
+    return 0;
+}
+
+mt_request mt_layout_request(const mt_layout *l, int piece, int section, int write, void *mem)
+{
+    const mt_layout_piece *c = &l->pieces[piece];
+    const mt_section      *n = &c->section[section];
+
+    return (mt_request){ .write = write, .at = c->at + n->from, .mem = (char *)mem + n->from,
+                         .bytes = n->bytes, .sums = n->sums };
+}
+
+/* Whose byte is at this offset of the piece. */
+static const mt_stretch *found_at(const mt_layout *l, int piece, size_t offset, mt_plane *plane)
+{
+    const mt_piece   *c = &l->cut->piece[piece];
+    const mt_stretch *found = NULL;
+    size_t            best = 0;
+
+    for (int i = c->first; i < c->first + c->n; i++)
+        for (int p = 0; p < MT_PLANE_COUNT; p++) {
+            const mt_stretch *k = &l->cut->part[i];
+
+            if (k->offset[p] == MT_PART_ABSENT || k->offset[p] > offset || k->offset[p] < best)
+                continue;
+            best = k->offset[p];
+            found = k;
+            *plane = (mt_plane)p;
+        }
+    return found;
+}
+
+/* What lies in the block that begins there: the first and the last. A block is of one section. */
+static void whose(const mt_layout *l, int piece, uint64_t at, char *out, size_t cap)
+{
+    const mt_layout_piece *c = &l->pieces[piece];
+    const mt_section      *states = &c->section[MT_SECTION_STATES];
+    size_t                 offset = (size_t)(at - c->at), end = states->from;
+    mt_plane               from = MT_PLANE_HI, to = MT_PLANE_HI;
+    const mt_stretch      *first = found_at(l, piece, offset, &from), *last;
+    const char            *name = mt_store_name(l->store, l->unit);
+
+    if (offset >= states->from)
+        end += states->bytes;
+    last = found_at(l, piece, (end - offset < MT_BLOCK_BYTES ? end : offset + MT_BLOCK_BYTES) - 1,
+                    &to);
+    if (first == last && from == to)
+        snprintf(out, cap, "unit %s, plane %s of parameter %d", name, mt_plane_name(from),
+                 first->param);
+    else
+        snprintf(out, cap, "unit %s, from plane %s of parameter %d to plane %s of parameter %d",
+                 name, mt_plane_name(from), first->param, mt_plane_name(to), last->param);
+}
+
+void mt_layout_tell(const mt_layout *l, int piece, const mt_request *r)
+{
+    char lost[320];
+
+    if (r->st == MT_OK)
+        return;
+    whose(l, piece, r->bad_at, lost, sizeof lost);
+    (void)MT_FAIL(r->st, "%s: %s; the run cannot go on: make the model again, stream it, and load "
+                  "the last checkpoint",
+                  lost, r->text);
+    mt_ledger_fault(l->store, r->st, mt_last_error());
+}
