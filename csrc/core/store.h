@@ -39,7 +39,8 @@
     X(M,      "first moment, fp32 or 8 bits; updater only")                                     \
     X(V,      "second moment, fp32 or 8 bits; updater only")                                    \
     X(SCALE,  "of moments of 8 bits: two fp32 for every 128 elements; updater only")            \
-    X(ACC,    "fp32 sum of 16-bit micro-batch gradients; the collector writes, the updater reads")
+    X(ACC,    "fp32 sum of 16-bit gradients; registered where a unit has several owners; the "   \
+              "collector or the D2H queue writes, the updater reads")
 #define MT_PLANE_ENUM(name, what) MT_PLANE_##name,
 typedef enum mt_plane { MT_PLANE_MAP(MT_PLANE_ENUM) MT_PLANE_COUNT } mt_plane;
 #undef MT_PLANE_ENUM
