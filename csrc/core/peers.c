@@ -82,7 +82,7 @@ mt_status mt__peers_open(mt_store *s)
 
 void mt_store_leave(mt_store *s)
 {
-    if (s->share == NULL || !s->peers.runs || s->peers.forks != mt_forks())
+    if (s == NULL || s->share == NULL || !s->peers.runs || s->peers.forks != mt_forks())
         return;
     s->peers.runs = 0;
     atomic_store(&s->peers.stop, 1);
