@@ -38,17 +38,17 @@ static uint64_t layout_of(const mt__unit *u, int unit)
 
 static mt_status count_chunks(mt__unit *u, size_t *n)
 {
-    if ((u->chunk = calloc((size_t)u->n_params + 1, sizeof *u->chunk)) == NULL)
-        return MT_FAIL(MT_ENOMEM, "unit %s: no memory for %d numbers", u->name, u->n_params);
+    mt_status st = MT_MAKE(u->chunk, u->n_params, u->name);
+
     *n = 0;
-    for (int i = 0; i < u->n_params; i++) {
+    for (int i = 0; st == MT_OK && i < u->n_params; i++) {
         const mt_param_desc *d = &u->desc[i];
 
         u->chunk[i] = *n;
         if (mt_plane_bytes(MT_PLANE_GRAD, d->dtype, MT_STATES_FP32, 1) > 0)
             *n += (size_t)chunks_of(d->numel);
     }
-    return MT_OK;
+    return st;
 }
 
 /* The board first: on it ranks see that their units differ, before one's lies in another's. */
