@@ -152,7 +152,10 @@ class Ways:
 
     def lent(self, homes: tuple[Home, ...]) -> list[int]:
         """Bytes of the buffers that gradients pass through, where they are kept nowhere."""
-        return self.disk.tally.lent(self.disk.where(homes, OnDisk()))
+        if self.disk.tally.keeps:
+            return []
+        crossing = self.exchange.home.tolist()
+        return plan_slots([crossing[u] for u, home in enumerate(homes) if not home], self.disk.tally.most_lent)
 
     def slots(self, homes: tuple[Home, ...], ring: int) -> list[int]:
         """Bytes of each, of units that stream."""

@@ -51,8 +51,7 @@ class Disk:
             return OnDisk(named(self.shape, self.wishes, *DISKS),
                           named(self.shape, self.wishes, "disk+weights"))
         if key not in self.known:
-            none = self.wishes.nvme is None or self.wishes.homes == "through" \
-                or not self.wishes.ranks.offers(*DISKS)
+            none = self.wishes.nvme is None or self.wishes.homes == "through"
             self.known[key] = OnDisk() if none else self._units(homes, micro)
         return self.known[key]
 

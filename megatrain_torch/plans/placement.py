@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..base.modes import DISKS
 from ..store.disk import SPILLED, spilled_bytes
 from .bounds import Bounds, Kept
 from .cost import THROUGH_BYTES, Home
@@ -104,6 +105,8 @@ class Problem:
 
     def __init__(self, shape: Shape, machine: Machine, wishes: Wishes, like: Problem | None = None
                  ) -> None:
+        if not wishes.ranks.offers(*DISKS):
+            wishes = dataclasses.replace(wishes, nvme=None)
         self.shape, self.machine, self.wishes = shape, machine, wishes
         self.uses = Uses(shape, wishes.fused)
         self.tally = Tally(shape.units, wishes.grads == "ram", wishes.lent)
