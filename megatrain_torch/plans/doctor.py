@@ -22,6 +22,7 @@ from ..base.limits import host_limits, resident_bytes
 from ..fused.templates.attention import Attention
 from .machine import (
     DRIVE_ORIGINS,
+    LINK_ORIGINS,
     MEASURED,
     SUM_ORIGIN,
     Machine,
@@ -344,7 +345,7 @@ def measure(device: torch.device, say: Callable[[str], None] = lambda _: None,
     machine = Machine(torch.cuda.get_device_name(device) if cuda else "cpu", device.type, vram // 2 if one else vram,
                       taken, host // 2 if one else host, rss, **_rounded(rates), versions=_versions(),
                       source=MEASURED, one_memory=one,
-                      origins=(SUM_ORIGIN, *(() if disk else DRIVE_ORIGINS)))
+                      origins=(SUM_ORIGIN, *LINK_ORIGINS, *(() if disk else DRIVE_ORIGINS)))
     return machine, _known(device) | {"adam_gparams": traffic}
 
 

@@ -399,9 +399,10 @@ ON_SHEETS = ("gemm", "attention", "hbm_gbps", "h2d_gbps", "d2h_gbps", "both_gbps
              "disk_read_gbps", "disk_write_gbps", "disk_both_gbps", "disk_tbw", "exchange_gbps")
 
 
-# Of a machine that was measured: what follows from AdamW's rate; and a drive that no --disk named.
+# Of a machine that was measured: what follows from AdamW's rate; a drive that no --disk named; what several GPUs have.
 SUM_ORIGIN = ("add_gparams", "assumed")
 DRIVE_ORIGINS = tuple((rate, "published") for rate in RATES if rate.startswith("disk_"))
+LINK_ORIGINS = tuple((rate, "assumed") for rate in RATES[-5:])      # until several GPUs are measured; the network stays
 
 
 def _origins(measured: tuple[str, ...] = (), assumed: tuple[str, ...] = ()) -> tuple[tuple[str, str], ...]:

@@ -65,9 +65,11 @@ class Ranks:
     def seen(self, machine: Machine) -> Machine:
         """As one of its GPUs sees it beside the others, which do the same at the same time: copies share the host's
         memory, and what AdamW leaves of it; each process has Python, torch and the driver. Cores are the host's, and
-        update each element once, so AdamW's rate is what it is."""
+        update each element once, so AdamW's rate is what it is. Of the CPU device the cores compute, too."""
         if self.gpus == 1:
             return machine
+        if machine.device == "cpu":
+            machine = _slowed(machine, self.gpus)
         host, g = host_rate(machine) / 1e9, self.gpus
         adam = machine.adam_gparams[-1][1] * moved_bytes("fp32")
         busy = min(machine.busy_gbps, host * machine.busy_gbps / (adam + g * machine.busy_gbps))
@@ -86,6 +88,14 @@ class Ranks:
         own = trained / self.machines * (moved_bytes(states) + ACC_BYTES)
         added = (micro - 1) * trained * self.gpus * ADDED_BYTES
         return 0.0 if self.alone else (own + added) / host_rate(machine)
+
+
+def _slowed(machine: Machine, by: int) -> Machine:
+    """Of all that is computed."""
+    gemm = tuple((n, width, rate / by) for n, width, rate in machine.gemm)
+    attention = tuple((seq, forward / by, backward / by) for seq, forward, backward in machine.attention)
+    return dataclasses.replace(machine, gemm=gemm, attention=attention, hbm_gbps=machine.hbm_gbps / by,
+                               device_adam_gparams=machine.device_adam_gparams / by)
 
 
 def host_rate(machine: Machine) -> float:
