@@ -85,8 +85,8 @@ class Plans:
         rows = [self._row(m, g) for m, g in self.pairs]
         fits = next((p for _, p in self if isinstance(p, Plan)), None)
         title = "" if fits is None else (
-            f"{fits.model}, {fits.tokens:,} tokens a step of each GPU in sequences of {fits.seq:,}; {fits.machine.name}: "
-            f"rates {fits.machine.source}")
+            f"{fits.model}, {fits.tokens:,} tokens a step of each GPU in sequences of {fits.seq:,}\n"
+            f"{fits.machine.name}: rates {fits.machine.source}")
         whys = dict.fromkeys(p.why for _, p in self if isinstance(p, Refused))
         return "\n".join([as_text((title, [head, *rows])), *whys])
 

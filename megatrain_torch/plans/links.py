@@ -1,4 +1,4 @@
-"""What GPUs of one machine have of it together, and of each other: measured by a process for each, as training has them.
+"""What GPUs of one machine have of it together, and of each other: measured by a process for each, as in training.
 
     rates = links.measure("cuda", 8)            # by names of Machine's attributes
 

@@ -520,7 +520,8 @@ def _card(c: Card) -> Machine:
         host_bytes=host.gib * GIB, gemm=_scaled(_H200_GEMM, 2 * c.share * of_h200, c.share * c.tflops),
         attention=_attention(_H200_ATTENTION, 1.4 * c.share * of_h200), hbm_gbps=round(hbm, 1),
         h2d_gbps=round(link, 1), d2h_gbps=round(link, 1), both_gbps=round(0.87 * link, 1),
-        busy_gbps=round(host.busy * link, 1), adam_gparams=host.adam, add_gparams=round(1.6 * host.adam[-1][1], 1), **NO_LINKS,
+        busy_gbps=round(host.busy * link, 1), adam_gparams=host.adam, add_gparams=round(1.6 * host.adam[-1][1], 1),
+        **NO_LINKS,
         device_adam_gparams=round(hbm / 28, 1), launch_us=5.0, source=SHEETS, origins=_origins())
 
 
@@ -573,7 +574,8 @@ MACHINES: dict[str, Machine] = {m.name: m for m in (
     dataclasses.replace(_H200, name="b200-2t", vram_bytes=179 * GIB, host_bytes=2000 * GIB,
                         gemm=_scaled(_H200_GEMM, 2.27, 1690.0), attention=_attention(_H200_ATTENTION, 1.8),
                         hbm_gbps=6500.0, device_adam_gparams=235.0, adam_gparams=((1, 0.70), (64, 9.0)),
-                        add_gparams=14.0, whole_gbps=0.0, exchange_gbps=_nvlink(900.0), source=SHEETS, origins=_origins()),
+                        add_gparams=14.0, whole_gbps=0.0, exchange_gbps=_nvlink(900.0), source=SHEETS,
+                        origins=_origins()),
     *map(_card, CARDS),
     # GB10 (DGX Spark): a Blackwell GPU and 20 Arm cores on one memory of 128 GB, 273 GB/s (data sheet), of which the
     # system shows 119 GiB. It is parted into two, and copies between the parts read and write the same memory. 31

@@ -195,8 +195,8 @@ def plan(model: Any, *, tokens: int, seq: int, machine: Machine | str | None = N
         layers: of a config, instead of its own number.
         nvme: directory for states, weights and activations that host memory does not hold, as for mt.stream; for
             another machine {"limit": "2TB"} is enough.
-        gpus, machines: GPUs of each machine, and machines, with a process for each GPU, as torchrun starts them. vram is
-            one GPU's limit, host one machine's. Units are then at home in "ram".
+        gpus, machines: GPUs of each machine, and machines, with a process for each GPU, as torchrun starts them. vram
+            is one GPU's limit, host one machine's. Units are then at home in "ram".
 
     Raises:
         MegatrainError: an argument makes no sense; or nothing that may be chosen fits. Then the message has the

@@ -105,6 +105,9 @@ def host_rate(machine: Machine) -> float:
     return (machine.host_gbps or max(beside, 2 * machine.both_gbps)) * 1e9
 
 
+ALONE = Ranks()
+
+
 def ranks_of(gpus: int, machines: int) -> Ranks:
     """Raises: they are no counts."""
     check_count(gpus, "gpus")

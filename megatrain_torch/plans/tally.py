@@ -58,9 +58,11 @@ class Tally:
 
     def sums(self, homes: Sequence[str]) -> int:
         """Bytes of gradients' sums in host memory; where gradients are kept nowhere, of the buffers for these."""
-        wide = max((u.sums / u.gradients for u in self.units if u.gradients), default=0.0)
-        kept = sum(self._on_host(u, home, True, False).get("sums", 0) * n for (u, home), n in self._kinds(homes).items())
-        return kept if self.keeps else int(wide * sum(self.lent(homes)))
+        if not self.keeps:
+            wide = max((u.sums / u.gradients for u in self.units if u.gradients), default=0.0)
+            return int(wide * sum(self.lent(homes)))
+        kinds = self._kinds(homes).items()
+        return sum(self._on_host(u, home, True, False).get("sums", 0) * n for (u, home), n in kinds)
 
     def at_home(self, homes: Sequence[str], micro: int) -> dict[str, int]:
         """On the device by plane, of units that live there, all the time; weights too, which are in their slots."""

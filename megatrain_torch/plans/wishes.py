@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from .cost import LENT, Home
-from .ranks import Ranks
+from .ranks import ALONE, Ranks
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Wishes:
     grads: str = "ram"
     lent: int = LENT
     states: str = "fp32"
-    ranks: Ranks = Ranks()
+    ranks: Ranks = ALONE
 
 
 class Choice(NamedTuple):

@@ -207,7 +207,7 @@ static void exchanging(toy *t, int64_t n, double exchange_s, double network_s)
     }
 }
 
-/* As a_step_ends_when_gradients_are_home; each copy is behind its exchange, which the next hides. */
+/* As a_step_ends_when_gradients_are_home; a copy hides the next exchange. */
 static void gradients_go_home_behind_their_exchange(void)
 {
     toy       t;
