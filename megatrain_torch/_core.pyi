@@ -34,8 +34,13 @@ class Engine:
         index: CUDA ordinal.
         threads: host threads for the optimizer and sums; >= 1.
         delay_us, seed: tests: random sleeps in every queue (0: none).
+        share: descriptor of memory in which ranks of one machine have the model together; -1: this process is alone.
+            All of them add the same units, announce the same hand-overs and submit the same updates, in one order.
+        rank, ranks: every unit has so many owners (csrc/core/portion.h), and this is one of them: it has the states of
+            its portion alone, is given the gradients of its portion, and updates that.
     """
-    def __init__(self, device: str, index: int = 0, threads: int = 1, delay_us: int = 0, seed: int = 0) -> None: ...
+    def __init__(self, device: str, index: int = 0, threads: int = 1, delay_us: int = 0, seed: int = 0,
+                 share: int = -1, rank: int = 0, ranks: int = 1) -> None: ...
     def close(self) -> None: ...
 
     # store
@@ -43,8 +48,17 @@ class Engine:
     def set_trainable(self, unit: int, param: int, on: bool) -> None: ...
     def hi_bytes(self, unit: int) -> int: ...
     def offset(self, unit: int, param: int) -> int: ...
-    def plane(self, unit: int, param: int, plane: int) -> np.ndarray:
+    def portions(self, unit: int) -> tuple[int, ...]:
+        """[ranks + 1] Bytes of the unit's weights, as offset() counts them, at which portions begin and the last ends.
+        """
+    def owned(self, unit: int, param: int) -> tuple[int, int]:
+        """(first, number) of the parameter's elements that are this rank's."""
+    def plane(self, unit: int, param: int, plane: int, shared: bool = False) -> np.ndarray:
         """uint8 view of one parameter's bytes in a plane. Maps the plane at first use.
+
+        In a share: what user code gets. It shows what all ranks have, but for pages that this process wrote: those are
+        its own until spread(), or, of gradients, until the next hand-over. shared: the plane itself, where what one
+        rank writes all have: for who fills, loads and saves. Alone the two are one.
 
         The memory stays until the last array over it is gone, also after close(); the engine itself
         is not kept alive.
@@ -135,7 +149,7 @@ class Engine:
 
     # checkpoints
     def save_begin(self, files: list[tuple[str, int, list[tuple[Any, ...]]]], units: list[tuple[int, int]], spare: int,
-                   copiers: int, writers: int) -> None:
+                   copiers: int, writers: int, part: int = 0, parts: int = 1) -> None:
         """Writes files of planes as they are now, with threads of its own; one save at a time.
 
         Drains the engine. Until a unit's bytes are copied, its updates and writes from outside wait.
@@ -145,6 +159,8 @@ class Engine:
                 fifth element says in which order memory has them: tensorfiles.Extent.
             units: (unit, planes): what is brought to host memory before it is copied; bits 1 << plane.
             spare: bytes of blocks that may be copied before they are written.
+            part, parts: of so many processes that write the same files together this one takes its blocks in turn.
+                That of part 0 makes the files: the others begin behind it. save_end() has zeros for others' blocks.
         """
     def save_wait(self, seconds: float) -> tuple[int, bool]:
         """(bytes written, whether all is written and synced)."""
@@ -172,8 +188,12 @@ class Engine:
         that)."""
 
     # offload
-    def offload(self, unit: int, items: Sequence[tuple[int, int, int, int]], stream: int) -> int:
-        """items: (param, address, mode 0 SET / 1 ADD, reread). Returns the ticket. Marks the trace."""
+    def offload(self, unit: int, items: Sequence[tuple[int, ...]], stream: int) -> int:
+        """items: (param, address, mode 0 SET / 1 ADD / 2 SUM, reread[, sum]). Returns the ticket. Marks the trace.
+
+        Addresses are of the first element that owned() has. SUM, of 16-bit parameters: `sum` is the address of what
+        counts as the micro-batches' sum in fp32, `address` of its rounding in the weight's type.
+        """
     def land(self, stream: int) -> None:
         """The stream waits for the copies of all gradients handed over so far; passed() then has them."""
     def passed(self) -> int: ...
@@ -230,11 +250,15 @@ class Engine:
         unit's update is over. changed: p.grad was written by the user: the GRAD plane (or address)
         counts, not ACC, and its sum of squares is taken anew. max_norm <= 0: no clipping. stream: what
         computes; updates of settled units wait for what it was given so far. key: what stochastic rounding is
-        drawn from besides step and element, the parameter's own; 0 where it is left out.
+        drawn from besides step and element, the parameter's own; 0 where it is left out. Where a unit has several
+        owners its portion that is this one's is updated, with the bits that one would give it; grad_address is of the
+        whole gradient all the same.
         """
     def norm(self, ticket: int) -> tuple[float, int]:
         """(global norm before clipping, units skipped for non-finite gradients); waits."""
 
+def share() -> int:
+    """The descriptor of new memory for an Engine of each rank; os.close() it when all have opened theirs."""
 def adam_step(tensors: Sequence[tuple], clip: float, threads: int, isa: int) -> None:
     """For tests, benchmarks and parameters that are not streamed: AdamW on host addresses.
 

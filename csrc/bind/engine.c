@@ -94,6 +94,7 @@ void mt_memory_let_go(mt_memory *h)
     /* Nobody else knows it any more. Unmapping gigabytes takes seconds: not under the GIL. */
     Py_BEGIN_ALLOW_THREADS
     mt_store_close(h->store);            /* unregisters its arenas with the device */
+    mt_share_close(h->share);
     if (h->dev != NULL)
         h->dev->ops->close(h->dev);
     mt_pool_close(h->pool);
@@ -127,19 +128,31 @@ fail:
     return st;
 }
 
+typedef struct engine_wish {
+    const char *device;
+    int         index, threads, delay_us;
+    uint64_t    seed;
+    int         share;                   /* a descriptor; -1: the process is alone */
+} engine_wish;
+
 /* In the order of the header; what was opened before a failure is closed by dealloc. */
-static mt_status engine_open(mt_engine *e, const char *device, int index, int threads,
-                             int delay_us, uint64_t seed)
+static mt_status engine_open(mt_engine *e, const engine_wish *w)
 {
     mt_offload_kernels kernels = { .sumsq = mt_sumsq_put, .accumulate = mt_accumulate,
-                                   .accumulate_put = mt_accumulate_put };
+                                   .accumulate_put = mt_accumulate_put,
+                                   .fold = mt_sumsq_fold };
     mt_memory         *h = e->memory;
     mt_resident       *r;
     mt_status          st;
 
-    MT_TRY(mt_pool_open(threads, &h->pool));
-    MT_TRY(open_device(device, index, delay_us, seed, &h->dev));
-    e->cx = (mt_context){ .dev = h->dev, .pool = h->pool, .warn = mt_warn };
+    if (e->rank < 0 || e->rank >= e->ranks || e->ranks > MT_OWNERS_MOST)
+        return MT_FAIL(MT_EINVAL, "an engine cannot be rank %d of %d; there may be 1 to %d, "
+                       "counted from 0", e->rank, e->ranks, MT_OWNERS_MOST);
+    MT_TRY(mt_pool_open(w->threads, &h->pool));
+    MT_TRY(open_device(w->device, w->index, w->delay_us, w->seed, &h->dev));
+    if (w->share >= 0)
+        MT_TRY(mt_share_open(w->share, e->rank, e->ranks, &h->share));
+    e->cx = (mt_context){ .dev = h->dev, .pool = h->pool, .share = h->share, .warn = mt_warn };
     MT_TRY(mt_store_open(&e->cx, &h->store));
     e->cx.store = h->store;
     MT_TRY(mt_sumsq_open(h->dev, &e->sums));
@@ -172,16 +185,18 @@ static PyObject *engine_new(PyTypeObject *type, PyObject *args, PyObject *kw)
 
 static int engine_init(PyObject *self, PyObject *args, PyObject *kw)
 {
-    static char *names[] = { "device", "index", "threads", "delay_us", "seed", NULL };
+    static char *names[] = { "device", "index", "threads", "delay_us", "seed", "share", "rank",
+                             "ranks", NULL };
     mt_engine   *e = (mt_engine *)self;
-    const char  *device;
-    int          index = 0, threads = 1, delay_us = 0;
+    engine_wish  w = { .threads = 1, .share = -1 };
+    int          rank = 0, ranks = 1;
     unsigned long long seed = 0;
     mt_status    st;
 
-    if (!PyArg_ParseTupleAndKeywords(args, kw, "s|iiiK:Engine", names, &device, &index, &threads,
-                                     &delay_us, &seed))
+    if (!PyArg_ParseTupleAndKeywords(args, kw, "s|iiiKiii:Engine", names, &w.device, &w.index,
+                                     &w.threads, &w.delay_us, &seed, &w.share, &rank, &ranks))
         return -1;
+    w.seed = seed;
     if (e->memory != NULL) {
         PyErr_SetString(e->error, "an Engine is opened once; make a new one");
         return -1;
@@ -190,7 +205,9 @@ static int engine_init(PyObject *self, PyObject *args, PyObject *kw)
         PyErr_NoMemory();
         return -1;
     }
-    MT_UNLOCKED(e, st, engine_open(e, device, index, threads, delay_us, seed));
+    e->rank = rank;
+    e->ranks = ranks;
+    MT_UNLOCKED(e, st, engine_open(e, &w));
     if (st != MT_OK)
         mt_raise(e->error, st);
     return st == MT_OK ? 0 : -1;
@@ -218,6 +235,7 @@ static mt_status engine_stop(mt_engine *e)
     mt_through_close(e->cx.through);
     mt_swap_close(e->swap);
     mt_file_close(e->swap_file);
+    mt_store_leave(e->cx.store);         /* nothing of ours is under way that others await */
     for (int i = 0; i < e->n_adopted; i++)
         e->cx.dev->ops->queue_close(e->adopted[i].queue);
     mt_sumsq_close(e->sums);
@@ -318,9 +336,17 @@ static PyMethodDef methods[] = {
       "hi_bytes($self, unit, /)\n--\n\nBytes of the unit's weights: what a slot must hold." },
     { "offset", mt_engine_offset, METH_VARARGS,
       "offset($self, unit, param, /)\n--\n\nByte offset in the unit's weights and in a slot." },
-    { "plane", mt_engine_plane, METH_VARARGS,
-      "plane($self, unit, param, plane, /)\n--\n\n"
-      "uint8 array over the parameter's bytes in a plane." },
+    { "portions", mt_engine_portions, METH_VARARGS,
+      "portions($self, unit, /)\n--\n\n"
+      "Where each owner's portion of the unit's weights begins, in bytes, and where the last "
+      "ends." },
+    { "owned", mt_engine_owned, METH_VARARGS,
+      "owned($self, unit, param, /)\n--\n\n"
+      "(first, number) of the parameter's elements that this rank owns." },
+    { "plane", KEYWORDS(mt_engine_plane), METH_VARARGS | METH_KEYWORDS,
+      "plane($self, unit, param, plane, shared=False)\n--\n\n"
+      "uint8 array over the parameter's bytes in a plane: for user code, or (shared) as all have "
+      "them." },
     { "reserved_bytes", mt_engine_reserved_bytes, METH_VARARGS,
       "reserved_bytes($self, unit, plane, /)\n--\n\n"
       "Host bytes that it takes to bring a plane there." },
@@ -344,7 +370,7 @@ static PyMethodDef methods[] = {
     { "wait_grads", mt_engine_wait_grads, METH_VARARGS,
       "wait_grads($self, unit, /)\n--\n\nThe unit's gradients may be read on the host." },
     { "save_begin", KEYWORDS(mt_engine_save_begin), METH_VARARGS | METH_KEYWORDS,
-      "save_begin($self, files, units, spare, copiers, writers)\n--\n\n"
+      "save_begin($self, files, units, spare, copiers, writers, part=0, parts=1)\n--\n\n"
       "Write files of the store's planes as they are now; updates wait for their unit's to be "
       "copied." },
     { "save_wait", mt_engine_save_wait, METH_VARARGS,
@@ -502,7 +528,8 @@ static PyMethodDef methods[] = {
 PyObject *mt_engine_type_new(PyObject *module)
 {
     static PyType_Slot slots[] = {
-        { Py_tp_doc, "Engine(device, index=0, threads=1, delay_us=0, seed=0)\n--\n\n"
+        { Py_tp_doc, "Engine(device, index=0, threads=1, delay_us=0, seed=0, share=-1, rank=0, "
+                     "ranks=1)\n--\n\n"
                      "One streamed model: device, pool, store, stream, offload and updater." },
         { Py_tp_new, engine_new },
         { Py_tp_init, engine_init },

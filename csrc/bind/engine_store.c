@@ -63,7 +63,39 @@ static mt_param_desc *descs(mt_engine *e, PyObject *dtypes, PyObject *numels, Py
     return d;
 }
 
+/* ---- share ---- */
+
+static PyObject *share_new(PyObject *module, PyObject *unused)
+{
+    int       fd;
+    mt_status st = mt_share_make(&fd);
+
+    (void)unused;
+    if (st != MT_OK)
+        return mt_raise(((mt_state *)PyModule_GetState(module))->error, st);
+    return PyLong_FromLong(fd);
+}
+
+PyMethodDef mt_share_methods[] = {
+    { "share", share_new, METH_NOARGS,
+      "share($module)\n--\n\n"
+      "The descriptor of new memory that processes can share: os.close() it when all have opened "
+      "theirs." },
+    { NULL, NULL, 0, NULL },
+};
+
 /* ---- store ---- */
+
+/* In a share the store knows by itself whose is what. */
+static mt_status add_unit(mt_engine *e, const char *name, const mt_param_desc *params, int n,
+                          int *unit)
+{
+    mt_status st = mt_store_add(e->cx.store, name, params, n, unit);
+
+    if (st == MT_OK && e->ranks > 1 && e->cx.share == NULL)
+        st = mt_store_own(e->cx.store, *unit, e->rank, e->ranks);
+    return st;
+}
 
 PyObject *mt_engine_add_unit(PyObject *self, PyObject *args, PyObject *kw)
 {
@@ -83,7 +115,7 @@ PyObject *mt_engine_add_unit(PyObject *self, PyObject *args, PyObject *kw)
         goto done;
     if ((params = descs(e, d, m, t)) == NULL)
         goto done;
-    st = mt_store_add(e->cx.store, name, params, (int)PyTuple_Size(d), &unit);
+    st = add_unit(e, name, params, (int)PyTuple_Size(d), &unit);
     out = st == MT_OK ? PyLong_FromLong(unit) : mt_raise(e->error, st);
 
 done:
@@ -129,20 +161,63 @@ PyObject *mt_engine_offset(PyObject *self, PyObject *args)
     return PyLong_FromSize_t(mt_store_offset(e->cx.store, unit, param));
 }
 
-PyObject *mt_engine_plane(PyObject *self, PyObject *args)
+/* In plane HI. */
+static size_t byte_of(const mt_engine *e, int unit, mt_bound b)
+{
+    if (b.param == mt_store_params(e->cx.store, unit))
+        return mt_store_hi_bytes(e->cx.store, unit);
+    return mt_store_offset(e->cx.store, unit, b.param) +
+           mt_store_plane_bytes(e->cx.store, unit, b.param, MT_PLANE_HI, b.from);
+}
+
+PyObject *mt_engine_portions(PyObject *self, PyObject *args)
+{
+    int        unit;
+    mt_engine *e = unit_arg(self, args, "i:portions", &unit);
+    PyObject  *out = e == NULL ? NULL : PyTuple_New(e->ranks + 1);
+
+    for (int k = 0; out != NULL && k <= e->ranks; k++) {
+        mt_portion p;
+        PyObject  *at;
+
+        (void)mt_portion_of(e->cx.store, unit, k < e->ranks ? k : k - 1, e->ranks, &p);
+        at = PyLong_FromSize_t(byte_of(e, unit, k < e->ranks ? p.begin : p.end));
+        if (at == NULL || PyTuple_SetItem(out, k, at) < 0)
+            Py_CLEAR(out);
+    }
+    return out;
+}
+
+PyObject *mt_engine_owned(PyObject *self, PyObject *args)
 {
     mt_engine *e = mt_engine_usable(self);
-    int        unit, param, plane;
-    void      *p;
-    mt_status  st;
+    int        unit, param;
+    int64_t    from, n;
+
+    if (e == NULL || !PyArg_ParseTuple(args, "ii:owned", &unit, &param) ||
+        mt_engine_param(e, unit, param) < 0)
+        return NULL;
+    n = mt_store_owned(e->cx.store, unit, param, &from);
+    return Py_BuildValue("(LL)", (long long)from, (long long)n);
+}
+
+PyObject *mt_engine_plane(PyObject *self, PyObject *args, PyObject *kw)
+{
+    static char *names[] = { "unit", "param", "plane", "shared", NULL };
+    mt_engine   *e = mt_engine_usable(self);
+    int          unit, param, plane, shared = 0;
+    void        *p;
+    mt_status    st;
     const mt_param_desc *desc;
 
-    if (e == NULL || !PyArg_ParseTuple(args, "iii:plane", &unit, &param, &plane))
+    if (e == NULL || !PyArg_ParseTupleAndKeywords(args, kw, "iii|p:plane", names, &unit, &param,
+                                                  &plane, &shared))
         return NULL;
     if (mt_engine_param(e, unit, param) < 0 || plane_ok(e, plane) < 0)
         return NULL;
     /* The first call maps, touches and registers the plane: gigabytes, so not under the GIL. */
-    MT_UNLOCKED(e, st, mt_store_at(e->cx.store, unit, param, (mt_plane)plane, &p));
+    MT_UNLOCKED(e, st, (shared ? mt_store_at : mt_store_view)(e->cx.store, unit, param,
+                                                              (mt_plane)plane, &p));
     if (st != MT_OK)
         return mt_raise(e->error, st);
     desc = mt_store_desc(e->cx.store, unit, param);

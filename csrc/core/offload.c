@@ -5,6 +5,7 @@
  *   ADD after SET   the collector adds behind an event recorded behind both copies
  *   ADD after ADD   the collector takes tickets in order
  *   SET after ADD   the copy would overtake the collector: the putting thread waits for it
+ *   SUM             as SET, and so is what happens to the ACC plane
  * A settled unit's is written by d2h alone, whose order is enough.
  */
 #include "offload.h"
@@ -31,10 +32,10 @@ typedef struct parcel {
     int          settled;    /* the unit is settled: grad and acc are on the device, and nothing is
                               * staged */
     void        *grad;       /* GRAD plane */
-    float       *acc;        /* ACC plane; NULL: the sum lives in grad */
+    float       *acc;        /* ADD, SUM: ACC plane; NULL: the sum lives in grad */
     char        *staged;     /* ADD: host, where the copy lands */
-    const void  *changed;    /* settled ADD: the GRAD plane on the host, which the user changed;
-                              * NULL: nobody did */
+    const void  *changed;    /* ADD: what the user made of the gradient, where that is not in the
+                              * plane: of a settled unit, in a share; NULL: nobody did */
     double      *sum;        /* where the gradient's sum of squares goes */
     double      *chunks;     /* where its chunks' sums go; NULL: nobody asks for them */
     int          from_grad;  /* ADD: start from grad's value */
@@ -122,7 +123,7 @@ static void assert_state(mt_offload *o)
     MT_ASSERT(adds == 0);
 }
 
-/* Through host memory, where the collector adds it. */
+/* Through host memory, where the collector adds it to what counts. */
 static int is_staged(const parcel *p)
 {
     return p->item.mode == MT_GRAD_ADD && !p->settled;
@@ -140,6 +141,8 @@ static void add_up(mt_offload *o, const ticket *t)
 
         if (!is_staged(p) || p->n == 0)
             continue;
+        if (p->changed != NULL)
+            memcpy(p->grad, p->changed, p->bytes);
         o->kernels.accumulate(o->pool, p->dt, p->acc, p->grad, p->staged, p->n, p->from_grad,
                               p->sum, p->chunks);
         added += p->bytes;
@@ -165,6 +168,8 @@ static mt_status collect(void *arg, mt_job *node)
         add_up(o, t);
     else
         mt_ledger_fault(o->store, st, mt_last_error());
+    for (int i = 0; i < t->n; i++)       /* users see what has come, not what they made of others */
+        mt_store_view_drop(o->store, t->unit, t->params[i], MT_PLANE_GRAD);
     mt_ledger_grads_end(o->store, t->unit);
     mt_lock(&o->mu);
     o->tally[t->unit]->adds -= t->adds > 0;
@@ -222,13 +227,14 @@ static size_t chunks_of(int64_t n)
     return (size_t)(n / MT_PORTION_GRAIN + (n % MT_PORTION_GRAIN != 0));
 }
 
-/* Of what is ours of a unit that has several owners. */
+/* Of what is ours of a unit that has several owners, or whose norm is made with other ranks. */
 static size_t count_chunks(const mt_offload *o, int unit)
 {
+    int     asked = o->cx->share != NULL || mt_store_owners(o->store, unit) > 1;
     size_t  chunks = 0;
     int64_t from;
 
-    for (int i = 0; i < mt_store_params(o->store, unit) && mt_store_owners(o->store, unit) > 1; i++)
+    for (int i = 0; i < mt_store_params(o->store, unit) && asked; i++)
         chunks += chunks_of(mt_store_owned(o->store, unit, i, &from));
     return chunks;
 }
@@ -347,6 +353,9 @@ mt_status mt_offload_open(const mt_context *cx, int depth, mt_offload_kernels k,
     if (depth < 1 || depth > 1024)
         return MT_FAIL(MT_EINVAL, "offload: depth %d; 1 to 1024 units may have gradients on the "
                        "device", depth);
+    if (cx->share != NULL && k.fold == NULL)
+        return MT_FAIL(MT_EINVAL, "offload: where processes share units, mt_offload_open() is to "
+                       "be given a fold");
     if ((o = calloc(1, sizeof *o)) == NULL)
         return MT_FAIL(MT_ENOMEM, "offload: calloc(%zu)", sizeof *o);
     *o = (mt_offload){ .cx = cx, .dev = cx->dev, .store = cx->store, .pool = cx->pool,
@@ -389,6 +398,21 @@ void mt_offload_close(mt_offload *o)
 
 /* ---- put: first everything that can be refused, then the queue -------------------------- */
 
+static mt_status check_sum(const mt_offload *o, int unit, const mt_grad_item *it,
+                           const mt_param_desc *d)
+{
+    int64_t from;
+
+    if (mt_plane_bytes(MT_PLANE_ACC, d->dtype, MT_STATES_FP32, 1) == 0)
+        return MT_FAIL(MT_EINVAL, "unit %s: parameter %d is %s, of which no sum is kept beside the "
+                       "gradient; set that", mt_store_name(o->store, unit), it->param,
+                       mt_dtype_name(d->dtype));
+    if (it->sum == NULL && mt_store_owned(o->store, unit, it->param, &from) > 0)
+        return MT_FAIL(MT_EINVAL, "unit %s: the sum of parameter %d is at no address",
+                       mt_store_name(o->store, unit), it->param);
+    return MT_OK;
+}
+
 static mt_status check_item(const mt_offload *o, int unit, const mt_grad_item *it)
 {
     const mt_param_desc *d = mt_store_desc(o->store, unit, it->param);
@@ -405,14 +429,14 @@ static mt_status check_item(const mt_offload *o, int unit, const mt_grad_item *i
     if (it->mode == MT_GRAD_ADD && !can_add)
         return MT_FAIL(MT_ENOTSUP, "unit %s: gradients are to be added, and mt_offload_open() was "
                        "given no accumulate", mt_store_name(o->store, unit));
-    if (it->mode == MT_GRAD_ADD && mt_store_passes(o->store, unit))
-        return MT_FAIL(MT_ESTATE, "unit %s: its gradients pass, so none is there to add to",
-                       mt_store_name(o->store, unit));
-    return MT_OK;
+    if (it->mode != MT_GRAD_SET && mt_store_passes(o->store, unit))
+        return MT_FAIL(MT_ESTATE, "unit %s: its gradients pass, so none is there to add to, nor "
+                       "is a sum of them kept", mt_store_name(o->store, unit));
+    return it->mode == MT_GRAD_SUM ? check_sum(o, unit, it, d) : MT_OK;
 }
 
 /* Where a plane has the first element that is ours of a parameter: where the unit's gradients are,
- * or (host) in host memory whatever its home. */
+ * or (host) as users see it in host memory. */
 static mt_status plane_at(mt_offload *o, int unit, int param, mt_plane plane, int host, void **out)
 {
     void          *of, *at;
@@ -420,7 +444,9 @@ static mt_status plane_at(mt_offload *o, int unit, int param, mt_plane plane, in
     int64_t        from;
     mt_status      st;
 
-    if (h->at != NULL && !host)
+    if (host)
+        MT_TRY(mt_store_view(o->store, unit, param, plane, &at));
+    else if (h->at != NULL)
         MT_TRY(h->at(of, unit, param, plane, &at));
     else
         MT_TRY(mt_store_at(o->store, unit, param, plane, &at));
@@ -443,15 +469,15 @@ static mt_status parcel_make(mt_offload *o, int unit, const mt_grad_item *it, ta
     p->bytes = (size_t)p->n * mt_dtype_bytes(p->dt);
     p->settled = mt_store_home(o->store, unit, NULL)->at != NULL;
     MT_TRY(plane_at(o, unit, it->param, MT_PLANE_GRAD, 0, &p->grad));
-    if (it->mode != MT_GRAD_ADD)
+    if (it->mode == MT_GRAD_SET)
         return MT_OK;
     if (mt_plane_bytes(MT_PLANE_ACC, p->dt, MT_STATES_FP32, 1) > 0) {
         MT_TRY(plane_at(o, unit, it->param, MT_PLANE_ACC, 0, &at));
         p->acc = at;
     }
-    if (p->settled && it->reread) {
+    if (it->mode == MT_GRAD_ADD && it->reread) {
         MT_TRY(plane_at(o, unit, it->param, MT_PLANE_GRAD, 1, &at));
-        p->changed = at;
+        p->changed = at != p->grad ? at : NULL;
     }
     mt_lock(&o->mu);
     p->from_grad = it->reread || !(y->flags[it->param] & SUMMED);
@@ -525,23 +551,38 @@ fail:
     return st;
 }
 
-static mt_status put_parcel(mt_offload *o, const parcel *p)
+/* SET, SUM: as it comes. */
+static mt_status put_as_it_is(mt_offload *o, const parcel *p)
 {
     const mt_dev_ops *v = o->dev->ops;
+    int               both = p->item.mode == MT_GRAD_SUM;
     mt_status         st;
 
-    if (p->n == 0)
-        return MT_OK;
-    if (is_staged(p))
-        return v->copy(o->d2h, p->staged, p->item.src, p->bytes);
-    if (p->item.mode == MT_GRAD_ADD)
-        return put_sum(o, p);
     if (o->kernels.sumsq != NULL)
-        MT_TRY(o->kernels.sumsq(o->kernels.ctx, o->d2h, p->dt, p->item.src, p->n, p->sum,
-                                p->chunks));
+        MT_TRY(o->kernels.sumsq(o->kernels.ctx, o->d2h, both ? MT_F32 : p->dt,
+                                both ? p->item.sum : p->item.src, p->n, p->sum, p->chunks));
+    if (both && p->item.sum != p->acc)
+        MT_TRY(v->copy(o->d2h, p->acc, p->item.sum, (size_t)p->n * sizeof *p->acc));
     return p->item.src == p->grad ? MT_OK : v->copy(o->d2h, p->grad, p->item.src, p->bytes);
 fail:
     return st;
+}
+
+static mt_status put_parcel(mt_offload *o, const parcel *p)
+{
+    if (p->n == 0)
+        return MT_OK;
+    if (is_staged(p))
+        return o->dev->ops->copy(o->d2h, p->staged, p->item.src, p->bytes);
+    return p->item.mode == MT_GRAD_ADD ? put_sum(o, p) : put_as_it_is(o, p);
+}
+
+/* That leave the device. */
+static size_t bytes_home(const parcel *p)
+{
+    size_t sum = p->item.mode == MT_GRAD_SUM ? (size_t)p->n * sizeof *p->acc : 0;
+
+    return p->settled ? 0 : p->bytes + sum;
 }
 
 /* Units that have a buffer for gradients that pass: no more have some on the device. */
@@ -572,7 +613,7 @@ static mt_status put_all(mt_offload *o, ticket *t, mt_queue *run)
     mt_timeline_begin(o->timeline, &span, MT_LANE_D2H, MT_WORK_OFFLOAD, t->unit, o->d2h);
     for (int i = 0; i < t->n; i++) {
         MT_TRY(put_parcel(o, &t->parcels[i]));
-        bytes += t->parcels[i].settled ? 0 : t->parcels[i].bytes;
+        bytes += bytes_home(&t->parcels[i]);
     }
     mt_timeline_end(o->timeline, &span, bytes, o->d2h);
     MT_TRY(v->record(o->d2h, t->landed));
@@ -589,13 +630,12 @@ static void note(mt_offload *o, const ticket *t, tally *y, int sent)
 {
     for (int i = 0; i < t->n; i++) {
         const parcel *p = &t->parcels[i];
-        int           adds = p->item.mode == MT_GRAD_ADD;
-        int           sums = adds || o->kernels.sumsq != NULL;
+        int           sums = p->item.mode == MT_GRAD_ADD || o->kernels.sumsq != NULL;
 
         y->flags[p->item.param] = (unsigned char)(!sent ? 0 :
             (sums && p->whole ? COUNTED : 0) | (sums && p->chunks != NULL ? CHUNKED : 0) |
-            (adds && p->acc != NULL ? SUMMED : 0));
-        o->d2h_bytes += sent && !p->settled ? p->bytes : 0;
+            (p->acc != NULL ? SUMMED : 0));
+        o->d2h_bytes += sent ? bytes_home(p) : 0;
     }
 }
 
@@ -642,7 +682,7 @@ static mt_status wait_turn(mt_offload *o, int unit, const mt_grad_item *items, i
     /* An update reads the plane that the copies will overwrite. */
     MT_TRY(mt_ledger_wait_updates(o->store, unit));
     for (int i = 0; i < n; i++)
-        sets += items[i].mode == MT_GRAD_SET;
+        sets += items[i].mode != MT_GRAD_ADD;
     mt_lock(&o->mu);
     adds = y->adds;
     mt_unlock(&o->mu);
@@ -788,6 +828,11 @@ const double *mt_offload_chunks(mt_offload *o, int unit, int param, int64_t *n)
     mt_unlock(&o->mu);
     *n = chunks != NULL ? (int64_t)chunks_of(mt_store_owned(o->store, unit, param, &from)) : 0;
     return chunks;
+}
+
+double mt_offload_fold(const mt_offload *o, const double *chunks, int64_t n)
+{
+    return o->kernels.fold(chunks, n);
 }
 
 /* The value was written by d2h or the collector before they ended the hand-over in the ledger,

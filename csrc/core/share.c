@@ -1,0 +1,406 @@
+/* share.c — a memfd: its head, its ranges, and what ranks say there. */
+#include "share.h"
+
+#include "checked.h"
+#include "forks.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <inttypes.h>
+#include <limits.h>
+#include <linux/futex.h>
+#include <stdatomic.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+
+#define SHARE_BYTES ((uint64_t)1 << 44)      /* addresses in the file: 16 TiB */
+#define HUGE_BYTES  ((size_t)2 << 20)
+
+#ifndef MFD_NOEXEC_SEAL
+#define MFD_NOEXEC_SEAL 8u
+#endif
+
+/* A rank's; written by it alone. */
+typedef struct slot {
+    _Atomic int64_t  pid;                    /* 0: it has not come */
+    _Atomic uint64_t said[MT_COUNTS], about[MT_COUNTS];
+    atomic_int       left, failed;
+    char             why[1024];              /* written before `failed` */
+} slot;
+
+/* At the share's first byte. */
+typedef struct head {
+    _Atomic uint32_t ranks;                  /* 0: nobody has come; by the first, once */
+    _Atomic uint32_t word;
+    slot             slots[MT_RANKS_MOST];
+} head;
+
+struct mt_share {
+    int      fd, rank, ranks;
+    int      came;                           /* the slot is ours */
+    head    *head;
+    uint64_t next;                           /* the first byte that nobody has */
+};
+
+static size_t page_bytes(void)
+{
+    return (size_t)sysconf(_SC_PAGESIZE);
+}
+
+static uint64_t round_up(uint64_t n, uint64_t to)
+{
+    return (n + to - 1) / to * to;
+}
+
+/* ---- open and close ----------------------------------------------------------------------- */
+
+mt_status mt_share_make(int *fd)
+{
+    int made = memfd_create("megatrain", MFD_CLOEXEC | MFD_NOEXEC_SEAL);
+
+    if (made < 0 && errno == EINVAL)                     /* a kernel that has no such seal */
+        made = memfd_create("megatrain", MFD_CLOEXEC);
+    if (made < 0)
+        return MT_FAIL(MT_ENOMEM, "shared memory: memfd_create: %s", strerror(errno));
+    if (ftruncate(made, (off_t)SHARE_BYTES) != 0) {
+        int error = errno;
+
+        (void)close(made);
+        return MT_FAIL(MT_ENOMEM, "shared memory: no file of %" PRIu64 " bytes, none of which is "
+                       "used yet: %s; raise the limit on the size of files (ulimit -f)",
+                       SHARE_BYTES, strerror(error));
+    }
+    *fd = made;
+    return MT_OK;
+}
+
+/* A description of its own, whose lock is its own. */
+static mt_status open_file(mt_share *h, int fd)
+{
+    char        path[64];
+    struct stat is;
+
+    snprintf(path, sizeof path, "/proc/self/fd/%d", fd);
+    if ((h->fd = mt_forks_open(path, O_RDWR | O_CLOEXEC, 0)) < 0)
+        return MT_FAIL(MT_EINVAL, "shared memory: descriptor %d: %s", fd, strerror(errno));
+    if (fstat(h->fd, &is) != 0 || (uint64_t)is.st_size != SHARE_BYTES)
+        return MT_FAIL(MT_EINVAL, "shared memory: descriptor %d is of another file", fd);
+    return MT_OK;
+}
+
+/* The byte of the file whose lock says that the rank lives. */
+static struct flock byte_of(int rank)
+{
+    return (struct flock){ .l_type = F_WRLCK, .l_whence = SEEK_SET, .l_start = rank, .l_len = 1 };
+}
+
+static mt_status take_slot(mt_share *h)
+{
+    struct flock lock = byte_of(h->rank);
+    uint32_t     ranks = 0;
+    slot        *mine = &h->head->slots[h->rank];
+    int          busy;
+
+    if (!atomic_compare_exchange_strong(&h->head->ranks, &ranks, (uint32_t)h->ranks) &&
+        ranks != (uint32_t)h->ranks)
+        return MT_FAIL(MT_EINVAL, "shared memory: rank %d counts %d ranks, others %u", h->rank,
+                       h->ranks, ranks);
+    busy = fcntl(h->fd, F_OFD_SETLK, &lock) != 0;
+    if (busy && errno != EAGAIN && errno != EACCES)
+        return MT_FAIL(MT_ENOTSUP, "shared memory: no lock of a file in memory: %s",
+                       strerror(errno));
+    if (busy || atomic_load(&mine->pid) != 0)
+        return MT_FAIL(MT_ESTATE, "shared memory: rank %d is process %" PRId64 " already, or was",
+                       h->rank, atomic_load(&mine->pid));
+    atomic_store(&mine->pid, (int64_t)getpid());
+    h->came = 1;
+    return MT_OK;
+}
+
+mt_status mt_share_open(int fd, int rank, int ranks, mt_share **out)
+{
+    size_t    bytes = round_up(sizeof(head), page_bytes());
+    mt_share *h;
+    void     *map;
+    mt_status st;
+
+    if (rank < 0 || rank >= ranks || ranks > MT_RANKS_MOST)
+        return MT_FAIL(MT_EINVAL, "shared memory: there is no rank %d of %d; there may be 1 to %d, "
+                       "counted from 0", rank, ranks, MT_RANKS_MOST);
+    if ((h = calloc(1, sizeof *h)) == NULL)
+        return MT_FAIL(MT_ENOMEM, "shared memory: calloc(%zu)", sizeof *h);
+    *h = (mt_share){ .fd = -1, .rank = rank, .ranks = ranks, .next = bytes };
+    MT_TRY(open_file(h, fd));
+    map = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, h->fd, 0);
+    if (map == MAP_FAILED) {
+        st = MT_FAIL(MT_ENOMEM, "shared memory: %zu bytes: %s", bytes, strerror(errno));
+        goto fail;
+    }
+    mt_forks_private(map, bytes);
+    h->head = map;
+    MT_TRY(take_slot(h));
+    *out = h;
+    return MT_OK;
+
+fail:
+    mt_share_close(h);
+    return st;
+}
+
+void mt_share_close(mt_share *h)
+{
+    if (h == NULL)
+        return;
+    if (h->head != NULL) {
+        if (h->came)
+            mt_share_leave(h);
+        mt_forks_shared(h->head);
+        munmap(h->head, round_up(sizeof(head), page_bytes()));
+    }
+    if (h->fd >= 0)
+        mt_forks_close(h->fd);
+    free(h);
+}
+
+int mt_share_rank(const mt_share *h)
+{
+    return h->rank;
+}
+
+int mt_share_ranks(const mt_share *h)
+{
+    return h->ranks;
+}
+
+/* ---- ranges ------------------------------------------------------------------------------- */
+
+mt_status mt_share_take(mt_share *h, size_t bytes, mt_range *out)
+{
+    size_t   page = page_bytes();
+    uint64_t at = round_up(h->next, bytes >= 2 * HUGE_BYTES ? HUGE_BYTES : page);
+
+    if (at > SHARE_BYTES || bytes > SHARE_BYTES - at)
+        return MT_FAIL(MT_ENOMEM, "shared memory: %zu bytes behind %" PRIu64 ": a model may have "
+                       "%" PRIu64, bytes, at, SHARE_BYTES);
+    *out = (mt_range){ .share = h, .at = at, .bytes = bytes };
+    h->next = round_up(at + bytes, page);
+    return MT_OK;
+}
+
+int mt_share_map(const mt_range *r, void *base, int own)
+{
+    size_t bytes = round_up(r->bytes, page_bytes());
+    int    flags = (own ? MAP_PRIVATE : MAP_SHARED) | MAP_NORESERVE | MAP_FIXED;
+
+    return mmap(base, bytes, PROT_READ | PROT_WRITE, flags, r->share->fd, (off_t)r->at) ==
+           MAP_FAILED ? errno : 0;
+}
+
+/* ---- counters ----------------------------------------------------------------------------- */
+
+/* Others' threads sleep on the word: of all that this rank has said so far they see at least this
+ * change. */
+static void wake(mt_share *h)
+{
+    atomic_fetch_add(&h->head->word, 1);
+    (void)syscall(SYS_futex, &h->head->word, FUTEX_WAKE, INT_MAX, NULL, NULL, 0);
+}
+
+uint32_t mt_share_word(const mt_share *h)
+{
+    return atomic_load(&h->head->word);
+}
+
+void mt_share_sleep(const mt_share *h, uint32_t word, int ms)
+{
+    struct timespec t = { ms / 1000, (long)(ms % 1000) * 1000000 };
+
+    (void)syscall(SYS_futex, &h->head->word, FUTEX_WAIT, word, &t, NULL, 0);
+}
+
+void mt_share_say(mt_share *h, mt_count what, uint64_t n, uint64_t about)
+{
+    slot *mine = &h->head->slots[h->rank];
+
+    MT_ASSERT(n > atomic_load(&mine->said[what]));
+    atomic_store(&mine->about[what], about);
+    atomic_store(&mine->said[what], n);
+    wake(h);
+}
+
+uint64_t mt_share_said(const mt_share *h, mt_count what, int rank)
+{
+    return atomic_load(&h->head->slots[rank].said[what]);
+}
+
+uint64_t mt_share_about(const mt_share *h, mt_count what, int rank)
+{
+    return atomic_load(&h->head->slots[rank].about[what]);
+}
+
+int mt_share_behind(const mt_share *h, mt_count what, uint64_t n)
+{
+    int rank = 0;
+
+    while (rank < h->ranks && mt_share_said(h, what, rank) >= n)
+        rank++;
+    return rank;
+}
+
+/* ---- boards ------------------------------------------------------------------------------- */
+
+/* A board begins with every rank's layout; then come its counters; then the sums of chunks. */
+static size_t words_of(const mt_share *h)
+{
+    return (size_t)h->ranks * (1 + MT_UNIT_COUNTS);
+}
+
+static _Atomic uint64_t *layout_of(const mt_board *b, int rank)
+{
+    return (_Atomic uint64_t *)b->base + rank;
+}
+
+static _Atomic uint64_t *count_of(const mt_board *b, mt_unit_count what, int rank)
+{
+    return layout_of(b, b->range.share->ranks * (1 + (int)what) + rank);
+}
+
+/* Each says its own before it looks at the others': of two that differ one sees it at least. */
+static mt_status compare(const mt_share *h, const mt_board *b, const char *unit, uint64_t layout)
+{
+    atomic_store(layout_of(b, h->rank), layout);
+    for (int i = 0; i < h->ranks; i++) {
+        uint64_t other = atomic_load(layout_of(b, i));
+
+        if (other != 0 && other != layout)
+            return MT_FAIL(MT_EINVAL, "unit %s: rank %d (process %" PRId64 ") has another unit "
+                           "there, or one with other parameters, than rank %d", unit, i,
+                           mt_share_process(h, i), h->rank);
+    }
+    return MT_OK;
+}
+
+/* NULL, with errno. */
+static void *map_board(const mt_range *r)
+{
+    size_t bytes = round_up(r->bytes, page_bytes());
+    void  *map = mmap(NULL, bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    int    error;
+
+    if (map == MAP_FAILED)
+        return NULL;
+    if ((error = mt_share_map(r, map, 0)) != 0) {
+        munmap(map, bytes);
+        errno = error;
+        return NULL;
+    }
+    mt_forks_private(map, bytes);
+    return map;
+}
+
+mt_status mt_board_open(mt_share *h, const char *unit, uint64_t layout, size_t n_chunks,
+                        mt_board *out)
+{
+    mt_board  made = { 0 };
+    size_t    bytes = (words_of(h) + n_chunks) * sizeof(uint64_t);
+    mt_status st;
+
+    MT_TRY(mt_share_take(h, bytes, &made.range));
+    if ((made.base = map_board(&made.range)) == NULL)
+        return MT_FAIL(MT_ENOMEM, "unit %s: %zu bytes of shared memory: %s", unit, bytes,
+                       strerror(errno));
+    made.chunks = (double *)made.base + words_of(h);
+    MT_TRY(compare(h, &made, unit, layout | 1));         /* 0: it has said nothing */
+    *out = made;
+    return MT_OK;
+
+fail:
+    mt_board_close(&made);
+    return st;
+}
+
+void mt_board_close(mt_board *b)
+{
+    if (b->base != NULL) {
+        mt_forks_shared(b->base);
+        munmap(b->base, round_up(b->range.bytes, page_bytes()));
+    }
+    memset(b, 0, sizeof *b);
+}
+
+void mt_board_say(const mt_board *b, mt_unit_count what, uint64_t n)
+{
+    _Atomic uint64_t *count = count_of(b, what, b->range.share->rank);
+
+    MT_ASSERT(n > atomic_load(count));
+    atomic_store(count, n);
+    wake(b->range.share);
+}
+
+uint64_t mt_board_said(const mt_board *b, mt_unit_count what, int rank)
+{
+    return atomic_load(count_of(b, what, rank));
+}
+
+int mt_board_behind(const mt_board *b, mt_unit_count what, uint64_t n)
+{
+    int rank = 0, ranks = b->range.share->ranks;
+
+    while (rank < ranks && mt_board_said(b, what, rank) >= n)
+        rank++;
+    return rank;
+}
+
+/* ---- who is there ------------------------------------------------------------------------- */
+
+int64_t mt_share_process(const mt_share *h, int rank)
+{
+    return atomic_load(&h->head->slots[rank].pid);
+}
+
+/* What holds the lock is a description of the file, which ends with its process. */
+static int is_locked(const mt_share *h, int rank)
+{
+    struct flock lock = byte_of(rank);
+
+    return rank == h->rank || fcntl(h->fd, F_OFD_GETLK, &lock) != 0 || lock.l_type != F_UNLCK;
+}
+
+mt_presence mt_share_presence(const mt_share *h, int rank)
+{
+    const slot *other = &h->head->slots[rank];
+
+    if (atomic_load(&other->pid) == 0 || (!atomic_load(&other->left) && is_locked(h, rank)))
+        return MT_RANK_HERE;
+    return atomic_load(&other->left) ? MT_RANK_LEFT : MT_RANK_DIED;
+}
+
+void mt_share_leave(mt_share *h)
+{
+    atomic_store(&h->head->slots[h->rank].left, 1);
+    wake(h);
+}
+
+void mt_share_fail(mt_share *h, const char *text)
+{
+    slot *mine = &h->head->slots[h->rank];
+
+    if (atomic_load(&mine->failed))
+        return;
+    snprintf(mine->why, sizeof mine->why, "%s", text);
+    atomic_store(&mine->failed, 1);
+    wake(h);
+}
+
+const char *mt_share_failure(const mt_share *h, int rank)
+{
+    const slot *other = &h->head->slots[rank];
+
+    return atomic_load(&other->failed) ? other->why : NULL;
+}

@@ -1,0 +1,830 @@
+/* test_peers.c — the executable form of core/share.h: processes that have one store's planes in
+ * common. Most ranks here are threads of one process, each with a device, a store and workers of
+ * its own on one share; where one has to die, or be stopped, it is a process.
+ */
+#include "check.h"
+#include "toy.h"
+
+#include "../../csrc/core/arena.h"
+#include "../../csrc/core/portion.h"
+#include "../../csrc/core/through.h"
+#include "../../csrc/ops/sumsq.h"
+#include "../../csrc/optim/adam.h"
+
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <sys/wait.h>
+
+#define RANKS  4                 /* at most */
+#define PARAMS 5
+
+static const int numbers[] = { 1, 2, 3, 4 };
+
+/* Two that are cut, one of less than a grain, one that cannot be trained, and one of none. */
+static const mt_param_desc shapes[PARAMS] = {
+    { MT_BF16, 70001, 1 }, { MT_F32, 40000, 1 }, { MT_F16, 63, 1 }, { MT_I64, 5, 0 },
+    { MT_F32, 0, 1 }
+};
+
+/* A rank: a store on a share, and what works on it. */
+typedef struct peer {
+    mt_context cx;
+    int        rank, ranks, unit;
+} peer;
+
+static void peer_open_with(peer *p, int fd, int rank, int ranks, mt_context with)
+{
+    *p = (peer){ .cx = with, .rank = rank, .ranks = ranks };
+    REQUIRE(mt_dev_cpu_open(&p->cx.dev) == MT_OK);
+    REQUIRE(mt_share_open(fd, rank, ranks, &p->cx.share) == MT_OK);
+    REQUIRE(mt_store_open(&p->cx, &p->cx.store) == MT_OK);
+}
+
+static void peer_open(peer *p, int fd, int rank, int ranks)
+{
+    peer_open_with(p, fd, rank, ranks, (mt_context){ 0 });
+    REQUIRE(mt_store_add(p->cx.store, "layers.0", shapes, PARAMS, &p->unit) == MT_OK);
+}
+
+static void peer_close(peer *p)
+{
+    mt_store_close(p->cx.store);
+    mt_share_close(p->cx.share);
+    p->cx.dev->ops->close(p->cx.dev);
+}
+
+static int share_new(void)
+{
+    int fd = -1;
+
+    REQUIRE(mt_share_make(&fd) == MT_OK);
+    return fd;
+}
+
+/* Ranks of one share, all with the one unit. */
+static void table_open(peer *p, int ranks)
+{
+    int fd = share_new();
+
+    for (int r = 0; r < ranks; r++)
+        peer_open(&p[r], fd, r, ranks);
+    close(fd);
+}
+
+static void table_close(peer *p, int ranks)
+{
+    for (int r = 0; r < ranks; r++)
+        peer_close(&p[r]);
+}
+
+static char *at(const peer *p, int param, mt_plane plane)
+{
+    void *found = NULL;
+
+    REQUIRE(mt_store_at(p->cx.store, p->unit, param, plane, &found) == MT_OK);
+    return found;
+}
+
+static char *view(const peer *p, int param, mt_plane plane)
+{
+    void *found = NULL;
+
+    REQUIRE(mt_store_view(p->cx.store, p->unit, param, plane, &found) == MT_OK);
+    return found;
+}
+
+static size_t bytes_of(const peer *p, int param, mt_plane plane)
+{
+    return mt_store_plane_bytes(p->cx.store, p->unit, param, plane, shapes[param].numel);
+}
+
+/* ---- memory ------------------------------------------------------------------------------- */
+
+/* Every byte that a rank writes of a parameter is where the others read it, and nowhere else. */
+static void check_bytes(peer *p, int ranks, int param, mt_plane plane)
+{
+    size_t n = bytes_of(&p[0], param, plane);
+
+    for (int r = 0; r < ranks; r++) {
+        char mark = (char)(1 + 16 * (int)plane + 4 * param + r);
+
+        memset(at(&p[r], param, plane), mark, n);
+        for (int o = 0; o < ranks; o++)
+            for (size_t i = 0; i < n; i += 61)
+                if (at(&p[o], param, plane)[i] != mark) {
+                    CHECK_EQ(at(&p[o], param, plane)[i], mark);
+                    return;
+                }
+    }
+}
+
+static void a_plane_is_one_memory_for_all(void)
+{
+    for (size_t k = 0; k < sizeof numbers / sizeof *numbers; k++) {
+        peer p[RANKS];
+
+        table_open(p, numbers[k]);
+        for (int i = 0; i < PARAMS; i++)
+            for (int q = 0; q < MT_PLANE_COUNT; q++)
+                if (bytes_of(&p[0], i, (mt_plane)q) > 0 &&
+                    (q == MT_PLANE_HI || shapes[i].trainable))
+                    check_bytes(p, numbers[k], i, (mt_plane)q);
+        for (int i = 0; i + 1 < PARAMS; i++)             /* the last one wrote nobody else's */
+            CHECK_EQ(at(&p[0], i, MT_PLANE_HI)[0], 1 + 4 * i + numbers[k] - 1);
+        table_close(p, numbers[k]);
+    }
+}
+
+/* Ranks that ask for planes in other orders, with other parameters trained and other states at
+ * that moment, find the same places. */
+static void what_is_trained_moves_nothing(void)
+{
+    peer p[2];
+
+    table_open(p, 2);
+    CHECK_OK(mt_store_set_trainable(p[1].cx.store, 0, 0, 0));
+    at(&p[1], 1, MT_PLANE_M);
+    CHECK_OK(mt_store_set_trainable(p[1].cx.store, 0, 0, 1));
+    CHECK_OK(mt_store_set_states(p[0].cx.store, 0, MT_STATES_8BIT));
+    for (int i = 0; i < 2; i++) {
+        at(&p[0], i, MT_PLANE_M)[3] = (char)(7 + i);
+        CHECK_EQ(at(&p[1], i, MT_PLANE_M)[3], 7 + i);
+    }
+    table_close(p, 2);
+}
+
+static void a_parameter_that_is_not_trained_has_no_states(void)
+{
+    peer  p[2];
+    void *found;
+
+    table_open(p, 2);
+    at(&p[0], 1, MT_PLANE_M);
+    CHECK_EQ(mt_store_made(p[0].cx.store, 0, 0, MT_PLANE_M, 0), 0);
+    CHECK_OK(mt_store_set_trainable(p[0].cx.store, 0, 0, 0));
+    CHECK_EQ(mt_store_at(p[0].cx.store, 0, 0, MT_PLANE_M, &found), MT_EINVAL);
+    table_close(p, 2);
+}
+
+static size_t pages_of(int fd)
+{
+    struct stat is;
+
+    REQUIRE(fstat(fd, &is) == 0);
+    return (size_t)is.st_blocks * 512;
+}
+
+/* Of states each rank makes the pages of its own portion: together they have them once. */
+static void each_commits_its_own_portion(void)
+{
+    enum { N = 3, ELEMENTS = 3 << 20 };
+    mt_param_desc d = { MT_F32, ELEMENTS, 1 };
+    int           fd = share_new(), unit;
+    peer          p[N];
+    size_t        before;
+
+    for (int r = 0; r < N; r++) {
+        peer_open_with(&p[r], fd, r, N, (mt_context){ 0 });
+        REQUIRE(mt_store_add(p[r].cx.store, "big", &d, 1, &unit) == MT_OK);
+        p[r].unit = unit;
+    }
+    before = pages_of(fd);
+    for (int r = 0; r < N; r++) {
+        at(&p[r], 0, MT_PLANE_M);
+        CHECK_EQ(mt_store_bytes(p[r].cx.store, MT_PLANE_M), ELEMENTS / N * sizeof(float));
+        CHECK_EQ(pages_of(fd) - before, ELEMENTS / N * sizeof(float) * (size_t)(r + 1));
+    }
+    at(&p[0], 0, MT_PLANE_M)[4 * ELEMENTS / 2] = 1;
+    mt_store_decommit(p[0].cx.store, unit, MT_PLANE_M);  /* ram has no copies: nothing goes */
+    CHECK_EQ(pages_of(fd) - before, ELEMENTS * sizeof(float));
+    table_close(p, N);
+    close(fd);
+}
+
+/* An arena in a range gives back what is kept there, less pages that have something else too. */
+static void what_is_given_back_is_its_own(void)
+{
+    size_t    page = (size_t)sysconf(_SC_PAGESIZE);
+    int       fd = share_new();
+    mt_share *h[2];
+    mt_range  range[2];
+    mt_arena  a[2] = { { 0 } };
+    size_t    before;
+
+    for (int r = 0; r < 2; r++) {
+        REQUIRE(mt_share_open(fd, r, 2, &h[r]) == MT_OK);
+        REQUIRE(mt_share_take(h[r], 8 * page, &range[r]) == MT_OK);
+        REQUIRE(mt_arena_range(&a[r], &range[r], 0, "test", 0) == MT_OK);
+    }
+    before = pages_of(fd);
+    mt_arena_keep(&a[0], 0, 3 * page + 512);                 /* page 3 has something of both */
+    mt_arena_keep(&a[1], 3 * page + 512, 4 * page);          /* page 7 something of one, in part */
+    CHECK_OK(mt_arena_commit(&a[0], NULL, NULL));
+    CHECK_EQ(pages_of(fd) - before, 4 * page);
+    CHECK_OK(mt_arena_commit(&a[1], NULL, NULL));
+    CHECK_EQ(pages_of(fd) - before, 8 * page);
+    ((char *)a[0].base)[3 * page + 511] = 1;
+    ((char *)a[0].base)[3 * page - 1] = 1;
+    mt_arena_decommit(&a[1]);
+    CHECK_EQ(pages_of(fd) - before, 5 * page);
+    CHECK_EQ(((char *)a[1].base)[3 * page + 511], 1);
+    CHECK_EQ(((char *)a[1].base)[3 * page - 1], 1);
+    for (int r = 0; r < 2; r++) {
+        mt_arena_close(&a[r]);
+        mt_share_close(h[r]);
+    }
+    close(fd);
+}
+
+static void all_memory_goes_with_the_last(void)
+{
+    peer p[2];
+    int  fd = share_new();
+
+    for (int r = 0; r < 2; r++)
+        peer_open(&p[r], fd, r, 2);
+    at(&p[0], 0, MT_PLANE_HI);
+    CHECK(pages_of(fd) > 140000);
+    table_close(p, 2);
+    close(fd);                                           /* nothing has its name */
+}
+
+/* ---- views -------------------------------------------------------------------------------- */
+
+static void a_view_is_private_until_it_is_dropped(void)
+{
+    peer   p[2];
+    size_t page = (size_t)sysconf(_SC_PAGESIZE);
+    char  *hi, *mine, *other;
+
+    table_open(p, 2);
+    hi = at(&p[0], 0, MT_PLANE_HI);
+    mine = view(&p[0], 0, MT_PLANE_HI);
+    other = view(&p[1], 0, MT_PLANE_HI);
+    CHECK(mine != hi && mine == view(&p[0], 0, MT_PLANE_HI));
+    hi[0] = hi[page] = 1;
+    CHECK_EQ(mine[0], 1);                                /* read: the plane's */
+    mine[0] = 2;
+    CHECK_EQ(hi[0], 1);                                  /* written: its own */
+    CHECK_EQ(other[0], 1);
+    hi[0] = hi[page] = 3;
+    CHECK_EQ(mine[0], 2);
+    CHECK_EQ(mine[page], 3);                             /* what it has not written follows */
+    CHECK_EQ(other[0], 3);
+    mt_store_view_drop(p[0].cx.store, 0, 0, MT_PLANE_HI);
+    CHECK_EQ(mine[0], 3);
+    table_close(p, 2);
+}
+
+/* Parameters begin at pages, so that one's is dropped alone. */
+static void a_drop_is_of_one_parameter(void)
+{
+    peer p;
+    int  fd = share_new();
+
+    peer_open(&p, fd, 0, 1);
+    for (int i = 0; i < 3; i++)
+        memset(view(&p, i, MT_PLANE_GRAD), 5, bytes_of(&p, i, MT_PLANE_GRAD));
+    mt_store_view_drop(p.cx.store, 0, 1, MT_PLANE_GRAD);
+    for (int i = 0; i < 3; i++) {
+        size_t n = bytes_of(&p, i, MT_PLANE_GRAD);
+
+        CHECK_EQ(view(&p, i, MT_PLANE_GRAD)[0], i == 1 ? 0 : 5);
+        CHECK_EQ(view(&p, i, MT_PLANE_GRAD)[n - 1], i == 1 ? 0 : 5);
+    }
+    mt_store_view_drop(p.cx.store, 0, 2, MT_PLANE_M);    /* nobody asked for one: nothing to do */
+    peer_close(&p);
+    close(fd);
+}
+
+static void alone_a_view_is_the_plane(void)
+{
+    toy   t;
+    void *at_view;
+
+    toy_open(&t, 1, 0, 0);
+    CHECK_OK(mt_store_view(t.store, 0, 1, MT_PLANE_HI, &at_view));
+    CHECK(at_view == toy_at(&t, 0, 1, MT_PLANE_HI));
+    mt_store_view_drop(t.store, 0, 1, MT_PLANE_HI);
+    CHECK(((float *)at_view)[0] == toy_value(0, 1, 0));
+    toy_close(&t);
+}
+
+/* ---- what is refused ---------------------------------------------------------------------- */
+
+static void other_ranks_are_refused(void)
+{
+    int       fd = share_new(), plain = open("/dev/null", O_RDWR);
+    mt_share *h, *other;
+
+    REQUIRE(mt_share_open(fd, 1, 3, &h) == MT_OK);
+    CHECK_EQ(mt_share_open(fd, 0, 2, &other), MT_EINVAL);
+    CHECK_HAS(mt_last_error(), "rank 0 counts 2 ranks, others 3");
+    CHECK_EQ(mt_share_open(fd, 1, 3, &other), MT_ESTATE);
+    CHECK_HAS(mt_last_error(), "rank 1 is process");
+    CHECK_EQ(mt_share_open(fd, 3, 3, &other), MT_EINVAL);
+    CHECK_EQ(mt_share_open(fd, 0, MT_RANKS_MOST + 1, &other), MT_EINVAL);
+    CHECK_EQ(mt_share_open(plain, 0, 3, &other), MT_EINVAL);
+    CHECK_EQ(mt_share_open(-1, 0, 3, &other), MT_EINVAL);
+    mt_share_close(h);
+    CHECK_EQ(mt_share_open(fd, 1, 3, &h), MT_ESTATE);    /* its counters are where they were */
+    close(fd);
+    close(plain);
+}
+
+static void another_unit_is_refused_by_name(void)
+{
+    mt_param_desc d[PARAMS];
+    peer          p[3];
+    int           fd = share_new(), unit;
+
+    memcpy(d, shapes, sizeof d);
+    peer_open(&p[0], fd, 0, 3);
+    peer_open_with(&p[1], fd, 1, 3, (mt_context){ 0 });
+    peer_open(&p[2], fd, 2, 3);
+    CHECK_EQ(mt_store_add(p[1].cx.store, "layers.1", shapes, PARAMS, &unit), MT_EINVAL);
+    CHECK_HAS(mt_last_error(), "unit layers.1: rank 0 (process ");
+    CHECK_HAS(mt_last_error(), "other parameters, than rank 1");
+    CHECK_EQ(mt_store_units(p[1].cx.store), 0);
+    table_close(p, 3);
+    close(fd);
+    for (int what = 0; what < 2; what++) {
+        fd = share_new();
+        d[1].numel = shapes[1].numel + (what == 0);
+        d[1].dtype = what == 1 ? MT_BF16 : MT_F32;
+        peer_open(&p[0], fd, 0, 2);
+        peer_open_with(&p[1], fd, 1, 2, (mt_context){ 0 });
+        CHECK_EQ(mt_store_add(p[1].cx.store, "layers.0", d, PARAMS, &unit), MT_EINVAL);
+        table_close(p, 2);
+        close(fd);
+    }
+}
+
+static void homes_that_keep_planes_are_refused(void)
+{
+    peer p;
+    int  fd = share_new();
+
+    peer_open(&p, fd, 0, 1);
+    CHECK_EQ(mt_store_move(p.cx.store, 0, &mt_home_vram, &p), MT_ENOTSUP);
+    CHECK_HAS(mt_last_error(), "unit layers.0: processes share its memory");
+    CHECK_EQ(mt_store_move(p.cx.store, 0, &mt_home_disk, &p), MT_ENOTSUP);
+    CHECK_EQ(mt_store_set_passing(p.cx.store, 0), MT_ENOTSUP);
+    CHECK_EQ(mt_store_own(p.cx.store, 0, 0, 2), MT_ESTATE);
+    CHECK_OK(mt_store_move(p.cx.store, 0, &mt_home_through, &p));
+    CHECK_OK(mt_store_move(p.cx.store, 0, &mt_home_ram, NULL));
+    peer_close(&p);
+    close(fd);
+}
+
+/* ---- a run: some steps of a model of three units ------------------------------------------- */
+
+#define UNITS 3
+#define STEPS 3
+#define MOST  (UNDER_TSAN ? 20001 : 70001)       /* elements of a parameter */
+#define KEPT  (1u << MT_PLANE_HI | MT_STATE_PLANES)
+
+/* What is done, by one process or by several. */
+typedef struct plan {
+    int       ranks, micros, dawdle_us;
+    uint64_t  seed;              /* of gradients */
+    int       turned;            /* rank r has its jobs in an order of its own */
+    mt_states states;
+    double    max_norm;
+    int       bad_unit, bad_step;    /* that unit's gradient is infinite in that step; -1: none */
+} plan;
+
+/* What one process makes of it: after each step, the first being what there was before. */
+typedef struct outcome {
+    char  *hi[STEPS + 1][UNITS];
+    char  *kept[UNITS][PARAMS][MT_PLANE_COUNT];  /* at the end */
+    double norm[STEPS];
+    int    skipped[STEPS];
+} outcome;
+
+typedef struct runner {
+    const plan *plan;
+    outcome    *want;            /* of one process; it fills it if it is that */
+    mt_context  cx;
+    int         fd, rank, step, fills;
+    mt_sumsq   *sums;
+    mt_offload *o;
+    mt_updater *u;
+    mt_queue   *run, *h2d;
+    char       *slot[UNITS];
+    pthread_t   thread;
+} runner;
+
+typedef struct unit_job {
+    runner *r;
+    int     unit, params[PARAMS], n;
+} unit_job;
+
+static mt_param_desc shape_of(int unit, int param)
+{
+    mt_param_desc d = shapes[param];
+
+    d.numel = d.numel > MOST ? MOST : d.numel;
+    d.numel += d.numel > 100 ? 777 * unit : 0;
+    return d;
+}
+
+static char *place(const runner *r, int unit, int param, mt_plane p, int64_t from)
+{
+    void *found = NULL;
+
+    REQUIRE(mt_store_at(r->cx.store, unit, param, p, &found) == MT_OK);
+    return (char *)found + mt_store_plane_bytes(r->cx.store, unit, param, p, from);
+}
+
+/* The same numbers for every process. */
+static void fill(mt_dtype dt, void *x, int64_t n, uint64_t seed)
+{
+    for (int64_t i = 0; i < n; i++) {
+        float f = ldexpf((float)(int32_t)(uint32_t)toy_random(&seed), -33 - (int)(i % 7));
+
+        if (dt == MT_F32)
+            ((float *)x)[i] = f;
+        else if (dt == MT_BF16 || dt == MT_F16)
+            ((uint16_t *)x)[i] = dt == MT_BF16 ? mt_f32_to_bf16(f) : mt_f32_to_f16(f);
+    }
+}
+
+static void runner_open(runner *r, const plan *p, outcome *want, int fd, int rank)
+{
+    mt_offload_kernels k = { mt_sumsq_put, mt_accumulate, mt_accumulate_put, NULL, mt_sumsq_fold };
+    int                unit;
+
+    *r = (runner){ .plan = p, .want = want, .fd = fd, .rank = rank, .fills = fd < 0 };
+    REQUIRE(mt_dev_cpu_open(&r->cx.dev) == MT_OK);
+    if (p->dawdle_us > 0)
+        REQUIRE(mt_dev_delay_open(r->cx.dev, (uint64_t)rank + 1, p->dawdle_us, &r->cx.dev) ==
+                MT_OK);
+    REQUIRE(mt_pool_open(2, &r->cx.pool) == MT_OK);
+    if (fd >= 0)
+        REQUIRE(mt_share_open(fd, rank, p->ranks, &r->cx.share) == MT_OK);
+    REQUIRE(mt_store_open(&r->cx, &r->cx.store) == MT_OK);
+    for (int u = 0; u < UNITS; u++) {
+        mt_param_desc d[PARAMS];
+        char          name[32];
+
+        for (int i = 0; i < PARAMS; i++)
+            d[i] = shape_of(u, i);
+        snprintf(name, sizeof name, "layers.%d", u);
+        REQUIRE(mt_store_add(r->cx.store, name, d, PARAMS, &unit) == MT_OK);
+        REQUIRE(mt_store_set_states(r->cx.store, u, p->states) == MT_OK);
+        for (int i = 0; i < PARAMS && rank == 0; i++)    /* one fills it for all */
+            fill(d[i].dtype, place(r, u, i, MT_PLANE_HI, 0), d[i].numel,
+                 (uint64_t)(100 * u + i));
+        r->slot[u] = calloc(1, mt_store_hi_bytes(r->cx.store, u));
+        REQUIRE(r->slot[u] != NULL);
+    }
+    REQUIRE(mt_sumsq_open(r->cx.dev, &r->sums) == MT_OK);
+    k.ctx = r->sums;
+    REQUIRE(r->cx.dev->ops->queue_open(r->cx.dev, "run", &r->run) == MT_OK);
+    REQUIRE(r->cx.dev->ops->queue_open(r->cx.dev, "h2d", &r->h2d) == MT_OK);
+    REQUIRE(mt_offload_open(&r->cx, 2, k, &r->o) == MT_OK);
+    REQUIRE(mt_update_open(&r->cx, r->o, &r->u) == MT_OK);
+    mt_ledger_watchdog(r->cx.store, 60);
+}
+
+static void runner_close(runner *r)
+{
+    mt_update_close(r->u);
+    mt_offload_close(r->o);
+    mt_sumsq_close(r->sums);
+    r->cx.dev->ops->queue_close(r->run);
+    r->cx.dev->ops->queue_close(r->h2d);
+    for (int u = 0; u < UNITS; u++)
+        free(r->slot[u]);
+    mt_store_close(r->cx.store);
+    mt_share_close(r->cx.share);
+    mt_pool_close(r->cx.pool);
+    r->cx.dev->ops->close(r->cx.dev);
+}
+
+/* ---- what a rank does ---------------------------------------------------------------------- */
+
+static void fetch(runner *r, int unit)
+{
+    uint64_t version;
+    void    *hi = NULL;
+
+    CHECK_OK(mt_ledger_fetch_begin(r->cx.store, unit, &version));
+    CHECK_OK(mt_store_hi(r->cx.store, unit, &hi));
+    CHECK_OK(r->cx.dev->ops->copy(r->h2d, r->slot[unit], hi,
+                                  mt_store_hi_bytes(r->cx.store, unit)));
+    CHECK_OK(mt_ledger_fetching(r->cx.store, unit, r->h2d));
+}
+
+/* Weights where a parameter has some: between them is nothing. */
+static int has_weights(const runner *r, int unit, const char *x, const char *y)
+{
+    size_t offset[2] = { 0, 0 };
+
+    for (int i = 0; i < PARAMS; i++) {
+        size_t n = mt_store_plane_bytes(r->cx.store, unit, i, MT_PLANE_HI, shape_of(unit, i).numel);
+
+        offset[0] = mt_store_offset(r->cx.store, unit, i);
+        if (memcmp(x + offset[0], y + offset[1], n) != 0)
+            return 0;
+        offset[1] += (n + 511) / 512 * 512;      /* the outcome is one's that is alone */
+    }
+    return 1;
+}
+
+/* What was fetched is what the step began with, whoever has updated it, and who updates it now. */
+static void check_fetched(runner *r)
+{
+    CHECK_OK(r->cx.dev->ops->sync(r->h2d));
+    for (int u = 0; u < UNITS; u++)
+        if (r->want != NULL && r->fd >= 0 &&
+            !has_weights(r, u, r->slot[u], r->want->hi[r->step][u]))
+            CHECK_EQ(u, -1 - r->step);
+}
+
+static void hand_over(runner *r, int unit, int micro)
+{
+    mt_grad_item item[PARAMS];
+    char        *grad[PARAMS] = { NULL };
+    uint64_t     ticket;
+    int          n = 0;
+
+    for (int i = 0; i < PARAMS; i++) {
+        mt_param_desc d = shape_of(unit, i);
+        int64_t       from, own = mt_store_owned(r->cx.store, unit, i, &from);
+
+        if (!d.trainable)
+            continue;
+        grad[i] = calloc((size_t)d.numel + 1, 4);
+        REQUIRE(grad[i] != NULL);
+        fill(d.dtype, grad[i], d.numel,
+             r->plan->seed * 99991 + (uint64_t)(((r->step * 9 + micro) * 9 + unit) * 9 + i));
+        if (unit == r->plan->bad_unit && r->step == r->plan->bad_step && i == 0)
+            ((uint16_t *)grad[i])[d.numel - 1] = 0x7f80;
+        item[n++] = (mt_grad_item){ .param = i, .mode = micro > 0 ? MT_GRAD_ADD : MT_GRAD_SET,
+                                    .src = own > 0 ? grad[i] + (size_t)from *
+                                                     mt_dtype_bytes(d.dtype) : NULL };
+    }
+    CHECK_OK(mt_offload_put(r->o, unit, item, n, r->run, &ticket));
+    CHECK_OK(mt_offload_drain(r->o));
+    for (int i = 0; i < PARAMS; i++)
+        free(grad[i]);
+}
+
+static mt_adam_tensor tensor_of(const unit_job *j, int param)
+{
+    const runner *r = j->r;
+    mt_param_desc d = shape_of(j->unit, param);
+    mt_states     states = r->plan->states;
+    int64_t       from, n = mt_store_owned(r->cx.store, j->unit, param, &from);
+    int           small = states != MT_STATES_FP32, sum = r->plan->micros > 1 && d.dtype != MT_F32;
+    int           lo8 = mt_states_low_bytes(states) == 1;
+    void         *at[MT_PLANE_COUNT] = { NULL };
+
+    for (int p = 0; p < MT_PLANE_COUNT; p++)
+        if (mt_store_plane_bytes(r->cx.store, j->unit, param, (mt_plane)p, 1) > 0)
+            at[p] = place(r, j->unit, param, (mt_plane)p, from);
+    return (mt_adam_tensor){
+        .dtype = d.dtype, .n = n, .hi = at[MT_PLANE_HI], .lo = lo8 ? NULL : at[MT_PLANE_LO],
+        .master = at[MT_PLANE_MASTER], .m = small ? NULL : at[MT_PLANE_M],
+        .v = small ? NULL : at[MT_PLANE_V], .grad = at[sum ? MT_PLANE_ACC : MT_PLANE_GRAD],
+        .grad_dtype = sum ? MT_F32 : d.dtype,
+        .hyper = { 0.01, 0.9, 0.95, 1e-8, 0.1, r->step + 1, 0 }, .states = states,
+        .codes = { at[MT_PLANE_M], at[MT_PLANE_V], at[MT_PLANE_SCALE],
+                   lo8 ? at[MT_PLANE_LO] : NULL },
+        .key = (uint64_t)param * 77 + 5, .first = from,
+    };
+}
+
+static mt_status update(void *arg, mt_pool *pool, float clip)
+{
+    const unit_job *j = arg;
+    mt_adam_tensor  t[PARAMS];
+    int             n = 0;
+
+    for (int k = 0; k < j->n; k++) {
+        t[n] = tensor_of(j, j->params[k]);
+        n += t[n].n > 0;
+    }
+    return mt_adam_step(pool, t, n, clip, mt_isa_best());
+}
+
+static void submit(runner *r, unit_job *j, uint64_t *ticket)
+{
+    mt_update_job jobs[UNITS];
+
+    for (int k = 0; k < UNITS; k++) {
+        int u = r->plan->turned ? (k + r->rank) % UNITS : k;
+
+        j[u] = (unit_job){ .r = r, .unit = u };
+        for (int i = 0; i < PARAMS; i++)
+            if (shapes[i].trainable)
+                j[u].params[j[u].n++] = i;
+        jobs[k] = (mt_update_job){ .unit = u, .n_params = j[u].n, .params = j[u].params,
+                                   .run = update, .arg = &j[u] };
+    }
+    CHECK_OK(mt_update_submit(r->u, jobs, UNITS, r->plan->max_norm, r->run, ticket));
+}
+
+/* One process notes what came; others compare. */
+static void note_step(runner *r, double norm, int skipped)
+{
+    if (r->want != NULL && r->fills) {
+        r->want->norm[r->step] = norm;
+        r->want->skipped[r->step] = skipped;
+    } else if (r->want != NULL) {
+        CHECK(memcmp(&norm, &r->want->norm[r->step], sizeof norm) == 0 ||
+              (r->plan->turned && r->plan->max_norm <= 0) || isnan(norm));
+        CHECK_EQ(skipped, r->want->skipped[r->step]);
+    }
+}
+
+static void note_weights(runner *r, int step)
+{
+    for (int u = 0; r->fills && u < UNITS; u++) {
+        size_t bytes = mt_store_hi_bytes(r->cx.store, u);
+        void  *hi;
+
+        CHECK_OK(mt_ledger_wait_updates(r->cx.store, u));
+        CHECK_OK(mt_store_hi(r->cx.store, u, &hi));
+        REQUIRE((r->want->hi[step][u] = malloc(bytes)) != NULL);
+        memcpy(r->want->hi[step][u], hi, bytes);
+    }
+}
+
+static void note_end(runner *r, int unit, int param, mt_plane p)
+{
+    size_t n = mt_store_plane_bytes(r->cx.store, unit, param, p, shape_of(unit, param).numel);
+    char **want = &r->want->kept[unit][param][p];
+
+    if (n == 0)
+        return;
+    if (r->fills) {
+        REQUIRE((*want = malloc(n)) != NULL);
+        memcpy(*want, place(r, unit, param, p, 0), n);
+    } else if (memcmp(place(r, unit, param, p, 0), *want, n) != 0) {
+        CHECK_STR(mt_plane_name(p), "as one process has it");
+    }
+}
+
+static void one_step(runner *r)
+{
+    unit_job jobs[UNITS];
+    uint64_t ticket = 0;
+    double   norm = 0;
+    int      skipped = 0;
+
+    for (int m = 0; m < r->plan->micros; m++) {
+        for (int u = 0; u < UNITS; u++)
+            fetch(r, u);
+        check_fetched(r);
+        for (int u = UNITS - 1; u >= 0; u--)
+            hand_over(r, u, m);
+    }
+    for (int u = 0; u < UNITS; u++)
+        fetch(r, u);                     /* these copies end when others could update already */
+    submit(r, jobs, &ticket);
+    for (int u = 0; u < UNITS; u++)
+        mt_offload_forget(r->o, u);
+    check_fetched(r);
+    CHECK_OK(mt_update_norm(r->u, ticket, &norm, &skipped));
+    note_step(r, norm, skipped);
+    CHECK_OK(mt_update_drain(r->u));     /* jobs are ours */
+}
+
+static void *go(void *arg)
+{
+    runner *r = arg;
+
+    if (r->fills)
+        note_weights(r, 0);
+    for (r->step = 0; r->step < STEPS; r->step++) {
+        one_step(r);
+        note_weights(r, r->step + 1);
+    }
+    for (int u = 0; r->want != NULL && u < UNITS; u++) {
+        CHECK_OK(mt_ledger_wait_updates(r->cx.store, u));
+        for (int i = 0; i < PARAMS; i++)
+            for (int p = 0; p < MT_PLANE_COUNT; p++)
+                if ((KEPT >> p & 1) && (shapes[i].trainable || p == MT_PLANE_HI))
+                    note_end(r, u, i, (mt_plane)p);
+    }
+    return NULL;
+}
+
+static void run_alone(const plan *p, outcome *out)
+{
+    plan   alone = *p;
+    runner r;
+
+    memset(out, 0, sizeof *out);
+    alone.dawdle_us = 0;
+    alone.turned = 0;
+    runner_open(&r, &alone, out, -1, 0);
+    (void)go(&r);
+    runner_close(&r);
+}
+
+static void outcome_free(outcome *out)
+{
+    for (int u = 0; u < UNITS; u++) {
+        for (int t = 0; t <= STEPS; t++)
+            free(out->hi[t][u]);
+        for (int i = 0; i < PARAMS; i++)
+            for (int p = 0; p < MT_PLANE_COUNT; p++)
+                free(out->kept[u][i][p]);
+    }
+}
+
+static void run_threads(const plan *p)
+{
+    runner  r[RANKS];
+    outcome want;
+    int     fd = share_new();
+
+    run_alone(p, &want);
+    for (int k = 0; k < p->ranks; k++)
+        runner_open(&r[k], p, &want, fd, k);
+    for (int k = 0; k < p->ranks; k++)
+        REQUIRE(pthread_create(&r[k].thread, NULL, go, &r[k]) == 0);
+    for (int k = 0; k < p->ranks; k++)
+        REQUIRE(pthread_join(r[k].thread, NULL) == 0);
+    for (int k = 0; k < p->ranks; k++)
+        runner_close(&r[k]);
+    outcome_free(&want);
+    close(fd);
+}
+
+static const plan plain = { .ranks = 2, .micros = 1, .max_norm = 0.5, .bad_unit = -1 };
+
+static void together_they_have_the_bits_of_one(void)
+{
+    for (size_t k = 0; k < sizeof numbers / sizeof *numbers; k++)
+        for (int micros = 1; micros <= 2; micros++)
+            for (int small = 0; small < 2; small++) {
+                plan p = plain;
+
+                p.ranks = numbers[k];
+                p.micros = micros;
+                p.states = small ? MT_STATES_8BIT_LO8 : MT_STATES_FP32;
+                run_threads(&p);
+            }
+}
+
+static void no_order_of_jobs_changes_a_bit(void)
+{
+    plan p = plain;
+
+    p.ranks = 3;
+    p.turned = 1;
+    for (p.seed = 0; p.seed < (UNDER_TSAN ? 2 : 8); p.seed++)
+        run_threads(&p);                 /* sums of three, in three orders */
+    p.max_norm = 0;
+    run_threads(&p);
+}
+
+static void nobody_reads_half_an_update(void)
+{
+    for (int k = 1; k < (int)(sizeof numbers / sizeof *numbers); k++) {
+        plan p = plain;
+
+        p.ranks = numbers[k];
+        p.dawdle_us = UNDER_TSAN ? 500 : 3000;
+        p.micros = 2;
+        run_threads(&p);
+    }
+}
+
+/* The value that is not finite is in the portion of one rank. */
+static void what_one_skips_all_skip(void)
+{
+    plan p = plain;
+
+    p.ranks = 3;
+    p.bad_unit = 1;
+    p.bad_step = 1;
+    run_threads(&p);
+    p.max_norm = 0;                      /* each unit by its own gradients */
+    run_threads(&p);
+}
+
+#define TESTS(X)                                     \
+    X(a_plane_is_one_memory_for_all)                 \
+    X(what_is_trained_moves_nothing)                 \
+    X(a_parameter_that_is_not_trained_has_no_states) \
+    X(each_commits_its_own_portion)                  \
+    X(what_is_given_back_is_its_own)                 \
+    X(all_memory_goes_with_the_last)                 \
+    X(a_view_is_private_until_it_is_dropped)         \
+    X(a_drop_is_of_one_parameter)                    \
+    X(alone_a_view_is_the_plane)                     \
+    X(other_ranks_are_refused)                       \
+    X(another_unit_is_refused_by_name)               \
+    X(homes_that_keep_planes_are_refused)            \
+    X(together_they_have_the_bits_of_one)            \
+    X(no_order_of_jobs_changes_a_bit)                \
+    X(nobody_reads_half_an_update)                   \
+    X(what_one_skips_all_skip)
+CHECK_MAIN(TESTS)
