@@ -60,14 +60,13 @@ struct mt_disk {
  */
 static mt_status note_weights(mt_disk *d, const mt_layout *l)
 {
-    size_t most = mt_layout_most_weights(l);
-
-    if (most > d->most_weights && d->fed)
+    if (l->most_weights > d->most_weights && d->fed)
         return MT_FAIL(MT_ESTATE, "unit %s: %zu bytes of weights in a piece, and fetches have "
                        "buffers of %zu; what is trained, and how its states are kept, may change "
                        "when its weights are on disk",
-                       mt_store_name(d->store, l->unit), most, d->most_weights);
-    d->most_weights = most > d->most_weights ? most : d->most_weights;
+                       mt_store_name(d->store, l->unit), l->most_weights, d->most_weights);
+    if (l->most_weights > d->most_weights)
+        d->most_weights = l->most_weights;
     return MT_OK;
 }
 
@@ -553,7 +552,7 @@ static mt_status count(mt_disk *d, int u)
         return st;
     mt_lock(d->mu);
     if ((st = note_weights(d, l)) == MT_OK)
-        d->need += mt_layout_bytes(l);
+        d->need += l->bytes;
     mt_unlock(d->mu);
     mt_layout_free(l);
     return st;

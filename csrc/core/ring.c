@@ -197,21 +197,6 @@ void mt_rings_ahead(mt_rings *all)
 
 /* ---- requests ----------------------------------------------------------------------------- */
 
-/* Records of the lane follow each other: a request's begins where the one before ended, at the
- * earliest. A section that was never written is not read. */
-static void record(mt_rings *all, const mt_buffer *b, const mt_request *q)
-{
-    mt_span span;
-
-    if (q->moved == 0)
-        return;
-    mt_timeline_begin(all->timeline, &span, MT_LANE_DISK, q->write ? MT_WORK_WRITE : MT_WORK_READ,
-                      b->lay->unit, NULL);
-    span.r.begin_ns = b->begun_ns > all->recorded_ns ? b->begun_ns : all->recorded_ns;
-    mt_timeline_end(all->timeline, &span, q->moved, NULL);
-    all->recorded_ns = mt_now_ns();
-}
-
 /* On a thread of the file's. */
 static void over(mt_request *q)
 {
@@ -222,7 +207,8 @@ static void over(mt_request *q)
     mt_lock(&all->mu);
     all->failed |= q->st != MT_OK;
     *(q->write ? &all->stats.written_bytes : &all->stats.read_bytes) += q->moved;
-    record(all, b, q);
+    mt_timeline_over(all->timeline, MT_LANE_DISK, q->write ? MT_WORK_WRITE : MT_WORK_READ,
+                     b->lay->unit, b->begun_ns, q->moved, &all->recorded_ns);
     if (--b->left == 0) {
         mt_watch_end(mt_store_watch(all->store), &b->post, q->st);
         mt_buffer_to(b, b->then);
