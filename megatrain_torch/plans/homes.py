@@ -178,7 +178,7 @@ class Ways:
         weights, numbers = [units[u].weights for u in away], [units[u].trained for u in away]
         crossing = np.minimum(self.exchange.home, self.exchange.further).tolist()
         last = sum(crossing[u] for u in uses.leaving[0] if not homes[u])
-        adding = m.add_gparams * 1e9 / self.wishes.ranks.gpus
+        adding = m.add_gparams * 1e9 / self.wishes.ranks.added
         return Homes(
             homes, through, sum(weights), sum([units[u].weights for u in needed]),
             sum([crossing[u] for u in away]), sum(self.visiting(homes).values()),

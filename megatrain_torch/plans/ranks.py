@@ -62,6 +62,12 @@ class Ranks:
 
     # ---- rates ----
 
+    @property
+    def added(self) -> int:
+        """Times that the host adds to each of a machine's sums for a further micro-batch: a part of each rank's, by
+        itself, in the order of ranks; and each machine has its part of the sums."""
+        return self.gpus
+
     def seen(self, machine: Machine) -> Machine:
         """As one of its GPUs sees it beside the others, which do the same at the same time: copies share the host's
         memory, and what AdamW leaves of it; each process has Python, torch and the driver. Cores are the host's, and
@@ -86,7 +92,7 @@ class Ranks:
     def memory_s(self, machine: Machine, states: str, trained: float, micro: int) -> float:
         """Seconds in which a step's updates and sums have that memory. trained: parameters updated by all hosts."""
         own = trained / self.machines * (moved_bytes(states) + ACC_BYTES)
-        added = (micro - 1) * trained * self.gpus * ADDED_BYTES
+        added = (micro - 1) * trained * self.added * ADDED_BYTES
         return 0.0 if self.alone else (own + added) / host_rate(machine)
 
 

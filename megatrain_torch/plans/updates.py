@@ -40,7 +40,7 @@ class Updates:
         both = m.disk_both_gbps * 1e9
         self.drive, self.drive_weights = 2 * moved / both, 2 * (moved + weights) / both
         self.read = np.array([u.weights for u in units]) / (m.disk_read_gbps * 1e9)
-        self.add = self.trained * self.ranks.gpus / (m.add_gparams * 1e9)
+        self.add = self.trained * self.ranks.added / (m.add_gparams * 1e9)
 
     def device(self, micro: int) -> np.ndarray:
         """Of units at home in VRAM: AdamW on the device; and a step's gradients into their planes,
