@@ -64,8 +64,8 @@ class Ranks:
 
     @property
     def added(self) -> int:
-        """Times that the host adds to each of a machine's sums for a further micro-batch: a part of each rank's, by
-        itself, in the order of ranks; and each machine has its part of the sums."""
+        """Gradients that a machine's host adds for a further micro-batch, by those of a model: to its part of the sums
+        each rank's by itself, in the order of ranks."""
         return self.gpus
 
     def seen(self, machine: Machine) -> Machine:
