@@ -125,6 +125,14 @@ mt_status mt_store_at(mt_store *s, int unit, int param, mt_plane p, void **out);
 mt_status mt_store_view(mt_store *s, int unit, int param, mt_plane p, void **out);
 /* The parameter's place shows the plane's values again. Nobody else is at it. */
 void      mt_store_view_drop(mt_store *s, int unit, int param, mt_plane p);
+/* All ranks wrote the parameter in their views of these planes (a bit each), each all of it, or
+ * none did: each one's own portion is everybody's when this returns, and the views show it. HI: the
+ * unit has a new version then. Called by all ranks, for the same in the same order, one at a time;
+ * the writers have waited as those of planes do (mt_ledger_wait_updates, _grads, _fetch). One that
+ * does not come within MT_SPREAD_S seconds, or the watchdog's if these are fewer, is a fault with
+ * its name: so is one that spreads something else. Alone: nothing to do. */
+#define MT_SPREAD_S 30.0
+mt_status mt_store_spread   (mt_store *s, int unit, int param, unsigned planes);
 /* The whole HI plane of a unit: what one H2D copy reads. */
 mt_status mt_store_hi(mt_store *s, int unit, void **out);
 

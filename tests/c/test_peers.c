@@ -810,6 +810,150 @@ static void what_one_skips_all_skip(void)
     run_threads(&p);
 }
 
+/* ---- spreads ------------------------------------------------------------------------------ */
+
+/* A rank that does in place what its script does, and what came of it. */
+typedef struct writer {
+    peer      p;
+    pthread_t thread;
+    mt_status st;
+    char      why[512];
+} writer;
+
+static void spread_one(writer *w, int param, unsigned planes)
+{
+    w->st = mt_store_spread(w->p.cx.store, w->p.unit, param, planes);
+    snprintf(w->why, sizeof w->why, "%s", w->st == MT_OK ? "" : mt_last_error());
+}
+
+/* p.add_(1) of every parameter, then each is spread: pages of one are not those of the next. */
+static void *add_one_in_place(void *arg)
+{
+    writer *w = arg;
+
+    usleep((useconds_t)(w->p.rank * 3000));      /* who is late reads what there was before, too */
+    for (int i = 0; i < 3; i++) {
+        char *mine = view(&w->p, i, MT_PLANE_HI), *end = mine + bytes_of(&w->p, i, MT_PLANE_HI);
+
+        while (mine < end)
+            ++*mine++;
+    }
+    for (int i = 0; i < 3; i++) {
+        spread_one(w, i, 1u << MT_PLANE_HI | 1u << MT_PLANE_M);
+        CHECK_EQ(w->st, MT_OK);
+    }
+    return NULL;
+}
+
+static void run_writers(writer *w, int ranks, void *(*script)(void *arg))
+{
+    for (int r = 0; r < ranks; r++)
+        REQUIRE(pthread_create(&w[r].thread, NULL, script, &w[r]) == 0);
+    for (int r = 0; r < ranks; r++)
+        REQUIRE(pthread_join(w[r].thread, NULL) == 0);
+}
+
+static void writers_open(writer *w, int ranks)
+{
+    int fd = share_new();
+
+    for (int r = 0; r < ranks; r++) {
+        w[r] = (writer){ .st = MT_OK };
+        peer_open(&w[r].p, fd, r, ranks);
+    }
+    close(fd);
+}
+
+static void writers_close(writer *w, int ranks)
+{
+    for (int r = 0; r < ranks; r++)
+        peer_close(&w[r].p);
+}
+
+static int how_many_are(const char *x, size_t n, int value)
+{
+    int count = 0;
+
+    for (size_t i = 0; i < n; i++)
+        count += x[i] == value;
+    return count;
+}
+
+static void what_all_write_in_place_is_written_once(void)
+{
+    for (size_t k = 0; k < sizeof numbers / sizeof *numbers; k++) {
+        writer w[RANKS];
+
+        writers_open(w, numbers[k]);
+        for (int round = 1; round <= 3; round++) {
+            uint64_t version = mt_ledger_version(w[0].p.cx.store, 0);
+
+            run_writers(w, numbers[k], add_one_in_place);
+            CHECK_EQ(mt_ledger_version(w[0].p.cx.store, 0), version + 3);
+            for (int r = 0; r < numbers[k]; r++)
+                for (int i = 0; i < 3; i++) {
+                    size_t n = bytes_of(&w[r].p, i, MT_PLANE_HI);
+
+                    CHECK_EQ(how_many_are(at(&w[r].p, i, MT_PLANE_HI), n, round), n);
+                    CHECK_EQ(how_many_are(view(&w[r].p, i, MT_PLANE_HI), n, round), n);
+                }
+        }
+        writers_close(w, numbers[k]);
+    }
+}
+
+static void *spread_what_others_do_not(void *arg)
+{
+    writer *w = arg;
+
+    spread_one(w, w->p.rank == 1 ? 2 : 1, 1u << MT_PLANE_HI);
+    return NULL;
+}
+
+static void who_spreads_something_else_is_named(void)
+{
+    writer w[2];
+
+    writers_open(w, 2);
+    run_writers(w, 2, spread_what_others_do_not);
+    for (int r = 0; r < 2; r++) {
+        CHECK_EQ(w[r].st, MT_EPEER);
+        CHECK_HAS(w[r].why, "unit layers.0, parameter 2");
+        CHECK_HAS(w[r].why, "unit layers.0, parameter 1");
+    }
+    CHECK_EQ(mt_ledger_check(w[0].p.cx.store), MT_EPEER);
+    writers_close(w, 2);
+}
+
+static void who_does_not_come_is_named(void)
+{
+    writer w[3];
+
+    writers_open(w, 3);
+    mt_ledger_watchdog(w[0].p.cx.store, 0.3);
+    spread_one(&w[0], 1, 1u << MT_PLANE_HI);
+    CHECK_EQ(w[0].st, MT_EPEER);
+    CHECK_HAS(w[0].why, "unit layers.0, parameter 1: rank 1 (process ");
+    CHECK_HAS(w[0].why, "has not come in 0.3 s");
+    spread_one(&w[1], 1, 1u << MT_PLANE_HI);             /* later: it is told */
+    CHECK_EQ(w[1].st, MT_EPEER);
+    CHECK_HAS(w[1].why, "rank 0 (process ");
+    CHECK_EQ(mt_store_spread(w[2].p.cx.store, 0, 77, 1), MT_EINVAL);
+    writers_close(w, 3);
+}
+
+static void alone_nothing_is_spread(void)
+{
+    toy      t;
+    uint64_t version;
+
+    toy_open(&t, 1, 0, 0);
+    version = mt_ledger_version(t.store, 0);
+    CHECK_OK(mt_store_spread(t.store, 0, 1, 1u << MT_PLANE_HI));
+    CHECK_EQ(mt_ledger_version(t.store, 0), version);
+    toy_close(&t);
+}
+
 #define TESTS(X)                                     \
     X(a_plane_is_one_memory_for_all)                 \
     X(what_is_trained_moves_nothing)                 \
@@ -826,5 +970,9 @@ static void what_one_skips_all_skip(void)
     X(together_they_have_the_bits_of_one)            \
     X(no_order_of_jobs_changes_a_bit)                \
     X(nobody_reads_half_an_update)                   \
-    X(what_one_skips_all_skip)
+    X(what_one_skips_all_skip)                       \
+    X(what_all_write_in_place_is_written_once)       \
+    X(who_spreads_something_else_is_named)           \
+    X(who_does_not_come_is_named)                    \
+    X(alone_nothing_is_spread)
 CHECK_MAIN(TESTS)
