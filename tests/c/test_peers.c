@@ -361,6 +361,45 @@ static void another_unit_is_refused_by_name(void)
     }
 }
 
+typedef struct outsider {
+    peer      *p;
+    atomic_int over;
+} outsider;
+
+static void *write_from_outside(void *arg)
+{
+    outsider *w = arg;
+
+    CHECK_OK(mt_ledger_wait_fetch(w->p->cx.store, w->p->unit));
+    atomic_store(&w->over, 1);
+    return NULL;
+}
+
+/* Ranks copy each other's portions. */
+static void who_writes_waits_until_every_rank_has_copied(void)
+{
+    const struct timespec nap = { 0, 20000000 };
+    peer                  p[2];
+    outsider              w = { &p[0], 0 };
+    pthread_t             thread;
+
+    table_open(p, 2);
+    for (int save = 0; save < 2; save++) {
+        for (int r = 0; r < 2; r++)
+            CHECK_OK(mt_ledger_save_begin(p[r].cx.store, p[r].unit));
+        mt_ledger_save_end(p[0].cx.store, p[0].unit);
+        CHECK_OK(mt_ledger_wait_updates(p[0].cx.store, p[0].unit));      /* who reads does not */
+        atomic_store(&w.over, 0);
+        REQUIRE(pthread_create(&thread, NULL, write_from_outside, &w) == 0);
+        nanosleep(&nap, NULL);
+        CHECK_EQ(atomic_load(&w.over), 0);
+        mt_ledger_save_end(p[1].cx.store, p[1].unit);
+        pthread_join(thread, NULL);
+        CHECK_EQ(atomic_load(&w.over), 1);
+    }
+    table_close(p, 2);
+}
+
 static void homes_that_keep_planes_are_refused(void)
 {
     peer p;
@@ -966,6 +1005,7 @@ static void alone_nothing_is_spread(void)
     X(alone_a_view_is_the_plane)                     \
     X(other_ranks_are_refused)                       \
     X(another_unit_is_refused_by_name)               \
+    X(who_writes_waits_until_every_rank_has_copied)  \
     X(homes_that_keep_planes_are_refused)            \
     X(together_they_have_the_bits_of_one)            \
     X(no_order_of_jobs_changes_a_bit)                \
