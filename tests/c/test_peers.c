@@ -361,14 +361,14 @@ static void another_unit_is_refused_by_name(void)
     }
 }
 
-typedef struct writer {
+typedef struct outsider {
     peer      *p;
     atomic_int over;
-} writer;
+} outsider;
 
 static void *write_from_outside(void *arg)
 {
-    writer *w = arg;
+    outsider *w = arg;
 
     CHECK_OK(mt_ledger_wait_fetch(w->p->cx.store, w->p->unit));
     atomic_store(&w->over, 1);
@@ -380,7 +380,7 @@ static void who_writes_waits_until_every_rank_has_copied(void)
 {
     const struct timespec nap = { 0, 20000000 };
     peer                  p[2];
-    writer                w = { &p[0], 0 };
+    outsider              w = { &p[0], 0 };
     pthread_t             thread;
 
     table_open(p, 2);
