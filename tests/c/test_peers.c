@@ -836,6 +836,43 @@ static void nobody_reads_half_an_update(void)
     }
 }
 
+/* Copies of all units are under way when the step is asked for, and end one by one. */
+static void *step_beside_a_save(void *arg)
+{
+    runner  *r = arg;
+    unit_job jobs[UNITS];
+    uint64_t ticket = 0;
+
+    for (int u = 0; u < UNITS; u++)
+        CHECK_OK(mt_ledger_save_begin(r->cx.store, u));
+    for (int u = 0; u < UNITS; u++)
+        hand_over(r, u, 0);
+    submit(r, jobs, &ticket);
+    for (int u = 0; u < UNITS; u++) {
+        CHECK(mt_ledger_updates_due(r->cx.store, u));
+        mt_ledger_save_end(r->cx.store, u);
+        CHECK_OK(mt_ledger_wait_updates(r->cx.store, u));
+    }
+    CHECK_OK(mt_update_drain(r->u));
+    return NULL;
+}
+
+static void an_update_waits_for_copies_of_its_own_unit(void)
+{
+    runner r[2];
+    int    fd = share_new();
+
+    for (int k = 0; k < 2; k++)
+        runner_open(&r[k], &plain, NULL, fd, k);
+    for (int k = 0; k < 2; k++)
+        REQUIRE(pthread_create(&r[k].thread, NULL, step_beside_a_save, &r[k]) == 0);
+    for (int k = 0; k < 2; k++)
+        REQUIRE(pthread_join(r[k].thread, NULL) == 0);
+    for (int k = 0; k < 2; k++)
+        runner_close(&r[k]);
+    close(fd);
+}
+
 /* The value that is not finite is in the portion of one rank. */
 static void what_one_skips_all_skip(void)
 {
@@ -1010,6 +1047,7 @@ static void alone_nothing_is_spread(void)
     X(together_they_have_the_bits_of_one)            \
     X(no_order_of_jobs_changes_a_bit)                \
     X(nobody_reads_half_an_update)                   \
+    X(an_update_waits_for_copies_of_its_own_unit) \
     X(what_one_skips_all_skip)                       \
     X(what_all_write_in_place_is_written_once)       \
     X(who_spreads_something_else_is_named)           \
