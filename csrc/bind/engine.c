@@ -213,6 +213,17 @@ static int engine_init(PyObject *self, PyObject *args, PyObject *kw)
     return st == MT_OK ? 0 : -1;
 }
 
+/* Seconds for which an engine that closes waits for other ranks that do nothing. */
+#define CLOSE_SECONDS 10
+
+/* A step that only this rank asked for never ends: it failed, and others wait for it elsewhere, or
+ * the other way round. */
+static void wait_no_longer(mt_store *s)
+{
+    if (atomic_load(&mt_store_watch(s)->limit_ns) > CLOSE_SECONDS * UINT64_C(1000000000))
+        mt_ledger_watchdog(s, CLOSE_SECONDS);
+}
+
 /* Stops every thread that works on the store: updates finish first (the mover may be waiting for
  * one), then gradients land, then the last weights land. The store stays: arrays show it. */
 static mt_status engine_stop(mt_engine *e)
@@ -222,6 +233,8 @@ static mt_status engine_stop(mt_engine *e)
         mt_file_unname(e->file);
     if (e->swap_file != NULL)
         mt_file_unname(e->swap_file);
+    if (e->cx.share != NULL && e->cx.store != NULL)
+        wait_no_longer(e->cx.store);
     mt_saving_close(e);                  /* first: updates may be waiting for it */
     mt_update_close(e->updater);
     mt_offload_close(e->offload);
@@ -347,6 +360,9 @@ static PyMethodDef methods[] = {
       "plane($self, unit, param, plane, shared=False)\n--\n\n"
       "uint8 array over the parameter's bytes in a plane: for user code, or (shared) as all have "
       "them." },
+    { "spread", mt_engine_spread, METH_VARARGS,
+      "spread($self, unit, param, planes, /)\n--\n\n"
+      "What every rank wrote where plane() shows a parameter is what all have; bits 1 << plane." },
     { "reserved_bytes", mt_engine_reserved_bytes, METH_VARARGS,
       "reserved_bytes($self, unit, plane, /)\n--\n\n"
       "Host bytes that it takes to bring a plane there." },

@@ -275,7 +275,7 @@ static void large_parts_have_huge_pages(void)
         SKIP("this kernel makes no huge pages of shared memory when asked");
     }
     CHECK(huge_bytes_at(hi) > BIG && huge_bytes_at(hi) <= 2 * BIG);  /* memory may be in pieces */
-    CHECK(huge_bytes_at(m) > BIG / 2 && huge_bytes_at(m) <= BIG - HUGE);     /* begins between two */
+    CHECK(huge_bytes_at(m) > BIG / 2 && huge_bytes_at(m) <= BIG - HUGE); /* begins between two */
     peer_close(&p);
 }
 
@@ -401,6 +401,45 @@ static void another_unit_is_refused_by_name(void)
         table_close(p, 2);
         close(fd);
     }
+}
+
+typedef struct outsider {
+    peer      *p;
+    atomic_int over;
+} outsider;
+
+static void *write_from_outside(void *arg)
+{
+    outsider *w = arg;
+
+    CHECK_OK(mt_ledger_wait_fetch(w->p->cx.store, w->p->unit));
+    atomic_store(&w->over, 1);
+    return NULL;
+}
+
+/* Ranks copy each other's portions. */
+static void who_writes_waits_until_every_rank_has_copied(void)
+{
+    const struct timespec nap = { 0, 20000000 };
+    peer                  p[2];
+    outsider              w = { &p[0], 0 };
+    pthread_t             thread;
+
+    table_open(p, 2);
+    for (int save = 0; save < 2; save++) {
+        for (int r = 0; r < 2; r++)
+            CHECK_OK(mt_ledger_save_begin(p[r].cx.store, p[r].unit));
+        mt_ledger_save_end(p[0].cx.store, p[0].unit);
+        CHECK_OK(mt_ledger_wait_updates(p[0].cx.store, p[0].unit));      /* who reads does not */
+        atomic_store(&w.over, 0);
+        REQUIRE(pthread_create(&thread, NULL, write_from_outside, &w) == 0);
+        nanosleep(&nap, NULL);
+        CHECK_EQ(atomic_load(&w.over), 0);
+        mt_ledger_save_end(p[1].cx.store, p[1].unit);
+        pthread_join(thread, NULL);
+        CHECK_EQ(atomic_load(&w.over), 1);
+    }
+    table_close(p, 2);
 }
 
 static void homes_that_keep_planes_are_refused(void)
@@ -888,6 +927,43 @@ static void units_may_go_through_the_device(void)
     p.states = MT_STATES_FP32;
     p.dawdle_us = UNDER_TSAN ? 0 : 300;
     run_threads(&p);
+}
+
+/* Copies of all units are under way when the step is asked for, and end one by one. */
+static void *step_beside_a_save(void *arg)
+{
+    runner  *r = arg;
+    unit_job jobs[UNITS];
+    uint64_t ticket = 0;
+
+    for (int u = 0; u < UNITS; u++)
+        CHECK_OK(mt_ledger_save_begin(r->cx.store, u));
+    for (int u = 0; u < UNITS; u++)
+        hand_over(r, u, 0);
+    submit(r, jobs, &ticket);
+    for (int u = 0; u < UNITS; u++) {
+        CHECK(mt_ledger_updates_due(r->cx.store, u));
+        mt_ledger_save_end(r->cx.store, u);
+        CHECK_OK(mt_ledger_wait_updates(r->cx.store, u));
+    }
+    CHECK_OK(mt_update_drain(r->u));
+    return NULL;
+}
+
+static void an_update_waits_for_copies_of_its_own_unit(void)
+{
+    runner r[2];
+    int    fd = share_new();
+
+    for (int k = 0; k < 2; k++)
+        runner_open(&r[k], &plain, NULL, fd, k);
+    for (int k = 0; k < 2; k++)
+        REQUIRE(pthread_create(&r[k].thread, NULL, step_beside_a_save, &r[k]) == 0);
+    for (int k = 0; k < 2; k++)
+        REQUIRE(pthread_join(r[k].thread, NULL) == 0);
+    for (int k = 0; k < 2; k++)
+        runner_close(&r[k]);
+    close(fd);
 }
 
 /* The value that is not finite is in the portion of one rank. */
@@ -1413,11 +1489,13 @@ static void a_death_at_any_moment_ends_all(void)
     X(alone_a_view_is_the_plane)                     \
     X(other_ranks_are_refused)                       \
     X(another_unit_is_refused_by_name)               \
+    X(who_writes_waits_until_every_rank_has_copied)  \
     X(homes_that_keep_planes_are_refused)            \
     X(together_they_have_the_bits_of_one)            \
     X(no_order_of_jobs_changes_a_bit)                \
     X(nobody_reads_half_an_update)                   \
     X(units_may_go_through_the_device)               \
+    X(an_update_waits_for_copies_of_its_own_unit)    \
     X(what_one_skips_all_skip)                       \
     X(what_all_write_in_place_is_written_once)       \
     X(who_spreads_something_else_is_named)           \
