@@ -1391,10 +1391,19 @@ static double seconds(void)
     return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
 }
 
+/* With a child that outlives it, as a loader of data has: what the child holds is not the rank's. */
+static void die(void)
+{
+    if (fork() == 0) {
+        usleep(3000000);
+        _exit(0);
+    }
+    (void)raise(SIGKILL);
+}
+
 /* Rank 2 is killed before its second step; the others are told in theirs. */
 static void steps_until_one_dies(runner *r)
 {
-    unit_job jobs[UNITS];
     uint64_t ticket;
     double   norm, began;
     int      skipped;
@@ -1405,7 +1414,7 @@ static void steps_until_one_dies(runner *r)
         CHECK_OK(mt_ledger_wait_updates(r->cx.store, u));
     r->step = 1;
     if (r->rank == 2)
-        (void)raise(SIGKILL);
+        die();
     for (int u = 0; u < UNITS; u++)
         mt_ledger_grads_begin(r->cx.store, u);
     for (int u = 0; u < UNITS; u++)
@@ -1414,10 +1423,9 @@ static void steps_until_one_dies(runner *r)
     CHECK_EQ(mt_ledger_wait_grads(r->cx.store, 1), MT_EPEER);
     CHECK_HAS(mt_last_error(), "rank 2 (process ");
     CHECK_HAS(mt_last_error(), ") ended while its gradients of unit layers.0 was awaited");
-    CHECK(seconds() - began < (UNDER_TSAN ? 20 : 5));
+    CHECK(seconds() - began < 2);        /* while the child still sleeps */
     CHECK_EQ(mt_update_submit(r->u, NULL, 0, 1.0, r->run, &ticket), MT_EPEER);
     CHECK_EQ(mt_update_norm(r->u, 1, &norm, &skipped), MT_EPEER);
-    (void)jobs;
 }
 
 static void who_dies_is_named(void)
