@@ -145,19 +145,22 @@ static void assert_bay(const bay *b)
 /* At each door. */
 static void assert_state(const mt_spill *s)
 {
-    int made = 0, requests = 0;
+    int    made = 0, requests = 0;
+    size_t bytes = 0;
 
     if (!MT_IS_CHECKED)
         return;
     MT_ASSERT(mt_holds(&s->mu));
-    for (const bay *b = s->bays; b != NULL; b = b->next, made++)
+    for (const bay *b = s->bays; b != NULL; b = b->next, made++) {
         assert_bay(b);
+        bytes += b->b.arena.bytes;
+    }
     for (const mt_spilled *k = s->newest; k != NULL; k = k->older) {
         assert_spilled(s, k);
         requests += k->at == WRITING || k->at == READING;
     }
     MT_ASSERT(made == s->made && made <= s->n_bays);
-    MT_ASSERT(requests == s->requests);
+    MT_ASSERT(requests == s->requests && bytes == s->stats.host_bytes);
 }
 
 /* ---- whose bays are: under mu --------------------------------------------------------- */

@@ -346,6 +346,15 @@ static void *come_alone(void *arg)
     return NULL;
 }
 
+static int is_told(scene *s, const char *what)
+{
+    char list[1024] = "";
+
+    for (int i = 0; i < 5000 && strstr(list, what) == NULL; i++, nap(200))
+        mt_watch_tell(mt_store_watch(s->t.store), list, sizeof list);
+    return strstr(list, what) != NULL;
+}
+
 /* One thread waits for the drive to bring a bundle, a second for its turn; meanwhile all that needs
  * no drive goes on, and a bundle that is dropped on its way is there until it has come. */
 static void who_needs_no_drive_waits_for_none(void)
@@ -364,6 +373,7 @@ static void who_needs_no_drive_waits_for_none(void)
     while (atomic_load(&disk.reads) == 0)
         nap(200);
     REQUIRE(pthread_create(&thread[1], NULL, come_alone, &c[1]) == 0);
+    CHECK(is_told(&s, "waits for what others keep, on its way out or back"));
     CHECK_OK(mt_swap_await(s.w, bundle[5], s.t.run));
     CHECK_EQ(stats(&s).read_bytes, 0);
     mt_swap_drop(s.w, bundle[4]);
