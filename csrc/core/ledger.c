@@ -244,9 +244,22 @@ static int is_put(const mt__unit *u)
     return u->fetches == 0;
 }
 
+/* Under mu. In a share: what is known to have begun on this rank. */
+static uint64_t begun_on(const mt__unit *u, mt_unit_count what, int rank)
+{
+    return what != MT_COUNT_COPIED ? u->begun[what]
+                                   : mt_board_said(&u->board, MT_COUNT_SAVING, rank);
+}
+
+/* Ranks copy each other's portions. One that failed to begin a save is not waited for. */
 static int is_saved(const mt__unit *u)
 {
-    return u->saves == 0 && all_have(u, MT_COUNT_COPIED);
+    int rank = 0, ranks = u->shared ? mt_share_ranks(u->board.range.share) : 0;
+
+    while (rank < ranks && mt_board_said(&u->board, MT_COUNT_COPIED, rank) ==
+                           begun_on(u, MT_COUNT_COPIED, rank))
+        rank++;
+    return u->saves == 0 && rank == ranks;
 }
 
 typedef struct awaited {
@@ -269,11 +282,12 @@ static const char *const words[MT_COUNTS] = { MT_COUNT_MAP(WORDS) };
 static const char *const unit_words[MT_UNIT_COUNTS] = { MT_UNIT_COUNT_MAP(WORDS) };
 #undef WORDS
 
-/* What of the unit is begun here and not ended by the rank, in words; 0: nothing. */
+/* What of the unit is begun and not ended by the rank, in words; 0: nothing. */
 static int awaits_of_unit(const mt__unit *u, int rank, char *out, size_t cap)
 {
     for (int k = 0; k < MT_UNIT_COUNTS; k++)
-        if (mt_board_said(&u->board, (mt_unit_count)k, rank) < u->begun[k]) {
+        if (mt_board_said(&u->board, (mt_unit_count)k, rank) <
+            begun_on(u, (mt_unit_count)k, rank)) {
             snprintf(out, cap, "%s of unit %s", unit_words[k], u->name);
             return 1;
         }
@@ -451,6 +465,8 @@ mt_status mt_ledger_save_begin(mt_store *s, int unit)
     if (fault == MT_OK && idle) {
         u->saves++;
         u->begun[MT_COUNT_COPIED]++;
+        if (u->shared)
+            mt_board_say(&u->board, MT_COUNT_SAVING, u->begun[MT_COUNT_COPIED]);
     }
     assert_counts(s, u);
     mt_unlock(&s->ledger.mu);

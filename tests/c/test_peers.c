@@ -439,6 +439,10 @@ static void who_writes_waits_until_every_rank_has_copied(void)
         pthread_join(thread, NULL);
         CHECK_EQ(atomic_load(&w.over), 1);
     }
+    CHECK_OK(mt_ledger_save_begin(p[1].cx.store, p[1].unit));    /* rank 0 could not */
+    mt_ledger_save_end(p[1].cx.store, p[1].unit);
+    for (int r = 0; r < 2; r++)
+        CHECK_OK(mt_ledger_wait_fetch(p[r].cx.store, p[r].unit));
     table_close(p, 2);
 }
 
