@@ -34,8 +34,11 @@ class Engine:
         index: CUDA ordinal.
         threads: host threads for the optimizer and sums; >= 1.
         delay_us, seed: tests: random sleeps in every queue (0: none).
+        rank, ranks: every unit has so many owners (csrc/core/portion.h), and this is one of them: it has the states of
+            its portion alone, is given the gradients of its portion, and updates that.
     """
-    def __init__(self, device: str, index: int = 0, threads: int = 1, delay_us: int = 0, seed: int = 0) -> None: ...
+    def __init__(self, device: str, index: int = 0, threads: int = 1, delay_us: int = 0, seed: int = 0, rank: int = 0,
+                 ranks: int = 1) -> None: ...
     def close(self) -> None: ...
 
     # store
@@ -43,6 +46,11 @@ class Engine:
     def set_trainable(self, unit: int, param: int, on: bool) -> None: ...
     def hi_bytes(self, unit: int) -> int: ...
     def offset(self, unit: int, param: int) -> int: ...
+    def portions(self, unit: int) -> tuple[int, ...]:
+        """[ranks + 1] Bytes of the unit's weights, as offset() counts them, at which portions begin and the last ends.
+        """
+    def owned(self, unit: int, param: int) -> tuple[int, int]:
+        """(first, number) of the parameter's elements that are this rank's."""
     def plane(self, unit: int, param: int, plane: int) -> np.ndarray:
         """uint8 view of one parameter's bytes in a plane. Maps the plane at first use.
 
@@ -172,8 +180,12 @@ class Engine:
         that)."""
 
     # offload
-    def offload(self, unit: int, items: Sequence[tuple[int, int, int, int]], stream: int) -> int:
-        """items: (param, address, mode 0 SET / 1 ADD, reread). Returns the ticket. Marks the trace."""
+    def offload(self, unit: int, items: Sequence[tuple[int, ...]], stream: int) -> int:
+        """items: (param, address, mode 0 SET / 1 ADD / 2 SUM, reread[, sum]). Returns the ticket. Marks the trace.
+
+        Addresses are of the first element that owned() has. SUM, of 16-bit parameters: `sum` is the address of what
+        counts as the micro-batches' sum in fp32, `address` of its rounding in the weight's type.
+        """
     def land(self, stream: int) -> None:
         """The stream waits for the copies of all gradients handed over so far; passed() then has them."""
     def passed(self) -> int: ...
@@ -230,7 +242,9 @@ class Engine:
         unit's update is over. changed: p.grad was written by the user: the GRAD plane (or address)
         counts, not ACC, and its sum of squares is taken anew. max_norm <= 0: no clipping. stream: what
         computes; updates of settled units wait for what it was given so far. key: what stochastic rounding is
-        drawn from besides step and element, the parameter's own; 0 where it is left out.
+        drawn from besides step and element, the parameter's own; 0 where it is left out. Where a unit has several
+        owners its portion that is this one's is updated, with the bits that one would give it; grad_address is of the
+        whole gradient all the same.
         """
     def norm(self, ticket: int) -> tuple[float, int]:
         """(global norm before clipping, units skipped for non-finite gradients); waits."""

@@ -25,6 +25,7 @@
 
 #include "../core/forks.h"
 #include "../core/offload.h"
+#include "../core/portion.h"
 #include "../core/stream.h"
 #include "../core/swap.h"
 #include "../core/through.h"
@@ -97,6 +98,7 @@ typedef struct mt_engine {
     PyObject   *error;       /* MegatrainError, owned */
     PyObject   *held, *renew;/* bound methods of SlotHooks, owned; NULL before open_slots */
     mt_memory  *memory;      /* one holder of it */
+    int         rank, ranks; /* it is one of several owners of every unit, or (1) the only one */
     mt_context  cx;          /* dev, pool and store are memory's; all NULL before __init__, the
                               * rest once closed too. through, disk, feed, arrive: as units live
                               * there */
@@ -156,6 +158,7 @@ mt_queue *mt_engine_queue(mt_engine *e, uintptr_t handle);   /* NULL with an exc
 /* engine_store.c: store and ledger */
 PyObject *mt_engine_add_unit(PyObject *self, PyObject *args, PyObject *kw);
 MT_METHOD(set_trainable); MT_METHOD(hi_bytes); MT_METHOD(offset); MT_METHOD(plane);
+MT_METHOD(portions); MT_METHOD(owned);
 MT_METHOD(version); MT_METHOD(touch); MT_METHOD(wait_updates);
 MT_METHOD(wait_grads); MT_METHOD(wait_fetch); MT_METHOD(check); MT_METHOD(watchdog);
 MT_METHOD(set_states); MT_METHOD(pass_gradients); MT_METHOD(lend_most);

@@ -127,9 +127,14 @@ fail:
     return st;
 }
 
+typedef struct engine_wish {
+    const char *device;
+    int         index, threads, delay_us;
+    uint64_t    seed;
+} engine_wish;
+
 /* In the order of the header; what was opened before a failure is closed by dealloc. */
-static mt_status engine_open(mt_engine *e, const char *device, int index, int threads,
-                             int delay_us, uint64_t seed)
+static mt_status engine_open(mt_engine *e, const engine_wish *w)
 {
     mt_offload_kernels kernels = { .sumsq = mt_sumsq_put, .accumulate = mt_accumulate,
                                    .accumulate_put = mt_accumulate_put };
@@ -137,8 +142,11 @@ static mt_status engine_open(mt_engine *e, const char *device, int index, int th
     mt_resident       *r;
     mt_status          st;
 
-    MT_TRY(mt_pool_open(threads, &h->pool));
-    MT_TRY(open_device(device, index, delay_us, seed, &h->dev));
+    if (e->rank < 0 || e->rank >= e->ranks || e->ranks > MT_OWNERS_MOST)
+        return MT_FAIL(MT_EINVAL, "an engine cannot be rank %d of %d; there may be 1 to %d, "
+                       "counted from 0", e->rank, e->ranks, MT_OWNERS_MOST);
+    MT_TRY(mt_pool_open(w->threads, &h->pool));
+    MT_TRY(open_device(w->device, w->index, w->delay_us, w->seed, &h->dev));
     e->cx = (mt_context){ .dev = h->dev, .pool = h->pool, .warn = mt_warn };
     MT_TRY(mt_store_open(&e->cx, &h->store));
     e->cx.store = h->store;
@@ -172,16 +180,18 @@ static PyObject *engine_new(PyTypeObject *type, PyObject *args, PyObject *kw)
 
 static int engine_init(PyObject *self, PyObject *args, PyObject *kw)
 {
-    static char *names[] = { "device", "index", "threads", "delay_us", "seed", NULL };
+    static char *names[] = { "device", "index", "threads", "delay_us", "seed", "rank", "ranks",
+                             NULL };
     mt_engine   *e = (mt_engine *)self;
-    const char  *device;
-    int          index = 0, threads = 1, delay_us = 0;
+    engine_wish  w = { .threads = 1 };
+    int          rank = 0, ranks = 1;
     unsigned long long seed = 0;
     mt_status    st;
 
-    if (!PyArg_ParseTupleAndKeywords(args, kw, "s|iiiK:Engine", names, &device, &index, &threads,
-                                     &delay_us, &seed))
+    if (!PyArg_ParseTupleAndKeywords(args, kw, "s|iiiKii:Engine", names, &w.device, &w.index,
+                                     &w.threads, &w.delay_us, &seed, &rank, &ranks))
         return -1;
+    w.seed = seed;
     if (e->memory != NULL) {
         PyErr_SetString(e->error, "an Engine is opened once; make a new one");
         return -1;
@@ -190,7 +200,9 @@ static int engine_init(PyObject *self, PyObject *args, PyObject *kw)
         PyErr_NoMemory();
         return -1;
     }
-    MT_UNLOCKED(e, st, engine_open(e, device, index, threads, delay_us, seed));
+    e->rank = rank;
+    e->ranks = ranks;
+    MT_UNLOCKED(e, st, engine_open(e, &w));
     if (st != MT_OK)
         mt_raise(e->error, st);
     return st == MT_OK ? 0 : -1;
@@ -318,6 +330,13 @@ static PyMethodDef methods[] = {
       "hi_bytes($self, unit, /)\n--\n\nBytes of the unit's weights: what a slot must hold." },
     { "offset", mt_engine_offset, METH_VARARGS,
       "offset($self, unit, param, /)\n--\n\nByte offset in the unit's weights and in a slot." },
+    { "portions", mt_engine_portions, METH_VARARGS,
+      "portions($self, unit, /)\n--\n\n"
+      "Where each owner's portion of the unit's weights begins, in bytes, and where the last "
+      "ends." },
+    { "owned", mt_engine_owned, METH_VARARGS,
+      "owned($self, unit, param, /)\n--\n\n"
+      "(first, number) of the parameter's elements that this rank owns." },
     { "plane", mt_engine_plane, METH_VARARGS,
       "plane($self, unit, param, plane, /)\n--\n\n"
       "uint8 array over the parameter's bytes in a plane." },
@@ -502,7 +521,8 @@ static PyMethodDef methods[] = {
 PyObject *mt_engine_type_new(PyObject *module)
 {
     static PyType_Slot slots[] = {
-        { Py_tp_doc, "Engine(device, index=0, threads=1, delay_us=0, seed=0)\n--\n\n"
+        { Py_tp_doc, "Engine(device, index=0, threads=1, delay_us=0, seed=0, rank=0, ranks=1)"
+                     "\n--\n\n"
                      "One streamed model: device, pool, store, stream, offload and updater." },
         { Py_tp_new, engine_new },
         { Py_tp_init, engine_init },

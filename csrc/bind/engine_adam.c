@@ -5,6 +5,8 @@
  * device, job_pieces on that of updates from disk; they know nothing of Python. A job owns copies
  * of everything but the gradient memory that the caller named, which the caller keeps until the
  * unit's update is over.
+ * Of a unit that has several owners a job updates, and measures, this one's portion: its tensors
+ * are the elements that are its own, of each parameter that has some.
  */
 #include "bind.h"
 #include "../optim/adam.h"
@@ -45,7 +47,7 @@ static int on_host(const adam_param *p)
     return p->grad != NULL || p->changed;
 }
 
-/* The gradient as memory: the caller's, else the fp32 sum of micro-batches, else GRAD. */
+/* The whole gradient as memory: the caller's, else the fp32 sum of micro-batches, else GRAD. */
 static mt_status gradient(const adam_job *j, const adam_param *p, const void **grad,
                           mt_dtype *dtype)
 {
@@ -67,32 +69,57 @@ fail:
     return st;
 }
 
+static int64_t own(const adam_job *j, const adam_param *p, int64_t *from)
+{
+    return mt_store_owned(j->store, j->unit, p->param, from);
+}
+
+/* The gradient from the first element on that is its own. */
+static mt_status own_gradient(const adam_job *j, const adam_param *p, const void **grad,
+                              mt_dtype *dtype)
+{
+    int64_t   from;
+    mt_status st;
+
+    MT_TRY(gradient(j, p, grad, dtype));
+    (void)own(j, p, &from);
+    *grad = (const char *)*grad + (size_t)from * mt_dtype_bytes(*dtype);
+fail:
+    return st;
+}
+
 /* mt_update_job.sumsq. Memory the caller named was never offloaded, so it is always summed. When
  * the planes cannot be had, run says so: the sum here is then 0. */
-static double job_sumsq(void *arg, mt_pool *pool, int i, int *use)
+static double job_sumsq(void *arg, mt_pool *pool, int i, double *chunks, int *use)
 {
     const adam_job   *j = arg;
     const adam_param *p = &j->p[i];
     const void       *grad;
     mt_dtype          dtype;
+    int64_t           from, n = own(j, p, &from);
 
-    *use = on_host(p);
-    if (!*use || gradient(j, p, &grad, &dtype) != MT_OK)
+    *use = on_host(p) && (chunks != NULL || mt_store_owners(j->store, j->unit) == 1);
+    if (!*use || own_gradient(j, p, &grad, &dtype) != MT_OK)
         return 0.0;
-    return mt_sumsq_host(pool, dtype, grad, mt_store_desc(j->store, j->unit, p->param)->numel);
+    if (chunks == NULL)
+        return mt_sumsq_host(pool, dtype, grad, n);
+    mt_sumsq_chunks(pool, dtype, grad, n, chunks);
+    return 0.0;
 }
 
 /* All but the states: those of a guest have no address for good. */
 static mt_status bare_of(const adam_job *j, const adam_param *p, mt_adam_tensor *t)
 {
     const mt_param_desc *d = mt_store_desc(j->store, j->unit, p->param);
+    int64_t   from, n = own(j, p, &from);
     void     *hi;
     mt_status st;
 
     MT_TRY(plane_of(j, p->param, MT_PLANE_HI, &hi));
-    *t = (mt_adam_tensor){ .dtype = d->dtype, .n = d->numel, .hi = hi, .hyper = p->hyper,
+    *t = (mt_adam_tensor){ .dtype = d->dtype, .n = n, .first = from, .hyper = p->hyper,
+                           .hi = (char *)hi + (size_t)from * mt_dtype_bytes(d->dtype),
                            .key = p->key, .states = mt_store_states(j->store, j->unit) };
-    MT_TRY(gradient(j, p, &t->grad, &t->grad_dtype));
+    MT_TRY(own_gradient(j, p, &t->grad, &t->grad_dtype));
 fail:
     return st;
 }
@@ -104,7 +131,7 @@ static int has_state(const adam_job *j, int param, int plane)
            mt_store_plane_bytes(j->store, j->unit, param, (mt_plane)plane, 1) > 0;
 }
 
-/* at: of every plane, NULL where there is nothing. */
+/* at: of every plane, from the tensor's first element on; NULL where there is nothing. */
 static void give_states(mt_adam_tensor *t, void *const *at)
 {
     int small = t->states != MT_STATES_FP32, lo8 = mt_states_low_bytes(t->states) == 1;
@@ -126,14 +153,17 @@ static mt_status tensor_of(const adam_job *j, const adam_param *p, mt_adam_tenso
 
     MT_TRY(bare_of(j, p, t));
     for (int k = 0; k < MT_PLANE_COUNT; k++)
-        if (has_state(j, p->param, k))
+        if (has_state(j, p->param, k)) {
             MT_TRY(plane_of(j, p->param, (mt_plane)k, &at[k]));
+            at[k] = (char *)at[k] + mt_store_plane_bytes(j->store, j->unit, p->param, (mt_plane)k,
+                                                         t->first);
+        }
     give_states(t, at);
 fail:
     return st;
 }
 
-/* malloc'd [j->n]. */
+/* malloc'd [j->n]; of which none of its elements is this one's, n is 0. */
 static mt_status list_of(const adam_job *j, mt_adam_tensor **out,
                          mt_status (*each)(const adam_job *, const adam_param *, mt_adam_tensor *))
 {
@@ -213,18 +243,19 @@ fail:
 }
 
 /* The stretch of a tensor that is in a part; weights and gradients where the tensor says, unless
- * the part has them too. */
+ * the part has them too. Both know their first element in the parameter. */
 static mt_adam_tensor stretch(const mt_adam_tensor *t, const mt_part *part)
 {
     const void    *grad = part->at[MT_PLANE_ACC] != NULL ? part->at[MT_PLANE_ACC]
                                                          : part->at[MT_PLANE_GRAD];
+    size_t         skip = (size_t)(part->from - t->first);
     mt_adam_tensor s = *t;
 
     s.n = part->n;
     s.hi = part->at[MT_PLANE_HI] != NULL ? part->at[MT_PLANE_HI]
-         : (char *)t->hi + (size_t)part->from * mt_dtype_bytes(t->dtype);
+         : (char *)t->hi + skip * mt_dtype_bytes(t->dtype);
     s.grad = grad != NULL ? grad
-           : (const char *)t->grad + (size_t)part->from * mt_dtype_bytes(t->grad_dtype);
+           : (const char *)t->grad + skip * mt_dtype_bytes(t->grad_dtype);
     s.first = part->from;
     give_states(&s, part->at);
     return s;
@@ -461,10 +492,11 @@ static uint64_t moved(const adam_job *j)
     for (int i = 0; i < j->n; i++) {
         const mt_param_desc *d = mt_store_desc(j->store, j->unit, j->p[i].param);
         mt_dtype             grad = j->p[i].acc ? MT_F32 : d->dtype;
+        int64_t              from, n = own(j, &j->p[i], &from);
 
         if (j->p[i].grad != NULL)
             grad = j->p[i].grad_dtype;
-        bytes += mt_adam_moves(d->dtype, mt_store_states(j->store, j->unit), grad, d->numel);
+        bytes += mt_adam_moves(d->dtype, mt_store_states(j->store, j->unit), grad, n);
     }
     return bytes;
 }

@@ -65,6 +65,16 @@ static mt_param_desc *descs(mt_engine *e, PyObject *dtypes, PyObject *numels, Py
 
 /* ---- store ---- */
 
+static mt_status add_unit(mt_engine *e, const char *name, const mt_param_desc *params, int n,
+                          int *unit)
+{
+    mt_status st = mt_store_add(e->cx.store, name, params, n, unit);
+
+    if (st == MT_OK && e->ranks > 1)
+        st = mt_store_own(e->cx.store, *unit, e->rank, e->ranks);
+    return st;
+}
+
 PyObject *mt_engine_add_unit(PyObject *self, PyObject *args, PyObject *kw)
 {
     static char   *names[] = { "name", "dtypes", "numels", "trainable", NULL };
@@ -83,7 +93,7 @@ PyObject *mt_engine_add_unit(PyObject *self, PyObject *args, PyObject *kw)
         goto done;
     if ((params = descs(e, d, m, t)) == NULL)
         goto done;
-    st = mt_store_add(e->cx.store, name, params, (int)PyTuple_Size(d), &unit);
+    st = add_unit(e, name, params, (int)PyTuple_Size(d), &unit);
     out = st == MT_OK ? PyLong_FromLong(unit) : mt_raise(e->error, st);
 
 done:
@@ -127,6 +137,46 @@ PyObject *mt_engine_offset(PyObject *self, PyObject *args)
     if (mt_engine_param(e, unit, param) < 0)
         return NULL;
     return PyLong_FromSize_t(mt_store_offset(e->cx.store, unit, param));
+}
+
+/* In plane HI. */
+static size_t byte_of(const mt_engine *e, int unit, mt_bound b)
+{
+    if (b.param == mt_store_params(e->cx.store, unit))
+        return mt_store_hi_bytes(e->cx.store, unit);
+    return mt_store_offset(e->cx.store, unit, b.param) +
+           mt_store_plane_bytes(e->cx.store, unit, b.param, MT_PLANE_HI, b.from);
+}
+
+PyObject *mt_engine_portions(PyObject *self, PyObject *args)
+{
+    int        unit;
+    mt_engine *e = unit_arg(self, args, "i:portions", &unit);
+    PyObject  *out = e == NULL ? NULL : PyTuple_New(e->ranks + 1);
+
+    for (int k = 0; out != NULL && k <= e->ranks; k++) {
+        mt_portion p;
+        PyObject  *at;
+
+        (void)mt_portion_of(e->cx.store, unit, k < e->ranks ? k : k - 1, e->ranks, &p);
+        at = PyLong_FromSize_t(byte_of(e, unit, k < e->ranks ? p.begin : p.end));
+        if (at == NULL || PyTuple_SetItem(out, k, at) < 0)
+            Py_CLEAR(out);
+    }
+    return out;
+}
+
+PyObject *mt_engine_owned(PyObject *self, PyObject *args)
+{
+    mt_engine *e = mt_engine_usable(self);
+    int        unit, param;
+    int64_t    from, n;
+
+    if (e == NULL || !PyArg_ParseTuple(args, "ii:owned", &unit, &param) ||
+        mt_engine_param(e, unit, param) < 0)
+        return NULL;
+    n = mt_store_owned(e->cx.store, unit, param, &from);
+    return Py_BuildValue("(LL)", (long long)from, (long long)n);
 }
 
 PyObject *mt_engine_plane(PyObject *self, PyObject *args)

@@ -4,6 +4,7 @@
  * pages several times as fast as the driver does alone (which is why cudaHostAlloc is not used). */
 #include "arena.h"
 
+#include "checked.h"
 #include "forks.h"
 #include "numa.h"
 
@@ -70,24 +71,42 @@ static void touch(void *base, size_t bytes, mt_pool *pool)
     mt_pool_run(n > 1 ? pool : NULL, touch_chunk, &job, n);     /* one chunk need not take turns */
 }
 
-static mt_status map_reserved(mt_arena *a, size_t bytes, int flags, const char *what, size_t mapped)
+static size_t in_pages(size_t bytes)
 {
-    size_t   page = page_bytes();
-    size_t   whole = bytes <= SIZE_MAX - page ? (bytes + page - 1) / page * page : SIZE_MAX;
+    size_t page = page_bytes();
+
+    return bytes <= SIZE_MAX - page ? (bytes + page - 1) / page * page : SIZE_MAX;
+}
+
+static mt_status no_memory(const char *what, size_t bytes, size_t mapped)
+{
+    return MT_FAIL(MT_ENOMEM, "%s: %zu bytes (%.1f MiB) of host memory could not be mapped with "
+                   "%zu (%.1f MiB) mapped already; raise the process's memory limit or keep less "
+                   "on the host", what, bytes, mib(bytes), mapped, mib(mapped));
+}
+
+/* r NULL: anonymous memory. */
+static mt_status map_reserved(mt_arena *a, size_t bytes, int flags, const mt_range *r, int own,
+                              const char *what, size_t mapped)
+{
+    size_t   page = page_bytes(), whole = in_pages(bytes);
     int      huge = whole >= 2 * HUGE_BYTES && HUGE_BYTES % page == 0;
-    mt_arena made = { .base = nothing, .reserved = 1 };
+    mt_arena made = { .base = nothing, .reserved = 1, .shared = r != NULL };
 
     if (bytes > 0) {
         made.base = whole < SIZE_MAX ? map_aligned(whole, huge ? HUGE_BYTES : page, flags)
                                      : MAP_FAILED;
         if (made.base == MAP_FAILED)
-            return MT_FAIL(MT_ENOMEM, "%s: %zu bytes (%.1f MiB) of host memory could not be mapped "
-                           "with %zu (%.1f MiB) mapped already; raise the process's memory limit "
-                           "or keep less on the host",
-                           what, bytes, mib(bytes), mapped, mib(mapped));
+            return no_memory(what, bytes, mapped);
+        if (r != NULL && mt_share_map(r, made.base, own) != 0) {
+            (void)munmap(made.base, whole);
+            return no_memory(what, bytes, mapped);
+        }
         made.bytes = made.kept = whole;
+        made.n_alone = whole;
         mt_forks_private(made.base, whole);
-        (void)mt_numa_spread(made.base, whole);         /* these two are wishes: else just slower */
+        if (!own)
+            (void)mt_numa_spread(made.base, whole);     /* these two are wishes: else just slower */
         if (huge)
             (void)madvise(made.base, whole, MADV_HUGEPAGE);
     }
@@ -98,15 +117,31 @@ static mt_status map_reserved(mt_arena *a, size_t bytes, int flags, const char *
 /* Most of its pages are never made, so the kernel need not promise them. */
 mt_status mt_arena_reserve(mt_arena *a, size_t bytes, const char *what, size_t mapped)
 {
-    return map_reserved(a, bytes, MAP_NORESERVE, what, mapped);
+    return map_reserved(a, bytes, MAP_NORESERVE, NULL, 0, what, mapped);
+}
+
+mt_status mt_arena_range(mt_arena *a, const mt_range *r, int own, const char *what, size_t mapped)
+{
+    return map_reserved(a, r->bytes, MAP_NORESERVE, r, own, what, mapped);
+}
+
+void mt_arena_part(mt_arena *a, const mt_arena *whole, size_t from, size_t bytes)
+{
+    size_t room = in_pages(bytes);
+
+    MT_ASSERT(from % page_bytes() == 0 && from + room <= whole->bytes);
+    *a = (mt_arena){ .base = (char *)whole->base + from, .bytes = room, .kept = room,
+                     .reserved = 1, .part = 1, .shared = whole->shared, .n_alone = room };
 }
 
 void mt_arena_keep(mt_arena *a, size_t from, size_t bytes)
 {
-    size_t page = page_bytes(), end = (from + bytes + page - 1) / page * page;
+    size_t page = page_bytes(), begin = in_pages(from), end = (from + bytes) / page * page;
 
     a->from = from / page * page;
-    a->kept = bytes > 0 ? end - a->from : 0;
+    a->kept = bytes > 0 ? in_pages(from + bytes) - a->from : 0;
+    a->alone = begin;
+    a->n_alone = end > begin ? end - begin : 0;
 }
 
 /* The first byte that is, or would be, committed. */
@@ -145,7 +180,9 @@ void mt_arena_decommit(mt_arena *a)
     if (a->dev != NULL)
         a->dev->ops->host_unregister(a->dev, first_of(a));
     a->dev = NULL;
-    if (a->bytes > 0)
+    if (a->shared && a->n_alone > 0)
+        (void)madvise((char *)a->base + a->alone, a->n_alone, MADV_REMOVE);
+    else if (!a->shared && a->bytes > 0)
         (void)madvise(a->base, a->bytes, MADV_DONTNEED);
     a->reserved = 1;
 }
@@ -156,7 +193,7 @@ mt_status mt_arena_open(mt_arena *a, size_t bytes, mt_pool *pool, mt_dev *dev,
     mt_arena  made = { 0 };
     mt_status st;
 
-    MT_TRY(map_reserved(&made, bytes, 0, what, mapped));
+    MT_TRY(map_reserved(&made, bytes, 0, NULL, 0, what, mapped));
     MT_TRY(mt_arena_commit(&made, pool, dev));
     *a = made;
     return MT_OK;
@@ -200,7 +237,7 @@ void mt_arena_close(mt_arena *a)
     }
     if (a->dev != NULL)
         a->dev->ops->host_unregister(a->dev, first_of(a));
-    if (a->bytes > 0) {
+    if (a->bytes > 0 && !a->part) {
         mt_forks_shared(a->base);
         munmap(a->base, a->bytes);
     }

@@ -1,4 +1,4 @@
-/* arena.h — one region of memory, as large as asked for, all bytes zero.
+/* arena.h — one region of memory, as large as asked for, all bytes zero, or a range of a share.
  *
  *     mt_arena a = {0};
  *     mt_arena_open(&a, bytes, pool, dev, "unit layers.0, plane HI", mapped);
@@ -16,6 +16,7 @@
 
 #include "dev.h"
 #include "pool.h"
+#include "share.h"
 
 typedef struct mt_arena {
     void   *base;            /* NULL: not open. Aligned to a page; to 2 MiB from 4 MiB on */
@@ -25,6 +26,10 @@ typedef struct mt_arena {
     mt_dev *dev;             /* with which it is registered, or whose memory it is; NULL: neither */
     int     on_device;       /* it is memory of dev: base is no host address */
     int     reserved;        /* it is addresses alone, not committed */
+    int     part;            /* it lies in another arena, whose addresses they are */
+    int     shared;          /* it is in a share: others have it too */
+    size_t  alone, n_alone;  /* shared: so many bytes of what is kept, from there on, are in pages
+                              * that have nothing else */
 } mt_arena;
 
 /* Maps anonymous memory, spreads it over the nodes (numa.h), asks for huge pages where they pay,
@@ -34,13 +39,19 @@ typedef struct mt_arena {
 mt_status mt_arena_open  (mt_arena *a, size_t bytes, mt_pool *pool, mt_dev *dev,
                           const char *what, size_t mapped);
 mt_status mt_arena_reserve(mt_arena *a, size_t bytes, const char *what, size_t mapped);
+/* The same of a range of a share. own: what is written there is this process's (mt_share_map). */
+mt_status mt_arena_range (mt_arena *a, const mt_range *r, int own, const char *what, size_t mapped);
+/* Of one that is mapped: so many bytes from there on, in whole pages, as a reserved arena. It is
+ * closed before that one. */
+void      mt_arena_part  (mt_arena *a, const mt_arena *whole, size_t from, size_t bytes);
 /* Of a reserved arena these bytes, and those in pages with them, are all that is ever committed. */
 void      mt_arena_keep  (mt_arena *a, size_t from, size_t bytes);
 /* Touches and registers a reserved arena; what was written into it stays. */
 mt_status mt_arena_commit(mt_arena *a, mt_pool *pool, mt_dev *dev);
 /* Registers a committed arena; nothing to do when that is done, or nothing is mapped. */
 mt_status mt_arena_register(mt_arena *a, mt_dev *dev);
-/* Its pages are given back, registered or not, and it is reserved: what it held is gone. */
+/* Its pages are given back, registered or not, and it is reserved: what it held is gone. Of a
+ * shared one pages stay that have something else than what was kept. */
 void      mt_arena_decommit(mt_arena *a);
 /* Memory of dev for bytes from `from` on of what would begin at base. */
 mt_status mt_arena_device(mt_arena *a, size_t from, size_t bytes, mt_dev *dev, const char *what);

@@ -18,6 +18,8 @@
 typedef struct mt_context {
     struct mt_dev      *dev;
     struct mt_pool     *pool;            /* NULL: the calling thread alone */
+    struct mt_share    *share;           /* what other processes have of the store too; NULL: this
+                                          * one is alone */
     struct mt_store    *store;           /* in it the watch of all that works on it */
     struct mt_timeline *timeline;        /* NULL: nothing is recorded */
     void              (*warn)(const char *text);     /* the watch calls it; NULL: nobody */

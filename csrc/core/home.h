@@ -23,8 +23,10 @@ typedef struct mt_update_job {
     int        n_params;
     const int *params;           /* [n_params] parameters of the unit that have a gradient */
     /* Sum of squares of params[i]'s gradient when the offloaded one does not count (the user
-     * changed p.grad): computed on the pool by the updater. NULL: never. */
-    double (*sumsq)(void *arg, mt_pool *pool, int i, int *use);
+     * changed p.grad): computed on the pool by the updater. NULL: never. chunks, of a unit that has
+     * several owners: the sums of its own chunks are asked for, in place of the whole's; of a unit
+     * that has one: NULL. */
+    double (*sumsq)(void *arg, mt_pool *pool, int i, double *chunks, int *use);
     mt_status (*run)(void *arg, mt_pool *pool, float clip);   /* the update itself, on the host */
     mt_status (*put)(void *arg, mt_queue *q, float clip);     /* a settled unit's: see resident.h */
     /* An update that goes through the device. gradient: where a parameter's is in host memory, and

@@ -269,6 +269,9 @@ mt_status mt_store_set_passing(mt_store *s, int unit)
 
     if (u == NULL)
         return MT_FAIL(MT_EINVAL, "there is no unit %d; the store has %d", unit, mt_store_units(s));
+    if (u->shared)
+        return MT_FAIL(MT_ENOTSUP, "unit %s: processes share its memory; gradients that pass are "
+                       "not built for that yet", u->name);
     mt_lock(&s->map_mu);
     if (u->plane[side_of(u)][MT_PLANE_GRAD].offset != NULL)
         st = MT_FAIL(MT_ESTATE, "unit %s has a GRAD plane already; its gradients cannot pass",

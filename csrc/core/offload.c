@@ -5,6 +5,7 @@
  *   ADD after SET   the collector adds behind an event recorded behind both copies
  *   ADD after ADD   the collector takes tickets in order
  *   SET after ADD   the copy would overtake the collector: the putting thread waits for it
+ *   SUM             as SET, and so is what happens to the ACC plane
  * A settled unit's is written by d2h alone, whose order is enough.
  */
 #include "offload.h"
@@ -31,7 +32,7 @@ typedef struct parcel {
     int          settled;    /* the unit is settled: grad and acc are on the device, and nothing is
                               * staged */
     void        *grad;       /* GRAD plane */
-    float       *acc;        /* ACC plane; NULL: the sum lives in grad */
+    float       *acc;        /* ADD, SUM: ACC plane; NULL: the sum lives in grad */
     char        *staged;     /* ADD: host, where the copy lands */
     const void  *changed;    /* settled ADD: the GRAD plane on the host, which the user changed;
                               * NULL: nobody did */
@@ -389,6 +390,21 @@ void mt_offload_close(mt_offload *o)
 
 /* ---- put: first everything that can be refused, then the queue -------------------------- */
 
+static mt_status check_sum(const mt_offload *o, int unit, const mt_grad_item *it,
+                           const mt_param_desc *d)
+{
+    int64_t from;
+
+    if (mt_plane_bytes(MT_PLANE_ACC, d->dtype, MT_STATES_FP32, 1) == 0)
+        return MT_FAIL(MT_EINVAL, "unit %s: parameter %d is %s, of which no sum is kept beside the "
+                       "gradient; set that", mt_store_name(o->store, unit), it->param,
+                       mt_dtype_name(d->dtype));
+    if (it->sum == NULL && mt_store_owned(o->store, unit, it->param, &from) > 0)
+        return MT_FAIL(MT_EINVAL, "unit %s: the sum of parameter %d is at no address",
+                       mt_store_name(o->store, unit), it->param);
+    return MT_OK;
+}
+
 static mt_status check_item(const mt_offload *o, int unit, const mt_grad_item *it)
 {
     const mt_param_desc *d = mt_store_desc(o->store, unit, it->param);
@@ -405,10 +421,10 @@ static mt_status check_item(const mt_offload *o, int unit, const mt_grad_item *i
     if (it->mode == MT_GRAD_ADD && !can_add)
         return MT_FAIL(MT_ENOTSUP, "unit %s: gradients are to be added, and mt_offload_open() was "
                        "given no accumulate", mt_store_name(o->store, unit));
-    if (it->mode == MT_GRAD_ADD && mt_store_passes(o->store, unit))
-        return MT_FAIL(MT_ESTATE, "unit %s: its gradients pass, so none is there to add to",
-                       mt_store_name(o->store, unit));
-    return MT_OK;
+    if (it->mode != MT_GRAD_SET && mt_store_passes(o->store, unit))
+        return MT_FAIL(MT_ESTATE, "unit %s: its gradients pass, so none is there to add to, nor "
+                       "is a sum of them kept", mt_store_name(o->store, unit));
+    return it->mode == MT_GRAD_SUM ? check_sum(o, unit, it, d) : MT_OK;
 }
 
 /* Where a plane has the first element that is ours of a parameter: where the unit's gradients are,
@@ -443,13 +459,13 @@ static mt_status parcel_make(mt_offload *o, int unit, const mt_grad_item *it, ta
     p->bytes = (size_t)p->n * mt_dtype_bytes(p->dt);
     p->settled = mt_store_home(o->store, unit, NULL)->at != NULL;
     MT_TRY(plane_at(o, unit, it->param, MT_PLANE_GRAD, 0, &p->grad));
-    if (it->mode != MT_GRAD_ADD)
+    if (it->mode == MT_GRAD_SET)
         return MT_OK;
     if (mt_plane_bytes(MT_PLANE_ACC, p->dt, MT_STATES_FP32, 1) > 0) {
         MT_TRY(plane_at(o, unit, it->param, MT_PLANE_ACC, 0, &at));
         p->acc = at;
     }
-    if (p->settled && it->reread) {
+    if (p->settled && it->mode == MT_GRAD_ADD && it->reread) {
         MT_TRY(plane_at(o, unit, it->param, MT_PLANE_GRAD, 1, &at));
         p->changed = at;
     }
@@ -525,23 +541,38 @@ fail:
     return st;
 }
 
-static mt_status put_parcel(mt_offload *o, const parcel *p)
+/* SET, SUM: as it comes. */
+static mt_status put_as_it_is(mt_offload *o, const parcel *p)
 {
     const mt_dev_ops *v = o->dev->ops;
+    int               both = p->item.mode == MT_GRAD_SUM;
     mt_status         st;
 
-    if (p->n == 0)
-        return MT_OK;
-    if (is_staged(p))
-        return v->copy(o->d2h, p->staged, p->item.src, p->bytes);
-    if (p->item.mode == MT_GRAD_ADD)
-        return put_sum(o, p);
     if (o->kernels.sumsq != NULL)
-        MT_TRY(o->kernels.sumsq(o->kernels.ctx, o->d2h, p->dt, p->item.src, p->n, p->sum,
-                                p->chunks));
+        MT_TRY(o->kernels.sumsq(o->kernels.ctx, o->d2h, both ? MT_F32 : p->dt,
+                                both ? p->item.sum : p->item.src, p->n, p->sum, p->chunks));
+    if (both && p->item.sum != p->acc)
+        MT_TRY(v->copy(o->d2h, p->acc, p->item.sum, (size_t)p->n * sizeof *p->acc));
     return p->item.src == p->grad ? MT_OK : v->copy(o->d2h, p->grad, p->item.src, p->bytes);
 fail:
     return st;
+}
+
+static mt_status put_parcel(mt_offload *o, const parcel *p)
+{
+    if (p->n == 0)
+        return MT_OK;
+    if (is_staged(p))
+        return o->dev->ops->copy(o->d2h, p->staged, p->item.src, p->bytes);
+    return p->item.mode == MT_GRAD_ADD ? put_sum(o, p) : put_as_it_is(o, p);
+}
+
+/* That leave the device. */
+static size_t bytes_home(const parcel *p)
+{
+    size_t sum = p->item.mode == MT_GRAD_SUM ? (size_t)p->n * sizeof *p->acc : 0;
+
+    return p->settled ? 0 : p->bytes + sum;
 }
 
 /* Units that have a buffer for gradients that pass: no more have some on the device. */
@@ -572,7 +603,7 @@ static mt_status put_all(mt_offload *o, ticket *t, mt_queue *run)
     mt_timeline_begin(o->timeline, &span, MT_LANE_D2H, MT_WORK_OFFLOAD, t->unit, o->d2h);
     for (int i = 0; i < t->n; i++) {
         MT_TRY(put_parcel(o, &t->parcels[i]));
-        bytes += t->parcels[i].settled ? 0 : t->parcels[i].bytes;
+        bytes += bytes_home(&t->parcels[i]);
     }
     mt_timeline_end(o->timeline, &span, bytes, o->d2h);
     MT_TRY(v->record(o->d2h, t->landed));
@@ -589,13 +620,12 @@ static void note(mt_offload *o, const ticket *t, tally *y, int sent)
 {
     for (int i = 0; i < t->n; i++) {
         const parcel *p = &t->parcels[i];
-        int           adds = p->item.mode == MT_GRAD_ADD;
-        int           sums = adds || o->kernels.sumsq != NULL;
+        int           sums = p->item.mode == MT_GRAD_ADD || o->kernels.sumsq != NULL;
 
         y->flags[p->item.param] = (unsigned char)(!sent ? 0 :
             (sums && p->whole ? COUNTED : 0) | (sums && p->chunks != NULL ? CHUNKED : 0) |
-            (adds && p->acc != NULL ? SUMMED : 0));
-        o->d2h_bytes += sent && !p->settled ? p->bytes : 0;
+            (p->acc != NULL ? SUMMED : 0));
+        o->d2h_bytes += sent ? bytes_home(p) : 0;
     }
 }
 
@@ -642,7 +672,7 @@ static mt_status wait_turn(mt_offload *o, int unit, const mt_grad_item *items, i
     /* An update reads the plane that the copies will overwrite. */
     MT_TRY(mt_ledger_wait_updates(o->store, unit));
     for (int i = 0; i < n; i++)
-        sets += items[i].mode == MT_GRAD_SET;
+        sets += items[i].mode != MT_GRAD_ADD;
     mt_lock(&o->mu);
     adds = y->adds;
     mt_unlock(&o->mu);

@@ -7,7 +7,8 @@
  * For each item the D2H queue first takes the sum of squares on the device (fixed order: see
  * ops/sumsq.h), then copies: SET straight into the GRAD plane; ADD into a registered staging
  * buffer, from which the collector, a thread of ours, adds to what the plane holds.
- * 16-bit gradients are summed in fp32 in the ACC plane; the GRAD plane gets the rounded sum.
+ * 16-bit gradients are summed in fp32 in the ACC plane; the GRAD plane gets the rounded sum. SUM is
+ * a SET of both, of a sum that somebody made already: of the parts of several processes.
  * A settled unit's gradients stay on the device (resident.h): all of this is then done there, in
  * the D2H queue, and SET copies nothing where src is the GRAD plane itself.
  *
@@ -30,7 +31,7 @@
 #include "store.h"
 #include "stream.h"
 
-typedef enum mt_grad_mode { MT_GRAD_SET, MT_GRAD_ADD } mt_grad_mode;
+typedef enum mt_grad_mode { MT_GRAD_SET, MT_GRAD_ADD, MT_GRAD_SUM } mt_grad_mode;
 
 typedef struct mt_grad_item {
     int          param;
@@ -40,6 +41,9 @@ typedef struct mt_grad_item {
     /* ADD: 1 when the GRAD plane on the host was changed by the user since: its value counts, not
      * ACC's or the device's. First ADD after a SET starts ACC from the GRAD plane in any case. */
     int          reread;
+    /* SUM, of 16-bit types alone: what src is the rounding of, as many elements; the ACC plane gets
+     * it. Sums of squares are its, and what is added next is added to it. */
+    const float *sum;
 } mt_grad_item;
 
 /* Put "sum of squares of src[0..n) into *out" in q. out: host memory that q can write. chunks: such

@@ -5,8 +5,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-
-#define ALIGN_BYTES MT_PART_ALIGN   /* where a parameter may start: what GEMMs and disks like */
+#include <unistd.h>
 
 #define MT__PLANE_NAME(name, what) #name,
 static const char *const plane_names[MT_PLANE_COUNT] = { MT_PLANE_MAP(MT__PLANE_NAME) };
@@ -65,27 +64,51 @@ static int trains(const mt_param_desc *d)
     return __atomic_load_n(&d->trainable, __ATOMIC_RELAXED);
 }
 
-static int has_now(const mt_param_desc *d, mt_plane p, mt_states st)
+/* In a share what is trained now, and how, moves nothing: others need not know of it then. */
+static int has_now(const mt__unit *u, mt_plane p, const mt_param_desc *d)
 {
-    return (p == MT_PLANE_HI || trains(d)) && elem_bytes(p, d->dtype, st) > 0;
+    int has = 0;
+
+    if (p == MT_PLANE_HI)
+        return 1;
+    if (!u->shared)
+        return trains(d) && elem_bytes(p, d->dtype, states_of(u)) > 0;
+    for (int st = 0; st < MT_STATES_COUNT; st++)
+        has |= elem_bytes(p, d->dtype, (mt_states)st) > 0;
+    return has;
 }
 
-/* Where each of n parameters starts in a plane, and the bytes of all: multiples of 512. */
-static mt_status lay_out(const char *name, const mt_param_desc *d, int n, mt_states st, mt_plane p,
-                         size_t *offset, size_t *bytes)
+/* Of a parameter in a plane; in a share however its states are kept. */
+static size_t bytes_in(const mt__unit *u, mt_plane p, const mt_param_desc *d)
+{
+    size_t most = 0;
+
+    if (!u->shared)
+        return mt_plane_bytes(p, d->dtype, states_of(u), d->numel);
+    for (int st = 0; st < MT_STATES_COUNT; st++) {
+        size_t bytes = mt_plane_bytes(p, d->dtype, (mt_states)st, d->numel);
+
+        most = bytes > most ? bytes : most;
+    }
+    return most;
+}
+
+/* Where each parameter starts in a plane, and the bytes of all: multiples of the unit's align. */
+static mt_status lay_out(const mt__unit *u, mt_plane p, size_t *offset, size_t *bytes)
 {
     size_t at = 0;
 
-    for (int i = 0; i < n; i++) {
-        int    has = has_now(&d[i], p, st);
-        size_t len = has ? mt_plane_bytes(p, d[i].dtype, st, d[i].numel) : 0;
+    for (int i = 0; i < u->n_params; i++) {
+        const mt_param_desc *d = &u->desc[i];
+        int                  has = has_now(u, p, d);
+        size_t               len = has ? bytes_in(u, p, d) : 0;
 
         offset[i] = has ? at : MT__ABSENT;
-        if ((has && (uint64_t)d[i].numel > SIZE_MAX / ELEM_MOST) ||
-            __builtin_add_overflow(at, len, &at) || at > SIZE_MAX - ALIGN_BYTES)
+        if ((has && (uint64_t)d->numel > SIZE_MAX / ELEM_MOST) ||
+            __builtin_add_overflow(at, len, &at) || at > SIZE_MAX - u->align)
             return MT_FAIL(MT_EINVAL, "unit %s: parameter %d of %" PRId64 " x %s does not fit "
-                           "an address space", name, i, d[i].numel, mt_dtype_name(d[i].dtype));
-        at = (at + ALIGN_BYTES - 1) / ALIGN_BYTES * ALIGN_BYTES;
+                           "an address space", u->name, i, d->numel, mt_dtype_name(d->dtype));
+        at = (at + u->align - 1) / u->align * u->align;
     }
     *bytes = at;
     return MT_OK;
@@ -131,6 +154,7 @@ mt_status mt_store_open(const mt_context *cx, mt_store **out)
     mt_watch_open(&s->watch, cx->warn);
     s->dev = cx->dev;
     s->pool = cx->pool;
+    s->share = cx->share;
     s->most_lent = MT_STORE_LENT;
     *out = s;
     return MT_OK;
@@ -145,11 +169,13 @@ static size_t plane_close(mt__plane *pl, int n_params)
         bytes += pl->late[i].reserved ? 0 : pl->late[i].kept;
         mt_arena_close(&pl->late[i]);
     }
+    mt_arena_close(&pl->view);
     mt_arena_close(&pl->arena);
     free(pl->late);
     free(pl->offset);
+    free(pl->place);
     pl->late = NULL;
-    pl->offset = NULL;
+    pl->offset = pl->place = NULL;
     return bytes;
 }
 
@@ -165,7 +191,9 @@ static void unit_close(mt_store *s, mt__unit *u)
     }
     mt_watch_take(&s->watch, &u->copying);
     s->dev->ops->event_close(u->fetched);
+    mt_board_close(&u->board);
     free(u->mirror.copies);
+    free(u->chunk);
     free(u->hi_offset);
     free(u->desc);
     free(u->name);
@@ -210,6 +238,8 @@ static mt_status unit_open(mt_store *s, const char *name, const mt_param_desc *d
     u->n_params = n;
     u->own.end.param = n;
     u->owners = 1;
+    u->shared = s->share != NULL;
+    u->align = u->shared ? (size_t)sysconf(_SC_PAGESIZE) : MT_PART_ALIGN;
     u->version = 1;
     atomic_store(&u->home, &mt_home_ram);
     u->name = strdup(name);
@@ -223,7 +253,7 @@ static mt_status unit_open(mt_store *s, const char *name, const mt_param_desc *d
         MT_TRY(check_desc(name, &d[i], i));
         u->desc[i] = d[i];
     }
-    MT_TRY(lay_out(name, u->desc, n, MT_STATES_FP32, MT_PLANE_HI, u->hi_offset, &u->hi_bytes));
+    MT_TRY(lay_out(u, MT_PLANE_HI, u->hi_offset, &u->hi_bytes));
     *out = u;
     return MT_OK;
 
@@ -250,6 +280,39 @@ static mt_status publish(mt_store *s, mt__unit *u, int *unit)
     return MT_OK;
 }
 
+/* Under map_mu. One of these planes that is made; MT_PLANE_COUNT: none. */
+static int made_of(const mt__unit *u, unsigned planes)
+{
+    for (int p = 0; p < MT_PLANE_COUNT; p++)
+        if ((planes >> p & 1) &&
+            (u->plane[MT__HOST][p].offset != NULL || u->plane[MT__DEVICE][p].offset != NULL))
+            return p;
+    return MT_PLANE_COUNT;
+}
+
+static mt_status set_owner(mt_store *s, int unit, int owner, int owners)
+{
+    mt_portion own;
+    mt__unit  *u;
+    int        made;
+    mt_status  st;
+
+    MT_TRY(mt_portion_of(s, unit, owner, owners, &own));
+    u = mt__unit_at(s, unit);
+    mt_lock(&s->map_mu);
+    made = made_of(u, ~(1u << MT_PLANE_HI));
+    if (made != MT_PLANE_COUNT) {
+        st = MT_FAIL(MT_ESTATE, "unit %s has its plane %s already; its owners are named before",
+                     u->name, mt_plane_name((mt_plane)made));
+    } else {
+        u->own = own;
+        u->owners = owners;
+    }
+    mt_unlock(&s->map_mu);
+fail:
+    return st;
+}
+
 mt_status mt_store_add(mt_store *s, const char *name, const mt_param_desc *p, int n, int *unit)
 {
     mt__unit *u = NULL;
@@ -258,10 +321,15 @@ mt_status mt_store_add(mt_store *s, const char *name, const mt_param_desc *p, in
     if (st != MT_OK)
         return st;
     mt_lock(&s->map_mu);
-    st = publish(s, u, unit);
+    if (s->share != NULL)
+        st = mt__share_unit(s, u, atomic_load(&s->n_units));
+    if (st == MT_OK)
+        st = publish(s, u, unit);
     mt_unlock(&s->map_mu);
     if (st != MT_OK)
         unit_close(s, u);
+    else if (s->share != NULL)
+        st = set_owner(s, *unit, mt_share_rank(s->share), mt_share_ranks(s->share));
     return st;
 }
 
@@ -273,7 +341,7 @@ mt__unit *mt__unit_at(const mt_store *s, int unit)
 }
 
 /* The unit, or MT_EINVAL for a unit or parameter that is not there. */
-static mt_status find(const mt_store *s, int unit, int param, mt__unit **out)
+mt_status mt__find(const mt_store *s, int unit, int param, mt__unit **out)
 {
     mt__unit *u = mt__unit_at(s, unit);
 
@@ -291,7 +359,7 @@ mt_status mt_store_set_trainable(mt_store *s, int unit, int param, int on)
 {
     mt_param_desc d;
     mt__unit     *u;
-    mt_status     st = find(s, unit, param, &u);
+    mt_status     st = mt__find(s, unit, param, &u);
 
     if (st != MT_OK)
         return st;
@@ -351,16 +419,6 @@ mt_states mt_store_states(const mt_store *s, int unit)
     return u != NULL ? states_of(u) : MT_STATES_FP32;
 }
 
-/* Under map_mu. One of these planes that is made; MT_PLANE_COUNT: none. */
-static int made_of(const mt__unit *u, unsigned planes)
-{
-    for (int p = 0; p < MT_PLANE_COUNT; p++)
-        if ((planes >> p & 1) &&
-            (u->plane[MT__HOST][p].offset != NULL || u->plane[MT__DEVICE][p].offset != NULL))
-            return p;
-    return MT_PLANE_COUNT;
-}
-
 mt_status mt_store_set_states(mt_store *s, int unit, mt_states states)
 {
     mt__unit *u = mt__unit_at(s, unit);
@@ -386,25 +444,10 @@ mt_status mt_store_set_states(mt_store *s, int unit, mt_states states)
 
 mt_status mt_store_own(mt_store *s, int unit, int owner, int owners)
 {
-    mt_portion own;
-    mt__unit  *u;
-    int        made;
-    mt_status  st;
-
-    MT_TRY(mt_portion_of(s, unit, owner, owners, &own));
-    u = mt__unit_at(s, unit);
-    mt_lock(&s->map_mu);
-    made = made_of(u, ~(1u << MT_PLANE_HI));
-    if (made != MT_PLANE_COUNT) {
-        st = MT_FAIL(MT_ESTATE, "unit %s has its plane %s already; its owners are named before",
-                     u->name, mt_plane_name((mt_plane)made));
-    } else {
-        u->own = own;
-        u->owners = owners;
-    }
-    mt_unlock(&s->map_mu);
-fail:
-    return st;
+    if (s->share != NULL)
+        return MT_FAIL(MT_ESTATE, "unit %s: its owners are those that share it",
+                       mt_store_name(s, unit));
+    return set_owner(s, unit, owner, owners);
 }
 
 int mt_store_owners(const mt_store *s, int unit)
@@ -442,10 +485,13 @@ size_t mt_store_bytes(const mt_store *s, mt_plane p)
 
 /* ---- planes ----------------------------------------------------------------------------- */
 
-/* With whom a plane's host memory is registered: those that a copy engine looks at. */
+/* With whom a plane's host memory is registered: those that a copy engine looks at. Of several
+ * owners' gradients sums come too (MT_GRAD_SUM). */
 static mt_dev *registrar(const mt_store *s, const mt__unit *u, mt_plane p)
 {
-    return atomic_load(&u->home)->registered >> p & 1 ? s->dev : NULL;
+    int sums = p == MT_PLANE_ACC && u->owners > 1;
+
+    return sums || (atomic_load(&u->home)->registered >> p & 1) ? s->dev : NULL;
 }
 
 /* Its arena on the host is no more than addresses. late: of a parameter that came after the others,
@@ -473,9 +519,11 @@ typedef struct layout {
 /* Of weights all of it: they are fetched, and read, as a whole. */
 static void keep_own(const mt__unit *u, mt_plane p, const size_t *offset, layout *l)
 {
+    int shares = u->shared && p != MT_PLANE_HI && !l->late;     /* parameters keep, being late */
+
     l->from = 0;
-    l->kept = l->bytes;
-    if (p == MT_PLANE_HI || is_whole(u))
+    l->kept = shares ? 0 : l->bytes;
+    if (p == MT_PLANE_HI || is_whole(u) || shares)
         return;
     l->kept = 0;
     for (int i = 0; i < l->n; i++) {
@@ -490,6 +538,21 @@ static void keep_own(const mt__unit *u, mt_plane p, const size_t *offset, layout
     }
 }
 
+/* Host addresses, of a plane or of a late arena. */
+static mt_status reserve(mt_store *s, const mt__unit *u, mt_plane p, const layout *l,
+                         const char *what, mt_arena *a)
+{
+    const mt__plane *pl = &u->plane[MT__HOST][p];
+    size_t           mapped = mt_store_bytes(s, MT_PLANE_COUNT);
+
+    if (!u->shared)
+        return mt_arena_reserve(a, l->bytes, what, mapped);
+    if (!l->late)
+        return mt_arena_range(a, &u->range[p], 0, what, mapped);
+    mt_arena_part(a, &pl->arena, pl->place[l->first], l->bytes);
+    return MT_OK;
+}
+
 /* Host memory: addresses for all of it, pages for what is this process's. */
 static mt_status map_own(mt_store *s, const mt__unit *u, mt_plane p, const layout *l, int copy,
                          const char *what, mt_arena *a)
@@ -497,7 +560,7 @@ static mt_status map_own(mt_store *s, const mt__unit *u, mt_plane p, const layou
     mt_arena  made = { 0 };
     mt_status st;
 
-    MT_TRY(mt_arena_reserve(&made, l->bytes, what, mt_store_bytes(s, MT_PLANE_COUNT)));
+    MT_TRY(reserve(s, u, p, l, what, &made));
     mt_arena_keep(&made, l->from, l->kept);
     if (!copy)
         MT_TRY(mt_arena_commit(&made, s->pool, registrar(s, u, p)));
@@ -521,7 +584,7 @@ static mt_status map(mt_store *s, const mt__unit *u, int side, mt_plane p, const
     snprintf(what, sizeof what, "unit %s, plane %s", u->name, mt_plane_name(p));
     if (side == MT__DEVICE)
         st = mt_arena_device(a, l->from, l->kept, s->dev, what);
-    else if (copy || l->kept < l->bytes)
+    else if (copy || l->kept < l->bytes || u->shared)
         st = map_own(s, u, p, l, copy, what, a);
     else
         st = mt_arena_open(a, l->bytes, s->pool, registrar(s, u, p), what,
@@ -538,7 +601,7 @@ mt_status mt__lay_out(const mt__unit *u, mt_plane p, size_t **offset, size_t *by
 
     if (made == NULL)
         return MT_FAIL(MT_ENOMEM, "unit %s: no memory for %d offsets", u->name, u->n_params);
-    if ((st = lay_out(u->name, u->desc, u->n_params, states_of(u), p, made, bytes)) != MT_OK) {
+    if ((st = lay_out(u, p, made, bytes)) != MT_OK) {
         free(made);
         return st;
     }
@@ -563,11 +626,25 @@ static void publish_arena(mt_store *s, mt_arena *a, mt_arena made)
     mt_unlock(&s->map_mu);
 }
 
+/* The offsets become places; the offsets of late parameters are left. */
+static mt_status all_late(const mt__unit *u, size_t **offset, size_t **place)
+{
+    size_t *absent = calloc(u->n_params > 0 ? (size_t)u->n_params : 1, sizeof *absent);
+
+    if (absent == NULL)
+        return MT_FAIL(MT_ENOMEM, "unit %s: no memory for %d offsets", u->name, u->n_params);
+    for (int i = 0; i < u->n_params; i++)
+        absent[i] = MT__ABSENT;
+    *place = *offset;
+    *offset = absent;
+    return MT_OK;
+}
+
 /* Under making. Nothing to do when the plane is there. */
 static mt_status plane_make(mt_store *s, mt__unit *u, int side, mt_plane p)
 {
     mt__plane *pl = &u->plane[side][p];
-    size_t    *offset = NULL;
+    size_t    *offset = NULL, *place = NULL;
     layout     l = { .n = u->n_params };
     mt_arena   made = { 0 };
     mt_status  st;
@@ -575,16 +652,20 @@ static mt_status plane_make(mt_store *s, mt__unit *u, int side, mt_plane p)
     if (pl->offset != NULL)
         return MT_OK;
     MT_TRY(mt__lay_out(u, p, &offset, &l.bytes));
+    if (u->shared && p != MT_PLANE_HI)
+        MT_TRY(all_late(u, &offset, &place));
     keep_own(u, p, offset, &l);
     MT_TRY(map(s, u, side, p, &l, &made));
     mt_lock(&s->map_mu);
     pl->arena = made;
     pl->offset = offset;
+    pl->place = place;
     mt_unlock(&s->map_mu);
     return MT_OK;
 
 fail:
     free(offset);
+    free(place);
     return st;
 }
 
@@ -609,7 +690,7 @@ static size_t late_bytes(const mt__unit *u, int param, mt_plane p)
     const mt_param_desc *d = &u->desc[param];
     size_t               bytes = mt_plane_bytes(p, d->dtype, states_of(u), d->numel);
 
-    return (bytes + ALIGN_BYTES - 1) / ALIGN_BYTES * ALIGN_BYTES;
+    return (bytes + MT_PART_ALIGN - 1) / MT_PART_ALIGN * MT_PART_ALIGN;
 }
 
 /* Under making. The arena of one of these. */
@@ -699,7 +780,7 @@ static mt_status at(mt_store *s, int unit, int param, int side, mt_plane p, void
 
     if (!plane_ok(p))
         return MT_FAIL(MT_EINVAL, "there is no plane %d", (int)p);
-    MT_TRY(find(s, unit, param, &u));
+    MT_TRY(mt__find(s, unit, param, &u));
     pl = &u->plane[side][p];
     if (side == MT__DEVICE && !(atomic_load(&u->home)->device >> p & 1))
         return MT_FAIL(MT_EINVAL, "unit %s: the store has no plane %s of it on the device; settled "
@@ -882,6 +963,9 @@ static mt_status may_move(mt_store *s, const mt__unit *u, const mt_home *from, c
 {
     mt_plane made;
 
+    if (u->shared && to->away != 0)
+        return MT_FAIL(MT_ENOTSUP, "unit %s: processes share its memory; one that %s is not built "
+                       "for that yet", u->name, to->lives);
     if (to->from != from && from->from != to)
         return MT_FAIL(MT_ESTATE, "unit %s %s; it cannot be one that %s too", u->name, from->lives,
                        to->lives);
@@ -975,7 +1059,7 @@ mt_status mt_store_in_arena(mt_store *s, int unit, int param, mt_plane p, int *i
     mt__unit  *u;
     mt_status  st;
 
-    MT_TRY(find(s, unit, param, &u));
+    MT_TRY(mt__find(s, unit, param, &u));
     pl = &u->plane[MT__HOST][p];
     mt_lock(&pl->making);
     if ((st = plane_make(s, u, MT__HOST, p)) == MT_OK)

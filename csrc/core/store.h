@@ -39,7 +39,8 @@
     X(M,      "first moment, fp32 or 8 bits; updater only")                                     \
     X(V,      "second moment, fp32 or 8 bits; updater only")                                    \
     X(SCALE,  "of moments of 8 bits: two fp32 for every 128 elements; updater only")            \
-    X(ACC,    "fp32 sum of 16-bit micro-batch gradients; the collector writes, the updater reads")
+    X(ACC,    "fp32 sum of 16-bit gradients; registered where a unit has several owners; the "   \
+              "collector or the D2H queue writes, the updater reads")
 #define MT_PLANE_ENUM(name, what) MT_PLANE_##name,
 typedef enum mt_plane { MT_PLANE_MAP(MT_PLANE_ENUM) MT_PLANE_COUNT } mt_plane;
 #undef MT_PLANE_ENUM
@@ -62,7 +63,9 @@ typedef struct mt_param_desc {
 typedef struct mt_store mt_store;
 typedef struct mt_home mt_home;          /* home.h */
 
-/* Of the context: dev, pool, warn. */
+/* Of the context: dev, pool, warn, share. With a share (share.h) the planes lie there, parameters
+ * begin at pages, the unit's owners are the ranks, and all ranks add the same units in the same
+ * order: MT_EINVAL where that is seen to be otherwise. A share is one store's in each process. */
 mt_status mt_store_open (const mt_context *cx, mt_store **out);
 void      mt_store_close(mt_store *s);
 mt_status mt_store_add  (mt_store *s, const char *name, const mt_param_desc *p, int n, int *unit);
@@ -95,7 +98,8 @@ mt_states mt_store_states    (const mt_store *s, int unit);              /* any 
 
 /* Several processes update the unit, and this one owns a portion of it (portion.h): of planes other
  * than HI nothing else is committed, nor is on the device, and what moves them moves nothing else.
- * Until it is called, all of the unit is its own. MT_ESTATE when such a plane is made. */
+ * Until it is called, all of the unit is its own. MT_ESTATE when such a plane is made, and in a
+ * share, where the store itself knows. */
 mt_status mt_store_own  (mt_store *s, int unit, int owner, int owners);
 int       mt_store_owners(const mt_store *s, int unit);                  /* 1 until then */
 /* How many of a parameter's elements are its own, and the first of them. Any thread. */
@@ -107,6 +111,12 @@ int64_t   mt_store_owned(const mt_store *s, int unit, int param, int64_t *from);
  * MT_EINVAL when the plane has nothing for it, or leaves it out because it is not trainable.
  * Addresses stay. */
 mt_status mt_store_at(mt_store *s, int unit, int param, mt_plane p, void **out);
+/* The same for user code. In a share: a place that shows what the plane has, until this process
+ * writes there: pages that it wrote are its own, until they are dropped. So what every process does
+ * in place (p.mul_) reads, on each, what was there before. Alone: the plane. */
+mt_status mt_store_view(mt_store *s, int unit, int param, mt_plane p, void **out);
+/* The parameter's place shows the plane's values again. Nobody else is at it. */
+void      mt_store_view_drop(mt_store *s, int unit, int param, mt_plane p);
 /* The whole HI plane of a unit: what one H2D copy reads. */
 mt_status mt_store_hi(mt_store *s, int unit, void **out);
 
@@ -114,8 +124,9 @@ mt_status mt_store_hi(mt_store *s, int unit, void **out);
  * planes that the home keeps: memory that the host had for them stays as it is, that of weights to
  * be stored later is committed, since somebody fills it, and the rest is reserved. Back in ram all
  * that was made is committed and registered; memory on the device is given back, so its values have
- * come before. MT_ESTATE: a unit comes to a home from one other, and goes back to that alone; on
- * failure the unit is where it was. One thread, while no other is inside for that unit. */
+ * come before. MT_ESTATE: a unit comes to a home from one other, and goes back to that alone.
+ * MT_ENOTSUP: in a share, a home that keeps planes. On failure the unit is where it was. One thread,
+ * while no other is inside for that unit. */
 mt_status      mt_store_move(mt_store *s, int unit, const mt_home *to, void *of);
 /* Any thread may ask. ram where there is no such unit; of may be NULL. */
 const mt_home *mt_store_home(const mt_store *s, int unit, void **of);

@@ -26,6 +26,10 @@ typedef struct mt__plane {
     mt_arena  arena;
     mt_arena *late;          /* [n_params] arenas of parameters that became trainable afterwards;
                               * NULL: none did */
+    size_t   *place;         /* [n_params] in a share, but of HI: bytes into the arena. All lie
+                              * there as late ones, each made when it is asked for; offset has
+                              * MT__ABSENT */
+    mt_arena  view;          /* in a share: the arena's range again, for user code (view.c) */
 } mt__plane;
 
 #define MT__ABSENT SIZE_MAX
@@ -58,6 +62,11 @@ typedef struct mt__unit {
     mt_portion     own;              /* this process's, as one of so many owners. Set before a plane
                                       * but HI is made */
     int            owners;
+    int            shared;           /* it is in a share. These six are written by add too */
+    size_t         align;            /* bytes; where a parameter may begin in a plane */
+    mt_range       range[MT_PLANE_COUNT];    /* these three: in a share */
+    mt_board       board;
+    size_t        *chunk;            /* [n_params] its first chunk's number on the board */
     atomic_int     states;           /* an mt_states; set under map_mu, before a plane of them is
                                       * made */
     /* Where the unit lives, and what that home's functions get. The thread that moves the unit
@@ -96,6 +105,7 @@ typedef struct mt__ledger {
 struct mt_store {
     mt_dev         *dev;
     mt_pool        *pool;
+    mt_share       *share;                   /* NULL: this process is alone */
     mt_mutex        map_mu, fetched_mu, mirror_mu;
     pthread_cond_t  mirror_changed;          /* broadcast when a door is open again */
     mt__unit      **seg[MT__SEGS];           /* written under map_mu before n_units covers them */
@@ -114,7 +124,13 @@ mt__unit *mt__unit_at(const mt_store *s, int unit);          /* NULL when there 
 
 /* store.c. lay_out: offsets of a plane as parameters are trained now, malloc'd. */
 mt_status mt__lay_out(const mt__unit *u, mt_plane p, size_t **offset, size_t *bytes);
+mt_status mt__find   (const mt_store *s, int unit, int param, mt__unit **out);   /* or MT_EINVAL */
 void      mt__unbind (mt_store *s, int unit);   /* both locks: it has no GRAD plane now */
+
+/* view.c, of a unit in a share: its ranges and its board, before it is published. chunks: of a
+ * parameter's elements. */
+mt_status mt__share_unit(mt_store *s, mt__unit *u, int unit);
+int64_t   mt__chunks_of (int64_t numel);
 
 /* lend.c. take_back is called when a unit's update ends, before that is told; lent_close by the
  * store's close, behind its units'. */

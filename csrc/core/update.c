@@ -169,7 +169,7 @@ static double sum_of(mt_updater *u, const job *b, int i, int *known)
     double sum = 0;
 
     if (b->j.sumsq != NULL)
-        sum = b->j.sumsq(b->j.arg, u->pool, i, &use);
+        sum = b->j.sumsq(b->j.arg, u->pool, i, NULL, &use);
     if (!use)
         sum = mt_offload_sumsq(u->grads, b->j.unit, b->j.params[i], &valid);
     *known = use || b->counted[i];

@@ -444,7 +444,8 @@ static void hand_over(engine *e, int unit, source *s)
     mt_grad_item items[TOY_PARAMS];
 
     for (int p = 0; p < TOY_PARAMS; p++)
-        items[p] = (mt_grad_item){ p, s->g[p], e->has[unit] ? MT_GRAD_ADD : MT_GRAD_SET, 0 };
+        items[p] = (mt_grad_item){ p, s->g[p], e->has[unit] ? MT_GRAD_ADD : MT_GRAD_SET, 0,
+                                   NULL };
     e->has[unit] = 1;
     CHECK_OK(mt_offload_put(e->o, unit, items, TOY_PARAMS, e->t.run, &s->ticket));
     mt_stream_mark_offload(e->s, unit);
@@ -1013,11 +1014,12 @@ static mt_status probe_run(void *arg, mt_pool *pool, float clip)
     return p->fail ? MT_FAIL(MT_EDEVICE, "the probe failed") : MT_OK;
 }
 
-static double probe_sumsq(void *arg, mt_pool *pool, int i, int *use)
+static double probe_sumsq(void *arg, mt_pool *pool, int i, double *chunks, int *use)
 {
     const probe *p = arg;
 
     (void)pool;
+    (void)chunks;
     *use = i == 0 && p->own_sum >= 0;
     return p->own_sum;
 }
@@ -1399,7 +1401,7 @@ static mt_status try_step(engine *e, int mode)
     MT_TRY(mt_stream_begin(e->s));
     for (int u = 0; u < UNITS; u++) {
         update_arg  *a;
-        mt_grad_item item = { 1, e->x, mode ? MT_GRAD_ADD : MT_GRAD_SET, 0 };
+        mt_grad_item item = { 1, e->x, mode ? MT_GRAD_ADD : MT_GRAD_SET, 0, NULL };
 
         MT_TRY(mt_stream_acquire(e->s, u, e->t.run, &k, &mem));
         MT_TRY(mt_stream_await(e->s, k, e->t.run));

@@ -62,7 +62,7 @@ static mt_status try_put(rig *r, int unit, mt_grad_mode mode, int reread, uint64
     mt_grad_item items[TOY_PARAMS];
 
     for (int p = 0; p < TOY_PARAMS; p++)
-        items[p] = (mt_grad_item){ p, r->src[p], mode, reread };
+        items[p] = (mt_grad_item){ p, r->src[p], mode, reread, NULL };
     return mt_offload_put(r->o, unit, items, TOY_PARAMS, r->t.run, ticket);
 }
 
@@ -203,6 +203,49 @@ static void bf16_micro_batches_add_up_in_fp32(void)
     rig_close(&r);
 }
 
+/* Behind the gradients in r->src. */
+static float *sums(rig *r, int param)
+{
+    return (float *)(void *)((char *)r->src[param] + 2048);
+}
+
+/* A rounding far from its sum shows where each of the two goes. */
+static void put_sum(rig *r, int unit, float rounding, float sum)
+{
+    mt_grad_item items[TOY_PARAMS];
+    uint64_t     ticket;
+
+    fill(r, MT_BF16, rounding);
+    for (int p = 0; p < TOY_PARAMS; p++) {
+        for (int64_t i = 0; i < 128; i++)
+            sums(r, p)[i] = sum;
+        items[p] = (mt_grad_item){ p, r->src[p], MT_GRAD_SUM, 0, sums(r, p) };
+    }
+    CHECK_OK(mt_offload_put(r->o, unit, items, TOY_PARAMS, r->t.run, &ticket));
+}
+
+static void a_sum_and_its_rounding_come_home(void)
+{
+    rig r;
+
+    rig_open(&r, MT_BF16, 1, 200);
+    put_sum(&r, 0, 7.0f, 257.0f);
+    CHECK_EQ(mt_offload_has_acc(r.o, 0, 0), 1);
+    CHECK_OK(mt_ledger_wait_grads(r.t.store, 0));
+    CHECK(grad_is(&r, MT_BF16, 0, 7.0f));
+    CHECK(toy_at(&r.t, 0, 0, MT_PLANE_ACC)[0] == 257.0f);
+    CHECK(sum_is(&r, 0, 257.0f));
+    CHECK_EQ(mt_offload_d2h_bytes(r.o), (2 + 4) * (toy_numel(0, 0) + toy_numel(0, 1)));
+    put_value(&r, MT_BF16, 0, MT_GRAD_ADD, 1.0f);   /* to the sum, not to its rounding */
+    CHECK(grad_is(&r, MT_BF16, 0, 258.0f));
+    CHECK(toy_at(&r.t, 0, 0, MT_PLANE_ACC)[0] == 258.0f);
+    put_value(&r, MT_BF16, 0, MT_GRAD_SET, 8.0f);   /* the next step: the sum does not count */
+    CHECK_EQ(mt_offload_has_acc(r.o, 0, 0), 0);
+    put_value(&r, MT_BF16, 0, MT_GRAD_ADD, 1.0f);
+    CHECK(grad_is(&r, MT_BF16, 0, 9.0f));
+    rig_close(&r);
+}
+
 static void acc_starts_from_grad_after_reread_and_forget(void)
 {
     rig       r;
@@ -262,6 +305,24 @@ static void hand_overs_of_one_unit_keep_their_order(void)
     CHECK_OK(mt_offload_drain(r.o));
     CHECK(grad_is(&r, MT_F32, 0, 2.0f));
     CHECK(sum_is(&r, 0, 2.0f));
+    rig_close(&r);
+}
+
+static void a_sum_waits_for_what_is_added_before_it(void)
+{
+    rig                r;
+    mt_offload_kernels slow = { .sumsq = toy_sumsq, .accumulate = slow_accumulate };
+
+    rig_open_with(&r, MT_BF16, 0, 0, slow);
+    fill(&r, MT_BF16, 1.0f);
+    (void)put(&r, 0, MT_GRAD_SET, 0);
+    (void)put(&r, 0, MT_GRAD_ADD, 0);
+    (void)put(&r, 0, MT_GRAD_ADD, 0);
+    put_sum(&r, 0, 4.0f, 32.0f);
+    CHECK_OK(mt_offload_drain(r.o));
+    CHECK(grad_is(&r, MT_BF16, 0, 4.0f));
+    CHECK(toy_at(&r.t, 0, 0, MT_PLANE_ACC)[0] == 32.0f);
+    CHECK(sum_is(&r, 0, 32.0f));
     rig_close(&r);
 }
 
@@ -455,7 +516,7 @@ static void refusals_name_the_unit_and_change_nothing(void)
     mt_offload        *o = NULL;
     mt_offload_kernels no_sum = { .sumsq = toy_sumsq };
     uint64_t           ticket = 99;
-    mt_grad_item       item = { TOY_PARAMS, NULL, MT_GRAD_SET, 0 };
+    mt_grad_item       item = { .param = TOY_PARAMS, .mode = MT_GRAD_SET };
 
     rig_open_with(&r, MT_F32, 0, 0, no_sum);
     CHECK_EQ(mt_offload_open(&r.t.cx, 0, no_sum, &o), MT_EINVAL);
@@ -476,6 +537,30 @@ static void refusals_name_the_unit_and_change_nothing(void)
     CHECK_OK(mt_offload_put(r.o, 1, &item, 1, r.t.run, &ticket));
     CHECK_EQ(ticket, 1);
     mt_offload_close(NULL);
+    rig_close(&r);
+}
+
+static void sums_that_have_no_place_are_refused(void)
+{
+    rig          r;
+    uint64_t     ticket;
+    mt_grad_item item = { .param = 1, .mode = MT_GRAD_SUM };
+
+    rig_open(&r, MT_F32, 0, 0);
+    item.src = r.src[1];
+    item.sum = sums(&r, 1);
+    CHECK_EQ(mt_offload_put(r.o, 1, &item, 1, r.t.run, &ticket), MT_EINVAL);
+    CHECK_HAS(mt_last_error(), "unit layers.1: parameter 1 is F32");
+    rig_close(&r);
+
+    rig_open(&r, MT_BF16, 0, 0);
+    item = (mt_grad_item){ 1, r.src[1], MT_GRAD_SUM, 0, NULL };
+    CHECK_EQ(mt_offload_put(r.o, 1, &item, 1, r.t.run, &ticket), MT_EINVAL);
+    CHECK_HAS(mt_last_error(), "unit layers.1: the sum of parameter 1");
+    item.sum = sums(&r, 1);
+    CHECK_OK(mt_store_set_passing(r.t.store, 1));
+    CHECK_EQ(mt_offload_put(r.o, 1, &item, 1, r.t.run, &ticket), MT_ESTATE);
+    CHECK_HAS(mt_last_error(), "pass");
     rig_close(&r);
 }
 
@@ -545,6 +630,7 @@ static void every_failing_device_call_frees_everything(void)
     X(gradients_come_home_with_their_sums_of_squares) X(bf16_gradients_come_home_too) \
     X(without_a_sumsq_kernel_no_sum_counts) X(sumsq_counts_from_put_to_forget) \
     X(micro_batches_add_up_in_fp32) X(bf16_micro_batches_add_up_in_fp32) \
+    X(a_sum_and_its_rounding_come_home) X(a_sum_waits_for_what_is_added_before_it) \
     X(acc_starts_from_grad_after_reread_and_forget) X(an_add_before_any_set_adds_to_the_plane) \
     X(hand_overs_of_one_unit_keep_their_order) X(many_hand_overs_in_flight_all_count) \
     X(a_full_line_makes_put_wait) \
@@ -552,5 +638,6 @@ static void every_failing_device_call_frees_everything(void)
     X(sources_that_pass_go_as_soon_as_buffers_say)                                            \
     X(land_keeps_sources_until_they_are_home) \
     X(put_waits_for_the_update_that_reads_the_plane) X(sync_returns_when_all_is_home) \
-    X(refusals_name_the_unit_and_change_nothing) X(every_failing_device_call_frees_everything)
+    X(refusals_name_the_unit_and_change_nothing) X(sums_that_have_no_place_are_refused) \
+    X(every_failing_device_call_frees_everything)
 CHECK_MAIN(TESTS)

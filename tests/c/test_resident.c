@@ -392,7 +392,7 @@ static void window(model *m, int step, int micro, int u)
                                                      PARAMS + p),
                      .infinite = step % 7 == 5 && u == 1 && p == 1 && micro == 0 };
         items[p] = (mt_grad_item){ p, w->grad, micro > 0 ? MT_GRAD_ADD : MT_GRAD_SET,
-                                   m->changed[u][p] };
+                                   m->changed[u][p], NULL };
         REQUIRE(m->dev->ops->call(m->run, do_work, w) == MT_OK);
         m->changed[u][p] = 0;
     }
@@ -1191,8 +1191,9 @@ static void bringing_touches_no_other_parameter(void)
     g1 = host(&m, 1, 1, MT_PLANE_GRAD);
     g0[0] = 42;
     ((float *)m.source[1][1][1])[0] = 7;
-    CHECK_OK(mt_offload_put(m.o, 1, &(mt_grad_item){ 1, m.source[1][1][1], MT_GRAD_SET, 0 }, 1,
-                            m.run, &ticket));
+    CHECK_OK(mt_offload_put(m.o, 1,
+                            &(mt_grad_item){ .param = 1, .src = m.source[1][1][1] }, 1, m.run,
+                            &ticket));
     CHECK_OK(mt_mirror_bring(m.store, 1, 1u << MT_PLANE_GRAD));
     CHECK(g0[0] == 42);
     CHECK(g1[0] == 7);

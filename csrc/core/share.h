@@ -1,0 +1,95 @@
+/* share.h — memory that the processes of one machine have in common, and what they tell each
+ * other there.
+ *
+ * Nouns, in the order they appear below:
+ *   rank      0 to ranks - 1: one of these processes
+ *   share     a file in memory that all of them map. It has no name, and is sparse: a page costs
+ *             memory from its first write on. It ends with the last process that has it, however
+ *             that ends
+ *   range     of the share: what lies there is at the same place for every rank, since all take the
+ *             same ranges in the same order
+ *   counter   a number that only grows; written by its rank alone, read by all. What a rank wrote
+ *             before it raised one is seen by who has seen that
+ *   slot      what a rank has in the share: process, counters, fault
+ *   board     of a unit: counters of every rank, and sums of chunks of its gradients
+ *   word      changes with everything that any rank says; a thread may sleep until it does
+ *
+ *     mt_share_make(&fd);                             // one process; the others are given fd
+ *     mt_share_open(fd, 1, 4, &h);                    // each
+ *     mt_store_open(&(mt_context){ ..., .share = h }, &s);     // has its planes there
+ *
+ * Ranges begin at pages. Those of 4 MiB and more begin where huge pages do; they get such pages
+ * where /sys/kernel/mm/transparent_hugepage/shmem_enabled says "advise" ("never", as it is on most
+ * machines, gives pages of 4 KiB: an update of AdamW takes a tenth more time then).
+ *
+ * Processes share no lock. Each keeps one on a byte of the file, which the kernel drops when the
+ * process ends, so that others see it.
+ *
+ * Threads: ranges, boards: one at a time. The rest: any. A child of fork() has none of it.
+ */
+#ifndef MT_SHARE_H
+#define MT_SHARE_H
+
+#include "status.h"
+
+#include <stddef.h>
+#include <stdint.h>
+
+#define MT_RANKS_MOST 256
+
+typedef struct mt_share mt_share;
+
+/* *fd: of a new, empty share; the caller closes it when all have opened theirs. */
+mt_status mt_share_make (int *fd);
+/* fd is any descriptor of the share, and may be closed afterwards. MT_EINVAL: another rank was
+ * opened with another number of ranks. MT_ESTATE: that rank is here, or has been. */
+mt_status mt_share_open (int fd, int rank, int ranks, mt_share **out);
+void      mt_share_close(mt_share *h);                   /* behind all that is mapped */
+int       mt_share_rank (const mt_share *h);
+int       mt_share_ranks(const mt_share *h);
+
+/* ---- ranges ------------------------------------------------------------------------------- */
+
+typedef struct mt_range {
+    mt_share *share;
+    uint64_t  at;            /* of its first byte in the share */
+    size_t    bytes;
+} mt_range;
+
+/* The next bytes that nobody has. */
+mt_status mt_share_take(mt_share *h, size_t bytes, mt_range *out);
+/* Maps it at base, where whole pages for it are reserved. own: what this process writes there is
+ * seen by it alone; pages that it has not written show what is in the share. 0, or errno. */
+int       mt_share_map (const mt_range *r, void *base, int own);
+
+/* ---- counters ----------------------------------------------------------------------------- */
+
+/* Of a rank: name, what it counts, what is awaited of a rank that is behind */
+#define MT_COUNT_MAP(X)                                                                      \
+    X(MEASURED, "submits whose gradients' sums are on the boards", "its part of the norm")   \
+    X(CLEAR,    "submits whose units nobody reads any more",       "its leave to update")    \
+    X(NORMED,   "submits whose norm is told; rank 0's alone",      "the norm")               \
+    X(WRITTEN,  "spreads that it has come to",                     "its part of a spread")   \
+    X(SPREAD,   "spreads of which its portion is in the share",    "its part of a spread")
+/* Of a unit and a rank */
+#define MT_UNIT_COUNT_MAP(X)                                                                 \
+    X(LANDED,   "hand-overs of gradients that ended",              "its gradients")          \
+    X(UPDATED,  "updates that ended",                              "its update")
+#define MT_COUNT_ENUM(name, what, awaited) MT_COUNT_##name,
+typedef enum mt_count { MT_COUNT_MAP(MT_COUNT_ENUM) MT_COUNTS } mt_count;
+typedef enum mt_unit_count { MT_UNIT_COUNT_MAP(MT_COUNT_ENUM) MT_UNIT_COUNTS } mt_unit_count;
+#undef MT_COUNT_ENUM
+
+typedef struct mt_board {
+    mt_range  range;
+    void     *base;          /* NULL: there is none */
+    double   *chunks;        /* of every parameter that can be trained, in the order of the line */
+} mt_board;
+
+/* A board in a range of its own. layout: of what the unit has, and the same for every rank:
+ * MT_EINVAL, with the name of one that has another. */
+mt_status mt_board_open (mt_share *h, const char *unit, uint64_t layout, size_t n_chunks,
+                         mt_board *out);
+void      mt_board_close(mt_board *b);
+
+#endif
