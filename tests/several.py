@@ -71,7 +71,8 @@ class Pool:
 def _serve(rank: int, size: int, store: str, pipe: Any) -> None:
     from torch import distributed as dist
     torch.set_num_threads(1)
-    os.environ["HF_HUB_OFFLINE"], os.environ["TRANSFORMERS_VERBOSITY"] = "1", "error"
+    os.environ |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error", "ACCELERATE_USE_CPU": "true",
+                   "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
     groups = {n: dist.new_group(list(range(n))) for n in range(2, size + 1)}
     while (asked := pipe.recv()) is not None:

@@ -44,6 +44,10 @@ class Ranks:
         """Ranks on this machine, in order."""
         return [r for r, machine in enumerate(self.machines) if machine == self.machines[self.rank]]
 
+    def __str__(self) -> str:
+        machines = len(set(self.machines))
+        return f"rank {self.rank} of {self.size} processes on {machines} machine{'s' * (machines > 1)}"
+
     def gather(self, value: Any) -> list[Any]:
         """What each rank gives, by rank."""
         found = [None] * self.size
