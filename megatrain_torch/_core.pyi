@@ -143,7 +143,7 @@ class Engine:
 
     # checkpoints
     def save_begin(self, files: list[tuple[str, int, list[tuple[Any, ...]]]], units: list[tuple[int, int]], spare: int,
-                   copiers: int, writers: int) -> None:
+                   copiers: int, writers: int, part: int = 0, parts: int = 1) -> None:
         """Writes files of planes as they are now, with threads of its own; one save at a time.
 
         Drains the engine. Until a unit's bytes are copied, its updates and writes from outside wait.
@@ -153,6 +153,8 @@ class Engine:
                 fifth element says in which order memory has them: tensorfiles.Extent.
             units: (unit, planes): what is brought to host memory before it is copied; bits 1 << plane.
             spare: bytes of blocks that may be copied before they are written.
+            part, parts: of so many processes that write the same files together this one takes its blocks in turn.
+                That of part 0 makes the files: the others begin behind it. save_end() has zeros for others' blocks.
         """
     def save_wait(self, seconds: float) -> tuple[int, bool]:
         """(bytes written, whether all is written and synced)."""

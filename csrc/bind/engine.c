@@ -363,7 +363,7 @@ static PyMethodDef methods[] = {
     { "wait_grads", mt_engine_wait_grads, METH_VARARGS,
       "wait_grads($self, unit, /)\n--\n\nThe unit's gradients may be read on the host." },
     { "save_begin", KEYWORDS(mt_engine_save_begin), METH_VARARGS | METH_KEYWORDS,
-      "save_begin($self, files, units, spare, copiers, writers)\n--\n\n"
+      "save_begin($self, files, units, spare, copiers, writers, part=0, parts=1)\n--\n\n"
       "Write files of the store's planes as they are now; updates wait for their unit's to be "
       "copied." },
     { "save_wait", mt_engine_save_wait, METH_VARARGS,

@@ -283,22 +283,26 @@ static int units_ok(mt_engine *e, const mt_saving *g, int n_units)
 
 PyObject *mt_engine_save_begin(PyObject *self, PyObject *args, PyObject *kw)
 {
-    static char  *names[] = { "files", "units", "spare", "copiers", "writers", NULL };
+    static char  *names[] = { "files", "units", "spare", "copiers", "writers", "part", "parts",
+                              NULL };
     mt_engine    *e = mt_engine_usable(self);
     PyObject     *files, *units;
     Py_ssize_t    spare;
-    mt_shards_how how = { .begin = begin_unit, .end = end_unit, .wanted = wanted_unit };
+    mt_shards_how how = { .begin = begin_unit, .end = end_unit, .wanted = wanted_unit,
+                          .parts = 1 };
     mt_saving    *g;
     mt_status     st;
 
-    if (e == NULL || !PyArg_ParseTupleAndKeywords(args, kw, "O!O!nii:save_begin", names,
+    if (e == NULL || !PyArg_ParseTupleAndKeywords(args, kw, "O!O!nii|ii:save_begin", names,
                                                   &PyList_Type, &files, &PyList_Type, &units,
-                                                  &spare, &how.n_copiers, &how.n_writers))
+                                                  &spare, &how.n_copiers, &how.n_writers,
+                                                  &how.part, &how.parts))
         return NULL;
-    if (e->saving != NULL || spare < 0 || how.n_copiers < 1 || how.n_writers < 1) {
+    if (e->saving != NULL || spare < 0 || how.n_copiers < 1 || how.n_writers < 1 ||
+        how.part < 0 || how.part >= how.parts) {
         PyErr_Format(e->error, "save_begin: %s",
                      e->saving != NULL ? "a save is under way; save_end() comes first"
-                                       : "spare >= 0, and a thread of each kind");
+                                       : "spare >= 0, a thread of each kind, and part of parts");
         return NULL;
     }
     if ((g = calloc(1, sizeof *g)) == NULL)

@@ -25,7 +25,7 @@
 
 typedef struct shard_file {
     int      fd;                     /* -1: not open */
-    uint64_t left;                   /* blocks not yet written. mu */
+    uint64_t left;                   /* of our blocks those not yet written. mu */
 } shard_file;
 
 typedef struct buffer {
@@ -35,7 +35,7 @@ typedef struct buffer {
     struct buffer *next;
 } buffer;
 
-/* A block of a shard. */
+/* A block of a shard, to be written by this process. */
 typedef struct stretch {
     int     shard;                   /* these three: constant */
     size_t  number;                  /* in the shard */
@@ -505,24 +505,31 @@ static mt_status write_next(void *arg, mt_job *job)
 /* Room is asked for before anything is written, where the file system can say. */
 static mt_status make_file(mt_shards *w, int i)
 {
-    const mt_file_calls *c = calls_of(w->how.calls);
-    const mt_shard      *s = &w->shards[i];
-    int                  fd = mt_forks_open(s->path, O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC |
-                                            O_NOFOLLOW, 0666), why;
+    const mt_shard *s = &w->shards[i];
+    int             makes = w->how.part == 0 ? O_CREAT | O_EXCL : 0, why = 0;
+    int             fd = mt_forks_open(s->path, O_RDWR | makes | O_CLOEXEC | O_NOFOLLOW, 0666);
 
     if (fd < 0)
-        return MT_FAIL(MT_EDISK, "%s: making it: %s", s->path, strerror(errno));
+        return MT_FAIL(MT_EDISK, "%s: %s it: %s", s->path, makes ? "making" : "opening",
+                       strerror(errno));
     w->files[i].fd = fd;
-    w->files[i].left = mt_block_count((size_t)s->bytes);
-    if ((why = mt_file_allocate(c, fd, 0, s->bytes)) != 0 && why != EOPNOTSUPP && why != ENOSYS &&
-        why != EINVAL)
+    if (makes)
+        why = mt_file_allocate(calls_of(w->how.calls), fd, 0, s->bytes);
+    if (why != 0 && why != EOPNOTSUPP && why != ENOSYS && why != EINVAL)
         return MT_FAIL(MT_EDISK, "%s: %" PRIu64 " bytes are needed: %s", s->path, s->bytes,
                        strerror(why));
-    (void)c->direct(fd, 1);
+    (void)calls_of(w->how.calls)->direct(fd, 1);
     return MT_OK;
 }
 
-static void list_blocks_of(mt_shards *w, int i)
+/* number: of a block among all shards'. */
+static int is_ours(const mt_shards *w, size_t number)
+{
+    return w->how.parts == 0 || number % (size_t)w->how.parts == (size_t)w->how.part;
+}
+
+/* before: blocks of the shards before it. */
+static void list_blocks_of(mt_shards *w, int i, size_t before)
 {
     const mt_shard *s = &w->shards[i];
     size_t          extent = 0;
@@ -532,13 +539,16 @@ static void list_blocks_of(mt_shards *w, int i)
         while (extent + 1 < s->n_extents &&
                s->extents[extent + 1].at <= (uint64_t)k * MT_BLOCK_BYTES)
             extent++;
+        if (!is_ours(w, before + k))
+            continue;
         w->blocks[w->n_blocks++] = (stretch){ .shard = i, .number = k, .first = extent };
+        w->files[i].left++;
     }
 }
 
 static mt_status list_blocks(mt_shards *w)
 {
-    size_t n = 0;
+    size_t n = 0, before = 0;
 
     for (int i = 0; i < w->n; i++)
         n += mt_block_count((size_t)w->shards[i].bytes);
@@ -546,8 +556,8 @@ static mt_status list_blocks(mt_shards *w)
         (w->sources = calloc((size_t)w->how.n_units + 1, sizeof *w->sources)) == NULL ||
         (w->files = calloc((size_t)w->n + 1, sizeof *w->files)) == NULL)
         return MT_FAIL(MT_ENOMEM, "save: no memory to list %zu blocks", n);
-    for (int i = 0; i < w->n; i++)
-        list_blocks_of(w, i);
+    for (int i = 0; i < w->n; before += mt_block_count((size_t)w->shards[i++].bytes))
+        list_blocks_of(w, i, before);
     return MT_OK;
 }
 

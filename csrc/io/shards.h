@@ -15,6 +15,11 @@
  *
  *     mt_shards_read(&shard, 8, NULL);        // fills the extents' memory, and compares sums
  *
+ * Several processes that have the same memory write the same shards together: each in turn takes a
+ * block, of all shards' in order. The first of them makes the files before the others begin. Of
+ * sums each has those of its blocks, and zeros. So a file has the bytes, and all together have the
+ * sums, of one process.
+ *
  * Order: shares are copied unit by unit, so that what a unit needs for it (`brings`) is needed
  *        once, and of one unit at a time; those of a unit that is wanted come next. A block that
  *        waits for its next unit keeps its memory: a few do, where the shards have their units in
@@ -54,14 +59,16 @@ typedef struct mt_shard {
     uint64_t         bytes;
     const mt_extent *extents;        /* [n_extents] in order of at, side by side or apart */
     size_t           n_extents;
-    uint64_t        *sums;           /* [mt_block_count(bytes)] out of write, into read; read, NULL:
-                                      * not compared */
+    uint64_t        *sums;           /* [mt_block_count(bytes)] out of write, zeros before; into
+                                      * read; read, NULL: not compared */
 } mt_shard;
 
 typedef struct mt_shards_how {
     size_t spare_bytes;              /* at least a block for every thread is taken */
     int    n_copiers, n_writers;     /* >= 1 */
     int    n_units;
+    int    part, parts;              /* process `part` of `parts` writes its blocks alone; parts 0:
+                                      * there is one */
     const size_t *brings;            /* [n_units] bytes that begin takes and end gives back; NULL:
                                       * none. Of those that take some there is one between the two,
                                       * or as many as take a block together */

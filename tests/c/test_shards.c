@@ -146,6 +146,81 @@ static void files_hold_what_memory_held_before_it_was_let_go(void)
     teardown();
 }
 
+enum { PARTS = 7 };                                 /* more than there are blocks */
+
+typedef struct together {
+    uint64_t   sums[2][8];
+    mt_shard   files[2];
+    mt_shards *w;
+} together;
+
+static void write_part(together *p, int part, int parts)
+{
+    mt_shards_how h = { .n_copiers = 1, .n_writers = 2, .n_units = UNITS, .part = part,
+                        .parts = parts };
+
+    memset(p, 0, sizeof *p);
+    for (int i = 0; i < 2; i++) {
+        p->files[i] = shards[i];
+        p->files[i].sums = p->sums[i];
+    }
+    CHECK_OK(mt_shards_write(p->files, 2, h, &p->w));
+}
+
+/* Bytes that it wrote. Its sums are not another's. */
+static uint64_t finish_part(together *p, uint64_t sum[2][8])
+{
+    uint64_t bytes = 0;
+    int      over = 0;
+
+    while (!over)
+        CHECK_OK(mt_shards_wait(p->w, 0.01, &bytes, &over));
+    mt_shards_close(p->w);
+    for (int i = 0; i < 2; i++)
+        for (int k = 0; k < 8; k++) {
+            CHECK(sum[i][k] == 0 || p->sums[i][k] == 0);
+            sum[i][k] |= p->sums[i][k];
+        }
+    return bytes;
+}
+
+static void processes_write_the_same_files_together(void)
+{
+    static together p[PARTS];
+    uint64_t        want[2][8], bytes;
+
+    setup();
+    for (int parts = 1; parts <= PARTS; parts++) {
+        uint64_t sum[2][8] = { { 0 } };
+
+        bytes = 0;
+        for (int k = 0; k < parts; k++)
+            write_part(&p[k], k, parts);
+        for (int k = parts; k-- > 0;)
+            bytes += finish_part(&p[k], sum);
+        CHECK_EQ(bytes, shards[0].bytes + shards[1].bytes);
+        if (parts == 1)
+            memcpy(want, sum, sizeof want);
+        CHECK(memcmp(sum, want, sizeof want) == 0);
+        for (int i = 0; i < 2; i++) {
+            mt_shard s = shards[i];
+
+            s.sums = sum[i];
+            s.n_extents = 0;
+            CHECK_OK(mt_shards_read(&s, 2, NULL));       /* of that size, and these sums */
+            unlink(path[i]);
+        }
+    }
+    write_part(&p[0], 0, 2);
+    mt_shards_close(p[0].w);
+    unlink(path[1]);
+    CHECK_EQ(mt_shards_write(shards, 2, (mt_shards_how){ .n_copiers = 1, .n_writers = 1,
+                                                         .n_units = UNITS, .part = 1, .parts = 2 },
+                             &p[1].w), MT_EDISK);
+    CHECK(strstr(mt_last_error(), path[1]) != NULL);     /* nobody made it */
+    teardown();
+}
+
 static void wanted_unit_is_let_go_first(void)
 {
     mt_shards_how h = how();
@@ -589,6 +664,7 @@ static void signals_do_not_end_a_save_and_end_a_load(void)
     X(small_units_are_begun_together)                       \
     X(any_order_comes_to_an_end)                            \
     X(files_hold_what_memory_held_before_it_was_let_go)     \
+    X(processes_write_the_same_files_together)              \
     X(wanted_unit_is_let_go_first)                          \
     X(full_disk_is_told_and_lets_all_units_go)              \
     X(failures_before_and_between_let_all_units_go)         \
