@@ -35,13 +35,11 @@ class Parts:
     """A checkpoint that is not written yet.
 
     Attributes:
-        tensors: all of them, as their files have them. names: of all files of tensors. small: {file name: its bytes}.
-        body: of the manifest.
+        tensors: all of them, as their files have them. small: {file name: its bytes}. body: of the manifest.
     """
 
     files: list[TensorFile]
     tensors: list[Entry]
-    names: list[str]
     small: dict[str, bytes]
     body: dict[str, Any]
 
@@ -63,7 +61,7 @@ def parts_of(rt: Runtime, model: nn.Module, opt: torch.optim.Optimizer | None, s
     stem = "model" if _has_its_names(model) else "weights"
     files = packed(weights, stem, most) + (packed(states, "states", most) if states else [])
     small = {TRAINING: _training(opt, names, scheduler, extra, randoms), **_beside(model, files)}
-    return Parts(files, weights + states, [f.name for f in files], small, _body(rt, opt, names, small))
+    return Parts(files, weights + states, small, _body(rt, opt, names, small))
 
 
 def names_of(model: nn.Module) -> dict[Tensor, str]:

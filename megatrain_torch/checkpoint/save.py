@@ -79,7 +79,7 @@ def save(model: nn.Module, opt: torch.optim.Optimizer | None, folder: str | Path
          progress: Callable[[int, int], None] | None = None) -> Saving | SavePlan:
     """Writes a checkpoint: weights, optimizer states, scheduler, random states. mt.load takes it.
 
-    Call it between steps; where several processes train the model, in all of them, and each writes some of the files.
+    Call it between steps; where several processes train the model, in all of them, and each writes a part.
     The folder appears, whole and synced, under its name, or replaces the checkpoint that has it; until then that one is
     untouched. Files that somebody put beside a checkpoint's own stay.
 
@@ -116,8 +116,6 @@ def save(model: nn.Module, opt: torch.optim.Optimizer | None, folder: str | Path
         _check(rt, model, opt)
         rt.saves.finish()
         parts = parts_of(rt, model, opt, scheduler, extra, randoms, FILE_BYTES)
-    parts = writers.share(parts)
-    with writers.as_one():
         room, held = parse_bytes(spare, "spare"), held_by(rt, parts.tensors)
         _check_room(folder, parts.nbytes, room or 0)
         blocks = min(SPARE_BYTES, parts.nbytes)
@@ -125,7 +123,7 @@ def save(model: nn.Module, opt: torch.optim.Optimizer | None, folder: str | Path
             room = blocks if asynchronous and rt.room.may_save(rt.core, held, blocks) else 0
         rt.room.saving(rt.core, held, min(max(room, LEAST_BYTES), parts.nbytes))
         if dry_run:
-            return _trial(folder, parts.nbytes, [*parts.names, *parts.small, manifest.NAME])
+            return _trial(folder, parts.nbytes, [f.name for f in parts.files] + [*parts.small, manifest.NAME])
     saving = Saving(folder, sum(f.nbytes for f in parts.files), progress, writers)
     saving._begun = begun
     _begin(rt, saving, parts, held, asynchronous, room)
@@ -144,8 +142,7 @@ def _begin(rt: Runtime, saving: Saving, parts: Parts, held: list[tuple[int, int]
     try:
         located = [f.located(draft.path) for f in parts.files]
         asked_for = True
-        with writers.as_one():
-            rt.core.save_begin([where for where, _ in located], held, spare, COPIERS, WRITERS)
+        writers.begin(rt.core, [where for where, _ in located], held, spare, COPIERS, WRITERS)
         rt.saves.running = saving if asynchronous else None   # before its thread is there: start() may be interrupted
         saving._start(asynchronous, rt.core, draft, parts.small, parts.body, parts.files, (located, parts.tensors))
     except BaseException as e:

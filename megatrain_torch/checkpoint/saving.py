@@ -91,8 +91,9 @@ class Saving:
         try:
             with self._writers.as_one():
                 self._follow(core)
-                own = {f.name: {"bytes": f.nbytes, "sums": sums.hex()} for f, sums in zip(files, core.save_end())}
-            body["files"].update(self._writers.all_of(own))
+                own = core.save_end()
+            for f, sums in zip(files, self._writers.sums(own)):
+                body["files"][f.name] = {"bytes": f.nbytes, "sums": sums.hex()}
             with self._writers.as_one():
                 if self._writers.first:
                     for name, data in small.items():
