@@ -34,11 +34,13 @@ class Engine:
         index: CUDA ordinal.
         threads: host threads for the optimizer and sums; >= 1.
         delay_us, seed: tests: random sleeps in every queue (0: none).
+        share: descriptor of memory in which ranks of one machine have the model together; -1: this process is alone.
+            All of them add the same units, announce the same hand-overs and submit the same updates, in one order.
         rank, ranks: every unit has so many owners (csrc/core/portion.h), and this is one of them: it has the states of
             its portion alone, is given the gradients of its portion, and updates that.
     """
-    def __init__(self, device: str, index: int = 0, threads: int = 1, delay_us: int = 0, seed: int = 0, rank: int = 0,
-                 ranks: int = 1) -> None: ...
+    def __init__(self, device: str, index: int = 0, threads: int = 1, delay_us: int = 0, seed: int = 0,
+                 share: int = -1, rank: int = 0, ranks: int = 1) -> None: ...
     def close(self) -> None: ...
 
     # store
@@ -51,8 +53,12 @@ class Engine:
         """
     def owned(self, unit: int, param: int) -> tuple[int, int]:
         """(first, number) of the parameter's elements that are this rank's."""
-    def plane(self, unit: int, param: int, plane: int) -> np.ndarray:
+    def plane(self, unit: int, param: int, plane: int, shared: bool = False) -> np.ndarray:
         """uint8 view of one parameter's bytes in a plane. Maps the plane at first use.
+
+        In a share: what user code gets. It shows what all ranks have, but for pages that this process wrote: those are
+        its own until spread(), or, of gradients, until the next hand-over. shared: the plane itself, where what one
+        rank writes all have: for who fills, loads and saves. Alone the two are one.
 
         The memory stays until the last array over it is gone, also after close(); the engine itself
         is not kept alive.
@@ -251,6 +257,8 @@ class Engine:
     def norm(self, ticket: int) -> tuple[float, int]:
         """(global norm before clipping, units skipped for non-finite gradients); waits."""
 
+def share() -> int:
+    """The descriptor of new memory for an Engine of each rank; os.close() it when all have opened theirs."""
 def adam_step(tensors: Sequence[tuple], clip: float, threads: int, isa: int) -> None:
     """For tests, benchmarks and parameters that are not streamed: AdamW on host addresses.
 

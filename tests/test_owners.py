@@ -1,10 +1,12 @@
 """Engines that own a portion of every unit each, as processes of one machine do: together they have the bits of one engine.
 
-All of them are in this process. A `Party` is such an engine, or the one that owns all: it is told of whole gradients,
-and hands over what is its own of them.
+All of them are in this process, each with memory of its own or with a share, and take turns: all begin something before
+one waits. A `Party` is such an engine, or the one that owns all: it is told of whole gradients, and hands over what is
+its own of them.
 """
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatrain_torch._core import DTYPES, PLANES, STATES, WORKS, Engine, MegatrainError
+from megatrain_torch._core import DTYPES, PLANES, STATES, WORKS, Engine, MegatrainError, share
 
 TYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 HYPER = (1e-2, 0.9, 0.95, 1e-8, 0.1)     # lr, beta1, beta2, eps, weight_decay
@@ -24,6 +26,7 @@ UNITS = (                                # name of the type, elements: cuts insi
     (("F16", 8192), ("BF16", 24577)),
 )
 HOMES = ("ram", "through", "vram", "arrive", "disk")
+PLACES = [("ram", True), *((home, False) for home in HOMES), ("through", True)]      # and whether in a share
 
 
 def seeded(seed: int, unit: int, scale: float = 1.0) -> list[Tensor]:
@@ -44,16 +47,19 @@ class Party:
         kept: memory of the device, and sources of gradients.
     """
 
-    def __init__(self, rank: int, ranks: int, states: str = "fp32", home: str = "ram", path: Path | None = None) -> None:
-        self.engine = Engine("cpu", threads=2, rank=rank, ranks=ranks)
+    def __init__(self, rank: int, ranks: int, states: str = "fp32", home: str = "ram", path: Path | None = None,
+                 share: int = -1) -> None:
+        self.engine = Engine("cpu", threads=2, rank=rank, ranks=ranks, share=share)
         self.engine.watchdog(60)
         self.home, self.kept, self.stays, self.step_number = home, [], {}, 0
+        self.sources: list[object] = []
+        self.shares = share >= 0
         for u, params in enumerate(UNITS):
             unit = self.engine.add_unit(f"layers.{u}", [DTYPES[k] for k, _ in params], [n for _, n in params],
                                         [True] * len(params))
             self.engine.set_states(unit, STATES[states])
             for i, weight in enumerate(seeded(7, u)):
-                self.plane(u, i, "HI").copy_(weight.view(torch.uint8))
+                self.plane(u, i, "HI", True).copy_(weight.view(torch.uint8))
         self.go(path)
 
     def go(self, path: Path | None) -> None:
@@ -79,9 +85,9 @@ class Party:
     def renew(self, slot: int) -> int:
         raise AssertionError("nothing is held")
 
-    def plane(self, unit: int, param: int, name: str) -> Tensor:
-        """Its bytes in host memory, the user's view of them."""
-        return torch.from_numpy(self.engine.plane(unit, param, PLANES[name]))
+    def plane(self, unit: int, param: int, name: str, shared: bool = False) -> Tensor:
+        """Its bytes in host memory: the user's view of them, or what all have."""
+        return torch.from_numpy(self.engine.plane(unit, param, PLANES[name], shared=shared))
 
     def own(self, unit: int, param: int, name: str) -> Tensor:
         """Of these bytes those of its own elements."""
@@ -91,8 +97,10 @@ class Party:
             first, n = first // GROUP, -(-n // GROUP)
         return whole[first * each:(first + n) * each]
 
-    def hand_over(self, unit: int, grads: list[Tensor], mode: int, sums: list[Tensor] | None = None) -> None:
-        """grads: whole ones. mode SUM: they are roundings of sums, but for fp32 parameters' own."""
+    def hand_over(self, unit: int, grads: list[Tensor], mode: int, sums: list[Tensor] | None = None,
+                  changed: bool = False) -> None:
+        """grads: whole ones. mode SUM: they are roundings of sums, but for fp32 parameters' own. changed: by the user,
+        what they are added to."""
         items = []
         for i, grad in enumerate(grads):
             first, n = self.engine.owned(unit, i)
@@ -100,12 +108,12 @@ class Party:
             if mode == SUM and grad.dtype != torch.float32:
                 items.append((i, at, SUM, False, sums[i].data_ptr() + 4 * first if n else 0))
             else:
-                items.append((i, at, SET if mode == SUM else mode, False))
+                items.append((i, at, SET if mode == SUM else mode, changed))
+        self.sources.append((grads, sums))
         self.engine.offload(unit, items, 0)
-        self.engine.drain()
 
     def step(self, max_norm: float = 0.0, changed: bool = False, named: list[list[Tensor]] | None = None) -> int:
-        """One AdamW step of all; named: gradients in memory that is not the store's."""
+        """One AdamW step of all, begun; named: gradients in memory that is not the store's."""
         self.step_number += 1
         if self.home == "arrive":
             for u in range(len(UNITS)):
@@ -118,19 +126,21 @@ class Party:
                      if named else (0, 0) for i, (kind, _) in enumerate(params)]
             units.append((u, [(i, *HYPER, self.step_number, False, *given[i], changed, 77 * u + i)
                               for i in range(len(params))]))
+        self.sources.append(named)
         ticket = self.engine.adam(units, max_norm, 0)
         for u in range(len(UNITS)):
-            self.engine.updated(u)
             self.engine.forget(u)
-        if self.home == "arrive":
-            for u in range(len(UNITS)):
-                assert self.engine.leave(u, True)
         return ticket
 
-    def bring(self) -> None:
+    def rest(self) -> None:
+        """Waits until nothing is under way; host memory is current."""
+        self.engine.drain()
+        self.sources.clear()
         for u in range(len(UNITS)):
             self.engine.wait_updates(u)
             self.engine.bring(u, -1)
+            if u in self.stays:
+                assert self.engine.leave(u, True)
 
 
 @pytest.fixture
@@ -138,9 +148,12 @@ def parties(tmp_path: Path) -> Iterator[object]:
     """make(ranks, ...): the one that owns all, and as many as own a portion."""
     made: list[Party] = []
 
-    def make(ranks: int, **how: str) -> tuple[Party, list[Party]]:
-        made.extend(Party(rank, of, path=tmp_path, **how)
-                    for rank, of in [(0, 1), *((rank, ranks) for rank in range(ranks))])
+    def make(ranks: int, shared: bool = False, **how: str) -> tuple[Party, list[Party]]:
+        made.append(Party(0, 1, path=tmp_path, **how))
+        fd = share() if shared else -1
+        made.extend(Party(rank, ranks, path=tmp_path, share=fd, **how) for rank in range(ranks))
+        if shared:
+            os.close(fd)
         return made[-ranks - 1], made[-ranks:]
 
     yield make
@@ -162,12 +175,15 @@ def states_of(whole: Party, unit: int, param: int) -> list[str]:
 
 def assert_bits_of_one(whole: Party, owners: list[Party], *gradients: str) -> None:
     for party in (whole, *owners):
-        party.bring()
+        party.rest()
     for u, params in enumerate(UNITS):
         for i, (kind, n) in enumerate(params):
             for name in (*states_of(whole, u, i), *(g for g in gradients if g != "ACC" or kind != "F32")):
                 want, got = whole.plane(u, i, name), torch.cat([o.own(u, i, name) for o in owners])
                 assert torch.equal(want, got), f"unit {u}, {kind} {n}: plane {name}"
+                for owner in owners if owners[0].shares else ():
+                    assert torch.equal(want, owner.plane(u, i, name)), f"unit {u}, {kind} {n}: plane {name}, as seen"
+                    assert torch.equal(want, owner.plane(u, i, name, True)), f"unit {u}, {kind} {n}: plane {name}"
 
 
 def train(whole: Party, owners: list[Party], step: int, micros: int = 1, summed: bool = False) -> None:
@@ -237,10 +253,11 @@ def test_each_has_memory_for_its_own_states_alone(parties: object) -> None:
 # ---- updates ----
 
 
+@pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("states", STATES)
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-def test_owners_together_have_the_bits_of_one(parties: object, ranks: int, states: str) -> None:
-    whole, owners = parties(ranks, states=states)
+def test_owners_together_have_the_bits_of_one(parties: object, ranks: int, states: str, shared: bool) -> None:
+    whole, owners = parties(ranks, states=states, shared=shared)
     for step, micros in enumerate((1, 2, 1)):
         train(whole, owners, step, micros)
         for party in (whole, *owners):
@@ -249,9 +266,9 @@ def test_owners_together_have_the_bits_of_one(parties: object, ranks: int, state
 
 
 @pytest.mark.parametrize("states", ["fp32", "8bit-lo8"])
-@pytest.mark.parametrize("home", HOMES[1:])
-def test_wherever_units_live(parties: object, home: str, states: str) -> None:
-    whole, owners = parties(3, states=states, home=home)
+@pytest.mark.parametrize(("home", "shared"), PLACES[1:])
+def test_wherever_units_live(parties: object, home: str, shared: bool, states: str) -> None:
+    whole, owners = parties(3, states=states, home=home, shared=shared)
     for step, micros in enumerate((2, 1)):
         train(whole, owners, step, micros)
         for party in (whole, *owners):
@@ -259,10 +276,10 @@ def test_wherever_units_live(parties: object, home: str, states: str) -> None:
     assert_bits_of_one(whole, owners)
 
 
-@pytest.mark.parametrize("home", HOMES)
-def test_a_sum_counts_as_its_micro_batches_do(parties: object, home: str) -> None:
+@pytest.mark.parametrize(("home", "shared"), PLACES)
+def test_a_sum_counts_as_its_micro_batches_do(parties: object, home: str, shared: bool) -> None:
     """SUM, and ADD after it."""
-    whole, owners = parties(2, home=home)
+    whole, owners = parties(2, home=home, shared=shared)
     train(whole, owners, 0, 3, summed=True)
     if home == "ram":
         assert_bits_of_one(whole, owners, "GRAD", "ACC")
@@ -284,24 +301,49 @@ def test_a_sum_alone_is_what_the_update_takes(parties: object) -> None:
     assert_bits_of_one(whole, owners, "GRAD", "ACC")
 
 
-@pytest.mark.parametrize("home", HOMES)
-def test_a_gradient_that_the_user_changed(parties: object, home: str) -> None:
-    whole, owners = parties(3, home=home)
-    train(whole, owners, 0, 2)
-    for party in (whole, *owners):
+def change_gradients(parties: list[Party]) -> None:
+    """As a script does on every rank: it sees whole gradients where there is a share, and others' changes nowhere."""
+    for party in parties:
+        party.rest()
+    for party in parties:
         for u, params in enumerate(UNITS):
-            party.engine.wait_grads(u)
             for i, (kind, _) in enumerate(params):
-                party.own(u, i, "GRAD").view(TYPES[kind]).mul_(0.25)
+                grad = party.plane(u, i, "GRAD") if party.shares else party.own(u, i, "GRAD")
+                grad.view(TYPES[kind]).mul_(0.75)
+
+
+@pytest.mark.parametrize(("home", "shared"), PLACES)
+def test_a_gradient_that_the_user_changed(parties: object, home: str, shared: bool) -> None:
+    whole, owners = parties(3, home=home, shared=shared)
+    train(whole, owners, 0, 2)
+    change_gradients([whole, *owners])
+    for party in (whole, *owners):
         party.step(changed=True)
+    assert_bits_of_one(whole, owners)
+    train(whole, owners, 1)
+    assert_bits_of_one(whole, owners, "GRAD")            # the change is gone
+
+
+@pytest.mark.parametrize(("home", "shared"), PLACES)
+def test_what_is_added_to_a_gradient_that_the_user_changed(parties: object, home: str, shared: bool) -> None:
+    whole, owners = parties(3, home=home, shared=shared)
+    train(whole, owners, 0, 2)
+    change_gradients([whole, *owners])
+    for u in range(len(UNITS)):
+        more = seeded(55, u)
+        for party in (whole, *owners):
+            party.hand_over(u, more, ADD, changed=True)
+    assert_bits_of_one(whole, owners, "GRAD")
+    for party in (whole, *owners):
+        party.step()
     assert_bits_of_one(whole, owners)
 
 
-@pytest.mark.parametrize("home", HOMES)
+@pytest.mark.parametrize(("home", "shared"), PLACES)
 @pytest.mark.parametrize("wide", [False, True])
-def test_a_gradient_in_memory_of_the_users(parties: object, home: str, wide: bool) -> None:
+def test_a_gradient_in_memory_of_the_users(parties: object, home: str, shared: bool, wide: bool) -> None:
     """In the weight's type, or in fp32; of the whole parameter, whoever owns what."""
-    whole, owners = parties(3, home=home)
+    whole, owners = parties(3, home=home, shared=shared)
     named = [[g.float() if wide else g for g in seeded(9, u)] for u in range(len(UNITS))]
     train(whole, owners, 0)
     for party in (whole, *owners):
@@ -314,9 +356,10 @@ def test_a_trace_has_the_bytes_of_the_portion(parties: object) -> None:
     train(whole, owners, 0)
     seen = []
     for party in (whole, *owners):
+        party.rest()
         party.engine.trace(True)
         party.step()
-        party.engine.drain()
+        party.rest()
         seen.append(sum(r[3] for r in party.engine.timeline() if r[1] == WORKS["update"]))
     assert seen[0] == sum(seen[1:]) and min(seen) > seen[0] // 4
 

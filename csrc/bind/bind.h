@@ -2,7 +2,7 @@
  *
  * Nouns, in the order they appear below:
  *   state    what one import of the module owns: the exception class, the Engine type
- *   memory   pool -> device -> store, which live until the last view of theirs is gone
+ *   memory   pool -> device -> share -> store, which live until the last view of theirs is gone
  *   engine   one streamed model: memory -> timeline -> residents -> offload -> updater -> swap,
  *            then its stream
  *   view     a NumPy array over host memory of the store; keeps the memory, not the engine
@@ -79,6 +79,7 @@ typedef struct mt_memory {
     long      holders;       /* the engine and the views; under the GIL */
     mt_pool  *pool;
     mt_dev   *dev;
+    mt_share *share;         /* NULL: the process is alone */
     mt_store *store;
 } mt_memory;
 
@@ -99,8 +100,8 @@ typedef struct mt_engine {
     PyObject   *held, *renew;/* bound methods of SlotHooks, owned; NULL before open_slots */
     mt_memory  *memory;      /* one holder of it */
     int         rank, ranks; /* it is one of several owners of every unit, or (1) the only one */
-    mt_context  cx;          /* dev, pool and store are memory's; all NULL before __init__, the
-                              * rest once closed too. through, disk, feed, arrive: as units live
+    mt_context  cx;          /* dev, pool, share and store are memory's; all NULL before __init__,
+                              * the rest once closed too. through, disk, feed, arrive: as units live
                               * there */
     mt_sumsq   *sums;        /* chunk sums of the D2H queue. NULL once closed, as all below */
     mt_file    *file;        /* NULL before units have their states on disk */
@@ -157,8 +158,10 @@ mt_queue *mt_engine_queue(mt_engine *e, uintptr_t handle);   /* NULL with an exc
 
 /* engine_store.c: store and ledger */
 PyObject *mt_engine_add_unit(PyObject *self, PyObject *args, PyObject *kw);
-MT_METHOD(set_trainable); MT_METHOD(hi_bytes); MT_METHOD(offset); MT_METHOD(plane);
+MT_METHOD(set_trainable); MT_METHOD(hi_bytes); MT_METHOD(offset);
 MT_METHOD(portions); MT_METHOD(owned);
+PyObject *mt_engine_plane(PyObject *self, PyObject *args, PyObject *kw);
+extern PyMethodDef mt_share_methods[];
 MT_METHOD(version); MT_METHOD(touch); MT_METHOD(wait_updates);
 MT_METHOD(wait_grads); MT_METHOD(wait_fetch); MT_METHOD(check); MT_METHOD(watchdog);
 MT_METHOD(set_states); MT_METHOD(pass_gradients); MT_METHOD(lend_most);

@@ -94,6 +94,7 @@ void mt_memory_let_go(mt_memory *h)
     /* Nobody else knows it any more. Unmapping gigabytes takes seconds: not under the GIL. */
     Py_BEGIN_ALLOW_THREADS
     mt_store_close(h->store);            /* unregisters its arenas with the device */
+    mt_share_close(h->share);
     if (h->dev != NULL)
         h->dev->ops->close(h->dev);
     mt_pool_close(h->pool);
@@ -131,6 +132,7 @@ typedef struct engine_wish {
     const char *device;
     int         index, threads, delay_us;
     uint64_t    seed;
+    int         share;                   /* a descriptor; -1: the process is alone */
 } engine_wish;
 
 /* In the order of the header; what was opened before a failure is closed by dealloc. */
@@ -147,7 +149,9 @@ static mt_status engine_open(mt_engine *e, const engine_wish *w)
                        "counted from 0", e->rank, e->ranks, MT_OWNERS_MOST);
     MT_TRY(mt_pool_open(w->threads, &h->pool));
     MT_TRY(open_device(w->device, w->index, w->delay_us, w->seed, &h->dev));
-    e->cx = (mt_context){ .dev = h->dev, .pool = h->pool, .warn = mt_warn };
+    if (w->share >= 0)
+        MT_TRY(mt_share_open(w->share, e->rank, e->ranks, &h->share));
+    e->cx = (mt_context){ .dev = h->dev, .pool = h->pool, .share = h->share, .warn = mt_warn };
     MT_TRY(mt_store_open(&e->cx, &h->store));
     e->cx.store = h->store;
     MT_TRY(mt_sumsq_open(h->dev, &e->sums));
@@ -180,16 +184,16 @@ static PyObject *engine_new(PyTypeObject *type, PyObject *args, PyObject *kw)
 
 static int engine_init(PyObject *self, PyObject *args, PyObject *kw)
 {
-    static char *names[] = { "device", "index", "threads", "delay_us", "seed", "rank", "ranks",
-                             NULL };
+    static char *names[] = { "device", "index", "threads", "delay_us", "seed", "share", "rank",
+                             "ranks", NULL };
     mt_engine   *e = (mt_engine *)self;
-    engine_wish  w = { .threads = 1 };
+    engine_wish  w = { .threads = 1, .share = -1 };
     int          rank = 0, ranks = 1;
     unsigned long long seed = 0;
     mt_status    st;
 
-    if (!PyArg_ParseTupleAndKeywords(args, kw, "s|iiiKii:Engine", names, &w.device, &w.index,
-                                     &w.threads, &w.delay_us, &seed, &rank, &ranks))
+    if (!PyArg_ParseTupleAndKeywords(args, kw, "s|iiiKiii:Engine", names, &w.device, &w.index,
+                                     &w.threads, &w.delay_us, &seed, &w.share, &rank, &ranks))
         return -1;
     w.seed = seed;
     if (e->memory != NULL) {
@@ -337,9 +341,10 @@ static PyMethodDef methods[] = {
     { "owned", mt_engine_owned, METH_VARARGS,
       "owned($self, unit, param, /)\n--\n\n"
       "(first, number) of the parameter's elements that this rank owns." },
-    { "plane", mt_engine_plane, METH_VARARGS,
-      "plane($self, unit, param, plane, /)\n--\n\n"
-      "uint8 array over the parameter's bytes in a plane." },
+    { "plane", KEYWORDS(mt_engine_plane), METH_VARARGS | METH_KEYWORDS,
+      "plane($self, unit, param, plane, shared=False)\n--\n\n"
+      "uint8 array over the parameter's bytes in a plane: for user code, or (shared) as all have "
+      "them." },
     { "reserved_bytes", mt_engine_reserved_bytes, METH_VARARGS,
       "reserved_bytes($self, unit, plane, /)\n--\n\n"
       "Host bytes that it takes to bring a plane there." },
@@ -521,8 +526,8 @@ static PyMethodDef methods[] = {
 PyObject *mt_engine_type_new(PyObject *module)
 {
     static PyType_Slot slots[] = {
-        { Py_tp_doc, "Engine(device, index=0, threads=1, delay_us=0, seed=0, rank=0, ranks=1)"
-                     "\n--\n\n"
+        { Py_tp_doc, "Engine(device, index=0, threads=1, delay_us=0, seed=0, share=-1, rank=0, "
+                     "ranks=1)\n--\n\n"
                      "One streamed model: device, pool, store, stream, offload and updater." },
         { Py_tp_new, engine_new },
         { Py_tp_init, engine_init },

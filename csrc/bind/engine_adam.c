@@ -60,7 +60,7 @@ static mt_status gradient(const adam_job *j, const adam_param *p, const void **g
         return MT_OK;
     }
     if (p->changed)
-        MT_TRY(mt_store_at(j->store, j->unit, p->param, MT_PLANE_GRAD, &plane));
+        MT_TRY(mt_store_view(j->store, j->unit, p->param, MT_PLANE_GRAD, &plane));
     else
         MT_TRY(plane_of(j, p->param, p->acc ? MT_PLANE_ACC : MT_PLANE_GRAD, &plane));
     *grad = plane;

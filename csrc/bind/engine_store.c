@@ -63,14 +63,36 @@ static mt_param_desc *descs(mt_engine *e, PyObject *dtypes, PyObject *numels, Py
     return d;
 }
 
+/* ---- share ---- */
+
+static PyObject *share_new(PyObject *module, PyObject *unused)
+{
+    int       fd;
+    mt_status st = mt_share_make(&fd);
+
+    (void)unused;
+    if (st != MT_OK)
+        return mt_raise(((mt_state *)PyModule_GetState(module))->error, st);
+    return PyLong_FromLong(fd);
+}
+
+PyMethodDef mt_share_methods[] = {
+    { "share", share_new, METH_NOARGS,
+      "share($module)\n--\n\n"
+      "The descriptor of new memory that processes can share: os.close() it when all have opened "
+      "theirs." },
+    { NULL, NULL, 0, NULL },
+};
+
 /* ---- store ---- */
 
+/* In a share the store knows by itself whose is what. */
 static mt_status add_unit(mt_engine *e, const char *name, const mt_param_desc *params, int n,
                           int *unit)
 {
     mt_status st = mt_store_add(e->cx.store, name, params, n, unit);
 
-    if (st == MT_OK && e->ranks > 1)
+    if (st == MT_OK && e->ranks > 1 && e->cx.share == NULL)
         st = mt_store_own(e->cx.store, *unit, e->rank, e->ranks);
     return st;
 }
@@ -179,20 +201,23 @@ PyObject *mt_engine_owned(PyObject *self, PyObject *args)
     return Py_BuildValue("(LL)", (long long)from, (long long)n);
 }
 
-PyObject *mt_engine_plane(PyObject *self, PyObject *args)
+PyObject *mt_engine_plane(PyObject *self, PyObject *args, PyObject *kw)
 {
-    mt_engine *e = mt_engine_usable(self);
-    int        unit, param, plane;
-    void      *p;
-    mt_status  st;
+    static char *names[] = { "unit", "param", "plane", "shared", NULL };
+    mt_engine   *e = mt_engine_usable(self);
+    int          unit, param, plane, shared = 0;
+    void        *p;
+    mt_status    st;
     const mt_param_desc *desc;
 
-    if (e == NULL || !PyArg_ParseTuple(args, "iii:plane", &unit, &param, &plane))
+    if (e == NULL || !PyArg_ParseTupleAndKeywords(args, kw, "iii|p:plane", names, &unit, &param,
+                                                  &plane, &shared))
         return NULL;
     if (mt_engine_param(e, unit, param) < 0 || plane_ok(e, plane) < 0)
         return NULL;
     /* The first call maps, touches and registers the plane: gigabytes, so not under the GIL. */
-    MT_UNLOCKED(e, st, mt_store_at(e->cx.store, unit, param, (mt_plane)plane, &p));
+    MT_UNLOCKED(e, st, (shared ? mt_store_at : mt_store_view)(e->cx.store, unit, param,
+                                                              (mt_plane)plane, &p));
     if (st != MT_OK)
         return mt_raise(e->error, st);
     desc = mt_store_desc(e->cx.store, unit, param);

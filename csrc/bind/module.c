@@ -58,6 +58,7 @@ static int module_exec(PyObject *module)
         return -1;
     if (PyModule_AddFunctions(module, mt_disk_methods) < 0 ||
         PyModule_AddFunctions(module, mt_save_methods) < 0 ||
+        PyModule_AddFunctions(module, mt_share_methods) < 0 ||
         PyModule_AddFunctions(module, mt_walk_methods) < 0)
         return -1;
     return add_constants(module);

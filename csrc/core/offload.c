@@ -34,8 +34,8 @@ typedef struct parcel {
     void        *grad;       /* GRAD plane */
     float       *acc;        /* ADD, SUM: ACC plane; NULL: the sum lives in grad */
     char        *staged;     /* ADD: host, where the copy lands */
-    const void  *changed;    /* settled ADD: the GRAD plane on the host, which the user changed;
-                              * NULL: nobody did */
+    const void  *changed;    /* ADD: what the user made of the gradient, where that is not in the
+                              * plane: of a settled unit, in a share; NULL: nobody did */
     double      *sum;        /* where the gradient's sum of squares goes */
     double      *chunks;     /* where its chunks' sums go; NULL: nobody asks for them */
     int          from_grad;  /* ADD: start from grad's value */
@@ -123,7 +123,7 @@ static void assert_state(mt_offload *o)
     MT_ASSERT(adds == 0);
 }
 
-/* Through host memory, where the collector adds it. */
+/* Through host memory, where the collector adds it to what counts. */
 static int is_staged(const parcel *p)
 {
     return p->item.mode == MT_GRAD_ADD && !p->settled;
@@ -141,6 +141,8 @@ static void add_up(mt_offload *o, const ticket *t)
 
         if (!is_staged(p) || p->n == 0)
             continue;
+        if (p->changed != NULL)
+            memcpy(p->grad, p->changed, p->bytes);
         o->kernels.accumulate(o->pool, p->dt, p->acc, p->grad, p->staged, p->n, p->from_grad,
                               p->sum, p->chunks);
         added += p->bytes;
@@ -166,6 +168,8 @@ static mt_status collect(void *arg, mt_job *node)
         add_up(o, t);
     else
         mt_ledger_fault(o->store, st, mt_last_error());
+    for (int i = 0; i < t->n; i++)       /* users see what has come, not what they made of others */
+        mt_store_view_drop(o->store, t->unit, t->params[i], MT_PLANE_GRAD);
     mt_ledger_grads_end(o->store, t->unit);
     mt_lock(&o->mu);
     o->tally[t->unit]->adds -= t->adds > 0;
@@ -428,7 +432,7 @@ static mt_status check_item(const mt_offload *o, int unit, const mt_grad_item *i
 }
 
 /* Where a plane has the first element that is ours of a parameter: where the unit's gradients are,
- * or (host) in host memory whatever its home. */
+ * or (host) as users see it in host memory. */
 static mt_status plane_at(mt_offload *o, int unit, int param, mt_plane plane, int host, void **out)
 {
     void          *of, *at;
@@ -436,7 +440,9 @@ static mt_status plane_at(mt_offload *o, int unit, int param, mt_plane plane, in
     int64_t        from;
     mt_status      st;
 
-    if (h->at != NULL && !host)
+    if (host)
+        MT_TRY(mt_store_view(o->store, unit, param, plane, &at));
+    else if (h->at != NULL)
         MT_TRY(h->at(of, unit, param, plane, &at));
     else
         MT_TRY(mt_store_at(o->store, unit, param, plane, &at));
@@ -465,9 +471,9 @@ static mt_status parcel_make(mt_offload *o, int unit, const mt_grad_item *it, ta
         MT_TRY(plane_at(o, unit, it->param, MT_PLANE_ACC, 0, &at));
         p->acc = at;
     }
-    if (p->settled && it->mode == MT_GRAD_ADD && it->reread) {
+    if (it->mode == MT_GRAD_ADD && it->reread) {
         MT_TRY(plane_at(o, unit, it->param, MT_PLANE_GRAD, 1, &at));
-        p->changed = at;
+        p->changed = at != p->grad ? at : NULL;
     }
     mt_lock(&o->mu);
     p->from_grad = it->reread || !(y->flags[it->param] & SUMMED);
