@@ -93,7 +93,7 @@ def stream(module: nn.Module, device: str | torch.device | None = None, *, token
     groups, ranks = grouped(module, found), ranks_of(group)
     if ranks is not None:
         check(ranks, groups, choices, reduce)
-    asked = choices.asked(type(module).__name__, groups, dtype, where)
+    asked = choices.asked(type(module).__name__, groups, dtype, where, ranks is not None)
     with as_one(ranks):
         fit = fitted(asked, where, choices, limits.host)
     fit.room.ranks = ranks
