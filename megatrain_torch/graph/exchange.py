@@ -24,7 +24,8 @@ from torch import Tensor
 from torch import distributed as dist
 
 from .. import _core
-from ..group.ranks import Ranks, named_errors
+from ..group.control import named_errors
+from ..group.ranks import Ranks
 from ..store.records import Record
 
 SET, ADD, SUM = 0, 1, 2
@@ -161,7 +162,7 @@ class Exchange:
                 own.update(held)
         late = any(unit > self._turn for unit in self._held)
         bits = torch.tensor([*(r in own for r in records), late], dtype=torch.uint8)
-        found = self._ranks.any_of(bits).tolist()
+        found = self._ranks.control.any_of(bits).tolist()
         return {r for r, bit in zip(records, found) if bit}, bool(found[-1])
 
     def _tell(self, some: set[Record]) -> None:
@@ -180,10 +181,7 @@ class Exchange:
 
     def whole(self, grad: Tensor) -> Tensor:
         """The sum of a gradient that autograd wants itself, on the host: of its form and type."""
-        parts = [torch.empty_like(grad) for _ in range(self._ranks.size)]
-        with named_errors("exchanges a gradient on the host"):
-            dist.all_gather(parts, grad, group=self._ranks.control)
-        return _total(parts, self._scale).to(grad.dtype)
+        return _total(self._ranks.control.parts(grad), self._scale).to(grad.dtype)
 
     # ---- a unit's way ----
 

@@ -42,4 +42,4 @@ def engine_of(ranks: Ranks, device: str, index: int, threads: int, delay_us: int
 def same_buffers(ranks: Ranks, module: nn.Module) -> None:
     """Buffers are the first rank's from now on, as weights are."""
     for buffer in module.buffers():
-        ranks.give(buffer)
+        ranks.control.give(buffer)
