@@ -170,8 +170,44 @@ def digest(t: Tensor | None) -> str:
 
 # ---- models --------------------------------------------------------------------------------------
 
+class Choosy(nn.Module):
+    """Goes through the layers that it is told to, each as often: a micro-batch may leave some out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(7)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(128, 128), nn.GELU()) for _ in range(4))
+        self.head = nn.Linear(128, 4)
+
+    def forward(self, x: Tensor, which: list[int]) -> Tensor:
+        for i in which:
+            x = self.layers[i](x)
+        return self.head(x)
+
+
+WHICH = ([0, 1, 2, 3], [1, 3], [0, 0, 2], [3, 2])          # by micro-batch
+
+
+def _choosy_batch(number: int) -> dict[str, Any]:
+    x = torch.randn(3, 128, generator=torch.Generator().manual_seed(number))
+    return {"x": x, "which": WHICH[number % len(WHICH)]}
+
+
+def _choosy_loss(model: nn.Module, batch: dict[str, Any]) -> Tensor:
+    return model(batch["x"].to(next(model.parameters()).dtype), batch["which"]).float().square().mean()
+
+
+def _penalty_loss(model: nn.Module, batch: dict[str, Any]) -> Tensor:
+    """A part of it is made of the weights on the host."""
+    return model(**batch).loss + 1e-3 * sum(p.float().square().sum() for p in model.parameters() if p.ndim == 1)
+
+
 def _case(name: str) -> Any:
     import zoo
+    if name == "choosy":
+        return zoo.Case(name, Choosy, _choosy_batch, _choosy_loss)
+    if name == "penalty":
+        return zoo.Case(name, zoo.CASES["llama"].build, zoo.text, _penalty_loss)
     if name == "wide":
         config = {**zoo.DECODER, "hidden_size": 160, "intermediate_size": 320}
         return zoo.Case(name, zoo.from_config("CausalLM", "llama", **config), zoo.text)

@@ -29,3 +29,29 @@ def test_two_are_as_one(pool: Pool, name: str) -> None:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_any_number_of_any_type(pool: Pool, size: int, dtype: str) -> None:
     check(pool, size, Job("wide", dtype, reduce="sum" if size == 3 else "mean", delay_us=200))
+
+
+SITUATIONS = {
+    "micro_batches": Job("wide", "bfloat16", micro=2),
+    "micro_batches_fp32": Job("llama", micro=3),
+    "looked_at": Job("wide", "bfloat16", look=True),
+    "looked_at_micro": Job("wide", "bfloat16", look=True, micro=2),
+    "no_clip": Job("wide", clip=None),
+    "frozen": Job("wide", "bfloat16", frozen=("embed", "self_attn", "lm_head")),
+    "tied": Job("llama_tied", "bfloat16"),
+    "shared_layer": Job("albert"),
+    "left_out_and_twice": Job("choosy"),
+    "left_out_bf16": Job("choosy", "bfloat16", look=True, micro=2),
+    "codes": Job("wide", "bfloat16", states="8bit"),
+    "rounded_stochastically": Job("wide", "bfloat16", states="8bit-sr"),
+    "in_backward": Job("wide", "bfloat16", clip=None, in_backward=True),
+    "host_arithmetic": Job("penalty"),
+    "two_slots": Job("wide", "bfloat16", plan=(("slots", 2), ("activations", "replay"))),
+    "saved": Job("wide", "bfloat16", plan=(("activations", "saved"),)),
+    "delays": Job("choosy", "float16", delay_us=1500),
+}
+
+
+@pytest.mark.parametrize("name", SITUATIONS)
+def test_situations(pool: Pool, name: str) -> None:
+    check(pool, 4 if name in ("left_out_and_twice", "codes") else 2, SITUATIONS[name])
