@@ -132,7 +132,7 @@ def _train(job: Job, size: int, ranks: list[int], group: Any) -> dict[str, str]:
         asked = {} if group is None else {"group": group, "reduce": job.reduce}
         model = mt.stream(model, "cpu", plan=dict(job.plan) or None, **asked)
     opt = mt.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, max_grad_norm=job.clip,
-                   states=job.states, in_backward=job.in_backward)
+                   states=job.states, in_backward=job.in_backward and group is not None)
     scale = 1 / (size * job.micro) if group is None or job.reduce == "sum" else 1 / job.micro
     for step in range(job.steps):
         for micro in range(job.micro):
@@ -146,7 +146,8 @@ def _train(job: Job, size: int, ranks: list[int], group: Any) -> dict[str, str]:
             noted.update((f"{step} grad {name}", digest(p.grad)) for name, p in model.named_parameters())
         opt.step()
         opt.zero_grad()
-        noted[f"{step} norm"] = repr(opt.grad_norm)
+        if not job.in_backward:                      # else units are weighed one by one
+            noted[f"{step} norm"] = repr(opt.grad_norm)
     noted.update(_state(model, opt))
     mt.unstream(model)
     return noted

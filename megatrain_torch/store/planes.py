@@ -103,7 +103,8 @@ class Planes:
         """These host planes were written: the device takes their values, or the file, where the unit has them there;
         other processes take what each has written of its own portion."""
         if self._several:
-            self.core.spread(record.unit, record.index, mask(planes))
+            if planes != ("GRAD",):                  # of which each uses what it has written
+                self.core.spread(record.unit, record.index, mask(planes))
         elif record.unit in self._homes.settled or record.unit in self._homes.on_disk:
             self.core.push(record.unit, record.index, mask(planes))
 
