@@ -6,8 +6,9 @@ many groups. This one asks nobody but its members, and goes with whoever has it.
 from __future__ import annotations
 
 import pickle
+import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -19,19 +20,25 @@ from torch import distributed as dist
 from ..base.errors import MegatrainError
 
 _PATIENCE = timedelta(minutes=30)            # a rank may fill the store while the others wait
+_LOOKS = 2.0                                 # seconds, at most, until the shared memory knows who is gone
 _made: Counter[str] = Counter()              # of these, by the group that they are beside
 
 
 class Control:
-    """Of the ranks of a group. All make it, and call its functions, in one order."""
+    """Of the ranks of a group. All make it, and call its functions, in one order.
+
+    Attributes:
+        check: raises where the memory that the processes share knows which of them is gone, or what failed there.
+    """
 
     def __init__(self, beside: dist.ProcessGroup) -> None:
+        self.check: Callable[[], None] = lambda: None
         members = "_".join(map(str, dist.get_process_group_ranks(beside)))
         name = f"megatrain_torch/{beside.group_name}/{members}"
         _made[name] += 1
         store = dist.PrefixStore(f"{name}/{_made[name]}", dist.distributed_c10d._get_default_store())
         self._size = dist.get_world_size(beside)
-        with named_errors("looks for the others"):
+        with self.named("looks for the others"):
             self._group = dist.ProcessGroupGloo(store, dist.get_rank(beside), self._size, _PATIENCE)
 
     def gather(self, value: Any) -> list[Any]:
@@ -45,13 +52,13 @@ class Control:
     def parts(self, own: Tensor) -> list[Tensor]:
         """Each rank's tensor, all of one form and on the host, by rank."""
         found = [torch.empty_like(own) for _ in range(self._size)]
-        with named_errors("tells the others about itself"):
+        with self.named("tells the others about itself"):
             self._group.allgather([found], [own]).wait()
         return found
 
     def any_of(self, bits: Tensor) -> Tensor:
         """Of these bits, [n] uint8 on the host, those that any rank has set."""
-        with named_errors("tells the others what it has gradients of"):
+        with self.named("tells the others what it has gradients of"):
             self._group.allreduce([bits], _most()).wait()
         return bits
 
@@ -59,24 +66,27 @@ class Control:
         """Into t, on every rank, go the first one's values."""
         there, how = t.detach().to("cpu", copy=True).contiguous(), dist.BroadcastOptions()
         how.rootRank = 0
-        with named_errors("takes what the first one has"):
+        with self.named("takes what the first one has"):
             self._group.broadcast([there], how).wait()
         t.detach().copy_(there)
+
+    @contextmanager
+    def named(self, what: str) -> Iterator[None]:
+        """An error of torch.distributed becomes one that says which process is gone, and what this one was doing."""
+        try:
+            yield
+        except MegatrainError:
+            raise
+        except RuntimeError as error:
+            deadline = time.monotonic() + _LOOKS
+            while time.monotonic() < deadline:           # it looks every tenth of a second
+                self.check()
+                time.sleep(0.05)
+            raise MegatrainError(f"another process of the group is gone, or does something else, while this one {what}:"
+                                 f" {str(error).splitlines()[0]}") from error
 
 
 def _most() -> dist.AllreduceOptions:
     how = dist.AllreduceOptions()
     how.reduceOp = dist.ReduceOp.MAX
     return how
-
-
-@contextmanager
-def named_errors(what: str) -> Iterator[None]:
-    """An error of torch.distributed becomes one that says what this process was doing."""
-    try:
-        yield
-    except MegatrainError:
-        raise
-    except RuntimeError as error:
-        raise MegatrainError(f"another process of the group is gone, or does something else, while this one {what}: "
-                             f"{str(error).splitlines()[0]}") from error
