@@ -8,7 +8,7 @@ from __future__ import annotations
 import pickle
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
+from .. import _core
 from ..base.errors import MegatrainError
 
 _PATIENCE = timedelta(minutes=30)            # a rank may fill the store while the others wait
@@ -28,11 +29,11 @@ class Control:
     """Of the ranks of a group. All make it, and call its functions, in one order.
 
     Attributes:
-        check: raises where the memory that the processes share knows which of them is gone, or what failed there.
+        engine: of the memory that the processes share, which knows who is gone, and what failed there; None: not yet.
     """
 
     def __init__(self, beside: dist.ProcessGroup) -> None:
-        self.check: Callable[[], None] = lambda: None
+        self.engine: _core.Engine | None = None
         members = "_".join(map(str, dist.get_process_group_ranks(beside)))
         name = f"megatrain_torch/{beside.group_name}/{members}"
         _made[name] += 1
@@ -78,12 +79,17 @@ class Control:
         except MegatrainError:
             raise
         except RuntimeError as error:
-            deadline = time.monotonic() + _LOOKS
-            while time.monotonic() < deadline:           # it looks every tenth of a second
-                self.check()
-                time.sleep(0.05)
-            raise MegatrainError(f"another process of the group is gone, or does something else, while this one {what}:"
-                                 f" {str(error).splitlines()[0]}") from error
+            raise MegatrainError(f"{self._who()} while this one {what}: {str(error).splitlines()[0]}") from error
+
+    def _who(self) -> str:
+        """Who is gone, as far as that is known soon. Raises: what failed there."""
+        deadline = time.monotonic() + _LOOKS
+        while self.engine is not None and time.monotonic() < deadline:
+            self.engine.check()
+            if gone := self.engine.gone():
+                return ", ".join(f"rank {rank} (process {pid}) ended" for rank, pid in gone)
+            time.sleep(0.05)
+        return "another process of the group is gone, or does something else,"
 
 
 def _most() -> dist.AllreduceOptions:

@@ -60,7 +60,7 @@ class Runtime:
         self.cap = Cap(device)
         self.ranks = ranks
         if ranks is not None:
-            ranks.control.check = core.check
+            ranks.control.engine = core
         self.handover = HandOver(own)
         self.exchange = None if ranks is None else Exchange(own, self.handover, ranks, reduce == "mean")
         self.swap = Swap(own)
