@@ -2,9 +2,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
-from several import Job, Pool, alone, differences
+from several import Job, Pool, alone, differences, loaded, saved
 
 ARCHITECTURES = ("llama", "qwen3", "gemma2", "gpt2", "opt", "mixtral", "gpt_oss", "deepseek_v3", "mamba", "bert", "t5",
                  "vit")
@@ -55,3 +56,18 @@ SITUATIONS = {
 @pytest.mark.parametrize("name", SITUATIONS)
 def test_situations(pool: Pool, name: str) -> None:
     check(pool, 4 if name in ("left_out_and_twice", "codes") else 2, SITUATIONS[name])
+
+
+@pytest.mark.parametrize("job", [Job("wide", "bfloat16"), Job("choosy", "float16", states="8bit")], ids=lambda j: j.dtype)
+def test_a_checkpoint_is_that_of_any_number(pool: Pool, job: Job, tmp_path: Path) -> None:
+    wanted = saved(0, None, job, str(tmp_path / "one"))
+    assert not differences(pool.call("several:loaded", 3, job, str(tmp_path / "one")), wanted)
+    wanted, *others = pool.call("several:saved", 3, job, str(tmp_path / "three"))
+    assert not differences(others, wanted)
+    for size in (2, 3, 4):
+        assert not differences(pool.call("several:loaded", size, job, str(tmp_path / "three")), wanted)
+    assert not differences([loaded(0, None, job, str(tmp_path / "three"))], wanted)
+
+
+def test_what_scripts_do(pool: Pool) -> None:
+    assert pool.call("several:habits", 2) == [[], []]
