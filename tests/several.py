@@ -15,6 +15,7 @@ import importlib
 import os
 import tempfile
 import traceback
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -204,6 +205,53 @@ def habits(rank: int, group: Any) -> list[str]:
         wrong.append("gradients on one rank")
     mt.unstream(model)
     return wrong
+
+
+def refused(rank: int, group: Any, what: str) -> str:
+    """What mt.stream says where one rank, or all, ask for what cannot be."""
+    import megatrain_torch as mt
+    model = Choosy()
+    odd = rank == 1
+    if what == "model" and odd:
+        model.head = nn.Linear(128, 5)
+    if what == "order" and odd:
+        model.layers, model.head = model._modules.pop("head"), model._modules.pop("layers")
+    if what == "frozen" and odd:
+        model.head.requires_grad_(False)
+    asked = {"nvme": {"nvme": tempfile.gettempdir()}, "homes": {"plan": {"homes": "vram"}},
+             "host": {"host": "1KiB"} if odd else {}}.get(what, {})
+    try:
+        mt.stream(model, "cpu", group=group, reduce="max" if what == "reduce" else "mean", **asked)
+    except mt.MegatrainError as error:
+        return str(error)
+    return ""
+
+
+def memory(rank: int, group: Any) -> tuple[int, int]:
+    """Bytes of the store that are this process's; and in memory of what is shared, pages by the number who have them.
+    """
+    import megatrain_torch as mt
+    model = mt.stream(nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(8))), "cpu", group=group)
+    opt = mt.AdamW(model.parameters())
+    model(torch.ones(1, 1024)).sum().backward()
+    opt.step()
+    opt.zero_grad()
+    digest(next(model.parameters()))
+    found = model[0].weight._mt.runtime.core.host_bytes(), _shared_bytes()
+    if group is not None:
+        torch.distributed.barrier(group)
+    mt.unstream(model)
+    return found
+
+
+def _shared_bytes() -> int:
+    found, mine = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if "-" in line.split()[0]:
+            mine = "memfd:megatrain" in line
+        elif mine and line.startswith("Pss:"):
+            found += int(line.split()[1]) << 10
+    return found
 
 
 def _same(mine: nn.Module, other: nn.Module) -> bool:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from several import Job, Pool, alone, differences, loaded, saved
+from several import Job, Pool, alone, differences, loaded, memory, saved
 
 ARCHITECTURES = ("llama", "qwen3", "gemma2", "gpt2", "opt", "mixtral", "gpt_oss", "deepseek_v3", "mamba", "bert", "t5",
                  "vit")
@@ -71,3 +71,19 @@ def test_a_checkpoint_is_that_of_any_number(pool: Pool, job: Job, tmp_path: Path
 
 def test_what_scripts_do(pool: Pool) -> None:
     assert pool.call("several:habits", 2) == [[], []]
+
+
+@pytest.mark.parametrize("what, said", [
+    ("model", "the model is not the same in all processes: 4 and 5 in rank 0 and rank 1"), ("order", "not the same"),
+    ("frozen", "True and False in rank 0 and rank 1"), ("nvme", "no nvme="), ("homes", "homes other than 'ram'"),
+    ("reduce", "use 'mean' or 'sum'"), ("host", "1.0 KiB")])
+def test_refused_on_all(pool: Pool, what: str, said: str) -> None:
+    texts = pool.call("several:refused", 3, what)
+    assert all(said in text for text in texts), texts
+
+
+def test_one_model_in_memory(pool: Pool) -> None:
+    """Of what the store has; beside it a process has its slots, and gradients on their way."""
+    one = memory(0, None)[0]
+    assert one > 4 * 32 << 20
+    assert one * 0.99 < sum(pss for _, pss in pool.call("several:memory", 4)) < one * 1.05
