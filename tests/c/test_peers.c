@@ -1227,7 +1227,7 @@ static void who_leaves_early_is_named(void)
     mt_ledger_update_end(w[0].p.cx.store, 0);
     REQUIRE(pthread_create(&w[0].thread, NULL, wait_for_update, &w[0]) == 0);
     mt_store_leave(w[1].p.cx.store);
-    check_told(&w[0], "closed its engine while its update of unit layers.0 was awaited");
+    check_told(&w[0], "closed its engine while others waited for its update of unit layers.0");
     writers_close(w, 2);
 }
 
@@ -1247,7 +1247,7 @@ static void who_leaves_when_all_is_done_is_missed_by_nobody(void)
     mt_ledger_grads_begin(p[0].cx.store, 0);             /* but from now on it is */
     mt_ledger_grads_end(p[0].cx.store, 0);
     CHECK_EQ(mt_ledger_wait_grads(p[0].cx.store, 0), MT_EPEER);
-    CHECK_HAS(mt_last_error(), "while its gradients of unit layers.0 was awaited");
+    CHECK_HAS(mt_last_error(), "while others waited for its gradients of unit layers.0");
     table_close(p, 2);
 }
 
@@ -1395,10 +1395,19 @@ static double seconds(void)
     return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
 }
 
+/* With a child that outlives it, as a loader of data has: what that holds is not the rank's. */
+static void die(void)
+{
+    if (fork() == 0) {
+        usleep(3000000);
+        _exit(0);
+    }
+    (void)raise(SIGKILL);
+}
+
 /* Rank 2 is killed before its second step; the others are told in theirs. */
 static void steps_until_one_dies(runner *r)
 {
-    unit_job jobs[UNITS];
     uint64_t ticket;
     double   norm, began;
     int      skipped;
@@ -1409,7 +1418,7 @@ static void steps_until_one_dies(runner *r)
         CHECK_OK(mt_ledger_wait_updates(r->cx.store, u));
     r->step = 1;
     if (r->rank == 2)
-        (void)raise(SIGKILL);
+        die();
     for (int u = 0; u < UNITS; u++)
         mt_ledger_grads_begin(r->cx.store, u);
     for (int u = 0; u < UNITS; u++)
@@ -1417,11 +1426,10 @@ static void steps_until_one_dies(runner *r)
     began = seconds();
     CHECK_EQ(mt_ledger_wait_grads(r->cx.store, 1), MT_EPEER);
     CHECK_HAS(mt_last_error(), "rank 2 (process ");
-    CHECK_HAS(mt_last_error(), ") ended while its gradients of unit layers.0 was awaited");
-    CHECK(seconds() - began < (UNDER_TSAN ? 20 : 5));
+    CHECK_HAS(mt_last_error(), ") ended while others waited for its gradients of unit layers.0");
+    CHECK(seconds() - began < 2);        /* while the child still sleeps */
     CHECK_EQ(mt_update_submit(r->u, NULL, 0, 1.0, r->run, &ticket), MT_EPEER);
     CHECK_EQ(mt_update_norm(r->u, 1, &norm, &skipped), MT_EPEER);
-    (void)jobs;
 }
 
 static void who_dies_is_named(void)
