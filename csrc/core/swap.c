@@ -391,27 +391,33 @@ fail:
     return st;
 }
 
-/* run waits for the copies one way, unless they are over. */
-static mt_status waits(mt_swap *w, const bundle *b, mt_queue *run, unsigned edge)
+/* run waits for the copies one way, LEFT or BACK, unless they are over. */
+static mt_status waits(mt_swap *w, uint64_t number, mt_queue *run, unsigned edge)
 {
-    mt_bay *m = bay_of(w, b);
-
-    return m == NULL ? MT_OK : wait_for(w, run, edge == MT_EDGE_LEFT ? m->filled : m->landed, edge);
-}
-
-mt_status mt_swap_left(mt_swap *w, uint64_t number, mt_queue *run)
-{
+    int       leaves = edge == MT_EDGE_LEFT;
+    mt_bay   *m;
     bundle   *b;
     mt_status st;
 
     mt_lock(&w->mu);
     assert_state(w);
     MT_TRY(find(w, number, &b));
-    MT_TRY(waits(w, b, run, MT_EDGE_LEFT));
-    no_longer(w, b, SOURCES);
+    if ((m = bay_of(w, b)) != NULL)
+        MT_TRY(wait_for(w, run, leaves ? m->filled : m->landed, edge));
+    no_longer(w, b, leaves ? SOURCES : 0);
 fail:
     mt_unlock(&w->mu);
     return st;
+}
+
+mt_status mt_swap_left(mt_swap *w, uint64_t number, mt_queue *run)
+{
+    return waits(w, number, run, MT_EDGE_LEFT);
+}
+
+mt_status mt_swap_await(mt_swap *w, uint64_t number, mt_queue *run)
+{
+    return waits(w, number, run, MT_EDGE_BACK);
 }
 
 static mt_status fits(const bundle *b, const mt_swap_part *landing, int n)
@@ -466,19 +472,6 @@ mt_status mt_swap_back(mt_swap *w, uint64_t number, const mt_swap_part *landing,
         no_longer(w, b, COMING);
     }
     end_turn(w);
-    return st;
-}
-
-mt_status mt_swap_await(mt_swap *w, uint64_t number, mt_queue *run)
-{
-    bundle   *b;
-    mt_status st;
-
-    mt_lock(&w->mu);
-    assert_state(w);
-    if ((st = find(w, number, &b)) == MT_OK)
-        st = waits(w, b, run, MT_EDGE_BACK);
-    mt_unlock(&w->mu);
     return st;
 }
 
