@@ -164,6 +164,9 @@ def stored_dtype(p: Tensor, dtype: torch.dtype | None) -> torch.dtype:
     return dtype if dtype is not None and p.is_floating_point() else p.dtype
 
 
-def weight_bytes(params: list[tuple[str, nn.Parameter]], dtype: torch.dtype | None) -> int:
-    """Bytes of a unit's HI plane, and of a slot for it: each parameter starts at a multiple of 512."""
-    return sum(-(-p.numel() * stored_dtype(p, dtype).itemsize // 512) * 512 for _, p in params)
+ALIGN = 512                          # bytes, at which each parameter starts
+
+
+def weight_bytes(params: list[tuple[str, nn.Parameter]], dtype: torch.dtype | None, align: int) -> int:
+    """Bytes of a unit's HI plane, and of a slot for it: each parameter starts at a multiple of so many."""
+    return sum(-(-p.numel() * stored_dtype(p, dtype).itemsize // align) * align for _, p in params)

@@ -148,6 +148,8 @@ def training_of(data: bytes, where: str, has_optimizer: bool) -> dict[str, Any]:
     for name in ("scheduler", "extra", "random"):
         field(found, name, lambda _: True, "what mt.save wrote", where)
     _check_random(found["random"], f"{where}: random")
+    for rank, states in enumerate(found.get("random_by_rank", ())):
+        _check_random(states, f"{where}: random_by_rank, {rank}")
     if has_optimizer:
         _check_groups(field(found, "groups", lambda v: isinstance(v, list), "a list of groups", where), where)
     others = table(found.get("others", {}), f"{where}: others")

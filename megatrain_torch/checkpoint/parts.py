@@ -20,7 +20,6 @@ from ..store.records import Record
 from ..store.tensorfiles import KINDS, Entry, TensorFile, packed
 from . import likeness, manifest
 from .contents import MASTERS
-from .randomness import random_states
 
 if TYPE_CHECKING:
     from ..model.runtime import Runtime
@@ -49,9 +48,9 @@ class Parts:
         return sum(f.nbytes for f in self.files) + sum(len(data) for data in self.small.values())
 
 
-def parts_of(rt: Runtime, model: nn.Module, opt: torch.optim.Optimizer | None, scheduler: Any, extra: Any, most: int
-             ) -> Parts:
-    """When nothing is under way. most: bytes of a file of tensors."""
+def parts_of(rt: Runtime, model: nn.Module, opt: torch.optim.Optimizer | None, scheduler: Any, extra: Any,
+             randoms: list[Any], most: int) -> Parts:
+    """When nothing is under way. randoms: states of random numbers, by rank. most: bytes of a file of tensors."""
     if isinstance(opt, AdamW):
         opt._catch_up()
     names = names_of(model)
@@ -61,7 +60,7 @@ def parts_of(rt: Runtime, model: nn.Module, opt: torch.optim.Optimizer | None, s
         weights, states = _weights(model, names), _states(opt, names)
     stem = "model" if _has_its_names(model) else "weights"
     files = packed(weights, stem, most) + (packed(states, "states", most) if states else [])
-    small = {TRAINING: _training(opt, names, scheduler, extra), **_beside(model, files)}
+    small = {TRAINING: _training(opt, names, scheduler, extra, randoms), **_beside(model, files)}
     return Parts(files, weights + states, small, _body(rt, opt, names, small))
 
 
@@ -142,9 +141,10 @@ def held_by(rt: Runtime, entries: list[Entry]) -> list[tuple[int, int]]:
     return sorted(planes.items())
 
 
-def _training(opt: torch.optim.Optimizer | None, names: dict[Tensor, str], scheduler: Any, extra: Any) -> bytes:
+def _training(opt: torch.optim.Optimizer | None, names: dict[Tensor, str], scheduler: Any, extra: Any,
+              randoms: list[Any]) -> bytes:
     """The small things, serialised; what could not be read back is refused now."""
-    whole: dict[str, Any] = {"random": random_states()}
+    whole: dict[str, Any] = {"random": randoms[0]} | ({"random_by_rank": randoms} if len(randoms) > 1 else {})
     if opt is not None:
         packed_groups = torch.optim.Optimizer.state_dict(opt)["param_groups"]
         whole["groups"] = [{**g, "params": [names[p] for p in own["params"]]}

@@ -105,9 +105,19 @@ def load(model: nn.Module, opt: torch.optim.Optimizer | None, folder: str | Path
         _load_scheduler(scheduler, training["scheduler"], source.folder)
     _take(rt, model, opt, source, names, training, progress)
     if opt is not None:
-        set_random_states(training["random"])
+        _set_random_states(rt, training)
         _tell_of_other_bits(rt, source)
     return training["extra"]
+
+
+def _set_random_states(rt: Runtime, training: dict[str, Any]) -> None:
+    """Each process has those of the one that it was; where there were others of them, the first alone knows."""
+    by_rank = training.get("random_by_rank", [training["random"]])
+    rank, size = (0, 1) if rt.ranks is None else (rt.ranks.rank, rt.ranks.size)
+    if len(by_rank) == size:
+        set_random_states(by_rank[rank])
+    elif rank == 0:
+        set_random_states(training["random"])
 
 
 def _load_scheduler(scheduler: Any, state: Any, folder: Path) -> None:

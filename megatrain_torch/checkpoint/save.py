@@ -33,7 +33,9 @@ from ..model.registry import runtime_of
 from ..optim.adamw import AdamW
 from . import manifest
 from .parts import Parts, held_by, parts_of
+from .randomness import random_states
 from .saving import AS_BEFORE, Saving, give_up
+from .writers import Writers
 
 if TYPE_CHECKING:
     from ..model.runtime import Runtime
@@ -77,8 +79,9 @@ def save(model: nn.Module, opt: torch.optim.Optimizer | None, folder: str | Path
          progress: Callable[[int, int], None] | None = None) -> Saving | SavePlan:
     """Writes a checkpoint: weights, optimizer states, scheduler, random states. mt.load takes it.
 
-    Call it between steps. The folder appears, whole and synced, under its name, or replaces the checkpoint that has
-    it; until then that one is untouched. Files that somebody put beside a checkpoint's own stay.
+    Call it between steps; where several processes train the model, in all of them, and each writes a part.
+    The folder appears, whole and synced, under its name, or replaces the checkpoint that has it; until then that one is
+    untouched. Files that somebody put beside a checkpoint's own stay.
 
     transformers' from_pretrained reads the folder, but for a PeftModel, or another model around transformers' own,
     whose weights it does not know by their names: then they are in files that it does not take, without config.json.
@@ -105,21 +108,23 @@ def save(model: nn.Module, opt: torch.optim.Optimizer | None, folder: str | Path
             unfinished step stand; `extra` or the scheduler's state cannot be loaded back; there is no room on the disk
             or in host memory, or no permission; or writing failed. Nothing is lost then.
     """
-    rt = runtime_of(model)
-    _check(rt, model, opt)
-    rt.saves.finish()
+    begun, rt = time.perf_counter(), runtime_of(model)
     folder = Path(folder).absolute()
-    begun = time.perf_counter()
-    parts = parts_of(rt, model, opt, scheduler, extra, FILE_BYTES)
-    room, held = parse_bytes(spare, "spare"), held_by(rt, parts.tensors)
-    _check_room(folder, parts.nbytes, room or 0)
-    blocks = min(SPARE_BYTES, parts.nbytes)
-    if room is None:
-        room = blocks if asynchronous and rt.room.may_save(rt.core, held, blocks) else 0
-    rt.room.saving(rt.core, held, min(max(room, LEAST_BYTES), parts.nbytes))
-    if dry_run:
-        return _trial(folder, parts.nbytes, [f.name for f in parts.files] + [*parts.small, manifest.NAME])
-    saving = Saving(folder, sum(f.nbytes for f in parts.files), progress)
+    rt.saves.finish()
+    writers = Writers(rt.ranks)
+    randoms = writers.each(random_states())
+    with writers.as_one():
+        _check(rt, model, opt)
+        parts = parts_of(rt, model, opt, scheduler, extra, randoms, FILE_BYTES)
+        room, held = parse_bytes(spare, "spare"), held_by(rt, parts.tensors)
+        _check_room(folder, parts.nbytes, room or 0)
+        blocks = min(SPARE_BYTES, parts.nbytes)
+        if room is None:
+            room = blocks if asynchronous and rt.room.may_save(rt.core, held, blocks) else 0
+        rt.room.saving(rt.core, held, min(max(room, LEAST_BYTES), parts.nbytes))
+        if dry_run:
+            return _trial(folder, parts.nbytes, [f.name for f in parts.files] + [*parts.small, manifest.NAME])
+    saving = Saving(folder, sum(f.nbytes for f in parts.files), progress, writers)
     saving._begun = begun
     _begin(rt, saving, parts, held, asynchronous, room)
     if not asynchronous:
@@ -132,11 +137,12 @@ def save(model: nn.Module, opt: torch.optim.Optimizer | None, folder: str | Path
 def _begin(rt: Runtime, saving: Saving, parts: Parts, held: list[tuple[int, int]], asynchronous: bool, spare: int
            ) -> None:
     """A folder beside the one that it will be, and the work; what was begun is given up where that fails."""
-    draft, asked_for = manifest.Draft(saving.folder), False
+    writers = saving._writers
+    draft, asked_for = writers.draft(saving.folder), False
     try:
         located = [f.located(draft.path) for f in parts.files]
         asked_for = True
-        rt.core.save_begin([where for where, _ in located], held, spare, COPIERS, WRITERS)
+        writers.begin(rt.core, [where for where, _ in located], held, spare, COPIERS, WRITERS)
         rt.saves.running = saving if asynchronous else None   # before its thread is there: start() may be interrupted
         saving._start(asynchronous, rt.core, draft, parts.small, parts.body, parts.files, (located, parts.tensors))
     except BaseException as e:

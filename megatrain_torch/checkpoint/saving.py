@@ -12,6 +12,7 @@ from .. import _core
 from ..base.errors import MegatrainError
 from ..store.tensorfiles import TensorFile
 from . import manifest
+from .writers import Writers
 
 POLL_S = 0.25                        # between two calls of progress
 AS_BEFORE = ", and what was there before is as it was"
@@ -22,12 +23,14 @@ class Saving:
 
     Attributes:
         folder: the name it takes, or has.
-        bytes: of its tensors' files. seconds: from the call until it had its name; 0.0 before.
+        bytes: of its tensors' files; of several processes, those that this one writes.
+        seconds: from the call until it had its name; 0.0 before.
         held: seconds for which the caller waited: for updates under way, and for what is small to be copied.
     """
 
-    def __init__(self, folder: Path, nbytes: int, progress: Callable[[int, int], None] | None) -> None:
-        self.folder, self.bytes = folder, nbytes
+    def __init__(self, folder: Path, nbytes: int, progress: Callable[[int, int], None] | None, writers: Writers
+                 ) -> None:
+        self.folder, self.bytes, self._writers = folder, nbytes, writers
         self.seconds = self.held = 0.0
         self._progress, self._begun = progress, time.perf_counter()
         self._over = threading.Event()       # not the thread's own: a join that is interrupted takes it for dead
@@ -86,13 +89,17 @@ class Saving:
     def _run(self, core: _core.Engine, draft: manifest.Draft, small: dict[str, bytes], body: dict[str, Any],
              files: list[TensorFile], _memory: Any) -> None:
         try:
-            self._follow(core)
-            for f, sums in zip(files, core.save_end()):
+            with self._writers.as_one():
+                self._follow(core)
+                own = core.save_end()
+            for f, sums in zip(files, self._writers.sums(own)):
                 body["files"][f.name] = {"bytes": f.nbytes, "sums": sums.hex()}
-            for name, data in small.items():
-                manifest.write(draft.path / name, data)
-            manifest.write(draft.path / manifest.NAME, manifest.dump(body))
-            draft.publish()
+            with self._writers.as_one():
+                if self._writers.first:
+                    for name, data in small.items():
+                        manifest.write(draft.path / name, data)
+                    manifest.write(draft.path / manifest.NAME, manifest.dump(body))
+                    draft.publish()
         except BaseException as e:
             self._error, self._named = e, draft.published
             give_up(core)

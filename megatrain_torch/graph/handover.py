@@ -27,6 +27,7 @@ from ..store.arrive import Arrivals
 from ..store.records import Record, Use
 from ..store.state import in_backward
 from .door import Door
+from .exchange import Exchange
 from .swap import Swap
 from .untraced import Untraced
 
@@ -84,6 +85,7 @@ class Model(Protocol):
     door: Door
     swap: Swap
     trace: Untraced
+    exchange: Exchange | None
 
     @property
     def room(self) -> Room: ...
@@ -132,9 +134,11 @@ class HandOver:
         ready: list[tuple[Record, Tensor]] = []
         for i, (record, node, grad) in enumerate(zip(records, nodes, grads)):
             kind = "unwanted" if grad is None and record.pending is None else self._kind(record, node)
-            if kind == "real":
-                out[i] = self._to_host(record, grad)
+            if kind in ("real", "captured"):
+                out[i] = self._to_host(record, grad, kind == "real")
             elif kind == "streamed":
+                if self.runtime.exchange is not None:
+                    self.runtime.exchange.joins()
                 total = self._sum(record, grad, again)
                 if total is not None:
                     ready.append((record, total))
@@ -153,7 +157,7 @@ class HandOver:
         try:
             wanted = node is None or torch._C._will_engine_execute_node(node)
         except RuntimeError:                 # a leaf under autograd.grad(): torch cannot say, and captures it
-            return "real"
+            return "captured"
         if not wanted:
             return "unwanted"
         return "real" if hooked or record.host_graph else "streamed"
@@ -183,12 +187,13 @@ class HandOver:
         """Did .grad stand before this backward began?"""
         return gradient.standing(record) is not None and record.set_in != in_backward()
 
-    @staticmethod
-    def _to_host(record: Record, grad: Tensor | None) -> Tensor | None:
+    def _to_host(self, record: Record, grad: Tensor | None, summed: bool) -> Tensor | None:
+        """summed: over the processes that stream the model, as what is streamed is."""
         if grad is None:
             return None
-        out = torch.empty_strided(record.shape, record.stride, dtype=grad.dtype)
-        return out.copy_(grad)
+        out = torch.empty_strided(record.shape, record.stride, dtype=grad.dtype).copy_(grad)
+        exchange = self.runtime.exchange
+        return out if exchange is None or not summed else exchange.whole(out)
 
     # ---- a graph task, from the first that we see of it to its end ----
 
@@ -230,6 +235,8 @@ class HandOver:
             record.pending = None
         self.summed.clear()
         self._send(rest)
+        if self.runtime.exchange is not None and not self.tasks:
+            self.runtime.exchange.ends()
         self.runtime.reads.forget()
         self.runtime.trace.handed_over()
 
@@ -240,6 +247,8 @@ class HandOver:
         self.summed.clear()
         for task in list(self.tasks):
             self._tell(task)
+        if self.runtime.exchange is not None:
+            self.runtime.exchange.sweep()
 
     # ---- to the store ----
 
@@ -247,13 +256,16 @@ class HandOver:
         by_unit: dict[int, list[tuple[Record, Tensor]]] = {}
         for record, grad in ready:
             by_unit.setdefault(record.unit, []).append((record, grad))
+        exchange = self.runtime.exchange
         for unit, pairs in by_unit.items():
-            self._send_unit(unit, pairs)
+            if exchange is None:
+                self._send_unit(unit, pairs)
+            else:
+                exchange.offer(unit, [(r, self._conform(r, grad)) for r, grad in pairs])
 
     def _send_unit(self, unit: int, pairs: list[tuple[Record, Tensor]]) -> None:
-        items, sources, room = [], [], self.runtime.room
-        if not room.begun:
-            room.gradients(self.runtime.core)
+        items, sources = [], []
+        self.ask_room(sums=False)
         passing = unit in self.runtime.homes.passing
         if passing:
             self._may_pass([r for r, _ in pairs])
@@ -268,22 +280,39 @@ class HandOver:
                 record.summed = mode == ADD and record.dtype.itemsize == 2
                 items.append((record.index, grad.data_ptr(), mode, int(reread)))
                 sources.append(grad)
-        if not items:
-            return
-        if not room.summed and any(mode == ADD for _, _, mode, _ in items):
-            room.sums(self.runtime.core)
+        if items:
+            self.put(unit, items, sources)
+            self.has_come(unit, [r for r, _ in pairs])
+
+    def put(self, unit: int, items: list[tuple[Any, ...]], sources: list[Tensor], stream: int | None = None) -> None:
+        """Gradients of one unit: items as Engine.offload takes them, which lie in `sources`. stream: in which they are
+        made; None: in compute's."""
+        if self.runtime.exchange is None and any(mode == ADD for _, _, mode, *_ in items):
+            self.ask_room(sums=True)
         self.runtime.trace.handed_over()           # before compute is told to wait for copies of earlier gradients
-        ticket = self.runtime.core.offload(unit, items, self.stream)
-        for record in [r for r, _ in pairs if unit in self.copied]:
-            self.copied[unit].pop(record, None)        # the unit's updates are over: the hand-over waited for them
+        ticket = self.runtime.core.offload(unit, items, self.stream if stream is None else stream)
         # The copies read these tensors behind our back; they live until compute waits for the copies.
         self.alive.append((ticket, sources))
         self.unstepped = True
         self.let_go()
+
+    def ask_room(self, sums: bool) -> None:
+        """Raises: gradients are about to come, or to be added up, for which there is no room."""
+        core, room = self.runtime.core, self.runtime.room
+        if not room.begun:
+            room.gradients(core)
+        if sums and not room.summed:
+            room.sums(core)
+
+    def has_come(self, unit: int, records: list[Record]) -> None:
+        """These gradients of a unit have been put."""
+        copied = self.copied.get(unit, {})
+        for record in records:
+            copied.pop(record, None)                   # the unit's updates are over: the hand-over waited for them
         if self.runtime.homes.arrivals.units:
             self.runtime.homes.arrivals.handed(unit)
         if self.observer is not None:
-            self.observer(unit, [r for r, _ in pairs])
+            self.observer(unit, records)
 
     def _may_pass(self, records: list[Record]) -> None:
         """Gradients that are kept nowhere must be used at once."""
@@ -325,6 +354,30 @@ class HandOver:
             record.set_in = in_backward()
             return SET
         return ADD if gradient.take_back(record) else None
+
+    def claim(self, record: Record) -> int:
+        """SET or ADD, of a gradient that several processes have made. It is late from now on.
+
+        Raises:
+            MegatrainError: somebody has the gradient's memory.
+        """
+        mode = self._claim(record)
+        if mode is None:
+            self._refuse_held(record)
+        record.summed = record.dtype.itemsize == 2
+        return mode
+
+    def would_claim(self, record: Record) -> int | None:
+        """The same for one that this process did not make, and may never hear of; None: not where it would be put."""
+        if gradient.standing(record) is None and not gradient.kept(record):
+            return SET
+        return ADD if gradient.take_back(record) else None
+
+    @staticmethod
+    def _refuse_held(record: Record) -> None:
+        raise MegatrainError(f"{record.name}: its .grad is in memory of its own, or somebody keeps it, and further "
+                             "gradients of several processes cannot be added to that: zero_grad(set_to_none=True), and "
+                             "let go of it, before the next backward")
 
     def release(self) -> None:
         """Compute has waited for every copy: nothing needs to be kept."""

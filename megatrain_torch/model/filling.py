@@ -8,6 +8,7 @@ from torch import nn
 
 from .. import _core
 from ..base.units import Group, stored_dtype
+from ..group.ranks import Ranks
 from ..plans.asked import Asked
 from ..plans.host_memory import TRIM_BYTES, give_back, own_bytes
 from ..plans.tally import SETTLED
@@ -19,14 +20,18 @@ from ..store.records import DTYPES, Record
 from .choices import Choices
 from .fitting import Fit, units_at
 from .runtime import Runtime
+from .together import engine_of
 
 _numbers = itertools.count()                 # of parameters, in the process
 
 
-def engine(where: torch.device, choices: Choices) -> _core.Engine:
+def engine(where: torch.device, choices: Choices, ranks: Ranks | None) -> _core.Engine:
     """With nothing in it yet."""
     threads, doors = choices.options.get("threads") or max(1, _core.build_info()["cpus"] - 1), choices.doors
-    core = _core.Engine(where.type, where.index or 0, threads, doors.delay_us, doors.seed)
+    if ranks is None:
+        core = _core.Engine(where.type, where.index or 0, threads, doors.delay_us, doors.seed)
+    else:
+        core = engine_of(ranks, where.type, where.index or 0, threads, doors.delay_us, doors.seed)
     if doors.lock is not None:
         core.lock_limit(doors.lock)
     return core
@@ -88,9 +93,8 @@ def fill(rt: Runtime, groups: list[Group], masters: bool) -> None:
     goes there at once: host memory has one such unit at a time."""
     given, files, filed = 0, Mapped(), set(units_at(rt.room.asked, "disk+weights"))
     for unit, (records, own) in enumerate(zip(rt.units, own_bytes(groups))):
-        with torch.no_grad():
-            for hi, value in files.fill([(r.view("HI"), r.param.detach()) for r in records]):
-                hi.copy_(value)
+        if rt.ranks is None or rt.ranks.rank == rt.ranks.mates[0]:
+            _put_in(records, files)
         for r in records:
             _adopt(rt, r, masters)
         if unit in rt.homes.settled:
@@ -101,6 +105,14 @@ def fill(rt: Runtime, groups: list[Group], masters: bool) -> None:
         if given >= TRIM_BYTES:          # malloc would keep it, and we would hold weights twice
             give_back()
             given = 0
+    if rt.ranks is not None:
+        rt.ranks.meet()
+
+
+def _put_in(records: list[Record], files: Mapped) -> None:
+    with torch.no_grad():
+        for hi, value in files.fill([(r.over(r.memory("HI", True), "HI"), r.param.detach()) for r in records]):
+            hi.copy_(value)
 
 
 def _adopt(rt: Runtime, r: Record, masters: bool) -> None:

@@ -22,7 +22,7 @@ from ..store import gradient
 from ..store.guard import StreamedParameter
 from ..store.records import Record
 from ..store.state import BoundParameters, HostBuffers
-from . import hf
+from . import hf, wrapped
 from .registry import note, runtimes
 from .runtime import Runtime
 from .tree import Tree, count_registrations
@@ -33,6 +33,7 @@ def install(rt: Runtime, root: nn.Module, found: Any, modes: str | dict[str, str
     patches.hold(rt)
     patches.once("registrations", count_registrations)
     astray.watch()
+    wrapped.watch()
     by_param = {id(r.param): r for r in rt.records}
     for m in root.modules():
         _bind(rt, m, by_param)

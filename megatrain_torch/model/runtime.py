@@ -13,10 +13,12 @@ from .. import _core
 from ..fused.compiled import Structure
 from ..fused.proofs import Proofs
 from ..graph.door import Door
+from ..graph.exchange import Exchange
 from ..graph.handover import HandOver
 from ..graph.swap import Swap
 from ..graph.untraced import UNTRACED
 from ..graph.window import Window
+from ..group.ranks import Ranks
 from ..plans.room import Room
 from ..store.planes import Planes
 from ..store.records import Record
@@ -42,9 +44,11 @@ class Runtime:
         given: places of parameters that have something else (functional_call).
         checkpointing: modules whose own checkpointing windows do (hf.py).
         reported: the last report without a trace.
+        ranks: the processes that stream it together; None: this one is alone. exchange: of gradients between them.
     """
 
-    def __init__(self, root: nn.Module, device: torch.device, core: _core.Engine, room: Room, compute: str) -> None:
+    def __init__(self, root: nn.Module, device: torch.device, core: _core.Engine, room: Room, compute: str,
+                 ranks: Ranks | None = None, reduce: str = "mean") -> None:
         self.root, self.device, self.core, self.room, self.compute = weakref.ref(root), device, core, room, compute
         self.is_cuda = device.type == "cuda"
         self.records: list[Record] = []
@@ -54,12 +58,16 @@ class Runtime:
         own = weakref.proxy(self)            # for what only this has
         self.door = Door(type(root).__name__, self.is_cuda)
         self.cap = Cap(device)
+        self.ranks = ranks
+        if ranks is not None:
+            ranks.control.engine = core
         self.handover = HandOver(own)
+        self.exchange = None if ranks is None else Exchange(own, self.handover, ranks, reduce == "mean")
         self.swap = Swap(own)
         self.ring = Ring(own)
         self.homes = Homes(own, core, self.ring)
         self.saves = Saves()
-        self.planes = Planes(core, self.homes, self.saves, room)
+        self.planes = Planes(core, self.homes, self.saves, room, ranks is not None)
         self.states = States(core, room)
         self.reads = Reads(own)
         self.trained = Trained(own)

@@ -16,7 +16,9 @@ from ..base import patches
 from ..base.arguments import check_dtype
 from ..base.errors import MegatrainError
 from ..base.limits import parse_bytes
-from ..base.units import find, group
+from ..base.units import find
+from ..base.units import group as grouped
+from ..group.ranks import as_one, ranks_of
 from ..plans.planner import Plan
 from ..store.disk import Disk
 from .asking import Limits
@@ -28,13 +30,15 @@ from .planning import Planning
 from .registry import find_runtime, runtime_of
 from .runtime import Runtime
 from .streamable import check_model
+from .together import check, leaves_in_order, same_buffers
 
 
 def stream(module: nn.Module, device: str | torch.device | None = None, *, tokens: int | None = None,
            seq: int | None = None, vram: int | str | None = None, host: int | str | None = None,
            nvme: str | dict[str, Any] | None = None, states: str | None = None, dtype: torch.dtype | None = None,
            units: list[str | nn.Module] | None = None, compute: str = "auto",
-           plan: Plan | dict[str, Any] | None = None, masters: bool = False) -> nn.Module:
+           plan: Plan | dict[str, Any] | None = None, masters: bool = False, group: Any = None,
+           reduce: str = "mean") -> nn.Module:
     """Moves a model's parameters to streamed storage in host memory; returns the same object.
 
     From here on the model's own forward runs on `device` with weights that are there only while
@@ -67,6 +71,10 @@ def stream(module: nn.Module, device: str | torch.device | None = None, *, token
         plan: what mt.plan gave: that is what runs, and stays. Or a dict by hand: docs/plans.md has its keys.
         masters: where `dtype` makes fp32 parameters 16-bit ones, mt.AdamW's fp32 masters begin with their own values.
             They are kept until its first step: no memory where they are mapped from a file, which must stay as it is.
+        group: processes that train the model together, each with data of its own: a ProcessGroup, or a DeviceMesh of
+            one dimension; None: all of torch.distributed's, where that is initialized (docs/several-gpus.md). Weights
+            and buffers are the first one's from then on.
+        reduce: what becomes of their gradients, "mean" as with DistributedDataParallel, or "sum".
 
     Raises:
         MegatrainError: the model cannot be streamed rightly, it does not fit, or the disk refuses its file; nothing was
@@ -80,15 +88,27 @@ def stream(module: nn.Module, device: str | torch.device | None = None, *, token
     check_dtype(dtype)
     limits = Limits(parse_bytes(vram, "vram"), parse_bytes(host, "host"), Disk.parse(nvme), units)
     choices = choose(module, where, limits, tokens, seq, states, dtype, compute, plan)
-    found = find(module, units)
+    _stream(module, where, limits, choices, dtype, masters, group, reduce)
+    return module
+
+
+def _stream(module: nn.Module, where: torch.device, limits: Limits, choices: Choices, dtype: torch.dtype | None,
+            masters: bool, group: Any, reduce: str) -> None:
+    found = find(module, limits.units)
     choices.check_windows([name or type(module).__name__ for name, _ in found.windows])
-    asked = choices.asked(type(module).__name__, group(module, found), dtype, where)
-    fit = fitted(asked, where, choices, limits.host)
-    rt = Runtime(module, where, engine(where, choices), fit.room, choices.compute)
+    groups, ranks = grouped(module, found), ranks_of(group)
+    if ranks is not None:
+        check(ranks, groups, choices, reduce)
+    asked = choices.asked(type(module).__name__, groups, dtype, where, ranks is not None)
+    with as_one(ranks):
+        fit = fitted(asked, where, choices, limits.host)
+    fit.room.ranks = ranks
+    rt = Runtime(module, where, engine(where, choices, ranks), fit.room, choices.compute, ranks, reduce)
+    if ranks is not None:
+        weakref.finalize(rt, leaves_in_order, rt.core)
     if choices.itself:
         rt.planning = Planning(weakref.proxy(rt), limits, choices.plan)
     _build(rt, module, found, fit, choices, masters)
-    return module
 
 
 def _build(rt: Runtime, module: nn.Module, found: Any, fit: Fit, choices: Choices, masters: bool) -> None:
@@ -97,6 +117,8 @@ def _build(rt: Runtime, module: nn.Module, found: Any, fit: Fit, choices: Choice
         fill(rt, fit.asked.groups, masters)      # from here on the model changes, and nothing is checked any more
         fit.room.let_go()
         install(rt, module, found, choices.activations)
+        if rt.ranks is not None:
+            same_buffers(rt.ranks, module)
         rt.forwards.warn_unlocked()
     except BaseException:
         _give_back(rt, module)

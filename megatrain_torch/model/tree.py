@@ -50,7 +50,7 @@ class Tree:
         Raises:
             MegatrainError: a parameter was put in, or the model into DistributedDataParallel.
         """
-        if nn.parallel.DistributedDataParallel._active_ddp_module is not None:
+        if rt.ranks is None and nn.parallel.DistributedDataParallel._active_ddp_module is not None:
             raise MegatrainError("DistributedDataParallel over a streamed model is not supported: its reducer would "
                                  "see no gradients; run one process with one streamed model")
         root = self._root()

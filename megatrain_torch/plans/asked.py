@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ..base.modes import DISKS
-from ..base.units import Group
+from ..base.units import ALIGN, Group
 from .cost import LENT, THROUGH_BYTES
 from .shapes import Unit, unit_bytes
 from .tally import SETTLED, Tally
@@ -29,6 +29,7 @@ class Asked:
         states: how AdamW's are kept.
         lent: such buffers of a size.
         copied: those that live on the device, and masters there, have copies in host memory, for a state_dict.
+        align: each parameter begins at a multiple of so many bytes.
         known: units by what their bytes depend on; the same dict in all that is made from this by `replace`.
     """
 
@@ -44,13 +45,14 @@ class Asked:
     states: str = "fp32"
     lent: int = LENT
     copied: bool = False
+    align: int = ALIGN
     known: dict[tuple[Any, ...], Any] = field(default_factory=dict, compare=False, repr=False)
 
     def units(self) -> list[Unit]:
         """As the parameters are now: some may have been frozen since."""
         key = self._key()
         if key not in self.known:
-            self.known[key] = [unit_bytes(name, own, self.dtype, self.states) for name, own in self.groups]
+            self.known[key] = [unit_bytes(name, own, self.dtype, self.states, self.align) for name, own in self.groups]
         return self.known[key]
 
     def _key(self) -> tuple[Any, ...]:

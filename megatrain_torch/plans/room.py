@@ -9,6 +9,7 @@ import torch
 
 from .. import _core
 from ..base.limits import Bound, show_bytes, with_margin, without_margin
+from ..group.ranks import Ranks, as_one
 from .asked import Asked
 from .cost import PLANES_OF
 from .host_memory import limits, shortage
@@ -18,10 +19,15 @@ from .tally import DISK_BUFFERS, SETTLED
 
 
 class Room:
-    """Whether what a streamed model takes later is there: planes are made when they are first needed."""
+    """Whether what a streamed model takes later is there: planes are made when they are first needed.
+
+    Attributes:
+        ranks: the processes that have these planes together; None: this one is alone.
+    """
 
     def __init__(self, asked: Asked, limit: int | None) -> None:
         self.asked, self.limit = asked, limit
+        self.ranks: Ranks | None = None
         self.begun = False                       # room for gradients was asked for, at least
         self.summed = asked.micro > 1
 
@@ -112,7 +118,11 @@ class Room:
         return without_margin(limits().tightest().free) - coming + core.swap_bytes()[0]
 
     def _check(self, core: _core.Engine, asked: Asked, what: str, *planes: str) -> None:
-        """planes: those that come now; none named: all."""
+        """planes: those that come now; none named: all. Several processes ask together, before any makes its part."""
+        with as_one(self.ranks):
+            self._check_here(core, asked, what, *planes)
+
+    def _check_here(self, core: _core.Engine, asked: Asked, what: str, *planes: str) -> None:
         if self.limit is not None:
             check_limit(asked, self.limit, None)
             return

@@ -20,7 +20,7 @@ from ..base.arguments import check_count, check_dtype
 from ..base.errors import MegatrainError
 from ..base.formats import master_bytes, moment_bytes
 from ..base.modes import KEEPS, LINKED
-from ..base.units import find, group, output_embeddings, stored_dtype, weight_bytes
+from ..base.units import ALIGN, find, group, output_embeddings, stored_dtype, weight_bytes
 from ..fused.templates import Unfit, template
 
 MANY_TOKENS = 1 << 14        # of which a template is asked what it keeps; taken to be in proportion
@@ -196,10 +196,10 @@ def _from_config(config: Any, layers: int | None, dtype: torch.dtype | None) -> 
 # ---- units ---------------------------------------------------------------------------------------
 
 def unit_bytes(name: str, own: list[tuple[str, nn.Parameter]], dtype: torch.dtype | None,
-               states: str = "fp32") -> Unit:
-    """states: how AdamW's are kept, see formats.py."""
+               states: str = "fp32", align: int = ALIGN) -> Unit:
+    """states: how AdamW's are kept, see formats.py. align: as weight_bytes has it."""
     kinds = [(p.numel(), stored_dtype(p, dtype)) for _, p in own if p.requires_grad]
-    return Unit(name, sum(p.numel() for _, p in own), weight_bytes(own, dtype), sum(n for n, _ in kinds),
+    return Unit(name, sum(p.numel() for _, p in own), weight_bytes(own, dtype, align), sum(n for n, _ in kinds),
                 sum(n * kind.itemsize for n, kind in kinds), sum(n * master_bytes(states, kind) for n, kind in kinds),
                 sum(moment_bytes(states, kind, n) for n, kind in kinds),
                 sum(4 * n for n, kind in kinds if kind in (torch.bfloat16, torch.float16)), len(own))

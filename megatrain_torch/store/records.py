@@ -168,9 +168,10 @@ class Record:
         """Plain tensor over the parameter's bytes in a plane: [shape], in the plane's type; SCALE: [groups,2]."""
         return self.over(self.memory(plane), plane)
 
-    def memory(self, plane: str) -> Any:
-        """The parameter's bytes in a plane: NumPy's, which live as long as anything made from them."""
-        return self.runtime.core.plane(self.unit, self.index, _core.PLANES[plane])
+    def memory(self, plane: str, shared: bool = False) -> Any:
+        """The parameter's bytes in a plane: NumPy's, which live as long as anything made from them. Where several
+        processes stream the model, what is written there is this one's until it is spread; shared: everybody's."""
+        return self.runtime.core.plane(self.unit, self.index, _core.PLANES[plane], shared)
 
     def over(self, memory: Any, plane: str) -> Tensor:
         """As `view`, of that memory."""

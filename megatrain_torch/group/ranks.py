@@ -1,0 +1,127 @@
+"""The processes that stream one model together, and how they agree.
+
+torch.distributed carries all: gradients between devices in the group that the user made (NCCL, or gloo on the CPU
+device), and what processes tell each other about themselves over gloo, beside it (control.py).
+"""
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+from torch import distributed as dist
+
+from ..base.errors import MegatrainError
+from .control import Control
+
+
+class Ranks:
+    """
+    Attributes:
+        rank, size: this process's number, and how many there are.
+        data: the group in which gradients go. control: what they tell each other goes there.
+        machines: by rank, what names the machine that it is on.
+    """
+
+    def __init__(self, data: dist.ProcessGroup) -> None:
+        self.data, self.rank, self.size = data, dist.get_rank(data), dist.get_world_size(data)
+        self.control = Control(data)
+        self.machines: list[str] = self.gather(_machine())
+        self._apart: Ranks | None = None
+
+    def apart(self) -> Ranks:
+        """The same processes with a control group of its own, for another thread; made at the first call, by all."""
+        if self._apart is None:
+            self._apart = copy.copy(self)
+            self._apart.control = Control(self.data)
+            self._apart.control.engine = self.control.engine
+        return self._apart
+
+    @property
+    def mates(self) -> list[int]:
+        """Ranks on this machine, in order."""
+        return [r for r, machine in enumerate(self.machines) if machine == self.machines[self.rank]]
+
+    def __str__(self) -> str:
+        machines = len(set(self.machines))
+        return f"rank {self.rank} of {self.size} processes on {machines} machine{'s' * (machines > 1)}"
+
+    def gather(self, value: Any) -> list[Any]:
+        """What each rank gives, by rank."""
+        return self.control.gather(value)
+
+    def meet(self) -> None:
+        """All ranks have come here."""
+        self.control.gather(None)
+
+    @contextmanager
+    def as_one(self) -> Iterator[None]:
+        """What is refused on one rank is refused on all, in its words."""
+        error = None
+        try:
+            yield
+        except MegatrainError as own:
+            error = own
+        texts = self.gather(None if error is None else str(error))
+        if error is not None:
+            raise error
+        if (rank := next((r for r, text in enumerate(texts) if text is not None), None)) is not None:
+            raise MegatrainError(f"rank {rank}: {texts[rank]}")
+
+    def agree(self, what: str, value: Any) -> None:
+        """Raises on every rank: the ranks do not all give the same; which ones differ, and in what."""
+        found = self.gather(value)
+        for rank, other in enumerate(found):
+            if other != found[0]:
+                raise MegatrainError(f"{what} is not the same in all processes: {_first_difference(found[0], other)} "
+                                     f"in rank 0 and rank {rank}; each has to make the same model in the same way")
+
+
+def ranks_of(group: Any) -> Ranks | None:
+    """group: a ProcessGroup, a DeviceMesh of one dimension, or None, the default one. None: this process is alone.
+
+    Raises:
+        MegatrainError: a mesh of several dimensions; or another thing.
+    """
+    if not dist.is_available() or not dist.is_initialized():
+        if group is not None:
+            raise MegatrainError("group=: torch.distributed is not initialized; call init_process_group() before")
+        return None
+    data = _group_of(group)
+    return Ranks(data) if dist.get_world_size(data) > 1 else None
+
+
+def _group_of(group: Any) -> dist.ProcessGroup:
+    if group is None:
+        return dist.group.WORLD
+    if isinstance(group, dist.ProcessGroup):
+        return group
+    if isinstance(group, dist.device_mesh.DeviceMesh):
+        if group.ndim != 1:
+            raise MegatrainError(f"group=: a mesh of {group.ndim} dimensions {group.mesh_dim_names}; give the one in "
+                                 "which ranks have different data: mesh['dp']")
+        return group.get_group()
+    raise MegatrainError(f"group={group!r}: a ProcessGroup or a DeviceMesh of one dimension")
+
+
+def _machine() -> str:
+    """Of this boot of this machine. Under torchrun, of this agent: two of them on one machine are as two machines."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    return f"{boot} {os.environ.get('GROUP_RANK', '')}".strip()
+
+
+def _first_difference(mine: Any, other: Any) -> str:
+    if isinstance(mine, (list, tuple)) and isinstance(other, (list, tuple)):
+        for a, b in zip(mine, other):
+            if a != b:
+                return _first_difference(a, b)
+        return f"{len(mine)} and {len(other)} of them"
+    return f"{mine!r} and {other!r}"
+
+
+def as_one(ranks: Ranks | None) -> AbstractContextManager[None]:
+    """Of a process that may be alone."""
+    return nullcontext() if ranks is None else ranks.as_one()

@@ -1,0 +1,57 @@
+"""Several processes stream one model: what they have to agree on, and the memory that those of a machine share."""
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+
+from torch import nn
+
+from .. import _core
+from ..base.errors import MegatrainError
+from ..base.units import Group
+from ..group.descriptor import shared
+from ..group.ranks import Ranks
+from .choices import Choices
+
+REDUCE = ("mean", "sum")
+_LAST_STEP_S = 10.0          # in which nothing moves: they do not go on, and this one does not wait
+
+
+def check(ranks: Ranks, groups: list[Group], choices: Choices, reduce: str) -> None:
+    """Raises on every rank: they do not stream the same model in the same way, or what is asked for is for one."""
+    if reduce not in REDUCE:
+        raise MegatrainError(f"reduce={reduce!r}: use {' or '.join(map(repr, REDUCE))}")
+    homes = choices.options.get("homes", "ram")
+    odd = {homes} if isinstance(homes, str) else set(homes.values())
+    if odd - {"ram"} or choices.options.get("grads", "ram") != "ram" or choices.disk is not None:
+        raise MegatrainError("several processes stream from host memory so far: no nvme=, homes other than 'ram', "
+                             "nor grads='none'")
+    ranks.agree("reduce=", reduce)
+    ranks.agree("the model", [(unit, [(name, str(p.dtype), tuple(p.shape), p.requires_grad) for name, p in params])
+                              for unit, params in groups])
+
+
+def engine_of(ranks: Ranks, device: str, index: int, threads: int, delay_us: int, seed: int) -> _core.Engine:
+    """An engine on the memory that all processes of this machine share."""
+    fd = shared(ranks, _core.share() if ranks.rank == ranks.mates[0] else -1)
+    try:
+        return _core.Engine(device, index, max(1, threads // len(ranks.mates)), delay_us, seed, share=fd,
+                            rank=ranks.rank, ranks=ranks.size)
+    finally:
+        os.close(fd)
+
+
+def leaves_in_order(core: _core.Engine) -> None:
+    """The process ends: the others may await its part of the last step; but not where it failed, as they will then."""
+    with contextlib.suppress(Exception):
+        if getattr(sys, "last_value", None) is None:
+            core.watchdog(_LAST_STEP_S)
+            core.drain()
+        core.close()
+
+
+def same_buffers(ranks: Ranks, module: nn.Module) -> None:
+    """Buffers are the first rank's from now on, as weights are."""
+    for buffer in module.buffers():
+        ranks.control.give(buffer)

@@ -1,0 +1,350 @@
+"""Several processes that train one model together on the CPU device, and one that does the same work alone.
+
+A `Pool` keeps processes for many tests, since each takes seconds to begin. They make one group, of which a case may use
+a part:
+
+    with Pool(4) as pool:
+        found = pool.call("several:train", 3, Job("llama"))      # in the first three; by rank
+"""
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import importlib
+import os
+import tempfile
+import traceback
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.multiprocessing as mp
+from torch import Tensor, nn
+
+# ---- processes -----------------------------------------------------------------------------------
+
+class Pool:
+    """
+    Attributes:
+        pids: by rank.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.size, self._folder = size, tempfile.TemporaryDirectory()
+        context = mp.get_context("spawn")
+        self._pipes, self._processes = [], []
+        for rank in range(size):
+            mine, its = context.Pipe()
+            process = context.Process(target=_serve, args=(rank, size, f"{self._folder.name}/store", its), daemon=True)
+            process.start()
+            its.close()
+            self._pipes.append(mine)
+            self._processes.append(process)
+        self.pids = [p.pid for p in self._processes]
+
+    def call(self, what: str, size: int, *args: Any, timeout: float = 120.0) -> list[Any]:
+        """What `module:function(rank, group, *args)` gives in the first `size` processes. Raises: one of them failed."""
+        for pipe in self._pipes:
+            pipe.send((what, size, args))
+        found = []
+        for rank, pipe in enumerate(self._pipes[:size]):
+            if not pipe.poll(timeout):
+                raise TimeoutError(f"rank {rank} did not answer {what}{args} within {timeout} s")
+            found.append(pipe.recv())
+        if failed := [(rank, text) for rank, (ok, text) in enumerate(found) if not ok]:
+            raise RuntimeError("\n".join(f"rank {rank}: {text}" for rank, text in failed))
+        return [value for _, value in found]
+
+    def __enter__(self) -> Pool:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        for pipe in self._pipes:
+            with contextlib.suppress(OSError):
+                pipe.send(None)
+        for process in self._processes:
+            process.join(10)
+            process.kill()
+        self._folder.cleanup()
+
+
+def _serve(rank: int, size: int, store: str, pipe: Any) -> None:
+    from torch import distributed as dist
+    torch.set_num_threads(1)
+    os.environ |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error", "ACCELERATE_USE_CPU": "true",
+                   "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
+    groups = {n: dist.new_group(list(range(n))) for n in range(2, size + 1)}
+    while (asked := pipe.recv()) is not None:
+        what, n, args = asked
+        if rank >= n:
+            continue
+        module, name = what.split(":")
+        try:
+            pipe.send((True, getattr(importlib.import_module(module), name)(rank, groups[n], *args)))
+        except BaseException:
+            pipe.send((False, traceback.format_exc()))
+
+
+# ---- training ------------------------------------------------------------------------------------
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """
+    Attributes:
+        case: of zoo.py, or "wide". micro: micro-batches a step, of each process. look: gradients are read before each
+            step. frozen: parts of names. plan: of mt.stream, by hand.
+    """
+
+    case: str
+    dtype: str = "float32"
+    reduce: str = "mean"
+    micro: int = 1
+    steps: int = 3
+    states: str = "fp32"
+    clip: float | None = 0.5
+    look: bool = False
+    frozen: tuple[str, ...] = ()
+    in_backward: bool = False
+    plan: tuple[tuple[str, Any], ...] = ()
+    delay_us: int = 0
+
+
+def train(rank: int, group: Any, job: Job) -> dict[str, str]:
+    """One of several processes: sums of what it saw."""
+    from torch import distributed as dist
+    return _train(job, dist.get_world_size(group), [rank], group)
+
+
+def alone(job: Job, size: int) -> dict[str, str]:
+    """One process, to which the micro-batches of all come in turns."""
+    return _train(job, size, list(range(size)), None)
+
+
+def _made(job: Job, group: Any, seed: int) -> tuple[Any, nn.Module, Any]:
+    import megatrain_torch as mt
+    from megatrain_torch.base.testing import engine_doors
+    case = _case(job.case)
+    model = case.build().to(getattr(torch, job.dtype))
+    for name, p in model.named_parameters():
+        p.requires_grad_(not any(part in name for part in job.frozen))
+    with engine_doors(delay_us=job.delay_us, seed=seed):
+        asked = {} if group is None else {"group": group, "reduce": job.reduce}
+        model = mt.stream(model, "cpu", plan=dict(job.plan) or None, **asked)
+    opt = mt.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, max_grad_norm=job.clip,
+                   states=job.states, in_backward=job.in_backward and group is not None)
+    return case, model, opt
+
+
+def saved(rank: int, group: Any, job: Job, folder: str) -> dict[str, str]:
+    """What a model has that saves itself behind its back, while it trains on for a step."""
+    import megatrain_torch as mt
+    case, model, opt = _made(job, group, 0)
+    for number in range(3):
+        case.loss(model, case.batch(number + rank)).backward()
+        opt.step()
+        opt.zero_grad()
+        if number == 1:
+            noted = _state(model, opt)
+            saving = mt.save(model, opt, folder, extra={"number": number}, asynchronous=True)
+    saving.wait()
+    mt.unstream(model)
+    return noted
+
+
+def loaded(rank: int, group: Any, job: Job, folder: str) -> dict[str, str]:
+    """What a model has that was loaded, and has forgotten what it did before."""
+    import megatrain_torch as mt
+    case, model, opt = _made(job, group, 0)
+    case.loss(model, case.batch(77)).backward()
+    opt.step()
+    opt.zero_grad()
+    assert mt.load(model, opt, folder) == {"number": 1}
+    noted = _state(model, opt)
+    case.loss(model, case.batch(78)).backward()
+    opt.step()
+    mt.unstream(model)
+    return noted
+
+
+def habits(rank: int, group: Any) -> list[str]:
+    """What scripts do with a model in several processes, and one rank alone in between: what is wrong of it."""
+    import megatrain_torch as mt
+    wrong = []
+    case, model, opt = _made(Job("wide"), group, 0)
+    plain = case.build()
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for m in (model, plain):
+            next(m.parameters()).mul_(0.5)                       # once, and not once for each rank
+            m.load_state_dict({k: v * 2 for k, v in m.state_dict().items()})
+    if not _same(model, plain):
+        wrong.append("changed in place")
+    sgd = [torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (model, plain)]
+    for number in range(2):
+        for m, o in zip((model, plain), sgd):
+            case.loss(m, case.batch(number)).backward()          # the same on all ranks
+            torch.nn.utils.clip_grad_norm_(m.parameters(), 0.1)
+            o.step()
+            o.zero_grad()
+    if not _same(model, plain):
+        wrong.append("an optimizer of torch's")
+    if rank == 0:                                                # and nobody else
+        with torch.no_grad():
+            if not torch.equal(model(**case.batch(5)).logits, plain(**case.batch(5)).logits):
+                wrong.append("an evaluation on one rank")
+        if not torch.equal(model.state_dict()["lm_head.weight"], plain.lm_head.weight):
+            wrong.append("a state_dict on one rank")
+    for number in range(2):
+        case.loss(model, case.batch(number)).backward()
+        kept = [p.grad.norm() for p in model.parameters()] if rank == 0 else []
+        opt.step()
+        opt.zero_grad()
+    if rank == 0 and not all(torch.isfinite(n) for n in kept):
+        wrong.append("gradients on one rank")
+    mt.unstream(model)
+    return wrong
+
+
+def refused(rank: int, group: Any, what: str) -> str:
+    """What mt.stream says where one rank, or all, ask for what cannot be."""
+    import megatrain_torch as mt
+    model = Choosy()
+    odd = rank == 1
+    if what == "model" and odd:
+        model.head = nn.Linear(128, 5)
+    if what == "order" and odd:
+        model.layers, model.head = model._modules.pop("head"), model._modules.pop("layers")
+    if what == "frozen" and odd:
+        model.head.requires_grad_(False)
+    asked = {"nvme": {"nvme": tempfile.gettempdir()}, "homes": {"plan": {"homes": "vram"}},
+             "host": {"host": "1KiB"} if odd else {}}.get(what, {})
+    try:
+        mt.stream(model, "cpu", group=group, reduce="max" if what == "reduce" else "mean", **asked)
+    except mt.MegatrainError as error:
+        return str(error)
+    return ""
+
+
+def memory(rank: int, group: Any) -> tuple[int, int]:
+    """Bytes of the store that are this process's; and in memory of what is shared, pages by the number who have them.
+    """
+    import megatrain_torch as mt
+    model = mt.stream(nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(8))), "cpu", group=group)
+    opt = mt.AdamW(model.parameters())
+    model(torch.ones(1, 1024)).sum().backward()
+    opt.step()
+    opt.zero_grad()
+    digest(next(model.parameters()))
+    found = model[0].weight._mt.runtime.core.host_bytes(), _shared_bytes()
+    if group is not None:
+        torch.distributed.barrier(group)
+    mt.unstream(model)
+    return found
+
+
+def _shared_bytes() -> int:
+    found, mine = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if "-" in line.split()[0]:
+            mine = "memfd:megatrain" in line
+        elif mine and line.startswith("Pss:"):
+            found += int(line.split()[1]) << 10
+    return found
+
+
+def _same(mine: nn.Module, other: nn.Module) -> bool:
+    return all(torch.equal(a.detach().clone(), b) for a, b in zip(mine.parameters(), other.parameters()))
+
+
+def _train(job: Job, size: int, ranks: list[int], group: Any) -> dict[str, str]:
+    import megatrain_torch as mt
+    noted: dict[str, str] = {}
+    case, model, opt = _made(job, group, 5 + ranks[0])
+    scale = 1 / (size * job.micro) if group is None or job.reduce == "sum" else 1 / job.micro
+    for step in range(job.steps):
+        for micro in range(job.micro):
+            for rank in ranks:
+                number = (step * job.micro + micro) * size + rank
+                torch.manual_seed(number)
+                loss = case.loss(model, case.batch(number))
+                noted[f"loss {number}"] = digest(loss)
+                (loss * scale).backward()
+        if job.look:
+            noted.update((f"{step} grad {name}", digest(p.grad)) for name, p in model.named_parameters())
+        opt.step()
+        opt.zero_grad()
+        if not job.in_backward:                      # else units are weighed one by one
+            noted[f"{step} norm"] = repr(opt.grad_norm)
+    noted.update(_state(model, opt))
+    mt.unstream(model)
+    return noted
+
+
+def _state(model: nn.Module, opt: Any) -> dict[str, str]:
+    noted = {f"weight {name}": digest(p) for name, p in model.named_parameters()}
+    named = {p: name for name, p in model.named_parameters()}
+    for p, state in opt.state.items():
+        noted.update((f"{key} {named[p]}", digest(value)) for key, value in state.items() if isinstance(value, Tensor))
+    return noted
+
+
+def digest(t: Tensor | None) -> str:
+    """Of its values; zeros have no sign in it."""
+    if t is None:
+        return "None"
+    plain = (t.detach().clone() + 0).contiguous().view(-1)
+    return hashlib.sha256(plain.view(torch.uint8).numpy().tobytes()).hexdigest()[:16]
+
+
+# ---- models --------------------------------------------------------------------------------------
+
+class Choosy(nn.Module):
+    """Goes through the layers that it is told to, each as often: a micro-batch may leave some out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(7)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(128, 128), nn.GELU()) for _ in range(4))
+        self.head = nn.Linear(128, 4)
+
+    def forward(self, x: Tensor, which: list[int]) -> Tensor:
+        for i in which:
+            x = self.layers[i](x)
+        return self.head(x)
+
+
+WHICH = ([0, 1, 2, 3], [1, 3], [0, 0, 2], [3, 2])          # by micro-batch
+
+
+def _choosy_batch(number: int) -> dict[str, Any]:
+    x = torch.randn(3, 128, generator=torch.Generator().manual_seed(number))
+    return {"x": x, "which": WHICH[number % len(WHICH)]}
+
+
+def _choosy_loss(model: nn.Module, batch: dict[str, Any]) -> Tensor:
+    return model(batch["x"].to(next(model.parameters()).dtype), batch["which"]).float().square().mean()
+
+
+def _penalty_loss(model: nn.Module, batch: dict[str, Any]) -> Tensor:
+    """A part of it is made of the weights on the host."""
+    return model(**batch).loss + 1e-3 * sum(p.float().square().sum() for p in model.parameters() if p.ndim == 1)
+
+
+def _case(name: str) -> Any:
+    import zoo
+    if name == "choosy":
+        return zoo.Case(name, Choosy, _choosy_batch, _choosy_loss)
+    if name == "penalty":
+        return zoo.Case(name, zoo.CASES["llama"].build, zoo.text, _penalty_loss)
+    if name == "wide":
+        config = {**zoo.DECODER, "hidden_size": 160, "intermediate_size": 320}
+        return zoo.Case(name, zoo.from_config("CausalLM", "llama", **config), zoo.text)
+    return zoo.CASES[name]
+
+
+def differences(found: list[dict[str, str]], wanted: dict[str, str]) -> list[str]:
+    """Notes of each rank that are not what one process has."""
+    return [f"rank {rank}: {key}: {value}, not {wanted.get(key)}"
+            for rank, notes in enumerate(found) for key, value in notes.items() if wanted.get(key) != value]
