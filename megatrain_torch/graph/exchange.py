@@ -35,6 +35,14 @@ from .parcels import Layout, Parcel, pack, total
 SET, ADD, SUM = 0, 1, 2
 
 
+class Room(Protocol):
+    """Refuses what does not fit in host memory: room.Room."""
+
+    def gradients(self, core: _core.Engine) -> None: ...
+
+    def sums(self, core: _core.Engine) -> None: ...
+
+
 class Model(Protocol):
     """The streamed model whose gradients these are: runtime.Runtime."""
 
@@ -42,11 +50,12 @@ class Model(Protocol):
     units: list[list[Record]]
     device: torch.device
 
+    @property
+    def room(self) -> Room: ...
+
 
 class Home(Protocol):
     """Takes them to the store: handover.HandOver."""
-
-    def ask_room(self, sums: bool) -> None: ...
 
     def claim(self, record: Record) -> int: ...
 
@@ -77,6 +86,7 @@ class Exchange:
         self._own: set[Record] = set()       # this backward's so far
         self._layouts: dict[int, tuple[list[Record], Layout]] = {}
         self._beside = Beside(model.device) if model.device.type == "cuda" else None
+        self._asked = False                  # for room
         self.began = False                   # some gradient of the backward under way is to be exchanged
 
     # ---- in backward ----
@@ -98,8 +108,15 @@ class Exchange:
     def joins(self) -> None:
         """A gradient of this backward is to be exchanged, here or on another rank."""
         if not self.began:
-            self._home.ask_room(sums=True)           # here, where all ranks come in one order
+            self._ask_room()
             self.began, self._turn = True, len(self._model.units) - 1
+
+    def _ask_room(self) -> None:
+        """Once, and whatever plans say that each rank makes for itself: all ask here, in one order."""
+        if not self._asked:
+            self._asked = True
+            self._model.room.gradients(self._model.core)
+            self._model.room.sums(self._model.core)
 
     def ends(self) -> None:
         """The backward is over: what was not sent goes, and all is brought home."""
