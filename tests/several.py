@@ -9,6 +9,7 @@ a part:
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import hashlib
 import importlib
@@ -117,7 +118,8 @@ def train(rank: int, group: Any, job: Job) -> dict[str, str]:
 
 
 def alone(job: Job, size: int) -> dict[str, str]:
-    """One process, to which the micro-batches of all come in turns."""
+    """One process, to which the micro-batches of all come in turns. Where there are several of each, these are summed
+    over ranks first: fp32 by a backward of their joint loss, 16 bits by hand."""
     return _train(job, size, list(range(size)), None)
 
 
@@ -128,6 +130,8 @@ def _train(job: Job, size: int, ranks: list[int], group: Any) -> dict[str, str]:
     model = case.build().to(getattr(torch, job.dtype))
     for name, p in model.named_parameters():
         p.requires_grad_(not any(part in name for part in job.frozen))
+    joint = group is None and job.micro > 1
+    sums = Sums(job, case, model, size) if joint and job.dtype != "float32" else None
     with engine_doors(delay_us=job.delay_us, seed=5 + ranks[0]):
         asked = {} if group is None else {"group": group, "reduce": job.reduce}
         model = mt.stream(model, "cpu", plan=dict(job.plan) or None, **asked)
@@ -136,12 +140,19 @@ def _train(job: Job, size: int, ranks: list[int], group: Any) -> dict[str, str]:
     scale = 1 / (size * job.micro) if group is None or job.reduce == "sum" else 1 / job.micro
     for step in range(job.steps):
         for micro in range(job.micro):
-            for rank in ranks:
-                number = (step * job.micro + micro) * size + rank
-                torch.manual_seed(number)
-                loss = case.loss(model, case.batch(number))
-                noted[f"loss {number}"] = digest(loss)
-                (loss * scale).backward()
+            numbers = [(step * job.micro + micro) * size + rank for rank in ranks]
+            losses = []
+            for number in numbers:
+                losses.append(_loss(case, model, number))
+                noted[f"loss {number}"] = digest(losses[-1])
+                if not joint:
+                    (losses[-1] * scale).backward()
+            if joint:
+                sum(loss * scale for loss in losses).backward()
+            if sums is not None:
+                sums.add(model, numbers)
+        if sums is not None:
+            sums.replace(model)
         if job.look:
             noted.update((f"{step} grad {name}", digest(p.grad)) for name, p in model.named_parameters())
         opt.step()
@@ -151,6 +162,48 @@ def _train(job: Job, size: int, ranks: list[int], group: Any) -> dict[str, str]:
     noted.update(_state(model, opt))
     mt.unstream(model)
     return noted
+
+
+def _loss(case: Any, model: nn.Module, number: int) -> Tensor:
+    torch.manual_seed(number)
+    return case.loss(model, case.batch(number))
+
+
+class Sums:
+    """Of a step's gradients in plain torch: a micro-batch's over ranks, in fp32 and in the order of ranks, then one
+    micro-batch after the other."""
+
+    def __init__(self, job: Job, case: Any, model: nn.Module, size: int) -> None:
+        self.case, self.plain = case, copy.deepcopy(model)
+        self.before, self.behind = 1 / job.micro, 1 / size if job.reduce == "mean" else 1.0
+        self.sums: dict[str, Tensor] = {}
+
+    def add(self, model: nn.Module, numbers: list[int]) -> None:
+        """Gradients of these micro-batches, a rank's each, with the model's weights."""
+        self.plain.load_state_dict({name: value.clone() for name, value in model.state_dict().items()})
+        over_ranks: dict[str, Tensor] = {}
+        for number in numbers:
+            self.plain.zero_grad()
+            (_loss(self.case, self.plain, number) * self.before).backward()
+            for name, p in self.plain.named_parameters():
+                if p.grad is not None:
+                    over_ranks[name] = over_ranks[name] + p.grad.float() if name in over_ranks else p.grad.float()
+        for name, total in over_ranks.items():
+            total = total * self.behind
+            self.sums[name] = self.sums[name] + total if name in self.sums else total
+
+    def replace(self, model: nn.Module) -> None:
+        """What a streamed model has for gradients."""
+        from megatrain_torch.graph.exchange import SUM
+        from megatrain_torch.model.stream import runtime_of
+        core, names = runtime_of(model).core, {p: name for name, p in model.named_parameters()}
+        for unit in runtime_of(model).units:
+            found = [(r.index, self.sums[names[r.param]]) for r in unit if names[r.param] in self.sums]
+            rounded = [total.to(unit[0].dtype) for _, total in found]
+            core.offload(unit[0].unit, [(i, low.data_ptr(), SUM, 0, total.data_ptr())
+                                        for (i, total), low in zip(found, rounded)], 0)
+            core.drain()
+        self.sums.clear()
 
 
 def _state(model: nn.Module, opt: Any) -> dict[str, str]:

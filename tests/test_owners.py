@@ -99,14 +99,15 @@ class Party:
 
     def hand_over(self, unit: int, grads: list[Tensor], mode: int, sums: list[Tensor] | None = None,
                   changed: bool = False) -> None:
-        """grads: whole ones. mode SUM: they are roundings of sums, but for fp32 parameters' own. changed: by the user,
-        what they are added to."""
+        """grads: whole ones. sums: with SUM they are roundings of these, with ADD these are added instead; of fp32
+        parameters they are the sums. changed: by the user, what they are added to."""
         items = []
         for i, grad in enumerate(grads):
             first, n = self.engine.owned(unit, i)
             at = grad.data_ptr() + first * grad.itemsize if n else 0
-            if mode == SUM and grad.dtype != torch.float32:
-                items.append((i, at, SUM, False, sums[i].data_ptr() + 4 * first if n else 0))
+            if sums is not None and grad.dtype != torch.float32:
+                of = sums[i].data_ptr() + 4 * first if n else 0
+                items.append((i, 0 if mode == ADD else at, mode, changed, of))
             else:
                 items.append((i, at, SET if mode == SUM else mode, changed))
         self.sources.append((grads, sums))
@@ -292,6 +293,45 @@ def test_a_sum_counts_as_its_micro_batches_do(parties: object, home: str, shared
     assert_bits_of_one(whole, owners)
 
 
+def fp32(seed: int, unit: int) -> list[Tensor]:
+    """Sums, of which 16 bits are not all."""
+    made = torch.Generator().manual_seed(1000 * seed + unit)
+    return [torch.randn(n, generator=made) for _, n in UNITS[unit]]
+
+
+@pytest.mark.parametrize(("home", "shared"), PLACES)
+def test_sums_of_further_micro_batches_are_added_as_they_are(parties: object, home: str, shared: bool) -> None:
+    whole, owners = parties(3, home=home, shared=shared)
+    for u, params in enumerate(UNITS):
+        rounded = [[x.to(TYPES[kind]) for x, (kind, _) in zip(fp32(seed, u), params)] for seed in (3, 4, 5)]
+        for party in (whole, *owners):
+            party.hand_over(u, rounded[0], SUM, fp32(3, u))
+            party.hand_over(u, rounded[1], ADD, fp32(4, u))
+            party.hand_over(u, rounded[2], ADD, fp32(5, u))
+    assert_bits_of_one(whole, owners, "GRAD", *["ACC"] * (home == "ram"))
+    for u, params in enumerate(UNITS):
+        for i, (kind, _) in enumerate(params):
+            total = fp32(3, u)[i] + fp32(4, u)[i] + fp32(5, u)[i]
+            assert torch.equal(whole.plane(u, i, "GRAD").view(TYPES[kind]), total.to(TYPES[kind]))
+    for party in (whole, *owners):
+        party.step()
+    assert_bits_of_one(whole, owners)
+
+
+@pytest.mark.parametrize(("home", "shared"), PLACES)
+def test_a_sum_is_added_to_a_gradient_that_the_user_changed(parties: object, home: str, shared: bool) -> None:
+    whole, owners = parties(2, home=home, shared=shared)
+    train(whole, owners, 0, 2)
+    change_gradients([whole, *owners])
+    for u in range(len(UNITS)):
+        for party in (whole, *owners):
+            party.hand_over(u, seeded(55, u), ADD, fp32(4, u), changed=True)
+    assert_bits_of_one(whole, owners, "GRAD")
+    for party in (whole, *owners):
+        party.step()
+    assert_bits_of_one(whole, owners)
+
+
 def test_a_sum_alone_is_what_the_update_takes(parties: object) -> None:
     """Not its rounding."""
     whole, owners = parties(3)
@@ -387,7 +427,10 @@ def test_a_trace_has_the_bytes_of_the_portion(parties: object) -> None:
 
 @pytest.mark.parametrize(("item", "says"), [
     ((1, 64, SUM, False, 64), "parameter 1 is F32"),
+    ((1, 0, ADD, False, 64), "parameter 1 is F32"),
     ((0, 64, SUM, False), "the sum of parameter 0 is at no address"),
+    ((0, 0, ADD, False, 0), "address 0"),
+    ((0, 0, SUM, False, 64), "address 0"),
     ((0, 0, SET, False), "address 0"),
     ((0, 64, 3, False), "mode 3"),
 ])
