@@ -214,7 +214,7 @@ static int engine_init(PyObject *self, PyObject *args, PyObject *kw)
 }
 
 /* Seconds for which an engine that closes waits for other ranks that do nothing. */
-#define CLOSE_SECONDS 10
+#define CLOSE_SECONDS 20
 
 /* A step that only this rank asked for never ends: it failed, and others wait for it elsewhere, or
  * the other way round. */
@@ -360,6 +360,12 @@ static PyMethodDef methods[] = {
       "plane($self, unit, param, plane, shared=False)\n--\n\n"
       "uint8 array over the parameter's bytes in a plane: for user code, or (shared) as all have "
       "them." },
+    { "gone", mt_engine_gone, METH_NOARGS,
+      "gone($self)\n--\n\n"
+      "[(rank, process)] of other ranks whose process ended without closing its engine." },
+    { "spread", mt_engine_spread, METH_VARARGS,
+      "spread($self, unit, param, planes, /)\n--\n\n"
+      "What every rank wrote where plane() shows a parameter is what all have; bits 1 << plane." },
     { "reserved_bytes", mt_engine_reserved_bytes, METH_VARARGS,
       "reserved_bytes($self, unit, plane, /)\n--\n\n"
       "Host bytes that it takes to bring a plane there." },

@@ -27,7 +27,6 @@ from torch import Tensor
 from torch import distributed as dist
 
 from .. import _core
-from ..group.control import named_errors
 from ..group.ranks import Ranks
 from ..store.records import Record
 from .parcels import Layout, Parcel, pack, total
@@ -180,7 +179,7 @@ class Exchange:
         inward = torch.empty(size * own, dtype=torch.uint8, device=device)
         for parcels, buffer in zip(layout.parcels, torch.split(outward, layout.bytes)):
             pack(parcels, grads, buffer)
-        with named_errors(f"exchanges gradients of unit {unit}"):
+        with self._ranks.control.named(f"exchanges gradients of unit {unit}"):
             work = dist.all_to_all_single(inward, outward, [own] * size, layout.bytes, group=self._ranks.data,
                                           async_op=True)
         return Sent(unit, layout, set(grads), work, (inward, outward))
@@ -191,7 +190,7 @@ class Exchange:
             self._bring(sent)
 
     def _bring(self, sent: Sent) -> None:
-        with named_errors(f"exchanges gradients of unit {sent.unit}"):
+        with self._ranks.control.named(f"exchanges gradients of unit {sent.unit}"):
             sent.work.wait()
         modes = {r: self._home.claim(r) if r in sent.own else self._home.would_claim(r)
                  for r in self._trained(sent.unit)}

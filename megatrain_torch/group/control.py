@@ -6,6 +6,7 @@ many groups. This one asks nobody but its members, and goes with whoever has it.
 from __future__ import annotations
 
 import pickle
+import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,22 +17,29 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
+from .. import _core
 from ..base.errors import MegatrainError
 
 _PATIENCE = timedelta(minutes=30)            # a rank may fill the store while the others wait
+_LOOKS = 2.0                                 # seconds, at most, until the shared memory knows who is gone
 _made: Counter[str] = Counter()              # of these, by the group that they are beside
 
 
 class Control:
-    """Of the ranks of a group. All make it, and call its functions, in one order."""
+    """Of the ranks of a group. All make it, and call its functions, in one order.
+
+    Attributes:
+        engine: of the memory that the processes share, which knows who is gone, and what failed there; None: not yet.
+    """
 
     def __init__(self, beside: dist.ProcessGroup) -> None:
+        self.engine: _core.Engine | None = None
         members = "_".join(map(str, dist.get_process_group_ranks(beside)))
         name = f"megatrain_torch/{beside.group_name}/{members}"
         _made[name] += 1
         store = dist.PrefixStore(f"{name}/{_made[name]}", dist.distributed_c10d._get_default_store())
         self._size = dist.get_world_size(beside)
-        with named_errors("looks for the others"):
+        with self.named("looks for the others"):
             self._group = dist.ProcessGroupGloo(store, dist.get_rank(beside), self._size, _PATIENCE)
 
     def gather(self, value: Any) -> list[Any]:
@@ -45,13 +53,13 @@ class Control:
     def parts(self, own: Tensor) -> list[Tensor]:
         """Each rank's tensor, all of one form and on the host, by rank."""
         found = [torch.empty_like(own) for _ in range(self._size)]
-        with named_errors("tells the others about itself"):
+        with self.named("tells the others about itself"):
             self._group.allgather([found], [own]).wait()
         return found
 
     def any_of(self, bits: Tensor) -> Tensor:
         """Of these bits, [n] uint8 on the host, those that any rank has set."""
-        with named_errors("tells the others what it has gradients of"):
+        with self.named("tells the others what it has gradients of"):
             self._group.allreduce([bits], _most()).wait()
         return bits
 
@@ -59,24 +67,32 @@ class Control:
         """Into t, on every rank, go the first one's values."""
         there, how = t.detach().to("cpu", copy=True).contiguous(), dist.BroadcastOptions()
         how.rootRank = 0
-        with named_errors("takes what the first one has"):
+        with self.named("takes what the first one has"):
             self._group.broadcast([there], how).wait()
         t.detach().copy_(there)
+
+    @contextmanager
+    def named(self, what: str) -> Iterator[None]:
+        """An error of torch.distributed becomes one that says which process is gone, and what this one was doing."""
+        try:
+            yield
+        except MegatrainError:
+            raise
+        except RuntimeError as error:
+            raise MegatrainError(f"{self._who()} while this one {what}: {str(error).splitlines()[0]}") from error
+
+    def _who(self) -> str:
+        """Who is gone, as far as that is known soon. Raises: what failed there."""
+        deadline = time.monotonic() + _LOOKS
+        while self.engine is not None and time.monotonic() < deadline:
+            self.engine.check()
+            if gone := self.engine.gone():
+                return ", ".join(f"rank {rank} (process {pid}) ended" for rank, pid in gone)
+            time.sleep(0.05)
+        return "another process of the group is gone, or does something else,"
 
 
 def _most() -> dist.AllreduceOptions:
     how = dist.AllreduceOptions()
     how.reduceOp = dist.ReduceOp.MAX
     return how
-
-
-@contextmanager
-def named_errors(what: str) -> Iterator[None]:
-    """An error of torch.distributed becomes one that says what this process was doing."""
-    try:
-        yield
-    except MegatrainError:
-        raise
-    except RuntimeError as error:
-        raise MegatrainError(f"another process of the group is gone, or does something else, while this one {what}: "
-                             f"{str(error).splitlines()[0]}") from error

@@ -37,6 +37,7 @@ class Ranks:
         if self._apart is None:
             self._apart = copy.copy(self)
             self._apart.control = Control(self.data)
+            self._apart.control.engine = self.control.engine
         return self._apart
 
     @property

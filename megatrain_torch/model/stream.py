@@ -30,7 +30,7 @@ from .planning import Planning
 from .registry import find_runtime, runtime_of
 from .runtime import Runtime
 from .streamable import check_model
-from .together import check, same_buffers
+from .together import check, leaves_in_order, same_buffers
 
 
 def stream(module: nn.Module, device: str | torch.device | None = None, *, tokens: int | None = None,
@@ -98,6 +98,8 @@ def stream(module: nn.Module, device: str | torch.device | None = None, *, token
         fit = fitted(asked, where, choices, limits.host)
     fit.room.ranks = ranks
     rt = Runtime(module, where, engine(where, choices, ranks), fit.room, choices.compute, ranks, reduce)
+    if ranks is not None:
+        weakref.finalize(rt, leaves_in_order, rt.core)
     if choices.itself:
         rt.planning = Planning(weakref.proxy(rt), limits, choices.plan)
     _build(rt, module, found, fit, choices, masters)
