@@ -118,8 +118,8 @@ def train(rank: int, group: Any, job: Job) -> dict[str, str]:
 
 
 def alone(job: Job, size: int) -> dict[str, str]:
-    """One process, to which the micro-batches of all come in turns. Where there are several of each, these are summed
-    over ranks first: fp32 by a backward of their joint loss, 16 bits by hand."""
+    """One process, to which the micro-batches of all come in turns. Where each has several, gradients are added up by
+    hand: over ranks first."""
     return _train(job, size, list(range(size)), None)
 
 
@@ -264,19 +264,14 @@ def _train(job: Job, size: int, ranks: list[int], group: Any) -> dict[str, str]:
     noted: dict[str, str] = {}
     case, model, opt = _made(job, group, 5 + ranks[0])
     scale = 1 / (size * job.micro) if group is None or job.reduce == "sum" else 1 / job.micro
-    joint = group is None and job.micro > 1
-    sums = Sums(job, case, model, size) if joint and job.dtype != "float32" else None
+    sums = Sums(job, case, model, size) if group is None and job.micro > 1 else None
     for step in range(job.steps):
         for micro in range(job.micro):
             numbers = [(step * job.micro + micro) * size + rank for rank in ranks]
-            losses = []
             for number in numbers:
-                losses.append(_loss(case, model, number))
-                noted[f"loss {number}"] = digest(losses[-1])
-                if not joint:
-                    (losses[-1] * scale).backward()
-            if joint:
-                sum(loss * scale for loss in losses).backward()
+                loss = _loss(case, model, number)
+                noted[f"loss {number}"] = digest(loss)
+                (loss * scale).backward()
             if sums is not None:
                 sums.add(model, numbers)
         if sums is not None:
@@ -326,14 +321,17 @@ class Sums:
     def replace(self, model: nn.Module) -> None:
         """What a streamed model has for gradients."""
         from megatrain_torch.graph.exchange import SUM
+        from megatrain_torch.graph.handover import SET
         from megatrain_torch.model.stream import runtime_of
         core, names = runtime_of(model).core, {p: name for name, p in model.named_parameters()}
-        for unit in runtime_of(model).units:
-            found = [(r.index, self.sums[names[r.param]]) for r in unit if names[r.param] in self.sums]
-            rounded = [total.to(unit[0].dtype) for _, total in found]
-            core.offload(unit[0].unit, [(i, low.data_ptr(), SUM, 0, total.data_ptr())
-                                        for (i, total), low in zip(found, rounded)], 0)
-            core.drain()
+        kept = []
+        for r in [r for unit in runtime_of(model).units for r in unit if names[r.param] in self.sums]:
+            total = self.sums[names[r.param]]
+            kept.append((total, total.to(r.dtype)))
+            wide, rounded = (t.data_ptr() for t in kept[-1])
+            half = r.dtype.itemsize == 2
+            core.offload(r.unit, [(r.index, rounded, SUM, 0, wide) if half else (r.index, wide, SET, 0)], 0)
+        core.drain()
         self.sums.clear()
 
 
