@@ -265,6 +265,7 @@ class HandOver:
 
     def _send_unit(self, unit: int, pairs: list[tuple[Record, Tensor]]) -> None:
         items, sources = [], []
+        self.ask_room(sums=False)
         passing = unit in self.runtime.homes.passing
         if passing:
             self._may_pass([r for r, _ in pairs])
@@ -286,8 +287,8 @@ class HandOver:
     def put(self, unit: int, items: list[tuple[Any, ...]], sources: list[Tensor], stream: int | None = None) -> None:
         """Gradients of one unit: items as Engine.offload takes them, which lie in `sources`. stream: in which they are
         made; None: in compute's."""
-        if self.runtime.exchange is None:
-            self.ask_room(any(mode == ADD for _, _, mode, *_ in items))
+        if self.runtime.exchange is None and any(mode == ADD for _, _, mode, *_ in items):
+            self.ask_room(sums=True)
         self.runtime.trace.handed_over()           # before compute is told to wait for copies of earlier gradients
         ticket = self.runtime.core.offload(unit, items, self.stream if stream is None else stream)
         # The copies read these tensors behind our back; they live until compute waits for the copies.

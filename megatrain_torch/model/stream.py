@@ -88,7 +88,13 @@ def stream(module: nn.Module, device: str | torch.device | None = None, *, token
     check_dtype(dtype)
     limits = Limits(parse_bytes(vram, "vram"), parse_bytes(host, "host"), Disk.parse(nvme), units)
     choices = choose(module, where, limits, tokens, seq, states, dtype, compute, plan)
-    found = find(module, units)
+    _stream(module, where, limits, choices, dtype, masters, group, reduce)
+    return module
+
+
+def _stream(module: nn.Module, where: torch.device, limits: Limits, choices: Choices, dtype: torch.dtype | None,
+            masters: bool, group: Any, reduce: str) -> None:
+    found = find(module, limits.units)
     choices.check_windows([name or type(module).__name__ for name, _ in found.windows])
     groups, ranks = grouped(module, found), ranks_of(group)
     if ranks is not None:
@@ -103,7 +109,6 @@ def stream(module: nn.Module, device: str | torch.device | None = None, *, token
     if choices.itself:
         rt.planning = Planning(weakref.proxy(rt), limits, choices.plan)
     _build(rt, module, found, fit, choices, masters)
-    return module
 
 
 def _build(rt: Runtime, module: nn.Module, found: Any, fit: Fit, choices: Choices, masters: bool) -> None:

@@ -58,7 +58,7 @@ class Saves(Protocol):
 class Planes:
     """The planes of one streamed model in host memory; the guard of its parameters asks here."""
 
-    def __init__(self, core: _core.Engine, homes: Homes, saves: Saves, room: Room, several: bool) -> None:
+    def __init__(self, core: _core.Engine, homes: Homes, saves: Saves, room: Room, several: bool = False) -> None:
         """several: processes stream the model together."""
         self.core, self._homes, self._saves, self._room = core, homes, saves, room
         self._several = several
