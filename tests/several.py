@@ -118,8 +118,8 @@ def train(rank: int, group: Any, job: Job) -> dict[str, str]:
 
 
 def alone(job: Job, size: int) -> dict[str, str]:
-    """One process, to which the micro-batches of all come in turns. Where each has several, gradients are added up by
-    hand: over ranks first."""
+    """One process, to which the micro-batches of all come in turns. Where each has several, or gradients are of fp16, they
+    are added up by hand: over ranks first."""
     return _train(job, size, list(range(size)), None)
 
 
@@ -264,7 +264,8 @@ def _train(job: Job, size: int, ranks: list[int], group: Any) -> dict[str, str]:
     noted: dict[str, str] = {}
     case, model, opt = _made(job, group, 5 + ranks[0])
     scale = 1 / (size * job.micro) if group is None or job.reduce == "sum" else 1 / job.micro
-    sums = Sums(job, case, model, size) if group is None and job.micro > 1 else None
+    by_hand = group is None and (job.micro > 1 or job.dtype == "float16")      # small ones lose bits where loss is divided
+    sums = Sums(job, case, model, size) if by_hand else None
     for step in range(job.steps):
         for micro in range(job.micro):
             numbers = [(step * job.micro + micro) * size + rank for rank in ranks]

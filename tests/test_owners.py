@@ -122,7 +122,7 @@ def test_a_sum_counts_as_its_micro_batches_do(parties: Make, home: str, shared: 
     assert_bits_of_one(whole, owners)
 
 
-def fp32(seed: int, unit: int) -> list[Tensor]:
+def fp32(seed: int, unit: int) -> list[torch.Tensor]:
     """Sums, of which 16 bits are not all."""
     made = torch.Generator().manual_seed(1000 * seed + unit)
     return [torch.randn(n, generator=made) for _, n in UNITS[unit]]

@@ -1,4 +1,4 @@
-"""Several processes on the CPU device: the bits of one process to which their micro-batches come in turns."""
+"""Several processes on the CPU device: the bits of one process that adds up their micro-batches in a stated order."""
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -51,7 +51,7 @@ SITUATIONS = {
     "host_arithmetic": Job("penalty"),
     "two_slots": Job("wide", "bfloat16", plan=(("slots", 2), ("activations", "replay"))),
     "saved": Job("wide", "bfloat16", plan=(("activations", "saved"),)),
-    "delays": Job("choosy", "float16", reduce="sum", delay_us=1500),      # a half of a small fp16 number is rounded
+    "delays": Job("choosy", "float16", delay_us=1500),
 }
 SIZES = {"left_out_and_twice": 4, "codes": 4, "micro_batches_fp16_of_3": 3, "micro_batches_of_4": 4}
 

@@ -104,7 +104,8 @@ __device__ inline void add_rows(double *lane, float *acc, T *grad, const A *add,
 // acc for 16-bit types, else grad.
 //   acc [n] fp32 in/out, grad [n] T in/out, add [n] A in, sums [ceil(n/8192)] fp64 out.
 // Chunks, lanes and threads as in sumsq_cuda.cu. Bytes an element: 16-bit types 12 (from_grad: 10),
-// and 2 more where fp32 is added; F32 12, F64 24. Expected: 4.0 to 4.3 TB/s of an H200's HBM, some 340 G elements/s for bf16.
+// and 2 more where fp32 is added; F32 12, F64 24. Expected: 4.0 to 4.3 TB/s of an H200's HBM, some
+// 340 G elements/s for bf16.
 template <typename T, typename A>
 __global__ void __launch_bounds__(THREADS) add_chunks(float *__restrict__ acc, T *__restrict__ grad,
                                                       const A *__restrict__ add, int64_t n,

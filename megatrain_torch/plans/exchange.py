@@ -2,8 +2,8 @@
 
 A rank's gradients of a unit lie in one buffer. Each part goes to the rank of its machine that owns it, which adds what
 it is given in fp32; between machines go parts, or sums where these are less. The owner brings its sum home, and what
-the sum is in the weights' type; of a further micro-batch the sum alone, which is added there. New weights go to the other
-machines.
+the sum is in the weights' type; of a further micro-batch the sum alone, which is added there. New weights go to the
+other machines.
 """
 from __future__ import annotations
 

@@ -73,8 +73,8 @@ class Fleet:
 
     @property
     def added(self) -> float:
-        """What a machine's host adds for a further micro-batch, by the gradients of a model: to its part of the sums one
-        in fp32, which takes longer than gradients of 16 bits."""
+        """What a machine's host adds for a further micro-batch, by the gradients of a model: to its part of the sums
+        one in fp32, which takes longer than gradients of 16 bits."""
         return 1 if self.alone else (ADDED_BYTES + WIDER_BYTES) / ADDED_BYTES / self.machines
 
     def seen(self, machine: Machine) -> Machine:

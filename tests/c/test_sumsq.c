@@ -311,12 +311,12 @@ static void sixteen_bit_gradients_are_summed_in_fp32(void)
         REQUIRE(acc != NULL && want != NULL);
         for (int i = 0; i < N; i++)
             want[i] = (float)get(grad, both[t], i) + (float)get(add, both[t], i);
-        mt_accumulate(NULL, both[t], acc, grad, both[t], add, N, 1, &sum, NULL);     /* acc is grad's */
+        mt_accumulate(NULL, both[t], acc, grad, both[t], add, N, 1, &sum, NULL); /* acc is grad's */
         CHECK_EQ(memcmp(acc, want, N * sizeof *acc), 0);
         CHECK_EQ(bits_of(sum), bits_of(by_the_book(MT_F32, want, N)));
         for (int i = 0; i < N; i++)
             want[i] += (float)get(add, both[t], i);
-        mt_accumulate(NULL, both[t], acc, grad, both[t], add, N, 0, &sum, NULL);     /* and goes on */
+        mt_accumulate(NULL, both[t], acc, grad, both[t], add, N, 0, &sum, NULL); /* and goes on */
         CHECK_EQ(memcmp(acc, want, N * sizeof *acc), 0);
         CHECK_EQ(bits_of(sum), bits_of(by_the_book(MT_F32, want, N)));
         for (int i = 0; i < N; i++)
