@@ -240,3 +240,19 @@ def together(owners: list[Party], call: Callable[[Party], object]) -> list[BaseE
     for thread in threads:
         thread.join()
     return raised
+
+
+def fp32(seed: int, unit: int) -> list[Tensor]:
+    """Sums, of which 16 bits are not all."""
+    made = torch.Generator().manual_seed(1000 * seed + unit)
+    return [torch.randn(n, generator=made) for _, n in UNITS[unit]]
+
+
+def train_by_sums(whole: Party, owners: list[Party]) -> None:
+    """Three micro-batches come, each as a sum that several processes made: fp32(3, unit), 4 and 5."""
+    for u, params in enumerate(UNITS):
+        rounded = [[x.to(TYPES[kind]) for x, (kind, _) in zip(fp32(seed, u), params)] for seed in (3, 4, 5)]
+        for party in (whole, *owners):
+            party.hand_over(u, rounded[0], SUM, fp32(3, u))
+            party.hand_over(u, rounded[1], ADD, fp32(4, u))
+            party.hand_over(u, rounded[2], ADD, fp32(5, u))

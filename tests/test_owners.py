@@ -18,10 +18,12 @@ from owners import (
     Party,
     assert_bits_of_one,
     change_gradients,
+    fp32,
     gathered,
     seeded,
     together,
     train,
+    train_by_sums,
 )
 
 from megatrain_torch._core import DTYPES, PLANES, STATES, WORKS, Engine, MegatrainError, share
@@ -122,21 +124,10 @@ def test_a_sum_counts_as_its_micro_batches_do(parties: Make, home: str, shared: 
     assert_bits_of_one(whole, owners)
 
 
-def fp32(seed: int, unit: int) -> list[torch.Tensor]:
-    """Sums, of which 16 bits are not all."""
-    made = torch.Generator().manual_seed(1000 * seed + unit)
-    return [torch.randn(n, generator=made) for _, n in UNITS[unit]]
-
-
 @pytest.mark.parametrize(("home", "shared"), PLACES)
 def test_sums_of_further_micro_batches_are_added_as_they_are(parties: Make, home: str, shared: bool) -> None:
     whole, owners = parties(3, home=home, shared=shared)
-    for u, params in enumerate(UNITS):
-        rounded = [[x.to(TYPES[kind]) for x, (kind, _) in zip(fp32(seed, u), params)] for seed in (3, 4, 5)]
-        for party in (whole, *owners):
-            party.hand_over(u, rounded[0], SUM, fp32(3, u))
-            party.hand_over(u, rounded[1], ADD, fp32(4, u))
-            party.hand_over(u, rounded[2], ADD, fp32(5, u))
+    train_by_sums(whole, owners)
     assert_bits_of_one(whole, owners, "GRAD", *["ACC"] * (home == "ram"))
     for u, params in enumerate(UNITS):
         for i, (kind, _) in enumerate(params):
