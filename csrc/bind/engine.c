@@ -139,7 +139,8 @@ typedef struct engine_wish {
 static mt_status engine_open(mt_engine *e, const engine_wish *w)
 {
     mt_offload_kernels kernels = { .sumsq = mt_sumsq_put, .accumulate = mt_accumulate,
-                                   .accumulate_put = mt_accumulate_put };
+                                   .accumulate_put = mt_accumulate_put,
+                                   .fold = mt_sumsq_fold };
     mt_memory         *h = e->memory;
     mt_resident       *r;
     mt_status          st;
@@ -234,6 +235,7 @@ static mt_status engine_stop(mt_engine *e)
     mt_through_close(e->cx.through);
     mt_swap_close(e->swap);
     mt_file_close(e->swap_file);
+    mt_store_leave(e->cx.store);         /* nothing of ours is under way that others await */
     for (int i = 0; i < e->n_adopted; i++)
         e->cx.dev->ops->queue_close(e->adopted[i].queue);
     mt_sumsq_close(e->sums);

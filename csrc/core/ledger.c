@@ -4,6 +4,8 @@
  * hundred a step, so a broadcast that wakes a thread for another unit's sake costs nothing. */
 #include "store_impl.h"
 
+#include "clock.h"
+
 #include <inttypes.h>
 #include <stdio.h>
 #include <string.h>
@@ -37,19 +39,31 @@ static void assert_counts(const mt_store *s, const mt__unit *u)
 
 /* ---- the fault -------------------------------------------------------------------------- */
 
-void mt_ledger_fault(mt_store *s, mt_status st, const char *text)
+/* told: the other ranks are to know. */
+static void set_fault(mt_store *s, mt_status st, const char *text, int told)
 {
     mt__ledger *l = &s->ledger;
 
-    if (st == MT_OK)
-        return;
     mt_lock(&l->mu);
     if (l->fault == MT_OK) {
-        snprintf(l->text, sizeof l->text, "%s", text != NULL ? text : mt_status_text(st));
+        snprintf(l->text, sizeof l->text, "%s", text);
         l->fault = st;
         pthread_cond_broadcast(&l->changed);
+        if (told)
+            mt_share_fail(s->share, l->text);
     }
     mt_unlock(&l->mu);
+}
+
+void mt_ledger_fault(mt_store *s, mt_status st, const char *text)
+{
+    if (st != MT_OK)
+        set_fault(s, st, text != NULL ? text : mt_status_text(st), s->share != NULL);
+}
+
+void mt__ledger_fault_of(mt_store *s, const char *text)
+{
+    set_fault(s, MT_EPEER, text, 0);
 }
 
 /* Under mu or after it: once set, fault and text never change. */
@@ -105,6 +119,8 @@ static void begin(mt_store *s, mt__unit *u, int updates, int grads, int written)
     u->version += (uint64_t)(updates + written);
     u->updates += updates;
     u->grads += grads;
+    u->begun[MT_COUNT_UPDATED] += (uint64_t)updates;
+    u->begun[MT_COUNT_LANDED] += (uint64_t)grads;
     assert_counts(s, u);
     mt_unlock(&s->ledger.mu);
     mt_watch_moved(&s->watch);
@@ -127,6 +143,21 @@ static void end(mt_store *s, const mt__unit *u, int64_t *count, const char *what
         snprintf(text, sizeof text, "unit %s: %s ended that was not announced", u->name, what);
         mt_ledger_fault(s, MT_ESTATE, text);
     }
+}
+
+/* All of these that were begun and are not counted any more have ended here. After a fault nobody
+ * is told so: it is not known what they did. */
+static void tell(mt_store *s, const mt__unit *u, mt_unit_count what, const int64_t *count)
+{
+    uint64_t ended;
+
+    if (!u->shared)
+        return;
+    mt_lock(&s->ledger.mu);
+    ended = u->begun[what] - (uint64_t)*count;
+    if (s->ledger.fault == MT_OK && ended > mt_board_said(&u->board, what, mt_share_rank(s->share)))
+        mt_board_say(&u->board, what, ended);
+    mt_unlock(&s->ledger.mu);
 }
 
 void mt__version_grows(mt_store *s, int unit)
@@ -164,13 +195,16 @@ void mt_ledger_update_end(mt_store *s, int unit)
     if (atomic_load(&u->passing))
         mt__take_back(s, unit);         /* before who waits for this hands over again */
     end(s, u, &u->updates, "an update");
+    tell(s, u, MT_COUNT_UPDATED, &u->updates);
 }
 
 void mt_ledger_grads_end(mt_store *s, int unit)
 {
     mt__unit *u = unit_or_fault(s, unit);
-    if (u != NULL)
-        end(s, u, &u->grads, "a hand-over of gradients");
+    if (u == NULL)
+        return;
+    end(s, u, &u->grads, "a hand-over of gradients");
+    tell(s, u, MT_COUNT_LANDED, &u->grads);
 }
 
 /* ---- waits ------------------------------------------------------------------------------ */
@@ -188,27 +222,56 @@ mt_watch *mt_store_watch(mt_store *s)
     return &s->watch;
 }
 
+/* Under mu. In a share: every rank has ended as many as were begun here. */
+static int all_have(const mt__unit *u, mt_unit_count what)
+{
+    return !u->shared ||
+           mt_board_behind(&u->board, what, u->begun[what]) == mt_share_ranks(u->board.range.share);
+}
+
+static int is_updated(const mt__unit *u)
+{
+    return u->updates == 0 && all_have(u, MT_COUNT_UPDATED);
+}
+
+static int has_landed(const mt__unit *u)
+{
+    return u->grads == 0 && all_have(u, MT_COUNT_LANDED);
+}
+
+static int is_put(const mt__unit *u)
+{
+    return u->fetches == 0;
+}
+
+static int is_saved(const mt__unit *u)
+{
+    return u->saves == 0;
+}
+
 typedef struct awaited {
     const mt__ledger *l;
-    const int64_t    *count;
+    const mt__unit   *u;
+    int             (*over)(const mt__unit *u);
     mt_status         fault;
 } awaited;
 
-static int is_zero_or_fault(void *arg)
+static int is_over_or_fault(void *arg)
 {
     awaited *a = arg;
 
     a->fault = a->l->fault;
-    return a->fault != MT_OK || *a->count == 0;
+    return a->fault != MT_OK || a->over(a->u);
 }
 
-/* Until the count is 0, a fault, or the watchdog. */
-static mt_status wait_zero(mt_store *s, int unit, const int64_t *count, const char *awaits)
+/* Until it is over, a fault, or the watchdog. */
+static mt_status wait_until(mt_store *s, const mt__unit *u, int (*over)(const mt__unit *u),
+                            const char *awaits)
 {
     mt__ledger *l = &s->ledger;
-    awaited     a = { .l = l, .count = count };
-    mt_status   st = mt_watch_until(&s->watch, &l->changed, &l->mu, is_zero_or_fault, &a,
-                                    mt_store_name(s, unit), awaits);
+    awaited     a = { .l = l, .u = u, .over = over };
+    mt_status   st = mt_watch_until(&s->watch, &l->changed, &l->mu, is_over_or_fault, &a, u->name,
+                                    awaits);
 
     return a.fault != MT_OK ? fault_again(l) : st;
 }
@@ -228,7 +291,7 @@ mt_status mt_ledger_wait_updates(mt_store *s, int unit)
         return no_unit(s, unit);
     if (i_save && mt_ledger_saving(s, unit))
         return mt_ledger_check(s);
-    return wait_zero(s, unit, &u->updates, "its update");
+    return wait_until(s, u, is_updated, "its update");
 }
 
 mt_status mt_ledger_wait_grads(mt_store *s, int unit)
@@ -236,7 +299,7 @@ mt_status mt_ledger_wait_grads(mt_store *s, int unit)
     const mt__unit *u = mt__unit_at(s, unit);
     if (u == NULL)
         return no_unit(s, unit);
-    return wait_zero(s, unit, &u->grads, "the hand-over of its gradients");
+    return wait_until(s, u, has_landed, "the hand-over of its gradients");
 }
 
 int mt_ledger_updates_due(mt_store *s, int unit)
@@ -246,10 +309,112 @@ int mt_ledger_updates_due(mt_store *s, int unit)
 
     if (u != NULL) {
         mt_lock(&s->ledger.mu);
-        due = u->updates > 0;
+        due = !is_updated(u);
         mt_unlock(&s->ledger.mu);
     }
     return due;
+}
+
+/* ---- ranks ------------------------------------------------------------------------------ */
+
+void mt__ledger_stirred(mt_store *s)
+{
+    mt_lock(&s->ledger.mu);
+    pthread_cond_broadcast(&s->ledger.changed);
+    mt_unlock(&s->ledger.mu);
+    mt_watch_moved(&s->watch);
+}
+
+#define WORDS(name, what, awaited) awaited,
+static const char *const words[MT_COUNTS] = { MT_COUNT_MAP(WORDS) };
+static const char *const unit_words[MT_UNIT_COUNTS] = { MT_UNIT_COUNT_MAP(WORDS) };
+#undef WORDS
+
+/* The first rank of those that have to, which has not come to n; ranks: all have. */
+static int behind(const mt_share *h, mt_count what, uint64_t n)
+{
+    if (what == MT_COUNT_NORMED)
+        return mt_share_said(h, what, 0) >= n ? mt_share_ranks(h) : 0;
+    return mt_share_behind(h, what, n);
+}
+
+/* Under mu. */
+static int awaits_of_unit(const mt__unit *u, int rank, char *out, size_t cap)
+{
+    for (int k = 0; k < MT_UNIT_COUNTS; k++)
+        if (mt_board_said(&u->board, (mt_unit_count)k, rank) < u->begun[k]) {
+            snprintf(out, cap, "%s of unit %s", unit_words[k], u->name);
+            return 1;
+        }
+    return 0;
+}
+
+int mt__ledger_awaits(mt_store *s, int rank, char *out, size_t cap)
+{
+    int found = 0;
+
+    mt_lock(&s->ledger.mu);
+    for (int k = 0; k < MT_COUNTS && !found; k++)
+        if (mt_share_said(s->share, (mt_count)k, rank) < s->ledger.meets[k] &&
+            (k != MT_COUNT_NORMED || rank == 0)) {
+            snprintf(out, cap, "%s", words[k]);
+            found = 1;
+        }
+    for (int u = 0; u < mt_store_units(s) && !found; u++)
+        found = awaits_of_unit(mt__unit_at(s, u), rank, out, cap);
+    mt_unlock(&s->ledger.mu);
+    return found;
+}
+
+typedef struct meeting {
+    mt__ledger     *l;
+    const mt_share *share;
+    mt_count        what;
+    uint64_t        n;
+    uint64_t        until_ns;        /* 0: no end */
+    mt_status       fault;
+    int             late;
+} meeting;
+
+static int have_come_or_fault(void *arg)
+{
+    meeting *m = arg;
+    int      come = behind(m->share, m->what, m->n) == mt_share_ranks(m->share);
+
+    m->fault = m->l->fault;
+    m->late = !come && m->until_ns != 0 && mt_now_ns() >= m->until_ns;
+    m->l->meets[m->what] = come || m->fault != MT_OK || m->late ? 0 : m->n;
+    return m->l->meets[m->what] == 0;
+}
+
+void mt_ledger_say(mt_store *s, mt_count what, uint64_t n, uint64_t about)
+{
+    mt_lock(&s->ledger.mu);
+    if (s->ledger.fault == MT_OK)
+        mt_share_say(s->share, what, n, about);
+    mt_unlock(&s->ledger.mu);
+}
+
+mt_status mt_ledger_meet(mt_store *s, mt_count what, uint64_t n, double seconds, int *late)
+{
+    mt__ledger *l = &s->ledger;
+    meeting     m = { .l = l, .share = s->share, .what = what, .n = n };
+    char        awaits[96];
+    int         rank = behind(s->share, what, n);
+    mt_status   st;
+
+    snprintf(awaits, sizeof awaits, "rank %d, that is %s", rank, words[what]);
+    if (seconds > 0)
+        m.until_ns = mt_now_ns() + (uint64_t)(seconds * 1e9);
+    st = mt_watch_until(&s->watch, &l->changed, &l->mu, have_come_or_fault, &m, NULL, awaits);
+    mt_lock(&l->mu);
+    l->meets[what] = 0;                      /* one that was stuck, or interrupted, left it */
+    mt_unlock(&l->mu);
+    if (m.fault != MT_OK)
+        return fault_again(l);
+    if (late != NULL)
+        *late = m.late;
+    return st;
 }
 
 /* ---- saves ------------------------------------------------------------------------------ */
@@ -266,7 +431,7 @@ mt_status mt_ledger_save_begin(mt_store *s, int unit)
         return no_unit(s, unit);
     mt_lock(&s->ledger.mu);
     fault = s->ledger.fault;
-    idle = u->updates == 0 && u->saves == 0;
+    idle = is_updated(u) && u->saves == 0;
     if (fault == MT_OK && idle)
         u->saves++;
     assert_counts(s, u);
@@ -326,7 +491,7 @@ mt_status mt_ledger_wait_saved(mt_store *s, int unit)
     if (u->saves > 0)
         s->ledger.wanted = unit + 1;
     mt_unlock(&s->ledger.mu);
-    return wait_zero(s, unit, &u->saves, "its save (SAVED)");
+    return wait_until(s, u, is_saved, "its save (SAVED)");
 }
 
 void mt_ledger_i_save(int on)
@@ -349,7 +514,7 @@ mt_status mt_ledger_fetch_begin(mt_store *s, int unit, uint64_t *version)
     while (!begun) {
         MT_TRY(mt_ledger_wait_updates(s, unit));
         mt_lock(&s->ledger.mu);
-        if ((begun = u->updates == 0)) {        /* else another was announced meanwhile */
+        if ((begun = is_updated(u))) {          /* else another was announced meanwhile */
             u->fetches++;
             *version = u->version;
         }
@@ -395,7 +560,7 @@ mt_status mt_ledger_wait_fetch(mt_store *s, int unit)
     if (u == NULL)
         return no_unit(s, unit);
     MT_TRY(mt_ledger_wait_saved(s, unit));
-    MT_TRY(wait_zero(s, unit, &u->fetches, "its fetch to be put"));
+    MT_TRY(wait_until(s, u, is_put, "its fetch to be put"));
     mt_lock(&s->fetched_mu);
     fetched = u->fetched;
     mt_unlock(&s->fetched_mu);

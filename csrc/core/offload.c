@@ -227,13 +227,14 @@ static size_t chunks_of(int64_t n)
     return (size_t)(n / MT_PORTION_GRAIN + (n % MT_PORTION_GRAIN != 0));
 }
 
-/* Of what is ours of a unit that has several owners. */
+/* Of what is ours of a unit that has several owners, or whose norm is made with other ranks. */
 static size_t count_chunks(const mt_offload *o, int unit)
 {
+    int     asked = o->cx->share != NULL || mt_store_owners(o->store, unit) > 1;
     size_t  chunks = 0;
     int64_t from;
 
-    for (int i = 0; i < mt_store_params(o->store, unit) && mt_store_owners(o->store, unit) > 1; i++)
+    for (int i = 0; i < mt_store_params(o->store, unit) && asked; i++)
         chunks += chunks_of(mt_store_owned(o->store, unit, i, &from));
     return chunks;
 }
@@ -352,6 +353,9 @@ mt_status mt_offload_open(const mt_context *cx, int depth, mt_offload_kernels k,
     if (depth < 1 || depth > 1024)
         return MT_FAIL(MT_EINVAL, "offload: depth %d; 1 to 1024 units may have gradients on the "
                        "device", depth);
+    if (cx->share != NULL && k.fold == NULL)
+        return MT_FAIL(MT_EINVAL, "offload: where processes share units, mt_offload_open() is to "
+                       "be given a fold");
     if ((o = calloc(1, sizeof *o)) == NULL)
         return MT_FAIL(MT_ENOMEM, "offload: calloc(%zu)", sizeof *o);
     *o = (mt_offload){ .cx = cx, .dev = cx->dev, .store = cx->store, .pool = cx->pool,
@@ -824,6 +828,11 @@ const double *mt_offload_chunks(mt_offload *o, int unit, int param, int64_t *n)
     mt_unlock(&o->mu);
     *n = chunks != NULL ? (int64_t)chunks_of(mt_store_owned(o->store, unit, param, &from)) : 0;
     return chunks;
+}
+
+double mt_offload_fold(const mt_offload *o, const double *chunks, int64_t n)
+{
+    return o->kernels.fold(chunks, n);
 }
 
 /* The value was written by d2h or the collector before they ended the hand-over in the ledger,

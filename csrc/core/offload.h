@@ -68,6 +68,8 @@ typedef struct mt_offload_kernels {
     mt_accumulate_fn     accumulate;
     mt_accumulate_put_fn accumulate_put;     /* NULL: gradients of settled units are only set */
     void                *ctx;                /* handed to sumsq and accumulate_put */
+    /* The sum of squares of which these are the chunks' sums. Where processes share units. */
+    double             (*fold)(const double *chunks, int64_t n);
 } mt_offload_kernels;
 
 typedef struct mt_offload mt_offload;
@@ -101,6 +103,8 @@ int       mt_offload_counted(mt_offload *o, int unit, int param);
  * NULL: there are none. They stay as they are until the next put of the unit. */
 const double *mt_offload_chunks(mt_offload *o, int unit, int param, int64_t *n);
 int       mt_offload_chunked(mt_offload *o, int unit, int param);
+/* Of all owners' chunks. */
+double    mt_offload_fold(const mt_offload *o, const double *chunks, int64_t n);
 /* 1: the ACC plane has (or will have, once it is there) the parameter's gradient, of which the GRAD
  * plane is the rounded copy. Ask before the next forget: an update submitted before it counts. */
 int       mt_offload_has_acc(mt_offload *o, int unit, int param);

@@ -1,17 +1,22 @@
 /* share.c — a memfd: its head, its ranges, and what ranks say there. */
 #include "share.h"
 
+#include "checked.h"
 #include "forks.h"
 
 #include <errno.h>
 #include <fcntl.h>
 #include <inttypes.h>
+#include <limits.h>
+#include <linux/futex.h>
 #include <stdatomic.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
+#include <sys/syscall.h>
+#include <time.h>
 #include <unistd.h>
 
 #define SHARE_BYTES ((uint64_t)1 << 44)      /* addresses in the file: 16 TiB */
@@ -24,17 +29,21 @@
 /* A rank's; written by it alone. */
 typedef struct slot {
     _Atomic int64_t  pid;                    /* 0: it has not come */
-    _Atomic uint64_t count[MT_COUNTS];
+    _Atomic uint64_t said[MT_COUNTS], about[MT_COUNTS];
+    atomic_int       left, failed;
+    char             why[1024];              /* written before `failed` */
 } slot;
 
 /* At the share's first byte. */
 typedef struct head {
     _Atomic uint32_t ranks;                  /* 0: nobody has come; by the first, once */
+    _Atomic uint32_t word;
     slot             slots[MT_RANKS_MOST];
 } head;
 
 struct mt_share {
     int      fd, rank, ranks;
+    int      came;                           /* the slot is ours */
     head    *head;
     uint64_t next;                           /* the first byte that nobody has */
 };
@@ -110,6 +119,7 @@ static mt_status take_slot(mt_share *h)
         return MT_FAIL(MT_ESTATE, "shared memory: rank %d is process %" PRId64 " already, or was",
                        h->rank, atomic_load(&mine->pid));
     atomic_store(&mine->pid, (int64_t)getpid());
+    h->came = 1;
     return MT_OK;
 }
 
@@ -148,6 +158,8 @@ void mt_share_close(mt_share *h)
     if (h == NULL)
         return;
     if (h->head != NULL) {
+        if (h->came)
+            mt_share_leave(h);
         mt_forks_shared(h->head);
         munmap(h->head, round_up(sizeof(head), page_bytes()));
     }
@@ -190,34 +202,106 @@ int mt_share_map(const mt_range *r, void *base, int own)
            MAP_FAILED ? errno : 0;
 }
 
+/* ---- counters ----------------------------------------------------------------------------- */
+
+/* Others' threads sleep on the word: of all that this rank has said so far they see at least this
+ * change. */
+static void wake(mt_share *h)
+{
+    atomic_fetch_add(&h->head->word, 1);
+    (void)syscall(SYS_futex, &h->head->word, FUTEX_WAKE, INT_MAX, NULL, NULL, 0);
+}
+
+uint32_t mt_share_word(const mt_share *h)
+{
+    return atomic_load(&h->head->word);
+}
+
+void mt_share_sleep(const mt_share *h, uint32_t word, int ms)
+{
+    struct timespec t = { ms / 1000, (long)(ms % 1000) * 1000000 };
+
+    (void)syscall(SYS_futex, &h->head->word, FUTEX_WAIT, word, &t, NULL, 0);
+}
+
+void mt_share_say(mt_share *h, mt_count what, uint64_t n, uint64_t about)
+{
+    slot *mine = &h->head->slots[h->rank];
+
+    MT_ASSERT(n > atomic_load(&mine->said[what]));
+    atomic_store(&mine->about[what], about);
+    atomic_store(&mine->said[what], n);
+    wake(h);
+}
+
+uint64_t mt_share_said(const mt_share *h, mt_count what, int rank)
+{
+    return atomic_load(&h->head->slots[rank].said[what]);
+}
+
+uint64_t mt_share_about(const mt_share *h, mt_count what, int rank)
+{
+    return atomic_load(&h->head->slots[rank].about[what]);
+}
+
+int mt_share_behind(const mt_share *h, mt_count what, uint64_t n)
+{
+    int rank = 0;
+
+    while (rank < h->ranks && mt_share_said(h, what, rank) >= n)
+        rank++;
+    return rank;
+}
+
 /* ---- boards ------------------------------------------------------------------------------- */
 
 /* A board begins with every rank's layout; then come its counters; then the sums of chunks. */
-static _Atomic uint64_t *layouts_of(const mt_board *b)
-{
-    return b->base;
-}
-
 static size_t words_of(const mt_share *h)
 {
     return (size_t)h->ranks * (1 + MT_UNIT_COUNTS);
 }
 
+static _Atomic uint64_t *layout_of(const mt_board *b, int rank)
+{
+    return (_Atomic uint64_t *)b->base + rank;
+}
+
+static _Atomic uint64_t *count_of(const mt_board *b, mt_unit_count what, int rank)
+{
+    return layout_of(b, b->range.share->ranks * (1 + (int)what) + rank);
+}
+
 /* Each says its own before it looks at the others': of two that differ one sees it at least. */
 static mt_status compare(const mt_share *h, const mt_board *b, const char *unit, uint64_t layout)
 {
-    _Atomic uint64_t *said = layouts_of(b);
-
-    atomic_store(&said[h->rank], layout);
+    atomic_store(layout_of(b, h->rank), layout);
     for (int i = 0; i < h->ranks; i++) {
-        uint64_t other = atomic_load(&said[i]);
+        uint64_t other = atomic_load(layout_of(b, i));
 
         if (other != 0 && other != layout)
             return MT_FAIL(MT_EINVAL, "unit %s: rank %d (process %" PRId64 ") has another unit "
                            "there, or one with other parameters, than rank %d", unit, i,
-                           atomic_load(&h->head->slots[i].pid), h->rank);
+                           mt_share_process(h, i), h->rank);
     }
     return MT_OK;
+}
+
+/* NULL, with errno. */
+static void *map_board(const mt_range *r)
+{
+    size_t bytes = round_up(r->bytes, page_bytes());
+    void  *map = mmap(NULL, bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    int    error;
+
+    if (map == MAP_FAILED)
+        return NULL;
+    if ((error = mt_share_map(r, map, 0)) != 0) {
+        munmap(map, bytes);
+        errno = error;
+        return NULL;
+    }
+    mt_forks_private(map, bytes);
+    return map;
 }
 
 mt_status mt_board_open(mt_share *h, const char *unit, uint64_t layout, size_t n_chunks,
@@ -225,21 +309,13 @@ mt_status mt_board_open(mt_share *h, const char *unit, uint64_t layout, size_t n
 {
     mt_board  made = { 0 };
     size_t    bytes = (words_of(h) + n_chunks) * sizeof(uint64_t);
-    void     *map;
-    int       error = ENOMEM;
     mt_status st;
 
     MT_TRY(mt_share_take(h, bytes, &made.range));
-    bytes = round_up(bytes, page_bytes());
-    map = mmap(NULL, bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    if (map != MAP_FAILED && (error = mt_share_map(&made.range, map, 0)) != 0)
-        munmap(map, bytes);
-    if (error != 0)
+    if ((made.base = map_board(&made.range)) == NULL)
         return MT_FAIL(MT_ENOMEM, "unit %s: %zu bytes of shared memory: %s", unit, bytes,
-                       strerror(error));
-    mt_forks_private(map, bytes);
-    made.base = map;
-    made.chunks = (double *)map + words_of(h);
+                       strerror(errno));
+    made.chunks = (double *)made.base + words_of(h);
     MT_TRY(compare(h, &made, unit, layout | 1));         /* 0: it has said nothing */
     *out = made;
     return MT_OK;
@@ -256,4 +332,75 @@ void mt_board_close(mt_board *b)
         munmap(b->base, round_up(b->range.bytes, page_bytes()));
     }
     memset(b, 0, sizeof *b);
+}
+
+void mt_board_say(const mt_board *b, mt_unit_count what, uint64_t n)
+{
+    _Atomic uint64_t *count = count_of(b, what, b->range.share->rank);
+
+    MT_ASSERT(n > atomic_load(count));
+    atomic_store(count, n);
+    wake(b->range.share);
+}
+
+uint64_t mt_board_said(const mt_board *b, mt_unit_count what, int rank)
+{
+    return atomic_load(count_of(b, what, rank));
+}
+
+int mt_board_behind(const mt_board *b, mt_unit_count what, uint64_t n)
+{
+    int rank = 0, ranks = b->range.share->ranks;
+
+    while (rank < ranks && mt_board_said(b, what, rank) >= n)
+        rank++;
+    return rank;
+}
+
+/* ---- who is there ------------------------------------------------------------------------- */
+
+int64_t mt_share_process(const mt_share *h, int rank)
+{
+    return atomic_load(&h->head->slots[rank].pid);
+}
+
+/* What holds the lock is a description of the file, which ends with its process. */
+static int is_locked(const mt_share *h, int rank)
+{
+    struct flock lock = byte_of(rank);
+
+    return rank == h->rank || fcntl(h->fd, F_OFD_GETLK, &lock) != 0 || lock.l_type != F_UNLCK;
+}
+
+mt_presence mt_share_presence(const mt_share *h, int rank)
+{
+    const slot *other = &h->head->slots[rank];
+
+    if (atomic_load(&other->pid) == 0 || (!atomic_load(&other->left) && is_locked(h, rank)))
+        return MT_RANK_HERE;
+    return atomic_load(&other->left) ? MT_RANK_LEFT : MT_RANK_DIED;
+}
+
+void mt_share_leave(mt_share *h)
+{
+    atomic_store(&h->head->slots[h->rank].left, 1);
+    wake(h);
+}
+
+void mt_share_fail(mt_share *h, const char *text)
+{
+    slot *mine = &h->head->slots[h->rank];
+
+    if (atomic_load(&mine->failed))
+        return;
+    snprintf(mine->why, sizeof mine->why, "%s", text);
+    atomic_store(&mine->failed, 1);
+    wake(h);
+}
+
+const char *mt_share_failure(const mt_share *h, int rank)
+{
+    const slot *other = &h->head->slots[rank];
+
+    return atomic_load(&other->failed) ? other->why : NULL;
 }

@@ -67,11 +67,11 @@ int       mt_share_map (const mt_range *r, void *base, int own);
 /* Of a rank: name, what it counts, what is awaited of a rank that is behind */
 #define MT_COUNT_MAP(X)                                                                      \
     X(MEASURED, "submits whose gradients' sums are on the boards", "its part of the norm")   \
-    X(CLEAR,    "submits whose units nobody reads any more",       "its leave to update")    \
-    X(NORMED,   "submits whose norm is told; rank 0's alone",      "the norm")               \
+    X(NORMED,   "submits whose norm it told; rank 0's alone",      "the norm")               \
+    X(CLEAR,    "submits whose units it reads no more",            "its leave to update")    \
     X(WRITTEN,  "spreads that it has come to",                     "its part of a spread")   \
     X(SPREAD,   "spreads of which its portion is in the share",    "its part of a spread")
-/* Of a unit and a rank */
+/* Of a unit and a rank: the same */
 #define MT_UNIT_COUNT_MAP(X)                                                                 \
     X(LANDED,   "hand-overs of gradients that ended",              "its gradients")          \
     X(UPDATED,  "updates that ended",                              "its update")
@@ -80,10 +80,18 @@ typedef enum mt_count { MT_COUNT_MAP(MT_COUNT_ENUM) MT_COUNTS } mt_count;
 typedef enum mt_unit_count { MT_UNIT_COUNT_MAP(MT_COUNT_ENUM) MT_UNIT_COUNTS } mt_unit_count;
 #undef MT_COUNT_ENUM
 
+/* This rank has come to n. about: a number for the others, which stays until the next. */
+void     mt_share_say  (mt_share *h, mt_count what, uint64_t n, uint64_t about);
+uint64_t mt_share_said (const mt_share *h, mt_count what, int rank);
+uint64_t mt_share_about(const mt_share *h, mt_count what, int rank);
+/* The first rank that has not come to n; ranks: all have. */
+int      mt_share_behind(const mt_share *h, mt_count what, uint64_t n);
+
 typedef struct mt_board {
     mt_range  range;
     void     *base;          /* NULL: there is none */
-    double   *chunks;        /* of every parameter that can be trained, in the order of the line */
+    double   *chunks;        /* sums of squares of every parameter's that can be trained, in the
+                              * order of the line; of each its owner writes it */
 } mt_board;
 
 /* A board in a range of its own. layout: of what the unit has, and the same for every rank:
@@ -91,5 +99,24 @@ typedef struct mt_board {
 mt_status mt_board_open (mt_share *h, const char *unit, uint64_t layout, size_t n_chunks,
                          mt_board *out);
 void      mt_board_close(mt_board *b);
+void      mt_board_say   (const mt_board *b, mt_unit_count what, uint64_t n);
+uint64_t  mt_board_said  (const mt_board *b, mt_unit_count what, int rank);
+int       mt_board_behind(const mt_board *b, mt_unit_count what, uint64_t n);
+
+/* ---- who is there ------------------------------------------------------------------------- */
+
+/* A rank that has not come yet is HERE. */
+typedef enum mt_presence { MT_RANK_HERE, MT_RANK_LEFT, MT_RANK_DIED } mt_presence;
+
+int64_t     mt_share_process (const mt_share *h, int rank);              /* 0: it has not come */
+mt_presence mt_share_presence(const mt_share *h, int rank);
+void        mt_share_leave   (mt_share *h);              /* this rank says nothing from now on */
+/* What ended this rank's work; the first stays. */
+void        mt_share_fail    (mt_share *h, const char *text);
+const char *mt_share_failure (const mt_share *h, int rank);              /* NULL: nothing did */
+
+uint32_t    mt_share_word (const mt_share *h);
+/* Until the word is another, or ms have gone by. */
+void        mt_share_sleep(const mt_share *h, uint32_t word, int ms);
 
 #endif

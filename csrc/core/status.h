@@ -20,7 +20,8 @@
     X(ENOTSUP, -6, "not in this build")                                                   \
     X(ESTUCK,  -7, "a wait outlasted the watchdog")                                       \
     X(EDISK,   -8, "disk error")                                                          \
-    X(EINTR,   -9, "interrupted")            /* nothing happened: it may be called again */
+    X(EINTR,   -9, "interrupted")            /* nothing happened: it may be called again */   \
+    X(EPEER,  -10, "another process failed")
 
 #define MT_STATUS_ENUM(name, value, text) MT_##name = (value),
 typedef enum mt_status { MT_STATUS_MAP(MT_STATUS_ENUM) } mt_status;

@@ -156,6 +156,10 @@ mt_status mt_store_open(const mt_context *cx, mt_store **out)
     s->pool = cx->pool;
     s->share = cx->share;
     s->most_lent = MT_STORE_LENT;
+    if (s->share != NULL && (st = mt__peers_open(s)) != MT_OK) {
+        mt_store_close(s);
+        return st;
+    }
     *out = s;
     return MT_OK;
 }
@@ -205,6 +209,7 @@ void mt_store_close(mt_store *s)
 {
     if (s == NULL)
         return;
+    mt_store_leave(s);
     for (int i = mt_store_units(s) - 1; i >= 0; i--)
         unit_close(s, mt__unit_at(s, i));
     for (int i = 0; i < MT__SEGS; i++)

@@ -25,6 +25,7 @@
 #include "context.h"
 #include "dev.h"
 #include "pool.h"
+#include "share.h"
 #include "states.h"
 #include "timeline.h"
 #include "watch.h"
@@ -68,6 +69,9 @@ typedef struct mt_home mt_home;          /* home.h */
  * order: MT_EINVAL where that is seen to be otherwise. A share is one store's in each process. */
 mt_status mt_store_open (const mt_context *cx, mt_store **out);
 void      mt_store_close(mt_store *s);
+/* In a share: this process takes part in nothing any more, and its memory stays. What others await
+ * of it from now on is a fault there. Before close, or it is close's; behind all work. */
+void      mt_store_leave(mt_store *s);
 mt_status mt_store_add  (mt_store *s, const char *name, const mt_param_desc *p, int n, int *unit);
 
 mt_status mt_store_set_trainable(mt_store *s, int unit, int param, int on);
@@ -105,6 +109,10 @@ int       mt_store_owners(const mt_store *s, int unit);                  /* 1 un
 /* How many of a parameter's elements are its own, and the first of them. Any thread. */
 int64_t   mt_store_owned(const mt_store *s, int unit, int param, int64_t *from);
 
+/* In a share: where the sums of the chunks of its gradient are (ops/sumsq.h), of all of them, or
+ * (own) of those that are its own. [*n]; NULL: there are none, or no share. */
+double   *mt_store_sums (const mt_store *s, int unit, int param, int own, int64_t *n);
+
 /* Host address of a parameter in a plane; the unit's arena of that plane is mapped, touched in
  * parallel and (GRAD, and HI unless it is a settled unit's) registered at the first call. A
  * parameter that was not trainable then gets an arena of its own when it is asked for later.
@@ -125,8 +133,8 @@ mt_status mt_store_hi(mt_store *s, int unit, void **out);
  * be stored later is committed, since somebody fills it, and the rest is reserved. Back in ram all
  * that was made is committed and registered; memory on the device is given back, so its values have
  * come before. MT_ESTATE: a unit comes to a home from one other, and goes back to that alone.
- * MT_ENOTSUP: in a share, a home that keeps planes. On failure the unit is where it was. One thread,
- * while no other is inside for that unit. */
+ * MT_ENOTSUP: in a share, a home that keeps planes. On failure the unit is where it was. One
+ * thread, while no other is inside for that unit. */
 mt_status      mt_store_move(mt_store *s, int unit, const mt_home *to, void *of);
 /* Any thread may ask. ram where there is no such unit; of may be NULL. */
 const mt_home *mt_store_home(const mt_store *s, int unit, void **of);
@@ -183,6 +191,12 @@ size_t mt_store_device_bytes(const mt_store *s);
  *   version   grows with every announced update and every write from outside; a slot holds
  *             current weights exactly when its version is the unit's. Starts at 1.
  *
+ * In a share an update is over when it is on every rank, and so are gradients: each writes its own
+ * portion. So ranks announce the same updates, and hand-overs, in the same order; what one may do
+ * alone is to read, and to fetch. Who begins an update waits besides until no rank reads the
+ * weights as they are (update.h). A fault of one rank is every rank's, with its name; so is the end
+ * of a process of which something is awaited.
+ *
  * A fault (sticky) set by any worker ends every wait with that worker's message; finishing what
  * was not announced, or naming a unit that is not there, is such a fault. The wait for `fetched`
  * asks the device again and again; a device that fails, or the watchdog, ends it.
@@ -220,6 +234,11 @@ int       mt_ledger_wanted     (mt_store *s);                /* a unit that is w
 /* This thread copies planes for a save: mt_ledger_wait_updates of a unit with saves returns at
  * once, since updates that were announced meanwhile wait for this thread. */
 void      mt_ledger_i_save     (int on);
+
+/* In a share. say: this rank has come to n, see mt_share_say. meet: waits until all ranks have, or
+ * (NORMED) rank 0, for so many seconds at most (0: no end; *late: they were over). */
+void      mt_ledger_say (mt_store *s, mt_count what, uint64_t n, uint64_t about);
+mt_status mt_ledger_meet(mt_store *s, mt_count what, uint64_t n, double seconds, int *late);
 
 void      mt_ledger_fault(mt_store *s, mt_status st, const char *text);   /* first one stays */
 mt_status mt_ledger_check(mt_store *s);                      /* the fault, as this thread's error */

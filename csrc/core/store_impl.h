@@ -78,6 +78,7 @@ typedef struct mt__unit {
     uint64_t       version;          /* from 1: a slot that says 0 holds nothing. ledger.mu */
     mt__mirror     mirror;
     int64_t        updates, grads, fetches, saves;   /* announced and not finished. ledger.mu */
+    uint64_t       begun[MT_UNIT_COUNTS];    /* announced here so far. ledger.mu */
     mt_event      *fetched;          /* made at the first fetch, then stays. fetched_mu */
     mt_post        copying;          /* of the queue that `fetched` was recorded in. fetched_mu */
 } mt__unit;
@@ -94,9 +95,19 @@ typedef struct mt__ledger {
     mt_mutex        mu;
     pthread_cond_t  changed;         /* monotonic clock; broadcast at every change but a begin */
     int             wanted;          /* unit plus 1 whose save was waited for last; 0: none. mu */
+    uint64_t        meets[MT_COUNTS];        /* to where a thread here waits for ranks to come; 0:
+                                              * none does. mu */
     mt_status       fault;           /* MT_OK until the first. mu */
     char            text[1024];      /* written once, before fault. mu */
 } mt__ledger;
+
+/* The thread that looks after the other ranks (peers.c). */
+typedef struct mt__peers {
+    pthread_t  thread;
+    int        runs;                 /* who opens and closes the store */
+    unsigned   forks;                /* mt_forks() of the process that has the thread */
+    atomic_int stop;
+} mt__peers;
 
 /* Units live in segments that never move, so that readers need no lock. */
 #define MT__SEG_UNITS 256
@@ -118,6 +129,7 @@ struct mt_store {
     uint64_t        lendings;                /* buffers lent so far. map_mu */
     mt__ledger      ledger;
     mt_watch        watch;
+    mt__peers       peers;                   /* in a share */
 };
 
 mt__unit *mt__unit_at(const mt_store *s, int unit);          /* NULL when there is none */
@@ -127,16 +139,23 @@ mt_status mt__lay_out(const mt__unit *u, mt_plane p, size_t **offset, size_t *by
 mt_status mt__find   (const mt_store *s, int unit, int param, mt__unit **out);   /* or MT_EINVAL */
 void      mt__unbind (mt_store *s, int unit);   /* both locks: it has no GRAD plane now */
 
-/* view.c, of a unit in a share: its ranges and its board, before it is published. chunks: of a
- * parameter's elements. */
+/* view.c, of a unit in a share: its ranges and its board, before it is published. */
 mt_status mt__share_unit(mt_store *s, mt__unit *u, int unit);
-int64_t   mt__chunks_of (int64_t numel);
 
 /* lend.c. take_back is called when a unit's update ends, before that is told; lent_close by the
  * store's close, behind its units'. */
 void mt__take_back (mt_store *s, int unit);
 void mt__lent_close(mt_store *s);
 void mt__lent_device_close(mt_store *s);                /* map_mu; no device plane is left */
+
+/* peers.c, in a share. open is the last of the store's open. */
+mt_status mt__peers_open(mt_store *s);
+
+/* ledger.c, for peers.c. stirred: some rank has said something. fault_of: another's fault, or its
+ * end, is this one's too. awaits: something of a rank is awaited here: what, in words. */
+void mt__ledger_stirred (mt_store *s);
+void mt__ledger_fault_of(mt_store *s, const char *text);
+int  mt__ledger_awaits  (mt_store *s, int rank, char *out, size_t cap);
 
 /* ledger.c. version_grows: the unit's weights were written from outside. */
 mt_status mt__ledger_open  (mt__ledger *l);

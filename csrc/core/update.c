@@ -18,7 +18,10 @@
 
 typedef struct job {
     mt_update_job  j;        /* params: our copy */
-    unsigned char *counted;  /* [n_params] at submit, the offload had the sum of squares */
+    unsigned char *counted;  /* [n_params] at submit, the offload had the sum of squares, or the
+                              * sums of this rank's chunks */
+    double        *sums;     /* [n_params] of squares, of all ranks' chunks. The updater's; NULL:
+                              * this process is alone */
     const mt_home *home;     /* of its unit, at submit */
     void          *of;       /* what that home's functions get */
     int            sent;     /* a home has it, which ends it. The updater's */
@@ -74,11 +77,23 @@ static void work_free(work *w)
     for (int i = 0; w->jobs != NULL && i < w->n; i++) {
         free((void *)(uintptr_t)w->jobs[i].j.params);
         free(w->jobs[i].counted);
+        free(w->jobs[i].sums);
     }
     if (w->asked != NULL)
         w->asked->dev->ops->event_close(w->asked);
     free(w->jobs);
     free(w);
+}
+
+/* The offload has, or will have, what the norm takes of the parameter from this process. */
+static int is_counted(const mt_updater *u, int unit, int param)
+{
+    int64_t from;
+
+    if (u->cx->share == NULL)
+        return mt_offload_counted(u->grads, unit, param);
+    return mt_store_owned(u->store, unit, param, &from) == 0 ||
+           mt_offload_chunked(u->grads, unit, param);
 }
 
 static mt_status job_copy(const mt_updater *u, const mt_update_job *from, job *to)
@@ -89,7 +104,9 @@ static mt_status job_copy(const mt_updater *u, const mt_update_job *from, job *t
     *to = (job){ .j = *from };
     to->j.params = params;
     to->counted = calloc(n, sizeof *to->counted);
-    if (params == NULL || to->counted == NULL)
+    if (u->cx->share != NULL)
+        to->sums = calloc(n, sizeof *to->sums);
+    if (params == NULL || to->counted == NULL || (u->cx->share != NULL && to->sums == NULL))
         return MT_FAIL(MT_ENOMEM, "update: no memory for the %d parameters of unit %s",
                        from->n_params, mt_store_name(u->store, from->unit));
     to->home = mt_store_home(u->store, from->unit, &to->of);
@@ -98,7 +115,7 @@ static mt_status job_copy(const mt_updater *u, const mt_update_job *from, job *t
                        "open that could", mt_store_name(u->store, from->unit), to->home->lives);
     for (int i = 0; i < from->n_params; i++) {
         params[i] = from->params[i];
-        to->counted[i] = (unsigned char)mt_offload_counted(u->grads, from->unit, params[i]);
+        to->counted[i] = (unsigned char)is_counted(u, from->unit, params[i]);
     }
     return MT_OK;
 }
@@ -161,6 +178,137 @@ static void publish(mt_updater *u, const work *w, const result *r)
     mt_unlock(&u->mu);
 }
 
+static mt_status uncounted(const mt_updater *u, const job *b)
+{
+    return MT_FAIL(MT_ESTATE, "unit %s: a gradient to be clipped came without its sum of squares; "
+                   "offload it, or give the job a sumsq", mt_store_name(u->store, b->j.unit));
+}
+
+/* ---- with other ranks --------------------------------------------------------------------- */
+
+/* This rank's chunks of parameter i of a job, whose gradients are whole: their sums go to the
+ * board. */
+static mt_status measure(mt_updater *u, const job *b, int i)
+{
+    int           use = 0;
+    int64_t       n;
+    double       *to = mt_store_sums(u->store, b->j.unit, b->j.params[i], 1, &n);
+    const double *sums;
+
+    if (to == NULL)
+        return MT_OK;
+    if (b->j.sumsq != NULL)
+        (void)b->j.sumsq(b->j.arg, u->pool, i, to, &use);
+    if (use)
+        return MT_OK;
+    if (!b->counted[i])
+        return uncounted(u, b);
+    sums = mt_offload_chunks(u->grads, b->j.unit, b->j.params[i], &n);
+    memcpy(to, sums, (size_t)n * sizeof *to);
+    return MT_OK;
+}
+
+/* All ranks', whoever made which. */
+static void fold(mt_updater *u, const job *b)
+{
+    for (int i = 0; i < b->j.n_params; i++) {
+        int64_t       n;
+        const double *sums = mt_store_sums(u->store, b->j.unit, b->j.params[i], 0, &n);
+
+        b->sums[i] = sums != NULL ? mt_offload_fold(u->grads, sums, n) : 0.0;
+    }
+}
+
+/* Of what a submit updates, in whatever order. */
+static uint64_t what_of(const work *w)
+{
+    double   max_norm = w->max_norm > 0 ? w->max_norm : 0;
+    uint64_t sum = 0;
+
+    memcpy(&sum, &max_norm, sizeof sum);
+    for (int i = 0; i < w->n; i++) {
+        uint64_t hash = (uint64_t)w->jobs[i].j.unit + 1;
+
+        for (int k = 0; k < w->jobs[i].j.n_params; k++)
+            hash = (hash ^ (uint64_t)w->jobs[i].j.params[k]) * UINT64_C(0x9e3779b97f4a7c15) + 1;
+        sum += hash * hash;
+    }
+    return sum;
+}
+
+static mt_status compare(const mt_updater *u, const work *w)
+{
+    const mt_share *h = u->cx->share;
+    uint64_t        mine = what_of(w);
+
+    for (int rank = 0; rank < mt_share_ranks(h); rank++)
+        if (mt_share_about(h, MT_COUNT_MEASURED, rank) != mine)
+            return MT_FAIL(MT_EPEER, "update: in step %" PRIu64 " rank %d updates other parameters "
+                           "than rank %d, or with another max_norm", w->ticket, rank,
+                           mt_share_rank(h));
+    return MT_OK;
+}
+
+/* All ranks' gradients, whole and measured, before anybody's sum of them is made: the next submit's
+ * are not measured before all ranks are through with these. */
+static mt_status measure_all(mt_updater *u, const work *w)
+{
+    mt_span   span;
+    mt_status st;
+
+    mt_timeline_begin(u->timeline, &span, MT_LANE_HOST, MT_WORK_WAIT, -1, NULL);
+    for (int i = 0; i < w->n; i++) {
+        const job *b = &w->jobs[i];
+
+        MT_TRY(mt_ledger_wait_grads(u->store, b->j.unit));
+        for (int k = 0; k < b->j.n_params; k++)
+            MT_TRY(measure(u, b, k));
+    }
+    mt_ledger_say(u->store, MT_COUNT_MEASURED, w->ticket, what_of(w));
+    MT_TRY(mt_ledger_meet(u->store, MT_COUNT_MEASURED, w->ticket, 0, NULL));
+    MT_TRY(compare(u, w));
+    for (int i = 0; i < w->n; i++)
+        fold(u, &w->jobs[i]);
+    mt_timeline_end(u->timeline, &span, 0, NULL);
+fail:
+    return st;
+}
+
+/* Ranks may have added in other orders: rank 0's sum is everybody's. */
+static mt_status agree(mt_updater *u, const work *w, double *total)
+{
+    uint64_t  bits;
+    mt_status st;
+
+    memcpy(&bits, total, sizeof bits);
+    if (mt_share_rank(u->cx->share) == 0)
+        mt_ledger_say(u->store, MT_COUNT_NORMED, w->ticket, bits);
+    MT_TRY(mt_ledger_meet(u->store, MT_COUNT_NORMED, w->ticket, 0, NULL));
+    bits = mt_share_about(u->cx->share, MT_COUNT_NORMED, 0);
+    memcpy(total, &bits, sizeof bits);
+fail:
+    return st;
+}
+
+/* Nobody on any rank reads weights of these units as they are. Of all before the first is written,
+ * since ranks may go through them in other orders. */
+static mt_status clear_all(mt_updater *u, const work *w)
+{
+    mt_span   span;
+    mt_status st;
+
+    mt_timeline_begin(u->timeline, &span, MT_LANE_HOST, MT_WORK_WAIT, -1, NULL);
+    for (int i = 0; i < w->n; i++)
+        MT_TRY(mt_ledger_wait_fetch(u->store, w->jobs[i].j.unit));
+    mt_ledger_say(u->store, MT_COUNT_CLEAR, w->ticket, 0);
+    MT_TRY(mt_ledger_meet(u->store, MT_COUNT_CLEAR, w->ticket, 0, NULL));
+    mt_timeline_end(u->timeline, &span, 0, NULL);
+fail:
+    return st;
+}
+
+/* ---- norms, and jobs ---------------------------------------------------------------------- */
+
 /* Sum of squares of parameter i of a job, whose gradients are whole; NaN and *known = 0 when
  * nobody took it. */
 static double sum_of(mt_updater *u, const job *b, int i, int *known)
@@ -168,6 +316,10 @@ static double sum_of(mt_updater *u, const job *b, int i, int *known)
     int    use = 0, valid;
     double sum = 0;
 
+    if (b->sums != NULL) {
+        *known = 1;
+        return b->sums[i];
+    }
     if (b->j.sumsq != NULL)
         sum = b->j.sumsq(b->j.arg, u->pool, i, NULL, &use);
     if (!use)
@@ -210,10 +362,10 @@ static mt_status weigh_all(mt_updater *u, const work *w, result *r, float *clip)
     for (int i = 0; i < w->n; i++) {
         MT_TRY(weigh(u, &w->jobs[i], &total, &finite, &known));
         if (!known)
-            return MT_FAIL(MT_ESTATE, "unit %s: a gradient to be clipped came without its sum of "
-                           "squares; offload it, or give the job a sumsq",
-                           mt_store_name(u->store, w->jobs[i].j.unit));
+            return uncounted(u, &w->jobs[i]);
     }
+    if (u->cx->share != NULL)
+        MT_TRY(agree(u, w, &total));
     mt_timeline_end(u->timeline, &span, 0, NULL);
     r->norm = sqrt(total);
     r->skipped = isfinite(r->norm) ? 0 : w->n;
@@ -344,8 +496,12 @@ static mt_status carry_out(void *arg, mt_job *node)
     mt_status   st = MT_OK;
 
     mt_unlock(&u->mu);
-    if (w->max_norm > 0)
+    if (u->cx->share != NULL)
+        st = measure_all(u, w);
+    if (st == MT_OK && w->max_norm > 0)
         st = weigh_all(u, w, &r, &clip);
+    if (st == MT_OK && u->cx->share != NULL)
+        st = clear_all(u, w);
     st = run_all(u, w, st, clip, &r);
     if (st != MT_OK)
         mt_ledger_fault(u->store, st, mt_last_error());
@@ -493,6 +649,8 @@ mt_status mt_update_drain(mt_updater *u)
 
         if (h->drain != NULL && of != last)
             MT_TRY(h->drain(last = of));
+        if (u->cx->share != NULL)
+            MT_TRY(mt_ledger_wait_updates(u->store, unit));
     }
     return mt_ledger_check(u->store);
 fail:

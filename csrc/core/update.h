@@ -13,6 +13,11 @@
  *      settled units are only put in the residents' queue, and end in the ledger when they are;
  *      those of units that go through the device or have their states on disk are handed on, and
  *      done beside the others. A submit is over when all but those on disk are.
+ * In a share every rank submits the same units, perhaps in other orders, and updates its own
+ * portions. Before a unit is touched all ranks have
+ *   MEASURED  put the sums of their chunks on the boards, from which each makes all sums, and
+ *             (NORMED) taken the norm as rank 0 has added it, so that all clip, or skip, alike
+ *   CLEAR     ended what reads weights of any of the submit's units as they are
  * A norm that is not finite skips the whole submit: nothing is touched. Without max_norm each
  * unit is judged by its own gradients, and is skipped alone.
  *
@@ -40,7 +45,7 @@ mt_status mt_update_submit(mt_updater *u, const mt_update_job *jobs, int n, doub
 /* Global norm of a submit (before clipping); waits until it is known. Without max_norm: waits for
  * the submit's end. *skipped: units not updated because of non-finite gradients. */
 mt_status mt_update_norm (mt_updater *u, uint64_t ticket, double *norm, int *skipped);
-mt_status mt_update_drain(mt_updater *u);
+mt_status mt_update_drain(mt_updater *u);                      /* on all ranks */
 
 uint64_t  mt_update_busy_ns(mt_updater *u);                    /* time in run since open */
 

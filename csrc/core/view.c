@@ -7,7 +7,7 @@
 
 /* ---- a unit's ranges ---------------------------------------------------------------------- */
 
-int64_t mt__chunks_of(int64_t numel)
+static int64_t chunks_of(int64_t numel)
 {
     return numel / MT_PORTION_GRAIN + (numel % MT_PORTION_GRAIN != 0);
 }
@@ -45,7 +45,7 @@ static mt_status count_chunks(mt__unit *u, size_t *n)
 
         u->chunk[i] = *n;
         if (mt_plane_bytes(MT_PLANE_GRAD, d->dtype, MT_STATES_FP32, 1) > 0)
-            *n += (size_t)mt__chunks_of(d->numel);
+            *n += (size_t)chunks_of(d->numel);
     }
     return MT_OK;
 }
@@ -131,4 +131,21 @@ void mt_store_view_drop(mt_store *s, int unit, int param, mt_plane p)
         return;
     bytes = mt_store_plane_bytes(s, unit, param, p, u->desc[param].numel);
     (void)madvise(place, (bytes + u->align - 1) / u->align * u->align, MADV_DONTNEED);
+}
+
+/* ---- sums --------------------------------------------------------------------------------- */
+
+double *mt_store_sums(const mt_store *s, int unit, int param, int own, int64_t *n)
+{
+    const mt__unit *u = mt__unit_at(s, unit);
+    int64_t         from = 0, elements;
+
+    *n = 0;
+    if (u == NULL || !u->shared || param < 0 || param >= u->n_params)
+        return NULL;
+    elements = own ? mt_store_owned(s, unit, param, &from) : u->desc[param].numel;
+    if (mt_plane_bytes(MT_PLANE_GRAD, u->desc[param].dtype, MT_STATES_FP32, elements) == 0)
+        return NULL;
+    *n = chunks_of(elements);
+    return u->board.chunks + u->chunk[param] + from / MT_PORTION_GRAIN;
 }

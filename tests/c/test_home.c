@@ -275,7 +275,8 @@ static void a_new_home_is_a_new_table(void)
     static const int   first = 0;
     static float       source[N];
     static elsewhere   e;
-    mt_offload_kernels k = { mt_sumsq_put, mt_accumulate, mt_accumulate_put, NULL };
+    mt_offload_kernels k = { mt_sumsq_put, mt_accumulate, mt_accumulate_put, NULL,
+                             NULL };
     mt_update_job      j = { .params = &first, .n_params = 1 };
     mt_sumsq          *sums;
     mt_offload        *o;

@@ -9,6 +9,7 @@
 #include "../../csrc/core/portion.h"
 #include "../../csrc/core/through.h"
 #include "../../csrc/ops/sumsq.h"
+#include "../../csrc/optim/adam.h"
 
 #include <fcntl.h>
 #include <sys/mman.h>
@@ -377,6 +378,438 @@ static void homes_that_keep_planes_are_refused(void)
     close(fd);
 }
 
+/* ---- a run: some steps of a model of three units ------------------------------------------- */
+
+#define UNITS 3
+#define STEPS 3
+#define MOST  (UNDER_TSAN ? 20001 : 70001)       /* elements of a parameter */
+#define KEPT  (1u << MT_PLANE_HI | MT_STATE_PLANES)
+
+/* What is done, by one process or by several. */
+typedef struct plan {
+    int       ranks, micros, dawdle_us;
+    uint64_t  seed;              /* of gradients */
+    int       turned;            /* rank r has its jobs in an order of its own */
+    mt_states states;
+    double    max_norm;
+    int       bad_unit, bad_step;    /* that unit's gradient is infinite in that step; -1: none */
+} plan;
+
+/* What one process makes of it: after each step, the first being what there was before. */
+typedef struct outcome {
+    char  *hi[STEPS + 1][UNITS];
+    char  *kept[UNITS][PARAMS][MT_PLANE_COUNT];  /* at the end */
+    double norm[STEPS];
+    int    skipped[STEPS];
+} outcome;
+
+typedef struct runner {
+    const plan *plan;
+    outcome    *want;            /* of one process; it fills it if it is that */
+    mt_context  cx;
+    int         fd, rank, step, fills;
+    mt_sumsq   *sums;
+    mt_offload *o;
+    mt_updater *u;
+    mt_queue   *run, *h2d;
+    char       *slot[UNITS];
+    pthread_t   thread;
+} runner;
+
+typedef struct unit_job {
+    runner *r;
+    int     unit, params[PARAMS], n;
+} unit_job;
+
+static mt_param_desc shape_of(int unit, int param)
+{
+    mt_param_desc d = shapes[param];
+
+    d.numel = d.numel > MOST ? MOST : d.numel;
+    d.numel += d.numel > 100 ? 777 * unit : 0;
+    return d;
+}
+
+static char *place(const runner *r, int unit, int param, mt_plane p, int64_t from)
+{
+    void *found = NULL;
+
+    REQUIRE(mt_store_at(r->cx.store, unit, param, p, &found) == MT_OK);
+    return (char *)found + mt_store_plane_bytes(r->cx.store, unit, param, p, from);
+}
+
+/* The same numbers for every process. */
+static void fill(mt_dtype dt, void *x, int64_t n, uint64_t seed)
+{
+    for (int64_t i = 0; i < n; i++) {
+        float f = ldexpf((float)(int32_t)(uint32_t)toy_random(&seed), -33 - (int)(i % 7));
+
+        if (dt == MT_F32)
+            ((float *)x)[i] = f;
+        else if (dt == MT_BF16 || dt == MT_F16)
+            ((uint16_t *)x)[i] = dt == MT_BF16 ? mt_f32_to_bf16(f) : mt_f32_to_f16(f);
+    }
+}
+
+static void runner_open(runner *r, const plan *p, outcome *want, int fd, int rank)
+{
+    mt_offload_kernels k = { mt_sumsq_put, mt_accumulate, mt_accumulate_put, NULL, mt_sumsq_fold };
+    int                unit;
+
+    *r = (runner){ .plan = p, .want = want, .fd = fd, .rank = rank, .fills = fd < 0 };
+    REQUIRE(mt_dev_cpu_open(&r->cx.dev) == MT_OK);
+    if (p->dawdle_us > 0)
+        REQUIRE(mt_dev_delay_open(r->cx.dev, (uint64_t)rank + 1, p->dawdle_us, &r->cx.dev) ==
+                MT_OK);
+    REQUIRE(mt_pool_open(2, &r->cx.pool) == MT_OK);
+    if (fd >= 0)
+        REQUIRE(mt_share_open(fd, rank, p->ranks, &r->cx.share) == MT_OK);
+    REQUIRE(mt_store_open(&r->cx, &r->cx.store) == MT_OK);
+    for (int u = 0; u < UNITS; u++) {
+        mt_param_desc d[PARAMS];
+        char          name[32];
+
+        for (int i = 0; i < PARAMS; i++)
+            d[i] = shape_of(u, i);
+        snprintf(name, sizeof name, "layers.%d", u);
+        REQUIRE(mt_store_add(r->cx.store, name, d, PARAMS, &unit) == MT_OK);
+        REQUIRE(mt_store_set_states(r->cx.store, u, p->states) == MT_OK);
+        for (int i = 0; i < PARAMS && rank == 0; i++)    /* one fills it for all */
+            fill(d[i].dtype, place(r, u, i, MT_PLANE_HI, 0), d[i].numel,
+                 (uint64_t)(100 * u + i));
+        r->slot[u] = calloc(1, mt_store_hi_bytes(r->cx.store, u));
+        REQUIRE(r->slot[u] != NULL);
+    }
+    REQUIRE(mt_sumsq_open(r->cx.dev, &r->sums) == MT_OK);
+    k.ctx = r->sums;
+    REQUIRE(r->cx.dev->ops->queue_open(r->cx.dev, "run", &r->run) == MT_OK);
+    REQUIRE(r->cx.dev->ops->queue_open(r->cx.dev, "h2d", &r->h2d) == MT_OK);
+    REQUIRE(mt_offload_open(&r->cx, 2, k, &r->o) == MT_OK);
+    REQUIRE(mt_update_open(&r->cx, r->o, &r->u) == MT_OK);
+    mt_ledger_watchdog(r->cx.store, 60);
+}
+
+static void runner_close(runner *r)
+{
+    mt_update_close(r->u);
+    mt_offload_close(r->o);
+    mt_sumsq_close(r->sums);
+    r->cx.dev->ops->queue_close(r->run);
+    r->cx.dev->ops->queue_close(r->h2d);
+    for (int u = 0; u < UNITS; u++)
+        free(r->slot[u]);
+    mt_store_close(r->cx.store);
+    mt_share_close(r->cx.share);
+    mt_pool_close(r->cx.pool);
+    r->cx.dev->ops->close(r->cx.dev);
+}
+
+/* ---- what a rank does ---------------------------------------------------------------------- */
+
+static void fetch(runner *r, int unit)
+{
+    uint64_t version;
+    void    *hi = NULL;
+
+    CHECK_OK(mt_ledger_fetch_begin(r->cx.store, unit, &version));
+    CHECK_OK(mt_store_hi(r->cx.store, unit, &hi));
+    CHECK_OK(r->cx.dev->ops->copy(r->h2d, r->slot[unit], hi,
+                                  mt_store_hi_bytes(r->cx.store, unit)));
+    CHECK_OK(mt_ledger_fetching(r->cx.store, unit, r->h2d));
+}
+
+/* Weights where a parameter has some: between them is nothing. */
+static int has_weights(const runner *r, int unit, const char *x, const char *y)
+{
+    size_t offset[2] = { 0, 0 };
+
+    for (int i = 0; i < PARAMS; i++) {
+        size_t n = mt_store_plane_bytes(r->cx.store, unit, i, MT_PLANE_HI, shape_of(unit, i).numel);
+
+        offset[0] = mt_store_offset(r->cx.store, unit, i);
+        if (memcmp(x + offset[0], y + offset[1], n) != 0)
+            return 0;
+        offset[1] += (n + 511) / 512 * 512;      /* the outcome is one's that is alone */
+    }
+    return 1;
+}
+
+/* What was fetched is what the step began with, whoever has updated it, and who updates it now. */
+static void check_fetched(runner *r)
+{
+    CHECK_OK(r->cx.dev->ops->sync(r->h2d));
+    for (int u = 0; u < UNITS; u++)
+        if (r->want != NULL && r->fd >= 0 &&
+            !has_weights(r, u, r->slot[u], r->want->hi[r->step][u]))
+            CHECK_EQ(u, -1 - r->step);
+}
+
+static void hand_over(runner *r, int unit, int micro)
+{
+    mt_grad_item item[PARAMS];
+    char        *grad[PARAMS] = { NULL };
+    uint64_t     ticket;
+    int          n = 0;
+
+    for (int i = 0; i < PARAMS; i++) {
+        mt_param_desc d = shape_of(unit, i);
+        int64_t       from, own = mt_store_owned(r->cx.store, unit, i, &from);
+
+        if (!d.trainable)
+            continue;
+        grad[i] = calloc((size_t)d.numel + 1, 4);
+        REQUIRE(grad[i] != NULL);
+        fill(d.dtype, grad[i], d.numel,
+             r->plan->seed * 99991 + (uint64_t)(((r->step * 9 + micro) * 9 + unit) * 9 + i));
+        if (unit == r->plan->bad_unit && r->step == r->plan->bad_step && i == 0)
+            ((uint16_t *)grad[i])[d.numel - 1] = 0x7f80;
+        item[n++] = (mt_grad_item){ .param = i, .mode = micro > 0 ? MT_GRAD_ADD : MT_GRAD_SET,
+                                    .src = own > 0 ? grad[i] + (size_t)from *
+                                                     mt_dtype_bytes(d.dtype) : NULL };
+    }
+    CHECK_OK(mt_offload_put(r->o, unit, item, n, r->run, &ticket));
+    CHECK_OK(mt_offload_drain(r->o));
+    for (int i = 0; i < PARAMS; i++)
+        free(grad[i]);
+}
+
+static mt_adam_tensor tensor_of(const unit_job *j, int param)
+{
+    const runner *r = j->r;
+    mt_param_desc d = shape_of(j->unit, param);
+    mt_states     states = r->plan->states;
+    int64_t       from, n = mt_store_owned(r->cx.store, j->unit, param, &from);
+    int           small = states != MT_STATES_FP32, sum = r->plan->micros > 1 && d.dtype != MT_F32;
+    int           lo8 = mt_states_low_bytes(states) == 1;
+    void         *at[MT_PLANE_COUNT] = { NULL };
+
+    for (int p = 0; p < MT_PLANE_COUNT; p++)
+        if (mt_store_plane_bytes(r->cx.store, j->unit, param, (mt_plane)p, 1) > 0)
+            at[p] = place(r, j->unit, param, (mt_plane)p, from);
+    return (mt_adam_tensor){
+        .dtype = d.dtype, .n = n, .hi = at[MT_PLANE_HI], .lo = lo8 ? NULL : at[MT_PLANE_LO],
+        .master = at[MT_PLANE_MASTER], .m = small ? NULL : at[MT_PLANE_M],
+        .v = small ? NULL : at[MT_PLANE_V], .grad = at[sum ? MT_PLANE_ACC : MT_PLANE_GRAD],
+        .grad_dtype = sum ? MT_F32 : d.dtype,
+        .hyper = { 0.01, 0.9, 0.95, 1e-8, 0.1, r->step + 1, 0 }, .states = states,
+        .codes = { at[MT_PLANE_M], at[MT_PLANE_V], at[MT_PLANE_SCALE],
+                   lo8 ? at[MT_PLANE_LO] : NULL },
+        .key = (uint64_t)param * 77 + 5, .first = from,
+    };
+}
+
+static mt_status update(void *arg, mt_pool *pool, float clip)
+{
+    const unit_job *j = arg;
+    mt_adam_tensor  t[PARAMS];
+    int             n = 0;
+
+    for (int k = 0; k < j->n; k++) {
+        t[n] = tensor_of(j, j->params[k]);
+        n += t[n].n > 0;
+    }
+    return mt_adam_step(pool, t, n, clip, mt_isa_best());
+}
+
+static void submit(runner *r, unit_job *j, uint64_t *ticket)
+{
+    mt_update_job jobs[UNITS];
+
+    for (int k = 0; k < UNITS; k++) {
+        int u = r->plan->turned ? (k + r->rank) % UNITS : k;
+
+        j[u] = (unit_job){ .r = r, .unit = u };
+        for (int i = 0; i < PARAMS; i++)
+            if (shapes[i].trainable)
+                j[u].params[j[u].n++] = i;
+        jobs[k] = (mt_update_job){ .unit = u, .n_params = j[u].n, .params = j[u].params,
+                                   .run = update, .arg = &j[u] };
+    }
+    CHECK_OK(mt_update_submit(r->u, jobs, UNITS, r->plan->max_norm, r->run, ticket));
+}
+
+/* One process notes what came; others compare. */
+static void note_step(runner *r, double norm, int skipped)
+{
+    if (r->want != NULL && r->fills) {
+        r->want->norm[r->step] = norm;
+        r->want->skipped[r->step] = skipped;
+    } else if (r->want != NULL) {
+        CHECK(memcmp(&norm, &r->want->norm[r->step], sizeof norm) == 0 ||
+              (r->plan->turned && r->plan->max_norm <= 0) || isnan(norm));
+        CHECK_EQ(skipped, r->want->skipped[r->step]);
+    }
+}
+
+static void note_weights(runner *r, int step)
+{
+    for (int u = 0; r->fills && u < UNITS; u++) {
+        size_t bytes = mt_store_hi_bytes(r->cx.store, u);
+        void  *hi;
+
+        CHECK_OK(mt_ledger_wait_updates(r->cx.store, u));
+        CHECK_OK(mt_store_hi(r->cx.store, u, &hi));
+        REQUIRE((r->want->hi[step][u] = malloc(bytes)) != NULL);
+        memcpy(r->want->hi[step][u], hi, bytes);
+    }
+}
+
+static void note_end(runner *r, int unit, int param, mt_plane p)
+{
+    size_t n = mt_store_plane_bytes(r->cx.store, unit, param, p, shape_of(unit, param).numel);
+    char **want = &r->want->kept[unit][param][p];
+
+    if (n == 0)
+        return;
+    if (r->fills) {
+        REQUIRE((*want = malloc(n)) != NULL);
+        memcpy(*want, place(r, unit, param, p, 0), n);
+    } else if (memcmp(place(r, unit, param, p, 0), *want, n) != 0) {
+        CHECK_STR(mt_plane_name(p), "as one process has it");
+    }
+}
+
+static void one_step(runner *r)
+{
+    unit_job jobs[UNITS];
+    uint64_t ticket = 0;
+    double   norm = 0;
+    int      skipped = 0;
+
+    for (int m = 0; m < r->plan->micros; m++) {
+        for (int u = 0; u < UNITS; u++)
+            fetch(r, u);
+        check_fetched(r);
+        for (int u = UNITS - 1; u >= 0; u--)
+            hand_over(r, u, m);
+    }
+    for (int u = 0; u < UNITS; u++)
+        fetch(r, u);                     /* these copies end when others could update already */
+    submit(r, jobs, &ticket);
+    for (int u = 0; u < UNITS; u++)
+        mt_offload_forget(r->o, u);
+    check_fetched(r);
+    CHECK_OK(mt_update_norm(r->u, ticket, &norm, &skipped));
+    note_step(r, norm, skipped);
+    CHECK_OK(mt_update_drain(r->u));     /* jobs are ours */
+}
+
+static void *go(void *arg)
+{
+    runner *r = arg;
+
+    if (r->fills)
+        note_weights(r, 0);
+    for (r->step = 0; r->step < STEPS; r->step++) {
+        one_step(r);
+        note_weights(r, r->step + 1);
+    }
+    for (int u = 0; r->want != NULL && u < UNITS; u++) {
+        CHECK_OK(mt_ledger_wait_updates(r->cx.store, u));
+        for (int i = 0; i < PARAMS; i++)
+            for (int p = 0; p < MT_PLANE_COUNT; p++)
+                if ((KEPT >> p & 1) && (shapes[i].trainable || p == MT_PLANE_HI))
+                    note_end(r, u, i, (mt_plane)p);
+    }
+    return NULL;
+}
+
+static void run_alone(const plan *p, outcome *out)
+{
+    plan   alone = *p;
+    runner r;
+
+    memset(out, 0, sizeof *out);
+    alone.dawdle_us = 0;
+    alone.turned = 0;
+    runner_open(&r, &alone, out, -1, 0);
+    (void)go(&r);
+    runner_close(&r);
+}
+
+static void outcome_free(outcome *out)
+{
+    for (int u = 0; u < UNITS; u++) {
+        for (int t = 0; t <= STEPS; t++)
+            free(out->hi[t][u]);
+        for (int i = 0; i < PARAMS; i++)
+            for (int p = 0; p < MT_PLANE_COUNT; p++)
+                free(out->kept[u][i][p]);
+    }
+}
+
+static void run_threads(const plan *p)
+{
+    runner  r[RANKS];
+    outcome want;
+    int     fd = share_new();
+
+    run_alone(p, &want);
+    for (int k = 0; k < p->ranks; k++)
+        runner_open(&r[k], p, &want, fd, k);
+    for (int k = 0; k < p->ranks; k++)
+        REQUIRE(pthread_create(&r[k].thread, NULL, go, &r[k]) == 0);
+    for (int k = 0; k < p->ranks; k++)
+        REQUIRE(pthread_join(r[k].thread, NULL) == 0);
+    for (int k = 0; k < p->ranks; k++)
+        runner_close(&r[k]);
+    outcome_free(&want);
+    close(fd);
+}
+
+static const plan plain = { .ranks = 2, .micros = 1, .max_norm = 0.5, .bad_unit = -1 };
+
+static void together_they_have_the_bits_of_one(void)
+{
+    for (size_t k = 0; k < sizeof numbers / sizeof *numbers; k++)
+        for (int micros = 1; micros <= 2; micros++)
+            for (int small = 0; small < 2; small++) {
+                plan p = plain;
+
+                p.ranks = numbers[k];
+                p.micros = micros;
+                p.states = small ? MT_STATES_8BIT_LO8 : MT_STATES_FP32;
+                run_threads(&p);
+            }
+}
+
+static void no_order_of_jobs_changes_a_bit(void)
+{
+    plan p = plain;
+
+    p.ranks = 3;
+    p.turned = 1;
+    for (p.seed = 0; p.seed < (UNDER_TSAN ? 2 : 8); p.seed++)
+        run_threads(&p);                 /* sums of three, in three orders */
+    p.max_norm = 0;
+    run_threads(&p);
+}
+
+static void nobody_reads_half_an_update(void)
+{
+    for (int k = 1; k < (int)(sizeof numbers / sizeof *numbers); k++) {
+        plan p = plain;
+
+        p.ranks = numbers[k];
+        p.dawdle_us = UNDER_TSAN ? 500 : 3000;
+        p.micros = 2;
+        run_threads(&p);
+    }
+}
+
+/* The value that is not finite is in the portion of one rank. */
+static void what_one_skips_all_skip(void)
+{
+    plan p = plain;
+
+    p.ranks = 3;
+    p.bad_unit = 1;
+    p.bad_step = 1;
+    run_threads(&p);
+    p.max_norm = 0;                      /* each unit by its own gradients */
+    run_threads(&p);
+}
+
 #define TESTS(X)                                     \
     X(a_plane_is_one_memory_for_all)                 \
     X(what_is_trained_moves_nothing)                 \
@@ -389,5 +822,9 @@ static void homes_that_keep_planes_are_refused(void)
     X(alone_a_view_is_the_plane)                     \
     X(other_ranks_are_refused)                       \
     X(another_unit_is_refused_by_name)               \
-    X(homes_that_keep_planes_are_refused)
+    X(homes_that_keep_planes_are_refused)            \
+    X(together_they_have_the_bits_of_one)            \
+    X(no_order_of_jobs_changes_a_bit)                \
+    X(nobody_reads_half_an_update)                   \
+    X(what_one_skips_all_skip)
 CHECK_MAIN(TESTS)

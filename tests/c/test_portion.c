@@ -135,7 +135,8 @@ static void open_unit(side *s)
 
 static void side_open(side *s, table *t, int owner, int owners)
 {
-    mt_offload_kernels k = { mt_sumsq_put, mt_accumulate, mt_accumulate_put, NULL };
+    mt_offload_kernels k = { mt_sumsq_put, mt_accumulate, mt_accumulate_put, NULL,
+                             NULL };
 
     *s = (side){ .t = t, .owner = owner, .owners = owners };
     REQUIRE(mt_dev_cpu_open(&s->cx.dev) == MT_OK);

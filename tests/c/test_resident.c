@@ -271,7 +271,8 @@ static void move_units(model *m)
 
 static void model_open(model *m, const config *c, outcome *out)
 {
-    mt_offload_kernels k = { mt_sumsq_put, mt_accumulate, mt_accumulate_put, NULL };
+    mt_offload_kernels k = { mt_sumsq_put, mt_accumulate, mt_accumulate_put, NULL,
+                             NULL };
 
     memset(m, 0, sizeof *m);
     memset(out, 0, sizeof *out);

@@ -197,7 +197,7 @@ static inline mt_status toy_accumulate_put(void *ctx, mt_queue *q, mt_dtype dt, 
 }
 
 static const mt_offload_kernels toy_kernels = { toy_sumsq, toy_accumulate, toy_accumulate_put,
-                                                NULL };
+                                                NULL, NULL };
 
 /* splitmix64: Steele, Lea & Flood 2014, figure 17. */
 static inline uint64_t toy_random(uint64_t *state)
