@@ -25,8 +25,8 @@ UNITS = (                                # name of the type, elements: cuts insi
     (("BF16", 30000), ("F32", 64), ("F16", 20011), ("F32", 9000), ("BF16", 1)),
     (("F16", 8192), ("BF16", 24577)),
 )
-HOMES = ("ram", "through", "vram", "arrive", "disk")
-PLACES = [("ram", True), *((home, False) for home in HOMES), ("through", True)]      # and whether in a share
+# Where units live, and whether in a share.
+PLACES = [("ram", True), *((home, False) for home in ("ram", "vram", "arrive", "disk")), ("through", True)]
 
 
 def seeded(seed: int, unit: int, scale: float = 1.0) -> list[Tensor]:
@@ -195,7 +195,7 @@ def train(whole: Party, owners: list[Party], step: int, micros: int = 1, summed:
             for owner in () if summed else owners:
                 owner.hand_over(u, grad, ADD if m else SET)
         if summed:
-            sums = [g.to(torch.float32) for g in grads[0]]
+            sums = [g.to(torch.float32, copy=True) for g in grads[0]]
             for grad in grads[1:]:
                 for total, g in zip(sums, grad):
                     total += g.to(torch.float32)
@@ -351,6 +351,27 @@ def test_a_gradient_in_memory_of_the_users(parties: object, home: str, shared: b
     assert_bits_of_one(whole, owners)
 
 
+@pytest.mark.parametrize(("home", "ranks"), [("ram", 1), ("ram", 2), ("ram", 4), ("through", 3)])
+@pytest.mark.parametrize("of", ["micro-batches", "sums", "changed", "named", "infinite"])
+def test_the_norm_is_that_of_one(parties: object, ranks: int, of: str, home: str) -> None:
+    """From the sums of chunks of all ranks, whoever made them. One that is not finite skips the step on all."""
+    whole, owners = parties(ranks, shared=True, home=home)
+    named = [seeded(9, u) for u in range(len(UNITS))] if of == "named" else None
+    for step in range(2):
+        train(whole, owners, step, 2 if of == "micro-batches" else 1, summed=of == "sums")
+        if of == "changed":
+            change_gradients([whole, *owners])
+        if of == "infinite":
+            bad = seeded(0, 1)
+            bad[1][-1] = torch.inf
+            for party in (whole, *owners):
+                party.hand_over(1, bad, SET)
+        tickets = [party.step(0.5, of == "changed", named) for party in (whole, *owners)]
+        norms = {party.engine.norm(ticket) for party, ticket in zip((whole, *owners), tickets)}
+        assert len(norms) == 1 and norms.pop()[1] == (len(UNITS) if of == "infinite" else 0)
+        assert_bits_of_one(whole, owners)
+
+
 def test_a_trace_has_the_bytes_of_the_portion(parties: object) -> None:
     whole, owners = parties(3, states="8bit")
     train(whole, owners, 0)
@@ -375,3 +396,63 @@ def test_what_cannot_be_handed_over_is_refused(parties: object, item: tuple[int,
     with pytest.raises(MegatrainError, match=says):
         owners[0].engine.offload(0, [item], 0)
     owners[0].engine.check()
+
+
+# ---- saves ----
+
+
+def written(paths: list[Path], party: Party, part: int, parts: int) -> list[tuple[str, int, list[tuple[int, ...]]]]:
+    """A file for each parameter's weights, and one for its first moments: a block each. Begins to write them."""
+    planes = [party.plane(u, i, name, True) for u, params in enumerate(UNITS) for i in range(len(params))
+              for name in ("HI", "M")]
+    units = [u for u, params in enumerate(UNITS) for _ in params for _ in range(2)]
+    files = [(str(path), p.numel(), [(0, p.data_ptr(), p.numel(), u)]) for path, p, u in zip(paths, planes, units)]
+    both = 1 << PLANES["HI"] | 1 << PLANES["M"]
+    party.engine.save_begin(files, [(u, both) for u in range(len(UNITS))], 0, 1, 1, part=part, parts=parts)
+    return files
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_ranks_write_the_same_files_together(parties: object, tmp_path: Path, ranks: int) -> None:
+    """The files and the sums are one process's; updates that are asked for meanwhile come behind the copies."""
+    whole, owners = parties(ranks, shared=True)
+    found = []
+    train(whole, owners, 0)
+    for party in (whole, *owners):
+        party.step()
+    for name, group in (("whole", [whole]), ("owners", owners)):
+        paths = [tmp_path / f"{name}.{i}" for i in range(2 * sum(len(params) for params in UNITS))]
+        for k, party in enumerate(group):
+            written(paths, party, k, len(group))
+        for party in group:
+            for u in range(len(UNITS)):
+                party.hand_over(u, seeded(1, u), SET)
+        for party in group:
+            party.step()
+        sums = []
+        for party in group:
+            while not party.engine.save_wait(1.0)[1]:
+                pass
+            sums.append(party.engine.save_end())
+        made = [[s for s in each if any(s)] for each in zip(*sums)]
+        assert all(len(each) == 1 for each in made)                  # one rank has each block
+        found.append([(path.read_bytes(), each[0]) for path, each in zip(paths, made)])
+    assert found[0] == found[1]
+    assert_bits_of_one(whole, owners)
+
+
+# ---- ranks that do not come ----
+
+
+def test_who_closes_does_not_wait_for_a_step_that_others_never_ask_for(parties: object) -> None:
+    """They are told; so is who waits for a rank that has closed."""
+    _, owners = parties(2, shared=True)
+    for owner in owners:
+        for u in range(len(UNITS)):
+            owner.hand_over(u, seeded(0, u), SET)
+    owners[0].step()
+    owners[0].engine.watchdog(0.3)
+    owners[0].engine.close()
+    with pytest.raises(MegatrainError, match=r"rank 0 \(process \d+\)"):
+        owners[1].step()
+        owners[1].engine.drain()

@@ -213,6 +213,17 @@ static int engine_init(PyObject *self, PyObject *args, PyObject *kw)
     return st == MT_OK ? 0 : -1;
 }
 
+/* Seconds for which an engine that closes waits for other ranks that do nothing. */
+#define CLOSE_SECONDS 10
+
+/* A step that only this rank asked for never ends: it failed, and others wait for it elsewhere, or
+ * the other way round. */
+static void wait_no_longer(mt_store *s)
+{
+    if (atomic_load(&mt_store_watch(s)->limit_ns) > CLOSE_SECONDS * UINT64_C(1000000000))
+        mt_ledger_watchdog(s, CLOSE_SECONDS);
+}
+
 /* Stops every thread that works on the store: updates finish first (the mover may be waiting for
  * one), then gradients land, then the last weights land. The store stays: arrays show it. */
 static mt_status engine_stop(mt_engine *e)
@@ -222,6 +233,8 @@ static mt_status engine_stop(mt_engine *e)
         mt_file_unname(e->file);
     if (e->swap_file != NULL)
         mt_file_unname(e->swap_file);
+    if (e->cx.share != NULL && e->cx.store != NULL)
+        wait_no_longer(e->cx.store);
     mt_saving_close(e);                  /* first: updates may be waiting for it */
     mt_update_close(e->updater);
     mt_offload_close(e->offload);

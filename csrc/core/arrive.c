@@ -25,7 +25,7 @@ struct mt_arrive {
     mt_store       *store;
     mt_timeline    *timeline;
     guest         **guests;      /* [n_guests] by unit, NULL: none. Written by invite */
-    int             n_guests;
+    int64_t         n_guests;
 
     mt_mutex        mu;          /* held around puts too: one thread at a time */
     mt_queue       *queue;
@@ -46,11 +46,10 @@ static void assert_guest(const mt_arrive *a, const guest *g, int unit)
 
 mt_status mt_arrive_open(mt_context *cx, mt_arrive **out)
 {
-    mt_arrive *a = calloc(1, sizeof *a);
+    mt_arrive *a;
     mt_status  st;
 
-    if (a == NULL)
-        return MT_FAIL(MT_ENOMEM, "arrive: calloc(%zu)", sizeof *a);
+    MT_TRY(MT_MAKE(a, 1, "arrive"));
     *a = (mt_arrive){ .cx = cx, .dev = cx->dev, .store = cx->store, .timeline = cx->timeline };
     mt_mutex_open(&a->mu, MT_RANK_ARRIVE);
     MT_TRY(a->dev->ops->event_open(a->dev, &a->drained));
@@ -80,29 +79,13 @@ void mt_arrive_close(mt_arrive *a)
         return;
     if (a->cx->arrive == a)
         a->cx->arrive = NULL;
-    if (a->queue != NULL)
-        a->dev->ops->queue_close(a->queue);
+    a->dev->ops->queue_close(a->queue);
     for (int u = 0; u < a->n_guests; u++)
         guest_close(a, a->guests[u]);
     a->dev->ops->event_close(a->drained);
     mt_mutex_close(&a->mu);
     free(a->guests);
     free(a);
-}
-
-static mt_status guests_grow(mt_arrive *a, int n)
-{
-    guest **grown;
-
-    if (n <= a->n_guests)
-        return MT_OK;
-    if ((grown = realloc(a->guests, (size_t)n * sizeof(guest *))) == NULL)
-        return MT_FAIL(MT_ENOMEM, "arrive: no memory for %d units", n);
-    for (int u = a->n_guests; u < n; u++)
-        grown[u] = NULL;
-    a->guests = grown;
-    a->n_guests = n;
-    return MT_OK;
 }
 
 int mt_arrive_invited(const mt_arrive *a, int unit)
@@ -118,9 +101,8 @@ mt_status mt_arrive_invite(mt_arrive *a, int unit)
 
     if (mt_arrive_invited(a, unit))
         return MT_OK;
-    MT_TRY(guests_grow(a, mt_store_units(a->store)));
-    if ((g = calloc(1, sizeof *g)) == NULL)
-        return MT_FAIL(MT_ENOMEM, "arrive: calloc(%zu)", sizeof *g);
+    MT_TRY(MT_GROW(a->guests, a->n_guests, mt_store_units(a->store), "arrive"));
+    MT_TRY(MT_MAKE(g, 1, "arrive"));
     MT_TRY(a->dev->ops->event_open(a->dev, &g->last));
     MT_TRY(a->dev->ops->event_open(a->dev, &g->vacant));
     (void)mt_store_home(a->store, unit, &of);
@@ -166,18 +148,17 @@ fail:
 static mt_status cut(const mt_arrive *a, int unit, size_t most, mt_pieces **out)
 {
     int       n = mt_store_params(a->store, unit);
-    unsigned *planes = calloc((size_t)n + 1, sizeof *planes);
+    unsigned *planes;
     mt_status st;
 
-    if (planes == NULL)
-        return MT_FAIL(MT_ENOMEM, "unit %s: no memory to list its states",
-                       mt_store_name(a->store, unit));
+    MT_TRY(MT_MAKE(planes, n, mt_store_name(a->store, unit)));
     for (int i = 0; i < n; i++)
         planes[i] = mt_store_trainable(a->store, unit, i) ? MT_STATE_PLANES : 0;
     st = mt_pieces_cut(a->store, unit, &(mt_cut){
         planes, most < MT_ARRIVE_LEAST ? MT_ARRIVE_LEAST : most, MT_PART_ALIGN, MT_STATES_GROUP, 1,
     }, out);
     free(planes);
+fail:
     return st;
 }
 
@@ -190,9 +171,7 @@ mt_status mt_arrive_sizes(mt_arrive *a, int unit, size_t most, size_t **bytes, i
 
     MT_TRY(find(a, unit, &g));
     MT_TRY(cut(a, unit, most, &pieces));
-    if ((found = calloc((size_t)pieces->n + 1, sizeof *found)) == NULL)
-        MT_TRY(MT_FAIL(MT_ENOMEM, "unit %s: no memory to list its states",
-                       mt_store_name(a->store, unit)));
+    MT_TRY(MT_MAKE(found, pieces->n, mt_store_name(a->store, unit)));
     for (int i = 0; i < pieces->n; i++)
         found[i] = pieces->piece[i].bytes;
     *n = pieces->n;
@@ -325,9 +304,7 @@ static mt_status parts_of(const mt_arrive *a, int unit, size_t most, void *const
     if (pieces->n != n)
         MT_TRY(MT_FAIL(MT_EINVAL, "unit %s: %d pieces of device memory for its states; they take "
                        "%d", mt_store_name(a->store, unit), n, pieces->n));
-    if ((parts = calloc((size_t)n + 1, sizeof *parts)) == NULL)
-        MT_TRY(MT_FAIL(MT_ENOMEM, "unit %s: no memory to list its states",
-                       mt_store_name(a->store, unit)));
+    MT_TRY(MT_MAKE(parts, n, mt_store_name(a->store, unit)));
     for (int i = 0; i < n; i++)
         mt_pieces_at(pieces, i, mem[i], &parts[i]);
     *out = parts;

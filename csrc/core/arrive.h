@@ -16,7 +16,7 @@
  *     mt_arrive_invite(a, unit);                  // once, when it is settled
  *     mt_arrive_sizes(a, unit, most, &bytes, &n); // what pieces a stay takes
  *     mt_arrive_lift(a, unit, most, mem, n, run); // during backward: returns at once
- *     ... mt_resident_put, which waits for the copies up and has those down put behind it ...
+ *     ... the home's update, which waits for the copies up and has those down put behind it ...
  *     mt_arrive_leave(a, unit, 0, &left);         // left: the pieces are the caller's again
  *
  * All copies are put in one queue, `guests`: its order keeps a copy up behind

@@ -159,18 +159,17 @@ fail:
 
 static mt_status do_all(mt_bounce *b, const mt_layout *l, int param, unsigned planes, int write)
 {
-    visit     v = { .b = b, .l = l, .parts = calloc((size_t)l->cut->most + 1, sizeof *v.parts) };
-    mt_status st = MT_OK;
+    visit     v = { .b = b, .l = l };
+    mt_status st;
 
-    if (v.parts == NULL)
-        return MT_FAIL(MT_ENOMEM, "unit %s: no memory to list parts",
-                       mt_store_name(b->store, l->unit));
+    MT_TRY(MT_MAKE(v.parts, l->cut->most, mt_store_name(b->store, l->unit)));
     planes &= param < 0 ? planes : l->planes[param];
     for (; v.piece < l->n && planes != 0 && st == MT_OK; v.piece++)
         for (v.section = 0; v.section < MT_SECTIONS && st == MT_OK; v.section++)
             st = do_section(&v, param, planes, write);
     give_buffer(&v, st);
     free(v.parts);
+fail:
     return st;
 }
 
@@ -195,11 +194,10 @@ mt_status mt_bounce_open(const mt_context *cx, mt_rings *all, size_t bytes, mt_b
         .name = "buffers of the disk", .reads = "a piece to be read for the host (WRITTEN)",
         .writes = "a piece to be written (PUSHED)",
     };
-    mt_bounce *b = calloc(1, sizeof *b);
+    mt_bounce *b;
     mt_status  st;
 
-    if (b == NULL)
-        return MT_FAIL(MT_ENOMEM, "disk: calloc(%zu)", sizeof *b);
+    MT_TRY(MT_MAKE(b, 1, "disk"));
     *b = (mt_bounce){ .store = cx->store, .all = all, .mu = mt_rings_mu(all),
                       .bytes = bytes };
     MT_TRY(mt_ring_open(all, &how, &b->ring));

@@ -1,6 +1,5 @@
 #include "course.h"
 
-#include <inttypes.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -35,19 +34,14 @@ const mt_schedule *mt__course_schedule(const mt__course *c)
 /* At the limit marks are dropped: begin then builds nothing, and all stays correct on demand. */
 static mt_status mark(mt__course *c, mt_step_kind kind, int unit)
 {
+    mt_status st;
+
     if (c->n_trace == MT__COURSE_MARKS)
         return MT_OK;
-    if (c->n_trace == c->cap) {
-        int64_t  cap = c->cap > 0 ? 2 * c->cap : 256;
-        mt_mark *grown = realloc(c->trace, (size_t)cap * sizeof *grown);
-
-        if (grown == NULL)
-            return MT_FAIL(MT_ENOMEM, "stream: no memory for a trace of %" PRId64 " marks", cap);
-        c->trace = grown;
-        c->cap = cap;
-    }
+    MT_TRY(MT_GROW(c->trace, c->room, c->n_trace + 1, "stream"));
     c->trace[c->n_trace++] = (mt_mark){ kind, unit };
-    return MT_OK;
+fail:
+    return st;
 }
 
 mt_status mt__course_offload(mt__course *c, int unit)
@@ -81,15 +75,13 @@ static int oldest(const mt__course *c)
 static mt_status build(mt__course *c, const size_t *unit_bytes, int n_units,
                        const size_t *slot_bytes, int n_slots)
 {
-    size_t       bytes = (size_t)c->n_trace * sizeof *c->trace;
     int          at = oldest(c);
-    mt_mark     *trace = malloc(bytes);
+    mt_mark     *trace;
     mt_schedule *sch;
     mt_status    st;
 
-    if (trace == NULL)
-        return MT_FAIL(MT_ENOMEM, "stream: malloc(%zu) for a trace", bytes);
-    memcpy(trace, c->trace, bytes);
+    MT_TRY(MT_MAKE(trace, c->n_trace, "stream"));
+    memcpy(trace, c->trace, (size_t)c->n_trace * sizeof *trace);
     MT_TRY(mt_schedule_build(trace, c->n_trace, unit_bytes, n_units, slot_bytes, n_slots, &sch));
     kept_close(&c->kept[at]);
     c->kept[at] = (mt__kept){ .trace = trace, .n_trace = c->n_trace, .sch = sch };

@@ -23,7 +23,7 @@ typedef struct mt__kept {
 
 typedef struct mt__course {
     mt_mark *trace;          /* what happened since begin */
-    int64_t  n_trace, cap;
+    int64_t  n_trace, room;
     mt__kept kept[MT__COURSE_KEPT];
     int      cur;            /* the schedule in force is kept[cur]; -1: there is none yet */
     int64_t  at;             /* the cursor, an index into its steps */

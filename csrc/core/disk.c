@@ -26,7 +26,8 @@ typedef struct disk_unit {
     int        on;                       /* it is ours */
     mt_layout *lay;                      /* NULL before its planes are first used. The lock, as
                                           * these */
-    int        next;                     /* the unit that followed it last; -1: none yet */
+    int        next;                     /* the unit that followed it last, or was added behind
+                                          * it */
     int        held;                     /* it is being written from outside */
 } disk_unit;
 
@@ -42,7 +43,7 @@ struct mt_disk {
     size_t       bytes;                  /* of a buffer */
     uint64_t     need;                   /* written by add, as the next */
     disk_unit   *units;                  /* [n_units] of the store's, as far as added */
-    int          n_units;
+    int64_t      n_units;
     int          last_added, first_added;        /* -1: none */
 
     size_t       most_weights;           /* bytes in a piece. The lock, as all below */
@@ -135,7 +136,7 @@ static void step_on(mt_disk *d)
     if (d->next_piece < l->n)
         return;
     d->next_unit = u->next;
-    l = d->next_unit >= 0 ? d->units[d->next_unit].lay : NULL;
+    l = d->units[d->next_unit].lay;
     d->next_piece = l != NULL ? with_states(l, 0) : 0;
     /* One that was never updated has nothing that could be read. */
     if (l == NULL || d->next_piece == l->n)
@@ -357,24 +358,12 @@ static mt_status update(mt_disk *d, const job *b)
     mt_mirror_leave(d->store, b->j.unit);
     if (st != MT_OK)
         goto fail;
-    if ((parts = calloc((size_t)l->cut->most + 1, sizeof *parts)) == NULL)
-        MT_TRY(MT_FAIL(MT_ENOMEM, "unit %s: no memory to list %d parts",
-                       mt_store_name(d->store, b->j.unit), l->cut->most));
+    MT_TRY(MT_MAKE(parts, l->cut->most, mt_store_name(d->store, b->j.unit)));
     MT_TRY(update_pieces(d, l, b, parts));
     MT_TRY(update_late(d, l, b));
 fail:
     free(parts);
     return st;
-}
-
-/* In the ledger first, with its failure: the next fetch of the unit must fail, not read. */
-static void end_job(mt_disk *d, const mt_update_job *j, mt_status st)
-{
-    if (st != MT_OK)
-        mt_ledger_fault(d->store, st, mt_last_error());
-    mt_ledger_update_end(d->store, j->unit);
-    if (j->free != NULL)
-        j->free(j->arg);
 }
 
 static mt_status carry_out(void *arg, mt_job *node)
@@ -385,14 +374,14 @@ static mt_status carry_out(void *arg, mt_job *node)
 
     mt_unlock(d->mu);
     st = update(d, b);
-    end_job(d, &b->j, st);
+    mt_job_over(d->store, &b->j, st);
     free((void *)(uintptr_t)b->j.params);
     free(b);
     mt_lock(d->mu);
     return st;
 }
 
-/* ---- the updater's side ------------------------------------------------------------------- */
+/* ---- the home: updates -------------------------------------------------------------------- */
 
 /* The unit, or MT_EINVAL. */
 static mt_status find(const mt_disk *d, int u)
@@ -404,50 +393,56 @@ static mt_status find(const mt_disk *d, int u)
 
 static mt_status job_copy(const mt_disk *d, const mt_update_job *j, float clip, job **out)
 {
-    job       *b = calloc(1, sizeof *b);
-    int       *params = calloc((size_t)j->n_params + 1, sizeof *params);
-    mt_status  st = find(d, j->unit);
+    job      *b = NULL;
+    int      *params;
+    mt_status st;
 
-    if (st == MT_OK && (b == NULL || params == NULL))
-        st = MT_FAIL(MT_ENOMEM, "unit %s: no memory for its update from disk",
-                     mt_store_name(d->store, j->unit));
-    if (st != MT_OK) {
-        free(params);
-        free(b);
-        return st;
-    }
+    MT_TRY(find(d, j->unit));
+    MT_TRY(MT_MAKE(b, 1, mt_store_name(d->store, j->unit)));
+    MT_TRY(MT_MAKE(params, j->n_params, mt_store_name(d->store, j->unit)));
     for (int i = 0; i < j->n_params; i++)
         params[i] = j->params[i];
     *b = (job){ .j = *j, .clip = clip };
     b->j.params = params;
     *out = b;
     return MT_OK;
+
+fail:
+    free(b);
+    return st;
 }
 
-mt_status mt_disk_put(mt_disk *d, const mt_update_job *j, float clip)
+static int home_fits(const mt_update_job *j)
 {
-    job      *b;
-    mt_status st = job_copy(d, j, clip, &b);
+    return j->pieces != NULL;
+}
 
-    if (st != MT_OK) {
-        end_job(d, j, st);
-        return st;
-    }
+static mt_status home_update(void *arg, const mt_update_job *j, float clip)
+{
+    mt_disk  *d = arg;
+    job      *b;
+    mt_status st;
+
+    MT_TRY(job_copy(d, j, clip, &b));
     mt_lock(d->mu);
     (void)mt_worker_submit(&d->worker, &b->node);
     mt_unlock(d->mu);
     return MT_OK;
+fail:
+    mt_job_over(d->store, j, st);
+    return st;
 }
 
-mt_status mt_disk_wait(mt_disk *d)
+static mt_status home_drain(void *arg)
 {
+    mt_disk  *d = arg;
     mt_status st = mt_worker_wait(&d->worker, mt_store_watch(d->store), MT_WORKER_ALL, NULL,
                                   "updates from disk");
 
     return st == MT_OK ? mt_ledger_check(d->store) : st;
 }
 
-/* ---- homes: copies on the host behind the unit's door -------------------------------------- */
+/* ---- the home: copies on the host behind the unit's door ----------------------------------- */
 
 static mt_status home_load(void *arg, int u, unsigned planes)
 {
@@ -480,21 +475,6 @@ static mt_status home_store(void *arg, int u, int param, unsigned planes)
     return st;
 }
 
-static int home_fits(const mt_update_job *j)
-{
-    return j->pieces != NULL;
-}
-
-static mt_status home_update(void *arg, const mt_update_job *j, float clip)
-{
-    return mt_disk_put(arg, j, clip);
-}
-
-static mt_status home_drain(void *arg)
-{
-    return mt_disk_wait(arg);
-}
-
 #define IS_ON_DISK                                                                                \
     .from = &mt_home_ram, .fresh = MT_STATE_PLANES, .load = home_load, .store = home_store,       \
     .fits = home_fits, .update = home_update, .ends = 1, .turn = 1, .drain = home_drain
@@ -514,7 +494,7 @@ const mt_home mt_home_disk_weights = {
 mt_status mt_disk_open(mt_context *cx, mt_blocks *file, mt_pool *pool, int n_buffers, size_t bytes,
                        mt_disk **out)
 {
-    mt_disk    *d;
+    mt_disk    *d = NULL;
     mt_ring_how how = { .name = "buffers of the disk", .reads = "a piece to be read (READ)",
                         .writes = "a piece to be written", .ahead = ahead };
     size_t      all;
@@ -524,10 +504,8 @@ mt_status mt_disk_open(mt_context *cx, mt_blocks *file, mt_pool *pool, int n_buf
         return MT_FAIL(MT_EINVAL,
                        "disk: %d buffers of %zu bytes; one of %zu is the least, in steps of %zu",
                        n_buffers, bytes, MT_DISK_LEAST, MT_BLOCK_ALIGN);
-    if ((st = mt_mul_size((size_t)n_buffers + 1, bytes, "buffers of the disk", &all)) != MT_OK)
-        return st;
-    if ((d = calloc(1, sizeof *d)) == NULL)
-        return MT_FAIL(MT_ENOMEM, "disk: calloc(%zu)", sizeof *d);
+    MT_TRY(mt_mul_size((size_t)n_buffers + 1, bytes, "buffers of the disk", &all));
+    MT_TRY(MT_MAKE(d, 1, "disk"));
     *d = (mt_disk){ .cx = cx, .store = cx->store, .file = file, .pool = pool, .bytes = bytes,
                     .next_unit = -1, .before = -1, .first_added = -1, .last_added = -1 };
     how.arg = d;
@@ -565,21 +543,6 @@ void mt_disk_close(mt_disk *d)
     free(d);
 }
 
-static mt_status room_for(mt_disk *d, int u)
-{
-    disk_unit *grown;
-
-    if (u < d->n_units)
-        return MT_OK;
-    if ((grown = realloc(d->units, (size_t)(u + 1) * sizeof *grown)) == NULL)
-        return MT_FAIL(MT_ENOMEM, "disk: no memory to describe %d units", u + 1);
-    for (int i = d->n_units; i <= u; i++)
-        grown[i] = (disk_unit){ .next = -1 };
-    d->units = grown;
-    d->n_units = u + 1;
-    return MT_OK;
-}
-
 /* What its planes would take, as they would be now. */
 static mt_status count(mt_disk *d, int u)
 {
@@ -603,7 +566,7 @@ mt_status mt_disk_add(mt_disk *d, int u, int weights)
     if (u < 0 || u >= mt_store_units(d->store))
         return MT_FAIL(MT_EINVAL, "there is no unit %d; the store has %d", u,
                        mt_store_units(d->store));
-    MT_TRY(room_for(d, u));
+    MT_TRY(MT_GROW(d->units, d->n_units, u + 1, "disk"));
     if (d->units[u].on)
         return MT_OK;
     MT_TRY(mt_store_move(d->store, u, weights ? &mt_home_disk_weights : &mt_home_disk, d));

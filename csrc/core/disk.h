@@ -15,12 +15,13 @@
  *
  *     mt_disk_open(cx, blocks, pool, 8, bytes, &d);
  *     mt_disk_add(d, unit, 0);                  // before its states are asked for
- *     mt_disk_put(d, &job, clip);               // the updater: returns at once
+ *     mt_home_disk.update(d, &job, clip);       // the updater: returns at once
  *     mt_ledger_wait_updates(store, job.unit);  // its weights are new
  *     mt_mirror_bring(store, unit, 1u << MT_PLANE_M);  // host: the copies are as in the file
  *
  * Updates are made by a thread of ours in the order they were put, beside the updater's: a drive is
- * slow, and is to move from the first moment on.
+ * slow, and is to move from the first moment on. An update ends in the ledger when the unit's
+ * weights are new; its states may still be on their way.
  *
  * Order:
  *   READ     our thread waits until a piece is in its buffer       told by the file's thread
@@ -40,7 +41,7 @@
  * Who loads or stores copies of one unit waits for nobody who does so of another. Copies of states
  * are evicted when an update begins.
  *
- * Threads: open, add, close: one, before and after the others. put: the updater's. The job's
+ * Threads: open, add, close: one, before and after the others. update: the updater's. The job's
  *          functions run on our thread; requests end on threads of the file's.
  * Errors:  a request that failed is the ledger's fault, with unit, plane and parameter,
  *          path and offset.
@@ -68,12 +69,6 @@ void      mt_disk_close(mt_disk *d);
  * keep their states in memory. */
 mt_status mt_disk_add (mt_disk *d, int unit, int weights);
 uint64_t  mt_disk_need(mt_disk *d);         /* bytes of the file that the units added will take */
-
-/* The job is copied, its params until it is over are the caller's; its arg, and the end of the
- * unit's update in the ledger, are ours, also on failure. That end comes when the unit's weights
- * are new; its states may still be on their way. */
-mt_status mt_disk_put (mt_disk *d, const mt_update_job *j, float clip);
-mt_status mt_disk_wait(mt_disk *d);                      /* all that was put has ended */
 
 typedef struct mt_disk_stats {
     uint64_t read_bytes, written_bytes;  /* since open, as requests ended */

@@ -260,16 +260,16 @@ fail:
 
 mt_status mt_feed_open(mt_context *cx, size_t bytes, mt_feed **out)
 {
-    mt_feed    *f = calloc(1, sizeof *f);
-    mt_ring_how how = { .name = "buffers of weights on disk", .ahead = ahead, .arg = f,
+    mt_feed    *f;
+    mt_ring_how how = { .name = "buffers of weights on disk", .ahead = ahead,
                         .reads = "weights to be read for a fetch" };
     size_t      each, n;
     mt_status   st;
 
-    if (f == NULL)
-        return MT_FAIL(MT_ENOMEM, "disk: calloc(%zu)", sizeof *f);
+    MT_TRY(MT_MAKE(f, 1, "disk"));
     *f = (mt_feed){ .cx = cx, .disk = cx->disk, .all = mt__disk_rings(cx->disk), .unit = -1 };
     f->mu = mt_rings_mu(f->all);
+    how.arg = f;
     each = mt__disk_feeds(f->disk, 1);
     n = bytes / each;
     MT_TRY(mt_ring_open(f->all, &how, &f->ring));

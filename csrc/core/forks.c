@@ -2,6 +2,7 @@
 #include "forks.h"
 
 #include "lock.h"
+#include "status.h"
 
 #include <errno.h>
 #include <fcntl.h>
@@ -21,9 +22,9 @@ static pthread_once_t  once = PTHREAD_ONCE_INIT;
 static mt_mutex        files_mu = MT_MUTEX(MT_RANK_FORKS_FILES);
 static mt_mutex        memory_mu = MT_MUTEX(MT_RANK_FORKS_MEMORY);
 static range          *ranges;               /* [n_ranges] of room_ranges. memory_mu */
-static size_t          n_ranges, room_ranges;
+static int64_t         n_ranges, room_ranges;
 static int            *files;                /* [n_files] of room_files. files_mu */
-static size_t          n_files, room_files;
+static int64_t         n_files, room_files;
 
 /* ---- around a fork ---------------------------------------------------------------------- */
 
@@ -45,10 +46,10 @@ static void in_parent(void)
 static void in_child(void)
 {
     atomic_fetch_add(&forks, 1);
-    for (size_t i = 0; i < n_ranges; i++)
+    for (int64_t i = 0; i < n_ranges; i++)
         (void)mmap(ranges[i].base, ranges[i].bytes, PROT_NONE,
                    MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
-    for (size_t i = 0; i < n_files; i++)
+    for (int64_t i = 0; i < n_files; i++)
         (void)close(files[i]);
     n_ranges = n_files = 0;
     in_parent();
@@ -65,21 +66,6 @@ unsigned mt_forks(void)
     return atomic_load(&forks);
 }
 
-/* Room for one more in an array that doubles; 0: none. */
-static int more(void **array, size_t n, size_t *room, size_t each)
-{
-    size_t wanted = *room > 0 ? 2 * *room : 16;
-    void  *grown;
-
-    if (n < *room)
-        return 1;
-    if ((grown = realloc(*array, wanted * each)) == NULL)
-        return 0;
-    *array = grown;
-    *room = wanted;
-    return 1;
-}
-
 /* ---- memory ----------------------------------------------------------------------------- */
 
 void mt_forks_private(void *base, size_t bytes)
@@ -89,7 +75,7 @@ void mt_forks_private(void *base, size_t bytes)
         return;
     mt_lock(&memory_mu);
     /* else they are free in a child */
-    if (more((void **)&ranges, n_ranges, &room_ranges, sizeof *ranges))
+    if (MT_GROW(ranges, room_ranges, n_ranges + 1, "forks") == MT_OK)
         ranges[n_ranges++] = (range){ base, bytes };
     mt_unlock(&memory_mu);
 }
@@ -97,7 +83,7 @@ void mt_forks_private(void *base, size_t bytes)
 void mt_forks_shared(void *base)
 {
     mt_lock(&memory_mu);
-    for (size_t i = n_ranges; i-- > 0;)
+    for (int64_t i = n_ranges; i-- > 0;)
         if (ranges[i].base == base) {
             ranges[i] = ranges[--n_ranges];
             break;
@@ -113,7 +99,7 @@ int mt_forks_open(const char *path, int flags, mode_t mode)
 
     (void)mt_forks();
     mt_lock(&files_mu);
-    if (more((void **)&files, n_files, &room_files, sizeof *files)) {
+    if (MT_GROW(files, room_files, n_files + 1, "forks") == MT_OK) {
         if ((fd = open(path, flags, mode)) >= 0)
             files[n_files++] = fd;
         error = errno;
@@ -126,7 +112,7 @@ int mt_forks_open(const char *path, int flags, mode_t mode)
 void mt_forks_close(int fd)
 {
     mt_lock(&files_mu);
-    for (size_t i = 0; i < n_files; i++)
+    for (int64_t i = 0; i < n_files; i++)
         if (files[i] == fd) {
             files[i] = files[--n_files];
             (void)close(fd);

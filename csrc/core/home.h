@@ -64,8 +64,9 @@ struct mt_home {
     mt_status (*wait) (void *of, int unit, unsigned planes);
     mt_status (*load) (void *of, int unit, unsigned planes);
     mt_status (*store)(void *of, int unit, int param, unsigned planes);
-    /* The home stores what the host has ahead, and the memory of the unit's copies is given back;
-     * run: see mt_resident_take. NULL: mt_mirror_evict does that. */
+    /* The home stores what the host has ahead, and the memory of the unit's copies but GRAD's is
+     * given back, claimed or not, when it returns; behind updates that are announced, and a save.
+     * run: what computes on the weights. NULL: mt_mirror_evict does that. */
     mt_status (*take) (void *of, int unit, mt_queue *run);
 
     /* Gradients. at: the address of a plane of theirs; NULL: they are in host memory. come: what
@@ -83,6 +84,17 @@ struct mt_home {
     mt_status (*stepped)(void *of);
     mt_status (*drain)  (void *of);
 };
+
+/* For a home that ends updates: in the ledger first, with its failure, since the next fetch of the
+ * unit must fail, not read. */
+static inline void mt_job_over(mt_store *s, const mt_update_job *j, mt_status st)
+{
+    if (st != MT_OK)
+        mt_ledger_fault(s, st, mt_last_error());
+    mt_ledger_update_end(s, j->unit);
+    if (j->free != NULL)
+        j->free(j->arg);
+}
 
 extern const mt_home mt_home_ram, mt_home_through;       /* store.c, through.c */
 extern const mt_home mt_home_vram, mt_home_arrive;        /* resident.c */

@@ -29,48 +29,39 @@ fail:
     return st;
 }
 
-static mt_status no_memory(const mt_layout *l)
-{
-    return MT_FAIL(MT_ENOMEM, "unit %s: no memory to describe where it is in the file",
-                   mt_store_name(l->store, l->unit));
-}
-
 static mt_status open_piece(mt_layout *l, int number)
 {
     const mt_piece   *whole = &l->cut->piece[number];
     const mt_stretch *first = &l->cut->part[whole->first];
     mt_layout_piece  *c = &l->pieces[number];
+    mt_status         st = MT_OK;
 
     c->hi_at = mt_store_offset(l->store, l->unit, first->param) +
                mt_store_plane_bytes(l->store, l->unit, first->param, MT_PLANE_HI, first->from);
     c->section[MT_SECTION_WEIGHTS].bytes = c->section[MT_SECTION_STATES].from = whole->weights;
     c->section[MT_SECTION_STATES].bytes = whole->bytes - whole->weights;
-    for (int k = 0; k < MT_SECTIONS; k++) {
-        mt_section *n = &c->section[k];
-
-        if ((n->sums = calloc(mt_block_count(n->bytes) + 1, sizeof *n->sums)) == NULL)
-            return no_memory(l);
-    }
-    return MT_OK;
+    for (int k = 0; k < MT_SECTIONS; k++)
+        MT_TRY(MT_MAKE(c->section[k].sums, (int64_t)mt_block_count(c->section[k].bytes),
+                       mt_store_name(l->store, l->unit)));
+fail:
+    return st;
 }
 
 mt_status mt_layout_make(mt_store *s, int unit, size_t bytes, int made, mt_layout **out)
 {
-    size_t     params = (size_t)mt_store_params(s, unit);
-    mt_layout *l = calloc(1, sizeof *l);
-    mt_status  st = MT_OK;
+    int         params = mt_store_params(s, unit);
+    const char *name = mt_store_name(s, unit);
+    mt_layout  *l;
+    mt_status   st;
 
-    if (l == NULL)
-        return MT_FAIL(MT_ENOMEM, "disk: calloc(%zu)", sizeof *l);
-    *l = (mt_layout){ .store = s, .unit = unit, .planes = calloc(params + 1, sizeof *l->planes) };
-    if (l->planes == NULL)
-        MT_TRY(no_memory(l));
-    for (size_t i = 0; i < params; i++)
-        MT_TRY(planes_of(s, unit, (int)i, made, &l->planes[i]));
+    MT_TRY(MT_MAKE(l, 1, name));
+    *l = (mt_layout){ .store = s, .unit = unit };
+    MT_TRY(MT_MAKE(l->planes, params, name));
+    for (int i = 0; i < params; i++)
+        MT_TRY(planes_of(s, unit, i, made, &l->planes[i]));
     MT_TRY(mt_pieces_cut(s, unit, &(mt_cut){ l->planes, bytes, MT_BLOCK_ALIGN, MT_LAYOUT_GRAIN, 0 },
                          &l->cut));
-    if ((l->pieces = calloc((size_t)l->cut->n + 1, sizeof *l->pieces)) == NULL)
-        MT_TRY(no_memory(l));
+    MT_TRY(MT_MAKE(l->pieces, l->cut->n, name));
     for (; l->n < l->cut->n; l->n++)
         MT_TRY(open_piece(l, l->n));
     *out = l;

@@ -246,7 +246,7 @@ static int is_put(const mt__unit *u)
 
 static int is_saved(const mt__unit *u)
 {
-    return u->saves == 0;
+    return u->saves == 0 && all_have(u, MT_COUNT_COPIED);
 }
 
 typedef struct awaited {
@@ -432,8 +432,10 @@ mt_status mt_ledger_save_begin(mt_store *s, int unit)
     mt_lock(&s->ledger.mu);
     fault = s->ledger.fault;
     idle = is_updated(u) && u->saves == 0;
-    if (fault == MT_OK && idle)
+    if (fault == MT_OK && idle) {
         u->saves++;
+        u->begun[MT_COUNT_COPIED]++;
+    }
     assert_counts(s, u);
     mt_unlock(&s->ledger.mu);
     if (fault != MT_OK)
@@ -456,6 +458,7 @@ void mt_ledger_save_end(mt_store *s, int unit)
         s->ledger.wanted = 0;
     mt_unlock(&s->ledger.mu);
     end(s, u, &u->saves, "a save");
+    tell(s, u, MT_COUNT_COPIED, &u->saves);
 }
 
 int mt_ledger_saving(mt_store *s, int unit)
@@ -551,7 +554,7 @@ mt_status mt_ledger_fetching(mt_store *s, int unit, mt_queue *h2d)
 /* The event, once made, stays. The host asks until it is done, and so waits for records that are
  * made meanwhile too. The lock covers the pointer only:
  * a host writer that waits here never holds up the mover. */
-mt_status mt_ledger_wait_fetch(mt_store *s, int unit)
+mt_status mt_ledger_wait_fetched(mt_store *s, int unit)
 {
     mt__unit *u = mt__unit_at(s, unit);
     mt_event *fetched;
@@ -559,7 +562,6 @@ mt_status mt_ledger_wait_fetch(mt_store *s, int unit)
 
     if (u == NULL)
         return no_unit(s, unit);
-    MT_TRY(mt_ledger_wait_saved(s, unit));
     MT_TRY(wait_until(s, u, is_put, "its fetch to be put"));
     mt_lock(&s->fetched_mu);
     fetched = u->fetched;
@@ -570,4 +572,11 @@ mt_status mt_ledger_wait_fetch(mt_store *s, int unit)
     return mt_ledger_check(s);
 fail:
     return st;
+}
+
+mt_status mt_ledger_wait_fetch(mt_store *s, int unit)
+{
+    mt_status st = mt_ledger_wait_saved(s, unit);
+
+    return st == MT_OK ? mt_ledger_wait_fetched(s, unit) : st;
 }

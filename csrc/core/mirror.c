@@ -138,14 +138,15 @@ static void note_ahead(mt_store *s, int unit, unsigned planes)
 
 static mt_status open_copies(mt_store *s, mt__unit *u, const mt_home *home, void *of)
 {
-    unsigned char *copies = calloc((size_t)u->n_params + 1, MT_PLANE_COUNT);
+    unsigned char *copies;
+    mt_status      st;
 
-    if (copies == NULL)
-        return MT_FAIL(MT_ENOMEM, "unit %s: no memory to note what its copies are", u->name);
+    MT_TRY(MT_MAKE(copies, (int64_t)u->n_params * MT_PLANE_COUNT, u->name));
     mt_lock(&s->mirror_mu);
     u->mirror = (mt__mirror){ .home = home, .of = of, .copies = copies };
     mt_unlock(&s->mirror_mu);
-    return MT_OK;
+fail:
+    return st;
 }
 
 void mt_mirror_close(mt_store *s, int unit)

@@ -1,7 +1,6 @@
 /* pieces.c — parameters in order, each cut where the piece that is being filled is full. */
 #include "pieces.h"
 
-#include <limits.h>
 #include <stdlib.h>
 
 #define HI (1u << MT_PLANE_HI)
@@ -11,6 +10,7 @@ typedef struct cutting {
     int             unit;
     const mt_cut   *how;
     mt_pieces      *p;
+    int64_t         room, room_parts;    /* of p's two arrays */
     size_t          rest;                /* bytes of the last piece's planes but HI */
     unsigned        kinds;               /* planes of its first part */
 } cutting;
@@ -44,19 +44,6 @@ static int64_t fit(const cutting *c, int param, unsigned planes, int64_t left, s
     return n;
 }
 
-/* Room for one more at the end of an array that doubles. */
-static mt_status more(void **array, int n, size_t each)
-{
-    void *grown;
-
-    if (n > 0 && (n & (n - 1)) != 0)
-        return MT_OK;
-    if (n > INT_MAX / 2 || (grown = realloc(*array, (size_t)(n > 0 ? 2 * n : 1) * each)) == NULL)
-        return MT_FAIL(MT_ENOMEM, "no memory to describe %d pieces of a unit", n);
-    *array = grown;
-    return MT_OK;
-}
-
 static mt_piece *last_of(const cutting *c)
 {
     return &c->p->piece[c->p->n - 1];
@@ -64,7 +51,7 @@ static mt_piece *last_of(const cutting *c)
 
 static mt_status add_piece(cutting *c)
 {
-    mt_status st = more((void **)&c->p->piece, c->p->n, sizeof *c->p->piece);
+    mt_status st = MT_GROW(c->p->piece, c->room, c->p->n + 1, mt_store_name(c->s, c->unit));
 
     if (st == MT_OK)
         c->p->piece[c->p->n++] = (mt_piece){ .first = c->p->n_parts };
@@ -77,10 +64,9 @@ static mt_status add_part(cutting *c, int param, unsigned planes, int64_t from, 
 {
     mt_piece   *piece = last_of(c);
     mt_stretch *k;
-    mt_status   st = more((void **)&c->p->part, c->p->n_parts, sizeof *c->p->part);
+    mt_status   st;
 
-    if (st != MT_OK)
-        return st;
+    MT_TRY(MT_GROW(c->p->part, c->room_parts, c->p->n_parts + 1, mt_store_name(c->s, c->unit)));
     c->kinds = piece->n == 0 ? planes : c->kinds;
     k = &c->p->part[c->p->n_parts++];
     *k = (mt_stretch){ .param = param, .from = from, .n = n };
@@ -98,7 +84,8 @@ static mt_status add_part(cutting *c, int param, unsigned planes, int64_t from, 
     }
     if (++piece->n > c->p->most)
         c->p->most = piece->n;
-    return MT_OK;
+fail:
+    return st;
 }
 
 static void finish_piece(cutting *c)
@@ -162,11 +149,10 @@ fail:
 
 mt_status mt_pieces_cut(const mt_store *s, int unit, const mt_cut *how, mt_pieces **out)
 {
-    cutting   c = { .s = s, .unit = unit, .how = how, .p = calloc(1, sizeof *c.p) };
-    mt_status st = MT_OK;
+    cutting   c = { .s = s, .unit = unit, .how = how };
+    mt_status st;
 
-    if (c.p == NULL)
-        return MT_FAIL(MT_ENOMEM, "pieces: calloc(%zu)", sizeof *c.p);
+    MT_TRY(MT_MAKE(c.p, 1, mt_store_name(s, unit)));
     for (int i = 0; i < mt_store_params(s, unit); i++)
         if (bytes_of(&c, i, how->planes[i], 1, 1) > 0)
             MT_TRY(cut_param(&c, i, how->planes[i]));

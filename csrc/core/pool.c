@@ -50,19 +50,17 @@ static mt_status take_part(void *arg, mt_job *job)
 
 mt_status mt_pool_open(int n_threads, mt_pool **out)
 {
-    mt_pool  *p;
+    mt_pool  *p = NULL;
     mt_status st;
 
     if (n_threads < 1)
         return MT_FAIL(MT_EINVAL, "pool: %d threads; at least 1, the caller's, is needed",
                        n_threads);
-    if ((p = calloc(1, sizeof *p)) == NULL)
-        return MT_FAIL(MT_ENOMEM, "pool: calloc(%zu)", sizeof *p);
+    MT_TRY(MT_MAKE(p, 1, "pool"));
     p->n_threads = n_threads;
     mt_mutex_open(&p->turn, MT_RANK_POOL_TURN);
     mt_mutex_open(&p->mu, MT_RANK_POOL);
-    if ((p->jobs = calloc((size_t)n_threads, sizeof *p->jobs)) == NULL)
-        MT_TRY(MT_FAIL(MT_ENOMEM, "pool: calloc of %d jobs", n_threads));
+    MT_TRY(MT_MAKE(p->jobs, n_threads, "pool"));
     MT_TRY(mt_worker_open(&p->worker, &p->mu, n_threads - 1, "mt-pool", "pool", take_part, p));
     *out = p;
     return MT_OK;

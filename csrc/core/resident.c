@@ -31,7 +31,7 @@ struct mt_resident {
     mt_store         *store;
     mt_timeline      *timeline;
     settled         **units;     /* [n_units] by unit, NULL: not settled. Written by settle */
-    int               n_units;
+    int64_t           n_units;
 
     mt_mutex          mu;            /* held around puts too: one thread at a time */
     mt_queue         *queue;
@@ -57,11 +57,10 @@ static void assert_settled(const mt_resident *r, const settled *h, int unit)
 
 mt_status mt_resident_open(mt_context *cx, mt_resident **out)
 {
-    mt_resident *r = calloc(1, sizeof *r);
+    mt_resident *r;
     mt_status    st;
 
-    if (r == NULL)
-        return MT_FAIL(MT_ENOMEM, "resident: calloc(%zu)", sizeof *r);
+    MT_TRY(MT_MAKE(r, 1, "resident"));
     *r = (mt_resident){ .cx = cx, .dev = cx->dev, .store = cx->store, .timeline = cx->timeline };
     mt_mutex_open(&r->mu, MT_RANK_RESIDENT);
     MT_TRY(r->dev->ops->event_open(r->dev, &r->drained));
@@ -91,8 +90,7 @@ void mt_resident_close(mt_resident *r)
         return;
     if (r->cx->residents == r)
         r->cx->residents = NULL;
-    if (r->queue != NULL)
-        r->dev->ops->queue_close(r->queue);
+    r->dev->ops->queue_close(r->queue);
     for (int u = 0; u < r->n_units; u++)
         if (r->units[u] != NULL) {
             mt_mirror_close(r->store, u);
@@ -114,28 +112,12 @@ static unsigned visiting(const mt_resident *r, int unit)
 
 /* ---- settling --------------------------------------------------------------------------- */
 
-static mt_status homes_grow(mt_resident *r, int n)
-{
-    settled **grown;
-
-    if (n <= r->n_units)
-        return MT_OK;
-    if ((grown = realloc(r->units, (size_t)n * sizeof(settled *))) == NULL)
-        return MT_FAIL(MT_ENOMEM, "resident: no memory for %d units", n);
-    for (int u = r->n_units; u < n; u++)
-        grown[u] = NULL;
-    r->units = grown;
-    r->n_units = n;
-    return MT_OK;
-}
-
 static mt_status settled_open(const mt_resident *r, void *mem, settled **out)
 {
-    settled  *h = calloc(1, sizeof *h);
+    settled  *h;
     mt_status st;
 
-    if (h == NULL)
-        return MT_FAIL(MT_ENOMEM, "resident: calloc(%zu)", sizeof *h);
+    MT_TRY(MT_MAKE(h, 1, "resident"));
     h->mem = mem;
     MT_TRY(r->dev->ops->event_open(r->dev, &h->done));
     MT_TRY(r->dev->ops->event_open(r->dev, &h->used));
@@ -157,7 +139,7 @@ mt_status mt_resident_settle(mt_resident *r, int unit, void *mem)
                        unit, mem, mt_store_units(r->store));
     if (mt_resident_mem(r, unit) != NULL)
         return MT_FAIL(MT_ESTATE, "unit %s is settled already", mt_store_name(r->store, unit));
-    MT_TRY(homes_grow(r, mt_store_units(r->store)));
+    MT_TRY(MT_GROW(r->units, r->n_units, mt_store_units(r->store), "resident"));
     MT_TRY(settled_open(r, mem, &h));
     MT_TRY(mt_store_move(r->store, unit, &mt_home_vram, r));
     r->units[unit] = h;
@@ -372,10 +354,11 @@ fail:
     return st;
 }
 
-mt_status mt_resident_take(mt_resident *r, int unit, mt_queue *run)
+static mt_status home_take(void *arg, int unit, mt_queue *run)
 {
-    settled  *h;
-    mt_status st;
+    mt_resident *r = arg;
+    settled     *h;
+    mt_status    st;
 
     MT_TRY(find(r, unit, &h));
     MT_TRY(mt_ledger_wait_saved(r->store, unit));
@@ -443,12 +426,19 @@ fail:
     return st;
 }
 
-mt_status mt_resident_put(mt_resident *r, const mt_update_job *u, float clip)
+static int home_fits(const mt_update_job *j)
 {
-    int       wait;
-    settled  *h;
-    mt_status st;
+    return j->put != NULL;
+}
 
+static mt_status home_update(void *arg, const mt_update_job *u, float clip)
+{
+    mt_resident *r = arg;
+    int          wait;
+    settled     *h;
+    mt_status    st;
+
+    MT_TRY(mt_ledger_wait_saved(r->store, u->unit));
     MT_TRY(find(r, u->unit, &h));
     mt_lock(&r->mu);
     assert_settled(r, h, u->unit);
@@ -551,32 +541,24 @@ fail:
     return st;
 }
 
-static mt_status home_take(void *arg, int unit, mt_queue *run)
-{
-    return mt_resident_take(arg, unit, run);
-}
-
 static mt_status home_at(void *arg, int unit, int param, mt_plane p, void **out)
 {
     return mt_resident_at(arg, unit, param, p, out);
 }
 
-static int home_fits(const mt_update_job *j)
-{
-    return j->put != NULL;
-}
-
-static mt_status home_update(void *arg, const mt_update_job *j, float clip)
-{
-    mt_resident *r = arg;
-    mt_status    st = mt_ledger_wait_saved(r->store, j->unit);
-
-    return st == MT_OK ? mt_resident_put(r, j, clip) : st;
-}
-
 static mt_status home_drain(void *arg)
 {
-    return mt_resident_drain(arg);
+    mt_resident *r = arg;
+    mt_status    st;
+
+    mt_lock(&r->mu);
+    st = r->dev->ops->record(r->queue, r->drained);
+    mt_unlock(&r->mu);
+    MT_TRY(st);
+    MT_TRY(wait_drained(r));
+    st = r->cx->arrive != NULL ? mt_arrive_drain(r->cx->arrive) : MT_OK;
+fail:
+    return st;
 }
 
 #define LIVES_ON_THE_DEVICE                                                                       \
@@ -623,20 +605,6 @@ mt_status mt_resident_unsettle(mt_resident *r, int unit, int grads)
     r->units[unit] = NULL;
     mt_unlock(&r->mu);
     settled_close(r, h);
-fail:
-    return st;
-}
-
-mt_status mt_resident_drain(mt_resident *r)
-{
-    mt_status st;
-
-    mt_lock(&r->mu);
-    st = r->dev->ops->record(r->queue, r->drained);
-    mt_unlock(&r->mu);
-    MT_TRY(st);
-    MT_TRY(wait_drained(r));
-    st = r->cx->arrive != NULL ? mt_arrive_drain(r->cx->arrive) : MT_OK;
 fail:
     return st;
 }

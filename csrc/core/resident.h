@@ -11,7 +11,7 @@
  *     mt_resident_open(dev, store, &r);
  *     mt_resident_settle(r, unit, mem);               // nothing of the unit is under way
  *     // its planes move: no host memory is theirs now
- *     mt_resident_take(r, unit, run);
+ *     mt_home_vram.take(r, unit, run);
  *     mt_resident_await(r, unit, run);                // run: until its weights are current
  *     ... compute; mt_offload_put; mt_update_submit ...
  *     mt_mirror_bring(store, unit, 1u << MT_PLANE_HI);    // host: the weights are as on the device
@@ -47,15 +47,11 @@ mt_status mt_resident_open (mt_context *cx, mt_resident **out);
 void      mt_resident_close(mt_resident *r);
 
 /* mem: device memory of the unit's hi_bytes, which nobody else uses until the unit is unsettled.
- * mt_resident_take follows before the unit's next hand-over or update, and mt_arrive_invite of a
+ * The home's take follows before the unit's next hand-over or update, and mt_arrive_invite of a
  * guest before that. MT_ESTATE when the unit is settled. */
 mt_status mt_resident_settle(mt_resident *r, int unit, void *mem);
 /* Its mem; NULL: it is not settled. */
 void     *mt_resident_mem   (const mt_resident *r, int unit);
-/* What the host has ahead goes to the device, and the memory of host copies but GRAD's is given
- * back, claimed or not. Returns when that is done. Waits for updates that are announced, and a
- * save. */
-mt_status mt_resident_take(mt_resident *r, int unit, mt_queue *run);
 /* All planes of the unit come down, and the host's are the true ones: mem is the caller's again.
  * grads 0: its gradients are nobody's any more, and what the host has instead stays. The
  * unit is no guest any more. Waits for what is announced of the unit, and a save. On failure
@@ -65,7 +61,8 @@ mt_status mt_resident_unsettle(mt_resident *r, int unit, int grads);
  * states, which have none for good: mt_resident_parts. */
 mt_status mt_resident_at(mt_resident *r, int unit, int param, mt_plane p, void **out);
 
-/* *guest: 1, and where a guest's states are during this stay; 0: the unit is none. Inside put. */
+/* *guest: 1, and where a guest's states are during this stay; 0: the unit is none. Inside a job's
+ * put. */
 mt_status mt_resident_parts(mt_resident *r, int unit, const mt_part **parts, int *n,
                             int *guest);
 
@@ -75,14 +72,10 @@ mt_status mt_resident_parts(mt_resident *r, int unit, const mt_part **parts, int
  * update made them stale. */
 mt_status mt_resident_await(mt_resident *r, int unit, mt_queue *run);
 
-/* The unit's gradients are whole and its update is announced; returns when the job has put it in
- * the queue. Its memory: mt_resident_at, mt_resident_scratch. */
-mt_status mt_resident_put(mt_resident *r, const mt_update_job *u, float clip);
-/* Inside put, once: device memory for what is copied up from the host for this update alone.
- * mt_resident_put then returns when the update is over, and with it those copies. */
+/* Inside a job's put, once: device memory for what is copied up from the host for this update
+ * alone. The home's update then returns when that is over, and with it those copies; else when the
+ * job has put it in the queue. */
 mt_status mt_resident_scratch(mt_resident *r, size_t bytes, void **out);
-
-mt_status mt_resident_drain(mt_resident *r);     /* host: all that was put so far is over */
 
 typedef struct mt_resident_stats {
     int64_t  fetches;            /* since open */

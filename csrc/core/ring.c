@@ -27,6 +27,7 @@ struct mt_ring {
     mt_ring_how   how;
     mt_buffer   **buffers;               /* [n] the lock, as all below */
     int           n;
+    int64_t       room;
     uint64_t      turns;
     mt_ring      *next;
 };
@@ -262,17 +263,17 @@ void mt_ring_put(mt_buffer *b, const mt_layout *l, int piece, unsigned sections,
 
 mt_status mt_rings_open(const mt_context *cx, mt_blocks *file, mt_rings **out)
 {
-    mt_rings *all = calloc(1, sizeof *all);
+    mt_rings *all;
     mt_status st;
 
-    if (all == NULL)
-        return MT_FAIL(MT_ENOMEM, "disk: calloc(%zu)", sizeof *all);
+    MT_TRY(MT_MAKE(all, 1, "disk"));
     *all = (mt_rings){ .store = cx->store, .timeline = cx->timeline, .file = file };
     mt_mutex_open(&all->mu, MT_RANK_DISK);
-    if ((st = mt_watch_cond(&all->changed)) == MT_OK)
-        *out = all;
-    else
-        mt_rings_close(all);
+    MT_TRY(mt_watch_cond(&all->changed));
+    *out = all;
+    return MT_OK;
+fail:
+    mt_rings_close(all);
     return st;
 }
 
@@ -305,22 +306,24 @@ mt_rings_stats mt_rings_count(const mt_rings *all)
 
 mt_status mt_ring_open(mt_rings *all, const mt_ring_how *how, mt_ring **out)
 {
-    mt_ring *r = calloc(1, sizeof *r);
+    mt_ring  *r;
+    mt_status st;
 
-    if (r == NULL)
-        return MT_FAIL(MT_ENOMEM, "%s: calloc(%zu)", how->name, sizeof *r);
+    MT_TRY(MT_MAKE(r, 1, how->name));
     *r = (mt_ring){ .all = all, .how = *how };
     mt_lock(&all->mu);
     r->next = all->first;
     all->first = r;
     mt_unlock(&all->mu);
     *out = r;
-    return MT_OK;
+fail:
+    return st;
 }
 
 static void buffer_free(mt_buffer *b)
 {
-    mt_arena_close(&b->memory);
+    if (b != NULL)
+        mt_arena_close(&b->memory);
     free(b);
 }
 
@@ -348,28 +351,24 @@ void mt_ring_close(mt_ring *r)
 
 mt_status mt_ring_add(mt_ring *r, size_t bytes, mt_dev *dev)
 {
-    mt_buffer  *b = calloc(1, sizeof *b), **grown;
-    mt_status   st;
+    mt_buffer *b;
+    mt_status  st;
 
-    if (b == NULL)
-        return MT_FAIL(MT_ENOMEM, "%s: calloc(%zu)", r->how.name, sizeof *b);
-    if ((st = mt_arena_open(&b->memory, bytes, NULL, dev, r->how.name,
-                            mt_store_bytes(r->all->store, MT_PLANE_COUNT))) != MT_OK) {
-        buffer_free(b);
-        return st;
-    }
+    MT_TRY(MT_MAKE(b, 1, r->how.name));
+    MT_TRY(mt_arena_open(&b->memory, bytes, NULL, dev, r->how.name,
+                         mt_store_bytes(r->all->store, MT_PLANE_COUNT)));
     mt_lock(&r->all->mu);
-    if ((grown = realloc(r->buffers, (size_t)(r->n + 1) * sizeof(mt_buffer *))) != NULL) {
+    if ((st = MT_GROW(r->buffers, r->room, r->n + 1, r->how.name)) == MT_OK) {
         b->ring = r;
         b->mem = b->memory.base;
         b->number = r->n;
-        r->buffers = grown;
         r->buffers[r->n++] = b;
         r->all->stats.buffer_bytes += b->memory.bytes;
     }
     mt_unlock(&r->all->mu);
-    if (grown != NULL)
+    if (st == MT_OK)
         return MT_OK;
+fail:
     buffer_free(b);
-    return MT_FAIL(MT_ENOMEM, "%s: no memory to list them", r->how.name);
+    return st;
 }

@@ -84,27 +84,24 @@ static void walk_close(walk *w)
     mt_schedule_free(w->out);
 }
 
-/* Everything empty. One element more than asked for, so that 0 is no special case. */
+/* Everything empty. */
 static mt_status walk_open(walk *w, int64_t n_trace, int n_units, int n_slots)
 {
-    size_t trace = (size_t)n_trace + 1, units = (size_t)n_units + 1, slots = (size_t)n_slots + 1;
+    mt_status st;
 
     w->n_units = n_units;
     w->n_slots = n_slots;
-    w->use = calloc(trace, sizeof *w->use);
-    w->next = calloc(trace, sizeof *w->next);
-    w->soon = calloc(units, sizeof *w->soon);
-    w->slot_of = calloc(units, sizeof *w->slot_of);
-    w->class_bytes = calloc(units, sizeof *w->class_bytes);
-    w->slot = calloc(slots, sizeof *w->slot);
-    w->out = calloc(1, sizeof *w->out);
-    if (w->out != NULL)         /* a mark gives itself, at most a FETCH and a RELEASE, an UPDATE */
-        w->out->steps = calloc(3 * trace + units, sizeof *w->out->steps);
-    if (!w->use || !w->next || !w->soon || !w->slot_of || !w->class_bytes || !w->slot ||
-        !w->out || !w->out->steps)
-        return MT_FAIL(MT_ENOMEM, "schedule: no memory for %lld marks of %d units",
-                       (long long)n_trace, n_units);
-    return MT_OK;
+    MT_TRY(MT_MAKE(w->use, n_trace, "schedule"));
+    MT_TRY(MT_MAKE(w->next, n_trace, "schedule"));
+    MT_TRY(MT_MAKE(w->soon, n_units, "schedule"));
+    MT_TRY(MT_MAKE(w->slot_of, n_units, "schedule"));
+    MT_TRY(MT_MAKE(w->class_bytes, n_units, "schedule"));
+    MT_TRY(MT_MAKE(w->slot, n_slots, "schedule"));
+    MT_TRY(MT_MAKE(w->out, 1, "schedule"));
+    /* A mark gives itself, at most a FETCH and a RELEASE, and an UPDATE. */
+    MT_TRY(MT_MAKE(w->out->steps, 3 * n_trace + n_units, "schedule"));
+fail:
+    return st;
 }
 
 /* The COMPUTEs, and from the last to the first, who is needed when. */

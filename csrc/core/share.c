@@ -133,8 +133,8 @@ mt_status mt_share_open(int fd, int rank, int ranks, mt_share **out)
     if (rank < 0 || rank >= ranks || ranks > MT_RANKS_MOST)
         return MT_FAIL(MT_EINVAL, "shared memory: there is no rank %d of %d; there may be 1 to %d, "
                        "counted from 0", rank, ranks, MT_RANKS_MOST);
-    if ((h = calloc(1, sizeof *h)) == NULL)
-        return MT_FAIL(MT_ENOMEM, "shared memory: calloc(%zu)", sizeof *h);
+    if ((st = MT_MAKE(h, 1, "shared memory")) != MT_OK)
+        return st;
     *h = (mt_share){ .fd = -1, .rank = rank, .ranks = ranks, .next = bytes };
     MT_TRY(open_file(h, fd));
     map = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, h->fd, 0);

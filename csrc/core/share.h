@@ -74,7 +74,8 @@ int       mt_share_map (const mt_range *r, void *base, int own);
 /* Of a unit and a rank: the same */
 #define MT_UNIT_COUNT_MAP(X)                                                                 \
     X(LANDED,   "hand-overs of gradients that ended",              "its gradients")          \
-    X(UPDATED,  "updates that ended",                              "its update")
+    X(UPDATED,  "updates that ended",                              "its update")            \
+    X(COPIED,   "saves that have copied their part",               "its part of a save")
 #define MT_COUNT_ENUM(name, what, awaited) MT_COUNT_##name,
 typedef enum mt_count { MT_COUNT_MAP(MT_COUNT_ENUM) MT_COUNTS } mt_count;
 typedef enum mt_unit_count { MT_UNIT_COUNT_MAP(MT_COUNT_ENUM) MT_UNIT_COUNTS } mt_unit_count;

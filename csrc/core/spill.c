@@ -390,19 +390,15 @@ static void close_bay(mt_spill *s, bay *b)
 /* Lets go of mu meanwhile: memory is slow to come, and the file's threads go on. */
 static mt_status open_bay(mt_spill *s, size_t bytes, bay **out)
 {
-    bay      *b = calloc(1, sizeof *b);
+    bay      *b;
     size_t    mapped = s->stats.host_bytes;
     mt_status st;
 
-    if (b == NULL)
-        return MT_FAIL(MT_ENOMEM, "spill: calloc(%zu)", sizeof *b);
+    MT_TRY(MT_MAKE(b, 1, "spill"));
     mt_unlock(&s->mu);
     st = mt_bay_open(&b->b, bytes, s->dev, s->pool, mapped);
     mt_lock(&s->mu);
-    if (st != MT_OK) {
-        free(b);
-        return st;
-    }
+    MT_TRY(st);
     b->filled.bay = b->landed.bay = b;
     b->next = s->bays;
     s->bays = b;
@@ -410,6 +406,9 @@ static mt_status open_bay(mt_spill *s, size_t bytes, bay **out)
     s->stats.host_bytes += b->b.arena.bytes;
     *out = b;
     return MT_OK;
+fail:
+    free(b);
+    return st;
 }
 
 /* *out NULL: not now. */
@@ -494,13 +493,12 @@ static mt_status tell_lost(mt_spill *s)
 
 static mt_status make(mt_spill *s, int unit, uint64_t number, size_t bytes, mt_spilled **out)
 {
-    mt_spilled *k = calloc(1, sizeof *k);
+    mt_spilled *k;
     size_t      whole = (bytes + MT_BLOCK_ALIGN - 1) / MT_BLOCK_ALIGN * MT_BLOCK_ALIGN;
+    mt_status   st;
 
-    if (k == NULL || (k->sums = calloc(mt_block_count(whole), sizeof *k->sums)) == NULL) {
-        free(k);
-        return MT_FAIL(MT_ENOMEM, "spill: no memory to note %zu bytes", bytes);
-    }
+    MT_TRY(MT_MAKE(k, 1, "spill"));
+    MT_TRY(MT_MAKE(k->sums, (int64_t)mt_block_count(whole), "spill"));
     k->spill = s;
     k->unit = unit;
     k->number = number;
@@ -511,6 +509,9 @@ static mt_status make(mt_spill *s, int unit, uint64_t number, size_t bytes, mt_s
     s->newest = k;
     *out = k;
     return MT_OK;
+fail:
+    free(k);
+    return st;
 }
 
 /* Lets go of mu while the disk looks for more. Nobody else takes places:
@@ -668,15 +669,14 @@ mt_bay *mt_spill_bay(mt_spill *s, const mt_spilled *k)
 
 mt_status mt_spill_open(const mt_context *cx, mt_blocks *file, int n_bays, mt_spill **out)
 {
-    mt_spill *s;
+    mt_spill *s = NULL;
     mt_status st;
 
     if (n_bays < 2)
         return MT_FAIL(MT_EINVAL, "spill: %d bays; 2 are the least: one moves to the device, one "
                        "to the file",
                        n_bays);
-    if ((s = calloc(1, sizeof *s)) == NULL)
-        return MT_FAIL(MT_ENOMEM, "spill: calloc(%zu)", sizeof *s);
+    MT_TRY(MT_MAKE(s, 1, "spill"));
     *s = (mt_spill){ .cx = cx, .dev = cx->dev, .pool = cx->pool, .store = cx->store,
                      .timeline = cx->timeline, .file = file, .n_bays = n_bays };
     mt_mutex_open(&s->mu, MT_RANK_SPILL);

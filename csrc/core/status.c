@@ -1,9 +1,11 @@
-/* status.c — texts of the codes, and the sentence each thread keeps about its last failure. */
+/* status.c — texts of the codes, the sentence each thread keeps about its last failure, and what
+ * fails everywhere alike: memory, and sizes. */
 #include "status.h"
 
+#include <inttypes.h>
 #include <stdarg.h>
-#include <stdint.h>
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 
 /* Longer sentences are cut; names of units can be long, so there is room for a few of them. */
@@ -55,6 +57,37 @@ mt_status mt_fail_again(mt_status st, const char *text)
 
     memmove(message, text, n);              /* text may be `message` itself */
     message[n] = '\0';
+    return st;
+}
+
+mt_status mt_make_(const char *file, int line, void *at, int64_t n, size_t each, const char *what)
+{
+    void *made = calloc(n > 0 ? (size_t)n : 1, each);
+
+    memcpy(at, &made, sizeof made);         /* at points to a pointer of some other type */
+    if (made != NULL)
+        return MT_OK;
+    return mt_fail_(MT_ENOMEM, file, line, "%s: no memory for %" PRId64 " times %zu bytes", what, n,
+                    each);
+}
+
+mt_status mt_grow_(const char *file, int line, void *at, int64_t *room, int64_t n, size_t each,
+                   const char *what)
+{
+    int64_t   wanted = n > 2 * *room ? n : 2 * *room;
+    void     *old, *made;
+    mt_status st;
+
+    if (n <= *room)
+        return MT_OK;
+    MT_TRY(mt_make_(file, line, &made, wanted, each, what));
+    memcpy(&old, at, sizeof old);
+    if (old != NULL)
+        memcpy(made, old, (size_t)*room * each);
+    free(old);
+    memcpy(at, &made, sizeof made);
+    *room = wanted;
+fail:
     return st;
 }
 

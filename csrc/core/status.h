@@ -8,6 +8,7 @@
 #define MT_STATUS_H
 
 #include <stddef.h>
+#include <stdint.h>
 
 /* name, value, meaning: the one list from which the enum and the texts are made. */
 #define MT_STATUS_MAP(X)                                                                  \
@@ -42,6 +43,19 @@ mt_status mt_fail_again(mt_status st, const char *text);
 
 /* The only macro that jumps. Needs `mt_status st` and a `fail:` label. */
 #define MT_TRY(expr) do { st = (expr); if (st != MT_OK) goto fail; } while (0)
+
+/* Zeroed memory for n of what p is to point to, for one where n is 0; MT_ENOMEM, and p NULL, where
+ * there is none. what: the room's or the unit's name, for the message. */
+#define MT_MAKE(p, n, what) \
+    mt_make_(__FILE__, __LINE__, &(p), (n), sizeof *(p), (what))
+mt_status mt_make_(const char *file, int line, void *at, int64_t n, size_t each, const char *what);
+
+/* An array of `room` gets room for n at least, with zeros behind what it has; twice as much as it
+ * had where that is more. As it was on failure. Begins as NULL with room 0. */
+#define MT_GROW(p, room, n, what) \
+    mt_grow_(__FILE__, __LINE__, &(p), &(room), (n), sizeof *(p), (what))
+mt_status mt_grow_(const char *file, int line, void *at, int64_t *room, int64_t n, size_t each,
+                   const char *what);
 
 /* *out = a*b, or MT_EINVAL when that overflows; `what` names it in the message. */
 mt_status mt_mul_size(size_t a, size_t b, const char *what, size_t *out);

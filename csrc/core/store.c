@@ -634,10 +634,11 @@ static void publish_arena(mt_store *s, mt_arena *a, mt_arena made)
 /* The offsets become places; the offsets of late parameters are left. */
 static mt_status all_late(const mt__unit *u, size_t **offset, size_t **place)
 {
-    size_t *absent = calloc(u->n_params > 0 ? (size_t)u->n_params : 1, sizeof *absent);
+    size_t   *absent;
+    mt_status st = MT_MAKE(absent, u->n_params, u->name);
 
-    if (absent == NULL)
-        return MT_FAIL(MT_ENOMEM, "unit %s: no memory for %d offsets", u->name, u->n_params);
+    if (st != MT_OK)
+        return st;
     for (int i = 0; i < u->n_params; i++)
         absent[i] = MT__ABSENT;
     *place = *offset;

@@ -125,6 +125,14 @@ mt_status mt_store_at(mt_store *s, int unit, int param, mt_plane p, void **out);
 mt_status mt_store_view(mt_store *s, int unit, int param, mt_plane p, void **out);
 /* The parameter's place shows the plane's values again. Nobody else is at it. */
 void      mt_store_view_drop(mt_store *s, int unit, int param, mt_plane p);
+/* All ranks wrote the parameter in their views of these planes (a bit each), each all of it, or
+ * none did: each one's own portion is everybody's when this returns, and the views show it. HI: the
+ * unit has a new version then. Called by all ranks, for the same in the same order, one at a time;
+ * the writers have waited as those of planes do (mt_ledger_wait_updates, _grads, _fetch). One that
+ * does not come within MT_SPREAD_S seconds, or the watchdog's if these are fewer, is a fault with
+ * its name: so is one that spreads something else. Alone: nothing to do. */
+#define MT_SPREAD_S 30.0
+mt_status mt_store_spread   (mt_store *s, int unit, int param, unsigned planes);
 /* The whole HI plane of a unit: what one H2D copy reads. */
 mt_status mt_store_hi(mt_store *s, int unit, void **out);
 
@@ -192,8 +200,9 @@ size_t mt_store_device_bytes(const mt_store *s);
  *             current weights exactly when its version is the unit's. Starts at 1.
  *
  * In a share an update is over when it is on every rank, and so are gradients: each writes its own
- * portion. So ranks announce the same updates, and hand-overs, in the same order; what one may do
- * alone is to read, and to fetch. Who begins an update waits besides until no rank reads the
+ * portion; and a save is when every rank has copied its part, whoever owns what. So ranks announce
+ * the same updates, hand-overs and saves, in the same order; what one may do alone is to read, and
+ * to fetch. Who begins an update waits besides until no rank reads the
  * weights as they are (update.h). A fault of one rank is every rank's, with its name; so is the end
  * of a process of which something is awaited.
  *
@@ -221,8 +230,9 @@ int       mt_ledger_updates_due (mt_store *s, int unit);     /* the unit's updat
 mt_status mt_ledger_fetch_begin (mt_store *s, int unit, uint64_t *version);
 /* Records `fetched` on h2d; fetches -= 1 if it was announced, also on failure. */
 mt_status mt_ledger_fetching    (mt_store *s, int unit, mt_queue *h2d);
-/* until saves == 0, and copies out of HI so far are over */
-mt_status mt_ledger_wait_fetch  (mt_store *s, int unit);
+/* until copies out of HI so far are over */
+mt_status mt_ledger_wait_fetched(mt_store *s, int unit);
+mt_status mt_ledger_wait_fetch  (mt_store *s, int unit);     /* the same, and saves == 0 */
 
 /* No update of the unit is announced: MT_ESTATE when one is, or a save is. */
 mt_status mt_ledger_save_begin (mt_store *s, int unit);

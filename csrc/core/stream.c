@@ -64,7 +64,7 @@ struct mt_stream {
     mt_slot_hooks hooks;
     mt_queue     *h2d;       /* the mover's alone */
     mt_timeline  *timeline;
-    void         *poison;    /* POISON_BYTES of 0xFF; NULL before it is asked for. The mover's */
+    char         *poison;    /* POISON_BYTES of 0xFF; NULL before it is asked for. The mover's */
     slot         *slots;
     size_t       *slot_bytes;/* as schedules see them: a settled slot fits no other unit */
     int           n_slots, n_settled;
@@ -139,8 +139,7 @@ static mt_status put_poison(mt_stream *s, const request *r, size_t bytes)
     mt_status st;
 
     if (s->poison == NULL) {
-        if ((s->poison = malloc(POISON_BYTES)) == NULL)
-            return MT_FAIL(MT_ENOMEM, "stream: no memory for the poison of slots");
+        MT_TRY(MT_MAKE(s->poison, (int64_t)POISON_BYTES, "stream"));
         memset(s->poison, 0xFF, POISON_BYTES);
     }
     for (size_t at = 0; at < bytes; at += POISON_BYTES) {
@@ -237,10 +236,8 @@ static mt_status open_slots(mt_stream *s, const mt_slot_desc *d, int n)
     const mt_dev_ops *v = s->dev->ops;
     mt_status         st;
 
-    s->slots = calloc((size_t)n, sizeof *s->slots);
-    s->slot_bytes = calloc((size_t)n, sizeof *s->slot_bytes);
-    if (s->slots == NULL || s->slot_bytes == NULL)
-        return MT_FAIL(MT_ENOMEM, "stream: no memory to describe %d slots", n);
+    MT_TRY(MT_MAKE(s->slots, n, "stream"));
+    MT_TRY(MT_MAKE(s->slot_bytes, n, "stream"));
     s->n_slots = n;
     for (int i = 0; i < n; i++) {
         s->slots[i] = (slot){ .bytes = d[i].bytes, .mem = d[i].mem, .unit = -1 };
@@ -256,7 +253,7 @@ fail:
 mt_status mt_stream_open(const mt_context *cx, const mt_slot_desc *slots, int n_slots,
                          mt_slot_hooks hooks, mt_stream **out)
 {
-    mt_stream *s;
+    mt_stream *s = NULL;
     mt_status  st;
 
     if (n_slots < 1)
@@ -264,9 +261,7 @@ mt_status mt_stream_open(const mt_context *cx, const mt_slot_desc *slots, int n_
     for (int i = 0; i < n_slots; i++)
         if (slots[i].mem == NULL || slots[i].bytes == 0)
             return MT_FAIL(MT_EINVAL, "stream: slot %d of %d has no memory", i, n_slots);
-    if ((s = calloc(1, sizeof *s)) == NULL)
-        return MT_FAIL(MT_ENOMEM, "stream: calloc(%zu)", sizeof *s);
-
+    MT_TRY(MT_MAKE(s, 1, "stream"));
     *s = (mt_stream){ .cx = cx, .dev = cx->dev, .store = cx->store, .timeline = cx->timeline,
                       .hooks = hooks, .last_unit = -1, .computing = -1 };
     mt__course_open(&s->course);
@@ -288,8 +283,7 @@ void mt_stream_close(mt_stream *s)
         return;
     mt_worker_stop(&s->mover, 1);
     mt_worker_close(&s->mover);
-    if (s->h2d != NULL)
-        s->dev->ops->queue_close(s->h2d);
+    s->dev->ops->queue_close(s->h2d);
     for (int i = 0; i < s->n_slots; i++) {
         s->dev->ops->event_close(s->slots[i].ready);
         mt_watch_take(mt_store_watch(s->store), &s->slots[i].using);
@@ -537,16 +531,16 @@ fail:
 mt_status mt_stream_begin(mt_stream *s)
 {
     int       n_units = mt_store_units(s->store);
-    size_t   *unit_bytes = calloc((size_t)n_units + 1, sizeof *unit_bytes);
+    size_t   *unit_bytes;
     mt_status st;
 
-    if (unit_bytes == NULL)
-        return MT_FAIL(MT_ENOMEM, "stream: no memory for the sizes of %d units", n_units);
+    MT_TRY(MT_MAKE(unit_bytes, n_units, "stream"));
     for (int u = 0; u < n_units; u++)
         unit_bytes[u] = mt_store_hi_bytes(s->store, u);
     st = mt__course_begin(&s->course, unit_bytes, n_units, s->slot_bytes, s->n_slots);
     s->last_unit = -1;
     free(unit_bytes);
+fail:
     return st;
 }
 

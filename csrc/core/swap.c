@@ -100,20 +100,19 @@ static void bay_close(mt_swap *w, bay *b)
 
 static mt_status bay_open(mt_swap *w, size_t bytes, bay **out)
 {
-    bay      *b = calloc(1, sizeof *b);
+    bay      *b;
     mt_status st;
 
-    if (b == NULL)
-        return MT_FAIL(MT_ENOMEM, "swap: calloc(%zu)", sizeof *b);
-    if ((st = mt_bay_open(&b->b, bytes, w->dev, w->pool, w->stats.host_bytes)) != MT_OK) {
-        free(b);
-        return st;
-    }
+    MT_TRY(MT_MAKE(b, 1, "swap"));
+    MT_TRY(mt_bay_open(&b->b, bytes, w->dev, w->pool, w->stats.host_bytes));
     w->stats.host_bytes += b->b.arena.bytes;
     b->next = w->bays;
     w->bays = b;
     *out = b;
     return MT_OK;
+fail:
+    free(b);
+    return st;
 }
 
 /* The smallest free bay that holds `bytes`; else *largest is the largest free one, NULL if none
@@ -447,11 +446,10 @@ void mt_swap_drop(mt_swap *w, uint64_t number)
 mt_status mt_swap_open(const mt_context *cx, mt_swap **out)
 {
     mt_dev   *dev = cx->dev;
-    mt_swap  *w = calloc(1, sizeof *w);
+    mt_swap  *w;
     mt_status st;
 
-    if (w == NULL)
-        return MT_FAIL(MT_ENOMEM, "swap: calloc(%zu)", sizeof *w);
+    MT_TRY(MT_MAKE(w, 1, "swap"));
     *w = (mt_swap){ .cx = cx, .dev = dev, .pool = cx->pool, .timeline = cx->timeline,
                     .store = cx->store };
     mt_mutex_open(&w->mu, MT_RANK_SWAP);
@@ -472,10 +470,8 @@ void mt_swap_close(mt_swap *w)
     if (w == NULL)
         return;
     mt_spill_stop(w->spill);             /* it waits for what is in the queues */
-    if (w->out != NULL)
-        w->dev->ops->queue_close(w->out);
-    if (w->back != NULL)
-        w->dev->ops->queue_close(w->back);
+    w->dev->ops->queue_close(w->out);
+    w->dev->ops->queue_close(w->back);
     for (bundle *b = w->there, *next; b != NULL; b = next) {
         next = b->next;
         bundle_close(w, b);

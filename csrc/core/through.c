@@ -64,21 +64,19 @@ typedef struct cargo {
 
 static mt_status list(const mt_through *t, const job *b, cargo *c)
 {
-    size_t    n = (size_t)mt_store_params(t->store, b->j.unit) + 1;
+    int       n = mt_store_params(t->store, b->j.unit);
     mt_plane  plane;
-    mt_status st = MT_OK;
+    mt_status st;
 
-    c->planes = calloc(n, sizeof *c->planes);
-    c->grad = calloc(n, sizeof *c->grad);
-    if (c->planes == NULL || c->grad == NULL)
-        return MT_FAIL(MT_ENOMEM, "unit %s: no memory to list its parameters",
-                       mt_store_name(t->store, b->j.unit));
-    for (int i = 0; i < b->j.n_params && st == MT_OK; i++) {
+    MT_TRY(MT_MAKE(c->planes, n, mt_store_name(t->store, b->j.unit)));
+    MT_TRY(MT_MAKE(c->grad, n, mt_store_name(t->store, b->j.unit)));
+    for (int i = 0; i < b->j.n_params; i++) {
         int param = b->j.params[i];
 
-        if ((st = b->j.gradient(b->j.arg, param, &c->grad[param], &plane)) == MT_OK)
-            c->planes[param] = 1u << MT_PLANE_HI | 1u << plane | MT_STATE_PLANES;
+        MT_TRY(b->j.gradient(b->j.arg, param, &c->grad[param], &plane));
+        c->planes[param] = 1u << MT_PLANE_HI | 1u << plane | MT_STATE_PLANES;
     }
+fail:
     return st;
 }
 
@@ -203,12 +201,8 @@ static mt_status finish(mt_through *t, job *b)
             st = one;
     }
     mt_watch_end(watch, &post, st);
-    if (st != MT_OK)
-        mt_ledger_fault(t->store, st, mt_last_error());
     mt_timeline_end(t->timeline, &t->span, b->j.bytes, NULL);
-    mt_ledger_update_end(t->store, b->j.unit);
-    if (b->j.free != NULL)
-        b->j.free(b->j.arg);
+    mt_job_over(t->store, &b->j, st);
     free(b);
     return st;
 }
@@ -253,10 +247,9 @@ static mt_status pass(void *arg, mt_job *node)
 static mt_status open_buffers(mt_through *t, int n)
 {
     const mt_dev_ops *v = t->dev->ops;
-    mt_status         st = MT_OK;
+    mt_status         st;
 
-    if ((t->buffers = calloc((size_t)n, sizeof *t->buffers)) == NULL)
-        return MT_FAIL(MT_ENOMEM, "through: no memory to describe %d buffers", n);
+    MT_TRY(MT_MAKE(t->buffers, n, "through"));
     t->n_buffers = n;
     for (int i = 0; i < n; i++) {
         MT_TRY(v->queue_open(t->dev, "through", &t->buffers[i].q));
@@ -269,14 +262,13 @@ fail:
 
 mt_status mt_through_open(mt_context *cx, int n_buffers, size_t bytes, mt_through **out)
 {
-    mt_through *t;
+    mt_through *t = NULL;
     mt_status   st;
 
     if (n_buffers < 1 || bytes < MT_THROUGH_LEAST)
         return MT_FAIL(MT_EINVAL, "through: %d buffers of %zu bytes; one of %d is the least",
                        n_buffers, bytes, MT_THROUGH_LEAST);
-    if ((t = calloc(1, sizeof *t)) == NULL)
-        return MT_FAIL(MT_ENOMEM, "through: calloc(%zu)", sizeof *t);
+    MT_TRY(MT_MAKE(t, 1, "through"));
     *t = (mt_through){ .cx = cx, .dev = cx->dev, .store = cx->store, .timeline = cx->timeline,
                        .bytes = bytes };
     mt_mutex_open(&t->mu, MT_RANK_THROUGH);
@@ -297,9 +289,8 @@ void mt_through_close(mt_through *t)
     if (t->cx->through == t)
         t->cx->through = NULL;
     mt_worker_close(&t->worker);
-    for (int i = 0; t->buffers != NULL && i < t->n_buffers; i++) {
-        if (t->buffers[i].q != NULL)
-            t->dev->ops->queue_close(t->buffers[i].q);
+    for (int i = 0; i < t->n_buffers; i++) {
+        t->dev->ops->queue_close(t->buffers[i].q);
         t->dev->ops->event_close(t->buffers[i].over[0]);
         t->dev->ops->event_close(t->buffers[i].over[1]);
         t->dev->ops->mem_free(t->dev, t->buffers[i].mem);
@@ -307,39 +298,6 @@ void mt_through_close(mt_through *t)
     mt_mutex_close(&t->mu);
     free(t->buffers);
     free(t);
-}
-
-/* ---- the updater's side ----------------------------------------------------------------- */
-
-mt_status mt_through_put(mt_through *t, const mt_update_job *j, float clip)
-{
-    job *b = calloc(1, sizeof *b);
-
-    if (b == NULL) {
-        mt_status st = MT_FAIL(MT_ENOMEM, "unit %s: no memory to send it through the device",
-                               mt_store_name(t->store, j->unit));
-
-        mt_ledger_fault(t->store, st, mt_last_error());
-        mt_ledger_update_end(t->store, j->unit);
-        if (j->free != NULL)
-            j->free(j->arg);
-        return st;
-    }
-    b->j = *j;
-    b->clip = clip;
-    mt_lock(&t->mu);
-    b->number = mt_worker_submit(&t->worker, &b->node);
-    assert_state(t);
-    mt_unlock(&t->mu);
-    return MT_OK;
-}
-
-mt_status mt_through_wait(mt_through *t)
-{
-    mt_status st = mt_worker_wait(&t->worker, mt_store_watch(t->store), MT_WORKER_ALL, NULL,
-                                  "updates that go through the device");
-
-    return st == MT_OK ? mt_ledger_check(t->store) : st;
 }
 
 mt_through_stats mt_through_stats_get(mt_through *t)
@@ -353,7 +311,7 @@ mt_through_stats mt_through_stats_get(mt_through *t)
     return stats;
 }
 
-/* ---- the home --------------------------------------------------------------------------- */
+/* ---- the home: the updater ---------------------------------------------------------------- */
 
 static int home_fits(const mt_update_job *j)
 {
@@ -362,12 +320,30 @@ static int home_fits(const mt_update_job *j)
 
 static mt_status home_update(void *arg, const mt_update_job *j, float clip)
 {
-    return mt_through_put(arg, j, clip);
+    mt_through *t = arg;
+    job        *b;
+    mt_status   st;
+
+    MT_TRY(MT_MAKE(b, 1, mt_store_name(t->store, j->unit)));
+    b->j = *j;
+    b->clip = clip;
+    mt_lock(&t->mu);
+    b->number = mt_worker_submit(&t->worker, &b->node);
+    assert_state(t);
+    mt_unlock(&t->mu);
+    return MT_OK;
+fail:
+    mt_job_over(t->store, j, st);
+    return st;
 }
 
 static mt_status home_stepped(void *arg)
 {
-    return mt_through_wait(arg);
+    mt_through *t = arg;
+    mt_status   st = mt_worker_wait(&t->worker, mt_store_watch(t->store), MT_WORKER_ALL, NULL,
+                                    "updates that go through the device");
+
+    return st == MT_OK ? mt_ledger_check(t->store) : st;
 }
 
 const mt_home mt_home_through = {

@@ -10,14 +10,14 @@
  *            turn; there are a few, so that one goes up while another comes down
  *
  *     mt_through_open(&cx, 3, bytes, &t);
- *     mt_through_put(t, &job, clip);                      // returns at once
+ *     mt_home_through.update(t, &job, clip);              // the updater: returns at once
  *     mt_ledger_wait_updates(store, job.unit);            // its planes are as after the update
  *
  * Order: a buffer's queue is the only order there is; parts of one update do not depend on each
  *        other. The thread of ours waits in the ledger for copies that read the unit's weights
  *        before the first piece comes down, and ends the unit's update when the last one is down.
  *
- * Threads: put, wait: the updater. The job's functions run on our thread.
+ * Threads: update, stepped of the home: the updater. The job's functions run on our thread.
  */
 #ifndef MT_THROUGH_H
 #define MT_THROUGH_H
@@ -32,11 +32,6 @@ typedef struct mt_through mt_through;
 /* n_buffers of so many bytes; their memory is made with the first job. */
 mt_status mt_through_open (mt_context *cx, int n_buffers, size_t bytes, mt_through **out);
 void      mt_through_close(mt_through *t);               /* finishes what was put */
-
-/* The job is copied; its arg, and the end of the unit's update in the ledger, are ours,
- * also on failure. */
-mt_status mt_through_put (mt_through *t, const mt_update_job *job, float clip);
-mt_status mt_through_wait(mt_through *t);                /* all that was put is over */
 
 typedef struct mt_through_stats {
     uint64_t h2d_bytes, d2h_bytes;       /* since open */

@@ -22,17 +22,22 @@ typedef struct entry {
     mt_stamp *begin, *end;       /* NULL: the time is in r. A point has no end */
 } entry;
 
+typedef struct room {
+    entry     ring[KEPT];        /* oldest at first */
+    entry     late[KEPT];        /* taken from the ring and not handed out. reading */
+    mt_stamp *made[STAMPS];      /* every stamp there is */
+    mt_stamp *idle[STAMPS];      /* of which these are in no queue */
+} room;
+
 struct mt_timeline {
     mt_dev         *dev;
     atomic_int      on;          /* written under mu; a look without it decides nothing else */
 
     mt_mutex        mu;
-    entry          *ring;        /* [KEPT] oldest at first. mu */
-    int64_t         first, n;    /* mu */
+    room           *room;        /* made when it is first on. mu, but for `late` */
+    int64_t         first, n;    /* of the ring. mu */
     int64_t         promised;    /* spans that have begun. mu */
-    mt_stamp      **made;        /* [STAMPS] every stamp there is. mu */
-    mt_stamp      **idle;        /* [STAMPS] of which these are in no queue. mu */
-    int64_t         n_made, n_idle;
+    int64_t         n_made, n_idle;      /* mu */
     uint64_t        lost;        /* mu */
 
     mt_span         stack[DEEP]; /* computing thread */
@@ -41,7 +46,6 @@ struct mt_timeline {
     int             depth;       /* computing thread; may exceed DEEP */
 
     mt_mutex        reading;
-    entry          *late;        /* [KEPT] taken from the ring and not handed out. reading */
     int64_t         n_late;      /* reading */
 };
 
@@ -64,32 +68,17 @@ const char *mt_work_name(mt_work work)
 
 mt_status mt_timeline_open(mt_dev *dev, mt_timeline **out)
 {
-    mt_timeline *t = calloc(1, sizeof *t);
+    mt_timeline *t;
+    mt_status    st;
 
-    if (t == NULL)
-        return MT_FAIL(MT_ENOMEM, "timeline: calloc(%zu)", sizeof *t);
+    MT_TRY(MT_MAKE(t, 1, "timeline"));
     t->dev = dev;
     atomic_init(&t->on, 0);
     mt_mutex_open(&t->mu, MT_RANK_TIMELINE);
     mt_mutex_open(&t->reading, MT_RANK_TIMELINE_READING);
     *out = t;
-    return MT_OK;
-}
-
-/* Under reading and mu. */
-static mt_status make_room(mt_timeline *t)
-{
-    if (t->ring == NULL)
-        t->ring = calloc(KEPT, sizeof *t->ring);
-    if (t->late == NULL)
-        t->late = calloc(KEPT, sizeof *t->late);
-    if (t->made == NULL)
-        t->made = calloc(STAMPS, sizeof(mt_stamp *));
-    if (t->idle == NULL)
-        t->idle = calloc(STAMPS, sizeof(mt_stamp *));
-    if (t->ring == NULL || t->late == NULL || t->made == NULL || t->idle == NULL)
-        return MT_FAIL(MT_ENOMEM, "timeline: no memory for %d records", KEPT);
-    return MT_OK;
+fail:
+    return st;
 }
 
 mt_status mt_timeline_on(mt_timeline *t, int on)
@@ -98,8 +87,8 @@ mt_status mt_timeline_on(mt_timeline *t, int on)
 
     mt_lock(&t->reading);
     mt_lock(&t->mu);
-    if (on)
-        st = make_room(t);
+    if (on && t->room == NULL)
+        st = MT_MAKE(t->room, 1, "timeline");
     if (st == MT_OK)
         atomic_store(&t->on, on);
     mt_unlock(&t->mu);
@@ -112,13 +101,10 @@ void mt_timeline_close(mt_timeline *t)
     if (t == NULL)
         return;
     for (int64_t i = 0; i < t->n_made; i++)
-        t->dev->ops->stamp_close(t->dev, t->made[i]);
+        t->dev->ops->stamp_close(t->dev, t->room->made[i]);
     mt_mutex_close(&t->reading);
     mt_mutex_close(&t->mu);
-    free(t->ring);
-    free(t->late);
-    free(t->made);
-    free(t->idle);
+    free(t->room);
     free(t);
 }
 
@@ -128,12 +114,12 @@ void mt_timeline_close(mt_timeline *t)
 static int stamp_take(mt_timeline *t, mt_stamp **s)
 {
     if (t->n_idle > 0) {
-        *s = t->idle[--t->n_idle];
+        *s = t->room->idle[--t->n_idle];
         return 1;
     }
     if (t->n_made == STAMPS || t->dev->ops->stamp_open(t->dev, s) != MT_OK)
         return 0;
-    t->made[t->n_made++] = *s;
+    t->room->made[t->n_made++] = *s;
     return 1;
 }
 
@@ -142,7 +128,7 @@ static int stamp_take(mt_timeline *t, mt_stamp **s)
 static void stamp_give(mt_timeline *t, mt_stamp *s)
 {
     if (s != NULL)
-        t->idle[t->n_idle++] = s;
+        t->room->idle[t->n_idle++] = s;
 }
 
 static int stamp_put(const mt_timeline *t, mt_stamp *s, mt_queue *q, uint64_t *ns)
@@ -175,7 +161,7 @@ static int entry_known(const mt_timeline *t, entry *e)
 /* Under mu. The oldest record is lost, unless its stamps are still in a queue. */
 static int give_way(mt_timeline *t)
 {
-    entry *e = &t->ring[t->first];
+    entry *e = &t->room->ring[t->first];
 
     if (t->n == 0 || !entry_known(t, e))
         return 0;
@@ -207,7 +193,7 @@ static void redeem(mt_timeline *t, const mt_span *s, int kept)
 {
     t->promised--;
     if (kept)
-        t->ring[(t->first + t->n++) % KEPT] = (entry){ s->r, s->begin, s->end };
+        t->room->ring[(t->first + t->n++) % KEPT] = (entry){ s->r, s->begin, s->end };
     else
         t->lost++;
 }
@@ -338,7 +324,7 @@ static void take_over(mt_timeline *t)
 {
     mt_lock(&t->mu);
     while (t->n > 0 && t->n_late < KEPT) {
-        t->late[t->n_late++] = t->ring[t->first];
+        t->room->late[t->n_late++] = t->room->ring[t->first];
         t->first = (t->first + 1) % KEPT;
         t->n--;
     }
@@ -352,10 +338,10 @@ int64_t mt_timeline_read(mt_timeline *t, mt_record *out, int64_t cap)
     mt_lock(&t->reading);
     take_over(t);
     for (int64_t i = 0; i < t->n_late; i++) {
-        entry e = t->late[i];
+        entry e = t->room->late[i];
 
         if (n == cap || !entry_known(t, &e)) {
-            t->late[kept++] = t->late[i];
+            t->room->late[kept++] = t->room->late[i];
             continue;
         }
         out[n++] = e.r;

@@ -290,8 +290,9 @@ fail:
     return st;
 }
 
-/* Nobody on any rank reads weights of these units as they are. Of all before the first is written,
- * since ranks may go through them in other orders. */
+/* Nobody on any rank reads weights of these units as they are, but for saves, which let go of each
+ * when it is copied. Of all before the first is written, since ranks may go through them in other
+ * orders. */
 static mt_status clear_all(mt_updater *u, const work *w)
 {
     mt_span   span;
@@ -299,7 +300,7 @@ static mt_status clear_all(mt_updater *u, const work *w)
 
     mt_timeline_begin(u->timeline, &span, MT_LANE_HOST, MT_WORK_WAIT, -1, NULL);
     for (int i = 0; i < w->n; i++)
-        MT_TRY(mt_ledger_wait_fetch(u->store, w->jobs[i].j.unit));
+        MT_TRY(mt_ledger_wait_fetched(u->store, w->jobs[i].j.unit));
     mt_ledger_say(u->store, MT_COUNT_CLEAR, w->ticket, 0);
     MT_TRY(mt_ledger_meet(u->store, MT_COUNT_CLEAR, w->ticket, 0, NULL));
     mt_timeline_end(u->timeline, &span, 0, NULL);

@@ -1,6 +1,7 @@
 /* view.c — units whose planes lie in a share: their ranges, and what user code sees of them. */
 #include "store_impl.h"
 
+#include <inttypes.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
@@ -37,17 +38,17 @@ static uint64_t layout_of(const mt__unit *u, int unit)
 
 static mt_status count_chunks(mt__unit *u, size_t *n)
 {
-    if ((u->chunk = calloc((size_t)u->n_params + 1, sizeof *u->chunk)) == NULL)
-        return MT_FAIL(MT_ENOMEM, "unit %s: no memory for %d numbers", u->name, u->n_params);
+    mt_status st = MT_MAKE(u->chunk, u->n_params, u->name);
+
     *n = 0;
-    for (int i = 0; i < u->n_params; i++) {
+    for (int i = 0; st == MT_OK && i < u->n_params; i++) {
         const mt_param_desc *d = &u->desc[i];
 
         u->chunk[i] = *n;
         if (mt_plane_bytes(MT_PLANE_GRAD, d->dtype, MT_STATES_FP32, 1) > 0)
             *n += (size_t)chunks_of(d->numel);
     }
-    return MT_OK;
+    return st;
 }
 
 /* The board first: on it ranks see that their units differ, before one's lies in another's. */
@@ -148,4 +149,127 @@ double *mt_store_sums(const mt_store *s, int unit, int param, int own, int64_t *
         return NULL;
     *n = chunks_of(elements);
     return u->board.chunks + u->chunk[param] + from / MT_PORTION_GRAIN;
+}
+
+/* ---- spreads ------------------------------------------------------------------------------ */
+
+typedef struct spread {
+    int      unit, param;
+    unsigned planes;
+} spread;
+
+/* As a number for the other ranks. */
+static uint64_t about(const spread *w)
+{
+    return (uint64_t)(unsigned)w->unit << 40 | (uint64_t)(unsigned)w->param << 16 | w->planes;
+}
+
+static mt_status fault(mt_store *s, mt_status st)
+{
+    mt_ledger_fault(s, st, mt_last_error());
+    return st;
+}
+
+static mt_status too_late(mt_store *s, const spread *w, int rank, double seconds)
+{
+    return fault(s, MT_FAIL(MT_EPEER, "unit %s, parameter %d: rank %d (process %" PRId64 ") has "
+                            "not come in %g s; what one rank writes in place all ranks have to",
+                            mt_store_name(s, w->unit), w->param, rank,
+                            mt_share_process(s->share, rank), seconds));
+}
+
+static mt_status another(mt_store *s, const spread *w, int rank)
+{
+    uint64_t other = mt_share_about(s->share, MT_COUNT_WRITTEN, rank);
+
+    return fault(s, MT_FAIL(MT_EPEER, "rank %d wrote unit %s, parameter %d, where rank %d wrote "
+                            "unit %s, parameter %d; what one rank writes in place all ranks have "
+                            "to, in one order", rank, mt_store_name(s, (int)(other >> 40)),
+                            (int)(other >> 16 & 0xffffff), mt_share_rank(s->share),
+                            mt_store_name(s, w->unit), w->param));
+}
+
+/* All ranks have come to n. */
+static mt_status meet(mt_store *s, const spread *w, mt_count what, uint64_t n)
+{
+    double    limit = (double)atomic_load(&s->watch.limit_ns) / 1e9;
+    double    seconds = limit < MT_SPREAD_S ? limit : MT_SPREAD_S;
+    int       late, rank;
+    mt_status st = mt_ledger_meet(s, what, n, seconds, &late);
+
+    if (st != MT_OK || !late)
+        return st;
+    rank = mt_share_behind(s->share, what, n);
+    return rank < mt_share_ranks(s->share) ? too_late(s, w, rank, seconds) : MT_OK;
+}
+
+/* Every rank has written, and all the same. Who was interrupted comes here again. */
+static mt_status meet_writers(mt_store *s, const spread *w, uint64_t n)
+{
+    mt_status st;
+
+    if (mt_share_said(s->share, MT_COUNT_WRITTEN, mt_share_rank(s->share)) < n)
+        mt_ledger_say(s, MT_COUNT_WRITTEN, n, about(w));
+    MT_TRY(meet(s, w, MT_COUNT_WRITTEN, n));
+    for (int rank = 0; rank < mt_share_ranks(s->share); rank++)
+        if (mt_share_about(s->share, MT_COUNT_WRITTEN, rank) != about(w))
+            return another(s, w, rank);
+fail:
+    return st;
+}
+
+/* Its own portion of a plane, if anybody has looked at it here. */
+static mt_status copy_own(mt_store *s, const spread *w, mt_plane p)
+{
+    int64_t     from, n = mt_store_owned(s, w->unit, w->param, &from);
+    size_t      skip = mt_store_plane_bytes(s, w->unit, w->param, p, from);
+    const char *place;
+    void       *at;
+    mt_status   st;
+
+    MT_TRY(mt_store_at(s, w->unit, w->param, p, &at));
+    place = view_of(s, &mt__unit_at(s, w->unit)->plane[MT__HOST][p], at);
+    if (place != NULL)
+        memcpy((char *)at + skip, place + skip,
+               mt_store_plane_bytes(s, w->unit, w->param, p, n));
+fail:
+    return st;
+}
+
+static mt_status spread_own(mt_store *s, const spread *w, uint64_t n)
+{
+    mt_watch_ask ask;
+    mt_status    st;
+
+    for (int p = 0; p < MT_PLANE_COUNT; p++)
+        if (w->planes >> p & 1)
+            MT_TRY(copy_own(s, w, (mt_plane)p));
+    mt_ledger_say(s, MT_COUNT_SPREAD, n, 0);
+    ask = mt_watch_asks(NULL);           /* nobody is asked: this is not to be done again */
+    st = meet(s, w, MT_COUNT_SPREAD, n);
+    (void)mt_watch_asks(ask);
+fail:
+    return st;
+}
+
+mt_status mt_store_spread(mt_store *s, int unit, int param, unsigned planes)
+{
+    spread    w = { unit, param, planes };
+    mt__unit *u;
+    uint64_t  n;
+    mt_status st;
+
+    MT_TRY(mt__find(s, unit, param, &u));
+    if (s->share == NULL)
+        return MT_OK;
+    n = mt_share_said(s->share, MT_COUNT_SPREAD, mt_share_rank(s->share)) + 1;
+    MT_TRY(meet_writers(s, &w, n));
+    MT_TRY(spread_own(s, &w, n));
+    for (int p = 0; p < MT_PLANE_COUNT; p++)
+        if (planes >> p & 1)
+            mt_store_view_drop(s, unit, param, (mt_plane)p);
+    if (planes & 1u << MT_PLANE_HI)
+        mt_ledger_touch(s, unit);
+fail:
+    return st;
 }

@@ -52,15 +52,16 @@ static void *worker_main(void *arg)
 
 static mt_status start(mt_worker *w, int n)
 {
-    int error;
+    int       error;
+    mt_status st;
 
-    if ((w->threads = calloc((size_t)n + 1, sizeof *w->threads)) == NULL)
-        return MT_FAIL(MT_ENOMEM, "%s: no memory for %d threads", w->name, n);
+    MT_TRY(MT_MAKE(w->threads, n, w->name));
     for (; w->n_threads < n; w->n_threads++)
         if ((error = pthread_create(&w->threads[w->n_threads], NULL, worker_main, w)) != 0)
             return MT_FAIL(MT_ENOMEM, "%s: thread %d of %d: %s; ask for fewer threads", w->name,
                            w->n_threads + 1, n, strerror(error));
-    return MT_OK;
+fail:
+    return st;
 }
 
 mt_status mt_worker_open(mt_worker *w, mt_mutex *mu, int n_threads, const char *name,

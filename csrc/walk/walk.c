@@ -34,7 +34,8 @@ typedef struct walker {
     int64_t *is_out;             /* 1: it left */
     int64_t *spill_at, *spill;   /* when the window's spill comes, of all; the window of each */
 
-    double  *landed;             /* [depth] when the last hand-overs had landed */
+    double  *landed;             /* [depth][3] when the last hand-overs had landed: were exchanged
+                                    within their machine, between machines, and home */
     double  *added;              /* [stagings] when the last sums were made */
     double  *lent_free;          /* [n_lent] when a buffer is given back */
     int64_t *lent_for;           /* [n_lent] the row that it waits for */
@@ -48,6 +49,9 @@ typedef struct walker {
     /* When each queue is through. launch: Python; guests: copies of states that arrive; drive: the
      * file of activations. */
     double   run, launch, h2d, mover, d2h, adder, swap_out, guests, drive;
+    double   exchange, network, spread;  /* gradients in their machine, between; new weights */
+    double   owed;               /* seconds by which what is computed next is held up */
+    double   moved;              /* bytes that crossed to and from the host's memory */
     double   lane[MT_LANE_COUNT];    /* of updates that follow their gradients */
     double   updated;            /* until then AdamW has the host's memory */
     int64_t  held, out_for;      /* rows: what Python, and the last copy out, last waited for */
@@ -213,7 +217,8 @@ static mt_status walker_open(walker *t, const mt_walk *in, double **d, int64_t *
     double  *from;
     int64_t *also;
 
-    *d = calloc((size_t)(4 * u + 2 * w + in->depth + in->stagings + lent) + 1, sizeof **d);
+    *d = calloc((size_t)(4 * u + 2 * w + 3 * in->depth + in->stagings + lent) + 1,
+                sizeof **d);
     *n = calloc((size_t)(3 * u + 4 * w + 2 * lent) + 1, sizeof **n);
     if (*d == NULL || *n == NULL)
         return MT_FAIL(MT_ENOMEM, "walk: no memory for %lld windows of %lld units", (long long)w,
@@ -225,7 +230,7 @@ static mt_status walker_open(walker *t, const mt_walk *in, double **d, int64_t *
     t->queued = doubles(&from, u);
     t->back = doubles(&from, w);
     t->written = doubles(&from, w);
-    t->landed = doubles(&from, in->depth);
+    t->landed = doubles(&from, 3 * in->depth);
     t->added = doubles(&from, in->stagings);
     t->lent_free = doubles(&from, lent);
     also = *n;
@@ -244,10 +249,11 @@ static mt_status walker_open(walker *t, const mt_walk *in, double **d, int64_t *
 /* ---- copies ----------------------------------------------------------------------------- */
 
 /* When a copy ends: slower while AdamW has the host's memory. */
-static double copied(const walker *t, double start, double bytes, double rate)
+static double copied(walker *t, double start, double bytes, double rate)
 {
     double slow = least(rate, t->in->busy);
 
+    t->moved += bytes;
     if (start < t->updated) {
         if (bytes <= (t->updated - start) * slow)
             return start + bytes / slow;
@@ -255,6 +261,28 @@ static double copied(const walker *t, double start, double bytes, double rate)
         start = t->updated;
     }
     return start + bytes / rate;
+}
+
+/* ---- between machines ------------------------------------------------------------------- */
+
+/* When it is over: behind all that the queue was given before. */
+static double over_network(walker *t, double *queue, int64_t u, double ready, double seconds)
+{
+    double begin = later(*queue, ready);
+
+    *queue = begin + seconds;
+    t->busy[MT_WALK_NETWORK] += seconds;
+    note(t, MT_WALK_NETWORK, u, begin, *queue);
+    return *queue;
+}
+
+/* A unit was updated on all machines, each its part: when all have all of it. Updates come first,
+ * gradients later: where they meet, neither is taken to slow the other down. */
+static double spread(walker *t, int64_t u, double updated)
+{
+    double seconds = t->in->spread_s[u];
+
+    return seconds > 0.0 ? over_network(t, &t->spread, u, updated, seconds) : updated;
 }
 
 /* ---- updates ---------------------------------------------------------------------------- */
@@ -314,6 +342,7 @@ static void update_first(walker *t, int64_t u, double *now, double *passed)
         t->done[u] = *now += in->update_s[u];
     }
     note(t, in->updated_on[u], u, begin, t->done[u]);
+    t->done[u] = spread(t, u, t->done[u]);
 }
 
 static void updates_first(walker *t)
@@ -382,13 +411,19 @@ static void read_weights(walker *t, int64_t u, double start)
         t->lane[MT_LANE_DISK] += took;
 }
 
+/* The row that new weights wait for: the one that takes longer. */
+static int64_t updated_by(const mt_walk *in, int64_t u)
+{
+    return in->spread_s[u] > in->update_s[u] ? MT_WALK_NETWORK : in->updated_on[u];
+}
+
 static void fetch(walker *t, int64_t u, double rate, double handed, double freed)
 {
     double start;
 
     t->mover = later(later(t->mover, handed), t->done[u]);
     start = later(later(t->h2d, t->mover), freed);
-    t->late[u] = start == t->done[u] ? t->in->updated_on[u] : MT_LANE_H2D;
+    t->late[u] = start == t->done[u] ? updated_by(t->in, u) : MT_LANE_H2D;
     t->h2d = copied(t, start, (double)t->in->weights[u], rate);
     t->busy[MT_LANE_H2D] += t->h2d - start;
     if (t->in->read_s[u] > 0.0)
@@ -458,6 +493,8 @@ static void window(walker *t, const mt_walk_list *list, int64_t w, double second
     if (row != NOBODY)
         t->idle[row] += begin - t->run;
     t->launch += host_s;
+    seconds += t->owed;
+    t->owed = 0.0;
     t->busy[MT_LANE_COMPUTE] += seconds;
     t->busy[MT_WALK_OWN] += host_s;
     t->run = begin + seconds;
@@ -505,6 +542,7 @@ static void follow(walker *t, int64_t u, int64_t buffer)
         t->updated = later(t->updated, t->done[u]);
     t->lent_free[buffer] = t->done[u];
     t->lent_for[buffer] = on;
+    t->done[u] = spread(t, u, t->done[u]);
 }
 
 static void add_up(walker *t, int64_t u)
@@ -523,31 +561,67 @@ static void send(walker *t, int64_t u, int adding)
 
     if (adding && t->n_added >= t->in->stagings)        /* no staging buffer is free */
         start = later(start, t->added[t->n_added % t->in->stagings]);
-    t->d2h = copied(t, start, (double)t->in->gradients[u], t->in->both);
+    t->d2h = copied(t, start, (double)(adding ? t->in->further : t->in->gradients)[u],
+                    t->in->both);
     note(t, MT_LANE_D2H, u, start, t->d2h);
     t->busy[MT_LANE_D2H] += t->d2h - start;
     if (adding)
         add_up(t, u);
 }
 
+/* Compute waits until gradients are exchanged, and home. */
+static void stand_until(walker *t, double exchanged, double summed, double home)
+{
+    stand(t, exchanged, MT_WALK_EXCHANGE);
+    stand(t, summed, MT_WALK_NETWORK);
+    stand(t, home, MT_LANE_D2H);
+}
+
 /* Python is no more than `depth` hand-overs ahead (LANDED). */
 static void land(walker *t)
 {
-    double  *landed = &t->landed[t->n_landed % t->in->depth];
-    double   before = *landed;
+    double *landed = &t->landed[3 * (t->n_landed % t->in->depth)];
+    double  before[3] = { landed[0], landed[1], landed[2] };
 
-    *landed = t->d2h;
+    landed[0] = t->exchange;
+    landed[1] = t->network;
+    landed[2] = t->d2h;
     if (t->n_landed++ >= t->in->depth)
-        stand(t, before, MT_LANE_D2H);
+        stand_until(t, before[0], before[1], before[2]);
 }
 
-/* Gradients leave behind compute. Those of units at home on the device take the same queue, and
- * next to no time. */
+/* A unit's gradients go to their owners, which add them up: when the sums are there. On the links
+ * to the host they take both ways, and stand in the queue of what goes home. */
+static double exchange(walker *t, int64_t u)
+{
+    const mt_walk *in = t->in;
+    double         begin = later(t->exchange, t->run);
+
+    if (in->exchange_s[u] == 0.0 && in->network_s[u] == 0.0)
+        return t->run;
+    if (in->on_link)
+        begin = later(begin, t->d2h);
+    t->exchange = begin + in->exchange_s[u];
+    t->busy[MT_WALK_EXCHANGE] += in->exchange_s[u];
+    note(t, MT_WALK_EXCHANGE, u, begin, t->exchange);
+    if (in->on_link) {
+        t->d2h = t->exchange;
+        t->h2d = later(t->h2d, begin) + in->exchange_s[u];
+    }
+    t->owed += in->lost_s[u];
+    if (in->network_s[u] == 0.0)
+        return t->exchange;
+    return over_network(t, &t->network, u, t->exchange, in->network_s[u]);
+}
+
+/* Gradients leave behind compute, and behind their exchange. Those of units at home on the device
+ * take the same queue, and next to no time. */
 static void offload(walker *t, int64_t u, int adding)
 {
-    int kept = t->in->n_lent == 0, here = t->in->updated_on[u] == MT_LANE_DEVICE;
+    int    kept = t->in->n_lent == 0, here = t->in->updated_on[u] == MT_LANE_DEVICE;
+    double summed = exchange(t, u);
 
-    t->d2h = later(t->d2h, t->run);
+    t->d2h = later(t->d2h, summed);
     if (here && !kept) {
         note(t, MT_LANE_DEVICE, u, t->run, t->run + t->in->update_s[u]);
         t->run += t->in->update_s[u];
@@ -769,7 +843,7 @@ static void walk_once(walker *t, double launch)
         backward(t, micro > 0, micro == t->in->shown - 1);
         t->ends[micro % 3] = t->run;
     }
-    stand(t, t->d2h, MT_LANE_D2H);      /* all gradients have landed */
+    stand_until(t, t->exchange, t->network, t->d2h);    /* all gradients have landed */
     stand(t, t->adder, MT_LANE_SUM);
     stand(t, t->guests, MT_LANE_THROUGH);
 }
@@ -788,7 +862,18 @@ static int make_steady(walker *t, double ahead, double than)
     return 1;
 }
 
-static double seconds_of(const walker *t)
+/* Seconds in which the host's memory moves what a step needs: all GPUs of a machine have one. */
+static double memory_of(const walker *t)
+{
+    const mt_walk *in = t->in;
+
+    if (in->memory == 0.0)
+        return 0.0;
+    return in->memory_s + t->moved * ((double)in->micro / (double)in->shown) / in->memory;
+}
+
+/* Of a step, by its queues. */
+static double queues_of(const walker *t)
 {
     const mt_walk *in = t->in;
     int64_t        n = in->shown, more = in->micro - n;
@@ -806,7 +891,12 @@ static double seconds_of(const walker *t)
     if (reads)
         bound = later(bound, t->update_s[MT_LANE_DISK]
                              + t->busy[MT_LANE_DISK] * ((double)in->micro / (double)n));
-    return later(seconds, bound) + in->rest_s;
+    return later(seconds, bound);
+}
+
+static double seconds_of(const walker *t)
+{
+    return later(queues_of(t), memory_of(t)) + t->in->rest_s;
 }
 
 /* Of all micro-batches, from those that were walked through. What waits for updates is in the
@@ -823,6 +913,8 @@ static void tell(const walker *t, double seconds, mt_walked *out)
         out->busy[row] = t->busy[row] * share + t->update_s[row];
         out->idle[row] = t->idle[row] * (once ? 1.0 : share);
     }
+    out->busy[MT_WALK_MEMORY] = memory_of(t);
+    out->idle[MT_WALK_MEMORY] = later(0.0, memory_of(t) - queues_of(t));
 }
 
 /* By how much Python is ahead of the device when a step begins: first by about half of a backward,

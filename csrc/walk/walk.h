@@ -29,8 +29,10 @@
 #include "../core/schedule.h"
 #include "../core/timeline.h"
 
-/* Rows are lanes, and behind them Python's own work. */
-enum { MT_WALK_OWN = MT_LANE_COUNT, MT_WALK_ROWS };
+/* Rows are lanes, and behind them Python's own work; then what several GPUs share: links between
+ * those of a machine, the network between machines, and the memory of a machine's host. */
+enum { MT_WALK_OWN = MT_LANE_COUNT, MT_WALK_EXCHANGE, MT_WALK_NETWORK, MT_WALK_MEMORY,
+       MT_WALK_ROWS };
 
 typedef struct mt_walk_list {
     const int64_t *begin;        /* [n_windows + 1] where in item a window's units begin */
@@ -59,6 +61,15 @@ typedef struct mt_walk {
     const double  *through_s;    /* on THROUGH: of its update by way of the device */
     const double  *read_s;       /* in which the drive reads its weights; 0: they are in memory */
 
+    /* [n_units], of one of several GPUs, which are taken to do the same at the same time; zeros of
+     * one alone. Gradients leave for their owners behind compute, and go home from there. */
+    const double  *exchange_s;   /* in which they are exchanged within the machine, and added */
+    const double  *network_s;    /* and between machines, behind that */
+    const double  *lost_s;       /* by which it holds up what is computed beside it */
+    const double  *spread_s;     /* in which new weights go to the other machines */
+    const int64_t *further;      /* bytes that cross of a further micro-batch; `gradients`: of the
+                                    first */
+
     /* Bytes of the buffers that gradients pass through where they are kept nowhere, largest first.
      * Updates then follow their gradients, in backward. None: gradients are kept. */
     const int64_t *lent;
@@ -76,6 +87,9 @@ typedef struct mt_walk {
     double  busy;                /* beside AdamW on the host */
     double  write, read;         /* of the drive */
     double  rest_s;              /* between two steps: the clip factor */
+    int64_t on_link;             /* 1: what GPUs exchange takes their links to the host */
+    double  memory;              /* bytes/s of the host's memory for this GPU's copies; 0: enough */
+    double  memory_s;            /* in which a step's updates and sums have that memory */
 } mt_walk;
 
 typedef struct mt_walk_event {

@@ -20,6 +20,8 @@ def add(commands: Any) -> None:
     parser.add_argument("--out", type=Path, metavar="FILE", help="file to write; default: $MEGATRAIN_MACHINE, "
                         "or ~/.cache/megatrain/machine.json, where plans look")
     parser.add_argument("--disk", metavar="FOLDER", help="measure the drive too that optimizer states may go to")
+    parser.add_argument("--gpus", type=int, metavar="N", help="measure links between so many GPUs; default: all there "
+                        "are. On the CPU device as many processes; default: 1, none")
     parser.set_defaults(run=run)
 
 
@@ -27,15 +29,16 @@ def run(args: argparse.Namespace) -> None:
     try:
         _run(args)
     except MegatrainError as why:
-        raise MegatrainError(Flags(("device", "out", "disk")).told(why)) from None
+        raise MegatrainError(Flags(("device", "out", "disk", "gpus")).told(why)) from None
 
 
 def _run(args: argparse.Namespace) -> None:
     import torch
 
-    from ..plans import doctor
+    from ..plans import doctor, links
 
     device = torch.device(device_of(args.device))
+    gpus = _gpus(args.gpus, torch.cuda.device_count() if device.type == "cuda" else None)
     if args.out:
         made(args.out.parent, "out")
         if args.out.exists() and not _is_table(args.out):
@@ -43,7 +46,17 @@ def _run(args: argparse.Namespace) -> None:
     if device.type == "cpu" and not args.device:
         sys.stderr.write("no GPU here: what is measured is the CPU device, for `megatrain plan --machine cpu`\n")
     machine, limits = doctor.measure(device, lambda what: sys.stderr.write(f"measuring: {what}\n"), args.disk)
+    if gpus > 1:
+        sys.stderr.write(f"measuring: links between {gpus} {'GPUs' if device.type == 'cuda' else 'processes'}\n")
+        machine = links.linked(machine, links.measure(device.type, gpus))
     sys.stdout.write(f"{doctor.report(machine, limits)}\n\nwritten to {doctor.store(machine, args.out)}\n")
+
+
+def _gpus(asked: int | None, there: int | None) -> int:
+    """there: GPUs; None: the CPU device, on which there may be as many processes as are asked for."""
+    if asked is not None and (asked < 1 or asked > (there or asked)):
+        raise MegatrainError(f"gpus={asked}: 1 to {there or 'any number'}")
+    return asked or there or 1
 
 
 def _is_table(path: Path) -> bool:

@@ -17,7 +17,8 @@ from ..base.modes import GRADS, HOMES, MODES
 from ..plans.changes import SHOWN as WAYS
 from ..plans.changes import Refusal, typed
 from ..plans.machine import MACHINES, RATES, Machine, card_with, host_limit_bytes, listing, resolve
-from . import folder
+from ..plans.planner import Plan, plan
+from . import beside, folder
 from .flags import Flags
 
 PICTURES = (".png", ".svg", ".pdf")
@@ -53,6 +54,8 @@ def add(commands: Any) -> None:
         help=f"of all layers: {', '.join(MODES)}; default: what is best")
     add("--slots", type=int, metavar="N", help="ring size")
     add("--states", default="fp32", metavar="FORMAT", help=f"how AdamW keeps its states: {', '.join(SHOWN)}")
+    add("--gpus", metavar="N", help="of a machine, each with so many tokens a step; 1,2,4,8: a table. Default: 1")
+    add("--machines", metavar="N", help="with so many GPUs each, and a host like this one's; 1,2,4: a table")
     add("--layers", type=int, metavar="N", help="instead of the config's own number")
     add("--json", action="store_true", help="the plan, or why there is none and what would fit, as JSON, in bytes")
     add("--picture", type=Path, metavar="FILE", help="file to draw what lies in which memory: .png, .svg or .pdf")
@@ -85,8 +88,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _plan(args: argparse.Namespace, shell: Shell) -> int:
-    from ..plans.planner import plan
-
     if args.picture:
         folder.may_write(args.picture, "picture", PICTURES)
     asked = {k: v for k, v in vars(args).items() if k not in NOT_PLANS} | {"nvme": _nvme(args)}
@@ -101,11 +102,28 @@ def _plan(args: argparse.Namespace, shell: Shell) -> int:
         args.seq = min(SEQ, getattr(config, "max_position_embeddings", None) or SEQ, max(args.tokens or SEQ, 1))
     if args.tokens is None:
         args.tokens = max(TOKENS // max(args.seq, 1), 1) * max(args.seq, 1)
-    found = plan(config, **asked | {"tokens": args.tokens, "seq": args.seq})
-    sys.stdout.write(_json(_planned(found)) if args.json else f"{found}\n")
+    asked |= {"tokens": args.tokens, "seq": args.seq}
+    several = beside.counts(args.gpus, "gpus"), beside.counts(args.machines, "machines")
+    if len(several[0]) * len(several[1]) > 1:
+        return _beside(beside.Plans(lambda **ranks: plan(config, **asked | ranks), *several), args)
+    found = plan(config, **asked | {"gpus": several[0][0], "machines": several[1][0]})
+    one = beside.alone(lambda **ranks: plan(config, **asked | ranks), found)
+    sys.stdout.write(_json(_planned(found, one)) if args.json else f"{found}\n{beside.share(found, one)}")
     if args.picture:
         found.picture(args.picture)
     return 0
+
+
+def _beside(plans: beside.Plans, args: argparse.Namespace) -> int:
+    """1 where none fits."""
+    if args.picture:
+        raise MegatrainError("picture: of one number of GPUs and of machines")
+    if args.json:
+        sys.stdout.write(_json([_planned(p, plans.one) if isinstance(p, Plan) else
+                                {"fits": False, "why": p.why} | ranks for ranks, p in plans]))
+    else:
+        sys.stdout.write(f"{plans}\n")
+    return int(not any(isinstance(p, Plan) for _, p in plans))
 
 
 def _nvme(args: argparse.Namespace) -> str | dict[str, str] | None:
@@ -156,12 +174,13 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _planned(p: Any) -> dict[str, Any]:
-    """All fields of a Plan, and what follows from them."""
+def _planned(p: Plan, one: Plan | None) -> dict[str, Any]:
+    """All fields of a Plan, and what follows from them; of several GPUs the share of as many plans like `one`."""
     found = {f.name: getattr(p, f.name) for f in dataclasses.fields(p)}
     found |= {"machine": _machine(p.machine), "nvme": p.nvme and dataclasses.asdict(p.nvme)}
     follows = ("tokens_per_second", "vram_bytes", "host_bytes", "disk_bytes", "disk_written", "disk_years", "bound")
-    return {"fits": True} | found | {name: getattr(p, name) for name in follows}
+    of_one = {} if p.ranks.alone else {"share_of_one_gpu": one and beside.share_of(p, one)}
+    return {"fits": True} | found | {name: getattr(p, name) for name in follows} | of_one
 
 
 def _refused(found: Refusal, shell: Shell) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from ..base.limits import host_limits, resident_bytes
 from ..fused.templates.attention import Attention
 from .machine import (
     DRIVE_ORIGINS,
+    LINK_ORIGINS,
     MEASURED,
     SUM_ORIGIN,
     Machine,
@@ -29,11 +30,12 @@ from .machine import (
     host_limit_bytes,
     store_path,
 )
+from .ranks import ADDED_BYTES
 
 MIB = 2**20
 ISAS = ("scalar", "avx2", "avx512")         # mt_isa of adam.h
 TORCH = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-UPDATE_BYTES, ADD_BYTES = 26, 14            # per parameter in host memory: AdamW; a micro-batch's sum: ACC and GRAD
+UPDATE_BYTES = 26           # of AdamW, per parameter in host memory
 # Dense bf16 operations per clock and multiprocessor with fp32 sums, by compute capability: NVIDIA's data sheets.
 TENSOR_OPERATIONS = {(8, 0): 2048, (8, 6): 512, (8, 9): 512, (9, 0): 4096, (10, 0): 8192, (12, 0): 512}
 
@@ -337,13 +339,13 @@ def measure(device: torch.device, say: Callable[[str], None] = lambda _: None,
     drive = _disk_rates(disk, sizes.disk_bytes) if disk is not None else {}
     rates = {**drive, "gemm": gemm, "attention": attention, "hbm_gbps": hbm, "launch_us": launch, **copies,
              "busy_gbps": min(busy, copies["h2d_gbps"]), "adam_gparams": adam,
-             "add_gparams": adam[-1][1] * UPDATE_BYTES / ADD_BYTES, "device_adam_gparams": device_adam,
+             "add_gparams": adam[-1][1] * UPDATE_BYTES / ADDED_BYTES, "device_adam_gparams": device_adam,
              "adam8_gparams": adam8}
     host, one = host_limit_bytes(), _one_memory(device)
     machine = Machine(torch.cuda.get_device_name(device) if cuda else "cpu", device.type, vram // 2 if one else vram,
                       taken, host // 2 if one else host, rss, **_rounded(rates), versions=_versions(),
                       source=MEASURED, one_memory=one,
-                      origins=(SUM_ORIGIN, *(() if disk else DRIVE_ORIGINS)))
+                      origins=(SUM_ORIGIN, *LINK_ORIGINS, *(() if disk else DRIVE_ORIGINS)))
     return machine, _known(device) | {"adam_gparams": traffic}
 
 

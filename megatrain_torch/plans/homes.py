@@ -6,12 +6,15 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import NamedTuple
 
+import numpy as np
+
 from ..base.modes import DISKS
 from ..base.slots import plan_slots
 from .cost import Home, visiting_planes
+from .exchange import Exchange
 from .keeping import GUESTS
 from .machine import Machine
-from .on_disk import Disk, OnDisk, named
+from .on_disk import PLAIN, Disk, OnDisk, named
 from .shapes import Shape
 from .tally import SETTLED
 from .uses import Uses
@@ -52,17 +55,20 @@ class Homes(NamedTuple):
 class Ways:
     """All ways that may be chosen, of one model on a machine."""
 
-    def __init__(self, shape: Shape, machine: Machine, wishes: Wishes, uses: Uses, disk: Disk
-                 ) -> None:
+    def __init__(self, shape: Shape, machine: Machine, wishes: Wishes, uses: Uses, disk: Disk,
+                 exchange: Exchange) -> None:
         self.shape, self.machine, self.wishes = shape, machine, wishes
-        self.uses, self.disk = uses, disk
+        self.uses, self.disk, self.exchange = uses, disk, exchange
         self.through_rate = machine.through_rate(wishes.states, alone=wishes.homes == "through")
         self.ring_bytes: dict[frozenset[tuple[int, int]], list[tuple[int, int]]] = {}
         self.known: dict[tuple[Home, ...], list[Homes]] = {}
 
     @functools.cached_property
     def choices(self) -> list[tuple[Home, ...]]:
-        return self.home_choices()
+        return [homes for homes in self.home_choices() if self._offered(homes)]
+
+    def _offered(self, homes: tuple[Home, ...]) -> bool:
+        return self.wishes.ranks.offers(*(PLAIN[home] for home in set(homes)))
 
     def of(self, units: tuple[Home, ...]) -> list[Homes]:
         """All updates on the host, or some through the device; or all, where that is asked for and
@@ -125,7 +131,7 @@ class Ways:
         if asked.homes == "through":
             return frozenset(away)
         if asked.homes or asked.grads == "none" or not self.through_rate \
-                or self.disk.units(homes, 1).states:
+                or not asked.ranks.offers("through") or self.disk.units(homes, 1).states:
             return frozenset()
         host_s, device_s, found = 0.0, 0.0, []
         rate = self.machine.adam_rate(states=asked.states)
@@ -146,7 +152,10 @@ class Ways:
 
     def lent(self, homes: tuple[Home, ...]) -> list[int]:
         """Bytes of the buffers that gradients pass through, where they are kept nowhere."""
-        return self.disk.tally.lent(self.disk.where(homes, OnDisk()))
+        if self.disk.tally.keeps:
+            return []
+        crossing = self.exchange.home.tolist()
+        return plan_slots([crossing[u] for u, home in enumerate(homes) if not home], self.disk.tally.most_lent)
 
     def slots(self, homes: tuple[Home, ...], ring: int) -> list[int]:
         """Bytes of each, of units that stream."""
@@ -157,7 +166,8 @@ class Ways:
         if Home.ARRIVE.value not in homes:
             return {}
         units = self.shape.units
-        return {u: sum(visiting_planes(units[u]).values()) for u, home in enumerate(homes)
+        cut = self.wishes.ranks.on_device
+        return {u: sum(cut(visiting_planes(units[u])).values()) for u, home in enumerate(homes)
                 if home == Home.ARRIVE and units[u].trained}
 
     def homes(self, homes: tuple[Home, ...], through: frozenset[int] = frozenset()) -> Homes:
@@ -166,12 +176,14 @@ class Ways:
         away = [u for u in uses.first if not homes[u]]
         needed = [u for u in away if u in uses.needed]
         weights, numbers = [units[u].weights for u in away], [units[u].trained for u in away]
-        last = sum(units[u].gradients for u in uses.leaving[0] if not homes[u])
+        crossing = np.minimum(self.exchange.home, self.exchange.further).tolist()
+        last = sum(crossing[u] for u in uses.leaving[0] if not homes[u])
+        adding = m.add_gparams * 1e9 / self.wishes.ranks.gpus
         return Homes(
             homes, through, sum(weights), sum([units[u].weights for u in needed]),
-            sum([units[u].gradients for u in away]), sum(self.visiting(homes).values()),
-            last / (m.both_gbps * 1e9), sum(numbers) / (m.add_gparams * 1e9),
-            max(numbers, default=0) / (m.add_gparams * 1e9), self._ring_bytes(weights),
+            sum([crossing[u] for u in away]), sum(self.visiting(homes).values()),
+            last / (m.both_gbps * 1e9), sum(numbers) / adding,
+            max(numbers, default=0) / adding, self._ring_bytes(weights),
             max([uses.last[u] for u in away], default=0),
             min([uses.first[u] for u in needed], default=0))
 

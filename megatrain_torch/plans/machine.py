@@ -31,6 +31,10 @@ CODES_A_THREAD = 0.75       # 10**9 parameters/s with moments of 8 bits, where a
 # Where a drive was not measured: this one at PCIe 4, by its data sheet (6.5 GB/s read, 3.5 written, one drive write a
 # day for five years); reads and writes together as if in turn.
 DRIVE_NAME, DRIVE = "Samsung PM9A3 of 1.92 TB", (6.5, 3.5, 4.5, 3504.0)
+# Between GPUs, of two H200 (NVLink 4, NCCL 2.28): 1 GiB is all-reduced at 321 GB/s, where 450 are on the data sheet.
+# Products beside an exchange of 0.23 GB every 39 ms are slower by some 5.5 %, whatever number of NCCL's blocks.
+NVLINK_REACHED, LOST_GBPS = 0.7, 110.0
+NETWORK_GBPS = 50.0         # of a machine: one port of 400 Gb/s, stated
 
 
 @dataclass(frozen=True)
@@ -58,6 +62,12 @@ class Machine:
         launch_us: host time of one small torch operation.
         disk_read_gbps, disk_write_gbps: of a drive alone, past the page cache; disk_both_gbps: read plus written while
             both run. disk_tbw: 10**12 bytes that the drive is rated to have written to it; 0: not known.
+        whole_gbps: host to device, of each GPU while all of a machine fetch at once; 0: as alone, as far as the host's
+            memory reaches. host_gbps: read plus written by all GPUs' copies and AdamW together; 0: see host_rate.
+        exchange_gbps: what leaves each GPU for the others of its machine, all to all; 0: they have no links to each
+            other, and take those to the host. lost_gbps: that exchange holds up what is computed beside it by the
+            seconds in which what leaves would leave at this rate.
+        network_gbps: what leaves a machine for others.
         one_memory: the device has none of its own: vram_bytes and host_bytes are parts of one, which a plan takes as
             they are; "gb10,vram=90GiB,host=28GiB" parts it otherwise.
         origins: (field, "measured", "published" or "assumed") of the rates that `origin` could not tell from source.
@@ -86,6 +96,11 @@ class Machine:
     disk_both_gbps: float = DRIVE[2]
     disk_tbw: float = DRIVE[3]
     adam8_gparams: tuple[tuple[str, float], ...] = ()
+    whole_gbps: float = 0.0
+    host_gbps: float = 0.0
+    exchange_gbps: float = 0.0
+    lost_gbps: float = LOST_GBPS
+    network_gbps: float = NETWORK_GBPS
     source: str = "described"
     one_memory: bool = False
     origins: tuple[tuple[str, str], ...] = ()
@@ -215,7 +230,7 @@ def _of_file(path: Path) -> Machine:
 _ROWS = {"gemm": ((int, int, float), False), "attention": ((int, float, float), True),
          "adam_gparams": ((int, float), True), "adam8_gparams": ((str, float), False), "origins": ((str, str), False)}
 _MAY_BE_EMPTY = ("adam8_gparams", "origins")
-_MAY_BE_ZERO = ("vram_overhead_bytes", "host_overhead_bytes", "disk_tbw")
+_MAY_BE_ZERO = ("vram_overhead_bytes", "host_overhead_bytes", "disk_tbw", "whole_gbps", "host_gbps", "exchange_gbps")
 
 
 def _is(kind: type, value: Any, zero: bool = False) -> bool:
@@ -379,20 +394,26 @@ def _attention(table: tuple[tuple[int, float, float], ...], by: float) -> tuple[
 
 RATES = ("gemm", "attention", "hbm_gbps", "h2d_gbps", "d2h_gbps", "both_gbps", "busy_gbps", "adam_gparams",
          "add_gparams", "device_adam_gparams", "launch_us", "disk_read_gbps", "disk_write_gbps", "disk_both_gbps",
-         "disk_tbw")
+         "disk_tbw", "whole_gbps", "host_gbps", "exchange_gbps", "lost_gbps", "network_gbps")
 ON_SHEETS = ("gemm", "attention", "hbm_gbps", "h2d_gbps", "d2h_gbps", "both_gbps", "device_adam_gparams",
-             "disk_read_gbps", "disk_write_gbps", "disk_both_gbps", "disk_tbw")
+             "disk_read_gbps", "disk_write_gbps", "disk_both_gbps", "disk_tbw", "exchange_gbps")
 
 
-# Of a machine that was measured: what follows from AdamW's rate; and a drive that no --disk named.
+# Of a machine that was measured: what follows from AdamW's rate; a drive that no --disk named; what several GPUs have.
 SUM_ORIGIN = ("add_gparams", "assumed")
 DRIVE_ORIGINS = tuple((rate, "published") for rate in RATES if rate.startswith("disk_"))
+LINK_ORIGINS = tuple((rate, "assumed") for rate in RATES[-5:])      # until several GPUs are measured; the network stays
 
 
 def _origins(measured: tuple[str, ...] = (), assumed: tuple[str, ...] = ()) -> tuple[tuple[str, str], ...]:
     """Of a description: what data sheets have is published, all else assumed, but for what is named."""
     return tuple((rate, "measured" if rate in measured else "assumed" if rate in assumed or rate not in ON_SHEETS
                   else "published") for rate in RATES)
+
+
+def _nvlink(sheet: float) -> float:
+    """GB/s that leave a GPU, of links that have so many one way by the data sheet."""
+    return round(NVLINK_REACHED * sheet, 1)
 
 
 # Rates of a layer's products on an H200, sustained, in whole steps' own runs (benchmarks/results): width of
@@ -426,9 +447,14 @@ _H200 = Machine(
     add_gparams=11.0,                   # 16 bytes a gradient at the 183 GB/s that AdamW reaches there
     device_adam_gparams=140.0,          # 28 bytes a parameter at hbm_gbps
     launch_us=6.0,                      # eager layers: 500 to 630 us for some 90 operations, measured
-    source="measured in part", origins=_origins(measured=("gemm", "attention", "hbm_gbps", "h2d_gbps", "d2h_gbps",
-                                                          "both_gbps", "busy_gbps", "adam_gparams", "launch_us")))
+    whole_gbps=50.4,                    # two GPUs at once
+    exchange_gbps=_nvlink(450.0),
+    source="measured in part", origins=_origins(measured=(
+        "gemm", "attention", "hbm_gbps", "h2d_gbps", "d2h_gbps", "both_gbps", "busy_gbps", "adam_gparams", "launch_us",
+        "whole_gbps", "exchange_gbps", "lost_gbps")))
 
+
+NO_LINKS = {"exchange_gbps": 0.0, "whole_gbps": 0.0}    # between GPUs of a machine; and nobody measured several
 
 
 class Card(NamedTuple):
@@ -482,6 +508,8 @@ CARDS = (
     Card("h100-pcie", 79.1, 0.7, 756.0, 2000.0, PCIE[5], "server", 0.7),
 )
 H200_TFLOPS = 989.0         # of its data sheet, where the table above was measured
+
+
 def _card(c: Card) -> Machine:
     """A card by its published figures, in a host as such cards have. Small products reach more of a small card's peak
     than of the H200's, which launches cost more: twice its curve, up to `share` of the peak."""
@@ -493,6 +521,7 @@ def _card(c: Card) -> Machine:
         attention=_attention(_H200_ATTENTION, 1.4 * c.share * of_h200), hbm_gbps=round(hbm, 1),
         h2d_gbps=round(link, 1), d2h_gbps=round(link, 1), both_gbps=round(0.87 * link, 1),
         busy_gbps=round(host.busy * link, 1), adam_gparams=host.adam, add_gparams=round(1.6 * host.adam[-1][1], 1),
+        **NO_LINKS,
         device_adam_gparams=round(hbm / 28, 1), launch_us=5.0, source=SHEETS, origins=_origins())
 
 
@@ -509,7 +538,7 @@ MACHINES: dict[str, Machine] = {m.name: m for m in (
     # and 3.4 TB/s of HBM3. Host memory and link share the LPDDR5X. AdamW: 26 bytes at 80 % of it.
     dataclasses.replace(_H200, name="gh200-480g", vram_bytes=94 * GIB, host_bytes=470 * GIB, hbm_gbps=3100.0,
                         h2d_gbps=375.0, d2h_gbps=297.0, both_gbps=280.0, busy_gbps=100.0,
-                        adam_gparams=((1, 0.70), (72, 15.0)), add_gparams=24.0, device_adam_gparams=110.0,
+                        adam_gparams=((1, 0.70), (72, 15.0)), add_gparams=24.0, device_adam_gparams=110.0, **NO_LINKS,
                         source=SHEETS, origins=_origins(), gemm=_scaled(_H200_GEMM, 0.97, 720.0)),
     # RTX 4090: 165 TFLOP/s dense bf16 with fp32 sums, 1,008 GB/s (data sheet), PCIe 4 x16; two channels of
     # DDR5, some 65 GB/s, so 2.4 G parameters/s. Products are taken to reach 90 % of the sheet.
@@ -517,34 +546,36 @@ MACHINES: dict[str, Machine] = {m.name: m for m in (
                         host_bytes=62 * GIB, gemm=_scaled(_H200_GEMM, 0.30, 150.0),
                         attention=_attention(_H200_ATTENTION, 0.22), hbm_gbps=900.0, h2d_gbps=25.0, d2h_gbps=25.0,
                         both_gbps=22.0, busy_gbps=16.0, adam_gparams=((1, 1.0), (16, 2.4)), add_gparams=4.0,
-                        device_adam_gparams=32.0, launch_us=4.0, source=SHEETS, origins=_origins()),
+                        **NO_LINKS, device_adam_gparams=32.0, launch_us=4.0, source=SHEETS, origins=_origins()),
     # RTX 5090: 210 TFLOP/s dense bf16 with fp32 sums, 1,792 GB/s, 32 GB (data sheet), PCIe 5 x16; host as above
     # with faster DDR5.
     dataclasses.replace(_H200, name="rtx5090", vram_bytes=int(31.4 * GIB), vram_overhead_bytes=int(0.6 * GIB),
                         host_bytes=62 * GIB, gemm=_scaled(_H200_GEMM, 0.38, 190.0),
                         attention=_attention(_H200_ATTENTION, 0.28), hbm_gbps=1600.0, h2d_gbps=54.0, d2h_gbps=54.0,
                         both_gbps=48.0, busy_gbps=25.0, adam_gparams=((1, 1.1), (16, 2.8)), add_gparams=4.5,
-                        device_adam_gparams=57.0, launch_us=4.0, source=SHEETS, origins=_origins()),
+                        **NO_LINKS, device_adam_gparams=57.0, launch_us=4.0, source=SHEETS, origins=_origins()),
     # RTX 3090: 71 TFLOP/s dense bf16 with fp32 sums, 936 GB/s (data sheet), PCIe 4 x16; host as of the 4090 with DDR4,
     # 50 GB/s. Products as there.
     dataclasses.replace(_H200, name="rtx3090-64g", vram_bytes=int(23.6 * GIB), vram_overhead_bytes=int(0.6 * GIB),
                         host_bytes=62 * GIB, gemm=_scaled(_H200_GEMM, 0.13, 64.0),
                         attention=_attention(_H200_ATTENTION, 0.1), hbm_gbps=840.0, h2d_gbps=25.0, d2h_gbps=25.0,
                         both_gbps=20.0, busy_gbps=13.0, adam_gparams=((1, 0.8), (16, 1.8)), add_gparams=3.0,
-                        device_adam_gparams=30.0, launch_us=5.0, source=SHEETS, origins=_origins()),
+                        **NO_LINKS, device_adam_gparams=30.0, launch_us=5.0, source=SHEETS, origins=_origins()),
     # A100 SXM: 312 TFLOP/s dense bf16, 2,039 GB/s of 80 GB (data sheet), PCIe 4 x16; products are taken to reach 80 %
     # of the sheet, and the host to have 512 GiB and 180 GB/s.
     dataclasses.replace(_H200, name="a100-80g", vram_bytes=int(79.1 * GIB), host_bytes=500 * GIB,
                         gemm=_scaled(_H200_GEMM, 0.35, 250.0), attention=_attention(_H200_ATTENTION, 0.35),
                         hbm_gbps=1700.0, h2d_gbps=25.0, d2h_gbps=25.0, both_gbps=22.0, busy_gbps=20.0,
                         adam_gparams=((1, 0.6), (32, 6.5)), add_gparams=10.0, device_adam_gparams=60.0,
+                        whole_gbps=0.0, exchange_gbps=_nvlink(300.0),
                         source=SHEETS, origins=_origins()),
     # B200: 2,250 TFLOP/s dense bf16 at 1,000 W, 8 TB/s of 192 GB, of which the driver gives 179 GiB (data sheet), in a
     # host of PCIe 5 with 2 TiB. Products are taken to reach what they reach on the H200, 75 % of its sheet.
     dataclasses.replace(_H200, name="b200-2t", vram_bytes=179 * GIB, host_bytes=2000 * GIB,
                         gemm=_scaled(_H200_GEMM, 2.27, 1690.0), attention=_attention(_H200_ATTENTION, 1.8),
                         hbm_gbps=6500.0, device_adam_gparams=235.0, adam_gparams=((1, 0.70), (64, 9.0)),
-                        add_gparams=14.0, source=SHEETS, origins=_origins()),
+                        add_gparams=14.0, whole_gbps=0.0, exchange_gbps=_nvlink(900.0), source=SHEETS,
+                        origins=_origins()),
     *map(_card, CARDS),
     # GB10 (DGX Spark): a Blackwell GPU and 20 Arm cores on one memory of 128 GB, 273 GB/s (data sheet), of which the
     # system shows 119 GiB. It is parted into two, and copies between the parts read and write the same memory. 31
@@ -589,10 +620,20 @@ def describe(machine: Machine) -> list[tuple[str, str, str]]:
         ("AdamW on the device", f"{machine.device_adam_gparams:.4g} G parameters/s",
          machine.origin("device_adam_gparams")),
         ("one torch operation", f"{machine.launch_us:.4g} us of host time", machine.origin("launch_us")),
+        *_links(machine),
         ("disk: read, write; together", "{:.4g}, {:.4g}; {:.4g} GB/s".format(*rates), drive),
         ("disk: its rating", f"{machine.disk_tbw:,.0f} TB written" if machine.disk_tbw else "not known",
          drive if machine.disk_tbw == DRIVE[3] else ""),
     ]
+
+
+def _links(m: Machine) -> list[tuple[str, str, str]]:
+    """Of several GPUs."""
+    whole = f"{m.whole_gbps:.4g} GB/s" if m.whole_gbps else "as alone"
+    between = f"{m.exchange_gbps:.4g} GB/s leave each" if m.exchange_gbps else "over their links to the host"
+    return [("to each of several GPUs at once", whole, m.origin("whole_gbps") if m.whole_gbps else "not measured"),
+            ("between GPUs", between, m.origin("exchange_gbps") if m.exchange_gbps else "not measured"),
+            ("between machines", f"{m.network_gbps:.4g} GB/s leave each", "stated: machine=\"...,network_gbps=GB/s\"")]
 
 
 def listing() -> str:

@@ -11,13 +11,15 @@ import dataclasses
 import functools
 import math
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..base.modes import DISKS
 from ..store.disk import SPILLED, spilled_bytes
 from .bounds import Bounds, Kept
 from .cost import THROUGH_BYTES, Home
+from .exchange import Exchange
 from .homes import Homes, Ways
 from .keeping import Keeping, depth_of
 from .machine import Machine
@@ -103,16 +105,20 @@ class Problem:
 
     def __init__(self, shape: Shape, machine: Machine, wishes: Wishes, like: Problem | None = None
                  ) -> None:
+        if not wishes.ranks.offers(*DISKS):
+            wishes = dataclasses.replace(wishes, nvme=None)
         self.shape, self.machine, self.wishes = shape, machine, wishes
         self.uses = Uses(shape, wishes.fused)
         self.tally = Tally(shape.units, wishes.grads == "ram", wishes.lent)
-        self.disk = Disk(shape, machine, wishes, self.uses, self.tally)
-        self.ways = self.ways_of(shape, machine, wishes, self.uses, self.disk)
+        seen = wishes.ranks.seen(machine)
+        self.exchange = Exchange(shape, seen, wishes.ranks)
+        self.disk = Disk(shape, seen, wishes, self.uses, self.tally)
+        self.ways = self.ways_of(shape, seen, wishes, self.uses, self.disk, self.exchange)
         alike = like is not None and like.keeping.depth == depth_of(wishes)
-        self.keeping = like.keeping if alike else Keeping(shape, machine, wishes, self.uses)
+        self.keeping = like.keeping if alike else Keeping(shape, seen, wishes, self.uses)
         self.known: dict[int, Tracks] = like.known if alike else {}
         self.tables: dict[bool, Table] = {}
-        updates = Updates(shape, machine, wishes)
+        updates = Updates(shape, seen, wishes, self.exchange)
         self.steps = Steps(self.keeping, self.ways, updates)
         self.bounds = Bounds(self.keeping, self.ways, updates)
         if like is not None:
@@ -131,7 +137,8 @@ class Problem:
         total = self.disk.host_bytes(homes, micro, self.disk.units(homes, micro))
         total["activations"] = 0
         if modes:
-            total["activations"] = self.keeping.on_host(self.keeping.costs(micro), modes)
+            own = self.keeping.on_host(self.keeping.costs(micro), modes)
+            total |= self.wishes.ranks.on_host({"activations": own})
         return total
 
     def disk_bytes(self, homes: tuple[Home, ...], micro: int, modes: tuple[str, ...] = ()
@@ -141,9 +148,15 @@ class Problem:
         total = {SPILLED: spilled_bytes(spilled.values())} if spilled else {}
         return total | self.disk.bytes(homes, micro)
 
+    def _left(self, host: Any) -> Any:
+        """Of host memory for what one GPU keeps there, where so many bytes are taken. A number, or an
+        array."""
+        return (self.machine.host_bytes - host) // self.wishes.ranks.gpus
+
     def planes_at_home(self, homes: tuple[Home, ...], micro: int) -> dict[str, int]:
         """Of units at home in VRAM, by plane; what is there all the time."""
-        return self.tally.at_home(self.disk.where(homes, OnDisk()), micro)
+        found = self.tally.at_home(self.disk.where(homes, OnDisk()), micro)
+        return self.wishes.ranks.on_device(found)
 
     # ---- what may be chosen ----
 
@@ -192,7 +205,8 @@ class Problem:
         """(counts, bytes at home in VRAM and besides, bytes in host memory); None where they do not
         fit."""
         m = self.machine
-        planes = m.vram_overhead_bytes + sum(self.planes_at_home(units, counts[0]).values())
+        planes = m.vram_overhead_bytes + self.exchange.buffers \
+            + sum(self.planes_at_home(units, counts[0]).values())
         if fitting and planes > m.vram_bytes:
             return None
         host = sum(self.host_bytes(units, counts[0]).values())
@@ -285,7 +299,7 @@ class Problem:
         rooms = [self.disk.room(h.units, 1 + several) for h in ways]
         of_ways = np.array([(room, h.visiting, h.low) for room, h in zip(rooms, ways)],
                            dtype=np.int64).reshape(-1, 3)
-        limits = self.machine.vram_bytes - slots - planes, self.machine.host_bytes - host
+        limits = self.machine.vram_bytes - slots - planes, self._left(host)
         return Table(ways, row, way, slots, slots + planes, (*limits, *of_ways[way].T))
 
     # ---- what fits ----
@@ -296,11 +310,11 @@ class Problem:
 
     def fitting(self) -> Iterator[tuple[int, Homes, Track]]:
         """(micro-batches, homes, activations) of all that fits."""
-        vram, host = self.machine.vram_bytes, self.machine.host_bytes
+        vram = self.machine.vram_bytes
         for counts, homes, _, slots, planes, on_host in self.combinations(fitting=True):
             for micro in counts:
                 tracks, room = self.tracks(micro), self.disk.room(homes.units, micro)
-                for i in tracks.that_fit(vram - slots - planes, host - on_host, room,
+                for i in tracks.that_fit(vram - slots - planes, self._left(on_host), room,
                                          homes.visiting):
                     yield micro, homes, tracks[i]
 
@@ -312,7 +326,7 @@ class Problem:
             for micro in counts:
                 tracks = self.tracks(micro)
                 at, away = tracks.within(self.disk.room(homes.units, micro))
-                there, here = on_host + away, slots + planes + tracks.least(at, homes.visiting)
+                there, here = on_host + away * self.wishes.ranks.gpus, slots + planes + tracks.least(at, homes.visiting)
                 vram += here[there <= self.machine.host_bytes].tolist()
                 host += there[here <= self.machine.vram_bytes].tolist()
         return min(vram, default=None), min(host, default=None)

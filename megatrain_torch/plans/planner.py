@@ -34,6 +34,7 @@ from .cost import LENT, THROUGH_BYTES
 from .machine import DRIVE, DRIVE_NAME, Machine, host_now, resolve
 from .on_disk import OVERHEAD
 from .placement import Problem
+from .ranks import Ranks, check_homes, ranks_of
 from .shapes import Shape, shapes_of
 from .simulate import Timing
 from .wishes import Choice, Wishes
@@ -64,6 +65,8 @@ class Plan:
         grads: "ram", or "none": gradients are kept nowhere. lent: buffers of a size that they pass through then, 3, or
             fewer where nothing fits otherwise: then a backward waits for the updates of the last units.
         states: how mt.AdamW keeps its states.
+        gpus, machines: GPUs of a machine, and machines, each with a host like `machine`'s. tokens, micro and device
+            memory are those of one GPU; host memory is one machine's.
     """
 
     model: str
@@ -90,6 +93,13 @@ class Plan:
     grads: str = "ram"
     states: str = "fp32"
     lent: int = LENT
+    gpus: int = 1
+    machines: int = 1
+
+    @property
+    def ranks(self) -> Ranks:
+        """GPUs and machines."""
+        return Ranks(self.gpus, self.machines)
 
     @property
     def disk_bytes(self) -> int:
@@ -126,8 +136,8 @@ class Plan:
 
     @property
     def tokens_per_second(self) -> float:
-        """As predicted."""
-        return self.tokens / self.seconds
+        """As predicted, of all GPUs."""
+        return self.tokens * self.ranks.count / self.seconds
 
     @property
     def bound(self) -> str:
@@ -137,7 +147,7 @@ class Plan:
     @property
     def tiers(self) -> list[Tier]:
         """(title, bytes by what they hold, bytes there are) of each kind of memory."""
-        found = tiers_of(self.machine, self.vram, self.host)
+        found = tiers_of(self.machine, self.vram, self.host, self.ranks)
         return [*found, ("disk", self.disk, self.disk_room)] if self.disk else found
 
     def picture(self, path: str | Path) -> None:
@@ -161,13 +171,13 @@ def plan(model: Any, *, tokens: int, seq: int, machine: Machine | str | None = N
          activations: str | None = None, slots: int | None = None, grads: str = "ram",
          states: str = "fp32", compute: str = "auto",
          dtype: torch.dtype | None = None, units: list[str | nn.Module] | None = None,
-         layers: int | None = None, nvme: str | dict[str, Any] | None = None) -> Plan:
+         layers: int | None = None, nvme: str | dict[str, Any] | None = None, gpus: int = 1, machines: int = 1) -> Plan:
     """Predicts a training step with mt.AdamW and finds the choice of least time within the limits.
 
     Args:
         model: a module (streamed or not, also on the meta device) or a transformers config. Frozen
             parameters, LoRA's too, are seen by requires_grad.
-        tokens, seq: tokens of a whole step, in sequences of `seq`.
+        tokens, seq: tokens of a whole step, in sequences of `seq`; of several GPUs each has so many.
         machine: a Machine, a name such as "rtx4090" or "h200-128g,vram=24GiB" (`megatrain plan --list-machines` has
             all), the path of a JSON file, or "cpu"; None: this machine's GPU, with the rates that `megatrain doctor`
             stored, else with those of the description nearest to it; without a GPU its CPU device.
@@ -185,6 +195,8 @@ def plan(model: Any, *, tokens: int, seq: int, machine: Machine | str | None = N
         layers: of a config, instead of its own number.
         nvme: directory for states, weights and activations that host memory does not hold, as for mt.stream; for
             another machine {"limit": "2TB"} is enough.
+        gpus, machines: GPUs of each machine, and machines, with a process for each GPU, as torchrun starts them. vram
+            is one GPU's limit, host one machine's. Units are then at home in "ram".
 
     Raises:
         MegatrainError: an argument makes no sense; or nothing that may be chosen fits. Then the message has the
@@ -193,9 +205,11 @@ def plan(model: Any, *, tokens: int, seq: int, machine: Machine | str | None = N
             first.
     """
     disk = _disk(nvme, homes, activations)
+    ranks = ranks_of(gpus, machines)
     wishes = dataclasses.replace(_wishes(tokens, seq, compute, homes, activations, slots, micro),
                                  nvme=None if disk is None else disk.room(), grads=_grads(grads, micro),
-                                 states=check_states(states))
+                                 states=check_states(states), ranks=ranks)
+    check_homes(ranks, _each(homes), disk is not None)
     limits = _limits(machine, vram, host)
     shape_with = shapes_of(model, dtype=dtype, units=units, layers=layers)
     shape = shape_with(states)
@@ -297,13 +311,15 @@ def _plan(problem: Problem, choice: Choice, timing: Timing) -> Plan:
         {w.name: mode for w, mode in zip(shape.windows, choice.modes)}, choice.ring, vram_table(problem, choice),
         problem.host_bytes(choice.homes, choice.micro, choice.modes), timing.seconds, timing.forward_s, timing.busy,
         timing.idle, _window_weights(shape), problem.disk_bytes(choice.homes, choice.micro, choice.modes),
-        grads=wishes.grads, states=wishes.states, lent=wishes.lent)
+        grads=wishes.grads, states=wishes.states, lent=wishes.lent, gpus=wishes.ranks.gpus,
+        machines=wishes.ranks.machines)
 
 
-def tiers_of(machine: Machine, vram: dict[str, int], host: dict[str, int]) -> list[Tier]:
+def tiers_of(machine: Machine, vram: dict[str, int], host: dict[str, int], ranks: Ranks) -> list[Tier]:
     """(title, bytes by what they hold, bytes there are) of both memories, or of both parts of the only one."""
-    return [("host memory as device memory" if machine.one_memory else "device memory", vram, machine.vram_bytes),
-            ("host memory", host, machine.host_bytes)]
+    device = "host memory as device memory" if machine.one_memory else "device memory"
+    each = ("", "") if ranks.alone else (" of a GPU", " of a machine")
+    return [(device + each[0], vram, machine.vram_bytes), ("host memory" + each[1], host, machine.host_bytes)]
 
 
 def vram_table(problem: Problem, choice: Choice) -> dict[str, int]:
@@ -316,6 +332,7 @@ def vram_table(problem: Problem, choice: Choice) -> dict[str, int]:
              "slots": sum(ways.slots(choice.homes, choice.ring)),
              **{f"at home: {plane}": n for plane, n in at_home.items()},
              "updates through the device": THROUGH_BYTES * bool(choice.through),
+             **({"exchange between GPUs": n} if (n := problem.exchange.buffers) else {}),
              "activations": kept, "work": work, "gradients under way": flying,
              "torch's cache": passing - kept - work - flying}
     if visiting := sum(ways.visiting(choice.homes).values()):
@@ -347,7 +364,7 @@ def _refusal(problem: Problem, whole: Machine, shape_with: Callable[[str], Shape
 def _memories(problem: Problem, choice: Choice) -> tuple[dict[str, int], dict[str, int], str]:
     """Bytes of a choice on the device and in host memory, and both as text."""
     vram, host = vram_table(problem, choice), problem.host_bytes(choice.homes, choice.micro, choice.modes)
-    both = tiers_of(problem.machine, vram, host)
+    both = tiers_of(problem.machine, vram, host, problem.wishes.ranks)
     return vram, host, "\n\n".join(as_text(_bytes_table(*tier)) for tier in both)
 
 
@@ -357,10 +374,11 @@ def _headline(p: Plan) -> str:
     frozen = "all trained" if p.trained == p.parameters else f"{p.trained:,} trained"
     cut = f"{p.micro} micro-batches of {p.tokens // p.micro:,}" if p.micro > 1 else "one micro-batch"
     cut += f"; {p.states} states" * (p.states != "fp32")
+    each, all_of = ("", "") if p.ranks.alone else (f"{p.ranks}, each with ", " in all")
     return (f"{p.model}: {p.parameters / 1e9:.3f} B parameters, {frozen}\n"
-            f"{p.tokens:,} tokens a step in sequences of {p.seq:,}, {cut}; {p.compute} layers\n"
+            f"{each}{p.tokens:,} tokens a step in sequences of {p.seq:,}, {cut}; {p.compute} layers\n"
             f"{p.machine.name}: rates {p.machine.source}\n"
-            f"predicted: {p.tokens_per_second:,.0f} tokens/s, {p.seconds:.4g} s a step "
+            f"predicted: {p.tokens_per_second:,.0f} tokens/s{all_of}, {p.seconds:.4g} s a step "
             f"({p.forward_s:.3g} forward); bound by {LANES.get(p.bound, p.bound)}")
 
 

@@ -18,9 +18,11 @@ from .cost import OFFLOAD_DEPTH, STAGINGS
 NORM_S = 0.0005             # clip factor, and waking the updater
 SHOWN_MICRO = 8             # micro-batches walked through; of more, those before the last are taken to be alike
 RESOURCES = (*(k for k in LANES if k != WAITS), OWN)    # as a measured step names them; OWN: Python, launching
-ROWS = {**_core.LANES, OWN: len(_core.LANES)}           # of the walk, by name
+SHARED = ("exchange", "network", "host memory")         # what several GPUs have besides
+ROWS = {**_core.LANES, **{row: len(_core.LANES) + i for i, row in enumerate((OWN, *SHARED))}}   # of the walk, by name
 # What compute may wait for.
-CAUSES = ("host update", "disk", "h2d", "d2h", "host sum", "through", "swap out", "swap back", "swap disk", OWN)
+CAUSES = ("host update", "disk", "h2d", "d2h", "host sum", "through", "swap out", "swap back", "swap disk", OWN,
+          *SHARED)
 # Where a unit is updated, as numbers of rows. On the device: it is at home there, and nothing of it crosses.
 HOST, DEVICE, THROUGH, ON_DISK = (ROWS[k] for k in ("host update", "device update", "through", "disk"))
 
@@ -62,6 +64,9 @@ class Step:
         lent: bytes of the buffers that gradients pass through where they are kept nowhere, largest first; none where
             they are kept. Updates then follow their gradients, in backward. depth: units whose gradients may be alive
             on the device, beside those that are being computed.
+        exchange_s, network_s, lost_s, spread_s: [u] of one of several GPUs: see Exchange. further: [u] bytes of
+            gradients that cross of a further micro-batch; `gradients`: of the first.
+        on_link, memory, memory_s: see Exchange and Ranks.
     """
 
     forward_s: Sequence[float]
@@ -88,6 +93,14 @@ class Step:
     disk_s: Sequence[float] = ()
     read_s: Sequence[float] = ()
     through_s: Sequence[float] = ()
+    exchange_s: Sequence[float] = ()
+    network_s: Sequence[float] = ()
+    lost_s: Sequence[float] = ()
+    spread_s: Sequence[float] = ()
+    further: Sequence[int] = ()
+    on_link: bool = False
+    memory: float = 0.0
+    memory_s: float = 0.0
     lent: Sequence[int] = ()
     depth: int = OFFLOAD_DEPTH
     write: float = 1.0
@@ -100,6 +113,7 @@ class Step:
 
     def __post_init__(self) -> None:
         windows, units = len(self.forward_s), len(self.weights)
+        self.further = self.further or self.gradients
         for names, kind, length in _ARRAYS:
             for name in names:
                 value = getattr(self, name)
@@ -116,8 +130,9 @@ class Step:
 
 _ARRAYS = ((("forward_s", "backward_s", "forward_host_s", "backward_host_s"), "d", "w"),
            (("away", "spilled"), "q", "w"),
-           (("update_s", "add_s", "disk_s", "read_s", "through_s"), "d", "u"),
-           (("updated_on", "weights", "gradients", "visiting"), "q", "u"))
+           (("update_s", "add_s", "disk_s", "read_s", "through_s", "exchange_s", "network_s", "lost_s",
+             "spread_s"), "d", "u"),
+           (("updated_on", "weights", "gradients", "visiting", "further"), "q", "u"))
 
 
 @dataclass(frozen=True)
@@ -138,5 +153,6 @@ def simulate(step: Step, schedule: bytes | None = None, than: float = math.inf) 
     if found is None:
         return None
     seconds, forward_s, busy, idle, _ = found
-    return Timing(seconds, forward_s, {name: busy[ROWS[name]] for name in RESOURCES},
+    rows = (*RESOURCES, *SHARED) if step.memory else RESOURCES
+    return Timing(seconds, forward_s, {name: busy[ROWS[name]] for name in rows},
                   {name: idle[ROWS[name]] for name in CAUSES if idle[ROWS[name]] > 0})

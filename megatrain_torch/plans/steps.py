@@ -69,10 +69,15 @@ class Steps:
     def _fixed(self) -> dict[str, Any]:
         """What no choice changes."""
         units, m, uses = self.shape.units, self.machine, self.keeping.uses
+        exchange, ranks = self.ways.exchange, self.keeping.wishes.ranks
         return {"units": Lists.of(w.units for w in self.shape.windows),
                 "again": Lists.of(uses.again), "leaving": Lists.of(uses.leaving),
                 "weights": array("q", [u.weights for u in units]),
-                "gradients": array("q", [u.gradients for u in units]),
+                "gradients": array("q", exchange.home.tolist()),
+                "further": array("q", exchange.further.tolist()),
+                **{name: array("d", getattr(exchange, name)) for name in
+                   ("exchange_s", "network_s", "lost_s", "spread_s")},
+                "on_link": exchange.on_link, "memory": ranks.memory(m),
                 "add_s": array("d", self.updates.add), "depth": self.keeping.depth,
                 "h2d": m.h2d_gbps * 1e9, "d2h": m.d2h_gbps * 1e9, "both": m.both_gbps * 1e9,
                 "busy": m.busy_gbps * 1e9, "write": m.disk_write_gbps * 1e9,
@@ -103,7 +108,16 @@ class Steps:
                 "through_s": array("d", [updates.through[u] if u in passing else 0.0
                                          for u in every]),
                 "read_s": array("d", [updates.read[u] if u in filed else 0.0 for u in every]),
-                "lent": self.ways.lent(homes)}
+                "lent": self.ways.lent(homes), "memory_s": self._memory_s(homes, micro)}
+
+    def _memory_s(self, homes: tuple[Home, ...], micro: int) -> float:
+        """Of the host's memory, which several GPUs share, for what is no copy of one of them."""
+        ranks = self.keeping.wishes.ranks
+        if ranks.alone:
+            return 0.0
+        trained = sum(n for n, home in zip(self.updates.trained.tolist(), homes) if not home)
+        through = micro * self.ways.exchange.link_bytes / ranks.memory(self.machine)
+        return through + ranks.memory_s(self.machine, self.keeping.wishes.states, trained, micro)
 
     @_kept_by_arguments
     def _kept(self, micro: int, modes: tuple[str, ...]) -> dict[str, Any]:

@@ -253,14 +253,14 @@ static mt_status put(world *w, errand *e)
             UPDATE(w->hi[e->unit][p][i], w->m[e->unit][p][i], w->v[e->unit][p][i], i, e->step);
     }
     mt_ledger_update_begin(w->store, e->unit);
-    return mt_disk_put(w->disk, &j, 0.5f);
+    return mt_home_disk.update(w->disk, &j, 0.5f);
 }
 
 static mt_status over(world *w, errand *e)
 {
     mt_status st = mt_ledger_wait_updates(w->store, e->unit);
 
-    (void)mt_disk_wait(w->disk);
+    (void)mt_home_disk.drain(w->disk);
     CHECK_EQ(e->over, 1);
     return st;
 }
@@ -649,7 +649,7 @@ static void close_finishes_what_was_put_and_weights_wait_for_their_copies(void)
 
         e[u] = (errand){ .w = &w, .params = all, .n = PARAMS, .unit = u };
         mt_ledger_update_begin(w.store, u);
-        CHECK_OK(mt_disk_put(w.disk, &j, 0.5f));
+        CHECK_OK(mt_home_disk.update(w.disk, &j, 0.5f));
     }
     nanosleep(&nap, NULL);
     CHECK_EQ(mt_disk_stats_get(w.disk).busy_ns, 0);
@@ -681,7 +681,7 @@ static void a_stalled_drive_is_named(void)
     CHECK_EQ(mt_ledger_wait_updates(w.store, 0), MT_ESTUCK);
     CHECK_HAS(mt_last_error(), "disk, unit first waits for a piece to be read (READ), since ");
     atomic_store(&disk.stalled, 0);
-    st = mt_disk_wait(w.disk);                  /* a fault, if the updates' own wait ended too */
+    st = mt_home_disk.drain(w.disk);          /* a fault, if the updates' own wait ended too */
     CHECK(st == MT_OK || st == MT_ESTUCK);
     CHECK_EQ(e.over, 1);
     close_world(&w);

@@ -361,6 +361,45 @@ static void another_unit_is_refused_by_name(void)
     }
 }
 
+typedef struct outsider {
+    peer      *p;
+    atomic_int over;
+} outsider;
+
+static void *write_from_outside(void *arg)
+{
+    outsider *w = arg;
+
+    CHECK_OK(mt_ledger_wait_fetch(w->p->cx.store, w->p->unit));
+    atomic_store(&w->over, 1);
+    return NULL;
+}
+
+/* Ranks copy each other's portions. */
+static void who_writes_waits_until_every_rank_has_copied(void)
+{
+    const struct timespec nap = { 0, 20000000 };
+    peer                  p[2];
+    outsider              w = { &p[0], 0 };
+    pthread_t             thread;
+
+    table_open(p, 2);
+    for (int save = 0; save < 2; save++) {
+        for (int r = 0; r < 2; r++)
+            CHECK_OK(mt_ledger_save_begin(p[r].cx.store, p[r].unit));
+        mt_ledger_save_end(p[0].cx.store, p[0].unit);
+        CHECK_OK(mt_ledger_wait_updates(p[0].cx.store, p[0].unit));      /* who reads does not */
+        atomic_store(&w.over, 0);
+        REQUIRE(pthread_create(&thread, NULL, write_from_outside, &w) == 0);
+        nanosleep(&nap, NULL);
+        CHECK_EQ(atomic_load(&w.over), 0);
+        mt_ledger_save_end(p[1].cx.store, p[1].unit);
+        pthread_join(thread, NULL);
+        CHECK_EQ(atomic_load(&w.over), 1);
+    }
+    table_close(p, 2);
+}
+
 static void homes_that_keep_planes_are_refused(void)
 {
     peer p;
@@ -810,6 +849,150 @@ static void what_one_skips_all_skip(void)
     run_threads(&p);
 }
 
+/* ---- spreads ------------------------------------------------------------------------------ */
+
+/* A rank that does in place what its script does, and what came of it. */
+typedef struct writer {
+    peer      p;
+    pthread_t thread;
+    mt_status st;
+    char      why[512];
+} writer;
+
+static void spread_one(writer *w, int param, unsigned planes)
+{
+    w->st = mt_store_spread(w->p.cx.store, w->p.unit, param, planes);
+    snprintf(w->why, sizeof w->why, "%s", w->st == MT_OK ? "" : mt_last_error());
+}
+
+/* p.add_(1) of every parameter, then each is spread: pages of one are not those of the next. */
+static void *add_one_in_place(void *arg)
+{
+    writer *w = arg;
+
+    usleep((useconds_t)(w->p.rank * 3000));      /* who is late reads what there was before, too */
+    for (int i = 0; i < 3; i++) {
+        char *mine = view(&w->p, i, MT_PLANE_HI), *end = mine + bytes_of(&w->p, i, MT_PLANE_HI);
+
+        while (mine < end)
+            ++*mine++;
+    }
+    for (int i = 0; i < 3; i++) {
+        spread_one(w, i, 1u << MT_PLANE_HI | 1u << MT_PLANE_M);
+        CHECK_EQ(w->st, MT_OK);
+    }
+    return NULL;
+}
+
+static void run_writers(writer *w, int ranks, void *(*script)(void *arg))
+{
+    for (int r = 0; r < ranks; r++)
+        REQUIRE(pthread_create(&w[r].thread, NULL, script, &w[r]) == 0);
+    for (int r = 0; r < ranks; r++)
+        REQUIRE(pthread_join(w[r].thread, NULL) == 0);
+}
+
+static void writers_open(writer *w, int ranks)
+{
+    int fd = share_new();
+
+    for (int r = 0; r < ranks; r++) {
+        w[r] = (writer){ .st = MT_OK };
+        peer_open(&w[r].p, fd, r, ranks);
+    }
+    close(fd);
+}
+
+static void writers_close(writer *w, int ranks)
+{
+    for (int r = 0; r < ranks; r++)
+        peer_close(&w[r].p);
+}
+
+static int how_many_are(const char *x, size_t n, int value)
+{
+    int count = 0;
+
+    for (size_t i = 0; i < n; i++)
+        count += x[i] == value;
+    return count;
+}
+
+static void what_all_write_in_place_is_written_once(void)
+{
+    for (size_t k = 0; k < sizeof numbers / sizeof *numbers; k++) {
+        writer w[RANKS];
+
+        writers_open(w, numbers[k]);
+        for (int round = 1; round <= 3; round++) {
+            uint64_t version = mt_ledger_version(w[0].p.cx.store, 0);
+
+            run_writers(w, numbers[k], add_one_in_place);
+            CHECK_EQ(mt_ledger_version(w[0].p.cx.store, 0), version + 3);
+            for (int r = 0; r < numbers[k]; r++)
+                for (int i = 0; i < 3; i++) {
+                    size_t n = bytes_of(&w[r].p, i, MT_PLANE_HI);
+
+                    CHECK_EQ(how_many_are(at(&w[r].p, i, MT_PLANE_HI), n, round), n);
+                    CHECK_EQ(how_many_are(view(&w[r].p, i, MT_PLANE_HI), n, round), n);
+                }
+        }
+        writers_close(w, numbers[k]);
+    }
+}
+
+static void *spread_what_others_do_not(void *arg)
+{
+    writer *w = arg;
+
+    spread_one(w, w->p.rank == 1 ? 2 : 1, 1u << MT_PLANE_HI);
+    return NULL;
+}
+
+static void who_spreads_something_else_is_named(void)
+{
+    writer w[2];
+
+    writers_open(w, 2);
+    run_writers(w, 2, spread_what_others_do_not);
+    for (int r = 0; r < 2; r++) {
+        CHECK_EQ(w[r].st, MT_EPEER);
+        CHECK_HAS(w[r].why, "unit layers.0, parameter 2");
+        CHECK_HAS(w[r].why, "unit layers.0, parameter 1");
+    }
+    CHECK_EQ(mt_ledger_check(w[0].p.cx.store), MT_EPEER);
+    writers_close(w, 2);
+}
+
+static void who_does_not_come_is_named(void)
+{
+    writer w[3];
+
+    writers_open(w, 3);
+    mt_ledger_watchdog(w[0].p.cx.store, 0.3);
+    spread_one(&w[0], 1, 1u << MT_PLANE_HI);
+    CHECK_EQ(w[0].st, MT_EPEER);
+    CHECK_HAS(w[0].why, "unit layers.0, parameter 1: rank 1 (process ");
+    CHECK_HAS(w[0].why, "has not come in 0.3 s");
+    spread_one(&w[1], 1, 1u << MT_PLANE_HI);             /* later: it is told */
+    CHECK_EQ(w[1].st, MT_EPEER);
+    CHECK_HAS(w[1].why, "rank 0 (process ");
+    CHECK_EQ(mt_store_spread(w[2].p.cx.store, 0, 77, 1), MT_EINVAL);
+    writers_close(w, 3);
+}
+
+static void alone_nothing_is_spread(void)
+{
+    toy      t;
+    uint64_t version;
+
+    toy_open(&t, 1, 0, 0);
+    version = mt_ledger_version(t.store, 0);
+    CHECK_OK(mt_store_spread(t.store, 0, 1, 1u << MT_PLANE_HI));
+    CHECK_EQ(mt_ledger_version(t.store, 0), version);
+    toy_close(&t);
+}
+
 #define TESTS(X)                                     \
     X(a_plane_is_one_memory_for_all)                 \
     X(what_is_trained_moves_nothing)                 \
@@ -822,9 +1005,14 @@ static void what_one_skips_all_skip(void)
     X(alone_a_view_is_the_plane)                     \
     X(other_ranks_are_refused)                       \
     X(another_unit_is_refused_by_name)               \
+    X(who_writes_waits_until_every_rank_has_copied)  \
     X(homes_that_keep_planes_are_refused)            \
     X(together_they_have_the_bits_of_one)            \
     X(no_order_of_jobs_changes_a_bit)                \
     X(nobody_reads_half_an_update)                   \
-    X(what_one_skips_all_skip)
+    X(what_one_skips_all_skip)                       \
+    X(what_all_write_in_place_is_written_once)       \
+    X(who_spreads_something_else_is_named)           \
+    X(who_does_not_come_is_named)                    \
+    X(alone_nothing_is_spread)
 CHECK_MAIN(TESTS)

@@ -187,7 +187,7 @@ static void go(side *s, int home)
         CHECK_OK(mt_resident_settle(s->r, 0, s->slot));
         if (home == GUEST)
             CHECK_OK(mt_arrive_invite(s->a, 0));
-        CHECK_OK(mt_resident_take(s->r, 0, s->run));
+        CHECK_OK(mt_home_vram.take(s->r, 0, s->run));
     }
     if (home == THROUGH)
         CHECK_OK(mt_store_move(s->cx.store, 0, &mt_home_through, s->through));
@@ -832,7 +832,7 @@ static mt_status use(mt_context *cx, mt_queue *run, void *slot)
         if (mt_store_plane_bytes(cx->store, unit, 0, (mt_plane)p, 1) > 0)
             MT_TRY(mt_store_at(cx->store, unit, 0, (mt_plane)p, &at));
     MT_TRY(mt_resident_settle(cx->residents, unit, slot));
-    MT_TRY(mt_resident_take(cx->residents, unit, run));
+    MT_TRY(mt_home_vram.take(cx->residents, unit, run));
     st = mt_resident_unsettle(cx->residents, unit, 1);
 fail:
     return st;

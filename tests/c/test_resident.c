@@ -159,7 +159,7 @@ static void open_slots(model *m)
     open_stream(m, m->c->settled);
     for (int u = 0; u < UNITS && m->c->take; u++)
         if (m->c->settled >> u & 1)
-            CHECK_OK(mt_resident_take(m->r, u, m->run));
+            CHECK_OK(mt_home_vram.take(m->r, u, m->run));
     for (int u = 0; u < UNITS && m->c->passing; u++)
         CHECK_OK(mt_store_set_passing(m->store, u));
 }
@@ -239,7 +239,7 @@ static void come(model *m, int u)
 {
     if (m->c->guests >> u & 1)
         CHECK_OK(mt_arrive_invite(m->a, u));
-    CHECK_OK(mt_resident_take(m->r, u, m->run));
+    CHECK_OK(mt_home_vram.take(m->r, u, m->run));
 }
 
 /* A third of the times some units go and others come, with all that they have. */
@@ -622,7 +622,7 @@ static void meddle(model *m, int more)
         case 4: CHECK_OK(mt_mirror_bring(m->store, u, 1u << MT_PLANE_HI)); break;
         case 5:
             if (m->c->take && (mt_store_home(m->store, u, NULL)->device != 0))
-                CHECK_OK(mt_resident_take(m->r, u, m->run));
+                CHECK_OK(mt_home_vram.take(m->r, u, m->run));
             break;
         default: break;
         }
@@ -968,12 +968,12 @@ static void weights_that_were_taken_have_no_host_memory(void)
         size_t all = hi_bytes(&m);
 
         CHECK(*(uint16_t *)host(&m, u, 0, MT_PLANE_HI) != 0);
-        CHECK_OK(mt_resident_take(m.r, u, m.run));
+        CHECK_OK(mt_home_vram.take(m.r, u, m.run));
         CHECK(hi_bytes(&m) < all);
         CHECK_EQ(*(uint16_t *)host(&m, u, 0, MT_PLANE_HI), 0);
         CHECK(mt_store_reserved(m.store, u, MT_PLANE_HI) >= mt_store_hi_bytes(m.store, u));
     }
-    CHECK_EQ(mt_resident_take(m.r, 3, m.run), MT_EINVAL);
+    CHECK_EQ(mt_home_vram.take(m.r, 3, m.run), MT_EINVAL);
     CHECK_EQ(mt_store_reserved(m.store, 3, MT_PLANE_HI), 0);
     for (int step = 0; step < 3; step++)
         step_once(&m, step);
@@ -1091,7 +1091,7 @@ static void states_that_are_pushed_before_a_unit_is_taken_are_not_lost(void)
     first[0] = 42;
     second[0] = 43;
     CHECK_OK(mt_mirror_push(m.store, 1, 0, 1u << MT_PLANE_M));
-    CHECK_OK(mt_resident_take(m.r, 1, m.run));
+    CHECK_OK(mt_home_vram.take(m.r, 1, m.run));
     CHECK(first[0] == 0 && second[0] == 0);
     CHECK_OK(mt_mirror_bring(m.store, 1, 1u << MT_PLANE_M));
     CHECK(first[0] == 42);
@@ -1135,11 +1135,11 @@ static float taken_after_a_write(unsigned skip)
     CHECK_OK(mt_stream_acquire(m.s, 1, m.run, &slot, &mem));
     r.weight = mem;
     CHECK_OK(m.dev->ops->call(m.run, read_late, &r));       /* the fetch waits for this: FREED */
-    CHECK_OK(mt_resident_take(m.r, 1, m.run));
+    CHECK_OK(mt_home_vram.take(m.r, 1, m.run));
     nanosleep(&nap, NULL);
     nanosleep(&nap, NULL);
     CHECK_OK(m.dev->ops->sync(m.run));
-    CHECK_OK(mt_resident_drain(m.r));
+    CHECK_OK(mt_home_vram.drain(m.r));
     found = *(float *)mem;
     model_close(&m);
     return found;

@@ -180,6 +180,62 @@ static void bf16_narrows_to_nearest_even(void)
     CHECK(mt_bf16_to_f32(0x3f81) == 0x1.02p0f);
 }
 
+/* A caller reads what it asked for without writing it first. */
+static void memory_is_zero_and_there_even_for_none(void)
+{
+    int64_t *some, *none;
+
+    CHECK_OK(MT_MAKE(some, 3, "here"));
+    CHECK(some[0] == 0 && some[1] == 0 && some[2] == 0);
+    CHECK_OK(MT_MAKE(none, 0, "here"));
+    CHECK(none != NULL);
+    free(none);
+    free(some);
+}
+
+static void memory_that_is_not_there_is_null_and_told(void)
+{
+    int64_t  one = 1, *p = &one;
+
+    CHECK_EQ(MT_MAKE(p, INT64_MAX / 16, "layers.3"), MT_ENOMEM);
+    CHECK(p == NULL);
+    CHECK(strstr(mt_last_error(), "layers.3: no memory for 576460752303423487 times 8 bytes"));
+}
+
+/* Every array that grows keeps what it has, and reads zeros behind. */
+static void an_array_that_grows_keeps_its_elements(void)
+{
+    int    *a = NULL;
+    int64_t room = 0, before;
+
+    for (int i = 0; i < 100; i++) {
+        before = room;
+        CHECK_OK(MT_GROW(a, room, i + 1, "here"));
+        CHECK(room > i && (room == before || room >= 2 * before));
+        for (int64_t k = i; k < room; k++)
+            CHECK_EQ(a[k], 0);
+        a[i] = i + 1;
+        for (int k = 0; k <= i; k++)
+            CHECK_EQ(a[k], k + 1);
+        for (int64_t k = i + 1; k < room; k++)
+            CHECK_EQ(a[k], 0);
+    }
+    free(a);
+}
+
+static void an_array_that_cannot_grow_is_as_it_was(void)
+{
+    int    *a = NULL, *was;
+    int64_t room = 0;
+
+    CHECK_OK(MT_GROW(a, room, 2, "here"));
+    a[1] = 7;
+    was = a;
+    CHECK_EQ(MT_GROW(a, room, INT64_MAX / 8, "here"), MT_ENOMEM);
+    CHECK(a == was && a[1] == 7 && room == 2);
+    free(a);
+}
+
 #define TESTS(X)                                                                              \
     X(every_code_has_its_own_text)                                                            \
     X(failure_says_what_and_where)                                                            \
@@ -189,6 +245,10 @@ static void bf16_narrows_to_nearest_even(void)
     X(fail_again_carries_a_message_word_for_word)                                             \
     X(try_jumps_on_failure_only)                                                              \
     X(multiplication_at_the_door_refuses_overflow)                                            \
+    X(memory_is_zero_and_there_even_for_none)                                                 \
+    X(memory_that_is_not_there_is_null_and_told)                                              \
+    X(an_array_that_grows_keeps_its_elements)                                                 \
+    X(an_array_that_cannot_grow_is_as_it_was)                                                 \
     X(dtype_table_names_and_bytes)                                                            \
     X(f16_widens_exactly_for_every_pattern)                                                   \
     X(f16_narrows_to_nearest_even)                                                            \

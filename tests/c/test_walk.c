@@ -14,7 +14,8 @@ typedef struct toy {
     double  update_s[MOST], add_s[MOST], disk_s[MOST], through_s[MOST], read_s[MOST];
     int64_t away[MOST], spilled[MOST], updated_on[MOST], weights[MOST], gradients[MOST];
     int64_t visiting[MOST], begin[MOST + 1], none[MOST + 1], item[MOST];
-    int64_t lent[MOST], slots[MOST];
+    int64_t lent[MOST], slots[MOST], further[MOST];
+    double  exchange_s[MOST], network_s[MOST], lost_s[MOST], spread_s[MOST];
 } toy;
 
 /* Every window takes forward_s and backward_s, and hands its gradients over where `trained`. */
@@ -30,7 +31,7 @@ static void toy_make(toy *t, int64_t n, double forward_s, double backward_s, int
         t->forward_s[i] = forward_s;
         t->backward_s[i] = backward_s;
         t->updated_on[i] = MT_LANE_HOST;
-        t->weights[i] = t->gradients[i] = t->slots[i] = 1;
+        t->weights[i] = t->gradients[i] = t->further[i] = t->slots[i] = 1;
         t->item[i] = i;
         t->begin[i + 1] = i + 1;
     }
@@ -40,7 +41,8 @@ static void toy_make(toy *t, int64_t n, double forward_s, double backward_s, int
     POINT(forward_s), POINT(backward_s), POINT(forward_host_s), POINT(backward_host_s);
     POINT(update_s), POINT(add_s), POINT(disk_s), POINT(through_s), POINT(read_s), POINT(away);
     POINT(spilled), POINT(updated_on), POINT(weights), POINT(gradients), POINT(visiting);
-    POINT(lent), POINT(slots);
+    POINT(lent), POINT(slots), POINT(further);
+    POINT(exchange_s), POINT(network_s), POINT(lost_s), POINT(spread_s);
 #undef POINT
 }
 
@@ -193,6 +195,92 @@ static void bundles_that_leave_hold_the_next_up(void)
     CHECK_NEAR(found.busy[MT_LANE_BACK], 6);
     CHECK_NEAR(found.forward_s, 1 + 3 + 3);     /* F2 is over at 5; the bundle of F1 is out at 7 */
     CHECK_NEAR(found.seconds, 7 + 30 + REST);   /* they come back beside B2 and B1 */
+}
+
+/* ---- several GPUs ---- */
+
+static void exchanging(toy *t, int64_t n, double exchange_s, double network_s)
+{
+    for (int64_t i = 0; i < n; i++) {
+        t->exchange_s[i] = exchange_s;
+        t->network_s[i] = network_s;
+    }
+}
+
+/* As a_step_ends_when_gradients_are_home; a copy hides the next exchange. */
+static void gradients_go_home_behind_their_exchange(void)
+{
+    toy       t;
+    mt_walked found;
+
+    toy_make(&t, 4, 1, 0.25, 1, 4);
+    exchanging(&t, 4, 0.5, 0);
+    found = walked(&t, NULL);
+    CHECK_NEAR(found.seconds, 1 + 4 + 0.25 + 0.5 + 4 + REST);
+    CHECK_NEAR(found.busy[MT_WALK_EXCHANGE], 2);
+    exchanging(&t, 4, 0.5, 2);              /* and between machines: what a step then waits for */
+    found = walked(&t, NULL);
+    CHECK_NEAR(found.seconds, 1 + 4 + 0.25 + 0.5 + 4 * 2 + 1 + REST);
+    CHECK_NEAR(found.busy[MT_WALK_NETWORK], 8);
+    CHECK(found.idle[MT_WALK_NETWORK] > found.idle[MT_LANE_D2H]);
+}
+
+/* What is computed behind a hand-over takes longer; behind the last nothing is. */
+static void an_exchange_holds_up_what_is_computed_beside_it(void)
+{
+    toy       t;
+    mt_walked found;
+
+    toy_make(&t, 3, 2, 3, 1, 2);
+    exchanging(&t, 3, 0.25, 0);
+    found = walked(&t, NULL);
+    CHECK_NEAR(found.seconds, 1 + 3 * 2 + 3 * 3 + 0.25 + 1 + REST);
+    t.lost_s[0] = t.lost_s[1] = t.lost_s[2] = 0.5;
+    found = walked(&t, NULL);
+    CHECK_NEAR(found.seconds, 1 + 3 * 2 + 3 * 3 + 2 * 0.5 + 0.25 + 1 + REST);
+    CHECK_NEAR(found.busy[MT_LANE_COMPUTE], 16);
+}
+
+/* Without links of their own GPUs exchange over those to the host: copies home come in between. */
+static void an_exchange_may_take_the_link(void)
+{
+    toy       t;
+    mt_walked found;
+
+    toy_make(&t, 4, 1, 0.25, 1, 4);
+    exchanging(&t, 4, 1, 0);
+    t.walk.on_link = 1;
+    found = walked(&t, NULL);
+    CHECK_NEAR(found.seconds, 1 + 4 + 0.25 + 4 * (1 + 1) + REST);
+}
+
+/* A unit's copy waits until the other machines' parts of its new weights are here. */
+static void new_weights_come_from_other_machines(void)
+{
+    toy       t;
+    mt_walked found;
+
+    toy_make(&t, 2, 1, 1, 1, 2);
+    t.update_s[0] = t.update_s[1] = 1;
+    t.spread_s[0] = t.spread_s[1] = 3;
+    found = walked(&t, NULL);
+    CHECK_NEAR(found.forward_s, 1 + 3 + 3 + 1 + 1);
+    CHECK_NEAR(found.busy[MT_WALK_NETWORK], 6);
+    CHECK(found.idle[MT_WALK_NETWORK] > 0);
+}
+
+/* All GPUs of a machine have one host: a step takes as long as its memory has to move. */
+static void the_hosts_memory_bounds_a_step(void)
+{
+    toy       t;
+    mt_walked found;
+
+    toy_make(&t, 3, 2, 3, 1, 2);
+    t.walk.memory = 0.25, t.walk.memory_s = 5;
+    found = walked(&t, NULL);               /* 4 copies of weights, 3 of gradients */
+    CHECK_NEAR(found.seconds, 5 + (4 + 3) / 0.25 + REST);
+    CHECK_NEAR(found.busy[MT_WALK_MEMORY], 33);
+    CHECK_NEAR(found.idle[MT_WALK_MEMORY], 33 - (1 + 6 + 9 + 1));
 }
 
 /* ---- any step ---- */
@@ -457,6 +545,11 @@ static void another_steps_schedule_is_refused(void)
     X(updates_that_follow_gradients_bound_a_step)                                             \
     X(launching_may_be_what_takes_long)                                                       \
     X(bundles_that_leave_hold_the_next_up)                                                    \
+    X(gradients_go_home_behind_their_exchange)                                                \
+    X(an_exchange_holds_up_what_is_computed_beside_it)                                        \
+    X(an_exchange_may_take_the_link)                                                          \
+    X(new_weights_come_from_other_machines)                                                   \
+    X(the_hosts_memory_bounds_a_step)                                                         \
     X(a_step_takes_no_less_than_any_row_works)                                                \
     X(work_and_waits_fill_a_step)                                                             \
     X(longer_work_never_shortens_a_step)                                                      \

@@ -1,0 +1,58 @@
+"""What ranks exchange: bytes and seconds of each unit's gradients on their way to who owns them, and of new weights.
+
+A rank's gradients of a unit lie in one buffer. Each part goes to the rank of its machine that owns it, which adds what
+it is given in fp32; between machines go parts, or sums where these are less. The owner brings its sum home, and what
+the sum is in the weights' type. A further micro-batch's parts go home one by one and are added there, in the order of
+the ranks, so that sums are those of one process that made all micro-batches. New weights go to the other machines.
+"""
+from __future__ import annotations
+
+import numpy as np
+
+from .cost import OFFLOAD_DEPTH
+from .machine import Machine
+from .ranks import Ranks
+from .shapes import Shape
+
+BUFFERS = 2                     # of a unit's gradients: what is sent, and what is received
+
+
+class Exchange:
+    """Of one model; of one of several ranks. Arrays by unit, zeros of one rank alone.
+
+    Attributes:
+        home, further: bytes that cross to the host, of a step's first micro-batch and of each further one.
+        exchange_s, network_s: in which gradients are exchanged within the machine and added, and between machines.
+        lost_s: seconds by which that holds up what is computed beside it.
+        spread_s: in which new weights go to the other machines. gather_s: in which those of a unit at home on the
+            devices go to all.
+        buffers: bytes on the device.
+        on_link: GPUs have no links to each other, and exchange over those to the host and by way of its memory;
+            link_bytes: what that moves there of a micro-batch, of one GPU.
+    """
+
+    def __init__(self, shape: Shape, machine: Machine, ranks: Ranks) -> None:
+        units = shape.units
+        self.gradients = np.array([u.gradients for u in units], dtype=np.int64)
+        self.home = self.further = self.gradients
+        self.exchange_s = self.network_s = self.lost_s = self.spread_s = self.gather_s = np.zeros(len(units))
+        self.buffers, self.on_link, self.link_bytes = 0, False, 0
+        if not ranks.alone:
+            self._among(machine, ranks, np.array([u.sums for u in units], dtype=np.int64))
+
+    def _among(self, machine: Machine, ranks: Ranks, sums: np.ndarray) -> None:
+        g, m, n = ranks.gpus, ranks.machines, ranks.count
+        self.home = -(-(self.gradients + sums) // n)
+        self.on_link = g > 1 and not machine.exchange_gbps
+        links = (machine.exchange_gbps or machine.both_gbps) * 1e9
+        leaving = self.gradients * ((g - 1) / g)
+        wide = np.maximum(self.gradients, sums)         # a sum in fp32; of fp32 weights the gradient itself
+        apart = np.minimum(g * self.gradients, wide) * ((m - 1) / m)        # of a whole machine
+        added = self.gradients + wide / g + self.home * (m > 1)             # read, and written, by the sum
+        self.exchange_s = leaving / links + added / (machine.hbm_gbps * 1e9)
+        self.network_s = apart / (machine.network_gbps * 1e9)
+        self.lost_s = (leaving + apart / g) / (machine.lost_gbps * 1e9)
+        self.spread_s = self.gradients * ((m - 1) / m) / (machine.network_gbps * 1e9)
+        self.gather_s = leaving / links + self.spread_s
+        self.link_bytes = 2 * int(leaving.sum()) * self.on_link
+        self.buffers = BUFFERS * int(self.gradients.max(initial=0)) + OFFLOAD_DEPTH * int(self.home.max(initial=0))

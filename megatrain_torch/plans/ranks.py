@@ -1,0 +1,125 @@
+"""Several GPUs, several machines: who has what of a unit, and what one of them sees of what they share.
+
+Each GPU has a process, a rank, which makes a step of its own tokens. A machine's ranks have one host store: whole
+weights, which each of them fetches over its own link. Masters, moments, gradients and sums are cut into as many parts
+as there are ranks in all, and each is on its owner's machine alone.
+"""
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from ..base.arguments import check_count
+from ..base.errors import MegatrainError
+from ..base.formats import moved_bytes
+from ..base.modes import DISKS, HOMES
+from .machine import Machine
+
+OFFERED = ("ram",)              # homes that units may have where there are several ranks: the one place that says so
+CUT = ("masters", "moments", "gradients", "sums")       # planes of which each rank has its part; weights are whole
+PER_RANK = ("staging", "activations")                   # of host memory, what each rank has for itself
+ACC_BYTES = 2                   # that an update reads more of a sum in fp32 than of a bf16 gradient
+ADDED_BYTES = 14                # per parameter in host memory: a further micro-batch's sum
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """gpus: of each machine."""
+
+    gpus: int = 1
+    machines: int = 1
+
+    @property
+    def count(self) -> int:
+        return self.gpus * self.machines
+
+    @property
+    def alone(self) -> bool:
+        return self.count == 1
+
+    def __str__(self) -> str:
+        gpus = f"{self.gpus} GPU{'s' * (self.gpus > 1)}"
+        return f"{self.machines} machines of {gpus}" if self.machines > 1 else gpus
+
+    def offers(self, *homes: str) -> bool:
+        """May units be at home in all of these?"""
+        return self.alone or set(homes) <= set(OFFERED)
+
+    # ---- bytes ----
+
+    def on_host(self, planes: dict[str, int]) -> dict[str, int]:
+        """Of one machine's host memory. planes: bytes of all of a model's, and what one process has besides."""
+        return {what: self._part(n, self.machines) if what in CUT else n * (self.gpus if what in PER_RANK else 1)
+                for what, n in planes.items()}
+
+    def on_device(self, planes: dict[str, int]) -> dict[str, int]:
+        """Of one GPU's memory, of units at home there. planes: bytes of all of a model's."""
+        return {what: self._part(n, self.count) if what in CUT else n for what, n in planes.items()}
+
+    def _part(self, n: int, parts: int) -> int:
+        return -(-n // parts)
+
+    # ---- rates ----
+
+    def seen(self, machine: Machine) -> Machine:
+        """As one of its GPUs sees it beside the others, which do the same at the same time: copies share the host's
+        memory, and what AdamW leaves of it; each process has Python, torch and the driver. Cores are the host's, and
+        update each element once, so AdamW's rate is what it is. Of the CPU device the cores compute, too."""
+        if self.gpus == 1:
+            return machine
+        if machine.device == "cpu":
+            machine = _slowed(machine, self.gpus)
+        host, g = host_rate(machine) / 1e9, self.gpus
+        adam = machine.adam_gparams[-1][1] * moved_bytes("fp32")
+        busy = min(machine.busy_gbps, host * machine.busy_gbps / (adam + g * machine.busy_gbps))
+        one_way = min(host / g, machine.whole_gbps or host)
+        return dataclasses.replace(
+            machine, h2d_gbps=min(machine.h2d_gbps, one_way), d2h_gbps=min(machine.d2h_gbps, host / g),
+            both_gbps=min(machine.both_gbps, host / g / 2), busy_gbps=busy, host_gbps=host,
+            host_overhead_bytes=machine.host_overhead_bytes * g)
+
+    def memory(self, machine: Machine) -> float:
+        """Bytes/s of the host's memory for one GPU's copies; 0: it has enough."""
+        return 0.0 if self.alone else host_rate(machine) / self.gpus
+
+    def memory_s(self, machine: Machine, states: str, trained: float, micro: int) -> float:
+        """Seconds in which a step's updates and sums have that memory. trained: parameters updated by all hosts."""
+        own = trained / self.machines * (moved_bytes(states) + ACC_BYTES)
+        added = (micro - 1) * trained * self.gpus * ADDED_BYTES
+        return 0.0 if self.alone else (own + added) / host_rate(machine)
+
+
+def _slowed(machine: Machine, by: int) -> Machine:
+    """Of all that is computed."""
+    gemm = tuple((n, width, rate / by) for n, width, rate in machine.gemm)
+    attention = tuple((seq, forward / by, backward / by) for seq, forward, backward in machine.attention)
+    return dataclasses.replace(machine, gemm=gemm, attention=attention, hbm_gbps=machine.hbm_gbps / by,
+                               device_adam_gparams=machine.device_adam_gparams / by)
+
+
+def host_rate(machine: Machine) -> float:
+    """Bytes/s of the host's memory, read plus written. Where nobody said: what AdamW and copies beside it take of it
+    together, or copies both ways. More may be there, and is not known."""
+    beside = machine.adam_gparams[-1][1] * moved_bytes("fp32") + machine.busy_gbps
+    return (machine.host_gbps or max(beside, 2 * machine.both_gbps)) * 1e9
+
+
+ALONE = Ranks()
+
+
+def ranks_of(gpus: int, machines: int) -> Ranks:
+    """Raises: they are no counts."""
+    check_count(gpus, "gpus")
+    check_count(machines, "machines")
+    return Ranks(gpus, machines)
+
+
+def check_homes(ranks: Ranks, homes: Iterable[str | None], nvme: bool) -> None:
+    """Raises: several ranks, and a home that units cannot have there yet."""
+    asked = [home for home in homes if home is not None]
+    words = [f"homes={home!r}" for home in HOMES if home in asked and not ranks.offers(home)]
+    words += ["nvme"] if nvme and not ranks.offers(*DISKS) else []
+    if words:
+        raise MegatrainError(f"{words[0]}, with {ranks}: units of several processes are at home in "
+                             f"{', '.join(map(repr, OFFERED))} for now; leave it out, or plan one GPU")
