@@ -21,6 +21,7 @@ import megatrain_torch as mt
 from megatrain_torch import MegatrainError, cli
 from megatrain_torch.commands import folder, inlined
 from megatrain_torch.commands.loop import Bar, Requests
+from megatrain_torch.commands.team import Team
 from megatrain_torch.commands.owned import FILE, LOCK, MARKER, Owned
 from megatrain_torch.commands.settings import write_yaml
 from megatrain_torch.reports.tracing import Trace
@@ -318,7 +319,7 @@ def test_a_signal_ends_a_run_with_its_own_status_behind_a_checkpoint(made: Path,
 
 
 def test_the_first_signal_says_how_a_run_ends() -> None:
-    requests = Requests()
+    requests = Requests(Team())
     requests._heard(signal.SIGUSR1, None)
     assert requests.save and not requests.stop
     requests._heard(signal.SIGTERM, None)
