@@ -63,6 +63,11 @@ class Engine:
         The memory stays until the last array over it is gone, also after close(); the engine itself
         is not kept alive.
         """
+    def spread(self, unit: int, param: int, planes: int) -> None:
+        """What user code wrote in place, into plane()'s arrays of the parameter, is what all ranks have from now on: of
+        these planes (bits 1 << plane) each gives its own portion. Every rank calls it, for the same in the same order,
+        having written the same; one that does not come in 30 s is an error everywhere. HI: as touch(). Alone: nothing.
+        """
     def host_bytes(self, plane: int = -1) -> int: ...
     def reserved_bytes(self, unit: int, plane: int) -> int:
         """Host bytes that it takes to bring the plane there: 0 where its memory is there, or it was never asked for."""

@@ -7,7 +7,8 @@ its own of them.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -396,6 +397,66 @@ def test_what_cannot_be_handed_over_is_refused(parties: object, item: tuple[int,
     with pytest.raises(MegatrainError, match=says):
         owners[0].engine.offload(0, [item], 0)
     owners[0].engine.check()
+
+
+# ---- writes from outside ----
+
+
+def together(owners: list[Party], call: Callable[[Party], object]) -> list[BaseException]:
+    """As ranks do: nobody waits for another's return. What was raised."""
+    raised: list[BaseException] = []
+
+    def one(owner: Party) -> None:
+        try:
+            call(owner)
+        except MegatrainError as e:
+            raised.append(e)
+
+    threads = [threading.Thread(target=one, args=(owner,)) for owner in owners]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return raised
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_what_every_script_does_in_place_is_done_once(parties: object, ranks: int) -> None:
+    """p.mul_(0.75) on all ranks, one after the other; then an update goes on from there."""
+    whole, owners = parties(ranks, shared=True)
+    both = 1 << PLANES["HI"] | 1 << PLANES["M"]
+    train(whole, owners, 0)
+    for party in (whole, *owners):
+        party.step()
+    for party in (whole, *owners):
+        party.rest()
+    versions = [owner.engine.version(0) for owner in owners]
+    for party in (whole, *owners):
+        party.plane(0, 0, "HI").view(torch.bfloat16).mul_(0.75)
+        party.plane(0, 0, "M").view(torch.float32).mul_(0.5)
+    assert not together(owners, lambda owner: owner.engine.spread(0, 0, both))
+    assert all(owner.engine.version(0) > before for owner, before in zip(owners, versions))
+    assert_bits_of_one(whole, owners)
+    train(whole, owners, 1)
+    for party in (whole, *owners):
+        party.step()
+    assert_bits_of_one(whole, owners)
+
+
+def test_who_writes_alone_is_told(parties: object) -> None:
+    _, owners = parties(2, shared=True)
+    owners[0].engine.watchdog(0.2)
+    with pytest.raises(MegatrainError, match=r"unit layers\.0, parameter 1: rank 1 .* has not come in 0\.2 s"):
+        owners[0].engine.spread(0, 1, 1)
+    with pytest.raises(MegatrainError, match="PLANES has"):
+        owners[0].engine.spread(0, 1, 1 << 20)
+
+
+def test_alone_there_is_nobody_to_spread_to(parties: object) -> None:
+    whole, _ = parties(1)
+    whole.plane(0, 0, "HI").fill_(3)
+    whole.engine.spread(0, 0, 1)
+    assert whole.plane(0, 0, "HI", True)[5] == 3
 
 
 # ---- saves ----

@@ -40,11 +40,11 @@ from megatrain_torch.model.stream import runtime_of
 from megatrain_torch.plans import doctor, patterns
 from megatrain_torch.plans.bounds import Kept
 from megatrain_torch.plans.cost import Home, cost_of
+from megatrain_torch.plans.fleet import Fleet
 from megatrain_torch.plans.machine import MACHINES, Machine
 from megatrain_torch.plans.on_disk import Disk
 from megatrain_torch.plans.placement import Problem
 from megatrain_torch.plans.planner import vram_table
-from megatrain_torch.plans.ranks import Ranks
 from megatrain_torch.plans.shapes import Shape, shapes_of
 from megatrain_torch.plans.simulate import Step, simulate
 from megatrain_torch.plans.wishes import Choice, Wishes
@@ -425,9 +425,9 @@ def every_choice(p: Problem) -> list[Choice]:
 
 @pytest.mark.parametrize("vram", [9 * GIB // 4, 3 * GIB, 5 * GIB])
 @pytest.mark.parametrize("fused", [True, False])
-@pytest.mark.parametrize("ranks", [Ranks(), Ranks(4, 2)], ids=str)
-def test_the_search_finds_the_least_time_of_all_choices(vram: int, fused: bool, ranks: Ranks) -> None:
-    p = problem(shape_of(small(3)), vram + GIB // 2 * (not ranks.alone), fused=fused, seq=2048, ranks=ranks)
+@pytest.mark.parametrize("fleet", [Fleet(), Fleet(4, 2)], ids=str)
+def test_the_search_finds_the_least_time_of_all_choices(vram: int, fused: bool, fleet: Fleet) -> None:
+    p = problem(shape_of(small(3)), vram + GIB // 2 * (not fleet.alone), fused=fused, seq=2048, fleet=fleet)
     p = few_cores(p) if vram == 3 * GIB else p
     tried = [p.steps.time(c).seconds for c in every_choice(p)]
     assert p.best()[1].seconds == min(tried)
@@ -442,7 +442,7 @@ def test_the_bound_is_never_above_the_simulation(data: st.DataObject) -> None:
                                              {"homes": "disk", "nvme": 10**15}, {"homes": "disk+weights", "nvme": 10**15},
                                              {"homes": "disk", "nvme": 10**15, "grads": "none"},
                                              {"homes": "through", "grads": "none"}])),
-                ranks=data.draw(st.sampled_from([Ranks(), Ranks(), Ranks(2), Ranks(1, 2), Ranks(8, 3)])))
+                fleet=data.draw(st.sampled_from([Fleet(), Fleet(), Fleet(2), Fleet(1, 2), Fleet(8, 3)])))
     p = few_cores(p) if data.draw(st.booleans()) else p
     micro = data.draw(st.sampled_from(p.micro_counts()))
     units = tuple(data.draw(st.lists(st.sampled_from(Home), min_size=len(shape.units), max_size=len(shape.units))))

@@ -13,14 +13,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import LlamaConfig, PretrainedConfig, Qwen2Config
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, PretrainedConfig, Qwen2Config
 
 import megatrain_torch as mt
-import megatrain_torch.plans.ranks as ranks_module
+import megatrain_torch.plans.fleet as fleet_module
 from megatrain_torch import cli
+from megatrain_torch.model.stream import runtime_of
 from megatrain_torch.plans import doctor, links
 from megatrain_torch.plans.exchange import Exchange
-from megatrain_torch.plans.ranks import Ranks
+from megatrain_torch.plans.fleet import Fleet
 from megatrain_torch.plans.shapes import shapes_of
 
 GIB = 2**30
@@ -92,8 +94,8 @@ WIDE = shapes_of(seven(12))("fp32")
 
 
 def exchange(gpus: int, machines: int, machine: mt.Machine = LINKED) -> Exchange:
-    ranks = Ranks(gpus, machines)
-    return Exchange(WIDE, ranks.seen(machine), ranks)
+    fleet = Fleet(gpus, machines)
+    return Exchange(WIDE, fleet.seen(machine), fleet)
 
 
 def test_gradients_are_exchanged_and_their_sum_comes_home_in_parts() -> None:
@@ -179,7 +181,7 @@ def test_homes_of_several_gpus_are_said_in_one_place(monkeypatch: pytest.MonkeyP
     """Units at home on the devices have their states there in parts."""
     asked = dict(tokens=16384, seq=1024, machine=dataclasses.replace(LINKED, vram_bytes=40 * GIB), gpus=2)
     assert set(mt.plan(small(8), **asked).homes.values()) == {"ram"}
-    monkeypatch.setattr(ranks_module, "OFFERED", ("ram", "vram"))
+    monkeypatch.setattr(fleet_module, "OFFERED", ("ram", "vram"))
     found, one = mt.plan(small(8), homes="vram", **asked), mt.plan(small(8), homes="vram", **asked | {"gpus": 1})
     assert found.vram["at home: weights"] == one.vram["at home: weights"]
     assert found.vram["at home: moments"] == -(-one.vram["at home: moments"] // 2)
@@ -218,6 +220,18 @@ def test_a_plan_says_how_many_gpus_it_is_for() -> None:
     assert "2 machines of 4 GPUs, each with 8,192 tokens a step" in said and "tokens/s in all" in said
     assert "device memory of a GPU" in said and "host memory of a machine" in said and "\nexchange " in said
     assert "2 machines of 4 GPUs" in plan._repr_html_()
+
+
+def test_explain_says_how_many_gpus_a_model_was_planned_for() -> None:
+    model = mt.stream(LlamaForCausalLM(LlamaConfig(hidden_size=32, intermediate_size=64, num_hidden_layers=1,
+                                                   num_attention_heads=2, vocab_size=64)), "cpu", vram="2GiB")
+    mt.AdamW(model.parameters())
+    ids = torch.ones(2, 8, dtype=torch.long)
+    model(input_ids=ids, labels=ids).loss.backward()
+    planning = runtime_of(model).planning
+    assert "planned for 16 tokens a step" in mt.explain(model)
+    planning.plan = dataclasses.replace(planning.plan, gpus=2)
+    assert "planned for 2 GPUs, each with 16 tokens a step" in mt.explain(model)
 
 
 @pytest.fixture

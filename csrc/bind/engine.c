@@ -360,6 +360,9 @@ static PyMethodDef methods[] = {
       "plane($self, unit, param, plane, shared=False)\n--\n\n"
       "uint8 array over the parameter's bytes in a plane: for user code, or (shared) as all have "
       "them." },
+    { "spread", mt_engine_spread, METH_VARARGS,
+      "spread($self, unit, param, planes, /)\n--\n\n"
+      "What every rank wrote where plane() shows a parameter is what all have; bits 1 << plane." },
     { "reserved_bytes", mt_engine_reserved_bytes, METH_VARARGS,
       "reserved_bytes($self, unit, plane, /)\n--\n\n"
       "Host bytes that it takes to bring a plane there." },

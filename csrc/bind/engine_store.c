@@ -225,6 +225,41 @@ PyObject *mt_engine_plane(PyObject *self, PyObject *args, PyObject *kw)
                                                           (mt_plane)plane, desc->numel));
 }
 
+/* Nothing on this rank is at the planes when the others are met. */
+static mt_status spread(mt_engine *e, int unit, int param, unsigned planes)
+{
+    mt_status st;
+
+    MT_TRY(mt_ledger_wait_updates(e->cx.store, unit));
+    if (planes & 1u << MT_PLANE_GRAD)
+        MT_TRY(mt_ledger_wait_grads(e->cx.store, unit));
+    MT_TRY(mt_ledger_wait_fetch(e->cx.store, unit));
+    st = mt_store_spread(e->cx.store, unit, param, planes);
+fail:
+    return st;
+}
+
+PyObject *mt_engine_spread(PyObject *self, PyObject *args)
+{
+    mt_engine *e = mt_engine_usable(self);
+    int        unit, param;
+    unsigned   planes;
+    mt_status  st;
+
+    if (e == NULL || !PyArg_ParseTuple(args, "iiI:spread", &unit, &param, &planes) ||
+        mt_engine_param(e, unit, param) < 0)
+        return NULL;
+    if (planes >> MT_PLANE_COUNT != 0) {
+        PyErr_Format(e->error, "spread: planes %u: PLANES has 0 to %d, a bit each", planes,
+                     MT_PLANE_COUNT - 1);
+        return NULL;
+    }
+    MT_WAITING(e, st, spread(e, unit, param, planes));
+    if (st != MT_OK)
+        return mt_raise(e->error, st);
+    Py_RETURN_NONE;
+}
+
 PyObject *mt_engine_host_bytes(PyObject *self, PyObject *args, PyObject *kw)
 {
     static char *names[] = { "plane", NULL };

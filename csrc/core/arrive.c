@@ -23,7 +23,6 @@ struct mt_arrive {
     mt_context     *cx;
     mt_dev         *dev;
     mt_store       *store;
-    mt_timeline    *timeline;
     guest         **guests;      /* [n_guests] by unit, NULL: none. Written by invite */
     int64_t         n_guests;
 
@@ -50,7 +49,7 @@ mt_status mt_arrive_open(mt_context *cx, mt_arrive **out)
     mt_status  st;
 
     MT_TRY(MT_MAKE(a, 1, "arrive"));
-    *a = (mt_arrive){ .cx = cx, .dev = cx->dev, .store = cx->store, .timeline = cx->timeline };
+    *a = (mt_arrive){ .cx = cx, .dev = cx->dev, .store = cx->store };
     mt_mutex_open(&a->mu, MT_RANK_ARRIVE);
     MT_TRY(a->dev->ops->event_open(a->dev, &a->drained));
     MT_TRY(a->dev->ops->queue_open(a->dev, "guests", &a->queue));
@@ -183,25 +182,6 @@ fail:
 
 /* ---- copies: under mu ------------------------------------------------------------------- */
 
-static mt_status copy_part(mt_arrive *a, int unit, const mt_part *part, unsigned planes, int up)
-{
-    mt_status st = MT_OK;
-
-    for (int p = 0; p < MT_PLANE_COUNT; p++) {
-        void  *host;
-        size_t bytes;
-
-        if (part->at[p] == NULL || !(planes >> p & 1))
-            continue;
-        MT_TRY(mt_part_host(a->store, unit, part, (mt_plane)p, &host, &bytes));
-        MT_TRY(a->dev->ops->copy(a->queue, up ? part->at[p] : host, up ? host : part->at[p],
-                                 bytes));
-        *(up ? &a->stats.h2d_bytes : &a->stats.d2h_bytes) += bytes;
-    }
-fail:
-    return st;
-}
-
 static int among(int param, const int *params, int n)
 {
     for (int i = 0; i < n; i++)
@@ -229,19 +209,20 @@ static mt_status let_others(mt_arrive *a)
 static mt_status put_copies(mt_arrive *a, guest *g, int unit, const int *params, int n,
                             unsigned planes, int up)
 {
-    uint64_t  before = a->stats.h2d_bytes + a->stats.d2h_bytes;
+    uint64_t *copied = up ? &a->stats.h2d_bytes : &a->stats.d2h_bytes, before = *copied;
     mt_span   span;
     mt_status st = MT_OK, end;
 
-    mt_timeline_begin(a->timeline, &span, MT_LANE_THROUGH, up ? MT_WORK_FETCH : MT_WORK_OFFLOAD,
+    mt_timeline_begin(a->cx->timeline, &span, MT_LANE_THROUGH, up ? MT_WORK_FETCH : MT_WORK_OFFLOAD,
                       unit, a->queue);
     for (int i = 0; i < g->n && st == MT_OK; i++) {
         if (params != NULL && !among(g->parts[i].param, params, n))
             continue;
-        if ((st = copy_part(a, unit, &g->parts[i], planes, up)) == MT_OK)
+        st = mt_part_copy(a->store, unit, &g->parts[i], planes, a->queue, up, copied);
+        if (st == MT_OK)
             st = let_others(a);
     }
-    mt_timeline_end(a->timeline, &span, a->stats.h2d_bytes + a->stats.d2h_bytes - before, a->queue);
+    mt_timeline_end(a->cx->timeline, &span, *copied - before, a->queue);
     if ((end = a->dev->ops->record(a->queue, g->last)) == MT_OK)
         mt_watch_put(mt_store_watch(a->store), &g->post, "guests", mt_store_name(a->store, unit),
                      COPIED, g->last);

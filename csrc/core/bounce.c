@@ -79,7 +79,7 @@ static int is_put(void *arg)
 
 static int is_over(void *arg)
 {
-    return mt_buffer_is(((const visit *)arg)->k) == MT_BUFFER_TAKEN;
+    return ((const visit *)arg)->k->at == MT_BUFFER_TAKEN;
 }
 
 static mt_status move(visit *v, int write)
@@ -107,7 +107,7 @@ static mt_status copy(visit *v, int param, unsigned planes, int write)
 {
     mt_status st = MT_OK;
 
-    mt_pieces_at(v->l->cut, v->piece, mt_buffer_mem(v->k), v->parts);
+    mt_pieces_at(v->l->cut, v->piece, v->k->memory.base, v->parts);
     for (int i = 0; i < v->l->cut->piece[v->piece].n; i++)
         for (int p = 0; p < MT_PLANE_COUNT; p++) {
             const mt_part *k = &v->parts[i];
@@ -198,8 +198,7 @@ mt_status mt_bounce_open(const mt_context *cx, mt_rings *all, size_t bytes, mt_b
     mt_status  st;
 
     MT_TRY(MT_MAKE(b, 1, "disk"));
-    *b = (mt_bounce){ .store = cx->store, .all = all, .mu = mt_rings_mu(all),
-                      .bytes = bytes };
+    *b = (mt_bounce){ .store = cx->store, .all = all, .mu = &all->mu, .bytes = bytes };
     MT_TRY(mt_ring_open(all, &how, &b->ring));
     MT_TRY(mt_ring_add(b->ring, bytes, NULL));
     *out = b;

@@ -60,14 +60,13 @@ struct mt_disk {
  */
 static mt_status note_weights(mt_disk *d, const mt_layout *l)
 {
-    size_t most = mt_layout_most_weights(l);
-
-    if (most > d->most_weights && d->fed)
+    if (l->most_weights > d->most_weights && d->fed)
         return MT_FAIL(MT_ESTATE, "unit %s: %zu bytes of weights in a piece, and fetches have "
                        "buffers of %zu; what is trained, and how its states are kept, may change "
                        "when its weights are on disk",
-                       mt_store_name(d->store, l->unit), most, d->most_weights);
-    d->most_weights = most > d->most_weights ? most : d->most_weights;
+                       mt_store_name(d->store, l->unit), l->most_weights, d->most_weights);
+    if (l->most_weights > d->most_weights)
+        d->most_weights = l->most_weights;
     return MT_OK;
 }
 
@@ -175,7 +174,7 @@ static int is_taken(void *arg)
     wanted_piece *a = arg;
     mt_disk      *d = a->d;
 
-    if (mt_rings_failed(d->all))
+    if (d->all->failed)
         return 1;
     if ((a->b = mt_ring_find(d->ring, IS(READY), a->unit, a->number)) != NULL) {
         mt_ring_drop(d->ring, -1, a->b);                 /* read before it: passed over */
@@ -269,7 +268,7 @@ static mt_status update_pieces(mt_disk *d, const mt_layout *l, const job *b, mt_
         if (!mt_layout_has(l, i, b->j.params, b->j.n_params))
             continue;
         MT_TRY(take_piece(d, b->j.unit, i, &f));
-        mt_pieces_at(l->cut, i, mt_buffer_mem(f), parts);
+        mt_pieces_at(l->cut, i, f->memory.base, parts);
         /* The record of the last piece has the unit's bytes. */
         st = compute(d, b, parts, l->cut->piece[i].n, i == last ? b->j.bytes : 0);
         give_piece(d, f, l, i, st == MT_OK);
@@ -510,7 +509,7 @@ mt_status mt_disk_open(mt_context *cx, mt_blocks *file, mt_pool *pool, int n_buf
                     .next_unit = -1, .before = -1, .first_added = -1, .last_added = -1 };
     how.arg = d;
     MT_TRY(mt_rings_open(cx, file, &d->all));
-    d->mu = mt_rings_mu(d->all);
+    d->mu = &d->all->mu;
     MT_TRY(mt_ring_open(d->all, &how, &d->ring));
     for (int i = 0; i < n_buffers; i++)
         MT_TRY(mt_ring_add(d->ring, bytes, NULL));
@@ -553,7 +552,7 @@ static mt_status count(mt_disk *d, int u)
         return st;
     mt_lock(d->mu);
     if ((st = note_weights(d, l)) == MT_OK)
-        d->need += mt_layout_bytes(l);
+        d->need += l->bytes;
     mt_unlock(d->mu);
     mt_layout_free(l);
     return st;
@@ -591,13 +590,12 @@ uint64_t mt_disk_need(mt_disk *d)
 
 mt_disk_stats mt_disk_stats_get(mt_disk *d)
 {
-    mt_rings_stats r;
-    mt_disk_stats  stats;
+    const mt_rings_stats *r = &d->all->stats;
+    mt_disk_stats         stats;
 
     mt_lock(d->mu);
-    r = mt_rings_count(d->all);
-    stats = (mt_disk_stats){ r.read_bytes, r.written_bytes, d->wait_ns, d->busy_ns,
-                             r.buffer_bytes };
+    stats = (mt_disk_stats){ r->read_bytes, r->written_bytes, d->wait_ns, d->busy_ns,
+                             r->buffer_bytes };
     mt_unlock(d->mu);
     return stats;
 }

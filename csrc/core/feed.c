@@ -38,12 +38,13 @@ static int expected(const mt_feed *f, int unit)
  * What the unit that is fetched now needs comes before what others will. */
 static mt_buffer *find_room(const mt_feed *f, int unit)
 {
-    mt_buffer *k = mt_ring_find(f->ring, IS(FREE), -1, -1), *b;
+    mt_buffer *k = mt_ring_find(f->ring, IS(FREE), -1, -1);
 
-    for (int i = 0; k == NULL && (b = mt_ring_nth(f->ring, i)) != NULL; i++) {
-        int has = mt_buffer_unit(b);
+    for (int i = 0; k == NULL && i < f->ring->n; i++) {
+        mt_buffer *b = f->ring->buffers[i];
+        int        has = mt_buffer_unit(b);
 
-        if (mt_buffer_is(b) == MT_BUFFER_READY && has != f->unit &&
+        if (b->at == MT_BUFFER_READY && has != f->unit &&
             (unit == f->unit || !expected(f, has)))
             k = b;
     }
@@ -67,7 +68,7 @@ static int read_unit(mt_feed *f, int unit, int from)
         if (mt_ring_find(f->ring, IS(DROPPED), unit, i) != NULL || held ||
             mt_rings_meets(f->all, unit, i, 0) || (room = find_room(f, unit)) == NULL)
             return 0;
-        if (mt_buffer_is(room) == MT_BUFFER_READY)
+        if (room->at == MT_BUFFER_READY)
             mt_buffer_to(room, MT_BUFFER_FREE);
         mt_ring_put(room, l, i, 1u << MT_SECTION_WEIGHTS, 0, MT_BUFFER_READY);
     }
@@ -97,13 +98,13 @@ static void ahead(void *arg)
 /* Buffers whose copies are over (COPIED) are read into again. */
 static mt_status reclaim(mt_feed *f)
 {
-    mt_buffer *k;
-    mt_status  st = MT_OK;
+    mt_status st = MT_OK;
 
-    for (int i = 0; (k = mt_ring_nth(f->ring, i)) != NULL; i++) {
-        int done = 0;
+    for (int i = 0; i < f->ring->n; i++) {
+        mt_buffer *k = f->ring->buffers[i];
+        int        done = 0;
 
-        if (mt_buffer_is(k) == MT_BUFFER_COPYING)
+        if (k->at == MT_BUFFER_COPYING)
             MT_TRY(f->cx->dev->ops->query(f->copied[i], &done));
         if (done)
             mt_buffer_to(k, MT_BUFFER_FREE);
@@ -138,7 +139,7 @@ static int is_loaded(void *arg)
     awaited *a = arg;
     mt_feed *f = a->f;
 
-    if (mt_rings_failed(f->all) || (a->st = reclaim(f)) != MT_OK)
+    if (f->all->failed || (a->st = reclaim(f)) != MT_OK)
         return 1;
     if ((a->k = mt_ring_find(f->ring, IS(READY), f->unit, f->piece)) != NULL) {
         mt_buffer_to(a->k, MT_BUFFER_TAKEN);
@@ -154,12 +155,12 @@ static int is_loaded(void *arg)
 /* COPIED. Somebody else may have seen the same meanwhile, and read into k again. */
 static mt_status wait_copied(mt_feed *f, mt_buffer *k)
 {
-    mt_status st = mt_watch_event(mt_store_watch(f->cx->store), f->copied[mt_buffer_number(k)],
+    mt_status st = mt_watch_event(mt_store_watch(f->cx->store), f->copied[k->number],
                                   mt_store_name(f->cx->store, f->unit),
                                   "a copy of weights out of a buffer (COPIED)");
 
     mt_lock(f->mu);
-    if (st == MT_OK && mt_buffer_is(k) == MT_BUFFER_COPYING)
+    if (st == MT_OK && k->at == MT_BUFFER_COPYING)
         mt_buffer_to(k, MT_BUFFER_FREE);
     mt_unlock(f->mu);
     return st;
@@ -196,9 +197,9 @@ static mt_status put_copy(mt_feed *f, const mt_layout *l, int piece, mt_buffer *
     mt_status         st;
 
     mt_timeline_begin(f->cx->timeline, &span, MT_LANE_H2D, MT_WORK_FETCH, l->unit, h2d);
-    MT_TRY(ops->copy(h2d, mem + l->pieces[piece].hi_at, mt_buffer_mem(k), bytes));
+    MT_TRY(ops->copy(h2d, mem + l->pieces[piece].hi_at, k->memory.base, bytes));
     mt_timeline_end(f->cx->timeline, &span, bytes, h2d);
-    MT_TRY(ops->record(h2d, f->copied[mt_buffer_number(k)]));
+    MT_TRY(ops->record(h2d, f->copied[k->number]));
 fail:
     mt_lock(f->mu);
     mt_buffer_to(k, MT_BUFFER_COPYING);  /* from here on its event is that of this copy */
@@ -268,7 +269,7 @@ mt_status mt_feed_open(mt_context *cx, size_t bytes, mt_feed **out)
 
     MT_TRY(MT_MAKE(f, 1, "disk"));
     *f = (mt_feed){ .cx = cx, .disk = cx->disk, .all = mt__disk_rings(cx->disk), .unit = -1 };
-    f->mu = mt_rings_mu(f->all);
+    f->mu = &f->all->mu;
     how.arg = f;
     each = mt__disk_feeds(f->disk, 1);
     n = bytes / each;

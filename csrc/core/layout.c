@@ -40,6 +40,8 @@ static mt_status open_piece(mt_layout *l, int number)
                mt_store_plane_bytes(l->store, l->unit, first->param, MT_PLANE_HI, first->from);
     c->section[MT_SECTION_WEIGHTS].bytes = c->section[MT_SECTION_STATES].from = whole->weights;
     c->section[MT_SECTION_STATES].bytes = whole->bytes - whole->weights;
+    l->bytes += whole->bytes;
+    l->most_weights = whole->weights > l->most_weights ? whole->weights : l->most_weights;
     for (int k = 0; k < MT_SECTIONS; k++)
         MT_TRY(MT_MAKE(c->section[k].sums, (int64_t)mt_block_count(c->section[k].bytes),
                        mt_store_name(l->store, l->unit)));
@@ -91,24 +93,6 @@ mt_status mt_layout_take(mt_layout *l, mt_blocks *file)
     for (int i = 0; i < l->n && st == MT_OK; i++)
         st = file->ops->take(file, l->cut->piece[i].bytes, &l->pieces[i].at);
     return st;
-}
-
-uint64_t mt_layout_bytes(const mt_layout *l)
-{
-    uint64_t bytes = 0;
-
-    for (int i = 0; i < l->n; i++)
-        bytes += l->cut->piece[i].bytes;
-    return bytes;
-}
-
-size_t mt_layout_most_weights(const mt_layout *l)
-{
-    size_t most = 0;
-
-    for (int i = 0; i < l->n; i++)
-        most = l->cut->piece[i].weights > most ? l->cut->piece[i].weights : most;
-    return most;
 }
 
 /* ---- used ------------------------------------------------------------------------------- */

@@ -41,6 +41,8 @@ typedef struct mt_layout {
     mt_pieces       *cut;
     mt_layout_piece *pieces;             /* [n] of cut's */
     int              n;
+    uint64_t         bytes;              /* of all pieces */
+    size_t           most_weights;       /* bytes in a piece */
     unsigned        *planes;             /* [parameters of the unit] in the file, a bit each */
 } mt_layout;
 
@@ -49,8 +51,6 @@ typedef struct mt_layout {
 mt_status  mt_layout_make (mt_store *s, int unit, size_t bytes, int made, mt_layout **out);
 void       mt_layout_free (mt_layout *l);                /* NULL is fine */
 mt_status  mt_layout_take (mt_layout *l, mt_blocks *file);
-uint64_t   mt_layout_bytes(const mt_layout *l);          /* of all pieces */
-size_t     mt_layout_most_weights(const mt_layout *l);   /* bytes in a piece */
 
 /* Has the piece something of one of these parameters? */
 int        mt_layout_has    (const mt_layout *l, int piece, const int *params, int n);

@@ -201,3 +201,22 @@ mt_status mt_part_host(mt_store *s, int unit, const mt_part *part, mt_plane p, v
     *bytes = mt_store_plane_bytes(s, unit, part->param, p, part->n);
     return MT_OK;
 }
+
+mt_status mt_part_copy(mt_store *s, int unit, const mt_part *part, unsigned planes, mt_queue *q,
+                       int up, uint64_t *copied)
+{
+    mt_status st = MT_OK;
+
+    for (int p = 0; p < MT_PLANE_COUNT; p++) {
+        void  *host;
+        size_t bytes;
+
+        if (part->at[p] == NULL || !(planes >> p & 1))
+            continue;
+        MT_TRY(mt_part_host(s, unit, part, (mt_plane)p, &host, &bytes));
+        MT_TRY(q->dev->ops->copy(q, up ? part->at[p] : host, up ? host : part->at[p], bytes));
+        *copied += bytes;
+    }
+fail:
+    return st;
+}

@@ -70,5 +70,9 @@ void      mt_pieces_at  (const mt_pieces *p, int piece, void *mem, mt_part *part
 /* Where a part is in the host's plane, and its bytes there. */
 mt_status mt_part_host  (mt_store *s, int unit, const mt_part *part, mt_plane p, void **at,
                          size_t *bytes);
+/* Puts copies in q between the part, which is on the device, and the host's planes; up: to the
+ * device. *copied grows by their bytes. */
+mt_status mt_part_copy  (mt_store *s, int unit, const mt_part *part, unsigned planes, mt_queue *q,
+                         int up, uint64_t *copied);
 
 #endif

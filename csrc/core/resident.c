@@ -29,7 +29,6 @@ struct mt_resident {
     mt_context       *cx;
     mt_dev           *dev;
     mt_store         *store;
-    mt_timeline      *timeline;
     settled         **units;     /* [n_units] by unit, NULL: not settled. Written by settle */
     int64_t           n_units;
 
@@ -61,7 +60,7 @@ mt_status mt_resident_open(mt_context *cx, mt_resident **out)
     mt_status    st;
 
     MT_TRY(MT_MAKE(r, 1, "resident"));
-    *r = (mt_resident){ .cx = cx, .dev = cx->dev, .store = cx->store, .timeline = cx->timeline };
+    *r = (mt_resident){ .cx = cx, .dev = cx->dev, .store = cx->store };
     mt_mutex_open(&r->mu, MT_RANK_RESIDENT);
     MT_TRY(r->dev->ops->event_open(r->dev, &r->drained));
     MT_TRY(r->dev->ops->queue_open(r->dev, "resident", &r->queue));
@@ -248,10 +247,10 @@ static mt_status put_weights(mt_resident *r, settled *h, int unit, mt_queue *run
     MT_TRY(mt_store_hi(r->store, unit, &hi));
     if (run != NULL && !mt_skips(r->cx, MT_EDGE_FREED))
         MT_TRY(wait_freed(r, h, unit, run));
-    mt_timeline_begin(r->timeline, &span, MT_LANE_DEVICE, MT_WORK_FETCH, unit, r->queue);
+    mt_timeline_begin(r->cx->timeline, &span, MT_LANE_DEVICE, MT_WORK_FETCH, unit, r->queue);
     if (bytes > 0)
         MT_TRY(r->dev->ops->copy(r->queue, h->mem, hi, bytes));
-    mt_timeline_end(r->timeline, &span, bytes, r->queue);
+    mt_timeline_end(r->cx->timeline, &span, bytes, r->queue);
     MT_TRY(record_done(r, h, unit));
     r->stats.fetches++;
     r->stats.h2d_bytes += bytes;
@@ -414,9 +413,9 @@ static mt_status put_update(mt_resident *r, settled *h, const mt_update_job *u, 
     }
     if (away)
         MT_TRY(mt_arrive_before(r->cx->arrive, u->unit, r->queue));
-    mt_timeline_begin(r->timeline, &span, MT_LANE_DEVICE, MT_WORK_UPDATE, u->unit, r->queue);
+    mt_timeline_begin(r->cx->timeline, &span, MT_LANE_DEVICE, MT_WORK_UPDATE, u->unit, r->queue);
     MT_TRY(u->put(u->arg, r->queue, clip));
-    mt_timeline_end(r->timeline, &span, u->bytes, r->queue);
+    mt_timeline_end(r->cx->timeline, &span, u->bytes, r->queue);
     MT_TRY(record_done(r, h, u->unit));
     r->updated = h->done;
     mt_mirror_change(r->store, u->unit, u->params, u->n_params, ~kept);

@@ -1,48 +1,9 @@
 /* ring.c — states of buffers, requests for what is in them, and what their ends bring about. */
 #include "ring.h"
 
-#include "arena.h"
 #include "clock.h"
 
 #include <stdlib.h>
-
-struct mt_buffer {
-    mt_ring         *ring;               /* these four: constant */
-    int              number;
-    void            *mem;
-    mt_arena         memory;
-    mt_buffer_state  at, then;           /* then: when its requests are over. The lock, as below */
-    const mt_layout *lay;                /* what it has, or will; NULL: nothing */
-    int              piece;
-    unsigned         sections;           /* of it, a bit each */
-    mt_request       r[MT_SECTIONS];     /* under way when READING, DROPPED or WRITING */
-    int              left;               /* of these */
-    mt_post          post;               /* of them */
-    uint64_t         turn;               /* reads of a ring are counted */
-    uint64_t         begun_ns;
-};
-
-struct mt_ring {
-    mt_rings     *all;                   /* these two: constant, but for `ahead` */
-    mt_ring_how   how;
-    mt_buffer   **buffers;               /* [n] the lock, as all below */
-    int           n;
-    int64_t       room;
-    uint64_t      turns;
-    mt_ring      *next;
-};
-
-struct mt_rings {
-    mt_store       *store;               /* these three: constant */
-    mt_timeline    *timeline;
-    mt_blocks      *file;
-    mt_mutex        mu;                  /* the lock */
-    pthread_cond_t  changed;             /* requests of a buffer are over, or a buffer is free */
-    mt_ring        *first;               /* mu, as all below. The latest */
-    int             failed;
-    uint64_t        recorded_ns;         /* the lane's records reach up to here */
-    mt_rings_stats  stats;
-};
 
 /* ---- states ------------------------------------------------------------------------------- */
 
@@ -83,11 +44,6 @@ void mt_buffer_leave(mt_buffer *b)
     b->then = MT_BUFFER_FREE;
 }
 
-mt_buffer_state mt_buffer_is(const mt_buffer *b)
-{
-    return b->at;
-}
-
 int mt_buffer_unit(const mt_buffer *b)
 {
     return b->lay != NULL ? b->lay->unit : -1;
@@ -96,16 +52,6 @@ int mt_buffer_unit(const mt_buffer *b)
 int mt_buffer_has(const mt_buffer *b, const mt_layout *l, int piece, unsigned sections)
 {
     return b->lay == l && b->piece == piece && b->sections == sections;
-}
-
-int mt_buffer_number(const mt_buffer *b)
-{
-    return b->number;
-}
-
-void *mt_buffer_mem(const mt_buffer *b)
-{
-    return b->mem;
 }
 
 /* What moves has requests, and what is not free a piece. */
@@ -126,11 +72,6 @@ static void assert_state(const mt_rings *all)
 }
 
 /* ---- what others do ----------------------------------------------------------------------- */
-
-mt_buffer *mt_ring_nth(const mt_ring *r, int i)
-{
-    return i < r->n ? r->buffers[i] : NULL;
-}
 
 mt_buffer *mt_ring_find(const mt_ring *r, unsigned states, int unit, int piece)
 {
@@ -182,11 +123,6 @@ void mt_ring_drop_others(mt_ring *r, int unit)
             mt_ring_drop(o, unit, NULL);
 }
 
-int mt_rings_failed(const mt_rings *all)
-{
-    return all->failed;
-}
-
 void mt_rings_ahead(mt_rings *all)
 {
     assert_state(all);
@@ -196,21 +132,6 @@ void mt_rings_ahead(mt_rings *all)
 }
 
 /* ---- requests ----------------------------------------------------------------------------- */
-
-/* Records of the lane follow each other: a request's begins where the one before ended, at the
- * earliest. A section that was never written is not read. */
-static void record(mt_rings *all, const mt_buffer *b, const mt_request *q)
-{
-    mt_span span;
-
-    if (q->moved == 0)
-        return;
-    mt_timeline_begin(all->timeline, &span, MT_LANE_DISK, q->write ? MT_WORK_WRITE : MT_WORK_READ,
-                      b->lay->unit, NULL);
-    span.r.begin_ns = b->begun_ns > all->recorded_ns ? b->begun_ns : all->recorded_ns;
-    mt_timeline_end(all->timeline, &span, q->moved, NULL);
-    all->recorded_ns = mt_now_ns();
-}
 
 /* On a thread of the file's. */
 static void over(mt_request *q)
@@ -222,7 +143,8 @@ static void over(mt_request *q)
     mt_lock(&all->mu);
     all->failed |= q->st != MT_OK;
     *(q->write ? &all->stats.written_bytes : &all->stats.read_bytes) += q->moved;
-    record(all, b, q);
+    mt_timeline_over(all->timeline, MT_LANE_DISK, q->write ? MT_WORK_WRITE : MT_WORK_READ,
+                     b->lay->unit, b->begun_ns, q->moved, &all->recorded_ns);
     if (--b->left == 0) {
         mt_watch_end(mt_store_watch(all->store), &b->post, q->st);
         mt_buffer_to(b, b->then);
@@ -251,7 +173,7 @@ void mt_ring_put(mt_buffer *b, const mt_layout *l, int piece, unsigned sections,
     mt_watch_begin(mt_store_watch(all->store), &b->post, "disk",
                    mt_store_name(all->store, l->unit), write ? r->how.writes : r->how.reads);
     for (int k = 0; k < MT_SECTIONS; k++) {
-        b->r[k] = mt_layout_request(l, piece, k, write, b->mem);
+        b->r[k] = mt_layout_request(l, piece, k, write, b->memory.base);
         b->r[k].done = over;
         b->r[k].arg = b;
         if ((sections >> k & 1) && b->r[k].bytes > 0)
@@ -287,21 +209,11 @@ void mt_rings_close(mt_rings *all)
     free(all);
 }
 
-mt_mutex *mt_rings_mu(mt_rings *all)
-{
-    return &all->mu;
-}
-
 mt_status mt_rings_until(mt_rings *all, int (*met)(void *arg), void *arg, int unit,
                          const char *awaits)
 {
     return mt_watch_until(mt_store_watch(all->store), &all->changed, &all->mu, met, arg,
                           mt_store_name(all->store, unit), awaits);
-}
-
-mt_rings_stats mt_rings_count(const mt_rings *all)
-{
-    return all->stats;
 }
 
 mt_status mt_ring_open(mt_rings *all, const mt_ring_how *how, mt_ring **out)
@@ -360,7 +272,6 @@ mt_status mt_ring_add(mt_ring *r, size_t bytes, mt_dev *dev)
     mt_lock(&r->all->mu);
     if ((st = MT_GROW(r->buffers, r->room, r->n + 1, r->how.name)) == MT_OK) {
         b->ring = r;
-        b->mem = b->memory.base;
         b->number = r->n;
         r->buffers[r->n++] = b;
         r->all->stats.buffer_bytes += b->memory.bytes;

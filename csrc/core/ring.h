@@ -15,10 +15,10 @@
  *     mt_rings_open(cx, file, &all);
  *     mt_ring_open(all, &(mt_ring_how){ .name = "...", .reads = "...", .writes = "..." }, &r);
  *     mt_ring_add(r, bytes, NULL);                        // a buffer
- *     mt_lock(mt_rings_mu(all));
+ *     mt_lock(&all->mu);
  *     b = mt_ring_find(r, 1u << MT_BUFFER_FREE, -1, -1);
  *     mt_ring_put(b, layout, piece, MT_ALL_SECTIONS, 0, MT_BUFFER_READY);
- *     mt_unlock(mt_rings_mu(all));
+ *     mt_unlock(&all->mu);
  *     mt_rings_until(all, is_ready, arg, unit, "a piece");
  *
  * Order:   nobody reads of a piece what another writes, nor writes what another reads: who puts a
@@ -29,12 +29,9 @@
 #ifndef MT_RING_H
 #define MT_RING_H
 
+#include "arena.h"
 #include "layout.h"
 #include "timeline.h"
-
-typedef struct mt_rings  mt_rings;
-typedef struct mt_ring   mt_ring;
-typedef struct mt_buffer mt_buffer;
 
 typedef enum mt_buffer_state {
     MT_BUFFER_FREE, MT_BUFFER_READING, MT_BUFFER_DROPPED, MT_BUFFER_READY, MT_BUFFER_TAKEN,
@@ -43,14 +40,24 @@ typedef enum mt_buffer_state {
 
 #define MT_ALL_SECTIONS (1u << MT_SECTION_WEIGHTS | 1u << MT_SECTION_STATES)
 
-/* ---- without the lock --------------------------------------------------------------------- */
+/* Those who have a ring read these three; ring.c alone writes them. */
 
-mt_status mt_rings_open  (const mt_context *cx, mt_blocks *file, mt_rings **out);
-void      mt_rings_close (mt_rings *all);                /* after every ring; NULL is fine */
-mt_mutex *mt_rings_mu    (mt_rings *all);                /* the lock */
-/* As mt_watch_until, for a unit: `over` is called under the lock. */
-mt_status mt_rings_until (mt_rings *all, int (*over)(void *arg), void *arg, int unit,
-                          const char *awaits);
+typedef struct mt_rings_stats {
+    uint64_t read_bytes, written_bytes;  /* since open, as requests ended */
+    size_t   buffer_bytes;               /* host memory of all buffers */
+} mt_rings_stats;
+
+typedef struct mt_rings {
+    mt_store       *store;               /* these three: constant */
+    mt_timeline    *timeline;
+    mt_blocks      *file;
+    mt_mutex        mu;                  /* the lock */
+    pthread_cond_t  changed;             /* requests of a buffer are over, or a buffer is free */
+    struct mt_ring *first;               /* mu, as all below. The latest */
+    int             failed;
+    uint64_t        recorded_ns;         /* the lane's records reach up to here */
+    mt_rings_stats  stats;
+} mt_rings;
 
 typedef struct mt_ring_how {
     const char *name;                    /* of its memory, for messages */
@@ -58,6 +65,39 @@ typedef struct mt_ring_how {
     void      (*ahead)(void *arg);       /* NULL: nothing is read ahead */
     void       *arg;
 } mt_ring_how;
+
+typedef struct mt_ring {
+    mt_rings          *all;              /* these two: constant, but for `ahead` */
+    mt_ring_how        how;
+    struct mt_buffer **buffers;          /* [n] the lock, as all below */
+    int                n;
+    int64_t            room;
+    uint64_t           turns;
+    struct mt_ring    *next;
+} mt_ring;
+
+typedef struct mt_buffer {
+    mt_ring         *ring;               /* these three: constant */
+    int              number;             /* among the ring's */
+    mt_arena         memory;
+    mt_buffer_state  at, then;           /* then: when its requests are over. The lock, as below */
+    const mt_layout *lay;                /* what it has, or will; NULL: nothing */
+    int              piece;
+    unsigned         sections;           /* of it, a bit each */
+    mt_request       r[MT_SECTIONS];     /* under way when READING, DROPPED or WRITING */
+    int              left;               /* of these */
+    mt_post          post;               /* of them */
+    uint64_t         turn;               /* reads of a ring are counted */
+    uint64_t         begun_ns;
+} mt_buffer;
+
+/* ---- without the lock --------------------------------------------------------------------- */
+
+mt_status mt_rings_open  (const mt_context *cx, mt_blocks *file, mt_rings **out);
+void      mt_rings_close (mt_rings *all);                /* after every ring; NULL is fine */
+/* As mt_watch_until, for a unit: `over` is called under the lock. */
+mt_status mt_rings_until (mt_rings *all, int (*over)(void *arg), void *arg, int unit,
+                          const char *awaits);
 
 mt_status mt_ring_open (mt_rings *all, const mt_ring_how *how, mt_ring **out);
 void      mt_ring_close(mt_ring *r);                     /* waits for requests; NULL is fine */
@@ -68,17 +108,9 @@ mt_status mt_ring_add  (mt_ring *r, size_t bytes, mt_dev *dev);
 
 void mt_rings_ahead (mt_rings *all);     /* what was looked at may be otherwise now */
 int  mt_rings_meets (const mt_rings *all, int unit, int piece, int write);
-int  mt_rings_failed(const mt_rings *all);
-
-typedef struct mt_rings_stats {
-    uint64_t read_bytes, written_bytes;  /* since open, as requests ended */
-    size_t   buffer_bytes;               /* host memory of all buffers */
-} mt_rings_stats;
-mt_rings_stats mt_rings_count(const mt_rings *all);
 
 /* One in one of the states, 1u << state each, with that piece; -1: any. */
 mt_buffer *mt_ring_find (const mt_ring *r, unsigned states, int unit, int piece);
-mt_buffer *mt_ring_nth  (const mt_ring *r, int i);       /* NULL: there are no more */
 /* What was read of a unit (-1: of any), or is being read, is not used. before: only what was put
  * before that one; NULL: all. */
 void       mt_ring_drop (mt_ring *r, int unit, const mt_buffer *before);
@@ -95,11 +127,8 @@ void mt_buffer_to(mt_buffer *b, mt_buffer_state to);     /* one that may follow:
 /* Whoever has it wants it no more: FREE, now or when its request is over. */
 void mt_buffer_leave(mt_buffer *b);
 
-mt_buffer_state mt_buffer_is    (const mt_buffer *b);
-int             mt_buffer_unit  (const mt_buffer *b);    /* whose piece it has; -1: it has none */
-int             mt_buffer_has   (const mt_buffer *b, const mt_layout *l, int piece,
-                                 unsigned sections);     /* just these */
-int             mt_buffer_number(const mt_buffer *b);    /* mt_ring_nth's i */
-void           *mt_buffer_mem   (const mt_buffer *b);    /* constant, as its number */
+int  mt_buffer_unit(const mt_buffer *b);                 /* whose piece it has; -1: it has none */
+/* Just these. */
+int  mt_buffer_has (const mt_buffer *b, const mt_layout *l, int piece, unsigned sections);
 
 #endif

@@ -70,10 +70,8 @@ struct mt_spilled {                      /* mu, but for what is constant */
 struct mt_spill {
     const mt_context *cx;
     mt_dev         *dev;
-    mt_pool        *pool;
     mt_store       *store;
     mt_blocks      *file;
-    mt_timeline    *timeline;
     int             n_bays;              /* so many bays are made at most */
     mt_mutex        mu;
     mt_worker       worker;              /* does what is owed. news: a bay came free, too, or a
@@ -222,20 +220,6 @@ static void failed(mt_spill *s, mt_spilled *k, int write, mt_status st, const ch
              mt_store_name(s->store, k->unit), write ? "written to" : "read from", text);
 }
 
-/* Records of the lane follow each other, as disk.c's. */
-static void record(mt_spill *s, const mt_spilled *k)
-{
-    mt_span span;
-
-    if (k->r.moved == 0)
-        return;
-    mt_timeline_begin(s->timeline, &span, MT_LANE_SPILL, k->r.write ? MT_WORK_WRITE : MT_WORK_READ,
-                      k->unit, NULL);
-    span.r.begin_ns = k->begun_ns > s->recorded_ns ? k->begun_ns : s->recorded_ns;
-    mt_timeline_end(s->timeline, &span, k->r.moved, NULL);
-    s->recorded_ns = mt_now_ns();
-}
-
 static void read_ahead(mt_spill *s);
 
 /* On a thread of the file's. */
@@ -246,7 +230,8 @@ static void request_over(mt_request *r)
 
     mt_lock(&s->mu);
     mt_watch_end(watch_of(s), &k->post, r->st);
-    record(s, k);
+    mt_timeline_over(s->cx->timeline, MT_LANE_SPILL, r->write ? MT_WORK_WRITE : MT_WORK_READ,
+                     k->unit, k->begun_ns, r->moved, &s->recorded_ns);
     *(r->write ? &s->stats.written_bytes : &s->stats.read_bytes) += r->moved;
     become(k, r->st == MT_OK ? STORED : r->write ? LOST : UNREAD);
     if (r->st != MT_OK)
@@ -396,7 +381,7 @@ static mt_status open_bay(mt_spill *s, size_t bytes, bay **out)
 
     MT_TRY(MT_MAKE(b, 1, "spill"));
     mt_unlock(&s->mu);
-    st = mt_bay_open(&b->b, bytes, s->dev, s->pool, mapped);
+    st = mt_bay_open(&b->b, bytes, s->dev, s->cx->pool, mapped);
     mt_lock(&s->mu);
     MT_TRY(st);
     b->filled.bay = b->landed.bay = b;
@@ -677,8 +662,7 @@ mt_status mt_spill_open(const mt_context *cx, mt_blocks *file, int n_bays, mt_sp
                        "to the file",
                        n_bays);
     MT_TRY(MT_MAKE(s, 1, "spill"));
-    *s = (mt_spill){ .cx = cx, .dev = cx->dev, .pool = cx->pool, .store = cx->store,
-                     .timeline = cx->timeline, .file = file, .n_bays = n_bays };
+    *s = (mt_spill){ .cx = cx, .dev = cx->dev, .store = cx->store, .file = file, .n_bays = n_bays };
     mt_mutex_open(&s->mu, MT_RANK_SPILL);
     MT_TRY(mt_worker_open(&s->worker, &s->mu, 1, "mt-spill", "swap disk", wait_for_device, s));
     *out = s;

@@ -63,7 +63,6 @@ struct mt_stream {
     mt_store     *store;
     mt_slot_hooks hooks;
     mt_queue     *h2d;       /* the mover's alone */
-    mt_timeline  *timeline;
     char         *poison;    /* POISON_BYTES of 0xFF; NULL before it is asked for. The mover's */
     slot         *slots;
     size_t       *slot_bytes;/* as schedules see them: a settled slot fits no other unit */
@@ -157,10 +156,10 @@ static mt_status copy_hi(mt_stream *s, const request *r, const void *hi)
     mt_span   span;
     mt_status st = MT_OK;
 
-    mt_timeline_begin(s->timeline, &span, MT_LANE_H2D, MT_WORK_FETCH, r->unit, s->h2d);
+    mt_timeline_begin(s->cx->timeline, &span, MT_LANE_H2D, MT_WORK_FETCH, r->unit, s->h2d);
     if (bytes > 0)
         MT_TRY(s->dev->ops->copy(s->h2d, r->mem, hi, bytes));
-    mt_timeline_end(s->timeline, &span, bytes, s->h2d);
+    mt_timeline_end(s->cx->timeline, &span, bytes, s->h2d);
 fail:
     return st;
 }
@@ -262,8 +261,8 @@ mt_status mt_stream_open(const mt_context *cx, const mt_slot_desc *slots, int n_
         if (slots[i].mem == NULL || slots[i].bytes == 0)
             return MT_FAIL(MT_EINVAL, "stream: slot %d of %d has no memory", i, n_slots);
     MT_TRY(MT_MAKE(s, 1, "stream"));
-    *s = (mt_stream){ .cx = cx, .dev = cx->dev, .store = cx->store, .timeline = cx->timeline,
-                      .hooks = hooks, .last_unit = -1, .computing = -1 };
+    *s = (mt_stream){ .cx = cx, .dev = cx->dev, .store = cx->store, .hooks = hooks,
+                      .last_unit = -1, .computing = -1 };
     mt__course_open(&s->course);
     mt_mutex_open(&s->mu, MT_RANK_STREAM);
     MT_TRY(open_slots(s, slots, n_slots));

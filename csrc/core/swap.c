@@ -33,11 +33,9 @@ typedef struct bundle {                  /* all under mu */
 struct mt_swap {
     const mt_context *cx;
     mt_dev         *dev;
-    mt_pool        *pool;
     mt_queue       *out, *back;          /* work is put in them under mu */
     mt_event       *made, *room;         /* recorded on run, and waited for at once */
     mt_post         making;              /* tells the watchdog of `made`. mu */
-    mt_timeline    *timeline;
     mt_store       *store;
     mt_spill       *spill;               /* NULL: there is no file */
     mt_mutex        mu;
@@ -104,7 +102,7 @@ static mt_status bay_open(mt_swap *w, size_t bytes, bay **out)
     mt_status st;
 
     MT_TRY(MT_MAKE(b, 1, "swap"));
-    MT_TRY(mt_bay_open(&b->b, bytes, w->dev, w->pool, w->stats.host_bytes));
+    MT_TRY(mt_bay_open(&b->b, bytes, w->dev, w->cx->pool, w->stats.host_bytes));
     w->stats.host_bytes += b->b.arena.bytes;
     b->next = w->bays;
     w->bays = b;
@@ -177,13 +175,17 @@ static void give(mt_swap *w, bay *b)
 
 /* ---- bundles ---------------------------------------------------------------------------- */
 
-static bundle *find(mt_swap *w, uint64_t number)
+static mt_status find(mt_swap *w, uint64_t number, bundle **out)
 {
     bundle *b = w->there;
 
     while (b != NULL && b->number != number)
         b = b->next;
-    return b;
+    if (b == NULL)
+        return MT_FAIL(MT_ESTATE, "swap: bundle %llu is not there; it was dropped",
+                       (unsigned long long)number);
+    *out = b;
+    return MT_OK;
 }
 
 /* NULL: its bytes are in the file alone, so no copy of it is under way. */
@@ -234,7 +236,7 @@ static void no_longer(mt_swap *w, bundle *b, int who)
 {
     bundle **at = &w->there;
 
-    if (b == NULL || (b->needed &= ~who) != 0)
+    if ((b->needed &= ~who) != 0)
         return;
     while (*at != b)
         at = &(*at)->next;
@@ -277,7 +279,7 @@ static mt_status copy_all(mt_swap *w, const bundle *b, mt_bay *m, const mt_swap_
     mt_span   span = { 0 };
     mt_status st = MT_OK;
 
-    mt_timeline_begin(w->timeline, &span, leaving ? MT_LANE_OUT : MT_LANE_BACK, MT_WORK_SWAP,
+    mt_timeline_begin(w->cx->timeline, &span, leaving ? MT_LANE_OUT : MT_LANE_BACK, MT_WORK_SWAP,
                       b->unit, q);
     for (int i = 0; i < b->n; i++) {
         char *mem = parts[i].mem;
@@ -288,7 +290,7 @@ static mt_status copy_all(mt_swap *w, const bundle *b, mt_bay *m, const mt_swap_
         copied += mem != NULL ? parts[i].bytes : 0;
         host += aligned(parts[i].bytes);
     }
-    mt_timeline_end(w->timeline, &span, copied, q);
+    mt_timeline_end(w->cx->timeline, &span, copied, q);
     MT_TRY(w->dev->ops->record(q, leaving ? m->filled : m->landed));
     mt_watch_put(watch_of(w), leaving ? &m->filling : &m->landing,
                  leaving ? "swap out" : "swap back", mt_store_name(w->store, b->unit),
@@ -299,7 +301,7 @@ static mt_status copy_all(mt_swap *w, const bundle *b, mt_bay *m, const mt_swap_
     return st;
 
 fail:
-    mt_timeline_end(w->timeline, &span, copied, q);
+    mt_timeline_end(w->cx->timeline, &span, copied, q);
     (void)w->dev->ops->sync(q);     /* slices may be under way, and the caller frees its memory */
     return st;
 }
@@ -349,12 +351,6 @@ fail:
     return st;
 }
 
-static mt_status unknown(uint64_t number)
-{
-    return MT_FAIL(MT_ESTATE, "swap: bundle %llu is not there; it was dropped",
-                   (unsigned long long)number);
-}
-
 /* run waits for the copies one way, unless they are over. */
 static mt_status waits(mt_swap *w, const bundle *b, mt_queue *run, unsigned edge)
 {
@@ -370,10 +366,10 @@ mt_status mt_swap_left(mt_swap *w, uint64_t number, mt_queue *run)
 
     mt_lock(&w->mu);
     assert_state(w);
-    b = find(w, number);
-    st = b == NULL ? unknown(number) : waits(w, b, run, MT_EDGE_LEFT);
-    if (st == MT_OK)
-        no_longer(w, b, SOURCES);
+    MT_TRY(find(w, number, &b));
+    MT_TRY(waits(w, b, run, MT_EDGE_LEFT));
+    no_longer(w, b, SOURCES);
+fail:
     mt_unlock(&w->mu);
     return st;
 }
@@ -406,8 +402,7 @@ mt_status mt_swap_back(mt_swap *w, uint64_t number, const mt_swap_part *landing,
 
     mt_lock(&w->mu);
     assert_state(w);
-    if ((b = find(w, number)) == NULL)
-        MT_TRY(unknown(number));
+    MT_TRY(find(w, number, &b));
     MT_TRY(fits(b, landing, n));
     MT_TRY(behind(w, w->back, w->room, run, MT_EDGE_ROOM));
     if (b->spilled != NULL)
@@ -427,16 +422,19 @@ mt_status mt_swap_await(mt_swap *w, uint64_t number, mt_queue *run)
 
     mt_lock(&w->mu);
     assert_state(w);
-    b = find(w, number);
-    st = b == NULL ? unknown(number) : waits(w, b, run, MT_EDGE_BACK);
+    if ((st = find(w, number, &b)) == MT_OK)
+        st = waits(w, b, run, MT_EDGE_BACK);
     mt_unlock(&w->mu);
     return st;
 }
 
 void mt_swap_drop(mt_swap *w, uint64_t number)
 {
+    bundle *b;
+
     mt_lock(&w->mu);
-    no_longer(w, find(w, number), TENSORS);
+    if (find(w, number, &b) == MT_OK)
+        no_longer(w, b, TENSORS);
     assert_state(w);
     mt_unlock(&w->mu);
 }
@@ -450,8 +448,7 @@ mt_status mt_swap_open(const mt_context *cx, mt_swap **out)
     mt_status st;
 
     MT_TRY(MT_MAKE(w, 1, "swap"));
-    *w = (mt_swap){ .cx = cx, .dev = dev, .pool = cx->pool, .timeline = cx->timeline,
-                    .store = cx->store };
+    *w = (mt_swap){ .cx = cx, .dev = dev, .store = cx->store };
     mt_mutex_open(&w->mu, MT_RANK_SWAP);
     MT_TRY(dev->ops->queue_open(dev, "swap-out", &w->out));
     MT_TRY(dev->ops->queue_open(dev, "swap-back", &w->back));

@@ -32,7 +32,6 @@ struct mt_through {
     mt_context      *cx;
     mt_dev          *dev;
     mt_store        *store;
-    mt_timeline     *timeline;
     buffer          *buffers;    /* [n_buffers] */
     int              n_buffers;
     size_t           bytes;      /* of each */
@@ -80,49 +79,36 @@ fail:
     return st;
 }
 
-static mt_status host_of(mt_through *t, int unit, const cargo *c, const mt_part *k, mt_plane p,
-                         void **at, size_t *bytes)
+/* Up to the device, since it is not the plane's own where the user has changed it. */
+static mt_status copy_gradient(mt_through *t, mt_queue *q, int unit, const cargo *c,
+                               const mt_part *k, uint64_t *copied)
 {
-    char *grad = (char *)(uintptr_t)c->grad[k->param];
+    mt_plane    p = k->at[MT_PLANE_ACC] != NULL ? MT_PLANE_ACC : MT_PLANE_GRAD;
+    size_t      bytes = mt_store_plane_bytes(t->store, unit, k->param, p, k->n);
+    const char *from = c->grad[k->param];
 
-    if (!(GRADS >> p & 1))
-        return mt_part_host(t->store, unit, k, p, at, bytes);
-    *at = grad + mt_store_plane_bytes(t->store, unit, k->param, p, k->from);
-    *bytes = mt_store_plane_bytes(t->store, unit, k->param, p, k->n);
-    return MT_OK;
+    *copied += bytes;
+    return t->dev->ops->copy(q, k->at[p],
+                             from + mt_store_plane_bytes(t->store, unit, k->param, p, k->from),
+                             bytes);
 }
 
 /* up: to the device; else what is to come back, which is all but gradients. */
-static mt_status copy_part(mt_through *t, mt_queue *q, const job *b, const cargo *c,
-                           const mt_part *k, int up)
+static mt_status copy_parts(mt_through *t, mt_queue *q, const job *b, const cargo *c,
+                            const mt_part *parts, int n, int up)
 {
     uint64_t  copied = 0;
     mt_status st = MT_OK;
 
-    for (int p = 0; p < MT_PLANE_COUNT; p++) {
-        void  *host;
-        size_t bytes;
-
-        if (k->at[p] == NULL || (!up && (GRADS >> p & 1)))
-            continue;
-        MT_TRY(host_of(t, b->j.unit, c, k, (mt_plane)p, &host, &bytes));
-        MT_TRY(t->dev->ops->copy(q, up ? k->at[p] : host, up ? host : k->at[p], bytes));
-        copied += bytes;
+    for (int i = 0; i < n; i++) {
+        MT_TRY(mt_part_copy(t->store, b->j.unit, &parts[i], ~GRADS, q, up, &copied));
+        if (up)
+            MT_TRY(copy_gradient(t, q, b->j.unit, c, &parts[i], &copied));
     }
     mt_lock(&t->mu);
     *(up ? &t->stats.h2d_bytes : &t->stats.d2h_bytes) += copied;
     mt_unlock(&t->mu);
 fail:
-    return st;
-}
-
-static mt_status copy_parts(mt_through *t, mt_queue *q, const job *b, const cargo *c,
-                            const mt_part *parts, int n, int up)
-{
-    mt_status st = MT_OK;
-
-    for (int i = 0; i < n && st == MT_OK; i++)
-        st = copy_part(t, q, b, c, &parts[i], up);
     return st;
 }
 
@@ -201,7 +187,7 @@ static mt_status finish(mt_through *t, job *b)
             st = one;
     }
     mt_watch_end(watch, &post, st);
-    mt_timeline_end(t->timeline, &t->span, b->j.bytes, NULL);
+    mt_timeline_end(t->cx->timeline, &t->span, b->j.bytes, NULL);
     mt_job_over(t->store, &b->j, st);
     free(b);
     return st;
@@ -209,7 +195,7 @@ static mt_status finish(mt_through *t, job *b)
 
 static void begin_record(mt_through *t, const job *b)
 {
-    mt_timeline_begin(t->timeline, &t->span, MT_LANE_THROUGH, MT_WORK_UPDATE, b->j.unit, NULL);
+    mt_timeline_begin(t->cx->timeline, &t->span, MT_LANE_THROUGH, MT_WORK_UPDATE, b->j.unit, NULL);
 }
 
 /* Of the two units on their way the older one's record is open: a unit that follows is put while
@@ -269,8 +255,7 @@ mt_status mt_through_open(mt_context *cx, int n_buffers, size_t bytes, mt_throug
         return MT_FAIL(MT_EINVAL, "through: %d buffers of %zu bytes; one of %d is the least",
                        n_buffers, bytes, MT_THROUGH_LEAST);
     MT_TRY(MT_MAKE(t, 1, "through"));
-    *t = (mt_through){ .cx = cx, .dev = cx->dev, .store = cx->store, .timeline = cx->timeline,
-                       .bytes = bytes };
+    *t = (mt_through){ .cx = cx, .dev = cx->dev, .store = cx->store, .bytes = bytes };
     mt_mutex_open(&t->mu, MT_RANK_THROUGH);
     MT_TRY(open_buffers(t, n_buffers));
     MT_TRY(mt_worker_open(&t->worker, &t->mu, 1, "mt-through", "through", pass, t));

@@ -240,6 +240,19 @@ void mt_timeline_end(mt_timeline *t, mt_span *s, uint64_t bytes, mt_queue *q)
     mt_unlock(&t->mu);
 }
 
+void mt_timeline_over(mt_timeline *t, mt_lane lane, mt_work work, int unit, uint64_t begun_ns,
+                      uint64_t bytes, uint64_t *reached_ns)
+{
+    mt_span span;
+
+    if (bytes == 0)
+        return;
+    mt_timeline_begin(t, &span, lane, work, unit, NULL);
+    span.r.begin_ns = begun_ns > *reached_ns ? begun_ns : *reached_ns;
+    mt_timeline_end(t, &span, bytes, NULL);
+    *reached_ns = mt_now_ns();
+}
+
 /* ---- the computing thread's stack ------------------------------------------------------- */
 
 /* The span on top of the stack. An interrupted window is as many records as it has pieces. */

@@ -97,6 +97,11 @@ void mt_timeline_begin(mt_timeline *t, mt_span *s, mt_lane lane, mt_work work, i
                        mt_queue *q);
 void mt_timeline_end  (mt_timeline *t, mt_span *s, uint64_t bytes, mt_queue *q);
 
+/* A record of what is over now and began then, on a lane whose records follow each other: it begins
+ * where the one before ended, at the earliest, which *reached_ns says. Nothing for no bytes. */
+void mt_timeline_over (mt_timeline *t, mt_lane lane, mt_work work, int unit, uint64_t begun_ns,
+                       uint64_t bytes, uint64_t *reached_ns);
+
 /* The computing thread's. enter interrupts the span that is open, leave lets it go on. wait: run is
  * about to wait for the unit's weights; 1 when that is the open span's first wait, and it goes on
  * with waited: so the wait is in no record. step: a root forward starts, and spans that a failure

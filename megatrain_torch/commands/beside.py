@@ -31,7 +31,7 @@ def counts(text: str | None, name: str) -> list[int]:
 
 def alone(ask: Callable[..., Plan], found: Plan) -> Plan | None:
     """The plan of one GPU of one machine; None: it does not fit. ask: takes gpus and machines."""
-    if found.ranks.alone:
+    if found.fleet.alone:
         return found
     one = _asked(ask, 1, 1)
     return one if isinstance(one, Plan) else None
@@ -48,16 +48,16 @@ def _asked(ask: Callable[..., Plan], gpus: int, machines: int) -> Plan | Refused
 
 def share_of(p: Plan, one: Plan) -> float:
     """Of the speed of as many GPUs, each of which trains by itself on a machine of its own."""
-    return p.tokens_per_second / (p.ranks.count * one.tokens_per_second)
+    return p.tokens_per_second / (p.fleet.count * one.tokens_per_second)
 
 
 def share(p: Plan, one: Plan | None) -> str:
     """The same as a line; nothing of one GPU."""
-    if p.ranks.alone:
+    if p.fleet.alone:
         return ""
     if one is None:
         return "one GPU by itself does not fit\n"
-    return f"{share_of(p, one):.0%} of {p.ranks.count} times one GPU by itself, {one.tokens_per_second:,.0f} tokens/s\n"
+    return f"{share_of(p, one):.0%} of {p.fleet.count} times one GPU by itself, {one.tokens_per_second:,.0f} tokens/s\n"
 
 
 @dataclass

@@ -105,9 +105,9 @@ def _plan(args: argparse.Namespace, shell: Shell) -> int:
     asked |= {"tokens": args.tokens, "seq": args.seq}
     several = beside.counts(args.gpus, "gpus"), beside.counts(args.machines, "machines")
     if len(several[0]) * len(several[1]) > 1:
-        return _beside(beside.Plans(lambda **ranks: plan(config, **asked | ranks), *several), args)
+        return _beside(beside.Plans(lambda **fleet: plan(config, **asked | fleet), *several), args)
     found = plan(config, **asked | {"gpus": several[0][0], "machines": several[1][0]})
-    one = beside.alone(lambda **ranks: plan(config, **asked | ranks), found)
+    one = beside.alone(lambda **fleet: plan(config, **asked | fleet), found)
     sys.stdout.write(_json(_planned(found, one)) if args.json else f"{found}\n{beside.share(found, one)}")
     if args.picture:
         found.picture(args.picture)
@@ -120,7 +120,7 @@ def _beside(plans: beside.Plans, args: argparse.Namespace) -> int:
         raise MegatrainError("picture: of one number of GPUs and of machines")
     if args.json:
         sys.stdout.write(_json([_planned(p, plans.one) if isinstance(p, Plan) else
-                                {"fits": False, "why": p.why} | ranks for ranks, p in plans]))
+                                {"fits": False, "why": p.why} | fleet for fleet, p in plans]))
     else:
         sys.stdout.write(f"{plans}\n")
     return int(not any(isinstance(p, Plan) for _, p in plans))
@@ -179,7 +179,7 @@ def _planned(p: Plan, one: Plan | None) -> dict[str, Any]:
     found = {f.name: getattr(p, f.name) for f in dataclasses.fields(p)}
     found |= {"machine": _machine(p.machine), "nvme": p.nvme and dataclasses.asdict(p.nvme)}
     follows = ("tokens_per_second", "vram_bytes", "host_bytes", "disk_bytes", "disk_written", "disk_years", "bound")
-    of_one = {} if p.ranks.alone else {"share_of_one_gpu": one and beside.share_of(p, one)}
+    of_one = {} if p.fleet.alone else {"share_of_one_gpu": one and beside.share_of(p, one)}
     return {"fits": True} | found | {name: getattr(p, name) for name in follows} | of_one
 
 

@@ -291,5 +291,5 @@ class Planning:
         p, longest = self.plan, self._lengths.longest()
         again = f"; layers keep less of longer passes, up to {longest:,}" if longest > pass_of(p).tokens else ""
         again += f"; plan number {self.made}" if self.made > 1 else ""
-        return (f"planned for {p.tokens:,} tokens a step in sequences of {p.seq:,}, {p.micro} micro-batch"
+        return (f"planned for {p.fleet.each}{p.tokens:,} tokens a step in sequences of {p.seq:,}, {p.micro} micro-batch"
                 f"{'es' * (p.micro > 1)}: {p.tokens_per_second:,.0f} tokens/s, bound by {p.bound}{again}")

@@ -342,7 +342,7 @@ class _Search:
         problem, choice, timing = best
         disk = sum(problem.disk_bytes(choice.homes, choice.micro, choice.modes).values())
         on_disk = {"nvme": {"limit": -(-disk // GIB) * GIB}} if "nvme" in changes else {}
-        return Way(changes | on_disk, problem.wishes.tokens * problem.wishes.ranks.count / timing.seconds)
+        return Way(changes | on_disk, problem.wishes.tokens * problem.wishes.fleet.count / timing.seconds)
 
     def solved(self, changes: dict[str, Any], kind: type[Problem]) -> tuple[Problem, Choice, Timing] | None:
         """As planner.py does: with fewer buffers for gradients where that keeps in memory what would be on disk."""
@@ -372,12 +372,12 @@ class _Search:
 
     def hopeless(self, wishes: Wishes) -> bool:
         """Do planes alone take more than both memories? Known at once, where a search takes a second."""
-        m, ranks = self.machine, self.wishes.ranks
+        m, fleet = self.machine, self.wishes.fleet
         planes = sum(u.weights + u.masters + u.moments + u.gradients * (wishes.grads == "ram")
                      for u in self.shape(wishes.states).units)
         return wishes.nvme is None and \
-            planes > ranks.machines * (m.host_bytes - m.host_overhead_bytes) \
-            + ranks.count * (m.vram_bytes - m.vram_overhead_bytes)
+            planes > fleet.machines * (m.host_bytes - m.host_overhead_bytes) \
+            + fleet.count * (m.vram_bytes - m.vram_overhead_bytes)
 
     def shape(self, states: str) -> Shape:
         if states not in self.shapes:

@@ -20,6 +20,7 @@ from .. import _core
 from ..base.formats import FORMATS, LOW_BYTES
 from ..base.limits import host_limits, resident_bytes
 from ..fused.templates.attention import Attention
+from .fleet import ADDED_BYTES
 from .machine import (
     DRIVE_ORIGINS,
     LINK_ORIGINS,
@@ -30,7 +31,6 @@ from .machine import (
     host_limit_bytes,
     store_path,
 )
-from .ranks import ADDED_BYTES
 
 MIB = 2**20
 ISAS = ("scalar", "avx2", "avx512")         # mt_isa of adam.h

@@ -10,8 +10,8 @@ from __future__ import annotations
 import numpy as np
 
 from .cost import OFFLOAD_DEPTH
+from .fleet import Fleet
 from .machine import Machine
-from .ranks import Ranks
 from .shapes import Shape
 
 BUFFERS = 2                     # of a unit's gradients: what is sent, and what is received
@@ -31,17 +31,17 @@ class Exchange:
             link_bytes: what that moves there of a micro-batch, of one GPU.
     """
 
-    def __init__(self, shape: Shape, machine: Machine, ranks: Ranks) -> None:
+    def __init__(self, shape: Shape, machine: Machine, fleet: Fleet) -> None:
         units = shape.units
         self.gradients = np.array([u.gradients for u in units], dtype=np.int64)
         self.home = self.further = self.gradients
         self.exchange_s = self.network_s = self.lost_s = self.spread_s = self.gather_s = np.zeros(len(units))
         self.buffers, self.on_link, self.link_bytes = 0, False, 0
-        if not ranks.alone:
-            self._among(machine, ranks, np.array([u.sums for u in units], dtype=np.int64))
+        if not fleet.alone:
+            self._among(machine, fleet, np.array([u.sums for u in units], dtype=np.int64))
 
-    def _among(self, machine: Machine, ranks: Ranks, sums: np.ndarray) -> None:
-        g, m, n = ranks.gpus, ranks.machines, ranks.count
+    def _among(self, machine: Machine, fleet: Fleet, sums: np.ndarray) -> None:
+        g, m, n = fleet.gpus, fleet.machines, fleet.count
         self.home = -(-(self.gradients + sums) // n)
         self.on_link = g > 1 and not machine.exchange_gbps
         links = (machine.exchange_gbps or machine.both_gbps) * 1e9

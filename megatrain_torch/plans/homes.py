@@ -68,7 +68,7 @@ class Ways:
         return [homes for homes in self.home_choices() if self._offered(homes)]
 
     def _offered(self, homes: tuple[Home, ...]) -> bool:
-        return self.wishes.ranks.offers(*(PLAIN[home] for home in set(homes)))
+        return self.wishes.fleet.offers(*(PLAIN[home] for home in set(homes)))
 
     def of(self, units: tuple[Home, ...]) -> list[Homes]:
         """All updates on the host, or some through the device; or all, where that is asked for and
@@ -131,7 +131,7 @@ class Ways:
         if asked.homes == "through":
             return frozenset(away)
         if asked.homes or asked.grads == "none" or not self.through_rate \
-                or not asked.ranks.offers("through") or self.disk.units(homes, 1).states:
+                or not asked.fleet.offers("through") or self.disk.units(homes, 1).states:
             return frozenset()
         host_s, device_s, found = 0.0, 0.0, []
         rate = self.machine.adam_rate(states=asked.states)
@@ -166,7 +166,7 @@ class Ways:
         if Home.ARRIVE.value not in homes:
             return {}
         units = self.shape.units
-        cut = self.wishes.ranks.on_device
+        cut = self.wishes.fleet.on_device
         return {u: sum(cut(visiting_planes(units[u])).values()) for u, home in enumerate(homes)
                 if home == Home.ARRIVE and units[u].trained}
 
@@ -178,7 +178,7 @@ class Ways:
         weights, numbers = [units[u].weights for u in away], [units[u].trained for u in away]
         crossing = np.minimum(self.exchange.home, self.exchange.further).tolist()
         last = sum(crossing[u] for u in uses.leaving[0] if not homes[u])
-        adding = m.add_gparams * 1e9 / self.wishes.ranks.gpus
+        adding = m.add_gparams * 1e9 / self.wishes.fleet.added
         return Homes(
             homes, through, sum(weights), sum([units[u].weights for u in needed]),
             sum([crossing[u] for u in away]), sum(self.visiting(homes).values()),

@@ -25,8 +25,8 @@ import torch.distributed as dist
 
 from ..base.errors import MegatrainError
 from .doctor import Copies, synchronize
+from .fleet import host_rate
 from .machine import Machine
-from .ranks import host_rate
 
 LIMIT_S = 180               # in which all of it is over, or the processes are ended
 MOST_GBPS = 1e4             # of what could not be seen to hold anything up

@@ -112,11 +112,11 @@ class Disk:
 
     def host_bytes(self, homes: tuple[Home, ...], micro: int, on_disk: OnDisk) -> dict[str, int]:
         """By plane, and what is there besides."""
-        where, ranks = self.where(homes, on_disk), self.wishes.ranks
+        where, fleet = self.where(homes, on_disk), self.wishes.fleet
         planes = self.tally.host(where, micro)
-        if not ranks.alone:         # what several ranks give is added up from the first micro-batch on
+        if not fleet.alone:         # what several ranks give is added up from the first micro-batch on
             planes["sums"] = self.tally.sums(where)
-        return {OVERHEAD: self.machine.host_overhead_bytes, **ranks.on_host(planes)}
+        return {OVERHEAD: self.machine.host_overhead_bytes, **fleet.on_host(planes)}
 
     def bytes(self, homes: tuple[Home, ...], micro: int) -> dict[str, int]:
         """In the file, by plane, and between them."""

@@ -105,13 +105,13 @@ class Problem:
 
     def __init__(self, shape: Shape, machine: Machine, wishes: Wishes, like: Problem | None = None
                  ) -> None:
-        if not wishes.ranks.offers(*DISKS):
+        if not wishes.fleet.offers(*DISKS):
             wishes = dataclasses.replace(wishes, nvme=None)
         self.shape, self.machine, self.wishes = shape, machine, wishes
         self.uses = Uses(shape, wishes.fused)
         self.tally = Tally(shape.units, wishes.grads == "ram", wishes.lent)
-        seen = wishes.ranks.seen(machine)
-        self.exchange = Exchange(shape, seen, wishes.ranks)
+        seen = wishes.fleet.seen(machine)
+        self.exchange = Exchange(shape, seen, wishes.fleet)
         self.disk = Disk(shape, seen, wishes, self.uses, self.tally)
         self.ways = self.ways_of(shape, seen, wishes, self.uses, self.disk, self.exchange)
         alike = like is not None and like.keeping.depth == depth_of(wishes)
@@ -138,7 +138,7 @@ class Problem:
         total["activations"] = 0
         if modes:
             own = self.keeping.on_host(self.keeping.costs(micro), modes)
-            total |= self.wishes.ranks.on_host({"activations": own})
+            total |= self.wishes.fleet.on_host({"activations": own})
         return total
 
     def disk_bytes(self, homes: tuple[Home, ...], micro: int, modes: tuple[str, ...] = ()
@@ -151,12 +151,12 @@ class Problem:
     def _left(self, host: Any) -> Any:
         """Of host memory for what one GPU keeps there, where so many bytes are taken. A number, or an
         array."""
-        return (self.machine.host_bytes - host) // self.wishes.ranks.gpus
+        return (self.machine.host_bytes - host) // self.wishes.fleet.gpus
 
     def planes_at_home(self, homes: tuple[Home, ...], micro: int) -> dict[str, int]:
         """Of units at home in VRAM, by plane; what is there all the time."""
         found = self.tally.at_home(self.disk.where(homes, OnDisk()), micro)
-        return self.wishes.ranks.on_device(found)
+        return self.wishes.fleet.on_device(found)
 
     # ---- what may be chosen ----
 
@@ -326,7 +326,7 @@ class Problem:
             for micro in counts:
                 tracks = self.tracks(micro)
                 at, away = tracks.within(self.disk.room(homes.units, micro))
-                there, here = on_host + away * self.wishes.ranks.gpus, slots + planes + tracks.least(at, homes.visiting)
+                there, here = on_host + away * self.wishes.fleet.gpus, slots + planes + tracks.least(at, homes.visiting)
                 vram += here[there <= self.machine.host_bytes].tolist()
                 host += there[here <= self.machine.vram_bytes].tolist()
         return min(vram, default=None), min(host, default=None)

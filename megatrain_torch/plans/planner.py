@@ -31,10 +31,10 @@ from ..figures.timeline import LANES
 from ..store.disk import FROZEN, PADDING, SPILLED, Disk, years
 from .changes import Python, refusal
 from .cost import LENT, THROUGH_BYTES
+from .fleet import Fleet, check_homes, fleet_of
 from .machine import DRIVE, DRIVE_NAME, Machine, host_now, resolve
 from .on_disk import OVERHEAD
 from .placement import Problem
-from .ranks import Ranks, check_homes, ranks_of
 from .shapes import Shape, shapes_of
 from .simulate import Timing
 from .wishes import Choice, Wishes
@@ -97,9 +97,9 @@ class Plan:
     machines: int = 1
 
     @property
-    def ranks(self) -> Ranks:
+    def fleet(self) -> Fleet:
         """GPUs and machines."""
-        return Ranks(self.gpus, self.machines)
+        return Fleet(self.gpus, self.machines)
 
     @property
     def disk_bytes(self) -> int:
@@ -137,7 +137,7 @@ class Plan:
     @property
     def tokens_per_second(self) -> float:
         """As predicted, of all GPUs."""
-        return self.tokens * self.ranks.count / self.seconds
+        return self.tokens * self.fleet.count / self.seconds
 
     @property
     def bound(self) -> str:
@@ -147,7 +147,7 @@ class Plan:
     @property
     def tiers(self) -> list[Tier]:
         """(title, bytes by what they hold, bytes there are) of each kind of memory."""
-        found = tiers_of(self.machine, self.vram, self.host, self.ranks)
+        found = tiers_of(self.machine, self.vram, self.host, self.fleet)
         return [*found, ("disk", self.disk, self.disk_room)] if self.disk else found
 
     def picture(self, path: str | Path) -> None:
@@ -205,11 +205,11 @@ def plan(model: Any, *, tokens: int, seq: int, machine: Machine | str | None = N
             first.
     """
     disk = _disk(nvme, homes, activations)
-    ranks = ranks_of(gpus, machines)
+    fleet = fleet_of(gpus, machines)
     wishes = dataclasses.replace(_wishes(tokens, seq, compute, homes, activations, slots, micro),
                                  nvme=None if disk is None else disk.room(), grads=_grads(grads, micro),
-                                 states=check_states(states), ranks=ranks)
-    check_homes(ranks, _each(homes), disk is not None)
+                                 states=check_states(states), fleet=fleet)
+    check_homes(fleet, _each(homes), disk is not None)
     limits = _limits(machine, vram, host)
     shape_with = shapes_of(model, dtype=dtype, units=units, layers=layers)
     shape = shape_with(states)
@@ -311,14 +311,14 @@ def _plan(problem: Problem, choice: Choice, timing: Timing) -> Plan:
         {w.name: mode for w, mode in zip(shape.windows, choice.modes)}, choice.ring, vram_table(problem, choice),
         problem.host_bytes(choice.homes, choice.micro, choice.modes), timing.seconds, timing.forward_s, timing.busy,
         timing.idle, _window_weights(shape), problem.disk_bytes(choice.homes, choice.micro, choice.modes),
-        grads=wishes.grads, states=wishes.states, lent=wishes.lent, gpus=wishes.ranks.gpus,
-        machines=wishes.ranks.machines)
+        grads=wishes.grads, states=wishes.states, lent=wishes.lent, gpus=wishes.fleet.gpus,
+        machines=wishes.fleet.machines)
 
 
-def tiers_of(machine: Machine, vram: dict[str, int], host: dict[str, int], ranks: Ranks) -> list[Tier]:
+def tiers_of(machine: Machine, vram: dict[str, int], host: dict[str, int], fleet: Fleet) -> list[Tier]:
     """(title, bytes by what they hold, bytes there are) of both memories, or of both parts of the only one."""
     device = "host memory as device memory" if machine.one_memory else "device memory"
-    each = ("", "") if ranks.alone else (" of a GPU", " of a machine")
+    each = ("", "") if fleet.alone else (" of a GPU", " of a machine")
     return [(device + each[0], vram, machine.vram_bytes), ("host memory" + each[1], host, machine.host_bytes)]
 
 
@@ -364,7 +364,7 @@ def _refusal(problem: Problem, whole: Machine, shape_with: Callable[[str], Shape
 def _memories(problem: Problem, choice: Choice) -> tuple[dict[str, int], dict[str, int], str]:
     """Bytes of a choice on the device and in host memory, and both as text."""
     vram, host = vram_table(problem, choice), problem.host_bytes(choice.homes, choice.micro, choice.modes)
-    both = tiers_of(problem.machine, vram, host, problem.wishes.ranks)
+    both = tiers_of(problem.machine, vram, host, problem.wishes.fleet)
     return vram, host, "\n\n".join(as_text(_bytes_table(*tier)) for tier in both)
 
 
@@ -374,9 +374,9 @@ def _headline(p: Plan) -> str:
     frozen = "all trained" if p.trained == p.parameters else f"{p.trained:,} trained"
     cut = f"{p.micro} micro-batches of {p.tokens // p.micro:,}" if p.micro > 1 else "one micro-batch"
     cut += f"; {p.states} states" * (p.states != "fp32")
-    each, all_of = ("", "") if p.ranks.alone else (f"{p.ranks}, each with ", " in all")
+    all_of = "" if p.fleet.alone else " in all"
     return (f"{p.model}: {p.parameters / 1e9:.3f} B parameters, {frozen}\n"
-            f"{each}{p.tokens:,} tokens a step in sequences of {p.seq:,}, {cut}; {p.compute} layers\n"
+            f"{p.fleet.each}{p.tokens:,} tokens a step in sequences of {p.seq:,}, {cut}; {p.compute} layers\n"
             f"{p.machine.name}: rates {p.machine.source}\n"
             f"predicted: {p.tokens_per_second:,.0f} tokens/s{all_of}, {p.seconds:.4g} s a step "
             f"({p.forward_s:.3g} forward); bound by {LANES.get(p.bound, p.bound)}")

@@ -66,7 +66,7 @@ class Step:
             on the device, beside those that are being computed.
         exchange_s, network_s, lost_s, spread_s: [u] of one of several GPUs: see Exchange. further: [u] bytes of
             gradients that cross of a further micro-batch; `gradients`: of the first.
-        on_link, memory, memory_s: see Exchange and Ranks.
+        on_link, memory, memory_s: see Exchange and Fleet.
     """
 
     forward_s: Sequence[float]

@@ -69,7 +69,7 @@ class Steps:
     def _fixed(self) -> dict[str, Any]:
         """What no choice changes."""
         units, m, uses = self.shape.units, self.machine, self.keeping.uses
-        exchange, ranks = self.ways.exchange, self.keeping.wishes.ranks
+        exchange, fleet = self.ways.exchange, self.keeping.wishes.fleet
         return {"units": Lists.of(w.units for w in self.shape.windows),
                 "again": Lists.of(uses.again), "leaving": Lists.of(uses.leaving),
                 "weights": array("q", [u.weights for u in units]),
@@ -77,7 +77,7 @@ class Steps:
                 "further": array("q", exchange.further.tolist()),
                 **{name: array("d", getattr(exchange, name)) for name in
                    ("exchange_s", "network_s", "lost_s", "spread_s")},
-                "on_link": exchange.on_link, "memory": ranks.memory(m),
+                "on_link": exchange.on_link, "memory": fleet.memory(m),
                 "add_s": array("d", self.updates.add), "depth": self.keeping.depth,
                 "h2d": m.h2d_gbps * 1e9, "d2h": m.d2h_gbps * 1e9, "both": m.both_gbps * 1e9,
                 "busy": m.busy_gbps * 1e9, "write": m.disk_write_gbps * 1e9,
@@ -112,12 +112,12 @@ class Steps:
 
     def _memory_s(self, homes: tuple[Home, ...], micro: int) -> float:
         """Of the host's memory, which several GPUs share, for what is no copy of one of them."""
-        ranks = self.keeping.wishes.ranks
-        if ranks.alone:
+        fleet = self.keeping.wishes.fleet
+        if fleet.alone:
             return 0.0
         trained = sum(n for n, home in zip(self.updates.trained.tolist(), homes) if not home)
-        through = micro * self.ways.exchange.link_bytes / ranks.memory(self.machine)
-        return through + ranks.memory_s(self.machine, self.keeping.wishes.states, trained, micro)
+        through = micro * self.ways.exchange.link_bytes / fleet.memory(self.machine)
+        return through + fleet.memory_s(self.machine, self.keeping.wishes.states, trained, micro)
 
     @_kept_by_arguments
     def _kept(self, micro: int, modes: tuple[str, ...]) -> dict[str, Any]:

@@ -28,10 +28,10 @@ class Updates:
 
     def __init__(self, shape: Shape, machine: Machine, wishes: Wishes, exchange: Exchange) -> None:
         self.machine, m = machine, machine
-        self.ranks, self.gather_s = wishes.ranks, exchange.gather_s
+        self.fleet, self.gather_s = wishes.fleet, exchange.gather_s
         units = shape.units
         self.trained = np.array([u.trained for u in units], dtype=np.float64)
-        self.host = self.trained / self.ranks.machines / m.adam_rate(states=wishes.states)
+        self.host = self.trained / self.fleet.machines / m.adam_rate(states=wishes.states)
         self.pool = self.trained / m.adam_rate(POOL, wishes.states)
         rate = m.through_rate(wishes.states, alone=wishes.homes == "through")
         self.through = self.trained / rate if rate else np.full(len(units), np.inf)
@@ -40,12 +40,12 @@ class Updates:
         both = m.disk_both_gbps * 1e9
         self.drive, self.drive_weights = 2 * moved / both, 2 * (moved + weights) / both
         self.read = np.array([u.weights for u in units]) / (m.disk_read_gbps * 1e9)
-        self.add = self.trained * self.ranks.gpus / (m.add_gparams * 1e9)
+        self.add = self.trained * self.fleet.added / (m.add_gparams * 1e9)
 
     def device(self, micro: int) -> np.ndarray:
         """Of units at home in VRAM: AdamW on the device; and a step's gradients into their planes,
         measured and copied, then added up."""
         moved = GATHERED[0] + (micro - 1) * GATHERED[1]
-        own = self.trained / self.ranks.count
+        own = self.trained / self.fleet.count
         return own / (self.machine.device_adam_gparams * 1e9) \
             + own * moved / (self.machine.hbm_gbps * 1e9) + self.gather_s

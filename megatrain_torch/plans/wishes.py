@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from .cost import LENT, Home
-from .ranks import ALONE, Ranks
+from .fleet import ALONE, Fleet
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class Wishes:
         grads: "ram", or "none": gradients are kept nowhere. lent: buffers of a size for these, at
             the most.
         states: how AdamW's are kept.
-        ranks: GPUs and machines, each of which makes such a step.
+        fleet: GPUs and machines, each of which makes such a step.
     """
 
     tokens: int
@@ -36,7 +36,7 @@ class Wishes:
     grads: str = "ram"
     lent: int = LENT
     states: str = "fp32"
-    ranks: Ranks = ALONE
+    fleet: Fleet = ALONE
 
 
 class Choice(NamedTuple):

@@ -383,6 +383,25 @@ static void threads_record_side_by_side(void)
     rig_close(&r);
 }
 
+/* Requests of a disk are under way together, and the lane does one thing at a time: a record begins
+ * where the one before ended. */
+static void records_of_what_is_over_follow_each_other(void)
+{
+    uint64_t reached = 0, begun = mt_now_ns();
+    rig      r;
+
+    rig_open(&r, 0, FAULT_ONCE);
+    CHECK_OK(mt_timeline_on(r.t, 1));
+    for (int unit = 0; unit < 3; unit++)         /* the second moved nothing, and is none */
+        mt_timeline_over(r.t, MT_LANE_DISK, MT_WORK_READ, unit, begun,
+                         unit == 1 ? 0 : 100 + (uint64_t)unit, &reached);
+    CHECK_EQ(mt_timeline_read(r.t, r.got, ALL), 2);
+    CHECK(r.got[0].unit == 0 && r.got[0].bytes == 100 && r.got[0].begin_ns == begun);
+    CHECK(r.got[1].unit == 2 && r.got[1].bytes == 102 && r.got[1].begin_ns >= r.got[0].end_ns);
+    CHECK(r.got[1].end_ns <= reached);
+    rig_close(&r);
+}
+
 static void names_are_said(void)
 {
     CHECK_STR(mt_lane_name(MT_LANE_HOST), "host update");
@@ -405,6 +424,7 @@ static void names_are_said(void)
     X(a_step_closes_what_a_failure_left_open)                                                 \
     X(a_stamp_that_fails_loses_its_record_alone)                                              \
     X(threads_record_side_by_side)                                                            \
+    X(records_of_what_is_over_follow_each_other)                                              \
     X(names_are_said)
 
 CHECK_MAIN(TESTS)

@@ -24,7 +24,7 @@ ADDED_BYTES = 14                # per parameter in host memory: a further micro-
 
 
 @dataclass(frozen=True)
-class Ranks:
+class Fleet:
     """gpus: of each machine."""
 
     gpus: int = 1
@@ -41,6 +41,11 @@ class Ranks:
     def __str__(self) -> str:
         gpus = f"{self.gpus} GPU{'s' * (self.gpus > 1)}"
         return f"{self.machines} machines of {gpus}" if self.machines > 1 else gpus
+
+    @property
+    def each(self) -> str:
+        """In front of what is said of one GPU."""
+        return "" if self.alone else f"{self}, each with "
 
     def offers(self, *homes: str) -> bool:
         """May units be at home in all of these?"""
@@ -61,6 +66,12 @@ class Ranks:
         return -(-n // parts)
 
     # ---- rates ----
+
+    @property
+    def added(self) -> int:
+        """Gradients that a machine's host adds for a further micro-batch, by those of a model: to its part of the sums
+        each rank's by itself, in the order of ranks."""
+        return self.gpus
 
     def seen(self, machine: Machine) -> Machine:
         """As one of its GPUs sees it beside the others, which do the same at the same time: copies share the host's
@@ -86,7 +97,7 @@ class Ranks:
     def memory_s(self, machine: Machine, states: str, trained: float, micro: int) -> float:
         """Seconds in which a step's updates and sums have that memory. trained: parameters updated by all hosts."""
         own = trained / self.machines * (moved_bytes(states) + ACC_BYTES)
-        added = (micro - 1) * trained * self.gpus * ADDED_BYTES
+        added = (micro - 1) * trained * self.added * ADDED_BYTES
         return 0.0 if self.alone else (own + added) / host_rate(machine)
 
 
@@ -105,21 +116,21 @@ def host_rate(machine: Machine) -> float:
     return (machine.host_gbps or max(beside, 2 * machine.both_gbps)) * 1e9
 
 
-ALONE = Ranks()
+ALONE = Fleet()
 
 
-def ranks_of(gpus: int, machines: int) -> Ranks:
+def fleet_of(gpus: int, machines: int) -> Fleet:
     """Raises: they are no counts."""
     check_count(gpus, "gpus")
     check_count(machines, "machines")
-    return Ranks(gpus, machines)
+    return Fleet(gpus, machines)
 
 
-def check_homes(ranks: Ranks, homes: Iterable[str | None], nvme: bool) -> None:
+def check_homes(fleet: Fleet, homes: Iterable[str | None], nvme: bool) -> None:
     """Raises: several ranks, and a home that units cannot have there yet."""
     asked = [home for home in homes if home is not None]
-    words = [f"homes={home!r}" for home in HOMES if home in asked and not ranks.offers(home)]
-    words += ["nvme"] if nvme and not ranks.offers(*DISKS) else []
+    words = [f"homes={home!r}" for home in HOMES if home in asked and not fleet.offers(home)]
+    words += ["nvme"] if nvme and not fleet.offers(*DISKS) else []
     if words:
-        raise MegatrainError(f"{words[0]}, with {ranks}: units of several processes are at home in "
+        raise MegatrainError(f"{words[0]}, with {fleet}: units of several processes are at home in "
                              f"{', '.join(map(repr, OFFERED))} for now; leave it out, or plan one GPU")
