@@ -59,8 +59,18 @@ class StreamedTrainer(Trainer):
         """Without a cache of keys and values: with one, a packed row is taken for one sequence."""
         return super().compute_loss(model, {**inputs, "use_cache": False}, *args, **kw)
 
+    def get_train_dataloader(self) -> Any:
+        made = super().get_train_dataloader()
+        if self._fills():
+            made.set_sampler(made.batch_sampler.batch_sampler.sampler)   # resumed, it hears of epochs from there alone
+        return made
+
+    def _fills(self) -> bool:
+        """Other models take a mean over each micro-batch: of none it is no number."""
+        return self._team.size > 1 and self.model_accepts_loss_kwargs
+
     def _get_train_sampler(self, *args: Any) -> Any:
-        if self._team.size == 1 or not self.model_accepts_loss_kwargs:
+        if not self._fills():
             return super()._get_train_sampler(*args)
         return Filled(SeedableRandomSampler(self.train_dataset), self._train_batch_size * self._team.size)
 

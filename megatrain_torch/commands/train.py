@@ -358,4 +358,4 @@ def _arguments(settings: Settings, held: bool) -> Any:
         logging_first_step=True, eval_strategy="steps" if held else "no", eval_steps=s.eval_every,
         save_strategy="steps", save_steps=s.save_every, save_total_limit=s.keep, prediction_loss_only=True,
         report_to=[] if s.report_to == "none" else [s.report_to], use_cpu=s.device == "cpu", disable_tqdm=True,
-        dataloader_pin_memory=False, remove_unused_columns=False)
+        dataloader_pin_memory=False, remove_unused_columns=False, log_level_replica="error")
