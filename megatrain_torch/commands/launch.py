@@ -20,7 +20,6 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from datetime import timedelta
 
 from torch import distributed as dist
 
@@ -29,7 +28,7 @@ from ..base.errors import MegatrainError
 STORE, LAUNCHER = "MEGATRAIN_STORE", "MEGATRAIN_LAUNCHER"        # port, and process, of who started this one
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 GRACE_S = 30.0                       # in which the others end by themselves, once one has failed
-_TOLD = "megatrain/told"
+_TOLD, _MET = "told", "met"
 _SET_DEATH_SIGNAL = 1                # PR_SET_PDEATHSIG of prctl
 
 
@@ -53,7 +52,7 @@ def join(backend: str) -> None:
     ctypes.CDLL(None).prctl(_SET_DEATH_SIGNAL, int(signal.SIGTERM))
     if os.getppid() != int(os.environ[LAUNCHER]):
         raise SystemExit(128 + signal.SIGTERM)
-    dist.init_process_group(backend, store=_store(), rank=_rank(), world_size=int(os.environ["WORLD_SIZE"]))
+    dist.init_process_group(backend, store=_group(), rank=_rank(), world_size=int(os.environ["WORLD_SIZE"]))
 
 
 def complain(text: str) -> None:
@@ -69,8 +68,18 @@ def _rank() -> int:
     return int(os.environ["RANK"])
 
 
-def _store() -> dist.TCPStore:
-    return dist.TCPStore("127.0.0.1", int(os.environ[STORE]), is_master=False, timeout=timedelta(seconds=GRACE_S))
+def _store(port: str | None = None) -> dist.TCPStore:
+    return dist.TCPStore("127.0.0.1", int(port or os.environ[STORE]), is_master=False)
+
+
+def _group() -> dist.TCPStore:
+    """What processes meet by: the first one's, so that it outlives who started them, and a last checkpoint is written.
+    """
+    if _rank():
+        return _store(_store().get(_MET).decode())
+    own = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    _store().set(_MET, str(own.port))
+    return own
 
 
 # ---- in the one that starts them -----------------------------------------------------------------
