@@ -1,215 +1,45 @@
 """Engines that own a portion of every unit each, as processes of one machine do: together they have the bits of one engine.
-
-All of them are in this process, each with memory of its own or with a share, and take turns: all begin something before
-one waits. A `Party` is such an engine, or the one that owns all: it is told of whole gradients, and hands over what is
-its own of them.
 """
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from owners import (
+    ADD,
+    PLACES,
+    SET,
+    SUM,
+    TYPES,
+    UNITS,
+    Party,
+    assert_bits_of_one,
+    change_gradients,
+    gathered,
+    seeded,
+    together,
+    train,
+)
 
 from megatrain_torch._core import DTYPES, PLANES, STATES, WORKS, Engine, MegatrainError, share
 
-TYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-HYPER = (1e-2, 0.9, 0.95, 1e-8, 0.1)     # lr, beta1, beta2, eps, weight_decay
-SET, ADD, SUM = 0, 1, 2
-GROUP = 128                              # elements that share a scale: csrc/core/states.h
-UNITS = (                                # name of the type, elements: cuts inside of parameters and between them
-    (("BF16", 30000), ("F32", 64), ("F16", 20011), ("F32", 9000), ("BF16", 1)),
-    (("F16", 8192), ("BF16", 24577)),
-)
-# Where units live, and whether in a share.
-PLACES = [("ram", True), *((home, False) for home in ("ram", "vram", "arrive", "disk")), ("through", True)]
-
-
-def seeded(seed: int, unit: int, scale: float = 1.0) -> list[Tensor]:
-    """A tensor for each parameter of a unit."""
-    made = torch.Generator().manual_seed(1000 * seed + unit)
-    return [(torch.randn(n, generator=made) * scale).to(TYPES[kind]) for kind, n in UNITS[unit]]
-
-
-def aligned(nbytes: int, kept: list[np.ndarray]) -> int:
-    kept.append(np.zeros(nbytes + 512, np.uint8))
-    return -(-kept[-1].ctypes.data // 512) * 512
-
-
-class Party:
-    """One engine: rank `rank` of `ranks`.
-
-    Attributes:
-        kept: memory of the device, and sources of gradients.
-    """
-
-    def __init__(self, rank: int, ranks: int, states: str = "fp32", home: str = "ram", path: Path | None = None,
-                 share: int = -1) -> None:
-        self.engine = Engine("cpu", threads=2, rank=rank, ranks=ranks, share=share)
-        self.engine.watchdog(60)
-        self.home, self.kept, self.stays, self.step_number = home, [], {}, 0
-        self.sources: list[object] = []
-        self.shares = share >= 0
-        for u, params in enumerate(UNITS):
-            unit = self.engine.add_unit(f"layers.{u}", [DTYPES[k] for k, _ in params], [n for _, n in params],
-                                        [True] * len(params))
-            self.engine.set_states(unit, STATES[states])
-            for i, weight in enumerate(seeded(7, u)):
-                self.plane(u, i, "HI", True).copy_(weight.view(torch.uint8))
-        self.go(path)
-
-    def go(self, path: Path | None) -> None:
-        units = range(len(UNITS))
-        if self.home in ("vram", "arrive"):
-            sizes = [self.engine.hi_bytes(u) for u in units]
-            self.engine.open_slots([(aligned(n, self.kept), n) for n in sizes], self)
-        for u in units:
-            if self.home in ("vram", "arrive"):
-                self.engine.settle(u, u)
-            if self.home == "arrive":
-                self.engine.invite(u)
-            if self.home in ("vram", "arrive"):
-                self.engine.take(u, 0)
-            if self.home == "through":
-                self.engine.through(u, True)
-        if self.home == "disk":
-            self.engine.disk(str(path), list(units), buffers=2, buffer_bytes=1 << 20, threads=2)
-
-    def held(self, slot: int) -> bool:
-        return False
-
-    def renew(self, slot: int) -> int:
-        raise AssertionError("nothing is held")
-
-    def plane(self, unit: int, param: int, name: str, shared: bool = False) -> Tensor:
-        """Its bytes in host memory: the user's view of them, or what all have."""
-        return torch.from_numpy(self.engine.plane(unit, param, PLANES[name], shared=shared))
-
-    def own(self, unit: int, param: int, name: str) -> Tensor:
-        """Of these bytes those of its own elements."""
-        (first, n), whole = self.engine.owned(unit, param), self.plane(unit, param, name)
-        each = 8 if name == "SCALE" else whole.numel() // UNITS[unit][param][1]
-        if name == "SCALE":
-            first, n = first // GROUP, -(-n // GROUP)
-        return whole[first * each:(first + n) * each]
-
-    def hand_over(self, unit: int, grads: list[Tensor], mode: int, sums: list[Tensor] | None = None,
-                  changed: bool = False) -> None:
-        """grads: whole ones. mode SUM: they are roundings of sums, but for fp32 parameters' own. changed: by the user,
-        what they are added to."""
-        items = []
-        for i, grad in enumerate(grads):
-            first, n = self.engine.owned(unit, i)
-            at = grad.data_ptr() + first * grad.itemsize if n else 0
-            if mode == SUM and grad.dtype != torch.float32:
-                items.append((i, at, SUM, False, sums[i].data_ptr() + 4 * first if n else 0))
-            else:
-                items.append((i, at, SET if mode == SUM else mode, changed))
-        self.sources.append((grads, sums))
-        self.engine.offload(unit, items, 0)
-
-    def step(self, max_norm: float = 0.0, changed: bool = False, named: list[list[Tensor]] | None = None) -> int:
-        """One AdamW step of all, begun; named: gradients in memory that is not the store's."""
-        self.step_number += 1
-        if self.home == "arrive":
-            for u in range(len(UNITS)):
-                if u not in self.stays:
-                    self.stays[u] = [aligned(n, self.kept) for n in self.engine.lift_sizes(u)]
-                self.engine.lift(u, self.stays[u], 0)
-        units = []
-        for u, params in enumerate(UNITS):
-            given = [(named[u][i].data_ptr(), DTYPES["F32"] if named[u][i].dtype == torch.float32 else DTYPES[kind])
-                     if named else (0, 0) for i, (kind, _) in enumerate(params)]
-            units.append((u, [(i, *HYPER, self.step_number, False, *given[i], changed, 77 * u + i)
-                              for i in range(len(params))]))
-        self.sources.append(named)
-        ticket = self.engine.adam(units, max_norm, 0)
-        for u in range(len(UNITS)):
-            self.engine.forget(u)
-        return ticket
-
-    def rest(self) -> None:
-        """Waits until nothing is under way; host memory is current."""
-        self.engine.drain()
-        self.sources.clear()
-        for u in range(len(UNITS)):
-            self.engine.wait_updates(u)
-            self.engine.bring(u, -1)
-            if u in self.stays:
-                assert self.engine.leave(u, True)
+Make = Callable[..., tuple[Party, list[Party]]]
 
 
 @pytest.fixture
-def parties(tmp_path: Path) -> Iterator[object]:
-    """make(ranks, ...): the one that owns all, and as many as own a portion."""
-    made: list[Party] = []
-
-    def make(ranks: int, shared: bool = False, **how: str) -> tuple[Party, list[Party]]:
-        made.append(Party(0, 1, path=tmp_path, **how))
-        fd = share() if shared else -1
-        made.extend(Party(rank, ranks, path=tmp_path, share=fd, **how) for rank in range(ranks))
-        if shared:
-            os.close(fd)
-        return made[-ranks - 1], made[-ranks:]
-
-    yield make
-    for party in made:
-        party.engine.close()
-
-
-def states_of(whole: Party, unit: int, param: int) -> list[str]:
-    """Planes that the parameter has, but for gradients."""
-    found = []
-    for name in ("HI", "LO", "MASTER", "M", "V", "SCALE"):
-        try:
-            whole.plane(unit, param, name)
-            found.append(name)
-        except MegatrainError:
-            pass
-    return found
-
-
-def assert_bits_of_one(whole: Party, owners: list[Party], *gradients: str) -> None:
-    for party in (whole, *owners):
-        party.rest()
-    for u, params in enumerate(UNITS):
-        for i, (kind, n) in enumerate(params):
-            for name in (*states_of(whole, u, i), *(g for g in gradients if g != "ACC" or kind != "F32")):
-                want, got = whole.plane(u, i, name), torch.cat([o.own(u, i, name) for o in owners])
-                assert torch.equal(want, got), f"unit {u}, {kind} {n}: plane {name}"
-                for owner in owners if owners[0].shares else ():
-                    assert torch.equal(want, owner.plane(u, i, name)), f"unit {u}, {kind} {n}: plane {name}, as seen"
-                    assert torch.equal(want, owner.plane(u, i, name, True)), f"unit {u}, {kind} {n}: plane {name}"
-
-
-def train(whole: Party, owners: list[Party], step: int, micros: int = 1, summed: bool = False) -> None:
-    """Gradients of some micro-batches come; summed: to owners as one sum of all."""
-    for u in range(len(UNITS)):
-        grads = [seeded(100 * step + m, u, 2.0 ** -m) for m in range(micros)]
-        for m, grad in enumerate(grads):
-            whole.hand_over(u, grad, ADD if m else SET)
-            for owner in () if summed else owners:
-                owner.hand_over(u, grad, ADD if m else SET)
-        if summed:
-            sums = [g.to(torch.float32, copy=True) for g in grads[0]]
-            for grad in grads[1:]:
-                for total, g in zip(sums, grad):
-                    total += g.to(torch.float32)
-            rounded = [total.to(g.dtype) for total, g in zip(sums, grads[0])]
-            for owner in owners:
-                owner.hand_over(u, rounded, SUM, sums)
+def parties(tmp_path: Path) -> Iterator[Make]:
+    with gathered(tmp_path) as make:
+        yield make
 
 
 # ---- whose is what ----
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-def test_portions_say_in_bytes_what_is_owned(parties: object, ranks: int) -> None:
+def test_portions_say_in_bytes_what_is_owned(parties: Make, ranks: int) -> None:
     _, owners = parties(ranks)
     for u, params in enumerate(UNITS):
         bounds = owners[0].engine.portions(u)
@@ -241,7 +71,7 @@ def test_a_rank_that_cannot_be_is_refused(rank: int, ranks: int) -> None:
         Engine("cpu", rank=rank, ranks=ranks)
 
 
-def test_each_has_memory_for_its_own_states_alone(parties: object) -> None:
+def test_each_has_memory_for_its_own_states_alone(parties: Make) -> None:
     whole, owners = parties(4)
     for party in (whole, *owners):
         for u, params in enumerate(UNITS):
@@ -254,10 +84,9 @@ def test_each_has_memory_for_its_own_states_alone(parties: object) -> None:
 # ---- updates ----
 
 
-@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize(("ranks", "shared"), [(3, False), *((ranks, True) for ranks in (1, 2, 3, 4))])
 @pytest.mark.parametrize("states", STATES)
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-def test_owners_together_have_the_bits_of_one(parties: object, ranks: int, states: str, shared: bool) -> None:
+def test_owners_together_have_the_bits_of_one(parties: Make, ranks: int, states: str, shared: bool) -> None:
     whole, owners = parties(ranks, states=states, shared=shared)
     for step, micros in enumerate((1, 2, 1)):
         train(whole, owners, step, micros)
@@ -268,7 +97,7 @@ def test_owners_together_have_the_bits_of_one(parties: object, ranks: int, state
 
 @pytest.mark.parametrize("states", ["fp32", "8bit-lo8"])
 @pytest.mark.parametrize(("home", "shared"), PLACES[1:])
-def test_wherever_units_live(parties: object, home: str, shared: bool, states: str) -> None:
+def test_wherever_units_live(parties: Make, home: str, shared: bool, states: str) -> None:
     whole, owners = parties(3, states=states, home=home, shared=shared)
     for step, micros in enumerate((2, 1)):
         train(whole, owners, step, micros)
@@ -278,7 +107,7 @@ def test_wherever_units_live(parties: object, home: str, shared: bool, states: s
 
 
 @pytest.mark.parametrize(("home", "shared"), PLACES)
-def test_a_sum_counts_as_its_micro_batches_do(parties: object, home: str, shared: bool) -> None:
+def test_a_sum_counts_as_its_micro_batches_do(parties: Make, home: str, shared: bool) -> None:
     """SUM, and ADD after it."""
     whole, owners = parties(2, home=home, shared=shared)
     train(whole, owners, 0, 3, summed=True)
@@ -293,7 +122,7 @@ def test_a_sum_counts_as_its_micro_batches_do(parties: object, home: str, shared
     assert_bits_of_one(whole, owners)
 
 
-def test_a_sum_alone_is_what_the_update_takes(parties: object) -> None:
+def test_a_sum_alone_is_what_the_update_takes(parties: Make) -> None:
     """Not its rounding."""
     whole, owners = parties(3)
     train(whole, owners, 0, 2, summed=True)
@@ -302,19 +131,8 @@ def test_a_sum_alone_is_what_the_update_takes(parties: object) -> None:
     assert_bits_of_one(whole, owners, "GRAD", "ACC")
 
 
-def change_gradients(parties: list[Party]) -> None:
-    """As a script does on every rank: it sees whole gradients where there is a share, and others' changes nowhere."""
-    for party in parties:
-        party.rest()
-    for party in parties:
-        for u, params in enumerate(UNITS):
-            for i, (kind, _) in enumerate(params):
-                grad = party.plane(u, i, "GRAD") if party.shares else party.own(u, i, "GRAD")
-                grad.view(TYPES[kind]).mul_(0.75)
-
-
 @pytest.mark.parametrize(("home", "shared"), PLACES)
-def test_a_gradient_that_the_user_changed(parties: object, home: str, shared: bool) -> None:
+def test_a_gradient_that_the_user_changed(parties: Make, home: str, shared: bool) -> None:
     whole, owners = parties(3, home=home, shared=shared)
     train(whole, owners, 0, 2)
     change_gradients([whole, *owners])
@@ -326,7 +144,7 @@ def test_a_gradient_that_the_user_changed(parties: object, home: str, shared: bo
 
 
 @pytest.mark.parametrize(("home", "shared"), PLACES)
-def test_what_is_added_to_a_gradient_that_the_user_changed(parties: object, home: str, shared: bool) -> None:
+def test_what_is_added_to_a_gradient_that_the_user_changed(parties: Make, home: str, shared: bool) -> None:
     whole, owners = parties(3, home=home, shared=shared)
     train(whole, owners, 0, 2)
     change_gradients([whole, *owners])
@@ -342,7 +160,7 @@ def test_what_is_added_to_a_gradient_that_the_user_changed(parties: object, home
 
 @pytest.mark.parametrize(("home", "shared"), PLACES)
 @pytest.mark.parametrize("wide", [False, True])
-def test_a_gradient_in_memory_of_the_users(parties: object, home: str, shared: bool, wide: bool) -> None:
+def test_a_gradient_in_memory_of_the_users(parties: Make, home: str, shared: bool, wide: bool) -> None:
     """In the weight's type, or in fp32; of the whole parameter, whoever owns what."""
     whole, owners = parties(3, home=home, shared=shared)
     named = [[g.float() if wide else g for g in seeded(9, u)] for u in range(len(UNITS))]
@@ -354,7 +172,7 @@ def test_a_gradient_in_memory_of_the_users(parties: object, home: str, shared: b
 
 @pytest.mark.parametrize(("home", "ranks"), [("ram", 1), ("ram", 2), ("ram", 4), ("through", 3)])
 @pytest.mark.parametrize("of", ["micro-batches", "sums", "changed", "named", "infinite"])
-def test_the_norm_is_that_of_one(parties: object, ranks: int, of: str, home: str) -> None:
+def test_the_norm_is_that_of_one(parties: Make, ranks: int, of: str, home: str) -> None:
     """From the sums of chunks of all ranks, whoever made them. One that is not finite skips the step on all."""
     whole, owners = parties(ranks, shared=True, home=home)
     named = [seeded(9, u) for u in range(len(UNITS))] if of == "named" else None
@@ -373,7 +191,7 @@ def test_the_norm_is_that_of_one(parties: object, ranks: int, of: str, home: str
         assert_bits_of_one(whole, owners)
 
 
-def test_a_trace_has_the_bytes_of_the_portion(parties: object) -> None:
+def test_a_trace_has_the_bytes_of_the_portion(parties: Make) -> None:
     whole, owners = parties(3, states="8bit")
     train(whole, owners, 0)
     seen = []
@@ -392,7 +210,7 @@ def test_a_trace_has_the_bytes_of_the_portion(parties: object) -> None:
     ((0, 0, SET, False), "address 0"),
     ((0, 64, 3, False), "mode 3"),
 ])
-def test_what_cannot_be_handed_over_is_refused(parties: object, item: tuple[int, ...], says: str) -> None:
+def test_what_cannot_be_handed_over_is_refused(parties: Make, item: tuple[int, ...], says: str) -> None:
     _, owners = parties(1)
     with pytest.raises(MegatrainError, match=says):
         owners[0].engine.offload(0, [item], 0)
@@ -402,26 +220,8 @@ def test_what_cannot_be_handed_over_is_refused(parties: object, item: tuple[int,
 # ---- writes from outside ----
 
 
-def together(owners: list[Party], call: Callable[[Party], object]) -> list[BaseException]:
-    """As ranks do: nobody waits for another's return. What was raised."""
-    raised: list[BaseException] = []
-
-    def one(owner: Party) -> None:
-        try:
-            call(owner)
-        except MegatrainError as e:
-            raised.append(e)
-
-    threads = [threading.Thread(target=one, args=(owner,)) for owner in owners]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return raised
-
-
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-def test_what_every_script_does_in_place_is_done_once(parties: object, ranks: int) -> None:
+def test_what_every_script_does_in_place_is_done_once(parties: Make, ranks: int) -> None:
     """p.mul_(0.75) on all ranks, one after the other; then an update goes on from there."""
     whole, owners = parties(ranks, shared=True)
     both = 1 << PLANES["HI"] | 1 << PLANES["M"]
@@ -443,7 +243,7 @@ def test_what_every_script_does_in_place_is_done_once(parties: object, ranks: in
     assert_bits_of_one(whole, owners)
 
 
-def test_who_writes_alone_is_told(parties: object) -> None:
+def test_who_writes_alone_is_told(parties: Make) -> None:
     _, owners = parties(2, shared=True)
     owners[0].engine.watchdog(0.2)
     with pytest.raises(MegatrainError, match=r"unit layers\.0, parameter 1: rank 1 .* has not come in 0\.2 s"):
@@ -452,7 +252,7 @@ def test_who_writes_alone_is_told(parties: object) -> None:
         owners[0].engine.spread(0, 1, 1 << 20)
 
 
-def test_alone_there_is_nobody_to_spread_to(parties: object) -> None:
+def test_alone_there_is_nobody_to_spread_to(parties: Make) -> None:
     whole, _ = parties(1)
     whole.plane(0, 0, "HI").fill_(3)
     whole.engine.spread(0, 0, 1)
@@ -474,7 +274,7 @@ def written(paths: list[Path], party: Party, part: int, parts: int) -> list[tupl
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_ranks_write_the_same_files_together(parties: object, tmp_path: Path, ranks: int) -> None:
+def test_ranks_write_the_same_files_together(parties: Make, tmp_path: Path, ranks: int) -> None:
     """The files and the sums are one process's; updates that are asked for meanwhile come behind the copies."""
     whole, owners = parties(ranks, shared=True)
     found = []
@@ -505,7 +305,7 @@ def test_ranks_write_the_same_files_together(parties: object, tmp_path: Path, ra
 # ---- ranks that do not come ----
 
 
-def test_who_closes_does_not_wait_for_a_step_that_others_never_ask_for(parties: object) -> None:
+def test_who_closes_does_not_wait_for_a_step_that_others_never_ask_for(parties: Make) -> None:
     """They are told; so is who waits for a rank that has closed."""
     _, owners = parties(2, shared=True)
     for owner in owners:
@@ -517,3 +317,29 @@ def test_who_closes_does_not_wait_for_a_step_that_others_never_ask_for(parties: 
     with pytest.raises(MegatrainError, match=r"rank 0 \(process \d+\)"):
         owners[1].step()
         owners[1].engine.drain()
+
+
+def test_who_ends_behind_all_that_was_asked_for_is_missed_by_nobody(parties: Make) -> None:
+    whole, owners = parties(2, shared=True)
+    train(whole, owners, 0)
+    for party in (whole, *owners):
+        party.step()
+    owners[0].rest()
+    owners[0].engine.close()
+    assert torch.equal(owners[1].plane(0, 0, "HI", True), owners[1].plane(0, 0, "HI"))
+    owners[1].rest()
+    owners[1].engine.check()
+
+
+def test_a_share_that_is_none_is_refused(tmp_path: Path) -> None:
+    fd = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT)
+    with pytest.raises(MegatrainError, match="is of another file"):
+        Engine("cpu", share=fd, ranks=2)
+    os.close(fd)
+    fd = share()
+    first = Engine("cpu", share=fd, rank=1, ranks=2)
+    for rank, ranks, says in ((1, 2, "rank 1 is process"), (0, 3, "others 2")):
+        with pytest.raises(MegatrainError, match=says):
+            Engine("cpu", share=fd, rank=rank, ranks=ranks)
+    os.close(fd)
+    first.close()

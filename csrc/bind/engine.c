@@ -214,7 +214,7 @@ static int engine_init(PyObject *self, PyObject *args, PyObject *kw)
 }
 
 /* Seconds for which an engine that closes waits for other ranks that do nothing. */
-#define CLOSE_SECONDS 10
+#define CLOSE_SECONDS 20
 
 /* A step that only this rank asked for never ends: it failed, and others wait for it elsewhere, or
  * the other way round. */

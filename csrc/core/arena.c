@@ -15,6 +15,10 @@
 #define HUGE_BYTES  ((size_t)2 << 20)   /* a huge page on x86-64 and on arm64 with 4 KiB pages */
 #define CHUNK_BYTES ((size_t)16 << 20)  /* touched by one thread at a go: 8 huge pages */
 
+#ifndef MADV_COLLAPSE
+#define MADV_COLLAPSE 25                /* Linux 6.1 */
+#endif
+
 static _Alignas(512) char nothing[512]; /* where arenas of no bytes point; never read or written */
 
 static size_t page_bytes(void)
@@ -50,22 +54,45 @@ static void *map_aligned(size_t bytes, size_t align, int flags)
 typedef struct touch_job {
     char  *base;
     size_t bytes, page;
+    int    shared;
 } touch_job;
 
-/* Pool threads; each page is written by one of them, and keeps what it holds. */
+/* It keeps what it holds. */
+static void touch_page(char *at)
+{
+    (void)__atomic_fetch_or(at, 0, __ATOMIC_RELAXED);
+}
+
+/* The kernel makes huge pages of what may be one, whatever it does by itself with shared memory: of
+ * blocks that begin here and end before `end`, once a page of each is there. That page says on
+ * which node of memory; its place in the block varies, since pages take turns among nodes (numa.h).
+ */
+static void collapse(char *from, const char *to, const char *end, size_t page)
+{
+    char *first = from + (-(uintptr_t)from & (HUGE_BYTES - 1)), *at = first;
+
+    for (; at < to && at + HUGE_BYTES <= end; at += HUGE_BYTES)
+        touch_page(at + (uintptr_t)at / HUGE_BYTES % (HUGE_BYTES / page) * page);
+    if (at > first)
+        (void)madvise(first, (size_t)(at - first), MADV_COLLAPSE);
+}
+
+/* Pool threads; each page is written by one of them. */
 static void touch_chunk(void *arg, int64_t chunk)
 {
     const touch_job *job = arg;
     size_t           at = (size_t)chunk * CHUNK_BYTES;
     size_t           end = job->bytes - at < CHUNK_BYTES ? job->bytes : at + CHUNK_BYTES;
 
+    if (job->shared && HUGE_BYTES % job->page == 0)
+        collapse(job->base + at, job->base + end, job->base + job->bytes, job->page);
     for (; at < end; at += job->page)
-        (void)__atomic_fetch_or(job->base + at, 0, __ATOMIC_RELAXED);
+        touch_page(job->base + at);
 }
 
-static void touch(void *base, size_t bytes, mt_pool *pool)
+static void touch(void *base, size_t bytes, mt_pool *pool, int shared)
 {
-    touch_job job = { base, bytes, page_bytes() };
+    touch_job job = { base, bytes, page_bytes(), shared };
     int64_t   n = (int64_t)((bytes + CHUNK_BYTES - 1) / CHUNK_BYTES);
 
     mt_pool_run(n > 1 ? pool : NULL, touch_chunk, &job, n);     /* one chunk need not take turns */
@@ -167,7 +194,7 @@ mt_status mt_arena_commit(mt_arena *a, mt_pool *pool, mt_dev *dev)
 
     if (!a->reserved)
         return MT_OK;
-    touch(first_of(a), a->kept, pool);
+    touch(first_of(a), a->kept, pool, a->shared);
     if (dev != NULL && (st = mt_arena_register(a, dev)) != MT_OK)
         return st;
     a->reserved = 0;

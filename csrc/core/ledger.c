@@ -244,9 +244,22 @@ static int is_put(const mt__unit *u)
     return u->fetches == 0;
 }
 
+/* Under mu. In a share: what is known to have begun on this rank. */
+static uint64_t begun_on(const mt__unit *u, mt_unit_count what, int rank)
+{
+    return what != MT_COUNT_COPIED ? u->begun[what]
+                                   : mt_board_said(&u->board, MT_COUNT_SAVING, rank);
+}
+
+/* Ranks copy each other's portions. One that failed to begin a save is not waited for. */
 static int is_saved(const mt__unit *u)
 {
-    return u->saves == 0 && all_have(u, MT_COUNT_COPIED);
+    int rank = 0, ranks = u->shared ? mt_share_ranks(u->board.range.share) : 0;
+
+    while (rank < ranks && mt_board_said(&u->board, MT_COUNT_COPIED, rank) ==
+                           begun_on(u, MT_COUNT_COPIED, rank))
+        rank++;
+    return u->saves == 0 && rank == ranks;
 }
 
 typedef struct awaited {
@@ -264,6 +277,37 @@ static int is_over_or_fault(void *arg)
     return a->fault != MT_OK || a->over(a->u);
 }
 
+#define WORDS(name, what, awaited) awaited,
+static const char *const words[MT_COUNTS] = { MT_COUNT_MAP(WORDS) };
+static const char *const unit_words[MT_UNIT_COUNTS] = { MT_UNIT_COUNT_MAP(WORDS) };
+#undef WORDS
+
+/* What of the unit is begun and not ended by the rank, in words; 0: nothing. */
+static int awaits_of_unit(const mt__unit *u, int rank, char *out, size_t cap)
+{
+    for (int k = 0; k < MT_UNIT_COUNTS; k++)
+        if (mt_board_said(&u->board, (mt_unit_count)k, rank) <
+            begun_on(u, (mt_unit_count)k, rank)) {
+            snprintf(out, cap, "%s of unit %s", unit_words[k], u->name);
+            return 1;
+        }
+    return 0;
+}
+
+/* Says which ranks' work of the unit is not over, behind what the watchdog said. */
+static mt_status stuck_for(mt_store *s, const mt__unit *u)
+{
+    char   said[1024], due[512];
+    size_t n = (size_t)snprintf(said, sizeof said, "%s", mt_last_error());
+
+    for (int rank = 0; rank < mt_share_ranks(s->share) && n < sizeof said; rank++)
+        if (awaits_of_unit(u, rank, due, sizeof due))
+            n += (size_t)snprintf(said + n, sizeof said - n, "; rank %d (process %" PRId64 ") has "
+                                  "still %s to end", rank, mt_share_process(s->share, rank),
+                                  due);
+    return mt_fail_again(MT_ESTUCK, said);
+}
+
 /* Until it is over, a fault, or the watchdog. */
 static mt_status wait_until(mt_store *s, const mt__unit *u, int (*over)(const mt__unit *u),
                             const char *awaits)
@@ -273,7 +317,9 @@ static mt_status wait_until(mt_store *s, const mt__unit *u, int (*over)(const mt
     mt_status   st = mt_watch_until(&s->watch, &l->changed, &l->mu, is_over_or_fault, &a, u->name,
                                     awaits);
 
-    return a.fault != MT_OK ? fault_again(l) : st;
+    if (a.fault != MT_OK)
+        return fault_again(l);
+    return st == MT_ESTUCK && u->shared ? stuck_for(s, u) : st;
 }
 
 static mt_status no_unit(const mt_store *s, int unit)
@@ -325,28 +371,12 @@ void mt__ledger_stirred(mt_store *s)
     mt_watch_moved(&s->watch);
 }
 
-#define WORDS(name, what, awaited) awaited,
-static const char *const words[MT_COUNTS] = { MT_COUNT_MAP(WORDS) };
-static const char *const unit_words[MT_UNIT_COUNTS] = { MT_UNIT_COUNT_MAP(WORDS) };
-#undef WORDS
-
 /* The first rank of those that have to, which has not come to n; ranks: all have. */
 static int behind(const mt_share *h, mt_count what, uint64_t n)
 {
     if (what == MT_COUNT_NORMED)
         return mt_share_said(h, what, 0) >= n ? mt_share_ranks(h) : 0;
     return mt_share_behind(h, what, n);
-}
-
-/* Under mu. */
-static int awaits_of_unit(const mt__unit *u, int rank, char *out, size_t cap)
-{
-    for (int k = 0; k < MT_UNIT_COUNTS; k++)
-        if (mt_board_said(&u->board, (mt_unit_count)k, rank) < u->begun[k]) {
-            snprintf(out, cap, "%s of unit %s", unit_words[k], u->name);
-            return 1;
-        }
-    return 0;
 }
 
 int mt__ledger_awaits(mt_store *s, int rank, char *out, size_t cap)
@@ -435,6 +465,8 @@ mt_status mt_ledger_save_begin(mt_store *s, int unit)
     if (fault == MT_OK && idle) {
         u->saves++;
         u->begun[MT_COUNT_COPIED]++;
+        if (u->shared)
+            mt_board_say(&u->board, MT_COUNT_SAVING, u->begun[MT_COUNT_COPIED]);
     }
     assert_counts(s, u);
     mt_unlock(&s->ledger.mu);

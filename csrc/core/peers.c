@@ -31,6 +31,8 @@ static void look_for_end(mt_store *s, int rank)
     mt_presence presence = mt_share_presence(s->share, rank);
     char        awaited[512], text[1024];
 
+    if (presence != MT_RANK_HERE)
+        look_for_failure(s, rank);           /* it may have told why, since we looked last */
     if (presence == MT_RANK_HERE || !mt__ledger_awaits(s, rank, awaited, sizeof awaited))
         return;
     snprintf(text, sizeof text, "rank %d (process %" PRId64 ") %s while %s was awaited", rank,

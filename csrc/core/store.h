@@ -200,11 +200,12 @@ size_t mt_store_device_bytes(const mt_store *s);
  *             current weights exactly when its version is the unit's. Starts at 1.
  *
  * In a share an update is over when it is on every rank, and so are gradients: each writes its own
- * portion; and a save is when every rank has copied its part, whoever owns what. So ranks announce
- * the same updates, hand-overs and saves, in the same order; what one may do alone is to read, and
- * to fetch. Who begins an update waits besides until no rank reads the
- * weights as they are (update.h). A fault of one rank is every rank's, with its name; so is the end
- * of a process of which something is awaited.
+ * portion. So ranks announce the same updates, and hand-overs, in the same order; what one may do
+ * alone is to read, and to fetch. Who begins an update waits besides until no rank reads the
+ * weights as they are (update.h). A save is over when it is on every rank that has begun it, since
+ * each copies what others own too: so all begin before one announces an update again. A fault of
+ * one rank is every rank's, with its name; so is the end of a process of which something is
+ * awaited.
  *
  * A fault (sticky) set by any worker ends every wait with that worker's message; finishing what
  * was not announced, or naming a unit that is not there, is such a fault. The wait for `fetched`

@@ -237,6 +237,48 @@ static void what_is_given_back_is_its_own(void)
     close(fd);
 }
 
+/* Of the mapping that an address is in, as the kernel counts. */
+static size_t huge_bytes_at(const void *x)
+{
+    FILE         *f = fopen("/proc/self/smaps", "r");
+    char          line[512];
+    unsigned long from, to, kib = 0;
+    int           in = 0;
+
+    REQUIRE(f != NULL);
+    while (fgets(line, sizeof line, f) != NULL) {
+        if (sscanf(line, "%lx-%lx", &from, &to) == 2)
+            in = from <= (uintptr_t)x && (uintptr_t)x < to;
+        if (in && sscanf(line, "ShmemPmdMapped: %lu kB", &kib) == 1)
+            break;
+    }
+    fclose(f);
+    return (size_t)kib << 10;
+}
+
+/* Whatever the machine's settings; not on kernels that cannot be asked. */
+static void large_parts_have_huge_pages(void)
+{
+    enum { HUGE = 2 << 20, BIG = 9 * HUGE };
+    mt_param_desc d[2] = { { MT_F32, BIG / 4 + 100, 1 }, { MT_F32, BIG / 4, 1 } };
+    int           fd = share_new(), unit;
+    peer          p;
+    char         *hi, *m;
+
+    peer_open_with(&p, fd, 0, 1, (mt_context){ 0 });
+    REQUIRE(mt_store_add(p.cx.store, "big", d, 2, &unit) == MT_OK);
+    hi = at(&p, 0, MT_PLANE_HI);
+    m = at(&p, 1, MT_PLANE_M);
+    close(fd);
+    if (huge_bytes_at(hi) == 0) {
+        peer_close(&p);
+        SKIP("this kernel makes no huge pages of shared memory when asked");
+    }
+    CHECK(huge_bytes_at(hi) > BIG && huge_bytes_at(hi) <= 2 * BIG);  /* memory may be in pieces */
+    CHECK(huge_bytes_at(m) > BIG / 2 && huge_bytes_at(m) <= BIG - HUGE); /* begins between two */
+    peer_close(&p);
+}
+
 static void all_memory_goes_with_the_last(void)
 {
     peer p[2];
@@ -397,6 +439,10 @@ static void who_writes_waits_until_every_rank_has_copied(void)
         pthread_join(thread, NULL);
         CHECK_EQ(atomic_load(&w.over), 1);
     }
+    CHECK_OK(mt_ledger_save_begin(p[1].cx.store, p[1].unit));    /* rank 0 could not */
+    mt_ledger_save_end(p[1].cx.store, p[1].unit);
+    for (int r = 0; r < 2; r++)
+        CHECK_OK(mt_ledger_wait_fetch(p[r].cx.store, p[r].unit));
     table_close(p, 2);
 }
 
@@ -428,6 +474,7 @@ static void homes_that_keep_planes_are_refused(void)
 typedef struct plan {
     int       ranks, micros, dawdle_us;
     uint64_t  seed;              /* of gradients */
+    int       through;           /* every second unit goes through the device */
     int       turned;            /* rank r has its jobs in an order of its own */
     mt_states states;
     double    max_norm;
@@ -448,6 +495,7 @@ typedef struct runner {
     mt_context  cx;
     int         fd, rank, step, fills;
     mt_sumsq   *sums;
+    mt_through *through;
     mt_offload *o;
     mt_updater *u;
     mt_queue   *run, *h2d;
@@ -525,6 +573,9 @@ static void runner_open(runner *r, const plan *p, outcome *want, int fd, int ran
     REQUIRE(r->cx.dev->ops->queue_open(r->cx.dev, "h2d", &r->h2d) == MT_OK);
     REQUIRE(mt_offload_open(&r->cx, 2, k, &r->o) == MT_OK);
     REQUIRE(mt_update_open(&r->cx, r->o, &r->u) == MT_OK);
+    REQUIRE(mt_through_open(&r->cx, 2, 65536, &r->through) == MT_OK);
+    for (int u = 0; u < UNITS && p->through; u += 2)
+        CHECK_OK(mt_store_move(r->cx.store, u, &mt_home_through, r->through));
     mt_ledger_watchdog(r->cx.store, 60);
 }
 
@@ -532,6 +583,7 @@ static void runner_close(runner *r)
 {
     mt_update_close(r->u);
     mt_offload_close(r->o);
+    mt_through_close(r->through);
     mt_sumsq_close(r->sums);
     r->cx.dev->ops->queue_close(r->run);
     r->cx.dev->ops->queue_close(r->h2d);
@@ -612,24 +664,32 @@ static void hand_over(runner *r, int unit, int micro)
         free(grad[i]);
 }
 
-static mt_adam_tensor tensor_of(const unit_job *j, int param)
+static mt_plane grads_of(const runner *r, mt_dtype dt)
+{
+    return r->plan->micros > 1 && dt != MT_F32 ? MT_PLANE_ACC : MT_PLANE_GRAD;
+}
+
+/* Elements [from, from + n); planes at `given`, or where they are. */
+static mt_adam_tensor tensor_of(const unit_job *j, int param, int64_t from, int64_t n,
+                                void *const *given)
 {
     const runner *r = j->r;
     mt_param_desc d = shape_of(j->unit, param);
     mt_states     states = r->plan->states;
-    int64_t       from, n = mt_store_owned(r->cx.store, j->unit, param, &from);
-    int           small = states != MT_STATES_FP32, sum = r->plan->micros > 1 && d.dtype != MT_F32;
-    int           lo8 = mt_states_low_bytes(states) == 1;
+    mt_plane      g = grads_of(r, d.dtype);
+    int           small = states != MT_STATES_FP32, lo8 = mt_states_low_bytes(states) == 1;
     void         *at[MT_PLANE_COUNT] = { NULL };
 
     for (int p = 0; p < MT_PLANE_COUNT; p++)
-        if (mt_store_plane_bytes(r->cx.store, j->unit, param, (mt_plane)p, 1) > 0)
+        if (given != NULL && given[p] != NULL)
+            at[p] = given[p];
+        else if (mt_store_plane_bytes(r->cx.store, j->unit, param, (mt_plane)p, 1) > 0)
             at[p] = place(r, j->unit, param, (mt_plane)p, from);
     return (mt_adam_tensor){
         .dtype = d.dtype, .n = n, .hi = at[MT_PLANE_HI], .lo = lo8 ? NULL : at[MT_PLANE_LO],
         .master = at[MT_PLANE_MASTER], .m = small ? NULL : at[MT_PLANE_M],
-        .v = small ? NULL : at[MT_PLANE_V], .grad = at[sum ? MT_PLANE_ACC : MT_PLANE_GRAD],
-        .grad_dtype = sum ? MT_F32 : d.dtype,
+        .v = small ? NULL : at[MT_PLANE_V], .grad = at[g],
+        .grad_dtype = g == MT_PLANE_ACC ? MT_F32 : d.dtype,
         .hyper = { 0.01, 0.9, 0.95, 1e-8, 0.1, r->step + 1, 0 }, .states = states,
         .codes = { at[MT_PLANE_M], at[MT_PLANE_V], at[MT_PLANE_SCALE],
                    lo8 ? at[MT_PLANE_LO] : NULL },
@@ -644,10 +704,31 @@ static mt_status update(void *arg, mt_pool *pool, float clip)
     int             n = 0;
 
     for (int k = 0; k < j->n; k++) {
-        t[n] = tensor_of(j, j->params[k]);
-        n += t[n].n > 0;
+        int64_t from, own = mt_store_owned(j->r->cx.store, j->unit, j->params[k], &from);
+
+        if (own > 0)
+            t[n++] = tensor_of(j, j->params[k], from, own, NULL);
     }
     return mt_adam_step(pool, t, n, clip, mt_isa_best());
+}
+
+static mt_status gradient(void *arg, int param, const void **found, mt_plane *plane)
+{
+    const unit_job *j = arg;
+
+    *plane = grads_of(j->r, shapes[param].dtype);
+    *found = place(j->r, j->unit, param, *plane, 0);
+    return MT_OK;
+}
+
+static mt_status compute(void *arg, mt_queue *q, const mt_part *parts, int n, float clip)
+{
+    mt_adam_tensor t[64];
+
+    REQUIRE(n <= 64);
+    for (int i = 0; i < n; i++)
+        t[i] = tensor_of(arg, parts[i].param, parts[i].from, parts[i].n, parts[i].at);
+    return mt_adam_put(q, t, n, clip);
 }
 
 static void submit(runner *r, unit_job *j, uint64_t *ticket)
@@ -662,7 +743,8 @@ static void submit(runner *r, unit_job *j, uint64_t *ticket)
             if (shapes[i].trainable)
                 j[u].params[j[u].n++] = i;
         jobs[k] = (mt_update_job){ .unit = u, .n_params = j[u].n, .params = j[u].params,
-                                   .run = update, .arg = &j[u] };
+                                   .run = update, .gradient = gradient, .compute = compute,
+                                   .arg = &j[u] };
     }
     CHECK_OK(mt_update_submit(r->u, jobs, UNITS, r->plan->max_norm, r->run, ticket));
 }
@@ -761,6 +843,7 @@ static void run_alone(const plan *p, outcome *out)
     memset(out, 0, sizeof *out);
     alone.dawdle_us = 0;
     alone.turned = 0;
+    alone.through = 0;
     runner_open(&r, &alone, out, -1, 0);
     (void)go(&r);
     runner_close(&r);
@@ -834,6 +917,57 @@ static void nobody_reads_half_an_update(void)
         p.micros = 2;
         run_threads(&p);
     }
+}
+
+static void units_may_go_through_the_device(void)
+{
+    plan p = plain;
+
+    p.ranks = 3;
+    p.through = 1;
+    p.states = MT_STATES_8BIT_LO8;
+    run_threads(&p);
+    p.micros = 2;
+    p.states = MT_STATES_FP32;
+    p.dawdle_us = UNDER_TSAN ? 0 : 300;
+    run_threads(&p);
+}
+
+/* Copies of all units are under way when the step is asked for, and end one by one. */
+static void *step_beside_a_save(void *arg)
+{
+    runner  *r = arg;
+    unit_job jobs[UNITS];
+    uint64_t ticket = 0;
+
+    for (int u = 0; u < UNITS; u++)
+        CHECK_OK(mt_ledger_save_begin(r->cx.store, u));
+    for (int u = 0; u < UNITS; u++)
+        hand_over(r, u, 0);
+    submit(r, jobs, &ticket);
+    for (int u = 0; u < UNITS; u++) {
+        CHECK(mt_ledger_updates_due(r->cx.store, u));
+        mt_ledger_save_end(r->cx.store, u);
+        CHECK_OK(mt_ledger_wait_updates(r->cx.store, u));
+    }
+    CHECK_OK(mt_update_drain(r->u));
+    return NULL;
+}
+
+static void an_update_waits_for_copies_of_its_own_unit(void)
+{
+    runner r[2];
+    int    fd = share_new();
+
+    for (int k = 0; k < 2; k++)
+        runner_open(&r[k], &plain, NULL, fd, k);
+    for (int k = 0; k < 2; k++)
+        REQUIRE(pthread_create(&r[k].thread, NULL, step_beside_a_save, &r[k]) == 0);
+    for (int k = 0; k < 2; k++)
+        REQUIRE(pthread_join(r[k].thread, NULL) == 0);
+    for (int k = 0; k < 2; k++)
+        runner_close(&r[k]);
+    close(fd);
 }
 
 /* The value that is not finite is in the portion of one rank. */
@@ -993,12 +1127,366 @@ static void alone_nothing_is_spread(void)
     toy_close(&t);
 }
 
+/* ---- faults ------------------------------------------------------------------------------- */
+
+static void begin_updates(peer *p, int ranks)
+{
+    for (int r = 0; r < ranks; r++)
+        mt_ledger_update_begin(p[r].cx.store, 0);
+}
+
+static void a_reader_waits_for_every_rank(void)
+{
+    peer     p[3];
+    uint64_t version;
+
+    table_open(p, 3);
+    for (int r = 0; r < 3; r++) {
+        mt_ledger_watchdog(p[r].cx.store, 0.2);
+        mt_ledger_grads_begin(p[r].cx.store, 0);
+    }
+    begin_updates(p, 3);
+    for (int r = 0; r < 2; r++) {
+        mt_ledger_update_end(p[r].cx.store, 0);
+        mt_ledger_grads_end(p[r].cx.store, 0);
+    }
+    for (int r = 0; r < 3; r++) {
+        CHECK_EQ(mt_ledger_wait_updates(p[r].cx.store, 0), MT_ESTUCK);
+        CHECK_HAS(mt_last_error(), "; rank 2 (process ");
+        CHECK(strstr(mt_last_error(), "; rank 1") == NULL);
+        CHECK_EQ(mt_ledger_wait_grads(p[r].cx.store, 0), MT_ESTUCK);
+        CHECK_EQ(mt_ledger_updates_due(p[r].cx.store, 0), 1);
+        CHECK_EQ(mt_ledger_save_begin(p[r].cx.store, 0), MT_ESTATE);
+    }
+    mt_ledger_update_end(p[2].cx.store, 0);
+    mt_ledger_grads_end(p[2].cx.store, 0);
+    for (int r = 0; r < 3; r++) {
+        CHECK_OK(mt_ledger_wait_grads(p[r].cx.store, 0));
+        CHECK_OK(mt_ledger_fetch_begin(p[r].cx.store, 0, &version));
+        CHECK_EQ(mt_ledger_updates_due(p[r].cx.store, 0), 0);
+    }
+    table_close(p, 3);
+}
+
+/* Waits for the unit's update as a thread of its own, so that what ends it comes from elsewhere. */
+static void *wait_for_update(void *arg)
+{
+    writer *w = arg;
+
+    w->st = mt_ledger_wait_updates(w->p.cx.store, 0);
+    snprintf(w->why, sizeof w->why, "%s", w->st == MT_OK ? "" : mt_last_error());
+    return NULL;
+}
+
+static void check_told(writer *w, const char *what)
+{
+    REQUIRE(pthread_join(w->thread, NULL) == 0);
+    CHECK_EQ(w->st, MT_EPEER);
+    CHECK_HAS(w->why, what);
+}
+
+static void a_fault_of_one_is_everybodys(void)
+{
+    writer w[3];
+
+    writers_open(w, 3);
+    for (int r = 0; r < 3; r++)
+        mt_ledger_update_begin(w[r].p.cx.store, 0);
+    for (int r = 0; r < 2; r++)
+        REQUIRE(pthread_create(&w[r].thread, NULL, wait_for_update, &w[r]) == 0);
+    mt_ledger_fault(w[2].p.cx.store, MT_EDISK, "the disk is full");
+    for (int r = 0; r < 2; r++) {
+        check_told(&w[r], "rank 2 (process ");
+        CHECK_HAS(w[r].why, "): the disk is full");
+        CHECK(strstr(w[r].why, "rank 0") == NULL && strstr(w[r].why, "rank 1") == NULL);
+    }
+    CHECK_EQ(mt_ledger_check(w[2].p.cx.store), MT_EDISK);
+    writers_close(w, 3);
+}
+
+/* It is not known what it has written. */
+static void an_update_that_failed_is_not_over(void)
+{
+    peer p[2];
+
+    table_open(p, 2);
+    begin_updates(p, 2);
+    mt_ledger_fault(p[0].cx.store, MT_EDEVICE, "broken");
+    mt_ledger_update_end(p[0].cx.store, 0);
+    mt_ledger_update_end(p[1].cx.store, 0);
+    CHECK_EQ(mt_ledger_wait_updates(p[1].cx.store, 0), MT_EPEER);
+    table_close(p, 2);
+}
+
+static void who_leaves_early_is_named(void)
+{
+    writer w[2];
+
+    writers_open(w, 2);
+    mt_ledger_update_begin(w[0].p.cx.store, 0);
+    mt_ledger_update_end(w[0].p.cx.store, 0);
+    REQUIRE(pthread_create(&w[0].thread, NULL, wait_for_update, &w[0]) == 0);
+    mt_store_leave(w[1].p.cx.store);
+    check_told(&w[0], "closed its engine while its update of unit layers.0 was awaited");
+    writers_close(w, 2);
+}
+
+static void who_leaves_when_all_is_done_is_missed_by_nobody(void)
+{
+    peer p[2];
+
+    table_open(p, 2);
+    begin_updates(p, 2);
+    for (int r = 0; r < 2; r++)
+        mt_ledger_update_end(p[r].cx.store, 0);
+    CHECK_OK(mt_ledger_wait_updates(p[0].cx.store, 0));
+    mt_store_leave(p[1].cx.store);
+    mt_store_leave(p[1].cx.store);
+    usleep(250000);
+    CHECK_OK(mt_ledger_check(p[0].cx.store));
+    mt_ledger_grads_begin(p[0].cx.store, 0);             /* but from now on it is */
+    mt_ledger_grads_end(p[0].cx.store, 0);
+    CHECK_EQ(mt_ledger_wait_grads(p[0].cx.store, 0), MT_EPEER);
+    CHECK_HAS(mt_last_error(), "while its gradients of unit layers.0 was awaited");
+    table_close(p, 2);
+}
+
+/* A step whose jobs are not what the other ranks' are. */
+typedef struct odd {
+    runner    r;
+    double    max_norm;
+    int       n_jobs;
+    mt_status (*update)(void *arg, mt_pool *pool, float clip);
+    mt_status st;
+    char      why[512];
+} odd;
+
+static void *odd_step(void *arg)
+{
+    odd          *o = arg;
+    unit_job      j[UNITS];
+    mt_update_job jobs[UNITS];
+    uint64_t      ticket = 0;
+
+    for (int u = 0; u < UNITS; u++) {
+        hand_over(&o->r, u, 0);
+        j[u] = (unit_job){ .r = &o->r, .unit = u, .params = { 0, 1, 2, 4 }, .n = 4 };
+        jobs[u] = (mt_update_job){ .unit = u, .n_params = 4, .params = j[u].params,
+                                   .run = o->update, .arg = &j[u] };
+    }
+    CHECK_OK(mt_update_submit(o->r.u, jobs, o->n_jobs, o->max_norm, o->r.run, &ticket));
+    o->st = mt_update_drain(o->r.u);
+    snprintf(o->why, sizeof o->why, "%s", o->st == MT_OK ? "" : mt_last_error());
+    return NULL;
+}
+
+static void run_odd(odd *o)
+{
+    static const plan p = { .ranks = 2, .micros = 1, .bad_unit = -1 };
+    int               fd = share_new();
+
+    for (int k = 0; k < 2; k++)
+        runner_open(&o[k].r, &p, NULL, fd, k);
+    for (int k = 0; k < 2; k++)
+        REQUIRE(pthread_create(&o[k].r.thread, NULL, odd_step, &o[k]) == 0);
+    for (int k = 0; k < 2; k++)
+        REQUIRE(pthread_join(o[k].r.thread, NULL) == 0);
+    for (int k = 0; k < 2; k++)
+        runner_close(&o[k].r);
+    close(fd);
+}
+
+static void ranks_that_update_other_things_are_told(void)
+{
+    for (int what = 0; what < 2; what++) {
+        odd o[2] = { { .max_norm = 1, .n_jobs = UNITS, .update = update },
+                     { .max_norm = what == 0 ? 1 : 0.5, .n_jobs = UNITS - (what == 0),
+                       .update = update } };
+
+        run_odd(o);
+        for (int k = 0; k < 2; k++) {
+            CHECK_EQ(o[k].st, MT_EPEER);
+            CHECK_HAS(o[k].why, "updates other parameters than rank");
+        }
+    }
+}
+
+/* An update that fails in one rank's pool. */
+static mt_status update_fails(void *arg, mt_pool *pool, float clip)
+{
+    (void)arg;
+    (void)pool;
+    (void)clip;
+    return MT_FAIL(MT_ENOMEM, "no memory for it");
+}
+
+static void an_update_that_fails_ends_all_steps(void)
+{
+    odd o[2] = { { .max_norm = 1, .n_jobs = UNITS, .update = update },
+                 { .max_norm = 1, .n_jobs = UNITS, .update = update_fails } };
+
+    run_odd(o);
+    CHECK_EQ(o[0].st, MT_EPEER);
+    CHECK_HAS(o[0].why, "rank 1 (process ");
+    CHECK_HAS(o[0].why, "no memory for it");
+    CHECK_EQ(o[1].st, MT_ENOMEM);
+}
+
+/* ---- processes ---------------------------------------------------------------------------- */
+
+/* A child plays a rank of the plan, and says by its exit how many checks failed. */
+static pid_t start(const plan *p, outcome *want, int fd, int rank, void (*script)(runner *r))
+{
+    pid_t child = fork();
+
+    REQUIRE(child >= 0);
+    if (child == 0) {
+        runner r;
+
+        atomic_store(&check_failures, 0);
+        runner_open(&r, p, want, fd, rank);
+        CHECK_OK(mt_store_spread(r.cx.store, 0, 0, 0));      /* rank 0 has filled it */
+        script(&r);
+        runner_close(&r);
+        _exit(atomic_load(&check_failures) > 0);
+    }
+    return child;
+}
+
+static int exit_of(pid_t child)
+{
+    int status = 0;
+
+    REQUIRE(waitpid(child, &status, 0) == child);
+    return WIFEXITED(status) ? WEXITSTATUS(status) : 1000 + WTERMSIG(status);
+}
+
+static void all_steps(runner *r)
+{
+    (void)go(r);
+}
+
+static void processes_have_the_bits_of_one(void)
+{
+    for (int k = 0; k < (int)(sizeof numbers / sizeof *numbers); k++) {
+        plan    p = plain;
+        outcome want;
+        pid_t   child[RANKS];
+        int     fd = share_new();
+
+        p.ranks = numbers[k];
+        p.micros = 2;
+        p.dawdle_us = 200;
+        run_alone(&p, &want);
+        for (int r = 0; r < p.ranks; r++)
+            child[r] = start(&p, &want, fd, r, all_steps);
+        for (int r = 0; r < p.ranks; r++)
+            CHECK_EQ(exit_of(child[r]), 0);
+        outcome_free(&want);
+        close(fd);
+    }
+}
+
+static double seconds(void)
+{
+    struct timespec t;
+
+    (void)clock_gettime(CLOCK_MONOTONIC, &t);
+    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
+}
+
+/* Rank 2 is killed before its second step; the others are told in theirs. */
+static void steps_until_one_dies(runner *r)
+{
+    unit_job jobs[UNITS];
+    uint64_t ticket;
+    double   norm, began;
+    int      skipped;
+
+    r->want = NULL;
+    one_step(r);
+    for (int u = 0; u < UNITS; u++)
+        CHECK_OK(mt_ledger_wait_updates(r->cx.store, u));
+    r->step = 1;
+    if (r->rank == 2)
+        (void)raise(SIGKILL);
+    for (int u = 0; u < UNITS; u++)
+        mt_ledger_grads_begin(r->cx.store, u);
+    for (int u = 0; u < UNITS; u++)
+        mt_ledger_grads_end(r->cx.store, u);
+    began = seconds();
+    CHECK_EQ(mt_ledger_wait_grads(r->cx.store, 1), MT_EPEER);
+    CHECK_HAS(mt_last_error(), "rank 2 (process ");
+    CHECK_HAS(mt_last_error(), ") ended while its gradients of unit layers.0 was awaited");
+    CHECK(seconds() - began < (UNDER_TSAN ? 20 : 5));
+    CHECK_EQ(mt_update_submit(r->u, NULL, 0, 1.0, r->run, &ticket), MT_EPEER);
+    CHECK_EQ(mt_update_norm(r->u, 1, &norm, &skipped), MT_EPEER);
+    (void)jobs;
+}
+
+static void who_dies_is_named(void)
+{
+    plan  p = plain;
+    pid_t child[3];
+    int   fd = share_new();
+
+    p.ranks = 3;
+    for (int r = 0; r < 3; r++)
+        child[r] = start(&p, NULL, fd, r, steps_until_one_dies);
+    CHECK_EQ(exit_of(child[2]), 1000 + SIGKILL);
+    for (int r = 0; r < 2; r++)
+        CHECK_EQ(exit_of(child[r]), 0);
+    close(fd);
+}
+
+/* At any moment of a step: the others end, and by themselves. */
+static void steps_for_ever(runner *r)
+{
+    r->want = NULL;
+    if (r->rank == 1)
+        (void)alarm(60);
+    while (mt_ledger_check(r->cx.store) == MT_OK) {
+        one_step(r);
+        r->step++;
+    }
+    CHECK_HAS(mt_last_error(), "rank 1 (process ");
+    _exit(strstr(mt_last_error(), "ended while") != NULL ? 0 : 2);
+}
+
+static void a_death_at_any_moment_ends_all(void)
+{
+    for (int k = 0; k < (UNDER_TSAN ? 2 : 6); k++) {
+        plan   p = plain;
+        pid_t  child[3];
+        int    fd = share_new(), quiet = dup(2), null = open("/dev/null", O_WRONLY);
+        double began;
+
+        p.ranks = 3;
+        p.dawdle_us = 300;
+        (void)dup2(null, 2);                             /* checks of a step that is ended fail */
+        for (int r = 0; r < 3; r++)
+            child[r] = start(&p, NULL, fd, r, steps_for_ever);
+        (void)dup2(quiet, 2);
+        close(quiet);
+        close(null);
+        close(fd);
+        usleep((useconds_t)(150000 + k * 7919));
+        (void)kill(child[1], SIGKILL);
+        began = seconds();
+        CHECK_EQ(exit_of(child[0]), 0);
+        CHECK_EQ(exit_of(child[2]), 0);
+        CHECK_EQ(exit_of(child[1]), 1000 + SIGKILL);
+        CHECK(seconds() - began < (UNDER_TSAN ? 30 : 10));
+    }
+}
+
 #define TESTS(X)                                     \
     X(a_plane_is_one_memory_for_all)                 \
     X(what_is_trained_moves_nothing)                 \
     X(a_parameter_that_is_not_trained_has_no_states) \
     X(each_commits_its_own_portion)                  \
     X(what_is_given_back_is_its_own)                 \
+    X(large_parts_have_huge_pages)                   \
     X(all_memory_goes_with_the_last)                 \
     X(a_view_is_private_until_it_is_dropped)         \
     X(a_drop_is_of_one_parameter)                    \
@@ -1010,9 +1498,21 @@ static void alone_nothing_is_spread(void)
     X(together_they_have_the_bits_of_one)            \
     X(no_order_of_jobs_changes_a_bit)                \
     X(nobody_reads_half_an_update)                   \
+    X(units_may_go_through_the_device)               \
+    X(an_update_waits_for_copies_of_its_own_unit)    \
     X(what_one_skips_all_skip)                       \
     X(what_all_write_in_place_is_written_once)       \
     X(who_spreads_something_else_is_named)           \
     X(who_does_not_come_is_named)                    \
-    X(alone_nothing_is_spread)
+    X(alone_nothing_is_spread)                       \
+    X(a_reader_waits_for_every_rank)                 \
+    X(a_fault_of_one_is_everybodys)                  \
+    X(an_update_that_failed_is_not_over)             \
+    X(who_leaves_early_is_named)                     \
+    X(who_leaves_when_all_is_done_is_missed_by_nobody)   \
+    X(ranks_that_update_other_things_are_told)       \
+    X(an_update_that_fails_ends_all_steps)           \
+    X(processes_have_the_bits_of_one)                \
+    X(who_dies_is_named)                             \
+    X(a_death_at_any_moment_ends_all)
 CHECK_MAIN(TESTS)

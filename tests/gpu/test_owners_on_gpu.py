@@ -1,0 +1,30 @@
+"""Engines that own a portion of every unit each, on one GPU: together they have the bits of one (tests/test_owners.py)."""
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from owners import PLACES, assert_bits_of_one, change_gradients, gathered, train
+
+from megatrain_torch._core import STATES
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+@pytest.mark.parametrize("states", STATES)
+@pytest.mark.parametrize(("home", "shared"), PLACES)
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_owners_together_have_the_bits_of_one(tmp_path: Path, ranks: int, home: str, shared: bool, states: str) -> None:
+    """Whole gradients, sums, micro-batches and what the user changed; clipped where there is a share."""
+    with gathered(tmp_path) as make:
+        whole, owners = make(ranks, shared=shared, home=home, states=states, device="cuda")
+        max_norm = 0.5 if shared else 0.0
+        for step, (micros, summed) in enumerate(((1, False), (2, False), (3, True))):
+            train(whole, owners, step, micros, summed)
+            if step == 1:
+                change_gradients([whole, *owners])
+            tickets = [party.step(max_norm, changed=step == 1) for party in (whole, *owners)]
+            if shared:
+                assert len({p.engine.norm(ticket) for p, ticket in zip((whole, *owners), tickets)}) == 1
+            assert_bits_of_one(whole, owners)
