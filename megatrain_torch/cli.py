@@ -63,7 +63,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     if rest:
         flags = [flag for flag in verbs[args.verb]._option_string_actions if flag.startswith("--")]
         parser.error(unknown(rest[0].split("=")[0], flags))
-    args.words = words
+    if "words" in args:                  # of a verb that starts processes which run the same
+        args.words = words
     return args
 
 

@@ -30,7 +30,7 @@ def add(commands: Any) -> None:
     resume.add_argument("--new-data", action="store_true", help="go on with data, or rows, other than those of the run "
                         "so far")
     add_flags(resume, ("gpus",))
-    resume.set_defaults(run=run)
+    resume.set_defaults(run=run, words=())
 
 
 def run(args: argparse.Namespace) -> int:

@@ -48,7 +48,7 @@ def add(commands: Any) -> None:
     parser.add_argument("--config", type=Path, metavar="FILE", help="YAML with the same names; flags come first")
     parser.add_argument("--overwrite", action="store_true", help="remove what the run's folder has of a run before")
     add_flags(parser)
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, words=())
 
 
 def run(args: argparse.Namespace) -> int:

@@ -7,15 +7,21 @@ part out.
 from __future__ import annotations
 
 import functools
+import inspect
+import weakref
 from collections.abc import Callable
 from typing import Any
 
+from torch import distributed as dist
 from torch import nn
 from torch.distributed.algorithms.join import Joinable
 from torch.nn.parallel import DistributedDataParallel
 
 from ..base import patches
+from ..base.errors import MegatrainError
 from ..store.guard import StreamedParameter
+
+_ARGUMENTS = inspect.signature(DistributedDataParallel.__init__)
 
 
 def watch() -> None:
@@ -35,17 +41,55 @@ def _patch() -> Callable[[], None]:
                 DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, sorted(exchanged))
             own(self, module, *args, **kwargs)
         else:
-            _shell(self, module)
+            _shell(self, module, *args, **kwargs)
 
     return patches.replaced(DistributedDataParallel, "__init__", init)
 
 
-def _shell(self: DistributedDataParallel, module: nn.Module) -> None:
+def _shell(self: DistributedDataParallel, module: nn.Module, *args: Any, **kwargs: Any) -> None:
     """With the attributes that others look at; `no_sync` has nothing to put off."""
+    asked = _ARGUMENTS.bind(self, module, *args, **kwargs)
+    asked.apply_defaults()
     nn.Module.__init__(self)
     Joinable.__init__(self)
-    self.module = module
+    ranks = next(p._mt.runtime.ranks for p in module.parameters() if isinstance(p, StreamedParameter))
+    self.module, self.process_group = module, ranks.data
     self.device_ids, self.output_device, self.dim = None, None, 0
     self.require_backward_grad_sync = self.require_forward_param_sync = True
     self.find_unused_parameters = self.static_graph = False
-    self.__dict__["forward"] = module.__call__
+    self.broadcast_buffers, self.parameters_to_ignore = asked.arguments["broadcast_buffers"], set()
+    self.reducer = _NoReducer()
+    self.__dict__.update(forward=functools.partial(_forward, weakref.ref(self)), register_comm_hook=_no_hook,
+                         join_hook=_no_join)
+
+
+def _forward(shell: weakref.ref[DistributedDataParallel], *args: Any, **kwargs: Any) -> Any:
+    """With the first rank's buffers, as there: running statistics, say. Those that a model makes itself (not persistent)
+    are alike anyhow."""
+    self = shell()
+    if self.broadcast_buffers and self.require_forward_param_sync:
+        for owner in self.module.modules():
+            for name, buffer in owner._buffers.items():
+                if buffer is not None and name not in owner._non_persistent_buffers_set:
+                    dist.broadcast(buffer.detach(), group_src=0, group=self.process_group)
+    return self.module(*args, **kwargs)
+
+
+class _NoReducer:
+    """Lightning calls it, before a backward of its manual optimization."""
+
+    def _rebuild_buckets(self) -> bool:
+        return False
+
+    def prepare_for_backward(self, outputs: list[Any]) -> None:
+        """Whatever is used takes part."""
+
+
+def _no_hook(*_: Any, **__: Any) -> None:
+    raise MegatrainError("a communication hook of DistributedDataParallel: a streamed model's gradients do not pass "
+                         "through it, but are exchanged as they leave the device; leave it out")
+
+
+def _no_join(*_: Any, **__: Any) -> None:
+    raise MegatrainError("Join, for ranks with fewer batches than others: a streamed model needs all ranks in each "
+                         "backward; give each as many (DistributedSampler and accelerate's even_batches do)")
