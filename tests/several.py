@@ -15,6 +15,7 @@ import importlib
 import os
 import tempfile
 import traceback
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -122,18 +123,146 @@ def alone(job: Job, size: int) -> dict[str, str]:
     return _train(job, size, list(range(size)), None)
 
 
-def _train(job: Job, size: int, ranks: list[int], group: Any) -> dict[str, str]:
+def _made(job: Job, group: Any, seed: int) -> tuple[Any, nn.Module, Any]:
     import megatrain_torch as mt
     from megatrain_torch.base.testing import engine_doors
-    case, noted = _case(job.case), {}
+    case = _case(job.case)
     model = case.build().to(getattr(torch, job.dtype))
     for name, p in model.named_parameters():
         p.requires_grad_(not any(part in name for part in job.frozen))
-    with engine_doors(delay_us=job.delay_us, seed=5 + ranks[0]):
+    with engine_doors(delay_us=job.delay_us, seed=seed):
         asked = {} if group is None else {"group": group, "reduce": job.reduce}
         model = mt.stream(model, "cpu", plan=dict(job.plan) or None, **asked)
     opt = mt.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, max_grad_norm=job.clip,
-                   states=job.states, in_backward=job.in_backward)
+                   states=job.states, in_backward=job.in_backward and group is not None)
+    return case, model, opt
+
+
+def saved(rank: int, group: Any, job: Job, folder: str) -> dict[str, str]:
+    """What a model has that saves itself behind its back, while it trains on for a step."""
+    import megatrain_torch as mt
+    case, model, opt = _made(job, group, 0)
+    for number in range(3):
+        case.loss(model, case.batch(number + rank)).backward()
+        opt.step()
+        opt.zero_grad()
+        if number == 1:
+            noted = _state(model, opt)
+            saving = mt.save(model, opt, folder, extra={"number": number}, asynchronous=True)
+    saving.wait()
+    mt.unstream(model)
+    return noted
+
+
+def loaded(rank: int, group: Any, job: Job, folder: str) -> dict[str, str]:
+    """What a model has that was loaded, and has forgotten what it did before."""
+    import megatrain_torch as mt
+    case, model, opt = _made(job, group, 0)
+    case.loss(model, case.batch(77)).backward()
+    opt.step()
+    opt.zero_grad()
+    assert mt.load(model, opt, folder) == {"number": 1}
+    noted = _state(model, opt)
+    case.loss(model, case.batch(78)).backward()
+    opt.step()
+    mt.unstream(model)
+    return noted
+
+
+def habits(rank: int, group: Any) -> list[str]:
+    """What scripts do with a model in several processes, and one rank alone in between: what is wrong of it."""
+    import megatrain_torch as mt
+    wrong = []
+    case, model, opt = _made(Job("wide"), group, 0)
+    plain = case.build()
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for m in (model, plain):
+            next(m.parameters()).mul_(0.5)                       # once, and not once for each rank
+            m.load_state_dict({k: v * 2 for k, v in m.state_dict().items()})
+    if not _same(model, plain):
+        wrong.append("changed in place")
+    sgd = [torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (model, plain)]
+    for number in range(2):
+        for m, o in zip((model, plain), sgd):
+            case.loss(m, case.batch(number)).backward()          # the same on all ranks
+            torch.nn.utils.clip_grad_norm_(m.parameters(), 0.1)
+            o.step()
+            o.zero_grad()
+    if not _same(model, plain):
+        wrong.append("an optimizer of torch's")
+    if rank == 0:                                                # and nobody else
+        with torch.no_grad():
+            if not torch.equal(model(**case.batch(5)).logits, plain(**case.batch(5)).logits):
+                wrong.append("an evaluation on one rank")
+        if not torch.equal(model.state_dict()["lm_head.weight"], plain.lm_head.weight):
+            wrong.append("a state_dict on one rank")
+    for number in range(2):
+        case.loss(model, case.batch(number)).backward()
+        kept = [p.grad.norm() for p in model.parameters()] if rank == 0 else []
+        opt.step()
+        opt.zero_grad()
+    if rank == 0 and not all(torch.isfinite(n) for n in kept):
+        wrong.append("gradients on one rank")
+    mt.unstream(model)
+    return wrong
+
+
+def refused(rank: int, group: Any, what: str) -> str:
+    """What mt.stream says where one rank, or all, ask for what cannot be."""
+    import megatrain_torch as mt
+    model = Choosy()
+    odd = rank == 1
+    if what == "model" and odd:
+        model.head = nn.Linear(128, 5)
+    if what == "order" and odd:
+        model.layers, model.head = model._modules.pop("head"), model._modules.pop("layers")
+    if what == "frozen" and odd:
+        model.head.requires_grad_(False)
+    asked = {"nvme": {"nvme": tempfile.gettempdir()}, "homes": {"plan": {"homes": "vram"}},
+             "host": {"host": "1KiB"} if odd else {}}.get(what, {})
+    try:
+        mt.stream(model, "cpu", group=group, reduce="max" if what == "reduce" else "mean", **asked)
+    except mt.MegatrainError as error:
+        return str(error)
+    return ""
+
+
+def memory(rank: int, group: Any) -> tuple[int, int]:
+    """Bytes of the store that are this process's; and in memory of what is shared, pages by the number who have them.
+    """
+    import megatrain_torch as mt
+    model = mt.stream(nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(8))), "cpu", group=group)
+    opt = mt.AdamW(model.parameters())
+    model(torch.ones(1, 1024)).sum().backward()
+    opt.step()
+    opt.zero_grad()
+    digest(next(model.parameters()))
+    found = model[0].weight._mt.runtime.core.host_bytes(), _shared_bytes()
+    if group is not None:
+        torch.distributed.barrier(group)
+    mt.unstream(model)
+    return found
+
+
+def _shared_bytes() -> int:
+    found, mine = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if "-" in line.split()[0]:
+            mine = "memfd:megatrain" in line
+        elif mine and line.startswith("Pss:"):
+            found += int(line.split()[1]) << 10
+    return found
+
+
+def _same(mine: nn.Module, other: nn.Module) -> bool:
+    return all(torch.equal(a.detach().clone(), b) for a, b in zip(mine.parameters(), other.parameters()))
+
+
+def _train(job: Job, size: int, ranks: list[int], group: Any) -> dict[str, str]:
+    import megatrain_torch as mt
+    noted: dict[str, str] = {}
+    case, model, opt = _made(job, group, 5 + ranks[0])
     scale = 1 / (size * job.micro) if group is None or job.reduce == "sum" else 1 / job.micro
     for step in range(job.steps):
         for micro in range(job.micro):
@@ -147,7 +276,8 @@ def _train(job: Job, size: int, ranks: list[int], group: Any) -> dict[str, str]:
             noted.update((f"{step} grad {name}", digest(p.grad)) for name, p in model.named_parameters())
         opt.step()
         opt.zero_grad()
-        noted[f"{step} norm"] = repr(opt.grad_norm)
+        if not job.in_backward:                      # else units are weighed one by one
+            noted[f"{step} norm"] = repr(opt.grad_norm)
     noted.update(_state(model, opt))
     mt.unstream(model)
     return noted
@@ -171,8 +301,44 @@ def digest(t: Tensor | None) -> str:
 
 # ---- models --------------------------------------------------------------------------------------
 
+class Choosy(nn.Module):
+    """Goes through the layers that it is told to, each as often: a micro-batch may leave some out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(7)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(128, 128), nn.GELU()) for _ in range(4))
+        self.head = nn.Linear(128, 4)
+
+    def forward(self, x: Tensor, which: list[int]) -> Tensor:
+        for i in which:
+            x = self.layers[i](x)
+        return self.head(x)
+
+
+WHICH = ([0, 1, 2, 3], [1, 3], [0, 0, 2], [3, 2])          # by micro-batch
+
+
+def _choosy_batch(number: int) -> dict[str, Any]:
+    x = torch.randn(3, 128, generator=torch.Generator().manual_seed(number))
+    return {"x": x, "which": WHICH[number % len(WHICH)]}
+
+
+def _choosy_loss(model: nn.Module, batch: dict[str, Any]) -> Tensor:
+    return model(batch["x"].to(next(model.parameters()).dtype), batch["which"]).float().square().mean()
+
+
+def _penalty_loss(model: nn.Module, batch: dict[str, Any]) -> Tensor:
+    """A part of it is made of the weights on the host."""
+    return model(**batch).loss + 1e-3 * sum(p.float().square().sum() for p in model.parameters() if p.ndim == 1)
+
+
 def _case(name: str) -> Any:
     import zoo
+    if name == "choosy":
+        return zoo.Case(name, Choosy, _choosy_batch, _choosy_loss)
+    if name == "penalty":
+        return zoo.Case(name, zoo.CASES["llama"].build, zoo.text, _penalty_loss)
     if name == "wide":
         config = {**zoo.DECODER, "hidden_size": 160, "intermediate_size": 320}
         return zoo.Case(name, zoo.from_config("CausalLM", "llama", **config), zoo.text)

@@ -2,9 +2,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
-from several import Job, Pool, alone, differences
+from several import Job, Pool, alone, differences, loaded, memory, saved
 
 ARCHITECTURES = ("llama", "qwen3", "gemma2", "gpt2", "opt", "mixtral", "gpt_oss", "deepseek_v3", "mamba", "bert", "t5",
                  "vit")
@@ -29,3 +30,60 @@ def test_two_are_as_one(pool: Pool, name: str) -> None:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_any_number_of_any_type(pool: Pool, size: int, dtype: str) -> None:
     check(pool, size, Job("wide", dtype, reduce="sum" if size == 3 else "mean", delay_us=200))
+
+
+SITUATIONS = {
+    "micro_batches": Job("wide", "bfloat16", micro=2),
+    "micro_batches_fp32": Job("llama", micro=3),
+    "looked_at": Job("wide", "bfloat16", look=True),
+    "looked_at_micro": Job("wide", "bfloat16", look=True, micro=2),
+    "no_clip": Job("wide", clip=None),
+    "frozen": Job("wide", "bfloat16", frozen=("embed", "self_attn", "lm_head")),
+    "tied": Job("llama_tied", "bfloat16"),
+    "shared_layer": Job("albert"),
+    "left_out_and_twice": Job("choosy"),
+    "left_out_bf16": Job("choosy", "bfloat16", look=True, micro=2),
+    "codes": Job("wide", "bfloat16", states="8bit"),
+    "rounded_stochastically": Job("wide", "bfloat16", states="8bit-sr"),
+    "in_backward": Job("wide", "bfloat16", clip=None, in_backward=True),
+    "host_arithmetic": Job("penalty"),
+    "two_slots": Job("wide", "bfloat16", plan=(("slots", 2), ("activations", "replay"))),
+    "saved": Job("wide", "bfloat16", plan=(("activations", "saved"),)),
+    "delays": Job("choosy", "float16", reduce="sum", delay_us=1500),      # a half of a small fp16 number is rounded
+}
+
+
+@pytest.mark.parametrize("name", SITUATIONS)
+def test_situations(pool: Pool, name: str) -> None:
+    check(pool, 4 if name in ("left_out_and_twice", "codes") else 2, SITUATIONS[name])
+
+
+@pytest.mark.parametrize("job", [Job("wide", "bfloat16"), Job("choosy", "float16", states="8bit")], ids=lambda j: j.dtype)
+def test_a_checkpoint_is_that_of_any_number(pool: Pool, job: Job, tmp_path: Path) -> None:
+    wanted = saved(0, None, job, str(tmp_path / "one"))
+    assert not differences(pool.call("several:loaded", 3, job, str(tmp_path / "one")), wanted)
+    wanted, *others = pool.call("several:saved", 3, job, str(tmp_path / "three"))
+    assert not differences(others, wanted)
+    for size in (2, 3, 4):
+        assert not differences(pool.call("several:loaded", size, job, str(tmp_path / "three")), wanted)
+    assert not differences([loaded(0, None, job, str(tmp_path / "three"))], wanted)
+
+
+def test_what_scripts_do(pool: Pool) -> None:
+    assert pool.call("several:habits", 2) == [[], []]
+
+
+@pytest.mark.parametrize("what, said", [
+    ("model", "the model is not the same in all processes: 4 and 5 in rank 0 and rank 1"), ("order", "not the same"),
+    ("frozen", "True and False in rank 0 and rank 1"), ("nvme", "no nvme="), ("homes", "homes other than 'ram'"),
+    ("reduce", "use 'mean' or 'sum'"), ("host", "1.0 KiB")])
+def test_refused_on_all(pool: Pool, what: str, said: str) -> None:
+    texts = pool.call("several:refused", 3, what)
+    assert all(said in text for text in texts), texts
+
+
+def test_one_model_in_memory(pool: Pool) -> None:
+    """Of what the store has; beside it a process has its slots, and gradients on their way."""
+    one = memory(0, None)[0]
+    assert one > 4 * 32 << 20
+    assert one * 0.99 < sum(pss for _, pss in pool.call("several:memory", 4)) < one * 1.05

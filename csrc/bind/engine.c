@@ -360,6 +360,9 @@ static PyMethodDef methods[] = {
       "plane($self, unit, param, plane, shared=False)\n--\n\n"
       "uint8 array over the parameter's bytes in a plane: for user code, or (shared) as all have "
       "them." },
+    { "gone", mt_engine_gone, METH_NOARGS,
+      "gone($self)\n--\n\n"
+      "[(rank, process)] of other ranks whose process ended without closing its engine." },
     { "spread", mt_engine_spread, METH_VARARGS,
       "spread($self, unit, param, planes, /)\n--\n\n"
       "What every rank wrote where plane() shows a parameter is what all have; bits 1 << plane." },

@@ -260,6 +260,26 @@ PyObject *mt_engine_spread(PyObject *self, PyObject *args)
     Py_RETURN_NONE;
 }
 
+/* Ranks whose process is gone, without having closed its engine. */
+PyObject *mt_engine_gone(PyObject *self, PyObject *unused)
+{
+    mt_engine *e = mt_engine_usable(self);
+    PyObject  *found = e != NULL ? PyList_New(0) : NULL;
+
+    (void)unused;
+    for (int r = 0; found != NULL && e->cx.share != NULL && r < e->ranks; r++) {
+        PyObject *one;
+
+        if (r == e->rank || mt_share_presence(e->cx.share, r) != MT_RANK_DIED)
+            continue;
+        one = Py_BuildValue("(iL)", r, (long long)mt_share_process(e->cx.share, r));
+        if (one == NULL || PyList_Append(found, one) < 0)
+            Py_CLEAR(found);
+        Py_XDECREF(one);
+    }
+    return found;
+}
+
 PyObject *mt_engine_host_bytes(PyObject *self, PyObject *args, PyObject *kw)
 {
     static char *names[] = { "plane", NULL };

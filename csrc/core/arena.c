@@ -65,14 +65,14 @@ static void touch_page(char *at)
 
 /* The kernel makes huge pages of what may be one, whatever it does by itself with shared memory: of
  * blocks that begin here and end before `end`, once a page of each is there. That page says on
- * which node of memory; its place in the block varies, since pages take turns among nodes (numa.h).
- */
+ * which node of memory. Pages take turns among nodes (numa.h), and so do blocks where the page is
+ * five further in each: 512 + 5 has no factor in common with numbers of nodes. */
 static void collapse(char *from, const char *to, const char *end, size_t page)
 {
     char *first = from + (-(uintptr_t)from & (HUGE_BYTES - 1)), *at = first;
 
     for (; at < to && at + HUGE_BYTES <= end; at += HUGE_BYTES)
-        touch_page(at + (uintptr_t)at / HUGE_BYTES % (HUGE_BYTES / page) * page);
+        touch_page(at + (uintptr_t)at / HUGE_BYTES * 5 % (HUGE_BYTES / page) * page);
     if (at > first)
         (void)madvise(first, (size_t)(at - first), MADV_COLLAPSE);
 }

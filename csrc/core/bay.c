@@ -8,7 +8,7 @@ mt_status mt_bay_open(mt_bay *b, size_t bytes, mt_dev *dev, mt_pool *pool, size_
     *b = (mt_bay){ 0 };
     MT_TRY(dev->ops->event_open(dev, &b->filled));
     MT_TRY(dev->ops->event_open(dev, &b->landed));
-    MT_TRY(mt_arena_open(&b->arena, bytes, pool, dev, "activations on the host", mapped));
+    MT_TRY(mt_arena_open(&b->arena, bytes, pool, dev, MT_BAY, mapped));
     return MT_OK;
 
 fail:

@@ -1,13 +1,15 @@
 /* bay.h — registered host memory for one bundle (swap.h), and an event for each way.
  * For swap.c and spill.c alone.
  *
- * Threads: whoever holds swap's lock records its events; any may wait for them.
+ * Threads: whoever holds swap's lock records its events, and looks for them to be waited for.
  */
 #ifndef MT_BAY_H
 #define MT_BAY_H
 
 #include "arena.h"
 #include "watch.h"
+
+#define MT_BAY "activations on the host"     /* its memory, in messages */
 
 typedef struct mt_bay {
     mt_arena  arena;

@@ -382,21 +382,15 @@ static mt_status carry_out(void *arg, mt_job *node)
 
 /* ---- the home: updates -------------------------------------------------------------------- */
 
-/* The unit, or MT_EINVAL. */
-static mt_status find(const mt_disk *d, int u)
-{
-    if (u >= 0 && u < d->n_units && d->units[u].on)
-        return MT_OK;
-    return MT_FAIL(MT_EINVAL, "unit %s (%d) has no states on disk", mt_store_name(d->store, u), u);
-}
-
 static mt_status job_copy(const mt_disk *d, const mt_update_job *j, float clip, job **out)
 {
     job      *b = NULL;
     int      *params;
     mt_status st;
 
-    MT_TRY(find(d, j->unit));
+    if (j->unit < 0 || j->unit >= d->n_units || !d->units[j->unit].on)
+        return MT_FAIL(MT_EINVAL, "unit %s (%d) has no states on disk",
+                       mt_store_name(d->store, j->unit), j->unit);
     MT_TRY(MT_MAKE(b, 1, mt_store_name(d->store, j->unit)));
     MT_TRY(MT_MAKE(params, j->n_params, mt_store_name(d->store, j->unit)));
     for (int i = 0; i < j->n_params; i++)

@@ -27,7 +27,7 @@
 #define MT_RANK_MAP(X)                                                                             \
     X(TEST, "a test's own")                                                                        \
     X(DOOR, "gradients and updates of an engine are handed over by one thread at a time")          \
-    X(SWAP, "bundles and their bays; held while a drive is waited for")                            \
+    X(SWAP, "bundles, their bays, and whose turn it is to wait for a drive")                       \
     X(SPILL, "which bundles are in bays and which in the file, and what is under way")             \
     X(OFFLOAD, "gradients on their way to the host, by ticket")                                    \
     X(UPDATE, "the steps that were submitted, and what became of them")                            \

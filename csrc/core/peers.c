@@ -35,8 +35,8 @@ static void look_for_end(mt_store *s, int rank)
         look_for_failure(s, rank);           /* it may have told why, since we looked last */
     if (presence == MT_RANK_HERE || !mt__ledger_awaits(s, rank, awaited, sizeof awaited))
         return;
-    snprintf(text, sizeof text, "rank %d (process %" PRId64 ") %s while %s was awaited", rank,
-             mt_share_process(s->share, rank),
+    snprintf(text, sizeof text, "rank %d (process %" PRId64 ") %s while others waited for %s",
+             rank, mt_share_process(s->share, rank),
              presence == MT_RANK_DIED ? "ended" : "closed its engine", awaited);
     mt__ledger_fault_of(s, text);
 }

@@ -169,34 +169,26 @@ static void read_numbers(const char *root, const char *group, const char *name, 
     (void)fclose(f);
 }
 
-static int v2_limit(const char *root, const char *group)
-{
-    long long max[2];
-
-    read_numbers(root, group, "cpu.max", max);
-    return quota_cpus(max[0], max[1]);
-}
-
-static int v1_limit(const char *root, const char *group)
+/* v2 has quota and period in one file, v1 in two. */
+static int group_limit(const char *root, const char *group, int v2)
 {
     long long quota[2], period[2];
 
-    read_numbers(root, group, "cpu.cfs_quota_us", quota);
+    read_numbers(root, group, v2 ? "cpu.max" : "cpu.cfs_quota_us", quota);
     read_numbers(root, group, "cpu.cfs_period_us", period);
-    return quota_cpus(quota[0], period[0]);
+    return quota_cpus(quota[0], v2 ? quota[1] : period[0]);
 }
 
 /* The tightest limit from a group up to the root. A container may see its group's path from
  * outside but only the part below it mounted: what does not exist is passed over. */
-static int limit_upwards(const char *root, char *group,
-                         int (*limit_of)(const char *root, const char *group))
+static int limit_upwards(const char *root, char *group, int v2)
 {
     int limit = 0;
 
     for (;;) {
         char *slash = strrchr(group, '/');
 
-        limit = min_limit(limit, limit_of(root, group));
+        limit = min_limit(limit, group_limit(root, group, v2));
         if (slash == NULL)
             return limit;
         *slash = '\0';
@@ -216,11 +208,11 @@ static int line_limit(char *line, const char *root)
     *group++ = '\0';
     group[strcspn(group, "\n")] = '\0';
     if (strncmp(line, "0:", 2) == 0)
-        return limit_upwards(root, group, v2_limit);
+        return limit_upwards(root, group, 1);
     for (char *c = strtok_r(controllers + 1, ",", &save); c != NULL; c = strtok_r(NULL, ",", &save))
         if (strcmp(c, "cpu") == 0) {
             (void)snprintf(v1_root, sizeof v1_root, "%s/cpu", root);
-            return limit_upwards(v1_root, group, v1_limit);
+            return limit_upwards(v1_root, group, 0);
         }
     return 0;
 }

@@ -21,7 +21,7 @@ typedef struct owed {                    /* a wait for copies that our thread ow
 } owed;
 
 typedef struct bay {
-    mt_bay        b;                     /* opened and closed under swap's lock */
+    mt_bay        b;                     /* its events: constant */
     mt_spilled   *holds;                 /* whose bytes it has, or will; NULL: nobody's. mu, as
                                           * what follows */
     owed          filled, landed;        /* waits for copies out that fill it, and back from it */
@@ -76,7 +76,7 @@ struct mt_spill {
     mt_mutex        mu;
     mt_worker       worker;              /* does what is owed. news: a bay came free, too, or a
                                           * request ended */
-    bay            *bays;                /* mu, as all below; the list: swap's lock too */
+    bay            *bays;                /* mu, as all below. None goes before close */
     int             made;                /* so many bays are there */
     mt_spilled     *newest;
     mt_places       places;
@@ -145,19 +145,22 @@ static void assert_bay(const bay *b)
 /* At each door. */
 static void assert_state(const mt_spill *s)
 {
-    int made = 0, requests = 0;
+    int    made = 0, requests = 0;
+    size_t bytes = 0;
 
     if (!MT_IS_CHECKED)
         return;
     MT_ASSERT(mt_holds(&s->mu));
-    for (const bay *b = s->bays; b != NULL; b = b->next, made++)
+    for (const bay *b = s->bays; b != NULL; b = b->next, made++) {
         assert_bay(b);
+        bytes += b->b.arena.bytes;
+    }
     for (const mt_spilled *k = s->newest; k != NULL; k = k->older) {
         assert_spilled(s, k);
         requests += k->at == WRITING || k->at == READING;
     }
     MT_ASSERT(made == s->made && made <= s->n_bays);
-    MT_ASSERT(requests == s->requests);
+    MT_ASSERT(requests == s->requests && bytes == s->stats.host_bytes);
 }
 
 /* ---- whose bays are: under mu --------------------------------------------------------- */
@@ -335,7 +338,7 @@ static void owe(mt_spill *s, owed *o)
     (void)mt_worker_submit(&s->worker, &o->node);
 }
 
-/* ---- a bay for somebody: under mu, and swap's lock ------------------------------------- */
+/* ---- a bay for somebody: under mu, whose turn it is ------------------------------------- */
 
 /* Of those that may go: nobody's, then what is needed latest. The smallest number is, as long as
  * all is to come in reverse; from the cursor on all has come. */
@@ -357,38 +360,38 @@ static bay *choose(const mt_spill *s, size_t bytes)
     return best;
 }
 
-static void close_bay(mt_spill *s, bay *b)
+/* Other memory for a bay that may go. Lets go of mu meanwhile: memory is slow to come, and the
+ * file's threads go on. The bay and its events stay: somebody may be about to wait for them. */
+static mt_status enlarge(mt_spill *s, bay *b, size_t bytes)
 {
-    bay **at = &s->bays;
+    mt_arena  arena = b->b.arena;
+    size_t    mapped = s->stats.host_bytes - arena.bytes;
+    mt_status st;
 
-    while (*at != b)
-        at = &(*at)->next;
-    *at = b->next;
-    mt_worker_withdraw(&s->worker, &b->landed.node);     /* where DRAINED is left out */
-    s->made--;
     part(b);
-    s->stats.host_bytes -= b->b.arena.bytes;
-    mt_bay_close(&b->b, s->dev, watch_of(s));
-    free(b);
+    b->b.arena = (mt_arena){ 0 };
+    s->stats.host_bytes = mapped;
+    mt_unlock(&s->mu);
+    mt_arena_close(&arena);
+    st = mt_arena_open(&arena, bytes, s->cx->pool, s->dev, MT_BAY, mapped);
+    mt_lock(&s->mu);
+    b->b.arena = arena;
+    s->stats.host_bytes += arena.bytes;
+    return st;
 }
 
-/* Lets go of mu meanwhile: memory is slow to come, and the file's threads go on. */
-static mt_status open_bay(mt_spill *s, size_t bytes, bay **out)
+/* One more, without memory. */
+static mt_status open_bay(mt_spill *s, bay **out)
 {
     bay      *b;
-    size_t    mapped = s->stats.host_bytes;
     mt_status st;
 
     MT_TRY(MT_MAKE(b, 1, "spill"));
-    mt_unlock(&s->mu);
-    st = mt_bay_open(&b->b, bytes, s->dev, s->cx->pool, mapped);
-    mt_lock(&s->mu);
-    MT_TRY(st);
+    MT_TRY(mt_bay_open(&b->b, 0, s->dev, NULL, 0));
     b->filled.bay = b->landed.bay = b;
     b->next = s->bays;
     s->bays = b;
     s->made++;
-    s->stats.host_bytes += b->b.arena.bytes;
     *out = b;
     return MT_OK;
 fail:
@@ -399,16 +402,18 @@ fail:
 /* *out NULL: not now. */
 static mt_status try_bay(mt_spill *s, size_t bytes, bay **out)
 {
-    bay *small;
+    bay      *b = choose(s, bytes);
+    mt_status st = MT_OK;
 
-    *out = choose(s, bytes);
-    if (s->made < s->n_bays && (*out == NULL || (*out)->holds != NULL))
-        return open_bay(s, bytes, out);
-    if (*out == NULL && (small = choose(s, 0)) != NULL) {
-        close_bay(s, small);
-        return open_bay(s, bytes, out);
-    }
-    return MT_OK;
+    if (s->made < s->n_bays && (b == NULL || b->holds != NULL))
+        MT_TRY(open_bay(s, &b));
+    else if (b == NULL)
+        b = choose(s, 0);
+    if (b != NULL && b->b.arena.bytes < bytes)
+        MT_TRY(enlarge(s, b, bytes));
+    *out = b;
+fail:
+    return st;
 }
 
 /* Of a bundle, for wait_until. */
@@ -431,7 +436,7 @@ static int is_read(void *arg)
     return ((const mt_spilled *)arg)->at != READING;
 }
 
-/* Lets go of mu meanwhile, and a moment longer: nobody who holds swap's lock comes in between. */
+/* Lets go of mu meanwhile, and a moment longer: nobody else has the turn. */
 static mt_status wait_until(mt_spill *s, mt_spilled *k, int (*over)(void *arg), const char *what)
 {
     uint64_t  from = mt_now_ns();
@@ -500,7 +505,7 @@ fail:
 }
 
 /* Lets go of mu while the disk looks for more. Nobody else takes places:
- * who makes bundles holds swap's lock. */
+ * who makes bundles has the turn. */
 static mt_status find_room(mt_spill *s, mt_spilled *k)
 {
     uint64_t  lack, at;
@@ -694,9 +699,12 @@ void mt_spill_close(mt_spill *s)
     mt_lock(&s->mu);
     while (s->newest != NULL)
         forget(s, s->newest);
-    while (s->bays != NULL)
-        close_bay(s, s->bays);
     mt_unlock(&s->mu);
+    for (bay *b = s->bays, *next; b != NULL; b = next) {
+        next = b->next;
+        mt_bay_close(&b->b, s->dev, watch_of(s));
+        free(b);
+    }
     mt_places_close(&s->places);
     mt_worker_close(&s->worker);
     mt_mutex_close(&s->mu);

@@ -48,9 +48,8 @@
  *            also where its bundle was dropped before
  * No read of a place comes before its write is over: until then the bay has the bytes (WRITTEN).
  *
- * Threads: new, filled, bring, landing, drop: whoever holds swap's lock, so a wait there is
- *          everybody's. What is waited for there, the device, the file's threads and ours bring
- *          about alone, and none takes that lock.
+ * Threads: new, filled, bring: one at a time, under no lock. landing, drop, bay: any. A bundle is
+ *          dropped while nobody is in a call of it.
  * Errors:  a write that failed is told by the next mt_spill_new, where its bundle is not dropped by
  *          then, and by its own mt_spill_bring, a read by that: MT_EDISK with unit, path, offset
  *          and what the system said. Nothing else is harmed: a bundle that could not be read may be

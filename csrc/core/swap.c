@@ -12,7 +12,8 @@
 #define ALIGN       ((size_t)512)        /* of a part in its bay */
 #define SLICE_BYTES ((size_t)32 << 20)   /* of a copy: under a millisecond of the bus */
 
-enum { SOURCES = 1, TENSORS = 2 };       /* who still needs a bundle: mt_swap_left, mt_swap_drop */
+/* Who still needs a bundle: mt_swap_left, mt_swap_drop, and a mt_swap_back that is under way. */
+enum { SOURCES = 1, TENSORS = 2, COMING = 4 };
 
 typedef struct bay {                     /* of bundles that stay in host memory. All under mu */
     mt_bay      b;
@@ -39,7 +40,9 @@ struct mt_swap {
     mt_store       *store;
     mt_spill       *spill;               /* NULL: there is no file */
     mt_mutex        mu;
-    bay            *bays;                /* mu, as what follows */
+    pthread_cond_t  turned;              /* of mt_watch_cond: the turn is free */
+    int             busy;                /* somebody has the turn. mu, as what follows */
+    bay            *bays;
     bundle         *there;               /* all bundles, the latest first */
     uint64_t        bundles;             /* so many were made */
     mt_swap_stats   stats;
@@ -211,9 +214,11 @@ static mt_status bundle_new(mt_swap *w, int unit, const mt_swap_part *parts, int
     /* a file has nothing to do with nothing */
     if (tier == MT_SWAP_HOST || bytes_of(parts, n) == 0)
         st = take(w, bytes_of(parts, n), &b->bay);
-    else if (w->spill != NULL)
+    else if (w->spill != NULL) {
+        mt_unlock(&w->mu);               /* for a drive, and memory */
         st = mt_spill_new(w->spill, unit, b->number, bytes_of(parts, n), &b->spilled);
-    else
+        mt_lock(&w->mu);
+    } else
         st = MT_FAIL(MT_ESTATE, "swap: what windows keep is to go to a file, and there is none; "
                      "name a directory");
     if (st != MT_OK)
@@ -306,6 +311,38 @@ fail:
     return st;
 }
 
+/* ---- the turn --------------------------------------------------------------------------- */
+
+static int is_ours(void *arg)
+{
+    mt_swap *w = arg;
+
+    if (w->busy)
+        return 0;
+    return w->busy = 1;
+}
+
+/* Returns under mu, which whoever has the turn lets go of to wait for a drive. */
+static mt_status begin_turn(mt_swap *w)
+{
+    mt_status st = mt_watch_until(watch_of(w), &w->turned, &w->mu, is_ours, w, NULL,
+                                  "what others keep, on its way out or back");
+
+    if (st != MT_OK)
+        return st;
+    mt_lock(&w->mu);
+    assert_state(w);
+    return MT_OK;
+}
+
+static void end_turn(mt_swap *w)
+{
+    assert_state(w);
+    w->busy = 0;
+    pthread_cond_broadcast(&w->turned);
+    mt_unlock(&w->mu);
+}
+
 /* ---- the door --------------------------------------------------------------------------- */
 
 /* Behind what fills it: it may be written. */
@@ -320,8 +357,11 @@ static mt_status fill(mt_swap *w, bundle *b, const mt_swap_part *parts, mt_queue
     if (b->bay != NULL)                  /* of another's the spill has waited: DRAINED */
         MT_TRY(wait_for(w, w->out, m->landed, MT_EDGE_EMPTIED));
     MT_TRY(copy_all(w, b, m, parts, 1, &w->stats.out_bytes));
-    if (b->spilled != NULL)
-        MT_TRY(mt_spill_filled(w->spill, b->spilled));
+    if (b->spilled != NULL) {            /* with overlap off it waits for the drive */
+        mt_unlock(&w->mu);
+        st = mt_spill_filled(w->spill, b->spilled);
+        mt_lock(&w->mu);
+    }
 fail:
     return st;
 }
@@ -332,8 +372,8 @@ mt_status mt_swap_out(mt_swap *w, int unit, const mt_swap_part *parts, int n, mt
     bundle   *b = NULL;
     mt_status st;
 
-    mt_lock(&w->mu);
-    assert_state(w);
+    if ((st = begin_turn(w)) != MT_OK)
+        return st;
     MT_TRY(bundle_new(w, unit, parts, n, tier, &b));
     MT_TRY(fill(w, b, parts, run));
     b->needed = SOURCES | TENSORS;
@@ -341,37 +381,43 @@ mt_status mt_swap_out(mt_swap *w, int unit, const mt_swap_part *parts, int n, mt
     w->there = b;
     *number = b->number;
     w->bundles = b->number;
-    mt_unlock(&w->mu);
+    end_turn(w);
     return MT_OK;
 
 fail:
     if (b != NULL)
         bundle_close(w, b);
-    mt_unlock(&w->mu);
+    end_turn(w);
     return st;
 }
 
-/* run waits for the copies one way, unless they are over. */
-static mt_status waits(mt_swap *w, const bundle *b, mt_queue *run, unsigned edge)
+/* run waits for the copies one way, LEFT or BACK, unless they are over. */
+static mt_status waits(mt_swap *w, uint64_t number, mt_queue *run, unsigned edge)
 {
-    mt_bay *m = bay_of(w, b);
-
-    return m == NULL ? MT_OK : wait_for(w, run, edge == MT_EDGE_LEFT ? m->filled : m->landed, edge);
-}
-
-mt_status mt_swap_left(mt_swap *w, uint64_t number, mt_queue *run)
-{
+    int       leaves = edge == MT_EDGE_LEFT;
+    mt_bay   *m;
     bundle   *b;
     mt_status st;
 
     mt_lock(&w->mu);
     assert_state(w);
     MT_TRY(find(w, number, &b));
-    MT_TRY(waits(w, b, run, MT_EDGE_LEFT));
-    no_longer(w, b, SOURCES);
+    if ((m = bay_of(w, b)) != NULL)
+        MT_TRY(wait_for(w, run, leaves ? m->filled : m->landed, edge));
+    no_longer(w, b, leaves ? SOURCES : 0);
 fail:
     mt_unlock(&w->mu);
     return st;
+}
+
+mt_status mt_swap_left(mt_swap *w, uint64_t number, mt_queue *run)
+{
+    return waits(w, number, run, MT_EDGE_LEFT);
+}
+
+mt_status mt_swap_await(mt_swap *w, uint64_t number, mt_queue *run)
+{
+    return waits(w, number, run, MT_EDGE_BACK);
 }
 
 static mt_status fits(const bundle *b, const mt_swap_part *landing, int n)
@@ -394,37 +440,38 @@ static mt_status empty(mt_swap *w, bundle *b, const mt_swap_part *landing)
     return st == MT_OK ? copy_all(w, b, m, landing, 0, &w->stats.back_bytes) : st;
 }
 
+static mt_status come_back(mt_swap *w, bundle *b, const mt_swap_part *landing, int n, mt_queue *run)
+{
+    mt_status st;
+
+    MT_TRY(fits(b, landing, n));
+    MT_TRY(behind(w, w->back, w->room, run, MT_EDGE_ROOM));
+    if (b->spilled == NULL)
+        return empty(w, b, landing);
+    mt_unlock(&w->mu);
+    st = mt_spill_bring(w->spill, b->spilled);
+    mt_lock(&w->mu);
+    MT_TRY(st);
+    st = empty(w, b, landing);
+    mt_spill_landing(w->spill, b->spilled);
+fail:
+    return st;
+}
+
 mt_status mt_swap_back(mt_swap *w, uint64_t number, const mt_swap_part *landing, int n,
                        mt_queue *run)
 {
     bundle   *b;
     mt_status st;
 
-    mt_lock(&w->mu);
-    assert_state(w);
-    MT_TRY(find(w, number, &b));
-    MT_TRY(fits(b, landing, n));
-    MT_TRY(behind(w, w->back, w->room, run, MT_EDGE_ROOM));
-    if (b->spilled != NULL)
-        MT_TRY(mt_spill_bring(w->spill, b->spilled));
-    st = empty(w, b, landing);
-    if (b->spilled != NULL)
-        mt_spill_landing(w->spill, b->spilled);
-fail:
-    mt_unlock(&w->mu);
-    return st;
-}
-
-mt_status mt_swap_await(mt_swap *w, uint64_t number, mt_queue *run)
-{
-    bundle   *b;
-    mt_status st;
-
-    mt_lock(&w->mu);
-    assert_state(w);
-    if ((st = find(w, number, &b)) == MT_OK)
-        st = waits(w, b, run, MT_EDGE_BACK);
-    mt_unlock(&w->mu);
+    if ((st = begin_turn(w)) != MT_OK)
+        return st;
+    if ((st = find(w, number, &b)) == MT_OK) {
+        b->needed |= COMING;             /* whoever drops it meanwhile leaves it to us */
+        st = come_back(w, b, landing, n, run);
+        no_longer(w, b, COMING);
+    }
+    end_turn(w);
     return st;
 }
 
@@ -450,6 +497,7 @@ mt_status mt_swap_open(const mt_context *cx, mt_swap **out)
     MT_TRY(MT_MAKE(w, 1, "swap"));
     *w = (mt_swap){ .cx = cx, .dev = dev, .store = cx->store };
     mt_mutex_open(&w->mu, MT_RANK_SWAP);
+    MT_TRY(mt_watch_cond(&w->turned));
     MT_TRY(dev->ops->queue_open(dev, "swap-out", &w->out));
     MT_TRY(dev->ops->queue_open(dev, "swap-back", &w->back));
     MT_TRY(dev->ops->event_open(dev, &w->made));
@@ -481,6 +529,7 @@ void mt_swap_close(mt_swap *w)
     mt_watch_take(watch_of(w), &w->making);
     w->dev->ops->event_close(w->made);
     w->dev->ops->event_close(w->room);
+    pthread_cond_destroy(&w->turned);
     mt_mutex_close(&w->mu);
     free(w);
 }

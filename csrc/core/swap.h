@@ -45,7 +45,8 @@
  * dropped has to be awaited first, since its landing memory is about to be freed. Coming back twice
  * is fine, until it is dropped.
  *
- * Threads: any; calls take turns. Where a bay has to be made, mt_swap_out takes its time.
+ * Threads: any; mt_swap_out and mt_swap_back take turns, since both may wait for a drive, and the
+ *          others wait for none. Where a bay has to be made, mt_swap_out takes its time.
  * Errors:  spill.h says which call tells of the file's.
  */
 #ifndef MT_SWAP_H

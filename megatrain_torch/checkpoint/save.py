@@ -110,11 +110,11 @@ def save(model: nn.Module, opt: torch.optim.Optimizer | None, folder: str | Path
     """
     begun, rt = time.perf_counter(), runtime_of(model)
     folder = Path(folder).absolute()
+    rt.saves.finish()
     writers = Writers(rt.ranks)
     randoms = writers.each(random_states())
     with writers.as_one():
         _check(rt, model, opt)
-        rt.saves.finish()
         parts = parts_of(rt, model, opt, scheduler, extra, randoms, FILE_BYTES)
         room, held = parse_bytes(spare, "spare"), held_by(rt, parts.tensors)
         _check_room(folder, parts.nbytes, room or 0)

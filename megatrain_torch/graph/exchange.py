@@ -12,11 +12,15 @@ one from then on too: so `.grad` is there on every rank or on none.
 The first gradients of a step are summed in fp32 here, and host memory gets the sum and (16-bit) what it rounds to;
 parts of further micro-batches are added there one by one. So the order of additions is that of one process to which the
 ranks' micro-batches come in turns.
+
+On CUDA all this is put in a stream of its own, beside compute, which waits there for nothing but memory: at most two
+units' gradients are held until they are packed.
 """
 from __future__ import annotations
 
 from collections import deque
-from itertools import pairwise
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -24,11 +28,11 @@ from torch import Tensor
 from torch import distributed as dist
 
 from .. import _core
-from ..group.ranks import Ranks, named_errors
+from ..group.ranks import Ranks
 from ..store.records import Record
+from .parcels import Layout, Parcel, pack, total
 
 SET, ADD, SUM = 0, 1, 2
-_ALIGN = 16                              # bytes, at which a parcel begins in a buffer
 
 
 class Model(Protocol):
@@ -46,46 +50,11 @@ class Home(Protocol):
 
     def claim(self, record: Record) -> int: ...
 
-    def would_claim(self, record: Record) -> int: ...
+    def would_claim(self, record: Record) -> int | None: ...
 
-    def put(self, unit: int, items: list[tuple[Any, ...]], sources: list[Tensor]) -> None: ...
+    def put(self, unit: int, items: list[tuple[Any, ...]], sources: list[Tensor], stream: int | None) -> None: ...
 
     def has_come(self, unit: int, records: list[Record]) -> None: ...
-
-
-class Parcel(NamedTuple):
-    """Elements [first, first + n) of a parameter, `at` so many bytes in the buffer of their owner."""
-
-    record: Record
-    first: int
-    n: int
-    at: int
-
-    def of(self, buffer: Tensor) -> Tensor:
-        """[n], where they lie in such a buffer."""
-        return buffer[self.at:self.at + self.n * self.record.dtype.itemsize].view(self.record.dtype)
-
-
-class Layout:
-    """What of these parameters each owner gets.
-
-    Attributes:
-        parcels: by owner. bytes: of each owner's buffer.
-    """
-
-    def __init__(self, bounds: tuple[int, ...], records: list[Record]) -> None:
-        """bounds: of the portions, in bytes of plane HI: Engine.portions."""
-        self.parcels: list[list[Parcel]] = []
-        self.bytes: list[int] = []
-        for begin, end in pairwise(bounds):
-            at, own = 0, []
-            for r in records:
-                first, last = (min(max(b - r.offset, 0), r.nbytes) // r.dtype.itemsize for b in (begin, end))
-                if last > first:
-                    own.append(Parcel(r, first, last - first, at))
-                    at += -(-(last - first) * r.dtype.itemsize // _ALIGN) * _ALIGN
-            self.parcels.append(own)
-            self.bytes.append(at)
 
 
 class Sent(NamedTuple):
@@ -107,6 +76,7 @@ class Exchange:
         self._turn = -1                      # the unit that is sent next; -1: all were
         self._own: set[Record] = set()       # this backward's so far
         self._layouts: dict[int, tuple[list[Record], Layout]] = {}
+        self._beside = Beside(model.device) if model.device.type == "cuda" else None
         self.began = False                   # some gradient of the backward under way is to be exchanged
 
     # ---- in backward ----
@@ -118,7 +88,7 @@ class Exchange:
             held[record] = held[record] + grad if record in held else grad
         while self._turn >= 0 and (not self._trained(self._turn) or self._is_whole(self._turn)):
             self._send_next()
-        while self._sent and self._sent[0].work.is_completed():
+        while self._sent and (self._beside is not None or self._sent[0].work.is_completed()):
             self._bring_home(self._sent.popleft())
 
     def _is_whole(self, unit: int) -> bool:
@@ -161,7 +131,7 @@ class Exchange:
                 own.update(held)
         late = any(unit > self._turn for unit in self._held)
         bits = torch.tensor([*(r in own for r in records), late], dtype=torch.uint8)
-        found = self._ranks.any_of(bits).tolist()
+        found = self._ranks.control.any_of(bits).tolist()
         return {r for r, bit in zip(records, found) if bit}, bool(found[-1])
 
     def _tell(self, some: set[Record]) -> None:
@@ -180,10 +150,7 @@ class Exchange:
 
     def whole(self, grad: Tensor) -> Tensor:
         """The sum of a gradient that autograd wants itself, on the host: of its form and type."""
-        parts = [torch.empty_like(grad) for _ in range(self._ranks.size)]
-        with named_errors("exchanges a gradient on the host"):
-            dist.all_gather(parts, grad, group=self._ranks.control)
-        return _total(parts, self._scale).to(grad.dtype)
+        return total(self._ranks.control.parts(grad), self._scale).to(grad.dtype)
 
     # ---- a unit's way ----
 
@@ -204,30 +171,39 @@ class Exchange:
             return
         layout, grads = self._layout(unit), self._held.pop(unit, {})
         self._own.update(grads)
-        device, size = self._model.device, self._ranks.size
+        with nullcontext() if self._beside is None else self._beside.packing(grads.values()):
+            self._sent.append(self._send(unit, layout, grads))
+
+    def _send(self, unit: int, layout: Layout, grads: dict[Record, Tensor]) -> Sent:
+        device, own, size = self._model.device, layout.bytes[self._ranks.rank], self._ranks.size
         outward = torch.empty(sum(layout.bytes), dtype=torch.uint8, device=device)
-        inward = torch.empty(size * layout.bytes[self._ranks.rank], dtype=torch.uint8, device=device)
+        inward = torch.empty(size * own, dtype=torch.uint8, device=device)
         for parcels, buffer in zip(layout.parcels, torch.split(outward, layout.bytes)):
-            _pack(parcels, grads, buffer)
-        with named_errors(f"exchanges gradients of unit {unit}"):
-            work = dist.all_to_all_single(inward, outward, [layout.bytes[self._ranks.rank]] * size, layout.bytes,
-                                          group=self._ranks.data, async_op=True)
-        self._sent.append(Sent(unit, layout, set(grads), work, (inward, outward)))
+            pack(parcels, grads, buffer)
+        with self._ranks.control.named(f"exchanges gradients of unit {unit}"):
+            work = dist.all_to_all_single(inward, outward, [own] * size, layout.bytes, group=self._ranks.data,
+                                          async_op=True)
+        return Sent(unit, layout, set(grads), work, (inward, outward))
 
     @torch.no_grad()
     def _bring_home(self, sent: Sent) -> None:
-        with named_errors(f"exchanges gradients of unit {sent.unit}"):
+        with nullcontext() if self._beside is None else self._beside.entered():
+            self._bring(sent)
+
+    def _bring(self, sent: Sent) -> None:
+        with self._ranks.control.named(f"exchanges gradients of unit {sent.unit}"):
             sent.work.wait()
         modes = {r: self._home.claim(r) if r in sent.own else self._home.would_claim(r)
                  for r in self._trained(sent.unit)}
         parts = tuple(sent.buffers[0].view(self._ranks.size, -1))
         own = sent.layout.parcels[self._ranks.rank]
         first, later, sources = self._items(own, parts, modes)
-        self._home.put(sent.unit, first, sources)
+        stream = None if self._beside is None else self._beside.stream.cuda_stream
+        self._home.put(sent.unit, first, sources, stream)
         for items in later:
-            self._home.put(sent.unit, items, list(parts))
+            self._home.put(sent.unit, items, list(parts), stream)
 
-    def _items(self, own: list[Parcel], parts: tuple[Tensor, ...], modes: dict[Record, int]
+    def _items(self, own: list[Parcel], parts: tuple[Tensor, ...], modes: dict[Record, int | None]
                ) -> tuple[list[tuple[Any, ...]], list[list[tuple[Any, ...]]], list[Tensor]]:
         """What is put first, and one after the other behind it; and the memory that these lie in. A parameter of
         which nothing is this rank's is put too: the engine knows then that it has come."""
@@ -236,6 +212,8 @@ class Exchange:
         sources: list[Tensor] = list(parts)
         mine = {p.record: p for p in own}
         for r, mode in modes.items():
+            if mode is None:
+                continue
             found = [mine[r].of(part) for part in parts] if r in mine else []
             if mode == ADD:
                 reread, r.written = int(r.written), False
@@ -245,32 +223,38 @@ class Exchange:
                 for items, address in zip(later, at[1:]):
                     items.append((r.index, address, ADD, 0))
                 continue
-            total = _total(found, self._scale) if found else None
-            rounded = None if total is None else total.to(r.dtype)
-            sources += [t for t in (total, rounded) if t is not None]
+            whole = total(found, self._scale) if found else None
+            rounded = None if whole is None else whole.to(r.dtype)
+            sources += [t for t in (whole, rounded) if t is not None]
             half = r.dtype.itemsize == 2
-            first.append((r.index, _address(rounded), SUM, 0, _address(total)) if half else
-                         (r.index, _address(total), SET, 0))
+            first.append((r.index, _address(rounded), SUM, 0, _address(whole)) if half else
+                         (r.index, _address(whole), SET, 0))
         return first, [items for items in later if items], sources
+
+
+class Beside:
+    """A stream beside compute. Memory that is asked for in it is used there alone."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.stream = torch.cuda.Stream(device)
+        self._packed: deque[torch.cuda.Event] = deque()
+
+    def entered(self) -> AbstractContextManager[None]:
+        return torch.cuda.stream(self.stream)
+
+    @contextmanager
+    def packing(self, grads: Iterable[Tensor]) -> Iterator[None]:
+        """What compute was given up to now comes before; it waits for the packing two units ago."""
+        compute = torch.cuda.current_stream()
+        self.stream.wait_stream(compute)
+        with self.entered():
+            yield
+            self._packed.append(self.stream.record_event())
+        for grad in grads:
+            grad.record_stream(self.stream)
+        if len(self._packed) > 2:
+            compute.wait_event(self._packed.popleft())
 
 
 def _address(t: Tensor | None) -> int:
     return 0 if t is None else t.data_ptr()
-
-
-def _pack(parcels: list[Parcel], grads: dict[Record, Tensor], buffer: Tensor) -> None:
-    for p in parcels:
-        grad = grads.get(p.record)
-        if grad is None:
-            p.of(buffer).zero_()
-        else:
-            p.of(buffer).copy_(grad.as_strided((p.n,), (1,), grad.storage_offset() + p.first))
-
-
-def _total(parts: list[Tensor], scale: float) -> Tensor:
-    """Their sum in the order of ranks, in fp32 (fp64 of such): of their form."""
-    kind = torch.float32 if parts[0].dtype.itemsize == 2 else parts[0].dtype
-    total = parts[0].to(kind, copy=True)
-    for part in parts[1:]:
-        total.add_(part)
-    return total if scale == 1.0 else total.mul_(scale)

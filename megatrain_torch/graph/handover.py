@@ -265,6 +265,7 @@ class HandOver:
 
     def _send_unit(self, unit: int, pairs: list[tuple[Record, Tensor]]) -> None:
         items, sources = [], []
+        self.ask_room(sums=False)
         passing = unit in self.runtime.homes.passing
         if passing:
             self._may_pass([r for r, _ in pairs])
@@ -283,12 +284,13 @@ class HandOver:
             self.put(unit, items, sources)
             self.has_come(unit, [r for r, _ in pairs])
 
-    def put(self, unit: int, items: list[tuple[Any, ...]], sources: list[Tensor]) -> None:
-        """Gradients of one unit: items as Engine.offload takes them, which lie in `sources`."""
-        if self.runtime.exchange is None:
-            self.ask_room(any(mode == ADD for _, _, mode, *_ in items))
+    def put(self, unit: int, items: list[tuple[Any, ...]], sources: list[Tensor], stream: int | None = None) -> None:
+        """Gradients of one unit: items as Engine.offload takes them, which lie in `sources`. stream: in which they are
+        made; None: in compute's."""
+        if self.runtime.exchange is None and any(mode == ADD for _, _, mode, *_ in items):
+            self.ask_room(sums=True)
         self.runtime.trace.handed_over()           # before compute is told to wait for copies of earlier gradients
-        ticket = self.runtime.core.offload(unit, items, self.stream)
+        ticket = self.runtime.core.offload(unit, items, self.stream if stream is None else stream)
         # The copies read these tensors behind our back; they live until compute waits for the copies.
         self.alive.append((ticket, sources))
         self.unstepped = True
@@ -365,13 +367,11 @@ class HandOver:
         record.summed = record.dtype.itemsize == 2
         return mode
 
-    def would_claim(self, record: Record) -> int:
-        """The same for one that this process did not make, and may never hear of."""
+    def would_claim(self, record: Record) -> int | None:
+        """The same for one that this process did not make, and may never hear of; None: not where it would be put."""
         if gradient.standing(record) is None and not gradient.kept(record):
             return SET
-        if not gradient.take_back(record):
-            self._refuse_held(record)
-        return ADD
+        return ADD if gradient.take_back(record) else None
 
     @staticmethod
     def _refuse_held(record: Record) -> None:

@@ -1,7 +1,7 @@
 """The processes that stream one model together, and how they agree.
 
 torch.distributed carries all: gradients between devices in the group that the user made (NCCL, or gloo on the CPU
-device), and what processes tell each other about themselves in a gloo group of the same ranks.
+device), and what processes tell each other about themselves over gloo, beside it (control.py).
 """
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
 from torch import distributed as dist
 
 from ..base.errors import MegatrainError
+from .control import Control
 
 
 class Ranks:
     """
     Attributes:
         rank, size: this process's number, and how many there are.
-        data: the group in which gradients go. control: of the same ranks, on the host.
+        data: the group in which gradients go. control: what they tell each other goes there.
         machines: by rank, what names the machine that it is on.
     """
 
     def __init__(self, data: dist.ProcessGroup) -> None:
         self.data, self.rank, self.size = data, dist.get_rank(data), dist.get_world_size(data)
-        self.control = _control(data)
+        self.control = Control(data)
         self.machines: list[str] = self.gather(_machine())
         self._apart: Ranks | None = None
 
@@ -36,7 +36,8 @@ class Ranks:
         """The same processes with a control group of its own, for another thread; made at the first call, by all."""
         if self._apart is None:
             self._apart = copy.copy(self)
-            self._apart.control = _control(self.data)
+            self._apart.control = Control(self.data)
+            self._apart.control.engine = self.control.engine
         return self._apart
 
     @property
@@ -50,28 +51,11 @@ class Ranks:
 
     def gather(self, value: Any) -> list[Any]:
         """What each rank gives, by rank."""
-        found = [None] * self.size
-        with named_errors("tells the others about itself"):
-            dist.all_gather_object(found, value, group=self.control)
-        return found
-
-    def any_of(self, bits: Tensor) -> Tensor:
-        """Of these bits, [n] uint8 on the host, those that any rank has set."""
-        with named_errors("tells the others what it has gradients of"):
-            dist.all_reduce(bits, op=dist.ReduceOp.MAX, group=self.control)
-        return bits
-
-    def give(self, t: Tensor) -> None:
-        """Into t, on every rank, go the first one's values."""
-        with named_errors("takes what the first one has"):
-            there = t.detach().to("cpu", copy=True)
-            dist.broadcast(there, group_src=0, group=self.control)
-            t.detach().copy_(there)
+        return self.control.gather(value)
 
     def meet(self) -> None:
         """All ranks have come here."""
-        with named_errors("waits for the others"):
-            dist.barrier(group=self.control)
+        self.control.gather(None)
 
     @contextmanager
     def as_one(self) -> Iterator[None]:
@@ -110,10 +94,6 @@ def ranks_of(group: Any) -> Ranks | None:
     return Ranks(data) if dist.get_world_size(data) > 1 else None
 
 
-def _control(data: dist.ProcessGroup) -> dist.ProcessGroup:
-    return dist.new_group(dist.get_process_group_ranks(data), backend="gloo", use_local_synchronization=True)
-
-
 def _group_of(group: Any) -> dist.ProcessGroup:
     if group is None:
         return dist.group.WORLD
@@ -145,15 +125,3 @@ def _first_difference(mine: Any, other: Any) -> str:
 def as_one(ranks: Ranks | None) -> AbstractContextManager[None]:
     """Of a process that may be alone."""
     return nullcontext() if ranks is None else ranks.as_one()
-
-
-@contextmanager
-def named_errors(what: str) -> Iterator[None]:
-    """An error of torch.distributed becomes one that says what this process was doing."""
-    try:
-        yield
-    except MegatrainError:
-        raise
-    except RuntimeError as error:
-        raise MegatrainError(f"another process of the group is gone, or does something else, while this one {what}: "
-                             f"{str(error).splitlines()[0]}") from error

@@ -59,6 +59,8 @@ class Runtime:
         self.door = Door(type(root).__name__, self.is_cuda)
         self.cap = Cap(device)
         self.ranks = ranks
+        if ranks is not None:
+            ranks.control.engine = core
         self.handover = HandOver(own)
         self.exchange = None if ranks is None else Exchange(own, self.handover, ranks, reduce == "mean")
         self.swap = Swap(own)

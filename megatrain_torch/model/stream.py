@@ -30,7 +30,7 @@ from .planning import Planning
 from .registry import find_runtime, runtime_of
 from .runtime import Runtime
 from .streamable import check_model
-from .together import check, same_buffers
+from .together import check, leaves_in_order, same_buffers
 
 
 def stream(module: nn.Module, device: str | torch.device | None = None, *, tokens: int | None = None,
@@ -88,7 +88,13 @@ def stream(module: nn.Module, device: str | torch.device | None = None, *, token
     check_dtype(dtype)
     limits = Limits(parse_bytes(vram, "vram"), parse_bytes(host, "host"), Disk.parse(nvme), units)
     choices = choose(module, where, limits, tokens, seq, states, dtype, compute, plan)
-    found = find(module, units)
+    _stream(module, where, limits, choices, dtype, masters, group, reduce)
+    return module
+
+
+def _stream(module: nn.Module, where: torch.device, limits: Limits, choices: Choices, dtype: torch.dtype | None,
+            masters: bool, group: Any, reduce: str) -> None:
+    found = find(module, limits.units)
     choices.check_windows([name or type(module).__name__ for name, _ in found.windows])
     groups, ranks = grouped(module, found), ranks_of(group)
     if ranks is not None:
@@ -98,10 +104,11 @@ def stream(module: nn.Module, device: str | torch.device | None = None, *, token
         fit = fitted(asked, where, choices, limits.host)
     fit.room.ranks = ranks
     rt = Runtime(module, where, engine(where, choices, ranks), fit.room, choices.compute, ranks, reduce)
+    if ranks is not None:
+        weakref.finalize(rt, leaves_in_order, rt.core)
     if choices.itself:
         rt.planning = Planning(weakref.proxy(rt), limits, choices.plan)
     _build(rt, module, found, fit, choices, masters)
-    return module
 
 
 def _build(rt: Runtime, module: nn.Module, found: Any, fit: Fit, choices: Choices, masters: bool) -> None:

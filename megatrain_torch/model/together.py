@@ -1,7 +1,9 @@
 """Several processes stream one model: what they have to agree on, and the memory that those of a machine share."""
 from __future__ import annotations
 
+import contextlib
 import os
+import sys
 
 from torch import nn
 
@@ -13,6 +15,7 @@ from ..group.ranks import Ranks
 from .choices import Choices
 
 REDUCE = ("mean", "sum")
+_LAST_STEP_S = 10.0          # in which nothing moves: they do not go on, and this one does not wait
 
 
 def check(ranks: Ranks, groups: list[Group], choices: Choices, reduce: str) -> None:
@@ -39,7 +42,16 @@ def engine_of(ranks: Ranks, device: str, index: int, threads: int, delay_us: int
         os.close(fd)
 
 
+def leaves_in_order(core: _core.Engine) -> None:
+    """The process ends: the others may await its part of the last step; but not where it failed, as they will then."""
+    with contextlib.suppress(Exception):
+        if getattr(sys, "last_value", None) is None:
+            core.watchdog(_LAST_STEP_S)
+            core.drain()
+        core.close()
+
+
 def same_buffers(ranks: Ranks, module: nn.Module) -> None:
     """Buffers are the first rank's from now on, as weights are."""
     for buffer in module.buffers():
-        ranks.give(buffer)
+        ranks.control.give(buffer)

@@ -58,7 +58,7 @@ class Saves(Protocol):
 class Planes:
     """The planes of one streamed model in host memory; the guard of its parameters asks here."""
 
-    def __init__(self, core: _core.Engine, homes: Homes, saves: Saves, room: Room, several: bool) -> None:
+    def __init__(self, core: _core.Engine, homes: Homes, saves: Saves, room: Room, several: bool = False) -> None:
         """several: processes stream the model together."""
         self.core, self._homes, self._saves, self._room = core, homes, saves, room
         self._several = several
@@ -103,7 +103,8 @@ class Planes:
         """These host planes were written: the device takes their values, or the file, where the unit has them there;
         other processes take what each has written of its own portion."""
         if self._several:
-            self.core.spread(record.unit, record.index, mask(planes))
+            if found := [p for p in planes if _is_spread(record, p)]:
+                self.core.spread(record.unit, record.index, mask(found))
         elif record.unit in self._homes.settled or record.unit in self._homes.on_disk:
             self.core.push(record.unit, record.index, mask(planes))
 
@@ -141,3 +142,10 @@ class Planes:
         with torch.no_grad():
             record.host.copy_(plain(value))
         self.after_write(record)
+
+
+def _is_spread(record: Record, plane: str) -> bool:
+    """Has the parameter something there? Of a gradient each process uses what it has written itself."""
+    has = {"GRAD": False, "LO": record.low_bytes > 0, "MASTER": record.dtype == torch.float16,
+           "SCALE": "SCALE" in record.moments}
+    return has.get(plane, True)

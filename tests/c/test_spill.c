@@ -23,6 +23,7 @@ static struct {
     atomic_int fail_write;               /* the n-th from now on fails; 0: none */
     atomic_long fail_at;                 /* a read there fails, once; -1: none */
     atomic_int stalled;                  /* writes wait until it is 0 */
+    atomic_int held;                     /* and reads; for two seconds at most, which end it */
     atomic_int begun;                    /* writes */
     atomic_int reads;
     atomic_long read_at[64];             /* the first of those, in the order they began */
@@ -55,6 +56,9 @@ static ssize_t slow_read(int fd, void *p, size_t bytes, off_t at)
         atomic_store(&disk.read_at[n], (long)at);
     atomic_fetch_add(&disk.reads, 1);
     dawdle();
+    for (int i = 0; i < 10000 && atomic_load(&disk.held); i++)
+        nap(200);
+    atomic_store(&disk.held, 0);
     if (atomic_compare_exchange_strong(&disk.fail_at, &(long){ (long)at }, -1)) {
         errno = EIO;
         return -1;
@@ -105,6 +109,7 @@ static void disk_reset(int dawdle_us)
     atomic_store(&disk.fail_at, -1);
     atomic_store(&disk.fail_write, 0);
     atomic_store(&disk.stalled, 0);
+    atomic_store(&disk.held, 0);
     atomic_store(&disk.begun, 0);
     atomic_store(&disk.reads, 0);
 }
@@ -324,6 +329,64 @@ static void a_bundle_may_come_back_again_while_it_does(void)
 {
     comes_back_twice(0);
     comes_back_twice(1);
+}
+
+typedef struct comer {
+    scene    *s;
+    int       w;
+    uint64_t  bundle;
+    mt_status st;
+} comer;
+
+static void *come_alone(void *arg)
+{
+    comer *c = arg;
+
+    c->st = come(c->s, c->w, c->bundle);
+    return NULL;
+}
+
+static int is_told(scene *s, const char *what)
+{
+    char list[1024] = "";
+
+    for (int i = 0; i < 5000 && strstr(list, what) == NULL; i++, nap(200))
+        mt_watch_tell(mt_store_watch(s->t.store), list, sizeof list);
+    return strstr(list, what) != NULL;
+}
+
+/* One thread waits for the drive to bring a bundle, a second for its turn; meanwhile all that needs
+ * no drive goes on, and a bundle that is dropped on its way is there until it has come. */
+static void who_needs_no_drive_waits_for_none(void)
+{
+    static scene s;
+    uint64_t     bundle[WINDOWS];
+    comer        c[2];
+    pthread_t    thread[2];
+
+    scene_open(&s, 1, 0, 0, 0);
+    forward_in_order(&s, 0, bundle);
+    atomic_store(&disk.held, 1);
+    c[0] = (comer){ &s, 0, bundle[0], MT_EINVAL };
+    c[1] = (comer){ &s, 1, bundle[1], MT_EINVAL };
+    REQUIRE(pthread_create(&thread[0], NULL, come_alone, &c[0]) == 0);
+    while (atomic_load(&disk.reads) == 0)
+        nap(200);
+    REQUIRE(pthread_create(&thread[1], NULL, come_alone, &c[1]) == 0);
+    CHECK(is_told(&s, "waits for what others keep, on its way out or back"));
+    CHECK_OK(mt_swap_await(s.w, bundle[5], s.t.run));
+    CHECK_EQ(stats(&s).read_bytes, 0);
+    mt_swap_drop(s.w, bundle[4]);
+    mt_swap_drop(s.w, bundle[0]);
+    CHECK_EQ(atomic_load(&disk.held), 1);        /* the drive has not come yet */
+    atomic_store(&disk.held, 0);
+    for (int i = 0; i < 2; i++)
+        REQUIRE(pthread_join(thread[i], NULL) == 0);
+    CHECK_OK(c[0].st);
+    CHECK_OK(c[1].st);
+    CHECK_EQ(mt_swap_await(s.w, bundle[0], s.t.run), MT_ESTATE);
+    look(&s, 0, 1, bundle[1]);
+    CHECK_EQ(scene_close(&s), 0);
 }
 
 /* Its first write is under way when a bundle is dropped; the next one's is over before. */
@@ -708,6 +771,7 @@ static void bundles_of_no_bytes_come_and_go(void)
 #define TESTS(X)                                                                              \
     X(tensors_come_back_as_they_left)                                                         \
     X(a_few_bays_carry_any_number_of_bundles)                                                 \
+    X(who_needs_no_drive_waits_for_none)                                                      \
     X(a_bundle_may_come_back_again_while_it_does)                                             \
     X(without_full_what_is_written_is_not_there_yet)                                          \
     X(without_written_a_bay_is_filled_while_written)                                          \

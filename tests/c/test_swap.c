@@ -236,6 +236,7 @@ static void a_bay_stays_until_its_sources_have_left_too(void)
 
     scene_open(&s, 1, 100, 0);
     a = out(&s, mem, sizeof mem);
+    CHECK_OK(mt_swap_await(s.w, a, s.t.run));        /* who waits for it is not its sources */
     mt_swap_drop(s.w, a);
     CHECK_EQ(mt_swap_stats_get(s.w).used_bytes, sizeof mem);
     CHECK_OK(mt_swap_left(s.w, a, s.t.run));

@@ -1,0 +1,98 @@
+"""What processes tell each other beside the gradients: small things, on the host, over gloo.
+
+A group of torch's own making (new_group) has to be asked for by all processes there are, or by such as are in equally
+many groups. This one asks nobody but its members, and goes with whoever has it.
+"""
+from __future__ import annotations
+
+import pickle
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+
+from .. import _core
+from ..base.errors import MegatrainError
+
+_PATIENCE = timedelta(minutes=30)            # a rank may fill the store while the others wait
+_LOOKS = 2.0                                 # seconds, at most, until the shared memory knows who is gone
+_made: Counter[str] = Counter()              # of these, by the group that they are beside
+
+
+class Control:
+    """Of the ranks of a group. All make it, and call its functions, in one order.
+
+    Attributes:
+        engine: of the memory that the processes share, which knows who is gone, and what failed there; None: not yet.
+    """
+
+    def __init__(self, beside: dist.ProcessGroup) -> None:
+        self.engine: _core.Engine | None = None
+        members = "_".join(map(str, dist.get_process_group_ranks(beside)))
+        name = f"megatrain_torch/{beside.group_name}/{members}"
+        _made[name] += 1
+        store = dist.PrefixStore(f"{name}/{_made[name]}", dist.distributed_c10d._get_default_store())
+        self._size = dist.get_world_size(beside)
+        with self.named("looks for the others"):
+            self._group = dist.ProcessGroupGloo(store, dist.get_rank(beside), self._size, _PATIENCE)
+
+    def gather(self, value: Any) -> list[Any]:
+        """What each rank gives, by rank."""
+        own = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        sizes = [int(n) for n in self.parts(torch.tensor([own.numel()]))]
+        padded = torch.zeros(max(sizes), dtype=torch.uint8)
+        padded[:own.numel()] = own
+        return [pickle.loads(part[:n].numpy().tobytes()) for part, n in zip(self.parts(padded), sizes)]
+
+    def parts(self, own: Tensor) -> list[Tensor]:
+        """Each rank's tensor, all of one form and on the host, by rank."""
+        found = [torch.empty_like(own) for _ in range(self._size)]
+        with self.named("tells the others about itself"):
+            self._group.allgather([found], [own]).wait()
+        return found
+
+    def any_of(self, bits: Tensor) -> Tensor:
+        """Of these bits, [n] uint8 on the host, those that any rank has set."""
+        with self.named("tells the others what it has gradients of"):
+            self._group.allreduce([bits], _most()).wait()
+        return bits
+
+    def give(self, t: Tensor) -> None:
+        """Into t, on every rank, go the first one's values."""
+        there, how = t.detach().to("cpu", copy=True).contiguous(), dist.BroadcastOptions()
+        how.rootRank = 0
+        with self.named("takes what the first one has"):
+            self._group.broadcast([there], how).wait()
+        t.detach().copy_(there)
+
+    @contextmanager
+    def named(self, what: str) -> Iterator[None]:
+        """An error of torch.distributed becomes one that says which process is gone, and what this one was doing."""
+        try:
+            yield
+        except MegatrainError:
+            raise
+        except RuntimeError as error:
+            raise MegatrainError(f"{self._who()} while this one {what}: {str(error).splitlines()[0]}") from error
+
+    def _who(self) -> str:
+        """Who is gone, as far as that is known soon. Raises: what failed there."""
+        deadline = time.monotonic() + _LOOKS
+        while self.engine is not None and time.monotonic() < deadline:
+            self.engine.check()
+            if gone := self.engine.gone():
+                return ", ".join(f"rank {rank} (process {pid}) ended" for rank, pid in gone)
+            time.sleep(0.05)
+        return "another process of the group is gone, or does something else,"
+
+
+def _most() -> dist.AllreduceOptions:
+    how = dist.AllreduceOptions()
+    how.reduceOp = dist.ReduceOp.MAX
+    return how

@@ -1,0 +1,144 @@
+"""kill -9 of one of several processes, many times, while they train and save: the others end with its name, and any
+number of processes goes on from a whole checkpoint.
+
+    python tests/run_kill_several.py --times 50 [--folder /disk]
+
+Processes train a small model on the CPU device and save every other step, in turn while they wait and behind their
+back. After a random time one is killed; all others must end by themselves within PATIENCE, and say which rank is gone.
+The next ones, as many, one more or one fewer, resume from what is there. Of it test_several.py runs a few; prints a
+table.
+"""
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+PATIENCE = 30.0
+LAYERS, WIDTH = 4, 192
+NOTES = re.compile(r"^step (\d+)$", re.MULTILINE)
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x))
+        return x.float().square().mean()
+
+
+def rank_main(folder: Path) -> None:
+    """One of the processes: trains until it is killed, or another is."""
+    from torch import distributed as dist
+
+    import megatrain_torch as mt
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder / os.environ['STORE']}",
+                            rank=int(os.environ["RANK"]), world_size=int(os.environ["WORLD_SIZE"]))
+    torch.manual_seed(0)
+    model = mt.stream(Net().to(torch.bfloat16), "cpu")
+    opt = mt.AdamW(model.parameters(), lr=1e-3, max_grad_norm=1e-3)
+    last, step = folder / "last", 0
+    if last.exists():
+        step = mt.load(model, opt, last)["step"]
+        print(f"resumed at {step}", flush=True)
+    while True:
+        torch.manual_seed(step * dist.get_world_size() + dist.get_rank())
+        model(torch.randn(8, WIDTH).to(torch.bfloat16)).backward()
+        opt.step()
+        opt.zero_grad()
+        step += 1
+        if step % 2 == 0:
+            mt.save(model, opt, last, extra={"step": step}, asynchronous=step % 4 == 0)
+        print(f"step {step}", flush=True)
+
+
+def one_kill(folder: Path, size: int, number: int, rng: random.Random) -> str:
+    """Raises: something was not as it must be. What happened."""
+    begun = [subprocess.Popen([sys.executable, __file__, "--rank", "--folder", str(folder)], text=True,
+                              stdout=(folder / f"out{r}").open("w"), stderr=(folder / f"err{r}").open("w"),
+                              env=os.environ | {"RANK": str(r), "WORLD_SIZE": str(size), "STORE": f"store{number}"})
+             for r in range(size)]
+    try:
+        return _kill_one(folder, begun, rng)
+    finally:
+        for p in begun:
+            p.kill()
+            p.wait()
+
+
+def _kill_one(folder: Path, begun: list[subprocess.Popen[str]], rng: random.Random) -> str:
+    deadline = time.monotonic() + 120
+    while not NOTES.search((folder / "out0").read_text()):
+        if time.monotonic() > deadline or any(p.poll() is not None for p in begun):
+            raise AssertionError("it did not begin:\n" + _said(folder, len(begun)))
+        time.sleep(0.05)
+    time.sleep(rng.random() * 1.5)
+    victim, clock = rng.randrange(len(begun)), time.monotonic()
+    os.kill(begun[victim].pid, signal.SIGKILL)
+    others = [r for r in range(len(begun)) if r != victim]
+    for r in others:
+        try:
+            code = begun[r].wait(max(0.1, clock + PATIENCE - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"rank {r} did not end after rank {victim} was killed:\n" + _said(folder, len(begun))
+                                 ) from None
+        text = (folder / f"err{r}").read_text()
+        if code == 0 or f"rank {victim}" not in text:
+            raise AssertionError(f"rank {r} ended with {code} and does not name rank {victim}:\n{text[-2000:]}")
+    took = time.monotonic() - clock
+    steps = NOTES.findall((folder / "out0").read_text())
+    return f"{len(begun)} processes, rank {victim} killed at step {steps[-1]}, the others ended after {took:.1f} s"
+
+
+def _said(folder: Path, size: int) -> str:
+    return "\n".join(f"-- rank {r}\n{(folder / f'err{r}').read_text()[-2000:]}" for r in range(size))
+
+
+def kill(folder: Path, times: int, seed: int) -> list[str]:
+    """What happened each time."""
+    rng, found, size = random.Random(seed), [], 2
+    for number in range(times):
+        found.append(one_kill(folder, size, number, rng))
+        resumed = re.search(r"resumed at (\d+)", (folder / "out0").read_text())
+        if number and not resumed:
+            raise AssertionError("it did not resume")
+        found[-1] += f"; it had resumed at {resumed[1]}" if resumed else ""
+        if left := [p.name for p in folder.iterdir() if p.name.startswith("last.old")]:
+            raise AssertionError(f"left behind: {left}")
+        size = max(2, min(4, size + rng.choice((-1, 0, 1))))
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--times", type=int, default=50)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--folder", type=Path)
+    parser.add_argument("--rank", action="store_true", help="one of the processes")
+    args = parser.parse_args()
+    if args.rank:
+        rank_main(args.folder)
+        return
+    with tempfile.TemporaryDirectory(dir=args.folder) as folder:
+        for line in kill(Path(folder), args.times, args.seed):
+            print(line)
+
+
+if __name__ == "__main__":
+    main()
