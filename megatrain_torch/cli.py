@@ -69,7 +69,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser("megatrain", description="Training models larger than the GPU, on one GPU or several.")
+    parser = argparse.ArgumentParser("megatrain", description="Training models larger than the GPU, on one or several.")
     parser.add_argument("--version", action="version", version=f"megatrain {__version__}")
     commands = parser.add_subparsers(required=True, dest="verb", metavar="VERB")
     for verb in (train, resume, evaluate, export, generate, report, doctor, plan):

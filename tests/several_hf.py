@@ -184,6 +184,7 @@ def lightning(rank: int, group: Any, streamed: bool) -> dict[str, Any]:
             if i % 2:
                 opt.step()
                 opt.zero_grad()
+        assert not wrapped.static_graph and isinstance(wrapped._get_ddp_logging_data(), dict)        # as it ends
         return {"losses": losses, "weights": _digest(model), **_of_wrapper(wrapped)}
 
 
@@ -205,6 +206,20 @@ def buffers(rank: int, group: Any, streamed: bool) -> dict[str, Any]:
         with torch.no_grad():
             wrapped.eval()(torch.zeros(1, 6))
         return {"losses": losses, "stats": [b.tolist() for b in model.buffers()], **_of_wrapper(wrapped)}
+
+
+def streamed_alone(rank: int, group: Any) -> list[str]:
+    """In a group of one DistributedDataParallel has nothing to do; in one of two it would."""
+    import megatrain_torch as mt
+    own = dist.new_group([rank], use_local_synchronization=True)
+    model, said = mt.stream(_model(), "cpu", group=own), []
+    DistributedDataParallel(model, process_group=own)(**torch.utils.data.default_collate([Rows()[1]])).loss.backward()
+    try:
+        DistributedDataParallel(model, process_group=group)
+    except RuntimeError as why:
+        said.append(str(why))
+    mt.unstream(model)
+    return said
 
 
 def refused(rank: int, group: Any) -> list[str]:

@@ -91,3 +91,5 @@ def test_buffers_are_the_first_ranks_before_each_forward(pool: Pool) -> None:
 def test_what_would_change_gradients_on_their_way_is_refused(pool: Pool) -> None:
     hook, join = pool.call("several_hf:refused", 2)[1]
     assert "communication hook" in hook and "ranks with fewer batches" in join
+    (alone,) = pool.call("several_hf:streamed_alone", 2)[0]
+    assert "which this process streams alone: torch.distributed has to be initialized before mt.stream" in alone

@@ -2,7 +2,7 @@
 
     launch     in the process that the shell began: starts the others, which run the same command, and waits for them
     joins      is this one of them?
-    complain   why a command ends: on stderr, or, of several processes, to the one that the shell began, which says it once
+    complain   why a command ends: on stderr; of several processes, to the one that the shell began, which says it once
 
 torchrun would end them 30 seconds after a signal, whether a checkpoint is written or not, and has one status for
 whatever happened.
@@ -121,10 +121,11 @@ class _Processes:
     def __init__(self, words: Sequence[str], gpus: int, port: int) -> None:
         self.status, self._deadline, self._interrupts = 0, float("inf"), 0
         self._failed = -1
-        self._all = [subprocess.Popen(
-            [sys.executable, "-m", __package__.partition(".")[0], *words], env=_environment(rank, gpus, port),
-            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL if rank else None,
-            start_new_session=True) for rank in range(gpus)]     # a terminal's Ctrl-C comes to us alone, and goes on once
+        command = [sys.executable, "-m", __package__.partition(".")[0], *words]
+        # In sessions of their own: a terminal's Ctrl-C comes to this process alone, which passes it on once.
+        self._all = [subprocess.Popen(command, env=_environment(rank, gpus, port), stdin=subprocess.DEVNULL,
+                                      stdout=subprocess.DEVNULL if rank else None, start_new_session=True)
+                     for rank in range(gpus)]
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:

@@ -6,17 +6,20 @@ from __future__ import annotations
 
 import contextlib
 import os
+import pickle
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from datetime import timedelta
 from typing import TypeVar
 
 import torch
 from torch import distributed as dist
 
-from ..group.ranks import Ranks, as_one, named_errors
+from ..group.ranks import Ranks, as_one
 from . import launch
 
 T = TypeVar("T")
+_PATIENCE = timedelta(days=3)            # the first one may read much data, and write to a slow disk
 
 
 class Team:
@@ -43,16 +46,19 @@ class Team:
         """The first one's, in all."""
         if self._ranks is None:
             return value
-        found = [value if self.first else None]
-        with named_errors("waits for the first one"):
-            dist.broadcast_object_list(found, group_src=0, group=self._ranks.control)
-        return found[0]
+        body = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8) if self.first else torch.empty(0)
+        size = torch.tensor([body.numel()])
+        self._ranks.control.give(size)
+        if not self.first:
+            body = torch.empty(int(size), dtype=torch.uint8)
+        self._ranks.control.give(body)
+        return value if self.first else pickle.loads(body.numpy())
 
     def most(self, *numbers: int) -> list[int]:
         """Of each of these, 0 to 255, the highest that any has."""
         if self._ranks is None:
             return list(numbers)
-        return self._ranks.any_of(torch.tensor(numbers, dtype=torch.uint8)).tolist()
+        return self._ranks.control.any_of(torch.tensor(numbers, dtype=torch.uint8)).tolist()
 
     def meet(self) -> None:
         """All have come here."""
@@ -69,5 +75,5 @@ def team_of(device: str) -> Iterator[Team]:
     if device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     launch.join("nccl" if device == "cuda" else "gloo")
-    yield Team(Ranks(dist.group.WORLD))
+    yield Team(Ranks(dist.group.WORLD, _PATIENCE))
     dist.destroy_process_group()         # where it failed, another may wait in it for what does not come

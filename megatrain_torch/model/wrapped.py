@@ -34,38 +34,53 @@ def _patch() -> Callable[[], None]:
 
     @functools.wraps(own)
     def init(self: Any, module: nn.Module, *args: Any, **kwargs: Any) -> None:
-        exchanged = {name for name, p in module.named_parameters()
-                     if isinstance(p, StreamedParameter) and p._mt.runtime.ranks is not None}
-        if any(p.requires_grad and name not in exchanged for name, p in module.named_parameters()) or not exchanged:
-            if exchanged:
-                DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, sorted(exchanged))
+        streamed = {name: p for name, p in module.named_parameters() if isinstance(p, StreamedParameter)}
+        if streamed:
+            asked = _ARGUMENTS.bind(self, module, *args, **kwargs)
+            asked.apply_defaults()
+            _check(streamed, _group_of(asked.arguments))
+        if any(p.requires_grad and name not in streamed for name, p in module.named_parameters()) or not streamed:
+            if streamed:
+                DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, sorted(streamed))
             own(self, module, *args, **kwargs)
         else:
-            _shell(self, module, *args, **kwargs)
+            _shell(self, module, asked.arguments)
 
     return patches.replaced(DistributedDataParallel, "__init__", init)
 
 
-def _shell(self: DistributedDataParallel, module: nn.Module, *args: Any, **kwargs: Any) -> None:
+def _group_of(asked: dict[str, Any]) -> Any:
+    mesh = asked["device_mesh"]
+    return asked["process_group"] or (dist.group.WORLD if mesh is None else mesh.get_group(0))
+
+
+def _check(streamed: dict[str, StreamedParameter], group: Any) -> None:
+    """Raises: the processes would each train a model of their own."""
+    alone = next((name for name, p in streamed.items() if p._mt.runtime.ranks is None), None)
+    many = dist.get_world_size(group)
+    if alone is not None and many > 1:
+        raise MegatrainError(f"DistributedDataParallel of {many} processes around {alone}, which this process streams "
+                             "alone: torch.distributed has to be initialized before mt.stream (init_process_group(); "
+                             "TrainingArguments and Accelerator() do it too)")
+
+
+def _shell(self: DistributedDataParallel, module: nn.Module, asked: dict[str, Any]) -> None:
     """With the attributes that others look at; `no_sync` has nothing to put off."""
-    asked = _ARGUMENTS.bind(self, module, *args, **kwargs)
-    asked.apply_defaults()
     nn.Module.__init__(self)
     Joinable.__init__(self)
-    ranks = next(p._mt.runtime.ranks for p in module.parameters() if isinstance(p, StreamedParameter))
-    self.module, self.process_group = module, ranks.data
+    self.module, self.process_group = module, _group_of(asked)
     self.device_ids, self.output_device, self.dim = None, None, 0
     self.require_backward_grad_sync = self.require_forward_param_sync = True
     self.find_unused_parameters = self.static_graph = False
-    self.broadcast_buffers, self.parameters_to_ignore = asked.arguments["broadcast_buffers"], set()
+    self.broadcast_buffers, self.parameters_to_ignore = asked["broadcast_buffers"], set()
     self.reducer = _NoReducer()
     self.__dict__.update(forward=functools.partial(_forward, weakref.ref(self)), register_comm_hook=_no_hook,
-                         join_hook=_no_join)
+                         join_hook=_no_join, _get_ddp_logging_data=dict)
 
 
 def _forward(shell: weakref.ref[DistributedDataParallel], *args: Any, **kwargs: Any) -> Any:
-    """With the first rank's buffers, as there: running statistics, say. Those that a model makes itself (not persistent)
-    are alike anyhow."""
+    """With the first rank's buffers, as there: running statistics, say. Those that a model makes itself, which are not
+    persistent, are alike anyhow."""
     self = shell()
     if self.broadcast_buffers and self.require_forward_param_sync:
         for owner in self.module.modules():
