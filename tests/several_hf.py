@@ -90,6 +90,7 @@ def trainer(rank: int, group: Any, streamed: bool, out: Path, *, lora: bool = Fa
 
 def sft(rank: int, group: Any, streamed: bool, out: Path) -> dict[str, Any]:
     import datasets
+    import pyarrow
     import trl
     from test_cli import bytes_tokenizer
     rows = [{k: v.tolist() for k, v in Rows()[i].items()} for i in range(ROWS)]
@@ -100,7 +101,8 @@ def sft(rank: int, group: Any, streamed: bool, out: Path) -> dict[str, Any]:
             output_dir=str(out), max_steps=STEPS, per_device_train_batch_size=2, logging_steps=1, max_grad_norm=0.5,
             save_strategy="no", use_cpu=True, bf16=False, seed=3, report_to=[], disable_tqdm=True, max_length=12,
             dataloader_pin_memory=False)
-        made = trl.SFTTrainer(model, args, train_dataset=datasets.Dataset.from_list(rows), processing_class=tokenizer,
+        table = datasets.Dataset(pyarrow.Table.from_pylist(rows), fingerprint="rows")
+        made = trl.SFTTrainer(model, args, train_dataset=table, processing_class=tokenizer,
                               optimizers=(_adamw(model, streamed), None))
         made.train()
         log = [e for e in made.state.log_history if "loss" in e]
