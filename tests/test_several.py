@@ -1,4 +1,4 @@
-"""Several processes on the CPU device: the bits of one process to which their micro-batches come in turns."""
+"""Several processes on the CPU device: the bits of one process that adds up their micro-batches in a stated order."""
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -33,8 +33,10 @@ def test_any_number_of_any_type(pool: Pool, size: int, dtype: str) -> None:
 
 
 SITUATIONS = {
-    "micro_batches": Job("wide", "bfloat16", micro=2),
+    "micro_batches": Job("wide", "bfloat16", micro=3),
     "micro_batches_fp32": Job("llama", micro=3),
+    "micro_batches_fp16_of_3": Job("wide", "float16", reduce="sum", micro=2, delay_us=200),
+    "micro_batches_of_4": Job("choosy", "bfloat16", micro=2),
     "looked_at": Job("wide", "bfloat16", look=True),
     "looked_at_micro": Job("wide", "bfloat16", look=True, micro=2),
     "no_clip": Job("wide", clip=None),
@@ -49,13 +51,14 @@ SITUATIONS = {
     "host_arithmetic": Job("penalty"),
     "two_slots": Job("wide", "bfloat16", plan=(("slots", 2), ("activations", "replay"))),
     "saved": Job("wide", "bfloat16", plan=(("activations", "saved"),)),
-    "delays": Job("choosy", "float16", reduce="sum", delay_us=1500),      # a half of a small fp16 number is rounded
+    "delays": Job("choosy", "float16", delay_us=1500),
 }
+SIZES = {"left_out_and_twice": 4, "codes": 4, "micro_batches_fp16_of_3": 3, "micro_batches_of_4": 4}
 
 
 @pytest.mark.parametrize("name", SITUATIONS)
 def test_situations(pool: Pool, name: str) -> None:
-    check(pool, 4 if name in ("left_out_and_twice", "codes") else 2, SITUATIONS[name])
+    check(pool, SIZES.get(name, 2), SITUATIONS[name])
 
 
 @pytest.mark.parametrize("job", [Job("wide", "bfloat16"), Job("choosy", "float16", states="8bit")], ids=lambda j: j.dtype)

@@ -9,9 +9,8 @@
 A rank that has no gradient of a parameter sends zeros. That others have one it hears at the end of backward, and has
 one from then on too: so `.grad` is there on every rank or on none.
 
-The first gradients of a step are summed in fp32 here, and host memory gets the sum and (16-bit) what it rounds to;
-parts of further micro-batches are added there one by one. So the order of additions is that of one process to which the
-ranks' micro-batches come in turns.
+Parts of 16 bits are summed in fp32. Of a step's first micro-batch host memory gets that sum, and what it rounds to; the
+sums of further ones are added there as they are, in the order of micro-batches.
 
 On CUDA all this is put in a stream of its own, beside compute, which waits there for nothing but memory: at most two
 units' gradients are held until they are packed.
@@ -32,7 +31,7 @@ from ..group.ranks import Ranks
 from ..store.records import Record
 from .parcels import Layout, Parcel, pack, total
 
-SET, ADD, SUM = 0, 1, 2
+ADD, SUM = 1, 2
 
 
 class Model(Protocol):
@@ -197,39 +196,24 @@ class Exchange:
                  for r in self._trained(sent.unit)}
         parts = tuple(sent.buffers[0].view(self._ranks.size, -1))
         own = sent.layout.parcels[self._ranks.rank]
-        first, later, sources = self._items(own, parts, modes)
-        stream = None if self._beside is None else self._beside.stream.cuda_stream
-        self._home.put(sent.unit, first, sources, stream)
-        for items in later:
-            self._home.put(sent.unit, items, list(parts), stream)
+        items, sources = self._items(own, parts, modes)
+        self._home.put(sent.unit, items, sources, None if self._beside is None else self._beside.stream.cuda_stream)
 
     def _items(self, own: list[Parcel], parts: tuple[Tensor, ...], modes: dict[Record, int | None]
-               ) -> tuple[list[tuple[Any, ...]], list[list[tuple[Any, ...]]], list[Tensor]]:
-        """What is put first, and one after the other behind it; and the memory that these lie in. A parameter of
-        which nothing is this rank's is put too: the engine knows then that it has come."""
-        first: list[tuple[Any, ...]] = []
-        later: list[list[tuple[Any, ...]]] = [[] for _ in range(self._ranks.size - 1)]
-        sources: list[Tensor] = list(parts)
+               ) -> tuple[list[tuple[Any, ...]], list[Tensor]]:
+        """What is put, and the memory that it lies in. A parameter of which nothing is this rank's is put too: the
+        engine knows then that it has come."""
+        items: list[tuple[Any, ...]] = []
+        sources: list[Tensor] = []
         mine = {p.record: p for p in own}
         for r, mode in modes.items():
             if mode is None:
                 continue
-            found = [mine[r].of(part) for part in parts] if r in mine else []
-            if mode == ADD:
-                reread, r.written = int(r.written), False
-                at = [_address(part if self._scale == 1.0 else part.mul_(self._scale)) for part in found]
-                at = at or [0] * self._ranks.size
-                first.append((r.index, at[0], ADD, reread))
-                for items, address in zip(later, at[1:]):
-                    items.append((r.index, address, ADD, 0))
-                continue
-            whole = total(found, self._scale) if found else None
-            rounded = None if whole is None else whole.to(r.dtype)
+            whole = total([mine[r].of(part) for part in parts], self._scale) if r in mine else None
+            rounded = None if whole is None or mode == ADD else whole.to(r.dtype)
             sources += [t for t in (whole, rounded) if t is not None]
-            half = r.dtype.itemsize == 2
-            first.append((r.index, _address(rounded), SUM, 0, _address(whole)) if half else
-                         (r.index, _address(whole), SET, 0))
-        return first, [items for items in later if items], sources
+            items.append(_item(r, mode, _address(whole), _address(rounded)))
+        return items, sources
 
 
 class Beside:
@@ -254,6 +238,16 @@ class Beside:
             grad.record_stream(self.stream)
         if len(self._packed) > 2:
             compute.wait_event(self._packed.popleft())
+
+
+def _item(r: Record, mode: int, whole: int, rounded: int) -> tuple[Any, ...]:
+    """For Engine.offload. whole, rounded: addresses of the sum, and of what it rounds to."""
+    reread, half = 0, r.dtype.itemsize == 2
+    if mode == ADD:
+        reread, r.written = int(r.written), False
+    elif half:
+        mode = SUM
+    return (r.index, rounded, mode, reread, whole) if half else (r.index, whole, mode, reread)
 
 
 def _address(t: Tensor | None) -> int:
