@@ -43,10 +43,11 @@ class Pool:
             self._processes.append(process)
         self.pids = [p.pid for p in self._processes]
 
-    def call(self, what: str, size: int, *args: Any, timeout: float = 120.0) -> list[Any]:
-        """What `module:function(rank, group, *args)` gives in the first `size` processes. Raises: one of them failed."""
+    def call(self, what: str, size: int, *args: Any, timeout: float = 120.0, **kw: Any) -> list[Any]:
+        """What `module:function(rank, group, *args, **kw)` gives in the first `size` processes. Raises: one of them
+        failed."""
         for pipe in self._pipes:
-            pipe.send((what, size, args))
+            pipe.send((what, size, args, kw))
         found = []
         for rank, pipe in enumerate(self._pipes[:size]):
             if not pipe.poll(timeout):
@@ -77,12 +78,12 @@ def _serve(rank: int, size: int, store: str, pipe: Any) -> None:
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
     groups = {n: dist.new_group(list(range(n))) for n in range(2, size + 1)}
     while (asked := pipe.recv()) is not None:
-        what, n, args = asked
+        what, n, args, kw = asked
         if rank >= n:
             continue
         module, name = what.split(":")
         try:
-            pipe.send((True, getattr(importlib.import_module(module), name)(rank, groups[n], *args)))
+            pipe.send((True, getattr(importlib.import_module(module), name)(rank, groups[n], *args, **kw)))
         except BaseException:
             pipe.send((False, traceback.format_exc()))
 

@@ -20,7 +20,7 @@ from torch import distributed as dist
 from .. import _core
 from ..base.errors import MegatrainError
 
-_PATIENCE = timedelta(minutes=30)            # a rank may fill the store while the others wait
+PATIENCE = timedelta(minutes=30)             # a rank may fill the store while the others wait
 _LOOKS = 2.0                                 # seconds, at most, until the shared memory knows who is gone
 _made: Counter[str] = Counter()              # of these, by the group that they are beside
 
@@ -32,7 +32,7 @@ class Control:
         engine: of the memory that the processes share, which knows who is gone, and what failed there; None: not yet.
     """
 
-    def __init__(self, beside: dist.ProcessGroup) -> None:
+    def __init__(self, beside: dist.ProcessGroup, patience: timedelta = PATIENCE) -> None:
         self.engine: _core.Engine | None = None
         members = "_".join(map(str, dist.get_process_group_ranks(beside)))
         name = f"megatrain_torch/{beside.group_name}/{members}"
@@ -40,7 +40,7 @@ class Control:
         store = dist.PrefixStore(f"{name}/{_made[name]}", dist.distributed_c10d._get_default_store())
         self._size = dist.get_world_size(beside)
         with self.named("looks for the others"):
-            self._group = dist.ProcessGroupGloo(store, dist.get_rank(beside), self._size, _PATIENCE)
+            self._group = dist.ProcessGroupGloo(store, dist.get_rank(beside), self._size, patience)
 
     def gather(self, value: Any) -> list[Any]:
         """What each rank gives, by rank."""
