@@ -64,7 +64,7 @@ class Engine:
         is not kept alive.
         """
     def gone(self) -> list[tuple[int, int]]:
-        """(rank, process) of other ranks whose process ended without closing its engine."""
+        """(rank, process) of other ranks that have closed their engine, or whose process ended."""
     def spread(self, unit: int, param: int, planes: int) -> None:
         """What user code wrote in place, into plane()'s arrays of the parameter, is what all ranks have from now on: of
         these planes (bits 1 << plane) each gives its own portion. Every rank calls it, for the same in the same order,

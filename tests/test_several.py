@@ -1,10 +1,15 @@
 """Several processes on the CPU device: the bits of one process that adds up their micro-batches in a stated order."""
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from run_kill_several import kill
 from several import Job, Pool, alone, differences, loaded, memory, saved
 
 ARCHITECTURES = ("llama", "qwen3", "gemma2", "gpt2", "opt", "mixtral", "gpt_oss", "deepseek_v3", "mamba", "bert", "t5",
@@ -90,3 +95,36 @@ def test_one_model_in_memory(pool: Pool) -> None:
     one = memory(0, None)[0]
     assert one > 4 * 32 << 20
     assert one * 0.99 < sum(pss for _, pss in pool.call("several:memory", 4)) < one * 1.05
+
+
+def test_a_rank_is_killed(tmp_path: Path) -> None:
+    """run_kill_several.py does it many times."""
+    assert len(kill(tmp_path, 2, 1)) == 2
+
+
+LAUNCHED = """
+import torch, time, sys
+import megatrain_torch as mt
+torch.distributed.init_process_group("gloo")
+model = mt.stream(torch.nn.Linear(4, 4), "cpu")
+print("begun", flush=True)
+time.sleep(100)
+"""
+
+
+def test_the_launcher_is_killed(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(LAUNCHED)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "script.py"]
+    with (tmp_path / "out").open("w") as out, subprocess.Popen(command, cwd=tmp_path, stdout=out, stderr=out,
+                                                               env=os.environ | {"OMP_NUM_THREADS": "1"}) as launcher:
+        said = (tmp_path / "out").read_text
+        wait_until(lambda: said().count("begun") == 2)
+        launcher.kill()
+        wait_until(lambda: all(f"and so does rank {r}" in said() for r in range(2)))
+
+
+def wait_until(holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)

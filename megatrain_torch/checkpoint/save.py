@@ -148,7 +148,8 @@ def _begin(rt: Runtime, saving: Saving, parts: Parts, held: list[tuple[int, int]
     except BaseException as e:
         if saving._taken.acquire(blocking=False):            # else its thread goes on with it
             rt.saves.running = None
-            if asked_for and not isinstance(e, MegatrainError):      # which save_begin raises where it begins nothing
+            # save_begin raises one where it begins nothing; but it may be another process's.
+            if asked_for and (writers.parts > 1 or not isinstance(e, MegatrainError)):
                 give_up(rt.core)
             draft.drop()
         if not isinstance(e, Exception):

@@ -25,13 +25,23 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 from torch import distributed as dist
+from torch.utils.hooks import RemovableHandle
 
 from .. import _core
 from ..group.ranks import Ranks
+from ..store import gradient
 from ..store.records import Record
 from .parcels import Layout, Parcel, pack, total
 
 ADD, SUM = 1, 2
+
+
+class Room(Protocol):
+    """Refuses what does not fit in host memory: room.Room."""
+
+    def gradients(self, core: _core.Engine) -> None: ...
+
+    def sums(self, core: _core.Engine) -> None: ...
 
 
 class Model(Protocol):
@@ -41,11 +51,16 @@ class Model(Protocol):
     units: list[list[Record]]
     device: torch.device
 
+    @property
+    def room(self) -> Room: ...
+
 
 class Home(Protocol):
     """Takes them to the store: handover.HandOver."""
 
-    def ask_room(self, sums: bool) -> None: ...
+    def join_task(self) -> None: ...
+
+    def conform(self, record: Record, grad: Tensor) -> Tensor: ...
 
     def claim(self, record: Record) -> int: ...
 
@@ -76,6 +91,10 @@ class Exchange:
         self._own: set[Record] = set()       # this backward's so far
         self._layouts: dict[int, tuple[list[Record], Layout]] = {}
         self._beside = Beside(model.device) if model.device.type == "cuda" else None
+        self._routed: dict[Record, list[RemovableHandle]] = {}       # parameters whose gradients autograd adds up
+        self._stood: dict[Record, Tensor | None] = {}        # their `.grad`, while autograd has a new one
+        self._routes: list[tuple[Record, Tensor]] = []       # what autograd has added up in this backward
+        self._asked = False                  # for room
         self.began = False                   # some gradient of the backward under way is to be exchanged
 
     # ---- in backward ----
@@ -94,14 +113,51 @@ class Exchange:
         """Nothing more of the unit is to come, as far as can be known."""
         return unit in self._held and not any(r.open for r in self._trained(unit))
 
+    def route(self, record: Record) -> None:
+        """Autograd adds up gradients of this parameter: it took part in arithmetic on the host, or has hooks. What it
+        comes to on this rank is exchanged as others are, and `.grad` gets the sum alone."""
+        if record not in self._routed and record.trainable:
+            p = record.param
+            self._routed[record] = [p.register_hook(lambda _: self._stand_aside(record)),
+                                    p.register_post_accumulate_grad_hook(lambda _: self._take_over(record))]
+
+    def close(self) -> None:
+        """Parameters are ordinary ones again."""
+        for handles in self._routed.values():
+            for handle in handles:
+                handle.remove()
+        self._routed.clear()
+
+    def _stand_aside(self, record: Record) -> None:
+        self._stood[record] = gradient.standing(record)
+        gradient.stand(record, None)
+
+    def _take_over(self, record: Record) -> None:
+        """In whichever thread autograd has for the host."""
+        self._routes.append((record, gradient.standing(record)))
+        gradient.stand(record, self._stood.pop(record))
+        self._home.join_task()
+
     def joins(self) -> None:
         """A gradient of this backward is to be exchanged, here or on another rank."""
         if not self.began:
-            self._home.ask_room(sums=True)           # here, where all ranks come in one order
+            self._ask_room()
             self.began, self._turn = True, len(self._model.units) - 1
+
+    def _ask_room(self) -> None:
+        """Once, and whatever plans say that each rank makes for itself: all ask here, in one order."""
+        if not self._asked:
+            self._asked = True
+            self._model.room.gradients(self._model.core)
+            self._model.room.sums(self._model.core)
 
     def ends(self) -> None:
         """The backward is over: what was not sent goes, and all is brought home."""
+        if self._routes:
+            self.joins()
+        for record, grad in self._routes:
+            self._held.setdefault(record.unit, {})[record] = self._home.conform(record, grad.to(self._model.device))
+        self._routes.clear()
         if not self.began:
             return
         more = True
@@ -142,14 +198,11 @@ class Exchange:
 
     def sweep(self) -> None:
         """Nothing is under way: at the end, or after a backward that raised."""
-        self._held.clear()
-        self._sent.clear()
-        self._own.clear()
+        for record, stood in self._stood.items():
+            gradient.stand(record, stood)
+        for what in (self._held, self._sent, self._own, self._stood, self._routes):
+            what.clear()
         self.began, self._turn = False, -1
-
-    def whole(self, grad: Tensor) -> Tensor:
-        """The sum of a gradient that autograd wants itself, on the host: of its form and type."""
-        return total(self._ranks.control.parts(grad), self._scale).to(grad.dtype)
 
     # ---- a unit's way ----
 

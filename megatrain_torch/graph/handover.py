@@ -134,8 +134,8 @@ class HandOver:
         ready: list[tuple[Record, Tensor]] = []
         for i, (record, node, grad) in enumerate(zip(records, nodes, grads)):
             kind = "unwanted" if grad is None and record.pending is None else self._kind(record, node)
-            if kind in ("real", "captured"):
-                out[i] = self._to_host(record, grad, kind == "real")
+            if kind == "real":
+                out[i] = self._to_host(record, grad)
             elif kind == "streamed":
                 if self.runtime.exchange is not None:
                     self.runtime.exchange.joins()
@@ -157,9 +157,11 @@ class HandOver:
         try:
             wanted = node is None or torch._C._will_engine_execute_node(node)
         except RuntimeError:                 # a leaf under autograd.grad(): torch cannot say, and captures it
-            return "captured"
+            return "real"
         if not wanted:
             return "unwanted"
+        if hooked and self.runtime.exchange is not None:
+            self.runtime.exchange.route(record)
         return "real" if hooked or record.host_graph else "streamed"
 
     def _sum(self, record: Record, grad: Tensor | None, again: bool) -> Tensor | None:
@@ -187,13 +189,18 @@ class HandOver:
         """Did .grad stand before this backward began?"""
         return gradient.standing(record) is not None and record.set_in != in_backward()
 
-    def _to_host(self, record: Record, grad: Tensor | None, summed: bool) -> Tensor | None:
-        """summed: over the processes that stream the model, as what is streamed is."""
+    @staticmethod
+    def _to_host(record: Record, grad: Tensor | None) -> Tensor | None:
         if grad is None:
             return None
-        out = torch.empty_strided(record.shape, record.stride, dtype=grad.dtype).copy_(grad)
-        exchange = self.runtime.exchange
-        return out if exchange is None or not summed else exchange.whole(out)
+        out = torch.empty_strided(record.shape, record.stride, dtype=grad.dtype)
+        return out.copy_(grad)
+
+    def by_autograd(self, record: Record) -> None:
+        """A graph on the host has the parameter, to whose `.grad` autograd will add."""
+        record.host_graph = True
+        if self.runtime.exchange is not None:
+            self.runtime.exchange.route(record)
 
     # ---- a graph task, from the first that we see of it to its end ----
 
@@ -261,7 +268,7 @@ class HandOver:
             if exchange is None:
                 self._send_unit(unit, pairs)
             else:
-                exchange.offer(unit, [(r, self._conform(r, grad)) for r, grad in pairs])
+                exchange.offer(unit, [(r, self.conform(r, grad)) for r, grad in pairs])
 
     def _send_unit(self, unit: int, pairs: list[tuple[Record, Tensor]]) -> None:
         items, sources = [], []
@@ -270,7 +277,7 @@ class HandOver:
         if passing:
             self._may_pass([r for r, _ in pairs])
         for record, grad in pairs:
-            grad = self._conform(record, grad)
+            grad = self.conform(record, grad)
             mode = SET if passing else self._claim(record)
             if mode is None:
                 gradient.add(record, grad)
@@ -338,7 +345,7 @@ class HandOver:
             self.alive.popleft()
 
     @staticmethod
-    def _conform(record: Record, grad: Tensor) -> Tensor:
+    def conform(record: Record, grad: Tensor) -> Tensor:
         """Dense, with the host plane's strides: what one plain copy needs."""
         if grad.layout != torch.strided:
             raise MegatrainError(f"{record.name}: its gradient is {grad.layout}; use dense gradients (sparse=False)")

@@ -25,12 +25,18 @@ UNCOUNTED = 256 << 20            # bytes of the user's own on the device that pl
 
 @dataclass(frozen=True)
 class Limits:
-    """What the user said beside the model: limits in bytes, and names for mt.plan."""
+    """What the user said beside the model: limits in bytes, and names for mt.plan; and how many processes there are.
+
+    Attributes:
+        gpus, machines: as for mt.plan.
+    """
 
     vram: int | None
     host: int | None
     disk: Disk | None
     units: list[str | nn.Module] | None
+    gpus: int = 1
+    machines: int = 1
 
 
 class Refused(MegatrainError):
@@ -57,7 +63,8 @@ class Asking:
             with paused(), torch._C._DisableAutocast():
                 return plan(rt.root(), tokens=batch.tokens * micro, seq=batch.seq, micro=micro, machine=self._machine(),
                         homes=homes, slots=slots, states=rt.states.format, compute="fused" if fused else "eager",
-                        vram=self._left(), host=self.limits.host, units=self.limits.units, nvme=self._drive())
+                        vram=self._left(), host=self.limits.host, units=self.limits.units, nvme=self._drive(),
+                            gpus=self.limits.gpus, machines=self.limits.machines)
         except MegatrainError as error:
             raise Refused(str(error)) from error
         except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:

@@ -19,6 +19,7 @@ from ..base.units import ALIGN, Group
 from ..plans import planner
 from ..plans.asked import Asked
 from ..plans.cost import LENT
+from ..plans.fleet import Fleet
 from ..plans.planner import Plan
 from ..store.disk import SPILLED, Disk
 from .asking import Limits
@@ -111,7 +112,8 @@ def _planned(module: nn.Module, where: torch.device, tokens: int | None, seq: in
     return planner.plan(module, machine=None if where.type == "cuda" else "cpu", tokens=tokens, seq=seq,
                         vram=limits.vram, host=limits.host, states=states or "fp32",
                         compute="eager" if compute == "compile" else compute, dtype=dtype, units=limits.units,
-                        nvme=None if disk is None else disk.as_given())
+                        nvme=None if disk is None else disk.as_given(),
+                        gpus=limits.gpus, machines=limits.machines)
 
 
 def _by_hand(plan: dict[str, Any] | None, limits: Limits, compute: str, states: str | None) -> Choices:
@@ -123,6 +125,9 @@ def _by_hand(plan: dict[str, Any] | None, limits: Limits, compute: str, states: 
 
 def _from_plan(plan: Plan, limits: Limits, compute: str, states: str | None) -> Choices:
     """What is given beside a plan counts instead of the plan's."""
+    if (plan.gpus, plan.machines) != (limits.gpus, limits.machines):
+        raise MegatrainError(f"plan= is for {plan.fleet}, and here are {Fleet(limits.gpus, limits.machines)}: "
+                             "mt.plan(gpus=, machines=) says how many")
     if states is not None and states != plan.states:
         raise MegatrainError(f"states={states!r}, and the plan is for {plan.states!r} ones: give them to mt.plan")
     options = {"activations": plan.activations, "homes": plan.homes, "slots": plan.slots, "grads": plan.grads,

@@ -161,10 +161,9 @@ class Planning:
         return self._first([self._seen.most], self._ask_here if self.runtime.homes.on_disk else self._ask)
 
     def _ask(self, batch: Pass) -> Plan:
-        """A plan with units wherever they are best: in host memory, for an optimizer that is not mt.AdamW, or where
-        several processes have the store, which then plan each for itself."""
-        anywhere = self.adam and self.runtime.ranks is None
-        return self._as_before(self.asking.plan(batch, self._most_micro(), None if anywhere else "ram"))
+        """A plan with units wherever they are best: in host memory, for an optimizer that is not mt.AdamW. Several
+        processes plan each for itself."""
+        return self._as_before(self.asking.plan(batch, self._most_micro(), None if self.adam else "ram"))
 
     def _ask_here(self, batch: Pass, plan: Plan | None = None) -> Plan:
         """A plan with units where they are, or where `plan` has them."""

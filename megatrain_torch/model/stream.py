@@ -18,7 +18,7 @@ from ..base.errors import MegatrainError
 from ..base.limits import parse_bytes
 from ..base.units import find
 from ..base.units import group as grouped
-from ..group.ranks import as_one, ranks_of
+from ..group.ranks import Ranks, as_one, ranks_of
 from ..plans.planner import Plan
 from ..store.disk import Disk
 from .asking import Limits
@@ -30,7 +30,7 @@ from .planning import Planning
 from .registry import find_runtime, runtime_of
 from .runtime import Runtime
 from .streamable import check_model
-from .together import check, leaves_in_order, same_buffers
+from .together import check, fleet_of, leaves_in_order, same_buffers
 
 
 def stream(module: nn.Module, device: str | torch.device | None = None, *, tokens: int | None = None,
@@ -86,17 +86,19 @@ def stream(module: nn.Module, device: str | torch.device | None = None, *, token
     where = compute_device(device)
     check_model(module)
     check_dtype(dtype)
-    limits = Limits(parse_bytes(vram, "vram"), parse_bytes(host, "host"), Disk.parse(nvme), units)
-    choices = choose(module, where, limits, tokens, seq, states, dtype, compute, plan)
-    _stream(module, where, limits, choices, dtype, masters, group, reduce)
+    ranks = ranks_of(group)
+    with as_one(ranks):
+        limits = Limits(parse_bytes(vram, "vram"), parse_bytes(host, "host"), Disk.parse(nvme), units, *fleet_of(ranks))
+        choices = choose(module, where, limits, tokens, seq, states, dtype, compute, plan)
+    _stream(module, where, limits, choices, dtype, masters, ranks, reduce)
     return module
 
 
 def _stream(module: nn.Module, where: torch.device, limits: Limits, choices: Choices, dtype: torch.dtype | None,
-            masters: bool, group: Any, reduce: str) -> None:
+            masters: bool, ranks: Ranks | None, reduce: str) -> None:
     found = find(module, limits.units)
     choices.check_windows([name or type(module).__name__ for name, _ in found.windows])
-    groups, ranks = grouped(module, found), ranks_of(group)
+    groups = grouped(module, found)
     if ranks is not None:
         check(ranks, groups, choices, reduce)
     asked = choices.asked(type(module).__name__, groups, dtype, where, ranks is not None)

@@ -10,6 +10,7 @@ from torch import nn
 from .. import _core
 from ..base.errors import MegatrainError
 from ..base.units import Group
+from ..group import launcher
 from ..group.descriptor import shared
 from ..group.ranks import Ranks
 from .choices import Choices
@@ -32,8 +33,14 @@ def check(ranks: Ranks, groups: list[Group], choices: Choices, reduce: str) -> N
                               for unit, params in groups])
 
 
+def fleet_of(ranks: Ranks | None) -> tuple[int, int]:
+    """Processes of a machine, and machines, as mt.plan takes them."""
+    return (1, 1) if ranks is None else (len(ranks.mates), len(set(ranks.machines)))
+
+
 def engine_of(ranks: Ranks, device: str, index: int, threads: int, delay_us: int, seed: int) -> _core.Engine:
     """An engine on the memory that all processes of this machine share."""
+    launcher.watch()
     fd = shared(ranks, _core.share() if ranks.rank == ranks.mates[0] else -1)
     try:
         return _core.Engine(device, index, max(1, threads // len(ranks.mates)), delay_us, seed, share=fd,

@@ -114,9 +114,6 @@ def _guarded_call(func: Any, args: Any, kwargs: Any) -> Any:
         record.runtime.planes.own_states(record)
     if func == _DATA_SET:
         return guarded[0]._mt.runtime.planes.replace_data(guarded[0], args[1])
-    several = any(g._mt.runtime.planes.several for g in guarded)
-    if several and not written and torch.is_grad_enabled() and not _is_backward(func):
-        args, kwargs = _lent(args), _lent(kwargs)
     out = _call(func, args, kwargs)
     for record in weights:
         record.runtime.planes.after_write(record)
@@ -124,40 +121,8 @@ def _guarded_call(func: Any, args: Any, kwargs: Any) -> Any:
         record.runtime.planes.push(record, *record.moments)
     if not written and torch.is_grad_enabled() and _in_graph(out):
         for g in guarded:
-            g._mt.host_graph |= not several         # autograd itself adds to .grad on the host: see handover.py
+            g._mt.runtime.handover.by_autograd(g._mt)
     return _guard_aliases(out, guarded)
-
-
-class _Lent(torch.autograd.Function):
-    """A weight in arithmetic of the user's own, where several processes stream it: what it gets for a gradient is handed
-    over as a window's is, and so exchanged."""
-
-    @staticmethod
-    def forward(ctx: Any, p: Tensor, record: Record) -> Tensor:
-        ctx.record = record
-        return p.view_as(p)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None]:
-        runtime, node = ctx.record.runtime, ctx.next_functions[0][0]
-        return runtime.handover.take([ctx.record], None, [node], (grad.to(runtime.device),))[0], None
-
-
-def _lent(found: Any) -> Any:
-    """Of arguments, the parameters that are trained by several processes in the form of `_Lent`."""
-    if isinstance(found, StreamedParameter):
-        if not found._mt.runtime.planes.several or not found.requires_grad:
-            return found
-        with torch._C.DisableTorchFunctionSubclass():
-            return _Lent.apply(found, found._mt)
-    if isinstance(found, dict):
-        return {name: _lent(value) for name, value in found.items()}
-    return type(found)(map(_lent, found)) if type(found) in (list, tuple) else found
-
-
-def _is_backward(func: Any) -> bool:
-    """It is given parameters to say whose gradients are wanted."""
-    return getattr(func, "__module__", None) == "torch.autograd" or getattr(func, "__name__", "") == "backward"
 
 
 def _in_graph(out: Any) -> bool:

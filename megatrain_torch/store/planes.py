@@ -61,7 +61,7 @@ class Planes:
     def __init__(self, core: _core.Engine, homes: Homes, saves: Saves, room: Room, several: bool = False) -> None:
         """several: processes stream the model together."""
         self.core, self._homes, self._saves, self._room = core, homes, saves, room
-        self.several = several
+        self._several = several
 
     def wait_updates(self, record: Record) -> None:
         """The weights may be read in host memory. Raises: a unit at home elsewhere has no room for a copy there."""
@@ -102,7 +102,7 @@ class Planes:
     def push(self, record: Record, *planes: str) -> None:
         """These host planes were written: the device takes their values, or the file, where the unit has them there;
         other processes take what each has written of its own portion."""
-        if self.several:
+        if self._several:
             if found := [p for p in planes if _is_spread(record, p)]:
                 self.core.spread(record.unit, record.index, mask(found))
         elif record.unit in self._homes.settled or record.unit in self._homes.on_disk:
@@ -124,7 +124,7 @@ class Planes:
         if record.unit in self._homes.filed:         # first: who asks for the new version reads it there
             self.core.bring(record.unit, mask(("HI",)))     # it was: else zeros would go there
             self.push(record, "HI")                      # which is a new version
-        elif self.several:
+        elif self._several:
             self.push(record, "HI")
         else:
             self.core.touch(record.unit)

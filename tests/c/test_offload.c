@@ -203,7 +203,12 @@ static void bf16_micro_batches_add_up_in_fp32(void)
     rig_close(&r);
 }
 
-/* Behind the gradients in r->src. */
+/* Behind the gradients in r->src, which copies may still read. */
+static uint16_t *roundings(rig *r, int param)
+{
+    return (uint16_t *)(void *)((char *)r->src[param] + 1024);
+}
+
 static float *sums(rig *r, int param)
 {
     return (float *)(void *)((char *)r->src[param] + 2048);
@@ -217,7 +222,7 @@ static void put_sums(rig *r, int unit, mt_grad_mode mode, int reread, float sum)
     for (int p = 0; p < TOY_PARAMS; p++) {
         for (int64_t i = 0; i < 128; i++)
             sums(r, p)[i] = sum;
-        items[p] = (mt_grad_item){ p, mode == MT_GRAD_SUM ? r->src[p] : NULL, mode, reread,
+        items[p] = (mt_grad_item){ p, mode == MT_GRAD_SUM ? roundings(r, p) : NULL, mode, reread,
                                    sums(r, p) };
     }
     CHECK_OK(mt_offload_put(r->o, unit, items, TOY_PARAMS, r->t.run, &ticket));
@@ -226,7 +231,9 @@ static void put_sums(rig *r, int unit, mt_grad_mode mode, int reread, float sum)
 /* A rounding far from its sum shows where each of the two goes. */
 static void put_sum(rig *r, int unit, float rounding, float sum)
 {
-    fill(r, MT_BF16, rounding);
+    for (int p = 0; p < TOY_PARAMS; p++)
+        for (int64_t i = 0; i < 128; i++)
+            roundings(r, p)[i] = mt_f32_to_bf16(rounding);
     put_sums(r, unit, MT_GRAD_SUM, 0, sum);
 }
 
