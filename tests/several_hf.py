@@ -237,3 +237,28 @@ def refused(rank: int, group: Any) -> list[str]:
             except RuntimeError as why:
                 said.append(str(why))
     return said
+
+
+# ---- weights in the script's own arithmetic ------------------------------------------------------
+
+def own_arithmetic(rank: int, group: Any, streamed: bool) -> dict[str, Any]:
+    """The head multiplied outside of its module, as TRL does it, and weights in a penalty; of one, a view."""
+    losses = []
+    with _given(_model(), streamed) as model:
+        wrapped = DistributedDataParallel(model.model, process_group=group)
+        head = model.lm_head.weight
+        opt = _adamw(model, streamed)
+        for step in range(4):
+            row = Rows()[2 * step + rank]
+            hidden = wrapped(row["input_ids"][None]).last_hidden_state[0, :-1]
+            loss = nn.functional.cross_entropy(hidden @ head.t(), row["input_ids"][1:])
+            loss = loss + 0.01 * (1 + rank) * model.model.norm.weight.square().sum()
+            loss.backward()
+            if not streamed:                             # which DistributedDataParallel does not see
+                for p in (head,):
+                    dist.all_reduce(p.grad, group=group)
+                    p.grad /= 2
+            opt.step()
+            opt.zero_grad()
+            losses.append(loss.item())
+        return {"losses": losses, "weights": _digest(model), **_of_wrapper(wrapped)}
