@@ -388,8 +388,29 @@ def _penalty_loss(model: nn.Module, batch: dict[str, Any]) -> Tensor:
         p.float().square().sum() for p in model.parameters() if p.ndim == 1)
 
 
+class _Straight(torch.autograd.Function):
+    """Takes a weight as it is: nothing of it is seen by Python's tensors."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x @ weight.detach().clone().t()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return None, grad.flatten(0, -2).t() @ ctx.saved_tensors[0].flatten(0, -2)
+
+
+def _straight_loss(model: nn.Module, batch: dict[str, Any]) -> Tensor:
+    """As TRL's: the head's weight is given to a Function, outside of the model."""
+    hidden = model.model(batch["input_ids"]).last_hidden_state
+    return _Straight.apply(hidden.detach(), model.lm_head.weight).square().mean() + hidden.square().mean()
+
+
 def _case(name: str) -> Any:
     import zoo
+    if name == "straight":
+        return zoo.Case(name, zoo.CASES["llama"].build, zoo.text, _straight_loss)
     if name == "choosy":
         return zoo.Case(name, Choosy, _choosy_batch, _choosy_loss)
     if name == "penalty":

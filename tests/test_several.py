@@ -54,6 +54,7 @@ SITUATIONS = {
     "rounded_stochastically": Job("wide", "bfloat16", states="8bit-sr"),
     "in_backward": Job("wide", "bfloat16", clip=None, in_backward=True),
     "host_arithmetic": Job("penalty"),
+    "weight_to_a_function": Job("straight"),
     "two_slots": Job("wide", "bfloat16", plan=(("slots", 2), ("activations", "replay"))),
     "saved": Job("wide", "bfloat16", plan=(("activations", "saved"),)),
     "delays": Job("choosy", "float16", delay_us=1500),

@@ -114,12 +114,17 @@ class Exchange:
         return unit in self._held and not any(r.open for r in self._trained(unit))
 
     def route(self, record: Record) -> None:
-        """Autograd adds up gradients of this parameter: it took part in arithmetic on the host, or has hooks. What it
-        comes to on this rank is exchanged as others are, and `.grad` gets the sum alone."""
+        """Where autograd itself adds a gradient to this parameter's `.grad` (the parameter took part in arithmetic on
+        the host, was given to a Function as it is, or has hooks), what that comes to on this rank is exchanged as
+        others are, and `.grad` gets the sum alone."""
         if record not in self._routed and record.trainable:
             p = record.param
-            self._routed[record] = [p.register_hook(lambda _: self._stand_aside(record)),
+            self._routed[record] = [p.register_hook(lambda grad: self._stand_aside(record, grad)),
                                     p.register_post_accumulate_grad_hook(lambda _: self._take_over(record))]
+
+    def hooks(self, record: Record) -> int:
+        """That a parameter has from here."""
+        return len(self._routed.get(record, ()))
 
     def close(self) -> None:
         """Parameters are ordinary ones again."""
@@ -128,12 +133,15 @@ class Exchange:
                 handle.remove()
         self._routed.clear()
 
-    def _stand_aside(self, record: Record) -> None:
-        self._stood[record] = gradient.standing(record)
-        gradient.stand(record, None)
+    def _stand_aside(self, record: Record, grad: Tensor | None) -> None:
+        if grad is not None:                 # else it was streamed
+            self._stood[record] = gradient.standing(record)
+            gradient.stand(record, None)
 
     def _take_over(self, record: Record) -> None:
         """In whichever thread autograd has for the host."""
+        if record not in self._stood:
+            return
         self._routes.append((record, gradient.standing(record)))
         gradient.stand(record, self._stood.pop(record))
         self._home.join_task()

@@ -147,9 +147,11 @@ class HandOver:
         return out
 
     def _kind(self, record: Record, node: Any) -> str:
+        exchange = self.runtime.exchange
         with torch._C.DisableTorchFunctionSubclass():
-            hooked = record.param._backward_hooks or record.param._post_accumulate_grad_hooks
+            hooks = *(record.param._backward_hooks or ()), *(record.param._post_accumulate_grad_hooks or ())
             trains = record.param.requires_grad
+        hooked = len(hooks) > (0 if exchange is None else exchange.hooks(record))
         if not trains:                       # frozen since the forward: torch drops it too
             return "unwanted"
         if not record.was_trainable:         # frozen in a forward since then, and trained again
@@ -160,8 +162,6 @@ class HandOver:
             return "real"
         if not wanted:
             return "unwanted"
-        if hooked and self.runtime.exchange is not None:
-            self.runtime.exchange.route(record)
         return "real" if hooked or record.host_graph else "streamed"
 
     def _sum(self, record: Record, grad: Tensor | None, again: bool) -> Tensor | None:
@@ -195,12 +195,6 @@ class HandOver:
             return None
         out = torch.empty_strided(record.shape, record.stride, dtype=grad.dtype)
         return out.copy_(grad)
-
-    def by_autograd(self, record: Record) -> None:
-        """A graph on the host has the parameter, to whose `.grad` autograd will add."""
-        record.host_graph = True
-        if self.runtime.exchange is not None:
-            self.runtime.exchange.route(record)
 
     # ---- a graph task, from the first that we see of it to its end ----
 

@@ -7,6 +7,7 @@ from typing import Protocol
 import torch
 
 from .. import _core
+from ..graph.exchange import Exchange
 from ..graph.window import Window
 from ..store.records import Record
 from .homes import Homes
@@ -20,6 +21,7 @@ class Model(Protocol):
     records: list[Record]
     homes: Homes
     ring: Ring
+    exchange: Exchange | None
 
     @property
     def windows(self) -> Sequence[Window]: ...
@@ -51,3 +53,5 @@ class Trained:
             for w in model.windows:
                 w.split()
             model.ring.follow()
+            for r in model.records if model.exchange is not None else ():
+                model.exchange.route(r)

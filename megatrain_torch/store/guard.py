@@ -121,7 +121,7 @@ def _guarded_call(func: Any, args: Any, kwargs: Any) -> Any:
         record.runtime.planes.push(record, *record.moments)
     if not written and torch.is_grad_enabled() and _in_graph(out):
         for g in guarded:
-            g._mt.runtime.handover.by_autograd(g._mt)
+            g._mt.host_graph = True     # autograd itself adds to .grad on the host: see handover.py
     return _guard_aliases(out, guarded)
 
 
