@@ -9,6 +9,16 @@
 A rank that has no gradient of a parameter sends zeros. That others have one it hears at the end of backward, and has
 one from then on too: so `.grad` is there on every rank or on none.
 
+Gradients that autograd wants itself, for hooks or to add what a graph on the host gives, are this rank's own until
+the end of its backward, as with DistributedDataParallel, and go with the rest then, whatever other ranks have hooks of.
+What stood in `.grad` is set aside meanwhile.
+
+Where a rank has a tensor of its own in `.grad`, or over plane GRAD, which all hear as backward begins, every rank gets
+the whole sum at its end, and adds it there.
+
+A backward that is broken off on one rank is over on the others with an error: what it owes them it sends when its
+script goes on.
+
 The first gradients of a step are summed in fp32 here, and host memory gets the sum and (16-bit) what it rounds to;
 parts of further micro-batches are added there one by one. So the order of additions is that of one process to which the
 ranks' micro-batches come in turns.
@@ -20,7 +30,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -28,9 +38,11 @@ from torch import Tensor
 from torch import distributed as dist
 
 from .. import _core
+from ..base.errors import MegatrainError
 from ..group.ranks import Ranks
+from ..store import gradient
 from ..store.records import Record
-from .parcels import Layout, Parcel, pack, total
+from .parcels import Layout, Parcel, conform, pack, total
 
 SET, ADD, SUM = 0, 1, 2
 
@@ -61,6 +73,8 @@ class Home(Protocol):
 
     def would_claim(self, record: Record) -> int | None: ...
 
+    def held(self, record: Record) -> MegatrainError: ...
+
     def put(self, unit: int, items: list[tuple[Any, ...]], sources: list[Tensor], stream: int | None) -> None: ...
 
     def has_come(self, unit: int, records: list[Record]) -> None: ...
@@ -88,28 +102,42 @@ class Exchange:
         self._beside = Beside(model.device) if model.device.type == "cuda" else None
         self._asked = False                  # for room
         self.began = False                   # some gradient of the backward under way is to be exchanged
+        self._entire: dict[Record, Tensor | None] = {}   # of which every rank gets the whole sum; what this one has
+        self._aside: dict[Record, Tensor | None] = {}    # what `.grad` had of those whose gradients autograd adds
+        self._error = ""                     # why this backward fails on all ranks
 
     # ---- in backward ----
 
     def offer(self, unit: int, pairs: list[tuple[Record, Tensor]]) -> None:
         """Gradients that a window handed over, each of the record's form and on the compute device."""
-        held = self._held.setdefault(unit, {})
         for record, grad in pairs:
-            held[record] = held[record] + grad if record in held else grad
+            self._hold(record, grad)
         while self._turn >= 0 and (not self._trained(self._turn) or self._is_whole(self._turn)):
             self._send_next()
         while self._sent and (self._beside is not None or self._sent[0].work.is_completed()):
             self._bring_home(self._sent.popleft())
 
+    def _hold(self, record: Record, grad: Tensor) -> None:
+        held = self._entire if record in self._entire else self._held.setdefault(record.unit, {})
+        before = held.get(record)
+        held[record] = grad if before is None else before + grad
+
     def _is_whole(self, unit: int) -> bool:
         """Nothing more of the unit is to come, as far as can be known."""
-        return unit in self._held and not any(r.open for r in self._trained(unit))
+        return unit in self._held and not any(r.open or r in self._aside for r in self._trained(unit))
 
     def joins(self) -> None:
         """A gradient of this backward is to be exchanged, here or on another rank."""
         if not self.began:
             self._ask_room()
+            records = [r for unit in self._model.units for r in unit]
+            kept = self._ranks.control.any_of(torch.tensor([self._is_kept(r) for r in records], dtype=torch.uint8))
+            self._entire = {r: None for r, bit in zip(records, kept.tolist()) if bit}
             self.began, self._turn = True, len(self._model.units) - 1
+
+    def _is_kept(self, record: Record) -> bool:
+        """Is there no place for a portion of its gradient?"""
+        return record.was_trainable and record.numel > 0 and self._home.would_claim(record) is None
 
     def _ask_room(self) -> None:
         """Once, and whatever plans say that each rank makes for itself: all ask here, in one order."""
@@ -118,13 +146,62 @@ class Exchange:
             self._model.room.gradients(self._model.core)
             self._model.room.sums(self._model.core)
 
+    def sets_aside(self, record: Record) -> None:
+        """autograd puts this rank's gradient of it in `.grad`."""
+        self.joins()
+        if record not in self._aside:
+            self._aside[record] = gradient.standing(record)
+            gradient.stand(record, None)
+
+    def _put_back(self) -> list[tuple[Record, Tensor]]:
+        """`.grad` is what it was. What autograd put there meanwhile."""
+        found = []
+        for record, before in self._aside.items():
+            own = gradient.standing(record)
+            gradient.stand(record, before)
+            if own is not None:
+                found.append((record, conform(record, own.to(self._model.device))))
+            else:
+                self._error = self._error or (
+                    f"{record.name}: its gradient was gone before that of all ranks was known; a hook may change it in "
+                    "place, but an update in backward is mt.AdamW(in_backward=True)")
+        self._aside.clear()
+        return found
+
     def ends(self) -> None:
-        """The backward is over: what was not sent goes, and all is brought home."""
-        if not self.began:
-            return
+        """The backward is over: what was not sent goes, and all is brought home.
+
+        Raises:
+            MegatrainError: on every rank, where it failed on one.
+        """
+        if self.began:
+            for record, grad in self._put_back():
+                self._hold(record, grad)
+            self._finish()
+
+    def sweep(self) -> None:
+        """Nothing is under way, unless a backward raised: then the others hear of it."""
+        if self.began:
+            self._put_back()
+            self._error = "its backward was broken off"
+            with suppress(_Told):
+                self._finish()
+
+    def _finish(self) -> None:
+        try:
+            self._send_all()
+        finally:
+            self._held.clear()
+            self._sent.clear()
+            self._own.clear()
+            self._aside.clear()
+            self._entire = {}
+            self.began, self._turn, self._error = False, -1, ""
+
+    def _send_all(self) -> None:
         more = True
         while more:
-            some, more = self._any_rank()
+            some, more, failed = self._any_rank()
             while self._turn >= 0:
                 if any(r in some for r in self._trained(self._turn)):
                     self._send_next()
@@ -132,24 +209,50 @@ class Exchange:
                     self._turn -= 1
             while self._sent:
                 self._bring_home(self._sent.popleft())
-            for record in sorted(some - self._own, key=lambda r: r.pid):
-                self._home.claim(record)
-            self._tell(some)
+            for record in [r for r in self._entire if r in some]:
+                self._add_entire(record)
+            if not failed:
+                for record in sorted(some - self._own - self._entire.keys(), key=lambda r: r.pid):
+                    self._home.claim(record)
+                self._tell(some)
             self._own.clear()
             self._turn = len(self._model.units) - 1
-        self.sweep()
+        if failed:
+            self._fail()
 
-    def _any_rank(self) -> tuple[set[Record], bool]:
-        """Of which parameters any rank has a gradient; and whether one has some of units that were sent without."""
+    @torch.no_grad()
+    def _add_entire(self, record: Record) -> None:
+        own, self._entire[record] = self._entire[record], None
+        sent = torch.empty_strided(record.shape, record.stride, dtype=record.dtype)
+        whole = total(self._ranks.control.parts(sent.zero_() if own is None else sent.copy_(own)), self._scale)
+        gradient.current(record)                  # a late one becomes a tensor
+        gradient.add(record, whole.to(record.dtype))
+
+    def _fail(self) -> None:
+        texts = self._ranks.gather(self._error)
+        if self._error:
+            raise _Told(self._error)
+        raise MegatrainError(next(f"rank {rank}: {text}" for rank, text in enumerate(texts) if text))
+
+    def _any_rank(self) -> tuple[set[Record], bool, bool]:
+        """Of which parameters any rank has a gradient; whether one has some of units that were sent without; and
+        whether it fails on one."""
         records = [r for unit in self._model.units for r in unit]
-        own = set(self._own)
+        own = self._own | {r for r, grad in self._entire.items() if grad is not None}
         for unit, held in self._held.items():
             if unit <= self._turn:
                 own.update(held)
+            self._look_for_held(held)
         late = any(unit > self._turn for unit in self._held)
-        bits = torch.tensor([*(r in own for r in records), late], dtype=torch.uint8)
-        found = self._ranks.control.any_of(bits).tolist()
-        return {r for r, bit in zip(records, found) if bit}, bool(found[-1])
+        bits = torch.tensor([*(r in own for r in records), late, bool(self._error)], dtype=torch.uint8)
+        *found, more, failed = self._ranks.control.any_of(bits).tolist()
+        return {r for r, bit in zip(records, found) if bit}, bool(more), bool(failed)
+
+    def _look_for_held(self, records: Iterable[Record]) -> None:
+        """Of some there is no place for a gradient."""
+        for r in records:
+            if not self._error and self._home.would_claim(r) is None:
+                self._error = str(self._home.held(r))
 
     def _tell(self, some: set[Record]) -> None:
         units: dict[int, list[Record]] = {}
@@ -158,21 +261,10 @@ class Exchange:
         for unit in sorted(units, reverse=True):
             self._home.has_come(unit, sorted(units[unit], key=lambda r: r.index))
 
-    def sweep(self) -> None:
-        """Nothing is under way: at the end, or after a backward that raised."""
-        self._held.clear()
-        self._sent.clear()
-        self._own.clear()
-        self.began, self._turn = False, -1
-
-    def whole(self, grad: Tensor) -> Tensor:
-        """The sum of a gradient that autograd wants itself, on the host: of its form and type."""
-        return total(self._ranks.control.parts(grad), self._scale).to(grad.dtype)
-
     # ---- a unit's way ----
 
     def _trained(self, unit: int) -> list[Record]:
-        return [r for r in self._model.units[unit] if r.was_trainable and r.numel]
+        return [r for r in self._model.units[unit] if r.was_trainable and r.numel and r not in self._entire]
 
     def _layout(self, unit: int) -> Layout:
         records = self._trained(unit)
@@ -210,8 +302,11 @@ class Exchange:
     def _bring(self, sent: Sent) -> None:
         with self._ranks.control.named(f"exchanges gradients of unit {sent.unit}"):
             sent.work.wait()
-        modes = {r: self._home.claim(r) if r in sent.own else self._home.would_claim(r)
-                 for r in self._trained(sent.unit)}
+        self._look_for_held(sent.own)
+        modes = {r: self._home.would_claim(r) for r in self._trained(sent.unit)}
+        for r in sent.own:
+            if modes.get(r) is not None:
+                self._home.claim(r)
         parts = tuple(sent.buffers[0].view(self._ranks.size, -1))
         own = sent.layout.parcels[self._ranks.rank]
         first, later, sources = self._items(own, parts, modes)
@@ -247,6 +342,10 @@ class Exchange:
             first.append((r.index, _address(rounded), SUM, 0, _address(whole)) if half else
                          (r.index, _address(whole), SET, 0))
         return first, [items for items in later if items], sources
+
+
+class _Told(MegatrainError):
+    """What this rank has told the others."""
 
 
 class Beside:

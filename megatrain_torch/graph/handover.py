@@ -28,6 +28,7 @@ from ..store.records import Record, Use
 from ..store.state import in_backward
 from .door import Door
 from .exchange import Exchange
+from .parcels import conform
 from .swap import Swap
 from .untraced import Untraced
 
@@ -187,13 +188,13 @@ class HandOver:
         """Did .grad stand before this backward began?"""
         return gradient.standing(record) is not None and record.set_in != in_backward()
 
-    def _to_host(self, record: Record, grad: Tensor | None, summed: bool) -> Tensor | None:
-        """summed: over the processes that stream the model, as what is streamed is."""
+    def _to_host(self, record: Record, grad: Tensor | None, stays: bool) -> Tensor | None:
+        """For autograd. stays: it is added to `.grad`, and is to be exchanged from there."""
         if grad is None:
             return None
-        out = torch.empty_strided(record.shape, record.stride, dtype=grad.dtype).copy_(grad)
-        exchange = self.runtime.exchange
-        return out if exchange is None or not summed else exchange.whole(out)
+        if stays and self.runtime.exchange is not None:
+            self.runtime.exchange.sets_aside(record)
+        return torch.empty_strided(record.shape, record.stride, dtype=grad.dtype).copy_(grad)
 
     # ---- a graph task, from the first that we see of it to its end ----
 
@@ -240,6 +241,11 @@ class HandOver:
         self.runtime.reads.forget()
         self.runtime.trace.handed_over()
 
+    def broken_off(self) -> None:
+        """Was there a backward that raised? The others of several processes are not to wait until the next forward."""
+        if self.runtime.exchange is not None and self.runtime.exchange.began and in_backward() == -1:
+            self.sweep()
+
     def sweep(self) -> None:
         """After a backward that raised: its callback never ran."""
         for record in self.summed.values():
@@ -261,7 +267,7 @@ class HandOver:
             if exchange is None:
                 self._send_unit(unit, pairs)
             else:
-                exchange.offer(unit, [(r, self._conform(r, grad)) for r, grad in pairs])
+                exchange.offer(unit, [(r, conform(r, grad)) for r, grad in pairs])
 
     def _send_unit(self, unit: int, pairs: list[tuple[Record, Tensor]]) -> None:
         items, sources = [], []
@@ -270,7 +276,7 @@ class HandOver:
         if passing:
             self._may_pass([r for r, _ in pairs])
         for record, grad in pairs:
-            grad = self._conform(record, grad)
+            grad = conform(record, grad)
             mode = SET if passing else self._claim(record)
             if mode is None:
                 gradient.add(record, grad)
@@ -338,16 +344,6 @@ class HandOver:
             self.alive.popleft()
 
     @staticmethod
-    def _conform(record: Record, grad: Tensor) -> Tensor:
-        """Dense, with the host plane's strides: what one plain copy needs."""
-        if grad.layout != torch.strided:
-            raise MegatrainError(f"{record.name}: its gradient is {grad.layout}; use dense gradients (sparse=False)")
-        if grad.stride() == record.stride and grad.dtype == record.dtype:
-            return grad.detach()
-        with torch.no_grad():
-            return torch.empty_strided(record.shape, record.stride, dtype=record.dtype, device=grad.device).copy_(grad)
-
-    @staticmethod
     def _claim(record: Record) -> int | None:
         """SET or ADD into the GRAD plane; None when somebody has a tensor over it, or `.grad` is one of the user's."""
         if gradient.begin(record):
@@ -363,7 +359,7 @@ class HandOver:
         """
         mode = self._claim(record)
         if mode is None:
-            self._refuse_held(record)
+            raise self.held(record)
         record.summed = record.dtype.itemsize == 2
         return mode
 
@@ -374,10 +370,10 @@ class HandOver:
         return ADD if gradient.take_back(record) else None
 
     @staticmethod
-    def _refuse_held(record: Record) -> None:
-        raise MegatrainError(f"{record.name}: its .grad is in memory of its own, or somebody keeps it, and further "
-                             "gradients of several processes cannot be added to that: zero_grad(set_to_none=True), and "
-                             "let go of it, before the next backward")
+    def held(record: Record) -> MegatrainError:
+        return MegatrainError(f"{record.name}: its .grad is in memory of its own, or somebody keeps it, and further "
+                              "gradients of several processes cannot be added to that: zero_grad(set_to_none=True), "
+                              "and let go of it, before the next backward")
 
     def release(self) -> None:
         """Compute has waited for every copy: nothing needs to be kept."""

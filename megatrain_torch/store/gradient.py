@@ -64,7 +64,7 @@ def standing(record: Record) -> Tensor | None:
         return record.param.grad
 
 
-def _stand(record: Record, grad: Tensor | None) -> None:
+def stand(record: Record, grad: Tensor | None) -> None:
     with torch._C.DisableTorchFunctionSubclass():
         record.param.grad = grad
 
@@ -113,7 +113,7 @@ def show(record: Record) -> Tensor:
         grad, record.shown = _over(record, array), weakref.ref(array)
         if record.summed and record.unit in record.runtime.homes.settled:
             record.seen = grad.clone()
-    _stand(record, grad)
+    stand(record, grad)
     return grad
 
 
@@ -136,14 +136,14 @@ def take_back(record: Record) -> bool:
     if grad is None or not kept(record) or not _is_plane(record, grad):
         return False
     again = weakref.ref(grad)
-    _stand(record, record.late)
+    stand(record, record.late)
     del grad
     if not kept(record):
         record.written |= not record.summed or _differs(record)
         record.seen = None
         return True
     found = again()                          # else a view of it is kept, and not the tensor
-    _stand(record, _over(record, record.shown()) if found is None else found)
+    stand(record, _over(record, record.shown()) if found is None else found)
     return False
 
 
@@ -200,4 +200,4 @@ def add(record: Record, grad: Tensor) -> None:
 def release(record: Record) -> None:
     """The store goes: what is late gets memory of its own."""
     if take_back(record):
-        _stand(record, record.view("GRAD").clone())
+        stand(record, record.view("GRAD").clone())
