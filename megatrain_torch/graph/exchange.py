@@ -93,6 +93,8 @@ class Sent(NamedTuple):
 class Exchange:
     def __init__(self, model: Model, home: Home, ranks: Ranks, mean: bool) -> None:
         self._model, self._home, self._ranks = model, home, ranks
+        # Two models' units would meet in one group where a rank has not all of them: its order is another then.
+        self._group = ranks.data if model.device.type == "cuda" else ranks.control.carrier()
         self._scale = 1 / ranks.size if mean else 1.0
         self._held: dict[int, dict[Record, Tensor]] = {}
         self._sent: deque[Sent] = deque()
@@ -290,8 +292,9 @@ class Exchange:
         for parcels, buffer in zip(layout.parcels, torch.split(outward, layout.bytes)):
             pack(parcels, grads, buffer)
         with self._ranks.control.named(f"exchanges gradients of unit {unit}"):
-            work = dist.all_to_all_single(inward, outward, [own] * size, layout.bytes, group=self._ranks.data,
-                                          async_op=True)
+            how = dist.AllToAllOptions()
+            how.asyncOp = True
+            work = self._group.alltoall_base(inward, outward, [own] * size, layout.bytes, how)
         return Sent(unit, layout, set(grads), work, (inward, outward))
 
     @torch.no_grad()
