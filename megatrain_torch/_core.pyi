@@ -64,7 +64,7 @@ class Engine:
         is not kept alive.
         """
     def gone(self) -> list[tuple[int, int]]:
-        """(rank, process) of other ranks whose process ended without closing its engine."""
+        """(rank, process) of other ranks that have closed their engine, or whose process ended."""
     def spread(self, unit: int, param: int, planes: int) -> None:
         """What user code wrote in place, into plane()'s arrays of the parameter, is what all ranks have from now on: of
         these planes (bits 1 << plane) each gives its own portion. Every rank calls it, for the same in the same order,
@@ -199,7 +199,8 @@ class Engine:
         """items: (param, address, mode 0 SET / 1 ADD / 2 SUM, reread[, sum]). Returns the ticket. Marks the trace.
 
         Addresses are of the first element that owned() has. SUM, of 16-bit parameters: `sum` is the address of what
-        counts as the micro-batches' sum in fp32, `address` of its rounding in the weight's type.
+        counts as the micro-batches' sum in fp32, `address` of its rounding in the weight's type. ADD of such: where
+        `sum` is not 0 that is added, and `address` is not looked at.
         """
     def land(self, stream: int) -> None:
         """The stream waits for the copies of all gradients handed over so far; passed() then has them."""

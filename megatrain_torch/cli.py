@@ -22,6 +22,7 @@ from collections.abc import Sequence
 from ._core import __version__
 from .base.errors import MegatrainError
 from .commands import doctor, evaluate, export, generate, plan, report, resume, train
+from .commands.launch import complain
 from .commands.say import Stopped
 from .commands.settings import unknown
 
@@ -33,12 +34,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return args.run(args) or 0
     except (MegatrainError, OSError) as why:
-        sys.stderr.write(f"megatrain: {_of_system(why) if isinstance(why, OSError) else why}\n")
+        complain(_of_system(why) if isinstance(why, OSError) else str(why))
         return 1
     except Stopped as why:
         return 128 + why.signal
     except KeyboardInterrupt:
-        sys.stderr.write("megatrain: interrupted\n")
+        complain("interrupted")
         return 128 + signal.SIGINT
 
 
@@ -62,11 +63,13 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     if rest:
         flags = [flag for flag in verbs[args.verb]._option_string_actions if flag.startswith("--")]
         parser.error(unknown(rest[0].split("=")[0], flags))
+    if "words" in args:                  # of a verb that starts processes which run the same
+        args.words = words
     return args
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser("megatrain", description="Training models larger than the GPU, on one GPU.")
+    parser = argparse.ArgumentParser("megatrain", description="Training models larger than the GPU, on one or several.")
     parser.add_argument("--version", action="version", version=f"megatrain {__version__}")
     commands = parser.add_subparsers(required=True, dest="verb", metavar="VERB")
     for verb in (train, resume, evaluate, export, generate, report, doctor, plan):

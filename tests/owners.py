@@ -103,16 +103,17 @@ class Party:
 
     def hand_over(self, unit: int, grads: list[Tensor], mode: int, sums: list[Tensor] | None = None,
                   changed: bool = False) -> None:
-        """grads: whole ones. mode SUM: they are roundings of sums, but for fp32 parameters' own. changed: by the user,
-        what they are added to."""
+        """grads: whole ones. sums: with SUM they are roundings of these, with ADD these are added instead; of fp32
+        parameters they are the sums. changed: by the user, what they are added to."""
         items = []
         grads = [grad.to(self.device) for grad in grads]
         sums = sums and [total.to(self.device) for total in sums]
         for i, grad in enumerate(grads):
             first, n = self.engine.owned(unit, i)
             at = grad.data_ptr() + first * grad.itemsize if n else 0
-            if mode == SUM and grad.dtype != torch.float32:
-                items.append((i, at, SUM, False, sums[i].data_ptr() + 4 * first if n else 0))
+            if sums is not None and grad.dtype != torch.float32:
+                of = sums[i].data_ptr() + 4 * first if n else 0
+                items.append((i, 0 if mode == ADD else at, mode, changed, of))
             else:
                 items.append((i, at, SET if mode == SUM else mode, changed))
         self.sources.append((grads, sums))
@@ -239,3 +240,19 @@ def together(owners: list[Party], call: Callable[[Party], object]) -> list[BaseE
     for thread in threads:
         thread.join()
     return raised
+
+
+def fp32(seed: int, unit: int) -> list[Tensor]:
+    """Sums, of which 16 bits are not all."""
+    made = torch.Generator().manual_seed(1000 * seed + unit)
+    return [torch.randn(n, generator=made) for _, n in UNITS[unit]]
+
+
+def train_by_sums(whole: Party, owners: list[Party]) -> None:
+    """Three micro-batches come, each as a sum that several processes made: fp32(3, unit), 4 and 5."""
+    for u, params in enumerate(UNITS):
+        rounded = [[x.to(TYPES[kind]) for x, (kind, _) in zip(fp32(seed, u), params)] for seed in (3, 4, 5)]
+        for party in (whole, *owners):
+            party.hand_over(u, rounded[0], SUM, fp32(3, u))
+            party.hand_over(u, rounded[1], ADD, fp32(4, u))
+            party.hand_over(u, rounded[2], ADD, fp32(5, u))

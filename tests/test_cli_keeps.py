@@ -16,6 +16,7 @@ import pytest
 
 pytest.importorskip("transformers")
 from test_cli import TEXT, bytes_tokenizer, megatrain, refused, threads, toy, toy_model  # noqa: F401
+from transformers import TrainerControl
 
 import megatrain_torch as mt
 from megatrain_torch import MegatrainError, cli
@@ -23,6 +24,7 @@ from megatrain_torch.commands import folder, inlined
 from megatrain_torch.commands.loop import Bar, Requests
 from megatrain_torch.commands.owned import FILE, LOCK, MARKER, Owned
 from megatrain_torch.commands.settings import write_yaml
+from megatrain_torch.commands.team import Team
 from megatrain_torch.reports.tracing import Trace
 
 Tree = dict[str, bytes | str]
@@ -318,13 +320,15 @@ def test_a_signal_ends_a_run_with_its_own_status_behind_a_checkpoint(made: Path,
 
 
 def test_the_first_signal_says_how_a_run_ends() -> None:
-    requests = Requests()
+    requests = Requests(Team())
     requests._heard(signal.SIGUSR1, None)
     assert requests.save and not requests.stop
     requests._heard(signal.SIGTERM, None)
     with pytest.raises(KeyboardInterrupt):
         requests._heard(signal.SIGINT, None)
-    assert requests.stop == signal.SIGTERM
+    control = TrainerControl()
+    requests.on_step_end(None, None, control)
+    assert requests.stop == signal.SIGTERM and control.should_save and control.should_training_stop
 
 
 def test_without_a_terminal_the_loss_is_told_every_30_seconds_and_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,8 +2,10 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import runpy
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -66,6 +68,25 @@ def test_a_recipe_resumes_as_if_it_had_not_stopped(name: str, at: int, end: int,
     assert again == {step: whole[step] for step in again}
 
 
+def together(folder: Path, processes: int, *words: str) -> str:
+    """What several_gpus.py says, started by torchrun."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes),
+               str(FOLDER / "several_gpus.py"), "--tiny", *words]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_several_processes_learn_and_go_on_in_another_number(tmp_path: Path) -> None:
+    first = together(tmp_path, 2, "--steps", "11")
+    losses = [float(loss) for loss in re.findall(r"^step \d+  loss (\S+)", first, re.MULTILINE)]
+    assert len(losses) == 2 and losses[1] < losses[0] - 1, first
+    again = together(tmp_path, 1, "--steps", "13", "--resume")
+    assert [step for step, _ in steps(again).items()] == ["12"], again
+    assert float(re.search(r"loss (\S+)", again)[1]) < losses[0] - 1
+
+
 @pytest.mark.parametrize("name, words, says", [
     ("finetune_chat", ["--seq", "1"], "the assistant says nothing"),
     ("continue_pretraining", ["--seq", "4096"], "7 rows of 4096 tokens; at least 10"),
@@ -104,8 +125,8 @@ def test_a_conversation_counts_by_what_is_learnt_of_it(run: Run, tmp_path: Path)
 
 def test_the_page_lists_every_recipe_and_what_is_asked_for_is_said(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
     page = (FOLDER / "README.md").read_text()
-    assert {p.stem for p in FOLDER.glob("*.py")} == {*RECIPES, "tiny", "train_shakespeare"}
-    assert all(f"`{name}.py`" in page for name in RECIPES)
+    assert {p.stem for p in FOLDER.glob("*.py")} == {*RECIPES, "several_gpus", "tiny", "train_shakespeare"}
+    assert all(f"`{name}.py`" in page for name in (*RECIPES, "several_gpus"))
     with pytest.raises(SystemExit):
         run("finetune_chat")
     assert "a model and data are needed, or --tiny" in capsys.readouterr().err

@@ -103,7 +103,7 @@ def test_gradients_are_exchanged_and_their_sum_comes_home_in_parts() -> None:
     layer = 2
     n = WIDE.units[layer].trained
     of = exchange(4, 1)
-    assert of.home[layer] == math.ceil(6 * n / 4) and of.further[layer] == 2 * n
+    assert of.home[layer] == math.ceil(6 * n / 4) and of.further[layer] == math.ceil(4 * n / 4)
     assert of.exchange_s[layer] == pytest.approx(2 * n * 3 / 4 / 100e9 + (2 * n + 4 * n / 4) / 1000e9)
     assert of.lost_s[layer] == pytest.approx(2 * n * 3 / 4 / 50e9)
     assert not of.network_s.any() and not of.spread_s.any() and not of.on_link
@@ -131,6 +131,26 @@ def test_a_machine_has_one_store_and_its_part_of_the_states(gpus: int, machines:
         assert host[plane] == -(-one[plane] // machines)
     assert host["sums"] == -(-2 * one["gradients"] // machines), "in fp32, from the first micro-batch on"
     assert host["Python, torch, driver"] == gpus * GIB
+
+
+@pytest.mark.parametrize("gpus, machines", [(2, 1), (8, 1), (2, 4)])
+def test_of_further_micro_batches_a_machine_adds_one_sum(gpus: int, machines: int) -> None:
+    """In fp32, of its part, whatever number of ranks made it."""
+    fleet, machine = Fleet(gpus, machines), dataclasses.replace(LINKED, host_gbps=100.0)
+    assert fleet.added == pytest.approx(16 / 14 / machines) and Fleet().added == 1
+    more = fleet.memory_s(machine, "fp32", 1e9, 4) - fleet.memory_s(machine, "fp32", 1e9, 1)
+    assert more == pytest.approx(3 * 16e9 / machines / 100e9)
+    staging = {fleet: planned("several micro-batches", machine=machine, gpus=fleet.gpus, machines=fleet.machines)
+               .host["staging"] for fleet in (Fleet(), fleet)}
+    assert staging[fleet] == -(-2 * staging[Fleet()] // machines)
+
+
+def test_further_micro_batches_cost_many_gpus_little() -> None:
+    machine = dataclasses.replace(LINKED, host_bytes=10**12, host_gbps=400.0, vram_bytes=80 * GIB)
+    seconds = {gpus: [mt.plan(seven(12), machine=machine, gpus=gpus, micro=micro, **ASKED).seconds for micro in (1, 4)]
+               for gpus in (2, 8)}
+    shares = [one / four for one, four in seconds.values()]
+    assert min(shares) > 0.75 and max(shares) - min(shares) < 0.05
 
 
 def test_what_a_gpu_keeps_in_host_memory_is_there_for_each() -> None:

@@ -1,4 +1,4 @@
-"""Several processes on the CPU device: the bits of one process to which their micro-batches come in turns."""
+"""Several processes on the CPU device: the bits of one process that adds up their micro-batches in a stated order."""
 from __future__ import annotations
 
 import os
@@ -38,8 +38,10 @@ def test_any_number_of_any_type(pool: Pool, size: int, dtype: str) -> None:
 
 
 SITUATIONS = {
-    "micro_batches": Job("wide", "bfloat16", micro=2),
+    "micro_batches": Job("wide", "bfloat16", micro=3),
     "micro_batches_fp32": Job("llama", micro=3),
+    "micro_batches_fp16_of_3": Job("wide", "float16", reduce="sum", micro=2, delay_us=200),
+    "micro_batches_of_4": Job("choosy", "bfloat16", micro=2),
     "looked_at": Job("wide", "bfloat16", look=True),
     "looked_at_micro": Job("wide", "bfloat16", look=True, micro=2),
     "no_clip": Job("wide", clip=None),
@@ -54,13 +56,14 @@ SITUATIONS = {
     "host_arithmetic": Job("penalty"),
     "two_slots": Job("wide", "bfloat16", plan=(("slots", 2), ("activations", "replay"))),
     "saved": Job("wide", "bfloat16", plan=(("activations", "saved"),)),
-    "delays": Job("choosy", "float16", reduce="sum", delay_us=1500),      # a half of a small fp16 number is rounded
+    "delays": Job("choosy", "float16", delay_us=1500),
 }
+SIZES = {"left_out_and_twice": 4, "codes": 4, "micro_batches_fp16_of_3": 3, "micro_batches_of_4": 4}
 
 
 @pytest.mark.parametrize("name", SITUATIONS)
 def test_situations(pool: Pool, name: str) -> None:
-    check(pool, 4 if name in ("left_out_and_twice", "codes") else 2, SITUATIONS[name])
+    check(pool, SIZES.get(name, 2), SITUATIONS[name])
 
 
 @pytest.mark.parametrize("job", [Job("wide", "bfloat16"), Job("choosy", "float16", states="8bit")], ids=lambda j: j.dtype)
@@ -76,6 +79,17 @@ def test_a_checkpoint_is_that_of_any_number(pool: Pool, job: Job, tmp_path: Path
 
 def test_what_scripts_do(pool: Pool) -> None:
     assert pool.call("several:habits", 2) == [[], []]
+
+
+@pytest.mark.parametrize("what", [
+    "hooks_on_one", "hooks_in_another_order", "grads_kept_on_one", "grads_of_ones_own", "penalty_before",
+    "update_in_a_hook", "two_models", "backward_breaks_on_one", "backward_breaks_on_all", "refused_on_one"])
+def test_what_not_all_ranks_do(pool: Pool, what: str) -> None:
+    assert pool.call(f"several_odd:{what}", 2, timeout=60.0) == ["", ""]
+
+
+def test_a_save_that_fails_on_one(pool: Pool, tmp_path: Path) -> None:
+    assert pool.call("several_odd:save_fails_on_one", 2, str(tmp_path / "c"), timeout=60.0) == ["", ""]
 
 
 @pytest.mark.parametrize("what, said", [

@@ -362,7 +362,7 @@ static PyMethodDef methods[] = {
       "them." },
     { "gone", mt_engine_gone, METH_NOARGS,
       "gone($self)\n--\n\n"
-      "[(rank, process)] of other ranks whose process ended without closing its engine." },
+      "[(rank, process)] of other ranks that have closed their engine, or whose process ended." },
     { "spread", mt_engine_spread, METH_VARARGS,
       "spread($self, unit, param, planes, /)\n--\n\n"
       "What every rank wrote where plane() shows a parameter is what all have; bits 1 << plane." },

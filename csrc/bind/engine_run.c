@@ -407,7 +407,7 @@ PyObject *mt_engine_stats(PyObject *self, PyObject *unused)
 
 static int item_at(mt_engine *e, int unit, PyObject *tuple, mt_grad_item *out)
 {
-    unsigned long long address, sum = 0;
+    unsigned long long address, sum = 0, needed;
     int                param, mode, reread;
     int64_t            from;
 
@@ -417,8 +417,9 @@ static int item_at(mt_engine *e, int unit, PyObject *tuple, mt_grad_item *out)
         return -1;
     if (mt_engine_param(e, unit, param) < 0)
         return -1;
+    needed = mode == MT_GRAD_ADD && sum != 0 ? sum : address;
     if (mode < MT_GRAD_SET || mode > MT_GRAD_SUM ||
-        (address == 0 && mt_store_owned(e->cx.store, unit, param, &from) > 0)) {
+        (needed == 0 && mt_store_owned(e->cx.store, unit, param, &from) > 0)) {
         PyErr_Format(e->error, "unit %d (%s), parameter %d: mode %d, address %llu; mode is 0 "
                      "(set), 1 (add) or 2 (sum), and the address is not 0", unit,
                      mt_store_name(e->cx.store, unit), param, mode, address);

@@ -260,7 +260,7 @@ PyObject *mt_engine_spread(PyObject *self, PyObject *args)
     Py_RETURN_NONE;
 }
 
-/* Ranks whose process is gone, without having closed its engine. */
+/* Ranks that have closed their engine, or whose process is gone. */
 PyObject *mt_engine_gone(PyObject *self, PyObject *unused)
 {
     mt_engine *e = mt_engine_usable(self);
@@ -270,7 +270,7 @@ PyObject *mt_engine_gone(PyObject *self, PyObject *unused)
     for (int r = 0; found != NULL && e->cx.share != NULL && r < e->ranks; r++) {
         PyObject *one;
 
-        if (r == e->rank || mt_share_presence(e->cx.share, r) != MT_RANK_DIED)
+        if (r == e->rank || mt_share_presence(e->cx.share, r) == MT_RANK_HERE)
             continue;
         one = Py_BuildValue("(iL)", r, (long long)mt_share_process(e->cx.share, r));
         if (one == NULL || PyList_Append(found, one) < 0)

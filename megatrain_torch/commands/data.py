@@ -265,6 +265,16 @@ def held_out(found: list[Document], share: float, seed: int) -> tuple[list[Docum
     return order, []
 
 
+class NoRow(dict):
+    """In the place of a row where others have more of them."""
+
+    @staticmethod
+    def of(seq: int) -> NoRow:
+        """Nothing is learned of it."""
+        return NoRow(input_ids=torch.zeros(seq, dtype=torch.int64), position_ids=torch.arange(seq),
+                     labels=torch.full((seq,), IGNORED))
+
+
 @dataclass(frozen=True, eq=False)
 class Rows(torch.utils.data.Dataset):
     """ids: [rows, seq], of two bytes where they fit; learned, begins: [rows, seq] bool: what is a target, where a
@@ -281,7 +291,10 @@ class Rows(torch.utils.data.Dataset):
     def __len__(self) -> int:
         return len(self.ids)
 
-    def __getitem__(self, i: int) -> dict[str, torch.Tensor]:
+    def __getitem__(self, i: int | None) -> dict[str, torch.Tensor]:
+        """None: no row."""
+        if i is None:
+            return NoRow.of(self.ids.shape[1])
         ids = self.ids[i].astype(np.int64)
         return {"input_ids": torch.from_numpy(ids), "position_ids": torch.from_numpy(_positions(self.begins[i])),
                 "labels": torch.from_numpy(np.where(self.learned[i], ids, IGNORED))}
@@ -376,6 +389,7 @@ def _fitted(found: Sequence[Document], seq: int) -> list[list[Document]]:
 def collate(flat: bool) -> Callable[[list[dict[str, torch.Tensor]]], dict[str, torch.Tensor]]:
     """Rows to a micro-batch: [B, seq], or, flat, [1, B * seq]: positions start again at each row anyhow."""
     def batch(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+        rows = [r for r in rows if not isinstance(r, NoRow)] or rows[:1]
         stacked = {name: torch.stack([r[name] for r in rows]) for name in rows[0]}
         return {name: t.reshape(1, -1) for name, t in stacked.items()} if flat else stacked
 

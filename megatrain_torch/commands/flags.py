@@ -13,8 +13,9 @@ from ..plans.changes import typed
 class Flags:
     """A verb's flags, and how changes of a plan are written with them."""
 
-    def __init__(self, names: Iterable[str]) -> None:
-        self.names = tuple(names)
+    def __init__(self, names: Iterable[str], gpus: int = 1) -> None:
+        """gpus: a plan's tokens are one GPU's, a verb's are those of so many."""
+        self.names, self._gpus = tuple(names), gpus
 
     def knows(self, changes: dict[str, Any]) -> bool:
         """Has the verb a flag for each?"""
@@ -30,6 +31,8 @@ class Flags:
         return f"{self.alone(changes)}{room}"
 
     def flag(self, name: str, value: Any) -> list[str]:
+        if name == "tokens":
+            value *= self._gpus
         return [f"--{name}", "FOLDER" if name == "nvme" else str(typed(name, value))]
 
     def told(self, why: MegatrainError) -> str:
@@ -43,4 +46,7 @@ class Flags:
             return re.sub("^machine:? ", "--machine ", text)
         text = text.replace("nvme limit=", "nvme_limit=")
         return re.sub(rf"(?<![\w.,'\"-])({'|'.join(self.names)})=('[^']*'|\"[^\"]*\"|[^\s,;:)]*[^\s,;:.)])",
-                      lambda m: f"--{m[1].replace('_', '-')} {m[2].strip(chr(39) + chr(34))}", text)
+                      lambda m: f"--{m[1].replace('_', '-')} {self._all(m[1], m[2].strip(chr(39) + chr(34)))}", text)
+
+    def _all(self, name: str, value: str) -> str:
+        return str(int(value) * self._gpus) if name == "tokens" and value.isdigit() else value

@@ -8,6 +8,7 @@ what bound each step; signals that save and stop.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import math
 import shutil
@@ -19,7 +20,10 @@ from pathlib import Path
 from time import monotonic
 from typing import Any
 
+import torch
+from accelerate.data_loader import SeedableRandomSampler
 from torch import nn
+from torch.utils.data import Sampler, SequentialSampler
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from ..base.errors import MegatrainError
@@ -29,26 +33,68 @@ from ..checkpoint.save import Saving, save
 from ..reports.api import last_step
 from ..reports.storage import storage
 from ..reports.tracing import Trace
+from .data import IGNORED
 from .folder import checkpoints
 from .owned import LOG, UNFINISHED, WHOLE, Owned
 from .say import say
+from .team import Team
 
 LONG_S = 5.0                         # a step that takes longer tells how far it is
 EVERY_S = 30.0                       # without a terminal: between two lines with the loss
 
 
 class StreamedTrainer(Trainer):
-    """Trainer for a model of mt.stream with mt.AdamW as optimizer. convert: as in mt.load, of what it resumes from."""
+    """Trainer for a model of mt.stream with mt.AdamW as optimizer. convert: as in mt.load, of what it resumes from.
+    trace, owned: None where another process of the team has the folder."""
 
-    def __init__(self, *args: Any, trace: Trace, tokens: int, convert: bool, owned: Owned, **kw: Any) -> None:
+    def __init__(self, *args: Any, team: Team, trace: Trace | None, tokens: int, convert: bool, owned: Owned | None,
+                 **kw: Any) -> None:
         super().__init__(*args, **kw)
-        self._trace, self._tokens, self._convert, self._owned = trace, tokens, convert, owned
+        self._team, self._trace, self._owned = team, trace, owned
+        self._tokens, self._convert = tokens, convert
         self._logged: tuple[int, float] | None = None        # step, and when; None: before the first of this process
         self._saving: Saving | None = None
 
     def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kw: Any) -> Any:
         """Without a cache of keys and values: with one, a packed row is taken for one sequence."""
         return super().compute_loss(model, {**inputs, "use_cache": False}, *args, **kw)
+
+    def get_train_dataloader(self) -> Any:
+        made = super().get_train_dataloader()
+        if self._fills():
+            made.set_sampler(made.batch_sampler.batch_sampler.sampler)   # resumed, it hears of epochs from there alone
+        return made
+
+    def _fills(self) -> bool:
+        """Other models take a mean over each micro-batch: of none it is no number."""
+        return self._team.size > 1 and self.model_accepts_loss_kwargs
+
+    def _get_train_sampler(self, *args: Any) -> Any:
+        if not self._fills():
+            return super()._get_train_sampler(*args)
+        return Filled(SeedableRandomSampler(self.train_dataset), self._train_batch_size * self._team.size)
+
+    def _get_eval_sampler(self, rows: Any) -> Any:
+        if self._team.size == 1:
+            return super()._get_eval_sampler(rows)
+        return Filled(SequentialSampler(rows), self.args.eval_batch_size * self._team.size)
+
+    # ---- what is held out: nats per target, whatever rows are together ----
+
+    def evaluation_loop(self, *args: Any, **kw: Any) -> Any:
+        self._seen = torch.zeros(2, dtype=torch.float64, device=self.args.device)        # sum of losses, targets
+        found = super().evaluation_loop(*args, **kw)
+        total, targets = self.accelerator.reduce(self._seen, "sum").tolist()
+        found.metrics["eval_loss"] = total / targets if targets else math.nan
+        return found
+
+    def prediction_step(self, model: nn.Module, inputs: dict[str, Any], *_: Any, **__: Any) -> tuple[Any, None, None]:
+        inputs = self._prepare_inputs(inputs)
+        targets = (inputs["labels"][:, 1:] != IGNORED).sum()
+        with torch.no_grad():
+            loss = model(**inputs, use_cache=False).loss
+        self._seen += torch.stack([loss.double() * targets, targets]) if targets else 0
+        return loss, None, None
 
     # ---- log.jsonl ----
 
@@ -59,7 +105,7 @@ class StreamedTrainer(Trainer):
             self._logged = (step, now)
             logs |= {"bound": last_step(self.model).bound,
                      "tokens_per_second": round((step - before) * self._tokens / (now - then), 1)}
-        if "loss" in logs or "eval_loss" in logs:
+        if self._team.first and ("loss" in logs or "eval_loss" in logs):
             line = {"step": self.state.global_step} | logs
             with Path(self.args.output_dir, LOG).open("a") as out:
                 out.write(json.dumps(line) + "\n")
@@ -73,18 +119,24 @@ class StreamedTrainer(Trainer):
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """Begins one: training goes on while the disk writes. It counts when it has its trainer_state.json."""
         self.finish_saving()
-        run = Path(self.args.output_dir)
-        beside = run / UNFINISHED
-        shutil.rmtree(beside, ignore_errors=True)
-        beside.mkdir()
-        self._save_rng_state(str(beside))
-        self.processing_class.save_pretrained(beside)
-        self.state.save_to_json(str(beside / WHOLE))
         name = f"checkpoint-{self.state.global_step}"
-        self._owned.begin(name, {path.name: None for path in beside.iterdir()})
-        self._saving = save(self.model, self._optimizer(), run / name,
+        beside = Path(self.args.output_dir, UNFINISHED)
+        self._team.first_does(lambda: self._make(beside))
+        with self._team.as_one():
+            self._save_rng_state(str(beside))
+        self._team.first_does(lambda: self._list(name, beside))
+        self._saving = save(self.model, self._optimizer(), beside.parent / name,
                             scheduler=self.lr_scheduler, asynchronous=True)
         self.write_pages()
+
+    def _make(self, beside: Path) -> None:
+        shutil.rmtree(beside, ignore_errors=True)
+        beside.mkdir()
+        self.processing_class.save_pretrained(beside)
+        self.state.save_to_json(str(beside / WHOLE))
+
+    def _list(self, name: str, beside: Path) -> None:
+        self._owned.begin(name, {path.name: None for path in beside.iterdir()})
 
     def finish_saving(self) -> None:
         """Waits for the checkpoint under way; then older ones may go. Interrupted, it is under way still."""
@@ -96,13 +148,18 @@ class StreamedTrainer(Trainer):
         except MegatrainError:
             self._saving = None
             raise
+        if self._team.first:
+            self._name(saving)
+        self._saving = None
+
+    def _name(self, saving: Saving) -> None:
+        """A checkpoint that is written counts from now on."""
         beside = saving.folder.parent / UNFINISHED
         for path in sorted(beside.iterdir(), key=lambda p: p.name == WHOLE):
             manifest.sync(path)
             path.rename(saving.folder / path.name)
         manifest.sync(saving.folder)
         beside.rmdir()
-        self._saving = None
         self._owned.made(saving.folder.name)
         for old in checkpoints(saving.folder.parent)[:-self.args.save_total_limit]:
             if stays := self._owned.remove(old.name):
@@ -124,6 +181,8 @@ class StreamedTrainer(Trainer):
 
     def write_pages(self) -> None:
         """What `megatrain report` shows of the last steps."""
+        if self._trace is None:
+            return
         run = Path(self.args.output_dir)
         (run / "storage.html").write_text(storage(self.model)._repr_html_())
         if steps := self._trace.steps(1):
@@ -132,18 +191,39 @@ class StreamedTrainer(Trainer):
                 self._trace.picture(run / "timeline.svg")
 
 
+class Filled(Sampler[int | None]):
+    """Rows in the order that one process takes them in, and then none, up to a whole number of `together`: so each step
+    of several processes has the rows of one process's, the last one of an epoch too, and no row is evaluated twice."""
+
+    def __init__(self, rows: Sampler[int], together: int) -> None:
+        self._rows, self._more = rows, -len(rows) % together
+
+    def __len__(self) -> int:
+        return len(self._rows) + self._more
+
+    def __iter__(self) -> Iterator[int | None]:
+        return itertools.chain(self._rows, itertools.repeat(None, self._more))
+
+    def set_epoch(self, epoch: int) -> None:
+        """Of the order; accelerate calls it where there is one."""
+        if isinstance(self._rows, SeedableRandomSampler):
+            self._rows.set_epoch(epoch)
+
+
 # ---- stopping and saving on request --------------------------------------------------------------
 
 class Requests(TrainerCallback):
     """SIGINT and SIGTERM: a checkpoint after this step, and the end; a second SIGINT interrupts at once. SIGUSR1: a
-    checkpoint. Python runs a handler between two instructions of the main thread; it only leaves a note.
+    checkpoint. Python runs a handler between two instructions of the main thread; it only leaves a note. What one
+    process of a team was told all do, behind the same step.
 
     Attributes:
         stop: the signal that asked for the end, 0: none.
     """
 
-    def __init__(self) -> None:
-        self.save, self.stop = False, 0
+    def __init__(self, team: Team) -> None:
+        self._team, self.save, self.stop = team, False, 0
+        self._told = 0                   # this process, to stop
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
@@ -158,15 +238,16 @@ class Requests(TrainerCallback):
                 signal.signal(number, handler)
 
     def _heard(self, number: int, _: Any) -> None:
-        if number == signal.SIGINT and self.stop:
+        if number == signal.SIGINT and self._told:
             raise KeyboardInterrupt
         self.save = True
-        if number != signal.SIGUSR1 and not self.stop:
-            self.stop = number
+        if number != signal.SIGUSR1 and not self._told:
+            self._told = number
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        if self.save:
-            control.should_save, self.save = True, False
+        save, self.save = self.save, False               # told from now on, it is for the next step
+        save, self.stop = self._team.most(save, self._told)
+        control.should_save |= save > 0
         control.should_training_stop |= self.stop > 0
 
 

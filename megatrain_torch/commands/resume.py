@@ -2,6 +2,8 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +13,12 @@ from ..base.errors import MegatrainError
 from ..base.strict import field, is_count, parsed, shown, table
 from ..checkpoint import manifest
 from ..checkpoint.restore import check, rounds
-from . import folder
+from . import folder, launch
 from .owned import Owned
-from .settings import Settings
+from .settings import Settings, add_flags, given
+from .team import team_of
 from .train import check_packages, train_run
-from .unsaid import for_machine
+from .unsaid import for_gpus, for_machine
 
 
 def add(commands: Any) -> None:
@@ -26,24 +29,37 @@ def add(commands: Any) -> None:
                         "of its config.yaml were changed to what holds less")
     resume.add_argument("--new-data", action="store_true", help="go on with data, or rows, other than those of the run "
                         "so far")
-    resume.set_defaults(run=run)
+    add_flags(resume, ("gpus",))
+    resume.set_defaults(run=run, words=())
 
 
-def run(args: argparse.Namespace) -> None:
+def run(args: argparse.Namespace) -> int:
     """megatrain resume."""
     check_packages()
     settings = folder.settings_of(args.folder).with_(out=str(args.folder))
-    with Owned.opened(args.folder).locked() as owned:
-        if folder.is_finished(args.folder) and not owned.changed(folder.FINAL):
-            raise MegatrainError(f"{args.folder} is finished: its model is {args.folder / folder.FINAL}; megatrain "
-                                 f"train {args.folder} DATA --out OTHER trains that on")
-        checkpoint = folder.last_checkpoint(args.folder)
-        _check_whole(args.folder, checkpoint)
-        _check_clear(owned, folder.step_of(checkpoint.name), settings.steps)
-        settings = for_machine(settings)
-        if not args.convert:
-            _check_kept(args.folder, checkpoint, settings)
-        train_run(settings, owned, checkpoint, args.convert, args.new_data)
+    asked = Settings.of(given(args), "command line") if hasattr(args, "gpus") else settings
+    settings = for_machine(for_gpus(settings, asked.gpus))
+    if settings.gpus > 1 and not launch.joins():
+        return launch.launch(args.words, settings.gpus)
+    with team_of(settings.device) as team, contextlib.ExitStack() as stack:
+        owned = team.first_does(lambda: stack.enter_context(Owned.opened(args.folder).locked()))
+        checkpoint = team.of_first(team.first_does(lambda: _checked(owned, settings, args.convert)))
+        train_run(settings, team, owned, checkpoint, args.convert, args.new_data)
+    return 0
+
+
+def _checked(owned: Owned, settings: Settings, convert: bool) -> Path:
+    """The checkpoint to go on from."""
+    run = owned.run
+    if folder.is_finished(run) and not owned.changed(folder.FINAL):
+        raise MegatrainError(f"{run} is finished: its model is {run / folder.FINAL}; megatrain "
+                             f"train {run} DATA --out OTHER trains that on")
+    checkpoint = folder.last_checkpoint(run)
+    _check_whole(run, checkpoint)
+    _check_clear(owned, folder.step_of(checkpoint.name), settings.steps)
+    if not convert:
+        _check_kept(run, checkpoint, settings)
+    return checkpoint
 
 
 def _check_clear(owned: Owned, step: int, steps: int) -> None:
@@ -72,7 +88,7 @@ def _check_state(checkpoint: Path) -> None:
     from transformers import TrainerState
     from transformers.trainer_pt_utils import safe_globals
 
-    path, random = checkpoint / folder.WHOLE, checkpoint / "rng_state.pth"
+    path, randoms = checkpoint / folder.WHOLE, sorted(checkpoint.glob("rng_state*.pth"))     # of each process
     found = table(parsed(path.read_bytes(), path), str(path))
     step = field(found, "global_step", is_count, "a whole number", str(path))
     if step != folder.step_of(checkpoint.name):
@@ -80,10 +96,10 @@ def _check_state(checkpoint: Path) -> None:
     field(found, "epoch", lambda v: v is None or type(v) in (int, float), "a number", str(path))
     field(found, "log_history", lambda v: isinstance(v, list), "a list", str(path))
     for what, read in ((path, lambda: TrainerState.load_from_json(str(path))),
-                       (random, lambda: torch.load(random, weights_only=True))):
+                       *((random, partial(torch.load, random, weights_only=True)) for random in randoms)):
         try:
             with safe_globals():
-                read() if what.exists() else None
+                read()
         except Exception as why:                     # of a class that is a stranger, and of a pickle
             raise MegatrainError(f"{what} cannot be read: {shown(why)}") from None
     folder.dtype_of(checkpoint)

@@ -91,8 +91,9 @@ class Settings:
     dtype: str = _setting(None, str, "of the weights; default: bfloat16, on the CPU float32",
                           ("bfloat16", "float32"))
     states: str = _setting("fp32", str, "how AdamW keeps its states", SHOWN, taken=FORMATS)
-    vram: str = _setting(None, str, "limit of device memory, e.g. 24GiB", shown="SIZE")
-    host: str = _setting(None, str, "limit of host memory", shown="SIZE")
+    gpus: int = _setting(1, int, "of this machine, with a process for each; all share one copy of the model")
+    vram: str = _setting(None, str, "limit of device memory, of each GPU, e.g. 24GiB", shown="SIZE")
+    host: str = _setting(None, str, "limit of host memory, of all processes together", shown="SIZE")
     nvme: str = _setting(None, str, "folder for states, weights and activations that host memory does not hold",
                          shown="FOLDER")
 
@@ -147,7 +148,8 @@ def _of_kind(f: dataclasses.Field[Any], value: Any, where: str) -> Any:
 
 
 def _ranges(s: Settings) -> Settings:
-    for name in ("seq", "tokens", "micro", "steps", "log_every", "eval_every", "save_every", "keep"):
+    for name in ("seq", "tokens", "micro", "steps", "log_every", "eval_every", "save_every", "keep",
+                 "gpus"):
         if getattr(s, name) is not None and getattr(s, name) < 1:
             raise MegatrainError(f"{name}={getattr(s, name)}: at least 1 is needed")
     for name, least, most in (("validation", 0, 0.5), ("warmup", 0, 1), ("beta2", 0, 0.99999)):

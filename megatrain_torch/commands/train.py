@@ -18,7 +18,7 @@ import megatrain_torch as mt
 from ..base.errors import MegatrainError
 from ..base.formats import master_bytes, moment_bytes
 from ..base.limits import show_bytes
-from . import folder, mixture
+from . import folder, launch, mixture
 from .data import (
     Document,
     Rows,
@@ -33,6 +33,7 @@ from .flags import Flags
 from .owned import Owned
 from .say import Stopped, say
 from .settings import DATA, Settings, add_flags, given, read_yaml, write_yaml
+from .team import Team, team_of
 from .unsaid import for_data, for_machine, for_model
 
 HELD_OUT_ROWS = 200                  # at most, by default: an evaluation is a small part of a run
@@ -47,10 +48,10 @@ def add(commands: Any) -> None:
     parser.add_argument("--config", type=Path, metavar="FILE", help="YAML with the same names; flags come first")
     parser.add_argument("--overwrite", action="store_true", help="remove what the run's folder has of a run before")
     add_flags(parser)
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, words=())
 
 
-def run(args: argparse.Namespace) -> None:
+def run(args: argparse.Namespace) -> int:
     """megatrain train."""
     check_packages()
     values = (read_yaml(args.config) if args.config else {}) | given(args)
@@ -63,16 +64,29 @@ def run(args: argparse.Namespace) -> None:
     if (out / "config.json").exists():
         raise MegatrainError(f"out={out} is a model's folder, and stays as it is; --out names another"
                              + ("" if settings.out else f", such as runs/{Path(settings.data[0]).stem}"))
+    settings = for_machine(settings.with_(out=str(out)))
+    if settings.gpus > 1 and not launch.joins():
+        return launch.launch(args.words, settings.gpus)
+    with team_of(settings.device) as team, contextlib.ExitStack() as stack:
+        owned = team.first_does(lambda: stack.enter_context(_free(out, args.overwrite)))
+        train_run(settings, team, owned)
+    return 0
+
+
+@contextlib.contextmanager
+def _free(out: Path, overwrite: bool) -> Iterator[Owned]:
+    """The run's folder, locked; what is there may go."""
     with Owned(out).locked() as owned:
-        if owned.entries and not args.overwrite:
+        if owned.entries and not overwrite:
             raise MegatrainError(f"{out} has a run already: megatrain resume {out} goes on with it, --overwrite "
                                  "removes it, --out names another folder")
         owned.check_free()
-        train_run(for_machine(settings.with_(out=str(out))), owned)
+        yield owned
 
 
 def check_packages() -> None:
-    """What the loop imports, all of them at once."""
+    """What the loop imports, all of them at once; and that this command starts its processes."""
+    launch.check_alone()
     gone = [name for name in ("transformers", "accelerate", "rich", "yaml") if importlib.util.find_spec(name) is None]
     if gone:
         raise MegatrainError(f"megatrain train needs {' and '.join(gone)}: pip install "
@@ -86,44 +100,73 @@ def _check_reports(settings: Settings) -> None:
 
 # ---- the run -------------------------------------------------------------------------------------
 
-def train_run(settings: Settings, owned: Owned, checkpoint: Path | None = None, convert: bool = False,
-              new_data: bool = False) -> None:
-    """Nothing of the folder is touched before all that can be refused was: arguments, data, model, memory, room."""
-    began, out = time.perf_counter(), owned.run
+def train_run(settings: Settings, team: Team, owned: Owned | None, checkpoint: Path | None = None,
+              convert: bool = False, new_data: bool = False) -> None:
+    """Nothing of the folder is touched before all that can be refused was: arguments, data, model, memory, room.
+    owned: the folder, where this process has it."""
+    began, out = time.perf_counter(), Path(settings.out)
     torch.manual_seed(settings.seed)
-    source = str(checkpoint or folder.model_of(settings.model))
-    tokenizer = folder.load_tokenizer(source)
-    settings = for_model(settings, folder.load_config(source))
-    parts, identity = _parts(settings, tokenizer)
-    if checkpoint is not None and not new_data:
-        _check_data(owned, identity)
-    train, held = _rows(settings, tokenizer, parts)
-    # What no packing would allow is refused before the model is loaded.
-    for_data(settings, sum(1 if d.whole else math.ceil(len(d) / settings.seq) for d in parts[0]))
-    model = _model(source, settings, tokenizer)
-    flat = settings.device == "cuda"                 # rows of a micro-batch are joined then: they share a row anyhow
-    if (flat or train.shared or held.shared) and (why := why_alone(model, settings.seq, flat)):
-        packed_rows = len(train)
-        train, held = _rows(settings, tokenizer, parts, alone=True)
-        say_alone(why, packed_rows, len(train))
-    settings = for_data(settings, len(train))
-    with _made_if_kept(out):
-        model, settings, plan = _streamed(model, settings)
-        _check_disk(model, settings, owned.nbytes if checkpoint is None else 0)
-        _begin(owned, checkpoint, identity)
-    if plan:
-        (out / "plan.html").write_text(plan)
-    write_yaml(out / folder.CONFIG, settings)
+    with team.as_one():
+        source = str(checkpoint or folder.model_of(settings.model))
+        tokenizer = folder.load_tokenizer(source)
+        settings = for_model(settings, folder.load_config(source))
+    data = team.first_does(lambda: _Data(settings, tokenizer, None if new_data or checkpoint is None else owned))
+    with team.as_one():
+        model = _model(source, settings, tokenizer)
+    settings, train, held = team.of_first(team.first_does(lambda: data.for_model(model)))
+    with contextlib.ExitStack() as refused:
+        team.first_does(lambda: refused.enter_context(_made_if_kept(out)))
+        model, settings, plan = _streamed(model, settings, team)
+        team.first_does(lambda: _check_disk(model, settings, owned.nbytes if checkpoint is None else 0))
+        team.first_does(lambda: _begin(owned, checkpoint, data.identity))
+    if team.first:
+        _write_begin(out, settings, plan)
     _say_begin(model, settings, train, held)
     # A run that was stopped in its last step has none left to make: Trainer would make one more.
     over = checkpoint is not None and folder.step_of(checkpoint.name) >= settings.steps
-    stopped = None if over else _loop(model, tokenizer, settings, train, held, owned, checkpoint, convert)
+    stopped = None if over else _loop(model, tokenizer, settings, train, held, team, owned, checkpoint, convert)
     if stopped is not None:
+        team.meet()                      # the first one may be writing still
         say(f"stopped at step {stopped[0]}; megatrain resume {out} goes on")
         raise Stopped(stopped[1])
-    _export_final(model, tokenizer, owned)
+    team.first_does(lambda: _export_final(model, tokenizer, owned))
     say(f"done in {time.perf_counter() - began:.0f} s; the model is {out / folder.FINAL}\n"
         f"try it: megatrain generate {out} --prompt '...'     look: megatrain report {out}")
+
+
+def _write_begin(out: Path, settings: Settings, plan: str) -> None:
+    if plan:
+        (out / "plan.html").write_text(plan)
+    write_yaml(out / folder.CONFIG, settings)
+
+
+class _Data:
+    """What is trained on, and held out.
+
+    Attributes:
+        identity: what tells it from other data.
+    """
+
+    def __init__(self, settings: Settings, tokenizer: Any, like: Owned | None) -> None:
+        """like: a run that had the same."""
+        self._settings, self._tokenizer = settings, tokenizer
+        self._parts, self.identity = _parts(settings, tokenizer)
+        if like is not None:
+            _check_data(like, self.identity)
+        self._rows = _rows(settings, tokenizer, self._parts)
+        # What no packing would allow is refused before the model is loaded.
+        for_data(settings, sum(1 if d.whole else math.ceil(len(d) / settings.seq) for d in self._parts[0]))
+
+    def for_model(self, model: Any) -> tuple[Settings, Rows, Rows]:
+        """With rows of one document each, where the model would see others in them."""
+        flat = self._settings.device == "cuda"       # rows of a micro-batch are joined then: they share a row anyhow
+        train, held = self._rows
+        if (flat or train.shared or held.shared) and (why := why_alone(model, self._settings.seq, flat)):
+            packed_rows = len(train)
+            train, held = _rows(self._settings, self._tokenizer, self._parts, alone=True)
+            say_alone(why, packed_rows, len(train))
+        self._parts = self._rows = None              # they have as many tokens as the rows
+        return for_data(self._settings, len(train)), train, held
 
 
 def _model(source: str, settings: Settings, tokenizer: Any) -> Any:
@@ -212,23 +255,24 @@ def _say_unknown(found: list[Document], tokenizer: Any) -> None:
             "tokenizer does not know; it will write that too")
 
 
-def _streamed(model: Any, settings: Settings) -> tuple[Any, Settings, str]:
+def _streamed(model: Any, settings: Settings, team: Team) -> tuple[Any, Settings, str]:
     """The model, streamed; on CUDA by the plan of least time for this machine, which is also returned as a page."""
     try:
-        return _as_planned(model, settings)
+        return _as_planned(model, settings, team)
     except MegatrainError as why:
-        raise MegatrainError(Flags(PLANNED).told(why)) from None
+        raise MegatrainError(Flags(PLANNED, settings.gpus).told(why)) from None
 
 
 PLANNED = ("tokens", "seq", "vram", "host", "micro", "states", "nvme", "dtype")
 
 
-def _as_planned(model: Any, settings: Settings) -> tuple[Any, Settings, str]:
+def _as_planned(model: Any, settings: Settings, team: Team) -> tuple[Any, Settings, str]:
     if settings.device == "cpu":
         stream = {"plan": {"states": settings.states}, "host": settings.host, "nvme": settings.nvme}
         return mt.stream(model, "cpu", **stream), settings.with_(micro=settings.micro or 1), ""
-    plan = mt.plan(model, tokens=settings.tokens, seq=settings.seq, vram=settings.vram, host=settings.host,
-                   micro=settings.micro, states=settings.states, nvme=settings.nvme)
+    plan = team.of_first(team.first_does(lambda: mt.plan(
+        model, tokens=settings.tokens // settings.gpus, seq=settings.seq, vram=settings.vram, host=settings.host,
+        micro=settings.micro, states=settings.states, nvme=settings.nvme, gpus=settings.gpus)))
     say(str(plan).split("\n\n")[0])
     return mt.stream(model, "cuda", plan=plan), settings.with_(micro=plan.micro), plan._repr_html_()
 
@@ -237,7 +281,8 @@ def _say_begin(model: Any, settings: Settings, train: Rows, held: Rows) -> None:
     parameters = sum(p.numel() for p in model.parameters())
     say(f"{parameters / 1e6:,.1f} M parameters, streamed, computing on {settings.device}; "
         f"{train.targets:,} tokens to learn in {len(train)} rows of {settings.seq}, {held.targets:,} held out; "
-        f"{settings.steps} steps of {settings.tokens:,} tokens; run in {settings.out}")
+        f"{settings.steps} steps of {settings.tokens:,} tokens"
+        f"{f' on {settings.gpus} GPUs' if settings.gpus > 1 else ''}; run in {settings.out}")
     say_cut(train.cut + held.cut, settings.seq)
 
 
@@ -250,7 +295,7 @@ def say_alone(why: str, packed_rows: int, rows: int) -> None:
     say(f"{why}; so each has rows of its own, filled up at the end: {rows} rows, not {packed_rows}")
 
 
-def _loop(model: Any, tokenizer: Any, settings: Settings, train: Rows, held: Rows, owned: Owned,
+def _loop(model: Any, tokenizer: Any, settings: Settings, train: Rows, held: Rows, team: Team, owned: Owned | None,
           checkpoint: Path | None, convert: bool) -> tuple[int, int] | None:
     """(step, signal) at which it was asked to stop; None: it came to the end."""
     from .loop import Bar, Requests, StreamedTrainer
@@ -260,12 +305,13 @@ def _loop(model: Any, tokenizer: Any, settings: Settings, train: Rows, held: Row
               {"params": no_decay, "weight_decay": 0.0}]
     opt = mt.AdamW([g for g in groups if g["params"]], lr=settings.lr, betas=(0.9, settings.beta2),
                    weight_decay=settings.weight_decay, states=settings.states)
-    requests, flat = Requests(), settings.device == "cuda" and not train.alone
-    with mt.trace(model) as trace, requests.listening():
+    requests, flat = Requests(team), settings.device == "cuda" and not train.alone
+    with (mt.trace(model) if team.first else contextlib.nullcontext()) as trace, requests.listening():
         trainer = StreamedTrainer(
             model, _arguments(settings, bool(len(held))), collate(flat), train,
             held.first(HELD_OUT_ROWS) if len(held) else None, processing_class=tokenizer, optimizers=(opt, None),
-            callbacks=[requests, Bar(say, trace)], trace=trace, tokens=settings.tokens, convert=convert, owned=owned)
+            callbacks=[requests, Bar(say, trace)] if team.first else [requests], team=team, trace=trace,
+            tokens=settings.tokens, convert=convert, owned=owned)
         trainer.remove_callback(_printer())
         try:
             trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
@@ -304,7 +350,7 @@ def _printer() -> Any:
 def _arguments(settings: Settings, held: bool) -> Any:
     from transformers import TrainingArguments
 
-    s, micro_rows = settings, settings.tokens // settings.seq // settings.micro
+    s, micro_rows = settings, settings.tokens // settings.seq // settings.gpus // settings.micro
     return TrainingArguments(
         output_dir=s.out, per_device_train_batch_size=micro_rows, gradient_accumulation_steps=s.micro,
         per_device_eval_batch_size=micro_rows, max_steps=s.steps, learning_rate=s.lr, lr_scheduler_type=s.schedule,
@@ -312,4 +358,4 @@ def _arguments(settings: Settings, held: bool) -> Any:
         logging_first_step=True, eval_strategy="steps" if held else "no", eval_steps=s.eval_every,
         save_strategy="steps", save_steps=s.save_every, save_total_limit=s.keep, prediction_loss_only=True,
         report_to=[] if s.report_to == "none" else [s.report_to], use_cpu=s.device == "cpu", disable_tqdm=True,
-        dataloader_pin_memory=False, remove_unused_columns=False)
+        dataloader_pin_memory=False, remove_unused_columns=False, log_level_replica="error")

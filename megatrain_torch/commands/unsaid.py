@@ -24,12 +24,14 @@ def device_of(asked: str | None) -> str:
 
 def for_machine(settings: Settings) -> Settings:
     device = device_of(settings.device)
+    if device == "cuda" and settings.gpus > torch.cuda.device_count():
+        raise MegatrainError(f"gpus={settings.gpus}: torch sees {torch.cuda.device_count()} CUDA devices here")
     if settings.nvme is not None and not Path(settings.nvme).is_dir():
         raise MegatrainError(f"nvme={settings.nvme}: there is no such directory; make one on the drive that is to hold "
                              "states")
     if device == "cpu":
         # Torch's threads spin while they wait for each other: one core is left to the engine's.
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) - 1))
+        torch.set_num_threads(max(1, (len(os.sched_getaffinity(0)) - 1) // settings.gpus))
     return settings.with_(device=device, dtype=settings.dtype or ("bfloat16" if device == "cuda" else "float32"))
 
 
@@ -46,18 +48,35 @@ def for_data(settings: Settings, there: int) -> Settings:
     s = settings
     if s.tokens is None:
         usual = (65536 if s.device == "cuda" else 2048) // s.seq
-        s = s.with_(tokens=max(1, min(usual, there // STEPS_LEAST)) * s.seq)
+        s = s.with_(tokens=max(1, min(usual, there // STEPS_LEAST) // s.gpus) * s.gpus * s.seq)
     if s.tokens % s.seq:
         raise MegatrainError(f"tokens={s.tokens}, seq={s.seq}: a step is a whole number of rows; "
                              f"nearest: tokens={max(1, round(s.tokens / s.seq)) * s.seq}")
     if s.tokens // s.seq > there:
         raise MegatrainError(f"tokens={s.tokens}: the data has {there} rows of {s.seq} tokens; --tokens "
                              f"{there * s.seq} takes them all in one step, fewer make more steps")
-    if s.micro and (s.tokens // s.seq) % s.micro:
-        rows = s.tokens // s.seq
-        fit = ", ".join(str(n) for n in range(1, rows + 1) if rows % n == 0)
-        raise MegatrainError(f"micro={s.micro}: {rows} rows (tokens / seq) cannot be cut into so many equal parts; "
-                             f"{fit} can")
+    rows = s.tokens // s.seq
+    if rows % s.gpus:
+        raise MegatrainError(f"tokens={s.tokens}: {rows} rows of {s.seq} tokens cannot be divided among {s.gpus} GPUs; "
+                             f"nearest: tokens={max(1, round(rows / s.gpus)) * s.gpus * s.seq}; or as many GPUs as "
+                             f"{_divisors(rows)}")
+    rows //= s.gpus
+    if s.micro and rows % s.micro:
+        each = "tokens / seq" if s.gpus == 1 else "tokens / seq / gpus"
+        raise MegatrainError(f"micro={s.micro}: {rows} rows ({each}) cannot be cut into so many equal parts; "
+                             f"{_divisors(rows)} can")
     steps = s.steps or math.ceil(s.epochs * there / (s.tokens // s.seq))
     return s.with_(steps=steps, eval_every=s.eval_every or max(1, steps // 10),
                    save_every=s.save_every or max(1, steps // 5))
+
+
+def _divisors(n: int) -> str:
+    return ", ".join(str(d) for d in range(1, n + 1) if n % d == 0)
+
+
+def for_gpus(settings: Settings, gpus: int) -> Settings:
+    """Settings of a run that goes on with so many GPUs: with as many micro-batches in all, where they can be had."""
+    if gpus == settings.gpus:
+        return settings
+    micro, rest = divmod((settings.micro or 1) * settings.gpus, gpus)
+    return settings.with_(gpus=gpus, micro=micro if micro and not rest else None)

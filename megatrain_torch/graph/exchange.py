@@ -9,19 +9,14 @@
 A rank that has no gradient of a parameter sends zeros. That others have one it hears at the end of backward, and has
 one from then on too: so `.grad` is there on every rank or on none.
 
-Gradients that autograd wants itself, for hooks or to add what a graph on the host gives, are this rank's own until
-the end of its backward, as with DistributedDataParallel, and go with the rest then, whatever other ranks have hooks of.
-What stood in `.grad` is set aside meanwhile.
-
 Where a rank has a tensor of its own in `.grad`, or over plane GRAD, which all hear as backward begins, every rank gets
 the whole sum at its end, and adds it there.
 
 A backward that is broken off on one rank is over on the others with an error: what it owes them it sends when its
 script goes on.
 
-The first gradients of a step are summed in fp32 here, and host memory gets the sum and (16-bit) what it rounds to;
-parts of further micro-batches are added there one by one. So the order of additions is that of one process to which the
-ranks' micro-batches come in turns.
+Parts of 16 bits are summed in fp32. Of a step's first micro-batch host memory gets that sum, and what it rounds to; the
+sums of further ones are added there as they are, in the order of micro-batches.
 
 On CUDA all this is put in a stream of its own, beside compute, which waits there for nothing but memory: at most two
 units' gradients are held until they are packed.
@@ -36,15 +31,16 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 from torch import distributed as dist
+from torch.utils.hooks import RemovableHandle
 
 from .. import _core
 from ..base.errors import MegatrainError
 from ..group.ranks import Ranks
 from ..store import gradient
 from ..store.records import Record
-from .parcels import Layout, Parcel, conform, pack, total
+from .parcels import Layout, Parcel, pack, total
 
-SET, ADD, SUM = 0, 1, 2
+ADD, SUM = 1, 2
 
 
 class Room(Protocol):
@@ -69,11 +65,15 @@ class Model(Protocol):
 class Home(Protocol):
     """Takes them to the store: handover.HandOver."""
 
+    def join_task(self) -> None: ...
+
+    def conform(self, record: Record, grad: Tensor) -> Tensor: ...
+
     def claim(self, record: Record) -> int: ...
 
     def would_claim(self, record: Record) -> int | None: ...
 
-    def held(self, record: Record) -> MegatrainError: ...
+    def no_place(self, record: Record) -> MegatrainError: ...
 
     def put(self, unit: int, items: list[tuple[Any, ...]], sources: list[Tensor], stream: int | None) -> None: ...
 
@@ -102,11 +102,13 @@ class Exchange:
         self._own: set[Record] = set()       # this backward's so far
         self._layouts: dict[int, tuple[list[Record], Layout]] = {}
         self._beside = Beside(model.device) if model.device.type == "cuda" else None
+        self._routed: dict[Record, list[RemovableHandle]] = {}       # parameters whose gradients autograd adds up
+        self._stood: dict[Record, Tensor | None] = {}        # their `.grad`, while autograd has a new one
+        self._routes: list[tuple[Record, Tensor]] = []       # what autograd has added up in this backward
+        self._entire: dict[Record, Tensor | None] = {}       # of which every rank gets the whole sum; what this one has
+        self._error = ""                     # why this backward fails on all ranks
         self._asked = False                  # for room
         self.began = False                   # some gradient of the backward under way is to be exchanged
-        self._entire: dict[Record, Tensor | None] = {}   # of which every rank gets the whole sum; what this one has
-        self._aside: dict[Record, Tensor | None] = {}    # what `.grad` had of those whose gradients autograd adds
-        self._error = ""                     # why this backward fails on all ranks
 
     # ---- in backward ----
 
@@ -126,7 +128,37 @@ class Exchange:
 
     def _is_whole(self, unit: int) -> bool:
         """Nothing more of the unit is to come, as far as can be known."""
-        return unit in self._held and not any(r.open or r in self._aside for r in self._trained(unit))
+        return unit in self._held and not any(r.open for r in self._trained(unit))
+
+    def route(self, record: Record) -> None:
+        """Autograd adds up gradients of this parameter: it took part in arithmetic on the host, or has hooks. What it
+        comes to on this rank is exchanged as others are, and `.grad` gets the sum alone."""
+        if record not in self._routed and record.trainable:
+            p = record.param
+            self._routed[record] = [p.register_hook(lambda _: self._stand_aside(record)),
+                                    p.register_post_accumulate_grad_hook(lambda _: self._take_over(record))]
+
+    def close(self) -> None:
+        """Parameters are ordinary ones again."""
+        for handles in self._routed.values():
+            for handle in handles:
+                handle.remove()
+        self._routed.clear()
+
+    def _stand_aside(self, record: Record) -> None:
+        self._stood[record] = gradient.standing(record)
+        gradient.stand(record, None)
+
+    def _take_over(self, record: Record) -> None:
+        """In whichever thread autograd has for the host."""
+        own = gradient.standing(record)
+        gradient.stand(record, self._stood.pop(record))
+        if own is None:
+            self._error = (f"{record.name}: its gradient was gone before that of all ranks was known; a hook may "
+                           "change it in place, but an update in backward is mt.AdamW(in_backward=True)")
+        else:
+            self._routes.append((record, own))
+        self._home.join_task()
 
     def joins(self) -> None:
         """A gradient of this backward is to be exchanged, here or on another rank."""
@@ -139,7 +171,8 @@ class Exchange:
 
     def _is_kept(self, record: Record) -> bool:
         """Is there no place for a portion of its gradient?"""
-        return record.was_trainable and record.numel > 0 and self._home.would_claim(record) is None
+        return record not in self._stood and record.was_trainable and record.numel > 0 and (
+            self._home.would_claim(record) is None)
 
     def _ask_room(self) -> None:
         """Once, and whatever plans say that each rank makes for itself: all ask here, in one order."""
@@ -148,57 +181,41 @@ class Exchange:
             self._model.room.gradients(self._model.core)
             self._model.room.sums(self._model.core)
 
-    def sets_aside(self, record: Record) -> None:
-        """autograd puts this rank's gradient of it in `.grad`."""
-        self.joins()
-        if record not in self._aside:
-            self._aside[record] = gradient.standing(record)
-            gradient.stand(record, None)
-
-    def _put_back(self) -> list[tuple[Record, Tensor]]:
-        """`.grad` is what it was. What autograd put there meanwhile."""
-        found = []
-        for record, before in self._aside.items():
-            own = gradient.standing(record)
-            gradient.stand(record, before)
-            if own is not None:
-                found.append((record, conform(record, own.to(self._model.device))))
-            else:
-                self._error = self._error or (
-                    f"{record.name}: its gradient was gone before that of all ranks was known; a hook may change it in "
-                    "place, but an update in backward is mt.AdamW(in_backward=True)")
-        self._aside.clear()
-        return found
-
     def ends(self) -> None:
         """The backward is over: what was not sent goes, and all is brought home.
 
         Raises:
             MegatrainError: on every rank, where it failed on one.
         """
+        if self._routes or self._error:
+            self.joins()
+        for record, grad in self._routes:
+            self._hold(record, self._home.conform(record, grad.to(self._model.device)))
+        self._routes.clear()
         if self.began:
-            for record, grad in self._put_back():
-                self._hold(record, grad)
             self._finish()
 
     def sweep(self) -> None:
         """Nothing is under way, unless a backward raised: then the others hear of it."""
+        for record, stood in self._stood.items():
+            gradient.stand(record, stood)
         if self.began:
-            self._put_back()
             self._error = "its backward was broken off"
             with suppress(_Told):
                 self._finish()
+        self._forget()
 
     def _finish(self) -> None:
         try:
             self._send_all()
         finally:
-            self._held.clear()
-            self._sent.clear()
-            self._own.clear()
-            self._aside.clear()
-            self._entire = {}
-            self.began, self._turn, self._error = False, -1, ""
+            self._forget()
+
+    def _forget(self) -> None:
+        for what in (self._held, self._sent, self._own, self._stood, self._routes):
+            what.clear()
+        self._entire = {}
+        self.began, self._turn, self._error = False, -1, ""
 
     def _send_all(self) -> None:
         more = True
@@ -244,17 +261,17 @@ class Exchange:
         for unit, held in self._held.items():
             if unit <= self._turn:
                 own.update(held)
-            self._look_for_held(held)
+            self._look_for_places(held)
         late = any(unit > self._turn for unit in self._held)
         bits = torch.tensor([*(r in own for r in records), late, bool(self._error)], dtype=torch.uint8)
         *found, more, failed = self._ranks.control.any_of(bits).tolist()
         return {r for r, bit in zip(records, found) if bit}, bool(more), bool(failed)
 
-    def _look_for_held(self, records: Iterable[Record]) -> None:
-        """Of some there is no place for a gradient."""
+    def _look_for_places(self, records: Iterable[Record]) -> None:
+        """Somebody took one while backward ran."""
         for r in records:
             if not self._error and self._home.would_claim(r) is None:
-                self._error = str(self._home.held(r))
+                self._error = str(self._home.no_place(r))
 
     def _tell(self, some: set[Record]) -> None:
         units: dict[int, list[Record]] = {}
@@ -305,46 +322,31 @@ class Exchange:
     def _bring(self, sent: Sent) -> None:
         with self._ranks.control.named(f"exchanges gradients of unit {sent.unit}"):
             sent.work.wait()
-        self._look_for_held(sent.own)
+        self._look_for_places(sent.own)
         modes = {r: self._home.would_claim(r) for r in self._trained(sent.unit)}
         for r in sent.own:
             if modes.get(r) is not None:
                 self._home.claim(r)
         parts = tuple(sent.buffers[0].view(self._ranks.size, -1))
         own = sent.layout.parcels[self._ranks.rank]
-        first, later, sources = self._items(own, parts, modes)
-        stream = None if self._beside is None else self._beside.stream.cuda_stream
-        self._home.put(sent.unit, first, sources, stream)
-        for items in later:
-            self._home.put(sent.unit, items, list(parts), stream)
+        items, sources = self._items(own, parts, modes)
+        self._home.put(sent.unit, items, sources, None if self._beside is None else self._beside.stream.cuda_stream)
 
     def _items(self, own: list[Parcel], parts: tuple[Tensor, ...], modes: dict[Record, int | None]
-               ) -> tuple[list[tuple[Any, ...]], list[list[tuple[Any, ...]]], list[Tensor]]:
-        """What is put first, and one after the other behind it; and the memory that these lie in. A parameter of
-        which nothing is this rank's is put too: the engine knows then that it has come."""
-        first: list[tuple[Any, ...]] = []
-        later: list[list[tuple[Any, ...]]] = [[] for _ in range(self._ranks.size - 1)]
-        sources: list[Tensor] = list(parts)
+               ) -> tuple[list[tuple[Any, ...]], list[Tensor]]:
+        """What is put, and the memory that it lies in. A parameter of which nothing is this rank's is put too: the
+        engine knows then that it has come."""
+        items: list[tuple[Any, ...]] = []
+        sources: list[Tensor] = []
         mine = {p.record: p for p in own}
         for r, mode in modes.items():
             if mode is None:
                 continue
-            found = [mine[r].of(part) for part in parts] if r in mine else []
-            if mode == ADD:
-                reread, r.written = int(r.written), False
-                at = [_address(part if self._scale == 1.0 else part.mul_(self._scale)) for part in found]
-                at = at or [0] * self._ranks.size
-                first.append((r.index, at[0], ADD, reread))
-                for items, address in zip(later, at[1:]):
-                    items.append((r.index, address, ADD, 0))
-                continue
-            whole = total(found, self._scale) if found else None
-            rounded = None if whole is None else whole.to(r.dtype)
+            whole = total([mine[r].of(part) for part in parts], self._scale) if r in mine else None
+            rounded = None if whole is None or mode == ADD else whole.to(r.dtype)
             sources += [t for t in (whole, rounded) if t is not None]
-            half = r.dtype.itemsize == 2
-            first.append((r.index, _address(rounded), SUM, 0, _address(whole)) if half else
-                         (r.index, _address(whole), SET, 0))
-        return first, [items for items in later if items], sources
+            items.append(_item(r, mode, _address(whole), _address(rounded)))
+        return items, sources
 
 
 class _Told(MegatrainError):
@@ -373,6 +375,16 @@ class Beside:
             grad.record_stream(self.stream)
         if len(self._packed) > 2:
             compute.wait_event(self._packed.popleft())
+
+
+def _item(r: Record, mode: int, whole: int, rounded: int) -> tuple[Any, ...]:
+    """For Engine.offload. whole, rounded: addresses of the sum, and of what it rounds to."""
+    reread, half = 0, r.dtype.itemsize == 2
+    if mode == ADD:
+        reread, r.written = int(r.written), False
+    elif half:
+        mode = SUM
+    return (r.index, rounded, mode, reread, whole) if half else (r.index, whole, mode, reread)
 
 
 def _address(t: Tensor | None) -> int:

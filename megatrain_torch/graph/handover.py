@@ -28,7 +28,6 @@ from ..store.records import Record, Use
 from ..store.state import in_backward
 from .door import Door
 from .exchange import Exchange
-from .parcels import conform
 from .swap import Swap
 from .untraced import Untraced
 
@@ -135,8 +134,8 @@ class HandOver:
         ready: list[tuple[Record, Tensor]] = []
         for i, (record, node, grad) in enumerate(zip(records, nodes, grads)):
             kind = "unwanted" if grad is None and record.pending is None else self._kind(record, node)
-            if kind in ("real", "captured"):
-                out[i] = self._to_host(record, grad, kind == "real")
+            if kind == "real":
+                out[i] = self._to_host(record, grad)
             elif kind == "streamed":
                 if self.runtime.exchange is not None:
                     self.runtime.exchange.joins()
@@ -158,9 +157,11 @@ class HandOver:
         try:
             wanted = node is None or torch._C._will_engine_execute_node(node)
         except RuntimeError:                 # a leaf under autograd.grad(): torch cannot say, and captures it
-            return "captured"
+            return "real"
         if not wanted:
             return "unwanted"
+        if hooked and self.runtime.exchange is not None:
+            self.runtime.exchange.route(record)
         return "real" if hooked or record.host_graph else "streamed"
 
     def _sum(self, record: Record, grad: Tensor | None, again: bool) -> Tensor | None:
@@ -188,13 +189,18 @@ class HandOver:
         """Did .grad stand before this backward began?"""
         return gradient.standing(record) is not None and record.set_in != in_backward()
 
-    def _to_host(self, record: Record, grad: Tensor | None, stays: bool) -> Tensor | None:
-        """For autograd. stays: it is added to `.grad`, and is to be exchanged from there."""
+    @staticmethod
+    def _to_host(record: Record, grad: Tensor | None) -> Tensor | None:
         if grad is None:
             return None
-        if stays and self.runtime.exchange is not None:
-            self.runtime.exchange.sets_aside(record)
-        return torch.empty_strided(record.shape, record.stride, dtype=grad.dtype).copy_(grad)
+        out = torch.empty_strided(record.shape, record.stride, dtype=grad.dtype)
+        return out.copy_(grad)
+
+    def by_autograd(self, record: Record) -> None:
+        """A graph on the host has the parameter, to whose `.grad` autograd will add."""
+        record.host_graph = True
+        if self.runtime.exchange is not None:
+            self.runtime.exchange.route(record)
 
     # ---- a graph task, from the first that we see of it to its end ----
 
@@ -267,7 +273,7 @@ class HandOver:
             if exchange is None:
                 self._send_unit(unit, pairs)
             else:
-                exchange.offer(unit, [(r, conform(r, grad)) for r, grad in pairs])
+                exchange.offer(unit, [(r, self.conform(r, grad)) for r, grad in pairs])
 
     def _send_unit(self, unit: int, pairs: list[tuple[Record, Tensor]]) -> None:
         items, sources = [], []
@@ -276,7 +282,7 @@ class HandOver:
         if passing:
             self._may_pass([r for r, _ in pairs])
         for record, grad in pairs:
-            grad = conform(record, grad)
+            grad = self.conform(record, grad)
             mode = SET if passing else self._claim(record)
             if mode is None:
                 gradient.add(record, grad)
@@ -344,6 +350,16 @@ class HandOver:
             self.alive.popleft()
 
     @staticmethod
+    def conform(record: Record, grad: Tensor) -> Tensor:
+        """Dense, with the host plane's strides: what one plain copy needs."""
+        if grad.layout != torch.strided:
+            raise MegatrainError(f"{record.name}: its gradient is {grad.layout}; use dense gradients (sparse=False)")
+        if grad.stride() == record.stride and grad.dtype == record.dtype:
+            return grad.detach()
+        with torch.no_grad():
+            return torch.empty_strided(record.shape, record.stride, dtype=record.dtype, device=grad.device).copy_(grad)
+
+    @staticmethod
     def _claim(record: Record) -> int | None:
         """SET or ADD into the GRAD plane; None when somebody has a tensor over it, or `.grad` is one of the user's."""
         if gradient.begin(record):
@@ -359,7 +375,7 @@ class HandOver:
         """
         mode = self._claim(record)
         if mode is None:
-            raise self.held(record)
+            raise self.no_place(record)
         record.summed = record.dtype.itemsize == 2
         return mode
 
@@ -370,10 +386,9 @@ class HandOver:
         return ADD if gradient.take_back(record) else None
 
     @staticmethod
-    def held(record: Record) -> MegatrainError:
-        return MegatrainError(f"{record.name}: its .grad is in memory of its own, or somebody keeps it, and further "
-                              "gradients of several processes cannot be added to that: zero_grad(set_to_none=True), "
-                              "and let go of it, before the next backward")
+    def no_place(record: Record) -> MegatrainError:
+        return MegatrainError(f"{record.name}: somebody took its .grad while backward ran, and further gradients of "
+                              "several processes cannot be added to that")
 
     def release(self) -> None:
         """Compute has waited for every copy: nothing needs to be kept."""

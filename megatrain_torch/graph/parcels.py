@@ -7,20 +7,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..base.errors import MegatrainError
 from ..store.records import Record
 
 _ALIGN = 16                              # bytes, at which a parcel begins in a buffer
-
-
-def conform(record: Record, grad: Tensor) -> Tensor:
-    """Dense, with the host plane's strides: what one plain copy needs."""
-    if grad.layout != torch.strided:
-        raise MegatrainError(f"{record.name}: its gradient is {grad.layout}; use dense gradients (sparse=False)")
-    if grad.stride() == record.stride and grad.dtype == record.dtype:
-        return grad.detach()
-    with torch.no_grad():
-        return torch.empty_strided(record.shape, record.stride, dtype=record.dtype, device=grad.device).copy_(grad)
 
 
 class Parcel(NamedTuple):

@@ -20,7 +20,7 @@ from torch import distributed as dist
 from .. import _core
 from ..base.errors import MegatrainError
 
-_PATIENCE = timedelta(minutes=30)            # a rank may fill the store while the others wait
+PATIENCE = timedelta(minutes=30)             # a rank may fill the store while the others wait
 _LOOKS = 2.0                                 # seconds, at most, until the shared memory knows who is gone
 _made: Counter[str] = Counter()              # of these, by the group that they are beside
 
@@ -32,21 +32,23 @@ class Control:
         engine: of the memory that the processes share, which knows who is gone, and what failed there; None: not yet.
     """
 
-    def __init__(self, beside: dist.ProcessGroup) -> None:
+    def __init__(self, beside: dist.ProcessGroup, patience: timedelta = PATIENCE) -> None:
         self.engine: _core.Engine | None = None
+        self._patience = patience
         members = "_".join(map(str, dist.get_process_group_ranks(beside)))
         name = f"megatrain_torch/{beside.group_name}/{members}"
         _made[name] += 1
         self._store = dist.PrefixStore(f"{name}/{_made[name]}", dist.distributed_c10d._get_default_store())
         self._rank, self._size = dist.get_rank(beside), dist.get_world_size(beside)
         with self.named("looks for the others"):
-            self._group = dist.ProcessGroupGloo(self._store, self._rank, self._size, _PATIENCE)
+            self._group = dist.ProcessGroupGloo(self._store, self._rank, self._size, patience)
 
     def carrier(self) -> dist.ProcessGroup:
         """One more group of the same processes, over gloo; made by all. What goes there meets nothing of anybody else.
         """
         with self.named("looks for the others"):
-            return dist.ProcessGroupGloo(dist.PrefixStore("carrier", self._store), self._rank, self._size, _PATIENCE)
+            return dist.ProcessGroupGloo(dist.PrefixStore("carrier", self._store), self._rank, self._size,
+                                         self._patience)
 
     def gather(self, value: Any) -> list[Any]:
         """What each rank gives, by rank."""

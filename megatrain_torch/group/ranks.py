@@ -9,13 +9,14 @@ import copy
 import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 from torch import distributed as dist
 
 from ..base.errors import MegatrainError
-from .control import Control
+from .control import PATIENCE, Control
 
 
 class Ranks:
@@ -26,9 +27,10 @@ class Ranks:
         machines: by rank, what names the machine that it is on.
     """
 
-    def __init__(self, data: dist.ProcessGroup) -> None:
+    def __init__(self, data: dist.ProcessGroup, patience: timedelta = PATIENCE) -> None:
+        """patience: until a process that still lives and is not heard of is an error."""
         self.data, self.rank, self.size = data, dist.get_rank(data), dist.get_world_size(data)
-        self.control = Control(data)
+        self.control = Control(data, patience)
         self.machines: list[str] = self.gather(_machine())
         self._apart: Ranks | None = None
 

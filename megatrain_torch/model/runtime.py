@@ -91,6 +91,8 @@ class Runtime:
         """Gives everything back: files lose their names while there is an engine that knows them."""
         self.cap.lift()
         self.homes.unname_files()
+        if self.exchange is not None:
+            self.exchange.close()
         self.core.close()
 
     def itself(self) -> Runtime:

@@ -68,5 +68,6 @@ def set_master(p: StreamedParameter, value: Tensor) -> None:
             if record.dtype == torch.float16:
                 record.view("MASTER").copy_(value)
     record.runtime.planes.after_write(record)
-    record.runtime.planes.push(record, "LO", "MASTER")
+    if rest := "LO" if record.low_bytes else "MASTER" if record.dtype == torch.float16 else "":
+        record.runtime.planes.push(record, rest)
     record.master_writes = record.writes

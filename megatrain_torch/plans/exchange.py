@@ -2,8 +2,8 @@
 
 A rank's gradients of a unit lie in one buffer. Each part goes to the rank of its machine that owns it, which adds what
 it is given in fp32; between machines go parts, or sums where these are less. The owner brings its sum home, and what
-the sum is in the weights' type. A further micro-batch's parts go home one by one and are added there, in the order of
-the ranks, so that sums are those of one process that made all micro-batches. New weights go to the other machines.
+the sum is in the weights' type; of a further micro-batch the sum alone, which is added there. New weights go to the
+other machines.
 """
 from __future__ import annotations
 
@@ -47,6 +47,7 @@ class Exchange:
         links = (machine.exchange_gbps or machine.both_gbps) * 1e9
         leaving = self.gradients * ((g - 1) / g)
         wide = np.maximum(self.gradients, sums)         # a sum in fp32; of fp32 weights the gradient itself
+        self.further = -(-wide // n)
         apart = np.minimum(g * self.gradients, wide) * ((m - 1) / m)        # of a whole machine
         added = self.gradients + wide / g + self.home * (m > 1)             # read, and written, by the sum
         self.exchange_s = leaving / links + added / (machine.hbm_gbps * 1e9)

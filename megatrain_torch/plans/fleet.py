@@ -18,9 +18,10 @@ from .machine import Machine
 
 OFFERED = ("ram",)              # homes that units may have where there are several ranks: the one place that says so
 CUT = ("masters", "moments", "gradients", "sums")       # planes of which each rank has its part; weights are whole
-PER_RANK = ("staging", "activations")                   # of host memory, what each rank has for itself
+PER_RANK = ("activations",)                             # of host memory, what each rank has for itself
 ACC_BYTES = 2                   # that an update reads more of a sum in fp32 than of a bf16 gradient
 ADDED_BYTES = 14                # per parameter in host memory: a further micro-batch's sum
+WIDER_BYTES = 2                 # more, where what is added is a sum over ranks: that is in fp32
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,9 @@ class Fleet:
 
     def on_host(self, planes: dict[str, int]) -> dict[str, int]:
         """Of one machine's host memory. planes: bytes of all of a model's, and what one process has besides."""
+        planes = dict(planes)
+        if "staging" in planes and not self.alone:      # each rank's part of a sum, in fp32
+            planes["staging"] = self._part(2 * planes["staging"], self.machines)
         return {what: self._part(n, self.machines) if what in CUT else n * (self.gpus if what in PER_RANK else 1)
                 for what, n in planes.items()}
 
@@ -68,10 +72,10 @@ class Fleet:
     # ---- rates ----
 
     @property
-    def added(self) -> int:
-        """Gradients that a machine's host adds for a further micro-batch, by those of a model: to its part of the sums
-        each rank's by itself, in the order of ranks."""
-        return self.gpus
+    def added(self) -> float:
+        """What a machine's host adds for a further micro-batch, by the gradients of a model: to its part of the sums
+        one in fp32, which takes longer than gradients of 16 bits."""
+        return 1 if self.alone else (ADDED_BYTES + WIDER_BYTES) / ADDED_BYTES / self.machines
 
     def seen(self, machine: Machine) -> Machine:
         """As one of its GPUs sees it beside the others, which do the same at the same time: copies share the host's

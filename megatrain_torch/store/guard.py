@@ -118,10 +118,10 @@ def _guarded_call(func: Any, args: Any, kwargs: Any) -> Any:
     for record in weights:
         record.runtime.planes.after_write(record)
     for record in states:
-        record.runtime.planes.push(record, "M", "V", "SCALE")
+        record.runtime.planes.push(record, *record.moments)
     if not written and torch.is_grad_enabled() and _in_graph(out):
         for g in guarded:
-            g._mt.host_graph = True     # autograd itself adds to .grad on the host: see handover.py
+            g._mt.runtime.handover.by_autograd(g._mt)
     return _guard_aliases(out, guarded)
 
 

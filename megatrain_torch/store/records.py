@@ -29,6 +29,8 @@ class HandsOver(Protocol):
     def take(self, records: list[Record], use: Use | None, nodes: list[Any], grads: tuple[Tensor | None, ...]
              ) -> list[Tensor | None]: ...
 
+    def by_autograd(self, record: Record) -> None: ...
+
 
 class HostPlanes(Protocol):
     """What is waited for before host memory is read or written, and told after: planes.Planes."""

@@ -203,25 +203,38 @@ static void bf16_micro_batches_add_up_in_fp32(void)
     rig_close(&r);
 }
 
-/* Behind the gradients in r->src. */
+/* Behind the gradients in r->src, which copies may still read. */
+static uint16_t *roundings(rig *r, int param)
+{
+    return (uint16_t *)(void *)((char *)r->src[param] + 1024);
+}
+
 static float *sums(rig *r, int param)
 {
     return (float *)(void *)((char *)r->src[param] + 2048);
 }
 
-/* A rounding far from its sum shows where each of the two goes. */
-static void put_sum(rig *r, int unit, float rounding, float sum)
+static void put_sums(rig *r, int unit, mt_grad_mode mode, int reread, float sum)
 {
     mt_grad_item items[TOY_PARAMS];
     uint64_t     ticket;
 
-    fill(r, MT_BF16, rounding);
     for (int p = 0; p < TOY_PARAMS; p++) {
         for (int64_t i = 0; i < 128; i++)
             sums(r, p)[i] = sum;
-        items[p] = (mt_grad_item){ p, r->src[p], MT_GRAD_SUM, 0, sums(r, p) };
+        items[p] = (mt_grad_item){ p, mode == MT_GRAD_SUM ? roundings(r, p) : NULL, mode, reread,
+                                   sums(r, p) };
     }
     CHECK_OK(mt_offload_put(r->o, unit, items, TOY_PARAMS, r->t.run, &ticket));
+}
+
+/* A rounding far from its sum shows where each of the two goes. */
+static void put_sum(rig *r, int unit, float rounding, float sum)
+{
+    for (int p = 0; p < TOY_PARAMS; p++)
+        for (int64_t i = 0; i < 128; i++)
+            roundings(r, p)[i] = mt_f32_to_bf16(rounding);
+    put_sums(r, unit, MT_GRAD_SUM, 0, sum);
 }
 
 static void a_sum_and_its_rounding_come_home(void)
@@ -243,6 +256,33 @@ static void a_sum_and_its_rounding_come_home(void)
     CHECK_EQ(mt_offload_has_acc(r.o, 0, 0), 0);
     put_value(&r, MT_BF16, 0, MT_GRAD_ADD, 1.0f);
     CHECK(grad_is(&r, MT_BF16, 0, 9.0f));
+    rig_close(&r);
+}
+
+/* 2^-10 is lost beside 1 in bf16: what is added is the sum itself, once. */
+static void a_sum_is_added_in_fp32(void)
+{
+    rig r;
+
+    rig_open(&r, MT_BF16, 1, 200);
+    put_sum(&r, 0, 7.0f, 1.0f);
+    CHECK_OK(mt_offload_drain(r.o));
+    put_sums(&r, 0, MT_GRAD_ADD, 0, 1.0f + 0x1p-10f);
+    CHECK_OK(mt_offload_drain(r.o));
+    CHECK(toy_at(&r.t, 0, 0, MT_PLANE_ACC)[0] == 2.0f + 0x1p-10f);
+    CHECK(grad_is(&r, MT_BF16, 0, 2.0f));
+    CHECK_EQ(mt_offload_d2h_bytes(r.o), (2 + 4 + 4) * (toy_numel(0, 0) + toy_numel(0, 1)));
+    put_value(&r, MT_BF16, 0, MT_GRAD_SET, 8.0f);
+    put_sums(&r, 0, MT_GRAD_ADD, 0, 0x1p-10f);      /* to the plane that was set */
+    CHECK_OK(mt_offload_drain(r.o));
+    CHECK(toy_at(&r.t, 0, 0, MT_PLANE_ACC)[0] == 8.0f + 0x1p-10f);
+    put_value(&r, MT_BF16, 0, MT_GRAD_ADD, 1.0f);   /* both kinds, in turns */
+    CHECK(toy_at(&r.t, 0, 0, MT_PLANE_ACC)[0] == 9.0f + 0x1p-10f);
+    put_sums(&r, 0, MT_GRAD_ADD, 1, 0x1p-10f);      /* what the user sees is read again: 9 */
+    CHECK_OK(mt_offload_drain(r.o));
+    CHECK(toy_at(&r.t, 0, 0, MT_PLANE_ACC)[0] == 9.0f + 0x1p-10f);
+    CHECK(grad_is(&r, MT_BF16, 0, 9.0f));
+    CHECK(sum_is(&r, 0, 9.0f));
     rig_close(&r);
 }
 
@@ -280,13 +320,14 @@ static void an_add_before_any_set_adds_to_the_plane(void)
 }
 
 /* Slow sums: a SET that did not wait for them would be added to. */
-static void slow_accumulate(mt_pool *pool, mt_dtype dt, float *acc, void *grad, const void *add,
-                            int64_t n, int from_grad, double *sumsq, double *chunks)
+static void slow_accumulate(mt_pool *pool, mt_dtype dt, float *acc, void *grad, mt_dtype add_dt,
+                            const void *add, int64_t n, int from_grad, double *sumsq,
+                            double *chunks)
 {
     struct timespec nap = { 0, 1000000 };
 
     nanosleep(&nap, NULL);
-    toy_accumulate(pool, dt, acc, grad, add, n, from_grad, sumsq, chunks);
+    toy_accumulate(pool, dt, acc, grad, add_dt, add, n, from_grad, sumsq, chunks);
 }
 
 static void hand_overs_of_one_unit_keep_their_order(void)
@@ -551,6 +592,10 @@ static void sums_that_have_no_place_are_refused(void)
     item.sum = sums(&r, 1);
     CHECK_EQ(mt_offload_put(r.o, 1, &item, 1, r.t.run, &ticket), MT_EINVAL);
     CHECK_HAS(mt_last_error(), "unit layers.1: parameter 1 is F32");
+    CHECK_HAS(mt_last_error(), "set that");
+    item.mode = MT_GRAD_ADD;
+    CHECK_EQ(mt_offload_put(r.o, 1, &item, 1, r.t.run, &ticket), MT_EINVAL);
+    CHECK_HAS(mt_last_error(), "add that");
     rig_close(&r);
 
     rig_open(&r, MT_BF16, 0, 0);
@@ -561,6 +606,8 @@ static void sums_that_have_no_place_are_refused(void)
     CHECK_OK(mt_store_set_passing(r.t.store, 1));
     CHECK_EQ(mt_offload_put(r.o, 1, &item, 1, r.t.run, &ticket), MT_ESTATE);
     CHECK_HAS(mt_last_error(), "pass");
+    item = (mt_grad_item){ 1, NULL, MT_GRAD_ADD, 0, sums(&r, 1) };
+    CHECK_EQ(mt_offload_put(r.o, 1, &item, 1, r.t.run, &ticket), MT_ESTATE);
     rig_close(&r);
 }
 
@@ -631,6 +678,7 @@ static void every_failing_device_call_frees_everything(void)
     X(without_a_sumsq_kernel_no_sum_counts) X(sumsq_counts_from_put_to_forget) \
     X(micro_batches_add_up_in_fp32) X(bf16_micro_batches_add_up_in_fp32) \
     X(a_sum_and_its_rounding_come_home) X(a_sum_waits_for_what_is_added_before_it) \
+    X(a_sum_is_added_in_fp32) \
     X(acc_starts_from_grad_after_reread_and_forget) X(an_add_before_any_set_adds_to_the_plane) \
     X(hand_overs_of_one_unit_keep_their_order) X(many_hand_overs_in_flight_all_count) \
     X(a_full_line_makes_put_wait) \

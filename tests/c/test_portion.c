@@ -461,8 +461,8 @@ static void add_to_sum(table *t, int m)
         if (m == 0)
             memcpy(t->rounded[i], t->grad[i], bytes);
         else
-            mt_accumulate(NULL, t->d[i].dtype, t->sum[i], t->rounded[i], t->grad[i], t->d[i].numel,
-                          1, &sum, NULL);
+            mt_accumulate(NULL, t->d[i].dtype, t->sum[i], t->rounded[i], t->d[i].dtype, t->grad[i],
+                          t->d[i].numel, 1, &sum, NULL);
     }
 }
 

@@ -130,38 +130,150 @@ static void every_isa_sums_a_chunk_alike(void)
         }
 }
 
-static void every_isa_accumulates_alike(void)
-{
-    for (int t = 0; t < TYPES; t++)
-        for (int64_t n = 1; n <= 600; n += n < 20 ? 1 : 83)
-            for (int from_grad = 0; from_grad < 2; from_grad++) {
-                size_t bytes = (size_t)n * mt_dtype_bytes(types[t]);
-                void  *grad0 = random_array(types[t], n), *add = random_array(types[t], n);
-                float *acc0  = random_array(MT_F32, n);
-                void  *grad  = malloc(bytes), *want = malloc(bytes);
-                float *acc   = malloc((size_t)n * 4), *want_acc = malloc((size_t)n * 4);
-                double sum   = 0;
+/* Of a gradient, and of what is added to it. */
+static const struct pair { mt_dtype grad, add; } pairs[] = {
+    { MT_F32, MT_F32 }, { MT_BF16, MT_BF16 }, { MT_F16, MT_F16 }, { MT_F64, MT_F64 },
+    { MT_BF16, MT_F32 }, { MT_F16, MT_F32 },
+};
+#define PAIRS 6
 
-                REQUIRE(grad != NULL && want != NULL && acc != NULL && want_acc != NULL);
-                for (int k = MT__SUMSQ_KERNELS - 1; k >= 0; k--) {      /* the definition first */
-                    if (!mt__sumsq_kernels[k].runs())
-                        continue;
-                    memcpy(grad, grad0, bytes);
-                    memcpy(acc, acc0, (size_t)n * 4);
-                    double s = mt__sumsq_kernels[k].accumulate(types[t], acc, grad, add, n,
-                                                               from_grad);
-                    if (k == MT__SUMSQ_KERNELS - 1) {
-                        sum = s;
-                        memcpy(want, grad, bytes);
-                        memcpy(want_acc, acc, (size_t)n * 4);
-                    }
-                    CHECK_EQ(bits_of(s), bits_of(sum));
-                    CHECK_EQ(memcmp(grad, want, bytes), 0);
-                    CHECK_EQ(memcmp(acc, want_acc, (size_t)n * 4), 0);
-                }
-                free(grad0); free(add); free(acc0);
-                free(grad); free(want); free(acc); free(want_acc);
-            }
+static int is_half(mt_dtype dt) { return dt == MT_BF16 || dt == MT_F16; }
+
+/* Some elements become numbers that are not ordinary, or sums that are not, or do not round so. */
+static void make_special(mt_dtype dt, void *x, int64_t n)
+{
+    static const double special[] = {
+        INFINITY, -INFINITY, NAN, 0.0, -0.0, 0x1p-149, -0x1.8p-133, 0x1p-25, 0x1.8p-24, -0x1p-24,
+        65504.0, 16.0, -65520.0, 0x1.fffffep127, 1.0 + 0x1p-8, 1.0 + 0x3p-8, 1.0 + 0x1p-11,
+    };
+
+    for (int64_t i = 0; i < n; i++)
+        if (random_bits() % 2 == 0)
+            set(x, dt, i, special[random_bits() % (sizeof special / sizeof special[0])]);
+}
+
+/* Bits, where it is a number: no NaN's are promised. */
+static int64_t differing(mt_dtype dt, const void *a, const void *b, int64_t n)
+{
+    int64_t differ = 0;
+
+    for (int64_t i = 0; i < n; i++)
+        differ += !(isnan(get(a, dt, i)) && isnan(get(b, dt, i)))
+               && bits_of(get(a, dt, i)) != bits_of(get(b, dt, i));
+    return differ;
+}
+
+/* sumsq.h's formulas, element by element. */
+static void accumulate_by_the_book(struct pair p, float *acc, void *grad, const void *add,
+                                   int64_t n, int from_grad)
+{
+    for (int64_t i = 0; i < n; i++)
+        if (is_half(p.grad)) {
+            acc[i] = (from_grad ? (float)get(grad, p.grad, i) : acc[i]) + (float)get(add, p.add, i);
+            set(grad, p.grad, i, (double)acc[i]);
+        } else if (p.grad == MT_F32) {
+            ((float *)grad)[i] += ((const float *)add)[i];
+        } else {
+            ((double *)grad)[i] += ((const double *)add)[i];
+        }
+}
+
+typedef struct sums { void *grad, *add; float *acc; int64_t n; struct pair p; } sums;
+
+static sums sums_of(struct pair p, int64_t n, int special)
+{
+    sums s = { random_array(p.grad, n), random_array(p.add, n), random_array(MT_F32, n), n, p };
+
+    if (special) {
+        make_special(p.grad, s.grad, n);
+        make_special(p.add, s.add, n);
+        make_special(MT_F32, s.acc, n);
+    }
+    return s;
+}
+
+static void *copied(const void *x, size_t bytes)
+{
+    void *to = malloc(bytes + 1);
+
+    REQUIRE(to != NULL);
+    memcpy(to, x, bytes);
+    return to;
+}
+
+/* As sums_of made it, for another to add up. */
+static sums copy_of(const sums *s)
+{
+    return (sums){ copied(s->grad, (size_t)s->n * mt_dtype_bytes(s->p.grad)),
+                   copied(s->add, (size_t)s->n * mt_dtype_bytes(s->p.add)),
+                   copied(s->acc, (size_t)s->n * 4), s->n, s->p };
+}
+
+static void free_sums(sums *s) { free(s->grad); free(s->add); free(s->acc); }
+
+static double sumsq_of(const sums *s)
+{
+    return is_half(s->p.grad) ? by_the_book(MT_F32, s->acc, s->n)
+                              : by_the_book(s->p.grad, s->grad, s->n);
+}
+
+static void check_same(const sums *got, const sums *want, double sum)
+{
+    CHECK_EQ(differing(want->p.grad, got->grad, want->grad, want->n), 0);
+    if (is_half(want->p.grad))
+        CHECK_EQ(differing(MT_F32, got->acc, want->acc, want->n), 0);
+    CHECK((isnan(sum) && isnan(sumsq_of(want))) || bits_of(sum) == bits_of(sumsq_of(want)));
+}
+
+/* k: of mt__sumsq_kernels. n <= 8192. */
+static void check_kernel(int k, const sums *given, const sums *want, int from_grad)
+{
+    const mt__sumsq_kernel *kernel = &mt__sumsq_kernels[k];
+    sums                    s = copy_of(given);
+
+    if (kernel->runs())
+        check_same(&s, want, kernel->accumulate(s.p.grad, is_half(s.p.grad) ? s.acc : NULL, s.grad,
+                                                s.p.add, s.add, s.n, from_grad));
+    free_sums(&s);
+}
+
+static void every_isa_accumulates_by_the_book(void)
+{
+    for (int t = 0; t < PAIRS * 4; t++)
+        for (int64_t n = 1; n <= 600; n += n < 20 ? 1 : 83) {
+            int  special = t & 1, from_grad = t >> 1 & 1;
+            sums given = sums_of(pairs[t / 4], n, special), want = copy_of(&given);
+
+            accumulate_by_the_book(want.p, want.acc, want.grad, want.add, n, from_grad);
+            for (int k = 0; k < MT__SUMSQ_KERNELS; k++)
+                check_kernel(k, &given, &want, from_grad);
+            free_sums(&given);
+            free_sums(&want);
+        }
+}
+
+/* Chunks and tails, by hand and by a pool. */
+static void all_chunks_are_accumulated_by_the_book(void)
+{
+    static const int64_t n[] = { 0, 8191, 8192, 8193, 8192 * 40 + 257 };
+    mt_pool *pool;
+
+    REQUIRE(mt_pool_open(3, &pool) == MT_OK);
+    for (int t = 0; t < PAIRS * 5; t++) {
+        sums   given = sums_of(pairs[t / 5], n[t % 5], 0), want = copy_of(&given);
+        double sum = 5, *chunks = calloc((size_t)MT_SUMSQ_CHUNKS(n[t % 5]) + 1, sizeof *chunks);
+
+        REQUIRE(chunks != NULL);
+        accumulate_by_the_book(want.p, want.acc, want.grad, want.add, want.n, 0);
+        mt_accumulate(t % 2 ? pool : NULL, given.p.grad, given.acc, given.grad, given.p.add,
+                      given.add, given.n, 0, &sum, chunks);
+        check_same(&given, &want, sum);
+        CHECK_EQ(bits_of(mt_sumsq_fold(chunks, MT_SUMSQ_CHUNKS(n[t % 5]))), bits_of(sum));
+        free_sums(&given);
+        free_sums(&want);
+        free(chunks);
+    }
+    mt_pool_close(pool);
 }
 
 static void not_finite_shows_in_the_sum(void)
@@ -199,12 +311,12 @@ static void sixteen_bit_gradients_are_summed_in_fp32(void)
         REQUIRE(acc != NULL && want != NULL);
         for (int i = 0; i < N; i++)
             want[i] = (float)get(grad, both[t], i) + (float)get(add, both[t], i);
-        mt_accumulate(NULL, both[t], acc, grad, add, N, 1, &sum, NULL);     /* acc is grad's */
+        mt_accumulate(NULL, both[t], acc, grad, both[t], add, N, 1, &sum, NULL); /* acc is grad's */
         CHECK_EQ(memcmp(acc, want, N * sizeof *acc), 0);
         CHECK_EQ(bits_of(sum), bits_of(by_the_book(MT_F32, want, N)));
         for (int i = 0; i < N; i++)
             want[i] += (float)get(add, both[t], i);
-        mt_accumulate(NULL, both[t], acc, grad, add, N, 0, &sum, NULL);     /* and goes on */
+        mt_accumulate(NULL, both[t], acc, grad, both[t], add, N, 0, &sum, NULL); /* and goes on */
         CHECK_EQ(memcmp(acc, want, N * sizeof *acc), 0);
         CHECK_EQ(bits_of(sum), bits_of(by_the_book(MT_F32, want, N)));
         for (int i = 0; i < N; i++)
@@ -221,7 +333,7 @@ static void rounded_sums_go_to_even(void)
     float    acc[2];
     double   sum;
 
-    mt_accumulate(NULL, MT_BF16, acc, grad, add, 2, 1, &sum, NULL);
+    mt_accumulate(NULL, MT_BF16, acc, grad, MT_BF16, add, 2, 1, &sum, NULL);
     CHECK_EQ(grad[0], mt_f32_to_bf16(1.0f));
     CHECK_EQ(grad[1], mt_f32_to_bf16(1.0f + 0x1p-6f));
     CHECK(acc[0] == 1.0f + 0x1p-8f);
@@ -236,7 +348,7 @@ static void wide_gradients_are_summed_in_place(void)
         void  *grad = random_array(both[t], N), *add = random_array(both[t], N);
         double first = get(grad, both[t], 0), last = get(grad, both[t], N - 1), sum;
 
-        mt_accumulate(NULL, both[t], NULL, grad, add, N, 0, &sum, NULL);
+        mt_accumulate(NULL, both[t], NULL, grad, both[t], add, N, 0, &sum, NULL);
         if (both[t] == MT_F32) {
             CHECK(((float *)grad)[0] == (float)first + ((float *)add)[0]);
             CHECK(((float *)grad)[N - 1] == (float)last + ((float *)add)[N - 1]);
@@ -260,8 +372,8 @@ static void number_of_threads_changes_no_bit_of_a_sum(void)
 
     REQUIRE(grad1 != NULL && acc != NULL && acc1 != NULL && mt_pool_open(4, &pool) == MT_OK);
     memcpy(grad1, grad, (size_t)n * 2);
-    mt_accumulate(pool, MT_BF16, acc, grad, add, n, 1, &sum, NULL);
-    mt_accumulate(NULL, MT_BF16, acc1, grad1, add, n, 1, &sum1, NULL);
+    mt_accumulate(pool, MT_BF16, acc, grad, MT_BF16, add, n, 1, &sum, NULL);
+    mt_accumulate(NULL, MT_BF16, acc1, grad1, MT_BF16, add, n, 1, &sum1, NULL);
     CHECK_EQ(bits_of(sum), bits_of(sum1));
     CHECK_EQ(memcmp(acc, acc1, (size_t)n * 4), 0);
     CHECK_EQ(memcmp(grad, grad1, (size_t)n * 2), 0);
@@ -366,61 +478,64 @@ static void cuda_takes_odd_addresses_and_many_chunks(void)
     free(out); free(x); free(large);
 }
 
+/* Device memory with these bytes in it, `skew` bytes behind an address that vectors fit. */
+static void *sent(mt_dev *dev, mt_queue *q, const void *x, size_t bytes, size_t skew, void **base)
+{
+    REQUIRE(dev->ops->mem_alloc(dev, bytes + 64, base) == MT_OK);
+    if (bytes > 0)
+        CHECK_OK(dev->ops->copy(q, (char *)*base + skew, x, bytes));
+    return (char *)*base + skew;
+}
+
 /* Two micro-batches through a device's queue against the host: the first from grad, the second from
  * acc, at addresses that vectors fit (skew 0) or not. */
-static void check_sums(mt_dev *dev, mt_dtype dt, int64_t n, int skew)
+static void check_sums(mt_dev *dev, struct pair p, int64_t n, int skew, int special)
 {
-    size_t    each = mt_dtype_bytes(dt), bytes = (size_t)n * each, acc_bytes = (size_t)n * 4;
-    void     *grad = random_array(dt, n), *add = random_array(dt, n), *grad_there, *add_there,
-             *acc_there;
-    float    *acc = calloc((size_t)n + 1, 4), *acc_got = calloc((size_t)n + 1, 4);
-    void     *grad_got = calloc((size_t)n + 1, each);
-    double   *out = calloc(512, sizeof *out), sum;
-    mt_sumsq *s;
+    size_t    each = mt_dtype_bytes(p.grad), chunks = (size_t)MT_SUMSQ_CHUNKS(n);
+    sums      s = sums_of(p, n, special), got = copy_of(&s);
+    void     *base[3];
+    double   *out = calloc(512 + chunks, sizeof *out), sum;
+    mt_sumsq *ctx;
     mt_queue *q;
 
-    REQUIRE(acc != NULL && acc_got != NULL && grad_got != NULL && out != NULL);
-    REQUIRE(dev->ops->host_register(dev, out, 4096) == MT_OK);
-    REQUIRE(dev->ops->queue_open(dev, "sums", &q) == MT_OK && mt_sumsq_open(dev, &s) == MT_OK);
-    REQUIRE(dev->ops->mem_alloc(dev, bytes + 64, &grad_there) == MT_OK);
-    REQUIRE(dev->ops->mem_alloc(dev, bytes + 64, &add_there) == MT_OK);
-    REQUIRE(dev->ops->mem_alloc(dev, acc_bytes + 64, &acc_there) == MT_OK);
-    void  *g = (char *)grad_there + (size_t)skew * each,
-          *x = (char *)add_there + (size_t)skew * each;
-    float *a = (float *)acc_there + skew;
+    REQUIRE(out != NULL);
+    REQUIRE(dev->ops->host_register(dev, out, (512 + chunks) * sizeof *out) == MT_OK);
+    REQUIRE(dev->ops->queue_open(dev, "sums", &q) == MT_OK && mt_sumsq_open(dev, &ctx) == MT_OK);
+    void *g = sent(dev, q, s.grad, (size_t)n * each, (size_t)skew * each, &base[0]),
+         *a = sent(dev, q, s.acc, (size_t)n * 4, (size_t)skew * 4, &base[1]),
+         *x = sent(dev, q, s.add, (size_t)n * mt_dtype_bytes(p.add),
+                   (size_t)skew * mt_dtype_bytes(p.add), &base[2]);
 
-    CHECK_OK(dev->ops->copy(q, g, grad, bytes));
-    CHECK_OK(dev->ops->copy(q, x, add, bytes));
     CHECK_OK(dev->ops->sync(q));                /* grad is added to below */
     for (int k = 0; k < 2; k++) {
-        CHECK_OK(mt_accumulate_put(s, q, dt, each == 2 ? a : NULL, g, x, n, k == 0, &out[k], NULL));
-        mt_accumulate(NULL, dt, acc, grad, add, n, k == 0, &sum, NULL);
+        CHECK_OK(mt_accumulate_put(ctx, q, p.grad, is_half(p.grad) ? a : NULL, g, p.add, x, n,
+                                   k == 0, &out[k], out + 512));
+        mt_accumulate(NULL, p.grad, s.acc, s.grad, p.add, s.add, n, k == 0, &sum, NULL);
+        CHECK_OK(dev->ops->copy(q, got.grad, g, (size_t)n * each));
+        CHECK_OK(dev->ops->copy(q, got.acc, a, (size_t)n * 4));
         CHECK_OK(dev->ops->sync(q));
-        CHECK_EQ(bits_of(out[k]), bits_of(sum));
+        check_same(&got, &s, out[k]);
+        CHECK(isnan(sum) ? isnan(out[k]) : bits_of(out[k]) == bits_of(sum));
+        CHECK(isnan(sum) || bits_of(mt_sumsq_fold(out + 512, (int64_t)chunks)) == bits_of(sum));
     }
-    CHECK_OK(dev->ops->copy(q, grad_got, g, bytes));
-    CHECK_OK(dev->ops->copy(q, acc_got, a, acc_bytes));
-    CHECK_OK(dev->ops->sync(q));
-    CHECK_EQ(memcmp(grad_got, grad, bytes), 0);
-    if (each == 2)
-        CHECK_EQ(memcmp(acc_got, acc, acc_bytes), 0);
-    mt_sumsq_close(s);
+    mt_sumsq_close(ctx);
     dev->ops->queue_close(q);
-    dev->ops->mem_free(dev, grad_there);
-    dev->ops->mem_free(dev, add_there);
-    dev->ops->mem_free(dev, acc_there);
+    for (int i = 0; i < 3; i++)
+        dev->ops->mem_free(dev, base[i]);
     dev->ops->host_unregister(dev, out);
-    free(grad); free(add); free(acc); free(acc_got); free(grad_got); free(out);
+    free_sums(&s);
+    free_sums(&got);
+    free(out);
 }
 
 static void check_all_sums(mt_dev *dev)
 {
     static const int64_t n[] = { 1, 7, 8, 255, 257, 8191, 8192, 8193, 70001 };
 
-    for (int t = 0; t < TYPES; t++)
+    for (int t = 0; t < PAIRS; t++)
         for (int i = 0; i < 9; i++)
-            for (int skew = 0; skew < 2; skew++)
-                check_sums(dev, types[t], n[i], skew);
+            for (int k = 0; k < 4; k++)
+                check_sums(dev, pairs[t], n[i], k & 1, k >> 1);
 }
 
 static void cpu_queue_accumulates_as_the_host_does(void)
@@ -439,9 +554,19 @@ static void cuda_queue_accumulates_as_the_host_does(void)
     if (mt_dev_cuda_open(0, &dev) != MT_OK)
         SKIP("%s", mt_last_error());
     check_all_sums(dev);
-    for (int t = 0; t < TYPES; t++)
-        check_sums(dev, types[t], (1 << 22) + 5, 0);
+    for (int t = 0; t < PAIRS; t++)
+        check_sums(dev, pairs[t], (1 << 22) + 5, 0, 0);
     dev->ops->close(dev);
+}
+
+static mt_status try_add(mt_sumsq *s, mt_queue *q, mt_dtype dt, float *acc, void *grad,
+                         mt_dtype add_dt, const void *add)
+{
+    double    out = 5;
+    mt_status st = mt_accumulate_put(s, q, dt, acc, grad, add_dt, add, 1, 1, &out, NULL);
+
+    CHECK(out == 5);
+    return st;
 }
 
 static void accumulate_put_refuses_what_it_cannot_add(void)
@@ -449,18 +574,21 @@ static void accumulate_put_refuses_what_it_cannot_add(void)
     mt_dev   *dev;
     mt_queue *q;
     mt_sumsq *s;
-    uint16_t  grad = 0, add = 0;
+    uint16_t  grad = 0, add = 0, wide[4] = {0};
     float     acc = 0;
-    double    out = 5;
 
     REQUIRE(mt_dev_cpu_open(&dev) == MT_OK && mt_sumsq_open(dev, &s) == MT_OK);
     REQUIRE(dev->ops->queue_adopt(dev, 0, &q) == MT_OK);
-    CHECK_EQ(mt_accumulate_put(s, q, MT_BF16, NULL, &grad, &add, 1, 1, &out, NULL), MT_EINVAL);
+    CHECK_EQ(try_add(s, q, MT_BF16, NULL, &grad, MT_BF16, &add), MT_EINVAL);
     CHECK_HAS(mt_last_error(), "BF16");
-    CHECK_EQ(mt_accumulate_put(s, q, MT_BF16, &acc, &grad, &grad, 1, 1, &out, NULL), MT_EINVAL);
-    CHECK_EQ(mt_accumulate_put(s, q, MT_BF16, &acc, NULL, &add, 1, 1, &out, NULL), MT_EINVAL);
-    CHECK_EQ(mt_accumulate_put(s, q, MT_I16, &acc, &grad, &add, 1, 1, &out, NULL), MT_EINVAL);
-    CHECK(out == 5);
+    CHECK_EQ(try_add(s, q, MT_BF16, &acc, &grad, MT_BF16, &grad), MT_EINVAL);
+    CHECK_EQ(try_add(s, q, MT_BF16, &acc, &grad, MT_F32, &acc), MT_EINVAL);
+    CHECK_EQ(try_add(s, q, MT_BF16, &acc, NULL, MT_BF16, &add), MT_EINVAL);
+    CHECK_EQ(try_add(s, q, MT_I16, &acc, &grad, MT_I16, &add), MT_EINVAL);
+    CHECK_EQ(try_add(s, q, MT_F16, &acc, &grad, MT_BF16, &add), MT_EINVAL);
+    CHECK_HAS(mt_last_error(), "BF16 is to be added to a F16 gradient");
+    CHECK_EQ(try_add(s, q, MT_F64, NULL, wide, MT_F32, &acc), MT_EINVAL);
+    CHECK_EQ(try_add(s, q, MT_F32, NULL, wide, MT_BF16, &add), MT_EINVAL);
     dev->ops->queue_close(q);
     mt_sumsq_close(s);
     dev->ops->close(dev);
@@ -510,7 +638,8 @@ static void put_passes_a_device_error_on(void)
     X(host_sum_is_the_definition)                   \
     X(long_sum_is_the_definition)                   \
     X(every_isa_sums_a_chunk_alike)                 \
-    X(every_isa_accumulates_alike)                  \
+    X(every_isa_accumulates_by_the_book)            \
+    X(all_chunks_are_accumulated_by_the_book)       \
     X(not_finite_shows_in_the_sum)                  \
     X(denormals_count)                              \
     X(sixteen_bit_gradients_are_summed_in_fp32)     \

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from owners import PLACES, assert_bits_of_one, change_gradients, gathered, train
+from owners import PLACES, assert_bits_of_one, change_gradients, gathered, train, train_by_sums
 
 from megatrain_torch._core import STATES
 
@@ -28,3 +28,17 @@ def test_owners_together_have_the_bits_of_one(tmp_path: Path, ranks: int, home: 
             if shared:
                 assert len({p.engine.norm(ticket) for p, ticket in zip((whole, *owners), tickets)}) == 1
             assert_bits_of_one(whole, owners)
+
+
+@pytest.mark.parametrize(("home", "shared"), PLACES)
+def test_sums_of_further_micro_batches_are_added_as_they_are(tmp_path: Path, home: str, shared: bool) -> None:
+    with gathered(tmp_path) as make:
+        on_host = make(1, home="ram")[0]
+        whole, owners = make(3, shared=shared, home=home, device="cuda")
+        train_by_sums(on_host, [])
+        train_by_sums(whole, owners)
+        assert_bits_of_one(whole, owners, "GRAD")
+        assert_bits_of_one(on_host, [whole], "GRAD")
+        for party in (whole, *owners):
+            party.step()
+        assert_bits_of_one(whole, owners)
