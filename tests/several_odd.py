@@ -83,6 +83,20 @@ def hooks_in_another_order(rank: int, group: Any) -> str:
     return _as_ddp(group, train)
 
 
+def _halves(p: Tensor) -> None:
+    p.grad.mul_(0.5)
+
+
+def hooks_that_come_later(rank: int, group: Any) -> str:
+    def train(models: Any, plain: Any, opt: Any) -> None:
+        def look(number: int) -> None:
+            for p in plain[0].parameters():
+                (p.register_hook(lambda grad: None) if number == 0 else
+                 p.register_post_accumulate_grad_hook(_halves))
+        _steps(rank, opt, lambda n: _loss(models[0], n, rank, ALL), look)
+    return _as_ddp(group, train)
+
+
 def grads_kept_on_one(rank: int, group: Any) -> str:
     def train(models: Any, plain: Any, opt: Any) -> None:
         kept: list[Any] = []

@@ -133,8 +133,12 @@ class Exchange:
     def route(self, record: Record) -> None:
         """Autograd adds up gradients of this parameter: it took part in arithmetic on the host, or has hooks. What it
         comes to on this rank is exchanged as others are, and `.grad` gets the sum alone."""
-        if record not in self._routed and record.trainable:
-            p = record.param
+        p, handles = record.param, self._routed.get(record, [])
+        if handles and next(reversed(p._post_accumulate_grad_hooks)) == handles[1].id:
+            return
+        for handle in handles:               # hooks came since, and are to see the gradient before it is taken
+            handle.remove()
+        if record.trainable:
             self._routed[record] = [p.register_hook(lambda _: self._stand_aside(record)),
                                     p.register_post_accumulate_grad_hook(lambda _: self._take_over(record))]
 
