@@ -82,6 +82,17 @@ def test_what_scripts_do(pool: Pool) -> None:
     assert pool.call("several:habits", 2) == [[], []]
 
 
+@pytest.mark.parametrize("what", [
+    "hooks_on_one", "hooks_in_another_order", "hooks_that_come_later", "grads_kept_on_one", "grads_of_ones_own",
+    "penalty_before", "update_in_a_hook", "two_models", "backward_breaks_on_one", "backward_breaks_on_all", "refused_on_one"])
+def test_what_not_all_ranks_do(pool: Pool, what: str) -> None:
+    assert pool.call(f"several_odd:{what}", 2, timeout=60.0) == ["", ""]
+
+
+def test_a_save_that_fails_on_one(pool: Pool, tmp_path: Path) -> None:
+    assert pool.call("several_odd:save_fails_on_one", 2, str(tmp_path / "c"), timeout=60.0) == ["", ""]
+
+
 @pytest.mark.parametrize("what, said", [
     ("model", "the model is not the same in all processes: 4 and 5 in rank 0 and rank 1"), ("order", "not the same"),
     ("frozen", "True and False in rank 0 and rank 1"), ("nvme", "no nvme="), ("homes", "homes other than 'ram'"),

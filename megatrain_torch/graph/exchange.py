@@ -9,6 +9,12 @@
 A rank that has no gradient of a parameter sends zeros. That others have one it hears at the end of backward, and has
 one from then on too: so `.grad` is there on every rank or on none.
 
+Where a rank has a tensor of its own in `.grad`, or over plane GRAD, which all hear as backward begins, every rank gets
+the whole sum at its end, and adds it there.
+
+A backward that is broken off on one rank is over on the others with an error: what it owes them it sends when its
+script goes on.
+
 Parts of 16 bits are summed in fp32. Of a step's first micro-batch host memory gets that sum, and what it rounds to; the
 sums of further ones are added there as they are, in the order of micro-batches.
 
@@ -19,7 +25,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -28,6 +34,7 @@ from torch import distributed as dist
 from torch.utils.hooks import RemovableHandle
 
 from .. import _core
+from ..base.errors import MegatrainError
 from ..group.ranks import Ranks
 from ..store import gradient
 from ..store.records import Record
@@ -66,6 +73,8 @@ class Home(Protocol):
 
     def would_claim(self, record: Record) -> int | None: ...
 
+    def no_place(self, record: Record) -> MegatrainError: ...
+
     def put(self, unit: int, items: list[tuple[Any, ...]], sources: list[Tensor], stream: int | None) -> None: ...
 
     def has_come(self, unit: int, records: list[Record]) -> None: ...
@@ -84,6 +93,8 @@ class Sent(NamedTuple):
 class Exchange:
     def __init__(self, model: Model, home: Home, ranks: Ranks, mean: bool) -> None:
         self._model, self._home, self._ranks = model, home, ranks
+        # Two models' units would meet in one group where a rank has not all of them: its order is another then.
+        self._group = ranks.data if model.device.type == "cuda" else ranks.control.carrier()
         self._scale = 1 / ranks.size if mean else 1.0
         self._held: dict[int, dict[Record, Tensor]] = {}
         self._sent: deque[Sent] = deque()
@@ -94,6 +105,8 @@ class Exchange:
         self._routed: dict[Record, list[RemovableHandle]] = {}       # parameters whose gradients autograd adds up
         self._stood: dict[Record, Tensor | None] = {}        # their `.grad`, while autograd has a new one
         self._routes: list[tuple[Record, Tensor]] = []       # what autograd has added up in this backward
+        self._entire: dict[Record, Tensor | None] = {}       # of which every rank gets the whole sum; what this one has
+        self._error = ""                     # why this backward fails on all ranks
         self._asked = False                  # for room
         self.began = False                   # some gradient of the backward under way is to be exchanged
 
@@ -101,13 +114,17 @@ class Exchange:
 
     def offer(self, unit: int, pairs: list[tuple[Record, Tensor]]) -> None:
         """Gradients that a window handed over, each of the record's form and on the compute device."""
-        held = self._held.setdefault(unit, {})
         for record, grad in pairs:
-            held[record] = held[record] + grad if record in held else grad
+            self._hold(record, grad)
         while self._turn >= 0 and (not self._trained(self._turn) or self._is_whole(self._turn)):
             self._send_next()
         while self._sent and (self._beside is not None or self._sent[0].work.is_completed()):
             self._bring_home(self._sent.popleft())
+
+    def _hold(self, record: Record, grad: Tensor) -> None:
+        held = self._entire if record in self._entire else self._held.setdefault(record.unit, {})
+        before = held.get(record)
+        held[record] = grad if before is None else before + grad
 
     def _is_whole(self, unit: int) -> bool:
         """Nothing more of the unit is to come, as far as can be known."""
@@ -117,8 +134,10 @@ class Exchange:
         """Where autograd itself adds a gradient to this parameter's `.grad` (the parameter took part in arithmetic on
         the host, was given to a Function as it is, or has hooks), what that comes to on this rank is exchanged as
         others are, and `.grad` gets the sum alone."""
-        if record not in self._routed and record.trainable:
-            p = record.param
+        p, handles = record.param, self._routed.pop(record, [])
+        for handle in handles:               # hooks came since, and are to see the gradient before it is taken
+            handle.remove()
+        if record.trainable:
             self._routed[record] = [p.register_hook(lambda grad: self._stand_aside(record, grad)),
                                     p.register_post_accumulate_grad_hook(lambda _: self._take_over(record))]
 
@@ -142,15 +161,28 @@ class Exchange:
         """In whichever thread autograd has for the host."""
         if record not in self._stood:
             return
-        self._routes.append((record, gradient.standing(record)))
+        own = gradient.standing(record)
         gradient.stand(record, self._stood.pop(record))
+        if own is None:
+            self._error = (f"{record.name}: its gradient was gone before that of all ranks was known; a hook may "
+                           "change it in place, but an update in backward is mt.AdamW(in_backward=True)")
+        else:
+            self._routes.append((record, own))
         self._home.join_task()
 
     def joins(self) -> None:
         """A gradient of this backward is to be exchanged, here or on another rank."""
         if not self.began:
             self._ask_room()
+            records = [r for unit in self._model.units for r in unit]
+            kept = self._ranks.control.any_of(torch.tensor([self._is_kept(r) for r in records], dtype=torch.uint8))
+            self._entire = {r: None for r, bit in zip(records, kept.tolist()) if bit}
             self.began, self._turn = True, len(self._model.units) - 1
+
+    def _is_kept(self, record: Record) -> bool:
+        """Is there no place for a portion of its gradient?"""
+        return record not in self._stood and record.was_trainable and record.numel > 0 and (
+            self._home.would_claim(record) is None)
 
     def _ask_room(self) -> None:
         """Once, and whatever plans say that each rank makes for itself: all ask here, in one order."""
@@ -160,17 +192,45 @@ class Exchange:
             self._model.room.sums(self._model.core)
 
     def ends(self) -> None:
-        """The backward is over: what was not sent goes, and all is brought home."""
-        if self._routes:
+        """The backward is over: what was not sent goes, and all is brought home.
+
+        Raises:
+            MegatrainError: on every rank, where it failed on one.
+        """
+        if self._routes or self._error:
             self.joins()
         for record, grad in self._routes:
-            self._held.setdefault(record.unit, {})[record] = self._home.conform(record, grad.to(self._model.device))
+            self._hold(record, self._home.conform(record, grad.to(self._model.device)))
         self._routes.clear()
-        if not self.began:
-            return
+        if self.began:
+            self._finish()
+
+    def sweep(self) -> None:
+        """Nothing is under way, unless a backward raised: then the others hear of it."""
+        for record, stood in self._stood.items():
+            gradient.stand(record, stood)
+        if self.began:
+            self._error = "its backward was broken off"
+            with suppress(_Told):
+                self._finish()
+        self._forget()
+
+    def _finish(self) -> None:
+        try:
+            self._send_all()
+        finally:
+            self._forget()
+
+    def _forget(self) -> None:
+        for what in (self._held, self._sent, self._own, self._stood, self._routes):
+            what.clear()
+        self._entire = {}
+        self.began, self._turn, self._error = False, -1, ""
+
+    def _send_all(self) -> None:
         more = True
         while more:
-            some, more = self._any_rank()
+            some, more, failed = self._any_rank()
             while self._turn >= 0:
                 if any(r in some for r in self._trained(self._turn)):
                     self._send_next()
@@ -178,24 +238,50 @@ class Exchange:
                     self._turn -= 1
             while self._sent:
                 self._bring_home(self._sent.popleft())
-            for record in sorted(some - self._own, key=lambda r: r.pid):
-                self._home.claim(record)
-            self._tell(some)
+            for record in [r for r in self._entire if r in some]:
+                self._add_entire(record)
+            if not failed:
+                for record in sorted(some - self._own - self._entire.keys(), key=lambda r: r.pid):
+                    self._home.claim(record)
+                self._tell(some)
             self._own.clear()
             self._turn = len(self._model.units) - 1
-        self.sweep()
+        if failed:
+            self._fail()
 
-    def _any_rank(self) -> tuple[set[Record], bool]:
-        """Of which parameters any rank has a gradient; and whether one has some of units that were sent without."""
+    @torch.no_grad()
+    def _add_entire(self, record: Record) -> None:
+        own, self._entire[record] = self._entire[record], None
+        sent = torch.empty_strided(record.shape, record.stride, dtype=record.dtype)
+        whole = total(self._ranks.control.parts(sent.zero_() if own is None else sent.copy_(own)), self._scale)
+        gradient.current(record)                  # a late one becomes a tensor
+        gradient.add(record, whole.to(record.dtype))
+
+    def _fail(self) -> None:
+        texts = self._ranks.gather(self._error)
+        if self._error:
+            raise _Told(self._error)
+        raise MegatrainError(next(f"rank {rank}: {text}" for rank, text in enumerate(texts) if text))
+
+    def _any_rank(self) -> tuple[set[Record], bool, bool]:
+        """Of which parameters any rank has a gradient; whether one has some of units that were sent without; and
+        whether it fails on one."""
         records = [r for unit in self._model.units for r in unit]
-        own = set(self._own)
+        own = self._own | {r for r, grad in self._entire.items() if grad is not None}
         for unit, held in self._held.items():
             if unit <= self._turn:
                 own.update(held)
+            self._look_for_places(held)
         late = any(unit > self._turn for unit in self._held)
-        bits = torch.tensor([*(r in own for r in records), late], dtype=torch.uint8)
-        found = self._ranks.control.any_of(bits).tolist()
-        return {r for r, bit in zip(records, found) if bit}, bool(found[-1])
+        bits = torch.tensor([*(r in own for r in records), late, bool(self._error)], dtype=torch.uint8)
+        *found, more, failed = self._ranks.control.any_of(bits).tolist()
+        return {r for r, bit in zip(records, found) if bit}, bool(more), bool(failed)
+
+    def _look_for_places(self, records: Iterable[Record]) -> None:
+        """Somebody took one while backward ran."""
+        for r in records:
+            if not self._error and self._home.would_claim(r) is None:
+                self._error = str(self._home.no_place(r))
 
     def _tell(self, some: set[Record]) -> None:
         units: dict[int, list[Record]] = {}
@@ -204,18 +290,10 @@ class Exchange:
         for unit in sorted(units, reverse=True):
             self._home.has_come(unit, sorted(units[unit], key=lambda r: r.index))
 
-    def sweep(self) -> None:
-        """Nothing is under way: at the end, or after a backward that raised."""
-        for record, stood in self._stood.items():
-            gradient.stand(record, stood)
-        for what in (self._held, self._sent, self._own, self._stood, self._routes):
-            what.clear()
-        self.began, self._turn = False, -1
-
     # ---- a unit's way ----
 
     def _trained(self, unit: int) -> list[Record]:
-        return [r for r in self._model.units[unit] if r.was_trainable and r.numel]
+        return [r for r in self._model.units[unit] if r.was_trainable and r.numel and r not in self._entire]
 
     def _layout(self, unit: int) -> Layout:
         records = self._trained(unit)
@@ -241,8 +319,9 @@ class Exchange:
         for parcels, buffer in zip(layout.parcels, torch.split(outward, layout.bytes)):
             pack(parcels, grads, buffer)
         with self._ranks.control.named(f"exchanges gradients of unit {unit}"):
-            work = dist.all_to_all_single(inward, outward, [own] * size, layout.bytes, group=self._ranks.data,
-                                          async_op=True)
+            how = dist.AllToAllOptions()
+            how.asyncOp = True
+            work = self._group.alltoall_base(inward, outward, [own] * size, layout.bytes, how)
         return Sent(unit, layout, set(grads), work, (inward, outward))
 
     @torch.no_grad()
@@ -253,8 +332,11 @@ class Exchange:
     def _bring(self, sent: Sent) -> None:
         with self._ranks.control.named(f"exchanges gradients of unit {sent.unit}"):
             sent.work.wait()
-        modes = {r: self._home.claim(r) if r in sent.own else self._home.would_claim(r)
-                 for r in self._trained(sent.unit)}
+        self._look_for_places(sent.own)
+        modes = {r: self._home.would_claim(r) for r in self._trained(sent.unit)}
+        for r in sent.own:
+            if modes.get(r) is not None:
+                self._home.claim(r)
         parts = tuple(sent.buffers[0].view(self._ranks.size, -1))
         own = sent.layout.parcels[self._ranks.rank]
         items, sources = self._items(own, parts, modes)
@@ -275,6 +357,10 @@ class Exchange:
             sources += [t for t in (whole, rounded) if t is not None]
             items.append(_item(r, mode, _address(whole), _address(rounded)))
         return items, sources
+
+
+class _Told(MegatrainError):
+    """What this rank has told the others."""
 
 
 class Beside:

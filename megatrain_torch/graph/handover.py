@@ -162,6 +162,8 @@ class HandOver:
             return "real"
         if not wanted:
             return "unwanted"
+        if hooked and exchange is not None:
+            exchange.route(record)           # behind them
         return "real" if hooked or record.host_graph else "streamed"
 
     def _sum(self, record: Record, grad: Tensor | None, again: bool) -> Tensor | None:
@@ -240,6 +242,11 @@ class HandOver:
             self.runtime.exchange.ends()
         self.runtime.reads.forget()
         self.runtime.trace.handed_over()
+
+    def broken_off(self) -> None:
+        """Was there a backward that raised? The others of several processes are not to wait until the next forward."""
+        if self.runtime.exchange is not None and self.runtime.exchange.began and in_backward() == -1:
+            self.sweep()
 
     def sweep(self) -> None:
         """After a backward that raised: its callback never ran."""
@@ -364,7 +371,7 @@ class HandOver:
         """
         mode = self._claim(record)
         if mode is None:
-            self._refuse_held(record)
+            raise self.no_place(record)
         record.summed = record.dtype.itemsize == 2
         return mode
 
@@ -375,10 +382,9 @@ class HandOver:
         return ADD if gradient.take_back(record) else None
 
     @staticmethod
-    def _refuse_held(record: Record) -> None:
-        raise MegatrainError(f"{record.name}: its .grad is in memory of its own, or somebody keeps it, and further "
-                             "gradients of several processes cannot be added to that: zero_grad(set_to_none=True), and "
-                             "let go of it, before the next backward")
+    def no_place(record: Record) -> MegatrainError:
+        return MegatrainError(f"{record.name}: somebody took its .grad while backward ran, and further gradients of "
+                              "several processes cannot be added to that")
 
     def release(self) -> None:
         """Compute has waited for every copy: nothing needs to be kept."""

@@ -34,13 +34,21 @@ class Control:
 
     def __init__(self, beside: dist.ProcessGroup, patience: timedelta = PATIENCE) -> None:
         self.engine: _core.Engine | None = None
+        self._patience = patience
         members = "_".join(map(str, dist.get_process_group_ranks(beside)))
         name = f"megatrain_torch/{beside.group_name}/{members}"
         _made[name] += 1
-        store = dist.PrefixStore(f"{name}/{_made[name]}", dist.distributed_c10d._get_default_store())
-        self._size = dist.get_world_size(beside)
+        self._store = dist.PrefixStore(f"{name}/{_made[name]}", dist.distributed_c10d._get_default_store())
+        self._rank, self._size = dist.get_rank(beside), dist.get_world_size(beside)
         with self.named("looks for the others"):
-            self._group = dist.ProcessGroupGloo(store, dist.get_rank(beside), self._size, patience)
+            self._group = dist.ProcessGroupGloo(self._store, self._rank, self._size, patience)
+
+    def carrier(self) -> dist.ProcessGroup:
+        """One more group of the same processes, over gloo; made by all. What goes there meets nothing of anybody else.
+        """
+        with self.named("looks for the others"):
+            return dist.ProcessGroupGloo(dist.PrefixStore("carrier", self._store), self._rank, self._size,
+                                         self._patience)
 
     def gather(self, value: Any) -> list[Any]:
         """What each rank gives, by rank."""

@@ -61,13 +61,14 @@ class Ranks:
 
     @contextmanager
     def as_one(self) -> Iterator[None]:
-        """What is refused on one rank is refused on all, in its words."""
-        error = None
+        """What fails on one rank fails on all, in its words; whatever it is, since the others wait here."""
+        error: BaseException | None = None
         try:
             yield
-        except MegatrainError as own:
+        except BaseException as own:
             error = own
-        texts = self.gather(None if error is None else str(error))
+        named = isinstance(error, MegatrainError)
+        texts = self.gather(None if error is None else str(error) if named else f"{type(error).__name__}: {error}")
         if error is not None:
             raise error
         if (rank := next((r for r, text in enumerate(texts) if text is not None), None)) is not None:

@@ -8,7 +8,7 @@ from torch import nn
 
 from .. import _core
 from ..base.units import Group, stored_dtype
-from ..group.ranks import Ranks
+from ..group.ranks import Ranks, as_one
 from ..plans.asked import Asked
 from ..plans.host_memory import TRIM_BYTES, give_back, own_bytes
 from ..plans.tally import SETTLED
@@ -92,21 +92,20 @@ def fill(rt: Runtime, groups: list[Group], masters: bool) -> None:
     """Weights in their planes; each old tensor is freed as its values are in. What is at home on the device or on disk
     goes there at once: host memory has one such unit at a time."""
     given, files, filed = 0, Mapped(), set(units_at(rt.room.asked, "disk+weights"))
-    for unit, (records, own) in enumerate(zip(rt.units, own_bytes(groups))):
-        if rt.ranks is None or rt.ranks.rank == rt.ranks.mates[0]:
-            _put_in(records, files)
-        for r in records:
-            _adopt(rt, r, masters)
-        if unit in rt.homes.settled:
-            rt.homes.take(unit)
-        if unit in filed:
-            rt.homes.file_weights(unit)
-        given += own
-        if given >= TRIM_BYTES:          # malloc would keep it, and we would hold weights twice
-            give_back()
-            given = 0
-    if rt.ranks is not None:
-        rt.ranks.meet()
+    with as_one(rt.ranks):
+        for unit, (records, own) in enumerate(zip(rt.units, own_bytes(groups))):
+            if rt.ranks is None or rt.ranks.rank == rt.ranks.mates[0]:
+                _put_in(records, files)
+            for r in records:
+                _adopt(rt, r, masters)
+            if unit in rt.homes.settled:
+                rt.homes.take(unit)
+            if unit in filed:
+                rt.homes.file_weights(unit)
+            given += own
+            if given >= TRIM_BYTES:          # malloc would keep it, and we would hold weights twice
+                give_back()
+                given = 0
 
 
 def _put_in(records: list[Record], files: Mapped) -> None:

@@ -83,11 +83,11 @@ def stream(module: nn.Module, device: str | torch.device | None = None, *, token
             type that `dtype` gave them, and are on the CPU. A drive that fails while weights go there takes those with
             it.
     """
-    where = compute_device(device)
-    check_model(module)
-    check_dtype(dtype)
     ranks = ranks_of(group)
     with as_one(ranks):
+        where = compute_device(device)
+        check_model(module)
+        check_dtype(dtype)
         limits = Limits(parse_bytes(vram, "vram"), parse_bytes(host, "host"), Disk.parse(nvme), units, *fleet_of(ranks))
         choices = choose(module, where, limits, tokens, seq, states, dtype, compute, plan)
     _stream(module, where, limits, choices, dtype, masters, ranks, reduce)
@@ -96,9 +96,10 @@ def stream(module: nn.Module, device: str | torch.device | None = None, *, token
 
 def _stream(module: nn.Module, where: torch.device, limits: Limits, choices: Choices, dtype: torch.dtype | None,
             masters: bool, ranks: Ranks | None, reduce: str) -> None:
-    found = find(module, limits.units)
-    choices.check_windows([name or type(module).__name__ for name, _ in found.windows])
-    groups = grouped(module, found)
+    with as_one(ranks):
+        found = find(module, limits.units)
+        choices.check_windows([name or type(module).__name__ for name, _ in found.windows])
+        groups = grouped(module, found)
     if ranks is not None:
         check(ranks, groups, choices, reduce)
     asked = choices.asked(type(module).__name__, groups, dtype, where, ranks is not None)

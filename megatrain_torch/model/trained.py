@@ -54,4 +54,5 @@ class Trained:
                 w.split()
             model.ring.follow()
             for r in model.records if model.exchange is not None else ():
-                model.exchange.route(r)
+                if not model.exchange.hooks(r):
+                    model.exchange.route(r)

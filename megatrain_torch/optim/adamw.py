@@ -169,6 +169,8 @@ class AdamW(torch.optim.Optimizer):
         clipping.prepare(AdamW)
         self._check_served()
         self._adopt()
+        for rt in self._served:
+            rt.handover.broken_off()
         self._catch_up()
         clipping.fill(self._late)
         self._late, self._asked = self._asked, None
@@ -224,6 +226,8 @@ class AdamW(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As in torch. With set_to_none waits for nothing but a norm that was asked for and not stepped with; else for
         the updates that still read the gradients."""
+        for rt in self._served:
+            rt.handover.broken_off()
         if self._asked is not None:          # a batch that is dropped, its limit too
             clipping.fill(self._asked)
             self._asked, self._limit_once = None, math.inf

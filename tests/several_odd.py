@@ -1,0 +1,220 @@
+"""What ranks do that not all of them do, or not in one order: each case says what is wrong of it."""
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from several import Choosy
+from torch import Tensor, nn
+from torch import distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+
+class Breaks(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        raise RuntimeError("out of memory, so to say")
+
+
+class Breakable(Choosy):
+    breaks = False
+
+    def forward(self, x: Tensor, which: list[int]) -> Tensor:
+        x = super().forward(x, which[:2])[:, :1] * 0 + x
+        x = Breaks.apply(x) if self.breaks else x
+        return super().forward(x, which[2:])
+
+
+ALL = [0, 1, 2, 3]
+
+
+def _x(number: int, rank: int) -> Tensor:
+    return torch.randn(3, 128, generator=torch.Generator().manual_seed(10 * number + rank))
+
+
+def _loss(model: nn.Module, number: int, rank: int, which: list[int]) -> Tensor:
+    return model(_x(number, rank), which).square().mean()
+
+
+def _as_ddp(group: Any, train: Callable[[Any, Any, Any], None], makes: tuple[type, ...] = (Choosy,)) -> str:
+    """What `train` makes of streamed models, and of plain ones. "": the same."""
+    import megatrain_torch as mt
+    plain = [make() for make in makes]
+    models = [mt.stream(copy.deepcopy(m), "cpu", group=group) for m in plain]
+    ddp = [DistributedDataParallel(m, process_group=group, find_unused_parameters=True) for m in plain]
+    train(models, models, mt.AdamW([p for m in models for p in m.parameters()], lr=1e-2))
+    train(ddp, plain, torch.optim.AdamW([p for m in plain for p in m.parameters()], lr=1e-2))
+    pairs = [(a.detach().clone(), b) for m, n in zip(models, plain) for a, b in zip(m.parameters(), n.parameters())]
+    for m in models:
+        mt.unstream(m)
+    return f"by {max((a - b).abs().max().item() for a, b in pairs)}" if any(
+        not torch.allclose(a, b, atol=1e-6) for a, b in pairs) else ""
+
+
+def _steps(rank: int, opt: Any, loss: Callable[[int], Tensor], look: Callable[[int], None] = lambda _: None) -> None:
+    for number in range(3):
+        loss(number).backward()
+        look(number)
+        opt.step()
+        opt.zero_grad()
+
+
+# ---- hooks, and tensors in `.grad` ----
+
+def hooks_on_one(rank: int, group: Any) -> str:
+    def train(models: Any, plain: Any, opt: Any) -> None:
+        for p in plain[0].parameters() if rank == 0 else ():
+            p.register_hook(lambda grad: None)
+        _steps(rank, opt, lambda n: _loss(models[0], n, rank, ALL))
+    return _as_ddp(group, train)
+
+
+def hooks_in_another_order(rank: int, group: Any) -> str:
+    def train(models: Any, plain: Any, opt: Any) -> None:
+        for p in plain[0].parameters():
+            p.register_hook(lambda grad: None)
+        _steps(rank, opt, lambda n: _loss(models[0], n, rank, ALL if rank else [3, 1, 0]))
+    return _as_ddp(group, train)
+
+
+def _halves(p: Tensor) -> None:
+    p.grad.mul_(0.5)
+
+
+def hooks_that_come_later(rank: int, group: Any) -> str:
+    def train(models: Any, plain: Any, opt: Any) -> None:
+        def look(number: int) -> None:
+            for p in plain[0].parameters():
+                (p.register_hook(lambda grad: None) if number == 0 else
+                 p.register_post_accumulate_grad_hook(_halves))
+        _steps(rank, opt, lambda n: _loss(models[0], n, rank, ALL), look)
+    return _as_ddp(group, train)
+
+
+def grads_kept_on_one(rank: int, group: Any) -> str:
+    def train(models: Any, plain: Any, opt: Any) -> None:
+        kept: list[Any] = []
+
+        def keep(_: int) -> None:
+            kept[:] = [p.grad for p in plain[0].parameters()] if rank == 0 else []
+        _steps(rank, opt, lambda n: _loss(models[0], n, rank, ALL), keep)
+    return _as_ddp(group, train)
+
+
+def grads_of_ones_own(rank: int, group: Any) -> str:
+    def train(models: Any, plain: Any, opt: Any) -> None:
+        for number in range(3):
+            for micro in range(2):
+                _loss(models[0], 2 * number + micro, rank, ALL if micro else [rank]).backward()
+                for p in [p for p in plain[0].parameters() if p.grad is not None]:
+                    p.grad = p.grad * 0.5
+            opt.step()
+            opt.zero_grad(set_to_none=False)
+    return _as_ddp(group, train)
+
+
+def penalty_before(rank: int, group: Any) -> str:
+    def train(models: Any, plain: Any, opt: Any) -> None:
+        for number in range(2):
+            sum(p.square().sum() for p in plain[0].parameters()).backward()
+            _loss(models[0], number, rank, ALL).backward()
+            opt.step()
+            opt.zero_grad()
+    return _as_ddp(group, train)
+
+
+def update_in_a_hook(rank: int, group: Any) -> str:
+    import megatrain_torch as mt
+    model = mt.stream(Choosy(), "cpu", group=group)
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
+    try:
+        _loss(model, 0, rank, ALL).backward()
+        return "it was not refused"
+    except mt.MegatrainError as error:
+        return "" if "in_backward=True" in str(error) else str(error)
+    finally:
+        mt.unstream(model)
+
+
+# ---- two models ----
+
+def two_models(rank: int, group: Any) -> str:
+    """In one backward; of the one that is seen first a rank has not all."""
+    def train(models: Any, plain: Any, opt: Any) -> None:
+        _steps(rank, opt, lambda n: _loss(models[0], n, rank, ALL) + _loss(models[1], n, rank, [0, 3] if rank else ALL))
+    return _as_ddp(group, train, (Choosy, Choosy))
+
+
+# ---- failures ----
+
+def backward_breaks_on_one(rank: int, group: Any) -> str:
+    return _broken(group, lambda number: rank == 1 and number == 1)
+
+
+def backward_breaks_on_all(rank: int, group: Any) -> str:
+    return _broken(group, lambda number: number in (1, 2))
+
+
+def _broken(group: Any, when: Callable[[int], bool]) -> str:
+    """Scripts that catch what is raised, and go on."""
+    import megatrain_torch as mt
+    rank, said = dist.get_rank(group), []
+    model = mt.stream(Breakable(), "cpu", group=group)
+    opt = mt.AdamW(model.parameters(), lr=1e-2, max_grad_norm=1.0)
+    for number in range(4):
+        model.breaks = when(number)
+        try:
+            _loss(model, number, rank, ALL).backward()
+            opt.step()
+        except RuntimeError as error:
+            said.append(str(error))
+        opt.zero_grad()
+    same = _same_on_all(group, model)
+    mt.unstream(model)
+    wanted = ["out of memory, so to say" if when(n) else "rank 1: its backward was broken off"
+              for n in range(4) if when(n) or n == 1]
+    return "" if said == wanted and same else f"{said}, not {wanted}; {same}"
+
+
+def _same_on_all(group: Any, model: nn.Module) -> bool:
+    found: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(found, [p.detach().sum().item() for p in model.parameters()], group=group)
+    return all(f == found[0] for f in found)
+
+
+def refused_on_one(rank: int, group: Any) -> str:
+    """Before anything is compared; and then all do it right."""
+    import megatrain_torch as mt
+    try:
+        mt.stream(Choosy(), "nonsense" if rank == 1 else "cpu", group=group)
+        return "it was not refused"
+    except mt.MegatrainError as error:
+        said = str(error)
+    mt.unstream(mt.stream(Choosy(), "cpu", group=group))
+    return "" if "device='nonsense'" in said else said
+
+
+def save_fails_on_one(rank: int, group: Any, folder: str) -> str:
+    """In the user's own function; and then all save."""
+    import megatrain_torch as mt
+    model = mt.stream(Choosy(), "cpu", group=group)
+
+    def progress(done: int, total: int) -> None:
+        if rank == 1:
+            raise ValueError("mine")
+    try:
+        mt.save(model, None, folder, progress=progress)
+        return "it was not refused"
+    except mt.MegatrainError as error:
+        said = str(error)
+    mt.save(model, None, folder)
+    mt.load(model, None, folder)
+    mt.unstream(model)
+    return "" if "mine" in said else said
