@@ -6,7 +6,9 @@ many groups. This one asks nobody but its members, and goes with whoever has it.
 from __future__ import annotations
 
 import pickle
+import threading
 import time
+import warnings
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,6 +23,7 @@ from .. import _core
 from ..base.errors import MegatrainError
 
 PATIENCE = timedelta(minutes=30)             # a rank may fill the store while the others wait
+_LATE_S = 60.0                               # of a wait, after which it is told
 _LOOKS = 2.0                                 # seconds, at most, until the shared memory knows who is gone
 _made: Counter[str] = Counter()              # of these, by the group that they are beside
 
@@ -81,13 +84,24 @@ class Control:
 
     @contextmanager
     def named(self, what: str) -> Iterator[None]:
-        """An error of torch.distributed becomes one that says which process is gone, and what this one was doing."""
+        """An error of torch.distributed becomes one that says which process is gone, and what this one was doing; a
+        long wait is told."""
+        late = threading.Timer(_LATE_S, self._warn, (what,))
+        late.daemon = True
+        late.start()
         try:
             yield
         except MegatrainError:
             raise
         except RuntimeError as error:
             raise MegatrainError(f"{self._who()} while this one {what}: {str(error).splitlines()[0]}") from error
+        finally:
+            late.cancel()
+
+    def _warn(self, what: str) -> None:
+        warnings.warn(f"rank {self._rank} has waited for other processes for {_LATE_S:.0f} s while it {what}: all of "
+                      "them call mt.stream, mt.save and mt.load, and run equally many backwards", RuntimeWarning,
+                      stacklevel=1)
 
     def _who(self) -> str:
         """Who is gone, as far as that is known soon. Raises: what failed there."""
