@@ -33,11 +33,13 @@ from typing import Any
 
 import doors
 import numpy as np
+import pytest
 import torch
 from torch import Tensor, nn
 
 IDENTITY = os.environ.get("MEGATRAIN_IDENTITY") == "1"
 FULL = os.environ.get("MEGATRAIN_FULL") == "1"
+LONG = pytest.mark.skipif(not FULL, reason="takes long: MEGATRAIN_FULL=1 runs it")
 MANY_SLOTS = 64
 EDGES = {"ready": 1, "freed": 2, "grad": 4, "landed": 8, "updated": 16}      # MT_EDGE_* of csrc/core/stream.h
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from parity import LONG
 from safetensors.torch import load_file
 from test_cli import TEXT, bytes_tokenizer, toy_model
 
@@ -110,6 +111,7 @@ def test_two_processes_train_as_one_and_are_stopped_and_resumed_by_another_numbe
     assert not list(run.glob("*.unfinished")) and not (run / ".unfinished").exists()
 
 
+@LONG
 def test_the_death_of_one_ends_all_and_is_named(toy: list[Any], tmp_path: Path,
                                                 capfd: pytest.CaptureFixture[str]) -> None:
     run, begun = tmp_path / "run", 0.0
@@ -127,6 +129,7 @@ def test_the_death_of_one_ends_all_and_is_named(toy: list[Any], tmp_path: Path,
     assert len(said) == 1 and "rank 1 (process" in said[0] and "was ended by SIGKILL" in said[0]
 
 
+@LONG
 def test_they_save_and_end_when_who_started_them_is_gone(toy: list[Any], tmp_path: Path) -> None:
     run = tmp_path / "run"
     words = [str(w) for w in ("train", *toy, "--out", run, *SETTINGS, "--steps", 5000, "--gpus", 2)]

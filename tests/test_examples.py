@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from parity import LONG
 
 import megatrain_torch as mt
 
@@ -78,6 +79,7 @@ def together(folder: Path, processes: int, *words: str) -> str:
     return done.stdout
 
 
+@LONG
 def test_several_processes_learn_and_go_on_in_another_number(tmp_path: Path) -> None:
     first = together(tmp_path, 2, "--steps", "11")
     losses = [float(loss) for loss in re.findall(r"^step \d+  loss (\S+)", first, re.MULTILINE)]

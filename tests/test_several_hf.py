@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from parity import LONG
 from several import Pool
 
 pytest.importorskip("transformers")
@@ -54,6 +55,7 @@ def test_trainer_accumulates_clips_evaluates_saves_resumes_and_loads_the_best(po
     close([other[0], plain], "losses", "norms", "evals")
 
 
+@LONG
 @pytest.mark.parametrize("how", [{"stock": True}, {"average_tokens_across_devices": False}, {"max_grad_norm": 0.0}],
                          ids=str)
 def test_trainer_as_it_is_asked_for(pool: Pool, tmp_path: Path, how: dict[str, Any]) -> None:
@@ -71,7 +73,7 @@ def test_sft(pool: Pool, tmp_path: Path) -> None:
     close(both(pool, "sft", tmp_path), "losses", "norms")
 
 
-@pytest.mark.parametrize("stock", [False, True], ids=["mt.AdamW", "torch's AdamW"])
+@pytest.mark.parametrize("stock", [False, pytest.param(True, marks=LONG)], ids=["mt.AdamW", "torch's AdamW"])
 def test_accelerate(pool: Pool, tmp_path: Path, stock: bool) -> None:
     found = both(pool, "accelerate", tmp_path, stock=stock)
     close(found, "losses", "norms")
