@@ -147,6 +147,7 @@ def test_they_save_and_end_when_who_started_them_is_gone(toy: list[Any], tmp_pat
     assert not (run / ".megatrain-run.lock").exists()
 
 
+@LONG
 def test_what_is_refused_is_said_once(toy: list[Any], tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     run = tmp_path / "run"
     assert megatrain("train", toy[0], tmp_path / "gone.txt", "--out", run, *SETTINGS, "--gpus", 2) == 1
