@@ -220,12 +220,16 @@ def refused(rank: int, group: Any, what: str) -> str:
         model.layers, model.head = model._modules.pop("head"), model._modules.pop("layers")
     if what == "frozen" and odd:
         model.head.requires_grad_(False)
+    if what == "machines":                       # as under two torchruns
+        os.environ["GROUP_RANK"] = str(rank)
     asked = {"nvme": {"nvme": tempfile.gettempdir()}, "homes": {"plan": {"homes": "vram"}},
              "host": {"host": "1KiB"} if odd else {}}.get(what, {})
     try:
-        mt.stream(model, "cpu", group=group, reduce="max" if what == "reduce" else "mean", **asked)
+        mt.stream(model, "cpu", group=group, reduce="max" if what == "reduce" and odd else "mean", **asked)
     except mt.MegatrainError as error:
         return str(error)
+    finally:
+        os.environ.pop("GROUP_RANK", None)
     return ""
 
 

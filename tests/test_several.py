@@ -102,8 +102,8 @@ def test_a_save_that_fails_on_one(pool: Pool, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("what, said", [
     ("model", "the model is not the same in all processes: 4 and 5 in rank 0 and rank 1"), ("order", "not the same"),
-    ("frozen", "True and False in rank 0 and rank 1"), ("nvme", "no nvme="), ("homes", "homes other than 'ram'"),
-    ("reduce", "use 'mean' or 'sum'"), ("host", "1.0 KiB")])
+    ("frozen", "True and False in rank 0 and rank 1"), ("nvme", "nvme, with 3 GPUs"), ("homes", "homes='vram', with 3 GPUs"),
+    ("reduce", "use 'mean' or 'sum'"), ("host", "1.0 KiB"), ("machines", "3 processes on 3 machines")])
 def test_refused_on_all(pool: Pool, what: str, said: str) -> None:
     texts = pool.call("several:refused", 3, what)
     assert all(said in text for text in texts), texts

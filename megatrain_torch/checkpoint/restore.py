@@ -105,19 +105,21 @@ def load(model: nn.Module, opt: torch.optim.Optimizer | None, folder: str | Path
         _load_scheduler(scheduler, training["scheduler"], source.folder)
     _take(rt, model, opt, source, names, training, progress)
     if opt is not None:
-        _set_random_states(rt, training)
-        _tell_of_other_bits(rt, source)
+        _tell_of_other_bits(rt, source, _set_random_states(rt, training))
     return training["extra"]
 
 
-def _set_random_states(rt: Runtime, training: dict[str, Any]) -> None:
-    """Each process has those of the one that it was; where there were others of them, the first alone knows."""
+def _set_random_states(rt: Runtime, training: dict[str, Any]) -> list[str]:
+    """Each process has those of the one that it was. What is otherwise, in words, where there were more or fewer: only
+    the first then goes on with its own."""
     by_rank = training.get("random_by_rank", [training["random"]])
     rank, size = (0, 1) if rt.ranks is None else (rt.ranks.rank, rt.ranks.size)
     if len(by_rank) == size:
         set_random_states(by_rank[rank])
-    elif rank == 0:
+        return []
+    if rank == 0:
         set_random_states(training["random"])
+    return [f"random numbers of {len(by_rank)} processes there and of {size} here"]
 
 
 def _load_scheduler(scheduler: Any, state: Any, folder: Path) -> None:
@@ -128,8 +130,8 @@ def _load_scheduler(scheduler: Any, state: Any, folder: Path) -> None:
                              f"({type(why).__name__}: {shown(why)}); nothing else was changed") from why
 
 
-def _tell_of_other_bits(rt: Runtime, source: Checkpoint) -> None:
-    if otherwise := likeness.differences(rt, source.body.get("likeness")):
+def _tell_of_other_bits(rt: Runtime, source: Checkpoint, besides: list[str]) -> None:
+    if otherwise := likeness.differences(rt, source.body.get("likeness")) + besides:
         warnings.warn(f"{source.folder}: training goes on, with other bits than it would have had there: "
                       f"{'; '.join(otherwise)}", stacklevel=3)
 

@@ -101,7 +101,8 @@ def save(model: nn.Module, opt: torch.optim.Optimizer | None, folder: str | Path
             device or on disk is in host memory while it is copied, one unit at a time.
         dry_run: write nothing but a trial of the disk: check that the folder can be made, that there is room, that all
             can be serialised; return a SavePlan.
-        progress: called with (bytes written, bytes in all) four times a second, from the thread that writes.
+        progress: called with (bytes written, bytes in all) four times a second, from the thread that writes; of
+            several processes each counts its own bytes for all.
 
     Raises:
         MegatrainError: the model is not streamed, or was streamed anew since its mt.AdamW was made; gradients of an

@@ -23,8 +23,7 @@ class Saving:
 
     Attributes:
         folder: the name it takes, or has.
-        bytes: of its tensors' files; of several processes, those that this one writes.
-        seconds: from the call until it had its name; 0.0 before.
+        bytes: of its tensors' files. seconds: from the call until it had its name; 0.0 before.
         held: seconds for which the caller waited: for updates under way, and for what is small to be copied.
     """
 
@@ -113,7 +112,7 @@ class Saving:
         while not over:
             done, over = core.save_wait(POLL_S)
             if self._progress is not None:
-                self._progress(done, self.bytes)
+                self._progress(self.bytes if over else min(done * self._writers.parts, self.bytes), self.bytes)
 
     def _run_if_left(self, *work: Any) -> None:
         if self._taken.acquire(blocking=False):

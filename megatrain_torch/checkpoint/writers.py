@@ -39,7 +39,7 @@ class Writers:
             return manifest.Draft(folder)
         with self.as_one():
             own = manifest.Draft(folder) if self.first else None
-        path = self.each(None if own is None else own.path)[0]
+        path = self._ranks.control.of_first(None if own is None else own.path)
         return own or _Guest(path)
 
     def begin(self, core: _core.Engine, *how: Any) -> None:

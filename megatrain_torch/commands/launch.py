@@ -10,7 +10,6 @@ whatever happened.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
 import os
 import re
@@ -24,12 +23,12 @@ from collections.abc import Iterator, Sequence
 from torch import distributed as dist
 
 from ..base.errors import MegatrainError
+from ..group import launcher
 
 STORE, LAUNCHER = "MEGATRAIN_STORE", "MEGATRAIN_LAUNCHER"        # port, and process, of who started this one
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 GRACE_S = 30.0                       # in which the others end by themselves, once one has failed
 _TOLD, _MET = "told", "met"
-_SET_DEATH_SIGNAL = 1                # PR_SET_PDEATHSIG of prctl
 
 
 # ---- in each of them -----------------------------------------------------------------------------
@@ -49,9 +48,7 @@ def check_alone() -> None:
 
 def join(backend: str) -> None:
     """Makes the group of all. From here on this process is told to stop, and save, when who started it is gone."""
-    ctypes.CDLL(None).prctl(_SET_DEATH_SIGNAL, int(signal.SIGTERM))
-    if os.getppid() != int(os.environ[LAUNCHER]):
-        raise SystemExit(128 + signal.SIGTERM)
+    launcher.watch(int(os.environ[LAUNCHER]))
     dist.init_process_group(backend, store=_group(), rank=_rank(), world_size=int(os.environ["WORLD_SIZE"]))
 
 

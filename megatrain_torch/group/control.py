@@ -33,11 +33,12 @@ class Control:
 
     Attributes:
         engine: of the memory that the processes share, which knows who is gone, and what failed there; None: not yet.
+        patience: until a process that still lives and is not heard of is an error.
     """
 
     def __init__(self, beside: dist.ProcessGroup, patience: timedelta = PATIENCE) -> None:
         self.engine: _core.Engine | None = None
-        self._patience = patience
+        self.patience = patience
         members = "_".join(map(str, dist.get_process_group_ranks(beside)))
         name = f"megatrain_torch/{beside.group_name}/{members}"
         _made[name] += 1
@@ -51,7 +52,7 @@ class Control:
         """
         with self.named("looks for the others"):
             return dist.ProcessGroupGloo(dist.PrefixStore("carrier", self._store), self._rank, self._size,
-                                         self._patience)
+                                         self.patience)
 
     def gather(self, value: Any) -> list[Any]:
         """What each rank gives, by rank."""
@@ -73,6 +74,16 @@ class Control:
         with self.named("tells the others what it has gradients of"):
             self._group.allreduce([bits], _most()).wait()
         return bits
+
+    def of_first(self, value: Any) -> Any:
+        """The first one's, in all. value: the others' do not matter."""
+        body = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        size = torch.tensor([body.numel()])
+        self.give(size)
+        if self._rank:
+            body = torch.empty(int(size), dtype=torch.uint8)
+        self.give(body)
+        return pickle.loads(body.numpy().tobytes()) if self._rank else value
 
     def give(self, t: Tensor) -> None:
         """Into t, on every rank, go the first one's values."""

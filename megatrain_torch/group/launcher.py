@@ -1,4 +1,4 @@
-"""The process that torchrun runs in: where it is killed, nobody is left to end its workers, or to start them again."""
+"""The process that started this one, and others beside it: where it is killed, nobody is left to end them."""
 from __future__ import annotations
 
 import os
@@ -11,10 +11,16 @@ _EVERY_S = 1.0
 _watching = threading.Lock()             # taken for good by the first
 
 
-def watch() -> None:
-    """Where torchrun started this process, it ends with it, by SIGTERM, as torchrun would end it."""
-    if "TORCHELASTIC_RUN_ID" in os.environ and _watching.acquire(blocking=False):
-        threading.Thread(target=_look, args=(os.getppid(),), name="mt-launcher", daemon=True).start()
+def watch_torchrun() -> None:
+    """Where torchrun started this process, it ends with it."""
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        watch(os.getppid())
+
+
+def watch(launcher: int) -> None:
+    """This process is told to end, by SIGTERM, when that one, which started it, is gone."""
+    if _watching.acquire(blocking=False):
+        threading.Thread(target=_look, args=(launcher,), name="mt-launcher", daemon=True).start()
 
 
 def _look(launcher: int) -> None:

@@ -28,7 +28,7 @@ class Ranks:
     """
 
     def __init__(self, data: dist.ProcessGroup, patience: timedelta = PATIENCE) -> None:
-        """patience: until a process that still lives and is not heard of is an error."""
+        """patience: as Control has it."""
         self.data, self.rank, self.size = data, dist.get_rank(data), dist.get_world_size(data)
         self.control = Control(data, patience)
         self.machines: list[str] = self.gather(_machine())
@@ -38,7 +38,7 @@ class Ranks:
         """The same processes with a control group of its own, for another thread; made at the first call, by all."""
         if self._apart is None:
             self._apart = copy.copy(self)
-            self._apart.control = Control(self.data)
+            self._apart.control = Control(self.data, self.control.patience)
             self._apart.control.engine = self.control.engine
         return self._apart
 

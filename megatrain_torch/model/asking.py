@@ -64,7 +64,7 @@ class Asking:
                 return plan(rt.root(), tokens=batch.tokens * micro, seq=batch.seq, micro=micro, machine=self._machine(),
                         homes=homes, slots=slots, states=rt.states.format, compute="fused" if fused else "eager",
                         vram=self._left(), host=self.limits.host, units=self.limits.units, nvme=self._drive(),
-                            gpus=self.limits.gpus, machines=self.limits.machines)
+                        gpus=self.limits.gpus, machines=self.limits.machines)
         except MegatrainError as error:
             raise Refused(str(error)) from error
         except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:

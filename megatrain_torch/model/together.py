@@ -13,6 +13,7 @@ from ..base.units import Group
 from ..group import launcher
 from ..group.descriptor import shared
 from ..group.ranks import Ranks
+from ..plans.fleet import Fleet, check_homes
 from .choices import Choices
 
 REDUCE = ("mean", "sum")
@@ -21,16 +22,25 @@ _LAST_STEP_S = 10.0          # in which nothing moves: they do not go on, and th
 
 def check(ranks: Ranks, groups: list[Group], choices: Choices, reduce: str) -> None:
     """Raises on every rank: they do not stream the same model in the same way, or what is asked for is for one."""
-    if reduce not in REDUCE:
-        raise MegatrainError(f"reduce={reduce!r}: use {' or '.join(map(repr, REDUCE))}")
-    homes = choices.options.get("homes", "ram")
-    odd = {homes} if isinstance(homes, str) else set(homes.values())
-    if odd - {"ram"} or choices.options.get("grads", "ram") != "ram" or choices.disk is not None:
-        raise MegatrainError("several processes stream from host memory so far: no nvme=, homes other than 'ram', "
-                             "nor grads='none'")
+    with ranks.as_one():
+        _check_here(ranks, choices, reduce)
     ranks.agree("reduce=", reduce)
     ranks.agree("the model", [(unit, [(name, str(p.dtype), tuple(p.shape), p.requires_grad) for name, p in params])
                               for unit, params in groups])
+
+
+def _check_here(ranks: Ranks, choices: Choices, reduce: str) -> None:
+    """What one process can tell by itself."""
+    fleet = Fleet(*fleet_of(ranks))
+    if reduce not in REDUCE:
+        raise MegatrainError(f"reduce={reduce!r}: use {' or '.join(map(repr, REDUCE))}")
+    if fleet.machines > 1:
+        raise MegatrainError(f"{ranks.size} processes on {fleet.machines} machines: several processes stream a model "
+                             "together where they share one machine's memory, for now")
+    if choices.options.get("grads", "ram") != "ram":
+        raise MegatrainError("grads='none' is for one process: several keep the sums of their gradients")
+    homes = choices.options.get("homes", "ram")
+    check_homes(fleet, [homes] if isinstance(homes, str) else homes.values(), choices.disk is not None)
 
 
 def fleet_of(ranks: Ranks | None) -> tuple[int, int]:
@@ -40,7 +50,7 @@ def fleet_of(ranks: Ranks | None) -> tuple[int, int]:
 
 def engine_of(ranks: Ranks, device: str, index: int, threads: int, delay_us: int, seed: int) -> _core.Engine:
     """An engine on the memory that all processes of this machine share."""
-    launcher.watch()
+    launcher.watch_torchrun()
     fd = shared(ranks, _core.share() if ranks.rank == ranks.mates[0] else -1)
     try:
         return _core.Engine(device, index, max(1, threads // len(ranks.mates)), delay_us, seed, share=fd,

@@ -103,8 +103,8 @@ class Planes:
         """These host planes were written: the device takes their values, or the file, where the unit has them there;
         other processes take what each has written of its own portion."""
         if self._several:
-            if found := [p for p in planes if _is_spread(record, p)]:
-                self.core.spread(record.unit, record.index, mask(found))
+            if planes != ("GRAD",):              # of which each uses what it has written itself
+                self.core.spread(record.unit, record.index, mask(planes))
         elif record.unit in self._homes.settled or record.unit in self._homes.on_disk:
             self.core.push(record.unit, record.index, mask(planes))
 
@@ -142,10 +142,3 @@ class Planes:
         with torch.no_grad():
             record.host.copy_(plain(value))
         self.after_write(record)
-
-
-def _is_spread(record: Record, plane: str) -> bool:
-    """Has the parameter something there? Of a gradient each process uses what it has written itself."""
-    has = {"GRAD": False, "LO": record.low_bytes > 0, "MASTER": record.dtype == torch.float16,
-           "SCALE": "SCALE" in record.moments}
-    return has.get(plane, True)
