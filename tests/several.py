@@ -1,4 +1,4 @@
-"""Several processes that train one model together on the CPU device, and one that does the same work alone.
+"""Several processes that train one model together, and one that does the same work alone.
 
 A `Pool` keeps processes for many tests, since each takes seconds to begin. They make one group, of which a case may use
 a part:
@@ -30,13 +30,15 @@ class Pool:
         pids: by rank.
     """
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, device: str = "cpu") -> None:
+        """device: "cpu", or "cuda": a GPU each, with NCCL; where there are fewer, they share them, with gloo."""
         self.size, self._folder = size, tempfile.TemporaryDirectory()
         context = mp.get_context("spawn")
         self._pipes, self._processes = [], []
         for rank in range(size):
             mine, its = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, size, f"{self._folder.name}/store", its), daemon=True)
+            process = context.Process(target=_serve, args=(rank, size, f"{self._folder.name}/store", its, device),
+                                      daemon=True)
             process.start()
             its.close()
             self._pipes.append(mine)
@@ -70,12 +72,16 @@ class Pool:
         self._folder.cleanup()
 
 
-def _serve(rank: int, size: int, store: str, pipe: Any) -> None:
+def _serve(rank: int, size: int, store: str, pipe: Any, device: str) -> None:
     from torch import distributed as dist
     torch.set_num_threads(1)
     os.environ |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error", "ACCELERATE_USE_CPU": "true",
                    "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
+    backend = "nccl" if device == "cuda" and torch.cuda.device_count() >= size else "gloo"
+    if device == "cuda":
+        torch.cuda.set_device(rank % torch.cuda.device_count())
+        del os.environ["ACCELERATE_USE_CPU"]
+    dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=size)
     groups = {n: dist.new_group(list(range(n))) for n in range(2, size + 1)}
     while (asked := pipe.recv()) is not None:
         what, n, args, kw = asked
@@ -95,7 +101,7 @@ class Job:
     """
     Attributes:
         case: of zoo.py, or "wide". micro: micro-batches a step, of each process. look: gradients are read before each
-            step. frozen: parts of names. plan: of mt.stream, by hand.
+            step. frozen: parts of names. plan: of mt.stream, by hand. device: "cuda": this process's own.
     """
 
     case: str
@@ -110,6 +116,8 @@ class Job:
     in_backward: bool = False
     plan: tuple[tuple[str, Any], ...] = ()
     delay_us: int = 0
+    device: str = "cpu"
+    compute: str = "auto"
 
 
 def train(rank: int, group: Any, job: Job) -> dict[str, str]:
@@ -133,7 +141,7 @@ def _made(job: Job, group: Any, seed: int) -> tuple[Any, nn.Module, Any]:
         p.requires_grad_(not any(part in name for part in job.frozen))
     with engine_doors(delay_us=job.delay_us, seed=seed):
         asked = {} if group is None else {"group": group, "reduce": job.reduce}
-        model = mt.stream(model, "cpu", plan=dict(job.plan) or None, **asked)
+        model = mt.stream(model, job.device, plan=dict(job.plan) or None, compute=job.compute, **asked)
     opt = mt.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, max_grad_norm=job.clip,
                    states=job.states, in_backward=job.in_backward and group is not None)
     return case, model, opt
@@ -275,7 +283,7 @@ def _train(job: Job, size: int, ranks: list[int], group: Any) -> dict[str, str]:
         for micro in range(job.micro):
             numbers = [(step * job.micro + micro) * size + rank for rank in ranks]
             for number in numbers:
-                loss = _loss(case, model, number)
+                loss = _loss(job, case, model, number)
                 noted[f"loss {number}"] = digest(loss)
                 (loss * scale).backward()
             if sums is not None:
@@ -293,9 +301,9 @@ def _train(job: Job, size: int, ranks: list[int], group: Any) -> dict[str, str]:
     return noted
 
 
-def _loss(case: Any, model: nn.Module, number: int) -> Tensor:
+def _loss(job: Job, case: Any, model: nn.Module, number: int) -> Tensor:
     torch.manual_seed(number)
-    return case.loss(model, case.batch(number))
+    return case.loss(model, {k: v.to(job.device) if isinstance(v, Tensor) else v for k, v in case.batch(number).items()})
 
 
 class Sums:
@@ -303,7 +311,7 @@ class Sums:
     micro-batch after the other."""
 
     def __init__(self, job: Job, case: Any, model: nn.Module, size: int) -> None:
-        self.case, self.plain = case, case.build().to(getattr(torch, job.dtype))
+        self.job, self.case, self.plain = job, case, case.build().to(job.device, getattr(torch, job.dtype))
         for p, streamed in zip(self.plain.parameters(), model.parameters()):
             p.requires_grad_(streamed.requires_grad)
         mean = job.reduce == "mean"
@@ -316,7 +324,7 @@ class Sums:
         over_ranks: dict[str, Tensor] = {}
         for number in numbers:
             self.plain.zero_grad()
-            (_loss(self.case, self.plain, number) * self.before).backward()
+            (_loss(self.job, self.case, self.plain, number) * self.before).backward()
             for name, p in self.plain.named_parameters():
                 if p.grad is not None:
                     over_ranks[name] = over_ranks[name] + p.grad.float() if name in over_ranks else p.grad.float()
@@ -353,7 +361,7 @@ def digest(t: Tensor | None) -> str:
     """Of its values; zeros have no sign in it."""
     if t is None:
         return "None"
-    plain = (t.detach().clone() + 0).contiguous().view(-1)
+    plain = (t.detach().clone() + 0).contiguous().view(-1).cpu()
     return hashlib.sha256(plain.view(torch.uint8).numpy().tobytes()).hexdigest()[:16]
 
 

@@ -1,0 +1,50 @@
+"""Several processes on GPUs: what one process has, with N micro-batches.
+
+Where there are as many GPUs as processes, each has its own and NCCL carries the gradients; else all share one, and gloo
+does. The same code runs in both, with the same streams.
+"""
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from several import Job, Pool, alone, differences
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+SIZE = 2
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Pool]:
+    with Pool(SIZE, device="cuda") as found:
+        yield found
+
+
+@functools.cache
+def wanted(job: Job) -> dict[str, str]:
+    return alone(job, SIZE)
+
+
+OWN = functools.partial(Job, device="cuda", compute="eager")         # by the model's own code
+JOBS = [*(OWN(case) for case in ("llama", "qwen2_moe", "gpt2", "choosy", "straight", "penalty")),
+        OWN("wide", states="8bit"), OWN("wide", look=True), OWN("wide", delay_us=300), OWN("wide", micro=2),
+        OWN("wide", dtype="bfloat16"), OWN("wide", dtype="bfloat16", micro=3), Job("wide", dtype="bfloat16", device="cuda"),
+        Job("llama", dtype="bfloat16", frozen=("embed", "layers.0"), device="cuda")]
+
+
+@pytest.mark.parametrize("job", JOBS, ids=str)
+def test_ranks_have_what_one_process_has(pool: Pool, job: Job) -> None:
+    found = pool.call("several:train", SIZE, job)
+    assert not differences(found, wanted(job))
+
+
+def test_equal_runs_give_equal_bits(pool: Pool) -> None:
+    job = Job("wide", dtype="bfloat16", delay_us=200, device="cuda")
+    assert pool.call("several:train", SIZE, job) == pool.call("several:train", SIZE, job)
