@@ -98,7 +98,7 @@ def fill(rt: Runtime, groups: list[Group], masters: bool) -> None:
                 _put_in(records, files)
             for r in records:
                 _adopt(rt, r, masters)
-            if unit in rt.homes.settled:
+            if unit in rt.homes.settled and rt.ranks is None:
                 rt.homes.take(unit)
             if unit in filed:
                 rt.homes.file_weights(unit)
@@ -106,6 +106,10 @@ def fill(rt: Runtime, groups: list[Group], masters: bool) -> None:
             if given >= TRIM_BYTES:          # malloc would keep it, and we would hold weights twice
                 give_back()
                 given = 0
+    if rt.ranks is not None:             # weights are there, whoever put them in
+        with rt.ranks.as_one():
+            for unit in rt.homes.settled:
+                rt.homes.take(unit)
 
 
 def _put_in(records: list[Record], files: Mapped) -> None:
@@ -133,10 +137,12 @@ def _adopt(rt: Runtime, r: Record, masters: bool) -> None:
 
 def empty(rt: Runtime) -> None:
     """Parameters get memory of their own again, with their weights; what has no values yet stays as it is."""
-    for unit, records in itertools.groupby(rt.records, lambda r: r.unit):
+    for unit, group in itertools.groupby(rt.records, lambda r: r.unit):
+        records = list(group)
         if rt.homes.away(unit):          # it comes home, through host memory that is one unit's at a time
             rt.core.wait_updates(unit)
-            rt.core.wait_grads(unit)
+            if any(gradient.standing(r) is not None for r in records if r.param is not None):
+                rt.core.wait_grads(unit)
         for r in records:
             _restore(r)
         if rt.homes.away(unit):
