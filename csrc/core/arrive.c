@@ -106,6 +106,9 @@ mt_status mt_arrive_invite(mt_arrive *a, int unit)
     guest    *g = NULL;
     mt_status st;
 
+    if (unit < 0 || unit >= mt_store_units(a->store))
+        return MT_FAIL(MT_EINVAL, "arrive: there is no unit %d; the store has %d", unit,
+                       mt_store_units(a->store));
     if (mt_arrive_invited(a, unit))
         return MT_OK;
     MT_TRY(MT_GROW(a->guests, a->n_guests, mt_store_units(a->store), "arrive"));

@@ -406,7 +406,7 @@ static mt_status bring_others(mt_store *s, int unit, unsigned planes, int claims
         return MT_OK;
     MT_TRY(mt__ask(s, unit, lack, claims));
     mt_lock(&s->mirror_mu);
-    if (u->mirror.changes == changes)
+    if (claims && u->mirror.changes == changes)      /* else they may give it back when they like */
         u->mirror.whole |= lack;
     mt_unlock(&s->mirror_mu);
 fail:
