@@ -19,6 +19,7 @@ from ..base.limits import parse_bytes
 from ..base.units import find
 from ..base.units import group as grouped
 from ..group.ranks import Ranks, as_one, ranks_of
+from ..plans.fleet import Fleet
 from ..plans.planner import Plan
 from ..store.disk import Disk
 from .asking import Limits
@@ -102,7 +103,7 @@ def _stream(module: nn.Module, where: torch.device, limits: Limits, choices: Cho
         groups = grouped(module, found)
     if ranks is not None:
         check(ranks, groups, choices, reduce)
-    asked = choices.asked(type(module).__name__, groups, dtype, where, ranks is not None)
+    asked = choices.asked(type(module).__name__, groups, dtype, where, Fleet(*fleet_of(ranks)))
     with as_one(ranks):
         fit = fitted(asked, where, choices, limits.host)
     fit.room.ranks = ranks
