@@ -1,12 +1,12 @@
-/* asks.c — in a share: what one rank reads of a unit whose planes are at home elsewhere, the others
- * copy to host memory, each its own portion.
+/* asks.c — in a share: what one rank reads of a unit whose planes are at home elsewhere, the
+ * others copy to host memory, each its own portion.
  *
  * A request is a number that grows, a unit and planes of it. A thread of every other rank sees it,
- * copies, and says that it has (mt_share_serve); it takes nothing of Python's, and waits for nothing
- * that is announced: who asks has waited for that, as any reader does, and all ranks announce the
- * same. So one rank may ask while the others are anywhere, a collective included, and several may
- * at once; each has one request at a time. A rank that ended, or closed its engine, before it has
- * served is a fault of who asks (peers.c).
+ * copies, and says that it has (mt_share_serve); it takes nothing of Python's, and waits for
+ * nothing that is announced: who asks has waited for that, as any reader does, and all ranks
+ * announce the same. So one rank may ask while the others are anywhere, a collective included, and
+ * several may at once; each has one request at a time. A rank that ended, or closed its engine,
+ * before it has served is a fault of who asks (peers.c).
  */
 #include "store_impl.h"
 

@@ -1,4 +1,4 @@
-/* ferry.h — new weights of settled units, between the ranks that update them, by way of the share.
+/* ferry.h — new weights of settled units, between ranks that update them, by way of the share.
  *
  * Each rank has a settled unit's whole weights in a slot, and updates its own portion of them there
  * (resident.h). That goes down to the share, where every process reads weights whatever the unit's
@@ -22,10 +22,10 @@
  *
  * Edges (each can be left out: debug.h):
  *   MOVED    down waits for the update whose weights it copies     STEPPED's event of resident.h
- *   LOWERED  the residents' queue waits for the copy down before   recorded on down, behind the copy
+ *   LOWERED  the residents' queue waits for the copy down before   recorded on down, behind it
  *            the unit's next update; and our thread on the host,
  *            before it ends the update
- *   RAISED   run waits for the copy up                             recorded on up, behind the copy
+ *   RAISED   run waits for the copy up                             recorded on up, behind it
  *   UPDATED  who raises has waited in the ledger, on the host, until all ranks' updates are over:
  *            its own, which is behind ASKED, so compute on what is overwritten is over too
  *

@@ -23,7 +23,7 @@ typedef struct settled {
     mt_event *used;          /* recorded on run by an await that fetches. mu */
     mt_post   using;         /* tells the watchdog of `used`. mu */
     mt_post   post;          /* of the queue that `done` was recorded in. mu */
-    uint64_t  writes;        /* in a share: from outside, that the slot has of its own portion. mu */
+    uint64_t  writes;        /* in a share: those from outside that its own portion has. mu */
 } settled;
 
 struct mt_resident {
@@ -701,7 +701,8 @@ const mt_home mt_home_vram = {
 
 const mt_home mt_home_arrive = {
     .lives = "lives on the device, where its states come and leave", .from = &mt_home_vram,
-    .away = ~MT_STATE_PLANES, .visit = MT_STATE_PLANES, .device = ~(HI | MT_STATE_PLANES), .registered = GRAD | MT_STATE_PLANES, ALONE,
+    .away = ~MT_STATE_PLANES, .visit = MT_STATE_PLANES, .device = ~(HI | MT_STATE_PLANES),
+    .registered = GRAD | MT_STATE_PLANES, ALONE,
 };
 
 const mt_home mt_home_vram_shared = {

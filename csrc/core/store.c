@@ -988,9 +988,9 @@ static mt_status may_move(mt_store *s, const mt__unit *u, const mt_home *from, c
     mt_plane made;
 
     if (to->away != 0 && to->shared != u->shared)
-        return MT_FAIL(MT_ENOTSUP, u->shared ? "unit %s: processes share its memory; one that %s is "
-                       "not built for that yet" : "unit %s: no other process has it; one that %s is "
-                       "for several", u->name, to->lives);
+        return MT_FAIL(MT_ENOTSUP, "unit %s: %s; one that %s is not built for that yet", u->name,
+                       u->shared ? "processes share its memory" : "no other process has it",
+                       to->lives);
     if (to->from != from && from->from != to)
         return MT_FAIL(MT_ESTATE, "unit %s %s; it cannot be one that %s too", u->name, from->lives,
                        to->lives);

@@ -150,8 +150,8 @@ struct mt_store {
 
 mt__unit *mt__unit_at(const mt_store *s, int unit);          /* NULL when there is none */
 
-/* store.c. lay_out: offsets of a plane as parameters are trained now, malloc'd. side: in a share the
- * host's is laid out for all that may come. */
+/* store.c. lay_out: offsets of a plane as parameters are trained now, malloc'd. side: in a share
+ * the host's is laid out for all that may come. */
 mt_status mt__lay_out(const mt__unit *u, int side, mt_plane p, size_t **offset, size_t *bytes);
 mt_status mt__find   (const mt_store *s, int unit, int param, mt__unit **out);   /* or MT_EINVAL */
 void      mt__unbind (mt_store *s, int unit);   /* both locks: it has no GRAD plane now */

@@ -107,7 +107,8 @@ static mt_status home_store(void *arg, int unit, int param, unsigned planes)
 }
 
 static const mt_home at_once = {
-    .lives = "is here", .from = &mt_home_ram, .away = ALL, .stays = GRAD, .load = home_load, .store = home_store,
+    .lives = "is here", .from = &mt_home_ram, .away = ALL, .stays = GRAD, .load = home_load,
+    .store = home_store,
 };
 static const mt_home visiting = {
     .lives = "is a guest", .from = &at_once, .away = HI | GRAD, .stays = GRAD, .visit = M | V,

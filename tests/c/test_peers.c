@@ -507,8 +507,8 @@ typedef struct plan {
     int       through;           /* every second unit goes through the device */
     unsigned  settled, guests;   /* units that live on the devices, 1u << unit each; and those of
                                   * them whose states come and leave */
-    int       look;              /* gradients are read before each step: by rank 1 in turn; LOOK_ALL:
-                                  * by all ranks at once */
+    int       look;              /* gradients are read before each step: by one rank, in turn;
+                                  * LOOK_ALL: by all at once */
     unsigned  skip;              /* edges that are left out */
     int       turned;            /* rank r has its jobs in an order of its own */
     mt_states states;
