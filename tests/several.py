@@ -215,6 +215,8 @@ def habits(rank: int, group: Any, plan: dict[str, Any] | None = None) -> list[st
     if rank == 0 and not all(torch.isfinite(n) for n in kept):
         wrong.append("gradients on one rank")
     states = _states(opt) if rank == 1 else []                   # while the other is in a collective
+    if rank == 1 and len(opt.state_dict()["state"]) != len(opt.state):
+        wrong.append("an optimizer's state_dict on one rank")
     torch.distributed.barrier(group)
     states = states or _states(opt)
     others: list[Any] = [None] * torch.distributed.get_world_size(group)

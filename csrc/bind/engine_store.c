@@ -253,6 +253,25 @@ PyObject *mt_engine_spread(PyObject *self, PyObject *args)
     Py_RETURN_NONE;
 }
 
+static mt_status stay(mt_engine *e, double seconds)
+{
+    mt_store_stay(e->cx.store, seconds);
+    return MT_OK;
+}
+
+PyObject *mt_engine_stay(PyObject *self, PyObject *args)
+{
+    mt_engine *e = mt_engine_usable(self);
+    double     seconds;
+    mt_status  st;
+
+    if (e == NULL || !PyArg_ParseTuple(args, "d:stay", &seconds))
+        return NULL;
+    MT_UNLOCKED(e, st, stay(e, seconds));
+    (void)st;
+    Py_RETURN_NONE;
+}
+
 /* Ranks that have closed their engine, or whose process is gone. */
 PyObject *mt_engine_gone(PyObject *self, PyObject *unused)
 {

@@ -30,7 +30,7 @@
 typedef struct slot {
     _Atomic int64_t  pid;                    /* 0: it has not come */
     _Atomic uint64_t said[MT_COUNTS], about[MT_COUNTS];
-    atomic_int       left, failed;
+    atomic_int       parted, left, failed;
     char             why[1024];              /* written before `failed` */
 } slot;
 
@@ -398,6 +398,18 @@ void mt_share_leave(mt_share *h)
 {
     atomic_store(&h->head->slots[h->rank].left, 1);
     wake(h);
+}
+
+void mt_share_part(mt_share *h)
+{
+    atomic_store(&h->head->slots[h->rank].parted, 1);
+    wake(h);
+}
+
+int mt_share_parted(const mt_share *h, int rank)
+{
+    return atomic_load(&h->head->slots[rank].parted) ||
+           mt_share_presence(h, rank) != MT_RANK_HERE;
 }
 
 void mt_share_fail(mt_share *h, const char *text)

@@ -60,11 +60,13 @@ def engine_of(ranks: Ranks, device: str, index: int, threads: int, delay_us: int
 
 
 def leaves_in_order(core: _core.Engine) -> None:
-    """The process ends: the others may await its part of the last step; but not where it failed, as they will then."""
+    """The process ends: the others may await its part of the last step, or read what is on its device; but not where it
+    failed, as they will then."""
     with contextlib.suppress(Exception):
         if getattr(sys, "last_value", None) is None:
             core.watchdog(_LAST_STEP_S)
             core.drain()
+            core.stay(_LAST_STEP_S)
         core.close()
 
 

@@ -509,7 +509,8 @@ typedef struct plan {
                                   * them whose states come and leave */
     int       look;              /* gradients are read before each step: by one rank, in turn;
                                   * LOOK_ALL: by all at once */
-    int       writes;            /* weights are written from outside before the second update */
+    int       writes;            /* weights are written from outside: 1, just before the second
+                                  * update; 2, before the second step fetches them */
     int       leaves;            /* before the second step all units come back to host memory */
     int       turned;            /* rank r has its jobs in an order of its own */
     mt_states states;
@@ -973,6 +974,16 @@ static void note_end(runner *r, int unit, int param, mt_plane p)
     }
 }
 
+static void write_and_note(runner *r)
+{
+    void *hi;
+
+    write_from_outside_alike(r);
+    REQUIRE(mt_store_hi(r->cx.store, 0, &hi) == MT_OK);
+    if (r->fills)
+        memcpy(r->want->hi[1][0], hi, mt_store_hi_bytes(r->cx.store, 0));
+}
+
 static void one_step(runner *r)
 {
     unit_job jobs[UNITS];
@@ -981,6 +992,8 @@ static void one_step(runner *r)
     int      skipped = 0, n[UNITS] = { 0 };
     void    *stay[UNITS][64];
 
+    if (r->plan->writes == 2 && r->step == 1)
+        write_and_note(r);
     for (int m = 0; m < r->plan->micros; m++) {
         for (int u = 0; u < UNITS; u++)
             fetch(r, u);
@@ -990,7 +1003,7 @@ static void one_step(runner *r)
     }
     for (int u = 0; u < UNITS; u++)
         fetch(r, u);                     /* these copies end when others could update already */
-    if (r->plan->writes && r->step == 1)
+    if (r->plan->writes == 1 && r->step == 1)
         write_from_outside_alike(r);
     if (r->plan->look == LOOK_ALL || (r->plan->look && r->rank == (r->step + 1) % r->plan->ranks))
         look_at_gradients(r);
@@ -1163,7 +1176,7 @@ static void units_may_live_on_the_devices(void)
             p.micros = 1 + mixed;
             p.turned = k == 2;
             p.look = mixed ? 1 : LOOK_ALL;
-            p.writes = mixed;
+            p.writes = 2 - mixed;
             p.states = mixed ? MT_STATES_8BIT_LO8 : MT_STATES_FP32;
             p.dawdle_us = k == 1 ? (UNDER_TSAN ? 300 : 1000) : 0;
             run_threads(&p);
