@@ -365,7 +365,7 @@ static PyMethodDef methods[] = {
       "[(rank, process)] of other ranks that have closed their engine, or whose process ended." },
     { "stay", mt_engine_stay, METH_VARARGS,
       "stay($self, seconds, /)\n--\n\n"
-      "Return when no other rank will read what is on this one's device, or none has for so long." },
+      "Return when no other rank will read what is on its device, or none has for so long." },
     { "spread", mt_engine_spread, METH_VARARGS,
       "spread($self, unit, param, planes, /)\n--\n\n"
       "What every rank wrote where plane() shows a parameter is what all have; bits 1 << plane." },

@@ -224,6 +224,7 @@ static mt_status spread(mt_engine *e, int unit, int param, unsigned planes)
     MT_TRY(mt_ledger_wait_updates(e->cx.store, unit));
     if (planes & 1u << MT_PLANE_GRAD)
         MT_TRY(mt_ledger_wait_grads(e->cx.store, unit));
+    MT_TRY(mt_resident_raised(e->cx.residents));
     MT_TRY(mt_ledger_wait_fetch(e->cx.store, unit));
     MT_TRY(mt_store_spread(e->cx.store, unit, param, planes));
     /* What is at home elsewhere goes there, each rank's portion; weights when next used. */

@@ -122,7 +122,7 @@ mt_presence mt_share_presence(const mt_share *h, int rank);
 void        mt_share_leave   (mt_share *h);              /* this rank says nothing from now on */
 /* This rank asks nothing from now on, and leaves when nobody asks it. */
 void        mt_share_part    (mt_share *h);
-int         mt_share_parted  (const mt_share *h, int rank);              /* so has this one, or left */
+int         mt_share_parted  (const mt_share *h, int rank);              /* so has this, or left */
 /* What ended this rank's work; the first stays. */
 void        mt_share_fail    (mt_share *h, const char *text);
 const char *mt_share_failure (const mt_share *h, int rank);              /* NULL: nothing did */
