@@ -29,7 +29,7 @@ from .install import install, remove
 from .planning import Planning
 from .registry import find_runtime, runtime_of
 from .runtime import Runtime
-from .streamable import check_model
+from .streamable import check_model, refuse_codes
 from .together import check, fleet_of, leaves_in_order, same_buffers
 
 
@@ -88,6 +88,8 @@ def stream(module: nn.Module, device: str | torch.device | None = None, *, token
         where = compute_device(device)
         check_model(module)
         check_dtype(dtype)
+        if dtype is not None:
+            refuse_codes(module, f"dtype={dtype}")
         limits = Limits(parse_bytes(vram, "vram"), parse_bytes(host, "host"), Disk.parse(nvme), units, *fleet_of(ranks))
         choices = choose(module, where, limits, tokens, seq, states, dtype, compute, plan)
     _stream(module, where, limits, choices, dtype, masters, ranks, reduce)

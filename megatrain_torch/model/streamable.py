@@ -6,6 +6,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from ..base.codes import KNOWN, coded, format_of, pieces_of
 from ..base.errors import MegatrainError
 from ..store.records import DTYPES
 from .registry import runtimes
@@ -26,6 +27,8 @@ def check_model(module: nn.Module) -> None:
         problem = _problem(p)
         if problem:
             raise MegatrainError(f"parameter {name!r} {problem}")
+    for name, m, p, format in coded(module):
+        pieces_of(name, p, m, format)
     for name, m in module.named_modules():
         if getattr(m, "sparse", False) is True and isinstance(m, (nn.Embedding, nn.EmbeddingBag)):
             raise MegatrainError(f"module {name!r} makes sparse gradients; build it with sparse=False")
@@ -34,9 +37,12 @@ def check_model(module: nn.Module) -> None:
 def _problem(p: nn.Parameter) -> str:
     if isinstance(p, nn.parameter.UninitializedTensorMixin):
         return "has no shape yet: run one forward first, then mt.stream"
+    if format_of(p) is not None:
+        return "is quantised, and so it must be frozen: p.requires_grad_(False)" if p.requires_grad else ""
     if type(p) is not nn.Parameter:
-        return (f"is of {type(p).__name__}, a subclass of Parameter, and only plain ones are streamed; if the model is "
-                "quantised, load it without that: a frozen bf16 parameter takes 2 bytes of host memory")
+        return (f"is of {type(p).__module__}.{type(p).__name__}, a subclass of Parameter that is not known; if the "
+                f"model is quantised, these formats stream: {KNOWN}; or load it without that: a frozen bf16 parameter "
+                "takes 2 bytes of host memory")
     if p.is_meta:
         return "is on the meta device: load its weights first"
     if p.is_complex():
@@ -46,3 +52,10 @@ def _problem(p: nn.Parameter) -> str:
     if p.dtype not in DTYPES:
         return f"has type {p.dtype}; supported: {', '.join(str(d) for d in DTYPES)}"
     return ""
+
+
+def refuse_codes(module: nn.Module, what: str) -> None:
+    """Raises: a weight is codes, or fp8 with scales beside it, of which each keeps its type."""
+    for name, p in module.named_parameters():
+        if format_of(p) is not None or p.dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
+            raise MegatrainError(f"{what}: {name} is quantised, and codes and scales keep their types: leave it out")
