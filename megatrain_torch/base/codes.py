@@ -49,6 +49,7 @@ class Format:
             and its module, have these pieces from now on. shape: of the weight that the codes stand for.
         label: of a piece in a state_dict, after the module's name and the parameter's: the package's own.
         beside: what a checkpoint has of a parameter besides, of the same names.
+        reloads: from_pretrained finds it by these names.
     """
 
     name: str
@@ -60,6 +61,7 @@ class Format:
     label: Callable[[str, str], str]
     beside: Callable[[nn.Parameter, str], Pieces]
     keeps: tuple[Keeps, ...] = ()
+    reloads: bool = True
 
 
 def plain_kind(p: Tensor) -> type:
@@ -67,9 +69,13 @@ def plain_kind(p: Tensor) -> type:
     return getattr(type(p), "_mt_kind", type(p))
 
 
-def format_of(p: Tensor) -> Format | None:
+def plain_name(p: Tensor) -> tuple[str, str]:
     kind = plain_kind(p)
-    return FORMATS.get((kind.__module__.partition(".")[0], kind.__name__))
+    return kind.__module__.partition(".")[0], kind.__name__
+
+
+def format_of(p: Tensor) -> Format | None:
+    return FORMATS.get(plain_name(p))
 
 
 def coded(module: nn.Module) -> Iterator[tuple[str, nn.Module, nn.Parameter, Format]]:
@@ -82,12 +88,6 @@ def coded(module: nn.Module) -> Iterator[tuple[str, nn.Module, nn.Parameter, For
                 yield f"{prefix}.{name}" if prefix else name, m, p, format
 
 
-def shape_of(p: Tensor) -> torch.Size:
-    """Of a weight, also where codes stand for it."""
-    format = format_of(p)
-    return p.shape if format is None else format.shape(p)
-
-
 class Piece(nn.Parameter):
     """A tensor that a weight of codes is made of, beside what lies in the parameter's own memory.
 
@@ -96,6 +96,29 @@ class Piece(nn.Parameter):
     """
 
     of: tuple[nn.Parameter, nn.Module, str]
+
+
+class Stands:
+    """A weight of codes, by the form of what it stands for: [shape], 16 bits."""
+
+    requires_grad, dtype = False, torch.bfloat16
+
+    def __init__(self, p: nn.Parameter) -> None:
+        self.shape = FORMATS[plain_name(p)].shape(p)
+
+    def dim(self) -> int:
+        return len(self.shape)
+
+    def numel(self) -> int:
+        return self.shape.numel()
+
+    def is_floating_point(self) -> bool:
+        return True
+
+
+def owner_of(p: nn.Parameter) -> nn.Parameter:
+    """The parameter that a piece is of; others are their own."""
+    return p.of[0] if type(p) is Piece else p
 
 
 Named = list[tuple[str, nn.Parameter]]
@@ -229,7 +252,7 @@ _ALL = (
            (Keeps(_BNB, "MatMul8bitLt", "MatmulLtState", (("tensors", (None, None, None)),), ("CB", "SCB")),
             Keeps(_BNB, "MatMul8bitFp", "MatmulLtState", (("A", None),), ("CB", "SCB")))),
     Format("torchao 8 bits", (("torchao", "Int8Tensor"), ("torchao", "Float8Tensor")), _made_pieces, _made_whole,
-           _made_put, lambda p: p.shape, lambda name, piece: f"{name}.{piece}", lambda p, name: {}),
+           _made_put, lambda p: p.shape, lambda name, piece: f"{name}.{piece}", lambda p, name: {}, reloads=False),
 )
 FORMATS = {kind: format for format in _ALL for kind in format.kinds}
 KNOWN = "; ".join(format.name for format in _ALL)

@@ -46,7 +46,7 @@ def stream(module: nn.Module, device: str | torch.device | None = None, *, token
     as host tensors. Call it before `get_peft_model`'s result is trained, that is: last.
 
     Args:
-        module: any `torch.nn.Module`; its parameters dense, real, of plain `Parameter` type.
+        module: any `torch.nn.Module`; its parameters dense, real, plain, or frozen codes (docs/low-precision.md).
         device: where to compute; None: CUDA if there is one, else the CPU device.
         tokens, seq: of a training step, in sequences of `seq`: mt.plan's choice for these is made at once. None: it is
             made at the first forward that records gradients, for what that is given, and again where the loop goes on
@@ -88,8 +88,7 @@ def stream(module: nn.Module, device: str | torch.device | None = None, *, token
         where = compute_device(device)
         check_model(module)
         check_dtype(dtype)
-        if dtype is not None:
-            refuse_codes(module, f"dtype={dtype}")
+        refuse_codes(module, dtype)
         limits = Limits(parse_bytes(vram, "vram"), parse_bytes(host, "host"), Disk.parse(nvme), units, *fleet_of(ranks))
         choices = choose(module, where, limits, tokens, seq, states, dtype, compute, plan)
     _stream(module, where, limits, choices, dtype, masters, ranks, reduce)

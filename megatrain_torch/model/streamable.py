@@ -54,8 +54,9 @@ def _problem(p: nn.Parameter) -> str:
     return ""
 
 
-def refuse_codes(module: nn.Module, what: str) -> None:
-    """Raises: a weight is codes, or fp8 with scales beside it, of which each keeps its type."""
-    for name, p in module.named_parameters():
+def refuse_codes(module: nn.Module, dtype: torch.dtype | None) -> None:
+    """Raises: to be converted to a type, a weight is codes, or fp8 with scales beside it."""
+    for name, p in module.named_parameters() if dtype is not None else ():
         if format_of(p) is not None or p.dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
-            raise MegatrainError(f"{what}: {name} is quantised, and codes and scales keep their types: leave it out")
+            raise MegatrainError(f"dtype={dtype}: {name} is quantised, and codes and scales keep their "
+                                 "types: leave it out")
