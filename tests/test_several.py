@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import several_load
+import torch
 from parity import LONG
 from run_kill_several import kill
 from several import Job, Pool, alone, differences, loaded, memory, saved
@@ -83,6 +85,25 @@ def test_a_checkpoint_is_that_of_any_number(pool: Pool, job: Job, tmp_path: Path
     for size in (2, 3, 4):
         assert not differences(pool.call("several:loaded", size, job, str(tmp_path / "three")), wanted)
     assert not differences([loaded(0, None, job, str(tmp_path / "three"))], wanted)
+
+
+@pytest.mark.parametrize("kind, dtype", [("llama", torch.bfloat16), ("moe", torch.float32),
+                                         pytest.param("tied", torch.float32, marks=LONG)])
+def test_a_model_of_files_is_loaded_once(pool: Pool, kind: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    """Experts are put together by transformers, in memory: on the first rank alone."""
+    pytest.importorskip("transformers")
+    several_load.built(kind, dtype).save_pretrained(tmp_path)
+    wanted, found = several_load.from_files(0, None, str(tmp_path)), pool.call("several_load:from_files", 3, str(tmp_path))
+    read, made = ([notes.pop(what) for notes in found] for what in ("read", "made"))
+    assert not differences(found, wanted)
+    assert made == [wanted["made"], 0, 0] and sum(read) == wanted["read"]
+    assert dtype == torch.float32 or all(0 < n < sum(read) for n in read)
+
+
+@pytest.mark.parametrize("how", ["meta", "of_other_values"])
+def test_a_model_that_each_rank_makes_is_the_first_ones(pool: Pool, how: str) -> None:
+    wanted = several_load.made_by_the_script(0, None, how)
+    assert not differences(pool.call("several_load:made_by_the_script", 3, how), wanted)
 
 
 def test_what_scripts_do(pool: Pool) -> None:
