@@ -107,7 +107,7 @@ def fill(rt: Runtime, groups: list[Group], origins: Origins, masters: bool) -> N
                 _adopt(rt, r)
             for whole in rt.wholes[unit]:
                 whole.adopted()
-            if unit in rt.homes.settled:
+            if unit in rt.homes.settled and rt.ranks is None:
                 rt.homes.take(unit)
             if unit in filed:
                 rt.homes.file_weights(unit)
@@ -115,6 +115,10 @@ def fill(rt: Runtime, groups: list[Group], origins: Origins, masters: bool) -> N
             if given >= TRIM_BYTES:          # malloc would keep it, and we would hold weights twice
                 give_back()
                 given = 0
+    if rt.ranks is not None:             # weights are there, whoever put them in
+        with rt.ranks.as_one():
+            for unit in rt.homes.settled:
+                rt.homes.take(unit)
 
 
 def _put_in(records: list[Record], files: Mapped, origins: Origins) -> None:
@@ -146,10 +150,12 @@ def _adopt(rt: Runtime, r: Record) -> None:
 
 def empty(rt: Runtime) -> None:
     """Parameters get memory of their own again, with their weights; what has no values yet stays as it is."""
-    for unit, records in itertools.groupby(rt.records, lambda r: r.unit):
+    for unit, group in itertools.groupby(rt.records, lambda r: r.unit):
+        records = list(group)
         if rt.homes.away(unit):          # it comes home, through host memory that is one unit's at a time
             rt.core.wait_updates(unit)
-            rt.core.wait_grads(unit)
+            if any(gradient.standing(r) is not None for r in records if r.param is not None):
+                rt.core.wait_grads(unit)
         for r in records:
             _restore(r)
         for whole in rt.wholes[unit]:

@@ -56,7 +56,7 @@ def loaded(cls: Any, path: str | Path, has_values: bool, **kwargs: Any) -> Any:
     if not has_values and _knows_meta(cls, kwargs):
         with contextlib.suppress(Exception):             # what it raises is said by the way that all know
             found = cls.from_pretrained(path, **kwargs, device_map="meta")
-            if not any(True for _ in coded(found[0] if isinstance(found, tuple) else found)):     # no codes are made there
+            if not any(True for _ in coded(found[0] if isinstance(found, tuple) else found)):     # no codes are there
                 return found
     return cls.from_pretrained(path, **kwargs)
 

@@ -19,6 +19,7 @@ from ..base.limits import parse_bytes
 from ..base.units import find
 from ..base.units import group as grouped
 from ..group.ranks import Ranks, as_one, ranks_of
+from ..plans.fleet import Fleet
 from ..plans.planner import Plan
 from ..store.disk import Disk
 from .asking import Limits
@@ -112,7 +113,7 @@ def _stream(module: nn.Module, where: torch.device, limits: Limits, choices: Cho
         groups = grouped(module, found)
     if ranks is not None:
         check(ranks, groups, choices, reduce)
-    asked = choices.asked(type(module).__name__, groups, dtype, where, ranks is not None)
+    asked = choices.asked(type(module).__name__, groups, dtype, where, Fleet(*fleet_of(ranks)))
     with as_one(ranks):
         fit = fitted(asked, where, choices, limits.host)
     fit.room.ranks = ranks
@@ -152,20 +153,28 @@ def unstream(module: nn.Module) -> nn.Module:
     root = rt.root()
     if root is not module:
         raise MegatrainError("unstream the model that was given to mt.stream, not a part of it")
-    rt.saves.finish()
-    rt.drain()
-    rt.trace.finish()
-    rt.trace.stop()
-    _give_back(rt, module)
+    ranks = rt.ranks if rt.homes.settled else None           # the others read what is on this one's device
+    with as_one(ranks):
+        rt.saves.finish()
+        rt.drain()
+        rt.trace.finish()
+        rt.trace.stop()
+    with as_one(ranks):
+        _take_out(rt, module)
+    rt.close()
     return module
 
 
 def _give_back(rt: Runtime, module: nn.Module) -> None:
+    _take_out(rt, module)
+    rt.close()
+
+
+def _take_out(rt: Runtime, module: nn.Module) -> None:
     """The model is an ordinary one again, as far as it was streamed."""
     remove(module)
     empty(rt)
     patches.release(rt)
-    rt.close()
 
 
 __all__ = ["find_runtime", "runtime_of", "stream", "unstream"]
