@@ -100,6 +100,20 @@ def test_a_model_of_files_is_loaded_once(pool: Pool, kind: str, dtype: torch.dty
     assert dtype == torch.float32 or all(0 < n < sum(read) for n in read)
 
 
+@pytest.mark.parametrize("states", ["fp32", "8bit"])
+def test_each_rank_reads_its_portion_of_a_checkpoint(pool: Pool, states: str, tmp_path: Path) -> None:
+    nbytes = several_load.saved_by_one(str(tmp_path / "c"), states)
+    found = pool.call("several_load:read_from_a_checkpoint", 3, str(tmp_path / "c"), states, "")
+    assert 0.98 * nbytes < sum(read for read, _, _ in found) <= nbytes and all(said == "" for *_, said in found)
+    assert all(read > 0.2 * nbytes for read, _, _ in found) and sum(blocks for _, blocks, _ in found) == 2
+
+
+def test_a_checkpoint_that_one_rank_finds_broken_is_loaded_by_none(pool: Pool, tmp_path: Path) -> None:
+    several_load.saved_by_one(str(tmp_path / "c"), "fp32")
+    found = pool.call("several_load:read_from_a_checkpoint", 2, str(tmp_path / "c"), "fp32", "states")
+    assert all("a block is another" in said for *_, said in found), found
+
+
 @pytest.mark.parametrize("how", ["meta", "of_other_values"])
 def test_a_model_that_each_rank_makes_is_the_first_ones(pool: Pool, how: str) -> None:
     wanted = several_load.made_by_the_script(0, None, how)
