@@ -20,6 +20,7 @@ from ..base.errors import MegatrainError
 from ..base.formats import GROUP
 from ..base.strict import shown
 from ..group.ranks import as_one
+from ..group.waits import calling
 from ..model.registry import runtime_of
 from ..optim.adamw import AdamW
 from ..optim.masters import set_master
@@ -56,6 +57,7 @@ def rounds(folder: Path, states: str, kinds: Callable[[torch.dtype], torch.dtype
     return any(loses(body, name, kinds(DTYPES[saved["dtype"]]), states) for name, saved in body["parameters"].items())
 
 
+@calling("mt.load")
 def load(model: nn.Module, opt: torch.optim.Optimizer | None, folder: str | Path, *, scheduler: Any = None,
          verify: bool = True, convert: bool = False, progress: Callable[[int, int], None] | None = None) -> Any:
     """Takes a checkpoint of mt.save; returns the `extra` that it was given.
