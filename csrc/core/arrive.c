@@ -14,9 +14,11 @@ typedef struct guest {
     mt_event       *vacant;      /* recorded on run by lift */
     mt_part *parts;       /* [n] of the stay; NULL: there is none */
     int             n;
+    uint64_t        bytes;       /* that came up for the latest stay */
     mt_post         post;        /* of `last` */
 } guest;
 
+#define TURNS  48
 #define COPIED "copies of its states (the event STORED)"
 
 struct mt_arrive {
@@ -28,16 +30,25 @@ struct mt_arrive {
 
     mt_mutex        mu;          /* held around puts too: one thread at a time */
     mt_queue       *queue;
+    uint64_t        turn;        /* stats.d2h_bytes at which others come in between. mu */
     mt_event       *drained;     /* recorded on the queue by who waits for all of it. mu */
     mt_arrive_stats stats;       /* mu */
 };
+
+/* Of units that live on the device, and (invited) of guests. */
+static const mt_home *home_of(const mt_arrive *a, int invited)
+{
+    if (a->cx->share != NULL)
+        return invited ? &mt_home_arrive_shared : &mt_home_vram_shared;
+    return invited ? &mt_home_arrive : &mt_home_vram;
+}
 
 /* Under mu, at each door: of a settled unit, and with parts as long as it stays. */
 static void assert_guest(const mt_arrive *a, const guest *g, int unit)
 {
     MT_ASSERT(mt_holds(&a->mu));
     MT_ASSERT(a->guests[unit] == g && g->last != NULL && g->vacant != NULL);
-    MT_ASSERT(mt_store_home(a->store, unit, NULL) == &mt_home_arrive);
+    MT_ASSERT(mt_store_home(a->store, unit, NULL) == home_of(a, 1));
     MT_ASSERT(g->parts != NULL || g->n == 0);
 }
 
@@ -98,6 +109,9 @@ mt_status mt_arrive_invite(mt_arrive *a, int unit)
     guest    *g = NULL;
     mt_status st;
 
+    if (unit < 0 || unit >= mt_store_units(a->store))
+        return MT_FAIL(MT_EINVAL, "arrive: there is no unit %d; the store has %d", unit,
+                       mt_store_units(a->store));
     if (mt_arrive_invited(a, unit))
         return MT_OK;
     MT_TRY(MT_GROW(a->guests, a->n_guests, mt_store_units(a->store), "arrive"));
@@ -105,9 +119,10 @@ mt_status mt_arrive_invite(mt_arrive *a, int unit)
     MT_TRY(a->dev->ops->event_open(a->dev, &g->last));
     MT_TRY(a->dev->ops->event_open(a->dev, &g->vacant));
     (void)mt_store_home(a->store, unit, &of);
-    MT_TRY(mt_store_move(a->store, unit, &mt_home_arrive, of));
-    a->guests[unit] = g;
-    return MT_OK;
+    a->guests[unit] = g;                     /* before another rank may ask for its states */
+    if ((st = mt_store_move(a->store, unit, home_of(a, 1), of)) == MT_OK)
+        return MT_OK;
+    a->guests[unit] = NULL;
 
 fail:
     guest_close(a, g);
@@ -134,7 +149,7 @@ mt_status mt_arrive_dismiss(mt_arrive *a, int unit)
         return MT_FAIL(MT_ESTATE, "unit %s: its states are on the device; they must leave before",
                        mt_store_name(a->store, unit));
     (void)mt_store_home(a->store, unit, &of);
-    MT_TRY(mt_store_move(a->store, unit, &mt_home_vram, of));
+    MT_TRY(mt_store_move(a->store, unit, home_of(a, 0), of));
     a->guests[unit] = NULL;
     guest_close(a, g);
 fail:
@@ -195,12 +210,21 @@ static void nothing(void *arg)
     (void)arg;
 }
 
-/* Behind each piece, the last too, which another unit's may follow, the queue waits for the host
- * for a moment. A copy engine serves one stream until that has to wait, and a few bytes that
- * compute reads back meanwhile (a model's look at its mask, loss.item()) would wait for all that is
- * put here: 97 ms behind 5 GB on an H200, with such waits one piece's 2.4 ms. */
+/* On the way down the queue waits for the host for a moment, every few pieces. A copy engine serves
+ * one stream until that has to wait, and a few bytes that compute reads back meanwhile (a model's
+ * look at its mask, loss.item()) would wait for all that is put here: 97 ms behind 5 GB on an H200,
+ * with a wait behind each piece 2.4 ms. A wait for another stream does not do, and what goes up
+ * keeps nobody waiting. Of a stream's functions of the host CUDA keeps 56, and holds its caller up
+ * at the next: so there are no more of them than TURNS in all that may be put at once. */
 static mt_status let_others(mt_arrive *a)
 {
+    uint64_t all = 0;
+
+    if (a->stats.d2h_bytes < a->turn)
+        return MT_OK;
+    for (int u = 0; u < a->n_guests; u++)
+        all += a->guests[u] != NULL ? a->guests[u]->bytes : 0;
+    a->turn = a->stats.d2h_bytes + all / TURNS;
     return a->dev->ops->call(a->queue, nothing, NULL);
 }
 
@@ -219,7 +243,7 @@ static mt_status put_copies(mt_arrive *a, guest *g, int unit, const int *params,
         if (params != NULL && !among(g->parts[i].param, params, n))
             continue;
         st = mt_part_copy(a->store, unit, &g->parts[i], planes, a->queue, up, copied);
-        if (st == MT_OK)
+        if (st == MT_OK && !up)
             st = let_others(a);
     }
     mt_timeline_end(a->cx->timeline, &span, *copied - before, a->queue);
@@ -251,6 +275,7 @@ fail:
 static mt_status put_lift(mt_arrive *a, guest *g, int unit, mt_part *parts, int n,
                           mt_queue *run)
 {
+    uint64_t  before;
     mt_status st;
 
     g->parts = parts;
@@ -259,7 +284,9 @@ static mt_status put_lift(mt_arrive *a, guest *g, int unit, mt_part *parts, int 
     MT_TRY(a->dev->ops->record(run, g->vacant));
     if (!mt_skips(a->cx, MT_EDGE_VACANT))
         MT_TRY(a->dev->ops->wait(a->queue, g->vacant));
+    before = a->stats.h2d_bytes;
     MT_TRY(put_copies(a, g, unit, NULL, 0, MT_STATE_PLANES, 1));
+    g->bytes = a->stats.h2d_bytes - before;
     if (mt_syncs(a->cx))
         MT_TRY(a->dev->ops->sync_event(g->last));
     return MT_OK;
@@ -432,6 +459,17 @@ mt_status mt_arrive_wait(mt_arrive *a, int unit)
 
     MT_TRY(find(a, unit, &g));
     MT_TRY(mt_ledger_wait_updates(a->store, unit));
+    st = mt_arrive_copied(a, unit);
+fail:
+    return st;
+}
+
+mt_status mt_arrive_copied(mt_arrive *a, int unit)
+{
+    guest    *g;
+    mt_status st;
+
+    MT_TRY(find(a, unit, &g));
     if (!mt_skips(a->cx, MT_EDGE_STORED))
         MT_TRY(wait_copied(a, g, unit));
 fail:

@@ -67,6 +67,9 @@ typedef struct mt_walk {
     const double  *network_s;    /* and between machines, behind that */
     const double  *lost_s;       /* by which it holds up what is computed beside it */
     const double  *spread_s;     /* in which new weights go to the other machines */
+    const int64_t *lowered, *raised;     /* bytes of new weights of a unit at home on the devices:
+                                          * down to the host behind its update, and from there up,
+                                          * before its first use */
     const int64_t *further;      /* bytes that cross of a further micro-batch; `gradients`: of the
                                     first */
 
@@ -85,6 +88,7 @@ typedef struct mt_walk {
     int64_t stay;                /* the window of a forward by which they are gone */
     double  h2d, d2h, both;      /* bytes/s: alone; of each, beside each other */
     double  busy;                /* beside AdamW on the host */
+    double  stretch;             /* of update_s on the host, by what crosses beside it */
     double  write, read;         /* of the drive */
     double  rest_s;              /* between two steps: the clip factor */
     int64_t on_link;             /* 1: what GPUs exchange takes their links to the host */

@@ -144,7 +144,7 @@ def _load_scheduler(scheduler: Any, state: Any, folder: Path) -> None:
 def _tell_of_other_bits(rt: Runtime, source: Checkpoint, besides: list[str]) -> None:
     if otherwise := likeness.differences(rt, source.body.get("likeness")) + besides:
         warnings.warn(f"{source.folder}: training goes on, with other bits than it would have had there: "
-                      f"{'; '.join(otherwise)}", stacklevel=3)
+                      f"{'; '.join(otherwise)}", stacklevel=4)
 
 
 def _take(rt: Runtime, model: nn.Module, opt: torch.optim.Optimizer | None, source: Checkpoint,

@@ -19,6 +19,7 @@ from ..base.errors import MegatrainError
 from ..base.modes import Mode, read
 from ..store.records import Record, Use
 from ..store.state import enter, in_backward, leave, swap_window
+from ..store.whole import Whole
 from . import masks
 from .below import Below, flat_weights
 from .door import Door
@@ -26,6 +27,7 @@ from .effects import Places, Snapshot
 from .frames import HostFrame, Located, ReplayFrame, SavedFrame, Streamed, _pop, _push
 from .handover import Reads
 from .installed import method_of
+from .swap import storage_of
 
 
 class Fused(Protocol):
@@ -134,6 +136,7 @@ class Window:
         units: units they lie in; acquired one after another when the window opens.
         mode: one of modes.py, or "auto" until the first training step decides.
         proved: a first replayed run has shown that inputs are not written in place.
+        wholes: weights that are codes. expanded: those that are 16-bit weights in the run under way, by their memory.
     """
 
     def __init__(self, runtime: Model, name: str, module: nn.Module, records: list[Record]) -> None:
@@ -153,6 +156,8 @@ class Window:
         self.trainable: list[Record] = []
         self.frozen: list[Record] = []
         self.params: list[nn.Parameter] = []
+        self.expanded: dict[int, Whole] = {}
+        self.wholes = [r.whole for r in records if r.whole is not None]
         self.look()
 
     def look(self) -> None:
@@ -229,17 +234,27 @@ class Window:
             bound = dict(zip(self.records, self.views(self.records)))
         for r in self.trainable if trainable is None else trainable:
             bound[r].requires_grad_()
+        return self._together(bound)
+
+    def _together(self, bound: dict[Record, Tensor]) -> dict[Record, Tensor]:
+        """Weights of codes are what their packages' code computes with, over the slots' tensors."""
+        self.expanded.clear()
+        for whole in self.wholes:
+            if whole.records[0] in bound:
+                made = bound[whole.records[0]] = whole.of([bound[r] for r in whole.records])
+                if whole.format.expands:
+                    self.expanded[storage_of(made)] = whole
         return bound
 
     def bind_shared(self) -> dict[Record, Tensor]:
         """Slot tensors for a run that records nothing: the slots' own, not made anew."""
         if self.alone:
-            return dict(zip(self.records, self.runtime.ring.leaves(self.units[0])))
+            return self._together(dict(zip(self.records, self.runtime.ring.leaves(self.units[0]))))
         bound = {}
         for unit in self.units:
             leaves = self.runtime.ring.leaves(unit)
             bound.update({r: leaves[r.index] for r in self.records if r.unit == unit})
-        return bound
+        return self._together(bound)
 
     def bind(self, grad: bool) -> dict[Record, Tensor]:
         """Slot tensors, tied to the host parameters where autograd records."""
@@ -251,7 +266,7 @@ class Window:
         if self.frozen:
             with torch.no_grad():
                 bound.update(zip(self.frozen, self.views(self.frozen)))
-        return bound
+        return self._together(bound)
 
     def split(self) -> None:
         """Follows requires_grad: which records take part in the graph."""
@@ -336,7 +351,7 @@ class Window:
         frozen = [r for r in records if not r.was_trainable]
         with torch.no_grad():
             bound.update(zip(frozen, self.views(frozen) if frozen else ()))
-        return bound
+        return self._together(bound)
 
     def _run_saved(self, args: Any, kwargs: Any, mode: Mode) -> Any:
         if not mode.host:
@@ -372,6 +387,7 @@ class Window:
                 out = inner(*args, **kwargs)
         finally:
             swap_window(outer)
+            self.expanded.clear()
             if frame is not None:
                 _pop()
             torch.set_autocast_cache_enabled(cached_casts)

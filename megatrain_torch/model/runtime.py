@@ -14,6 +14,7 @@ from ..fused.compiled import Structure
 from ..fused.proofs import Proofs
 from ..graph.door import Door
 from ..graph.exchange import Exchange
+from ..graph.frames import Expansions
 from ..graph.handover import HandOver
 from ..graph.swap import Swap
 from ..graph.untraced import UNTRACED
@@ -22,6 +23,7 @@ from ..group.ranks import Ranks
 from ..plans.room import Room
 from ..store.planes import Planes
 from ..store.records import Record
+from ..store.whole import Whole
 from .cap import Cap
 from .forwards import Forwards
 from .homes import Homes
@@ -54,6 +56,7 @@ class Runtime:
         self.records: list[Record] = []
         self.units: list[list[Record]] = []
         self.unit_names: list[str] = []
+        self.wholes: list[list[Whole]] = []
         self._windows: list[weakref.ref[Window]] = []        # modules have them, and they have this
         own = weakref.proxy(self)            # for what only this has
         self.door = Door(type(root).__name__, self.is_cuda)
@@ -63,7 +66,7 @@ class Runtime:
             ranks.control.engine = core
         self.handover = HandOver(own)
         self.exchange = None if ranks is None else Exchange(own, self.handover, ranks, reduce == "mean")
-        self.swap = Swap(own)
+        self.swap, self.expansions = Swap(own), Expansions()
         self.ring = Ring(own)
         self.homes = Homes(own, core, self.ring)
         self.saves = Saves()

@@ -20,6 +20,7 @@ from ..base.units import find
 from ..base.units import group as grouped
 from ..group.ranks import Ranks, as_one, ranks_of
 from ..group.waits import calling
+from ..plans.fleet import Fleet
 from ..plans.planner import Plan
 from ..store.disk import Disk
 from .asking import Limits
@@ -31,7 +32,7 @@ from .origins import origins
 from .planning import Planning
 from .registry import find_runtime, runtime_of
 from .runtime import Runtime
-from .streamable import check_model
+from .streamable import check_model, refuse_codes
 from .together import check, check_copies, fleet_of, leaves_in_order, same_buffers
 
 
@@ -49,7 +50,7 @@ def stream(module: nn.Module, device: str | torch.device | None = None, *, token
     as host tensors. Call it before `get_peft_model`'s result is trained, that is: last.
 
     Args:
-        module: any `torch.nn.Module`; its parameters dense, real, of plain `Parameter` type.
+        module: any `torch.nn.Module`; its parameters dense, real, plain, or frozen codes (docs/low-precision.md).
         device: where to compute; None: CUDA if there is one, else the CPU device.
         tokens, seq: of a training step, in sequences of `seq`: mt.plan's choice for these is made at once. None: it is
             made at the first forward that records gradients, for what that is given, and again where the loop goes on
@@ -100,6 +101,7 @@ def stream_of(ranks: Ranks | None, module: nn.Module, device: str | torch.device
         where = compute_device(device)
         check_model(module, ranks is not None and ranks.rank != ranks.mates[0])
         check_dtype(dtype)
+        refuse_codes(module, dtype)
         limits = Limits(parse_bytes(vram, "vram"), parse_bytes(host, "host"), Disk.parse(nvme), units, *fleet_of(ranks))
         choices = choose(module, where, limits, dtype=dtype, **asked)
     _stream(module, where, limits, choices, dtype, masters, ranks, reduce)
@@ -113,7 +115,7 @@ def _stream(module: nn.Module, where: torch.device, limits: Limits, choices: Cho
         groups = grouped(module, found)
     if ranks is not None:
         check(ranks, groups, choices, reduce)
-    asked = choices.asked(type(module).__name__, groups, dtype, where, ranks is not None)
+    asked = choices.asked(type(module).__name__, groups, dtype, where, Fleet(*fleet_of(ranks)))
     with as_one(ranks):
         fit = fitted(asked, where, choices, limits.host)
     fit.room.ranks = ranks
@@ -154,22 +156,30 @@ def unstream(module: nn.Module) -> nn.Module:
     root = rt.root()
     if root is not module:
         raise MegatrainError("unstream the model that was given to mt.stream, not a part of it")
-    if rt.ranks is not None:
-        check_copies(rt.ranks, rt.records)
-    rt.saves.finish()
-    rt.drain()
-    rt.trace.finish()
-    rt.trace.stop()
-    _give_back(rt, module)
+    ranks = rt.ranks if rt.homes.settled else None           # the others read what is on this one's device
+    with as_one(ranks):
+        if rt.ranks is not None:
+            check_copies(rt.ranks, rt.records)
+        rt.saves.finish()
+        rt.drain()
+        rt.trace.finish()
+        rt.trace.stop()
+    with as_one(ranks):
+        _take_out(rt, module)
+    rt.close()
     return module
 
 
 def _give_back(rt: Runtime, module: nn.Module) -> None:
+    _take_out(rt, module)
+    rt.close()
+
+
+def _take_out(rt: Runtime, module: nn.Module) -> None:
     """The model is an ordinary one again, as far as it was streamed."""
     remove(module)
     empty(rt)
     patches.release(rt)
-    rt.close()
 
 
 __all__ = ["find_runtime", "runtime_of", "stream", "unstream"]

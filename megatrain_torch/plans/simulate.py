@@ -54,7 +54,7 @@ class Step:
         weights, gradients: [u] bytes that cross; update_s: [u] on the host, or on the device where at home
             there; add_s: [u] to add up a further micro-batch's gradient on the host.
         slots: bytes of each slot. micro: micro-batches.
-        h2d, d2h, both, busy: bytes/s; see Machine.
+        h2d, d2h, both, busy: bytes/s; see Machine. stretch: updates on the host take so many times update_s; see Held.
         visiting: [u] bytes of states that arrive, of units at home in VRAM.
         away: [w] bytes of what it keeps in host memory between forward and backward. spilled: [w] 1 where that goes on
             to a file; write, read: its bytes/s.
@@ -64,8 +64,8 @@ class Step:
         lent: bytes of the buffers that gradients pass through where they are kept nowhere, largest first; none where
             they are kept. Updates then follow their gradients, in backward. depth: units whose gradients may be alive
             on the device, beside those that are being computed.
-        exchange_s, network_s, lost_s, spread_s: [u] of one of several GPUs: see Exchange. further: [u] bytes of
-            gradients that cross of a further micro-batch; `gradients`: of the first.
+        exchange_s, network_s, lost_s, spread_s, lowered, raised: [u] of one of several GPUs: see Exchange. further: [u]
+            bytes of gradients that cross of a further micro-batch; `gradients`: of the first.
         on_link, memory, memory_s: see Exchange and Fleet.
     """
 
@@ -87,6 +87,7 @@ class Step:
     d2h: float
     both: float
     busy: float
+    stretch: float = 1.0
     visiting: Sequence[int] = ()
     away: Sequence[int] = ()
     spilled: Sequence[int] = ()
@@ -98,6 +99,8 @@ class Step:
     lost_s: Sequence[float] = ()
     spread_s: Sequence[float] = ()
     further: Sequence[int] = ()
+    lowered: Sequence[int] = ()
+    raised: Sequence[int] = ()
     on_link: bool = False
     memory: float = 0.0
     memory_s: float = 0.0
@@ -132,7 +135,7 @@ _ARRAYS = ((("forward_s", "backward_s", "forward_host_s", "backward_host_s"), "d
            (("away", "spilled"), "q", "w"),
            (("update_s", "add_s", "disk_s", "read_s", "through_s", "exchange_s", "network_s", "lost_s",
              "spread_s"), "d", "u"),
-           (("updated_on", "weights", "gradients", "visiting", "further"), "q", "u"))
+           (("updated_on", "weights", "gradients", "visiting", "further", "lowered", "raised"), "q", "u"))
 
 
 @dataclass(frozen=True)
