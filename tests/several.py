@@ -223,6 +223,10 @@ def habits(rank: int, group: Any, plan: dict[str, Any] | None = None) -> list[st
     torch.distributed.all_gather_object(others, states, group)
     if any(o != states for o in others):
         wrong.append("states on one rank")
+    kept = {name: p.detach().clone() for name, p in model.named_parameters()}
+    opt.load_state_dict(opt.state_dict())
+    if _states(opt) != states or any(not torch.equal(p.detach().clone(), kept[name]) for name, p in model.named_parameters()):
+        wrong.append("states loaded by all")
     mt.unstream(model)
     return wrong
 

@@ -511,6 +511,7 @@ typedef struct plan {
                                   * LOOK_ALL: by all at once */
     int       writes;            /* weights are written from outside: 1, just before the second
                                   * update; 2, before the second step fetches them */
+    int       twice;             /* each step updates two times with the same gradients */
     int       leaves;            /* before the second step all units come back to host memory */
     int       turned;            /* rank r has its jobs in an order of its own */
     mt_states states;
@@ -988,7 +989,7 @@ static void write_and_note(runner *r)
 
 static void one_step(runner *r)
 {
-    unit_job jobs[UNITS];
+    unit_job jobs[UNITS], again[UNITS];
     uint64_t ticket = 0;
     double   norm = 0;
     int      skipped = 0, n[UNITS] = { 0 };
@@ -1013,6 +1014,8 @@ static void one_step(runner *r)
         if (is_settled(r, u) && (r->plan->guests >> u & 1))
             lift(r, u, stay[u], &n[u]);
     submit(r, jobs, &ticket);
+    if (r->plan->twice)
+        submit(r, again, &ticket);
     for (int u = 0; u < UNITS; u++)
         mt_offload_forget(r->o, u);
     check_fetched(r);
@@ -1179,6 +1182,7 @@ static void units_may_live_on_the_devices(void)
             p.turned = k == 2;
             p.look = mixed ? 1 : LOOK_ALL;
             p.writes = 2 - mixed;
+            p.twice = k == 1;
             p.states = mixed ? MT_STATES_8BIT_LO8 : MT_STATES_FP32;
             p.dawdle_us = k == 1 ? (UNDER_TSAN ? 300 : 1000) : 0;
             run_threads(&p);
@@ -1347,6 +1351,44 @@ static void a_save_has_what_all_devices_have(void)
     p.ranks = 3;
     p.dawdle_us = UNDER_TSAN ? 100 : 500;
     run_all(&p, save_beside_a_step);
+}
+
+/* As the states are kept, and as parameters are trained, whatever the share has room for. */
+static void *count_bytes(void *arg)
+{
+    runner *r = arg;
+    size_t  own = 0, planes = 0;
+
+    r->want = NULL;
+    take_all(r);
+    one_step(r);
+    for (int u = 0; u < UNITS; u++)
+        for (int i = 0; i < PARAMS; i++)
+            for (int p = MT_PLANE_HI + 1; p < MT_PLANE_COUNT; p++) {
+                int64_t from, n = mt_store_owned(r->cx.store, u, i, &from);
+
+                if (!shapes[i].trainable)
+                    continue;
+                own += mt_store_plane_bytes(r->cx.store, u, i, (mt_plane)p, n);
+                planes++;
+            }
+    CHECK(mt_store_device_bytes(r->cx.store) >= own);
+    CHECK(mt_store_device_bytes(r->cx.store) <= own + planes * MT_PART_ALIGN);
+    CHECK_EQ(mt_store_bytes(r->cx.store, MT_PLANE_M), 0);
+    meet(r);
+    return NULL;
+}
+
+static void a_device_has_its_portion_alone(void)
+{
+    plan p = plain;
+
+    p.settled = 7;
+    p.ranks = 3;
+    for (int small = 0; small < 2; small++) {
+        p.states = small ? MT_STATES_8BIT_LO8 : MT_STATES_FP32;
+        run_all(&p, count_bytes);
+    }
 }
 
 /* The first has closed its engine. */
@@ -1990,6 +2032,7 @@ static void a_death_at_any_moment_ends_all(void)
     X(units_of_several_come_back_to_host_memory)     \
     X(a_save_has_what_all_devices_have)              \
     X(who_reads_beside_a_save_keeps_what_it_has)     \
+    X(a_device_has_its_portion_alone)                \
     X(who_left_cannot_be_asked)                      \
     X(an_update_waits_for_copies_of_its_own_unit)    \
     X(what_one_skips_all_skip)                       \
