@@ -9,6 +9,7 @@ a part:
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import hashlib
 import importlib
@@ -224,7 +225,7 @@ def habits(rank: int, group: Any, plan: dict[str, Any] | None = None) -> list[st
     if any(o != states for o in others):
         wrong.append("states on one rank")
     kept = {name: p.detach().clone() for name, p in model.named_parameters()}
-    opt.load_state_dict(opt.state_dict())
+    opt.load_state_dict(copy.deepcopy(opt.state_dict()))
     if _states(opt) != states or any(not torch.equal(p.detach().clone(), kept[name]) for name, p in model.named_parameters()):
         wrong.append("states loaded by all")
     mt.unstream(model)
