@@ -16,7 +16,8 @@ def from_pretrained(cls: Any, path: str | Path, *, device: str | torch.device | 
                     host: int | str | None = None, nvme: str | dict[str, Any] | None = None,
                     states: str | None = None, dtype: torch.dtype | None = None,
                     units: list[str | nn.Module] | None = None, compute: str = "auto",
-                    plan: Plan | dict[str, Any] | None = None, group: Any = None, reduce: str = "mean",
+                    products: str | None = None, plan: Plan | dict[str, Any] | None = None, group: Any = None,
+                    reduce: str = "mean",
                     **kwargs: Any) -> Any:
     """`cls.from_pretrained(path)` and `mt.stream` of it.
 
@@ -28,7 +29,7 @@ def from_pretrained(cls: Any, path: str | Path, *, device: str | torch.device | 
         cls: AutoModelForCausalLM, or any class with from_pretrained. path: a folder, or what it takes.
         dtype: of the streamed weights; None: the files'. From fp32 files to torch.bfloat16, mt.AdamW has exact fp32
             masters.
-        device, tokens, seq, vram, host, nvme, states, units, compute, plan, group, reduce: as for mt.stream.
+        device, tokens, seq, vram, host, nvme, states, units, compute, products, plan, group, reduce: as for mt.stream.
         kwargs: for cls.from_pretrained. With output_loading_info=True its report is returned too.
 
     Returns:
@@ -40,5 +41,5 @@ def from_pretrained(cls: Any, path: str | Path, *, device: str | torch.device | 
     found = cls.from_pretrained(path, dtype="auto", **kwargs)
     model, *report = found if isinstance(found, tuple) else (found,)
     stream(model, device, tokens=tokens, seq=seq, vram=vram, host=host, nvme=nvme, states=states, dtype=dtype,
-           units=units, compute=compute, plan=plan, masters=True, group=group, reduce=reduce)
+           units=units, compute=compute, products=products, plan=plan, masters=True, group=group, reduce=reduce)
     return (model, *report) if report else model

@@ -37,8 +37,8 @@ def stream(module: nn.Module, device: str | torch.device | None = None, *, token
            seq: int | None = None, vram: int | str | None = None, host: int | str | None = None,
            nvme: str | dict[str, Any] | None = None, states: str | None = None, dtype: torch.dtype | None = None,
            units: list[str | nn.Module] | None = None, compute: str = "auto",
-           plan: Plan | dict[str, Any] | None = None, masters: bool = False, group: Any = None,
-           reduce: str = "mean") -> nn.Module:
+           products: str | None = None, plan: Plan | dict[str, Any] | None = None, masters: bool = False,
+           group: Any = None, reduce: str = "mean") -> nn.Module:
     """Moves a model's parameters to streamed storage in host memory; returns the same object.
 
     From here on the model's own forward runs on `device` with weights that are there only while
@@ -68,6 +68,9 @@ def stream(module: nn.Module, device: str | torch.device | None = None, *, token
             those that dynamo cannot take as they are, and the head too; no templates;
             "auto": fused on CUDA for 16-bit weights, else eager. Fused and compiled results differ from the module's
             own code in the last bits.
+        products: of decoder layers that a template runs: "bf16", as the weights are; "fp8": of operands rounded to 8
+            bits with a scale for each row, summed in fp32 (docs/numerics.md says what that changes; mt.explain, which
+            layers have them). None: a plan's, else "bf16".
         plan: what mt.plan gave: that is what runs, and stays. Or a dict by hand: docs/plans.md has its keys.
         masters: where `dtype` makes fp32 parameters 16-bit ones, mt.AdamW's fp32 masters begin with their own values.
             They are kept until its first step: no memory where they are mapped from a file, which must stay as it is.
@@ -89,7 +92,7 @@ def stream(module: nn.Module, device: str | torch.device | None = None, *, token
         check_model(module)
         check_dtype(dtype)
         limits = Limits(parse_bytes(vram, "vram"), parse_bytes(host, "host"), Disk.parse(nvme), units, *fleet_of(ranks))
-        choices = choose(module, where, limits, tokens, seq, states, dtype, compute, plan)
+        choices = choose(module, where, limits, tokens, seq, states, dtype, compute, plan, products)
     _stream(module, where, limits, choices, dtype, masters, ranks, reduce)
     return module
 
@@ -106,7 +109,8 @@ def _stream(module: nn.Module, where: torch.device, limits: Limits, choices: Cho
     with as_one(ranks):
         fit = fitted(asked, where, choices, limits.host)
     fit.room.ranks = ranks
-    rt = Runtime(module, where, engine(where, choices, ranks), fit.room, choices.compute, ranks, reduce)
+    rt = Runtime(module, where, engine(where, choices, ranks), fit.room, choices.compute, ranks, reduce,
+                 choices.products)
     if ranks is not None:
         weakref.finalize(rt, leaves_in_order, rt.core)
     if choices.itself:

@@ -44,6 +44,7 @@ class Decoder:
 
     differentiable_input = True
     swaps, links = True, True            # what it keeps may wait in host memory; it can make its output again
+    coded = True                         # its products may be of codes (coded.py)
 
     def __init__(self, layer: nn.Module) -> None:
         """Reads the structure of a layer.

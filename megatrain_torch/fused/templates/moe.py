@@ -60,14 +60,14 @@ class Shared:
         act = self.down.input_grad(dy, w)
         s = self.gate_of(b, w) if self.gate else None
         ds = ops.expert_glu_backward(act, gu, self.act, weights=_numbers(s))
-        self.down.weight_grads(dy, act, grads)
+        self.down.weight_grads(dy, act, w, grads)
         del act
-        self.gu.weight_grads(gu, b, grads)
+        self.gu.weight_grads(gu, b, w, grads)
         db = self.gu.input_grad(gu, w)
         if s is None:
             return db
         dlogit = (ds.unsqueeze(1) * s * (1 - s)).to(b.dtype)
-        self.gate.weight_grads(dlogit, b, grads)
+        self.gate.weight_grads(dlogit, b, w, grads)
         return db.addmm_(dlogit, w.joint(self.gate.weights))
 
 
