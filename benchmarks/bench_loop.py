@@ -9,6 +9,8 @@
     python bench_loop.py --layers 6 --tokens 16384 --steps 3 --bits         # each step's norm, a sum of weights' bits
     python bench_loop.py --device cpu --width toy --layers 2 --tokens 256 --seq 64        # anywhere, in seconds
 
+    torchrun --nproc-per-node 2 bench_loop.py --tokens 32768 --plan [--alone]       # a GPU each; tokens of each
+
     python bench_loop.py --jobs FILE --out FILE.jsonl --seconds 500         # many, one after another
 FILE: a line a run, "LABEL PACKAGE arguments"; PACKAGE: the folder that megatrain_torch lies in, "-" for what PYTHONPATH
 has. Each run is a fork of a process that has imported torch and transformers and made the weights, but neither CUDA nor
@@ -19,6 +21,10 @@ What counts: a step's seconds are those between the starts of two steps on the c
 read back in between but with --bits (a norm each step) and --trainer (what Trainer reads). The last step ends where its
 zero_grad was queued. median_s, tokens_s: from step --skip on (default 2: the third). peak_GiB: all that the driver
 counts as used on the device, looked at every 20 ms. rss_GiB: the process's largest resident size, forked weights too.
+Of several processes rank 0 prints the line: a step lasts as long as with the slowest, tokens_s is of all together,
+peak_GiB and torch_peak_GiB are lists by rank. pss_GiB: host memory of all, shared pages once, where the model is
+streamed and at the end; pss_load_GiB (--pss): the most while it is built and streamed, looked at four times a second,
+which takes time there. --alone: rank 0 makes the same run by itself first; `gain` is tokens_s by its tokens_s.
 """
 import argparse
 import contextlib
@@ -38,6 +44,7 @@ import traceback
 import warnings
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 
 GIB = 2 ** 30
 # hidden, intermediate, heads, kv heads, vocabulary
@@ -52,7 +59,7 @@ def parser():
     add("--device")
     add("--width", default="7b", choices=list(WIDTHS))
     add("--layers", type=int, default=20)
-    add("--tokens", type=int, default=32768, help="in a step")
+    add("--tokens", type=int, default=32768, help="in a step, of each process")
     add("--seq", type=int, default=1024)
     add("--micro", type=int, help="micro-batches of a step; default: the plan's, or 1")
     add("--steps", type=int, default=8)
@@ -82,6 +89,8 @@ def parser():
     add("--out", default="loop.jsonl")
     add("--seconds", type=float, default=1e9)
     add("--python", action="store_true", help="with --jobs: a new interpreter a run, no forks")
+    add("--alone", action="store_true", help="of several processes: one by itself first")
+    add("--pss", action="store_true", help="host memory while the model is loaded is looked at")
     add("--dry", action="store_true", help="with --plan: what is planned, and no more")
     return ap
 
@@ -136,6 +145,8 @@ def weights(args):
 def build(args, made):
     import torch
     config, model = qwen(args)
+    if made is None:                     # the first process of several has the weights
+        return model.eval() if args.eval else model.train()
     model.model.rotary_emb = type(model.model.rotary_emb)(config)        # its buffers are values
     for name, _ in list(model.named_parameters()):
         owner, _, leaf = name.rpartition(".")
@@ -146,6 +157,87 @@ def build(args, made):
 def shape_of(args):
     """Runs of one shape may share their weights."""
     return args.width, args.layers, args.dtype
+
+
+# ---- several processes ---------------------------------------------------------------------------
+
+LAUNCHED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "TORCHELASTIC_RUN_ID", "MASTER_ADDR",
+            "MASTER_PORT")
+
+
+def rank():
+    return int(os.environ.get("RANK", 0))
+
+
+def several():
+    return int(os.environ.get("WORLD_SIZE", 1))
+
+
+def joined(cuda):
+    """The group of all that torchrun started. They may wait for what rank 0 does by itself."""
+    import torch
+    if cuda:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    torch.distributed.init_process_group("nccl" if cuda else "gloo", timeout=timedelta(minutes=20))
+
+
+def by_itself(args):
+    """What one process alone prints."""
+    env = {k: v for k, v in os.environ.items() if k not in LAUNCHED and not k.startswith("TORCHELASTIC")}
+    words = [w for w in args.words if w != "--alone"]
+    env.pop("OMP_NUM_THREADS", None)     # torchrun's 1
+    done = subprocess.run([sys.executable, os.path.abspath(__file__), *words], env=env, stdout=subprocess.PIPE,
+                          check=True, text=True)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def of_each(value):
+    """By rank."""
+    import torch
+    if several() == 1:
+        return [value]
+    found = [None] * several()
+    torch.distributed.all_gather_object(found, value)
+    return found
+
+
+def of_first(value):
+    import torch
+    held = [value]
+    if several() > 1:
+        torch.distributed.broadcast_object_list(held, 0)
+    return held[0]
+
+
+def pss():
+    """Bytes of this process, of what it shares with others its part; 0 where the kernel does not say."""
+    with contextlib.suppress(OSError):
+        rows = dict(line.split(":", 1) for line in open("/proc/self/smaps_rollup") if ":" in line)
+        return int(rows["Pss"].split()[0]) * 1024
+    return 0
+
+
+class Loading(threading.Thread):
+    """(when, pss) while the model is made; only where it was asked for."""
+
+    def __init__(self, asked):
+        super().__init__(daemon=True)
+        self.found, self.over = [], threading.Event()
+        if asked:
+            self.start()
+
+    def run(self):
+        while not self.over.wait(0.25):
+            self.found.append((time.time(), pss()))
+
+
+def most_together(each):
+    """each: by rank, (when, bytes), at moments of its own. The most of all, by quarters of a second."""
+    sums = {}
+    for found in each:
+        for when, most in {round(when * 4): n for when, n in found}.items():
+            sums.setdefault(when, []).append(most)
+    return max((sum(n) for n in sums.values() if len(n) == len(each)), default=0)
 
 
 # ---- what is looked at ---------------------------------------------------------------------------
@@ -238,7 +330,7 @@ def lengths(args):
 def batches(args, dev):
     """ids of each step, on the device; few different ones."""
     import torch
-    rng, made = torch.Generator().manual_seed(0), {}
+    rng, made = torch.Generator().manual_seed(rank()), {}
     vocab = WIDTHS[args.width][-1]
     for i, shape in enumerate(lengths(args)):
         many = made.setdefault(shape, [])
@@ -257,8 +349,10 @@ def begun(args, made, out, clock):
     kwargs = {k: getattr(args, k) for k in ("vram", "host", "nvme") if getattr(args, k)}
     now = time.perf_counter()
     if args.plan:
-        plan = mt.plan(model, tokens=args.tokens, seq=args.seq, machine=args.machine or (None if cuda else "cpu"),
-                       micro=args.micro, states=args.states, compute=args.compute, **kwargs)
+        more = {"gpus": several()} if several() > 1 else {}
+        plan = of_first(None if rank() else mt.plan(
+            model, tokens=args.tokens, seq=args.seq, machine=args.machine or (None if cuda else "cpu"),
+            micro=args.micro, states=args.states, compute=args.compute, **kwargs, **more))
         out["planned"], args.micro = planned(plan), plan.micro
         out["plan_s"] = round(time.perf_counter() - now, 2)
         if args.explain:
@@ -356,35 +450,36 @@ def run(args, made=None):
 
     import megatrain_torch as mt
     cuda = args.device != "cpu" and torch.cuda.is_available()
+    if several() > 1:
+        alone = by_itself(args) if args.alone and rank() == 0 else None
+        joined(cuda)
+        born = time.perf_counter()
     torch.manual_seed(0)
     out = {"label": args.label, "package": os.path.dirname(os.path.dirname(mt.__file__)),
            "arguments": args.words, "device": torch.cuda.get_device_name() if cuda else "cpu",
            "torch": torch.__version__}
-    made = made or weights(args)
+    loading = Loading(args.pss)
+    if rank() == 0:
+        made = made or weights(args)
     out["built_s"] = round(time.perf_counter() - born, 2)
     watch, clock = Watch(cuda), Clock(cuda)
     model, opt = begun(args, made, out, clock)
     if model is None:
         return out
+    loading.over.set()
+    out["pss_GiB"] = [together(pss())]
+    if args.pss:
+        out["pss_load_GiB"] = round(most_together(of_each(loading.found)) / GIB, 2)
     if args.generate:
         evaluated(args, model, out)
     (by_trainer if args.trainer else looped)(args, model, opt, clock, out)
-    tokens = [rows * seq for rows, seq in lengths(args)]
-    seconds = out["seconds"]
-    skip = min(args.skip, len(seconds) - 1)
-    late = seconds[skip:]
-    if args.vary:
-        out |= {"tokens": tokens, "mean_tokens": round(statistics.mean(tokens)),
-                "tokens_s": round(sum(tokens[skip:]) / sum(late), 1)}
-    else:
-        out |= {"median_s": round(statistics.median(late), 5), "fastest_s": min(late),
-                "tokens_s": round(args.tokens / statistics.median(late), 1),
-                "first_three_s": round(sum(seconds[:3]), 3)}
+    rates(args, out)
     out["wall_s"] = [round(b - a, 3) for a, b in itertools.pairwise(clock.wall)]
     if cuda:
         watch.over.set()
-        out["peak_GiB"] = round(watch.most / GIB, 2)
-        out["torch_peak_GiB"] = round(torch.cuda.max_memory_allocated() / GIB, 2)
+        out["peak_GiB"] = by_rank(round(watch.most / GIB, 2))
+        out["torch_peak_GiB"] = by_rank(round(torch.cuda.max_memory_allocated() / GIB, 2))
+    out["pss_GiB"].append(together(pss()))
     out["rss_GiB"] = round(resident() / GIB, 2)
     with contextlib.suppress(Exception):
         text = mt.explain(model)
@@ -394,7 +489,39 @@ def run(args, made=None):
     if args.bits:
         out["weights"] = bits_of(model)
     out["process_s"] = round(time.perf_counter() - born, 1)
+    if several() > 1:
+        if alone is not None:
+            out["alone"], out["gain"] = alone, round(out["tokens_s"] / alone["tokens_s"], 3)
+        torch.distributed.barrier()
+        torch.distributed.destroy_process_group()
     return out
+
+
+def rates(args, out):
+    """Of the steps, whose times are known."""
+    tokens = [rows * seq for rows, seq in lengths(args)]
+    if several() > 1:                    # as long as with the slowest
+        out["ranks"], out["seconds"] = several(), [max(each) for each in zip(*of_each(out["seconds"]))]
+        tokens = [sum(each) for each in zip(*of_each(tokens))]
+    seconds = out["seconds"]
+    skip = min(args.skip, len(seconds) - 1)
+    late = seconds[skip:]
+    if args.vary:
+        out |= {"tokens": tokens, "mean_tokens": round(statistics.mean(tokens)),
+                "tokens_s": round(sum(tokens[skip:]) / sum(late), 1)}
+    else:
+        out |= {"median_s": round(statistics.median(late), 5), "fastest_s": min(late),
+                "tokens_s": round(several() * args.tokens / statistics.median(late), 1),
+                "first_three_s": round(sum(seconds[:3]), 3)}
+
+
+def by_rank(value):
+    found = of_each(value)
+    return found if several() > 1 else value
+
+
+def together(nbytes):
+    return round(sum(of_each(nbytes)) / GIB, 2)
 
 
 # ---- many ----------------------------------------------------------------------------------------
@@ -502,12 +629,16 @@ def jobs(args):
 
 def main():
     args = parsed(sys.argv[1:])
+    if several() > 1 and (args.jobs or args.repeat > 1 or args.dry):
+        raise SystemExit("--jobs, --repeat and --dry are for one process; torchrun starts several")
     if args.jobs:
         return 1 if jobs(args) else 0
     if args.repeat > 1:
         words = [w for i, w in enumerate(args.words) if w != "--repeat" and (i == 0 or args.words[i - 1] != "--repeat")]
         return max(subprocess.call([sys.executable, os.path.abspath(__file__), *words]) for _ in range(args.repeat))
-    print(json.dumps(run(args)), flush=True)
+    line = json.dumps(run(args))
+    if rank() == 0:
+        print(line, flush=True)
     return 0
 
 

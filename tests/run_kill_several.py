@@ -3,8 +3,8 @@ number of processes goes on from a whole checkpoint.
 
     python tests/run_kill_several.py --times 50 [--folder /disk]
 
-Processes train a small model on the CPU device and save every other step, in turn while they wait and behind their
-back. After a random time one is killed; all others must end by themselves within PATIENCE, and say which rank is gone.
+Processes train a small model on the CPU device, with units at home in one place and another, and save every other step,
+in turn while they wait and behind their back; now and then one alone reads a moment. After a random time one is killed; all others must end by themselves within PATIENCE, and say which rank is gone.
 The next ones, as many, one more or one fewer, resume from what is there. Of it test_several.py runs a few; prints a
 table.
 """
@@ -28,6 +28,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 PATIENCE = 30.0
 LAYERS, WIDTH = 4, 192
+HOMES = ("vram", "ram", "arrive", {"layers.0": "vram", "layers.2": "arrive"})
 NOTES = re.compile(r"^step (\d+)$", re.MULTILINE)
 
 
@@ -51,7 +52,8 @@ def rank_main(folder: Path) -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder / os.environ['STORE']}",
                             rank=int(os.environ["RANK"]), world_size=int(os.environ["WORLD_SIZE"]))
     torch.manual_seed(0)
-    model = mt.stream(Net().to(torch.bfloat16), "cpu")
+    homes = HOMES[int(os.environ["HOMES"])]
+    model = mt.stream(Net().to(torch.bfloat16), "cpu", plan={"homes": homes})
     opt = mt.AdamW(model.parameters(), lr=1e-3, max_grad_norm=1e-3)
     last, step = folder / "last", 0
     if last.exists():
@@ -60,8 +62,12 @@ def rank_main(folder: Path) -> None:
     while True:
         torch.manual_seed(step * dist.get_world_size() + dist.get_rank())
         model(torch.randn(8, WIDTH).to(torch.bfloat16)).backward()
+        if step % 3 == dist.get_rank():
+            next(model.parameters()).grad.norm()
         opt.step()
         opt.zero_grad()
+        if step % 2 == dist.get_rank():
+            opt.state[next(model.parameters())]["exp_avg"].norm()
         step += 1
         if step % 2 == 0:
             mt.save(model, opt, last, extra={"step": step}, asynchronous=step % 4 == 0)
@@ -72,7 +78,8 @@ def one_kill(folder: Path, size: int, number: int, rng: random.Random) -> str:
     """Raises: something was not as it must be. What happened."""
     begun = [subprocess.Popen([sys.executable, __file__, "--rank", "--folder", str(folder)], text=True,
                               stdout=(folder / f"out{r}").open("w"), stderr=(folder / f"err{r}").open("w"),
-                              env=os.environ | {"RANK": str(r), "WORLD_SIZE": str(size), "STORE": f"store{number}"})
+                              env=os.environ | {"RANK": str(r), "WORLD_SIZE": str(size), "STORE": f"store{number}",
+                                                 "HOMES": str(number % len(HOMES))})
              for r in range(size)]
     try:
         return _kill_one(folder, begun, rng)

@@ -101,7 +101,7 @@ class Job:
     """
     Attributes:
         case: of zoo.py, or "wide". micro: micro-batches a step, of each process. look: gradients are read before each
-            step. frozen: parts of names. plan: of mt.stream, by hand. device: "cuda": this process's own.
+            step. frozen: parts of names. plan: of mt.stream, by hand; with `vram` it plans itself. device: "cuda": this process's own.
     """
 
     case: str
@@ -115,6 +115,7 @@ class Job:
     frozen: tuple[str, ...] = ()
     in_backward: bool = False
     plan: tuple[tuple[str, Any], ...] = ()
+    vram: str | None = None
     delay_us: int = 0
     device: str = "cpu"
     compute: str = "auto"
@@ -141,7 +142,7 @@ def _made(job: Job, group: Any, seed: int) -> tuple[Any, nn.Module, Any]:
         p.requires_grad_(not any(part in name for part in job.frozen))
     with engine_doors(delay_us=job.delay_us, seed=seed):
         asked = {} if group is None else {"group": group, "reduce": job.reduce}
-        model = mt.stream(model, job.device, plan=dict(job.plan) or None, compute=job.compute, **asked)
+        model = mt.stream(model, job.device, plan=dict(job.plan) or None, compute=job.compute, vram=job.vram, **asked)
     opt = mt.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, max_grad_norm=job.clip,
                    states=job.states, in_backward=job.in_backward and group is not None)
     return case, model, opt
@@ -178,11 +179,11 @@ def loaded(rank: int, group: Any, job: Job, folder: str) -> dict[str, str]:
     return noted
 
 
-def habits(rank: int, group: Any) -> list[str]:
+def habits(rank: int, group: Any, plan: dict[str, Any] | None = None) -> list[str]:
     """What scripts do with a model in several processes, and one rank alone in between: what is wrong of it."""
     import megatrain_torch as mt
     wrong = []
-    case, model, opt = _made(Job("wide"), group, 0)
+    case, model, opt = _made(Job("wide", plan=tuple((plan or {}).items())), group, 0)
     plain = case.build()
     torch.manual_seed(0)
     with torch.no_grad():
@@ -213,8 +214,19 @@ def habits(rank: int, group: Any) -> list[str]:
         opt.zero_grad()
     if rank == 0 and not all(torch.isfinite(n) for n in kept):
         wrong.append("gradients on one rank")
+    states = _states(opt) if rank == 1 else []                   # while the other is in a collective
+    torch.distributed.barrier(group)
+    states = states or _states(opt)
+    others: list[Any] = [None] * torch.distributed.get_world_size(group)
+    torch.distributed.all_gather_object(others, states, group)
+    if any(o != states for o in others):
+        wrong.append("states on one rank")
     mt.unstream(model)
     return wrong
+
+
+def _states(opt: Any) -> list[str]:
+    return [digest(v) for s in opt.state.values() for v in s.values()]
 
 
 def refused(rank: int, group: Any, what: str) -> str:
@@ -230,7 +242,7 @@ def refused(rank: int, group: Any, what: str) -> str:
         model.head.requires_grad_(False)
     if what == "machines":                       # as under two torchruns
         os.environ["GROUP_RANK"] = str(rank)
-    asked = {"nvme": {"nvme": tempfile.gettempdir()}, "homes": {"plan": {"homes": "vram"}},
+    asked = {"nvme": {"nvme": tempfile.gettempdir()}, "homes": {"plan": {"homes": "through"}},
              "host": {"host": "1KiB"} if odd else {}}.get(what, {})
     try:
         mt.stream(model, "cpu", group=group, reduce="max" if what == "reduce" and odd else "mean", **asked)

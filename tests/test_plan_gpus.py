@@ -118,7 +118,7 @@ def test_one_rank_exchanges_nothing() -> None:
     of = exchange(1, 1)
     assert (of.home == of.further).all() and (of.home == [u.gradients for u in WIDE.units]).all()
     assert of.buffers == 0 and not any(getattr(of, name).any() for name in (
-        "exchange_s", "network_s", "lost_s", "spread_s", "gather_s"))
+        "exchange_s", "network_s", "lost_s", "spread_s", "lowered", "raised"))
 
 
 @pytest.mark.parametrize("gpus, machines", [(2, 1), (8, 1), (1, 2), (8, 16)])
@@ -189,7 +189,7 @@ def test_without_links_gpus_exchange_over_those_to_the_host() -> None:
 
 
 @pytest.mark.parametrize("asked, says", [
-    ({"homes": "vram"}, "homes='vram', with 2 GPUs"), ({"homes": {"lm_head": "arrive"}}, "homes='arrive'"),
+    ({"homes": "through"}, "homes='through', with 2 GPUs"), ({"homes": {"lm_head": "disk"}}, "homes='disk'"),
     ({"nvme": {"limit": "1TB"}}, "nvme, with 2 GPUs"), ({"gpus": 0}, "gpus"), ({"machines": 2.0}, "machines"),
 ])
 def test_what_several_gpus_cannot_have_yet_is_refused(asked: dict[str, Any], says: str) -> None:
@@ -200,11 +200,14 @@ def test_what_several_gpus_cannot_have_yet_is_refused(asked: dict[str, Any], say
 def test_homes_of_several_gpus_are_said_in_one_place(monkeypatch: pytest.MonkeyPatch) -> None:
     """Units at home on the devices have their states there in parts."""
     asked = dict(tokens=16384, seq=1024, machine=dataclasses.replace(LINKED, vram_bytes=40 * GIB), gpus=2)
+    monkeypatch.setattr(fleet_module, "OFFERED", ("ram",))
     assert set(mt.plan(small(8), **asked).homes.values()) == {"ram"}
-    monkeypatch.setattr(fleet_module, "OFFERED", ("ram", "vram"))
+    monkeypatch.undo()
     found, one = mt.plan(small(8), homes="vram", **asked), mt.plan(small(8), homes="vram", **asked | {"gpus": 1})
     assert found.vram["at home: weights"] == one.vram["at home: weights"]
     assert found.vram["at home: moments"] == -(-one.vram["at home: moments"] // 2)
+    assert found.vram["at home: sums"] > 0 == one.vram["at home: sums"], "of the first micro-batch too"
+    assert found.host["weights"] == found.vram["at home: weights"] and not one.host.get("weights")
     assert found.busy["device update"] < one.busy["device update"]
 
 
@@ -229,6 +232,16 @@ def test_two_h200_lose_little_to_what_they_exchange() -> None:
     compute = [plans[g].busy["compute"] for g in (1, 2)]
     assert 1.02 < compute[1] / compute[0] < 1.06
     assert plans[2].busy["h2d"] == pytest.approx(2 * plans[2].host["weights"] / 50e9, rel=0.2)
+
+
+def test_new_weights_of_units_at_home_on_two_h200_hide_behind_the_forward() -> None:
+    """Each copies half of a unit down to the host and half up from there, 4.7 ms, and a forward takes 25 ms of it."""
+    asked = ASKED | {"homes": None, "machine": "h200-128g,host=252GiB", "gpus": 2}
+    plan, short = mt.plan(seven(20), **asked), mt.plan(seven(20), **asked | {"tokens": 8192})
+    assert plan.tokens_per_second > 36_000 and plan.idle.get("through", 0.0) < 0.015 * plan.seconds
+    one = mt.plan(seven(20), **asked | {"tokens": 8192, "gpus": 1})
+    assert short.tokens_per_second > 0.88 * 2 * one.tokens_per_second
+    assert plan.busy["through"] > plan.host["weights"] / 2 / 55e9            # one way
 
 
 # ---- as text -------------------------------------------------------------------------------------

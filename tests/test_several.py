@@ -1,6 +1,7 @@
 """Several processes on the CPU device: the bits of one process that adds up their micro-batches in a stated order."""
 from __future__ import annotations
 
+import dataclasses
 import os
 import subprocess
 import sys
@@ -9,6 +10,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import several_load
+import torch
 from parity import LONG
 from run_kill_several import kill
 from several import Job, Pool, alone, differences, loaded, memory, saved
@@ -73,8 +76,48 @@ def test_situations(pool: Pool, name: str) -> None:
     check(pool, SIZES.get(name, 2), SITUATIONS[name])
 
 
-@pytest.mark.parametrize("job", [Job("wide", "bfloat16"), pytest.param(Job("choosy", "float16", states="8bit"), marks=LONG)],
-                         ids=lambda j: j.dtype)
+VRAM, ARRIVE = (("homes", "vram"),), (("homes", "arrive"),)
+MIXED = (("homes", {"model.embed_tokens": "vram", "model.layers.1": "arrive", "lm_head": "vram"}),)
+AT_HOME = {                                                # units at home on the devices of 2, or of so many
+    "bf16_of_4": (4, Job("wide", "bfloat16", plan=VRAM)),
+    "mixed": (2, Job("wide", "bfloat16", plan=MIXED, micro=2, look=True)),
+    "arrive": (2, Job("choosy", "float16", plan=ARRIVE, delay_us=300)),
+    "fp32_of_3": (3, Job("wide", reduce="sum", plan=VRAM, look=True)),
+    "fp16_delays": (4, Job("choosy", "float16", plan=VRAM, delay_us=1500)),
+    "looked_at_of_4": (4, Job("wide", "bfloat16", plan=VRAM, look=True, delay_us=300)),
+    "micro": (2, Job("wide", "bfloat16", plan=VRAM, look=True, micro=3)),
+    "no_clip": (2, Job("wide", plan=VRAM, clip=None)),
+    "frozen": (2, Job("wide", "bfloat16", frozen=("embed", "self_attn", "lm_head"), plan=VRAM)),
+    "tied": (2, Job("llama_tied", "bfloat16", plan=VRAM)),
+    "shared_layer": (2, Job("albert", plan=VRAM)),
+    "left_out": (4, Job("choosy", "bfloat16", look=True, micro=2, plan=VRAM)),
+    "codes": (4, Job("wide", "bfloat16", states="8bit", plan=VRAM)),
+    "stochastic": (3, Job("wide", "bfloat16", states="8bit-sr", reduce="sum", plan=VRAM, look=True)),
+    "in_backward": (2, Job("wide", "bfloat16", clip=None, in_backward=True, plan=VRAM)),
+    "host_arithmetic": (2, Job("penalty", plan=VRAM)),
+    "to_a_function": (2, Job("straight", plan=VRAM)),
+    "arrive_of_3": (3, Job("wide", "bfloat16", reduce="sum", plan=ARRIVE, look=True)),
+    "arrive_codes": (4, Job("wide", "bfloat16", states="8bit", plan=ARRIVE, delay_us=300)),
+    "arrive_micro": (2, Job("wide", "bfloat16", plan=ARRIVE, look=True, micro=2)),
+    "arrive_frozen": (2, Job("wide", "bfloat16", frozen=("embed", "self_attn"), plan=ARRIVE)),
+    "mixed_two_slots": (3, Job("wide", "bfloat16", reduce="sum", plan=(*MIXED, ("slots", 2)), delay_us=300)),
+    "planned": (2, Job("wide", "bfloat16", vram="2GiB")),
+    "planned_micro": (2, Job("wide", "bfloat16", vram="2GiB", micro=2, look=True)),
+}
+
+
+@pytest.mark.parametrize("name", [n if n in ("bf16_of_4", "mixed", "arrive", "planned") else pytest.param(n, marks=LONG)
+                                  for n in AT_HOME])
+def test_units_at_home_on_the_devices(pool: Pool, name: str) -> None:
+    size, job = AT_HOME[name]
+    wanted = alone(dataclasses.replace(job, plan=(), vram=None), size)
+    assert not differences(pool.call("several:train", size, job), wanted)
+
+
+@pytest.mark.parametrize("job", [
+    Job("wide", "bfloat16"), *(pytest.param(job, marks=LONG) for job in (
+        Job("choosy", "float16", states="8bit"), Job("wide", "bfloat16", plan=VRAM), Job("choosy", "float16", plan=ARRIVE),
+        Job("wide", "bfloat16", states="8bit", plan=MIXED)))], ids=lambda j: f"{j.dtype}-{dict(j.plan).get('homes', 'ram')}")
 def test_a_checkpoint_is_that_of_any_number(pool: Pool, job: Job, tmp_path: Path) -> None:
     wanted = saved(0, None, job, str(tmp_path / "one"))
     assert not differences(pool.call("several:loaded", 3, job, str(tmp_path / "one")), wanted)
@@ -85,8 +128,28 @@ def test_a_checkpoint_is_that_of_any_number(pool: Pool, job: Job, tmp_path: Path
     assert not differences([loaded(0, None, job, str(tmp_path / "three"))], wanted)
 
 
-def test_what_scripts_do(pool: Pool) -> None:
-    assert pool.call("several:habits", 2) == [[], []]
+@pytest.mark.parametrize("kind, dtype", [("llama", torch.bfloat16), ("moe", torch.float32),
+                                         pytest.param("tied", torch.float32, marks=LONG)])
+def test_a_model_of_files_is_loaded_once(pool: Pool, kind: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    """Experts are put together by transformers, in memory: on the first rank alone."""
+    pytest.importorskip("transformers")
+    several_load.built(kind, dtype).save_pretrained(tmp_path)
+    wanted, found = several_load.from_files(0, None, str(tmp_path)), pool.call("several_load:from_files", 3, str(tmp_path))
+    read, made = ([notes.pop(what) for notes in found] for what in ("read", "made"))
+    assert not differences(found, wanted)
+    assert made == [wanted["made"], 0, 0] and sum(read) == wanted["read"]
+    assert dtype == torch.float32 or all(0 < n < sum(read) for n in read)
+
+
+@pytest.mark.parametrize("how", ["meta", "of_other_values"])
+def test_a_model_that_each_rank_makes_is_the_first_ones(pool: Pool, how: str) -> None:
+    wanted = several_load.made_by_the_script(0, None, how)
+    assert not differences(pool.call("several_load:made_by_the_script", 3, how), wanted)
+
+
+@pytest.mark.parametrize("homes", ["ram", pytest.param("vram", marks=LONG), pytest.param("arrive", marks=LONG)])
+def test_what_scripts_do(pool: Pool, homes: str) -> None:
+    assert pool.call("several:habits", 2, {"homes": homes}) == [[], []]
 
 
 @pytest.mark.parametrize("what", [
@@ -102,7 +165,7 @@ def test_a_save_that_fails_on_one(pool: Pool, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("what, said", [
     ("model", "the model is not the same in all processes: 4 and 5 in rank 0 and rank 1"), ("order", "not the same"),
-    ("frozen", "True and False in rank 0 and rank 1"), ("nvme", "nvme, with 3 GPUs"), ("homes", "homes='vram', with 3 GPUs"),
+    ("frozen", "True and False in rank 0 and rank 1"), ("nvme", "nvme, with 3 GPUs"), ("homes", "homes='through', with 3 GPUs"),
     ("reduce", "use 'mean' or 'sum'"), ("host", "1.0 KiB"), ("machines", "3 processes on 3 machines")])
 def test_refused_on_all(pool: Pool, what: str, said: str) -> None:
     texts = pool.call("several:refused", 3, what)

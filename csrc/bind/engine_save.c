@@ -151,6 +151,8 @@ typedef struct mt_saving {
     file_list  files;
     unsigned  *planes;       /* [n_units] of each unit, a bit each; 0: it is not saved */
     size_t    *brings;       /* [n_units] bytes of those that are not in host memory */
+    atomic_int *copied;      /* [n_units] in a share: 1 when this rank has, until its copies go */
+    int        n_units;
     mt_shards *shards;
 } mt_saving;
 
@@ -164,17 +166,44 @@ static mt_status begin_unit(void *arg, int unit)
     return mt_mirror_peek(g->e->cx.store, unit, g->planes[unit]);
 }
 
+static void release(const mt_saving *g, int unit)
+{
+    mt_status st = mt_mirror_release(g->e->cx.store, unit);
+
+    if (st != MT_OK)
+        mt_ledger_fault(g->e->cx.store, st, mt_last_error());
+}
+
+/* In a share other ranks read them too, until each has copied its part. wait: they will have. */
+static void release_copied(const mt_saving *g, int wait)
+{
+    for (int unit = 0; unit < g->n_units; unit++) {
+        int copied = 1;
+
+        if (atomic_load(&g->copied[unit]) == 0 ||
+            (wait ? mt_ledger_wait_saved(g->e->cx.store, unit) != MT_OK
+                  : !mt_ledger_all_saved(g->e->cx.store, unit)))
+            continue;
+        if (atomic_compare_exchange_strong(&g->copied[unit], &copied, 0))
+            release(g, unit);
+    }
+}
+
 /* Copies that were brought go before the unit's next update, which would make them old. */
 static void end_unit(void *arg, int unit)
 {
     const mt_saving *g = arg;
-    mt_status        st;
+    int              alone = g->e->cx.share == NULL;
 
     if (g->planes[unit] == 0)
         return;
-    if ((st = mt_mirror_release(g->e->cx.store, unit)) != MT_OK)
-        mt_ledger_fault(g->e->cx.store, st, mt_last_error());
+    if (alone)
+        release(g, unit);
     mt_ledger_save_end(g->e->cx.store, unit);
+    if (alone)
+        return;
+    atomic_store(&g->copied[unit], 1);
+    release_copied(g, 0);
 }
 
 static int wanted_unit(void *arg)
@@ -192,6 +221,7 @@ static void saving_free(mt_saving *g)
     files_free(&g->files);
     free(g->planes);
     free(g->brings);
+    free(g->copied);
     free(g);
 }
 
@@ -310,8 +340,12 @@ PyObject *mt_engine_save_begin(PyObject *self, PyObject *args, PyObject *kw)
     g->e = e;
     how.arg = g;
     how.spare_bytes = (size_t)spare;
-    how.n_units = mt_store_units(e->cx.store);
+    how.n_units = g->n_units = mt_store_units(e->cx.store);
     how.watch = mt_store_watch(e->cx.store);
+    if ((g->copied = calloc((size_t)g->n_units + 1, sizeof *g->copied)) == NULL) {
+        saving_free(g);
+        return PyErr_NoMemory();
+    }
     if (files_from(e->error, files, &g->files) < 0 ||
         (g->planes = planes_from(e, units, how.n_units)) == NULL ||
         units_ok(e, g, how.n_units) < 0) {
@@ -373,6 +407,7 @@ static mt_status shards_stop(mt_saving *g)
 {
     mt_shards_close(g->shards);
     g->shards = NULL;
+    release_copied(g, 1);
     return MT_OK;
 }
 

@@ -161,15 +161,6 @@ PyObject *mt_engine_offset(PyObject *self, PyObject *args)
     return PyLong_FromSize_t(mt_store_offset(e->cx.store, unit, param));
 }
 
-/* In plane HI. */
-static size_t byte_of(const mt_engine *e, int unit, mt_bound b)
-{
-    if (b.param == mt_store_params(e->cx.store, unit))
-        return mt_store_hi_bytes(e->cx.store, unit);
-    return mt_store_offset(e->cx.store, unit, b.param) +
-           mt_store_plane_bytes(e->cx.store, unit, b.param, MT_PLANE_HI, b.from);
-}
-
 PyObject *mt_engine_portions(PyObject *self, PyObject *args)
 {
     int        unit;
@@ -181,7 +172,7 @@ PyObject *mt_engine_portions(PyObject *self, PyObject *args)
         PyObject  *at;
 
         (void)mt_portion_of(e->cx.store, unit, k < e->ranks ? k : k - 1, e->ranks, &p);
-        at = PyLong_FromSize_t(byte_of(e, unit, k < e->ranks ? p.begin : p.end));
+        at = PyLong_FromSize_t(mt_portion_byte(e->cx.store, unit, k < e->ranks ? p.begin : p.end));
         if (at == NULL || PyTuple_SetItem(out, k, at) < 0)
             Py_CLEAR(out);
     }
@@ -234,7 +225,9 @@ static mt_status spread(mt_engine *e, int unit, int param, unsigned planes)
     if (planes & 1u << MT_PLANE_GRAD)
         MT_TRY(mt_ledger_wait_grads(e->cx.store, unit));
     MT_TRY(mt_ledger_wait_fetch(e->cx.store, unit));
-    st = mt_store_spread(e->cx.store, unit, param, planes);
+    MT_TRY(mt_store_spread(e->cx.store, unit, param, planes));
+    /* What is at home elsewhere goes there, each rank's portion; weights when next used. */
+    st = mt_mirror_push(e->cx.store, unit, param, planes & ~(1u << MT_PLANE_HI));
 fail:
     return st;
 }

@@ -32,12 +32,20 @@ struct mt_arrive {
     mt_arrive_stats stats;       /* mu */
 };
 
+/* Of units that live on the device, and (invited) of guests. */
+static const mt_home *home_of(const mt_arrive *a, int invited)
+{
+    if (a->cx->share != NULL)
+        return invited ? &mt_home_arrive_shared : &mt_home_vram_shared;
+    return invited ? &mt_home_arrive : &mt_home_vram;
+}
+
 /* Under mu, at each door: of a settled unit, and with parts as long as it stays. */
 static void assert_guest(const mt_arrive *a, const guest *g, int unit)
 {
     MT_ASSERT(mt_holds(&a->mu));
     MT_ASSERT(a->guests[unit] == g && g->last != NULL && g->vacant != NULL);
-    MT_ASSERT(mt_store_home(a->store, unit, NULL) == &mt_home_arrive);
+    MT_ASSERT(mt_store_home(a->store, unit, NULL) == home_of(a, 1));
     MT_ASSERT(g->parts != NULL || g->n == 0);
 }
 
@@ -98,6 +106,9 @@ mt_status mt_arrive_invite(mt_arrive *a, int unit)
     guest    *g = NULL;
     mt_status st;
 
+    if (unit < 0 || unit >= mt_store_units(a->store))
+        return MT_FAIL(MT_EINVAL, "arrive: there is no unit %d; the store has %d", unit,
+                       mt_store_units(a->store));
     if (mt_arrive_invited(a, unit))
         return MT_OK;
     MT_TRY(MT_GROW(a->guests, a->n_guests, mt_store_units(a->store), "arrive"));
@@ -105,9 +116,10 @@ mt_status mt_arrive_invite(mt_arrive *a, int unit)
     MT_TRY(a->dev->ops->event_open(a->dev, &g->last));
     MT_TRY(a->dev->ops->event_open(a->dev, &g->vacant));
     (void)mt_store_home(a->store, unit, &of);
-    MT_TRY(mt_store_move(a->store, unit, &mt_home_arrive, of));
-    a->guests[unit] = g;
-    return MT_OK;
+    a->guests[unit] = g;                     /* before another rank may ask for its states */
+    if ((st = mt_store_move(a->store, unit, home_of(a, 1), of)) == MT_OK)
+        return MT_OK;
+    a->guests[unit] = NULL;
 
 fail:
     guest_close(a, g);
@@ -134,7 +146,7 @@ mt_status mt_arrive_dismiss(mt_arrive *a, int unit)
         return MT_FAIL(MT_ESTATE, "unit %s: its states are on the device; they must leave before",
                        mt_store_name(a->store, unit));
     (void)mt_store_home(a->store, unit, &of);
-    MT_TRY(mt_store_move(a->store, unit, &mt_home_vram, of));
+    MT_TRY(mt_store_move(a->store, unit, home_of(a, 0), of));
     a->guests[unit] = NULL;
     guest_close(a, g);
 fail:
@@ -432,6 +444,17 @@ mt_status mt_arrive_wait(mt_arrive *a, int unit)
 
     MT_TRY(find(a, unit, &g));
     MT_TRY(mt_ledger_wait_updates(a->store, unit));
+    st = mt_arrive_copied(a, unit);
+fail:
+    return st;
+}
+
+mt_status mt_arrive_copied(mt_arrive *a, int unit)
+{
+    guest    *g;
+    mt_status st;
+
+    MT_TRY(find(a, unit, &g));
     if (!mt_skips(a->cx, MT_EDGE_STORED))
         MT_TRY(wait_copied(a, g, unit));
 fail:

@@ -72,9 +72,10 @@ mt_status mt_arrive_leave(mt_arrive *a, int unit, int wait, int *left);
 mt_status mt_arrive_parts (mt_arrive *a, int unit, const mt_part **parts, int *n);
 mt_status mt_arrive_before(mt_arrive *a, int unit, mt_queue *q);
 mt_status mt_arrive_behind(mt_arrive *a, int unit, const int *params, int n, mt_event *made);
-/* wait: until host planes of a guest's states may be read and written. push: the parameter's host
- * planes were written. */
+/* wait: until host planes of a guest's states may be read and written; copied: the same, of who has
+ * waited for what is announced. push: the parameter's host planes were written. */
 mt_status mt_arrive_wait(mt_arrive *a, int unit);
+mt_status mt_arrive_copied(mt_arrive *a, int unit);
 mt_status mt_arrive_push(mt_arrive *a, int unit, int param, unsigned planes);
 mt_status mt_arrive_drain(mt_arrive *a);
 

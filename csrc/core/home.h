@@ -50,12 +50,15 @@ struct mt_home {
     const mt_home *from;         /* where units come from, and go back to; NULL: this is ram */
     unsigned       away;         /* planes that it keeps: host memory mirrors them (mirror.h) */
     unsigned       later;        /* of those: planes in a slot, stored when that is used next */
+    unsigned       stays;        /* of those: planes whose host memory is never given back */
     unsigned       visit;        /* planes that the host keeps, and the device has around an
                                   * update */
     unsigned       device;       /* planes for which the store has memory on the device */
     unsigned       registered;   /* planes whose host memory copy engines look at */
     unsigned       fresh;        /* planes that a unit may not have yet when it comes */
     int            fed;          /* its weights are fetched by way of a feed (feed.h) */
+    int            shared;       /* it is for units in a share; of those that keep planes none else
+                                  * is */
 
     /* Host memory as a mirror. wait: until planes of `visit` may be read; may be NULL. load: copies
      * of these planes that are LOADING, or STALE by now, are on the host when it returns; their
@@ -97,7 +100,8 @@ static inline void mt_job_over(mt_store *s, const mt_update_job *j, mt_status st
 }
 
 extern const mt_home mt_home_ram, mt_home_through;       /* store.c, through.c */
-extern const mt_home mt_home_vram, mt_home_arrive;        /* resident.c */
+extern const mt_home mt_home_vram, mt_home_arrive;        /* resident.c; of units in a share: */
+extern const mt_home mt_home_vram_shared, mt_home_arrive_shared;
 extern const mt_home mt_home_disk, mt_home_disk_weights; /* disk.c */
 
 #endif

@@ -112,11 +112,25 @@ uint64_t mt_ledger_version(mt_store *s, int unit)
     return version;
 }
 
+uint64_t mt_ledger_writes(mt_store *s, int unit)
+{
+    const mt__unit *u = mt__unit_at(s, unit);
+    uint64_t        writes = 0;
+
+    if (u != NULL) {
+        mt_lock(&s->ledger.mu);
+        writes = u->writes;
+        mt_unlock(&s->ledger.mu);
+    }
+    return writes;
+}
+
 /* Nobody waits for a version or for a count to grow, so there is no one to wake. */
 static void begin(mt_store *s, mt__unit *u, int updates, int grads, int written)
 {
     mt_lock(&s->ledger.mu);
     u->version += (uint64_t)(updates + written);
+    u->writes += (uint64_t)written;
     u->updates += updates;
     u->grads += grads;
     u->begun[MT_COUNT_UPDATED] += (uint64_t)updates;
@@ -384,6 +398,10 @@ int mt__ledger_awaits(mt_store *s, int rank, char *out, size_t cap)
     int found = 0;
 
     mt_lock(&s->ledger.mu);
+    if (mt_share_served(s->share, rank, mt_share_rank(s->share)) < s->ledger.asked) {
+        snprintf(out, cap, "its part of what is read");
+        found = 1;
+    }
     for (int k = 0; k < MT_COUNTS && !found; k++)
         if (mt_share_said(s->share, (mt_count)k, rank) < s->ledger.meets[k] &&
             (k != MT_COUNT_NORMED || rank == 0)) {
@@ -491,6 +509,19 @@ void mt_ledger_save_end(mt_store *s, int unit)
     mt_unlock(&s->ledger.mu);
     end(s, u, &u->saves, "a save");
     tell(s, u, MT_COUNT_COPIED, &u->saves);
+}
+
+int mt_ledger_all_saved(mt_store *s, int unit)
+{
+    const mt__unit *u = mt__unit_at(s, unit);
+    int             saved = 0;
+
+    if (u != NULL) {
+        mt_lock(&s->ledger.mu);
+        saved = is_saved(u);
+        mt_unlock(&s->ledger.mu);
+    }
+    return saved;
 }
 
 int mt_ledger_saving(mt_store *s, int unit)

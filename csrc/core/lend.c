@@ -192,7 +192,7 @@ mt_status mt_store_lend(mt_store *s, int unit, mt_timeline *t)
     mt_unlock(&s->map_mu);
     if (held >= 0)                               /* handed over again, and no update has used it */
         return MT_OK;
-    MT_TRY(mt__lay_out(u, MT_PLANE_GRAD, &offset, &bytes));
+    MT_TRY(mt__lay_out(u, MT__HOST, MT_PLANE_GRAD, &offset, &bytes));
     for (;;) {
         MT_TRY(try_to_lend(s, unit, offset, bytes, &holder, &number));
         if (holder < 0)

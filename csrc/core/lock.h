@@ -33,6 +33,7 @@
     X(UPDATE, "the steps that were submitted, and what became of them")                            \
     X(STREAM, "slots, and the requests that stand in line for them")                               \
     X(THROUGH, "updates that wait for buffers on the device")                                      \
+    X(SERVING, "another rank is served what it asked for; held as long as copies take")            \
     X(RESIDENT, "settled units; held around puts, so while a full queue is waited for")            \
     X(ARRIVE, "stays of guests; held around puts too")                                             \
     X(DISK, "pieces of units on disk, whose buffers they are in, and the feed's")                  \

@@ -3,7 +3,6 @@
 
 #include <stdlib.h>
 
-#define KEPT   (1u << MT_PLANE_GRAD)                       /* memory that is never given back */
 #define HI     (1u << MT_PLANE_HI)
 #define IS(x)  (1u << MT_MIRROR_##x)
 #define STUCK  (IS(LOADING) | IS(AHEAD) | IS(STORING) | IS(TORN))     /* copies that must stay */
@@ -64,6 +63,10 @@ static void tell_one(mt__unit *u, int p, int param, mt_mirror_event e)
 
 static void tell(mt__unit *u, int param, unsigned planes, mt_mirror_event e)
 {
+    if (e == MT_MIRROR_CHANGED || e == MT_MIRROR_EVICTED) {
+        u->mirror.whole &= ~planes;
+        u->mirror.changes++;
+    }
     planes &= u->mirror.planes;
     FOR_COPIES(u, param, planes, p, i)
         tell_one(u, p, i, e);
@@ -86,9 +89,15 @@ static unsigned which(const mt__unit *u, int param, unsigned planes, unsigned st
     return found;
 }
 
+/* Of which memory may be given back. */
+static unsigned pages_of(const mt__unit *u)
+{
+    return u->mirror.home != NULL ? u->mirror.pages & ~u->mirror.home->stays : 0;
+}
+
 static unsigned old_planes(const mt__unit *u)
 {
-    return which(u, -1, u->mirror.pages & ~KEPT, IS(STALE));
+    return which(u, -1, pages_of(u), IS(STALE));
 }
 
 void mt_mirror_tell(mt_store *s, int unit, int param, unsigned planes, mt_mirror_event e)
@@ -149,15 +158,20 @@ fail:
     return st;
 }
 
-void mt_mirror_close(mt_store *s, int unit)
+static void close_copies(mt_store *s, mt__unit *u)
 {
-    mt__unit *u = mt__unit_at(s, unit);
-
     mt_lock(&s->mirror_mu);
     MT_ASSERT(!u->mirror.busy);
     free(u->mirror.copies);
     u->mirror = (mt__mirror){ 0 };
     mt_unlock(&s->mirror_mu);
+}
+
+void mt_mirror_close(mt_store *s, int unit)
+{
+    mt_lock(&s->asks.serving);
+    close_copies(s, mt__unit_at(s, unit));
+    mt_unlock(&s->asks.serving);
 }
 
 /* From one home that mirrors planes to another, which has none of them before they are noted. */
@@ -169,7 +183,7 @@ mt_status mt__mirror_move(mt_store *s, int unit, const mt_home *to, void *of)
     mt_status  st;
 
     if (to->away == 0) {
-        mt_mirror_close(s, unit);
+        close_copies(s, u);
         return MT_OK;
     }
     if (was.home == NULL)
@@ -270,7 +284,7 @@ void mt_mirror_drop(mt_store *s, int unit, unsigned planes)
 
     mt_lock(&s->mirror_mu);
     MT_ASSERT(u->mirror.busy);
-    planes &= u->mirror.pages & ~KEPT;
+    planes &= pages_of(u);
     planes &= ~which(u, -1, planes, STUCK);
     tell(u, -1, planes, MT_MIRROR_EVICTED);
     u->mirror.pages &= ~planes;
@@ -348,6 +362,57 @@ static mt_status load(mt_store *s, int unit, unsigned planes, int claims)
     return st;
 }
 
+/* This rank's portion. */
+static mt_status bring_own(mt_store *s, int unit, unsigned planes, int claims)
+{
+    const mt__mirror m = look(s, unit);
+    mt_status        st;
+
+    if (planes & m.visit && m.home->wait != NULL)
+        MT_TRY(m.home->wait(m.of, unit, planes & m.visit));
+    if (is_here(s, unit, planes, claims))
+        return MT_OK;
+    MT_TRY(mt_mirror_enter(s, unit));
+    st = load(s, unit, planes, claims);
+    mt_mirror_leave(s, unit);
+fail:
+    return st;
+}
+
+/* In a share: of these, what other ranks may have newer than host memory. */
+static unsigned lacking(mt_store *s, int unit, unsigned planes, uint64_t *changes)
+{
+    const mt__unit *u = mt__unit_at(s, unit);
+    unsigned        lack = 0;
+
+    mt_lock(&s->mirror_mu);
+    *changes = u->mirror.changes;
+    if (u->shared && u->mirror.home != NULL)
+        lack = (which(u, -1, planes, ~IS(EMPTY)) | (planes & u->mirror.visit)) &
+               ~u->mirror.home->later & ~u->mirror.whole;
+    mt_unlock(&s->mirror_mu);
+    return lack;
+}
+
+/* Without the door: they may be asking for the same. */
+static mt_status bring_others(mt_store *s, int unit, unsigned planes, int claims)
+{
+    mt__unit *u = mt__unit_at(s, unit);
+    uint64_t  changes;
+    unsigned  lack = lacking(s, unit, planes, &changes);
+    mt_status st;
+
+    if (lack == 0)
+        return MT_OK;
+    MT_TRY(mt__ask(s, unit, lack, claims));
+    mt_lock(&s->mirror_mu);
+    if (claims && u->mirror.changes == changes)      /* else they may give it back when they like */
+        u->mirror.whole |= lack;
+    mt_unlock(&s->mirror_mu);
+fail:
+    return st;
+}
+
 static mt_status bring(mt_store *s, int unit, unsigned planes, int claims)
 {
     const mt__mirror m = look(s, unit);
@@ -357,13 +422,31 @@ static mt_status bring(mt_store *s, int unit, unsigned planes, int claims)
     if (planes == 0)
         return MT_OK;
     MT_TRY(wait_for(s, unit, planes));
-    if (planes & m.visit && m.home->wait != NULL)
-        MT_TRY(m.home->wait(m.of, unit, planes & m.visit));
-    if (is_here(s, unit, planes, claims))
+    MT_TRY(bring_own(s, unit, planes, claims));
+    st = bring_others(s, unit, planes, claims);
+fail:
+    return st;
+}
+
+mt_status mt__mirror_serve(mt_store *s, int unit, unsigned planes, int claims, int *gone)
+{
+    const mt__mirror m = look(s, unit);
+
+    *gone = m.home == NULL && mt_store_home(s, unit, NULL)->away != 0;
+    planes &= m.planes | m.visit;
+    return planes != 0 ? bring_own(s, unit, planes, claims) : MT_OK;
+}
+
+mt_status mt_mirror_bring_own(mt_store *s, int unit, unsigned planes)
+{
+    const mt__mirror m = look(s, unit);
+    mt_status        st;
+
+    planes &= m.planes | m.visit;
+    if (planes == 0)
         return MT_OK;
-    MT_TRY(mt_mirror_enter(s, unit));
-    st = load(s, unit, planes, claims);
-    mt_mirror_leave(s, unit);
+    MT_TRY(wait_for(s, unit, planes));
+    st = bring_own(s, unit, planes, 1);
 fail:
     return st;
 }

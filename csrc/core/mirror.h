@@ -21,7 +21,9 @@
  *   forget     what is stale: before the unit's next window, since until then a graph may have used
  *              it as it was. A home that waits for nobody may do so at once, with states
  *   evict      everything, claimed or not, when the unit's memory on the host is to end
- *   and never: gradients, over which anybody may have a tensor, and what the home does not have.
+ *   and never: gradients, over which anybody may have a tensor, what the home does not have, and in
+ *              a share weights, which each rank's updates bring there. Of what is evicted the other
+ *              ranks have no need: release comes behind all ranks' saves of the unit
  *
  * Threads: any, but close: one, while no other is inside for that unit.
  *
@@ -103,8 +105,11 @@ void      mt_mirror_drop   (mt_store *s, int unit, unsigned planes);
  * Of a unit that has no home but the host there is nothing to do, and of other planes neither. */
 
 /* Host planes are current: waits for what is announced of them, and for copies of what is stale.
- * bring claims them; peek is followed by release. MT_ESTATE where a copy is TORN. */
+ * bring claims them; peek is followed by release. MT_ESTATE where a copy is TORN. In a share each
+ * rank copies its own portion: the others are asked for theirs (asks.c), where these are not in
+ * host memory yet. bring_own does not ask. */
 mt_status mt_mirror_bring  (mt_store *s, int unit, unsigned planes);
+mt_status mt_mirror_bring_own(mt_store *s, int unit, unsigned planes);
 mt_status mt_mirror_peek   (mt_store *s, int unit, unsigned planes);
 mt_status mt_mirror_release(mt_store *s, int unit);
 /* The parameter's host planes (param -1: all parameters') were written: the home has their values

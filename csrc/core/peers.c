@@ -84,6 +84,7 @@ mt_status mt__peers_open(mt_store *s)
 
 void mt_store_leave(mt_store *s)
 {
+    mt_store_serve_end(s);
     if (s == NULL || s->share == NULL || !s->peers.runs || s->peers.forks != mt_forks())
         return;
     s->peers.runs = 0;

@@ -52,3 +52,11 @@ int64_t mt_portion_part(const mt_portion *p, int param, int64_t numel, int64_t *
     *from = n > 0 ? first : 0;
     return n;
 }
+
+size_t mt_portion_byte(const mt_store *s, int unit, mt_bound b)
+{
+    if (b.param == mt_store_params(s, unit))
+        return mt_store_hi_bytes(s, unit);
+    return mt_store_offset(s, unit, b.param) +
+           mt_store_plane_bytes(s, unit, b.param, MT_PLANE_HI, b.from);
+}

@@ -46,6 +46,8 @@ typedef struct mt_portion {
 
 /* MT_EINVAL: no such unit, or no such owner. */
 mt_status mt_portion_of  (const mt_store *s, int unit, int owner, int owners, mt_portion *out);
+/* Where a bound is in plane HI, in bytes. */
+size_t    mt_portion_byte(const mt_store *s, int unit, mt_bound b);
 /* How many of a parameter's elements are in it, and the first of them; none: from is 0. */
 int64_t   mt_portion_part(const mt_portion *p, int param, int64_t numel, int64_t *from);
 

@@ -23,6 +23,7 @@ typedef struct settled {
     mt_event *used;          /* recorded on run by an await that fetches. mu */
     mt_post   using;         /* tells the watchdog of `used`. mu */
     mt_post   post;          /* of the queue that `done` was recorded in. mu */
+    uint64_t  writes;        /* in a share: those from outside that its own portion has. mu */
 } settled;
 
 struct mt_resident {
@@ -41,6 +42,8 @@ struct mt_resident {
     mt_event         *updated;       /* a unit's `done`, of the last update that was put; NULL:
                                       * none. mu */
     mt_resident_stats stats;         /* mu */
+    mt_ferry         *ferry;         /* NULL: no other process has the units. Constant while any is
+                                      * settled */
 };
 
 /* Under mu, at each door. */
@@ -89,6 +92,8 @@ void mt_resident_close(mt_resident *r)
         return;
     if (r->cx->residents == r)
         r->cx->residents = NULL;
+    mt_store_serve_end(r->store);
+    mt_ferry_close(r->ferry);
     r->dev->ops->queue_close(r->queue);
     for (int u = 0; u < r->n_units; u++)
         if (r->units[u] != NULL) {
@@ -118,6 +123,7 @@ static mt_status settled_open(const mt_resident *r, void *mem, settled **out)
 
     MT_TRY(MT_MAKE(h, 1, "resident"));
     h->mem = mem;
+    h->writes = UINT64_MAX;                  /* it has none */
     MT_TRY(r->dev->ops->event_open(r->dev, &h->done));
     MT_TRY(r->dev->ops->event_open(r->dev, &h->used));
     *out = h;
@@ -128,10 +134,33 @@ fail:
     return st;
 }
 
+static void raise_one(void *arg, int unit);
+
+/* In a share. */
+static mt_status board(mt_resident *r, int unit)
+{
+    mt_status st = MT_OK;
+
+    if (r->cx->share == NULL)
+        return MT_OK;
+    if (r->ferry == NULL)
+        MT_TRY(mt_ferry_open(r->cx, &r->mu, raise_one, r, &r->ferry));
+    st = mt_ferry_board(r->ferry, unit);
+fail:
+    return st;
+}
+
+static void land(mt_resident *r, int unit)
+{
+    if (r->ferry != NULL)
+        mt_ferry_land(r->ferry, unit);
+}
+
 mt_status mt_resident_settle(mt_resident *r, int unit, void *mem)
 {
-    settled  *h = NULL;
-    mt_status st;
+    const mt_home *home = r->cx->share != NULL ? &mt_home_vram_shared : &mt_home_vram;
+    settled       *h = NULL;
+    mt_status      st;
 
     if (unit < 0 || unit >= mt_store_units(r->store) || mem == NULL)
         return MT_FAIL(MT_EINVAL, "resident: unit %d in memory at %p; the store has %d units",
@@ -140,9 +169,12 @@ mt_status mt_resident_settle(mt_resident *r, int unit, void *mem)
         return MT_FAIL(MT_ESTATE, "unit %s is settled already", mt_store_name(r->store, unit));
     MT_TRY(MT_GROW(r->units, r->n_units, mt_store_units(r->store), "resident"));
     MT_TRY(settled_open(r, mem, &h));
-    MT_TRY(mt_store_move(r->store, unit, &mt_home_vram, r));
-    r->units[unit] = h;
-    return MT_OK;
+    MT_TRY(board(r, unit));
+    r->units[unit] = h;                      /* before another rank may ask for its planes */
+    if ((st = mt_store_move(r->store, unit, home, r)) == MT_OK)
+        return MT_OK;
+    r->units[unit] = NULL;
+    land(r, unit);
 
 fail:
     settled_close(r, h);
@@ -264,11 +296,30 @@ static int is_ahead(const mt_resident *r, int unit)
     return mt_mirror_any(r->store, unit, -1, HI, IS(AHEAD) | IS(TORN));
 }
 
-/* Under mu. Nothing to do when somebody was here before. run NULL: the queue has waited for it. */
-static mt_status put_fetch(mt_resident *r, settled *h, int unit, mt_queue *run)
+/* Under mu. In a share: all of it, where it was written from outside; else what other ranks have
+ * updated. *q: what reads the share. */
+static mt_status put_shared(mt_resident *r, settled *h, int unit, mt_queue *run, mt_queue **q)
+{
+    uint64_t  writes = mt_ledger_writes(r->store, unit);
+    mt_status st;
+
+    if (h->writes == writes) {
+        *q = mt_ferry_up(r->ferry);
+        return mt_ferry_raise(r->ferry, unit, h->mem, &r->stats.h2d_bytes);
+    }
+    MT_TRY(put_weights(r, h, unit, run));
+    h->writes = writes;
+fail:
+    return st;
+}
+
+/* Under mu. Nothing to do when somebody was here before. run NULL: the queue has waited for it.
+ * *q: the queue that the copy was put in. */
+static mt_status put_fetch(mt_resident *r, settled *h, int unit, mt_queue *run, mt_queue **q)
 {
     mt_status st;
 
+    *q = r->queue;
     if (!is_ahead(r, unit))
         return MT_OK;
     if (mt_mirror_any(r->store, unit, -1, HI, IS(STALE) | IS(LOADING) | IS(TORN)))
@@ -276,7 +327,7 @@ static mt_status put_fetch(mt_resident *r, settled *h, int unit, mt_queue *run)
                        "older than the device's; they must be brought before",
                        mt_store_name(r->store, unit));
     mt_mirror_tell(r->store, unit, -1, HI, MT_MIRROR_STORE);
-    st = put_weights(r, h, unit, run);
+    st = r->ferry != NULL ? put_shared(r, h, unit, run, q) : put_weights(r, h, unit, run);
     mt_mirror_tell(r->store, unit, -1, HI, st == MT_OK ? MT_MIRROR_STORED : MT_MIRROR_SET);
     return st;
 }
@@ -285,18 +336,40 @@ static mt_status put_fetch(mt_resident *r, settled *h, int unit, mt_queue *run)
 static mt_status fetch(mt_resident *r, settled *h, int unit, mt_queue *run)
 {
     uint64_t  version;
+    mt_queue *q;
     mt_status st, end;
 
     MT_TRY(mt_ledger_fetch_begin(r->store, unit, &version));
     mt_lock(&r->mu);
     assert_settled(r, h, unit);
-    if ((st = put_fetch(r, h, unit, run)) != MT_OK)
+    if ((st = put_fetch(r, h, unit, run, &q)) != MT_OK)
         mt_ledger_fault(r->store, st, mt_last_error());
-    end = mt_ledger_fetching(r->store, unit, r->queue);
+    end = mt_ledger_fetching(r->store, unit, q);
     mt_unlock(&r->mu);
     return st != MT_OK ? st : end;
 fail:
     return st;
+}
+
+/* The ferry's thread. What was written from outside is left to await, which knows what computes. */
+static void raise_one(void *arg, int unit)
+{
+    mt_resident *r = arg;
+    uint64_t     version;
+    mt_queue    *q;
+    settled     *h;
+
+    if (mt_ledger_fetch_begin(r->store, unit, &version) != MT_OK)
+        return;
+    mt_lock(&r->mu);
+    h = r->units[unit];
+    q = mt_ferry_up(r->ferry);
+    if (h != NULL && h->writes == mt_ledger_writes(r->store, unit) &&
+        put_fetch(r, h, unit, NULL, &q) != MT_OK)
+        mt_ledger_fault(r->store, MT_EDEVICE, mt_last_error());
+    if (mt_ledger_fetching(r->store, unit, q) != MT_OK)
+        mt_ledger_fault(r->store, MT_EDEVICE, mt_last_error());
+    mt_unlock(&r->mu);
 }
 
 /* FETCHED: a fetch of what was written there before the update may be in the queue still. A save,
@@ -332,6 +405,11 @@ mt_status mt_resident_await(mt_resident *r, int unit, mt_queue *run)
     /* STEPPED: the update, or the fetch, is in the queue; run goes on when it is over. */
     if (!mt_skips(r->cx, MT_EDGE_STEPPED))
         MT_TRY(r->dev->ops->wait(run, h->done));
+    if (r->ferry != NULL) {
+        mt_lock(&r->mu);
+        st = mt_ferry_await(r->ferry, unit, run);
+        mt_unlock(&r->mu);
+    }
 fail:
     return st;
 }
@@ -343,6 +421,8 @@ static mt_status put_copy(mt_resident *r, int unit, int param, mt_plane p, int u
     void     *host, *there;
     mt_status st;
 
+    if (bytes == 0)
+        return MT_OK;
     MT_TRY(mt_store_at(r->store, unit, param, p, &host));
     MT_TRY(mt_resident_at(r, unit, param, p, &there));
     host = (char *)host + skip;
@@ -396,6 +476,28 @@ fail:
     return st;
 }
 
+/* Under mu. What the update reads of the weights is in the slot: all that the host has ahead; in a
+ * share what was written there of its own portion. */
+static mt_status put_before(mt_resident *r, settled *h, int unit)
+{
+    uint64_t  writes = mt_ledger_writes(r->store, unit);
+    mt_queue *q = r->queue;
+    mt_status st = MT_OK;
+
+    if (r->ferry != NULL)
+        MT_TRY(mt_ferry_before(r->ferry, unit, r->queue));
+    if (r->ferry == NULL ? !is_ahead(r, unit) : h->writes == writes)
+        return MT_OK;
+    if (r->ferry == NULL)
+        MT_TRY(put_fetch(r, h, unit, NULL, &q));
+    else
+        MT_TRY(mt_ferry_return(r->ferry, unit, h->mem, r->queue, &r->stats.h2d_bytes));
+    h->writes = writes;
+    st = mt_ledger_fetching(r->store, unit, q);
+fail:
+    return st;
+}
+
 /* Under mu. A guest's states are copied up before, and down behind. */
 static mt_status put_update(mt_resident *r, settled *h, const mt_update_job *u, float clip)
 {
@@ -407,10 +509,7 @@ static mt_status put_update(mt_resident *r, settled *h, const mt_update_job *u, 
     /* ASKED: the weights are overwritten in place. */
     if (!mt_skips(r->cx, MT_EDGE_ASKED))
         MT_TRY(v->wait(r->queue, u->asked));
-    if (is_ahead(r, u->unit)) {
-        MT_TRY(put_fetch(r, h, u->unit, NULL));
-        MT_TRY(mt_ledger_fetching(r->store, u->unit, r->queue));
-    }
+    MT_TRY(put_before(r, h, u->unit));
     if (away)
         MT_TRY(mt_arrive_before(r->cx->arrive, u->unit, r->queue));
     mt_timeline_begin(r->cx->timeline, &span, MT_LANE_DEVICE, MT_WORK_UPDATE, u->unit, r->queue);
@@ -418,7 +517,10 @@ static mt_status put_update(mt_resident *r, settled *h, const mt_update_job *u, 
     mt_timeline_end(r->cx->timeline, &span, u->bytes, r->queue);
     MT_TRY(record_done(r, h, u->unit));
     r->updated = h->done;
-    mt_mirror_change(r->store, u->unit, u->params, u->n_params, ~kept);
+    mt_mirror_change(r->store, u->unit, u->params, u->n_params,
+                     ~kept & ~(r->ferry != NULL ? HI : 0));
+    if (r->ferry != NULL)                /* the share will have what this slot has not */
+        mt_mirror_tell(r->store, u->unit, -1, HI, MT_MIRROR_SET);
     if (away)
         MT_TRY(mt_arrive_behind(r->cx->arrive, u->unit, u->params, u->n_params, h->done));
 fail:
@@ -430,12 +532,12 @@ static int home_fits(const mt_update_job *j)
     return j->put != NULL;
 }
 
-static mt_status home_update(void *arg, const mt_update_job *u, float clip)
+/* Put, and (wait) over; *lowered: the ferry ends it. */
+static mt_status update(mt_resident *r, const mt_update_job *u, float clip, int *lowered)
 {
-    mt_resident *r = arg;
-    int          wait;
-    settled     *h;
-    mt_status    st;
+    int       wait;
+    settled  *h;
+    mt_status st;
 
     MT_TRY(mt_ledger_wait_saved(r->store, u->unit));
     MT_TRY(find(r, u->unit, &h));
@@ -447,11 +549,32 @@ static mt_status home_update(void *arg, const mt_update_job *u, float clip)
                  mt_store_name(r->store, u->unit))
        : put_update(r, h, u, clip);
     wait = r->lifted || mt_syncs(r->cx);
+    if (st == MT_OK && r->ferry != NULL) {
+        *lowered = 1;
+        st = mt_ferry_lower(r->ferry, u->unit, h->mem, h->done, u, &r->stats.d2h_bytes);
+    }
     mt_unlock(&r->mu);
-    MT_TRY(st);
-    if (wait)
-        MT_TRY(wait_done(r, h, u->unit));
+    if (st == MT_OK && wait)
+        st = wait_done(r, h, u->unit);
 fail:
+    return st;
+}
+
+static mt_status home_update(void *arg, const mt_update_job *u, float clip)
+{
+    int lowered = 0;
+
+    return update(arg, u, clip, &lowered);
+}
+
+static mt_status home_update_shared(void *arg, const mt_update_job *u, float clip)
+{
+    mt_resident *r = arg;
+    int          lowered = 0;
+    mt_status    st = update(r, u, clip, &lowered);
+
+    if (!lowered)
+        mt_job_over(r->store, u, st);
     return st;
 }
 
@@ -485,7 +608,7 @@ static mt_status home_wait(void *arg, int unit, unsigned planes)
     const mt_resident *r = arg;
 
     (void)planes;
-    return mt_arrive_wait(r->cx->arrive, unit);
+    return mt_arrive_copied(r->cx->arrive, unit);
 }
 
 /* Under mu. param -1: all. Down comes also what an update that was put meanwhile made stale again:
@@ -560,19 +683,37 @@ fail:
     return st;
 }
 
+#define GRAD (1u << MT_PLANE_GRAD)
+
 #define LIVES_ON_THE_DEVICE                                                                       \
     .later = HI, .wait = home_wait, .load = home_load, .store = home_store, .take = home_take,    \
-    .at = home_at, .come = home_come, .fits = home_fits, .update = home_update, .drain = home_drain
+    .at = home_at, .come = home_come, .fits = home_fits, .drain = home_drain
+#define ALONE \
+    .stays = GRAD, .update = home_update, LIVES_ON_THE_DEVICE
+#define SHARED \
+    .stays = GRAD | HI, .update = home_update_shared, .ends = 1, \
+    .shared = 1, LIVES_ON_THE_DEVICE
 
 const mt_home mt_home_vram = {
     .lives = "lives on the device", .from = &mt_home_ram, .away = ~0u, .device = ~HI,
-    .registered = 1u << MT_PLANE_GRAD, LIVES_ON_THE_DEVICE,
+    .registered = GRAD, ALONE,
 };
 
 const mt_home mt_home_arrive = {
     .lives = "lives on the device, where its states come and leave", .from = &mt_home_vram,
     .away = ~MT_STATE_PLANES, .visit = MT_STATE_PLANES, .device = ~(HI | MT_STATE_PLANES),
-    .registered = 1u << MT_PLANE_GRAD | MT_STATE_PLANES, LIVES_ON_THE_DEVICE,
+    .registered = GRAD | MT_STATE_PLANES, ALONE,
+};
+
+const mt_home mt_home_vram_shared = {
+    .lives = "lives on the device", .from = &mt_home_ram, .away = ~0u, .device = ~HI,
+    .registered = GRAD | HI, SHARED,
+};
+
+const mt_home mt_home_arrive_shared = {
+    .lives = "lives on the device, where its states come and leave",
+    .from = &mt_home_vram_shared, .away = ~MT_STATE_PLANES, .visit = MT_STATE_PLANES,
+    .device = ~(HI | MT_STATE_PLANES), .registered = GRAD | HI | MT_STATE_PLANES, SHARED,
 };
 
 /* Sums of micro-batches, which the host has no copy of otherwise. */
@@ -594,7 +735,9 @@ mt_status mt_resident_unsettle(mt_resident *r, int unit, int grads)
                        mt_store_name(r->store, unit));
     MT_TRY(mt_ledger_wait_saved(r->store, unit));
     note_sums(r, unit);
-    MT_TRY(mt_mirror_bring(r->store, unit, grads ? ~0u : ~(1u << MT_PLANE_GRAD)));
+    MT_TRY(mt_mirror_bring_own(r->store, unit, grads ? ~0u : ~GRAD));
+    if (r->ferry != NULL)
+        MT_TRY(mt_ferry_drain(r->ferry));
     MT_TRY(mt_ledger_wait_fetch(r->store, unit));
     MT_TRY(wait_done(r, h, unit));
     MT_TRY(mt_store_move(r->store, unit, &mt_home_ram, NULL));
@@ -603,6 +746,7 @@ mt_status mt_resident_unsettle(mt_resident *r, int unit, int grads)
         r->updated = NULL;
     r->units[unit] = NULL;
     mt_unlock(&r->mu);
+    land(r, unit);
     settled_close(r, h);
 fail:
     return st;

@@ -8,6 +8,11 @@
  *             planes up and down. Host memory mirrors them: readers and writers go by mirror.h
  *   guest     a settled unit whose states are on the device around its update alone (arrive.h)
  *
+ * In a share each rank has the unit's weights in a slot of its own, of everything else the portion
+ * that it owns, and updates that. Weights are in the share too, always: new ones come and go by the
+ * ferry (ferry.h), what others write is fetched by await as where a process is alone. What a reader
+ * takes of the other planes each rank brings there, of its portion, when it is asked (asks.c).
+ *
  *     mt_resident_open(dev, store, &r);
  *     mt_resident_settle(r, unit, mem);               // nothing of the unit is under way
  *     // its planes move: no host memory is theirs now
@@ -38,6 +43,7 @@
 #define MT_RESIDENT_H
 
 #include "arrive.h"
+#include "ferry.h"
 #include "mirror.h"
 
 typedef struct mt_resident mt_resident;

@@ -30,6 +30,7 @@
 typedef struct slot {
     _Atomic int64_t  pid;                    /* 0: it has not come */
     _Atomic uint64_t said[MT_COUNTS], about[MT_COUNTS];
+    _Atomic uint64_t served[MT_RANKS_MOST];  /* by who asked: requests of his that are done */
     atomic_int       left, failed;
     char             why[1024];              /* written before `failed` */
 } slot;
@@ -242,6 +243,17 @@ uint64_t mt_share_said(const mt_share *h, mt_count what, int rank)
 uint64_t mt_share_about(const mt_share *h, mt_count what, int rank)
 {
     return atomic_load(&h->head->slots[rank].about[what]);
+}
+
+void mt_share_serve(mt_share *h, int asker, uint64_t n)
+{
+    atomic_store(&h->head->slots[h->rank].served[asker], n);
+    wake(h);
+}
+
+uint64_t mt_share_served(const mt_share *h, int rank, int asker)
+{
+    return atomic_load(&h->head->slots[rank].served[asker]);
 }
 
 int mt_share_behind(const mt_share *h, mt_count what, uint64_t n)

@@ -72,7 +72,8 @@ int       mt_share_map (const mt_range *r, void *base, int own);
     X(NORMED,   "submits whose norm it told; rank 0's alone",      "the norm")               \
     X(CLEAR,    "submits whose units it reads no more",            "its leave to update")    \
     X(WRITTEN,  "spreads that it has come to",                     "its part of a spread")   \
-    X(SPREAD,   "spreads of which its portion is in the share",    "its part of a spread")
+    X(SPREAD,   "spreads of which its portion is in the share",    "its part of a spread")       \
+    X(ASKED,    "requests for what others have of a unit",         "a request")
 /* Of a unit and a rank: the same */
 #define MT_UNIT_COUNT_MAP(X)                                                                 \
     X(LANDED,   "hand-overs of gradients that ended",              "its gradients")          \
@@ -90,6 +91,10 @@ uint64_t mt_share_said (const mt_share *h, mt_count what, int rank);
 uint64_t mt_share_about(const mt_share *h, mt_count what, int rank);
 /* The first rank that has not come to n; ranks: all have. */
 int      mt_share_behind(const mt_share *h, mt_count what, uint64_t n);
+
+/* This rank has done what another asked for up to its nth request. */
+void     mt_share_serve (mt_share *h, int asker, uint64_t n);
+uint64_t mt_share_served(const mt_share *h, int rank, int asker);
 
 typedef struct mt_board {
     mt_range  range;

@@ -64,26 +64,26 @@ static int trains(const mt_param_desc *d)
     return __atomic_load_n(&d->trainable, __ATOMIC_RELAXED);
 }
 
-/* In a share what is trained now, and how, moves nothing: others need not know of it then. */
-static int has_now(const mt__unit *u, mt_plane p, const mt_param_desc *d)
+/* all: in a share what is trained now, and how, moves nothing: others need not know of it then. */
+static int has_now(const mt__unit *u, int all, mt_plane p, const mt_param_desc *d)
 {
     int has = 0;
 
     if (p == MT_PLANE_HI)
         return 1;
-    if (!u->shared)
+    if (!all)
         return trains(d) && elem_bytes(p, d->dtype, states_of(u)) > 0;
     for (int st = 0; st < MT_STATES_COUNT; st++)
         has |= elem_bytes(p, d->dtype, (mt_states)st) > 0;
     return has;
 }
 
-/* Of a parameter in a plane; in a share however its states are kept. */
-static size_t bytes_in(const mt__unit *u, mt_plane p, const mt_param_desc *d)
+/* Of a parameter in a plane; all: however its states are kept. */
+static size_t bytes_in(const mt__unit *u, int all, mt_plane p, const mt_param_desc *d)
 {
     size_t most = 0;
 
-    if (!u->shared)
+    if (!all)
         return mt_plane_bytes(p, d->dtype, states_of(u), d->numel);
     for (int st = 0; st < MT_STATES_COUNT; st++) {
         size_t bytes = mt_plane_bytes(p, d->dtype, (mt_states)st, d->numel);
@@ -93,22 +93,24 @@ static size_t bytes_in(const mt__unit *u, mt_plane p, const mt_param_desc *d)
     return most;
 }
 
-/* Where each parameter starts in a plane, and the bytes of all: multiples of the unit's align. */
-static mt_status lay_out(const mt__unit *u, mt_plane p, size_t *offset, size_t *bytes)
+/* Where each parameter starts in a plane, and the bytes of all: multiples of the unit's align; on
+ * the device, whose memory is nobody else's, of what parts take. */
+static mt_status lay_out(const mt__unit *u, int side, mt_plane p, size_t *offset, size_t *bytes)
 {
-    size_t at = 0;
+    int    all = u->shared && side == MT__HOST;
+    size_t at = 0, align = side == MT__HOST ? u->align : MT_PART_ALIGN;
 
     for (int i = 0; i < u->n_params; i++) {
         const mt_param_desc *d = &u->desc[i];
-        int                  has = has_now(u, p, d);
-        size_t               len = has ? bytes_in(u, p, d) : 0;
+        int                  has = has_now(u, all, p, d);
+        size_t               len = has ? bytes_in(u, all, p, d) : 0;
 
         offset[i] = has ? at : MT__ABSENT;
         if ((has && (uint64_t)d->numel > SIZE_MAX / ELEM_MOST) ||
-            __builtin_add_overflow(at, len, &at) || at > SIZE_MAX - u->align)
+            __builtin_add_overflow(at, len, &at) || at > SIZE_MAX - align)
             return MT_FAIL(MT_EINVAL, "unit %s: parameter %d of %" PRId64 " x %s does not fit "
                            "an address space", u->name, i, d->numel, mt_dtype_name(d->dtype));
-        at = (at + u->align - 1) / u->align * u->align;
+        at = (at + align - 1) / align * align;
     }
     *bytes = at;
     return MT_OK;
@@ -151,6 +153,7 @@ mt_status mt_store_open(const mt_context *cx, mt_store **out)
     mt_mutex_open(&s->map_mu, MT_RANK_MAP);
     mt_mutex_open(&s->fetched_mu, MT_RANK_FETCHED);
     mt_mutex_open(&s->mirror_mu, MT_RANK_MIRROR);
+    mt_mutex_open(&s->asks.serving, MT_RANK_SERVING);
     mt_watch_open(&s->watch, cx->warn);
     s->dev = cx->dev;
     s->pool = cx->pool;
@@ -220,6 +223,7 @@ void mt_store_close(mt_store *s)
     mt_mutex_close(&s->map_mu);
     mt_mutex_close(&s->fetched_mu);
     mt_mutex_close(&s->mirror_mu);
+    mt_mutex_close(&s->asks.serving);
     pthread_cond_destroy(&s->mirror_changed);
     free(s);
 }
@@ -258,7 +262,7 @@ static mt_status unit_open(mt_store *s, const char *name, const mt_param_desc *d
         MT_TRY(check_desc(name, &d[i], i));
         u->desc[i] = d[i];
     }
-    MT_TRY(lay_out(u, MT_PLANE_HI, u->hi_offset, &u->hi_bytes));
+    MT_TRY(lay_out(u, MT__HOST, MT_PLANE_HI, u->hi_offset, &u->hi_bytes));
     *out = u;
     return MT_OK;
 
@@ -522,9 +526,10 @@ typedef struct layout {
 } layout;
 
 /* Of weights all of it: they are fetched, and read, as a whole. */
-static void keep_own(const mt__unit *u, mt_plane p, const size_t *offset, layout *l)
+static void keep_own(const mt__unit *u, int side, mt_plane p, const size_t *offset, layout *l)
 {
-    int shares = u->shared && p != MT_PLANE_HI && !l->late;     /* parameters keep, being late */
+    int shares = u->shared && side == MT__HOST && p != MT_PLANE_HI && !l->late;     /* parameters
+                                                                 * keep, being late */
 
     l->from = 0;
     l->kept = shares ? 0 : l->bytes;
@@ -599,14 +604,14 @@ static mt_status map(mt_store *s, const mt__unit *u, int side, mt_plane p, const
     return st;
 }
 
-mt_status mt__lay_out(const mt__unit *u, mt_plane p, size_t **offset, size_t *bytes)
+mt_status mt__lay_out(const mt__unit *u, int side, mt_plane p, size_t **offset, size_t *bytes)
 {
     size_t   *made = calloc(u->n_params > 0 ? (size_t)u->n_params : 1, sizeof *made);
     mt_status st;
 
     if (made == NULL)
         return MT_FAIL(MT_ENOMEM, "unit %s: no memory for %d offsets", u->name, u->n_params);
-    if ((st = lay_out(u, p, made, bytes)) != MT_OK) {
+    if ((st = lay_out(u, side, p, made, bytes)) != MT_OK) {
         free(made);
         return st;
     }
@@ -657,10 +662,10 @@ static mt_status plane_make(mt_store *s, mt__unit *u, int side, mt_plane p)
 
     if (pl->offset != NULL)
         return MT_OK;
-    MT_TRY(mt__lay_out(u, p, &offset, &l.bytes));
-    if (u->shared && p != MT_PLANE_HI)
+    MT_TRY(mt__lay_out(u, side, p, &offset, &l.bytes));
+    if (u->shared && side == MT__HOST && p != MT_PLANE_HI)
         MT_TRY(all_late(u, &offset, &place));
-    keep_own(u, p, offset, &l);
+    keep_own(u, side, p, offset, &l);
     MT_TRY(map(s, u, side, p, &l, &made));
     mt_lock(&s->map_mu);
     pl->arena = made;
@@ -711,7 +716,7 @@ static mt_status late_make(mt_store *s, mt__unit *u, int param, int side, mt_pla
     MT_TRY(late_room(s, u, pl));
     if (pl->late[param].base != NULL)
         return MT_OK;
-    keep_own(u, p, &offset, &l);
+    keep_own(u, side, p, &offset, &l);
     MT_TRY(map(s, u, side, p, &l, &made));
     publish_arena(s, &pl->late[param], made);
     return MT_OK;
@@ -871,6 +876,18 @@ static mt_status commit(mt_store *s, const mt__unit *u, mt_arena *a, mt_plane p)
     return st;
 }
 
+/* Under making. In a share each parameter's copy has an arena of its own. */
+static mt_status make_copies(mt_store *s, mt__unit *u, mt_plane p)
+{
+    mt_status st = MT_OK;
+
+    for (int i = 0; u->shared && p != MT_PLANE_HI && i < u->n_params; i++)
+        if (find_at(s, &u->plane[MT__DEVICE][p], i) != NULL)
+            MT_TRY(late_make(s, u, i, MT__HOST, p));
+fail:
+    return st;
+}
+
 mt_status mt_store_commit(mt_store *s, int unit, mt_plane p)
 {
     mt__unit  *u = mt__unit_at(s, unit);
@@ -883,6 +900,7 @@ mt_status mt_store_commit(mt_store *s, int unit, mt_plane p)
     pl = &u->plane[MT__HOST][p];
     mt_lock(&pl->making);
     MT_TRY(plane_make(s, u, MT__HOST, p));
+    MT_TRY(make_copies(s, u, p));
     MT_TRY(commit(s, u, &pl->arena, p));
     for (int i = 0; pl->late != NULL && i < u->n_params; i++)
         MT_TRY(commit(s, u, &pl->late[i], p));
@@ -969,9 +987,10 @@ static mt_status may_move(mt_store *s, const mt__unit *u, const mt_home *from, c
 {
     mt_plane made;
 
-    if (u->shared && to->away != 0)
-        return MT_FAIL(MT_ENOTSUP, "unit %s: processes share its memory; one that %s is not built "
-                       "for that yet", u->name, to->lives);
+    if (to->away != 0 && to->shared != u->shared)
+        return MT_FAIL(MT_ENOTSUP, "unit %s: %s; one that %s is not built for that yet", u->name,
+                       u->shared ? "processes share its memory" : "no other process has it",
+                       to->lives);
     if (to->from != from && from->from != to)
         return MT_FAIL(MT_ESTATE, "unit %s %s; it cannot be one that %s too", u->name, from->lives,
                        to->lives);
@@ -1026,13 +1045,11 @@ static void assert_unit(const mt_store *s, const mt__unit *u)
     }
 }
 
-mt_status mt_store_move(mt_store *s, int unit, const mt_home *to, void *of)
+static mt_status move(mt_store *s, int unit, const mt_home *to, void *of)
 {
     mt__unit *u = mt__unit_at(s, unit);
     mt_status st;
 
-    if (u == NULL)
-        return MT_FAIL(MT_EINVAL, "there is no unit %d; the store has %d", unit, mt_store_units(s));
     if (atomic_load(&u->home) == to)
         return MT_OK;
     MT_TRY(may_move(s, u, atomic_load(&u->home), to));
@@ -1047,6 +1064,21 @@ mt_status mt_store_move(mt_store *s, int unit, const mt_home *to, void *of)
     assert_unit(s, u);
     mt_unlock(&s->map_mu);
 fail:
+    return st;
+}
+
+mt_status mt_store_move(mt_store *s, int unit, const mt_home *to, void *of)
+{
+    mt_status st;
+
+    if (mt__unit_at(s, unit) == NULL)
+        return MT_FAIL(MT_EINVAL, "there is no unit %d; the store has %d", unit, mt_store_units(s));
+    if (s->share == NULL)
+        return move(s, unit, to, of);
+    mt_lock(&s->asks.serving);
+    if ((st = move(s, unit, to, of)) == MT_OK && to->away != 0)
+        st = mt__asks_open(s);
+    mt_unlock(&s->asks.serving);
     return st;
 }
 
@@ -1075,17 +1107,38 @@ fail:
     return st;
 }
 
+/* Under map_mu. */
+static size_t reserved_in(const mt_arena *a)
+{
+    return a->reserved ? a->kept : 0;
+}
+
+/* In a share, of a copy that has no arena yet. */
+static size_t own_late_bytes(const mt__unit *u, int param, mt_plane p)
+{
+    layout l = { .first = param, .n = 1, .late = 1, .bytes = late_bytes(u, param, p) };
+    size_t offset = 0;
+
+    keep_own(u, MT__HOST, p, &offset, &l);
+    return l.kept;
+}
+
 size_t mt_store_reserved(mt_store *s, int unit, mt_plane p)
 {
-    mt__unit *u = mt__unit_at(s, unit);
-    mt_arena *a;
-    size_t    bytes;
+    mt__unit        *u = mt__unit_at(s, unit);
+    const mt__plane *pl;
+    size_t           bytes;
 
     if (u == NULL || !plane_ok(p))
         return 0;
-    a = &u->plane[MT__HOST][p].arena;
+    pl = &u->plane[MT__HOST][p];
     mt_lock(&s->map_mu);
-    bytes = a->reserved ? a->kept : 0;
+    bytes = reserved_in(&pl->arena);
+    for (int i = 0; u->shared && is_copy(u, p, 1) && i < u->n_params; i++)
+        if (pl->late != NULL && pl->late[i].base != NULL)
+            bytes += reserved_in(&pl->late[i]);
+        else if (address_of(&u->plane[MT__DEVICE][p], i) != NULL)
+            bytes += own_late_bytes(u, i, p);
     mt_unlock(&s->map_mu);
     return bytes;
 }

@@ -72,6 +72,9 @@ void      mt_store_close(mt_store *s);
 /* In a share: this process takes part in nothing any more, and its memory stays. What others await
  * of it from now on is a fault there. Before close, or it is close's; behind all work. */
 void      mt_store_leave(mt_store *s);
+/* Nothing that is at home elsewhere is copied for other ranks any more: who is at home there ends.
+ * Leave does it too. */
+void      mt_store_serve_end(mt_store *s);
 mt_status mt_store_add  (mt_store *s, const char *name, const mt_param_desc *p, int n, int *unit);
 
 mt_status mt_store_set_trainable(mt_store *s, int unit, int param, int on);
@@ -141,8 +144,9 @@ mt_status mt_store_hi(mt_store *s, int unit, void **out);
  * be stored later is committed, since somebody fills it, and the rest is reserved. Back in ram all
  * that was made is committed and registered; memory on the device is given back, so its values have
  * come before. MT_ESTATE: a unit comes to a home from one other, and goes back to that alone.
- * MT_ENOTSUP: in a share, a home that keeps planes. On failure the unit is where it was. One
- * thread, while no other is inside for that unit. */
+ * MT_ENOTSUP: a home that keeps planes, and is for units of several processes where this is not,
+ * or the reverse. On failure the unit is where it was. One thread, while no other is inside for
+ * that unit. */
 mt_status      mt_store_move(mt_store *s, int unit, const mt_home *to, void *of);
 /* Any thread may ask. ram where there is no such unit; of may be NULL. */
 const mt_home *mt_store_home(const mt_store *s, int unit, void **of);
@@ -218,6 +222,7 @@ size_t mt_store_device_bytes(const mt_store *s);
  */
 uint64_t  mt_ledger_version(mt_store *s, int unit);
 void      mt_ledger_touch  (mt_store *s, int unit);          /* weights were written from outside */
+uint64_t  mt_ledger_writes (mt_store *s, int unit);          /* so often */
 
 void      mt_ledger_update_begin(mt_store *s, int unit);     /* version grows; updates += 1 */
 void      mt_ledger_update_end  (mt_store *s, int unit);
@@ -242,6 +247,7 @@ void      mt_ledger_save_end   (mt_store *s, int unit);
 /* until saves == 0; the unit is wanted meanwhile */
 mt_status mt_ledger_wait_saved (mt_store *s, int unit);
 int       mt_ledger_saving     (mt_store *s, int unit);      /* the unit's saves are not 0 */
+int       mt_ledger_all_saved  (mt_store *s, int unit);      /* they are, on all ranks */
 int       mt_ledger_wanted     (mt_store *s);                /* a unit that is waited for, or -1 */
 /* This thread copies planes for a save: mt_ledger_wait_updates of a unit with saves returns at
  * once, since updates that were announced meanwhile wait for this thread. */

@@ -47,6 +47,9 @@ typedef struct mt__mirror {
     unsigned       visit;            /* that the host keeps, and the device has around an update */
     unsigned       pages;            /* planes whose memory on the host may be committed */
     unsigned       claimed;          /* planes to which somebody has a claim */
+    unsigned       whole;            /* in a share: planes of which the other ranks' portions are in
+                                      * host memory too, since they changed last */
+    uint64_t       changes;          /* so often did copies become old */
     int            busy;             /* a thread is behind the door */
 } mt__mirror;
 
@@ -75,7 +78,8 @@ typedef struct mt__unit {
     void          *home_of;
     atomic_int     passing;          /* its GRAD plane is lent. Set under map_mu; read by anyone */
 
-    uint64_t       version;          /* from 1: a slot that says 0 holds nothing. ledger.mu */
+    uint64_t       version, writes;  /* from 1: a slot that says 0 holds nothing. writes: of these,
+                                      * those from outside. ledger.mu */
     mt__mirror     mirror;
     int64_t        updates, grads, fetches, saves;   /* announced and not finished. ledger.mu */
     uint64_t       begun[MT_UNIT_COUNTS];    /* announced here so far. ledger.mu */
@@ -97,6 +101,8 @@ typedef struct mt__ledger {
     int             wanted;          /* unit plus 1 whose save was waited for last; 0: none. mu */
     uint64_t        meets[MT_COUNTS];        /* to where a thread here waits for ranks to come; 0:
                                               * none does. mu */
+    int             asking;          /* a thread here asks other ranks; one at a time. mu */
+    uint64_t        asked;           /* the request that it waits for; 0: none. mu */
     mt_status       fault;           /* MT_OK until the first. mu */
     char            text[1024];      /* written once, before fault. mu */
 } mt__ledger;
@@ -108,6 +114,15 @@ typedef struct mt__peers {
     unsigned   forks;                /* mt_forks() of the process that has the thread */
     atomic_int stop;
 } mt__peers;
+
+/* The thread that does what other ranks ask for (asks.c). */
+typedef struct mt__asks {
+    pthread_t  thread;
+    mt_mutex   serving;              /* held while one is served, and while a unit moves */
+    int        runs;                 /* these two: under serving */
+    unsigned   forks;                /* mt_forks() of the process that has the thread */
+    atomic_int stop;
+} mt__asks;
 
 /* Units live in segments that never move, so that readers need no lock. */
 #define MT__SEG_UNITS 256
@@ -129,13 +144,15 @@ struct mt_store {
     uint64_t        lendings;                /* buffers lent so far. map_mu */
     mt__ledger      ledger;
     mt_watch        watch;
-    mt__peers       peers;                   /* in a share */
+    mt__peers       peers;                   /* these two: in a share */
+    mt__asks        asks;
 };
 
 mt__unit *mt__unit_at(const mt_store *s, int unit);          /* NULL when there is none */
 
-/* store.c. lay_out: offsets of a plane as parameters are trained now, malloc'd. */
-mt_status mt__lay_out(const mt__unit *u, mt_plane p, size_t **offset, size_t *bytes);
+/* store.c. lay_out: offsets of a plane as parameters are trained now, malloc'd. side: in a share
+ * the host's is laid out for all that may come. */
+mt_status mt__lay_out(const mt__unit *u, int side, mt_plane p, size_t **offset, size_t *bytes);
 mt_status mt__find   (const mt_store *s, int unit, int param, mt__unit **out);   /* or MT_EINVAL */
 void      mt__unbind (mt_store *s, int unit);   /* both locks: it has no GRAD plane now */
 
@@ -151,6 +168,11 @@ void mt__lent_device_close(mt_store *s);                /* map_mu; no device pla
 /* peers.c, in a share. open is the last of the store's open. */
 mt_status mt__peers_open(mt_store *s);
 
+/* asks.c, in a share. open: units will have planes elsewhere; nothing to do when it is. ask: the
+ * other ranks' portions of these planes are in host memory when it returns. */
+mt_status mt__asks_open(mt_store *s);
+mt_status mt__ask      (mt_store *s, int unit, unsigned planes, int claims);
+
 /* ledger.c, for peers.c. stirred: some rank has said something. fault_of: another's fault, or its
  * end, is this one's too. awaits: something of a rank is awaited here: what, in words. */
 void mt__ledger_stirred (mt_store *s);
@@ -162,8 +184,12 @@ mt_status mt__ledger_open  (mt__ledger *l);
 void      mt__ledger_close (mt__ledger *l);
 void      mt__version_grows(mt_store *s, int unit);
 
-/* mirror.c. move: the unit comes to this home. touched: some of the host's weights were written. */
+/* mirror.c. move: the unit comes to this home. touched: some of the host's weights were written.
+ * serve: this rank's portion of these planes is in host memory; *gone: its home has ended. What is
+ * announced is not waited for: who asks has done so, and may be awaited himself by what was
+ * announced here since. */
 mt_status mt__mirror_move   (mt_store *s, int unit, const mt_home *to, void *of);
 void      mt__mirror_touched(mt_store *s, int unit);
+mt_status mt__mirror_serve  (mt_store *s, int unit, unsigned planes, int claims, int *gone);
 
 #endif

@@ -60,7 +60,7 @@ mt_status mt__share_unit(mt_store *s, mt__unit *u, int unit)
     MT_TRY(count_chunks(u, &chunks));
     MT_TRY(mt_board_open(s->share, u->name, layout_of(u, unit), chunks, &u->board));
     for (int p = 0; p < MT_PLANE_COUNT; p++) {
-        MT_TRY(mt__lay_out(u, (mt_plane)p, &offset, &bytes));
+        MT_TRY(mt__lay_out(u, MT__HOST, (mt_plane)p, &offset, &bytes));
         free(offset);
         MT_TRY(mt_share_take(s->share, bytes, &u->range[p]));
     }

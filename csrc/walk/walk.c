@@ -306,6 +306,30 @@ static void guests_leave(walker *t, double passed)
     t->d2h = t->guests;
 }
 
+/* New weights of units at home on several GPUs' devices go to all by way of the host: down behind
+ * the unit's update, and up behind that, in queues of their own. */
+static void ferry(walker *t)
+{
+    const mt_walk *in = t->in;
+    double         down = 0.0, up = 0.0, start;
+
+    for (int64_t i = 0; i < in->units.begin[in->n_windows]; i++) {
+        int64_t u = in->units.item[i];
+
+        if (in->updated_on[u] != MT_LANE_DEVICE || in->raised[u] == 0 || t->ready[u] > 0.0)
+            continue;
+        start = later(down, t->done[u]);
+        down = copied(t, start, (double)in->lowered[u], in->d2h);
+        note(t, MT_LANE_THROUGH, u, start, down);
+        t->queued[u] = down;
+        start = later(up, down);
+        up = t->ready[u] = copied(t, start, (double)in->raised[u], in->h2d);
+        note(t, MT_LANE_THROUGH, u, start, up);
+        t->late[u] = MT_LANE_THROUGH;
+    }
+    t->update_s[MT_LANE_THROUGH] += later(down, up);
+}
+
 static void updates_on_disk(walker *t)
 {
     for (int64_t u = 0; u < t->in->n_units; u++)
@@ -324,7 +348,7 @@ static void update_first(walker *t, int64_t u, double *now, double *passed)
 
     switch (in->updated_on[u]) {
     case MT_LANE_DEVICE:
-        t->run += in->update_s[u];
+        t->done[u] = t->run += in->update_s[u];
         note(t, MT_LANE_DEVICE, u, begin, t->run);
         return;
     case MT_LANE_DISK:
@@ -350,8 +374,10 @@ static void updates_first(walker *t)
     const mt_walk *in = t->in;
     double         now = 0.0, passed = 0.0;
 
-    for (int64_t u = 0; u < in->n_units; u++)
+    for (int64_t u = 0; u < in->n_units; u++) {
         t->done[u] = NAN;
+        t->ready[u] = 0.0;
+    }
     for (int64_t i = 0; i < in->units.begin[in->n_windows]; i++) {
         int64_t u = in->units.item[i];
 
@@ -365,6 +391,7 @@ static void updates_first(walker *t)
     t->update_s[MT_LANE_DEVICE] = t->run;
     updates_on_disk(t);
     guests_leave(t, passed);
+    ferry(t);
 }
 
 /* Updates that follow their gradients: those of the backward before that are not over. */
@@ -465,9 +492,10 @@ static double weights_of(walker *t, const mt_walk_list *list, int64_t w, double 
     for (int64_t i = list->begin[w]; i < list->begin[w + 1]; i++) {
         int64_t u = list->item[i];
 
-        if (t->in->updated_on[u] == MT_LANE_DEVICE)
+        if (t->in->updated_on[u] != MT_LANE_DEVICE)
+            hand_over(t, list == &t->in->units ? t->in->h2d : t->in->both);
+        else if (t->in->raised[u] == 0)
             continue;
-        hand_over(t, list == &t->in->units ? t->in->h2d : t->in->both);
         t->launch = later(t->launch, t->queued[u]);
         if (t->ready[u] > begin) {
             begin = t->ready[u];

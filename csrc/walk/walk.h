@@ -67,6 +67,9 @@ typedef struct mt_walk {
     const double  *network_s;    /* and between machines, behind that */
     const double  *lost_s;       /* by which it holds up what is computed beside it */
     const double  *spread_s;     /* in which new weights go to the other machines */
+    const int64_t *lowered, *raised;     /* bytes of new weights of a unit at home on the devices:
+                                          * down to the host behind its update, and from there up,
+                                          * before its first use */
     const int64_t *further;      /* bytes that cross of a further micro-batch; `gradients`: of the
                                     first */
 

@@ -22,6 +22,7 @@ from typing import Any
 from ..base.errors import MegatrainError
 from ..base.strict import is_count, parsed, table
 from ..checkpoint import manifest
+from ..model.pretrained import loaded
 from .owned import CONFIG, FINAL, HALF, LOG, MARKER, SCRATCH, WHOLE, Owned, replace
 from .settings import Settings, read_yaml
 
@@ -136,8 +137,8 @@ def load_config(name: str) -> Any:
     return _load(transformers().AutoConfig, name, "config")
 
 
-def load_model(name: str, dtype: str) -> Any:
-    """On the CPU.
+def load_model(name: str, dtype: str, has_values: bool = True) -> Any:
+    """On the CPU. has_values: else on the meta device, where transformers can: another process has them.
 
     Raises:
         MegatrainError: there is none, it is no language model, or some of its weights are not there.
@@ -146,7 +147,8 @@ def load_model(name: str, dtype: str) -> Any:
     before = tf.utils.logging.get_verbosity()
     tf.utils.logging.set_verbosity_error()           # what its report says is said below
     try:
-        model, found = _load(tf.AutoModelForCausalLM, name, "language model", dtype=dtype, output_loading_info=True)
+        model, found = _load(tf.AutoModelForCausalLM, name, "language model", has_values, dtype=dtype,
+                             output_loading_info=True)
     finally:
         tf.utils.logging.set_verbosity(before)
     if missing := sorted(found["missing_keys"]):
@@ -187,7 +189,7 @@ def may_write(path: Path, name: str, kinds: tuple[str, ...] = ()) -> None:
         raise MegatrainError(f"{name}={path} may not be written; name another")
 
 
-def _load(auto: Any, name: str, what: str, **kw: Any) -> Any:
+def _load(auto: Any, name: str, what: str, has_values: bool = True, **kw: Any) -> Any:
     if Path(name).is_file():
         raise MegatrainError(f"{name} is a file: a model is a folder in Hugging Face format, or a run of megatrain; "
                              "MODEL comes before DATA")
@@ -197,7 +199,7 @@ def _load(auto: Any, name: str, what: str, **kw: Any) -> Any:
         raise MegatrainError(f"{name} has no config.json: a folder in Hugging Face format, or a run of megatrain, "
                              "is needed")
     try:
-        return auto.from_pretrained(_source(name), **kw)
+        return loaded(auto, _source(name), has_values, **kw)
     except Exception as why:                         # what a folder says is run, and raises what it likes
         hint = "" if Path(name).is_dir() else f" (no folder of this name here, so the hub was asked{near(name)})"
         raise MegatrainError(f"{name!r}: no {what} to be had{hint}: {_words(why, Path(name))}") from None

@@ -112,7 +112,7 @@ def train_run(settings: Settings, team: Team, owned: Owned | None, checkpoint: P
         settings = for_model(settings, folder.load_config(source))
     data = team.first_does(lambda: _Data(settings, tokenizer, None if new_data or checkpoint is None else owned))
     with team.as_one():
-        model = _model(source, settings, tokenizer)
+        model = _model(source, settings, tokenizer, team.first)
     settings, train, held = team.of_first(team.first_does(lambda: data.for_model(model)))
     with contextlib.ExitStack() as refused:
         team.first_does(lambda: refused.enter_context(_made_if_kept(out)))
@@ -169,8 +169,8 @@ class _Data:
         return for_data(self._settings, len(train)), train, held
 
 
-def _model(source: str, settings: Settings, tokenizer: Any) -> Any:
-    model = folder.load_model(source, settings.dtype)
+def _model(source: str, settings: Settings, tokenizer: Any, has_values: bool) -> Any:
+    model = folder.load_model(source, settings.dtype, has_values)
     there = model.get_input_embeddings().num_embeddings
     if len(tokenizer) > there:
         raise MegatrainError(f"the tokenizer has {len(tokenizer)} tokens and the model embeds {there}: they are not of "

@@ -1,7 +1,6 @@
 """What was chosen for a model: arguments of mt.stream by hand, or a plan of mt.plan, in one form, and checked."""
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +15,7 @@ from ..base.limits import parse_bytes
 from ..base.modes import DISK, HOMES, MODES
 from ..base.products import check_device, check_products
 from ..base.testing import Doors, opened
-from ..base.units import ALIGN, Group
+from ..base.units import Group
 from ..plans import planner
 from ..plans.asked import Asked
 from ..plans.cost import LENT
@@ -25,7 +24,6 @@ from ..plans.planner import Plan
 from ..store.disk import SPILLED, Disk
 from .asking import Limits
 
-PAGE = os.sysconf("SC_PAGESIZE")
 PLAN_KEYS = {"activations", "states", "homes", "slots", "grads", "lent", "threads"}
 
 
@@ -75,14 +73,13 @@ class Choices:
                 raise MegatrainError(f"plan: activations names {name!r}, and there is no such window; "
                                      f"windows: {', '.join(names)}")
 
-    def asked(self, name: str, groups: list[Group], dtype: torch.dtype | None, where: torch.device, shared: bool
+    def asked(self, name: str, groups: list[Group], dtype: torch.dtype | None, where: torch.device, fleet: Fleet
               ) -> Asked:
-        """For a model of this name and these units, as preflight takes it. shared: by several processes, in whose
-        memory each parameter begins at a page."""
+        """For a model of this name and these units, as preflight takes it. fleet: the processes that stream it."""
         options = self.options
         return Asked(name, groups, dtype, _homes(options.get("homes", "ram"), groups), options.get("slots", 3),
                      self.micro, where.type == "cpu", self.besides, options.get("grads", "ram") == "ram",
-                     options.get("states", "fp32"), options.get("lent", LENT), align=PAGE if shared else ALIGN)
+                     options.get("states", "fp32"), options.get("lent", LENT), fleet=fleet)
 
 
 def choose(module: nn.Module, where: torch.device, limits: Limits, tokens: int | None, seq: int | None,

@@ -19,6 +19,7 @@ from ..store.mapped import Mapped
 from ..store.records import DTYPES, Record
 from .choices import Choices
 from .fitting import Fit, units_at
+from .origins import Origins
 from .runtime import Runtime
 from .together import engine_of
 
@@ -88,17 +89,20 @@ def _place(rt: Runtime, asked: Asked, choices: Choices) -> None:
 
 # ---- weights ----
 
-def fill(rt: Runtime, groups: list[Group], masters: bool) -> None:
+def fill(rt: Runtime, groups: list[Group], origins: Origins, masters: bool) -> None:
     """Weights in their planes; each old tensor is freed as its values are in. What is at home on the device or on disk
     goes there at once: host memory has one such unit at a time."""
     given, files, filed = 0, Mapped(), set(units_at(rt.room.asked, "disk+weights"))
     with as_one(rt.ranks):
         for unit, (records, own) in enumerate(zip(rt.units, own_bytes(groups))):
-            if rt.ranks is None or rt.ranks.rank == rt.ranks.mates[0]:
-                _put_in(records, files)
+            if origins.fills(unit):
+                _put_in(records, files, origins)
+            if masters and (rounded := [r for r in records if _is_rounded(r)]):
+                for r, value in zip(rounded, origins.exact(rounded)):
+                    r.exact = value
             for r in records:
-                _adopt(rt, r, masters)
-            if unit in rt.homes.settled:
+                _adopt(rt, r)
+            if unit in rt.homes.settled and rt.ranks is None:
                 rt.homes.take(unit)
             if unit in filed:
                 rt.homes.file_weights(unit)
@@ -106,19 +110,27 @@ def fill(rt: Runtime, groups: list[Group], masters: bool) -> None:
             if given >= TRIM_BYTES:          # malloc would keep it, and we would hold weights twice
                 give_back()
                 given = 0
+    if rt.ranks is not None:             # weights are there, whoever put them in
+        with rt.ranks.as_one():
+            for unit in rt.homes.settled:
+                rt.homes.take(unit)
 
 
-def _put_in(records: list[Record], files: Mapped) -> None:
+def _put_in(records: list[Record], files: Mapped, origins: Origins) -> None:
     with torch.no_grad():
-        for hi, value in files.fill([(r.over(r.memory("HI", True), "HI"), r.param.detach()) for r in records]):
+        for hi, value in files.fill([(r.over(r.memory("HI", True), "HI"), origins.of(r)) for r in records]):
             hi.copy_(value)
 
 
-def _adopt(rt: Runtime, r: Record, masters: bool) -> None:
+def _is_rounded(r: Record) -> bool:
+    """Its fp32 values are more than the store keeps of them."""
+    p = r.param
+    return p.dtype == torch.float32 and r.dtype in (torch.bfloat16, torch.float16) and p.requires_grad
+
+
+def _adopt(rt: Runtime, r: Record) -> None:
     """The HI plane has the parameter's values; it becomes a view of that."""
     p, hi = r.param, r.view("HI")
-    if masters and p.dtype == torch.float32 and r.dtype in (torch.bfloat16, torch.float16) and p.requires_grad:
-        r.exact = p.detach()
     with torch.no_grad():
         grad = None if p.grad is None else p.grad.to("cpu", r.dtype)
         p.grad = None
@@ -133,10 +145,12 @@ def _adopt(rt: Runtime, r: Record, masters: bool) -> None:
 
 def empty(rt: Runtime) -> None:
     """Parameters get memory of their own again, with their weights; what has no values yet stays as it is."""
-    for unit, records in itertools.groupby(rt.records, lambda r: r.unit):
+    for unit, group in itertools.groupby(rt.records, lambda r: r.unit):
+        records = list(group)
         if rt.homes.away(unit):          # it comes home, through host memory that is one unit's at a time
             rt.core.wait_updates(unit)
-            rt.core.wait_grads(unit)
+            if any(gradient.standing(r) is not None for r in records if r.param is not None):
+                rt.core.wait_grads(unit)
         for r in records:
             _restore(r)
         if rt.homes.away(unit):

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from ..base.limits import show_bytes
 from ..base.modes import DISKS
 from ..base.slots import plan_slots
+from ..group.ranks import as_one
 from ..plans.asked import Asked
 from ..plans.planner import Plan
 from ..plans.tally import SETTLED
@@ -69,11 +70,15 @@ def _spill(rt: Runtime, asked: Asked, plan: Plan) -> None:
 
 def _change_homes(rt: Runtime, asked: Asked, plan: Plan) -> None:
     change = _Change(rt, asked, plan)
+    ranks = rt.ranks if asked.homes != rt.room.asked.homes else None     # units move on all, or on none
     rt.ring.close()
     try:
-        change.make()
-    except BaseException:
+        with as_one(ranks):
+            change.make()
+    except BaseException as error:
         change.undo()
+        if ranks is not None and not rt.broken:          # it went well on some
+            rt.broken = f"units were on their way to other homes when that failed on some process: {error}"
         raise
 
 

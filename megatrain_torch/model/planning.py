@@ -28,6 +28,7 @@ from .moving import keep, move
 from .passes import Pass, Seen, batch_of, pass_of
 
 if TYPE_CHECKING:
+    from ..group.ranks import Ranks
     from .runtime import Runtime
 
 WORTH = 1.03                     # units move where what is there is so many times slower
@@ -50,6 +51,7 @@ class Planning:
         self.adam = made is not None
         self._seen = Seen() if made is None else Seen(pass_of(made), pass_of(made))
         self._for_adam = self.adam               # the plan in force is for an mt.AdamW
+        self._agreed = made is not None and runtime.ranks is not None    # with other processes, on homes
         self._stuck = False                      # no other plan can be made or put into force; the user was told
         self._refused = False                    # nothing fitted while no mt.AdamW was there
         self._unknown = False                    # the last pass did not tell its number of tokens
@@ -143,7 +145,7 @@ class Planning:
         joins = self._seen.most != self._seen.alone              # graphs of further passes may come to this one's
         needed = self._seen.most if joins else found
         self._lengths.came(needed)
-        if self._lengths.due() and not self.runtime.homes.on_disk:
+        if self._lengths.due() and not self._stays():
             self._compare_homes()
         self._keep(self._lengths.of(needed, self._ask_here))
 
@@ -157,12 +159,44 @@ class Planning:
         return self._seen.micro_batches() if self.adam else 1
 
     def _choose(self) -> Plan:
-        """Raises Refused: nothing fits what was seen. Units on disk stay there, so with them all others stay too."""
-        return self._first([self._seen.most], self._ask_here if self.runtime.homes.on_disk else self._ask)
+        """Raises Refused: nothing fits what was seen. Units on disk stay there, so with them all others stay too; and
+        of several processes, once they have agreed."""
+        if self.runtime.ranks is not None and self.adam and not self._agreed:
+            return self._agree(self.runtime.ranks)
+        return self._first([self._seen.most], self._ask_here if self._stays() else self._ask)
+
+    def _stays(self) -> bool:
+        """Units are where they are for good."""
+        return bool(self.runtime.homes.on_disk) or self._agreed
+
+    def _agree(self, ranks: Ranks) -> Plan:
+        """Several processes have units at home in the same places: where the one with the longest pass would have them,
+        which leaves least room, if all have room for what they do then; else in host memory. All come here, before
+        their first pass with an mt.AdamW: from then on each plans for itself what windows keep."""
+        try:
+            with ranks.as_one():
+                own = self._first([self._seen.most], self._ask)
+            tokens = self._seen.most.tokens
+            _, homes, slots = max(ranks.gather((tokens, own.homes, own.slots)), key=lambda asked: asked[0])
+            for found in ((homes, slots), ("ram", None)):
+                plan = self._with(*found)
+                if all(ranks.gather(plan is not None)):
+                    self._agreed = True
+                    return plan
+        except Refused:
+            raise
+        except MegatrainError as error:
+            raise Refused(str(error)) from error
+        raise Refused("processes have passes of which no plan fits all, with units at home in the same places")
+
+    def _with(self, homes: dict[str, str] | str, slots: int | None) -> Plan | None:
+        """None: what was seen does not fit with these homes."""
+        with contextlib.suppress(Refused):
+            return self._as_before(self.asking.plan(self._seen.most, self._most_micro(), homes, slots))
+        return None
 
     def _ask(self, batch: Pass) -> Plan:
-        """A plan with units wherever they are best: in host memory, for an optimizer that is not mt.AdamW. Several
-        processes plan each for itself."""
+        """A plan with units wherever they are best: in host memory, for an optimizer that is not mt.AdamW."""
         return self._as_before(self.asking.plan(batch, self._most_micro(), None if self.adam else "ram"))
 
     def _ask_here(self, batch: Pass, plan: Plan | None = None) -> Plan:
@@ -202,11 +236,11 @@ class Planning:
         except Unreadable:
             raise
         except Refused:
-            if self.runtime.homes.on_disk:
+            if self._stays():
                 raise
             self._put_into_force(self._first(batches, self._ask))
             return
-        free = here if self.runtime.homes.on_disk else self._ask(pass_of(here))
+        free = here if self._stays() else self._ask(pass_of(here))
         if here.tokens_per_second * WORTH >= free.tokens_per_second:
             self._move(here)
             self._lengths.add(here)
@@ -239,7 +273,7 @@ class Planning:
             keep(self.runtime, plan)
 
     def _refuse(self, error: Refused, before: Seen) -> None:
-        if self.runtime.homes.on_disk:
+        if self.plan is not None and self._stays():
             self._keep_least()
             return
         if not self.adam:                        # whose states a plan counts; another optimizer has its own
@@ -264,8 +298,9 @@ class Planning:
         least = {w.name: "replay+host" if read(w.mode).host else "replay" for w in rt.windows if w.mode != "saved"}
         for w in rt.windows:
             w.mode = least.get(w.name, w.mode)
+        why = "states are on disk" if rt.homes.on_disk else "states several processes have"
         warnings.warn(f"batches of {self._seen.most.tokens:,} tokens are more than was planned for, and units whose "
-                      "states are on disk cannot move: layers keep least from now on; give mt.stream the longest "
+                      f"{why} cannot move: layers keep least from now on; give mt.stream the longest "
                       "batch, tokens= and seq=, to plan for it at once", stacklevel=2)
 
     # ---- what windows keep ----

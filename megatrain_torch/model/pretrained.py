@@ -1,14 +1,17 @@
 """mt.from_pretrained: a saved transformers model into the store, with one model in host memory at the most."""
 from __future__ import annotations
 
+import contextlib
+import sys
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from ..group.ranks import as_one, ranks_of
 from ..plans.planner import Plan
-from .stream import stream
+from .stream import stream_of
 
 
 def from_pretrained(cls: Any, path: str | Path, *, device: str | torch.device | None = None,
@@ -23,7 +26,7 @@ def from_pretrained(cls: Any, path: str | Path, *, device: str | torch.device | 
 
     transformers does its part as ever: names, ties, experts put together, what is missing or unexpected reported. It
     builds the model on the meta device and maps the files; their bytes are then read straight into the store
-    (mapped.py). What it has to convert is in memory for that long.
+    (mapped.py). What it has to convert is in memory for that long, of several processes of a machine in the first.
 
     Args:
         cls: AutoModelForCausalLM, or any class with from_pretrained. path: a folder, or what it takes.
@@ -38,8 +41,26 @@ def from_pretrained(cls: Any, path: str | Path, *, device: str | torch.device | 
     Raises:
         MegatrainError: as mt.stream.
     """
-    found = cls.from_pretrained(path, dtype="auto", **kwargs)
+    ranks = ranks_of(group)
+    with as_one(ranks):
+        found = loaded(cls, path, ranks is None or ranks.rank == ranks.mates[0], dtype="auto", **kwargs)
     model, *report = found if isinstance(found, tuple) else (found,)
-    stream(model, device, tokens=tokens, seq=seq, vram=vram, host=host, nvme=nvme, states=states, dtype=dtype,
-           units=units, compute=compute, products=products, plan=plan, masters=True, group=group, reduce=reduce)
+    stream_of(ranks, model, device, vram=vram, host=host, nvme=nvme, units=units, masters=True, reduce=reduce,
+              tokens=tokens, seq=seq, states=states, dtype=dtype, compute=compute, products=products, plan=plan)
     return (model, *report) if report else model
+
+
+def loaded(cls: Any, path: str | Path, has_values: bool, **kwargs: Any) -> Any:
+    """cls.from_pretrained. has_values: else the model may be left on the meta device, and is where transformers knows
+    how."""
+    if not has_values and _knows_meta(cls, kwargs):
+        with contextlib.suppress(Exception):             # what it raises is said by the way that all know
+            return cls.from_pretrained(path, **kwargs, device_map="meta")
+    return cls.from_pretrained(path, **kwargs)
+
+
+def _knows_meta(cls: Any, asked: dict[str, Any]) -> bool:
+    tf = sys.modules.get("transformers")
+    stock = tf is not None and isinstance(cls, type) and (
+        issubclass(cls, tf.PreTrainedModel) or cls.__module__.startswith("transformers.models.auto."))
+    return stock and not asked.keys() & {"device_map", "quantization_config", "gguf_file", "state_dict", "tp_plan"}

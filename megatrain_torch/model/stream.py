@@ -19,6 +19,7 @@ from ..base.limits import parse_bytes
 from ..base.units import find
 from ..base.units import group as grouped
 from ..group.ranks import Ranks, as_one, ranks_of
+from ..plans.fleet import Fleet
 from ..plans.planner import Plan
 from ..store.disk import Disk
 from .asking import Limits
@@ -26,6 +27,7 @@ from .choices import Choices, choose, compute_device
 from .filling import declare, empty, engine, fill
 from .fitting import Fit, fitted
 from .install import install, remove
+from .origins import origins
 from .planning import Planning
 from .registry import find_runtime, runtime_of
 from .runtime import Runtime
@@ -76,7 +78,8 @@ def stream(module: nn.Module, device: str | torch.device | None = None, *, token
             They are kept until its first step: no memory where they are mapped from a file, which must stay as it is.
         group: processes that train the model together, each with data of its own: a ProcessGroup, or a DeviceMesh of
             one dimension; None: all of torch.distributed's, where that is initialized (docs/several-gpus.md). Weights
-            and buffers are the first one's from then on.
+            and buffers are the first one's from then on; on a machine, processes beside the first may leave the model
+            on the meta device.
         reduce: what becomes of their gradients, "mean" as with DistributedDataParallel, or "sum".
 
     Raises:
@@ -86,15 +89,23 @@ def stream(module: nn.Module, device: str | torch.device | None = None, *, token
             type that `dtype` gave them, and are on the CPU. A drive that fails while weights go there takes those with
             it.
     """
-    ranks = ranks_of(group)
+    stream_of(ranks_of(group), module, device, vram=vram, host=host, nvme=nvme, units=units, masters=masters,
+              reduce=reduce, tokens=tokens, seq=seq, states=states, dtype=dtype, compute=compute, products=products,
+              plan=plan)
+    return module
+
+
+def stream_of(ranks: Ranks | None, module: nn.Module, device: str | torch.device | None, *, vram: int | str | None,
+              host: int | str | None, nvme: str | dict[str, Any] | None, units: list[str | nn.Module] | None,
+              masters: bool, reduce: str, dtype: torch.dtype | None, **asked: Any) -> None:
+    """As `stream`, by these processes. asked: of choices.choose."""
     with as_one(ranks):
         where = compute_device(device)
-        check_model(module)
+        check_model(module, ranks is not None and ranks.rank != ranks.mates[0])
         check_dtype(dtype)
         limits = Limits(parse_bytes(vram, "vram"), parse_bytes(host, "host"), Disk.parse(nvme), units, *fleet_of(ranks))
-        choices = choose(module, where, limits, tokens, seq, states, dtype, compute, plan, products)
+        choices = choose(module, where, limits, dtype=dtype, **asked)
     _stream(module, where, limits, choices, dtype, masters, ranks, reduce)
-    return module
 
 
 def _stream(module: nn.Module, where: torch.device, limits: Limits, choices: Choices, dtype: torch.dtype | None,
@@ -105,7 +116,7 @@ def _stream(module: nn.Module, where: torch.device, limits: Limits, choices: Cho
         groups = grouped(module, found)
     if ranks is not None:
         check(ranks, groups, choices, reduce)
-    asked = choices.asked(type(module).__name__, groups, dtype, where, ranks is not None)
+    asked = choices.asked(type(module).__name__, groups, dtype, where, Fleet(*fleet_of(ranks)))
     with as_one(ranks):
         fit = fitted(asked, where, choices, limits.host)
     fit.room.ranks = ranks
@@ -119,9 +130,10 @@ def _stream(module: nn.Module, where: torch.device, limits: Limits, choices: Cho
 
 
 def _build(rt: Runtime, module: nn.Module, found: Any, fit: Fit, choices: Choices, masters: bool) -> None:
+    values = origins(rt.ranks, module, fit.asked.groups)
     try:
         declare(rt, fit, choices)
-        fill(rt, fit.asked.groups, masters)      # from here on the model changes, and nothing is checked any more
+        fill(rt, fit.asked.groups, values, masters)      # from here on the model changes; nothing is checked any more
         fit.room.let_go()
         install(rt, module, found, choices.activations)
         if rt.ranks is not None:
@@ -145,20 +157,28 @@ def unstream(module: nn.Module) -> nn.Module:
     root = rt.root()
     if root is not module:
         raise MegatrainError("unstream the model that was given to mt.stream, not a part of it")
-    rt.saves.finish()
-    rt.drain()
-    rt.trace.finish()
-    rt.trace.stop()
-    _give_back(rt, module)
+    ranks = rt.ranks if rt.homes.settled else None           # the others read what is on this one's device
+    with as_one(ranks):
+        rt.saves.finish()
+        rt.drain()
+        rt.trace.finish()
+        rt.trace.stop()
+    with as_one(ranks):
+        _take_out(rt, module)
+    rt.close()
     return module
 
 
 def _give_back(rt: Runtime, module: nn.Module) -> None:
+    _take_out(rt, module)
+    rt.close()
+
+
+def _take_out(rt: Runtime, module: nn.Module) -> None:
     """The model is an ordinary one again, as far as it was streamed."""
     remove(module)
     empty(rt)
     patches.release(rt)
-    rt.close()
 
 
 __all__ = ["find_runtime", "runtime_of", "stream", "unstream"]

@@ -11,8 +11,9 @@ from ..store.records import DTYPES
 from .registry import runtimes
 
 
-def check_model(module: nn.Module) -> None:
-    """Raises: it is no module, is streamed already, or has parameters that are not for streaming."""
+def check_model(module: nn.Module, bare: bool = False) -> None:
+    """Raises: it is no module, is streamed already, or has parameters that are not for streaming. bare: another process
+    has the values, and parameters may be on the meta device."""
     if not isinstance(module, nn.Module):
         way = ("; mt.from_pretrained(AutoModelForCausalLM, path) loads a model and streams it"
                if isinstance(module, str | Path) else "")
@@ -23,7 +24,7 @@ def check_model(module: nn.Module) -> None:
     if any(m in runtimes for m in module.modules()):
         raise MegatrainError("the model, or a part of it, is streamed already; mt.unstream it first")
     for name, p in module.named_parameters():
-        problem = _problem(p)
+        problem = _problem(p, bare)
         if problem:
             raise MegatrainError(f"parameter {name!r} {problem}")
     for name, m in module.named_modules():
@@ -31,13 +32,13 @@ def check_model(module: nn.Module) -> None:
             raise MegatrainError(f"module {name!r} makes sparse gradients; build it with sparse=False")
 
 
-def _problem(p: nn.Parameter) -> str:
+def _problem(p: nn.Parameter, bare: bool) -> str:
     if isinstance(p, nn.parameter.UninitializedTensorMixin):
         return "has no shape yet: run one forward first, then mt.stream"
     if type(p) is not nn.Parameter:
         return (f"is of {type(p).__name__}, a subclass of Parameter, and only plain ones are streamed; if the model is "
                 "quantised, load it without that: a frozen bf16 parameter takes 2 bytes of host memory")
-    if p.is_meta:
+    if p.is_meta and not bare:
         return "is on the meta device: load its weights first"
     if p.is_complex():
         return f"is complex ({p.dtype}); complex parameters are not supported"

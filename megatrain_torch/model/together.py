@@ -70,5 +70,8 @@ def leaves_in_order(core: _core.Engine) -> None:
 
 def same_buffers(ranks: Ranks, module: nn.Module) -> None:
     """Buffers are the first rank's from now on, as weights are."""
-    for buffer in module.buffers():
-        ranks.control.give(buffer)
+    own = list(module.buffers())
+    there = ranks.control.of_first([b.is_meta for b in own])
+    for buffer, meta in zip(own, there):
+        if not meta:
+            ranks.control.give(buffer)

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,8 +12,11 @@ import torch
 from ..base.modes import DISKS
 from ..base.units import ALIGN, Group
 from .cost import LENT, THROUGH_BYTES
+from .fleet import ALONE, Fleet
 from .shapes import Unit, unit_bytes
 from .tally import SETTLED, Tally
+
+PAGE = os.sysconf("SC_PAGESIZE")
 
 
 @dataclass(frozen=True)
@@ -29,7 +33,7 @@ class Asked:
         states: how AdamW's are kept.
         lent: such buffers of a size.
         copied: those that live on the device, and masters there, have copies in host memory, for a state_dict.
-        align: each parameter begins at a multiple of so many bytes.
+        fleet: the processes that have the units together. In their memory each parameter begins at a page.
         known: units by what their bytes depend on; the same dict in all that is made from this by `replace`.
     """
 
@@ -45,14 +49,14 @@ class Asked:
     states: str = "fp32"
     lent: int = LENT
     copied: bool = False
-    align: int = ALIGN
+    fleet: Fleet = ALONE
     known: dict[tuple[Any, ...], Any] = field(default_factory=dict, compare=False, repr=False)
 
     def units(self) -> list[Unit]:
         """As the parameters are now: some may have been frozen since."""
-        key = self._key()
+        key, align = self._key(), ALIGN if self.fleet.alone else PAGE
         if key not in self.known:
-            self.known[key] = [unit_bytes(name, own, self.dtype, self.states, self.align) for name, own in self.groups]
+            self.known[key] = [unit_bytes(name, own, self.dtype, self.states, align) for name, own in self.groups]
         return self.known[key]
 
     def _key(self) -> tuple[Any, ...]:
@@ -65,7 +69,7 @@ class Asked:
     def tally(self) -> Tally:
         key = "tally", self.keeps, self.lent, *self._key()
         if key not in self.known:
-            self.known[key] = Tally(self.units(), self.keeps, self.lent)
+            self.known[key] = Tally(self.units(), self.keeps, self.lent, not self.fleet.alone)
         return self.known[key]
 
     def slots(self) -> list[int]:
@@ -76,11 +80,12 @@ class Asked:
     def device(self) -> dict[str, int]:
         """Bytes of device memory by what they hold, activations left out."""
         found = {"slots": sum(self.slots())}
-        at_home = self.tally().at_home(self.homes, self.micro)
+        at_home = self.fleet.on_device(self.tally().at_home(self.homes, self.micro))
         found |= {f"at home: {plane}": n for plane, n in at_home.items() if plane != "weights"}
         if "through" in self.homes:
             found["updates through the device"] = THROUGH_BYTES
-        return found | ({"states that arrive": self.tally().visiting(self.homes)} if "arrive" in self.homes else {})
+        visiting = -(-self.tally().visiting(self.homes) // self.fleet.count)
+        return found | ({"states that arrive": visiting} if "arrive" in self.homes else {})
 
     def at_home(self) -> int:
         """Bytes of device memory that the store takes for units at home there, beside their slots."""

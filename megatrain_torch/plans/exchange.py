@@ -7,12 +7,14 @@ other machines.
 """
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from .cost import OFFLOAD_DEPTH
 from .fleet import Fleet
 from .machine import Machine
-from .shapes import Shape
+from .shapes import Shape, Unit
 
 BUFFERS = 2                     # of a unit's gradients: what is sent, and what is received
 
@@ -24,8 +26,8 @@ class Exchange:
         home, further: bytes that cross to the host, of a step's first micro-batch and of each further one.
         exchange_s, network_s: in which gradients are exchanged within the machine and added, and between machines.
         lost_s: seconds by which that holds up what is computed beside it.
-        spread_s: in which new weights go to the other machines. gather_s: in which those of a unit at home on the
-            devices go to all.
+        spread_s: in which new weights go to the other machines. lowered, raised: bytes of those of a unit at home on
+            the devices, that go from each down to its host, and up to each from there.
         buffers: bytes on the device.
         on_link: GPUs have no links to each other, and exchange over those to the host and by way of its memory;
             link_bytes: what that moves there of a micro-batch, of one GPU.
@@ -35,12 +37,13 @@ class Exchange:
         units = shape.units
         self.gradients = np.array([u.gradients for u in units], dtype=np.int64)
         self.home = self.further = self.gradients
-        self.exchange_s = self.network_s = self.lost_s = self.spread_s = self.gather_s = np.zeros(len(units))
+        self.exchange_s = self.network_s = self.lost_s = self.spread_s = np.zeros(len(units))
+        self.lowered = self.raised = np.zeros(len(units), dtype=np.int64)
         self.buffers, self.on_link, self.link_bytes = 0, False, 0
         if not fleet.alone:
-            self._among(machine, fleet, np.array([u.sums for u in units], dtype=np.int64))
+            self._among(units, machine, fleet, np.array([u.sums for u in units], dtype=np.int64))
 
-    def _among(self, machine: Machine, fleet: Fleet, sums: np.ndarray) -> None:
+    def _among(self, units: Sequence[Unit], machine: Machine, fleet: Fleet, sums: np.ndarray) -> None:
         g, m, n = fleet.gpus, fleet.machines, fleet.count
         self.home = -(-(self.gradients + sums) // n)
         self.on_link = g > 1 and not machine.exchange_gbps
@@ -54,6 +57,8 @@ class Exchange:
         self.network_s = apart / (machine.network_gbps * 1e9)
         self.lost_s = (leaving + apart / g) / (machine.lost_gbps * 1e9)
         self.spread_s = self.gradients * ((m - 1) / m) / (machine.network_gbps * 1e9)
-        self.gather_s = leaving / links + self.spread_s
+        updated = np.array([u.weights if u.trained else 0 for u in units], dtype=np.int64)
+        self.lowered = -(-updated // n)
+        self.raised = updated - self.lowered
         self.link_bytes = 2 * int(leaving.sum()) * self.on_link
         self.buffers = BUFFERS * int(self.gradients.max(initial=0)) + OFFLOAD_DEPTH * int(self.home.max(initial=0))

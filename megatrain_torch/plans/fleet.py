@@ -16,7 +16,7 @@ from ..base.formats import moved_bytes
 from ..base.modes import DISKS, HOMES
 from .machine import Machine
 
-OFFERED = ("ram",)              # homes that units may have where there are several ranks: the one place that says so
+OFFERED = ("ram", "vram", "arrive")     # homes that units may have where there are several ranks: it is said here alone
 CUT = ("masters", "moments", "gradients", "sums")       # planes of which each rank has its part; weights are whole
 PER_RANK = ("activations",)                             # of host memory, what each rank has for itself
 ACC_BYTES = 2                   # that an update reads more of a sum in fp32 than of a bf16 gradient

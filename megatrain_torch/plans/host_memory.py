@@ -31,7 +31,8 @@ def shortage(need: int) -> Bound | None:
 def own_bytes(groups: list[Group]) -> list[int]:
     """Bytes of host memory that each unit's parameters give back when their values are in the store.
 
-    Memory of a file (weights that were mapped, not read) is the page cache's, so it is none.
+    Memory of a file (weights that were mapped, not read) is the page cache's, so it is none. Of a parameter on the meta
+    device another process has the values, and looks for their memory.
     """
     storages: dict[int, tuple[int, int]] = {}
     for i, (_, own) in enumerate(groups):
@@ -40,7 +41,7 @@ def own_bytes(groups: list[Group]) -> list[int]:
                 storage = p.untyped_storage()
                 storages[storage.data_ptr()] = (i, storage.nbytes())     # gone with the last unit that has it
     files = FileMaps()
-    found = [0] * len(groups)
+    found = [sum(p.nbytes for _, p in own if p.is_meta) for _, own in groups]
     for address, (i, n) in storages.items():
         found[i] += 0 if files.has(address) else n
     return found

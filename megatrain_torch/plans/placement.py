@@ -109,7 +109,7 @@ class Problem:
             wishes = dataclasses.replace(wishes, nvme=None)
         self.shape, self.machine, self.wishes = shape, machine, wishes
         self.uses = Uses(shape, wishes.fused)
-        self.tally = Tally(shape.units, wishes.grads == "ram", wishes.lent)
+        self.tally = Tally(shape.units, wishes.grads == "ram", wishes.lent, not wishes.fleet.alone)
         seen = wishes.fleet.seen(machine)
         self.exchange = Exchange(shape, seen, wishes.fleet)
         self.disk = Disk(shape, seen, wishes, self.uses, self.tally)

@@ -145,7 +145,7 @@ def loading(asked: Asked, own: list[int]) -> dict[str, int]:
         settled = home in SETTLED
         slots += unit.weights * (settled and asked.on_cpu)
         steps.append(buffers | {"weights": at + unit.weights, "the device's slots": slots, OWN: -given})
-        at += unit.weights * (not settled and home != "disk+weights")
+        at += unit.weights * ((not settled or not asked.fleet.alone) and home != "disk+weights")
         given += n
     steps.append(buffers | {"weights": at, "the device's slots": sum(asked.slots()) * asked.on_cpu, OWN: -given})
     return max(steps, key=lambda held: sum(held.values()))

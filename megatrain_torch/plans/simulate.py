@@ -64,8 +64,8 @@ class Step:
         lent: bytes of the buffers that gradients pass through where they are kept nowhere, largest first; none where
             they are kept. Updates then follow their gradients, in backward. depth: units whose gradients may be alive
             on the device, beside those that are being computed.
-        exchange_s, network_s, lost_s, spread_s: [u] of one of several GPUs: see Exchange. further: [u] bytes of
-            gradients that cross of a further micro-batch; `gradients`: of the first.
+        exchange_s, network_s, lost_s, spread_s, lowered, raised: [u] of one of several GPUs: see Exchange. further: [u]
+            bytes of gradients that cross of a further micro-batch; `gradients`: of the first.
         on_link, memory, memory_s: see Exchange and Fleet.
     """
 
@@ -98,6 +98,8 @@ class Step:
     lost_s: Sequence[float] = ()
     spread_s: Sequence[float] = ()
     further: Sequence[int] = ()
+    lowered: Sequence[int] = ()
+    raised: Sequence[int] = ()
     on_link: bool = False
     memory: float = 0.0
     memory_s: float = 0.0
@@ -132,7 +134,7 @@ _ARRAYS = ((("forward_s", "backward_s", "forward_host_s", "backward_host_s"), "d
            (("away", "spilled"), "q", "w"),
            (("update_s", "add_s", "disk_s", "read_s", "through_s", "exchange_s", "network_s", "lost_s",
              "spread_s"), "d", "u"),
-           (("updated_on", "weights", "gradients", "visiting", "further"), "q", "u"))
+           (("updated_on", "weights", "gradients", "visiting", "further", "lowered", "raised"), "q", "u"))
 
 
 @dataclass(frozen=True)

@@ -33,10 +33,12 @@ class Tally:
     Attributes:
         units: what is added up. keeps: gradients have planes; else they pass through `lent` buffers of a size, in
             either memory. alike: by unit, the first one with the same bytes: sums are taken over few kinds of units.
+        shared: several processes have the units: weights are in host memory whatever their homes, and on the devices
+            sums of gradients are there from the first micro-batch on.
     """
 
-    def __init__(self, units: Sequence[Unit], keeps: bool = True, lent: int = LENT) -> None:
-        self.units, self.keeps, self.most_lent = units, keeps, lent
+    def __init__(self, units: Sequence[Unit], keeps: bool = True, lent: int = LENT, shared: bool = False) -> None:
+        self.units, self.keeps, self.most_lent, self.shared = units, keeps, lent, shared
         known: dict[Unit, int] = {}
         self.alike = [known.setdefault(dataclasses.replace(unit, name=""), u) for u, unit in enumerate(units)]
         self._planes: dict[tuple[int, str, bool, bool], dict[str, int]] = {}
@@ -68,7 +70,7 @@ class Tally:
         """On the device by plane, of units that live there, all the time; weights too, which are in their slots."""
         total: dict[str, int] = {}
         for (u, home), count in self._kinds(homes).items():
-            for plane, n in self._there(u, home, micro > 1).items() if home in SETTLED else ():
+            for plane, n in self._there(u, home, self.shared or micro > 1).items() if home in SETTLED else ():
                 total[plane] = total.get(plane, 0) + n * count
         if not self.keeps and total:
             settled = [u for u, home in zip(self.units, homes) if home in SETTLED]
@@ -95,11 +97,12 @@ class Tally:
         return Counter(zip(self.alike, homes))
 
     def _on_host(self, u: int, home: str, several: bool, copied: bool) -> dict[str, int]:
+        weights = {"weights": self.units[u].weights} if self.shared and home in SETTLED else {}
         if copied and home in SETTLED:
-            return copied_planes(self.units[u])
+            return copied_planes(self.units[u]) | weights
         key = u, home, several, False
         if key not in self._planes:
-            self._planes[key] = host_planes(self.units[u], home, 1 + several)
+            self._planes[key] = host_planes(self.units[u], home, 1 + several) | weights
         return self._planes[key]
 
     def _there(self, u: int, home: str, several: bool) -> dict[str, int]:

@@ -12,7 +12,7 @@ from .wishes import Wishes
 
 # Bytes per parameter that a gradient moves into the planes of a unit at home in VRAM: measured and
 # copied; by each further micro-batch added to its fp32 sum, rounded and measured. Beside compute,
-# but of the same memory.
+# but of the same memory. Of several ranks the first has a sum in fp32 too.
 GATHERED = (6, 16)
 
 
@@ -28,7 +28,7 @@ class Updates:
 
     def __init__(self, shape: Shape, machine: Machine, wishes: Wishes, exchange: Exchange) -> None:
         self.machine, m = machine, machine
-        self.fleet, self.gather_s = wishes.fleet, exchange.gather_s
+        self.fleet, self.spread_s = wishes.fleet, exchange.spread_s
         units = shape.units
         self.trained = np.array([u.trained for u in units], dtype=np.float64)
         self.host = self.trained / self.fleet.machines / m.adam_rate(states=wishes.states)
@@ -45,7 +45,7 @@ class Updates:
     def device(self, micro: int) -> np.ndarray:
         """Of units at home in VRAM: AdamW on the device; and a step's gradients into their planes,
         measured and copied, then added up."""
-        moved = GATHERED[0] + (micro - 1) * GATHERED[1]
+        moved = GATHERED[not self.fleet.alone] + (micro - 1) * GATHERED[1]
         own = self.trained / self.fleet.count
         return own / (self.machine.device_adam_gparams * 1e9) \
-            + own * moved / (self.machine.hbm_gbps * 1e9) + self.gather_s
+            + own * moved / (self.machine.hbm_gbps * 1e9) + self.spread_s

@@ -107,14 +107,15 @@ static mt_status home_store(void *arg, int unit, int param, unsigned planes)
 }
 
 static const mt_home at_once = {
-    .lives = "is here", .from = &mt_home_ram, .away = ALL, .load = home_load, .store = home_store,
+    .lives = "is here", .from = &mt_home_ram, .away = ALL, .stays = GRAD, .load = home_load,
+    .store = home_store,
 };
 static const mt_home visiting = {
-    .lives = "is a guest", .from = &at_once, .away = HI | GRAD, .visit = M | V,
+    .lives = "is a guest", .from = &at_once, .away = HI | GRAD, .stays = GRAD, .visit = M | V,
     .wait = home_wait, .load = home_load, .store = home_store,
 };
 static const mt_home lazily = {
-    .lives = "is there", .from = &mt_home_ram, .away = ALL, .later = HI,
+    .lives = "is there", .from = &mt_home_ram, .away = ALL, .stays = GRAD, .later = HI,
     .load = home_load, .store = home_store,
 };
 

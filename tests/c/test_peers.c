@@ -7,6 +7,7 @@
 
 #include "../../csrc/core/arena.h"
 #include "../../csrc/core/portion.h"
+#include "../../csrc/core/resident.h"
 #include "../../csrc/core/through.h"
 #include "../../csrc/ops/sumsq.h"
 #include "../../csrc/optim/adam.h"
@@ -481,6 +482,7 @@ static void homes_that_keep_planes_are_refused(void)
     peer_open(&p, fd, 0, 1);
     CHECK_EQ(mt_store_move(p.cx.store, 0, &mt_home_vram, &p), MT_ENOTSUP);
     CHECK_HAS(mt_last_error(), "unit layers.0: processes share its memory");
+    CHECK_EQ(mt_store_move(p.cx.store, 0, &mt_home_arrive_shared, &p), MT_ESTATE);
     CHECK_EQ(mt_store_move(p.cx.store, 0, &mt_home_disk, &p), MT_ENOTSUP);
     CHECK_EQ(mt_store_set_passing(p.cx.store, 0), MT_ENOTSUP);
     CHECK_EQ(mt_store_own(p.cx.store, 0, 0, 2), MT_ESTATE);
@@ -493,6 +495,7 @@ static void homes_that_keep_planes_are_refused(void)
 /* ---- a run: some steps of a model of three units ------------------------------------------- */
 
 #define UNITS 3
+#define LOOK_ALL 2
 #define STEPS 3
 #define MOST  (UNDER_TSAN ? 20001 : 70001)       /* elements of a parameter */
 #define KEPT  (1u << MT_PLANE_HI | MT_STATE_PLANES)
@@ -502,6 +505,11 @@ typedef struct plan {
     int       ranks, micros, dawdle_us;
     uint64_t  seed;              /* of gradients */
     int       through;           /* every second unit goes through the device */
+    unsigned  settled, guests;   /* units that live on the devices, 1u << unit each; and those of
+                                  * them whose states come and leave */
+    int       look;              /* gradients are read before each step: by one rank, in turn;
+                                  * LOOK_ALL: by all at once */
+    unsigned  skip;              /* edges that are left out */
     int       turned;            /* rank r has its jobs in an order of its own */
     mt_states states;
     double    max_norm;
@@ -523,6 +531,9 @@ typedef struct runner {
     int         fd, rank, step, fills;
     mt_sumsq   *sums;
     mt_through *through;
+    mt_resident *res;            /* these three: with settled units */
+    mt_arrive  *arrive;
+    char       *mem[UNITS];      /* their slots; slot[] has what compute read there */
     mt_offload *o;
     mt_updater *u;
     mt_queue   *run, *h2d;
@@ -552,6 +563,11 @@ static char *place(const runner *r, int unit, int param, mt_plane p, int64_t fro
     return (char *)found + mt_store_plane_bytes(r->cx.store, unit, param, p, from);
 }
 
+static int is_settled(const runner *r, int unit)
+{
+    return (int)(r->plan->settled >> unit & 1);
+}
+
 /* The same numbers for every process. */
 static void fill(mt_dtype dt, void *x, int64_t n, uint64_t seed)
 {
@@ -563,6 +579,40 @@ static void fill(mt_dtype dt, void *x, int64_t n, uint64_t seed)
         else if (dt == MT_BF16 || dt == MT_F16)
             ((uint16_t *)x)[i] = dt == MT_BF16 ? mt_f32_to_bf16(f) : mt_f32_to_f16(f);
     }
+}
+
+static void settle_all(runner *r)
+{
+    const plan *p = r->plan;
+
+    r->cx.debug.skip = p->skip;
+    REQUIRE(mt_resident_open(&r->cx, &r->res) == MT_OK);
+    REQUIRE(mt_arrive_open(&r->cx, &r->arrive) == MT_OK);
+    for (int u = 0; u < UNITS; u++) {
+        if (!is_settled(r, u))
+            continue;
+        REQUIRE((r->mem[u] = calloc(1, mt_store_hi_bytes(r->cx.store, u))) != NULL);
+        REQUIRE(mt_resident_settle(r->res, u, r->mem[u]) == MT_OK);
+        if (p->guests >> u & 1)
+            REQUIRE(mt_arrive_invite(r->arrive, u) == MT_OK);
+    }
+}
+
+/* All ranks have come here. */
+static void meet(runner *r)
+{
+    CHECK_OK(mt_store_spread(r->cx.store, 0, 0, 0));
+}
+
+/* One has filled the share. */
+static void take_all(runner *r)
+{
+    void *of;
+
+    meet(r);
+    for (int u = 0; u < UNITS; u++)
+        if (is_settled(r, u))
+            CHECK_OK(mt_store_home(r->cx.store, u, &of)->take(of, u, r->run));
 }
 
 static void runner_open(runner *r, const plan *p, outcome *want, int fd, int rank)
@@ -598,6 +648,8 @@ static void runner_open(runner *r, const plan *p, outcome *want, int fd, int ran
     k.ctx = r->sums;
     REQUIRE(r->cx.dev->ops->queue_open(r->cx.dev, "run", &r->run) == MT_OK);
     REQUIRE(r->cx.dev->ops->queue_open(r->cx.dev, "h2d", &r->h2d) == MT_OK);
+    if (p->settled)
+        settle_all(r);
     REQUIRE(mt_offload_open(&r->cx, 2, k, &r->o) == MT_OK);
     REQUIRE(mt_update_open(&r->cx, r->o, &r->u) == MT_OK);
     REQUIRE(mt_through_open(&r->cx, 2, 65536, &r->through) == MT_OK);
@@ -610,12 +662,16 @@ static void runner_close(runner *r)
 {
     mt_update_close(r->u);
     mt_offload_close(r->o);
+    mt_resident_close(r->res);
+    mt_arrive_close(r->arrive);
     mt_through_close(r->through);
     mt_sumsq_close(r->sums);
     r->cx.dev->ops->queue_close(r->run);
     r->cx.dev->ops->queue_close(r->h2d);
     for (int u = 0; u < UNITS; u++)
         free(r->slot[u]);
+    for (int u = 0; u < UNITS; u++)
+        free(r->mem[u]);
     mt_store_close(r->cx.store);
     mt_share_close(r->cx.share);
     mt_pool_close(r->cx.pool);
@@ -629,6 +685,12 @@ static void fetch(runner *r, int unit)
     uint64_t version;
     void    *hi = NULL;
 
+    if (is_settled(r, unit)) {           /* compute reads them in the slot */
+        CHECK_OK(mt_resident_await(r->res, unit, r->run));
+        CHECK_OK(r->cx.dev->ops->copy(r->run, r->slot[unit], r->mem[unit],
+                                      mt_store_hi_bytes(r->cx.store, unit)));
+        return;
+    }
     CHECK_OK(mt_ledger_fetch_begin(r->cx.store, unit, &version));
     CHECK_OK(mt_store_hi(r->cx.store, unit, &hi));
     CHECK_OK(r->cx.dev->ops->copy(r->h2d, r->slot[unit], hi,
@@ -656,6 +718,7 @@ static int has_weights(const runner *r, int unit, const char *x, const char *y)
 static void check_fetched(runner *r)
 {
     CHECK_OK(r->cx.dev->ops->sync(r->h2d));
+    CHECK_OK(r->cx.dev->ops->sync(r->run));
     for (int u = 0; u < UNITS; u++)
         if (r->want != NULL && r->fd >= 0 &&
             !has_weights(r, u, r->slot[u], r->want->hi[r->step][u]))
@@ -696,6 +759,17 @@ static mt_plane grads_of(const runner *r, mt_dtype dt)
     return r->plan->micros > 1 && dt != MT_F32 ? MT_PLANE_ACC : MT_PLANE_GRAD;
 }
 
+/* Where the update finds it. */
+static char *place_of(const runner *r, int unit, int param, mt_plane p, int64_t from)
+{
+    void *found = NULL;
+
+    if (!is_settled(r, unit))
+        return place(r, unit, param, p, from);
+    REQUIRE(mt_resident_at(r->res, unit, param, p, &found) == MT_OK);
+    return (char *)found + mt_store_plane_bytes(r->cx.store, unit, param, p, from);
+}
+
 /* Elements [from, from + n); planes at `given`, or where they are. */
 static mt_adam_tensor tensor_of(const unit_job *j, int param, int64_t from, int64_t n,
                                 void *const *given)
@@ -710,8 +784,9 @@ static mt_adam_tensor tensor_of(const unit_job *j, int param, int64_t from, int6
     for (int p = 0; p < MT_PLANE_COUNT; p++)
         if (given != NULL && given[p] != NULL)
             at[p] = given[p];
-        else if (mt_store_plane_bytes(r->cx.store, j->unit, param, (mt_plane)p, 1) > 0)
-            at[p] = place(r, j->unit, param, (mt_plane)p, from);
+        else if (mt_store_plane_bytes(r->cx.store, j->unit, param, (mt_plane)p, 1) > 0 &&
+                 (given == NULL || !is_settled(r, j->unit) || !(MT_STATE_PLANES >> p & 1)))
+            at[p] = place_of(r, j->unit, param, (mt_plane)p, from);
     return (mt_adam_tensor){
         .dtype = d.dtype, .n = n, .hi = at[MT_PLANE_HI], .lo = lo8 ? NULL : at[MT_PLANE_LO],
         .master = at[MT_PLANE_MASTER], .m = small ? NULL : at[MT_PLANE_M],
@@ -724,11 +799,9 @@ static mt_adam_tensor tensor_of(const unit_job *j, int param, int64_t from, int6
     };
 }
 
-static mt_status update(void *arg, mt_pool *pool, float clip)
+static int tensors_of(const unit_job *j, mt_adam_tensor *t)
 {
-    const unit_job *j = arg;
-    mt_adam_tensor  t[PARAMS];
-    int             n = 0;
+    int n = 0;
 
     for (int k = 0; k < j->n; k++) {
         int64_t from, own = mt_store_owned(j->r->cx.store, j->unit, j->params[k], &from);
@@ -736,6 +809,14 @@ static mt_status update(void *arg, mt_pool *pool, float clip)
         if (own > 0)
             t[n++] = tensor_of(j, j->params[k], from, own, NULL);
     }
+    return n;
+}
+
+static mt_status update(void *arg, mt_pool *pool, float clip)
+{
+    mt_adam_tensor t[PARAMS];
+    int            n = tensors_of(arg, t);
+
     return mt_adam_step(pool, t, n, clip, mt_isa_best());
 }
 
@@ -758,6 +839,64 @@ static mt_status compute(void *arg, mt_queue *q, const mt_part *parts, int n, fl
     return mt_adam_put(q, t, n, clip);
 }
 
+static mt_status put(void *arg, mt_queue *q, float clip)
+{
+    const unit_job *j = arg;
+    mt_adam_tensor  t[PARAMS];
+    const mt_part  *parts;
+    int             n, guest;
+    mt_status       st = mt_resident_parts(j->r->res, j->unit, &parts, &n, &guest);
+
+    if (st != MT_OK || guest)
+        return st != MT_OK ? st : compute(arg, q, parts, n, clip);
+    return mt_adam_put(q, t, tensors_of(j, t), clip);
+}
+
+/* Memory of a stay is what torch's allocator would give. */
+static void lift(runner *r, int unit, void **mem, int *n)
+{
+    size_t *bytes = NULL;
+    int     taken = 0;
+
+    CHECK_OK(mt_arrive_sizes(r->arrive, unit, 65536, &bytes, n));
+    for (int i = 0; i < *n && i < 64; i++)
+        REQUIRE((mem[i] = aligned_alloc(512, bytes[i])) != NULL);
+    CHECK_OK(mt_arrive_lift(r->arrive, unit, 65536, mem, *n, r->run, &taken));
+    CHECK_EQ(taken, 1);
+    free(bytes);
+}
+
+static void leave(runner *r, int unit, void **mem, int n)
+{
+    int left = 0;
+
+    CHECK_OK(mt_arrive_leave(r->arrive, unit, 1, &left));
+    CHECK_EQ(left, 1);
+    for (int i = 0; i < n; i++)
+        free(mem[i]);
+}
+
+/* All of a gradient is there for who reads it, on whichever rank. */
+static void look_at_gradients(runner *r)
+{
+    for (int u = 0; u < UNITS; u++) {
+        CHECK_OK(mt_ledger_wait_grads(r->cx.store, u));
+        CHECK_OK(mt_mirror_bring(r->cx.store, u, 1u << MT_PLANE_GRAD));
+        for (int i = 0; i < PARAMS; i++) {
+            mt_param_desc d = shape_of(u, i);
+            size_t        n = (size_t)d.numel * mt_dtype_bytes(d.dtype);
+            char         *want = calloc(n + 1, 1);
+
+            if (d.trainable && n > 0 && r->plan->micros == 1) {
+                fill(d.dtype, want, d.numel,
+                     r->plan->seed * 99991 + (uint64_t)((r->step * 81 + u) * 9 + i));
+                CHECK_EQ(memcmp(place(r, u, i, MT_PLANE_GRAD, 0), want, n), 0);
+            }
+            free(want);
+        }
+    }
+}
+
 static void submit(runner *r, unit_job *j, uint64_t *ticket)
 {
     mt_update_job jobs[UNITS];
@@ -771,7 +910,7 @@ static void submit(runner *r, unit_job *j, uint64_t *ticket)
                 j[u].params[j[u].n++] = i;
         jobs[k] = (mt_update_job){ .unit = u, .n_params = j[u].n, .params = j[u].params,
                                    .run = update, .gradient = gradient, .compute = compute,
-                                   .arg = &j[u] };
+                                   .put = put, .arg = &j[u] };
     }
     CHECK_OK(mt_update_submit(r->u, jobs, UNITS, r->plan->max_norm, r->run, ticket));
 }
@@ -822,7 +961,8 @@ static void one_step(runner *r)
     unit_job jobs[UNITS];
     uint64_t ticket = 0;
     double   norm = 0;
-    int      skipped = 0;
+    int      skipped = 0, n[UNITS] = { 0 };
+    void    *stay[UNITS][64];
 
     for (int m = 0; m < r->plan->micros; m++) {
         for (int u = 0; u < UNITS; u++)
@@ -833,6 +973,11 @@ static void one_step(runner *r)
     }
     for (int u = 0; u < UNITS; u++)
         fetch(r, u);                     /* these copies end when others could update already */
+    if (r->plan->look == LOOK_ALL || (r->plan->look && r->rank == (r->step + 1) % r->plan->ranks))
+        look_at_gradients(r);
+    for (int u = 0; u < UNITS; u++)
+        if (r->plan->guests >> u & 1)
+            lift(r, u, stay[u], &n[u]);
     submit(r, jobs, &ticket);
     for (int u = 0; u < UNITS; u++)
         mt_offload_forget(r->o, u);
@@ -840,6 +985,9 @@ static void one_step(runner *r)
     CHECK_OK(mt_update_norm(r->u, ticket, &norm, &skipped));
     note_step(r, norm, skipped);
     CHECK_OK(mt_update_drain(r->u));     /* jobs are ours */
+    for (int u = 0; u < UNITS; u++)
+        if (r->plan->guests >> u & 1)
+            leave(r, u, stay[u], n[u]);
 }
 
 static void *go(void *arg)
@@ -848,17 +996,22 @@ static void *go(void *arg)
 
     if (r->fills)
         note_weights(r, 0);
+    if (r->plan->settled)
+        take_all(r);
     for (r->step = 0; r->step < STEPS; r->step++) {
         one_step(r);
         note_weights(r, r->step + 1);
     }
     for (int u = 0; r->want != NULL && u < UNITS; u++) {
         CHECK_OK(mt_ledger_wait_updates(r->cx.store, u));
+        CHECK_OK(mt_mirror_bring(r->cx.store, u, KEPT));
         for (int i = 0; i < PARAMS; i++)
             for (int p = 0; p < MT_PLANE_COUNT; p++)
                 if ((KEPT >> p & 1) && (shapes[i].trainable || p == MT_PLANE_HI))
                     note_end(r, u, i, (mt_plane)p);
     }
+    if (r->plan->settled)
+        meet(r);                         /* others read what is on this one's device */
     return NULL;
 }
 
@@ -871,6 +1024,8 @@ static void run_alone(const plan *p, outcome *out)
     alone.dawdle_us = 0;
     alone.turned = 0;
     alone.through = 0;
+    alone.settled = alone.guests = 0;
+    alone.look = 0;
     runner_open(&r, &alone, out, -1, 0);
     (void)go(&r);
     runner_close(&r);
@@ -957,6 +1112,40 @@ static void units_may_go_through_the_device(void)
     p.micros = 2;
     p.states = MT_STATES_FP32;
     p.dawdle_us = UNDER_TSAN ? 0 : 300;
+    run_threads(&p);
+}
+
+static void units_may_live_on_the_devices(void)
+{
+    for (int k = 0; k < (int)(sizeof numbers / sizeof *numbers); k++)
+        for (int mixed = 0; mixed < 2; mixed++) {
+            plan p = plain;
+
+            p.ranks = numbers[k];
+            p.settled = mixed ? 5 : 7;
+            p.guests = mixed ? 4 : 0;
+            p.through = 0;
+            p.micros = 1 + mixed;
+            p.turned = k == 2;
+            p.look = mixed ? 1 : LOOK_ALL;
+            p.states = mixed ? MT_STATES_8BIT_LO8 : MT_STATES_FP32;
+            p.dawdle_us = k == 1 ? (UNDER_TSAN ? 300 : 1000) : 0;
+            run_threads(&p);
+        }
+}
+
+static void guests_of_several_come_and_leave(void)
+{
+    plan p = plain;
+
+    p.ranks = 3;
+    p.settled = p.guests = 7;
+    p.look = 1;
+    p.dawdle_us = UNDER_TSAN ? 300 : 800;
+    run_threads(&p);
+    p.max_norm = 0;
+    p.turned = 1;
+    p.micros = 2;
     run_threads(&p);
 }
 
@@ -1537,6 +1726,8 @@ static void a_death_at_any_moment_ends_all(void)
     X(no_order_of_jobs_changes_a_bit)                \
     X(nobody_reads_half_an_update)                   \
     X(units_may_go_through_the_device)               \
+    X(units_may_live_on_the_devices)                 \
+    X(guests_of_several_come_and_leave)              \
     X(an_update_waits_for_copies_of_its_own_unit)    \
     X(what_one_skips_all_skip)                       \
     X(what_all_write_in_place_is_written_once)       \

@@ -14,7 +14,7 @@ typedef struct toy {
     double  update_s[MOST], add_s[MOST], disk_s[MOST], through_s[MOST], read_s[MOST];
     int64_t away[MOST], spilled[MOST], updated_on[MOST], weights[MOST], gradients[MOST];
     int64_t visiting[MOST], begin[MOST + 1], none[MOST + 1], item[MOST];
-    int64_t lent[MOST], slots[MOST], further[MOST];
+    int64_t lent[MOST], slots[MOST], further[MOST], lowered[MOST], raised[MOST];
     double  exchange_s[MOST], network_s[MOST], lost_s[MOST], spread_s[MOST];
 } toy;
 
@@ -41,7 +41,7 @@ static void toy_make(toy *t, int64_t n, double forward_s, double backward_s, int
     POINT(forward_s), POINT(backward_s), POINT(forward_host_s), POINT(backward_host_s);
     POINT(update_s), POINT(add_s), POINT(disk_s), POINT(through_s), POINT(read_s), POINT(away);
     POINT(spilled), POINT(updated_on), POINT(weights), POINT(gradients), POINT(visiting);
-    POINT(lent), POINT(slots), POINT(further);
+    POINT(lent), POINT(slots), POINT(further), POINT(lowered), POINT(raised);
     POINT(exchange_s), POINT(network_s), POINT(lost_s), POINT(spread_s);
 #undef POINT
 }

@@ -1,0 +1,66 @@
+/* ferry.h — new weights of settled units, between ranks that update them, by way of the share.
+ *
+ * Each rank has a settled unit's whole weights in a slot, and updates its own portion of them there
+ * (resident.h). That goes down to the share, where every process reads weights whatever the unit's
+ * home; the others fetch it up from there. So nobody has to come to a collective, and of a
+ * parameter 2 / N bytes go down and 2 (N - 1) / N up on each rank, in both directions at once.
+ *
+ * Nouns, in the order they appear below:
+ *   down, up   the ferry's two queues
+ *   lower      the copy of the own portion behind an update, and then the update's end in the
+ *              ledger, where it waits for all ranks' as everywhere in a share
+ *   raise      the copy of the others' portions into the slot
+ *
+ *     mt_ferry_open(cx, &mu, raise_one, r, &f);
+ *     mt_ferry_lower(f, unit, mem, made, &job);       // behind the update: returns at once
+ *     ... a thread of ours ends the update; another calls raise_one(r, unit), which asks
+ *     mt_ferry_raise(f, unit, mem);                   // when all ranks' updates are over
+ *     mt_ferry_await(f, unit, run);                   // run: until they are there
+ *
+ * Units are raised in the order in which their updates were put, ahead of their windows; an await
+ * that comes before does it itself.
+ *
+ * Edges (each can be left out: debug.h):
+ *   MOVED    down waits for the update whose weights it copies     STEPPED's event of resident.h
+ *   LOWERED  the residents' queue waits for the copy down before   recorded on down, behind it
+ *            the unit's next update; and our thread on the host,
+ *            before it ends the update
+ *   RAISED   run waits for the copy up                             recorded on up, behind it
+ *   UPDATED  who raises has waited in the ledger, on the host, until all ranks' updates are over:
+ *            its own, which is behind ASKED, so compute on what is overwritten is over too
+ *
+ * Threads: mu is the room's that has the ferry: lower, raise, before, await are called under it.
+ *          stop, close: without it.
+ */
+#ifndef MT_FERRY_H
+#define MT_FERRY_H
+
+#include "home.h"
+
+typedef struct mt_ferry mt_ferry;
+
+/* raise: of ours, without mu, when this rank's update of the unit has ended; it waits for the
+ * others'. */
+mt_status mt_ferry_open (mt_context *cx, mt_mutex *mu, void (*raise)(void *arg, int unit),
+                         void *arg, mt_ferry **out);
+void      mt_ferry_stop (mt_ferry *f);       /* ends updates; what was not raised is left */
+void      mt_ferry_close(mt_ferry *f);       /* stops it first; NULL is fine */
+/* All that was lowered has ended, and been raised. Without mu. */
+mt_status mt_ferry_drain(mt_ferry *f);
+
+/* A unit's events, before its first copy; and when it is settled no more, behind all of them. */
+mt_status mt_ferry_board(mt_ferry *f, int unit);
+void      mt_ferry_land (mt_ferry *f, int unit);
+
+/* mem: the unit's slot. made: recorded behind the update. *j is the ferry's from here on, also on
+ * failure: it ends the unit's update, and frees the job. */
+mt_status mt_ferry_lower (mt_ferry *f, int unit, void *mem, mt_event *made,
+                          const mt_update_job *j, uint64_t *bytes);
+mt_status mt_ferry_raise (mt_ferry *f, int unit, void *mem, uint64_t *bytes);
+/* The own portion from the share into the slot, in q. */
+mt_status mt_ferry_return(mt_ferry *f, int unit, void *mem, mt_queue *q, uint64_t *bytes);
+mt_status mt_ferry_before(mt_ferry *f, int unit, mt_queue *q);
+mt_status mt_ferry_await (mt_ferry *f, int unit, mt_queue *run);
+mt_queue *mt_ferry_up    (mt_ferry *f);      /* whose copies read the share */
+
+#endif

@@ -1,0 +1,75 @@
+"""Models that several processes load, or make, and stream: what each then has."""
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from several import digest
+from torch import nn
+
+SIZE = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+            vocab_size=500)
+
+
+def built(kind: str, dtype: torch.dtype, seed: int = 5) -> Any:
+    import transformers as tf
+    torch.manual_seed(seed)
+    if kind == "moe":
+        return tf.MixtralForCausalLM(tf.MixtralConfig(**SIZE, num_local_experts=4)).to(dtype)
+    return tf.LlamaForCausalLM(tf.LlamaConfig(**SIZE, tie_word_embeddings=kind == "tied")).to(dtype)
+
+
+def from_files(rank: int, group: Any, folder: str) -> dict[str, Any]:
+    """A model of files, with masters where they are of fp32, after a step too; and what this process read and made."""
+    import transformers as tf
+
+    import megatrain_torch as mt
+    from megatrain_torch import _core
+    from megatrain_torch.model import pretrained
+    read, made, own = [0], [0], (_core.read_file, pretrained.loaded)
+
+    def counted(file: Any, *rest: Any) -> None:
+        read[0] += sum(extent[2] for extent in file[2])
+        own[0](file, *rest)
+
+    def looked(*args: Any, **kw: Any) -> Any:
+        model = own[1](*args, **kw)
+        made[0] = sum(p.nbytes for p in model.parameters() if not p.is_meta)
+        return model
+
+    _core.read_file, pretrained.loaded = counted, looked
+    try:
+        asked = {} if group is None else {"group": group}
+        model = mt.from_pretrained(tf.AutoModelForCausalLM, folder, dtype=torch.bfloat16, device="cpu", **asked)
+    finally:
+        _core.read_file, pretrained.loaded = own
+    return {"read": read[0], "made": made[0]} | _stepped(model)
+
+
+def made_by_the_script(rank: int, group: Any, how: str) -> dict[str, Any]:
+    """The first one's model; others have one of other values, or none."""
+    import megatrain_torch as mt
+    model = built("tied", torch.float32, 5 + rank)
+    if rank and how == "meta":
+        with torch.device("meta"):
+            model = built("tied", torch.float32)
+    before, ids = list(model.parameters()), [id(p) for p in model.parameters()]
+    mt.stream(model, "cpu", dtype=torch.bfloat16, masters=True, **({} if group is None else {"group": group}))
+    assert ids == [id(p) for p in model.parameters()] and all(p is q for p, q in zip(before, model.parameters()))
+    return _stepped(model)
+
+
+def _stepped(model: nn.Module) -> dict[str, str]:
+    """Once they were loaded, and after a step."""
+    import megatrain_torch as mt
+    noted = {f"buffer {name}": digest(b) for name, b in model.named_buffers()}
+    opt = mt.AdamW(model.parameters(), lr=1e-2)
+    ids = torch.arange(24).view(2, 12)
+    for step in range(2):
+        noted |= {f"{step} {name}": digest(p) for name, p in model.named_parameters()}
+        noted |= {f"{step} master {name}": digest(t) for name, t in mt.masters(model).items()}
+        model(input_ids=ids, labels=ids).loss.backward()     # the same on all: their mean is one's
+        opt.step()
+        opt.zero_grad()
+    mt.unstream(model)
+    return noted
