@@ -18,7 +18,7 @@ uint8_t mt_fp8_code(float v)
         return MT_FP8_NAN;
     if (a >= 0x43e00000u)                               /* 448 */
         return (uint8_t)(sign | 0x7eu);
-    if (a < 0x3c800000u) {                              /* 2^-6: steps of 2^-9, as fp32 has at 2^14 */
+    if (a < 0x3c800000u) {                              /* 2^-6: steps of 2^-9, fp32's at 2^14 */
         bits sum = { .u = a };
 
         sum.f += 16384.0f;

@@ -1,13 +1,13 @@
-/* fp8.h — a matrix as codes of 8 bits with a scale for each row, and its transpose with a scale for
- * each column. The host's side is the definition.
+/* fp8.h — a matrix as codes of 8 bits with a scale for each row, and its transpose with a scale
+ * for each column. The host's side is the definition.
  *
  * Letters: x [R,C], rows dense. Codes are E4M3 without infinities (F8E4M3, torch's float8_e4m3fn):
  * 4 bits of exponent, 3 of fraction; 448 is the largest, 2^-9 the smallest.
  *
- *   by rows      scale[r] = 2^e, e the least integer with max|x[r,:]| <= 448 * 2^e, but -126 at least
+ *   by rows      scale[r] = 2^e, e the least integer with max|x[r,:]| <= 448 * 2^e, at least -126
  *                codes[r,c] = code(x[r,c] * 2^-e)
- *   by columns   the same of x', in memory of its own: codes [C, wide], where behind column R-1 there
- *                are zeros, since products want sums over multiples of 16
+ *   by columns   the same of x', in memory of its own: codes [C, wide], where behind column R-1
+ *                there are zeros, since products want sums over multiples of 16
  *   code(v)      the nearest, ties to even; nothing is above 448 by then. -0 stays. NaN: 0x7f
  *
  * Scales are powers of two. So scaling rounds nothing, and what a code is off by depends neither on

@@ -1,5 +1,5 @@
-// fp8_cuda.cu — fp8.h on CUDA, to the definition's bits: codes by rows in one pass where only those
-// are wanted; else a pass for the largest magnitudes and one for codes.
+// fp8_cuda.cu — fp8.h on CUDA, to the definition's bits: codes by rows in one pass where only
+// those are wanted; else a pass for the largest magnitudes and one for codes.
 #include "fp8_cuda.h"
 #include "kernel.cuh"
 #include <cuda_fp8.h>
@@ -329,11 +329,12 @@ template <typename T, int W> const char *launch(cudaStream_t stream, const mt_fp
         return mt::launch_error();
     }
     const int64_t rows = f.by_rows == nullptr ? 0 : f.rows;
+    const dim3    grid(blocks(f.cols, WARP * W), blocks(f.rows, TALL));
 
     if (rows > 0)
         (void)cudaMemsetAsync(f.row_scale, 0, (size_t)rows * sizeof(float), stream);
     (void)cudaMemsetAsync(f.column_scale, 0, (size_t)f.cols * sizeof(float), stream);
-    most_kernel<T, W><<<dim3(blocks(f.cols, WARP * W), blocks(f.rows, TALL)), THREADS, 0, stream>>>(f);
+    most_kernel<T, W><<<grid, THREADS, 0, stream>>>(f);
     scales_kernel<<<blocks(rows + f.cols, THREADS), THREADS, 0, stream>>>(f.row_scale, rows,
                                                                           f.column_scale, f.cols);
     tile_kernel<T, W><<<dim3(blocks(f.cols, TILE_COLS), blocks(f.wide, TILE_ROWS)), THREADS, 0,
@@ -380,6 +381,7 @@ extern "C" const char *mt__fp8_finish_cuda(uintptr_t handle, const mt_gemm *g, c
     if (g->c_type == MT_F32)
         finish_kernel<<<n, THREADS, 0, stream>>>(*g, static_cast<const float *>(sums), alpha);
     else
-        finish_kernel<<<n, THREADS, 0, stream>>>(*g, static_cast<const __nv_bfloat16 *>(sums), alpha);
+        finish_kernel<<<n, THREADS, 0, stream>>>(
+            *g, static_cast<const __nv_bfloat16 *>(sums), alpha);
     return mt::launch_error();
 }

@@ -1,5 +1,6 @@
-/* fp8_cuda.h — private to csrc/ops and its bindings: fp8.h on a CUDA stream, to the same bits, and
- * what is left of a product of codes where cublasLt scales no rows. All memory is the device's. */
+/* fp8_cuda.h — private to csrc/ops and its bindings: fp8.h on a CUDA stream, to the same bits,
+ * and what is left of a product of codes where cublasLt scales no rows. All memory is the
+ * device's. */
 #ifndef MT_FP8_CUDA_H
 #define MT_FP8_CUDA_H
 

@@ -8,8 +8,8 @@
  *   blas     the same product in a BLAS's words, where every matrix is by columns
  *   key      what a choice of algorithm depends on
  *
- * Types: a and b alike, F32, BF16 or F16; c that type too, or F32. Or a and b are F8E4M3, codes with
- *        scales (fp8.h), and c is F32 or BF16: then
+ * Types: a and b alike, F32, BF16 or F16; c that type too, or F32. Or a and b are F8E4M3, codes
+ *        with scales (fp8.h), and c is F32 or BF16: then
  *            c = alpha * (a_scale[i] * b_scale[j]) * a @ b + bias[j] + base
  *
  *     mt_gemm g = { .ab = MT_BF16, .c_type = MT_F32 };

@@ -6,7 +6,7 @@
 """
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import TypeVar
 
 import torch
@@ -44,3 +44,17 @@ def inner(layers: Sequence[T]) -> Sequence[T]:
     """Those of a model's decoder layers, in their order, whose products are of codes: all but the first and the last,
     which published recipes leave as they are."""
     return layers[1:-1]
+
+
+def check_layers(name: str, layers: Collection[object], types: Collection[torch.dtype]) -> None:
+    """layers: those of a model whose products would be of codes. types: of their matrices.
+
+    Raises:
+        MegatrainError: there are none, or theirs are not bf16: nothing would be as it was asked for.
+    """
+    if not layers:
+        raise MegatrainError(f"products='fp8': {name} has no layer for them: they are made in decoder layers that a "
+                             "template covers, but for the first and the last; use products='bf16'")
+    if other := sorted(str(t) for t in types if t != torch.bfloat16):
+        raise MegatrainError(f"products='fp8': layers of {name} have weights of type {other[0]}, and codes are made of "
+                             "bf16: dtype=torch.bfloat16")

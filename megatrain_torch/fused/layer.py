@@ -12,6 +12,7 @@ keys and values, cut off from the graph; a backward through them raises.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,7 +29,7 @@ from ..graph.swap import Part
 from .node import Layer, Link
 from .proof.case import Case, Refused, Same, numbers_of, structure_of
 from .runner import Runner
-from .templates import Coded, Unfit, Weights, template
+from .templates import Coded, Unfit, Weights, fits, template
 from .trial import Trial
 
 if TYPE_CHECKING:
@@ -71,6 +72,18 @@ def give_codes(windows: list[Window]) -> None:
     """Products of codes to the layers of a model that are to have them."""
     for window in inner([w for w in windows if w.fused is not None and w.fused.template.coded]):
         window.fused.coded = True
+
+
+def codable(windows: Iterable[tuple[str, nn.Module]]) -> list[nn.Module]:
+    """Of windows before they stream, those that `give_codes` would choose."""
+    return inner([m for _, m in windows if _is_codable(m)])
+
+
+def _is_codable(module: nn.Module) -> bool:
+    try:
+        return template(module).coded
+    except Unfit:
+        return False
 
 
 @dataclasses.dataclass
@@ -163,6 +176,17 @@ class Fused(Runner):
         the weights themselves."""
         w = self.weights(names)
         return Coded(w, wanted) if self.coded and self.template.coded else w
+
+    @property
+    def products(self) -> str:
+        """How they are computed, where not as the module's own code has them; and which are as those all the same."""
+        if not self.coded or not self.template.coded:
+            return ""
+        dtype = self.window.records[0].dtype
+        rest = [f"{n} ({sum(one.rows)} x {one.inputs})" for one in self.template.linears
+                if not fits((sum(one.rows), one.inputs), dtype) for n in one.weights[:1]]
+        rest += ["experts"] * self.template.routes
+        return f"products in fp8 but for {', '.join(rest)}" if rest else "products in fp8"
 
     def check_versions(self, versions: list[int]) -> None:
         if versions != self.versions():

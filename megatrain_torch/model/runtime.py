@@ -36,7 +36,7 @@ from .trained import Trained
 class Runtime:
     """
     Attributes:
-        room: refuses planes that come later and will not fit. compute: as given to mt.stream. products: of layers, by base/products.py.
+        room: refuses planes that come later and will not fit. compute, products: as given to mt.stream.
         planning: planning.Planning, of an ordinary loop that nobody has planned; None: somebody has.
         trace: mt.trace's, while it is on; else UNTRACED.
         structures: of windows that torch.compile runs. proofs: that templates are what windows' modules are.

@@ -7,6 +7,7 @@ deepcopy and pickle turn back into an ordinary model.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,8 +17,10 @@ from ..base import patches
 from ..base.arguments import check_dtype
 from ..base.errors import MegatrainError
 from ..base.limits import parse_bytes
-from ..base.units import find
+from ..base.products import check_layers
+from ..base.units import find, stored_dtype
 from ..base.units import group as grouped
+from ..fused.layer import codable
 from ..group.ranks import Ranks, as_one, ranks_of
 from ..plans.fleet import Fleet
 from ..plans.planner import Plan
@@ -114,6 +117,8 @@ def _stream(module: nn.Module, where: torch.device, limits: Limits, choices: Cho
         found = find(module, limits.units)
         choices.check_windows([name or type(module).__name__ for name, _ in found.windows])
         groups = grouped(module, found)
+        if choices.products == "fp8":
+            _check_codes(module, codable(found.windows), dtype)
     if ranks is not None:
         check(ranks, groups, choices, reduce)
     asked = choices.asked(type(module).__name__, groups, dtype, where, Fleet(*fleet_of(ranks)))
@@ -127,6 +132,11 @@ def _stream(module: nn.Module, where: torch.device, limits: Limits, choices: Cho
     if choices.itself:
         rt.planning = Planning(weakref.proxy(rt), limits, choices.plan)
     _build(rt, module, found, fit, choices, masters)
+
+
+def _check_codes(module: nn.Module, layers: Sequence[nn.Module], dtype: torch.dtype | None) -> None:
+    check_layers(type(module).__name__, layers,
+                 {stored_dtype(p, dtype) for m in layers for p in m.parameters() if p.ndim > 1})
 
 
 def _build(rt: Runtime, module: nn.Module, found: Any, fit: Fit, choices: Choices, masters: bool) -> None:

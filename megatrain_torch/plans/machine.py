@@ -233,7 +233,8 @@ def _of_file(path: Path) -> Machine:
 _ROWS = {"gemm": ((int, int, float), False), "attention": ((int, float, float), True),
          "adam_gparams": ((int, float), True), "adam8_gparams": ((str, float), False), "origins": ((str, str), False)}
 _MAY_BE_EMPTY = ("adam8_gparams", "origins")
-_MAY_BE_ZERO = ("fp8_gain", "vram_overhead_bytes", "host_overhead_bytes", "disk_tbw", "whole_gbps", "host_gbps", "exchange_gbps")
+_MAY_BE_ZERO = ("vram_overhead_bytes", "host_overhead_bytes", "disk_tbw", "whole_gbps", "host_gbps", "exchange_gbps",
+                 "fp8_gain")
 
 
 def _is(kind: type, value: Any, zero: bool = False) -> bool:
@@ -396,8 +397,8 @@ def _attention(table: tuple[tuple[int, float, float], ...], by: float) -> tuple[
 
 
 RATES = ("gemm", "attention", "hbm_gbps", "h2d_gbps", "d2h_gbps", "both_gbps", "busy_gbps", "adam_gparams",
-         "add_gparams", "device_adam_gparams", "launch_us", "fp8_gain", "disk_read_gbps", "disk_write_gbps", "disk_both_gbps",
-         "disk_tbw", "whole_gbps", "host_gbps", "exchange_gbps", "lost_gbps", "network_gbps")
+         "add_gparams", "device_adam_gparams", "launch_us", "fp8_gain", "disk_read_gbps", "disk_write_gbps",
+         "disk_both_gbps", "disk_tbw", "whole_gbps", "host_gbps", "exchange_gbps", "lost_gbps", "network_gbps")
 ON_SHEETS = ("gemm", "attention", "hbm_gbps", "h2d_gbps", "d2h_gbps", "both_gbps", "device_adam_gparams",
              "disk_read_gbps", "disk_write_gbps", "disk_both_gbps", "disk_tbw", "exchange_gbps")
 

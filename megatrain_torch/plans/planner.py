@@ -209,16 +209,13 @@ def plan(model: Any, *, tokens: int, seq: int, machine: Machine | str | None = N
     """
     disk = _disk(nvme, homes, activations)
     fleet = fleet_of(gpus, machines)
-    check_products(products, compute)
     wishes = dataclasses.replace(_wishes(tokens, seq, compute, homes, activations, slots, micro),
                                  nvme=None if disk is None else disk.room(), grads=_grads(grads, micro),
                                  states=check_states(states), fleet=fleet)
     check_homes(fleet, _each(homes), disk is not None)
-    limits = _limits(machine, vram, host)
+    limits = _limits(machine, vram, host, check_products(products, compute))
     shape_with = shapes_of(model, dtype=dtype, units=units, layers=layers, products=products)
     shape = shape_with(states)
-    if products == "fp8" and not limits.fp8_gain:
-        raise MegatrainError(f"products='fp8': {limits.name} has no products of 8-bit codes; use products='bf16'")
     if compute == "auto" and products == "bf16":       # as mt.stream has it
         halves = all(w.itemsize == 2 for w in shape.windows)
         wishes = dataclasses.replace(wishes, fused=halves and limits.device == "cuda")
@@ -243,9 +240,11 @@ def _disk(nvme: str | dict[str, Any] | None, homes: str | dict[str, str] | None,
     return disk
 
 
-def _limits(machine: Machine | str | None, vram: int | str | None, host: int | str | None) -> Machine:
+def _limits(machine: Machine | str | None, vram: int | str | None, host: int | str | None, products: str) -> Machine:
     """The machine, with as much memory as a plan may use."""
     limits = resolve(machine)
+    if products == "fp8" and not limits.fp8_gain:
+        raise MegatrainError(f"products='fp8': {limits.name} has no products of 8-bit codes; use products='bf16'")
     here = host_now(limits) if machine is None else limits.host_bytes
     most = parse_bytes(host, "host") or without_margin(here, PLANNED_SHARE)
     return limits.with_limits(parse_bytes(vram, "vram"), most)

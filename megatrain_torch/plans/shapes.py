@@ -20,7 +20,7 @@ from ..base.arguments import check_count, check_dtype
 from ..base.errors import MegatrainError
 from ..base.formats import master_bytes, moment_bytes
 from ..base.modes import KEEPS, LINKED
-from ..base.products import inner
+from ..base.products import check_layers, inner
 from ..base.units import ALIGN, find, group, output_embeddings, stored_dtype, weight_bytes
 from ..fused.templates import Unfit, template
 
@@ -176,7 +176,7 @@ def shapes_of(model: Any, *, dtype: torch.dtype | None = None, units: list[str |
                                learns))
 
     if products == "fp8":
-        windows = _coded(windows)
+        windows = _coded(type(model).__name__, windows)
 
     def shape_with(states: str) -> Shape:
         own = tuple(unit_bytes(name, params, dtype, states) for name, params in groups)
@@ -185,9 +185,11 @@ def shapes_of(model: Any, *, dtype: torch.dtype | None = None, units: list[str |
     return shape_with
 
 
-def _coded(windows: list[Window]) -> list[Window]:
+def _coded(name: str, windows: list[Window]) -> list[Window]:
     """As mt.stream chooses them."""
     layers = {w.name for w in inner([w for w in windows if w.kind == "layer" and w.template is not None])}
+    check_layers(name, layers, {torch.bfloat16 if w.itemsize == 2 else torch.float32 for w in windows
+                                if w.name in layers})
     return [dataclasses.replace(w, coded=w.name in layers) for w in windows]
 
 

@@ -10,7 +10,7 @@ sum over all tokens, of which the former would lose a part that grows with their
 """
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 from torch import Tensor
@@ -18,7 +18,6 @@ from torch import Tensor
 from ... import ops
 from .parts import Weights
 
-TYPES = (torch.bfloat16, torch.float32)
 WHOLE = 16                  # that many codes are loaded at once: sizes are multiples of it
 
 
@@ -33,8 +32,9 @@ class Coded(Weights):
         self._wanted = wanted
         self._rows: dict[tuple[str, ...], ops.Codes] = {}
         self._columns: dict[tuple[str, ...], ops.Codes] = {}
-        # Of outputs' gradients one product has been made of: the tensor, and the codes that the other one will want.
-        self._gradients: dict[tuple[str, ...], tuple[Tensor, ops.Codes]] = {}
+        # Of outputs' gradients one product has been made of: the tensor, and the codes that the other one will want,
+        # by rows or not.
+        self._gradients: dict[tuple[str, ...], tuple[Tensor, bool, ops.Codes]] = {}
 
     def product(self, names: tuple[str, ...], x: Tensor, biases: tuple[str, ...] = ()) -> Tensor:
         if not self._fits(names, x):
@@ -86,16 +86,16 @@ class Coded(Weights):
 
     def _gradient(self, names: tuple[str, ...], dy: Tensor, by_rows: bool) -> ops.Codes:
         """Codes of dy. Those of the other kind are made beside them, and kept for the product that wants them."""
-        of, codes = self._gradients.pop(names, (None, None))
-        if of is dy:
+        of, are_rows, codes = self._gradients.pop(names, (None, False, None))
+        if of is dy and are_rows == by_rows:
             return codes
         if not any(n in self._wanted for n in names):
             return ops.fp8_cast(dy)
         rows, columns = ops.fp8_cast_both(dy)
-        self._gradients[names] = dy, columns if by_rows else rows
+        self._gradients[names] = dy, not by_rows, columns if by_rows else rows
         return rows if by_rows else columns
 
 
-def fits(matrix: torch.Size, dtype: torch.dtype) -> bool:
+def fits(matrix: Sequence[int], dtype: torch.dtype) -> bool:
     """Can products with a matrix [N, K] of such a layer be of codes?"""
-    return dtype in TYPES and matrix[0] % WHOLE == 0 and matrix[1] % WHOLE == 0
+    return dtype == torch.bfloat16 and matrix[0] % WHOLE == 0 and matrix[1] % WHOLE == 0

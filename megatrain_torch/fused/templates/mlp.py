@@ -56,6 +56,7 @@ class GatedMLP:
         self.gu, self.down, self.act = gated_linears(layer, name)
         self.norm2, self.norm2b, self.factor = norm2, norm2b, factor
         self.norms = [n for n in (norm2, norm2b) if n]
+        self.linears = self.gu, self.down
         self.names = {*self.gu.names, *self.down.names}
 
     @staticmethod

@@ -70,6 +70,7 @@ class SelfAttention:
         self._read_heads(attn)
         self._read_norms(layer)
         self._refuse(attn)
+        self.linears = self.qkv, self.o
         self.names = {*self.qkv.names, *self.o.names} | ({self.sinks} if self.sinks else set())
 
     def _read_projections(self, layer: nn.Module, attn: nn.Module) -> None:
