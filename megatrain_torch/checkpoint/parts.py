@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import _core
+from ..base.codes import coded
 from ..base.errors import MegatrainError
 from ..base.formats import LOW_BYTES
 from ..optim.adamw import AdamW
@@ -71,7 +72,15 @@ def names_of(model: nn.Module) -> dict[Tensor, str]:
     for name, p in model.named_parameters(remove_duplicate=False):
         if p not in names or (names[p] in tied and name not in tied):
             names[p] = name
-    return names
+    return {p: name for whole, name in names.items() for p, name in _pieces(whole, name)}
+
+
+def _pieces(p: Tensor, name: str) -> list[tuple[Tensor, str]]:
+    """A parameter with its name; one that is codes by its pieces, as its package names them."""
+    whole = p._mt.whole
+    if whole is None:
+        return [(p, name)]
+    return [(r.param, name if not key else whole.format.label(name, key)) for r, key in zip(whole.records, whole.names)]
 
 
 def buffers_of(model: nn.Module) -> dict[str, Tensor]:
@@ -105,7 +114,10 @@ def _entry(record: Record, plane: str, name: str) -> Entry:
 
 def _weights(model: nn.Module, names: dict[Tensor, str]) -> list[Entry]:
     records = sorted(((p._mt, name) for p, name in names.items()), key=lambda item: (item[0].unit, item[0].index))
-    buffers = [Entry(name, b.detach().to("cpu", copy=True).contiguous()) for name, b in buffers_of(model).items()]
+    beside = {k: t for p, name in names.items() if (w := p._mt.whole) is not None
+              for k, t in w.format.beside(w.param, name).items()}
+    buffers = [Entry(name, b.detach().to("cpu", copy=True).contiguous())
+               for name, b in (buffers_of(model) | beside).items()]
     for name, memory in [(name, r.host) for r, name in records] + [(e.name, e.memory) for e in buffers]:
         if memory.dtype not in KINDS:
             raise MegatrainError(f"{name}: safetensors has no {memory.dtype}")
@@ -188,6 +200,8 @@ def _beside(model: nn.Module, files: list[TensorFile]) -> dict[str, bytes]:
 def _has_its_names(model: nn.Module) -> bool:
     """Are transformers' parameters in it under the names that from_pretrained looks for? A wrapper, or an adapter,
     changes them; from what it takes for its files it would make a model of random weights, with a warning."""
+    if any(not format.reloads for _, _, _, format in coded(model)):
+        return False
     modeling = sys.modules.get("transformers.modeling_utils")
     if modeling is None or not any(isinstance(m, modeling.PreTrainedModel) for m in model.modules()):
         return True

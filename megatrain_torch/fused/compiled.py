@@ -263,6 +263,9 @@ def compiled_of(rt: Compiles, window: Window, module: nn.Module) -> Compiled | N
     if module.__module__.startswith("torch.nn.") and not any(True for _ in module.children()):
         window.unfit = "a single operation"
         return None
+    if window.wholes:
+        window.unfit = f"its weights are codes: {window.wholes[0].format.name}"
+        return None
     try:
         return Compiled(window, module, structure_of(rt, window, module))
     except Unfit as reason:

@@ -44,7 +44,7 @@ def unfit(module: nn.Module) -> str:
 
 def give_head(window: Window, module: nn.Module) -> None:
     """The head's window defers from now on, or says why it cannot."""
-    window.unfit = unfit(module)
+    window.unfit = unfit(module) or (f"its weights are codes: {window.wholes[0].format.name}" if window.wholes else "")
     window.head = None if window.unfit else Head(window, module)
 
 

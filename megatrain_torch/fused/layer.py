@@ -61,6 +61,9 @@ def template_of(rt: Any, window: Window, module: nn.Module) -> Fused | None:
     """The window with a template, where the runtime wants one and there is one; window.unfit says why not."""
     if not wanted(rt.compute, rt.is_cuda, [r.dtype for r in window.records]):
         return None
+    if window.wholes:
+        window.unfit = f"its weights are codes: {window.wholes[0].format.name}"
+        return None
     try:
         return Fused(window, module)
     except Unfit as reason:

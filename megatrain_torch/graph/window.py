@@ -157,6 +157,7 @@ class Window:
         self.trainable: list[Record] = []
         self.frozen: list[Record] = []
         self.params: list[nn.Parameter] = []
+        self.wholes = [r.whole for r in records if r.whole is not None]
         self.look()
 
     def look(self) -> None:
@@ -233,17 +234,24 @@ class Window:
             bound = dict(zip(self.records, self.views(self.records)))
         for r in self.trainable if trainable is None else trainable:
             bound[r].requires_grad_()
+        return self._together(bound)
+
+    def _together(self, bound: dict[Record, Tensor]) -> dict[Record, Tensor]:
+        """Weights of codes are what their packages' code computes with, over the slots' tensors."""
+        for whole in self.wholes:
+            if whole.records[0] in bound:
+                bound[whole.records[0]] = whole.of([bound[r] for r in whole.records])
         return bound
 
     def bind_shared(self) -> dict[Record, Tensor]:
         """Slot tensors for a run that records nothing: the slots' own, not made anew."""
         if self.alone:
-            return dict(zip(self.records, self.runtime.ring.leaves(self.units[0])))
+            return self._together(dict(zip(self.records, self.runtime.ring.leaves(self.units[0]))))
         bound = {}
         for unit in self.units:
             leaves = self.runtime.ring.leaves(unit)
             bound.update({r: leaves[r.index] for r in self.records if r.unit == unit})
-        return bound
+        return self._together(bound)
 
     def bind(self, grad: bool) -> dict[Record, Tensor]:
         """Slot tensors, tied to the host parameters where autograd records."""
@@ -255,7 +263,7 @@ class Window:
         if self.frozen:
             with torch.no_grad():
                 bound.update(zip(self.frozen, self.views(self.frozen)))
-        return bound
+        return self._together(bound)
 
     def split(self) -> None:
         """Follows requires_grad: which records take part in the graph."""
@@ -340,7 +348,7 @@ class Window:
         frozen = [r for r in records if not r.was_trainable]
         with torch.no_grad():
             bound.update(zip(frozen, self.views(frozen) if frozen else ()))
-        return bound
+        return self._together(bound)
 
     def _run_saved(self, args: Any, kwargs: Any, mode: Mode) -> Any:
         if not mode.host:

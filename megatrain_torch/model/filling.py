@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from .. import _core
+from ..base.codes import plain_kind
 from ..base.units import Group, stored_dtype
 from ..group.ranks import Ranks, as_one
 from ..plans.asked import Asked
@@ -14,9 +15,10 @@ from ..plans.host_memory import TRIM_BYTES, give_back, own_bytes
 from ..plans.tally import SETTLED
 from ..store import gradient
 from ..store.disk import file_bytes
-from ..store.guard import StreamedParameter
+from ..store.guard import StreamedParameter, streamed_kind
 from ..store.mapped import Mapped
 from ..store.records import DTYPES, Record
+from ..store.whole import wholes_of
 from .choices import Choices
 from .fitting import Fit, units_at
 from .origins import Origins
@@ -53,6 +55,7 @@ def _add_units(rt: Runtime, asked: Asked) -> None:
         unit = rt.core.add_unit(name, kinds, [p.numel() for _, p in params], [p.requires_grad for _, p in params])
         rt.units.append([_record(rt, unit, name, i, full, p, asked.dtype) for i, (full, p) in enumerate(params)])
         rt.unit_names.append(name)
+        rt.wholes.append(wholes_of(rt.units[-1]))
 
 
 def _record(rt: Runtime, unit: int, unit_name: str, index: int, full: str, p: nn.Parameter,
@@ -102,6 +105,8 @@ def fill(rt: Runtime, groups: list[Group], origins: Origins, masters: bool) -> N
                     r.exact = value
             for r in records:
                 _adopt(rt, r)
+            for whole in rt.wholes[unit]:
+                whole.adopted()
             if unit in rt.homes.settled and rt.ranks is None:
                 rt.homes.take(unit)
             if unit in filed:
@@ -139,7 +144,7 @@ def _adopt(rt: Runtime, r: Record) -> None:
     rt.records.append(r)                 # from here on it is given back when something fails
     r.address, r.offset, r.version = hi.data_ptr(), rt.core.offset(r.unit, r.index), r.host._version
     p.grad = grad
-    p.__class__ = StreamedParameter
+    p.__class__ = streamed_kind(type(p))
     p._mt, p._mt_runtime = r, rt
 
 
@@ -153,6 +158,8 @@ def empty(rt: Runtime) -> None:
                 rt.core.wait_grads(unit)
         for r in records:
             _restore(r)
+        for whole in rt.wholes[unit]:
+            whole.given_back()
         if rt.homes.away(unit):
             rt.homes.take(unit)
 
@@ -167,6 +174,6 @@ def _restore(r: Record) -> None:
         grad, p.grad = p.grad, None
     p.__dict__.pop("_mt", None)
     p.__dict__.pop("_mt_runtime", None)
-    p.__class__ = nn.Parameter
+    p.__class__ = nn.Parameter if type(p) is StreamedParameter else plain_kind(p)
     p.data = value
     p.grad = grad

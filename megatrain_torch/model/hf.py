@@ -20,6 +20,7 @@ from torch import nn
 from ..base import patches
 from ..base.errors import MegatrainError
 from ..graph import masks
+from ..store.guard import HostTensor
 from .keeps import Keeps
 
 _devices: weakref.WeakKeyDictionary[nn.Module, torch.device] = weakref.WeakKeyDictionary()     # where they compute
@@ -43,10 +44,21 @@ def prepare(rt: Streamed, root: nn.Module, put: Any) -> None:
         return
     patches.once("PreTrainedModel.device", lambda: _report_compute_device(base))
     masks.install()
+    _save_torchaos()
     for m in root.modules():
         if isinstance(m, base):
             _devices[m] = rt.device
             put(m, "resize_token_embeddings", _refuse_resize)
+
+
+def _save_torchaos() -> None:
+    """torchao's save_pretrained takes plain tensors and its own, and nothing else."""
+    quantizer = sys.modules.get("transformers.quantizers.quantizer_torchao")
+    own = getattr(quantizer, "flatten_tensor_state_dict", None)
+    if own is not None:
+        patches.once("flatten_tensor_state_dict", lambda: patches.replaced(
+            quantizer, "flatten_tensor_state_dict",
+            lambda tensors: own({k: t.clone() if type(t) is HostTensor else t for k, t in tensors.items()})))
 
 
 def _refuse_resize(*_: Any, **__: Any) -> Any:

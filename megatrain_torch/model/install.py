@@ -10,16 +10,17 @@ import torch
 from torch import Tensor, nn
 
 from ..base import patches
+from ..base.codes import coded
 from ..base.errors import MegatrainError
 from ..fused.compiled import compiled_of
 from ..fused.head import give_head, head_of
 from ..fused.layer import give_codes, template_of, wanted
 from ..graph.door import Door
 from ..graph.installed import Installed, method_of
+from ..graph.sight import keep_in_sight
 from ..graph.window import Window
 from ..optim import astray
 from ..store import gradient
-from ..store.guard import StreamedParameter
 from ..store.records import Record
 from ..store.state import BoundParameters, HostBuffers
 from . import hf, wrapped
@@ -32,9 +33,10 @@ def install(rt: Runtime, root: nn.Module, found: Any, modes: str | dict[str, str
     """found: windows and containers, of units.find. modes: what windows keep: all the same, or by name."""
     patches.hold(rt)
     patches.once("registrations", count_registrations)
+    keep_in_sight(format for _, _, _, format in coded(root))
     astray.watch()
     wrapped.watch()
-    by_param = {id(r.param): r for r in rt.records}
+    by_param = _by_param(rt)
     for m in root.modules():
         _bind(rt, m, by_param)
     rt.keeps.default, by_name = ("auto", modes) if isinstance(modes, dict) else (modes, {})
@@ -54,8 +56,14 @@ def install(rt: Runtime, root: nn.Module, found: Any, modes: str | dict[str, str
     rt.forwards.notice()
 
 
-def _bind(rt: Runtime, m: nn.Module, by_param: dict[int, Record]) -> None:
-    records = {n: by_param[id(p)] for n, p in m._parameters.items() if p is not None}
+def _by_param(rt: Runtime) -> dict[int, list[Record]]:
+    """Records of a parameter: of a weight of codes its pieces', else one."""
+    found = {id(r.param): [r] for r in rt.records}
+    return found | {id(whole.param): whole.records for unit in rt.wholes for whole in unit}
+
+
+def _bind(rt: Runtime, m: nn.Module, by_param: dict[int, list[Record]]) -> None:
+    records = {n: by_param[id(p)][0] for n, p in m._parameters.items() if p is not None}
     if records:
         m.__dict__["_parameters"] = BoundParameters(m._parameters, records)
     note(m, rt)
@@ -64,8 +72,9 @@ def _bind(rt: Runtime, m: nn.Module, by_param: dict[int, Record]) -> None:
     _put(m, "share_memory", _refuser("share_memory() would copy the store; mt.unstream(model) first"))
 
 
-def _add_window(rt: Runtime, name: str, m: nn.Module, by_param: dict[int, Record], is_head: bool, mode: str) -> None:
-    records = sorted((by_param[id(p)] for p in m.parameters()), key=lambda r: (r.unit, r.index))
+def _add_window(rt: Runtime, name: str, m: nn.Module, by_param: dict[int, list[Record]], is_head: bool,
+                mode: str) -> None:
+    records = sorted((r for p in m.parameters() for r in by_param[id(p)]), key=lambda r: (r.unit, r.index))
     w = Window(rt, name, m, records)
     w.keep(mode)
     w.fused = template_of(rt, w, m)
@@ -161,7 +170,7 @@ def _apply(rt: Runtime, module: nn.Module, fn: Any) -> nn.Module:
     for name, t in tensors:
         probe = torch.empty(0, dtype=t.dtype)
         out = fn(probe)
-        if out.dtype != t.dtype and isinstance(t, StreamedParameter):
+        if out.dtype != t.dtype and hasattr(t, "_mt"):
             raise MegatrainError(f"{name}: {t.dtype} to {out.dtype}: a streamed model's types are fixed; "
                                  "convert it before mt.stream, or give mt.stream(dtype=...); bf16_full_eval and "
                                  "fp16_full_eval of TrainingArguments ask for this: leave them out")

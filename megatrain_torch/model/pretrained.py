@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..base.codes import coded
 from ..group.ranks import as_one, ranks_of
 from ..plans.planner import Plan
 from .stream import stream_of
@@ -55,7 +56,9 @@ def loaded(cls: Any, path: str | Path, has_values: bool, **kwargs: Any) -> Any:
     how."""
     if not has_values and _knows_meta(cls, kwargs):
         with contextlib.suppress(Exception):             # what it raises is said by the way that all know
-            return cls.from_pretrained(path, **kwargs, device_map="meta")
+            found = cls.from_pretrained(path, **kwargs, device_map="meta")
+            if not any(True for _ in coded(found[0] if isinstance(found, tuple) else found)):     # no codes are there
+                return found
     return cls.from_pretrained(path, **kwargs)
 
 

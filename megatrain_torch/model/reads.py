@@ -34,7 +34,9 @@ class Reads:
         key = (record.pid, torch.is_grad_enabled())
         found = self._lazy.get(key)
         if found is None:
-            found = self._lazy[key] = Lazy(record)
+            whole = record.whole
+            found = Lazy(record) if whole is None else whole.of([self.copy(r) for r in whole.records])
+            self._lazy[key] = found
         return found
 
     def forget(self) -> None:

@@ -22,6 +22,7 @@ from ..group.ranks import Ranks
 from ..plans.room import Room
 from ..store.planes import Planes
 from ..store.records import Record
+from ..store.whole import Whole
 from .cap import Cap
 from .forwards import Forwards
 from .homes import Homes
@@ -55,6 +56,7 @@ class Runtime:
         self.records: list[Record] = []
         self.units: list[list[Record]] = []
         self.unit_names: list[str] = []
+        self.wholes: list[list[Whole]] = []
         self._windows: list[weakref.ref[Window]] = []        # modules have them, and they have this
         own = weakref.proxy(self)            # for what only this has
         self.door = Door(type(root).__name__, self.is_cuda)

@@ -34,7 +34,7 @@ from .origins import origins
 from .planning import Planning
 from .registry import find_runtime, runtime_of
 from .runtime import Runtime
-from .streamable import check_model
+from .streamable import check_model, refuse_codes
 from .together import check, fleet_of, leaves_in_order, same_buffers
 
 
@@ -51,7 +51,7 @@ def stream(module: nn.Module, device: str | torch.device | None = None, *, token
     as host tensors. Call it before `get_peft_model`'s result is trained, that is: last.
 
     Args:
-        module: any `torch.nn.Module`; its parameters dense, real, of plain `Parameter` type.
+        module: any `torch.nn.Module`; its parameters dense, real, plain, or frozen codes (docs/low-precision.md).
         device: where to compute; None: CUDA if there is one, else the CPU device.
         tokens, seq: of a training step, in sequences of `seq`: mt.plan's choice for these is made at once. None: it is
             made at the first forward that records gradients, for what that is given, and again where the loop goes on
@@ -106,6 +106,7 @@ def stream_of(ranks: Ranks | None, module: nn.Module, device: str | torch.device
         where = compute_device(device)
         check_model(module, ranks is not None and ranks.rank != ranks.mates[0])
         check_dtype(dtype)
+        refuse_codes(module, dtype)
         limits = Limits(parse_bytes(vram, "vram"), parse_bytes(host, "host"), Disk.parse(nvme), units, *fleet_of(ranks))
         choices = choose(module, where, limits, dtype=dtype, **asked)
     _stream(module, where, limits, choices, dtype, masters, ranks, reduce)

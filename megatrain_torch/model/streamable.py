@@ -6,6 +6,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from ..base.codes import KNOWN, coded, format_of, pieces_of
 from ..base.errors import MegatrainError
 from ..store.records import DTYPES
 from .registry import runtimes
@@ -27,6 +28,8 @@ def check_model(module: nn.Module, bare: bool = False) -> None:
         problem = _problem(p, bare)
         if problem:
             raise MegatrainError(f"parameter {name!r} {problem}")
+    for name, m, p, format in coded(module):
+        pieces_of(name, p, m, format)
     for name, m in module.named_modules():
         if getattr(m, "sparse", False) is True and isinstance(m, (nn.Embedding, nn.EmbeddingBag)):
             raise MegatrainError(f"module {name!r} makes sparse gradients; build it with sparse=False")
@@ -35,9 +38,12 @@ def check_model(module: nn.Module, bare: bool = False) -> None:
 def _problem(p: nn.Parameter, bare: bool) -> str:
     if isinstance(p, nn.parameter.UninitializedTensorMixin):
         return "has no shape yet: run one forward first, then mt.stream"
+    if format_of(p) is not None:
+        return "is quantised, and so it must be frozen: p.requires_grad_(False)" if p.requires_grad else ""
     if type(p) is not nn.Parameter:
-        return (f"is of {type(p).__name__}, a subclass of Parameter, and only plain ones are streamed; if the model is "
-                "quantised, load it without that: a frozen bf16 parameter takes 2 bytes of host memory")
+        return (f"is of {type(p).__module__}.{type(p).__name__}, a subclass of Parameter that is not known; if the "
+                f"model is quantised, these formats stream: {KNOWN}; or load it without that: a frozen bf16 parameter "
+                "takes 2 bytes of host memory")
     if p.is_meta and not bare:
         return "is on the meta device: load its weights first"
     if p.is_complex():
@@ -47,3 +53,11 @@ def _problem(p: nn.Parameter, bare: bool) -> str:
     if p.dtype not in DTYPES:
         return f"has type {p.dtype}; supported: {', '.join(str(d) for d in DTYPES)}"
     return ""
+
+
+def refuse_codes(module: nn.Module, dtype: torch.dtype | None) -> None:
+    """Raises: to be converted to a type, a weight is codes, or fp8 with scales beside it."""
+    for name, p in module.named_parameters() if dtype is not None else ():
+        if format_of(p) is not None or p.dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
+            raise MegatrainError(f"dtype={dtype}: {name} is quantised, and codes and scales keep their "
+                                 "types: leave it out")

@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from ..base.errors import MegatrainError
-from ..store.guard import StreamedParameter
 from ..store.state import BoundParameters, Given
 from .registry import note, runtimes
 from .runtime import Runtime
@@ -57,7 +56,7 @@ class Tree:
         if self._seen == _registrations or root is None:     # None: a part of it is all that is left
             return
         for name, p in _in_their_places(root):
-            if not isinstance(p, StreamedParameter) or p._mt.runtime is not rt:
+            if getattr(p, "_mt", None) is None or p._mt.runtime is not rt:
                 raise MegatrainError(f"parameter {name!r} was put into the model after mt.stream: "
                                      "change the model first (get_peft_model, load_adapter, new heads), then stream "
                                      "it; SFTTrainer(peft_config=...) changes it too late, and DPOTrainer adds an "
@@ -79,7 +78,7 @@ def _bind_anew(rt: Runtime, root: nn.Module) -> None:
     """Modules were put in: parameters that moved into them (parametrizations), or changed names, are streamed there."""
     for m in root.modules():
         note(m, rt)
-        records = {n: p._mt for n, p in m._parameters.items() if isinstance(p, StreamedParameter)}
+        records = {n: p._mt for n, p in m._parameters.items() if hasattr(p, "_mt")}
         if isinstance(m._parameters, BoundParameters):
             m._parameters.bind(records)
         elif records:

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from ..base.arguments import check_count, check_dtype
+from ..base.codes import Stands, coded, format_of, owner_of
 from ..base.errors import MegatrainError
 from ..base.formats import master_bytes, moment_bytes
 from ..base.modes import KEEPS, LINKED
@@ -167,7 +168,7 @@ def shapes_of(model: Any, *, dtype: torch.dtype | None = None, units: list[str |
         raise MegatrainError("layers: a module has the layers it has; give its config instead")
     found = find(model, units)
     groups = group(model, found)
-    unit_of = {id(p): i for i, (_, own) in enumerate(groups) for _, p in own}
+    unit_of = {id(owner_of(p)): i for i, (_, own) in enumerate(groups) for _, p in own}
     windows, learns = [], False
     configs = {id(c): c for m in model.modules() if (c := vars(m).get("config")) is not None}     # most share theirs
     for name, module in found.windows:
@@ -240,6 +241,7 @@ def _window(root: nn.Module, configs: list[Any], name: str, module: nn.Module, u
     tables = {id(p) for m in module.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag))
               for p in m.parameters(recurse=False)}
     head = output_embeddings(root) is module
+    parameters = {n: p if format_of(p) is None else Stands(p) for n, p in parameters.items()}
     matrices = {n: p for n, p in parameters.items() if p.dim() > 1 and p.is_floating_point()
                 and not n.endswith("bias") and (head or id(p) not in tables)}
     products = _products(configs, module, matrices, head)
@@ -248,7 +250,7 @@ def _window(root: nn.Module, configs: list[Any], name: str, module: nn.Module, u
     floating = [stored_dtype(p, dtype).itemsize for p in parameters.values() if p.is_floating_point()]
     item = max(floating, default=4)
     q_width = sum(p.fan_in for p in attention)
-    return Window(name, kind, tuple(dict.fromkeys(unit_of[id(p)] for p in parameters.values())), products,
+    return Window(name, kind, tuple(dict.fromkeys(unit_of[id(p)] for p in module.parameters())), products,
                   _template(module, item), _hidden(products, parameters), q_width,
                   q_width // max(1, _attribute(configs, module, ("head_dim",), 128)),
                   _attribute([], module, ("sliding_window",), 0),
@@ -257,6 +259,8 @@ def _window(root: nn.Module, configs: list[Any], name: str, module: nn.Module, u
 
 
 def _template(module: nn.Module, item: int) -> Template | None:
+    if any(True for _ in coded(module)):
+        return None
     try:
         found = template(module)
     except Unfit:

@@ -9,11 +9,13 @@ Tensors in slots stay plain: nothing of this is on the path of a forward or back
 """
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from ..base.codes import Piece
 from . import gradient
 
 if TYPE_CHECKING:
@@ -164,6 +166,34 @@ class StreamedParameter(HostTensor, torch.nn.Parameter):
         return f"StreamedParameter({list(self.shape)}, {self.dtype}, unit={self._mt.unit_name!r})"
 
 
+class _Made:
+    """Of a parameter that is made of tensors, which are streamed: copies are ordinary ones."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return as_parameter(self).__reduce_ex__(protocol)
+
+    __deepcopy__ = StreamedParameter.__deepcopy__
+
+
+def _copied(name: str) -> Any:
+    return lambda self, *args, **kwargs: getattr(as_parameter(self), name)(*args, **kwargs)
+
+
+@functools.cache
+def streamed_kind(kind: type) -> type:
+    """The class of a streamed parameter that was of this one: still of its class, for those who ask. What moves it to a
+    device gives a copy."""
+    if kind in (torch.nn.Parameter, Piece):
+        return StreamedParameter
+    own = {name: _copied(name) for name in ("to", "cpu", "cuda", "xpu")} | {"_mt_kind": kind}
+    return type(kind.__name__, (StreamedParameter, kind), own)
+
+
+@functools.cache
+def made_kind(kind: type) -> type:
+    return type(kind.__name__, (_Made, kind), {"_mt_kind": kind, "__module__": kind.__module__})
+
+
 def guard(t: Tensor, record: Record) -> HostTensor:
     out = t.as_subclass(HostTensor)
     out._mt, out._mt_runtime = record, record.runtime
@@ -189,6 +219,8 @@ def _current(t: HostTensor) -> Tensor:
 
 def as_parameter(p: Tensor) -> torch.nn.Parameter:
     """An ordinary, independent Parameter with the streamed parameter's current value."""
+    if p._mt.whole is not None:
+        return p._mt.whole.copy()
     p._mt.runtime.planes.wait_updates(p._mt)
     with torch._C.DisableTorchFunctionSubclass():
         out = torch.nn.Parameter(plain(p).clone(), requires_grad=p.requires_grad)

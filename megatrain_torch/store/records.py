@@ -124,13 +124,14 @@ class Record:
         optimizer: weak reference to the one whose moments the M and V planes hold; None: they are new.
         exact: the fp32 values that a 16-bit parameter was made from, until its master is: [shape]; None: they are its
             own.
+        whole: the weight of codes that stands where this is read, whose first piece this is; None: it is no piece.
         host_graph: the parameter took part in arithmetic on the host; autograd adds its gradient.
     """
 
     __slots__ = ("_runtime", "unit", "unit_name", "index", "pid", "name", "_param", "host", "version", "shape",
                  "stride", "dtype", "offset", "numel", "nbytes", "late", "shown", "written", "summed", "seen", "uses",
                  "open", "set_in", "pending", "host_graph", "address", "was_trainable",
-                 "writes", "master_writes", "optimizer", "exact", "__weakref__")
+                 "writes", "master_writes", "optimizer", "exact", "whole", "__weakref__")
 
     def __init__(self, runtime: Keeper, unit: int, unit_name: str, index: int, pid: int, name: str,
                  param: torch.nn.Parameter) -> None:
@@ -153,6 +154,7 @@ class Record:
         self.optimizer: weakref.ref[torch.optim.Optimizer] | None = None
         self.host_graph = False
         self.exact: Tensor | None = None
+        self.whole: Any = None
 
     @property
     def runtime(self) -> Keeper:

@@ -1,0 +1,258 @@
+"""Frozen weights that are codes, by format: of which plain tensors one is made, and how its package's own code gets it.
+
+    format = format_of(p)            # None: p is no such weight
+    pieces = format.pieces(p, m)     # {"": codes, "absmax": scales ...}, m: the module that has p
+    whole  = format.whole(p, pieces) # what the package's code computes with, over any such tensors
+
+A weight's pieces are streamed like parameters, each in its own type; in a window they are put together again, so the
+module's own code runs over what was fetched. Formats are known by the names of classes: no package is imported here.
+"""
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .errors import MegatrainError
+
+Pieces = dict[str, Tensor]           # "": what lies in the parameter's own memory, where it has memory
+
+
+@dataclass(frozen=True)
+class Keeps:
+    """An autograd Function that keeps tensors where no hook of saved tensors sees them.
+
+    Attributes:
+        module, name: where it is. holder: the class, there or in its `functional`, of what it is given, and keeps, with
+            tensors as attributes.
+        unused: attributes of ctx that its backward needs for the weight's gradient alone, and what stands for them.
+        lent: attributes that the holder, which a module has, took from the weight.
+    """
+
+    module: str
+    name: str
+    holder: str
+    unused: tuple[tuple[str, Any], ...] = ()
+    lent: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Format:
+    """
+    Attributes:
+        name: for people. kinds: (package, class) of its parameters.
+        pieces: of a parameter of a module. whole: of a parameter, over other pieces of these forms. put: the parameter,
+            and its module, have these pieces from now on. shape: of the weight that the codes stand for.
+        label: of a piece in a state_dict, after the module's name and the parameter's: the package's own.
+        beside: what a checkpoint has of a parameter besides, of the same names.
+        reloads: from_pretrained finds it by these names.
+    """
+
+    name: str
+    kinds: tuple[tuple[str, str], ...]
+    pieces: Callable[[nn.Parameter, nn.Module], Pieces]
+    whole: Callable[[nn.Parameter, Pieces], Tensor]
+    put: Callable[[nn.Parameter, nn.Module, Pieces], None]
+    shape: Callable[[nn.Parameter], torch.Size]
+    label: Callable[[str, str], str]
+    beside: Callable[[nn.Parameter, str], Pieces]
+    keeps: tuple[Keeps, ...] = ()
+    reloads: bool = True
+
+
+def plain_kind(p: Tensor) -> type:
+    """The class that a parameter had before it was streamed."""
+    return getattr(type(p), "_mt_kind", type(p))
+
+
+def plain_name(p: Tensor) -> tuple[str, str]:
+    kind = plain_kind(p)
+    return kind.__module__.partition(".")[0], kind.__name__
+
+
+def format_of(p: Tensor) -> Format | None:
+    return FORMATS.get(plain_name(p))
+
+
+def coded(module: nn.Module) -> Iterator[tuple[str, nn.Module, nn.Parameter, Format]]:
+    """(name, the module that has it, parameter, format) of each weight of a model that is codes, once."""
+    seen: set[int] = set()
+    for prefix, m in module.named_modules():
+        for name, p in m._parameters.items():
+            if p is not None and id(p) not in seen and (format := format_of(p)) is not None:
+                seen.add(id(p))
+                yield f"{prefix}.{name}" if prefix else name, m, p, format
+
+
+class Piece(nn.Parameter):
+    """A tensor that a weight of codes is made of, beside what lies in the parameter's own memory.
+
+    Attributes:
+        of: (the parameter, its module, the piece's name in its format), until it is streamed.
+    """
+
+    of: tuple[nn.Parameter, nn.Module, str]
+
+
+class Stands:
+    """A weight of codes, by the form of what it stands for: [shape], 16 bits."""
+
+    requires_grad, dtype = False, torch.bfloat16
+
+    def __init__(self, p: nn.Parameter) -> None:
+        self.shape = FORMATS[plain_name(p)].shape(p)
+
+    def dim(self) -> int:
+        return len(self.shape)
+
+    def numel(self) -> int:
+        return self.shape.numel()
+
+    def is_floating_point(self) -> bool:
+        return True
+
+
+def owner_of(p: nn.Parameter) -> nn.Parameter:
+    """The parameter that a piece is of; others are their own."""
+    return p.of[0] if type(p) is Piece else p
+
+
+Named = list[tuple[str, nn.Parameter]]
+
+
+def pieces_of(name: str, p: nn.Parameter, m: nn.Module, format: Format) -> tuple[Named, Named]:
+    """What lies in a parameter's own memory, and the rest, each under its name in a state_dict.
+
+    Raises:
+        MegatrainError: it is not as its package leaves it for training; the message says what to do.
+    """
+    try:
+        pieces = format.pieces(p, m)
+    except MegatrainError as why:
+        raise MegatrainError(f"parameter {name!r} ({format.name}) {why}") from None
+    rest = []
+    for key, t in pieces.items():
+        if key:
+            piece = Piece(t.detach(), requires_grad=False)
+            piece.of = p, m, key
+            rest.append((format.label(name, key), piece))
+    return [(name, p)] if "" in pieces else [], rest
+
+
+# ---- bitsandbytes: Params4bit, a tensor of two codes a byte with its QuantState; Int8Params with scales SCB ----
+
+def _four_pieces(p: Any, m: nn.Module) -> Pieces:
+    state = p.quant_state
+    if state is None:
+        raise MegatrainError("is not quantised yet: bitsandbytes does that when it is moved to a device; "
+                             "model.to('cpu') is enough")
+    if getattr(state, "packing_format_for_cpu", False):
+        raise MegatrainError("was packed by bitsandbytes for inference on this CPU, when it ran in eval mode without "
+                             "gradients: load it anew, and stream it first")
+    found = {"": p.data, "absmax": state.absmax, "quant_map": state.code}
+    if state.state2 is not None:
+        found |= {"nested_absmax": state.state2.absmax, "nested_quant_map": state.state2.code,
+                  "nested_offset": state.offset}
+    return found
+
+
+def _put_state(state: Any, pieces: Pieces) -> None:
+    state.absmax, state.code = pieces["absmax"], pieces["quant_map"]
+    if state.state2 is not None:
+        state.offset, state.state2.absmax = pieces["nested_offset"], pieces["nested_absmax"]
+        state.state2.code = pieces["nested_quant_map"]
+
+
+def _bare(p: nn.Parameter, codes: Tensor) -> Any:
+    """Of the parameter's own class, over codes, with its attributes."""
+    out = codes.as_subclass(plain_kind(p))
+    out.__dict__.update((k, v) for k, v in p.__dict__.items() if not k.startswith("_mt"))
+    out.in_a_slot = True
+    return out
+
+
+def _four_whole(p: Any, pieces: Pieces) -> Tensor:
+    out = _bare(p, pieces[""])
+    out.module, out.quant_state = None, copy.copy(p.quant_state)
+    if out.quant_state.state2 is not None:
+        out.quant_state.state2 = copy.copy(out.quant_state.state2)
+    _put_state(out.quant_state, pieces)
+    return out
+
+
+def _four_put(p: Any, m: nn.Module, pieces: Pieces) -> None:
+    _put_state(p.quant_state, pieces)
+    p.module = None                      # for its first quantisation; a circle that would keep a dropped model
+    if hasattr(m, "quant_state"):
+        m.quant_state = p.quant_state
+
+
+def _four_beside(p: Any, name: str) -> Pieces:
+    """What the package packs into a tensor of bytes: shape, type, block size."""
+    return {f"{name}.{k}": v for k, v in p.quant_state.as_dict(packed=True).items() if k.startswith("quant_state.")}
+
+
+def _eight_pieces(p: Any, m: Any) -> Pieces:
+    if p.has_fp16_weights:
+        raise MegatrainError("is quantised anew in each forward (has_fp16_weights=True); load it with "
+                             "has_fp16_weights=False, which freezes it")
+    scales = p.SCB if p.SCB is not None else m.state.SCB         # where the module's first forward puts them
+    if scales is None:
+        raise MegatrainError("is not quantised yet: bitsandbytes does that when it is moved to a device; "
+                             "model.to('cpu') is enough")
+    return {"": p.data, "SCB": scales}
+
+
+def _eight_whole(p: Any, pieces: Pieces) -> Tensor:
+    out = _bare(p, pieces[""])
+    out.CB, out.SCB = pieces[""], pieces["SCB"]
+    return out
+
+
+def _eight_put(p: Any, m: Any, pieces: Pieces) -> None:
+    """While it is streamed p has no codes besides its own: the module finds a window's in what that gives it."""
+    p.CB, p.SCB = None if pieces[""] is p else pieces[""], pieces["SCB"]
+    if hasattr(m, "state"):
+        m.state.CB = m.state.SCB = None
+
+
+# ---- torchao: tensors made of tensors, which say which ----
+
+def _made_pieces(p: Any, m: nn.Module) -> Pieces:
+    if getattr(p, "act_quant_kwargs", None) is not None:
+        raise MegatrainError("has its activations quantised too, which torchao gives no gradient for; weight-only "
+                             "configs stream (Int8WeightOnlyConfig, Float8WeightOnlyConfig)")
+    return {name: getattr(p, name) for name in p.__tensor_flatten__()[0]}
+
+
+def _made_whole(p: Any, pieces: Pieces) -> Tensor:
+    _, said = p.__tensor_flatten__()
+    out = plain_kind(p).__tensor_unflatten__(pieces, said, p.size(), p.stride())
+    out._is_param = True
+    return out
+
+
+def _made_put(p: Any, m: nn.Module, pieces: Pieces) -> None:
+    for name, piece in pieces.items():
+        setattr(p, name, piece)
+
+
+_BNB = "bitsandbytes.autograd._functions"
+_ALL = (
+    Format("bitsandbytes 4 bits", (("bitsandbytes", "Params4bit"),), _four_pieces, _four_whole, _four_put,
+           lambda p: p.quant_state.shape, lambda name, piece: f"{name}.{piece}", _four_beside,
+           (Keeps(_BNB, "MatMul4Bit", "QuantState"),)),
+    Format("bitsandbytes LLM.int8", (("bitsandbytes", "Int8Params"),), _eight_pieces, _eight_whole, _eight_put,
+           lambda p: p.shape, lambda name, piece: f"{name.rpartition('.')[0]}.{piece}".lstrip("."),
+           lambda p, name: {f"{name}_format": torch.tensor(0, dtype=torch.uint8)},
+           (Keeps(_BNB, "MatMul8bitLt", "MatmulLtState", (("tensors", (None, None, None)),), ("CB", "SCB")),
+            Keeps(_BNB, "MatMul8bitFp", "MatmulLtState", (("A", None),), ("CB", "SCB")))),
+    Format("torchao 8 bits", (("torchao", "Int8Tensor"), ("torchao", "Float8Tensor")), _made_pieces, _made_whole,
+           _made_put, lambda p: p.shape, lambda name, piece: f"{name}.{piece}", lambda p, name: {}, reloads=False),
+)
+FORMATS = {kind: format for format in _ALL for kind in format.kinds}
+KNOWN = "; ".join(format.name for format in _ALL)

@@ -1,0 +1,281 @@
+"""Frozen bases that are codes of other packages: streamed, they give the bits of the same model run by its package.
+
+bitsandbytes and torchao, each with LoRA beside it. MEGATRAIN_FULL=1: every architecture, way of keeping and home."""
+from __future__ import annotations
+
+import copy
+import functools
+import gc
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import doors
+import parity
+import pytest
+import torch
+from torch import Tensor, nn
+
+transformers = pytest.importorskip("transformers")
+peft = pytest.importorskip("peft")
+bnb = pytest.importorskip("bitsandbytes", reason="the extra `test` has it")
+torchao = pytest.importorskip("torchao", reason="the extra `test` has it")
+
+import megatrain_torch as mt  # noqa: E402
+
+SIZES = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+             vocab_size=48, head_dim=16, max_position_embeddings=64)
+ARCHES = {
+    "llama": lambda: transformers.LlamaConfig(**SIZES),
+    "qwen3": lambda: transformers.Qwen3Config(**SIZES),
+    "deep": lambda: transformers.LlamaConfig(**SIZES | {"num_hidden_layers": 5}),
+    "mixtral": lambda: transformers.MixtralConfig(**SIZES, num_local_experts=4),
+}
+
+
+def four_bits(kind: str, **settings: Any) -> Any:
+    return transformers.BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type=kind,
+                                           bnb_4bit_compute_dtype=torch.bfloat16, **settings)
+
+
+def made(name: str) -> Any:
+    import torchao.quantization as q
+    return transformers.TorchAoConfig(getattr(q, name)())
+
+
+FORMATS: dict[str, Callable[[], Any]] = {
+    "nf4": lambda: four_bits("nf4"),
+    "nf4-double": lambda: four_bits("nf4", bnb_4bit_use_double_quant=True),
+    "nf4-in-bf16": lambda: four_bits("nf4", bnb_4bit_quant_storage=torch.bfloat16),
+    "fp4": lambda: four_bits("fp4"),
+    "fp4-double": lambda: four_bits("fp4", bnb_4bit_use_double_quant=True),
+    "int8": lambda: transformers.BitsAndBytesConfig(load_in_8bit=True),
+    "int8-threshold-0": lambda: transformers.BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0),
+    "torchao-int8": lambda: made("Int8WeightOnlyConfig"),
+    "torchao-float8": lambda: made("Float8WeightOnlyConfig"),
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    @functools.cache
+    def of(arch: str) -> Path:
+        parity.seed()
+        at = tmp_path_factory.mktemp(arch)
+        transformers.AutoModelForCausalLM.from_config(ARCHES[arch](), dtype=torch.bfloat16).save_pretrained(at)
+        return at
+    return of
+
+
+def base(folder: Path, form: str) -> nn.Module:
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, quantization_config=FORMATS[form](),
+                                                             dtype=torch.bfloat16)
+
+
+def with_adapter(model: nn.Module) -> nn.Module:
+    parity.seed()
+    targets = "all-linear"
+    if model.config.model_type == "mixtral":         # whose experts, and router, are no Linear: nobody quantises them
+        targets = ["q_proj", "k_proj", "v_proj", "o_proj"]
+    config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=targets, init_lora_weights=False)
+    return peft.get_peft_model(model, config).train()
+
+
+def batch(step: int) -> dict[str, Tensor]:
+    ids = torch.randint(0, 48, (2, 12), generator=torch.Generator().manual_seed(step))
+    return {"input_ids": ids, "labels": ids}
+
+
+def trained(model: nn.Module, steps: int = 3) -> list[Tensor]:
+    """Every loss and every gradient."""
+    own = [p for p in model.parameters() if p.requires_grad]
+    opt, seen = torch.optim.AdamW(own, lr=1e-2), []
+    for step in range(steps):
+        loss = model(**batch(step)).loss
+        loss.backward()
+        seen += [loss.detach().clone(), *(p.grad.clone() for p in own)]
+        opt.step()
+        opt.zero_grad()
+    return seen
+
+
+def streamed(model: nn.Module, how: str, home: str = "ram", folder: Path | None = None) -> nn.Module:
+    return doors.stream(model, "cpu", compute="eager", nvme=str(folder) if "disk" in home else None,
+                        plan={"activations": how, "slots": 2, "homes": home,
+                              "debug": {"poison": True, "delay_us": 200}})
+
+
+def assert_same(found: list[Tensor], wanted: list[Tensor]) -> None:
+    assert len(found) == len(wanted)
+    for n, (a, b) in enumerate(zip(found, wanted)):
+        assert torch.equal(torch.as_tensor(a), torch.as_tensor(b)), f"{n} of {len(wanted)} differs"
+
+
+ALL = [(a, f, k, h) for a in ("llama", "qwen3", "mixtral") for f in FORMATS for k in ("replay", "saved")
+       for h in ("ram", "vram", "disk", "disk+weights")]
+SOME = [("llama", "nf4-double", "replay", "ram"), ("llama", "nf4", "saved", "disk+weights"),
+        ("qwen3", "fp4", "replay", "vram"), ("llama", "int8", "replay", "ram"),
+        ("qwen3", "int8", "saved", "disk+weights"), ("llama", "torchao-int8", "replay", "disk+weights"),
+        ("mixtral", "torchao-float8", "replay", "ram")]
+
+
+@pytest.mark.parametrize(("arch", "form", "how", "home"), ALL if parity.FULL else SOME)
+def test_a_base_of_codes_trains_to_its_packages_bits(arch: str, form: str, how: str, home: str, tmp_path: Path,
+                                                     folder: Callable[[str], Path]) -> None:
+    model = with_adapter(base(folder(arch), form))
+    wanted = trained(copy.deepcopy(model))
+    assert_same(trained(streamed(model, how, home, tmp_path)), wanted)
+
+
+# ---- what else is done with such a model ---------------------------------------------------------
+
+def assert_same_state(found: dict[str, Any], wanted: dict[str, Any]) -> None:
+    assert list(found) == list(wanted)
+    for name, t in wanted.items():
+        inner = t.__tensor_flatten__()[0] if hasattr(t, "qdata") else [""]
+        for piece in inner:
+            a, b = ((getattr(x, piece) if piece else x).detach() for x in (found[name], t))
+            assert a.dtype == b.dtype and torch.equal(a, b), f"{name} {piece}"
+
+
+LIBRARIES = ("nf4-double", "int8", "torchao-float8")
+
+
+@pytest.mark.parametrize("form", FORMATS if parity.FULL else LIBRARIES)
+def test_it_is_copied_and_given_back_as_its_packages_model(form: str, folder: Callable[[str], Path], tmp_path: Path
+                                                           ) -> None:
+    model = with_adapter(base(folder("llama"), form))
+    plain = copy.deepcopy(model)
+    kinds = [type(p) for p in model.parameters()]
+    streamed(model, "replay", "disk+weights", tmp_path)
+    assert_same_state(model.state_dict(), plain.state_dict())
+    assert all(isinstance(p, kind) for p, kind in zip(model.parameters(), kinds)), "a class that others ask for"
+    assert_same(trained(copy.deepcopy(model), 1), wanted := trained(plain, 1))
+    assert_same(trained(model, 1), wanted)
+    mt.unstream(model)
+    assert [type(p) for p in model.parameters()] == kinds
+    assert_same_state(model.state_dict(), plain.state_dict())
+    assert_same(trained(model, 1), trained(plain, 1))
+
+
+@pytest.mark.parametrize("form", FORMATS if parity.FULL else LIBRARIES)
+def test_what_it_saves_its_package_loads(form: str, folder: Callable[[str], Path], tmp_path: Path) -> None:
+    plain = base(folder("llama"), form)
+    model = streamed(base(folder("llama"), form), "replay", "vram")
+    model.save_pretrained(tmp_path / "theirs")
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    assert_same_state(load(tmp_path / "theirs").state_dict(), plain.state_dict())
+    mt.save(model, None, tmp_path / "ours")
+    if not form.startswith("torchao"):
+        assert_same_state(load(tmp_path / "ours").state_dict(), plain.state_dict())
+
+
+@pytest.mark.parametrize(("form", "home"), [
+    ("nf4-double", "disk+weights"), pytest.param("int8", "ram", marks=parity.LONG),
+    pytest.param("torchao-int8", "vram", marks=parity.LONG)])
+def test_a_run_goes_on_from_a_checkpoint_with_the_same_bits(form: str, home: str, folder: Callable[[str], Path],
+                                                            tmp_path: Path) -> None:
+    def run(model: nn.Module, steps: range, opt: Any = None) -> tuple[list[Tensor], Any]:
+        opt = opt or mt.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, max_grad_norm=1.0)
+        seen = []
+        for step in steps:
+            loss = model(**batch(step)).loss
+            loss.backward()
+            opt.step()
+            opt.zero_grad()
+            seen.append(loss.detach())
+        return seen, opt
+
+    def fresh() -> nn.Module:
+        return streamed(with_adapter(base(folder("llama"), form)), "replay", home, tmp_path)
+
+    model = fresh()
+    _, opt = run(model, range(2))
+    mt.save(model, opt, tmp_path / "at2")
+    wanted, _ = run(model, range(2, 4), opt)
+    again = fresh()
+    with torch.no_grad():                    # other codes: those of the checkpoint have to come
+        for p in again.parameters():
+            if p.dtype in (torch.uint8, torch.int8):
+                p.zero_()
+    opt = mt.AdamW([p for p in again.parameters() if p.requires_grad], lr=1e-2, max_grad_norm=1.0)
+    mt.load(again, opt, tmp_path / "at2")
+    found, _ = run(again, range(2, 4), opt)
+    assert_same(found, wanted)
+
+
+@pytest.mark.parametrize("form", LIBRARIES)
+@pytest.mark.parametrize("how", ["replay", "saved"])
+def test_no_product_holds_a_slots_memory(form: str, how: str, folder: Callable[[str], Path],
+                                         monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the device had all codes in the end: bitsandbytes keeps them as attributes of ctx."""
+    from megatrain_torch.model import ring
+    held = []
+    own = ring.SlotHooks.renew
+    monkeypatch.setattr(ring.SlotHooks, "renew", lambda self, slot: held.append(slot) or own(self, slot))
+    trained(streamed(with_adapter(base(folder("deep"), form)), how), 1)
+    assert not held
+
+
+def test_a_streamed_model_of_codes_is_freed_at_once(folder: Callable[[str], Path]) -> None:
+    for form in ("nf4-double", "int8"):
+        model = streamed(with_adapter(base(folder("llama"), form)), "replay")
+        trained(model, 1)
+        runtime = weakref.ref(next(model.parameters())._mt_runtime)
+        gc.disable()
+        try:
+            del model
+            assert runtime() is None, "a circle keeps it"
+        finally:
+            gc.enable()
+
+
+def test_codes_are_counted_as_what_they_are(folder: Callable[[str], Path]) -> None:
+    model = base(folder("llama"), "nf4")
+    shape = mt.plan(model, tokens=24, seq=12, machine="cpu")
+    layer = model.model.layers[0]
+    codes = sum(p.numel() for p in layer.parameters() if p.dtype == torch.uint8)
+    assert codes * 2 == sum(p.numel() for p in transformers.AutoModelForCausalLM.from_config(
+        ARCHES["llama"]()).model.layers[0].parameters() if p.dim() > 1)
+    streamed(model, "replay")
+    rt = next(model.parameters())._mt_runtime
+    unit = rt.unit_names.index("model.layers.0")
+    assert codes < rt.core.hi_bytes(unit) < codes * 2 and shape is not None
+
+
+# ---- refused by name -----------------------------------------------------------------------------
+
+def test_what_would_be_wrong_is_refused(folder: Callable[[str], Path]) -> None:
+    model = base(folder("llama"), "nf4")
+    with pytest.raises(mt.MegatrainError, match="is quantised, and codes and scales keep their types"):
+        mt.stream(model, "cpu", dtype=torch.bfloat16)
+    layer = nn.Sequential(*(bnb.nn.Linear4bit(64, 64) for _ in range(2)))
+    with pytest.raises(mt.MegatrainError, match=r"'0.weight' \(bitsandbytes 4 bits\) is not quantised yet"):
+        mt.stream(layer, "cpu")
+    mt.stream(layer.to("cpu"), "cpu")
+    with pytest.raises(mt.MegatrainError, match=r"is quantised, and so it must be frozen|anew in each forward"):
+        mt.stream(nn.Sequential(bnb.nn.Linear8bitLt(64, 64)), "cpu")
+    import torchao.quantization as q
+    linear = nn.Sequential(nn.Linear(64, 64, dtype=torch.bfloat16))
+    q.quantize_(linear, q.Int8DynamicActivationInt8WeightConfig())
+    with pytest.raises(mt.MegatrainError, match="has its activations quantised too"):
+        mt.stream(linear, "cpu")
+
+
+def test_a_class_that_is_not_known_is_refused_with_what_would_work() -> None:
+    class Odd(nn.Parameter):
+        pass
+
+    model = nn.Linear(2, 2)
+    model.weight = Odd(torch.zeros(2, 2))
+    with pytest.raises(mt.MegatrainError, match=r"test_bases\.Odd.*bitsandbytes 4 bits; bitsandbytes LLM.int8; torchao"):
+        mt.stream(model, "cpu")
+
+
+def test_an_adapter_merged_into_codes_is_refused_at_the_next_pass(folder: Callable[[str], Path]) -> None:
+    model = streamed(with_adapter(base(folder("llama"), "nf4")), "replay")
+    with pytest.warns(UserWarning, match="Merge lora module to 4-bit"):
+        model.merge_adapter()
+    with pytest.raises(mt.MegatrainError, match="was put into the model"):
+        model(**batch(0))
