@@ -6,6 +6,8 @@ from __future__ import annotations
 import copy
 import functools
 import gc
+import json
+import types
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -23,6 +25,7 @@ bnb = pytest.importorskip("bitsandbytes", reason="the extra `test` has it")
 torchao = pytest.importorskip("torchao", reason="the extra `test` has it")
 
 import megatrain_torch as mt  # noqa: E402
+from megatrain_torch.graph import frames  # noqa: E402
 
 SIZES = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
              vocab_size=48, head_dim=16, max_position_embeddings=64)
@@ -279,3 +282,119 @@ def test_an_adapter_merged_into_codes_is_refused_at_the_next_pass(folder: Callab
         model.merge_adapter()
     with pytest.raises(mt.MegatrainError, match="was put into the model"):
         model(**batch(0))
+
+
+# ---- bases made, or kept, while a checkpoint is read ---------------------------------------------
+
+BLOCKS = dict(hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4, vocab_size=48,
+              num_key_value_heads=4, head_dim=32)
+ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
+
+
+def written(at: Path, config: Any, change: Callable[[dict[str, Tensor]], None], said: dict[str, Any]) -> Path:
+    """A checkpoint with other tensors, and what its config says of them."""
+    from safetensors.torch import load_file, save_file
+    parity.seed()
+    transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(at)
+    tensors = load_file(at / "model.safetensors")
+    change(tensors)
+    save_file(tensors, at / "model.safetensors", metadata={"format": "pt"})
+    text = json.loads((at / "config.json").read_text())
+    (at / "config.json").write_text(json.dumps(text | {"quantization_config": said} if said else text))
+    return at
+
+
+def in_blocks(tensors: dict[str, Tensor]) -> None:
+    """By transformers' own arithmetic."""
+    from transformers.integrations.finegrained_fp8 import Fp8Quantize
+    how = types.SimpleNamespace(quantization_config=types.SimpleNamespace(weight_block_size=[128, 128], scale_fmt=""))
+    for name in [n for n in tensors if n.endswith("proj.weight")]:
+        tensors.update(Fp8Quantize(how).convert({name: tensors.pop(name)}))
+
+
+def as_mxfp4(tensors: dict[str, Tensor]) -> None:
+    for name in [n for n in tensors if n.endswith(("gate_up_proj", "down_proj"))]:
+        experts, fan_in, fan_out = tensors.pop(name).shape
+        form = experts, fan_out, fan_in // 32
+        tensors[f"{name}_blocks"] = torch.randint(0, 256, (*form, 16), dtype=torch.uint8)
+        tensors[f"{name}_scales"] = torch.randint(118, 124, form, dtype=torch.uint8)
+
+
+FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128],
+       "modules_to_not_convert": ["lm_head"]}
+PUBLISHED: dict[str, tuple[Callable[[], Any], Callable[..., None], dict[str, Any]]] = {
+    "fp8": (lambda: transformers.LlamaConfig(**BLOCKS), in_blocks, FP8),
+    "fp8-experts": (lambda: transformers.Qwen3MoeConfig(**BLOCKS, moe_intermediate_size=128, num_experts=4,
+                                                        num_experts_per_tok=2), in_blocks, FP8),
+    "mxfp4": (lambda: transformers.GptOssConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2), as_mxfp4,
+              {"quant_method": "mxfp4", "modules_to_not_convert": ["self_attn", "router", "embed_tokens", "lm_head"]})}
+
+
+@pytest.mark.parametrize(("form", "how", "home"), [(f, k, h) for f in PUBLISHED for k in ("replay", "saved")
+                         for h in ("ram", "vram", "disk", "disk+weights")] if parity.FULL else [
+    ("fp8", "replay", "disk+weights"), ("fp8-experts", "saved", "ram"), ("mxfp4", "replay", "ram"),
+    ("mxfp4", "saved", "vram")])
+def test_a_published_base_kept_as_codes_trains_to_the_bits_of_its_16_bit_model(form: str, how: str, home: str,
+                                                                               tmp_path: Path,
+                                                                               monkeypatch: pytest.MonkeyPatch
+                                                                               ) -> None:
+    make, change, said = PUBLISHED[form]
+    at = written(tmp_path / "published", make(), change, said)
+    adapter = peft.LoraConfig(r=4, target_modules=ATTENTION, init_lora_weights=False)
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    plain = load(at, dtype="auto", quantization_config=(transformers.Mxfp4Config if form == "mxfp4" else
+                                                        transformers.FineGrainedFP8Config)(dequantize=True))
+    parity.seed()
+    wanted = trained(peft.get_peft_model(plain, adapter).train())
+    parity.seed()
+    model = mt.from_pretrained(transformers.AutoModelForCausalLM, at, base=form.removesuffix("-experts"),
+                               adapter=adapter,
+                               device="cpu", compute="eager", nvme=str(tmp_path) if "disk" in home else None,
+                               plan={"activations": how, "slots": 2, "homes": home}).train()
+    coded = [p for p in model.parameters() if type(p).__name__ == "Coded"]
+    assert len(coded) == {"fp8": 14, "fp8-experts": 12, "mxfp4": 4}[form] and not any(p.requires_grad for p in coded)
+    made: list[Any] = []
+    own = frames.Expansions.of
+    monkeypatch.setattr(frames.Expansions, "of", lambda self, rt, whole: made.append(whole) or own(self, rt, whole))
+    assert_same(trained(model), wanted)
+    assert bool(made) == (how == "saved"), "else the device would keep all that the codes stand for"
+
+
+def test_saved_codes_are_read_again_by_transformers(tmp_path: Path) -> None:
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    for form in ("fp8", "mxfp4"):
+        make, change, said = PUBLISHED[form]
+        at = written(tmp_path / form, make(), change, said)
+        model = mt.from_pretrained(transformers.AutoModelForCausalLM, at, base=form, device="cpu", compute="eager")
+        with pytest.raises(mt.MegatrainError, match=r"mt\.save"):
+            model.save_pretrained(tmp_path / "theirs")
+        mt.save(model, None, tmp_path / "ours")
+        assert_same_state(load(tmp_path / "ours", dtype="auto").state_dict(), load(at, dtype="auto").state_dict())
+
+
+@pytest.mark.parametrize("base_form", ["nf4", "int8", "fp8"])
+def test_a_base_made_while_it_is_read_is_what_its_library_makes(base_form: str, tmp_path: Path) -> None:
+    at = written(tmp_path / "bf16", transformers.LlamaConfig(**BLOCKS), lambda tensors: None, {})
+    model = mt.from_pretrained(transformers.AutoModelForCausalLM, at, base=base_form, device="cpu", compute="eager")
+    if base_form == "fp8":
+        found = {n: t for n, t in model.state_dict().items() if type(t).__name__ == "Coded"}
+        assert len(found) == 14
+        other = mt.from_pretrained(transformers.AutoModelForCausalLM,
+                                   written(tmp_path / "fp8", transformers.LlamaConfig(**BLOCKS), in_blocks, FP8),
+                                   base="fp8", device="cpu", compute="eager").state_dict()
+        assert all(torch.equal(t.codes.view(torch.uint8), other[n].codes.view(torch.uint8))
+                   and torch.equal(t.scales, other[n].scales) for n, t in found.items())
+        return
+    config = four_bits("nf4", bnb_4bit_use_double_quant=True) if base_form == "nf4" else FORMATS["int8"]()
+    plain = transformers.AutoModelForCausalLM.from_pretrained(at, quantization_config=config, dtype="auto")
+    assert_same_state(model.state_dict(), plain.state_dict())
+
+
+def test_a_base_that_cannot_be_had_is_refused(tmp_path: Path) -> None:
+    cls, plain = transformers.AutoModelForCausalLM, tmp_path / "bf16"
+    written(plain, transformers.LlamaConfig(**BLOCKS), lambda tensors: None, {})
+    there = written(tmp_path / "fp8", transformers.LlamaConfig(**BLOCKS), in_blocks, FP8)
+    for at, asked, why in ((plain, "int4", "use 'nf4', 'int8', 'fp8' or 'mxfp4'"), (plain, "mxfp4", "is not; it is kept"),
+                           (there, "nf4", r"is quantised already \(fp8\); base='fp8' keeps it")):
+        with pytest.raises(mt.MegatrainError, match=why):
+            mt.from_pretrained(cls, at, base=asked, device="cpu")

@@ -87,28 +87,28 @@ GOLDEN = """\
 LlamaForCausalLM: 0.111 B parameters, all trained
 4,096 tokens a step in sequences of 512, one micro-batch; fused layers
 flat: rates described
-predicted: 69,645 tokens/s, 0.05881 s a step (0.0454 forward); bound by host update
+predicted: 67,021 tokens/s, 0.06112 s a step (0.0475 forward); bound by host update
 
 window               weights  home  activations
 model.embed_tokens  62.5 MiB  vram  saved
-model.layers.0      21.5 MiB  vram  selective+host
-model.layers.1-2    43.0 MiB  ram   selective+host
+model.layers.0      21.5 MiB  vram  saved+host
+model.layers.1-2    43.0 MiB  ram   replay
 model.layers.3      21.5 MiB  ram   attention
 model.norm           2.0 KiB  ram   saved
 lm_head             62.5 MiB  ram   saved
-ring of 3 slots for what streams
+ring of 2 slots for what streams
 
 device memory            bytes
 context, libraries     1.0 GiB
-slots                127.0 MiB
+slots                105.5 MiB
 at home: weights      84.0 MiB
 at home: masters      84.0 MiB
 at home: moments     336.0 MiB
 at home: gradients    84.0 MiB
-activations           16.3 MiB
+activations           32.3 MiB
 work                 130.0 MiB
 gradients under way  146.5 MiB
-torch's cache         14.6 MiB
+torch's cache         15.4 MiB
 in all                 2.0 GiB  of 2.0 GiB, 100%
 
 host memory                bytes
@@ -117,18 +117,17 @@ weights                127.0 MiB
 masters                127.0 MiB
 moments                508.1 MiB
 gradients              127.0 MiB
-activations            108.8 MiB
-in all                   2.0 GiB  of 62.4 GiB, 3%
+activations             80.3 MiB
+in all                   1.9 GiB  of 62.4 GiB, 3%
 
-lane                busy s  of the step  compute waits for it
-compute            0.02545  43%
-H2D                0.01004  17%
-D2H               0.008324  14%          0.000937 s
-host update         0.0333  57%          0.0306 s
-device update     0.001365  2%
-activations out    0.01141  19%
-activations back  0.004755  8%
-host               0.00152  3%
+lane               busy s  of the step  compute waits for it
+compute           0.02567  42%
+H2D               0.01145  19%
+D2H              0.008324  14%          0.000937 s
+host update       0.03539  58%          0.0326 s
+device update    0.001365  2%
+activations out  0.008418  14%
+host              0.00161  3%
 """
 
 
@@ -360,8 +359,8 @@ def test_updates_follow_gradients_that_are_kept_nowhere() -> None:
     slow = dataclasses.replace(FLAT, adam_gparams=((1, 0.5),))
     asked = {"tokens": 8192, "seq": 1024, "homes": "ram", "machine": slow, "activations": "replay"}
     kept, nowhere = mt.plan(small(24), **asked), mt.plan(small(24), **asked, grads="none")
-    assert nowhere.busy["host update"] == pytest.approx(kept.busy["host update"])
-    assert nowhere.busy["host update"] < nowhere.seconds < 0.9 * kept.seconds
+    assert nowhere.busy["host update"] == pytest.approx(kept.busy["host update"], rel=0.1)     # other copies are beside
+    assert nowhere.busy["host update"] < nowhere.seconds < 0.95 * kept.seconds
     assert nowhere.host["gradients"] < kept.host["gradients"] / 2
     few = mt.plan(small(24), **asked | {"tokens": 1024}, grads="none")      # what binds is nothing but updates
     assert few.busy["host update"] <= few.seconds < 1.1 * few.busy["host update"]

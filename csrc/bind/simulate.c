@@ -75,6 +75,7 @@ static const array_field counts[] = {
     FIELD(micro, 'q', 1), FIELD(shown, 'q', 1), FIELD(depth, 'q', 1), FIELD(stagings, 'q', 1),
     FIELD(bays, 'q', 1), FIELD(ahead, 'q', 1), FIELD(stay, 'q', 1),
     FIELD(h2d, 'd', 1), FIELD(d2h, 'd', 1), FIELD(both, 'd', 1), FIELD(busy, 'd', 1),
+    FIELD(stretch, 'd', 1),
     FIELD(write, 'd', 1), FIELD(read, 'd', 1), FIELD(rest_s, 'd', 1),
     FIELD(on_link, 'q', 1), FIELD(memory, 'd', 1), FIELD(memory_s, 'd', 1),
 };

@@ -14,9 +14,11 @@ typedef struct guest {
     mt_event       *vacant;      /* recorded on run by lift */
     mt_part *parts;       /* [n] of the stay; NULL: there is none */
     int             n;
+    uint64_t        bytes;       /* that came up for the latest stay */
     mt_post         post;        /* of `last` */
 } guest;
 
+#define TURNS  48
 #define COPIED "copies of its states (the event STORED)"
 
 struct mt_arrive {
@@ -28,6 +30,7 @@ struct mt_arrive {
 
     mt_mutex        mu;          /* held around puts too: one thread at a time */
     mt_queue       *queue;
+    uint64_t        turn;        /* stats.d2h_bytes at which others come in between. mu */
     mt_event       *drained;     /* recorded on the queue by who waits for all of it. mu */
     mt_arrive_stats stats;       /* mu */
 };
@@ -207,12 +210,21 @@ static void nothing(void *arg)
     (void)arg;
 }
 
-/* Behind each piece, the last too, which another unit's may follow, the queue waits for the host
- * for a moment. A copy engine serves one stream until that has to wait, and a few bytes that
- * compute reads back meanwhile (a model's look at its mask, loss.item()) would wait for all that is
- * put here: 97 ms behind 5 GB on an H200, with such waits one piece's 2.4 ms. */
+/* On the way down the queue waits for the host for a moment, every few pieces. A copy engine serves
+ * one stream until that has to wait, and a few bytes that compute reads back meanwhile (a model's
+ * look at its mask, loss.item()) would wait for all that is put here: 97 ms behind 5 GB on an H200,
+ * with a wait behind each piece 2.4 ms. A wait for another stream does not do, and what goes up
+ * keeps nobody waiting. Of a stream's functions of the host CUDA keeps 56, and holds its caller up
+ * at the next: so there are no more of them than TURNS in all that may be put at once. */
 static mt_status let_others(mt_arrive *a)
 {
+    uint64_t all = 0;
+
+    if (a->stats.d2h_bytes < a->turn)
+        return MT_OK;
+    for (int u = 0; u < a->n_guests; u++)
+        all += a->guests[u] != NULL ? a->guests[u]->bytes : 0;
+    a->turn = a->stats.d2h_bytes + all / TURNS;
     return a->dev->ops->call(a->queue, nothing, NULL);
 }
 
@@ -231,7 +243,7 @@ static mt_status put_copies(mt_arrive *a, guest *g, int unit, const int *params,
         if (params != NULL && !among(g->parts[i].param, params, n))
             continue;
         st = mt_part_copy(a->store, unit, &g->parts[i], planes, a->queue, up, copied);
-        if (st == MT_OK)
+        if (st == MT_OK && !up)
             st = let_others(a);
     }
     mt_timeline_end(a->cx->timeline, &span, *copied - before, a->queue);
@@ -263,6 +275,7 @@ fail:
 static mt_status put_lift(mt_arrive *a, guest *g, int unit, mt_part *parts, int n,
                           mt_queue *run)
 {
+    uint64_t  before;
     mt_status st;
 
     g->parts = parts;
@@ -271,7 +284,9 @@ static mt_status put_lift(mt_arrive *a, guest *g, int unit, mt_part *parts, int 
     MT_TRY(a->dev->ops->record(run, g->vacant));
     if (!mt_skips(a->cx, MT_EDGE_VACANT))
         MT_TRY(a->dev->ops->wait(a->queue, g->vacant));
+    before = a->stats.h2d_bytes;
     MT_TRY(put_copies(a, g, unit, NULL, 0, MT_STATE_PLANES, 1));
+    g->bytes = a->stats.h2d_bytes - before;
     if (mt_syncs(a->cx))
         MT_TRY(a->dev->ops->sync_event(g->last));
     return MT_OK;

@@ -339,6 +339,12 @@ static void updates_on_disk(walker *t)
         }
 }
 
+/* On the host, or what is computed of one elsewhere. */
+static double update_s(const mt_walk *in, int64_t u)
+{
+    return in->update_s[u] * (in->updated_on[u] == MT_LANE_HOST ? in->stretch : 1.0);
+}
+
 /* One of a unit, in the forward's order: of units at home on the device there, at once. The others'
  * each behind those before it on the same lane. */
 static void update_first(walker *t, int64_t u, double *now, double *passed)
@@ -363,7 +369,7 @@ static void update_first(walker *t, int64_t u, double *now, double *passed)
         if (in->update_s[u] == 0.0)             /* frozen: nothing to wait for */
             return;
         begin = *now;
-        t->done[u] = *now += in->update_s[u];
+        t->done[u] = *now += update_s(in, u);
     }
     note(t, in->updated_on[u], u, begin, t->done[u]);
     t->done[u] = spread(t, u, t->done[u]);
@@ -408,7 +414,7 @@ static void updates_behind(walker *t)
         all += in->update_s[u];
         away += on != MT_LANE_DEVICE ? in->update_s[u] : 0.0;
         passed += on == MT_LANE_THROUGH ? in->through_s[u] : 0.0;
-        t->update_s[MT_LANE_HOST] += on == MT_LANE_HOST ? in->update_s[u] : 0.0;
+        t->update_s[MT_LANE_HOST] += on == MT_LANE_HOST ? update_s(in, u) : 0.0;
     }
     t->updated = later(t->lane[MT_LANE_HOST], t->lane[MT_LANE_THROUGH]);
     t->update_s[MT_LANE_DEVICE] = all - away;
@@ -564,7 +570,7 @@ static void follow(walker *t, int64_t u, int64_t buffer)
     double         disk_s = on == MT_LANE_DISK ? in->disk_s[u] : 0.0;
 
     t->lane[on] = t->done[u] = begin + (on == MT_LANE_THROUGH ? in->through_s[u]
-                                                              : later(in->update_s[u], disk_s));
+                                                              : later(update_s(in, u), disk_s));
     note(t, on, u, begin, t->done[u]);
     if (on != MT_LANE_DISK)
         t->updated = later(t->updated, t->done[u]);

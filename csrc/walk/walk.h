@@ -88,6 +88,7 @@ typedef struct mt_walk {
     int64_t stay;                /* the window of a forward by which they are gone */
     double  h2d, d2h, both;      /* bytes/s: alone; of each, beside each other */
     double  busy;                /* beside AdamW on the host */
+    double  stretch;             /* of update_s on the host, by what crosses beside it */
     double  write, read;         /* of the drive */
     double  rest_s;              /* between two steps: the clip factor */
     int64_t on_link;             /* 1: what GPUs exchange takes their links to the host */

@@ -47,9 +47,11 @@ class Format:
         name: for people. kinds: (package, class) of its parameters.
         pieces: of a parameter of a module. whole: of a parameter, over other pieces of these forms. put: the parameter,
             and its module, have these pieces from now on. shape: of the weight that the codes stand for.
-        label: of a piece in a state_dict, after the module's name and the parameter's: the package's own.
+        label: of a piece in a state_dict, by the parameter, its name and the piece's: the package's own.
         beside: what a checkpoint has of a parameter besides, of the same names.
         reloads: from_pretrained finds it by these names.
+        again: the parameter over other pieces, where that is not what `whole` gives. expands: `whole` is a 16-bit
+            weight in memory of its own.
     """
 
     name: str
@@ -58,10 +60,12 @@ class Format:
     whole: Callable[[nn.Parameter, Pieces], Tensor]
     put: Callable[[nn.Parameter, nn.Module, Pieces], None]
     shape: Callable[[nn.Parameter], torch.Size]
-    label: Callable[[str, str], str]
+    label: Callable[[nn.Parameter, str, str], str]
     beside: Callable[[nn.Parameter, str], Pieces]
     keeps: tuple[Keeps, ...] = ()
-    reloads: bool = True
+    reloads: Callable[[nn.Parameter], bool] = lambda p: True
+    again: Callable[[nn.Parameter, Pieces], Tensor] | None = None
+    expands: bool = False
 
 
 def plain_kind(p: Tensor) -> type:
@@ -139,7 +143,7 @@ def pieces_of(name: str, p: nn.Parameter, m: nn.Module, format: Format) -> tuple
         if key:
             piece = Piece(t.detach(), requires_grad=False)
             piece.of = p, m, key
-            rest.append((format.label(name, key), piece))
+            rest.append((format.label(p, name, key), piece))
     return [(name, p)] if "" in pieces else [], rest
 
 
@@ -241,18 +245,34 @@ def _made_put(p: Any, m: nn.Module, pieces: Pieces) -> None:
         setattr(p, name, piece)
 
 
+# ---- codes that stand for 16-bit weights (coded.py): a window has these ----
+
+_ENDS = {"fp8": ("", "_scale_inv"), "mxfp4": ("_blocks", "_scales")}        # of names, as they are published
+
+
+def _coded_label(p: Any, name: str, piece: str) -> str:
+    return name + _ENDS[p.form][piece == "scales"]
+
+
 _BNB = "bitsandbytes.autograd._functions"
 _ALL = (
     Format("bitsandbytes 4 bits", (("bitsandbytes", "Params4bit"),), _four_pieces, _four_whole, _four_put,
-           lambda p: p.quant_state.shape, lambda name, piece: f"{name}.{piece}", _four_beside,
+           lambda p: p.quant_state.shape, lambda p, name, piece: f"{name}.{piece}", _four_beside,
            (Keeps(_BNB, "MatMul4Bit", "QuantState"),)),
     Format("bitsandbytes LLM.int8", (("bitsandbytes", "Int8Params"),), _eight_pieces, _eight_whole, _eight_put,
-           lambda p: p.shape, lambda name, piece: f"{name.rpartition('.')[0]}.{piece}".lstrip("."),
+           lambda p: p.shape, lambda p, name, piece: f"{name.rpartition('.')[0]}.{piece}".lstrip("."),
            lambda p, name: {f"{name}_format": torch.tensor(0, dtype=torch.uint8)},
            (Keeps(_BNB, "MatMul8bitLt", "MatmulLtState", (("tensors", (None, None, None)),), ("CB", "SCB")),
             Keeps(_BNB, "MatMul8bitFp", "MatmulLtState", (("A", None),), ("CB", "SCB")))),
     Format("torchao 8 bits", (("torchao", "Int8Tensor"), ("torchao", "Float8Tensor")), _made_pieces, _made_whole,
-           _made_put, lambda p: p.shape, lambda name, piece: f"{name}.{piece}", lambda p, name: {}, reloads=False),
+           _made_put, lambda p: p.shape, lambda p, name, piece: f"{name}.{piece}", lambda p, name: {},
+           reloads=lambda p: False),
+)
+_ALL += (
+    Format("block-fp8 and MXFP4", (("megatrain_torch", "Coded"),), _made_pieces,
+           lambda p, pieces: p.over(*pieces.values()).expand_codes(), _made_put, lambda p: p.shape, _coded_label,
+           lambda p, name: {}, again=_made_whole, expands=True,
+           reloads=lambda p: p.form == "mxfp4" or p.dim() == 2),
 )
 FORMATS = {kind: format for format in _ALL for kind in format.kinds}
 KNOWN = "; ".join(format.name for format in _ALL)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import _core
+from ..base.coded import quantization_of
 from ..base.codes import coded
 from ..base.errors import MegatrainError
 from ..base.formats import LOW_BYTES
@@ -80,7 +81,8 @@ def _pieces(p: Tensor, name: str) -> list[tuple[Tensor, str]]:
     whole = p._mt.whole
     if whole is None:
         return [(p, name)]
-    return [(r.param, name if not key else whole.format.label(name, key)) for r, key in zip(whole.records, whole.names)]
+    label = whole.format.label
+    return [(r.param, label(whole.param, name, key) if key else name) for r, key in zip(whole.records, whole.names)]
 
 
 def buffers_of(model: nn.Module) -> dict[str, Tensor]:
@@ -200,7 +202,7 @@ def _beside(model: nn.Module, files: list[TensorFile]) -> dict[str, bytes]:
 def _has_its_names(model: nn.Module) -> bool:
     """Are transformers' parameters in it under the names that from_pretrained looks for? A wrapper, or an adapter,
     changes them; from what it takes for its files it would make a model of random weights, with a warning."""
-    if any(not format.reloads for _, _, _, format in coded(model)):
+    if any(not format.reloads(p) for _, _, p, format in coded(model)):
         return False
     modeling = sys.modules.get("transformers.modeling_utils")
     if modeling is None or not any(isinstance(m, modeling.PreTrainedModel) for m in model.modules()):
@@ -213,7 +215,10 @@ def _config(model: nn.Module, config: Any) -> str:
     if config is getattr(model, "config", None):
         config.architectures = [type(model).__name__]
         config.dtype = str(model.dtype).split(".")[1]
-    return config.to_json_string(use_diff=True)
+    text = config.to_json_string(use_diff=True)
+    if config is not getattr(model, "config", None) or (said := quantization_of(model)) is None:
+        return text
+    return json.dumps(json.loads(text) | {"quantization_config": said}, indent=2, sort_keys=True) + "\n"
 
 
 def kind_of(opt: torch.optim.Optimizer | None) -> str | None:

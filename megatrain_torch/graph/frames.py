@@ -26,6 +26,7 @@ from ..base.errors import MegatrainError
 from ..base.modes import Mode
 from ..store.records import Record
 from ..store.state import swap_window
+from ..store.whole import Whole
 from .below import Below, flat_weights, restore_buffers, snapshot_buffers
 from .effects import Snapshot
 from .generators import random_state, set_random_state
@@ -50,6 +51,7 @@ class Streamed(Protocol):
     core: _core.Engine
     device: torch.device
     swap: Swap
+    expansions: Expansions
     unit_names: list[str]
     given: int
     trace: Untraced
@@ -69,6 +71,7 @@ class Stretch(Protocol):
     proved: bool
     units: list[int]
     trainable: list[Record]
+    expanded: dict[int, Whole]
     buffered: Below
     recurrent: Below
 
@@ -88,6 +91,15 @@ class Stretch(Protocol):
     def _left(self) -> list[Record] | None: ...
 
 
+def check_version(runtime: Streamed, unit: int, version: int) -> None:
+    """Raises: the unit's weights are others than a forward saw."""
+    if runtime.core.version(unit) != version:
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace "
+            f"operation: weights of unit {runtime.unit_names[unit]!r} were updated between forward "
+            "and backward; call backward() before step()")
+
+
 class Weight:
     """A saved tensor that lies in a slot: which unit, which version, which part."""
 
@@ -99,12 +111,43 @@ class Weight:
         self.dtype, self.size, self.stride = t.dtype, t.shape, t.stride()
 
     def tensor(self) -> Tensor:
-        if self.runtime.core.version(self.unit) != self.version:
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an inplace "
-                f"operation: weights of unit {self.runtime.unit_names[self.unit]!r} were updated between "
-                "forward and backward; call backward() before step()")
+        check_version(self.runtime, self.unit, self.version)
         return self.runtime.ring.view(self.unit, self.offset, self.dtype, self.size, self.stride)
+
+
+class Expansions:
+    """16-bit weights made of codes for a backward that kept its activations: one at a time, of which several saved
+    tensors may be parts."""
+
+    def __init__(self) -> None:
+        self._last: tuple[Whole, int, Tensor] | None = None
+
+    def of(self, runtime: Streamed, whole: Whole) -> Tensor:
+        unit = whole.records[0].unit
+        version = runtime.core.version(unit)
+        if self._last is None or self._last[:2] != (whole, version):
+            self._last = None                            # first: there is one at a time
+            pieces = [runtime.ring.view(unit, r.offset, r.dtype, r.shape, r.stride) for r in whole.records]
+            self._last = whole, version, whole.of(pieces)
+            runtime.handover.at_end(self)
+        return self._last[2]
+
+    def backward_ended(self) -> None:
+        self._last = None
+
+
+class Expanded:
+    """A saved tensor that is a weight made of codes, or a part of one."""
+
+    __slots__ = ("runtime", "whole", "version", "size", "stride", "offset")
+
+    def __init__(self, runtime: Streamed, whole: Whole, t: Tensor) -> None:
+        self.runtime, self.whole, self.version = runtime, whole, runtime.core.version(whole.records[0].unit)
+        self.size, self.stride, self.offset = t.shape, t.stride(), t.storage_offset()
+
+    def tensor(self) -> Tensor:
+        check_version(self.runtime, self.whole.records[0].unit, self.version)
+        return self.runtime.expansions.of(self.runtime, self.whole).as_strided(self.size, self.stride, self.offset)
 
 
 def keep(t: Tensor) -> tuple[Tensor, int]:
@@ -143,12 +186,14 @@ class SavedFrame:
     """Hooks of a window that keeps its activations."""
 
     def __init__(self, window: Stretch) -> None:
-        self.runtime = window.runtime
+        self.runtime, self.window = window.runtime, window
 
     def pack(self, t: Tensor) -> Any:
         where = self.runtime.ring.locate(t)
         if where is not None:
             return Weight(self.runtime, *where, t)
+        if self.window.expanded and (whole := self.window.expanded.get(storage_of(t))) is not None:
+            return Expanded(self.runtime, whole, t)
         return keep(t)
 
     @staticmethod
@@ -171,7 +216,7 @@ class HostFrame(SavedFrame):
 
     def pack(self, t: Tensor) -> Any:
         handle = super().pack(t)
-        if type(handle) is Weight or not self.runtime.swap.may(t) or storage_of(t) in self.shared:
+        if type(handle) in (Weight, Expanded) or not self.runtime.swap.may(t) or storage_of(t) in self.shared:
             return handle
         return self.bundle.add(t)
 
@@ -335,11 +380,7 @@ class ReplayFrame(Again):
                                  "their places: call backward() outside of functional_call, or use "
                                  "plan={'activations': 'saved'}")
         for unit, version in zip(self.window.units, self.versions):
-            if self.runtime.core.version(unit) != version:
-                raise RuntimeError(
-                    "one of the variables needed for gradient computation has been modified by an inplace "
-                    f"operation: weights of unit {self.runtime.unit_names[unit]!r} were updated between forward "
-                    "and backward; call backward() before step()")
+            check_version(self.runtime, unit, version)
         if self.state.overwritten():
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: "

@@ -19,6 +19,7 @@ from ..base.errors import MegatrainError
 from ..base.modes import Mode, read
 from ..store.records import Record, Use
 from ..store.state import enter, in_backward, leave, swap_window
+from ..store.whole import Whole
 from . import masks
 from .below import Below, flat_weights
 from .door import Door
@@ -26,6 +27,7 @@ from .effects import Places, Snapshot
 from .frames import HostFrame, Located, ReplayFrame, SavedFrame, Streamed, _pop, _push
 from .handover import Reads
 from .installed import method_of
+from .swap import storage_of
 
 
 class Fused(Protocol):
@@ -138,6 +140,7 @@ class Window:
         units: units they lie in; acquired one after another when the window opens.
         mode: one of modes.py, or "auto" until the first training step decides.
         proved: a first replayed run has shown that inputs are not written in place.
+        wholes: weights that are codes. expanded: those that are 16-bit weights in the run under way, by their memory.
     """
 
     def __init__(self, runtime: Model, name: str, module: nn.Module, records: list[Record]) -> None:
@@ -157,6 +160,7 @@ class Window:
         self.trainable: list[Record] = []
         self.frozen: list[Record] = []
         self.params: list[nn.Parameter] = []
+        self.expanded: dict[int, Whole] = {}
         self.wholes = [r.whole for r in records if r.whole is not None]
         self.look()
 
@@ -238,9 +242,12 @@ class Window:
 
     def _together(self, bound: dict[Record, Tensor]) -> dict[Record, Tensor]:
         """Weights of codes are what their packages' code computes with, over the slots' tensors."""
+        self.expanded.clear()
         for whole in self.wholes:
             if whole.records[0] in bound:
-                bound[whole.records[0]] = whole.of([bound[r] for r in whole.records])
+                made = bound[whole.records[0]] = whole.of([bound[r] for r in whole.records])
+                if whole.format.expands:
+                    self.expanded[storage_of(made)] = whole
         return bound
 
     def bind_shared(self) -> dict[Record, Tensor]:
@@ -384,6 +391,7 @@ class Window:
                 out = inner(*args, **kwargs)
         finally:
             swap_window(outer)
+            self.expanded.clear()
             if frame is not None:
                 _pop()
             torch.set_autocast_cache_enabled(cached_casts)

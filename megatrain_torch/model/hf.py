@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from ..base import patches
+from ..base.coded import Coded
 from ..base.errors import MegatrainError
 from ..graph import masks
 from ..store.guard import HostTensor
@@ -49,6 +50,8 @@ def prepare(rt: Streamed, root: nn.Module, put: Any) -> None:
         if isinstance(m, base):
             _devices[m] = rt.device
             put(m, "resize_token_embeddings", _refuse_resize)
+            if any(isinstance(p, Coded) for p in m.parameters()):
+                put(m, "save_pretrained", _refuse_saving)
 
 
 def _save_torchaos() -> None:
@@ -59,6 +62,11 @@ def _save_torchaos() -> None:
         patches.once("flatten_tensor_state_dict", lambda: patches.replaced(
             quantizer, "flatten_tensor_state_dict",
             lambda tensors: own({k: t.clone() if type(t) is HostTensor else t for k, t in tensors.items()})))
+
+
+def _refuse_saving(*_: Any, **__: Any) -> Any:
+    raise MegatrainError("save_pretrained() knows no codes that stand for 16-bit weights: mt.save(model, None, folder) "
+                         "writes them as they are published; a PeftModel's saves its adapter")
 
 
 def _refuse_resize(*_: Any, **__: Any) -> Any:

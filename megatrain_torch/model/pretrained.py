@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from torch import nn
 from ..base.codes import coded
 from ..group.ranks import as_one, ranks_of
 from ..plans.planner import Plan
+from .bases import with_base
 from .stream import stream_of
 
 
@@ -21,8 +23,7 @@ def from_pretrained(cls: Any, path: str | Path, *, device: str | torch.device | 
                     states: str | None = None, dtype: torch.dtype | None = None,
                     units: list[str | nn.Module] | None = None, compute: str = "auto",
                     products: str | None = None, plan: Plan | dict[str, Any] | None = None, group: Any = None,
-                    reduce: str = "mean",
-                    **kwargs: Any) -> Any:
+                    reduce: str = "mean", base: str | None = None, adapter: Any = None, **kwargs: Any) -> Any:
     """`cls.from_pretrained(path)` and `mt.stream` of it.
 
     transformers does its part as ever: names, ties, experts put together, what is missing or unexpected reported. It
@@ -34,6 +35,9 @@ def from_pretrained(cls: Any, path: str | Path, *, device: str | torch.device | 
         dtype: of the streamed weights; None: the files'. From fp32 files to torch.bfloat16, mt.AdamW has exact fp32
             masters.
         device, tokens, seq, vram, host, nvme, states, units, compute, products, plan, group, reduce: as for mt.stream.
+        base: frozen weights of linear layers as codes, quantised a tensor at a time while they are read: "nf4" and
+            "int8" by bitsandbytes, "fp8" in blocks of 128 by 128; "fp8" and "mxfp4" keep what a checkpoint has so.
+        adapter: a config of PEFT's: the model gets that adapter before it is streamed.
         kwargs: for cls.from_pretrained. With output_loading_info=True its report is returned too.
 
     Returns:
@@ -44,8 +48,13 @@ def from_pretrained(cls: Any, path: str | Path, *, device: str | torch.device | 
     """
     ranks = ranks_of(group)
     with as_one(ranks):
-        found = loaded(cls, path, ranks is None or ranks.rank == ranks.mates[0], dtype="auto", **kwargs)
+        if base is None:
+            found = loaded(cls, path, ranks is None or ranks.rank == ranks.mates[0], dtype="auto", **kwargs)
+        else:
+            found, dtype = with_base(cls, path, base, dtype, **kwargs), None
     model, *report = found if isinstance(found, tuple) else (found,)
+    if adapter is not None:
+        model = importlib.import_module("peft").get_peft_model(model, adapter)
     stream_of(ranks, model, device, vram=vram, host=host, nvme=nvme, units=units, masters=True, reduce=reduce,
               tokens=tokens, seq=seq, states=states, dtype=dtype, compute=compute, products=products, plan=plan)
     return (model, *report) if report else model

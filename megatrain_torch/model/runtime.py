@@ -14,6 +14,7 @@ from ..fused.compiled import Structure
 from ..fused.proofs import Proofs
 from ..graph.door import Door
 from ..graph.exchange import Exchange
+from ..graph.frames import Expansions
 from ..graph.handover import HandOver
 from ..graph.swap import Swap
 from ..graph.untraced import UNTRACED
@@ -66,7 +67,7 @@ class Runtime:
             ranks.control.engine = core
         self.handover = HandOver(own)
         self.exchange = None if ranks is None else Exchange(own, self.handover, ranks, reduce == "mean")
-        self.swap = Swap(own)
+        self.swap, self.expansions = Swap(own), Expansions()
         self.ring = Ring(own)
         self.homes = Homes(own, core, self.ring)
         self.saves = Saves()

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from .cost import OFFLOAD_DEPTH, STAGINGS
+from .held import Held
 from .homes import Homes, Ways
 from .keeping import Keeping
 from .simulate import NORM_S
@@ -27,6 +28,8 @@ class Of(NamedTuple):
         update_s: of updates where nothing else is to be done. behind_s: of those that a backward
             waits for; settled_s: of those that are part of it.
         weights, again, gradients: bytes. add_s, longest_add_s: as Homes has them.
+        host_s: of updates on the host. held_s: by which these take longer for each byte of
+            activations that leaves.
         read, read_again: bytes of weights that are on the drive, and of those that backward needs.
     """
 
@@ -41,6 +44,8 @@ class Of(NamedTuple):
     gradients: np.ndarray
     add_s: np.ndarray
     longest_add_s: np.ndarray
+    host_s: np.ndarray
+    held_s: np.ndarray
     read: np.ndarray
     read_again: np.ndarray
 
@@ -80,8 +85,8 @@ class Kept(NamedTuple):
 class Bounds:
     """Of one model on a machine."""
 
-    def __init__(self, keeping: Keeping, ways: Ways, updates: Updates) -> None:
-        self.keeping, self.ways, self.updates = keeping, ways, updates
+    def __init__(self, keeping: Keeping, ways: Ways, updates: Updates, held: Held) -> None:
+        self.keeping, self.ways, self.updates, self.held = keeping, ways, updates, held
         self.shape, self.machine, self.uses = keeping.shape, keeping.machine, keeping.uses
         self.behind = keeping.wishes.grads == "none"     # updates follow their gradients
         self.buffers = len(ways.lent((0,) * len(keeping.shape.units)))
@@ -98,7 +103,10 @@ class Bounds:
         m = self.machine
         up, both = m.h2d_gbps * 1e9, m.both_gbps * 1e9
         compute_s = sum(c.forward_s for c in self.keeping.costs(micro)) + kept.forward_wait_s
+        host_s = homes.host_s + homes.held_s * kept.out
         first = np.maximum(homes.first_s, compute_s)
+        if not self.behind:
+            first = np.maximum(first, host_s)
         forward = np.maximum(compute_s, (homes.weights - slots) / up + homes.top_s)
         come = np.maximum(homes.again - slots, 0)
         backward = functools.reduce(np.maximum, (
@@ -112,7 +120,7 @@ class Bounds:
         read = homes.read + again + (micro - 1) * (np.maximum(homes.read - slots, 0) + again)
         read_s = read / (m.disk_read_gbps * 1e9)    # a first forward finds none in a slot
         return NORM_S + functools.reduce(np.maximum, (
-            passes, added, micro * kept.spill_s, homes.update_s, micro * homes.gradients / both,
+            passes, added, micro * kept.spill_s, homes.update_s, host_s, micro * homes.gradients / both,
             read_s))
 
     def of_homes(self, ways: Sequence[Homes], micro: int) -> Of:
@@ -128,7 +136,7 @@ class Bounds:
             where.device_s if self.behind else nothing,
             *(np.array([h[i] for h in ways]) for i in map(Homes._fields.index, (
                 "weights", "again", "gradients", "add_s", "longest_add_s"))),
-            where.filed @ weights, where.filed @ (weights * needed))
+            where.host_s.sum(axis=1), where.held_s, where.filed @ weights, where.filed @ (weights * needed))
 
 
 class _Where:
@@ -143,6 +151,10 @@ class _Where:
         self.filed = self._sets(d.weights for d in on_disk)
         self.on_host = ~(self.settled | self.through | self.on_disk)
         self.drive = np.where(self.filed, updates.drive_weights, updates.drive)
+        alone_s, held = self.on_host @ updates.host, bounds.held
+        stretch = held.stretch(alone_s, held.crossing([h.units for h in ways]), held.span_s(micro))
+        self.host_s = self.on_host * stretch[:, None] * updates.host
+        self.held_s = alone_s * (held.stretch(alone_s, held.ways_crossed, held.span_s(micro)) - 1.0)
         self.device_s = (self.settled * updates.device(micro)).sum(axis=1)
 
     def _sets(self, sets: Iterable[frozenset[int]]) -> np.ndarray:
@@ -155,7 +167,7 @@ class _Where:
     def _lanes(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """(units whose updates take turns there, seconds of each), zeros elsewhere."""
         updates = self.bounds.updates
-        yield self.on_host, np.where(self.on_host, updates.host, 0.0)
+        yield self.on_host, self.host_s
         yield self.through, np.where(self.through, updates.through, 0.0)
         yield self.on_disk, np.where(self.on_disk, np.maximum(updates.pool, self.drive), 0.0)
 
@@ -164,7 +176,7 @@ class _Where:
         updates = self.bounds.updates
         return functools.reduce(np.maximum, (
             np.where(lane, seconds, 0.0).sum(axis=1) for lane, seconds in (
-                (self.on_host, updates.host), (self.through, updates.through),
+                (self.on_host, self.host_s), (self.through, updates.through),
                 (self.on_disk, self.drive))))
 
     def behind_s(self) -> np.ndarray:

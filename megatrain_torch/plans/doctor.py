@@ -135,7 +135,10 @@ def fp8_gain(tokens: int, width: int, device: torch.device, least_s: float) -> f
         ops.fp8_gemm_(dx, dy, wt)
         ops.fp8_gemm_(dw, dyt, xt)
 
-    coded = 6.0 * tokens * fan_in * fan_out / timed(products, device, least_s) / 1e12
+    try:
+        coded = 6.0 * tokens * fan_in * fan_out / timed(products, device, least_s) / 1e12
+    except RuntimeError:                     # this cublasLt has no such product for this device
+        return 0.0
     return coded / product_tflops(tokens, fan_in, fan_out, device, least_s)
 
 
@@ -231,22 +234,24 @@ def give_back_pinned(device: torch.device) -> None:
         torch._C._host_emptyCache()
 
 
-def _busy_gbps(sizes: Sizes, device: torch.device, threads: int) -> float:
-    """GB/s host to device while AdamW runs on the host."""
+def _beside(sizes: Sizes, device: torch.device, threads: int) -> tuple[float, float]:
+    """GB/s each way while AdamW runs on the host, and its 10**9 parameters/s meanwhile."""
     copies, planes, stop = Copies(device, sizes.copy_bytes), Planes(sizes.parameters, "BF16", "BF16"), threading.Event()
-    isa = ISAS.index(_core.build_info()["isa"])
+    isa, ends = ISAS.index(_core.build_info()["isa"]), [time.perf_counter()]
 
     def update() -> None:
         while not stop.is_set():
             _core.adam_step(planes.tensors(1), 1.0, threads, isa)
+            ends.append(time.perf_counter())
 
     worker = threading.Thread(target=update)
     worker.start()
     try:
-        return copies.gbps(copies.up, 2 * sizes.least_s)
+        gbps = copies.gbps(copies.both, 2 * sizes.least_s)
     finally:
         stop.set()
         worker.join()
+    return gbps, planes.n / statistics.median(b - a for a, b in itertools.pairwise(ends)) / 1e9
 
 
 # ---- AdamW ---------------------------------------------------------------------------------------
@@ -356,13 +361,14 @@ def measure(device: torch.device, say: Callable[[str], None] = lambda _: None,
     say("AdamW")
     adam, traffic = _host_adam(sizes, sorted({1, max(1, cpus // 2), max(1, cpus - 1)}))
     adam8 = _host_adam8(sizes, adam[-1][0])
-    busy, device_adam = _busy_gbps(sizes, device, adam[-1][0]), _device_adam(sizes, device)
+    (busy, beside), device_adam = _beside(sizes, device, adam[-1][0]), _device_adam(sizes, device)
     vram, taken = _vram(device)
     if disk is not None:
         say("disk")
     drive = _disk_rates(disk, sizes.disk_bytes) if disk is not None else {}
-    rates = {**drive, "gemm": gemm, "fp8_gain": gain, "attention": attention, "hbm_gbps": hbm,
-             "launch_us": launch, **copies, "busy_gbps": min(busy, copies["h2d_gbps"]), "adam_gparams": adam,
+    rates = {**drive, "gemm": gemm, "fp8_gain": gain, "attention": attention, "hbm_gbps": hbm, "launch_us": launch,
+             **copies, "busy_gbps": min(busy, copies["both_gbps"]), "adam_gparams": adam,
+             "beside_gparams": min(beside, adam[-1][1]),
              "add_gparams": adam[-1][1] * UPDATE_BYTES / ADDED_BYTES, "device_adam_gparams": device_adam,
              "adam8_gparams": adam8}
     host, one = host_limit_bytes(), _one_memory(device)

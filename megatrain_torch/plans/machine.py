@@ -25,6 +25,7 @@ from ..base.limits import host_limits, parse_bytes, show_bytes
 from ..base.strict import parsed, shown, table
 
 GIB = 2**30
+TAKEN = 0.5                 # of what is copied beside AdamW, what that takes from it: 0.3 and 0.9 on two H200 machines
 MEASURED, SHEETS = "measured by megatrain doctor", "from data sheets, not measured"     # sources
 WEIGHT = 2                  # bytes of a bf16 weight, as it is fetched
 CODES_A_THREAD = 0.75       # 10**9 parameters/s with moments of 8 bits, where arithmetic binds: a Zen 5 core has 1.0
@@ -54,7 +55,7 @@ class Machine:
             operations are counted, not a square's.
         hbm_gbps: read plus written by elementwise kernels.
         h2d_gbps, d2h_gbps: copies alone; both_gbps: each way while both run; busy_gbps: each way while
-            AdamW runs on the host.
+            AdamW runs on the host. beside_gparams: 10**9 parameters/s of AdamW meanwhile; 0: by TAKEN.
         adam_gparams: (threads, 10**9 parameters/s) of AdamW on the host, bf16 weights and fp32 states.
         adam8_gparams: (states, 10**9 parameters/s) with moments of 8 bits, as many threads as adam_gparams ends with;
             what is missing is taken to be in proportion to the bytes that move, see adam_rate.
@@ -97,6 +98,7 @@ class Machine:
     disk_write_gbps: float = DRIVE[1]
     disk_both_gbps: float = DRIVE[2]
     disk_tbw: float = DRIVE[3]
+    beside_gparams: float = 0.0
     adam8_gparams: tuple[tuple[str, float], ...] = ()
     whole_gbps: float = 0.0
     host_gbps: float = 0.0
@@ -127,6 +129,16 @@ class Machine:
         by_bytes = points[-1][1] * moved_bytes("fp32") / moved_bytes(states)
         found = dict(self.adam8_gparams).get(states, min(by_bytes, points[-1][0] * CODES_A_THREAD))
         return found * rate / points[-1][1] * 1e9
+
+    def held_s(self, gpus: int = 1) -> float:
+        """Seconds by which AdamW on the host is held up by a byte that is copied beside it, while each of so many GPUs
+        copies as much."""
+        alone, moved, copied = self.adam_gparams[-1][1], moved_bytes("fp32"), 2 * self.busy_gbps
+        if gpus == 1:
+            beside = self.beside_gparams or alone - TAKEN * copied / moved
+        else:
+            beside = (self.host_gbps - gpus * copied) / moved
+        return (1 - min(max(beside, 0.0), alone) / alone) / (copied * 1e9)
 
     def through_rate(self, states: str = "fp32", alone: bool = False) -> float:
         """Parameters/s of updates that pass through the device, alone or beside AdamW on the host; 0: nothing is left.
@@ -233,8 +245,8 @@ def _of_file(path: Path) -> Machine:
 _ROWS = {"gemm": ((int, int, float), False), "attention": ((int, float, float), True),
          "adam_gparams": ((int, float), True), "adam8_gparams": ((str, float), False), "origins": ((str, str), False)}
 _MAY_BE_EMPTY = ("adam8_gparams", "origins")
-_MAY_BE_ZERO = ("vram_overhead_bytes", "host_overhead_bytes", "disk_tbw", "whole_gbps", "host_gbps", "exchange_gbps",
-                 "fp8_gain")
+_MAY_BE_ZERO = ("beside_gparams", "vram_overhead_bytes", "host_overhead_bytes", "disk_tbw", "whole_gbps", "host_gbps",
+                "exchange_gbps", "fp8_gain")
 
 
 def _is(kind: type, value: Any, zero: bool = False) -> bool:
@@ -623,6 +635,8 @@ def describe(machine: Machine) -> list[tuple[str, str, str]]:
         ("both ways beside AdamW", f"{machine.busy_gbps:.4g} GB/s each way", machine.origin("busy_gbps")),
         (f"AdamW, {threads} thread" + "s" * (threads > 1), f"{adam:.4g} G parameters/s",
          machine.origin("adam_gparams")),
+        *([("AdamW beside copies both ways", f"{machine.beside_gparams:.4g} G parameters/s", "measured")]
+          if machine.beside_gparams else []),
         ("with moments of 8 bits", f"{machine.adam_rate(states='8bit') / 1e9:.4g} G parameters/s",
          machine.origin("adam8_gparams") if eight else "not measured: from AdamW's rate"),
         ("a micro-batch's gradients added", f"{machine.add_gparams:.4g} G gradients/s",

@@ -20,6 +20,7 @@ from ..store.disk import SPILLED, spilled_bytes
 from .bounds import Bounds, Kept
 from .cost import THROUGH_BYTES, Home
 from .exchange import Exchange
+from .held import Held
 from .homes import Homes, Ways
 from .keeping import Keeping, depth_of
 from .machine import Machine
@@ -119,8 +120,9 @@ class Problem:
         self.known: dict[int, Tracks] = like.known if alike else {}
         self.tables: dict[bool, Table] = {}
         updates = Updates(shape, seen, wishes, self.exchange)
-        self.steps = Steps(self.keeping, self.ways, updates)
-        self.bounds = Bounds(self.keeping, self.ways, updates)
+        held = Held(self.keeping, self.ways)
+        self.steps = Steps(self.keeping, self.ways, updates, held)
+        self.bounds = Bounds(self.keeping, self.ways, updates, held)
         if like is not None:
             self.ways.known = like.ways.known
 

@@ -54,7 +54,7 @@ class Step:
         weights, gradients: [u] bytes that cross; update_s: [u] on the host, or on the device where at home
             there; add_s: [u] to add up a further micro-batch's gradient on the host.
         slots: bytes of each slot. micro: micro-batches.
-        h2d, d2h, both, busy: bytes/s; see Machine.
+        h2d, d2h, both, busy: bytes/s; see Machine. stretch: updates on the host take so many times update_s; see Held.
         visiting: [u] bytes of states that arrive, of units at home in VRAM.
         away: [w] bytes of what it keeps in host memory between forward and backward. spilled: [w] 1 where that goes on
             to a file; write, read: its bytes/s.
@@ -87,6 +87,7 @@ class Step:
     d2h: float
     both: float
     busy: float
+    stretch: float = 1.0
     visiting: Sequence[int] = ()
     away: Sequence[int] = ()
     spilled: Sequence[int] = ()

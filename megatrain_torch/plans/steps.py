@@ -10,6 +10,7 @@ from typing import Any
 from .. import _core
 from ..base.modes import DISK
 from .cost import Home
+from .held import Held
 from .homes import Ways
 from .keeping import Keeping
 from .simulate import (
@@ -42,11 +43,12 @@ def _kept_by_arguments(make: Callable[..., dict[str, Any]]) -> Callable[..., dic
 class Steps:
     """Of one model on a machine."""
 
-    def __init__(self, keeping: Keeping, ways: Ways, updates: Updates) -> None:
-        self.keeping, self.ways, self.updates = keeping, ways, updates
+    def __init__(self, keeping: Keeping, ways: Ways, updates: Updates, held: Held) -> None:
+        self.keeping, self.ways, self.updates, self.held = keeping, ways, updates, held
         self.shape, self.machine = keeping.shape, keeping.machine
         self.parts: dict[tuple[Any, ...], dict[str, Any]] = {}
         self.slot_bytes: dict[tuple[tuple[Home, ...], int], array[int]] = {}
+        self.streamed: dict[tuple[Any, ...], tuple[float, float]] = {}
         self.schedules: dict[tuple[tuple[Home, ...], int, int], bytes] = {}
 
     def time(self, choice: Choice, than: float = math.inf) -> Timing | None:
@@ -61,9 +63,18 @@ class Steps:
         micro, key = choice.micro, (choice.homes, choice.ring)
         if key not in self.slot_bytes:
             self.slot_bytes[key] = array("q", self.ways.slots(*key))
-        return Step(**self._fixed, **self._timed(micro),
-                    **self._placed(choice.homes, micro, choice.through),
-                    **self._kept(micro, choice.modes), slots=self.slot_bytes[key], micro=micro)
+        placed, kept = self._placed(choice.homes, micro, choice.through), self._kept(micro, choice.modes)
+        return Step(**self._fixed, **self._timed(micro), **placed, **kept, slots=self.slot_bytes[key],
+                    micro=micro, stretch=self._stretch(choice, placed, kept))
+
+    def _stretch(self, choice: Choice, placed: dict[str, Any], kept: dict[str, Any]) -> float:
+        held, key = self.held, (choice.homes, choice.through, choice.micro)
+        if key not in self.streamed:
+            on_host = [s for s, lane in zip(placed["update_s"], placed["updated_on"]) if lane == HOST]
+            self.streamed[key] = sum(on_host), float(held.crossing([choice.homes])[0])
+        alone_s, crossing = self.streamed[key]
+        return held.stretch(alone_s, crossing + held.ways_crossed * sum(kept["away"]),
+                            held.span_s(choice.micro, sum(kept["backward_s"])))
 
     @functools.cached_property
     def _fixed(self) -> dict[str, Any]:

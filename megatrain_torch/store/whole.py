@@ -55,7 +55,10 @@ class Whole:
     def copy(self) -> nn.Parameter:
         """An ordinary parameter of its package's, with the current values."""
         self.records[0].runtime.planes.wait_updates(self.records[0])
-        return self.of([plain(r.param).clone() for r in self.records])
+        pieces = [plain(r.param).clone() for r in self.records]
+        if self.format.again is None:
+            return self.of(pieces)
+        return self.format.again(self.param, dict(zip(self.names, pieces)))
 
 
 def wholes_of(records: list[Record]) -> list[Whole]:

@@ -18,6 +18,8 @@ static const mt_param_desc mixed[PARAMS] = {
     { MT_BF16, 900, 0 },
 };
 
+#define ROOMS 256
+
 /* One unit and its stay. */
 typedef struct hotel {
     mt_context cx;
@@ -25,8 +27,8 @@ typedef struct hotel {
     mt_store  *store;
     mt_arrive *a;
     mt_queue  *run, *other;
-    void      *mem[32];
-    size_t     bytes[32];
+    void      *mem[ROOMS];
+    size_t     bytes[ROOMS];
     int        n;
 } hotel;
 
@@ -36,7 +38,7 @@ static mt_status take_rooms(hotel *h)
     mt_status st;
 
     MT_TRY(mt_arrive_sizes(h->a, 0, MT_ARRIVE_LEAST, &bytes, &h->n));
-    REQUIRE(h->n <= 32);
+    REQUIRE(h->n <= ROOMS);
     memcpy(h->bytes, bytes, (size_t)h->n * sizeof *bytes);
     free(bytes);
     for (int i = 0; i < h->n && st == MT_OK; i++)
@@ -399,10 +401,12 @@ static mt_status call_counted(mt_queue *q, void (*fn)(void *arg), void *arg)
     return call_really(q, fn, arg);
 }
 
+/* On the way down alone, and as often as CUDA takes it. */
 static void the_host_comes_between_pieces(void)
 {
     hotel      h;
     mt_dev    *dev;
+    mt_event  *made;
     mt_dev_ops ops;
 
     REQUIRE(mt_dev_cpu_open(&dev) == MT_OK);
@@ -411,10 +415,16 @@ static void the_host_comes_between_pieces(void)
     ops.call = call_counted;
     dev->ops = &ops;
     atomic_store(&calls, 0);
-    REQUIRE(hotel_open(&h, dev, mixed, PARAMS) == MT_OK);
+    REQUIRE(hotel_open(&h, dev, &(mt_param_desc){ MT_F32, 200000, 1 }, 1) == MT_OK);
+    REQUIRE(dev->ops->event_open(dev, &made) == MT_OK);
     CHECK_OK(lift(&h));
-    CHECK(h.n > 2);
-    CHECK_EQ(atomic_load(&calls), h.n);
+    CHECK(h.n > 150);
+    CHECK_EQ(atomic_load(&calls), 0);
+    CHECK_OK(dev->ops->record(h.run, made));
+    CHECK_OK(mt_arrive_behind(h.a, 0, (int[1]){ 0 }, 1, made));
+    CHECK_OK(mt_arrive_drain(h.a));
+    CHECK(atomic_load(&calls) > 30 && atomic_load(&calls) < 56);
+    dev->ops->event_close(made);
     off_cpu(&h);
 }
 

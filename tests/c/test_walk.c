@@ -26,7 +26,8 @@ static void toy_make(toy *t, int64_t n, double forward_s, double backward_s, int
 
     *t = (toy){ .walk = { .n_windows = n, .n_units = n, .n_slots = slots, .micro = 1, .shown = 1,
                           .depth = 2, .stagings = 2, .bays = 2, .ahead = 5, .stay = 7, .h2d = 1,
-                          .d2h = 1, .both = 1, .busy = 1, .write = 1, .read = 1, .rest_s = REST } };
+                          .d2h = 1, .both = 1, .busy = 1, .stretch = 1, .write = 1, .read = 1,
+                          .rest_s = REST } };
     for (int64_t i = 0; i < n; i++) {
         t->forward_s[i] = forward_s;
         t->backward_s[i] = backward_s;
@@ -143,6 +144,10 @@ static void updates_hold_the_forward_up(void)
     CHECK_NEAR(found.seconds, found.forward_s + 2 + 1 + REST);
     CHECK_NEAR(found.busy[MT_LANE_HOST], 7);
     CHECK_NEAR(found.idle[MT_LANE_HOST], 3 + 1 + 4 - 1);
+    t.walk.stretch = 1.5;
+    found = walked(&t, NULL);
+    CHECK_NEAR(found.forward_s, (3 + 4) * 1.5 + 1 + 1);
+    CHECK_NEAR(found.busy[MT_LANE_HOST], 10.5);
 }
 
 /* With gradients that are kept nowhere updates follow the first hand-over, and F0's copy the last
@@ -160,6 +165,8 @@ static void updates_that_follow_gradients_bound_a_step(void)
     found = walked(&t, NULL);
     CHECK_NEAR(found.seconds, 1 + 4 + 1 + 1 + 20 + REST);
     CHECK_NEAR(found.busy[MT_LANE_HOST], 20);
+    t.walk.stretch = 1.1;
+    CHECK_NEAR(walked(&t, NULL).seconds, 1 + 4 + 1 + 1 + 22 + REST);
 }
 
 /* Python takes 2 s to launch what runs in 1. */
