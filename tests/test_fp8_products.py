@@ -355,6 +355,7 @@ def planned(**asked: Any) -> mt.Plan:
 def test_plans_count_on_their_rate() -> None:
     before, after = planned(), planned(products="fp8")
     assert (before.products, after.products) == ("bf16", "fp8") and after.seconds < before.seconds
+    assert [("products in fp8" in str(p).splitlines()[1]) for p in (before, after)] == [False, True]
     with pytest.raises(MegatrainError, match=r"products='fp8': .*a100-80g.* has no products of 8-bit codes"):
         planned(machine="a100-80g", products="fp8")
     with pytest.raises(MegatrainError, match="only templates"):

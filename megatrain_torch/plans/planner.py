@@ -379,6 +379,7 @@ def _headline(p: Plan) -> str:
     frozen = "all trained" if p.trained == p.parameters else f"{p.trained:,} trained"
     cut = f"{p.micro} micro-batches of {p.tokens // p.micro:,}" if p.micro > 1 else "one micro-batch"
     cut += f"; {p.states} states" * (p.states != "fp32")
+    cut += "; products in fp8" * (p.products == "fp8")
     all_of = "" if p.fleet.alone else " in all"
     return (f"{p.model}: {p.parameters / 1e9:.3f} B parameters, {frozen}\n"
             f"{p.fleet.each}{p.tokens:,} tokens a step in sequences of {p.seq:,}, {cut}; {p.compute} layers\n"
