@@ -51,7 +51,7 @@ class Format:
         beside: what a checkpoint has of a parameter besides, of the same names.
         reloads: from_pretrained finds it by these names.
         again: the parameter over other pieces, where that is not what `whole` gives. expands: `whole` is a 16-bit
-            weight in memory of its own.
+            weight in memory of its own. saves: its package's products make one, and save it for backward.
     """
 
     name: str
@@ -66,6 +66,7 @@ class Format:
     reloads: Callable[[nn.Parameter], bool] = lambda p: True
     again: Callable[[nn.Parameter, Pieces], Tensor] | None = None
     expands: bool = False
+    saves: bool = False
 
 
 def plain_kind(p: Tensor) -> type:
@@ -145,6 +146,14 @@ def pieces_of(name: str, p: nn.Parameter, m: nn.Module, format: Format) -> tuple
             piece.of = p, m, key
             rest.append((format.label(p, name, key), piece))
     return [(name, p)] if "" in pieces else [], rest
+
+
+def dense_bytes(module: nn.Module) -> tuple[int, int]:
+    """Of 16-bit weights that stand for codes: bytes that are there at once while a window runs, and those that stay
+    until backward where activations are kept."""
+    found = [(2 * format.shape(p).numel(), format) for _, _, p, format in coded(module)]
+    whole, one = sum(n for n, format in found if format.expands), max([n for n, f in found if not f.expands], default=0)
+    return whole + one, sum(n for n, format in found if format.saves)
 
 
 # ---- bitsandbytes: Params4bit, a tensor of two codes a byte with its QuantState; Int8Params with scales SCB ----
@@ -266,7 +275,7 @@ _ALL = (
             Keeps(_BNB, "MatMul8bitFp", "MatmulLtState", (("A", None),), ("CB", "SCB")))),
     Format("torchao 8 bits", (("torchao", "Int8Tensor"), ("torchao", "Float8Tensor")), _made_pieces, _made_whole,
            _made_put, lambda p: p.shape, lambda p, name, piece: f"{name}.{piece}", lambda p, name: {},
-           reloads=lambda p: False),
+           reloads=lambda p: False, saves=True),
 )
 _ALL += (
     Format("block-fp8 and MXFP4", (("megatrain_torch", "Coded"),), _made_pieces,
