@@ -73,3 +73,45 @@ def _stepped(model: nn.Module) -> dict[str, str]:
         opt.zero_grad()
     mt.unstream(model)
     return noted
+
+
+def read_from_a_checkpoint(rank: int, group: Any, folder: str, states: str, part: str) -> tuple[int, int, str]:
+    """Of mt.load: bytes that this process read into planes, blocks that it compared besides, and what it said. part:
+    of a file's name, that the first rank finds damaged; "": nothing."""
+    import megatrain_torch as mt
+    from megatrain_torch import _core
+    model = mt.stream(built("llama", torch.bfloat16, 5 + rank), "cpu", **({} if group is None else {"group": group}))
+    opt = mt.AdamW(model.parameters(), states=states)
+    found, own = [0, 0], _core.read_file
+
+    def counted(file: Any, sums: Any, threads: int) -> None:
+        sizes = [extent[2] for extent in file[2]]
+        found[max(sizes, default=1) == 1] += sum(sizes)
+        if part and part in file[0] and rank == 0:
+            raise mt.MegatrainError("a block is another")
+        own(file, sums, threads)
+
+    _core.read_file = counted
+    try:
+        mt.load(model, opt, folder)
+        said = ""
+    except mt.MegatrainError as error:
+        said = str(error)
+    finally:
+        _core.read_file = own
+    mt.unstream(model)
+    return *found, said
+
+
+def saved_by_one(folder: str, states: str) -> int:
+    """Bytes of its planes."""
+    import megatrain_torch as mt
+    model = mt.stream(built("llama", torch.bfloat16), "cpu")
+    opt = mt.AdamW(model.parameters(), states=states)
+    ids = torch.arange(24).view(2, 12)
+    model(input_ids=ids, labels=ids).loss.backward()
+    opt.step()
+    opt.zero_grad()
+    nbytes = mt.save(model, opt, folder).bytes
+    mt.unstream(model)
+    return nbytes

@@ -16,6 +16,8 @@ from parity import LONG
 from run_kill_several import kill
 from several import Job, Pool, alone, differences, loaded, memory, saved
 
+from megatrain_torch.group.waits import Waits
+
 ARCHITECTURES = ("llama", "qwen3", "gemma2", "gpt2", "opt", "mixtral", "gpt_oss", "deepseek_v3", "mamba", "bert", "t5",
                  "vit")
 
@@ -141,6 +143,20 @@ def test_a_model_of_files_is_loaded_once(pool: Pool, kind: str, dtype: torch.dty
     assert dtype == torch.float32 or all(0 < n < sum(read) for n in read)
 
 
+@pytest.mark.parametrize("states", ["fp32", "8bit"])
+def test_each_rank_reads_its_portion_of_a_checkpoint(pool: Pool, states: str, tmp_path: Path) -> None:
+    nbytes = several_load.saved_by_one(str(tmp_path / "c"), states)
+    found = pool.call("several_load:read_from_a_checkpoint", 3, str(tmp_path / "c"), states, "")
+    assert 0.98 * nbytes < sum(read for read, _, _ in found) <= nbytes and all(said == "" for *_, said in found)
+    assert all(read > 0.2 * nbytes for read, _, _ in found) and sum(blocks for _, blocks, _ in found) == 2
+
+
+def test_a_checkpoint_that_one_rank_finds_broken_is_loaded_by_none(pool: Pool, tmp_path: Path) -> None:
+    several_load.saved_by_one(str(tmp_path / "c"), "fp32")
+    found = pool.call("several_load:read_from_a_checkpoint", 2, str(tmp_path / "c"), "fp32", "states")
+    assert all("a block is another" in said for *_, said in found), found
+
+
 @pytest.mark.parametrize("how", ["meta", "of_other_values"])
 def test_a_model_that_each_rank_makes_is_the_first_ones(pool: Pool, how: str) -> None:
     wanted = several_load.made_by_the_script(0, None, how)
@@ -179,6 +195,33 @@ def test_one_model_in_memory(pool: Pool) -> None:
     assert one * 0.99 < sum(pss for _, pss in pool.call("several:memory", 4)) < one * 1.05
 
 
+@pytest.mark.parametrize("what, said", [
+    ("save", ("rank 0 is in mt.save", "rank 1 exchanges gradients in a backward")),
+    *(pytest.param(what, said, marks=LONG) for what, said in (
+        ("load", ("rank 0 is in mt.load", "rank 1 exchanges gradients in a backward")),
+        ("stream", ("rank 0 is in mt.stream", "rank 1 ")), ("asynchronous", ("asynchronous=[True, False]",)),
+        ("late", ())))])
+def test_ranks_that_wait_in_vain_say_where(what: str, said: tuple[str, ...], tmp_path: Path) -> None:
+    with Pool(2) as two:                         # its groups are of no use afterwards
+        found = two.call("several_waits:said", 2, what, str(tmp_path), timeout=60.0)
+    assert all(part in text for text, _ in found for part in said) and all(s < 30 for _, s in found), found
+    assert said or [text for text, _ in found] == ["", ""]
+
+
+@pytest.mark.parametrize("notes, stuck", [
+    ({0: ("save", [0, 1])}, []), ({0: ("save", [0, 1]), 1: ("save", [0, 1])}, []),
+    ({0: ("save", [0, 1]), 1: ("backward", [0, 1])}, [0, 1]),
+    ({0: ("save", [0, 1]), 1: ("other", [1, 2])}, []),                       # 2 may come yet, and then 1
+    ({0: ("save", [0, 1]), 1: ("other", [1, 2]), 2: ("third", [0, 2])}, [0, 1, 2]),
+    ({0: ("save", [0, 1, 2]), 1: ("save", [0, 1, 2]), 2: ("backward", [0, 1, 2])}, [0, 1, 2])])
+def test_who_waits_in_vain(notes: dict[int, tuple[str, list[int]]], stuck: list[int],
+                           monkeypatch: pytest.MonkeyPatch) -> None:
+    waits = Waits.__new__(Waits)
+    waits._members, waits._me = notes[0][1], 0
+    monkeypatch.setattr(waits, "_read", lambda r: {"at": notes[r][0], "of": notes[r][1]} if r in notes else None)
+    assert sorted(waits.stuck()) == stuck
+
+
 def test_a_rank_is_killed(tmp_path: Path) -> None:
     """run_kill_several.py does it many times."""
     assert len(kill(tmp_path, 1, 1)) == 1
@@ -204,6 +247,31 @@ def test_the_launcher_is_killed(tmp_path: Path) -> None:
         wait_until(lambda: said().count("begun") == 2)
         launcher.kill()
         wait_until(lambda: all(f"and so does rank {r}" in said() for r in range(2)))
+
+
+ENDS = """
+import torch, time
+import megatrain_torch as mt
+torch.distributed.init_process_group("gloo")
+rank = torch.distributed.get_rank()
+model = mt.stream(torch.nn.Linear(300, 300), "cpu", plan={"homes": "vram"})
+opt = mt.AdamW(model.parameters())
+model(torch.ones(2, 300)).sum().backward()
+opt.step()
+if rank == 0:
+    time.sleep(2)
+    print("found", opt.state_dict()["state"][0]["exp_avg"].count_nonzero().item(), flush=True)
+"""
+
+
+@LONG
+def test_a_rank_that_ends_first_gives_the_other_its_states(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(ENDS)
+    began = time.monotonic()
+    found = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "script.py"],
+                           cwd=tmp_path, capture_output=True, text=True, timeout=100, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    assert found.returncode == 0 and "found 90000" in found.stdout, found.stderr
+    assert time.monotonic() - began < 40
 
 
 def wait_until(holds: Callable[[], bool]) -> None:

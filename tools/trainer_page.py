@@ -33,8 +33,8 @@ Versions: {versions}.
 
 # Why a test fails or is skipped: the first pattern found in "test run: reason". Checked by hand, one by one.
 REASONS: list[tuple[str, str]] = [
-    ("test_gradient_sync_cpu_multi streamed", "Two processes, and DistributedDataParallel around the model, which is "
-     "refused: one streamed model, one GPU, one process. Right so."),
+    ("test_gradient_sync_cpu_multi streamed", "Two processes, and DistributedDataParallel around the model, which was "
+     "refused when this was measured; it is a shell since (several-gpus.md)."),
     ("test_bnb_compile (streamed|mt)", "The base is in bitsandbytes' 4 bits, whose scales lie beside the weight and "
      "would not go along with a copy of it: refused before anything is changed. Right so."),
     ("test_mixed_bf16", "The arguments refuse bf16 where there is no GPU and `use_cpu` is not set."),

@@ -17,7 +17,10 @@ from torch import Tensor, nn
 
 from .. import _core
 from ..base.errors import MegatrainError
+from ..base.formats import GROUP
 from ..base.strict import shown
+from ..group.ranks import as_one
+from ..group.waits import calling
 from ..model.registry import runtime_of
 from ..optim.adamw import AdamW
 from ..optim.masters import set_master
@@ -54,6 +57,7 @@ def rounds(folder: Path, states: str, kinds: Callable[[torch.dtype], torch.dtype
     return any(loses(body, name, kinds(DTYPES[saved["dtype"]]), states) for name, saved in body["parameters"].items())
 
 
+@calling("mt.load")
 def load(model: nn.Module, opt: torch.optim.Optimizer | None, folder: str | Path, *, scheduler: Any = None,
          verify: bool = True, convert: bool = False, progress: Callable[[int, int], None] | None = None) -> Any:
     """Takes a checkpoint of mt.save; returns the `extra` that it was given.
@@ -84,8 +88,23 @@ def load(model: nn.Module, opt: torch.optim.Optimizer | None, folder: str | Path
     if isinstance(opt, AdamW):
         opt._check_served()
     rt.saves.finish()
-    source = Checkpoint.open(Path(os.path.abspath(folder)))
-    names = names_of(model)
+    with as_one(rt.ranks):
+        source, names, training = _checked(rt, model, opt, Path(os.path.abspath(folder)), scheduler, verify, convert)
+    if isinstance(opt, AdamW):
+        likeness.go_on(rt, source.body.get("likeness"))
+        opt._ask_for_room()
+    if scheduler is not None:                        # before states: its class is a stranger, and may refuse its own
+        _load_scheduler(scheduler, training["scheduler"], source.folder)
+    _take(rt, model, opt, source, names, training, progress)
+    if opt is not None:
+        _tell_of_other_bits(rt, source, _set_random_states(rt, training))
+    return training["extra"]
+
+
+def _checked(rt: Runtime, model: nn.Module, opt: torch.optim.Optimizer | None, folder: Path, scheduler: Any,
+             verify: bool, convert: bool) -> tuple[Checkpoint, dict[Tensor, str], dict[str, Any]]:
+    """The checkpoint, which is whole and this model's; names of parameters; what training.pt has."""
+    source, names = Checkpoint.open(folder), names_of(model)
     with manifest.adding(manifest.BROKEN):
         training = contents.training_of(source.bytes_of(TRAINING), str(source.folder / TRAINING),
                                         source.body["optimizer"] is not None)
@@ -97,16 +116,8 @@ def load(model: nn.Module, opt: torch.optim.Optimizer | None, folder: str | Path
     if scheduler is not None and training["scheduler"] is None:
         raise MegatrainError(f"{source.folder} has no scheduler's state: mt.save was given none")
     if verify:
-        source.verify()
-    if isinstance(opt, AdamW):
-        likeness.go_on(rt, source.body.get("likeness"))
-        opt._ask_for_room()
-    if scheduler is not None:                        # before states: its class is a stranger, and may refuse its own
-        _load_scheduler(scheduler, training["scheduler"], source.folder)
-    _take(rt, model, opt, source, names, training, progress)
-    if opt is not None:
-        _tell_of_other_bits(rt, source, _set_random_states(rt, training))
-    return training["extra"]
+        source.verify(*(0, 1) if rt.ranks is None else (rt.ranks.rank, rt.ranks.size))
+    return source, names, training
 
 
 def _set_random_states(rt: Runtime, training: dict[str, Any]) -> list[str]:
@@ -133,7 +144,7 @@ def _load_scheduler(scheduler: Any, state: Any, folder: Path) -> None:
 def _tell_of_other_bits(rt: Runtime, source: Checkpoint, besides: list[str]) -> None:
     if otherwise := likeness.differences(rt, source.body.get("likeness")) + besides:
         warnings.warn(f"{source.folder}: training goes on, with other bits than it would have had there: "
-                      f"{'; '.join(otherwise)}", stacklevel=3)
+                      f"{'; '.join(otherwise)}", stacklevel=4)
 
 
 def _take(rt: Runtime, model: nn.Module, opt: torch.optim.Optimizer | None, source: Checkpoint,
@@ -202,7 +213,7 @@ def _read_moments(record: Record, name: str, source: Checkpoint, reads: Reads) -
     planes = [record.view(plane) for plane in record.moments]
     if source.body["states"] == rt.states.format and all(map(_fits, planes, stored)):
         for plane, s in zip(planes, stored):
-            reads.into(s, plane)
+            _read_own(record, s, plane, reads)
         return lambda: rt.planes.push(record, *record.moments)
     values = dict(zip(keys, map(reads.fresh, stored)))
 
@@ -211,6 +222,17 @@ def _read_moments(record: Record, name: str, source: Checkpoint, reads: Reads) -
         rt.planes.push(record, *record.moments)
 
     return convert
+
+
+def _read_own(record: Record, stored: Stored, memory: Tensor, reads: Reads) -> None:
+    """Of several processes each reads its portion: of what else it wrote nothing is kept."""
+    if record.runtime.ranks is None:
+        reads.into(stored, memory)
+        return
+    first, n = record.runtime.core.owned(record.unit, record.index)
+    each, of = (1, 1) if memory.shape == record.shape else (GROUP, 2)          # moments' scales, else
+    begin, end = first // each, -(-(first + n) // each)
+    reads.part_into(stored, memory, begin * of, (end - begin) * of)
 
 
 def _fits(memory: Tensor, stored: Stored) -> bool:
@@ -225,9 +247,9 @@ def _read_weights(record: Record, name: str, source: Checkpoint, reads: Reads, m
     low = source.body["low_bytes"] if master == "LO" else 0
     plane = record.view(master) if master and low in (0, record.low_bytes) and record.dtype == stored.dtype else None
     if _fits(record.host, stored) and (not master or (plane is not None and _fits(plane, extra))):
-        reads.into(stored, record.host)
+        _read_own(record, stored, record.host, reads)
         if master:
-            reads.into(extra, plane)
+            _read_own(record, extra, plane, reads)
         return lambda: _written(record, master)
     weight, rest = reads.fresh(stored), reads.fresh(extra) if master else None
     return lambda: _widen(record, weight, rest, master, low)

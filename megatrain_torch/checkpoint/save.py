@@ -29,6 +29,7 @@ from torch import nn
 from .. import _core
 from ..base.errors import MegatrainError
 from ..base.limits import host_limits, parse_bytes, show_bytes
+from ..group.waits import calling
 from ..model.registry import runtime_of
 from ..optim.adamw import AdamW
 from . import manifest
@@ -74,6 +75,7 @@ class SavePlan:
                 f"{self.rate / 1e9:.2f} GB/s; {show_bytes(self.free)} are free")
 
 
+@calling("mt.save")
 def save(model: nn.Module, opt: torch.optim.Optimizer | None, folder: str | Path, *, scheduler: Any = None,
          extra: Any = None, asynchronous: bool = False, spare: int | str | None = None, dry_run: bool = False,
          progress: Callable[[int, int], None] | None = None) -> Saving | SavePlan:
@@ -113,10 +115,12 @@ def save(model: nn.Module, opt: torch.optim.Optimizer | None, folder: str | Path
     folder = Path(folder).absolute()
     rt.saves.finish()
     writers = Writers(rt.ranks)
-    randoms = writers.each(random_states())
+    randoms, when = zip(*writers.each((random_states(), asynchronous)))
     with writers.as_one():
+        if len(set(when)) > 1:
+            raise MegatrainError(f"asynchronous={list(when)}, by rank: it has to be the same on all")
         _check(rt, model, opt)
-        parts = parts_of(rt, model, opt, scheduler, extra, randoms, FILE_BYTES)
+        parts = parts_of(rt, model, opt, scheduler, extra, list(randoms), FILE_BYTES)
         room, held = parse_bytes(spare, "spare"), held_by(rt, parts.tensors)
         _check_room(folder, parts.nbytes, room or 0)
         blocks = min(SPARE_BYTES, parts.nbytes)

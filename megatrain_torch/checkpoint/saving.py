@@ -10,6 +10,7 @@ from typing import Any
 
 from .. import _core
 from ..base.errors import MegatrainError
+from ..group.control import ASIDE
 from ..store.tensorfiles import TensorFile
 from . import manifest
 from .writers import Writers
@@ -122,7 +123,7 @@ class Saving:
         self.held = time.perf_counter() - self._begun
         if asynchronous:
             try:
-                threading.Thread(target=self._run_if_left, args=work, name="mt-save").start()    # no daemon: it ends it
+                threading.Thread(target=self._run_if_left, args=work, name=ASIDE).start()    # no daemon: it ends it
                 return
             except RuntimeError:             # the system has no thread to give: at once, then
                 pass

@@ -56,14 +56,18 @@ class Checkpoint:
             raise MegatrainError(f"{path} {'is missing' if size is None else f'has {size} bytes'}, and {nbytes} were "
                                  "written")
 
-    def verify(self) -> None:
-        """Reads everything, before anything is changed."""
+    def verify(self, part: int, parts: int) -> None:
+        """Reads everything, before anything is changed; of files of tensors one of so many parts."""
         with manifest.adding(manifest.BROKEN):
             for name, about in self.body["files"].items():
-                if "sums" in about:
-                    self.read(name, [])
-                else:
+                if "sums" not in about:
                     self.bytes_of(name)
+                elif parts == 1:
+                    self.read(name, [])
+                elif blocks := range(part, -(-about["bytes"] // contents.BLOCK_BYTES), parts):
+                    memory = torch.empty(len(blocks), dtype=torch.uint8)         # a byte of each: so it is compared
+                    self.read(name, [(b * contents.BLOCK_BYTES, memory.data_ptr() + i, 1, -1)
+                                     for i, b in enumerate(blocks)])
 
     def read(self, name: str, extents: list[Extent]) -> None:
         about = self.body["files"][name]
@@ -90,6 +94,11 @@ class Reads:
             self._extents.setdefault(stored.file, []).append(extent)
             self._memory.append(memory)
         return memory
+
+    def part_into(self, stored: Stored, memory: Tensor, first: int, n: int) -> None:
+        """Elements [first, first + n) alone of dense, row-major memory of the file's type."""
+        begin, end = (stored.begin + at * stored.dtype.itemsize for at in (first, first + n))
+        self.into(Stored(stored.file, stored.dtype, (n,), begin, end), memory.view(-1)[first:first + n])
 
     def fresh(self, stored: Stored) -> Tensor:
         return self.into(stored, torch.empty(stored.shape, dtype=stored.dtype))

@@ -106,7 +106,8 @@ class StreamedTrainer(Trainer):
             logs |= {"bound": last_step(self.model).bound,
                      "tokens_per_second": round((step - before) * self._tokens / (now - then), 1)}
         if self._team.first and ("loss" in logs or "eval_loss" in logs):
-            line = {"step": self.state.global_step} | logs
+            several = {"gpus": self._team.size} if self._team.size > 1 else {}
+            line = {"step": self.state.global_step} | logs | several
             with Path(self.args.output_dir, LOG).open("a") as out:
                 out.write(json.dumps(line) + "\n")
         super().log(logs, start_time)

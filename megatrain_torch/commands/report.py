@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..base.errors import MegatrainError
+from ..base.strict import is_count
 from . import folder, inlined
 from .say import say
 
@@ -73,7 +74,7 @@ def _numbers(lines: list[dict[str, Any]], name: str) -> list[Point]:
 
 
 def _summary(lines: list[dict[str, Any]], settings: Any) -> str:
-    words = f"Step {lines[-1]['step']} of {settings.steps}"
+    words = f"Step {lines[-1]['step']} of {settings.steps}{_gpus(lines)}"
     if losses := [loss for _, loss in _numbers(lines, "loss")]:
         words += f"; loss {losses[0]:.4g} at first, {losses[-1]:.4g} at last"
     if bounds := [line["bound"] for line in lines if isinstance(line.get("bound"), str) and line["bound"]]:
@@ -82,6 +83,19 @@ def _summary(lines: list[dict[str, Any]], settings: Any) -> str:
     if held := [loss for _, loss in _numbers(lines, "eval_loss")]:
         words += f"; held-out loss {held[-1]:.4g}, at best {min(held):.4g}"
     return f"<p>{html.escape(words)}.</p>"
+
+
+def _gpus(lines: list[dict[str, Any]]) -> str:
+    """How many trained it, and from which step on, where it was ever more than one."""
+    parts: list[tuple[int, int]] = []                    # from this step on, so many
+    for line in lines:
+        many = line["gpus"] if is_count(line.get("gpus")) else 1
+        if not parts or parts[-1][1] != many:
+            parts.append((line["step"], many))
+    if [many for _, many in parts] == [1]:
+        return ""
+    later = "".join(f", on {many} from step {step} on" for step, many in parts[1:])
+    return f" on {parts[0][1]} GPU{'s' * (parts[0][1] > 1)}{later}; loss and tokens are of all of them"
 
 
 # ---- curves --------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ many groups. This one asks nobody but its members, and goes with whoever has it.
 """
 from __future__ import annotations
 
+import ctypes
 import pickle
 import threading
 import time
@@ -21,9 +22,11 @@ from torch import distributed as dist
 
 from .. import _core
 from ..base.errors import MegatrainError
+from .waits import Arrival, Waits, called
 
 PATIENCE = timedelta(minutes=30)             # a rank may fill the store while the others wait
 _LATE_S = 60.0                               # of a wait, after which it is told
+ASIDE = "mt-save"                            # a thread that waits while its process goes on
 _LOOKS = 2.0                                 # seconds, at most, until the shared memory knows who is gone
 _made: Counter[str] = Counter()              # of these, by the group that they are beside
 
@@ -39,12 +42,15 @@ class Control:
     def __init__(self, beside: dist.ProcessGroup, patience: timedelta = PATIENCE) -> None:
         self.engine: _core.Engine | None = None
         self.patience = patience
-        members = "_".join(map(str, dist.get_process_group_ranks(beside)))
-        name = f"megatrain_torch/{beside.group_name}/{members}"
+        members = dist.get_process_group_ranks(beside)
+        name = f"megatrain_torch/{beside.group_name}/{'_'.join(map(str, members))}"
         _made[name] += 1
-        self._store = dist.PrefixStore(f"{name}/{_made[name]}", dist.distributed_c10d._get_default_store())
+        self._name, self._waits = f"{name}/{_made[name]}", Waits(members)
+        self._store = dist.PrefixStore(self._name, dist.distributed_c10d._get_default_store())
         self._rank, self._size = dist.get_rank(beside), dist.get_world_size(beside)
         with self.named("looks for the others"):
+            come = Arrival(self._store, self._rank, self._size, patience)
+            self._waits.until(come, self._name, self._told("looks for the others"))
             self._group = dist.ProcessGroupGloo(self._store, self._rank, self._size, patience)
 
     def carrier(self) -> dist.ProcessGroup:
@@ -56,23 +62,29 @@ class Control:
 
     def gather(self, value: Any) -> list[Any]:
         """What each rank gives, by rank."""
-        own = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        own = torch.frombuffer(bytearray(pickle.dumps((called(), value))), dtype=torch.uint8)
         sizes = [int(n) for n in self.parts(torch.tensor([own.numel()]))]
         padded = torch.zeros(max(sizes), dtype=torch.uint8)
         padded[:own.numel()] = own
-        return [pickle.loads(part[:n].numpy().tobytes()) for part, n in zip(self.parts(padded), sizes)]
+        found = [pickle.loads(part[:n].numpy().tobytes()) for part, n in zip(self.parts(padded), sizes)]
+        self._check_calls([call for call, _ in found])
+        return [value for _, value in found]
+
+    def _check_calls(self, calls: list[str]) -> None:
+        for rank, call in enumerate(calls):
+            if call and called() and call != called():
+                raise MegatrainError(f"rank {self._rank} is in {called()}, and rank {rank} in {call}: all processes "
+                                     "have to call these in one order")
 
     def parts(self, own: Tensor) -> list[Tensor]:
         """Each rank's tensor, all of one form and on the host, by rank."""
         found = [torch.empty_like(own) for _ in range(self._size)]
-        with self.named("tells the others about itself"):
-            self._group.allgather([found], [own]).wait()
+        self._wait(self._group.allgather, [found], [own], what="tells the others about itself")
         return found
 
     def any_of(self, bits: Tensor) -> Tensor:
         """Of these bits, [n] uint8 on the host, those that any rank has set."""
-        with self.named("tells the others what it has gradients of"):
-            self._group.allreduce([bits], _most()).wait()
+        self._wait(self._group.allreduce, [bits], _most(), what="exchanges gradients in a backward")
         return bits
 
     def of_first(self, value: Any) -> Any:
@@ -89,15 +101,31 @@ class Control:
         """Into t, on every rank, go the first one's values."""
         there, how = t.detach().to("cpu", copy=True).contiguous(), dist.BroadcastOptions()
         how.rootRank = 0
-        with self.named("takes what the first one has"):
-            self._group.broadcast([there], how).wait()
+        self._wait(self._group.broadcast, [there], how, what="takes what the first one has")
         t.detach().copy_(there)
+
+    def _wait(self, begin: Any, *args: Any, what: str) -> None:
+        with self.named(what):
+            work = begin(*args)
+            if threading.current_thread().name == ASIDE:
+                work.wait()
+                return
+            try:
+                self._waits.until(work, f"{self._name}/{begin.__name__}", self._told(what))
+            except BaseException:
+                if not work.is_completed():              # its end would wait for the work
+                    ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._group))
+                raise
+
+    @staticmethod
+    def _told(what: str) -> str:
+        return f"is in {called()}" if called() else what
 
     @contextmanager
     def named(self, what: str) -> Iterator[None]:
         """An error of torch.distributed becomes one that says which process is gone, and what this one was doing; a
         long wait is told."""
-        late = threading.Timer(_LATE_S, self._warn, (what,))
+        late = threading.Timer(_LATE_S, self._warn, (self._told(what),))
         late.daemon = True
         late.start()
         try:
@@ -110,9 +138,9 @@ class Control:
             late.cancel()
 
     def _warn(self, what: str) -> None:
-        warnings.warn(f"rank {self._rank} has waited for other processes for {_LATE_S:.0f} s while it {what}: all of "
-                      "them call mt.stream, mt.save and mt.load, and run equally many backwards", RuntimeWarning,
-                      stacklevel=1)
+        warnings.warn(f"rank {self._rank} has waited for other processes for {_LATE_S:.0f} s while it {what} "
+                      f"({self._waits.where()}): all of them call mt.stream, mt.save and mt.load, and run equally many "
+                      "backwards", RuntimeWarning, stacklevel=1)
 
     def _who(self) -> str:
         """Who is gone, as far as that is known soon. Raises: what failed there."""

@@ -12,11 +12,13 @@ from torch import nn
 
 from ..base.codes import coded
 from ..group.ranks import as_one, ranks_of
+from ..group.waits import calling
 from ..plans.planner import Plan
 from .bases import with_base
 from .stream import stream_of
 
 
+@calling("mt.from_pretrained")
 def from_pretrained(cls: Any, path: str | Path, *, device: str | torch.device | None = None,
                     tokens: int | None = None, seq: int | None = None, vram: int | str | None = None,
                     host: int | str | None = None, nvme: str | dict[str, Any] | None = None,

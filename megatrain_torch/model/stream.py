@@ -19,6 +19,7 @@ from ..base.limits import parse_bytes
 from ..base.units import find
 from ..base.units import group as grouped
 from ..group.ranks import Ranks, as_one, ranks_of
+from ..group.waits import calling
 from ..plans.fleet import Fleet
 from ..plans.planner import Plan
 from ..store.disk import Disk
@@ -32,9 +33,10 @@ from .planning import Planning
 from .registry import find_runtime, runtime_of
 from .runtime import Runtime
 from .streamable import check_model, refuse_codes
-from .together import check, fleet_of, leaves_in_order, same_buffers
+from .together import check, check_copies, fleet_of, leaves_in_order, same_buffers
 
 
+@calling("mt.stream")
 def stream(module: nn.Module, device: str | torch.device | None = None, *, tokens: int | None = None,
            seq: int | None = None, vram: int | str | None = None, host: int | str | None = None,
            nvme: str | dict[str, Any] | None = None, states: str | None = None, dtype: torch.dtype | None = None,
@@ -147,7 +149,8 @@ def unstream(module: nn.Module) -> nn.Module:
     them are dropped with the store. Waits for all work under way.
 
     Raises:
-        MegatrainError: the module is not streamed, or is only a part of what was; or a worker failed.
+        MegatrainError: the module is not streamed, or is only a part of what was; or a worker failed. Of several
+            processes each gets a model of its own: there is no memory for so many.
     """
     rt = runtime_of(module)
     root = rt.root()
@@ -155,6 +158,8 @@ def unstream(module: nn.Module) -> nn.Module:
         raise MegatrainError("unstream the model that was given to mt.stream, not a part of it")
     ranks = rt.ranks if rt.homes.settled else None           # the others read what is on this one's device
     with as_one(ranks):
+        if rt.ranks is not None:
+            check_copies(rt.ranks, rt.records)
         rt.saves.finish()
         rt.drain()
         rt.trace.finish()

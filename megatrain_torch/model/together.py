@@ -9,11 +9,14 @@ from torch import nn
 
 from .. import _core
 from ..base.errors import MegatrainError
+from ..base.limits import show_bytes
 from ..base.units import Group
 from ..group import launcher
 from ..group.descriptor import shared
 from ..group.ranks import Ranks
 from ..plans.fleet import Fleet, check_homes
+from ..plans.host_memory import shortage
+from ..store.records import Record
 from .choices import Choices
 
 REDUCE = ("mean", "sum")
@@ -25,6 +28,8 @@ def check(ranks: Ranks, groups: list[Group], choices: Choices, reduce: str) -> N
     with ranks.as_one():
         _check_here(ranks, choices, reduce)
     ranks.agree("reduce=", reduce)
+    homes = choices.options.get("homes", "ram")
+    ranks.agree("where units are at home", sorted(homes.items()) if isinstance(homes, dict) else homes)
     ranks.agree("the model", [(unit, [(name, str(p.dtype), tuple(p.shape), p.requires_grad) for name, p in params])
                               for unit, params in groups])
 
@@ -60,12 +65,23 @@ def engine_of(ranks: Ranks, device: str, index: int, threads: int, delay_us: int
 
 
 def leaves_in_order(core: _core.Engine) -> None:
-    """The process ends: the others may await its part of the last step; but not where it failed, as they will then."""
+    """The process ends: the others may await its part of the last step, or read what is on its device; but not where it
+    failed, as they will then."""
     with contextlib.suppress(Exception):
         if getattr(sys, "last_value", None) is None:
             core.watchdog(_LAST_STEP_S)
             core.drain()
+            core.stay(_LAST_STEP_S)
         core.close()
+
+
+def check_copies(ranks: Ranks, records: list[Record]) -> None:
+    """Raises: there is no host memory for a model of its own in each process of the machine."""
+    one, many = sum(r.nbytes for r in records if r.param is not None), len(ranks.mates)
+    if (bound := shortage(one * many)) is not None:
+        raise MegatrainError(f"mt.unstream gives each of {many} processes weights of its own, {show_bytes(one)}, and "
+                             f"{show_bytes(bound.free)} of host memory are free ({bound.what}): let the processes end "
+                             "without it; mt.save, and state_dict() on one rank, need no copies")
 
 
 def same_buffers(ranks: Ranks, module: nn.Module) -> None:
