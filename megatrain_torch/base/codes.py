@@ -45,8 +45,8 @@ class Format:
     """
     Attributes:
         name: for people. kinds: (package, class) of its parameters.
-        strands: of a parameter of a module. whole: of a parameter, over other strands of these forms. put: the parameter,
-            and its module, have these strands from now on. shape: of the weight that the codes stand for.
+        strands: of a parameter of a module. whole: of a parameter, over other strands of these forms. put: the
+            parameter, and its module, have these from now on. shape: of the weight that the codes stand for.
         label: of a strand in a state_dict, by the parameter, its name and the strand's: the package's own.
         beside: what a checkpoint has of a parameter besides, of the same names.
         reloads: from_pretrained finds it by these names.
