@@ -258,7 +258,7 @@ def _window(root: nn.Module, configs: list[Any], name: str, module: nn.Module, u
                   _attribute([], module, ("sliding_window",), 0),
                   sum(p.numel() for n, p in parameters.items() if n not in matrices and id(p) not in tables),
                   sum(p.numel() for p in parameters.values() if id(p) in tables and not head), item, learns,
-                  dense_bytes(module))
+                  dense=dense_bytes(module))
 
 
 def _template(module: nn.Module, item: int) -> Template | None:
