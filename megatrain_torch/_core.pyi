@@ -65,6 +65,9 @@ class Engine:
         """
     def gone(self) -> list[tuple[int, int]]:
         """(rank, process) of other ranks that have closed their engine, or whose process ended."""
+    def stay(self, seconds: float) -> None:
+        """Of a process that ends: returns when no other rank will ask any more for what is on this one's device, since
+        all have come here or are gone, or none has asked for so many seconds. Nothing to do where no unit is there."""
     def spread(self, unit: int, param: int, planes: int) -> None:
         """What user code wrote in place, into plane()'s arrays of the parameter, is what all ranks have from now on: of
         these planes (bits 1 << plane) each gives its own portion. Every rank calls it, for the same in the same order,

@@ -153,7 +153,7 @@ def saved(rank: int, group: Any, job: Job, folder: str) -> dict[str, str]:
     import megatrain_torch as mt
     case, model, opt = _made(job, group, 0)
     for number in range(3):
-        case.loss(model, case.batch(number + rank)).backward()
+        _loss(job, case, model, number + rank).backward()
         opt.step()
         opt.zero_grad()
         if number == 1:
@@ -168,12 +168,12 @@ def loaded(rank: int, group: Any, job: Job, folder: str) -> dict[str, str]:
     """What a model has that was loaded, and has forgotten what it did before."""
     import megatrain_torch as mt
     case, model, opt = _made(job, group, 0)
-    case.loss(model, case.batch(77)).backward()
+    _loss(job, case, model, 77).backward()
     opt.step()
     opt.zero_grad()
     assert mt.load(model, opt, folder) == {"number": 1}
     noted = _state(model, opt)
-    case.loss(model, case.batch(78)).backward()
+    _loss(job, case, model, 78).backward()
     opt.step()
     mt.unstream(model)
     return noted
@@ -215,6 +215,8 @@ def habits(rank: int, group: Any, plan: dict[str, Any] | None = None) -> list[st
     if rank == 0 and not all(torch.isfinite(n) for n in kept):
         wrong.append("gradients on one rank")
     states = _states(opt) if rank == 1 else []                   # while the other is in a collective
+    if rank == 1 and len(opt.state_dict()["state"]) != len(opt.state):
+        wrong.append("an optimizer's state_dict on one rank")
     torch.distributed.barrier(group)
     states = states or _states(opt)
     others: list[Any] = [None] * torch.distributed.get_world_size(group)

@@ -249,6 +249,31 @@ def test_the_launcher_is_killed(tmp_path: Path) -> None:
         wait_until(lambda: all(f"and so does rank {r}" in said() for r in range(2)))
 
 
+ENDS = """
+import torch, time
+import megatrain_torch as mt
+torch.distributed.init_process_group("gloo")
+rank = torch.distributed.get_rank()
+model = mt.stream(torch.nn.Linear(300, 300), "cpu", plan={"homes": "vram"})
+opt = mt.AdamW(model.parameters())
+model(torch.ones(2, 300)).sum().backward()
+opt.step()
+if rank == 0:
+    time.sleep(2)
+    print("found", opt.state_dict()["state"][0]["exp_avg"].count_nonzero().item(), flush=True)
+"""
+
+
+@LONG
+def test_a_rank_that_ends_first_gives_the_other_its_states(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(ENDS)
+    began = time.monotonic()
+    found = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "script.py"],
+                           cwd=tmp_path, capture_output=True, text=True, timeout=100, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    assert found.returncode == 0 and "found 90000" in found.stdout, found.stderr
+    assert time.monotonic() - began < 40
+
+
 def wait_until(holds: Callable[[], bool]) -> None:
     deadline = time.monotonic() + 60
     while not holds():

@@ -363,6 +363,9 @@ static PyMethodDef methods[] = {
     { "gone", mt_engine_gone, METH_NOARGS,
       "gone($self)\n--\n\n"
       "[(rank, process)] of other ranks that have closed their engine, or whose process ended." },
+    { "stay", mt_engine_stay, METH_VARARGS,
+      "stay($self, seconds, /)\n--\n\n"
+      "Return when no other rank will read what is on its device, or none has for so long." },
     { "spread", mt_engine_spread, METH_VARARGS,
       "spread($self, unit, param, planes, /)\n--\n\n"
       "What every rank wrote where plane() shows a parameter is what all have; bits 1 << plane." },

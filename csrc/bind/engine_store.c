@@ -224,6 +224,7 @@ static mt_status spread(mt_engine *e, int unit, int param, unsigned planes)
     MT_TRY(mt_ledger_wait_updates(e->cx.store, unit));
     if (planes & 1u << MT_PLANE_GRAD)
         MT_TRY(mt_ledger_wait_grads(e->cx.store, unit));
+    MT_TRY(mt_resident_raised(e->cx.residents));
     MT_TRY(mt_ledger_wait_fetch(e->cx.store, unit));
     MT_TRY(mt_store_spread(e->cx.store, unit, param, planes));
     /* What is at home elsewhere goes there, each rank's portion; weights when next used. */
@@ -250,6 +251,25 @@ PyObject *mt_engine_spread(PyObject *self, PyObject *args)
     MT_WAITING(e, st, spread(e, unit, param, planes));
     if (st != MT_OK)
         return mt_raise(e->error, st);
+    Py_RETURN_NONE;
+}
+
+static mt_status stay(mt_engine *e, double seconds)
+{
+    mt_store_stay(e->cx.store, seconds);
+    return MT_OK;
+}
+
+PyObject *mt_engine_stay(PyObject *self, PyObject *args)
+{
+    mt_engine *e = mt_engine_usable(self);
+    double     seconds;
+    mt_status  st;
+
+    if (e == NULL || !PyArg_ParseTuple(args, "d:stay", &seconds))
+        return NULL;
+    MT_UNLOCKED(e, st, stay(e, seconds));
+    (void)st;
     Py_RETURN_NONE;
 }
 

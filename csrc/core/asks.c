@@ -10,6 +10,7 @@
  */
 #include "store_impl.h"
 
+#include "clock.h"
 #include "forks.h"
 
 #include <inttypes.h>
@@ -100,6 +101,7 @@ static void serve(mt_store *s, int rank)
         mt_ledger_check(s) != MT_OK)
         return;
     about = mt_share_about(s->share, MT_COUNT_ASKED, rank);
+    atomic_fetch_add(&s->asks.served, 1);
     mt_lock(&s->asks.serving);
     st = mt__mirror_serve(s, (int)(about >> UNIT_AT), (unsigned)(about & (CLAIMS - 1)),
                           (about & CLAIMS) != 0, &gone);
@@ -140,6 +142,33 @@ mt_status mt__asks_open(mt_store *s)
     s->asks.forks = mt_forks();
     s->asks.runs = 1;
     return MT_OK;
+}
+
+static int some_may_ask(const mt_store *s)
+{
+    for (int rank = 0; rank < mt_share_ranks(s->share); rank++)
+        if (rank != mt_share_rank(s->share) && !mt_share_parted(s->share, rank))
+            return 1;
+    return 0;
+}
+
+void mt_store_stay(mt_store *s, double seconds)
+{
+    uint64_t since = mt_now_ns();
+    int      served = 0;
+
+    if (s->share == NULL || !s->asks.runs || s->asks.forks != mt_forks())
+        return;
+    mt_share_part(s->share);
+    while (some_may_ask(s) && (double)(mt_now_ns() - since) < seconds * 1e9) {
+        uint32_t word = mt_share_word(s->share);
+
+        if (served != atomic_load(&s->asks.served)) {
+            served = atomic_load(&s->asks.served);
+            since = mt_now_ns();
+        }
+        mt_share_sleep(s->share, word, LOOK_MS);
+    }
 }
 
 void mt_store_serve_end(mt_store *s)

@@ -25,7 +25,8 @@
  *   LOWERED  the residents' queue waits for the copy down before   recorded on down, behind it
  *            the unit's next update; and our thread on the host,
  *            before it ends the update
- *   RAISED   run waits for the copy up                             recorded on up, behind it
+ *   RAISED   run waits for the copy up; and the residents' queue,  recorded on up, behind it
+ *            before it fetches what was written since
  *   UPDATED  who raises has waited in the ledger, on the host, until all ranks' updates are over:
  *            its own, which is behind ASKED, so compute on what is overwritten is over too
  *

@@ -307,6 +307,7 @@ static mt_status put_shared(mt_resident *r, settled *h, int unit, mt_queue *run,
         *q = mt_ferry_up(r->ferry);
         return mt_ferry_raise(r->ferry, unit, h->mem, &r->stats.h2d_bytes);
     }
+    MT_TRY(mt_ferry_await(r->ferry, unit, r->queue));    /* what it raised is older */
     MT_TRY(put_weights(r, h, unit, run));
     h->writes = writes;
 fail:
@@ -750,6 +751,11 @@ mt_status mt_resident_unsettle(mt_resident *r, int unit, int grads)
     settled_close(r, h);
 fail:
     return st;
+}
+
+mt_status mt_resident_raised(mt_resident *r)
+{
+    return r->ferry != NULL ? mt_ferry_drain(r->ferry) : MT_OK;
 }
 
 /* ---- looking in ------------------------------------------------------------------------- */

@@ -30,8 +30,7 @@
 typedef struct slot {
     _Atomic int64_t  pid;                    /* 0: it has not come */
     _Atomic uint64_t said[MT_COUNTS], about[MT_COUNTS];
-    _Atomic uint64_t served[MT_RANKS_MOST];  /* by who asked: requests of his that are done */
-    atomic_int       left, failed;
+    atomic_int       parted, left, failed;
     char             why[1024];              /* written before `failed` */
 } slot;
 
@@ -40,6 +39,8 @@ typedef struct head {
     _Atomic uint32_t ranks;                  /* 0: nobody has come; by the first, once */
     _Atomic uint32_t word;
     slot             slots[MT_RANKS_MOST];
+    /* [rank][who asked]: requests of his that the rank has done */
+    _Atomic uint64_t served[MT_RANKS_MOST][MT_RANKS_MOST];
 } head;
 
 struct mt_share {
@@ -247,13 +248,13 @@ uint64_t mt_share_about(const mt_share *h, mt_count what, int rank)
 
 void mt_share_serve(mt_share *h, int asker, uint64_t n)
 {
-    atomic_store(&h->head->slots[h->rank].served[asker], n);
+    atomic_store(&h->head->served[h->rank][asker], n);
     wake(h);
 }
 
 uint64_t mt_share_served(const mt_share *h, int rank, int asker)
 {
-    return atomic_load(&h->head->slots[rank].served[asker]);
+    return atomic_load(&h->head->served[rank][asker]);
 }
 
 int mt_share_behind(const mt_share *h, mt_count what, uint64_t n)
@@ -397,6 +398,18 @@ void mt_share_leave(mt_share *h)
 {
     atomic_store(&h->head->slots[h->rank].left, 1);
     wake(h);
+}
+
+void mt_share_part(mt_share *h)
+{
+    atomic_store(&h->head->slots[h->rank].parted, 1);
+    wake(h);
+}
+
+int mt_share_parted(const mt_share *h, int rank)
+{
+    return atomic_load(&h->head->slots[rank].parted) ||
+           mt_share_presence(h, rank) != MT_RANK_HERE;
 }
 
 void mt_share_fail(mt_share *h, const char *text)

@@ -120,6 +120,9 @@ typedef enum mt_presence { MT_RANK_HERE, MT_RANK_LEFT, MT_RANK_DIED } mt_presenc
 int64_t     mt_share_process (const mt_share *h, int rank);              /* 0: it has not come */
 mt_presence mt_share_presence(const mt_share *h, int rank);
 void        mt_share_leave   (mt_share *h);              /* this rank says nothing from now on */
+/* This rank asks nothing from now on, and leaves when nobody asks it. */
+void        mt_share_part    (mt_share *h);
+int         mt_share_parted  (const mt_share *h, int rank);              /* so has this, or left */
 /* What ended this rank's work; the first stays. */
 void        mt_share_fail    (mt_share *h, const char *text);
 const char *mt_share_failure (const mt_share *h, int rank);              /* NULL: nothing did */

@@ -75,6 +75,9 @@ void      mt_store_leave(mt_store *s);
 /* Nothing that is at home elsewhere is copied for other ranks any more: who is at home there ends.
  * Leave does it too. */
 void      mt_store_serve_end(mt_store *s);
+/* Before that, of a process that ends: returns when no other rank will ask any more, having come
+ * here too or gone, or none has asked for so many seconds. */
+void      mt_store_stay(mt_store *s, double seconds);
 mt_status mt_store_add  (mt_store *s, const char *name, const mt_param_desc *p, int n, int *unit);
 
 mt_status mt_store_set_trainable(mt_store *s, int unit, int param, int on);

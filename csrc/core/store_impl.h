@@ -121,7 +121,7 @@ typedef struct mt__asks {
     mt_mutex   serving;              /* held while one is served, and while a unit moves */
     int        runs;                 /* these two: under serving */
     unsigned   forks;                /* mt_forks() of the process that has the thread */
-    atomic_int stop;
+    atomic_int stop, served;         /* served: so often */
 } mt__asks;
 
 /* Units live in segments that never move, so that readers need no lock. */

@@ -273,7 +273,7 @@ class Planning:
             keep(self.runtime, plan)
 
     def _refuse(self, error: Refused, before: Seen) -> None:
-        if self.plan is not None and self._stays():
+        if self.runtime.homes.on_disk or (self.plan is not None and self._agreed):
             self._keep_least()
             return
         if not self.adam:                        # whose states a plan counts; another optimizer has its own

@@ -28,6 +28,8 @@ def check(ranks: Ranks, groups: list[Group], choices: Choices, reduce: str) -> N
     with ranks.as_one():
         _check_here(ranks, choices, reduce)
     ranks.agree("reduce=", reduce)
+    homes = choices.options.get("homes", "ram")
+    ranks.agree("where units are at home", sorted(homes.items()) if isinstance(homes, dict) else homes)
     ranks.agree("the model", [(unit, [(name, str(p.dtype), tuple(p.shape), p.requires_grad) for name, p in params])
                               for unit, params in groups])
 
@@ -63,11 +65,13 @@ def engine_of(ranks: Ranks, device: str, index: int, threads: int, delay_us: int
 
 
 def leaves_in_order(core: _core.Engine) -> None:
-    """The process ends: the others may await its part of the last step; but not where it failed, as they will then."""
+    """The process ends: the others may await its part of the last step, or read what is on its device; but not where it
+    failed, as they will then."""
     with contextlib.suppress(Exception):
         if getattr(sys, "last_value", None) is None:
             core.watchdog(_LAST_STEP_S)
             core.drain()
+            core.stay(_LAST_STEP_S)
         core.close()
 
 

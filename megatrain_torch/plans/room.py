@@ -57,10 +57,11 @@ class Room:
         self.asked, self.summed = asked, True
 
     def copies(self, core: _core.Engine) -> None:
-        """States that live on the device are about to be copied to the host. Raises: as `states`."""
+        """States that live on the device are about to be copied to the host, maybe for one process alone. Raises: as
+        `states`."""
         if any(home in SETTLED for home in self.asked.homes):
             asked = dataclasses.replace(self.asked, copied=True)
-            self._check(core, asked, "for copies of states at home on the device", "weights", "masters", "moments")
+            self._check_here(core, asked, "for copies of states at home on the device", "weights", "masters", "moments")
 
     def weights(self, core: _core.Engine, unit: int) -> None:
         """Of a unit that lives on the device or on disk, before they are read on the host. Raises: as `states`."""

@@ -509,7 +509,9 @@ typedef struct plan {
                                   * them whose states come and leave */
     int       look;              /* gradients are read before each step: by one rank, in turn;
                                   * LOOK_ALL: by all at once */
-    unsigned  skip;              /* edges that are left out */
+    int       writes;            /* weights are written from outside: 1, just before the second
+                                  * update; 2, before the second step fetches them */
+    int       leaves;            /* before the second step all units come back to host memory */
     int       turned;            /* rank r has its jobs in an order of its own */
     mt_states states;
     double    max_norm;
@@ -534,6 +536,7 @@ typedef struct runner {
     mt_resident *res;            /* these three: with settled units */
     mt_arrive  *arrive;
     char       *mem[UNITS];      /* their slots; slot[] has what compute read there */
+    int         left;            /* they are settled no more */
     mt_offload *o;
     mt_updater *u;
     mt_queue   *run, *h2d;
@@ -565,7 +568,7 @@ static char *place(const runner *r, int unit, int param, mt_plane p, int64_t fro
 
 static int is_settled(const runner *r, int unit)
 {
-    return (int)(r->plan->settled >> unit & 1);
+    return !r->left && (r->plan->settled >> unit & 1);
 }
 
 /* The same numbers for every process. */
@@ -585,7 +588,6 @@ static void settle_all(runner *r)
 {
     const plan *p = r->plan;
 
-    r->cx.debug.skip = p->skip;
     REQUIRE(mt_resident_open(&r->cx, &r->res) == MT_OK);
     REQUIRE(mt_arrive_open(&r->cx, &r->arrive) == MT_OK);
     for (int u = 0; u < UNITS; u++) {
@@ -876,12 +878,30 @@ static void leave(runner *r, int unit, void **mem, int n)
         free(mem[i]);
 }
 
+/* By all ranks in their views, as user code does. */
+static void write_from_outside_alike(runner *r)
+{
+    void *there = NULL;
+
+    CHECK_OK(mt_ledger_wait_updates(r->cx.store, 0));
+    if (r->res != NULL)
+        CHECK_OK(mt_resident_raised(r->res));
+    CHECK_OK(mt_ledger_wait_fetch(r->cx.store, 0));
+    REQUIRE(mt_store_view(r->cx.store, 0, 0, MT_PLANE_HI, &there) == MT_OK);
+    fill(shapes[0].dtype, there, shape_of(0, 0).numel, 4711);
+    CHECK_OK(mt_store_spread(r->cx.store, 0, 0, 1u << MT_PLANE_HI));
+    if (r->fills)
+        mt_ledger_touch(r->cx.store, 0);
+}
+
 /* All of a gradient is there for who reads it, on whichever rank. */
 static void look_at_gradients(runner *r)
 {
     for (int u = 0; u < UNITS; u++) {
         CHECK_OK(mt_ledger_wait_grads(r->cx.store, u));
         CHECK_OK(mt_mirror_bring(r->cx.store, u, 1u << MT_PLANE_GRAD));
+        /* The others may have asked for the next step, which waits for this one. */
+        CHECK_OK(mt_mirror_bring(r->cx.store, u, MT_STATE_PLANES));
         for (int i = 0; i < PARAMS; i++) {
             mt_param_desc d = shape_of(u, i);
             size_t        n = (size_t)d.numel * mt_dtype_bytes(d.dtype);
@@ -956,6 +976,16 @@ static void note_end(runner *r, int unit, int param, mt_plane p)
     }
 }
 
+static void write_and_note(runner *r)
+{
+    void *hi;
+
+    write_from_outside_alike(r);
+    REQUIRE(mt_store_hi(r->cx.store, 0, &hi) == MT_OK);
+    if (r->fills)
+        memcpy(r->want->hi[1][0], hi, mt_store_hi_bytes(r->cx.store, 0));
+}
+
 static void one_step(runner *r)
 {
     unit_job jobs[UNITS];
@@ -964,6 +994,8 @@ static void one_step(runner *r)
     int      skipped = 0, n[UNITS] = { 0 };
     void    *stay[UNITS][64];
 
+    if (r->plan->writes == 2 && r->step == 1)
+        write_and_note(r);
     for (int m = 0; m < r->plan->micros; m++) {
         for (int u = 0; u < UNITS; u++)
             fetch(r, u);
@@ -973,10 +1005,12 @@ static void one_step(runner *r)
     }
     for (int u = 0; u < UNITS; u++)
         fetch(r, u);                     /* these copies end when others could update already */
+    if (r->plan->writes == 1 && r->step == 1)
+        write_from_outside_alike(r);
     if (r->plan->look == LOOK_ALL || (r->plan->look && r->rank == (r->step + 1) % r->plan->ranks))
         look_at_gradients(r);
     for (int u = 0; u < UNITS; u++)
-        if (r->plan->guests >> u & 1)
+        if (is_settled(r, u) && (r->plan->guests >> u & 1))
             lift(r, u, stay[u], &n[u]);
     submit(r, jobs, &ticket);
     for (int u = 0; u < UNITS; u++)
@@ -986,8 +1020,22 @@ static void one_step(runner *r)
     note_step(r, norm, skipped);
     CHECK_OK(mt_update_drain(r->u));     /* jobs are ours */
     for (int u = 0; u < UNITS; u++)
-        if (r->plan->guests >> u & 1)
+        if (is_settled(r, u) && (r->plan->guests >> u & 1))
             leave(r, u, stay[u], n[u]);
+}
+
+/* One waits for all, whose portions it reads from then on. */
+static void unsettle_all(runner *r)
+{
+    meet(r);
+    for (int u = 0; u < UNITS; u++)
+        if (is_settled(r, u)) {
+            if (r->plan->guests >> u & 1)
+                CHECK_OK(mt_arrive_dismiss(r->arrive, u));
+            CHECK_OK(mt_resident_unsettle(r->res, u, 1));
+        }
+    r->left = 1;
+    meet(r);
 }
 
 static void *go(void *arg)
@@ -999,6 +1047,8 @@ static void *go(void *arg)
     if (r->plan->settled)
         take_all(r);
     for (r->step = 0; r->step < STEPS; r->step++) {
+        if (r->plan->leaves && r->step == 1)
+            unsettle_all(r);
         one_step(r);
         note_weights(r, r->step + 1);
     }
@@ -1025,7 +1075,7 @@ static void run_alone(const plan *p, outcome *out)
     alone.turned = 0;
     alone.through = 0;
     alone.settled = alone.guests = 0;
-    alone.look = 0;
+    alone.look = alone.leaves = 0;
     runner_open(&r, &alone, out, -1, 0);
     (void)go(&r);
     runner_close(&r);
@@ -1128,6 +1178,7 @@ static void units_may_live_on_the_devices(void)
             p.micros = 1 + mixed;
             p.turned = k == 2;
             p.look = mixed ? 1 : LOOK_ALL;
+            p.writes = 2 - mixed;
             p.states = mixed ? MT_STATES_8BIT_LO8 : MT_STATES_FP32;
             p.dawdle_us = k == 1 ? (UNDER_TSAN ? 300 : 1000) : 0;
             run_threads(&p);
@@ -1140,13 +1191,185 @@ static void guests_of_several_come_and_leave(void)
 
     p.ranks = 3;
     p.settled = p.guests = 7;
-    p.look = 1;
+    p.look = p.writes = 1;
     p.dawdle_us = UNDER_TSAN ? 300 : 800;
     run_threads(&p);
     p.max_norm = 0;
     p.turned = 1;
     p.micros = 2;
     run_threads(&p);
+}
+
+static void units_of_several_come_back_to_host_memory(void)
+{
+    plan p = plain;
+
+    p.leaves = 1;
+    for (p.ranks = 2; p.ranks <= 3; p.ranks++) {
+        p.settled = p.ranks == 2 ? 7 : 5;
+        p.guests = p.ranks == 2 ? 0 : 4;
+        p.micros = p.ranks - 1;
+        run_threads(&p);
+    }
+}
+
+static void run_all(const plan *p, void *(*script)(void *))
+{
+    runner r[RANKS];
+    int    fd = share_new();
+
+    for (int k = 0; k < p->ranks; k++)
+        runner_open(&r[k], p, NULL, fd, k);
+    for (int k = 0; k < p->ranks; k++)
+        REQUIRE(pthread_create(&r[k].thread, NULL, script, &r[k]) == 0);
+    for (int k = 0; k < p->ranks; k++)
+        REQUIRE(pthread_join(r[k].thread, NULL) == 0);
+    for (int k = 0; k < p->ranks; k++)
+        runner_close(&r[k]);
+    close(fd);
+}
+
+/* A rank that reads, beside others that save, and step on. */
+static char *read_all(runner *r, int unit, int peeks)
+{
+    size_t n = 0, at = 0;
+    char  *found;
+
+    for (int i = 0; i < PARAMS; i++)
+        n += mt_store_plane_bytes(r->cx.store, unit, i, MT_PLANE_M, shape_of(unit, i).numel);
+    REQUIRE((found = malloc(n)) != NULL);
+    CHECK_OK((peeks ? mt_mirror_peek : mt_mirror_bring)(r->cx.store, unit, MT_STATE_PLANES));
+    for (int i = 0; i < PARAMS; i++) {
+        size_t bytes = mt_store_plane_bytes(r->cx.store, unit, i, MT_PLANE_M,
+                                            shape_of(unit, i).numel);
+
+        if (bytes > 0)
+            memcpy(found + at, place(r, unit, i, MT_PLANE_M, 0), bytes);
+        at += bytes;
+    }
+    r->fills = (int)n;
+    return found;
+}
+
+/* All let go of a save's copies, but of what somebody reads, on whichever rank. */
+static void *read_beside_a_save(void *arg)
+{
+    runner *r = arg;
+    char   *read = NULL;
+    size_t  n = mt_store_plane_bytes(r->cx.store, 0, 0, MT_PLANE_M, shape_of(0, 0).numel);
+
+    r->want = NULL;
+    take_all(r);
+    one_step(r);
+    meet(r);
+    CHECK_OK(mt_ledger_save_begin(r->cx.store, 0));
+    free(read_all(r, 0, 1));
+    meet(r);
+    if (r->rank == 0)
+        read = read_all(r, 0, 0);
+    meet(r);
+    mt_ledger_save_end(r->cx.store, 0);
+    CHECK_OK(mt_ledger_wait_saved(r->cx.store, 0));
+    CHECK_OK(mt_mirror_release(r->cx.store, 0));
+    meet(r);
+    if (r->rank == 0)
+        CHECK_EQ(memcmp(place(r, 0, 0, MT_PLANE_M, 0), read, n), 0);
+    free(read);
+    meet(r);
+    return NULL;
+}
+
+static void who_reads_beside_a_save_keeps_what_it_has(void)
+{
+    plan p = plain;
+
+    p.settled = 7;
+    p.ranks = 3;
+    run_all(&p, read_beside_a_save);
+}
+
+/* What each rank copies of a save has all ranks' portions, as of before the step that waits for it;
+ * and goes behind it. */
+static void *save_beside_a_step(void *arg)
+{
+    runner  *r = arg;
+    unit_job jobs[UNITS];
+    char    *before[UNITS], *copied;
+    uint64_t ticket = 0;
+
+    r->want = NULL;
+    take_all(r);
+    one_step(r);
+    for (int u = 0; u < UNITS; u++)
+        before[u] = read_all(r, u, 0);
+    meet(r);
+    for (int u = 0; u < UNITS; u++)
+        CHECK_OK(mt_mirror_evict(r->cx.store, u));
+    CHECK_EQ(mt_store_bytes(r->cx.store, MT_PLANE_M), 0);
+    meet(r);
+    for (int u = 0; u < UNITS; u++)
+        CHECK_OK(mt_ledger_save_begin(r->cx.store, u));
+    meet(r);
+    r->step = 1;
+    for (int u = 0; u < UNITS; u++)
+        hand_over(r, u, 0);
+    submit(r, jobs, &ticket);
+    mt_ledger_i_save(1);
+    for (int u = UNITS - 1; u >= 0; u--) {
+        copied = read_all(r, u, 1);
+        CHECK_EQ(memcmp(copied, before[u], (size_t)r->fills), 0);
+        free(copied);
+        CHECK(mt_store_bytes(r->cx.store, MT_PLANE_M) > 0);
+        mt_ledger_save_end(r->cx.store, u);
+        CHECK_OK(mt_ledger_wait_saved(r->cx.store, u));
+        CHECK_OK(mt_mirror_release(r->cx.store, u));
+    }
+    mt_ledger_i_save(0);
+    meet(r);
+    CHECK_EQ(mt_store_bytes(r->cx.store, MT_PLANE_M), 0);
+    meet(r);                             /* nobody reads before */
+    CHECK_OK(mt_update_drain(r->u));
+    for (int u = 0; u < UNITS; u++) {
+        copied = read_all(r, u, 0);
+        CHECK(memcmp(copied, before[u], (size_t)r->fills) != 0);
+        free(copied);
+        free(before[u]);
+    }
+    meet(r);
+    return NULL;
+}
+
+static void a_save_has_what_all_devices_have(void)
+{
+    plan p = plain;
+
+    p.settled = 7;
+    p.ranks = 3;
+    p.dawdle_us = UNDER_TSAN ? 100 : 500;
+    run_all(&p, save_beside_a_step);
+}
+
+/* The first has closed its engine. */
+static void who_left_cannot_be_asked(void)
+{
+    plan   p = plain;
+    runner r[2];
+    int    fd = share_new();
+
+    p.settled = 7;
+    for (int k = 0; k < 2; k++)
+        runner_open(&r[k], &p, NULL, fd, k);
+    for (int k = 0; k < 2; k++)
+        REQUIRE(pthread_create(&r[k].thread, NULL, go, &r[k]) == 0);
+    for (int k = 0; k < 2; k++)
+        REQUIRE(pthread_join(r[k].thread, NULL) == 0);
+    runner_close(&r[0]);
+    CHECK_OK(mt_mirror_bring(r[1].cx.store, 0, 1u << MT_PLANE_HI));      /* the share has it */
+    CHECK_EQ(mt_mirror_bring(r[1].cx.store, 0, 1u << MT_PLANE_V), MT_EPEER);
+    CHECK_HAS(mt_last_error(), "rank 0 (process ");
+    CHECK_HAS(mt_last_error(), ") closed its engine while others waited for its part of what is");
+    runner_close(&r[1]);
+    close(fd);
 }
 
 /* Copies of all units are under way when the step is asked for, and end one by one. */
@@ -1172,18 +1395,7 @@ static void *step_beside_a_save(void *arg)
 
 static void an_update_waits_for_copies_of_its_own_unit(void)
 {
-    runner r[2];
-    int    fd = share_new();
-
-    for (int k = 0; k < 2; k++)
-        runner_open(&r[k], &plain, NULL, fd, k);
-    for (int k = 0; k < 2; k++)
-        REQUIRE(pthread_create(&r[k].thread, NULL, step_beside_a_save, &r[k]) == 0);
-    for (int k = 0; k < 2; k++)
-        REQUIRE(pthread_join(r[k].thread, NULL) == 0);
-    for (int k = 0; k < 2; k++)
-        runner_close(&r[k]);
-    close(fd);
+    run_all(&plain, step_beside_a_save);
 }
 
 /* The value that is not finite is in the portion of one rank. */
@@ -1196,6 +1408,10 @@ static void what_one_skips_all_skip(void)
     p.bad_step = 1;
     run_threads(&p);
     p.max_norm = 0;                      /* each unit by its own gradients */
+    run_threads(&p);
+    p.settled = 7;
+    run_threads(&p);
+    p.max_norm = 0.5;
     run_threads(&p);
 }
 
@@ -1665,12 +1881,53 @@ static void who_dies_is_named(void)
     close(fd);
 }
 
+/* Rank 1 answers nothing, and is killed while it is asked. */
+static void ask_who_dies(runner *r)
+{
+    double began;
+
+    r->want = NULL;
+    take_all(r);
+    one_step(r);
+    for (int u = 0; u < UNITS; u++)
+        CHECK_OK(mt_ledger_wait_updates(r->cx.store, u));
+    meet(r);
+    if (r->rank == 1)
+        (void)raise(SIGSTOP);
+    began = seconds();
+    CHECK_EQ(mt_mirror_bring(r->cx.store, 1, 1u << MT_PLANE_M), MT_EPEER);
+    CHECK_HAS(mt_last_error(), "rank 1 (process ");
+    CHECK_HAS(mt_last_error(), ") ended while others waited for its part of what is read");
+    CHECK(seconds() - began < 15);
+}
+
+static void who_dies_while_it_is_asked_is_named(void)
+{
+    plan  p = plain;
+    pid_t child[3];
+    int   fd = share_new(), status;
+
+    p.ranks = 3;
+    p.settled = 7;
+    for (int r = 0; r < 3; r++)
+        child[r] = start(&p, NULL, fd, r, ask_who_dies);
+    REQUIRE(waitpid(child[1], &status, WUNTRACED) == child[1]);
+    CHECK(WIFSTOPPED(status));
+    usleep(300000);
+    (void)kill(child[1], SIGKILL);
+    for (int r = 0; r < 3; r++)
+        CHECK_EQ(exit_of(child[r]), r == 1 ? 1000 + SIGKILL : 0);
+    close(fd);
+}
+
 /* At any moment of a step: the others end, and by themselves. */
 static void steps_for_ever(runner *r)
 {
     r->want = NULL;
     if (r->rank == 1)
         (void)alarm(60);
+    if (r->plan->settled)
+        take_all(r);
     while (mt_ledger_check(r->cx.store) == MT_OK) {
         one_step(r);
         r->step++;
@@ -1689,6 +1946,8 @@ static void a_death_at_any_moment_ends_all(void)
 
         p.ranks = 3;
         p.dawdle_us = 300;
+        p.settled = k % 2 ? 7 : 0;
+        p.look = 1;
         (void)dup2(null, 2);                             /* checks of a step that is ended fail */
         for (int r = 0; r < 3; r++)
             child[r] = start(&p, NULL, fd, r, steps_for_ever);
@@ -1728,6 +1987,10 @@ static void a_death_at_any_moment_ends_all(void)
     X(units_may_go_through_the_device)               \
     X(units_may_live_on_the_devices)                 \
     X(guests_of_several_come_and_leave)              \
+    X(units_of_several_come_back_to_host_memory)     \
+    X(a_save_has_what_all_devices_have)              \
+    X(who_reads_beside_a_save_keeps_what_it_has)     \
+    X(who_left_cannot_be_asked)                      \
     X(an_update_waits_for_copies_of_its_own_unit)    \
     X(what_one_skips_all_skip)                       \
     X(what_all_write_in_place_is_written_once)       \
@@ -1743,5 +2006,6 @@ static void a_death_at_any_moment_ends_all(void)
     X(an_update_that_fails_ends_all_steps)           \
     X(processes_have_the_bits_of_one)                \
     X(who_dies_is_named)                             \
+    X(who_dies_while_it_is_asked_is_named)           \
     X(a_death_at_any_moment_ends_all)
 CHECK_MAIN(TESTS)

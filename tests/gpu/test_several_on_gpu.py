@@ -37,6 +37,12 @@ JOBS = [*(OWN(case) for case in ("llama", "qwen2_moe", "gpt2", "choosy", "straig
         OWN("wide", states="8bit"), OWN("wide", look=True), OWN("wide", delay_us=300), OWN("wide", micro=2),
         OWN("wide", dtype="bfloat16"), OWN("wide", dtype="bfloat16", micro=3), Job("wide", dtype="bfloat16", device="cuda"),
         Job("llama", dtype="bfloat16", frozen=("embed", "layers.0"), device="cuda")]
+VRAM, ARRIVE = (("homes", "vram"),), (("homes", "arrive"),)
+MIXED = (("homes", {"model.embed_tokens": "vram", "model.layers.1": "arrive", "lm_head": "vram"}),)
+JOBS += [OWN("wide", plan=VRAM), OWN("choosy", plan=VRAM, delay_us=300), OWN("wide", plan=VRAM, states="8bit", look=True),
+         OWN("wide", plan=ARRIVE, look=True), OWN("wide", plan=MIXED, micro=2), OWN("straight", plan=MIXED),
+         OWN("wide", dtype="bfloat16", plan=VRAM, micro=3, look=True), OWN("wide", dtype="bfloat16", plan=ARRIVE, delay_us=200),
+         Job("wide", dtype="bfloat16", plan=VRAM, device="cuda"), Job("wide", dtype="bfloat16", vram="8GiB", device="cuda")]
 
 
 @pytest.mark.parametrize("job", JOBS, ids=str)
@@ -45,6 +51,15 @@ def test_ranks_have_what_one_process_has(pool: Pool, job: Job) -> None:
     assert not differences(found, wanted(job))
 
 
-def test_equal_runs_give_equal_bits(pool: Pool) -> None:
-    job = Job("wide", dtype="bfloat16", delay_us=200, device="cuda")
+@pytest.mark.parametrize("plan", [(), VRAM, MIXED], ids=["ram", "vram", "mixed"])
+def test_equal_runs_give_equal_bits(pool: Pool, plan: tuple) -> None:
+    job = Job("wide", dtype="bfloat16", delay_us=200, device="cuda", plan=plan)
     assert pool.call("several:train", SIZE, job) == pool.call("several:train", SIZE, job)
+
+
+@pytest.mark.parametrize("plan", [VRAM, MIXED], ids=["vram", "mixed"])
+def test_a_checkpoint_of_states_on_the_devices(pool: Pool, plan: tuple, tmp_path: Path) -> None:
+    job = OWN("wide", dtype="bfloat16", plan=plan)
+    wanted, *others = pool.call("several:saved", SIZE, job, str(tmp_path / "c"))
+    assert not differences(others, wanted)
+    assert not differences(pool.call("several:loaded", SIZE, job, str(tmp_path / "c")), wanted)
