@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -219,6 +220,63 @@ def gemm_(c: Tensor, a: Tensor, b: Tensor, *, alpha: float = 1.0, beta: float = 
     _ops.gemm_(c, a, b, alpha, beta, tf32)
 
 
+class Codes(NamedTuple):
+    """A matrix as codes [M, K] of 8 bits (float8_e4m3fn) and a power of two for each row: scale [M] fp32."""
+
+    values: Tensor
+    scale: Tensor
+
+
+def fp8_cast(x: Tensor) -> Codes:
+    """Codes of the rows of x [R, C]: strided, fp32, bf16 or fp16. The CPU and CUDA give the same bits.
+
+    A row with a NaN or an infinity has the scale NaN: whatever is made of it is NaN.
+
+    Source: csrc/ops/fp8.h.
+    """
+    made = _codes(x, *x.shape)
+    _ops.fp8_cast(x, *made, None, None)
+    return made
+
+
+def fp8_cast_t(x: Tensor) -> Codes:
+    """Codes of the columns of x [R, C], as rows [C, R rounded up to 16], of which those behind R are zeros."""
+    made = _codes(x, x.shape[1], _sixteens(x.shape[0]))
+    _ops.fp8_cast(x, None, None, *made)
+    return made
+
+
+def fp8_cast_both(x: Tensor) -> tuple[Codes, Codes]:
+    """fp8_cast and fp8_cast_t, reading x twice where they read it three times."""
+    rows, columns = _codes(x, *x.shape), _codes(x, x.shape[1], _sixteens(x.shape[0]))
+    _ops.fp8_cast(x, *rows, *columns)
+    return rows, columns
+
+
+def _codes(x: Tensor, rows: int, n: int) -> Codes:
+    return Codes(torch.empty(rows, n, dtype=torch.float8_e4m3fn, device=x.device),
+                 torch.empty(rows, dtype=torch.float32, device=x.device))
+
+
+def _sixteens(n: int) -> int:
+    return -(-n // 16) * 16
+
+
+def fp8_gemm_(c: Tensor, a: Codes, b: Codes, *, bias: Tensor | None = None, base: Tensor | None = None,
+              alpha: float = 1.0, fast: bool = False) -> None:
+    """c = alpha * a @ b' + bias + base, summed in fp32 and rounded at the end; on CUDA by torch's cublasLt.
+
+    Args:
+        c: [M, N] fp32 or bf16; rows dense. a: [M, K]; b: [N, K]. bias: [N], base: [M, N], c's type; base may be c.
+            On CUDA K and N are multiples of 16, and rows of c and base of 16 bytes.
+        fast: CUDA: the tensor cores' own sums, of some 14 bits; else those of short stretches are added in fp32.
+
+    Raises:
+        RuntimeError: Shapes or types that do not fit, or cublasLt has no such product; the message names it.
+    """
+    _ops.fp8_gemm_(c, *a, *b, bias, base, alpha, fast)
+
+
 def attention_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, bias: Tensor | None,
                        causal: bool, scale: float, dq: Tensor, dk: Tensor, dv: Tensor) -> None:
     """Writes dq, dk and dv of attention, by cuDNN on CUDA, with the same bits each time.
@@ -371,5 +429,5 @@ def _nothing(*args: object) -> None:
 torch.library.register_fake("megatrain::sumsq", lambda x: x.new_empty((), dtype=torch.float64))
 for _name in ("adamw_", "gemm_", "rms_norm", "rms_norm_backward", "layer_norm", "layer_norm_backward", "rope",
               "glu", "glu_backward", "column_sum", "embedding_backward", "cross_entropy_", "sum_rows", "expert_glu",
-              "expert_glu_backward", "attention_backward"):
+              "expert_glu_backward", "attention_backward", "fp8_cast", "fp8_gemm_"):
     torch.library.register_fake(f"megatrain::{_name}", _nothing)

@@ -19,7 +19,7 @@ static int dtype_of(int32_t torch_dtype)
 #define IS(name, dt) if (torch_dtype == shim.aoti_torch_dtype_##name()) return dt;
     IS(float32, MT_F32) IS(bfloat16, MT_BF16) IS(float16, MT_F16) IS(float64, MT_F64)
     IS(int64, MT_I64) IS(int32, MT_I32) IS(int16, MT_I16) IS(int8, MT_I8) IS(uint8, MT_U8)
-    IS(bool, MT_BOOL)
+    IS(bool, MT_BOOL) IS(float8_e4m3fn, MT_F8E4M3)
 #undef IS
     return -1;
 }

@@ -59,7 +59,8 @@ typedef void (*mt_boxed_fn)(StableIValue *stack, uint64_t n_args, uint64_t n_ret
     X(int32_t, aoti_torch_dtype_int16, (void))                                                    \
     X(int32_t, aoti_torch_dtype_int8, (void))                                                     \
     X(int32_t, aoti_torch_dtype_uint8, (void))                                                    \
-    X(int32_t, aoti_torch_dtype_bool, (void))
+    X(int32_t, aoti_torch_dtype_bool, (void))                                                     \
+    X(int32_t, aoti_torch_dtype_float8_e4m3fn, (void))
 
 /* There in some builds only; NULL where they are not. */
 #define MT_SHIM_DELETE_MAP(X) \

@@ -16,11 +16,18 @@
 typedef enum mt_lt_number {
     MT_LT_SUCCESS = 0,
 
-    MT_LT_R_32F = 0, MT_LT_R_16F = 2, MT_LT_R_16BF = 14,            /* cudaDataType_t */
+    MT_LT_R_32F = 0, MT_LT_R_16F = 2, MT_LT_R_16BF = 14, MT_LT_R_8F_E4M3 = 28, /* cudaDataType_t */
     MT_LT_COMPUTE_32F = 68, MT_LT_COMPUTE_32F_FAST_TF32 = 77,       /* cublasComputeType_t */
     MT_LT_OP_N = 0, MT_LT_OP_T = 1,                                 /* cublasOperation_t, int32 */
 
     MT_LT_DESC_TRANSA = 3, MT_LT_DESC_TRANSB = 4,                   /* int32 */
+    MT_LT_DESC_EPILOGUE = 7, MT_LT_DESC_BIAS_POINTER = 8,           /* uint32, address */
+    MT_LT_DESC_A_SCALE_POINTER = 17, MT_LT_DESC_B_SCALE_POINTER = 18,
+    MT_LT_DESC_FAST_ACCUM = 25,                                     /* int8 */
+    MT_LT_DESC_A_SCALE_MODE = 31, MT_LT_DESC_B_SCALE_MODE = 32,     /* int32; since 12.8 */
+
+    MT_LT_EPILOGUE_BIAS = 4,             /* of the output's type, one for each of its rows */
+    MT_LT_SCALE_OUTER_VEC_32F = 3,       /* a scale for each row of op(A), column of op(B): 12.9 */
 
     MT_LT_PREF_MAX_WORKSPACE_BYTES = 1,                             /* uint64 */
     MT_LT_PREF_REDUCTION_SCHEME_MASK = 3,                           /* uint32 */

@@ -1,6 +1,7 @@
 /* gemm.c — see gemm.h. */
 #include "gemm.h"
 #include "element.h"
+#include "fp8.h"
 #include <string.h>
 
 /* ---- what is asked for ---- */
@@ -76,12 +77,25 @@ mt_gemm_key mt_gemm_key_of(const mt_gemm *g, int device, float beta)
 {
     return (mt_gemm_key){
         .device = device, .ab = g->ab, .c_type = g->c_type, .tf32 = g->tf32,
-        .accumulates = beta != 0.0f,
+        .accumulates = g->ab == MT_F8E4M3 ? g->base != NULL : beta != 0.0f,
+        .fast = g->fast, .biased = g->bias != NULL,
         .m = g->c.rows, .n = g->c.cols, .k = g->a.cols,
-        .ld = { g->c.ld, g->a.ld, g->b.ld },
+        .ld = { g->c.ld, g->a.ld, g->b.ld, g->base_ld },
         .by_columns = { g->a.by_columns, g->b.by_columns },
-        .align = { alignment(g->c.data), alignment(g->a.data), alignment(g->b.data) },
+        .align = { alignment(g->c.data), alignment(g->a.data), alignment(g->b.data),
+                   alignment(g->base) },
     };
+}
+
+mt_gemm mt_gemm_sums(const mt_gemm *g, void *sums)
+{
+    mt_gemm bare = *g;
+
+    bare.c.data = sums;
+    bare.c.ld = g->c.cols;
+    bare.bias = bare.base = NULL;
+    bare.a_scale = bare.b_scale = NULL;
+    return bare;
 }
 
 /* ---- the definition ---- */
@@ -96,6 +110,11 @@ typedef struct job {
     float          alpha, beta;
     int64_t        tiles_across;
 } job;
+
+static float value(mt_dtype dt, const void *x, int64_t i)
+{
+    return dt == MT_F8E4M3 ? mt_fp8_value(((const uint8_t *)x)[i]) : mt__get(dt, x, i);
+}
 
 /* Lines (rows of a, columns of b) first..first+TILE of k..k+depth, as fp32 in strips of `wide`
  * lines: element (line, d) at strip*wide*depth + d*wide + line%wide. Lines behind the last are
@@ -112,7 +131,7 @@ static void pack(float *out, const mt_gemm_matrix *m, mt_dtype dt, int lines_are
         int64_t from = (first + l) * per_line + k * per_k;
 
         for (int64_t d = 0; d < depth; d++)
-            to[d * wide] = first + l < lines ? mt__get(dt, m->data, from + d * per_k) : 0.0f;
+            to[d * wide] = first + l < lines ? value(dt, m->data, from + d * per_k) : 0.0f;
     }
 }
 
@@ -132,6 +151,18 @@ static void multiply(float *restrict sum, const float *restrict a, const float *
         memcpy(sum + i * TILE, s[i], sizeof s[i]);
 }
 
+/* What an element is when its codes are summed. */
+static float of_codes(const mt_gemm *g, float alpha, float sum, int64_t i, int64_t j)
+{
+    float x = alpha * (sum * g->a_scale[i] * g->b_scale[j]);
+
+    if (g->bias != NULL)
+        x += mt__get(g->c_type, g->bias, j);
+    if (g->base != NULL)
+        x += mt__get(g->c_type, g->base, i * g->base_ld + j);
+    return x;
+}
+
 static void finish(const job *t, const float *sum, int64_t row, int64_t col)
 {
     const mt_gemm_matrix *c = &t->g->c;
@@ -141,8 +172,14 @@ static void finish(const job *t, const float *sum, int64_t row, int64_t col)
     for (int64_t i = 0; i < rows; i++)
         for (int64_t j = 0; j < cols; j++) {
             int64_t at = (row + i) * c->ld + col + j;
-            float   x = t->alpha * sum[i * TILE + j];
+            float   x;
 
+            if (t->g->ab == MT_F8E4M3) {
+                x = of_codes(t->g, t->alpha, sum[i * TILE + j], row + i, col + j);
+                mt__put(t->g->c_type, c->data, at, x);
+                continue;
+            }
+            x = t->alpha * sum[i * TILE + j];
             if (t->beta != 0.0f)
                 x += t->beta * mt__get(t->g->c_type, c->data, at);
             mt__put(t->g->c_type, c->data, at, x);

@@ -1,4 +1,4 @@
-/* gemm.h — c = alpha * a @ b + beta * c: what is asked for, what a BLAS calls it,
+/* gemm.h — c = alpha * a @ b + beta * c, or of codes: what is asked for, what a BLAS calls it,
  * and the definition.
  *
  * Letters: c [M,N], a [M,K], b [K,N].
@@ -8,7 +8,9 @@
  *   blas     the same product in a BLAS's words, where every matrix is by columns
  *   key      what a choice of algorithm depends on
  *
- * Types: a and b alike, F32, BF16 or F16; c that type too, or F32.
+ * Types: a and b alike, F32, BF16 or F16; c that type too, or F32. Or a and b are F8E4M3, codes
+ *        with scales (fp8.h), and c is F32 or BF16: then
+ *            c = alpha * (a_scale[i] * b_scale[j]) * a @ b + bias[j] + base
  *
  *     mt_gemm g = { .ab = MT_BF16, .c_type = MT_F32 };
  *     MT_TRY(mt_gemm_matrix_of("a", sizes, strides, &g.a));   // and b, c; pointers besides
@@ -35,6 +37,13 @@ typedef struct mt_gemm {
     mt_dtype       ab, c_type;
     mt_gemm_matrix c, a, b;
     int            tf32;         /* F32 operands may be rounded to 10 bits of fraction; CUDA only */
+
+    /* Of codes only. */
+    const float   *a_scale, *b_scale;    /* [M], [N] */
+    const void    *bias;                 /* [N], c's type; NULL: none */
+    const void    *base;                 /* [M,N], c's type, by rows; c itself; NULL: none */
+    int64_t        base_ld;
+    int            fast;                 /* sums in the tensor cores' own 14 bits; CUDA only */
 } mt_gemm;
 
 /* Reads sizes and strides (elements) as torch has them; data is left alone. Both orders fit a
@@ -63,15 +72,20 @@ mt_gemm_blas mt_gemm_to_blas(const mt_gemm *g);
  * the widest load: where beyond that a tensor lies changes nothing.
  * No padding: compared by memcmp. */
 typedef struct mt_gemm_key {
-    int64_t device, ab, c_type, tf32, accumulates;
-    int64_t m, n, k, ld[3], by_columns[2], align[3];    /* ld, align of c, a, b; order of a, b */
+    int64_t device, ab, c_type, tf32, accumulates, fast, biased;
+    int64_t m, n, k, ld[4], by_columns[2], align[4];    /* of c, a, b, base; order of a, b */
 } mt_gemm_key;
 
 mt_gemm_key mt_gemm_key_of(const mt_gemm *g, int device, float beta);
 
+/* The sums of a product of codes alone, without scales: to memory [M,N] of c's type, dense. */
+mt_gemm mt_gemm_sums(const mt_gemm *g, void *sums);
+
 /* The definition, in fp32:
  *     sum = 0;  for k ascending: sum += a[i,k] * b[k,j]      (product and sum rounded, no FMA)
  *     c[i,j] = round(alpha * sum + beta * c[i,j])            beta = 0: c is not read
+ * of codes, where beta means nothing (scales are powers of two, so these products are exact):
+ *     c[i,j] = round((alpha * (sum * a_scale[i] * b_scale[j]) + bias[j]) + base[i,j])
  * c shares no memory with a or b. Each element is one chunk's alone, so threads change no bit. */
 void mt_gemm_host(mt_pool *pool, const mt_gemm *g, float alpha, float beta);
 

@@ -16,8 +16,9 @@ extern "C" {
 struct mt_gemm_choice {
     mt_gemm_key           key;
     mt_lt_handle          handle;
-    mt_lt_desc            desc;
-    mt_lt_layout          left, right, out;
+    mt_lt_desc            desc;             // of codes one is made for each run: it has addresses
+    mt_lt_layout          left, right, base, out;
+    bool                  apart;
     mt_lt_algo            algo;
     size_t                workspace_bytes;
     const mt_gemm_choice *next;      // of the same bucket; set before the choice is seen
@@ -91,7 +92,10 @@ mt_status handle_of(int64_t device, mt_lt_handle *out)
 
 mt_lt_type type_of(int64_t dt)
 {
-    return dt == MT_F32 ? MT_LT_R_32F : dt == MT_BF16 ? MT_LT_R_16BF : MT_LT_R_16F;
+    return dt == MT_F32  ? MT_LT_R_32F
+         : dt == MT_BF16 ? MT_LT_R_16BF
+         : dt == MT_F16  ? MT_LT_R_16F
+                         : MT_LT_R_8F_E4M3;
 }
 
 mt_status make_layout(const mt_gemm_blas::mt_gemm_seen &m, int64_t dt, mt_lt_layout *out)
@@ -100,22 +104,68 @@ mt_status make_layout(const mt_gemm_blas::mt_gemm_seen &m, int64_t dt, mt_lt_lay
                                                           (uint64_t)m.cols, m.ld));
 }
 
-mt_status describe(mt_gemm_choice *how, const mt_gemm_blas &blas)
+mt_status set(mt_lt_desc desc, const char *what, int attribute, const void *value, size_t bytes)
+{
+    return said(what, lt.cublasLtMatmulDescSetAttribute(
+                          desc, static_cast<mt_lt_desc_attribute>(attribute), value, bytes));
+}
+
+// Scales of rows, and what is added.
+mt_status describe_codes(mt_lt_desc desc, const mt_gemm *g)
+{
+    const int32_t  rows = MT_LT_SCALE_OUTER_VEC_32F;
+    const uint32_t bias = MT_LT_EPILOGUE_BIAS;
+    mt_status st;
+
+    // left is b, right is a.
+    MT_TRY(set(desc, "scales", MT_LT_DESC_A_SCALE_MODE, &rows, sizeof rows));
+    MT_TRY(set(desc, "scales", MT_LT_DESC_B_SCALE_MODE, &rows, sizeof rows));
+    MT_TRY(set(desc, "scales", MT_LT_DESC_A_SCALE_POINTER, &g->b_scale, sizeof g->b_scale));
+    MT_TRY(set(desc, "scales", MT_LT_DESC_B_SCALE_POINTER, &g->a_scale, sizeof g->a_scale));
+    if (g->bias != nullptr) {
+        MT_TRY(set(desc, "a bias", MT_LT_DESC_EPILOGUE, &bias, sizeof bias));
+        MT_TRY(set(desc, "a bias", MT_LT_DESC_BIAS_POINTER, &g->bias, sizeof g->bias));
+    }
+fail:
+    return st;
+}
+
+// The product but for its layouts. out is to be destroyed, also after a failure.
+mt_status describe(const mt_gemm_choice *how, const mt_gemm *g, mt_lt_desc *out)
 {
     const mt_gemm_key &key = how->key;
+    const mt_gemm_blas blas = mt_gemm_to_blas(g);
     const mt_lt_compute compute = key.ab == MT_F32 && key.tf32 ? MT_LT_COMPUTE_32F_FAST_TF32
                                                                : MT_LT_COMPUTE_32F;
     const int32_t left = blas.left.transposed ? MT_LT_OP_T : MT_LT_OP_N;
     const int32_t right = blas.right.transposed ? MT_LT_OP_T : MT_LT_OP_N;
+    const int8_t  fast = (int8_t)key.fast;
     mt_status st;
 
-    MT_TRY(said("a description", lt.cublasLtMatmulDescCreate(&how->desc, compute, MT_LT_R_32F)));
-    MT_TRY(said("transpose", lt.cublasLtMatmulDescSetAttribute(how->desc, MT_LT_DESC_TRANSA, &left,
-                                                               sizeof left)));
-    MT_TRY(said("transpose", lt.cublasLtMatmulDescSetAttribute(how->desc, MT_LT_DESC_TRANSB, &right,
-                                                               sizeof right)));
+    MT_TRY(said("a description", lt.cublasLtMatmulDescCreate(out, compute, MT_LT_R_32F)));
+    MT_TRY(set(*out, "transpose", MT_LT_DESC_TRANSA, &left, sizeof left));
+    MT_TRY(set(*out, "transpose", MT_LT_DESC_TRANSB, &right, sizeof right));
+    if (key.ab == MT_F8E4M3) {
+        MT_TRY(set(*out, "fast sums", MT_LT_DESC_FAST_ACCUM, &fast, sizeof fast));
+        if (!how->apart)
+            MT_TRY(describe_codes(*out, g));
+    }
+fail:
+    return st;
+}
+
+mt_status lay_out(mt_gemm_choice *how, const mt_gemm *g)
+{
+    const mt_gemm_key &key = how->key;
+    const mt_gemm_blas blas = mt_gemm_to_blas(g);
+    mt_gemm_blas::mt_gemm_seen base = blas.out;
+    mt_status st;
+
+    if (g->base != nullptr)
+        base.ld = g->base_ld;
     MT_TRY(make_layout(blas.left, key.ab, &how->left));
     MT_TRY(make_layout(blas.right, key.ab, &how->right));
+    MT_TRY(make_layout(base, key.c_type, &how->base));
     MT_TRY(make_layout(blas.out, key.c_type, &how->out));
 fail:
     return st;
@@ -131,9 +181,10 @@ mt_status set_preferences(mt_lt_pref pref, const mt_gemm_key &key)
 {
     const uint64_t workspace = MT_GEMM_WORKSPACE;
     const uint32_t reduction = MT_LT_REDUCTION_COMPUTE_TYPE;
-    // left is b, right is a; C and D are both c.
+    // left is b, right is a; D is c, and so is C, but for codes.
     const uint32_t align[] = { (uint32_t)key.align[2], (uint32_t)key.align[1],
-                               (uint32_t)key.align[0], (uint32_t)key.align[0] };
+                               (uint32_t)(key.ab == MT_F8E4M3 ? key.align[3] : key.align[0]),
+                               (uint32_t)key.align[0] };
     mt_status st;
 
     MT_TRY(prefer(pref, MT_LT_PREF_MAX_WORKSPACE_BYTES, &workspace, sizeof workspace));
@@ -155,7 +206,7 @@ int chosen(const mt_lt_found *found, int n)
     return -1;
 }
 
-mt_status ask(const mt_gemm_choice *how, mt_lt_found *out)
+mt_status ask(const mt_gemm_choice *how, mt_lt_desc desc, mt_lt_found *out)
 {
     const mt_gemm_key &key = how->key;
     mt_lt_found  found[CANDIDATES];
@@ -166,8 +217,8 @@ mt_status ask(const mt_gemm_choice *how, mt_lt_found *out)
 
     MT_TRY(said("a preference", lt.cublasLtMatmulPreferenceCreate(&pref)));
     MT_TRY(set_preferences(pref, key));
-    status = lt.cublasLtMatmulAlgoGetHeuristic(how->handle, how->desc, how->left, how->right,
-                                               how->out, how->out, pref, CANDIDATES, found, &n);
+    status = lt.cublasLtMatmulAlgoGetHeuristic(how->handle, desc, how->left, how->right, how->base,
+                                               how->out, pref, CANDIDATES, found, &n);
     at = status == MT_LT_SUCCESS ? chosen(found, n) : -1;
     if (at >= 0)
         *out = found[at];
@@ -184,46 +235,72 @@ fail:
     return st;
 }
 
-mt_lt_status launch(const mt_gemm_choice *how, const mt_lt_algo *algo, const mt_gemm *g, void *c,
-                    float alpha, float beta, void *workspace, size_t bytes, cudaStream_t stream)
+mt_lt_status launch(const mt_gemm_choice *how, mt_lt_desc desc, const mt_gemm *g, float alpha,
+                    float beta, void *workspace, cudaStream_t stream)
 {
     const mt_gemm_blas blas = mt_gemm_to_blas(g);
+    const void *base = g->base != nullptr ? g->base : g->c.data;
 
-    return lt.cublasLtMatmul(how->handle, how->desc, &alpha, blas.left.data, how->left,
-                             blas.right.data, how->right, &beta, c, how->out, c, how->out, algo,
-                             workspace, bytes, stream);
+    return lt.cublasLtMatmul(how->handle, desc, &alpha, blas.left.data, how->left, blas.right.data,
+                             how->right, &beta, base, how->base, g->c.data, how->out, &how->algo,
+                             workspace, how->workspace_bytes, stream);
 }
 
 void discard(mt_gemm_choice *how)
 {
     if (how->desc != nullptr)
         lt.cublasLtMatmulDescDestroy(how->desc);
-    for (mt_lt_layout layout : { how->left, how->right, how->out })
+    for (mt_lt_layout layout : { how->left, how->right, how->base, how->out })
         if (layout != nullptr)
             lt.cublasLtMatrixLayoutDestroy(layout);
     free(how);
 }
 
-mt_status make(const mt_gemm_key *key, const mt_gemm *g, mt_gemm_choice **out)
+mt_status settle(mt_gemm_choice *how, const mt_gemm *g)
+{
+    mt_lt_found found;
+    mt_status   st;
+
+    MT_TRY(describe(how, g, &how->desc));
+    MT_TRY(lay_out(how, g));
+    MT_TRY(ask(how, how->desc, &found));
+    how->algo = found.algo;
+    how->workspace_bytes = found.workspaceSize;
+fail:
+    return st;
+}
+
+mt_status make(const mt_gemm_key *key, const mt_gemm *g, bool apart, mt_gemm_choice **out)
 {
     mt_gemm_choice *how = static_cast<mt_gemm_choice *>(calloc(1, sizeof *how));
-    mt_lt_found     found;
     mt_status       st;
 
     if (how == nullptr)
         return MT_FAIL(MT_ENOMEM, "gemm_: calloc(%zu)", sizeof *how);
     how->key = *key;
+    how->apart = apart;
     MT_TRY(find_library());
     MT_TRY(handle_of(key->device, &how->handle));
-    MT_TRY(describe(how, mt_gemm_to_blas(g)));
-    MT_TRY(ask(how, &found));
-    how->algo = found.algo;
-    how->workspace_bytes = found.workspaceSize;
+    MT_TRY(settle(how, g));
+    if (key->ab == MT_F8E4M3) {
+        lt.cublasLtMatmulDescDestroy(how->desc);
+        how->desc = nullptr;
+    }
     *out = how;
     return MT_OK;
 fail:
     discard(how);
     return st;
+}
+
+// Rows' scales are cuBLAS 12.9's and some GPUs'; a bias of fp32, and what else a kernel may lack,
+// are the library's to say. What it does not do beside a product of codes is done behind it.
+mt_status make_any(const mt_gemm_key *key, const mt_gemm *g, mt_gemm_choice **out)
+{
+    const mt_gemm sums = mt_gemm_sums(g, g->c.data);
+    mt_status     st = make(key, g, false, out);
+
+    return st == MT_OK || key->ab != MT_F8E4M3 ? st : make(key, &sums, true, out);
 }
 
 const mt_gemm_choice **bucket_of(const mt_gemm_key *key)       // FNV-1a over the key's words
@@ -255,7 +332,7 @@ extern "C" mt_status mt__gemm_cuda_choose(const mt_gemm_key *key, const mt_gemm 
     mt_status       st = MT_OK;
 
     mt_lock(&mu);
-    if ((*out = known(key)) == nullptr && (st = make(key, g, &made)) == MT_OK) {
+    if ((*out = known(key)) == nullptr && (st = make_any(key, g, &made)) == MT_OK) {
         made->next = *bucket_of(key);
         *bucket_of(key) = *out = made;
     }
@@ -268,10 +345,23 @@ extern "C" size_t mt__gemm_cuda_workspace(const mt_gemm_choice *how)
     return how->workspace_bytes;
 }
 
-extern "C" mt_status mt__gemm_cuda_run(const mt_gemm_choice *how, const mt_gemm *g, float alpha,
-                                       float beta, void *workspace, uintptr_t stream)
+extern "C" int mt__gemm_cuda_apart(const mt_gemm_choice *how)
 {
-    return said("cublasLtMatmul", launch(how, &how->algo, g, g->c.data, alpha, beta, workspace,
-                                         how->workspace_bytes,
-                                         reinterpret_cast<cudaStream_t>(stream)));
+    return how->apart;
+}
+
+extern "C" mt_status mt__gemm_cuda_run(const mt_gemm_choice *how, const mt_gemm *g, float alpha,
+                                       float beta, void *workspace, uintptr_t handle)
+{
+    cudaStream_t stream = reinterpret_cast<cudaStream_t>(handle);
+    mt_lt_desc   desc = how->desc;
+    mt_status    st = MT_OK;
+
+    if (how->desc == nullptr)
+        MT_TRY(describe(how, g, &desc));
+    st = said("cublasLtMatmul", launch(how, desc, g, alpha, beta, workspace, stream));
+fail:
+    if (how->desc == nullptr && desc != nullptr)
+        lt.cublasLtMatmulDescDestroy(desc);
+    return st;
 }

@@ -7,6 +7,9 @@
  *     MT_TRY(mt__gemm_cuda_choose(&key, &g, &how));
  *     MT_TRY(mt__gemm_cuda_run(how, &g, alpha, beta, scratch, stream));
  *
+ * Of codes a choice may be apart: then g is mt_gemm_sums(), alpha 1 and beta 0, and
+ * mt__fp8_finish_cuda() makes c of it (fp8_cuda.h).
+ *
  * A choice is a function of the key, the device and the library, never of time, free memory or what
  * else runs: cublasLt's first candidate that can run. So two processes choose alike. Split K is
  * allowed only with fp32 partial sums added in a fixed order: the same operands give the same bits.
@@ -28,6 +31,7 @@ typedef struct mt_gemm_choice mt_gemm_choice;
 mt_status mt__gemm_cuda_choose(const mt_gemm_key *key, const mt_gemm *g,
                                const mt_gemm_choice **out);
 size_t    mt__gemm_cuda_workspace(const mt_gemm_choice *how);           /* bytes; 0: none */
+int       mt__gemm_cuda_apart(const mt_gemm_choice *how);
 /* Puts it on the stream, whose device is current.
  * workspace: not used by others before it is over. */
 mt_status mt__gemm_cuda_run(const mt_gemm_choice *how, const mt_gemm *g, float alpha, float beta,

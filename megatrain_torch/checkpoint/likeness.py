@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 
 def note(rt: Runtime) -> dict[str, Any]:
     """For a checkpoint: plain numbers and text."""
-    return {"versions": _versions(rt.device), "repeating": repeating(), "compute": rt.compute, "memory": _memory(rt),
-            "tokens": rt.keeps.most_tokens, "kept": rt.keeps.fused(), "chosen": _chosen(rt),
-            "planned": [] if rt.planning is None else rt.planning.planned()}
+    return {"versions": _versions(rt.device), "repeating": repeating(), "compute": rt.compute,
+            "products": rt.products, "memory": _memory(rt), "tokens": rt.keeps.most_tokens, "kept": rt.keeps.fused(),
+            "chosen": _chosen(rt), "planned": [] if rt.planning is None else rt.planning.planned()}
 
 
 def go_on(rt: Runtime, saved: Any) -> None:
@@ -52,8 +52,8 @@ def differences(rt: Runtime, saved: Any) -> list[str]:
     there = saved["versions"]
     found = [f"{what} {there.get(what, 'none')} there and {mine} here" for what, mine in here["versions"].items()
              if there.get(what) != mine]
-    if saved["compute"] != here["compute"]:
-        found.append(f"compute {saved['compute']!r} there and {here['compute']!r} here")
+    found += [f"{what} {saved[what]!r} there and {here[what]!r} here" for what in ("compute", "products")
+              if saved[what] != here[what]]
     if saved["repeating"] != here["repeating"]:
         words = ("on there and off here", "off there and on here")[here["repeating"]]
         found.append(f"torch.use_deterministic_algorithms is {words}")
@@ -67,7 +67,7 @@ def _chosen(rt: Runtime) -> dict[str, dict[str, str]]:
 
 def _known(saved: Any, here: dict[str, Any]) -> dict[str, Any]:
     """What was saved, if it is of this form; else nothing."""
-    found = {"planned": []} | saved if isinstance(saved, dict) else {}
+    found = {"planned": [], "products": "bf16"} | saved if isinstance(saved, dict) else {}
     good = (all(type(found.get(k)) is type(v) for k, v in here.items())
             and all(tokens.isdecimal() and isinstance(modes, dict) for tokens, modes in found["chosen"].items())
             and all(mode in MODES for modes in (found["kept"], *found["chosen"].values()) for mode in modes.values())

@@ -14,6 +14,7 @@ from ..base.errors import MegatrainError
 from ..base.formats import SHOWN
 from ..base.limits import is_size, parse_bytes
 from ..base.modes import GRADS, HOMES, MODES
+from ..base.products import PRODUCTS
 from ..plans.changes import SHOWN as WAYS
 from ..plans.changes import Refusal, typed
 from ..plans.machine import MACHINES, RATES, Machine, card_with, host_limit_bytes, listing, resolve
@@ -61,6 +62,7 @@ def add(commands: Any) -> None:
     add("--picture", type=Path, metavar="FILE", help="file to draw what lies in which memory: .png, .svg or .pdf")
     add("--compute", choices=["auto", "fused", "eager"], default="auto", help="fused layers, or the model's own code; "
         "default: fused where it fits")
+    add("--products", choices=PRODUCTS, default="bf16", help="of layers: in 16 bits, or of operands rounded to 8")
     parser.set_defaults(run=run, defaults=vars(parser.parse_args([])))
 
 

@@ -15,6 +15,7 @@ from typing import Any
 from ..base.errors import MegatrainError
 from ..base.formats import FORMATS, SHOWN
 from ..base.limits import parse_bytes
+from ..base.products import PRODUCTS
 from .owned import replace
 
 SCHEDULES = ("cosine", "linear", "constant_with_warmup")
@@ -91,6 +92,8 @@ class Settings:
     dtype: str = _setting(None, str, "of the weights; default: bfloat16, on the CPU float32",
                           ("bfloat16", "float32"))
     states: str = _setting("fp32", str, "how AdamW keeps its states", SHOWN, taken=FORMATS)
+    products: str = _setting("bf16", str, "of layers; fp8: of operands rounded to 8 bits, which a GPU must have",
+                             PRODUCTS)
     gpus: int = _setting(1, int, "of this machine, with a process for each; all share one copy of the model")
     vram: str = _setting(None, str, "limit of device memory, of each GPU, e.g. 24GiB", shown="SIZE")
     host: str = _setting(None, str, "limit of host memory, of all processes together", shown="SIZE")

@@ -263,16 +263,18 @@ def _streamed(model: Any, settings: Settings, team: Team) -> tuple[Any, Settings
         raise MegatrainError(Flags(PLANNED, settings.gpus).told(why)) from None
 
 
-PLANNED = ("tokens", "seq", "vram", "host", "micro", "states", "nvme", "dtype")
+PLANNED = ("tokens", "seq", "vram", "host", "micro", "states", "nvme", "dtype", "products")
 
 
 def _as_planned(model: Any, settings: Settings, team: Team) -> tuple[Any, Settings, str]:
     if settings.device == "cpu":
-        stream = {"plan": {"states": settings.states}, "host": settings.host, "nvme": settings.nvme}
+        stream = {"plan": {"states": settings.states}, "host": settings.host, "nvme": settings.nvme,
+                  "products": settings.products}
         return mt.stream(model, "cpu", **stream), settings.with_(micro=settings.micro or 1), ""
     plan = team.of_first(team.first_does(lambda: mt.plan(
         model, tokens=settings.tokens // settings.gpus, seq=settings.seq, vram=settings.vram, host=settings.host,
-        micro=settings.micro, states=settings.states, nvme=settings.nvme, gpus=settings.gpus)))
+        micro=settings.micro, states=settings.states, products=settings.products, nvme=settings.nvme,
+        gpus=settings.gpus)))
     say(str(plan).split("\n\n")[0])
     return mt.stream(model, "cuda", plan=plan), settings.with_(micro=plan.micro), plan._repr_html_()
 

@@ -12,6 +12,7 @@ keys and values, cut off from the graph; a backward through them raises.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,6 +21,7 @@ from torch.nn.modules.module import _has_any_global_hook
 from torch.utils._device import DeviceContext
 
 from ..base.modes import LINKED, Mode
+from ..base.products import inner
 from ..graph import hf_calls
 from ..graph.frames import _pop, _push, keep, restored
 from ..graph.installed import Installed
@@ -27,7 +29,7 @@ from ..graph.swap import Part
 from .node import Layer, Link
 from .proof.case import Case, Refused, Same, numbers_of, structure_of
 from .runner import Runner
-from .templates import Unfit, Weights, template
+from .templates import Coded, Unfit, Weights, fits, template
 from .trial import Trial
 
 if TYPE_CHECKING:
@@ -69,6 +71,24 @@ def template_of(rt: Any, window: Window, module: nn.Module) -> Fused | None:
         return None
 
 
+def give_codes(windows: list[Window]) -> None:
+    """Products of codes to the layers of a model that are to have them."""
+    for window in inner([w for w in windows if w.fused is not None and w.fused.template.coded]):
+        window.fused.coded = True
+
+
+def codable(windows: Iterable[tuple[str, nn.Module]]) -> list[nn.Module]:
+    """Of windows before they stream, those that `give_codes` would choose."""
+    return inner([m for _, m in windows if _is_codable(m)])
+
+
+def _is_codable(module: nn.Module) -> bool:
+    try:
+        return template(module).coded
+    except Unfit:
+        return False
+
+
 @dataclasses.dataclass
 class Judged:
     """What is known of a case: the template that its calls run by, set as its proof found; or why there is none."""
@@ -105,12 +125,14 @@ class Fused(Runner):
         verdict: that of the last call: "" where a template was used, else why not; None before the first.
         declined: why the last call ran the module's own code although its case is proved; "" when it did not.
         unfit: why no call can run by a template until the module changes; "" when they can.
+        coded: the template's products are of codes of 8 bits, where it has any and their sizes allow it.
     """
 
     def __init__(self, window: Window, module: nn.Module) -> None:
         super().__init__(window)
         self.verdict: str | None = None
         self.declined = self.unfit = ""
+        self.coded = False
         self._structures: dict[Any, Known] = {}
         self.read()
 
@@ -151,6 +173,23 @@ class Fused(Runner):
         if window.alone:
             return rt.ring.weights(window.units[0], names)
         return Weights(dict(zip(names, window.views(window.records))))
+
+    def operands(self, names: tuple[str, ...], wanted: frozenset[str] = frozenset()) -> Weights:
+        """What a forward, or a backward that wants these gradients, multiplies with; a proof and a look at numbers take
+        the weights themselves."""
+        w = self.weights(names)
+        return Coded(w, wanted) if self.coded and self.template.coded else w
+
+    @property
+    def products(self) -> str:
+        """How they are computed, where not as the module's own code has them; and which are as those all the same."""
+        if not self.coded or not self.template.coded:
+            return ""
+        dtype = self.window.records[0].dtype
+        rest = [f"{n} ({sum(one.rows)} x {one.inputs})" for one in self.template.linears
+                if not fits((sum(one.rows), one.inputs), dtype) for n in one.weights[:1]]
+        rest += ["experts"] * self.template.routes
+        return f"products in fp8 but for {', '.join(rest)}" if rest else "products in fp8"
 
     def check_versions(self, versions: list[int]) -> None:
         if versions != self.versions():

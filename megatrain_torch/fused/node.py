@@ -32,6 +32,8 @@ class Runs(Protocol):
 
     def weights(self, names: tuple[str, ...]) -> Weights: ...
 
+    def operands(self, names: tuple[str, ...], wanted: frozenset[str] = ...) -> Weights: ...
+
     def versions(self) -> list[int]: ...
 
     def check_versions(self, versions: list[int]) -> None: ...
@@ -52,7 +54,7 @@ class Layer(torch.autograd.Function):
         ctx.use = Use(window.trainable) if in_backward() == -1 else None
         ctx.set_materialize_grads(False)
         ctx.position = window.runtime.swap.position
-        y, kept = template.forward(x, fused.weights(ctx.names), call, mode.keep)
+        y, kept = template.forward(x, fused.operands(ctx.names), call, mode.keep)
         ctx.kept = kept if bundle is None else _away(kept, bundle, x, mode.input and mode.keep != LINKED)
         ctx.versions = fused.versions()
         ctx.save_for_backward(x)             # torch's own checks: in-place writes, a second backward
@@ -75,8 +77,8 @@ class Layer(torch.autograd.Function):
             kept = template.nothing_kept(x) if kept is None else _mapped(kept, Part, Part.tensor)
             if ctx.keep == LINKED:
                 kept.x = x
-            dx, grads = template.backward(dy.contiguous(), kept, fused.weights(ctx.names), ctx.call, ctx.wanted,
-                                          ctx.needs_input_grad[5])
+            dx, grads = template.backward(dy.contiguous(), kept, fused.operands(ctx.names, ctx.wanted), ctx.call,
+                                          ctx.wanted, ctx.needs_input_grad[5])
             found = tuple(grads.get(n) for n in ctx.trained_names)
         taken = fused.window.runtime.handover.take(ctx.records, ctx.use, nodes, found)
         if not graph_stays():
@@ -110,7 +112,7 @@ class Link:
         fused.check_versions(node.versions)
         with fused.window.runtime.trace.during(fused.window, "replay"), torch.no_grad():
             out = _mapped(self.made_from, Part, Part.tensor)
-            return node.template.again(x, out, fused.weights(node.names), node.call, node.keep)
+            return node.template.again(x, out, fused.operands(node.names), node.call, node.keep)
 
 
 def _mapped(kept: Any, kind: type, fn: Callable[[Any], Any]) -> Any:

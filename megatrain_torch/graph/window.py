@@ -37,11 +37,15 @@ class Fused(Protocol):
 
     Attributes:
         verdict: why it is not used; "" where it is; None before it has been tried. declined: why not for the last call.
+        products: how they are computed, in words; "": as the module's own code has them.
     """
 
     template: Any
     verdict: str | None
     declined: str
+
+    @property
+    def products(self) -> str: ...
 
     def __call__(self, args: Any, kwargs: Any) -> Tensor | None: ...
 
@@ -196,7 +200,7 @@ class Window:
         if self.fused.verdict is None and not self.fused.declined:
             return "template, once it has been tried"
         why = self.fused.verdict or self.fused.declined
-        return f"its own ({why})" if why else "template"
+        return f"its own ({why})" if why else ", ".join(filter(None, ("template", self.fused.products)))
 
     @property
     def spares_masks(self) -> bool:

@@ -63,6 +63,7 @@ class Asking:
             with paused(), torch._C._DisableAutocast():
                 return plan(rt.root(), tokens=batch.tokens * micro, seq=batch.seq, micro=micro, machine=self._machine(),
                         homes=homes, slots=slots, states=rt.states.format, compute="fused" if fused else "eager",
+                        products=rt.products,
                         vram=self._left(), host=self.limits.host, units=self.limits.units, nvme=self._drive(),
                         gpus=self.limits.gpus, machines=self.limits.machines)
         except MegatrainError as error:

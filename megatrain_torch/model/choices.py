@@ -13,6 +13,7 @@ from ..base.errors import MegatrainError
 from ..base.formats import check_states
 from ..base.limits import parse_bytes
 from ..base.modes import DISK, HOMES, MODES
+from ..base.products import check_device, check_products
 from ..base.testing import Doors, opened
 from ..base.units import Group
 from ..plans import planner
@@ -46,6 +47,7 @@ class Choices:
     besides: tuple[tuple[str, int], ...] = ()
     spilled: int = 0
     itself: bool = False
+    products: str = "bf16"
     doors: Doors = field(default_factory=opened)
 
     @property
@@ -81,25 +83,38 @@ class Choices:
 
 
 def choose(module: nn.Module, where: torch.device, limits: Limits, tokens: int | None, seq: int | None,
-           states: str | None, dtype: torch.dtype | None, compute: str, plan: Plan | dict[str, Any] | None) -> Choices:
+           states: str | None, dtype: torch.dtype | None, compute: str, plan: Plan | dict[str, Any] | None,
+           products: str | None) -> Choices:
     """Arguments of mt.stream, and what is planned for tokens and seq, where these are given.
 
     Raises:
         MegatrainError: some do not go together, or mean nothing; or no plan fits.
     """
     given = plan
+    products, compute = _products(products, compute, plan)
+    check_device(products, where)
     if tokens is not None or seq is not None:
-        given = _planned(module, where, tokens, seq, limits, states, dtype, compute, plan)
+        given = _planned(module, where, tokens, seq, limits, states, dtype, compute, plan, products)
     if limits.disk is not None:
         limits.disk.room()                   # refuses a directory that is not there
     made = _from_plan(given, limits, compute, states) if isinstance(given, Plan) else \
         _by_hand(given, limits, compute, states)
+    made.products = products
     made.itself = plan is None and (where.type == "cuda" or limits.vram is not None)
     return made
 
 
+def _products(products: str | None, compute: str, plan: Plan | dict[str, Any] | None) -> tuple[str, str]:
+    """Of layers, and by whose code; what is given counts instead of a plan's."""
+    if products is None:
+        products = plan.products if isinstance(plan, Plan) else "bf16"
+    check_products(products, compute)
+    return products, "fused" if products == "fp8" else compute
+
+
 def _planned(module: nn.Module, where: torch.device, tokens: int | None, seq: int | None, limits: Limits,
-             states: str | None, dtype: torch.dtype | None, compute: str, plan: Plan | dict[str, Any] | None) -> Plan:
+             states: str | None, dtype: torch.dtype | None, compute: str, plan: Plan | dict[str, Any] | None,
+             products: str) -> Plan:
     """The plan to begin with."""
     if plan is not None:
         raise MegatrainError("tokens=, seq= and plan=: a plan knows its tokens; give one of the two")
@@ -108,7 +123,8 @@ def _planned(module: nn.Module, where: torch.device, tokens: int | None, seq: in
     disk = limits.disk
     return planner.plan(module, machine=None if where.type == "cuda" else "cpu", tokens=tokens, seq=seq,
                         vram=limits.vram, host=limits.host, states=states or "fp32",
-                        compute="eager" if compute == "compile" else compute, dtype=dtype, units=limits.units,
+                        compute="eager" if compute == "compile" else compute, products=products, dtype=dtype,
+                        units=limits.units,
                         nvme=None if disk is None else disk.as_given(),
                         gpus=limits.gpus, machines=limits.machines)
 

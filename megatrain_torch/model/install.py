@@ -14,7 +14,7 @@ from ..base.codes import coded
 from ..base.errors import MegatrainError
 from ..fused.compiled import compiled_of
 from ..fused.head import give_head, head_of
-from ..fused.layer import template_of, wanted
+from ..fused.layer import give_codes, template_of, wanted
 from ..graph.door import Door
 from ..graph.installed import Installed, method_of
 from ..graph.sight import keep_in_sight
@@ -43,6 +43,8 @@ def install(rt: Runtime, root: nn.Module, found: Any, modes: str | dict[str, str
     head = head_of(root, found.windows)
     for name, m in found.windows:
         _add_window(rt, name or type(root).__name__, m, by_param, m is head, by_name.get(name, "auto"))
+    if rt.products == "fp8":
+        give_codes(rt.windows)
     for _, m in found.containers:
         _put(m, "forward", _container(rt, m))
     hf.prepare(rt, root, _put)

@@ -24,8 +24,8 @@ def from_pretrained(cls: Any, path: str | Path, *, device: str | torch.device | 
                     host: int | str | None = None, nvme: str | dict[str, Any] | None = None,
                     states: str | None = None, dtype: torch.dtype | None = None,
                     units: list[str | nn.Module] | None = None, compute: str = "auto",
-                    plan: Plan | dict[str, Any] | None = None, group: Any = None, reduce: str = "mean",
-                    base: str | None = None, adapter: Any = None, **kwargs: Any) -> Any:
+                    products: str | None = None, plan: Plan | dict[str, Any] | None = None, group: Any = None,
+                    reduce: str = "mean", base: str | None = None, adapter: Any = None, **kwargs: Any) -> Any:
     """`cls.from_pretrained(path)` and `mt.stream` of it.
 
     transformers does its part as ever: names, ties, experts put together, what is missing or unexpected reported. It
@@ -36,7 +36,7 @@ def from_pretrained(cls: Any, path: str | Path, *, device: str | torch.device | 
         cls: AutoModelForCausalLM, or any class with from_pretrained. path: a folder, or what it takes.
         dtype: of the streamed weights; None: the files'. From fp32 files to torch.bfloat16, mt.AdamW has exact fp32
             masters.
-        device, tokens, seq, vram, host, nvme, states, units, compute, plan, group, reduce: as for mt.stream.
+        device, tokens, seq, vram, host, nvme, states, units, compute, products, plan, group, reduce: as for mt.stream.
         base: frozen weights of linear layers as codes, quantised a tensor at a time while they are read: "nf4" and
             "int8" by bitsandbytes, "fp8" in blocks of 128 by 128; "fp8" and "mxfp4" keep what a checkpoint has so.
         adapter: a config of PEFT's: the model gets that adapter before it is streamed.
@@ -58,7 +58,7 @@ def from_pretrained(cls: Any, path: str | Path, *, device: str | torch.device | 
     if adapter is not None:
         model = importlib.import_module("peft").get_peft_model(model, adapter)
     stream_of(ranks, model, device, vram=vram, host=host, nvme=nvme, units=units, masters=True, reduce=reduce,
-              tokens=tokens, seq=seq, states=states, dtype=dtype, compute=compute, plan=plan)
+              tokens=tokens, seq=seq, states=states, dtype=dtype, compute=compute, products=products, plan=plan)
     return (model, *report) if report else model
 
 

@@ -38,7 +38,7 @@ from .trained import Trained
 class Runtime:
     """
     Attributes:
-        room: refuses planes that come later and will not fit. compute: as given to mt.stream.
+        room: refuses planes that come later and will not fit. compute, products: as given to mt.stream.
         planning: planning.Planning, of an ordinary loop that nobody has planned; None: somebody has.
         trace: mt.trace's, while it is on; else UNTRACED.
         structures: of windows that torch.compile runs. proofs: that templates are what windows' modules are.
@@ -50,8 +50,9 @@ class Runtime:
     """
 
     def __init__(self, root: nn.Module, device: torch.device, core: _core.Engine, room: Room, compute: str,
-                 ranks: Ranks | None = None, reduce: str = "mean") -> None:
+                 ranks: Ranks | None = None, reduce: str = "mean", products: str = "bf16") -> None:
         self.root, self.device, self.core, self.room, self.compute = weakref.ref(root), device, core, room, compute
+        self.products = products
         self.is_cuda = device.type == "cuda"
         self.records: list[Record] = []
         self.units: list[list[Record]] = []

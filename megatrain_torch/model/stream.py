@@ -7,6 +7,7 @@ deepcopy and pickle turn back into an ordinary model.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,8 +17,10 @@ from ..base import patches
 from ..base.arguments import check_dtype
 from ..base.errors import MegatrainError
 from ..base.limits import parse_bytes
-from ..base.units import find
+from ..base.products import check_layers
+from ..base.units import find, stored_dtype
 from ..base.units import group as grouped
+from ..fused.layer import codable
 from ..group.ranks import Ranks, as_one, ranks_of
 from ..group.waits import calling
 from ..plans.fleet import Fleet
@@ -41,8 +44,8 @@ def stream(module: nn.Module, device: str | torch.device | None = None, *, token
            seq: int | None = None, vram: int | str | None = None, host: int | str | None = None,
            nvme: str | dict[str, Any] | None = None, states: str | None = None, dtype: torch.dtype | None = None,
            units: list[str | nn.Module] | None = None, compute: str = "auto",
-           plan: Plan | dict[str, Any] | None = None, masters: bool = False, group: Any = None,
-           reduce: str = "mean") -> nn.Module:
+           products: str | None = None, plan: Plan | dict[str, Any] | None = None, masters: bool = False,
+           group: Any = None, reduce: str = "mean") -> nn.Module:
     """Moves a model's parameters to streamed storage in host memory; returns the same object.
 
     From here on the model's own forward runs on `device` with weights that are there only while
@@ -72,6 +75,9 @@ def stream(module: nn.Module, device: str | torch.device | None = None, *, token
             those that dynamo cannot take as they are, and the head too; no templates;
             "auto": fused on CUDA for 16-bit weights, else eager. Fused and compiled results differ from the module's
             own code in the last bits.
+        products: of decoder layers that a template runs: "bf16", as the weights are; "fp8": of operands rounded to 8
+            bits with a scale for each row, summed in fp32 (docs/numerics.md says what that changes; mt.explain, which
+            layers have them). None: a plan's, else "bf16".
         plan: what mt.plan gave: that is what runs, and stays. Or a dict by hand: docs/plans.md has its keys.
         masters: where `dtype` makes fp32 parameters 16-bit ones, mt.AdamW's fp32 masters begin with their own values.
             They are kept until its first step: no memory where they are mapped from a file, which must stay as it is.
@@ -89,7 +95,8 @@ def stream(module: nn.Module, device: str | torch.device | None = None, *, token
             it.
     """
     stream_of(ranks_of(group), module, device, vram=vram, host=host, nvme=nvme, units=units, masters=masters,
-              reduce=reduce, tokens=tokens, seq=seq, states=states, dtype=dtype, compute=compute, plan=plan)
+              reduce=reduce, tokens=tokens, seq=seq, states=states, dtype=dtype, compute=compute, products=products,
+              plan=plan)
     return module
 
 
@@ -113,18 +120,26 @@ def _stream(module: nn.Module, where: torch.device, limits: Limits, choices: Cho
         found = find(module, limits.units)
         choices.check_windows([name or type(module).__name__ for name, _ in found.windows])
         groups = grouped(module, found)
+        if choices.products == "fp8":
+            _check_codes(module, codable(found.windows), dtype)
     if ranks is not None:
         check(ranks, groups, choices, reduce)
     asked = choices.asked(type(module).__name__, groups, dtype, where, Fleet(*fleet_of(ranks)))
     with as_one(ranks):
         fit = fitted(asked, where, choices, limits.host)
     fit.room.ranks = ranks
-    rt = Runtime(module, where, engine(where, choices, ranks), fit.room, choices.compute, ranks, reduce)
+    rt = Runtime(module, where, engine(where, choices, ranks), fit.room, choices.compute, ranks, reduce,
+                 choices.products)
     if ranks is not None:
         weakref.finalize(rt, leaves_in_order, rt.core)
     if choices.itself:
         rt.planning = Planning(weakref.proxy(rt), limits, choices.plan)
     _build(rt, module, found, fit, choices, masters)
+
+
+def _check_codes(module: nn.Module, layers: Sequence[nn.Module], dtype: torch.dtype | None) -> None:
+    check_layers(type(module).__name__, layers,
+                 {stored_dtype(p, dtype) for m in layers for p in m.parameters() if p.ndim > 1})
 
 
 def _build(rt: Runtime, module: nn.Module, found: Any, fit: Fit, choices: Choices, masters: bool) -> None:

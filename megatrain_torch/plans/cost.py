@@ -93,16 +93,40 @@ def cost_of(window: Window, machine: Machine, tokens: int, seq: int, fused: bool
 
 # ---- products and attention ----------------------------------------------------------------------
 
-def _products_s(machine: Machine, products: list[Product] | tuple[Product, ...], tokens: int) -> float:
-    return sum(p.flops * tokens / machine.gemm_flops(tokens * p.rows, p.width) for p in products)
+def _products_s(machine: Machine, products: list[Product] | tuple[Product, ...], tokens: int, coded: bool = False
+                ) -> float:
+    """coded: of 8-bit codes where they may be."""
+    return sum(p.flops * tokens / machine.gemm_flops(tokens * p.rows, p.width)
+               / (machine.fp8_gain if coded and p.fits else 1.0) for p in products)
 
 
 def _gradients_s(machine: Machine, window: Window, tokens: int) -> float:
     """dx of all products, where anything before learns; dW of those that are trained."""
     if not window.learns:
         return 0.0
-    return _products_s(machine, window.products, tokens) \
-        + _products_s(machine, [p for p in window.products if p.trained], tokens)
+    return _products_s(machine, window.products, tokens, window.coded) \
+        + _products_s(machine, [p for p in window.products if p.trained], tokens, window.coded)
+
+
+def _forward_casts(window: Window, products: list[Product] | tuple[Product, ...], tokens: int) -> float:
+    """Bytes read and written to make codes of inputs and weights by rows: once read, and a byte each."""
+    of = [p for p in products if window.coded and p.fits]
+    return (window.itemsize + 1) * sum(tokens * p.fan_in + p.fan_in * p.fan_out for p in of)
+
+
+def _backward_casts(window: Window, products: list[Product] | tuple[Product, ...], tokens: int) -> float:
+    """Of gradients by rows, and by columns with inputs for what is trained; of weights by columns. What is wanted by
+    columns is read twice."""
+    once, twice = window.itemsize + 1, 2 * window.itemsize + 1
+    return sum(twice * p.fan_in * p.fan_out
+               + tokens * ((twice + 1) * p.fan_out + twice * p.fan_in if p.trained else once * p.fan_out)
+               for p in products if window.coded and p.fits)
+
+
+def _codes_at_once(window: Window, products: list[Product] | tuple[Product, ...], tokens: int) -> float:
+    """Bytes of codes while a layer's backward runs: of all weights, and of the widest gradient both kinds."""
+    of = [p for p in products if window.coded and p.fits]
+    return sum(p.fan_in * p.fan_out for p in of) + tokens * max((2 * p.fan_out + p.fan_in for p in of), default=0)
 
 
 def _attention_s(machine: Machine, window: Window, tokens: int, seq: int, backward: bool) -> float:
@@ -132,11 +156,13 @@ def _template_bytes(w: Window, m: Machine, tokens: int, seq: int) -> tuple[dict[
     """What it keeps, its input counted in, and what it needs beside that, by mode."""
     t, kept = w.template, dict(w.template.kept)
     copied = tokens * t.copied[0] if tokens > t.copied[1] else 0
+    rows = {mode: min(tokens, t.tiled[1] or tokens) if mode != "saved" else tokens for mode in kept}
+    codes = {mode: math.ceil(_codes_at_once(w, _joined(w), n)) for mode, n in rows.items()}
     by_rows = m.device == "cuda" and not w.context and tokens == seq >= t.long[2]
     in_tiles = spared(t.tiled, tokens) + (copied + tokens * t.long[0] - t.long[1]) * by_rows
     return ({mode: math.ceil(tokens * (t.input * (mode != LINKED) + n)) for mode, n in kept.items()},
             {mode: math.ceil(tokens * (t.input * (mode == LINKED) + t.work - n)) - (mode != "saved") * in_tiles + copied
-             for mode, n in kept.items()})
+             + codes[mode] for mode, n in kept.items()})
 
 
 def _joined(w: Window, *parts: str) -> list[Product]:
@@ -153,6 +179,8 @@ def _fused_layer(w: Window, m: Machine, tokens: int, seq: int) -> Cost:
 
     forward: two norms 4H; rotation 2qkv; the product of gate and up 1.5up; what products are added onto 2H.
     backward: two norms with what they rebuild 10H; rotation 2qkv; attention's sums 2q; gate and up 3up.
+    Where its products are of codes, casts of what they read come on top.
+
     replay runs everything but the last projection again, attention all of that but attention itself, selective gate
     and up behind a norm; linked as attention, and of the layer before, which is taken to be alike, what is behind
     attention.
@@ -160,16 +188,17 @@ def _fused_layer(w: Window, m: Machine, tokens: int, seq: int) -> Cost:
     h, q, qkv, up, size = w.hidden, w.attention, w.width("qkv"), w.width("up"), w.itemsize
     kept, work = _template_bytes(w, m, tokens, seq)
     joined = dataclasses.replace(w, products=tuple(_joined(w)))
-    forward = _products_s(m, joined.products, tokens)
+    forward = _linear_s(m, w, joined.products, tokens)
     attention = _attention_s(m, w, tokens, seq, False)
     gradients = _gradients_s(m, joined, tokens) + _attention_s(m, w, tokens, seq, True) \
-        + _bytes_s(m, tokens * size * (10 * h + 2 * qkv + 2 * q + 3 * up))
+        + _bytes_s(m, tokens * size * (10 * h + 2 * qkv + 2 * q + 3 * up)
+                   + _backward_casts(w, joined.products, tokens))
     again = {"saved": 0.0,
-             "selective": _products_s(m, _joined(w, "up"), tokens) + _bytes_s(m, tokens * size * 2 * h),
-             "attention": forward - _products_s(m, _joined(w, "down"), tokens)
+             "selective": _linear_s(m, w, _joined(w, "up"), tokens) + _bytes_s(m, tokens * size * 2 * h),
+             "attention": forward - _linear_s(m, w, _joined(w, "down"), tokens)
              + _bytes_s(m, tokens * size * (5 * h + 2 * qkv))}
     again["replay"] = again["attention"] + attention
-    again[LINKED] = again["attention"] + forward - _products_s(m, _joined(w, "qkv"), tokens) \
+    again[LINKED] = again["attention"] + forward - _linear_s(m, w, _joined(w, "qkv"), tokens) \
         + _bytes_s(m, tokens * size * (4 * h + 1.5 * up))
     ops = TEMPLATE_OPERATIONS
     return _with_host(Cost(
@@ -178,6 +207,11 @@ def _fused_layer(w: Window, m: Machine, tokens: int, seq: int) -> Cost:
         _launch_s(m, ops["forward"]),
         {mode: _launch_s(m, ops["backward"] + ops.get(mode, 0)) for mode in again}, kept, work),
         math.ceil(tokens * w.template.input))
+
+
+def _linear_s(m: Machine, w: Window, products: list[Product] | tuple[Product, ...], tokens: int) -> float:
+    """Forward products of a layer, with what makes their codes."""
+    return _products_s(m, products, tokens, w.coded) + _bytes_s(m, _forward_casts(w, products, tokens))
 
 
 def _fused_norm(w: Window, m: Machine, tokens: int) -> Cost:

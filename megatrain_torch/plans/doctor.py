@@ -16,9 +16,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .. import _core
+from .. import _core, ops
 from ..base.formats import FORMATS, LOW_BYTES
 from ..base.limits import host_limits, resident_bytes
+from ..base.products import LEAST_CAPABILITY
 from ..fused.templates.attention import Attention
 from .fleet import ADDED_BYTES
 from .machine import (
@@ -45,6 +46,7 @@ class Sizes(NamedTuple):
 
     tokens: tuple[int, ...]
     widths: tuple[int, ...]
+    coded: tuple[int, int]                  # tokens and width of products of codes
     sequences: tuple[int, ...]
     attention_tokens: int
     heads: tuple[int, int, int]             # query heads, key heads, their size
@@ -55,9 +57,9 @@ class Sizes(NamedTuple):
     disk_bytes: int
 
 
-CUDA = Sizes((512, 1024, 2048, 4096, 8192, 16384, 32768, 65536), (1024, 3584, 8192, 12288),
+CUDA = Sizes((512, 1024, 2048, 4096, 8192, 16384, 32768, 65536), (1024, 3584, 8192, 12288), (16384, 8192),
              (1024, 4096, 16384, 65536), 16384, (28, 4, 128), 512 * MIB, 256 * MIB, 100_000_000, 0.2, 16 << 30)
-CPU = Sizes((64, 256), (128, 512), (64, 256), 256, (4, 2, 32), 4 * MIB, 4 * MIB, 1_000_000, 0.02, 16 * MIB)
+CPU = Sizes((64, 256), (128, 512), (64, 128), (64, 256), 256, (4, 2, 32), 4 * MIB, 4 * MIB, 1_000_000, 0.02, 16 * MIB)
 
 # A training script's own: transformers, its data, what the driver keeps for registered memory. Six runs on an H200
 # had 1.4 GB resident beyond the store, where the doctor alone has 0.6.
@@ -114,6 +116,30 @@ def product_tflops(tokens: int, fan_in: int, fan_out: int, device: torch.device,
         dy.t() @ x
 
     return 6.0 * tokens * fan_in * fan_out / timed(products, device, least_s) / 1e12
+
+
+def fp8_gain(tokens: int, width: int, device: torch.device, least_s: float) -> float:
+    """How many times as fast the same products are of codes that are there, forward's sums fast, gradients' slow; 0:
+    the device has none."""
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < LEAST_CAPABILITY:
+        return 0.0
+    fan_in, fan_out = width // 2, 2 * width
+    x, w = (ops.fp8_cast(torch.randn(n, fan_in, device=device).bfloat16()) for n in (tokens, fan_out))
+    dy, wt = (ops.fp8_cast(torch.randn(n, fan_out, device=device).bfloat16()) for n in (tokens, fan_in))
+    dyt, xt = (ops.fp8_cast(torch.randn(n, tokens, device=device).bfloat16()) for n in (fan_out, fan_in))
+    y, dx, dw = (torch.empty(len(a.scale), len(b.scale), dtype=torch.bfloat16, device=device)
+                 for a, b in ((x, w), (dy, wt), (dyt, xt)))
+
+    def products() -> None:
+        ops.fp8_gemm_(y, x, w, fast=True)
+        ops.fp8_gemm_(dx, dy, wt)
+        ops.fp8_gemm_(dw, dyt, xt)
+
+    try:
+        coded = 6.0 * tokens * fan_in * fan_out / timed(products, device, least_s) / 1e12
+    except RuntimeError:                     # this cublasLt has no such product for this device
+        return 0.0
+    return coded / product_tflops(tokens, fan_in, fan_out, device, least_s)
 
 
 def _gemm(sizes: Sizes, device: torch.device) -> tuple[tuple[int, int, float], ...]:
@@ -324,6 +350,7 @@ def measure(device: torch.device, say: Callable[[str], None] = lambda _: None,
         torch.cuda.empty_cache()
     say("matrix products")
     gemm = _gemm(sizes, device)
+    gain = fp8_gain(*sizes.coded, device, sizes.least_s)
     say("attention, elementwise kernels, launches")
     attention = tuple(_attention_at(seq, sizes, device) for seq in sizes.sequences)
     hbm, launch = _stream_gbps(sizes, device), _launch_us(device)
@@ -339,8 +366,8 @@ def measure(device: torch.device, say: Callable[[str], None] = lambda _: None,
     if disk is not None:
         say("disk")
     drive = _disk_rates(disk, sizes.disk_bytes) if disk is not None else {}
-    rates = {**drive, "gemm": gemm, "attention": attention, "hbm_gbps": hbm, "launch_us": launch, **copies,
-             "busy_gbps": min(busy, copies["both_gbps"]), "adam_gparams": adam,
+    rates = {**drive, "gemm": gemm, "fp8_gain": gain, "attention": attention, "hbm_gbps": hbm, "launch_us": launch,
+             **copies, "busy_gbps": min(busy, copies["both_gbps"]), "adam_gparams": adam,
              "beside_gparams": min(beside, adam[-1][1]),
              "add_gparams": adam[-1][1] * UPDATE_BYTES / ADDED_BYTES, "device_adam_gparams": device_adam,
              "adam8_gparams": adam8}

@@ -26,6 +26,7 @@ from ..base.errors import MegatrainError
 from ..base.formats import check_states
 from ..base.limits import PLANNED_SHARE, parse_bytes, show_bytes, without_margin
 from ..base.modes import DISK, DISKS, GRADS, HOMES, LINKED, MODES, read
+from ..base.products import check_products
 from ..figures.tiers import Tier, bars, write_tiers
 from ..figures.timeline import LANES
 from ..store.disk import FROZEN, PADDING, SPILLED, Disk, years
@@ -65,6 +66,7 @@ class Plan:
         grads: "ram", or "none": gradients are kept nowhere. lent: buffers of a size that they pass through then, 3, or
             fewer where nothing fits otherwise: then a backward waits for the updates of the last units.
         states: how mt.AdamW keeps its states.
+        products: of layers, "bf16" or "fp8".
         gpus, machines: GPUs of a machine, and machines, each with a host like `machine`'s. tokens, micro and device
             memory are those of one GPU; host memory is one machine's.
     """
@@ -95,6 +97,7 @@ class Plan:
     lent: int = LENT
     gpus: int = 1
     machines: int = 1
+    products: str = "bf16"
 
     @property
     def fleet(self) -> Fleet:
@@ -169,7 +172,7 @@ class Plan:
 def plan(model: Any, *, tokens: int, seq: int, machine: Machine | str | None = None, vram: int | str | None = None,
          host: int | str | None = None, micro: int | None = None, homes: str | dict[str, str] | None = None,
          activations: str | None = None, slots: int | None = None, grads: str = "ram",
-         states: str = "fp32", compute: str = "auto",
+         states: str = "fp32", compute: str = "auto", products: str = "bf16",
          dtype: torch.dtype | None = None, units: list[str | nn.Module] | None = None,
          layers: int | None = None, nvme: str | dict[str, Any] | None = None, gpus: int = 1, machines: int = 1) -> Plan:
     """Predicts a training step with mt.AdamW and finds the choice of least time within the limits.
@@ -191,7 +194,7 @@ def plan(model: Any, *, tokens: int, seq: int, machine: Machine | str | None = N
             slots: ring size. None: what is best.
         grads: "ram", or "none": gradients are kept nowhere, as mt.stream's plan has it; one micro-batch.
         states: how mt.AdamW keeps its states, as it takes them; mt.stream(plan=...) tells it.
-        compute, dtype, units: as for mt.stream.
+        compute, products, dtype, units: as for mt.stream.
         layers: of a config, instead of its own number.
         nvme: directory for states, weights and activations that host memory does not hold, as for mt.stream; for
             another machine {"limit": "2TB"} is enough.
@@ -210,10 +213,10 @@ def plan(model: Any, *, tokens: int, seq: int, machine: Machine | str | None = N
                                  nvme=None if disk is None else disk.room(), grads=_grads(grads, micro),
                                  states=check_states(states), fleet=fleet)
     check_homes(fleet, _each(homes), disk is not None)
-    limits = _limits(machine, vram, host)
-    shape_with = shapes_of(model, dtype=dtype, units=units, layers=layers)
+    limits = _limits(machine, vram, host, check_products(products, compute))
+    shape_with = shapes_of(model, dtype=dtype, units=units, layers=layers, products=products)
     shape = shape_with(states)
-    if compute == "auto":       # as mt.stream has it
+    if compute == "auto" and products == "bf16":       # as mt.stream has it
         halves = all(w.itemsize == 2 for w in shape.windows)
         wishes = dataclasses.replace(wishes, fused=halves and limits.device == "cuda")
     problem = Problem(shape, limits, wishes)
@@ -224,7 +227,7 @@ def plan(model: Any, *, tokens: int, seq: int, machine: Machine | str | None = N
                              "these homes")
     if best is None:
         raise _refusal(problem, resolve(machine), shape_with)
-    return dataclasses.replace(_plan(problem, *best), nvme=disk, disk_room=wishes.nvme or 0)
+    return dataclasses.replace(_plan(problem, *best), nvme=disk, disk_room=wishes.nvme or 0, products=products)
 
 
 def _disk(nvme: str | dict[str, Any] | None, homes: str | dict[str, str] | None, activations: str | None
@@ -237,9 +240,11 @@ def _disk(nvme: str | dict[str, Any] | None, homes: str | dict[str, str] | None,
     return disk
 
 
-def _limits(machine: Machine | str | None, vram: int | str | None, host: int | str | None) -> Machine:
+def _limits(machine: Machine | str | None, vram: int | str | None, host: int | str | None, products: str) -> Machine:
     """The machine, with as much memory as a plan may use."""
     limits = resolve(machine)
+    if products == "fp8" and not limits.fp8_gain:
+        raise MegatrainError(f"products='fp8': {limits.name} has no products of 8-bit codes; use products='bf16'")
     here = host_now(limits) if machine is None else limits.host_bytes
     most = parse_bytes(host, "host") or without_margin(here, PLANNED_SHARE)
     return limits.with_limits(parse_bytes(vram, "vram"), most)
@@ -374,6 +379,7 @@ def _headline(p: Plan) -> str:
     frozen = "all trained" if p.trained == p.parameters else f"{p.trained:,} trained"
     cut = f"{p.micro} micro-batches of {p.tokens // p.micro:,}" if p.micro > 1 else "one micro-batch"
     cut += f"; {p.states} states" * (p.states != "fp32")
+    cut += "; products in fp8" * (p.products == "fp8")
     all_of = "" if p.fleet.alone else " in all"
     return (f"{p.model}: {p.parameters / 1e9:.3f} B parameters, {frozen}\n"
             f"{p.fleet.each}{p.tokens:,} tokens a step in sequences of {p.seq:,}, {cut}; {p.compute} layers\n"

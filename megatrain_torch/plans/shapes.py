@@ -21,6 +21,7 @@ from ..base.codes import Stands, coded, format_of, owner_of
 from ..base.errors import MegatrainError
 from ..base.formats import master_bytes, moment_bytes
 from ..base.modes import KEEPS, LINKED
+from ..base.products import check_layers, inner
 from ..base.units import ALIGN, find, group, output_embeddings, stored_dtype, weight_bytes
 from ..fused.templates import Unfit, template
 
@@ -64,6 +65,11 @@ class Product:
         return 2.0 * self.rows * self.fan_in * self.fan_out
 
     @property
+    def fits(self) -> bool:
+        """May it be of 8-bit codes? Experts' are not (fused/templates/coded.py)."""
+        return self.part in ("qkv", "out", "up", "down") and self.rows == 1 and not (self.fan_in | self.fan_out) % 16
+
+    @property
     def width(self) -> float:
         return math.sqrt(self.fan_in * self.fan_out)
 
@@ -96,6 +102,7 @@ class Window:
         heads, context: query heads; keys a query sees at most (a sliding window), 0: all before it.
         vectors: elements of parameters that are no matrices.
         itemsize: bytes of an activation's element.
+        coded: its products, where `fits` says so, are of 8-bit codes.
         learns: it or a window before it has trained parameters, so a gradient passes through it.
     """
 
@@ -112,11 +119,12 @@ class Window:
     table: int          # elements of embedding tables
     itemsize: int
     learns: bool
+    coded: bool = False
 
     @property
     def shape(self) -> tuple[Any, ...]:
         return (self.kind, self.products, self.template, self.hidden, self.attention, self.heads, self.context,
-                self.vectors, self.table, self.itemsize, self.learns)
+                self.vectors, self.table, self.itemsize, self.learns, self.coded)
 
     def width(self, part: str) -> float:
         """Elements per token that the products of a part give."""
@@ -141,11 +149,11 @@ class Shape:
 
 
 def shapes_of(model: Any, *, dtype: torch.dtype | None = None, units: list[str | nn.Module] | None = None,
-              layers: int | None = None) -> Callable[[str], Shape]:
+              layers: int | None = None, products: str = "bf16") -> Callable[[str], Shape]:
     """The shape of a module, or of a transformers config, by how AdamW's states are kept (formats.py).
 
     Args:
-        dtype, units: as for mt.stream. A config without a dtype of its own is taken for bf16.
+        dtype, units, products: as for mt.stream. A config without a dtype of its own is taken for bf16.
         layers: a config's number of layers, instead of its own.
 
     Raises:
@@ -168,11 +176,22 @@ def shapes_of(model: Any, *, dtype: torch.dtype | None = None, units: list[str |
         windows.append(_window(model, [*configs.values()], name or type(model).__name__, module, unit_of, dtype,
                                learns))
 
+    if products == "fp8":
+        windows = _coded(type(model).__name__, windows)
+
     def shape_with(states: str) -> Shape:
         own = tuple(unit_bytes(name, params, dtype, states) for name, params in groups)
         return Shape(type(model).__name__, own, tuple(windows))
 
     return shape_with
+
+
+def _coded(name: str, windows: list[Window]) -> list[Window]:
+    """As mt.stream chooses them."""
+    layers = {w.name for w in inner([w for w in windows if w.kind == "layer" and w.template is not None])}
+    check_layers(name, layers, {torch.bfloat16 if w.itemsize == 2 else torch.float32 for w in windows
+                                if w.name in layers})
+    return [dataclasses.replace(w, coded=w.name in layers) for w in windows]
 
 
 def _from_config(config: Any, layers: int | None, dtype: torch.dtype | None) -> tuple[nn.Module, torch.dtype]:

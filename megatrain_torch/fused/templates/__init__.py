@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from torch import nn
 
+from .coded import Coded, fits
 from .decoder import Decoder
 from .parts import Unfit, Weights
 from .single import Embedding, LoneNorm
@@ -41,4 +42,4 @@ def spared(tiled: tuple[int, int, int], tokens: int) -> int:
     return max(0, (tokens - rows) * each - sums) if tokens > rows else 0
 
 
-__all__ = ["Template", "Unfit", "Weights", "spared", "template"]
+__all__ = ["Coded", "Template", "Unfit", "Weights", "fits", "spared", "template"]

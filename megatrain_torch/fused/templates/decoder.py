@@ -44,6 +44,7 @@ class Decoder:
 
     differentiable_input = True
     swaps, links = True, True            # what it keeps may wait in host memory; it can make its output again
+    coded = True                         # its products may be of codes (coded.py)
 
     def __init__(self, layer: nn.Module) -> None:
         """Reads the structure of a layer.
@@ -58,6 +59,7 @@ class Decoder:
         half = SparseMLP if has(layer, f"{block}.experts") else GatedMLP
         self.mlp = half(layer, block, norms["2"], norms["2b"], factor)
         self.norms = self.attention.norms + self.mlp.norms
+        self.linears, self.routes = (*self.attention.linears, *self.mlp.linears), half is SparseMLP
         self._all_known(layer)
 
     def _all_known(self, layer: nn.Module) -> None:

@@ -56,6 +56,7 @@ class GatedMLP:
         self.gu, self.down, self.act = gated_linears(layer, name)
         self.norm2, self.norm2b, self.factor = norm2, norm2b, factor
         self.norms = [n for n in (norm2, norm2b) if n]
+        self.linears = self.gu, self.down
         self.names = {*self.gu.names, *self.down.names}
 
     @staticmethod
@@ -147,7 +148,7 @@ class GatedMLP:
         act = self.down.input_grad(dd, w)                # d(act(g) * u), then the product itself, in the same memory
         gate, up = k.gu.chunk(2, 1)
         ops.glu_backward(act, gate, up, self.act, dgate=gate, dup=up, h=act)
-        self.down.weight_grads(dd, act, grads)
+        self.down.weight_grads(dd, act, w, grads)
         del act, dd
         db, k.gu, dgu = self.gu.input_grad(k.gu, w), None, k.gu
         if self.norm2:
@@ -155,7 +156,7 @@ class GatedMLP:
             b = again if b is None else b
         else:
             dh, b = db.add_(dy), h
-        self.gu.weight_grads(dgu, b, grads)
+        self.gu.weight_grads(dgu, b, w, grads)
         return dh
 
     def _make_again(self, h: Tensor, w: Weights, k: KeptMLP) -> Tensor | None:

@@ -42,6 +42,7 @@ class Shared:
         self.gate = Linears(layer, gate) if has(layer, gate) else None
         if self.down.biases or (self.gate and self.gate.biases):
             raise Unfit("its shared expert has biases")
+        self.linears = (self.gu, self.down, self.gate) if self.gate else (self.gu, self.down)
         self.names = {*self.gu.names, *self.down.names, *(self.gate.names if self.gate else ())}
 
     def gate_of(self, b: Tensor, w: Weights) -> Tensor:
@@ -60,14 +61,14 @@ class Shared:
         act = self.down.input_grad(dy, w)
         s = self.gate_of(b, w) if self.gate else None
         ds = ops.expert_glu_backward(act, gu, self.act, weights=_numbers(s))
-        self.down.weight_grads(dy, act, grads)
+        self.down.weight_grads(dy, act, w, grads)
         del act
-        self.gu.weight_grads(gu, b, grads)
+        self.gu.weight_grads(gu, b, w, grads)
         db = self.gu.input_grad(gu, w)
         if s is None:
             return db
         dlogit = (ds.unsqueeze(1) * s * (1 - s)).to(b.dtype)
-        self.gate.weight_grads(dlogit, b, grads)
+        self.gate.weight_grads(dlogit, b, w, grads)
         return db.addmm_(dlogit, w.joint(self.gate.weights))
 
 
@@ -92,6 +93,7 @@ class SparseMLP:
         self.shared = _shared_of(layer, name)
         self.norm2, self.norm2b, self.factor, self.hidden = norm2, norm2b, factor, hidden
         self.norms = [n for n in (norm2, norm2b) if n]
+        self.linears = self.shared.linears if self.shared else ()
         self.names = self.router.names | self.experts.names | (self.shared.names if self.shared else set())
 
     @property

@@ -93,6 +93,33 @@ class Weights:
         return found
 
 
+    # ---- products with the joint matrix W [N, K] of `names`: the one way by which linear layers come to theirs ----
+
+    def product(self, names: tuple[str, ...], x: Tensor, biases: tuple[str, ...] = ()) -> Tensor:
+        """x W' + bias [T, N], from x [T, K]."""
+        matrix = self.joint(names).t()
+        return torch.addmm(self.joint(biases), x, matrix) if biases else torch.mm(x, matrix)
+
+    def product_onto(self, names: tuple[str, ...], base: Tensor, x: Tensor, factor: float) -> Tensor:
+        """base + factor * x W' [T, N], added inside the product."""
+        return torch.addmm(base, x, self.joint(names).t(), alpha=factor)
+
+    def input_grad(self, names: tuple[str, ...], dy: Tensor) -> Tensor:
+        """dy W [T, K], from dy [T, N]."""
+        return torch.mm(dy, self.joint(names))
+
+    def weight_grad(self, names: tuple[str, ...], dy: Tensor, x: Tensor) -> Tensor:
+        """dy' x [N, K]."""
+        return torch.mm(dy.t(), x)
+
+    def add_weight_grad(self, names: tuple[str, ...], dy: Tensor, x: Tensor, total: Tensor, begun: bool) -> None:
+        """total = dy' x, or what it was and that; fp32 at least."""
+        if total.dtype != torch.float32:
+            torch.addmm(total, dy.t(), x, beta=float(begun), out=total)
+        else:
+            ops.gemm_(total, dy.t(), x, beta=float(begun))
+
+
 def _neighbours(parts: list[Tensor]) -> bool:
     here, storage = parts[0].data_ptr(), parts[0].untyped_storage().data_ptr()
     for p in parts:
@@ -122,9 +149,9 @@ class Grads(dict[str, Tensor]):
             if name in self._wanted:
                 self[name] = part
 
-    def product(self, names: tuple[str, ...], rows: tuple[int, ...], dy: Tensor, x: Tensor) -> None:
+    def product(self, names: tuple[str, ...], rows: tuple[int, ...], dy: Tensor, x: Tensor, w: Weights) -> None:
         """dy' x [sum of rows, K], from dy [T, sum of rows] and x [T, K]."""
-        self.put(names, rows, torch.mm(dy.t(), x))
+        self.put(names, rows, w.weight_grad(names, dy, x))
 
 
 class Sums(Grads):
@@ -144,16 +171,12 @@ class Sums(Grads):
             super().__setitem__(name, part.to(torch.promote_types(part.dtype, torch.float32), copy=True))
         self._types[name] = part.dtype
 
-    def product(self, names: tuple[str, ...], rows: tuple[int, ...], dy: Tensor, x: Tensor) -> None:
+    def product(self, names: tuple[str, ...], rows: tuple[int, ...], dy: Tensor, x: Tensor, w: Weights) -> None:
         begun = names in self._matrices
         if not begun:
             wide = torch.promote_types(dy.dtype, torch.float32)
             self._matrices[names] = rows, dy.dtype, torch.empty(sum(rows), x.shape[1], dtype=wide, device=x.device)
-        total = self._matrices[names][2]
-        if total.dtype != torch.float32:
-            torch.addmm(total, dy.t(), x, beta=float(begun), out=total)
-        else:
-            ops.gemm_(total, dy.t(), x, beta=float(begun))
+        w.add_weight_grad(names, dy, x, self._matrices[names][2], begun)
 
     def finish(self) -> None:
         """What was added up, in the gradients' types."""
@@ -182,21 +205,20 @@ class Linears:
         self.names = (*self.weights, *self.biases)
 
     def forward(self, x: Tensor, w: Weights) -> Tensor:
-        matrix = w.joint(self.weights).t()
-        return torch.addmm(w.joint(self.biases), x, matrix) if self.biases else torch.mm(x, matrix)
+        return w.product(self.weights, x, self.biases)
 
     def forward_onto(self, base: Tensor, x: Tensor, w: Weights, factor: float) -> Tensor:
         """base + factor * forward(x), added inside the product."""
         if self.biases:
             return torch.add(base, self.forward(x, w), alpha=factor)
-        return torch.addmm(base, x, w.joint(self.weights).t(), alpha=factor)
+        return w.product_onto(self.weights, base, x, factor)
 
     def input_grad(self, dy: Tensor, w: Weights) -> Tensor:
-        return torch.mm(dy, w.joint(self.weights))
+        return w.input_grad(self.weights, dy)
 
-    def weight_grads(self, dy: Tensor, x: Tensor, grads: Grads) -> None:
+    def weight_grads(self, dy: Tensor, x: Tensor, w: Weights, grads: Grads) -> None:
         if grads.wants(*self.weights):
-            grads.product(self.weights, self.rows, dy, x)
+            grads.product(self.weights, self.rows, dy, x, w)
         if grads.wants(*self.biases):
             grads.put(self.biases, self.rows, ops.column_sum(dy))
 

@@ -70,6 +70,7 @@ class SelfAttention:
         self._read_heads(attn)
         self._read_norms(layer)
         self._refuse(attn)
+        self.linears = self.qkv, self.o
         self.names = {*self.qkv.names, *self.o.names} | ({self.sinks} if self.sinks else set())
 
     def _read_projections(self, layer: nn.Module, attn: nn.Module) -> None:
@@ -261,7 +262,7 @@ class SelfAttention:
         if self.norm1b:
             do, _ = self.norm1b.backward(do, k.o, k.inner["o"], w, grads)
             k.o = None
-        self.o.weight_grads(do, k.out.reshape(do.shape[0], -1), grads)
+        self.o.weight_grads(do, k.out.reshape(do.shape[0], -1), w, grads)
         return self.o.input_grad(do, w).view(k.out.shape)
 
     def _input_backward(self, dqkv: Tensor, dh: Tensor, x: Tensor, w: Weights, k: KeptAttention, grads: Grads,
@@ -272,7 +273,7 @@ class SelfAttention:
             dx, a = self.norm1.backward(da, x, k.rstd1, w, grads, add=dh, rebuild=True)
         else:
             dx, a = da.add_(dh) if input_grad else da, x
-        self.qkv.weight_grads(dqkv, a, grads)
+        self.qkv.weight_grads(dqkv, a, w, grads)
         return dx
 
     def _unrotated(self, d: Sequence[Tensor], shape: Any, w: Weights, cos: Tensor | None, sin: Tensor | None,

@@ -1,0 +1,101 @@
+"""Products of linear layers in 8 bits: operands as E4M3 codes with a scale for each row, sums in fp32, results in the
+layer's type (csrc/ops/fp8.h).
+
+A product's sums go along its operands' rows, so that a forward wants x and W by rows, dx = dy W wants W by columns, and
+dW = dy' x both dy and x by columns: of each operand codes by rows or by columns, or of dy both. They are made from
+tensors of 16 bits that are there anyway, weights' once in each forward and backward.
+
+Forward products add in the tensor cores' own 14 bits, gradients in fp32 after short stretches: a weight gradient is a
+sum over all tokens, of which the former would lose a part that grows with their number.
+"""
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+
+import torch
+from torch import Tensor
+
+from ... import ops
+from .parts import Weights
+
+WHOLE = 16                  # that many codes are loaded at once: sizes are multiples of it
+
+
+class Coded(Weights):
+    """Weights for one forward or backward whose products are of codes, where their sizes allow it (`fits`)."""
+
+    __slots__ = ("_columns", "_gradients", "_rows", "_wanted")
+
+    def __init__(self, w: Weights, wanted: Collection[str] = ()) -> None:
+        """wanted: whose gradients a backward wants."""
+        self.by_name, self._make, self._joint = w.by_name, w._make, w._joint
+        self._wanted = wanted
+        self._rows: dict[tuple[str, ...], ops.Codes] = {}
+        self._columns: dict[tuple[str, ...], ops.Codes] = {}
+        # Of outputs' gradients one product has been made of: the tensor, and the codes that the other one will want,
+        # by rows or not.
+        self._gradients: dict[tuple[str, ...], tuple[Tensor, bool, ops.Codes]] = {}
+
+    def product(self, names: tuple[str, ...], x: Tensor, biases: tuple[str, ...] = ()) -> Tensor:
+        if not self._fits(names, x):
+            return super().product(names, x, biases)
+        return self._forward(names, x, bias=self.joint(biases) if biases else None)
+
+    def product_onto(self, names: tuple[str, ...], base: Tensor, x: Tensor, factor: float) -> Tensor:
+        if not self._fits(names, x):
+            return super().product_onto(names, base, x, factor)
+        return self._forward(names, x, base=base, alpha=factor)
+
+    def input_grad(self, names: tuple[str, ...], dy: Tensor) -> Tensor:
+        if not self._fits(names, dy):
+            return super().input_grad(names, dy)
+        matrix = self._kept(self._columns, names, ops.fp8_cast_t)
+        dx = torch.empty(dy.shape[0], matrix.scale.shape[0], dtype=dy.dtype, device=dy.device)
+        ops.fp8_gemm_(dx, self._gradient(names, dy, True), matrix)
+        return dx
+
+    def weight_grad(self, names: tuple[str, ...], dy: Tensor, x: Tensor) -> Tensor:
+        if not self._fits(names, dy):
+            return super().weight_grad(names, dy, x)
+        dw = torch.empty(dy.shape[1], x.shape[1], dtype=dy.dtype, device=dy.device)
+        ops.fp8_gemm_(dw, self._gradient(names, dy, False), ops.fp8_cast_t(x))
+        return dw
+
+    def add_weight_grad(self, names: tuple[str, ...], dy: Tensor, x: Tensor, total: Tensor, begun: bool) -> None:
+        if self._fits(names, dy):
+            codes = self._gradient(names, dy, False)
+            ops.fp8_gemm_(total, codes, ops.fp8_cast_t(x), base=total if begun else None)
+        else:
+            super().add_weight_grad(names, dy, x, total, begun)
+
+    def _fits(self, names: tuple[str, ...], rows: Tensor) -> bool:
+        return rows.shape[0] > 0 and fits(self.joint(names).shape, rows.dtype)
+
+    def _forward(self, names: tuple[str, ...], x: Tensor, bias: Tensor | None = None, base: Tensor | None = None,
+                 alpha: float = 1.0) -> Tensor:
+        matrix = self._kept(self._rows, names, ops.fp8_cast)
+        y = torch.empty(x.shape[0], matrix.scale.shape[0], dtype=x.dtype, device=x.device)
+        ops.fp8_gemm_(y, ops.fp8_cast(x), matrix, bias=bias, base=base, alpha=alpha, fast=True)
+        return y
+
+    def _kept(self, where: dict[tuple[str, ...], ops.Codes], names: tuple[str, ...], cast: Callable[[Tensor], ops.Codes]
+              ) -> ops.Codes:
+        if names not in where:
+            where[names] = cast(self.joint(names))
+        return where[names]
+
+    def _gradient(self, names: tuple[str, ...], dy: Tensor, by_rows: bool) -> ops.Codes:
+        """Codes of dy. Those of the other kind are made beside them, and kept for the product that wants them."""
+        of, are_rows, codes = self._gradients.pop(names, (None, False, None))
+        if of is dy and are_rows == by_rows:
+            return codes
+        if not any(n in self._wanted for n in names):
+            return ops.fp8_cast(dy)
+        rows, columns = ops.fp8_cast_both(dy)
+        self._gradients[names] = dy, not by_rows, columns if by_rows else rows
+        return rows if by_rows else columns
+
+
+def fits(matrix: Sequence[int], dtype: torch.dtype) -> bool:
+    """Can products with a matrix [N, K] of such a layer be of codes?"""
+    return dtype == torch.bfloat16 and matrix[0] % WHOLE == 0 and matrix[1] % WHOLE == 0

@@ -1,0 +1,213 @@
+"""fp8_cast and fp8_gemm_: the definition against torch's own float8 casts, bit for bit, and fp64; CUDA against it.
+
+Tolerance of a product of codes: codes and scales are exact in fp64, so what is left is a sum of K products in fp32, off
+by at most K * e * sum|a||b| with e = 2^-24 for each addition on the CPU. On CUDA "slow" sums are those of tensor cores,
+which cut products of a short stretch off at 2^-13 of the largest, added in fp32: (K/128 * 2^-23 + 2^-13) * sum|a||b|;
+"fast" sums are cut off so throughout: K/32 * 2^-13. Then one rounding to c's type, two where a base is added.
+"""
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatrain_torch import ops
+
+DEVICES = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
+TYPES = [torch.bfloat16, torch.float16, torch.float32]
+E4M3 = torch.float8_e4m3fn
+HALF_UNIT = {torch.float32: 2**-24, torch.bfloat16: 2**-8}
+
+on_every_device = pytest.mark.parametrize("device", DEVICES)
+each_type = pytest.mark.parametrize("dtype", TYPES, ids=str)
+
+
+def numbers(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    """Lines of magnitudes over 24 powers of two."""
+    g = torch.Generator().manual_seed(seed + sum(shape))
+    x = torch.randn(*shape, generator=g)
+    if len(shape) == 2:
+        x = x * torch.exp2(torch.randint(-12, 12, (shape[0], 1), generator=g))
+    return x.to(dtype)
+
+
+def scale_of(x: Tensor) -> Tensor:
+    """Of each row, by fp64 and a search: the least power of two that is enough, 2^-126 at least."""
+    most = x.double().abs().amax(1)
+    found = []
+    for m in most.tolist():
+        e = -126 if m == 0 else max(-126, math.floor(math.log2(m)) - 10)
+        while m > 448 * 2.0**e:
+            e += 1
+        found.append(2.0**e)
+    return torch.tensor(found, dtype=torch.float64)
+
+
+def reference(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes by torch's own cast, and scales."""
+    scale = scale_of(x)
+    return (x.double() / scale[:, None]).float().to(E4M3), scale.float()
+
+
+def same(a: Tensor, b: Tensor) -> bool:
+    return torch.equal(a.cpu().view(torch.uint8), b.cpu().view(torch.uint8))
+
+
+def check_rows(x: Tensor, made: ops.Codes) -> None:
+    codes, scale = reference(x.cpu())
+    assert torch.equal(made.scale.cpu(), scale)
+    assert same(made.values, codes)
+
+
+def check_columns(x: Tensor, made: ops.Codes) -> None:
+    codes, scale = reference(x.cpu().t())
+    rows = x.shape[0]
+    assert made.values.shape == (x.shape[1], -(-rows // 16) * 16)
+    assert torch.equal(made.scale.cpu(), scale)
+    assert same(made.values[:, :rows].contiguous(), codes)
+    assert not made.values[:, rows:].contiguous().view(torch.uint8).any(), "zeros behind the last row"
+
+
+@on_every_device
+@each_type
+@pytest.mark.parametrize("shape", [(1, 16), (16, 16), (5, 64), (33, 129), (130, 72), (257, 520), (3, 7), (1, 1)], ids=str)
+def test_codes_are_those_of_torchs_cast_of_the_scaled_lines(device: str, dtype: torch.dtype, shape: tuple) -> None:
+    x = numbers(*shape, dtype=dtype).to(device)
+    check_rows(x, ops.fp8_cast(x))
+    check_columns(x, ops.fp8_cast_t(x))
+    rows, columns = ops.fp8_cast_both(x)
+    check_rows(x, rows)
+    check_columns(x, columns)
+
+
+@on_every_device
+def test_every_bf16_number_has_the_code_that_torch_gives_it(device: str) -> None:
+    """Beside 448, so that the scale is 1: all numbers up to it, denormals and both zeros."""
+    patterns = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    x = patterns[patterns.float().abs() <= 448]
+    x = torch.cat([x, x.new_full((-len(x) % 16,), 448)])[None].contiguous().to(device)
+    made = ops.fp8_cast(x)
+    assert float(made.scale) == 1
+    assert same(made.values, x.cpu().to(E4M3))
+    assert same(ops.fp8_cast_t(x.t().contiguous()).values[:, :x.shape[1]].contiguous(), x.cpu().to(E4M3))
+
+
+@on_every_device
+@each_type
+def test_rows_of_a_wider_matrix_need_lie_nowhere_in_particular(device: str, dtype: torch.dtype) -> None:
+    wide = numbers(40, 83, dtype=dtype).to(device)
+    for x in (wide[:, 1:65], wide[3:, :80], wide[::2, 2:3]):
+        check_rows(x, ops.fp8_cast(x))
+        check_columns(x, ops.fp8_cast_t(x))
+
+
+@on_every_device
+@pytest.mark.parametrize("both", [False, True])
+def test_zeros_and_what_is_not_finite(device: str, both: bool) -> None:
+    x = torch.randn(32, 48)
+    x[3], x[4, 5], x[5, 6], x[6, 7] = 0, float("nan"), float("inf"), -float("inf")
+    x[7] = 2.0**-133                                     # a denormal of bf16
+    x[8, 0] = torch.finfo(torch.bfloat16).max
+    x = x.bfloat16().to(device)
+    made, turned = ops.fp8_cast_both(x) if both else (ops.fp8_cast(x), ops.fp8_cast_t(x))
+    fine = [i for i in range(32) if i not in (4, 5, 6)]
+    check_rows(x[fine], ops.Codes(made.values[fine], made.scale[fine]))
+    assert made.scale[[4, 5, 6]].isnan().all() and (made.values[[4, 5, 6]].view(torch.uint8) == 0x7f).all()
+    assert float(made.scale[3]) == 2.0**-126
+    assert turned.scale.isnan().nonzero().flatten().tolist() == [5, 6, 7]
+    assert (turned.values[5:8, :32].contiguous().view(torch.uint8) == 0x7f).all()
+
+
+@on_every_device
+def test_a_long_row_and_a_long_column(device: str) -> None:
+    x = numbers(3, 40_016, dtype=torch.bfloat16).to(device)       # longer than what shared memory holds
+    check_rows(x, ops.fp8_cast(x))
+    tall = x.t().contiguous()
+    for made in (ops.fp8_cast_t(tall), ops.fp8_cast_both(tall)[1]):
+        check_columns(tall, made)
+
+
+def wide(c: ops.Codes) -> Tensor:
+    return c.values.double() * c.scale.double()[:, None]
+
+
+def check_product(c: Tensor, a: ops.Codes, b: ops.Codes, alpha: float, bias: Tensor | None, base: Tensor | None,
+                  fast: bool) -> None:
+    x, y, k = wide(a), wide(b), a.values.shape[1]
+    product, weight = alpha * (x @ y.t()), abs(alpha) * (x.abs() @ y.abs().t())
+    terms = [product] + [t.double().expand_as(product) for t in (bias, base) if t is not None]
+    wanted, largest = sum(terms), sum(t.abs() for t in terms)
+    e = k * 2**-24 if c.device.type == "cpu" else k / 32 * 2**-13 if fast else k / 128 * 2**-23 + 2**-13
+    bound = e * weight + 3 * 2**-24 * largest + HALF_UNIT[c.dtype] * (wanted.abs() + (len(terms) > 1) * largest)
+    off = (c.double() - wanted).abs()
+    assert (off <= bound).all(), f"off by {(off / bound).max():.3g} x the bound"
+
+
+@on_every_device
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("shape", [(16, 16, 16), (48, 64, 32), (130, 80, 272), (64, 160, 1024)], ids=str)
+def test_products_of_codes(device: str, dtype: torch.dtype, shape: tuple) -> None:
+    m, n, k = shape
+    a, b = (ops.fp8_cast(numbers(rows, k, dtype=torch.bfloat16, seed=i).to(device)) for i, rows in enumerate((m, n)))
+    bias, base = numbers(n, dtype=dtype).to(device), numbers(m, n, dtype=dtype).to(device)
+    for fast in (False, True):
+        for terms in ({}, {"bias": bias}, {"base": base}, {"bias": bias, "base": base}):
+            for alpha in (1.0, 0.25):
+                c = torch.full((m, n), float("nan"), dtype=dtype, device=device)
+                ops.fp8_gemm_(c, a, b, alpha=alpha, fast=fast, **terms)
+                check_product(c, a, b, alpha, terms.get("bias"), terms.get("base"), fast)
+        c = base.clone()
+        ops.fp8_gemm_(c, a, b, base=c, fast=fast)
+        check_product(c, a, b, 1.0, None, base, fast)
+
+
+@on_every_device
+def test_a_products_bits_are_the_same_again(device: str) -> None:
+    a, b = (ops.fp8_cast(numbers(96, 512, seed=i).to(device)) for i in (0, 1))
+    found = []
+    for _ in range(3):
+        c = torch.empty(96, 96, dtype=torch.bfloat16, device=device)
+        ops.fp8_gemm_(c, a, b)
+        found.append(c)
+    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+
+
+@on_every_device
+def test_what_is_not_finite_reaches_its_row_and_its_column(device: str) -> None:
+    x = torch.randn(32, 64)
+    x[3, 5] = float("inf")
+    a, b = ops.fp8_cast(x.to(device)), ops.fp8_cast(torch.randn(48, 64, device=device))
+    c = torch.empty(32, 48, device=device)
+    ops.fp8_gemm_(c, a, b)
+    assert c[3].isnan().all() and c[[i for i in range(32) if i != 3]].isfinite().all()
+
+
+@on_every_device
+def test_opcheck(device: str) -> None:
+    """Without its look at the schema, which multiplies arguments: torch has no products of these types."""
+    tests = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+    x = torch.randn(16, 32, device=device)
+    new = ops._codes(x, 16, 32), ops._codes(x, 32, 16)
+    torch.library.opcheck(torch.ops.megatrain.fp8_cast, (x, *new[0], *new[1]), test_utils=tests)
+    torch.library.opcheck(torch.ops.megatrain.fp8_cast, (x, *new[0], None, None), test_utils=tests)
+    a = ops.fp8_cast(x)
+    c = torch.zeros(16, 16, device=device)
+    torch.library.opcheck(torch.ops.megatrain.fp8_gemm_, (c, *a, *a, None, None, 1.0, False), test_utils=tests)
+
+
+def test_what_does_not_fit_is_refused_by_name() -> None:
+    x = torch.randn(16, 32)
+    a, b = ops.fp8_cast(x), ops.fp8_cast(torch.randn(16, 48))
+    c = torch.zeros(16, 16)
+    with pytest.raises(RuntimeError, match="rows of a have 32 codes and rows of b 48"):
+        ops.fp8_gemm_(c, a, b)
+    with pytest.raises(RuntimeError, match="c must be float32 or bfloat16"):
+        ops.fp8_gemm_(c.half(), a, a)
+    with pytest.raises(RuntimeError, match="x must be float32, bfloat16 or float16"):
+        torch.ops.megatrain.fp8_cast(x.double(), *a, None, None)
+    with pytest.raises(RuntimeError, match="bias must be"):
+        ops.fp8_gemm_(c, a, a, bias=torch.zeros(15))
+    with pytest.raises(RuntimeError, match="codes and their scales go together"):
+        torch.ops.megatrain.fp8_cast(x, a.values, None, None, None)
