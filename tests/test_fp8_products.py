@@ -488,6 +488,8 @@ def test_settings_of_a_run_say_it_to_stream() -> None:
     assert runtime_of(model).products == "fp8"
     with pytest.raises(MegatrainError, match="use one of bf16, fp8"):
         Settings.of({"products": "fp4"}, "here")
+    with pytest.raises(MegatrainError, match="products=fp8, dtype=float32"):
+        Settings.of({"products": "fp8", "dtype": "float32"}, "here")
 
 
 @parity.LONG

@@ -52,7 +52,7 @@ class Coded(Tensor):
     """[shape], dtype: of the weight that it stands for; frozen.
 
     Attributes:
-        codes, scales: its pieces. form: "fp8" or "mxfp4".
+        codes, scales: its strands. form: "fp8" or "mxfp4".
     """
 
     codes: Tensor

@@ -1,10 +1,10 @@
 """Frozen weights that are codes, by format: of which plain tensors one is made, and how its package's own code gets it.
 
     format = format_of(p)            # None: p is no such weight
-    pieces = format.pieces(p, m)     # {"": codes, "absmax": scales ...}, m: the module that has p
-    whole  = format.whole(p, pieces) # what the package's code computes with, over any such tensors
+    strands = format.strands(p, m)     # {"": codes, "absmax": scales ...}, m: the module that has p
+    whole  = format.whole(p, strands) # what the package's code computes with, over any such tensors
 
-A weight's pieces are streamed like parameters, each in its own type; in a window they are put together again, so the
+A weight's strands are streamed like parameters, each in its own type; in a window they are put together again, so the
 module's own code runs over what was fetched. Formats are known by the names of classes: no package is imported here.
 """
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from .errors import MegatrainError
 
-Pieces = dict[str, Tensor]           # "": what lies in the parameter's own memory, where it has memory
+Strands = dict[str, Tensor]           # "": what lies in the parameter's own memory, where it has memory
 
 
 @dataclass(frozen=True)
@@ -45,27 +45,28 @@ class Format:
     """
     Attributes:
         name: for people. kinds: (package, class) of its parameters.
-        pieces: of a parameter of a module. whole: of a parameter, over other pieces of these forms. put: the parameter,
-            and its module, have these pieces from now on. shape: of the weight that the codes stand for.
-        label: of a piece in a state_dict, by the parameter, its name and the piece's: the package's own.
+        strands: of a parameter of a module. whole: of a parameter, over other strands of these forms. put: the
+            parameter, and its module, have these from now on. shape: of the weight that the codes stand for.
+        label: of a strand in a state_dict, by the parameter, its name and the strand's: the package's own.
         beside: what a checkpoint has of a parameter besides, of the same names.
         reloads: from_pretrained finds it by these names.
-        again: the parameter over other pieces, where that is not what `whole` gives. expands: `whole` is a 16-bit
-            weight in memory of its own.
+        again: the parameter over other strands, where that is not what `whole` gives. expands: `whole` is a 16-bit
+            weight in memory of its own. saves: its package's products make one, and save it for backward.
     """
 
     name: str
     kinds: tuple[tuple[str, str], ...]
-    pieces: Callable[[nn.Parameter, nn.Module], Pieces]
-    whole: Callable[[nn.Parameter, Pieces], Tensor]
-    put: Callable[[nn.Parameter, nn.Module, Pieces], None]
+    strands: Callable[[nn.Parameter, nn.Module], Strands]
+    whole: Callable[[nn.Parameter, Strands], Tensor]
+    put: Callable[[nn.Parameter, nn.Module, Strands], None]
     shape: Callable[[nn.Parameter], torch.Size]
     label: Callable[[nn.Parameter, str, str], str]
-    beside: Callable[[nn.Parameter, str], Pieces]
+    beside: Callable[[nn.Parameter, str], Strands]
     keeps: tuple[Keeps, ...] = ()
     reloads: Callable[[nn.Parameter], bool] = lambda p: True
-    again: Callable[[nn.Parameter, Pieces], Tensor] | None = None
+    again: Callable[[nn.Parameter, Strands], Tensor] | None = None
     expands: bool = False
+    saves: bool = False
 
 
 def plain_kind(p: Tensor) -> type:
@@ -92,11 +93,11 @@ def coded(module: nn.Module) -> Iterator[tuple[str, nn.Module, nn.Parameter, For
                 yield f"{prefix}.{name}" if prefix else name, m, p, format
 
 
-class Piece(nn.Parameter):
+class Strand(nn.Parameter):
     """A tensor that a weight of codes is made of, beside what lies in the parameter's own memory.
 
     Attributes:
-        of: (the parameter, its module, the piece's name in its format), until it is streamed.
+        of: (the parameter, its module, the strand's name in its format), until it is streamed.
     """
 
     of: tuple[nn.Parameter, nn.Module, str]
@@ -121,35 +122,43 @@ class Stands:
 
 
 def owner_of(p: nn.Parameter) -> nn.Parameter:
-    """The parameter that a piece is of; others are their own."""
-    return p.of[0] if type(p) is Piece else p
+    """The parameter that a strand is of; others are their own."""
+    return p.of[0] if type(p) is Strand else p
 
 
 Named = list[tuple[str, nn.Parameter]]
 
 
-def pieces_of(name: str, p: nn.Parameter, m: nn.Module, format: Format) -> tuple[Named, Named]:
+def strands_of(name: str, p: nn.Parameter, m: nn.Module, format: Format) -> tuple[Named, Named]:
     """What lies in a parameter's own memory, and the rest, each under its name in a state_dict.
 
     Raises:
         MegatrainError: it is not as its package leaves it for training; the message says what to do.
     """
     try:
-        pieces = format.pieces(p, m)
+        strands = format.strands(p, m)
     except MegatrainError as why:
         raise MegatrainError(f"parameter {name!r} ({format.name}) {why}") from None
     rest = []
-    for key, t in pieces.items():
+    for key, t in strands.items():
         if key:
-            piece = Piece(t.detach(), requires_grad=False)
-            piece.of = p, m, key
-            rest.append((format.label(p, name, key), piece))
-    return [(name, p)] if "" in pieces else [], rest
+            strand = Strand(t.detach(), requires_grad=False)
+            strand.of = p, m, key
+            rest.append((format.label(p, name, key), strand))
+    return [(name, p)] if "" in strands else [], rest
+
+
+def dense_bytes(module: nn.Module) -> tuple[int, int]:
+    """Of 16-bit weights that stand for codes: bytes that are there at once while a window runs, and those that stay
+    until backward where activations are kept."""
+    found = [(2 * format.shape(p).numel(), format) for _, _, p, format in coded(module)]
+    whole, one = sum(n for n, format in found if format.expands), max([n for n, f in found if not f.expands], default=0)
+    return whole + one, sum(n for n, format in found if format.saves)
 
 
 # ---- bitsandbytes: Params4bit, a tensor of two codes a byte with its QuantState; Int8Params with scales SCB ----
 
-def _four_pieces(p: Any, m: nn.Module) -> Pieces:
+def _four_strands(p: Any, m: nn.Module) -> Strands:
     state = p.quant_state
     if state is None:
         raise MegatrainError("is not quantised yet: bitsandbytes does that when it is moved to a device; "
@@ -164,11 +173,11 @@ def _four_pieces(p: Any, m: nn.Module) -> Pieces:
     return found
 
 
-def _put_state(state: Any, pieces: Pieces) -> None:
-    state.absmax, state.code = pieces["absmax"], pieces["quant_map"]
+def _put_state(state: Any, strands: Strands) -> None:
+    state.absmax, state.code = strands["absmax"], strands["quant_map"]
     if state.state2 is not None:
-        state.offset, state.state2.absmax = pieces["nested_offset"], pieces["nested_absmax"]
-        state.state2.code = pieces["nested_quant_map"]
+        state.offset, state.state2.absmax = strands["nested_offset"], strands["nested_absmax"]
+        state.state2.code = strands["nested_quant_map"]
 
 
 def _bare(p: nn.Parameter, codes: Tensor) -> Any:
@@ -179,28 +188,28 @@ def _bare(p: nn.Parameter, codes: Tensor) -> Any:
     return out
 
 
-def _four_whole(p: Any, pieces: Pieces) -> Tensor:
-    out = _bare(p, pieces[""])
+def _four_whole(p: Any, strands: Strands) -> Tensor:
+    out = _bare(p, strands[""])
     out.module, out.quant_state = None, copy.copy(p.quant_state)
     if out.quant_state.state2 is not None:
         out.quant_state.state2 = copy.copy(out.quant_state.state2)
-    _put_state(out.quant_state, pieces)
+    _put_state(out.quant_state, strands)
     return out
 
 
-def _four_put(p: Any, m: nn.Module, pieces: Pieces) -> None:
-    _put_state(p.quant_state, pieces)
+def _four_put(p: Any, m: nn.Module, strands: Strands) -> None:
+    _put_state(p.quant_state, strands)
     p.module = None                      # for its first quantisation; a circle that would keep a dropped model
     if hasattr(m, "quant_state"):
         m.quant_state = p.quant_state
 
 
-def _four_beside(p: Any, name: str) -> Pieces:
+def _four_beside(p: Any, name: str) -> Strands:
     """What the package packs into a tensor of bytes: shape, type, block size."""
     return {f"{name}.{k}": v for k, v in p.quant_state.as_dict(packed=True).items() if k.startswith("quant_state.")}
 
 
-def _eight_pieces(p: Any, m: Any) -> Pieces:
+def _eight_strands(p: Any, m: Any) -> Strands:
     if p.has_fp16_weights:
         raise MegatrainError("is quantised anew in each forward (has_fp16_weights=True); load it with "
                              "has_fp16_weights=False, which freezes it")
@@ -211,38 +220,38 @@ def _eight_pieces(p: Any, m: Any) -> Pieces:
     return {"": p.data, "SCB": scales}
 
 
-def _eight_whole(p: Any, pieces: Pieces) -> Tensor:
-    out = _bare(p, pieces[""])
-    out.CB, out.SCB = pieces[""], pieces["SCB"]
+def _eight_whole(p: Any, strands: Strands) -> Tensor:
+    out = _bare(p, strands[""])
+    out.CB, out.SCB = strands[""], strands["SCB"]
     return out
 
 
-def _eight_put(p: Any, m: Any, pieces: Pieces) -> None:
+def _eight_put(p: Any, m: Any, strands: Strands) -> None:
     """While it is streamed p has no codes besides its own: the module finds a window's in what that gives it."""
-    p.CB, p.SCB = None if pieces[""] is p else pieces[""], pieces["SCB"]
+    p.CB, p.SCB = None if strands[""] is p else strands[""], strands["SCB"]
     if hasattr(m, "state"):
         m.state.CB = m.state.SCB = None
 
 
 # ---- torchao: tensors made of tensors, which say which ----
 
-def _made_pieces(p: Any, m: nn.Module) -> Pieces:
+def _made_strands(p: Any, m: nn.Module) -> Strands:
     if getattr(p, "act_quant_kwargs", None) is not None:
         raise MegatrainError("has its activations quantised too, which torchao gives no gradient for; weight-only "
                              "configs stream (Int8WeightOnlyConfig, Float8WeightOnlyConfig)")
     return {name: getattr(p, name) for name in p.__tensor_flatten__()[0]}
 
 
-def _made_whole(p: Any, pieces: Pieces) -> Tensor:
+def _made_whole(p: Any, strands: Strands) -> Tensor:
     _, said = p.__tensor_flatten__()
-    out = plain_kind(p).__tensor_unflatten__(pieces, said, p.size(), p.stride())
+    out = plain_kind(p).__tensor_unflatten__(strands, said, p.size(), p.stride())
     out._is_param = True
     return out
 
 
-def _made_put(p: Any, m: nn.Module, pieces: Pieces) -> None:
-    for name, piece in pieces.items():
-        setattr(p, name, piece)
+def _made_put(p: Any, m: nn.Module, strands: Strands) -> None:
+    for name, strand in strands.items():
+        setattr(p, name, strand)
 
 
 # ---- codes that stand for 16-bit weights (coded.py): a window has these ----
@@ -250,27 +259,27 @@ def _made_put(p: Any, m: nn.Module, pieces: Pieces) -> None:
 _ENDS = {"fp8": ("", "_scale_inv"), "mxfp4": ("_blocks", "_scales")}        # of names, as they are published
 
 
-def _coded_label(p: Any, name: str, piece: str) -> str:
-    return name + _ENDS[p.form][piece == "scales"]
+def _coded_label(p: Any, name: str, strand: str) -> str:
+    return name + _ENDS[p.form][strand == "scales"]
 
 
 _BNB = "bitsandbytes.autograd._functions"
 _ALL = (
-    Format("bitsandbytes 4 bits", (("bitsandbytes", "Params4bit"),), _four_pieces, _four_whole, _four_put,
-           lambda p: p.quant_state.shape, lambda p, name, piece: f"{name}.{piece}", _four_beside,
+    Format("bitsandbytes 4 bits", (("bitsandbytes", "Params4bit"),), _four_strands, _four_whole, _four_put,
+           lambda p: p.quant_state.shape, lambda p, name, strand: f"{name}.{strand}", _four_beside,
            (Keeps(_BNB, "MatMul4Bit", "QuantState"),)),
-    Format("bitsandbytes LLM.int8", (("bitsandbytes", "Int8Params"),), _eight_pieces, _eight_whole, _eight_put,
-           lambda p: p.shape, lambda p, name, piece: f"{name.rpartition('.')[0]}.{piece}".lstrip("."),
+    Format("bitsandbytes LLM.int8", (("bitsandbytes", "Int8Params"),), _eight_strands, _eight_whole, _eight_put,
+           lambda p: p.shape, lambda p, name, strand: f"{name.rpartition('.')[0]}.{strand}".lstrip("."),
            lambda p, name: {f"{name}_format": torch.tensor(0, dtype=torch.uint8)},
            (Keeps(_BNB, "MatMul8bitLt", "MatmulLtState", (("tensors", (None, None, None)),), ("CB", "SCB")),
             Keeps(_BNB, "MatMul8bitFp", "MatmulLtState", (("A", None),), ("CB", "SCB")))),
-    Format("torchao 8 bits", (("torchao", "Int8Tensor"), ("torchao", "Float8Tensor")), _made_pieces, _made_whole,
-           _made_put, lambda p: p.shape, lambda p, name, piece: f"{name}.{piece}", lambda p, name: {},
-           reloads=lambda p: False),
+    Format("torchao 8 bits", (("torchao", "Int8Tensor"), ("torchao", "Float8Tensor")), _made_strands, _made_whole,
+           _made_put, lambda p: p.shape, lambda p, name, strand: f"{name}.{strand}", lambda p, name: {},
+           reloads=lambda p: False, saves=True),
 )
 _ALL += (
-    Format("block-fp8 and MXFP4", (("megatrain_torch", "Coded"),), _made_pieces,
-           lambda p, pieces: p.over(*pieces.values()).expand_codes(), _made_put, lambda p: p.shape, _coded_label,
+    Format("block-fp8 and MXFP4", (("megatrain_torch", "Coded"),), _made_strands,
+           lambda p, strands: p.over(*strands.values()).expand_codes(), _made_put, lambda p: p.shape, _coded_label,
            lambda p, name: {}, again=_made_whole, expands=True,
            reloads=lambda p: p.form == "mxfp4" or p.dim() == 2),
 )

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from .codes import coded, pieces_of
+from .codes import coded, strands_of
 from .errors import MegatrainError
 
 
@@ -144,14 +144,14 @@ Group = tuple[str, list[tuple[str, nn.Parameter]]]
 
 def group(root: nn.Module, found: Found) -> list[Group]:
     """Units: (name, its parameters by name). A parameter belongs to the first window that has it; one that is codes
-    stands for its pieces, of which those that are not in its own memory come last."""
+    stands for its strands, of which those that are not in its own memory come last."""
     codes = {id(p): (m, format) for _, m, p, format in coded(root)}
     groups = []
     for unit, params in _whole(root, found):
         own, rest = [], []
         for name, p in params:
             if id(p) in codes:
-                first, more = pieces_of(name, p, *codes[id(p)])
+                first, more = strands_of(name, p, *codes[id(p)])
                 own, rest = own + first, rest + more
             else:
                 own.append((name, p))

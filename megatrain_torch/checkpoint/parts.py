@@ -73,11 +73,11 @@ def names_of(model: nn.Module) -> dict[Tensor, str]:
     for name, p in model.named_parameters(remove_duplicate=False):
         if p not in names or (names[p] in tied and name not in tied):
             names[p] = name
-    return {p: name for whole, name in names.items() for p, name in _pieces(whole, name)}
+    return {p: name for whole, name in names.items() for p, name in _strands(whole, name)}
 
 
-def _pieces(p: Tensor, name: str) -> list[tuple[Tensor, str]]:
-    """A parameter with its name; one that is codes by its pieces, as its package names them."""
+def _strands(p: Tensor, name: str) -> list[tuple[Tensor, str]]:
+    """A parameter with its name; one that is codes by its strands, as its package names them."""
     whole = p._mt.whole
     if whole is None:
         return [(p, name)]

@@ -163,6 +163,9 @@ def _ranges(s: Settings) -> Settings:
             raise MegatrainError(f"{name}={getattr(s, name)}: more than 0 is needed")
     for name in ("vram", "host"):
         parse_bytes(getattr(s, name), name)
+    if (s.products, s.dtype) == ("fp8", "float32"):
+        raise MegatrainError("products=fp8, dtype=float32: codes of 8 bits are made of bfloat16 weights; leave one of "
+                             "the two out")
     if s.seq and s.tokens and s.tokens % s.seq:
         raise MegatrainError(f"tokens={s.tokens}, seq={s.seq}: a step is a whole number of rows; "
                              f"nearest: tokens={max(1, round(s.tokens / s.seq)) * s.seq}")

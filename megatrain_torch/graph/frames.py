@@ -127,8 +127,8 @@ class Expansions:
         version = runtime.core.version(unit)
         if self._last is None or self._last[:2] != (whole, version):
             self._last = None                            # first: there is one at a time
-            pieces = [runtime.ring.view(unit, r.offset, r.dtype, r.shape, r.stride) for r in whole.records]
-            self._last = whole, version, whole.of(pieces)
+            strands = [runtime.ring.view(unit, r.offset, r.dtype, r.shape, r.stride) for r in whole.records]
+            self._last = whole, version, whole.of(strands)
             runtime.handover.at_end(self)
         return self._last[2]
 

@@ -14,6 +14,7 @@ from ..base.coded import Coded, to_fp8
 from ..base.codes import coded
 from ..base.errors import MegatrainError
 from ..base.units import output_embeddings
+from ..plans.host_memory import kept_apart
 
 BASES = ("nf4", "int8", "fp8", "mxfp4")
 
@@ -38,11 +39,11 @@ def with_base(cls: Any, path: str | Path, base: str, dtype: torch.dtype | None, 
     if base == "mxfp4" and not there:
         raise MegatrainError(f"base='mxfp4': {path} is not; it is kept where a checkpoint has it (GPT-OSS), not made")
     how = {"dtype": dtype or "auto", "device_map": "cpu", **kwargs}
-    with _kept():
+    with _kept(), kept_apart():
         found = cls.from_pretrained(path, **how, **_settings(tf, base, bool(there), dtype or config.dtype))
-    model = found[0] if isinstance(found, tuple) else found
-    if base == "fp8" and not there:
-        _to_fp8(model)
+        model = found[0] if isinstance(found, tuple) else found
+        if base == "fp8" and not there:
+            _to_fp8(model)
     for _, _, p, _ in coded(model):
         p.requires_grad_(False)
     return found

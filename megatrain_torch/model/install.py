@@ -57,7 +57,7 @@ def install(rt: Runtime, root: nn.Module, found: Any, modes: str | dict[str, str
 
 
 def _by_param(rt: Runtime) -> dict[int, list[Record]]:
-    """Records of a parameter: of a weight of codes its pieces', else one."""
+    """Records of a parameter: of a weight of codes its strands', else one."""
     found = {id(r.param): [r] for r in rt.records}
     return found | {id(whole.param): whole.records for unit in rt.wholes for whole in unit}
 

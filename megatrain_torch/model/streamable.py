@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from ..base.codes import KNOWN, coded, format_of, pieces_of
+from ..base.codes import KNOWN, coded, format_of, strands_of
 from ..base.errors import MegatrainError
 from ..store.records import DTYPES
 from .registry import runtimes
@@ -29,7 +29,7 @@ def check_model(module: nn.Module, bare: bool = False) -> None:
         if problem:
             raise MegatrainError(f"parameter {name!r} {problem}")
     for name, m, p, format in coded(module):
-        pieces_of(name, p, m, format)
+        strands_of(name, p, m, format)
     for name, m in module.named_modules():
         if getattr(m, "sparse", False) is True and isinstance(m, (nn.Embedding, nn.EmbeddingBag)):
             raise MegatrainError(f"module {name!r} makes sparse gradients; build it with sparse=False")

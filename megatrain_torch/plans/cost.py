@@ -266,17 +266,18 @@ def _eager(w: Window, m: Machine, tokens: int, seq: int) -> Cost:
     if not w.products:
         kept["saved"], work = VECTOR_KEPT * w.hidden, {mode: VECTOR_KEPT * w.hidden for mode in kept}
         traffic = VECTOR_TRAFFIC * w.hidden
-    elementwise = _bytes_s(m, tokens * traffic)
-    forward = _products_s(m, w.products, tokens) + elementwise \
+    elementwise, (dense, stay) = _bytes_s(m, tokens * traffic), w.dense
+    forward = _products_s(m, w.products, tokens) + elementwise + _bytes_s(m, 2 * dense) \
         + _attention_s(m, w, tokens, seq, False) / EAGER_ATTENTION
     gradients = _gradients_s(m, w, tokens) + elementwise * EAGER_TRAFFIC_BACKWARD / EAGER_TRAFFIC_FORWARD \
+        + _bytes_s(m, 2 * dense) \
         + _attention_s(m, w, tokens, seq, True) / EAGER_ATTENTION
     last = _products_s(m, [p for p in w.products if p.part == "down"], tokens)
     once, back, again = EAGER_OPERATIONS["layer" if w.kind == "layer" else "other"]
     cost = Cost(forward, {"replay": (gradients + forward - last) * w.learns, "saved": gradients * w.learns},
                 _launch_s(m, once), {"replay": _launch_s(m, back + again), "saved": _launch_s(m, back)},
-                {mode: math.ceil(tokens * n) for mode, n in kept.items()},
-                {mode: math.ceil(tokens * n) for mode, n in work.items()})
+                {mode: math.ceil(tokens * n) + stay * (mode == "saved") for mode, n in kept.items()},
+                {mode: math.ceil(tokens * n) + dense for mode, n in work.items()})
     return _with_host(cost, 0) if w.kind == "layer" else cost
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from ..base.arguments import check_count, check_dtype
-from ..base.codes import Stands, coded, format_of, owner_of
+from ..base.codes import Stands, coded, dense_bytes, format_of, owner_of
 from ..base.errors import MegatrainError
 from ..base.formats import master_bytes, moment_bytes
 from ..base.modes import KEEPS, LINKED
@@ -104,6 +104,7 @@ class Window:
         itemsize: bytes of an activation's element.
         coded: its products, where `fits` says so, are of 8-bit codes.
         learns: it or a window before it has trained parameters, so a gradient passes through it.
+        dense: as codes.dense_bytes has it.
     """
 
     name: str
@@ -120,11 +121,12 @@ class Window:
     itemsize: int
     learns: bool
     coded: bool = False
+    dense: tuple[int, int] = (0, 0)
 
     @property
     def shape(self) -> tuple[Any, ...]:
         return (self.kind, self.products, self.template, self.hidden, self.attention, self.heads, self.context,
-                self.vectors, self.table, self.itemsize, self.learns, self.coded)
+                self.vectors, self.table, self.itemsize, self.learns, self.coded, self.dense)
 
     def width(self, part: str) -> float:
         """Elements per token that the products of a part give."""
@@ -255,7 +257,8 @@ def _window(root: nn.Module, configs: list[Any], name: str, module: nn.Module, u
                   q_width // max(1, _attribute(configs, module, ("head_dim",), 128)),
                   _attribute([], module, ("sliding_window",), 0),
                   sum(p.numel() for n, p in parameters.items() if n not in matrices and id(p) not in tables),
-                  sum(p.numel() for p in parameters.values() if id(p) in tables and not head), item, learns)
+                  sum(p.numel() for p in parameters.values() if id(p) in tables and not head), item, learns,
+                  dense=dense_bytes(module))
 
 
 def _template(module: nn.Module, item: int) -> Template | None:

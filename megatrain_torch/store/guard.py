@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..base.codes import Piece
+from ..base.codes import Strand
 from . import gradient
 
 if TYPE_CHECKING:
@@ -183,7 +183,7 @@ def _copied(name: str) -> Any:
 def streamed_kind(kind: type) -> type:
     """The class of a streamed parameter that was of this one: still of its class, for those who ask. What moves it to a
     device gives a copy."""
-    if kind in (torch.nn.Parameter, Piece):
+    if kind in (torch.nn.Parameter, Strand):
         return StreamedParameter
     own = {name: _copied(name) for name in ("to", "cpu", "cuda", "xpu")} | {"_mt_kind": kind}
     return type(kind.__name__, (StreamedParameter, kind), own)

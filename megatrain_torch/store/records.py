@@ -124,7 +124,7 @@ class Record:
         optimizer: weak reference to the one whose moments the M and V planes hold; None: they are new.
         exact: the fp32 values that a 16-bit parameter was made from, until its master is: [shape]; None: they are its
             own.
-        whole: the weight of codes that stands where this is read, whose first piece this is; None: it is no piece.
+        whole: the weight of codes that stands where this is read, whose first strand this is; None: it is no strand.
         host_graph: the parameter took part in arithmetic on the host; autograd adds its gradient.
     """
 

@@ -1,4 +1,4 @@
-"""A weight that is codes, put together from the records of its pieces."""
+"""A weight that is codes, put together from the records of its strands."""
 from __future__ import annotations
 
 import weakref
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from ..base.codes import Format, Piece, format_of
+from ..base.codes import Format, Strand, format_of
 from .guard import StreamedParameter, made_kind, plain
 from .records import Record
 
@@ -15,8 +15,8 @@ from .records import Record
 class Whole:
     """
     Attributes:
-        records: of its pieces, whose parameters it holds, as its package has them; the first stands for the weight
-            where modules read it. names: of the pieces.
+        records: of its strands, whose parameters it holds, as its package has them; the first stands for the weight
+            where modules read it. names: of the strands.
     """
 
     def __init__(self, p: nn.Parameter, m: nn.Module, format: Format, records: list[Record], names: list[str]) -> None:
@@ -35,7 +35,7 @@ class Whole:
             return self.format.whole(self.param, dict(zip(self.names, tensors)))
 
     def adopted(self) -> None:
-        """Its pieces are streamed: the parameter has those."""
+        """Its strands are streamed: the parameter has those."""
         p = self.param
         self.format.put(p, self._module(), {n: r.param for n, r in zip(self.names, self.records)})
         if not isinstance(p, StreamedParameter):         # made of tensors, and without memory of its own
@@ -43,7 +43,7 @@ class Whole:
             p._mt, p._mt_runtime = self.records[0], self.records[0].runtime
 
     def given_back(self) -> None:
-        """The pieces have memory of their own again; and so the parameter."""
+        """The strands have memory of their own again; and so the parameter."""
         p = self.param
         if p is None:
             return
@@ -55,21 +55,21 @@ class Whole:
     def copy(self) -> nn.Parameter:
         """An ordinary parameter of its package's, with the current values."""
         self.records[0].runtime.planes.wait_updates(self.records[0])
-        pieces = [plain(r.param).clone() for r in self.records]
+        strands = [plain(r.param).clone() for r in self.records]
         if self.format.again is None:
-            return self.of(pieces)
-        return self.format.again(self.param, dict(zip(self.names, pieces)))
+            return self.of(strands)
+        return self.format.again(self.param, dict(zip(self.names, strands)))
 
 
 def wholes_of(records: list[Record]) -> list[Whole]:
     """Of a unit's records, whose parameters are not streamed yet."""
     found: dict[int, tuple[nn.Parameter, nn.Module, list[Record], list[str]]] = {}
     for r in records:
-        if type(r.param) is Piece:
+        if type(r.param) is Strand:
             p, m, name = r.param.of
             found.setdefault(id(p), (p, m, [], []))[2].append(r)
             found[id(p)][3].append(name)
-            del r.param.of                   # which would be held by its own piece
+            del r.param.of                   # which would be held by its own strand
     for r in records:
         if id(r.param) in found:
             found[id(r.param)][2].insert(0, r)

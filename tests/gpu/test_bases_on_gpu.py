@@ -1,0 +1,74 @@
+"""Frozen bases of codes on a GPU: the bits of the same model resident there, with the package's own kernels; the device
+never has more than its slots of them. Needs bitsandbytes and torchao; each is skipped without."""
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+bases = pytest.importorskip("test_bases", reason="bitsandbytes, torchao, transformers and PEFT are needed")
+import parity  # noqa: E402
+
+import megatrain_torch as mt  # noqa: E402
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def on_device(step: int) -> dict[str, Any]:
+    return {k: v.to(DEVICE) for k, v in OWN_BATCH(step).items()}
+
+
+OWN_BATCH = bases.batch
+
+
+@pytest.fixture(autouse=True)
+def _batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bases, "batch", on_device)
+
+
+folder = bases.folder
+
+
+def both(model: Any, how: str, home: str, tmp_path: Path) -> None:
+    resident = copy.deepcopy(model).to(DEVICE)
+    wanted = [t.cpu() for t in bases.trained(resident)]
+    del resident
+    mt.stream(model, DEVICE, compute="eager", nvme=str(tmp_path) if "disk" in home else None,
+              plan={"activations": how, "slots": 2, "homes": home})
+    bases.assert_same([t.cpu() for t in bases.trained(model)], wanted)
+
+
+@pytest.mark.parametrize("home", ["ram", "vram", "disk+weights"])
+@pytest.mark.parametrize("how", ["replay", "saved"])
+@pytest.mark.parametrize("form", bases.FORMATS)
+def test_streamed_codes_give_their_packages_bits_on_a_gpu(form: str, how: str, home: str, tmp_path: Path,
+                                                          folder: Callable[[str], Path]) -> None:
+    model = bases.transformers.AutoModelForCausalLM.from_pretrained(
+        folder("llama"), quantization_config=bases.FORMATS[form](), dtype=torch.bfloat16, device_map="cpu")
+    both(bases.with_adapter(model), how, home, tmp_path)
+
+
+@pytest.mark.parametrize("how", ["replay", "saved"])
+@pytest.mark.parametrize("form", bases.PUBLISHED)
+def test_published_codes_give_the_bits_of_the_16_bit_model_on_a_gpu(form: str, how: str, tmp_path: Path) -> None:
+    make, change, said = bases.PUBLISHED[form]
+    at = bases.written(tmp_path / "published", make(), change, said)
+    config = bases.transformers.Mxfp4Config if form == "mxfp4" else bases.transformers.FineGrainedFP8Config
+    adapter = bases.peft.LoraConfig(r=4, target_modules=bases.ATTENTION, init_lora_weights=False)
+    plain = bases.transformers.AutoModelForCausalLM.from_pretrained(
+        at, dtype="auto", device_map="cpu", quantization_config=config(dequantize=True))
+    parity.seed()
+    plain = bases.peft.get_peft_model(plain, adapter).train().to(DEVICE)
+    wanted = [t.cpu() for t in bases.trained(plain)]
+    parity.seed()
+    model = mt.from_pretrained(bases.transformers.AutoModelForCausalLM, at, base=form.removesuffix("-experts"),
+                               adapter=adapter, device=DEVICE, compute="eager",
+                               plan={"activations": how, "slots": 2}).train()
+    bases.assert_same([t.cpu() for t in bases.trained(model)], wanted)
