@@ -379,6 +379,7 @@ class Window:
         inner = inner or self.inner
         cached_casts = torch.is_autocast_cache_enabled()
         bound = self.bind(grad)
+        versions = [t._version for t in bound.values()]
         if frame is not None:
             _push(frame.pack, frame.unpack)
         outer = swap_window(bound)
@@ -395,7 +396,14 @@ class Window:
             if frame is not None:
                 _pop()
             torch.set_autocast_cache_enabled(cached_casts)
+        self._keep_writes(bound, versions)
         return self.runtime.ring.own_outputs(out)
+
+    def _keep_writes(self, bound: dict[Record, Tensor], versions: list[int]) -> None:
+        """What the forward changed in place of its weights."""
+        for (r, t), version in zip(bound.items(), versions):
+            if t._version != version:
+                r.runtime.planes.keep_write(r, t)
 
     def keep(self, mode: str) -> None:
         """What is done about its activations from now on. cuDNN's recurrent dropout has a random state of its own, so a

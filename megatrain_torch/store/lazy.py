@@ -7,6 +7,7 @@ units). The copy's gradient is handed over as a window's is.
 """
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -51,11 +52,44 @@ class Lazy(Tensor):
         if func in _META:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        return func(*_fetched(args), **{k: _fetched((v,))[0] for k, v in kwargs.items()})
+        read = [(lazy, lazy.fetch()) for lazy in _among((*args, *kwargs.values()))]
+        versions = [value._version for _, value in read]
+        out = _on_values(func, args, kwargs)
+        _keep(lazy for (lazy, value), version in zip(read, versions) if value._version != version)
+        return out
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return func(*_fetched(args), **{k: _fetched((v,))[0] for k, v in (kwargs or {}).items()})
+        kwargs = kwargs or {}
+        out = _on_values(func, args, kwargs)
+        if func._schema.is_mutable:          # versions are counted above
+            said = func._schema.arguments
+            given = [*zip(said, args), *((s, kwargs[s.name]) for s in said if s.name in kwargs)]
+            _keep(_among(v for s, v in given if s.alias_info is not None and s.alias_info.is_write))
+        return out
+
+    @property
+    def grad(self) -> Tensor | None:
+        """The parameter's: a hook reads and sets it in the middle of a backward."""
+        return self._record.param.grad
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        self._record.param.grad = value
+
+    @grad.deleter
+    def grad(self) -> None:
+        self._record.param.grad = None
+
+    @property
+    def data(self) -> Tensor:
+        """The same without gradients: what is changed of it in place is changed of the weights."""
+        with torch.no_grad():
+            return self._record.runtime.reads.lazy(self._record)
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        self._record.param.data = value
 
     def fetch(self) -> Tensor:
         """The weights on the compute device; tied to the parameter where autograd records."""
@@ -73,6 +107,24 @@ class Quiet(Lazy):
     of it what it says of a parameter. torch's modules ask that before they take a fast path."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl
+
+
+def _on_values(func: Any, args: Any, kwargs: Any) -> Any:
+    return func(*_fetched(args), **{k: _fetched((v,))[0] for k, v in kwargs.items()})
+
+
+def _keep(changed: Iterable[Lazy]) -> None:
+    """An operation changed their values in place."""
+    for lazy in changed:
+        lazy._record.runtime.planes.keep_write(lazy._record, lazy.fetch())
+
+
+def _among(values: Any) -> Iterator[Lazy]:
+    for v in values:
+        if isinstance(v, Lazy):
+            yield v
+        elif isinstance(v, (list, tuple)):
+            yield from _among(v)
 
 
 def _fetched(values: Any) -> tuple[Any, ...]:

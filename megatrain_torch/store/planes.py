@@ -132,6 +132,19 @@ class Planes:
         if record.host is not None:
             record.version = record.host._version
 
+    def keep_write(self, record: Record, value: Tensor) -> None:
+        """A forward or a backward changed its copy of the weights in place (nn.Embedding's max_norm, a clamp in a
+        hook): they are what it has now.
+
+        Raises:
+            MegatrainError: in several processes, each of which would have others.
+        """
+        if self._several:
+            raise MegatrainError(f"{record.name}: changed in place while the model ran; with several processes weights "
+                                 "are changed between steps, in all of them alike")
+        with torch.no_grad():
+            record.param.copy_(value)
+
     def replace_data(self, p: Tensor, value: Tensor) -> None:
         """`p.data = x`: the values are copied in; the parameter keeps its place in the store."""
         record = p._mt

@@ -1,0 +1,107 @@
+"""Weights and gradients that hooks, or a forward, change while a forward or a backward runs: as in plain torch."""
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from several import _case
+from torch import Tensor, nn
+
+import megatrain_torch as mt
+
+CASE = _case("wide")
+
+
+def in_pre_hook(change: Callable[[nn.Module, nn.Module], Any], at: int = 1) -> Callable[[nn.Module], Any]:
+    return lambda m: m.model.layers[at].register_forward_pre_hook(lambda mod, _: change(m, mod))
+
+
+def in_backward_hook(change: Callable[[nn.Module, nn.Module], Any], at: int) -> Callable[[nn.Module], Any]:
+    return lambda m: m.model.layers[at].register_full_backward_hook(lambda mod, *_: change(m, mod))
+
+
+def halve(w: Tensor) -> None:
+    with torch.no_grad():
+        w.mul_(0.5)
+
+
+def ones(w: Tensor) -> None:
+    with torch.no_grad():
+        w.copy_(torch.ones_like(w))
+
+
+def out(w: Tensor) -> None:
+    with torch.no_grad():
+        torch.add(w, 1.0, out=w)
+
+
+def give_grad(w: Tensor) -> None:
+    w.grad = torch.ones_like(w)
+
+
+def zero_grad(w: Tensor) -> None:
+    if w.grad is not None:
+        w.grad.zero_()
+
+
+HABITS = {
+    "another's weights": in_pre_hook(lambda m, _: halve(m.lm_head.weight)),
+    "own weights": in_pre_hook(lambda _, mod: halve(mod.mlp.down_proj.weight)),
+    "own weights by .data": in_pre_hook(lambda _, mod: halve(mod.mlp.down_proj.weight.data)),
+    "another's by .data": in_pre_hook(lambda m, _: halve(m.lm_head.weight.data)),
+    "other values": in_pre_hook(lambda m, _: ones(m.lm_head.weight)),
+    "out=": in_pre_hook(lambda m, _: out(m.lm_head.weight)),
+    "in backward": in_backward_hook(lambda m, _: halve(m.model.norm.weight), 0),
+    "a gradient that is there": in_backward_hook(lambda m, _: give_grad(m.lm_head.weight), -1),
+    "a gradient to come": in_backward_hook(lambda m, _: give_grad(m.model.layers[0].mlp.down_proj.weight), -1),
+    "an own gradient": in_backward_hook(lambda _, mod: give_grad(mod.self_attn.q_proj.weight), -1),
+    "a gradient's values": in_backward_hook(lambda m, _: zero_grad(m.lm_head.weight), 0),
+}
+
+
+def trained(model: nn.Module, habit: Callable[[nn.Module], Any]) -> dict[str, Tensor]:
+    handle, found = habit(model), {}
+    for number in range(2):
+        loss = CASE.loss(model, CASE.batch(number))
+        loss.backward()
+        found[f"loss {number}"] = loss.detach()
+    handle.remove()
+    for name, p in model.named_parameters():
+        found[name], found[f"grad {name}"] = p.detach().clone(), p.grad.clone()
+    return found
+
+
+@pytest.mark.parametrize("name", HABITS)
+def test_a_change_while_the_model_runs_is_kept(name: str) -> None:
+    plain, streamed = trained(CASE.build(), HABITS[name]), trained(mt.stream(CASE.build(), "cpu"), HABITS[name])
+    assert [key for key in plain if not torch.equal(plain[key], streamed[key])] == []
+
+
+class Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(50, 16, max_norm=1.0)
+        self.body = nn.Sequential(nn.Linear(16, 16), nn.Tanh())
+        self.head = nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(self.embedding(x))).square().mean()
+
+
+@pytest.mark.parametrize("homes", ["ram", "vram"])
+def test_an_embedding_with_a_largest_norm(homes: str) -> None:
+    found = []
+    for streamed in (False, True):
+        model = Normed()
+        if streamed:
+            model = mt.stream(model, "cpu", units=["embedding", "body", "head"], plan={"homes": homes})
+        opt = torch.optim.SGD(model.parameters(), lr=0.5)
+        for number in range(3):
+            model(torch.arange(number, number + 40).view(4, 10)).backward()
+            opt.step()
+            opt.zero_grad()
+        found.append([p.detach().clone() for p in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*found))
