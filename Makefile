@@ -18,6 +18,7 @@ BUILT := inplace
 else
 PY    := .venv/bin/python
 BUILT := .venv/.built
+BASES := .venv/bases
 endif
 
 C_SOURCES := $(wildcard csrc/*/*.c csrc/*/*.h csrc/*/*.cu csrc/*/*.cuh csrc/bind/exports.map)
@@ -40,7 +41,7 @@ demo: $(BUILT)  ## train a small Llama on Shakespeare through the streaming engi
 
 # ASan's need no Python: they run while packages come.
 test:  ## everything: C tests under ASan and TSan, then pytest
-	$(MAKE) --no-print-directory asan & asan=$$!; $(MAKE) --no-print-directory $(BUILT); built=$$?; \
+	$(MAKE) --no-print-directory asan & asan=$$!; $(MAKE) --no-print-directory $(BUILT) $(BASES); built=$$?; \
 	wait $$asan && exit $$built
 	$(MAKE) --no-print-directory tsan pytest
 
@@ -53,7 +54,7 @@ asan:  ## the C tests under AddressSanitizer and UBSan
 tsan:  ## the C tests under ThreadSanitizer
 	$(MAKE) -C tests/c --no-print-directory -j$(JOBS) -s run SAN=tsan
 
-pytest: $(BUILT)  ## the Python tests; ARGS="-k name" for some
+pytest: $(BUILT) $(BASES)  ## the Python tests; ARGS="-k name" for some
 	$(PY) -m pytest -q -n $(JOBS) --dist loadfile tests $(ARGS)
 
 gpu: $(BUILT)  ## the tests that need a GPU
@@ -113,6 +114,11 @@ clean:  ## remove what was built, .venv included
 .venv/.ready: pyproject.toml | .venv/bin/python
 	.venv/bin/python -c 'import torch' 2>/dev/null || .venv/bin/python -m pip install -q $(TORCH)
 	.venv/bin/python -m pip install -q -e '.[demo,test]'
+	@touch $@
+
+# Apart: whoever imports peft where they are imports them too, which takes each process seconds.
+.venv/bases: .venv/.ready
+	-.venv/bin/python -m pip install -q --no-deps --target $@ bitsandbytes==0.50.2 torchao==0.18.0
 	@touch $@
 
 # Compiles what changed since: objects are kept in build/core.

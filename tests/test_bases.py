@@ -22,8 +22,8 @@ from torch import Tensor, nn
 
 transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
-bnb = pytest.importorskip("bitsandbytes", reason="the extra `test` has it")
-torchao = pytest.importorskip("torchao", reason="the extra `test` has it")
+bnb = pytest.importorskip("bitsandbytes", reason="the extra `bases` has it; test_bases_apart.py")
+torchao = pytest.importorskip("torchao", reason="the extra `bases` has it; test_bases_apart.py")
 
 import megatrain_torch as mt  # noqa: E402
 from megatrain_torch.graph import frames  # noqa: E402

@@ -268,7 +268,7 @@ def test_a_plan_counts_bytes_and_the_rate_of_its_format() -> None:
         assert plan.states == states and (f"{states} states" in str(plan)) == (states != "fp32")
         assert plan.host.get("masters", 0) == LOW_BYTES[states] * 4 * 512 * 512
         assert plan.host["moments"] == moment_bytes(states, BF16, 512 * 512) * 4
-    assert plans["8bit"].busy["host update"] < 0.6 * plans["fp32"].busy["host update"]
+    assert plans["8bit"].busy["host update"] < 0.65 * plans["fp32"].busy["host update"]
     model = mt.stream(model, device="cpu", plan=dataclasses.replace(plans["8bit-sr"], machine=MACHINES["cpu"]))
     opt = mt.AdamW(model.parameters())
     feed(model, opt, [torch.ones(512, 512)] * 4)

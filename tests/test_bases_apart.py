@@ -1,0 +1,22 @@
+"""tests/test_bases.py in a process that has bitsandbytes and torchao, which `make test` puts into a folder of their own."""
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+FOLDER = Path(sys.prefix) / "bases"
+
+
+@pytest.mark.skipif(importlib.util.find_spec("torchao") is not None, reason="test_bases.py runs itself")
+@pytest.mark.skipif(not (FOLDER / "torchao").is_dir(), reason="`make test` installs bitsandbytes and torchao")
+def test_frozen_bases_of_codes() -> None:
+    path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(FOLDER)]))
+    words = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", "--tb=short",
+             str(Path(__file__).with_name("test_bases.py"))]
+    done = subprocess.run(words, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and " passed" in done.stdout, done.stdout[-4000:] + done.stderr[-1000:]
