@@ -139,6 +139,10 @@ class Planes:
         Raises:
             MegatrainError: in several processes, each of which would have others.
         """
+        with torch.no_grad():
+            value = value.detach().cpu()
+            if torch.equal(record.param, value):     # cuDNN's layers put theirs one behind the other
+                return
         if self._several:
             raise MegatrainError(f"{record.name}: changed in place while the model ran; with several processes weights "
                                  "are changed between steps, in all of them alike")
