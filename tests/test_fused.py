@@ -97,14 +97,16 @@ def truth(family: str, batch: str) -> fusing.Run:
 
 # ---------------------------------------------------------------- families
 
-@pytest.mark.parametrize("family, keep, batch", fusing.combinations(FAMILIES, BATCHES))
+@pytest.mark.parametrize("family, keep, batch", [
+    pytest.param(*case, marks=parity.LONG if i % 3 == 2 else ())
+    for i, case in enumerate(fusing.combinations(FAMILIES, BATCHES))])
 def test_a_fused_family_trains_as_plain_torch(family: str, keep: str, batch: str) -> None:
     run = fused(FAMILIES[family], BATCHES[batch], keep)
     all_fused(run.codes)
     fusing.agree(truth(family, batch), run)
 
 
-@pytest.mark.parametrize("family", ALIKE)
+@pytest.mark.parametrize("family", [pytest.param(f, marks=parity.LONG if i else ()) for i, f in enumerate(ALIKE)])
 def test_so_does_one_of_the_same_structure(family: str) -> None:
     run = fused(ALIKE[family], padded, "selective")
     all_fused(run.codes)
@@ -165,7 +167,7 @@ def test_an_mlp_that_names_no_activation_runs_its_own_code() -> None:
 
 # ---------------------------------------------------------------- numbers
 
-@pytest.mark.parametrize("family", ["llama", "gemma3", "olmo2"])
+@pytest.mark.parametrize("family", ["gemma3", *(pytest.param(f, marks=parity.LONG) for f in ("llama", "olmo2"))])
 def test_in_bf16_a_fused_layer_is_no_further_from_fp32_than_its_own_code(family: str) -> None:
     """Both round to 8 bits at other places. Over a whole model's gradients the distances to fp32 are alike: 0.7 to
     1.1 times was seen; 1.5 leaves room for another order of sums."""

@@ -90,7 +90,7 @@ def test_a_fused_mixture_of_experts_trains_as_plain_torch(family: str, keep: str
     fusing.agree(truth(family, batch), run)
 
 
-@pytest.mark.parametrize("family", NEWER)
+@pytest.mark.parametrize("family", [pytest.param(f, marks=parity.LONG if i % 2 else ()) for i, f in enumerate(NEWER)])
 def test_so_does_a_newer_one(family: str) -> None:
     run = fused(NEWER[family], padded, "selective")
     all_fused(run.codes)
@@ -180,7 +180,7 @@ def test_attention_with_sinks_is_a_softmax_with_one_more_logit(groups: int, mask
         assert fusing.error(a, b) < 1e-14
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize("family", ["qwen3_moe", pytest.param("gpt_oss", marks=parity.LONG)])
 def test_in_bf16_layers_are_fused_though_rounding_decides_some_choices(family: str) -> None:
     """32 experts, 4 of each token: in some token the choice is rounding's. The trial takes the choice of the layer's own
     code; training does not, so whole models are compared by their losses alone."""
