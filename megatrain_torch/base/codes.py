@@ -98,9 +98,11 @@ class Strand(nn.Parameter):
 
     Attributes:
         of: (the parameter, its module, the strand's name in its format), until it is streamed.
+        stands: the parameter's name, and for how many numbers, where 16-bit weights are made of it; else "".
     """
 
     of: tuple[nn.Parameter, nn.Module, str]
+    stands: tuple[str, int] = ("", 0)
 
 
 class Stands:
@@ -144,6 +146,8 @@ def strands_of(name: str, p: nn.Parameter, m: nn.Module, format: Format) -> tupl
         if key:
             strand = Strand(t.detach(), requires_grad=False)
             strand.of = p, m, key
+            if format.expands:
+                strand.stands = name, format.shape(p).numel()
             rest.append((format.label(p, name, key), strand))
     return [(name, p)] if "" in strands else [], rest
 

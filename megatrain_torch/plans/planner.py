@@ -67,6 +67,7 @@ class Plan:
             fewer where nothing fits otherwise: then a backward waits for the updates of the last units.
         states: how mt.AdamW keeps its states.
         products: of layers, "bf16" or "fp8".
+        experts: of a mixture's layer, fetched at a time; 0: all of them.
         gpus, machines: GPUs of a machine, and machines, each with a host like `machine`'s. tokens, micro and device
             memory are those of one GPU; host memory is one machine's.
     """
@@ -98,6 +99,7 @@ class Plan:
     gpus: int = 1
     machines: int = 1
     products: str = "bf16"
+    experts: int = 0
 
     @property
     def fleet(self) -> Fleet:

@@ -22,6 +22,7 @@ from ..base.errors import MegatrainError
 from ..base.formats import master_bytes, moment_bytes
 from ..base.modes import KEEPS, LINKED
 from ..base.products import check_layers, inner
+from ..base.stacks import slots_of
 from ..base.units import ALIGN, find, group, output_embeddings, stored_dtype, weight_bytes
 from ..fused.templates import Unfit, template
 
@@ -36,6 +37,7 @@ class Unit:
         weights: HI plane, and a slot for it. gradients: GRAD. masters: LO, or MASTER of fp16 weights.
         moments: M and V. sums: ACC, which exists with several micro-batches only.
         trained, numel: elements. count: tensors.
+        fetched: bytes of a slot for what of it is fetched by itself: its experts, where a few are at a time.
     """
 
     name: str
@@ -47,6 +49,12 @@ class Unit:
     moments: int
     sums: int
     count: int
+    fetched: tuple[int, ...] = ()
+
+    @property
+    def slots(self) -> tuple[int, ...]:
+        """Bytes of what is fetched at once."""
+        return self.fetched or (self.weights,)
 
 
 @dataclass(frozen=True)
@@ -218,13 +226,16 @@ def _from_config(config: Any, layers: int | None, dtype: torch.dtype | None) -> 
 # ---- units ---------------------------------------------------------------------------------------
 
 def unit_bytes(name: str, own: list[tuple[str, nn.Parameter]], dtype: torch.dtype | None,
-               states: str = "fp32", align: int = ALIGN) -> Unit:
-    """states: how AdamW's are kept, see formats.py. align: as weight_bytes has it."""
+               states: str = "fp32", align: int = ALIGN, experts: int = 0) -> Unit:
+    """states: how AdamW's are kept, see formats.py. align: as weight_bytes has it. experts: of a stack, fetched at a
+    time; 0: all."""
+    fetched = slots_of(own, experts, [stored_dtype(p, dtype) for _, p in own]) if experts else ()
     kinds = [(p.numel(), stored_dtype(p, dtype)) for _, p in own if p.requires_grad]
     return Unit(name, sum(p.numel() for _, p in own), weight_bytes(own, dtype, align), sum(n for n, _ in kinds),
                 sum(n * kind.itemsize for n, kind in kinds), sum(n * master_bytes(states, kind) for n, kind in kinds),
                 sum(moment_bytes(states, kind, n) for n, kind in kinds),
-                sum(4 * n for n, kind in kinds if kind in (torch.bfloat16, torch.float16)), len(own))
+                sum(4 * n for n, kind in kinds if kind in (torch.bfloat16, torch.float16)), len(own),
+                fetched)
 
 
 # ---- windows -------------------------------------------------------------------------------------
