@@ -141,7 +141,7 @@ class _Product(torch.autograd.Function):
         return _by_piece(ctx, dy, ctx.columns, ctx.rows[::-1], not ctx.flipped), None
 
 
-Rows = list[tuple[Piece, int, int, Tensor]]      # of a piece: its first row, that after its last, where its experts' end
+Rows = list[tuple[Piece, int, int, Tensor]]      # its first row, that after its last, where its experts' rows end
 
 
 def _rows(stacked: Stacked, offs: Tensor) -> Rows:
