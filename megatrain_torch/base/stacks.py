@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from .codes import format_of
 
-GROUP_BYTES = 512 << 20              # of 16-bit weights that are made, or multiplied with, at a time
+GROUP_BYTES = 256 << 20              # of 16-bit weights that are made, or multiplied with, at a time
 ALIGN = 512                          # bytes, at which a parameter starts, in a slot too
 Params = list[tuple[str, nn.Parameter]]
 

@@ -204,8 +204,7 @@ def plan(model: Any, *, tokens: int, seq: int, machine: Machine | str | None = N
             another machine {"limit": "2TB"} is enough.
         gpus, machines: GPUs of each machine, and machines, with a process for each GPU, as torchrun starts them. vram
             is one GPU's limit, host one machine's. Units are then at home in "ram".
-        experts: frozen ones of a mixture's layer that are fetched at a time, where a parameter holds all of them; 0:
-            all at once. None: what is best.
+        experts: of a layer, frozen in one parameter, fetched at a time; 0: all. None: what is best.
 
     Raises:
         MegatrainError: an argument makes no sense; or nothing that may be chosen fits. Then the message has the
@@ -225,8 +224,6 @@ def plan(model: Any, *, tokens: int, seq: int, machine: Machine | str | None = N
     if compute == "auto" and products == "bf16":       # as mt.stream has it
         halves = all(w.itemsize == 2 for w in shape.windows)
         wishes = dataclasses.replace(wishes, fused=halves and limits.device == "cuda")
-    if experts is not None:
-        check_count(experts, "experts", 0)
     problem, best, shape_with, experts = _best(shape_with, limits, wishes, experts)
     if best is None and isinstance(homes, dict):
         raise MegatrainError(f"{tokens:,} tokens of {shape.name} in sequences of {seq:,} fit in no way with units at "
@@ -271,6 +268,8 @@ Found = tuple[Problem, tuple[Choice, Timing] | None, Callable[..., Shape], int]
 
 def _best(shape_with: Callable[..., Shape], limits: Machine, wishes: Wishes, experts: int | None) -> Found:
     """With a layer's experts fetched at once, or with a few at a time where that takes less time, or alone fits."""
+    if experts is not None:
+        check_count(experts, "experts", 0)
     shape = shape_with(wishes.states, experts or 0)
     problem = Problem(shape, limits, wishes)
     _check_activations(problem)
