@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from ... import _core
+from ...base.codes import holds_codes
 from .case import is_config
 
 OFTEN = 16           # a window that has been so many different structures runs its own code from then on
@@ -103,7 +104,7 @@ def _is_followed(value: Any) -> bool:
         return all(map(_is_leaf, value.values()))
     if type(value) is functools.partial:
         return all(map(_is_leaf, (value.func, *value.args, *value.keywords.values())))
-    return _is_leaf(value) or _is_library(type(value))
+    return _is_leaf(value) or _is_library(type(value)) or holds_codes(value)
 
 
 def _is_followed_of_class(value: Any) -> bool:

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from ...graph.masks import example, sight_of
 from ..proof.case import Case, case_of
 from .attention import long_tokens
+from .linears import codings_of
 from .mlp import GatedMLP
 from .moe import SparseMLP
 from .parts import Grads, Norm, Unfit, Weights, dense, has, hidden_states, unflattened
@@ -44,7 +45,6 @@ class Decoder:
 
     differentiable_input = True
     swaps, links = True, True            # what it keeps may wait in host memory; it can make its output again
-    coded = True                         # its products may be of codes (coded.py)
 
     def __init__(self, layer: nn.Module) -> None:
         """Reads the structure of a layer.
@@ -60,7 +60,13 @@ class Decoder:
         self.mlp = half(layer, block, norms["2"], norms["2b"], factor)
         self.norms = self.attention.norms + self.mlp.norms
         self.linears, self.routes = (*self.attention.linears, *self.mlp.linears), half is SparseMLP
+        self.codings = codings_of(layer)
         self._all_known(layer)
+
+    @property
+    def coded(self) -> bool:
+        """May its products be of 8-bit codes (coded.py)?"""
+        return not self.codings and not any(one.adapters for one in self.linears)
 
     def _all_known(self, layer: nn.Module) -> None:
         known = self.attention.names | self.mlp.names | {n.weight for n in self.norms}

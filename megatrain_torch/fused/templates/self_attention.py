@@ -14,7 +14,8 @@ from ...base.limits import show_bytes
 from ...graph import hf_calls
 from ...graph.masks import sight_of
 from .attention import Attention
-from .parts import Grads, Linears, Norm, Sums, Unfit, Weights, child, cut, has
+from .linears import Linears
+from .parts import Grads, Norm, Sums, Unfit, Weights, child, cut, has
 from .rotary import Rotary, rotary_of
 
 
