@@ -255,7 +255,7 @@ def _four_put(p: Any, m: nn.Module, strands: Strands) -> None:
 
 def _four_coding(p: Any) -> Coding | None:
     state = p.quant_state
-    if len(state.shape) != 2 or (state.state2 is not None and state.state2.blocksize != 256):
+    if state is None or len(state.shape) != 2 or (state.state2 is not None and state.state2.blocksize != 256):
         return None
     strands = ("", "absmax")
     if state.state2 is not None:

@@ -140,7 +140,7 @@ def _walk(module: nn.Module, name: str, chosen: set[int], around: set[int], foun
         _walk(child, dot + child_name, chosen, around, found, seen)
 
 
-_ADAPTER = re.compile(r"\.lora_[AB]\.[^.]+\.weight$")           # as PEFT names them
+ADAPTER = re.compile(r"\.lora_[AB]\.[^.]+\.weight$")           # as PEFT names them
 Group = tuple[str, list[tuple[str, nn.Parameter]]]
 
 
@@ -169,7 +169,7 @@ def _whole(root: nn.Module, found: Found) -> list[Group]:
     for name, window in found.windows:
         own = [(names[id(p)], p) for p in window.parameters() if id(p) not in seen]
         # Matrices first, adapters' behind the others: layers over one input lie side by side.
-        own.sort(key=lambda item: (item[1].dim() < 2, bool(_ADAPTER.search(item[0]))))
+        own.sort(key=lambda item: (item[1].dim() < 2, bool(ADAPTER.search(item[0]))))
         seen.update(id(p) for _, p in own)
         if own:
             groups.append((name or type(root).__name__, own))

@@ -53,13 +53,13 @@ def structure_of(module: nn.Module, without: type) -> tuple[Any, ...]:
 
 def _part(name: str, m: nn.Module, without: type) -> tuple[Any, ...]:
     own = tuple((k, _value(v, m)) for k, v in m.__dict__.items()
-                if k not in _TORCHS and not is_number(k, v) and not isinstance(v, without) and not _is_note(k, m))
+                if k not in _TORCHS and not is_number(k, v) and not isinstance(v, without) and not is_note(k, m))
     tensors = tuple((k, None if t is None else (tuple(t.shape), t.dtype))
                     for d in (m._parameters, m._buffers) for k, t in dict.items(d))
     return name, Same(type(m)), own, tensors
 
 
-def _is_note(name: str, m: nn.Module) -> bool:
+def is_note(name: str, m: nn.Module) -> bool:
     """PEFT's, of how a layer's adapter was made, its full name among it: no forward reads it."""
     return name == "kwargs" and type(m).__module__.startswith("peft.tuners.")
 
@@ -194,5 +194,5 @@ def _letters(name: str, t: Tensor, b: int, s: int) -> Iterator[Any]:
             yield n
 
 
-__all__ = ["Case", "EmptyCache", "Given", "Refused", "Same", "case_of", "is_config", "is_number", "numbers_of", "put",
-           "structure_of"]
+__all__ = ["Case", "EmptyCache", "Given", "Refused", "Same", "case_of", "is_config", "is_note", "is_number",
+           "numbers_of", "put", "structure_of"]

@@ -211,6 +211,19 @@ class Decoder:
         each, most = self.copied(item)
         return self.kept_bytes("saved", tokens, item) + tokens * (columns * item + each * (tokens > most))
 
+    def expanded(self, item: int) -> tuple[int, int]:
+        """Bytes of weights that codes stand for: of most that are there at once, and of all."""
+        joint = [sum(one.rows) * one.inputs * item for one in self.linears
+                 if any(n in self.codings for n in one.weights)]
+        kept = [c.shape.numel() * item for n, c in self.codings.items()
+                if not any(n in one.weights for one in self.linears)]
+        return max(joint, default=0) + sum(kept), sum(joint) + sum(kept)
+
+    @property
+    def rounds(self) -> bool:
+        """Is it nothing for a GPU, where the package of its codes rounds activations to codes too?"""
+        return any(c.rounds for c in self.codings.values())
+
     def copied(self, item: int) -> tuple[int, int]:
         """Bytes of a token that attention copies at a time where there are more than so many, and how many."""
         q, qkv = self.attention.o.inputs, sum(self.attention.qkv.rows)

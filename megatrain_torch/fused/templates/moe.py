@@ -87,7 +87,7 @@ class SparseMLP:
         """
         block = child(layer, name)
         self.router = Router(layer, name, "gate" if has(block, "gate") else "router")
-        hidden = layer.get_parameter(self.router.weight).shape[1]
+        hidden = dict(layer.named_parameters())[self.router.weight].shape[1]
         self.experts = Experts(layer, f"{name}.experts", hidden)
         if self.experts.count != self.router.experts:
             raise Unfit(f"its router knows {self.router.experts} experts of {self.experts.count}")
