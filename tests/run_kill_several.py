@@ -11,6 +11,7 @@ table.
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import os
 import random
 import re
@@ -45,6 +46,7 @@ class Net(nn.Module):
 
 def rank_main(folder: Path) -> None:
     """One of the processes: trains until it is killed, or another is."""
+    faulthandler.register(signal.SIGUSR1, all_threads=True)      # where it is, should it not end
     from torch import distributed as dist
 
     import megatrain_torch as mt
@@ -103,6 +105,8 @@ def _kill_one(folder: Path, begun: list[subprocess.Popen[str]], rng: random.Rand
         try:
             code = begun[r].wait(max(0.1, clock + PATIENCE - time.monotonic()))
         except subprocess.TimeoutExpired:
+            os.kill(begun[r].pid, signal.SIGUSR1)
+            time.sleep(2)
             raise AssertionError(f"rank {r} did not end after rank {victim} was killed:\n" + _said(folder, len(begun))
                                  ) from None
         text = (folder / f"err{r}").read_text()
@@ -114,7 +118,7 @@ def _kill_one(folder: Path, begun: list[subprocess.Popen[str]], rng: random.Rand
 
 
 def _said(folder: Path, size: int) -> str:
-    return "\n".join(f"-- rank {r}\n{(folder / f'err{r}').read_text()[-2000:]}" for r in range(size))
+    return "\n".join(f"-- rank {r}\n{(folder / f'err{r}').read_text()[-8000:]}" for r in range(size))
 
 
 def kill(folder: Path, times: int, seed: int) -> list[str]:

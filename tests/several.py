@@ -11,9 +11,11 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import faulthandler
 import hashlib
 import importlib
 import os
+import signal
 import tempfile
 import traceback
 from pathlib import Path
@@ -31,15 +33,16 @@ class Pool:
         pids: by rank.
     """
 
-    def __init__(self, size: int, device: str = "cpu") -> None:
-        """device: "cpu", or "cuda": a GPU each, with NCCL; where there are fewer, they share them, with gloo."""
+    def __init__(self, size: int, device: str = "cpu", machines: int = 1) -> None:
+        """device: "cpu", or "cuda": a GPU each, with NCCL; where there are fewer, they share them, with gloo. machines:
+        so many of them are pretended, as by so many launchers."""
         self.size, self._folder = size, tempfile.TemporaryDirectory()
         context = mp.get_context("spawn")
         self._pipes, self._processes = [], []
         for rank in range(size):
             mine, its = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, size, f"{self._folder.name}/store", its, device),
-                                      daemon=True)
+            process = context.Process(target=_serve, args=(rank, size, f"{self._folder.name}/store", its, device,
+                                                             size // machines), daemon=True)
             process.start()
             its.close()
             self._pipes.append(mine)
@@ -54,6 +57,8 @@ class Pool:
         found = []
         for rank, pipe in enumerate(self._pipes[:size]):
             if not pipe.poll(timeout):
+                for pid in self.pids:
+                    os.kill(pid, signal.SIGUSR1)             # they say where they are
                 raise TimeoutError(f"rank {rank} did not answer {what}{args} within {timeout} s")
             found.append(pipe.recv())
         if failed := [(rank, text) for rank, (ok, text) in enumerate(found) if not ok]:
@@ -73,11 +78,13 @@ class Pool:
         self._folder.cleanup()
 
 
-def _serve(rank: int, size: int, store: str, pipe: Any, device: str) -> None:
+def _serve(rank: int, size: int, store: str, pipe: Any, device: str, mates: int) -> None:
     from torch import distributed as dist
     torch.set_num_threads(1)
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
     os.environ |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error", "ACCELERATE_USE_CPU": "true",
-                   "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
+                   "RANK": str(rank), "LOCAL_RANK": str(rank % mates), "WORLD_SIZE": str(size),
+                   "LOCAL_WORLD_SIZE": str(mates), "GROUP_RANK": str(rank // mates)}
     backend = "nccl" if device == "cuda" and torch.cuda.device_count() >= size else "gloo"
     if device == "cuda":
         torch.cuda.set_device(rank % torch.cuda.device_count())

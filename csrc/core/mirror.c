@@ -413,11 +413,54 @@ fail:
     return st;
 }
 
+/* What has changed planes that the host keeps: it grows with each. What waits for a save to copy
+ * them has not. */
+static uint64_t stamp_of(mt_store *s, const mt__unit *u)
+{
+    uint64_t stamp;
+
+    mt_lock(&s->ledger.mu);
+    stamp = 1 + u->begun[MT_COUNT_UPDATED] + u->begun[MT_COUNT_LANDED] + u->spreads -
+            (uint64_t)(u->updates + u->grads);
+    mt_unlock(&s->ledger.mu);
+    return stamp;
+}
+
+/* Of planes of which host memory is the home: where ranks are on several machines, those portions
+ * that other machines have. */
+static mt_status bring_apart(mt_store *s, int unit, unsigned planes)
+{
+    mt__unit *u = mt__unit_at(s, unit);
+    uint64_t  stamp;
+    unsigned  lack = 0;
+    mt_status st;
+
+    if (planes == 0 || !u->shared || !mt_share_is_apart(s->share))
+        return MT_OK;
+    MT_TRY(wait_for(s, unit, planes));
+    stamp = stamp_of(s, u);
+    mt_lock(&s->mirror_mu);
+    for (int p = 0; p < MT_PLANE_COUNT; p++)
+        lack |= (planes >> p & 1) && u->apart[p] != stamp ? 1u << p : 0;
+    mt_unlock(&s->mirror_mu);
+    if (lack == 0)
+        return MT_OK;
+    MT_TRY(mt__ask(s, unit, lack, 1));
+    mt_lock(&s->mirror_mu);
+    for (int p = 0; p < MT_PLANE_COUNT; p++)
+        if (lack >> p & 1)
+            u->apart[p] = stamp;
+    mt_unlock(&s->mirror_mu);
+fail:
+    return st;
+}
+
 static mt_status bring(mt_store *s, int unit, unsigned planes, int claims)
 {
     const mt__mirror m = look(s, unit);
     mt_status        st;
 
+    MT_TRY(bring_apart(s, unit, planes & ~HI & ~(m.planes | m.visit)));
     planes &= m.planes | m.visit;
     if (planes == 0)
         return MT_OK;

@@ -81,6 +81,10 @@ typedef struct mt__unit {
     uint64_t       version, writes;  /* from 1: a slot that says 0 holds nothing. writes: of these,
                                       * those from outside. ledger.mu */
     mt__mirror     mirror;
+    uint64_t       apart[MT_PLANE_COUNT];    /* in a share of several machines, of planes that the
+                                      * host keeps: the stamp (mirror.c) with which the other
+                                      * machines' portions came. mirror_mu */
+    uint64_t       spreads;          /* of planes of the unit. ledger.mu */
     int64_t        updates, grads, fetches, saves;   /* announced and not finished. ledger.mu */
     uint64_t       begun[MT_UNIT_COUNTS];    /* announced here so far. ledger.mu */
     mt_event      *fetched;          /* made at the first fetch, then stays. fetched_mu */
@@ -158,6 +162,8 @@ void      mt__unbind (mt_store *s, int unit);   /* both locks: it has no GRAD pl
 
 /* view.c, of a unit in a share: its ranges and its board, before it is published. */
 mt_status mt__share_unit(mt_store *s, mt__unit *u, int unit);
+/* Chunks [from, from + n) of its board are of what is in the portion. */
+void mt__chunks_of(const mt__unit *u, const mt_portion *p, size_t *from, size_t *n);
 
 /* lend.c. take_back is called when a unit's update ends, before that is told; lent_close by the
  * store's close, behind its units'. */

@@ -22,7 +22,7 @@ class Writers:
     """
 
     def __init__(self, ranks: Ranks | None) -> None:
-        self._ranks = None if ranks is None else ranks.apart()       # a save may end in a thread of its own
+        self._ranks = None if ranks is None else ranks.aside()       # a save may end in a thread of its own
         self.part, self.parts = (0, 1) if ranks is None else (ranks.rank, ranks.size)
         self.first = self.part == 0
 

@@ -94,7 +94,7 @@ class Exchange:
     def __init__(self, model: Model, home: Home, ranks: Ranks, mean: bool) -> None:
         self._model, self._home, self._ranks = model, home, ranks
         # Two models' units would meet in one group where a rank has not all of them: its order is another then.
-        self._group = ranks.data if model.device.type == "cuda" else ranks.control.carrier()
+        self._group = ranks.data if model.device.type == "cuda" else ranks.control.carrier("gradients")
         self._scale = 1 / ranks.size if mean else 1.0
         self._held: dict[int, dict[Record, Tensor]] = {}
         self._sent: deque[Sent] = deque()

@@ -53,11 +53,11 @@ class Control:
             self._waits.until(come, self._name, self._told("looks for the others"))
             self._group = dist.ProcessGroupGloo(self._store, self._rank, self._size, patience)
 
-    def carrier(self) -> dist.ProcessGroup:
+    def carrier(self, name: str) -> dist.ProcessGroup:
         """One more group of the same processes, over gloo; made by all. What goes there meets nothing of anybody else.
         """
         with self.named("looks for the others"):
-            return dist.ProcessGroupGloo(dist.PrefixStore("carrier", self._store), self._rank, self._size,
+            return dist.ProcessGroupGloo(dist.PrefixStore(name, self._store), self._rank, self._size,
                                          self.patience)
 
     def gather(self, value: Any) -> list[Any]:
