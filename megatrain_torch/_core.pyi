@@ -53,8 +53,8 @@ class Engine:
     def portions(self, unit: int) -> tuple[int, ...]:
         """[ranks + 1] Bytes of the unit's weights, as offset() counts them, at which portions begin and the last ends.
         """
-    def owned(self, unit: int, param: int) -> tuple[int, int]:
-        """(first, number) of the parameter's elements that are this rank's."""
+    def owned(self, unit: int, param: int, rank: int = -1) -> tuple[int, int]:
+        """(first, number) of the parameter's elements that are this rank's, or another's."""
     def plane(self, unit: int, param: int, plane: int, shared: bool = False) -> np.ndarray:
         """uint8 view of one parameter's bytes in a plane. Maps the plane at first use.
 
@@ -69,6 +69,8 @@ class Engine:
         """(rank, process) of other ranks that have closed their engine, or whose process ended."""
     def relay(self) -> Any:
         """For relay_next and its like; it keeps the memory, also behind close()."""
+    def fail(self, text: str) -> None:
+        """The engine is of no use any more, and those of other ranks neither: whoever waits in one gets this text."""
     def stay(self, seconds: float) -> None:
         """Of a process that ends: returns when no other rank will ask any more for what is on this one's device, since
         all have come here or are gone, or none has asked for so many seconds. Nothing to do where no unit is there."""

@@ -385,8 +385,8 @@ static PyMethodDef methods[] = {
       "Where each owner's portion of the unit's weights begins, in bytes, and where the last "
       "ends." },
     { "owned", mt_engine_owned, METH_VARARGS,
-      "owned($self, unit, param, /)\n--\n\n"
-      "(first, number) of the parameter's elements that this rank owns." },
+      "owned($self, unit, param, rank=-1, /)\n--\n\n"
+      "(first, number) of the parameter's elements that this rank owns, or another." },
     { "plane", KEYWORDS(mt_engine_plane), METH_VARARGS | METH_KEYWORDS,
       "plane($self, unit, param, plane, shared=False)\n--\n\n"
       "uint8 array over the parameter's bytes in a plane: for user code, or (shared) as all have "
@@ -397,6 +397,9 @@ static PyMethodDef methods[] = {
     { "relay", mt_engine_relay, METH_NOARGS,
       "relay($self)\n--\n\n"
       "For relay_next() and its like: what this rank tells other machines, and what it hears." },
+    { "fail", mt_engine_fail, METH_VARARGS,
+      "fail($self, text, /)\n--\n\n"
+      "The engine is of no use any more, and of other ranks theirs neither; all that waits ends." },
     { "stay", mt_engine_stay, METH_VARARGS,
       "stay($self, seconds, /)\n--\n\n"
       "Return when no other rank will read what is on its device, or none has for so long." },

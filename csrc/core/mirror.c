@@ -133,6 +133,18 @@ void mt__mirror_touched(mt_store *s, int unit)
     mt_mirror_tell(s, unit, -1, HI, MT_MIRROR_TOUCHED);
 }
 
+void mt__mirror_lacks(mt_store *s, int unit, unsigned planes)
+{
+    mt__unit *u = mt__unit_at(s, unit);
+
+    mt_lock(&s->mirror_mu);
+    u->mirror.whole &= ~planes;
+    u->mirror.changes++;
+    for (int p = 0; p < MT_PLANE_COUNT; p++)
+        u->apart[p] = planes >> p & 1 ? 0 : u->apart[p];
+    mt_unlock(&s->mirror_mu);
+}
+
 /* ---- homes -------------------------------------------------------------------------------- */
 
 /* What the host has of these planes, the home has not. */
@@ -420,7 +432,7 @@ static uint64_t stamp_of(mt_store *s, const mt__unit *u)
     uint64_t stamp;
 
     mt_lock(&s->ledger.mu);
-    stamp = 1 + u->begun[MT_COUNT_UPDATED] + u->begun[MT_COUNT_LANDED] + u->spreads -
+    stamp = 1 + u->begun[MT_COUNT_UPDATED] + u->begun[MT_COUNT_LANDED] -
             (uint64_t)(u->updates + u->grads);
     mt_unlock(&s->ledger.mu);
     return stamp;
@@ -431,7 +443,7 @@ static uint64_t stamp_of(mt_store *s, const mt__unit *u)
 static mt_status bring_apart(mt_store *s, int unit, unsigned planes)
 {
     mt__unit *u = mt__unit_at(s, unit);
-    uint64_t  stamp;
+    uint64_t  stamp, changes;
     unsigned  lack = 0;
     mt_status st;
 
@@ -440,6 +452,7 @@ static mt_status bring_apart(mt_store *s, int unit, unsigned planes)
     MT_TRY(wait_for(s, unit, planes));
     stamp = stamp_of(s, u);
     mt_lock(&s->mirror_mu);
+    changes = u->mirror.changes;
     for (int p = 0; p < MT_PLANE_COUNT; p++)
         lack |= (planes >> p & 1) && u->apart[p] != stamp ? 1u << p : 0;
     mt_unlock(&s->mirror_mu);
@@ -448,7 +461,7 @@ static mt_status bring_apart(mt_store *s, int unit, unsigned planes)
     MT_TRY(mt__ask(s, unit, lack, 1));
     mt_lock(&s->mirror_mu);
     for (int p = 0; p < MT_PLANE_COUNT; p++)
-        if (lack >> p & 1)
+        if ((lack >> p & 1) && u->mirror.changes == changes)
             u->apart[p] = stamp;
     mt_unlock(&s->mirror_mu);
 fail:

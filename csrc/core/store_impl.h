@@ -84,7 +84,6 @@ typedef struct mt__unit {
     uint64_t       apart[MT_PLANE_COUNT];    /* in a share of several machines, of planes that the
                                       * host keeps: the stamp (mirror.c) with which the other
                                       * machines' portions came. mirror_mu */
-    uint64_t       spreads;          /* of planes of the unit. ledger.mu */
     int64_t        updates, grads, fetches, saves;   /* announced and not finished. ledger.mu */
     uint64_t       begun[MT_UNIT_COUNTS];    /* announced here so far. ledger.mu */
     mt_event      *fetched;          /* made at the first fetch, then stays. fetched_mu */
@@ -191,11 +190,13 @@ void      mt__ledger_close (mt__ledger *l);
 void      mt__version_grows(mt_store *s, int unit);
 
 /* mirror.c. move: the unit comes to this home. touched: some of the host's weights were written.
- * serve: this rank's portion of these planes is in host memory; *gone: its home has ended. What is
+ * lacks: ranks of other machines have other values of these planes than came from them. serve: this
+ * rank's portion of these planes is in host memory; *gone: its home has ended. What is
  * announced is not waited for: who asks has done so, and may be awaited himself by what was
  * announced here since. */
 mt_status mt__mirror_move   (mt_store *s, int unit, const mt_home *to, void *of);
 void      mt__mirror_touched(mt_store *s, int unit);
+void      mt__mirror_lacks  (mt_store *s, int unit, unsigned planes);
 mt_status mt__mirror_serve  (mt_store *s, int unit, unsigned planes, int claims, int *gone);
 
 #endif

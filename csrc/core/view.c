@@ -305,9 +305,8 @@ mt_status mt_store_spread(mt_store *s, int unit, int param, unsigned planes)
     n = mt_share_said(s->share, MT_COUNT_SPREAD, mt_share_rank(s->share)) + 1;
     MT_TRY(meet_writers(s, &w, n));
     MT_TRY(spread_own(s, &w, n));
-    mt_lock(&s->ledger.mu);
-    u->spreads++;
-    mt_unlock(&s->ledger.mu);
+    if (mt_share_is_apart(s->share))
+        mt__mirror_lacks(s, unit, planes);
     for (int p = 0; p < MT_PLANE_COUNT; p++)
         if (planes >> p & 1)
             mt_store_view_drop(s, unit, param, (mt_plane)p);

@@ -108,6 +108,7 @@ class Exchange:
         self._entire: dict[Record, Tensor | None] = {}       # of which every rank gets the whole sum; what this one has
         self._error = ""                     # why this backward fails on all ranks
         self._asked = False                  # for room
+        self._steps = 0                      # by which ranks see that a backward of one meets another's next one
         self.began = False                   # some gradient of the backward under way is to be exchanged
 
     # ---- in backward ----
@@ -174,10 +175,19 @@ class Exchange:
         """A gradient of this backward is to be exchanged, here or on another rank."""
         if not self.began:
             self._ask_room()
-            records = [r for unit in self._model.units for r in unit]
-            kept = self._ranks.control.any_of(torch.tensor([self._is_kept(r) for r in records], dtype=torch.uint8))
-            self._entire = {r: None for r, bit in zip(records, kept.tolist()) if bit}
+            records, step = [r for unit in self._model.units for r in unit], self._steps % 256
+            said = [*(self._is_kept(r) for r in records), step, 255 - step]
+            *kept, most, least = self._ranks.control.any_of(torch.tensor(said, dtype=torch.uint8)).tolist()
+            if most != 255 - least:
+                raise MegatrainError(f"rank {self._ranks.rank}: this backward comes after {self._steps} steps here, and "
+                                     "after another number on another rank: a backward there reached no trained "
+                                     "parameter, so it met the next one of this rank; each rank's has to reach some")
+            self._entire = {r: None for r, bit in zip(records, kept) if bit}
             self.began, self._turn = True, len(self._model.units) - 1
+
+    def stepped(self) -> None:
+        """An optimizer of the model's has made a step."""
+        self._steps += 1
 
     def _is_kept(self, record: Record) -> bool:
         """Is there no place for a portion of its gradient?"""
