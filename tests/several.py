@@ -33,16 +33,15 @@ class Pool:
         pids: by rank.
     """
 
-    def __init__(self, size: int, device: str = "cpu", machines: int = 1) -> None:
-        """device: "cpu", or "cuda": a GPU each, with NCCL; where there are fewer, they share them, with gloo. machines:
-        so many of them are pretended, as by so many launchers."""
+    def __init__(self, size: int, device: str = "cpu") -> None:
+        """device: "cpu", or "cuda": a GPU each, with NCCL; where there are fewer, they share them, with gloo."""
         self.size, self._folder = size, tempfile.TemporaryDirectory()
         context = mp.get_context("spawn")
         self._pipes, self._processes = [], []
         for rank in range(size):
             mine, its = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, size, f"{self._folder.name}/store", its, device,
-                                                             size // machines), daemon=True)
+            process = context.Process(target=_serve, args=(rank, size, f"{self._folder.name}/store", its, device),
+                                      daemon=True)
             process.start()
             its.close()
             self._pipes.append(mine)
@@ -78,13 +77,12 @@ class Pool:
         self._folder.cleanup()
 
 
-def _serve(rank: int, size: int, store: str, pipe: Any, device: str, mates: int) -> None:
+def _serve(rank: int, size: int, store: str, pipe: Any, device: str) -> None:
     from torch import distributed as dist
     torch.set_num_threads(1)
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     os.environ |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error", "ACCELERATE_USE_CPU": "true",
-                   "RANK": str(rank), "LOCAL_RANK": str(rank % mates), "WORLD_SIZE": str(size),
-                   "LOCAL_WORLD_SIZE": str(mates), "GROUP_RANK": str(rank // mates)}
+                   "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
     backend = "nccl" if device == "cuda" and torch.cuda.device_count() >= size else "gloo"
     if device == "cuda":
         torch.cuda.set_device(rank % torch.cuda.device_count())
@@ -100,6 +98,16 @@ def _serve(rank: int, size: int, store: str, pipe: Any, device: str, mates: int)
             pipe.send((True, getattr(importlib.import_module(module), name)(rank, groups[n], *args, **kw)))
         except BaseException:
             pipe.send((False, traceback.format_exc()))
+
+
+def apart(rank: int, group: Any, machines: int, what: str, *args: Any) -> Any:
+    """`module:function` as on so many machines, which are pretended: as under so many launchers."""
+    module, name = what.split(":")
+    os.environ["GROUP_RANK"] = str(rank * machines // torch.distributed.get_world_size(group))
+    try:
+        return getattr(importlib.import_module(module), name)(rank, group, *args)
+    finally:
+        del os.environ["GROUP_RANK"]
 
 
 # ---- training ------------------------------------------------------------------------------------
@@ -254,16 +262,12 @@ def refused(rank: int, group: Any, what: str) -> str:
         model.layers, model.head = model._modules.pop("head"), model._modules.pop("layers")
     if what == "frozen" and odd:
         model.head.requires_grad_(False)
-    if what == "machines":                       # as under two torchruns
-        os.environ["GROUP_RANK"] = str(rank)
     asked = {"nvme": {"nvme": tempfile.gettempdir()}, "homes": {"plan": {"homes": "through"}},
              "host": {"host": "1KiB"} if odd else {}}.get(what, {})
     try:
         mt.stream(model, "cpu", group=group, reduce="max" if what == "reduce" and odd else "mean", **asked)
     except mt.MegatrainError as error:
         return str(error)
-    finally:
-        os.environ.pop("GROUP_RANK", None)
     return ""
 
 

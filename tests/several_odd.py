@@ -176,7 +176,7 @@ def backward_reaches_nothing_on_one(rank: int, group: Any) -> str:
     except mt.MegatrainError as error:
         said = str(error)
     mt.unstream(model)
-    return "" if f"rank {rank}: this backward comes after {1 + rank} steps here" in said else said or "it was not noticed"
+    return "" if f"rank {rank}: this backward comes after {1 + rank} steps" in said else said or "it was not noticed"
 
 
 def _broken(group: Any, when: Callable[[int], bool]) -> str:

@@ -1,4 +1,4 @@
-/* notes.h — what a rank says in its machine's share, noted for those who tell other machines of it.
+/* notes.h — what a rank says in its machine's share, noted for who tells other machines of it.
  *
  * Nouns, in the order they appear below:
  *   note    one thing that was said. Notes are taken in the order in which they were put

@@ -1,5 +1,5 @@
-/* relay.h — between shares: what ranks of one machine said, for those of another, and what belongs
- * to it.
+/* relay.h — between shares: what ranks of one machine said, for those of another, and what
+ * belongs to it.
  *
  * Each machine has a share with slots and boards of all ranks, and with whole weights. Of all other
  * planes it has the portions of its own ranks. For a rank of another machine its speaker here says

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import _core
+from ..base.errors import MegatrainError
 from ..group.ranks import Ranks, as_one
 from . import manifest
 
@@ -40,6 +41,10 @@ class Writers:
         with self.as_one():
             own = manifest.Draft(folder) if self.first else None
         path = self._ranks.control.of_first(None if own is None else own.path)
+        with self.as_one():
+            if not path.is_dir():
+                raise MegatrainError(f"{path}, which the first process has made, is not seen on this machine: folders "
+                                     "of checkpoints are on a file system that all machines have")
         return own or _Guest(path)
 
     def begin(self, core: _core.Engine, *how: Any) -> None:

@@ -179,9 +179,9 @@ class Exchange:
             said = [*(self._is_kept(r) for r in records), step, 255 - step]
             *kept, most, least = self._ranks.control.any_of(torch.tensor(said, dtype=torch.uint8)).tolist()
             if most != 255 - least:
-                raise MegatrainError(f"rank {self._ranks.rank}: this backward comes after {self._steps} steps here, and "
-                                     "after another number on another rank: a backward there reached no trained "
-                                     "parameter, so it met the next one of this rank; each rank's has to reach some")
+                raise MegatrainError(f"rank {self._ranks.rank}: this backward comes after {self._steps} steps, and on "
+                                     "another rank after another number: a backward has reached no trained parameter "
+                                     "on one rank, and on all it has to reach some, or on none")
             self._entire = {r: None for r, bit in zip(records, kept) if bit}
             self.began, self._turn = True, len(self._model.units) - 1
 

@@ -22,7 +22,7 @@ from .ranks import Ranks
 _LOOK_MS = 1000              # until a sender that has nothing to tell looks again
 _NEVER = timedelta(days=30)  # a rank may have nothing to say for as long as its process lives
 _MOST = 32                   # parcels that go at once: Python's threads take turns, which may last longer than the way
-_NONE = bytes(255 for _ in range(_core.PARCEL_BYTES))        # in place of a parcel; the first: you have left, and so do I
+_NONE = bytes(255 for _ in range(_core.PARCEL_BYTES))        # no parcel; where none is: you have left, and so do I
 
 
 class Between:

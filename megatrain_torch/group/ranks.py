@@ -38,8 +38,7 @@ class Ranks:
         """The same processes with a control group of its own, for another thread; made at the first call, by all."""
         if self._aside is None:
             self._aside = copy.copy(self)
-            self._aside.control = Control(self.data, self.control.patience)
-            self._aside.control.engine = self.control.engine
+            self._aside.control = Control(self.data, self.control.patience, self.control.engine)
         return self._aside
 
     @property

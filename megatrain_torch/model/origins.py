@@ -104,7 +104,7 @@ class SharedOrigins(Origins):
             for r in units[unit]:
                 self._ranks.control.give(r.over(r.memory("HI", True), "HI"))
             if exact := [r for r in units[unit] if r.exact is not None]:
-                values = [torch.empty_like(r.exact, memory_format=torch.contiguous_format).copy_(r.exact) for r in exact]
+                values = [r.exact.clone(memory_format=torch.contiguous_format) for r in exact]
                 for value in values:
                     self._ranks.control.give(value)
                 for r, value in zip(exact, _in_common(self._ranks, values)):

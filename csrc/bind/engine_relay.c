@@ -1,5 +1,5 @@
-/* relay.c — what ranks of several machines tell each other, for those threads of Python's that send
- * it and receive it.
+/* engine_relay.c — what ranks of several machines tell each other, for the threads of Python's
+ * that send it and receive it.
  *
  * A relay has the memory, like an array: it may be used until it is let go of, also when the engine
  * is closed, whose last word goes this way. */
