@@ -92,10 +92,10 @@ def batch(step: int) -> dict[str, Tensor]:
     return {"input_ids": ids, "labels": ids}
 
 
-def trained(model: nn.Module, steps: int = 3) -> list[Tensor]:
+def trained(model: nn.Module, steps: int = 3, optimizer: Any = torch.optim.AdamW, lr: float = 1e-2) -> list[Tensor]:
     """Every loss and every gradient."""
     own = [p for p in model.parameters() if p.requires_grad]
-    opt, seen = torch.optim.AdamW(own, lr=1e-2), []
+    opt, seen = optimizer(own, lr=lr), []
     for step in range(steps):
         loss = model(**batch(step)).loss
         loss.backward()
