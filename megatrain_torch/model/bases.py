@@ -44,7 +44,11 @@ def with_base(cls: Any, path: str | Path, base: str, dtype: torch.dtype | None, 
         model = found[0] if isinstance(found, tuple) else found
         if base == "fp8" and not there:
             _to_fp8(model)
-    for _, _, p, _ in coded(model):
+    kept = [p for _, _, p, _ in coded(model)]
+    if not kept:
+        raise MegatrainError(f"base={base!r}: no weight of {path} is kept as codes: there is no linear layer that falls "
+                             f"into blocks, or transformers {tf.__version__} has expanded them; leave base out")
+    for p in kept:
         p.requires_grad_(False)
     return found
 
@@ -75,11 +79,12 @@ def _kept() -> Iterator[None]:
     fp8, four = finegrained_fp8.Fp8Dequantize._dequantize_one, mxfp4.dequantize_convertops
 
     def keep_fp8(self: Any, codes: Tensor, scales: Tensor, output_dtype: torch.dtype | None = None) -> Tensor:
-        if codes.dtype != torch.float8_e4m3fn or scales.dtype != torch.float32 or scales.dim() != codes.dim():
+        eight = _eight_bits(codes)
+        if eight is None or scales.dtype != torch.float32 or scales.dim() != codes.dim():
             return fp8(self, codes, scales, output_dtype)
-        return nn.Parameter(Coded(codes, scales, "fp8", output_dtype or torch.bfloat16), requires_grad=False)
+        return nn.Parameter(Coded(eight, scales, "fp8", output_dtype or torch.bfloat16), requires_grad=False)
 
-    def keep_mxfp4(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> nn.Parameter:
+    def keep_mxfp4(blocks: Tensor, scales: Tensor, dtype: torch.dtype = torch.bfloat16) -> nn.Parameter:
         return nn.Parameter(Coded(blocks, scales, "mxfp4", dtype), requires_grad=False)
 
     finegrained_fp8.Fp8Dequantize._dequantize_one, mxfp4.dequantize_convertops = keep_fp8, keep_mxfp4
@@ -87,6 +92,14 @@ def _kept() -> Iterator[None]:
         yield
     finally:
         finegrained_fp8.Fp8Dequantize._dequantize_one, mxfp4.dequantize_convertops = fp8, four
+
+
+def _eight_bits(codes: Tensor) -> Tensor | None:
+    """In E4M3; None: they are not. Some versions of transformers have widened them by then, which is exact."""
+    if codes.dtype not in (torch.float8_e4m3fn, torch.bfloat16, torch.float32):
+        return None
+    eight = codes.to(torch.float8_e4m3fn)
+    return eight if torch.equal(eight.to(torch.float32), codes.to(torch.float32)) else None
 
 
 def _to_fp8(model: nn.Module) -> None:
