@@ -293,9 +293,9 @@ fail:
     return st;
 }
 
-// Rows' scales are cuBLAS 12.9's and some GPUs', and what else a kernel may lack is the library's to
-// say; but it takes any bias of a product of codes for bf16, without a word. What it does not do
-// beside such a product is done behind it.
+// Rows' scales are cuBLAS 12.9's and some GPUs', and what else a kernel may lack is the library's
+// to say; but it takes any bias of a product of codes for bf16, without a word. What it does not
+// do beside such a product is done behind it.
 mt_status make_any(const mt_gemm_key *key, const mt_gemm *g, mt_gemm_choice **out)
 {
     const mt_gemm sums = mt_gemm_sums(g, g->c.data);

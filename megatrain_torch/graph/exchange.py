@@ -103,7 +103,7 @@ class Exchange:
         self._lacking: set[Record] = set()   # came home, and this rank has none of them; another may have
         self._layouts: dict[int, tuple[list[Record], Layout]] = {}
         self._beside = Beside(model.device) if model.device.type == "cuda" else None
-        # NCCL's waits are the stream's. Others' are the host's, and the other ranks may in turn wait for what it is to do.
+        # NCCL's waits are the stream's. gloo's are the host's, for which other ranks may wait in turn.
         self._by_streams = self._group._get_backend(model.device).name() == "nccl" if self._beside else False
         self._routed: dict[Record, list[RemovableHandle]] = {}       # parameters whose gradients autograd adds up
         self._stood: dict[Record, Tensor | None] = {}        # their `.grad`, while autograd has a new one
