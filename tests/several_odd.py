@@ -200,6 +200,32 @@ def _broken(group: Any, when: Callable[[int], bool]) -> str:
     return "" if said == wanted and same else f"{said}, not {wanted}; {same}"
 
 
+def grad_taken_in_backward(rank: int, group: Any) -> str:
+    """Of the first layer, by rank 1, before the second micro-batch's comes; of its own, or of the other rank alone."""
+    return _taken(rank, group, ALL) + _taken(rank, group, [1, 2, 3] if rank == 1 else ALL)
+
+
+def _taken(rank: int, group: Any, which: list[int]) -> str:
+    import megatrain_torch as mt
+    model, said, kept = mt.stream(Choosy(), "cpu", group=group), "", []
+    opt = mt.AdamW(model.parameters(), lr=1e-2)
+    first = model.layers[0][0].weight
+    _loss(model, 0, rank, ALL).backward()
+    hook = model.layers[3].register_full_backward_hook(lambda *_: kept.append(first.grad) if rank == 1 else None)
+    try:
+        _loss(model, 1, rank, which).backward()
+    except mt.MegatrainError as error:
+        said = str(error)
+    hook.remove()
+    opt.zero_grad()
+    kept.clear()
+    _loss(model, 2, rank, ALL).backward()
+    opt.step()
+    same = _same_on_all(group, model)
+    mt.unstream(model)
+    return "" if "layers.0.0.weight: somebody took its .grad" in said and same else f"{said}; {same}"
+
+
 def _same_on_all(group: Any, model: nn.Module) -> bool:
     found: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(found, [p.detach().sum().item() for p in model.parameters()], group=group)

@@ -468,18 +468,30 @@ fail:
     return st;
 }
 
+/* planes: out, those of which a device has the truth. */
+static mt_status bring_own_ready(mt_store *s, int unit, unsigned *planes, int claims)
+{
+    const mt__mirror m = look(s, unit);
+    mt_status        st;
+
+    *planes &= m.planes | m.visit;
+    if (*planes == 0)
+        return MT_OK;
+    MT_TRY(wait_for(s, unit, *planes));
+    st = bring_own(s, unit, *planes, claims);
+fail:
+    return st;
+}
+
 static mt_status bring(mt_store *s, int unit, unsigned planes, int claims)
 {
     const mt__mirror m = look(s, unit);
     mt_status        st;
 
     MT_TRY(bring_apart(s, unit, planes & ~HI & ~(m.planes | m.visit)));
-    planes &= m.planes | m.visit;
-    if (planes == 0)
-        return MT_OK;
-    MT_TRY(wait_for(s, unit, planes));
-    MT_TRY(bring_own(s, unit, planes, claims));
-    st = bring_others(s, unit, planes, claims);
+    MT_TRY(bring_own_ready(s, unit, &planes, claims));
+    if (planes != 0)
+        st = bring_others(s, unit, planes, claims);
 fail:
     return st;
 }
@@ -495,16 +507,7 @@ mt_status mt__mirror_serve(mt_store *s, int unit, unsigned planes, int claims, i
 
 mt_status mt_mirror_bring_own(mt_store *s, int unit, unsigned planes)
 {
-    const mt__mirror m = look(s, unit);
-    mt_status        st;
-
-    planes &= m.planes | m.visit;
-    if (planes == 0)
-        return MT_OK;
-    MT_TRY(wait_for(s, unit, planes));
-    st = bring_own(s, unit, planes, 1);
-fail:
-    return st;
+    return bring_own_ready(s, unit, &planes, 1);
 }
 
 mt_status mt_mirror_bring(mt_store *s, int unit, unsigned planes)

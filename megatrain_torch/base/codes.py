@@ -126,6 +126,11 @@ def owner_of(p: nn.Parameter) -> nn.Parameter:
     return p.of[0] if type(p) is Strand else p
 
 
+def elements(p: nn.Parameter) -> int:
+    """Of the weight that a parameter is, or that its codes stand for."""
+    return p.numel() if (format := format_of(p)) is None else format.shape(p).numel()
+
+
 Named = list[tuple[str, nn.Parameter]]
 
 
