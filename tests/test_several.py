@@ -215,9 +215,8 @@ def test_what_not_all_ranks_do(pool: Pool, what: str) -> None:
     assert pool.call(f"several_odd:{what}", 2, timeout=60.0) == ["", ""]
 
 
-def test_a_load_that_fails_on_one(tmp_path: Path) -> None:
-    with Pool(2) as two:                         # its engines are of no use afterwards
-        assert two.call("several_odd:load_fails_on_one", 2, str(tmp_path / "c"), timeout=60.0) == ["", ""]
+def test_a_load_that_fails_on_one(pool: Pool, tmp_path: Path) -> None:
+    assert pool.call("several_odd:load_fails_on_one", 2, str(tmp_path / "c"), timeout=60.0) == ["", ""]
 
 
 def test_a_save_that_fails_on_one(pool: Pool, tmp_path: Path) -> None:

@@ -28,7 +28,8 @@ PATIENCE = timedelta(minutes=30)             # a rank may fill the store while t
 _LATE_S = 60.0                               # of a wait, after which it is told
 ASIDE = "mt-save"                            # a thread that waits while its process goes on
 _LOOKS = 2.0                                 # seconds, at most, until the shared memory knows who is gone
-_CONNECT = timedelta(seconds=20)             # in which processes that are there reach each other, or one has ended
+_CONNECT_S, _EACH_S = 5.0, 0.05              # in which processes that are there reach each other, or one has ended;
+                                             # where that one had begun to, gloo waits five times as long
 _made: Counter[str] = Counter()              # of these, by the group that they are beside
 
 
@@ -59,7 +60,8 @@ class Control:
         with self.named(what):
             come = Arrival(store, self._rank, self._size, self.patience)
             self._waits.until(come, f"{self._name}/{name}", self._told(what), self._look)
-            group = dist.ProcessGroupGloo(store, self._rank, self._size, min(_CONNECT, self.patience))
+            soon = min(timedelta(seconds=_CONNECT_S + _EACH_S * self._size), self.patience)
+            group = dist.ProcessGroupGloo(store, self._rank, self._size, soon)
         group._set_default_timeout(self.patience)
         return group
 

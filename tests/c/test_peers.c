@@ -1112,13 +1112,14 @@ static void outcome_free(outcome *out)
     }
 }
 
-/* A parcel on its way to who speaks for the rank there. */
+/* A parcel on its way to who speaks for the rank there. A network writes again what is there since
+ * another rank has asked for it, and is being read. */
 static void carry(const runner *from, const runner *to, const mt_parcel *p, const void *mem)
 {
     void *place = NULL;
 
     CHECK_OK(mt_relay_place(to->cx.store, from->rank, p, &place));
-    if (place != NULL)
+    if (place != NULL && memcmp(place, mem, (size_t)p->bytes) != 0)
         memcpy(place, mem, (size_t)p->bytes);
     CHECK_OK(mt_relay_come(to->cx.store, from->rank, p));
 }
