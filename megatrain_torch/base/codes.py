@@ -175,6 +175,11 @@ def multiplies(module: nn.Module, dtype: torch.dtype) -> str:
     return "" if computes in (None, dtype) else f"it computes in {computes}, not in {dtype}"
 
 
+def elements(p: nn.Parameter) -> int:
+    """Of the weight that a parameter is, or that its codes stand for."""
+    return p.numel() if (format := format_of(p)) is None else format.shape(p).numel()
+
+
 Named = list[tuple[str, nn.Parameter]]
 
 

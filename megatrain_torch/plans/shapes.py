@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from ..base.arguments import check_count, check_dtype
-from ..base.codes import Stands, dense_bytes, format_of, owner_of
+from ..base.codes import Stands, dense_bytes, elements, format_of, owner_of
 from ..base.errors import MegatrainError
 from ..base.formats import master_bytes, moment_bytes
 from ..base.modes import KEEPS, LINKED
@@ -168,7 +168,7 @@ def shapes_of(model: Any, *, dtype: torch.dtype | None = None, units: list[str |
     if layers is not None:
         check_count(layers, "layers")
     if not isinstance(model, nn.Module):
-        model, dtype = _from_config(model, layers, dtype)
+        model, dtype = from_config(model, layers, dtype)
     elif layers is not None:
         raise MegatrainError("layers: a module has the layers it has; give its config instead")
     found = find(model, units)
@@ -199,7 +199,9 @@ def _coded(name: str, windows: list[Window]) -> list[Window]:
     return [dataclasses.replace(w, coded=w.name in layers) for w in windows]
 
 
-def _from_config(config: Any, layers: int | None, dtype: torch.dtype | None) -> tuple[nn.Module, torch.dtype]:
+def from_config(config: Any, layers: int | None = None, dtype: torch.dtype | None = None
+                ) -> tuple[nn.Module, torch.dtype]:
+    """A model on the meta device, and the type that its weights have, or are to have."""
     try:
         import transformers
     except ImportError:
@@ -224,8 +226,9 @@ def unit_bytes(name: str, own: list[tuple[str, nn.Parameter]], dtype: torch.dtyp
                states: str = "fp32", align: int = ALIGN) -> Unit:
     """states: how AdamW's are kept, see formats.py. align: as weight_bytes has it."""
     kinds = [(p.numel(), stored_dtype(p, dtype)) for _, p in own if p.requires_grad]
-    return Unit(name, sum(p.numel() for _, p in own), weight_bytes(own, dtype, align), sum(n for n, _ in kinds),
-                sum(n * kind.itemsize for n, kind in kinds), sum(n * master_bytes(states, kind) for n, kind in kinds),
+    return Unit(name, sum(map(elements, {owner_of(p) for _, p in own})), weight_bytes(own, dtype, align),
+                sum(n for n, _ in kinds), sum(n * kind.itemsize for n, kind in kinds),
+                sum(n * master_bytes(states, kind) for n, kind in kinds),
                 sum(moment_bytes(states, kind, n) for n, kind in kinds),
                 sum(4 * n for n, kind in kinds if kind in (torch.bfloat16, torch.float16)), len(own))
 
