@@ -143,6 +143,7 @@ def grads(model: nn.Module, **batch: Any) -> dict[str, Tensor | None]:
     return {n: None if p.grad is None else p.grad.clone() for n, p in model.named_parameters()}
 
 
+@parity.LONG
 def test_adapters_that_change_are_followed() -> None:
     """Another scale, one more adapter, another active, none: each is proved anew."""
     def run(model: nn.Module) -> list[dict[str, Tensor | None]]:
