@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from ..base.codes import coded, plain_name
 from ..base.errors import MegatrainError
 from . import forms, tokens
 from .forms import ANSWERED
@@ -425,8 +426,11 @@ def _leak(model: Any, length: int, flat: bool) -> tuple[float, float]:
     one, other = torch.randint(model.get_input_embeddings().num_embeddings, (2, length),
                                generator=torch.Generator().manual_seed(0))
     again = torch.arange(length).repeat(2)
+    model.eval()
+    for _, m, p, _ in coded(model):
+        m.training = plain_name(p)[0] == "bitsandbytes"      # in eval mode it packs 4-bit weights anew, for good
     rows = [(torch.cat([one, other]), again), (torch.cat([other, one]), again),
             (torch.cat([other, one]), torch.arange(2 * length))]
     batch = collate(flat)([{"input_ids": ids, "position_ids": positions} for ids, positions in rows])
-    logits = model.eval()(**batch, use_cache=False).logits.float().view(3, 2, length, -1)
+    logits = model(**batch, use_cache=False).logits.float().view(3, 2, length, -1)
     return tuple((logits[row, 1] - logits[0, 0]).square().mean().sqrt().item() for row in (1, 2))

@@ -3,7 +3,6 @@ from __future__ import annotations
 
 import argparse
 import math
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,7 +10,7 @@ import torch
 import megatrain_torch as mt
 
 from ..base.errors import MegatrainError
-from . import folder, mixture
+from . import folder, lora, mixture
 from .data import IGNORED, collate, packed, prompts_too_long, why_alone
 from .say import say
 from .settings import Settings, add_flags, given
@@ -25,17 +24,20 @@ def add(commands: Any) -> None:
     parser = commands.add_parser("eval", help="loss and perplexity of a model on data", allow_abbrev=False)
     parser.add_argument("model", metavar="MODEL", help="a run, a folder in Hugging Face format, or a name on the hub")
     parser.add_argument("data", nargs="+", metavar="DATA", help="as for train")
-    add_flags(parser, ("column", "split", "seq", "device", "dtype", "vram"))
+    add_flags(parser, ("column", "split", "seq", "device", "dtype", "vram", "host", "nvme"))
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> None:
-    settings = for_machine(Settings.of(given(args), "command line"))
-    source = folder.model_of(settings.model)
-    if source != settings.model and settings.seq is None:        # a run: rows as long as in training
-        settings = settings.with_(seq=folder.settings_of(Path(settings.model)).seq)
-    tokenizer = folder.load_tokenizer(source)
-    settings = for_model(settings, folder.load_config(source))
+    settings = Settings.of(given(args), "command line")
+    run = folder.run_of(settings.model)
+    if run is not None:                                          # rows as long as in training
+        kind = settings.dtype or (None if run.lora is None else run.dtype)
+        settings = settings.with_(seq=settings.seq or run.seq, dtype=kind)
+    settings, source = for_machine(settings), folder.source_of(settings.model)
+    lora.check_packages(source.adapter is not None, source.base)
+    tokenizer = folder.load_tokenizer(source.words)
+    settings = for_model(settings, folder.load_config(source.model))
     found = mixture.mixed(mixture.sources(settings, settings.data, tokenizer), settings.seed)
     said = ", ".join(settings.data)
     rows = packed(found, settings.seq, 0)
@@ -44,11 +46,11 @@ def run(args: argparse.Namespace) -> None:
             raise MegatrainError(f"{said}: {why}")
         raise MegatrainError(f"{said}: rows of {settings.seq} tokens have none to predict; --seq makes room")
     say_cut(rows.cut, settings.seq)
-    model = folder.load_model(source, settings.dtype)
+    model = folder.load(source, settings.dtype)
     if rows.shared and (why := why_alone(model, settings.seq, False)):
         packed_rows, rows = len(rows), packed(found, settings.seq, 0, alone=True)
         say_alone(why, packed_rows, len(rows))
-    model = mt.stream(model, settings.device, vram=settings.vram)
+    model = mt.stream(model, settings.device, vram=settings.vram, host=settings.host, nvme=settings.nvme)
     loss = mean_loss(model, rows)
     say(f"loss {loss:.4f} nats a token, perplexity {math.exp(min(loss, 700)):.4g}; {rows.targets:,} tokens in "
         f"{len(rows)} rows of {settings.seq}")

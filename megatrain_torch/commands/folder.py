@@ -13,20 +13,27 @@ import contextlib
 import difflib
 import functools
 import json
+import logging
 import os
 import re
 import threading
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from ..base.errors import MegatrainError
-from ..base.strict import is_count, parsed, table
+from ..base.strict import field, is_count, parsed, table
 from ..checkpoint import manifest
+from ..model.bases import expands, with_base
 from ..model.pretrained import loaded
+from . import lora
 from .owned import CONFIG, FINAL, HALF, LOG, MARKER, SCRATCH, WHOLE, Owned, replace
 from .settings import Settings, read_yaml
 
 __all__ = ["CONFIG", "FINAL", "HALF", "LOG", "SCRATCH", "WHOLE"]
+ADAPTER = "adapter_config.json"              # of PEFT: what makes a folder an adapter
 # What a tokenizer's files begin with, one of them at least.
 TOKENIZER_FILES = ("tokenizer", "tekken", "vocab", "merges", "spiece", "sentencepiece", "spm", "source.spm")
 
@@ -73,22 +80,67 @@ def last_checkpoint(run: Path) -> Path:
 
 
 def dtype_of(checkpoint: Path) -> str | None:
-    """Of the model, as its config.json says."""
+    """Of the model, as its config.json says; None where it has none, as of a model with adapters."""
     path = checkpoint / "config.json"
+    if not path.is_file() and (checkpoint / ADAPTER).is_file():
+        return None
     return table(parsed(path.read_bytes(), path), str(path)).get("dtype")
 
 
-def model_of(name: str) -> str:
-    """What to load: of a run its model, or its last checkpoint before there is one; anything else as it is."""
+@dataclass(frozen=True)
+class Source:
+    """What a name on the command line stands for.
+
+    Attributes:
+        model: what from_pretrained takes. words: the same of the tokenizer.
+        adapter: the folder of an adapter over it, None: there is none. base: how its linear weights are kept, and
+            dtype: of the others, as it was trained so.
+    """
+
+    model: str
+    words: str
+    adapter: Path | None = None
+    base: str = "none"
+    dtype: str = "auto"
+
+    def alone(self, name: str) -> Source:
+        """Raises: MegatrainError: it is not a whole model."""
+        if self.adapter is not None:
+            raise MegatrainError(f"{name} is an adapter over {self.model}: megatrain export {name} FOLDER --merged "
+                                 "makes one model of both")
+        return self
+
+
+def source_of(name: str, step: Path | None = None) -> Source:
+    """Of a run its model, or its last checkpoint before there is one, or that of `step`; anything else as it is."""
     run = Path(name)
-    if not (run / MARKER).is_file():
-        return name
-    return str(run / FINAL if is_finished(run) else last_checkpoint(run))
+    if (run / MARKER).is_file():
+        at = step or (run / FINAL if is_finished(run) else last_checkpoint(run))
+        settings = settings_of(run)
+        if settings.lora is None:
+            return Source(str(at), str(at))
+        return Source(beneath(settings), str(at), at, settings.base, settings.dtype)
+    if (run / ADAPTER).is_file() and not (run / "config.json").is_file():
+        there = table(parsed((run / ADAPTER).read_bytes(), run / ADAPTER), str(run / ADAPTER))
+        model = field(there, "base_model_name_or_path", lambda v: isinstance(v, str), "a name", str(run / ADAPTER))
+        words = any(p.name.startswith(TOKENIZER_FILES) for p in run.iterdir())
+        return Source(model, name if words else model, run)
+    return Source(name, name)
+
+
+def run_of(name: str) -> Settings | None:
+    """The settings of the run that a name stands for."""
+    return settings_of(Path(name)) if (Path(name) / MARKER).is_file() else None
+
+
+def beneath(settings: Settings) -> str:
+    """The model that a run began with."""
+    return source_of(settings.model).alone(settings.model).model
 
 
 def is_finished(run: Path) -> bool:
-    """Has the run made its model?"""
-    return FINAL in Owned(run).entries and (run / FINAL / "config.json").is_file()
+    """Has the run made its model, or its adapter?"""
+    return FINAL in Owned(run).entries and any((run / FINAL / name).is_file() for name in ("config.json", ADAPTER))
 
 
 def lines(run: Path) -> list[dict[str, Any]]:
@@ -137,17 +189,39 @@ def load_config(name: str) -> Any:
     return _load(transformers().AutoConfig, name, "config")
 
 
-def load_model(name: str, dtype: str, has_values: bool = True) -> Any:
-    """On the CPU. has_values: else on the meta device, where transformers can: another process has them.
+def empty(config: Any) -> Any:
+    """A model of it on the meta device.
+
+    Raises:
+        MegatrainError: it is no language model's.
+    """
+    try:
+        with torch.device("meta"):
+            return transformers().AutoModelForCausalLM.from_config(config)
+    except ValueError as why:
+        raise MegatrainError(_words(why, Path())) from None
+
+
+def load(source: Source, dtype: str) -> Any:
+    """On the CPU, with its adapter."""
+    model = load_model(source.model, dtype, base=source.base)
+    return model if source.adapter is None else lora.over(model, source.adapter)
+
+
+def load_model(name: str, dtype: str, has_values: bool = True, base: str = "none") -> Any:
+    """On the CPU. has_values: else on the meta device, where transformers can: another process has them. base: how its
+    linear weights are kept; "whole": in 16 bits, where files have codes of them too.
 
     Raises:
         MegatrainError: there is none, it is no language model, or some of its weights are not there.
     """
     tf = transformers()
+    if base == "int8":                               # it says of each product that operands become fp16 first
+        logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)
     before = tf.utils.logging.get_verbosity()
     tf.utils.logging.set_verbosity_error()           # what its report says is said below
     try:
-        model, found = _load(tf.AutoModelForCausalLM, name, "language model", has_values, dtype=dtype,
+        model, found = _load(tf.AutoModelForCausalLM, name, "language model", has_values, base, dtype=dtype,
                              output_loading_info=True)
     finally:
         tf.utils.logging.set_verbosity(before)
@@ -189,17 +263,24 @@ def may_write(path: Path, name: str, kinds: tuple[str, ...] = ()) -> None:
         raise MegatrainError(f"{name}={path} may not be written; name another")
 
 
-def _load(auto: Any, name: str, what: str, has_values: bool = True, **kw: Any) -> Any:
+def _load(auto: Any, name: str, what: str, has_values: bool = True, base: str = "none", **kw: Any) -> Any:
     if Path(name).is_file():
         raise MegatrainError(f"{name} is a file: a model is a folder in Hugging Face format, or a run of megatrain; "
                              "MODEL comes before DATA")
     if (name.startswith((".", "/", "~")) or name.count("/") > 1) and not Path(name).is_dir():
         raise MegatrainError(f"{name}: there is no such folder{near(name)}")
-    if Path(name).is_dir() and not (Path(name) / "config.json").is_file():
+    if Path(name).is_dir() and not any((Path(name) / file).is_file() for file in ("config.json", ADAPTER)):
         raise MegatrainError(f"{name} has no config.json: a folder in Hugging Face format, or a run of megatrain, "
                              "is needed")
     try:
+        if base == "whole":
+            kw |= expands(transformers().AutoConfig.from_pretrained(_source(name)))
+        elif base != "none":
+            kind = kw.pop("dtype")
+            return with_base(auto, _source(name), base, None if kind == "auto" else getattr(torch, kind), **kw)
         return loaded(auto, _source(name), has_values, **kw)
+    except MegatrainError:
+        raise
     except Exception as why:                         # what a folder says is run, and raises what it likes
         hint = "" if Path(name).is_dir() else f" (no folder of this name here, so the hub was asked{near(name)})"
         raise MegatrainError(f"{name!r}: no {what} to be had{hint}: {_words(why, Path(name))}") from None

@@ -8,10 +8,12 @@ import torch
 
 import megatrain_torch as mt
 
+from ..base.codes import coded
 from ..base.errors import MegatrainError
-from . import folder
+from . import folder, lora
 from .say import say
-from .unsaid import device_of
+from .settings import Settings, add_flags, given
+from .unsaid import for_machine
 
 FITS = 0.7                           # of the free device memory, for weights that are put there whole
 
@@ -26,17 +28,19 @@ def add(commands: Any) -> None:
     parser.add_argument("--temperature", type=float, default=0.8, metavar="X", help="0: always the likeliest token")
     parser.add_argument("--top-p", type=float, default=0.95, metavar="X")
     parser.add_argument("--seed", type=int, default=0, metavar="N")
-    parser.add_argument("--device", choices=["cuda", "cpu"])
+    add_flags(parser, ("device", "vram", "host", "nvme"))
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> None:
     _check(args)
-    source, device = folder.model_of(args.model), device_of(args.device)
-    tokenizer = folder.load_tokenizer(source)
+    settings = for_machine(Settings.of({k: v for k, v in given(args).items() if k != "seed"}, "command line"))
+    source = folder.source_of(args.model)
+    lora.check_packages(source.adapter is not None, source.base)
+    tokenizer = folder.load_tokenizer(source.words)
     inputs = _inputs(tokenizer, args.prompt, args.chat)
-    new = _new_tokens(args.max_new_tokens, inputs["input_ids"].shape[1], folder.load_config(source))
-    model = _placed(folder.load_model(source, "auto"), device)
+    new = _new_tokens(args.max_new_tokens, inputs["input_ids"].shape[1], folder.load_config(source.model))
+    model = _placed(folder.load(source, source.dtype), settings)
     torch.manual_seed(args.seed)
     sampled = {"do_sample": True, "temperature": args.temperature, "top_p": args.top_p} if args.temperature > 0 \
         else {"do_sample": False}
@@ -81,11 +85,13 @@ def _inputs(tokenizer: Any, prompt: str, chat: bool) -> dict[str, torch.Tensor]:
     return ids
 
 
-def _placed(model: Any, where: str) -> Any:
-    """Where there is room for all weights, there; else streamed."""
+def _placed(model: Any, settings: Settings) -> Any:
+    """Where there is room for all weights, there; else, and where codes stand for some, streamed."""
     model.eval()
-    if where == "cpu":
-        return model
-    if sum(p.nbytes for p in model.parameters()) < FITS * torch.cuda.mem_get_info()[0]:
-        return model.to(where)
-    return mt.stream(model, where)
+    limits = {"vram": settings.vram, "host": settings.host, "nvme": settings.nvme}
+    if not any(limits.values()) and not any(True for _ in coded(model)):
+        if settings.device == "cpu":
+            return model
+        if sum(p.nbytes for p in model.parameters()) < FITS * torch.cuda.mem_get_info()[0]:
+            return model.to(settings.device)
+    return mt.stream(model, settings.device, **limits)

@@ -45,12 +45,13 @@ EVERY_S = 30.0                       # without a terminal: between two lines wit
 
 class StreamedTrainer(Trainer):
     """Trainer for a model of mt.stream with mt.AdamW as optimizer. convert: as in mt.load, of what it resumes from.
-    trace, owned: None where another process of the team has the folder."""
+    trace, owned: None where another process of the team has the folder. asked: what a checkpoint notes of the settings.
+    """
 
     def __init__(self, *args: Any, team: Team, trace: Trace | None, tokens: int, convert: bool, owned: Owned | None,
-                 **kw: Any) -> None:
+                 asked: dict[str, Any], **kw: Any) -> None:
         super().__init__(*args, **kw)
-        self._team, self._trace, self._owned = team, trace, owned
+        self._team, self._trace, self._owned, self._asked = team, trace, owned, asked
         self._tokens, self._convert = tokens, convert
         self._logged: tuple[int, float] | None = None        # step, and when; None: before the first of this process
         self._saving: Saving | None = None
@@ -127,13 +128,15 @@ class StreamedTrainer(Trainer):
             self._save_rng_state(str(beside))
         self._team.first_does(lambda: self._list(name, beside))
         self._saving = save(self.model, self._optimizer(), beside.parent / name,
-                            scheduler=self.lr_scheduler, asynchronous=True)
+                            scheduler=self.lr_scheduler, extra=self._asked, asynchronous=True)
         self.write_pages()
 
     def _make(self, beside: Path) -> None:
         shutil.rmtree(beside, ignore_errors=True)
         beside.mkdir()
         self.processing_class.save_pretrained(beside)
+        if self._asked["lora"] is not None:              # what PEFT's from_pretrained reads: the adapters alone
+            self.model.save_pretrained(beside, save_embedding_layers=False)
         self.state.save_to_json(str(beside / WHOLE))
 
     def _list(self, name: str, beside: Path) -> None:

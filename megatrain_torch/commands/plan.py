@@ -15,12 +15,15 @@ from ..base.formats import SHOWN
 from ..base.limits import is_size, parse_bytes
 from ..base.modes import GRADS, HOMES, MODES
 from ..base.products import PRODUCTS
+from ..model.bases import shaped
 from ..plans.changes import SHOWN as WAYS
 from ..plans.changes import Refusal, typed
 from ..plans.machine import MACHINES, RATES, Machine, card_with, host_limit_bytes, listing, resolve
 from ..plans.planner import Plan, plan
-from . import beside, folder
+from . import beside, folder, lora
 from .flags import Flags
+from .lora import AS
+from .settings import KEPT, Settings
 
 PICTURES = (".png", ".svg", ".pdf")
 TOKENS, SEQ = 65536, 4096           # of a step, of a sequence, as `megatrain train` has them on CUDA
@@ -62,6 +65,8 @@ def add(commands: Any) -> None:
     add("--picture", type=Path, metavar="FILE", help="file to draw what lies in which memory: .png, .svg or .pdf")
     add("--compute", choices=["auto", "fused", "eager"], default="auto", help="fused layers, or the model's own code; "
         "default: fused where it fits")
+    add("--lora", metavar=AS, help="of adapters, beside a model that stays as it is, as `megatrain train` has it")
+    add("--base", choices=KEPT, default="none", help="with --lora, linear weights as codes; none: as they are")
     add("--products", choices=PRODUCTS, default="bf16", help="of layers: in 16 bits, or of operands rounded to 8")
     parser.set_defaults(run=run, defaults=vars(parser.parse_args([])))
 
@@ -93,7 +98,8 @@ def _plan(args: argparse.Namespace, shell: Shell) -> int:
     if args.picture:
         folder.may_write(args.picture, "picture", PICTURES)
     asked = {k: v for k, v in vars(args).items() if k not in NOT_PLANS} | {"nvme": _nvme(args)}
-    config = folder.load_config(folder.model_of(args.model))
+    source = folder.source_of(args.model)
+    config = folder.load_config(source.model)
     if args.machine is None and resolve(None).device == "cpu":
         if not args.vram:
             sys.stderr.write(f"megatrain: {NO_GPU}\n")
@@ -105,15 +111,27 @@ def _plan(args: argparse.Namespace, shell: Shell) -> int:
     if args.tokens is None:
         args.tokens = max(TOKENS // max(args.seq, 1), 1) * max(args.seq, 1)
     asked |= {"tokens": args.tokens, "seq": args.seq}
+    model = config
+    if asked.pop("lora") is not None or args.base != "none":
+        model = _beside_base(config, args, asked.pop("layers"))
+    del asked["base"]
     several = beside.counts(args.gpus, "gpus"), beside.counts(args.machines, "machines")
     if len(several[0]) * len(several[1]) > 1:
-        return _beside(beside.Plans(lambda **fleet: plan(config, **asked | fleet), *several), args)
-    found = plan(config, **asked | {"gpus": several[0][0], "machines": several[1][0]})
-    one = beside.alone(lambda **fleet: plan(config, **asked | fleet), found)
+        return _beside(beside.Plans(lambda **fleet: plan(model, **asked | fleet), *several), args)
+    found = plan(model, **asked | {"gpus": several[0][0], "machines": several[1][0]})
+    one = beside.alone(lambda **fleet: plan(model, **asked | fleet), found)
     sys.stdout.write(_json(_planned(found, one)) if args.json else f"{found}\n{beside.share(found, one)}")
     if args.picture:
         found.picture(args.picture)
     return 0
+
+
+def _beside_base(config: Any, args: argparse.Namespace, layers: int | None) -> Any:
+    """The model that trains, without weights."""
+    settings = Settings.of({"lora": args.lora, "base": args.base}, "command line")
+    lora.check_packages(True, settings.base)
+    model = shaped(config, None if settings.base == "none" else settings.base, layers)
+    return lora.Lora.of(settings.lora).beside(model, settings.seed)
 
 
 def _beside(plans: beside.Plans, args: argparse.Namespace) -> int:

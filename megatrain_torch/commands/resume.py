@@ -12,8 +12,9 @@ import torch
 from ..base.errors import MegatrainError
 from ..base.strict import field, is_count, parsed, shown, table
 from ..checkpoint import manifest
+from ..checkpoint.parts import TRAINING
 from ..checkpoint.restore import check, rounds
-from . import folder, launch
+from . import folder, launch, lora
 from .owned import Owned
 from .settings import Settings, add_flags, given
 from .team import team_of
@@ -39,6 +40,7 @@ def run(args: argparse.Namespace) -> int:
     settings = folder.settings_of(args.folder).with_(out=str(args.folder))
     asked = Settings.of(given(args), "command line") if hasattr(args, "gpus") else settings
     settings = for_machine(for_gpus(settings, asked.gpus))
+    lora.check_packages(settings.lora is not None, settings.base)
     if settings.gpus > 1 and not launch.joins():
         return launch.launch(args.words, settings.gpus)
     with team_of(settings.device) as team, contextlib.ExitStack() as stack:
@@ -57,6 +59,7 @@ def _checked(owned: Owned, settings: Settings, convert: bool) -> Path:
     checkpoint = folder.last_checkpoint(run)
     _check_whole(run, checkpoint)
     _check_clear(owned, folder.step_of(checkpoint.name), settings.steps)
+    _check_beside(run, checkpoint, settings)
     if not convert:
         _check_kept(run, checkpoint, settings)
     return checkpoint
@@ -103,6 +106,19 @@ def _check_state(checkpoint: Path) -> None:
         except Exception as why:                     # of a class that is a stranger, and of a pickle
             raise MegatrainError(f"{what} cannot be read: {shown(why)}") from None
     folder.dtype_of(checkpoint)
+
+
+def _check_beside(run: Path, checkpoint: Path, settings: Settings) -> None:
+    """That adapters, and the model under them, are asked for as they were."""
+    try:
+        found = torch.load(checkpoint / TRAINING, weights_only=True, map_location="cpu")["extra"]
+    except Exception as why:                         # of a pickle, and of what is none
+        raise MegatrainError(f"{checkpoint / TRAINING} cannot be read: {shown(why)}") from None
+    then = found if isinstance(found, dict) else {}
+    for name, own in (("lora", None), ("base", "none")):
+        if (before := then.get(name, own)) != (now := getattr(settings, name)):
+            raise MegatrainError(f"{run / folder.CONFIG} says {name}: {now} now, and {checkpoint.name} was written "
+                                 f"with {name}: {before}: put that back there")
 
 
 def _check_kept(run: Path, checkpoint: Path, settings: Settings) -> None:

@@ -16,10 +16,13 @@ from ..base.errors import MegatrainError
 from ..base.formats import FORMATS, SHOWN
 from ..base.limits import parse_bytes
 from ..base.products import PRODUCTS
+from ..model.bases import BASES
+from .lora import AS, as_words
 from .owned import replace
 
 SCHEDULES = ("cosine", "linear", "constant_with_warmup")
 REPORTS = ("none", "tensorboard", "wandb")
+KEPT = ("none", *BASES)                  # how weights beside which adapters train are kept
 # What others call a setting, for messages.
 ALSO = {"learning_rate": "lr", "batch_size": "tokens", "max_steps": "steps", "num_train_epochs": "epochs",
         "output_dir": "out", "max_length": "seq", "dataset": "data", "max_grad_norm": "clip", "model_name": "model",
@@ -50,7 +53,8 @@ def _share(value: Any) -> float | str:
 
 
 KINDS = {int: ("a whole number", "N"), float: ("a number", "X"), str: ("a word", "WORD"),
-         _words: ("a word, or a list of words", "DATA"), _share: ("a number, or a file", "SHARE|DATA")}
+         _words: ("a word, or a list of words", "DATA"), _share: ("a number, or a file", "SHARE|DATA"),
+         as_words: (f"words such as {AS}", AS)}
 
 
 def _setting(default: Any, kind: Any, text: str, choices: Iterable[str] = (), shown: str = "",
@@ -69,6 +73,11 @@ class Settings:
     data: tuple[str, ...] = _setting(None, _words, DATA)
     out: str = _setting(None, str, "the run's folder; default: runs/ and the model's name", shown="FOLDER")
 
+    lora: str = _setting(None, as_words, "train adapters of rank r, and nothing else; alpha: twice r; targets: all, or "
+                         "names of linear layers; dropout=X")
+    base: str = _setting("none", str, "with lora, the model's linear weights as codes of 4 or 8 bits, made or kept "
+                         "while they are read", KEPT)
+
     column: str = _setting(None, str, "of records, the field to train on; default: by what they have: messages, prompt "
                            "with completion, instruction with output, question with answer, or text", shown="FIELD")
     split: str = _setting("train", str, "of a data set on the hub", shown="NAME")
@@ -80,7 +89,7 @@ class Settings:
     micro: int = _setting(None, int, "micro-batches that a step is cut into; default: the plan's, on the CPU 1")
     epochs: float = _setting(1.0, float, "times through the data")
     steps: int = _setting(None, int, "instead of epochs")
-    lr: float = _setting(1e-5, float, "highest learning rate")
+    lr: float = _setting(None, float, "highest learning rate; default: 1e-5, with lora 2e-4")
     schedule: str = _setting("cosine", str, "of the learning rate", SCHEDULES)
     warmup: float = _setting(0.03, float, "share of the steps in which the learning rate rises")
     weight_decay: float = _setting(0.0, float, "of AdamW")
@@ -145,6 +154,8 @@ def _of_kind(f: dataclasses.Field[Any], value: Any, where: str) -> Any:
             raise ValueError
     except (TypeError, ValueError):
         raise MegatrainError(f"{where}: {f.name}={value!r}: {KINDS[kind][0]} is needed") from None
+    except MegatrainError as why:
+        raise MegatrainError(f"{where}: {why}") from None
     if choices and found not in f.metadata["taken"]:
         raise MegatrainError(f"{where}: {f.name}={found!r}: use one of {', '.join(choices)}")
     return found
@@ -159,13 +170,15 @@ def _ranges(s: Settings) -> Settings:
         if not isinstance(getattr(s, name), str) and not least <= getattr(s, name) <= most:
             raise MegatrainError(f"{name}={getattr(s, name)}: a number from {least} to {most} is needed")
     for name in ("epochs", "lr"):
-        if not getattr(s, name) > 0:
+        if getattr(s, name) is not None and not getattr(s, name) > 0:
             raise MegatrainError(f"{name}={getattr(s, name)}: more than 0 is needed")
     for name in ("vram", "host"):
         parse_bytes(getattr(s, name), name)
     if (s.products, s.dtype) == ("fp8", "float32"):
         raise MegatrainError("products=fp8, dtype=float32: codes of 8 bits are made of bfloat16 weights; leave one of "
                              "the two out")
+    if s.base != "none" and s.lora is None:
+        raise MegatrainError(f"base={s.base}: codes are frozen; say what trains beside them, as lora={AS}")
     if s.seq and s.tokens and s.tokens % s.seq:
         raise MegatrainError(f"tokens={s.tokens}, seq={s.seq}: a step is a whole number of rows; "
                              f"nearest: tokens={max(1, round(s.tokens / s.seq)) * s.seq}")

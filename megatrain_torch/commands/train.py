@@ -15,10 +15,13 @@ import torch
 
 import megatrain_torch as mt
 
+from ..base.codes import elements
 from ..base.errors import MegatrainError
 from ..base.formats import master_bytes, moment_bytes
 from ..base.limits import show_bytes
-from . import folder, launch, mixture
+from ..checkpoint.parts import names_of
+from ..model.bases import check_base
+from . import folder, launch, lora, mixture
 from .data import (
     Document,
     Rows,
@@ -60,6 +63,7 @@ def run(args: argparse.Namespace) -> int:
         if getattr(settings, name) is None:
             raise MegatrainError(f"which {name}? megatrain train MODEL DATA, or --config with a line `{name}: ...`")
     _check_reports(settings)
+    lora.check_packages(settings.lora is not None, settings.base)
     out = Path(settings.out or f"runs/{Path(settings.model).resolve().name}")
     if (out / "config.json").exists():
         raise MegatrainError(f"out={out} is a model's folder, and stays as it is; --out names another"
@@ -107,13 +111,17 @@ def train_run(settings: Settings, team: Team, owned: Owned | None, checkpoint: P
     began, out = time.perf_counter(), Path(settings.out)
     torch.manual_seed(settings.seed)
     with team.as_one():
-        source = str(checkpoint or folder.model_of(settings.model))
-        tokenizer = folder.load_tokenizer(source)
-        settings = for_model(settings, folder.load_config(source))
+        source = _source(settings, checkpoint)
+        tokenizer, config = folder.load_tokenizer(source.words), folder.load_config(source.model)
+        settings = for_model(settings, config)
+        _check_beside(settings, source.model, config)
     data = team.first_does(lambda: _Data(settings, tokenizer, None if new_data or checkpoint is None else owned))
     with team.as_one():
         model = _model(source, settings, tokenizer, team.first)
     settings, train, held = team.of_first(team.first_does(lambda: data.for_model(model)))
+    if settings.lora is not None:
+        with team.as_one():
+            model = lora.Lora.of(settings.lora).beside(model, settings.seed)
     with contextlib.ExitStack() as refused:
         team.first_does(lambda: refused.enter_context(_made_if_kept(out)))
         model, settings, plan = _streamed(model, settings, team)
@@ -130,8 +138,30 @@ def train_run(settings: Settings, team: Team, owned: Owned | None, checkpoint: P
         say(f"stopped at step {stopped[0]}; megatrain resume {out} goes on")
         raise Stopped(stopped[1])
     team.first_does(lambda: _export_final(model, tokenizer, owned))
-    say(f"done in {time.perf_counter() - began:.0f} s; the model is {out / folder.FINAL}\n"
+    say(f"done in {time.perf_counter() - began:.0f} s; the {'model' if settings.lora is None else 'adapter'} is "
+        f"{out / folder.FINAL}\n"
         f"try it: megatrain generate {out} --prompt '...'     look: megatrain report {out}")
+
+
+def _source(settings: Settings, checkpoint: Path | None) -> folder.Source:
+    """What a run begins with, or goes on with. mt.load takes all that a checkpoint of adapters has, frozen weights too:
+    the model under them is read to have their form."""
+    if checkpoint is None:
+        return folder.source_of(settings.model).alone(settings.model)
+    if settings.lora is None:
+        return folder.Source(str(checkpoint), str(checkpoint))
+    return folder.Source(folder.beneath(settings), str(checkpoint))
+
+
+def _check_beside(settings: Settings, name: str, config: Any) -> None:
+    """Before data and weights are read: that the model can be kept so, and has what adapters are asked for."""
+    try:
+        if settings.base != "none":
+            check_base(config, name, settings.base)
+    except MegatrainError as why:
+        raise MegatrainError(Flags(("base",)).told(why)) from None
+    if settings.lora is not None:
+        lora.Lora.of(settings.lora).check(folder.empty(config))
 
 
 def _write_begin(out: Path, settings: Settings, plan: str) -> None:
@@ -169,8 +199,8 @@ class _Data:
         return for_data(self._settings, len(train)), train, held
 
 
-def _model(source: str, settings: Settings, tokenizer: Any, has_values: bool) -> Any:
-    model = folder.load_model(source, settings.dtype, has_values)
+def _model(source: folder.Source, settings: Settings, tokenizer: Any, has_values: bool) -> Any:
+    model = folder.load_model(source.model, settings.dtype, has_values, settings.base)
     there = model.get_input_embeddings().num_embeddings
     if len(tokenizer) > there:
         raise MegatrainError(f"the tokenizer has {len(tokenizer)} tokens and the model embeds {there}: they are not of "
@@ -280,8 +310,11 @@ def _as_planned(model: Any, settings: Settings, team: Team) -> tuple[Any, Settin
 
 
 def _say_begin(model: Any, settings: Settings, train: Rows, held: Rows) -> None:
-    parameters = sum(p.numel() for p in model.parameters())
-    say(f"{parameters / 1e6:,.1f} M parameters, streamed, computing on {settings.device}; "
+    own = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    kept = f", {own / 1e6:,.1f} M of them in adapters that train" if settings.lora is not None else ""
+    kept += f", linear weights in {settings.base}" if settings.base != "none" else ""
+    parameters = sum(map(elements, model.parameters()))
+    say(f"{parameters / 1e6:,.1f} M parameters{kept}, streamed, computing on {settings.device}; "
         f"{train.targets:,} tokens to learn in {len(train)} rows of {settings.seq}, {held.targets:,} held out; "
         f"{settings.steps} steps of {settings.tokens:,} tokens"
         f"{f' on {settings.gpus} GPUs' if settings.gpus > 1 else ''}; run in {settings.out}")
@@ -302,8 +335,9 @@ def _loop(model: Any, tokenizer: Any, settings: Settings, train: Rows, held: Row
     """(step, signal) at which it was asked to stop; None: it came to the end."""
     from .loop import Bar, Requests, StreamedTrainer
 
-    no_decay = [p for p in model.parameters() if p.ndim < 2]
-    groups = [{"params": [p for p in model.parameters() if p.ndim >= 2]},
+    trained = [p for p in model.parameters() if p.requires_grad]
+    no_decay = [p for p in trained if p.ndim < 2]
+    groups = [{"params": [p for p in trained if p.ndim >= 2]},
               {"params": no_decay, "weight_decay": 0.0}]
     opt = mt.AdamW([g for g in groups if g["params"]], lr=settings.lr, betas=(0.9, settings.beta2),
                    weight_decay=settings.weight_decay, states=settings.states)
@@ -313,7 +347,7 @@ def _loop(model: Any, tokenizer: Any, settings: Settings, train: Rows, held: Row
             model, _arguments(settings, bool(len(held))), collate(flat), train,
             held.first(HELD_OUT_ROWS) if len(held) else None, processing_class=tokenizer, optimizers=(opt, None),
             callbacks=[requests, Bar(say, trace)] if team.first else [requests], team=team, trace=trace,
-            tokens=settings.tokens, convert=convert, owned=owned)
+            tokens=settings.tokens, convert=convert, owned=owned, asked={"lora": settings.lora, "base": settings.base})
         trainer.remove_callback(_printer())
         try:
             trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
@@ -331,12 +365,14 @@ def _loop(model: Any, tokenizer: Any, settings: Settings, train: Rows, held: Row
 def _check_disk(model: Any, settings: Settings, freed: int) -> None:
     """Before a step is made: that the checkpoints which stay, the one being written and the model at the end fit.
     freed: bytes of a run that this one takes the place of."""
-    out, weights = Path(settings.out), sum(p.nbytes for p in model.parameters())
+    out, trained = Path(settings.out), [p for p in model.parameters() if p.requires_grad]
+    weights = sum(math.prod(p._mt.shape) * p._mt.dtype.itemsize for p in names_of(model))
     one = weights + sum(master_bytes(settings.states, p.dtype) * p.numel()
-                        + moment_bytes(settings.states, p.dtype, p.numel()) for p in model.parameters())
+                        + moment_bytes(settings.states, p.dtype, p.numel()) for p in trained)
+    at_end = weights if settings.lora is None else sum(p.nbytes for p in trained)
     there = 0 if freed else len(folder.checkpoints(out))
     more = min(settings.keep + 1, math.ceil(settings.steps / settings.save_every)) - there
-    need, free = max(more, 1) * one + weights, shutil.disk_usage(out).free + freed
+    need, free = max(more, 1) * one + at_end, shutil.disk_usage(out).free + freed
     if need > free:
         raise MegatrainError(f"out={out}: {max(more, 1)} more checkpoints of {show_bytes(one)} and the model take "
                              f"{show_bytes(need)}, and {show_bytes(free)} are free: make room, keep fewer (--keep "

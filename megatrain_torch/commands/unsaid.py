@@ -32,8 +32,9 @@ def for_machine(settings: Settings) -> Settings:
     if device == "cpu":
         # Torch's threads spin while they wait for each other: one core is left to the engine's.
         torch.set_num_threads(max(1, (len(os.sched_getaffinity(0)) - 1) // settings.gpus))
-    halves = device == "cuda" or settings.products == "fp8"
-    return settings.with_(device=device, dtype=settings.dtype or ("bfloat16" if halves else "float32"))
+    halves = device == "cuda" or settings.products == "fp8" or settings.base != "none"
+    return settings.with_(device=device, dtype=settings.dtype or ("bfloat16" if halves else "float32"),
+                          lr=settings.lr or (1e-5 if settings.lora is None else 2e-4))
 
 
 def for_model(settings: Settings, config: Any) -> Settings:

@@ -10,11 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..base.coded import Coded, to_fp8
+from ..base.coded import FP8_BLOCK, Coded, to_fp8
 from ..base.codes import coded
 from ..base.errors import MegatrainError
 from ..base.units import output_embeddings
 from ..plans.host_memory import kept_apart
+from ..plans.shapes import from_config
 
 BASES = ("nf4", "int8", "fp8", "mxfp4")
 
@@ -24,29 +25,53 @@ def with_base(cls: Any, path: str | Path, base: str, dtype: torch.dtype | None, 
     mapped, and quantised a tensor at a time.
 
     Raises:
-        MegatrainError: no such base; or the checkpoint is quantised in another way.
+        MegatrainError: no such base; the checkpoint is quantised in another way; or no weight becomes codes.
     """
-    if base not in BASES:
-        raise MegatrainError(f"base={base!r}: use {', '.join(map(repr, BASES[:-1]))} or {BASES[-1]!r}")
     if "quantization_config" in kwargs:
         raise MegatrainError("base= and quantization_config= both say how weights are quantised: give one of the two")
     tf = sys.modules.get("transformers") or __import__("transformers")
     config = tf.AutoConfig.from_pretrained(path)
+    there = check_base(config, path, base)
+    how = {"dtype": dtype or "auto", "device_map": "cpu", **kwargs}
+    with _kept(), kept_apart():
+        found = cls.from_pretrained(path, **how, **_settings(tf, base, config, dtype or config.dtype))
+        model = found[0] if isinstance(found, tuple) else found
+        if base == "fp8" and not there:
+            _to_fp8(model)
+    kept = [p for _, _, p, _ in coded(model)]
+    if not kept:
+        raise MegatrainError(f"base={base!r}: no weight of {path} is kept as codes: there is no linear layer that "
+                             f"falls into blocks, or transformers {tf.__version__} has expanded them; leave base out")
+    for p in kept:
+        p.requires_grad_(False)
+    vars(model).pop("hf_device_map", None)               # where it was made; accelerate would have it trained there
+    return found
+
+
+def check_base(config: Any, path: str | Path, base: str) -> str:
+    """How a checkpoint is quantised already, "" where it is not.
+
+    Raises:
+        MegatrainError: no such base; or it is quantised in another way, or not in this one, which is not made.
+    """
+    if base not in BASES:
+        raise MegatrainError(f"base={base!r}: use {', '.join(map(repr, BASES[:-1]))} or {BASES[-1]!r}")
     there = _method(config)
     if there and there != base:
         known = f"; base={there!r} keeps it as it is" if there in ("fp8", "mxfp4") else "; leave base out"
         raise MegatrainError(f"base={base!r}: {path} is quantised already ({there}){known}")
     if base == "mxfp4" and not there:
         raise MegatrainError(f"base='mxfp4': {path} is not; it is kept where a checkpoint has it (GPT-OSS), not made")
-    how = {"dtype": dtype or "auto", "device_map": "cpu", **kwargs}
-    with _kept(), kept_apart():
-        found = cls.from_pretrained(path, **how, **_settings(tf, base, bool(there), dtype or config.dtype))
-        model = found[0] if isinstance(found, tuple) else found
-        if base == "fp8" and not there:
-            _to_fp8(model)
-    for _, _, p, _ in coded(model):
-        p.requires_grad_(False)
-    return found
+    return there
+
+
+def expands(config: Any) -> dict[str, Any]:
+    """Arguments for from_pretrained with which a checkpoint of codes is read as the 16-bit weights they stand for."""
+    there = _method(config)
+    if there not in ("fp8", "mxfp4"):
+        return {}
+    tf = sys.modules["transformers"]
+    return {"quantization_config": (tf.FineGrainedFP8Config if there == "fp8" else tf.Mxfp4Config)(dequantize=True)}
 
 
 def _method(config: Any) -> str:
@@ -56,7 +81,7 @@ def _method(config: Any) -> str:
     return str(getattr(method, "value", method))
 
 
-def _settings(tf: Any, base: str, there: bool, dtype: torch.dtype | None) -> dict[str, Any]:
+def _settings(tf: Any, base: str, config: Any, dtype: torch.dtype | None) -> dict[str, Any]:
     """Arguments for from_pretrained."""
     if base == "nf4":
         return {"quantization_config": tf.BitsAndBytesConfig(
@@ -64,8 +89,7 @@ def _settings(tf: Any, base: str, there: bool, dtype: torch.dtype | None) -> dic
             bnb_4bit_compute_dtype=dtype or torch.bfloat16)}
     if base == "int8":
         return {"quantization_config": tf.BitsAndBytesConfig(load_in_8bit=True)}
-    kind = tf.FineGrainedFP8Config if base == "fp8" else tf.Mxfp4Config
-    return {"quantization_config": kind(dequantize=True)} if there else {}
+    return expands(config)
 
 
 @contextlib.contextmanager
@@ -75,11 +99,12 @@ def _kept() -> Iterator[None]:
     fp8, four = finegrained_fp8.Fp8Dequantize._dequantize_one, mxfp4.dequantize_convertops
 
     def keep_fp8(self: Any, codes: Tensor, scales: Tensor, output_dtype: torch.dtype | None = None) -> Tensor:
-        if codes.dtype != torch.float8_e4m3fn or scales.dtype != torch.float32 or scales.dim() != codes.dim():
+        eight = _eight_bits(codes)
+        if eight is None or scales.dtype != torch.float32 or scales.dim() != codes.dim():
             return fp8(self, codes, scales, output_dtype)
-        return nn.Parameter(Coded(codes, scales, "fp8", output_dtype or torch.bfloat16), requires_grad=False)
+        return nn.Parameter(Coded(eight, scales, "fp8", output_dtype or torch.bfloat16), requires_grad=False)
 
-    def keep_mxfp4(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> nn.Parameter:
+    def keep_mxfp4(blocks: Tensor, scales: Tensor, dtype: torch.dtype = torch.bfloat16) -> nn.Parameter:
         return nn.Parameter(Coded(blocks, scales, "mxfp4", dtype), requires_grad=False)
 
     finegrained_fp8.Fp8Dequantize._dequantize_one, mxfp4.dequantize_convertops = keep_fp8, keep_mxfp4
@@ -89,9 +114,88 @@ def _kept() -> Iterator[None]:
         finegrained_fp8.Fp8Dequantize._dequantize_one, mxfp4.dequantize_convertops = fp8, four
 
 
-def _to_fp8(model: nn.Module) -> None:
-    """Linear layers but the head, where they fall into blocks."""
+def _eight_bits(codes: Tensor) -> Tensor | None:
+    """In E4M3; None: they are not. Some versions of transformers have widened them by then, which is exact."""
+    if codes.dtype not in (torch.float8_e4m3fn, torch.bfloat16, torch.float32):
+        return None
+    eight = codes.to(torch.float8_e4m3fn)
+    return eight if torch.equal(eight.to(torch.float32), codes.to(torch.float32)) else None
+
+
+# ---- the same without weights, for plans ---------------------------------------------------------
+
+def shaped(config: Any, base: str | None, layers: int | None = None) -> nn.Module:
+    """A model of a config on the meta device, with weights of its linear layers as with_base makes or keeps them; None:
+    as they are.
+
+    Raises:
+        MegatrainError: as with_base.
+    """
+    there = "" if base is None else check_base(config, config._name_or_path or type(config).__name__, base)
+    model, dtype = from_config(config, layers)
+    model.to(dtype)
+    if base in ("nf4", "int8"):
+        _shape_by_bitsandbytes(model, base, dtype)
+    elif base == "mxfp4":
+        _shape_mxfp4(model)
+    elif base == "fp8":
+        _to_fp8(model, bool(there))
+    return model
+
+
+def _shape_by_bitsandbytes(model: Any, base: str, dtype: torch.dtype) -> None:
+    import bitsandbytes as bnb
+    import transformers as tf
+    from transformers.integrations.bitsandbytes import replace_with_bnb_linear
+    from transformers.quantizers.base import get_keys_to_not_convert
+
+    rest = [*get_keys_to_not_convert(model), *(model._keep_in_fp32_modules or ())]
+    replace_with_bnb_linear(model, rest, _settings(tf, base, None, dtype)["quantization_config"])
+    for m in model.modules():
+        if isinstance(m, bnb.nn.Linear4bit):
+            m.weight = _four_bits(bnb, m.weight, dtype)
+            m.quant_state = m.weight.quant_state
+        elif isinstance(m, bnb.nn.Linear8bitLt):
+            codes, scales = (torch.empty(shape, dtype=kind, device="meta") for shape, kind in
+                             ((m.weight.shape, torch.int8), (m.weight.shape[:1], torch.float32)))
+            m.weight = bnb.nn.Int8Params(codes, requires_grad=False, has_fp16_weights=False, SCB=scales)
+
+
+def _four_bits(bnb: Any, weight: Tensor, dtype: torch.dtype) -> Any:
+    """NF4 with double quantisation: a scale of a byte for 64 weights, and an fp32 one for 256 of these."""
+    blocks = -(-weight.numel() // 64)
+
+    def some(n: tuple[int, ...], kind: torch.dtype = torch.float32) -> Tensor:
+        return torch.empty(n, dtype=kind, device="meta")
+
+    kind = bnb.functional.QuantState
+    nested = kind(absmax=some((-(-blocks // 256),)), code=some((256,)), blocksize=256, dtype=torch.float32)
+    state = kind(absmax=some((blocks,), torch.uint8), shape=weight.shape, code=some((16,)), blocksize=64,
+                 quant_type="nf4", dtype=dtype, offset=some(()), state2=nested)
+    return bnb.nn.Params4bit(some((-(-weight.numel() // 2), 1), torch.uint8), requires_grad=False, quant_state=state,
+                             blocksize=64, compress_statistics=True, quant_type="nf4", bnb_quantized=True)
+
+
+def _shape_mxfp4(model: nn.Module) -> None:
+    """Experts of GPT-OSS: [E, fan_in, fan_out], with 32 of a column in a block."""
+    for m in model.modules():
+        for name, p in list(m._parameters.items()):
+            if name in ("gate_up_proj", "down_proj") and p.dim() == 3:
+                form = p.shape[0], p.shape[2], p.shape[1] // 32
+                codes, scales = (torch.empty(s, dtype=torch.uint8, device="meta") for s in ((*form, 16), form))
+                setattr(m, name, nn.Parameter(Coded(codes, scales, "mxfp4", p.dtype), requires_grad=False))
+
+
+def _to_fp8(model: nn.Module, experts: bool = False) -> None:
+    """Linear layers but the head, where they fall into blocks. experts: on the meta device, those that lie in one
+    tensor too."""
     head = output_embeddings(model)
+    for m in model.modules() if experts else ():
+        for name, p in list(m._parameters.items()):
+            if p is not None and p.dim() == 3 and not (p.shape[1] | p.shape[2]) % FP8_BLOCK:
+                scales = torch.empty(p.shape[0], p.shape[1] // FP8_BLOCK, p.shape[2] // FP8_BLOCK, device=p.device)
+                made = Coded(p.detach().to(torch.float8_e4m3fn), scales, "fp8", p.dtype)
+                setattr(m, name, nn.Parameter(made, requires_grad=False))
     for m in model.modules():
         if type(m) is nn.Linear and m is not head and (made := to_fp8(m.weight.detach())) is not None:
             m.weight = nn.Parameter(made, requires_grad=False)

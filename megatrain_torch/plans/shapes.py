@@ -17,13 +17,13 @@ import torch
 from torch import nn
 
 from ..base.arguments import check_count, check_dtype
-from ..base.codes import Stands, coded, dense_bytes, format_of, owner_of
+from ..base.codes import Stands, dense_bytes, elements, format_of, owner_of
 from ..base.errors import MegatrainError
 from ..base.formats import master_bytes, moment_bytes
 from ..base.modes import KEEPS, LINKED
 from ..base.products import check_layers, inner
 from ..base.stacks import slots_of, usual_experts
-from ..base.units import ALIGN, find, group, output_embeddings, stored_dtype, weight_bytes
+from ..base.units import ADAPTER, ALIGN, find, group, output_embeddings, stored_dtype, weight_bytes
 from ..fused.templates import Unfit, template
 
 MANY_TOKENS = 1 << 14        # of which a template is asked what it keeps; taken to be in proportion
@@ -67,7 +67,7 @@ class Unit:
 class Product:
     """A matrix product: `rows` rows per token (experts per token in a mixture), fan_in to fan_out."""
 
-    part: str           # "qkv", "out", "up", "down", "router" or "head"
+    part: str           # "qkv", "out", "up", "down", "router", "head", or "adapter": of LoRA, beside one of the others
     fan_in: int
     fan_out: int
     rows: float
@@ -94,7 +94,8 @@ class Template:
     backward needs at most beside the input. tiled: of that, where gate|up is not kept: bytes per token that only so
     many rows have at a time, those rows, and bytes besides where there are more. copied: bytes per token besides where
     there are more tokens than the second. long: bytes per token that a single row of so many tokens, the third, spares
-    backward where gate|up is not kept, and bytes besides."""
+    backward where gate|up is not kept, and bytes besides. expanded: bytes of weights that codes stand for, of most that
+    are there at once, and of all. rounds: it is none on a GPU."""
 
     input: float
     kept: tuple[tuple[str, float], ...]
@@ -102,6 +103,8 @@ class Template:
     tiled: tuple[int, int, int] = (0, 0, 0)
     copied: tuple[int, int] = (0, 0)
     long: tuple[int, int, int] = (0, 0, 1 << 62)
+    expanded: tuple[int, int] = (0, 0)
+    rounds: bool = False
 
 
 @dataclass(frozen=True)
@@ -186,7 +189,7 @@ def shapes_of(model: Any, *, dtype: torch.dtype | None = None, units: list[str |
     if layers is not None:
         check_count(layers, "layers")
     if not isinstance(model, nn.Module):
-        model, dtype = _from_config(model, layers, dtype)
+        model, dtype = from_config(model, layers, dtype)
     elif layers is not None:
         raise MegatrainError("layers: a module has the layers it has; give its config instead")
     found = find(model, units)
@@ -202,7 +205,7 @@ def shapes_of(model: Any, *, dtype: torch.dtype | None = None, units: list[str |
     if products == "fp8":
         windows = _coded(type(model).__name__, windows)
 
-    modules = dict(found.windows)
+    modules = {name or type(model).__name__: m for name, m in found.windows}
 
     def shape_with(states: str, experts: int = 0) -> Shape:
         own = tuple(unit_bytes(name, params, dtype, states, experts=experts) for name, params in groups)
@@ -227,7 +230,9 @@ def _coded(name: str, windows: list[Window]) -> list[Window]:
     return [dataclasses.replace(w, coded=w.name in layers) for w in windows]
 
 
-def _from_config(config: Any, layers: int | None, dtype: torch.dtype | None) -> tuple[nn.Module, torch.dtype]:
+def from_config(config: Any, layers: int | None = None, dtype: torch.dtype | None = None
+                ) -> tuple[nn.Module, torch.dtype]:
+    """A model on the meta device, and the type that its weights have, or are to have."""
     try:
         import transformers
     except ImportError:
@@ -254,8 +259,9 @@ def unit_bytes(name: str, own: list[tuple[str, nn.Parameter]], dtype: torch.dtyp
     time; 0: all."""
     fetched = slots_of(own, experts, [stored_dtype(p, dtype) for _, p in own]) if experts else ()
     kinds = [(p.numel(), stored_dtype(p, dtype)) for _, p in own if p.requires_grad]
-    return Unit(name, sum(p.numel() for _, p in own), weight_bytes(own, dtype, align), sum(n for n, _ in kinds),
-                sum(n * kind.itemsize for n, kind in kinds), sum(n * master_bytes(states, kind) for n, kind in kinds),
+    return Unit(name, sum(map(elements, {owner_of(p) for _, p in own})), weight_bytes(own, dtype, align),
+                sum(n for n, _ in kinds), sum(n * kind.itemsize for n, kind in kinds),
+                sum(n * master_bytes(states, kind) for n, kind in kinds),
                 sum(moment_bytes(states, kind, n) for n, kind in kinds),
                 sum(4 * n for n, kind in kinds if kind in (torch.bfloat16, torch.float16)), len(own),
                 fetched)
@@ -283,7 +289,8 @@ def _window(root: nn.Module, configs: list[Any], name: str, module: nn.Module, u
     products = _products(configs, module, matrices, head)
     attention = [p for p in products if p.part == "out"] if any(p.part == "qkv" for p in products) else []
     kind = "head" if head else "layer" if attention else "embedding" if tables and not products else "other"
-    floating = [stored_dtype(p, dtype).itemsize for p in parameters.values() if p.is_floating_point()]
+    floating = [stored_dtype(p, dtype).itemsize for n, p in parameters.items()
+                if p.is_floating_point() and not ADAPTER.search(n)]
     item = max(floating, default=4)
     q_width = sum(p.fan_in for p in attention)
     return Window(name, kind, tuple(dict.fromkeys(unit_of[id(p)] for p in module.parameters())), products,
@@ -296,8 +303,6 @@ def _window(root: nn.Module, configs: list[Any], name: str, module: nn.Module, u
 
 
 def _template(module: nn.Module, item: int) -> Template | None:
-    if any(True for _ in coded(module)):
-        return None
     try:
         found = template(module)
     except Unfit:
@@ -305,7 +310,7 @@ def _template(module: nn.Module, item: int) -> Template | None:
     n = MANY_TOKENS
     kept = tuple((mode, found.kept_bytes(mode, n, item) / n) for mode in (*KEEPS, LINKED))
     return Template(found.input_bytes(n, item) / n, kept, found.work_bytes(n, item) / n, found.tiled(item),
-                    found.copied(item), found.long(item))
+                    found.copied(item), found.long(item), found.expanded(item), found.rounds)
 
 
 def _products(configs: list[Any], module: nn.Module, matrices: dict[str, nn.Parameter],
@@ -333,7 +338,9 @@ def _oriented(p: Product, hidden: int) -> Product:
 
 
 def _part(name: str) -> str:
-    owner, _, leaf = name.removesuffix(".weight").rpartition(".")
+    if ADAPTER.search(name):
+        return "adapter"
+    owner, _, leaf = name.removesuffix(".weight").removesuffix(".base_layer").rpartition(".")
     if _ATTENTION.search(owner):
         return "out" if _OUT.match(leaf) else "qkv"
     if _ROUTER.match(leaf):

@@ -6,6 +6,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from .. import ops
 from .records import Record
 from .whole import Whole
 
@@ -68,5 +69,12 @@ class Piece:
 
     def made(self, ring: Located) -> Tensor:
         """[experts, ., .] on the device, fetched if need be: over a slot, or 16-bit weights made of that."""
-        strands = ring.strands(self)
-        return strands[0] if self.stacked.whole is None else self.stacked.whole.of(strands)
+        strands, whole = ring.strands(self), self.stacked.whole
+        if whole is None:
+            return strands[0]
+        coding = whole.format.coding(whole.param)
+        shape = (len(self.experts), *coding.shape[1:])
+        out = torch.empty(shape, dtype=coding.dtype, device=strands[0].device)
+        by_name = dict(zip(whole.names, strands))
+        ops.expand_codes_(out, coding.form, *(by_name[name] for name in coding.strands), group=coding.group)
+        return out
