@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -218,7 +219,7 @@ def test_cuts_of_a_unit_are_all_of_it_once() -> None:
     cuts = cut(params, 3, kinds, begins)
     assert cut(params, EXPERTS, kinds, begins) is None and cut(params, 0, kinds, begins) is None
     covered = sorted((begin, begin + n) for one in cuts for begin, _, n in one.ranges)
-    assert covered[0][0] == 0 and all(a[1] <= b[0] < a[1] + 512 for a, b in zip(covered, covered[1:]))
+    assert covered[0][0] == 0 and all(a[1] <= b[0] < a[1] + 512 for a, b in itertools.pairwise(covered))
     assert [len(c.experts) for c in cuts] == [0, 3, 3, 2, 3, 3, 2]
     assert all(c.bytes < 0.6 * end for c in cuts)
 
