@@ -138,7 +138,9 @@ class Control:
         except MegatrainError:
             raise
         except RuntimeError as error:
-            raise MegatrainError(f"{self._who()} while this one {what}: {str(error).splitlines()[0]}") from error
+            said = f"{self._who()} while this one {what}: {str(error).splitlines()[0]}"
+            self._waits.broke(said)
+            raise MegatrainError(said) from error
         finally:
             late.cancel()
 
