@@ -10,8 +10,8 @@
     python bench_loop.py --device cpu --width toy --layers 2 --tokens 256 --seq 64        # anywhere, in seconds
 
     torchrun --nproc-per-node 2 bench_loop.py --tokens 32768 --plan [--alone]       # a GPU each; tokens of each
-    for n in 0 1; do torchrun --nnodes 2 --node-rank $n --nproc-per-node 1 --master-addr 127.0.0.1 --master-port 29500 \\
-        bench_loop.py --tokens 32768 --plan & done; wait                            # two GPUs as two machines
+    for n in 0 1; do torchrun --nnodes 2 --node-rank $n --nproc-per-node 1 --master-addr localhost \\
+        --master-port 29500 bench_loop.py --tokens 32768 --plan & done; wait        # two GPUs as two machines
 
     python bench_loop.py --jobs FILE --out FILE.jsonl --seconds 500         # many, one after another
 FILE: a line a run, "LABEL PACKAGE arguments"; PACKAGE: the folder that megatrain_torch lies in, "-" for what PYTHONPATH
