@@ -56,9 +56,9 @@ class Asking:
 
     def plan(self, batch: Pass, micro: int, homes: str | dict[str, str] | None, slots: int | None = None,
              experts: int | None = None) -> Plan:
-        """A plan for steps of `micro` passes like this. homes, slots, experts: as mt.plan takes them. That reads modules
-        and may run a router's copy: as outside of the forward that asks, and of its autocast. Raises Refused: nothing
-        fits."""
+        """A plan for steps of `micro` passes like this. homes, slots, experts: as mt.plan takes them. That reads
+        modules and may run a router's copy: as outside of the forward that asks, and of its autocast. Raises Refused:
+        nothing fits."""
         rt = self.runtime
         fused = wanted(rt.compute, rt.is_cuda, [r.dtype for r in rt.records])
         try:
