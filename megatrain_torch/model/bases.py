@@ -31,16 +31,26 @@ def with_base(cls: Any, path: str | Path, base: str, dtype: torch.dtype | None, 
         raise MegatrainError("base= and quantization_config= both say how weights are quantised: give one of the two")
     tf = sys.modules.get("transformers") or __import__("transformers")
     config = tf.AutoConfig.from_pretrained(path)
-    there = check_base(config, path, base)
+    check_base(config, path, base)
     how = {"dtype": dtype or "auto", "device_map": "cpu", **kwargs}
     with _kept(), kept_apart():
         found = cls.from_pretrained(path, **how, **_settings(tf, base, config, dtype or config.dtype))
         model = found[0] if isinstance(found, tuple) else found
-        if base == "fp8" and not there:
+        if base == "fp8" and not _method(config):
             _to_fp8(model)
-    for _, _, p, _ in coded(model):
+    for p in _codes_of(model, base):
         p.requires_grad_(False)
     vars(model).pop("hf_device_map", None)               # where it was made; accelerate would have it trained there
+    return found
+
+
+def _codes_of(model: nn.Module, base: str) -> list[nn.Parameter]:
+    """Raises: MegatrainError: there are none: nothing would be as it was asked for."""
+    found = [p for _, _, p, _ in coded(model)]
+    if not found:
+        blocks = f", in blocks of {FP8_BLOCK} by {FP8_BLOCK}" if base == "fp8" else ""
+        raise MegatrainError(f"base={base!r}: {type(model).__name__} has no linear layer that becomes codes{blocks}; "
+                             "leave base out")
     return found
 
 
@@ -127,6 +137,8 @@ def shaped(config: Any, base: str | None, layers: int | None = None) -> nn.Modul
         _shape_mxfp4(model)
     elif base == "fp8":
         _to_fp8(model, bool(there))
+    if base is not None:
+        _codes_of(model, base)
     return model
 
 
