@@ -38,9 +38,11 @@ class Engine:
             All of them add the same units, announce the same hand-overs and submit the same updates, in one order.
         rank, ranks: every unit has so many owners (csrc/core/portion.h), and this is one of them: it has the states of
             its portion alone, is given the gradients of its portion, and updates that.
+        speakers: where some of them are on other machines: by rank, the one of this machine that says here what that
+            rank says there (csrc/core/relay.h).
     """
     def __init__(self, device: str, index: int = 0, threads: int = 1, delay_us: int = 0, seed: int = 0,
-                 share: int = -1, rank: int = 0, ranks: int = 1) -> None: ...
+                 share: int = -1, rank: int = 0, ranks: int = 1, speakers: tuple[int, ...] = ()) -> None: ...
     def close(self) -> None: ...
 
     # store
@@ -51,8 +53,8 @@ class Engine:
     def portions(self, unit: int) -> tuple[int, ...]:
         """[ranks + 1] Bytes of the unit's weights, as offset() counts them, at which portions begin and the last ends.
         """
-    def owned(self, unit: int, param: int) -> tuple[int, int]:
-        """(first, number) of the parameter's elements that are this rank's."""
+    def owned(self, unit: int, param: int, rank: int = -1) -> tuple[int, int]:
+        """(first, number) of the parameter's elements that are this rank's, or another's."""
     def plane(self, unit: int, param: int, plane: int, shared: bool = False) -> np.ndarray:
         """uint8 view of one parameter's bytes in a plane. Maps the plane at first use.
 
@@ -65,6 +67,10 @@ class Engine:
         """
     def gone(self) -> list[tuple[int, int]]:
         """(rank, process) of other ranks that have closed their engine, or whose process ended."""
+    def relay(self) -> Any:
+        """For relay_next and its like; it keeps the memory, also behind close()."""
+    def fail(self, text: str) -> None:
+        """The engine is of no use any more, and those of other ranks neither: whoever waits in one gets this text."""
     def stay(self, seconds: float) -> None:
         """Of a process that ends: returns when no other rank will ask any more for what is on this one's device, since
         all have come here or are gone, or none has asked for so many seconds. Nothing to do where no unit is there."""
@@ -270,6 +276,16 @@ class Engine:
 
 def share() -> int:
     """The descriptor of new memory for an Engine of each rank; os.close() it when all have opened theirs."""
+PARCEL_BYTES: int
+def relay_next(relay: Any, ms: int, /) -> tuple[bytes, np.ndarray | None, int, bool] | None:
+    """The next parcel of what this rank said, its bytes, the rank to whose machine it goes (-1: to all), and whether it
+    is the last one. None: nothing was said for so long."""
+def relay_place(relay: Any, rank: int, parcel: bytes, /) -> np.ndarray | None:
+    """Where bytes of that rank's parcel go; None: it has none."""
+def relay_come(relay: Any, rank: int, parcel: bytes, /) -> bool:
+    """They are there: this machine hears what the rank said. Whether it was its last."""
+def relay_gone(relay: Any, rank: int, /) -> None:
+    """Nothing more will come of that rank."""
 def adam_step(tensors: Sequence[tuple], clip: float, threads: int, isa: int) -> None:
     """For tests, benchmarks and parameters that are not streamed: AdamW on host addresses.
 

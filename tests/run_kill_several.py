@@ -1,16 +1,17 @@
 """kill -9 of one of several processes, many times, while they train and save: the others end with its name, and any
 number of processes goes on from a whole checkpoint.
 
-    python tests/run_kill_several.py --times 50 [--folder /disk]
+    python tests/run_kill_several.py --times 50 [--folder /disk] [--phases]
 
-Processes train a small model on the CPU device, with units at home in one place and another, and save every other step,
+Processes, as of one machine or, in turn, of one each, train a small model on the CPU device, with units at home in one place and another, and save every other step,
 in turn while they wait and behind their back; now and then one alone reads a moment. After a random time one is killed; all others must end by themselves within PATIENCE, and say which rank is gone.
 The next ones, as many, one more or one fewer, resume from what is there. Of it test_several.py runs a few; prints a
-table.
+table. --phases: one kills itself within each phase of a short run, at a random time of it.
 """
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import os
 import random
 import re
@@ -18,8 +19,11 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +33,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 PATIENCE = 30.0
 LAYERS, WIDTH = 4, 192
 HOMES = ("vram", "ram", "arrive", {"layers.0": "vram", "layers.2": "arrive"})
+PHASES = ("fill", "step", "save", "load", "evaluate", "look", "close")
 NOTES = re.compile(r"^step (\d+)$", re.MULTILINE)
 
 
@@ -45,14 +50,19 @@ class Net(nn.Module):
 
 def rank_main(folder: Path) -> None:
     """One of the processes: trains until it is killed, or another is."""
+    faulthandler.register(signal.SIGUSR1, all_threads=True)      # where it is, should it not end
     from torch import distributed as dist
 
     import megatrain_torch as mt
     torch.set_num_threads(1)
+    os.environ["GROUP_RANK"] = os.environ["RANK"] if os.environ["MACHINES"] != "1" else "0"
     dist.init_process_group("gloo", init_method=f"file://{folder / os.environ['STORE']}",
                             rank=int(os.environ["RANK"]), world_size=int(os.environ["WORLD_SIZE"]))
     torch.manual_seed(0)
     homes = HOMES[int(os.environ["HOMES"])]
+    if os.environ["PHASE"]:
+        short(folder, homes)
+        return
     model = mt.stream(Net().to(torch.bfloat16), "cpu", plan={"homes": homes})
     opt = mt.AdamW(model.parameters(), lr=1e-3, max_grad_norm=1e-3)
     last, step = folder / "last", 0
@@ -74,19 +84,85 @@ def rank_main(folder: Path) -> None:
         print(f"step {step}", flush=True)
 
 
-def one_kill(folder: Path, size: int, number: int, rng: random.Random) -> str:
+def short(folder: Path, homes: Any) -> None:
+    """A run of all phases, in one of which a rank kills itself."""
+    import megatrain_torch as mt
+    torch.distributed.barrier()
+    _enter("fill")
+    model = mt.stream(Net().to(torch.bfloat16), "cpu", plan={"homes": homes})
+    opt = mt.AdamW(model.parameters(), lr=1e-3, max_grad_norm=1e-3)
+    x = torch.randn(8, WIDTH).to(torch.bfloat16)
+    for phase in PHASES[1:]:
+        for _ in range(2):
+            model(x).backward()
+            if phase == "look":
+                _enter(phase)
+                [p.grad.norm() for p in model.parameters()]
+            opt.step()
+            opt.zero_grad()
+        if phase != "look":
+            _enter(phase)
+        for _ in range(3):
+            if phase == "step":
+                model(x).backward()
+                opt.step()
+                opt.zero_grad()
+            if phase == "save":
+                mt.save(model, opt, folder / "short")
+            if phase == "load":
+                mt.load(model, opt, folder / "short")
+            if phase == "evaluate":
+                with torch.no_grad():
+                    model(x)
+            if phase == "look":
+                [s["exp_avg"].norm() for s in opt.state.values()]
+    mt.unstream(model)
+
+
+def _enter(phase: str) -> None:
+    """The victim has so many milliseconds left, where this is the phase."""
+    if phase == os.environ["PHASE"] and os.environ["RANK"] == os.environ["VICTIM"]:
+        print(f"step 0 in {phase}", flush=True)
+        killer = threading.Timer(float(os.environ["AFTER"]), os.kill, (os.getpid(), signal.SIGKILL))
+        killer.daemon = True
+        killer.start()
+
+
+def one_phase(folder: Path, number: int, rng: random.Random) -> str:
+    phase, size = PHASES[number % len(PHASES)], rng.choice((2, 3, 4))
+    victim, after = rng.randrange(size), rng.random() ** 2 * 0.2
+    begun = _begin(folder, size, number, MACHINES=str(number // len(PHASES) % 2 + 1), PHASE=phase, VICTIM=str(victim),
+                   AFTER=str(after))
+    try:
+        code = begun[victim].wait(120)
+        if code != -signal.SIGKILL:
+            return f"{phase}: over before rank {victim} was killed ({code})"
+        return f"{phase}, {after:.3f} s, {_check_ends(folder, begun, victim, time.monotonic(), True)}"
+    finally:
+        _end(begun)
+
+
+def _begin(folder: Path, size: int, number: int, **env: str) -> list[subprocess.Popen[str]]:
+    return [subprocess.Popen([sys.executable, __file__, "--rank", "--folder", str(folder)], text=True,
+                             stdout=(folder / f"out{r}").open("w"), stderr=(folder / f"err{r}").open("w"),
+                             env=os.environ | {"RANK": str(r), "WORLD_SIZE": str(size), "STORE": f"store{number}",
+                                                "HOMES": str(number % len(HOMES)), "PHASE": "", **env})
+            for r in range(size)]
+
+
+def _end(begun: list[subprocess.Popen[str]]) -> None:
+    for p in begun:
+        p.kill()
+        p.wait()
+
+
+def one_kill(folder: Path, size: int, number: int, rng: random.Random, machines: int) -> str:
     """Raises: something was not as it must be. What happened."""
-    begun = [subprocess.Popen([sys.executable, __file__, "--rank", "--folder", str(folder)], text=True,
-                              stdout=(folder / f"out{r}").open("w"), stderr=(folder / f"err{r}").open("w"),
-                              env=os.environ | {"RANK": str(r), "WORLD_SIZE": str(size), "STORE": f"store{number}",
-                                                 "HOMES": str(number % len(HOMES))})
-             for r in range(size)]
+    begun = _begin(folder, size, number, MACHINES=str(machines))
     try:
         return _kill_one(folder, begun, rng)
     finally:
-        for p in begun:
-            p.kill()
-            p.wait()
+        _end(begun)
 
 
 def _kill_one(folder: Path, begun: list[subprocess.Popen[str]], rng: random.Random) -> str:
@@ -98,44 +174,61 @@ def _kill_one(folder: Path, begun: list[subprocess.Popen[str]], rng: random.Rand
     time.sleep(rng.random() * 1.5)
     victim, clock = rng.randrange(len(begun)), time.monotonic()
     os.kill(begun[victim].pid, signal.SIGKILL)
+    return _check_ends(folder, begun, victim, clock)
+
+
+def _check_ends(folder: Path, begun: list[subprocess.Popen[str]], victim: int, clock: float, over: bool = False) -> str:
+    """over: the others may have been through."""
     others = [r for r in range(len(begun)) if r != victim]
     for r in others:
         try:
             code = begun[r].wait(max(0.1, clock + PATIENCE - time.monotonic()))
         except subprocess.TimeoutExpired:
+            os.kill(begun[r].pid, signal.SIGUSR1)
+            time.sleep(2)
             raise AssertionError(f"rank {r} did not end after rank {victim} was killed:\n" + _said(folder, len(begun))
                                  ) from None
         text = (folder / f"err{r}").read_text()
-        if code == 0 or f"rank {victim}" not in text:
+        if code == 0 and over:
+            continue
+        if code != 1 or (f"rank {victim}" not in text and "is gone" not in text):
             raise AssertionError(f"rank {r} ended with {code} and does not name rank {victim}:\n{text[-2000:]}")
     took = time.monotonic() - clock
     steps = NOTES.findall((folder / "out0").read_text())
-    return f"{len(begun)} processes, rank {victim} killed at step {steps[-1]}, the others ended after {took:.1f} s"
+    return f"{len(begun)} processes, rank {victim} killed at step {steps[-1] if steps else '?'}, the others ended after {took:.1f} s"
 
 
 def _said(folder: Path, size: int) -> str:
-    return "\n".join(f"-- rank {r}\n{(folder / f'err{r}').read_text()[-2000:]}" for r in range(size))
+    return "\n".join(f"-- rank {r}\n{(folder / f'err{r}').read_text()[-8000:]}" for r in range(size))
 
 
-def kill(folder: Path, times: int, seed: int) -> list[str]:
+def kill_in_phases(folder: Path, times: int, seed: int) -> Iterator[str]:
     """What happened each time."""
-    rng, found, size = random.Random(seed), [], 2
+    rng = random.Random(seed)
     for number in range(times):
-        found.append(one_kill(folder, size, number, rng))
+        yield one_phase(folder, number, rng)
+
+
+def kill(folder: Path, times: int, seed: int) -> Iterator[str]:
+    """What happened each time."""
+    rng, size = random.Random(seed), 2
+    for number in range(times):
+        found = one_kill(folder, size, number, rng, 1 + number % 2)
         resumed = re.search(r"resumed at (\d+)", (folder / "out0").read_text())
         if number and not resumed:
             raise AssertionError("it did not resume")
-        found[-1] += f"; it had resumed at {resumed[1]}" if resumed else ""
+        found += f"; it had resumed at {resumed[1]}" if resumed else ""
         if left := [p.name for p in folder.iterdir() if p.name.startswith("last.old")]:
             raise AssertionError(f"left behind: {left}")
+        yield found
         size = max(2, min(4, size + rng.choice((-1, 0, 1))))
-    return found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--times", type=int, default=50)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--phases", action="store_true")
     parser.add_argument("--folder", type=Path)
     parser.add_argument("--rank", action="store_true", help="one of the processes")
     args = parser.parse_args()
@@ -143,8 +236,8 @@ def main() -> None:
         rank_main(args.folder)
         return
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
-        for line in kill(Path(folder), args.times, args.seed):
-            print(line)
+        for line in (kill_in_phases if args.phases else kill)(Path(folder), args.times, args.seed):
+            print(line, flush=True)
 
 
 if __name__ == "__main__":

@@ -11,9 +11,11 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import faulthandler
 import hashlib
 import importlib
 import os
+import signal
 import tempfile
 import traceback
 from pathlib import Path
@@ -54,6 +56,8 @@ class Pool:
         found = []
         for rank, pipe in enumerate(self._pipes[:size]):
             if not pipe.poll(timeout):
+                for pid in self.pids:
+                    os.kill(pid, signal.SIGUSR1)             # they say where they are
                 raise TimeoutError(f"rank {rank} did not answer {what}{args} within {timeout} s")
             found.append(pipe.recv())
         if failed := [(rank, text) for rank, (ok, text) in enumerate(found) if not ok]:
@@ -76,6 +80,7 @@ class Pool:
 def _serve(rank: int, size: int, store: str, pipe: Any, device: str) -> None:
     from torch import distributed as dist
     torch.set_num_threads(1)
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
     os.environ |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error", "ACCELERATE_USE_CPU": "true",
                    "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
     backend = "nccl" if device == "cuda" and torch.cuda.device_count() >= size else "gloo"
@@ -93,6 +98,16 @@ def _serve(rank: int, size: int, store: str, pipe: Any, device: str) -> None:
             pipe.send((True, getattr(importlib.import_module(module), name)(rank, groups[n], *args, **kw)))
         except BaseException:
             pipe.send((False, traceback.format_exc()))
+
+
+def apart(rank: int, group: Any, machines: int, what: str, *args: Any) -> Any:
+    """`module:function` as on so many machines, which are pretended: as under so many launchers."""
+    module, name = what.split(":")
+    os.environ["GROUP_RANK"] = str(rank * machines // torch.distributed.get_world_size(group))
+    try:
+        return getattr(importlib.import_module(module), name)(rank, group, *args)
+    finally:
+        del os.environ["GROUP_RANK"]
 
 
 # ---- training ------------------------------------------------------------------------------------
@@ -247,16 +262,12 @@ def refused(rank: int, group: Any, what: str) -> str:
         model.layers, model.head = model._modules.pop("head"), model._modules.pop("layers")
     if what == "frozen" and odd:
         model.head.requires_grad_(False)
-    if what == "machines":                       # as under two torchruns
-        os.environ["GROUP_RANK"] = str(rank)
     asked = {"nvme": {"nvme": tempfile.gettempdir()}, "homes": {"plan": {"homes": "through"}},
              "host": {"host": "1KiB"} if odd else {}}.get(what, {})
     try:
         mt.stream(model, "cpu", group=group, reduce="max" if what == "reduce" and odd else "mean", **asked)
     except mt.MegatrainError as error:
         return str(error)
-    finally:
-        os.environ.pop("GROUP_RANK", None)
     return ""
 
 

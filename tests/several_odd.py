@@ -162,6 +162,23 @@ def backward_breaks_on_all(rank: int, group: Any) -> str:
     return _broken(group, lambda number: number in (1, 2))
 
 
+def backward_reaches_nothing_on_one(rank: int, group: Any) -> str:
+    """Nobody can know of it; the next one's is another step's."""
+    import megatrain_torch as mt
+    model = mt.stream(Choosy(), "cpu", group=group)
+    opt = mt.AdamW(model.parameters(), lr=1e-2)
+    said = ""
+    try:
+        for number in range(3):
+            (torch.ones(1, requires_grad=True) if number == rank == 1 else _loss(model, number, rank, ALL)).sum().backward()
+            opt.step()
+            opt.zero_grad()
+    except mt.MegatrainError as error:
+        said = str(error)
+    mt.unstream(model)
+    return "" if f"rank {rank}: this backward comes after {1 + rank} steps" in said else said or "it was not noticed"
+
+
 def _broken(group: Any, when: Callable[[int], bool]) -> str:
     """Scripts that catch what is raised, and go on."""
     import megatrain_torch as mt
@@ -181,6 +198,32 @@ def _broken(group: Any, when: Callable[[int], bool]) -> str:
     wanted = ["out of memory, so to say" if when(n) else "rank 1: its backward was broken off"
               for n in range(4) if when(n) or n == 1]
     return "" if said == wanted and same else f"{said}, not {wanted}; {same}"
+
+
+def grad_taken_in_backward(rank: int, group: Any) -> str:
+    """Of the first layer, by rank 1, before the second micro-batch's comes; of its own, or of the other rank alone."""
+    return _taken(rank, group, ALL) + _taken(rank, group, [1, 2, 3] if rank == 1 else ALL)
+
+
+def _taken(rank: int, group: Any, which: list[int]) -> str:
+    import megatrain_torch as mt
+    model, said, kept = mt.stream(Choosy(), "cpu", group=group), "", []
+    opt = mt.AdamW(model.parameters(), lr=1e-2)
+    first = model.layers[0][0].weight
+    _loss(model, 0, rank, ALL).backward()
+    hook = model.layers[3].register_full_backward_hook(lambda *_: kept.append(first.grad) if rank == 1 else None)
+    try:
+        _loss(model, 1, rank, which).backward()
+    except mt.MegatrainError as error:
+        said = str(error)
+    hook.remove()
+    opt.zero_grad()
+    kept.clear()
+    _loss(model, 2, rank, ALL).backward()
+    opt.step()
+    same = _same_on_all(group, model)
+    mt.unstream(model)
+    return "" if "layers.0.0.weight: somebody took its .grad" in said and same else f"{said}; {same}"
 
 
 def _same_on_all(group: Any, model: nn.Module) -> bool:
@@ -218,3 +261,29 @@ def save_fails_on_one(rank: int, group: Any, folder: str) -> str:
     mt.load(model, None, folder)
     mt.unstream(model)
     return "" if "mine" in said else said
+
+
+def load_fails_on_one(rank: int, group: Any, folder: str) -> str:
+    """Behind the check, while the others load."""
+    import time
+
+    import megatrain_torch as mt
+    from megatrain_torch.checkpoint import restore
+    model = mt.stream(Choosy(), "cpu", group=group)
+    mt.save(model, None, folder)
+    own, begun = restore._load_unit, time.monotonic()
+
+    def breaks(rt: Any, records: Any, *rest: Any) -> None:
+        if rank == 1 and records[0].unit == 2:
+            raise OSError("a disk is gone")
+        own(rt, records, *rest)
+
+    restore._load_unit = breaks
+    try:
+        mt.load(model, None, folder)
+        said = "it was not refused"
+    except (mt.MegatrainError, OSError) as error:
+        said = str(error)
+    finally:
+        restore._load_unit = own
+    return "" if "a disk is gone" in said and time.monotonic() - begun < 10 else f"{said} {time.monotonic() - begun}"

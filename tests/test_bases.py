@@ -92,10 +92,10 @@ def batch(step: int) -> dict[str, Tensor]:
     return {"input_ids": ids, "labels": ids}
 
 
-def trained(model: nn.Module, steps: int = 3) -> list[Tensor]:
+def trained(model: nn.Module, steps: int = 3, optimizer: Any = torch.optim.AdamW, lr: float = 1e-2) -> list[Tensor]:
     """Every loss and every gradient."""
     own = [p for p in model.parameters() if p.requires_grad]
-    opt, seen = torch.optim.AdamW(own, lr=1e-2), []
+    opt, seen = optimizer(own, lr=lr), []
     for step in range(steps):
         loss = model(**batch(step)).loss
         loss.backward()
@@ -399,7 +399,8 @@ def test_a_base_that_cannot_be_had_is_refused(tmp_path: Path) -> None:
     cls, plain = transformers.AutoModelForCausalLM, tmp_path / "bf16"
     written(plain, transformers.LlamaConfig(**BLOCKS), lambda tensors: None, {})
     there = written(tmp_path / "fp8", transformers.LlamaConfig(**BLOCKS), in_blocks, FP8)
-    for at, asked, why in ((plain, "int4", "use 'nf4', 'int8', 'fp8' or 'mxfp4'"), (plain, "mxfp4", "is not; it is kept"),
+    small = written(tmp_path / "small", transformers.LlamaConfig(**SIZES), lambda tensors: None, {})
+    for at, asked, why in ((small, "fp8", "no weight of .* is kept as codes"), (plain, "int4", "use 'nf4', 'int8', 'fp8' or 'mxfp4'"), (plain, "mxfp4", "is not; it is kept"),
                            (there, "nf4", r"is quantised already \(fp8\); base='fp8' keeps it")):
         with pytest.raises(mt.MegatrainError, match=why):
             mt.from_pretrained(cls, at, base=asked, device="cpu")

@@ -139,7 +139,8 @@ def check_product(c: Tensor, a: ops.Codes, b: ops.Codes, alpha: float, bias: Ten
     product, weight = alpha * (x @ y.t()), abs(alpha) * (x.abs() @ y.abs().t())
     terms = [product] + [t.double().expand_as(product) for t in (bias, base) if t is not None]
     wanted, largest = sum(terms), sum(t.abs() for t in terms)
-    e = k * 2**-24 if c.device.type == "cpu" else k / 32 * 2**-13 if fast else k / 128 * 2**-23 + 2**-13
+    at_a_time = -(-k // 32)                              # products of tensor cores: sums keep 13 bits of each
+    e = k * 2**-24 if c.device.type == "cpu" else at_a_time * 2**-13 if fast else k / 128 * 2**-23 + 2**-13
     bound = e * weight + 3 * 2**-24 * largest + HALF_UNIT[c.dtype] * (wanted.abs() + (len(terms) > 1) * largest)
     off = (c.double() - wanted).abs()
     assert (off <= bound).all(), f"off by {(off / bound).max():.3g} x the bound"

@@ -110,9 +110,9 @@ def test_gradients_are_exchanged_and_their_sum_comes_home_in_parts() -> None:
     assert not of.network_s.any() and not of.spread_s.any() and not of.on_link
     of = exchange(4, 2)
     assert of.home[layer] == math.ceil(6 * n / 8)
-    assert of.network_s[layer] == pytest.approx(4 * n / 2 / 10e9), "sums, of 4 ranks less than their parts"
+    assert of.network_s[layer] == pytest.approx(4 * 2 * n / 2 / 10e9), "parts of 4 ranks"
     assert of.spread_s[layer] == pytest.approx(2 * n / 2 / 10e9)
-    assert exchange(1, 2).network_s[layer] == pytest.approx(2 * n / 2 / 10e9), "of one rank its gradient is less"
+    assert exchange(1, 2).network_s[layer] == pytest.approx(2 * n / 2 / 10e9), "of one rank"
 
 
 def test_one_rank_exchanges_nothing() -> None:

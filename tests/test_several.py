@@ -116,6 +116,45 @@ def test_units_at_home_on_the_devices(pool: Pool, name: str) -> None:
     assert not differences(pool.call("several:train", size, job), wanted)
 
 
+MACHINES = {                                               # in CI: so many, of how many ranks
+    "left_out_bf16": (2, 2), "arrive": (2, 4), "left_out": (4, 4), "codes": (4, 4)}
+ANYWHERE = {**{name: (SIZES.get(name, 2), job) for name, job in SITUATIONS.items()}, **AT_HOME}
+
+
+@pytest.mark.parametrize("name, machines, size", [
+    *((name, *how) for name, how in MACHINES.items()),
+    *(pytest.param(name, n, 4, marks=LONG) for name in ANYWHERE for n in (2, 4) if (n, 4) != MACHINES.get(name))])
+def test_several_machines_are_as_one(pool: Pool, name: str, machines: int, size: int) -> None:
+    job = ANYWHERE[name][1]
+    wanted = alone(dataclasses.replace(job, plan=(), vram=None), size)
+    assert not differences(pool.call("several:apart", size, machines, "several:train", job), wanted)
+
+
+@pytest.mark.parametrize("job, machines", [
+    (Job("choosy", "bfloat16", plan=ARRIVE), 2), *(pytest.param(job, n, marks=LONG) for n in (2, 4) for job in (
+        Job("wide", "bfloat16"), Job("choosy", "float16", states="8bit"), Job("wide", "bfloat16", plan=VRAM),
+        Job("wide", "bfloat16", states="8bit", plan=MIXED)))], ids=lambda v: str(dict(v.plan)) if isinstance(v, Job) else v)
+def test_a_checkpoint_of_several_machines(pool: Pool, job: Job, machines: int, tmp_path: Path) -> None:
+    one, four = str(tmp_path / "one"), str(tmp_path / "four")
+    wanted = saved(0, None, job, one)
+    assert not differences(pool.call("several:apart", 4, machines, "several:loaded", job, one), wanted)
+    wanted, *others = pool.call("several:apart", 4, machines, "several:saved", job, four)
+    assert not differences(others, wanted)
+    assert not differences(pool.call("several:apart", 4, 2, "several:loaded", job, four), wanted)
+    assert not differences([loaded(0, None, job, four)], wanted)
+
+
+@pytest.mark.parametrize("homes", [pytest.param("ram", marks=LONG), "vram"])
+def test_what_scripts_do_on_several_machines(pool: Pool, homes: str) -> None:
+    assert pool.call("several:apart", 2, 2, "several:habits", {"homes": homes}) == [[], []]
+
+
+def test_each_machine_has_the_first_ones_model(pool: Pool) -> None:
+    wanted = several_load.made_by_the_script(0, None, "of_other_values")
+    found = pool.call("several:apart", 2, 2, "several_load:made_by_the_script", "of_other_values")
+    assert not differences(found, wanted)
+
+
 @pytest.mark.parametrize("job", [
     Job("wide", "bfloat16"), *(pytest.param(job, marks=LONG) for job in (
         Job("choosy", "float16", states="8bit"), Job("wide", "bfloat16", plan=VRAM), Job("choosy", "float16", plan=ARRIVE),
@@ -170,9 +209,14 @@ def test_what_scripts_do(pool: Pool, homes: str) -> None:
 
 @pytest.mark.parametrize("what", [
     "hooks_on_one", "hooks_in_another_order", "hooks_that_come_later", "grads_kept_on_one", "grads_of_ones_own",
-    "penalty_before", "update_in_a_hook", "two_models", "backward_breaks_on_one", "backward_breaks_on_all", "refused_on_one"])
+    "penalty_before", "update_in_a_hook", "two_models", "backward_breaks_on_one", "backward_breaks_on_all", "refused_on_one",
+    "backward_reaches_nothing_on_one", "grad_taken_in_backward"])
 def test_what_not_all_ranks_do(pool: Pool, what: str) -> None:
     assert pool.call(f"several_odd:{what}", 2, timeout=60.0) == ["", ""]
+
+
+def test_a_load_that_fails_on_one(pool: Pool, tmp_path: Path) -> None:
+    assert pool.call("several_odd:load_fails_on_one", 2, str(tmp_path / "c"), timeout=60.0) == ["", ""]
 
 
 def test_a_save_that_fails_on_one(pool: Pool, tmp_path: Path) -> None:
@@ -182,9 +226,9 @@ def test_a_save_that_fails_on_one(pool: Pool, tmp_path: Path) -> None:
 @pytest.mark.parametrize("what, said", [
     ("model", "the model is not the same in all processes: 4 and 5 in rank 0 and rank 1"), ("order", "not the same"),
     ("frozen", "True and False in rank 0 and rank 1"), ("nvme", "nvme, with 3 GPUs"), ("homes", "homes='through', with 3 GPUs"),
-    ("reduce", "use 'mean' or 'sum'"), ("host", "1.0 KiB"), ("machines", "3 processes on 3 machines")])
+    ("reduce", "use 'mean' or 'sum'"), ("host", "1.0 KiB"), ("machines", "each machine has to have equally many")])
 def test_refused_on_all(pool: Pool, what: str, said: str) -> None:
-    texts = pool.call("several:refused", 3, what)
+    texts = pool.call("several:apart", 3, 1 + (what == "machines"), "several:refused", what)
     assert all(said in text for text in texts), texts
 
 
@@ -224,7 +268,7 @@ def test_who_waits_in_vain(notes: dict[int, tuple[str, list[int]]], stuck: list[
 
 def test_a_rank_is_killed(tmp_path: Path) -> None:
     """run_kill_several.py does it many times."""
-    assert len(kill(tmp_path, 1, 1)) == 1
+    assert len(list(kill(tmp_path, 1, 1))) == 1
 
 
 LAUNCHED = """

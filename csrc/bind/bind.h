@@ -60,6 +60,7 @@ int mt_arg_tuple(PyObject *o);           /* PyArg_ParseTuple takes nothing else 
 extern PyMethodDef mt_kernel_methods[];
 extern PyMethodDef mt_disk_methods[];    /* engine_disk.c */
 extern PyMethodDef mt_walk_methods[];    /* simulate.c */
+extern PyMethodDef mt_relay_methods[];   /* engine_relay.c */
 PyObject *mt_py_register_ops(PyObject *module, PyObject *unused);
 
 /* window.c: which weights a thread sees */
@@ -160,6 +161,7 @@ mt_queue *mt_engine_queue(mt_engine *e, uintptr_t handle);   /* NULL with an exc
 PyObject *mt_engine_add_unit(PyObject *self, PyObject *args, PyObject *kw);
 MT_METHOD(set_trainable); MT_METHOD(hi_bytes); MT_METHOD(offset);
 MT_METHOD(portions); MT_METHOD(owned); MT_METHOD(spread); MT_METHOD(gone); MT_METHOD(stay);
+MT_METHOD(fail); MT_METHOD(relay);
 PyObject *mt_engine_plane(PyObject *self, PyObject *args, PyObject *kw);
 extern PyMethodDef mt_share_methods[];
 MT_METHOD(version); MT_METHOD(touch); MT_METHOD(wait_updates);

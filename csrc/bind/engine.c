@@ -133,6 +133,7 @@ typedef struct engine_wish {
     int         index, threads, delay_us;
     uint64_t    seed;
     int         share;                   /* a descriptor; -1: the process is alone */
+    int        *speakers;                /* [ranks] of a share; NULL: all are on this machine */
 } engine_wish;
 
 /* In the order of the header; what was opened before a failure is closed by dealloc. */
@@ -152,6 +153,8 @@ static mt_status engine_open(mt_engine *e, const engine_wish *w)
     MT_TRY(open_device(w->device, w->index, w->delay_us, w->seed, &h->dev));
     if (w->share >= 0)
         MT_TRY(mt_share_open(w->share, e->rank, e->ranks, &h->share));
+    if (w->speakers != NULL)
+        MT_TRY(mt_share_apart(h->share, w->speakers));
     e->cx = (mt_context){ .dev = h->dev, .pool = h->pool, .share = h->share, .warn = mt_warn };
     MT_TRY(mt_store_open(&e->cx, &h->store));
     e->cx.store = h->store;
@@ -183,18 +186,42 @@ static PyObject *engine_new(PyTypeObject *type, PyObject *args, PyObject *kw)
     return (PyObject *)e;
 }
 
+/* [ranks], of ranks; malloc'd, or NULL with an exception. */
+static int *speakers_from(PyObject *error, PyObject *tuple, int ranks)
+{
+    int *found;
+
+    if (PyTuple_Size(tuple) != ranks || (found = calloc((size_t)ranks + 1, sizeof *found)) == NULL)
+        return (int *)(void *)PyErr_Format(error, "an engine of %d ranks has so many speakers",
+                                           ranks);
+    for (int rank = 0; rank < ranks; rank++) {
+        long speaker = PyLong_AsLong(PyTuple_GetItem(tuple, rank));
+
+        found[rank] = (int)speaker;
+        if (speaker >= 0 && speaker < ranks)
+            continue;
+        if (!PyErr_Occurred())
+            PyErr_Format(error, "an engine's rank %d cannot have the speaker %ld", rank, speaker);
+        free(found);
+        return NULL;
+    }
+    return found;
+}
+
 static int engine_init(PyObject *self, PyObject *args, PyObject *kw)
 {
     static char *names[] = { "device", "index", "threads", "delay_us", "seed", "share", "rank",
-                             "ranks", NULL };
+                             "ranks", "speakers", NULL };
     mt_engine   *e = (mt_engine *)self;
     engine_wish  w = { .threads = 1, .share = -1 };
     int          rank = 0, ranks = 1;
+    PyObject    *speakers = NULL;
     unsigned long long seed = 0;
     mt_status    st;
 
-    if (!PyArg_ParseTupleAndKeywords(args, kw, "s|iiiKiii:Engine", names, &w.device, &w.index,
-                                     &w.threads, &w.delay_us, &seed, &w.share, &rank, &ranks))
+    if (!PyArg_ParseTupleAndKeywords(args, kw, "s|iiiKiiiO!:Engine", names, &w.device, &w.index,
+                                     &w.threads, &w.delay_us, &seed, &w.share, &rank, &ranks,
+                                     &PyTuple_Type, &speakers))
         return -1;
     w.seed = seed;
     if (e->memory != NULL) {
@@ -207,7 +234,11 @@ static int engine_init(PyObject *self, PyObject *args, PyObject *kw)
     }
     e->rank = rank;
     e->ranks = ranks;
+    if (speakers != NULL && PyTuple_Size(speakers) > 0 &&
+        (w.speakers = speakers_from(e->error, speakers, ranks)) == NULL)
+        return -1;
     MT_UNLOCKED(e, st, engine_open(e, &w));
+    free(w.speakers);
     if (st != MT_OK)
         mt_raise(e->error, st);
     return st == MT_OK ? 0 : -1;
@@ -354,8 +385,8 @@ static PyMethodDef methods[] = {
       "Where each owner's portion of the unit's weights begins, in bytes, and where the last "
       "ends." },
     { "owned", mt_engine_owned, METH_VARARGS,
-      "owned($self, unit, param, /)\n--\n\n"
-      "(first, number) of the parameter's elements that this rank owns." },
+      "owned($self, unit, param, rank=-1, /)\n--\n\n"
+      "(first, number) of the parameter's elements that this rank owns, or another." },
     { "plane", KEYWORDS(mt_engine_plane), METH_VARARGS | METH_KEYWORDS,
       "plane($self, unit, param, plane, shared=False)\n--\n\n"
       "uint8 array over the parameter's bytes in a plane: for user code, or (shared) as all have "
@@ -363,6 +394,12 @@ static PyMethodDef methods[] = {
     { "gone", mt_engine_gone, METH_NOARGS,
       "gone($self)\n--\n\n"
       "[(rank, process)] of other ranks that have closed their engine, or whose process ended." },
+    { "relay", mt_engine_relay, METH_NOARGS,
+      "relay($self)\n--\n\n"
+      "For relay_next() and its like: what this rank tells other machines, and what it hears." },
+    { "fail", mt_engine_fail, METH_VARARGS,
+      "fail($self, text, /)\n--\n\n"
+      "The engine is of no use any more, and of other ranks theirs neither; all that waits ends." },
     { "stay", mt_engine_stay, METH_VARARGS,
       "stay($self, seconds, /)\n--\n\n"
       "Return when no other rank will read what is on its device, or none has for so long." },
@@ -551,7 +588,7 @@ PyObject *mt_engine_type_new(PyObject *module)
 {
     static PyType_Slot slots[] = {
         { Py_tp_doc, "Engine(device, index=0, threads=1, delay_us=0, seed=0, share=-1, rank=0, "
-                     "ranks=1)\n--\n\n"
+                     "ranks=1, speakers=())\n--\n\n"
                      "One streamed model: device, pool, store, stream, offload and updater." },
         { Py_tp_new, engine_new },
         { Py_tp_init, engine_init },

@@ -179,16 +179,33 @@ PyObject *mt_engine_portions(PyObject *self, PyObject *args)
     return out;
 }
 
+/* rank -1: this one. */
+static mt_status owned(const mt_engine *e, int unit, int param, int rank, int64_t *from, int64_t *n)
+{
+    mt_portion p;
+    mt_status  st;
+
+    *n = mt_store_owned(e->cx.store, unit, param, from);
+    if (rank < 0)
+        return MT_OK;
+    MT_TRY(mt_portion_of(e->cx.store, unit, rank, e->ranks, &p));
+    *n = mt_portion_part(&p, param, mt_store_desc(e->cx.store, unit, param)->numel, from);
+fail:
+    return st;
+}
+
 PyObject *mt_engine_owned(PyObject *self, PyObject *args)
 {
     mt_engine *e = mt_engine_usable(self);
-    int        unit, param;
+    int        unit, param, rank = -1;
     int64_t    from, n;
+    mt_status  st;
 
-    if (e == NULL || !PyArg_ParseTuple(args, "ii:owned", &unit, &param) ||
+    if (e == NULL || !PyArg_ParseTuple(args, "ii|i:owned", &unit, &param, &rank) ||
         mt_engine_param(e, unit, param) < 0)
         return NULL;
-    n = mt_store_owned(e->cx.store, unit, param, &from);
+    if ((st = owned(e, unit, param, rank, &from, &n)) != MT_OK)
+        return mt_raise(e->error, st);
     return Py_BuildValue("(LL)", (long long)from, (long long)n);
 }
 
@@ -251,6 +268,17 @@ PyObject *mt_engine_spread(PyObject *self, PyObject *args)
     MT_WAITING(e, st, spread(e, unit, param, planes));
     if (st != MT_OK)
         return mt_raise(e->error, st);
+    Py_RETURN_NONE;
+}
+
+PyObject *mt_engine_fail(PyObject *self, PyObject *args)
+{
+    mt_engine  *e = mt_engine_usable(self);
+    const char *text;
+
+    if (e == NULL || !PyArg_ParseTuple(args, "s:fail", &text))
+        return NULL;
+    mt_ledger_fault(e->cx.store, MT_ESTATE, text);
     Py_RETURN_NONE;
 }
 

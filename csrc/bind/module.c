@@ -1,6 +1,8 @@
 /* module.c — megatrain_torch._core: the exception, the constants, the type Engine. */
 #include "bind.h"
 
+#include "../core/relay.h"
+
 static const char *dtype_name(int i) { return mt_dtype_name((mt_dtype)i); }
 static const char *plane_name(int i) { return mt_plane_name((mt_plane)i); }
 static const char *states_name(int i) { return mt_states_name((mt_states)i); }
@@ -31,6 +33,8 @@ static int add_constants(PyObject *module)
         add_names(module, "LANES", MT_LANE_COUNT, lane_name) < 0 ||
         add_names(module, "WORKS", MT_WORK_COUNT, work_name) < 0)
         return -1;
+    if (PyModule_AddIntConstant(module, "PARCEL_BYTES", (long)sizeof(mt_parcel)) < 0)
+        return -1;
     return PyModule_AddStringConstant(module, "__version__", MT_VERSION);
 }
 
@@ -59,6 +63,7 @@ static int module_exec(PyObject *module)
     if (PyModule_AddFunctions(module, mt_disk_methods) < 0 ||
         PyModule_AddFunctions(module, mt_save_methods) < 0 ||
         PyModule_AddFunctions(module, mt_share_methods) < 0 ||
+        PyModule_AddFunctions(module, mt_relay_methods) < 0 ||
         PyModule_AddFunctions(module, mt_walk_methods) < 0)
         return -1;
     return add_constants(module);

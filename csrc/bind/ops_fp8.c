@@ -1,10 +1,9 @@
 /* ops_fp8.c — torch.ops.megatrain: codes of 8 bits, and their products. See ops/fp8.h, gemm.h. */
 #include "ops_check.h"
+#include "ops_gemm.h"
 #include "../ops/fp8.h"
-#include "../ops/gemm.h"
 #ifdef MT_WITH_CUDA
 #include "../ops/fp8_cuda.h"
-#include "../ops/gemm_cuda.h"
 #endif
 
 /* ---- fp8_cast ---- */
@@ -153,64 +152,26 @@ fail:
 
 static mt_status cpu_fp8_gemm_(const mt_op_call *c, const mt_op_arg *a, StableIValue *result)
 {
-    mt_pool  *pool = NULL;
     mt_gemm   g = { 0 };
     mt_status st;
 
     (void)result;
     MT_TRY(gemm_args(c, a, &g));
-    MT_TRY(mt_op_pool(g.c.rows * g.c.cols / 8 * g.a.cols, &pool));
-    mt_gemm_host(pool, &g, (float)a[ALPHA].f, 0.0f);
+    st = mt_op_product_cpu(&g, (float)a[ALPHA].f, 0.0f);
 fail:
-    mt_pool_close(pool);
     return st;
 }
 
 #ifdef MT_WITH_CUDA
-/* The sums by themselves, then what is made of them. */
-static mt_status run_apart(const mt_op_call *c, const mt_op_arg *a, const mt_gemm_choice *how,
-                           const mt_gemm *g, void *workspace)
-{
-    AtenTensorHandle memory = NULL;
-    void            *sums = NULL;
-    mt_gemm          bare;
-    mt_status        st;
-
-    MT_TRY(mt_op_new(&a[C_].t, MT_U8, a[C_].t.n * (int64_t)mt_dtype_bytes(g->c_type), &memory,
-                     &sums));
-    bare = mt_gemm_sums(g, sums);
-    MT_TRY(mt__gemm_cuda_run(how, &bare, 1.0f, 0.0f, workspace, c->stream));
-    st = mt_op_launched(c, mt__fp8_finish_cuda(c->stream, g, sums, (float)a[ALPHA].f));
-fail:
-    mt_op_free(memory);
-    return st;
-}
-
 static mt_status cuda_fp8_gemm_(const mt_op_call *c, const mt_op_arg *a, StableIValue *result)
 {
-    const mt_gemm_choice *how;
-    AtenTensorHandle workspace = NULL;
-    void            *bytes = NULL;
-    mt_gemm          g = { 0 };
-    mt_gemm_key      key;
-    mt_status        st;
+    mt_gemm   g = { 0 };
+    mt_status st;
 
     (void)result;
     MT_TRY(gemm_args(c, a, &g));
-    if (a[C_].t.n == 0)
-        return MT_OK;
-    key = mt_gemm_key_of(&g, c->device_index, 0.0f);
-    MT_TRY(mt__gemm_cuda_choose(&key, &g, &how));
-    if (mt__gemm_cuda_workspace(how) > 0)
-        MT_TRY(mt_op_new(&a[C_].t, MT_U8, (int64_t)mt__gemm_cuda_workspace(how), &workspace,
-                         &bytes));
-    if (mt__gemm_cuda_apart(how))
-        st = run_apart(c, a, how, &g, bytes);
-    else
-        st = mt__gemm_cuda_run(how, &g, (float)a[ALPHA].f, g.base != NULL ? 1.0f : 0.0f, bytes,
-                               c->stream);
+    st = mt_op_product_cuda(c, &a[C_], &g, (float)a[ALPHA].f, g.base != NULL ? 1.0f : 0.0f);
 fail:
-    mt_op_free(workspace);
     return st;
 }
 #endif

@@ -1,7 +1,8 @@
 /* ops_gemm.c — torch.ops.megatrain.gemm_: c = alpha * a @ b + beta * c, see ops/gemm.h. */
-#include "ops.h"
-#include "../ops/gemm.h"
+#include "ops_gemm.h"
 #ifdef MT_WITH_CUDA
+#include "ops_check.h"
+#include "../ops/fp8_cuda.h"
 #include "../ops/gemm_cuda.h"
 #endif
 
@@ -61,46 +62,86 @@ fail:
     return st;
 }
 
-static mt_status cpu_gemm_(const mt_op_call *c, const mt_op_arg *a, StableIValue *result)
+mt_status mt_op_product_cpu(const mt_gemm *g, float alpha, float beta)
 {
     mt_pool  *pool = NULL;
+    mt_status st;
+
+    /* A product and sum takes an eighth of what an element of other ops does. */
+    MT_TRY(mt_op_pool(g->c.rows * g->c.cols / 8 * g->a.cols, &pool));
+    mt_gemm_host(pool, g, alpha, beta);
+fail:
+    mt_pool_close(pool);
+    return st;
+}
+
+static mt_status cpu_gemm_(const mt_op_call *c, const mt_op_arg *a, StableIValue *result)
+{
     mt_gemm   g = { 0 };
     mt_status st;
 
     (void)c;
     (void)result;
     MT_TRY(gemm_of(a, &g));
-    /* A product and sum takes an eighth of what an element of other ops does. */
-    MT_TRY(mt_op_pool(g.c.rows * g.c.cols / 8 * g.a.cols, &pool));
-    mt_gemm_host(pool, &g, (float)a[ALPHA].f, (float)a[BETA].f);
+    st = mt_op_product_cpu(&g, (float)a[ALPHA].f, (float)a[BETA].f);
 fail:
-    mt_pool_close(pool);
     return st;
 }
 
 #ifdef MT_WITH_CUDA
-static mt_status cuda_gemm_(const mt_op_call *c, const mt_op_arg *a, StableIValue *result)
+/* The sums by themselves, then what is made of them. */
+static mt_status run_apart(const mt_op_call *c, const mt_op_arg *like, const mt_gemm_choice *how,
+                           const mt_gemm *g, float alpha, void *workspace)
+{
+    AtenTensorHandle memory = NULL;
+    void            *sums = NULL;
+    mt_gemm          bare;
+    mt_status        st;
+
+    MT_TRY(mt_op_new(&like->t, MT_U8, like->t.n * (int64_t)mt_dtype_bytes(g->c_type), &memory,
+                     &sums));
+    bare = mt_gemm_sums(g, sums);
+    MT_TRY(mt__gemm_cuda_run(how, &bare, 1.0f, 0.0f, workspace, c->stream));
+    st = mt_op_launched(c, mt__fp8_finish_cuda(c->stream, g, sums, alpha));
+fail:
+    mt_op_free(memory);
+    return st;
+}
+
+mt_status mt_op_product_cuda(const mt_op_call *c, const mt_op_arg *like, const mt_gemm *g,
+                             float alpha, float beta)
 {
     const mt_gemm_choice *how;
     AtenTensorHandle workspace = NULL;
     void            *bytes = NULL;
-    mt_gemm          g = { 0 };
-    mt_gemm_key      key;
+    mt_gemm_key      key = mt_gemm_key_of(g, c->device_index, beta);
     mt_status        st;
+
+    if (like->t.n == 0)
+        return MT_OK;
+    MT_TRY(mt__gemm_cuda_choose(&key, g, &how));
+    if (mt__gemm_cuda_workspace(how) > 0)
+        MT_TRY(mt_op_new(&like->t, MT_U8, (int64_t)mt__gemm_cuda_workspace(how), &workspace,
+                         &bytes));
+    /* Freed before it is used: torch gives the memory to later work of this stream only. */
+    if (mt__gemm_cuda_apart(how))
+        st = run_apart(c, like, how, g, alpha, bytes);
+    else
+        st = mt__gemm_cuda_run(how, g, alpha, beta, bytes, c->stream);
+fail:
+    mt_op_free(workspace);
+    return st;
+}
+
+static mt_status cuda_gemm_(const mt_op_call *c, const mt_op_arg *a, StableIValue *result)
+{
+    mt_gemm   g = { 0 };
+    mt_status st;
 
     (void)result;
     MT_TRY(gemm_of(a, &g));
-    if (a[C].t.n == 0)
-        return MT_OK;
-    key = mt_gemm_key_of(&g, c->device_index, (float)a[BETA].f);
-    MT_TRY(mt__gemm_cuda_choose(&key, &g, &how));
-    if (mt__gemm_cuda_workspace(how) > 0)
-        MT_TRY(mt_op_new(&a[C].t, MT_U8, (int64_t)mt__gemm_cuda_workspace(how), &workspace,
-                         &bytes));
-    /* Freed before it is used: torch gives the memory to later work of this stream only. */
-    st = mt__gemm_cuda_run(how, &g, (float)a[ALPHA].f, (float)a[BETA].f, bytes, c->stream);
+    st = mt_op_product_cuda(c, &a[C], &g, (float)a[ALPHA].f, (float)a[BETA].f);
 fail:
-    mt_op_free(workspace);
     return st;
 }
 #endif

@@ -109,7 +109,7 @@ static void serve(mt_store *s, int rank)
     if (st != MT_OK)
         mt_ledger_fault(s, st, mt_last_error());
     else if (!gone)
-        mt_share_serve(s->share, rank, n);
+        mt_share_serve(s->share, rank, n, about);
 }
 
 static void *serve_all(void *arg)

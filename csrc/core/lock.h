@@ -47,6 +47,7 @@
     X(FETCHED, "each unit's `fetched` event: its making and its records")                          \
     X(MIRROR, "copies of planes on the host, claims to them, and doors; held for moments")         \
     X(LEDGER, "counts, versions, the fault")                                                       \
+    X(NOTES, "what other machines are to be told; held for moments")                               \
     X(POOL_TURN, "whose loop the pool runs; held as long as that")                                 \
     X(POOL, "the loop, and who is in it")                                                          \
     X(GEMM, "products' algorithms, as chosen so far")                                              \

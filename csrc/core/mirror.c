@@ -133,6 +133,18 @@ void mt__mirror_touched(mt_store *s, int unit)
     mt_mirror_tell(s, unit, -1, HI, MT_MIRROR_TOUCHED);
 }
 
+void mt__mirror_lacks(mt_store *s, int unit, unsigned planes)
+{
+    mt__unit *u = mt__unit_at(s, unit);
+
+    mt_lock(&s->mirror_mu);
+    u->mirror.whole &= ~planes;
+    u->mirror.changes++;
+    for (int p = 0; p < MT_PLANE_COUNT; p++)
+        u->apart[p] = planes >> p & 1 ? 0 : u->apart[p];
+    mt_unlock(&s->mirror_mu);
+}
+
 /* ---- homes -------------------------------------------------------------------------------- */
 
 /* What the host has of these planes, the home has not. */
@@ -413,17 +425,73 @@ fail:
     return st;
 }
 
+/* What has changed planes that the host keeps: it grows with each. What waits for a save to copy
+ * them has not. */
+static uint64_t stamp_of(mt_store *s, const mt__unit *u)
+{
+    uint64_t stamp;
+
+    mt_lock(&s->ledger.mu);
+    stamp = 1 + u->begun[MT_COUNT_UPDATED] + u->begun[MT_COUNT_LANDED] -
+            (uint64_t)(u->updates + u->grads);
+    mt_unlock(&s->ledger.mu);
+    return stamp;
+}
+
+/* Of planes of which host memory is the home: where ranks are on several machines, those portions
+ * that other machines have. */
+static mt_status bring_apart(mt_store *s, int unit, unsigned planes)
+{
+    mt__unit *u = mt__unit_at(s, unit);
+    uint64_t  stamp, changes;
+    unsigned  lack = 0;
+    mt_status st;
+
+    if (planes == 0 || !u->shared || !mt_share_is_apart(s->share))
+        return MT_OK;
+    MT_TRY(wait_for(s, unit, planes));
+    stamp = stamp_of(s, u);
+    mt_lock(&s->mirror_mu);
+    changes = u->mirror.changes;
+    for (int p = 0; p < MT_PLANE_COUNT; p++)
+        lack |= (planes >> p & 1) && u->apart[p] != stamp ? 1u << p : 0;
+    mt_unlock(&s->mirror_mu);
+    if (lack == 0)
+        return MT_OK;
+    MT_TRY(mt__ask(s, unit, lack, 1));
+    mt_lock(&s->mirror_mu);
+    for (int p = 0; p < MT_PLANE_COUNT; p++)
+        if ((lack >> p & 1) && u->mirror.changes == changes)
+            u->apart[p] = stamp;
+    mt_unlock(&s->mirror_mu);
+fail:
+    return st;
+}
+
+/* planes: out, those of which a device has the truth. */
+static mt_status bring_own_ready(mt_store *s, int unit, unsigned *planes, int claims)
+{
+    const mt__mirror m = look(s, unit);
+    mt_status        st;
+
+    *planes &= m.planes | m.visit;
+    if (*planes == 0)
+        return MT_OK;
+    MT_TRY(wait_for(s, unit, *planes));
+    st = bring_own(s, unit, *planes, claims);
+fail:
+    return st;
+}
+
 static mt_status bring(mt_store *s, int unit, unsigned planes, int claims)
 {
     const mt__mirror m = look(s, unit);
     mt_status        st;
 
-    planes &= m.planes | m.visit;
-    if (planes == 0)
-        return MT_OK;
-    MT_TRY(wait_for(s, unit, planes));
-    MT_TRY(bring_own(s, unit, planes, claims));
-    st = bring_others(s, unit, planes, claims);
+    MT_TRY(bring_apart(s, unit, planes & ~HI & ~(m.planes | m.visit)));
+    MT_TRY(bring_own_ready(s, unit, &planes, claims));
+    if (planes != 0)
+        st = bring_others(s, unit, planes, claims);
 fail:
     return st;
 }
@@ -439,16 +507,7 @@ mt_status mt__mirror_serve(mt_store *s, int unit, unsigned planes, int claims, i
 
 mt_status mt_mirror_bring_own(mt_store *s, int unit, unsigned planes)
 {
-    const mt__mirror m = look(s, unit);
-    mt_status        st;
-
-    planes &= m.planes | m.visit;
-    if (planes == 0)
-        return MT_OK;
-    MT_TRY(wait_for(s, unit, planes));
-    st = bring_own(s, unit, planes, 1);
-fail:
-    return st;
+    return bring_own_ready(s, unit, &planes, 1);
 }
 
 mt_status mt_mirror_bring(mt_store *s, int unit, unsigned planes)

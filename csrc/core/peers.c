@@ -14,30 +14,71 @@
 
 #define LOOK_MS 100              /* from one look at who lives to the next */
 
+/* The rank, with its process. */
+static int name(const mt_store *s, int rank, char *out, size_t cap)
+{
+    int far = mt_share_speaker(s->share, rank) != rank;
+
+    return snprintf(out, cap, "rank %d (process %" PRId64 "%s)", rank,
+                    mt_share_process(s->share, rank), far ? " of another machine" : "");
+}
+
 static void look_for_failure(mt_store *s, int rank)
 {
     const char *why = mt_share_failure(s->share, rank);
-    char        text[1024];
+    char        who[80], text[1024];
 
     if (why == NULL)
         return;
-    snprintf(text, sizeof text, "rank %d (process %" PRId64 "): %s", rank,
-             mt_share_process(s->share, rank), why);
+    name(s, rank, who, sizeof who);
+    snprintf(text, sizeof text, "%s: %s", who, why);
     mt__ledger_fault_of(s, text);
+}
+
+/* The rank whose process was the first to be gone without a word; -1: none is. Of several of this
+ * machine it is not known. */
+static int first_dead(const mt_store *s)
+{
+    int first = -1;
+
+    for (int rank = 0; rank < mt_share_ranks(s->share); rank++)
+        if (mt_share_presence(s->share, rank) == MT_RANK_DIED &&
+            (first < 0 ||
+             mt_share_lost_ns(s->share, rank) < mt_share_lost_ns(s->share, first)))
+            first = rank;
+    return first;
+}
+
+/* Who ended is not always to blame: a rank closes its engine, and its process ends, where it has
+ * found another one dead. */
+static void blame(const mt_store *s, int rank, char *out, size_t cap)
+{
+    int    dead = first_dead(s);
+    int    left = mt_share_presence(s->share, rank) == MT_RANK_LEFT;
+    size_t n = (size_t)name(s, left && dead >= 0 ? dead : rank, out, cap);
+
+    if (left && dead >= 0)
+        snprintf(out + n, cap - n, " ended, and rank %d closed its engine", rank);
+    else if (dead >= 0 && dead != rank)
+        snprintf(out + n, cap - n, " ended, after rank %d,", dead);
+    else
+        snprintf(out + n, cap - n, left ? " closed its engine" : " ended");
 }
 
 static void look_for_end(mt_store *s, int rank)
 {
     mt_presence presence = mt_share_presence(s->share, rank);
-    char        awaited[512], text[1024];
+    int         gone = rank;
+    char        awaited[512], who[160], text[1024];
 
     if (presence != MT_RANK_HERE)
         look_for_failure(s, rank);           /* it may have told why, since we looked last */
+    else                                     /* nothing more is heard of it, where that one ended */
+        presence = mt_share_presence(s->share, gone = mt_share_speaker(s->share, rank));
     if (presence == MT_RANK_HERE || !mt__ledger_awaits(s, rank, awaited, sizeof awaited))
         return;
-    snprintf(text, sizeof text, "rank %d (process %" PRId64 ") %s while others waited for %s",
-             rank, mt_share_process(s->share, rank),
-             presence == MT_RANK_DIED ? "ended" : "closed its engine", awaited);
+    blame(s, gone, who, sizeof who);
+    snprintf(text, sizeof text, "%s while others waited for %s", who, awaited);
     mt__ledger_fault_of(s, text);
 }
 

@@ -2,6 +2,7 @@
 #include "share.h"
 
 #include "checked.h"
+#include "clock.h"
 #include "forks.h"
 
 #include <errno.h>
@@ -26,11 +27,12 @@
 #define MFD_NOEXEC_SEAL 8u
 #endif
 
-/* A rank's; written by it alone. */
+/* A rank's; written by its speaker alone. */
 typedef struct slot {
     _Atomic int64_t  pid;                    /* 0: it has not come */
     _Atomic uint64_t said[MT_COUNTS], about[MT_COUNTS];
     atomic_int       parted, left, failed;
+    _Atomic uint64_t gone_ns;                /* when its speaker lost it; 0: it has not */
     char             why[1024];              /* written before `failed` */
 } slot;
 
@@ -47,6 +49,8 @@ struct mt_share {
     int      fd, rank, ranks;
     int      came;                           /* the slot is ours */
     head    *head;
+    int     *speakers;                       /* [ranks]; NULL: all are on this machine */
+    mt_notes *notes;                         /* NULL likewise */
     uint64_t next;                           /* the first byte that nobody has */
 };
 
@@ -167,7 +171,37 @@ void mt_share_close(mt_share *h)
     }
     if (h->fd >= 0)
         mt_forks_close(h->fd);
+    mt_notes_close(h->notes);
+    free(h->speakers);
     free(h);
+}
+
+mt_status mt_share_apart(mt_share *h, const int *speakers)
+{
+    mt_status st;
+
+    MT_ASSERT(h->speakers == NULL);
+    MT_TRY(MT_MAKE(h->speakers, h->ranks, "shared memory"));
+    memcpy(h->speakers, speakers, (size_t)h->ranks * sizeof *speakers);
+    MT_TRY(mt_notes_open(&h->notes));
+    mt_notes_put(h->notes, (mt_note){ .kind = MT_NOTE_CAME, .n = (uint64_t)getpid() });
+fail:
+    return st;
+}
+
+int mt_share_is_apart(const mt_share *h)
+{
+    return h->speakers != NULL;
+}
+
+int mt_share_speaker(const mt_share *h, int rank)
+{
+    return h->speakers != NULL ? h->speakers[rank] : rank;
+}
+
+mt_notes *mt_share_notes(const mt_share *h)
+{
+    return h->notes;
 }
 
 int mt_share_rank(const mt_share *h)
@@ -226,14 +260,22 @@ void mt_share_sleep(const mt_share *h, uint32_t word, int ms)
     (void)syscall(SYS_futex, &h->head->word, FUTEX_WAIT, word, &t, NULL, 0);
 }
 
+/* Of a rank that this one speaks for. */
+static void say(mt_share *h, int rank, mt_count what, uint64_t n, uint64_t about)
+{
+    slot *its = &h->head->slots[rank];
+
+    MT_ASSERT(mt_share_speaker(h, rank) == h->rank && n > atomic_load(&its->said[what]));
+    atomic_store(&its->about[what], about);
+    atomic_store(&its->said[what], n);
+    wake(h);
+}
+
 void mt_share_say(mt_share *h, mt_count what, uint64_t n, uint64_t about)
 {
-    slot *mine = &h->head->slots[h->rank];
-
-    MT_ASSERT(n > atomic_load(&mine->said[what]));
-    atomic_store(&mine->about[what], about);
-    atomic_store(&mine->said[what], n);
-    wake(h);
+    mt_notes_put(h->notes, (mt_note){ .kind = MT_NOTE_SAID, .what = (int)what, .n = n,
+                                      .about = about });
+    say(h, h->rank, what, n, about);
 }
 
 uint64_t mt_share_said(const mt_share *h, mt_count what, int rank)
@@ -246,10 +288,18 @@ uint64_t mt_share_about(const mt_share *h, mt_count what, int rank)
     return atomic_load(&h->head->slots[rank].about[what]);
 }
 
-void mt_share_serve(mt_share *h, int asker, uint64_t n)
+static void serve(mt_share *h, int rank, int asker, uint64_t n)
 {
-    atomic_store(&h->head->served[h->rank][asker], n);
+    atomic_store(&h->head->served[rank][asker], n);
     wake(h);
+}
+
+void mt_share_serve(mt_share *h, int asker, uint64_t n, uint64_t about)
+{
+    if (mt_share_speaker(h, asker) != asker)
+        mt_notes_put(h->notes, (mt_note){ .kind = MT_NOTE_SERVED, .what = asker, .n = n,
+                                          .about = about });
+    serve(h, h->rank, asker, n);
 }
 
 uint64_t mt_share_served(const mt_share *h, int rank, int asker)
@@ -285,7 +335,7 @@ static _Atomic uint64_t *count_of(const mt_board *b, mt_unit_count what, int ran
 }
 
 /* Each says its own before it looks at the others': of two that differ one sees it at least. */
-static mt_status compare(const mt_share *h, const mt_board *b, const char *unit, uint64_t layout)
+static mt_status compare(const mt_share *h, const mt_board *b, const char *name, uint64_t layout)
 {
     atomic_store(layout_of(b, h->rank), layout);
     for (int i = 0; i < h->ranks; i++) {
@@ -293,7 +343,7 @@ static mt_status compare(const mt_share *h, const mt_board *b, const char *unit,
 
         if (other != 0 && other != layout)
             return MT_FAIL(MT_EINVAL, "unit %s: rank %d (process %" PRId64 ") has another unit "
-                           "there, or one with other parameters, than rank %d", unit, i,
+                           "there, or one with other parameters, than rank %d", name, i,
                            mt_share_process(h, i), h->rank);
     }
     return MT_OK;
@@ -317,19 +367,19 @@ static void *map_board(const mt_range *r)
     return map;
 }
 
-mt_status mt_board_open(mt_share *h, const char *unit, uint64_t layout, size_t n_chunks,
+mt_status mt_board_open(mt_share *h, const char *name, int unit, uint64_t layout, size_t n_chunks,
                         mt_board *out)
 {
-    mt_board  made = { 0 };
+    mt_board  made = { .unit = unit, .n_chunks = n_chunks };
     size_t    bytes = (words_of(h) + n_chunks) * sizeof(uint64_t);
     mt_status st;
 
     MT_TRY(mt_share_take(h, bytes, &made.range));
     if ((made.base = map_board(&made.range)) == NULL)
-        return MT_FAIL(MT_ENOMEM, "unit %s: %zu bytes of shared memory: %s", unit, bytes,
+        return MT_FAIL(MT_ENOMEM, "unit %s: %zu bytes of shared memory: %s", name, bytes,
                        strerror(errno));
     made.chunks = (double *)made.base + words_of(h);
-    MT_TRY(compare(h, &made, unit, layout | 1));         /* 0: it has said nothing */
+    MT_TRY(compare(h, &made, name, layout | 1));         /* 0: it has said nothing */
     *out = made;
     return MT_OK;
 
@@ -347,13 +397,23 @@ void mt_board_close(mt_board *b)
     memset(b, 0, sizeof *b);
 }
 
-void mt_board_say(const mt_board *b, mt_unit_count what, uint64_t n)
+void mt_board_hear(const mt_board *b, int rank, mt_unit_count what, uint64_t n)
 {
-    _Atomic uint64_t *count = count_of(b, what, b->range.share->rank);
+    _Atomic uint64_t *count = count_of(b, what, rank);
 
+    MT_ASSERT(mt_share_speaker(b->range.share, rank) == b->range.share->rank);
     MT_ASSERT(n > atomic_load(count));
     atomic_store(count, n);
     wake(b->range.share);
+}
+
+void mt_board_say(const mt_board *b, mt_unit_count what, uint64_t n)
+{
+    mt_share *h = b->range.share;
+
+    mt_notes_put(h->notes, (mt_note){ .kind = MT_NOTE_DONE, .unit = b->unit, .what = (int)what,
+                                      .n = n });
+    mt_board_hear(b, h->rank, what, n);
 }
 
 uint64_t mt_board_said(const mt_board *b, mt_unit_count what, int rank)
@@ -389,20 +449,30 @@ mt_presence mt_share_presence(const mt_share *h, int rank)
 {
     const slot *other = &h->head->slots[rank];
 
-    if (atomic_load(&other->pid) == 0 || (!atomic_load(&other->left) && is_locked(h, rank)))
-        return MT_RANK_HERE;
-    return atomic_load(&other->left) ? MT_RANK_LEFT : MT_RANK_DIED;
+    if (atomic_load(&other->left))
+        return MT_RANK_LEFT;
+    if (atomic_load(&other->gone_ns) != 0)
+        return MT_RANK_DIED;
+    return atomic_load(&other->pid) == 0 || mt_share_speaker(h, rank) != rank ||
+           is_locked(h, rank) ? MT_RANK_HERE : MT_RANK_DIED;
+}
+
+uint64_t mt_share_lost_ns(const mt_share *h, int rank)
+{
+    return atomic_load(&h->head->slots[rank].gone_ns);
 }
 
 void mt_share_leave(mt_share *h)
 {
-    atomic_store(&h->head->slots[h->rank].left, 1);
+    if (!atomic_exchange(&h->head->slots[h->rank].left, 1))
+        mt_notes_put(h->notes, (mt_note){ .kind = MT_NOTE_LEFT });
     wake(h);
 }
 
 void mt_share_part(mt_share *h)
 {
     atomic_store(&h->head->slots[h->rank].parted, 1);
+    mt_notes_put(h->notes, (mt_note){ .kind = MT_NOTE_PARTED });
     wake(h);
 }
 
@@ -420,6 +490,7 @@ void mt_share_fail(mt_share *h, const char *text)
         return;
     snprintf(mine->why, sizeof mine->why, "%s", text);
     atomic_store(&mine->failed, 1);
+    mt_notes_put(h->notes, (mt_note){ .kind = MT_NOTE_FAILED });
     wake(h);
 }
 
@@ -428,4 +499,51 @@ const char *mt_share_failure(const mt_share *h, int rank)
     const slot *other = &h->head->slots[rank];
 
     return atomic_load(&other->failed) ? other->why : NULL;
+}
+
+/* ---- ranks of other machines -------------------------------------------------------------- */
+
+void mt_share_hear(mt_share *h, int rank, mt_note note)
+{
+    slot *its = &h->head->slots[rank];
+
+    switch (note.kind) {
+    case MT_NOTE_CAME:
+        atomic_store(&its->pid, (int64_t)note.n);
+        break;
+    case MT_NOTE_SAID:
+        say(h, rank, (mt_count)note.what, note.n, note.about);
+        break;
+    case MT_NOTE_SERVED:
+        serve(h, rank, note.what, note.n);
+        break;
+    case MT_NOTE_FAILED:
+        atomic_store(&its->failed, 1);
+        break;
+    case MT_NOTE_PARTED:
+        atomic_store(&its->parted, 1);
+        break;
+    case MT_NOTE_LEFT:
+        atomic_store(&its->left, 1);
+        break;
+    case MT_NOTE_DONE:
+    case MT_NOTE_SUMS:
+    case MT_NOTES:
+        break;
+    }
+    wake(h);
+}
+
+void mt_share_gone(mt_share *h, int rank)
+{
+    uint64_t none = 0;
+
+    (void)atomic_compare_exchange_strong(&h->head->slots[rank].gone_ns, &none, mt_now_ns());
+    wake(h);
+}
+
+char *mt_share_why(mt_share *h, int rank, size_t *cap)
+{
+    *cap = sizeof h->head->slots[rank].why;
+    return h->head->slots[rank].why;
 }

@@ -13,6 +13,9 @@
  *   slot      what a rank has in the share: process, counters, fault
  *   board     of a unit: counters of every rank, and sums of chunks of its gradients
  *   word      changes with everything that any rank says; a thread may sleep until it does
+ *   speaker   of a rank: the process of this machine that writes the rank's slot, and its part of
+ *             the board. A rank of this machine speaks for itself; for one of another machine does
+ *             who hears from it (relay.h)
  *
  *     mt_share_make(&fd);                             // one process; the others are given fd
  *     mt_share_open(fd, 1, 4, &h);                    // each
@@ -32,7 +35,7 @@
 #ifndef MT_SHARE_H
 #define MT_SHARE_H
 
-#include "status.h"
+#include "notes.h"
 
 #include <stddef.h>
 #include <stdint.h>
@@ -46,9 +49,15 @@ mt_status mt_share_make (int *fd);
 /* fd is any descriptor of the share, and may be closed afterwards. MT_EINVAL: another rank was
  * opened with another number of ranks. MT_ESTATE: that rank is here, or has been. */
 mt_status mt_share_open (int fd, int rank, int ranks, mt_share **out);
+/* Some ranks are on other machines: speakers [ranks] has every rank's. What this rank says is noted
+ * from here on. Before units. */
+mt_status mt_share_apart(mt_share *h, const int *speakers);
 void      mt_share_close(mt_share *h);                   /* behind all that is mapped */
 int       mt_share_rank (const mt_share *h);
 int       mt_share_ranks(const mt_share *h);
+int       mt_share_is_apart(const mt_share *h);          /* some are on other machines */
+int       mt_share_speaker (const mt_share *h, int rank);
+mt_notes *mt_share_notes   (const mt_share *h);          /* NULL: all are on this machine */
 
 /* ---- ranges ------------------------------------------------------------------------------- */
 
@@ -92,21 +101,23 @@ uint64_t mt_share_about(const mt_share *h, mt_count what, int rank);
 /* The first rank that has not come to n; ranks: all have. */
 int      mt_share_behind(const mt_share *h, mt_count what, uint64_t n);
 
-/* This rank has done what another asked for up to its nth request. */
-void     mt_share_serve (mt_share *h, int asker, uint64_t n);
+/* This rank has done what another asked for up to its nth request, which was about that. */
+void     mt_share_serve (mt_share *h, int asker, uint64_t n, uint64_t about);
 uint64_t mt_share_served(const mt_share *h, int rank, int asker);
 
 typedef struct mt_board {
     mt_range  range;
     void     *base;          /* NULL: there is none */
-    double   *chunks;        /* sums of squares of every parameter's that can be trained, in the
-                              * order of the line; of each its owner writes it */
+    double   *chunks;        /* [n_chunks] sums of squares of every parameter's that can be trained,
+                              * in the order of the line; of each its owner writes it */
+    size_t    n_chunks;
+    int       unit;
 } mt_board;
 
 /* A board in a range of its own. layout: of what the unit has, and the same for every rank:
  * MT_EINVAL, with the name of one that has another. */
-mt_status mt_board_open (mt_share *h, const char *unit, uint64_t layout, size_t n_chunks,
-                         mt_board *out);
+mt_status mt_board_open (mt_share *h, const char *name, int unit, uint64_t layout,
+                         size_t n_chunks, mt_board *out);
 void      mt_board_close(mt_board *b);
 void      mt_board_say   (const mt_board *b, mt_unit_count what, uint64_t n);
 uint64_t  mt_board_said  (const mt_board *b, mt_unit_count what, int rank);
@@ -119,6 +130,8 @@ typedef enum mt_presence { MT_RANK_HERE, MT_RANK_LEFT, MT_RANK_DIED } mt_presenc
 
 int64_t     mt_share_process (const mt_share *h, int rank);              /* 0: it has not come */
 mt_presence mt_share_presence(const mt_share *h, int rank);
+/* When its speaker lost a rank of another machine (clock.h); 0: it has not. */
+uint64_t    mt_share_lost_ns (const mt_share *h, int rank);
 void        mt_share_leave   (mt_share *h);              /* this rank says nothing from now on */
 /* This rank asks nothing from now on, and leaves when nobody asks it. */
 void        mt_share_part    (mt_share *h);
@@ -126,6 +139,13 @@ int         mt_share_parted  (const mt_share *h, int rank);              /* so h
 /* What ended this rank's work; the first stays. */
 void        mt_share_fail    (mt_share *h, const char *text);
 const char *mt_share_failure (const mt_share *h, int rank);              /* NULL: nothing did */
+
+/* For a rank of another machine its speaker. hear: it said that. gone: nothing more will be heard
+ * of it, without its having left. why: where what ended its work is put before that is heard. */
+void        mt_share_hear(mt_share *h, int rank, mt_note note);
+void        mt_board_hear(const mt_board *b, int rank, mt_unit_count what, uint64_t n);
+void        mt_share_gone(mt_share *h, int rank);
+char       *mt_share_why (mt_share *h, int rank, size_t *cap);
 
 uint32_t    mt_share_word (const mt_share *h);
 /* Until the word is another, or ms have gone by. */

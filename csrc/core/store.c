@@ -132,6 +132,19 @@ static mt_status check_desc(const char *name, const mt_param_desc *d, int i)
 
 /* ---- the store and its units ------------------------------------------------------------ */
 
+/* In a share. Where ranks are on several machines each has planes that others read. */
+static mt_status open_threads(mt_store *s)
+{
+    mt_status st = mt__peers_open(s);
+
+    if (st != MT_OK || !mt_share_is_apart(s->share))
+        return st;
+    mt_lock(&s->asks.serving);
+    st = mt__asks_open(s);
+    mt_unlock(&s->asks.serving);
+    return st;
+}
+
 mt_status mt_store_open(const mt_context *cx, mt_store **out)
 {
     mt_store *s;
@@ -159,7 +172,7 @@ mt_status mt_store_open(const mt_context *cx, mt_store **out)
     s->pool = cx->pool;
     s->share = cx->share;
     s->most_lent = MT_STORE_LENT;
-    if (s->share != NULL && (st = mt__peers_open(s)) != MT_OK) {
+    if (s->share != NULL && (st = open_threads(s)) != MT_OK) {
         mt_store_close(s);
         return st;
     }

@@ -118,6 +118,8 @@ int64_t   mt_store_owned(const mt_store *s, int unit, int param, int64_t *from);
 /* In a share: where the sums of the chunks of its gradient are (ops/sumsq.h), of all of them, or
  * (own) of those that are its own. [*n]; NULL: there are none, or no share. */
 double   *mt_store_sums (const mt_store *s, int unit, int param, int own, int64_t *n);
+/* In a share: those of the unit that are this process's are as they are to be. */
+void      mt_store_summed(mt_store *s, int unit);
 
 /* Host address of a parameter in a plane; the unit's arena of that plane is mapped, touched in
  * parallel and (GRAD, and HI unless it is a settled unit's) registered at the first call. A

@@ -81,6 +81,9 @@ typedef struct mt__unit {
     uint64_t       version, writes;  /* from 1: a slot that says 0 holds nothing. writes: of these,
                                       * those from outside. ledger.mu */
     mt__mirror     mirror;
+    uint64_t       apart[MT_PLANE_COUNT];    /* in a share of several machines, of planes that the
+                                      * host keeps: the stamp (mirror.c) with which the other
+                                      * machines' portions came. mirror_mu */
     int64_t        updates, grads, fetches, saves;   /* announced and not finished. ledger.mu */
     uint64_t       begun[MT_UNIT_COUNTS];    /* announced here so far. ledger.mu */
     mt_event      *fetched;          /* made at the first fetch, then stays. fetched_mu */
@@ -158,6 +161,8 @@ void      mt__unbind (mt_store *s, int unit);   /* both locks: it has no GRAD pl
 
 /* view.c, of a unit in a share: its ranges and its board, before it is published. */
 mt_status mt__share_unit(mt_store *s, mt__unit *u, int unit);
+/* Chunks [from, from + n) of its board are of what is in the portion. */
+void mt__chunks_of(const mt__unit *u, const mt_portion *p, size_t *from, size_t *n);
 
 /* lend.c. take_back is called when a unit's update ends, before that is told; lent_close by the
  * store's close, behind its units'. */
@@ -185,11 +190,13 @@ void      mt__ledger_close (mt__ledger *l);
 void      mt__version_grows(mt_store *s, int unit);
 
 /* mirror.c. move: the unit comes to this home. touched: some of the host's weights were written.
- * serve: this rank's portion of these planes is in host memory; *gone: its home has ended. What is
+ * lacks: ranks of other machines have other values of these planes than came from them. serve: this
+ * rank's portion of these planes is in host memory; *gone: its home has ended. What is
  * announced is not waited for: who asks has done so, and may be awaited himself by what was
  * announced here since. */
 mt_status mt__mirror_move   (mt_store *s, int unit, const mt_home *to, void *of);
 void      mt__mirror_touched(mt_store *s, int unit);
+void      mt__mirror_lacks  (mt_store *s, int unit, unsigned planes);
 mt_status mt__mirror_serve  (mt_store *s, int unit, unsigned planes, int claims, int *gone);
 
 #endif

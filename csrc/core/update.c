@@ -263,6 +263,7 @@ static mt_status measure_all(mt_updater *u, const work *w)
         MT_TRY(mt_ledger_wait_grads(u->store, b->j.unit));
         for (int k = 0; k < b->j.n_params; k++)
             MT_TRY(measure(u, b, k));
+        mt_store_summed(u->store, b->j.unit);
     }
     mt_ledger_say(u->store, MT_COUNT_MEASURED, w->ticket, what_of(w));
     MT_TRY(mt_ledger_meet(u->store, MT_COUNT_MEASURED, w->ticket, 0, NULL));

@@ -58,7 +58,7 @@ mt_status mt__share_unit(mt_store *s, mt__unit *u, int unit)
     mt_status st;
 
     MT_TRY(count_chunks(u, &chunks));
-    MT_TRY(mt_board_open(s->share, u->name, layout_of(u, unit), chunks, &u->board));
+    MT_TRY(mt_board_open(s->share, u->name, unit, layout_of(u, unit), chunks, &u->board));
     for (int p = 0; p < MT_PLANE_COUNT; p++) {
         MT_TRY(mt__lay_out(u, MT__HOST, (mt_plane)p, &offset, &bytes));
         free(offset);
@@ -151,6 +151,27 @@ double *mt_store_sums(const mt_store *s, int unit, int param, int own, int64_t *
     return u->board.chunks + u->chunk[param] + from / MT_PORTION_GRAIN;
 }
 
+void mt_store_summed(mt_store *s, int unit)
+{
+    mt_notes_put(mt_share_notes(s->share), (mt_note){ .kind = MT_NOTE_SUMS, .unit = unit });
+}
+
+/* The first chunk of what is behind the bound. */
+static size_t chunk_at(const mt__unit *u, mt_bound b)
+{
+    if (b.param == u->n_params)
+        return u->board.n_chunks;
+    if (mt_plane_bytes(MT_PLANE_GRAD, u->desc[b.param].dtype, MT_STATES_FP32, 1) == 0)
+        return u->chunk[b.param];
+    return u->chunk[b.param] + (size_t)(b.from / MT_PORTION_GRAIN);
+}
+
+void mt__chunks_of(const mt__unit *u, const mt_portion *p, size_t *from, size_t *n)
+{
+    *from = chunk_at(u, p->begin);
+    *n = chunk_at(u, p->end) - *from;
+}
+
 /* ---- spreads ------------------------------------------------------------------------------ */
 
 typedef struct spread {
@@ -218,20 +239,39 @@ fail:
     return st;
 }
 
-/* Its own portion of a plane, if anybody has looked at it here. */
-static mt_status copy_own(mt_store *s, const spread *w, mt_plane p)
+/* A rank's portion of a plane, if anybody has looked at it here. */
+static mt_status copy_portion(mt_store *s, const spread *w, mt_plane p, int rank)
 {
-    int64_t     from, n = mt_store_owned(s, w->unit, w->param, &from);
-    size_t      skip = mt_store_plane_bytes(s, w->unit, w->param, p, from);
+    mt__plane  *pl = &mt__unit_at(s, w->unit)->plane[MT__HOST][p];
+    mt_portion  part;
+    int64_t     from, n;
+    size_t      skip;
     const char *place;
     void       *at;
     mt_status   st;
 
+    MT_TRY(mt_portion_of(s, w->unit, rank, mt_share_ranks(s->share), &part));
+    n = mt_portion_part(&part, w->param, mt_store_desc(s, w->unit, w->param)->numel, &from);
+    skip = mt_store_plane_bytes(s, w->unit, w->param, p, from);
     MT_TRY(mt_store_at(s, w->unit, w->param, p, &at));
-    place = view_of(s, &mt__unit_at(s, w->unit)->plane[MT__HOST][p], at);
+    place = view_of(s, pl, at);
     if (place != NULL)
         memcpy((char *)at + skip, place + skip,
                mt_store_plane_bytes(s, w->unit, w->param, p, n));
+fail:
+    return st;
+}
+
+/* Of weights those of the ranks for which this one speaks, too: all of them have written the same.
+ */
+static mt_status copy_own(mt_store *s, const spread *w, mt_plane p)
+{
+    int       me = mt_share_rank(s->share);
+    mt_status st = MT_OK;
+
+    for (int rank = 0; rank < mt_share_ranks(s->share); rank++)
+        if (rank == me || (p == MT_PLANE_HI && mt_share_speaker(s->share, rank) == me))
+            MT_TRY(copy_portion(s, w, p, rank));
 fail:
     return st;
 }
@@ -265,6 +305,8 @@ mt_status mt_store_spread(mt_store *s, int unit, int param, unsigned planes)
     n = mt_share_said(s->share, MT_COUNT_SPREAD, mt_share_rank(s->share)) + 1;
     MT_TRY(meet_writers(s, &w, n));
     MT_TRY(spread_own(s, &w, n));
+    if (mt_share_is_apart(s->share))
+        mt__mirror_lacks(s, unit, planes);
     for (int p = 0; p < MT_PLANE_COUNT; p++)
         if (planes >> p & 1)
             mt_store_view_drop(s, unit, param, (mt_plane)p);

@@ -293,14 +293,18 @@ fail:
     return st;
 }
 
-// Rows' scales are cuBLAS 12.9's and some GPUs'; a bias of fp32, and what else a kernel may lack,
-// are the library's to say. What it does not do beside a product of codes is done behind it.
+// Rows' scales are cuBLAS 12.9's and some GPUs', and what else a kernel may lack is the library's
+// to say; but it takes any bias of a product of codes for bf16, without a word. What it does not
+// do beside such a product is done behind it.
 mt_status make_any(const mt_gemm_key *key, const mt_gemm *g, mt_gemm_choice **out)
 {
     const mt_gemm sums = mt_gemm_sums(g, g->c.data);
-    mt_status     st = make(key, g, false, out);
+    const bool    of_codes = key->ab == MT_F8E4M3;
+    mt_status     st = MT_ENOTSUP;
 
-    return st == MT_OK || key->ab != MT_F8E4M3 ? st : make(key, &sums, true, out);
+    if (!(of_codes && key->biased && key->c_type == MT_F32))
+        st = make(key, g, false, out);
+    return st == MT_OK || !of_codes ? st : make(key, &sums, true, out);
 }
 
 const mt_gemm_choice **bucket_of(const mt_gemm_key *key)       // FNV-1a over the key's words

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -155,7 +156,7 @@ def _take(rt: Runtime, model: nn.Module, opt: torch.optim.Optimizer | None, sour
     if opt is not None and not isinstance(opt, AdamW):       # first: its class is a stranger, and may refuse them
         _load_other(opt, source, names, training)
     rt.broken = f"the model is half-loaded: loading {source.folder} failed; load a checkpoint that is whole"
-    with manifest.adding(rt.broken), torch.no_grad():
+    with manifest.adding(rt.broken), torch.no_grad(), _failing(rt):
         _load_buffers(model, source)
         for done, records in enumerate(rt.units, 1):
             if own := [r for r in records if r.param in names]:      # some may have been taken out of the model
@@ -165,6 +166,18 @@ def _take(rt: Runtime, model: nn.Module, opt: torch.optim.Optimizer | None, sour
     if isinstance(opt, AdamW):
         _load_ours(opt, source, names, training)
     rt.broken = ""
+
+
+@contextmanager
+def _failing(rt: Runtime) -> Iterator[None]:
+    """What fails on one of several ranks fails on all at once: they wait for it between units."""
+    try:
+        yield
+    except BaseException as why:
+        if rt.ranks is not None:
+            with suppress(MegatrainError):               # the engine may be closed
+                rt.core.fail(f"mt.load: {type(why).__name__}: {shown(why)}")
+        raise
 
 
 # ---- units ---------------------------------------------------------------------------------------
@@ -224,15 +237,16 @@ def _read_moments(record: Record, name: str, source: Checkpoint, reads: Reads) -
     return convert
 
 
-def _read_own(record: Record, stored: Stored, memory: Tensor, reads: Reads) -> None:
-    """Of several processes each reads its portion: of what else it wrote nothing is kept."""
+def _read_own(record: Record, stored: Stored, memory: Tensor, reads: Reads, others: Sequence[int] = ()) -> None:
+    """Of several processes each reads its portion, and those of some others: of what else it wrote nothing is kept."""
     if record.runtime.ranks is None:
         reads.into(stored, memory)
         return
-    first, n = record.runtime.core.owned(record.unit, record.index)
     each, of = (1, 1) if memory.shape == record.shape else (GROUP, 2)          # moments' scales, else
-    begin, end = first // each, -(-(first + n) // each)
-    reads.part_into(stored, memory, begin * of, (end - begin) * of)
+    for rank in sorted([record.runtime.ranks.rank, *others]):
+        first, n = record.runtime.core.owned(record.unit, record.index, rank)
+        begin, end = first // each, -(-(first + n) // each)
+        reads.part_into(stored, memory, begin * of, (end - begin) * of)
 
 
 def _fits(memory: Tensor, stored: Stored) -> bool:
@@ -247,7 +261,8 @@ def _read_weights(record: Record, name: str, source: Checkpoint, reads: Reads, m
     low = source.body["low_bytes"] if master == "LO" else 0
     plane = record.view(master) if master and low in (0, record.low_bytes) and record.dtype == stored.dtype else None
     if _fits(record.host, stored) and (not master or (plane is not None and _fits(plane, extra))):
-        _read_own(record, stored, record.host, reads)
+        ranks = record.runtime.ranks                     # weights are there on each machine
+        _read_own(record, stored, record.host, reads, () if ranks is None else ranks.spoken_for())
         if master:
             _read_own(record, extra, plane, reads)
         return lambda: _written(record, master)

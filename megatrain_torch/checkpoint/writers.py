@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import _core
+from ..base.errors import MegatrainError
 from ..group.ranks import Ranks, as_one
 from . import manifest
 
@@ -22,7 +23,7 @@ class Writers:
     """
 
     def __init__(self, ranks: Ranks | None) -> None:
-        self._ranks = None if ranks is None else ranks.apart()       # a save may end in a thread of its own
+        self._ranks = None if ranks is None else ranks.aside()       # a save may end in a thread of its own
         self.part, self.parts = (0, 1) if ranks is None else (ranks.rank, ranks.size)
         self.first = self.part == 0
 
@@ -40,6 +41,10 @@ class Writers:
         with self.as_one():
             own = manifest.Draft(folder) if self.first else None
         path = self._ranks.control.of_first(None if own is None else own.path)
+        with self.as_one():
+            if not path.is_dir():
+                raise MegatrainError(f"{path}, which the first process has made, is not seen on this machine: folders "
+                                     "of checkpoints are on a file system that all machines have")
         return own or _Guest(path)
 
     def begin(self, core: _core.Engine, *how: Any) -> None:

@@ -94,20 +94,24 @@ class Exchange:
     def __init__(self, model: Model, home: Home, ranks: Ranks, mean: bool) -> None:
         self._model, self._home, self._ranks = model, home, ranks
         # Two models' units would meet in one group where a rank has not all of them: its order is another then.
-        self._group = ranks.data if model.device.type == "cuda" else ranks.control.carrier()
+        self._group = ranks.data if model.device.type == "cuda" else ranks.control.carrier("gradients")
         self._scale = 1 / ranks.size if mean else 1.0
         self._held: dict[int, dict[Record, Tensor]] = {}
         self._sent: deque[Sent] = deque()
         self._turn = -1                      # the unit that is sent next; -1: all were
         self._own: set[Record] = set()       # this backward's so far
+        self._lacking: set[Record] = set()   # came home, and this rank has none of them; another may have
         self._layouts: dict[int, tuple[list[Record], Layout]] = {}
         self._beside = Beside(model.device) if model.device.type == "cuda" else None
+        # NCCL's waits are the stream's. gloo's are the host's, for which other ranks may wait in turn.
+        self._by_streams = self._group._get_backend(model.device).name() == "nccl" if self._beside else False
         self._routed: dict[Record, list[RemovableHandle]] = {}       # parameters whose gradients autograd adds up
         self._stood: dict[Record, Tensor | None] = {}        # their `.grad`, while autograd has a new one
         self._routes: list[tuple[Record, Tensor]] = []       # what autograd has added up in this backward
         self._entire: dict[Record, Tensor | None] = {}       # of which every rank gets the whole sum; what this one has
         self._error = ""                     # why this backward fails on all ranks
         self._asked = False                  # for room
+        self._steps = 0                      # by which ranks see that a backward of one meets another's next one
         self.began = False                   # some gradient of the backward under way is to be exchanged
 
     # ---- in backward ----
@@ -118,7 +122,7 @@ class Exchange:
             self._hold(record, grad)
         while self._turn >= 0 and (not self._trained(self._turn) or self._is_whole(self._turn)):
             self._send_next()
-        while self._sent and (self._beside is not None or self._sent[0].work.is_completed()):
+        while self._sent and (self._by_streams or self._sent[0].work.is_completed()):
             self._bring_home(self._sent.popleft())
 
     def _hold(self, record: Record, grad: Tensor) -> None:
@@ -174,10 +178,19 @@ class Exchange:
         """A gradient of this backward is to be exchanged, here or on another rank."""
         if not self.began:
             self._ask_room()
-            records = [r for unit in self._model.units for r in unit]
-            kept = self._ranks.control.any_of(torch.tensor([self._is_kept(r) for r in records], dtype=torch.uint8))
-            self._entire = {r: None for r, bit in zip(records, kept.tolist()) if bit}
+            records, step = [r for unit in self._model.units for r in unit], self._steps % 256
+            said = [*(self._is_kept(r) for r in records), step, 255 - step]
+            *kept, most, least = self._ranks.control.any_of(torch.tensor(said, dtype=torch.uint8)).tolist()
+            if most != 255 - least:
+                raise MegatrainError(f"rank {self._ranks.rank}: this backward comes after {self._steps} steps, and on "
+                                     "another rank after another number: a backward has reached no trained parameter "
+                                     "on one rank, and on all it has to reach some, or on none")
+            self._entire = {r: None for r, bit in zip(records, kept) if bit}
             self.began, self._turn = True, len(self._model.units) - 1
+
+    def stepped(self) -> None:
+        """An optimizer of the model's has made a step."""
+        self._steps += 1
 
     def _is_kept(self, record: Record) -> bool:
         """Is there no place for a portion of its gradient?"""
@@ -222,15 +235,15 @@ class Exchange:
             self._forget()
 
     def _forget(self) -> None:
-        for what in (self._held, self._sent, self._own, self._stood, self._routes):
+        for what in (self._held, self._sent, self._own, self._lacking, self._stood, self._routes):
             what.clear()
         self._entire = {}
         self.began, self._turn, self._error = False, -1, ""
 
     def _send_all(self) -> None:
-        more = True
+        more, behind = True, self._turn >= 0
         while more:
-            some, more, failed = self._any_rank()
+            some, more, failed = self._any_rank(behind)
             while self._turn >= 0:
                 if any(r in some for r in self._trained(self._turn)):
                     self._send_next()
@@ -240,12 +253,14 @@ class Exchange:
                 self._bring_home(self._sent.popleft())
             for record in [r for r in self._entire if r in some]:
                 self._add_entire(record)
-            if not failed:
-                for record in sorted(some - self._own - self._entire.keys(), key=lambda r: r.pid):
+            self._look_for_places(some & self._lacking)
+            if not failed and not self._error:
+                for record in sorted(some & self._lacking, key=lambda r: r.pid):
                     self._home.claim(record)
                 self._tell(some)
             self._own.clear()
-            self._turn = len(self._model.units) - 1
+            self._lacking.clear()
+            self._turn, behind = len(self._model.units) - 1, False
         if failed:
             self._fail()
 
@@ -263,17 +278,18 @@ class Exchange:
             raise _Told(self._error)
         raise MegatrainError(next(f"rank {rank}: {text}" for rank, text in enumerate(texts) if text))
 
-    def _any_rank(self) -> tuple[set[Record], bool, bool]:
-        """Of which parameters any rank has a gradient; whether one has some of units that were sent without; and
-        whether it fails on one."""
+    def _any_rank(self, behind: bool) -> tuple[set[Record], bool, bool]:
+        """Of which parameters any rank has a gradient; whether one has yet to send some, or to bring some home, and so
+        may fail later than here; and whether it fails on one. behind: here some units were not sent."""
         records = [r for unit in self._model.units for r in unit]
         own = self._own | {r for r, grad in self._entire.items() if grad is not None}
         for unit, held in self._held.items():
             if unit <= self._turn:
                 own.update(held)
             self._look_for_places(held)
-        late = any(unit > self._turn for unit in self._held)
-        bits = torch.tensor([*(r in own for r in records), late, bool(self._error)], dtype=torch.uint8)
+        in_vain = any(self._home.would_claim(r) is None for r in self._lacking)
+        under_way = behind or in_vain or bool(self._held or self._sent)
+        bits = torch.tensor([*(r in own for r in records), under_way, bool(self._error)], dtype=torch.uint8)
         *found, more, failed = self._ranks.control.any_of(bits).tolist()
         return {r for r, bit in zip(records, found) if bit}, bool(more), bool(failed)
 
@@ -334,6 +350,7 @@ class Exchange:
             sent.work.wait()
         self._look_for_places(sent.own)
         modes = {r: self._home.would_claim(r) for r in self._trained(sent.unit)}
+        self._lacking.update(modes.keys() - sent.own)
         for r in sent.own:
             if modes.get(r) is not None:
                 self._home.claim(r)

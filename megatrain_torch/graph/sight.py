@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import functools
 import importlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import Tensor
@@ -75,26 +75,27 @@ def _hand_back(state: Any, weight: Any, names: tuple[str, ...]) -> None:
 
 def _take(value: Any, found: list[Tensor], holder: type) -> Any:
     """The same without its tensors, which are added to `found`."""
-    if isinstance(value, Tensor):
-        found.append(value.detach().as_subclass(Tensor))
+
+    def number(t: Tensor) -> _Saved:
+        found.append(t.detach().as_subclass(Tensor))
         return _Saved(len(found) - 1)
-    if type(value) in (list, tuple):
-        return type(value)(_take(v, found, holder) for v in value)
-    if isinstance(value, holder):
-        out = copy.copy(value)
-        vars(out).update((k, _take(v, found, holder)) for k, v in vars(value).items())
-        return out
-    return value
+
+    return _replaced(value, Tensor, number, holder)
 
 
 def _give(value: Any, saved: tuple[Tensor, ...], holder: type) -> Any:
-    if isinstance(value, _Saved):
-        return saved[value.number]
+    return _replaced(value, _Saved, lambda s: saved[s.number], holder)
+
+
+def _replaced(value: Any, kind: type, by: Callable[[Any], Any], holder: type) -> Any:
+    """The same with what is of that kind replaced, in tuples, lists and holders too."""
+    if isinstance(value, kind):
+        return by(value)
     if type(value) in (list, tuple):
-        return type(value)(_give(v, saved, holder) for v in value)
+        return type(value)(_replaced(v, kind, by, holder) for v in value)
     if isinstance(value, holder):
         out = copy.copy(value)
-        vars(out).update((k, _give(v, saved, holder)) for k, v in vars(value).items())
+        vars(out).update((k, _replaced(v, kind, by, holder)) for k, v in vars(value).items())
         return out
     return value
 

@@ -28,6 +28,8 @@ PATIENCE = timedelta(minutes=30)             # a rank may fill the store while t
 _LATE_S = 60.0                               # of a wait, after which it is told
 ASIDE = "mt-save"                            # a thread that waits while its process goes on
 _LOOKS = 2.0                                 # seconds, at most, until the shared memory knows who is gone
+_CONNECT_S, _EACH_S = 5.0, 0.05              # in which processes that are there reach each other, or one has ended;
+                                             # where that one had begun to, gloo waits five times as long
 _made: Counter[str] = Counter()              # of these, by the group that they are beside
 
 
@@ -39,8 +41,9 @@ class Control:
         patience: until a process that still lives and is not heard of is an error.
     """
 
-    def __init__(self, beside: dist.ProcessGroup, patience: timedelta = PATIENCE) -> None:
-        self.engine: _core.Engine | None = None
+    def __init__(self, beside: dist.ProcessGroup, patience: timedelta = PATIENCE,
+                 engine: _core.Engine | None = None) -> None:
+        self.engine = engine
         self.patience = patience
         members = dist.get_process_group_ranks(beside)
         name = f"megatrain_torch/{beside.group_name}/{'_'.join(map(str, members))}"
@@ -48,17 +51,19 @@ class Control:
         self._name, self._waits = f"{name}/{_made[name]}", Waits(members)
         self._store = dist.PrefixStore(self._name, dist.distributed_c10d._get_default_store())
         self._rank, self._size = dist.get_rank(beside), dist.get_world_size(beside)
-        with self.named("looks for the others"):
-            come = Arrival(self._store, self._rank, self._size, patience)
-            self._waits.until(come, self._name, self._told("looks for the others"))
-            self._group = dist.ProcessGroupGloo(self._store, self._rank, self._size, patience)
+        self._group = self.carrier("own")
 
-    def carrier(self) -> dist.ProcessGroup:
+    def carrier(self, name: str) -> dist.ProcessGroup:
         """One more group of the same processes, over gloo; made by all. What goes there meets nothing of anybody else.
-        """
-        with self.named("looks for the others"):
-            return dist.ProcessGroupGloo(dist.PrefixStore("carrier", self._store), self._rank, self._size,
-                                         self.patience)
+        First all are there; so one that cannot be reached then has ended."""
+        store, what = dist.PrefixStore(name, self._store), "looks for the others"
+        with self.named(what):
+            come = Arrival(store, self._rank, self._size, self.patience)
+            self._waits.until(come, f"{self._name}/{name}", self._told(what), self._look)
+            soon = min(timedelta(seconds=_CONNECT_S + _EACH_S * self._size), self.patience)
+            group = dist.ProcessGroupGloo(store, self._rank, self._size, soon)
+        group._set_default_timeout(self.patience)
+        return group
 
     def gather(self, value: Any) -> list[Any]:
         """What each rank gives, by rank."""
@@ -111,7 +116,7 @@ class Control:
                 work.wait()
                 return
             try:
-                self._waits.until(work, f"{self._name}/{begin.__name__}", self._told(what))
+                self._waits.until(work, f"{self._name}/{begin.__name__}", self._told(what), self._look)
             except BaseException:
                 if not work.is_completed():              # its end would wait for the work
                     ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._group))
@@ -142,13 +147,19 @@ class Control:
                       f"({self._waits.where()}): all of them call mt.stream, mt.save and mt.load, and run equally many "
                       "backwards", RuntimeWarning, stacklevel=1)
 
+    def _look(self) -> str:
+        """Who is gone, and so does not come; "": nobody, as far as is known. Raises: what failed there."""
+        if self.engine is None:
+            return ""
+        self.engine.check()
+        return ", ".join(f"rank {rank} (process {pid}) ended" for rank, pid in self.engine.gone())
+
     def _who(self) -> str:
         """Who is gone, as far as that is known soon. Raises: what failed there."""
         deadline = time.monotonic() + _LOOKS
         while self.engine is not None and time.monotonic() < deadline:
-            self.engine.check()
-            if gone := self.engine.gone():
-                return ", ".join(f"rank {rank} (process {pid}) ended" for rank, pid in gone)
+            if gone := self._look():
+                return gone
             time.sleep(0.05)
         return "another process of the group is gone, or does something else,"
 

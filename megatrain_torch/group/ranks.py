@@ -32,20 +32,44 @@ class Ranks:
         self.data, self.rank, self.size = data, dist.get_rank(data), dist.get_world_size(data)
         self.control = Control(data, patience)
         self.machines: list[str] = self.gather(_machine())
-        self._apart: Ranks | None = None
+        self._aside: Ranks | None = None
 
-    def apart(self) -> Ranks:
+    def aside(self) -> Ranks:
         """The same processes with a control group of its own, for another thread; made at the first call, by all."""
-        if self._apart is None:
-            self._apart = copy.copy(self)
-            self._apart.control = Control(self.data, self.control.patience)
-            self._apart.control.engine = self.control.engine
-        return self._apart
+        if self._aside is None:
+            self._aside = copy.copy(self)
+            self._aside.control = Control(self.data, self.control.patience, self.control.engine)
+        return self._aside
 
     @property
     def mates(self) -> list[int]:
         """Ranks on this machine, in order."""
         return [r for r, machine in enumerate(self.machines) if machine == self.machines[self.rank]]
+
+    @property
+    def apart(self) -> bool:
+        """Ranks are on several machines."""
+        return len(set(self.machines)) > 1
+
+    def _beside(self, machine: str, rank: int) -> int:
+        """The rank of that machine that has to do with this one of another."""
+        place = [r for r, other in enumerate(self.machines) if other == self.machines[rank]].index(rank)
+        there = [r for r, other in enumerate(self.machines) if other == machine]
+        return there[place % len(there)]
+
+    def hearers(self) -> dict[str, int]:
+        """Who speaks for this rank on other machines, by machine."""
+        own = self.machines[self.rank]
+        return {machine: self._beside(machine, self.rank) for machine in dict.fromkeys(self.machines) if machine != own}
+
+    def speakers(self) -> tuple[int, ...]:
+        """By rank, who speaks for it on this machine."""
+        own = self.machines[self.rank]
+        return tuple(self._beside(own, rank) if machine != own else rank for rank, machine in enumerate(self.machines))
+
+    def spoken_for(self) -> list[int]:
+        """Ranks of other machines for which this one speaks."""
+        return [rank for rank, speaker in enumerate(self.speakers()) if speaker == self.rank != rank]
 
     def __str__(self) -> str:
         machines = len(set(self.machines))

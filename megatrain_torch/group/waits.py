@@ -10,7 +10,7 @@ import itertools
 import json
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
@@ -47,8 +47,8 @@ class Waits:
         self._members, self._me = members, dist.get_rank()
         self._store = dist.PrefixStore("megatrain_torch/waits", dist.distributed_c10d._get_default_store())
 
-    def until(self, work: Any, place: str, what: str) -> None:
-        """The work is done. place: names it, the same in all members.
+    def until(self, work: Any, place: str, what: str, look: Callable[[], str] = str) -> None:
+        """The work is done. place: names it, the same in all members. look: who is gone, in words; "": nobody.
 
         Raises:
             MegatrainError: it will never be. RuntimeError: torch.distributed's.
@@ -58,8 +58,12 @@ class Waits:
         note = {"at": place, "what": what, "of": self._members, "n": next(_numbers)}
         self._write(note)
         before: dict[int, Any] = {}
+        ended = ""
         try:
             while not _done(work, _LOOK_S):
+                if ended:
+                    raise MegatrainError(f"{ended} while rank {self._me} {what}")
+                ended = look()
                 found = self.stuck()
                 if self._me in found and found == before:
                     raise MegatrainError(self._said(found))

@@ -25,7 +25,7 @@ def with_base(cls: Any, path: str | Path, base: str, dtype: torch.dtype | None, 
     mapped, and quantised a tensor at a time.
 
     Raises:
-        MegatrainError: no such base; or the checkpoint is quantised in another way.
+        MegatrainError: no such base; the checkpoint is quantised in another way; or no weight becomes codes.
     """
     if "quantization_config" in kwargs:
         raise MegatrainError("base= and quantization_config= both say how weights are quantised: give one of the two")
@@ -38,19 +38,19 @@ def with_base(cls: Any, path: str | Path, base: str, dtype: torch.dtype | None, 
         model = found[0] if isinstance(found, tuple) else found
         if base == "fp8" and not _method(config):
             _to_fp8(model)
-    for p in _codes_of(model, base):
+    for p in _codes_of(model, base, path):
         p.requires_grad_(False)
     vars(model).pop("hf_device_map", None)               # where it was made; accelerate would have it trained there
     return found
 
 
-def _codes_of(model: nn.Module, base: str) -> list[nn.Parameter]:
+def _codes_of(model: nn.Module, base: str, path: str | Path) -> list[nn.Parameter]:
     """Raises: MegatrainError: there are none: nothing would be as it was asked for."""
     found = [p for _, _, p, _ in coded(model)]
     if not found:
-        blocks = f", in blocks of {FP8_BLOCK} by {FP8_BLOCK}" if base == "fp8" else ""
-        raise MegatrainError(f"base={base!r}: {type(model).__name__} has no linear layer that becomes codes{blocks}; "
-                             "leave base out")
+        raise MegatrainError(f"base={base!r}: no weight of {path} is kept as codes: there is no linear layer that "
+                             f"falls into blocks, or transformers {sys.modules['transformers'].__version__} has "
+                             "expanded them; leave base out")
     return found
 
 
@@ -105,11 +105,12 @@ def _kept() -> Iterator[None]:
     fp8, four = finegrained_fp8.Fp8Dequantize._dequantize_one, mxfp4.dequantize_convertops
 
     def keep_fp8(self: Any, codes: Tensor, scales: Tensor, output_dtype: torch.dtype | None = None) -> Tensor:
-        if codes.dtype != torch.float8_e4m3fn or scales.dtype != torch.float32 or scales.dim() != codes.dim():
+        eight = _eight_bits(codes)
+        if eight is None or scales.dtype != torch.float32 or scales.dim() != codes.dim():
             return fp8(self, codes, scales, output_dtype)
-        return nn.Parameter(Coded(codes, scales, "fp8", output_dtype or torch.bfloat16), requires_grad=False)
+        return nn.Parameter(Coded(eight, scales, "fp8", output_dtype or torch.bfloat16), requires_grad=False)
 
-    def keep_mxfp4(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> nn.Parameter:
+    def keep_mxfp4(blocks: Tensor, scales: Tensor, dtype: torch.dtype = torch.bfloat16) -> nn.Parameter:
         return nn.Parameter(Coded(blocks, scales, "mxfp4", dtype), requires_grad=False)
 
     finegrained_fp8.Fp8Dequantize._dequantize_one, mxfp4.dequantize_convertops = keep_fp8, keep_mxfp4
@@ -117,6 +118,14 @@ def _kept() -> Iterator[None]:
         yield
     finally:
         finegrained_fp8.Fp8Dequantize._dequantize_one, mxfp4.dequantize_convertops = fp8, four
+
+
+def _eight_bits(codes: Tensor) -> Tensor | None:
+    """In E4M3; None: they are not. Some versions of transformers have widened them by then, which is exact."""
+    if codes.dtype not in (torch.float8_e4m3fn, torch.bfloat16, torch.float32):
+        return None
+    eight = codes.to(torch.float8_e4m3fn)
+    return eight if torch.equal(eight.to(torch.float32), codes.to(torch.float32)) else None
 
 
 # ---- the same without weights, for plans ---------------------------------------------------------
@@ -128,7 +137,8 @@ def shaped(config: Any, base: str | None, layers: int | None = None) -> nn.Modul
     Raises:
         MegatrainError: as with_base.
     """
-    there = "" if base is None else check_base(config, config._name_or_path or type(config).__name__, base)
+    name = config._name_or_path or type(config).__name__
+    there = "" if base is None else check_base(config, name, base)
     model, dtype = from_config(config, layers)
     model.to(dtype)
     if base in ("nf4", "int8"):
@@ -138,7 +148,7 @@ def shaped(config: Any, base: str | None, layers: int | None = None) -> nn.Modul
     elif base == "fp8":
         _to_fp8(model, bool(there))
     if base is not None:
-        _codes_of(model, base)
+        _codes_of(model, base, name)
     return model
 
 

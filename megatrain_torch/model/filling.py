@@ -116,6 +116,8 @@ def fill(rt: Runtime, groups: list[Group], origins: Origins, masters: bool) -> N
                 give_back()
                 given = 0
     if rt.ranks is not None:             # weights are there, whoever put them in
+        if rt.ranks.apart:
+            origins.everywhere(rt.units)
         with rt.ranks.as_one():
             for unit in rt.homes.settled:
                 rt.homes.take(unit)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import mmap
 import os
 import warnings
+import zlib
 from itertools import accumulate
 
 import torch
@@ -40,6 +41,9 @@ class Origins:
     def exact(self, records: list[Record]) -> list[Tensor]:
         """As `of`, of a unit's parameters, with values in each process; all call it, for the same."""
         return [self.of(r) for r in records]
+
+    def everywhere(self, units: list[list[Record]]) -> None:
+        """They are."""
 
 
 class SharedOrigins(Origins):
@@ -86,6 +90,34 @@ class SharedOrigins(Origins):
         if all(self._at[id(r.param)] is not None for r in records):
             return [self.of(r) for r in records]
         return _in_common(self._ranks, [self.of(r) for r in records])
+
+
+    def everywhere(self, units: list[list[Record]]) -> None:
+        """Weights are those of the first process of all, on each machine, when this is called by all and they are in
+        their planes: what another machine had otherwise is replaced."""
+        own = {unit: _sum(records) for unit, records in enumerate(units) if self.fills(unit)}
+        sums: dict[int, set[int]] = {}
+        for found in self._ranks.gather(own):
+            for unit, crc in found.items():
+                sums.setdefault(unit, set()).add(crc)
+        for unit in sorted(unit for unit, found in sums.items() if len(found) > 1):
+            for r in units[unit]:
+                self._ranks.control.give(r.over(r.memory("HI", True), "HI"))
+            if exact := [r for r in units[unit] if r.exact is not None]:
+                values = [r.exact.clone(memory_format=torch.contiguous_format) for r in exact]
+                for value in values:
+                    self._ranks.control.give(value)
+                for r, value in zip(exact, _in_common(self._ranks, values)):
+                    r.exact = value
+
+
+def _sum(records: list[Record]) -> int:
+    """Of a unit's weights in the store, and of what they were rounded from."""
+    crc = 0
+    for r in records:
+        for t in [r.over(r.memory("HI", True), "HI")] + ([] if r.exact is None else [r.exact]):
+            crc = zlib.crc32(t.contiguous().view(-1).view(torch.uint8).numpy(), crc) if t.numel() else crc
+    return crc
 
 
 def _mapped(path: str) -> mmap.mmap:

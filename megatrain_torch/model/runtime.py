@@ -71,7 +71,8 @@ class Runtime:
         self.ring = Ring(own)
         self.homes = Homes(own, core, self.ring)
         self.saves = Saves()
-        self.planes = Planes(core, self.homes, self.saves, room, ranks is not None)
+        self.planes = Planes(core, self.homes, self.saves, room, ranks is not None,
+                             ranks is not None and ranks.apart)
         self.states = States(core, room)
         self.reads = Reads(own)
         self.trained = Trained(own)

@@ -35,8 +35,8 @@ from .origins import origins
 from .planning import Planning
 from .registry import find_runtime, runtime_of
 from .runtime import Runtime
-from .streamable import check_model, refuse_codes
-from .together import check, check_copies, fleet_of, leaves_in_order, same_buffers
+from .streamable import check_model, refuse_codes, refuse_packed
+from .together import between, check, check_copies, fleet_of, leaves_in_order, same_buffers
 
 
 @calling("mt.stream")
@@ -109,6 +109,7 @@ def stream_of(ranks: Ranks | None, module: nn.Module, device: str | torch.device
         check_model(module, ranks is not None and ranks.rank != ranks.mates[0])
         check_dtype(dtype)
         refuse_codes(module, dtype)
+        refuse_packed(module, where)
         limits = Limits(parse_bytes(vram, "vram"), parse_bytes(host, "host"), Disk.parse(nvme), units, *fleet_of(ranks))
         choices = choose(module, where, limits, dtype=dtype, **asked)
     _stream(module, where, limits, choices, dtype, masters, ranks, reduce)
@@ -131,7 +132,7 @@ def _stream(module: nn.Module, where: torch.device, limits: Limits, choices: Cho
     rt = Runtime(module, where, engine(where, choices, ranks), fit.room, choices.compute, ranks, reduce,
                  choices.products)
     if ranks is not None:
-        weakref.finalize(rt, leaves_in_order, rt.core)
+        weakref.finalize(rt, leaves_in_order, rt.core, between(ranks, rt.core, choices.doors.delay_us))
     if choices.itself:
         rt.planning = Planning(weakref.proxy(rt), limits, choices.plan)
     _build(rt, module, found, fit, choices, masters)
@@ -171,7 +172,7 @@ def unstream(module: nn.Module) -> nn.Module:
     root = rt.root()
     if root is not module:
         raise MegatrainError("unstream the model that was given to mt.stream, not a part of it")
-    ranks = rt.ranks if rt.homes.settled else None           # the others read what is on this one's device
+    ranks = rt.ranks if rt.homes.settled or rt.planes.apart else None        # the others read what this one alone has
     with as_one(ranks):
         if rt.ranks is not None:
             check_copies(rt.ranks, rt.records)

@@ -12,6 +12,7 @@ from ..base.errors import MegatrainError
 from ..base.limits import show_bytes
 from ..base.units import Group
 from ..group import launcher
+from ..group.between import Between
 from ..group.descriptor import shared
 from ..group.ranks import Ranks
 from ..plans.fleet import Fleet, check_homes
@@ -40,9 +41,8 @@ def _check_here(ranks: Ranks, choices: Choices, reduce: str) -> None:
     fleet = Fleet(*fleet_of(ranks))
     if reduce not in REDUCE:
         raise MegatrainError(f"reduce={reduce!r}: use {' or '.join(map(repr, REDUCE))}")
-    if fleet.machines > 1:
-        raise MegatrainError(f"{ranks.size} processes on {fleet.machines} machines: several processes stream a model "
-                             "together where they share one machine's memory, for now")
+    if ranks.size != fleet.gpus * fleet.machines:
+        raise MegatrainError(f"{ranks}: each machine has to have equally many")
     if choices.options.get("grads", "ram") != "ram":
         raise MegatrainError("grads='none' is for one process: several keep the sums of their gradients")
     homes = choices.options.get("homes", "ram")
@@ -60,12 +60,17 @@ def engine_of(ranks: Ranks, device: str, index: int, threads: int, delay_us: int
     fd = shared(ranks, _core.share() if ranks.rank == ranks.mates[0] else -1)
     try:
         return _core.Engine(device, index, max(1, threads // len(ranks.mates)), delay_us, seed, share=fd,
-                            rank=ranks.rank, ranks=ranks.size)
+                            rank=ranks.rank, ranks=ranks.size, speakers=ranks.speakers() if ranks.apart else ())
     finally:
         os.close(fd)
 
 
-def leaves_in_order(core: _core.Engine) -> None:
+def between(ranks: Ranks, core: _core.Engine, delay_us: int) -> Between | None:
+    """None: all are on one machine."""
+    return Between(ranks, core, delay_us) if ranks.apart else None
+
+
+def leaves_in_order(core: _core.Engine, machines: Between | None) -> None:
     """The process ends: the others may await its part of the last step, or read what is on its device; but not where it
     failed, as they will then."""
     with contextlib.suppress(Exception):
@@ -74,6 +79,8 @@ def leaves_in_order(core: _core.Engine) -> None:
             core.drain()
             core.stay(_LAST_STEP_S)
         core.close()
+    if machines is not None:
+        machines.finish(_LAST_STEP_S)
 
 
 def check_copies(ranks: Ranks, records: list[Record]) -> None:

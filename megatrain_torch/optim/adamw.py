@@ -196,6 +196,8 @@ class AdamW(torch.optim.Optimizer):
         for rt in self._served:
             if rt.planning is not None:
                 rt.planning.stepped()
+            if rt.exchange is not None:
+                rt.exchange.stepped()
         return loss
 
     def _step_all(self, limit: float) -> None:

@@ -1,9 +1,9 @@
 """What ranks exchange: bytes and seconds of each unit's gradients on their way to who owns them, and of new weights.
 
-A rank's gradients of a unit lie in one buffer. Each part goes to the rank of its machine that owns it, which adds what
-it is given in fp32; between machines go parts, or sums where these are less. The owner brings its sum home, and what
-the sum is in the weights' type; of a further micro-batch the sum alone, which is added there. New weights go to the
-other machines.
+A rank's gradients of a unit lie in one buffer. Each part goes to the rank that owns it, which adds what it is given in
+fp32, in the order of ranks. Between machines go the parts of every rank: a machine's sums would be less, and of other
+bits. The owner brings its sum home, and what the sum is in the weights' type; of a further micro-batch the sum alone,
+which is added there. New weights go to the other machines.
 """
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ class Exchange:
         leaving = self.gradients * ((g - 1) / g)
         wide = np.maximum(self.gradients, sums)         # a sum in fp32; of fp32 weights the gradient itself
         self.further = -(-wide // n)
-        apart = np.minimum(g * self.gradients, wide) * ((m - 1) / m)        # of a whole machine
-        added = self.gradients + wide / g + self.home * (m > 1)             # read, and written, by the sum
+        apart = g * self.gradients * ((m - 1) / m)      # of a whole machine
+        added = self.gradients + wide / g               # read, and written, by the sum
         self.exchange_s = leaving / links + added / (machine.hbm_gbps * 1e9)
         self.network_s = apart / (machine.network_gbps * 1e9)
         self.lost_s = (leaving + apart / g) / (machine.lost_gbps * 1e9)

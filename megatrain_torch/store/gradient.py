@@ -111,7 +111,7 @@ def show(record: Record) -> Tensor:
     elif record.numel:
         array = record.memory("GRAD")
         grad, record.shown = _over(record, array), weakref.ref(array)
-        if record.summed and record.unit in record.runtime.homes.settled:
+        if record.summed and (record.unit in record.runtime.homes.settled or record.runtime.planes.apart):
             record.seen = grad.clone()
     stand(record, grad)
     return grad
@@ -155,7 +155,7 @@ def _is_plane(record: Record, grad: Tensor) -> bool:
 
 
 def _differs(record: Record) -> bool:
-    """From the rounded sum of micro-batches, which is on the device where the unit lives there."""
+    """From the rounded sum of micro-batches; a copy is there where not all of that is in this machine's memory."""
     with torch.no_grad():
         rounded = record.view("ACC").to(record.dtype) if record.seen is None else record.seen
         return not torch.equal(record.view("GRAD").view(torch.int16), rounded.view(torch.int16))

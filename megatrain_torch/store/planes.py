@@ -58,10 +58,11 @@ class Saves(Protocol):
 class Planes:
     """The planes of one streamed model in host memory; the guard of its parameters asks here."""
 
-    def __init__(self, core: _core.Engine, homes: Homes, saves: Saves, room: Room, several: bool = False) -> None:
-        """several: processes stream the model together."""
+    def __init__(self, core: _core.Engine, homes: Homes, saves: Saves, room: Room, several: bool = False,
+                 apart: bool = False) -> None:
+        """several: processes stream the model together. apart: on several machines, each of which has a part."""
         self.core, self._homes, self._saves, self._room = core, homes, saves, room
-        self._several = several
+        self._several, self.apart = several, apart
 
     def wait_updates(self, record: Record) -> None:
         """The weights may be read in host memory. Raises: a unit at home elsewhere has no room for a copy there."""
@@ -83,10 +84,10 @@ class Planes:
         self.core.wait_grads(record.unit)
 
     def bring_states(self, record: Record) -> None:
-        """Host copies of masters and moments are current; only units on the device and those whose states are on disk
-        have anything to do."""
+        """Host copies of masters and moments are current; only units on the device, those whose states are on disk, and
+        those of which other machines have a part have anything to do."""
         homes = self._homes
-        if record.unit in homes.settled or record.unit in homes.on_disk:
+        if self.apart or record.unit in homes.settled or record.unit in homes.on_disk:
             if self._saves.running is not None:       # whose copies of the unit go when it has them
                 self.core.wait_saved(record.unit)
             self.core.bring(record.unit, STATE_PLANES)

@@ -7,6 +7,7 @@
 
 #include "../../csrc/core/arena.h"
 #include "../../csrc/core/portion.h"
+#include "../../csrc/core/relay.h"
 #include "../../csrc/core/resident.h"
 #include "../../csrc/core/through.h"
 #include "../../csrc/ops/sumsq.h"
@@ -503,6 +504,7 @@ static void homes_that_keep_planes_are_refused(void)
 /* What is done, by one process or by several. */
 typedef struct plan {
     int       ranks, micros, dawdle_us;
+    int       mates;             /* ranks of a machine; 0: there is one machine */
     uint64_t  seed;              /* of gradients */
     int       through;           /* every second unit goes through the device */
     unsigned  settled, guests;   /* units that live on the devices, 1u << unit each; and those of
@@ -542,7 +544,9 @@ typedef struct runner {
     mt_updater *u;
     mt_queue   *run, *h2d;
     char       *slot[UNITS];
-    pthread_t   thread;
+    struct runner *all;          /* of several machines: every rank's */
+    mt_relay   *relay;
+    pthread_t   thread, tells;
 } runner;
 
 typedef struct unit_job {
@@ -618,6 +622,16 @@ static void take_all(runner *r)
             CHECK_OK(mt_store_home(r->cx.store, u, &of)->take(of, u, r->run));
 }
 
+/* Rank k of a machine has to do with rank k of each other. */
+static void spread_out(runner *r, const plan *p)
+{
+    int speakers[RANKS], first = r->rank / p->mates * p->mates;
+
+    for (int k = 0; k < p->ranks; k++)
+        speakers[k] = first + k % p->mates;
+    REQUIRE(mt_share_apart(r->cx.share, speakers) == MT_OK);
+}
+
 static void runner_open(runner *r, const plan *p, outcome *want, int fd, int rank)
 {
     mt_offload_kernels k = { mt_sumsq_put, mt_accumulate, mt_accumulate_put, NULL, mt_sumsq_fold };
@@ -631,6 +645,8 @@ static void runner_open(runner *r, const plan *p, outcome *want, int fd, int ran
     REQUIRE(mt_pool_open(2, &r->cx.pool) == MT_OK);
     if (fd >= 0)
         REQUIRE(mt_share_open(fd, rank, p->ranks, &r->cx.share) == MT_OK);
+    if (fd >= 0 && p->mates > 0)
+        spread_out(r, p);
     REQUIRE(mt_store_open(&r->cx, &r->cx.store) == MT_OK);
     for (int u = 0; u < UNITS; u++) {
         mt_param_desc d[PARAMS];
@@ -641,7 +657,8 @@ static void runner_open(runner *r, const plan *p, outcome *want, int fd, int ran
         snprintf(name, sizeof name, "layers.%d", u);
         REQUIRE(mt_store_add(r->cx.store, name, d, PARAMS, &unit) == MT_OK);
         REQUIRE(mt_store_set_states(r->cx.store, u, p->states) == MT_OK);
-        for (int i = 0; i < PARAMS && rank == 0; i++)    /* one fills it for all */
+        for (int i = 0; i < PARAMS && rank % (p->mates > 0 ? p->mates : RANKS) == 0; i++)
+            /* one fills it for all of its machine */
             fill(d[i].dtype, place(r, u, i, MT_PLANE_HI, 0), d[i].numel,
                  (uint64_t)(100 * u + i));
         r->slot[u] = calloc(1, mt_store_hi_bytes(r->cx.store, u));
@@ -1095,23 +1112,84 @@ static void outcome_free(outcome *out)
     }
 }
 
+/* A parcel on its way to who speaks for the rank there. A network writes again what is there since
+ * another rank has asked for it, and is being read. */
+static void carry(const runner *from, const runner *to, const mt_parcel *p, const void *mem)
+{
+    void *place = NULL;
+
+    CHECK_OK(mt_relay_place(to->cx.store, from->rank, p, &place));
+    if (place != NULL && memcmp(place, mem, (size_t)p->bytes) != 0)
+        memcpy(place, mem, (size_t)p->bytes);
+    CHECK_OK(mt_relay_come(to->cx.store, from->rank, p));
+}
+
+/* What the rank says goes to other machines, until it has left. */
+static void *tell_machines(void *arg)
+{
+    runner   *r = arg;
+    uint64_t  seed = (uint64_t)r->rank + 7;
+    int       mates = r->plan->mates, mine = r->rank / mates, over = 0;
+    mt_parcel p;
+    void     *mem = NULL;
+
+    while (!over) {
+        int to, some;
+
+        CHECK_OK(mt_relay_next(r->relay, 100, &p, &mem, &to, &some));
+        if (!some)
+            continue;
+        if (r->plan->dawdle_us > 0)
+            usleep((useconds_t)(toy_random(&seed) % (uint64_t)r->plan->dawdle_us));
+        for (int k = r->rank % mates; k < r->plan->ranks; k += mates)
+            if (k / mates != mine && (to < 0 || to / mates == k / mates))
+                carry(r, &r->all[k], &p, mem);
+        over = p.kind == MT_PARCEL_NOTE && p.note == MT_NOTE_LEFT;
+    }
+    return NULL;
+}
+
+static void machines_begin(runner *r, const plan *p)
+{
+    for (int k = 0; p->mates > 0 && k < p->ranks; k++) {
+        r[k].all = r;
+        REQUIRE(mt_relay_open(r[k].cx.store, &r[k].relay) == MT_OK);
+        REQUIRE(pthread_create(&r[k].tells, NULL, tell_machines, &r[k]) == 0);
+    }
+}
+
+static void machines_end(runner *r, const plan *p)
+{
+    for (int k = 0; p->mates > 0 && k < p->ranks; k++)
+        mt_store_leave(r[k].cx.store);
+    for (int k = 0; p->mates > 0 && k < p->ranks; k++) {
+        REQUIRE(pthread_join(r[k].tells, NULL) == 0);
+        mt_relay_close(r[k].relay);
+    }
+}
+
 static void run_threads(const plan *p)
 {
     runner  r[RANKS];
     outcome want;
-    int     fd = share_new();
+    int     fd[RANKS], mates = p->mates > 0 ? p->mates : p->ranks;
 
     run_alone(p, &want);
-    for (int k = 0; k < p->ranks; k++)
-        runner_open(&r[k], p, &want, fd, k);
+    for (int k = 0; k < p->ranks; k++) {
+        fd[k] = k % mates == 0 ? share_new() : fd[k - k % mates];
+        runner_open(&r[k], p, &want, fd[k], k);
+    }
+    machines_begin(r, p);
     for (int k = 0; k < p->ranks; k++)
         REQUIRE(pthread_create(&r[k].thread, NULL, go, &r[k]) == 0);
     for (int k = 0; k < p->ranks; k++)
         REQUIRE(pthread_join(r[k].thread, NULL) == 0);
+    machines_end(r, p);
     for (int k = 0; k < p->ranks; k++)
         runner_close(&r[k]);
     outcome_free(&want);
-    close(fd);
+    for (int k = 0; k < p->ranks; k += mates)
+        close(fd[k]);
 }
 
 static const plan plain = { .ranks = 2, .micros = 1, .max_norm = 0.5, .bad_unit = -1 };
@@ -1128,6 +1206,30 @@ static void together_they_have_the_bits_of_one(void)
                 p.states = small ? MT_STATES_8BIT_LO8 : MT_STATES_FP32;
                 run_threads(&p);
             }
+}
+
+/* Two of two ranks, and four of one: each way in each way of a rank's. */
+static void several_machines_have_the_bits_of_one(void)
+{
+    for (int k = 0; k < 5; k++)
+        for (int mates = 1; mates <= 2; mates++) {
+            plan p = plain;
+
+            p.ranks = 4;
+            p.mates = mates;
+            p.micros = 1 + k % 2;
+            p.states = k % 2 ? MT_STATES_8BIT_LO8 : MT_STATES_FP32;
+            p.dawdle_us = UNDER_TSAN ? 300 : k % 2 ? 0 : 2000;
+            p.settled = (unsigned[]){ 0, 0, 7, 5, 6 }[k];
+            p.guests = (unsigned[]){ 0, 0, 0, 4, 2 }[k];
+            p.look = p.micros == 1 ? LOOK_ALL : 1;
+            p.writes = k % 3;
+            p.turned = k == 0;
+            p.max_norm = p.turned ? 0 : 0.5;
+            p.twice = k == 4;
+            p.leaves = k == 3 || k == 4;
+            run_threads(&p);
+        }
 }
 
 static void no_order_of_jobs_changes_a_bit(void)
@@ -2024,6 +2126,7 @@ static void a_death_at_any_moment_ends_all(void)
     X(who_writes_waits_until_every_rank_has_copied)  \
     X(homes_that_keep_planes_are_refused)            \
     X(together_they_have_the_bits_of_one)            \
+    X(several_machines_have_the_bits_of_one)         \
     X(no_order_of_jobs_changes_a_bit)                \
     X(nobody_reads_half_an_update)                   \
     X(units_may_go_through_the_device)               \

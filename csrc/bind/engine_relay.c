@@ -1,0 +1,172 @@
+/* engine_relay.c — what ranks of several machines tell each other, for the threads of Python's
+ * that send it and receive it.
+ *
+ * A relay has the memory, like an array: it may be used until it is let go of, also when the engine
+ * is closed, whose last word goes this way. */
+#include "bind.h"
+
+#include "../core/relay.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+#define RELAY_NAME "megatrain_torch.relay"
+
+typedef struct relay {
+    mt_memory *memory;               /* one holder of it */
+    mt_relay  *relay;
+} relay;
+
+static void relay_end(PyObject *capsule)
+{
+    relay *r = PyCapsule_GetPointer(capsule, RELAY_NAME);
+
+    if (mt_memory_is_ours(r->memory))
+        mt_relay_close(r->relay);
+    mt_memory_let_go(r->memory);
+    free(r);
+}
+
+PyObject *mt_engine_relay(PyObject *self, PyObject *unused)
+{
+    mt_engine *e = mt_engine_usable(self);
+    relay     *r;
+    PyObject  *capsule;
+    mt_status  st;
+
+    (void)unused;
+    if (e == NULL)
+        return NULL;
+    if ((r = calloc(1, sizeof *r)) == NULL)
+        return PyErr_NoMemory();
+    r->memory = e->memory;
+    if ((st = mt_relay_open(e->cx.store, &r->relay)) != MT_OK) {
+        free(r);
+        return mt_raise(e->error, st);
+    }
+    if ((capsule = PyCapsule_New(r, RELAY_NAME, relay_end)) == NULL) {
+        mt_relay_close(r->relay);
+        free(r);
+        return NULL;
+    }
+    e->memory->holders++;
+    return capsule;
+}
+
+/* It is the model's end: something that others await was not said. */
+static PyObject *fail(PyObject *module, const relay *r, mt_status st)
+{
+    mt_ledger_fault(r->memory->store, st, mt_last_error());
+    return mt_raise(((mt_state *)PyModule_GetState(module))->error, st);
+}
+
+static PyObject *next(PyObject *module, PyObject *args)
+{
+    PyObject *capsule, *bytes;
+    relay    *r;
+    mt_parcel p;
+    void     *mem = NULL;
+    int       ms, to, some = 0;
+    mt_status st;
+
+    if (!PyArg_ParseTuple(args, "Oi:relay_next", &capsule, &ms) ||
+        (r = PyCapsule_GetPointer(capsule, RELAY_NAME)) == NULL)
+        return NULL;
+    Py_BEGIN_ALLOW_THREADS
+    st = mt_relay_next(r->relay, ms, &p, &mem, &to, &some);
+    Py_END_ALLOW_THREADS
+    if (st != MT_OK)
+        return fail(module, r, st);
+    if (!some)
+        Py_RETURN_NONE;
+    bytes = p.bytes > 0 ? mt_view_new(r->memory, mem, (size_t)p.bytes) : Py_NewRef(Py_None);
+    if (bytes == NULL)
+        return NULL;
+    return Py_BuildValue("(y#NiN)", (const char *)&p, (Py_ssize_t)sizeof p, bytes, to,
+                         PyBool_FromLong(p.kind == MT_PARCEL_NOTE && p.note == MT_NOTE_LEFT));
+}
+
+/* (relay, rank, parcel), as relay_next gives one. */
+static relay *parcel_from(PyObject *module, PyObject *args, const char *format, int *rank,
+                          mt_parcel *p)
+{
+    PyObject   *capsule;
+    const char *bytes;
+    Py_ssize_t  n;
+    relay      *r;
+
+    if (!PyArg_ParseTuple(args, format, &capsule, rank, &bytes, &n) ||
+        (r = PyCapsule_GetPointer(capsule, RELAY_NAME)) == NULL)
+        return NULL;
+    if (n != (Py_ssize_t)sizeof *p)
+        return (relay *)(void *)PyErr_Format(((mt_state *)PyModule_GetState(module))->error,
+                                             "a parcel has %zu bytes", sizeof *p);
+    memcpy(p, bytes, sizeof *p);
+    return r;
+}
+
+static PyObject *place(PyObject *module, PyObject *args)
+{
+    mt_parcel p;
+    void     *mem = NULL;
+    int       rank;
+    mt_status st;
+    relay    *r = parcel_from(module, args, "Oiy#:relay_place", &rank, &p);
+
+    if (r == NULL)
+        return NULL;
+    Py_BEGIN_ALLOW_THREADS               /* pages may be made */
+    st = mt_relay_place(r->memory->store, rank, &p, &mem);
+    Py_END_ALLOW_THREADS
+    if (st != MT_OK)
+        return fail(module, r, st);
+    if (mem == NULL)
+        Py_RETURN_NONE;
+    return mt_view_new(r->memory, mem, (size_t)p.bytes);
+}
+
+static PyObject *come(PyObject *module, PyObject *args)
+{
+    mt_parcel p;
+    int       rank;
+    mt_status st;
+    relay    *r = parcel_from(module, args, "Oiy#:relay_come", &rank, &p);
+
+    if (r == NULL)
+        return NULL;
+    if ((st = mt_relay_come(r->memory->store, rank, &p)) != MT_OK)
+        return fail(module, r, st);
+    return PyBool_FromLong(p.kind == MT_PARCEL_NOTE && p.note == MT_NOTE_LEFT);
+}
+
+static PyObject *gone(PyObject *module, PyObject *args)
+{
+    PyObject *capsule;
+    relay    *r;
+    int       rank;
+
+    (void)module;
+    if (!PyArg_ParseTuple(args, "Oi:relay_gone", &capsule, &rank) ||
+        (r = PyCapsule_GetPointer(capsule, RELAY_NAME)) == NULL)
+        return NULL;
+    if (rank >= 0 && rank < mt_share_ranks(r->memory->share))
+        mt_share_gone(r->memory->share, rank);
+    Py_RETURN_NONE;
+}
+
+PyMethodDef mt_relay_methods[] = {
+    { "relay_next", next, METH_VARARGS,
+      "relay_next($module, relay, ms, /)\n--\n\n"
+      "(parcel, its bytes or None, the rank to whose machine it goes or -1, whether it is the last)"
+      " of what this rank said; None: nothing was, for so long." },
+    { "relay_place", place, METH_VARARGS,
+      "relay_place($module, relay, rank, parcel, /)\n--\n\n"
+      "Where bytes of a rank's parcel go; None: it has none." },
+    { "relay_come", come, METH_VARARGS,
+      "relay_come($module, relay, rank, parcel, /)\n--\n\n"
+      "They are there. Whether it was the rank's last." },
+    { "relay_gone", gone, METH_VARARGS,
+      "relay_gone($module, relay, rank, /)\n--\n\n"
+      "Nothing more will come of the rank." },
+    { NULL, NULL, 0, NULL },
+};
