@@ -190,6 +190,28 @@ def experts(args: argparse.Namespace, new: Maker) -> Iterator[Case]:
                None, 2 * nbytes(gu, dact))
 
 
+def expand(args: argparse.Namespace, new: Maker) -> Iterator[Case]:
+    """A layer's gate and up, of each format of codes."""
+    n, k = 2 * args.inter, args.hidden
+    out, u8 = new(n, k), functools.partial(torch.randint, 256, device=new.device, dtype=torch.uint8)
+    groups = torch.rand(n * k // 64, device=new.device)
+    double = torch.rand(-(-n * k // 64 // 256), device=new.device), torch.rand(256, device=new.device), groups[:1]
+    blocks = torch.rand(-(-n // 128) if n % 128 == 0 else 1, -(-k // 128) if k % 128 == 0 else 1, device=new.device)
+    finite = torch.randn(n, k, device=new.device).to(torch.float8_e4m3fn)
+    strands = {
+        "nf4": (u8((n * k // 2, 1)), groups),
+        "nf4 double": (u8((n * k // 2, 1)), u8((n * k // 64,)), *double),
+        "fp4": (u8((n * k // 2, 1)), groups),
+        "int8": (u8((n, k)).view(torch.int8), torch.rand(n, device=new.device)),
+        "fp8": (finite, blocks),
+        "mxfp4": (u8((1, n, k // 32, 16)), u8((1, n, k // 32)) % 250 + 1),
+    }
+    for name, own in strands.items():
+        to = out.view(1, k, n) if name == "mxfp4" else out
+        call = functools.partial(ops.expand_codes_, to, name.split()[0], *own, group=64)
+        yield Case(f"expand_codes {name}", f"[{n}, {k}]", call, None, nbytes(out, *own))
+
+
 def eager_rms(x: Tensor, w: Tensor) -> Tensor:
     """transformers' LlamaRMSNorm."""
     wide = x.float()
@@ -385,7 +407,8 @@ def head_and_loss(args: argparse.Namespace, new: Maker) -> Iterator[Case]:
         yield Case("linear_cross_entropy", shape, call, None if chunk else eager, flops=flops, mm=mm)
 
 
-ROOMS = (sumsq, adamw, gemm, grouped, experts, norm, head_norm, rope, glu, embedding, cross_entropy, head_and_loss)
+ROOMS = (sumsq, adamw, gemm, grouped, experts, expand, norm, head_norm, rope, glu, embedding, cross_entropy,
+         head_and_loss)
 
 
 # ---- measuring ----

@@ -277,6 +277,24 @@ def fp8_gemm_(c: Tensor, a: Codes, b: Codes, *, bias: Tensor | None = None, base
     _ops.fp8_gemm_(c, *a, *b, bias, base, alpha, fast)
 
 
+CODES = ("nf4", "fp4", "int8", "fp8", "mxfp4")       # csrc/ops/expand.h
+
+
+def expand_codes_(out: Tensor, form: str, codes: Tensor, scales: Tensor, wide: Tensor | None = None,
+                  table: Tensor | None = None, offset: Tensor | None = None, *, group: int = 0) -> None:
+    """The weight that codes stand for, as their package makes it; CPU and CUDA give the same bits.
+
+    Args:
+        out: the weight's shape, dense; fp32, bf16 or fp16. form: one of CODES. codes, scales: as csrc/ops/expand.h has
+            them for each. wide, table, offset: of scales that are codes themselves. group: "nf4" and "fp4": elements
+            that share a scale, a power of two.
+
+    Raises:
+        RuntimeError: Shapes or types that do not go together.
+    """
+    _ops.expand_codes(codes, scales, wide, table, offset, CODES.index(form), group, out)
+
+
 def attention_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, bias: Tensor | None,
                        causal: bool, scale: float, dq: Tensor, dk: Tensor, dv: Tensor) -> None:
     """Writes dq, dk and dv of attention, by cuDNN on CUDA, with the same bits each time.
@@ -429,5 +447,5 @@ def _nothing(*args: object) -> None:
 torch.library.register_fake("megatrain::sumsq", lambda x: x.new_empty((), dtype=torch.float64))
 for _name in ("adamw_", "gemm_", "rms_norm", "rms_norm_backward", "layer_norm", "layer_norm_backward", "rope",
               "glu", "glu_backward", "column_sum", "embedding_backward", "cross_entropy_", "sum_rows", "expert_glu",
-              "expert_glu_backward", "attention_backward", "fp8_cast", "fp8_gemm_"):
+              "expert_glu_backward", "attention_backward", "fp8_cast", "fp8_gemm_", "expand_codes"):
     torch.library.register_fake(f"megatrain::{_name}", _nothing)

@@ -29,6 +29,7 @@ import megatrain_torch as mt  # noqa: E402
 from megatrain_torch.graph import frames  # noqa: E402
 from megatrain_torch.plans import shapes  # noqa: E402
 
+DEVICE = "cpu"                 # tests/gpu has another
 SIZES = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
              vocab_size=48, head_dim=16, max_position_embeddings=64)
 ARCHES = {
@@ -241,6 +242,8 @@ def test_codes_are_counted_as_what_they_are(folder: Callable[[str], Path]) -> No
     model = base(folder("llama"), "nf4")
     layer_of = shapes.shapes_of(model)("fp32").windows[1]
     assert layer_of.kind == "layer" and len(layer_of.products) == 7 and layer_of.dense == (2 * 64 * 128, 0)
+    assert layer_of.template.expanded == (2 * 64 * 256, 2 * sum(p.fan_in * p.fan_out for p in layer_of.products))
+    assert not layer_of.template.rounds
     assert mt.plan(model, tokens=24, seq=12, machine="cpu").seconds > 0
     layer = model.model.layers[0]
     codes = sum(p.numel() for p in layer.parameters() if p.dtype == torch.uint8)
@@ -393,6 +396,83 @@ def test_a_base_made_while_it_is_read_is_what_its_library_makes(base_form: str, 
     config = four_bits("nf4", bnb_4bit_use_double_quant=True) if base_form == "nf4" else FORMATS["int8"]()
     plain = transformers.AutoModelForCausalLM.from_pretrained(at, quantization_config=config, dtype="auto")
     assert_same_state(model.state_dict(), plain.state_dict())
+
+
+# ---- run by templates ------------------------------------------------------------------------------
+
+def layers_of(model: nn.Module) -> list[Any]:
+    return [w for w in next(model.parameters())._mt_runtime.windows if "layers." in w.name]
+
+
+def published(form: str, at: Path, **how: Any) -> nn.Module:
+    make, change, said = PUBLISHED[form]
+    parity.seed()
+    adapter = peft.LoraConfig(r=4, target_modules=ATTENTION, init_lora_weights=False)
+    return mt.from_pretrained(transformers.AutoModelForCausalLM, written(at, make(), change, said), adapter=adapter,
+                              base=form.removesuffix("-experts"), device=DEVICE, **how).train()
+
+
+def fused(form: str, folder: Callable[[str], Path], at: Path, compute: str = "fused") -> nn.Module:
+    """A streamed model with a base of this form."""
+    if form in PUBLISHED:
+        return published(form, at, compute=compute)
+    return mt.stream(with_adapter(base(folder("llama"), form)), DEVICE, compute=compute)
+
+
+EXPANDED = [f for f in (*FORMATS, *PUBLISHED) if not f.startswith("torchao")]
+
+
+@pytest.mark.parametrize("form", EXPANDED if parity.FULL else ["nf4-double", "fp4", "int8", "mxfp4"])
+def test_weights_are_made_of_codes_to_their_packages_bits(form: str, folder: Callable[[str], Path], tmp_path: Path
+                                                          ) -> None:
+    model = fused(form, folder, tmp_path / "published")
+    for window in layers_of(model):
+        if form.startswith("int8") and DEVICE != "cpu":
+            assert "rounds activations to 8 bits on a GPU" in window.unfit
+            continue
+        made, bound = window.fused.exact(window.fused.names), window.bind_leaves()
+        assert window.wholes
+        for whole in window.wholes:
+            name = next(n for n, r in window.fused.records.items() if r is whole.records[0])
+            wanted = whole.format.dense(bound[whole.records[0]], torch.bfloat16)
+            for found in (made[name], made.joint((name,)), made.joint((name, name))[:wanted.shape[0]]):
+                assert found.dtype == torch.bfloat16 and torch.equal(found.view(torch.int16), wanted.view(torch.int16))
+
+
+def rounded_only(found: list[Tensor], wanted: list[Tensor], routes: bool) -> None:
+    """The first step's loss and gradients, in bf16: test_lora.py says how far roundings take them. routes: and a token's
+    router may choose another of two experts that are alike to it."""
+    assert float((found[0] - wanted[0]).abs()) <= 1e-2 * float(wanted[0])
+    off = [float((a - b).norm() / b.norm()) for a, b in zip(found[1:], wanted[1:], strict=True) if b.norm()]
+    assert max(off) <= (0.6 if routes else 0.2) and sorted(off)[len(off) // 2] <= (0.15 if routes else 0.05), off
+
+
+@pytest.mark.parametrize("form", EXPANDED if parity.FULL else ["nf4-double"])
+def test_templates_run_over_codes(form: str, folder: Callable[[str], Path], tmp_path: Path) -> None:
+    model = fused(form, folder, tmp_path / "published")
+    found = trained(model, 1)
+    codes = {w.code for w in layers_of(model)}
+    if form.startswith("int8") and DEVICE != "cpu":
+        assert all("rounds activations" in code for code in codes)
+        return
+    assert codes == {"template"}, codes
+    rounded_only(found, trained(fused(form, folder, tmp_path / "again", "eager"), 1),
+                 form in ("mxfp4", "fp8-experts"))
+    assert "template" in str(mt.explain(model))
+
+
+def test_what_templates_do_not_run_over_says_so(folder: Callable[[str], Path]) -> None:
+    model = fused("torchao-int8", folder, Path())
+    trained(model, 1)
+    assert {w.code for w in layers_of(model)} == {"its own (its weights are codes: torchao 8 bits)"}
+    wide = with_adapter(base(folder("llama"), "nf4"))
+    wide.base_model.model.model.layers[0].self_attn.o_proj.base_layer.compute_dtype = torch.float32
+    own = wide.base_model.model.model.layers[1].mlp.up_proj.base_layer
+    own.forward = lambda x, forward=own.forward: forward(x) * 2
+    trained(mt.stream(wide, DEVICE, compute="fused"), 1)
+    first, second = (w.code for w in layers_of(wide))
+    assert "self_attn.o_proj.base_layer: it computes in torch.float32, not in torch.bfloat16" in first
+    assert "mlp.up_proj.base_layer: it is a Linear4bit, not bitsandbytes's Linear4bit as it came" in second
 
 
 def test_a_base_that_cannot_be_had_is_refused(tmp_path: Path) -> None:

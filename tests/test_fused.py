@@ -265,20 +265,6 @@ def test_parts_frozen_between_steps_are_followed() -> None:
     all_fused(codes(model))
 
 
-def test_layers_with_lora_say_so_and_train() -> None:
-    peft = pytest.importorskip("peft")
-
-    def build() -> nn.Module:
-        config = peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM",
-                                 init_lora_weights=False)
-        torch.manual_seed(7)
-        return peft.get_peft_model(LLAMA(), config)
-
-    run = fused(build, padded)
-    none_fused(run.codes, "not a plain nn.Linear")
-    fusing.agree(plain(build, padded), run)
-
-
 # ---------------------------------------------------------------- uses of a layer
 
 @pytest.mark.parametrize("keep", KEEPS)

@@ -103,7 +103,8 @@ typedef struct mt_op_row {
 
 /* The rooms, in the order they are registered. A new one adds its line here. */
 #define MT_OP_ROOMS(X) \
-    X(optim) X(gemm) X(fp8) X(norm) X(glu) X(rope) X(embedding) X(loss) X(experts) X(attention)
+    X(optim) X(gemm) X(fp8) X(expand) X(norm) X(glu) X(rope) X(embedding) X(loss) X(experts) \
+    X(attention)
 #define MT_OP_EXTERN_(room) extern const mt_op_row mt_ops_##room[];
 MT_OP_ROOMS(MT_OP_EXTERN_)
 #undef MT_OP_EXTERN_

@@ -10,6 +10,8 @@ module's own code runs over what was fetched. Formats are known by the names of 
 from __future__ import annotations
 
 import copy
+import importlib
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -41,6 +43,24 @@ class Keeps:
 
 
 @dataclass(frozen=True)
+class Coding:
+    """How codes are made the weight that they stand for: ops.expand_codes_'s words.
+
+    Attributes:
+        form: of ops.CODES. shape: of the weight. dtype: of its values; None: that of what it is multiplied with.
+        strands: their names, in the order of the op's arguments. group: the op's.
+        rounds: the package rounds what it multiplies codes with to codes too, on a GPU.
+    """
+
+    form: str
+    shape: torch.Size
+    dtype: torch.dtype | None
+    strands: tuple[str, ...]
+    group: int = 0
+    rounds: bool = False
+
+
+@dataclass(frozen=True)
 class Format:
     """
     Attributes:
@@ -52,6 +72,9 @@ class Format:
         reloads: from_pretrained finds it by these names.
         again: the parameter over other strands, where that is not what `whole` gives. expands: `whole` is a 16-bit
             weight in memory of its own. saves: its package's products make one, and save it for backward.
+        coding: how our own op makes the weight; None: it cannot. dense: the weight as the package makes it, of what
+            `whole` gives and in a type. linear: the package's class of a module that multiplies with such weights,
+            where that is another than torch's.
     """
 
     name: str
@@ -67,6 +90,9 @@ class Format:
     again: Callable[[nn.Parameter, Strands], Tensor] | None = None
     expands: bool = False
     saves: bool = False
+    coding: Callable[[Any], Coding | None] = lambda p: None
+    dense: Callable[[Any, torch.dtype], Tensor] = lambda whole, dtype: whole
+    linear: str = ""
 
 
 def plain_kind(p: Tensor) -> type:
@@ -79,8 +105,8 @@ def plain_name(p: Tensor) -> tuple[str, str]:
     return kind.__module__.partition(".")[0], kind.__name__
 
 
-def format_of(p: Tensor) -> Format | None:
-    return FORMATS.get(plain_name(p))
+def format_of(p: Tensor | None) -> Format | None:
+    return None if p is None else FORMATS.get(plain_name(p))
 
 
 def coded(module: nn.Module) -> Iterator[tuple[str, nn.Module, nn.Parameter, Format]]:
@@ -124,6 +150,29 @@ class Stands:
 def owner_of(p: nn.Parameter) -> nn.Parameter:
     """The parameter that a strand is of; others are their own."""
     return p.of[0] if type(p) is Strand else p
+
+
+def holds_codes(value: Any) -> bool:
+    """Is it what a package's module keeps its codes' tensors in?"""
+    kind = type(value)
+    return kind.__module__.partition(".")[0] == _BNB.partition(".")[0] and kind.__name__ in _HOLDERS
+
+
+def multiplies(module: nn.Module, dtype: torch.dtype) -> str:
+    """Why the product of a module with weights of codes is not a plain nn.Linear's with the weights that they stand
+    for, in this type; "": it is."""
+    kind, format = type(module), format_of(dict.get(module._parameters, "weight"))
+    if format is None:
+        return "" if kind is nn.Linear else f"it is a {kind.__name__}, not a plain nn.Linear"
+    if kind is nn.Linear:
+        return f"its weight is {format.name}" if format.linear else ""
+    package = format.kinds[0][0]
+    own = sys.modules.get(kind.__module__)
+    if (kind.__module__.partition(".")[0], kind.__name__) != (package, format.linear) or "forward" in vars(module) \
+            or own is None or kind.forward.__code__.co_filename != own.__file__:
+        return f"it is a {kind.__name__}, not {package}'s {format.linear or 'nn.Linear'} as it came"
+    computes = getattr(module, "compute_dtype", None)
+    return "" if computes in (None, dtype) else f"it computes in {computes}, not in {dtype}"
 
 
 def elements(p: nn.Parameter) -> int:
@@ -209,6 +258,21 @@ def _four_put(p: Any, m: nn.Module, strands: Strands) -> None:
         m.quant_state = p.quant_state
 
 
+def _four_coding(p: Any) -> Coding | None:
+    state = p.quant_state
+    if state is None or len(state.shape) != 2 or (state.state2 is not None and state.state2.blocksize != 256):
+        return None
+    strands = ("", "absmax")
+    if state.state2 is not None:
+        strands += "nested_absmax", "nested_quant_map", "nested_offset"
+    return Coding(state.quant_type, torch.Size(state.shape), state.dtype, strands, state.blocksize)
+
+
+def _four_dense(whole: Any, dtype: torch.dtype) -> Tensor:
+    return importlib.import_module("bitsandbytes.functional").dequantize_4bit(
+        whole.data.as_subclass(Tensor), whole.quant_state)
+
+
 def _four_beside(p: Any, name: str) -> Strands:
     """What the package packs into a tensor of bytes: shape, type, block size."""
     return {f"{name}.{k}": v for k, v in p.quant_state.as_dict(packed=True).items() if k.startswith("quant_state.")}
@@ -229,6 +293,15 @@ def _eight_whole(p: Any, strands: Strands) -> Tensor:
     out = _bare(p, strands[""])
     out.CB, out.SCB = strands[""], strands["SCB"]
     return out
+
+
+def _eight_coding(p: Any) -> Coding | None:
+    return Coding("int8", p.shape, None, ("", "SCB"), rounds=True)
+
+
+def _eight_dense(whole: Any, dtype: torch.dtype) -> Tensor:
+    """As MatMul8bitFp makes it."""
+    return whole.CB.as_subclass(Tensor).to(dtype).mul_(whole.SCB.unsqueeze(1).mul(1.0 / 127.0))
 
 
 def _eight_put(p: Any, m: Any, strands: Strands) -> None:
@@ -268,16 +341,21 @@ def _coded_label(p: Any, name: str, strand: str) -> str:
     return name + _ENDS[p.form][strand == "scales"]
 
 
+def _coded_coding(p: Any) -> Coding | None:
+    return Coding(p.form, p.shape, p.dtype, ("codes", "scales"))
+
+
 _BNB = "bitsandbytes.autograd._functions"
 _ALL = (
     Format("bitsandbytes 4 bits", (("bitsandbytes", "Params4bit"),), _four_strands, _four_whole, _four_put,
            lambda p: p.quant_state.shape, lambda p, name, strand: f"{name}.{strand}", _four_beside,
-           (Keeps(_BNB, "MatMul4Bit", "QuantState"),)),
+           (Keeps(_BNB, "MatMul4Bit", "QuantState"),), coding=_four_coding, dense=_four_dense, linear="Linear4bit"),
     Format("bitsandbytes LLM.int8", (("bitsandbytes", "Int8Params"),), _eight_strands, _eight_whole, _eight_put,
            lambda p: p.shape, lambda p, name, strand: f"{name.rpartition('.')[0]}.{strand}".lstrip("."),
            lambda p, name: {f"{name}_format": torch.tensor(0, dtype=torch.uint8)},
            (Keeps(_BNB, "MatMul8bitLt", "MatmulLtState", (("tensors", (None, None, None)),), ("CB", "SCB")),
-            Keeps(_BNB, "MatMul8bitFp", "MatmulLtState", (("A", None),), ("CB", "SCB")))),
+            Keeps(_BNB, "MatMul8bitFp", "MatmulLtState", (("A", None),), ("CB", "SCB"))),
+           coding=_eight_coding, dense=_eight_dense, linear="Linear8bitLt"),
     Format("torchao 8 bits", (("torchao", "Int8Tensor"), ("torchao", "Float8Tensor")), _made_strands, _made_whole,
            _made_put, lambda p: p.shape, lambda p, name, strand: f"{name}.{strand}", lambda p, name: {},
            reloads=lambda p: False, saves=True),
@@ -285,8 +363,9 @@ _ALL = (
 _ALL += (
     Format("block-fp8 and MXFP4", (("megatrain_torch", "Coded"),), _made_strands,
            lambda p, strands: p.over(*strands.values()).expand_codes(), _made_put, lambda p: p.shape, _coded_label,
-           lambda p, name: {}, again=_made_whole, expands=True,
+           lambda p, name: {}, again=_made_whole, expands=True, coding=_coded_coding,
            reloads=lambda p: p.form == "mxfp4" or p.dim() == 2),
 )
+_HOLDERS = {keeps.holder for format in _ALL for keeps in format.keeps}
 FORMATS = {kind: format for format in _ALL for kind in format.kinds}
 KNOWN = "; ".join(format.name for format in _ALL)

@@ -15,6 +15,7 @@ A parameter belongs to the first window that has it; a tied head's window needs 
 from __future__ import annotations
 
 import contextlib
+import re
 from collections import Counter
 from dataclasses import dataclass, field
 
@@ -139,6 +140,7 @@ def _walk(module: nn.Module, name: str, chosen: set[int], around: set[int], foun
         _walk(child, dot + child_name, chosen, around, found, seen)
 
 
+ADAPTER = re.compile(r"\.lora_[AB]\.[^.]+\.weight$")           # as PEFT names them
 Group = tuple[str, list[tuple[str, nn.Parameter]]]
 
 
@@ -166,7 +168,8 @@ def _whole(root: nn.Module, found: Found) -> list[Group]:
     groups: list[Group] = []
     for name, window in found.windows:
         own = [(names[id(p)], p) for p in window.parameters() if id(p) not in seen]
-        own.sort(key=lambda item: item[1].dim() < 2)     # matrices first: layers over one input lie side by side
+        # Matrices first, adapters' behind the others: layers over one input lie side by side.
+        own.sort(key=lambda item: (item[1].dim() < 2, bool(ADAPTER.search(item[0]))))
         seen.update(id(p) for _, p in own)
         if own:
             groups.append((name or type(root).__name__, own))

@@ -29,7 +29,7 @@ from ..graph.swap import Part
 from .node import Layer, Link
 from .proof.case import Case, Refused, Same, numbers_of, structure_of
 from .runner import Runner
-from .templates import Coded, Unfit, Weights, fits, template
+from .templates import STRAND, Coded, Expanded, Unfit, Weights, codings_of, dtype_of, fits, template
 from .trial import Trial
 
 if TYPE_CHECKING:
@@ -59,16 +59,14 @@ def wanted(compute: str, cuda: bool, dtypes: list[torch.dtype]) -> bool:
 
 def template_of(rt: Any, window: Window, module: nn.Module) -> Fused | None:
     """The window with a template, where the runtime wants one and there is one; window.unfit says why not."""
-    if not wanted(rt.compute, rt.is_cuda, [r.dtype for r in window.records]):
-        return None
-    if window.wholes:
-        window.unfit = f"its weights are codes: {window.wholes[0].format.name}"
-        return None
     try:
-        return Fused(window, module)
+        dtype = dtype_of(module, codings_of(module))
+        if wanted(rt.compute, rt.is_cuda, [r.dtype for r in window.records] if dtype is None else [dtype]):
+            return Fused(window, module)
     except Unfit as reason:
-        window.unfit = str(reason)
-        return None
+        if wanted(rt.compute, rt.is_cuda, [torch.bfloat16]):
+            window.unfit = str(reason)
+    return None
 
 
 def give_codes(windows: list[Window]) -> None:
@@ -121,7 +119,9 @@ class Fused(Runner):
 
     Attributes:
         template: of the module's structure, which is the module's as long as the runtime's watch says so.
-        names: of the window's records, as that structure calls them.
+        names: of the window's records, as that structure calls them; name#strand where they are a weight of codes.
+        records: by names of weights; of one of codes, that which stands for it where modules read it.
+        codings: of such weights, by their names. dtype: in which it computes.
         verdict: that of the last call: "" where a template was used, else why not; None before the first.
         declined: why the last call ran the module's own code although its case is proved; "" when it did not.
         unfit: why no call can run by a template until the module changes; "" when they can.
@@ -142,13 +142,14 @@ class Fused(Runner):
         Raises:
             Unfit: no template covers it.
         """
-        names = {id(p): n for n, p in self.module.named_parameters()}
-        if set(names) != {id(r.param) for r in self.window.records}:
-            raise Unfit("its parameters are not those that it was streamed with")
-        self.names = tuple(names[id(r.param)] for r in self.window.records)
+        self._name(dict((id(p), n) for n, p in self.module.named_parameters()))
+        self.codings = codings_of(self.module)
+        self.dtype = dtype_of(self.module, self.codings) or self.window.records[0].dtype
+        if self.window.runtime.is_cuda and any(c.rounds for c in self.codings.values()):
+            raise Unfit(f"its package rounds activations to 8 bits on a GPU: {self.window.wholes[0].format.name}")
         inner = self.window.inner
-        self.structure = ((*structure_of(self.module, Installed), Same(getattr(inner, "__func__", inner))),
-                          numbers_of(self.module))
+        self.structure = ((*structure_of(self.module, Installed), tuple(self.codings.items()),
+                           Same(getattr(inner, "__func__", inner))), numbers_of(self.module))
         new = self.structure not in self._structures
         if new:
             self._structures[self.structure] = Known(template(self.module))
@@ -156,6 +157,22 @@ class Fused(Runner):
         self.template = self._known.template
         self.split()
         return new
+
+    def _name(self, params: dict[int, str]) -> None:
+        """params: the module's parameters, by what they are.
+
+        Raises:
+            Unfit: they are not those that it was streamed with.
+        """
+        wholes = [(params.get(id(whole.param)), whole) for whole in self.window.wholes]
+        names = {r: params.get(id(r.param)) for r in self.window.records}
+        for name, whole in wholes:
+            names.update((r, name and f"{name}{STRAND}{s}") for r, s in zip(whole.records, whole.names))
+        plain = [n for n in names.values() if n is not None and STRAND not in n]
+        if None in names.values() or {*plain, *(n for n, _ in wholes)} != set(params.values()):
+            raise Unfit("its parameters are not those that it was streamed with")
+        self.names = tuple(names.values())
+        self.records = {n: r for r, n in names.items() if STRAND not in n} | {n: w.records[0] for n, w in wholes}
 
     def forget(self) -> None:
         """What was found of all structures."""
@@ -175,17 +192,21 @@ class Fused(Runner):
         return Weights(dict(zip(names, window.views(window.records))))
 
     def operands(self, names: tuple[str, ...], wanted: frozenset[str] = frozenset()) -> Weights:
-        """What a forward, or a backward that wants these gradients, multiplies with; a proof and a look at numbers take
-        the weights themselves."""
-        w = self.weights(names)
+        """What a forward, or a backward that wants these gradients, multiplies with."""
+        w = self.exact(names)
         return Coded(w, wanted) if self.coded and self.template.coded else w
+
+    def exact(self, names: tuple[str, ...]) -> Weights:
+        """The weights, those that codes stand for too."""
+        w = self.weights(names)
+        return Expanded(w, self.codings, self.dtype) if self.codings else w
 
     @property
     def products(self) -> str:
         """How they are computed, where not as the module's own code has them; and which are as those all the same."""
         if not self.coded or not self.template.coded:
             return ""
-        dtype = self.window.records[0].dtype
+        dtype = self.dtype
         rest = [f"{n} ({sum(one.rows)} x {one.inputs})" for one in self.template.linears
                 if not fits((sum(one.rows), one.inputs), dtype) for n in one.weights[:1]]
         rest += ["experts"] * self.template.routes
@@ -230,11 +251,11 @@ class Fused(Runner):
         window = self.window
         if hf_calls.hooked(window.hooks) or _has_any_global_hook():
             raise Unfit("there are hooks inside it")
-        if casts(window.runtime.device.type, window.records[0].dtype):
+        if casts(window.runtime.device.type, self.dtype):
             raise Unfit("autocast is on")
         if _modes():
             raise Unfit("a mode of torch's functions is on")
-        x = self.template.input(args, kwargs, window.records[0].dtype)
+        x = self.template.input(args, kwargs, self.dtype)
         if not (x.requires_grad or window.trainable):
             raise Unfit("nothing needs a gradient")
         case = self.template.case(x, kwargs)
@@ -246,7 +267,7 @@ class Fused(Runner):
 
     def _taken(self, template: Template, args: Any, kwargs: Any) -> tuple[Tensor, Any]:
         """x and the rest of the call, as a template takes them."""
-        return template.take(self.module, args, kwargs, self.window.records[0].dtype)
+        return template.take(self.module, args, kwargs, self.dtype)
 
     def _kept_elsewhere(self, template: Template, x: Tensor, call: Any, mode: Mode, link: Link | None) -> Tensor:
         """x too is saved by way of the bundle, whose life then is that of the graph, or not at all."""

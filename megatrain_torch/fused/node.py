@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor
 
+from ..base.codes import Coding
 from ..base.modes import LINKED, Mode
 from ..graph.frames import refuse_create_graph
 from ..graph.swap import Bundle, Part
-from ..store.records import Use
+from ..store.records import Record, Use
 from ..store.state import graph_stays, in_backward
 from .templates import Weights
 
@@ -24,13 +25,16 @@ class Runs(Protocol):
     """What runs a window by templates: layer.Fused."""
 
     names: tuple[str, ...]
+    records: dict[str, Record]
+    codings: dict[str, Coding]
+    dtype: torch.dtype
     trained_names: list[str]
     wanted: frozenset[str]
 
     @property
     def window(self) -> Window: ...
 
-    def weights(self, names: tuple[str, ...]) -> Weights: ...
+    def exact(self, names: tuple[str, ...]) -> Weights: ...
 
     def operands(self, names: tuple[str, ...], wanted: frozenset[str] = ...) -> Weights: ...
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..store.state import swap_window
+from .bases import plain_linears
 from .layer import Fused
 from .proof.case import Case, Refused
 from .proof.watch import OFTEN, Code, Watch
@@ -112,7 +113,8 @@ def _prove(fused: Fused, case: Case, dtype: torch.dtype | None) -> Proof:
     """
     from .proof.prove import prove  # sympy comes with it, which only fused models wait for
     window = fused.window
-    weights = {n: (tuple(r.shape), r.dtype) for n, r in zip(fused.names, window.records)}
+    weights = {n: (tuple(r.shape), r.dtype) for n, r in fused.records.items() if n not in fused.codings}
+    weights |= {n: (tuple(c.shape), c.dtype or fused.dtype) for n, c in fused.codings.items()}
     return prove(lambda tensors: _bound_to(fused, tensors), fused.module, window.inner, fused.template, weights,
                  window.runtime.device, dtype, case)
 
@@ -120,8 +122,9 @@ def _prove(fused: Fused, case: Case, dtype: torch.dtype | None) -> Proof:
 @contextlib.contextmanager
 def _bound_to(fused: Fused, tensors: dict[str, Tensor]) -> Iterator[None]:
     """The module reads these weights, by name, instead of its own."""
-    outer = swap_window({r: tensors[n] for r, n in zip(fused.window.records, fused.names)})
+    outer = swap_window({r: tensors[n] for n, r in fused.records.items()})
     try:
-        yield
+        with plain_linears(fused.module, tensors, fused.dtype):
+            yield
     finally:
         swap_window(outer)

@@ -1,6 +1,7 @@
 """A look at numbers: a template's kernels could be wrong where its computation is right."""
 from __future__ import annotations
 
+import contextlib
 import itertools
 from typing import TYPE_CHECKING, Any
 
@@ -9,7 +10,9 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from ..store.state import swap_window
+from .bases import plain_linears
 from .node import Runs
+from .proof.case import Refused
 from .templates import Unfit, Weights
 
 if TYPE_CHECKING:
@@ -17,6 +20,7 @@ if TYPE_CHECKING:
 
 TRIAL_TOKENS = 64
 MAGNITUDES = 1.0, 30.0
+ONE_ROUNDING = 2.0**-7    # of bf16, relative
 WIDE_BYTES = 1 << 31     # a layer of 16 bits is looked at in fp32 where weights, gradients and work are no more
 AT_ONCE = 1 << 22          # elements that are compared at a time: malloc keeps as much for the next
 # Relative error (2-norm) of the template against the module's own code that is noise: some 5 roundings.
@@ -36,14 +40,15 @@ class Trial:
 
     def verdict(self, x: Tensor, kwargs: Any) -> str:
         """How far they are off; "": they agree."""
-        limit = NOISE.get(self.wide or self.window.records[0].dtype, 1e-5)
+        limit = NOISE.get(self.wide or self.runs.dtype, 1e-5)
         try:
+            self._look_at_codes()
             for magnitude, last in itertools.product(MAGNITUDES, (False, True)):
                 with torch.autocast(x.device.type, enabled=False):       # it is to the weights' own type, if at all
                     error = self._off(x, kwargs, magnitude, last)
                 if not error <= limit:
                     return f"on random data the template is off by {error:.1e} (relative), more than {limit:.0e}"
-        except Unfit as reason:
+        except (Unfit, Refused) as reason:
             return str(reason)
         return ""
 
@@ -52,8 +57,27 @@ class Trial:
         it; None: its own type."""
         few = 16 * sum(r.numel for r in self.window.records) <= WIDE_BYTES
         exact = not self.window.runtime.is_cuda or torch.get_float32_matmul_precision() == "highest"
-        half = self.window.records[0].dtype in (torch.bfloat16, torch.float16)
+        half = self.runs.dtype in (torch.bfloat16, torch.float16)
         return torch.float32 if half and few and exact else None
+
+    def _weights(self) -> Weights:
+        """Of 16 bits in that type, those that codes stand for too."""
+        w = self.runs.exact(self.runs.names)
+        return w if self.wide is None else Weights({n: self._widened(w[n]) for n in self.runs.records})
+
+    def _look_at_codes(self) -> None:
+        """Do we make the weights that their package makes? To a rounding: a GPU's kernels may fuse what others do not.
+
+        Raises:
+            Unfit: we do not.
+        """
+        bound, w = self.window.bind_leaves(), self.runs.exact(self.runs.names)
+        for whole in self.window.wholes:
+            name = next(n for n, r in self.runs.records.items() if r is whole.records[0])
+            theirs = whole.format.dense(bound.pop(whole.records[0]), self.runs.dtype)
+            off = (w.joint((name,)) - theirs).abs_()
+            if not bool((off <= theirs.abs() * ONE_ROUNDING).all()):
+                raise Unfit(f"the codes of {name} stand for other numbers than {whole.format.name}'s own code makes")
 
     def _widened(self, t: Any) -> Any:
         """Floating-point tensors in that type; masks that are additions hide as before."""
@@ -76,9 +100,12 @@ class Trial:
         """Output and gradients of the module's own code for a random output gradient, and that."""
         window, into = self.window, self.template.differentiable_input
         bound = window.bind_leaves()
-        if self.wide is not None:
-            bound = {r: self._widened(t.detach()).requires_grad_(t.requires_grad) for r, t in bound.items()}
-        with torch.enable_grad():
+        with torch.enable_grad(), contextlib.ExitStack() as stack:
+            if self.wide is not None:
+                bound = {r: self._widened(t.detach()).requires_grad_(t.requires_grad) for r, t in bound.items()}
+                weights = self._weights().by_name
+                bound |= {self.runs.records[n]: weights[n] for n in self.runs.codings}
+                stack.enter_context(plain_linears(window.module, weights, self.runs.dtype))
             y = self._run(bound, x.requires_grad_(into), kwargs)
             dy = torch.randn(y.shape, generator=rng, device=y.device).to(y.dtype)
             leaves = [bound[r] for r in window.trainable] + [x] * into
@@ -99,10 +126,9 @@ class Trial:
 
     def _templates(self, x: Tensor, dy: Tensor, kwargs: Any) -> dict[str, Tensor]:
         runs, template = self.runs, self.template
-        x, call = template.take(self.window.module, (x,), kwargs, self.wide or self.window.records[0].dtype)
+        x, call = template.take(self.window.module, (x,), kwargs, self.wide or runs.dtype)
         with torch.no_grad():
-            w = runs.weights(runs.names)
-            w = w if self.wide is None else Weights({n: self._widened(t) for n, t in w.by_name.items()})
+            w = self._weights()
             try:
                 y, kept = template.forward(x, w, call, "saved")
                 dx, grads = template.backward(dy, kept, w, call, runs.wanted, True)

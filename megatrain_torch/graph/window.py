@@ -43,6 +43,7 @@ class Fused(Protocol):
     template: Any
     verdict: str | None
     declined: str
+    dtype: torch.dtype
 
     @property
     def products(self) -> str: ...
@@ -209,8 +210,8 @@ class Window:
 
     @property
     def item(self) -> int:
-        """Bytes of an activation's element."""
-        return self.records[0].dtype.itemsize
+        """Bytes of an activation's element, of a window that a template runs."""
+        return self.fused.dtype.itemsize
 
     @property
     def keeps(self) -> str:

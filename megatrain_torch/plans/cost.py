@@ -84,6 +84,7 @@ def cost_of(window: Window, machine: Machine, tokens: int, seq: int, fused: bool
         return _embedding(window, machine, tokens)
     if window.kind == "head":
         return _fused_head(window, machine, tokens) if fused else _eager_head(window, machine, tokens)
+    fused = fused and not (window.template and window.template.rounds and machine.device == "cuda")
     if fused and window.template and window.products:
         return _fused_layer(window, machine, tokens, seq)
     if fused and window.template:
@@ -162,7 +163,7 @@ def _template_bytes(w: Window, m: Machine, tokens: int, seq: int) -> tuple[dict[
     in_tiles = spared(t.tiled, tokens) + (copied + tokens * t.long[0] - t.long[1]) * by_rows
     return ({mode: math.ceil(tokens * (t.input * (mode != LINKED) + n)) for mode, n in kept.items()},
             {mode: math.ceil(tokens * (t.input * (mode == LINKED) + t.work - n)) - (mode != "saved") * in_tiles + copied
-             + codes[mode] for mode, n in kept.items()})
+             + codes[mode] + t.expanded[0] for mode, n in kept.items()})
 
 
 def _joined(w: Window, *parts: str) -> list[Product]:
@@ -179,7 +180,8 @@ def _fused_layer(w: Window, m: Machine, tokens: int, seq: int) -> Cost:
 
     forward: two norms 4H; rotation 2qkv; the product of gate and up 1.5up; what products are added onto 2H.
     backward: two norms with what they rebuild 10H; rotation 2qkv; attention's sums 2q; gate and up 3up.
-    Where its products are of codes, casts of what they read come on top.
+    Where its products are of codes, casts of what they read come on top; where its weights are, what makes them 16-bit
+    weights, for each product. Adapters read what goes in and read and write what comes out; in backward twice as much.
 
     replay runs everything but the last projection again, attention all of that but attention itself, selective gate
     and up behind a norm; linked as attention, and of the layer before, which is taken to be alike, what is behind
@@ -190,7 +192,9 @@ def _fused_layer(w: Window, m: Machine, tokens: int, seq: int) -> Cost:
     joined = dataclasses.replace(w, products=tuple(_joined(w)))
     forward = _linear_s(m, w, joined.products, tokens)
     attention = _attention_s(m, w, tokens, seq, False)
-    gradients = _gradients_s(m, joined, tokens) + _attention_s(m, w, tokens, seq, True) \
+    beside, expand = _adapters_s(m, w, tokens), _bytes_s(m, EXPAND_TRAFFIC * w.template.expanded[1])
+    forward += beside + expand
+    gradients = _gradients_s(m, joined, tokens) + _attention_s(m, w, tokens, seq, True) + 2 * beside + expand \
         + _bytes_s(m, tokens * size * (10 * h + 2 * qkv + 2 * q + 3 * up)
                    + _backward_casts(w, joined.products, tokens))
     again = {"saved": 0.0,
@@ -207,6 +211,15 @@ def _fused_layer(w: Window, m: Machine, tokens: int, seq: int) -> Cost:
         _launch_s(m, ops["forward"]),
         {mode: _launch_s(m, ops["backward"] + ops.get(mode, 0)) for mode in again}, kept, work),
         math.ceil(tokens * w.template.input))
+
+
+EXPAND_TRAFFIC = 1.3        # bytes per byte of a weight that is made of codes: written, and codes read
+
+
+def _adapters_s(m: Machine, w: Window, tokens: int) -> float:
+    """What LoRA's products read and write in a forward: of A x, of B y twice; each is wide at that end alone."""
+    wide = sum(max(p.fan_in, 2 * p.fan_out) for p in w.products if p.part == "adapter")
+    return _bytes_s(m, tokens * w.itemsize * wide)
 
 
 def _linear_s(m: Machine, w: Window, products: list[Product] | tuple[Product, ...], tokens: int) -> float:
@@ -259,7 +272,7 @@ EAGER_OPERATIONS = {"layer": (130, 260, 130), "other": (20, 30, 15), "head": (10
 
 def _eager(w: Window, m: Machine, tokens: int, seq: int) -> Cost:
     """Any window by its own forward: kept by autograd, or run again but for its last product."""
-    moved = sum(p.rows * (p.fan_in + p.fan_out) for p in w.products) * w.itemsize
+    moved = sum(p.rows * (p.fan_in + p.fan_out) * (4 if p.part == "adapter" else w.itemsize) for p in w.products)
     kept = {"replay": w.hidden * w.itemsize, "saved": EAGER_KEPT * moved}
     work = {"replay": EAGER_WORK_REPLAY * moved, "saved": EAGER_WORK_SAVED * moved}
     traffic = EAGER_TRAFFIC_FORWARD * moved

@@ -17,12 +17,12 @@ import torch
 from torch import nn
 
 from ..base.arguments import check_count, check_dtype
-from ..base.codes import Stands, coded, dense_bytes, elements, format_of, owner_of
+from ..base.codes import Stands, dense_bytes, elements, format_of, owner_of
 from ..base.errors import MegatrainError
 from ..base.formats import master_bytes, moment_bytes
 from ..base.modes import KEEPS, LINKED
 from ..base.products import check_layers, inner
-from ..base.units import ALIGN, find, group, output_embeddings, stored_dtype, weight_bytes
+from ..base.units import ADAPTER, ALIGN, find, group, output_embeddings, stored_dtype, weight_bytes
 from ..fused.templates import Unfit, template
 
 MANY_TOKENS = 1 << 14        # of which a template is asked what it keeps; taken to be in proportion
@@ -53,7 +53,7 @@ class Unit:
 class Product:
     """A matrix product: `rows` rows per token (experts per token in a mixture), fan_in to fan_out."""
 
-    part: str           # "qkv", "out", "up", "down", "router" or "head"
+    part: str           # "qkv", "out", "up", "down", "router", "head", or "adapter": of LoRA, beside one of the others
     fan_in: int
     fan_out: int
     rows: float
@@ -80,7 +80,8 @@ class Template:
     backward needs at most beside the input. tiled: of that, where gate|up is not kept: bytes per token that only so
     many rows have at a time, those rows, and bytes besides where there are more. copied: bytes per token besides where
     there are more tokens than the second. long: bytes per token that a single row of so many tokens, the third, spares
-    backward where gate|up is not kept, and bytes besides."""
+    backward where gate|up is not kept, and bytes besides. expanded: bytes of weights that codes stand for, of most that
+    are there at once, and of all. rounds: it is none on a GPU."""
 
     input: float
     kept: tuple[tuple[str, float], ...]
@@ -88,6 +89,8 @@ class Template:
     tiled: tuple[int, int, int] = (0, 0, 0)
     copied: tuple[int, int] = (0, 0)
     long: tuple[int, int, int] = (0, 0, 1 << 62)
+    expanded: tuple[int, int] = (0, 0)
+    rounds: bool = False
 
 
 @dataclass(frozen=True)
@@ -252,7 +255,8 @@ def _window(root: nn.Module, configs: list[Any], name: str, module: nn.Module, u
     products = _products(configs, module, matrices, head)
     attention = [p for p in products if p.part == "out"] if any(p.part == "qkv" for p in products) else []
     kind = "head" if head else "layer" if attention else "embedding" if tables and not products else "other"
-    floating = [stored_dtype(p, dtype).itemsize for p in parameters.values() if p.is_floating_point()]
+    floating = [stored_dtype(p, dtype).itemsize for n, p in parameters.items()
+                if p.is_floating_point() and not ADAPTER.search(n)]
     item = max(floating, default=4)
     q_width = sum(p.fan_in for p in attention)
     return Window(name, kind, tuple(dict.fromkeys(unit_of[id(p)] for p in module.parameters())), products,
@@ -265,8 +269,6 @@ def _window(root: nn.Module, configs: list[Any], name: str, module: nn.Module, u
 
 
 def _template(module: nn.Module, item: int) -> Template | None:
-    if any(True for _ in coded(module)):
-        return None
     try:
         found = template(module)
     except Unfit:
@@ -274,7 +276,7 @@ def _template(module: nn.Module, item: int) -> Template | None:
     n = MANY_TOKENS
     kept = tuple((mode, found.kept_bytes(mode, n, item) / n) for mode in (*KEEPS, LINKED))
     return Template(found.input_bytes(n, item) / n, kept, found.work_bytes(n, item) / n, found.tiled(item),
-                    found.copied(item), found.long(item))
+                    found.copied(item), found.long(item), found.expanded(item), found.rounds)
 
 
 def _products(configs: list[Any], module: nn.Module, matrices: dict[str, nn.Parameter],
@@ -302,7 +304,9 @@ def _oriented(p: Product, hidden: int) -> Product:
 
 
 def _part(name: str) -> str:
-    owner, _, leaf = name.removesuffix(".weight").rpartition(".")
+    if ADAPTER.search(name):
+        return "adapter"
+    owner, _, leaf = name.removesuffix(".weight").removesuffix(".base_layer").rpartition(".")
     if _ATTENTION.search(owner):
         return "out" if _OUT.match(leaf) else "qkv"
     if _ROUTER.match(leaf):

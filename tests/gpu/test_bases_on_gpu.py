@@ -90,3 +90,21 @@ def test_published_codes_give_the_bits_of_the_16_bit_model_on_a_gpu(form: str, h
                                adapter=adapter, device=DEVICE, compute="eager",
                                plan={"activations": how, "slots": 2}).train()
     bases.assert_same(trained(model), wanted)
+
+
+# ---- run by templates ----------------------------------------------------------------------------
+
+@pytest.fixture(autouse=True)
+def _device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bases, "DEVICE", DEVICE)
+
+
+@pytest.mark.parametrize("form", bases.EXPANDED)
+def test_weights_are_made_of_codes_to_their_packages_bits_on_a_gpu(form: str, tmp_path: Path,
+                                                                   folder: Callable[[str], Path]) -> None:
+    bases.test_weights_are_made_of_codes_to_their_packages_bits(form, folder, tmp_path)
+
+
+@pytest.mark.parametrize("form", bases.EXPANDED)
+def test_templates_run_over_codes_on_a_gpu(form: str, tmp_path: Path, folder: Callable[[str], Path]) -> None:
+    bases.test_templates_run_over_codes(form, folder, tmp_path)

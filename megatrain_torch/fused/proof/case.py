@@ -1,6 +1,7 @@
 """What a proof holds for: the structure of a module, and how it is called. Two of a kind need one proof."""
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import types
@@ -11,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...base.codes import holds_codes
+
 NUMBERED = ("layer_idx", "layer_id", "layer_index", "layer_number", "block_idx")    # attributes that number a layer
 _TORCHS = frozenset(vars(nn.Module())) - {"training"}
 _PLAIN = (int, float, complex, str, bool, type(None), torch.dtype)
@@ -20,6 +23,22 @@ class Refused(Exception):
     """A computation that cannot be proved; the text says what is to blame. looked: the layer's number was read."""
 
     looked = False
+
+
+@contextlib.contextmanager
+def put(dictionary: dict[str, Any], values: dict[str, Any]) -> Iterator[None]:
+    """Entries of a dictionary, for a while."""
+    missing = object()
+    before = {k: dictionary.get(k, missing) for k in values}
+    dictionary.update(values)
+    try:
+        yield
+    finally:
+        for k, v in before.items():
+            if v is missing:
+                dictionary.pop(k, None)
+            else:
+                dictionary[k] = v
 
 
 # ---- structure -------------------------------------------------------------------------------------
@@ -34,10 +53,15 @@ def structure_of(module: nn.Module, without: type) -> tuple[Any, ...]:
 
 def _part(name: str, m: nn.Module, without: type) -> tuple[Any, ...]:
     own = tuple((k, _value(v, m)) for k, v in m.__dict__.items()
-                if k not in _TORCHS and not is_number(k, v) and not isinstance(v, without))
+                if k not in _TORCHS and not is_number(k, v) and not isinstance(v, without) and not is_note(k, m))
     tensors = tuple((k, None if t is None else (tuple(t.shape), t.dtype))
                     for d in (m._parameters, m._buffers) for k, t in dict.items(d))
     return name, Same(type(m)), own, tensors
+
+
+def is_note(name: str, m: nn.Module) -> bool:
+    """PEFT's, of how a layer's adapter was made, its full name among it: no forward reads it."""
+    return name == "kwargs" and type(m).__module__.startswith("peft.tuners.")
 
 
 def _value(v: Any, m: nn.Module) -> Any:
@@ -52,6 +76,8 @@ def _value(v: Any, m: nn.Module) -> Any:
         return type(v), _value(v.func, m), _value(v.args, m), _value(v.keywords, m)
     if isinstance(v, types.MethodType) and v.__self__ is m:
         return type(v), Same(v.__func__)
+    if holds_codes(v):                                   # nothing of it is read by a template; a layer's own
+        return type(v),
     if is_config(v):                                     # of which each model has its own
         return type(v), tuple((k, _value(x, m)) for k, x in vars(v).items() if not k.startswith("_commit"))
     return Same(v)
@@ -168,5 +194,5 @@ def _letters(name: str, t: Tensor, b: int, s: int) -> Iterator[Any]:
             yield n
 
 
-__all__ = ["Case", "EmptyCache", "Given", "Refused", "Same", "case_of", "is_config", "is_number", "numbers_of",
-           "structure_of"]
+__all__ = ["Case", "EmptyCache", "Given", "Refused", "Same", "case_of", "is_config", "is_note", "is_number",
+           "numbers_of", "put", "structure_of"]

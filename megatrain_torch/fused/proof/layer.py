@@ -13,8 +13,9 @@ from torch.nn import functional as F
 
 from ... import ops
 from ..templates.decoder import Decoder
+from ..templates.linears import Adapter, Linears
 from ..templates.moe import SparseMLP
-from ..templates.parts import Linears, Norm
+from ..templates.parts import Norm
 from ..templates.rotary import Rotary
 from . import forms
 from .experts import gated_by
@@ -149,9 +150,19 @@ class LayerProof:
     def _normed(self, p: Parts, norm: Norm | None, x: Tensor) -> Tensor:
         return x if norm is None else p.norm[norm.weight](x, self.w[norm.weight], norm.eps)
 
-    def _linear(self, linears: Linears, x: Tensor) -> Tensor:
-        (weight,), biases = linears.weights, linears.biases
-        return F.linear(x, self.w[weight], self.w[biases[0]] if biases else None)
+    def _linear(self, linears: Linears, x: Tensor, number: int = 0) -> Tensor:
+        """One of those that stand side by side, with what its adapters add."""
+        weight, biases = linears.weights[number], linears.biases
+        y = F.linear(x, self.w[weight], self.w[biases[number]] if biases else None)
+        dtype = y.dtype
+        for adapter in linears.adapters.get(weight, ()):
+            y = self._adapted(adapter, x, y)
+        return y.to(dtype)
+
+    def _adapted(self, adapter: Adapter, x: Tensor, y: Tensor) -> Tensor:
+        a, b = self.w[adapter.a], self.w[adapter.b]
+        more = F.linear(F.linear(x.to(a.dtype), a), b) * adapter.scale
+        return y + (more.to(y.dtype) if adapter.rounds else more)
 
     def _each(self, linears: Linears, x: Tensor, parts: tuple[int, ...]) -> list[Tensor]:
         """What stands side by side, one by one: of one matrix, cut to these widths."""
@@ -160,8 +171,7 @@ class LayerProof:
         if len(linears.weights) == 1:
             whole, ends = self._linear(linears, x), list(itertools.accumulate(parts))
             return [whole[..., end - n:end] for n, end in zip(parts, ends)]
-        biases = linears.biases or (None,) * len(linears.weights)
-        return [F.linear(x, self.w[m], self.w[b] if b else None) for m, b in zip(linears.weights, biases)]
+        return [self._linear(linears, x, n) for n in range(len(linears.weights))]
 
     def _attention(self, p: Parts, x: Tensor, call: Any) -> Tensor:
         a = self.a

@@ -209,7 +209,7 @@ def _ways(proof: LayerProof, call: _Call, sparse: bool) -> Iterator[Parts]:
 
 
 def _act_of(layer: nn.Module, half: Any) -> Any:
-    mlp = layer.get_submodule(half.down.weights[0].rsplit(".", 2)[0])
+    mlp = layer.get_submodule(half.name)
     return next(getattr(mlp, n) for n in ("act_fn", "activation", "activation_fn") if getattr(mlp, n, None) is not None)
 
 

@@ -5,7 +5,7 @@ is collected while it runs, and read: it may not store into anything that outliv
 functions and a few of Python's own, or read a global that is not plain. What it did read that may change later
 (globals, functions) is noted, and belongs to what is watched from then on (watch.py).
 
-torch's and transformers' own libraries are trusted, the models of the latter are not.
+torch's, transformers' and PEFT's own libraries are trusted, the models of the second are not.
 """
 from __future__ import annotations
 
@@ -62,12 +62,20 @@ _STATES = ("is_grad_enabled", "is_tracing", "_get_tracing_state", "is_scripting"
 
 
 def trusted(filename: str) -> bool:
-    """Is this torch's or transformers' library, or ours?"""
+    """Is this torch's, transformers' or PEFT's library, or ours?"""
     if filename.startswith((*_TORCH, _OURS)):
         return True
-    package = sys.modules.get("transformers")
-    home = os.path.dirname(package.__file__) + os.sep if package is not None and package.__file__ else None
-    return home is not None and filename.startswith(home) and not filename.startswith(home + "models" + os.sep)
+    home = _home("transformers")
+    if home and filename.startswith(home) and not filename.startswith(home + "models" + os.sep):
+        return True
+    home = _home("peft")
+    return bool(home) and filename.startswith(home)
+
+
+def _home(package: str) -> str:
+    """The folder that an imported package's code lies in."""
+    module = sys.modules.get(package)
+    return os.path.dirname(module.__file__) + os.sep if module is not None and module.__file__ else ""
 
 
 def _skipped(frame: Frame) -> bool:

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
+from .case import put
 from .python import Witness, innermost, outsider
 from .values import Functions, Recorder, Refused, Values, operands
 
@@ -141,22 +142,6 @@ def _itself(t: Tensor) -> Tensor:
 
 def _each(out: Any) -> list[Any]:
     return list(out) if isinstance(out, tuple | list) else [out]
-
-
-@contextlib.contextmanager
-def put(dictionary: dict[str, Any], values: dict[str, Any]) -> Iterator[None]:
-    """Entries of a dictionary, for a while."""
-    missing = object()
-    before = {k: dictionary.get(k, missing) for k in values}
-    dictionary.update(values)
-    try:
-        yield
-    finally:
-        for k, v in before.items():
-            if v is missing:
-                dictionary.pop(k, None)
-            else:
-                dictionary[k] = v
 
 
 class Number:

@@ -21,7 +21,8 @@ import torch
 from torch import nn
 
 from ... import _core
-from .case import is_config
+from ...base.codes import holds_codes
+from .case import is_config, is_note
 
 OFTEN = 16           # a window that has been so many different structures runs its own code from then on
 
@@ -76,7 +77,7 @@ def unfollowed(module: nn.Module, names: set[str], any_of_own: bool) -> str:
     """
     for owner in owners_of(module):
         for name, value in vars(owner).items():
-            torchs = isinstance(owner, nn.Module) and name in _TORCHS
+            torchs = isinstance(owner, nn.Module) and (name in _TORCHS or is_note(name, owner))
             if not torchs and (any_of_own or name in names) and not _is_followed(value):
                 return f"{name}, a {type(value).__name__}"
         for kind in type(owner).__mro__:
@@ -103,7 +104,7 @@ def _is_followed(value: Any) -> bool:
         return all(map(_is_leaf, value.values()))
     if type(value) is functools.partial:
         return all(map(_is_leaf, (value.func, *value.args, *value.keywords.values())))
-    return _is_leaf(value) or _is_library(type(value))
+    return _is_leaf(value) or _is_library(type(value)) or holds_codes(value)
 
 
 def _is_followed_of_class(value: Any) -> bool:

@@ -16,6 +16,8 @@ from torch import nn
 
 from .coded import Coded, fits
 from .decoder import Decoder
+from .expanded import STRAND, Expanded
+from .linears import codings_of, dtype_of
 from .parts import Unfit, Weights
 from .single import Embedding, LoneNorm
 
@@ -42,4 +44,5 @@ def spared(tiled: tuple[int, int, int], tokens: int) -> int:
     return max(0, (tokens - rows) * each - sums) if tokens > rows else 0
 
 
-__all__ = ["Coded", "Template", "Unfit", "Weights", "fits", "spared", "template"]
+__all__ = ["STRAND", "Coded", "Expanded", "Template", "Unfit", "Weights", "codings_of", "dtype_of", "fits", "spared",
+           "template"]

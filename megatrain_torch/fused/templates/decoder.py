@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from ...graph.masks import example, sight_of
 from ..proof.case import Case, case_of
 from .attention import long_tokens
+from .linears import codings_of
 from .mlp import GatedMLP
 from .moe import SparseMLP
 from .parts import Grads, Norm, Unfit, Weights, dense, has, hidden_states, unflattened
@@ -44,7 +45,6 @@ class Decoder:
 
     differentiable_input = True
     swaps, links = True, True            # what it keeps may wait in host memory; it can make its output again
-    coded = True                         # its products may be of codes (coded.py)
 
     def __init__(self, layer: nn.Module) -> None:
         """Reads the structure of a layer.
@@ -60,7 +60,13 @@ class Decoder:
         self.mlp = half(layer, block, norms["2"], norms["2b"], factor)
         self.norms = self.attention.norms + self.mlp.norms
         self.linears, self.routes = (*self.attention.linears, *self.mlp.linears), half is SparseMLP
+        self.codings = codings_of(layer)
         self._all_known(layer)
+
+    @property
+    def coded(self) -> bool:
+        """May its products be of 8-bit codes (coded.py)?"""
+        return not self.codings and not any(one.adapters for one in self.linears)
 
     def _all_known(self, layer: nn.Module) -> None:
         known = self.attention.names | self.mlp.names | {n.weight for n in self.norms}
@@ -204,6 +210,19 @@ class Decoder:
         columns = self.mlp.work_columns() + sum(self.attention.qkv.rows) + 4 * self.attention.hidden
         each, most = self.copied(item)
         return self.kept_bytes("saved", tokens, item) + tokens * (columns * item + each * (tokens > most))
+
+    def expanded(self, item: int) -> tuple[int, int]:
+        """Bytes of weights that codes stand for: of most that are there at once, and of all."""
+        joint = [sum(one.rows) * one.inputs * item for one in self.linears
+                 if any(n in self.codings for n in one.weights)]
+        kept = [c.shape.numel() * item for n, c in self.codings.items()
+                if not any(n in one.weights for one in self.linears)]
+        return max(joint, default=0) + sum(kept), sum(joint) + sum(kept)
+
+    @property
+    def rounds(self) -> bool:
+        """Is it nothing for a GPU, where the package of its codes rounds activations to codes too?"""
+        return any(c.rounds for c in self.codings.values())
 
     def copied(self, item: int) -> tuple[int, int]:
         """Bytes of a token that attention copies at a time where there are more than so many, and how many."""

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from ... import ops
-from .parts import Grads, Linears, Norm, Sums, Unfit, Weights, activation, child
+from .linears import Linears
+from .parts import Grads, Norm, Sums, Unfit, Weights, activation, child
 
 TILE_BYTES = 1 << 30         # of gate|up that is not kept: products of this many rows are as fast as larger ones
 LEAST_ROWS = 256             # of a tile, and its rows are a multiple of them
@@ -54,7 +55,7 @@ class GatedMLP:
             Unfit: it is not gated, or has an unknown activation.
         """
         self.gu, self.down, self.act = gated_linears(layer, name)
-        self.norm2, self.norm2b, self.factor = norm2, norm2b, factor
+        self.name, self.norm2, self.norm2b, self.factor = name, norm2, norm2b, factor
         self.norms = [n for n in (norm2, norm2b) if n]
         self.linears = self.gu, self.down
         self.names = {*self.gu.names, *self.down.names}

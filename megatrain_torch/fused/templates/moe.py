@@ -17,8 +17,9 @@ from torch import Tensor, nn
 
 from ... import ops
 from .experts import Experts, Rows, sort_rows
+from .linears import Linears
 from .mlp import gated_linears
-from .parts import Grads, Linears, Norm, Unfit, Weights, child, has
+from .parts import Grads, Norm, Unfit, Weights, child, has
 from .router import Routed, Router
 
 
@@ -39,7 +40,7 @@ class Shared:
 
     def __init__(self, layer: nn.Module, name: str, gate: str) -> None:
         self.gu, self.down, self.act = gated_linears(layer, name)
-        self.gate = Linears(layer, gate) if has(layer, gate) else None
+        self.name, self.gate = name, Linears(layer, gate) if has(layer, gate) else None
         if self.down.biases or (self.gate and self.gate.biases):
             raise Unfit("its shared expert has biases")
         self.linears = (self.gu, self.down, self.gate) if self.gate else (self.gu, self.down)
@@ -69,6 +70,8 @@ class Shared:
             return db
         dlogit = (ds.unsqueeze(1) * s * (1 - s)).to(b.dtype)
         self.gate.weight_grads(dlogit, b, w, grads)
+        if self.gate.adapters:
+            return db.add_(self.gate.input_grad(dlogit, w))
         return db.addmm_(dlogit, w.joint(self.gate.weights))
 
 
@@ -84,7 +87,7 @@ class SparseMLP:
         """
         block = child(layer, name)
         self.router = Router(layer, name, "gate" if has(block, "gate") else "router")
-        hidden = layer.get_parameter(self.router.weight).shape[1]
+        hidden = dict(layer.named_parameters())[self.router.weight].shape[1]
         self.experts = Experts(layer, f"{name}.experts", hidden)
         if self.experts.count != self.router.experts:
             raise Unfit(f"its router knows {self.router.experts} experts of {self.experts.count}")

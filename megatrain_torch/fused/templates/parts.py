@@ -149,9 +149,15 @@ class Grads(dict[str, Tensor]):
             if name in self._wanted:
                 self[name] = part
 
-    def product(self, names: tuple[str, ...], rows: tuple[int, ...], dy: Tensor, x: Tensor, w: Weights) -> None:
-        """dy' x [sum of rows, K], from dy [T, sum of rows] and x [T, K]."""
-        self.put(names, rows, w.weight_grad(names, dy, x))
+    def product(self, names: tuple[str, ...], rows: tuple[int, ...], dy: Tensor, x: Tensor, w: Weights,
+                dtype: torch.dtype | None = None) -> None:
+        """dy' x [sum of rows, K], from dy [T, sum of rows] and x [T, K]; dtype: of the weights, if it is another."""
+        if dtype != torch.float32 or dy.dtype not in (torch.bfloat16, torch.float16):
+            self.put(names, rows, w.weight_grad(names, dy, x).to(dtype or dy.dtype))
+            return
+        total = torch.empty(dy.shape[1], x.shape[1], dtype=dtype, device=x.device)
+        w.add_weight_grad(names, dy, x, total, False)
+        self.put(names, rows, total)
 
 
 class Sums(Grads):
@@ -171,11 +177,13 @@ class Sums(Grads):
             super().__setitem__(name, part.to(torch.promote_types(part.dtype, torch.float32), copy=True))
         self._types[name] = part.dtype
 
-    def product(self, names: tuple[str, ...], rows: tuple[int, ...], dy: Tensor, x: Tensor, w: Weights) -> None:
+    def product(self, names: tuple[str, ...], rows: tuple[int, ...], dy: Tensor, x: Tensor, w: Weights,
+                dtype: torch.dtype | None = None) -> None:
         begun = names in self._matrices
         if not begun:
             wide = torch.promote_types(dy.dtype, torch.float32)
-            self._matrices[names] = rows, dy.dtype, torch.empty(sum(rows), x.shape[1], dtype=wide, device=x.device)
+            total = torch.empty(sum(rows), x.shape[1], dtype=wide, device=x.device)
+            self._matrices[names] = rows, dtype or dy.dtype, total
         w.add_weight_grad(names, dy, x, self._matrices[names][2], begun)
 
     def finish(self) -> None:
@@ -185,42 +193,6 @@ class Sums(Grads):
             self._grads.put(names, rows, total.to(dtype))
         for name, total in self.items():
             self._grads[name] = total.to(self._types[name])
-
-
-class Linears:
-    """One or more nn.Linear over the same input: x [T, K] -> [T, sum of rows]."""
-
-    def __init__(self, layer: nn.Module, *names: str) -> None:
-        modules = [child(layer, n) for n in names]
-        for name, m in zip(names, modules):
-            if type(m) is not nn.Linear:
-                raise Unfit(f"{name} is a {type(m).__name__}, not a plain nn.Linear")
-        self.rows = tuple(m.out_features for m in modules)
-        self.inputs = modules[0].in_features
-        self.weights = tuple(f"{n}.weight" for n in names)
-        biased = [m.bias is not None for m in modules]
-        if any(biased) and not all(biased):
-            raise Unfit(f"only some of {', '.join(names)} have a bias")
-        self.biases = tuple(f"{n}.bias" for n in names) if biased[0] else ()
-        self.names = (*self.weights, *self.biases)
-
-    def forward(self, x: Tensor, w: Weights) -> Tensor:
-        return w.product(self.weights, x, self.biases)
-
-    def forward_onto(self, base: Tensor, x: Tensor, w: Weights, factor: float) -> Tensor:
-        """base + factor * forward(x), added inside the product."""
-        if self.biases:
-            return torch.add(base, self.forward(x, w), alpha=factor)
-        return w.product_onto(self.weights, base, x, factor)
-
-    def input_grad(self, dy: Tensor, w: Weights) -> Tensor:
-        return w.input_grad(self.weights, dy)
-
-    def weight_grads(self, dy: Tensor, x: Tensor, w: Weights, grads: Grads) -> None:
-        if grads.wants(*self.weights):
-            grads.product(self.weights, self.rows, dy, x, w)
-        if grads.wants(*self.biases):
-            grads.put(self.biases, self.rows, ops.column_sum(dy))
 
 
 class Norm:

@@ -14,7 +14,8 @@ from ...base.limits import show_bytes
 from ...graph import hf_calls
 from ...graph.masks import sight_of
 from .attention import Attention
-from .parts import Grads, Linears, Norm, Sums, Unfit, Weights, child, cut, has
+from .linears import Linears
+from .parts import Grads, Norm, Sums, Unfit, Weights, child, cut, has
 from .rotary import Rotary, rotary_of
 
 
@@ -91,7 +92,7 @@ class SelfAttention:
         self.causal = bool(getattr(attn, "is_causal", True))
         self.rotary: Rotary | None = rotary_of(attn) if getattr(attn, "use_rope", True) else None
         self.cap = float(getattr(attn, "attn_logit_softcapping", None) or 0.0)
-        self.sinks = "self_attn.sinks" if isinstance(getattr(attn, "sinks", None), nn.Parameter) else None
+        self.sinks = "self_attn.sinks" if dict.get(attn._parameters, "sinks") is not None else None
 
     def _read_norms(self, layer: nn.Module) -> None:
         self.q_norm, self.k_norm = (Norm(layer, f"self_attn.{n}") if has(layer, f"self_attn.{n}") else None

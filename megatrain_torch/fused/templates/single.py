@@ -19,7 +19,7 @@ ANY = Case(False, False, "", ())
 class Single:
     """A template of one module: nothing of what it does is to be chosen, tiled or kept elsewhere."""
 
-    differentiable_input, swaps, links, coded = True, False, False, False
+    differentiable_input, swaps, links, coded, rounds = True, False, False, False, False
 
     @property
     def settings(self) -> tuple[Any, ...]:
@@ -32,6 +32,9 @@ class Single:
     @staticmethod
     def observed(module: nn.Module) -> AbstractContextManager[None]:
         return nullcontext()
+
+    def expanded(self, item: int) -> tuple[int, int]:
+        return 0, 0
 
     def copied(self, item: int) -> tuple[int, int]:
         return 0, 0

@@ -1,0 +1,166 @@
+/* ops_expand.c — torch.ops.megatrain: weights made of their codes. See ops/expand.h. */
+#include "ops_check.h"
+#include "../ops/expand.h"
+#ifdef MT_WITH_CUDA
+#include "../ops/expand_cuda.h"
+#endif
+
+enum { CODES, SCALES, WIDE, MAP, OFFSET, FORMAT, GROUP, OUT };
+
+static const struct { const char *name; int codes, scales; } formats[] = {
+#define ROW(name, codes, scales) { #name, codes, scales },
+    MT_EXPAND_FORMATS(ROW)
+#undef ROW
+};
+
+/* A tensor of n elements, in any shape. */
+static mt_status has(const mt_op_call *c, const char *name, const mt_op_tensor *t, int64_t n)
+{
+    if (t->n == n)
+        return MT_OK;
+    return MT_FAIL(MT_EINVAL, "%s: %s has %lld elements, not %lld", c->name, name, (long long)t->n,
+                   (long long)n);
+}
+
+static mt_status four_args(const mt_op_call *c, const mt_op_arg *a, int64_t n, mt_expand *x)
+{
+    int64_t   group = a[GROUP].i, blocks;
+    mt_status st;
+
+    if (group < 2 || (group & (group - 1)) != 0)
+        return MT_FAIL(MT_EINVAL, "%s: blocks of %lld elements: use a power of two", c->name,
+                       (long long)group);
+    while ((int64_t)1 << x->group_bits < group)
+        x->group_bits++;
+    blocks = (n + group - 1) / group;
+    MT_TRY(has(c, "codes", &a[CODES].t, (n + 1) / 2));
+    MT_TRY(has(c, "scales", &a[SCALES].t, blocks));
+    if (a[WIDE].t.handle == NULL)
+        return mt_op_type(c, "scales", &a[SCALES].t, MT_F32);
+    if (a[MAP].t.handle == NULL || a[OFFSET].t.handle == NULL)
+        return MT_FAIL(MT_EINVAL, "%s: wide, map and offset go together", c->name);
+    MT_TRY(mt_op_type(c, "scales", &a[SCALES].t, MT_U8));
+    for (int i = WIDE; i <= OFFSET; i++)
+        MT_TRY(mt_op_type(c, "what scales are made of", &a[i].t, MT_F32));
+    MT_TRY(has(c, "wide", &a[WIDE].t, (blocks + MT_EXPAND_WIDE - 1) / MT_EXPAND_WIDE));
+    MT_TRY(has(c, "map", &a[MAP].t, 256));
+    MT_TRY(has(c, "offset", &a[OFFSET].t, 1));
+    x->wide = a[WIDE].t.data;
+    x->map = a[MAP].t.data;
+    x->offset = a[OFFSET].t.data;
+fail:
+    return st;
+}
+
+static mt_status fp8_args(const mt_op_call *c, const mt_op_arg *a, mt_expand *x)
+{
+    const mt_op_tensor *codes = &a[CODES].t, *scales = &a[SCALES].t;
+    int                 d = codes->dim;
+
+    if (d < 2 || scales->dim != d || codes->size[d - 2] * codes->size[d - 1] == 0)
+        return MT_FAIL(MT_EINVAL, "%s: codes [.., N, K] and scales [.., n, k]", c->name);
+    for (int i = 0; i < d - 2; i++)
+        if (codes->size[i] != scales->size[i])
+            return MT_FAIL(MT_EINVAL, "%s: codes and scales of different experts", c->name);
+    for (int i = d - 2; i < d; i++)
+        if (scales->size[i] == 0 || codes->size[i] % scales->size[i] != 0)
+            return MT_FAIL(MT_EINVAL, "%s: %lld codes in %lld blocks", c->name,
+                           (long long)codes->size[i], (long long)scales->size[i]);
+    x->cols = codes->size[d - 1];
+    x->rows = codes->n / x->cols;
+    x->block_rows = codes->size[d - 2] / scales->size[d - 2];
+    x->blocks = scales->size[d - 1];
+    x->block_cols = x->cols / x->blocks;
+    return MT_OK;
+}
+
+static mt_status mxfp4_args(const mt_op_call *c, const mt_op_arg *a, mt_expand *x)
+{
+    const mt_op_tensor *codes = &a[CODES].t;
+
+    if (codes->dim != 4 || codes->size[3] != MT_MXFP4_GROUP / 2)
+        return MT_FAIL(MT_EINVAL, "%s: codes must be [E, N, G, %d]", c->name, MT_MXFP4_GROUP / 2);
+    x->experts = codes->size[0];
+    x->cols = codes->size[1];
+    x->rows = codes->size[2] * MT_MXFP4_GROUP;
+    return has(c, "scales", &a[SCALES].t, codes->n / codes->size[3]);
+}
+
+static mt_status format_args(const mt_op_call *c, const mt_op_arg *a, mt_expand *x)
+{
+    const mt_op_tensor *out = &a[OUT].t;
+    mt_status st;
+
+    switch (x->format) {
+    case MT_EXPAND_INT8:
+        MT_TRY(mt_op_matrix(c, "codes", &a[CODES].t, -1, -1));
+        x->rows = a[CODES].t.size[0];
+        x->cols = a[CODES].t.size[1];
+        return has(c, "scales", &a[SCALES].t, x->rows);
+    case MT_EXPAND_FP8:
+        return fp8_args(c, a, x);
+    case MT_EXPAND_MXFP4:
+        return mxfp4_args(c, a, x);
+    default:
+        x->rows = out->dim > 0 ? out->size[0] : 1;
+        x->cols = x->rows > 0 ? out->n / x->rows : 0;
+        return four_args(c, a, out->n, x);
+    }
+fail:
+    return st;
+}
+
+static mt_status expand_args(const mt_op_call *c, const mt_op_arg *a, mt_expand *x)
+{
+    int64_t   format = a[FORMAT].i;
+    mt_status st;
+
+    *x = (mt_expand){ .dtype = (mt_dtype)a[OUT].t.dtype, .out = a[OUT].t.data, .experts = 1,
+                      .codes = a[CODES].t.data, .scales = a[SCALES].t.data };
+    if (format < 0 || format >= MT_EXPAND_COUNT)
+        return MT_FAIL(MT_EINVAL, "%s: there is no format %lld", c->name, (long long)format);
+    x->format = (mt_expand_format)format;
+    MT_TRY(mt_op_float(c, "out", &a[OUT].t));
+    MT_TRY(mt_op_type(c, "codes", &a[CODES].t, formats[format].codes));
+    if (a[WIDE].t.handle == NULL)
+        MT_TRY(mt_op_type(c, "scales", &a[SCALES].t, formats[format].scales));
+    MT_TRY(format_args(c, a, x));
+    st = has(c, "out", &a[OUT].t, x->experts * x->rows * x->cols);
+fail:
+    return st;
+}
+
+static mt_status cpu_expand_codes(const mt_op_call *c, const mt_op_arg *a, StableIValue *result)
+{
+    mt_pool  *pool = NULL;
+    mt_expand x;
+    mt_status st;
+
+    (void)result;
+    MT_TRY(expand_args(c, a, &x));
+    MT_TRY(mt_op_pool(a[OUT].t.n, &pool));
+    mt_expand_codes(pool, &x);
+fail:
+    mt_pool_close(pool);
+    return st;
+}
+
+#ifdef MT_WITH_CUDA
+static mt_status cuda_expand_codes(const mt_op_call *c, const mt_op_arg *a, StableIValue *result)
+{
+    mt_expand x;
+    mt_status st;
+
+    (void)result;
+    MT_TRY(expand_args(c, a, &x));
+    st = mt_op_launched(c, mt__expand_cuda(c->stream, &x));
+fail:
+    return st;
+}
+#endif
+
+#define OPS(X)                                                                                  \
+    X(expand_codes, "TTtttiiW",                                                                 \
+      "expand_codes(Tensor codes, Tensor scales, Tensor? wide, Tensor? map, Tensor? offset, "   \
+      "int format, int group, Tensor(a!) out) -> ()")
+MT_OP_TABLE(expand, OPS)
