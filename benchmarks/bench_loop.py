@@ -10,6 +10,8 @@
     python bench_loop.py --device cpu --width toy --layers 2 --tokens 256 --seq 64        # anywhere, in seconds
 
     torchrun --nproc-per-node 2 bench_loop.py --tokens 32768 --plan [--alone]       # a GPU each; tokens of each
+    for n in 0 1; do torchrun --nnodes 2 --node-rank $n --nproc-per-node 1 --master-addr localhost \\
+        --master-port 29500 bench_loop.py --tokens 32768 --plan & done; wait        # two GPUs as two machines
 
     python bench_loop.py --jobs FILE --out FILE.jsonl --seconds 500         # many, one after another
 FILE: a line a run, "LABEL PACKAGE arguments"; PACKAGE: the folder that megatrain_torch lies in, "-" for what PYTHONPATH
@@ -349,7 +351,8 @@ def begun(args, made, out, clock):
     kwargs = {k: getattr(args, k) for k in ("vram", "host", "nvme") if getattr(args, k)}
     now = time.perf_counter()
     if args.plan:
-        more = {"gpus": several()} if several() > 1 else {}
+        mates = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        more = {"gpus": mates, "machines": several() // mates} if several() > 1 else {}
         plan = of_first(None if rank() else mt.plan(
             model, tokens=args.tokens, seq=args.seq, machine=args.machine or (None if cuda else "cpu"),
             micro=args.micro, states=args.states, compute=args.compute, **kwargs, **more))
@@ -459,7 +462,7 @@ def run(args, made=None):
            "arguments": args.words, "device": torch.cuda.get_device_name() if cuda else "cpu",
            "torch": torch.__version__}
     loading = Loading(args.pss)
-    if rank() == 0:
+    if int(os.environ.get("LOCAL_RANK", 0)) == 0:        # of each machine
         made = made or weights(args)
     out["built_s"] = round(time.perf_counter() - born, 2)
     watch, clock = Watch(cuda), Clock(cuda)

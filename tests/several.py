@@ -288,6 +288,41 @@ def memory(rank: int, group: Any) -> tuple[int, int]:
     return found
 
 
+def memory_of_saves(rank: int, group: Any, folder: str) -> list[int]:
+    """Bytes of what is shared, of all processes: before, behind a save, behind one that ended behind the next update, and
+    when a state was looked at."""
+    import megatrain_torch as mt
+    found: list[int] = []
+
+    def note() -> None:
+        each: list[Any] = [None] * torch.distributed.get_world_size(group)
+        torch.distributed.barrier(group)
+        torch.distributed.all_gather_object(each, _shared_bytes(), group)
+        found.append(sum(each))
+
+    def step() -> None:
+        model(torch.ones(1, 1024)).sum().backward()
+        opt.step()
+        opt.zero_grad()
+
+    model = mt.stream(nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(4))), "cpu", group=group)
+    opt = mt.AdamW(model.parameters(), max_grad_norm=1.0)
+    step()
+    model[0].weight._mt.runtime.drain()
+    note()
+    mt.save(model, opt, folder)
+    note()
+    step()
+    saving = mt.save(model, opt, folder, asynchronous=True)
+    step()
+    saving.wait()
+    note()
+    opt.state[model[0].weight]["exp_avg"].norm()
+    note()
+    mt.unstream(model)
+    return found
+
+
 def _shared_bytes() -> int:
     found, mine = 0, False
     for line in Path("/proc/self/smaps").read_text().splitlines():

@@ -149,6 +149,13 @@ def test_what_scripts_do_on_several_machines(pool: Pool, homes: str) -> None:
     assert pool.call("several:apart", 2, 2, "several:habits", {"homes": homes}) == [[], []]
 
 
+def test_what_a_save_brings_of_other_machines_is_given_back(pool: Pool, tmp_path: Path) -> None:
+    """Each has 16 MiB of weights, and half of gradients and moments."""
+    before, *behind, looked = pool.call("several:apart", 2, 2, "several:memory_of_saves", str(tmp_path / "c"))[0]
+    assert before == pytest.approx(2 * 40 << 20, rel=0.05) and behind == pytest.approx([before, before], rel=0.05)
+    assert looked > before + (8 << 20)
+
+
 def test_each_machine_has_the_first_ones_model(pool: Pool) -> None:
     wanted = several_load.made_by_the_script(0, None, "of_other_values")
     found = pool.call("several:apart", 2, 2, "several_load:made_by_the_script", "of_other_values")

@@ -184,8 +184,12 @@ static void release_copied(const mt_saving *g, int wait)
             (wait ? mt_ledger_wait_saved(g->e->cx.store, unit) != MT_OK
                   : !mt_ledger_all_saved(g->e->cx.store, unit)))
             continue;
-        if (atomic_compare_exchange_strong(&g->copied[unit], &copied, 0))
+        if (!atomic_compare_exchange_strong(&g->copied[unit], &copied, 0))
+            continue;
+        if (mt_mirror_release_apart(g->e->cx.store, unit))
             release(g, unit);
+        else
+            atomic_store(&g->copied[unit], 1);           /* one has just begun to */
     }
 }
 

@@ -403,6 +403,10 @@ int mt__ledger_awaits(mt_store *s, int rank, char *out, size_t cap)
         snprintf(out, cap, "its part of what is read");
         found = 1;
     }
+    if (s->ledger.apart > 0 && mt_share_speaker(s->share, rank) == rank) {
+        snprintf(out, cap, "what it reads of other machines");
+        found = 1;
+    }
     for (int k = 0; k < MT_COUNTS && !found; k++)
         if (mt_share_said(s->share, (mt_count)k, rank) < s->ledger.meets[k] &&
             (k != MT_COUNT_NORMED || rank == 0)) {

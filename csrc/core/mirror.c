@@ -5,6 +5,8 @@
 
 #define HI     (1u << MT_PLANE_HI)
 #define IS(x)  (1u << MT_MIRROR_##x)
+#define BUSY    1u               /* these two: see "portions of other machines" */
+#define CLAIMED 2u
 #define STUCK  (IS(LOADING) | IS(AHEAD) | IS(STORING) | IS(TORN))     /* copies that must stay */
 
 /* ---- the table ---------------------------------------------------------------------------- */
@@ -140,9 +142,10 @@ void mt__mirror_lacks(mt_store *s, int unit, unsigned planes)
     mt_lock(&s->mirror_mu);
     u->mirror.whole &= ~planes;
     u->mirror.changes++;
-    for (int p = 0; p < MT_PLANE_COUNT; p++)
-        u->apart[p] = planes >> p & 1 ? 0 : u->apart[p];
     mt_unlock(&s->mirror_mu);
+    for (int p = 0; p < MT_PLANE_COUNT; p++)
+        if (planes >> p & 1)
+            atomic_store(mt_board_plane(&u->board, p), 0);
 }
 
 /* ---- homes -------------------------------------------------------------------------------- */
@@ -264,6 +267,22 @@ fail:
     return st;
 }
 
+static int is_apart(const mt_store *s, int unit)
+{
+    const mt__unit *u = mt__unit_at(s, unit);
+
+    return u != NULL && u->shared && mt_share_is_apart(s->share);
+}
+
+/* This rank's portion is gone, so not all is here. */
+static void forget_word(const mt__unit *u, int p)
+{
+    uint64_t is = atomic_load(mt_board_plane(&u->board, p));
+
+    if (!(is & BUSY))
+        (void)atomic_compare_exchange_strong(mt_board_plane(&u->board, p), &is, 0);
+}
+
 /* ---- the door ----------------------------------------------------------------------------- */
 
 static int is_ours(void *arg)
@@ -303,8 +322,11 @@ void mt_mirror_drop(mt_store *s, int unit, unsigned planes)
     u->mirror.claimed &= ~planes;
     mt_unlock(&s->mirror_mu);
     for (int p = 0; p < MT_PLANE_COUNT; p++)
-        if (planes >> p & 1)
+        if (planes >> p & 1) {
+            if (is_apart(s, unit))
+                forget_word(u, p);
             mt_store_decommit(s, unit, (mt_plane)p);
+        }
 }
 
 /* ---- readers ------------------------------------------------------------------------------ */
@@ -425,48 +447,173 @@ fail:
     return st;
 }
 
-/* What has changed planes that the host keeps: it grows with each. What waits for a save to copy
- * them has not. */
-static uint64_t stamp_of(mt_store *s, const mt__unit *u)
+/* ---- portions of other machines -------------------------------------------------------------
+ *
+ * A plane's word on the board says of which of its values they are here: a stamp, which grows with
+ * each change, times 4. BUSY: who brings them, or gives them back, is the only one that does. With
+ * CLAIMED they stay until the plane changes; without, the save that brought them gives them back */
+
+_Static_assert(MT_PLANE_COUNT <= MT_BOARD_PLANES, "a word for each plane");
+
+/* Updates change states, and hand-overs all else. What waits for a save to copy it has not changed
+ * yet. */
+static uint64_t stamp_of(mt_store *s, const mt__unit *u, int p)
 {
+    int      states = MT_STATE_PLANES >> p & 1;
     uint64_t stamp;
 
     mt_lock(&s->ledger.mu);
-    stamp = 1 + u->begun[MT_COUNT_UPDATED] + u->begun[MT_COUNT_LANDED] -
-            (uint64_t)(u->updates + u->grads);
+    stamp = states ? u->begun[MT_COUNT_UPDATED] - (uint64_t)u->updates
+                   : u->begun[MT_COUNT_LANDED] - (uint64_t)u->grads;
     mt_unlock(&s->ledger.mu);
-    return stamp;
+    return 4 * (stamp + 1);
 }
 
-/* Of planes of which host memory is the home: where ranks are on several machines, those portions
- * that other machines have. */
-static mt_status bring_apart(mt_store *s, int unit, unsigned planes)
+/* Of these, which have portions elsewhere: not weights, nor what is stored later. */
+static unsigned others_have(mt_store *s, int unit, unsigned planes)
 {
-    mt__unit *u = mt__unit_at(s, unit);
-    uint64_t  stamp, changes;
-    unsigned  lack = 0;
-    mt_status st;
+    const mt__unit *u = mt__unit_at(s, unit);
+    unsigned        away, some;
 
-    if (planes == 0 || !u->shared || !mt_share_is_apart(s->share))
-        return MT_OK;
-    MT_TRY(wait_for(s, unit, planes));
-    stamp = stamp_of(s, u);
     mt_lock(&s->mirror_mu);
-    changes = u->mirror.changes;
-    for (int p = 0; p < MT_PLANE_COUNT; p++)
-        lack |= (planes >> p & 1) && u->apart[p] != stamp ? 1u << p : 0;
+    away = u->mirror.planes | HI;
+    some = (planes & ~away) | (which(u, -1, planes, ~IS(EMPTY)) & ~HI);
+    some &= u->mirror.home != NULL ? ~u->mirror.home->later : ~0u;
     mt_unlock(&s->mirror_mu);
-    if (lack == 0)
+    return some;
+}
+
+typedef struct apart {
+    mt_store       *s;
+    const mt__unit *u;
+    uint64_t        want[MT_PLANE_COUNT];    /* words, which CLAIMED may be added to */
+    unsigned        planes, mine;
+    mt_status       fault;
+} apart;
+
+/* Under ledger.mu. Those that nobody has brought are ours to bring, or, if there are none, all are
+ * here. */
+static int are_here_or_ours(void *arg)
+{
+    apart *a = arg;
+    int    wait = 0;
+
+    a->fault = a->s->ledger.fault;
+    for (int p = 0; p < MT_PLANE_COUNT && a->fault == MT_OK; p++) {
+        _Atomic uint64_t *word = mt_board_plane(&a->u->board, p);
+        uint64_t          is = atomic_load(word);
+
+        if (!(a->planes >> p & 1) || is == a->want[p] || is == (a->want[p] | CLAIMED))
+            continue;
+        if (is & BUSY || !atomic_compare_exchange_strong(word, &is, a->want[p] | BUSY))
+            wait = 1;
+        else
+            a->mine |= 1u << p;
+    }
+    return a->fault != MT_OK || a->mine != 0 || !wait;
+}
+
+static mt_status take_turn(apart *a)
+{
+    mt__ledger *l = &a->s->ledger;
+    mt_status   st;
+
+    a->mine = 0;
+    mt_lock(&l->mu);
+    l->apart++;
+    mt_unlock(&l->mu);
+    st = mt_watch_until(&a->s->watch, &l->changed, &l->mu, are_here_or_ours, a, a->u->name,
+                        "what another rank brings of it");
+    mt_lock(&l->mu);
+    l->apart--;
+    mt_unlock(&l->mu);
+    return a->fault != MT_OK ? mt_ledger_check(a->s) : st;
+}
+
+/* Those that are ours are here, or not. */
+static void set_words(const apart *a, int here)
+{
+    for (int p = 0; p < MT_PLANE_COUNT; p++)
+        if (a->mine >> p & 1)
+            atomic_store(mt_board_plane(&a->u->board, p), here ? a->want[p] : 0);
+    mt_share_stir(a->s->share);
+}
+
+static mt_status bring_apart(mt_store *s, int unit, unsigned planes, int claims)
+{
+    apart     a = { .s = s, .u = mt__unit_at(s, unit), .planes = others_have(s, unit, planes) };
+    mt_status st = MT_OK;
+
+    if (a.planes == 0)
         return MT_OK;
-    MT_TRY(mt__ask(s, unit, lack, 1));
-    mt_lock(&s->mirror_mu);
+    MT_TRY(wait_for(s, unit, a.planes));
     for (int p = 0; p < MT_PLANE_COUNT; p++)
-        if ((lack >> p & 1) && u->mirror.changes == changes)
-            u->apart[p] = stamp;
-    mt_unlock(&s->mirror_mu);
+        a.want[p] = stamp_of(s, a.u, p) | (claims ? CLAIMED : 0);
+    do {
+        MT_TRY(take_turn(&a));
+        if (a.mine == 0)
+            break;
+        st = mt__ask(s, unit, a.mine, claims);
+        set_words(&a, st == MT_OK);
+    } while (st == MT_OK);
 fail:
     return st;
 }
+
+/* Other machines' portions of a parameter in a plane. */
+static void punch(mt_store *s, int unit, int param, mt_plane p)
+{
+    const mt__unit *u = mt__unit_at(s, unit);
+    void           *first, *at;
+    mt_portion      part;
+    int64_t         from, n;
+
+    if (!mt_store_made(s, unit, param, p, 0) || mt_store_at(s, unit, param, p, &at) != MT_OK)
+        return;
+    first = u->plane[MT__HOST][p].arena.base;
+    for (int rank = 0; rank < mt_share_ranks(s->share); rank++)
+        if (mt_share_speaker(s->share, rank) != rank &&
+            mt_portion_of(s, unit, rank, mt_share_ranks(s->share), &part) == MT_OK) {
+            n = mt_portion_part(&part, param, u->desc[param].numel, &from);
+            mt_share_punch(&u->range[p], (size_t)((char *)at - (char *)first) +
+                           mt_store_plane_bytes(s, unit, param, p, from),
+                           mt_store_plane_bytes(s, unit, param, p, n));
+        }
+}
+
+static int is_first_here(const mt_share *h)
+{
+    int rank = 0;
+
+    while (mt_share_speaker(h, rank) != rank)
+        rank++;
+    return rank == mt_share_rank(h);
+}
+
+int mt_mirror_release_apart(mt_store *s, int unit)
+{
+    const mt__unit *u = mt__unit_at(s, unit);
+    int             all = 1;
+
+    for (int p = 0; p < MT_PLANE_COUNT && is_apart(s, unit) && is_first_here(s->share); p++) {
+        _Atomic uint64_t *word = mt_board_plane(&u->board, p);
+        apart             a = { .s = s, .u = u, .mine = 1u << p };
+        uint64_t          is = a.want[p] = atomic_load(word);    /* perhaps of before an update */
+        int               saved;
+
+        if (is == 0 || (is & (BUSY | CLAIMED)) ||
+            !atomic_compare_exchange_strong(word, &is, is | BUSY))
+            continue;
+        saved = mt_ledger_all_saved(s, unit);    /* who begins a save now waits for us */
+        for (int i = 0; saved && i < u->n_params; i++)
+            punch(s, unit, i, (mt_plane)p);
+        set_words(&a, !saved);
+        all &= saved;
+    }
+    return all;
+}
+
+/* ---- readers, of all ---------------------------------------------------------------------- */
 
 /* planes: out, those of which a device has the truth. */
 static mt_status bring_own_ready(mt_store *s, int unit, unsigned *planes, int claims)
@@ -485,13 +632,14 @@ fail:
 
 static mt_status bring(mt_store *s, int unit, unsigned planes, int claims)
 {
-    const mt__mirror m = look(s, unit);
-    mt_status        st;
+    unsigned  own = planes;
+    mt_status st;
 
-    MT_TRY(bring_apart(s, unit, planes & ~HI & ~(m.planes | m.visit)));
-    MT_TRY(bring_own_ready(s, unit, &planes, claims));
-    if (planes != 0)
-        st = bring_others(s, unit, planes, claims);
+    MT_TRY(bring_own_ready(s, unit, &own, claims));
+    if (is_apart(s, unit))
+        st = bring_apart(s, unit, planes, claims);
+    else if (own != 0)
+        st = bring_others(s, unit, own, claims);
 fail:
     return st;
 }

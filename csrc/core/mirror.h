@@ -112,6 +112,10 @@ mt_status mt_mirror_bring  (mt_store *s, int unit, unsigned planes);
 mt_status mt_mirror_bring_own(mt_store *s, int unit, unsigned planes);
 mt_status mt_mirror_peek   (mt_store *s, int unit, unsigned planes);
 mt_status mt_mirror_release(mt_store *s, int unit);
+/* In a share of several machines: memory of the portions of other machines that peek has brought,
+ * and bring has not, is given back, whatever the unit's home. 0: not all of it, since a rank saves
+ * the unit. */
+int       mt_mirror_release_apart(mt_store *s, int unit);
 /* The parameter's host planes (param -1: all parameters') were written: the home has their values
  * when this returns, or stores them later. HI: the unit has a new version then. */
 mt_status mt_mirror_push   (mt_store *s, int unit, int param, unsigned planes);

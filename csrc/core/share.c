@@ -238,6 +238,13 @@ int mt_share_map(const mt_range *r, void *base, int own)
            MAP_FAILED ? errno : 0;
 }
 
+void mt_share_punch(const mt_range *r, size_t from, size_t bytes)
+{
+    if (bytes > 0)
+        (void)fallocate(r->share->fd, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE,
+                        (off_t)(r->at + from), (off_t)bytes);
+}
+
 /* ---- counters ----------------------------------------------------------------------------- */
 
 /* Others' threads sleep on the word: of all that this rank has said so far they see at least this
@@ -251,6 +258,11 @@ static void wake(mt_share *h)
 uint32_t mt_share_word(const mt_share *h)
 {
     return atomic_load(&h->head->word);
+}
+
+void mt_share_stir(mt_share *h)
+{
+    wake(h);
 }
 
 void mt_share_sleep(const mt_share *h, uint32_t word, int ms)
@@ -318,10 +330,11 @@ int mt_share_behind(const mt_share *h, mt_count what, uint64_t n)
 
 /* ---- boards ------------------------------------------------------------------------------- */
 
-/* A board begins with every rank's layout; then come its counters; then the sums of chunks. */
+/* A board begins with every rank's layout; then come its counters, and a word for each plane; then
+ * the sums of chunks. */
 static size_t words_of(const mt_share *h)
 {
-    return (size_t)h->ranks * (1 + MT_UNIT_COUNTS);
+    return (size_t)h->ranks * (1 + MT_UNIT_COUNTS) + MT_BOARD_PLANES;
 }
 
 static _Atomic uint64_t *layout_of(const mt_board *b, int rank)
@@ -414,6 +427,11 @@ void mt_board_say(const mt_board *b, mt_unit_count what, uint64_t n)
     mt_notes_put(h->notes, (mt_note){ .kind = MT_NOTE_DONE, .unit = b->unit, .what = (int)what,
                                       .n = n });
     mt_board_hear(b, h->rank, what, n);
+}
+
+_Atomic uint64_t *mt_board_plane(const mt_board *b, int plane)
+{
+    return layout_of(b, b->range.share->ranks * (1 + MT_UNIT_COUNTS) + plane);
 }
 
 uint64_t mt_board_said(const mt_board *b, mt_unit_count what, int rank)

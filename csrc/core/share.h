@@ -37,6 +37,7 @@
 
 #include "notes.h"
 
+#include <stdatomic.h>
 #include <stddef.h>
 #include <stdint.h>
 
@@ -72,6 +73,8 @@ mt_status mt_share_take(mt_share *h, size_t bytes, mt_range *out);
 /* Maps it at base, where whole pages for it are reserved. own: what this process writes there is
  * seen by it alone; pages that it has not written show what is in the share. 0, or errno. */
 int       mt_share_map (const mt_range *r, void *base, int own);
+/* So many bytes of it, from there on, are zeros, and their pages are given back. */
+void      mt_share_punch(const mt_range *r, size_t from, size_t bytes);
 
 /* ---- counters ----------------------------------------------------------------------------- */
 
@@ -122,6 +125,9 @@ void      mt_board_close(mt_board *b);
 void      mt_board_say   (const mt_board *b, mt_unit_count what, uint64_t n);
 uint64_t  mt_board_said  (const mt_board *b, mt_unit_count what, int rank);
 int       mt_board_behind(const mt_board *b, mt_unit_count what, uint64_t n);
+/* Of a plane, what ranks of this machine keep there about other machines' portions of it. */
+#define MT_BOARD_PLANES 16
+_Atomic uint64_t *mt_board_plane(const mt_board *b, int plane);
 
 /* ---- who is there ------------------------------------------------------------------------- */
 
@@ -148,6 +154,7 @@ void        mt_share_gone(mt_share *h, int rank);
 char       *mt_share_why (mt_share *h, int rank, size_t *cap);
 
 uint32_t    mt_share_word (const mt_share *h);
+void        mt_share_stir (mt_share *h);                 /* it changes */
 /* Until the word is another, or ms have gone by. */
 void        mt_share_sleep(const mt_share *h, uint32_t word, int ms);
 

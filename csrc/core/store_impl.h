@@ -81,9 +81,6 @@ typedef struct mt__unit {
     uint64_t       version, writes;  /* from 1: a slot that says 0 holds nothing. writes: of these,
                                       * those from outside. ledger.mu */
     mt__mirror     mirror;
-    uint64_t       apart[MT_PLANE_COUNT];    /* in a share of several machines, of planes that the
-                                      * host keeps: the stamp (mirror.c) with which the other
-                                      * machines' portions came. mirror_mu */
     int64_t        updates, grads, fetches, saves;   /* announced and not finished. ledger.mu */
     uint64_t       begun[MT_UNIT_COUNTS];    /* announced here so far. ledger.mu */
     mt_event      *fetched;          /* made at the first fetch, then stays. fetched_mu */
@@ -104,6 +101,7 @@ typedef struct mt__ledger {
     int             wanted;          /* unit plus 1 whose save was waited for last; 0: none. mu */
     uint64_t        meets[MT_COUNTS];        /* to where a thread here waits for ranks to come; 0:
                                               * none does. mu */
+    int             apart;           /* threads here wait for planes that another one brings. mu */
     int             asking;          /* a thread here asks other ranks; one at a time. mu */
     uint64_t        asked;           /* the request that it waits for; 0: none. mu */
     mt_status       fault;           /* MT_OK until the first. mu */

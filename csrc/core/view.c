@@ -284,6 +284,8 @@ static mt_status spread_own(mt_store *s, const spread *w, uint64_t n)
     for (int p = 0; p < MT_PLANE_COUNT; p++)
         if (w->planes >> p & 1)
             MT_TRY(copy_own(s, w, (mt_plane)p));
+    if (mt_share_is_apart(s->share))
+        mt__mirror_lacks(s, w->unit, w->planes);         /* before anybody can bring them again */
     mt_ledger_say(s, MT_COUNT_SPREAD, n, 0);
     ask = mt_watch_asks(NULL);           /* nobody is asked: this is not to be done again */
     st = meet(s, w, MT_COUNT_SPREAD, n);
@@ -305,8 +307,6 @@ mt_status mt_store_spread(mt_store *s, int unit, int param, unsigned planes)
     n = mt_share_said(s->share, MT_COUNT_SPREAD, mt_share_rank(s->share)) + 1;
     MT_TRY(meet_writers(s, &w, n));
     MT_TRY(spread_own(s, &w, n));
-    if (mt_share_is_apart(s->share))
-        mt__mirror_lacks(s, unit, planes);
     for (int p = 0; p < MT_PLANE_COUNT; p++)
         if (planes >> p & 1)
             mt_store_view_drop(s, unit, param, (mt_plane)p);

@@ -28,7 +28,7 @@ PATIENCE = timedelta(minutes=30)             # a rank may fill the store while t
 _LATE_S = 60.0                               # of a wait, after which it is told
 ASIDE = "mt-save"                            # a thread that waits while its process goes on
 _LOOKS = 2.0                                 # seconds, at most, until the shared memory knows who is gone
-_CONNECT_S, _EACH_S = 5.0, 0.05              # in which processes that are there reach each other, or one has ended;
+_CONNECT_S, _EACH_S = 4.0, 0.05              # in which processes that are there reach each other, or one has ended;
                                              # where that one had begun to, gloo waits five times as long
 _made: Counter[str] = Counter()              # of these, by the group that they are beside
 
@@ -138,7 +138,9 @@ class Control:
         except MegatrainError:
             raise
         except RuntimeError as error:
-            raise MegatrainError(f"{self._who()} while this one {what}: {str(error).splitlines()[0]}") from error
+            said = f"{self._who()} while this one {what}: {str(error).splitlines()[0]}"
+            self._waits.broke(said)
+            raise MegatrainError(said) from error
         finally:
             late.cancel()
 

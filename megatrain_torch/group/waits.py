@@ -63,7 +63,7 @@ class Waits:
             while not _done(work, _LOOK_S):
                 if ended:
                     raise MegatrainError(f"{ended} while rank {self._me} {what}")
-                ended = look()
+                ended = look() or self._broken()
                 found = self.stuck()
                 if self._me in found and found == before:
                     raise MegatrainError(self._said(found))
@@ -74,6 +74,15 @@ class Waits:
             timer.start()
             raise
         self._write(None)
+
+    def broke(self, why: str) -> None:
+        """What this one waited for will never be: who waits for it elsewhere reads so."""
+        self._write({"at": "", "what": why, "of": [], "n": next(_numbers), "broke": True})
+
+    def _broken(self) -> str:
+        """Of another member, why it waits no more."""
+        notes = [(rank, self._read(rank)) for rank in self._members if rank != self._me]
+        return next((f"rank {rank}: {note['what']}," for rank, note in notes if note and note.get("broke")), "")
 
     def stuck(self) -> dict[int, Any]:
         """Notes of processes that wait in vain, as far as this one has to do with them."""
