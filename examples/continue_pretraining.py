@@ -2,6 +2,7 @@
 """Train a language model on with texts of a new kind, and see what it forgets of the old.
 
     python examples/continue_pretraining.py Qwen/Qwen2.5-7B law/ --old wiki/ --out runs/law
+    python examples/continue_pretraining.py ... --products fp8            # on a GPU of Ada, Hopper or later
     python examples/continue_pretraining.py ... --resume     # after a crash: from the last checkpoint
     python examples/continue_pretraining.py --tiny           # a random model, in seconds
 
@@ -42,6 +43,9 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--lr", type=float, default=1e-5)
     parser.add_argument(
         "--states", default="fp32", help='"8bit": moments in a quarter of the bytes'
+    )
+    parser.add_argument(
+        "--products", default="bf16", help='"fp8": of layers, with operands rounded to 8 bits'
     )
     parser.add_argument("--vram", help='limit of device memory, as "24GiB"')
     parser.add_argument("--nvme", help="directory for what host memory does not hold")
@@ -135,6 +139,7 @@ def main() -> None:
     old, held_old = rows_of(args.old, tokenizer, args.seq) if args.old else (None, None)
 
     config = AutoConfig.from_pretrained(args.model)
+    kind = torch.bfloat16 if args.products == "fp8" else None  # codes are made of such weights
     plan = mt.plan(
         config,
         tokens=args.tokens,
@@ -142,9 +147,11 @@ def main() -> None:
         vram=args.vram,
         states=args.states,
         nvme=args.nvme,
+        products=args.products,
+        dtype=kind,
     )  # what fits and takes least time: where each layer lives, what is kept, micro-batches
     print(str(plan).split("\n\n")[0])
-    model = mt.from_pretrained(AutoModelForCausalLM, args.model, plan=plan)
+    model = mt.from_pretrained(AutoModelForCausalLM, args.model, plan=plan, dtype=kind)
     held = {"new": held_new, "old": held_old} if args.old else {"new": held_new}
     before = {kind: loss_on(model, rows) for kind, rows in held.items()}
     train(model, new, old, plan.micro, args)

@@ -8,6 +8,7 @@
 
 Frozen weights take 2 bytes a parameter, wherever they are; only adapters have masters, moments and
 gradients: 137 GiB of host memory in all. What the device has room for stays there beside it.
+lora_over_codes.py has them in 4 or 8 bits.
 """
 
 from __future__ import annotations

@@ -90,8 +90,11 @@ def main() -> None:
         opt.zero_grad()
         if rank == 0 and (step % 10 == 0 or step == args.steps - 1):
             speed = many * batch.numel() / (time.perf_counter() - clock)
-            print(f"step {step}  loss {loss.item():.4f}  norm {opt.grad_norm:.3f}  "
-                  f"{speed:,.0f} tokens/s", flush=True)
+            print(
+                f"step {step}  loss {loss.item():.4f}  norm {opt.grad_norm:.3f}  "
+                f"{speed:,.0f} tokens/s",
+                flush=True,
+            )
         if (step + 1) % args.save_every == 0:
             mt.save(model, opt, checkpoint, extra={"step": step + 1}, asynchronous=True)
     if rank == 0:

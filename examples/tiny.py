@@ -6,9 +6,16 @@ import json
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models
 from tokenizers.pre_tokenizers import ByteLevel
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    GptOssConfig,
+    GptOssForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)
 
 # Torch's threads spin while they wait for each other: the other cores are left to the engine's.
 torch.set_num_threads(1)
@@ -39,11 +46,38 @@ def tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def model(folder: Path) -> str:
+def model(folder: Path, **more: int) -> str:
     """A folder with a random Llama and its tokenizer, as from the hub."""
     torch.manual_seed(0)
-    config = LlamaConfig(vocab_size=257, bos_token_id=None, eos_token_id=256, **SHAPE)
+    config = LlamaConfig(vocab_size=257, bos_token_id=None, eos_token_id=256, **SHAPE | more)
     LlamaForCausalLM(config).save_pretrained(folder)
+    tokenizer().save_pretrained(folder)
+    return str(folder)
+
+
+def gpt_oss(folder: Path) -> str:
+    """The same of a GPT-OSS whose experts are MXFP4, as published."""
+    torch.manual_seed(0)
+    shape = SHAPE | dict(num_local_experts=4, num_experts_per_tok=2, head_dim=16, vocab_size=257)
+    GptOssForCausalLM(
+        GptOssConfig(**shape, bos_token_id=None, eos_token_id=256)
+    ).bfloat16().save_pretrained(folder)
+    tensors = load_file(folder / "model.safetensors")
+    for name in [n for n in tensors if n.endswith(("gate_up_proj", "down_proj"))]:
+        experts, fan_in, fan_out = tensors.pop(name).shape
+        form = experts, fan_out, fan_in // 32  # 32 weights of 4 bits in 16 bytes, and their scale
+        tensors[f"{name}_blocks"] = torch.randint(0, 256, (*form, 16), dtype=torch.uint8)
+        tensors[f"{name}_scales"] = torch.randint(118, 124, form, dtype=torch.uint8)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    rest = [
+        "model.layers.*.self_attn",
+        "model.layers.*.mlp.router",
+        "model.embed_tokens",
+        "lm_head",
+    ]
+    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": rest}
+    (folder / "config.json").write_text(json.dumps(config))
     tokenizer().save_pretrained(folder)
     return str(folder)
 

@@ -200,7 +200,9 @@ def main() -> None:
     print(f"checkpoint in {args.out}: stock transformers loads it to the same logits and writes\n")
     print(f"{sample}\n")
     print(f"done in {time.perf_counter() - began:.0f} s; to train it on a text of your own:")
-    print(f"{Path(sys.executable).parent / 'megatrain'} train {args.out} my.txt --lr 5e-4 --out runs/mine")
+    print(
+        f"{Path(sys.executable).parent / 'megatrain'} train {args.out} my.txt --lr 5e-4 --out runs/mine"
+    )
 
 
 if __name__ == "__main__":

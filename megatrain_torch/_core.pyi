@@ -103,6 +103,10 @@ class Engine:
     # stream
     def open_slots(self, slots: Sequence[tuple[int, int]], hooks: SlotHooks) -> None:
         """slots: (address, bytes) of device memory."""
+    def cut(self, unit: int, ranges: Sequence[tuple[int, int, int]]) -> int:
+        """The number, as of a unit, of a part of a unit's weights that is fetched by itself; acquire, find and schedule
+        take and give it. ranges: (from, to, bytes) of its HI plane and of a slot. Between open_slots and the first
+        forward; until close_slots. Not of weights on disk."""
     def settle(self, unit: int, slot: int) -> None:
         """The unit lives on the device from now on: its weights in that slot, which serves nobody else, its
         other planes in device memory. After open_slots, before its first forward; then take() moves what the host

@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.usefixtures("streaming"), pytest.mark.filterwarnings("
 FOLDER = Path(__file__).parents[1] / "examples"
 # The loss that --tiny comes down to, at most; what it needs besides transformers.
 RECIPES = {"finetune_chat": (3.6, ()), "continue_pretraining": (3.5, ()), "lora_70b": (5.35, ("peft",)),
-           "long_context": (3.8, ()), "dpo_trl": (0.1, ("trl", "datasets")), "diffusion_transformer": (0.8, ("diffusers",))}
+           "lora_over_codes": (5.2, ("peft",)), "long_context": (3.8, ()), "dpo_trl": (0.1, ("trl", "datasets")), "diffusion_transformer": (0.8, ("diffusers",))}
 FROM_TO = re.compile(r"^(.*?)(\d+\.\d+) at first, (\d+\.\d+) at last", re.MULTILINE)
 Run = Callable[..., str]
 
@@ -54,6 +54,15 @@ def test_a_recipe_learns(name: str, run: Run) -> None:
     rewards = ends.pop("rewards/margins ", None)
     assert ends and all(last < most for _, last in ends.values()), said
     assert rewards is None or rewards[1] > rewards[0] + 2
+
+
+@pytest.mark.parametrize(("name", "words"), [("lora_over_codes", ["--base", "mxfp4", "--targets", "attention"]),
+                                             pytest.param("continue_pretraining", ["--products", "fp8"], marks=LONG)])
+def test_a_recipe_learns_in_low_precision(name: str, words: list[str], run: Run) -> None:
+    for package in RECIPES[name][1]:
+        pytest.importorskip(package)
+    losses = [float(words.split()[1]) for words in steps(run(name, "--tiny", "--steps", "3", *words)).values()]
+    assert len(losses) == 3 and losses[-1] < losses[0] - 0.05
 
 
 def steps(said: str) -> dict[str, str]:

@@ -505,6 +505,10 @@ static PyMethodDef methods[] = {
 
     { "open_slots", mt_engine_open_slots, METH_VARARGS,
       "open_slots($self, slots, hooks, /)\n--\n\nslots: (address, bytes) of device memory." },
+    { "cut", mt_engine_cut, METH_VARARGS,
+      "cut($self, unit, ranges, /)\n--\n\n"
+      "Number, as of a unit, of bytes of its weights that are fetched by themselves: ranges, "
+      "(from, to, bytes), of its plane and of a slot." },
     { "settle", mt_engine_settle, METH_VARARGS,
       "settle($self, unit, slot, /)\n--\n\n"
       "The unit lives on the device from now on, its weights in that slot." },

@@ -127,6 +127,52 @@ PyObject *mt_engine_open_slots(PyObject *self, PyObject *args)
     return mt_raise(e->error, st);
 }
 
+/* [(from, to, bytes)]; malloc'd. NULL: a Python error is set. */
+static mt_cut_range *ranges_of(PyObject *sequence, int *n)
+{
+    PyObject *tuple = PySequence_Tuple(sequence);
+    mt_cut_range *found = NULL;
+
+    if (tuple == NULL)
+        return NULL;
+    *n = (int)PyTuple_Size(tuple);
+    if ((found = calloc((size_t)*n + 1, sizeof *found)) == NULL)
+        PyErr_NoMemory();
+    for (int i = 0; found != NULL && i < *n; i++) {
+        Py_ssize_t from, to, bytes;
+        PyObject  *one = PyTuple_GetItem(tuple, i);
+
+        if (!PyTuple_Check(one)) {
+            PyErr_SetString(PyExc_TypeError, "cut: (from, to, bytes) of each range");
+        } else if (PyArg_ParseTuple(one, "nnn:cut", &from, &to, &bytes)) {
+            found[i] = (mt_cut_range){ (size_t)from, (size_t)to, (size_t)bytes };
+            continue;
+        }
+        free(found);
+        found = NULL;
+    }
+    Py_DECREF(tuple);
+    return found;
+}
+
+PyObject *mt_engine_cut(PyObject *self, PyObject *args)
+{
+    mt_engine *e = streaming(self);
+    PyObject  *sequence;
+    mt_cut_range  *ranges;
+    mt_status  st;
+    int        unit, n, number;
+
+    if (e == NULL || !PyArg_ParseTuple(args, "iO:cut", &unit, &sequence) ||
+        mt_engine_unit(e, unit) < 0 || (ranges = ranges_of(sequence, &n)) == NULL)
+        return NULL;
+    st = mt_stream_cut(e->stream, unit, ranges, n, &number);
+    free(ranges);
+    if (st != MT_OK)
+        return mt_raise(e->error, st);
+    return PyLong_FromLong(number);
+}
+
 PyObject *mt_engine_settle(PyObject *self, PyObject *args)
 {
     mt_engine *e = streaming(self);
@@ -246,13 +292,14 @@ PyObject *mt_engine_acquire(PyObject *self, PyObject *const *args, Py_ssize_t n)
     }
     if (mt_arg_int(args[0], &unit) < 0 || mt_arg_addr(args[1], &handle) < 0)
         return NULL;
-    if (mt_engine_unit(e, unit) < 0 || (run = mt_engine_queue(e, handle)) == NULL)
+    if (mt_engine_unit(e, mt_stream_owner(e->stream, unit)) < 0 ||
+        (run = mt_engine_queue(e, handle)) == NULL)
         return NULL;
     e->busy++;                           /* a hook that calls close() is refused */
     st = mt_stream_acquire(e->stream, unit, run, &slot, &mem);
     e->busy--;
     if (st == MT_OK && !PyErr_Occurred()) {
-        int waits = mt_timeline_wait(e->cx.timeline, unit, run);
+        int waits = mt_timeline_wait(e->cx.timeline, mt_stream_owner(e->stream, unit), run);
 
         MT_WAITING(e, st, mt_stream_await(e->stream, slot, run));
         if (waits)
@@ -304,7 +351,7 @@ PyObject *mt_engine_find(PyObject *self, PyObject *const *args, Py_ssize_t n)
 /* The listing with the units' names; malloc'd or NULL. */
 static char *schedule_text(mt_engine *e, const mt_schedule *s)
 {
-    int          n = mt_store_units(e->cx.store);
+    int          n = mt_stream_numbers(e->stream);
     const char **names = calloc((size_t)n + 1, sizeof *names);
     size_t       bytes;
     char        *text = NULL;
@@ -312,7 +359,7 @@ static char *schedule_text(mt_engine *e, const mt_schedule *s)
     if (names == NULL)
         return NULL;
     for (int i = 0; i < n; i++)
-        names[i] = mt_store_name(e->cx.store, i);
+        names[i] = mt_store_name(e->cx.store, mt_stream_owner(e->stream, i));
     bytes = mt_schedule_print(s, names, NULL, 0) + 1;
     if ((text = malloc(bytes)) != NULL)
         mt_schedule_print(s, names, text, bytes);

@@ -57,6 +57,13 @@ typedef struct request {
     uint64_t number;
 } request;
 
+typedef struct cut {
+    int           unit;
+    mt_cut_range *ranges;
+    int           n;
+    size_t        bytes;     /* of a slot */
+} cut;
+
 struct mt_stream {
     const mt_context *cx;
     mt_dev       *dev;
@@ -67,6 +74,8 @@ struct mt_stream {
     slot         *slots;
     size_t       *slot_bytes;/* as schedules see them: a settled slot fits no other unit */
     int           n_slots, n_settled;
+    cut          *cuts;      /* written before the first acquire */
+    int           n_cuts, first_cut;  /* the latter's number: the store's count of units */
 
     /* Acquiring thread. */
     mt__course    course;
@@ -78,6 +87,44 @@ struct mt_stream {
     mt_worker       mover;            /* its jobs are slots. news: issued grew, or it failed */
     mt_stream_stats stats;            /* mu */
 };
+
+/* ---- numbers: of units, and of cuts ------------------------------------------------------ */
+
+/* NULL: it is a unit's. */
+static const cut *cut_of(const mt_stream *s, int number)
+{
+    return s->n_cuts > 0 && number >= s->first_cut ? &s->cuts[number - s->first_cut] : NULL;
+}
+
+int mt_stream_owner(const mt_stream *s, int number)
+{
+    const cut *c = cut_of(s, number);
+
+    return c != NULL ? c->unit : number;
+}
+
+int mt_stream_numbers(const mt_stream *s)
+{
+    return s->n_cuts > 0 ? s->first_cut + s->n_cuts : mt_store_units(s->store);
+}
+
+/* What a slot must hold. */
+static size_t bytes_of(const mt_stream *s, int number)
+{
+    const cut *c = cut_of(s, number);
+
+    return c != NULL ? c->bytes : mt_store_hi_bytes(s->store, number);
+}
+
+static const char *name_of(const mt_stream *s, int number)
+{
+    return mt_store_name(s->store, mt_stream_owner(s, number));
+}
+
+static uint64_t version_of(const mt_stream *s, int number)
+{
+    return mt_ledger_version(s->store, mt_stream_owner(s, number));
+}
 
 /* Under mu, at each door: where slots and their requests stand. */
 static void assert_state(const mt_stream *s)
@@ -94,7 +141,7 @@ static void assert_state(const mt_stream *s)
         MT_ASSERT(sl->issued <= sl->asked && sl->asked <= s->requests);
         MT_ASSERT(!sl->node.listed || (asked && !sl->settled));
         MT_ASSERT(!sl->settled || sl->unit >= 0);
-        MT_ASSERT(sl->unit < 0 || mt_store_hi_bytes(s->store, sl->unit) <= sl->bytes);
+        MT_ASSERT(sl->unit < 0 || bytes_of(s, sl->unit) <= sl->bytes);
         with_mover += asked && !sl->node.listed;
         settled += sl->settled;
     }
@@ -108,7 +155,7 @@ static void assert_state(const mt_stream *s)
 
 static int on_disk(const mt_stream *s, int unit)
 {
-    return s->cx->feed != NULL && mt_store_home(s->store, unit, NULL)->fed;
+    return s->cx->feed != NULL && mt_store_home(s->store, mt_stream_owner(s, unit), NULL)->fed;
 }
 
 /* Under mu. What stands in line will be fetched in this order. */
@@ -127,8 +174,8 @@ static void tell_feed(mt_stream *s)
 static mt_status fetch_begin(mt_stream *s, const request *r, uint64_t *version)
 {
     if (!mt_skips(s->cx, MT_EDGE_UPDATED))
-        return mt_ledger_fetch_begin(s->store, r->unit, version);
-    *version = mt_ledger_version(s->store, r->unit);
+        return mt_ledger_fetch_begin(s->store, mt_stream_owner(s, r->unit), version);
+    *version = version_of(s, r->unit);
     return MT_OK;
 }
 
@@ -152,13 +199,19 @@ fail:
 
 static mt_status copy_hi(mt_stream *s, const request *r, const void *hi)
 {
-    size_t    bytes = mt_store_hi_bytes(s->store, r->unit);
-    mt_span   span;
-    mt_status st = MT_OK;
+    const cut          *c = cut_of(s, r->unit);
+    size_t              bytes = bytes_of(s, r->unit);
+    mt_cut_range        whole = { 0, 0, bytes };
+    const mt_cut_range *part = c != NULL ? c->ranges : &whole;
+    int                 n = c != NULL ? c->n : bytes > 0;
+    mt_span             span;
+    mt_status           st = MT_OK;
 
-    mt_timeline_begin(s->cx->timeline, &span, MT_LANE_H2D, MT_WORK_FETCH, r->unit, s->h2d);
-    if (bytes > 0)
-        MT_TRY(s->dev->ops->copy(s->h2d, r->mem, hi, bytes));
+    mt_timeline_begin(s->cx->timeline, &span, MT_LANE_H2D, MT_WORK_FETCH,
+                      mt_stream_owner(s, r->unit), s->h2d);
+    for (int i = 0; i < n; i++)
+        MT_TRY(s->dev->ops->copy(s->h2d, (char *)r->mem + part[i].to,
+                                 (const char *)hi + part[i].from, part[i].bytes));
     mt_timeline_end(s->cx->timeline, &span, bytes, s->h2d);
 fail:
     return st;
@@ -169,7 +222,7 @@ static mt_status put_copy(mt_stream *s, const request *r, const void *hi)
 {
     const mt_dev_ops *v = s->dev->ops;
     slot             *k = &s->slots[r->slot];
-    size_t            bytes = mt_store_hi_bytes(s->store, r->unit);
+    size_t            bytes = bytes_of(s, r->unit);
     mt_status         st;
 
     /* FREED: compute on what the slot held was put in run before `freed` was recorded there. */
@@ -187,15 +240,19 @@ fail:
  * the disk, and copies put before, end without it. */
 static mt_status deliver(mt_stream *s, const request *r, uint64_t *version)
 {
+    int       unit = mt_stream_owner(s, r->unit);
     void     *hi = NULL;
     mt_status st, end;
 
     if (!on_disk(s, r->unit))
-        MT_TRY(mt_store_hi(s->store, r->unit, &hi));
+        MT_TRY(mt_store_hi(s->store, unit, &hi));
+    else if (unit != r->unit)
+        return MT_FAIL(MT_ESTATE, "unit %s: its weights are on disk, and a part of them is to be "
+                       "fetched", mt_store_name(s->store, unit));
     MT_TRY(fetch_begin(s, r, version));
     if ((st = put_copy(s, r, hi)) != MT_OK)
         mt_ledger_fault(s->store, st, mt_last_error());   /* before the updater may go on */
-    end = mt_ledger_fetching(s->store, r->unit, s->h2d);
+    end = mt_ledger_fetching(s->store, unit, s->h2d);
     return st != MT_OK ? st : end;
 fail:
     if (s->cx->feed != NULL)
@@ -290,6 +347,9 @@ void mt_stream_close(mt_stream *s)
     }
     mt__course_close(&s->course);
     mt_mutex_close(&s->mu);
+    for (int i = 0; i < s->n_cuts; i++)
+        free(s->cuts[i].ranges);
+    free(s->cuts);
     free(s->slots);
     free(s->slot_bytes);
     free(s->poison);
@@ -327,6 +387,47 @@ fail:
     return st;
 }
 
+static mt_status check_cut(const mt_stream *s, int unit, const mt_cut_range *ranges, int n)
+{
+    size_t bytes = mt_store_hi_bytes(s->store, unit);
+
+    if (s->n_cuts > 0 && s->first_cut != mt_store_units(s->store))
+        return MT_FAIL(MT_ESTATE, "unit %s: it cannot be cut: units were added since the first cut",
+                       mt_store_name(s->store, unit));
+    for (int i = 0; i < n; i++)
+        if (ranges[i].bytes == 0 || ranges[i].from > bytes ||
+            ranges[i].bytes > bytes - ranges[i].from || ranges[i].to > SIZE_MAX - ranges[i].bytes)
+            return MT_FAIL(MT_EINVAL, "unit %s: a cut from byte %zu, %zu bytes, of %zu that it has",
+                           mt_store_name(s->store, unit), ranges[i].from, ranges[i].bytes, bytes);
+    return MT_OK;
+}
+
+mt_status mt_stream_cut(mt_stream *s, int unit, const mt_cut_range *ranges, int n, int *number)
+{
+    cut      *more, c = { .unit = unit, .n = n };
+    mt_status st;
+
+    MT_TRY(check_cut(s, unit, ranges, n));
+    MT_TRY(MT_MAKE(c.ranges, n + 1, "stream"));
+    for (int i = 0; i < n; i++) {
+        size_t end = ranges[i].to + ranges[i].bytes;
+
+        c.ranges[i] = ranges[i];
+        c.bytes = end > c.bytes ? end : c.bytes;
+    }
+    if ((more = realloc(s->cuts, ((size_t)s->n_cuts + 1) * sizeof *more)) == NULL) {
+        free(c.ranges);
+        return MT_FAIL(MT_ENOMEM, "stream: no memory for %d cuts", s->n_cuts + 1);
+    }
+    s->cuts = more;
+    s->first_cut = mt_store_units(s->store);
+    s->cuts[s->n_cuts] = c;
+    *number = s->first_cut + s->n_cuts++;
+    return MT_OK;
+fail:
+    return st;
+}
+
 /* ---- asking for copies: the acquiring thread -------------------------------------------- */
 
 /* The slot that is the unit's for good; -1: none. */
@@ -353,7 +454,7 @@ static int brings(mt_stream *s, int k, int unit, uint64_t now)
 /* The slot that holds the unit's current weights or will, `first` if that does; -1: none. */
 static int holding(mt_stream *s, int unit, int first)
 {
-    uint64_t now = mt_ledger_version(s->store, unit);
+    uint64_t now = version_of(s, unit);
     int      found = -1;
 
     mt_lock(&s->mu);
@@ -379,7 +480,7 @@ static void withdraw(mt_stream *s, slot *k)
         return;
     mt_worker_withdraw(&s->mover, &k->node);
     s->stats.fetches--;
-    s->stats.h2d_bytes -= mt_store_hi_bytes(s->store, k->unit);
+    s->stats.h2d_bytes -= bytes_of(s, k->unit);
     k->unit = -1;
 }
 
@@ -408,14 +509,14 @@ fail:
 static mt_status fetch(mt_stream *s, int k, int unit, mt_queue *run)
 {
     slot     *sl = &s->slots[k];
-    size_t    bytes = mt_store_hi_bytes(s->store, unit);
-    uint64_t  now = mt_ledger_version(s->store, unit);
+    size_t    bytes = bytes_of(s, unit);
+    uint64_t  now = version_of(s, unit);
     mt_status st;
 
     if (held(s, k))
         MT_TRY(renew(s, k));
     MT_TRY(s->dev->ops->record(run, sl->freed));
-    mt_watch_compute(mt_store_watch(s->store), &sl->using, mt_store_name(s->store, s->computing),
+    mt_watch_compute(mt_store_watch(s->store), &sl->using, name_of(s, s->computing),
                      "its kernels (the event FREED)", sl->freed);
     mt_lock(&s->mu);
     withdraw(s, sl);
@@ -438,7 +539,7 @@ fail:
  * the one not used for longest that nobody holds, else the one not used for longest. */
 static int give_way(const mt_stream *s, int unit)
 {
-    size_t bytes = mt_store_hi_bytes(s->store, unit), least = SIZE_MAX;
+    size_t bytes = bytes_of(s, unit), least = SIZE_MAX;
     int    best = -1, best_held = 1;
 
     for (int k = 0; k < s->n_slots; k++) {
@@ -529,13 +630,13 @@ fail:
 
 mt_status mt_stream_begin(mt_stream *s)
 {
-    int       n_units = mt_store_units(s->store);
+    int       n_units = mt_stream_numbers(s);
     size_t   *unit_bytes;
     mt_status st;
 
     MT_TRY(MT_MAKE(unit_bytes, n_units, "stream"));
     for (int u = 0; u < n_units; u++)
-        unit_bytes[u] = mt_store_hi_bytes(s->store, u);
+        unit_bytes[u] = bytes_of(s, u);
     st = mt__course_begin(&s->course, unit_bytes, n_units, s->slot_bytes, s->n_slots);
     s->last_unit = -1;
     free(unit_bytes);
@@ -548,10 +649,10 @@ static mt_status check_fits(const mt_stream *s, int unit)
     size_t bytes, most = 0;
     int    some = 0;
 
-    if (unit < 0 || unit >= mt_store_units(s->store))
+    if (unit < 0 || unit >= mt_stream_numbers(s))
         return MT_FAIL(MT_EINVAL, "stream: there is no unit %d; the store has %d",
                        unit, mt_store_units(s->store));
-    bytes = mt_store_hi_bytes(s->store, unit);
+    bytes = bytes_of(s, unit);
     for (int k = 0; k < s->n_slots; k++)
         if (!s->slots[k].settled) {
             most = s->slots[k].bytes > most ? s->slots[k].bytes : most;
@@ -559,7 +660,7 @@ static mt_status check_fits(const mt_stream *s, int unit)
         }
     if (!some || bytes > most)
         return MT_FAIL(MT_EINVAL, "unit %s: %zu bytes do not fit the largest slot, %zu bytes; "
-                       "make it larger", mt_store_name(s->store, unit), bytes, most);
+                       "make it larger", name_of(s, unit), bytes, most);
     return MT_OK;
 }
 
@@ -652,7 +753,7 @@ static mt_status wait_issued(mt_stream *s, int k)
 {
     awaited   a = { .s = s, .k = &s->slots[k] };
     mt_status st = mt_watch_until(mt_store_watch(s->store), &s->mover.news, &s->mu, is_issued, &a,
-                                  mt_store_name(s->store, s->slots[k].unit), "its fetch to be put");
+                                  name_of(s, s->slots[k].unit), "its fetch to be put");
 
     return a.failed ? mt_ledger_check(s->store) : st;
 }

@@ -24,6 +24,10 @@
  * A slot may be given to one unit for good: mt_stream_settle. Such units are no part of traces and
  * schedules; their edges are in resident.h.
  *
+ * A cut is bytes of a unit's weights that are fetched by themselves, as some experts of a mixture
+ * are. Cuts have numbers as units have, from the store's number of units on; wherever a unit is
+ * acquired, found or named by a schedule it may be a cut. Versions and updates are the unit's.
+ *
  * An order other than the recorded one is never wrong: a unit that no slot holds is fetched on
  * demand into the least recently used slot, and the trace is recorded again.
  *
@@ -63,6 +67,19 @@ void      mt_stream_close(mt_stream *s);       /* waits for the mover and the H2
  * MT_EINVAL when the slot is too small or other memory, MT_ESTATE when it is in use, and as
  * mt_resident_settle. */
 mt_status mt_stream_settle(mt_stream *s, int unit, int slot);
+
+/* Bytes [from, from + bytes) of a unit's HI plane, at `to` in a slot. */
+typedef struct mt_cut_range { size_t from, to, bytes; } mt_cut_range;
+
+/* *number: of a new cut of the unit, which takes as many bytes of a slot as its ranges reach to.
+ * Called before the first acquire. MT_EINVAL when a range is empty or beyond the plane, MT_ESTATE
+ * when the store has other units than at the first cut. A unit that has its weights on disk is not
+ * fetched in cuts: MT_ESTATE when one of it is. */
+mt_status mt_stream_cut(mt_stream *s, int unit, const mt_cut_range *ranges, int n, int *number);
+/* The unit that a number stands for; the number itself where it is no cut's. */
+int       mt_stream_owner(const mt_stream *s, int number);
+/* How many numbers there are, of units and cuts. */
+int       mt_stream_numbers(const mt_stream *s);
 
 /* A root forward starts: the cursor returns to the start. When the order just ended differs from
  * the schedule's, a schedule is built from it. */

@@ -124,9 +124,11 @@ class Strand(nn.Parameter):
 
     Attributes:
         of: (the parameter, its module, the strand's name in its format), until it is streamed.
+        stands: the parameter's name, and for how many numbers, where 16-bit weights are made of it; else "".
     """
 
     of: tuple[nn.Parameter, nn.Module, str]
+    stands: tuple[str, int] = ("", 0)
 
 
 class Stands:
@@ -198,16 +200,26 @@ def strands_of(name: str, p: nn.Parameter, m: nn.Module, format: Format) -> tupl
         if key:
             strand = Strand(t.detach(), requires_grad=False)
             strand.of = p, m, key
+            if format.expands:
+                strand.stands = name, format.shape(p).numel()
             rest.append((format.label(p, name, key), strand))
     return [(name, p)] if "" in strands else [], rest
 
 
-def dense_bytes(module: nn.Module) -> tuple[int, int]:
+def dense_bytes(module: nn.Module, experts: int = 0) -> tuple[int, int]:
     """Of 16-bit weights that stand for codes: bytes that are there at once while a window runs, and those that stay
-    until backward where activations are kept."""
+    until backward where activations are kept. experts: of a stack, made at a time; 0: all."""
     found = [(2 * format.shape(p).numel(), format) for _, _, p, format in coded(module)]
-    whole, one = sum(n for n, format in found if format.expands), max([n for n, f in found if not f.expands], default=0)
-    return whole + one, sum(n for n, format in found if format.saves)
+    one = max([n for n, f in found if not f.expands], default=0)
+    parts = [2 * _at_once(name, p, format, experts) for name, _, p, format in coded(module) if format.expands]
+    return sum(parts) + one, sum(n for n, format in found if format.saves)
+
+
+def _at_once(name: str, p: nn.Parameter, format: Format, experts: int) -> int:
+    """Numbers of a weight that are made at a time."""
+    shape = format.shape(p)
+    some = 0 < experts < shape[0] and len(shape) > 2 and "expert" in name
+    return shape.numel() * experts // shape[0] if some else shape.numel()
 
 
 # ---- bitsandbytes: Params4bit, a tensor of two codes a byte with its QuantState; Int8Params with scales SCB ----

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from .. import _core
 from ..base.errors import MegatrainError
 from ..base.modes import Mode
+from ..store.pieces import Piece
 from ..store.records import Record
 from ..store.state import swap_window
 from ..store.whole import Whole
@@ -42,7 +43,13 @@ class Located(Protocol):
 
     def locate(self, t: Tensor) -> tuple[int, int] | None: ...
 
-    def view(self, unit: int, offset: int, dtype: torch.dtype, size: Any, stride: Any) -> Tensor: ...
+    def view(self, number: int, offset: int, dtype: torch.dtype, size: Any, stride: Any) -> Tensor: ...
+
+    def views(self, unit: int) -> list[Any]: ...
+
+    def unit_of(self, number: int) -> int: ...
+
+    def strands(self, piece: Piece) -> list[Tensor]: ...
 
 
 class Streamed(Protocol):
@@ -71,7 +78,7 @@ class Stretch(Protocol):
     proved: bool
     units: list[int]
     trainable: list[Record]
-    expanded: dict[int, Whole]
+    expanded: dict[int, Whole | Piece]
     buffered: Below
     recurrent: Below
 
@@ -101,39 +108,48 @@ def check_version(runtime: Streamed, unit: int, version: int) -> None:
 
 
 class Weight:
-    """A saved tensor that lies in a slot: which unit, which version, which part."""
+    """A saved tensor that lies in a slot: which unit, or cut of it, which version, which part."""
 
-    __slots__ = ("runtime", "unit", "version", "dtype", "size", "stride", "offset")
+    __slots__ = ("runtime", "number", "unit", "version", "dtype", "size", "stride", "offset")
 
-    def __init__(self, runtime: Any, unit: int, offset: int, t: Tensor) -> None:
-        self.runtime, self.unit, self.offset = runtime, unit, offset
-        self.version = runtime.core.version(unit)
+    def __init__(self, runtime: Any, number: int, offset: int, t: Tensor) -> None:
+        self.runtime, self.number, self.offset = runtime, number, offset
+        self.unit = runtime.ring.unit_of(number)
+        self.version = runtime.core.version(self.unit)
         self.dtype, self.size, self.stride = t.dtype, t.shape, t.stride()
 
     def tensor(self) -> Tensor:
         check_version(self.runtime, self.unit, self.version)
-        return self.runtime.ring.view(self.unit, self.offset, self.dtype, self.size, self.stride)
+        return self.runtime.ring.view(self.number, self.offset, self.dtype, self.size, self.stride)
 
 
 class Expansions:
-    """16-bit weights made of codes for a backward that kept its activations: one at a time, of which several saved
-    tensors may be parts."""
+    """16-bit weights made of codes for a backward: one at a time, of which several saved tensors may be parts; and one
+    piece of each stack of experts, since a loop over experts takes them from several stacks in turn."""
 
     def __init__(self) -> None:
-        self._last: tuple[Whole, int, Tensor] | None = None
+        self._last: dict[Any, tuple[Whole | Piece, int, Tensor]] = {}
 
-    def of(self, runtime: Streamed, whole: Whole) -> Tensor:
-        unit = whole.records[0].unit
+    def of(self, runtime: Streamed, whole: Whole | Piece) -> Tensor:
+        unit, place = whole.records[0].unit, whole.stacked if isinstance(whole, Piece) else None
+        last = {k: v for k, v in self._last.items() if v[0].records[0].unit == unit}
         version = runtime.core.version(unit)
-        if self._last is None or self._last[:2] != (whole, version):
-            self._last = None                            # first: there is one at a time
-            strands = [runtime.ring.view(unit, r.offset, r.dtype, r.shape, r.stride) for r in whole.records]
-            self._last = whole, version, whole.of(strands)
+        if place not in last or last[place][:2] != (whole, version):
+            last.pop(place, None)                        # first: there is one at a time
+            self._last = last
+            last[place] = whole, version, self._made(runtime, whole)
             runtime.handover.at_end(self)
-        return self._last[2]
+        return self._last[place][2]
+
+    @staticmethod
+    def _made(runtime: Streamed, whole: Whole | Piece) -> Tensor:
+        if isinstance(whole, Piece):
+            return whole.made(runtime.ring)
+        views = runtime.ring.views(whole.records[0].unit)
+        return whole.of([views[r.index].detach() for r in whole.records])
 
     def backward_ended(self) -> None:
-        self._last = None
+        self._last = {}
 
 
 class Expanded:
@@ -141,7 +157,7 @@ class Expanded:
 
     __slots__ = ("runtime", "whole", "version", "size", "stride", "offset")
 
-    def __init__(self, runtime: Streamed, whole: Whole, t: Tensor) -> None:
+    def __init__(self, runtime: Streamed, whole: Whole | Piece, t: Tensor) -> None:
         self.runtime, self.whole, self.version = runtime, whole, runtime.core.version(whole.records[0].unit)
         self.size, self.stride, self.offset = t.shape, t.stride(), t.storage_offset()
 
@@ -255,7 +271,10 @@ class Again:
     def handle(self, t: Tensor) -> Any:
         """What is kept of a tensor that is saved."""
         where = self.runtime.ring.locate(t)
-        return Weight(self.runtime, *where, t) if where is not None else keep(t)
+        if where is not None:
+            return Weight(self.runtime, *where, t)
+        piece = self.window.expanded.get(storage_of(t)) if self.window.expanded else None
+        return Expanded(self.runtime, piece, t) if isinstance(piece, Piece) else keep(t)
 
 
 class ReplayFrame(Again):
@@ -349,6 +368,7 @@ class ReplayFrame(Again):
         finally:
             if opened:
                 swap_window(outer)
+            window.expanded.clear()
             now.restore()
             restore_buffers(window.buffered, saved_buffers)
             set_autocast_state(rt.device.type, saved_autocast)

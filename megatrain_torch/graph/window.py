@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from ..base.errors import MegatrainError
 from ..base.modes import Mode, read
+from ..store.pieces import Piece, Stacked
 from ..store.records import Record, Use
 from ..store.state import enter, in_backward, leave, swap_window
 from ..store.whole import Whole
@@ -27,6 +28,7 @@ from .effects import Places, Snapshot
 from .frames import HostFrame, Located, ReplayFrame, SavedFrame, Streamed, _pop, _push
 from .handover import Reads
 from .installed import method_of
+from .stacks import Stack
 from .swap import storage_of
 
 
@@ -71,11 +73,17 @@ class Head(Protocol):
 
 
 class Ring(Located, Protocol):
-    """Gives a unit's weights on the device, and waits for them: ring.Ring."""
+    """Gives a unit's weights on the device, and waits for them: ring.Ring.
 
-    def views(self, unit: int) -> list[Tensor]: ...
+    Attributes:
+        stacks: of experts, of which some are fetched at a time, by the record that stands for one; no views of these.
+    """
 
-    def leaves(self, unit: int) -> list[Tensor]: ...
+    stacks: dict[Record, Stacked]
+
+    def views(self, unit: int) -> list[Tensor | None]: ...
+
+    def leaves(self, unit: int) -> list[Tensor | None]: ...
 
     def own_outputs(self, out: Any) -> Any: ...
 
@@ -127,6 +135,10 @@ class Bind(torch.autograd.Function):
         return None, None, *ctx.window.runtime.handover.take(ctx.records, ctx.use, nodes, grads)
 
 
+def _detached(views: list[Any], records: list[Record]) -> list[Any]:
+    return [None if (t := views[r.index]) is None else t.detach() for r in records]
+
+
 def refuse_functorch(name: str) -> None:
     if torch._C._functorch.maybe_current_level() is not None:
         raise MegatrainError(f"{name}: torch.func's transforms know nothing of streamed weights: give all weights with "
@@ -141,7 +153,8 @@ class Window:
         units: units they lie in; acquired one after another when the window opens.
         mode: one of modes.py, or "auto" until the first training step decides.
         proved: a first replayed run has shown that inputs are not written in place.
-        wholes: weights that are codes. expanded: those that are 16-bit weights in the run under way, by their memory.
+        wholes: weights that are codes. expanded: those that are 16-bit weights in the run under way, by their memory,
+            and pieces of stacks that are.
     """
 
     def __init__(self, runtime: Model, name: str, module: nn.Module, records: list[Record]) -> None:
@@ -161,7 +174,7 @@ class Window:
         self.trainable: list[Record] = []
         self.frozen: list[Record] = []
         self.params: list[nn.Parameter] = []
-        self.expanded: dict[int, Whole] = {}
+        self.expanded: dict[int, Whole | Piece] = {}
         self.wholes = [r.whole for r in records if r.whole is not None]
         self.look()
 
@@ -194,6 +207,8 @@ class Window:
         """Whose code runs it, and why not another's."""
         if self.head is not None:
             return f"its own ({self.head.declined})" if self.head.declined else "fused with the loss"
+        if stacks := self.stacks:
+            return f"its own (experts are fetched {len(stacks[0].pieces[0].experts)} at a time)"
         if self.compiled is not None:
             return self.compiled.code
         if self.fused is None:
@@ -221,17 +236,22 @@ class Window:
 
     # ---- slot tensors ----
 
-    def views(self, records: list[Record]) -> list[Tensor]:
-        """Fresh tensors over the slots for these records. Acquires their units."""
+    def views(self, records: list[Record]) -> list[Any]:
+        """Fresh tensors over the slots for these records, None for a stack's. Acquires their units."""
         rt = self.runtime
         if len(self.units) == 1:
-            cached = rt.ring.views(self.units[0])
-            return [cached[r.index].detach() for r in records]
+            return _detached(rt.ring.views(self.units[0]), records)
         out = {}
         for unit in self.units:
-            cached = rt.ring.views(unit)
-            out.update({r: cached[r.index].detach() for r in records if r.unit == unit})
+            own = [r for r in records if r.unit == unit]
+            out.update(zip(own, _detached(rt.ring.views(unit), own)))
         return [out[r] for r in records]
+
+    @property
+    def stacks(self) -> list[Stacked]:
+        """Of experts, of which some are fetched at a time."""
+        stacks = self.runtime.ring.stacks
+        return [stacks[r] for r in self.records if r in stacks] if stacks else []
 
     def bind_leaves(self, trainable: list[Record] | None = None) -> dict[Record, Tensor]:
         """Slot tensors with the parameters' own requires_grad, outside of any graph. trainable: as it was."""
@@ -244,8 +264,13 @@ class Window:
     def _together(self, bound: dict[Record, Tensor]) -> dict[Record, Tensor]:
         """Weights of codes are what their packages' code computes with, over the slots' tensors."""
         self.expanded.clear()
+        for stacked in self.stacks:
+            if stacked.records[0] in bound:
+                for r in stacked.records:
+                    bound.pop(r, None)
+                bound[stacked.records[0]] = Stack(stacked, self, stacked.like)
         for whole in self.wholes:
-            if whole.records[0] in bound:
+            if whole.records[0] in bound and type(bound[whole.records[0]]) is not Stack:
                 made = bound[whole.records[0]] = whole.of([bound[r] for r in whole.records])
                 if whole.format.expands:
                     self.expanded[storage_of(made)] = whole
@@ -279,6 +304,10 @@ class Window:
         self.frozen = [r for r in self.records if not r.was_trainable]
         self.params = [r.param for r in self.trainable]
         self.alone = len(self.units) == 1 and self.records == self.runtime.units[self.units[0]]
+        for stacked in self.stacks:
+            if stacked.records[0].was_trainable:
+                raise MegatrainError(f"{stacked.records[0].name}: its experts are fetched a few at a time, which takes "
+                                     "frozen ones; unfreeze it before mt.stream, or stream with plan={'experts': 0}")
         if self.fused is not None:
             self.fused.split()
 
@@ -314,13 +343,14 @@ class Window:
             out = self.head(args, kwargs)
             if out is not None:
                 return out
-        if self.fused is not None:
+        stacks = bool(self.stacks)
+        if self.fused is not None and not stacks:
             out = self.fused(args, kwargs)
             if out is not None:
                 return out
         args, kwargs = masks.dense(args, kwargs)
         mode = read(self.runtime.keeps.mode_of(self))
-        if self.compiled is not None and not mode.host:
+        if self.compiled is not None and not mode.host and not stacks:
             done = self.compiled(args, kwargs, replays=mode.keep != "saved")
             if done is not None:
                 return done[0]

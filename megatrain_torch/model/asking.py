@@ -54,18 +54,20 @@ class Asking:
         self.runtime, self.limits = runtime, limits
         self._here: Machine | None = None
 
-    def plan(self, batch: Pass, micro: int, homes: str | dict[str, str] | None, slots: int | None = None) -> Plan:
-        """A plan for steps of `micro` passes like this. homes, slots: as mt.plan takes them. That reads modules and may
-        run a router's copy: as outside of the forward that asks, and of its autocast. Raises Refused: nothing fits."""
+    def plan(self, batch: Pass, micro: int, homes: str | dict[str, str] | None, slots: int | None = None,
+             experts: int | None = None) -> Plan:
+        """A plan for steps of `micro` passes like this. homes, slots, experts: as mt.plan takes them. That reads
+        modules and may run a router's copy: as outside of the forward that asks, and of its autocast. Raises Refused:
+        nothing fits."""
         rt = self.runtime
         fused = wanted(rt.compute, rt.is_cuda, [r.dtype for r in rt.records])
         try:
             with paused(), torch._C._DisableAutocast():
                 return plan(rt.root(), tokens=batch.tokens * micro, seq=batch.seq, micro=micro, machine=self._machine(),
-                        homes=homes, slots=slots, states=rt.states.format, compute="fused" if fused else "eager",
-                        products=rt.products,
-                        vram=self._left(), host=self.limits.host, units=self.limits.units, nvme=self._drive(),
-                        gpus=self.limits.gpus, machines=self.limits.machines)
+                            homes=homes, slots=slots, experts=experts, states=rt.states.format,
+                            compute="fused" if fused else "eager", products=rt.products,
+                            vram=self._left(), host=self.limits.host, units=self.limits.units, nvme=self._drive(),
+                            gpus=self.limits.gpus, machines=self.limits.machines)
         except MegatrainError as error:
             raise Refused(str(error)) from error
         except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:

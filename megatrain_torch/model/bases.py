@@ -31,20 +31,26 @@ def with_base(cls: Any, path: str | Path, base: str, dtype: torch.dtype | None, 
         raise MegatrainError("base= and quantization_config= both say how weights are quantised: give one of the two")
     tf = sys.modules.get("transformers") or __import__("transformers")
     config = tf.AutoConfig.from_pretrained(path)
-    there = check_base(config, path, base)
+    check_base(config, path, base)
     how = {"dtype": dtype or "auto", "device_map": "cpu", **kwargs}
     with _kept(), kept_apart():
         found = cls.from_pretrained(path, **how, **_settings(tf, base, config, dtype or config.dtype))
         model = found[0] if isinstance(found, tuple) else found
-        if base == "fp8" and not there:
+        if base == "fp8" and not _method(config):
             _to_fp8(model)
-    kept = [p for _, _, p, _ in coded(model)]
-    if not kept:
-        raise MegatrainError(f"base={base!r}: no weight of {path} is kept as codes: there is no linear layer that "
-                             f"falls into blocks, or transformers {tf.__version__} has expanded them; leave base out")
-    for p in kept:
+    for p in _codes_of(model, base, path):
         p.requires_grad_(False)
     vars(model).pop("hf_device_map", None)               # where it was made; accelerate would have it trained there
+    return found
+
+
+def _codes_of(model: nn.Module, base: str, path: str | Path) -> list[nn.Parameter]:
+    """Raises: MegatrainError: there are none: nothing would be as it was asked for."""
+    found = [p for _, _, p, _ in coded(model)]
+    if not found:
+        raise MegatrainError(f"base={base!r}: no weight of {path} is kept as codes: there is no linear layer that "
+                             f"falls into blocks, or transformers {sys.modules['transformers'].__version__} has "
+                             "expanded them; leave base out")
     return found
 
 
@@ -131,7 +137,8 @@ def shaped(config: Any, base: str | None, layers: int | None = None) -> nn.Modul
     Raises:
         MegatrainError: as with_base.
     """
-    there = "" if base is None else check_base(config, config._name_or_path or type(config).__name__, base)
+    name = config._name_or_path or type(config).__name__
+    there = "" if base is None else check_base(config, name, base)
     model, dtype = from_config(config, layers)
     model.to(dtype)
     if base in ("nf4", "int8"):
@@ -140,6 +147,8 @@ def shaped(config: Any, base: str | None, layers: int | None = None) -> nn.Modul
         _shape_mxfp4(model)
     elif base == "fp8":
         _to_fp8(model, bool(there))
+    if base is not None:
+        _codes_of(model, base, name)
     return model
 
 

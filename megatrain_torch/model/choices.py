@@ -24,7 +24,7 @@ from ..plans.planner import Plan
 from ..store.disk import SPILLED, Disk
 from .asking import Limits
 
-PLAN_KEYS = {"activations", "states", "homes", "slots", "grads", "lent", "threads"}
+PLAN_KEYS = {"activations", "states", "homes", "slots", "grads", "lent", "threads", "experts"}
 
 
 @dataclass
@@ -79,7 +79,8 @@ class Choices:
         options = self.options
         return Asked(name, groups, dtype, _homes(options.get("homes", "ram"), groups), options.get("slots", 3),
                      self.micro, where.type == "cpu", self.besides, options.get("grads", "ram") == "ram",
-                     options.get("states", "fp32"), options.get("lent", LENT), fleet=fleet)
+                     options.get("states", "fp32"), options.get("lent", LENT), fleet=fleet,
+                     experts=options.get("experts", 0))
 
 
 def choose(module: nn.Module, where: torch.device, limits: Limits, tokens: int | None, seq: int | None,
@@ -144,7 +145,7 @@ def _from_plan(plan: Plan, limits: Limits, compute: str, states: str | None) -> 
     if states is not None and states != plan.states:
         raise MegatrainError(f"states={states!r}, and the plan is for {plan.states!r} ones: give them to mt.plan")
     options = {"activations": plan.activations, "homes": plan.homes, "slots": plan.slots, "grads": plan.grads,
-               "states": plan.states, "lent": plan.lent}
+               "states": plan.states, "lent": plan.lent, "experts": plan.experts}
     compute = plan.compute if compute == "auto" else compute
     vram = parse_bytes(plan.machine.vram_bytes, "vram") if limits.vram is None else limits.vram
     return Choices(_options(options, compute), compute, vram, limits.disk or plan.nvme, plan, plan.micro, plan.besides,
@@ -171,6 +172,7 @@ def _options(plan: dict[str, Any] | None, compute: str) -> dict[str, Any]:
     check_states(options.get("states", "fp32"))
     check_count(options.get("slots", 3), "plan: slots", least=2)
     check_count(options.get("threads") or 1, "plan: threads")
+    check_count(options.get("experts", 0), "plan: experts", least=0)
     return options
 
 

@@ -45,8 +45,15 @@ def declare(rt: Runtime, fit: Fit, choices: Choices) -> None:
     _add_units(rt, fit.asked)
     rt.cap.hold(choices.vram, fit.asked.at_home(), rt.core.device_bytes())
     rt.homes.open_slots(fit.ring, units_at(fit.asked, *SETTLED), {})
+    cut_units(rt, fit.asked)
     _to_disk(rt, fit.asked, choices)
     _place(rt, fit.asked, choices)
+
+
+def cut_units(rt: Runtime, asked: Asked) -> None:
+    """Where experts are fetched a few at a time; slots are open, and there was no forward with them."""
+    for unit, home in enumerate(asked.homes) if asked.experts else ():
+        rt.ring.cut(unit, asked.experts, rt.wholes[unit], at_once=home in (*SETTLED, "disk+weights"))
 
 
 def _add_units(rt: Runtime, asked: Asked) -> None:

@@ -1,12 +1,14 @@
 """Does a model fit, as it was chosen to be streamed? Asked before anything of it is changed."""
 from __future__ import annotations
 
+import dataclasses
 import gc
 from typing import NamedTuple
 
 import torch
 
 from ..base.errors import MegatrainError
+from ..base.stacks import usual_experts
 from ..plans.asked import Asked
 from ..plans.preflight import (
     check_device,
@@ -46,11 +48,22 @@ def fitted(asked: Asked, where: torch.device, choices: Choices, host: int | None
         asked = _provisional(asked, host, most)
     elif choices.disk is not None and "homes" not in choices.options:
         asked = to_disk(asked, host)
+    if "experts" not in choices.options:
+        asked = _in_pieces(asked, most)
     sizes = check_device(asked, free, choices.vram)
     check_room(asked, choices.disk, choices.spills, choices.spilled)
     if not choices.itself or choices.whole:
         check_loading(asked, host, choices.whole, most)
     return Fit(asked, sizes[:len(sizes) - len(units_at(asked, *SETTLED))], Room(asked, host))
+
+
+def _in_pieces(asked: Asked, most: int | None) -> Asked:
+    """With experts fetched a few at a time, where slots for all of a layer's do not fit, and would else be refused."""
+    least = dataclasses.replace(asked, ring=2)
+    experts = max([usual_experts(own) for _, own in asked.groups], default=0)
+    if most is None or not experts or sum(least.device().values()) <= most:
+        return asked
+    return dataclasses.replace(asked, experts=experts)
 
 
 def _provisional(asked: Asked, host: int | None, most: int | None) -> Asked:

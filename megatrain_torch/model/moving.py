@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING
 
 from ..base.limits import show_bytes
 from ..base.modes import DISKS
-from ..base.slots import plan_slots
 from ..group.ranks import as_one
 from ..plans.asked import Asked
 from ..plans.planner import Plan
 from ..plans.tally import SETTLED
 from ..store import gradient
 from ..store.disk import SPILLED, file_bytes
+from .filling import cut_units
 
 if TYPE_CHECKING:
     from .runtime import Runtime
@@ -39,7 +39,8 @@ def move(rt: Runtime, plan: Plan, limit: int) -> None:
             it refuses to run.
     """
     asked = _wanted(rt, plan)
-    if asked.homes != rt.room.asked.homes or asked.ring != rt.room.asked.ring:
+    before = rt.room.asked
+    if (asked.homes, asked.ring, asked.experts) != (before.homes, before.ring, before.experts):
         rt.saves.finish()
         rt.drain()
         for unit in rt.homes.arrivals.units:
@@ -60,7 +61,7 @@ def keep(rt: Runtime, plan: Plan) -> None:
 def _wanted(rt: Runtime, plan: Plan) -> Asked:
     homes = tuple(plan.homes.get(name, "ram") for name in rt.unit_names)
     return dataclasses.replace(rt.room.asked, homes=homes, ring=plan.slots, micro=plan.micro,
-                               besides=plan.besides)
+                               besides=plan.besides, experts=plan.experts)
 
 
 def _spill(rt: Runtime, asked: Asked, plan: Plan) -> None:
@@ -133,8 +134,8 @@ class _Change:
 
     def _open(self, there: list[int], asked: Asked) -> None:
         rt = self.rt
-        streamed = [u.weights for u, home in zip(asked.units(), asked.homes) if home not in SETTLED]
-        rt.homes.open_slots(plan_slots(streamed, asked.ring), there, self.have)
+        rt.homes.open_slots(asked.tally().slots(asked.homes, asked.ring), there, self.have)
+        cut_units(rt, asked)
         rt.room.asked = asked
         rt.homes.invite(unit for unit in there if asked.homes[unit] == "arrive")
 

@@ -177,8 +177,9 @@ class Planning:
             with ranks.as_one():
                 own = self._first([self._seen.most], self._ask)
             tokens = self._seen.most.tokens
-            _, homes, slots = max(ranks.gather((tokens, own.homes, own.slots)), key=lambda asked: asked[0])
-            for found in ((homes, slots), ("ram", None)):
+            asked = (tokens, own.homes, own.slots, own.experts)
+            _, *best = max(ranks.gather(asked), key=lambda asked: asked[0])
+            for found in (best, ("ram", None, None)):
                 plan = self._with(*found)
                 if all(ranks.gather(plan is not None)):
                     self._agreed = True
@@ -189,10 +190,10 @@ class Planning:
             raise Refused(str(error)) from error
         raise Refused("processes have passes of which no plan fits all, with units at home in the same places")
 
-    def _with(self, homes: dict[str, str] | str, slots: int | None) -> Plan | None:
+    def _with(self, homes: dict[str, str] | str, slots: int | None, experts: int | None) -> Plan | None:
         """None: what was seen does not fit with these homes."""
         with contextlib.suppress(Refused):
-            return self._as_before(self.asking.plan(self._seen.most, self._most_micro(), homes, slots))
+            return self._as_before(self.asking.plan(self._seen.most, self._most_micro(), homes, slots, experts))
         return None
 
     def _ask(self, batch: Pass) -> Plan:
@@ -202,7 +203,7 @@ class Planning:
     def _ask_here(self, batch: Pass, plan: Plan | None = None) -> Plan:
         """A plan with units where they are, or where `plan` has them."""
         plan = plan or self.plan
-        return self._as_before(self.asking.plan(batch, self._most_micro(), plan.homes, plan.slots))
+        return self._as_before(self.asking.plan(batch, self._most_micro(), plan.homes, plan.slots, plan.experts))
 
     def _most_micro(self) -> int:
         return max(self._micro(), 1 if self.plan is None else self.plan.micro)

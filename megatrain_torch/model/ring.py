@@ -3,30 +3,56 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from .. import _core
+from ..base.stacks import Cut, cut
 from ..fused.templates import Weights
 from ..graph.door import Door
 from ..graph.handover import HandOver
 from ..store.arrive import Arrivals
+from ..store.pieces import Piece, Stacked
 from ..store.records import Record
 from ..store.state import in_backward
+from ..store.whole import Whole
 
 _use_count = torch._C._storage_Use_Count
 
 
-def _references(tensors: list[Tensor]) -> int:
+def _references(tensors: list[Tensor | None]) -> int:
     """Most Python references that one of them has; what the counting itself holds is in every count."""
-    return max([sys.getrefcount(t) for t in tensors], default=0)
+    return max([sys.getrefcount(t) for t in tensors if t is not None], default=0)
+
+
+class Spot(NamedTuple):
+    """Where a parameter, or some experts of a stack, lie in a slot that has a cut of a unit."""
+
+    record: Record
+    offset: int
+    shape: Any
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.record.dtype
+
+    @property
+    def stride(self) -> Any:
+        return self.record.stride
+
+    @property
+    def was_trainable(self) -> bool:
+        return self.record.was_trainable
+
+
+Spots = Sequence[Record | Spot | None]       # None: it is not in this slot
 
 
 class Slot:
-    """Device memory for one unit's weights, and torch's views of it.
+    """Device memory for one unit's weights, or a cut of them, and torch's views of it, by the number of either.
 
     held() is true when someone besides this slot has a tensor in it: a custom Function that keeps a
     weight, an output that aliases one. Then the memory is left to the holder.
@@ -42,35 +68,41 @@ class Slot:
             skip = -raw.data_ptr() % 512
             self.memory = raw[skip:skip + self.nbytes]
         self.address = self.memory.data_ptr()
-        self.views: dict[int, list[Tensor]] = {}
-        self.leaves: dict[int, list[Tensor]] = {}
+        self.views: dict[int, list[Tensor | None]] = {}
+        self.leaves: dict[int, list[Tensor | None]] = {}
         self.weights: dict[tuple[int, tuple[str, ...]], Weights] = {}
         self._unheld = 0
         self._storage = self.memory.untyped_storage()
         del raw
         self._own = _use_count(self._storage._cdata)
 
-    def unit_views(self, unit: int, records: list[Record]) -> list[Tensor]:
+    def unit_views(self, unit: int, records: Spots) -> list[Tensor | None]:
         views = self.views.get(unit)
         if views is None:
             before = _use_count(self._storage._cdata)
             with torch.inference_mode(False), torch.no_grad():
-                views = self.views[unit] = [self.view(r.offset, r.dtype, r.shape, r.stride) for r in records]
+                views = self.views[unit] = [None if r is None else self.view(r.offset, r.dtype, r.shape, r.stride)
+                                            for r in records]
             self._own += _use_count(self._storage._cdata) - before
         return views
 
-    def unit_leaves(self, unit: int, records: list[Record]) -> list[Tensor]:
+    def unit_leaves(self, unit: int, records: Spots) -> list[Tensor | None]:
         """The same tensors each time, with the parameters' requires_grad: for runs that record nothing."""
         leaves = self.leaves.get(unit)
         if leaves is None:
             views, before = self.unit_views(unit, records), _use_count(self._storage._cdata)
             with torch.inference_mode(False), torch.no_grad():
-                leaves = self.leaves[unit] = [v.detach() for v in views]
+                leaves = self.leaves[unit] = [None if v is None else v.detach() for v in views]
             self._own += _use_count(self._storage._cdata) - before
             self._unheld = _references(leaves)
-            for leaf, r in zip(leaves, records):
-                leaf.requires_grad_(r.was_trainable)
+            self._follow(leaves, records)
         return leaves
+
+    @staticmethod
+    def _follow(leaves: list[Tensor | None], records: Spots) -> None:
+        for leaf, r in zip(leaves, records):
+            if leaf is not None:
+                leaf.requires_grad_(r.was_trainable)
 
     def unit_weights(self, unit: int, records: list[Record], names: tuple[str, ...]) -> Weights:
         """The views by name, for a template; made once, their joint views too."""
@@ -89,11 +121,10 @@ class Slot:
         self._own += _use_count(self._storage._cdata) - before
         return view
 
-    def follow(self, units: list[list[Record]]) -> None:
+    def follow(self, spots: Callable[[int], Spots]) -> None:
         """requires_grad of some parameters changed."""
         for unit, leaves in self.leaves.items():
-            for leaf, r in zip(leaves, units[unit]):
-                leaf.requires_grad_(r.was_trainable)
+            self._follow(leaves, spots(unit))
 
     def view(self, offset: int, dtype: torch.dtype, shape: Any, stride: Any) -> Tensor:
         span = 1 + sum((n - 1) * s for n, s in zip(shape, stride)) if 0 not in shape else 0
@@ -132,11 +163,19 @@ class Ring:
 
     Attributes:
         slots: those that are open. lowest, highest: addresses between which they all lie.
+        stacks: of experts, of which some are fetched at a time, by the record that stands for one.
     """
 
     def __init__(self, model: Model) -> None:
         self._model, self.core, self._units = model, model.core, model.units
+        self._forget_cuts()
         self.look([])
+
+    def _forget_cuts(self) -> None:
+        self.stacks: dict[Record, Stacked] = {}
+        self._rests: dict[int, int] = {}             # by unit, the number of what a window has open of it
+        self._spots: dict[int, list[Spot | None]] = {}       # by the number of a cut
+        self._owners: dict[int, int] = {}
 
     def open(self, sizes: list[int], settled: list[int], have: dict[int, Slot]) -> None:
         """Slots of these sizes for what streams, then one for each of these units, which stay there: their own of
@@ -154,7 +193,43 @@ class Ring:
     def close(self) -> None:
         """Others will be opened. Who moves units holds those that have weights until these are elsewhere."""
         self.core.close_slots()
+        self._forget_cuts()
         self.look([])
+
+    def cut(self, unit: int, experts: int, wholes: list[Whole], at_once: bool) -> None:
+        """Of this unit's stacks so many experts are there at a time. at_once: they are fetched, or live on the device,
+        together, and only what is made of codes is not."""
+        records = self._units[unit]
+        offsets = [self.core.offset(unit, r.index) for r in records]
+        cuts = cut([(r.name, r.param) for r in records], experts, [r.dtype for r in records], offsets)
+        parts: dict[str, list[tuple[range, int | None]]] = {}
+        for one in cuts or ():
+            number = None if at_once else self._number(unit, one)
+            if one.stack:
+                parts.setdefault(one.stack, []).append((one.experts, number))
+            elif number is not None:
+                self._rests[unit] = number
+        own = {c.stack: [records[i] for i in c.offsets] for c in cuts or () if c.stack}
+        for name, strands in own.items():
+            whole = next((w for w in wholes if set(w.records) == set(strands)), None)
+            first = strands if whole is None else whole.records
+            self.stacks[first[0]] = Stacked(first, whole, parts[name])
+
+    def _number(self, unit: int, one: Cut) -> int:
+        number = self.core.cut(unit, one.ranges)
+        spots: list[Spot | None] = [None] * len(self._units[unit])
+        for r in [self._units[unit][i] for i in one.offsets]:
+            shape = (len(one.experts), *r.shape[1:]) if one.stack else r.shape
+            spots[r.index] = Spot(r, one.offsets[r.index], shape)
+        self._spots[number], self._owners[number] = spots, unit
+        return number
+
+    def unit_of(self, number: int) -> int:
+        """The unit of this number, or that is cut to this one."""
+        return self._owners.get(number, number)
+
+    def _spots_of(self, number: int) -> Spots:
+        return self._spots.get(number) or self._units[number]
 
     def look(self, slots: list[Slot]) -> None:
         """At others, or at one that has other memory: most tensors are told apart from weights by their addresses."""
@@ -165,7 +240,7 @@ class Ring:
     def follow(self) -> None:
         """requires_grad of some parameters changed."""
         for slot in self.slots:
-            slot.follow(self._units)
+            slot.follow(self._spots_of)
 
     def acquire(self, unit: int) -> int:
         """The slot that the unit is in, when compute gets there."""
@@ -182,27 +257,39 @@ class Ring:
         if task != -1 and task not in self._model.door.tasks:
             self._model.handover.join_task()
 
-    def views(self, unit: int) -> list[Tensor]:
-        slot = self.acquire(unit)
-        return self.slots[slot].unit_views(unit, self._units[unit])
+    def views(self, unit: int) -> list[Tensor | None]:
+        """None for stacks."""
+        number = self._rests.get(unit, unit)
+        slot = self.acquire(number)
+        return self.slots[slot].unit_views(number, self._spots_of(number))
 
-    def leaves(self, unit: int) -> list[Tensor]:
-        slot = self.acquire(unit)
-        return self.slots[slot].unit_leaves(unit, self._units[unit])
+    def leaves(self, unit: int) -> list[Tensor | None]:
+        number = self._rests.get(unit, unit)
+        slot = self.acquire(number)
+        return self.slots[slot].unit_leaves(number, self._spots_of(number))
+
+    def strands(self, piece: Piece) -> list[Tensor]:
+        """Of some experts of a stack, over the slot that they are in when compute gets there."""
+        if piece.cut is not None:
+            slot = self.acquire(piece.cut)
+            views = self.slots[slot].unit_views(piece.cut, self._spots_of(piece.cut))
+            return [views[r.index].detach() for r in piece.records]
+        views, at = self.views(piece.stacked.unit), piece.experts
+        return [views[r.index].detach()[at.start:at.stop] for r in piece.records]
 
     def weights(self, unit: int, names: tuple[str, ...]) -> Weights:
         slot = self.acquire(unit)
         return self.slots[slot].unit_weights(unit, self._units[unit], names)
 
-    def view(self, unit: int, offset: int, dtype: torch.dtype, size: Any, stride: Any) -> Tensor:
-        """Part of a unit's weights, fetched if need be. offset: bytes from the unit's start."""
+    def view(self, number: int, offset: int, dtype: torch.dtype, size: Any, stride: Any) -> Tensor:
+        """Part of a unit's weights, or of a cut's, fetched if need be. offset: bytes from the start in its slot."""
         self._joins()
-        slot = self.core.acquire(unit, self._model.stream())
+        slot = self.core.acquire(number, self._model.stream())
         with torch.no_grad():
             return self.slots[slot].view(offset, dtype, size, stride)
 
     def locate(self, t: Tensor) -> tuple[int, int] | None:
-        """(unit, byte offset) when t lies in a slot that still holds the unit it was taken from."""
+        """(number, byte offset) when t lies in a slot that still holds the unit, or the cut, it was taken from."""
         if type(t) is not Tensor or t.layout is not torch.strided:
             return None
         try:

@@ -35,7 +35,7 @@ from .origins import origins
 from .planning import Planning
 from .registry import find_runtime, runtime_of
 from .runtime import Runtime
-from .streamable import check_model, refuse_codes
+from .streamable import check_model, refuse_codes, refuse_packed
 from .together import between, check, check_copies, fleet_of, leaves_in_order, same_buffers
 
 
@@ -109,6 +109,7 @@ def stream_of(ranks: Ranks | None, module: nn.Module, device: str | torch.device
         check_model(module, ranks is not None and ranks.rank != ranks.mates[0])
         check_dtype(dtype)
         refuse_codes(module, dtype)
+        refuse_packed(module, where)
         limits = Limits(parse_bytes(vram, "vram"), parse_bytes(host, "host"), Disk.parse(nvme), units, *fleet_of(ranks))
         choices = choose(module, where, limits, dtype=dtype, **asked)
     _stream(module, where, limits, choices, dtype, masters, ranks, reduce)

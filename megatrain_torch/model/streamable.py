@@ -55,6 +55,16 @@ def _problem(p: nn.Parameter, bare: bool) -> str:
     return ""
 
 
+def refuse_packed(module: nn.Module, where: torch.device) -> None:
+    """Raises: on a GPU, a linear layer of gptqmodel's (GPTQ, AWQ): a load on the CPU gave it a kernel for that, and its
+    codes, which are buffers, would lie on the device whatever its limit is."""
+    for name, m in module.named_modules() if where.type != "cpu" else ():
+        if "qweight" in m._buffers and any(c.__module__.partition(".")[0] == "gptqmodel" for c in type(m).__mro__):
+            raise MegatrainError(f"module {name!r} ({type(m).__name__}) keeps its codes in buffers, which are not "
+                                 "streamed: all of them would lie on the GPU, and no plan counts them. Take the "
+                                 "checkpoint of 16 bits: mt.from_pretrained(..., base='nf4') makes codes that stream")
+
+
 def refuse_codes(module: nn.Module, dtype: torch.dtype | None) -> None:
     """Raises: to be converted to a type, a weight is codes, or fp8 with scales beside it."""
     for name, p in module.named_parameters() if dtype is not None else ():

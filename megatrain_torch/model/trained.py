@@ -49,10 +49,10 @@ class Trained:
                 model.core.set_trainable(r.unit, r.index, on)
                 self._told = False
         if not self._told:
-            self._told = True
             for w in model.windows:
                 w.split()
             model.ring.follow()
             for r in model.records if model.exchange is not None else ():
                 if not model.exchange.hooks(r):
                     model.exchange.route(r)
+            self._told = True

@@ -33,6 +33,7 @@ class Asked:
         states: how AdamW's are kept.
         lent: such buffers of a size.
         copied: those that live on the device, and masters there, have copies in host memory, for a state_dict.
+        experts: of a mixture's layer, fetched at a time; 0: all of them.
         fleet: the processes that have the units together. In their memory each parameter begins at a page.
         known: units by what their bytes depend on; the same dict in all that is made from this by `replace`.
     """
@@ -50,17 +51,19 @@ class Asked:
     lent: int = LENT
     copied: bool = False
     fleet: Fleet = ALONE
+    experts: int = 0
     known: dict[tuple[Any, ...], Any] = field(default_factory=dict, compare=False, repr=False)
 
     def units(self) -> list[Unit]:
         """As the parameters are now: some may have been frozen since."""
         key, align = self._key(), ALIGN if self.fleet.alone else PAGE
         if key not in self.known:
-            self.known[key] = [unit_bytes(name, own, self.dtype, self.states, align) for name, own in self.groups]
+            self.known[key] = [unit_bytes(name, own, self.dtype, self.states, align, self.experts)
+                               for name, own in self.groups]
         return self.known[key]
 
     def _key(self) -> tuple[Any, ...]:
-        return self.dtype, self.states, *(p.requires_grad for _, own in self.groups for _, p in own)
+        return self.dtype, self.states, self.experts, *(p.requires_grad for _, own in self.groups for _, p in own)
 
     def on_disk(self) -> bool:
         """Some unit's states are."""

@@ -280,10 +280,10 @@ def _eager(w: Window, m: Machine, tokens: int, seq: int) -> Cost:
         kept["saved"], work = VECTOR_KEPT * w.hidden, {mode: VECTOR_KEPT * w.hidden for mode in kept}
         traffic = VECTOR_TRAFFIC * w.hidden
     elementwise, (dense, stay) = _bytes_s(m, tokens * traffic), w.dense
-    forward = _products_s(m, w.products, tokens) + elementwise + _bytes_s(m, 2 * dense) \
+    forward = _products_s(m, w.products, tokens) + elementwise + _bytes_s(m, 2 * w.made) \
         + _attention_s(m, w, tokens, seq, False) / EAGER_ATTENTION
     gradients = _gradients_s(m, w, tokens) + elementwise * EAGER_TRAFFIC_BACKWARD / EAGER_TRAFFIC_FORWARD \
-        + _bytes_s(m, 2 * dense) \
+        + _bytes_s(m, 2 * w.made) \
         + _attention_s(m, w, tokens, seq, True) / EAGER_ATTENTION
     last = _products_s(m, [p for p in w.products if p.part == "down"], tokens)
     once, back, again = EAGER_OPERATIONS["layer" if w.kind == "layer" else "other"]

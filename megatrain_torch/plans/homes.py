@@ -21,6 +21,7 @@ from .uses import Uses
 from .wishes import Wishes
 
 RINGS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+LEAST_OF_PIECES = 4         # slots, where experts are fetched a few at a time
 MOST_ENDS = 3               # embeddings and heads whose homes are chosen one by one
 
 
@@ -117,6 +118,8 @@ class Ways:
         if self.wishes.slots:
             return [self.wishes.slots]
         n = len(self.shape.units)
+        if any(u.fetched for u in self.shape.units):
+            return [r for r in RINGS if LEAST_OF_PIECES <= r < n] + [max(LEAST_OF_PIECES, n)]
         return [r for r in RINGS if r < n] + [max(2, n)]
 
     # ---- updates through the device ----
@@ -161,6 +164,14 @@ class Ways:
         """Bytes of each, of units that stream."""
         return self.disk.tally.slots(self.disk.where(homes, OnDisk()), ring)
 
+    def walked(self, homes: tuple[Home, ...], ring: int) -> list[int]:
+        """The same for the walk, which fetches units as a whole: where experts come a few at a time, what is fetched
+        ahead is about a layer."""
+        units = self.shape.units
+        if not any(u.fetched for u in units):
+            return self.slots(homes, ring)
+        return plan_slots([u.crossing for u, home in zip(units, homes) if not home], 2)
+
     def visiting(self, homes: tuple[Home, ...]) -> dict[int, int]:
         """Bytes of states that arrive, by unit."""
         if Home.ARRIVE.value not in homes:
@@ -183,7 +194,7 @@ class Ways:
             homes, through, sum(weights), sum([units[u].weights for u in needed]),
             sum([crossing[u] for u in away]), sum(self.visiting(homes).values()),
             last / (m.both_gbps * 1e9), sum(numbers) / adding,
-            max(numbers, default=0) / adding, self._ring_bytes(weights),
+            max(numbers, default=0) / adding, self._ring_bytes([n for u in away for n in units[u].slots]),
             max([uses.last[u] for u in away], default=0),
             min([uses.first[u] for u in needed], default=0))
 

@@ -9,6 +9,7 @@ window, simulate.py puts them in the engine's order, placement.py looks for the 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import html
 import itertools
 import math
@@ -35,7 +36,7 @@ from .cost import LENT, THROUGH_BYTES
 from .fleet import Fleet, check_homes, fleet_of
 from .machine import DRIVE, DRIVE_NAME, Machine, host_now, resolve
 from .on_disk import OVERHEAD
-from .placement import Problem
+from .placement import ROUNDED, Problem
 from .shapes import Shape, shapes_of
 from .simulate import Timing
 from .wishes import Choice, Wishes
@@ -67,6 +68,7 @@ class Plan:
             fewer where nothing fits otherwise: then a backward waits for the updates of the last units.
         states: how mt.AdamW keeps its states.
         products: of layers, "bf16" or "fp8".
+        experts: of a mixture's layer, fetched at a time; 0: all of them.
         gpus, machines: GPUs of a machine, and machines, each with a host like `machine`'s. tokens, micro and device
             memory are those of one GPU; host memory is one machine's.
     """
@@ -98,6 +100,7 @@ class Plan:
     gpus: int = 1
     machines: int = 1
     products: str = "bf16"
+    experts: int = 0
 
     @property
     def fleet(self) -> Fleet:
@@ -174,7 +177,8 @@ def plan(model: Any, *, tokens: int, seq: int, machine: Machine | str | None = N
          activations: str | None = None, slots: int | None = None, grads: str = "ram",
          states: str = "fp32", compute: str = "auto", products: str = "bf16",
          dtype: torch.dtype | None = None, units: list[str | nn.Module] | None = None,
-         layers: int | None = None, nvme: str | dict[str, Any] | None = None, gpus: int = 1, machines: int = 1) -> Plan:
+         layers: int | None = None, nvme: str | dict[str, Any] | None = None, gpus: int = 1, machines: int = 1,
+         experts: int | None = None) -> Plan:
     """Predicts a training step with mt.AdamW and finds the choice of least time within the limits.
 
     Args:
@@ -200,6 +204,7 @@ def plan(model: Any, *, tokens: int, seq: int, machine: Machine | str | None = N
             another machine {"limit": "2TB"} is enough.
         gpus, machines: GPUs of each machine, and machines, with a process for each GPU, as torchrun starts them. vram
             is one GPU's limit, host one machine's. Units are then at home in "ram".
+        experts: of a layer, frozen in one parameter, fetched at a time; 0: all. None: what is best.
 
     Raises:
         MegatrainError: an argument makes no sense; or nothing that may be chosen fits. Then the message has the
@@ -219,15 +224,14 @@ def plan(model: Any, *, tokens: int, seq: int, machine: Machine | str | None = N
     if compute == "auto" and products == "bf16":       # as mt.stream has it
         halves = all(w.itemsize == 2 for w in shape.windows)
         wishes = dataclasses.replace(wishes, fused=halves and limits.device == "cuda")
-    problem = Problem(shape, limits, wishes)
-    _check_activations(problem)
-    problem, best = _solve(problem)
+    problem, best, shape_with, experts = _best(shape_with, limits, wishes, experts)
     if best is None and isinstance(homes, dict):
         raise MegatrainError(f"{tokens:,} tokens of {shape.name} in sequences of {seq:,} fit in no way with units at "
                              "these homes")
     if best is None:
         raise _refusal(problem, resolve(machine), shape_with)
-    return dataclasses.replace(_plan(problem, *best), nvme=disk, disk_room=wishes.nvme or 0, products=products)
+    return dataclasses.replace(_plan(problem, *best), nvme=disk, disk_room=wishes.nvme or 0, products=products,
+                               experts=experts)
 
 
 def _disk(nvme: str | dict[str, Any] | None, homes: str | dict[str, str] | None, activations: str | None
@@ -257,6 +261,28 @@ def _check_activations(problem: Problem) -> None:
         layers = "fused" if problem.wishes.fused else "eager"
         raise MegatrainError(f"activations={asked!r}: no window of {problem.shape.name} has it with {layers} layers; "
                              f"they have {', '.join(repr(mode) for mode in MODES if mode in had)}")
+
+
+Found = tuple[Problem, tuple[Choice, Timing] | None, Callable[..., Shape], int]
+
+
+def _best(shape_with: Callable[..., Shape], limits: Machine, wishes: Wishes, experts: int | None) -> Found:
+    """With a layer's experts fetched at once, or with a few at a time where that takes less time, or alone fits."""
+    if experts is not None:
+        check_count(experts, "experts", 0)
+    shape = shape_with(wishes.states, experts or 0)
+    problem = Problem(shape, limits, wishes)
+    _check_activations(problem)
+    problem, best = _solve(problem)
+    if experts is not None or not shape.experts:
+        return problem, best, functools.partial(shape_with, experts=experts or 0), experts or 0
+    cut = shape_with(wishes.states, shape.experts)
+    if not any(u.fetched for u in cut.units):
+        return problem, best, shape_with, 0
+    other, found = _solve(Problem(cut, limits, wishes))
+    if best is not None and (found is None or best[1].seconds <= found[1].seconds * ROUNDED):
+        return problem, best, shape_with, 0
+    return other, found, functools.partial(shape_with, experts=shape.experts), shape.experts      # which needs less
 
 
 def _solve(problem: Problem) -> tuple[Problem, tuple[Choice, Timing] | None]:
@@ -398,6 +424,7 @@ def _placement_table(p: Plan) -> Table:
     for names, home, mode in _runs(p):
         rows.append((_span(names), show_bytes(sum(p.weights[n] for n in names)), home, mode))
     ring = f"ring of {p.slots} slots for what streams"
+    ring += f"; experts {p.experts} at a time" * (p.experts > 0)
     ring += f"; {p.lent} buffer{'s' * (p.lent > 1)} for gradients" * (p.lent < LENT)
     return ring if {"ram", "through", *DISKS} & set(p.homes.values()) else "nothing streams", rows
 

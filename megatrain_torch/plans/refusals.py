@@ -63,6 +63,11 @@ class _Frozen:
     def __init__(self, p: Any) -> None:
         self.dtype, self.numel, self.is_floating_point = p.dtype, p.numel, p.is_floating_point
 
+    @staticmethod
+    def dim() -> int:
+        """It is none of experts: bytes in host memory do not depend on that."""
+        return 1
+
 
 def refusal(asked: Asked, title: str, need: dict[str, int], most: int, whose: str, changes: dict[str, Any],
              *words: str) -> MegatrainError:

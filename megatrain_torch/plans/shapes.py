@@ -22,6 +22,7 @@ from ..base.errors import MegatrainError
 from ..base.formats import master_bytes, moment_bytes
 from ..base.modes import KEEPS, LINKED
 from ..base.products import check_layers, inner
+from ..base.stacks import slots_of, usual_experts
 from ..base.units import ADAPTER, ALIGN, find, group, output_embeddings, stored_dtype, weight_bytes
 from ..fused.templates import Unfit, template
 
@@ -36,6 +37,7 @@ class Unit:
         weights: HI plane, and a slot for it. gradients: GRAD. masters: LO, or MASTER of fp16 weights.
         moments: M and V. sums: ACC, which exists with several micro-batches only.
         trained, numel: elements. count: tensors.
+        fetched: bytes of a slot for what of it is fetched by itself: its experts, where a few are at a time.
     """
 
     name: str
@@ -47,6 +49,18 @@ class Unit:
     moments: int
     sums: int
     count: int
+    fetched: tuple[int, ...] = ()
+
+    @property
+    def slots(self) -> tuple[int, ...]:
+        """Bytes of what is fetched at once."""
+        return self.fetched or (self.weights,)
+
+    @property
+    def crossing(self) -> int:
+        """Bytes of a fetch, on average: experts that are fetched a few at a time come for a layer's forward, when that
+        runs again in backward, and for the gradients behind it."""
+        return self.weights + sum(self.fetched[1:]) // 2
 
 
 @dataclass(frozen=True)
@@ -107,7 +121,7 @@ class Window:
         itemsize: bytes of an activation's element.
         coded: its products, where `fits` says so, are of 8-bit codes.
         learns: it or a window before it has trained parameters, so a gradient passes through it.
-        dense: as codes.dense_bytes has it.
+        dense: as codes.dense_bytes has it. made: bytes of 16-bit weights that its forward makes of codes.
     """
 
     name: str
@@ -125,11 +139,12 @@ class Window:
     learns: bool
     coded: bool = False
     dense: tuple[int, int] = (0, 0)
+    made: int = 0
 
     @property
     def shape(self) -> tuple[Any, ...]:
         return (self.kind, self.products, self.template, self.hidden, self.attention, self.heads, self.context,
-                self.vectors, self.table, self.itemsize, self.learns, self.coded, self.dense)
+                self.vectors, self.table, self.itemsize, self.learns, self.coded, self.dense, self.made)
 
     def width(self, part: str) -> float:
         """Elements per token that the products of a part give."""
@@ -138,11 +153,16 @@ class Window:
 
 @dataclass(frozen=True)
 class Shape:
-    """A model: its units, and its windows in the order of the modules, which is taken for the forward's."""
+    """A model: its units, and its windows in the order of the modules, which is taken for the forward's.
+
+    Attributes:
+        experts: that would be fetched at a time, where not all of a layer's are at once; 0: it has no stack of such.
+    """
 
     name: str
     units: tuple[Unit, ...]
     windows: tuple[Window, ...]
+    experts: int = 0
 
     @property
     def parameters(self) -> int:
@@ -154,8 +174,9 @@ class Shape:
 
 
 def shapes_of(model: Any, *, dtype: torch.dtype | None = None, units: list[str | nn.Module] | None = None,
-              layers: int | None = None, products: str = "bf16") -> Callable[[str], Shape]:
-    """The shape of a module, or of a transformers config, by how AdamW's states are kept (formats.py).
+              layers: int | None = None, products: str = "bf16") -> Callable[..., Shape]:
+    """The shape of a module, or of a transformers config, by how AdamW's states are kept (formats.py), and by the
+    experts that are fetched at a time (0: all).
 
     Args:
         dtype, units, products: as for mt.stream. A config without a dtype of its own is taken for bf16.
@@ -184,11 +205,21 @@ def shapes_of(model: Any, *, dtype: torch.dtype | None = None, units: list[str |
     if products == "fp8":
         windows = _coded(type(model).__name__, windows)
 
-    def shape_with(states: str) -> Shape:
-        own = tuple(unit_bytes(name, params, dtype, states) for name, params in groups)
-        return Shape(type(model).__name__, own, tuple(windows))
+    modules = {name or type(model).__name__: m for name, m in found.windows}
+
+    def shape_with(states: str, experts: int = 0) -> Shape:
+        own = tuple(unit_bytes(name, params, dtype, states, experts=experts) for name, params in groups)
+        return Shape(type(model).__name__, own, tuple(_in_pieces(w, own, modules, experts) for w in windows),
+                     max([usual_experts(params) for _, params in groups], default=0))
 
     return shape_with
+
+
+def _in_pieces(w: Window, units: tuple[Unit, ...], modules: dict[str, nn.Module], experts: int) -> Window:
+    """Windows whose experts are fetched a few at a time run their own code."""
+    if not any(units[u].fetched for u in w.units):
+        return w
+    return dataclasses.replace(w, template=None, dense=dense_bytes(modules[w.name], experts))
 
 
 def _coded(name: str, windows: list[Window]) -> list[Window]:
@@ -223,14 +254,17 @@ def from_config(config: Any, layers: int | None = None, dtype: torch.dtype | Non
 # ---- units ---------------------------------------------------------------------------------------
 
 def unit_bytes(name: str, own: list[tuple[str, nn.Parameter]], dtype: torch.dtype | None,
-               states: str = "fp32", align: int = ALIGN) -> Unit:
-    """states: how AdamW's are kept, see formats.py. align: as weight_bytes has it."""
+               states: str = "fp32", align: int = ALIGN, experts: int = 0) -> Unit:
+    """states: how AdamW's are kept, see formats.py. align: as weight_bytes has it. experts: of a stack, fetched at a
+    time; 0: all."""
+    fetched = slots_of(own, experts, [stored_dtype(p, dtype) for _, p in own]) if experts else ()
     kinds = [(p.numel(), stored_dtype(p, dtype)) for _, p in own if p.requires_grad]
     return Unit(name, sum(map(elements, {owner_of(p) for _, p in own})), weight_bytes(own, dtype, align),
                 sum(n for n, _ in kinds), sum(n * kind.itemsize for n, kind in kinds),
                 sum(n * master_bytes(states, kind) for n, kind in kinds),
                 sum(moment_bytes(states, kind, n) for n, kind in kinds),
-                sum(4 * n for n, kind in kinds if kind in (torch.bfloat16, torch.float16)), len(own))
+                sum(4 * n for n, kind in kinds if kind in (torch.bfloat16, torch.float16)), len(own),
+                fetched)
 
 
 # ---- windows -------------------------------------------------------------------------------------
@@ -265,7 +299,7 @@ def _window(root: nn.Module, configs: list[Any], name: str, module: nn.Module, u
                   _attribute([], module, ("sliding_window",), 0),
                   sum(p.numel() for n, p in parameters.items() if n not in matrices and id(p) not in tables),
                   sum(p.numel() for p in parameters.values() if id(p) in tables and not head), item, learns,
-                  dense=dense_bytes(module))
+                  dense=dense_bytes(module), made=dense_bytes(module)[0])
 
 
 def _template(module: nn.Module, item: int) -> Template | None:

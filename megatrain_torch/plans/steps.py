@@ -62,7 +62,7 @@ class Steps:
     def step(self, choice: Choice) -> Step:
         micro, key = choice.micro, (choice.homes, choice.ring)
         if key not in self.slot_bytes:
-            self.slot_bytes[key] = array("q", self.ways.slots(*key))
+            self.slot_bytes[key] = array("q", self.ways.walked(*key))
         placed, kept = self._placed(choice.homes, micro, choice.through), self._kept(micro, choice.modes)
         return Step(**self._fixed, **self._timed(micro), **placed, **kept, slots=self.slot_bytes[key],
                     micro=micro, stretch=self._stretch(choice, placed, kept))
@@ -83,7 +83,7 @@ class Steps:
         exchange, fleet = self.ways.exchange, self.keeping.wishes.fleet
         return {"units": Lists.of(w.units for w in self.shape.windows),
                 "again": Lists.of(uses.again), "leaving": Lists.of(uses.leaving),
-                "weights": array("q", [u.weights for u in units]),
+                "weights": array("q", [u.crossing for u in units]),
                 "gradients": array("q", exchange.home.tolist()),
                 "further": array("q", exchange.further.tolist()),
                 **{name: array("d", getattr(exchange, name)) for name in

@@ -83,7 +83,8 @@ class Tally:
 
     def slots(self, homes: Sequence[str], ring: int) -> list[int]:
         """Of those that stream."""
-        return plan_slots([u.weights for u in self._streamed(homes)], ring)
+        return plan_slots([n for u, home in zip(self.units, homes) if home not in SETTLED
+                           for n in (u.slots if home != "disk+weights" else (u.weights,))], ring)
 
     def lent(self, homes: Sequence[str]) -> list[int]:
         """Buffers in host memory that gradients pass through, where they are kept nowhere."""

@@ -436,6 +436,103 @@ static void find_names_slot_unit_and_offset(void)
     rig_close(&r);
 }
 
+/* ---- cuts: parts of units --------------------------------------------------------------- */
+
+/* Of unit u: its last bytes first, then its first ones. */
+#define CUT_BYTES 64
+
+static void rig_cut(rig *r, int *number)
+{
+    for (int u = 0; u < UNITS; u++) {
+        size_t       bytes = mt_store_hi_bytes(r->t.store, u);
+        mt_cut_range two[2] = { { bytes - CUT_BYTES, 0, CUT_BYTES }, { 0, 512, CUT_BYTES } };
+
+        CHECK_OK(mt_stream_cut(r->s, u, two, 2, &number[u]));
+        CHECK_EQ(number[u], UNITS + u);
+        CHECK_EQ(mt_stream_owner(r->s, number[u]), u);
+        CHECK_EQ(mt_stream_owner(r->s, u), u);
+    }
+    CHECK_EQ(mt_stream_numbers(r->s), 2 * UNITS);
+}
+
+static void visit_cut(rig *r, int number)
+{
+    int         u = mt_stream_owner(r->s, number);
+    char       *mem = window(r, number, NULL);
+    const char *hi = (const char *)toy_at(&r->t, u, 0, MT_PLANE_HI);
+
+    REQUIRE(mem != NULL);
+    CHECK(memcmp(mem, hi + mt_store_hi_bytes(r->t.store, u) - CUT_BYTES, CUT_BYTES) == 0);
+    CHECK(memcmp(mem + 512, hi, CUT_BYTES) == 0);
+}
+
+static void a_cut_brings_its_bytes_of_the_units_current_weights(void)
+{
+    rig r;
+    int number[UNITS];
+
+    rig_open(&r, 2, 0, 0);
+    rig_cut(&r, number);
+    for (int step = 0; step < 3; step++) {
+        CHECK_OK(mt_stream_begin(r.s));
+        for (int u = 0; u < UNITS; u++) {
+            visit(&r, u);
+            visit_cut(&r, number[u]);
+        }
+        for (int u = UNITS - 1; u >= 0; u--) {
+            visit_cut(&r, number[u]);
+            visit(&r, u);
+        }
+        if (step == 1)
+            CHECK(mt_stream_stats_get(r.s).demand_fetches > 0);
+        for (int u = 0; u < UNITS; u++)
+            rewrite(&r, u, (float)step);
+    }
+    rig_close(&r);
+}
+
+static void cuts_are_fetched_ahead_and_count_their_own_bytes(void)
+{
+    rig      r;
+    int      number[UNITS];
+    uint64_t demanded, bytes;
+
+    rig_open(&r, 2, 0, 0);
+    rig_cut(&r, number);
+    for (int step = 0; step < 3; step++) {
+        demanded = (uint64_t)mt_stream_stats_get(r.s).demand_fetches;
+        bytes = mt_stream_stats_get(r.s).h2d_bytes;
+        CHECK_OK(mt_stream_begin(r.s));
+        for (int u = 0; u < UNITS; u++)
+            visit_cut(&r, number[u]);
+    }
+    CHECK((uint64_t)mt_stream_stats_get(r.s).demand_fetches <= demanded + 1);
+    CHECK_EQ(mt_stream_stats_get(r.s).h2d_bytes - bytes, UNITS * (512 + CUT_BYTES));
+    rig_close(&r);
+}
+
+static void cuts_beyond_a_plane_are_refused(void)
+{
+    rig          r;
+    int          number = -1;
+    size_t       bytes;
+    mt_cut_range range;
+
+    rig_open(&r, 2, 0, 0);
+    bytes = mt_store_hi_bytes(r.t.store, 0);
+    range = (mt_cut_range){ bytes, 0, 1 };
+    CHECK_EQ(mt_stream_cut(r.s, 0, &range, 1, &number), MT_EINVAL);
+    range = (mt_cut_range){ 0, 0, 0 };
+    CHECK_EQ(mt_stream_cut(r.s, 0, &range, 1, &number), MT_EINVAL);
+    range = (mt_cut_range){ 0, SIZE_MAX, 2 };
+    CHECK_EQ(mt_stream_cut(r.s, 0, &range, 1, &number), MT_EINVAL);
+    CHECK_EQ(number, -1);
+    range = (mt_cut_range){ 0, bytes * 2, 4 };
+    CHECK_OK(mt_stream_cut(r.s, UNITS - 1, &range, 1, &number));
+    CHECK_EQ(mt_stream_acquire(r.s, number, r.t.run, &number, NULL), MT_EINVAL);
+    rig_close(&r);
+}
+
 /* ---- held slots ------------------------------------------------------------------------- */
 
 static void a_held_slot_keeps_its_bytes_and_gets_other_memory(void)
@@ -844,6 +941,8 @@ static void a_fifth_order_replaces_the_oldest(void)
     X(any_order_is_right) X(a_unit_left_out_does_not_stop_the_prefetch) \
     X(a_written_unit_is_fetched_again) X(find_names_slot_unit_and_offset) \
     X(demand_takes_the_slot_not_used_for_longest) \
+    X(a_cut_brings_its_bytes_of_the_units_current_weights) \
+    X(cuts_are_fetched_ahead_and_count_their_own_bytes) X(cuts_beyond_a_plane_are_refused) \
     X(a_held_slot_keeps_its_bytes_and_gets_other_memory) X(demand_spares_a_held_slot) \
     X(prefetch_never_takes_the_slot_just_given_out) X(a_fetch_waits_for_the_update_under_way) \
     X(a_copy_that_an_update_overtook_is_fetched_again) \

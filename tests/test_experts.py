@@ -1,0 +1,262 @@
+"""Experts of a mixture that are fetched a few at a time: the resident model's bits, by transformers' own loops."""
+from __future__ import annotations
+
+import copy
+import functools
+import itertools
+from pathlib import Path
+from typing import Any
+
+import doors
+import parity
+import pytest
+import torch
+from torch import Tensor, nn
+
+transformers = pytest.importorskip("transformers")
+
+import megatrain_torch as mt  # noqa: E402
+from megatrain_torch import ops  # noqa: E402
+from megatrain_torch.base.coded import Coded  # noqa: E402
+from megatrain_torch.base.stacks import cut, usual_experts  # noqa: E402
+from megatrain_torch.graph.stacks import Stack  # noqa: E402
+from megatrain_torch.model.stream import runtime_of  # noqa: E402
+
+SIZES = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+             vocab_size=48, head_dim=16, max_position_embeddings=64)
+EXPERTS = 8
+ARCHES = {
+    "mixtral": lambda: transformers.MixtralConfig(**SIZES, num_local_experts=EXPERTS, num_experts_per_tok=2),
+    "qwen3": lambda: transformers.Qwen3MoeConfig(**SIZES, moe_intermediate_size=32, num_experts=EXPERTS,
+                                                 num_experts_per_tok=3),
+    "gpt-oss": lambda: transformers.GptOssConfig(**SIZES, num_local_experts=EXPERTS, num_experts_per_tok=2),
+    "deepseek": lambda: transformers.DeepseekV3Config(
+        **SIZES | {"num_hidden_layers": 3, "head_dim": 8, "num_key_value_heads": 4}, moe_intermediate_size=32,
+        n_routed_experts=EXPERTS, num_experts_per_tok=3, n_group=2, topk_group=1, first_k_dense_replace=1,
+        q_lora_rank=16, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=16),
+}
+
+
+def is_stack(name: str, p: Tensor) -> bool:
+    return "experts" in name and p.dim() == 3
+
+
+@functools.cache
+def made(arch: str, how: str, codes: bool = False) -> nn.Module:
+    """Frozen experts; all else trains. codes: MXFP4."""
+    parity.seed()
+    model = transformers.AutoModelForCausalLM.from_config(ARCHES[arch](), dtype=torch.bfloat16,
+                                                          experts_implementation=how)
+    for name, p in list(model.named_parameters()):
+        if is_stack(name, p):
+            p.requires_grad_(False)
+            if codes:
+                experts, fan_in, fan_out = p.shape
+                form = experts, fan_out, fan_in // 32
+                coded = Coded(torch.randint(0, 256, (*form, 16), dtype=torch.uint8),
+                              torch.randint(118, 124, form, dtype=torch.uint8), "mxfp4", p.dtype)
+                module, _, own = name.rpartition(".")
+                setattr(model.get_submodule(module), own, nn.Parameter(coded, requires_grad=False))
+    return model.train()
+
+
+def model_of(arch: str, how: str, codes: bool = False) -> nn.Module:
+    return copy.deepcopy(made(arch, how, codes))
+
+
+def batch(step: int, tokens: int = 12) -> dict[str, Tensor]:
+    ids = torch.randint(0, 48, (2, tokens), generator=torch.Generator().manual_seed(step))
+    return {"input_ids": ids, "labels": ids}
+
+
+def trained(model: nn.Module, steps: int = 2) -> list[Tensor]:
+    """Every loss and every gradient."""
+    own = [p for p in model.parameters() if p.requires_grad]
+    opt, seen = torch.optim.AdamW(own, lr=1e-2), []
+    for step in range(steps):
+        loss = model(**batch(step)).loss
+        loss.backward()
+        seen += [loss.detach().clone(), *(p.grad.clone() for p in own)]
+        opt.step()
+        opt.zero_grad()
+    return seen
+
+
+@functools.cache
+def wanted(arch: str, how: str, codes: bool = False) -> list[Tensor]:
+    model = model_of(arch, how, codes)
+    if codes:
+        for m in model.modules():
+            for name, p in m._parameters.items():
+                if isinstance(p, Coded):
+                    m._parameters[name] = nn.Parameter(p.expand_codes(), requires_grad=False)
+    return trained(model)
+
+
+def streamed(model: nn.Module, **plan: Any) -> nn.Module:
+    nvme = plan.pop("nvme", None)
+    return doors.stream(model, "cpu", compute="eager", nvme=nvme,
+                        plan={"slots": 2, "debug": {"poison": True, "delay_us": 100}, **plan})
+
+
+def assert_same(found: list[Tensor], wanted: list[Tensor]) -> None:
+    assert len(found) == len(wanted)
+    for n, (a, b) in enumerate(zip(found, wanted)):
+        assert torch.equal(torch.as_tensor(a), torch.as_tensor(b)), f"{n} of {len(wanted)} differs"
+
+
+ALL = [(a, how, c, k, n, h) for a in ARCHES for how in ("eager", "grouped_mm", "batched_mm")
+       for c in (False, True)[:1 + (a == "gpt-oss")] for k in ("replay", "saved") for n in (1, 3, 4)
+       for h in ("ram", "vram", "disk", "disk+weights")]
+SOME = [("mixtral", "eager", False, "replay", 2, "ram"), ("qwen3", "grouped_mm", False, "saved", 3, "ram"),
+        ("qwen3", "eager", False, "saved", 2, "disk"), ("gpt-oss", "eager", True, "replay", 1, "ram"),
+        ("gpt-oss", "grouped_mm", True, "replay", 3, "ram"), ("gpt-oss", "eager", True, "saved", 3, "disk+weights"),
+        ("deepseek", "grouped_mm", False, "replay", 4, "vram"), ("deepseek", "eager", False, "replay", 3, "ram"),
+        ("mixtral", "batched_mm", False, "replay", 3, "ram")]
+
+
+@pytest.mark.parametrize(("arch", "how", "codes", "keeps", "experts", "home"), ALL if parity.FULL else SOME)
+def test_experts_fetched_a_few_at_a_time_give_the_resident_models_bits(
+        arch: str, how: str, codes: bool, keeps: str, experts: int, home: str, tmp_path: Path) -> None:
+    model = streamed(model_of(arch, how, codes), activations=keeps, experts=experts, homes=home,
+                     nvme=str(tmp_path) if "disk" in home else None)
+    assert_same(trained(model), wanted(arch, how, codes))
+    rt = runtime_of(model)
+    assert len(rt.ring.stacks) == 4
+    if home in ("ram", "disk"):
+        layer = max(rt.core.hi_bytes(unit) for unit in range(len(rt.units)))
+        assert max(s.nbytes for s in rt.ring.slots) < 0.6 * layer, "a slot holds a part of a layer"
+
+
+def test_codes_are_expanded_a_few_experts_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    made_of: list[int] = []
+    own = ops.expand_codes_
+    monkeypatch.setattr(ops, "expand_codes_", lambda out, *args, **kw: made_of.append(len(out)) or own(out, *args, **kw))
+    trained(streamed(model_of("gpt-oss", "grouped_mm", True), activations="replay", experts=3, homes="vram"), 1)
+    assert made_of and max(made_of) == 3
+
+
+def test_experts_that_no_token_chose_are_not_fetched() -> None:
+    model = streamed(model_of("mixtral", "eager"), experts=1).eval()
+    ids = torch.tensor([[5]])
+    fetched = []
+    with torch.no_grad():
+        for _ in range(2):
+            before = runtime_of(model).core.stats()["fetches"]
+            out = model(input_ids=ids).logits
+            fetched.append(runtime_of(model).core.stats()["fetches"] - before)
+        assert torch.equal(out, model_of("mixtral", "eager").eval()(input_ids=ids).logits)
+    chosen, ends = 2, 3                      # of each of two layers; embedding, norm, head
+    assert fetched[1] <= 2 * (1 + 2 * chosen) + ends
+
+
+def test_what_else_is_done_with_a_stack_is_done_with_all_its_experts() -> None:
+    model = streamed(model_of("qwen3", "eager"), experts=3)
+    experts, plain = model.model.layers[0].mlp.experts, model_of("qwen3", "eager").model.layers[0].mlp.experts
+    seen: list[Any] = []
+
+    def look(module: nn.Module, args: Any) -> None:
+        stack = module.gate_up_proj
+        seen.append((type(stack), stack.shape, stack.dtype, stack.device.type, (stack * 2).sum(-1),
+                     stack[-1], stack.mT[2], torch.transpose(stack, 1, 2)[1:3]))
+
+    experts.register_forward_pre_hook(look)
+    with torch.no_grad():
+        model(**batch(0))
+    w = plain.gate_up_proj.detach()
+    kind, *found = seen[0]
+    assert kind is Stack and found[:3] == [w.shape, w.dtype, "cpu"]
+    for a, b in zip(found[3:], ((w * 2).sum(-1), w[-1], w.mT[2], w.mT[1:3])):
+        assert torch.equal(a, b)
+
+
+def test_the_model_outside_of_a_forward_is_what_it_was(tmp_path: Path) -> None:
+    plain, model = model_of("gpt-oss", "eager"), streamed(model_of("gpt-oss", "eager"), experts=3)
+    for (name, a), (_, b) in zip(model.state_dict().items(), plain.state_dict().items()):
+        assert torch.equal(a, b), name
+    with torch.no_grad():                    # what is written is what is fetched next
+        for m in (model, plain):
+            m.model.layers[1].mlp.experts.down_proj.mul_(0.5)
+    assert torch.equal(model(**batch(0)).loss, plain(**batch(0)).loss)
+    mt.unstream(model)
+    assert_same(trained(model, 1), trained(plain, 1))
+
+
+def test_experts_that_come_to_be_trained_are_refused() -> None:
+    model = streamed(model_of("qwen3", "eager"), experts=2)
+    model.model.layers[0].mlp.experts.down_proj.requires_grad_(True)
+    for _ in range(2):
+        with pytest.raises(mt.MegatrainError, match=r"down_proj: its experts are fetched a few at a time"):
+            model(**batch(0))
+    model.model.layers[0].mlp.experts.down_proj.requires_grad_(False)
+    model(**batch(0)).loss.backward()
+
+
+def test_trained_experts_are_fetched_with_their_layer() -> None:
+    model = model_of("qwen3", "eager")
+    for p in model.parameters():
+        p.requires_grad_(True)
+    assert not runtime_of(streamed(model, experts=2)).ring.stacks
+
+
+def test_weights_changed_between_forward_and_backward_are_refused() -> None:
+    for how in ("eager", "grouped_mm"):
+        model = streamed(model_of("qwen3", how), experts=3, activations="saved")
+        loss = model(**batch(0)).loss
+        with torch.no_grad():
+            model.model.layers[1].mlp.experts.down_proj.mul_(0.5)
+        with pytest.raises(RuntimeError, match="updated between forward and backward"):
+            loss.backward()
+
+
+def test_cuts_of_a_unit_are_all_of_it_once() -> None:
+    params = [(n, p) for n, p in model_of("gpt-oss", "eager").model.layers[0].named_parameters()]
+    kinds = [p.dtype for _, p in params]
+    begins, end = [], 0
+    for _, p in params:
+        begins.append(end)
+        end += -(-p.numel() * 2 // 512) * 512
+    cuts = cut(params, 3, kinds, begins)
+    assert cut(params, EXPERTS, kinds, begins) is None and cut(params, 0, kinds, begins) is None
+    covered = sorted((begin, begin + n) for one in cuts for begin, _, n in one.ranges)
+    assert covered[0][0] == 0 and all(a[1] <= b[0] < a[1] + 512 for a, b in itertools.pairwise(covered))
+    assert [len(c.experts) for c in cuts] == [0, 3, 3, 2, 3, 3, 2]
+    assert all(c.bytes < 0.6 * end for c in cuts)
+
+
+# ---- plans ---------------------------------------------------------------------------------------
+
+def large() -> nn.Module:
+    """On the meta device: 48 experts, of which one has 24 MiB in all."""
+    config = transformers.Qwen3MoeConfig(**SIZES | {"hidden_size": 2048, "num_hidden_layers": 4},
+                                         moe_intermediate_size=2048, num_experts=48, num_experts_per_tok=2)
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    for name, p in model.named_parameters():
+        p.requires_grad_(not is_stack(name, p))
+    return model
+
+
+def test_a_plan_fetches_experts_a_few_at_a_time_where_all_of_a_layer_do_not_fit() -> None:
+    asked = dict(tokens=1024, seq=512, machine="h200-128g", compute="eager")
+    roomy = mt.plan(large(), **asked, vram="40GiB")
+    assert roomy.experts == 0
+    tight = mt.plan(large(), **asked, vram="3GiB")
+    assert tight.experts == 16 and "experts 16 at a time" in str(tight)
+    assert tight.vram["slots"] < 2 * 2**30 and tight.vram_bytes <= 3 * 2**30
+    with pytest.raises(mt.MegatrainError, match="does not fit"):
+        mt.plan(large(), **asked, vram="3GiB", experts=0)
+    assert mt.plan(large(), **asked, vram="3GiB", experts=4).vram["slots"] < tight.vram["slots"]
+    with pytest.raises(mt.MegatrainError, match="experts=-1: a whole number"):
+        mt.plan(large(), **asked, experts=-1)
+
+
+def test_a_plan_and_the_model_have_the_same_slots() -> None:
+    model = model_of("gpt-oss", "eager", True)
+    plan = mt.plan(model, tokens=24, seq=12, machine="cpu", experts=3, compute="eager", homes="ram")
+    assert plan.experts == 3 and usual_experts([("experts.w", torch.nn.Parameter(torch.ones(2, 3, 4)))]) == 0
+    mt.stream(model, "cpu", plan=plan)
+    rt = runtime_of(model)
+    assert sum(s.nbytes for s in rt.ring.slots) == plan.vram["slots"]
+    assert "experts are fetched 3 at a time" in str(mt.explain(model))
+    assert_same(trained(model), wanted("gpt-oss", "eager", True))
