@@ -2048,6 +2048,7 @@ static void ask_who_dies(runner *r)
     meet(r);
     if (r->rank == 1)
         (void)raise(SIGSTOP);
+    usleep(200000);                      /* before, it might answer yet */
     began = seconds();
     CHECK_EQ(mt_mirror_bring(r->cx.store, 1, 1u << MT_PLANE_M), MT_EPEER);
     CHECK_HAS(mt_last_error(), "rank 1 (process ");
