@@ -260,3 +260,12 @@ def test_a_plan_and_the_model_have_the_same_slots() -> None:
     assert sum(s.nbytes for s in rt.ring.slots) == plan.vram["slots"]
     assert "experts are fetched 3 at a time" in str(mt.explain(model))
     assert_same(trained(model), wanted("gpt-oss", "eager", True))
+
+
+def test_a_plan_with_a_disk_fetches_experts_with_their_layer_or_keeps_all_off_it(tmp_path: Path) -> None:
+    asked = dict(tokens=1024, seq=512, machine="h200-128g", compute="eager", nvme={"limit": "1TB"})
+    tight = mt.plan(large(), **asked, vram="3GiB")
+    assert tight.experts == 16 and not {"disk", "disk+weights"} & set(tight.homes.values())
+    assert mt.plan(large(), **asked, vram="40GiB", homes="disk+weights").experts == 0
+    with pytest.raises(mt.MegatrainError, match="experts=8: what has weights"):
+        mt.plan(large(), **asked, homes="disk+weights", experts=8)
