@@ -471,11 +471,12 @@ class _Straight(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(x)
-        return x @ weight.detach().clone().t()
+        ctx.home = weight.device
+        return x @ weight.detach().clone().to(x.device).t()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return None, grad.flatten(0, -2).t() @ ctx.saved_tensors[0].flatten(0, -2)
+        return None, (grad.flatten(0, -2).t() @ ctx.saved_tensors[0].flatten(0, -2)).to(ctx.home)
 
 
 def _straight_loss(model: nn.Module, batch: dict[str, Any]) -> Tensor:
