@@ -113,7 +113,7 @@ def same(a: list[Any], b: list[Any]) -> None:
 # ---------------------------------------------------------------- models of transformers
 
 @pytest.mark.parametrize("family, keep, graphs", [
-    ("llama", "replay", 2), ("dropout", "replay", 1), ("experts", "saved", None),
+    ("llama", "replay", 2), ("dropout", "replay", 1), pytest.param("experts", "saved", None, marks=parity.LONG),
     ("two_kinds_of_layers", "replay", None)])
 def test_a_compiled_family_has_the_bits_of_plain_torch_compiled(family: str, keep: str, graphs: int | None,
                                                                 counts: Counts) -> None:
@@ -129,6 +129,7 @@ def test_a_compiled_family_has_the_bits_of_plain_torch_compiled(family: str, kee
         assert counts.graphs == graphs
 
 
+@parity.LONG
 def test_a_cache_is_filled_as_by_the_models_own_code() -> None:
     batch = zoo.text_unpadded(0)
     own = FAMILIES["llama"]()
@@ -192,12 +193,14 @@ def agrees(make: Callable[[], nn.Module], batch: Callable[[int], Tensor] = rows,
     return model
 
 
+@parity.LONG
 def test_dropout_falls_the_same_way_when_a_graph_is_run_again(counts: Counts) -> None:
     model = agrees(lambda: stack(dropout=0.5))
     # One graph for an input without a gradient, one for the others; each has been run once before it is repeated.
     assert codes(model) == ["compiled"] * 3 and counts.graphs == 2 and counts.replays == 9 - 2
 
 
+@parity.LONG
 def test_a_graph_made_in_between_is_not_taken_for_a_replay(counts: Counts) -> None:
     """A second length makes a second graph, for any length, before the first pass' backward."""
     def both(model: nn.Module) -> list[Any]:
@@ -223,6 +226,7 @@ class Numbered(Layer):
         return super().forward(x) * (1 + self.number)
 
 
+@parity.LONG
 def test_layers_that_use_their_number_get_graphs_up_to_the_limit(counts: Counts) -> None:
     with torch._dynamo.config.patch(recompile_limit=2):
         model = agrees(lambda: stack(Numbered, 4))
@@ -237,6 +241,7 @@ class Broken(Layer):
         return self.down(self.dropout(torch.cos(x)))
 
 
+@parity.LONG
 def test_a_forward_in_two_pieces_is_two_graphs() -> None:
     assert codes(agrees(lambda: stack(Broken, dropout=0.5))) == ["compiled, in 2 graphs"] * 3
 
@@ -250,6 +255,7 @@ class Normed(Layer):
         return self.norm(super().forward(x))
 
 
+@parity.LONG
 def test_a_graph_that_writes_into_its_inputs_is_not_run_again(counts: Counts) -> None:
     build = lambda: stack(Normed)                        # noqa: E731
     truth = train(plain(build()), rows, square)
@@ -259,6 +265,7 @@ def test_a_graph_that_writes_into_its_inputs_is_not_run_again(counts: Counts) ->
     assert codes(model) == ["compiled"] * 3 and counts.replays == 0
 
 
+@parity.LONG
 def test_hooks_and_calls_without_gradients_run_the_own_code(counts: Counts) -> None:
     model, seen = stream(stack()), []
     with torch.no_grad():
@@ -302,6 +309,7 @@ def test_weights_of_another_unit_are_not_taken_from_the_host() -> None:
     assert codes(agrees(make)) == ["its own (it reads weights of other units)"] * 3
 
 
+@parity.LONG
 def test_autocast_is_part_of_a_graph(counts: Counts) -> None:
     def loss(model: nn.Module, x: Tensor) -> Tensor:
         with torch.autocast("cpu", torch.bfloat16):
@@ -325,6 +333,7 @@ def test_autocast_is_part_of_a_graph(counts: Counts) -> None:
     same(truth_outside, half_inside(model))
 
 
+@parity.LONG
 def test_frozen_weights_and_a_second_backward(counts: Counts) -> None:
     def twice(model: nn.Module) -> list[Any]:
         model.layers[0].requires_grad_(False)
@@ -340,6 +349,7 @@ def test_frozen_weights_and_a_second_backward(counts: Counts) -> None:
     assert counts.replays
 
 
+@parity.LONG
 def test_refusals_are_those_of_other_windows() -> None:
     model = stream(stack())
     square(model, rows(0)).backward()
@@ -357,6 +367,7 @@ def test_refusals_are_those_of_other_windows() -> None:
         square(model, rows(1)).backward(create_graph=True)
 
 
+@parity.LONG
 def test_slots_go_on_and_the_model_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
     renewed: list[int] = []
     own = ring.SlotHooks.renew
@@ -370,6 +381,7 @@ def test_slots_go_on_and_the_model_is_let_go(monkeypatch: pytest.MonkeyPatch) ->
     assert ref() is None
 
 
+@parity.LONG
 def test_a_compiled_whole_around_it_is_no_matter() -> None:
     truth = train(stack(), rows, square)
     model = stream(stack())
@@ -383,7 +395,7 @@ class Tripled(Layer):
         return 3 * super().forward(x)
 
 
-@pytest.mark.parametrize("keep", ["saved", "replay"])
+@pytest.mark.parametrize("keep", [pytest.param("saved", marks=parity.LONG), "replay"])
 def test_a_layer_that_is_given_another_class_runs_its_forward(keep: str) -> None:
     plain = stack()
     model = stream(stack(), keep)

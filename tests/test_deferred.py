@@ -890,6 +890,7 @@ def test_a_dropped_model_is_returned(read: bool) -> None:
 
 
 @parity.LONG
+@parity.LONG
 def test_nothing_grows_over_many_steps() -> None:
     model = streamed(made())
     opt = mt.AdamW(model.parameters(), lr=LR, max_grad_norm=1.0)

@@ -243,6 +243,7 @@ def judged() -> dict[str, str]:
     return dict(zip([*ADVERSARIES, "nothing"], map(found.get, names)))
 
 
+@parity.LONG
 def test_a_module_with_nothing_of_its_own_runs_by_a_template(judged: dict[str, str]) -> None:
     assert judged["nothing"] == "template"
 

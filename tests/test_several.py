@@ -117,7 +117,7 @@ def test_units_at_home_on_the_devices(pool: Pool, name: str) -> None:
 
 
 MACHINES = {                                               # in CI: so many, of how many ranks
-    "left_out_bf16": (2, 2), "arrive": (2, 4), "left_out": (4, 4)}
+    "left_out_bf16": (2, 2), "arrive": (2, 4)}
 ANYWHERE = {**{name: (SIZES.get(name, 2), job) for name, job in SITUATIONS.items()}, **AT_HOME}
 
 

@@ -137,4 +137,4 @@ def check_homes(fleet: Fleet, homes: Iterable[str | None], nvme: bool) -> None:
     words += ["nvme"] if nvme and not fleet.offers(*DISKS) else []
     if words:
         raise MegatrainError(f"{words[0]}, with {fleet}: units of several processes are at home in "
-                             f"{', '.join(map(repr, OFFERED))} for now; leave it out, or plan one GPU")
+                             f"{', '.join(map(repr, OFFERED))}; leave it out, or plan one GPU")

@@ -203,7 +203,7 @@ def plan(model: Any, *, tokens: int, seq: int, machine: Machine | str | None = N
         nvme: directory for states, weights and activations that host memory does not hold, as for mt.stream; for
             another machine {"limit": "2TB"} is enough.
         gpus, machines: GPUs of each machine, and machines, with a process for each GPU, as torchrun starts them. vram
-            is one GPU's limit, host one machine's. Units are then at home in "ram".
+            is one GPU's limit, host one machine's. Homes are then "ram", "vram" and "arrive".
         experts: of a layer, frozen in one parameter, fetched at a time; 0: all. None: what is best.
 
     Raises:
