@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..base import nf4
 from ..base.coded import FP8_BLOCK, Coded, to_fp8
 from ..base.codes import coded
 from ..base.errors import MegatrainError
@@ -33,7 +34,7 @@ def with_base(cls: Any, path: str | Path, base: str, dtype: torch.dtype | None, 
     config = tf.AutoConfig.from_pretrained(path)
     check_base(config, path, base)
     how = {"dtype": dtype or "auto", "device_map": "cpu", **kwargs}
-    with _kept(), kept_apart():
+    with _kept(), nf4.made_here(), kept_apart():
         found = cls.from_pretrained(path, **how, **_settings(tf, base, config, dtype or config.dtype))
         model = found[0] if isinstance(found, tuple) else found
         if base == "fp8" and not _method(config):
