@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatrain_torch import _core, ops
+from megatrain_torch import _core
+from megatrain_torch.ops import nf4_codes
 
 ROOT = Path(__file__).parents[1]
 HYPER = {"lr": 1e-2, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.1}
@@ -105,7 +106,7 @@ def test_nf4_codes_of_what_they_cannot_be_made_of_are_refused() -> None:
     for w, group, why in ((torch.zeros(8), 3, "even number"), (torch.zeros(8), 8192, "up to 4096"), (torch.zeros(8), 0, "0 elements"),
                           (torch.zeros(8, dtype=torch.int32), 64, "w")):
         with pytest.raises(RuntimeError, match=why):
-            ops.nf4_codes(w, group)
+            nf4_codes(w, group)
 
 
 def f(n: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
