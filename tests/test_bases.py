@@ -7,6 +7,7 @@ import copy
 import functools
 import gc
 import json
+import math
 import threading
 import types
 import weakref
@@ -26,6 +27,8 @@ bnb = pytest.importorskip("bitsandbytes", reason="the extra `bases` has it; test
 torchao = pytest.importorskip("torchao", reason="the extra `bases` has it; test_bases_apart.py")
 
 import megatrain_torch as mt  # noqa: E402
+from megatrain_torch import ops  # noqa: E402
+from megatrain_torch.base import nf4  # noqa: E402
 from megatrain_torch.graph import frames  # noqa: E402
 from megatrain_torch.plans import shapes  # noqa: E402
 
@@ -447,6 +450,30 @@ def test_a_base_made_while_it_is_read_is_what_its_library_makes(base_form: str, 
     config = four_bits("nf4", bnb_4bit_use_double_quant=True) if base_form == "nf4" else FORMATS["int8"]()
     plain = transformers.AutoModelForCausalLM.from_pretrained(at, quantization_config=config, dtype="auto")
     assert_same_state(model.state_dict(), plain.state_dict())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("n, group, size", [(1, 64, 1.0), (127, 64, 1.0), (4096 + 33, 4096, 1e4), (640, 32, 1e-39), (320, 64, 0.0)])
+def test_our_nf4_codes_are_the_packages(dtype: torch.dtype, n: int, group: int, size: float) -> None:
+    numbers = bnb.functional.get_4bit_type("nf4", device="cpu")
+    parity.seed()
+    w = torch.randn(n) * size
+    if n > 300:                                  # halves between numbers, their neighbours, and what is no number
+        halves = (numbers[:-1] + numbers[1:]) / 2
+        w[64:79], w[79:94], w[94], w[128], w[160] = halves, halves.nextafter(torch.tensor(2.0)), 1.0, math.nan, -math.inf
+    codes, state = bnb.functional.quantize_4bit(w.to(dtype), blocksize=group, quant_type="nf4")
+    own, scales = ops.nf4_codes(w.to(dtype), group)
+    assert torch.equal(own, codes.flatten())
+    torch.testing.assert_close(scales, state.absmax, rtol=0, atol=0, equal_nan=True)
+
+
+def test_codes_are_made_by_our_op_while_a_base_is_read_and_not_after(tmp_path: Path,
+                                                                     monkeypatch: pytest.MonkeyPatch) -> None:
+    at, made = written(tmp_path, transformers.LlamaConfig(**BLOCKS), lambda tensors: None, {}), []
+    monkeypatch.setattr(nf4, "nf4_codes", lambda w, group: made.append(w.shape) or ops.nf4_codes(w, group))
+    own = bnb.functional.quantize_4bit
+    mt.from_pretrained(transformers.AutoModelForCausalLM, at, base="nf4", device="cpu", compute="eager")
+    assert len(made) == 14 and bnb.functional.quantize_4bit is own
 
 
 # ---- run by templates ------------------------------------------------------------------------------
