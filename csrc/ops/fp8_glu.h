@@ -1,5 +1,5 @@
-/* fp8_glu.h — gated activations of which only codes are written: glu.h's results, rounded to bf16,
- * as fp8.h makes codes of them. The host's side is the definition, by those two.
+/* fp8_glu.h — gated activations of which only codes are written: glu.h's results, rounded to
+ * bf16, as fp8.h makes codes of them. The host's side is the definition, by those two.
  *
  * Letters: T tokens (rows), I intermediate.
  *
@@ -31,8 +31,8 @@ void mt_fp8_glu_forward (mt_pool *pool, const mt_fp8_glu *f, void *scratch);
 void mt_fp8_glu_backward(mt_pool *pool, const mt_fp8_glu *f, void *scratch);
 
 /* The same on the CUDA stream whose handle it is (cudaStream_t), to the bits of glu.h and fp8.h
- * there, where an activation is not below 2^-126: such a one is 0. n is a multiple of 16; rows of dh, gate and up begin at multiples of 16 bytes.
- * They yield NULL, or what went wrong. */
+ * there, where an activation is not below 2^-126: such a one is 0. n is a multiple of 16; rows of
+ * dh, gate and up begin at multiples of 16 bytes. They yield NULL, or what went wrong. */
 const char *mt__fp8_glu_forward_cuda (uintptr_t handle, const mt_fp8_glu *f);
 const char *mt__fp8_glu_backward_cuda(uintptr_t handle, const mt_fp8_glu *f);
 

@@ -1,5 +1,5 @@
-// fp8_glu_cuda.cu — fp8_glu.h on CUDA. Forward: a row a block, which waits in shared memory for its
-// scale. Backward: a pass for the largest magnitudes and one for codes, both of which make the
+// fp8_glu_cuda.cu — fp8_glu.h on CUDA. Forward: a row a block, which waits in shared memory for
+// its scale. Backward: a pass for the largest magnitudes and one for codes, both of which make the
 // gradients from dh, gate and up: reading those again is what reading the gradients would be, and
 // so these are never written.
 #include "fp8_glu.h"
@@ -119,7 +119,7 @@ __device__ inline uint8_t *columns_of(const mt_fp8_glu &f, int made)
     return made == H ? f.h.by_columns : f.d.by_columns + made * f.glu.n * f.d.wide;
 }
 
-// Scales, zeros before, get the bits of the largest magnitudes, whose order leaves nothing to chance.
+// Scales, zeros before, get the bits of the largest magnitudes, of which no order changes anything.
 // Bytes: 6 T I in. Limit: HBM.
 template <int Act>
 __global__ void __launch_bounds__(THREADS) most_kernel(const mt_fp8_glu f)

@@ -106,7 +106,8 @@ class Coded(Weights):
                  alpha: float = 1.0) -> Tensor:
         matrix = self._kept(self._rows, names, ops.fp8_cast)
         y = torch.empty(x.shape[0], matrix.scale.shape[0], dtype=x.dtype, device=x.device)
-        ops.fp8_gemm_(y, x.rows() if isinstance(x, Made) else ops.fp8_cast(x), matrix, bias=bias, base=base, alpha=alpha, fast=True)
+        codes = x.rows() if isinstance(x, Made) else ops.fp8_cast(x)
+        ops.fp8_gemm_(y, codes, matrix, bias=bias, base=base, alpha=alpha, fast=True)
         return y
 
     def _kept(self, where: dict[tuple[str, ...], ops.Codes], names: tuple[str, ...], cast: Callable[[Tensor], ops.Codes]
@@ -119,7 +120,8 @@ class Coded(Weights):
         return any(n in self._wanted for n in names)
 
     def _gradient(self, names: tuple[str, ...], dy: Tensor, by_rows: bool) -> ops.Codes:
-        """Codes of dy. Where they are not there yet, those of the other kind are made beside them, and kept for the product that wants them."""
+        """Codes of dy. Where they are not there yet, those of the other kind are made beside them, and kept for the
+        product that wants them."""
         if isinstance(dy, Made):
             return dy.rows() if by_rows else dy.columns()
         of, are_rows, codes = self._gradients.pop(names, (None, False, None))
