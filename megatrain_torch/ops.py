@@ -320,6 +320,25 @@ def expand_codes_(out: Tensor, form: str, codes: Tensor, scales: Tensor, wide: T
     _ops.expand_codes(codes, scales, wide, table, offset, CODES.index(form), group, out)
 
 
+def nf4_codes(w: Tensor, group: int = 64) -> tuple[Tensor, Tensor]:
+    """NF4 codes of a weight, to the bits of bitsandbytes' quantize_4bit on the CPU.
+
+    Args:
+        w: any shape, dense; fp32, bf16 or fp16, on the CPU. group: neighbours that share a scale, an even number of at
+            most 4,096.
+
+    Returns:
+        (codes, two in a byte, the first in the high bits; scales [groups] fp32).
+
+    Raises:
+        RuntimeError: a group of another size; a type, or a device, that is none of these.
+    """
+    codes = torch.empty((w.numel() + 1) // 2, dtype=torch.uint8, device=w.device)
+    scales = torch.empty(-(-w.numel() // max(group, 1)), dtype=torch.float32, device=w.device)
+    _ops.nf4_codes(w, group, codes, scales)
+    return codes, scales
+
+
 def attention_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, bias: Tensor | None,
                        causal: bool, scale: float, dq: Tensor, dk: Tensor, dv: Tensor) -> None:
     """Writes dq, dk and dv of attention, by cuDNN on CUDA, with the same bits each time.
@@ -473,5 +492,5 @@ torch.library.register_fake("megatrain::sumsq", lambda x: x.new_empty((), dtype=
 for _name in ("adamw_", "gemm_", "rms_norm", "rms_norm_backward", "layer_norm", "layer_norm_backward", "rope",
               "glu", "glu_backward", "column_sum", "embedding_backward", "cross_entropy_", "sum_rows", "expert_glu",
               "expert_glu_backward", "attention_backward", "fp8_cast", "fp8_gemm_", "fp8_glu", "fp8_glu_backward",
-              "expand_codes"):
+              "expand_codes", "nf4_codes"):
     torch.library.register_fake(f"megatrain::{_name}", _nothing)

@@ -241,6 +241,7 @@ def habits(rank: int, group: Any, plan: dict[str, Any] | None = None) -> list[st
         wrong.append("states on one rank")
     kept = {name: p.detach().clone() for name, p in model.named_parameters()}
     opt.load_state_dict(copy.deepcopy(opt.state_dict()))
+    opt.load_state_dict(opt.state_dict())
     if _states(opt) != states or any(not torch.equal(p.detach().clone(), kept[name]) for name, p in model.named_parameters()):
         wrong.append("states loaded by all")
     mt.unstream(model)

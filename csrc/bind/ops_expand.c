@@ -1,6 +1,8 @@
-/* ops_expand.c — torch.ops.megatrain: weights made of their codes. See ops/expand.h. */
+/* ops_expand.c — torch.ops.megatrain: weights made of their codes, and codes of weights.
+ * See ops/expand.h, ops/nf4.h. */
 #include "ops_check.h"
 #include "../ops/expand.h"
+#include "../ops/nf4.h"
 #ifdef MT_WITH_CUDA
 #include "../ops/expand_cuda.h"
 #endif
@@ -159,8 +161,47 @@ fail:
 }
 #endif
 
+/* ---- codes of weights ---- */
+
+enum { NF4_W, NF4_GROUP, NF4_CODES, NF4_SCALES };
+
+static mt_status cpu_nf4_codes(const mt_op_call *c, const mt_op_arg *a, StableIValue *result)
+{
+    const mt_op_tensor *w = &a[NF4_W].t;
+    int64_t             group = a[NF4_GROUP].i;
+    mt_pool            *pool = NULL;
+    mt_status           st;
+
+    (void)result;
+    if (group < 2 || group % 2 != 0 || group > MT_NF4_GROUP_MOST)
+        return MT_FAIL(MT_EINVAL, "%s: blocks of %lld elements: an even number of them, up to %d",
+                       c->name, (long long)group, MT_NF4_GROUP_MOST);
+    MT_TRY(mt_op_float(c, "w", w));
+    MT_TRY(mt_op_type(c, "codes", &a[NF4_CODES].t, MT_U8));
+    MT_TRY(mt_op_type(c, "scales", &a[NF4_SCALES].t, MT_F32));
+    MT_TRY(has(c, "codes", &a[NF4_CODES].t, (w->n + 1) / 2));
+    MT_TRY(has(c, "scales", &a[NF4_SCALES].t, (w->n + group - 1) / group));
+    MT_TRY(mt_op_pool(w->n, &pool));
+    mt_nf4_codes(pool, (mt_dtype)w->dtype, w->data, w->n, (int)group, a[NF4_CODES].t.data,
+                 a[NF4_SCALES].t.data);
+fail:
+    mt_pool_close(pool);
+    return st;
+}
+
+#ifdef MT_WITH_CUDA
+static mt_status cuda_nf4_codes(const mt_op_call *c, const mt_op_arg *a, StableIValue *result)
+{
+    (void)a;
+    (void)result;
+    return MT_FAIL(MT_EINVAL, "%s: codes are made on the CPU, where weights are read", c->name);
+}
+#endif
+
 #define OPS(X)                                                                                  \
     X(expand_codes, "TTtttiiW",                                                                 \
       "expand_codes(Tensor codes, Tensor scales, Tensor? wide, Tensor? map, Tensor? offset, "   \
-      "int format, int group, Tensor(a!) out) -> ()")
+      "int format, int group, Tensor(a!) out) -> ()")                                           \
+    X(nf4_codes, "TiWW",                                                                        \
+      "nf4_codes(Tensor w, int group, Tensor(a!) codes, Tensor(b!) scales) -> ()")
 MT_OP_TABLE(expand, OPS)

@@ -61,7 +61,7 @@ class Runtime:
         self._windows: list[weakref.ref[Window]] = []        # modules have them, and they have this
         own = weakref.proxy(self)            # for what only this has
         self.door = Door(type(root).__name__, self.is_cuda)
-        self.cap = Cap(device)
+        self.cap = Cap(device, core.device_bytes)
         self.ranks = ranks
         if ranks is not None:
             ranks.control.engine = core
@@ -94,7 +94,7 @@ class Runtime:
 
     def close(self) -> None:
         """Gives everything back: files lose their names while there is an engine that knows them."""
-        self.cap.lift()
+        self.cap.close()
         self.homes.unname_files()
         if self.exchange is not None:
             self.exchange.close()

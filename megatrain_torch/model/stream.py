@@ -58,7 +58,7 @@ def stream(module: nn.Module, device: str | torch.device | None = None, *, token
         tokens, seq: of a training step, in sequences of `seq`: mt.plan's choice for these is made at once. None: it is
             made at the first forward that records gradients, for what that is given, and again where the loop goes on
             to longer batches or more micro-batches (docs/plans.md). On the CPU device only where `vram` is given.
-        vram: limit for what is used of the device (bytes or "24GiB").
+        vram: limit for what this process uses of the device (bytes or "24GiB").
         host: limit for host memory: all planes, AdamW's states counted in. None: what is there, by every limit that
             is known (`megatrain doctor` prints them), asked now for the weights and by mt.AdamW for its states.
         nvme: directory for states, weights and activations that host memory does not hold; or {"path": directory,
