@@ -97,16 +97,7 @@ def batch(step: int) -> dict[str, Tensor]:
 
 
 def trained(model: nn.Module, steps: int = 3, optimizer: Any = torch.optim.AdamW, lr: float = 1e-2) -> list[Tensor]:
-    """Every loss and every gradient."""
-    own = [p for p in model.parameters() if p.requires_grad]
-    opt, seen = optimizer(own, lr=lr), []
-    for step in range(steps):
-        loss = model(**batch(step)).loss
-        loss.backward()
-        seen += [loss.detach().clone(), *(p.grad.clone() for p in own)]
-        opt.step()
-        opt.zero_grad()
-    return seen
+    return parity.losses_and_grads(model, map(batch, range(steps)), optimizer, lr)
 
 
 def streamed(model: nn.Module, how: str, home: str = "ram", folder: Path | None = None) -> nn.Module:

@@ -77,16 +77,7 @@ def batch(step: int, tokens: int = 12) -> dict[str, Tensor]:
 
 
 def trained(model: nn.Module, steps: int = 2) -> list[Tensor]:
-    """Every loss and every gradient."""
-    own = [p for p in model.parameters() if p.requires_grad]
-    opt, seen = torch.optim.AdamW(own, lr=1e-2), []
-    for step in range(steps):
-        loss = model(**batch(step)).loss
-        loss.backward()
-        seen += [loss.detach().clone(), *(p.grad.clone() for p in own)]
-        opt.step()
-        opt.zero_grad()
-    return seen
+    return parity.losses_and_grads(model, map(batch, range(steps)))
 
 
 @functools.cache
@@ -166,7 +157,7 @@ def test_what_else_is_done_with_a_stack_is_done_with_all_its_experts() -> None:
     def look(module: nn.Module, args: Any) -> None:
         stack = module.gate_up_proj
         seen.append((type(stack), stack.shape, stack.dtype, stack.device.type, (stack * 2).sum(-1),
-                     stack[-1], stack.mT[2], torch.transpose(stack, 1, 2)[1:3]))
+                     stack[-1], stack.mT[2], torch.transpose(stack, 1, 2)[1:3], stack.transpose(dim0=-1, dim1=1)[0]))
 
     experts.register_forward_pre_hook(look)
     with torch.no_grad():
@@ -174,7 +165,7 @@ def test_what_else_is_done_with_a_stack_is_done_with_all_its_experts() -> None:
     w = plain.gate_up_proj.detach()
     kind, *found = seen[0]
     assert kind is Stack and found[:3] == [w.shape, w.dtype, "cpu"]
-    for a, b in zip(found[3:], ((w * 2).sum(-1), w[-1], w.mT[2], w.mT[1:3])):
+    for a, b in zip(found[3:], ((w * 2).sum(-1), w[-1], w.mT[2], w.mT[1:3], w.mT[0]), strict=True):
         assert torch.equal(a, b)
 
 

@@ -136,14 +136,17 @@ def test_numbers_that_are_none_stay_so(device: str) -> None:
     ("nf4", (4, 4), (torch.zeros(8, dtype=torch.uint8), torch.ones(1)), 48, "use a power of two"),
     ("fp4", (4, 4), (torch.zeros(8, dtype=torch.int8), torch.ones(1)), 64, "codes is I8, not U8"),
     ("fp4", (4, 4), (torch.zeros(8, dtype=torch.uint8), torch.ones(1), torch.ones(1)), 64, "go together"),
+    ("nf4", (4, 4), (torch.zeros(8, dtype=torch.uint8), torch.ones(1), None, torch.ones(256)), 64, "go together"),
+    ("fp8", (4, 4), (torch.zeros(4, 4, dtype=torch.float8_e4m3fn), torch.ones(1, 1, dtype=torch.uint8), torch.ones(1),
+                     torch.ones(256), torch.ones(1)), 0, "scales of FP8 are no codes"),
     ("int8", (4, 4), (torch.zeros(4, 4, dtype=torch.int8), torch.ones(3)), 0, "scales has 3 elements, not 4"),
     ("int8", (4, 5), (torch.zeros(4, 4, dtype=torch.int8), torch.ones(4)), 0, "out has 20 elements, not 16"),
     ("fp8", (4, 4), (torch.zeros(4, 4, dtype=torch.float8_e4m3fn), torch.ones(3, 1)), 0, "4 codes in 3 blocks"),
     ("mxfp4", (1, 32, 4), (torch.zeros(1, 4, 1, 8, dtype=torch.uint8), torch.ones(1, 4, 1, dtype=torch.uint8)), 0,
      r"\[E, N, G, 16\]"),
 ], ids=str)
-def test_what_does_not_go_together_is_refused(form: str, shape: tuple[int, ...], strands: tuple[Tensor, ...], group: int,
-                                              says: str) -> None:
+def test_what_does_not_go_together_is_refused(form: str, shape: tuple[int, ...], strands: tuple[Tensor | None, ...],
+                                              group: int, says: str) -> None:
     with pytest.raises(RuntimeError, match=says):
         ops.expand_codes_(torch.empty(shape), form, *strands, group=group)
 

@@ -38,9 +38,7 @@ static mt_status four_args(const mt_op_call *c, const mt_op_arg *a, int64_t n, m
     MT_TRY(has(c, "codes", &a[CODES].t, (n + 1) / 2));
     MT_TRY(has(c, "scales", &a[SCALES].t, blocks));
     if (a[WIDE].t.handle == NULL)
-        return mt_op_type(c, "scales", &a[SCALES].t, MT_F32);
-    if (a[MAP].t.handle == NULL || a[OFFSET].t.handle == NULL)
-        return MT_FAIL(MT_EINVAL, "%s: wide, map and offset go together", c->name);
+        return MT_OK;
     MT_TRY(mt_op_type(c, "scales", &a[SCALES].t, MT_U8));
     for (int i = WIDE; i <= OFFSET; i++)
         MT_TRY(mt_op_type(c, "what scales are made of", &a[i].t, MT_F32));
@@ -112,6 +110,21 @@ fail:
     return st;
 }
 
+/* wide, map and offset: all of them, or none; of what each format takes. */
+static mt_status scales_args(const mt_op_call *c, const mt_op_arg *a, mt_expand_format format)
+{
+    int n = (a[WIDE].t.handle != NULL) + (a[MAP].t.handle != NULL) + (a[OFFSET].t.handle != NULL);
+
+    if (n != 0 && n != 3)
+        return MT_FAIL(MT_EINVAL, "%s: wide, map and offset go together", c->name);
+    if (n == 0)
+        return mt_op_type(c, "scales", &a[SCALES].t, formats[format].scales);
+    if (format != MT_EXPAND_NF4 && format != MT_EXPAND_FP4)
+        return MT_FAIL(MT_EINVAL, "%s: scales of %s are no codes: leave wide, map and offset out",
+                       c->name, formats[format].name);
+    return MT_OK;
+}
+
 static mt_status expand_args(const mt_op_call *c, const mt_op_arg *a, mt_expand *x)
 {
     int64_t   format = a[FORMAT].i;
@@ -124,8 +137,7 @@ static mt_status expand_args(const mt_op_call *c, const mt_op_arg *a, mt_expand 
     x->format = (mt_expand_format)format;
     MT_TRY(mt_op_float(c, "out", &a[OUT].t));
     MT_TRY(mt_op_type(c, "codes", &a[CODES].t, formats[format].codes));
-    if (a[WIDE].t.handle == NULL)
-        MT_TRY(mt_op_type(c, "scales", &a[SCALES].t, formats[format].scales));
+    MT_TRY(scales_args(c, a, x->format));
     MT_TRY(format_args(c, a, x));
     st = has(c, "out", &a[OUT].t, x->experts * x->rows * x->cols);
 fail:
