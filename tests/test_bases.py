@@ -28,8 +28,8 @@ torchao = pytest.importorskip("torchao", reason="the extra `bases` has it; test_
 
 import megatrain_torch as mt  # noqa: E402
 from megatrain_torch import ops  # noqa: E402
-from megatrain_torch.base import nf4  # noqa: E402
 from megatrain_torch.graph import frames  # noqa: E402
+from megatrain_torch.model import nf4  # noqa: E402
 from megatrain_torch.plans import shapes  # noqa: E402
 
 DEVICE = "cpu"                 # tests/gpu has another
