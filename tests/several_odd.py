@@ -263,6 +263,43 @@ def save_fails_on_one(rank: int, group: Any, folder: str) -> str:
     return "" if "mine" in said else said
 
 
+def disk_full_on_one(rank: int, group: Any, folder: str, when: str) -> str:
+    """No file of rank 1 may have more than 128 KiB (torch.distributed's store has less): before mt.stream, or before a
+    step. All are told, and nothing is left there."""
+    import resource
+    import time
+    from pathlib import Path
+
+    import megatrain_torch as mt
+
+    def fill() -> None:
+        if rank == 1:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (128 << 10, resource.RLIM_INFINITY))
+
+    said, begun, model = "it was not refused", time.monotonic(), Choosy()
+    for p in model.parameters():
+        p.requires_grad_(p.ndim > 1)
+    try:
+        if when == "stream":
+            fill()
+        model = mt.stream(model, "cpu", group=group, nvme=folder, plan={"homes": "disk"})
+        opt = mt.AdamW(model.parameters())
+        for number in range(4):
+            _loss(model, number, rank, ALL).backward()
+            if number == 2 and when == "step":
+                fill()
+            opt.step()
+            opt.zero_grad()
+        opt.state_dict()
+    except mt.MegatrainError as error:
+        said = str(error)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
+    told = ("rank 1" in said or rank == 1) and "File too large" in said
+    left = [str(p) for p in Path(folder).iterdir()]
+    return "" if told and not left and time.monotonic() - begun < 30 else f"{said} {left} {time.monotonic() - begun}"
+
+
 def load_fails_on_one(rank: int, group: Any, folder: str) -> str:
     """Behind the check, while the others load."""
     import time

@@ -7,6 +7,7 @@ import copy
 import functools
 import gc
 import json
+import math
 import threading
 import types
 import weakref
@@ -26,7 +27,9 @@ bnb = pytest.importorskip("bitsandbytes", reason="the extra `bases` has it; test
 torchao = pytest.importorskip("torchao", reason="the extra `bases` has it; test_bases_apart.py")
 
 import megatrain_torch as mt  # noqa: E402
+from megatrain_torch import ops  # noqa: E402
 from megatrain_torch.graph import frames  # noqa: E402
+from megatrain_torch.model import nf4  # noqa: E402
 from megatrain_torch.plans import shapes  # noqa: E402
 
 DEVICE = "cpu"                 # tests/gpu has another
@@ -94,16 +97,7 @@ def batch(step: int) -> dict[str, Tensor]:
 
 
 def trained(model: nn.Module, steps: int = 3, optimizer: Any = torch.optim.AdamW, lr: float = 1e-2) -> list[Tensor]:
-    """Every loss and every gradient."""
-    own = [p for p in model.parameters() if p.requires_grad]
-    opt, seen = optimizer(own, lr=lr), []
-    for step in range(steps):
-        loss = model(**batch(step)).loss
-        loss.backward()
-        seen += [loss.detach().clone(), *(p.grad.clone() for p in own)]
-        opt.step()
-        opt.zero_grad()
-    return seen
+    return parity.losses_and_grads(model, map(batch, range(steps)), optimizer, lr)
 
 
 def streamed(model: nn.Module, how: str, home: str = "ram", folder: Path | None = None) -> nn.Module:
@@ -335,13 +329,35 @@ PUBLISHED: dict[str, tuple[Callable[[], Any], Callable[..., None], dict[str, Any
     "fp8-experts": (lambda: transformers.Qwen3MoeConfig(**BLOCKS, moe_intermediate_size=128, num_experts=4,
                                                         num_experts_per_tok=2), in_blocks, FP8),
     "mxfp4": (lambda: transformers.GptOssConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2), as_mxfp4,
-              {"quant_method": "mxfp4", "modules_to_not_convert": ["self_attn", "router", "embed_tokens", "lm_head"]})}
+              {"quant_method": "mxfp4", "modules_to_not_convert": ["self_attn", "router", "embed_tokens", "lm_head"]}),
+    "nf4-experts": (lambda: transformers.Qwen3MoeConfig(**SIZES, moe_intermediate_size=64, num_experts=4,
+                                                        num_experts_per_tok=2), lambda tensors: None, {})}
+
+
+def in_nf4(w: Tensor) -> Tensor:
+    """A stack of experts as bitsandbytes makes each of them of its codes."""
+    four = bnb.functional
+    return torch.stack([four.dequantize_4bit(*four.quantize_4bit(e, blocksize=64, quant_type="nf4")) for e in w])
+
+
+def plain_of(form: str, at: Path) -> nn.Module:
+    """The model that a checkpoint of PUBLISHED is, by its package's own code."""
+    load = functools.partial(transformers.AutoModelForCausalLM.from_pretrained, at, dtype="auto", device_map="cpu")
+    if form == "nf4-experts":
+        model = load(quantization_config=FORMATS["nf4-double"]())
+        for name, p in model.named_parameters():
+            if name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+                p.data = in_nf4(p.data)
+                p.requires_grad_(False)
+        return model
+    config = transformers.Mxfp4Config if form == "mxfp4" else transformers.FineGrainedFP8Config
+    return load(quantization_config=config(dequantize=True))
 
 
 @pytest.mark.parametrize(("form", "how", "home"), [(f, k, h) for f in PUBLISHED for k in ("replay", "saved")
                          for h in ("ram", "vram", "disk", "disk+weights")] if parity.FULL else [
     ("fp8", "replay", "disk+weights"), ("fp8-experts", "saved", "ram"), ("mxfp4", "replay", "ram"),
-    ("mxfp4", "saved", "vram")])
+    ("mxfp4", "saved", "vram"), ("nf4-experts", "saved", "disk+weights")])
 def test_a_published_base_kept_as_codes_trains_to_the_bits_of_its_16_bit_model(form: str, how: str, home: str,
                                                                                tmp_path: Path,
                                                                                monkeypatch: pytest.MonkeyPatch
@@ -349,9 +365,7 @@ def test_a_published_base_kept_as_codes_trains_to_the_bits_of_its_16_bit_model(f
     make, change, said = PUBLISHED[form]
     at = written(tmp_path / "published", make(), change, said)
     adapter = peft.LoraConfig(r=4, target_modules=ATTENTION, init_lora_weights=False)
-    load = transformers.AutoModelForCausalLM.from_pretrained
-    plain = load(at, dtype="auto", quantization_config=(transformers.Mxfp4Config if form == "mxfp4" else
-                                                        transformers.FineGrainedFP8Config)(dequantize=True))
+    plain = plain_of(form, at)
     parity.seed()
     wanted = trained(peft.get_peft_model(plain, adapter).train())
     parity.seed()
@@ -360,7 +374,7 @@ def test_a_published_base_kept_as_codes_trains_to_the_bits_of_its_16_bit_model(f
                                device="cpu", compute="eager", nvme=str(tmp_path) if "disk" in home else None,
                                plan={"activations": how, "slots": 2, "homes": home}).train()
     coded = [p for p in model.parameters() if type(p).__name__ == "Coded"]
-    assert len(coded) == {"fp8": 14, "fp8-experts": 12, "mxfp4": 4}[form] and not any(p.requires_grad for p in coded)
+    assert len(coded) == {"fp8": 14, "fp8-experts": 12, "mxfp4": 4, "nf4-experts": 4}[form] and not any(p.requires_grad for p in coded)
     made: list[Any] = []
     own = frames.Expansions.of
     monkeypatch.setattr(frames.Expansions, "of", lambda self, rt, whole: made.append(whole) or own(self, rt, whole))
@@ -380,6 +394,37 @@ def test_saved_codes_are_read_again_by_transformers(tmp_path: Path) -> None:
         assert_same_state(load(tmp_path / "ours", dtype="auto").state_dict(), load(at, dtype="auto").state_dict())
 
 
+def test_experts_in_nf4_are_saved_copied_and_given_back(tmp_path: Path) -> None:
+    def run(model: nn.Module, steps: range, opt: Any = None) -> tuple[list[Tensor], Any]:
+        opt = opt or mt.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, max_grad_norm=1.0)
+        seen = []
+        for step in steps:
+            seen.append(model(**batch(step)).loss)
+            seen[-1].backward()
+            opt.step()
+            opt.zero_grad()
+        return [loss.detach() for loss in seen], opt
+
+    model = published("nf4-experts", tmp_path / "at", compute="eager", plan={"experts": 3, "slots": 2})
+    first = copy.deepcopy(model)
+    assert sum(type(p).__name__ == "Coded" for p in first.parameters()) == 4
+    _, opt = run(model, range(2))
+    mt.save(model, opt, tmp_path / "saved")
+    wanted, _ = run(model, range(2, 4), opt)
+    again = published("nf4-experts", tmp_path / "again", compute="eager", plan={"experts": 2, "slots": 2})
+    with torch.no_grad():
+        for p in again.parameters():
+            if type(p).__name__ == "Coded":
+                p.codes.zero_()
+                p.scales.zero_()
+    opt = mt.AdamW([p for p in again.parameters() if p.requires_grad], lr=1e-2, max_grad_norm=1.0)
+    mt.load(again, opt, tmp_path / "saved")
+    assert_same(run(again, range(2, 4), opt)[0], wanted)
+    mt.unstream(again)
+    assert sum(type(p).__name__ == "Coded" for p in again.parameters()) == 4
+    assert_same(trained(again, 1), trained(model, 1))
+
+
 @pytest.mark.parametrize("base_form", ["nf4", "int8", "fp8"])
 def test_a_base_made_while_it_is_read_is_what_its_library_makes(base_form: str, tmp_path: Path) -> None:
     at = written(tmp_path / "bf16", transformers.LlamaConfig(**BLOCKS), lambda tensors: None, {})
@@ -396,6 +441,30 @@ def test_a_base_made_while_it_is_read_is_what_its_library_makes(base_form: str, 
     config = four_bits("nf4", bnb_4bit_use_double_quant=True) if base_form == "nf4" else FORMATS["int8"]()
     plain = transformers.AutoModelForCausalLM.from_pretrained(at, quantization_config=config, dtype="auto")
     assert_same_state(model.state_dict(), plain.state_dict())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("n, group, size", [(1, 64, 1.0), (127, 64, 1.0), (4096 + 33, 4096, 1e4), (640, 32, 1e-39), (320, 64, 0.0)])
+def test_our_nf4_codes_are_the_packages(dtype: torch.dtype, n: int, group: int, size: float) -> None:
+    numbers = bnb.functional.get_4bit_type("nf4", device="cpu")
+    parity.seed()
+    w = torch.randn(n) * size
+    if n > 300:                                  # halves between numbers, their neighbours, and what is no number
+        halves = (numbers[:-1] + numbers[1:]) / 2
+        w[64:79], w[79:94], w[94], w[128], w[160] = halves, halves.nextafter(torch.tensor(2.0)), 1.0, math.nan, -math.inf
+    codes, state = bnb.functional.quantize_4bit(w.to(dtype), blocksize=group, quant_type="nf4")
+    own, scales = ops.nf4_codes(w.to(dtype), group)
+    assert torch.equal(own, codes.flatten())
+    torch.testing.assert_close(scales, state.absmax, rtol=0, atol=0, equal_nan=True)
+
+
+def test_codes_are_made_by_our_op_while_a_base_is_read_and_not_after(tmp_path: Path,
+                                                                     monkeypatch: pytest.MonkeyPatch) -> None:
+    at, made = written(tmp_path, transformers.LlamaConfig(**BLOCKS), lambda tensors: None, {}), []
+    monkeypatch.setattr(nf4, "nf4_codes", lambda w, group: made.append(w.shape) or ops.nf4_codes(w, group))
+    own = bnb.functional.quantize_4bit
+    mt.from_pretrained(transformers.AutoModelForCausalLM, at, base="nf4", device="cpu", compute="eager")
+    assert len(made) == 14 and bnb.functional.quantize_4bit is own
 
 
 # ---- run by templates ------------------------------------------------------------------------------
@@ -458,7 +527,7 @@ def test_templates_run_over_codes(form: str, folder: Callable[[str], Path], tmp_
         return
     assert codes == {"template"}, codes
     rounded_only(found, trained(fused(form, folder, tmp_path / "again", "eager"), 1),
-                 form in ("mxfp4", "fp8-experts"))
+                 form in ("mxfp4", "fp8-experts", "nf4-experts"))
     assert "template" in str(mt.explain(model))
 
 

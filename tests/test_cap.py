@@ -26,20 +26,29 @@ def test_the_allocators_settings_are_left_to_a_user_who_made_some(settings: dict
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 0)
     monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda device: 1.0)
     monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda share, device: None)
-    held = Cap(torch.device("cuda"))
+    held = Cap(torch.device("cuda"), lambda: 0)
     held.hold(50 * GIB, 0)
     held.lift()
     assert made == calls
 
 
-@pytest.mark.parametrize("made", [0, 30 * GIB])
-def test_planes_that_the_store_has_already_are_counted_once(made: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are missing from the free memory, and are no other process's."""
+@pytest.mark.parametrize("others, others_stores, made, limit, room", [
+    (0, 0, 0, 80, 80 - 1 - 30), (0, 0, 30, 80, 80 - 1 - 30),          # what the store has already is counted once
+    (9, 0, 0, 80, 80 - 1 - 30), (9, 0, 30, 80, 80 - 1 - 30),          # another process's memory is not this one's,
+    (40, 0, 0, 80, 60 - 1 - 30),                                      # but it is missing from the device;
+    (9, 20, 0, 80, 80 - 1 - 20 - 30)])                                # another model's is this process's
+def test_a_limit_is_the_processs(others: int, others_stores: int, made: int, limit: int, room: int,
+                                 monkeypatch: pytest.MonkeyPatch) -> None:
+    """GiB of a device of 100: 1 is the context's, and torch has 5."""
     shares: list[float] = []
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (90 * GIB - made, 100 * GIB))
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 0)
+    free = 100 - 1 - 5 - others - others_stores - made
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free * GIB, 100 * GIB))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 5 * GIB)
     monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda device: 1.0)
     monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda share, device: shares.append(share))
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "max_split_size_mb:512")
-    Cap(torch.device("cuda")).hold(80 * GIB, 30 * GIB, made)
-    assert shares == [pytest.approx(0.4)]
+    device = torch.device("cuda:0")
+    other, own = Cap(device, lambda: others_stores * GIB), Cap(device, lambda: made * GIB)
+    own.hold(limit * GIB, 30 * GIB)
+    other.close()
+    assert shares == [pytest.approx(room / 100)]

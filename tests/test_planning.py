@@ -16,6 +16,7 @@ import transformers
 
 import megatrain_torch as mt
 from megatrain_torch.model import asking, lengths, planning
+from megatrain_torch.model.cap import Cap
 from megatrain_torch.model.planning import Pass, batch_of
 from megatrain_torch.model.stream import runtime_of
 
@@ -528,8 +529,10 @@ def test_lora_and_frozen_units_move(chosen: list[dict[str, Any]]) -> None:
     assert same(run(), run(vram=VRAM))
 
 
-def test_what_others_have_of_the_device_is_not_planned_with_and_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Free memory lacks it, so the allocator's limit, which is the process's share of all, must not lack it again."""
+@pytest.mark.parametrize("limit, left", [(100, 100 - 2), (140, None)])
+def test_what_others_have_of_the_device_is_not_planned_with_and_counts_once(limit: int, left: int | None,
+                                                                           monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is missing from the device, not from the process's limit; the user's own tensors are part of that."""
     gib, machine = 1 << 30, mt.plan(model(), tokens=32, seq=16, machine="h200-128g").machine
     monkeypatch.setattr(asking, "resolve", lambda name: machine)
     total = machine.vram_bytes
@@ -537,11 +540,12 @@ def test_what_others_have_of_the_device_is_not_planned_with_and_counts_once(monk
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 6 * gib)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 5 * gib)
     core = SimpleNamespace(device_bytes=lambda: 20 * gib)
-    rt = SimpleNamespace(is_cuda=True, device=None, core=core,
+    rt = SimpleNamespace(is_cuda=True, device=torch.device("cuda:7"), core=core, cap=None,
                          ring=SimpleNamespace(slots=[SimpleNamespace(nbytes=3 * gib - 512)]))
-    found = asking.Asking(rt, asking.Limits(100 * gib, None, None, None))
-    others = (50 - 6 - 20) * gib - machine.vram_overhead_bytes
-    assert found.limit() == 100 * gib and found._left() == 100 * gib - others - 2 * gib
+    rt.cap = Cap(rt.device, core.device_bytes)
+    found = asking.Asking(rt, asking.Limits(limit * gib, None, None, None))
+    others = (50 - 6 - 20 - 1) * gib                         # 1 GiB may be this process's context
+    assert found._left() == (total - others - 2 * gib if left is None else left * gib)
 
 
 IDS, WIDE = torch.zeros(3, 5, dtype=torch.long), torch.zeros(2, 7, 64)

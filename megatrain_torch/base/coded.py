@@ -1,21 +1,28 @@
-"""Weights of a frozen base as codes with scales, which stand for 16-bit ones: block-fp8 and MXFP4, as published.
+"""Weights of a frozen base as codes with scales, which stand for 16-bit ones: block-fp8 and MXFP4, as published, and
+experts of a mixture in NF4.
 
     w = Coded(codes, scales, "fp8", torch.bfloat16)      # of the shape and type of the weight that it stands for
-    w.expand_codes()                                     # that weight, by transformers' own arithmetic
+    w.expand_codes()                                     # that weight, by its package's own arithmetic
 
 Whatever is done with one is done with the weight that it stands for, made for that operation; but for copies, and for
 `stack` and `cat`, by which experts' weights come together. A streamed one is expanded once for each window.
 """
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+AT_ONCE = 1 << 22                    # numbers that are made in fp32 before they are rounded; or one expert's
 FP8_BLOCK = 128                      # rows, and columns, that share a scale of what is made here
 _FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+NF4_BLOCK = 64                       # elements that share a scale
+_NF4 = (-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
+        -0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725,
+        0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0)
 _ATEN = torch.ops.aten
 
 
@@ -24,26 +31,44 @@ def _fp8(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     once. Source: Fp8Dequantize of transformers."""
     n, k = scales.shape[-2:]
     rows, columns = codes.shape[-2:]
-    blocks = codes.to(torch.float32).reshape(-1, n, rows // n, k, columns // k)
-    scaled = blocks * scales.to(torch.float32).reshape(-1, n, k).unsqueeze(-1).unsqueeze(2)
-    return scaled.to(dtype).reshape(codes.shape)
+    out = torch.empty(codes.shape, dtype=dtype, device=codes.device)
+    some = max(1, AT_ONCE // max(1, rows // n * columns))    # rows of blocks
+    blocks, made = (t.reshape(-1, rows // n, k, columns // k).split(some) for t in (codes, out))
+    for own, to, scale in zip(blocks, made, scales.to(torch.float32).reshape(-1, 1, k, 1).split(some)):
+        to.copy_(own.to(torch.float32) * scale)
+    return out
 
 
 def _mxfp4(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     """codes: [E, N, G, 16], two of a byte, the lower first. scales: [E, N, G], exponents of 2 above 127. Gives
     [E, 32 G, N], exactly. Source: convert_moe_packed_tensors of transformers."""
-    table = torch.tensor(_FP4, dtype=dtype, device=codes.device)
-    both = torch.stack([table[(codes & 15).long()], table[(codes >> 4).long()]], -1).flatten(-2)
-    out = torch.ldexp(both, (scales.to(torch.int32) - 127).unsqueeze(-1))
-    return out.to(dtype).flatten(-2).transpose(1, 2).contiguous()
+    pairs = torch.tensor([(low, high) for high in _FP4 for low in _FP4], dtype=dtype, device=codes.device)
+    out = torch.empty(_shape(codes, "mxfp4"), dtype=dtype, device=codes.device)
+    for expert, own, scale in zip(out, codes, scales):
+        numbers = pairs.index_select(0, own.flatten().int()).view(*scale.shape, -1)
+        expert.copy_(torch.ldexp(numbers, (scale.to(torch.int32) - 127).unsqueeze(-1)).flatten(-2).t())
+    return out
 
 
-_EXPANDS = {"fp8": _fp8, "mxfp4": _mxfp4}
+def _nf4(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """codes: [E, N, K/2], two of a byte, the higher first. scales: [E, 1, N K / 64] fp32, of neighbours in an expert's
+    memory. Gives [E, N, K]: numbers * scales in fp32, rounded once. Source: dequantize_4bit of bitsandbytes."""
+    pairs = torch.tensor([(a, b) for a in _NF4 for b in _NF4], device=codes.device)
+    out = torch.empty(_shape(codes, "nf4"), dtype=dtype, device=codes.device)
+    for expert, own, scale in zip(out, codes, scales):
+        numbers = pairs.index_select(0, own.flatten().int()).view(-1, NF4_BLOCK)
+        expert.copy_((numbers * scale.view(-1, 1)).view(expert.shape))
+    return out
+
+
+_EXPANDS = {"fp8": _fp8, "mxfp4": _mxfp4, "nf4": _nf4}
 
 
 def _shape(codes: Tensor, form: str) -> torch.Size:
     if form == "fp8":
         return codes.shape
+    if form == "nf4":
+        return torch.Size((*codes.shape[:-1], 2 * codes.shape[-1]))
     experts, rows, groups, nbytes = codes.shape
     return torch.Size((experts, 2 * groups * nbytes, rows))
 
@@ -52,7 +77,7 @@ class Coded(Tensor):
     """[shape], dtype: of the weight that it stands for; frozen.
 
     Attributes:
-        codes, scales: its strands. form: "fp8" or "mxfp4".
+        codes, scales: its strands. form: "fp8", "mxfp4" or "nf4".
     """
 
     codes: Tensor
@@ -126,9 +151,18 @@ def to_fp8(w: Tensor) -> Coded | None:
     return Coded(codes.reshape(w.shape), 1.0 / scales, "fp8", w.dtype)
 
 
+def nf4_strands(shape: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    """Forms of codes and scales for a stack of experts [E, N, K]; None: it does not fall into blocks."""
+    experts, rows, columns = shape
+    if columns % 2 or rows * columns % NF4_BLOCK:
+        return None
+    return (experts, rows, columns // 2), (experts, 1, rows * columns // NF4_BLOCK)
+
+
 def quantization_of(model: nn.Module) -> dict[str, Any] | None:
-    """What a checkpoint's config says of such weights; None: the model has none."""
-    own = {id(m): p.form for m in model.modules() for p in m._parameters.values() if isinstance(p, Coded)}
+    """What a checkpoint's config says of such weights; None: the model has none, or its config says it already."""
+    own = {id(m): p.form for m in model.modules() for p in m._parameters.values() if isinstance(p, Coded)
+           and p.form != "nf4"}
     if not own:
         return None
     rest = [name for name, m in model.named_modules() if isinstance(m, (nn.Linear, nn.Embedding)) and id(m) not in own]

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .coded import NF4_BLOCK
 from .errors import MegatrainError
 
 Strands = dict[str, Tensor]           # "": what lies in the parameter's own memory, where it has memory
@@ -346,7 +347,8 @@ def _made_put(p: Any, m: nn.Module, strands: Strands) -> None:
 
 # ---- codes that stand for 16-bit weights (coded.py): a window has these ----
 
-_ENDS = {"fp8": ("", "_scale_inv"), "mxfp4": ("_blocks", "_scales")}        # of names, as they are published
+# Ends of names, as they are published, or as the package of other weights in NF4 has them.
+_ENDS = {"fp8": ("", "_scale_inv"), "mxfp4": ("_blocks", "_scales"), "nf4": ("", ".absmax")}
 
 
 def _coded_label(p: Any, name: str, strand: str) -> str:
@@ -354,7 +356,7 @@ def _coded_label(p: Any, name: str, strand: str) -> str:
 
 
 def _coded_coding(p: Any) -> Coding | None:
-    return Coding(p.form, p.shape, p.dtype, ("codes", "scales"))
+    return Coding(p.form, p.shape, p.dtype, ("codes", "scales"), NF4_BLOCK if p.form == "nf4" else 0)
 
 
 _BNB = "bitsandbytes.autograd._functions"
@@ -373,10 +375,10 @@ _ALL = (
            reloads=lambda p: False, saves=True),
 )
 _ALL += (
-    Format("block-fp8 and MXFP4", (("megatrain_torch", "Coded"),), _made_strands,
+    Format("block-fp8, MXFP4 and experts in NF4", (("megatrain_torch", "Coded"),), _made_strands,
            lambda p, strands: p.over(*strands.values()).expand_codes(), _made_put, lambda p: p.shape, _coded_label,
            lambda p, name: {}, again=_made_whole, expands=True, coding=_coded_coding,
-           reloads=lambda p: p.form == "mxfp4" or p.dim() == 2),
+           reloads=lambda p: p.form == "mxfp4" or (p.form == "fp8" and p.dim() == 2)),
 )
 _HOLDERS = {keeps.holder for format in _ALL for keeps in format.keeps}
 FORMATS = {kind: format for format in _ALL for kind in format.kinds}

@@ -74,7 +74,7 @@ class Asking:
             raise Unreadable(f"mt.plan cannot read the model ({type(error).__name__}: {error})") from error
 
     def limit(self) -> int:
-        """Bytes of the device that may be used, by whoever has them."""
+        """Bytes of the device that this process may have."""
         most = self._resolved().vram_bytes
         return min(self.limits.vram or most, most)
 
@@ -95,13 +95,12 @@ class Asking:
         return self._here
 
     def _left(self) -> int:
-        """Bytes of `limit()` that others leave: processes, models, tensors of the user's."""
+        """Bytes of `limit()` that are left: other models and tensors of the user's have theirs of it, and other
+        processes theirs of the device."""
         rt, limit = self.runtime, self.limit()
         if not rt.is_cuda:
             return limit
-        free, total = torch.cuda.mem_get_info(rt.device)
-        reserved, used = torch.cuda.memory_reserved(rt.device), torch.cuda.memory_allocated(rt.device)
-        overhead = self._resolved().vram_overhead_bytes
-        others = total - free - reserved - rt.core.device_bytes() - overhead
-        own = used - sum(s.nbytes + 512 for s in rt.ring.slots)
-        return limit - max(others, 0) - (own if own > UNCOUNTED else 0)
+        _, others, stores = rt.cap.taken()
+        used = torch.cuda.memory_allocated(rt.device) - sum(s.nbytes + 512 for s in rt.ring.slots)
+        left = min(limit, self._resolved().vram_bytes - others)
+        return left - (stores - rt.core.device_bytes()) - (used if used > UNCOUNTED else 0)

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,19 +11,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..base.coded import FP8_BLOCK, Coded, to_fp8
+from ..base.coded import FP8_BLOCK, NF4_BLOCK, Coded, nf4_strands, to_fp8
 from ..base.codes import coded
 from ..base.errors import MegatrainError
 from ..base.units import output_embeddings
 from ..plans.host_memory import kept_apart
 from ..plans.shapes import from_config
+from .nf4 import made_here
 
 BASES = ("nf4", "int8", "fp8", "mxfp4")
 
 
 def with_base(cls: Any, path: str | Path, base: str, dtype: torch.dtype | None, **kwargs: Any) -> Any:
-    """cls.from_pretrained, on the CPU, with weights of its linear layers as codes. What is 16 bits in the files is
-    mapped, and quantised a tensor at a time.
+    """cls.from_pretrained, on the CPU, with weights of its linear layers as codes, and with "nf4" its experts that lie
+    in one tensor. What is 16 bits in the files is mapped, and quantised a tensor at a time.
 
     Raises:
         MegatrainError: no such base; the checkpoint is quantised in another way; or no weight becomes codes.
@@ -33,9 +35,11 @@ def with_base(cls: Any, path: str | Path, base: str, dtype: torch.dtype | None, 
     config = tf.AutoConfig.from_pretrained(path)
     check_base(config, path, base)
     how = {"dtype": dtype or "auto", "device_map": "cpu", **kwargs}
-    with _kept(), kept_apart():
+    with _kept(tf, base, bool(_method(config))), kept_apart():
         found = cls.from_pretrained(path, **how, **_settings(tf, base, config, dtype or config.dtype))
         model = found[0] if isinstance(found, tuple) else found
+        if base == "nf4":
+            _to_nf4(model)
         if base == "fp8" and not _method(config):
             _to_fp8(model)
     for p in _codes_of(model, base, path):
@@ -98,8 +102,45 @@ def _settings(tf: Any, base: str, config: Any, dtype: torch.dtype | None) -> dic
     return expands(config)
 
 
+def _kept(tf: Any, base: str, there: bool) -> contextlib.AbstractContextManager[None]:
+    """Meanwhile codes are kept, or made, as transformers reads. there: a checkpoint has them.
+
+    Raises:
+        MegatrainError: this version of transformers reads them in another way.
+    """
+    if base == "nf4":
+        return _made_as_read()
+    from transformers.integrations import finegrained_fp8, mxfp4
+    if not there or (hasattr(finegrained_fp8, "Fp8Dequantize") and hasattr(mxfp4, "dequantize_convertops")):
+        return _kept_as_read() if there else contextlib.nullcontext()
+    raise MegatrainError(f"base={base!r}: transformers {tf.__version__} expands a checkpoint's codes in a way that is "
+                         "not known here; that of 5.17 to 5.23 is")
+
+
 @contextlib.contextmanager
-def _kept() -> Iterator[None]:
+def _made_as_read() -> Iterator[None]:
+    """Codes are made here; experts that transformers has put together become codes before it does so with the next."""
+    try:
+        loading: Any = importlib.import_module("transformers.core_model_loading")
+    except ImportError:                                  # before 5: it puts none together
+        with made_here():
+            yield
+        return
+    own = loading.set_param_for_module
+
+    def put(model: nn.Module, name: str, value: Tensor, *rest: Any, **more: Any) -> Any:
+        return own(model, name, value if (made := _nf4(name, value)) is None else made, *rest, **more)
+
+    loading.set_param_for_module = put
+    try:
+        with made_here():
+            yield
+    finally:
+        loading.set_param_for_module = own
+
+
+@contextlib.contextmanager
+def _kept_as_read() -> Iterator[None]:
     """transformers expands what it reads of fp8 and MXFP4: meanwhile codes are what it gets, which stand for that."""
     from transformers.integrations import finegrained_fp8, mxfp4
     fp8, four = finegrained_fp8.Fp8Dequantize._dequantize_one, mxfp4.dequantize_convertops
@@ -128,6 +169,30 @@ def _eight_bits(codes: Tensor) -> Tensor | None:
     return eight if torch.equal(eight.to(torch.float32), codes.to(torch.float32)) else None
 
 
+def _nf4(name: str, w: Tensor) -> nn.Parameter | None:
+    """A stack of experts as codes, each of them as bitsandbytes quantises it; None: it is none, or is that already."""
+    stacked = "expert" in name and w.dim() == 3 and w.is_floating_point() and not isinstance(w, Coded)
+    if not stacked or (forms := nf4_strands(w.shape)) is None:
+        return None
+    codes, scales = (torch.empty(form, dtype=kind, device=w.device) for form, kind in
+                     zip(forms, (torch.uint8, torch.float32)))
+    if not w.is_meta:
+        quantize = importlib.import_module("bitsandbytes.functional").quantize_4bit
+        for expert, own, scale in zip(w.detach(), codes, scales):
+            made, state = quantize(expert, blocksize=NF4_BLOCK, compress_statistics=False, quant_type="nf4")
+            own.copy_(made.view(own.shape))
+            scale.copy_(state.absmax.view(scale.shape))
+    return nn.Parameter(Coded(codes, scales, "nf4", w.dtype), requires_grad=False)
+
+
+def _to_nf4(model: nn.Module) -> None:
+    """Experts that lie in one tensor, and are not codes yet."""
+    for prefix, m in model.named_modules():
+        for name, p in list(m._parameters.items()):
+            if p is not None and (made := _nf4(f"{prefix}.{name}", p)) is not None:
+                setattr(m, name, made)
+
+
 # ---- the same without weights, for plans ---------------------------------------------------------
 
 def shaped(config: Any, base: str | None, layers: int | None = None) -> nn.Module:
@@ -143,6 +208,8 @@ def shaped(config: Any, base: str | None, layers: int | None = None) -> nn.Modul
     model.to(dtype)
     if base in ("nf4", "int8"):
         _shape_by_bitsandbytes(model, base, dtype)
+        if base == "nf4":
+            _to_nf4(model)
     elif base == "mxfp4":
         _shape_mxfp4(model)
     elif base == "fp8":

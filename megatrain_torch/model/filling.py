@@ -43,7 +43,7 @@ def engine(where: torch.device, choices: Choices, ranks: Ranks | None) -> _core.
 def declare(rt: Runtime, fit: Fit, choices: Choices) -> None:
     """Units, their slots and homes; nothing is in their planes yet."""
     _add_units(rt, fit.asked)
-    rt.cap.hold(choices.vram, fit.asked.at_home(), rt.core.device_bytes())
+    rt.cap.hold(choices.vram, fit.asked.at_home())
     rt.homes.open_slots(fit.ring, units_at(fit.asked, *SETTLED), {})
     cut_units(rt, fit.asked)
     _to_disk(rt, fit.asked, choices)

@@ -48,7 +48,7 @@ def move(rt: Runtime, plan: Plan, limit: int) -> None:
         _change_homes(rt, asked, plan)
     rt.room.asked, rt.room.summed = asked, asked.micro > 1
     _spill(rt, asked, plan)
-    rt.cap.hold(limit, asked.at_home(), rt.core.device_bytes())
+    rt.cap.hold(limit, asked.at_home())
     keep(rt, plan)
 
 
@@ -124,7 +124,7 @@ class _Change:
                     self.homes[unit] = "ram"
             del slots
             self._open(sorted(self.have), dataclasses.replace(self.before, homes=tuple(self.homes)))
-            rt.cap.hold(rt.cap.limit, rt.room.asked.at_home(), rt.core.device_bytes())
+            rt.cap.hold(rt.cap.limit, rt.room.asked.at_home())
         except BaseException as error:
             rt.ring.slots = list(self.have.values())      # what is in them is nowhere else
             rt.broken = f"units were on their way to other homes when that failed, and again on the way back: {error}"

@@ -38,7 +38,8 @@ def from_pretrained(cls: Any, path: str | Path, *, device: str | torch.device | 
             masters.
         device, tokens, seq, vram, host, nvme, states, units, compute, products, plan, group, reduce: as for mt.stream.
         base: frozen weights of linear layers as codes, quantised a tensor at a time while they are read: "nf4" and
-            "int8" by bitsandbytes, "fp8" in blocks of 128 by 128; "fp8" and "mxfp4" keep what a checkpoint has so.
+            "int8" by bitsandbytes, the former of experts in one tensor too, "fp8" in blocks of 128 by 128; "fp8" and
+            "mxfp4" keep what a checkpoint has so.
         adapter: a config of PEFT's: the model gets that adapter before it is streamed.
         kwargs: for cls.from_pretrained. With output_loading_info=True its report is returned too.
 

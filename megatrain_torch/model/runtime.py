@@ -61,7 +61,7 @@ class Runtime:
         self._windows: list[weakref.ref[Window]] = []        # modules have them, and they have this
         own = weakref.proxy(self)            # for what only this has
         self.door = Door(type(root).__name__, self.is_cuda)
-        self.cap = Cap(device)
+        self.cap = Cap(device, core.device_bytes)
         self.ranks = ranks
         if ranks is not None:
             ranks.control.engine = core
@@ -69,7 +69,7 @@ class Runtime:
         self.exchange = None if ranks is None else Exchange(own, self.handover, ranks, reduce == "mean")
         self.swap, self.expansions = Swap(own), Expansions()
         self.ring = Ring(own)
-        self.homes = Homes(own, core, self.ring)
+        self.homes = Homes(own, core, self.ring, 1 if ranks is None else len(ranks.mates))
         self.saves = Saves()
         self.planes = Planes(core, self.homes, self.saves, room, ranks is not None,
                              ranks is not None and ranks.apart)
@@ -94,7 +94,7 @@ class Runtime:
 
     def close(self) -> None:
         """Gives everything back: files lose their names while there is an engine that knows them."""
-        self.cap.lift()
+        self.cap.close()
         self.homes.unname_files()
         if self.exchange is not None:
             self.exchange.close()

@@ -14,12 +14,12 @@ from torch import Tensor
 
 from ..base.errors import MegatrainError
 from ..store import gradient
-from ..store.guard import StreamedParameter, guard
+from ..store.guard import StreamedParameter, guard, values_of
 from ..store.records import DTYPES, Record
 from . import clipping
 from .astray import StoreStates
 from .masters import lacks_master, make_master, master, set_master
-from .moments import CODES, MOMENTS, load_moments, moments_of
+from .moments import CODES, MOMENTS, addresses, load_moments, memory_of, moments_of, stand_there
 from .options import check_options
 from .sources import check_used, source_of
 from .unstreamed import HALVES, adamw_half, adamw_plain, fp32_like, state_of
@@ -412,15 +412,16 @@ class AdamW(torch.optim.Optimizer):
                 rt.homes.take(record.unit)
         record.exact, record.master_writes = None, record.writes
 
-    def _begin_state(self, p: StreamedParameter, record: Record) -> None:
-        """States of a parameter that has none in this optimizer, over planes that are zero when they are new."""
+    def _begin_state(self, p: StreamedParameter, record: Record, keep: bool = False) -> None:
+        """States of a parameter that has none in this optimizer, over planes that are zero when they are new; keep:
+        with the moments that are in them."""
         record.runtime.states.chosen = True
         self._served.add(record.runtime)
         names = MOMENTS if record.runtime.states.format == "fp32" else CODES
         views = {name: guard(record.view(plane), record) for name, plane in zip(names, record.moments)}
         self.state[p] = StoreStates(step=torch.zeros(()), **views)
         self._counts[p] = 0
-        if record.optimizer is not None:
+        if record.optimizer is not None and not keep:
             record.runtime.planes.wait_used(record)
             record.runtime.planes.own_states(record)
             for plane in record.moments:
@@ -537,9 +538,20 @@ class AdamW(torch.optim.Optimizer):
         self._counts.clear()
         saved = {k: v for k, v in state_dict.items() if k != "state"}
         flat = [p for g in self.param_groups for p in g["params"]]
+        kept = {address for p in flat if isinstance(p, StreamedParameter) for address in addresses(p._mt)}
+        found = {index: self._apart(flat[index], values, kept) for index, values in state_dict["state"].items()}
         super().load_state_dict({**saved, "state": {}})
-        for index, values in state_dict["state"].items():
+        for index, values in found.items():
             self._load_one(flat[index], values, values.get("key", index))
+
+    @staticmethod
+    def _apart(p: Tensor, values: dict[str, Any], kept: set[int]) -> dict[str, Any]:
+        """States to load for p: its own where they are, and copies of others that lie in planes which are about to be
+        written, at these addresses."""
+        if isinstance(p, StreamedParameter) and stand_there(p._mt, values):
+            return values
+        return {name: values_of(v).clone() if isinstance(v, Tensor) and memory_of(v) in kept else v
+                for name, v in values.items()}
 
     def _load_one(self, p: Tensor, values: dict[str, Any], key: int) -> None:
         if not isinstance(p, StreamedParameter):
@@ -547,10 +559,12 @@ class AdamW(torch.optim.Optimizer):
             return
         record = p._mt
         with torch.no_grad():
-            self._begin_state(p, record)
+            there = stand_there(record, values)
+            self._begin_state(p, record, keep=there)
             self.state[p]["step"].fill_(float(values["step"]))
-            load_moments(record, values)
-            record.runtime.planes.push(record, *record.moments)
+            if not there:
+                load_moments(record, values)
+                record.runtime.planes.push(record, *record.moments)
             self._counts[p] = int(values["step"])
             self._keys[p] = key
             if "master" in values:

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from .. import _core
-from ..store.guard import StreamedParameter, plain
+from ..store.guard import StreamedParameter, values_of
 from ..store.records import Record
 
 
@@ -55,7 +55,7 @@ def master(p: StreamedParameter) -> Tensor:
 def set_master(p: StreamedParameter, value: Tensor) -> None:
     """Sets weight and master from fp32 values. value: [shape]."""
     record: Record = p._mt
-    value = torch.empty_strided(record.shape, record.stride, dtype=torch.float32).copy_(plain(value))
+    value = torch.empty_strided(record.shape, record.stride, dtype=torch.float32).copy_(values_of(value))
     record.runtime.core.wait_updates(record.unit)
     record.runtime.planes.before_write(record)
     record.runtime.planes.own_states(record)

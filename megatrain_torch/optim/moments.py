@@ -9,7 +9,7 @@ from torch import Tensor
 from .. import _core
 from ..base.errors import MegatrainError
 from ..base.formats import GROUP
-from ..store.guard import plain
+from ..store.guard import values_of
 from ..store.records import Record
 
 MOMENTS = ("exp_avg", "exp_avg_sq")                           # names in the state, by plane: fp32
@@ -36,17 +36,42 @@ def load_moments(record: Record, values: dict[str, Any]) -> None:
     check_scales(record.name, record.numel, values)
     if mine[0] in values:
         for name, plane in zip(mine, record.moments):
-            record.view(plane).copy_(plain(values[name]))
+            record.view(plane).copy_(values_of(values[name]))
         return
     if mine is CODES:
         m, v = (torch.empty_strided(record.shape, record.stride, dtype=torch.float32) for _ in range(2))
-        m.copy_(plain(values["exp_avg"]))
-        v.copy_(plain(values["exp_avg_sq"]))
+        m.copy_(values_of(values["exp_avg"]))
+        v.copy_(values_of(values["exp_avg_sq"]))
         codes = [record.view(plane).data_ptr() for plane in record.moments]
         _core.codes_set(m.data_ptr(), v.data_ptr(), *codes, record.numel)
         return
     for plane, value in zip(("M", "V"), decoded(record.shape, record.stride, values)):
         record.view(plane).copy_(value)
+
+
+def addresses(record: Record) -> list[int]:
+    """Where its moments lie; none: it has none yet."""
+    return [record.view(plane).data_ptr() for plane in record.moments] if record.optimizer is not None else []
+
+
+def memory_of(t: Tensor) -> int:
+    """Where the memory begins that a tensor is a part of."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return t.untyped_storage().data_ptr()
+
+
+def stand_there(record: Record, values: dict[str, Any]) -> bool:
+    """Are these values the parameter's own moments, as a state_dict of this store has them?"""
+    if record.optimizer is None:
+        return False
+    names = MOMENTS if record.runtime.states.format == "fp32" else CODES
+    return all(_is_same(values.get(name), record.view(plane)) for name, plane in zip(names, record.moments))
+
+
+def _is_same(value: Any, own: Tensor) -> bool:
+    with torch._C.DisableTorchFunctionSubclass():
+        return (isinstance(value, Tensor) and value.is_cpu and value.data_ptr() == own.data_ptr()
+                and (value.dtype, value.shape, value.stride()) == (own.dtype, own.shape, own.stride()))
 
 
 def check_scales(name: str, numel: int, values: dict[str, Any]) -> None:
@@ -59,9 +84,9 @@ def check_scales(name: str, numel: int, values: dict[str, Any]) -> None:
 def decoded(shape: Any, stride: Any, values: dict[str, Any]) -> tuple[Tensor, Tensor]:
     """Both moments in fp32, [shape], from a parameter's codes and scales; these are in the order of its memory."""
     m, v = (torch.empty_strided(shape, stride, dtype=torch.float32) for _ in range(2))
-    codes = [torch.empty_strided(shape, stride, dtype=kind).copy_(plain(values[name]))
+    codes = [torch.empty_strided(shape, stride, dtype=kind).copy_(values_of(values[name]))
              for kind, name in zip((torch.int8, torch.uint8), CODES)]
-    scales = plain(values[CODES[2]])
+    scales = values_of(values[CODES[2]])
     codes.append(torch.empty(scales.shape, dtype=torch.float32).copy_(scales))       # on the host, as C reads them
     _core.codes_get(*(c.data_ptr() for c in codes), m.data_ptr(), v.data_ptr(), m.numel())
     return m, v

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..store.guard import plain
+from ..store.guard import values_of
 from ..store.records import dense_stride
 from .moments import CODES, MOMENTS, check_scales, decoded
 
@@ -24,10 +24,10 @@ def state_of(p: Tensor, values: dict[str, Any]) -> dict[str, Any]:
     check_scales("a parameter that is not streamed", p.numel(), values)
     found = {"step": torch.as_tensor(values["step"]).clone()}
     moments = (decoded(p.shape, dense_stride(p), values) if CODES[0] in values else
-               [plain(values[name]) for name in MOMENTS])
+               [values_of(values[name]) for name in MOMENTS])
     found.update((name, fp32_like(p).copy_(value)) for name, value in zip(MOMENTS, moments))
     if "master" in values and p.dtype in HALVES:
-        found["master"] = fp32_like(p).copy_(plain(values["master"]))
+        found["master"] = fp32_like(p).copy_(values_of(values["master"]))
     return found
 
 

@@ -18,7 +18,7 @@ import torch
 
 from .. import _core, ops
 from ..base.formats import FORMATS, LOW_BYTES
-from ..base.limits import host_limits, resident_bytes
+from ..base.limits import device_taken, host_limits, resident_bytes
 from ..base.products import LEAST_CAPABILITY
 from ..fused.templates.attention import Attention
 from .fleet import ADDED_BYTES
@@ -389,11 +389,11 @@ def _rounded(value: Any) -> Any:
 
 
 def _vram(device: torch.device) -> tuple[int, int]:
-    """(memory of the device, what of it is taken by others than torch's allocator); the host's on the CPU."""
+    """(memory of the device, what of it this process's context and libraries take); the host's on the CPU."""
     if device.type != "cuda":
         return host_limit_bytes(), 0
     free, total = torch.cuda.mem_get_info(device)
-    return total, total - free - torch.cuda.memory_reserved(device)
+    return total, device_taken(total - free - torch.cuda.memory_reserved(device))[0]
 
 
 def _one_memory(device: torch.device) -> bool:

@@ -217,6 +217,11 @@ def _current(t: HostTensor) -> Tensor:
     return out
 
 
+def values_of(t: Tensor) -> Tensor:
+    """As `plain`, of what is there when all that is on its way to host memory has come."""
+    return _current(t) if isinstance(t, HostTensor) else plain(t)
+
+
 def as_parameter(p: Tensor) -> torch.nn.Parameter:
     """An ordinary, independent Parameter with the streamed parameter's current value."""
     if p._mt.whole is not None:

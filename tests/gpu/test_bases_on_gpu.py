@@ -78,10 +78,8 @@ def test_streamed_codes_give_their_packages_bits_on_a_gpu(form: str, how: str, h
 def test_published_codes_give_the_bits_of_the_16_bit_model_on_a_gpu(form: str, how: str, tmp_path: Path) -> None:
     make, change, said = bases.PUBLISHED[form]
     at = bases.written(tmp_path / "published", make(), change, said)
-    config = bases.transformers.Mxfp4Config if form == "mxfp4" else bases.transformers.FineGrainedFP8Config
     adapter = bases.peft.LoraConfig(r=4, target_modules=bases.ATTENTION, init_lora_weights=False)
-    plain = bases.transformers.AutoModelForCausalLM.from_pretrained(
-        at, dtype="auto", device_map="cpu", quantization_config=config(dequantize=True))
+    plain = bases.plain_of(form, at)
     parity.seed()
     plain = bases.peft.get_peft_model(plain, adapter).train().to(DEVICE)
     wanted = trained(plain)
