@@ -253,6 +253,13 @@ def fp8_cast_both(x: Tensor) -> tuple[Codes, Codes]:
     return rows, columns
 
 
+def fp8_rms_norm(x: Tensor, weight: Tensor, eps: float, style: int = ROUND_FIRST) -> tuple[Codes, Tensor]:
+    """fp8_cast of rms_norm's y, of which 16 bits are never written, and rstd: x [T, n] bf16, strided."""
+    made, rstd = _codes(x, *x.shape), _of_rows(x)
+    _ops.fp8_rms_norm(x, weight, *made, rstd, eps, style)
+    return made, rstd
+
+
 def fp8_glu(gate: Tensor, up: Tensor, act: int = SILU) -> Codes:
     """fp8_cast(glu(gate, up, act)), of which 16 bits are never written: [T, I] bf16, strided; I in sixteens.
 
@@ -492,5 +499,5 @@ torch.library.register_fake("megatrain::sumsq", lambda x: x.new_empty((), dtype=
 for _name in ("adamw_", "gemm_", "rms_norm", "rms_norm_backward", "layer_norm", "layer_norm_backward", "rope",
               "glu", "glu_backward", "column_sum", "embedding_backward", "cross_entropy_", "sum_rows", "expert_glu",
               "expert_glu_backward", "attention_backward", "fp8_cast", "fp8_gemm_", "fp8_glu", "fp8_glu_backward",
-              "expand_codes", "nf4_codes"):
+              "fp8_rms_norm", "expand_codes", "nf4_codes"):
     torch.library.register_fake(f"megatrain::{_name}", _nothing)

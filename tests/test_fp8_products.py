@@ -215,11 +215,11 @@ def test_inner_layers_alone_have_them(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "model.layers.1" in mt.explain(model) and mt.explain(model).count("products in fp8") == 2
 
 
-def test_gated_activations_go_straight_to_codes_and_no_bit_tells(monkeypatch: pytest.MonkeyPatch, saved: fusing.Run
-                                                                 ) -> None:
-    seen = {name: spied(monkeypatch, name, lambda *_: 1) for name in ("fp8_glu", "fp8_glu_backward")}
+def test_norms_and_gates_go_straight_to_codes_and_no_bit_tells(monkeypatch: pytest.MonkeyPatch, saved: fusing.Run) -> None:
+    seen = {name: spied(monkeypatch, name, lambda *_: 1) for name in ("fp8_rms_norm", "fp8_glu", "fp8_glu_backward")}
     tiny()(**fusing.padded(0)).loss.backward()
-    assert [len(calls) for calls in seen.values()] == [2, 2], "layers 1 and 2 of 0 to 3"
+    assert [len(calls) for calls in seen.values()] == [4, 2, 2], "layers 1 and 2 of 0 to 3"
+    monkeypatch.setattr(Coded, "normed", Weights.normed)
     monkeypatch.setattr(Coded, "gated", Weights.gated)
     monkeypatch.setattr(Coded, "gated_grads", Weights.gated_grads)
     assert same(saved, run())

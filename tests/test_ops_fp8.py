@@ -146,6 +146,27 @@ def check_product(c: Tensor, a: ops.Codes, b: ops.Codes, alpha: float, bias: Ten
     assert (off <= bound).all(), f"off by {(off / bound).max():.3g} x the bound"
 
 
+@on_every_device
+@pytest.mark.parametrize("style", [ops.ROUND_FIRST, ops.ONE_PLUS, ops.ROUND_LAST])
+@pytest.mark.parametrize("shape", [(1, 16), (33, 48), (130, 272), (21, 1024), (19, 3584), (3, 8192), (7, 40), (2, 40_000)],
+                         ids=str)
+def test_codes_of_norms_are_those_of_what_rms_norm_writes(device: str, style: int, shape: tuple) -> None:
+    x, weight = numbers(*shape, dtype=torch.bfloat16).to(device), numbers(shape[1], dtype=torch.bfloat16).to(device)
+    y, _, rstd = ops.rms_norm(x, weight, 1e-6, style)
+    made, found = ops.fp8_rms_norm(x, weight, 1e-6, style)
+    assert alike(made, ops.fp8_cast(y)) and torch.equal(found, rstd)
+
+
+@on_every_device
+def test_norms_of_rows_that_lie_apart_and_of_what_is_not_finite(device: str) -> None:
+    wide, weight = numbers(24, 96, dtype=torch.bfloat16).to(device), torch.ones(64, device=device).bfloat16()
+    wide[3, 40], wide[4, 41], wide[5] = float("nan"), float("inf"), 0
+    for x in (wide[:, 16:80], wide[::2, 16:80], wide[:, 17:81]):         # the last: at no multiple of 16 bytes
+        made, _ = ops.fp8_rms_norm(x, weight, 1e-6)
+        assert alike(made, ops.fp8_cast(ops.rms_norm(x, weight, 1e-6)[0]))
+    assert ops.fp8_rms_norm(wide[:, 16:80], weight, 1e-6)[0].scale.isnan().nonzero().flatten().tolist() == [3, 4]
+
+
 # ---- gated activations: the codes of what glu and glu_backward of the same device write, to the bit ----
 
 ACTS = {"silu": ops.SILU, "gelu_tanh": ops.GELU_TANH, "gelu": ops.GELU, "clamped": ops.CLAMPED}
@@ -261,12 +282,15 @@ def test_opcheck(device: str) -> None:
 
 
 @on_every_device
-def test_opcheck_of_gated_activations(device: str) -> None:
+def test_opcheck_of_what_goes_straight_to_codes(device: str) -> None:
     tests = ("test_autograd_registration", "test_faketensor")
     gu, dh = gates(16, 32, device)
     made = ops.fp8_glu_backward(dh, *gu.chunk(2, 1))
     args = (*gu.chunk(2, 1), ops.SILU)
     torch.library.opcheck(torch.ops.megatrain.fp8_glu, (*args, *ops.fp8_glu(*args)), test_utils=tests)
+    x, weight = gu[:, :32].contiguous(), gu[0, :32].clone()
+    codes, rstd = ops.fp8_rms_norm(x, weight, 1e-6)
+    torch.library.opcheck(torch.ops.megatrain.fp8_rms_norm, (x, weight, *codes, rstd, 1e-6, 0), test_utils=tests)
     flat = [t for codes in made for t in codes]
     torch.library.opcheck(torch.ops.megatrain.fp8_glu_backward, (dh, *args, *flat), test_utils=tests)
 

@@ -116,6 +116,11 @@ def _straight(window: Window, products: list[Product] | tuple[Product, ...]) -> 
     return sum(p.fan_in for p in products if p.part == "down") if straight else 0
 
 
+def _normed(window: Window) -> int:
+    """Columns of norms whose codes are made with them in forward."""
+    return sum(p.fan_in for p in _joined(window, "qkv", "up") if window.coded and p.fits)
+
+
 def _forward_casts(window: Window, products: list[Product] | tuple[Product, ...], tokens: int) -> float:
     """Bytes read and written to make codes of inputs and weights by rows: once read, and a byte each. Of what goes
     straight to codes, less what is otherwise written and read again."""
@@ -193,7 +198,8 @@ def _fused_layer(w: Window, m: Machine, tokens: int, seq: int) -> Cost:
 
     forward: two norms 4H; rotation 2qkv; the product of gate and up 1.5up; what products are added onto 2H.
     backward: two norms with what they rebuild 10H; rotation 2qkv; attention's sums 2q; gate and up 3up.
-    Where its products are of codes, casts of what they read come on top; where its weights are, what makes them 16-bit
+    Where its products are of codes, casts of what they read come on top, but norms are not written and read again
+    for them in forward; where its weights are, what makes them 16-bit
     weights, for each product. Adapters read what goes in and read and write what comes out; in backward twice as much.
 
     replay runs everything but the last projection again, attention all of that but attention itself, selective gate
@@ -219,7 +225,7 @@ def _fused_layer(w: Window, m: Machine, tokens: int, seq: int) -> Cost:
         + _bytes_s(m, tokens * size * (4 * h + 1.5 * up))
     ops = TEMPLATE_OPERATIONS
     return _with_host(Cost(
-        forward + attention + _bytes_s(m, tokens * size * (6 * h + 2 * qkv + 1.5 * up)),
+        forward + attention + _bytes_s(m, tokens * size * (6 * h + 2 * qkv + 1.5 * up - 2 * _normed(w))),
         {mode: (gradients + again[mode]) * w.learns for mode in again},
         _launch_s(m, ops["forward"]),
         {mode: _launch_s(m, ops["backward"] + ops.get(mode, 0)) for mode in again}, kept, work),

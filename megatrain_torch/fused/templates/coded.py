@@ -3,8 +3,8 @@ layer's type (csrc/ops/fp8.h).
 
 A product's sums go along its operands' rows, so that a forward wants x and W by rows, dx = dy W wants W by columns, and
 dW = dy' x both dy and x by columns: of each operand codes by rows or by columns, or of dy both. They are made from
-tensors of 16 bits that are there anyway, weights' once in each forward and backward; but of gated activations, and of
-the gradients behind them, by the kernels that compute them (csrc/ops/fp8_glu.h), and 16 bits of those are never there.
+tensors of 16 bits that are there anyway, weights' once in each forward and backward; but of norms, of gated activations
+and of the gradients behind these, by the kernels that compute them (csrc/ops/fp8_glu.h), where nothing else reads them.
 
 Forward products add in the tensor cores' own 14 bits, gradients in fp32 after short stretches: a weight gradient is a
 sum over all tokens, of which the former would lose a part that grows with their number.
@@ -64,6 +64,13 @@ class Coded(Weights):
         if not self._fits(names, x):
             return super().product_onto(names, base, x, factor)
         return self._forward(names, x, base=base, alpha=factor)
+
+    def normed(self, names: tuple[str, ...], x: Tensor, weight: Tensor, eps: float, style: int
+               ) -> tuple[Tensor | Made, Tensor]:
+        if not self._fits(names, x):
+            return super().normed(names, x, weight, eps, style)
+        codes, rstd = ops.fp8_rms_norm(x, weight, eps, style)
+        return Made(x, codes), rstd
 
     def gated(self, names: tuple[str, ...], gu: Tensor, act: int) -> Tensor | Made:
         if not self._fits(names, gu):

@@ -115,7 +115,7 @@ class GatedMLP:
     def _forward(self, h: Tensor, w: Weights, k: KeptMLP) -> Tensor:
         b = h
         if self.norm2:
-            b, k.rstd2 = self.norm2.forward(h, w)
+            b, k.rstd2 = self.norm2.before(self.gu, h, w)
         k.gu = self.gu.forward(b, w)
         del b
         return self._finish(h, w, k)
