@@ -566,7 +566,8 @@ def test_a_base_that_cannot_be_had_is_refused(tmp_path: Path) -> None:
     written(plain, transformers.LlamaConfig(**BLOCKS), lambda tensors: None, {})
     there = written(tmp_path / "fp8", transformers.LlamaConfig(**BLOCKS), in_blocks, FP8)
     small = written(tmp_path / "small", transformers.LlamaConfig(**SIZES), lambda tensors: None, {})
-    for at, asked, why in ((small, "fp8", "no weight of .* is kept as codes"), (plain, "int4", "use 'nf4', 'int8', 'fp8' or 'mxfp4'"), (plain, "mxfp4", "is not; it is kept"),
+    for at, asked, why in ((small, "fp8", "no weight of .* is kept as codes"),
+                           (plain, "int4", "use 'nf4', 'int8', 'fp8' or 'mxfp4'"), (plain, "mxfp4", "is not; it is kept"),
                            (there, "nf4", r"is quantised already \(fp8\); base='fp8' keeps it")):
         with pytest.raises(mt.MegatrainError, match=why):
             mt.from_pretrained(cls, at, base=asked, device="cpu")
