@@ -28,8 +28,8 @@ torchao = pytest.importorskip("torchao", reason="the extra `bases` has it; test_
 
 import megatrain_torch as mt  # noqa: E402
 from megatrain_torch import ops  # noqa: E402
-from megatrain_torch.base import nf4  # noqa: E402
 from megatrain_torch.graph import frames  # noqa: E402
+from megatrain_torch.model import nf4  # noqa: E402
 from megatrain_torch.plans import shapes  # noqa: E402
 
 DEVICE = "cpu"                 # tests/gpu has another
@@ -495,6 +495,7 @@ EXPANDED = [f for f in (*FORMATS, *PUBLISHED) if not f.startswith("torchao")]
 def test_weights_are_made_of_codes_to_their_packages_bits(form: str, folder: Callable[[str], Path], tmp_path: Path
                                                           ) -> None:
     model = fused(form, folder, tmp_path / "published")
+    assert layers_of(model)
     for window in layers_of(model):
         if form.startswith("int8") and DEVICE != "cpu":
             assert "rounds activations to 8 bits on a GPU" in window.unfit

@@ -3,11 +3,16 @@
 bitsandbytes' own code is compared in test_bases.py; here its formulas stand, in torch."""
 from __future__ import annotations
 
+import functools
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatrain_torch import ops
+from megatrain_torch.base import coded
 from megatrain_torch.base.coded import Coded
 
 DEVICES = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
@@ -121,6 +126,32 @@ def test_every_scale_of_mxfp4(device: str) -> None:
     power = torch.tensor([2.0 ** (e - 127) for e in range(256)], dtype=torch.float64)
     assert torch.equal(found[:, 0], (-2 * power).float()), "the low bits come first"
     assert torch.equal(found[:, 1], power.float())
+
+
+class Largest(TorchDispatchMode):
+    """Bytes of the largest tensor that is computed inside."""
+
+    nbytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        aliases = any(r.alias_info is not None for r in func._schema.returns)        # a view, or in place
+        if isinstance(out, Tensor) and not aliases and func is not torch.ops.aten.empty.memory_format:
+            self.nbytes = max(self.nbytes, out.nbytes)
+        return out
+
+
+def test_beside_a_weight_that_codes_stand_for_little_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan counts the 16-bit weight: a mixture's layer has some GiB of them."""
+    monkeypatch.setattr(coded, "AT_ONCE", 128 * 256)
+    u8 = functools.partial(torch.randint, 256, dtype=torch.uint8)
+    for form, codes, scales, one in (
+            ("mxfp4", u8((16, 64, 8, 16)), u8((16, 64, 8)), 64 * 256),
+            ("nf4", u8((16, 64, 128)), torch.rand(16, 1, 256), 64 * 256),
+            ("fp8", u8((4, 1024, 256)).view(torch.float8_e4m3fn), torch.rand(4, 8, 2), 128 * 256)):
+        with Largest() as found:
+            coded._EXPANDS[form](codes, scales, torch.bfloat16)
+        assert 0 < found.nbytes <= 4 * one
 
 
 @on_every_device

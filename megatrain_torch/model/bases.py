@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from ..base.coded import FP8_BLOCK, NF4_BLOCK, Coded, nf4_strands, to_fp8
 from ..base.codes import coded
 from ..base.errors import MegatrainError
-from ..base.nf4 import made_here
 from ..base.units import output_embeddings
 from ..plans.host_memory import kept_apart
 from ..plans.shapes import from_config
+from .nf4 import made_here
 
 BASES = ("nf4", "int8", "fp8", "mxfp4")
 
