@@ -495,6 +495,7 @@ EXPANDED = [f for f in (*FORMATS, *PUBLISHED) if not f.startswith("torchao")]
 def test_weights_are_made_of_codes_to_their_packages_bits(form: str, folder: Callable[[str], Path], tmp_path: Path
                                                           ) -> None:
     model = fused(form, folder, tmp_path / "published")
+    assert layers_of(model)
     for window in layers_of(model):
         if form.startswith("int8") and DEVICE != "cpu":
             assert "rounds activations to 8 bits on a GPU" in window.unfit
