@@ -39,11 +39,11 @@ help:  ## list the verbs
 demo: $(BUILT)  ## train a small Llama on Shakespeare through the streaming engine
 	$(PY) examples/train_shakespeare.py $(ARGS)
 
-# ASan's need no Python: they run while packages come.
+# C tests need no Python: they run while packages come.
 test:  ## everything: C tests under ASan and TSan, then pytest
-	$(MAKE) --no-print-directory asan & asan=$$!; $(MAKE) --no-print-directory $(BUILT) $(BASES); built=$$?; \
-	wait $$asan && exit $$built
-	$(MAKE) --no-print-directory tsan pytest
+	$(MAKE) --no-print-directory asan tsan & c=$$!; $(MAKE) --no-print-directory $(BUILT) $(BASES); built=$$?; \
+	wait $$c && exit $$built
+	$(MAKE) --no-print-directory pytest
 
 ctest:  ## the C tests; a C compiler is enough
 	$(MAKE) -C tests/c --no-print-directory -j$(JOBS) -s run

@@ -253,6 +253,38 @@ def fp8_cast_both(x: Tensor) -> tuple[Codes, Codes]:
     return rows, columns
 
 
+def fp8_rms_norm(x: Tensor, weight: Tensor, eps: float, style: int = ROUND_FIRST) -> tuple[Codes, Tensor]:
+    """fp8_cast of rms_norm's y, of which 16 bits are never written, and rstd: x [T, n] bf16, strided."""
+    made, rstd = _codes(x, *x.shape), _of_rows(x)
+    _ops.fp8_rms_norm(x, weight, *made, rstd, eps, style)
+    return made, rstd
+
+
+def fp8_glu(gate: Tensor, up: Tensor, act: int = SILU) -> Codes:
+    """fp8_cast(glu(gate, up, act)), of which 16 bits are never written: [T, I] bf16, strided; I in sixteens.
+
+    Source: csrc/ops/fp8_glu.h.
+    """
+    made = _codes(gate, *gate.shape)
+    _ops.fp8_glu(gate, up, act, *made)
+    return made
+
+
+def fp8_glu_backward(dh: Tensor, gate: Tensor, up: Tensor, act: int = SILU) -> tuple[Codes, Codes, Codes]:
+    """Codes of what glu_backward writes, without writing it.
+
+    Args:
+        dh: [T, I] bf16, dense. gate, up: [T, I], strided. I in sixteens.
+
+    Returns:
+        fp8_cast and fp8_cast_t of dgate | dup [T, 2 I], and fp8_cast_t of h.
+    """
+    (rows, n), d = gate.shape, 2 * gate.shape[1]
+    made = _codes(gate, rows, d), _codes(gate, d, _sixteens(rows)), _codes(gate, n, _sixteens(rows))
+    _ops.fp8_glu_backward(dh, gate, up, act, *made[0], *made[1], *made[2])
+    return made
+
+
 def _codes(x: Tensor, rows: int, n: int) -> Codes:
     return Codes(torch.empty(rows, n, dtype=torch.float8_e4m3fn, device=x.device),
                  torch.empty(rows, dtype=torch.float32, device=x.device))
@@ -293,6 +325,25 @@ def expand_codes_(out: Tensor, form: str, codes: Tensor, scales: Tensor, wide: T
         RuntimeError: Shapes or types that do not go together.
     """
     _ops.expand_codes(codes, scales, wide, table, offset, CODES.index(form), group, out)
+
+
+def nf4_codes(w: Tensor, group: int = 64) -> tuple[Tensor, Tensor]:
+    """NF4 codes of a weight, to the bits of bitsandbytes' quantize_4bit on the CPU.
+
+    Args:
+        w: any shape, dense; fp32, bf16 or fp16, on the CPU. group: neighbours that share a scale, an even number of at
+            most 4,096.
+
+    Returns:
+        (codes, two in a byte, the first in the high bits; scales [groups] fp32).
+
+    Raises:
+        RuntimeError: a group of another size; a type, or a device, that is none of these.
+    """
+    codes = torch.empty((w.numel() + 1) // 2, dtype=torch.uint8, device=w.device)
+    scales = torch.empty(-(-w.numel() // max(group, 1)), dtype=torch.float32, device=w.device)
+    _ops.nf4_codes(w, group, codes, scales)
+    return codes, scales
 
 
 def attention_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, bias: Tensor | None,
@@ -447,5 +498,6 @@ def _nothing(*args: object) -> None:
 torch.library.register_fake("megatrain::sumsq", lambda x: x.new_empty((), dtype=torch.float64))
 for _name in ("adamw_", "gemm_", "rms_norm", "rms_norm_backward", "layer_norm", "layer_norm_backward", "rope",
               "glu", "glu_backward", "column_sum", "embedding_backward", "cross_entropy_", "sum_rows", "expert_glu",
-              "expert_glu_backward", "attention_backward", "fp8_cast", "fp8_gemm_", "expand_codes"):
+              "expert_glu_backward", "attention_backward", "fp8_cast", "fp8_gemm_", "fp8_glu", "fp8_glu_backward",
+              "fp8_rms_norm", "expand_codes", "nf4_codes"):
     torch.library.register_fake(f"megatrain::{_name}", _nothing)

@@ -1,6 +1,7 @@
 """Settings for all tests: one thread (two cores, tiny tensors), no network, quiet transformers."""
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from pathlib import Path
@@ -17,6 +18,12 @@ from hypothesis import settings
 
 settings.register_profile("no deadline", deadline=None)      # a busy machine is no failure
 settings.load_profile("no deadline")
+
+
+def pytest_collection_finish() -> None:
+    """What was imported for all the tests stays until the end: no gc.collect() has to go through it again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)

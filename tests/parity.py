@@ -381,6 +381,20 @@ def check(script: Script, options: Options) -> None:
     assert difference is None, f"[{options.name()}] {difference}"
 
 
+def losses_and_grads(model: nn.Module, batches: Iterable[dict[str, Tensor]], optimizer: Any = torch.optim.AdamW,
+                     lr: float = 1e-2) -> list[Tensor]:
+    """Every loss and every gradient of a training, a step for each batch."""
+    own = [p for p in model.parameters() if p.requires_grad]
+    opt, seen = optimizer(own, lr=lr), []
+    for given in batches:
+        loss = model(**given).loss
+        loss.backward()
+        seen += [loss.detach().clone(), *(p.grad.clone() for p in own)]
+        opt.step()
+        opt.zero_grad()
+    return seen
+
+
 # ---------------------------------------------------------------- which options for which script
 
 # Each row differs from the others in several options at once; walking through the rows while walking

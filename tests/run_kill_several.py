@@ -3,10 +3,11 @@ number of processes goes on from a whole checkpoint.
 
     python tests/run_kill_several.py --times 50 [--folder /disk] [--phases]
 
-Processes, as of one machine or, in turn, of one each, train a small model on the CPU device, with units at home in one place and another, and save every other step,
-in turn while they wait and behind their back; now and then one alone reads a moment. After a random time one is killed; all others must end by themselves within PATIENCE, and say which rank is gone.
-The next ones, as many, one more or one fewer, resume from what is there. Of it test_several.py runs a few; prints a
-table. --phases: one kills itself within each phase of a short run, at a random time of it.
+Processes, as of one machine or, in turn, of one each, train a small model on the CPU device, with units at home in one
+place and another, and save every other step, in turn while they wait and behind their back; now and then one alone
+reads a moment. After a random time one is killed; all others must end by themselves within PATIENCE, and say which rank
+is gone. The next ones, as many, one more or one fewer, resume from what is there. test_several.py runs a few of these.
+This prints a table. --phases: one kills itself within each phase of a short run, at a random time of it.
 """
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 PATIENCE = 30.0
 LAYERS, WIDTH = 4, 192
-HOMES = ("vram", "ram", "arrive", {"layers.0": "vram", "layers.2": "arrive"})
+HOMES = ("vram", "disk", "arrive", {"layers.0": "vram", "layers.2": "arrive", "layers.3": "disk"}, "ram", "through")
 PHASES = ("fill", "step", "save", "load", "evaluate", "look", "close")
 NOTES = re.compile(r"^step (\d+)$", re.MULTILINE)
 
@@ -64,7 +65,7 @@ def rank_main(folder: Path) -> None:
     if os.environ["PHASE"]:
         short(folder, homes)
         return
-    model = mt.stream(Net().to(torch.bfloat16), "cpu", plan={"homes": homes})
+    model = mt.stream(Net().to(torch.bfloat16), "cpu", plan={"homes": homes}, nvme=folder / "nvme")
     opt = mt.AdamW(model.parameters(), lr=1e-3, max_grad_norm=1e-3)
     last, step = folder / "last", 0
     if last.exists():
@@ -97,7 +98,7 @@ def short(folder: Path, homes: Any) -> None:
         return made
 
     room.engine = engine
-    model = mt.stream(Net().to(torch.bfloat16), "cpu", plan={"homes": homes})
+    model = mt.stream(Net().to(torch.bfloat16), "cpu", plan={"homes": homes}, nvme=folder / "nvme")
     opt = mt.AdamW(model.parameters(), lr=1e-3, max_grad_norm=1e-3)
     x = torch.randn(8, WIDTH).to(torch.bfloat16)
     for phase in PHASES[1:]:
@@ -151,6 +152,7 @@ def one_phase(folder: Path, number: int, rng: random.Random) -> str:
 
 
 def _begin(folder: Path, size: int, number: int, **env: str) -> list[subprocess.Popen[str]]:
+    (folder / "nvme").mkdir(exist_ok=True)
     return [subprocess.Popen([sys.executable, __file__, "--rank", "--folder", str(folder)], text=True,
                              stdout=(folder / f"out{r}").open("w"), stderr=(folder / f"err{r}").open("w"),
                              env=os.environ | {"RANK": str(r), "WORLD_SIZE": str(size), "STORE": f"store{number}",
@@ -168,7 +170,10 @@ def one_kill(folder: Path, size: int, number: int, rng: random.Random, machines:
     """Raises: something was not as it must be. What happened."""
     begun = _begin(folder, size, number, MACHINES=str(machines))
     try:
-        return _kill_one(folder, begun, rng)
+        found = _kill_one(folder, begun, rng)
+        if left := list((folder / "nvme").iterdir()):
+            raise AssertionError(f"left behind: {left}")
+        return found
     finally:
         _end(begun)
 

@@ -158,7 +158,8 @@ def _made(job: Job, group: Any, seed: int) -> tuple[Any, nn.Module, Any]:
         p.requires_grad_(not any(part in name for part in job.frozen))
     with engine_doors(delay_us=job.delay_us, seed=seed):
         asked = {} if group is None else {"group": group, "reduce": job.reduce}
-        model = mt.stream(model, job.device, plan=dict(job.plan) or None, compute=job.compute, vram=job.vram, **asked)
+        model = mt.stream(model, job.device, plan=dict(job.plan) or None, compute=job.compute, vram=job.vram,
+                          nvme=tempfile.gettempdir() if "disk" in str(job.plan) else None, **asked)
     opt = mt.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, max_grad_norm=job.clip,
                    states=job.states, in_backward=job.in_backward and group is not None)
     return case, model, opt
@@ -263,7 +264,7 @@ def refused(rank: int, group: Any, what: str) -> str:
         model.layers, model.head = model._modules.pop("head"), model._modules.pop("layers")
     if what == "frozen" and odd:
         model.head.requires_grad_(False)
-    asked = {"nvme": {"nvme": tempfile.gettempdir()}, "homes": {"plan": {"homes": "through"}},
+    asked = {"homes": {"plan": {"homes": "disk+weights"}, "nvme": tempfile.gettempdir()},
              "host": {"host": "1KiB"} if odd else {}}.get(what, {})
     try:
         mt.stream(model, "cpu", group=group, reduce="max" if what == "reduce" and odd else "mean", **asked)

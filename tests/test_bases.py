@@ -7,6 +7,7 @@ import copy
 import functools
 import gc
 import json
+import math
 import threading
 import types
 import weakref
@@ -26,7 +27,9 @@ bnb = pytest.importorskip("bitsandbytes", reason="the extra `bases` has it; test
 torchao = pytest.importorskip("torchao", reason="the extra `bases` has it; test_bases_apart.py")
 
 import megatrain_torch as mt  # noqa: E402
+from megatrain_torch import ops  # noqa: E402
 from megatrain_torch.graph import frames  # noqa: E402
+from megatrain_torch.model import nf4  # noqa: E402
 from megatrain_torch.plans import shapes  # noqa: E402
 
 DEVICE = "cpu"                 # tests/gpu has another
@@ -94,16 +97,7 @@ def batch(step: int) -> dict[str, Tensor]:
 
 
 def trained(model: nn.Module, steps: int = 3, optimizer: Any = torch.optim.AdamW, lr: float = 1e-2) -> list[Tensor]:
-    """Every loss and every gradient."""
-    own = [p for p in model.parameters() if p.requires_grad]
-    opt, seen = optimizer(own, lr=lr), []
-    for step in range(steps):
-        loss = model(**batch(step)).loss
-        loss.backward()
-        seen += [loss.detach().clone(), *(p.grad.clone() for p in own)]
-        opt.step()
-        opt.zero_grad()
-    return seen
+    return parity.losses_and_grads(model, map(batch, range(steps)), optimizer, lr)
 
 
 def streamed(model: nn.Module, how: str, home: str = "ram", folder: Path | None = None) -> nn.Module:
@@ -449,6 +443,30 @@ def test_a_base_made_while_it_is_read_is_what_its_library_makes(base_form: str, 
     assert_same_state(model.state_dict(), plain.state_dict())
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("n, group, size", [(1, 64, 1.0), (127, 64, 1.0), (4096 + 33, 4096, 1e4), (640, 32, 1e-39), (320, 64, 0.0)])
+def test_our_nf4_codes_are_the_packages(dtype: torch.dtype, n: int, group: int, size: float) -> None:
+    numbers = bnb.functional.get_4bit_type("nf4", device="cpu")
+    parity.seed()
+    w = torch.randn(n) * size
+    if n > 300:                                  # halves between numbers, their neighbours, and what is no number
+        halves = (numbers[:-1] + numbers[1:]) / 2
+        w[64:79], w[79:94], w[94], w[128], w[160] = halves, halves.nextafter(torch.tensor(2.0)), 1.0, math.nan, -math.inf
+    codes, state = bnb.functional.quantize_4bit(w.to(dtype), blocksize=group, quant_type="nf4")
+    own, scales = ops.nf4_codes(w.to(dtype), group)
+    assert torch.equal(own, codes.flatten())
+    torch.testing.assert_close(scales, state.absmax, rtol=0, atol=0, equal_nan=True)
+
+
+def test_codes_are_made_by_our_op_while_a_base_is_read_and_not_after(tmp_path: Path,
+                                                                     monkeypatch: pytest.MonkeyPatch) -> None:
+    at, made = written(tmp_path, transformers.LlamaConfig(**BLOCKS), lambda tensors: None, {}), []
+    monkeypatch.setattr(nf4, "nf4_codes", lambda w, group: made.append(w.shape) or ops.nf4_codes(w, group))
+    own = bnb.functional.quantize_4bit
+    mt.from_pretrained(transformers.AutoModelForCausalLM, at, base="nf4", device="cpu", compute="eager")
+    assert len(made) == 14 and bnb.functional.quantize_4bit is own
+
+
 # ---- run by templates ------------------------------------------------------------------------------
 
 def layers_of(model: nn.Module) -> list[Any]:
@@ -477,6 +495,7 @@ EXPANDED = [f for f in (*FORMATS, *PUBLISHED) if not f.startswith("torchao")]
 def test_weights_are_made_of_codes_to_their_packages_bits(form: str, folder: Callable[[str], Path], tmp_path: Path
                                                           ) -> None:
     model = fused(form, folder, tmp_path / "published")
+    assert layers_of(model)
     for window in layers_of(model):
         if form.startswith("int8") and DEVICE != "cpu":
             assert "rounds activations to 8 bits on a GPU" in window.unfit
@@ -512,6 +531,22 @@ def test_templates_run_over_codes(form: str, folder: Callable[[str], Path], tmp_
     assert "template" in str(mt.explain(model))
 
 
+def test_a_weight_that_is_not_its_packages_is_found_out(folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+                                                        ) -> None:
+    """One row is off by 2 %: less than outputs and gradients would tell."""
+    own = ops.expand_codes_
+
+    def off(out: Tensor, *args: Any, **kw: Any) -> None:
+        own(out, *args, **kw)
+        out[:1] *= 1.02
+
+    monkeypatch.setattr(ops, "expand_codes_", off)
+    model = fused("nf4-double", folder, Path())
+    trained(model, 1)
+    for window in layers_of(model):
+        assert "stand for other numbers than bitsandbytes 4 bits's own code makes" in window.code
+
+
 def test_what_templates_do_not_run_over_says_so(folder: Callable[[str], Path]) -> None:
     model = fused("torchao-int8", folder, Path())
     trained(model, 1)
@@ -531,7 +566,8 @@ def test_a_base_that_cannot_be_had_is_refused(tmp_path: Path) -> None:
     written(plain, transformers.LlamaConfig(**BLOCKS), lambda tensors: None, {})
     there = written(tmp_path / "fp8", transformers.LlamaConfig(**BLOCKS), in_blocks, FP8)
     small = written(tmp_path / "small", transformers.LlamaConfig(**SIZES), lambda tensors: None, {})
-    for at, asked, why in ((small, "fp8", "no weight of .* is kept as codes"), (plain, "int4", "use 'nf4', 'int8', 'fp8' or 'mxfp4'"), (plain, "mxfp4", "is not; it is kept"),
+    for at, asked, why in ((small, "fp8", "no weight of .* is kept as codes"),
+                           (plain, "int4", "use 'nf4', 'int8', 'fp8' or 'mxfp4'"), (plain, "mxfp4", "is not; it is kept"),
                            (there, "nf4", r"is quantised already \(fp8\); base='fp8' keeps it")):
         with pytest.raises(mt.MegatrainError, match=why):
             mt.from_pretrained(cls, at, base=asked, device="cpu")

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import parity
 import pytest
 
 pytest.importorskip("transformers")
@@ -293,8 +294,9 @@ def test_a_lock_that_was_removed_meanwhile_is_taken_anew(run: Path, monkeypatch:
 
 # ---- signals, and words without a terminal ----
 
-@pytest.mark.parametrize("number, status", [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=["SIGINT", "SIGTERM"])
-@pytest.mark.parametrize("step", [1, 2], ids=["in the middle", "in the last step"])
+@pytest.mark.parametrize("number, status, step", [
+    (signal.SIGINT, 130, 1), (signal.SIGTERM, 143, 2),
+    pytest.param(signal.SIGINT, 130, 2, marks=parity.LONG), pytest.param(signal.SIGTERM, 143, 1, marks=parity.LONG)])
 def test_a_signal_ends_a_run_with_its_own_status_behind_a_checkpoint(made: Path, toy: str, tmp_path: Path,  # noqa: F811
                                                                      number: int, status: int, step: int,
                                                                      monkeypatch: pytest.MonkeyPatch) -> None:

@@ -47,6 +47,8 @@ def threads() -> Iterator[None]:
     ("targets=q_proj,v_proj, r=8 ,alpha=8.5", "r=8,alpha=8.5,targets=q_proj,v_proj"),
     ({"r": 4, "targets": ["q_proj"], "dropout": "5e-2"}, "r=4,alpha=8,targets=q_proj,dropout=0.05"),
     ({"r": "4", "alpha": 8, "targets": "all"}, "r=4,alpha=8,targets=all"),
+    ({"r": 4, "targets": "q_proj, v_proj"}, "r=4,alpha=8,targets=q_proj,v_proj"),
+    ("r=4,alpha=1234567.25,dropout=0.12345678", "r=4,alpha=1234567.25,targets=all,dropout=0.12345678"),
 ], ids=str)
 def test_adapters_are_asked_for_in_words_or_a_table(value: Any, found: str) -> None:
     assert Settings.of({"lora": value}, "here").lora == found == lora.as_words(found)
@@ -57,6 +59,7 @@ def test_adapters_are_asked_for_in_words_or_a_table(value: Any, found: str) -> N
     ("r=-3", "r=-3: at least 1"),
     ("r=1.5", "lora: r='1.5': a whole number is needed"),
     ({"r": True}, "lora: r=True: a whole number"),
+    ({"r": float("inf")}, "lora: r=inf: a whole number"),
     ("alpha=3", "r is needed, the adapters' rank"),
     ("", "r is needed"),
     ("rank=3", "lora: there is no 'rank'; did you mean 'r'?"),

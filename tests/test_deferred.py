@@ -139,8 +139,9 @@ NO_HEAD = {"distilbert", "vit", "dinov2", "beit", "swin", "convnext", "resnet", 
            "perceiver", "patchtst", "segformer", "videomae"}
 
 
+# With their own heads all of them are in test_parity.py.
 @everywhere
-@pytest.mark.parametrize("name", zoo.CASES)
+@pytest.mark.parametrize("name", [n if i % 2 == 0 else pytest.param(n, marks=parity.LONG) for i, n in enumerate(zoo.CASES)])
 def test_architectures_train_as_plain_torch(name: str, device: str) -> None:
     """All that make logits over a vocabulary fuse; classifiers and towers have no such head, and CTC none that
     is named."""

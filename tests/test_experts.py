@@ -78,16 +78,7 @@ def batch(step: int, tokens: int = 12) -> dict[str, Tensor]:
 
 
 def trained(model: nn.Module, steps: int = 2) -> list[Tensor]:
-    """Every loss and every gradient."""
-    own = [p for p in model.parameters() if p.requires_grad]
-    opt, seen = torch.optim.AdamW(own, lr=1e-2), []
-    for step in range(steps):
-        loss = model(**batch(step)).loss
-        loss.backward()
-        seen += [loss.detach().clone(), *(p.grad.clone() for p in own)]
-        opt.step()
-        opt.zero_grad()
-    return seen
+    return parity.losses_and_grads(model, map(batch, range(steps)))
 
 
 @functools.cache
@@ -219,7 +210,7 @@ def test_what_else_is_done_with_a_stack_is_done_with_all_its_experts() -> None:
     def look(module: nn.Module, args: Any) -> None:
         stack = module.gate_up_proj
         seen.append((type(stack), stack.shape, stack.dtype, stack.device.type, (stack * 2).sum(-1),
-                     stack[-1], stack.mT[2], torch.transpose(stack, 1, 2)[1:3]))
+                     stack[-1], stack.mT[2], torch.transpose(stack, 1, 2)[1:3], stack.transpose(dim0=-1, dim1=1)[0]))
 
     experts.register_forward_pre_hook(look)
     with torch.no_grad():
@@ -227,8 +218,36 @@ def test_what_else_is_done_with_a_stack_is_done_with_all_its_experts() -> None:
     w = plain.gate_up_proj.detach()
     kind, *found = seen[0]
     assert kind is Stack and found[:3] == [w.shape, w.dtype, "cpu"]
-    for a, b in zip(found[3:], ((w * 2).sum(-1), w[-1], w.mT[2], w.mT[1:3])):
+    for a, b in zip(found[3:], ((w * 2).sum(-1), w[-1], w.mT[2], w.mT[1:3], w.mT[0]), strict=True):
         assert torch.equal(a, b)
+
+
+def test_rows_of_no_expert_give_zeros_there_and_back() -> None:
+    """As transformers' own function has them, which pads rows so; what is not written would be NaN."""
+    pytest.importorskip("transformers.integrations.moe")         # which makes the function
+    product, offs = torch.ops.transformers.grouped_mm_fallback, torch.tensor([1, 1, 4, 4, 4, 4, 4, 4], dtype=torch.int32)
+
+    def of(model: nn.Module) -> list[Tensor]:
+        seen: list[Tensor] = []
+        x = torch.randn(6, 64, generator=torch.Generator().manual_seed(0)).bfloat16().requires_grad_()
+
+        def look(module: nn.Module, args: Any) -> None:
+            with torch.enable_grad():
+                y = product(x, module.gate_up_proj.mT, offs=offs)
+                seen.extend([y.detach(), *torch.autograd.grad(y, x, torch.ones_like(y))])
+
+        model.model.layers[0].mlp.experts.register_forward_pre_hook(look)
+        with torch.no_grad():
+            model(**batch(0))
+        return seen
+
+    torch.use_deterministic_algorithms(True)             # fills what is new with NaN
+    try:
+        found = of(streamed(model_of("qwen3", "eager"), experts=3))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert not any(t[4:].any() for t in found) and all(t[:4].any() for t in found)
+    assert_same(found, of(model_of("qwen3", "eager")))
 
 
 def test_the_model_outside_of_a_forward_is_what_it_was(tmp_path: Path) -> None:

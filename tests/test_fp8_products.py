@@ -215,6 +215,29 @@ def test_inner_layers_alone_have_them(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "model.layers.1" in mt.explain(model) and mt.explain(model).count("products in fp8") == 2
 
 
+def test_norms_and_gates_go_straight_to_codes_and_no_bit_tells(monkeypatch: pytest.MonkeyPatch, saved: fusing.Run) -> None:
+    seen = {name: spied(monkeypatch, name, lambda *_: 1) for name in ("fp8_rms_norm", "fp8_glu", "fp8_glu_backward")}
+    tiny()(**fusing.padded(0)).loss.backward()
+    assert [len(calls) for calls in seen.values()] == [4, 2, 2], "layers 1 and 2 of 0 to 3"
+    monkeypatch.setattr(Coded, "normed", Weights.normed)
+    monkeypatch.setattr(Coded, "gated", Weights.gated)
+    monkeypatch.setattr(Coded, "gated_grads", Weights.gated_grads)
+    assert same(saved, run())
+
+
+def test_gated_activations_that_something_else_reads_are_there_in_16_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where one of the two matrices is frozen, its gradient's codes are nobody's."""
+    seen = spied(monkeypatch, "fp8_glu_backward", lambda *_: 1)
+    gu, dh = torch.randn(T, 64).bfloat16(), torch.randn(T, 32).bfloat16()
+    own = Weights({"gu": torch.randn(64, 48).bfloat16(), "down": torch.randn(48, 32).bfloat16()})
+    for wanted in ({"gu"}, {"down"}, set()):
+        d, h = Coded(own, wanted).gated_grads(("gu",), ("down",), dh.clone(), gu.clone(), ops.SILU)
+        assert type(d) is Tensor and type(h) is Tensor
+    assert not seen
+    d, h = Coded(own, {"gu", "down"}).gated_grads(("gu",), ("down",), dh, gu, ops.SILU)
+    assert (d.shape, h.shape, d.dtype) == (gu.shape, dh.shape, gu.dtype) and seen == [1]
+
+
 def test_gradients_are_as_near_as_codes_let_them_be() -> None:
     """A code is off by 2^-4 of itself at most, 0.026 in the mean square, and a product of two by 0.037; a gradient of a
     layer in the middle has gone through some six products. Without codes 0.01 (fusing.ROUNDED)."""

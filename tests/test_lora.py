@@ -145,7 +145,7 @@ def grads(model: nn.Module, **batch: Any) -> dict[str, Tensor | None]:
 
 @parity.LONG
 def test_adapters_that_change_are_followed() -> None:
-    """Another scale, one more adapter, another active, none: each is proved anew."""
+    """Another scale, and none in use: each is proved anew."""
     def run(model: nn.Module) -> list[dict[str, Tensor | None]]:
         found = [grads(model)]
         for m in model.modules():

@@ -63,11 +63,14 @@ def count(made: list[Tensor], own: Any, **asked: Any) -> Tensor | None:
     return mask
 
 
+ALIKE = {("phi3", "saved"), ("gpt_oss", "replay")}        # phi3 asks as mistral does; gemma3's windows are replayed too
+
+
 # Each with one of the batches, in turn; all with MEGATRAIN_FULL.
 @pytest.mark.parametrize("family, keep, batch", [
     (family, keep, batch) for i, (family, keep) in enumerate([
         *((f, "saved") for f in FAMILIES), ("gemma3", "replay"), ("gpt_oss", "replay")])
-    for j, batch in enumerate([text, packed_text]) if parity.FULL or (i + j) % 2 == 0])
+    for j, batch in enumerate([text, packed_text]) if parity.FULL or ((i + j) % 2 == 0 and (family, keep) not in ALIKE)])
 def test_a_model_trains_as_plain_torch_with_its_masks(family: str, keep: str, batch: fusing.Batch, made: list[Sight],
                                                       monkeypatch: pytest.MonkeyPatch) -> None:
     own: list[Tensor] = []

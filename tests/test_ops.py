@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from megatrain_torch import _core
+from megatrain_torch.ops import nf4_codes
 
 ROOT = Path(__file__).parents[1]
 HYPER = {"lr": 1e-2, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.1}
@@ -97,6 +98,15 @@ def test_the_schema_says_what_is_written() -> None:
     args = (*planes, *HYPER.values(), 1, 1.0)
     torch.library.opcheck(torch.ops.megatrain.adamw_, args, test_utils="test_schema")
     torch.library.opcheck(torch.ops.megatrain.sumsq, (planes[0],), test_utils="test_schema")
+    four = torch.zeros(5, dtype=torch.uint8), torch.zeros(1)
+    torch.library.opcheck(torch.ops.megatrain.nf4_codes, (planes[0], 64, *four), test_utils="test_schema")
+
+
+def test_nf4_codes_of_what_they_cannot_be_made_of_are_refused() -> None:
+    for w, group, why in ((torch.zeros(8), 3, "even number"), (torch.zeros(8), 8192, "up to 4096"), (torch.zeros(8), 0, "0 elements"),
+                          (torch.zeros(8, dtype=torch.int32), 64, "w")):
+        with pytest.raises(RuntimeError, match=why):
+            nf4_codes(w, group)
 
 
 def f(n: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:

@@ -3,11 +3,16 @@
 bitsandbytes' own code is compared in test_bases.py; here its formulas stand, in torch."""
 from __future__ import annotations
 
+import functools
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatrain_torch import ops
+from megatrain_torch.base import coded
 from megatrain_torch.base.coded import Coded
 
 DEVICES = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
@@ -123,6 +128,32 @@ def test_every_scale_of_mxfp4(device: str) -> None:
     assert torch.equal(found[:, 1], power.float())
 
 
+class Largest(TorchDispatchMode):
+    """Bytes of the largest tensor that is computed inside."""
+
+    nbytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        aliases = any(r.alias_info is not None for r in func._schema.returns)        # a view, or in place
+        if isinstance(out, Tensor) and not aliases and func is not torch.ops.aten.empty.memory_format:
+            self.nbytes = max(self.nbytes, out.nbytes)
+        return out
+
+
+def test_beside_a_weight_that_codes_stand_for_little_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan counts the 16-bit weight: a mixture's layer has some GiB of them."""
+    monkeypatch.setattr(coded, "AT_ONCE", 128 * 256)
+    u8 = functools.partial(torch.randint, 256, dtype=torch.uint8)
+    for form, codes, scales, one in (
+            ("mxfp4", u8((16, 64, 8, 16)), u8((16, 64, 8)), 64 * 256),
+            ("nf4", u8((16, 64, 128)), torch.rand(16, 1, 256), 64 * 256),
+            ("fp8", u8((4, 1024, 256)).view(torch.float8_e4m3fn), torch.rand(4, 8, 2), 128 * 256)):
+        with Largest() as found:
+            coded._EXPANDS[form](codes, scales, torch.bfloat16)
+        assert 0 < found.nbytes <= 4 * one
+
+
 @on_every_device
 def test_numbers_that_are_none_stay_so(device: str) -> None:
     codes = torch.tensor([[0x7F, 0xFF, 0x00, 0x80]], dtype=torch.uint8).view(torch.float8_e4m3fn)
@@ -136,14 +167,17 @@ def test_numbers_that_are_none_stay_so(device: str) -> None:
     ("nf4", (4, 4), (torch.zeros(8, dtype=torch.uint8), torch.ones(1)), 48, "use a power of two"),
     ("fp4", (4, 4), (torch.zeros(8, dtype=torch.int8), torch.ones(1)), 64, "codes is I8, not U8"),
     ("fp4", (4, 4), (torch.zeros(8, dtype=torch.uint8), torch.ones(1), torch.ones(1)), 64, "go together"),
+    ("nf4", (4, 4), (torch.zeros(8, dtype=torch.uint8), torch.ones(1), None, torch.ones(256)), 64, "go together"),
+    ("fp8", (4, 4), (torch.zeros(4, 4, dtype=torch.float8_e4m3fn), torch.ones(1, 1, dtype=torch.uint8), torch.ones(1),
+                     torch.ones(256), torch.ones(1)), 0, "scales of FP8 are no codes"),
     ("int8", (4, 4), (torch.zeros(4, 4, dtype=torch.int8), torch.ones(3)), 0, "scales has 3 elements, not 4"),
     ("int8", (4, 5), (torch.zeros(4, 4, dtype=torch.int8), torch.ones(4)), 0, "out has 20 elements, not 16"),
     ("fp8", (4, 4), (torch.zeros(4, 4, dtype=torch.float8_e4m3fn), torch.ones(3, 1)), 0, "4 codes in 3 blocks"),
     ("mxfp4", (1, 32, 4), (torch.zeros(1, 4, 1, 8, dtype=torch.uint8), torch.ones(1, 4, 1, dtype=torch.uint8)), 0,
      r"\[E, N, G, 16\]"),
 ], ids=str)
-def test_what_does_not_go_together_is_refused(form: str, shape: tuple[int, ...], strands: tuple[Tensor, ...], group: int,
-                                              says: str) -> None:
+def test_what_does_not_go_together_is_refused(form: str, shape: tuple[int, ...], strands: tuple[Tensor | None, ...],
+                                              group: int, says: str) -> None:
     with pytest.raises(RuntimeError, match=says):
         ops.expand_codes_(torch.empty(shape), form, *strands, group=group)
 

@@ -122,7 +122,9 @@ def test_zeros_and_what_is_not_finite(device: str, both: bool) -> None:
 
 @on_every_device
 def test_a_long_row_and_a_long_column(device: str) -> None:
-    x = numbers(3, 40_016, dtype=torch.bfloat16).to(device)       # longer than what shared memory holds
+    x = numbers(3, 24_576, dtype=torch.bfloat16).to(device)       # all of a block's shared memory
+    check_rows(x, ops.fp8_cast(x))
+    x = numbers(3, 40_016, dtype=torch.bfloat16).to(device)       # longer than that
     check_rows(x, ops.fp8_cast(x))
     tall = x.t().contiguous()
     for made in (ops.fp8_cast_t(tall), ops.fp8_cast_both(tall)[1]):
@@ -144,6 +146,90 @@ def check_product(c: Tensor, a: ops.Codes, b: ops.Codes, alpha: float, bias: Ten
     bound = e * weight + 3 * 2**-24 * largest + HALF_UNIT[c.dtype] * (wanted.abs() + (len(terms) > 1) * largest)
     off = (c.double() - wanted).abs()
     assert (off <= bound).all(), f"off by {(off / bound).max():.3g} x the bound"
+
+
+@on_every_device
+@pytest.mark.parametrize("style", [ops.ROUND_FIRST, ops.ONE_PLUS, ops.ROUND_LAST])
+@pytest.mark.parametrize("shape", [(1, 16), (33, 48), (130, 272), (21, 1024), (19, 3584), (3, 8192), (7, 40), (2, 40_000)],
+                         ids=str)
+def test_codes_of_norms_are_those_of_what_rms_norm_writes(device: str, style: int, shape: tuple) -> None:
+    x, weight = numbers(*shape, dtype=torch.bfloat16).to(device), numbers(shape[1], dtype=torch.bfloat16).to(device)
+    y, _, rstd = ops.rms_norm(x, weight, 1e-6, style)
+    made, found = ops.fp8_rms_norm(x, weight, 1e-6, style)
+    assert alike(made, ops.fp8_cast(y)) and torch.equal(found, rstd)
+
+
+@on_every_device
+def test_norms_of_rows_that_lie_apart_and_of_what_is_not_finite(device: str) -> None:
+    wide, weight = numbers(24, 96, dtype=torch.bfloat16).to(device), torch.ones(64, device=device).bfloat16()
+    wide[3, 40], wide[4, 41], wide[5] = float("nan"), float("inf"), 0
+    for x in (wide[:, 16:80], wide[::2, 16:80], wide[:, 17:81]):         # the last: at no multiple of 16 bytes
+        made, _ = ops.fp8_rms_norm(x, weight, 1e-6)
+        assert alike(made, ops.fp8_cast(ops.rms_norm(x, weight, 1e-6)[0]))
+    assert ops.fp8_rms_norm(wide[:, 16:80], weight, 1e-6)[0].scale.isnan().nonzero().flatten().tolist() == [3, 4]
+
+
+# ---- gated activations: the codes of what glu and glu_backward of the same device write, to the bit ----
+
+ACTS = {"silu": ops.SILU, "gelu_tanh": ops.GELU_TANH, "gelu": ops.GELU, "clamped": ops.CLAMPED}
+
+
+def gates(rows: int, n: int, device: str) -> tuple[Tensor, Tensor]:
+    """g|u, and the gradient of their product: rows of magnitudes over 8 powers of two."""
+    g = torch.Generator().manual_seed(rows + n)
+    gu, dh = (torch.randn(rows, m, generator=g) * torch.exp2(torch.randint(-6, 3, (rows, 1), generator=g))
+              for m in (2 * n, n))
+    return gu.bfloat16().to(device), dh.bfloat16().to(device)
+
+
+def gradients(dh: Tensor, gu: Tensor, act: int) -> tuple[Tensor, Tensor]:
+    d, h = torch.empty_like(gu), torch.empty_like(dh)
+    to_gate, to_up = d.chunk(2, 1)
+    ops.glu_backward(dh, *gu.chunk(2, 1), act, dgate=to_gate, dup=to_up, h=h)
+    return d, h
+
+
+def alike(made: ops.Codes, wanted: ops.Codes) -> bool:
+    return torch.equal(made.scale.nan_to_num(-1), wanted.scale.nan_to_num(-1)) and same(made.values, wanted.values.cpu())
+
+
+@on_every_device
+@pytest.mark.parametrize("act", ACTS)
+@pytest.mark.parametrize("shape", [(1, 16), (16, 64), (33, 48), (130, 272), (300, 1040)], ids=str)
+def test_codes_of_gated_activations(device: str, act: str, shape: tuple) -> None:
+    gu, dh = gates(*shape, device)
+    gate, up = gu.chunk(2, 1)
+    assert alike(ops.fp8_glu(gate, up, ACTS[act]), ops.fp8_cast(ops.glu(gate, up, ACTS[act])))
+    d, h = gradients(dh, gu, ACTS[act])
+    before = gu.clone()
+    rows, columns, of_h = ops.fp8_glu_backward(dh, gate, up, ACTS[act])
+    assert alike(rows, ops.fp8_cast(d)) and alike(columns, ops.fp8_cast_t(d)) and alike(of_h, ops.fp8_cast_t(h))
+    assert torch.equal(gu, before), "only codes are written"
+
+
+@on_every_device
+def test_gated_rows_that_lie_apart_or_are_long(device: str) -> None:
+    wide, dh = gates(24, 96, device)
+    gate, up = wide[:, 16:64], wide[:, 104:152]
+    assert alike(ops.fp8_glu(gate, up), ops.fp8_cast(ops.glu(gate, up)))
+    assert alike(ops.fp8_glu_backward(dh[:, :48].contiguous(), gate, up)[2], ops.fp8_cast_t(ops.glu(gate, up)))
+    for n in (24_576, 30_000):                           # all of a block's shared memory, and more
+        gu, _ = gates(3, n, device)
+        assert alike(ops.fp8_glu(*gu.chunk(2, 1)), ops.fp8_cast(ops.glu(*gu.chunk(2, 1))))
+
+
+@on_every_device
+def test_gated_zeros_and_what_is_not_finite(device: str) -> None:
+    gu, dh = gates(40, 64, device)
+    gu[3], dh[4] = 0, 0
+    gu[5, 7], gu[6, 64 + 9], dh[7, 11] = float("nan"), float("inf"), -float("inf")
+    made = ops.fp8_glu(*gu.chunk(2, 1))
+    assert alike(made, ops.fp8_cast(ops.glu(*gu.chunk(2, 1))))
+    assert made.scale.isnan().nonzero().flatten().tolist() == [5, 6] and float(made.scale[3]) == 2.0**-126
+    d, h = gradients(dh, gu, ops.SILU)
+    found = ops.fp8_glu_backward(dh, *gu.chunk(2, 1))
+    assert all(map(alike, found, (ops.fp8_cast(d), ops.fp8_cast_t(d), ops.fp8_cast_t(h))))
+    assert found[0].scale.isnan().nonzero().flatten().tolist() == [5, 6, 7]
 
 
 @on_every_device
@@ -196,6 +282,34 @@ def test_opcheck(device: str) -> None:
     a = ops.fp8_cast(x)
     c = torch.zeros(16, 16, device=device)
     torch.library.opcheck(torch.ops.megatrain.fp8_gemm_, (c, *a, *a, None, None, 1.0, False), test_utils=tests)
+
+
+@on_every_device
+def test_opcheck_of_what_goes_straight_to_codes(device: str) -> None:
+    tests = ("test_autograd_registration", "test_faketensor")
+    gu, dh = gates(16, 32, device)
+    made = ops.fp8_glu_backward(dh, *gu.chunk(2, 1))
+    args = (*gu.chunk(2, 1), ops.SILU)
+    torch.library.opcheck(torch.ops.megatrain.fp8_glu, (*args, *ops.fp8_glu(*args)), test_utils=tests)
+    x, weight = gu[:, :32].contiguous(), gu[0, :32].clone()
+    codes, rstd = ops.fp8_rms_norm(x, weight, 1e-6)
+    torch.library.opcheck(torch.ops.megatrain.fp8_rms_norm, (x, weight, *codes, rstd, 1e-6, 0), test_utils=tests)
+    flat = [t for codes in made for t in codes]
+    torch.library.opcheck(torch.ops.megatrain.fp8_glu_backward, (dh, *args, *flat), test_utils=tests)
+
+
+def test_gates_that_do_not_fit_are_refused_by_name() -> None:
+    gate = torch.zeros(16, 48).bfloat16()
+    with pytest.raises(RuntimeError, match="fp8_glu: gate is F32, not BF16"):
+        ops.fp8_glu(gate.float(), gate)
+    with pytest.raises(RuntimeError, match="gate has 24 columns, rows 48 elements apart: columns in sixteens"):
+        ops.fp8_glu(gate[:, :24], gate[:, 24:])
+    with pytest.raises(RuntimeError, match="up has 32 columns, rows 48 elements apart: columns in sixteens, each row"):
+        ops.fp8_glu(gate[:, :32], gate[:, 1:33])
+    with pytest.raises(RuntimeError, match=r"dh is \[16, 32\], not \[16, 48\]"):
+        ops.fp8_glu_backward(gate[:, :32].contiguous(), gate, gate)
+    with pytest.raises(RuntimeError, match="act is 4; 0 to 3"):
+        ops.fp8_glu(gate, gate, 4)
 
 
 def test_what_does_not_fit_is_refused_by_name() -> None:

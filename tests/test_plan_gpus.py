@@ -89,7 +89,7 @@ def test_one_gpu_of_one_machine_is_no_special_case() -> None:
 
 # ---- several -------------------------------------------------------------------------------------
 
-LINKED = dataclasses.replace(FLAT, exchange_gbps=100.0, network_gbps=10.0, lost_gbps=50.0)
+LINKED = dataclasses.replace(FLAT, exchange_gbps=100.0, network_gbps=10.0, gloo_gbps=10.0, lost_gbps=50.0)
 ASKED = dict(tokens=32768, seq=1024, homes="ram")
 WIDE = shapes_of(seven(12))("fp32")
 
@@ -113,6 +113,11 @@ def test_gradients_are_exchanged_and_their_sum_comes_home_in_parts() -> None:
     assert of.network_s[layer] == pytest.approx(4 * 2 * n / 2 / 10e9), "parts of 4 ranks"
     assert of.spread_s[layer] == pytest.approx(2 * n / 2 / 10e9)
     assert exchange(1, 2).network_s[layer] == pytest.approx(2 * n / 2 / 10e9), "of one rank"
+    slow = dataclasses.replace(LINKED, gloo_gbps=1.0)
+    assert exchange(4, 2, slow).spread_s[layer] == pytest.approx(2 * n / 2 / 4e9), "over gloo, from each of 4 processes"
+    assert exchange(4, 2, slow).network_s[layer] == of.network_s[layer], "gradients of GPUs are not"
+    slow = dataclasses.replace(slow, device="cpu")
+    assert exchange(4, 2, slow).network_s[layer] == pytest.approx(4 * 2 * n / 2 / 4e9)
 
 
 def test_one_rank_exchanges_nothing() -> None:
@@ -167,7 +172,7 @@ def test_more_of_what_is_shared_is_never_slower() -> None:
         machine = dataclasses.replace(LINKED, host_bytes=10**12, **rates)
         return mt.plan(seven(12), machine=machine, gpus=gpus, machines=machines, tokens=8192, seq=1024).seconds
 
-    for rate, low, gpus, machines in (("exchange_gbps", 5.0, 4, 1), ("network_gbps", 1.0, 2, 2), ("lost_gbps", 5.0, 4, 1),
+    for rate, low, gpus, machines in (("exchange_gbps", 5.0, 4, 1), ("network_gbps", 1.0, 2, 2), ("gloo_gbps", 0.1, 2, 2), ("lost_gbps", 5.0, 4, 1),
                                       ("host_gbps", 40.0, 4, 1)):
         slow, fast = seconds(gpus, machines, **{rate: low}), seconds(gpus, machines, **{rate: 1000.0})
         assert fast < slow, rate
@@ -190,8 +195,8 @@ def test_without_links_gpus_exchange_over_those_to_the_host() -> None:
 
 
 @pytest.mark.parametrize("asked, says", [
-    ({"homes": "through"}, "homes='through', with 2 GPUs"), ({"homes": {"lm_head": "disk"}}, "homes='disk'"),
-    ({"nvme": {"limit": "1TB"}}, "nvme, with 2 GPUs"), ({"gpus": 0}, "gpus"), ({"machines": 2.0}, "machines"),
+    ({"homes": {"lm_head": "disk+weights"}}, "homes='disk+weights', with 2 GPUs"),
+    ({"grads": "none"}, "grads='none', with 2 GPUs"), ({"gpus": 0}, "gpus"), ({"machines": 2.0}, "machines"),
 ])
 def test_what_several_gpus_cannot_have_yet_is_refused(asked: dict[str, Any], says: str) -> None:
     with pytest.raises(mt.MegatrainError, match=re.escape(says)):
@@ -215,11 +220,28 @@ def test_homes_of_several_gpus_are_said_in_one_place(monkeypatch: pytest.MonkeyP
 def test_a_refusal_of_several_offers_nothing_they_cannot_have() -> None:
     with pytest.raises(mt.MegatrainError) as found:
         mt.plan(seven(24), tokens=8192, seq=1024, machine=dataclasses.replace(LINKED, vram_bytes=40 * GIB), gpus=2)
-    assert "nvme" not in found.value.changes and not any("nvme" in way.changes for way in found.value.ways)
-    way = found.value.ways[0]
-    again = mt.plan(seven(24), **{"tokens": 8192, "seq": 1024, "gpus": 2, "machine": dataclasses.replace(
-        LINKED, vram_bytes=40 * GIB)} | way.changes)
-    assert again.tokens_per_second >= way.tokens_per_second > 0.5 * again.tokens_per_second
+    assert "grads" not in found.value.changes and not any("grads" in way.changes for way in found.value.ways)
+    for way in (found.value.ways[0], next(way for way in found.value.ways if "nvme" in way.changes)):
+        again = mt.plan(seven(24), **{"tokens": 8192, "seq": 1024, "gpus": 2, "machine": dataclasses.replace(
+            LINKED, vram_bytes=40 * GIB)} | way.changes)
+        assert again.tokens_per_second >= way.tokens_per_second > 0.5 * again.tokens_per_second
+        assert "disk+weights" not in again.homes.values()
+
+
+@pytest.mark.parametrize("gpus, machines", [(2, 1), (4, 2)])
+def test_each_of_several_gpus_has_its_part_of_states_in_a_file(gpus: int, machines: int) -> None:
+    asked = dict(tokens=16384, seq=1024, machine=dataclasses.replace(LINKED, disk_both_gbps=1.0), homes="disk",
+                 nvme={"limit": "100GiB"})
+    one, many = mt.plan(small(8), **asked), mt.plan(small(8), **asked, gpus=gpus, machines=machines)
+    for what in ("masters", "moments"):
+        assert many.disk[what] == pytest.approx(one.disk[what] / machines, abs=100) and what not in many.host
+    assert many.host["buffers of the disk"] == gpus * one.host["buffers of the disk"]
+    assert many.busy["disk"] == pytest.approx(one.busy["disk"] / machines), "a machine's drive is all its ranks'"
+    half = sum(many.disk.values()) // 2
+    less = mt.plan(small(8), **asked | {"nvme": {"limit": half}}, gpus=gpus, machines=machines)
+    assert half // 2 < sum(less.disk.values()) <= half
+    kept = [mt.plan(small(8), **asked | {"activations": "saved+disk", "homes": "ram", "micro": 1}, gpus=n) for n in (1, 2)]
+    assert kept[1].disk["activations"] == 2 * kept[0].disk["activations"] > 0
 
 
 # ---- what was measured ---------------------------------------------------------------------------

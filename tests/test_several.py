@@ -80,7 +80,8 @@ def test_situations(pool: Pool, name: str) -> None:
 
 VRAM, ARRIVE = (("homes", "vram"),), (("homes", "arrive"),)
 MIXED = (("homes", {"model.embed_tokens": "vram", "model.layers.1": "arrive", "lm_head": "vram"}),)
-AT_HOME = {                                                # units at home on the devices of 2, or of so many
+DISK, THROUGH = (("homes", "disk"),), (("homes", "through"),)
+AT_HOME = {                                                # units at home elsewhere than in host memory, of so many
     "bf16_of_4": (4, Job("wide", "bfloat16", plan=VRAM)),
     "mixed": (2, Job("wide", "bfloat16", plan=MIXED, micro=2, look=True)),
     "arrive": (2, Job("choosy", "float16", plan=ARRIVE, delay_us=300)),
@@ -103,14 +104,35 @@ AT_HOME = {                                                # units at home on th
     "arrive_micro": (2, Job("wide", "bfloat16", plan=ARRIVE, look=True, micro=2)),
     "arrive_frozen": (2, Job("wide", "bfloat16", frozen=("embed", "self_attn"), plan=ARRIVE)),
     "mixed_two_slots": (3, Job("wide", "bfloat16", reduce="sum", plan=(*MIXED, ("slots", 2)), delay_us=300)),
+    "disk": (4, Job("wide", "bfloat16", plan=DISK, look=True)),
+    "disk_micro": (2, Job("wide", "bfloat16", plan=DISK, look=True, micro=2)),
+    "disk_no_clip": (3, Job("wide", plan=DISK, clip=None, reduce="sum")),
+    "disk_frozen": (2, Job("wide", "bfloat16", frozen=("embed", "self_attn"), plan=DISK)),
+    "disk_tied": (2, Job("llama_tied", "bfloat16", plan=DISK)),
+    "disk_left_out": (4, Job("choosy", "float16", plan=DISK, look=True, micro=2, delay_us=1500)),
+    "disk_codes": (4, Job("wide", "bfloat16", states="8bit", plan=DISK, delay_us=300)),
+    "disk_stochastic": (3, Job("wide", "bfloat16", states="8bit-sr", reduce="sum", plan=DISK, look=True)),
+    "disk_in_backward": (2, Job("wide", "bfloat16", clip=None, in_backward=True, plan=DISK)),
+    "disk_host_arithmetic": (2, Job("penalty", plan=DISK)),
+    "disk_mixed": (2, Job("wide", "bfloat16", micro=2, plan=(("homes", {
+        "model.embed_tokens": "vram", "model.layers.0": "disk", "model.layers.1": "arrive", "lm_head": "through"}),))),
+    "through": (2, Job("choosy", "bfloat16", plan=THROUGH)),
+    "through_micro": (3, Job("wide", "bfloat16", reduce="sum", plan=THROUGH, look=True, micro=2)),
+    "through_left_out": (4, Job("choosy", "float16", plan=THROUGH, look=True, delay_us=1500)),
+    "through_frozen": (2, Job("wide", "bfloat16", frozen=("embed", "self_attn"), plan=THROUGH)),
+    "through_codes": (4, Job("wide", "bfloat16", states="8bit", plan=THROUGH)),
+    "through_in_backward": (2, Job("wide", "bfloat16", clip=None, in_backward=True, plan=THROUGH)),
+    "through_host_arithmetic": (2, Job("penalty", plan=THROUGH)),
     "planned": (2, Job("wide", "bfloat16", vram="2GiB")),
     "planned_micro": (2, Job("wide", "bfloat16", vram="2GiB", micro=2, look=True)),
 }
 
 
-@pytest.mark.parametrize("name", [n if n in ("bf16_of_4", "mixed", "arrive", "planned") else pytest.param(n, marks=LONG)
-                                  for n in AT_HOME])
-def test_units_at_home_on_the_devices(pool: Pool, name: str) -> None:
+IN_CI = ("bf16_of_4", "mixed", "arrive", "planned", "disk", "through")
+
+
+@pytest.mark.parametrize("name", [n if n in IN_CI else pytest.param(n, marks=LONG) for n in AT_HOME])
+def test_units_at_home_elsewhere(pool: Pool, name: str) -> None:
     size, job = AT_HOME[name]
     wanted = alone(dataclasses.replace(job, plan=(), vram=None), size)
     assert not differences(pool.call("several:train", size, job), wanted)
@@ -133,6 +155,7 @@ def test_several_machines_are_as_one(pool: Pool, name: str, machines: int, size:
 @pytest.mark.parametrize("job, machines", [
     (Job("choosy", "bfloat16", plan=ARRIVE), 2), *(pytest.param(job, n, marks=LONG) for n in (2, 4) for job in (
         Job("wide", "bfloat16"), Job("choosy", "float16", states="8bit"), Job("wide", "bfloat16", plan=VRAM),
+        Job("wide", "bfloat16", plan=DISK), Job("choosy", "float16", states="8bit", plan=THROUGH),
         Job("wide", "bfloat16", states="8bit", plan=MIXED)))], ids=lambda v: str(dict(v.plan)) if isinstance(v, Job) else v)
 def test_a_checkpoint_of_several_machines(pool: Pool, job: Job, machines: int, tmp_path: Path) -> None:
     one, four = str(tmp_path / "one"), str(tmp_path / "four")
@@ -144,7 +167,7 @@ def test_a_checkpoint_of_several_machines(pool: Pool, job: Job, machines: int, t
     assert not differences([loaded(0, None, job, four)], wanted)
 
 
-@pytest.mark.parametrize("homes", [pytest.param("ram", marks=LONG), "vram"])
+@pytest.mark.parametrize("homes", ["vram", *(pytest.param(home, marks=LONG) for home in ("ram", "disk", "through"))])
 def test_what_scripts_do_on_several_machines(pool: Pool, homes: str) -> None:
     assert pool.call("several:apart", 2, 2, "several:habits", {"homes": homes}) == [[], []]
 
@@ -165,6 +188,7 @@ def test_each_machine_has_the_first_ones_model(pool: Pool) -> None:
 @pytest.mark.parametrize("job", [
     Job("wide", "bfloat16"), *(pytest.param(job, marks=LONG) for job in (
         Job("choosy", "float16", states="8bit"), Job("wide", "bfloat16", plan=VRAM), Job("choosy", "float16", plan=ARRIVE),
+        Job("wide", "bfloat16", plan=DISK), Job("choosy", "float16", states="8bit", plan=DISK),
         Job("wide", "bfloat16", states="8bit", plan=MIXED)))], ids=lambda j: f"{j.dtype}-{dict(j.plan).get('homes', 'ram')}")
 def test_a_checkpoint_is_that_of_any_number(pool: Pool, job: Job, tmp_path: Path) -> None:
     wanted = saved(0, None, job, str(tmp_path / "one"))
@@ -209,7 +233,8 @@ def test_a_model_that_each_rank_makes_is_the_first_ones(pool: Pool, how: str) ->
     assert not differences(pool.call("several_load:made_by_the_script", 3, how), wanted)
 
 
-@pytest.mark.parametrize("homes", ["ram", pytest.param("vram", marks=LONG), pytest.param("arrive", marks=LONG)])
+@pytest.mark.parametrize("homes", [
+    "ram", *(pytest.param(home, marks=LONG) for home in ("vram", "arrive", "disk", "through"))])
 def test_what_scripts_do(pool: Pool, homes: str) -> None:
     assert pool.call("several:habits", 2, {"homes": homes}) == [[], []]
 
@@ -222,8 +247,24 @@ def test_what_not_all_ranks_do(pool: Pool, what: str) -> None:
     assert pool.call(f"several_odd:{what}", 2, timeout=60.0) == ["", ""]
 
 
+@pytest.mark.parametrize("first, later, graphs", [(16, 4, False), *(pytest.param(*how, marks=LONG) for how in (
+    (30, 2, False), (16, 4, True)))])
+def test_units_move_again_for_lengths_that_come(pool: Pool, first: int, later: int, graphs: bool) -> None:
+    assert pool.call("several_odd:moves_again", 2, first, later, graphs, timeout=60.0) == ["", ""]
+
+
+@LONG
+def test_units_of_several_machines_move_again(pool: Pool) -> None:
+    assert pool.call("several:apart", 4, 2, "several_odd:moves_again", 16, 4, timeout=90.0) == [""] * 4
+
+
 def test_a_load_that_fails_on_one(pool: Pool, tmp_path: Path) -> None:
     assert pool.call("several_odd:load_fails_on_one", 2, str(tmp_path / "c"), timeout=60.0) == ["", ""]
+
+
+@pytest.mark.parametrize("when", [pytest.param("stream", marks=LONG), "step"])
+def test_a_disk_that_is_full_on_one(pool: Pool, when: str, tmp_path: Path) -> None:
+    assert pool.call("several_odd:disk_full_on_one", 2, str(tmp_path), when, timeout=60.0) == ["", ""]
 
 
 def test_a_save_that_fails_on_one(pool: Pool, tmp_path: Path) -> None:
@@ -232,7 +273,7 @@ def test_a_save_that_fails_on_one(pool: Pool, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("what, said", [
     ("model", "the model is not the same in all processes: 4 and 5 in rank 0 and rank 1"), ("order", "not the same"),
-    ("frozen", "True and False in rank 0 and rank 1"), ("nvme", "nvme, with 3 GPUs"), ("homes", "homes='through', with 3 GPUs"),
+    ("frozen", "True and False in rank 0 and rank 1"), ("homes", "homes='disk+weights', with 3 GPUs"),
     ("reduce", "use 'mean' or 'sum'"), ("host", "1.0 KiB"), ("machines", "each machine has to have equally many")])
 def test_refused_on_all(pool: Pool, what: str, said: str) -> None:
     texts = pool.call("several:apart", 3, 1 + (what == "machines"), "several:refused", what)

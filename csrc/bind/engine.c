@@ -151,6 +151,8 @@ static mt_status engine_open(mt_engine *e, const engine_wish *w)
                        "counted from 0", e->rank, e->ranks, MT_OWNERS_MOST);
     MT_TRY(mt_pool_open(w->threads, &h->pool));
     MT_TRY(open_device(w->device, w->index, w->delay_us, w->seed, &h->dev));
+    if (w->share < 0 && w->speakers != NULL)
+        return MT_FAIL(MT_EINVAL, "an Engine that shares nothing has no speakers");
     if (w->share >= 0)
         MT_TRY(mt_share_open(w->share, e->rank, e->ranks, &h->share));
     if (w->speakers != NULL)
@@ -191,17 +193,14 @@ static int *speakers_from(PyObject *error, PyObject *tuple, int ranks)
 {
     int *found;
 
-    if (PyTuple_Size(tuple) != ranks || (found = calloc((size_t)ranks + 1, sizeof *found)) == NULL)
+    if (PyTuple_Size(tuple) != ranks)
         return (int *)(void *)PyErr_Format(error, "an engine of %d ranks has so many speakers",
                                            ranks);
+    if ((found = calloc((size_t)ranks + 1, sizeof *found)) == NULL)
+        return (int *)(void *)PyErr_NoMemory();
     for (int rank = 0; rank < ranks; rank++) {
-        long speaker = PyLong_AsLong(PyTuple_GetItem(tuple, rank));
-
-        found[rank] = (int)speaker;
-        if (speaker >= 0 && speaker < ranks)
+        if (mt_arg_int(PyTuple_GetItem(tuple, rank), &found[rank]) == 0)
             continue;
-        if (!PyErr_Occurred())
-            PyErr_Format(error, "an engine's rank %d cannot have the speaker %ld", rank, speaker);
         free(found);
         return NULL;
     }

@@ -46,6 +46,8 @@ static mt_status disk_open(mt_engine *e, const disk_wish *w)
     mt_status st;
 
     MT_TRY(mt_file_open(w->path, w->limit, w->threads, NULL, &file));
+    if (e->cx.share != NULL)             /* one rank's death ends the others, maybe all at once */
+        mt_file_unname(file);
     MT_TRY(mt_pool_open(threads < DISK_POOL ? threads : DISK_POOL, &pool));
     MT_TRY(mt_disk_open(&e->cx, mt_file_blocks(file), pool, w->n_buffers, (size_t)w->bytes,
                         &disk));

@@ -145,6 +145,8 @@ static mt_status swap_disk(mt_engine *e, const char *path, uint64_t limit, uint6
     mt_status st;
 
     MT_TRY(mt_file_open(path, limit, threads, NULL, &file));
+    if (e->cx.share != NULL)
+        mt_file_unname(file);
     MT_TRY(mt_file_reserve(file, bytes));
     MT_TRY(mt_swap_disk(e->swap, mt_file_blocks(file), bays));
     e->swap_file = file;

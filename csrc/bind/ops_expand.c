@@ -1,6 +1,8 @@
-/* ops_expand.c — torch.ops.megatrain: weights made of their codes. See ops/expand.h. */
+/* ops_expand.c — torch.ops.megatrain: weights made of their codes, and codes of weights.
+ * See ops/expand.h, ops/nf4.h. */
 #include "ops_check.h"
 #include "../ops/expand.h"
+#include "../ops/nf4.h"
 #ifdef MT_WITH_CUDA
 #include "../ops/expand_cuda.h"
 #endif
@@ -36,9 +38,7 @@ static mt_status four_args(const mt_op_call *c, const mt_op_arg *a, int64_t n, m
     MT_TRY(has(c, "codes", &a[CODES].t, (n + 1) / 2));
     MT_TRY(has(c, "scales", &a[SCALES].t, blocks));
     if (a[WIDE].t.handle == NULL)
-        return mt_op_type(c, "scales", &a[SCALES].t, MT_F32);
-    if (a[MAP].t.handle == NULL || a[OFFSET].t.handle == NULL)
-        return MT_FAIL(MT_EINVAL, "%s: wide, map and offset go together", c->name);
+        return MT_OK;
     MT_TRY(mt_op_type(c, "scales", &a[SCALES].t, MT_U8));
     for (int i = WIDE; i <= OFFSET; i++)
         MT_TRY(mt_op_type(c, "what scales are made of", &a[i].t, MT_F32));
@@ -110,6 +110,21 @@ fail:
     return st;
 }
 
+/* wide, map and offset: all of them, or none; of what each format takes. */
+static mt_status scales_args(const mt_op_call *c, const mt_op_arg *a, mt_expand_format format)
+{
+    int n = (a[WIDE].t.handle != NULL) + (a[MAP].t.handle != NULL) + (a[OFFSET].t.handle != NULL);
+
+    if (n != 0 && n != 3)
+        return MT_FAIL(MT_EINVAL, "%s: wide, map and offset go together", c->name);
+    if (n == 0)
+        return mt_op_type(c, "scales", &a[SCALES].t, formats[format].scales);
+    if (format != MT_EXPAND_NF4 && format != MT_EXPAND_FP4)
+        return MT_FAIL(MT_EINVAL, "%s: scales of %s are no codes: leave wide, map and offset out",
+                       c->name, formats[format].name);
+    return MT_OK;
+}
+
 static mt_status expand_args(const mt_op_call *c, const mt_op_arg *a, mt_expand *x)
 {
     int64_t   format = a[FORMAT].i;
@@ -122,8 +137,7 @@ static mt_status expand_args(const mt_op_call *c, const mt_op_arg *a, mt_expand 
     x->format = (mt_expand_format)format;
     MT_TRY(mt_op_float(c, "out", &a[OUT].t));
     MT_TRY(mt_op_type(c, "codes", &a[CODES].t, formats[format].codes));
-    if (a[WIDE].t.handle == NULL)
-        MT_TRY(mt_op_type(c, "scales", &a[SCALES].t, formats[format].scales));
+    MT_TRY(scales_args(c, a, x->format));
     MT_TRY(format_args(c, a, x));
     st = has(c, "out", &a[OUT].t, x->experts * x->rows * x->cols);
 fail:
@@ -159,8 +173,47 @@ fail:
 }
 #endif
 
+/* ---- codes of weights ---- */
+
+enum { NF4_W, NF4_GROUP, NF4_CODES, NF4_SCALES };
+
+static mt_status cpu_nf4_codes(const mt_op_call *c, const mt_op_arg *a, StableIValue *result)
+{
+    const mt_op_tensor *w = &a[NF4_W].t;
+    int64_t             group = a[NF4_GROUP].i;
+    mt_pool            *pool = NULL;
+    mt_status           st;
+
+    (void)result;
+    if (group < 2 || group % 2 != 0 || group > MT_NF4_GROUP_MOST)
+        return MT_FAIL(MT_EINVAL, "%s: blocks of %lld elements: an even number of them, up to %d",
+                       c->name, (long long)group, MT_NF4_GROUP_MOST);
+    MT_TRY(mt_op_float(c, "w", w));
+    MT_TRY(mt_op_type(c, "codes", &a[NF4_CODES].t, MT_U8));
+    MT_TRY(mt_op_type(c, "scales", &a[NF4_SCALES].t, MT_F32));
+    MT_TRY(has(c, "codes", &a[NF4_CODES].t, (w->n + 1) / 2));
+    MT_TRY(has(c, "scales", &a[NF4_SCALES].t, (w->n + group - 1) / group));
+    MT_TRY(mt_op_pool(w->n, &pool));
+    mt_nf4_codes(pool, (mt_dtype)w->dtype, w->data, w->n, (int)group, a[NF4_CODES].t.data,
+                 a[NF4_SCALES].t.data);
+fail:
+    mt_pool_close(pool);
+    return st;
+}
+
+#ifdef MT_WITH_CUDA
+static mt_status cuda_nf4_codes(const mt_op_call *c, const mt_op_arg *a, StableIValue *result)
+{
+    (void)a;
+    (void)result;
+    return MT_FAIL(MT_EINVAL, "%s: codes are made on the CPU, where weights are read", c->name);
+}
+#endif
+
 #define OPS(X)                                                                                  \
     X(expand_codes, "TTtttiiW",                                                                 \
       "expand_codes(Tensor codes, Tensor scales, Tensor? wide, Tensor? map, Tensor? offset, "   \
-      "int format, int group, Tensor(a!) out) -> ()")
+      "int format, int group, Tensor(a!) out) -> ()")                                           \
+    X(nf4_codes, "TiWW",                                                                        \
+      "nf4_codes(Tensor w, int group, Tensor(a!) codes, Tensor(b!) scales) -> ()")
 MT_OP_TABLE(expand, OPS)

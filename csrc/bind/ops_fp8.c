@@ -2,6 +2,7 @@
 #include "ops_check.h"
 #include "ops_gemm.h"
 #include "../ops/fp8.h"
+#include "../ops/fp8_glu.h"
 #ifdef MT_WITH_CUDA
 #include "../ops/fp8_cuda.h"
 #endif
@@ -176,11 +177,166 @@ fail:
 }
 #endif
 
+/* ---- fp8_glu, fp8_glu_backward ---- */
+
+enum { GATE, UP, ACT, H_CODES, H_SCALE };
+enum { B_DH, B_GATE, B_UP, B_ACT, D_CODES, D_SCALE, D_CODES_T, D_SCALE_T, H_CODES_T, H_SCALE_T };
+
+/* CUDA takes 16 bytes at a time; the CPU refuses what CUDA would. */
+static mt_status in_sixteens(const mt_op_call *c, const char *name, const mt_op_tensor *t,
+                             int64_t rows, int64_t n)
+{
+    mt_status st;
+
+    MT_TRY(mt_op_type(c, name, t, MT_BF16));
+    MT_TRY(mt_op_matrix(c, name, t, rows, n));
+    if (t->size[1] % 16 != 0 || t->stride[0] % 8 != 0 || (uintptr_t)t->data % 16 != 0)
+        return MT_FAIL(MT_EINVAL, "%s: %s has %lld columns, rows %lld elements apart: columns in "
+                       "sixteens, each row at a multiple of 16 bytes", c->name, name,
+                       (long long)t->size[1], (long long)t->stride[0]);
+fail:
+    return st;
+}
+
+static mt_status glu_args(const mt_op_call *c, const mt_op_tensor *gate, const mt_op_tensor *up,
+                          int64_t act, mt_glu *g)
+{
+    mt_status st;
+
+    MT_TRY(in_sixteens(c, "gate", gate, -1, -1));
+    MT_TRY(in_sixteens(c, "up", up, gate->size[0], gate->size[1]));
+    if (act < 0 || act >= MT_ACTS)
+        return MT_FAIL(MT_EINVAL, "%s: act is %lld; 0 to %d are known", c->name, (long long)act,
+                       MT_ACTS - 1);
+    *g = (mt_glu){ .dtype = MT_BF16, .act = (int)act, .rows = gate->size[0], .n = gate->size[1],
+                   .gate = gate->data, .up = up->data, .gate_stride = gate->stride[0],
+                   .up_stride = up->stride[0] };
+fail:
+    return st;
+}
+
+/* Codes [rows,n] and a scale for each of their rows. */
+static mt_status made(const mt_op_call *c, const mt_op_arg *codes, const mt_op_arg *scale,
+                      int64_t rows, int64_t n)
+{
+    mt_status st;
+
+    MT_TRY(mt_op_type(c, "codes", &codes->t, MT_F8E4M3));
+    MT_TRY(mt_op_matrix(c, "codes", &codes->t, rows, n));
+    MT_TRY(mt_op_type(c, "scale", &scale->t, MT_F32));
+    MT_TRY(mt_op_vector(c, "scale", &scale->t, rows));
+fail:
+    return st;
+}
+
+static mt_status forward_args(const mt_op_call *c, const mt_op_arg *a, mt_fp8_glu *f)
+{
+    mt_status st;
+
+    *f = (mt_fp8_glu){ 0 };
+    MT_TRY(glu_args(c, &a[GATE].t, &a[UP].t, a[ACT].i, &f->glu));
+    MT_TRY(made(c, &a[H_CODES], &a[H_SCALE], f->glu.rows, f->glu.n));
+    f->h = (mt_fp8){ .dtype = MT_BF16, .rows = f->glu.rows, .cols = f->glu.n,
+                     .by_rows = a[H_CODES].t.data, .row_scale = a[H_SCALE].t.data };
+fail:
+    return st;
+}
+
+static mt_status backward_args(const mt_op_call *c, const mt_op_arg *a, mt_fp8_glu *f)
+{
+    mt_glu   *g = &f->glu;
+    int64_t   wide;
+    mt_status st;
+
+    *f = (mt_fp8_glu){ 0 };
+    MT_TRY(glu_args(c, &a[B_GATE].t, &a[B_UP].t, a[B_ACT].i, g));
+    MT_TRY(in_sixteens(c, "dh", &a[B_DH].t, g->rows, g->n));
+    g->dh = a[B_DH].t.data;
+    wide = (g->rows + 15) / 16 * 16;
+    MT_TRY(made(c, &a[D_CODES], &a[D_SCALE], g->rows, 2 * g->n));
+    MT_TRY(made(c, &a[D_CODES_T], &a[D_SCALE_T], 2 * g->n, wide));
+    MT_TRY(made(c, &a[H_CODES_T], &a[H_SCALE_T], g->n, wide));
+    f->d = (mt_fp8){ .dtype = MT_BF16, .rows = g->rows, .cols = 2 * g->n, .wide = wide,
+                     .by_rows = a[D_CODES].t.data, .row_scale = a[D_SCALE].t.data,
+                     .by_columns = a[D_CODES_T].t.data, .column_scale = a[D_SCALE_T].t.data };
+    f->h = (mt_fp8){ .dtype = MT_BF16, .rows = g->rows, .cols = g->n, .wide = wide,
+                     .by_columns = a[H_CODES_T].t.data, .column_scale = a[H_SCALE_T].t.data };
+fail:
+    return st;
+}
+
+typedef mt_status (*read_args)(const mt_op_call *c, const mt_op_arg *a, mt_fp8_glu *f);
+
+static mt_status on_cpu(const mt_op_call *c, const mt_op_arg *a, read_args read, int64_t matrices,
+                        void (*run)(mt_pool *, const mt_fp8_glu *, void *))
+{
+    AtenTensorHandle memory = NULL;
+    void            *scratch = NULL;
+    mt_pool         *pool = NULL;
+    mt_fp8_glu       f;
+    mt_status        st;
+
+    MT_TRY(read(c, a, &f));
+    MT_TRY(mt_op_new(&a[0].t, MT_BF16, matrices * f.glu.rows * f.glu.n, &memory, &scratch));
+    MT_TRY(mt_op_pool(f.glu.rows * f.glu.n, &pool));
+    run(pool, &f, scratch);
+fail:
+    mt_pool_close(pool);
+    mt_op_free(memory);
+    return st;
+}
+
+static mt_status cpu_fp8_glu(const mt_op_call *c, const mt_op_arg *a, StableIValue *result)
+{
+    (void)result;
+    return on_cpu(c, a, forward_args, 1, mt_fp8_glu_forward);
+}
+
+static mt_status cpu_fp8_glu_backward(const mt_op_call *c, const mt_op_arg *a,
+                                      StableIValue *result)
+{
+    (void)result;
+    return on_cpu(c, a, backward_args, 3, mt_fp8_glu_backward);
+}
+
+#ifdef MT_WITH_CUDA
+static mt_status on_cuda(const mt_op_call *c, const mt_op_arg *a, read_args read,
+                         const char *(*run)(uintptr_t, const mt_fp8_glu *))
+{
+    mt_fp8_glu f;
+    mt_status  st;
+
+    MT_TRY(read(c, a, &f));
+    st = mt_op_launched(c, run(c->stream, &f));
+fail:
+    return st;
+}
+
+static mt_status cuda_fp8_glu(const mt_op_call *c, const mt_op_arg *a, StableIValue *result)
+{
+    (void)result;
+    return on_cuda(c, a, forward_args, mt__fp8_glu_forward_cuda);
+}
+
+static mt_status cuda_fp8_glu_backward(const mt_op_call *c, const mt_op_arg *a,
+                                       StableIValue *result)
+{
+    (void)result;
+    return on_cuda(c, a, backward_args, mt__fp8_glu_backward_cuda);
+}
+#endif
+
 #define OPS(X)                                                                                  \
     X(fp8_cast, "Swwww",                                                                        \
       "fp8_cast(Tensor x, Tensor(a!)? codes, Tensor(b!)? scale, Tensor(c!)? codes_t, "          \
       "Tensor(d!)? scale_t) -> ()")                                                             \
     X(fp8_gemm_, "VSTSTtsfi",                                                                   \
       "fp8_gemm_(Tensor(a!) c, Tensor a, Tensor a_scale, Tensor b, Tensor b_scale, "            \
-      "Tensor? bias, Tensor? base, float alpha, bool fast) -> ()")
+      "Tensor? bias, Tensor? base, float alpha, bool fast) -> ()")                              \
+    X(fp8_glu, "SSiWW",                                                                         \
+      "fp8_glu(Tensor gate, Tensor up, int act, Tensor(a!) codes, Tensor(b!) scale) -> ()")     \
+    X(fp8_glu_backward, "TSSiWWWWWW",                                                           \
+      "fp8_glu_backward(Tensor dh, Tensor gate, Tensor up, int act, Tensor(a!) codes, "         \
+      "Tensor(b!) scale, Tensor(c!) codes_t, Tensor(d!) scale_t, Tensor(e!) h_t, "              \
+      "Tensor(f!) h_scale_t) -> ()")
 MT_OP_TABLE(fp8, OPS)

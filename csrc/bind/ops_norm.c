@@ -1,7 +1,9 @@
 /* ops_norm.c — torch.ops.megatrain: RMS and layer normalisation. See csrc/ops/norm.h. */
 #include "ops_check.h"
+#include "../ops/fp8.h"
 #include "../ops/norm.h"
 #ifdef MT_WITH_CUDA
+#include "../ops/fp8_cuda.h"
 #include "../ops/norm_cuda.h"
 #endif
 #include <string.h>
@@ -365,6 +367,82 @@ static mt_status cuda_layer_norm_backward(const mt_op_call *c, const mt_op_arg *
 }
 #endif
 
+/* ---- fp8_rms_norm: codes of y, which is not written ---- */
+
+enum { X_, WEIGHT, CODES, SCALE, RSTD, EPS, STYLE };
+
+static mt_status coded_args(const mt_op_call *c, const mt_op_arg *a, mt_norm *f, mt_norm_ahead *p,
+                            mt_fp8 *codes)
+{
+    mt_status st;
+
+    MT_TRY(norm_of(c, "x", &a[X_].t, &a[WEIGHT].t, NULL, f));
+    MT_TRY(mt_op_type(c, "x", &a[X_].t, MT_BF16));
+    MT_TRY(mt_op_matrix(c, "x", &a[X_].t, -1, -1));
+    MT_TRY(eps_of(c, a[EPS].f, f));
+    MT_TRY(style_of(c, a[STYLE].i, f));
+    MT_TRY(rows_of(c, "x", &a[X_].t, &p->x_rows));
+    MT_TRY(of_rows(c, "rstd", &a[RSTD].t, f));
+    MT_TRY(mt_op_type(c, "codes", &a[CODES].t, MT_F8E4M3));
+    MT_TRY(mt_op_matrix(c, "codes", &a[CODES].t, f->rows, f->n));
+    MT_TRY(of_rows(c, "scale", &a[SCALE].t, f));
+    p->x = a[X_].t.data;
+    p->rstd = a[RSTD].t.data;
+    *codes = (mt_fp8){ .dtype = MT_BF16, .rows = f->rows, .cols = f->n, .stride = f->n,
+                       .by_rows = a[CODES].t.data, .row_scale = a[SCALE].t.data };
+fail:
+    return st;
+}
+
+static mt_status cpu_fp8_rms_norm(const mt_op_call *c, const mt_op_arg *a, StableIValue *result)
+{
+    AtenTensorHandle scratch = NULL;
+    mt_norm          f = { 0 };
+    mt_norm_ahead    p = { 0 };
+    mt_fp8           codes;
+    mt_pool         *pool = NULL;
+    mt_status        st;
+
+    (void)result;
+    MT_TRY(coded_args(c, a, &f, &p, &codes));
+    MT_TRY(mt_op_new(&a[X_].t, MT_BF16, f.rows * f.n, &scratch, &p.y));
+    MT_TRY(mt_op_pool(f.rows * f.n, &pool));
+    mt_norm_forward(pool, &f, &p);
+    codes.x = p.y;
+    mt_fp8_cast(pool, &codes);
+fail:
+    mt_pool_close(pool);
+    mt_op_free(scratch);
+    return st;
+}
+
+#ifdef MT_WITH_CUDA
+/* In one kernel, or where there is none for such rows in two. */
+static mt_status cuda_fp8_rms_norm(const mt_op_call *c, const mt_op_arg *a, StableIValue *result)
+{
+    AtenTensorHandle scratch = NULL;
+    mt_norm          f = { 0 };
+    mt_norm_ahead    p = { 0 };
+    mt_fp8           codes;
+    mt_status        st;
+
+    (void)result;
+    MT_TRY(coded_args(c, a, &f, &p, &codes));
+    if (mt__norm_takes_codes_cuda(&f, &p)) {
+        st = mt_op_launched(c, mt__norm_codes_cuda(c->stream, &f, &p, codes.by_rows,
+                                                   codes.row_scale));
+        goto fail;
+    }
+    MT_TRY(mt_op_new(&a[X_].t, MT_BF16, f.rows * f.n, &scratch, &p.y));
+    MT_TRY(mt_op_launched(c, mt__norm_forward_cuda(c->stream, &f, &p)));
+    codes.x = p.y;
+    st = mt_op_launched(c, mt__fp8_cast_cuda(c->stream, &codes));
+fail:
+    mt_op_free(scratch);
+    return st;
+}
+#endif
+
 #define OPS(X)                                                                                     \
     X(rms_norm, "STtWwWfi",                                                                        \
       "rms_norm(Tensor x, Tensor weight, Tensor? add, Tensor(a!) y, Tensor(b!)? s, "               \
@@ -372,6 +450,9 @@ static mt_status cuda_layer_norm_backward(const mt_op_call *c, const mt_op_arg *
     X(rms_norm_backward, "SSTTtVWwi",                                                              \
       "rms_norm_backward(Tensor dy, Tensor s, Tensor weight, Tensor rstd, Tensor? add, "           \
       "Tensor(a!) dx, Tensor(b!) dweight, Tensor(c!)? y, int style) -> ()")                        \
+    X(fp8_rms_norm, "STWWWfi",                                                                     \
+      "fp8_rms_norm(Tensor x, Tensor weight, Tensor(a!) codes, Tensor(b!) scale, "                 \
+      "Tensor(c!) rstd, float eps, int style) -> ()")                                              \
     X(layer_norm, "StttWwWWf",                                                                     \
       "layer_norm(Tensor x, Tensor? weight, Tensor? bias, Tensor? add, Tensor(a!) y, "             \
       "Tensor(b!)? s, Tensor(c!) mean, Tensor(d!) rstd, float eps) -> ()")                         \

@@ -290,6 +290,10 @@ static mt_status update_late(mt_disk *d, const mt_layout *l, const job *b)
 
         if (l->planes[p] != 0)
             continue;
+        if (d->cx->share != NULL)
+            return MT_FAIL(MT_ENOTSUP, "unit %s: parameter %d is trained since its unit's states "
+                           "are on disk; with several processes it has to be before mt.stream",
+                           mt_store_name(d->store, b->j.unit), p);
         st = compute(d, b, &whole, 1, bytes);
         bytes = 0;
     }
@@ -477,6 +481,11 @@ const mt_home mt_home_disk = {
     .registered = HI | 1u << MT_PLANE_GRAD, IS_ON_DISK,
 };
 
+const mt_home mt_home_disk_shared = {
+    .lives = "has its states on disk", .away = MT_STATE_PLANES,
+    .registered = HI | 1u << MT_PLANE_GRAD, .shared = 1, IS_ON_DISK,
+};
+
 const mt_home mt_home_disk_weights = {
     .lives = "has its weights and states on disk", .away = MT_STATE_PLANES | HI, .fed = 1,
     .registered = 1u << MT_PLANE_GRAD, IS_ON_DISK,
@@ -552,6 +561,13 @@ static mt_status count(mt_disk *d, int u)
     return st;
 }
 
+static const mt_home *home_for(const mt_disk *d, int weights)
+{
+    return weights                ? &mt_home_disk_weights
+           : d->cx->share != NULL ? &mt_home_disk_shared
+                                  : &mt_home_disk;
+}
+
 mt_status mt_disk_add(mt_disk *d, int u, int weights)
 {
     mt_status st;
@@ -562,7 +578,7 @@ mt_status mt_disk_add(mt_disk *d, int u, int weights)
     MT_TRY(MT_GROW(d->units, d->n_units, u + 1, "disk"));
     if (d->units[u].on)
         return MT_OK;
-    MT_TRY(mt_store_move(d->store, u, weights ? &mt_home_disk_weights : &mt_home_disk, d));
+    MT_TRY(mt_store_move(d->store, u, home_for(d, weights), d));
     if ((st = count(d, u)) != MT_OK) {
         (void)mt_store_move(d->store, u, &mt_home_ram, NULL);
         return st;

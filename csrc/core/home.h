@@ -102,6 +102,7 @@ static inline void mt_job_over(mt_store *s, const mt_update_job *j, mt_status st
 extern const mt_home mt_home_ram, mt_home_through;       /* store.c, through.c */
 extern const mt_home mt_home_vram, mt_home_arrive;        /* resident.c; of units in a share: */
 extern const mt_home mt_home_vram_shared, mt_home_arrive_shared;
-extern const mt_home mt_home_disk, mt_home_disk_weights; /* disk.c */
+extern const mt_home mt_home_disk, mt_home_disk_weights; /* disk.c; of units in a share: */
+extern const mt_home mt_home_disk_shared;
 
 #endif

@@ -205,6 +205,15 @@ static mt_status refuse(int rank, const mt_parcel *p)
                    rank, (int)p->kind, (int)p->note, (int)p->unit);
 }
 
+/* Does this rank speak here for that one of another machine? */
+static int is_spoken_for(const mt_store *s, int rank)
+{
+    int me = mt_share_rank(s->share);
+
+    return rank >= 0 && rank < mt_share_ranks(s->share) && rank != me &&
+           mt_share_speaker(s->share, rank) == me;
+}
+
 /* Where it lies: base, of so many bytes. */
 static mt_status find(mt_store *s, const mt_parcel *p, char **base, size_t *bytes)
 {
@@ -236,6 +245,8 @@ mt_status mt_relay_place(mt_store *s, int rank, const mt_parcel *p, void **mem)
     size_t    bytes = 0;
     mt_status st = MT_OK;
 
+    if (!is_spoken_for(s, rank))
+        return refuse(rank, p);
     if (p->bytes == 0)
         return MT_OK;
     if (p->kind == MT_PARCEL_NOTE && p->note == MT_NOTE_FAILED)
@@ -271,8 +282,7 @@ static mt_status hear(mt_store *s, int rank, const mt_parcel *p)
 
 mt_status mt_relay_come(mt_store *s, int rank, const mt_parcel *p)
 {
-    if (rank < 0 || rank >= mt_share_ranks(s->share) || rank == mt_share_rank(s->share) ||
-        mt_share_speaker(s->share, rank) != mt_share_rank(s->share))
+    if (!is_spoken_for(s, rank))
         return refuse(rank, p);
     return p->kind == MT_PARCEL_NOTE ? hear(s, rank, p) : MT_OK;
 }

@@ -181,6 +181,13 @@ mt_status mt_share_apart(mt_share *h, const int *speakers)
     mt_status st;
 
     MT_ASSERT(h->speakers == NULL);
+    for (int rank = 0; rank < h->ranks; rank++) {
+        int speaker = rank == h->rank ? rank : speakers[rank];
+
+        if (speaker < 0 || speaker >= h->ranks || speakers[speaker] != speaker)
+            return MT_FAIL(MT_EINVAL, "rank %d cannot have the speaker %d, who is not of this "
+                           "machine", rank, speakers[rank]);
+    }
     MT_TRY(MT_MAKE(h->speakers, h->ranks, "shared memory"));
     memcpy(h->speakers, speakers, (size_t)h->ranks * sizeof *speakers);
     MT_TRY(mt_notes_open(&h->notes));

@@ -51,7 +51,7 @@ mt_status mt_share_make (int *fd);
  * opened with another number of ranks. MT_ESTATE: that rank is here, or has been. */
 mt_status mt_share_open (int fd, int rank, int ranks, mt_share **out);
 /* Some ranks are on other machines: speakers [ranks] has every rank's. What this rank says is noted
- * from here on. Before units. */
+ * from here on. Before units. MT_EINVAL: a speaker, or this rank, does not speak for itself. */
 mt_status mt_share_apart(mt_share *h, const int *speakers);
 void      mt_share_close(mt_share *h);                   /* behind all that is mapped */
 int       mt_share_rank (const mt_share *h);

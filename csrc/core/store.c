@@ -517,12 +517,12 @@ static mt_dev *registrar(const mt_store *s, const mt__unit *u, mt_plane p)
 }
 
 /* Its arena on the host is no more than addresses. late: of a parameter that came after the others,
- * whose planes are on the host unless the store has them on the device. */
+ * whose planes are on the host unless the store has them on the device; in a share all are late. */
 static int is_copy(const mt__unit *u, mt_plane p, int late)
 {
     const mt_home *h = atomic_load(&u->home);
 
-    return (int)((h->away & ~h->later) >> p & 1) && (!late || (h->device >> p & 1));
+    return (int)((h->away & ~h->later) >> p & 1) && (!late || u->shared || (h->device >> p & 1));
 }
 
 static int is_whole(const mt__unit *u)
@@ -1113,8 +1113,11 @@ mt_status mt_store_in_arena(mt_store *s, int unit, int param, mt_plane p, int *i
     MT_TRY(mt__find(s, unit, param, &u));
     pl = &u->plane[MT__HOST][p];
     mt_lock(&pl->making);
-    if ((st = plane_make(s, u, MT__HOST, p)) == MT_OK)
-        *in = pl->offset[param] != MT__ABSENT;
+    st = plane_make(s, u, MT__HOST, p);
+    if (st == MT_OK && u->shared && pl->offset[param] == MT__ABSENT && trains(&u->desc[param]))
+        st = late_make(s, u, param, MT__HOST, p);
+    if (st == MT_OK)
+        *in = u->shared ? address_of(pl, param) != NULL : pl->offset[param] != MT__ABSENT;
     mt_unlock(&pl->making);
 fail:
     return st;

@@ -387,19 +387,32 @@ fail:
     return st;
 }
 
+/* A unit that was added since would have a cut's number. */
+static mt_status check_numbers(const mt_stream *s)
+{
+    if (s->n_cuts > 0 && s->first_cut != mt_store_units(s->store))
+        return MT_FAIL(MT_ESTATE, "stream: %d units were added since unit %s was cut",
+                       mt_store_units(s->store) - s->first_cut,
+                       mt_store_name(s->store, s->cuts[0].unit));
+    return MT_OK;
+}
+
 static mt_status check_cut(const mt_stream *s, int unit, const mt_cut_range *ranges, int n)
 {
-    size_t bytes = mt_store_hi_bytes(s->store, unit);
+    size_t    bytes = mt_store_hi_bytes(s->store, unit);
+    mt_status st;
 
-    if (s->n_cuts > 0 && s->first_cut != mt_store_units(s->store))
-        return MT_FAIL(MT_ESTATE, "unit %s: it cannot be cut: units were added since the first cut",
+    MT_TRY(check_numbers(s));
+    if (s->requests > 0)
+        return MT_FAIL(MT_ESTATE, "unit %s: it cannot be cut: weights are being fetched",
                        mt_store_name(s->store, unit));
     for (int i = 0; i < n; i++)
         if (ranges[i].bytes == 0 || ranges[i].from > bytes ||
             ranges[i].bytes > bytes - ranges[i].from || ranges[i].to > SIZE_MAX - ranges[i].bytes)
             return MT_FAIL(MT_EINVAL, "unit %s: a cut from byte %zu, %zu bytes, of %zu that it has",
                            mt_store_name(s->store, unit), ranges[i].from, ranges[i].bytes, bytes);
-    return MT_OK;
+fail:
+    return st;
 }
 
 mt_status mt_stream_cut(mt_stream *s, int unit, const mt_cut_range *ranges, int n, int *number)
@@ -634,6 +647,7 @@ mt_status mt_stream_begin(mt_stream *s)
     size_t   *unit_bytes;
     mt_status st;
 
+    MT_TRY(check_numbers(s));
     MT_TRY(MT_MAKE(unit_bytes, n_units, "stream"));
     for (int u = 0; u < n_units; u++)
         unit_bytes[u] = bytes_of(s, u);

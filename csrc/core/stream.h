@@ -72,9 +72,9 @@ mt_status mt_stream_settle(mt_stream *s, int unit, int slot);
 typedef struct mt_cut_range { size_t from, to, bytes; } mt_cut_range;
 
 /* *number: of a new cut of the unit, which takes as many bytes of a slot as its ranges reach to.
- * Called before the first acquire. MT_EINVAL when a range is empty or beyond the plane, MT_ESTATE
- * when the store has other units than at the first cut. A unit that has its weights on disk is not
- * fetched in cuts: MT_ESTATE when one of it is. */
+ * MT_EINVAL when a range is empty or beyond the plane, MT_ESTATE behind the first fetch, and, here
+ * and in mt_stream_begin, when the store has other units than at the first cut. A unit that has its
+ * weights on disk is not fetched in cuts: MT_ESTATE when one of it is. */
 mt_status mt_stream_cut(mt_stream *s, int unit, const mt_cut_range *ranges, int n, int *number);
 /* The unit that a number stands for; the number itself where it is no cut's. */
 int       mt_stream_owner(const mt_stream *s, int number);

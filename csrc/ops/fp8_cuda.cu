@@ -1,124 +1,13 @@
 // fp8_cuda.cu — fp8.h on CUDA, to the definition's bits: codes by rows in one pass where only
 // those are wanted; else a pass for the largest magnitudes and one for codes.
 #include "fp8_cuda.h"
-#include "kernel.cuh"
-#include <cuda_fp8.h>
+#include "fp8.cuh"
 
 namespace {
 
-using mt::vec;
-using mt::WARP;
+using namespace mt;
 
-constexpr int THREADS = 256, WARPS = THREADS / WARP;
-
-/* ---- magnitudes: their bits have their order, so a largest one is a largest integer ---- */
-
-// A word has two patterns of 16 bits, or one of 32.
-template <typename T> __device__ inline unsigned magnitude(unsigned word)
-{
-    return word & (sizeof(T) == 2 ? 0x7fff7fffu : 0x7fffffffu);
-}
-
-template <typename T> __device__ inline unsigned larger(unsigned a, unsigned b)
-{
-    return sizeof(T) == 2 ? __vmaxu2(a, b) : max(a, b);
-}
-
-// The larger pattern of a word.
-template <typename T> __device__ inline unsigned folded(unsigned word)
-{
-    return sizeof(T) == 2 ? max(word & 0xffffu, word >> 16) : word;
-}
-
-// A pattern's number as fp32, of which only a magnitude's bits are taken.
-template <typename T> __device__ inline unsigned wide_bits(unsigned pattern)
-{
-    if constexpr (std::is_same_v<T, __half>)
-        return __float_as_uint(__half2float(__ushort_as_half((unsigned short)pattern)));
-    else
-        return sizeof(T) == 2 ? pattern << 16 : pattern;
-}
-
-__device__ inline unsigned warp_most(unsigned x)
-{
-#if __CUDA_ARCH__ >= 800
-    return __reduce_max_sync(0xffffffffu, x);
-#else
-    for (int apart = WARP / 2; apart > 0; apart /= 2)
-        x = max(x, __shfl_xor_sync(0xffffffffu, x, apart));
-    return x;
-#endif
-}
-
-__device__ inline float inverse_of(float scale)
-{
-    return __uint_as_float(mt_fp8_inverse_bits(__float_as_uint(scale)));
-}
-
-/* ---- W elements in a row: 16 bytes, or one where rows do not lie so ---- */
-
-template <typename T, int W> struct Elements {
-    static constexpr int WORDS = W == 1 ? 1 : 4;
-    unsigned u[WORDS];
-
-    __device__ void load(const T *p)
-    {
-        if constexpr (W > 1) {
-            const uint4 x = *reinterpret_cast<const uint4 *>(p);
-            u[0] = x.x, u[1] = x.y, u[2] = x.z, u[3] = x.w;
-        } else if constexpr (sizeof(T) == 2) {
-            u[0] = *reinterpret_cast<const unsigned short *>(p);
-        } else {
-            u[0] = *reinterpret_cast<const unsigned *>(p);
-        }
-    }
-    __device__ void zero()
-    {
-        for (int i = 0; i < WORDS; i++)
-            u[i] = 0;
-    }
-    __device__ float at(int i) const
-    {
-        if constexpr (sizeof(T) == 4)
-            return __uint_as_float(u[i]);
-        const unsigned pattern = i % 2 ? u[i / 2] >> 16 : u[i / 2] & 0xffffu;
-        if constexpr (std::is_same_v<T, __half>)
-            return __half2float(__ushort_as_half((unsigned short)pattern));
-        return __uint_as_float(pattern << 16);
-    }
-    __device__ unsigned most() const
-    {
-        unsigned m = 0;
-
-        for (int i = 0; i < WORDS; i++)
-            m = larger<T>(m, magnitude<T>(u[i]));
-        return m;
-    }
-};
-
-__device__ inline unsigned two_codes(float low, float high)
-{
-    return __nv_cvt_float2_to_fp8x2(make_float2(low, high), __NV_SATFINITE, __NV_E4M3);
-}
-
-// W codes, in as many bytes.
-template <typename T, int W>
-__device__ inline void store_codes(uint8_t *to, const Elements<T, W> &x, float inverse)
-{
-    if constexpr (W == 1) {
-        *to = (uint8_t)two_codes(x.at(0) * inverse, 0.0f);
-    } else {
-        unsigned code[W / 4];
-
-        for (int i = 0; i < W; i += 4)
-            code[i / 4] = two_codes(x.at(i) * inverse, x.at(i + 1) * inverse) |
-                          two_codes(x.at(i + 2) * inverse, x.at(i + 3) * inverse) << 16;
-        if constexpr (W == 8)
-            *reinterpret_cast<uint2 *>(to) = make_uint2(code[0], code[1]);
-        else
-            *reinterpret_cast<unsigned *>(to) = code[0];
-    }
-}
+constexpr int THREADS = CODE_THREADS, WARPS = CODE_WARPS;
 
 /* ---- codes by rows alone ---- */
 
@@ -130,9 +19,8 @@ __global__ void __launch_bounds__(THREADS) rows_kernel(const mt_fp8 f, int share
 {
     extern __shared__ uint4 memory[];
     Elements<T, W> *waits = reinterpret_cast<Elements<T, W> *>(memory), x;
-    __shared__ unsigned found[WARPS];
     const T *row = static_cast<const T *>(f.x) + (int64_t)blockIdx.x * f.stride;
-    const int packs = (int)(f.cols / W), warp = (int)threadIdx.x / WARP;
+    const int packs = (int)(f.cols / W);
     unsigned most = 0;
 
     for (int i = (int)threadIdx.x; i < packs; i += THREADS) {
@@ -141,12 +29,7 @@ __global__ void __launch_bounds__(THREADS) rows_kernel(const mt_fp8 f, int share
             waits[i] = x;                         // read again by this thread alone
         most = larger<T>(most, x.most());
     }
-    most = warp_most(folded<T>(most));
-    if (threadIdx.x % WARP == 0)
-        found[warp] = most;
-    __syncthreads();
-    for (int i = 0; i < WARPS; i++)
-        most = max(most, found[i]);
+    most = block_most<T>(most);
 
     const unsigned scale = mt_fp8_scale_bits(wide_bits<T>(most));
     const float inverse = __uint_as_float(mt_fp8_inverse_bits(scale));
@@ -163,8 +46,6 @@ __global__ void __launch_bounds__(THREADS) rows_kernel(const mt_fp8 f, int share
 }
 
 /* ---- largest magnitudes of rows and columns ---- */
-
-constexpr int TALL = 256;       // rows of a block; columns: one pack for each thread of a warp
 
 // row_scale and column_scale, zeros before, get the bits of the largest magnitudes: the largest of
 // integers is the same in every order, so these atomics leave nothing to chance.
@@ -213,33 +94,7 @@ __global__ void __launch_bounds__(THREADS) most_kernel(const mt_fp8 f)
     }
 }
 
-// In place: a largest magnitude's bits become its scale.
-__global__ void scales_kernel(float *of_rows, int64_t rows, float *of_columns, int64_t columns)
-{
-    const int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
-    float *at = i < rows ? of_rows + i : i < rows + columns ? of_columns + (i - rows) : nullptr;
-
-    if (at != nullptr)
-        *at = __uint_as_float(mt_fp8_scale_bits(__float_as_uint(*at)));
-}
-
 /* ---- codes by columns, and by rows beside them ---- */
-
-constexpr int TILE_ROWS = 128, TILE_COLS = 64;
-
-// Of W scales, which lie at 16 bytes where W is more than one.
-template <int W> __device__ inline void load_inverses(float (&to)[W], const float *scales)
-{
-    if constexpr (W == 1)
-        to[0] = inverse_of(*scales);
-    else
-        for (int c = 0; c < W; c += 4) {
-            const float4 s = *reinterpret_cast<const float4 *>(scales + c);
-
-            to[c] = inverse_of(s.x), to[c + 1] = inverse_of(s.y);
-            to[c + 2] = inverse_of(s.z), to[c + 3] = inverse_of(s.w);
-        }
-}
 
 // A thread has four rows of W columns: of each column four codes are one word, which goes through
 // shared memory to where the column lies.
@@ -247,7 +102,7 @@ template <int W> __device__ inline void load_inverses(float (&to)[W], const floa
 template <typename T, int W>
 __global__ void __launch_bounds__(THREADS) tile_kernel(const mt_fp8 f)
 {
-    constexpr int ACROSS = TILE_COLS / W, GROUPS = TILE_ROWS / 4;
+    constexpr int ACROSS = TILE_COLS / W, GROUPS = TILE_WORDS;
     __shared__ unsigned columns[TILE_COLS][GROUPS + 1];
     const int64_t row0 = (int64_t)blockIdx.y * TILE_ROWS, col0 = (int64_t)blockIdx.x * TILE_COLS;
 
@@ -274,19 +129,17 @@ __global__ void __launch_bounds__(THREADS) tile_kernel(const mt_fp8 f)
         float inverse[W];
 
         load_inverses<W>(inverse, f.column_scale + col);
-        const unsigned there = f.rows - row >= 4 ? 0xffffffffu
-                                                 : (1u << 8 * (unsigned)(f.rows - row)) - 1;
+        const unsigned mask = there(f.rows - row);
         for (int c = 0; c < W; c++)
             columns[across + c][group] =
-                there & (two_codes(x[0].at(c) * inverse[c], x[1].at(c) * inverse[c]) |
-                         two_codes(x[2].at(c) * inverse[c], x[3].at(c) * inverse[c]) << 16);
+                mask & (two_codes(x[0].at(c) * inverse[c], x[1].at(c) * inverse[c]) |
+                        two_codes(x[2].at(c) * inverse[c], x[3].at(c) * inverse[c]) << 16);
     }
     __syncthreads();
 
     const int lane = (int)threadIdx.x % WARP;
     const int64_t row = row0 + lane * 4;
 
-    static_assert(GROUPS == WARP, "a column of a tile is a word for each thread of a warp");
     for (int c = (int)threadIdx.x / WARP; c < TILE_COLS && col0 + c < f.cols; c += WARPS)
         if (row < f.wide)
             *reinterpret_cast<unsigned *>(f.by_columns + (col0 + c) * f.wide + row) =
@@ -315,15 +168,11 @@ __global__ void finish_kernel(const mt_gemm g, const T *sums, float alpha)
 
 /* ---- launches ---- */
 
-inline unsigned blocks(int64_t n, int64_t each) { return (unsigned)((n + each - 1) / each); }
-
 template <typename T, int W> const char *launch(cudaStream_t stream, const mt_fp8 &f)
 {
-    constexpr int64_t SHARED = 48 << 10;
-
     if (f.by_columns == nullptr) {
         const int64_t bytes = f.cols / W * (int64_t)sizeof(Elements<T, W>);
-        const int shared = bytes <= SHARED;
+        const int shared = bytes <= WAITS;
 
         rows_kernel<T, W><<<(unsigned)f.rows, THREADS, shared ? bytes : 0, stream>>>(f, shared);
         return mt::launch_error();

@@ -3,7 +3,7 @@
 #define MT_GATE_CUH
 
 #include "glu.h"
-#include <cuda_runtime.h>
+#include "kernel.cuh"
 
 namespace mt {
 
@@ -12,23 +12,42 @@ constexpr float TANH_LINEAR = 1.595769122f, TANH_CUBE = 0.071354816f;
 
 struct Value { float a, slope; };
 
-// exp and 1/x by the special function unit: off by 2^-21 and less,
-// which 16-bit results do not show.
-template <bool Fast> __device__ inline float exp_(float x) { return Fast ? __expf(x) : expf(x); }
-template <bool Fast> __device__ inline float inverse(float x)
+// QUICK: exp and 1/x by the special function unit, off by 2^-21 and less, which 16-bit results do
+// not show. FLUSHED: and an exp below 2^-126 is 0; others have QUICK's bits.
+enum { CAREFUL, QUICK, FLUSHED };
+
+template <int Fast> __device__ inline float exp_(float x)
 {
+    if constexpr (Fast == FLUSHED) {
+        float y;
+
+        asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x * 1.442695041f));
+        return y;
+    }
+    return Fast ? __expf(x) : expf(x);
+}
+
+// x is 1 to 2, or NaN.
+template <int Fast> __device__ inline float inverse(float x)
+{
+    if constexpr (Fast == FLUSHED) {
+        float y;
+
+        asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+        return y;
+    }
     return Fast ? __fdividef(1.0f, x) : 1.0f / x;
 }
 
-template <bool Fast> __device__ inline Value swish(float x, float v, float dv)
+template <int Fast> __device__ inline Value swish(float x, float v, float dv)
 {
     float e = exp_<Fast>(-fabsf(v)), r = inverse<Fast>(1.0f + e), er = e * r;
-    float s = v >= 0 ? r : er, q = v >= 0 ? er : r;
+    float s = v >= 0 ? r : er;
 
-    return { x * s, fmaf(x * (s * q), dv, s) };
+    return { x * s, fmaf(x * (r * er), dv, s) };
 }
 
-template <bool Fast, int Act> __device__ inline Value activation(float x)
+template <int Fast, int Act> __device__ inline Value activation(float x)
 {
     if constexpr (Act == MT_SILU) {
         return swish<Fast>(x, x, 1.0f);
@@ -54,6 +73,17 @@ template <int Act> __device__ inline float factor(float up)
     if constexpr (Act != MT_CLAMPED)
         return up;
     return (up > MT_CLAMP ? MT_CLAMP : up < -MT_CLAMP ? -MT_CLAMP : up) + 1.0f;
+}
+
+struct Gradients { float dgate, dup, h; };
+
+// glu.h's for one element, not rounded yet. a: v.a, rounded to the type.
+template <int Act> __device__ inline Gradients gradients(float dh, Value v, float a, float up)
+{
+    const float u = factor<Act>(up);
+    const bool  cut = Act == MT_CLAMPED && fabsf(up) > MT_CLAMP;
+
+    return { dh * u * v.slope, cut ? 0.0f : dh * v.a, a * u };
 }
 
 } // namespace mt

@@ -47,13 +47,13 @@ __device__ inline void backward_pack(const mt_glu &g, int64_t row, int64_t i)
 
 #pragma unroll
     for (int e = 0; e < W; e++) {
-        Value v = activation<sizeof(T) == 2, Act>(widen(gate.x[e]));
-        float d = widen(dh.x[e]), wide = widen(up.x[e]), u = factor<Act>(wide);
-        bool  cut = Act == MT_CLAMPED && fabsf(wide) > MT_CLAMP;
+        const Value v = activation<sizeof(T) == 2, Act>(widen(gate.x[e]));
+        const mt::Gradients d = mt::gradients<Act>(widen(dh.x[e]), v, widen(narrow<T>(v.a)),
+                                                   widen(up.x[e]));
 
-        gate.x[e] = narrow<T>(d * u * v.slope);
-        up.x[e] = narrow<T>(cut ? 0.0f : d * v.a);
-        h.x[e] = narrow<T>(widen(narrow<T>(v.a)) * u);
+        gate.x[e] = narrow<T>(d.dgate);
+        up.x[e] = narrow<T>(d.dup);
+        h.x[e] = narrow<T>(d.h);
     }
     store(g.dgate, row * g.dgate_stride + i, gate);
     store(g.dup, row * g.dup_stride + i, up);

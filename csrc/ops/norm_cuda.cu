@@ -11,7 +11,7 @@
 // groups in order, then blocks as fold_blocks says. Numbers of threads and blocks follow from rows,
 // n, dt and alignment alone, so a sum has the same bits on every GPU.
 #include "norm_cuda.h"
-#include "kernel.cuh"
+#include "fp8.cuh"
 
 namespace {
 
@@ -56,6 +56,8 @@ template <typename T> struct Ahead : Norm<T> {
     const T *x, *add;
     T       *y, *s;
     float   *mean, *rstd;
+    uint8_t *codes;                  // [R,n], instead of y; a scale for each row
+    float   *scale;
 };
 
 template <typename T> struct Back : Norm<T> {
@@ -90,6 +92,22 @@ template <int K> __device__ inline void row_sum(float (&v)[K], int group, float 
     }
 }
 
+// The largest magnitude's pattern among the group's, given to each. found: WARPS patterns.
+template <typename T> __device__ inline unsigned row_most(unsigned most, int group, unsigned *found)
+{
+    most = folded<T>(most);
+    for (int apart = (group < WARP ? group : WARP) / 2; apart > 0; apart /= 2)
+        most = max(most, __shfl_xor_sync(~0u, most, apart));
+    if (group <= WARP)
+        return most;
+    if (threadIdx.x % WARP == 0)
+        found[threadIdx.x / WARP] = most;
+    __syncthreads();
+    for (int w = 0; w < group / WARP; w++)
+        most = max(most, found[w]);
+    return most;
+}
+
 /* ---- one element ---- */
 
 // w: what was read of weight.
@@ -110,11 +128,43 @@ template <typename T> __device__ inline float y_of(const Norm<T> &f, float hat, 
 
 /* ---- forward ---- */
 
+// y of a row, of which the group's threads have s[], as codes; zeros where there is nothing.
+template <typename T, int Each>
+__device__ inline void store_coded(const Ahead<T> &a, const vec<T> (&s)[Each], bool live,
+                                   unsigned row, int lane)
+{
+    __shared__ unsigned found[WARPS];
+    unsigned most = 0;
+
+#pragma unroll
+    for (int j = 0; j < Each; j++)
+        for (int i = 0; i < 4; i++)
+            most = larger<T>(most, magnitude<T>(s[j].u[i]));
+    most = row_most<T>(most, a.group, found);
+
+    const unsigned scale = mt_fp8_scale_bits(wide_bits<T>(most));
+    const float inverse = __uint_as_float(mt_fp8_inverse_bits(scale));
+
+    if (live && lane == 0)
+        a.scale[row] = __uint_as_float(scale);
+#pragma unroll
+    for (int j = 0; j < Each; j++) {
+        const int v = j * a.group + lane;
+        Elements<T, W<T>> x;
+
+        for (int i = 0; i < 4; i++)
+            x.u[i] = s[j].u[i];
+        if (live && v < a.n / W<T>)
+            store_codes<T, W<T>>(a.codes + (int64_t)row * a.n + v * W<T>, x, inverse);
+    }
+}
+
 // s = x + add; y = hat(s) * (weight + plus) + bias; rstd; mean if Centred.      [R,n]
 // Bytes: read x and add, written y and s: 2 or 4 times R * n * sizeof(T). Limit: HBM; of a copy's
 // rate (4.23 TB/s on an H200, R 32768, n 3584, bf16) 98 % with add, 78 % without.
 // Blocks of one row: several on a multiprocessor hide each other's waits.
-template <typename T, int Each, bool Centred>
+// Coded: y becomes codes (fp8.h) while it is in registers, half of the bytes, and is not written.
+template <typename T, int Each, bool Centred, bool Coded = false>
 __global__ void __launch_bounds__(Each <= 2 ? 256 : 1024) forward(const Ahead<T> a)
 {
     __shared__ float sums[2][WARPS];
@@ -187,8 +237,13 @@ __global__ void __launch_bounds__(Each <= 2 ? 256 : 1024) forward(const Ahead<T>
         for (int e = 0; e < W<T>; e++)
             y[e] = y_of(a, (element(s[j], e) - mean) * rstd, weight_of(a, element(w, e)),
                         element(b, e));
-        store_vec(a.y + at + v * W<T>, rounded<T>(y));
+        if constexpr (Coded)
+            s[j] = rounded<T>(y);
+        else
+            store_vec(a.y + at + v * W<T>, rounded<T>(y));
     }
+    if constexpr (Coded)
+        store_coded<T, Each>(a, s, live, row, lane);
 }
 
 // The same for any n, strides and alignment: a block a row, which is read two or three times, the
@@ -611,7 +666,7 @@ void forward_of_type(cudaStream_t stream, const mt_norm *f, const mt_norm_ahead 
     const Shape shape = forward_shape(f, p);
     Ahead<T>    a = { norm_of<T>(f, shape), rows_of(p->x_rows), static_cast<const T *>(p->x),
                       static_cast<const T *>(p->add), static_cast<T *>(p->y),
-                      static_cast<T *>(p->s), p->mean, p->rstd };
+                      static_cast<T *>(p->s), p->mean, p->rstd, nullptr, nullptr };
 
     if (f->rows == 0)
         return;
@@ -619,6 +674,26 @@ void forward_of_type(cudaStream_t stream, const mt_norm *f, const mt_norm_ahead 
         run_forward<T, true>(stream, shape, a);
     else
         run_forward<T, false>(stream, shape, a);
+}
+
+// Norms whose y becomes codes: RMS norms of bf16 that the kernels of vectors take, as
+// mt__norm_takes_codes_cuda has asked.
+void run_coded(cudaStream_t stream, const mt_norm *f, const mt_norm_ahead *p, uint8_t *codes,
+               float *scale)
+{
+    using T = __nv_bfloat16;
+    const Shape    shape = forward_shape(f, p);
+    const unsigned blocks = ((unsigned)f->rows + shape.groups() - 1) / shape.groups();
+    Ahead<T>       a = { norm_of<T>(f, shape), rows_of(p->x_rows), static_cast<const T *>(p->x),
+                         nullptr, nullptr, nullptr, nullptr, p->rstd, codes, scale };
+
+    if (f->rows == 0)
+        return;
+    switch (shape.each) {
+    case 1:  forward<T, 1, false, true><<<blocks, shape.threads, 0, stream>>>(a); break;
+    case 2:  forward<T, 2, false, true><<<blocks, shape.threads, 0, stream>>>(a); break;
+    default: forward<T, 4, false, true><<<blocks, shape.threads, 0, stream>>>(a); break;
+    }
 }
 
 // Above 48 KiB a kernel's shared memory has to be asked for, once in each context; asking again is
@@ -690,6 +765,24 @@ extern "C" const char *mt__norm_forward_cuda(uintptr_t handle, const mt_norm *no
     case MT_BF16: forward_of_type<__nv_bfloat16>(stream, norm, a); break;
     default:      forward_of_type<__half>(stream, norm, a);        break;
     }
+    return launch_error();
+}
+
+extern "C" int mt__norm_takes_codes_cuda(const mt_norm *norm, const mt_norm_ahead *a)
+{
+    return norm->dt == MT_BF16 && !norm->centred && a->add == nullptr &&
+           forward_shape(norm, a).each > 0;
+}
+
+extern "C" const char *mt__norm_codes_cuda(uintptr_t handle, const mt_norm *norm,
+                                           const mt_norm_ahead *a, uint8_t *codes, float *scale)
+{
+    cudaStream_t stream = reinterpret_cast<cudaStream_t>(handle);
+    Current      current(stream);
+
+    if (!current.ok)
+        return NO_CONTEXT;
+    run_coded(stream, norm, a, codes, scale);
     return launch_error();
 }
 

@@ -12,6 +12,12 @@ extern "C" {
 
 const char *mt__norm_forward_cuda (uintptr_t handle, const mt_norm *norm, const mt_norm_ahead *a);
 const char *mt__norm_backward_cuda(uintptr_t handle, const mt_norm *norm, const mt_norm_back *b);
+/* The same with codes of y (fp8.h) in its place, [R,n] and a scale for each row, to the bits of a
+ * cast of y. Whether there is a kernel: of RMS norms of bf16 without add, whose rows are whole
+ * vectors. */
+int         mt__norm_takes_codes_cuda(const mt_norm *norm, const mt_norm_ahead *a);
+const char *mt__norm_codes_cuda(uintptr_t handle, const mt_norm *norm, const mt_norm_ahead *a,
+                                uint8_t *codes, float *scale);
 /* Scratch for b: as mt_norm_partials, for these kernels. Depends on sizes,
  * strides and alignment. */
 int64_t     mt__norm_partials_cuda(const mt_norm *norm, const mt_norm_back *b);

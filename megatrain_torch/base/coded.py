@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+AT_ONCE = 1 << 24                    # numbers that are made in fp32 before they are rounded; or one expert's
 FP8_BLOCK = 128                      # rows, and columns, that share a scale of what is made here
 _FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 NF4_BLOCK = 64                       # elements that share a scale
@@ -30,18 +31,23 @@ def _fp8(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     once. Source: Fp8Dequantize of transformers."""
     n, k = scales.shape[-2:]
     rows, columns = codes.shape[-2:]
-    blocks = codes.to(torch.float32).reshape(-1, n, rows // n, k, columns // k)
-    scaled = blocks * scales.to(torch.float32).reshape(-1, n, k).unsqueeze(-1).unsqueeze(2)
-    return scaled.to(dtype).reshape(codes.shape)
+    out = torch.empty(codes.shape, dtype=dtype, device=codes.device)
+    some = max(1, AT_ONCE // max(1, rows // n * columns))    # rows of blocks
+    blocks, made = (t.reshape(-1, rows // n, k, columns // k).split(some) for t in (codes, out))
+    for own, to, scale in zip(blocks, made, scales.to(torch.float32).reshape(-1, 1, k, 1).split(some)):
+        to.copy_(own.to(torch.float32) * scale)
+    return out
 
 
 def _mxfp4(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     """codes: [E, N, G, 16], two of a byte, the lower first. scales: [E, N, G], exponents of 2 above 127. Gives
     [E, 32 G, N], exactly. Source: convert_moe_packed_tensors of transformers."""
-    table = torch.tensor(_FP4, dtype=dtype, device=codes.device)
-    both = torch.stack([table[(codes & 15).long()], table[(codes >> 4).long()]], -1).flatten(-2)
-    out = torch.ldexp(both, (scales.to(torch.int32) - 127).unsqueeze(-1))
-    return out.to(dtype).flatten(-2).transpose(1, 2).contiguous()
+    pairs = torch.tensor([(low, high) for high in _FP4 for low in _FP4], dtype=dtype, device=codes.device)
+    out = torch.empty(_shape(codes, "mxfp4"), dtype=dtype, device=codes.device)
+    for expert, own, scale in zip(out, codes, scales):
+        numbers = pairs.index_select(0, own.flatten().int()).view(*scale.shape, -1)
+        expert.copy_(torch.ldexp(numbers, (scale.to(torch.int32) - 127).unsqueeze(-1)).flatten(-2).t())
+    return out
 
 
 def _nf4(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
@@ -49,7 +55,7 @@ def _nf4(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     memory. Gives [E, N, K]: numbers * scales in fp32, rounded once. Source: dequantize_4bit of bitsandbytes."""
     pairs = torch.tensor([(a, b) for a in _NF4 for b in _NF4], device=codes.device)
     out = torch.empty(_shape(codes, "nf4"), dtype=dtype, device=codes.device)
-    for expert, own, scale in zip(out, codes, scales):       # of one expert at a time in fp32
+    for expert, own, scale in zip(out, codes, scales):
         numbers = pairs.index_select(0, own.flatten().int()).view(-1, NF4_BLOCK)
         expert.copy_((numbers * scale.view(-1, 1)).view(expert.shape))
     return out

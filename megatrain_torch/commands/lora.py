@@ -65,8 +65,8 @@ class Lora:
 
     def __str__(self) -> str:
         """As a flag has it: what was not said too."""
-        return (f"r={self.r},alpha={self.alpha:g},targets={','.join(self.targets)}"
-                + (f",dropout={self.dropout:g}" if self.dropout else ""))
+        return (f"r={self.r},alpha={_short(self.alpha)},targets={','.join(self.targets)}"
+                + (f",dropout={_short(self.dropout)}" if self.dropout else ""))
 
     def config(self) -> Any:
         """PEFT's."""
@@ -123,13 +123,18 @@ def _number(value: Any, name: str, kind: type) -> Any:
         if isinstance(value, bool) or kind(value) != float(value):
             raise ValueError
         return kind(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):       # the last: of int(inf)
         what = "a whole number" if kind is int else "a number"
         raise MegatrainError(f"lora: {name}={value!r}: {what} is needed") from None
 
 
+def _short(number: float) -> str:
+    """As a person writes it, with all its digits."""
+    return repr(number).removesuffix(".0")
+
+
 def _targets(value: Any) -> tuple[str, ...]:
-    found = tuple(filter(None, value.split(","))) if isinstance(value, str) else value
+    found = tuple(filter(None, map(str.strip, value.split(",")))) if isinstance(value, str) else value
     if not isinstance(found, (list, tuple)) or not found or not all(isinstance(t, str) and t for t in found):
         raise MegatrainError(f"lora: targets={value!r}: {ALL}, or names of linear layers, are needed")
     if ALL in found and len(found) > 1:

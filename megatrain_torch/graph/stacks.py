@@ -101,8 +101,8 @@ def _item(func: Any, stack: Any, index: Any) -> Tensor | None:
     return stack.expert(index) if type(index) is int else None
 
 
-def _transpose(func: Any, stack: Any, a: int, b: int) -> Tensor | None:
-    return stack.turned() if {a % 3, b % 3} == {1, 2} else None
+def _transpose(func: Any, stack: Any, dim0: int, dim1: int) -> Tensor | None:
+    return stack.turned() if {dim0, dim1} in ({1, 2}, {-2, -1}, {1, -1}, {-2, 2}) else None
 
 
 def _turned(func: Any, stack: Any, *_: Any) -> Tensor:

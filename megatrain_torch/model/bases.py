@@ -17,6 +17,7 @@ from ..base.errors import MegatrainError
 from ..base.units import output_embeddings
 from ..plans.host_memory import kept_apart
 from ..plans.shapes import from_config
+from .nf4 import made_here
 
 BASES = ("nf4", "int8", "fp8", "mxfp4")
 
@@ -118,11 +119,12 @@ def _kept(tf: Any, base: str, there: bool) -> contextlib.AbstractContextManager[
 
 @contextlib.contextmanager
 def _made_as_read() -> Iterator[None]:
-    """Experts that transformers has put together become codes before it does so with the next."""
+    """Codes are made here; experts that transformers has put together become codes before it does so with the next."""
     try:
         loading: Any = importlib.import_module("transformers.core_model_loading")
     except ImportError:                                  # before 5: it puts none together
-        yield
+        with made_here():
+            yield
         return
     own = loading.set_param_for_module
 
@@ -131,7 +133,8 @@ def _made_as_read() -> Iterator[None]:
 
     loading.set_param_for_module = put
     try:
-        yield
+        with made_here():
+            yield
     finally:
         loading.set_param_for_module = own
 

@@ -28,8 +28,9 @@ class Homes:
         passing: units whose gradients are kept nowhere.
     """
 
-    def __init__(self, model: Model, core: _core.Engine, ring: Ring) -> None:
-        self._model, self.core, self._ring = model, core, ring
+    def __init__(self, model: Model, core: _core.Engine, ring: Ring, mates: int = 1) -> None:
+        """mates: processes of this machine that stream the model, each with files of its own in the same directory."""
+        self._model, self.core, self._ring, self._mates = model, core, ring, mates
         self.settled: dict[int, int] = {}
         self.arrivals = Arrivals(model.itself(), ())
         self.on_disk: frozenset[int] = frozenset()
@@ -72,7 +73,8 @@ class Homes:
         """The units' states go to a file, which loses its name with the process at the latest. weights: of further
         units, whose weights go there too. sizes: tests' own."""
         usual = {"buffers": BUFFERS, "buffer_bytes": BUFFER_BYTES, "threads": THREADS}
-        self.core.disk(disk.path, units, weights, limit=disk.limit or 0, **{**usual, **sizes})
+        limit = 0 if disk.limit is None else max(disk.limit // self._mates, 1)
+        self.core.disk(disk.path, units, weights, limit=limit, **{**usual, **sizes})
         self.on_disk = frozenset(units) | frozenset(weights)
         self._files.append(weakref.finalize(self, self.core.disk_unname))
 
@@ -83,8 +85,10 @@ class Homes:
         self.take(unit)
 
     def spill_to(self, disk: Disk, nbytes: int, taken: int, sizes: Mapping[str, int]) -> None:
-        """What windows keep may go to a file, in which so many bytes are reserved. taken: of the limit, by states."""
-        limit = 0 if disk.limit is None else max(disk.limit - taken, 1)
+        """What windows keep may go to a file, in which so many bytes are reserved. taken: of the limit, by states. All
+        of this machine's processes together."""
+        limit = 0 if disk.limit is None else max((disk.limit - taken) // self._mates, 1)
+        nbytes = -(-nbytes // self._mates)
         self.core.swap_disk(disk.path, nbytes, limit, **{"bays": BAYS, "threads": THREADS, **sizes})
         self._files.append(weakref.finalize(self, self.core.disk_unname))
 

@@ -69,7 +69,7 @@ class Runtime:
         self.exchange = None if ranks is None else Exchange(own, self.handover, ranks, reduce == "mean")
         self.swap, self.expansions = Swap(own), Expansions()
         self.ring = Ring(own)
-        self.homes = Homes(own, core, self.ring)
+        self.homes = Homes(own, core, self.ring, 1 if ranks is None else len(ranks.mates))
         self.saves = Saves()
         self.planes = Planes(core, self.homes, self.saves, room, ranks is not None,
                              ranks is not None and ranks.apart)

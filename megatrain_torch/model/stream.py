@@ -62,8 +62,8 @@ def stream(module: nn.Module, device: str | torch.device | None = None, *, token
         host: limit for host memory: all planes, AdamW's states counted in. None: what is there, by every limit that
             is known (`megatrain doctor` prints them), asked now for the weights and by mt.AdamW for its states.
         nvme: directory for states, weights and activations that host memory does not hold; or {"path": directory,
-            "limit": "200GiB"}. Files are removed by mt.unstream, at the end of the process, or, after a crash, by the
-            next run that is given the directory.
+            "limit": "200GiB"}, of all processes of a machine. Files are removed by mt.unstream, at the end of the
+            process, or, after a crash, by the next run that is given the directory; several processes' have no names.
         states: how mt.AdamW will keep its states, one of its formats, so that limits and plans count them. None: as
             mt.AdamW is told.
         dtype: convert floating parameters to this type; None: each keeps its own.
@@ -146,7 +146,8 @@ def _check_codes(module: nn.Module, layers: Sequence[nn.Module], dtype: torch.dt
 def _build(rt: Runtime, module: nn.Module, found: Any, fit: Fit, choices: Choices, masters: bool) -> None:
     values = origins(rt.ranks, module, fit.asked.groups)
     try:
-        declare(rt, fit, choices)
+        with as_one(rt.ranks):
+            declare(rt, fit, choices)
         fill(rt, fit.asked.groups, values, masters)      # from here on the model changes; nothing is checked any more
         fit.room.let_go()
         install(rt, module, found, choices.activations)
@@ -172,7 +173,8 @@ def unstream(module: nn.Module) -> nn.Module:
     root = rt.root()
     if root is not module:
         raise MegatrainError("unstream the model that was given to mt.stream, not a part of it")
-    ranks = rt.ranks if rt.homes.settled or rt.planes.apart else None        # the others read what this one alone has
+    alone = rt.homes.settled or rt.homes.on_disk or rt.planes.apart          # others read what this one alone has
+    ranks = rt.ranks if alone else None
     with as_one(ranks):
         if rt.ranks is not None:
             check_copies(rt.ranks, rt.records)

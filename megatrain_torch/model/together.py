@@ -43,10 +43,9 @@ def _check_here(ranks: Ranks, choices: Choices, reduce: str) -> None:
         raise MegatrainError(f"reduce={reduce!r}: use {' or '.join(map(repr, REDUCE))}")
     if ranks.size != fleet.gpus * fleet.machines:
         raise MegatrainError(f"{ranks}: each machine has to have equally many")
-    if choices.options.get("grads", "ram") != "ram":
-        raise MegatrainError("grads='none' is for one process: several keep the sums of their gradients")
     homes = choices.options.get("homes", "ram")
-    check_homes(fleet, [homes] if isinstance(homes, str) else homes.values(), choices.disk is not None)
+    check_homes(fleet, [homes] if isinstance(homes, str) else homes.values(),
+                choices.options.get("grads", "ram"))
 
 
 def fleet_of(ranks: Ranks | None) -> tuple[int, int]:

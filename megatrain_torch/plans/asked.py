@@ -11,6 +11,7 @@ import torch
 
 from ..base.modes import DISKS
 from ..base.units import ALIGN, Group
+from ..store.disk import DISK_BUFFERS, buffer_bytes
 from .cost import LENT, THROUGH_BYTES
 from .fleet import ALONE, Fleet
 from .shapes import Unit, unit_bytes
@@ -98,6 +99,8 @@ class Asked:
         """Bytes of host memory by plane, AdamW's states counted in; on the CPU device its memory too."""
         found = self.tally().host(self.homes, self.micro, self.copied)
         found |= {what: n for what, n in self.besides if what not in found}
+        if DISK_BUFFERS in found:
+            found[DISK_BUFFERS] = buffer_bytes(self.homes) * self.fleet.gpus
         return found | ({f"the device's {what}": n for what, n in self.device().items()} if self.on_cpu else {})
 
     def planes(self) -> dict[str, int]:

@@ -245,7 +245,7 @@ class _Search:
                 found[name] = None
         if found.get("micro", 0) is None:
             found["micro"] = next(k for k in self.other_counts() if self.fits({"micro": k}))
-        if wishes.grads == "ram" and wishes.micro in (None, 1) and self.fits({"grads": "none"}):
+        if self.may_keep_none() and wishes.micro in (None, 1) and self.fits({"grads": "none"}):
             found["grads"] = "none"
         smaller = [s for s in STATES if FORMATS.index(s) > FORMATS.index(wishes.states)]
         if states := next((s for s in smaller if self.fits({"states": s})), None):
@@ -255,6 +255,10 @@ class _Search:
         if nvme := self.least_disk():
             found["nvme"] = {"limit": nvme}
         return found
+
+    def may_keep_none(self) -> bool:
+        """Gradients are kept, and need not be."""
+        return self.wishes.grads == "ram" and self.wishes.fleet.alone
 
     def other_counts(self) -> list[int]:
         """Numbers of micro-batches: more than are asked for, the fewest first; then fewer, whose gradients may need no
@@ -307,7 +311,7 @@ class _Search:
         w = self.wishes
         states = [{"states": s} for s in STATES if FORMATS.index(s) > FORMATS.index(w.states)]
         grads = [{"grads": "none"} | ({"micro": None} if w.micro not in (None, 1) else {})]
-        groups = [states, grads * (w.grads == "ram"), [{"nvme": ENDLESS}],
+        groups = [states, grads * self.may_keep_none(), [{"nvme": ENDLESS}],
                   *([{name: None}] for name in ASKED if getattr(w, name) is not None)]
         for n in range(1, TOGETHER + 1):
             for some in itertools.combinations(groups, n):

@@ -109,25 +109,43 @@ def _gradients_s(machine: Machine, window: Window, tokens: int) -> float:
         + _products_s(machine, [p for p in window.products if p.trained], tokens, window.coded)
 
 
+def _straight(window: Window, products: list[Product] | tuple[Product, ...]) -> int:
+    """Columns of gated activations that are never there in 16 bits, since their codes are made with them; 0: none."""
+    gated = [p for p in window.products if p.part in ("up", "down")]
+    straight = window.coded and all(p.fits and p.trained for p in gated)
+    return sum(p.fan_in for p in products if p.part == "down") if straight else 0
+
+
+def _normed(window: Window) -> int:
+    """Columns of norms whose codes are made with them in forward."""
+    return sum(p.fan_in for p in _joined(window, "qkv", "up") if window.coded and p.fits)
+
+
 def _forward_casts(window: Window, products: list[Product] | tuple[Product, ...], tokens: int) -> float:
-    """Bytes read and written to make codes of inputs and weights by rows: once read, and a byte each."""
+    """Bytes read and written to make codes of inputs and weights by rows: once read, and a byte each. Of what goes
+    straight to codes, less what is otherwise written and read again."""
     of = [p for p in products if window.coded and p.fits]
-    return (window.itemsize + 1) * sum(tokens * p.fan_in + p.fan_in * p.fan_out for p in of)
+    return (window.itemsize + 1) * sum(tokens * p.fan_in + p.fan_in * p.fan_out for p in of) \
+        - 2 * window.itemsize * tokens * _straight(window, products)
 
 
 def _backward_casts(window: Window, products: list[Product] | tuple[Product, ...], tokens: int) -> float:
     """Of gradients by rows, and by columns with inputs for what is trained; of weights by columns. What is wanted by
-    columns is read twice."""
+    columns is read twice. What goes straight to codes is made twice, of what it is made from, and neither written nor
+    read: three matrices as wide."""
     once, twice = window.itemsize + 1, 2 * window.itemsize + 1
+    spared = 2 * 3 * window.itemsize * tokens * _straight(window, products)
     return sum(twice * p.fan_in * p.fan_out
                + tokens * ((twice + 1) * p.fan_out + twice * p.fan_in if p.trained else once * p.fan_out)
-               for p in products if window.coded and p.fits)
+               for p in products if window.coded and p.fits) - spared
 
 
 def _codes_at_once(window: Window, products: list[Product] | tuple[Product, ...], tokens: int) -> float:
-    """Bytes of codes while a layer's backward runs: of all weights, and of the widest gradient both kinds."""
+    """Bytes of codes while a layer's backward runs: of all weights, and of the widest gradient both kinds, beside what
+    it is made from where it goes straight to codes."""
     of = [p for p in products if window.coded and p.fits]
-    return sum(p.fan_in * p.fan_out for p in of) + tokens * max((2 * p.fan_out + p.fan_in for p in of), default=0)
+    return sum(p.fan_in * p.fan_out for p in of) + tokens * max(
+        5 * _straight(window, products), *(2 * p.fan_out + p.fan_in for p in of), 0)
 
 
 def _attention_s(machine: Machine, window: Window, tokens: int, seq: int, backward: bool) -> float:
@@ -181,7 +199,8 @@ def _fused_layer(w: Window, m: Machine, tokens: int, seq: int) -> Cost:
 
     forward: two norms 4H; rotation 2qkv; the product of gate and up 1.5up; what products are added onto 2H.
     backward: two norms with what they rebuild 10H; rotation 2qkv; attention's sums 2q; gate and up 3up.
-    Where its products are of codes, casts of what they read come on top; where its weights are, what makes them 16-bit
+    Where its products are of codes, casts of what they read come on top, but norms are not written and read again
+    for them in forward; where its weights are, what makes them 16-bit
     weights, for each product. Adapters read what goes in and read and write what comes out; in backward twice as much.
 
     replay runs everything but the last projection again, attention all of that but attention itself, selective gate
@@ -207,7 +226,7 @@ def _fused_layer(w: Window, m: Machine, tokens: int, seq: int) -> Cost:
         + _bytes_s(m, tokens * size * (4 * h + 1.5 * up))
     ops, more = TEMPLATE_OPERATIONS, w.template.parts - 1
     return _with_host(Cost(
-        forward + attention + _bytes_s(m, tokens * size * (6 * h + 2 * qkv + 1.5 * up)),
+        forward + attention + _bytes_s(m, tokens * size * (6 * h + 2 * qkv + 1.5 * up - 2 * _normed(w))),
         {mode: (gradients + again[mode]) * w.learns for mode in again},
         _launch_s(m, ops["forward"] + more * PART_OPERATIONS["forward"]),
         {mode: _launch_s(m, ops["backward"] + more * PART_OPERATIONS["backward"] + ops.get(mode, 0)) for mode in again},

@@ -13,12 +13,15 @@ from dataclasses import dataclass
 from ..base.arguments import check_count
 from ..base.errors import MegatrainError
 from ..base.formats import moved_bytes
-from ..base.modes import DISKS, HOMES
+from ..base.modes import HOMES
+from ..store.disk import DISK_BUFFERS
 from .machine import Machine
 
-OFFERED = ("ram", "vram", "arrive")     # homes that units may have where there are several ranks: it is said here alone
+# Homes that units may have where there are several ranks: it is said here alone. Weights are in no file there: each
+# rank fetches all of them, of which its own would have a part.
+OFFERED = ("ram", "through", "vram", "arrive", "disk")
 CUT = ("masters", "moments", "gradients", "sums")       # planes of which each rank has its part; weights are whole
-PER_RANK = ("activations",)                             # of host memory, what each rank has for itself
+PER_RANK = ("activations", DISK_BUFFERS)                # of host memory, what each rank has for itself
 ACC_BYTES = 2                   # that an update reads more of a sum in fp32 than of a bf16 gradient
 ADDED_BYTES = 14                # per parameter in host memory: a further micro-batch's sum
 WIDER_BYTES = 2                 # more, where what is added is a sum over ranks: that is in fp32
@@ -62,6 +65,10 @@ class Fleet:
         return {what: self._part(n, self.machines) if what in CUT else n * (self.gpus if what in PER_RANK else 1)
                 for what, n in planes.items()}
 
+    def on_drive(self, planes: int, padding: int) -> tuple[int, int]:
+        """Of one machine's drive, where each of its ranks has a file. planes, padding: bytes of one rank's alone."""
+        return self._part(planes, self.machines), padding * self.gpus
+
     def on_device(self, planes: dict[str, int]) -> dict[str, int]:
         """Of one GPU's memory, of units at home there. planes: bytes of all of a model's."""
         return {what: self._part(n, self.count) if what in CUT else n for what, n in planes.items()}
@@ -79,8 +86,9 @@ class Fleet:
 
     def seen(self, machine: Machine) -> Machine:
         """As one of its GPUs sees it beside the others, which do the same at the same time: copies share the host's
-        memory, and what AdamW leaves of it; each process has Python, torch and the driver. Cores are the host's, and
-        update each element once, so AdamW's rate is what it is. Of the CPU device the cores compute, too."""
+        memory, and what AdamW leaves of it, and what windows keep the drive; each process has Python, torch and the
+        driver. Cores are the host's, and update each element once, so AdamW's rate is what it is, and the drive's where
+        it reads and writes states. Of the CPU device the cores compute, too."""
         if self.gpus == 1:
             return machine
         if machine.device == "cpu":
@@ -92,6 +100,7 @@ class Fleet:
         return dataclasses.replace(
             machine, h2d_gbps=min(machine.h2d_gbps, one_way), d2h_gbps=min(machine.d2h_gbps, host / g),
             both_gbps=min(machine.both_gbps, host / g / 2), busy_gbps=busy, host_gbps=host,
+            disk_read_gbps=machine.disk_read_gbps / g, disk_write_gbps=machine.disk_write_gbps / g,
             host_overhead_bytes=machine.host_overhead_bytes * g)
 
     def memory(self, machine: Machine) -> float:
@@ -130,11 +139,12 @@ def fleet_of(gpus: int, machines: int) -> Fleet:
     return Fleet(gpus, machines)
 
 
-def check_homes(fleet: Fleet, homes: Iterable[str | None], nvme: bool) -> None:
-    """Raises: several ranks, and a home that units cannot have there yet."""
+def check_homes(fleet: Fleet, homes: Iterable[str | None], grads: str) -> None:
+    """Raises: several ranks, and a home that units cannot have there, or gradients that are kept nowhere."""
     asked = [home for home in homes if home is not None]
-    words = [f"homes={home!r}" for home in HOMES if home in asked and not fleet.offers(home)]
-    words += ["nvme"] if nvme and not fleet.offers(*DISKS) else []
-    if words:
+    if words := [f"homes={home!r}" for home in HOMES if home in asked and not fleet.offers(home)]:
         raise MegatrainError(f"{words[0]}, with {fleet}: units of several processes are at home in "
                              f"{', '.join(map(repr, OFFERED))}; leave it out, or plan one GPU")
+    if grads == "none" and not fleet.alone:
+        raise MegatrainError(f"grads='none', with {fleet}: what several processes' gradients add up to waits in host "
+                             "memory for its update; leave it out, or plan one GPU")

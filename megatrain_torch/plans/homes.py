@@ -126,7 +126,8 @@ class Ways:
 
     def through(self, homes: tuple[Home, ...]) -> frozenset[int]:
         """Units at home in RAM whose updates are over sooner through the device than behind the
-        others on the host. None where some are on disk: then the drive is what a step waits for."""
+        others on the host. None where some are on disk: then the drive is what a step waits for; nor,
+        unless they are asked for, with several GPUs, where nothing of it was measured."""
         units, asked = self.shape.units, self.wishes
         if isinstance(asked.homes, dict):
             return named(self.shape, asked, "through")
@@ -134,7 +135,7 @@ class Ways:
         if asked.homes == "through":
             return frozenset(away)
         if asked.homes or asked.grads == "none" or not self.through_rate \
-                or not asked.fleet.offers("through") or self.disk.units(homes, 1).states:
+                or not asked.fleet.alone or self.disk.units(homes, 1).states:
             return frozenset()
         host_s, device_s, found = 0.0, 0.0, []
         rate = self.machine.adam_rate(states=asked.states)

@@ -40,7 +40,9 @@ class Disk:
         self.uses, self.tally = uses, tally
         self.known: dict[tuple[tuple[Home, ...], bool], OnDisk] = {}
         self.rooms: dict[tuple[tuple[Home, ...], bool], int] = {}
-        self.files = {home: [unit_file_bytes(unit, home) for unit in shape.units] for home in DISKS}
+        self.files = {home: [wishes.fleet.on_drive(*unit_file_bytes(unit, home)) for unit in shape.units]
+                      for home in DISKS}
+        self.memory = MEMORY_BYTES * wishes.fleet.gpus
 
     def units(self, homes: tuple[Home, ...], micro: int) -> OnDisk:
         """As many as host memory cannot hold: states alone, or weights too where those are too many
@@ -65,14 +67,14 @@ class Disk:
         order = self._order(homes)
         for u in order:
             states, padding = self.files["disk"][u]
-            if over + MEMORY_BYTES * bool(found) <= 0 or states + padding > room:
+            if over + self.memory * bool(found) <= 0 or states + padding > room:
                 break
             if states:
                 found.append(u)
                 room -= states + padding
                 over -= states * (not forced)
-        enough = not forced and over + MEMORY_BYTES * bool(found) <= 0
-        if self.wishes.homes == "disk" or enough:
+        enough = not forced and over + self.memory * bool(found) <= 0
+        if self.wishes.homes == "disk" or enough or not self.wishes.fleet.offers("disk+weights"):
             return OnDisk(frozenset(found))
         over += 0 if forced else MEMORY_BYTES + FEED_BYTES
         return self._weights(order, found, over, room, forced)
@@ -128,15 +130,18 @@ class Disk:
             if filed:
                 weights = {"weights": unit.gradients, FROZEN: unit.weights - unit.gradients}
             padding = self.files["disk+weights" if filed else "disk"][u][1]
-            for what, n in {**weights, **visiting_planes(unit), PADDING: padding}.items():
+            planes, fleet = {**weights, **visiting_planes(unit)}, self.wishes.fleet
+            own = {what: fleet.on_drive(n, 0)[0] for what, n in planes.items()}
+            for what, n in {**own, PADDING: padding}.items():
                 total[what] = total.get(what, 0) + n * count
         return total
 
     def room(self, homes: tuple[Home, ...], micro: int) -> int:
-        """Bytes that units leave."""
+        """Bytes that units leave, to each of a machine's GPUs."""
         key = homes, micro > 1
         if key not in self.rooms:
-            self.rooms[key] = (self.wishes.nvme or 0) - sum(self.bytes(homes, micro).values())
+            left = (self.wishes.nvme or 0) - sum(self.bytes(homes, micro).values())
+            self.rooms[key] = left // self.wishes.fleet.gpus
         return self.rooms[key]
 
 

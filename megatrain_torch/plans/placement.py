@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..base.modes import DISKS
 from ..store.disk import SPILLED, spilled_bytes
 from .bounds import Bounds, Kept
 from .cost import THROUGH_BYTES, Home
@@ -106,8 +105,6 @@ class Problem:
 
     def __init__(self, shape: Shape, machine: Machine, wishes: Wishes, like: Problem | None = None
                  ) -> None:
-        if not wishes.fleet.offers(*DISKS):
-            wishes = dataclasses.replace(wishes, nvme=None)
         if not wishes.fused and any(u.fetched for u in shape.units):
             shape = shape.without_templates()
         self.shape, self.machine, self.wishes = shape, machine, wishes
@@ -149,7 +146,7 @@ class Problem:
                    ) -> dict[str, int]:
         """On disk, by plane, and between them; modes: with the activations of these."""
         spilled = self.keeping.spills(self.keeping.costs(micro), modes) if modes else {}
-        total = {SPILLED: spilled_bytes(spilled.values())} if spilled else {}
+        total = {SPILLED: spilled_bytes(spilled.values()) * self.wishes.fleet.gpus} if spilled else {}
         return total | self.disk.bytes(homes, micro)
 
     def _left(self, host: Any) -> Any:

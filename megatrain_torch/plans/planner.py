@@ -203,7 +203,7 @@ def plan(model: Any, *, tokens: int, seq: int, machine: Machine | str | None = N
         nvme: directory for states, weights and activations that host memory does not hold, as for mt.stream; for
             another machine {"limit": "2TB"} is enough.
         gpus, machines: GPUs of each machine, and machines, with a process for each GPU, as torchrun starts them. vram
-            is one GPU's limit, host one machine's. Homes are then "ram", "vram" and "arrive".
+            is one GPU's limit, host and nvme one machine's. Homes are all but "disk+weights" then; gradients are kept.
         experts: of a layer, frozen in one parameter, fetched at a time; 0: all. None: what is best.
 
     Raises:
@@ -217,7 +217,7 @@ def plan(model: Any, *, tokens: int, seq: int, machine: Machine | str | None = N
     wishes = dataclasses.replace(_wishes(tokens, seq, compute, homes, activations, slots, micro),
                                  nvme=None if disk is None else disk.room(), grads=_grads(grads, micro),
                                  states=check_states(states), fleet=fleet)
-    check_homes(fleet, _each(homes), disk is not None)
+    check_homes(fleet, _each(homes), grads)
     limits = _limits(machine, vram, host, check_products(products, compute))
     shape_with = shapes_of(model, dtype=dtype, units=units, layers=layers, products=products)
     shape = shape_with(states)

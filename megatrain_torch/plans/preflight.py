@@ -17,11 +17,11 @@ from typing import Any
 
 from ..base.errors import MegatrainError
 from ..base.limits import FILES_LEAST, show_bytes
-from ..store.disk import buffer_bytes
+from ..store.disk import DISK_BUFFERS, buffer_bytes
 from .asked import Asked
 from .host_memory import limits, own_bytes, shortage
 from .refusals import changes_of, refusal, short
-from .tally import DISK_BUFFERS, SETTLED
+from .tally import SETTLED
 
 OWN = "the module's own, given back"
 
@@ -139,7 +139,7 @@ def loading(asked: Asked, own: list[int]) -> dict[str, int]:
     unit, each giving back the module's own tensors, and its memory where it goes to the device or the disk; then, on
     the CPU device, come the other slots."""
     at = slots = given = 0
-    buffers = {DISK_BUFFERS: buffer_bytes(asked.homes)}
+    buffers = {DISK_BUFFERS: buffer_bytes(asked.homes) * asked.fleet.gpus}
     steps: list[dict[str, int]] = []
     for unit, home, n in zip(asked.units(), asked.homes, own):
         settled = home in SETTLED

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from ..base.modes import DISKS
 from ..base.slots import plan_slots
-from ..store.disk import buffer_bytes
+from ..store.disk import DISK_BUFFERS, buffer_bytes
 from .cost import (
     LENT,
     STAGINGS,
@@ -24,7 +24,6 @@ from .cost import (
 from .shapes import Unit
 
 SETTLED = ("vram", "arrive")  # homes of units whose weights and gradients stay on the device
-DISK_BUFFERS = "buffers of the disk"
 
 
 class Tally:

@@ -32,10 +32,11 @@ class Updates:
         units = shape.units
         self.trained = np.array([u.trained for u in units], dtype=np.float64)
         self.host = self.trained / self.fleet.machines / m.adam_rate(states=wishes.states)
-        self.pool = self.trained / m.adam_rate(POOL, wishes.states)
+        there = min(POOL * self.fleet.gpus, m.adam_gparams[-1][0])
+        self.pool = self.trained / self.fleet.machines / m.adam_rate(there, wishes.states)
         rate = m.through_rate(wishes.states, alone=wishes.homes == "through")
-        self.through = self.trained / rate if rate else np.full(len(units), np.inf)
-        moved = np.array([sum(visiting_planes(u).values()) for u in units], dtype=np.float64)
+        self.through = self.trained / self.fleet.count / rate if rate else np.full(len(units), np.inf)
+        moved = np.array([sum(visiting_planes(u).values()) for u in units], dtype=np.float64) / self.fleet.machines
         weights = np.array([u.gradients for u in units], dtype=np.float64)
         both = m.disk_both_gbps * 1e9
         self.drive, self.drive_weights = 2 * moved / both, 2 * (moved + weights) / both

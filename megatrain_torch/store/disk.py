@@ -25,6 +25,7 @@ PADDING_BYTES = 16384                                  # of a parameter in the f
 BUNDLE_PADDING_BYTES = 65536                           # of a bundle: at most
 FROZEN = "weights that are not trained"                # read, and never written
 PADDING = "between, at most"                           # these bytes in a plan's table
+DISK_BUFFERS = "buffers of the disk"                   # MEMORY_BYTES and FEED_BYTES there
 SPILLED = "activations"                                # there too: of windows that keep what they keep on disk
 YEAR_S = 365.25 * 24 * 3600
 
@@ -38,10 +39,17 @@ class Unit(Protocol):
     count: int
 
 
+class Fleet(Protocol):
+    """Processes that stream a model together, each with a file of its own portions: fleet.Fleet."""
+
+    def on_drive(self, planes: int, padding: int) -> tuple[int, int]: ...
+
+
 class Asked(Protocol):
     """Where each unit is to be at home: asked.Asked."""
 
     homes: tuple[str, ...]
+    fleet: Fleet
 
     def units(self) -> Sequence[Unit]: ...
 
@@ -107,8 +115,9 @@ def spilled_bytes(windows: Iterable[int]) -> int:
 
 
 def file_bytes(asked: Asked) -> int:
-    """What is at home on disk takes there, at most."""
-    return sum(sum(unit_file_bytes(unit, home)) for unit, home in zip(asked.units(), asked.homes) if home in DISKS)
+    """What is at home on disk takes there, at most; of a machine's drive, all that its processes have."""
+    return sum(sum(asked.fleet.on_drive(*unit_file_bytes(unit, home)))
+               for unit, home in zip(asked.units(), asked.homes) if home in DISKS)
 
 
 def check_room(asked: Asked, disk: Disk | None, spills: bool = False, spilled: int = 0) -> None:

@@ -404,6 +404,46 @@ static void other_ranks_are_refused(void)
     close(plain);
 }
 
+static void speakers_of_another_machine_are_refused(void)
+{
+    int       fd = share_new();
+    mt_share *h;
+
+    REQUIRE(mt_share_open(fd, 1, 3, &h) == MT_OK);
+    CHECK_EQ(mt_share_apart(h, (int[]){ 0, 0, 0 }), MT_EINVAL);      /* rank 1 is of this one */
+    CHECK_EQ(mt_share_apart(h, (int[]){ 2, 1, 1 }), MT_EINVAL);
+    CHECK_HAS(mt_last_error(), "rank 0 cannot have the speaker 2");
+    CHECK_EQ(mt_share_apart(h, (int[]){ 1, 1, 3 }), MT_EINVAL);
+    CHECK(!mt_share_is_apart(h));
+    CHECK_OK(mt_share_apart(h, (int[]){ 1, 1, 1 }));
+    mt_share_close(h);
+    close(fd);
+}
+
+/* Where would its bytes go? */
+static void parcels_of_a_rank_that_is_not_spoken_for_are_refused(void)
+{
+    peer      p = { .rank = 1, .ranks = 4 };
+    mt_parcel text = { .kind = MT_PARCEL_NOTE, .note = MT_NOTE_FAILED, .bytes = 8 };
+    void     *mem = NULL;
+    int       fd = share_new();
+
+    REQUIRE(mt_dev_cpu_open(&p.cx.dev) == MT_OK);
+    REQUIRE(mt_share_open(fd, p.rank, p.ranks, &p.cx.share) == MT_OK);
+    REQUIRE(mt_share_apart(p.cx.share, (int[]){ 0, 1, 0, 1 }) == MT_OK);
+    REQUIRE(mt_store_open(&p.cx, &p.cx.store) == MT_OK);
+    for (int rank = -1; rank <= p.ranks; rank++)
+        if (rank != 3) {
+            CHECK_EQ(mt_relay_place(p.cx.store, rank, &text, &mem), MT_EINVAL);
+            CHECK_EQ(mt_relay_come(p.cx.store, rank, &text), MT_EINVAL);
+        }
+    CHECK(mem == NULL);
+    CHECK_OK(mt_relay_place(p.cx.store, 3, &text, &mem));
+    CHECK(mem != NULL);
+    peer_close(&p);
+    close(fd);
+}
+
 static void another_unit_is_refused_by_name(void)
 {
     mt_param_desc d[PARAMS];
@@ -2133,6 +2173,8 @@ static void a_death_at_any_moment_ends_all(void)
     X(a_drop_is_of_one_parameter)                    \
     X(alone_a_view_is_the_plane)                     \
     X(other_ranks_are_refused)                       \
+    X(speakers_of_another_machine_are_refused)       \
+    X(parcels_of_a_rank_that_is_not_spoken_for_are_refused) \
     X(another_unit_is_refused_by_name)               \
     X(who_writes_waits_until_every_rank_has_copied)  \
     X(homes_that_keep_planes_are_refused)            \

@@ -533,6 +533,26 @@ static void cuts_beyond_a_plane_are_refused(void)
     rig_close(&r);
 }
 
+static void units_are_cut_before_the_first_fetch_and_none_is_added_behind(void)
+{
+    rig           r;
+    int           number, unit;
+    mt_cut_range  range = { 0, 0, 4 };
+    mt_param_desc d = { MT_F32, 8, 1 };
+
+    rig_open(&r, 2, 0, 0);
+    CHECK_OK(mt_stream_cut(r.s, 0, &range, 1, &number));
+    CHECK_OK(mt_stream_begin(r.s));
+    visit(&r, 1);
+    CHECK_EQ(mt_stream_cut(r.s, 1, &range, 1, &number), MT_ESTATE);
+    CHECK_HAS(mt_last_error(), "weights are being fetched");
+    CHECK_OK(mt_store_add(r.t.store, "late", &d, 1, &unit));
+    CHECK_EQ(unit, number);                              /* whose bytes would it be given? */
+    CHECK_EQ(mt_stream_begin(r.s), MT_ESTATE);
+    CHECK_HAS(mt_last_error(), "1 units were added since unit layers.0 was cut");
+    rig_close(&r);
+}
+
 /* ---- held slots ------------------------------------------------------------------------- */
 
 static void a_held_slot_keeps_its_bytes_and_gets_other_memory(void)
@@ -943,6 +963,7 @@ static void a_fifth_order_replaces_the_oldest(void)
     X(demand_takes_the_slot_not_used_for_longest) \
     X(a_cut_brings_its_bytes_of_the_units_current_weights) \
     X(cuts_are_fetched_ahead_and_count_their_own_bytes) X(cuts_beyond_a_plane_are_refused) \
+    X(units_are_cut_before_the_first_fetch_and_none_is_added_behind) \
     X(a_held_slot_keeps_its_bytes_and_gets_other_memory) X(demand_spares_a_held_slot) \
     X(prefetch_never_takes_the_slot_just_given_out) X(a_fetch_waits_for_the_update_under_way) \
     X(a_copy_that_an_update_overtook_is_fetched_again) \

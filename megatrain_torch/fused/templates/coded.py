@@ -3,7 +3,8 @@ layer's type (csrc/ops/fp8.h).
 
 A product's sums go along its operands' rows, so that a forward wants x and W by rows, dx = dy W wants W by columns, and
 dW = dy' x both dy and x by columns: of each operand codes by rows or by columns, or of dy both. They are made from
-tensors of 16 bits that are there anyway, weights' once in each forward and backward.
+tensors of 16 bits that are there anyway, weights' once in each forward and backward; but of norms, of gated activations
+and of the gradients behind these, by the kernels that compute them (csrc/ops/fp8_glu.h), where nothing else reads them.
 
 Forward products add in the tensor cores' own 14 bits, gradients in fp32 after short stretches: a weight gradient is a
 sum over all tokens, of which the former would lose a part that grows with their number.
@@ -19,6 +20,24 @@ from ... import ops
 from .parts import Weights
 
 WHOLE = 16                  # that many codes are loaded at once: sizes are multiples of it
+
+
+class Made:
+    """A matrix of which there are codes alone. Each kind is for one product, which takes it."""
+
+    def __init__(self, of: Tensor, rows: ops.Codes | None = None, columns: ops.Codes | None = None) -> None:
+        """of: a tensor of its type, and beside it. columns: of rows that may be more, as fp8_cast_t makes them."""
+        self.shape = torch.Size((of.shape[0], rows.values.shape[1] if rows else columns.values.shape[0]))
+        self.dtype, self.device = of.dtype, of.device
+        self._rows, self._columns = rows, columns
+
+    def rows(self) -> ops.Codes:
+        found, self._rows = self._rows, None
+        return found
+
+    def columns(self) -> ops.Codes:
+        found, self._columns = self._columns, None
+        return found
 
 
 class Coded(Weights):
@@ -46,6 +65,25 @@ class Coded(Weights):
             return super().product_onto(names, base, x, factor)
         return self._forward(names, x, base=base, alpha=factor)
 
+    def normed(self, names: tuple[str, ...], x: Tensor, weight: Tensor, eps: float, style: int
+               ) -> tuple[Tensor | Made, Tensor]:
+        if not self._fits(names, x):
+            return super().normed(names, x, weight, eps, style)
+        codes, rstd = ops.fp8_rms_norm(x, weight, eps, style)
+        return Made(x, codes), rstd
+
+    def gated(self, names: tuple[str, ...], gu: Tensor, act: int) -> Tensor | Made:
+        if not self._fits(names, gu):
+            return super().gated(names, gu, act)
+        return Made(gu, ops.fp8_glu(*gu.chunk(2, 1), act))
+
+    def gated_grads(self, names: tuple[str, ...], down: tuple[str, ...], dh: Tensor, gu: Tensor, act: int
+                    ) -> tuple[Tensor | Made, Tensor | Made]:
+        if not all(self._fits(of, gu) and self._wants(of) for of in (names, down)):
+            return super().gated_grads(names, down, dh, gu, act)
+        rows, columns, of_act = ops.fp8_glu_backward(dh, *gu.chunk(2, 1), act)
+        return Made(gu, rows, columns), Made(gu, columns=of_act)
+
     def input_grad(self, names: tuple[str, ...], dy: Tensor) -> Tensor:
         if not self._fits(names, dy):
             return super().input_grad(names, dy)
@@ -58,13 +96,13 @@ class Coded(Weights):
         if not self._fits(names, dy):
             return super().weight_grad(names, dy, x)
         dw = torch.empty(dy.shape[1], x.shape[1], dtype=dy.dtype, device=dy.device)
-        ops.fp8_gemm_(dw, self._gradient(names, dy, False), ops.fp8_cast_t(x))
+        ops.fp8_gemm_(dw, self._gradient(names, dy, False), _columns(x))
         return dw
 
     def add_weight_grad(self, names: tuple[str, ...], dy: Tensor, x: Tensor, total: Tensor, begun: bool) -> None:
         if self._fits(names, dy):
             codes = self._gradient(names, dy, False)
-            ops.fp8_gemm_(total, codes, ops.fp8_cast_t(x), base=total if begun else None)
+            ops.fp8_gemm_(total, codes, _columns(x), base=total if begun else None)
         else:
             super().add_weight_grad(names, dy, x, total, begun)
 
@@ -75,7 +113,8 @@ class Coded(Weights):
                  alpha: float = 1.0) -> Tensor:
         matrix = self._kept(self._rows, names, ops.fp8_cast)
         y = torch.empty(x.shape[0], matrix.scale.shape[0], dtype=x.dtype, device=x.device)
-        ops.fp8_gemm_(y, ops.fp8_cast(x), matrix, bias=bias, base=base, alpha=alpha, fast=True)
+        codes = x.rows() if isinstance(x, Made) else ops.fp8_cast(x)
+        ops.fp8_gemm_(y, codes, matrix, bias=bias, base=base, alpha=alpha, fast=True)
         return y
 
     def _kept(self, where: dict[tuple[str, ...], ops.Codes], names: tuple[str, ...], cast: Callable[[Tensor], ops.Codes]
@@ -84,16 +123,26 @@ class Coded(Weights):
             where[names] = cast(self.joint(names))
         return where[names]
 
+    def _wants(self, names: tuple[str, ...]) -> bool:
+        return any(n in self._wanted for n in names)
+
     def _gradient(self, names: tuple[str, ...], dy: Tensor, by_rows: bool) -> ops.Codes:
-        """Codes of dy. Those of the other kind are made beside them, and kept for the product that wants them."""
+        """Codes of dy. Where they are not there yet, those of the other kind are made beside them, and kept for the
+        product that wants them."""
+        if isinstance(dy, Made):
+            return dy.rows() if by_rows else dy.columns()
         of, are_rows, codes = self._gradients.pop(names, (None, False, None))
         if of is dy and are_rows == by_rows:
             return codes
-        if not any(n in self._wanted for n in names):
+        if not self._wants(names):
             return ops.fp8_cast(dy)
         rows, columns = ops.fp8_cast_both(dy)
         self._gradients[names] = dy, not by_rows, columns if by_rows else rows
         return rows if by_rows else columns
+
+
+def _columns(x: Tensor | Made) -> ops.Codes:
+    return x.columns() if isinstance(x, Made) else ops.fp8_cast_t(x)
 
 
 def fits(matrix: Sequence[int], dtype: torch.dtype) -> bool:

@@ -184,6 +184,12 @@ class Linears:
             yield from ((slice(begin, begin + rows), a) for a in self.adapters.get(weight, ()))
             begin += rows
 
+    @property
+    def alone(self) -> bool:
+        """Do only the products with the joint matrix read its input, and, where there are no biases that learn, the
+        gradient of its output?"""
+        return self._beside is None
+
     def forward(self, x: Tensor, w: Weights) -> Tensor:
         y = w.product(self.weights, x, self.biases)
         if self._beside is not None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ... import ops
 from .linears import Linears
-from .parts import Grads, Norm, Sums, Unfit, Weights, activation, child
+from .parts import Grads, Norm, Sums, Unfit, Weights, activation, child, glu_grads
 
 TILE_BYTES = 1 << 30         # of gate|up that is not kept: products of this many rows are as fast as larger ones
 LEAST_ROWS = 256             # of a tile, and its rows are a multiple of them
@@ -115,13 +115,13 @@ class GatedMLP:
     def _forward(self, h: Tensor, w: Weights, k: KeptMLP) -> Tensor:
         b = h
         if self.norm2:
-            b, k.rstd2 = self.norm2.forward(h, w)
+            b, k.rstd2 = self.norm2.before(self.gu, h, w)
         k.gu = self.gu.forward(b, w)
         del b
         return self._finish(h, w, k)
 
     def _finish(self, h: Tensor, w: Weights, k: KeptMLP) -> Tensor:
-        act = ops.glu(*k.gu.chunk(2, 1), self.act)
+        act = w.gated(self.down.weights, k.gu, self.act) if self.down.alone else ops.glu(*k.gu.chunk(2, 1), self.act)
         if not self.norm2b:
             return self.down.forward_onto(h, act, w, self.factor)
         k.d = self.down.forward(act, w)
@@ -146,12 +146,11 @@ class GatedMLP:
         if self.norm2b:
             dd, _ = self.norm2b.backward(dd, k.d, k.rstd2b, w, grads)
             k.d = None
-        act = self.down.input_grad(dd, w)                # d(act(g) * u), then the product itself, in the same memory
-        gate, up = k.gu.chunk(2, 1)
-        ops.glu_backward(act, gate, up, self.act, dgate=gate, dup=up, h=act)
+        dgu, act = self._gated_grads(self.down.input_grad(dd, w), k.gu, w, grads)
+        k.gu = None
         self.down.weight_grads(dd, act, w, grads)
         del act, dd
-        db, k.gu, dgu = self.gu.input_grad(k.gu, w), None, k.gu
+        db = self.gu.input_grad(dgu, w)
         if self.norm2:
             dh, again = self.norm2.backward(db, h, k.rstd2, w, grads, add=dy, rebuild=b is None)
             b = again if b is None else b
@@ -159,6 +158,13 @@ class GatedMLP:
             dh, b = db.add_(dy), h
         self.gu.weight_grads(dgu, b, w, grads)
         return dh
+
+    def _gated_grads(self, dact: Tensor, gu: Tensor, w: Weights, grads: Grads) -> tuple[Any, Any]:
+        """d(g|u) and act(g) * u, in the memory of gu and dact where they are tensors."""
+        alone = self.gu.alone and self.down.alone and not grads.wants(*self.gu.biases)
+        if not alone:
+            return glu_grads(dact, gu, self.act)
+        return w.gated_grads(self.gu.weights, self.down.weights, dact, gu, self.act)
 
     def _make_again(self, h: Tensor, w: Weights, k: KeptMLP) -> Tensor | None:
         """What was not kept, but for the last projection where nothing needs its output. Yields what the

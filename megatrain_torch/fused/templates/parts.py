@@ -113,6 +113,21 @@ class Weights:
         """base + factor * x W' [T, N], added inside the product."""
         return torch.addmm(base, x, self.joint(names).t(), alpha=factor)
 
+    def normed(self, names: tuple[str, ...], x: Tensor, weight: Tensor, eps: float, style: int) -> tuple[Any, Tensor]:
+        """RMSNorm of x [T, K], as the product with the matrix of names alone takes it, and 1/rms."""
+        y, _, rstd = ops.rms_norm(x, weight, eps, style)
+        return y, rstd
+
+    def gated(self, names: tuple[str, ...], gu: Tensor, act: int) -> Any:
+        """act(g) * u [T, I], from g|u [T, 2 I], as the product with the matrix of names alone takes it."""
+        return ops.glu(*gu.chunk(2, 1), act)
+
+    def gated_grads(self, names: tuple[str, ...], down: tuple[str, ...], dh: Tensor, gu: Tensor, act: int
+                    ) -> tuple[Any, Any]:
+        """Gradient of g|u, and act(g) * u again, as the products with the matrices of names and of down alone take
+        them; dh: of act(g) * u. gu and dh are used up."""
+        return glu_grads(dh, gu, act)
+
     def input_grad(self, names: tuple[str, ...], dy: Tensor) -> Tensor:
         """dy W [T, K], from dy [T, N]."""
         return torch.mm(dy, self.joint(names))
@@ -127,6 +142,13 @@ class Weights:
             torch.addmm(total, dy.t(), x, beta=float(begun), out=total)
         else:
             ops.gemm_(total, dy.t(), x, beta=float(begun))
+
+
+def glu_grads(dh: Tensor, gu: Tensor, act: int) -> tuple[Tensor, Tensor]:
+    """Gradient of g|u, in its memory, and act(g) * u, in that of its gradient dh."""
+    gate, up = gu.chunk(2, 1)
+    ops.glu_backward(dh, gate, up, act, dgate=gate, dup=up, h=dh)
+    return gu, dh
 
 
 def _neighbours(parts: list[Tensor]) -> bool:
@@ -223,6 +245,12 @@ class Norm:
             return _wide_norm(x, w[self.weight], self.eps, self.style)
         y, _, rstd = ops.rms_norm(x, w[self.weight], self.eps, self.style)
         return y, rstd
+
+    def before(self, linears: Any, x: Tensor, w: Weights) -> tuple[Any, Tensor]:
+        """The same, for these linear layers alone: y as their product takes it."""
+        if not linears.alone or w[self.weight].dtype != x.dtype:
+            return self.forward(x, w)
+        return w.normed(linears.weights, x, w[self.weight], self.eps, self.style)
 
     def again(self, s: Tensor, w: Weights) -> Tensor:
         return self.forward(s, w)[0]

@@ -173,7 +173,7 @@ class SelfAttention:
         already."""
         a = x
         if self.norm1:
-            a, k.rstd1 = self.norm1.forward(x, w)
+            a, k.rstd1 = self.norm1.before(self.qkv, x, w)
         k.qkv = self.qkv.forward(a, w)
         del a
         q, key, v = self._rotated(k, shape, w, call, in_place=True)
