@@ -300,6 +300,41 @@ def disk_full_on_one(rank: int, group: Any, folder: str, when: str) -> str:
     return "" if told and not left and time.monotonic() - begun < 30 else f"{said} {left} {time.monotonic() - begun}"
 
 
+def moves_again(rank: int, group: Any, first: int, later: int, graphs: bool = False) -> str:
+    """The first pass has so many rows, those behind it about so many, others on each rank: after some steps units are where
+    they are best for these, with all that they have. graphs: rank 1 has one that is alive, for two steps."""
+    from test_planning import VRAM, Costly, Loop, model
+
+    import megatrain_torch as mt
+    from megatrain_torch.model import asking
+    from megatrain_torch.model.stream import runtime_of
+    own, asking.plan, wrong, alive = asking.plan, Costly(), [], []
+    try:
+        loop = Loop(mt.stream(model(torch.bfloat16), "cpu", vram=VRAM, group=group))
+        plain = Loop(mt.stream(model(torch.bfloat16), "cpu", plan={"homes": "ram"}, group=group))
+        homes = [[]]
+        for number in range(13):
+            rows = first if number == 0 else later + (number + rank) % 3
+            if loop.step((rows, 16)) != plain.step((rows, 16)):
+                wrong.append(f"step {number}")
+            if number == 5 and graphs and rank == 1:
+                alive.append([one.model(input_ids=torch.ones(1, 16, dtype=torch.long)).logits for one in (loop, plain)])
+            if number == 9:
+                alive.clear()
+            if homes[-1] != (now := sorted(runtime_of(loop.model).room.asked.homes)):
+                homes.append(now)
+        for one in (loop, plain):
+            one.states = [m for p in one.model.parameters() for m in one.opt.moments(p)]
+        if any(not torch.equal(a, b) for a, b in zip([*loop.weights(), *loop.states], [*plain.weights(), *plain.states])):
+            wrong.append("weights or states")
+        wrong += [] if len(homes) == 3 and loop.planning.made == 2 else [f"{homes}, {loop.planning.made}"]
+        for one in (loop, plain):
+            mt.unstream(one.model)
+    finally:
+        asking.plan = own
+    return " ".join(wrong)
+
+
 def load_fails_on_one(rank: int, group: Any, folder: str) -> str:
     """Behind the check, while the others load."""
     import time

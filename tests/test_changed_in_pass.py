@@ -105,3 +105,71 @@ def test_an_embedding_with_a_largest_norm(homes: str) -> None:
             opt.zero_grad()
         found.append([p.detach().clone() for p in model.parameters()])
     assert all(torch.equal(a, b) for a, b in zip(*found))
+
+
+class Shrinks(nn.Module):
+    """Changes its weights in its own forward."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.weight, self.other = how, nn.Parameter(torch.randn(8, 8) * 0.3), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.how == "own":
+            self.weight.data.mul_(0.9)
+        if self.how == "own, set":
+            self.weight.data = self.weight.data * 0.9
+        if self.how == "a layer's, in a function":
+            clamp(self.other)
+        x = x + self.other(nn.functional.linear(x, self.weight))
+        if self.how == "afterwards":
+            self.weight.data[0].zero_()
+        return x + self.weight.data.sum() if self.how == "read" else x
+
+
+def clamp(layer: nn.Module) -> None:
+    layer.weight.data.clamp_(-0.1, 0.1)
+
+
+def shrinking(how: str) -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Shrinks("" if how == "a hook" else how) for _ in range(2)))
+    if how == "a hook":
+        model[1].other.register_forward_pre_hook(lambda mod, _: clamp(mod))
+    return model
+
+
+DATA_HABITS = ("own", "own, set", "a layer's, in a function", "afterwards", "a hook", "read")
+
+
+@pytest.mark.parametrize("how", DATA_HABITS)
+def test_what_a_forward_changes_by_data_is_kept(how: str) -> None:
+    plain, streamed = shrinking(how), mt.stream(shrinking(how), "cpu")
+    with torch.no_grad():
+        for number in range(2):
+            x = torch.randn(3, 8, generator=torch.Generator().manual_seed(number))
+            assert torch.equal(plain(x), streamed(x))
+    assert all(torch.equal(a, b.detach()) for a, b in zip(plain.parameters(), streamed.parameters()))
+
+
+@pytest.mark.parametrize("mode", ["saved", "replay"])
+@pytest.mark.parametrize("how", DATA_HABITS)
+def test_where_backward_needs_what_a_forward_changed_it_says_so(how: str, mode: str) -> None:
+    streamed = mt.stream(shrinking(how), "cpu", plan={"activations": mode})
+    loss = streamed(torch.ones(3, 8)).square().mean()
+    if how == "read":
+        loss.backward()
+    else:
+        with pytest.raises(RuntimeError, match="leave weights as they are in the forward of a module that trains"):
+            loss.backward()
+
+
+def test_data_of_another_shape_is_refused_in_a_forward() -> None:
+    class Grows(Shrinks):
+        def forward(self, x: Tensor) -> Tensor:
+            self.weight.data = torch.zeros(1, 8)
+            return x
+
+    streamed = mt.stream(nn.Sequential(Grows(""), Grows("")), "cpu")
+    with pytest.raises(mt.MegatrainError, match="does not fit its streamed weight"):
+        streamed(torch.ones(3, 8))

@@ -169,6 +169,34 @@ def test_what_else_is_done_with_a_stack_is_done_with_all_its_experts() -> None:
         assert torch.equal(a, b)
 
 
+def test_rows_of_no_expert_give_zeros_there_and_back() -> None:
+    """As transformers' own function has them, which pads rows so; what is not written would be NaN."""
+    pytest.importorskip("transformers.integrations.moe")         # which makes the function
+    product, offs = torch.ops.transformers.grouped_mm_fallback, torch.tensor([1, 1, 4, 4, 4, 4, 4, 4], dtype=torch.int32)
+
+    def of(model: nn.Module) -> list[Tensor]:
+        seen: list[Tensor] = []
+        x = torch.randn(6, 64, generator=torch.Generator().manual_seed(0)).bfloat16().requires_grad_()
+
+        def look(module: nn.Module, args: Any) -> None:
+            with torch.enable_grad():
+                y = product(x, module.gate_up_proj.mT, offs=offs)
+                seen.extend([y.detach(), *torch.autograd.grad(y, x, torch.ones_like(y))])
+
+        model.model.layers[0].mlp.experts.register_forward_pre_hook(look)
+        with torch.no_grad():
+            model(**batch(0))
+        return seen
+
+    torch.use_deterministic_algorithms(True)             # fills what is new with NaN
+    try:
+        found = of(streamed(model_of("qwen3", "eager"), experts=3))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert not any(t[4:].any() for t in found) and all(t[:4].any() for t in found)
+    assert_same(found, of(model_of("qwen3", "eager")))
+
+
 def test_the_model_outside_of_a_forward_is_what_it_was(tmp_path: Path) -> None:
     plain, model = model_of("gpt-oss", "eager"), streamed(model_of("gpt-oss", "eager"), experts=3)
     for (name, a), (_, b) in zip(model.state_dict().items(), plain.state_dict().items()):

@@ -122,7 +122,9 @@ def test_zeros_and_what_is_not_finite(device: str, both: bool) -> None:
 
 @on_every_device
 def test_a_long_row_and_a_long_column(device: str) -> None:
-    x = numbers(3, 40_016, dtype=torch.bfloat16).to(device)       # longer than what shared memory holds
+    x = numbers(3, 24_576, dtype=torch.bfloat16).to(device)       # all of a block's shared memory
+    check_rows(x, ops.fp8_cast(x))
+    x = numbers(3, 40_016, dtype=torch.bfloat16).to(device)       # longer than that
     check_rows(x, ops.fp8_cast(x))
     tall = x.t().contiguous()
     for made in (ops.fp8_cast_t(tall), ops.fp8_cast_both(tall)[1]):
@@ -211,8 +213,9 @@ def test_gated_rows_that_lie_apart_or_are_long(device: str) -> None:
     gate, up = wide[:, 16:64], wide[:, 104:152]
     assert alike(ops.fp8_glu(gate, up), ops.fp8_cast(ops.glu(gate, up)))
     assert alike(ops.fp8_glu_backward(dh[:, :48].contiguous(), gate, up)[2], ops.fp8_cast_t(ops.glu(gate, up)))
-    gu, _ = gates(3, 30_000, device)                     # longer than what shared memory holds
-    assert alike(ops.fp8_glu(*gu.chunk(2, 1)), ops.fp8_cast(ops.glu(*gu.chunk(2, 1))))
+    for n in (24_576, 30_000):                           # all of a block's shared memory, and more
+        gu, _ = gates(3, n, device)
+        assert alike(ops.fp8_glu(*gu.chunk(2, 1)), ops.fp8_cast(ops.glu(*gu.chunk(2, 1))))
 
 
 @on_every_device

@@ -89,7 +89,7 @@ def test_one_gpu_of_one_machine_is_no_special_case() -> None:
 
 # ---- several -------------------------------------------------------------------------------------
 
-LINKED = dataclasses.replace(FLAT, exchange_gbps=100.0, network_gbps=10.0, lost_gbps=50.0)
+LINKED = dataclasses.replace(FLAT, exchange_gbps=100.0, network_gbps=10.0, gloo_gbps=10.0, lost_gbps=50.0)
 ASKED = dict(tokens=32768, seq=1024, homes="ram")
 WIDE = shapes_of(seven(12))("fp32")
 
@@ -113,6 +113,11 @@ def test_gradients_are_exchanged_and_their_sum_comes_home_in_parts() -> None:
     assert of.network_s[layer] == pytest.approx(4 * 2 * n / 2 / 10e9), "parts of 4 ranks"
     assert of.spread_s[layer] == pytest.approx(2 * n / 2 / 10e9)
     assert exchange(1, 2).network_s[layer] == pytest.approx(2 * n / 2 / 10e9), "of one rank"
+    slow = dataclasses.replace(LINKED, gloo_gbps=1.0)
+    assert exchange(4, 2, slow).spread_s[layer] == pytest.approx(2 * n / 2 / 4e9), "over gloo, from each of 4 processes"
+    assert exchange(4, 2, slow).network_s[layer] == of.network_s[layer], "gradients of GPUs are not"
+    slow = dataclasses.replace(slow, device="cpu")
+    assert exchange(4, 2, slow).network_s[layer] == pytest.approx(4 * 2 * n / 2 / 4e9)
 
 
 def test_one_rank_exchanges_nothing() -> None:
@@ -167,7 +172,7 @@ def test_more_of_what_is_shared_is_never_slower() -> None:
         machine = dataclasses.replace(LINKED, host_bytes=10**12, **rates)
         return mt.plan(seven(12), machine=machine, gpus=gpus, machines=machines, tokens=8192, seq=1024).seconds
 
-    for rate, low, gpus, machines in (("exchange_gbps", 5.0, 4, 1), ("network_gbps", 1.0, 2, 2), ("lost_gbps", 5.0, 4, 1),
+    for rate, low, gpus, machines in (("exchange_gbps", 5.0, 4, 1), ("network_gbps", 1.0, 2, 2), ("gloo_gbps", 0.1, 2, 2), ("lost_gbps", 5.0, 4, 1),
                                       ("host_gbps", 40.0, 4, 1)):
         slow, fast = seconds(gpus, machines, **{rate: low}), seconds(gpus, machines, **{rate: 1000.0})
         assert fast < slow, rate

@@ -247,6 +247,17 @@ def test_what_not_all_ranks_do(pool: Pool, what: str) -> None:
     assert pool.call(f"several_odd:{what}", 2, timeout=60.0) == ["", ""]
 
 
+@pytest.mark.parametrize("first, later, graphs", [(16, 4, False), *(pytest.param(*how, marks=LONG) for how in (
+    (30, 2, False), (16, 4, True)))])
+def test_units_move_again_for_lengths_that_come(pool: Pool, first: int, later: int, graphs: bool) -> None:
+    assert pool.call("several_odd:moves_again", 2, first, later, graphs, timeout=60.0) == ["", ""]
+
+
+@LONG
+def test_units_of_several_machines_move_again(pool: Pool) -> None:
+    assert pool.call("several:apart", 4, 2, "several_odd:moves_again", 16, 4, timeout=90.0) == [""] * 4
+
+
 def test_a_load_that_fails_on_one(pool: Pool, tmp_path: Path) -> None:
     assert pool.call("several_odd:load_fails_on_one", 2, str(tmp_path / "c"), timeout=60.0) == ["", ""]
 

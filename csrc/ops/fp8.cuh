@@ -160,7 +160,8 @@ __device__ inline unsigned there(int64_t rows_left)
 
 constexpr int TALL = 256;       // rows of a block that looks for magnitudes; columns: a pack a lane
 constexpr int TILE_ROWS = 128, TILE_COLS = 64, TILE_WORDS = TILE_ROWS / 4;
-constexpr int64_t WAITS = 48 << 10;      // bytes of a row that may wait in shared memory
+// Bytes of a row that may wait in shared memory: 48 KiB without what kernels have there besides.
+constexpr int64_t WAITS = (48 << 10) - 256;
 
 static_assert(TILE_WORDS == WARP, "a column of a tile is a word for each thread of a warp");
 

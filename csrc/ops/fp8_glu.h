@@ -31,8 +31,8 @@ void mt_fp8_glu_forward (mt_pool *pool, const mt_fp8_glu *f, void *scratch);
 void mt_fp8_glu_backward(mt_pool *pool, const mt_fp8_glu *f, void *scratch);
 
 /* The same on the CUDA stream whose handle it is (cudaStream_t), to the bits of glu.h and fp8.h
- * there, where an activation is not below 2^-126: such a one is 0. n is a multiple of 16; rows of
- * dh, gate and up begin at multiples of 16 bytes. They yield NULL, or what went wrong. */
+ * there, where SiLU's gate is not below -87: its activation is 0 then. n is a multiple of 16;
+ * rows of dh, gate and up begin at multiples of 16 bytes. They yield NULL, or what went wrong. */
 const char *mt__fp8_glu_forward_cuda (uintptr_t handle, const mt_fp8_glu *f);
 const char *mt__fp8_glu_backward_cuda(uintptr_t handle, const mt_fp8_glu *f);
 

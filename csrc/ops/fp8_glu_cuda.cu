@@ -27,14 +27,17 @@ __device__ inline unsigned two(float low, float high)
 __device__ inline float low(unsigned word)  { return __uint_as_float(word << 16); }
 __device__ inline float high(unsigned word) { return __uint_as_float(word & 0xffff0000u); }
 
+// Of a GELU an exp below 2^-126 is not a gate's below -87 alone.
+template <int Act> constexpr int FAST = Act == MT_SILU ? FLUSHED : QUICK;
+
 template <int Act> __device__ inline Pack gated(const Pack &gate, const Pack &up)
 {
     Pack h;
 
 #pragma unroll
     for (int w = 0; w < Pack::WORDS; w++) {
-        const unsigned a = two(activation<FLUSHED, Act>(low(gate.u[w])).a,
-                               activation<FLUSHED, Act>(high(gate.u[w])).a);
+        const unsigned a = two(activation<FAST<Act>, Act>(low(gate.u[w])).a,
+                               activation<FAST<Act>, Act>(high(gate.u[w])).a);
 
         h.u[w] = two(low(a) * factor<Act>(low(up.u[w])), high(a) * factor<Act>(high(up.u[w])));
     }
@@ -43,25 +46,28 @@ template <int Act> __device__ inline Pack gated(const Pack &gate, const Pack &up
 
 enum { DGATE, DUP, H, MADE };        // what backward makes of dh, gate and up
 
-template <int Act>
-__device__ inline void make(const mt_glu &g, int64_t row, int64_t col, Pack (&made)[MADE])
+__device__ inline void load(const mt_glu &g, int64_t row, int64_t col, Pack (&x)[MADE])
 {
-    Pack dh, gate, up;
+    x[0].load(static_cast<const bf16 *>(g.dh) + row * g.n + col);
+    x[1].load(static_cast<const bf16 *>(g.gate) + row * g.gate_stride + col);
+    x[2].load(static_cast<const bf16 *>(g.up) + row * g.up_stride + col);
+}
 
-    dh.load(static_cast<const bf16 *>(g.dh) + row * g.n + col);
-    gate.load(static_cast<const bf16 *>(g.gate) + row * g.gate_stride + col);
-    up.load(static_cast<const bf16 *>(g.up) + row * g.up_stride + col);
+// dh, gate and up become what is made of them.
+template <int Act> __device__ inline void make(Pack (&x)[MADE])
+{
 #pragma unroll
     for (int w = 0; w < Pack::WORDS; w++) {
-        const Value v = activation<FLUSHED, Act>(low(gate.u[w]));
-        const Value x = activation<FLUSHED, Act>(high(gate.u[w]));
-        const unsigned a = two(v.a, x.a);
-        const Gradients p = gradients<Act>(low(dh.u[w]), v, low(a), low(up.u[w]));
-        const Gradients q = gradients<Act>(high(dh.u[w]), x, high(a), high(up.u[w]));
+        const unsigned dh = x[0].u[w], gate = x[1].u[w], up = x[2].u[w];
+        const Value v = activation<FAST<Act>, Act>(low(gate));
+        const Value y = activation<FAST<Act>, Act>(high(gate));
+        const unsigned a = two(v.a, y.a);
+        const Gradients p = gradients<Act>(low(dh), v, low(a), low(up));
+        const Gradients q = gradients<Act>(high(dh), y, high(a), high(up));
 
-        made[DGATE].u[w] = two(p.dgate, q.dgate);
-        made[DUP].u[w] = two(p.dup, q.dup);
-        made[H].u[w] = two(p.h, q.h);
+        x[DGATE].u[w] = two(p.dgate, q.dgate);
+        x[DUP].u[w] = two(p.dup, q.dup);
+        x[H].u[w] = two(p.h, q.h);
     }
 }
 
@@ -109,6 +115,8 @@ __global__ void __launch_bounds__(THREADS) rows_kernel(const mt_fp8_glu f, int s
 
 /* ---- backward ---- */
 
+__device__ inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+
 __device__ inline float *column_scales(const mt_fp8_glu &f, int made)
 {
     return made == H ? f.h.column_scale : f.d.column_scale + made * f.glu.n;
@@ -137,8 +145,10 @@ __global__ void __launch_bounds__(THREADS) most_kernel(const mt_fp8_glu f)
 
         for (int m = 0; m < MADE; m++)
             made[m].zero();
-        if (col < n)
-            make<Act>(f.glu, row, col, made);
+        if (col < n) {
+            load(f.glu, row, col, made);
+            make<Act>(made);
+        }
         for (int m = 0; m < MADE; m++)
             for (int w = 0; w < WORDS; w++)
                 most[m][w] = larger<bf16>(most[m][w], magnitude<bf16>(made[m].u[w]));
@@ -169,50 +179,67 @@ __global__ void __launch_bounds__(THREADS) most_kernel(const mt_fp8_glu f)
     }
 }
 
-// A thread has four rows of W columns of each matrix; see fp8_cuda.cu's.
+// What scales of a tile's rows and columns are to be multiplied by.
+struct Inverses {
+    float rows[TILE_ROWS], columns[MADE][TILE_COLS];
+
+    // Behind the last row or column those of the last.
+    __device__ void load(const mt_fp8_glu &f, int64_t row0, int64_t col0)
+    {
+        const int i = (int)threadIdx.x, m = i / TILE_COLS, c = i % TILE_COLS;
+
+        if (i < TILE_ROWS)
+            rows[i] = inverse_of(f.d.row_scale[least(row0 + i, f.glu.rows - 1)]);
+        if (m < MADE)
+            columns[m][c] = inverse_of(column_scales(f, m)[least(col0 + c, f.glu.n - 1)]);
+    }
+};
+
+static_assert(THREADS >= TILE_ROWS && THREADS >= MADE * TILE_COLS, "one thread for each inverse");
+
+// A thread has four rows of W columns of each matrix; see fp8_cuda.cu's. All that it reads of them
+// it asks for at once, so without a condition: behind the last row or column the last ones again,
+// whose codes nobody writes.
 // Bytes: 6 T I in, 5 T I out. Limit: HBM.
 template <int Act>
 __global__ void __launch_bounds__(THREADS, 2) tile_kernel(const mt_fp8_glu f)
 {
     constexpr int ACROSS = TILE_COLS / W;
     __shared__ unsigned columns[MADE][TILE_COLS][TILE_WORDS + 1];
+    __shared__ Inverses inverse;
     const int64_t row0 = (int64_t)blockIdx.y * TILE_ROWS, col0 = (int64_t)blockIdx.x * TILE_COLS;
     const int across = (int)threadIdx.x % ACROSS * W, group = (int)threadIdx.x / ACROSS;
     const int64_t n = f.glu.n, row = row0 + group * 4, col = col0 + across;
-    const unsigned mask = there(f.glu.rows - row);
+    const int rows = f.glu.rows - row < 4 ? (int)(f.glu.rows - row) : 4;      // 0 and less: none
     Pack x[4][MADE];
 
     static_assert(ACROSS * TILE_WORDS == THREADS, "a thread for each pack of four rows");
-    if (col < n) {
 #pragma unroll
-        for (int i = 0; i < 4; i++)
-            if (row + i < f.glu.rows)
-                make<Act>(f.glu, row + i, col, x[i]);
-            else
-                for (int m = 0; m < MADE; m++)
-                    x[i][m].zero();
+    for (int i = 0; i < 4; i++)
+        load(f.glu, least(row + i, f.glu.rows - 1), least(col, n - W), x[i]);
+    inverse.load(f, row0, col0);
+    __syncthreads();
 #pragma unroll
-        for (int i = 0; i < 4; i++)
-            if (row + i < f.glu.rows) {
-                const float inverse = inverse_of(f.d.row_scale[row + i]);
-                uint8_t *to = f.d.by_rows + (row + i) * 2 * n + col;
+    for (int i = 0; i < 4; i++)
+        make<Act>(x[i]);
+#pragma unroll
+    for (int i = 0; i < 4; i++)
+        if (i < rows && col < n) {
+            uint8_t *to = f.d.by_rows + (row + i) * 2 * n + col;
 
-                store_codes<bf16, W>(to, x[i][DGATE], inverse);
-                store_codes<bf16, W>(to + n, x[i][DUP], inverse);
-            }
-#pragma unroll
-        for (int m = 0; m < MADE; m++) {
-            float inverse[W];
-
-            load_inverses<W>(inverse, column_scales(f, m) + col);
-#pragma unroll
-            for (int c = 0; c < W; c++)
-                columns[m][across + c][group] =
-                    mask & (two_codes(x[0][m].at(c) * inverse[c], x[1][m].at(c) * inverse[c]) |
-                            two_codes(x[2][m].at(c) * inverse[c], x[3][m].at(c) * inverse[c])
-                                << 16);
+            store_codes<bf16, W>(to, x[i][DGATE], inverse.rows[group * 4 + i]);
+            store_codes<bf16, W>(to + n, x[i][DUP], inverse.rows[group * 4 + i]);
         }
-    }
+#pragma unroll
+    for (int m = 0; m < MADE; m++)
+#pragma unroll
+        for (int c = 0; c < W; c++) {
+            const float by = inverse.columns[m][across + c];
+
+            columns[m][across + c][group] =
+                there(rows) & (two_codes(x[0][m].at(c) * by, x[1][m].at(c) * by) |
+                               two_codes(x[2][m].at(c) * by, x[3][m].at(c) * by) << 16);
+        }
     __syncthreads();
 
     const int lane = (int)threadIdx.x % WARP;

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-AT_ONCE = 1 << 22                    # numbers that are made in fp32 before they are rounded; or one expert's
+AT_ONCE = 1 << 24                    # numbers that are made in fp32 before they are rounded; or one expert's
 FP8_BLOCK = 128                      # rows, and columns, that share a scale of what is made here
 _FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 NF4_BLOCK = 64                       # elements that share a scale

@@ -71,6 +71,31 @@ def _loose(module: str | None) -> bool:
     return _ours(module) and _package(module) not in _CALM
 
 
+def functions_of(kind: type) -> list[types.FunctionType]:
+    """Of a class, torch's own left out."""
+    held = [getattr(v, "fget", v) for cls in kind.__mro__ if _ours(cls.__module__) for v in vars(cls).values()]
+    return [fn for v in held if (fn := _function(v)) is not None]
+
+
+def function_of(call: Any) -> types.FunctionType | None:
+    """What runs when it is called."""
+    return _function(call) or _function(type(call).__call__)
+
+
+def named_by(fn: types.FunctionType) -> set[str]:
+    """Names in a function, and in those that it names among its globals, torch's and Python's own left out."""
+    names: set[str] = set()
+    to_see: list[types.FunctionType | None] = [fn]
+    seen: set[types.FunctionType | None] = {None}
+    while to_see:
+        if (fn := to_see.pop()) not in seen:
+            seen.add(fn)
+            own = _names(fn.__code__)[0] if _ours(fn.__module__) else frozenset[str]()
+            names |= own
+            to_see += [_function(fn.__globals__.get(name)) for name in own]
+    return names
+
+
 class Code:
     """Functions that may run in a forward, and what they name.
 

@@ -104,7 +104,8 @@ def check_version(runtime: Streamed, unit: int, version: int) -> None:
         raise RuntimeError(
             "one of the variables needed for gradient computation has been modified by an inplace "
             f"operation: weights of unit {runtime.unit_names[unit]!r} were updated between forward "
-            "and backward; call backward() before step()")
+            "and backward; call backward() before step(), and leave weights as they are in the "
+            "forward of a module that trains")
 
 
 class Weight:

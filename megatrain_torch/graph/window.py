@@ -21,7 +21,7 @@ from ..store.pieces import Piece, Stacked
 from ..store.records import Record, Use
 from ..store.state import enter, in_backward, leave, swap_window
 from ..store.whole import Whole
-from . import masks
+from . import data, masks
 from .below import Below, flat_weights
 from .door import Door
 from .effects import Places, Snapshot
@@ -189,6 +189,8 @@ class Window:
         self.recurrent = Below(module, [m for m in module.modules() if isinstance(m, nn.RNNBase)])
         self.hooks = [d for m in self.modules.inside for d in (m._forward_hooks, m._forward_pre_hooks,
                                                                m._backward_hooks, m._backward_pre_hooks)]
+        own = [f for m in theirs if (f := vars(m).get("forward")) is not None and not hasattr(f, "_call")]
+        self._says_data = data.is_named(dict.fromkeys(map(type, theirs)), own)
 
     @property
     def module(self) -> nn.Module:
@@ -410,6 +412,8 @@ class Window:
         inner = inner or self.inner
         cached_casts = torch.is_autocast_cache_enabled()
         bound = self.bind(grad)
+        if self._says_data or data.is_named((), self._hooks()):
+            data.show(bound.values())
         versions = [t._version for t in bound.values()]
         if frame is not None:
             _push(frame.pack, frame.unpack)
@@ -444,9 +448,12 @@ class Window:
 
     # ---- what forward changes besides its output ----
 
+    def _hooks(self) -> list[Any]:
+        return [h for d in self.hooks for h in d.values()] if any(self.hooks) else []
+
     def state(self, objects: Sequence[Any] = ()) -> Snapshot:
         """Of attributes, and of whatever else its code may change; objects: among its arguments."""
-        hooks = [h for d in self.hooks for h in d.values()] if any(self.hooks) else []
+        hooks = self._hooks()
         runs = [*hooks, *map(type, self.modules), *(vars(m).get("forward") for m in self.modules.inside)]
         if self._places is None or self._places[0] != runs:
             self._places = runs, Places(self.modules, self.theirs, hooks)

@@ -82,8 +82,10 @@ class Lengths:
         return sum(b.tokens for b in self._came) < SHORTER * self._base.tokens * len(self._came)
 
     def sample(self) -> list[Pass]:
-        """Four passes that stand for those that came."""
+        """Four passes that stand for those that came; none: none came."""
         found = sorted(self._came, key=lambda b: b.tokens)
+        if not found:
+            return []
         return [found[len(found) * part // 8] for part in (1, 3, 5, 7)]
 
     def typical(self) -> list[Pass]:

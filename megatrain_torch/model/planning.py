@@ -15,14 +15,17 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from ..base.errors import MegatrainError
 from ..base.modes import read
+from ..group.waits import calling
 from ..plans.planner import Plan
 from .asking import Asking, Limits, Refused, Unreadable
+from .comparing import WORTH, Together, fastest, proposed, seconds_of
 from .lengths import Lengths
 from .moving import keep, move
 from .passes import Pass, Seen, batch_of, pass_of
@@ -31,7 +34,6 @@ if TYPE_CHECKING:
     from ..group.ranks import Ranks
     from .runtime import Runtime
 
-WORTH = 1.03                     # units move where what is there is so many times slower
 SLACK = 1 << 30                  # more of the device that a run that goes on may take to keep what it kept
 
 
@@ -56,6 +58,7 @@ class Planning:
         self._refused = False                    # nothing fitted while no mt.AdamW was there
         self._unknown = False                    # the last pass did not tell its number of tokens
         self._lengths = Lengths()
+        self._together = Together(self._agreed)
         self._keeps: Plan | None = made          # windows keep what this one says
         self._resumed: dict[int, dict[str, str]] = {}    # what windows kept of the run that goes on, by a pass's tokens
         if made is not None:
@@ -73,6 +76,10 @@ class Planning:
     def stepped(self) -> None:
         self._seen.stepped()
         self._lengths.steps += 1
+        self._together.steps += 1
+        if self._together.due() and not self.runtime.homes.on_disk:
+            with calling("an optimizer's step"):
+                self._compare_together(self.runtime.ranks)
 
     # ---- a run goes on ----
 
@@ -182,7 +189,7 @@ class Planning:
             for found in (best, ("ram", None, None)):
                 plan = self._with(*found)
                 if all(ranks.gather(plan is not None)):
-                    self._agreed = True
+                    self._agreed, self._together = True, Together(True)
                     return plan
         except Refused:
             raise
@@ -190,10 +197,40 @@ class Planning:
             raise Refused(str(error)) from error
         raise Refused("processes have passes of which no plan fits all, with units at home in the same places")
 
-    def _with(self, homes: dict[str, str] | str, slots: int | None, experts: int | None) -> Plan | None:
-        """None: what was seen does not fit with these homes."""
+    def _with(self, homes: dict[str, str] | str, slots: int | None, experts: int | None, batch: Pass | None = None
+              ) -> Plan | None:
+        """For what was seen, or for this batch. None: it does not fit with these homes."""
         with contextlib.suppress(Refused):
-            return self._as_before(self.asking.plan(self._seen.most, self._most_micro(), homes, slots, experts))
+            batch = batch or self._seen.most
+            return self._as_before(self.asking.plan(batch, self._most_micro(), homes, slots, experts))
+        return None
+
+    def _compare_together(self, ranks: Ranks) -> None:
+        """As `_compare_homes`, of what came to all processes: all come here. Homes are proposed by the one with the
+        longest pass."""
+        own = self._lengths.sample()
+        never = self._stuck or self.plan is None or not own
+        ready = False if never else None if self._seen.live(self.runtime) else True
+        planned = 0 if self.plan is None else pass_of(self.plan).tokens
+        found = ranks.gather((ready, own, planned, self._seen.most.tokens))
+        samples = [sample for _, sample, *_ in found]
+        if not self._together.goes_on([r for r, *_ in found], samples, max(n for *_, n, _ in found)):
+            return
+        longest = max(range(len(found)), key=lambda rank: found[rank][-1])
+        mine = proposed(samples, own, self._may_ask) if ranks.rank == longest else []
+        others = [[self._with(*homes, batch=b) for b in (batch, *own, self._seen.most)]
+                  for batch, *homes in ranks.gather(mine)[longest]]
+        now = [self._lengths.of(b, self._ask_here) for b in own]
+        best = fastest(ranks.gather([seconds_of(now), *(seconds_of(plans[1:-1]) if all(plans) else math.inf
+                                                        for plans in others)]))
+        if best:
+            self._put_into_force(others[best - 1][0])
+            for plan in others[best - 1][1:]:
+                self._lengths.add(plan)
+
+    def _may_ask(self, batch: Pass) -> Plan | None:
+        with contextlib.suppress(Refused):
+            return self._ask(batch)
         return None
 
     def _ask(self, batch: Pass) -> Plan:

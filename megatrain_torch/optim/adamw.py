@@ -193,7 +193,7 @@ class AdamW(torch.optim.Optimizer):
         for rt in {h.runtime for h in self._handed}:
             rt.homes.arrivals.stepped()
             rt.handover.unstepped = False
-        for rt in self._served:
+        for rt in sorted(self._served, key=lambda rt: rt.records[0].pid):        # in the same order in all processes
             if rt.planning is not None:
                 rt.planning.stepped()
             if rt.exchange is not None:

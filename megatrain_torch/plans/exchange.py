@@ -3,7 +3,7 @@
 A rank's gradients of a unit lie in one buffer. Each part goes to the rank that owns it, which adds what it is given in
 fp32, in the order of ranks. Between machines go the parts of every rank: a machine's sums would be less, and of other
 bits. The owner brings its sum home, and what the sum is in the weights' type; of a further micro-batch the sum alone,
-which is added there. New weights go to the other machines.
+which is added there. New weights go to the other machines, over gloo, from host memory; gradients do on the CPU device.
 """
 from __future__ import annotations
 
@@ -54,9 +54,10 @@ class Exchange:
         apart = g * self.gradients * ((m - 1) / m)      # of a whole machine
         added = self.gradients + wide / g               # read, and written, by the sum
         self.exchange_s = leaving / links + added / (machine.hbm_gbps * 1e9)
-        self.network_s = apart / (machine.network_gbps * 1e9)
+        gloo = min(machine.network_gbps, g * machine.gloo_gbps) * 1e9           # each process sends what is its own
+        self.network_s = apart / (gloo if machine.device == "cpu" else machine.network_gbps * 1e9)
         self.lost_s = (leaving + apart / g) / (machine.lost_gbps * 1e9)
-        self.spread_s = self.gradients * ((m - 1) / m) / (machine.network_gbps * 1e9)
+        self.spread_s = self.gradients * ((m - 1) / m) / gloo
         updated = np.array([u.weights if u.trained else 0 for u in units], dtype=np.int64)
         self.lowered = -(-updated // n)
         self.raised = updated - self.lowered

@@ -37,6 +37,7 @@ DRIVE_NAME, DRIVE = "Samsung PM9A3 of 1.92 TB", (6.5, 3.5, 4.5, 3504.0)
 NVLINK_REACHED, LOST_GBPS = 0.7, 110.0
 FP8_GAIN = 1.85             # of 7B width on an H200, at 16k tokens, forward and both gradients: 17.1 ms for 31.6
 NETWORK_GBPS = 50.0         # of a machine: one port of 400 Gb/s, stated
+GLOO_GBPS = 0.9             # of a process: benchmarks/bench_between.py, two cores with other work, both ways at once
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,7 @@ class Machine:
         exchange_gbps: what leaves each GPU for the others of its machine, all to all; 0: they have no links to each
             other, and take those to the host. lost_gbps: that exchange holds up what is computed beside it by the
             seconds in which what leaves would leave at this rate.
-        network_gbps: what leaves a machine for others.
+        network_gbps: what leaves a machine for others. gloo_gbps: what one process of it sends, from host memory.
         one_memory: the device has none of its own: vram_bytes and host_bytes are parts of one, which a plan takes as
             they are; "gb10,vram=90GiB,host=28GiB" parts it otherwise.
         origins: (field, "measured", "published" or "assumed") of the rates that `origin` could not tell from source.
@@ -105,6 +106,7 @@ class Machine:
     exchange_gbps: float = 0.0
     lost_gbps: float = LOST_GBPS
     network_gbps: float = NETWORK_GBPS
+    gloo_gbps: float = GLOO_GBPS
     fp8_gain: float = FP8_GAIN
     source: str = "described"
     one_memory: bool = False
@@ -410,7 +412,8 @@ def _attention(table: tuple[tuple[int, float, float], ...], by: float) -> tuple[
 
 RATES = ("gemm", "attention", "hbm_gbps", "h2d_gbps", "d2h_gbps", "both_gbps", "busy_gbps", "adam_gparams",
          "add_gparams", "device_adam_gparams", "launch_us", "fp8_gain", "disk_read_gbps", "disk_write_gbps",
-         "disk_both_gbps", "disk_tbw", "whole_gbps", "host_gbps", "exchange_gbps", "lost_gbps", "network_gbps")
+         "disk_both_gbps", "disk_tbw", "whole_gbps", "host_gbps", "exchange_gbps", "lost_gbps", "network_gbps",
+         "gloo_gbps")
 ON_SHEETS = ("gemm", "attention", "hbm_gbps", "h2d_gbps", "d2h_gbps", "both_gbps", "device_adam_gparams",
              "disk_read_gbps", "disk_write_gbps", "disk_both_gbps", "disk_tbw", "exchange_gbps")
 
@@ -418,7 +421,7 @@ ON_SHEETS = ("gemm", "attention", "hbm_gbps", "h2d_gbps", "d2h_gbps", "both_gbps
 # Of a machine that was measured: what follows from AdamW's rate; a drive that no --disk named; what several GPUs have.
 SUM_ORIGIN = ("add_gparams", "assumed")
 DRIVE_ORIGINS = tuple((rate, "published") for rate in RATES if rate.startswith("disk_"))
-LINK_ORIGINS = tuple((rate, "assumed") for rate in RATES[-5:])      # until several GPUs are measured; the network stays
+LINK_ORIGINS = tuple((rate, "assumed") for rate in RATES[-6:])      # until several GPUs are measured; the network stays
 
 
 def _origins(measured: tuple[str, ...] = (), assumed: tuple[str, ...] = ()) -> tuple[tuple[str, str], ...]:
@@ -657,7 +660,8 @@ def _links(m: Machine) -> list[tuple[str, str, str]]:
     between = f"{m.exchange_gbps:.4g} GB/s leave each" if m.exchange_gbps else "over their links to the host"
     return [("to each of several GPUs at once", whole, m.origin("whole_gbps") if m.whole_gbps else "not measured"),
             ("between GPUs", between, m.origin("exchange_gbps") if m.exchange_gbps else "not measured"),
-            ("between machines", f"{m.network_gbps:.4g} GB/s leave each", "stated: machine=\"...,network_gbps=GB/s\"")]
+            ("between machines", f"{m.network_gbps:.4g} GB/s leave each", "stated: machine=\"...,network_gbps=GB/s\""),
+            ("there, new weights", f"{m.gloo_gbps:.4g} GB/s a process", "stated: machine=\"...,gloo_gbps=GB/s\"")]
 
 
 def listing() -> str:
