@@ -166,7 +166,7 @@ static void tell_feed(mt_stream *s)
     if (s->cx->feed == NULL)
         return;
     for (const mt_job *j = s->mover.first; j != NULL && n < TOLD; j = j->next)
-        units[n++] = ((const slot *)(const void *)j)->unit;
+        units[n++] = mt_stream_owner(s, ((const slot *)(const void *)j)->unit);
     mt_feed_expect(s->cx->feed, units, n);
 }
 
@@ -777,7 +777,7 @@ static mt_status await_copy(mt_stream *s, int k, mt_queue *run)
     mt_status st;
 
     if (on_disk(s, s->slots[k].unit))
-        mt_mirror_forget(s->store, s->slots[k].unit);
+        mt_mirror_forget(s->store, mt_stream_owner(s, s->slots[k].unit));
     MT_TRY(wait_issued(s, k));
     if (mt_syncs(s->cx))
         MT_TRY(s->dev->ops->sync_event(s->slots[k].ready));

@@ -118,7 +118,7 @@ class Ways:
         if self.wishes.slots:
             return [self.wishes.slots]
         n = len(self.shape.units)
-        if any(u.fetched for u in self.shape.units):
+        if any(u.fetched for u in self.shape.units) and self.wishes.nvme is None:     # else some may come whole
             return [r for r in RINGS if LEAST_OF_PIECES <= r < n] + [max(LEAST_OF_PIECES, n)]
         return [r for r in RINGS if r < n] + [max(2, n)]
 
@@ -163,6 +163,8 @@ class Ways:
 
     def slots(self, homes: tuple[Home, ...], ring: int) -> list[int]:
         """Bytes of each, of units that stream."""
+        if any(u.fetched for u in self.shape.units):
+            return plan_slots([n for u, home in enumerate(homes) if not home for n in self._fetched(homes, u)], ring)
         return self.disk.tally.slots(self.disk.where(homes, OnDisk()), ring)
 
     def walked(self, homes: tuple[Home, ...], ring: int) -> list[int]:
@@ -201,9 +203,15 @@ class Ways:
             homes, through, sum(weights), sum([units[u].weights for u in needed]),
             sum([crossing[u] for u in away]), sum(self.visiting(homes).values()),
             last / (m.both_gbps * 1e9), sum(numbers) / adding,
-            max(numbers, default=0) / adding, self._ring_bytes([n for u in away for n in units[u].slots]),
+            max(numbers, default=0) / adding, self._ring_bytes([n for u in away for n in self._fetched(homes, u)]),
             max([uses.last[u] for u in away], default=0),
             min([uses.first[u] for u in needed], default=0))
+
+    def _fetched(self, homes: tuple[Home, ...], u: int) -> tuple[int, ...]:
+        """Bytes of what of a unit is fetched at once: where its weights are on disk, all of them."""
+        unit = self.shape.units[u]
+        filed = unit.fetched and any(u in self.disk.units(homes, micro).weights for micro in (1, 2))
+        return (unit.weights,) if filed else unit.slots
 
     def _ring_bytes(self, weights: list[int]) -> list[tuple[int, int]]:
         """(ring, bytes of its slots) for units of these sizes."""

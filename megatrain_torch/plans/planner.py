@@ -271,21 +271,17 @@ def _best(shape_with: Callable[..., Shape], limits: Machine, wishes: Wishes, exp
     """With a layer's experts fetched at once, or a few at a time where that takes clearly less time, or alone fits."""
     if experts is not None:
         check_count(experts, "experts", 0)
-    there = any(home in DISKS for home in _each(wishes.homes)) or wishes.activations in DISK
-    if experts and there:
-        raise MegatrainError(f"experts={experts}: what has weights, states or activations on disk is fetched whole")
-    shape, without = shape_with(wishes.states, experts or 0), dataclasses.replace(wishes, nvme=None)
-    problem = Problem(shape, limits, without if experts else wishes)
+    shape = shape_with(wishes.states, experts or 0)
+    problem = Problem(shape, limits, wishes)
     _check_activations(problem)
     problem, best = _solve(problem)
-    if experts is not None or not shape.experts or there:
+    if experts is not None or not shape.experts:
         return problem, best, functools.partial(shape_with, experts=experts or 0), experts or 0
     cut = shape_with(wishes.states, shape.experts)
     if not any(u.fetched for u in cut.units):
         return problem, best, shape_with, 0
-    other, found = _solve(Problem(cut, limits, without))
-    neither = best is None and found is None and wishes.nvme is not None
-    if neither or (best is not None and (found is None or best[1].seconds <= found[1].seconds * WORTH_PIECES)):
+    other, found = _solve(Problem(cut, limits, wishes))
+    if best is not None and (found is None or best[1].seconds <= found[1].seconds * WORTH_PIECES):
         return problem, best, shape_with, 0
     return other, found, functools.partial(shape_with, experts=shape.experts), shape.experts      # which needs less
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 import dataclasses
 import weakref
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 
@@ -153,6 +154,13 @@ class _Form:
     def __init__(self, p: torch.Tensor) -> None:
         self.dtype, self._numel, self._floating, self._param = (
             p.dtype, p.numel(), p.is_floating_point(), weakref.ref(p))
+        self.shape, self._stride, self.stands = p.shape, p.stride(), getattr(p, "stands", None)
+
+    def dim(self) -> int:
+        return len(self.shape)
+
+    def stride(self, dim: int | None = None) -> Any:
+        return self._stride if dim is None else self._stride[dim]
 
     def numel(self) -> int:
         return self._numel
