@@ -3,10 +3,11 @@ number of processes goes on from a whole checkpoint.
 
     python tests/run_kill_several.py --times 50 [--folder /disk] [--phases]
 
-Processes, as of one machine or, in turn, of one each, train a small model on the CPU device, with units at home in one place and another, and save every other step,
-in turn while they wait and behind their back; now and then one alone reads a moment. After a random time one is killed; all others must end by themselves within PATIENCE, and say which rank is gone.
-The next ones, as many, one more or one fewer, resume from what is there. Of it test_several.py runs a few; prints a
-table. --phases: one kills itself within each phase of a short run, at a random time of it.
+Processes, as of one machine or, in turn, of one each, train a small model on the CPU device, with units at home in one
+place and another, and save every other step, in turn while they wait and behind their back; now and then one alone
+reads a moment. After a random time one is killed; all others must end by themselves within PATIENCE, and say which rank
+is gone. The next ones, as many, one more or one fewer, resume from what is there. test_several.py runs a few of these.
+This prints a table. --phases: one kills itself within each phase of a short run, at a random time of it.
 """
 from __future__ import annotations
 

@@ -531,6 +531,22 @@ def test_templates_run_over_codes(form: str, folder: Callable[[str], Path], tmp_
     assert "template" in str(mt.explain(model))
 
 
+def test_a_weight_that_is_not_its_packages_is_found_out(folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+                                                        ) -> None:
+    """One row is off by 2 %: less than outputs and gradients would tell."""
+    own = ops.expand_codes_
+
+    def off(out: Tensor, *args: Any, **kw: Any) -> None:
+        own(out, *args, **kw)
+        out[:1] *= 1.02
+
+    monkeypatch.setattr(ops, "expand_codes_", off)
+    model = fused("nf4-double", folder, Path())
+    trained(model, 1)
+    for window in layers_of(model):
+        assert "stand for other numbers than bitsandbytes 4 bits's own code makes" in window.code
+
+
 def test_what_templates_do_not_run_over_says_so(folder: Callable[[str], Path]) -> None:
     model = fused("torchao-int8", folder, Path())
     trained(model, 1)
@@ -550,7 +566,8 @@ def test_a_base_that_cannot_be_had_is_refused(tmp_path: Path) -> None:
     written(plain, transformers.LlamaConfig(**BLOCKS), lambda tensors: None, {})
     there = written(tmp_path / "fp8", transformers.LlamaConfig(**BLOCKS), in_blocks, FP8)
     small = written(tmp_path / "small", transformers.LlamaConfig(**SIZES), lambda tensors: None, {})
-    for at, asked, why in ((small, "fp8", "no weight of .* is kept as codes"), (plain, "int4", "use 'nf4', 'int8', 'fp8' or 'mxfp4'"), (plain, "mxfp4", "is not; it is kept"),
+    for at, asked, why in ((small, "fp8", "no weight of .* is kept as codes"),
+                           (plain, "int4", "use 'nf4', 'int8', 'fp8' or 'mxfp4'"), (plain, "mxfp4", "is not; it is kept"),
                            (there, "nf4", r"is quantised already \(fp8\); base='fp8' keeps it")):
         with pytest.raises(mt.MegatrainError, match=why):
             mt.from_pretrained(cls, at, base=asked, device="cpu")

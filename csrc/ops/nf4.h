@@ -2,8 +2,9 @@
  *
  * Of each block of `group` neighbours w: scale = max |w|; v = w * (1 / scale), held to [-1, 1], in
  * fp32; the code says how many of the 15 halves between neighbours of MT_NF4_NUMBERS (expand.h) lie
- * below v. In a last block that is not whole v is w / scale. A scale below 1e-38 is taken for that. Codes lie two in a byte, the first in the high
- * bits; a last one alone has the code of 0 beside it. A NaN has code 15 and makes its scale NaN.
+ * below v. In a last block that is not whole v is w / scale. A scale below 1e-38 is taken for that.
+ * Codes lie two in a byte, the first in the high bits; a last one alone has the code of 0 beside
+ * it. A NaN has code 15 and makes its scale NaN.
  *
  * Source: quantize_4bit of bitsandbytes 0.50's "default" backend (Dettmers et al. 2023, "QLoRA").
  *
