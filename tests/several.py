@@ -264,7 +264,7 @@ def refused(rank: int, group: Any, what: str) -> str:
         model.layers, model.head = model._modules.pop("head"), model._modules.pop("layers")
     if what == "frozen" and odd:
         model.head.requires_grad_(False)
-    asked = {"homes": {"plan": {"homes": "disk+weights"}, "nvme": tempfile.gettempdir()},
+    asked = {"homes": {"plan": {"homes": "disk+weights"}, "nvme": tempfile.gettempdir()}, "grads": {"plan": {"grads": "none"}},
              "host": {"host": "1KiB"} if odd else {}}.get(what, {})
     try:
         mt.stream(model, "cpu", group=group, reduce="max" if what == "reduce" and odd else "mean", **asked)

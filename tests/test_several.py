@@ -278,6 +278,7 @@ def test_a_save_that_fails_on_one(pool: Pool, tmp_path: Path) -> None:
 @pytest.mark.parametrize("what, said", [
     ("model", "the model is not the same in all processes: 4 and 5 in rank 0 and rank 1"), ("order", "not the same"),
     ("frozen", "True and False in rank 0 and rank 1"), ("homes", "homes='disk+weights', with 3 GPUs"),
+    ("grads", "grads='none', with 3 GPUs"),
     ("reduce", "use 'mean' or 'sum'"), ("host", "1.0 KiB"), ("machines", "each machine has to have equally many")])
 def test_refused_on_all(pool: Pool, what: str, said: str) -> None:
     texts = pool.call("several:apart", 3, 1 + (what == "machines"), "several:refused", what)
