@@ -300,6 +300,28 @@ def disk_full_on_one(rank: int, group: Any, folder: str, when: str) -> str:
     return "" if told and not left and time.monotonic() - begun < 30 else f"{said} {left} {time.monotonic() - begun}"
 
 
+def unfrozen_on_disk(rank: int, group: Any, folder: str) -> str:
+    """A parameter that trains from the second step on, whose unit's states are in a file by then; and looks at them."""
+    import megatrain_torch as mt
+    found = []
+    for homes in ("ram", "disk"):
+        model = mt.stream(Choosy(), "cpu", group=group, plan={"homes": homes}, nvme=folder)
+        late = [model.layers[1][0].weight, model.layers[2][0].bias]
+        opt = mt.AdamW(model.parameters(), max_grad_norm=0.5)
+        for number in range(5):
+            for p in late:
+                p.requires_grad_(number > 0)
+            _loss(model, number, rank, ALL).backward()
+            opt.step()
+            opt.zero_grad()
+            if number == 2 and rank == 1:
+                [m.norm() for p in model.parameters() for m in opt.moments(p)]
+        found.append([p.detach().clone() for p in model.parameters()])
+        found[-1] += [m for p in model.parameters() for m in opt.moments(p)]
+        mt.unstream(model)
+    return "" if all(torch.equal(a, b) for a, b in zip(*found)) else "other values"
+
+
 def moves_again(rank: int, group: Any, first: int, later: int, graphs: bool = False) -> str:
     """The first pass has so many rows, those behind it about so many, others on each rank: after some steps units are where
     they are best for these, with all that they have. graphs: rank 1 has one that is alive, for two steps."""

@@ -251,6 +251,11 @@ def test_what_not_all_ranks_do(pool: Pool, what: str) -> None:
     assert pool.call(f"several_odd:{what}", 2, timeout=60.0) == ["", ""]
 
 
+@pytest.mark.parametrize("machines", [pytest.param(1, marks=LONG), 2])
+def test_what_trains_later_with_states_on_disk(pool: Pool, machines: int, tmp_path: Path) -> None:
+    assert pool.call("several:apart", 2, machines, "several_odd:unfrozen_on_disk", str(tmp_path)) == ["", ""]
+
+
 @pytest.mark.parametrize("first, later, graphs", [(16, 4, False), *(pytest.param(*how, marks=LONG) for how in (
     (30, 2, False), (16, 4, True)))])
 def test_units_move_again_for_lengths_that_come(pool: Pool, first: int, later: int, graphs: bool) -> None:
