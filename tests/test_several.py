@@ -227,6 +227,10 @@ def test_a_checkpoint_that_one_rank_finds_broken_is_loaded_by_none(pool: Pool, t
     assert all("a block is another" in said for *_, said in found), found
 
 
+def test_frozen_weights_are_written_once_by_all(pool: Pool, tmp_path: Path) -> None:
+    assert pool.call("several_load:saved_twice", 3, str(tmp_path)) == [([1, 2], True)] * 3
+
+
 @pytest.mark.parametrize("how", ["meta", "of_other_values"])
 def test_a_model_that_each_rank_makes_is_the_first_ones(pool: Pool, how: str) -> None:
     wanted = several_load.made_by_the_script(0, None, how)

@@ -100,7 +100,7 @@ __global__ void __launch_bounds__(THREADS) most_kernel(const mt_fp8 f)
 // shared memory to where the column lies.
 // Bytes: 2 in, 1 or 2 out an element of 16 bits. Limit: HBM.
 template <typename T, int W>
-__global__ void __launch_bounds__(THREADS) tile_kernel(const mt_fp8 f)
+__global__ void __launch_bounds__(THREADS, 5) tile_kernel(const mt_fp8 f)
 {
     constexpr int ACROSS = TILE_COLS / W, GROUPS = TILE_WORDS;
     __shared__ unsigned columns[TILE_COLS][GROUPS + 1];
@@ -110,22 +110,25 @@ __global__ void __launch_bounds__(THREADS) tile_kernel(const mt_fp8 f)
         const int across = job % ACROSS * W, group = job / ACROSS;
         const int64_t row = row0 + group * 4, col = col0 + across;
         Elements<T, W> x[4];
+        float scale[4];                          // asked for beside x: not one after the other
 
         if (col >= f.cols || row >= f.rows) {                  // behind the last row zeros
             for (int c = 0; c < W; c++)
                 columns[across + c][group] = 0;
             continue;
         }
-        for (int i = 0; i < 4; i++)
+        for (int i = 0; i < 4; i++) {
+            scale[i] = f.by_rows != nullptr && row + i < f.rows ? f.row_scale[row + i] : 0.0f;
             if (row + i < f.rows)
                 x[i].load(static_cast<const T *>(f.x) + (row + i) * f.stride + col);
             else
                 x[i].zero();
+        }
         if (f.by_rows != nullptr)
             for (int i = 0; i < 4; i++)
                 if (row + i < f.rows)
                     store_codes<T, W>(f.by_rows + (row + i) * f.cols + col, x[i],
-                                      inverse_of(f.row_scale[row + i]));
+                                      inverse_of(scale[i]));
         float inverse[W];
 
         load_inverses<W>(inverse, f.column_scale + col);
