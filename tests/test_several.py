@@ -172,6 +172,12 @@ def test_what_scripts_do_on_several_machines(pool: Pool, homes: str) -> None:
     assert pool.call("several:apart", 2, 2, "several:habits", {"homes": homes}) == [[], []]
 
 
+@pytest.mark.parametrize("homes", [pytest.param("ram", marks=LONG), "vram"])
+def test_what_was_looked_at_before_a_load_is_what_was_loaded(pool: Pool, homes: str, tmp_path: Path) -> None:
+    found = pool.call("several:apart", 4, 2, "several:looked_at_around_a_load", str(tmp_path / "c"), homes)
+    assert found == [[]] * 4
+
+
 def test_what_a_save_brings_of_other_machines_is_given_back(pool: Pool, tmp_path: Path) -> None:
     """Each has 16 MiB of weights, and half of gradients and moments."""
     before, *behind, looked = pool.call("several:apart", 2, 2, "several:memory_of_saves", str(tmp_path / "c"))[0]
