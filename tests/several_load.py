@@ -1,6 +1,7 @@
 """Models that several processes load, or make, and stream: what each then has."""
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -115,3 +116,28 @@ def saved_by_one(folder: str, states: str) -> int:
     nbytes = mt.save(model, opt, folder).bytes
     mt.unstream(model)
     return nbytes
+
+
+def saved_twice(rank: int, group: Any, folder: str) -> tuple[list[int], bool]:
+    """Of a model whose first layer is frozen: links that files of the second checkpoint have, and whether what another
+    model reads from it is this one's."""
+    import megatrain_torch as mt
+    from megatrain_torch.checkpoint import again
+    again.LEAST_BYTES, least = 1, again.LEAST_BYTES
+    try:
+        models = [built("llama", torch.float32) for _ in range(2)]
+        for model in models:
+            model.model.layers[0].requires_grad_(False)
+            mt.stream(model, "cpu", group=group)
+        opt = mt.AdamW([p for p in models[0].parameters() if p.requires_grad], lr=0.01)
+        for name in ("1", "2"):
+            models[0](input_ids=torch.arange(8).view(1, 8) + rank, labels=torch.arange(8).view(1, 8)).loss.backward()
+            opt.step()
+            opt.zero_grad()
+            mt.save(models[0], opt, f"{folder}/{name}", asynchronous=name == "2").wait()
+        mt.load(models[1], None, f"{folder}/2")
+        links = sorted(p.stat().st_nlink for p in Path(folder, "2").glob("model-*.safetensors"))
+        one, other = ([digest(p) for p in m.parameters()] for m in models)
+        return links, one == other
+    finally:
+        again.LEAST_BYTES = least

@@ -17,6 +17,7 @@ transformers = pytest.importorskip("transformers")
 
 import megatrain_torch as mt  # noqa: E402
 from megatrain_torch import ops  # noqa: E402
+from megatrain_torch.base import slots  # noqa: E402
 from megatrain_torch.base.coded import Coded, nf4_strands  # noqa: E402
 from megatrain_torch.base.stacks import cut, usual_experts  # noqa: E402
 from megatrain_torch.graph.stacks import Stack  # noqa: E402
@@ -91,9 +92,9 @@ def wanted(arch: str, how: str, codes: str = "") -> list[Tensor]:
     return trained(model)
 
 
-def streamed(model: nn.Module, **plan: Any) -> nn.Module:
+def streamed(model: nn.Module, compute: str = "eager", **plan: Any) -> nn.Module:
     nvme = plan.pop("nvme", None)
-    return doors.stream(model, "cpu", compute="eager", nvme=nvme,
+    return doors.stream(model, "cpu", compute=compute, nvme=nvme,
                         plan={"slots": 2, "debug": {"poison": True, "delay_us": 100}, **plan})
 
 
@@ -125,6 +126,58 @@ def test_experts_fetched_a_few_at_a_time_give_the_resident_models_bits(
     if home in ("ram", "disk") and not (arch == "deepseek" and codes):       # whose first layer has no experts
         layer = max(rt.core.hi_bytes(unit) for unit in range(len(rt.units)))
         assert max(s.nbytes for s in rt.ring.slots) < 0.6 * layer, "a slot holds a part of a layer"
+
+
+def by_templates(arch: str, codes: str, **plan: Any) -> tuple[nn.Module, list[Tensor]]:
+    """GPT-OSS' biases of experts train too."""
+    model = streamed(model_of(arch, "grouped_mm", codes), "fused", **plan)
+    found = trained(model)
+    at = f"experts are fetched {plan['experts']} at a time" if plan["experts"] else ""
+    layers = [w.code for w in runtime_of(model).windows if "layers." in w.name]
+    assert layers == [", ".join(filter(None, ("template", at)))] * 2
+    return model, found
+
+
+@functools.cache
+def whole(arch: str, codes: str) -> list[Tensor]:
+    return by_templates(arch, codes, activations="saved", experts=0)[1]
+
+
+PIECES = [(a, c, k, n, s, h) for a, c in (("mixtral", ""), ("qwen3", "nf4"), ("gpt-oss", "mxfp4"), ("qwen3", ""))
+          for k in ("saved", "selective", "attention", "replay") for n, s in ((1, 2), (3, 4)) for h in ("ram", "vram")]
+FEW = [("gpt-oss", "nf4", "replay", 3, 2, "ram")]
+
+
+@pytest.mark.parametrize(("arch", "codes", "keeps", "experts", "ring", "home"), PIECES if parity.FULL else FEW)
+def test_templates_over_a_few_experts_at_a_time_give_their_own_bits(arch: str, codes: str, keeps: str, experts: int,
+                                                                    ring: int, home: str) -> None:
+    assert_same(by_templates(arch, codes, activations=keeps, experts=experts, slots=ring, homes=home)[1],
+                whole(arch, codes))
+
+
+@parity.LONG
+def test_a_template_has_experts_cross_twice_and_the_modules_own_code_three_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(slots, "SMALL_CLASS_BYTES", 0)       # so that experts do not stay
+    crossed = {}
+    for compute in ("fused", "eager"):
+        model = streamed(model_of("mixtral", "grouped_mm"), compute, activations="replay", experts=1, slots=4)
+        core, seen = runtime_of(model).core, []
+        for step in range(3):
+            before = core.stats()["h2d_bytes"]
+            model(**batch(step, 64)).loss.backward()
+            seen.append(core.stats()["h2d_bytes"] - before)
+        crossed[compute] = seen[-1] / sum(core.hi_bytes(u) for u in range(len(runtime_of(model).units)))
+    assert 1.5 < crossed["fused"] < 2.1 and crossed["eager"] > 2.3, crossed
+
+
+@parity.LONG
+def test_a_look_at_numbers_goes_through_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatrain_torch.fused.templates.pieces import Pieces
+    own = Pieces.experts
+    monkeypatch.setattr(Pieces, "experts", lambda self, name, which: own(self, name, which) * 1.1)
+    model = streamed(model_of("mixtral", "grouped_mm"), "fused", experts=3)
+    trained(model, 1)
+    assert "on random data the template is off by" in runtime_of(model).windows[1].code
 
 
 def test_codes_are_expanded_a_few_experts_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -227,6 +227,10 @@ def test_a_checkpoint_that_one_rank_finds_broken_is_loaded_by_none(pool: Pool, t
     assert all("a block is another" in said for *_, said in found), found
 
 
+def test_frozen_weights_are_written_once_by_all(pool: Pool, tmp_path: Path) -> None:
+    assert pool.call("several_load:saved_twice", 3, str(tmp_path)) == [([1, 2], True)] * 3
+
+
 @pytest.mark.parametrize("how", ["meta", "of_other_values"])
 def test_a_model_that_each_rank_makes_is_the_first_ones(pool: Pool, how: str) -> None:
     wanted = several_load.made_by_the_script(0, None, how)
@@ -242,7 +246,8 @@ def test_what_scripts_do(pool: Pool, homes: str) -> None:
 @pytest.mark.parametrize("what", [
     "hooks_on_one", "hooks_in_another_order", "hooks_that_come_later", "grads_kept_on_one", "grads_of_ones_own",
     "penalty_before", "update_in_a_hook", "two_models", "backward_breaks_on_one", "backward_breaks_on_all", "refused_on_one",
-    "backward_reaches_nothing_on_one", "grad_taken_in_backward"])
+    "backward_reaches_nothing_on_one", "grad_taken_in_backward",
+    "grad_taken_of_what_is_not_used"])
 def test_what_not_all_ranks_do(pool: Pool, what: str) -> None:
     assert pool.call(f"several_odd:{what}", 2, timeout=60.0) == ["", ""]
 

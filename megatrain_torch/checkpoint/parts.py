@@ -20,7 +20,7 @@ from ..optim.moments import CODES, MOMENTS
 from ..store.guard import plain
 from ..store.records import Record
 from ..store.tensorfiles import KINDS, Entry, TensorFile, packed
-from . import likeness, manifest
+from . import again, likeness, manifest
 from .contents import MASTERS
 
 if TYPE_CHECKING:
@@ -37,17 +37,20 @@ class Parts:
     """A checkpoint that is not written yet.
 
     Attributes:
-        tensors: all of them, as their files have them. small: {file name: its bytes}. body: of the manifest.
+        small: {file name: its bytes}. body: of the manifest. still: of files that are to change no more.
     """
 
     files: list[TensorFile]
-    tensors: list[Entry]
     small: dict[str, bytes]
     body: dict[str, Any]
+    still: again.Still
 
-    @property
-    def nbytes(self) -> int:
-        return sum(f.nbytes for f in self.files) + sum(len(data) for data in self.small.values())
+    def without(self, names: set[str]) -> list[TensorFile]:
+        """Files of tensors but for these."""
+        return [f for f in self.files if f.name not in names]
+
+    def nbytes_without(self, names: set[str]) -> int:
+        return sum(f.nbytes for f in self.without(names)) + sum(len(data) for data in self.small.values())
 
 
 def parts_of(rt: Runtime, model: nn.Module, opt: torch.optim.Optimizer | None, scheduler: Any, extra: Any,
@@ -60,10 +63,23 @@ def parts_of(rt: Runtime, model: nn.Module, opt: torch.optim.Optimizer | None, s
         rt.planes.notice_writes(rt.records)
         rt.core.drain()
         weights, states = _weights(model, names), _states(opt, names)
-    stem = "model" if _has_its_names(model) else "weights"
-    files = packed(weights, stem, most) + (packed(states, "states", most) if states else [])
+    files, still = _files(weights, {name: p._mt for p, name in names.items()},
+                          "model" if _has_its_names(model) else "weights", most)
+    files += packed("states", most, states) if states else []
     small = {TRAINING: _training(opt, names, scheduler, extra, randoms), **_beside(model, files)}
-    return Parts(files, weights + states, small, _body(rt, opt, names, small))
+    return Parts(files, small, _body(rt, opt, names, small), still)
+
+
+def _files(weights: list[Entry], records: dict[str, Record], stem: str, most: int
+           ) -> tuple[list[TensorFile], again.Still]:
+    """Of weights and buffers, and `Parts.still` of them. records: by name."""
+    still = [e for e in weights if e.unit >= 0 and again.is_still(records[e.name])]
+    if sum(e.nbytes for e in still) < again.LEAST_BYTES:
+        return packed(stem, most, weights), {}
+    names = {e.name for e in still}
+    files = packed(stem, most, still, [e for e in weights if e.name not in names])
+    return files, {f.name: tuple(records[e.name].writes for e in f.entries) for f in files
+                   if f.entries[0].name in names}
 
 
 def names_of(model: nn.Module) -> dict[Tensor, str]:
@@ -146,10 +162,10 @@ def _planes(record: Record, name: str) -> list[Entry]:
     return found
 
 
-def held_by(rt: Runtime, entries: list[Entry]) -> list[tuple[int, int]]:
-    """(unit, planes) of all that is in files."""
+def held_by(files: list[TensorFile]) -> list[tuple[int, int]]:
+    """(unit, planes) of all that is in them."""
     planes: dict[int, int] = {}
-    for e in entries:
+    for e in (e for f in files for e in f.entries):
         if e.unit >= 0:
             planes[e.unit] = planes.get(e.unit, 0) | 1 << _core.PLANES[e.plane]
     return sorted(planes.items())

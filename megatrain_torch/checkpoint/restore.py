@@ -28,7 +28,7 @@ from ..optim.masters import set_master
 from ..optim.moments import CODES, MOMENTS, decoded, load_moments
 from ..store.records import Record
 from ..store.tensorfiles import DTYPES, Stored
-from . import contents, likeness, manifest
+from . import again, contents, likeness, manifest
 from .contents import MASTERS
 from .matching import loses, match, match_groups, match_kind
 from .parts import TRAINING, buffers_of, names_of
@@ -97,6 +97,8 @@ def load(model: nn.Module, opt: torch.optim.Optimizer | None, folder: str | Path
     if scheduler is not None:                        # before states: its class is a stranger, and may refuse its own
         _load_scheduler(scheduler, training["scheduler"], source.folder)
     _take(rt, model, opt, source, names, training, progress)
+    records = {name: p._mt for p, name in names.items()}
+    rt.saves.before = again.loaded(source.folder, source.body, records, source.tensors)
     if opt is not None:
         _tell_of_other_bits(rt, source, _set_random_states(rt, training))
     return training["extra"]

@@ -32,7 +32,7 @@ from ..base.limits import host_limits, parse_bytes, show_bytes
 from ..group.waits import calling
 from ..model.registry import runtime_of
 from ..optim.adamw import AdamW
-from . import manifest
+from . import again, manifest
 from .parts import Parts, held_by, parts_of
 from .randomness import random_states
 from .saving import AS_BEFORE, Saving, give_up
@@ -83,7 +83,8 @@ def save(model: nn.Module, opt: torch.optim.Optimizer | None, folder: str | Path
 
     Call it between steps; where several processes train the model, in all of them, and each writes a part.
     The folder appears, whole and synced, under its name, or replaces the checkpoint that has it; until then that one is
-    untouched. Files that somebody put beside a checkpoint's own stay.
+    untouched. Files that somebody put beside a checkpoint's own stay. Frozen weights are written once: the next
+    checkpoint on the same file system has their files by hard links, after mt.load too.
 
     transformers' from_pretrained reads the folder, but for a PeftModel, or another model around transformers' own,
     whose weights it does not know by their names: then they are in files that it does not take, without config.json.
@@ -121,17 +122,15 @@ def save(model: nn.Module, opt: torch.optim.Optimizer | None, folder: str | Path
             raise MegatrainError(f"asynchronous={list(when)}, by rank: it has to be the same on all")
         _check(rt, model, opt)
         parts = parts_of(rt, model, opt, scheduler, extra, list(randoms), FILE_BYTES)
-        room, held = parse_bytes(spare, "spare"), held_by(rt, parts.tensors)
-        _check_room(folder, parts.nbytes, room or 0)
-        blocks = min(SPARE_BYTES, parts.nbytes)
-        if room is None:
-            room = blocks if asynchronous and rt.room.may_save(rt.core, held, blocks) else 0
-        rt.room.saving(rt.core, held, min(max(room, LEAST_BYTES), parts.nbytes))
+    linked = _linked(rt, parts, folder, writers)
+    with writers.as_one():
+        need = parts.nbytes_without(linked)
+        room = _room(rt, folder, need, held_by(parts.without(linked)), parse_bytes(spare, "spare"), asynchronous)
         if dry_run:
-            return _trial(folder, parts.nbytes, [f.name for f in parts.files] + [*parts.small, manifest.NAME])
-    saving = Saving(folder, sum(f.nbytes for f in parts.files), progress, writers)
+            return _trial(folder, need, [f.name for f in parts.files] + [*parts.small, manifest.NAME])
+    saving = Saving(folder, progress, writers)
     saving._begun = begun
-    _begin(rt, saving, parts, held, asynchronous, room)
+    _begin(rt, saving, parts, linked, asynchronous, room)
     if not asynchronous:
         saving.check()
     return saving
@@ -139,17 +138,30 @@ def save(model: nn.Module, opt: torch.optim.Optimizer | None, folder: str | Path
 
 # ---- its beginning --------------------------------------------------------------------------------
 
-def _begin(rt: Runtime, saving: Saving, parts: Parts, held: list[tuple[int, int]], asynchronous: bool, spare: int
-           ) -> None:
+def _linked(rt: Runtime, parts: Parts, folder: Path, writers: Writers) -> set[str]:
+    """Names of files that are to be the last checkpoint's."""
+    with writers.as_one():
+        names = set.intersection(*writers.each(again.known(parts.files, parts.still, rt.saves.before)))
+        near = again.near(parts.files, names, rt.saves.before, folder) if writers.first else set()
+    return writers.each(near)[0]
+
+
+def _begin(rt: Runtime, saving: Saving, parts: Parts, linked: set[str], asynchronous: bool, spare: int) -> None:
     """A folder beside the one that it will be, and the work; what was begun is given up where that fails."""
     writers = saving._writers
     draft, asked_for = writers.draft(saving.folder), False
     try:
-        located = [f.located(draft.path) for f in parts.files]
+        if writers.first:
+            linked = again.link(parts.files, linked, rt.saves.before, draft.path)
+        linked = writers.each(linked)[0]
+        files = parts.without(linked)
+        parts.body["files"] |= {f.name: rt.saves.before[f.header].about for f in parts.files if f.name in linked}
+        saving.bytes = sum(f.nbytes for f in files)
+        located = [f.located(draft.path) for f in files]
         asked_for = True
-        writers.begin(rt.core, [where for where, _ in located], held, spare, COPIERS, WRITERS)
+        writers.begin(rt.core, [where for where, _ in located], held_by(files), spare, COPIERS, WRITERS)
         rt.saves.running = saving if asynchronous else None   # before its thread is there: start() may be interrupted
-        saving._start(asynchronous, rt.core, draft, parts.small, parts.body, parts.files, (located, parts.tensors))
+        saving._start(asynchronous, rt.core, rt.saves, draft, parts, files, located)
     except BaseException as e:
         if saving._taken.acquire(blocking=False):            # else its thread goes on with it
             rt.saves.running = None
@@ -176,6 +188,18 @@ def _check(rt: Runtime, model: nn.Module, opt: torch.optim.Optimizer | None) -> 
     if isinstance(opt, AdamW) and rt.handover.unstepped and standing:
         raise MegatrainError(f"gradients of {len(standing)} parameters ({standing[0]} ...) came since the last step, "
                              "and a checkpoint has none: save behind opt.step(), or drop them with opt.zero_grad()")
+
+
+def _room(rt: Runtime, folder: Path, need: int, held: list[tuple[int, int]], spare: int | None, asynchronous: bool
+          ) -> int:
+    """Bytes for blocks that are copied and not yet written. Raises: MegatrainError: there is no room for all that is
+    needed, on the disk or in host memory."""
+    _check_room(folder, need, spare or 0)
+    blocks = min(SPARE_BYTES, need)
+    if spare is None:
+        spare = blocks if asynchronous and rt.room.may_save(rt.core, held, blocks) else 0
+    rt.room.saving(rt.core, held, min(max(spare, LEAST_BYTES), need))
+    return spare
 
 
 def _check_room(folder: Path, need: int, spare: int) -> None:

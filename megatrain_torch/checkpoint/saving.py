@@ -6,14 +6,18 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .. import _core
 from ..base.errors import MegatrainError
 from ..group.control import ASIDE
 from ..store.tensorfiles import TensorFile
-from . import manifest
+from . import again, manifest
+from .parts import Parts
 from .writers import Writers
+
+if TYPE_CHECKING:
+    from ..model.saves import Saves
 
 POLL_S = 0.25                        # between two calls of progress
 AS_BEFORE = ", and what was there before is as it was"
@@ -24,13 +28,12 @@ class Saving:
 
     Attributes:
         folder: the name it takes, or has.
-        bytes: of its tensors' files. seconds: from the call until it had its name; 0.0 before.
+        bytes: of tensors' files that it writes. seconds: from the call until it had its name; 0.0 before.
         held: seconds for which the caller waited: for updates under way, and for what is small to be copied.
     """
 
-    def __init__(self, folder: Path, nbytes: int, progress: Callable[[int, int], None] | None, writers: Writers
-                 ) -> None:
-        self.folder, self.bytes, self._writers = folder, nbytes, writers
+    def __init__(self, folder: Path, progress: Callable[[int, int], None] | None, writers: Writers) -> None:
+        self.folder, self.bytes, self._writers = folder, 0, writers
         self.seconds = self.held = 0.0
         self._progress, self._begun = progress, time.perf_counter()
         self._over = threading.Event()       # not the thread's own: a join that is interrupted takes it for dead
@@ -86,8 +89,10 @@ class Saving:
 
     # ---- the work, on the caller's thread or on its own ----
 
-    def _run(self, core: _core.Engine, draft: manifest.Draft, small: dict[str, bytes], body: dict[str, Any],
-             files: list[TensorFile], _memory: Any) -> None:
+    def _run(self, core: _core.Engine, saves: Saves, draft: manifest.Draft, parts: Parts, files: list[TensorFile],
+             _memory: Any) -> None:
+        """files: of the parts' those that are to be written."""
+        body = parts.body
         try:
             with self._writers.as_one():
                 self._follow(core)
@@ -96,10 +101,11 @@ class Saving:
                 body["files"][f.name] = {"bytes": f.nbytes, "sums": sums.hex()}
             with self._writers.as_one():
                 if self._writers.first:
-                    for name, data in small.items():
+                    for name, data in parts.small.items():
                         manifest.write(draft.path / name, data)
                     manifest.write(draft.path / manifest.NAME, manifest.dump(body))
                     draft.publish()
+            saves.before = again.noted(parts.files, parts.still, self.folder, body)
         except BaseException as e:
             self._error, self._named = e, draft.published
             give_up(core)

@@ -19,6 +19,7 @@ from ..base.codes import elements
 from ..base.errors import MegatrainError
 from ..base.formats import master_bytes, moment_bytes
 from ..base.limits import show_bytes
+from ..checkpoint import again
 from ..checkpoint.parts import names_of
 from ..model.bases import check_base
 from . import folder, launch, lora, mixture
@@ -366,15 +367,18 @@ def _check_disk(model: Any, settings: Settings, freed: int) -> None:
     """Before a step is made: that the checkpoints which stay, the one being written and the model at the end fit.
     freed: bytes of a run that this one takes the place of."""
     out, trained = Path(settings.out), [p for p in model.parameters() if p.requires_grad]
-    weights = sum(math.prod(p._mt.shape) * p._mt.dtype.itemsize for p in names_of(model))
-    one = weights + sum(master_bytes(settings.states, p.dtype) * p.numel()
+    sizes = {p: math.prod(p._mt.shape) * p._mt.dtype.itemsize for p in names_of(model)}
+    weights, still = sum(sizes.values()), sum(n for p, n in sizes.items() if again.is_still(p._mt))
+    once = still if still >= again.LEAST_BYTES and again.can_link(out) else 0          # of all checkpoints together
+    one = weights - once + sum(master_bytes(settings.states, p.dtype) * p.numel()
                         + moment_bytes(settings.states, p.dtype, p.numel()) for p in trained)
     at_end = weights if settings.lora is None else sum(p.nbytes for p in trained)
     there = 0 if freed else len(folder.checkpoints(out))
     more = min(settings.keep + 1, math.ceil(settings.steps / settings.save_every)) - there
-    need, free = max(more, 1) * one + at_end, shutil.disk_usage(out).free + freed
+    need, free = max(more, 1) * one + once + at_end, shutil.disk_usage(out).free + freed
     if need > free:
-        raise MegatrainError(f"out={out}: {max(more, 1)} more checkpoints of {show_bytes(one)} and the model take "
+        raise MegatrainError(f"out={out}: {max(more, 1)} more checkpoints of {show_bytes(one)}"
+                             f"{f', {show_bytes(once)} that they share,' if once else ''} and the model take "
                              f"{show_bytes(need)}, and {show_bytes(free)} are free: make room, keep fewer (--keep "
                              f"{settings.keep}), or name a folder on another disk (--out)")
 

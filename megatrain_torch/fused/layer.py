@@ -30,6 +30,7 @@ from .node import Layer, Link
 from .proof.case import Case, Refused, Same, numbers_of, structure_of
 from .runner import Runner
 from .templates import STRAND, Coded, Expanded, Unfit, Weights, codings_of, dtype_of, fits, template
+from .templates.pieces import Pieces
 from .trial import Trial
 
 if TYPE_CHECKING:
@@ -194,17 +195,29 @@ class Fused(Runner):
     def operands(self, names: tuple[str, ...], wanted: frozenset[str] = frozenset()) -> Weights:
         """What a forward, or a backward that wants these gradients, multiplies with."""
         w = self.exact(names)
-        return Coded(w, wanted) if self.coded and self.template.coded else w
+        return Coded(w, wanted) if self.codes_products else w
+
+    @property
+    def codes_products(self) -> bool:
+        return self.coded and self.template.coded and not self.window.stacks
 
     def exact(self, names: tuple[str, ...]) -> Weights:
-        """The weights, those that codes stand for too."""
+        """The weights, those that codes stand for too; of experts that are fetched a few at a time so many at once."""
+        stacks = [s for s in self.window.stacks if s.pieces[0].cut is not None or s.whole is not None]
+        if stacks:
+            by_record, ring = dict(zip(self.window.records, names)), self.window.runtime.ring
+            own = {by_record[s.records[0]].partition(STRAND)[0]: s for s in stacks}
+            return Pieces(lambda: self._whole(names), own, lambda piece: piece.made(ring))
+        return self._whole(names)
+
+    def _whole(self, names: tuple[str, ...]) -> Weights:
         w = self.weights(names)
         return Expanded(w, self.codings, self.dtype) if self.codings else w
 
     @property
     def products(self) -> str:
         """How they are computed, where not as the module's own code has them; and which are as those all the same."""
-        if not self.coded or not self.template.coded:
+        if not self.codes_products:
             return ""
         dtype = self.dtype
         rest = [f"{n} ({sum(one.rows)} x {one.inputs})" for one in self.template.linears

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
+from ..graph.stacks import Stack
 from ..store.state import swap_window
 from .bases import plain_linears
 from .node import Runs
@@ -58,7 +59,7 @@ class Trial:
         few = 16 * sum(r.numel for r in self.window.records) <= WIDE_BYTES
         exact = not self.window.runtime.is_cuda or torch.get_float32_matmul_precision() == "highest"
         half = self.runs.dtype in (torch.bfloat16, torch.float16)
-        return torch.float32 if half and few and exact else None
+        return torch.float32 if half and few and exact and not self.window.stacks else None
 
     def _weights(self) -> Weights:
         """Of 16 bits in that type, those that codes stand for too."""
@@ -74,8 +75,13 @@ class Trial:
         bound, w = self.window.bind_leaves(), self.runs.exact(self.runs.names)
         for whole in self.window.wholes:
             name = next(n for n, r in self.runs.records.items() if r is whole.records[0])
-            theirs = whole.format.dense(bound.pop(whole.records[0]), self.runs.dtype)
-            if not _to_a_rounding(w.joint((name,)), theirs):
+            theirs = bound.pop(whole.records[0])
+            if isinstance(theirs, Stack):
+                ring = self.window.runtime.ring
+                same = all(_to_a_rounding(w.experts(name, p.experts), p.theirs(ring)) for p in theirs.stacked.pieces)
+            else:
+                same = _to_a_rounding(w.joint((name,)), whole.format.dense(theirs, self.runs.dtype))
+            if not same:
                 raise Unfit(f"the codes of {name} stand for other numbers than {whole.format.name}'s own code makes")
 
     def _widened(self, t: Any) -> Any:

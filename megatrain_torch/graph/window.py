@@ -209,16 +209,19 @@ class Window:
         """Whose code runs it, and why not another's."""
         if self.head is not None:
             return f"its own ({self.head.declined})" if self.head.declined else "fused with the loss"
-        if stacks := self.stacks:
-            return f"its own (experts are fetched {len(stacks[0].pieces[0].experts)} at a time)"
-        if self.compiled is not None:
+        stacks = self.stacks
+        pieces = f"experts are fetched {len(stacks[0].pieces[0].experts)} at a time" if stacks else ""
+        if self.compiled is not None and not stacks:
             return self.compiled.code
         if self.fused is None:
-            return f"its own ({self.unfit})" if self.unfit else "its own"
+            why = "; ".join(filter(None, (self.unfit, pieces)))
+            return f"its own ({why})" if why else "its own"
         if self.fused.verdict is None and not self.fused.declined:
             return "template, once it has been tried"
         why = self.fused.verdict or self.fused.declined
-        return f"its own ({why})" if why else ", ".join(filter(None, ("template", self.fused.products)))
+        if why:
+            return "its own (" + "; ".join(filter(None, (why, pieces))) + ")"
+        return ", ".join(filter(None, ("template", self.fused.products, pieces)))
 
     @property
     def spares_masks(self) -> bool:
@@ -345,14 +348,13 @@ class Window:
             out = self.head(args, kwargs)
             if out is not None:
                 return out
-        stacks = bool(self.stacks)
-        if self.fused is not None and not stacks:
+        if self.fused is not None:
             out = self.fused(args, kwargs)
             if out is not None:
                 return out
         args, kwargs = masks.dense(args, kwargs)
         mode = read(self.runtime.keeps.mode_of(self))
-        if self.compiled is not None and not mode.host and not stacks:
+        if self.compiled is not None and not mode.host and not self.stacks:
             done = self.compiled(args, kwargs, replays=mode.keep != "saved")
             if done is not None:
                 return done[0]
@@ -409,11 +411,10 @@ class Window:
 
     def run(self, args: Any, kwargs: Any, grad: bool, frame: Any = None, inner: Any = None) -> Any:
         """The module's own forward, or `inner`, with its weights bound; `frame` packs what autograd saves."""
-        inner = inner or self.inner
+        own, inner = inner is None, inner or self.inner
         cached_casts = torch.is_autocast_cache_enabled()
         bound = self.bind(grad)
-        if self._says_data or data.is_named((), self._hooks()):
-            data.show(bound.values())
+        shown = data.shown(bound.values()) if own and (self._says_data or data.is_named((), self._hooks())) else []
         versions = [t._version for t in bound.values()]
         if frame is not None:
             _push(frame.pack, frame.unpack)
@@ -427,6 +428,7 @@ class Window:
                 out = inner(*args, **kwargs)
         finally:
             swap_window(outer)
+            data.hide(shown)
             self.expanded.clear()
             if frame is not None:
                 _pop()

@@ -104,7 +104,7 @@ class Slot:
             if leaf is not None:
                 leaf.requires_grad_(r.was_trainable)
 
-    def unit_weights(self, unit: int, records: list[Record], names: tuple[str, ...]) -> Weights:
+    def unit_weights(self, unit: int, records: Spots, names: tuple[str, ...]) -> Weights:
         """The views by name, for a template; made once, their joint views too."""
         weights = self.weights.get((unit, names))        # a module may give its parts other names
         if weights is None:
@@ -278,8 +278,10 @@ class Ring:
         return [views[r.index].detach()[at.start:at.stop] for r in piece.records]
 
     def weights(self, unit: int, names: tuple[str, ...]) -> Weights:
-        slot = self.acquire(unit)
-        return self.slots[slot].unit_weights(unit, self._units[unit], names)
+        """Without stacks."""
+        number = self._rests.get(unit, unit)
+        slot = self.acquire(number)
+        return self.slots[slot].unit_weights(number, self._spots_of(number), names)
 
     def view(self, number: int, offset: int, dtype: torch.dtype, size: Any, stride: Any) -> Tensor:
         """Part of a unit's weights, or of a cut's, fetched if need be. offset: bytes from the start in its slot."""

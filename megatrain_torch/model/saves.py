@@ -8,10 +8,12 @@ class Saves:
     """
     Attributes:
         running: saving.Saving, until its end has been noticed; None: there is none.
+        before: files of the last checkpoint, written or read, that the next may have again, by header: again.Written.
     """
 
     def __init__(self) -> None:
         self.running: Any = None
+        self.before: dict[bytes, Any] = {}
 
     def finish(self) -> None:
         """Waits for a save that is under way, and tells what went wrong with it, unless its own wait() did.

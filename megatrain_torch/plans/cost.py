@@ -169,6 +169,7 @@ def _launch_s(machine: Machine, operations: float) -> float:
 # ---- templates -----------------------------------------------------------------------------------
 
 TEMPLATE_OPERATIONS = {"forward": 22, "backward": 38, "selective": 2, "attention": 10, "replay": 12, LINKED: 20}
+PART_OPERATIONS = {"forward": 9, "backward": 16}       # of some experts, where they are fetched a few at a time
 
 
 def _template_bytes(w: Window, m: Machine, tokens: int, seq: int) -> tuple[dict[str, int], dict[str, int]]:
@@ -223,12 +224,13 @@ def _fused_layer(w: Window, m: Machine, tokens: int, seq: int) -> Cost:
     again["replay"] = again["attention"] + attention
     again[LINKED] = again["attention"] + forward - _linear_s(m, w, _joined(w, "qkv"), tokens) \
         + _bytes_s(m, tokens * size * (4 * h + 1.5 * up))
-    ops = TEMPLATE_OPERATIONS
+    ops, more = TEMPLATE_OPERATIONS, w.template.parts - 1
     return _with_host(Cost(
         forward + attention + _bytes_s(m, tokens * size * (6 * h + 2 * qkv + 1.5 * up - 2 * _normed(w))),
         {mode: (gradients + again[mode]) * w.learns for mode in again},
-        _launch_s(m, ops["forward"]),
-        {mode: _launch_s(m, ops["backward"] + ops.get(mode, 0)) for mode in again}, kept, work),
+        _launch_s(m, ops["forward"] + more * PART_OPERATIONS["forward"]),
+        {mode: _launch_s(m, ops["backward"] + more * PART_OPERATIONS["backward"] + ops.get(mode, 0)) for mode in again},
+        kept, work),
         math.ceil(tokens * w.template.input))
 
 

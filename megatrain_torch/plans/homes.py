@@ -173,6 +173,12 @@ class Ways:
             return self.slots(homes, ring)
         return plan_slots([u.crossing for u, home in zip(units, homes) if not home], 2)
 
+    @functools.cached_property
+    def spared(self) -> int:
+        """Bytes that these slots spare a pass at the most, where experts come a few at a time."""
+        units = self.shape.units
+        return sum(plan_slots([u.crossing for u in units], 2)) if any(u.fetched for u in units) else 0
+
     def visiting(self, homes: tuple[Home, ...]) -> dict[int, int]:
         """Bytes of states that arrive, by unit."""
         if Home.ARRIVE.value not in homes:

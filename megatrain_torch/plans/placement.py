@@ -105,6 +105,8 @@ class Problem:
 
     def __init__(self, shape: Shape, machine: Machine, wishes: Wishes, like: Problem | None = None
                  ) -> None:
+        if not wishes.fused and any(u.fetched for u in shape.units):
+            shape = shape.without_templates()
         self.shape, self.machine, self.wishes = shape, machine, wishes
         self.uses = Uses(shape, wishes.fused)
         self.tally = Tally(shape.units, wishes.grads == "ram", wishes.lent, not wishes.fleet.alone)
@@ -266,7 +268,8 @@ class Problem:
         of = self.bounds.of_homes(table.ways, micro)
         forward_s, backward_s = map(sum, zip(*((c.forward_s, c.least_s)
                                                for c in self.keeping.costs(micro))))
-        least = self.bounds.of(table.slots, micro, of.at(table.way), Kept(backward_s))
+        spare = np.maximum(table.slots, self.ways.spared)
+        least = self.bounds.of(spare, micro, of.at(table.way), Kept(backward_s))
         at = np.flatnonzero(least <= than * ROUNDED)
         if not len(at):
             return None
@@ -276,7 +279,7 @@ class Problem:
         if not len(fit.at):
             return None
         row = at[fit.at]
-        slots, of, kept = table.slots[row], of.at(table.way[row]), Kept.of(tracks, fit)
+        slots, of, kept = spare[row], of.at(table.way[row]), Kept.of(tracks, fit)
         bound = self.bounds.of(slots, micro, of, kept)
         return Candidates(bound, self.bounds.of(slots, micro, of, kept.by_itself()),
                           tracks.bytes[2, fit.tracks], table.fixed[row] + fit.tops, table.row[row],

@@ -36,7 +36,7 @@ from .cost import LENT, THROUGH_BYTES
 from .fleet import Fleet, check_homes, fleet_of
 from .machine import DRIVE, DRIVE_NAME, Machine, host_now, resolve
 from .on_disk import OVERHEAD
-from .placement import ROUNDED, Problem
+from .placement import Problem
 from .shapes import Shape, shapes_of
 from .simulate import Timing
 from .wishes import Choice, Wishes
@@ -263,11 +263,12 @@ def _check_activations(problem: Problem) -> None:
                              f"they have {', '.join(repr(mode) for mode in MODES if mode in had)}")
 
 
+WORTH_PIECES = 1.05         # by so much less time a few experts at a time must take: the walk fetches layers as a whole
 Found = tuple[Problem, tuple[Choice, Timing] | None, Callable[..., Shape], int]
 
 
 def _best(shape_with: Callable[..., Shape], limits: Machine, wishes: Wishes, experts: int | None) -> Found:
-    """With a layer's experts fetched at once, or with a few at a time where that takes less time, or alone fits."""
+    """With a layer's experts fetched at once, or a few at a time where that takes clearly less time, or alone fits."""
     if experts is not None:
         check_count(experts, "experts", 0)
     there = any(home in DISKS for home in _each(wishes.homes)) or wishes.activations in DISK
@@ -284,7 +285,7 @@ def _best(shape_with: Callable[..., Shape], limits: Machine, wishes: Wishes, exp
         return problem, best, shape_with, 0
     other, found = _solve(Problem(cut, limits, without))
     neither = best is None and found is None and wishes.nvme is not None
-    if neither or (best is not None and (found is None or best[1].seconds <= found[1].seconds * ROUNDED)):
+    if neither or (best is not None and (found is None or best[1].seconds <= found[1].seconds * WORTH_PIECES)):
         return problem, best, shape_with, 0
     return other, found, functools.partial(shape_with, experts=shape.experts), shape.experts      # which needs less
 

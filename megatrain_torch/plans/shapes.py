@@ -38,6 +38,7 @@ class Unit:
         moments: M and V. sums: ACC, which exists with several micro-batches only.
         trained, numel: elements. count: tensors.
         fetched: bytes of a slot for what of it is fetched by itself: its experts, where a few are at a time.
+        again: bytes that cross then in a fetch beside the weights, on average.
     """
 
     name: str
@@ -50,6 +51,7 @@ class Unit:
     sums: int
     count: int
     fetched: tuple[int, ...] = ()
+    again: int = 0
 
     @property
     def slots(self) -> tuple[int, ...]:
@@ -58,9 +60,8 @@ class Unit:
 
     @property
     def crossing(self) -> int:
-        """Bytes of a fetch, on average: experts that are fetched a few at a time come for a layer's forward, when that
-        runs again in backward, and for the gradients behind it."""
-        return self.weights + sum(self.fetched[1:]) // 2
+        """Bytes of a fetch, on average."""
+        return self.weights + self.again
 
 
 @dataclass(frozen=True)
@@ -95,7 +96,9 @@ class Template:
     many rows have at a time, those rows, and bytes besides where there are more. copied: bytes per token besides where
     there are more tokens than the second. long: bytes per token that a single row of so many tokens, the third, spares
     backward where gate|up is not kept, and bytes besides. expanded: bytes of weights that codes stand for, of most that
-    are there at once, and of all. rounds: it is none on a GPU."""
+    are there at once, and of all. rounds: it is none on a GPU. experts: of a mixture, and where they are fetched a few
+    at a time: bytes of weights made of their codes, and bytes per token, that as many have at once. parts: how often
+    others of them come."""
 
     input: float
     kept: tuple[tuple[str, float], ...]
@@ -105,6 +108,8 @@ class Template:
     long: tuple[int, int, int] = (0, 0, 1 << 62)
     expanded: tuple[int, int] = (0, 0)
     rounds: bool = False
+    experts: tuple[int, int, int] = (0, 0, 0)
+    parts: int = 1
 
 
 @dataclass(frozen=True)
@@ -168,6 +173,10 @@ class Shape:
     def parameters(self) -> int:
         return sum(u.numel for u in self.units)
 
+    def without_templates(self) -> Shape:
+        """As the modules' own code runs it."""
+        return dataclasses.replace(self, units=tuple(_crossing(u, False) for u in self.units))
+
     @property
     def trained(self) -> int:
         return sum(u.trained for u in self.units)
@@ -208,18 +217,37 @@ def shapes_of(model: Any, *, dtype: torch.dtype | None = None, units: list[str |
     modules = {name or type(model).__name__: m for name, m in found.windows}
 
     def shape_with(states: str, experts: int = 0) -> Shape:
-        own = tuple(unit_bytes(name, params, dtype, states, experts=experts) for name, params in groups)
-        return Shape(type(model).__name__, own, tuple(_in_pieces(w, own, modules, experts) for w in windows),
+        own = [unit_bytes(name, params, dtype, states, experts=experts) for name, params in groups]
+        cut = tuple(_in_pieces(w, own, modules, experts) for w in windows)
+        covered = [all(w.template is not None for w in cut if i in w.units) for i in range(len(own))]
+        return Shape(type(model).__name__, tuple(map(_crossing, own, covered)), cut,
                      max([usual_experts(params) for _, params in groups], default=0))
 
     return shape_with
 
 
-def _in_pieces(w: Window, units: tuple[Unit, ...], modules: dict[str, nn.Module], experts: int) -> Window:
-    """Windows whose experts are fetched a few at a time run their own code."""
+def _in_pieces(w: Window, units: list[Unit], modules: dict[str, nn.Module], experts: int) -> Window:
+    """Where experts are fetched a few at a time."""
     if not any(units[u].fetched for u in w.units):
         return w
-    return dataclasses.replace(w, template=None, dense=dense_bytes(modules[w.name], experts))
+    return dataclasses.replace(w, template=_of_pieces(w.template, experts), dense=dense_bytes(modules[w.name], experts))
+
+
+def _of_pieces(t: Template | None, experts: int) -> Template | None:
+    if t is None or not t.experts[0]:
+        return None
+    count, made, each = t.experts
+    share = min(1.0, experts / count)
+    return dataclasses.replace(t, expanded=(t.expanded[0] - math.floor(made * (1 - share)), t.expanded[1]),
+                               tiled=(math.floor(each * (1 - share)), 0, 0), parts=-(-count // experts))
+
+
+def _crossing(unit: Unit, covered: bool) -> Unit:
+    """Experts that are fetched a few at a time come for a layer's forward, when that runs again in backward, and for
+    the gradients behind it; a template has both at once, and what is left of the layer may come twice."""
+    if not unit.fetched:
+        return unit
+    return dataclasses.replace(unit, again=unit.fetched[0] if covered else sum(unit.fetched[1:]) // 2)
 
 
 def _coded(name: str, windows: list[Window]) -> list[Window]:
@@ -310,7 +338,8 @@ def _template(module: nn.Module, item: int) -> Template | None:
     n = MANY_TOKENS
     kept = tuple((mode, found.kept_bytes(mode, n, item) / n) for mode in (*KEEPS, LINKED))
     return Template(found.input_bytes(n, item) / n, kept, found.work_bytes(n, item) / n, found.tiled(item),
-                    found.copied(item), found.long(item), found.expanded(item), found.rounds)
+                    found.copied(item), found.long(item), found.expanded(item), found.rounds,
+                    found.experts(item))
 
 
 def _products(configs: list[Any], module: nn.Module, matrices: dict[str, nn.Parameter],

@@ -78,3 +78,9 @@ class Piece:
         by_name = dict(zip(whole.names, strands))
         ops.expand_codes_(out, coding.form, *(by_name[name] for name in coding.strands), group=coding.group)
         return out
+
+    def theirs(self, ring: Located) -> Tensor:
+        """Of codes: the same, as the package's code makes it."""
+        whole = self.stacked.whole
+        with torch.no_grad():
+            return whole.format.whole(whole.param, dict(zip(whole.names, ring.strands(self))))

@@ -219,6 +219,11 @@ class Decoder:
                 if not any(n in one.weights for one in self.linears)]
         return max(joint, default=0) + sum(kept), sum(joint) + sum(kept)
 
+    def experts(self, item: int) -> tuple[int, int, int]:
+        """How many a mixture has; and what a part of them alone has at a time, where they are fetched in parts: bytes
+        of weights made of codes, and bytes of a token."""
+        return self.mlp.experts_of(item, self.codings) if isinstance(self.mlp, SparseMLP) else (0, 0, 0)
+
     @property
     def rounds(self) -> bool:
         """Is it nothing for a GPU, where the package of its codes rounds activations to codes too?"""

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ... import ops
+from ...base.codes import Coding
 from .experts import Experts, Rows, sort_rows
 from .linears import Linears
 from .mlp import gated_linears
@@ -136,21 +137,16 @@ class SparseMLP:
         if self.norm2:
             b, k.rstd2 = self.norm2.forward(h, w)
         k.routed = self.router.forward(b, w, correction)
-        rows = self._gate_up(b, w, k)
-        return self._finish(h, b, rows, w, k)
+        return self._finish(h, b, sort_rows(k.routed.index, self.experts.count), w, k, whole)
 
-    def _gate_up(self, b: Tensor, w: Weights, k: KeptExperts) -> Rows:
-        rows = sort_rows(k.routed.index, self.experts.count)
-        k.gu = self.experts.gate_up(b, rows, w)
-        if self.shared:
-            k.shared_gu = self.shared.gu.forward(b, w)
-        return rows
-
-    def _finish(self, h: Tensor, b: Tensor, rows: Rows, w: Weights, k: KeptExperts) -> Tensor:
+    def _finish(self, h: Tensor, b: Tensor, rows: Rows, w: Weights, k: KeptExperts, keeps: bool) -> Tensor:
+        """keeps: g|u of the routed rows; that of the shared expert is kept in any case."""
         base, factor = (None, 1.0) if self.norm2b else (h, self.factor)
         if self.shared:
+            k.shared_gu = self.shared.gu.forward(b, w)
             base = self.shared.forward_onto(base, b, k.shared_gu, factor, w)
-        y = self.experts.finish(k.gu, self.router.weights(k.routed, h.dtype), k.routed, rows, base, factor, w)
+        weights = self.router.weights(k.routed, h.dtype)
+        y, k.gu = self.experts.forward(b, weights, k.routed, rows, base, factor, w, keeps)
         if not self.norm2b:
             return y
         k.d = y
@@ -185,7 +181,8 @@ class SparseMLP:
         return self.norm2.backward(db, h, k.rstd2, w, grads, add=dy)[0]
 
     def _make_again(self, h: Tensor, w: Weights, correction: Tensor | None, k: KeptExperts) -> tuple[Tensor, Rows]:
-        """What the experts read, and what was not kept; not their outputs, unless norm2b reads them."""
+        """What the experts read, and what was not kept; not their outputs, unless norm2b reads them. Their g|u is made
+        where it is used."""
         b = h
         if self.norm2 and k.rstd2 is None:
             b, k.rstd2 = self.norm2.forward(h, w)
@@ -193,11 +190,11 @@ class SparseMLP:
             b = self.norm2.again(h, w)
         if k.routed is None:
             k.routed = self.router.forward(b, w, correction)
-        if k.gu is not None:
-            return b, sort_rows(k.routed.index, self.experts.count)
-        rows = self._gate_up(b, w, k)
+        rows = sort_rows(k.routed.index, self.experts.count)
         if self.norm2b and k.d is None:
-            self._finish(h, b, rows, w, k)
+            self._finish(h, b, rows, w, k, keeps=True)
+        elif self.shared and k.shared_gu is None:
+            k.shared_gu = self.shared.gu.forward(b, w)
         return b, rows
 
     # ---- sizes ----
@@ -213,6 +210,12 @@ class SparseMLP:
     def work_columns(self) -> int:
         """Numbers of a token that backward has beside what "saved" keeps."""
         return self.router.top_k * (2 * self.experts.inter + 2 * self.hidden)
+
+    def experts_of(self, item: int, codings: dict[str, Coding]) -> tuple[int, int, int]:
+        """Decoder.experts. Of all rows only inputs' gradients are there at a time, [R, H]: not g|u and its gradient,
+        nor outputs' gradients."""
+        made = sum(codings[n].shape.numel() * item for n in (self.experts.gu, self.experts.down) if n in codings)
+        return self.experts.count, made, self.router.top_k * (4 * self.experts.inter + self.hidden) * item
 
     def weights_used(self) -> int:
         """Elements of the matrices that a token meets, but for the router's and the shared expert's."""

@@ -92,6 +92,15 @@ class Weights:
             found = self._joint[names] = self._make(lambda: _over(parts))
         return found
 
+    # ---- stacks of experts ----
+
+    def groups(self, name: str, count: int) -> list[range]:
+        """Which experts of a stack of so many are there together: here all are (pieces.py)."""
+        return [range(count)]
+
+    def experts(self, name: str, which: range) -> Tensor:
+        """[experts, ., .]: of one of these groups."""
+        return self[name]
 
     # ---- products with the joint matrix W [N, K] of `names`: the one way by which linear layers come to theirs ----
 

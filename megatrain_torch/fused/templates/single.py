@@ -36,6 +36,9 @@ class Single:
     def expanded(self, item: int) -> tuple[int, int]:
         return 0, 0
 
+    def experts(self, item: int) -> tuple[int, int, int]:
+        return 0, 0, 0
+
     def copied(self, item: int) -> tuple[int, int]:
         return 0, 0
 

@@ -1,0 +1,122 @@
+"""Files of weights that have not changed since the checkpoint before: the next one has them again, by hard links.
+
+A frozen base is most of a run with adapters, and the same in each of its checkpoints. Such weights lie in files of
+their own, which are written once and take room once. Each folder is whole by itself: a copy of it has all, and none
+needs another to stay. Where files cannot be linked they are written.
+"""
+from __future__ import annotations
+
+import os
+import tempfile
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..store.records import Record
+from ..store.tensorfiles import LENGTH_BYTES, Stored, TensorFile
+
+LEAST_BYTES = 64 << 20               # of frozen weights, for files of their own
+
+Still = dict[str, tuple[int, ...]]   # by a file's name how often each of its weights had been written to
+Before = dict[bytes, "Written"]      # files of the last checkpoint, by their headers
+
+
+@dataclass(frozen=True)
+class Written:
+    """A file of a checkpoint that has its name.
+
+    Attributes:
+        form: what the file system said of it then. writes: of each of its weights, how often it had been written to.
+        about: what the manifest says of it.
+    """
+
+    path: Path
+    form: tuple[int, ...]
+    writes: tuple[int, ...]
+    about: dict[str, Any]
+
+    def is_as_it_was(self) -> bool:
+        with suppress(OSError):
+            return form_of(self.path) == self.form
+        return False
+
+
+def form_of(path: Path) -> tuple[int, ...]:
+    s = path.stat()
+    return s.st_dev, s.st_ino, s.st_size, s.st_mtime_ns
+
+
+def is_still(record: Record) -> bool:
+    """Frozen, and never stepped with: what changes it is a write, which is counted."""
+    return record.optimizer is None and not record.param.requires_grad
+
+
+def known(files: list[TensorFile], still: Still, before: Before) -> set[str]:
+    """Names of files whose bytes a file of the last checkpoint has."""
+    return {f.name for f in files if f.name in still and (w := before.get(f.header)) is not None
+            and w.writes == still[f.name]}
+
+
+def near(files: list[TensorFile], names: set[str], before: Before, folder: Path) -> set[str]:
+    """Of these the ones that are as they were, on the file system that `folder` will be on."""
+    device = _parent(folder).stat().st_dev
+    return {f.name for f in files if f.name in names and (w := before[f.header]).form[0] == device
+            and w.is_as_it_was()}
+
+
+def can_link(folder: Path) -> bool:
+    """Has the file system of a folder, which may not be there yet, links?"""
+    try:
+        with tempfile.TemporaryDirectory(dir=_parent(folder)) as there:
+            (Path(there) / "file").touch()
+            os.link(Path(there) / "file", Path(there) / "link")
+            return True
+    except OSError:
+        return False
+
+
+def _parent(folder: Path) -> Path:
+    while not folder.exists():
+        folder = folder.parent
+    return folder
+
+
+def link(files: list[TensorFile], names: set[str], before: Before, folder: Path) -> set[str]:
+    """Makes these in the folder; gives the names of those that it could. The others are to be written."""
+    made = set()
+    for f in files:
+        if f.name in names:
+            with suppress(OSError):
+                os.link(before[f.header].path, folder / f.name)
+                made.add(f.name)
+    return made
+
+
+def noted(files: list[TensorFile], still: Still, folder: Path, body: dict[str, Any]) -> Before:
+    """For the next checkpoint, of one that has its name."""
+    with suppress(OSError):
+        return {f.header: Written(folder / f.name, form_of(folder / f.name), still[f.name], body["files"][f.name])
+                for f in files if f.name in still}
+    return {}
+
+
+def loaded(folder: Path, body: dict[str, Any], records: dict[str, Record], tensors: dict[str, Stored]) -> Before:
+    """As `noted`, of a checkpoint that was read. records, tensors: of weights, by name."""
+    files: dict[str, list[str]] = {}
+    for name, stored in sorted(tensors.items(), key=lambda item: item[1].begin):
+        files.setdefault(stored.file, []).append(name)
+    found = {}
+    for file, names in files.items():
+        own = [records[name] for name in names if name in records]
+        if len(own) == len(names) and all(map(is_still, own)):
+            with suppress(OSError):
+                found[_header(folder / file)] = Written(folder / file, form_of(folder / file),
+                                                        tuple(r.writes for r in own), body["files"][file])
+    return found
+
+
+def _header(path: Path) -> bytes:
+    with path.open("rb") as f:
+        length = f.read(LENGTH_BYTES)
+        return length + f.read(int.from_bytes(length, "little"))
