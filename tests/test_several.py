@@ -172,7 +172,8 @@ def test_what_scripts_do_on_several_machines(pool: Pool, homes: str) -> None:
     assert pool.call("several:apart", 2, 2, "several:habits", {"homes": homes}) == [[], []]
 
 
-@pytest.mark.parametrize("homes", [pytest.param("ram", marks=LONG), "vram"])
+@LONG
+@pytest.mark.parametrize("homes", ["ram", "vram"])
 def test_what_was_looked_at_before_a_load_is_what_was_loaded(pool: Pool, homes: str, tmp_path: Path) -> None:
     found = pool.call("several:apart", 4, 2, "several:looked_at_around_a_load", str(tmp_path / "c"), homes)
     assert found == [[]] * 4
@@ -253,7 +254,7 @@ def test_what_scripts_do(pool: Pool, homes: str) -> None:
     "hooks_on_one", "hooks_in_another_order", "hooks_that_come_later", "grads_kept_on_one", "grads_of_ones_own",
     "penalty_before", "update_in_a_hook", "two_models", "backward_breaks_on_one", "backward_breaks_on_all", "refused_on_one",
     "backward_reaches_nothing_on_one", "grad_taken_in_backward",
-    "grad_taken_of_what_is_not_used"])
+    pytest.param("grad_taken_of_what_is_not_used", marks=LONG)])
 def test_what_not_all_ranks_do(pool: Pool, what: str) -> None:
     assert pool.call(f"several_odd:{what}", 2, timeout=60.0) == ["", ""]
 
