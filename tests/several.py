@@ -264,7 +264,7 @@ def refused(rank: int, group: Any, what: str) -> str:
         model.layers, model.head = model._modules.pop("head"), model._modules.pop("layers")
     if what == "frozen" and odd:
         model.head.requires_grad_(False)
-    asked = {"homes": {"plan": {"homes": "disk+weights"}, "nvme": tempfile.gettempdir()},
+    asked = {"homes": {"plan": {"homes": "disk+weights"}, "nvme": tempfile.gettempdir()}, "grads": {"plan": {"grads": "none"}},
              "host": {"host": "1KiB"} if odd else {}}.get(what, {})
     try:
         mt.stream(model, "cpu", group=group, reduce="max" if what == "reduce" and odd else "mean", **asked)
@@ -288,6 +288,33 @@ def memory(rank: int, group: Any) -> tuple[int, int]:
         torch.distributed.barrier(group)
     mt.unstream(model)
     return found
+
+
+def looked_at_around_a_load(rank: int, group: Any, folder: str, homes: str) -> list[str]:
+    """What reads as it did not when the checkpoint was written. Before it is loaded all was looked at."""
+    import megatrain_torch as mt
+    torch.manual_seed(0)
+    model = mt.stream(nn.Sequential(*(nn.Linear(64, 64) for _ in range(3))), "cpu", group=group, plan={"homes": homes})
+    opt = mt.AdamW(model.parameters(), lr=1e-2)
+
+    def step() -> None:
+        model(torch.ones(2, 64)).sum().backward()
+        opt.step()
+        opt.zero_grad()
+
+    def look() -> dict[str, Tensor]:
+        return {f"{n} {k}": v.detach().clone() for n, p in model.named_parameters() for k, v in
+                {"weight": p, **opt.state[p]}.items()}
+
+    step()
+    mt.save(model, opt, folder)
+    wanted = look()
+    step()
+    look()
+    mt.load(model, opt, folder)
+    found = look()
+    mt.unstream(model)
+    return [name for name, v in wanted.items() if not torch.equal(found[name], v)]
 
 
 def memory_of_saves(rank: int, group: Any, folder: str) -> list[int]:

@@ -226,6 +226,37 @@ def _taken(rank: int, group: Any, which: list[int]) -> str:
     return "" if "layers.0.0.weight: somebody took its .grad" in said and same else f"{said}; {same}"
 
 
+class Sometimes(nn.Linear):
+    """Whose bias is not always used."""
+
+    shifts = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(nn.functional.linear(x, self.weight, self.bias if self.shifts else None))
+
+
+def grad_taken_of_what_is_not_used(rank: int, group: Any) -> str:
+    """By rank 1, which has the rest of the unit home before it hears that rank 0 has a gradient of it: as with NCCL."""
+    import megatrain_torch as mt
+    model, said, kept = nn.Sequential(*(Sometimes(64, 64) for _ in range(4))), "", []
+    mt.stream(model, "cpu", units=list(model), group=group)
+    opt, bias = mt.AdamW(model.parameters(), lr=1e-2), model[0].bias
+    bias._mt.runtime.exchange._by_streams = True
+    x = torch.randn(3, 64, generator=torch.Generator().manual_seed(rank))
+    model(x).square().mean().backward()
+    model[0].shifts = rank == 0
+    hook = model[1].register_full_backward_hook(lambda *_: kept.append(bias.grad) if rank == 1 else None)
+    try:
+        model(x).square().mean().backward()
+    except mt.MegatrainError as error:
+        said = str(error)
+    hook.remove()
+    opt.zero_grad()
+    kept.clear()
+    mt.unstream(model)
+    return "" if "0.bias: somebody took its .grad" in said else f"rank {rank} was told {said!r}"
+
+
 def _same_on_all(group: Any, model: nn.Module) -> bool:
     found: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(found, [p.detach().sum().item() for p in model.parameters()], group=group)
@@ -298,6 +329,28 @@ def disk_full_on_one(rank: int, group: Any, folder: str, when: str) -> str:
     told = ("rank 1" in said or rank == 1) and "File too large" in said
     left = [str(p) for p in Path(folder).iterdir()]
     return "" if told and not left and time.monotonic() - begun < 30 else f"{said} {left} {time.monotonic() - begun}"
+
+
+def unfrozen_on_disk(rank: int, group: Any, folder: str) -> str:
+    """A parameter that trains from the second step on, whose unit's states are in a file by then; and looks at them."""
+    import megatrain_torch as mt
+    found = []
+    for homes in ("ram", "disk"):
+        model = mt.stream(Choosy(), "cpu", group=group, plan={"homes": homes}, nvme=folder)
+        late = [model.layers[1][0].weight, model.layers[2][0].bias]
+        opt = mt.AdamW(model.parameters(), max_grad_norm=0.5)
+        for number in range(5):
+            for p in late:
+                p.requires_grad_(number > 0)
+            _loss(model, number, rank, ALL).backward()
+            opt.step()
+            opt.zero_grad()
+            if number == 2 and rank == 1:
+                [m.norm() for p in model.parameters() for m in opt.moments(p)]
+        found.append([p.detach().clone() for p in model.parameters()])
+        found[-1] += [m for p in model.parameters() for m in opt.moments(p)]
+        mt.unstream(model)
+    return "" if all(torch.equal(a, b) for a, b in zip(*found)) else "other values"
 
 
 def moves_again(rank: int, group: Any, first: int, later: int, graphs: bool = False) -> str:

@@ -172,6 +172,13 @@ def test_what_scripts_do_on_several_machines(pool: Pool, homes: str) -> None:
     assert pool.call("several:apart", 2, 2, "several:habits", {"homes": homes}) == [[], []]
 
 
+@LONG
+@pytest.mark.parametrize("homes", ["ram", "vram"])
+def test_what_was_looked_at_before_a_load_is_what_was_loaded(pool: Pool, homes: str, tmp_path: Path) -> None:
+    found = pool.call("several:apart", 4, 2, "several:looked_at_around_a_load", str(tmp_path / "c"), homes)
+    assert found == [[]] * 4
+
+
 def test_what_a_save_brings_of_other_machines_is_given_back(pool: Pool, tmp_path: Path) -> None:
     """Each has 16 MiB of weights, and half of gradients and moments."""
     before, *behind, looked = pool.call("several:apart", 2, 2, "several:memory_of_saves", str(tmp_path / "c"))[0]
@@ -246,9 +253,15 @@ def test_what_scripts_do(pool: Pool, homes: str) -> None:
 @pytest.mark.parametrize("what", [
     "hooks_on_one", "hooks_in_another_order", "hooks_that_come_later", "grads_kept_on_one", "grads_of_ones_own",
     "penalty_before", "update_in_a_hook", "two_models", "backward_breaks_on_one", "backward_breaks_on_all", "refused_on_one",
-    "backward_reaches_nothing_on_one", "grad_taken_in_backward"])
+    "backward_reaches_nothing_on_one", "grad_taken_in_backward",
+    pytest.param("grad_taken_of_what_is_not_used", marks=LONG)])
 def test_what_not_all_ranks_do(pool: Pool, what: str) -> None:
     assert pool.call(f"several_odd:{what}", 2, timeout=60.0) == ["", ""]
+
+
+@pytest.mark.parametrize("machines", [pytest.param(1, marks=LONG), 2])
+def test_what_trains_later_with_states_on_disk(pool: Pool, machines: int, tmp_path: Path) -> None:
+    assert pool.call("several:apart", 2, machines, "several_odd:unfrozen_on_disk", str(tmp_path)) == ["", ""]
 
 
 @pytest.mark.parametrize("first, later, graphs", [(16, 4, False), *(pytest.param(*how, marks=LONG) for how in (
@@ -278,6 +291,7 @@ def test_a_save_that_fails_on_one(pool: Pool, tmp_path: Path) -> None:
 @pytest.mark.parametrize("what, said", [
     ("model", "the model is not the same in all processes: 4 and 5 in rank 0 and rank 1"), ("order", "not the same"),
     ("frozen", "True and False in rank 0 and rank 1"), ("homes", "homes='disk+weights', with 3 GPUs"),
+    ("grads", "grads='none', with 3 GPUs"),
     ("reduce", "use 'mean' or 'sum'"), ("host", "1.0 KiB"), ("machines", "each machine has to have equally many")])
 def test_refused_on_all(pool: Pool, what: str, said: str) -> None:
     texts = pool.call("several:apart", 3, 1 + (what == "machines"), "several:refused", what)

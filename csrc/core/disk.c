@@ -286,15 +286,12 @@ static mt_status update_late(mt_disk *d, const mt_layout *l, const job *b)
 
     for (int i = 0; i < b->j.n_params && st == MT_OK; i++) {
         int     p = b->j.params[i];
-        mt_part whole = { .param = p, .n = mt_store_desc(d->store, b->j.unit, p)->numel };
+        mt_part own = { .param = p };
 
-        if (l->planes[p] != 0)
+        own.n = mt_store_owned(d->store, b->j.unit, p, &own.from);
+        if (l->planes[p] != 0 || own.n == 0)
             continue;
-        if (d->cx->share != NULL)
-            return MT_FAIL(MT_ENOTSUP, "unit %s: parameter %d is trained since its unit's states "
-                           "are on disk; with several processes it has to be before mt.stream",
-                           mt_store_name(d->store, b->j.unit), p);
-        st = compute(d, b, &whole, 1, bytes);
+        st = compute(d, b, &own, 1, bytes);
         bytes = 0;
     }
     return st;

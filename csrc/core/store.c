@@ -214,6 +214,7 @@ static void unit_close(mt_store *s, mt__unit *u)
     mt_board_close(&u->board);
     free(u->mirror.copies);
     free(u->chunk);
+    free(u->apart);
     free(u->hi_offset);
     free(u->desc);
     free(u->name);
@@ -267,7 +268,8 @@ static mt_status unit_open(mt_store *s, const char *name, const mt_param_desc *d
     u->name = strdup(name);
     u->desc = calloc(slots, sizeof *u->desc);
     u->hi_offset = calloc(slots, sizeof *u->hi_offset);
-    if (u->name == NULL || u->desc == NULL || u->hi_offset == NULL) {
+    u->apart = calloc(slots, sizeof *u->apart);
+    if (u->name == NULL || u->desc == NULL || u->hi_offset == NULL || u->apart == NULL) {
         st = MT_FAIL(MT_ENOMEM, "unit %s: no memory to describe %d parameters", name, n);
         goto fail;
     }
@@ -516,13 +518,21 @@ static mt_dev *registrar(const mt_store *s, const mt__unit *u, mt_plane p)
     return sums || (atomic_load(&u->home)->registered >> p & 1) ? s->dev : NULL;
 }
 
-/* Its arena on the host is no more than addresses. late: of a parameter that came after the others,
- * whose planes are on the host unless the store has them on the device; in a share all are late. */
-static int is_copy(const mt__unit *u, mt_plane p, int late)
+/* An arena on the host is no more than addresses: the plane's. */
+static int is_copy(const mt__unit *u, mt_plane p)
 {
     const mt_home *h = atomic_load(&u->home);
 
-    return (int)((h->away & ~h->later) >> p & 1) && (!late || u->shared || (h->device >> p & 1));
+    return (int)((h->away & ~h->later) >> p & 1);
+}
+
+/* That of a parameter that came after the others, whose planes are on the host unless the store has
+ * them on the device. In a share all did; there those of a file's that came after its layout. */
+static int is_late_copy(const mt__unit *u, mt_plane p, int param)
+{
+    int there = (int)(atomic_load(&u->home)->device >> p & 1);
+
+    return is_copy(u, p) && (there || (u->shared && !atomic_load(&u->apart[param])));
 }
 
 static int is_whole(const mt__unit *u)
@@ -600,7 +610,7 @@ fail:
 static mt_status map(mt_store *s, const mt__unit *u, int side, mt_plane p, const layout *l,
                      mt_arena *a)
 {
-    int       copy = side == MT__HOST && is_copy(u, p, l->late);
+    int       copy = side == MT__HOST && (l->late ? is_late_copy(u, p, l->first) : is_copy(u, p));
     char      what[256];
     mt_status st;
 
@@ -953,7 +963,7 @@ void mt_store_decommit(mt_store *s, int unit, mt_plane p)
     mt_lock(&pl->making);
     decommit(s, &pl->arena, p);
     for (int i = 0; pl->late != NULL && i < u->n_params; i++)
-        if (is_copy(u, p, 1))
+        if (is_late_copy(u, p, i))
             decommit(s, &pl->late[i], p);
     mt_unlock(&pl->making);
 }
@@ -1118,6 +1128,8 @@ mt_status mt_store_in_arena(mt_store *s, int unit, int param, mt_plane p, int *i
         st = late_make(s, u, param, MT__HOST, p);
     if (st == MT_OK)
         *in = u->shared ? address_of(pl, param) != NULL : pl->offset[param] != MT__ABSENT;
+    if (st == MT_OK && u->shared)
+        atomic_store(&u->apart[param], !*in);
     mt_unlock(&pl->making);
 fail:
     return st;
@@ -1150,8 +1162,10 @@ size_t mt_store_reserved(mt_store *s, int unit, mt_plane p)
     pl = &u->plane[MT__HOST][p];
     mt_lock(&s->map_mu);
     bytes = reserved_in(&pl->arena);
-    for (int i = 0; u->shared && is_copy(u, p, 1) && i < u->n_params; i++)
-        if (pl->late != NULL && pl->late[i].base != NULL)
+    for (int i = 0; u->shared && i < u->n_params; i++)
+        if (!is_late_copy(u, p, i))
+            continue;
+        else if (pl->late != NULL && pl->late[i].base != NULL)
             bytes += reserved_in(&pl->late[i]);
         else if (address_of(&u->plane[MT__DEVICE][p], i) != NULL)
             bytes += own_late_bytes(u, i, p);

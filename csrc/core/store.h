@@ -185,7 +185,7 @@ mt_status mt_store_lend       (mt_store *s, int unit, mt_timeline *t);
 
 /* *in: the parameter lies in the unit's arena of that plane, which is made where it is
  * not. 0: it has an arena of its own, or nothing there. In a share, where each has its own: it has
- * one, which is made for those that train. */
+ * one, which is made for those that train; what comes later is no copy. */
 mt_status mt_store_in_arena(mt_store *s, int unit, int param, mt_plane p, int *in);
 
 /* Host bytes in memory in all units: of one plane, or of all (MT_PLANE_COUNT). */

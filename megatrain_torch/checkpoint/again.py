@@ -11,15 +11,15 @@ import tempfile
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..store.records import Record
-from ..store.tensorfiles import LENGTH_BYTES, Stored
-
-if TYPE_CHECKING:
-    from .parts import Parts
+from ..store.tensorfiles import LENGTH_BYTES, Stored, TensorFile
 
 LEAST_BYTES = 64 << 20               # of frozen weights, for files of their own
+
+Still = dict[str, tuple[int, ...]]   # by a file's name how often each of its weights had been written to
+Before = dict[bytes, "Written"]      # files of the last checkpoint, by their headers
 
 
 @dataclass(frozen=True)
@@ -52,16 +52,16 @@ def is_still(record: Record) -> bool:
     return record.optimizer is None and not record.param.requires_grad
 
 
-def known(parts: Parts, before: dict[bytes, Written]) -> set[str]:
-    """Names of files whose bytes a file of the last checkpoint has. before: its files, by their headers."""
-    return {f.name for f in parts.files if f.name in parts.still and (w := before.get(f.header)) is not None
-            and w.writes == parts.still[f.name]}
+def known(files: list[TensorFile], still: Still, before: Before) -> set[str]:
+    """Names of files whose bytes a file of the last checkpoint has."""
+    return {f.name for f in files if f.name in still and (w := before.get(f.header)) is not None
+            and w.writes == still[f.name]}
 
 
-def near(parts: Parts, names: set[str], before: dict[bytes, Written], folder: Path) -> set[str]:
+def near(files: list[TensorFile], names: set[str], before: Before, folder: Path) -> set[str]:
     """Of these the ones that are as they were, on the file system that `folder` will be on."""
     device = _parent(folder).stat().st_dev
-    return {f.name for f in parts.files if f.name in names and (w := before[f.header]).form[0] == device
+    return {f.name for f in files if f.name in names and (w := before[f.header]).form[0] == device
             and w.is_as_it_was()}
 
 
@@ -82,10 +82,10 @@ def _parent(folder: Path) -> Path:
     return folder
 
 
-def link(parts: Parts, names: set[str], before: dict[bytes, Written], folder: Path) -> set[str]:
+def link(files: list[TensorFile], names: set[str], before: Before, folder: Path) -> set[str]:
     """Makes these in the folder; gives the names of those that it could. The others are to be written."""
     made = set()
-    for f in parts.files:
+    for f in files:
         if f.name in names:
             with suppress(OSError):
                 os.link(before[f.header].path, folder / f.name)
@@ -93,16 +93,15 @@ def link(parts: Parts, names: set[str], before: dict[bytes, Written], folder: Pa
     return made
 
 
-def noted(parts: Parts, folder: Path, body: dict[str, Any]) -> dict[bytes, Written]:
+def noted(files: list[TensorFile], still: Still, folder: Path, body: dict[str, Any]) -> Before:
     """For the next checkpoint, of one that has its name."""
     with suppress(OSError):
-        return {f.header: Written(folder / f.name, form_of(folder / f.name), parts.still[f.name],
-                                  body["files"][f.name]) for f in parts.files if f.name in parts.still}
+        return {f.header: Written(folder / f.name, form_of(folder / f.name), still[f.name], body["files"][f.name])
+                for f in files if f.name in still}
     return {}
 
 
-def loaded(folder: Path, body: dict[str, Any], records: dict[str, Record], tensors: dict[str, Stored]
-           ) -> dict[bytes, Written]:
+def loaded(folder: Path, body: dict[str, Any], records: dict[str, Record], tensors: dict[str, Stored]) -> Before:
     """As `noted`, of a checkpoint that was read. records, tensors: of weights, by name."""
     files: dict[str, list[str]] = {}
     for name, stored in sorted(tensors.items(), key=lambda item: item[1].begin):

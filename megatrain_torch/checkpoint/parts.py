@@ -37,14 +37,13 @@ class Parts:
     """A checkpoint that is not written yet.
 
     Attributes:
-        small: {file name: its bytes}. body: of the manifest. still: {file name: how often each of its weights had been
-            written to}, of files that change no more (again.py).
+        small: {file name: its bytes}. body: of the manifest. still: of files that are to change no more.
     """
 
     files: list[TensorFile]
     small: dict[str, bytes]
     body: dict[str, Any]
-    still: dict[str, tuple[int, ...]]
+    still: again.Still
 
     def without(self, names: set[str]) -> list[TensorFile]:
         """Files of tensors but for these."""
@@ -72,7 +71,7 @@ def parts_of(rt: Runtime, model: nn.Module, opt: torch.optim.Optimizer | None, s
 
 
 def _files(weights: list[Entry], records: dict[str, Record], stem: str, most: int
-           ) -> tuple[list[TensorFile], dict[str, tuple[int, ...]]]:
+           ) -> tuple[list[TensorFile], again.Still]:
     """Of weights and buffers, and `Parts.still` of them. records: by name."""
     still = [e for e in weights if e.unit >= 0 and again.is_still(records[e.name])]
     if sum(e.nbytes for e in still) < again.LEAST_BYTES:

@@ -141,8 +141,8 @@ def save(model: nn.Module, opt: torch.optim.Optimizer | None, folder: str | Path
 def _linked(rt: Runtime, parts: Parts, folder: Path, writers: Writers) -> set[str]:
     """Names of files that are to be the last checkpoint's."""
     with writers.as_one():
-        names = set.intersection(*writers.each(again.known(parts, rt.saves.before)))
-        near = again.near(parts, names, rt.saves.before, folder) if writers.first else set()
+        names = set.intersection(*writers.each(again.known(parts.files, parts.still, rt.saves.before)))
+        near = again.near(parts.files, names, rt.saves.before, folder) if writers.first else set()
     return writers.each(near)[0]
 
 
@@ -151,7 +151,9 @@ def _begin(rt: Runtime, saving: Saving, parts: Parts, linked: set[str], asynchro
     writers = saving._writers
     draft, asked_for = writers.draft(saving.folder), False
     try:
-        linked = writers.each(again.link(parts, linked, rt.saves.before, draft.path) if writers.first else linked)[0]
+        if writers.first:
+            linked = again.link(parts.files, linked, rt.saves.before, draft.path)
+        linked = writers.each(linked)[0]
         files = parts.without(linked)
         parts.body["files"] |= {f.name: rt.saves.before[f.header].about for f in parts.files if f.name in linked}
         saving.bytes = sum(f.nbytes for f in files)

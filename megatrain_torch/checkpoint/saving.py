@@ -105,7 +105,7 @@ class Saving:
                         manifest.write(draft.path / name, data)
                     manifest.write(draft.path / manifest.NAME, manifest.dump(body))
                     draft.publish()
-            saves.before = again.noted(parts, self.folder, body)
+            saves.before = again.noted(parts.files, parts.still, self.folder, body)
         except BaseException as e:
             self._error, self._named = e, draft.published
             give_up(core)

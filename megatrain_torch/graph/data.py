@@ -39,11 +39,17 @@ class Bound(Tensor):
             self.copy_(value)
 
 
-def show(tensors: Iterable[Any]) -> None:
-    """These are weights in slots."""
+def shown(tensors: Iterable[Any]) -> list[Tensor]:
+    """Of weights in slots those that are plain tensors: they are of that class until they are hidden."""
+    found = [t for t in tensors if type(t) is Tensor]
+    for t in found:
+        t.__class__ = Bound
+    return found
+
+
+def hide(tensors: Iterable[Tensor]) -> None:
     for t in tensors:
-        if type(t) is Tensor:
-            t.__class__ = Bound
+        t.__class__ = Tensor
 
 
 def is_named(kinds: Iterable[type], calls: Iterable[Callable[..., Any]]) -> bool:

@@ -411,11 +411,10 @@ class Window:
 
     def run(self, args: Any, kwargs: Any, grad: bool, frame: Any = None, inner: Any = None) -> Any:
         """The module's own forward, or `inner`, with its weights bound; `frame` packs what autograd saves."""
-        inner = inner or self.inner
+        own, inner = inner is None, inner or self.inner
         cached_casts = torch.is_autocast_cache_enabled()
         bound = self.bind(grad)
-        if self._says_data or data.is_named((), self._hooks()):
-            data.show(bound.values())
+        shown = data.shown(bound.values()) if own and (self._says_data or data.is_named((), self._hooks())) else []
         versions = [t._version for t in bound.values()]
         if frame is not None:
             _push(frame.pack, frame.unpack)
@@ -429,6 +428,7 @@ class Window:
                 out = inner(*args, **kwargs)
         finally:
             swap_window(outer)
+            data.hide(shown)
             self.expanded.clear()
             if frame is not None:
                 _pop()

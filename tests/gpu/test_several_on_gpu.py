@@ -38,10 +38,14 @@ JOBS = [*(OWN(case) for case in ("llama", "qwen2_moe", "gpt2", "choosy", "straig
         OWN("wide", dtype="bfloat16"), OWN("wide", dtype="bfloat16", micro=3), Job("wide", dtype="bfloat16", device="cuda"),
         Job("llama", dtype="bfloat16", frozen=("embed", "layers.0"), device="cuda")]
 VRAM, ARRIVE = (("homes", "vram"),), (("homes", "arrive"),)
+DISK, THROUGH = (("homes", "disk"),), (("homes", "through"),)
 MIXED = (("homes", {"model.embed_tokens": "vram", "model.layers.1": "arrive", "lm_head": "vram"}),)
 JOBS += [OWN("wide", plan=VRAM), OWN("choosy", plan=VRAM, delay_us=300), OWN("wide", plan=VRAM, states="8bit", look=True),
          OWN("wide", plan=ARRIVE, look=True), OWN("wide", plan=MIXED, micro=2), OWN("straight", plan=MIXED),
          OWN("wide", dtype="bfloat16", plan=VRAM, micro=3, look=True), OWN("wide", dtype="bfloat16", plan=ARRIVE, delay_us=200),
+         OWN("wide", dtype="bfloat16", plan=DISK, look=True), OWN("wide", plan=DISK, micro=2, delay_us=300),
+         OWN("wide", dtype="bfloat16", plan=THROUGH, look=True), OWN("choosy", plan=THROUGH, micro=2, delay_us=300),
+         OWN("wide", dtype="bfloat16", plan=THROUGH, states="8bit"),
          Job("wide", dtype="bfloat16", plan=VRAM, device="cuda"), Job("wide", dtype="bfloat16", vram="8GiB", device="cuda")]
 
 
