@@ -158,7 +158,8 @@ def _take(rt: Runtime, model: nn.Module, opt: torch.optim.Optimizer | None, sour
     if opt is not None and not isinstance(opt, AdamW):       # first: its class is a stranger, and may refuse them
         _load_other(opt, source, names, training)
     rt.broken = f"the model is half-loaded: loading {source.folder} failed; load a checkpoint that is whole"
-    with manifest.adding(rt.broken), torch.no_grad(), _failing(rt):
+    # As one: what a unit brought to the host is given back, whoever has asked for it; so nobody reads before all have.
+    with manifest.adding(rt.broken), torch.no_grad(), as_one(rt.ranks), _failing(rt):
         _load_buffers(model, source)
         for done, records in enumerate(rt.units, 1):
             if own := [r for r in records if r.param in names]:      # some may have been taken out of the model
