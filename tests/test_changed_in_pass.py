@@ -1,6 +1,7 @@
 """Weights and gradients that hooks, or a forward, change while a forward or a backward runs: as in plain torch."""
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,9 @@ from several import _case
 from torch import Tensor, nn
 
 import megatrain_torch as mt
+from megatrain_torch.base.coded import to_fp8
+from megatrain_torch.graph import frames
+from megatrain_torch.model import ring
 
 CASE = _case("wide")
 
@@ -163,6 +167,44 @@ def test_where_backward_needs_what_a_forward_changed_it_says_so(how: str, mode: 
     else:
         with pytest.raises(RuntimeError, match="leave weights as they are in the forward of a module that trains"):
             loss.backward()
+
+
+class Reads(nn.Module):
+    """Autograd saves its weights themselves, not views of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(512))
+        self.frozen = nn.Parameter(torch.randn(512), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight * self.frozen + self.weight.data.mean()
+
+
+@pytest.mark.parametrize("mode", ["saved", "saved+host", "replay"])
+def test_code_that_reads_data_holds_no_slot(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else all that the model has would lie on the device in the end, a slot's memory for each unit."""
+    held: list[int] = []
+    own = ring.SlotHooks.renew
+    monkeypatch.setattr(ring.SlotHooks, "renew", lambda self, slot: held.append(slot) or own(self, slot))
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Reads() for _ in range(6)))
+    streamed = mt.stream(copy.deepcopy(model), "cpu", units=[*"012345"], plan={"activations": mode, "slots": 2})
+    for m in (model, streamed):
+        m(torch.ones(4, 512)).square().mean().backward()
+    assert not held
+    assert all(torch.equal(a.grad, b.grad) for a, b in zip(model.parameters(), streamed.parameters()) if a.requires_grad)
+
+
+def test_code_that_reads_data_keeps_no_weight_made_of_codes(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept: list[type] = []
+    own = frames.keep
+    monkeypatch.setattr(frames, "keep", lambda t: kept.append(type(t)) or own(t))
+    model = nn.Sequential(*(Reads() for _ in range(2)))
+    for m in model:
+        m.frozen = nn.Parameter(to_fp8(torch.randn(256, 512)), requires_grad=False)
+    mt.stream(model, "cpu", units=["0", "1"], plan={"activations": "saved"})(torch.ones(256, 512)).sum().backward()
+    assert set(kept) == {Tensor}             # products alone; not what a weight is meanwhile
 
 
 def test_data_of_another_shape_is_refused_in_a_forward() -> None:

@@ -41,12 +41,14 @@ from megatrain_torch.plans import doctor, patterns
 from megatrain_torch.plans.bounds import Kept
 from megatrain_torch.plans.cost import Home, cost_of
 from megatrain_torch.plans.fleet import Fleet
+from megatrain_torch.plans.homes import Homes
 from megatrain_torch.plans.machine import MACHINES, Machine
 from megatrain_torch.plans.on_disk import Disk
 from megatrain_torch.plans.placement import Problem
 from megatrain_torch.plans.planner import vram_table
 from megatrain_torch.plans.shapes import Shape, shapes_of
 from megatrain_torch.plans.simulate import Step, simulate
+from megatrain_torch.plans.tracks import Track
 from megatrain_torch.plans.wishes import Choice, Wishes
 from megatrain_torch.store.disk import MEMORY_BYTES
 
@@ -451,7 +453,11 @@ def test_the_bound_is_never_above_the_simulation(data: st.DataObject) -> None:
     homes = p.ways.homes(units, asked)
     level = data.draw(st.integers(0, len(made.levels.peaks) - 1))
     ring, slots = data.draw(st.sampled_from(homes.slots))
-    choice = Choice(micro, units, ring, made.modes(level), homes.through)
+    check_bound(p, micro, homes, made, level, ring, slots)
+
+
+def check_bound(p: Problem, micro: int, homes: Homes, made: Track, level: int, ring: int, slots: int) -> None:
+    choice = Choice(micro, homes.units, ring, made.modes(level), homes.through)
     timing = p.steps.time(choice)
     before = made.levels.before_s[level]
     kept = Kept(sum(p.keeping.costs(micro)[w].backward_s[mode] for w, mode in enumerate(choice.modes)),
@@ -463,6 +469,16 @@ def test_the_bound_is_never_above_the_simulation(data: st.DataObject) -> None:
     assert least <= made.forward_wait_s + made.backward_wait_s + kept.backward_s * (1 + 1e-12)
     assert p.steps.time(choice, timing.seconds) is None
     assert p.steps.time(choice, math.nextafter(timing.seconds, math.inf)) == timing
+
+
+def test_updates_that_a_backward_makes_while_it_waits_are_not_bounded_twice() -> None:
+    """Units at home in VRAM are updated in backward where gradients are kept nowhere, also while activations return."""
+    p = problem(SMALL, 10**15, 10**15, tokens=32768, grads="none")
+    homes = p.ways.homes(tuple(Home.RAM if 2 <= u <= 5 else Home.VRAM for u in range(len(SMALL.units))))
+    waiting = [made for made in p.tracks(1) if made.backward_wait_s > 0]
+    assert waiting
+    for made in waiting:
+        check_bound(p, 1, homes, made, 0, *homes.slots[-1])
 
 
 def test_keeping_more_activations_takes_more_bytes_and_less_time() -> None:

@@ -39,6 +39,9 @@ class Bound(Tensor):
             self.copy_(value)
 
 
+PLAIN = (Tensor, Bound)                      # types of tensors that have memory and no behaviour of their own
+
+
 def shown(tensors: Iterable[Any]) -> list[Tensor]:
     """Of weights in slots those that are plain tensors: they are of that class until they are hidden."""
     found = [t for t in tensors if type(t) is Tensor]

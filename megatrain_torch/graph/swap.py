@@ -32,6 +32,7 @@ from ..base.errors import MegatrainError
 from ..base.modes import Mode
 from ..store.disk import BAYS
 from ..store.records import span_of
+from .data import PLAIN
 
 LEAST_BYTES = 512            # of a tensor that is worth a copy of its own
 GIVEN_UP = 2                 # windows behind its own that a bundle's sources stay for, where no other bundle leaves
@@ -214,7 +215,7 @@ class Swap:
 
     def may(self, t: Any) -> bool:
         """Is this a tensor on the compute device that is worth a copy, and as dense as its elements?"""
-        return (type(t) is Tensor and t.device == self.runtime.device and t.layout is torch.strided
+        return (type(t) in PLAIN and t.device == self.runtime.device and t.layout is torch.strided
                 and t.numel() <= span_of(t) <= 1.25 * t.numel()
                 and t.numel() * t.element_size() >= LEAST_BYTES)
 
@@ -270,4 +271,4 @@ def hollow(t: Tensor) -> Tensor:
 
 def storage_of(t: Tensor) -> int:
     """Where a plain tensor's storage begins: equal for views of one. 0: it has none."""
-    return t.untyped_storage().data_ptr() if type(t) is Tensor and t.layout is torch.strided else 0
+    return t.untyped_storage().data_ptr() if type(t) in PLAIN and t.layout is torch.strided else 0

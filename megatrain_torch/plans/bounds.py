@@ -96,9 +96,9 @@ class Bounds:
 
         The first forward: see first_forwards. Later ones: compute, standing still for activations
         that leave; weights that no slot can have kept, and compute behind the last of these. A
-        backward: compute; weights, then with activations, and compute behind what comes last. From
-        the second backward on, the host adds up gradients, and is behind by a few units at the
-        most.
+        backward: compute, and the longer of what it waits for and of the updates that it may make
+        meanwhile; weights, then with activations, and compute behind what comes last. From the
+        second backward on, the host adds up gradients, and is behind by a few units at the most.
         """
         m = self.machine
         up, both = m.h2d_gbps * 1e9, m.both_gbps * 1e9
@@ -110,8 +110,8 @@ class Bounds:
         forward = np.maximum(compute_s, (homes.weights - slots) / up + homes.top_s)
         come = np.maximum(homes.again - slots, 0)
         backward = functools.reduce(np.maximum, (
-            kept.backward_s + kept.backward_wait_s + homes.settled_s, come / both + kept.low_s,
-            (come + kept.out) / both + kept.lowest_s, homes.behind_s))
+            kept.backward_s + np.maximum(kept.backward_wait_s, homes.settled_s),
+            come / both + kept.low_s, (come + kept.out) / both + kept.lowest_s, homes.behind_s))
         behind = (OFFLOAD_DEPTH + STAGINGS + 1) * homes.longest_add_s
         adding = np.maximum(backward, homes.add_s - behind)
         passes = first + backward + (micro - 1) * (forward + adding) + homes.end_s
