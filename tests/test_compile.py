@@ -114,7 +114,7 @@ def same(a: list[Any], b: list[Any]) -> None:
 
 @pytest.mark.parametrize("family, keep, graphs", [
     ("llama", "replay", 2), ("dropout", "replay", 1), pytest.param("experts", "saved", None, marks=parity.LONG),
-    ("two_kinds_of_layers", "replay", None)])
+    pytest.param("two_kinds_of_layers", "replay", None, marks=parity.LONG)])
 def test_a_compiled_family_has_the_bits_of_plain_torch_compiled(family: str, keep: str, graphs: int | None,
                                                                 counts: Counts) -> None:
     build: Build = FAMILIES[family]

@@ -89,7 +89,7 @@ BETWEEN: dict[str, Callable[[nn.Module], Any]] = {
 }
 
 
-@pytest.mark.parametrize("keep", ["replay", "saved"])
+@pytest.mark.parametrize("keep", ["replay", pytest.param("saved", marks=parity.LONG)])
 @pytest.mark.parametrize("what", BETWEEN)
 def test_backward_is_that_of_its_forward(what: str, keep: str) -> None:
     """The next pass has begun when the first one's backward runs: the module is another by then."""
@@ -159,7 +159,8 @@ def unturned_without_mask(layer: nn.Module) -> None:
 apply_rotary_pos_emb: Any = None
 
 
-@pytest.mark.parametrize("order", [(True, False, True, False), (False, True, False, True)])
+@pytest.mark.parametrize("order", [(True, False, True, False),
+                                   pytest.param((False, True, False, True), marks=parity.LONG)])
 def test_rotary_embedding_where_there_is_a_mask_alone(order: tuple[bool, ...]) -> None:
     parity.seed()
     model = LLAMA()
@@ -173,7 +174,7 @@ def test_rotary_embedding_where_there_is_a_mask_alone(order: tuple[bool, ...]) -
         fusing.all_fused(codes(model))
 
 
-@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("first", [True, pytest.param(False, marks=parity.LONG)])
 def test_a_layer_that_does_otherwise_with_a_cache(first: bool) -> None:
     parity.seed()
     plain = LLAMA()

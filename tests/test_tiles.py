@@ -31,8 +31,8 @@ def tiles(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 @pytest.mark.parametrize("family, keep", [
     ("llama_biases", "replay"), pytest.param("llama_biases", "selective", marks=parity.LONG), ("gemma2", "selective"),
-    pytest.param("olmo2", "replay", marks=parity.LONG), ("olmo2", "attention"), ("granite", "selective"),
-    ("phi3", "attention+host")])
+    pytest.param("olmo2", "replay", marks=parity.LONG), ("olmo2", "attention"),
+    *(pytest.param(*case, marks=parity.LONG) for case in (("granite", "selective"), ("phi3", "attention+host")))])
 def test_a_layer_in_tiles_trains_as_plain_torch(family: str, keep: str, tiles: list[int]) -> None:
     """fusing.TOLERANCE: sums over 24 tokens in three parts, each rounded as torch rounds its own."""
     run = fusing.fused(FAMILIES[family], padded, keep)
