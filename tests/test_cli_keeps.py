@@ -263,12 +263,14 @@ def test_a_forked_child_keeps_no_lock_and_takes_none_away(tmp_path: Path) -> Non
             print((run / LOCK).exists(), flush=True)
             if os.fork():
                 os._exit(0)
+            print("lives", flush=True)                  # and has closed what is not its own
             sys.stdin.read()
         """
     root = Path(mt.__file__).parents[1]
     command = subprocess.Popen([sys.executable, "-c", program, str(tmp_path)], stdin=subprocess.PIPE, text=True,
                                stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": str(root)})
     assert command.stdout.readline() == "True\n", "a child removed its parent's lock"
+    assert command.stdout.readline() == "lives\n"
     command.wait()
     with Owned(tmp_path).locked():                       # though a child of the command lives
         pass
