@@ -254,14 +254,33 @@ def fp8_cast_both(x: Tensor) -> tuple[Codes, Codes]:
 
 
 def fp8_rms_norm(x: Tensor, weight: Tensor, eps: float, style: int = ROUND_FIRST) -> tuple[Codes, Tensor]:
-    """fp8_cast of rms_norm's y, of which 16 bits are never written, and rstd: x [T, n] bf16, strided."""
+    """fp8_cast of rms_norm's y, of which 16 bits are never written.
+
+    Args:
+        x, weight, eps, style: as for rms_norm; bf16, x [T, n] strided, weight [n].
+
+    Returns:
+        (codes [T, n] with a scale for each row, rstd [T] fp32).
+
+    Raises:
+        RuntimeError: Shapes or types that do not go together.
+    """
     made, rstd = _codes(x, *x.shape), _of_rows(x)
     _ops.fp8_rms_norm(x, weight, *made, rstd, eps, style)
     return made, rstd
 
 
 def fp8_glu(gate: Tensor, up: Tensor, act: int = SILU) -> Codes:
-    """fp8_cast(glu(gate, up, act)), of which 16 bits are never written: [T, I] bf16, strided; I in sixteens.
+    """fp8_cast(glu(gate, up, act)), of which 16 bits are never written.
+
+    Args:
+        gate, up: [T, I] bf16, strided; I in sixteens, each row at a multiple of 16 bytes.
+
+    Returns:
+        Codes [T, I] with a scale for each row.
+
+    Raises:
+        RuntimeError: Shapes, types or strides that are none of these.
 
     Source: csrc/ops/fp8_glu.h.
     """
@@ -274,10 +293,13 @@ def fp8_glu_backward(dh: Tensor, gate: Tensor, up: Tensor, act: int = SILU) -> t
     """Codes of what glu_backward writes, without writing it.
 
     Args:
-        dh: [T, I] bf16, dense. gate, up: [T, I], strided. I in sixteens.
+        dh: [T, I] bf16, dense. gate, up: as for fp8_glu.
 
     Returns:
         fp8_cast and fp8_cast_t of dgate | dup [T, 2 I], and fp8_cast_t of h.
+
+    Raises:
+        RuntimeError: as fp8_glu.
     """
     (rows, n), d = gate.shape, 2 * gate.shape[1]
     made = _codes(gate, rows, d), _codes(gate, d, _sixteens(rows)), _codes(gate, n, _sixteens(rows))

@@ -143,7 +143,7 @@ class Largest(TorchDispatchMode):
 
 def test_beside_a_weight_that_codes_stand_for_little_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
     """A plan counts the 16-bit weight: a mixture's layer has some GiB of them."""
-    monkeypatch.setattr(coded, "AT_ONCE", 128 * 256)
+    monkeypatch.setattr(coded, "WIDE_MOST", 128 * 256)
     u8 = functools.partial(torch.randint, 256, dtype=torch.uint8)
     for form, codes, scales, one in (
             ("mxfp4", u8((16, 64, 8, 16)), u8((16, 64, 8)), 64 * 256),

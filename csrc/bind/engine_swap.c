@@ -145,7 +145,7 @@ static mt_status swap_disk(mt_engine *e, const char *path, uint64_t limit, uint6
     mt_status st;
 
     MT_TRY(mt_file_open(path, limit, threads, NULL, &file));
-    if (e->cx.share != NULL)
+    if (e->cx.share != NULL)             /* as disk_open's */
         mt_file_unname(file);
     MT_TRY(mt_file_reserve(file, bytes));
     MT_TRY(mt_swap_disk(e->swap, mt_file_blocks(file), bays));

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-AT_ONCE = 1 << 24                    # numbers that are made in fp32 before they are rounded; or one expert's
+WIDE_MOST = 1 << 24                  # numbers that are made in fp32 before they are rounded; or one expert's
 FP8_BLOCK = 128                      # rows, and columns, that share a scale of what is made here
 _FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 NF4_BLOCK = 64                       # elements that share a scale
@@ -32,7 +32,7 @@ def _fp8(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     n, k = scales.shape[-2:]
     rows, columns = codes.shape[-2:]
     out = torch.empty(codes.shape, dtype=dtype, device=codes.device)
-    some = max(1, AT_ONCE // max(1, rows // n * columns))    # rows of blocks
+    some = max(1, WIDE_MOST // max(1, rows // n * columns))    # rows of blocks
     blocks, made = (t.reshape(-1, rows // n, k, columns // k).split(some) for t in (codes, out))
     for own, to, scale in zip(blocks, made, scales.to(torch.float32).reshape(-1, 1, k, 1).split(some)):
         to.copy_(own.to(torch.float32) * scale)
