@@ -136,7 +136,7 @@ def saved_twice(rank: int, group: Any, folder: str) -> tuple[list[int], bool]:
             opt.zero_grad()
             mt.save(models[0], opt, f"{folder}/{name}", asynchronous=name == "2").wait()
         mt.load(models[1], None, f"{folder}/2")
-        links = sorted(p.stat().st_nlink for p in Path(folder, "2").glob("model-*.safetensors"))
+        links = sorted(p.stat().st_nlink for p in Path(folder, "2").glob("[fm]*.safetensors"))
         one, other = ([digest(p) for p in m.parameters()] for m in models)
         return links, one == other
     finally:

@@ -56,7 +56,7 @@ def same_as(folder: Path, run: Run) -> bool:
     return all(torch.equal(a, b) for a, b in zip(other.model.state_dict().values(), run.model.state_dict().values()))
 
 
-BASE = "model-00001-of-00002.safetensors"
+BASE = "frozen-00001-of-00001.safetensors"
 
 
 def test_frozen_weights_are_written_once_and_each_checkpoint_is_whole(run: Run, tmp_path: Path) -> None:
@@ -150,3 +150,24 @@ def test_few_frozen_weights_stay_with_the_others(run: Run, tmp_path: Path, monke
     monkeypatch.setattr(again, "LEAST_BYTES", 1 << 20)
     run.save(tmp_path / "1")
     assert (tmp_path / "1" / "model.safetensors").is_file() and run.save(tmp_path / "2") == set()
+
+
+@pytest.mark.parametrize("frozen", ["some", "all"])
+def test_transformers_reads_it_and_writes_into_no_other_checkpoint(frozen: str, tmp_path: Path,
+                                                                  monkeypatch: pytest.MonkeyPatch) -> None:
+    transformers = pytest.importorskip("transformers")
+    monkeypatch.setattr(again, "LEAST_BYTES", 1)
+    parity.seed()
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2))
+    (model if frozen == "all" else model.model.layers).requires_grad_(False)
+    mt.stream(model, "cpu")
+    for name in ("1", "2"):
+        mt.save(model, None, tmp_path / name)
+    was = {p.name: p.read_bytes() for p in (tmp_path / "1").iterdir()}
+    found, told = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "2", output_loading_info=True)
+    assert not told["missing_keys"] and all(torch.equal(t, found.state_dict()[n]) for n, t in model.state_dict().items())
+    assert not {p.name for p in (tmp_path / "2").iterdir() if p.stat().st_nlink > 1} & {
+        "model.safetensors", "model-00001-of-00001.safetensors", "model-00001-of-00002.safetensors"}
+    found.save_pretrained(tmp_path / "2")
+    assert was == {p.name: p.read_bytes() for p in (tmp_path / "1").iterdir()}

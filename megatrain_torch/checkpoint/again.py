@@ -2,7 +2,8 @@
 
 A frozen base is most of a run with adapters, and the same in each of its checkpoints. Such weights lie in files of
 their own, which are written once and take room once. Each folder is whole by itself: a copy of it has all, and none
-needs another to stay. Where files cannot be linked they are written.
+needs another to stay. Where files cannot be linked they are written. Names of these files are nobody else's, so that
+what a save_pretrained into one folder writes in place is in no other.
 """
 from __future__ import annotations
 
@@ -17,6 +18,7 @@ from ..store.records import Record
 from ..store.tensorfiles import LENGTH_BYTES, Stored, TensorFile
 
 LEAST_BYTES = 64 << 20               # of frozen weights, for files of their own
+STEM = "frozen"                      # of their names
 
 Still = dict[str, tuple[int, ...]]   # by a file's name how often each of its weights had been written to
 Before = dict[bytes, "Written"]      # files of the last checkpoint, by their headers

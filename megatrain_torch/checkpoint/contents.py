@@ -25,7 +25,7 @@ MASTERS = {"LO": "master_low", "MASTER": "master"}
 BLOCK_BYTES = 4 << 20                # MT_BLOCK_BYTES of csrc/core/blocks.h: each has a sum of 8 bytes
 STEPS = 2**53                        # more than this an fp64 does not count
 _HEX = re.compile(r"([0-9a-f]{2})*")
-_TENSORS = re.compile(r"(model|weights|states)(-\d+-of-\d+)?\.safetensors")
+_TENSORS = re.compile(r"(model|weights|frozen|states)(-\d+-of-\d+)?\.safetensors")
 
 
 # ---- the manifest's body -------------------------------------------------------------------------

@@ -32,7 +32,7 @@ NAME = "manifest.json"
 BROKEN = "the checkpoint is not whole; nothing was changed; load another one"
 FORMAT, VERSION = "megatrain checkpoint", 1
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
-_TENSORS = re.compile(r"(model|weights|states)(-\d+-of-\d+)?\.safetensors(\.index\.json)?")
+_TENSORS = re.compile(r"(model|weights|frozen|states)(-\d+-of-\d+)?\.safetensors(\.index\.json)?")
 _number = itertools.count()
 
 

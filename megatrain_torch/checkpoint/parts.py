@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from ..model.runtime import Runtime
 
 TRAINING = "training.pt"
-INDEX = "model.safetensors.index.json"
+INDEX, ALONE = "model.safetensors.index.json", "model.safetensors"
 OWN_FILES = ("config.json", "generation_config.json")
 OURS, TORCHS = "mt.AdamW", "torch.optim.AdamW"       # as kind_of says
 
@@ -65,7 +65,7 @@ def parts_of(rt: Runtime, model: nn.Module, opt: torch.optim.Optimizer | None, s
         weights, states = _weights(model, names), _states(opt, names)
     files, still = _files(weights, {name: p._mt for p, name in names.items()},
                           "model" if _has_its_names(model) else "weights", most)
-    files += packed("states", most, states) if states else []
+    files += packed(states, "states", most) if states else []
     small = {TRAINING: _training(opt, names, scheduler, extra, randoms), **_beside(model, files)}
     return Parts(files, small, _body(rt, opt, names, small), still)
 
@@ -75,11 +75,12 @@ def _files(weights: list[Entry], records: dict[str, Record], stem: str, most: in
     """Of weights and buffers, and `Parts.still` of them. records: by name."""
     still = [e for e in weights if e.unit >= 0 and again.is_still(records[e.name])]
     if sum(e.nbytes for e in still) < again.LEAST_BYTES:
-        return packed(stem, most, weights), {}
+        return packed(weights, stem, most), {}
     names = {e.name for e in still}
-    files = packed(stem, most, still, [e for e in weights if e.name not in names])
-    return files, {f.name: tuple(records[e.name].writes for e in f.entries) for f in files
-                   if f.entries[0].name in names}
+    rest = [e for e in weights if e.name not in names]
+    files = packed(still, again.STEM, most, beside=True)
+    return (files + (packed(rest, stem, most, beside=True) if rest else []),
+            {f.name: tuple(records[e.name].writes for e in f.entries) for f in files})
 
 
 def names_of(model: nn.Module) -> dict[Tensor, str]:
@@ -201,17 +202,18 @@ def _serialised(value: Any, what: str) -> bytes:
 
 
 def _beside(model: nn.Module, files: list[TensorFile]) -> dict[str, bytes]:
-    """What transformers wants beside the weights: their index where they are in several files, and configs."""
-    found = {}
-    own = [f for f in files if f.name.startswith("model")]
-    if len(own) > 1:
+    """What transformers wants beside the weights: their index where they are not in one file, and configs."""
+    found: dict[str, bytes] = {}
+    if not _has_its_names(model):
+        return found
+    own = [f for f in files if not f.name.startswith("states")]
+    if [f.name for f in own] != [ALONE]:
         index = {"metadata": {"total_size": sum(e.nbytes for f in own for e in f.entries)},
                  "weight_map": {e.name: f.name for f in own for e in f.entries}}
         found[INDEX] = json.dumps(index, indent=1, sort_keys=True).encode()
-    if _has_its_names(model):
-        for name, config in zip(OWN_FILES, (getattr(model, "config", None), getattr(model, "generation_config", None))):
-            if hasattr(config, "to_json_string"):
-                found[name] = _config(model, config).encode()
+    for name, config in zip(OWN_FILES, (getattr(model, "config", None), getattr(model, "generation_config", None))):
+        if hasattr(config, "to_json_string"):
+            found[name] = _config(model, config).encode()
     return found
 
 

@@ -3,6 +3,7 @@
     model-00001-of-00003.safetensors ...   weights and persistent buffers, with model.safetensors.index.json and
                                             config.json as transformers has them: `from_pretrained(folder)` reads it
                                             (weights-..., without these, of a transformers model with an adapter)
+    frozen-00001-of-00002.safetensors ...  weights that do not train, where they are many, of the checkpoint before too
     states-00001-of-00009.safetensors ...  AdamW's planes as they are, unit by unit
     training.pt                            groups, scheduler, random states, `extra`: torch.load(weights_only=True)
     manifest.json                          sizes, sums, what belongs to which parameter (manifest.py)

@@ -76,25 +76,20 @@ class TensorFile:
         return (str(folder / self.name), self.nbytes, extents), head
 
 
-def packed(stem: str, limit: int, *lists: list[Entry]) -> list[TensorFile]:
-    """Files of at most `limit` bytes (or one tensor), none with tensors of two lists; named as transformers names
-    them."""
-    parts = [part for entries in lists for part in _cut(entries, limit)] or [[]]
-    if len(parts) == 1:
-        return [_file(f"{stem}.safetensors", parts[0])]
-    return [_file(f"{stem}-{i:05d}-of-{len(parts):05d}.safetensors", part) for i, part in enumerate(parts, 1)]
-
-
-def _cut(entries: list[Entry], limit: int) -> list[list[Entry]]:
-    parts: list[list[Entry]] = []
+def packed(entries: list[Entry], stem: str, limit: int, beside: bool = False) -> list[TensorFile]:
+    """Files of at most `limit` bytes (or one tensor), named as transformers names them. beside: there are files of
+    another stem, so that one alone has a number too."""
+    parts: list[list[Entry]] = [[]]
     filled = 0
     for e in entries:
-        if not parts or (parts[-1] and filled + e.nbytes > limit):
+        if parts[-1] and filled + e.nbytes > limit:
             parts.append([])
             filled = 0
         parts[-1].append(e)
         filled += e.nbytes
-    return parts
+    if len(parts) == 1 and not beside:
+        return [_file(f"{stem}.safetensors", parts[0])]
+    return [_file(f"{stem}-{i:05d}-of-{len(parts):05d}.safetensors", part) for i, part in enumerate(parts, 1)]
 
 
 def _file(name: str, entries: list[Entry]) -> TensorFile:
