@@ -33,7 +33,7 @@ from torch import Tensor, nn
 
 import megatrain_torch as mt
 from megatrain_torch import ops
-from megatrain_torch.fused.templates import self_attention
+from megatrain_torch.fused.templates import attention_half
 
 pytestmark = pytest.mark.usefixtures("streaming")
 
@@ -430,8 +430,8 @@ def test_what_a_cache_holds_is_attended_to(tokens: int, tried: bool) -> None:
 
 def test_a_large_key_value_cache_in_training_is_told_of_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two rows of 12 tokens, keys and values of 2 heads of 8, three layers: 9 KiB."""
-    monkeypatch.setattr(self_attention, "LARGE_CACHE", 9216)
-    monkeypatch.setattr(self_attention, "_told", [])
+    monkeypatch.setattr(attention_half, "LARGE_CACHE", 9216)
+    monkeypatch.setattr(attention_half, "_told", [])
     batch = zoo.text_unpadded(0)
     model = stream(LLAMA(), "saved")
     with warnings.catch_warnings():
@@ -443,8 +443,8 @@ def test_a_large_key_value_cache_in_training_is_told_of_once(monkeypatch: pytest
         for _ in range(2):
             model(**batch, use_cache=True).loss.backward()
     assert len([w for w in told if "key-value" in str(w.message)]) == 1
-    monkeypatch.setattr(self_attention, "LARGE_CACHE", 9217)
-    monkeypatch.setattr(self_attention, "_told", [])
+    monkeypatch.setattr(attention_half, "LARGE_CACHE", 9217)
+    monkeypatch.setattr(attention_half, "_told", [])
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         model(**batch, use_cache=True).loss.backward()

@@ -197,7 +197,7 @@ def test_a_plan_counts_what_long_rows_copy() -> None:
     """Tokens of 8 bytes of q and 16 of q, k and v: both are copied from some length on."""
     layer = FAMILIES["llama"]().model.layers[0]
     found = templates.template(layer)
-    q, qkv = found.attention.o.inputs, sum(found.attention.qkv.rows)
+    q, qkv = found.attention.o.inputs, sum(found.attention.first.rows)
     most = attention.long_tokens(q, qkv)
     assert most == min((1 << 31) // q, (9 << 28) // qkv) and found.copied(2) == (2 * (q + qkv), most)
     each = found.work_bytes(most, 2) / most

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import types
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -147,8 +147,13 @@ class Case:
 class EmptyCache:
     """Stands for a key-value cache that has nothing yet: it gives what it is given, and tells nothing of itself."""
 
+    def __init__(self, note: Callable[[Tensor, Tensor], None]) -> None:
+        """note: is told what it is given."""
+        self._note = note
+
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: Any, *_: Any, **__: Any
                ) -> tuple[Tensor, Tensor]:
+        self._note(key_states, value_states)
         return key_states, value_states
 
     def __getattr__(self, name: str) -> Any:

@@ -109,17 +109,24 @@ def _first_pairs_wide(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return (x.float() * cos + _pair_turned(x).float() * sin).to(x.dtype)
 
 
+def _pairs_parted(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    cos, sin = (t[..., :t.shape[-1] // 2].unsqueeze(1) for t in (cos, sin))
+    a, b = x[..., 0::2], x[..., 1::2]
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
+
+
 def _short(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
     a, b = torch.chunk(x, 2, dim=-1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
 
 
-# (interleaved, first, short), as templates/rotary.py has them, and the form.
-ROTARIES: list[tuple[tuple[bool, bool, bool], Callable[[Tensor, Tensor, Tensor], Tensor]]] = [
+# (interleaved, first, short, parted), as templates/rotary.py has them, and the form.
+ROTARIES: list[tuple[tuple[bool, ...], Callable[[Tensor, Tensor, Tensor], Tensor]]] = [
     ((False, False, False), _halves), ((False, False, False), _halves_cut), ((False, False, False), _halves_wide),
     ((True, False, False), _pairs), ((True, False, False), _pairs_wide),
     ((True, True, False), _first_pairs), ((True, True, False), _first_pairs_wide), ((False, False, True), _short),
+    ((True, True, False, True), _pairs_parted),
 ]
 
 # ---- attention: q [B, hq, S, D], k, v [B, hk, S, D], mask [B, 1, S, S] -> [B, hq, S, D] --------------
@@ -203,14 +210,15 @@ def chosen_router(k: int, wide: bool, rounds: bool, factor: float, spelling: int
 
 
 def sigmoid_router(k: int, experts: int, wide: bool, normalised: bool, rounds: bool, factor: float, least: float,
-                   grouped: bool, cast: bool) -> Callable[..., Any]:
-    """Sigmoids; the largest k of score + correction. grouped: by way of groups of experts, of which there is one."""
+                   groups: tuple[int, int], cast: bool) -> Callable[..., Any]:
+    """Sigmoids; the largest k of score + correction. groups: so many groups of experts, and from how many of them they
+    are chosen; (0, 0): there are none."""
     def form(b: Tensor, weight: Tensor, bias: Tensor | None, correction: Tensor | None) -> Routed:
         logits = _linear(b, weight, bias, wide, cast)
         scores = logits.float().sigmoid()
         choice = scores if correction is None else scores + correction
-        if grouped:
-            choice = _of_one_group(choice, experts)
+        if groups[0]:
+            choice = _of_groups(choice, experts, *groups)
         chosen = torch.topk(choice, k, dim=-1, sorted=False)[1]
         w = scores.gather(1, chosen)
         w = (_divided(w, least) if normalised else w) * factor
@@ -218,23 +226,24 @@ def sigmoid_router(k: int, experts: int, wide: bool, normalised: bool, rounds: b
     return form
 
 
-def _of_one_group(choice: Tensor, experts: int) -> Tensor:
-    """A mask that hides nothing: the one group is among the best one."""
-    best = choice.view(-1, 1, experts).topk(2, dim=-1)[0].sum(dim=-1)
-    mask = torch.zeros_like(best)
-    mask.scatter_(1, torch.topk(best, k=1, dim=-1, sorted=False)[1], 1)
-    mask = mask.unsqueeze(-1).expand(-1, 1, experts).reshape(-1, experts)
+def _of_groups(choice: Tensor, experts: int, groups: int, best: int) -> Tensor:
+    """A mask that hides experts of all but the best groups: nothing, where there is one group."""
+    of_group = choice.view(-1, groups, experts // groups).topk(2, dim=-1)[0].sum(dim=-1)
+    mask = torch.zeros_like(of_group)
+    mask.scatter_(1, torch.topk(of_group, k=best, dim=-1, sorted=False)[1], 1)
+    mask = mask.unsqueeze(-1).expand(-1, groups, experts // groups).reshape(-1, experts)
     return choice.masked_fill(~mask.bool(), float("-inf"))
 
 
-def routers(k: int, experts: int, sigmoid: bool, normalised: bool, wide: bool, factors: list[float]
-            ) -> Iterator[tuple[tuple[float, float], Callable[..., Any]]]:
-    """((factor, least), form) of all forms of these properties. least: what the sum that divides has added."""
+def routers(k: int, experts: int, sigmoid: bool, normalised: bool, wide: bool, factors: list[float],
+            groups: tuple[int, int]) -> Iterator[tuple[tuple[float, float], Callable[..., Any]]]:
+    """((factor, least), form) of all forms of these properties. least: what the sum that divides has added. groups: as
+    templates/router.py has them."""
     for factor in factors:
         for rounds in (False, True):
             if sigmoid:
                 for least in (1e-20, 0.0, 1e-6, 1e-12) if normalised else (0.0,):
-                    for grouped in (True, False):
+                    for grouped in (groups, (0, 0)) if groups[0] == 1 else (groups,):
                         for cast in (False, True):
                             yield (factor, least), sigmoid_router(k, experts, wide, normalised, rounds, factor, least,
                                                                   grouped, cast)

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from ... import ops
 from ..templates.decoder import Decoder
+from ..templates.latent_attention import LatentAttention
 from ..templates.linears import Adapter, Linears
 from ..templates.moe import SparseMLP
 from ..templates.parts import Norm
@@ -78,8 +79,7 @@ class LayerProof:
         """By the names of their weights; says to the template how they apply these."""
         found, b, s = {}, self.session.rows, self.session.tokens
         for norm in self.template.norms:
-            inner = norm in (self.a.q_norm, self.a.k_norm) and norm.size == self.a.head
-            self._style = norm.style, found[norm.weight] = self._norm(norm, (b, s, 3) if inner else (b, s))
+            self._style = norm.style, found[norm.weight] = self._norm(norm, (b, s, 3) if self.a.per_head(norm) else (b, s))
         return found
 
     def activation(self, fn: Any, code: int) -> Callable[[Tensor], Tensor]:
@@ -88,12 +88,13 @@ class LayerProof:
             (form, lambda form=form: form(x)) for c, form in forms.ACTIVATIONS if c == code))
 
     def rotary(self, cos: Tensor, sin: Tensor) -> Callable[..., Tensor]:
-        """The form of `apply_rotary_pos_emb` beside the attention's class; says to the template which kind it is."""
-        attn = self.layer.self_attn
-        turn = getattr(sys.modules.get(type(attn).__module__), "apply_rotary_pos_emb", None)
+        """The form of the function that turns heads, beside the attention's class; says to the template which kind it
+        is."""
+        attn, (name, d) = self.layer.self_attn, self.a.turns
+        turn = getattr(sys.modules.get(type(attn).__module__), name, None)
         if turn is None:
-            raise Refused("there is no apply_rotary_pos_emb beside its attention's class")
-        b, s, d = self.session.rows, self.session.tokens, self.a.head
+            raise Refused(f"there is no {name} beside its attention's class")
+        b, s = self.session.rows, self.session.tokens
         q, k = (self.session.atom(f"heads of {n}", (b, h, s, d), self.dtype) for n, h in (("q", 5), ("k", 2)))
         kind, form = self._match("its rotary embedding", lambda: turn(q, k, cos, sin), (
             ((kind, form), lambda form=form: (form(q, cos, sin), form(k, cos, sin))) for kind, form in forms.ROTARIES))
@@ -116,7 +117,7 @@ class LayerProof:
         # Where every expert is chosen, trying it does not tell whether weights are normalised.
         candidates = (((normalised, *numbers), form) for normalised in (r.normalised, not r.normalised)
                       for numbers, form in forms.routers(r.top_k, r.experts, r.sigmoid, normalised, r.wide,
-                                                         near or [r.factor]))
+                                                         near or [r.factor], (r.groups, r.best)))
         return self._match(f"its router ({type(module).__name__})",
                            lambda: module(b) if own else module(b, correction),
                            (((numbers, form), lambda form=form: form(b, weight, bias, correction))
@@ -175,18 +176,45 @@ class LayerProof:
 
     def _attention(self, p: Parts, x: Tensor, call: Any) -> Tensor:
         a = self.a
-        q, k, v = self._each(a.qkv, x, (a.hq * a.head, a.hk * a.head, a.hk * a.head))
-        q, k = (self._heads(p, t, norm) for t, norm in ((q, a.q_norm), (k, a.k_norm)))
-        v = self._heads(p, v, None)
-        if p.rotary is not None:
-            q, k = (p.rotary(t, call.cos, call.sin) for t in (q, k))
+        q, k, v = (self._latent_heads if isinstance(a, LatentAttention) else self._own_heads)(p, x, call)
         if call.kind == "sdpa":
             out = forms.sdpa(q, k, v, call.mask, a.scale, a.causal and call.mask is None)
         elif a.sinks:
             out = p.sinks(q, k, v, call.mask, a.scale, self.w[a.sinks])
         else:
             out = forms.spelled(q, k, v, call.mask, a.scale, a.cap)
-        return out.transpose(1, 2).reshape(*x.shape[:-1], a.hq * a.head)
+        return out.transpose(1, 2).reshape(*x.shape[:-1], a.o.inputs)
+
+    def _own_heads(self, p: Parts, x: Tensor, call: Any) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k and v [B, h, S, D]. What a cache gathers is k, turned, and v."""
+        a = self.a
+        q, k, v = self._each(a.first, x, (a.hq * a.head, a.hk * a.head, a.hk * a.head))
+        q, k = (self._heads(p, t, norm) for t, norm in ((q, a.q_norm), (k, a.k_norm)))
+        v = self._heads(p, v, None)
+        q, k = self._turned(p, call, q, k)
+        call.gathers(k, v)
+        return q, k, v
+
+    @staticmethod
+    def _turned(p: Parts, call: Any, *heads: Tensor) -> tuple[Tensor, ...]:
+        return heads if p.rotary is None else tuple(p.rotary(t, call.cos, call.sin) for t in heads)
+
+    def _latent_heads(self, p: Parts, x: Tensor, call: Any) -> tuple[Tensor, Tensor, Tensor]:
+        """The same by way of few numbers, which are what a cache gathers: normed, and turned."""
+        a, (b, s) = self.a, x.shape[:2]
+        q, low = self._linear(a.first, x, 0), self._linear(a.first, x, 1)
+        if a.q_up is not None:
+            q = self._linear(a.q_up, self._normed(p, a.q_norm, q))
+        plain = a.head - a.turned
+        q = q.view(b, s, -1, a.head).transpose(1, 2)
+        low, shared = low.split((a.latent, a.turned), -1)
+        low = self._normed(p, a.kv_norm, low).view(b, 1, s, a.latent)
+        turned, shared = self._turned(p, call, q[..., plain:], shared.view(b, 1, s, a.turned))
+        call.gathers(low, shared)
+        kv = self._linear(a.kv_up, low).view(b, s, -1, plain + a.values).transpose(1, 2)
+        k, v = kv.split((plain, a.values), -1)
+        k = torch.cat((k, shared.expand(-1, a.hq, -1, -1)), -1)
+        return torch.cat((q[..., :plain], turned), -1), k, v
 
     def _heads(self, p: Parts, t: Tensor, norm: Norm | None) -> Tensor:
         """[B, h, S, D] of [B, S, h D], with its norm."""

@@ -45,10 +45,15 @@ class Proof:
 
 
 class _Call:
-    """The arguments of a fake call, and what a reference reads of them."""
+    """The arguments of a fake call, and what a reference reads of them.
+
+    Attributes:
+        gathered: numbers of what a key-value cache was given.
+    """
 
     def __init__(self, session: Session, case: Case) -> None:
         self.kind, self.session = case.kind, session
+        self.gathered: list[int] = []
         self.kwargs = {name: self._value(name, g) for name, g in case.given}
         self.numbers = [v for v in self.kwargs.values() if type(v) is Number]
         self.cos, self.sin = self.kwargs.get("position_embeddings") or (None, None)
@@ -62,8 +67,22 @@ class _Call:
         if isinstance(g, tuple):
             return tuple(self._value(f"{name}[{i}]", part) for i, part in enumerate(g))
         if g is EmptyCache:
-            return EmptyCache()
+            return EmptyCache(self._gather)
         return Number(3) if isinstance(g, type) else g
+
+
+    def _gather(self, *tensors: Tensor) -> None:
+        self.gathered += map(self.session.values.of, tensors)
+
+    def gathers(self, k: Tensor, v: Tensor) -> None:
+        """A form says what a cache is given, where there is one."""
+        if "past_key_values" in self.kwargs:
+            self._gather(k, v)
+
+    def numbers_of(self, run: Any, leaves: list[Tensor]) -> list[int | None]:
+        """Of what run() gives, its gradients, and what a cache was given."""
+        self.gathered.clear()
+        return [*self.session.numbers(run, leaves), *self.gathered]
 
 
 @contextlib.contextmanager
@@ -171,7 +190,7 @@ def _decoder(session: Session, module: nn.Module, run: Any, template: Any, w: di
     leaves = [x, *w.values()]
 
     with _opaque_experts(proof, module) if sparse else contextlib.nullcontext():
-        theirs, witness = session.watched(lambda: session.numbers(lambda: run(x, **call.kwargs), leaves))
+        theirs, witness = session.watched(lambda: call.numbers_of(lambda: run(x, **call.kwargs), leaves))
     if any(n.looked for n in call.numbers):
         raise Refused("its code looks at a number that the model is called with")
     if sparse:
@@ -179,7 +198,7 @@ def _decoder(session: Session, module: nn.Module, run: Any, template: Any, w: di
         witness.library[loop.__code__] = loop.__globals__
     proof.witnesses.append(witness)
     parts = session.match(theirs, (
-        (parts, lambda parts=parts: session.numbers(lambda: proof.whole(parts, x, call), leaves))
+        (parts, lambda parts=parts: call.numbers_of(lambda: proof.whole(parts, x, call), leaves))
         for parts in _ways(proof, call, sparse)))
     if parts.rotary is None:
         template.attention.rotary = None
@@ -200,7 +219,7 @@ def _ways(proof: LayerProof, call: _Call, sparse: bool) -> Iterator[Parts]:
     else:
         act = proof.activation(_act_of(proof.layer, t.mlp), t.mlp.act)
     rotary = proof.rotary(call.cos, call.sin) if t.attention.rotary is not None and call.cos is not None else None
-    orders = (True, False) if t.attention.q_norm else (True,)
+    orders = (True, False) if any(map(t.attention.per_head, t.norms)) else (True,)
     flats = ((True, False), (False, False), (True, True)) if sparse and t.mlp.shared else ((True, False),)
     sinks = forms.SINKS if t.attention.sinks else forms.SINKS[:1]
     for turned, *rest in itertools.product((rotary, None) if rotary else (None,), orders, flats, sinks):

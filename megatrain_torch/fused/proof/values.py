@@ -6,7 +6,8 @@ computations that give equal numbers are the same computation, for every input a
 
 Expressions have a normal form, which is small: copies, detached and contiguous tensors are what they are copies of;
 chains of views are one view, of permutations one; sums and products have no order, since rounding is no part of the
-claim; a tensor that was written in place has a new number.
+claim; a tensor that was written in place has a new number, and one of which columns were written is what it was with
+these columns in it.
 
 Three functions are opaque: F.linear, F.scaled_dot_product_attention, and whatever a caller names (experts). They and
 their gradients are one expression each, so that nothing depends on which kernel a machine has.
@@ -109,8 +110,12 @@ class Values:
 
     def written(self, t: Tensor, number: int) -> None:
         """A write in place: whoever has the same memory sees it."""
-        for other in list(self._seen_by[t.untyped_storage()._cdata].values()):
+        for other in self.beside(t):
             self._tensors[id(other)] = other, number
+
+    def beside(self, t: Tensor) -> list[Tensor]:
+        """All tensors over the same memory."""
+        return list(self._seen_by[t.untyped_storage()._cdata].values())
 
     def told(self, number: int, depth: int = 2) -> str:
         """The expression in a few words."""
@@ -194,10 +199,10 @@ class Recorder(TorchDispatchMode):
         if self.values.outlives(target):
             raise Refused(f"it writes by {name} into an input, a weight or a buffer")
         if not self.values.alone(target):
-            raise Refused(f"it writes by {name} into memory that other tensors share")
+            return self._write_columns(func, args, kwargs)
         rule = RULES.get(getattr(aten, base, None))
         if base == "copy":
-            key: Any = ("copy", _operand(self.values, args[1]), _shape(target), str(target.dtype))
+            key: Any = _copied(self.values, args[1], target)
         elif rule is not None:
             key = rule(self.values, func, args, kwargs, target)
         else:
@@ -209,6 +214,77 @@ class Recorder(TorchDispatchMode):
         if out is not target:
             self.values.put(out, number)
         return out
+
+    def _write_columns(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """A copy into some columns of a tensor, of which other columns may have been looked at."""
+        target, source, values = args[0], args[1], self.values
+        refused = Refused(f"it writes by {func._schema.name} into memory that other tensors share")
+        if func._schema.name != "aten::copy_":
+            raise refused
+        others = [t for t in values.beside(target) if t is not target]
+        whole = next((t for t in others if _columns(target, t) and t.shape != target.shape), None)
+        if whole is None:
+            raise refused
+        mine, renewed = _columns(target, whole), values.of(whole)
+        for other in others:
+            at = _columns(other, whole)
+            apart = at is not None and (at[1] <= mine[0] or mine[1] <= at[0])
+            if not apart and (values.of(other) != renewed or other.shape != whole.shape):
+                raise refused
+        number = _numbered(values, _copied(values, source, target), target)
+        renewed = _numbered(values, _with_columns(values, renewed, mine, number, whole), whole)
+        out = func(*args, **kwargs)
+        for other in others:
+            if other.shape == whole.shape:
+                values.put(other, renewed)
+        values.put(target, number)
+        if out is not target:
+            values.put(out, number)
+        return out
+
+
+def _columns(t: Tensor, whole: Tensor) -> tuple[int, int] | None:
+    """Which of its last numbers another tensor is, over the same memory; None: it is something else."""
+    begin = t.storage_offset() - whole.storage_offset()
+    like = t.dim() == whole.dim() > 0 and _shape(t)[:-1] == _shape(whole)[:-1] \
+        and tuple(map(str, t.stride())) == tuple(map(str, whole.stride())) and str(whole.stride(-1)) == "1"
+    if not like or any(type(n) is not int for n in (begin, t.shape[-1], whole.shape[-1])):
+        return None
+    return (begin, begin + t.shape[-1]) if 0 <= begin <= whole.shape[-1] - t.shape[-1] else None
+
+
+def _copied(values: Values, source: Tensor, target: Tensor) -> Any:
+    if _shape(source) != _shape(target):
+        return "copy", _operand(values, source), _shape(target), str(target.dtype)
+    return _cast(values, None, (source,), {}, target)
+
+
+def _numbered(values: Values, key: Any, t: Tensor) -> int:
+    return key if type(key) is int else values.number(key, _shape(t))
+
+
+def _with_columns(values: Values, number: int, at: tuple[int, int], source: int, whole: Tensor) -> Any:
+    """A tensor with other columns in it: all of them, and it is what a cat makes of these.
+
+    Raises:
+        Refused: some were written in other pieces before.
+    """
+    key = values.keys[number]
+    base, parts = (key[1][1], key[2]) if key[0] == "columns" else (number, ())
+    parts = [part for part in parts if part[0] != at]
+    if any(begin < at[1] and at[0] < end for (begin, end), _ in parts):
+        raise Refused("it writes into columns that it wrote in other pieces before")
+    parts = sorted([*parts, (at, ("#", source))])
+    if sum(end - begin for (begin, end), _ in parts) < whole.shape[-1]:
+        return "columns", ("#", base), tuple(parts), _shape(whole)
+    terms = [_placed(values, n, whole.dim() - 1, begin, end, whole) for (begin, end), (_, n) in parts]
+    return _joined("+", terms, whole)
+
+
+def _placed(values: Values, number: int, dim: int, begin: Any, end: Any, out: Tensor) -> Any:
+    """A term of a sum: a part of it in its place among zeros."""
+    key = "slice_backward", ("#", number), dim, str(begin), str(end), "1", _shape(out)
+    return "#", values.number(key, _shape(out))
 
 
 def _operand(values: Values, a: Any) -> Any:
@@ -299,11 +375,33 @@ def _slice_of(values: Values, t: Tensor, dim: int, start: Any, end: Any, step: A
     if str(start) == "0" and str(end) == str(size) and step == 1:
         return values.of(t)
     number = values.of(t)
+    if values.keys[number][0] == "columns" and dim == t.dim() - 1 and step == 1:
+        found, number = _of_columns(values.keys[number], number, start, end)
+        if found:
+            return number
     if values.keys[number][0] == "slice" and step == 1 and type(start) is int and type(end) is int:
         _, inner, d, begin, _, by = values.keys[number]
         if d == dim and by == "1" and begin.isdigit():
             number, start, end = inner[1], start + int(begin), end + int(begin)
     return "slice", ("#", number), dim, str(start), str(end), str(step)
+
+
+def _of_columns(key: tuple[Any, ...], number: int, start: Any, end: Any) -> tuple[bool, int]:
+    """Whether these columns are a tensor that was written there, and which; else of which tensor they are."""
+    _, (_, base), parts, _ = key
+    for at, (_, source) in parts:
+        if at == (start, end):
+            return True, source
+    apart = all(type(n) is int for n in (start, end)) and all(end <= at[0] or at[1] <= start for at, _ in parts)
+    return False, base if apart else number
+
+
+def _strided(values: Values, func: Any, args: Any, kwargs: Any, out: Tensor) -> Any:
+    """autograd's way to say which columns were written."""
+    at = _columns(out, args[0])
+    if at is None:
+        return _plain(values, func, args, kwargs, out)
+    return _slice_of(values, args[0], out.dim() - 1, *at, 1)
 
 
 def _slice(values: Values, func: Any, args: Any, kwargs: Any, out: Tensor) -> Any:
@@ -359,8 +457,7 @@ def _cat(values: Values, func: Any, args: Any, kwargs: Any, out: Tensor) -> Any:
         if str(begin) != str(end):
             if _shape(t) == _shape(out):
                 return values.of(t)
-            key = "slice_backward", ("#", values.of(t)), dim, str(begin), str(end), "1", _shape(out)
-            terms.append(("#", values.number(key, _shape(out))))
+            terms.append(_placed(values, values.of(t), dim, begin, end, out))
         begin = end
     return _joined("+", terms, out)
 
@@ -443,7 +540,7 @@ RULES: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys((aten.view, aten._unsafe_view, aten.reshape, aten._reshape_alias, aten.squeeze, aten.unsqueeze,
                      aten.flatten), _view),
     aten.permute: _permute, aten.t: _transpose, aten.transpose: _transpose, aten.expand: _expand,
-    aten.slice: _slice, aten.slice_backward: _slice_backward,
+    aten.slice: _slice, aten.slice_backward: _slice_backward, aten.as_strided: _strided,
     aten.select: _select, aten.mul: _product, aten.neg: _negated, aten.div: _quotient,
     aten.cat: _cat, aten._softmax: _softmax, aten._softmax_backward_data: _softmax,
     aten.add: _sum_of(1), aten.sub: _sum_of(-1), aten.rsub: _rsub,

@@ -21,6 +21,10 @@ torch's kernel by cuDNN adds up gradients of queries in the order in which its b
 from one time to the next; forward repeats itself. Of short rows backward is cuDNN's in another form (repeats.py), and
 of long ones too where torch.use_deterministic_algorithms(True) asks for the same bits; of what that does not take it is
 then flash's from cuDNN's output and log-sum-exp, and with a mask what torch picks.
+
+Heads of values may be of another size than those of queries and keys (DeepSeek's: 128 and 192). cuDNN takes these on
+Hopper and Blackwell, but not in the form that repeats itself; for flash's kernels the smaller ones are filled up with
+zeros, which add nothing to a product, at the cost of the larger ones' time.
 """
 from __future__ import annotations
 
@@ -65,6 +69,8 @@ class Attention:
 
     packed: sequences behind one another in the one row, each of which sees itself. window: how many tokens one sees,
     itself the last; 0: all before it. Both causal, without a mask.
+
+    values: size of a value's head, where it is not a query's; v and the output are [B, S, h, values] then.
     """
 
     scale: float
@@ -74,6 +80,7 @@ class Attention:
     cap: float = 0.0
     packed: Packed | None = None
     window: int = 0
+    values: int = 0
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> tuple[Tensor, Any]:
         """Output [B, S, hq, D], and what backward wants besides: opaque, small. sinks: [hq]."""
@@ -88,7 +95,7 @@ class Attention:
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
         if self._cudnn(q, sinks):
             bias, blind = self._seen(q)
-            out, lse, *rest = self._kernel(q, k, v, bias)
+            out, lse, *rest = self._kernel(q, k, _near(v), bias)
             out, lse = _sunk(out, lse, sinks)
             if blind is not None:
                 out.masked_fill_(blind, 0)
@@ -173,7 +180,7 @@ class Attention:
         cut = self._cut(q, k, sinks)
         if cut is None:
             return self._by_lengths(q)._by_flash(q, k, v, None)
-        out, kept = torch.empty(q.shape, dtype=q.dtype, device=q.device), []
+        out, kept = torch.empty(*q.shape[:3], v.shape[3], dtype=q.dtype, device=q.device), []
         for one, sink, to, *part in self._parts(cut, sinks, out, q, k, v):
             found, extra = one.forward(*map(_near, part), sink)
             to.copy_(found)
@@ -262,7 +269,8 @@ class Attention:
         return self.causal and self.mask is None and spelled
 
     def _flash(self, q: Tensor) -> bool:
-        return (q.is_cuda and q.dtype != torch.float32 and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
+        most = max(q.shape[-1], self.values)
+        return (q.is_cuda and q.dtype != torch.float32 and most % 8 == 0 and most <= 256
                 and torch.cuda.get_device_capability(q.device) >= (8, 0))
 
     def _flash_args(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -272,18 +280,19 @@ class Attention:
 
     def _by_flash(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, Any]:
         lengths, rest = self._flash_args()
-        out, lse, rng, unused, _ = _flash_forward(*(t.flatten(0, 1) for t in (q, k, v)), *lengths, False, **rest)
+        flat = _filled(*(t.flatten(0, 1) for t in (q, k, v)))
+        out, lse, rng, unused, _ = _flash_forward(*flat, *lengths, False, **rest)
         if sinks is not None:
             out, lse = (t[0] for t in _sunk(out.transpose(0, 1)[None], lse[None], sinks))
             out = out.transpose(0, 1)
-        return out.view(q.shape), (lse, rng, unused)
+        return out[..., :v.shape[3]].contiguous().view(*q.shape[:3], v.shape[3]), (lse, rng, unused)
 
     def _flash_grads(self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, kept: Any,
                         sinks: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         (lengths, rest), (lse, rng, unused) = self._flash_args(), kept
-        flat = [t.flatten(0, 1) for t in (dout, q, k, v, out)]
+        flat = _filled(*(t.flatten(0, 1) for t in (dout, q, k, v, out)))
         grads = _flash_backward(*flat, lse, *lengths, rng, unused, **rest)
-        dq, dk, dv = (d.view(t.shape) for d, t in zip(grads, (q, k, v)))
+        dq, dk, dv = (d[..., :t.shape[3]].unflatten(0, t.shape[:2]) for d, t in zip(grads, (q, k, v)))
         dsinks = None if sinks is None else _sinks_grad(*(t.transpose(0, 1)[None] for t in (flat[0], flat[4])),
                                                         lse[None], sinks)
         return dq, dk, dv, dsinks
@@ -292,8 +301,16 @@ class Attention:
 
     def _cudnn(self, q: Tensor, sinks: Tensor | None) -> bool:
         plain = not self.spelled if sinks is None else not self.cap
-        return (plain and q.is_cuda and q.dtype != torch.float32 and q.shape[-1] % 8 == 0 and q.shape[-1] <= 128
-                and q.shape[2] > 1 and torch.backends.cuda.cudnn_sdp_enabled())
+        return (plain and q.is_cuda and q.dtype != torch.float32 and self._has_sizes(q) and q.shape[2] > 1
+                and torch.backends.cuda.cudnn_sdp_enabled())
+
+    def _has_sizes(self, q: Tensor) -> bool:
+        """Has cuDNN kernels for heads of these sizes?"""
+        sizes = q.shape[-1], self.values or q.shape[-1]
+        if sizes == (192, 128):
+            return (torch.backends.cudnn.version() or 0) >= 91100 and \
+                torch.cuda.get_device_capability(q.device) in ((9, 0), (10, 0), (10, 3))
+        return max(sizes) <= 128 and not any(size % 8 for size in sizes)
 
     def _cpu(self, q: Tensor, sinks: Tensor | None) -> bool:
         return sinks is not None and q.device.type == "cpu" and not self.cap
@@ -325,8 +342,9 @@ class Attention:
                      offset: Tensor, cum_q: Any, cum_k: Any, max_q: int, max_k: int) -> Any:
         """dq, dk, dv. None: with the same bits each time, which are asked for, there are none by a kernel."""
         bias, blind = self._seen(q)
-        unseen = dout if blind is None else dout.masked_fill(blind, 0)
-        found = repeats.grads(unseen, q, k, v, out, lse, bias, self.causal, self.scale, repeating())
+        unseen, v = dout if blind is None else dout.masked_fill(blind, 0), _near(v)
+        found = None if self.values else repeats.grads(unseen, q, k, v, out, lse, bias, self.causal, self.scale,
+                                                       repeating())
         if found is not None or (repeating() and self.mask is not None):
             return found
         if repeating():
@@ -343,12 +361,12 @@ class Attention:
         dimension of 1."""
         rows, _, queries, _ = q.shape
         cu = [torch.arange(rows + 1, dtype=torch.int32, device=q.device) * t.shape[2] for t in (q, k)]
-        flat = [t.transpose(1, 2).flatten(0, 1) for t in (dout, q, k, v, out)]
+        flat = _filled(*(t.transpose(1, 2).flatten(0, 1) for t in (dout, q, k, v, out)))
         lse = lse.reshape(q.shape[:3]).transpose(0, 1).flatten(1).contiguous()
         unread = torch.zeros(2, dtype=torch.int64, device=q.device)      # the state of a dropout that there is none of
         grads = _flash_backward(*flat, lse, *cu, queries, k.shape[2], 0.0, self.causal, unread, unread,
                                 scale=self.scale)
-        return tuple([d.unflatten(0, (rows, -1)).transpose(1, 2) for d in grads])
+        return tuple([d[..., :t.shape[3]].unflatten(0, (rows, -1)).transpose(1, 2) for d, t in zip(grads, (q, k, v))])
 
     def _cpu_grads(self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> Any:
         dq, *rest = _cpu_backward(dout, q, *_each(q, k, v), out, lse, 0.0, self.causal, attn_mask=self._bias(q),
@@ -388,6 +406,12 @@ class Attention:
             logits = torch.cat((logits, sinks.view(1, -1, 1, 1).expand(*logits.shape[:3], 1)), -1)
         p = F.softmax(logits, -1, dtype=torch.promote_types(q.dtype, torch.float32)).to(q.dtype)
         return torch.matmul(p[..., :k.shape[2]], v)
+
+
+def _filled(*heads: Tensor) -> list[Tensor]:
+    """[T, h, .], with zeros to the largest size of them."""
+    size = max(t.shape[-1] for t in heads)
+    return [t if t.shape[-1] == size else F.pad(t, (0, size - t.shape[-1])) for t in heads]
 
 
 def _share(q: Tensor) -> float:

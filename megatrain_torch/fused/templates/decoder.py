@@ -5,7 +5,8 @@
     b = norm2(h)          g|u = b Wgu         y = h + r * norm2b((act(g) * u) Wd)
 
 Each norm may be missing: Llama has norm1 and norm2, OLMo 2 the two after, Gemma 2, 3 and GLM 4 all four;
-q and k have norms of their own in Qwen 3, Gemma 3 and OLMo 2; Granite has r. One class serves them, as
+q and k have norms of their own in Qwen 3, Gemma 3 and OLMo 2; Granite has r; DeepSeek-V3's q, k and v are made by way of
+few numbers (latent_attention.py), and layers of mixtures have another MLP half (moe.py). One class serves them, as
 data, in two halves (self_attention.py, mlp.py); which data is right for a module is found from its
 structure and then proved (proof/).
 """
@@ -21,13 +22,14 @@ from torch import Tensor, nn
 
 from ...graph.masks import example, sight_of
 from ..proof.case import Case, case_of
-from .attention import long_tokens
+from .attention_half import Call, KeptAttention
+from .latent_attention import LatentAttention
 from .linears import codings_of
 from .mlp import GatedMLP
 from .moe import SparseMLP
 from .parts import Grads, Norm, Unfit, Weights, dense, has, hidden_states, unflattened
 from .rows import LONG, NEVER, ROWS
-from .self_attention import Call, KeptAttention, SelfAttention
+from .self_attention import SelfAttention
 
 
 @dataclass
@@ -53,8 +55,9 @@ class Decoder:
             Unfit: it is not of this family.
         """
         norms = _norms_of(layer)
-        factor = float(getattr(layer, "residual_multiplier", 1.0))
-        self.attention = SelfAttention(layer, norms["1"], norms["1b"], factor)
+        factor = float(getattr(layer, "residual_multiplier", getattr(layer, "residual_scale", 1.0)))
+        mixes = LatentAttention if has(layer, "self_attn.kv_b_proj") else SelfAttention
+        self.attention = mixes(layer, norms["1"], norms["1b"], factor)
         block = next((n for n in ("mlp", "block_sparse_moe") if has(layer, n)), "mlp")
         half = SparseMLP if has(layer, f"{block}.experts") else GatedMLP
         self.mlp = half(layer, block, norms["2"], norms["2b"], factor)
@@ -150,6 +153,7 @@ class Decoder:
         k.h = self.attention.forward(x.reshape(-1, x.shape[-1]), x.shape[:2], w, call, k.attention)
         y = self.mlp.forward(k.h, w, call.correction, k.mlp, keep == "saved")
         if keep == "selective":
+            self.attention.trim(k.attention)
             self.mlp.trim(k.mlp)
         elif keep in ("attention", "linked"):
             output = KeptAttention(out=k.attention.out, extra=k.attention.extra)
@@ -203,11 +207,11 @@ class Decoder:
         if keep in ("attention", "linked"):
             return tokens * self.attention.output_bytes(item)
         between = self.attention.hidden * item
-        return tokens * (self.attention.kept_bytes(item) + between + self.mlp.kept_bytes(keep, item))
+        return tokens * (self.attention.kept_bytes(keep, item) + between + self.mlp.kept_bytes(keep, item))
 
     def work_bytes(self, tokens: int, item: int) -> int:
         """Bytes that backward needs at most beside what is kept: a layer made again, its gradients in flight."""
-        columns = self.mlp.work_columns() + sum(self.attention.qkv.rows) + 4 * self.attention.hidden
+        columns = self.mlp.work_columns() + self.attention.work_columns() + 4 * self.attention.hidden
         each, most = self.copied(item)
         return self.kept_bytes("saved", tokens, item) + tokens * (columns * item + each * (tokens > most))
 
@@ -231,8 +235,7 @@ class Decoder:
 
     def copied(self, item: int) -> tuple[int, int]:
         """Bytes of a token that attention copies at a time where there are more than so many, and how many."""
-        q, qkv = self.attention.o.inputs, sum(self.attention.qkv.rows)
-        return (q + qkv) * item, long_tokens(q, qkv)
+        return self.attention.copied(item)
 
     def long(self, item: int) -> tuple[int, int, int]:
         """Bytes of a token that backward is spared in a single row (rows.py), bytes besides, and from how many tokens.
@@ -241,17 +244,16 @@ class Decoder:
         instead: keys and values copied, their gradients of a block, and sums; h is gone by then, and a tile's gate|up.
         """
         a, h, tiled = self.attention, self.attention.hidden, self.mlp.tiled(item)
-        if not tiled[0] or item != 2 or a.cap or not a.causal or a.head > 128 or a.head % 8:
+        if not tiled[0] or item != 2 or not a.walks:
             return 0, 0, NEVER
-        q, qkv = a.o.inputs, sum(a.qkv.rows)
+        q, qkv = a.o.inputs, sum(a.first.rows)
         instead = (qkv - q) * (2 * item + 4) + (q + (qkv - q) // 2) * item * bool(a.q_norm)
-        besides = ROWS * (3 * qkv + 6 * h) * item + 4 * (qkv * a.qkv.inputs + q * h) - (tiled[0] * tiled[1] + tiled[2])
+        besides = ROWS * (3 * qkv + 6 * h) * item + 4 * (qkv * a.first.inputs + q * h) - (tiled[0] * tiled[1] + tiled[2])
         return (qkv + 3 * h) * item - max(0, instead - h * item), max(0, besides), LONG
 
     def flops(self, tokens: int) -> float:
         """Of a forward's products; attention's not counted."""
-        a = self.attention
-        return 2.0 * tokens * (sum(a.qkv.rows) * a.qkv.inputs + a.o.rows[0] * a.o.inputs + self.mlp.weights_used())
+        return 2.0 * tokens * (self.attention.weights_used() + self.mlp.weights_used())
 
     def tiled(self, item: int) -> tuple[int, int, int]:
         """Of those, where gate|up is not kept: bytes of a token that only so many rows have at a time, those rows, and

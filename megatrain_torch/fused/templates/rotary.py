@@ -2,7 +2,9 @@
 
 The angles of one head, [.., R], come to a layer in one of three forms: each pair's angle at both of its
 places (Llama's halves, Cohere's neighbours), or only in the first half (GLM, which repeats it in the layer;
-GPT-OSS, whose cos and sin are R/2 long).
+GPT-OSS, whose cos and sin are R/2 long). DeepSeek's pairs are neighbours in what is turned, and the halves of what its
+code makes of that: such heads are turned where they lie here, queries and keys alike, so that their products are the
+same sums in another order.
 """
 from __future__ import annotations
 
@@ -17,16 +19,18 @@ from ... import ops
 from .parts import Unfit
 
 D = 8                                        # size of the heads it is tried on
+TURN, TURN_PAIRS = "apply_rotary_pos_emb", "apply_rotary_pos_emb_interleave"     # as transformers calls it
 
 
 @dataclass(frozen=True)
 class Rotary:
     """interleaved: pairs are neighbours. first: each pair's angle is taken from the first half. short: it comes R/2
-    long."""
+    long. parted: the model's code gives the first of all pairs, then the second of all."""
 
     interleaved: bool = False
     first: bool = False
     short: bool = False
+    parted: bool = False
 
     def angles(self, t: Tensor) -> Tensor:
         """cos or sin as ops.rope takes it: [1 or B, S, R]."""
@@ -34,17 +38,22 @@ class Rotary:
             return torch.cat((t, t), -1)
         return t[..., :t.shape[-1] // 2].repeat_interleave(2, -1) if self.first else t
 
+    def as_given(self, t: Tensor) -> Tensor:
+        """Heads [..., R] turned where they lie, as the model's code gives them."""
+        return torch.cat((t[..., ::2], t[..., 1::2]), -1) if self.parted else t
 
-KINDS = (Rotary(), Rotary(interleaved=True), Rotary(interleaved=True, first=True), Rotary(short=True))
+
+KINDS = (Rotary(), Rotary(interleaved=True), Rotary(interleaved=True, first=True), Rotary(short=True),
+         Rotary(interleaved=True, first=True, parted=True))
 
 
-def rotary_of(attn: nn.Module) -> Rotary:
-    """What `apply_rotary_pos_emb` beside the class of an attention does; halves where there is no such function.
+def rotary_of(attn: nn.Module, name: str = TURN) -> Rotary:
+    """What the function of this name beside the class of an attention does; halves where there is none.
 
     Raises:
         Unfit: none of the known ways.
     """
-    turn = getattr(sys.modules.get(type(attn).__module__), "apply_rotary_pos_emb", None)
+    turn = getattr(sys.modules.get(type(attn).__module__), name, None)
     if turn is None:
         return Rotary()
     rng = torch.Generator().manual_seed(0)
@@ -70,4 +79,4 @@ def _theirs(turn: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Tensor
 def _ours(kind: Rotary, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     out = torch.empty_like(q), torch.empty_like(k)
     ops.rope(q, k, kind.angles(cos), kind.angles(sin), *out, interleaved=kind.interleaved)
-    return torch.cat(out)
+    return kind.as_given(torch.cat(out))

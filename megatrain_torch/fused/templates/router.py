@@ -3,7 +3,9 @@
     l = b Wr' + c       s = softmax(l) or sigmoid(l)       chosen: the k largest s + correction
     weight = f * s[chosen], divided by their sum where the router normalises
 
-Which of these a module does is found by trying a copy of it with random weights. Letters: T tokens, E experts.
+Experts may stand in groups, of which the best few alone are chosen from (DeepSeek-V3): a group counts for the sum of its
+two largest. Which of these a module does is found by trying a copy of it with random weights. Letters: T tokens, E
+experts.
 """
 from __future__ import annotations
 
@@ -33,6 +35,7 @@ class Router:
     Attributes:
         forced: [T, k] experts to take instead of the router's choice. Set during a trial: two ways to the same
             logits differ by rounding, and one token in ten or so has a choice that rounding decides.
+        groups, best: groups of experts, and from how many of them are chosen.
     """
 
     def __init__(self, layer: nn.Module, block: str, name: str) -> None:
@@ -49,6 +52,7 @@ class Router:
         if "weight" not in own or own.get("bias", (self.experts,)) != (self.experts,) or not self.top_k or \
                 own["weight"][0] != self.experts or set(own) - {"weight", "bias"} or self.top_k > self.experts:
             raise Unfit(f"{self.name} is no router with one row of weights for each expert")
+        self.groups, self.best = _groups_of(router, self.experts)
         self.weight, self.bias = f"{self.name}.weight", f"{self.name}.bias" if "bias" in own else None
         self.names = {self.weight} | ({self.bias} if self.bias else set())
         self.correction = next((f"{block}.{n}" for n, b in child(layer, block).named_buffers()
@@ -97,8 +101,15 @@ class Router:
         return torch.promote_types(b.dtype, torch.float32) if self.wide else b.dtype
 
     def _choice(self, logits: Tensor, correction: Tensor | None) -> Tensor:
-        scores = logits if correction is None else self._scores(logits) + correction
+        if self.best < self.groups:
+            scores = of_best_groups(self._corrected(logits, correction), self.groups, self.best)
+        else:
+            scores = logits if correction is None else self._corrected(logits, correction)
         return torch.topk(scores, self.top_k, -1).indices
+
+    def _corrected(self, logits: Tensor, correction: Tensor | None) -> Tensor:
+        scores = self._scores(logits)
+        return scores if correction is None else scores + correction
 
     def _scores(self, logits: Tensor) -> Tensor:
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
@@ -142,6 +153,20 @@ class Router:
         if self.sigmoid:
             return spread_out(d * chosen * (1 - chosen), r)
         return spread_out(d * chosen, r) - scores * (d * chosen).sum(-1, keepdim=True)
+
+
+def of_best_groups(scores: Tensor, groups: int, best: int) -> Tensor:
+    """[T, E]: -inf for experts of other groups."""
+    each = scores.unflatten(1, (groups, -1))
+    of_group = each.topk(2, dim=-1).values.sum(-1)
+    chosen = torch.zeros_like(of_group, dtype=torch.bool).scatter_(1, of_group.topk(best, dim=-1).indices, True)
+    return each.masked_fill(~chosen.unsqueeze(-1), float("-inf")).flatten(1)
+
+
+def _groups_of(router: nn.Module, experts: int) -> tuple[int, int]:
+    """As the module names them: how many groups, of which so many are chosen from."""
+    groups, best = (int(getattr(router, name, None) or 1) for name in ("num_group", "topk_group"))
+    return (groups, best) if experts % groups == 0 and experts >= 2 * groups else (1, 1)
 
 
 def spread_out(d: Tensor, r: Routed) -> Tensor:

@@ -30,8 +30,9 @@ Gradients = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, bool], tup
 
 
 def by_rows(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-    """Output [B, S, hq, D] of q [B, S, hq, D], k and v [B, S, hk, D], and log-sum-exp as the kernel gives it."""
-    out, sums = torch.empty(q.shape, dtype=q.dtype, device=q.device), []
+    """Output [B, S, hq, V] of q [B, S, hq, D], k [B, S, hk, D] and v [B, S, hk, V], and log-sum-exp as the kernel gives
+    it."""
+    out, sums = torch.empty(*q.shape[:3], v.shape[3], dtype=q.dtype, device=q.device), []
     for begin in range(0, q.shape[1], rows):
         block = slice(begin, begin + rows)
         own, lse = kernel(q[:, block], k[:, block], v[:, block], True)
