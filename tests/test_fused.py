@@ -40,6 +40,7 @@ pytestmark = pytest.mark.usefixtures("streaming")
 
 SLIDING = dict(sliding_window=6)             # of rows of 12 tokens
 GEMMA = dict(head_dim=8, query_pre_attn_scalar=8, **SLIDING)
+LATENT = dict(q_lora_rank=16, kv_lora_rank=12, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=6)
 FAMILIES = {
     "llama": lm("llama"),
     "llama_biases": lm("llama", attention_bias=True, mlp_bias=True, num_key_value_heads=4),
@@ -66,12 +67,14 @@ FAMILIES = {
     "ministral": lm("ministral", head_dim=8, **SLIDING),
     "seed_oss": lm("seed_oss", attention_dropout=0.0, residual_dropout=0.0),
     "vaultgemma": lm("vaultgemma", attn_implementation="eager", **GEMMA),
+    "youtu": lm("youtu", **LATENT, num_key_value_heads=4, tie_word_embeddings=False),
 }
 # Of the same structure as one above.
 ALIKE = {
     "internlm3": lm("internlm3", head_dim=8),
     "iquestcoder": lm("iquestcoder"),
     "granite_swa": lm("granite_swa", **SLIDING),         # with attention sinks
+    "minicpm3": lm("minicpm3", **LATENT, num_key_value_heads=4, scale_depth=0.8, dim_model_base=16),
 }
 LLAMA = FAMILIES["llama"]
 
@@ -121,7 +124,7 @@ def test_so_does_one_of_the_same_structure(family: str) -> None:
 # What does not fuse, and the words of the reason. A few carry structure that no template has (yet); Cohere's layers look
 # like Llama's by their names, and are told by the trial alone.
 UNFIT = {
-    "cohere": "no template has its mean", "cohere2": "no template has its mean", "deepseek_v3": "no config, head_dim or scaling",
+    "cohere": "no template has its mean", "cohere2": "no template has its mean",
     "gpt_neox": "no RMSNorm", "nemotron": "no RMSNorm", "phi": "no RMSNorm", "stablelm": "no RMSNorm",
     "starcoder2": "no RMSNorm", "llama_eager": "attention drops out", "llama4_text": "no template covers",
     "lfm2": "no template covers", "jamba": "no template covers", "falcon_h1": "no template covers",

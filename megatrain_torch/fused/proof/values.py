@@ -217,30 +217,24 @@ class Recorder(TorchDispatchMode):
 
     def _write_columns(self, func: Any, args: Any, kwargs: Any) -> Any:
         """A copy into some columns of a tensor, of which other columns may have been looked at."""
-        target, source, values = args[0], args[1], self.values
-        refused = Refused(f"it writes by {func._schema.name} into memory that other tensors share")
-        if func._schema.name != "aten::copy_":
-            raise refused
+        target, values = args[0], self.values
         others = [t for t in values.beside(target) if t is not target]
         whole = next((t for t in others if _columns(target, t) and t.shape != target.shape), None)
-        if whole is None:
-            raise refused
-        mine, renewed = _columns(target, whole), values.of(whole)
-        for other in others:
-            at = _columns(other, whole)
-            apart = at is not None and (at[1] <= mine[0] or mine[1] <= at[0])
-            if not apart and (values.of(other) != renewed or other.shape != whole.shape):
-                raise refused
-        number = _numbered(values, _copied(values, source, target), target)
-        renewed = _numbered(values, _with_columns(values, renewed, mine, number, whole), whole)
+        if func._schema.name != "aten::copy_" or whole is None or not _apart(target, whole, others):
+            raise Refused(f"it writes by {func._schema.name} into memory that other tensors share")
+        number = _numbered(values, _copied(values, args[1], target), target)
+        renewed = _numbered(values, _with_columns(values, whole, _columns(target, whole), number), whole)
         out = func(*args, **kwargs)
-        for other in others:
-            if other.shape == whole.shape:
-                values.put(other, renewed)
-        values.put(target, number)
-        if out is not target:
-            values.put(out, number)
+        for t in (*(t for t in others if t.shape == whole.shape), target, out):
+            values.put(t, number if t is target or t is out else renewed)
         return out
+
+
+def _apart(target: Tensor, whole: Tensor, others: list[Tensor]) -> bool:
+    """Are they all the whole, or columns of it that are none of the target's?"""
+    begin, end = _columns(target, whole)
+    places = [_columns(t, whole) for t in others]
+    return all(at is not None and (at == (0, whole.shape[-1]) or at[1] <= begin or end <= at[0]) for at in places)
 
 
 def _columns(t: Tensor, whole: Tensor) -> tuple[int, int] | None:
@@ -263,18 +257,12 @@ def _numbered(values: Values, key: Any, t: Tensor) -> int:
     return key if type(key) is int else values.number(key, _shape(t))
 
 
-def _with_columns(values: Values, number: int, at: tuple[int, int], source: int, whole: Tensor) -> Any:
-    """A tensor with other columns in it: all of them, and it is what a cat makes of these.
-
-    Raises:
-        Refused: some were written in other pieces before.
-    """
+def _with_columns(values: Values, whole: Tensor, at: tuple[int, int], source: int) -> Any:
+    """A tensor with other columns in it: all of them, and it is what a cat makes of these."""
+    number = values.of(whole)
     key = values.keys[number]
     base, parts = (key[1][1], key[2]) if key[0] == "columns" else (number, ())
-    parts = [part for part in parts if part[0] != at]
-    if any(begin < at[1] and at[0] < end for (begin, end), _ in parts):
-        raise Refused("it writes into columns that it wrote in other pieces before")
-    parts = sorted([*parts, (at, ("#", source))])
+    parts = sorted([*(part for part in parts if part[0] != at), (at, ("#", source))])
     if sum(end - begin for (begin, end), _ in parts) < whole.shape[-1]:
         return "columns", ("#", base), tuple(parts), _shape(whole)
     terms = [_placed(values, n, whole.dim() - 1, begin, end, whole) for (begin, end), (_, n) in parts]
