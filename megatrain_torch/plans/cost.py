@@ -2,7 +2,8 @@
 
 One function per way a window can be run, with its figures as data above it; what is measured says where.
 Letters: `T` tokens of a micro-batch, `H` hidden, `q` width of all query heads, `qkv` width that the
-projections in give, `up` width that gate and up give together (twice the intermediate size, where gated).
+projections in give (latent attention's in both steps), `up` width that gate and up give together (twice
+the intermediate size, where gated).
 """
 from __future__ import annotations
 
@@ -118,7 +119,7 @@ def _straight(window: Window, products: list[Product] | tuple[Product, ...]) -> 
 
 def _normed(window: Window) -> int:
     """Columns of norms whose codes are made with them in forward."""
-    return sum(p.fan_in for p in _joined(window, "qkv", "up") if window.coded and p.fits)
+    return sum(p.fan_in for p in _joined(window, "qkv", "latent", "up") if window.coded and p.fits)
 
 
 def _forward_casts(window: Window, products: list[Product] | tuple[Product, ...], tokens: int) -> float:
@@ -204,10 +205,10 @@ def _fused_layer(w: Window, m: Machine, tokens: int, seq: int) -> Cost:
     weights, for each product. Adapters read what goes in and read and write what comes out; in backward twice as much.
 
     replay runs everything but the last projection again, attention all of that but attention itself, selective gate
-    and up behind a norm; linked as attention, and of the layer before, which is taken to be alike, what is behind
+    and up behind a norm, and what makes q, k and v of few numbers; linked as attention, and of the layer before, which is taken to be alike, what is behind
     attention.
     """
-    h, q, qkv, up, size = w.hidden, w.attention, w.width("qkv"), w.width("up"), w.itemsize
+    h, q, qkv, up, size = w.hidden, w.attention, w.width("qkv") + w.width("latent"), w.width("up"), w.itemsize
     kept, work = _template_bytes(w, m, tokens, seq)
     joined = dataclasses.replace(w, products=tuple(_joined(w)))
     forward = _linear_s(m, w, joined.products, tokens)
@@ -218,11 +219,11 @@ def _fused_layer(w: Window, m: Machine, tokens: int, seq: int) -> Cost:
         + _bytes_s(m, tokens * size * (10 * h + 2 * qkv + 2 * q + 3 * up)
                    + _backward_casts(w, joined.products, tokens))
     again = {"saved": 0.0,
-             "selective": _linear_s(m, w, _joined(w, "up"), tokens) + _bytes_s(m, tokens * size * 2 * h),
+             "selective": _linear_s(m, w, _joined(w, "latent", "up"), tokens) + _bytes_s(m, tokens * size * 2 * h),
              "attention": forward - _linear_s(m, w, _joined(w, "down"), tokens)
              + _bytes_s(m, tokens * size * (5 * h + 2 * qkv))}
     again["replay"] = again["attention"] + attention
-    again[LINKED] = again["attention"] + forward - _linear_s(m, w, _joined(w, "qkv"), tokens) \
+    again[LINKED] = again["attention"] + forward - _linear_s(m, w, _joined(w, "qkv", "latent"), tokens) \
         + _bytes_s(m, tokens * size * (4 * h + 1.5 * up))
     ops, more = TEMPLATE_OPERATIONS, w.template.parts - 1
     return _with_host(Cost(

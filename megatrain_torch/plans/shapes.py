@@ -68,7 +68,8 @@ class Unit:
 class Product:
     """A matrix product: `rows` rows per token (experts per token in a mixture), fan_in to fan_out."""
 
-    part: str           # "qkv", "out", "up", "down", "router", "head", or "adapter": of LoRA, beside one of the others
+    part: str           # "qkv", "latent": what makes q, k and v of the few numbers that "qkv" gives then, "out", "up", "down",
+    #                     "router", "head", or "adapter": of LoRA, beside one of the others
     fan_in: int
     fan_out: int
     rows: float
@@ -82,7 +83,7 @@ class Product:
     @property
     def fits(self) -> bool:
         """May it be of 8-bit codes? Experts' are not (fused/templates/coded.py)."""
-        return self.part in ("qkv", "out", "up", "down") and self.rows == 1 and not (self.fan_in | self.fan_out) % 16
+        return self.part in ("qkv", "latent", "out", "up", "down") and self.rows == 1 and not (self.fan_in | self.fan_out) % 16
 
     @property
     def width(self) -> float:
@@ -120,7 +121,8 @@ class Window:
         kind: "embedding", "layer" (has attention), "head" (gives the logits) or "other".
         units: indices of the units whose weights it binds.
         template: what the template that covers it keeps, None where none does.
-        hidden: elements of what it is given per token. attention: width of all query heads together.
+        hidden: elements of what it is given per token. attention: width of all query heads together; where values' heads
+            have another, the mean of both.
         heads, context: query heads; keys a query sees at most (a sliding window), 0: all before it.
         vectors: elements of parameters that are no matrices.
         itemsize: bytes of an activation's element.
@@ -299,6 +301,7 @@ def unit_bytes(name: str, own: list[tuple[str, nn.Parameter]], dtype: torch.dtyp
 
 _ATTENTION = re.compile(r"attn|attention", re.IGNORECASE)
 _OUT = re.compile(r"^(o_proj|out_proj|dense|c_proj|wo|o|out_lin|proj)$")
+_LATENT = re.compile(r"^(q_b_proj|kv_b_proj)$")
 _DOWN = re.compile(r"^(down_proj|fc2|w2|c_proj|wo|dense_4h_to_h|lin2|linear2|fc_out|output|dense_out)$")
 _ROUTER = re.compile(r"^(gate|router|classifier)$")
 _EXPERT = re.compile(r"experts\.\d+\.")
@@ -322,12 +325,18 @@ def _window(root: nn.Module, configs: list[Any], name: str, module: nn.Module, u
     item = max(floating, default=4)
     q_width = sum(p.fan_in for p in attention)
     return Window(name, kind, tuple(dict.fromkeys(unit_of[id(p)] for p in module.parameters())), products,
-                  _template(module, item), _hidden(products, parameters), q_width,
+                  _template(module, item), _hidden(products, parameters), _attention_width(products, q_width, module),
                   q_width // max(1, _attribute(configs, module, ("head_dim",), 128)),
                   _attribute([], module, ("sliding_window",), 0),
                   sum(p.numel() for n, p in parameters.items() if n not in matrices and id(p) not in tables),
                   sum(p.numel() for p in parameters.values() if id(p) in tables and not head), item, learns,
                   dense=dense_bytes(module), made=dense_bytes(module)[0])
+
+
+def _attention_width(products: tuple[Product, ...], width: int, module: nn.Module) -> int:
+    """width: of all heads of values."""
+    of_q, of_v = (_attribute([], module, (name,), 1) for name in ("qk_head_dim", "v_head_dim"))
+    return width * (of_q + of_v) // (2 * of_v) if any(p.part == "latent" for p in products) else width
 
 
 def _template(module: nn.Module, item: int) -> Template | None:
@@ -371,7 +380,7 @@ def _part(name: str) -> str:
         return "adapter"
     owner, _, leaf = name.removesuffix(".weight").removesuffix(".base_layer").rpartition(".")
     if _ATTENTION.search(owner):
-        return "out" if _OUT.match(leaf) else "qkv"
+        return "out" if _OUT.match(leaf) else "latent" if _LATENT.match(leaf) else "qkv"
     if _ROUTER.match(leaf):
         return "router"
     return "down" if _DOWN.match(leaf) else "up"
