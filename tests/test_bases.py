@@ -290,7 +290,10 @@ def test_an_adapter_merged_into_codes_is_refused_at_the_next_pass(folder: Callab
 
 BLOCKS = dict(hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4, vocab_size=48,
               num_key_value_heads=4, head_dim=32)
-ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
+ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj"]
+LATENT = dict(q_lora_rank=128, kv_lora_rank=128, qk_nope_head_dim=32, qk_rope_head_dim=32, v_head_dim=32, n_group=2,
+              topk_group=1, n_routed_experts=4, num_experts_per_tok=2, n_shared_experts=1, first_k_dense_replace=1,
+              moe_intermediate_size=128)
 
 
 def written(at: Path, config: Any, change: Callable[[dict[str, Tensor]], None], said: dict[str, Any]) -> Path:
@@ -310,7 +313,7 @@ def in_blocks(tensors: dict[str, Tensor]) -> None:
     """By transformers' own arithmetic."""
     from transformers.integrations.finegrained_fp8 import Fp8Quantize
     how = types.SimpleNamespace(quantization_config=types.SimpleNamespace(weight_block_size=[128, 128], scale_fmt=""))
-    for name in [n for n in tensors if n.endswith("proj.weight")]:
+    for name in [n for n in tensors if "proj" in n.split(".")[-2] and not any(d % 128 for d in tensors[n].shape)]:
         tensors.update(Fp8Quantize(how).convert({name: tensors.pop(name)}))
 
 
@@ -328,10 +331,12 @@ PUBLISHED: dict[str, tuple[Callable[[], Any], Callable[..., None], dict[str, Any
     "fp8": (lambda: transformers.LlamaConfig(**BLOCKS), in_blocks, FP8),
     "fp8-experts": (lambda: transformers.Qwen3MoeConfig(**BLOCKS, moe_intermediate_size=128, num_experts=4,
                                                         num_experts_per_tok=2), in_blocks, FP8),
+    "fp8-latent": (lambda: transformers.DeepseekV3Config(**BLOCKS | LATENT), in_blocks, FP8),
     "mxfp4": (lambda: transformers.GptOssConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2), as_mxfp4,
               {"quant_method": "mxfp4", "modules_to_not_convert": ["self_attn", "router", "embed_tokens", "lm_head"]}),
     "nf4-experts": (lambda: transformers.Qwen3MoeConfig(**SIZES, moe_intermediate_size=64, num_experts=4,
-                                                        num_experts_per_tok=2), lambda tensors: None, {})}
+                                                        num_experts_per_tok=2), lambda tensors: None, {}),
+    "nf4-latent": (lambda: transformers.DeepseekV3Config(**BLOCKS | LATENT), lambda tensors: None, {})}
 
 
 def in_nf4(w: Tensor) -> Tensor:
@@ -343,7 +348,7 @@ def in_nf4(w: Tensor) -> Tensor:
 def plain_of(form: str, at: Path) -> nn.Module:
     """The model that a checkpoint of PUBLISHED is, by its package's own code."""
     load = functools.partial(transformers.AutoModelForCausalLM.from_pretrained, at, dtype="auto", device_map="cpu")
-    if form == "nf4-experts":
+    if form in ("nf4-experts", "nf4-latent"):
         model = load(quantization_config=FORMATS["nf4-double"]())
         for name, p in model.named_parameters():
             if name.endswith(("experts.gate_up_proj", "experts.down_proj")):
@@ -369,17 +374,33 @@ def test_a_published_base_kept_as_codes_trains_to_the_bits_of_its_16_bit_model(f
     parity.seed()
     wanted = trained(peft.get_peft_model(plain, adapter).train())
     parity.seed()
-    model = mt.from_pretrained(transformers.AutoModelForCausalLM, at, base=form.removesuffix("-experts"),
-                               adapter=adapter,
+    model = mt.from_pretrained(transformers.AutoModelForCausalLM, at, base=form.partition("-")[0], adapter=adapter,
                                device="cpu", compute="eager", nvme=str(tmp_path) if "disk" in home else None,
                                plan={"activations": how, "slots": 2, "homes": home}).train()
     coded = [p for p in model.parameters() if type(p).__name__ == "Coded"]
-    assert len(coded) == {"fp8": 14, "fp8-experts": 12, "mxfp4": 4, "nf4-experts": 4}[form] and not any(p.requires_grad for p in coded)
+    assert len(coded) == {"fp8": 14, "fp8-experts": 12, "fp8-latent": 16, "mxfp4": 4, "nf4-experts": 4,
+                          "nf4-latent": 2}[form] and not any(p.requires_grad for p in coded)
     made: list[Any] = []
     own = frames.Expansions.of
     monkeypatch.setattr(frames.Expansions, "of", lambda self, rt, whole: made.append(whole) or own(self, rt, whole))
     assert_same(trained(model), wanted)
     assert bool(made) == (how == "saved"), "else the device would keep all that the codes stand for"
+
+
+def test_a_matrix_that_ends_within_a_block_is_expanded_as_it_is_read(tmp_path: Path) -> None:
+    """DeepSeek-V3's kv_a_proj_with_mqa has 576 rows, and five rows of scales."""
+    name, wanted = "model.layers.0.self_attn.kv_a_proj_with_mqa.weight", []
+
+    def change(tensors: dict[str, Tensor]) -> None:
+        codes = torch.randn(160, 128).to(torch.float8_e4m3fn)
+        scales = torch.rand(2, 1)
+        wanted.append((codes.float() * torch.cat((scales[:1].expand(128, -1), scales[1:].expand(32, -1)))).bfloat16())
+        in_blocks(tensors)
+        tensors.update({name: codes, f"{name}_scale_inv": scales})
+
+    at = written(tmp_path / "fp8", transformers.DeepseekV3Config(**BLOCKS | LATENT), change, FP8)
+    model = mt.from_pretrained(transformers.AutoModelForCausalLM, at, base="fp8", device="cpu", compute="eager")
+    assert torch.equal(model.get_parameter(name), wanted[0])
 
 
 def test_saved_codes_are_read_again_by_transformers(tmp_path: Path) -> None:
@@ -478,7 +499,7 @@ def published(form: str, at: Path, **how: Any) -> nn.Module:
     parity.seed()
     adapter = peft.LoraConfig(r=4, target_modules=ATTENTION, init_lora_weights=False)
     return mt.from_pretrained(transformers.AutoModelForCausalLM, written(at, make(), change, said), adapter=adapter,
-                              base=form.removesuffix("-experts"), device=DEVICE, **how).train()
+                              base=form.partition("-")[0], device=DEVICE, **how).train()
 
 
 def fused(form: str, folder: Callable[[str], Path], at: Path, compute: str = "fused") -> nn.Module:
@@ -527,7 +548,7 @@ def test_templates_run_over_codes(form: str, folder: Callable[[str], Path], tmp_
         return
     assert codes == {"template"}, codes
     rounded_only(found, trained(fused(form, folder, tmp_path / "again", "eager"), 1),
-                 form in ("mxfp4", "fp8-experts", "nf4-experts"))
+                 form == "mxfp4" or form.endswith(("-experts", "-latent")))
     assert "template" in str(mt.explain(model))
 
 

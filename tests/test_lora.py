@@ -14,6 +14,7 @@ from typing import Any
 import fusing
 import parity
 import pytest
+import test_fused
 import torch
 import zoo
 from fusing import KEEPS, all_fused, codes, fused, lm, none_fused, padded, plain, stream
@@ -38,6 +39,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
     "norms trained too": (LLAMA, {"modules_to_save": ["input_layernorm"], "target_modules": ["q_proj", "down_proj"]}),
     "a mixture with a shared expert": (lm("qwen2_moe", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16,
                                           shared_expert_intermediate_size=32), {}),
+    "latent attention": (test_fused.FAMILIES["youtu"], {}),
 }
 
 

@@ -149,6 +149,9 @@ def _kept_as_read() -> Iterator[None]:
         eight = _eight_bits(codes)
         if eight is None or scales.dtype != torch.float32 or scales.dim() != codes.dim():
             return fp8(self, codes, scales, output_dtype)
+        block = self.hf_quantizer.quantization_config.weight_block_size
+        if any(n % size and blocks == n // size + 1 for n, size, blocks in zip(codes.shape[-2:], block, scales.shape[-2:])):
+            return _with_less_at_ends(eight, scales, block, output_dtype)
         return nn.Parameter(Coded(eight, scales, "fp8", output_dtype or torch.bfloat16), requires_grad=False)
 
     def keep_mxfp4(blocks: Tensor, scales: Tensor, dtype: torch.dtype = torch.bfloat16) -> nn.Parameter:
@@ -159,6 +162,14 @@ def _kept_as_read() -> Iterator[None]:
         yield
     finally:
         finegrained_fp8.Fp8Dequantize._dequantize_one, mxfp4.dequantize_convertops = fp8, four
+
+
+def _with_less_at_ends(codes: Tensor, scales: Tensor, block: list[int], dtype: torch.dtype | None) -> Tensor:
+    """The 16-bit weights of a matrix that the last rows or columns of blocks reach beyond. DeepSeek-V3 has one of 576
+    rows, of which transformers refuses the scales."""
+    for dim, size in zip((-2, -1), block):
+        scales = scales.repeat_interleave(size, dim).narrow(dim, 0, codes.shape[dim])
+    return (codes.to(torch.float32) * scales).to(dtype or torch.bfloat16)
 
 
 def _eight_bits(codes: Tensor) -> Tensor | None:
