@@ -2,24 +2,30 @@
 of it as plain torch does and hold it to finite differences."""
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import sys
 import textwrap
 from typing import Any
 
-import fusing
 import parity
 import pytest
 import torch
 import zoo
-from fusing import all_fused, codes, error, fused, grads_agree, lm, padded, plain, stream
+from fusing import all_fused, codes, error, fused, lm, stream
 from kept import same
+from test_fp8_products import FP8, run, spied
 from test_moe import LATENT
 from torch import Tensor, nn
 
-import megatrain_torch as mt
-from megatrain_torch.fused.templates import rows
-from megatrain_torch.fused.templates.attention import Attention, _filled
+transformers = pytest.importorskip("transformers")
+
+import megatrain_torch as mt  # noqa: E402
+from megatrain_torch.fused.templates import rows  # noqa: E402
+from megatrain_torch.fused.templates.attention import Attention, _filled  # noqa: E402
+from megatrain_torch.plans.cost import cost_of  # noqa: E402
+from megatrain_torch.plans.machine import MACHINES  # noqa: E402
+from megatrain_torch.plans.shapes import shapes_of  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("streaming")
 if parity.IDENTITY:
@@ -32,13 +38,13 @@ DEEPSEEK = lm("deepseek_v3", **SIZES)
 @pytest.mark.parametrize("mode", ["attention", *(pytest.param(m, marks=parity.LONG) for m in (
     "selective", "linked", "replay", "saved+host", "selective+host", "attention+split"))])
 def test_whatever_is_kept_the_bits_are_those_of_all_of_it(mode: str) -> None:
-    right = fused(DEEPSEEK, padded, "saved", steps=2)
-    assert same(right, fused(DEEPSEEK, padded, mode, {"delay_us": 100}, steps=2))
+    right = fused(DEEPSEEK, zoo.text_unpadded, "saved", steps=2)
+    assert same(right, fused(DEEPSEEK, zoo.text_unpadded, mode, {"delay_us": 100}, steps=2))
 
 
 @pytest.mark.parametrize("form", ["", pytest.param("otherwise", marks=parity.LONG)])
 def test_a_cache_gathers_what_the_models_own_code_gives_it(form: str) -> None:
-    build = lm("deepseek_v3", **SIZES, rope_interleave=not form)
+    build = lm("deepseek_v3", **SIZES, rope_interleave=False) if form else DEEPSEEK
     batch, own, model = zoo.text_unpadded(0), build(), stream(build(), "selective")
     wanted, found = (m(**batch, use_cache=True) for m in (own, model))
     all_fused(codes(model))
@@ -96,7 +102,7 @@ WRONG: dict[str, tuple[str, str, str, str]] = {
 SHARED = "into memory that other tensors share"
 REASONS = {"columns that overlap": SHARED, "columns of other columns": SHARED, "another scale": "template has its attention",
            "columns that are not written": "template has its new_empty"}
-FEW = ("a swapped half", "a cache of something else", "columns that overlap", "experts of other groups at zero")
+FEW = ("a cache of something else", "columns that overlap", "weights of corrected scores")
 
 
 def changed(module: nn.Module, method: str, old: str, new: str) -> None:
@@ -121,6 +127,7 @@ def test_what_computes_something_else_runs_its_own_code(what: str) -> None:
     assert other == "template" and own.startswith("its own (") and REASONS.get(what, "") in own, own
 
 
+@parity.LONG
 def test_a_method_of_the_same_meaning_is_proved() -> None:
     """So what the others are refused for is what they say, not that they were changed."""
     written = "key_states[..., : self.qk_nope_head_dim].copy_(k_nope"
@@ -129,3 +136,35 @@ def test_a_method_of_the_same_meaning_is_proved() -> None:
     model = stream(model)
     model(**zoo.text_unpadded(0), use_cache=True).loss.backward()
     all_fused(codes(model))
+
+
+# ---------------------------------------------------------------- products in fp8, plans
+
+@parity.LONG
+def test_products_in_fp8_are_those_of_both_steps_and_what_is_kept_changes_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    wide = dict(q_lora_rank=16, kv_lora_rank=16, qk_nope_head_dim=16, qk_rope_head_dim=16, v_head_dim=16)
+    build = lm("youtu", **wide, num_key_value_heads=4, tie_word_embeddings=False, num_hidden_layers=3)
+    multiplied = spied(monkeypatch, "fp8_gemm_", lambda out, *_, **__: out.shape[1])
+    right = run(build=build)
+    assert right.codes["model.layers.1"] == FP8, right.codes
+    assert {16 + 32, 4 * 32} <= set(multiplied), "Wqa and Wkva together, Wqb, Wkvb"
+    again = run("selective", build=build)
+    assert right.codes == again.codes and all(map(parity.same_bits, right.losses, again.losses))
+    assert all(parity.same_bits(right.weights[n], again.weights[n]) for n in right.weights)
+
+
+def test_a_plan_counts_both_steps_and_heads_of_both_sizes() -> None:
+    layer = next(w for w in shapes_of(transformers.DeepseekV3Config(num_hidden_layers=1))("fp32").windows
+                 if w.kind == "layer")
+    sizes = {(p.part, p.fan_in, p.fan_out) for p in layer.products}
+    assert {("qkv", 7168, 1536), ("qkv", 7168, 576), ("latent", 1536, 128 * 192), ("latent", 512, 128 * 256),
+            ("out", 128 * 128, 7168)} <= sizes and layer.attention == 128 * (192 + 128) // 2
+    kept = dict(layer.template.kept)
+    made = 128 * 192 + 128 * 256             # numbers of a token that "selective" makes again, beside gate|up
+    assert kept["saved"] - kept["selective"] == 2 * (made + 2 * 18432)
+    assert kept["attention"] == 2 * 128 * 128 + 4 * 128
+    cost = cost_of(layer, MACHINES["h200-128g"], 8192, 1024, True)
+    alone = cost_of(dataclasses.replace(layer, products=tuple(p for p in layer.products if p.part != "latent")),
+                    MACHINES["h200-128g"], 8192, 1024, True)
+    again = [c.backward_s["selective"] - c.backward_s["saved"] for c in (cost, alone)]
+    assert again[0] > 1.05 * again[1]

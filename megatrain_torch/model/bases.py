@@ -150,7 +150,8 @@ def _kept_as_read() -> Iterator[None]:
         if eight is None or scales.dtype != torch.float32 or scales.dim() != codes.dim():
             return fp8(self, codes, scales, output_dtype)
         block = self.hf_quantizer.quantization_config.weight_block_size or (1, 1)
-        if any(n % size and blocks == n // size + 1 for n, size, blocks in zip(codes.shape[-2:], block, scales.shape[-2:])):
+        ends = zip(codes.shape[-2:], block, scales.shape[-2:])
+        if any(n % size and blocks == n // size + 1 for n, size, blocks in ends):
             return _with_less_at_ends(eight, scales, block, output_dtype)
         return nn.Parameter(Coded(eight, scales, "fp8", output_dtype or torch.bfloat16), requires_grad=False)
 

@@ -205,8 +205,8 @@ def _fused_layer(w: Window, m: Machine, tokens: int, seq: int) -> Cost:
     weights, for each product. Adapters read what goes in and read and write what comes out; in backward twice as much.
 
     replay runs everything but the last projection again, attention all of that but attention itself, selective gate
-    and up behind a norm, and what makes q, k and v of few numbers; linked as attention, and of the layer before, which is taken to be alike, what is behind
-    attention.
+    and up behind a norm, and what makes q, k and v of few numbers; linked as attention, and of the layer before, which
+    is taken to be alike, what is behind attention.
     """
     h, q, qkv, up, size = w.hidden, w.attention, w.width("qkv") + w.width("latent"), w.width("up"), w.itemsize
     kept, work = _template_bytes(w, m, tokens, seq)

@@ -68,8 +68,8 @@ class Unit:
 class Product:
     """A matrix product: `rows` rows per token (experts per token in a mixture), fan_in to fan_out."""
 
-    part: str           # "qkv", "latent": what makes q, k and v of the few numbers that "qkv" gives then, "out", "up", "down",
-    #                     "router", "head", or "adapter": of LoRA, beside one of the others
+    part: str           # "qkv", "out", "up", "down", "router", "head"; "latent": makes q, k and v of the few numbers
+    #                     that "qkv" gives then; or "adapter": of LoRA, beside one of the others
     fan_in: int
     fan_out: int
     rows: float
@@ -83,7 +83,8 @@ class Product:
     @property
     def fits(self) -> bool:
         """May it be of 8-bit codes? Experts' are not (fused/templates/coded.py)."""
-        return self.part in ("qkv", "latent", "out", "up", "down") and self.rows == 1 and not (self.fan_in | self.fan_out) % 16
+        known = self.part in ("qkv", "latent", "out", "up", "down")
+        return known and self.rows == 1 and not (self.fan_in | self.fan_out) % 16
 
     @property
     def width(self) -> float:
@@ -121,8 +122,8 @@ class Window:
         kind: "embedding", "layer" (has attention), "head" (gives the logits) or "other".
         units: indices of the units whose weights it binds.
         template: what the template that covers it keeps, None where none does.
-        hidden: elements of what it is given per token. attention: width of all query heads together; where values' heads
-            have another, the mean of both.
+        hidden: elements of what it is given per token. attention: width of all query heads together; where values'
+            heads have another, the mean of both.
         heads, context: query heads; keys a query sees at most (a sliding window), 0: all before it.
         vectors: elements of parameters that are no matrices.
         itemsize: bytes of an activation's element.

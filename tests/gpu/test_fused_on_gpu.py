@@ -20,16 +20,18 @@ import zoo
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from megatrain_torch.base.packed import Packed
 from megatrain_torch.fused.templates.attention import Attention
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 FAMILIES = test_fused.FAMILIES | test_fused.ALIKE | test_moe.FAMILIES | test_moe.NEWER
 SIZES = dict(hidden_size=256, intermediate_size=512, head_dim=64, moe_intermediate_size=128, sliding_window=48,
-             shared_expert_intermediate_size=128, shared_intermediate_size=128, query_pre_attn_scalar=64)
+             shared_expert_intermediate_size=128, shared_intermediate_size=128, query_pre_attn_scalar=64,
+             qk_nope_head_dim=128, qk_rope_head_dim=64, qk_head_dim=192, v_head_dim=128, q_lora_rank=96, kv_lora_rank=64)
 KERNELS = (SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH, SDPBackend.CUDNN_ATTENTION)
 BF16 = ("llama", "qwen2", "qwen3", "gemma2", "gemma3", "olmo2", "granite", "glm4", "mixtral", "qwen2_moe", "qwen3_moe",
-        "olmoe", "gpt_oss", "dots1")
+        "olmoe", "gpt_oss", "dots1", "youtu", "deepseek_v3", "deepseek_v3_otherwise")
 
 
 def gradients(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor | None]]:
@@ -93,6 +95,36 @@ def test_in_bf16_a_fused_family_passes_its_trials(family: str, pad: bool) -> Non
     assert all(g is None or g.isfinite().all() for g in others.values())
     if family in test_fused.FAMILIES:        # in the others rounding decides some choices of experts
         fusing.grads_agree(grads, others, fusing.ROUNDED)
+
+
+# Of queries and keys, and of values: cuDNN's on Hopper and Blackwell; and what is filled up, or left to torch.
+@pytest.mark.parametrize("sizes", [(192, 128), (96, 64), (160, 64)])
+@pytest.mark.parametrize("sight", ["causal", "mask", "packed", "window", "repeating"])
+def test_attention_with_heads_of_two_sizes_is_that_of_fp64(sizes: tuple[int, int], sight: str) -> None:
+    g = torch.Generator().manual_seed(0)
+    rows, tokens = (1 if sight == "packed" else 2), 256
+    q, k, v, dout = (torch.randn(rows, tokens, 8, n, generator=g).bfloat16().cuda() for n in (*sizes[:1] * 2, *sizes[1:] * 2))
+    at = torch.arange(tokens)
+    seen = at[None] <= at[:, None]
+    said: dict[str, Any] = {}
+    if sight == "window":
+        seen, said = seen & (at[None] > at[:, None] - 100), {"window": 100}
+    elif sight == "packed":
+        seen, said = seen & ((at[None] >= 90) == (at[:, None] >= 90)), {"packed": Packed.of((90, 166), q.device)}
+    mask = torch.zeros(tokens, tokens, dtype=torch.float64).masked_fill(~seen, -1e30).cuda()[None, None]
+    given = {"mask": mask.bfloat16().clamp(min=-1e38)} if sight == "mask" else {}
+    kernel = Attention(0.1, causal=sight != "mask", values=sizes[1], **said, **given)
+    torch.use_deterministic_algorithms(sight == "repeating")
+    try:
+        out, kept = kernel.forward(q, k, v)
+        found = [out, *kernel.backward(dout, q, k, v, out, kept)[:3]]
+    finally:
+        torch.use_deterministic_algorithms(False)
+    leaves = [t.double().requires_grad_() for t in (q, k, v)]
+    wanted = Attention(0.1, False, mask)._torch(*(t.transpose(1, 2) for t in leaves)).transpose(1, 2)
+    grads = torch.autograd.grad(wanted, leaves, dout.double())
+    for name, a, b in zip(("out", "dq", "dk", "dv"), (wanted.detach(), *grads), found):
+        assert a.shape == b.shape and fusing.error(a, b) < 1e-2, name        # P and out are rounded to 8 bits
 
 
 @pytest.mark.parametrize("masked", [False, True])

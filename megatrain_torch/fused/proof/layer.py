@@ -79,7 +79,8 @@ class LayerProof:
         """By the names of their weights; says to the template how they apply these."""
         found, b, s = {}, self.session.rows, self.session.tokens
         for norm in self.template.norms:
-            self._style = norm.style, found[norm.weight] = self._norm(norm, (b, s, 3) if self.a.per_head(norm) else (b, s))
+            shape = (b, s, 3) if self.a.per_head(norm) else (b, s)
+            self._style = norm.style, found[norm.weight] = self._norm(norm, shape)
         return found
 
     def activation(self, fn: Any, code: int) -> Callable[[Tensor], Tensor]:

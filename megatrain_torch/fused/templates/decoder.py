@@ -5,10 +5,10 @@
     b = norm2(h)          g|u = b Wgu         y = h + r * norm2b((act(g) * u) Wd)
 
 Each norm may be missing: Llama has norm1 and norm2, OLMo 2 the two after, Gemma 2, 3 and GLM 4 all four;
-q and k have norms of their own in Qwen 3, Gemma 3 and OLMo 2; Granite has r; DeepSeek-V3's q, k and v are made by way of
-few numbers (latent_attention.py), and layers of mixtures have another MLP half (moe.py). One class serves them, as
-data, in two halves (self_attention.py, mlp.py); which data is right for a module is found from its
-structure and then proved (proof/).
+q and k have norms of their own in Qwen 3, Gemma 3 and OLMo 2; Granite has r. One class serves them, as
+data, in two halves (self_attention.py, mlp.py), for either of which there is another: attention by way of few numbers
+(latent_attention.py), mixtures of experts (moe.py). Which is right for a module is found from its structure and then
+proved (proof/).
 """
 from __future__ import annotations
 
@@ -248,7 +248,7 @@ class Decoder:
             return 0, 0, NEVER
         q, qkv = a.o.inputs, sum(a.first.rows)
         instead = (qkv - q) * (2 * item + 4) + (q + (qkv - q) // 2) * item * bool(a.q_norm)
-        besides = ROWS * (3 * qkv + 6 * h) * item + 4 * (qkv * a.first.inputs + q * h) - (tiled[0] * tiled[1] + tiled[2])
+        besides = ROWS * (3 * qkv + 6 * h) * item + 4 * a.weights_used() - (tiled[0] * tiled[1] + tiled[2])
         return (qkv + 3 * h) * item - max(0, instead - h * item), max(0, besides), LONG
 
     def flops(self, tokens: int) -> float:

@@ -1,13 +1,13 @@
-"""Latent attention (DeepSeek-AI 2024, "DeepSeek-V2", equations 37 to 47): queries, and keys with values, by way of few
-numbers of a token.
+"""Latent attention (DeepSeek-AI, "DeepSeek-V2", 2024, equations 37 to 47): queries, and keys with values, by way of
+few numbers of a token.
 
-    cq | ckv | kr = a [Wqa; Wkva]          q = norm(cq) Wqb, or a Wq where there is no Wqa        kn | v = norm(ckv) Wkvb
-    q = qn | rope(qr)                      k = kn | rope(kr), all heads with the one kr           o = attention(q, k, v) Wo
+    cq | ckv | kr = a [Wqa; Wkva]        qn | qr = norm(cq) Wqb, or cq itself      kn | v = norm(ckv) Wkvb
+    q = qn | rope(qr)                    k = kn | rope(kr), the one kr for all heads
 
-Letters: N numbers of a head that are not turned, R that are, D = N + R; V numbers of a value's head; C of ckv.
+Letters: N numbers of a head that are not turned, R that are, D = N + R; V of a value's head; C of ckv.
 
 What Wqb and Wkvb give is many times as wide as what they read: "selective" keeps the latter. Keys lie as attention's
-kernels want them, [B, S, hq, D], for a forward's and a backward's time: their numbers are kv's and kr's.
+kernels want them, [B, S, hq, D], for the time of a forward or a backward: their numbers are kv's and kr's.
 """
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from .rotary import TURN, TURN_PAIRS, rotary_of
 class LatentAttention(AttentionHalf):
     """
     Attributes:
-        wide: [T, hq D] queries, or [T, Cq] of which q_up makes them. latent, turned: C and R.
-        q_up: None: the first product gives queries. kv_up: makes kn | v of each head.
+        q_up: Wqb; None: the first product gives queries. kv_up: Wkvb.
+        wide: numbers of cq. latent, turned: C and R.
     """
 
     def __init__(self, layer: nn.Module, norm1: Norm | None, norm1b: Norm | None, factor: float) -> None:
@@ -94,12 +94,13 @@ class LatentAttention(AttentionHalf):
     def _make_kv(self, k: KeptAttention, shape: Any, w: Weights, call: Call) -> None:
         """k.kv; a cache gets what it is made of."""
         given = k.qkv[:, self.wide:self.wide + self.latent]
-        norm = self.kv_norm.forward if call.cache is not None else lambda x, w: self.kv_norm.before(self.kv_up, x, w)
-        low, k.inner["kv_a"] = norm(given, w)
-        k.kv = self.kv_up.forward(low, w)
-        if call.cache is not None:
+        if call.cache is None:
+            low, k.inner["kv_a"] = self.kv_norm.before(self.kv_up, given, w)
+        else:
+            low, k.inner["kv_a"] = self.kv_norm.forward(given, w)
             shared = self._shared(k.qkv, shape, call)
             call.gather(low.view(*shape, 1, self.latent), self.rotary.as_given(shared) if self.rotary else shared)
+        k.kv = self.kv_up.forward(low, w)
 
     def _queries(self, k: KeptAttention, shape: Any) -> Tensor:
         """[B, S, hq, D], where they lie."""
@@ -154,10 +155,11 @@ class LatentAttention(AttentionHalf):
             return
         dq = dq.contiguous()
         self._turn(dq[..., self._plain:], call, inverse=True)
-        self._up_backward(self.q_up, self.q_norm, dq.view(len(to), -1), slice(self.wide), to, k.inner["q_a"], k, w, grads)
+        self._up_backward(self.q_up, self.q_norm, dq.view(len(to), -1), slice(self.wide), to, k.inner["q_a"], k, w,
+                          grads)
 
-    def _kv_backward(self, dk: Tensor, dv: Tensor, dfirst: Tensor, call: Call, k: KeptAttention, w: Weights, grads: Grads
-                     ) -> None:
+    def _kv_backward(self, dk: Tensor, dv: Tensor, dfirst: Tensor, call: Call, k: KeptAttention, w: Weights,
+                     grads: Grads) -> None:
         """The same of keys and values; kr's is the sum over heads."""
         dkr = dfirst[:, -self.turned:].view(*dk.shape[:2], 1, self.turned)
         dkr.copy_(dk[..., self._plain:].sum(2, keepdim=True))

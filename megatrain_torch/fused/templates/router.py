@@ -3,9 +3,9 @@
     l = b Wr' + c       s = softmax(l) or sigmoid(l)       chosen: the k largest s + correction
     weight = f * s[chosen], divided by their sum where the router normalises
 
-Experts may stand in groups, of which the best few alone are chosen from (DeepSeek-V3): a group counts for the sum of its
-two largest. Which of these a module does is found by trying a copy of it with random weights. Letters: T tokens, E
-experts.
+Experts may stand in groups, of which the best few alone are chosen from (DeepSeek-V3): a group counts for the sum of
+its two largest. Which of these a module does is found by trying a copy of it with random weights. Letters: T tokens,
+E experts.
 """
 from __future__ import annotations
 
