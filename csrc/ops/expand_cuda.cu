@@ -13,6 +13,7 @@ constexpr int EACH = 4;              // packs of a thread, so many loads are und
 
 __constant__ const float NF4[16] = MT_NF4_NUMBERS;
 __constant__ const float FP4[16] = MT_FP4_NUMBERS;
+__constant__ const float E2M1[16] = MT_E2M1_NUMBERS;
 
 // W elements at p: 16 bytes where W is more than 1.
 template <typename T, int W> __device__ inline void store(T *p, const float (&x)[W])
@@ -170,18 +171,8 @@ const char *launch_flat(cudaStream_t stream, const mt_expand &x, int64_t run)
 /* ---- MXFP4: transposed by way of shared memory ---- */
 
 constexpr int TILE = 64;             // of n
-constexpr int DEEP = 128;            // of k
-constexpr int HALF = 16;             // codes that a thread has of one n: of a group a half, 8 bytes
-static_assert(DEEP / HALF * TILE / 2 == THREADS, "a thread has two n");
-
-// The number of code `at` of eight: its exponent and bit of fraction, put where a float has the
-// last of its exponent and the first of its fraction, are that number times 2^-126.
-__device__ inline float e2m1(unsigned eight, int at)
-{
-    const unsigned code = eight >> 4 * at;
-
-    return __uint_as_float((code & 7u) << 22 | (code & 8u) << 28) * 0x1p126f;
-}
+constexpr int DEEP = 128;            // of k: a group for each of THREADS / TILE
+static_assert(DEEP / MT_MXFP4_GROUP * TILE == THREADS, "a thread has a group");
 
 // Bytes: 1/2 in and 2 out an element of 16 bits. Limit: HBM.
 template <typename T, int W>
@@ -189,31 +180,30 @@ __global__ void __launch_bounds__(THREADS) turn_kernel(const mt_expand x)
 {
     constexpr int APART = TILE + 16 / sizeof(T);
     __shared__ alignas(16) T tile[DEEP][APART];
+    __shared__ float table[16];
     const int64_t groups = x.rows / MT_MXFP4_GROUP, e = blockIdx.z;
     const int64_t k0 = (int64_t)blockIdx.x * DEEP, n0 = (int64_t)blockIdx.y * TILE;
     const uint8_t *codes = static_cast<const uint8_t *>(x.codes) + e * x.cols * x.rows / 2;
     const uint8_t *scales = static_cast<const uint8_t *>(x.scales) + e * x.cols * groups;
     T *out = static_cast<T *>(x.out) + e * x.rows * x.cols;
-    // A thread has two n, whose numbers lie beside each other in the tile.
-    const int     column = (int)threadIdx.x % (TILE / 2) * 2;
-    const int     part = (int)threadIdx.x / (TILE / 2) * HALF;
-    const int64_t n = n0 + column, k = k0 + part;
+    // A thread has a group of one n: neighbours' numbers lie beside each other in the tile.
+    const int     column = (int)threadIdx.x % TILE, part = (int)threadIdx.x / TILE;
+    const int64_t n = n0 + column, k = k0 + part * MT_MXFP4_GROUP;
 
+    if (threadIdx.x < 16)
+        table[threadIdx.x] = E2M1[threadIdx.x];
+    __syncthreads();
     if (n < x.cols && k < x.rows) {
-        const int64_t last = n + 1 < x.cols ? n + 1 : n;
-        const uint2   a = *reinterpret_cast<const uint2 *>(codes + (n * x.rows + k) / 2);
-        const uint2   b = *reinterpret_cast<const uint2 *>(codes + (last * x.rows + k) / 2);
-        const uint8_t *of = scales + k / MT_MXFP4_GROUP;
-        const float   by_a = __uint_as_float(mt_expand_power_bits(of[n * groups]));
-        const float   by_b = __uint_as_float(mt_expand_power_bits(of[last * groups]));
+        const uint4 all = *reinterpret_cast<const uint4 *>(codes + (n * x.rows + k) / 2);
+        const float by = __uint_as_float(
+            mt_expand_power_bits(scales[n * groups + k / MT_MXFP4_GROUP]));
+        const unsigned eight[4] = { all.x, all.y, all.z, all.w };
 
 #pragma unroll
-        for (int j = 0; j < HALF; j++) {
-            mt::pack<T, 2> two;
+        for (int j = 0; j < MT_MXFP4_GROUP; j++) {
+            const unsigned code = eight[j / 8] >> 4 * (j % 8) & 15u;
 
-            two.x[0] = mt::narrow<T>(__fmul_rn(e2m1(j < 8 ? a.x : a.y, j % 8), by_a));
-            two.x[1] = mt::narrow<T>(__fmul_rn(e2m1(j < 8 ? b.x : b.y, j % 8), by_b));
-            *reinterpret_cast<mt::pack<T, 2> *>(&tile[part + j][column]) = two;
+            tile[part * MT_MXFP4_GROUP + j][column] = mt::narrow<T>(__fmul_rn(table[code], by));
         }
     }
     __syncthreads();
@@ -238,8 +228,8 @@ template <typename T> const char *launch_turn(cudaStream_t stream, const mt_expa
     const dim3 grid((unsigned)((x.rows + DEEP - 1) / DEEP), (unsigned)((x.cols + TILE - 1) / TILE),
                     (unsigned)x.experts);
 
-    if (reinterpret_cast<uintptr_t>(x.codes) % 8 != 0)
-        return "codes of MXFP4 that begin at no multiple of 8 bytes";
+    if (!mt::aligned16(x.codes))
+        return "codes of MXFP4 that begin at no multiple of 16 bytes";
     if (x.cols % W == 0 && mt::aligned16(x.out))
         turn_kernel<T, W><<<grid, THREADS, 0, stream>>>(x);
     else
