@@ -149,7 +149,7 @@ def _kept_as_read() -> Iterator[None]:
         eight = _eight_bits(codes)
         if eight is None or scales.dtype != torch.float32 or scales.dim() != codes.dim():
             return fp8(self, codes, scales, output_dtype)
-        block = self.hf_quantizer.quantization_config.weight_block_size or (1, 1)
+        block = getattr(self.hf_quantizer.quantization_config, "weight_block_size", None) or (1, 1)
         ends = zip(codes.shape[-2:], block, scales.shape[-2:])
         if any(n % size and blocks == n // size + 1 for n, size, blocks in ends):
             return _with_less_at_ends(eight, scales, block, output_dtype)

@@ -17,7 +17,7 @@ from ..templates.latent_attention import LatentAttention
 from ..templates.linears import Adapter, Linears
 from ..templates.moe import SparseMLP
 from ..templates.parts import Norm
-from ..templates.rotary import Rotary
+from ..templates.rotary import KINDS, Rotary
 from . import forms
 from .experts import gated_by
 from .session import Session
@@ -98,7 +98,8 @@ class LayerProof:
         b, s = self.session.rows, self.session.tokens
         q, k = (self.session.atom(f"heads of {n}", (b, h, s, d), self.dtype) for n, h in (("q", 5), ("k", 2)))
         kind, form = self._match("its rotary embedding", lambda: turn(q, k, cos, sin), (
-            ((kind, form), lambda form=form: (form(q, cos, sin), form(k, cos, sin))) for kind, form in forms.ROTARIES))
+            ((kind, form), lambda form=form: (form(q, cos, sin), form(k, cos, sin)))
+            for kind, form in forms.ROTARIES if Rotary(*kind) in KINDS[name]))
         self.a.rotary = Rotary(*kind)
         return form
 

@@ -377,11 +377,12 @@ def _slice_of(values: Values, t: Tensor, dim: int, start: Any, end: Any, step: A
 def _of_columns(key: tuple[Any, ...], number: int, start: Any, end: Any) -> tuple[bool, int]:
     """Whether these columns are a tensor that was written there, and which; else of which tensor they are."""
     _, (_, base), parts, _ = key
+    if type(start) is not int or type(end) is not int:
+        return False, number
     for at, (_, source) in parts:
         if at == (start, end):
             return True, source
-    apart = all(type(n) is int for n in (start, end)) and all(end <= at[0] or at[1] <= start for at, _ in parts)
-    return False, base if apart else number
+    return False, base if all(end <= at[0] or at[1] <= start for at, _ in parts) else number
 
 
 def _strided(values: Values, func: Any, args: Any, kwargs: Any, out: Tensor) -> Any:

@@ -43,8 +43,9 @@ class Rotary:
         return torch.cat((t[..., ::2], t[..., 1::2]), -1) if self.parted else t
 
 
-KINDS = (Rotary(), Rotary(interleaved=True), Rotary(interleaved=True, first=True), Rotary(short=True),
-         Rotary(interleaved=True, first=True, parted=True))
+# By the function's name: what is parted, a cache has to be given so, and only latent attention does.
+KINDS = {TURN: (Rotary(), Rotary(interleaved=True), Rotary(interleaved=True, first=True), Rotary(short=True)),
+         TURN_PAIRS: (Rotary(interleaved=True, first=True, parted=True),)}
 
 
 def rotary_of(attn: nn.Module, name: str = TURN) -> Rotary:
@@ -61,7 +62,7 @@ def rotary_of(attn: nn.Module, name: str = TURN) -> Rotary:
     for width in (D, D // 2):
         cos, sin = (torch.randn(1, 3, width, generator=rng) for _ in range(2))
         truth = _theirs(turn, q, k, cos, sin)
-        for kind in KINDS if truth is not None else ():
+        for kind in KINDS[name] if truth is not None else ():
             if kind.short == (width < D) and torch.allclose(truth, _ours(kind, q, k, cos, sin), rtol=1e-5, atol=1e-6):
                 return kind
     raise Unfit("its rotary embedding is none of the known ones")
