@@ -9,11 +9,12 @@ import textwrap
 import types
 from typing import Any
 
+import fusing
 import parity
 import pytest
 import torch
 import zoo
-from fusing import all_fused, codes, error, fused, lm, stream
+from fusing import all_fused, codes, error, fused, lm, plain, stream
 from kept import same
 from test_fp8_products import FP8, run, spied
 from test_moe import LATENT
@@ -40,8 +41,9 @@ DEEPSEEK = lm("deepseek_v3", **SIZES)
 
 @pytest.mark.parametrize("mode", ["attention", *(pytest.param(m, marks=parity.LONG) for m in (
     "selective", "linked", "replay", "saved+host", "selective+host", "attention+split"))])
-def test_whatever_is_kept_the_bits_are_those_of_all_of_it(mode: str) -> None:
+def test_it_trains_as_plain_torch_and_whatever_is_kept_to_the_same_bits(mode: str) -> None:
     right = fused(DEEPSEEK, zoo.text_unpadded, "saved", steps=2)
+    fusing.agree(plain(DEEPSEEK, zoo.text_unpadded, steps=2), right)
     assert same(right, fused(DEEPSEEK, zoo.text_unpadded, mode, {"delay_us": 100}, steps=2))
 
 
