@@ -72,3 +72,22 @@ def test_where_layers_may_be_fused_it_trains_as_plain_torch(method: str) -> None
     found, others = trained(method, lambda m: mt.stream(m, "cpu", compute="fused"))
     assert found == pytest.approx(losses, rel=1e-6)
     assert all(fusing.error(w, others[n]) < fusing.TRAINED for n, w in weights.items())
+
+
+def test_adapters_on_parameters_of_experts_are_refused_by_name() -> None:
+    """PEFT puts them together in each forward, in the place of the streamed parameter; "all" of the command line names
+    linear layers instead."""
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    import megatrain_torch as mt
+    from megatrain_torch.commands.lora import Lora
+    config = MixtralConfig(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, vocab_size=512,
+                           num_key_value_heads=2, num_local_experts=4)
+    every = peft.get_peft_model(MixtralForCausalLM(config), peft.LoraConfig(r=4, target_modules="all-linear"))
+    named = r"target_modules=\['k_proj', 'o_proj', 'q_proj', 'v_proj'\], on the command line targets=k_proj,"
+    with pytest.raises(mt.MegatrainError, match=rf"layers.0.mlp.gate.*all-linear.*{named}"):
+        mt.stream(every, "cpu")
+    model = mt.stream(Lora.of("r=4,targets=all").beside(MixtralForCausalLM(config), 0), "cpu")
+    trained = {n.split(".")[-4] for n, p in model.named_parameters() if p.requires_grad}
+    assert trained == {"q_proj", "k_proj", "v_proj", "o_proj"}
+    hf_loss(model, text(0)).backward()

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from ..base.errors import MegatrainError
+from ..base.units import output_embeddings
 
 ALL = "all"
 AS = "r=16,alpha=32,targets=all"
@@ -68,9 +69,11 @@ class Lora:
         return (f"r={self.r},alpha={_short(self.alpha)},targets={','.join(self.targets)}"
                 + (f",dropout={_short(self.dropout)}" if self.dropout else ""))
 
-    def config(self) -> Any:
-        """PEFT's."""
-        targets = "all-linear" if self.targets == (ALL,) else list(self.targets)
+    def config(self, model: nn.Module) -> Any:
+        """PEFT's. Of a mixture "all-linear" has adapters on its experts' parameters too, which are no linear layers."""
+        mixture = any("expert" in name and p.dim() == 3 for name, p in model.named_parameters())
+        every = _linear_names(model) if mixture else "all-linear"
+        targets = every if self.targets == (ALL,) else list(self.targets)
         return _peft().LoraConfig(r=self.r, lora_alpha=self.alpha, lora_dropout=self.dropout, target_modules=targets,
                                   task_type="CAUSAL_LM")
 
@@ -91,9 +94,16 @@ class Lora:
         torch.manual_seed(seed)
         try:
             with _quiet():
-                return _peft().get_peft_model(model, self.config())
+                return _peft().get_peft_model(model, self.config(model))
         except ValueError as why:                        # of a model that PEFT has no adapters for
             raise MegatrainError(f"lora={self}: {str(why).splitlines()[0]}") from None
+
+
+def _linear_names(model: nn.Module) -> list[str]:
+    """Of all but the head."""
+    head = output_embeddings(model)
+    return sorted({name.rpartition(".")[2] for name, m in model.named_modules()
+                   if isinstance(m, nn.Linear) and m is not head})
 
 
 def as_words(value: Any) -> str:

@@ -35,7 +35,7 @@ from .origins import origins
 from .planning import Planning
 from .registry import find_runtime, runtime_of
 from .runtime import Runtime
-from .streamable import check_model, refuse_codes, refuse_packed
+from .streamable import check_model, refuse_codes, refuse_packed, refuse_wrapped
 from .together import between, check, check_copies, fleet_of, leaves_in_order, same_buffers
 
 
@@ -110,6 +110,7 @@ def stream_of(ranks: Ranks | None, module: nn.Module, device: str | torch.device
         check_dtype(dtype)
         refuse_codes(module, dtype)
         refuse_packed(module, where)
+        refuse_wrapped(module)
         limits = Limits(parse_bytes(vram, "vram"), parse_bytes(host, "host"), Disk.parse(nvme), units, *fleet_of(ranks))
         choices = choose(module, where, limits, dtype=dtype, **asked)
     _stream(module, where, limits, choices, dtype, masters, ranks, reduce)

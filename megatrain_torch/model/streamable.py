@@ -65,6 +65,19 @@ def refuse_packed(module: nn.Module, where: torch.device) -> None:
                                  "checkpoint of 16 bits: mt.from_pretrained(..., base='nf4') makes codes that stream")
 
 
+def refuse_wrapped(module: nn.Module) -> None:
+    """Raises: PEFT puts a parameter and its adapter's product together in each forward (`target_parameters`, which
+    "all-linear" becomes on mixtures): by parametrizations, which would take the place of the streamed parameter."""
+    for name, m in module.named_modules():
+        if type(m).__name__ == "ParamWrapper" and type(m).__module__.partition(".")[0] == "peft":
+            linear = sorted({n.split(".")[-2] for n, x in module.named_modules()
+                             if n.endswith(".base_layer") and isinstance(x, nn.Linear)})
+            raise MegatrainError(
+                f"module {name!r}: an adapter on parameter {m.parameter_name!r} of a module that is no linear layer "
+                "(PEFT's target_parameters, and what target_modules='all-linear' becomes on a mixture) is refused; "
+                f"name linear layers: target_modules={linear}, on the command line targets={','.join(linear)}")
+
+
 def refuse_codes(module: nn.Module, dtype: torch.dtype | None) -> None:
     """Raises: to be converted to a type, a weight is codes, or fp8 with scales beside it."""
     for name, p in module.named_parameters() if dtype is not None else ():
