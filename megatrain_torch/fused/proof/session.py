@@ -29,6 +29,7 @@ class Session:
         self.device, self.values = device, Values()
         self.env = ShapeEnv()
         self.fake = FakeTensorMode(shape_env=self.env, allow_non_fake_inputs=False)
+        self.fake.cache_enabled = False      # of symbols' sizes it takes longer than it saves
         both = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC, DimDynamic.DYNAMIC])
         shape = self.fake.from_tensor(torch.empty(ROWS, TOKENS, dtype=torch.int8), symbolic_context=both).shape
         self.rows: Any = 1 if one_row else shape[0]
