@@ -21,7 +21,7 @@ from ..base.formats import master_bytes, moment_bytes
 from ..base.limits import show_bytes
 from ..checkpoint import again
 from ..checkpoint.parts import names_of
-from ..model.bases import check_base
+from ..store.bases import check_base
 from . import folder, launch, lora, mixture
 from .data import (
     Document,
