@@ -20,7 +20,8 @@ ROWS, TOKENS = 1009, 1013
 
 
 class Session:
-    """
+    """For one proof: what it made is gone when it is left.
+
     Attributes:
         rows, tokens: B and S, symbols; B is 1 where rows are: a size of one is no size like others.
     """
@@ -36,6 +37,12 @@ class Session:
         self.tokens: Any = 1 if one_token else shape[1]
         self.recorder = Recorder(self.values)
         self.recorder.where = innermost
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.values.forget()
 
     def atom(self, name: str, shape: Sequence[Any], dtype: torch.dtype, grad: bool = False) -> Tensor:
         with self.fake:
