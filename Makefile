@@ -14,7 +14,7 @@ JOBS  ?= $(shell nproc)
 # Of the Python tests' time a third is spent waiting: for processes, timers, a disk.
 WORKERS ?= $(shell expr $(JOBS) + 1)
 
-# Hundreds of processes import the package: what one has compiled, the others need not.
+# Many processes import the package: what one has compiled, the others need not.
 unexport PYTHONDONTWRITEBYTECODE
 
 ifdef PYTHON
@@ -47,7 +47,8 @@ demo: $(BUILT)  ## train a small Llama on Shakespeare through the streaming engi
 # C tests need no Python: they run while packages come. Both kinds at once: they sleep more than they compute.
 test:  ## everything: C tests under ASan and TSan, then pytest
 	$(MAKE) --no-print-directory asan & a=$$!; $(MAKE) --no-print-directory tsan & t=$$!; \
-	$(MAKE) --no-print-directory $(BUILT) $(BASES); built=$$?; wait $$a && wait $$t && exit $$built
+	$(MAKE) --no-print-directory $(BUILT) $(BASES); built=$$?; \
+	wait $$a; a=$$?; wait $$t && [ $$a -eq 0 ] && exit $$built
 	$(MAKE) --no-print-directory pytest
 
 ctest:  ## the C tests; a C compiler is enough
