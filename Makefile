@@ -11,6 +11,11 @@ INDEX := https://download.pytorch.org/whl/cpu
 ASK    = from urllib.request import urlopen; urlopen("$(INDEX)/torch/", timeout=5)
 TORCH ?= torch==2.13.0 $(if $(CARD),,$(shell python3 -c '$(ASK)' 2>/dev/null && echo --extra-index-url $(INDEX)))
 JOBS  ?= $(shell nproc)
+# Of the Python tests' time a third is spent waiting: for processes, timers, a disk.
+WORKERS ?= $(shell expr $(JOBS) + 1)
+
+# Many processes import the package: what one has compiled, the others need not.
+unexport PYTHONDONTWRITEBYTECODE
 
 ifdef PYTHON
 PY    := $(PYTHON)
@@ -39,10 +44,11 @@ help:  ## list the verbs
 demo: $(BUILT)  ## train a small Llama on Shakespeare through the streaming engine
 	$(PY) examples/train_shakespeare.py $(ARGS)
 
-# C tests need no Python: they run while packages come.
+# C tests need no Python: they run while packages come. Both kinds at once: they sleep more than they compute.
 test:  ## everything: C tests under ASan and TSan, then pytest
-	$(MAKE) --no-print-directory asan tsan & c=$$!; $(MAKE) --no-print-directory $(BUILT) $(BASES); built=$$?; \
-	wait $$c && exit $$built
+	$(MAKE) --no-print-directory asan & a=$$!; $(MAKE) --no-print-directory tsan & t=$$!; \
+	$(MAKE) --no-print-directory $(BUILT) $(BASES); built=$$?; \
+	wait $$a; a=$$?; wait $$t && [ $$a -eq 0 ] && exit $$built
 	$(MAKE) --no-print-directory pytest
 
 ctest:  ## the C tests; a C compiler is enough
@@ -55,7 +61,7 @@ tsan:  ## the C tests under ThreadSanitizer
 	$(MAKE) -C tests/c --no-print-directory -j$(JOBS) -s run SAN=tsan
 
 pytest: $(BUILT) $(BASES)  ## the Python tests; ARGS="-k name" for some
-	$(PY) -m pytest -q -n $(JOBS) --dist loadfile tests $(ARGS)
+	$(PY) -m pytest -q -n $(WORKERS) --dist loadfile tests $(ARGS)
 
 gpu: $(BUILT)  ## the tests that need a GPU
 	$(PY) -m pytest -q tests/gpu $(ARGS)

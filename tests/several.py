@@ -37,7 +37,8 @@ class Pool:
     def __init__(self, size: int, device: str = "cpu") -> None:
         """device: "cpu", or "cuda": a GPU each, with NCCL; where there are fewer, they share them, with gloo."""
         self.size, self._folder = size, tempfile.TemporaryDirectory()
-        context = mp.get_context("spawn")
+        context = mp.get_context("forkserver")
+        context.set_forkserver_preload(["megatrain_torch", "transformers.models.llama.modeling_llama"])     # once for all
         self._pipes, self._processes = [], []
         for rank in range(size):
             mine, its = context.Pipe()

@@ -29,8 +29,8 @@ torchao = pytest.importorskip("torchao", reason="the extra `bases` has it; test_
 import megatrain_torch as mt  # noqa: E402
 from megatrain_torch import ops  # noqa: E402
 from megatrain_torch.graph import frames  # noqa: E402
-from megatrain_torch.model import nf4  # noqa: E402
 from megatrain_torch.plans import shapes  # noqa: E402
+from megatrain_torch.store import nf4  # noqa: E402
 
 DEVICE = "cpu"                 # tests/gpu has another
 SIZES = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,

@@ -260,13 +260,13 @@ def test_what_cannot_be_is_said_before_weights_are_read(run: tuple[Path, Batches
 
 @pytest.mark.parametrize("base", [pytest.param("nf4", marks=BNB), pytest.param("int8", marks=BNB), "fp8"])
 def test_a_model_without_weights_has_the_shape_of_what_is_read(base: str, toy: Path) -> None:
-    from megatrain_torch.model import bases
-    from megatrain_torch.plans.shapes import shapes_of
+    from megatrain_torch.plans.shapes import shaped, shapes_of
+    from megatrain_torch.store import bases
     adapters = lora.Lora.of("r=4")
     read = bases.with_base(transformers.AutoModelForCausalLM, toy, base, None)
-    shaped = bases.shaped(transformers.AutoConfig.from_pretrained(toy), base)
-    shapes = [shapes_of(adapters.beside(model, 0))("fp32") for model in (read, shaped)]
-    assert shapes[0] == shapes[1] and all(p.is_meta for n, p in shaped.named_parameters() if "lora" not in n)
+    alike = shaped(transformers.AutoConfig.from_pretrained(toy), base)
+    shapes = [shapes_of(adapters.beside(model, 0))("fp32") for model in (read, alike)]
+    assert shapes[0] == shapes[1] and all(p.is_meta for n, p in alike.named_parameters() if "lora" not in n)
     linear = 3 * (4 * 128 * 128 + 3 * 128 * 256)
     assert shapes[0].parameters - shapes[0].trained == linear + 2 * 257 * 128 + 7 * 128
 
@@ -285,8 +285,22 @@ def test_a_plan_counts_codes_and_adapters(toy: Path, capsys: pytest.CaptureFixtu
     assert weights["lora"] - weights["fp8"] == linear - 6 * 7 * ALIGN, "a byte for two, and scales"
 
 
+def test_a_plan_in_python_is_that_of_the_command_line(toy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = transformers.AutoConfig.from_pretrained(toy)
+    asked = {"tokens": 1024, "seq": 64, "machine": "rtx4090", "layers": 6}
+    flags = [word for name, value in asked.items() for word in (f"--{name}", value)]
+    for base in (None, "fp8"):
+        assert megatrain("plan", toy, *flags, "--lora", "r=4", "--json", *(("--base", base) if base else ())) == 0
+        found, drawn = json.loads(capsys.readouterr().out), torch.get_rng_state()
+        plan = mt.plan(config, **asked, base=base, adapter=lora.Lora.of("r=4").config())
+        assert torch.equal(torch.get_rng_state(), drawn), "a plan draws no numbers"
+        assert (plan.vram, plan.host, plan.weights, plan.trained) == tuple(found[n] for n in ("vram", "host", "weights", "trained"))
+    with pytest.raises(mt.MegatrainError, match="base, adapter: of a config; a module is planned as it is"):
+        mt.plan(torch.nn.Linear(4, 4), tokens=64, seq=64, machine="cpu", base="fp8")
+
+
 def test_published_codes_are_counted_in_experts_too() -> None:
-    from megatrain_torch.model import bases
+    from megatrain_torch.plans.shapes import shaped
     sizes = {"hidden_size": 128, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": 64}
     moe = transformers.Qwen3MoeConfig(**sizes, moe_intermediate_size=128, num_experts=4, num_experts_per_tok=2,
                                       quantization_config={"quant_method": "fp8"})
@@ -295,7 +309,7 @@ def test_published_codes_are_counted_in_experts_too() -> None:
     for config, base, bits in ((moe, "fp8", 8), (oss, "mxfp4", 4.25)):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            model = bases.shaped(config, base)
+            model = shaped(config, base)
         experts = [p for n, p in model.named_parameters() if n.endswith(("experts.gate_up_proj", "experts.down_proj"))]
         assert len(experts) == 2 and all(type(p).__name__ == "Coded" for p in experts)
         for p in experts:

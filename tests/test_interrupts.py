@@ -27,17 +27,19 @@ PRESSED_S, AT_ONCE_S = 0.1, 1.0
 def pressed(after: float = PRESSED_S, again: bool = False) -> Iterator[None]:
     """Ctrl-C so many seconds from now. again: and each second from then on, as a user does whose first was lost: Python
     drops what is raised in a weak reference's callback or in __del__."""
-    over = threading.Event()
+    begun, over = threading.Event(), threading.Event()
 
     def press() -> None:
+        begun.wait()
         while (again or not presses) and not over.wait(1.0 if presses else after):
             presses.append(1)
             os.kill(os.getpid(), signal.SIGINT)
 
     presses: list[int] = []
-    thread = threading.Thread(target=press)
+    thread = threading.Thread(target=press, daemon=True)
     thread.start()
     try:
+        begun.set()                          # pressed while the thread still starts, nobody would end it
         yield
     finally:
         over.set()

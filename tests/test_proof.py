@@ -25,6 +25,7 @@ import torch
 import zoo
 from fusing import codes, lm, none_fused, stream
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
@@ -267,6 +268,23 @@ def test_collections_meanwhile_are_nobodys_code() -> None:
         gc.set_threshold(*before)
         gc.callbacks.pop()
     assert calls and runtime_of(model).windows[1].code == "template"
+
+
+@pytest.mark.parametrize("what", [None, "clamps"])
+def test_nothing_of_a_proof_is_kept(what: str | None) -> None:
+    """Each has hundreds of fake tensors, in cycles that Python's collector cannot see."""
+    def fakes() -> int:
+        gc.collect()
+        return sum(type(t) is FakeTensor for t in gc.get_objects())
+
+    parity.seed()
+    model, before = lm("llama", num_hidden_layers=1, rope_theta=9999.0)(), fakes()       # of which none was proved
+    if what is not None:
+        own(model.model.layers[0].mlp, forward_of(ADVERSARIES[what]))
+    model = stream(model)
+    model(**zoo.text_unpadded(0)).loss.backward()
+    assert (what is None) is (codes(model)["model.layers.0"] == "template")
+    assert fakes() == before
 
 
 def test_what_is_to_blame_is_named() -> None:

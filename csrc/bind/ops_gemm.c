@@ -90,7 +90,7 @@ fail:
 
 #ifdef MT_WITH_CUDA
 /* The sums by themselves, then what is made of them. */
-static mt_status run_apart(const mt_op_call *c, const mt_op_arg *like, const mt_gemm_choice *how,
+static mt_status run_bare(const mt_op_call *c, const mt_op_arg *like, const mt_gemm_choice *how,
                            const mt_gemm *g, float alpha, void *workspace)
 {
     AtenTensorHandle memory = NULL;
@@ -124,8 +124,8 @@ mt_status mt_op_product_cuda(const mt_op_call *c, const mt_op_arg *like, const m
         MT_TRY(mt_op_new(&like->t, MT_U8, (int64_t)mt__gemm_cuda_workspace(how), &workspace,
                          &bytes));
     /* Freed before it is used: torch gives the memory to later work of this stream only. */
-    if (mt__gemm_cuda_apart(how))
-        st = run_apart(c, like, how, g, alpha, bytes);
+    if (mt__gemm_cuda_bare(how))
+        st = run_bare(c, like, how, g, alpha, bytes);
     else
         st = mt__gemm_cuda_run(how, g, alpha, beta, bytes, c->stream);
 fail:

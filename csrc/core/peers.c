@@ -35,8 +35,15 @@ static void look_for_failure(mt_store *s, int rank)
     mt__ledger_fault_of(s, text);
 }
 
-/* The rank whose process was the first to be gone without a word; -1: none is. Of several of this
- * machine it is not known. */
+/* When a rank was found dead, for all. Noted before the fault by which who finds it ends too, so
+ * that one is found dead later. */
+static void note_end(mt_store *s, int rank)
+{
+    if (mt_share_presence(s->share, rank) == MT_RANK_DIED && mt_share_lost_ns(s->share, rank) == 0)
+        mt_share_gone(s->share, rank);
+}
+
+/* The rank whose process was the first to be gone without a word; -1: none is. */
 static int first_dead(const mt_store *s)
 {
     int first = -1;
@@ -53,14 +60,13 @@ static int first_dead(const mt_store *s)
  * found another one dead. */
 static void blame(const mt_store *s, int rank, char *out, size_t cap)
 {
-    int    dead = first_dead(s);
+    int    first = first_dead(s);
     int    left = mt_share_presence(s->share, rank) == MT_RANK_LEFT;
-    size_t n = (size_t)name(s, left && dead >= 0 ? dead : rank, out, cap);
+    size_t n = (size_t)name(s, first >= 0 ? first : rank, out, cap);
 
-    if (left && dead >= 0)
-        snprintf(out + n, cap - n, " ended, and rank %d closed its engine", rank);
-    else if (dead >= 0 && dead != rank)
-        snprintf(out + n, cap - n, " ended, after rank %d,", dead);
+    if (first >= 0 && first != rank)
+        snprintf(out + n, cap - n, left ? " ended, and rank %d closed its engine" :
+                                          " ended, and after it rank %d", rank);
     else
         snprintf(out + n, cap - n, left ? " closed its engine" : " ended");
 }
@@ -77,6 +83,7 @@ static void look_for_end(mt_store *s, int rank)
         presence = mt_share_presence(s->share, gone = mt_share_speaker(s->share, rank));
     if (presence == MT_RANK_HERE || !mt__ledger_awaits(s, rank, awaited, sizeof awaited))
         return;
+    note_end(s, gone);
     blame(s, gone, who, sizeof who);
     snprintf(text, sizeof text, "%s while others waited for %s", who, awaited);
     mt__ledger_fault_of(s, text);
@@ -102,6 +109,7 @@ static void *watch_peers(void *arg)
             mt__ledger_stirred(s);
         }
         if (mt_now_ns() - looked_ns >= LOOK_MS * UINT64_C(1000000)) {
+            for_others(s, note_end);
             for_others(s, look_for_end);
             looked_ns = mt_now_ns();
         }

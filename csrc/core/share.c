@@ -27,12 +27,12 @@
 #define MFD_NOEXEC_SEAL 8u
 #endif
 
-/* A rank's; written by its speaker alone. */
+/* A rank's; written by its speaker alone, but for gone_ns. */
 typedef struct slot {
     _Atomic int64_t  pid;                    /* 0: it has not come */
     _Atomic uint64_t said[MT_COUNTS], about[MT_COUNTS];
     atomic_int       parted, left, failed;
-    _Atomic uint64_t gone_ns;                /* when its speaker lost it; 0: it has not */
+    _Atomic uint64_t gone_ns;                /* when it was found gone; 0: it was not */
     char             why[1024];              /* written before `failed` */
 } slot;
 

@@ -136,7 +136,8 @@ typedef enum mt_presence { MT_RANK_HERE, MT_RANK_LEFT, MT_RANK_DIED } mt_presenc
 
 int64_t     mt_share_process (const mt_share *h, int rank);              /* 0: it has not come */
 mt_presence mt_share_presence(const mt_share *h, int rank);
-/* When its speaker lost a rank of another machine (clock.h); 0: it has not. */
+/* When a rank was found gone (clock.h): one of another machine by its speaker, one of this machine
+ * by any; 0: it was not. */
 uint64_t    mt_share_lost_ns (const mt_share *h, int rank);
 void        mt_share_leave   (mt_share *h);              /* this rank says nothing from now on */
 /* This rank asks nothing from now on, and leaves when nobody asks it. */

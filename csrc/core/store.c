@@ -214,7 +214,7 @@ static void unit_close(mt_store *s, mt__unit *u)
     mt_board_close(&u->board);
     free(u->mirror.copies);
     free(u->chunk);
-    free(u->apart);
+    free(u->unfiled);
     free(u->hi_offset);
     free(u->desc);
     free(u->name);
@@ -268,8 +268,8 @@ static mt_status unit_open(mt_store *s, const char *name, const mt_param_desc *d
     u->name = strdup(name);
     u->desc = calloc(slots, sizeof *u->desc);
     u->hi_offset = calloc(slots, sizeof *u->hi_offset);
-    u->apart = calloc(slots, sizeof *u->apart);
-    if (u->name == NULL || u->desc == NULL || u->hi_offset == NULL || u->apart == NULL) {
+    u->unfiled = calloc(slots, sizeof *u->unfiled);
+    if (u->name == NULL || u->desc == NULL || u->hi_offset == NULL || u->unfiled == NULL) {
         st = MT_FAIL(MT_ENOMEM, "unit %s: no memory to describe %d parameters", name, n);
         goto fail;
     }
@@ -532,7 +532,7 @@ static int is_late_copy(const mt__unit *u, mt_plane p, int param)
 {
     int there = (int)(atomic_load(&u->home)->device >> p & 1);
 
-    return is_copy(u, p) && (there || (u->shared && !atomic_load(&u->apart[param])));
+    return is_copy(u, p) && (there || (u->shared && !atomic_load(&u->unfiled[param])));
 }
 
 static int is_whole(const mt__unit *u)
@@ -1129,7 +1129,7 @@ mt_status mt_store_in_arena(mt_store *s, int unit, int param, mt_plane p, int *i
     if (st == MT_OK)
         *in = u->shared ? address_of(pl, param) != NULL : pl->offset[param] != MT__ABSENT;
     if (st == MT_OK && u->shared)
-        atomic_store(&u->apart[param], !*in);
+        atomic_store(&u->unfiled[param], !*in);
     mt_unlock(&pl->making);
 fail:
     return st;

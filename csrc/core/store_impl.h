@@ -70,7 +70,7 @@ typedef struct mt__unit {
     mt_range       range[MT_PLANE_COUNT];    /* these three: in a share */
     mt_board       board;
     size_t        *chunk;            /* [n_params] its first chunk's number on the board */
-    atomic_uchar  *apart;            /* [n_params] in a share: not in the file that the unit's
+    atomic_uchar  *unfiled;          /* [n_params] in a share: not in the file that the unit's
                                       * states are in; written by mt_store_in_arena */
     atomic_int     states;           /* an mt_states; set under map_mu, before a plane of them is
                                       * made */

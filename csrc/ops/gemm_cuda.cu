@@ -18,7 +18,7 @@ struct mt_gemm_choice {
     mt_lt_handle          handle;
     mt_lt_desc            desc;             // of codes one is made for each run: it has addresses
     mt_lt_layout          left, right, base, out;
-    bool                  apart;
+    bool                  bare;
     mt_lt_algo            algo;
     size_t                workspace_bytes;
     const mt_gemm_choice *next;      // of the same bucket; set before the choice is seen
@@ -147,7 +147,7 @@ mt_status describe(const mt_gemm_choice *how, const mt_gemm *g, mt_lt_desc *out)
     MT_TRY(set(*out, "transpose", MT_LT_DESC_TRANSB, &right, sizeof right));
     if (key.ab == MT_F8E4M3) {
         MT_TRY(set(*out, "fast sums", MT_LT_DESC_FAST_ACCUM, &fast, sizeof fast));
-        if (!how->apart)
+        if (!how->bare)
             MT_TRY(describe_codes(*out, g));
     }
 fail:
@@ -270,7 +270,7 @@ fail:
     return st;
 }
 
-mt_status make(const mt_gemm_key *key, const mt_gemm *g, bool apart, mt_gemm_choice **out)
+mt_status make(const mt_gemm_key *key, const mt_gemm *g, bool bare, mt_gemm_choice **out)
 {
     mt_gemm_choice *how = static_cast<mt_gemm_choice *>(calloc(1, sizeof *how));
     mt_status       st;
@@ -278,7 +278,7 @@ mt_status make(const mt_gemm_key *key, const mt_gemm *g, bool apart, mt_gemm_cho
     if (how == nullptr)
         return MT_FAIL(MT_ENOMEM, "gemm_: calloc(%zu)", sizeof *how);
     how->key = *key;
-    how->apart = apart;
+    how->bare = bare;
     MT_TRY(find_library());
     MT_TRY(handle_of(key->device, &how->handle));
     MT_TRY(settle(how, g));
@@ -349,9 +349,9 @@ extern "C" size_t mt__gemm_cuda_workspace(const mt_gemm_choice *how)
     return how->workspace_bytes;
 }
 
-extern "C" int mt__gemm_cuda_apart(const mt_gemm_choice *how)
+extern "C" int mt__gemm_cuda_bare(const mt_gemm_choice *how)
 {
-    return how->apart;
+    return how->bare;
 }
 
 extern "C" mt_status mt__gemm_cuda_run(const mt_gemm_choice *how, const mt_gemm *g, float alpha,

@@ -7,7 +7,7 @@
  *     MT_TRY(mt__gemm_cuda_choose(&key, &g, &how));
  *     MT_TRY(mt__gemm_cuda_run(how, &g, alpha, beta, scratch, stream));
  *
- * Of codes a choice may be apart: then g is mt_gemm_sums(), alpha 1 and beta 0, and
+ * Of codes a choice may be of bare sums: then g is mt_gemm_sums(), alpha 1 and beta 0, and
  * mt__fp8_finish_cuda() makes c of it (fp8_cuda.h).
  *
  * A choice is a function of the key, the device and the library, never of time, free memory or what
@@ -31,7 +31,7 @@ typedef struct mt_gemm_choice mt_gemm_choice;
 mt_status mt__gemm_cuda_choose(const mt_gemm_key *key, const mt_gemm *g,
                                const mt_gemm_choice **out);
 size_t    mt__gemm_cuda_workspace(const mt_gemm_choice *how);           /* bytes; 0: none */
-int       mt__gemm_cuda_apart(const mt_gemm_choice *how);
+int       mt__gemm_cuda_bare(const mt_gemm_choice *how);
 /* Puts it on the stream, whose device is current.
  * workspace: not used by others before it is over. */
 mt_status mt__gemm_cuda_run(const mt_gemm_choice *how, const mt_gemm *g, float alpha, float beta,

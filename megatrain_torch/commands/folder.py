@@ -26,8 +26,8 @@ import torch
 from ..base.errors import MegatrainError
 from ..base.strict import field, is_count, parsed, table
 from ..checkpoint import manifest
-from ..model.bases import expands, with_base
 from ..model.pretrained import loaded
+from ..store.bases import expands, with_base
 from . import lora
 from .owned import CONFIG, FINAL, HALF, LOG, MARKER, SCRATCH, WHOLE, Owned, replace
 from .settings import Settings, read_yaml

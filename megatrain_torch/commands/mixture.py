@@ -112,10 +112,10 @@ def _taken(source: Source, tokens: int, seed: int) -> list[Document]:
 SAID = ("seq", "seed", "validation")                     # settings that say which row is the n-th
 
 
-def identity(settings: Settings, found: list[Source], apart: list[Source]) -> dict[str, Any]:
-    """What tells the rows from others. apart: held out, where that is data of its own."""
-    return {"sources": [_about(source) for source in found], "validation sources": [_about(source) for source in apart],
-            **{name: getattr(settings, name) for name in SAID if name != "validation" or not apart}}
+def identity(settings: Settings, found: list[Source], held: list[Source]) -> dict[str, Any]:
+    """What tells the rows from others. held: held out, where that is data of its own."""
+    return {"sources": [_about(source) for source in found], "validation sources": [_about(source) for source in held],
+            **{name: getattr(settings, name) for name in SAID if name != "validation" or not held}}
 
 
 def _about(source: Source) -> dict[str, Any]:

@@ -15,11 +15,11 @@ from ..base.formats import SHOWN
 from ..base.limits import is_size, parse_bytes
 from ..base.modes import GRADS, HOMES, MODES
 from ..base.products import PRODUCTS
-from ..model.bases import shaped
 from ..plans.changes import SHOWN as WAYS
 from ..plans.changes import Refusal, typed
 from ..plans.machine import MACHINES, RATES, Machine, card_with, host_limit_bytes, listing, resolve
 from ..plans.planner import Plan, plan
+from ..plans.shapes import shaped
 from . import beside, folder, lora
 from .flags import Flags
 from .lora import AS

@@ -16,7 +16,7 @@ from ..base.errors import MegatrainError
 from ..base.formats import FORMATS, SHOWN
 from ..base.limits import parse_bytes
 from ..base.products import PRODUCTS
-from ..model.bases import BASES
+from ..store.bases import BASES
 from .lora import AS, as_words
 from .owned import replace
 

@@ -21,7 +21,7 @@ from ..base.formats import master_bytes, moment_bytes
 from ..base.limits import show_bytes
 from ..checkpoint import again
 from ..checkpoint.parts import names_of
-from ..model.bases import check_base
+from ..store.bases import check_base
 from . import folder, launch, lora, mixture
 from .data import (
     Document,
@@ -254,12 +254,12 @@ def _parts(settings: Settings, tokenizer: Any) -> tuple[tuple[list[Document], li
     found = mixture.sources(settings, settings.data, tokenizer)
     mixed = mixture.mixed(found, settings.seed)
     if isinstance(settings.validation, str):
-        apart = mixture.sources(settings, (settings.validation,), tokenizer)
-        parts = mixture.shuffled(mixed, settings.seed), [d for s in apart for d in s.documents]
+        held = mixture.sources(settings, (settings.validation,), tokenizer)
+        parts = mixture.shuffled(mixed, settings.seed), [d for s in held for d in s.documents]
     else:
-        apart, parts = [], held_out(mixed, settings.validation, settings.seed)
+        held, parts = [], held_out(mixed, settings.validation, settings.seed)
     _say_unknown([d for s in found for d in s.documents], tokenizer)
-    return parts, mixture.identity(settings, found, apart)
+    return parts, mixture.identity(settings, found, held)
 
 
 def _rows(settings: Settings, tokenizer: Any, parts: tuple[list[Document], list[Document]],

@@ -157,7 +157,7 @@ class Planning:
         self._keep(self._lengths.of(needed, self._ask_here))
 
     def _covered(self) -> bool:
-        """Does the plan in force suit the optimizer and the number of micro-batches? Lengths are looked at apart."""
+        """Does the plan in force suit optimizer and micro-batches? Lengths are looked at elsewhere."""
         p = self.plan
         return p is not None and self._for_adam == self.adam and p.micro >= self._micro()
 

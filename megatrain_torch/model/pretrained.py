@@ -14,7 +14,7 @@ from ..base.codes import coded
 from ..group.ranks import as_one, ranks_of
 from ..group.waits import calling
 from ..plans.planner import Plan
-from .bases import with_base
+from ..store.bases import with_base
 from .stream import stream_of
 
 

@@ -51,12 +51,12 @@ class Exchange:
         leaving = self.gradients * ((g - 1) / g)
         wide = np.maximum(self.gradients, sums)         # a sum in fp32; of fp32 weights the gradient itself
         self.further = -(-wide // n)
-        apart = g * self.gradients * ((m - 1) / m)      # of a whole machine
+        across = g * self.gradients * ((m - 1) / m)     # of a whole machine
         added = self.gradients + wide / g               # read, and written, by the sum
         self.exchange_s = leaving / links + added / (machine.hbm_gbps * 1e9)
         gloo = min(machine.network_gbps, g * machine.gloo_gbps) * 1e9           # each process sends what is its own
-        self.network_s = apart / (gloo if machine.device == "cpu" else machine.network_gbps * 1e9)
-        self.lost_s = (leaving + apart / g) / (machine.lost_gbps * 1e9)
+        self.network_s = across / (gloo if machine.device == "cpu" else machine.network_gbps * 1e9)
+        self.lost_s = (leaving + across / g) / (machine.lost_gbps * 1e9)
         self.spread_s = self.gradients * ((m - 1) / m) / gloo
         updated = np.array([u.weights if u.trained else 0 for u in units], dtype=np.int64)
         self.lowered = -(-updated // n)

@@ -2,11 +2,9 @@
 from __future__ import annotations
 
 import bisect
-import contextlib
 import ctypes
 import gc
 import math
-from collections.abc import Iterator
 from pathlib import Path
 
 from ..base.limits import Bound, HostLimits, host_limits
@@ -67,23 +65,6 @@ class FileMaps:
     def has(self, address: int) -> bool:
         at = bisect.bisect_right(self.ranges, (address, math.inf)) - 1
         return at >= 0 and address < self.ranges[at][1]
-
-
-_MMAP_THRESHOLD, _OWN_BYTES, _USUAL_BYTES = -3, 1 << 20, 32 << 20      # mallopt's name; the last is where glibc ends up
-
-
-@contextlib.contextmanager
-def kept_apart() -> Iterator[None]:
-    """Meanwhile malloc has each large tensor in pages of its own, which go back when it is freed: small ones that stay
-    would hold the memory between them."""
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
-        mallopt(_MMAP_THRESHOLD, _OWN_BYTES)
-    try:
-        yield
-    finally:
-        if mallopt is not None:
-            mallopt(_MMAP_THRESHOLD, _USUAL_BYTES)
 
 
 def give_back() -> None:

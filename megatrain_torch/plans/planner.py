@@ -174,11 +174,11 @@ class Plan:
 
 def plan(model: Any, *, tokens: int, seq: int, machine: Machine | str | None = None, vram: int | str | None = None,
          host: int | str | None = None, micro: int | None = None, homes: str | dict[str, str] | None = None,
-         activations: str | None = None, slots: int | None = None, grads: str = "ram",
-         states: str = "fp32", compute: str = "auto", products: str = "bf16",
-         dtype: torch.dtype | None = None, units: list[str | nn.Module] | None = None,
-         layers: int | None = None, nvme: str | dict[str, Any] | None = None, gpus: int = 1, machines: int = 1,
-         experts: int | None = None) -> Plan:
+         activations: str | None = None, slots: int | None = None, grads: str = "ram", states: str = "fp32",
+         compute: str = "auto", products: str = "bf16", base: str | None = None, adapter: Any = None,
+         dtype: torch.dtype | None = None, units: list[str | nn.Module] | None = None, layers: int | None = None,
+         nvme: str | dict[str, Any] | None = None, gpus: int = 1, machines: int = 1, experts: int | None = None
+         ) -> Plan:
     """Predicts a training step with mt.AdamW and finds the choice of least time within the limits.
 
     Args:
@@ -198,7 +198,7 @@ def plan(model: Any, *, tokens: int, seq: int, machine: Machine | str | None = N
             slots: ring size. None: what is best.
         grads: "ram", or "none": gradients are kept nowhere, as mt.stream's plan has it; one micro-batch.
         states: how mt.AdamW keeps its states, as it takes them; mt.stream(plan=...) tells it.
-        compute, products, dtype, units: as for mt.stream.
+        compute, products, dtype, units: as for mt.stream. base, adapter: of a config, as for mt.from_pretrained.
         layers: of a config, instead of its own number.
         nvme: directory for states, weights and activations that host memory does not hold, as for mt.stream; for
             another machine {"limit": "2TB"} is enough.
@@ -209,8 +209,7 @@ def plan(model: Any, *, tokens: int, seq: int, machine: Machine | str | None = N
     Raises:
         MegatrainError: an argument makes no sense; or nothing that may be chosen fits. Then the message has the
             table of what needs least and the fastest changes with which it fits; of the exception, `changes` has the
-            arguments that would do, one at a time, and `ways` those that would together, with tokens/s, the fastest
-            first.
+            arguments that would do, each alone, and `ways` those that would together, the fastest first.
     """
     disk = _disk(nvme, homes, activations)
     fleet = fleet_of(gpus, machines)
@@ -219,7 +218,8 @@ def plan(model: Any, *, tokens: int, seq: int, machine: Machine | str | None = N
                                  states=check_states(states), fleet=fleet)
     check_homes(fleet, _each(homes), grads)
     limits = _limits(machine, vram, host, check_products(products, compute))
-    shape_with = shapes_of(model, dtype=dtype, units=units, layers=layers, products=products)
+    shape_with = shapes_of(model, dtype=dtype, units=units, layers=layers, products=products, base=base,
+                           adapter=adapter)
     shape = shape_with(states)
     if compute == "auto" and products == "bf16":       # as mt.stream has it
         halves = all(w.itemsize == 2 for w in shape.windows)

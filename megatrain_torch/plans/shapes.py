@@ -6,6 +6,7 @@ Windows and units are those of units.py, so they are the ones that mt.stream mak
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import itertools
 import math
 import re
@@ -25,6 +26,7 @@ from ..base.products import check_layers, inner
 from ..base.stacks import slots_of, usual_experts
 from ..base.units import ADAPTER, ALIGN, find, group, output_embeddings, stored_dtype, weight_bytes
 from ..fused.templates import Unfit, template
+from ..store.bases import shape_codes
 
 MANY_TOKENS = 1 << 14        # of which a template is asked what it keeps; taken to be in proportion
 
@@ -186,20 +188,25 @@ class Shape:
 
 
 def shapes_of(model: Any, *, dtype: torch.dtype | None = None, units: list[str | nn.Module] | None = None,
-              layers: int | None = None, products: str = "bf16") -> Callable[..., Shape]:
+              layers: int | None = None, products: str = "bf16", base: str | None = None, adapter: Any = None
+              ) -> Callable[..., Shape]:
     """The shape of a module, or of a transformers config, by how AdamW's states are kept (formats.py), and by the
     experts that are fetched at a time (0: all).
 
     Args:
         dtype, units, products: as for mt.stream. A config without a dtype of its own is taken for bf16.
         layers: a config's number of layers, instead of its own.
+        base, adapter: of a config, as for mt.from_pretrained.
 
     Raises:
-        MegatrainError: neither a module nor a config; `layers` with a module.
+        MegatrainError: neither a module nor a config; `layers`, `base` or `adapter` with a module; as
+            mt.from_pretrained of `base`.
     """
     check_dtype(dtype)
     if layers is not None:
         check_count(layers, "layers")
+    if base is not None or adapter is not None:
+        model, layers, dtype = beside_base(model, base, adapter, layers, dtype), None, None
     if not isinstance(model, nn.Module):
         model, dtype = from_config(model, layers, dtype)
     elif layers is not None:
@@ -280,6 +287,32 @@ def from_config(config: Any, layers: int | None = None, dtype: torch.dtype | Non
     with torch.device("meta"):
         model = auto.from_config(config)
     return model, dtype or getattr(config, "dtype", None) or torch.bfloat16
+
+
+def shaped(config: Any, base: str | None, layers: int | None = None, dtype: torch.dtype | None = None) -> nn.Module:
+    """A model of a config on the meta device, with weights of its linear layers as mt.from_pretrained(base=) makes or
+    keeps them; None: as they are.
+
+    Raises:
+        MegatrainError: as that.
+    """
+    model, dtype = from_config(config, layers, dtype)
+    model.to(dtype)
+    if base is not None:
+        shape_codes(model, config, base, dtype)
+    return model
+
+
+def beside_base(config: Any, base: str | None, adapter: Any, layers: int | None, dtype: torch.dtype | None
+                ) -> nn.Module:
+    """What mt.from_pretrained(base=, adapter=) makes of a checkpoint with this config, on the meta device."""
+    if isinstance(config, nn.Module):
+        raise MegatrainError("base, adapter: of a config; a module is planned as it is, with its codes and adapters")
+    model = shaped(config, base, layers, dtype)
+    if adapter is None:
+        return model
+    with torch.random.fork_rng(devices=[]):              # adapters are made with numbers
+        return importlib.import_module("peft").get_peft_model(model, adapter)
 
 
 # ---- units ---------------------------------------------------------------------------------------

@@ -129,7 +129,7 @@ def prove(bind: Any, module: nn.Module, run: Any, template: Template, weights: d
     try:
         session = Session(device, case.one_row, case.one_token)
         fakes = {n: session.atom(n, shape, kind, grad=True) for n, (shape, kind) in weights.items()}
-        with bind(fakes), _bound_to_fakes(session, module) as buffers, _numbered(module, noted):
+        with session, bind(fakes), _bound_to_fakes(session, module) as buffers, _numbered(module, noted):
             if isinstance(template, Embedding):
                 witnesses = _embedding(session, run, template, fakes)
             elif isinstance(template, LoneNorm):

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import builtins
 import dis
+import functools
 import gc
 import numbers
 import os
@@ -63,19 +64,28 @@ _STATES = ("is_grad_enabled", "is_tracing", "_get_tracing_state", "is_scripting"
 
 def trusted(filename: str) -> bool:
     """Is this torch's, transformers' or PEFT's library, or ours?"""
+    return _trusted(filename, _file("transformers"), _file("peft"))
+
+
+@functools.lru_cache(4096)                   # asked of every function that runs
+def _trusted(filename: str, transformers: str, peft: str) -> bool:
+    """transformers, peft: the packages' own files, "" before they are imported."""
     if filename.startswith((*_TORCH, _OURS)):
         return True
-    home = _home("transformers")
+    home = _home(transformers)
     if home and filename.startswith(home) and not filename.startswith(home + "models" + os.sep):
         return True
-    home = _home("peft")
+    home = _home(peft)
     return bool(home) and filename.startswith(home)
 
 
-def _home(package: str) -> str:
-    """The folder that an imported package's code lies in."""
-    module = sys.modules.get(package)
-    return os.path.dirname(module.__file__) + os.sep if module is not None and module.__file__ else ""
+def _file(package: str) -> str:
+    return getattr(sys.modules.get(package), "__file__", None) or ""
+
+
+def _home(file: str) -> str:
+    """The folder that a package's code lies in."""
+    return os.path.dirname(file) + os.sep if file else ""
 
 
 def _skipped(frame: Frame) -> bool:

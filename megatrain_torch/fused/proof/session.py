@@ -20,7 +20,8 @@ ROWS, TOKENS = 1009, 1013
 
 
 class Session:
-    """
+    """For one proof: what it made is gone when it is left.
+
     Attributes:
         rows, tokens: B and S, symbols; B is 1 where rows are: a size of one is no size like others.
     """
@@ -29,12 +30,19 @@ class Session:
         self.device, self.values = device, Values()
         self.env = ShapeEnv()
         self.fake = FakeTensorMode(shape_env=self.env, allow_non_fake_inputs=False)
+        self.fake.cache_enabled = False      # of symbols' sizes it takes longer than it saves
         both = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC, DimDynamic.DYNAMIC])
         shape = self.fake.from_tensor(torch.empty(ROWS, TOKENS, dtype=torch.int8), symbolic_context=both).shape
         self.rows: Any = 1 if one_row else shape[0]
         self.tokens: Any = 1 if one_token else shape[1]
         self.recorder = Recorder(self.values)
         self.recorder.where = innermost
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.values.forget()
 
     def atom(self, name: str, shape: Sequence[Any], dtype: torch.dtype, grad: bool = False) -> Tensor:
         with self.fake:

@@ -98,6 +98,11 @@ class Values:
             raise Refused(f"it uses a tensor {list(t.shape)} that is no input, weight or buffer of it")
         return found[1]
 
+    def forget(self) -> None:
+        """All tensors. Their graphs lead back here by way of C++, where Python's collector does not see a cycle."""
+        self._tensors.clear()
+        self._seen_by.clear()
+
     def outlives(self, t: Tensor) -> bool:
         """Is it memory of an input, a weight or a buffer?"""
         return t.untyped_storage()._cdata in self._outlive

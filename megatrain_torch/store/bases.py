@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import importlib
 import sys
 from collections.abc import Iterator
@@ -15,8 +16,6 @@ from ..base.coded import FP8_BLOCK, NF4_BLOCK, Coded, nf4_strands, to_fp8
 from ..base.codes import coded
 from ..base.errors import MegatrainError
 from ..base.units import output_embeddings
-from ..plans.host_memory import kept_apart
-from ..plans.shapes import from_config
 from .nf4 import made_here
 
 BASES = ("nf4", "int8", "fp8", "mxfp4")
@@ -35,7 +34,7 @@ def with_base(cls: Any, path: str | Path, base: str, dtype: torch.dtype | None, 
     config = tf.AutoConfig.from_pretrained(path)
     check_base(config, path, base)
     how = {"dtype": dtype or "auto", "device_map": "cpu", **kwargs}
-    with _kept(tf, base, bool(_method(config))), kept_apart():
+    with _kept(tf, base, bool(_method(config))), _in_pages_of_their_own():
         found = cls.from_pretrained(path, **how, **_settings(tf, base, config, dtype or config.dtype))
         model = found[0] if isinstance(found, tuple) else found
         if base == "nf4":
@@ -46,6 +45,23 @@ def with_base(cls: Any, path: str | Path, base: str, dtype: torch.dtype | None, 
         p.requires_grad_(False)
     vars(model).pop("hf_device_map", None)               # where it was made; accelerate would have it trained there
     return found
+
+
+_MMAP_THRESHOLD, _OWN_BYTES, _USUAL_BYTES = -3, 1 << 20, 32 << 20      # mallopt's name; the last is where glibc ends up
+
+
+@contextlib.contextmanager
+def _in_pages_of_their_own() -> Iterator[None]:
+    """Meanwhile malloc has each large tensor so, and they go back when it is freed: small ones that stay would hold the
+    memory between them."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(_MMAP_THRESHOLD, _OWN_BYTES)
+    try:
+        yield
+    finally:
+        if mallopt is not None:
+            mallopt(_MMAP_THRESHOLD, _USUAL_BYTES)
 
 
 def _codes_of(model: nn.Module, base: str, path: str | Path) -> list[nn.Parameter]:
@@ -207,17 +223,14 @@ def _to_nf4(model: nn.Module) -> None:
 
 # ---- the same without weights, for plans ---------------------------------------------------------
 
-def shaped(config: Any, base: str | None, layers: int | None = None) -> nn.Module:
-    """A model of a config on the meta device, with weights of its linear layers as with_base makes or keeps them; None:
-    as they are.
+def shape_codes(model: nn.Module, config: Any, base: str, dtype: torch.dtype) -> None:
+    """Weights of the linear layers of a model on the meta device become what with_base makes or keeps.
 
     Raises:
         MegatrainError: as with_base.
     """
     name = config._name_or_path or type(config).__name__
-    there = "" if base is None else check_base(config, name, base)
-    model, dtype = from_config(config, layers)
-    model.to(dtype)
+    there = check_base(config, name, base)
     if base in ("nf4", "int8"):
         _shape_by_bitsandbytes(model, base, dtype)
         if base == "nf4":
@@ -226,9 +239,7 @@ def shaped(config: Any, base: str | None, layers: int | None = None) -> nn.Modul
         _shape_mxfp4(model)
     elif base == "fp8":
         _to_fp8(model, bool(there))
-    if base is not None:
-        _codes_of(model, base, name)
-    return model
+    _codes_of(model, base, name)
 
 
 def _shape_by_bitsandbytes(model: Any, base: str, dtype: torch.dtype) -> None:
