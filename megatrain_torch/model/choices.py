@@ -12,7 +12,7 @@ from ..base.arguments import check_count
 from ..base.errors import MegatrainError
 from ..base.formats import check_states
 from ..base.limits import parse_bytes
-from ..base.modes import DISK, HOMES, MODES
+from ..base.modes import DELIVERIES, DISK, HOMES, MODES
 from ..base.products import check_device, check_products
 from ..base.testing import Doors, opened
 from ..base.units import Group
@@ -24,7 +24,7 @@ from ..plans.planner import Plan
 from ..store.disk import SPILLED, Disk
 from .asking import Limits
 
-PLAN_KEYS = {"activations", "states", "homes", "slots", "grads", "lent", "threads", "experts"}
+PLAN_KEYS = {"activations", "states", "homes", "slots", "grads", "lent", "threads", "experts", "delivery"}
 
 
 @dataclass
@@ -169,6 +169,8 @@ def _options(plan: dict[str, Any] | None, compute: str) -> dict[str, Any]:
         raise MegatrainError(f"plan: grads={options['grads']!r}; use 'ram' or 'none'")
     if options.get("lent", LENT) not in range(1, LENT + 1):
         raise MegatrainError(f"plan: lent={options['lent']!r}: 1 to {LENT} buffers for gradients that are kept nowhere")
+    if options.get("delivery", "whole") not in DELIVERIES:
+        raise MegatrainError(f"plan: delivery={options['delivery']!r}; use {' or '.join(map(repr, DELIVERIES))}")
     check_states(options.get("states", "fp32"))
     check_count(options.get("slots", 3), "plan: slots", least=2)
     check_count(options.get("threads") or 1, "plan: threads")
