@@ -12,14 +12,14 @@ from ..base.arguments import check_count
 from ..base.errors import MegatrainError
 from ..base.formats import check_states
 from ..base.limits import parse_bytes
-from ..base.modes import DELIVERIES, DISK, HOMES, MODES
+from ..base.modes import DISK, HOMES, MODES
 from ..base.products import check_device, check_products
 from ..base.testing import Doors, opened
 from ..base.units import Group
 from ..plans import planner
 from ..plans.asked import Asked
 from ..plans.cost import LENT
-from ..plans.fleet import Fleet
+from ..plans.fleet import Fleet, check_delivery
 from ..plans.planner import Plan
 from ..store.disk import SPILLED, Disk
 from .asking import Limits
@@ -134,6 +134,7 @@ def _by_hand(plan: dict[str, Any] | None, limits: Limits, compute: str, states: 
     options = _options(plan, compute)
     if states is not None and options.setdefault("states", check_states(states)) != states:
         raise MegatrainError(f"states={states!r}, and the plan's are {options['states']!r}: give one of the two")
+    check_delivery(Fleet(limits.gpus, limits.machines), options.get("delivery"))
     return Choices(options, compute, limits.vram, limits.disk)
 
 
@@ -145,7 +146,7 @@ def _from_plan(plan: Plan, limits: Limits, compute: str, states: str | None) -> 
     if states is not None and states != plan.states:
         raise MegatrainError(f"states={states!r}, and the plan is for {plan.states!r} ones: give them to mt.plan")
     options = {"activations": plan.activations, "homes": plan.homes, "slots": plan.slots, "grads": plan.grads,
-               "states": plan.states, "lent": plan.lent, "experts": plan.experts}
+               "states": plan.states, "lent": plan.lent, "experts": plan.experts, "delivery": plan.delivery}
     compute = plan.compute if compute == "auto" else compute
     vram = parse_bytes(plan.machine.vram_bytes, "vram") if limits.vram is None else limits.vram
     return Choices(_options(options, compute), compute, vram, limits.disk or plan.nvme, plan, plan.micro, plan.besides,
@@ -169,8 +170,6 @@ def _options(plan: dict[str, Any] | None, compute: str) -> dict[str, Any]:
         raise MegatrainError(f"plan: grads={options['grads']!r}; use 'ram' or 'none'")
     if options.get("lent", LENT) not in range(1, LENT + 1):
         raise MegatrainError(f"plan: lent={options['lent']!r}: 1 to {LENT} buffers for gradients that are kept nowhere")
-    if options.get("delivery", "whole") not in DELIVERIES:
-        raise MegatrainError(f"plan: delivery={options['delivery']!r}; use {' or '.join(map(repr, DELIVERIES))}")
     check_states(options.get("states", "fp32"))
     check_count(options.get("slots", 3), "plan: slots", least=2)
     check_count(options.get("threads") or 1, "plan: threads")

@@ -49,6 +49,7 @@ def move(rt: Runtime, plan: Plan, limit: int) -> None:
     rt.room.asked, rt.room.summed = asked, asked.micro > 1
     _spill(rt, asked, plan)
     rt.cap.hold(limit, asked.at_home())
+    rt.delivery.shards = plan.delivery == "shards"
     keep(rt, plan)
 
 

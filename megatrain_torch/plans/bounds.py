@@ -107,8 +107,9 @@ class Bounds:
         first = np.maximum(homes.first_s, compute_s)
         if not self.behind:
             first = np.maximum(first, host_s)
-        forward = np.maximum(compute_s, (homes.weights - slots) / up + homes.top_s)
-        come = np.maximum(homes.again - slots, 0)
+        parts = self.ways.exchange.parts
+        forward = np.maximum(compute_s, (homes.weights - slots) / parts / up + homes.top_s)
+        come = np.maximum(homes.again - slots, 0) / parts
         backward = functools.reduce(np.maximum, (
             kept.backward_s + np.maximum(kept.backward_wait_s, homes.settled_s),
             come / both + kept.low_s, (come + kept.out) / both + kept.lowest_s, homes.behind_s))
@@ -225,7 +226,7 @@ class _Where:
 
     def _copied(self, start: np.ndarray, updated: np.ndarray, unit: int) -> np.ndarray:
         """When a unit's weights are on the device."""
-        m, n = self.bounds.machine, self.bounds.shape.units[unit].weights
+        m, n = self.bounds.machine, self.bounds.shape.units[unit].weights / self.bounds.ways.exchange.parts
         rate, slow = m.h2d_gbps * 1e9, min(m.h2d_gbps, m.busy_gbps) * 1e9
         beside = np.minimum(np.maximum(updated - start, 0.0), n / slow)
         return start + beside + np.maximum(n - beside * slow, 0.0) / rate

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from ..base.arguments import check_count
 from ..base.errors import MegatrainError
 from ..base.formats import moved_bytes
-from ..base.modes import HOMES
+from ..base.modes import DELIVERIES, HOMES
 from ..store.disk import DISK_BUFFERS
 from .machine import Machine
 
@@ -137,6 +137,15 @@ def fleet_of(gpus: int, machines: int) -> Fleet:
     check_count(gpus, "gpus")
     check_count(machines, "machines")
     return Fleet(gpus, machines)
+
+
+def check_delivery(fleet: Fleet, delivery: str | None) -> None:
+    """Raises: there is no such one, or nobody to give a portion to."""
+    if delivery not in (None, *DELIVERIES):
+        raise MegatrainError(f"delivery={delivery!r}: use {' or '.join(map(repr, DELIVERIES))}")
+    if delivery == "shards" and fleet.gpus == 1:
+        raise MegatrainError(f"delivery='shards', with {fleet}: weights are fetched in portions by several GPUs of one "
+                             "machine; leave it out")
 
 
 def check_homes(fleet: Fleet, homes: Iterable[str | None], grads: str) -> None:

@@ -33,7 +33,7 @@ from ..figures.timeline import LANES
 from ..store.disk import FROZEN, PADDING, SPILLED, Disk, years
 from .changes import Python, refusal
 from .cost import LENT, THROUGH_BYTES
-from .fleet import Fleet, check_homes, fleet_of
+from .fleet import Fleet, check_delivery, check_homes, fleet_of
 from .machine import DRIVE, DRIVE_NAME, Machine, host_now, resolve
 from .on_disk import OVERHEAD
 from .placement import Problem
@@ -69,6 +69,7 @@ class Plan:
         states: how mt.AdamW keeps its states.
         products: of layers, "bf16" or "fp8".
         experts: of a mixture's layer, fetched at a time; 0: all of them.
+        delivery: "whole": each GPU of a machine fetches all weights; "shards": its portion, and the others' from them.
         gpus, machines: GPUs of a machine, and machines, each with a host like `machine`'s. tokens, micro and device
             memory are those of one GPU; host memory is one machine's.
     """
@@ -101,6 +102,7 @@ class Plan:
     machines: int = 1
     products: str = "bf16"
     experts: int = 0
+    delivery: str = "whole"
 
     @property
     def fleet(self) -> Fleet:
@@ -178,7 +180,7 @@ def plan(model: Any, *, tokens: int, seq: int, machine: Machine | str | None = N
          states: str = "fp32", compute: str = "auto", products: str = "bf16",
          dtype: torch.dtype | None = None, units: list[str | nn.Module] | None = None,
          layers: int | None = None, nvme: str | dict[str, Any] | None = None, gpus: int = 1, machines: int = 1,
-         experts: int | None = None) -> Plan:
+         experts: int | None = None, delivery: str | None = None) -> Plan:
     """Predicts a training step with mt.AdamW and finds the choice of least time within the limits.
 
     Args:
@@ -205,6 +207,8 @@ def plan(model: Any, *, tokens: int, seq: int, machine: Machine | str | None = N
         gpus, machines: GPUs of each machine, and machines, with a process for each GPU, as torchrun starts them. vram
             is one GPU's limit, host and nvme one machine's. Homes are all but "disk+weights" then; gradients are kept.
         experts: of a layer, frozen in one parameter, fetched at a time; 0: all. None: what is best.
+        delivery: of weights to several GPUs of a machine, "whole" or "shards"; None: in shards where the rates of links
+            between them are known and that is faster.
 
     Raises:
         MegatrainError: an argument makes no sense; or nothing that may be chosen fits. Then the message has the
@@ -218,6 +222,8 @@ def plan(model: Any, *, tokens: int, seq: int, machine: Machine | str | None = N
                                  nvme=None if disk is None else disk.room(), grads=_grads(grads, micro),
                                  states=check_states(states), fleet=fleet)
     check_homes(fleet, _each(homes), grads)
+    check_delivery(fleet, delivery)
+    wishes = dataclasses.replace(wishes, delivery=delivery or "whole")
     limits = _limits(machine, vram, host, check_products(products, compute))
     shape_with = shapes_of(model, dtype=dtype, units=units, layers=layers, products=products)
     shape = shape_with(states)
@@ -230,8 +236,24 @@ def plan(model: Any, *, tokens: int, seq: int, machine: Machine | str | None = N
                              "these homes")
     if best is None:
         raise _refusal(problem, resolve(machine), shape_with)
+    if delivery is None:
+        problem, best = _delivered(problem, *best)
     return dataclasses.replace(_plan(problem, *best), nvme=disk, disk_room=wishes.nvme or 0, products=products,
                                experts=experts)
+
+
+WORTH_SHARDS = 1.03         # by so much faster they must be: each window then waits for all ranks
+
+
+def _delivered(problem: Problem, choice: Choice, timing: Timing) -> tuple[Problem, tuple[Choice, Timing]]:
+    """In shards, if GPUs have links to each other and what is best with whole weights is faster so."""
+    if problem.wishes.fleet.gpus == 1 or problem.exchange.on_link:
+        return problem, (choice, timing)
+    other = Problem(problem.shape, problem.machine, dataclasses.replace(problem.wishes, delivery="shards"))
+    faster = other.steps.time(choice, timing.seconds / WORTH_SHARDS)
+    if faster is None:
+        return problem, (choice, timing)
+    return other, other.best(faster.seconds) or (choice, faster)
 
 
 def _disk(nvme: str | dict[str, Any] | None, homes: str | dict[str, str] | None, activations: str | None
@@ -345,7 +367,7 @@ def _plan(problem: Problem, choice: Choice, timing: Timing) -> Plan:
         problem.host_bytes(choice.homes, choice.micro, choice.modes), timing.seconds, timing.forward_s, timing.busy,
         timing.idle, _window_weights(shape), problem.disk_bytes(choice.homes, choice.micro, choice.modes),
         grads=wishes.grads, states=wishes.states, lent=wishes.lent, gpus=wishes.fleet.gpus,
-        machines=wishes.fleet.machines)
+        machines=wishes.fleet.machines, delivery=wishes.delivery)
 
 
 def tiers_of(machine: Machine, vram: dict[str, int], host: dict[str, int], fleet: Fleet) -> list[Tier]:
@@ -408,6 +430,7 @@ def _headline(p: Plan) -> str:
     cut = f"{p.micro} micro-batches of {p.tokens // p.micro:,}" if p.micro > 1 else "one micro-batch"
     cut += f"; {p.states} states" * (p.states != "fp32")
     cut += "; products in fp8" * (p.products == "fp8")
+    cut += "; weights in shards" * (p.delivery == "shards")
     all_of = "" if p.fleet.alone else " in all"
     return (f"{p.model}: {p.parameters / 1e9:.3f} B parameters, {frozen}\n"
             f"{p.fleet.each}{p.tokens:,} tokens a step in sequences of {p.seq:,}, {cut}; {p.compute} layers\n"
