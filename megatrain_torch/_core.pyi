@@ -201,6 +201,8 @@ class Engine:
         `stream` has not waited."""
     def ready(self, slot: int, stream: int) -> None:
         """`stream` waits for the copy into the slot."""
+    def gathered(self, number: int, slot: int, beside: int, stream: int) -> None:
+        """The collective that fills the slot was put in the stream `beside`; `stream` waits for it."""
     def bounds(self, number: int) -> tuple[int, ...]:
         """[ranks of this machine + 1] Bytes of a slot at which their portions of a unit, or a cut, begin, and the last
         ends."""

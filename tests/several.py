@@ -291,6 +291,28 @@ def memory(rank: int, group: Any) -> tuple[int, int]:
     return found
 
 
+def delivered(rank: int, group: Any, job: Job) -> tuple[int, int, Any]:
+    """Bytes that one rank fetched in steps, how often it gathered, and where ranks were apart."""
+    case, model, opt = _made(job, group, 5 + rank)
+    for number in range(job.steps):
+        _loss(job, case, model, 2 * number + rank).backward()
+        opt.step()
+        opt.zero_grad()
+        if job.look and rank == 0:                               # and nobody else
+            with torch.no_grad():
+                case.loss(model, case.batch(number))
+    core = model.lm_head.weight._mt.runtime.core
+    core.drain()
+    found = core.stats()["h2d_bytes"], core.stats()["gathers"], core.astray()
+    mt_unstream(model)
+    return found
+
+
+def mt_unstream(model: nn.Module) -> None:
+    import megatrain_torch as mt
+    mt.unstream(model)
+
+
 def looked_at_around_a_load(rank: int, group: Any, folder: str, homes: str) -> list[str]:
     """What reads as it did not when the checkpoint was written. Before it is loaded all was looked at; one rank is slow to
     give back what a load brought, when others read already."""

@@ -152,6 +152,43 @@ def test_several_machines_are_as_one(pool: Pool, name: str, machines: int, size:
     assert not differences(pool.call("several:apart", size, machines, "several:train", job), wanted)
 
 
+SHARDS = ("delivery", "shards")
+SHARDED = {                                                # of so many ranks, on so many machines
+    "delays": (3, 1, Job("wide", "bfloat16", reduce="sum", micro=2, plan=(("slots", 2),), delay_us=500)),
+    "left_out_and_twice": (4, 1, SITUATIONS["left_out_and_twice"]),
+    "replay_of_tied": (2, 1, Job("llama_tied", "bfloat16", plan=(("activations", "replay"),))),
+    "mixed": AT_HOME["mixed"][:1] + (1, AT_HOME["mixed"][1]),
+    "machines": (4, 2, SITUATIONS["micro_batches"]),
+    "experts": (2, 1, Job("mixtral", frozen=("experts",), plan=(("experts", 2),))),
+    **{f"{name}_of_{m}_machines": (max(n, 2 * m), m, job) for m in (1, 2) for table in (
+        AT_HOME, {name: (SIZES.get(name, 2), job) for name, job in SITUATIONS.items()})
+       for name, (n, job) in table.items() if max(n, 2 * m) % m == 0 and (n == max(n, 2 * m) or job.reduce == "mean")}}
+
+
+@pytest.mark.parametrize("name", [n if "_machines" not in n else pytest.param(n, marks=LONG) for n in SHARDED])
+def test_weights_in_shards_give_the_same_bits(pool: Pool, name: str) -> None:
+    size, machines, job = SHARDED[name]
+    wanted = alone(dataclasses.replace(job, plan=(), vram=None), size)
+    job = dataclasses.replace(job, plan=(*job.plan, SHARDS), vram=None)
+    assert not differences(pool.call("several:apart", size, machines, "several:train", job), wanted)
+
+
+def test_each_rank_fetches_its_portion_where_all_come_to_it(pool: Pool) -> None:
+    """Units of up to 200 KiB, cut at 16 KiB."""
+    job = Job("wide", "bfloat16", plan=(("slots", 2), ("activations", "replay")), delay_us=200)
+    (whole, none, _), *_ = pool.call("several:delivered", 2, job)
+    found = pool.call("several:delivered", 2, dataclasses.replace(job, plan=(*job.plan, SHARDS)))
+    assert none == 0 and all(gathers > 20 and astray is None for _, gathers, astray in found), found
+    assert sum(nbytes for nbytes, *_ in found) == whole
+
+
+def test_what_one_rank_does_alone_is_fetched_whole(pool: Pool) -> None:
+    """It evaluates between steps, with what was fetched for the next one in the slots."""
+    job = Job("wide", look=True, plan=(("slots", 2), SHARDS))
+    found = pool.call("several:delivered", 2, job)
+    assert all(gathers > 10 for _, gathers, _ in found) and found[0][0] > found[1][0]
+
+
 @pytest.mark.parametrize("job, machines", [
     (Job("choosy", "bfloat16", plan=ARRIVE), 2), *(pytest.param(job, n, marks=LONG) for n in (2, 4) for job in (
         Job("wide", "bfloat16"), Job("choosy", "float16", states="8bit"), Job("wide", "bfloat16", plan=VRAM),
@@ -245,10 +282,10 @@ def test_a_model_that_each_rank_makes_is_the_first_ones(pool: Pool, how: str) ->
     assert not differences(pool.call("several_load:made_by_the_script", 3, how), wanted)
 
 
-@pytest.mark.parametrize("homes", [
-    "ram", *(pytest.param(home, marks=LONG) for home in ("vram", "arrive", "disk", "through"))])
-def test_what_scripts_do(pool: Pool, homes: str) -> None:
-    assert pool.call("several:habits", 2, {"homes": homes}) == [[], []]
+@pytest.mark.parametrize("plan", [{"delivery": "shards"}, *(
+    pytest.param({"homes": home}, marks=LONG) for home in ("ram", "vram", "arrive", "disk", "through"))], ids=str)
+def test_what_scripts_do(pool: Pool, plan: dict[str, str]) -> None:
+    assert pool.call("several:habits", 2, plan) == [[], []]
 
 
 @pytest.mark.parametrize("what", [

@@ -532,6 +532,9 @@ static PyMethodDef methods[] = {
       "by all ranks of this machine; then stream has not waited." },
     { "ready", mt_engine_ready, METH_VARARGS,
       "ready($self, slot, stream, /)\n--\n\nstream waits for the copy into the slot." },
+    { "gathered", mt_engine_gathered, METH_VARARGS,
+      "gathered($self, number, slot, beside, stream, /)\n--\n\n"
+      "The collective was put in the stream `beside`; stream waits for it." },
     { "bounds", mt_engine_bounds, METH_VARARGS,
       "bounds($self, number, /)\n--\n\n"
       "Bytes of a slot at which the portions of the machine's ranks begin, and the last ends; of a "

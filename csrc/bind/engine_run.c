@@ -351,6 +351,26 @@ PyObject *mt_engine_ready(PyObject *self, PyObject *args)
     Py_RETURN_NONE;
 }
 
+PyObject *mt_engine_gathered(PyObject *self, PyObject *args)
+{
+    mt_engine         *e = streaming(self);
+    unsigned long long beside_handle, run_handle;
+    mt_queue          *beside, *run;
+    int                number, slot;
+    mt_status          st;
+
+    if (e == NULL || !PyArg_ParseTuple(args, "iiKK:gathered", &number, &slot, &beside_handle,
+                                       &run_handle) ||
+        (beside = mt_engine_queue(e, (uintptr_t)beside_handle)) == NULL ||
+        (run = mt_engine_queue(e, (uintptr_t)run_handle)) == NULL)
+        return NULL;
+    if ((st = mt_stream_gathered(e->stream, slot, beside)) == MT_OK)
+        st = await(e, slot, mt_stream_owner(e->stream, number), run);
+    if (st != MT_OK || PyErr_Occurred())
+        return mt_raise(e->error, st);
+    Py_RETURN_NONE;
+}
+
 PyObject *mt_engine_bounds(PyObject *self, PyObject *args)
 {
     mt_engine *e = streaming(self);

@@ -837,11 +837,21 @@ mt_status mt_stream_turn(mt_stream *s, int k, int *gathers)
 
     mt_turns_next(s->cx->turns, mt_stream_owner(s, s->slots[k].unit));
     MT_TRY(mt_turns_take(s->cx->turns, about(&s->slots[k]), &in_step));
-    mt_lock(&s->mu);
     *gathers = in_step && s->slots[k].lacks;
-    if (*gathers)
-        s->slots[k].lacks = 0;
-    s->stats.gathers += *gathers;
+fail:
+    return st;
+}
+
+/* READY stands behind the collective from now on; the mover has nothing for this slot before the
+ * next fetch of it, which is asked for by this thread. */
+mt_status mt_stream_gathered(mt_stream *s, int k, mt_queue *beside)
+{
+    mt_status st;
+
+    MT_TRY(s->dev->ops->record(beside, s->slots[k].ready));
+    mt_lock(&s->mu);
+    s->slots[k].lacks = 0;
+    s->stats.gathers++;
     mt_unlock(&s->mu);
 fail:
     return st;

@@ -39,14 +39,18 @@
  *     mt_stream_acquire(s, unit, run, &slot, &mem);
  *     if (mt_stream_takes_turn(s))
  *         mt_stream_turn(s, slot, &gathers);            // waits for the mates
- *     if (gathers)                                      // beside: a queue of the caller's
- *         mt_stream_await(s, slot, beside);             // then the collective; run waits for that
- *     else
+ *     if (gathers) {
+ *         mt_stream_await(s, slot, beside);             // a queue of the caller's
+ *         ... the collective, in beside ...
+ *         mt_stream_gathered(s, slot, beside);
+ *     } else {
  *         mt_stream_whole(s, slot, run);                // unless the slot has all, it is fetched
+ *     }
+ *     mt_stream_await(s, slot, run);
  *
- * That the collective's writes come behind whatever used the slot before follows from READY, behind
- * which it is launched, and FREED before that. A later fetch comes behind them, as run waits for
- * them before its kernels are launched, and FREED is recorded on run.
+ * The collective's writes come behind READY of the portion, and so behind FREED of whatever used
+ * the slot before. Then READY is recorded again, behind them: run waits for it as ever, and a later
+ * fetch for what run was given.
  *
  * Threads: begin, acquire, turn, whole, kick: one thread at a time (under Python's lock, but for
  *          turn). await: any thread.
@@ -116,9 +120,10 @@ mt_status mt_stream_acquire(mt_stream *s, int unit, mt_queue *run, int *slot, vo
 mt_status mt_stream_await  (mt_stream *s, int slot, mt_queue *run);
 /* What was just acquired has to be agreed on with the mates before it is awaited. */
 int       mt_stream_takes_turn(const mt_stream *s);
-/* *gathers: all mates have their portions of it in a slot, or will: from here on the slot holds it
- * whole, as far as acquires go. */
+/* *gathers: all mates have their portions of it in a slot, or will, and launch the collective. */
 mt_status mt_stream_turn (mt_stream *s, int slot, int *gathers);
+/* It was put in `beside`: behind it the slot holds all. */
+mt_status mt_stream_gathered(mt_stream *s, int slot, mt_queue *beside);
 /* Where the slot has a portion alone, all of it is fetched, on demand. */
 mt_status mt_stream_whole(mt_stream *s, int slot, mt_queue *run);
 /* The unit's gradients are handed over: an OFFLOAD in the trace. */

@@ -37,7 +37,7 @@ struct mt_turns {
     size_t          bytes;
     int             ms, me, n_mates;
     int            *mates;               /* [n_mates] ranks, in order */
-    char           *late;                /* [n_mates] */
+    uint64_t       *late;                /* [n_mates] the last turn at which it was given up */
     uint64_t        turn;
     int             unit;                /* of the turn; -1: none yet since the meeting */
     mt_turns_stats  stats;
@@ -154,13 +154,6 @@ static mt_status give(mt_turns *t, int in_step, int *out)
     return MT_OK;
 }
 
-static void note_astray(mt_turns *t, int mate, uint64_t about)
-{
-    t->stats.rank = t->mates[mate];
-    t->stats.own = atomic_load(&of_mate(t, t->me)->about);
-    t->stats.other = about;
-}
-
 static uint64_t meeting(const mt_turns *t)
 {
     return t->turn >> MEETING;
@@ -170,45 +163,57 @@ static uint64_t meeting(const mt_turns *t)
  * last meeting is on its way back from that. */
 static int may_come(const mt_turns *t, int mate)
 {
-    return !t->late[mate] && atomic_load(&of_mate(t, mate)->away) != meeting(t) + 1 &&
+    return atomic_load(&of_mate(t, mate)->turn) >= t->late[mate] &&
+           atomic_load(&of_mate(t, mate)->away) != meeting(t) + 1 &&
            mt_share_presence(t->share, t->mates[mate]) == MT_RANK_HERE;
 }
 
-/* *sure: the mates' turns are such that a verdict can be given, which is *in_step. */
-static void compare(mt_turns *t, int over, int *sure, int *in_step)
+/* What the mates' turns tell. */
+typedef struct compared {
+    int      sure, in_step;              /* a verdict can be given; which */
+    int      rank;                       /* the first that is elsewhere, and with what */
+    uint64_t own, other;
+} compared;
+
+static compared compare(mt_turns *t, int over)
 {
     uint64_t about = atomic_load(&of_mate(t, t->me)->about);
+    compared c = { .sure = 1, .in_step = 1, .own = about };
 
-    *sure = *in_step = 1;
-    for (int mate = 0; mate < t->n_mates && *in_step; mate++) {
+    for (int mate = 0; mate < t->n_mates && c.in_step; mate++) {
         uint64_t turn = atomic_load(&of_mate(t, mate)->turn);
         uint64_t its = atomic_load(&of_mate(t, mate)->about);
 
-        if (turn >= t->turn)
-            t->late[mate] = 0;
         if (turn == t->turn && its == about)
             continue;
         if (turn < t->turn && !over && may_come(t, mate)) {
-            *sure = 0;                   /* and look whether another one is astray already */
+            c.sure = 0;                  /* and look whether another one is astray already */
             continue;
         }
         if (turn < t->turn)
-            t->late[mate] = 1;
-        note_astray(t, mate, turn < t->turn ? 0 : its);
-        *sure = 1;
-        *in_step = 0;
+            t->late[mate] = t->turn;
+        c = (compared){ .sure = 1, .rank = t->mates[mate], .own = about,
+                        .other = turn < t->turn ? 0 : its };
     }
+    return c;
 }
 
 /* -1: it is too early for one. over: whoever has not come is not waited for. */
 static mt_status look(mt_turns *t, int over, int *verdict)
 {
-    int sure, in_step;
+    compared  c;
+    mt_status st = MT_OK;
 
-    if ((*verdict = given(t)) >= 0)
+    if ((*verdict = given(t)) >= 0 || !(c = compare(t, over)).sure)
         return MT_OK;
-    compare(t, over, &sure, &in_step);
-    return sure ? give(t, in_step, verdict) : MT_OK;
+    MT_TRY(give(t, c.in_step, verdict));
+    if (!*verdict && !c.in_step) {       /* else others had given it before they went on */
+        t->stats.rank = c.rank;
+        t->stats.own = c.own;
+        t->stats.other = c.other;
+    }
+fail:
+    return st;
 }
 
 /* ---- a rank's way ------------------------------------------------------------------------- */
@@ -257,6 +262,7 @@ void mt_turns_met(mt_turns *t)
 {
     t->turn = (meeting(t) + 1) << MEETING;
     t->unit = -1;
+    memset(t->late, 0, (size_t)t->n_mates * sizeof *t->late);    /* they have come there */
 }
 
 mt_turns_stats mt_turns_stats_get(const mt_turns *t)

@@ -16,7 +16,8 @@
  *   meeting   all ranks have come to a collective: behind it turns begin anew, so ranks that went
  *             astray are in step again
  *   away      of a rank: it waits for others at a meeting, and comes to no turn before
- *   late      of a mate: it was waited for in vain. Nobody waits for it again until it has come up
+ *   late      of a mate: it was waited for in vain. It is not waited for again until it has come
+ *             to where that was, or to a meeting
  *
  *     mt_turns_open(&cx, MT_TURN_MS, &t);
  *     mt_turns_next(t, unit);                         // a window opens
@@ -51,7 +52,7 @@ mt_status mt_turns_take(mt_turns *t, uint64_t about, int *in_step);
 void      mt_turns_away(mt_turns *t, int away);
 void      mt_turns_met (mt_turns *t);
 
-/* rank: the first that was elsewhere when this one was last astray, -1: it never was; own, other:
+/* rank: one that was elsewhere when this one last found itself astray, -1: it never did; own, other:
  * what they were about. other is 0 where that rank did not come. */
 typedef struct mt_turns_stats {
     int64_t  in_step, astray;

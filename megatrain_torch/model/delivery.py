@@ -37,6 +37,8 @@ class Model(Protocol):
 
     def unit_of(self, number: int) -> int: ...
 
+    def stream(self) -> int: ...
+
 
 class Delivery:
     """
@@ -72,21 +74,22 @@ class Delivery:
             raise
 
     def _gather(self, slot: int, number: int, portions: list[Tensor]) -> None:
-        core, what = self._model.core, f"gathers weights of unit {self._name(number)!r}"
+        core, what, compute = self._model.core, f"gathers weights of unit {self._name(number)!r}", self._model.stream()
         if self._model.device.type != "cuda":
-            core.ready(slot, 0)
+            core.ready(slot, compute)
             self._control().complete(portions, what)
+            core.gathered(number, slot, compute, compute)
             return
         if self._beside is None:
             self._beside = torch.cuda.Stream(self._model.device)
-        compute = torch.cuda.current_stream(self._model.device)
-        with torch.cuda.stream(self._beside), torch.no_grad():
-            core.ready(slot, self._beside.cuda_stream)
+        beside = self._beside.cuda_stream
+        with torch.cuda.stream(self._beside):
+            core.ready(slot, beside)
             if self._by_nccl():
                 self._send_all(portions, what)
             else:
                 self._control().complete(portions, what)
-        compute.wait_stream(self._beside)
+        core.gathered(number, slot, beside, compute)
 
     def _send_all(self, portions: list[Tensor], what: str) -> None:
         """To each rank goes this one's portion, and each one's comes here: in place."""
