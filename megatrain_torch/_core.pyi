@@ -218,11 +218,11 @@ class Engine:
         """(slot, unit, byte offset); slot -1 when no slot holds the address."""
     def schedule(self) -> str: ...
     def stats(self) -> dict[str, int]:
-        """Since open: fetches, demand_fetches, rebuilds, gathers (of ranks' portions), h2d_bytes, await_ns, d2h_bytes, update_ns (host updates),
-        records_lost (of the timeline), disk_read_bytes, disk_written_bytes, disk_update_ns (updates of those),
-        disk_wait_ns (they waited for reads), out_bytes, back_bytes (activations to host memory, and back),
-        spill_written_bytes, spill_read_bytes (on to a file, and from there), spill_wait_ns (somebody waited for
-        that)."""
+        """Since open: fetches, demand_fetches, rebuilds, gathers (of ranks' portions), h2d_bytes, await_ns, d2h_bytes,
+        update_ns (host updates), records_lost (of the timeline), disk_read_bytes, disk_written_bytes, disk_update_ns
+        (updates of those), disk_wait_ns (they waited for reads), out_bytes, back_bytes (activations to host memory,
+        and back), spill_written_bytes, spill_read_bytes (on to a file, and from there), spill_wait_ns (somebody waited
+        for that)."""
 
     # offload
     def offload(self, unit: int, items: Sequence[tuple[int, ...]], stream: int) -> int:

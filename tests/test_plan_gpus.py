@@ -244,6 +244,41 @@ def test_each_of_several_gpus_has_its_part_of_states_in_a_file(gpus: int, machin
     assert kept[1].disk["activations"] == 2 * kept[0].disk["activations"] > 0
 
 
+# ---- weights in shards ---------------------------------------------------------------------------
+
+FETCHED = dict(tokens=2048, seq=1024, homes="ram", activations="replay", micro=1)      # most of a step is fetches
+NARROW = dataclasses.replace(LINKED, host_bytes=200 * GIB, host_gbps=400.0, adam_gparams=((1, 50.0),))
+
+
+def test_each_gpu_fetches_its_part_and_is_given_the_others() -> None:
+    whole, shards = (mt.plan(seven(12), machine=NARROW, gpus=4, delivery=d, **FETCHED) for d in ("whole", "shards"))
+    assert shards.busy["h2d"] == pytest.approx(whole.busy["h2d"] / 4, rel=0.01) and shards.seconds < whole.seconds
+    given = sum(u.weights for u in WIDE.units) * 3 / 4 / 100e9
+    assert shards.busy["exchange"] - whole.busy["exchange"] == pytest.approx(2 * given, rel=0.2), "but for the last layers"
+    assert shards.vram == whole.vram and shards.host == whole.host
+    assert "weights in shards" in str(shards) and "shards" not in str(whole)
+
+
+def test_shards_are_chosen_where_they_are_faster_and_links_are_known() -> None:
+    found = mt.plan(seven(12), machine=NARROW, gpus=4, **FETCHED)
+    assert found == mt.plan(seven(12), machine=NARROW, gpus=4, delivery="shards", **FETCHED)
+    for machine, gpus in ((dataclasses.replace(NARROW, exchange_gbps=0.0), 4), (NARROW, 1),
+                          (dataclasses.replace(NARROW, exchange_gbps=15.0), 4)):
+        plan = mt.plan(seven(12), machine=machine, gpus=gpus, **FETCHED)
+        assert plan.delivery == "whole"
+    many = mt.plan(seven(12), machine=NARROW, gpus=4, **FETCHED | {"tokens": 262144})
+    assert many.delivery == "whole", "compute hides whole fetches"
+
+
+def test_one_gpu_of_a_machine_has_nobody_to_share_with() -> None:
+    with pytest.raises(mt.MegatrainError, match="delivery='shards', with 2 machines of 1 GPU"):
+        mt.plan(small(2), machine=LINKED, machines=2, delivery="shards", **ASKED)
+    with pytest.raises(mt.MegatrainError, match="delivery='shards', with 1 GPU"):
+        mt.stream(torch.nn.Linear(2, 2), "cpu", plan={"delivery": "shards"})
+    with pytest.raises(mt.MegatrainError, match="delivery='halves': use 'whole' or 'shards'"):
+        mt.stream(torch.nn.Linear(2, 2), "cpu", plan={"delivery": "halves"})
+
+
 # ---- what was measured ---------------------------------------------------------------------------
 
 def test_two_h200_lose_little_to_what_they_exchange() -> None:

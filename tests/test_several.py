@@ -157,7 +157,7 @@ SHARDED = {                                                # of so many ranks, o
     "delays": (3, 1, Job("wide", "bfloat16", reduce="sum", micro=2, plan=(("slots", 2),), delay_us=500)),
     "left_out_and_twice": (4, 1, SITUATIONS["left_out_and_twice"]),
     "replay_of_tied": (2, 1, Job("llama_tied", "bfloat16", plan=(("activations", "replay"),))),
-    "mixed": AT_HOME["mixed"][:1] + (1, AT_HOME["mixed"][1]),
+    "mixed": (2, 1, AT_HOME["mixed"][1]),
     "machines": (4, 2, SITUATIONS["micro_batches"]),
     "experts": (2, 1, Job("mixtral", frozen=("experts",), plan=(("experts", 2),))),
     **{f"{name}_of_{m}_machines": (max(n, 2 * m), m, job) for m in (1, 2) for table in (

@@ -52,8 +52,8 @@ mt_status mt_turns_take(mt_turns *t, uint64_t about, int *in_step);
 void      mt_turns_away(mt_turns *t, int away);
 void      mt_turns_met (mt_turns *t);
 
-/* rank: one that was elsewhere when this one last found itself astray, -1: it never did; own, other:
- * what they were about. other is 0 where that rank did not come. */
+/* rank: one that was elsewhere when this one last found itself astray, -1: it never did; own,
+ * other: what they were about. other is 0 where that rank did not come. */
 typedef struct mt_turns_stats {
     int64_t  in_step, astray;
     int      rank;

@@ -46,8 +46,8 @@ class Control:
         """among: the ranks that have it; None: all."""
         self.engine = engine
         self.patience = patience
-        every, among = dist.get_process_group_ranks(beside), range(dist.get_world_size(beside)) if among is None else among
-        members = [every[rank] for rank in among]
+        among = range(dist.get_world_size(beside)) if among is None else among
+        members = [dist.get_global_rank(beside, rank) for rank in among]
         name = f"megatrain_torch/{beside.group_name}/{'_'.join(map(str, members))}"
         _made[name] += 1
         self._name, self._waits = f"{name}/{_made[name]}", Waits(members)

@@ -96,8 +96,8 @@ class Delivery:
         ranks = self._ranks()
         me, nothing = ranks.mates.index(ranks.rank), portions[0][:0]
         if self._nccl is None:
-            members = dist.get_process_group_ranks(ranks.data)
-            self._nccl = dist.new_group([members[r] for r in ranks.mates], backend="nccl", use_local_synchronization=True)
+            members = [dist.get_global_rank(ranks.data, rank) for rank in ranks.mates]
+            self._nccl = dist.new_group(members, backend="nccl", use_local_synchronization=True)
         out = [nothing if r == me else portions[me] for r in range(len(portions))]
         into = [nothing if r == me else p for r, p in enumerate(portions)]
         with ranks.control.named(what):

@@ -139,13 +139,14 @@ def fleet_of(gpus: int, machines: int) -> Fleet:
     return Fleet(gpus, machines)
 
 
-def check_delivery(fleet: Fleet, delivery: str | None) -> None:
-    """Raises: there is no such one, or nobody to give a portion to."""
+def check_delivery(fleet: Fleet, delivery: str | None) -> str:
+    """What is asked for, or, of None, to begin with. Raises: there is no such one, or nobody to give a portion to."""
     if delivery not in (None, *DELIVERIES):
         raise MegatrainError(f"delivery={delivery!r}: use {' or '.join(map(repr, DELIVERIES))}")
     if delivery == "shards" and fleet.gpus == 1:
         raise MegatrainError(f"delivery='shards', with {fleet}: weights are fetched in portions by several GPUs of one "
                              "machine; leave it out")
+    return delivery or "whole"
 
 
 def check_homes(fleet: Fleet, homes: Iterable[str | None], grads: str) -> None:

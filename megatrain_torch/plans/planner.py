@@ -220,24 +220,18 @@ def plan(model: Any, *, tokens: int, seq: int, machine: Machine | str | None = N
     fleet = fleet_of(gpus, machines)
     wishes = dataclasses.replace(_wishes(tokens, seq, compute, homes, activations, slots, micro),
                                  nvme=None if disk is None else disk.room(), grads=_grads(grads, micro),
-                                 states=check_states(states), fleet=fleet)
+                                 states=check_states(states), fleet=fleet,
+                                 delivery=check_delivery(fleet, delivery))
     check_homes(fleet, _each(homes), grads)
-    check_delivery(fleet, delivery)
-    wishes = dataclasses.replace(wishes, delivery=delivery or "whole")
     limits = _limits(machine, vram, host, check_products(products, compute))
     shape_with = shapes_of(model, dtype=dtype, units=units, layers=layers, products=products)
     shape = shape_with(states)
     if compute == "auto" and products == "bf16":       # as mt.stream has it
-        halves = all(w.itemsize == 2 for w in shape.windows)
-        wishes = dataclasses.replace(wishes, fused=halves and limits.device == "cuda")
+        wishes = dataclasses.replace(wishes, fused=limits.device == "cuda" and _halves(shape))
     problem, best, shape_with, experts = _best(shape_with, limits, wishes, experts)
-    if best is None and isinstance(homes, dict):
-        raise MegatrainError(f"{tokens:,} tokens of {shape.name} in sequences of {seq:,} fit in no way with units at "
-                             "these homes")
     if best is None:
         raise _refusal(problem, resolve(machine), shape_with)
-    if delivery is None:
-        problem, best = _delivered(problem, *best)
+    problem, best = _delivered(problem, *best, delivery)
     return dataclasses.replace(_plan(problem, *best), nvme=disk, disk_room=wishes.nvme or 0, products=products,
                                experts=experts)
 
@@ -245,9 +239,15 @@ def plan(model: Any, *, tokens: int, seq: int, machine: Machine | str | None = N
 WORTH_SHARDS = 1.03         # by so much faster they must be: each window then waits for all ranks
 
 
-def _delivered(problem: Problem, choice: Choice, timing: Timing) -> tuple[Problem, tuple[Choice, Timing]]:
-    """In shards, if GPUs have links to each other and what is best with whole weights is faster so."""
-    if problem.wishes.fleet.gpus == 1 or problem.exchange.on_link:
+def _halves(shape: Shape) -> bool:
+    return all(w.itemsize == 2 for w in shape.windows)
+
+
+def _delivered(problem: Problem, choice: Choice, timing: Timing, asked: str | None
+               ) -> tuple[Problem, tuple[Choice, Timing]]:
+    """In shards, if that is not asked for, GPUs have links to each other, and what is best with whole weights is faster
+    so."""
+    if asked is not None or problem.wishes.fleet.gpus == 1 or problem.exchange.on_link:
         return problem, (choice, timing)
     other = Problem(problem.shape, problem.machine, dataclasses.replace(problem.wishes, delivery="shards"))
     faster = other.steps.time(choice, timing.seconds / WORTH_SHARDS)
@@ -410,6 +410,10 @@ def _window_weights(shape: Shape) -> dict[str, int]:
 
 def _refusal(problem: Problem, whole: Machine, shape_with: Callable[[str], Shape]) -> MegatrainError:
     """What needs least, and what would fit. shape_with: the same model with other states of AdamW."""
+    wishes = problem.wishes
+    if isinstance(wishes.homes, dict):
+        return MegatrainError(f"{wishes.tokens:,} tokens of {problem.shape.name} in sequences of {wishes.seq:,} fit in "
+                              "no way with units at these homes")
     found = refusal(problem, whole, shape_with, _memories)
     error = MegatrainError(found.text(Python()))
     error.refusal, error.changes, error.ways = found, found.alone, found.ways

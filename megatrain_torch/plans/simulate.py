@@ -64,8 +64,8 @@ class Step:
         lent: bytes of the buffers that gradients pass through where they are kept nowhere, largest first; none where
             they are kept. Updates then follow their gradients, in backward. depth: units whose gradients may be alive
             on the device, beside those that are being computed.
-        exchange_s, network_s, lost_s, gather_s, held_s, spread_s, lowered, raised: [u] of one of several GPUs: see Exchange. further: [u]
-            bytes of gradients that cross of a further micro-batch; `gradients`: of the first.
+        exchange_s, network_s, lost_s, gather_s, held_s, spread_s, lowered, raised: [u] of one of several GPUs: see
+            Exchange. further: [u] bytes of gradients that cross of a further micro-batch; `gradients`: of the first.
         parts, on_link, memory, memory_s: see Exchange and Fleet.
     """
 
