@@ -181,7 +181,7 @@ def test_more_of_what_is_shared_is_never_slower() -> None:
 def test_many_gpus_share_the_hosts_memory() -> None:
     """Each of 8 fetches whole weights twice a step: 16 times their bytes, and more, go through one host's memory."""
     machine = dataclasses.replace(LINKED, host_bytes=10**12, host_gbps=80.0)
-    plan = mt.plan(seven(12), machine=machine, gpus=8, **ASKED | {"tokens": 4096})
+    plan = mt.plan(seven(12), machine=machine, gpus=8, delivery="whole", **ASKED | {"tokens": 4096})
     assert plan.busy["host memory"] > 8 * plan.host["weights"] / 80e9
     assert plan.seconds >= plan.busy["host memory"] and plan.bound == "host memory"
     assert "host memory" not in mt.plan(seven(12), machine=machine, **ASKED).busy
@@ -252,9 +252,10 @@ NARROW = dataclasses.replace(LINKED, host_bytes=200 * GIB, host_gbps=400.0, adam
 
 def test_each_gpu_fetches_its_part_and_is_given_the_others() -> None:
     whole, shards = (mt.plan(seven(12), machine=NARROW, gpus=4, delivery=d, **FETCHED) for d in ("whole", "shards"))
-    assert shards.busy["h2d"] == pytest.approx(whole.busy["h2d"] / 4, rel=0.01) and shards.seconds < whole.seconds
-    given = sum(u.weights for u in WIDE.units) * 3 / 4 / 100e9
-    assert shards.busy["exchange"] - whole.busy["exchange"] == pytest.approx(2 * given, rel=0.2), "but for the last layers"
+    assert shards.busy["h2d"] == pytest.approx(whole.busy["h2d"] / 4, rel=0.2), "slower beside the host's updates"
+    assert shards.seconds < whole.seconds
+    given = sum(u.weights for u in WIDE.units) * 3 / 4 / 100e9           # once: slots keep them for backward
+    assert shards.busy["exchange"] - whole.busy["exchange"] == pytest.approx(given)
     assert shards.vram == whole.vram and shards.host == whole.host
     assert "weights in shards" in str(shards) and "shards" not in str(whole)
 
@@ -263,10 +264,10 @@ def test_shards_are_chosen_where_they_are_faster_and_links_are_known() -> None:
     found = mt.plan(seven(12), machine=NARROW, gpus=4, **FETCHED)
     assert found == mt.plan(seven(12), machine=NARROW, gpus=4, delivery="shards", **FETCHED)
     for machine, gpus in ((dataclasses.replace(NARROW, exchange_gbps=0.0), 4), (NARROW, 1),
-                          (dataclasses.replace(NARROW, exchange_gbps=15.0), 4)):
+                          (dataclasses.replace(NARROW, exchange_gbps=5.0), 4)):
         plan = mt.plan(seven(12), machine=machine, gpus=gpus, **FETCHED)
         assert plan.delivery == "whole"
-    many = mt.plan(seven(12), machine=NARROW, gpus=4, **FETCHED | {"tokens": 262144})
+    many = mt.plan(seven(12), machine=NARROW, gpus=4, **FETCHED | {"tokens": 16384, "micro": None})
     assert many.delivery == "whole", "compute hides whole fetches"
 
 
