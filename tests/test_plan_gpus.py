@@ -246,13 +246,13 @@ def test_each_of_several_gpus_has_its_part_of_states_in_a_file(gpus: int, machin
 
 # ---- weights in shards ---------------------------------------------------------------------------
 
-FETCHED = dict(tokens=2048, seq=1024, homes="ram", activations="replay", micro=1)      # most of a step is fetches
+FETCHED = dict(tokens=2048, seq=1024, homes="ram", activations="replay", micro=1, slots=12)      # most of a step is fetches
 NARROW = dataclasses.replace(LINKED, host_bytes=200 * GIB, host_gbps=400.0, adam_gparams=((1, 50.0),))
 
 
 def test_each_gpu_fetches_its_part_and_is_given_the_others() -> None:
     whole, shards = (mt.plan(seven(12), machine=NARROW, gpus=4, delivery=d, **FETCHED) for d in ("whole", "shards"))
-    assert shards.busy["h2d"] == pytest.approx(whole.busy["h2d"] / 4, rel=0.2), "slower beside the host's updates"
+    assert 0.25 <= shards.busy["h2d"] / whole.busy["h2d"] < 0.35, "slower beside the host's updates, and more of it is"
     assert shards.seconds < whole.seconds
     given = sum(u.weights for u in WIDE.units) * 3 / 4 / 100e9           # once: slots keep them for backward
     assert shards.busy["exchange"] - whole.busy["exchange"] == pytest.approx(given)
