@@ -297,6 +297,14 @@ def test_what_not_all_ranks_do(pool: Pool, what: str) -> None:
     assert pool.call(f"several_odd:{what}", 2, timeout=60.0) == ["", ""]
 
 
+@pytest.mark.parametrize("what", ["backward_breaks_on_one", *(pytest.param(name, marks=LONG) for name in (
+    "two_models", "hooks_on_one", "hooks_in_another_order", "grads_kept_on_one", "grads_of_ones_own", "penalty_before",
+    "update_in_a_hook", "backward_breaks_on_all", "refused_on_one", "backward_reaches_nothing_on_one",
+    "grad_taken_in_backward", "grad_taken_of_what_is_not_used"))])
+def test_what_not_all_ranks_do_with_weights_in_shards(pool: Pool, what: str) -> None:
+    assert pool.call("several_odd:in_shards", 2, what, timeout=60.0) == ["", ""]
+
+
 @pytest.mark.parametrize("machines", [pytest.param(1, marks=LONG), 2])
 def test_what_trains_later_with_states_on_disk(pool: Pool, machines: int, tmp_path: Path) -> None:
     assert pool.call("several:apart", 2, machines, "several_odd:unfrozen_on_disk", str(tmp_path)) == ["", ""]
