@@ -128,9 +128,11 @@ static mt_status check_numbers(const mt_walk *in)
         (in->shown < in->micro && in->shown < 3))
         return MT_FAIL(MT_EINVAL, "walk: %lld of %lld micro-batches: all, or at least 3",
                        (long long)in->shown, (long long)in->micro);
-    if (in->depth < 1 || in->stagings < 1 || in->bays < 1)
-        return MT_FAIL(MT_EINVAL, "walk: depth %lld, %lld stagings, %lld bays: at least 1 each",
-                       (long long)in->depth, (long long)in->stagings, (long long)in->bays);
+    if (in->depth < 1 || in->stagings < 1 || in->bays < 1 || in->parts < 1)
+        return MT_FAIL(MT_EINVAL,
+                       "walk: depth %lld, %lld stagings, %lld bays, %lld parts: at least 1 each",
+                       (long long)in->depth, (long long)in->stagings, (long long)in->bays,
+                       (long long)in->parts);
     return MT_OK;
 }
 
