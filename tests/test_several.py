@@ -187,6 +187,7 @@ def test_what_one_rank_does_alone_is_fetched_whole(pool: Pool) -> None:
     job = Job("wide", look=True, plan=(("slots", 2), SHARDS))
     found = pool.call("several:delivered", 2, job)
     assert all(gathers > 10 for _, gathers, _ in found) and found[0][0] > found[1][0]
+    assert all(astray is None or astray[2] == astray[3] for *_, astray in found), "nobody waited for one that did not come"
 
 
 @pytest.mark.parametrize("job, machines", [
