@@ -33,6 +33,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#define ALL_COME_MS  (30 * 60 * 1000)
 #define POISON_BYTES ((size_t)1 << 20)
 
 typedef struct slot {
@@ -522,6 +523,17 @@ static int settled_slot(const mt_stream *s, int unit)
     return -1;
 }
 
+/* Its weights are in files of all mates: there is no other way to it than together. */
+static int needs_mates(const mt_stream *s, int unit)
+{
+    return s->cx->turns != NULL && mt_turns_mates(s->cx->turns) > 1 && on_disk(s, unit);
+}
+
+static int comes_in_part(const mt_stream *s, int unit)
+{
+    return s->portions || needs_mates(s, unit);
+}
+
 /* Under mu. All of the unit is to be brought by what was to bring a portion. */
 static void widen(mt_stream *s, slot *sl)
 {
@@ -539,9 +551,9 @@ static int brings(mt_stream *s, int k, int unit, uint64_t now)
         return 0;
     if (sl->version != now && sl->node.listed)
         sl->version = now;
-    if (sl->lacks && !s->portions && sl->node.listed)
+    if (sl->lacks && !comes_in_part(s, unit) && sl->node.listed)
         widen(s, sl);
-    return sl->version == now && (!sl->lacks || s->portions);
+    return sl->version == now && (!sl->lacks || comes_in_part(s, unit));
 }
 
 /* The slot that holds the unit's current weights or will, `first` if that does; -1: none. */
@@ -669,12 +681,6 @@ fail:
 
 /* ---- following the schedule: the acquiring thread --------------------------------------- */
 
-/* Of what is fetched from a file there is no portion to be had. */
-static int comes_in_part(const mt_stream *s, int unit)
-{
-    return s->portions && !on_disk(s, unit);
-}
-
 /* Carries out FETCH i, unless the unit is there already: in that slot, or in another that stays
  * as it is until the unit is used. */
 static mt_status hand_over(mt_stream *s, int64_t i, mt_queue *run)
@@ -798,7 +804,7 @@ mt_status mt_stream_acquire(mt_stream *s, int unit, mt_queue *run, int *slot_out
         MT_TRY(check_fits(s, unit));
         if (unit != s->last_unit || (k = holding(s, unit, -1)) < 0) {
             MT_TRY(open_window(s, unit, run, &k));
-            s->takes_turn = s->portions;
+            s->takes_turn = comes_in_part(s, unit);
         }
         s->takes_turn |= s->slots[k].lacks;      /* what interrupted its turn came to nothing */
     }
@@ -835,9 +841,12 @@ mt_status mt_stream_turn(mt_stream *s, int k, int *gathers)
     int       in_step;
     mt_status st;
 
+    int       needs = needs_mates(s, s->slots[k].unit);
+
     mt_turns_next(s->cx->turns, mt_stream_owner(s, s->slots[k].unit));
-    MT_TRY(mt_turns_take(s->cx->turns, about(&s->slots[k]), &in_step));
-    *gathers = in_step && s->slots[k].lacks;
+    MT_TRY(mt_turns_take(s->cx->turns, about(&s->slots[k]) | (uint64_t)needs,
+                         needs ? ALL_COME_MS : 0, &in_step));
+    *gathers = in_step && (s->slots[k].lacks || needs);
 fail:
     return st;
 }
@@ -857,10 +866,23 @@ fail:
     return st;
 }
 
+static mt_status astray(const mt_stream *s, int k)
+{
+    mt_turns_stats n = mt_turns_stats_get(s->cx->turns);
+    int            other = (int)(n.other >> 1) - 1;
+
+    return MT_FAIL(MT_EPEER, "unit %s: each rank's file has a portion of its weights, so all have "
+                   "to come to it together, in an evaluation too; and rank %d %s%s; "
+                   "homes=\"disk\" keeps weights in memory", name_of(s, s->slots[k].unit), n.rank,
+                   other < 0 ? "does not" : "is at unit ", other < 0 ? "" : name_of(s, other));
+}
+
 mt_status mt_stream_whole(mt_stream *s, int k, mt_queue *run)
 {
     if (!s->slots[k].lacks)
         return MT_OK;
+    if (needs_mates(s, s->slots[k].unit))
+        return astray(s, k);
     return fetch_on_demand(s, k, s->slots[k].unit, 0, run);
 }
 

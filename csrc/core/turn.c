@@ -224,7 +224,7 @@ void mt_turns_next(mt_turns *t, int unit)
     t->unit = unit;
 }
 
-mt_status mt_turns_take(mt_turns *t, uint64_t about, int *in_step)
+mt_status mt_turns_take(mt_turns *t, uint64_t about, int ms, int *in_step)
 {
     said     *mine = of_mate(t, t->me);
     uint64_t  begun = mt_now_ns(), asked_ns = 0;
@@ -243,7 +243,7 @@ mt_status mt_turns_take(mt_turns *t, uint64_t about, int *in_step)
             break;
         mt_share_sleep(t->share, word, LOOK_MS);
         over = mt_watch_asked(&asked_ns) != MT_OK ||
-               mt_now_ns() - begun > (uint64_t)t->ms * UINT64_C(1000000);
+               mt_now_ns() - begun > (uint64_t)(ms > 0 ? ms : t->ms) * UINT64_C(1000000);
     }
     t->stats.in_step += *in_step;
     t->stats.astray += !*in_step;

@@ -103,10 +103,13 @@ def fill(rt: Runtime, groups: list[Group], origins: Origins, masters: bool) -> N
     """Weights in their planes; each old tensor is freed as its values are in. What is at home on the device or on disk
     goes there at once: host memory has one such unit at a time."""
     given, files, filed = 0, Mapped(), set(units_at(rt.room.asked, "disk+weights"))
+    together = rt.ranks if filed else None       # of units that go to files each rank takes its portion there
     with as_one(rt.ranks):
         for unit, (records, own) in enumerate(zip(rt.units, own_bytes(groups))):
             if origins.fills(unit):
                 _put_in(records, files, origins)
+            if together is not None and unit in filed:
+                together.meet()
             if masters and (rounded := [r for r in records if _is_rounded(r)]):
                 for r, value in zip(rounded, origins.exact(rounded)):
                     r.exact = value
@@ -118,6 +121,8 @@ def fill(rt: Runtime, groups: list[Group], origins: Origins, masters: bool) -> N
                 rt.homes.take(unit)
             if unit in filed:
                 rt.homes.file_weights(unit)
+                if together is not None:
+                    together.meet()
             given += own
             if given >= TRIM_BYTES:          # malloc would keep it, and we would hold weights twice
                 give_back()

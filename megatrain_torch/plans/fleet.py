@@ -19,7 +19,7 @@ from .machine import Machine
 
 # Homes that units may have where there are several ranks: it is said here alone. Weights are in no file there: each
 # rank fetches all of them, of which its own would have a part.
-OFFERED = ("ram", "through", "vram", "arrive", "disk")
+OFFERED = ("ram", "through", "vram", "arrive", "disk", "disk+weights")
 CUT = ("masters", "moments", "gradients", "sums")       # planes of which each rank has its part; weights are whole
 PER_RANK = ("activations", DISK_BUFFERS)                # of host memory, what each rank has for itself
 ACC_BYTES = 2                   # that an update reads more of a sum in fp32 than of a bf16 gradient

@@ -68,7 +68,7 @@ static int take(peer *p, int unit, uint64_t about)
     int in_step = -1;
 
     mt_turns_next(p->cx.turns, unit);
-    CHECK_OK(mt_turns_take(p->cx.turns, about, &in_step));
+    CHECK_OK(mt_turns_take(p->cx.turns, about, 0, &in_step));
     return in_step;
 }
 
@@ -244,7 +244,7 @@ static void a_fault_ends_the_wait(void)
     table_open(p, 2, NEVER, NULL);
     mt_ledger_fault(p[1].cx.store, MT_EDEVICE, "the other one's disk is full");
     mt_turns_next(p[0].cx.turns, 0);
-    CHECK(mt_turns_take(p[0].cx.turns, 5, &in_step) != MT_OK);
+    CHECK(mt_turns_take(p[0].cx.turns, 5, 0, &in_step) != MT_OK);
     CHECK_HAS(mt_last_error(), "the other one's disk is full");
     for (int r = 0; r < 2; r++)
         peer_close(&p[r]);
