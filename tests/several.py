@@ -312,6 +312,30 @@ def delivered(rank: int, group: Any, job: Job) -> tuple[int, int, Any]:
     return found
 
 
+def filed(rank: int, group: Any) -> tuple[int, int, int, int]:
+    """Bytes of weights; of what is shared, this process's part, behind a step; what a forward reads of the drive, and how
+    often it gathers. Of a model of one unit."""
+    import megatrain_torch as mt
+    torch.manual_seed(0)
+    model = mt.stream(nn.Sequential(*(nn.Linear(512, 512) for _ in range(8))), "cpu", group=group,
+                      plan=FILED, nvme=tempfile.gettempdir())
+    opt, core = mt.AdamW(model.parameters(), lr=1e-3), model[0].weight._mt.runtime.core
+    x = torch.ones(2, 512)
+    before = core.stats()
+    with torch.no_grad():
+        model(x)
+    after = core.stats()
+    model(x).sum().backward()
+    opt.step()
+    opt.zero_grad()
+    core.drain()
+    shared = _shared_bytes()
+    nbytes = sum(p.nbytes for p in model.parameters())
+    torch.distributed.barrier(group)
+    mt.unstream(model)
+    return nbytes, shared, *(after[k] - before[k] for k in ("disk_read_bytes", "gathers"))
+
+
 def mt_unstream(model: nn.Module) -> None:
     import megatrain_torch as mt
     mt.unstream(model)

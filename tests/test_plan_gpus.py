@@ -195,7 +195,7 @@ def test_without_links_gpus_exchange_over_those_to_the_host() -> None:
 
 
 @pytest.mark.parametrize("asked, says", [
-    ({"homes": {"lm_head": "disk+weights"}}, "homes='disk+weights', with 2 GPUs"),
+    ({"homes": {"lm_head": "disk+weights"}, "machines": 2}, "homes='disk+weights', with 2 machines of 2 GPUs"),
     ({"grads": "none"}, "grads='none', with 2 GPUs"), ({"gpus": 0}, "gpus"), ({"machines": 2.0}, "machines"),
 ])
 def test_what_several_gpus_cannot_have_yet_is_refused(asked: dict[str, Any], says: str) -> None:

@@ -6,12 +6,14 @@
 #include "share.h"
 
 #include <errno.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
 #include <unistd.h>
 
 #define LOOK_MS  100
+#define TOLD_NS  UINT64_C(60000000000)
 #define VERDICTS 4096            /* words: of so many turns a verdict is known at least */
 
 /* Of a turn: which meeting it is behind, how many units were opened since, which of the unit's. */
@@ -32,6 +34,7 @@ typedef struct table {
 
 struct mt_turns {
     mt_store       *store;
+    void          (*warn)(const char *text);
     mt_share       *share;
     table          *table;
     size_t          bytes;
@@ -72,7 +75,7 @@ mt_status mt_turns_open(const mt_context *cx, int ms, mt_turns **out)
     mt_status st;
 
     MT_TRY(MT_MAKE(t, 1, "turns"));
-    *t = (mt_turns){ .store = cx->store, .share = cx->share, .ms = ms, .unit = -1,
+    *t = (mt_turns){ .store = cx->store, .warn = cx->warn, .share = cx->share, .ms = ms, .unit = -1,
                      .bytes = (sizeof(table) + (size_t)ranks * sizeof(said) + page - 1) /
                               page * page,
                      .stats = { .rank = -1 } };
@@ -198,22 +201,43 @@ static compared compare(mt_turns *t, int over)
     return c;
 }
 
+static void note(mt_turns *t, int verdict, const compared *c)
+{
+    if (verdict || c->in_step)
+        return;
+    t->stats.rank = c->rank;
+    t->stats.own = c->own;
+    t->stats.other = c->other;
+}
+
 /* -1: it is too early for one. over: whoever has not come is not waited for. */
 static mt_status look(mt_turns *t, int over, int *verdict)
 {
-    compared  c;
+    compared  c = compare(t, over);
     mt_status st = MT_OK;
 
-    if ((*verdict = given(t)) >= 0 || !(c = compare(t, over)).sure)
+    if ((*verdict = given(t)) >= 0)
+        note(t, *verdict, &c);
+    if (*verdict >= 0 || !c.sure)
         return MT_OK;
     MT_TRY(give(t, c.in_step, verdict));
-    if (!*verdict && !c.in_step) {       /* else others had given it before they went on */
-        t->stats.rank = c.rank;
-        t->stats.own = c.own;
-        t->stats.other = c.other;
-    }
+    note(t, *verdict, &c);
 fail:
     return st;
+}
+
+/* Who waits long says so, once. */
+static void tell(const mt_turns *t, uint64_t begun, int *told)
+{
+    char text[200];
+
+    if (*told || t->warn == NULL || mt_now_ns() - begun < TOLD_NS)
+        return;
+    *told = 1;
+    snprintf(text, sizeof text, "rank %d has waited %d s for other processes of its machine to come to the "
+             "same weights: with weights on disk all run the same forwards, evaluations too",
+             mt_share_rank(t->share), (int)(TOLD_NS / 1000000000));
+    t->warn(text);
 }
 
 /* ---- a rank's way ------------------------------------------------------------------------- */
@@ -228,7 +252,7 @@ mt_status mt_turns_take(mt_turns *t, uint64_t about, int ms, int *in_step)
 {
     said     *mine = of_mate(t, t->me);
     uint64_t  begun = mt_now_ns(), asked_ns = 0;
-    int       over = 0;
+    int       over = 0, told = 0;
     mt_status st;
 
     atomic_store(&mine->about, about);
@@ -241,6 +265,7 @@ mt_status mt_turns_take(mt_turns *t, uint64_t about, int ms, int *in_step)
         MT_TRY(look(t, over, in_step));
         if (*in_step >= 0)
             break;
+        tell(t, begun, &told);
         mt_share_sleep(t->share, word, LOOK_MS);
         over = mt_watch_asked(&asked_ns) != MT_OK ||
                mt_now_ns() - begun > (uint64_t)(ms > 0 ? ms : t->ms) * UINT64_C(1000000);

@@ -46,8 +46,8 @@ int       mt_turns_place(const mt_turns *t);             /* this rank's among th
 
 /* Of another unit than the turn before, or of another part of it. */
 void      mt_turns_next(mt_turns *t, int unit);
-/* Waits for the mates. A thread that is asked to end its wait gives the verdict itself. The
- * ledger's fault. */
+/* Waits for the mates, for so long, 0: as opened. A thread that is asked to end its wait gives the
+ * verdict itself. The ledger's fault. */
 mt_status mt_turns_take(mt_turns *t, uint64_t about, int ms, int *in_step);
 void      mt_turns_away(mt_turns *t, int away);
 void      mt_turns_met (mt_turns *t);
