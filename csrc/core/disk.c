@@ -577,6 +577,9 @@ mt_status mt_disk_add(mt_disk *d, int u, int weights)
     if (u < 0 || u >= mt_store_units(d->store))
         return MT_FAIL(MT_EINVAL, "there is no unit %d; the store has %d", u,
                        mt_store_units(d->store));
+    if (weights && d->cx->share != NULL && mt_share_is_apart(d->cx->share))
+        return MT_FAIL(MT_ENOTSUP, "unit %s: weights of several machines are not on disk",
+                       mt_store_name(d->store, u));
     MT_TRY(MT_GROW(d->units, d->n_units, u + 1, "disk"));
     if (d->units[u].on)
         return MT_OK;

@@ -48,6 +48,9 @@
  *     }
  *     mt_stream_await(s, slot, run);
  *
+ * Weights in files are gathered in every pass, whatever was told to mt_stream_portions: each rank's
+ * file has its portion alone. There mates are waited for much longer.
+ *
  * The collective's writes come behind READY of the portion, and so behind FREED of whatever used
  * the slot before. Then READY is recorded again, behind them: run waits for it as ever, and a later
  * fetch for what run was given.
@@ -124,7 +127,8 @@ int       mt_stream_takes_turn(const mt_stream *s);
 mt_status mt_stream_turn (mt_stream *s, int slot, int *gathers);
 /* It was put in `beside`: behind it the slot holds all. */
 mt_status mt_stream_gathered(mt_stream *s, int slot, mt_queue *beside);
-/* Where the slot has a portion alone, all of it is fetched, on demand. */
+/* Where the slot has a portion alone, all of it is fetched, on demand. MT_EPEER, with who was
+ * where: its weights are in files, a portion in each rank's. */
 mt_status mt_stream_whole(mt_stream *s, int slot, mt_queue *run);
 /* The unit's gradients are handed over: an OFFLOAD in the trace. */
 void      mt_stream_mark_offload(mt_stream *s, int unit);

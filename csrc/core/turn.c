@@ -234,8 +234,9 @@ static void tell(const mt_turns *t, uint64_t begun, int *told)
     if (*told || t->warn == NULL || mt_now_ns() - begun < TOLD_NS)
         return;
     *told = 1;
-    snprintf(text, sizeof text, "rank %d has waited %d s for other processes of its machine to come to the "
-             "same weights: with weights on disk all run the same forwards, evaluations too",
+    snprintf(text, sizeof text, "rank %d has waited %d s for other processes of its machine to "
+             "come to the same weights: with weights on disk all run the same forwards, "
+             "evaluations too",
              mt_share_rank(t->share), (int)(TOLD_NS / 1000000000));
     t->warn(text);
 }

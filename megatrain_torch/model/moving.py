@@ -58,8 +58,8 @@ def move(rt: Runtime, plan: Plan, limit: int) -> None:
 def _check_files(rt: Runtime, asked: Asked) -> None:
     """Raises: weights of several processes are in memory, which they have in common, and would have to leave it."""
     if rt.ranks is not None and not rt.homes.filed and "disk+weights" in asked.homes:
-        raise MegatrainError("weights of several processes go to their files when mt.stream takes them, and are in memory "
-                             "by now: give mt.stream tokens= and seq= of the longest batch, or a plan")
+        raise MegatrainError("weights of several processes go to their files when mt.stream takes them, and are in "
+                             "memory by now: give mt.stream tokens= and seq= of the longest batch, or a plan")
 
 
 def keep(rt: Runtime, plan: Plan) -> None:

@@ -119,7 +119,7 @@ class Bounds:
         added = first + backward + forward + (micro - 1) * homes.add_s if micro > 1 else 0.0
         again = np.maximum(homes.read_again - slots, 0)
         read = homes.read + again + (micro - 1) * (np.maximum(homes.read - slots, 0) + again)
-        read_s = read / self.keeping.wishes.fleet.gpus / (m.disk_read_gbps * 1e9)       # a first forward finds none in a slot
+        read_s = read / self.keeping.wishes.fleet.gpus / (m.disk_read_gbps * 1e9)   # a first finds none in a slot
         return NORM_S + functools.reduce(np.maximum, (
             passes, added, micro * kept.spill_s, homes.update_s, host_s, micro * homes.gradients / both,
             read_s))

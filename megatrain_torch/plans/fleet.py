@@ -159,8 +159,8 @@ def check_homes(fleet: Fleet, homes: Iterable[str | None], grads: str) -> None:
     """Raises: several ranks, and a home that units cannot have there, or gradients that are kept nowhere."""
     asked = [home for home in homes if home is not None]
     if words := [f"homes={home!r}" for home in HOMES if home in asked and not fleet.offers(home)]:
-        raise MegatrainError(f"{words[0]}, with {fleet}: units are at home in {', '.join(map(repr, fleet.homes))} there; "
-                             "leave it out, or plan one machine")
+        raise MegatrainError(f"{words[0]}, with {fleet}: units are at home in {', '.join(map(repr, fleet.homes))} "
+                             "there; leave it out, or plan one machine")
     if grads == "none" and not fleet.alone:
         raise MegatrainError(f"grads='none', with {fleet}: what several processes' gradients add up to waits in host "
                              "memory for its update; leave it out, or plan one GPU")
