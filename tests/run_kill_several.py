@@ -34,7 +34,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 PATIENCE = 30.0
 LAYERS, WIDTH = 4, 192
-HOMES = ("vram", "disk", "arrive", {"layers.0": "vram", "layers.2": "arrive", "layers.3": "disk"}, "ram", "through")
+HOMES = ("vram", "disk", "arrive", {"layers.0": "vram", "layers.2": "arrive", "layers.3": "disk"}, "ram", "through",
+         "disk+weights")                     # of one machine; of several, "disk"
 PHASES = ("fill", "step", "save", "load", "evaluate", "look", "close")
 NOTES = re.compile(r"^step (\d+)$", re.MULTILINE)
 
@@ -62,6 +63,7 @@ def rank_main(folder: Path) -> None:
                             rank=int(os.environ["RANK"]), world_size=int(os.environ["WORLD_SIZE"]))
     torch.manual_seed(0)
     homes = HOMES[int(os.environ["HOMES"])]
+    homes = "disk" if homes == "disk+weights" and os.environ["MACHINES"] != "1" else homes
     plan = {"homes": homes, **({"delivery": "shards"} if os.environ["SHARDS"] == "1" else {})}
     if os.environ["PHASE"]:
         short(folder, plan)

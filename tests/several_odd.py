@@ -398,6 +398,24 @@ def moves_again(rank: int, group: Any, first: int, later: int, graphs: bool = Fa
     return " ".join(wrong)
 
 
+def weights_do_not_leave_memory(rank: int, group: Any, folder: str) -> str:
+    """A plan that is made at the first pass would have them in files."""
+    from test_planning import VRAM, Loop, model
+
+    import megatrain_torch as mt
+    from megatrain_torch.model import asking
+    own = asking.plan
+    asking.plan = lambda *args, **asked: own(*args, **{**asked, "homes": "disk+weights"})
+    try:
+        loop = Loop(mt.stream(model(torch.bfloat16), "cpu", vram=VRAM, nvme=folder, group=group))
+        loop.step((2, 16))
+        return "it was not refused"
+    except mt.MegatrainError as error:
+        return "" if "go to their files when mt.stream takes them" in str(error) else str(error)
+    finally:
+        asking.plan = own
+
+
 def another_way_to_weights_in_files(rank: int, group: Any, folder: str) -> str:
     import megatrain_torch as mt
     model = mt.stream(Choosy(), "cpu", group=group, plan={"homes": "disk+weights"}, nvme=folder)

@@ -244,6 +244,20 @@ def test_each_of_several_gpus_has_its_part_of_states_in_a_file(gpus: int, machin
     assert kept[1].disk["activations"] == 2 * kept[0].disk["activations"] > 0
 
 
+def test_each_of_several_gpus_has_its_part_of_weights_in_a_file() -> None:
+    asked = dict(tokens=16384, seq=1024, machine=dataclasses.replace(LINKED, disk_both_gbps=1.0), homes="disk+weights",
+                 nvme={"limit": "100GiB"})
+    one, two = mt.plan(small(8), **asked), mt.plan(small(8), **asked, gpus=2)
+    assert "weights" not in two.host and two.disk["weights"] == one.disk["weights"]
+    assert two.busy["disk"] == pytest.approx(one.busy["disk"], rel=0.01), "a machine's drive is all its ranks'"
+    assert two.host["buffers of the disk"] == 2 * one.host["buffers of the disk"]
+    short = dataclasses.replace(LINKED, disk_both_gbps=1.0, host_bytes=27 * GIB)
+    found = mt.plan(seven(12), tokens=16384, seq=1024, machine=short, gpus=2, nvme={"limit": "100GiB"})
+    assert "disk+weights" in found.homes.values() and found.host_bytes <= short.host_bytes
+    with pytest.raises(mt.MegatrainError):
+        mt.plan(seven(12), tokens=16384, seq=1024, machine=short, gpus=2, nvme={"limit": "100GiB"}, homes="disk")
+
+
 # ---- weights in shards ---------------------------------------------------------------------------
 
 FETCHED = dict(tokens=2048, seq=1024, homes="ram", activations="replay", micro=1, slots=12)      # most of a step is fetches

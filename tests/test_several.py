@@ -173,6 +173,10 @@ def test_weights_in_files_are_read_once_a_machine_and_not_kept(pool: Pool) -> No
     assert sum(shared for _, shared, _, _ in found) < 1.2 * weights, "gradients alone"
 
 
+def test_weights_in_memory_stay_there(pool: Pool, tmp_path: Path) -> None:
+    assert pool.call("several_odd:weights_do_not_leave_memory", 2, str(tmp_path), timeout=60.0) == ["", ""]
+
+
 def test_who_goes_another_way_to_weights_in_files_is_named(pool: Pool, tmp_path: Path) -> None:
     assert pool.call("several_odd:another_way_to_weights_in_files", 2, str(tmp_path), timeout=60.0) == ["", ""]
 

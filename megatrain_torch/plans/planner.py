@@ -205,8 +205,7 @@ def plan(model: Any, *, tokens: int, seq: int, machine: Machine | str | None = N
         nvme: directory for states, weights and activations that host memory does not hold, as for mt.stream; for
             another machine {"limit": "2TB"} is enough.
         gpus, machines: GPUs of each machine, and machines, with a process for each GPU, as torchrun starts them. vram
-            is one GPU's limit, host and nvme one machine's. Homes are all, of several machines all but "disk+weights";
-            gradients are kept.
+            is one GPU's limit, host and nvme one machine's. Of several machines none has weights on disk.
         experts: of a layer, frozen in one parameter, fetched at a time; 0: all. None: what is best.
         delivery: of weights to several GPUs of a machine, "whole" or "shards"; None: in shards where the rates of links
             between them are known and that is faster.

@@ -44,6 +44,9 @@ SHARDS = (("delivery", "shards"),)
 JOBS += [OWN("wide", plan=SHARDS, delay_us=300), OWN("choosy", plan=SHARDS), OWN("llama", plan=(*MIXED, *SHARDS), micro=2),
          OWN("wide", dtype="bfloat16", plan=(("slots", 2), ("activations", "replay"), *SHARDS), delay_us=300),
          Job("wide", dtype="bfloat16", plan=SHARDS, device="cuda")]
+FILED = (("homes", "disk+weights"),)
+JOBS += [OWN("wide", dtype="bfloat16", plan=FILED, look=True, micro=2), OWN("wide", plan=(*FILED, ("slots", 2)), delay_us=300),
+         Job("wide", dtype="bfloat16", plan=FILED, device="cuda")]
 JOBS += [OWN("wide", plan=VRAM), OWN("choosy", plan=VRAM, delay_us=300), OWN("wide", plan=VRAM, states="8bit", look=True),
          OWN("wide", plan=ARRIVE, look=True), OWN("wide", plan=MIXED, micro=2), OWN("straight", plan=MIXED),
          OWN("wide", dtype="bfloat16", plan=VRAM, micro=3, look=True), OWN("wide", dtype="bfloat16", plan=ARRIVE, delay_us=200),
