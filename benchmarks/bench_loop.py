@@ -74,6 +74,7 @@ def parser():
     add("--host")
     add("--nvme")
     add("--states", default="fp32")
+    add("--products", help='"fp8": products of decoder layers')
     add("--compute", default="auto")
     add("--clip", type=float, default=1.0, help="0: not clipped")
     add("--dtype", default="bf16", choices=["bf16", "fp32"])
@@ -348,7 +349,7 @@ def begun(args, made, out, clock):
     import megatrain_torch as mt
     cuda = args.device != "cpu" and torch.cuda.is_available()
     model = build(args, made)
-    kwargs = {k: getattr(args, k) for k in ("vram", "host", "nvme") if getattr(args, k)}
+    kwargs = {k: getattr(args, k) for k in ("vram", "host", "nvme", "products") if getattr(args, k)}
     now = time.perf_counter()
     if args.plan:
         mates = int(os.environ.get("LOCAL_WORLD_SIZE", 1))

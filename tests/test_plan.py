@@ -42,7 +42,7 @@ from megatrain_torch.plans.bounds import Kept
 from megatrain_torch.plans.cost import Home, cost_of
 from megatrain_torch.plans.fleet import Fleet
 from megatrain_torch.plans.homes import Homes
-from megatrain_torch.plans.machine import MACHINES, Machine
+from megatrain_torch.plans.machine import MACHINES, Machine, resolve
 from megatrain_torch.plans.on_disk import Disk
 from megatrain_torch.plans.placement import Problem
 from megatrain_torch.plans.planner import vram_table
@@ -519,6 +519,25 @@ def test_updates_pass_through_the_device_where_a_host_has_few_cores(monkeypatch:
     assert whole.busy["through"] > moved / (FLAT.both_gbps * 1e9)
     assert early.busy["through"] == whole.busy["through"] and not early.busy["host update"]
     assert early.seconds < whole.seconds and "host update" not in early.idle, "beside backward, by the device alone"
+
+
+def test_updates_pass_through_the_device_beside_adamw_where_copies_hold_that_up_little() -> None:
+    """A plan has the bus take a part of the updates that forward waits for; the more copies hold AdamW up, the less of
+    that is left, and what is within a hundredth stays on the host."""
+    asked = {"tokens": 32768, "seq": 1024, "vram": "24GiB"}
+    machine = resolve("h200")
+    alone = machine.adam_gparams[-1][1]
+
+    def planned(share: float, homes: dict[str, str] | None = None) -> mt.Plan:
+        like = dataclasses.replace(machine, beside_gparams=share * alone)
+        return mt.plan(seven(20), **asked, machine=like, homes=homes)
+
+    held = [planned(share) for share in (0.3, 0.75, 1.0)]
+    counts = [list(p.homes.values()).count("through") for p in held]
+    assert counts[0] == 0 and counts[1] and counts[2], counts
+    assert [p.seconds for p in held] == sorted((p.seconds for p in held), reverse=True)
+    away = planned(0.75, {u: "ram" if h == "through" else h for u, h in held[1].homes.items()})
+    assert held[1].seconds * 1.01 < away.seconds
 
 
 def test_through_the_device_is_refused_or_moot_as_any_wish() -> None:

@@ -170,40 +170,45 @@ const char *launch_flat(cudaStream_t stream, const mt_expand &x, int64_t run)
 
 /* ---- MXFP4: transposed by way of shared memory ---- */
 
-constexpr int TILE = 64;             // of n, and of k: two groups
+constexpr int TILE = 64;             // of n
+constexpr int DEEP = 128;            // of k: a group for each of THREADS / TILE
+static_assert(DEEP / MT_MXFP4_GROUP * TILE == THREADS, "a thread has a group");
 
 // Bytes: 1/2 in and 2 out an element of 16 bits. Limit: HBM.
 template <typename T, int W>
 __global__ void __launch_bounds__(THREADS) turn_kernel(const mt_expand x)
 {
     constexpr int APART = TILE + 16 / sizeof(T);
-    __shared__ alignas(16) T tile[TILE][APART];
+    __shared__ alignas(16) T tile[DEEP][APART];
     __shared__ float table[16];
     const int64_t groups = x.rows / MT_MXFP4_GROUP, e = blockIdx.z;
-    const int64_t k0 = (int64_t)blockIdx.x * TILE, n0 = (int64_t)blockIdx.y * TILE;
+    const int64_t k0 = (int64_t)blockIdx.x * DEEP, n0 = (int64_t)blockIdx.y * TILE;
     const uint8_t *codes = static_cast<const uint8_t *>(x.codes) + e * x.cols * x.rows / 2;
     const uint8_t *scales = static_cast<const uint8_t *>(x.scales) + e * x.cols * groups;
     T *out = static_cast<T *>(x.out) + e * x.rows * x.cols;
-    // A thread has 16 codes of one n: neighbours' numbers lie beside each other in the tile.
+    // A thread has a group of one n: neighbours' numbers lie beside each other in the tile.
     const int     column = (int)threadIdx.x % TILE, part = (int)threadIdx.x / TILE;
-    const int64_t n = n0 + column, k = k0 + part * 16;
+    const int64_t n = n0 + column, k = k0 + part * MT_MXFP4_GROUP;
 
     if (threadIdx.x < 16)
         table[threadIdx.x] = E2M1[threadIdx.x];
     __syncthreads();
     if (n < x.cols && k < x.rows) {
-        const uint2 eight = *reinterpret_cast<const uint2 *>(codes + (n * x.rows + k) / 2);
+        const uint4 all = *reinterpret_cast<const uint4 *>(codes + (n * x.rows + k) / 2);
         const float by = __uint_as_float(
             mt_expand_power_bits(scales[n * groups + k / MT_MXFP4_GROUP]));
+        const unsigned eight[4] = { all.x, all.y, all.z, all.w };
 
-        for (int j = 0; j < 16; j++) {
-            const unsigned code = (j < 8 ? eight.x >> 4 * j : eight.y >> 4 * (j - 8)) & 15u;
+#pragma unroll
+        for (int j = 0; j < MT_MXFP4_GROUP; j++) {
+            const unsigned code = eight[j / 8] >> 4 * (j % 8) & 15u;
 
-            tile[part * 16 + j][column] = mt::narrow<T>(__fmul_rn(table[code], by));
+            tile[part * MT_MXFP4_GROUP + j][column] = mt::narrow<T>(__fmul_rn(table[code], by));
         }
     }
     __syncthreads();
-    for (int i = (int)threadIdx.x; i < TILE * TILE / W; i += THREADS) {
+#pragma unroll
+    for (int i = (int)threadIdx.x; i < DEEP * TILE / W; i += THREADS) {
         const int row = i / (TILE / W), at = i % (TILE / W) * W;
 
         if (k0 + row < x.rows && n0 + at < x.cols) {
@@ -220,11 +225,11 @@ __global__ void __launch_bounds__(THREADS) turn_kernel(const mt_expand x)
 template <typename T> const char *launch_turn(cudaStream_t stream, const mt_expand &x)
 {
     constexpr int W = 16 / sizeof(T);
-    const dim3 grid((unsigned)((x.rows + TILE - 1) / TILE), (unsigned)((x.cols + TILE - 1) / TILE),
+    const dim3 grid((unsigned)((x.rows + DEEP - 1) / DEEP), (unsigned)((x.cols + TILE - 1) / TILE),
                     (unsigned)x.experts);
 
-    if (reinterpret_cast<uintptr_t>(x.codes) % 8 != 0)
-        return "codes of MXFP4 that begin at no multiple of 8 bytes";
+    if (!mt::aligned16(x.codes))
+        return "codes of MXFP4 that begin at no multiple of 16 bytes";
     if (x.cols % W == 0 && mt::aligned16(x.out))
         turn_kernel<T, W><<<grid, THREADS, 0, stream>>>(x);
     else

@@ -108,91 +108,119 @@ template <typename T> void sum_width(cudaStream_t stream, const mt_row_sums &s)
 
 /* ---- gates ---- */
 
-// g and u of W places of a row, with their bias.
-template <int W> struct Pairs { float g[W], u[W]; };
+// How g and u lie in a row. EITHER: as the call says, one place at a time.
+enum Layout { EITHER, HALVES, PAIRS };
 
-// Adds (or sets) what lies at `first` of x: halves of n, or pairs.
-template <typename T, int W, bool Add>
-__device__ inline void take(Pairs<W> &to, const mt_gates &g, const void *x, int64_t first,
-                            int64_t i)
-{
-    const int64_t at = g.interleaved ? 2 * i : i, beside = g.interleaved ? at + W : at + g.n;
-    pack<T, W> a = load<T, W>(x, first + at), b = load<T, W>(x, first + beside);
+// A thread has P places of a row at a time, side by side. Of pairs, gradients go by four at a
+// time, so that neighbours' 16 bytes lie beside each other (a GPT-OSS layer of 32k tokens takes
+// 1.4 ms so, and 7.0 where they are apart), and what is next is asked for before the first is
+// computed.
+template <Layout L, bool Backward>
+constexpr int AHEAD_OF = L == PAIRS && Backward ? 2 : 1;
+// Of a multiprocessor, at least: else gradients have so many registers that there are four.
+constexpr int BLOCKS = 8;
 
-#pragma unroll
-    for (int e = 0; e < W; e++) {
-        float even = widen(2 * e < W ? a.x[2 * e % W] : b.x[2 * e % W]);
-        float odd = widen(2 * e + 1 < W ? a.x[(2 * e + 1) % W] : b.x[(2 * e + 1) % W]);
-        float gate = g.interleaved ? even : widen(a.x[e]), up = g.interleaved ? odd : widen(b.x[e]);
+template <int P> struct Pairs { float g[P], u[P]; };
 
-        to.g[e] = Add ? to.g[e] + gate : gate;
-        to.u[e] = Add ? to.u[e] + up : up;
+// P places of gu, or of a bias, as they lie in memory.
+template <typename T, int P, Layout L> struct Raw {
+    pack<T, L == PAIRS ? 2 * P : P> a, b;        // b: of halves, the second
+
+    __device__ inline void take(const mt_gates &g, const void *x, int64_t first, int64_t i)
+    {
+        const bool together = L == PAIRS || (L == EITHER && g.interleaved);
+
+        a = load<T, sizeof(a) / sizeof(T)>(x, first + (together ? 2 * i : i));
+        if constexpr (L != PAIRS)
+            b = load<T, P>(x, first + (together ? 2 * i + 1 : i + g.n));
     }
-}
 
-template <typename T, int W>
-__device__ inline Pairs<W> pairs_of(const mt_gates &g, int64_t row, int64_t i)
-{
-    Pairs<W> p;
+    __device__ inline void put(const mt_gates &g, int64_t first, int64_t i) const
+    {
+        const bool together = L == PAIRS || (L == EITHER && g.interleaved);
 
-    take<T, W, false>(p, g, g.gu, row * 2 * g.n, i);
-    if (g.bias != nullptr)
-        take<T, W, true>(p, g, g.bias, g.expert[row] * 2 * g.n, i);
-    return p;
-}
-
-template <typename T, int W>
-__device__ inline void put_pairs(const mt_gates &g, int64_t row, int64_t i, const Pairs<W> &p)
-{
-    const int64_t at = g.interleaved ? 2 * i : i, beside = g.interleaved ? at + W : at + g.n;
-    pack<T, W> a, b;
-
-#pragma unroll
-    for (int e = 0; e < W; e++) {       // what goes to place e of the first pack, and of the second
-        float first = e % 2 == 0 ? p.g[e / 2] : p.u[e / 2];
-        float second = (e + W) % 2 == 0 ? p.g[(e + W) / 2] : p.u[(e + W) / 2];
-
-        a.x[e] = narrow<T>(g.interleaved ? first : p.g[e]);
-        b.x[e] = narrow<T>(g.interleaved ? second : p.u[e]);
+        store(g.dgu, first + (together ? 2 * i : i), a);
+        if constexpr (L != PAIRS)
+            store(g.dgu, first + (together ? 2 * i + 1 : i + g.n), b);
     }
-    store(g.dgu, row * 2 * g.n + at, a);
-    store(g.dgu, row * 2 * g.n + beside, b);
-}
+
+    template <bool Add> __device__ inline void widen_to(Pairs<P> &p) const
+    {
+#pragma unroll
+        for (int e = 0; e < P; e++) {
+            float gate = widen(L == PAIRS ? a.x[2 * e % (L == PAIRS ? 2 * P : P)] : a.x[e]);
+            float up = widen(L == PAIRS ? a.x[(2 * e + 1) % (L == PAIRS ? 2 * P : P)] : b.x[e]);
+
+            p.g[e] = Add ? p.g[e] + gate : gate;
+            p.u[e] = Add ? p.u[e] + up : up;
+        }
+    }
+
+    __device__ inline void narrow_from(const Pairs<P> &p)
+    {
+#pragma unroll
+        for (int e = 0; e < P; e++) {
+            a.x[L == PAIRS ? 2 * e : e] = narrow<T>(p.g[e]);
+            (L == PAIRS ? a.x[L == PAIRS ? 2 * e + 1 : 0] : b.x[e]) = narrow<T>(p.u[e]);
+        }
+    }
+};
+
+// What a thread has asked for: gu, its bias and, for gradients, dact.
+template <typename T, int P, Layout L, bool Backward> struct Asked {
+    Raw<T, P, L> gu, bias;
+    pack<T, P>   dact;
+
+    __device__ inline void take(const mt_gates &g, int64_t row, int64_t i, int64_t expert)
+    {
+        gu.take(g, g.gu, row * 2 * g.n, i);
+        if (g.bias != nullptr)
+            bias.take(g, g.bias, expert * 2 * g.n, i);
+        if constexpr (Backward)
+            dact = load<T, P>(g.dact, row * g.n + i);
+    }
+
+    __device__ inline Pairs<P> pairs(const mt_gates &g) const
+    {
+        Pairs<P> p;
+
+        gu.template widen_to<false>(p);
+        if (g.bias != nullptr)
+            bias.template widen_to<true>(p);
+        return p;
+    }
+};
 
 template <typename T, int Act> __device__ inline float product(float a, float u)
 {
     return widen(narrow<T>(widen(narrow<T>(a)) * factor<Act>(u)));
 }
 
-// h = round(a(g)) * u(u):  gu [R, 2 n] in, h [R, n] out.
-// A block for each row, in strides; threads along it, a pack each.
-// Bytes: 3 R n sizeof(T), and the bias of an expert once for each of its rows, from L2. Limit: HBM.
-template <typename T, int W, int Act>
-__global__ void __launch_bounds__(THREADS) forward_kernel(const mt_gates g)
+// h of P places is written.
+template <typename T, int P, Layout L, int Act>
+__device__ inline void forward_places(const mt_gates &g, int64_t row, int64_t i,
+                                      const Asked<T, P, L, false> &asked)
 {
-    for (int64_t row = blockIdx.x; row < g.rows; row += gridDim.x)
-        for (int64_t i = (int64_t)threadIdx.x * W; i < g.n; i += (int64_t)blockDim.x * W) {
-            Pairs<W>   p = pairs_of<T, W>(g, row, i);
-            pack<T, W> h;
+    Pairs<P>   p = asked.pairs(g);
+    pack<T, P> h;
 
 #pragma unroll
-            for (int e = 0; e < W; e++)
-                h.x[e] = narrow<T>(
-                    product<T, Act>(activation<sizeof(T) == 2, Act>(p.g[e]).a, p.u[e]));
-            store(g.h, row * g.n + i, h);
-        }
+    for (int e = 0; e < P; e++)
+        h.x[e] = narrow<T>(product<T, Act>(activation<sizeof(T) == 2, Act>(p.g[e]).a, p.u[e]));
+    store(g.h, row * g.n + i, h);
 }
 
-// One pack of a row: gradients and h are written; yields its part of the sum of dact * h.
-template <typename T, int W, int Act>
-__device__ inline float backward_pack(const mt_gates &g, int64_t row, int64_t i, float weight)
+// Gradients and h of P places are written; yields their part of the sum of dact * h.
+template <typename T, int P, Layout L, int Act>
+__device__ inline float backward_places(const mt_gates &g, int64_t row, int64_t i, float weight,
+                                        Asked<T, P, L, true> &asked)
 {
-    Pairs<W>   p = pairs_of<T, W>(g, row, i);
-    pack<T, W> d = load<T, W>(g.dact, row * g.n + i);
+    Pairs<P>   p = asked.pairs(g);
+    pack<T, P> d = asked.dact;
     float      dot = 0;
 
 #pragma unroll
-    for (int e = 0; e < W; e++) {
+    for (int e = 0; e < P; e++) {
         Value v = activation<sizeof(T) == 2, Act>(p.g[e]);
         float dh = widen(d.x[e]), up = p.u[e], h = product<T, Act>(v.a, up);
         bool  cut = Act == MT_CLAMPED && fabsf(up) > MT_CLAMP;
@@ -202,7 +230,8 @@ __device__ inline float backward_pack(const mt_gates &g, int64_t row, int64_t i,
         p.u[e] = cut ? 0.0f : weight * dh * v.a;
         d.x[e] = narrow<T>(weight * h);
     }
-    put_pairs<T, W>(g, row, i, p);
+    asked.gu.narrow_from(p);
+    asked.gu.put(g, row * 2 * g.n, i);
     store(g.h, row * g.n + i, d);
     return dot;
 }
@@ -223,20 +252,40 @@ __device__ inline float block_sum(float x)
     return x;
 }
 
-// dgu, h and dweights of experts.h. As forward_kernel; a block adds up its row's dact * h.
-// Bytes: 6 R n sizeof(T), outputs over inputs or beside them. Limit: HBM; beside glu_backward's
-// instructions there is one sum for each row.
-template <typename T, int W, int Act>
-__global__ void __launch_bounds__(THREADS) backward_kernel(const mt_gates g)
+// A block for each row, in strides. forward: h = round(a(g)) * u(u) of gu [R, 2 n], h [R, n].
+// Backward: dgu, h and dweights of experts.h; a block adds up its row's dact * h.
+// Bytes: 3 R n sizeof(T), backward 6, outputs over inputs or beside them; an expert's bias once for
+// each of its rows, from L2. Limit: HBM; 4.0 TB/s on an H200, 3.3 and 3.5 of pairs with a bias.
+template <typename T, int P, Layout L, int Act, bool Backward>
+__global__ void __launch_bounds__(THREADS, BLOCKS) gates_kernel(const mt_gates g)
 {
+    constexpr int AHEAD = AHEAD_OF<L, Backward>;
+
     for (int64_t row = blockIdx.x; row < g.rows; row += gridDim.x) {
-        const int64_t choice = g.order != nullptr ? g.order[row] : row;
-        const float   weight = g.weights != nullptr ? g.weights[choice] : 1.0f;
+        const int64_t expert = g.bias != nullptr ? g.expert[row] : 0;
+        const bool    weighs = Backward && g.weights != nullptr;      // the same for all threads
+        const int64_t choice = weighs && g.order != nullptr ? g.order[row] : row;
+        const float   weight = weighs ? g.weights[choice] : 1.0f;
         float         dot = 0;
 
-        for (int64_t i = (int64_t)threadIdx.x * W; i < g.n; i += (int64_t)blockDim.x * W)
-            dot += backward_pack<T, W, Act>(g, row, i, weight);
-        if (g.weights != nullptr) {          // the same for all threads of the grid
+        for (int64_t i = (int64_t)threadIdx.x * P; i < g.n; i += (int64_t)THREADS * P * AHEAD) {
+            Asked<T, P, L, Backward> asked[AHEAD];
+
+#pragma unroll
+            for (int a = 0; a < AHEAD; a++)
+                if (i + a * THREADS * P < g.n)
+                    asked[a].take(g, row, i + a * THREADS * P, expert);
+#pragma unroll
+            for (int a = 0; a < AHEAD; a++)
+                if (i + a * THREADS * P < g.n) {
+                    if constexpr (Backward)
+                        dot += backward_places<T, P, L, Act>(g, row, i + a * THREADS * P, weight,
+                                                             asked[a]);
+                    else
+                        forward_places<T, P, L, Act>(g, row, i + a * THREADS * P, asked[a]);
+                }
+        }
+        if (weighs) {
             dot = block_sum(dot);
             if (threadIdx.x == 0)
                 g.dweights[choice] = dot;
@@ -244,40 +293,42 @@ __global__ void __launch_bounds__(THREADS) backward_kernel(const mt_gates g)
     }
 }
 
-template <typename T, int W, int Act, bool Backward>
+template <typename T, int P, Layout L, int Act, bool Backward>
 void launch(cudaStream_t stream, const mt_gates &g)
 {
     constexpr int64_t BLOCKS = 1 << 17;
+
     unsigned blocks = (unsigned)least(g.rows, BLOCKS);
 
-    if constexpr (Backward)
-        backward_kernel<T, W, Act><<<blocks, THREADS, 0, stream>>>(g);
-    else
-        forward_kernel<T, W, Act><<<blocks, THREADS, 0, stream>>>(g);
+    gates_kernel<T, P, L, Act, Backward><<<blocks, THREADS, 0, stream>>>(g);
 }
 
-template <typename T, int W, bool Backward> void launch_act(cudaStream_t stream, const mt_gates &g)
+template <typename T, int P, Layout L, bool Backward>
+void launch_act(cudaStream_t stream, const mt_gates &g)
 {
     switch (g.act) {
-    case MT_SILU:      launch<T, W, MT_SILU, Backward>(stream, g);      break;
-    case MT_GELU_TANH: launch<T, W, MT_GELU_TANH, Backward>(stream, g); break;
-    case MT_GELU:      launch<T, W, MT_GELU, Backward>(stream, g);      break;
-    default:           launch<T, W, MT_CLAMPED, Backward>(stream, g);   break;
+    case MT_SILU:      launch<T, P, L, MT_SILU, Backward>(stream, g);      break;
+    case MT_GELU_TANH: launch<T, P, L, MT_GELU_TANH, Backward>(stream, g); break;
+    case MT_GELU:      launch<T, P, L, MT_GELU, Backward>(stream, g);      break;
+    default:           launch<T, P, L, MT_CLAMPED, Backward>(stream, g);   break;
     }
 }
 
+// Pairs are of models that clamp (GPT-OSS): others' have no kernel of their own.
 template <typename T, bool Backward> void launch_width(cudaStream_t stream, const mt_gates &g)
 {
     constexpr int W = 16 / sizeof(T);
     const void *const all[] = { g.gu, g.bias, g.h, g.dact, g.dgu };
-    bool fits = g.n % W == 0;
+    bool fits = g.n % W == 0 && (!g.interleaved || g.act == MT_CLAMPED);
 
-    for (const void *p : all)
-        fits = fits && mt::aligned16(p);     // NULL is
-    if (fits)
-        launch_act<T, W, Backward>(stream, g);
+    for (const void *p : all)                // 32: two packs of pairs. NULL is, too
+        fits = fits && reinterpret_cast<uintptr_t>(p) % (g.interleaved ? 32 : 16) == 0;
+    if (!fits)
+        launch_act<T, 1, EITHER, Backward>(stream, g);
+    else if (g.interleaved)
+        launch<T, Backward ? W / 2 : W, PAIRS, MT_CLAMPED, Backward>(stream, g);
     else
-        launch_act<T, 1, Backward>(stream, g);
+        launch_act<T, W, HALVES, Backward>(stream, g);
 }
 
 template <bool Backward> const char *run(uintptr_t handle, const mt_gates &g)

@@ -153,7 +153,8 @@ class _Where:
         self.on_host = ~(self.settled | self.through | self.on_disk)
         self.drive = np.where(self.filed, updates.drive_weights, updates.drive)
         alone_s, held = self.on_host @ updates.host, bounds.held
-        stretch = held.stretch(alone_s, held.crossing([h.units for h in ways]), held.span_s(micro))
+        crossing = held.crossing([h.units for h in ways], [h.through for h in ways])
+        stretch = held.stretch(alone_s, crossing, held.span_s(micro))
         self.host_s = self.on_host * stretch[:, None] * updates.host
         self.held_s = alone_s * (held.stretch(alone_s, held.ways_crossed, held.span_s(micro)) - 1.0)
         self.device_s = (self.settled * updates.device(micro)).sum(axis=1)

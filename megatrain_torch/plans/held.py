@@ -1,6 +1,7 @@
 """By how much AdamW on the host is held up by copies beside it: both take the host's memory.
 
-An update waits for nothing that is copied, so what counts is how much crosses while updates run. Those begin with the
+An update waits for nothing that is copied, so what counts is how much crosses while updates run; what passes through
+the device to be updated there is some of it. Those begin with the
 step, in the order of forward, and what crosses in forward is taken to cross evenly, until it or the updates are over,
 whichever is later. Where gradients are kept nowhere, updates run beside backward and the next forward.
 """
@@ -11,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from ..base.formats import moved_bytes
 from .homes import Ways
 from .keeping import Keeping
 
@@ -24,15 +26,18 @@ class Held:
         self.forwards: dict[int, float] = {}
         self.ways_crossed = 1
         self.streamed = np.array([u.weights for u in shape.units], dtype=np.float64) / ways.exchange.parts
+        self.passing = np.array([u.trained for u in shape.units]) * moved_bytes(keeping.wishes.states)
         self.behind = keeping.wishes.grads == "none"
         if self.behind:
             self.ways_crossed = 2
             self.streamed = 2 * self.streamed + ways.exchange.home
 
-    def crossing(self, homes: Sequence[tuple[int, ...]]) -> np.ndarray:
-        """Bytes by choice, without what windows keep in host memory."""
+    def crossing(self, homes: Sequence[tuple[int, ...]], through: Sequence[frozenset[int]]) -> np.ndarray:
+        """Bytes by choice, without what windows keep in host memory. through: units whose updates pass through the
+        device."""
         streams = np.array(homes) == 0
-        return streams @ self.streamed + [self.ways_crossed * sum(self.ways.visiting(h).values()) for h in homes]
+        return streams @ self.streamed + [self.ways_crossed * sum(self.ways.visiting(h).values()) for h in homes] \
+            + [self.passing[list(units)].sum() for units in through]
 
     def span_s(self, micro: int, backward_s: float | None = None) -> float:
         """In which that crosses. backward_s: None, the longest that may be."""

@@ -137,7 +137,9 @@ class Ways:
         if asked.homes or asked.grads == "none" or not self.through_rate \
                 or not asked.fleet.alone or self.disk.units(homes, 1).states:
             return frozenset()
-        host_s, device_s, found = 0.0, 0.0, []
+        # States that arrive take the same way, and come first.
+        device_s = 2 * sum(self.visiting(homes).values()) / (self.machine.both_gbps * 1e9)
+        host_s, found = 0.0, []
         rate = self.machine.adam_rate(states=asked.states)
         for u in away:
             there, here = device_s + self.through_s(u), host_s + units[u].trained / rate

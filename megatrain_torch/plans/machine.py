@@ -135,24 +135,26 @@ class Machine:
     def held_s(self, gpus: int = 1) -> float:
         """Seconds by which AdamW on the host is held up by a byte that is copied beside it, while each of so many GPUs
         copies as much."""
-        alone, moved, copied = self.adam_gparams[-1][1], moved_bytes("fp32"), 2 * self.busy_gbps
-        if gpus == 1:
-            beside = self.beside_gparams or alone - TAKEN * copied / moved
-        else:
-            beside = (self.host_gbps - gpus * copied) / moved
+        alone, copied = self.adam_gparams[-1][1], 2 * self.busy_gbps
+        beside = self._beside() if gpus == 1 else (self.host_gbps - gpus * copied) / moved_bytes("fp32")
         return (1 - min(max(beside, 0.0), alone) / alone) / (copied * 1e9)
+
+    def _beside(self) -> float:
+        """10**9 parameters/s of AdamW on the host while copies go both ways."""
+        return self.beside_gparams or self.adam_gparams[-1][1] - TAKEN * 2 * self.busy_gbps / moved_bytes("fp32")
 
     def through_rate(self, states: str = "fp32", alone: bool = False) -> float:
         """Parameters/s of updates that pass through the device, alone or beside AdamW on the host; 0: nothing is left.
 
-        Of the bus each way, and of the host's memory, what AdamW leaves, and fetches of what both have updated. The
-        memory is taken to give what AdamW, or copies both ways, take alone: more may be there, and is not known.
+        Of the bus each way, what fetches of all that was updated leave. By how much such copies hold AdamW up, held_s
+        says.
         """
-        moved, host = moved_bytes(states), 0.0 if alone else self.adam_rate(states=states)
-        bus = (self.both_gbps if alone else min(self.both_gbps, self.busy_gbps)) * 1e9
-        memory = max(self.adam_gparams[-1][1] * moved_bytes("fp32"), 2 * self.both_gbps) * 1e9
-        return max(0.0, min((bus - WEIGHT * host) / (through_up(states) + WEIGHT),
-                            (memory - (moved + WEIGHT) * host) / (moved + WEIGHT)))
+        if alone:
+            memory = max(self.adam_gparams[-1][1] * moved_bytes("fp32"), 2 * self.both_gbps)
+            return 1e9 * min(self.both_gbps / (through_up(states) + WEIGHT), memory / (moved_bytes(states) + WEIGHT))
+        held = max(self._beside(), 0.0) / self.adam_gparams[-1][1]
+        bus = min(self.both_gbps, self.busy_gbps) * 1e9
+        return max(0.0, (bus - WEIGHT * held * self.adam_rate(states=states)) / (through_up(states) + WEIGHT))
 
     def origin(self, field: str) -> str:
         """Where a rate comes from: "measured", "published" (of a data sheet, times what the H200 was measured to reach

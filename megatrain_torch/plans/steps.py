@@ -71,7 +71,7 @@ class Steps:
         held, key = self.held, (choice.homes, choice.through, choice.micro)
         if key not in self.streamed:
             on_host = [s for s, lane in zip(placed["update_s"], placed["updated_on"]) if lane == HOST]
-            self.streamed[key] = sum(on_host), float(held.crossing([choice.homes])[0])
+            self.streamed[key] = sum(on_host), float(held.crossing([choice.homes], [choice.through])[0])
         alone_s, crossing = self.streamed[key]
         return held.stretch(alone_s, crossing + held.ways_crossed * sum(kept["away"]),
                             held.span_s(choice.micro, sum(kept["backward_s"])))
