@@ -398,6 +398,24 @@ def moves_again(rank: int, group: Any, first: int, later: int, graphs: bool = Fa
     return " ".join(wrong)
 
 
+def one_is_slow_to_file_weights(rank: int, group: Any, folder: str) -> str:
+    """The other has given its memory of them back by then: of its own portion alone."""
+    import time
+
+    import megatrain_torch as mt
+    from megatrain_torch.model.homes import Homes
+    own, model = Homes.file_weights, Choosy()
+    wanted = [p.detach().clone() for p in model.parameters()]
+    Homes.file_weights = lambda homes, unit: (time.sleep(0.1 * rank), own(homes, unit))
+    try:
+        model = mt.stream(model, "cpu", group=group, plan={"homes": "disk+weights"}, nvme=folder)
+    finally:
+        Homes.file_weights = own
+    found = [p.detach().clone() for p in model.parameters()]
+    mt.unstream(model)
+    return "" if all(torch.equal(a, b) for a, b in zip(found, wanted)) else "other values"
+
+
 def weights_do_not_leave_memory(rank: int, group: Any, folder: str) -> str:
     """A plan that is made at the first pass would have them in files."""
     from test_planning import VRAM, Loop, model

@@ -173,6 +173,10 @@ def test_weights_in_files_are_read_once_a_machine_and_not_kept(pool: Pool) -> No
     assert sum(shared for _, shared, _, _ in found) < 1.2 * weights, "gradients alone"
 
 
+def test_each_rank_gives_back_its_own_part_of_what_is_in_files(pool: Pool, tmp_path: Path) -> None:
+    assert pool.call("several_odd:one_is_slow_to_file_weights", 2, str(tmp_path), timeout=60.0) == ["", ""]
+
+
 @LONG
 def test_weights_in_memory_stay_there(pool: Pool, tmp_path: Path) -> None:
     assert pool.call("several_odd:weights_do_not_leave_memory", 2, str(tmp_path), timeout=60.0) == ["", ""]
