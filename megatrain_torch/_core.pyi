@@ -193,19 +193,36 @@ class Engine:
         """Address on the device of a settled unit's parameter. A gradient made at its GRAD is not copied."""
     def device_bytes(self) -> int:
         """Device memory of settled units' planes, their slots not counted, and of updates on their way."""
-    def begin(self) -> None: ...
+    def begin(self, portions: bool = False, /) -> None:
+        """portions: of what is fetched from now on each rank of this machine fetches its own, where all come to it."""
     def acquire(self, unit: int, stream: int) -> int:
-        """The slot the unit is in; `stream` (cudaStream_t, 0 on CPU) waits for the copy."""
+        """The slot the unit is in; `stream` (cudaStream_t, 0 on CPU) waits for the copy. ~slot: all ranks of this
+        machine have come to it, and each has its own portion there, or will: the others' are to be gathered, and
+        `stream` has not waited."""
+    def ready(self, slot: int, stream: int) -> None:
+        """`stream` waits for the copy into the slot."""
+    def gathered(self, number: int, slot: int, beside: int, stream: int) -> None:
+        """The collective that fills the slot was put in the stream `beside`; `stream` waits for it."""
+    def bounds(self, number: int) -> tuple[int, ...]:
+        """[ranks of this machine + 1] Bytes of a slot at which their portions of a unit, or a cut, begin, and the last
+        ends."""
+    def away(self, away: bool) -> None:
+        """This rank waits in a collective of all: others that are not there yet do not wait for it to open a window."""
+    def met(self) -> None:
+        """And that is over: behind it all open windows in step again."""
+    def astray(self) -> tuple[int, int, int, int] | None:
+        """Of windows that not all ranks of this machine opened: how many, and of the last one a rank that did not, what
+        this one opened, and what that one did, -1: nothing. None: there were none."""
     def kick(self, stream: int) -> None: ...
     def find(self, address: int) -> tuple[int, int, int]:
         """(slot, unit, byte offset); slot -1 when no slot holds the address."""
     def schedule(self) -> str: ...
     def stats(self) -> dict[str, int]:
-        """Since open: fetches, demand_fetches, rebuilds, h2d_bytes, await_ns, d2h_bytes, update_ns (host updates),
-        records_lost (of the timeline), disk_read_bytes, disk_written_bytes, disk_update_ns (updates of those),
-        disk_wait_ns (they waited for reads), out_bytes, back_bytes (activations to host memory, and back),
-        spill_written_bytes, spill_read_bytes (on to a file, and from there), spill_wait_ns (somebody waited for
-        that)."""
+        """Since open: fetches, demand_fetches, rebuilds, gathers (of ranks' portions), h2d_bytes, await_ns, d2h_bytes,
+        update_ns (host updates), records_lost (of the timeline), disk_read_bytes, disk_written_bytes, disk_update_ns
+        (updates of those), disk_wait_ns (they waited for reads), out_bytes, back_bytes (activations to host memory,
+        and back), spill_written_bytes, spill_read_bytes (on to a file, and from there), spill_wait_ns (somebody waited
+        for that)."""
 
     # offload
     def offload(self, unit: int, items: Sequence[tuple[int, ...]], stream: int) -> int:

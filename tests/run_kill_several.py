@@ -4,7 +4,7 @@ number of processes goes on from a whole checkpoint.
     python tests/run_kill_several.py --times 50 [--folder /disk] [--phases]
 
 Processes, as of one machine or, in turn, of one each, train a small model on the CPU device, with units at home in one
-place and another, and save every other step, in turn while they wait and behind their back; now and then one alone
+place and another, delivered whole or in shards, and save every other step, in turn while they wait and behind their back; now and then one alone
 reads a moment. After a random time one is killed; all others must end by themselves within PATIENCE, and say which rank
 is gone. The next ones, as many, one more or one fewer, resume from what is there. test_several.py runs a few of these.
 This prints a table. --phases: one kills itself within each phase of a short run, at a random time of it.
@@ -34,7 +34,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 PATIENCE = 30.0
 LAYERS, WIDTH = 4, 192
-HOMES = ("vram", "disk", "arrive", {"layers.0": "vram", "layers.2": "arrive", "layers.3": "disk"}, "ram", "through")
+HOMES = ("vram", "disk", "arrive", {"layers.0": "vram", "layers.2": "arrive", "layers.3": "disk"}, "ram", "through",
+         "disk+weights")                     # of one machine; of several, "disk"
 PHASES = ("fill", "step", "save", "load", "evaluate", "look", "close")
 NOTES = re.compile(r"^step (\d+)$", re.MULTILINE)
 
@@ -62,10 +63,12 @@ def rank_main(folder: Path) -> None:
                             rank=int(os.environ["RANK"]), world_size=int(os.environ["WORLD_SIZE"]))
     torch.manual_seed(0)
     homes = HOMES[int(os.environ["HOMES"])]
+    homes = "disk" if homes == "disk+weights" and os.environ["MACHINES"] != "1" else homes
+    plan = {"homes": homes, **({"delivery": "shards"} if os.environ["SHARDS"] == "1" else {})}
     if os.environ["PHASE"]:
-        short(folder, homes)
+        short(folder, plan)
         return
-    model = mt.stream(Net().to(torch.bfloat16), "cpu", plan={"homes": homes}, nvme=folder / "nvme")
+    model = mt.stream(Net().to(torch.bfloat16), "cpu", plan=plan, nvme=folder / "nvme")
     opt = mt.AdamW(model.parameters(), lr=1e-3, max_grad_norm=1e-3)
     last, step = folder / "last", 0
     if last.exists():
@@ -86,7 +89,7 @@ def rank_main(folder: Path) -> None:
         print(f"step {step}", flush=True)
 
 
-def short(folder: Path, homes: Any) -> None:
+def short(folder: Path, plan: dict[str, Any]) -> None:
     """A run of all phases, in one of which a rank kills itself."""
     import megatrain_torch as mt
     room = importlib.import_module("megatrain_torch.model.stream")
@@ -98,7 +101,7 @@ def short(folder: Path, homes: Any) -> None:
         return made
 
     room.engine = engine
-    model = mt.stream(Net().to(torch.bfloat16), "cpu", plan={"homes": homes}, nvme=folder / "nvme")
+    model = mt.stream(Net().to(torch.bfloat16), "cpu", plan=plan, nvme=folder / "nvme")
     opt = mt.AdamW(model.parameters(), lr=1e-3, max_grad_norm=1e-3)
     x = torch.randn(8, WIDTH).to(torch.bfloat16)
     for phase in PHASES[1:]:
@@ -153,10 +156,11 @@ def one_phase(folder: Path, number: int, rng: random.Random) -> str:
 
 def _begin(folder: Path, size: int, number: int, **env: str) -> list[subprocess.Popen[str]]:
     (folder / "nvme").mkdir(exist_ok=True)
+    shards = str(int(env["MACHINES"] == "1" and number // len(HOMES) % 2 == 0))
     return [subprocess.Popen([sys.executable, __file__, "--rank", "--folder", str(folder)], text=True,
                              stdout=(folder / f"out{r}").open("w"), stderr=(folder / f"err{r}").open("w"),
                              env=os.environ | {"RANK": str(r), "WORLD_SIZE": str(size), "STORE": f"store{number}",
-                                                "HOMES": str(number % len(HOMES)), "PHASE": "", **env})
+                                                "HOMES": str(number % len(HOMES)), "PHASE": "", **env, "SHARDS": shards})
             for r in range(size)]
 
 

@@ -198,6 +198,9 @@ def loaded(rank: int, group: Any, job: Job, folder: str) -> dict[str, str]:
     return noted
 
 
+FILED = {"homes": "disk+weights"}        # all ranks have to come to a forward
+
+
 def habits(rank: int, group: Any, plan: dict[str, Any] | None = None) -> list[str]:
     """What scripts do with a model in several processes, and one rank alone in between: what is wrong of it."""
     import megatrain_torch as mt
@@ -220,10 +223,11 @@ def habits(rank: int, group: Any, plan: dict[str, Any] | None = None) -> list[st
             o.zero_grad()
     if not _same(model, plain):
         wrong.append("an optimizer of torch's")
-    if rank == 0:                                                # and nobody else
+    if rank == 0 or plan == FILED:                               # and nobody else, if it may
         with torch.no_grad():
             if not torch.equal(model(**case.batch(5)).logits, plain(**case.batch(5)).logits):
                 wrong.append("an evaluation on one rank")
+    if rank == 0:
         if not torch.equal(model.state_dict()["lm_head.weight"], plain.lm_head.weight):
             wrong.append("a state_dict on one rank")
     for number in range(2):
@@ -290,6 +294,52 @@ def memory(rank: int, group: Any) -> tuple[int, int]:
         torch.distributed.barrier(group)
     mt.unstream(model)
     return found
+
+
+def delivered(rank: int, group: Any, job: Job) -> tuple[int, int, Any]:
+    """Bytes that one rank fetched in steps, how often it gathered, and where ranks were apart."""
+    case, model, opt = _made(job, group, 5 + rank)
+    for number in range(job.steps):
+        _loss(job, case, model, 2 * number + rank).backward()
+        opt.step()
+        opt.zero_grad()
+        if job.look and rank == 0:                               # and nobody else
+            with torch.no_grad():
+                case.loss(model, case.batch(number))
+    core = model.lm_head.weight._mt.runtime.core
+    core.drain()
+    found = core.stats()["h2d_bytes"], core.stats()["gathers"], core.astray()
+    mt_unstream(model)
+    return found
+
+
+def filed(rank: int, group: Any) -> tuple[int, int, int, int]:
+    """Bytes of weights; of what is shared, this process's part, behind a step; what a forward reads of the drive, and how
+    often it gathers. Of a model of one unit."""
+    import megatrain_torch as mt
+    torch.manual_seed(0)
+    model = mt.stream(nn.Sequential(*(nn.Linear(512, 512) for _ in range(8))), "cpu", group=group,
+                      plan=FILED, nvme=tempfile.gettempdir())
+    opt, core = mt.AdamW(model.parameters(), lr=1e-3), model[0].weight._mt.runtime.core
+    x = torch.ones(2, 512)
+    before = core.stats()
+    with torch.no_grad():
+        model(x)
+    after = core.stats()
+    model(x).sum().backward()
+    opt.step()
+    opt.zero_grad()
+    core.drain()
+    shared = _shared_bytes()
+    nbytes = sum(p.nbytes for p in model.parameters())
+    torch.distributed.barrier(group)
+    mt.unstream(model)
+    return nbytes, shared, *(after[k] - before[k] for k in ("disk_read_bytes", "gathers"))
+
+
+def mt_unstream(model: nn.Module) -> None:
+    import megatrain_torch as mt
+    mt.unstream(model)
 
 
 def looked_at_around_a_load(rank: int, group: Any, folder: str, homes: str) -> list[str]:

@@ -32,6 +32,16 @@ class Breakable(Choosy):
 
 
 ALL = [0, 1, 2, 3]
+plan: dict[str, str] = {}                # of what is streamed
+
+
+def in_shards(rank: int, group: Any, what: str) -> str:
+    """One of the cases below, with weights delivered so."""
+    plan["delivery"] = "shards"
+    try:
+        return globals()[what](rank, group)
+    finally:
+        plan.clear()
 
 
 def _x(number: int, rank: int) -> Tensor:
@@ -46,7 +56,7 @@ def _as_ddp(group: Any, train: Callable[[Any, Any, Any], None], makes: tuple[typ
     """What `train` makes of streamed models, and of plain ones. "": the same."""
     import megatrain_torch as mt
     plain = [make() for make in makes]
-    models = [mt.stream(copy.deepcopy(m), "cpu", group=group) for m in plain]
+    models = [mt.stream(copy.deepcopy(m), "cpu", group=group, plan=plan) for m in plain]
     ddp = [DistributedDataParallel(m, process_group=group, find_unused_parameters=True) for m in plain]
     train(models, models, mt.AdamW([p for m in models for p in m.parameters()], lr=1e-2))
     train(ddp, plain, torch.optim.AdamW([p for m in plain for p in m.parameters()], lr=1e-2))
@@ -131,7 +141,7 @@ def penalty_before(rank: int, group: Any) -> str:
 
 def update_in_a_hook(rank: int, group: Any) -> str:
     import megatrain_torch as mt
-    model = mt.stream(Choosy(), "cpu", group=group)
+    model = mt.stream(Choosy(), "cpu", group=group, plan=plan)
     for p in model.parameters():
         p.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
     try:
@@ -165,7 +175,7 @@ def backward_breaks_on_all(rank: int, group: Any) -> str:
 def backward_reaches_nothing_on_one(rank: int, group: Any) -> str:
     """Nobody can know of it; the next one's is another step's."""
     import megatrain_torch as mt
-    model = mt.stream(Choosy(), "cpu", group=group)
+    model = mt.stream(Choosy(), "cpu", group=group, plan=plan)
     opt = mt.AdamW(model.parameters(), lr=1e-2)
     said = ""
     try:
@@ -183,7 +193,7 @@ def _broken(group: Any, when: Callable[[int], bool]) -> str:
     """Scripts that catch what is raised, and go on."""
     import megatrain_torch as mt
     rank, said = dist.get_rank(group), []
-    model = mt.stream(Breakable(), "cpu", group=group)
+    model = mt.stream(Breakable(), "cpu", group=group, plan=plan)
     opt = mt.AdamW(model.parameters(), lr=1e-2, max_grad_norm=1.0)
     for number in range(4):
         model.breaks = when(number)
@@ -207,7 +217,7 @@ def grad_taken_in_backward(rank: int, group: Any) -> str:
 
 def _taken(rank: int, group: Any, which: list[int]) -> str:
     import megatrain_torch as mt
-    model, said, kept = mt.stream(Choosy(), "cpu", group=group), "", []
+    model, said, kept = mt.stream(Choosy(), "cpu", group=group, plan=plan), "", []
     opt = mt.AdamW(model.parameters(), lr=1e-2)
     first = model.layers[0][0].weight
     _loss(model, 0, rank, ALL).backward()
@@ -239,7 +249,7 @@ def grad_taken_of_what_is_not_used(rank: int, group: Any) -> str:
     """By rank 1, which has the rest of the unit home before it hears that rank 0 has a gradient of it: as with NCCL."""
     import megatrain_torch as mt
     model, said, kept = nn.Sequential(*(Sometimes(64, 64) for _ in range(4))), "", []
-    mt.stream(model, "cpu", units=list(model), group=group)
+    mt.stream(model, "cpu", units=list(model), group=group, plan=plan)
     opt, bias = mt.AdamW(model.parameters(), lr=1e-2), model[0].bias
     bias._mt.runtime.exchange._by_streams = True
     x = torch.randn(3, 64, generator=torch.Generator().manual_seed(rank))
@@ -271,14 +281,14 @@ def refused_on_one(rank: int, group: Any) -> str:
         return "it was not refused"
     except mt.MegatrainError as error:
         said = str(error)
-    mt.unstream(mt.stream(Choosy(), "cpu", group=group))
+    mt.unstream(mt.stream(Choosy(), "cpu", group=group, plan=plan))
     return "" if "device='nonsense'" in said else said
 
 
 def save_fails_on_one(rank: int, group: Any, folder: str) -> str:
     """In the user's own function; and then all save."""
     import megatrain_torch as mt
-    model = mt.stream(Choosy(), "cpu", group=group)
+    model = mt.stream(Choosy(), "cpu", group=group, plan=plan)
 
     def progress(done: int, total: int) -> None:
         if rank == 1:
@@ -388,13 +398,63 @@ def moves_again(rank: int, group: Any, first: int, later: int, graphs: bool = Fa
     return " ".join(wrong)
 
 
+def one_is_slow_to_file_weights(rank: int, group: Any, folder: str) -> str:
+    """The other has given its memory of them back by then: of its own portion alone."""
+    import time
+
+    import megatrain_torch as mt
+    from megatrain_torch.model.homes import Homes
+    own, model = Homes.file_weights, Choosy()
+    wanted = [p.detach().clone() for p in model.parameters()]
+    Homes.file_weights = lambda homes, unit: (time.sleep(0.1 * rank), own(homes, unit))
+    try:
+        model = mt.stream(model, "cpu", group=group, plan={"homes": "disk+weights"}, nvme=folder)
+    finally:
+        Homes.file_weights = own
+    found = [p.detach().clone() for p in model.parameters()]
+    mt.unstream(model)
+    return "" if all(torch.equal(a, b) for a, b in zip(found, wanted)) else "other values"
+
+
+def weights_do_not_leave_memory(rank: int, group: Any, folder: str) -> str:
+    """A plan that is made at the first pass would have them in files."""
+    from test_planning import VRAM, Loop, model
+
+    import megatrain_torch as mt
+    from megatrain_torch.model import asking
+    own = asking.plan
+    asking.plan = lambda *args, **asked: own(*args, **{**asked, "homes": "disk+weights"})
+    try:
+        loop = Loop(mt.stream(model(torch.bfloat16), "cpu", vram=VRAM, nvme=folder, group=group))
+        loop.step((2, 16))
+        return "it was not refused"
+    except mt.MegatrainError as error:
+        return "" if "go to their files when mt.stream takes them" in str(error) else str(error)
+    finally:
+        asking.plan = own
+
+
+def another_way_to_weights_in_files(rank: int, group: Any, folder: str) -> str:
+    import megatrain_torch as mt
+    model = mt.stream(Choosy(), "cpu", group=group, plan={"homes": "disk+weights"}, nvme=folder)
+    opt = mt.AdamW(model.parameters())
+    try:
+        _loss(model, 0, rank, ALL).backward()
+        opt.step()
+        _loss(model, 1, rank, ALL if rank else [0, 2]).backward()
+        return "it was not refused"
+    except mt.MegatrainError as error:
+        said = ("come to it together", f"rank {1 - rank} is at unit layers.", f"rank {1 - rank} (process", "does not")
+        return "" if any(part in str(error) for part in said) else str(error)
+
+
 def load_fails_on_one(rank: int, group: Any, folder: str) -> str:
     """Behind the check, while the others load."""
     import time
 
     import megatrain_torch as mt
     from megatrain_torch.checkpoint import restore
-    model = mt.stream(Choosy(), "cpu", group=group)
+    model = mt.stream(Choosy(), "cpu", group=group, plan=plan)
     mt.save(model, None, folder)
     own, begun = restore._load_unit, time.monotonic()
 

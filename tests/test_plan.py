@@ -443,7 +443,8 @@ def test_the_bound_is_never_above_the_simulation(data: st.DataObject) -> None:
                                              {"homes": "disk", "nvme": 10**15}, {"homes": "disk+weights", "nvme": 10**15},
                                              {"homes": "disk", "nvme": 10**15, "grads": "none"},
                                              {"homes": "through", "grads": "none"}])),
-                fleet=data.draw(st.sampled_from([Fleet(), Fleet(), Fleet(2), Fleet(1, 2), Fleet(8, 3)])))
+                fleet=data.draw(st.sampled_from([Fleet(), Fleet(), Fleet(2), Fleet(1, 2), Fleet(8, 3)])),
+                delivery=data.draw(st.sampled_from(["whole", "shards"])))
     p = few_cores(p) if data.draw(st.booleans()) else p
     micro = data.draw(st.sampled_from(p.micro_counts()))
     units = tuple(data.draw(st.lists(st.sampled_from(Home), min_size=len(shape.units), max_size=len(shape.units))))

@@ -181,7 +181,7 @@ def test_more_of_what_is_shared_is_never_slower() -> None:
 def test_many_gpus_share_the_hosts_memory() -> None:
     """Each of 8 fetches whole weights twice a step: 16 times their bytes, and more, go through one host's memory."""
     machine = dataclasses.replace(LINKED, host_bytes=10**12, host_gbps=80.0)
-    plan = mt.plan(seven(12), machine=machine, gpus=8, **ASKED | {"tokens": 4096})
+    plan = mt.plan(seven(12), machine=machine, gpus=8, delivery="whole", **ASKED | {"tokens": 4096})
     assert plan.busy["host memory"] > 8 * plan.host["weights"] / 80e9
     assert plan.seconds >= plan.busy["host memory"] and plan.bound == "host memory"
     assert "host memory" not in mt.plan(seven(12), machine=machine, **ASKED).busy
@@ -195,7 +195,7 @@ def test_without_links_gpus_exchange_over_those_to_the_host() -> None:
 
 
 @pytest.mark.parametrize("asked, says", [
-    ({"homes": {"lm_head": "disk+weights"}}, "homes='disk+weights', with 2 GPUs"),
+    ({"homes": {"lm_head": "disk+weights"}, "machines": 2}, "homes='disk+weights', with 2 machines of 2 GPUs"),
     ({"grads": "none"}, "grads='none', with 2 GPUs"), ({"gpus": 0}, "gpus"), ({"machines": 2.0}, "machines"),
 ])
 def test_what_several_gpus_cannot_have_yet_is_refused(asked: dict[str, Any], says: str) -> None:
@@ -242,6 +242,56 @@ def test_each_of_several_gpus_has_its_part_of_states_in_a_file(gpus: int, machin
     assert half // 2 < sum(less.disk.values()) <= half
     kept = [mt.plan(small(8), **asked | {"activations": "saved+disk", "homes": "ram", "micro": 1}, gpus=n) for n in (1, 2)]
     assert kept[1].disk["activations"] == 2 * kept[0].disk["activations"] > 0
+
+
+def test_each_of_several_gpus_has_its_part_of_weights_in_a_file() -> None:
+    asked = dict(tokens=16384, seq=1024, machine=dataclasses.replace(LINKED, disk_both_gbps=1.0), homes="disk+weights",
+                 nvme={"limit": "100GiB"})
+    one, two = mt.plan(small(8), **asked), mt.plan(small(8), **asked, gpus=2)
+    assert "weights" not in two.host and two.disk["weights"] == one.disk["weights"]
+    assert two.busy["disk"] == pytest.approx(one.busy["disk"], rel=0.01), "a machine's drive is all its ranks'"
+    assert two.host["buffers of the disk"] == 2 * one.host["buffers of the disk"]
+    short = dataclasses.replace(LINKED, disk_both_gbps=1.0, host_bytes=27 * GIB)
+    found = mt.plan(seven(12), tokens=16384, seq=1024, machine=short, gpus=2, nvme={"limit": "100GiB"})
+    assert "disk+weights" in found.homes.values() and found.host_bytes <= short.host_bytes
+    with pytest.raises(mt.MegatrainError):
+        mt.plan(seven(12), tokens=16384, seq=1024, machine=short, gpus=2, nvme={"limit": "100GiB"}, homes="disk")
+
+
+# ---- weights in shards ---------------------------------------------------------------------------
+
+FETCHED = dict(tokens=2048, seq=1024, homes="ram", activations="replay", micro=1, slots=12)      # most of a step is fetches
+NARROW = dataclasses.replace(LINKED, host_bytes=200 * GIB, host_gbps=400.0, adam_gparams=((1, 50.0),))
+
+
+def test_each_gpu_fetches_its_part_and_is_given_the_others() -> None:
+    whole, shards = (mt.plan(seven(12), machine=NARROW, gpus=4, delivery=d, **FETCHED) for d in ("whole", "shards"))
+    assert 0.25 <= shards.busy["h2d"] / whole.busy["h2d"] < 0.35, "slower beside the host's updates, and more of it is"
+    assert shards.seconds < whole.seconds
+    given = sum(u.weights for u in WIDE.units) * 3 / 4 / 100e9           # once: slots keep them for backward
+    assert shards.busy["exchange"] - whole.busy["exchange"] == pytest.approx(given)
+    assert shards.vram == whole.vram and shards.host == whole.host
+    assert "weights in shards" in str(shards) and "shards" not in str(whole)
+
+
+def test_shards_are_chosen_where_they_are_faster_and_links_are_known() -> None:
+    found = mt.plan(seven(12), machine=NARROW, gpus=4, **FETCHED)
+    assert found == mt.plan(seven(12), machine=NARROW, gpus=4, delivery="shards", **FETCHED)
+    for machine, gpus in ((dataclasses.replace(NARROW, exchange_gbps=0.0), 4), (NARROW, 1),
+                          (dataclasses.replace(NARROW, exchange_gbps=5.0), 4)):
+        plan = mt.plan(seven(12), machine=machine, gpus=gpus, **FETCHED)
+        assert plan.delivery == "whole"
+    many = mt.plan(seven(12), machine=NARROW, gpus=4, **FETCHED | {"tokens": 16384, "micro": None})
+    assert many.delivery == "whole", "compute hides whole fetches"
+
+
+def test_one_gpu_of_a_machine_has_nobody_to_share_with() -> None:
+    with pytest.raises(mt.MegatrainError, match="delivery='shards', with 2 machines of 1 GPU"):
+        mt.plan(small(2), machine=LINKED, machines=2, delivery="shards", **ASKED)
+    with pytest.raises(mt.MegatrainError, match="delivery='shards', with 1 GPU"):
+        mt.stream(torch.nn.Linear(2, 2), "cpu", plan={"delivery": "shards"})
+    with pytest.raises(mt.MegatrainError, match="delivery='halves': use 'whole' or 'shards'"):
+        mt.stream(torch.nn.Linear(2, 2), "cpu", plan={"delivery": "halves"})
 
 
 # ---- what was measured ---------------------------------------------------------------------------

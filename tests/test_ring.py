@@ -42,7 +42,7 @@ def ring() -> Ring:
         slot.memory.zero_()                  # it may be NaN, which equals nothing
     units = [[record(0, 2, 3), record(512, 4, trained=False)], [record(0, 5)]]
     homes = SimpleNamespace(arrivals=SimpleNamespace(over=()))
-    model = SimpleNamespace(core=Engine(slots), units=units, homes=homes, door=None, handover=None, stream=lambda: 0)
+    model = SimpleNamespace(core=Engine(slots), units=units, homes=homes, door=None, handover=None, delivery=None, stream=lambda: 0)
     ring = Ring(model)
     ring.look(slots)
     return ring

@@ -78,9 +78,11 @@ def test_situations(pool: Pool, name: str) -> None:
     check(pool, SIZES.get(name, 2), SITUATIONS[name])
 
 
+SHARDS = ("delivery", "shards")
 VRAM, ARRIVE = (("homes", "vram"),), (("homes", "arrive"),)
 MIXED = (("homes", {"model.embed_tokens": "vram", "model.layers.1": "arrive", "lm_head": "vram"}),)
 DISK, THROUGH = (("homes", "disk"),), (("homes", "through"),)
+FILED = (("homes", "disk+weights"),)
 AT_HOME = {                                                # units at home elsewhere than in host memory, of so many
     "bf16_of_4": (4, Job("wide", "bfloat16", plan=VRAM)),
     "mixed": (2, Job("wide", "bfloat16", plan=MIXED, micro=2, look=True)),
@@ -138,6 +140,52 @@ def test_units_at_home_elsewhere(pool: Pool, name: str) -> None:
     assert not differences(pool.call("several:train", size, job), wanted)
 
 
+IN_FILES = {                                               # weights too; all ranks come to each window
+    "of_4": (4, Job("wide", "bfloat16", plan=FILED, micro=2, look=True, delay_us=300)),
+    "two_slots": (3, Job("wide", "bfloat16", reduce="sum", plan=(*FILED, ("slots", 2), ("activations", "replay")))),
+    "mixed": (2, Job("wide", "bfloat16", micro=2, look=True, plan=(SHARDS, ("homes", {
+        "model.embed_tokens": "vram", "model.layers.0": "disk+weights", "model.layers.1": "arrive",
+        "lm_head": "disk+weights"})))),
+    "frozen": (2, Job("wide", "bfloat16", frozen=("embed", "self_attn", "lm_head"), plan=FILED)),
+    "tied": (2, Job("llama_tied", "bfloat16", plan=FILED)),
+    "fp16": (2, Job("wide", "float16", plan=FILED, delay_us=1500)),
+    "states_of_8_bits": (3, Job("wide", "bfloat16", reduce="sum", states="8bit", plan=(*FILED, ("states", "8bit")))),
+    "in_backward": (2, Job("wide", "bfloat16", clip=None, in_backward=True, plan=FILED)),
+    "host_arithmetic": (2, Job("penalty", plan=FILED)),
+    "to_a_function": (2, Job("straight", plan=FILED)),
+    "experts": (2, Job("mixtral", frozen=("experts",), plan=(*FILED, ("experts", 2)))),
+    "shared_layer": (2, Job("albert", plan=FILED)),
+}
+
+
+@pytest.mark.parametrize("name", [n if n == "mixed" else pytest.param(n, marks=LONG) for n in IN_FILES])
+def test_weights_in_files_give_the_same_bits(pool: Pool, name: str) -> None:
+    size, job = IN_FILES[name]
+    wanted = alone(dataclasses.replace(job, plan=()), size)
+    assert not differences(pool.call("several:train", size, job), wanted)
+
+
+def test_weights_in_files_are_read_once_a_machine_and_not_kept(pool: Pool) -> None:
+    found = pool.call("several:filed", 2)
+    assert all(gathers == 1 for *_, gathers in found)
+    weights = found[0][0]
+    assert weights * 0.99 < sum(read for _, _, read, _ in found) < weights * 1.1
+    assert sum(shared for _, shared, _, _ in found) < 1.2 * weights, "gradients alone"
+
+
+def test_each_rank_gives_back_its_own_part_of_what_is_in_files(pool: Pool, tmp_path: Path) -> None:
+    assert pool.call("several_odd:one_is_slow_to_file_weights", 2, str(tmp_path), timeout=60.0) == ["", ""]
+
+
+@LONG
+def test_weights_in_memory_stay_there(pool: Pool, tmp_path: Path) -> None:
+    assert pool.call("several_odd:weights_do_not_leave_memory", 2, str(tmp_path), timeout=60.0) == ["", ""]
+
+
+def test_who_goes_another_way_to_weights_in_files_is_named(pool: Pool, tmp_path: Path) -> None:
+    assert pool.call("several_odd:another_way_to_weights_in_files", 2, str(tmp_path), timeout=60.0) == ["", ""]
+
+
 MACHINES = {                                               # in CI: so many, of how many ranks
     "left_out_bf16": (2, 2), "arrive": (2, 4)}
 ANYWHERE = {**{name: (SIZES.get(name, 2), job) for name, job in SITUATIONS.items()}, **AT_HOME}
@@ -150,6 +198,44 @@ def test_several_machines_are_as_one(pool: Pool, name: str, machines: int, size:
     job = ANYWHERE[name][1]
     wanted = alone(dataclasses.replace(job, plan=(), vram=None), size)
     assert not differences(pool.call("several:apart", size, machines, "several:train", job), wanted)
+
+
+SHARDED = {                                                # of so many ranks, on so many machines
+    "delays": (3, 1, Job("wide", "bfloat16", reduce="sum", micro=2, plan=(("slots", 2),), delay_us=500)),
+    "left_out_and_twice": (4, 1, SITUATIONS["left_out_and_twice"]),
+    "replay_of_tied": (2, 1, Job("llama_tied", "bfloat16", plan=(("activations", "replay"),))),
+    "mixed": (2, 1, AT_HOME["mixed"][1]),
+    "machines": (4, 2, SITUATIONS["micro_batches"]),
+    "experts": (2, 1, Job("mixtral", frozen=("experts",), plan=(("experts", 2),))),
+    **{f"{name}_of_{m}_machines": (max(n, 2 * m), m, job) for m in (1, 2) for table in (
+        AT_HOME, {name: (SIZES.get(name, 2), job) for name, job in SITUATIONS.items()})
+       for name, (n, job) in table.items() if max(n, 2 * m) % m == 0 and (n == max(n, 2 * m) or job.reduce == "mean")}}
+
+
+@pytest.mark.parametrize("name", [n if n in ("delays", "left_out_and_twice", "mixed") else pytest.param(n, marks=LONG)
+                                  for n in SHARDED])
+def test_weights_in_shards_give_the_same_bits(pool: Pool, name: str) -> None:
+    size, machines, job = SHARDED[name]
+    wanted = alone(dataclasses.replace(job, plan=(), vram=None), size)
+    job = dataclasses.replace(job, plan=(*job.plan, SHARDS), vram=None)
+    assert not differences(pool.call("several:apart", size, machines, "several:train", job), wanted)
+
+
+def test_each_rank_fetches_its_portion_where_all_come_to_it(pool: Pool) -> None:
+    """Units of up to 200 KiB, cut at 16 KiB."""
+    job = Job("wide", "bfloat16", plan=(("slots", 2), ("activations", "replay")), delay_us=200)
+    (whole, none, _), *_ = pool.call("several:delivered", 2, job)
+    found = pool.call("several:delivered", 2, dataclasses.replace(job, plan=(*job.plan, SHARDS)))
+    assert none == 0 and all(gathers > 20 and astray is None for _, gathers, astray in found), found
+    assert sum(nbytes for nbytes, *_ in found) == whole
+
+
+def test_what_one_rank_does_alone_is_fetched_whole(pool: Pool) -> None:
+    """It evaluates between steps, with what was fetched for the next one in the slots."""
+    job = Job("wide", look=True, plan=(("slots", 2), SHARDS))
+    found = pool.call("several:delivered", 2, job)
+    assert all(gathers > 10 for _, gathers, _ in found) and found[0][0] > found[1][0]
+    assert all(astray is None or astray[2] == astray[3] for *_, astray in found), "nobody waited for one that did not come"
 
 
 @pytest.mark.parametrize("job, machines", [
@@ -197,7 +283,7 @@ def test_each_machine_has_the_first_ones_model(pool: Pool) -> None:
     Job("wide", "bfloat16"), *(pytest.param(job, marks=LONG) for job in (
         Job("choosy", "float16", states="8bit"), Job("wide", "bfloat16", plan=VRAM), Job("choosy", "float16", plan=ARRIVE),
         Job("wide", "bfloat16", plan=DISK), Job("choosy", "float16", states="8bit", plan=DISK),
-        Job("wide", "bfloat16", states="8bit", plan=MIXED)))], ids=lambda j: f"{j.dtype}-{dict(j.plan).get('homes', 'ram')}")
+        Job("wide", "bfloat16", plan=FILED), Job("wide", "bfloat16", states="8bit", plan=MIXED)))], ids=lambda j: f"{j.dtype}-{dict(j.plan).get('homes', 'ram')}")
 def test_a_checkpoint_is_that_of_any_number(pool: Pool, job: Job, tmp_path: Path) -> None:
     wanted = saved(0, None, job, str(tmp_path / "one"))
     assert not differences(pool.call("several:loaded", 3, job, str(tmp_path / "one")), wanted)
@@ -245,10 +331,10 @@ def test_a_model_that_each_rank_makes_is_the_first_ones(pool: Pool, how: str) ->
     assert not differences(pool.call("several_load:made_by_the_script", 3, how), wanted)
 
 
-@pytest.mark.parametrize("homes", [
-    "ram", *(pytest.param(home, marks=LONG) for home in ("vram", "arrive", "disk", "through"))])
-def test_what_scripts_do(pool: Pool, homes: str) -> None:
-    assert pool.call("several:habits", 2, {"homes": homes}) == [[], []]
+@pytest.mark.parametrize("plan", [{"delivery": "shards"}, *(pytest.param(
+    {"homes": home}, marks=LONG) for home in ("ram", "vram", "arrive", "disk", "through", "disk+weights"))], ids=str)
+def test_what_scripts_do(pool: Pool, plan: dict[str, str]) -> None:
+    assert pool.call("several:habits", 2, plan) == [[], []]
 
 
 @pytest.mark.parametrize("what", [
@@ -258,6 +344,14 @@ def test_what_scripts_do(pool: Pool, homes: str) -> None:
     pytest.param("grad_taken_of_what_is_not_used", marks=LONG)])
 def test_what_not_all_ranks_do(pool: Pool, what: str) -> None:
     assert pool.call(f"several_odd:{what}", 2, timeout=60.0) == ["", ""]
+
+
+@pytest.mark.parametrize("what", ["backward_breaks_on_one", *(pytest.param(name, marks=LONG) for name in (
+    "two_models", "hooks_on_one", "hooks_in_another_order", "grads_kept_on_one", "grads_of_ones_own", "penalty_before",
+    "update_in_a_hook", "backward_breaks_on_all", "refused_on_one", "backward_reaches_nothing_on_one",
+    "grad_taken_in_backward", "grad_taken_of_what_is_not_used"))])
+def test_what_not_all_ranks_do_with_weights_in_shards(pool: Pool, what: str) -> None:
+    assert pool.call("several_odd:in_shards", 2, what, timeout=60.0) == ["", ""]
 
 
 @pytest.mark.parametrize("machines", [pytest.param(1, marks=LONG), 2])
@@ -281,8 +375,9 @@ def test_a_load_that_fails_on_one(pool: Pool, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("when", [pytest.param("stream", marks=LONG), "step"])
-def test_a_disk_that_is_full_on_one(pool: Pool, when: str, tmp_path: Path) -> None:
-    assert pool.call("several_odd:disk_full_on_one", 2, str(tmp_path), when, timeout=60.0) == ["", ""]
+def test_a_disk_that_is_full_on_one(when: str, tmp_path: Path) -> None:
+    with Pool(2) as two:                         # whose own store, a file too, has not grown yet
+        assert two.call("several_odd:disk_full_on_one", 2, str(tmp_path), when, timeout=60.0) == ["", ""]
 
 
 def test_a_save_that_fails_on_one(pool: Pool, tmp_path: Path) -> None:
@@ -291,11 +386,12 @@ def test_a_save_that_fails_on_one(pool: Pool, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("what, said", [
     ("model", "the model is not the same in all processes: 4 and 5 in rank 0 and rank 1"), ("order", "not the same"),
-    ("frozen", "True and False in rank 0 and rank 1"), ("homes", "homes='disk+weights', with 3 GPUs"),
+    ("frozen", "True and False in rank 0 and rank 1"), ("homes", "homes='disk+weights', with 3 machines of 1 GPU"),
     ("grads", "grads='none', with 3 GPUs"),
     ("reduce", "use 'mean' or 'sum'"), ("host", "1.0 KiB"), ("machines", "each machine has to have equally many")])
 def test_refused_on_all(pool: Pool, what: str, said: str) -> None:
-    texts = pool.call("several:apart", 3, 1 + (what == "machines"), "several:refused", what)
+    machines = {"machines": 2, "homes": 3}.get(what, 1)
+    texts = pool.call("several:apart", 3, machines, "several:refused", what)
     assert all(said in text for text in texts), texts
 
 

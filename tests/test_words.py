@@ -13,7 +13,7 @@ from megatrain_torch.base.testing import Doors, engine_doors, opened
 from megatrain_torch.commands.settings import Settings
 from megatrain_torch.model.stream import runtime_of
 
-KNOWN = "known: ['activations', 'experts', 'grads', 'homes', 'lent', 'slots', 'states', 'threads']"
+KNOWN = "known: ['activations', 'delivery', 'experts', 'grads', 'homes', 'lent', 'slots', 'states', 'threads']"
 
 
 @pytest.mark.parametrize("word", ["speculate", "debug", "delay_us", "seed", "lock", "sync", "poison"])

@@ -29,6 +29,7 @@
 #include "../core/stream.h"
 #include "../core/swap.h"
 #include "../core/through.h"
+#include "../core/turn.h"
 #include "../core/update.h"
 #include "../io/shards.h"
 #include "../ops/sumsq.h"
@@ -186,6 +187,8 @@ extern PyMethodDef mt_save_methods[];
 /* engine_run.c: stream and offload */
 MT_METHOD(open_slots); MT_METHOD(close_slots);
 MT_METHOD(cut); MT_METHOD(settle); MT_METHOD(settled); MT_METHOD(unsettle);
+MT_METHOD(ready); MT_METHOD(gathered); MT_METHOD(bounds);
+MT_METHOD(away); MT_METHOD(met); MT_METHOD(astray);
 MT_METHOD(begin); MT_METHOD(kick); MT_METHOD(schedule); MT_METHOD(stats);
 MT_METHOD(land); MT_METHOD(passed); MT_METHOD(drain); MT_METHOD(forget);
 MT_FASTCALL(acquire); MT_FASTCALL(find); MT_FASTCALL(put);

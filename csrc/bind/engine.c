@@ -160,6 +160,8 @@ static mt_status engine_open(mt_engine *e, const engine_wish *w)
     e->cx = (mt_context){ .dev = h->dev, .pool = h->pool, .share = h->share, .warn = mt_warn };
     MT_TRY(mt_store_open(&e->cx, &h->store));
     e->cx.store = h->store;
+    if (h->share != NULL)
+        MT_TRY(mt_turns_open(&e->cx, MT_TURN_MS, &e->cx.turns));
     MT_TRY(mt_sumsq_open(h->dev, &e->sums));
     kernels.ctx = e->sums;
     MT_TRY(mt_timeline_open(h->dev, &e->cx.timeline));
@@ -278,12 +280,14 @@ static mt_status engine_stop(mt_engine *e)
     mt_through_close(e->cx.through);
     mt_swap_close(e->swap);
     mt_file_close(e->swap_file);
+    mt_turns_close(e->cx.turns);
     mt_store_leave(e->cx.store);         /* nothing of ours is under way that others await */
     for (int i = 0; i < e->n_adopted; i++)
         e->cx.dev->ops->queue_close(e->adopted[i].queue);
     mt_sumsq_close(e->sums);
     mt_timeline_close(e->cx.timeline);   /* its stamps were in the queues closed above */
     free(e->adopted);
+    e->cx.turns = NULL;
     e->cx.timeline = NULL;               /* others forget themselves there when they close */
     e->updater = NULL;
     e->offload = NULL;
@@ -518,10 +522,31 @@ static PyMethodDef methods[] = {
       "The unit lives on the host again; between close_slots() and open_slots()." },
     { "close_slots", mt_engine_close_slots, METH_NOARGS,
       "close_slots($self, /)\n--\n\nNo weights are in slots any more; others may be opened." },
-    { "begin", mt_engine_begin, METH_NOARGS, "begin($self)\n--\n\nA root forward starts." },
+    { "begin", mt_engine_begin, METH_VARARGS,
+      "begin($self, portions=False, /)\n--\n\n"
+      "A root forward starts. portions: of what is fetched from now on each rank of this machine "
+      "fetches its own, and the others' are gathered." },
     { "acquire", KEYWORDS(mt_engine_acquire), METH_FASTCALL,
       "acquire($self, unit, stream, /)\n--\n\n"
-      "The slot the unit is in; stream waits for the copy." },
+      "The slot the unit is in; stream waits for the copy. ~slot: its portions are to be gathered "
+      "by all ranks of this machine; then stream has not waited." },
+    { "ready", mt_engine_ready, METH_VARARGS,
+      "ready($self, slot, stream, /)\n--\n\nstream waits for the copy into the slot." },
+    { "gathered", mt_engine_gathered, METH_VARARGS,
+      "gathered($self, number, slot, beside, stream, /)\n--\n\n"
+      "The collective was put in the stream `beside`; stream waits for it." },
+    { "bounds", mt_engine_bounds, METH_VARARGS,
+      "bounds($self, number, /)\n--\n\n"
+      "Bytes of a slot at which the portions of the machine's ranks begin, and the last ends; of a "
+      "unit, or a cut." },
+    { "away", mt_engine_away, METH_VARARGS,
+      "away($self, away, /)\n--\n\nOther ranks do not wait for this one to open a window." },
+    { "met", mt_engine_met, METH_NOARGS,
+      "met($self)\n--\n\nAll ranks have come to a collective." },
+    { "astray", mt_engine_astray, METH_NOARGS,
+      "astray($self)\n--\n\n"
+      "(times, rank, own number, its number or -1) of the last window that not all ranks opened, "
+      "or None." },
     { "kick", mt_engine_kick, METH_VARARGS,
       "kick($self, stream, /)\n--\n\nHand over the first fetches of the next forward." },
     { "find", KEYWORDS(mt_engine_find), METH_FASTCALL,

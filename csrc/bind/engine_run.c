@@ -222,6 +222,7 @@ static void add_stats(mt_stream_stats *to, mt_stream_stats more)
     to->fetches += more.fetches;
     to->demand_fetches += more.demand_fetches;
     to->rebuilds += more.rebuilds;
+    to->gathers += more.gathers;
     to->h2d_bytes += more.h2d_bytes;
     to->await_ns += more.await_ns;
 }
@@ -261,17 +262,43 @@ PyObject *mt_engine_close_slots(PyObject *self, PyObject *unused)
     Py_RETURN_NONE;
 }
 
-PyObject *mt_engine_begin(PyObject *self, PyObject *unused)
+PyObject *mt_engine_begin(PyObject *self, PyObject *args)
 {
     mt_engine *e = streaming(self);
+    int        portions = 0;
     mt_status  st;
 
-    (void)unused;
-    if (e == NULL)
+    if (e == NULL || !PyArg_ParseTuple(args, "|p:begin", &portions))
         return NULL;
+    mt_stream_portions(e->stream, portions);
     if ((st = mt_stream_begin(e->stream)) != MT_OK)
         return mt_raise(e->error, st);
     Py_RETURN_NONE;
+}
+
+/* Waits for the mates without the GIL; what follows may ask the hooks. */
+static mt_status take_turn(mt_engine *e, int slot, mt_queue *run, int *gathers)
+{
+    mt_status st;
+
+    MT_WAITING(e, st, mt_stream_turn(e->stream, slot, gathers));
+    if (st != MT_OK || *gathers)
+        return st;
+    e->busy++;
+    st = mt_stream_whole(e->stream, slot, run);
+    e->busy--;
+    return st;
+}
+
+static mt_status await(mt_engine *e, int slot, int unit, mt_queue *run)
+{
+    int       waits = mt_timeline_wait(e->cx.timeline, unit, run);
+    mt_status st;
+
+    MT_WAITING(e, st, mt_stream_await(e->stream, slot, run));
+    if (waits)
+        mt_timeline_waited(e->cx.timeline, run);
+    return st;
 }
 
 /* Under the GIL up to the decision (it may ask the hooks); the wait for the mover is without. */
@@ -281,7 +308,7 @@ PyObject *mt_engine_acquire(PyObject *self, PyObject *const *args, Py_ssize_t n)
     mt_queue  *run;
     uintptr_t  handle;
     mt_status  st;
-    int        unit, slot;
+    int        unit, slot, gathers = 0;
     void      *mem;
 
     if (e == NULL)
@@ -298,16 +325,119 @@ PyObject *mt_engine_acquire(PyObject *self, PyObject *const *args, Py_ssize_t n)
     e->busy++;                           /* a hook that calls close() is refused */
     st = mt_stream_acquire(e->stream, unit, run, &slot, &mem);
     e->busy--;
-    if (st == MT_OK && !PyErr_Occurred()) {
-        int waits = mt_timeline_wait(e->cx.timeline, mt_stream_owner(e->stream, unit), run);
-
-        MT_WAITING(e, st, mt_stream_await(e->stream, slot, run));
-        if (waits)
-            mt_timeline_waited(e->cx.timeline, run);
-    }
+    if (st == MT_OK && !PyErr_Occurred() && mt_stream_takes_turn(e->stream))
+        st = take_turn(e, slot, run, &gathers);
+    if (st == MT_OK && !PyErr_Occurred() && !gathers)
+        st = await(e, slot, mt_stream_owner(e->stream, unit), run);
     if (st != MT_OK || PyErr_Occurred())
         return mt_raise(e->error, st);
-    return PyLong_FromLong(slot);
+    return PyLong_FromLong(gathers ? ~slot : slot);
+}
+
+PyObject *mt_engine_ready(PyObject *self, PyObject *args)
+{
+    mt_engine         *e = streaming(self);
+    unsigned long long handle;
+    mt_queue          *queue;
+    int                slot;
+    mt_status          st;
+
+    if (e == NULL || !PyArg_ParseTuple(args, "iK:ready", &slot, &handle) ||
+        (queue = mt_engine_queue(e, (uintptr_t)handle)) == NULL)
+        return NULL;
+    MT_WAITING(e, st, mt_stream_await(e->stream, slot, queue));
+    if (st != MT_OK)
+        return mt_raise(e->error, st);
+    Py_RETURN_NONE;
+}
+
+PyObject *mt_engine_gathered(PyObject *self, PyObject *args)
+{
+    mt_engine         *e = streaming(self);
+    unsigned long long beside_handle, run_handle;
+    mt_queue          *beside, *run;
+    int                number, slot;
+    mt_status          st;
+
+    if (e == NULL || !PyArg_ParseTuple(args, "iiKK:gathered", &number, &slot, &beside_handle,
+                                       &run_handle) ||
+        (beside = mt_engine_queue(e, (uintptr_t)beside_handle)) == NULL ||
+        (run = mt_engine_queue(e, (uintptr_t)run_handle)) == NULL)
+        return NULL;
+    if ((st = mt_stream_gathered(e->stream, slot, beside)) == MT_OK)
+        st = await(e, slot, mt_stream_owner(e->stream, number), run);
+    if (st != MT_OK || PyErr_Occurred())
+        return mt_raise(e->error, st);
+    Py_RETURN_NONE;
+}
+
+PyObject *mt_engine_bounds(PyObject *self, PyObject *args)
+{
+    mt_engine *e = streaming(self);
+    size_t     bounds[MT_RANKS_MOST + 1];
+    PyObject  *out;
+    int        number, mates;
+    mt_status  st;
+
+    if (e == NULL || !PyArg_ParseTuple(args, "i:bounds", &number))
+        return NULL;
+    if (e->cx.turns == NULL || number < 0 || number >= mt_stream_numbers(e->stream))
+        return PyErr_Format(e->error, "number %d has no portions in this process", number);
+    if ((st = mt_stream_bounds(e->stream, number, bounds)) != MT_OK)
+        return mt_raise(e->error, st);
+    mates = mt_turns_mates(e->cx.turns);
+    out = PyTuple_New(mates + 1);
+    for (int k = 0; out != NULL && k <= mates; k++) {
+        PyObject *at = PyLong_FromSize_t(bounds[k]);
+
+        if (at == NULL || PyTuple_SetItem(out, k, at) < 0)
+            Py_CLEAR(out);
+    }
+    return out;
+}
+
+/* NULL: the engine is closed, and the process may still have to wait for others. */
+static mt_turns *turns_of(PyObject *self)
+{
+    mt_engine *e = (mt_engine *)self;
+
+    return e->memory != NULL && mt_memory_is_ours(e->memory) ? e->cx.turns : NULL;
+}
+
+PyObject *mt_engine_away(PyObject *self, PyObject *args)
+{
+    int away;
+
+    if (!PyArg_ParseTuple(args, "p:away", &away))
+        return NULL;
+    if (turns_of(self) != NULL)
+        mt_turns_away(turns_of(self), away);
+    Py_RETURN_NONE;
+}
+
+PyObject *mt_engine_met(PyObject *self, PyObject *unused)
+{
+    (void)unused;
+    if (turns_of(self) != NULL)
+        mt_turns_met(turns_of(self));
+    Py_RETURN_NONE;
+}
+
+/* What a turn was about is a number that is one more, and whether there was something to gather. */
+PyObject *mt_engine_astray(PyObject *self, PyObject *unused)
+{
+    mt_engine     *e = streaming(self);
+    mt_turns_stats n = { .rank = -1 };
+
+    (void)unused;
+    if (e == NULL)
+        return NULL;
+    if (e->cx.turns != NULL)
+        n = mt_turns_stats_get(e->cx.turns);
+    if (n.rank < 0)
+        Py_RETURN_NONE;
+    return Py_BuildValue("(Liii)", (long long)n.astray, n.rank, (int)(n.own >> 1) - 1,
+                         (int)(n.other >> 1) - 1);
 }
 
 PyObject *mt_engine_kick(PyObject *self, PyObject *args)
@@ -429,10 +559,11 @@ PyObject *mt_engine_stats(PyObject *self, PyObject *unused)
     /* Some counts are under locks that are held while a drive, or the device, is waited for. */
     MT_UNLOCKED(e, st, look(e, &n));
     (void)st;
-    return Py_BuildValue("{sLsLsLsKsKsKsKsKsKsKsKsKsKsKsKsKsK}",
+    return Py_BuildValue("{sLsLsLsLsKsKsKsKsKsKsKsKsKsKsKsKsKsK}",
                          "fetches", (long long)(n.s.fetches + n.r.fetches),
                          "demand_fetches", (long long)(n.s.demand_fetches + n.r.fetches),
                          "rebuilds", (long long)n.s.rebuilds,
+                         "gathers", (long long)n.s.gathers,
                          "h2d_bytes", (unsigned long long)(n.s.h2d_bytes + n.r.h2d_bytes
                                                            + n.t.h2d_bytes + n.a.h2d_bytes),
                          "await_ns", (unsigned long long)n.s.await_ns,

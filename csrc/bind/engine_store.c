@@ -236,6 +236,7 @@ PyObject *mt_engine_plane(PyObject *self, PyObject *args, PyObject *kw)
 /* Nothing on this rank is at the planes when the others are met. */
 static mt_status spread(mt_engine *e, int unit, int param, unsigned planes)
 {
+    unsigned  later = mt_store_home(e->cx.store, unit, NULL)->fed ? 0 : 1u << MT_PLANE_HI;
     mt_status st;
 
     MT_TRY(mt_ledger_wait_updates(e->cx.store, unit));
@@ -244,8 +245,9 @@ static mt_status spread(mt_engine *e, int unit, int param, unsigned planes)
     MT_TRY(mt_resident_raised(e->cx.residents));
     MT_TRY(mt_ledger_wait_fetch(e->cx.store, unit));
     MT_TRY(mt_store_spread(e->cx.store, unit, param, planes));
-    /* What is at home elsewhere goes there, each rank's portion; weights when next used. */
-    st = mt_mirror_push(e->cx.store, unit, param, planes & ~(1u << MT_PLANE_HI));
+    /* What is at home elsewhere goes there, each rank's portion; weights on a device when next
+     * used. */
+    st = mt_mirror_push(e->cx.store, unit, param, planes & ~later);
 fail:
     return st;
 }

@@ -170,6 +170,7 @@ static mt_status cut(const mt_arrive *a, int unit, size_t most, mt_pieces **out)
         planes[i] = mt_store_trainable(a->store, unit, i) ? MT_STATE_PLANES : 0;
     st = mt_pieces_cut(a->store, unit, &(mt_cut){
         planes, most < MT_ARRIVE_LEAST ? MT_ARRIVE_LEAST : most, MT_PART_ALIGN, MT_STATES_GROUP, 1,
+        MT_PART_ALIGN,
     }, out);
     free(planes);
 fail:

@@ -21,6 +21,7 @@ typedef struct mt_context {
     struct mt_share    *share;           /* what other processes have of the store too; NULL: this
                                           * one is alone */
     struct mt_store    *store;           /* in it the watch of all that works on it */
+    struct mt_turns    *turns;           /* NULL without a share */
     struct mt_timeline *timeline;        /* NULL: nothing is recorded */
     void              (*warn)(const char *text);     /* the watch calls it; NULL: nobody */
     mt_debug            debug;           /* see below: any thread */

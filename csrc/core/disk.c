@@ -488,6 +488,11 @@ const mt_home mt_home_disk_weights = {
     .registered = 1u << MT_PLANE_GRAD, IS_ON_DISK,
 };
 
+const mt_home mt_home_disk_weights_shared = {
+    .lives = "has its weights and states on disk", .away = MT_STATE_PLANES | HI, .fed = 1,
+    .registered = 1u << MT_PLANE_GRAD, .shared = 1, IS_ON_DISK,
+};
+
 /* ---- open and close ------------------------------------------------------------------------ */
 
 mt_status mt_disk_open(mt_context *cx, mt_blocks *file, mt_pool *pool, int n_buffers, size_t bytes,
@@ -560,9 +565,9 @@ static mt_status count(mt_disk *d, int u)
 
 static const mt_home *home_for(const mt_disk *d, int weights)
 {
-    return weights                ? &mt_home_disk_weights
-           : d->cx->share != NULL ? &mt_home_disk_shared
-                                  : &mt_home_disk;
+    if (d->cx->share != NULL)
+        return weights ? &mt_home_disk_weights_shared : &mt_home_disk_shared;
+    return weights ? &mt_home_disk_weights : &mt_home_disk;
 }
 
 mt_status mt_disk_add(mt_disk *d, int u, int weights)
@@ -572,6 +577,9 @@ mt_status mt_disk_add(mt_disk *d, int u, int weights)
     if (u < 0 || u >= mt_store_units(d->store))
         return MT_FAIL(MT_EINVAL, "there is no unit %d; the store has %d", u,
                        mt_store_units(d->store));
+    if (weights && d->cx->share != NULL && mt_share_is_apart(d->cx->share))
+        return MT_FAIL(MT_ENOTSUP, "unit %s: weights of several machines are not on disk",
+                       mt_store_name(d->store, u));
     MT_TRY(MT_GROW(d->units, d->n_units, u + 1, "disk"));
     if (d->units[u].on)
         return MT_OK;

@@ -66,8 +66,8 @@ void      mt_disk_close(mt_disk *d);
 
 /* weights: those too; they are zero until the first push. MT_ESTATE as mt_store_move.
  * Parameters that become trainable after the unit's first update, or push, keep their states in
- * memory. In a share each rank's file has its own portion of states, and weights cannot be in one:
- * every rank fetches all of them. */
+ * memory. In a share each rank's file has its own portion: a fetch brings that into the slot,
+ * and the others' are gathered there (stream.h); of several machines weights are not there. */
 mt_status mt_disk_add (mt_disk *d, int unit, int weights);
 uint64_t  mt_disk_need(mt_disk *d);         /* bytes of the file that the units added will take */
 

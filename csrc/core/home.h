@@ -103,6 +103,6 @@ extern const mt_home mt_home_ram, mt_home_through;       /* store.c, through.c *
 extern const mt_home mt_home_vram, mt_home_arrive;        /* resident.c; of units in a share: */
 extern const mt_home mt_home_vram_shared, mt_home_arrive_shared;
 extern const mt_home mt_home_disk, mt_home_disk_weights; /* disk.c; of units in a share: */
-extern const mt_home mt_home_disk_shared;
+extern const mt_home mt_home_disk_shared, mt_home_disk_weights_shared;
 
 #endif

@@ -61,8 +61,8 @@ mt_status mt_layout_make(mt_store *s, int unit, size_t bytes, int made, mt_layou
     MT_TRY(MT_MAKE(l->planes, params, name));
     for (int i = 0; i < params; i++)
         MT_TRY(planes_of(s, unit, i, made, &l->planes[i]));
-    MT_TRY(mt_pieces_cut(s, unit, &(mt_cut){ l->planes, bytes, MT_BLOCK_ALIGN, MT_LAYOUT_GRAIN, 0 },
-                         &l->cut));
+    MT_TRY(mt_pieces_cut(s, unit, &(mt_cut){ l->planes, bytes, MT_BLOCK_ALIGN, MT_LAYOUT_GRAIN, 0,
+                                           mt_store_align(s, unit) }, &l->cut));
     MT_TRY(MT_MAKE(l->pieces, l->cut->n, name));
     for (; l->n < l->cut->n; l->n++)
         MT_TRY(open_piece(l, l->n));

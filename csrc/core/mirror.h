@@ -22,8 +22,9 @@
  *              it as it was. A home that waits for nobody may do so at once, with states
  *   evict      everything, claimed or not, when the unit's memory on the host is to end
  *   and never: gradients, over which anybody may have a tensor, what the home does not have, and in
- *              a share weights, which each rank's updates bring there. Of what is evicted the other
- *              ranks have no need: release comes behind all ranks' saves of the unit
+ *              a share weights of a device, which each rank's updates bring there. Of what is
+ *              evicted the other ranks have no need: release comes behind all ranks' saves of the
+ *              unit
  *
  * Threads: any, but close: one, while no other is inside for that unit.
  *

@@ -49,6 +49,11 @@ static mt_piece *last_of(const cutting *c)
     return &c->p->piece[c->p->n - 1];
 }
 
+static size_t weights_align(const cutting *c)
+{
+    return c->how->spacing > MT_PART_ALIGN ? c->how->spacing : MT_PART_ALIGN;
+}
+
 static mt_status add_piece(cutting *c)
 {
     mt_status st = MT_GROW(c->p->piece, c->room, c->p->n + 1, mt_store_name(c->s, c->unit));
@@ -76,7 +81,7 @@ static mt_status add_part(cutting *c, int param, unsigned planes, int64_t from, 
         k->offset[p] = MT_PART_ABSENT;
         if (!(planes >> p & 1) || bytes == 0)
             continue;
-        k->offset[p] = p == MT_PLANE_HI ? up_to(piece->hi_bytes, MT_PART_ALIGN) : c->rest;
+        k->offset[p] = p == MT_PLANE_HI ? up_to(piece->hi_bytes, weights_align(c)) : c->rest;
         if (p == MT_PLANE_HI)
             piece->hi_bytes = k->offset[p] + bytes;
         else
@@ -105,7 +110,7 @@ static size_t left_in(const cutting *c, unsigned planes)
 {
     int    both = (planes & HI) != 0 || last_of(c)->hi_bytes > 0;
     size_t most = c->how->budget - (both ? c->how->align - MT_PART_ALIGN : 0);
-    size_t used = up_to(last_of(c)->hi_bytes, MT_PART_ALIGN) + c->rest;
+    size_t used = up_to(last_of(c)->hi_bytes, weights_align(c)) + c->rest;
 
     return most > used ? most - used : 0;
 }

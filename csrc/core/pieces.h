@@ -41,6 +41,8 @@ typedef struct mt_cut {
     size_t          align;               /* weights, and the rest, take multiples of it */
     int64_t         grain;               /* elements */
     int             most;                /* parts in a piece; 0: as many as fit */
+    size_t          spacing;             /* weights of a parameter begin at multiples of it, as in
+                                          * plane HI; 0: MT_PART_ALIGN */
 } mt_cut;
 
 typedef struct mt_stretch {

@@ -490,6 +490,13 @@ int64_t mt_store_owned(const mt_store *s, int unit, int param, int64_t *from)
     return mt_portion_part(&u->own, param, u->desc[param].numel, from);
 }
 
+size_t mt_store_align(const mt_store *s, int unit)
+{
+    const mt__unit *u = mt__unit_at(s, unit);
+
+    return u != NULL ? u->align : MT_PART_ALIGN;
+}
+
 size_t mt_store_offset(const mt_store *s, int unit, int param)
 {
     const mt__unit *u = mt__unit_at(s, unit);
@@ -548,15 +555,17 @@ typedef struct layout {
     size_t from, kept;               /* of these, what is this process's */
 } layout;
 
-/* Of weights all of it: they are fetched, and read, as a whole. */
+/* Of weights all of it: they are fetched, and read, as a whole. But where each process keeps its
+ * portion in a file: of copies in a share each makes, and gives back, the pages of its own. */
 static void keep_own(const mt__unit *u, int side, mt_plane p, const size_t *offset, layout *l)
 {
+    int whole = p == MT_PLANE_HI && !(u->shared && side == MT__HOST && is_copy(u, p));
     int shares = u->shared && side == MT__HOST && p != MT_PLANE_HI && !l->late;     /* parameters
                                                                  * keep, being late */
 
     l->from = 0;
     l->kept = shares ? 0 : l->bytes;
-    if (p == MT_PLANE_HI || is_whole(u) || shares)
+    if (whole || is_whole(u) || shares)
         return;
     l->kept = 0;
     for (int i = 0; i < l->n; i++) {

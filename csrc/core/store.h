@@ -92,6 +92,7 @@ const mt_param_desc *mt_store_desc(const mt_store *s, int unit, int param);
 size_t      mt_store_hi_bytes(const mt_store *s, int unit);              /* what a slot must hold */
 /* bytes, in HI and in a slot */
 size_t      mt_store_offset  (const mt_store *s, int unit, int param);
+size_t      mt_store_align   (const mt_store *s, int unit);     /* multiples of it, these are */
 
 /* Bytes in a plane of n elements of dt, states kept as st; 0 when the plane has nothing for that
  * type (LO: bf16 with bits below hi, MASTER: fp16 only, SCALE: moments of 8 bits, ACC: 16-bit types

@@ -26,11 +26,14 @@
 
 #include "clock.h"
 #include "course.h"
+#include "portion.h"
+#include "turn.h"
 #include "worker.h"
 
 #include <stdlib.h>
 #include <string.h>
 
+#define ALL_COME_MS  (30 * 60 * 1000)
 #define POISON_BYTES ((size_t)1 << 20)
 
 typedef struct slot {
@@ -48,11 +51,13 @@ typedef struct slot {
     uint64_t  asked;         /* number of the latest request for this slot; 0: never */
     /* Under mu. */
     uint64_t  version;       /* see above; both threads write it */
+    int       part;          /* the copy brings this rank's portion alone. Acquiring thread */
+    int       lacks;         /* and the others' were not gathered. Acquiring thread */
     uint64_t  issued;        /* number of the latest request whose copy is in h2d; mover */
 } slot;
 
 typedef struct request {
-    int      slot, unit;
+    int      slot, unit, part;
     void    *mem;
     uint64_t number;
 } request;
@@ -81,6 +86,8 @@ struct mt_stream {
     mt__course    course;
     uint64_t      tick, requests;
     int           last_unit;    /* of the latest acquire since begin; -1: none */
+    int           portions;     /* what is fetched is this rank's portion alone */
+    int           takes_turn;   /* what was acquired last is to be agreed on with the mates */
     int           computing;    /* of the latest window whose kernels are in run; -1: none yet */
 
     mt_mutex        mu;
@@ -114,6 +121,56 @@ static size_t bytes_of(const mt_stream *s, int number)
     const cut *c = cut_of(s, number);
 
     return c != NULL ? c->bytes : mt_store_hi_bytes(s->store, number);
+}
+
+/* Of a cut: at a multiple of 512 bytes, of equal shares or nearly. */
+static size_t bound_of_cut(size_t bytes, int k, int mates)
+{
+    return k == mates ? bytes : bytes / 512 * (size_t)k / (size_t)mates * 512;
+}
+
+mt_status mt_stream_bounds(const mt_stream *s, int number, size_t *bounds)
+{
+    int        mates = mt_turns_mates(s->cx->turns);
+    mt_portion p;
+    mt_status  st = MT_OK;
+
+    for (int k = 0; k <= mates; k++) {
+        if (cut_of(s, number) != NULL) {
+            bounds[k] = bound_of_cut(bytes_of(s, number), k, mates);
+            continue;
+        }
+        MT_TRY(mt_portion_of(s->store, number, k < mates ? k : k - 1, mates, &p));
+        bounds[k] = mt_portion_byte(s->store, number, k < mates ? p.begin : p.end);
+    }
+fail:
+    return st;
+}
+
+/* Bytes [from, to) of a slot that a request brings. */
+static mt_status brought_by(const mt_stream *s, int number, int part, size_t *from, size_t *to)
+{
+    size_t    bounds[MT_RANKS_MOST + 1];
+    int       me;
+    mt_status st;
+
+    *from = 0;
+    *to = bytes_of(s, number);
+    if (!part)
+        return MT_OK;
+    MT_TRY(mt_stream_bounds(s, number, bounds));
+    me = mt_turns_place(s->cx->turns);
+    *from = bounds[me];
+    *to = bounds[me + 1];
+fail:
+    return st;
+}
+
+static size_t moved_by(const mt_stream *s, int number, int part)
+{
+    size_t from, to;
+
+    return brought_by(s, number, part, &from, &to) == MT_OK ? to - from : 0;
 }
 
 static const char *name_of(const mt_stream *s, int number)
@@ -197,22 +254,36 @@ fail:
     return st;
 }
 
+/* What of a range lies in bytes [from, to) of the slot. */
+static mt_cut_range within(mt_cut_range r, size_t from, size_t to)
+{
+    size_t first = r.to > from ? r.to : from;
+    size_t end = r.to + r.bytes < to ? r.to + r.bytes : to;
+
+    return (mt_cut_range){ r.from + (first - r.to), first, end > first ? end - first : 0 };
+}
+
 static mt_status copy_hi(mt_stream *s, const request *r, const void *hi)
 {
     const cut          *c = cut_of(s, r->unit);
-    size_t              bytes = bytes_of(s, r->unit);
-    mt_cut_range        whole = { 0, 0, bytes };
-    const mt_cut_range *part = c != NULL ? c->ranges : &whole;
-    int                 n = c != NULL ? c->n : bytes > 0;
+    mt_cut_range        whole = { 0, 0, bytes_of(s, r->unit) };
+    const mt_cut_range *ranges = c != NULL ? c->ranges : &whole;
+    int                 n = c != NULL ? c->n : 1;
+    size_t              from, to;
     mt_span             span;
-    mt_status           st = MT_OK;
+    mt_status           st;
 
+    MT_TRY(brought_by(s, r->unit, r->part, &from, &to));
     mt_timeline_begin(s->cx->timeline, &span, MT_LANE_H2D, MT_WORK_FETCH,
                       mt_stream_owner(s, r->unit), s->h2d);
-    for (int i = 0; i < n; i++)
-        MT_TRY(s->dev->ops->copy(s->h2d, (char *)r->mem + part[i].to,
-                                 (const char *)hi + part[i].from, part[i].bytes));
-    mt_timeline_end(s->cx->timeline, &span, bytes, s->h2d);
+    for (int i = 0; i < n; i++) {
+        mt_cut_range one = within(ranges[i], from, to);
+
+        if (one.bytes > 0)
+            MT_TRY(s->dev->ops->copy(s->h2d, (char *)r->mem + one.to, (const char *)hi + one.from,
+                                     one.bytes));
+    }
+    mt_timeline_end(s->cx->timeline, &span, to - from, s->h2d);
 fail:
     return st;
 }
@@ -265,7 +336,7 @@ static mt_status carry_out(void *arg, mt_job *node)
 {
     mt_stream *s = arg;
     slot      *k = (slot *)(void *)node;
-    request    r = { (int)(k - s->slots), k->unit, k->mem, k->asked };
+    request    r = { (int)(k - s->slots), k->unit, k->part, k->mem, k->asked };
     uint64_t   version = 0;
     mt_status  st;
 
@@ -452,7 +523,26 @@ static int settled_slot(const mt_stream *s, int unit)
     return -1;
 }
 
-/* Under mu. Does slot k bring the unit's weights as they are at version `now`? */
+/* Its weights are in files of all mates: there is no other way to it than together. */
+static int needs_mates(const mt_stream *s, int unit)
+{
+    return s->cx->turns != NULL && mt_turns_mates(s->cx->turns) > 1 && on_disk(s, unit);
+}
+
+static int comes_in_part(const mt_stream *s, int unit)
+{
+    return s->portions || needs_mates(s, unit);
+}
+
+/* Under mu. All of the unit is to be brought by what was to bring a portion. */
+static void widen(mt_stream *s, slot *sl)
+{
+    s->stats.h2d_bytes += moved_by(s, sl->unit, 0) - moved_by(s, sl->unit, 1);
+    sl->part = sl->lacks = 0;
+}
+
+/* Under mu. Does slot k bring the unit's weights as they are at version `now`? A portion of them is
+ * enough where the others' are gathered. */
 static int brings(mt_stream *s, int k, int unit, uint64_t now)
 {
     slot *sl = &s->slots[k];
@@ -461,7 +551,9 @@ static int brings(mt_stream *s, int k, int unit, uint64_t now)
         return 0;
     if (sl->version != now && sl->node.listed)
         sl->version = now;
-    return sl->version == now;
+    if (sl->lacks && !comes_in_part(s, unit) && sl->node.listed)
+        widen(s, sl);
+    return sl->version == now && (!sl->lacks || comes_in_part(s, unit));
 }
 
 /* The slot that holds the unit's current weights or will, `first` if that does; -1: none. */
@@ -493,7 +585,7 @@ static void withdraw(mt_stream *s, slot *k)
         return;
     mt_worker_withdraw(&s->mover, &k->node);
     s->stats.fetches--;
-    s->stats.h2d_bytes -= bytes_of(s, k->unit);
+    s->stats.h2d_bytes -= moved_by(s, k->unit, k->part);
     k->unit = -1;
 }
 
@@ -517,12 +609,12 @@ fail:
     return st;
 }
 
-/* Asks the mover to bring `unit` into slot k. The hooks are called without mu: they may run
- * Python, and that may call us. */
-static mt_status fetch(mt_stream *s, int k, int unit, mt_queue *run)
+/* Asks the mover to bring `unit`, or this rank's portion of it, into slot k. The hooks are called
+ * without mu: they may run Python, and that may call us. */
+static mt_status fetch(mt_stream *s, int k, int unit, int part, mt_queue *run)
 {
     slot     *sl = &s->slots[k];
-    size_t    bytes = bytes_of(s, unit);
+    size_t    bytes = moved_by(s, unit, part);
     uint64_t  now = version_of(s, unit);
     mt_status st;
 
@@ -534,6 +626,7 @@ static mt_status fetch(mt_stream *s, int k, int unit, mt_queue *run)
     mt_lock(&s->mu);
     withdraw(s, sl);
     sl->unit = unit;
+    sl->part = sl->lacks = part;
     sl->version = now;
     sl->asked = ++s->requests;
     (void)mt_worker_submit(&s->mover, &sl->node);
@@ -574,17 +667,14 @@ static int give_way(const mt_stream *s, int unit)
     return best;
 }
 
-static mt_status fetch_on_demand(mt_stream *s, int unit, mt_queue *run, int *k)
+static mt_status fetch_on_demand(mt_stream *s, int k, int unit, int part, mt_queue *run)
 {
-    int       way = give_way(s, unit);
     mt_status st;
 
-    MT_TRY(fetch(s, way, unit, run));
+    MT_TRY(fetch(s, k, unit, part, run));
     mt_lock(&s->mu);
     s->stats.demand_fetches++;
     mt_unlock(&s->mu);
-    *k = way;
-    return MT_OK;
 fail:
     return st;
 }
@@ -600,7 +690,7 @@ static mt_status hand_over(mt_stream *s, int64_t i, mt_queue *run)
 
     if (k == step->slot || (k >= 0 && mt__course_keeps(&s->course, i, k)))
         return MT_OK;
-    return fetch(s, step->slot, step->unit, run);
+    return fetch(s, step->slot, step->unit, comes_in_part(s, step->unit), run);
 }
 
 /* The FETCHes in [from, now) that are of use from step `now` on. On the schedule these are the
@@ -690,8 +780,10 @@ static mt_status open_window(mt_stream *s, int unit, mt_queue *run, int *k)
         planned = mt__course_schedule(&s->course)->steps[step].slot;
     if (step >= 0 && !mt_syncs(s->cx))
         MT_TRY(catch_up(s, from, step, run));
-    if ((*k = holding(s, unit, planned)) < 0)
-        MT_TRY(fetch_on_demand(s, unit, run, k));
+    if ((*k = holding(s, unit, planned)) < 0) {
+        *k = give_way(s, unit);
+        MT_TRY(fetch_on_demand(s, *k, unit, comes_in_part(s, unit), run));
+    }
     s->slots[*k].last_use = ++s->tick;
     s->last_unit = unit;
     if (step >= 0 && !mt_syncs(s->cx))
@@ -707,10 +799,14 @@ mt_status mt_stream_acquire(mt_stream *s, int unit, mt_queue *run, int *slot_out
     mt_status st;
 
     MT_TRY(mt_ledger_check(s->store));
+    s->takes_turn = 0;
     if ((k = settled_slot(s, unit)) < 0) {
         MT_TRY(check_fits(s, unit));
-        if (unit != s->last_unit || (k = holding(s, unit, -1)) < 0)
+        if (unit != s->last_unit || (k = holding(s, unit, -1)) < 0) {
             MT_TRY(open_window(s, unit, run, &k));
+            s->takes_turn = comes_in_part(s, unit);
+        }
+        s->takes_turn |= s->slots[k].lacks;      /* what interrupted its turn came to nothing */
     }
     s->computing = unit;
     *slot_out = k;
@@ -718,6 +814,76 @@ mt_status mt_stream_acquire(mt_stream *s, int unit, mt_queue *run, int *slot_out
     return MT_OK;
 fail:
     return st;
+}
+
+/* ---- with the other ranks of the machine ------------------------------------------------- */
+
+void mt_stream_portions(mt_stream *s, int on)
+{
+    mt_lock(&s->mu);                     /* holding() looks at it under mu */
+    s->portions = on && s->cx->turns != NULL && mt_turns_mates(s->cx->turns) > 1;
+    mt_unlock(&s->mu);
+}
+
+int mt_stream_takes_turn(const mt_stream *s)
+{
+    return s->takes_turn;
+}
+
+/* A mate whose slot has all of it gathers nothing, and so does nobody. */
+static uint64_t about(const slot *k)
+{
+    return ((uint64_t)(unsigned)k->unit + 1) << 1 | (uint64_t)k->lacks;
+}
+
+mt_status mt_stream_turn(mt_stream *s, int k, int *gathers)
+{
+    int       in_step;
+    mt_status st;
+
+    int       needs = needs_mates(s, s->slots[k].unit);
+
+    mt_turns_next(s->cx->turns, mt_stream_owner(s, s->slots[k].unit));
+    MT_TRY(mt_turns_take(s->cx->turns, about(&s->slots[k]) | (uint64_t)needs,
+                         needs ? ALL_COME_MS : 0, &in_step));
+    *gathers = in_step && (s->slots[k].lacks || needs);
+fail:
+    return st;
+}
+
+/* READY stands behind the collective from now on; the mover has nothing for this slot before the
+ * next fetch of it, which is asked for by this thread. */
+mt_status mt_stream_gathered(mt_stream *s, int k, mt_queue *beside)
+{
+    mt_status st;
+
+    MT_TRY(s->dev->ops->record(beside, s->slots[k].ready));
+    mt_lock(&s->mu);
+    s->slots[k].lacks = 0;
+    s->stats.gathers++;
+    mt_unlock(&s->mu);
+fail:
+    return st;
+}
+
+static mt_status astray(const mt_stream *s, int k)
+{
+    mt_turns_stats n = mt_turns_stats_get(s->cx->turns);
+    int            other = (int)(n.other >> 1) - 1;
+
+    return MT_FAIL(MT_EPEER, "unit %s: each rank's file has a portion of its weights, so all have "
+                   "to come to it together, in an evaluation too; and rank %d %s%s; "
+                   "homes=\"disk\" keeps weights in memory", name_of(s, s->slots[k].unit), n.rank,
+                   other < 0 ? "does not" : "is at unit ", other < 0 ? "" : name_of(s, other));
+}
+
+mt_status mt_stream_whole(mt_stream *s, int k, mt_queue *run)
+{
+    if (!s->slots[k].lacks)
+        return MT_OK;
+    if (needs_mates(s, s->slots[k].unit))
+        return astray(s, k);
+    return fetch_on_demand(s, k, s->slots[k].unit, 0, run);
 }
 
 void mt_stream_mark_offload(mt_stream *s, int unit)

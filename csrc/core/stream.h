@@ -31,7 +31,32 @@
  * An order other than the recorded one is never wrong: a unit that no slot holds is fetched on
  * demand into the least recently used slot, and the trace is recorded again.
  *
- * Threads: begin, acquire, kick: one thread at a time (under Python's lock). await: any thread.
+ * In a share the ranks of a machine may each fetch their own portion of what they open, and gather
+ * the others' from each other's slots, if all of them open it (turn.h). Whoever launches the
+ * collective is told where it goes, and when; it is no queue of ours.
+ *
+ *     mt_stream_portions(s, 1);                         // passes that begin from now on
+ *     mt_stream_acquire(s, unit, run, &slot, &mem);
+ *     if (mt_stream_takes_turn(s))
+ *         mt_stream_turn(s, slot, &gathers);            // waits for the mates
+ *     if (gathers) {
+ *         mt_stream_await(s, slot, beside);             // a queue of the caller's
+ *         ... the collective, in beside ...
+ *         mt_stream_gathered(s, slot, beside);
+ *     } else {
+ *         mt_stream_whole(s, slot, run);                // unless the slot has all, it is fetched
+ *     }
+ *     mt_stream_await(s, slot, run);
+ *
+ * Weights in files are gathered in every pass, whatever was told to mt_stream_portions: each rank's
+ * file has its portion alone. There mates are waited for much longer.
+ *
+ * The collective's writes come behind READY of the portion, and so behind FREED of whatever used
+ * the slot before. Then READY is recorded again, behind them: run waits for it as ever, and a later
+ * fetch for what run was given.
+ *
+ * Threads: begin, acquire, turn, whole, kick: one thread at a time (under Python's lock, but for
+ *          turn). await: any thread.
  */
 #ifndef MT_STREAM_H
 #define MT_STREAM_H
@@ -81,6 +106,13 @@ int       mt_stream_owner(const mt_stream *s, int number);
 /* How many numbers there are, of units and cuts. */
 int       mt_stream_numbers(const mt_stream *s);
 
+/* In a share: what is fetched from the next begin on is this rank's portion alone. 0: all of it, as
+ * at first; a slot that has a portion is fetched over then. */
+void      mt_stream_portions(mt_stream *s, int on);
+/* bounds[mates + 1]: bytes of a slot at which the portions of a number begin, and the last ends. Of
+ * a unit they are portion.h's; those of a cut begin at multiples of 512. */
+mt_status mt_stream_bounds(const mt_stream *s, int number, size_t *bounds);
+
 /* A root forward starts: the cursor returns to the start. When the order just ended differs from
  * the schedule's, a schedule is built from it. */
 mt_status mt_stream_begin(mt_stream *s);
@@ -89,6 +121,15 @@ mt_status mt_stream_begin(mt_stream *s);
  * COMPUTE. */
 mt_status mt_stream_acquire(mt_stream *s, int unit, mt_queue *run, int *slot, void **mem);
 mt_status mt_stream_await  (mt_stream *s, int slot, mt_queue *run);
+/* What was just acquired has to be agreed on with the mates before it is awaited. */
+int       mt_stream_takes_turn(const mt_stream *s);
+/* *gathers: all mates have their portions of it in a slot, or will, and launch the collective. */
+mt_status mt_stream_turn (mt_stream *s, int slot, int *gathers);
+/* It was put in `beside`: behind it the slot holds all. */
+mt_status mt_stream_gathered(mt_stream *s, int slot, mt_queue *beside);
+/* Where the slot has a portion alone, all of it is fetched, on demand. MT_EPEER, with who was
+ * where: its weights are in files, a portion in each rank's. */
+mt_status mt_stream_whole(mt_stream *s, int slot, mt_queue *run);
 /* The unit's gradients are handed over: an OFFLOAD in the trace. */
 void      mt_stream_mark_offload(mt_stream *s, int unit);
 /* Updates were announced: hand over the schedule's first FETCHes, so that the next forward finds
@@ -101,6 +142,7 @@ int mt_stream_find(const mt_stream *s, const void *p, int *unit, size_t *offset)
 typedef struct mt_stream_stats {
     int64_t  fetches, demand_fetches, rebuilds;   /* since open; demand_fetches: of units that
                                                    * no slot held when a window opened */
+    int64_t  gathers;
     uint64_t h2d_bytes;
     uint64_t await_ns;                            /* host time spent in await */
 } mt_stream_stats;

@@ -160,7 +160,8 @@ static mt_status put_unit(mt_through *t, const job *b)
     MT_TRY(make_buffers(t));
     MT_TRY(list(t, b, &c));
     MT_TRY(mt_pieces_cut(t->store, b->j.unit,
-                         &(mt_cut){ c.planes, t->bytes, MT_PART_ALIGN, GRAIN, PARTS }, &pieces));
+                         &(mt_cut){ c.planes, t->bytes, MT_PART_ALIGN, GRAIN, PARTS,
+                                    MT_PART_ALIGN }, &pieces));
     st = put_pieces(t, b, &c, pieces);
 fail:
     mt_pieces_free(pieces);

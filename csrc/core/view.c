@@ -310,7 +310,8 @@ mt_status mt_store_spread(mt_store *s, int unit, int param, unsigned planes)
     for (int p = 0; p < MT_PLANE_COUNT; p++)
         if (planes >> p & 1)
             mt_store_view_drop(s, unit, param, (mt_plane)p);
-    if (planes & 1u << MT_PLANE_HI)
+    /* Weights of a file are pushed there next, this parameter's alone. */
+    if ((planes & 1u << MT_PLANE_HI) && !mt_store_home(s, unit, NULL)->fed)
         mt_ledger_touch(s, unit);
 fail:
     return st;

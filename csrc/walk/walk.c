@@ -50,6 +50,7 @@ typedef struct walker {
      * file of activations. */
     double   run, launch, h2d, mover, d2h, adder, swap_out, guests, drive;
     double   exchange, network, spread;  /* gradients in their machine, between; new weights */
+    double   gather;             /* parts of weights, in their machine */
     double   owed;               /* seconds by which what is computed next is held up */
     double   moved;              /* bytes that crossed to and from the host's memory */
     double   lane[MT_LANE_COUNT];    /* of updates that follow their gradients */
@@ -127,9 +128,11 @@ static mt_status check_numbers(const mt_walk *in)
         (in->shown < in->micro && in->shown < 3))
         return MT_FAIL(MT_EINVAL, "walk: %lld of %lld micro-batches: all, or at least 3",
                        (long long)in->shown, (long long)in->micro);
-    if (in->depth < 1 || in->stagings < 1 || in->bays < 1)
-        return MT_FAIL(MT_EINVAL, "walk: depth %lld, %lld stagings, %lld bays: at least 1 each",
-                       (long long)in->depth, (long long)in->stagings, (long long)in->bays);
+    if (in->depth < 1 || in->stagings < 1 || in->bays < 1 || in->parts < 1)
+        return MT_FAIL(MT_EINVAL,
+                       "walk: depth %lld, %lld stagings, %lld bays, %lld parts: at least 1 each",
+                       (long long)in->depth, (long long)in->stagings, (long long)in->bays,
+                       (long long)in->parts);
     return MT_OK;
 }
 
@@ -450,6 +453,25 @@ static int64_t updated_by(const mt_walk *in, int64_t u)
     return in->spread_s[u] > in->update_s[u] ? MT_WALK_NETWORK : in->updated_on[u];
 }
 
+/* Behind its copy a part goes to the other GPUs, and theirs come, in a queue of their own. When all
+ * are there. On the links to the host they take both ways, as gradients do. */
+static double gathered(walker *t, int64_t u)
+{
+    double begin = later(t->gather, t->h2d), took = t->in->gather_s[u];
+
+    if (took == 0.0)
+        return t->h2d;
+    if (begin > t->h2d)
+        t->late[u] = MT_WALK_EXCHANGE;
+    t->gather = begin + took;
+    if (t->in->on_link)
+        t->h2d = t->gather;
+    t->busy[MT_WALK_EXCHANGE] += took;
+    note(t, MT_WALK_EXCHANGE, u, begin, t->gather);
+    t->owed += t->in->held_s[u];
+    return t->gather;
+}
+
 static void fetch(walker *t, int64_t u, double rate, double handed, double freed)
 {
     double start;
@@ -457,13 +479,13 @@ static void fetch(walker *t, int64_t u, double rate, double handed, double freed
     t->mover = later(later(t->mover, handed), t->done[u]);
     start = later(later(t->h2d, t->mover), freed);
     t->late[u] = start == t->done[u] ? updated_by(t->in, u) : MT_LANE_H2D;
-    t->h2d = copied(t, start, (double)t->in->weights[u], rate);
+    t->h2d = copied(t, start, (double)t->in->weights[u] / (double)t->in->parts, rate);
     t->busy[MT_LANE_H2D] += t->h2d - start;
     if (t->in->read_s[u] > 0.0)
         read_weights(t, u, start);
     note(t, MT_LANE_H2D, u, start, t->h2d);
     t->queued[u] = t->mover;
-    t->ready[u] = t->h2d;
+    t->ready[u] = gathered(t, u);
 }
 
 /* Hands over the copies that stand before the next use in the schedule. Each waits for its unit's

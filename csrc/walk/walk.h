@@ -66,6 +66,8 @@ typedef struct mt_walk {
     const double  *exchange_s;   /* in which they are exchanged within the machine, and added */
     const double  *network_s;    /* and between machines, behind that */
     const double  *lost_s;       /* by which it holds up what is computed beside it */
+    const double  *gather_s;     /* in which GPUs give each other the parts that each has fetched */
+    const double  *held_s;       /* by which that holds up what is computed beside it */
     const double  *spread_s;     /* in which new weights go to the other machines */
     const int64_t *lowered, *raised;     /* bytes of new weights of a unit at home on the devices:
                                           * down to the host behind its update, and from there up,
@@ -91,6 +93,7 @@ typedef struct mt_walk {
     double  stretch;             /* of update_s on the host, by what crosses beside it */
     double  write, read;         /* of the drive */
     double  rest_s;              /* between two steps: the clip factor */
+    int64_t parts;               /* a fetch brings one of so many of a unit's weights; 1: all */
     int64_t on_link;             /* 1: what GPUs exchange takes their links to the host */
     double  memory;              /* bytes/s of the host's memory for this GPU's copies; 0: enough */
     double  memory_s;            /* in which a step's updates and sums have that memory */

@@ -19,6 +19,7 @@ DISK = (*(f"{keep}+disk" for keep in KEEPS), "linked+disk")
 MODES = (*KEEPS, LINKED, *HOST, *DISK)
 HOMES = ("ram", "vram", "arrive", "through", "disk", "disk+weights")        # of a unit: weights, gradients and states
 DISKS = ("disk", "disk+weights")            # of which states are in a file; weights too
+DELIVERIES = ("whole", "shards")            # a rank fetches all weights; or its portion, and gathers the others'
 GRADS = ("ram", "none")     # where gradients wait for their update: at home with their unit, or nowhere
 
 

@@ -11,7 +11,7 @@ import threading
 import time
 import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -42,15 +42,17 @@ class Control:
     """
 
     def __init__(self, beside: dist.ProcessGroup, patience: timedelta = PATIENCE,
-                 engine: _core.Engine | None = None) -> None:
+                 engine: _core.Engine | None = None, among: Sequence[int] | None = None) -> None:
+        """among: the ranks that have it; None: all."""
         self.engine = engine
         self.patience = patience
-        members = dist.get_process_group_ranks(beside)
+        among = range(dist.get_world_size(beside)) if among is None else among
+        members = [dist.get_global_rank(beside, rank) for rank in among]
         name = f"megatrain_torch/{beside.group_name}/{'_'.join(map(str, members))}"
         _made[name] += 1
         self._name, self._waits = f"{name}/{_made[name]}", Waits(members)
         self._store = dist.PrefixStore(self._name, dist.distributed_c10d._get_default_store())
-        self._rank, self._size = dist.get_rank(beside), dist.get_world_size(beside)
+        self._rank, self._size = among.index(dist.get_rank(beside)), len(members)
         self._group = self.carrier("own")
 
     def carrier(self, name: str) -> dist.ProcessGroup:
@@ -109,14 +111,38 @@ class Control:
         self._wait(self._group.broadcast, [there], how, what="takes what the first one has")
         t.detach().copy_(there)
 
-    def _wait(self, begin: Any, *args: Any, what: str) -> None:
+    def complete(self, parts: list[Tensor], what: str) -> None:
+        """Into each of these, on every rank, go the values of the rank whose it is, by rank. Then ranks go on together:
+        others wait for one that is still here."""
+        for rank, part in enumerate(parts):
+            how = dist.BroadcastOptions()
+            how.rootRank = rank
+            if part.numel():
+                self._wait(self._group.broadcast, [part], how, what=what, away=False)
+
+    @contextmanager
+    def _meeting(self, away: bool) -> Iterator[None]:
+        """Others that open windows do not wait for this rank meanwhile; and all are in step behind it."""
+        engine = self.engine if away else None
+        if engine is None:
+            yield
+            return
+        engine.away(True)
+        try:
+            yield
+            engine.met()
+        finally:
+            engine.away(False)
+
+    def _wait(self, begin: Any, *args: Any, what: str, away: bool = True) -> None:
         with self.named(what):
             work = begin(*args)
             if threading.current_thread().name == ASIDE:
                 work.wait()
                 return
             try:
-                self._waits.until(work, f"{self._name}/{begin.__name__}", self._told(what), self._look)
+                with self._meeting(away):
+                    self._waits.until(work, f"{self._name}/{begin.__name__}", self._told(what), self._look)
             except BaseException:
                 if not work.is_completed():              # its end would wait for the work
                     ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._group))

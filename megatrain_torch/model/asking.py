@@ -55,8 +55,8 @@ class Asking:
         self._here: Machine | None = None
 
     def plan(self, batch: Pass, micro: int, homes: str | dict[str, str] | None, slots: int | None = None,
-             experts: int | None = None) -> Plan:
-        """A plan for steps of `micro` passes like this. homes, slots, experts: as mt.plan takes them. That reads
+             experts: int | None = None, delivery: str | None = None) -> Plan:
+        """A plan for steps of `micro` passes like this. homes and what follows: as mt.plan takes them. That reads
         modules and may run a router's copy: as outside of the forward that asks, and of its autocast. Raises Refused:
         nothing fits."""
         rt = self.runtime
@@ -64,7 +64,7 @@ class Asking:
         try:
             with paused(), torch._C._DisableAutocast():
                 return plan(rt.root(), tokens=batch.tokens * micro, seq=batch.seq, micro=micro, machine=self._machine(),
-                            homes=homes, slots=slots, experts=experts, states=rt.states.format,
+                            homes=homes, slots=slots, experts=experts, delivery=delivery, states=rt.states.format,
                             compute="fused" if fused else "eager", products=rt.products,
                             vram=self._left(), host=self.limits.host, units=self.limits.units, nvme=self._drive(),
                             gpus=self.limits.gpus, machines=self.limits.machines)

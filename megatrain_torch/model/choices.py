@@ -19,12 +19,12 @@ from ..base.units import Group
 from ..plans import planner
 from ..plans.asked import Asked
 from ..plans.cost import LENT
-from ..plans.fleet import Fleet
+from ..plans.fleet import Fleet, check_delivery
 from ..plans.planner import Plan
 from ..store.disk import SPILLED, Disk
 from .asking import Limits
 
-PLAN_KEYS = {"activations", "states", "homes", "slots", "grads", "lent", "threads", "experts"}
+PLAN_KEYS = {"activations", "states", "homes", "slots", "grads", "lent", "threads", "experts", "delivery"}
 
 
 @dataclass
@@ -134,6 +134,7 @@ def _by_hand(plan: dict[str, Any] | None, limits: Limits, compute: str, states: 
     options = _options(plan, compute)
     if states is not None and options.setdefault("states", check_states(states)) != states:
         raise MegatrainError(f"states={states!r}, and the plan's are {options['states']!r}: give one of the two")
+    check_delivery(Fleet(limits.gpus, limits.machines), options.get("delivery"))
     return Choices(options, compute, limits.vram, limits.disk)
 
 
@@ -145,7 +146,7 @@ def _from_plan(plan: Plan, limits: Limits, compute: str, states: str | None) -> 
     if states is not None and states != plan.states:
         raise MegatrainError(f"states={states!r}, and the plan is for {plan.states!r} ones: give them to mt.plan")
     options = {"activations": plan.activations, "homes": plan.homes, "slots": plan.slots, "grads": plan.grads,
-               "states": plan.states, "lent": plan.lent, "experts": plan.experts}
+               "states": plan.states, "lent": plan.lent, "experts": plan.experts, "delivery": plan.delivery}
     compute = plan.compute if compute == "auto" else compute
     vram = parse_bytes(plan.machine.vram_bytes, "vram") if limits.vram is None else limits.vram
     return Choices(_options(options, compute), compute, vram, limits.disk or plan.nvme, plan, plan.micro, plan.besides,

@@ -103,21 +103,16 @@ def fill(rt: Runtime, groups: list[Group], origins: Origins, masters: bool) -> N
     """Weights in their planes; each old tensor is freed as its values are in. What is at home on the device or on disk
     goes there at once: host memory has one such unit at a time."""
     given, files, filed = 0, Mapped(), set(units_at(rt.room.asked, "disk+weights"))
+    by_unit = rt.ranks if filed else None        # of what is filled by one rank each puts its portion into its file
     with as_one(rt.ranks):
-        for unit, (records, own) in enumerate(zip(rt.units, own_bytes(groups))):
-            if origins.fills(unit):
-                _put_in(records, files, origins)
-            if masters and (rounded := [r for r in records if _is_rounded(r)]):
-                for r, value in zip(rounded, origins.exact(rounded)):
-                    r.exact = value
-            for r in records:
-                _adopt(rt, r)
-            for whole in rt.wholes[unit]:
-                whole.adopted()
+        for unit, own in enumerate(own_bytes(groups)):
+            with as_one(by_unit):
+                _take_over(rt, unit, files, origins, masters)
             if unit in rt.homes.settled and rt.ranks is None:
                 rt.homes.take(unit)
             if unit in filed:
-                rt.homes.file_weights(unit)
+                with as_one(by_unit):
+                    rt.homes.file_weights(unit)
             given += own
             if given >= TRIM_BYTES:          # malloc would keep it, and we would hold weights twice
                 give_back()
@@ -128,6 +123,19 @@ def fill(rt: Runtime, groups: list[Group], origins: Origins, masters: bool) -> N
         with rt.ranks.as_one():
             for unit in rt.homes.settled:
                 rt.homes.take(unit)
+
+
+def _take_over(rt: Runtime, unit: int, files: Mapped, origins: Origins, masters: bool) -> None:
+    records = rt.units[unit]
+    if origins.fills(unit):
+        _put_in(records, files, origins)
+    if masters and (rounded := [r for r in records if _is_rounded(r)]):
+        for r, value in zip(rounded, origins.exact(rounded)):
+            r.exact = value
+    for r in records:
+        _adopt(rt, r)
+    for whole in rt.wholes[unit]:
+        whole.adopted()
 
 
 def _put_in(records: list[Record], files: Mapped, origins: Origins) -> None:

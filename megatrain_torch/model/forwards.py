@@ -24,6 +24,7 @@ from ..store.planes import Planes
 from ..store.records import Record
 from ..store.state import enter, in_backward, leave
 from . import hf
+from .delivery import Delivery
 from .reads import Reads
 from .saves import Saves
 from .trained import Trained
@@ -40,6 +41,7 @@ class Model(hf.Streamed, Protocol):
     swap: Swap
     planes: Planes
     proofs: Proofs
+    delivery: Delivery
     reads: Reads
     saves: Saves
     trained: Trained
@@ -127,7 +129,8 @@ class Forwards:
         if model.planning is not None and torch.is_grad_enabled():
             model.planning.pass_begins(args, kwargs)
         model.trace.pass_begins()
-        model.core.begin()
+        model.delivery.look()
+        model.core.begin(model.delivery.begins())
 
     def warn_unlocked(self) -> None:
         """Says once that the driver cannot lock all host memory, as soon as that is known."""

@@ -14,6 +14,7 @@ import dataclasses
 import sys
 from typing import TYPE_CHECKING
 
+from ..base.errors import MegatrainError
 from ..base.limits import show_bytes
 from ..base.modes import DISKS
 from ..group.ranks import as_one
@@ -40,6 +41,7 @@ def move(rt: Runtime, plan: Plan, limit: int) -> None:
     """
     asked = _wanted(rt, plan)
     before = rt.room.asked
+    _check_files(rt, asked)
     if (asked.homes, asked.ring, asked.experts) != (before.homes, before.ring, before.experts):
         rt.saves.finish()
         rt.drain()
@@ -49,7 +51,15 @@ def move(rt: Runtime, plan: Plan, limit: int) -> None:
     rt.room.asked, rt.room.summed = asked, asked.micro > 1
     _spill(rt, asked, plan)
     rt.cap.hold(limit, asked.at_home())
+    rt.delivery.shards = plan.delivery == "shards"
     keep(rt, plan)
+
+
+def _check_files(rt: Runtime, asked: Asked) -> None:
+    """Raises: weights of several processes are in memory, which they have in common, and would have to leave it."""
+    if rt.ranks is not None and not rt.homes.filed and "disk+weights" in asked.homes:
+        raise MegatrainError("weights of several processes go to their files when mt.stream takes them, and are in "
+                             "memory by now: give mt.stream tokens= and seq= of the longest batch, or a plan")
 
 
 def keep(rt: Runtime, plan: Plan) -> None:

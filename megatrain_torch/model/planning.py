@@ -184,9 +184,9 @@ class Planning:
             with ranks.as_one():
                 own = self._first([self._seen.most], self._ask)
             tokens = self._seen.most.tokens
-            asked = (tokens, own.homes, own.slots, own.experts)
+            asked = (tokens, own.homes, own.slots, own.experts, own.delivery)
             _, *best = max(ranks.gather(asked), key=lambda asked: asked[0])
-            for found in (best, ("ram", None, None)):
+            for found in (best, ("ram", None, None, "whole")):
                 plan = self._with(*found)
                 if all(ranks.gather(plan is not None)):
                     self._agreed, self._together = True, Together(True)
@@ -197,12 +197,13 @@ class Planning:
             raise Refused(str(error)) from error
         raise Refused("processes have passes of which no plan fits all, with units at home in the same places")
 
-    def _with(self, homes: dict[str, str] | str, slots: int | None, experts: int | None, batch: Pass | None = None
-              ) -> Plan | None:
-        """For what was seen, or for this batch. None: it does not fit with these homes."""
+    def _with(self, homes: dict[str, str] | str, slots: int | None, experts: int | None, delivery: str | None = None,
+              batch: Pass | None = None) -> Plan | None:
+        """For what was seen, or for this batch. delivery: None, as it is. None: it does not fit with these homes."""
         with contextlib.suppress(Refused):
             batch = batch or self._seen.most
-            return self._as_before(self.asking.plan(batch, self._most_micro(), homes, slots, experts))
+            delivery = delivery or self._delivery()
+            return self._as_before(self.asking.plan(batch, self._most_micro(), homes, slots, experts, delivery))
         return None
 
     def _compare_together(self, ranks: Ranks) -> None:
@@ -235,12 +236,18 @@ class Planning:
 
     def _ask(self, batch: Pass) -> Plan:
         """A plan with units wherever they are best: in host memory, for an optimizer that is not mt.AdamW."""
-        return self._as_before(self.asking.plan(batch, self._most_micro(), None if self.adam else "ram"))
+        homes = None if self.adam else "ram"
+        return self._as_before(self.asking.plan(batch, self._most_micro(), homes, delivery=self._delivery()))
+
+    def _delivery(self) -> str | None:
+        """One for all processes, as they have agreed. None: they are about to."""
+        return self.plan.delivery if self._agreed and self.plan is not None else None if self.adam else "whole"
 
     def _ask_here(self, batch: Pass, plan: Plan | None = None) -> Plan:
         """A plan with units where they are, or where `plan` has them."""
         plan = plan or self.plan
-        return self._as_before(self.asking.plan(batch, self._most_micro(), plan.homes, plan.slots, plan.experts))
+        return self._as_before(self.asking.plan(batch, self._most_micro(), plan.homes, plan.slots, plan.experts,
+                                                  plan.delivery))
 
     def _most_micro(self) -> int:
         return max(self._micro(), 1 if self.plan is None else self.plan.micro)

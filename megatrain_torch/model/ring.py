@@ -1,6 +1,7 @@
 """The device memory that units take turns in, and torch's views of it."""
 from __future__ import annotations
 
+import itertools
 import sys
 import weakref
 from collections.abc import Callable, Sequence
@@ -72,6 +73,7 @@ class Slot:
         self.views: dict[int, list[Tensor | None]] = {}
         self.leaves: dict[int, list[Tensor | None]] = {}
         self.weights: dict[tuple[int, tuple[str, ...]], Weights] = {}
+        self._stretches: dict[int, list[Tensor]] = {}
         self._unheld = 0
         self._storage = self.memory.untyped_storage()
         del raw
@@ -114,6 +116,16 @@ class Slot:
                                                           lambda make: slot()._counted(make))
         return weights
 
+    def stretches(self, number: int, bounds: Sequence[int]) -> list[Tensor]:
+        """Its bytes from one bound to the next, [n] uint8 each: the same tensors each time."""
+        found = self._stretches.get(number)
+        if found is None:
+            before = _use_count(self._storage._cdata)
+            with torch.inference_mode(False), torch.no_grad():
+                found = self._stretches[number] = [self.memory[a:b] for a, b in itertools.pairwise(bounds)]
+            self._own += _use_count(self._storage._cdata) - before
+        return found
+
     def _counted(self, make: Callable[[], Tensor]) -> Tensor:
         """A view that the slot itself keeps: not a holder."""
         before = _use_count(self._storage._cdata)
@@ -144,6 +156,14 @@ class Homes(Protocol):
     arrivals: Arrivals
 
 
+class Delivery(Protocol):
+    """Gathers what ranks have fetched portions of: delivery.Delivery."""
+
+    def gather(self, slot: int, number: int, memory: Slot) -> None: ...
+
+    def forget(self) -> None: ...
+
+
 class Model(Protocol):
     """The streamed model that units belong to: runtime.Runtime."""
 
@@ -152,6 +172,7 @@ class Model(Protocol):
     units: list[list[Record]]
     door: Door
     handover: HandOver
+    delivery: Delivery
 
     @property
     def homes(self) -> Homes: ...
@@ -194,6 +215,7 @@ class Ring:
     def close(self) -> None:
         """Others will be opened. Who moves units holds those that have weights until these are elsewhere."""
         self.core.close_slots()
+        self._model.delivery.forget()
         self._forget_cuts()
         self.look([])
 
@@ -246,10 +268,17 @@ class Ring:
     def acquire(self, unit: int) -> int:
         """The slot that the unit is in, when compute gets there."""
         self._joins()
-        slot = self.core.acquire(unit, self._model.stream())
+        slot = self._slot_of(unit)
         arrivals = self._model.homes.arrivals
         if arrivals.over:
             arrivals.leave()
+        return slot
+
+    def _slot_of(self, number: int) -> int:
+        slot = self.core.acquire(number, self._model.stream())
+        if slot < 0:
+            slot = ~slot
+            self._model.delivery.gather(slot, number, self.slots[slot])
         return slot
 
     def _joins(self) -> None:
@@ -287,7 +316,7 @@ class Ring:
     def view(self, number: int, offset: int, dtype: torch.dtype, size: Any, stride: Any) -> Tensor:
         """Part of a unit's weights, or of a cut's, fetched if need be. offset: bytes from the start in its slot."""
         self._joins()
-        slot = self.core.acquire(number, self._model.stream())
+        slot = self._slot_of(number)
         with torch.no_grad():
             return self.slots[slot].view(offset, dtype, size, stride)
 

@@ -25,6 +25,7 @@ from ..store.planes import Planes
 from ..store.records import Record
 from ..store.whole import Whole
 from .cap import Cap
+from .delivery import Delivery
 from .forwards import Forwards
 from .homes import Homes
 from .keeps import Keeps
@@ -47,6 +48,7 @@ class Runtime:
         checkpointing: modules whose own checkpointing windows do (hf.py).
         reported: the last report without a trace.
         ranks: the processes that stream it together; None: this one is alone. exchange: of gradients between them.
+        delivery: of weights to them.
     """
 
     def __init__(self, root: nn.Module, device: torch.device, core: _core.Engine, room: Room, compute: str,
@@ -67,7 +69,7 @@ class Runtime:
             ranks.control.engine = core
         self.handover = HandOver(own)
         self.exchange = None if ranks is None else Exchange(own, self.handover, ranks, reduce == "mean")
-        self.swap, self.expansions = Swap(own), Expansions()
+        self.swap, self.expansions, self.delivery = Swap(own), Expansions(), Delivery(own)
         self.ring = Ring(own)
         self.homes = Homes(own, core, self.ring, 1 if ranks is None else len(ranks.mates))
         self.saves = Saves()
@@ -119,6 +121,10 @@ class Runtime:
     def stream(self) -> int:
         """Handle of the stream torch computes on now."""
         return torch._C._cuda_getCurrentRawStream(self.device.index) if self.is_cuda else 0
+
+    def unit_of(self, number: int) -> int:
+        """The unit of this number, or that is cut to this one."""
+        return self.ring.unit_of(number)
 
     def drain(self) -> None:
         """Everything under way is over: gradients landed, updates done."""

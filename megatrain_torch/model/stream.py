@@ -134,6 +134,7 @@ def _stream(module: nn.Module, where: torch.device, limits: Limits, choices: Cho
                  choices.products)
     if ranks is not None:
         weakref.finalize(rt, leaves_in_order, rt.core, between(ranks, rt.core, choices.doors.delay_us))
+    rt.delivery.shards = choices.options.get("delivery") == "shards"
     if choices.itself:
         rt.planning = Planning(weakref.proxy(rt), limits, choices.plan)
     _build(rt, module, found, fit, choices, masters)

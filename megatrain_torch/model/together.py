@@ -30,6 +30,7 @@ def check(ranks: Ranks, groups: list[Group], choices: Choices, reduce: str) -> N
         _check_here(ranks, choices, reduce)
     ranks.agree("reduce=", reduce)
     ranks.agree("products=", choices.products)
+    ranks.agree("delivery", choices.options.get("delivery"))
     homes = choices.options.get("homes", "ram")
     ranks.agree("where units are at home", sorted(homes.items()) if isinstance(homes, dict) else homes)
     ranks.agree("the model", [(unit, [(name, str(p.dtype), tuple(p.shape), p.requires_grad) for name, p in params])

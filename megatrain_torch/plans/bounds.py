@@ -107,8 +107,9 @@ class Bounds:
         first = np.maximum(homes.first_s, compute_s)
         if not self.behind:
             first = np.maximum(first, host_s)
-        forward = np.maximum(compute_s, (homes.weights - slots) / up + homes.top_s)
-        come = np.maximum(homes.again - slots, 0)
+        parts = self.ways.exchange.parts
+        forward = np.maximum(compute_s, (homes.weights - slots) / parts / up + homes.top_s)
+        come = np.maximum(homes.again - slots, 0) / parts
         backward = functools.reduce(np.maximum, (
             kept.backward_s + np.maximum(kept.backward_wait_s, homes.settled_s),
             come / both + kept.low_s, (come + kept.out) / both + kept.lowest_s, homes.behind_s))
@@ -118,7 +119,7 @@ class Bounds:
         added = first + backward + forward + (micro - 1) * homes.add_s if micro > 1 else 0.0
         again = np.maximum(homes.read_again - slots, 0)
         read = homes.read + again + (micro - 1) * (np.maximum(homes.read - slots, 0) + again)
-        read_s = read / (m.disk_read_gbps * 1e9)    # a first forward finds none in a slot
+        read_s = read / self.keeping.wishes.fleet.gpus / (m.disk_read_gbps * 1e9)   # a first finds none in a slot
         return NORM_S + functools.reduce(np.maximum, (
             passes, added, micro * kept.spill_s, homes.update_s, host_s, micro * homes.gradients / both,
             read_s))
@@ -226,7 +227,7 @@ class _Where:
 
     def _copied(self, start: np.ndarray, updated: np.ndarray, unit: int) -> np.ndarray:
         """When a unit's weights are on the device."""
-        m, n = self.bounds.machine, self.bounds.shape.units[unit].weights
+        m, n = self.bounds.machine, self.bounds.shape.units[unit].weights / self.bounds.ways.exchange.parts
         rate, slow = m.h2d_gbps * 1e9, min(m.h2d_gbps, m.busy_gbps) * 1e9
         beside = np.minimum(np.maximum(updated - start, 0.0), n / slow)
         return start + beside + np.maximum(n - beside * slow, 0.0) / rate

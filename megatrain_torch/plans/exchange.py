@@ -26,6 +26,8 @@ class Exchange:
         home, further: bytes that cross to the host, of a step's first micro-batch and of each further one.
         exchange_s, network_s: in which gradients are exchanged within the machine and added, and between machines.
         lost_s: seconds by which that holds up what is computed beside it.
+        parts: in so many each unit's weights are fetched, by as many GPUs; 1: by each whole.
+        gather_s: in which these are given to each other; held_s: by which that holds up what is computed.
         spread_s: in which new weights go to the other machines. lowered, raised: bytes of those of a unit at home on
             the devices, that go from each down to its host, and up to each from there.
         buffers: bytes on the device.
@@ -33,11 +35,13 @@ class Exchange:
             link_bytes: what that moves there of a micro-batch, of one GPU.
     """
 
-    def __init__(self, shape: Shape, machine: Machine, fleet: Fleet) -> None:
+    def __init__(self, shape: Shape, machine: Machine, fleet: Fleet, delivery: str = "whole") -> None:
         units = shape.units
+        self.parts = fleet.gpus if delivery == "shards" else 1
         self.gradients = np.array([u.gradients for u in units], dtype=np.int64)
         self.home = self.further = self.gradients
         self.exchange_s = self.network_s = self.lost_s = self.spread_s = np.zeros(len(units))
+        self.gather_s = self.held_s = np.zeros(len(units))
         self.lowered = self.raised = np.zeros(len(units), dtype=np.int64)
         self.buffers, self.on_link, self.link_bytes = 0, False, 0
         if not fleet.alone:
@@ -57,6 +61,8 @@ class Exchange:
         gloo = min(machine.network_gbps, g * machine.gloo_gbps) * 1e9           # each process sends what is its own
         self.network_s = across / (gloo if machine.device == "cpu" else machine.network_gbps * 1e9)
         self.lost_s = (leaving + across / g) / (machine.lost_gbps * 1e9)
+        given = np.array([u.crossing for u in units]) * ((self.parts - 1) / self.parts)
+        self.gather_s, self.held_s = given / links, given / (machine.lost_gbps * 1e9)
         self.spread_s = self.gradients * ((m - 1) / m) / gloo
         updated = np.array([u.weights if u.trained else 0 for u in units], dtype=np.int64)
         self.lowered = -(-updated // n)

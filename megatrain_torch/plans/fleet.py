@@ -13,13 +13,14 @@ from dataclasses import dataclass
 from ..base.arguments import check_count
 from ..base.errors import MegatrainError
 from ..base.formats import moved_bytes
-from ..base.modes import HOMES
+from ..base.modes import DELIVERIES, HOMES
 from ..store.disk import DISK_BUFFERS
 from .machine import Machine
 
-# Homes that units may have where there are several ranks: it is said here alone. Weights are in no file there: each
-# rank fetches all of them, of which its own would have a part.
-OFFERED = ("ram", "through", "vram", "arrive", "disk")
+# Homes that units may have where there are several ranks: it is said here alone. Weights in files are the portions of
+# one machine's ranks.
+OFFERED = ("ram", "through", "vram", "arrive", "disk", "disk+weights")
+OF_ONE_MACHINE = ("disk+weights",)
 CUT = ("masters", "moments", "gradients", "sums")       # planes of which each rank has its part; weights are whole
 PER_RANK = ("activations", DISK_BUFFERS)                # of host memory, what each rank has for itself
 ACC_BYTES = 2                   # that an update reads more of a sum in fp32 than of a bf16 gradient
@@ -53,7 +54,12 @@ class Fleet:
 
     def offers(self, *homes: str) -> bool:
         """May units be at home in all of these?"""
-        return self.alone or set(homes) <= set(OFFERED)
+        return self.alone or set(homes) <= set(self.homes)
+
+    @property
+    def homes(self) -> tuple[str, ...]:
+        """That it offers, of several."""
+        return tuple(home for home in OFFERED if self.machines == 1 or home not in OF_ONE_MACHINE)
 
     # ---- bytes ----
 
@@ -139,12 +145,22 @@ def fleet_of(gpus: int, machines: int) -> Fleet:
     return Fleet(gpus, machines)
 
 
+def check_delivery(fleet: Fleet, delivery: str | None) -> str:
+    """What is asked for, or, of None, to begin with. Raises: there is no such one, or nobody to give a portion to."""
+    if delivery not in (None, *DELIVERIES):
+        raise MegatrainError(f"delivery={delivery!r}: use {' or '.join(map(repr, DELIVERIES))}")
+    if delivery == "shards" and fleet.gpus == 1:
+        raise MegatrainError(f"delivery='shards', with {fleet}: weights are fetched in portions by several GPUs of one "
+                             "machine; leave it out")
+    return delivery or "whole"
+
+
 def check_homes(fleet: Fleet, homes: Iterable[str | None], grads: str) -> None:
     """Raises: several ranks, and a home that units cannot have there, or gradients that are kept nowhere."""
     asked = [home for home in homes if home is not None]
     if words := [f"homes={home!r}" for home in HOMES if home in asked and not fleet.offers(home)]:
-        raise MegatrainError(f"{words[0]}, with {fleet}: units of several processes are at home in "
-                             f"{', '.join(map(repr, OFFERED))}; leave it out, or plan one GPU")
+        raise MegatrainError(f"{words[0]}, with {fleet}: units are at home in {', '.join(map(repr, fleet.homes))} "
+                             "there; leave it out, or plan one machine")
     if grads == "none" and not fleet.alone:
         raise MegatrainError(f"grads='none', with {fleet}: what several processes' gradients add up to waits in host "
                              "memory for its update; leave it out, or plan one GPU")

@@ -25,7 +25,7 @@ class Held:
         self.byte_s = keeping.machine.held_s(keeping.wishes.fleet.gpus)
         self.forwards: dict[int, float] = {}
         self.ways_crossed = 1
-        self.streamed = np.array([u.weights for u in shape.units], dtype=np.float64)
+        self.streamed = np.array([u.weights for u in shape.units], dtype=np.float64) / ways.exchange.parts
         self.passing = np.array([u.trained for u in shape.units]) * moved_bytes(keeping.wishes.states)
         self.behind = keeping.wishes.grads == "none"
         if self.behind:

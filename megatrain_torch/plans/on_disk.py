@@ -76,7 +76,7 @@ class Disk:
         enough = not forced and over + self.memory * bool(found) <= 0
         if self.wishes.homes == "disk" or enough or not self.wishes.fleet.offers("disk+weights"):
             return OnDisk(frozenset(found))
-        over += 0 if forced else MEMORY_BYTES + FEED_BYTES
+        over += 0 if forced else (MEMORY_BYTES + FEED_BYTES) * self.wishes.fleet.gpus
         return self._weights(order, found, over, room, forced)
 
     def _weights(self, order: list[int], found: list[int], over: int, room: int, forced: bool

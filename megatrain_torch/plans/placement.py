@@ -112,7 +112,7 @@ class Problem:
         self.uses = Uses(shape, wishes.fused)
         self.tally = Tally(shape.units, wishes.grads == "ram", wishes.lent, not wishes.fleet.alone)
         seen = wishes.fleet.seen(machine)
-        self.exchange = Exchange(shape, seen, wishes.fleet)
+        self.exchange = Exchange(shape, seen, wishes.fleet, wishes.delivery)
         self.disk = Disk(shape, seen, wishes, self.uses, self.tally)
         self.ways = self.ways_of(shape, seen, wishes, self.uses, self.disk, self.exchange)
         alike = like is not None and like.keeping.depth == depth_of(wishes)

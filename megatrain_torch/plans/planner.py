@@ -33,7 +33,7 @@ from ..figures.timeline import LANES
 from ..store.disk import FROZEN, PADDING, SPILLED, Disk, years
 from .changes import Python, refusal
 from .cost import LENT, THROUGH_BYTES
-from .fleet import Fleet, check_homes, fleet_of
+from .fleet import Fleet, check_delivery, check_homes, fleet_of
 from .machine import DRIVE, DRIVE_NAME, Machine, host_now, resolve
 from .on_disk import OVERHEAD
 from .placement import Problem
@@ -69,6 +69,7 @@ class Plan:
         states: how mt.AdamW keeps its states.
         products: of layers, "bf16" or "fp8".
         experts: of a mixture's layer, fetched at a time; 0: all of them.
+        delivery: "whole": each GPU of a machine fetches all weights; "shards": its portion, and the others' from them.
         gpus, machines: GPUs of a machine, and machines, each with a host like `machine`'s. tokens, micro and device
             memory are those of one GPU; host memory is one machine's.
     """
@@ -101,6 +102,7 @@ class Plan:
     machines: int = 1
     products: str = "bf16"
     experts: int = 0
+    delivery: str = "whole"
 
     @property
     def fleet(self) -> Fleet:
@@ -177,8 +179,8 @@ def plan(model: Any, *, tokens: int, seq: int, machine: Machine | str | None = N
          activations: str | None = None, slots: int | None = None, grads: str = "ram", states: str = "fp32",
          compute: str = "auto", products: str = "bf16", base: str | None = None, adapter: Any = None,
          dtype: torch.dtype | None = None, units: list[str | nn.Module] | None = None, layers: int | None = None,
-         nvme: str | dict[str, Any] | None = None, gpus: int = 1, machines: int = 1, experts: int | None = None
-         ) -> Plan:
+         nvme: str | dict[str, Any] | None = None, gpus: int = 1, machines: int = 1, experts: int | None = None,
+         delivery: str | None = None) -> Plan:
     """Predicts a training step with mt.AdamW and finds the choice of least time within the limits.
 
     Args:
@@ -203,8 +205,10 @@ def plan(model: Any, *, tokens: int, seq: int, machine: Machine | str | None = N
         nvme: directory for states, weights and activations that host memory does not hold, as for mt.stream; for
             another machine {"limit": "2TB"} is enough.
         gpus, machines: GPUs of each machine, and machines, with a process for each GPU, as torchrun starts them. vram
-            is one GPU's limit, host and nvme one machine's. Homes are all but "disk+weights" then; gradients are kept.
+            is one GPU's limit, host and nvme one machine's. Of several machines none has weights on disk.
         experts: of a layer, frozen in one parameter, fetched at a time; 0: all. None: what is best.
+        delivery: of weights to several GPUs of a machine, "whole" or "shards"; None: in shards where the rates of links
+            between them are known and that is faster.
 
     Raises:
         MegatrainError: an argument makes no sense; or nothing that may be chosen fits. Then the message has the
@@ -215,23 +219,41 @@ def plan(model: Any, *, tokens: int, seq: int, machine: Machine | str | None = N
     fleet = fleet_of(gpus, machines)
     wishes = dataclasses.replace(_wishes(tokens, seq, compute, homes, activations, slots, micro),
                                  nvme=None if disk is None else disk.room(), grads=_grads(grads, micro),
-                                 states=check_states(states), fleet=fleet)
+                                 states=check_states(states), fleet=fleet,
+                                 delivery=check_delivery(fleet, delivery))
     check_homes(fleet, _each(homes), grads)
     limits = _limits(machine, vram, host, check_products(products, compute))
     shape_with = shapes_of(model, dtype=dtype, units=units, layers=layers, products=products, base=base,
                            adapter=adapter)
     shape = shape_with(states)
     if compute == "auto" and products == "bf16":       # as mt.stream has it
-        halves = all(w.itemsize == 2 for w in shape.windows)
-        wishes = dataclasses.replace(wishes, fused=halves and limits.device == "cuda")
+        wishes = dataclasses.replace(wishes, fused=limits.device == "cuda" and _halves(shape))
     problem, best, shape_with, experts = _best(shape_with, limits, wishes, experts)
-    if best is None and isinstance(homes, dict):
-        raise MegatrainError(f"{tokens:,} tokens of {shape.name} in sequences of {seq:,} fit in no way with units at "
-                             "these homes")
     if best is None:
         raise _refusal(problem, resolve(machine), shape_with)
+    problem, best = _delivered(problem, *best, delivery)
     return dataclasses.replace(_plan(problem, *best), nvme=disk, disk_room=wishes.nvme or 0, products=products,
                                experts=experts)
+
+
+WORTH_SHARDS = 1.03         # by so much faster they must be: each window then waits for all ranks
+
+
+def _halves(shape: Shape) -> bool:
+    return all(w.itemsize == 2 for w in shape.windows)
+
+
+def _delivered(problem: Problem, choice: Choice, timing: Timing, asked: str | None
+               ) -> tuple[Problem, tuple[Choice, Timing]]:
+    """In shards, if that is not asked for, GPUs have links to each other, and what is best with whole weights is faster
+    so."""
+    if asked is not None or problem.wishes.fleet.gpus == 1 or problem.exchange.on_link:
+        return problem, (choice, timing)
+    other = Problem(problem.shape, problem.machine, dataclasses.replace(problem.wishes, delivery="shards"))
+    faster = other.steps.time(choice, timing.seconds / WORTH_SHARDS)
+    if faster is None:
+        return problem, (choice, timing)
+    return other, other.best(faster.seconds) or (choice, faster)
 
 
 def _disk(nvme: str | dict[str, Any] | None, homes: str | dict[str, str] | None, activations: str | None
@@ -345,7 +367,7 @@ def _plan(problem: Problem, choice: Choice, timing: Timing) -> Plan:
         problem.host_bytes(choice.homes, choice.micro, choice.modes), timing.seconds, timing.forward_s, timing.busy,
         timing.idle, _window_weights(shape), problem.disk_bytes(choice.homes, choice.micro, choice.modes),
         grads=wishes.grads, states=wishes.states, lent=wishes.lent, gpus=wishes.fleet.gpus,
-        machines=wishes.fleet.machines)
+        machines=wishes.fleet.machines, delivery=wishes.delivery)
 
 
 def tiers_of(machine: Machine, vram: dict[str, int], host: dict[str, int], fleet: Fleet) -> list[Tier]:
@@ -388,6 +410,10 @@ def _window_weights(shape: Shape) -> dict[str, int]:
 
 def _refusal(problem: Problem, whole: Machine, shape_with: Callable[[str], Shape]) -> MegatrainError:
     """What needs least, and what would fit. shape_with: the same model with other states of AdamW."""
+    wishes = problem.wishes
+    if isinstance(wishes.homes, dict):
+        return MegatrainError(f"{wishes.tokens:,} tokens of {problem.shape.name} in sequences of {wishes.seq:,} fit in "
+                              "no way with units at these homes")
     found = refusal(problem, whole, shape_with, _memories)
     error = MegatrainError(found.text(Python()))
     error.refusal, error.changes, error.ways = found, found.alone, found.ways
@@ -408,6 +434,7 @@ def _headline(p: Plan) -> str:
     cut = f"{p.micro} micro-batches of {p.tokens // p.micro:,}" if p.micro > 1 else "one micro-batch"
     cut += f"; {p.states} states" * (p.states != "fp32")
     cut += "; products in fp8" * (p.products == "fp8")
+    cut += "; weights in shards" * (p.delivery == "shards")
     all_of = "" if p.fleet.alone else " in all"
     return (f"{p.model}: {p.parameters / 1e9:.3f} B parameters, {frozen}\n"
             f"{p.fleet.each}{p.tokens:,} tokens a step in sequences of {p.seq:,}, {cut}; {p.compute} layers\n"

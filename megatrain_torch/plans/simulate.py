@@ -64,9 +64,9 @@ class Step:
         lent: bytes of the buffers that gradients pass through where they are kept nowhere, largest first; none where
             they are kept. Updates then follow their gradients, in backward. depth: units whose gradients may be alive
             on the device, beside those that are being computed.
-        exchange_s, network_s, lost_s, spread_s, lowered, raised: [u] of one of several GPUs: see Exchange. further: [u]
-            bytes of gradients that cross of a further micro-batch; `gradients`: of the first.
-        on_link, memory, memory_s: see Exchange and Fleet.
+        exchange_s, network_s, lost_s, gather_s, held_s, spread_s, lowered, raised: [u] of one of several GPUs: see
+            Exchange. further: [u] bytes of gradients that cross of a further micro-batch; `gradients`: of the first.
+        parts, on_link, memory, memory_s: see Exchange and Fleet.
     """
 
     forward_s: Sequence[float]
@@ -97,10 +97,13 @@ class Step:
     exchange_s: Sequence[float] = ()
     network_s: Sequence[float] = ()
     lost_s: Sequence[float] = ()
+    gather_s: Sequence[float] = ()
+    held_s: Sequence[float] = ()
     spread_s: Sequence[float] = ()
     further: Sequence[int] = ()
     lowered: Sequence[int] = ()
     raised: Sequence[int] = ()
+    parts: int = 1
     on_link: bool = False
     memory: float = 0.0
     memory_s: float = 0.0
@@ -134,7 +137,7 @@ class Step:
 _ARRAYS = ((("forward_s", "backward_s", "forward_host_s", "backward_host_s"), "d", "w"),
            (("away", "spilled"), "q", "w"),
            (("update_s", "add_s", "disk_s", "read_s", "through_s", "exchange_s", "network_s", "lost_s",
-             "spread_s"), "d", "u"),
+             "gather_s", "held_s", "spread_s"), "d", "u"),
            (("updated_on", "weights", "gradients", "visiting", "further", "lowered", "raised"), "q", "u"))
 
 

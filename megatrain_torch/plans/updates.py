@@ -40,7 +40,8 @@ class Updates:
         weights = np.array([u.gradients for u in units], dtype=np.float64)
         both = m.disk_both_gbps * 1e9
         self.drive, self.drive_weights = 2 * moved / both, 2 * (moved + weights) / both
-        self.read = np.array([u.weights for u in units]) / (m.disk_read_gbps * 1e9)
+        # A rank reads its portion, with its part of the drive's rate. What is copied and gathered takes less time.
+        self.read = np.array([u.weights for u in units]) / self.fleet.gpus / (m.disk_read_gbps * 1e9)
         self.add = self.trained * self.fleet.added / (m.add_gparams * 1e9)
 
     def device(self, micro: int) -> np.ndarray:

@@ -23,6 +23,7 @@ class Wishes:
             the most.
         states: how AdamW's are kept.
         fleet: GPUs and machines, each of which makes such a step.
+        delivery: of weights to a machine's GPUs, one of modes.DELIVERIES.
     """
 
     tokens: int
@@ -37,6 +38,7 @@ class Wishes:
     lent: int = LENT
     states: str = "fp32"
     fleet: Fleet = ALONE
+    delivery: str = "whole"
 
 
 class Choice(NamedTuple):

@@ -43,7 +43,8 @@ def explain(model: nn.Module) -> str:
     products are not in fp8; "compiled" are torch.compile's graphs of
     the module's own code (compute="compile"); else that code itself, with the reason where one of them was wanted.
     The head is "fused with the loss", or its own code runs. Below, how AdamW's states are kept, where not in fp32; and
-    what was planned for, where mt.stream plans itself; and which of several processes this is.
+    what was planned for, where mt.stream plans itself; and which of several processes this is, and
+    how weights come to it.
 
     Raises:
         MegatrainError: the model is not streamed.
@@ -58,7 +59,7 @@ def explain(model: nn.Module) -> str:
     widths = [max(len(r[i]) for r in rows) for i in range(len(rows[0]))]
     lines = ["  ".join(c.ljust(n) for c, n in zip(r, widths)).rstrip() for r in rows]
     lines += [f"AdamW's states: {rt.states.format}"] * (rt.states.format != "fp32")
-    lines += [str(rt.ranks)] * (rt.ranks is not None)
+    lines += [str(rt.ranks), str(rt.delivery)] if rt.ranks is not None else []
     return "\n".join(lines + [str(rt.planning)] * (rt.planning is not None))
 
 

@@ -46,7 +46,8 @@ static void sheet_open(sheet *s, uint64_t seed)
     REQUIRE(mt_store_set_states(s->t.store, s->unit, (mt_states)random_below(&seed, 4)) == MT_OK);
     s->how = (mt_cut){ .planes = s->planes, .align = seed % 2 ? MT_PART_ALIGN : 4096,
                        .budget = (size_t)(32 + random_below(&seed, 60)) * 4096,
-                       .grain = 128 << random_below(&seed, 6), .most = seed % 3 ? 0 : 3 };
+                       .grain = 128 << random_below(&seed, 6), .most = seed % 3 ? 0 : 3,
+                       .spacing = seed % 5 ? 0 : 4096 };
     REQUIRE(mt_pieces_cut(s->t.store, s->unit, &s->how, &s->p) == MT_OK);
     REQUIRE(posix_memalign((void **)&s->mem, 4096, s->how.budget) == 0);
     REQUIRE((s->parts = calloc((size_t)s->p->most + 1, sizeof *s->parts)) != NULL);
@@ -76,6 +77,8 @@ static void mark(const sheet *s, const mt_piece *piece, const mt_part *k, unsign
         if (k->at[p] == NULL)
             continue;
         CHECK_EQ(at % MT_PART_ALIGN, 0);
+        if (p == MT_PLANE_HI && s->how.spacing > 0 && k->from == 0)
+            CHECK_EQ(at % s->how.spacing, 0);
         REQUIRE(at + n <= piece->bytes);
         CHECK_EQ(at < piece->weights, p == MT_PLANE_HI);
         for (size_t i = 0; i < n; i++)
@@ -134,7 +137,7 @@ static void pieces_are_full(void)
 {
     mt_param_desc d = { MT_BF16, 100000, 1 };
     unsigned      planes = HI | MT_STATE_PLANES;
-    mt_cut        how = { &planes, 65536, MT_PART_ALIGN, 128, 0 };
+    mt_cut        how = { &planes, 65536, MT_PART_ALIGN, 128, 0, 0 };
     const size_t  grain = 128 * (2 + 2 + 1 + 1) + 8;     /* with its scales */
     mt_pieces    *p;
     toy           t;
@@ -158,7 +161,7 @@ static void weights_lie_as_in_their_plane(void)
 {
     mt_param_desc d[3] = { { MT_BF16, 300, 1 }, { MT_F32, 5000, 1 }, { MT_BF16, 7, 1 } };
     unsigned      planes[3] = { HI | MT_STATE_PLANES, HI | MT_STATE_PLANES, HI | MT_STATE_PLANES };
-    mt_cut        how = { planes, 65536, 4096, 4096, 0 };
+    mt_cut        how = { planes, 65536, 4096, 4096, 0, 0 };
     mt_pieces    *p;
     toy           t;
     int           unit;
@@ -185,7 +188,7 @@ static void a_budget_below_a_grain_is_refused(void)
 {
     mt_param_desc d = { MT_F32, 5000, 1 };
     unsigned      planes = MT_STATE_PLANES;
-    mt_cut        how = { &planes, 4096, MT_PART_ALIGN, 1024, 0 };
+    mt_cut        how = { &planes, 4096, MT_PART_ALIGN, 1024, 0, 0 };
     mt_pieces    *p = NULL;
     toy           t;
     int           unit;

@@ -16,6 +16,7 @@ typedef struct toy {
     int64_t visiting[MOST], begin[MOST + 1], none[MOST + 1], item[MOST];
     int64_t lent[MOST], slots[MOST], further[MOST], lowered[MOST], raised[MOST];
     double  exchange_s[MOST], network_s[MOST], lost_s[MOST], spread_s[MOST];
+    double  gather_s[MOST], held_s[MOST];
 } toy;
 
 /* Every window takes forward_s and backward_s, and hands its gradients over where `trained`. */
@@ -27,7 +28,7 @@ static void toy_make(toy *t, int64_t n, double forward_s, double backward_s, int
     *t = (toy){ .walk = { .n_windows = n, .n_units = n, .n_slots = slots, .micro = 1, .shown = 1,
                           .depth = 2, .stagings = 2, .bays = 2, .ahead = 5, .stay = 7, .h2d = 1,
                           .d2h = 1, .both = 1, .busy = 1, .stretch = 1, .write = 1, .read = 1,
-                          .rest_s = REST } };
+                          .parts = 1, .rest_s = REST } };
     for (int64_t i = 0; i < n; i++) {
         t->forward_s[i] = forward_s;
         t->backward_s[i] = backward_s;
@@ -44,6 +45,7 @@ static void toy_make(toy *t, int64_t n, double forward_s, double backward_s, int
     POINT(spilled), POINT(updated_on), POINT(weights), POINT(gradients), POINT(visiting);
     POINT(lent), POINT(slots), POINT(further), POINT(lowered), POINT(raised);
     POINT(exchange_s), POINT(network_s), POINT(lost_s), POINT(spread_s);
+    POINT(gather_s), POINT(held_s);
 #undef POINT
 }
 
@@ -259,6 +261,32 @@ static void an_exchange_may_take_the_link(void)
     t.walk.on_link = 1;
     found = walked(&t, NULL);
     CHECK_NEAR(found.seconds, 1 + 4 + 0.25 + 4 * (1 + 1) + REST);
+}
+
+/* A copy brings half; behind it the halves are exchanged, beside the next copy. */
+static void parts_of_weights_are_gathered_behind_their_copies(void)
+{
+    toy       t;
+    mt_walked found;
+
+    toy_make(&t, 3, 0.25, 0.25, 0, 3);
+    t.walk.parts = 2;
+    t.gather_s[0] = t.gather_s[1] = t.gather_s[2] = 0.5;
+    found = walked(&t, NULL);
+    CHECK_NEAR(found.forward_s, 0.5 + 3 * 0.5 + 0.25);
+    CHECK_NEAR(found.busy[MT_LANE_H2D], 1.5);
+    CHECK_NEAR(found.busy[MT_WALK_EXCHANGE], 1.5);
+    t.gather_s[0] = t.gather_s[1] = t.gather_s[2] = 0.75;      /* now these are the longer ones */
+    found = walked(&t, NULL);
+    CHECK_NEAR(found.forward_s, 0.5 + 3 * 0.75 + 0.25);
+    CHECK(found.idle[MT_WALK_EXCHANGE] > found.idle[MT_LANE_H2D]);
+    t.walk.on_link = 1;                     /* and take the link's time from copies */
+    found = walked(&t, NULL);
+    CHECK_NEAR(found.forward_s, 3 * (0.5 + 0.75) + 0.25);
+    t.walk.on_link = 0;
+    t.held_s[0] = 1;                        /* the first kernels behind it take longer */
+    found = walked(&t, NULL);
+    CHECK_NEAR(found.busy[MT_LANE_COMPUTE], 6 * 0.25 + 1);
 }
 
 /* A unit's copy waits until the other machines' parts of its new weights are here. */
@@ -555,6 +583,7 @@ static void another_steps_schedule_is_refused(void)
     X(gradients_go_home_behind_their_exchange)                                                \
     X(an_exchange_holds_up_what_is_computed_beside_it)                                        \
     X(an_exchange_may_take_the_link)                                                          \
+    X(parts_of_weights_are_gathered_behind_their_copies)                                      \
     X(new_weights_come_from_other_machines)                                                   \
     X(the_hosts_memory_bounds_a_step)                                                         \
     X(a_step_takes_no_less_than_any_row_works)                                                \

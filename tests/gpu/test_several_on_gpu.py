@@ -40,6 +40,13 @@ JOBS = [*(OWN(case) for case in ("llama", "qwen2_moe", "gpt2", "choosy", "straig
 VRAM, ARRIVE = (("homes", "vram"),), (("homes", "arrive"),)
 DISK, THROUGH = (("homes", "disk"),), (("homes", "through"),)
 MIXED = (("homes", {"model.embed_tokens": "vram", "model.layers.1": "arrive", "lm_head": "vram"}),)
+SHARDS = (("delivery", "shards"),)
+JOBS += [OWN("wide", plan=SHARDS, delay_us=300), OWN("choosy", plan=SHARDS), OWN("llama", plan=(*MIXED, *SHARDS), micro=2),
+         OWN("wide", dtype="bfloat16", plan=(("slots", 2), ("activations", "replay"), *SHARDS), delay_us=300),
+         Job("wide", dtype="bfloat16", plan=SHARDS, device="cuda")]
+FILED = (("homes", "disk+weights"),)
+JOBS += [OWN("wide", dtype="bfloat16", plan=FILED, look=True, micro=2), OWN("wide", plan=(*FILED, ("slots", 2)), delay_us=300),
+         Job("wide", dtype="bfloat16", plan=FILED, device="cuda")]
 JOBS += [OWN("wide", plan=VRAM), OWN("choosy", plan=VRAM, delay_us=300), OWN("wide", plan=VRAM, states="8bit", look=True),
          OWN("wide", plan=ARRIVE, look=True), OWN("wide", plan=MIXED, micro=2), OWN("straight", plan=MIXED),
          OWN("wide", dtype="bfloat16", plan=VRAM, micro=3, look=True), OWN("wide", dtype="bfloat16", plan=ARRIVE, delay_us=200),
@@ -55,7 +62,13 @@ def test_ranks_have_what_one_process_has(pool: Pool, job: Job) -> None:
     assert not differences(found, wanted(job))
 
 
-@pytest.mark.parametrize("plan", [(), VRAM, MIXED], ids=["ram", "vram", "mixed"])
+def test_ranks_fetch_their_portions(pool: Pool) -> None:
+    job = Job("wide", dtype="bfloat16", plan=(("slots", 2), *SHARDS), device="cuda", look=True)
+    found = pool.call("several:delivered", SIZE, job)
+    assert all(gathers > 10 for _, gathers, _ in found), found
+
+
+@pytest.mark.parametrize("plan", [(), VRAM, MIXED, SHARDS], ids=["ram", "vram", "mixed", "shards"])
 def test_equal_runs_give_equal_bits(pool: Pool, plan: tuple) -> None:
     job = Job("wide", dtype="bfloat16", delay_us=200, device="cuda", plan=plan)
     assert pool.call("several:train", SIZE, job) == pool.call("several:train", SIZE, job)

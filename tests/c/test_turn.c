@@ -1,0 +1,469 @@
+/* test_turn.c — the executable form of core/turn.h: ranks that come to the same window have one
+ * verdict of it, whoever is late, elsewhere or gone; and what a stream fetches of a unit when each
+ * rank fetches its portion. Ranks are threads of one process.
+ */
+#include "check.h"
+
+#include "../../csrc/core/clock.h"
+#include "../../csrc/core/portion.h"
+#include "../../csrc/core/stream.h"
+#include "../../csrc/core/turn.h"
+
+#include <pthread.h>
+
+#define RANKS 4                  /* at most */
+#define NEVER 60000
+#define SHORT 60                 /* milliseconds */
+
+static const mt_param_desc shapes[] = { { MT_BF16, 70001, 1 }, { MT_F32, 40000, 0 } };
+static const int speak_for_two[RANKS] = { 0, 1, 0, 1 };  /* 2 and 3 are on another machine */
+
+typedef struct peer {
+    mt_context cx;
+    int        rank, n;          /* n: for the test */
+    pthread_t  thread;
+    uint64_t   seed;
+    int       *said;
+} peer;
+
+static void table_open(peer *p, int ranks, int ms, const int *speakers)
+{
+    int fd = -1;
+
+    REQUIRE(mt_share_make(&fd) == MT_OK);
+    for (int r = 0; r < ranks; r++) {
+        mt_context *cx = &p[r].cx;
+
+        p[r] = (peer){ .rank = r, .seed = (uint64_t)(r + 1) * 77 };
+        REQUIRE(mt_dev_cpu_open(&cx->dev) == MT_OK);
+        REQUIRE(mt_share_open(fd, r, speakers != NULL ? RANKS : ranks, &cx->share) == MT_OK);
+        if (speakers != NULL)
+            REQUIRE(mt_share_apart(cx->share, speakers) == MT_OK);
+        REQUIRE(mt_store_open(cx, &cx->store) == MT_OK);
+        REQUIRE(mt_turns_open(cx, ms, &cx->turns) == MT_OK);
+        REQUIRE(mt_store_add(cx->store, "layers.0", shapes, 2, &(int){ 0 }) == MT_OK);
+    }
+    close(fd);
+}
+
+static void peer_close(peer *p)
+{
+    mt_turns_close(p->cx.turns);
+    mt_store_leave(p->cx.store);
+    mt_store_close(p->cx.store);
+    mt_share_close(p->cx.share);
+    p->cx.dev->ops->close(p->cx.dev);
+}
+
+static void all(peer *p, int ranks, void *(*script)(void *))
+{
+    for (int r = 0; r < ranks; r++)
+        REQUIRE(pthread_create(&p[r].thread, NULL, script, &p[r]) == 0);
+    for (int r = 0; r < ranks; r++)
+        REQUIRE(pthread_join(p[r].thread, NULL) == 0);
+}
+
+static int take(peer *p, int unit, uint64_t about)
+{
+    int in_step = -1;
+
+    mt_turns_next(p->cx.turns, unit);
+    CHECK_OK(mt_turns_take(p->cx.turns, about, 0, &in_step));
+    return in_step;
+}
+
+static double seconds_since(uint64_t ns)
+{
+    return (double)(mt_now_ns() - ns) * 1e-9;
+}
+
+/* ---- verdicts ----------------------------------------------------------------------------- */
+
+static void *walk_alike(void *arg)
+{
+    peer *p = arg;
+
+    for (int unit = 0; unit < 200; unit++)
+        CHECK_EQ(take(p, unit, 7 + (uint64_t)unit), 1);
+    return NULL;
+}
+
+static void ranks_that_go_one_way_are_in_step(void)
+{
+    for (int ranks = 1; ranks <= RANKS; ranks++) {
+        peer p[RANKS];
+
+        table_open(p, ranks, NEVER, NULL);
+        all(p, ranks, walk_alike);
+        for (int r = 0; r < ranks; r++) {
+            CHECK_EQ(mt_turns_stats_get(p[r].cx.turns).in_step, 200);
+            CHECK_EQ(mt_turns_stats_get(p[r].cx.turns).rank, -1);
+            peer_close(&p[r]);
+        }
+    }
+}
+
+static void ranks_of_another_machine_are_no_mates(void)
+{
+    peer p[RANKS];
+
+    table_open(p, 2, NEVER, speak_for_two);
+    CHECK_EQ(mt_turns_mates(p[1].cx.turns), 2);
+    CHECK_EQ(mt_turns_place(p[1].cx.turns), 1);
+    all(p, 2, walk_alike);
+    for (int r = 0; r < 2; r++)
+        peer_close(&p[r]);
+}
+
+static void *walk_apart(void *arg)
+{
+    peer *p = arg;
+
+    CHECK_EQ(take(p, 0, 5), 1);
+    CHECK_EQ(take(p, 1 + p->rank, 5 + (uint64_t)p->rank), 0);
+    return NULL;
+}
+
+static void of_two_windows_neither_is_gathered(void)
+{
+    peer           p[2];
+    mt_turns_stats n;
+
+    table_open(p, 2, NEVER, NULL);
+    all(p, 2, walk_apart);
+    n = mt_turns_stats_get(p[0].cx.turns);
+    CHECK_EQ(n.astray, 1);
+    if (n.rank >= 0) {                   /* unless the other one said so first */
+        CHECK_EQ(n.rank, 1);
+        CHECK_EQ(n.own, 5);
+        CHECK_EQ(n.other, 6);
+    }
+    for (int r = 0; r < 2; r++)
+        peer_close(&p[r]);
+}
+
+/* A part of a unit that one rank leaves out costs that part alone. */
+static void *walk_parts(void *arg)
+{
+    peer *p = arg;
+
+    for (int unit = 0; unit < 50; unit++)
+        for (int part = 0; part < 4; part++)
+            if (p->rank == 0 || part != 2)
+                CHECK_EQ(take(p, unit, 1 + (uint64_t)part), part < 2);
+    mt_turns_away(p->cx.turns, 1);
+    return NULL;
+}
+
+static void ranks_are_in_step_again_at_the_next_unit(void)
+{
+    peer p[2];
+
+    table_open(p, 2, NEVER, NULL);
+    all(p, 2, walk_parts);
+    for (int r = 0; r < 2; r++)
+        peer_close(&p[r]);
+}
+
+static void a_rank_that_does_not_come_is_waited_for_once(void)
+{
+    peer     p[2];
+    uint64_t begun;
+
+    table_open(p, 2, SHORT, NULL);
+    begun = mt_now_ns();
+    CHECK_EQ(take(&p[0], 0, 5), 0);
+    CHECK(seconds_since(begun) > 1e-3 * SHORT);
+    CHECK_EQ(mt_turns_stats_get(p[0].cx.turns).other, 0);
+    begun = mt_now_ns();
+    for (int unit = 1; unit < 50; unit++)
+        CHECK_EQ(take(&p[0], unit, 5), 0);
+    CHECK(seconds_since(begun) < 1e-3 * SHORT * 40);
+    for (int unit = 0; unit < 50; unit++)            /* it finds all verdicts */
+        CHECK_EQ(take(&p[1], unit, 5), 0);
+    all(p, 2, walk_alike);                           /* and is waited for again */
+    for (int r = 0; r < 2; r++)
+        peer_close(&p[r]);
+}
+
+static void a_rank_at_a_meeting_is_not_waited_for(void)
+{
+    peer     p[2];
+    uint64_t begun = mt_now_ns();
+
+    table_open(p, 2, NEVER, NULL);
+    mt_turns_away(p[1].cx.turns, 1);
+    CHECK_EQ(take(&p[0], 0, 5), 0);
+    CHECK(seconds_since(begun) < 10);
+    for (int r = 0; r < 2; r++)
+        peer_close(&p[r]);
+}
+
+static void *comes_back(void *arg)
+{
+    peer *p = arg;
+
+    (void)usleep(50000);
+    mt_turns_met(p->cx.turns);
+    mt_turns_away(p->cx.turns, 0);
+    CHECK_EQ(take(p, 3, 5), 1);
+    return NULL;
+}
+
+static void behind_a_meeting_all_are_in_step_and_waited_for(void)
+{
+    peer p[2];
+
+    table_open(p, 2, NEVER, NULL);
+    mt_turns_away(p[1].cx.turns, 1);
+    for (int unit = 0; unit < 3; unit++)
+        CHECK_EQ(take(&p[0], unit, 5), 0);
+    REQUIRE(pthread_create(&p[1].thread, NULL, comes_back, &p[1]) == 0);
+    mt_turns_met(p[0].cx.turns);         /* it has heard of the end first */
+    CHECK_EQ(take(&p[0], 3, 5), 1);
+    REQUIRE(pthread_join(p[1].thread, NULL) == 0);
+    for (int r = 0; r < 2; r++)
+        peer_close(&p[r]);
+}
+
+static void a_rank_that_left_is_not_waited_for(void)
+{
+    peer p[2];
+
+    table_open(p, 2, NEVER, NULL);
+    peer_close(&p[1]);
+    CHECK_EQ(take(&p[0], 0, 5), 0);
+    peer_close(&p[0]);
+}
+
+static void a_fault_ends_the_wait(void)
+{
+    peer p[2];
+    int  in_step = -1;
+
+    table_open(p, 2, NEVER, NULL);
+    mt_ledger_fault(p[1].cx.store, MT_EDEVICE, "the other one's disk is full");
+    mt_turns_next(p[0].cx.turns, 0);
+    CHECK(mt_turns_take(p[0].cx.turns, 5, 0, &in_step) != MT_OK);
+    CHECK_HAS(mt_last_error(), "the other one's disk is full");
+    for (int r = 0; r < 2; r++)
+        peer_close(&p[r]);
+}
+
+/* Ranks go random ways, with random naps around the time for which they wait: whatever becomes of a
+ * turn, all who took it have heard the same, and only what all took is in step. */
+#define TURNS 300
+
+static uint64_t next_random(peer *p)
+{
+    p->seed = p->seed * 6364136223846793005u + 1442695040888963407u;
+    return p->seed >> 33;
+}
+
+static void *wander(void *arg)
+{
+    peer *p = arg;
+
+    for (int i = 0; i < TURNS; i++) {
+        uint64_t about = 1 + (next_random(p) % 8 == 0);
+
+        if (next_random(p) % 16 == 0)
+            (void)usleep((useconds_t)(next_random(p) % 9000));
+        if (next_random(p) % 32 == 0) {
+            mt_turns_next(p->cx.turns, i);           /* it leaves one out */
+            continue;
+        }
+        p->said[i] = 1 + take(p, i, about) + 2 * (int)about;
+    }
+    return NULL;
+}
+
+static void whatever_happens_there_is_one_verdict(void)
+{
+    static int said[RANKS][TURNS];
+    peer       p[3];
+    int        in_step = 0;
+
+    memset(said, 0, sizeof said);
+    table_open(p, 3, 4, NULL);
+    for (int r = 0; r < 3; r++)
+        p[r].said = said[r];
+    all(p, 3, wander);
+    for (int i = 0; i < TURNS; i++) {
+        int alike = said[0][i] == said[1][i] && said[1][i] == said[2][i] && said[0][i] > 0;
+
+        for (int r = 0; r < 3; r++)
+            if (said[r][i] > 0 && (said[r][i] - 1) % 2 == 1)
+                in_step += alike;
+            else
+                continue;
+        for (int r = 0; r < 3; r++)
+            CHECK(alike || said[r][i] == 0 || (said[r][i] - 1) % 2 == 0);
+    }
+    CHECK(in_step > 0);
+    for (int r = 0; r < 3; r++)
+        peer_close(&p[r]);
+}
+
+/* ---- a stream that fetches portions ------------------------------------------------------- */
+
+
+typedef struct rig {
+    mt_stream   *s;
+    mt_queue    *run;
+    mt_slot_desc slots[2];
+    size_t       bytes;
+    char        *hi;
+} rig;
+
+static void rig_open(rig *g, peer *p)
+{
+    void *hi;
+
+    *g = (rig){ .bytes = mt_store_hi_bytes(p->cx.store, 0) };
+    REQUIRE(mt_store_hi(p->cx.store, 0, &hi) == MT_OK);
+    g->hi = hi;
+    for (int k = 0; k < 2; k++) {
+        g->slots[k].bytes = g->bytes;
+        REQUIRE(p->cx.dev->ops->mem_alloc(p->cx.dev, g->bytes, &g->slots[k].mem) == MT_OK);
+        memset(g->slots[k].mem, 0, g->bytes);
+    }
+    REQUIRE(p->cx.dev->ops->queue_adopt(p->cx.dev, 0, &g->run) == MT_OK);
+    REQUIRE(mt_stream_open(&p->cx, g->slots, 2, (mt_slot_hooks){ 0 }, &g->s) == MT_OK);
+}
+
+static void rig_close(rig *g, peer *p)
+{
+    mt_stream_close(g->s);
+    p->cx.dev->ops->queue_close(g->run);
+    for (int k = 0; k < 2; k++)
+        p->cx.dev->ops->mem_free(p->cx.dev, g->slots[k].mem);
+}
+
+/* Of a number, after its fetch: the first byte that is in the slot, and how many are. */
+static int fetched(rig *g, int number, void **mem, int *slot)
+{
+    CHECK_OK(mt_stream_acquire(g->s, number, g->run, slot, mem));
+    return mt_stream_takes_turn(g->s);
+}
+
+static void check_filled(const char *mem, size_t bytes, size_t from, size_t to)
+{
+    for (size_t i = 0; i < bytes; i += 97)
+        if ((mem[i] != 0) != (i >= from && i < to)) {
+            CHECK_EQ(i, -1);
+            return;
+        }
+}
+
+static void a_portion_is_fetched_and_then_the_rest(void)
+{
+    peer   p[2];
+    rig    g;
+    size_t bounds[3];
+    void  *mem = NULL;
+    int    slot = -1, gathers = -1;
+
+    table_open(p, 2, SHORT, NULL);
+    rig_open(&g, &p[1]);
+    memset(g.hi, 0x5A, g.bytes);
+    CHECK_OK(mt_stream_bounds(g.s, 0, bounds));
+    CHECK(bounds[0] == 0 && bounds[1] > 0 && bounds[1] < g.bytes && bounds[2] == g.bytes);
+    mt_stream_portions(g.s, 1);
+    CHECK_OK(mt_stream_begin(g.s));
+    CHECK(fetched(&g, 0, &mem, &slot));
+    CHECK_OK(mt_stream_turn(g.s, slot, &gathers));
+    CHECK_EQ(gathers, 0);                            /* nobody else came */
+    CHECK_OK(mt_stream_await(g.s, slot, g.run));
+    CHECK_OK(p[1].cx.dev->ops->sync(g.run));
+    check_filled(mem, g.bytes, bounds[1], bounds[2]);
+    CHECK_OK(mt_stream_whole(g.s, slot, g.run));
+    CHECK_OK(mt_stream_await(g.s, slot, g.run));
+    CHECK_OK(p[1].cx.dev->ops->sync(g.run));
+    check_filled(mem, g.bytes, 0, g.bytes);
+    CHECK_EQ(mt_stream_stats_get(g.s).h2d_bytes, g.bytes + bounds[2] - bounds[1]);
+    rig_close(&g, &p[1]);
+    for (int r = 0; r < 2; r++)
+        peer_close(&p[r]);
+}
+
+static void a_pass_of_one_rank_finds_no_portion(void)
+{
+    peer  p[2];
+    rig   g;
+    void *mem = NULL;
+    int   slot = -1;
+
+    table_open(p, 2, SHORT, NULL);
+    rig_open(&g, &p[0]);
+    memset(g.hi, 0x5A, g.bytes);
+    mt_stream_portions(g.s, 1);
+    CHECK_OK(mt_stream_begin(g.s));
+    CHECK(fetched(&g, 0, &mem, &slot));
+    CHECK_OK(mt_stream_await(g.s, slot, g.run));
+    mt_stream_portions(g.s, 0);                      /* an evaluation */
+    CHECK_OK(mt_stream_begin(g.s));
+    CHECK(!fetched(&g, 0, &mem, &slot));
+    CHECK_OK(mt_stream_await(g.s, slot, g.run));
+    CHECK_OK(p[0].cx.dev->ops->sync(g.run));
+    check_filled(mem, g.bytes, 0, g.bytes);
+    mt_stream_portions(g.s, 1);                      /* which it may leave in the slot */
+    CHECK_OK(mt_stream_begin(g.s));
+    CHECK(fetched(&g, 0, &mem, &slot));
+    CHECK_EQ(mt_stream_stats_get(g.s).fetches, 2);
+    rig_close(&g, &p[0]);
+    for (int r = 0; r < 2; r++)
+        peer_close(&p[r]);
+}
+
+static void of_a_cut_too(void)
+{
+    mt_cut_range ranges[2] = { { 1024, 0, 4096 }, { 65536, 4096, 2048 } };
+    peer         p[2];
+    rig          g;
+    size_t       bounds[3];
+    void        *mem = NULL;
+    int          slot = -1, number = -1;
+
+    table_open(p, 2, SHORT, NULL);
+    rig_open(&g, &p[0]);
+    memset(g.hi, 0x5A, g.bytes);
+    CHECK_OK(mt_stream_cut(g.s, 0, ranges, 2, &number));
+    CHECK_OK(mt_stream_bounds(g.s, number, bounds));
+    CHECK(bounds[1] == 3072 && bounds[2] == 6144);
+    mt_stream_portions(g.s, 1);
+    CHECK_OK(mt_stream_begin(g.s));
+    CHECK(fetched(&g, number, &mem, &slot));
+    CHECK_OK(mt_stream_await(g.s, slot, g.run));
+    CHECK_OK(p[0].cx.dev->ops->sync(g.run));
+    check_filled(mem, 6144, bounds[0], bounds[1]);
+    rig_close(&g, &p[0]);
+    for (int r = 0; r < 2; r++)
+        peer_close(&p[r]);
+}
+
+static void alone_a_process_fetches_all(void)
+{
+    peer  p[1];
+    rig   g;
+    void *mem = NULL;
+    int   slot = -1;
+
+    table_open(p, 1, SHORT, NULL);
+    rig_open(&g, &p[0]);
+    mt_stream_portions(g.s, 1);
+    CHECK_OK(mt_stream_begin(g.s));
+    CHECK(!fetched(&g, 0, &mem, &slot));
+    rig_close(&g, &p[0]);
+    peer_close(&p[0]);
+}
+
+#define TESTS(X)                                                                              \
+    X(ranks_that_go_one_way_are_in_step) X(ranks_of_another_machine_are_no_mates)             \
+    X(of_two_windows_neither_is_gathered) X(ranks_are_in_step_again_at_the_next_unit)         \
+    X(a_rank_that_does_not_come_is_waited_for_once) X(a_rank_at_a_meeting_is_not_waited_for)  \
+    X(behind_a_meeting_all_are_in_step_and_waited_for) X(a_rank_that_left_is_not_waited_for)  \
+    X(a_fault_ends_the_wait) X(whatever_happens_there_is_one_verdict)                         \
+    X(a_portion_is_fetched_and_then_the_rest) X(a_pass_of_one_rank_finds_no_portion)          \
+    X(of_a_cut_too) X(alone_a_process_fetches_all)
+CHECK_MAIN(TESTS)
