@@ -26,6 +26,8 @@ from ..base.strict import parsed, shown, table
 
 GIB = 2**30
 TAKEN = 0.5                 # of what is copied beside AdamW, what that takes from it: 0.3 and 0.9 on two H200 machines
+PIECEMEAL = 0.7             # of the bus, what updates that pass through the device reach beside AdamW: pieces of 64 MiB and
+                            # fetches take turns; 0.65 to 0.78 on two H200 machines
 MEASURED, SHEETS = "measured by megatrain doctor", "from data sheets, not measured"     # sources
 WEIGHT = 2                  # bytes of a bf16 weight, as it is fetched
 CODES_A_THREAD = 0.75       # 10**9 parameters/s with moments of 8 bits, where arithmetic binds: a Zen 5 core has 1.0
@@ -154,7 +156,8 @@ class Machine:
             return 1e9 * min(self.both_gbps / (through_up(states) + WEIGHT), memory / (moved_bytes(states) + WEIGHT))
         held = max(self._beside(), 0.0) / self.adam_gparams[-1][1]
         bus = min(self.both_gbps, self.busy_gbps) * 1e9
-        return max(0.0, (bus - WEIGHT * held * self.adam_rate(states=states)) / (through_up(states) + WEIGHT))
+        left = bus - WEIGHT * held * self.adam_rate(states=states)
+        return max(0.0, PIECEMEAL * left / (through_up(states) + WEIGHT))
 
     def origin(self, field: str) -> str:
         """Where a rate comes from: "measured", "published" (of a data sheet, times what the H200 was measured to reach
