@@ -289,10 +289,12 @@ def test_a_plan_in_python_is_that_of_the_command_line(toy: Path, capsys: pytest.
     config = transformers.AutoConfig.from_pretrained(toy)
     asked = {"tokens": 1024, "seq": 64, "machine": "rtx4090", "layers": 6}
     flags = [word for name, value in asked.items() for word in (f"--{name}", value)]
+    with torch.device("meta"):
+        adapter = lora.Lora.of("r=4").config(transformers.AutoModelForCausalLM.from_config(config))
     for base in (None, "fp8"):
         assert megatrain("plan", toy, *flags, "--lora", "r=4", "--json", *(("--base", base) if base else ())) == 0
         found, drawn = json.loads(capsys.readouterr().out), torch.get_rng_state()
-        plan = mt.plan(config, **asked, base=base, adapter=lora.Lora.of("r=4").config())
+        plan = mt.plan(config, **asked, base=base, adapter=adapter)
         assert torch.equal(torch.get_rng_state(), drawn), "a plan draws no numbers"
         assert (plan.vram, plan.host, plan.weights, plan.trained) == tuple(found[n] for n in ("vram", "host", "weights", "trained"))
     with pytest.raises(mt.MegatrainError, match="base, adapter: of a config; a module is planned as it is"):

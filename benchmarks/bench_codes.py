@@ -1,0 +1,156 @@
+#!/usr/bin/env python3
+"""LoRA beside a frozen mixture of codes, random ones: steps over the same batch, and the plan's time and bytes beside.
+
+    python benchmarks/bench_codes.py --model gpt-oss-120b --tokens 32768 --vram 24GiB --host 80GiB
+    python benchmarks/bench_codes.py --model gpt-oss-120b --layers 6 --tokens 32768 --vram 100GiB --experts 16
+    python benchmarks/bench_codes.py --model deepseek-v3 --layers 3 --tokens 16384 --vram 60GiB --experts 8
+    python benchmarks/bench_codes.py --model deepseek-v3 --tiny --device cpu
+
+MXFP4 for gpt-oss, block-fp8 for the others; adapters of rank 16 on attention. One JSON line on stdout, plan and
+progress on stderr. "seconds": the median of all steps but the first two. Host memory holds
+all codes while they are made.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from typing import Any
+
+import torch
+from common import GIB, Clock, add_device_argument, emit, fill_cheaply, say
+from peft import LoraConfig, get_peft_model
+from transformers import DeepseekV3Config, GptOssConfig, PreTrainedConfig, Qwen3MoeConfig
+
+import megatrain_torch as mt
+from megatrain_torch.base.coded import Coded
+from megatrain_torch.plans.shapes import shaped
+
+# transformers' defaults are gpt-oss-120b's and DeepSeek-V3's own.
+QWEN3_235B = dict(hidden_size=4096, moe_intermediate_size=1536, num_attention_heads=64, num_key_value_heads=4)
+QWEN3_235B |= dict(head_dim=128, num_experts=128, num_experts_per_tok=8, num_hidden_layers=94, vocab_size=151936)
+QKV, LATENT = ["q_proj", "k_proj", "v_proj"], ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj"]
+MODELS: dict[str, tuple[type[PreTrainedConfig], dict[str, Any], str, list[str]]] = {
+    "gpt-oss-120b": (GptOssConfig, {"num_local_experts": 128, "num_hidden_layers": 36}, "mxfp4", QKV),
+    "qwen3-235b": (Qwen3MoeConfig, QWEN3_235B, "fp8", QKV),
+    "deepseek-v3": (DeepseekV3Config, {"first_k_dense_replace": 3}, "fp8", LATENT),
+}
+TINY: dict[str, Any] = dict(hidden_size=256, intermediate_size=256, moe_intermediate_size=128, num_hidden_layers=2)
+TINY |= dict(num_attention_heads=4, num_key_value_heads=4, head_dim=32, vocab_size=512, num_experts_per_tok=2)
+TINY |= dict(q_lora_rank=128, kv_lora_rank=128, qk_nope_head_dim=32, qk_rope_head_dim=32, v_head_dim=32)
+TINY |= dict(n_routed_experts=8, num_local_experts=8, num_experts=8, n_group=2, topk_group=1)
+
+
+def parse_args() -> tuple[argparse.Namespace, torch.device]:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    device = add_device_argument(parser)
+    add = parser.add_argument
+    add("--model", choices=list(MODELS), default="gpt-oss-120b")
+    add("--layers", type=int, help="fewer than it has; of DeepSeek-V3's the first is dense then")
+    add("--tiny", action="store_true", help="with toy sizes")
+    add("--seq", type=int, default=1024)
+    add("--tokens", type=int, default=32768, help="in a step")
+    add("--steps", type=int, default=6)
+    add("--experts", type=int, help="of a layer, fetched at a time; 0: all; default: the plan's choice")
+    add("--compute", default="auto", choices=["auto", "eager"])
+    add("--machine", help="for the plan; default: this one")
+    add("--vram", help='the most of the device that may be used, as "24GiB"')
+    add("--host", help='the most of host memory that may be used, as "80GiB"')
+    args = parser.parse_args()
+    if args.tiny:
+        args.seq, args.tokens, args.machine = 64, 128, args.machine or "h200"
+    return args, device
+
+
+def config_of(args: argparse.Namespace) -> Any:
+    kind, sizes, base, _ = MODELS[args.model]
+    sizes = sizes | (TINY if args.tiny else {})
+    if args.layers:
+        sizes |= {"num_hidden_layers": args.layers}
+    if "first_k_dense_replace" in sizes and sizes.get("num_hidden_layers", 61) < 10:
+        sizes["first_k_dense_replace"] = 1
+    attention = "eager" if kind is GptOssConfig else "sdpa"
+    config = kind(**sizes, use_cache=False, attn_implementation=attention, dtype=torch.bfloat16)
+    config.quantization_config = {"quant_method": base, "weight_block_size": [128, 128]}
+    return config
+
+
+def some_bytes(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+    """Pseudo-random, and no NaN among numbers of fp8."""
+    out = torch.empty(shape, dtype=torch.uint8)
+    block = torch.randint(256, (1 << 22,), dtype=torch.uint8) & 0xBF
+    for part in out.view(-1).split(len(block)):
+        part.copy_(block[: len(part)])
+    return out.view(dtype)
+
+
+def filled(p: torch.Tensor, seed: int) -> torch.nn.Parameter:
+    if isinstance(p, Coded):
+        scales = torch.full(p.scales.shape, 120 if p.form == "mxfp4" else 0.01, dtype=p.scales.dtype)
+        made: torch.Tensor = Coded(some_bytes(p.codes.shape, p.codes.dtype), scales, p.form, p.dtype)
+    else:
+        made = torch.ones(p.shape, dtype=p.dtype) if p.dim() == 1 else fill_cheaply(p.shape, p.dtype, 0.02, seed)
+    return torch.nn.Parameter(made, requires_grad=False)
+
+
+def build(args: argparse.Namespace) -> Any:
+    torch.manual_seed(0)
+    config, (*_, base, targets) = config_of(args), MODELS[args.model]
+    model: Any = shaped(config, base)
+    for seed, module in enumerate(model.modules()):
+        for name, p in list(module._parameters.items()):
+            if p is not None:
+                module._parameters[name] = filled(p, seed)
+        for name, b in list(module._buffers.items()):
+            if b is not None and b.is_meta:
+                module._buffers[name] = torch.zeros(b.shape, dtype=b.dtype)
+    model.model.rotary_emb = type(model.model.rotary_emb)(config)  # its buffers are values
+    del config.quantization_config
+    return get_peft_model(model, LoraConfig(r=16, target_modules=[*targets, "o_proj"])).train()
+
+
+def main() -> None:
+    args, device = parse_args()
+    model = build(args)
+    asked = {"tokens": args.tokens, "seq": args.seq, "experts": args.experts, "compute": args.compute}
+    limits = {name: getattr(args, name) for name in ("machine", "vram", "host") if getattr(args, name)}
+    plan = mt.plan(model, **asked, **limits)
+    say(str(plan))
+    model = mt.stream(model, device, plan=plan, compute=args.compute)
+    opt = mt.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-4, max_grad_norm=1.0)
+    ids = torch.randint(config_of(args).vocab_size, (args.tokens // args.seq, args.seq)).to(device)
+    clock, losses = Clock(device), []
+    for _ in range(args.steps):
+        clock.mark()
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+        losses.append(loss.detach())
+    clock.mark()
+    seconds = clock.intervals()
+    median = statistics.median(seconds[2:] or seconds)
+    peak = torch.cuda.max_memory_reserved() / GIB if device.type == "cuda" else None
+    emit(
+        "codes",
+        device,
+        model=args.model,
+        layers=args.layers,
+        tokens=args.tokens,
+        seq=args.seq,
+        experts=plan.experts,
+        unit="tokens/s",
+        median=args.tokens / median,
+        planned=plan.tokens_per_second,
+        seconds=median,
+        planned_s=plan.seconds,
+        first_s=seconds[0],
+        reserved_gib=peak,
+        planned_gib=plan.vram_bytes / GIB,
+        losses=[float(x) for x in losses],
+    )
+    say(str(mt.explain(model)))
+
+
+if __name__ == "__main__":
+    main()
