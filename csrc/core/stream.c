@@ -838,10 +838,8 @@ static uint64_t about(const slot *k)
 
 mt_status mt_stream_turn(mt_stream *s, int k, int *gathers)
 {
-    int       in_step;
+    int       in_step, needs = needs_mates(s, s->slots[k].unit);
     mt_status st;
-
-    int       needs = needs_mates(s, s->slots[k].unit);
 
     mt_turns_next(s->cx->turns, mt_stream_owner(s, s->slots[k].unit));
     MT_TRY(mt_turns_take(s->cx->turns, about(&s->slots[k]) | (uint64_t)needs,

@@ -71,9 +71,13 @@ class Lora:
 
     def config(self, model: nn.Module) -> Any:
         """PEFT's. Of a mixture "all-linear" has adapters on its experts' parameters too, which are no linear layers."""
-        mixture = any("expert" in name and p.dim() == 3 for name, p in model.named_parameters())
-        every = _linear_names(model) if mixture else "all-linear"
-        targets = every if self.targets == (ALL,) else list(self.targets)
+        made = self._config("all-linear" if self.targets == (ALL,) else list(self.targets))
+        if self.targets == (ALL,) and any("expert" in name and p.dim() == 3 for name, p in model.named_parameters()):
+            made.target_modules = set(_linear_names(model))
+            return self._config(_but_for_experts(made, model))
+        return made
+
+    def _config(self, targets: Any) -> Any:
         return _peft().LoraConfig(r=self.r, lora_alpha=self.alpha, lora_dropout=self.dropout, target_modules=targets,
                                   task_type="CAUSAL_LM")
 
@@ -104,6 +108,15 @@ def _linear_names(model: nn.Module) -> list[str]:
     head = output_embeddings(model)
     return sorted({name.rpartition(".")[2] for name, m in model.named_modules()
                    if isinstance(m, nn.Linear) and m is not head})
+
+
+def _but_for_experts(config: Any, model: nn.Module) -> list[str]:
+    """Of its targets those that PEFT leaves as they are: 0.21 takes the names that experts' layers once had,
+    wherever they are, for these layers."""
+    with contextlib.suppress(ImportError):
+        conversion = importlib.import_module("peft.utils.transformers_weight_conversion")
+        conversion.convert_peft_config_for_transformers(config, model, None)
+    return sorted(config.target_modules)
 
 
 def as_words(value: Any) -> str:

@@ -26,7 +26,8 @@ class Held:
         self.forwards: dict[int, float] = {}
         self.ways_crossed = 1
         self.streamed = np.array([u.weights for u in shape.units], dtype=np.float64) / ways.exchange.parts
-        self.passing = np.array([u.trained for u in shape.units]) * moved_bytes(keeping.wishes.states)
+        wishes = keeping.wishes
+        self.passing = np.array([u.trained for u in shape.units]) * moved_bytes(wishes.states) / wishes.fleet.count
         self.behind = keeping.wishes.grads == "none"
         if self.behind:
             self.ways_crossed = 2

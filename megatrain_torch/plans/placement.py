@@ -35,7 +35,7 @@ from .uses import Uses
 from .wishes import Choice, Wishes
 
 MOST_SIMULATIONS = 20000    # a second; a search of a hundred layers takes some hundred
-WORTH_THROUGH = 1.01         # README's loop, 7B width, 24 GiB: planned 2.7 % faster, measured 2.4 %
+WORTH_THROUGH = 1.01        # README's loop, 7B width, 24 GiB, measured 2.4 % where plans have 1.6 to 2.7
 ROUNDED = 1 + 1e-9          # the walk adds a bound's numbers up in another order
 PROBED = 8                  # choices of least bound, whose time tells which others cannot win
 
@@ -225,8 +225,8 @@ class Problem:
             if of.order[i] >= than:
                 break
             choice = self._choice(of, i) if of.bound[i] < than else None
-            if choice and (timing := self.steps.time(choice, than / _worth(choice))):
-                best, than = (choice, timing), timing.seconds * _worth(choice)
+            if choice and (timing := self.steps.time(choice, than / self._worth(choice))):
+                best, than = (choice, timing), timing.seconds * self._worth(choice)
         return best
 
     def _candidates(self, than: float) -> Candidates | None:
@@ -247,13 +247,18 @@ class Problem:
         """Seconds of compute in a step of so many micro-batches, whatever is kept."""
         return micro * sum(c.forward_s + c.least_s for c in self.keeping.costs(micro))
 
+    def _worth(self, choice: Choice) -> float:
+        """By so much it must be faster than another, where homes are not asked for: what passes through the device has
+        a bus that others need too."""
+        return WORTH_THROUGH if choice.through and not self.wishes.homes else 1.0
+
     def _probed(self, part: Candidates, than: float) -> float:
         """Seconds that some of these take; `than`: all of those that were tried take more."""
         few = min(PROBED, len(part.bound) - 1)
         for i in np.argpartition(part.bound, few)[:few + 1]:
             choice = self._choice(part, i)
-            if part.bound[i] < than and (timing := self.steps.time(choice, than / _worth(choice))):
-                than = timing.seconds * _worth(choice)
+            if part.bound[i] < than and (timing := self.steps.time(choice, than / self._worth(choice))):
+                than = timing.seconds * self._worth(choice)
         return than
 
     def _choice(self, of: Candidates, i: int) -> Choice:
@@ -334,11 +339,6 @@ class Problem:
                 vram += here[there <= self.machine.host_bytes].tolist()
                 host += there[here <= self.machine.vram_bytes].tolist()
         return min(vram, default=None), min(host, default=None)
-
-
-def _worth(choice: Choice) -> float:
-    """By so much it must be faster than another: what passes through the device has a bus that others need too."""
-    return WORTH_THROUGH if choice.through else 1.0
 
 
 @functools.cache

@@ -356,6 +356,29 @@ static void check_filled(const char *mem, size_t bytes, size_t from, size_t to)
         }
 }
 
+/* Two ranks; the rig is one's. */
+static void pair_open(peer *p, rig *g, int of)
+{
+    table_open(p, 2, SHORT, NULL);
+    rig_open(g, &p[of]);
+    memset(g->hi, 0x5A, g->bytes);
+}
+
+static void pair_close(peer *p, rig *g, int of)
+{
+    rig_close(g, &p[of]);
+    for (int r = 0; r < 2; r++)
+        peer_close(&p[r]);
+}
+
+/* Bytes [from, to) of the slot came, and of the first n no others. */
+static void check_comes(rig *g, peer *of, int slot, const void *mem, size_t n, size_t from, size_t to)
+{
+    CHECK_OK(mt_stream_await(g->s, slot, g->run));
+    CHECK_OK(of->cx.dev->ops->sync(g->run));
+    check_filled(mem, n, from, to);
+}
+
 static void a_portion_is_fetched_and_then_the_rest(void)
 {
     peer   p[2];
@@ -364,9 +387,7 @@ static void a_portion_is_fetched_and_then_the_rest(void)
     void  *mem = NULL;
     int    slot = -1, gathers = -1;
 
-    table_open(p, 2, SHORT, NULL);
-    rig_open(&g, &p[1]);
-    memset(g.hi, 0x5A, g.bytes);
+    pair_open(p, &g, 1);
     CHECK_OK(mt_stream_bounds(g.s, 0, bounds));
     CHECK(bounds[0] == 0 && bounds[1] > 0 && bounds[1] < g.bytes && bounds[2] == g.bytes);
     mt_stream_portions(g.s, 1);
@@ -374,17 +395,11 @@ static void a_portion_is_fetched_and_then_the_rest(void)
     CHECK(fetched(&g, 0, &mem, &slot));
     CHECK_OK(mt_stream_turn(g.s, slot, &gathers));
     CHECK_EQ(gathers, 0);                            /* nobody else came */
-    CHECK_OK(mt_stream_await(g.s, slot, g.run));
-    CHECK_OK(p[1].cx.dev->ops->sync(g.run));
-    check_filled(mem, g.bytes, bounds[1], bounds[2]);
+    check_comes(&g, &p[1], slot, mem, g.bytes, bounds[1], bounds[2]);
     CHECK_OK(mt_stream_whole(g.s, slot, g.run));
-    CHECK_OK(mt_stream_await(g.s, slot, g.run));
-    CHECK_OK(p[1].cx.dev->ops->sync(g.run));
-    check_filled(mem, g.bytes, 0, g.bytes);
+    check_comes(&g, &p[1], slot, mem, g.bytes, 0, g.bytes);
     CHECK_EQ(mt_stream_stats_get(g.s).h2d_bytes, g.bytes + bounds[2] - bounds[1]);
-    rig_close(&g, &p[1]);
-    for (int r = 0; r < 2; r++)
-        peer_close(&p[r]);
+    pair_close(p, &g, 1);
 }
 
 static void a_pass_of_one_rank_finds_no_portion(void)
@@ -394,9 +409,7 @@ static void a_pass_of_one_rank_finds_no_portion(void)
     void *mem = NULL;
     int   slot = -1;
 
-    table_open(p, 2, SHORT, NULL);
-    rig_open(&g, &p[0]);
-    memset(g.hi, 0x5A, g.bytes);
+    pair_open(p, &g, 0);
     mt_stream_portions(g.s, 1);
     CHECK_OK(mt_stream_begin(g.s));
     CHECK(fetched(&g, 0, &mem, &slot));
@@ -404,16 +417,12 @@ static void a_pass_of_one_rank_finds_no_portion(void)
     mt_stream_portions(g.s, 0);                      /* an evaluation */
     CHECK_OK(mt_stream_begin(g.s));
     CHECK(!fetched(&g, 0, &mem, &slot));
-    CHECK_OK(mt_stream_await(g.s, slot, g.run));
-    CHECK_OK(p[0].cx.dev->ops->sync(g.run));
-    check_filled(mem, g.bytes, 0, g.bytes);
+    check_comes(&g, &p[0], slot, mem, g.bytes, 0, g.bytes);
     mt_stream_portions(g.s, 1);                      /* which it may leave in the slot */
     CHECK_OK(mt_stream_begin(g.s));
     CHECK(fetched(&g, 0, &mem, &slot));
     CHECK_EQ(mt_stream_stats_get(g.s).fetches, 2);
-    rig_close(&g, &p[0]);
-    for (int r = 0; r < 2; r++)
-        peer_close(&p[r]);
+    pair_close(p, &g, 0);
 }
 
 static void of_a_cut_too(void)
@@ -425,21 +434,15 @@ static void of_a_cut_too(void)
     void        *mem = NULL;
     int          slot = -1, number = -1;
 
-    table_open(p, 2, SHORT, NULL);
-    rig_open(&g, &p[0]);
-    memset(g.hi, 0x5A, g.bytes);
+    pair_open(p, &g, 0);
     CHECK_OK(mt_stream_cut(g.s, 0, ranges, 2, &number));
     CHECK_OK(mt_stream_bounds(g.s, number, bounds));
     CHECK(bounds[1] == 3072 && bounds[2] == 6144);
     mt_stream_portions(g.s, 1);
     CHECK_OK(mt_stream_begin(g.s));
     CHECK(fetched(&g, number, &mem, &slot));
-    CHECK_OK(mt_stream_await(g.s, slot, g.run));
-    CHECK_OK(p[0].cx.dev->ops->sync(g.run));
-    check_filled(mem, 6144, bounds[0], bounds[1]);
-    rig_close(&g, &p[0]);
-    for (int r = 0; r < 2; r++)
-        peer_close(&p[r]);
+    check_comes(&g, &p[0], slot, mem, 6144, bounds[0], bounds[1]);
+    pair_close(p, &g, 0);
 }
 
 static void alone_a_process_fetches_all(void)
