@@ -9,6 +9,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 sys.path.append(str(ROOT / "tools"))
+import ceilings  # noqa: E402
 import rooms  # noqa: E402
 
 
@@ -79,3 +80,27 @@ def test_the_graph_says_who_looks_at_whom(tmp_path: Path) -> None:
     drawn = {line[0]: " ".join(line[1:]) for line in lines}
     assert drawn["base"] == "2 files 1 lines looks at nobody"
     assert drawn["store"] == "2 files 2 lines looks at base 1"
+
+
+def test_what_is_over_its_ceiling_is_found_by_name() -> None:
+    table = {"csrc/core": {"lines": 10, "nouns": 2}}
+    assert ceilings.over({"csrc/core": {"lines": 10, "nouns": 2}}, table) == []
+    (finding,) = ceilings.over({"csrc/core": {"lines": 11, "nouns": 2}}, table)
+    assert "csrc/core has 11 lines, and its ceiling is 10" in str(finding)
+
+
+def test_ceilings_only_fall() -> None:
+    table = {"csrc/core": {"lines": 10, "nouns": 2}}
+    assert ceilings.lowered({"csrc/core": {"lines": 12, "nouns": 1}}, table) == {"csrc/core": {"lines": 10, "nouns": 1}}
+
+
+def test_rooms_are_counted(tmp_path: Path) -> None:
+    package, core = tmp_path / "megatrain_torch" / "store", tmp_path / "csrc" / "core"
+    package.mkdir(parents=True)
+    core.mkdir(parents=True)
+    (package / "a.py").write_text("class Box(Protocol): ...\n\n\ndef once(): ...\n\n\ndef _twice(): once()\n\n\n_twice(), _twice()\n")
+    (core / "a.h").write_text("typedef struct mt_box {\n    int n;\n} mt_box;\n\nint mt_open(mt_box *b);\n")
+    (core / "a.c").write_text("static int own(void)\n{\n    return 0;\n}\n\nint mt_open(mt_box *b)\n{\n    return own();\n}\n")
+    found = ceilings.measured(tmp_path)
+    assert found["megatrain_torch/store"] == {"lines": 10, "files": 1, "names": 2, "nouns": 1, "protocols": 1, "single": 1}
+    assert {c: found["csrc/core"][c] for c in ("files", "names", "nouns")} == {"files": 2, "names": 1, "nouns": 1}

@@ -5,8 +5,8 @@
     python tools/rooms.py --files    # besides: every file with the files that it looks at
 
 A module looks at the modules that it imports, whether at its top, inside a function or for types alone. It may look at
-its own room and at those before it. No circle of modules may be there, inside a room neither. `make lint` runs this,
-tests/test_rooms.py too.
+its own room and at those before it. No circle of modules may be there, inside a room neither. Sizes of rooms, of C too,
+are held against ceilings that only fall (ceilings.py). `make lint` runs this, tests/test_rooms.py too.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+import ceilings
 from check_rules import Finding
 
 PACKAGE = "megatrain_torch"
@@ -167,6 +168,7 @@ def main() -> int:
     if asked.files:
         for name in sorted({look.module for look in seen}):
             print(f"{short(name)}: {' '.join(sorted({short(s.other) for s in seen if s.module == name}))}")
+    findings += ceilings.report()
     for finding in findings:
         print(finding)
     print(f"{len(ROOMS)} rooms, each looks only at those above it; {len(findings)} findings")
