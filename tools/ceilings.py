@@ -91,7 +91,7 @@ def measured(root: Path = ROOT) -> dict[str, Counts]:
     rooms: dict[str, Counts] = {}
     package = root / "megatrain_torch"
     for folder in sorted({package / p.relative_to(package).parts[0] for p in trees if p.parent != package} | {package}):
-        own = {p: t for p, t in trees.items() if p.parent == folder or folder in p.parents and folder != package}
+        own = {p: t for p, t in trees.items() if p.parent == folder or (folder in p.parents and folder != package)}
         rooms[folder.relative_to(root).as_posix()] = python_counts(own, words)
     sources = [p for p in sorted((root / "csrc").rglob("*")) if p.suffix in (".c", ".h", ".cu", ".cuh", ".cc")]
     c_words = Counter(w for p in sources for w in WORD.findall(without_comments(p.read_text())))
