@@ -20,7 +20,7 @@ from ..base.modes import Mode, read
 from ..store.pieces import Piece, Stacked
 from ..store.records import Record, Use
 from ..store.state import enter, in_backward, leave, swap_window
-from ..store.views import DeviceParameter
+from ..store.views import DeviceParameter, accumulators, in_sight, takes_no_hooks
 from ..store.whole import Whole
 from . import masks
 from .below import Below, flat_weights
@@ -118,6 +118,8 @@ class Model(Streamed, Protocol):
     def reads(self) -> Reads: ...
 
 
+@in_sight
+@takes_no_hooks
 class Bind(torch.autograd.Function):
     """Host parameters in, slot tensors out; weight gradients in, to the store."""
 
@@ -130,8 +132,8 @@ class Bind(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        nodes = [edge[0] for edge in ctx.next_functions[-len(grads):]]
-        return None, None, *ctx.window.runtime.handover.take(ctx.records, ctx.use, nodes, grads)
+        handover = ctx.window.runtime.handover
+        return None, None, *handover.take(ctx.records, ctx.use, accumulators(ctx), grads)
 
 
 def _detached(views: list[Any], records: list[Record]) -> list[Any]:

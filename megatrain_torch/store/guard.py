@@ -219,9 +219,11 @@ def made_kind(kind: type) -> type:
 
 
 def guard(t: Tensor, record: Record) -> HostTensor:
-    out = t.as_subclass(HostTensor)
-    out._mt, out._mt_runtime = record, record.runtime
-    return out
+    """A tensor that was just made, as one that waits. That is no operation: who walks from `p.expand_as(p)` finds the
+    node of p behind it."""
+    t.__class__ = HostTensor
+    t._mt, t._mt_runtime = record, record.runtime
+    return t
 
 
 def plain(t: Tensor) -> Tensor:
