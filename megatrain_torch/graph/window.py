@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import types
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -83,6 +83,8 @@ class Ring(Located, Protocol):
     stacks: dict[Record, Stacked]
 
     def views(self, unit: int) -> list[Tensor | None]: ...
+
+    def parameters(self, unit: int) -> list[Tensor | None]: ...
 
     def own_outputs(self, out: Any) -> Any: ...
 
@@ -244,13 +246,19 @@ class Window:
 
     def views(self, records: list[Record]) -> list[Any]:
         """Fresh tensors over the slots for these records, None for a stack's. Acquires their units."""
-        rt = self.runtime
+        return self._fresh(self.runtime.ring.parameters, records)
+
+    def neighbours(self, records: list[Record]) -> list[Any]:
+        """The same for templates, which join those that lie beside each other."""
+        return self._fresh(self.runtime.ring.views, records)
+
+    def _fresh(self, of: Callable[[int], list[Tensor | None]], records: list[Record]) -> list[Any]:
         if len(self.units) == 1:
-            return _detached(rt.ring.views(self.units[0]), records)
+            return _detached(of(self.units[0]), records)
         out = {}
         for unit in self.units:
             own = [r for r in records if r.unit == unit]
-            out.update(zip(own, _detached(rt.ring.views(unit), own)))
+            out.update(zip(own, _detached(of(unit), own)))
         return [out[r] for r in records]
 
     @property

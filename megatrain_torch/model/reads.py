@@ -8,6 +8,7 @@ from torch import Tensor
 
 from .. import _core
 from ..fused.compiled import refuse_other_units
+from ..graph.window import refuse_functorch
 from ..store.records import Record
 from ..store.views import LazyParameter
 from .homes import Homes
@@ -33,6 +34,8 @@ class Reads:
         refuse_other_units()
         found = self._read.get(record)
         if found is None:
+            if record.trainable:
+                refuse_functorch(record.name)
             whole = record.whole
             found = LazyParameter.of(record) if whole is None else whole.of([self.copy(r) for r in whole.records])
             self._read[record] = found

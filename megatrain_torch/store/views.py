@@ -82,6 +82,9 @@ class DeviceParameter(OneParameter, nn.Parameter):
         with torch.no_grad():
             self.copy_(value)
 
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return repr(nn.Parameter(self.data, self.requires_grad))
+
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         out = memo[id(self)] = nn.Parameter(self.data.clone(), self.requires_grad)
         return out
@@ -214,7 +217,7 @@ def _of_value(name: str) -> Any:
     return lambda self, *args, **kwargs: getattr(self.fetch(), name)(*args, **kwargs)
 
 
-for _name in ("data_ptr", "numpy", "tolist", "untyped_storage", "__array__", "__dlpack__", "__repr__"):
+for _name in ("data_ptr", "numpy", "tolist", "untyped_storage", "__array__", "__dlpack__"):
     setattr(LazyParameter, _name, _of_value(_name))      # they look for memory, and ask no dispatcher
 
 
