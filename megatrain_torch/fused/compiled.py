@@ -37,7 +37,6 @@ from ..graph.frames import (
     Again,
     SavedFrame,
     Streamed,
-    _is_cache,
     _pop,
     _push,
     autocast_state,
@@ -407,7 +406,7 @@ class Compiled(Runner):
         Raises:
             Unfit: there is a cache, and another one than a dynamic one that is empty.
         """
-        caches = {id(v): v for v in (*args, *kwargs.values()) if _is_cache(v)}
+        caches = {id(v): v for v in (*args, *kwargs.values()) if hf_calls.is_cache(v)}
         if not caches:
             return args, kwargs, lambda: None
         cache, entries = next(iter(caches.values())), Entries()

@@ -30,6 +30,7 @@ from .node import Layer, Link
 from .proof.case import Case, Refused, Same, numbers_of, structure_of
 from .runner import Runner
 from .templates import STRAND, Coded, Expanded, Unfit, Weights, codings_of, dtype_of, fits, template
+from .templates.parts import arguments, names_of
 from .templates.pieces import Pieces
 from .trial import Trial
 
@@ -122,7 +123,7 @@ class Fused(Runner):
         template: of the module's structure, which is the module's as long as the runtime's watch says so.
         names: of the window's records, as that structure calls them; name#strand where they are a weight of codes.
         records: by names of weights; of one of codes, that which stands for it where modules read it.
-        codings: of such weights, by their names. dtype: in which it computes.
+        codings: of such weights, by their names. dtype: in which it computes. parameters: names of its forward's.
         verdict: that of the last call: "" where a template was used, else why not; None before the first.
         declined: why the last call ran the module's own code although its case is proved; "" when it did not.
         unfit: why no call can run by a template until the module changes; "" when they can.
@@ -149,6 +150,7 @@ class Fused(Runner):
         if self.window.runtime.is_cuda and any(c.rounds for c in self.codings.values()):
             raise Unfit(f"its package rounds activations to 8 bits on a GPU: {self.window.wholes[0].format.name}")
         inner = self.window.inner
+        self.parameters = names_of(inner)
         self.structure = ((*structure_of(self.module, Installed), tuple(self.codings.items()),
                            Same(getattr(inner, "__func__", inner))), numbers_of(self.module))
         new = self.structure not in self._structures
@@ -237,11 +239,12 @@ class Fused(Runner):
     def __call__(self, args: Any, kwargs: Any) -> Tensor | None:
         """The layer's output, or None when the module's own code has to run."""
         try:
-            judged = self._case_of(args, kwargs)
+            x, kwargs = arguments(self.parameters, args, kwargs)
+            judged = self._case_of(x, kwargs)
             self.verdict, self.declined = judged.verdict, ""
             if judged.verdict:
                 return None
-            x, call = self._taken(judged.template, args, kwargs)
+            x, call = judged.template.take(self.module, x, kwargs, self.dtype)
         except (Unfit, Refused) as reason:
             self.declined = str(reason)
             return None
@@ -253,7 +256,7 @@ class Fused(Runner):
             return self._kept_elsewhere(judged.template, x, call, mode, link)
         return Layer.apply(self, judged.template, call, mode, None, x, *window.params)
 
-    def _case_of(self, args: Any, kwargs: Any) -> Judged:
+    def _case_of(self, x: Any, kwargs: dict[str, Any]) -> Judged:
         """What is known of calls like this one, if it may be a single node.
 
         Raises:
@@ -268,19 +271,15 @@ class Fused(Runner):
             raise Unfit("autocast is on")
         if _modes():
             raise Unfit("a mode of torch's functions is on")
-        x = self.template.input(args, kwargs, self.dtype)
+        x = self.template.input(x, self.dtype)
         if not (x.requires_grad or window.trainable):
             raise Unfit("nothing needs a gradient")
         case = self.template.case(x, kwargs)
         judged = self._known.cases.get(case)
         if judged is None:
-            self._taken(self.template, args, kwargs)     # what no template takes need not be proved
+            self.template.take(self.module, x, kwargs, self.dtype)       # what no template takes need not be proved
             judged = self._known.cases[case] = self._judged(case, x, kwargs)
         return judged
-
-    def _taken(self, template: Template, args: Any, kwargs: Any) -> tuple[Tensor, Any]:
-        """x and the rest of the call, as a template takes them."""
-        return template.take(self.module, args, kwargs, self.dtype)
 
     def _kept_elsewhere(self, template: Template, x: Tensor, call: Any, mode: Mode, link: Link | None) -> Tensor:
         """x too is saved by way of the bundle, whose life then is that of the graph, or not at all."""

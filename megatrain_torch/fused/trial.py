@@ -131,7 +131,7 @@ class Trial:
 
     def _templates(self, x: Tensor, dy: Tensor, kwargs: Any) -> dict[str, Tensor]:
         runs, template = self.runs, self.template
-        x, call = template.take(self.window.module, (x,), kwargs, self.wide or runs.dtype)
+        x, call = template.take(self.window.module, x, kwargs, self.wide or runs.dtype)
         with torch.no_grad():
             w = self._weights()
             try:

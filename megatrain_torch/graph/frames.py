@@ -31,6 +31,7 @@ from ..store.whole import Whole
 from .below import Below, flat_weights, restore_buffers, snapshot_buffers
 from .effects import Snapshot
 from .generators import random_state, set_random_state
+from .hf_calls import is_cache
 from .swap import Ends, Part, Swap, hollow, storage_of
 from .untraced import Untraced
 
@@ -479,7 +480,7 @@ class Fork:
             return self._tensor(value)
         if isinstance(value, tuple):
             return type(value)(*map(self, value)) if hasattr(value, "_fields") else type(value)(map(self, value))
-        if not (isinstance(value, (dict, list)) or dataclasses.is_dataclass(value) or _is_cache(value)) \
+        if not (isinstance(value, (dict, list)) or dataclasses.is_dataclass(value) or is_cache(value)) \
                 or isinstance(value, type):
             self.shared.append(value)
             return value
@@ -509,11 +510,6 @@ class _Away(Fork):
             return t
         self.met_storages.add(storage_of(t))
         return self.bundle.add(t)
-
-
-def _is_cache(value: Any) -> bool:
-    """Key-value caches of transformers: objects that a layer writes into."""
-    return any(c.__module__.startswith("transformers") and "Cache" in c.__name__ for c in type(value).__mro__)
 
 
 # ---- autocast ----------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ...base.codes import holds_codes
+from ...graph import hf_calls
 
 NUMBERED = ("layer_idx", "layer_id", "layer_index", "layer_number", "block_idx")    # attributes that number a layer
 _TORCHS = frozenset(vars(nn.Module())) - {"training"}
@@ -167,33 +168,30 @@ def case_of(x: Tensor, kwargs: dict[str, Any], kind: str) -> Case:
         Refused: there is an argument that says more than a Case can.
     """
     b, s = x.shape[:2]
-    found = [(name, _given(name, value, b, s)) for name, value in sorted(kwargs.items())]
-    return Case(b == 1, s == 1, kind, tuple((n, g) for n, g in found if g is not None))
+    return Case(b == 1, s == 1, kind, tuple((n, _given(n, v, b, s)) for n, v in sorted(kwargs.items())))
 
 
 def _given(name: str, value: Any, b: int, s: int) -> Any:
-    if value is None or name == "hidden_states":
-        return None
-    if name == "past_key_values":
+    if hf_calls.is_cache(value):
         return EmptyCache                    # no other is taken
     if isinstance(value, Tensor):
-        return Given(tuple(_letters(name, value, b, s)), value.dtype)
+        return Given(tuple(_letters(value, b, s)), value.dtype)
     if isinstance(value, tuple) and value and all(isinstance(v, Tensor) for v in value):
         return tuple(_given(name, v, b, s) for v in value)
-    if isinstance(value, bool | str):
+    if value is None or isinstance(value, bool | str):
         return value
     if isinstance(value, int | float):
         return type(value)                   # a number of tokens, say: not for a layer to look at
     raise Refused(f"called with {name}, a {type(value).__name__}")
 
 
-def _letters(name: str, t: Tensor, b: int, s: int) -> Iterator[Any]:
+def _letters(t: Tensor, b: int, s: int) -> Iterator[Any]:
     for d, n in enumerate(t.shape):
         if d == 0 and t.dim() > 1 and n in (1, b):
             yield "B" if n == b else 1
-        elif n == s and (d < 2 or name == "attention_mask"):
+        elif n == s and (d < 2 or t.dim() == 4):
             yield "S"
-        elif t.dim() == 1 and name.startswith("cu_seq"):
+        elif t.dim() == 1 and not t.is_floating_point():
             yield "C"
         else:
             yield n

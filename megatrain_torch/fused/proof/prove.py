@@ -19,6 +19,7 @@ from torch.nn import functional as F
 
 from ..templates import Embedding, LoneNorm, Template
 from ..templates.moe import SparseMLP
+from ..templates.parts import given
 from . import forms
 from .case import Case, EmptyCache, Given, is_number
 from .experts import known_loop, loop_of
@@ -56,8 +57,8 @@ class _Call:
         self.gathered: list[int] = []
         self.kwargs = {name: self._value(name, g) for name, g in case.given}
         self.numbers = [v for v in self.kwargs.values() if type(v) is Number]
-        self.cos, self.sin = self.kwargs.get("position_embeddings") or (None, None)
-        self.mask = self.kwargs.get("attention_mask")
+        self.cos, self.sin = given(self.kwargs, "angles") or (None, None)
+        self.mask = given(self.kwargs, "mask")
         self.correction: Tensor | None = None
 
     def _value(self, name: str, g: Any) -> Any:
@@ -70,13 +71,12 @@ class _Call:
             return EmptyCache(self._gather)
         return Number(3) if isinstance(g, type) else g
 
-
     def _gather(self, *tensors: Tensor) -> None:
         self.gathered += map(self.session.values.of, tensors)
 
     def gathers(self, k: Tensor, v: Tensor) -> None:
         """A form says what a cache is given, where there is one."""
-        if "past_key_values" in self.kwargs:
+        if any(type(v) is EmptyCache for v in self.kwargs.values()):
             self._gather(k, v)
 
     def numbers_of(self, run: Any, leaves: list[Tensor]) -> list[int | None]:
@@ -242,11 +242,11 @@ def _opaque_experts(proof: LayerProof, layer: nn.Module) -> Iterator[None]:
     module = _experts_of(proof, layer)
     known_loop(module)
 
-    def forward(hidden_states: Tensor, index: Tensor | None = None, weights: Tensor | None = None, **named: Tensor
-                ) -> Tensor:
-        index = named.get("top_k_index", named.get("router_indices", index))
-        weights = named.get("top_k_weights", named.get("routing_weights", weights))
-        return proof.experts(hidden_states, index, weights)
+    def forward(*args: Tensor, **named: Tensor) -> Tensor:
+        whole = (*args, *named.values())
+        (index,) = [t for t in whole if not t.is_floating_point()]
+        hidden, weights = [t for t in whole if t.is_floating_point()]
+        return proof.experts(hidden, index, weights)
 
     with put(vars(module), {"forward": forward}):
         yield
