@@ -21,7 +21,6 @@ import torch
 from torch import Tensor, nn
 
 from ...graph.masks import example, sight_of
-from ..proof.case import Case, case_of
 from .attention_half import Call, KeptAttention
 from .latent_attention import LatentAttention
 from .linears import codings_of
@@ -115,10 +114,6 @@ class Decoder:
     def observed(self, layer: nn.Module) -> AbstractContextManager[None]:
         """Around a trial: where the template follows choices that the module's own code makes."""
         return self.mlp.observed(layer)
-
-    def case(self, x: Tensor, kwargs: dict[str, Any]) -> Case:
-        """How it is called, for a proof."""
-        return case_of(x, kwargs, self.attention.kind)
 
     def small(self, x: Tensor, rng: torch.Generator, n: int, kwargs: Any, last: bool) -> tuple[Tensor, Any]:
         """A random x [1, n, H], and what else the call has, cut to its first tokens or its last. The latter are said to

@@ -9,17 +9,14 @@ import torch
 from torch import Tensor, nn
 
 from ... import ops
-from ..proof.case import Case
 from .parts import Grads, Norm, Unfit, Weights, dense, hidden_states
 from .rows import NEVER
-
-ANY = Case(False, False, "", ())
 
 
 class Single:
     """A template of one module: nothing of what it does is to be chosen, tiled or kept elsewhere."""
 
-    differentiable_input, swaps, links, coded, rounds = True, False, False, False, False
+    differentiable_input, swaps, links, coded, rounds, routes = True, False, False, False, False, False
 
     @property
     def settings(self) -> tuple[Any, ...]:
@@ -66,10 +63,6 @@ class Embedding(Single):
             raise Unfit("its embedding has max_norm, scale_grad_by_freq or sparse gradients")
         self.rows, self.padding = module.num_embeddings, module.padding_idx
         self.width = module.embedding_dim
-
-    @staticmethod
-    def case(ids: Tensor, kwargs: dict[str, Any]) -> Case:
-        return ANY
 
     @staticmethod
     def input(ids: Any, dtype: torch.dtype) -> Tensor:
@@ -122,10 +115,6 @@ class LoneNorm(Single):
         found = copy.deepcopy(self)
         (found.norm.style,) = settings
         return found
-
-    @staticmethod
-    def case(x: Tensor, kwargs: dict[str, Any]) -> Case:
-        return Case(x.shape[0] == 1, x.shape[1] == 1, "", ())
 
     @staticmethod
     def input(x: Any, dtype: torch.dtype) -> Tensor:
