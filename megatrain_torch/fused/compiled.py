@@ -340,7 +340,6 @@ class Compiled(Runner):
             self.declined = str(reason)
             return None
         random, buffers = random_state(rt.device), snapshot_buffers(window.buffered)
-        state = window.state() if not self.graphs else None          # it may fail where it has not worked before
         try:
             out = self._run(args, kwargs, replays)
         except Unfit as reason:
@@ -352,8 +351,6 @@ class Compiled(Runner):
             self.declined = ""
             return (out,)
         set_random_state(rt.device, random)          # graphs before the one that failed may have run
-        if state is not None:
-            state.restore()
         restore_buffers(window.buffered, buffers)
         return None
 

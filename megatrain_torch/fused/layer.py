@@ -18,14 +18,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
-from torch.utils._device import DeviceContext
 
 from ..base.codes import format_of, multiplies
 from ..base.modes import LINKED, Mode
 from ..base.products import inner
 from ..graph import hf_calls
 from ..graph.frames import _pop, _push, keep, restored
-from ..graph.reader import OFTEN, READINGS, Graph, Reading, Unreadable, read, scope_of
+from ..graph.reader import Graph, Reader, Reading, Unreadable, modes_on, read, scope_of
 from ..graph.swap import Part
 from ..store.state import swap_window
 from .bases import plain_linears
@@ -49,13 +48,6 @@ LEAST_TOKENS = 4         # of a row: with fewer, attention and rotary embedding 
 def casts(device: str, dtype: torch.dtype) -> bool:
     """Is autocast on, to another type than the weights'? To their own (Trainer's bf16=True) it changes nothing."""
     return torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) != dtype
-
-
-def _modes() -> bool:
-    """Is there a mode that may give torch's functions another meaning? A default device gives none."""
-    functions = range(torch._C._len_torch_function_stack())
-    return torch._C._len_torch_dispatch_stack() > 0 or any(
-        not isinstance(torch._C._get_function_stack_at(i), DeviceContext) for i in functions)
 
 
 def wanted(compute: str, cuda: bool, dtypes: list[torch.dtype]) -> bool:
@@ -112,8 +104,7 @@ class Fused(Runner):
         self.verdict: str | None = None
         self.declined = ""
         self.coded = False
-        self._last: Reading | None = None
-        self._reads = 0
+        self._reader = Reader()
         self.read()
 
     def read(self) -> None:
@@ -122,7 +113,7 @@ class Fused(Runner):
         Raises:
             Unfit: no template covers it.
         """
-        self._last, self._sets = None, {}
+        self._sets: dict[Any, Template] = {}
         self._name(dict((id(p), n) for n, p in self.module.named_parameters()))
         self.codings = codings_of(self.module)
         self.dtype = dtype_of(self.module, self.codings) or self.window.records[0].dtype
@@ -155,7 +146,7 @@ class Fused(Runner):
         """Follows requires_grad."""
         by_record = dict(zip(self.window.records, self.names))
         self.trained_names = [by_record[r] for r in self.window.trainable]
-        self.wanted, self._last = frozenset(self.trained_names), None
+        self.wanted, self._reader.last = frozenset(self.trained_names), None
 
     def weights(self, names: tuple[str, ...]) -> Weights:
         """names: of the window's records, as a template calls them."""
@@ -240,7 +231,7 @@ class Fused(Runner):
             raise Unfit("there are hooks inside it")
         if casts(window.runtime.device.type, self.dtype):
             raise Unfit("autocast is on")
-        if _modes():
+        if modes_on():
             raise Unfit("a mode of torch's functions is on")
         x = self.template.input(x, self.dtype)
         if not (x.requires_grad or window.trainable):
@@ -273,35 +264,18 @@ class Fused(Runner):
         Raises:
             Unfit, Refused: the template does not cover the module, or the call, or the code cannot be followed.
         """
-        scope = scope_of(self.window.inner, args, kwargs)
-        key = self._key() if self._loops or self._coded_linears or self._last is None else self._last_key
-        if self._last is not None and key == self._last_key and self._last.holds(scope):
-            return self._last
-        if self._last is not None:
+        scope, reader = scope_of(self.window.inner, args, kwargs), self._reader
+        if reader.last is not None and not reader.last.holds(scope):
             self.read()                      # it may be another structure by now
-            key = self._key()
-        found = READINGS.of(key, scope)
-        if found is None:
-            self.template.take(self.module, x, named, self.dtype)        # what no template takes need not be proved
-            found = self._read(key, scope)
-        self._last, self._last_key = found, key
-        return found
 
-    def _read(self, key: tuple[Any, ...], scope: dict[str, Any]) -> Reading:
-        """Raises: Unfit: dynamo cannot follow the code."""
-        refused, form = self.window.runtime.looked, (key, tuple((n, type(v)) for n, v in scope["kwargs"].items()))
-        if form in refused:
-            raise Unfit(refused[form])
-        self._reads += 1
-        if self._reads > OFTEN:
-            raise Unfit("it changes from pass to pass")
+        def make() -> Reading:
+            self.template.take(self.module, x, named, self.dtype)        # what no template takes need not be proved
+            return self._proved(scope)
+
         try:
-            found = self._proved(scope)
+            return reader.of(self._key(), scope, self.window.runtime.looked, make)
         except Unreadable as reason:
-            refused[form] = f"its code cannot be followed: {reason}"
-            raise Unfit(refused[form]) from None
-        READINGS.put(key, found)
-        return found
+            raise Unfit(f"its code cannot be followed: {reason}") from None
 
     def _proved(self, scope: dict[str, Any]) -> Reading:
         """The call read, its graph compared with the template."""

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._device import DeviceContext
 
 from . import hf_calls
 from .masks import StandIn
@@ -143,6 +144,51 @@ class Readings:
             del self._all[next(iter(self._all))]
 
 
+class Reader:
+    """Of one window.
+
+    Attributes:
+        last: what held for its last call; None: something else is read now.
+    """
+
+    def __init__(self) -> None:
+        self.last: Reading | None = None
+        self._key: Any = None
+        self._reads = 0
+
+    def of(self, key: Any, scope: dict[str, Any], refused: dict[Any, str], make: Callable[[], Reading]) -> Reading:
+        """What is known of a call.
+
+        Args:
+            key: what no guard looks at. refused: why calls of this model could not be read. make: reads it.
+
+        Raises:
+            Unreadable: dynamo cannot follow it.
+        """
+        if self.last is not None and key == self._key and self.last.holds(scope):
+            return self.last
+        found, form = READINGS.of(key, scope), (key, tuple((n, type(v)) for n, v in scope["kwargs"].items()))
+        if found is None:
+            self._reads += form not in refused
+            if form in refused or self._reads > OFTEN:
+                raise Unreadable(refused.get(form, "it is other code from pass to pass"))
+            try:
+                found = make()
+            except Unreadable as reason:
+                refused[form] = str(reason)
+                raise
+            READINGS.put(key, found)
+        self.last, self._key = found, key
+        return found
+
+
+def modes_on() -> bool:
+    """Is there a mode that may give torch's functions another meaning? A default device gives none."""
+    functions = range(torch._C._len_torch_function_stack())
+    return torch._C._len_torch_dispatch_stack() > 0 or any(
+        not isinstance(torch._C._get_function_stack_at(i), DeviceContext) for i in functions)
+
+
 OFTEN = 16                       # a window that has been read so often is not read again
 READINGS = Readings()
 
@@ -159,6 +205,20 @@ def _settings() -> Iterator[None]:
                       capture_scalar_outputs=False, suppress_errors=False, verbose=False), \
             torch.compiler.config.patch(dynamic_sources=numbers):
         yield
+
+
+@contextlib.contextmanager
+def _without_hooks() -> Iterator[None]:
+    """Hooks on saved tensors are the user's, and not for fake ones."""
+    torch._C._autograd._push_saved_tensors_default_hooks(_itself, _itself)
+    try:
+        yield
+    finally:
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+
+
+def _itself(t: Tensor) -> Tensor:
+    return t
 
 
 @contextlib.contextmanager
@@ -203,8 +263,9 @@ def read(scope: dict[str, Any], modules: Sequence[nn.Module], judge: Callable[[G
 
     there = {"__builtins__": builtins, "__name__": __name__, "Tensor": Tensor}    # dynamo puts names of its own in here
     code = (_call if judge is None else _call_for_one).__code__
-    with _settings(), torch.random.fork_rng(devices=[]), plain_modules(modules), get_metrics_context(), \
-            dynamo_timed("megatrain_torch"), compile_context(CompileContext(convert_frame.get_compile_id({}))):
+    with _settings(), _without_hooks(), torch.random.fork_rng(devices=[]), plain_modules(modules), \
+            get_metrics_context(), dynamo_timed("megatrain_torch"), \
+            compile_context(CompileContext(convert_frame.get_compile_id({}))):
         try:
             made = convert_frame.compile_frame(code, there, dict(scope), vars(builtins), (), backend, True, set())
         except Exception as error:           # dynamo's own, and whatever the user's code raises while it is followed
@@ -267,9 +328,9 @@ def _writes(output: Any, graph: Graph | None) -> str:
         return "it takes numbers from Python's random"
     if side.tensor_hooks:
         return "it puts hooks on tensors"
-    for source, fake in graph.inputs.values() if graph is not None else ():
-        registered = "._buffers" in _name(source) or "._parameters" in _name(source)      # whose writes windows see
-        if isinstance(fake, Tensor) and fake._version and not registered:
+    for name, (source, fake) in graph.inputs.items() if graph is not None else ():
+        seen = "._buffers" in _name(source) or isinstance(graph.real[name], nn.Parameter)     # windows see these writes
+        if isinstance(fake, Tensor) and fake._version and not seen:
             return f"it writes into {_told(source)}"
     return ""
 

@@ -92,7 +92,7 @@ class Session:
         for candidate, run in candidates:
             try:
                 out = run()
-            except (RuntimeError, IndexError):           # sizes that are not for this form
+            except (RuntimeError, IndexError, Refused):      # sizes, or parts, that are not for this form
                 continue
             numbers = [self.values.of(t) for t in (out if isinstance(out, tuple) else (out,))]
             if all(n < self.known for n in numbers):
@@ -104,7 +104,7 @@ class Session:
         """What the module computes, and no form does: the first such expression."""
         known = set().union(*(self._within(numbers) for numbers in ours)) if ours else set()
         every = set(range(self.known)) if theirs is None else self._within(theirs)
-        strange = sorted(n for n in every - known if self.values.keys[n][0] != "atom")
+        strange = sorted(n for n in every - known if self.values.keys[n][0] not in ("atom", "empty", "new_empty"))
         if strange:
             where = self.values.places.get(strange[0], "")
             return f"no template has its {self.values.told(strange[0])}" + (f" ({where})" if where else "")
