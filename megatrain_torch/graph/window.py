@@ -21,6 +21,7 @@ from ..base.modes import Mode
 from ..store.pieces import Piece, Stacked
 from ..store.records import Record, Use
 from ..store.state import enter, in_backward, leave, swap_window
+from ..store.views import DeviceParameter, accumulators, in_sight, takes_no_hooks
 from ..store.whole import Whole
 from . import masks
 from .below import Below, flat_weights
@@ -84,8 +85,6 @@ class Ring(Located, Protocol):
 
     def views(self, unit: int) -> list[Tensor | None]: ...
 
-    def leaves(self, unit: int) -> list[Tensor | None]: ...
-
     def own_outputs(self, out: Any) -> Any: ...
 
 
@@ -120,6 +119,8 @@ class Model(Streamed, Protocol):
     def reads(self) -> Reads: ...
 
 
+@in_sight
+@takes_no_hooks
 class Bind(torch.autograd.Function):
     """Host parameters in, slot tensors out; weight gradients in, to the store."""
 
@@ -132,8 +133,8 @@ class Bind(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        nodes = [edge[0] for edge in ctx.next_functions[-len(grads):]]
-        return None, None, *ctx.window.runtime.handover.take(ctx.records, ctx.use, nodes, grads)
+        handover = ctx.window.runtime.handover
+        return None, None, *handover.take(ctx.records, ctx.use, accumulators(ctx), grads)
 
 
 def _detached(views: list[Any], records: list[Record]) -> list[Any]:
@@ -179,6 +180,8 @@ class Window:
         self.params: list[nn.Parameter] = []
         self.expanded: dict[int, Whole | Piece] = {}
         self.wholes = [r.whole for r in records if r.whole is not None]
+        strands = {r for whole in self.wholes for r in whole.records}
+        self._answering = [r for r in records if r not in strands]
         self.look()
 
     def look(self) -> None:
@@ -267,7 +270,11 @@ class Window:
         return self._together(bound)
 
     def _together(self, bound: dict[Record, Tensor]) -> dict[Record, Tensor]:
-        """Weights of codes are what their packages' code computes with, over the slots' tensors."""
+        """Weights of codes are what their packages' code computes with, over the slots' tensors; others answer for
+        their parameters, whose attributes they have."""
+        for r in self._answering:
+            if (t := bound.get(r)) is not None and (param := r.param) is not None:
+                t.__class__, t.__dict__ = DeviceParameter, param.__dict__
         self.expanded.clear()
         for stacked in self.stacks:
             if stacked.records[0] in bound:
@@ -281,21 +288,9 @@ class Window:
                     self.expanded[storage_of(made)] = whole
         return bound
 
-    def bind_shared(self) -> dict[Record, Tensor]:
-        """Slot tensors for a run that records nothing: the slots' own, not made anew."""
-        if self.alone:
-            return self._together(dict(zip(self.records, self.runtime.ring.leaves(self.units[0]))))
-        bound = {}
-        for unit in self.units:
-            leaves = self.runtime.ring.leaves(unit)
-            bound.update({r: leaves[r.index] for r in self.records if r.unit == unit})
-        return self._together(bound)
-
     def bind(self, grad: bool) -> dict[Record, Tensor]:
         """Slot tensors, tied to the host parameters where autograd records."""
-        if not grad:
-            return self.bind_shared()
-        if not self.trainable:
+        if not grad or not self.trainable:
             return self.bind_leaves()
         bound = dict(zip(self.trainable, Bind.apply(self, self.trainable, *self.params)))
         if self.frozen:
@@ -330,6 +325,7 @@ class Window:
                     args, kwargs = rt.forwards.begin(self, args, kwargs)
                 if rt.handover.alive:
                     rt.handover.window_opens()
+                rt.reads.keep_writes()
             return rt.trace.forward(self, args, kwargs)
         finally:
             leave()
@@ -473,6 +469,7 @@ class Window:
         for (r, t), version in zip(bound.items(), versions):
             if t._version != version:
                 r.runtime.planes.keep_write(r, t)
+                self.runtime.reads.forget()          # they are read anew
 
     def keep(self, mode: str) -> None:
         """What is done about its activations from now on. cuDNN's recurrent dropout has a random state of its own, so a
