@@ -228,7 +228,7 @@ def gradcheck(build: Build, monkeypatch: pytest.MonkeyPatch, keep: str = "saved"
     x = noise(1, 5, model.config.hidden_size).requires_grad_()
 
     def take() -> Any:
-        return template.take(layer, (x,), seen["kwargs"], torch.float64)[1]
+        return template.take(layer, x, seen["kwargs"], torch.float64)[1]
 
     def layer_of(x: Tensor, *weights: Tensor) -> Tensor:
         return Node.apply(template, take, keep, names, x, *weights)
@@ -252,7 +252,7 @@ def bytes_are_as_reckoned(model: nn.Module) -> None:
     template = Decoder(layer)
     w, sizes = Weights(dict(layer.named_parameters())), []
     for keep in KEEPS:
-        call = template.take(layer, (x,), rotation(model), torch.float32)[1]
+        call = template.take(layer, x, rotation(model), torch.float32)[1]
         with torch.no_grad():
             kept = template.forward(x, w, call, keep)[1]
         storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors(kept)}

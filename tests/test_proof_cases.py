@@ -192,3 +192,49 @@ def test_a_layer_that_does_otherwise_with_a_cache(first: bool) -> None:
         batch = {**zoo.text_unpadded(0), "use_cache": cached}
         fusing.grads_agree(grads(plain, batch), grads(model, batch))
         assert all((code == "template") is not cached for code in codes(model).values()), codes(model)
+
+
+@pytest.mark.parametrize("placed", [False, True])
+@pytest.mark.parametrize("batch", [zoo.text_unpadded, fusing.padded])
+def test_no_name_of_an_argument_decides_anything(batch: Any, placed: bool) -> None:
+    """transformers 5.24 calls `past_key_values` `cache`; the next may rename the others, or give them no names."""
+    parity.seed()
+    plain = LLAMA()
+    kind = type(plain.model.layers[0])
+    words = "position_embeddings", "attention_mask", "past_key_values", "position_ids"
+
+    class Renamed(kind):
+        def __call__(self, hidden: Tensor, cache: Any = None, **kw: Any) -> Tensor:
+            kw["past_key_values"] = kw.get("past_key_values") or cache
+            given = [kw.pop(word) for word in words]
+            if placed:
+                return super().__call__(hidden, *given, **kw)
+            return super().__call__(**dict(zip(("rope", "seen", "kv", "at"), given)), x=hidden, flags=True, **kw)
+
+        def forward(self, x: Tensor, rope: Any, seen: Any, kv: Any, at: Any, flags: bool = False, **kw: Any) -> Tensor:
+            return super().forward(x, seen, at, kv, position_embeddings=rope, **kw)
+
+    for layer in plain.model.layers:
+        layer.__class__ = Renamed
+    model = stream(copy.deepcopy(plain))
+    for cached in (True, False):
+        inputs = {**batch(0), "use_cache": cached}
+        fusing.grads_agree(grads(plain, inputs), grads(model, inputs))
+        fusing.all_fused(codes(model))
+
+
+def test_an_argument_that_the_template_does_not_know_and_the_layer_uses() -> None:
+    parity.seed()
+    plain = LLAMA()
+    kind = type(plain.model.layers[0])
+
+    class Moved(kind):
+        def forward(self, hidden_states: Tensor, position_ids: Any = None, **kw: Any) -> Tensor:
+            out = super().forward(hidden_states, position_ids=position_ids, **kw)
+            return out + 0.01 * position_ids[..., None].to(out.dtype)
+
+    for layer in plain.model.layers:
+        layer.__class__ = Moved
+    model = stream(copy.deepcopy(plain))
+    fusing.grads_agree(grads(plain, zoo.text_unpadded(0)), grads(model, zoo.text_unpadded(0)))
+    fusing.none_fused(codes(model), "")

@@ -15,26 +15,34 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..base.codes import format_of, multiplies
-from .proof.case import Refused, put
+from .templates import Unfit
 
 
 @contextlib.contextmanager
-def plain_linears(module: nn.Module, weights: dict[str, Tensor], dtype: torch.dtype) -> Iterator[None]:
-    """Inside, a package's linear layers multiply with these weights, by name. dtype: in which the layer computes.
+def plain_linears(module: nn.Module, weights: dict[str, Tensor], dtype: torch.dtype) -> Iterator[list[object]]:
+    """Inside, a package's linear layers multiply with these weights, by name. Gives what is put in for that.
+
+    Args:
+        dtype: in which the layer computes.
 
     Raises:
-        Refused: one is not as its package has it.
+        Unfit: one is not as its package has it.
     """
-    with contextlib.ExitStack() as stack:
+    put: list[tuple[nn.Module, object]] = []
+    try:
         for prefix, m in module.named_modules():
             format = format_of(dict.get(m._parameters, "weight"))
             if format is None:
                 continue
             if why := multiplies(m, dtype):
-                raise Refused(f"{prefix}: {why}")
+                raise Unfit(f"{prefix}: {why}")
             if format.linear:
-                stack.enter_context(put(vars(m), {"forward": _linear(m, weights[f"{prefix}.weight"])}))
-        yield
+                put.append((m, _linear(m, weights[f"{prefix}.weight"])))
+                vars(m)["forward"] = put[-1][1]
+        yield [forward for _, forward in put]
+    finally:
+        for m, _ in put:
+            del vars(m)["forward"]
 
 
 def _linear(module: nn.Module, weight: Tensor) -> object:

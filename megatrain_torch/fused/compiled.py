@@ -37,7 +37,6 @@ from ..graph.frames import (
     Again,
     SavedFrame,
     Streamed,
-    _is_cache,
     _pop,
     _push,
     autocast_state,
@@ -341,7 +340,6 @@ class Compiled(Runner):
             self.declined = str(reason)
             return None
         random, buffers = random_state(rt.device), snapshot_buffers(window.buffered)
-        state = window.state() if not self.graphs else None          # it may fail where it has not worked before
         try:
             out = self._run(args, kwargs, replays)
         except Unfit as reason:
@@ -353,8 +351,6 @@ class Compiled(Runner):
             self.declined = ""
             return (out,)
         set_random_state(rt.device, random)          # graphs before the one that failed may have run
-        if state is not None:
-            state.restore()
         restore_buffers(window.buffered, buffers)
         return None
 
@@ -407,7 +403,7 @@ class Compiled(Runner):
         Raises:
             Unfit: there is a cache, and another one than a dynamic one that is empty.
         """
-        caches = {id(v): v for v in (*args, *kwargs.values()) if _is_cache(v)}
+        caches = {id(v): v for v in (*args, *kwargs.values()) if hf_calls.is_cache(v)}
         if not caches:
             return args, kwargs, lambda: None
         cache, entries = next(iter(caches.values())), Entries()

@@ -63,7 +63,7 @@ class Head(Runner):
         self.read()
 
     def read(self) -> None:
-        """Is it the plain Linear that was streamed? Asked anew when something of the module changed."""
+        """Is it the plain Linear that was streamed?"""
         m = self.module
         self.changed = unfit(m)
         named = {} if self.changed else dict(m.named_parameters())
@@ -78,6 +78,7 @@ class Head(Runner):
     def __call__(self, args: Any, kwargs: Any) -> Tensor | None:
         """Deferred logits, or None where the head's own code has to run."""
         hidden = args[0] if args else kwargs.get("input")
+        self.read()
         self.declined = self._why_not(hidden)
         if self.declined:
             return None

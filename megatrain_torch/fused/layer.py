@@ -1,9 +1,9 @@
 """Windows that a template runs: one node of the graph, explicit backward, no hooks.
 
-A template is used for a window only where it is proved to compute what the module's own code does (proofs.py), for
-this structure, this way of being called and these training flags, and while the module stays the one that was proved;
-and after its kernels have given, on random data, the numbers of the module's own code (trial.py). Calls that it does
-not cover, and all calls without gradients, run the module's own code. `mt.explain(model)` says which and why.
+A template is used for a call only where it is proved to compute what the module's own code does (proof/), and while all
+that this code reads is as it was then: guards look before each call (graph/reader.py). And its kernels have to give, on
+random data, the numbers of the module's own code (trial.py). Calls that it does not cover, and all calls without
+gradients, run the module's own code. `mt.explain(model)` says which and why.
 
 The node (node.py) is coarse: nothing of the layer's inside is in the graph. So it is used only where nothing can
 escape: no hooks below the window, arguments the template knows. A key-value cache among them gets its
@@ -11,30 +11,35 @@ keys and values, cut off from the graph; a backward through them raises.
 """
 from __future__ import annotations
 
-import dataclasses
+import contextlib
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
-from torch.utils._device import DeviceContext
 
+from ..base.codes import format_of, multiplies
 from ..base.modes import LINKED, Mode
 from ..base.products import inner
 from ..graph import hf_calls
 from ..graph.frames import _pop, _push, keep, restored
-from ..graph.installed import Installed
+from ..graph.reader import Graph, Reader, Reading, Unreadable, modes_on, read, scope_of
 from ..graph.swap import Part
+from ..store.state import swap_window
+from .bases import plain_linears
 from .node import Layer, Link
-from .proof.case import Case, Refused, Same, numbers_of, structure_of
+from .proof.experts import known_loop, opaque_loop
+from .proof.values import Refused
 from .runner import Runner
 from .templates import STRAND, Coded, Expanded, Unfit, Weights, codings_of, dtype_of, fits, template
+from .templates.parts import arguments, names_of
 from .templates.pieces import Pieces
 from .trial import Trial
 
 if TYPE_CHECKING:
     from ..graph.window import Window
+    from ..store.records import Record
     from .templates import Template
 
 LEAST_TOKENS = 4         # of a row: with fewer, attention and rotary embedding hardly show
@@ -43,13 +48,6 @@ LEAST_TOKENS = 4         # of a row: with fewer, attention and rotary embedding 
 def casts(device: str, dtype: torch.dtype) -> bool:
     """Is autocast on, to another type than the weights'? To their own (Trainer's bf16=True) it changes nothing."""
     return torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) != dtype
-
-
-def _modes() -> bool:
-    """Is there a mode that may give torch's functions another meaning? A default device gives none."""
-    functions = range(torch._C._len_torch_function_stack())
-    return torch._C._len_torch_dispatch_stack() > 0 or any(
-        not isinstance(torch._C._get_function_stack_at(i), DeviceContext) for i in functions)
 
 
 def wanted(compute: str, cuda: bool, dtypes: list[torch.dtype]) -> bool:
@@ -88,76 +86,45 @@ def _is_codable(module: nn.Module) -> bool:
         return False
 
 
-@dataclasses.dataclass
-class Judged:
-    """What is known of a case: the template that its calls run by, set as its proof found; or why there is none."""
-
-    template: Template | None
-    verdict: str = ""
-
-
-@dataclasses.dataclass
-class Known:
-    """What a window knows of a structure that its module has or had.
-
-    Attributes:
-        template: as it was read: for sizes, and for what all cases have in common. No call runs by it.
-        cases: of calls. sets: templates by their settings, which cases share and nobody changes.
-    """
-
-    template: Template
-    cases: dict[Case, Judged] = dataclasses.field(default_factory=dict)
-    sets: dict[Any, Template] = dataclasses.field(default_factory=dict)
-
-    def set_as(self, settings: tuple[Any, ...]) -> Template:
-        if settings not in self.sets:
-            self.sets[settings] = self.template.set_as(settings)
-        return self.sets[settings]
-
-
 class Fused(Runner):
     """What a window knows of its template.
 
     Attributes:
-        template: of the module's structure, which is the module's as long as the runtime's watch says so.
+        template: of the module's structure, for sizes and for what all calls have in common. No call runs by it.
         names: of the window's records, as that structure calls them; name#strand where they are a weight of codes.
         records: by names of weights; of one of codes, that which stands for it where modules read it.
-        codings: of such weights, by their names. dtype: in which it computes.
+        codings: of such weights, by their names. dtype: in which it computes. parameters: names of its forward's.
         verdict: that of the last call: "" where a template was used, else why not; None before the first.
-        declined: why the last call ran the module's own code although its case is proved; "" when it did not.
-        unfit: why no call can run by a template until the module changes; "" when they can.
+        declined: why the last call ran the module's own code although its code is proved; "" when it did not.
         coded: the template's products are of codes of 8 bits, where it has any and their sizes allow it.
     """
 
     def __init__(self, window: Window, module: nn.Module) -> None:
         super().__init__(window)
         self.verdict: str | None = None
-        self.declined = self.unfit = ""
+        self.declined = ""
         self.coded = False
-        self._structures: dict[Any, Known] = {}
+        self._reader = Reader()
         self.read()
 
-    def read(self) -> bool:
-        """The module's structure, anew; True: it is one that it has not had before.
+    def read(self) -> None:
+        """The module's structure, anew.
 
         Raises:
             Unfit: no template covers it.
         """
+        self._sets: dict[Any, Template] = {}
         self._name(dict((id(p), n) for n, p in self.module.named_parameters()))
         self.codings = codings_of(self.module)
         self.dtype = dtype_of(self.module, self.codings) or self.window.records[0].dtype
         if self.window.runtime.is_cuda and any(c.rounds for c in self.codings.values()):
             raise Unfit(f"its package rounds activations to 8 bits on a GPU: {self.window.wholes[0].format.name}")
-        inner = self.window.inner
-        self.structure = ((*structure_of(self.module, Installed), tuple(self.codings.items()),
-                           Same(getattr(inner, "__func__", inner))), numbers_of(self.module))
-        new = self.structure not in self._structures
-        if new:
-            self._structures[self.structure] = Known(template(self.module))
-        self._known, self.unfit = self._structures[self.structure], ""
-        self.template = self._known.template
+        self.parameters = names_of(self.window.inner)
+        self.template = template(self.module)
+        self._coded_linears = [m for m in self.module.modules() if format_of(dict.get(m._parameters, "weight"))]
+        mixture = [self.template.mlp.experts.gu] if self.template.routes else []
+        self._loops = [self.module.get_submodule(n.rpartition(".")[0]) for n in mixture]
         self.split()
-        return new
 
     def _name(self, params: dict[int, str]) -> None:
         """params: the module's parameters, by what they are.
@@ -175,15 +142,11 @@ class Fused(Runner):
         self.names = tuple(names.values())
         self.records = {n: r for r, n in names.items() if STRAND not in n} | {n: w.records[0] for n, w in wholes}
 
-    def forget(self) -> None:
-        """What was found of all structures."""
-        self._structures.clear()
-
     def split(self) -> None:
         """Follows requires_grad."""
         by_record = dict(zip(self.window.records, self.names))
         self.trained_names = [by_record[r] for r in self.window.trainable]
-        self.wanted = frozenset(self.trained_names)
+        self.wanted, self._reader.last = frozenset(self.trained_names), None
 
     def weights(self, names: tuple[str, ...]) -> Weights:
         """names: of the window's records, as a template calls them."""
@@ -237,11 +200,17 @@ class Fused(Runner):
     def __call__(self, args: Any, kwargs: Any) -> Tensor | None:
         """The layer's output, or None when the module's own code has to run."""
         try:
-            judged = self._case_of(args, kwargs)
-            self.verdict, self.declined = judged.verdict, ""
-            if judged.verdict:
+            x, named = arguments(self.parameters, args, kwargs)
+            self._may(x)
+            reading = self._reading(x, args, kwargs, named)
+            settings, self.verdict = reading.found
+            if not self.verdict:
+                self.verdict = self._looked(reading, settings, x, named)
+            self.declined = ""
+            if self.verdict:
                 return None
-            x, call = self._taken(judged.template, args, kwargs)
+            template = self._set_as(settings)
+            x, call = template.take(self.module, x, named, self.dtype)
         except (Unfit, Refused) as reason:
             self.declined = str(reason)
             return None
@@ -250,37 +219,113 @@ class Fused(Runner):
         if mode.keep == LINKED:
             mode, link = self._linked(x, mode)
         if link is not None or (mode.host and self.template.swaps):
-            return self._kept_elsewhere(judged.template, x, call, mode, link)
-        return Layer.apply(self, judged.template, call, mode, None, x, *window.params)
+            return self._kept_elsewhere(template, x, call, mode, link)
+        return Layer.apply(self, template, call, mode, None, x, *window.params)
 
-    def _case_of(self, args: Any, kwargs: Any) -> Judged:
-        """What is known of calls like this one, if it may be a single node.
-
-        Raises:
-            Unfit, Refused: it may not.
+    def _may(self, x: Any) -> None:
+        """Raises:
+            Unfit: what goes on around the call is nothing for a single node.
         """
-        if self.unfit:
-            return Judged(None, self.unfit)
         window = self.window
         if hf_calls.hooked(window.hooks) or _has_any_global_hook():
             raise Unfit("there are hooks inside it")
         if casts(window.runtime.device.type, self.dtype):
             raise Unfit("autocast is on")
-        if _modes():
+        if modes_on():
             raise Unfit("a mode of torch's functions is on")
-        x = self.template.input(args, kwargs, self.dtype)
+        x = self.template.input(x, self.dtype)
         if not (x.requires_grad or window.trainable):
             raise Unfit("nothing needs a gradient")
-        case = self.template.case(x, kwargs)
-        judged = self._known.cases.get(case)
-        if judged is None:
-            self._taken(self.template, args, kwargs)     # what no template takes need not be proved
-            judged = self._known.cases[case] = self._judged(case, x, kwargs)
-        return judged
 
-    def _taken(self, template: Template, args: Any, kwargs: Any) -> tuple[Tensor, Any]:
-        """x and the rest of the call, as a template takes them."""
-        return template.take(self.module, args, kwargs, self.dtype)
+    def _set_as(self, settings: tuple[Any, ...]) -> Template:
+        if settings not in self._sets:
+            self._sets[settings] = self.template.set_as(settings)
+        return self._sets[settings]
+
+    # ---- what the module's code is ----
+
+    def _key(self) -> tuple[Any, ...]:
+        """What guards do not look at: weights, package's products with codes, loops over experts.
+
+        Raises:
+            Unfit, Refused: the last two are not known.
+        """
+        for m in self._coded_linears:
+            if why := multiplies(m, self.dtype):
+                raise Unfit(f"a product with codes: {why}")
+        weights = tuple((n, r.shape, r.dtype) for n, r in self.records.items() if n not in self.codings)
+        inner, loops = self.window.inner, tuple(map(known_loop, self._loops))
+        return (getattr(inner, "__func__", type(inner)), weights, tuple(self.codings.items()), self.wanted, loops,
+                self.window.runtime.device.type)
+
+    def _reading(self, x: Any, args: Any, kwargs: Any, named: dict[str, Any]) -> Reading:
+        """What is known of the module's code, for this call.
+
+        Raises:
+            Unfit, Refused: the template does not cover the module, or the call, or the code cannot be followed.
+        """
+        scope, reader = scope_of(self.window.inner, args, kwargs), self._reader
+        if reader.last is not None and not reader.last.holds(scope):
+            self.read()                      # it may be another structure by now
+
+        def make() -> Reading:
+            self.template.take(self.module, x, named, self.dtype)        # what no template takes need not be proved
+            return self._proved(scope)
+
+        try:
+            return reader.of(self._key(), scope, self.window.runtime.looked, make)
+        except Unreadable as reason:
+            raise Unfit(f"its code cannot be followed: {reason}") from None
+
+    def _proved(self, scope: dict[str, Any]) -> Reading:
+        """The call read, its graph compared with the template."""
+        from .proof.prove import prove       # sympy comes with it, which only fused models wait for
+        module, weights = self.module, self._stand_ins()
+        x, named = arguments(self.parameters, scope["args"][scope["args"][:1] == (module,):], scope["kwargs"])
+
+        def judge(graph: Graph | None, writes: str) -> tuple[tuple[Any, ...], str]:
+            if writes:
+                return (), f"its code has side effects: {writes}"
+            router = vars(module.get_submodule(self.template.mlp.router.name)) if self.template.routes else {}
+            numbers = [float(v) for v in router.values() if isinstance(v, int | float)]
+            try:
+                return prove(graph, self.template, weights, x, named, dict(module.named_buffers()), numbers), ""
+            except Refused as reason:
+                return (), str(reason)
+
+        outer = swap_window({r: weights[n] for n, r in self.records.items()})
+        try:
+            with contextlib.ExitStack() as stack:
+                put = stack.enter_context(plain_linears(module, weights, self.dtype))
+                for m in self._loops:
+                    e = self.template.mlp.experts
+                    put.append(stack.enter_context(opaque_loop(m, 2 * e.inter, [weights[n] for n in sorted(e.names)])))
+                return read(scope, list(module.modules()), judge, put)
+        finally:
+            swap_window(outer)
+
+    def _stand_ins(self) -> dict[str, Tensor]:
+        """Parameters by name: the slots', and where codes stand for a weight one without memory of its own."""
+        window, device = self.window, self.window.runtime.device
+        found = dict(zip(window.records, window.views(window.records)))
+
+        def made(name: str, record: Record) -> Tensor:
+            like, t = self.codings.get(name), found.get(record)
+            if like is not None or t is None:
+                shape, dtype = (record.shape, record.dtype) if like is None else (like.shape, like.dtype or self.dtype)
+                t = torch.empty((), dtype=dtype, device=device).expand(tuple(shape))
+            return nn.Parameter(t.detach(), requires_grad=name in self.wanted)
+
+        return {n: made(n, r) for n, r in self.records.items()}
+
+    def _looked(self, reading: Reading, settings: tuple[Any, ...], x: Tensor, named: dict[str, Any]) -> str:
+        """What a look at numbers gave, once for all windows of a model for which the reading holds."""
+        looked = self.window.runtime.looked
+        if reading not in looked:
+            if x.shape[1:2].numel() < LEAST_TOKENS:
+                raise Unfit(f"its first calls have fewer than {LEAST_TOKENS} tokens in a row, too few to look at")
+            looked[reading] = Trial(self, self._set_as(settings)).verdict(x, named)
+        return looked[reading]
 
     def _kept_elsewhere(self, template: Template, x: Tensor, call: Any, mode: Mode, link: Link | None) -> Tensor:
         """x too is saved by way of the bundle, whose life then is that of the graph, or not at all."""
@@ -311,16 +356,3 @@ class Fused(Runner):
         if made_from is None:
             return mode._replace(keep="attention"), None
         return mode, Link(node, made_from, self.window.runtime.swap.position)
-
-    def _judged(self, case: Case, x: Tensor, kwargs: Any) -> Judged:
-        """The verdict of a case. Windows of one structure share proofs, and looks at numbers."""
-        proofs, device = self.window.runtime.proofs, self.window.runtime.device.type
-        found = proofs.found(self, case, x.dtype if x.is_floating_point() else None)
-        if isinstance(found, str):
-            return Judged(None, found)
-        if x.shape[1:2].numel() < LEAST_TOKENS:
-            raise Unfit(f"its first calls have fewer than {LEAST_TOKENS} tokens in a row, too few to look at")
-        template, key = self._known.set_as(found.settings), (self.structure[0], case, found.settings, device)
-        if key not in proofs.looked:
-            proofs.looked[key] = Trial(self, template).verdict(x, kwargs)
-        return Judged(template, proofs.looked[key])

@@ -13,7 +13,6 @@ from ..graph.stacks import Stack
 from ..store.state import swap_window
 from .bases import plain_linears
 from .node import Runs
-from .proof.case import Refused
 from .templates import Unfit, Weights
 
 if TYPE_CHECKING:
@@ -49,7 +48,7 @@ class Trial:
                     error = self._off(x, kwargs, magnitude, last)
                 if not error <= limit:
                     return f"on random data the template is off by {error:.1e} (relative), more than {limit:.0e}"
-        except (Unfit, Refused) as reason:
+        except Unfit as reason:
             return str(reason)
         return ""
 
@@ -131,7 +130,7 @@ class Trial:
 
     def _templates(self, x: Tensor, dy: Tensor, kwargs: Any) -> dict[str, Tensor]:
         runs, template = self.runs, self.template
-        x, call = template.take(self.window.module, (x,), kwargs, self.wide or runs.dtype)
+        x, call = template.take(self.window.module, x, kwargs, self.wide or runs.dtype)
         with torch.no_grad():
             w = self._weights()
             try:

@@ -15,11 +15,12 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from .. import _core
 from ..base.errors import MegatrainError
@@ -30,8 +31,9 @@ from ..store.state import swap_window
 from ..store.views import DeviceParameter
 from ..store.whole import Whole
 from .below import Below, flat_weights, restore_buffers, snapshot_buffers
-from .effects import Snapshot
 from .generators import random_state, set_random_state
+from .hf_calls import is_cache
+from .reader import Reading, scope_of
 from .swap import Ends, Part, Swap, hollow, storage_of
 from .untraced import Untraced
 
@@ -94,8 +96,6 @@ class Stretch(Protocol):
     def inner(self) -> Any: ...
 
     def bind_leaves(self, trainable: list[Record] | None = None) -> dict[Record, Tensor]: ...
-
-    def state(self, objects: Sequence[Any] = ()) -> Snapshot: ...
 
     def _left(self) -> list[Record] | None: ...
 
@@ -284,11 +284,14 @@ class ReplayFrame(Again):
     """Hooks of a window whose forward runs again in backward.
 
     Holds the inputs (detached, containers copied), the buffers' values, the random state and the
-    autocast state from before the first run.
+    autocast state from before the first run, and a sum of the bits of each row that it gave. Where the code cannot be
+    followed, or reads something that has changed since, the forward runs again to its end, and has to give these.
     """
 
-    def __init__(self, window: Stretch, args: Any, kwargs: Any) -> None:
+    def __init__(self, window: Stretch, args: Any, kwargs: Any, reading: Reading | None) -> None:
+        """reading: what is known of the code; None: nothing."""
         super().__init__(window)
+        self.reading = reading
         self.module = window.module                      # the graph may outlive the model
         fork = Fork()
         self.inputs = fork.call(args, kwargs)
@@ -297,8 +300,6 @@ class ReplayFrame(Again):
         self.attributes = {r: dict(vars(p)) for r in window.records if (p := r.param) is not None}
         self.clones = None if window.proved else Fork(clone=True).call(args, kwargs)
         self.buffers = snapshot_buffers(window.buffered)
-        self.objects = fork.shared                       # which a forward may change too
-        self.state = window.state(fork.shared)
         self.shapes: list[Any] | None = [] if self.clones is not None else None
         self.random = random_state(self.runtime.device)
         self.autocast = autocast_state(self.runtime.device.type)
@@ -309,13 +310,10 @@ class ReplayFrame(Again):
             self.shapes.append(t.shape)
         return super().pack(t)
 
-    def forward_ended(self, mode: Mode) -> None:
+    def forward_ended(self, out: Any, mode: Mode) -> None:
         """In-place writes to the inputs: the clones stand in, and the window keeps its activations from now on.
         mode: what it says of the input goes for the inputs with a gradient."""
-        why = self.state.ran()
-        if why:
-            raise MegatrainError(f"{self.window.name}: its forward cannot be run again: {why}; "
-                                 "use plan={'activations': 'saved'}")
+        self.bits = _bits(out)
         changed = any(t._version != v for t, v in self.watched)
         if changed and self.clones is None:
             raise MegatrainError(f"{self.window.name}: its forward changed an input in place, which it had not "
@@ -335,17 +333,21 @@ class ReplayFrame(Again):
         bundle.leave()
 
     def replay(self) -> None:
-        """Runs the forward again until all that the first run saved is there."""
+        """Runs the forward again until all that the first run saved is there, or to its end where that is to be
+        compared."""
         self.saved = {}
         self.runtime.handover.at_end(self)
-        packed = self._collector()
         try:
             with self.runtime.trace.during(self.window, "replay"), self.as_it_was() as (args, kwargs):
-                _push(packed, SavedFrame.unpack)
+                inner = self.window.inner
+                known = self.reading is not None and self.reading.holds(scope_of(inner, args, kwargs))
+                _push(self._collector(stops=known), SavedFrame.unpack)
                 try:
-                    self.window.inner(*args, **kwargs)
+                    out = inner(*args, **kwargs)
                 finally:
                     _pop()
+                if not known:
+                    self._compare(_bits(out))
         except _StopReplay:
             pass
         if len(self.saved) < self.count:
@@ -358,8 +360,7 @@ class ReplayFrame(Again):
         rt, window = self.runtime, self.window
         saved_random = random_state(rt.device)
         saved_autocast = autocast_state(rt.device.type)
-        now, saved_buffers = window.state(self.objects), restore_buffers(window.buffered, self.buffers)
-        self.state.restore(now)
+        saved_buffers = restore_buffers(window.buffered, self.buffers)
         outer, opened = None, False
         try:
             set_random_state(rt.device, self.random)
@@ -373,7 +374,6 @@ class ReplayFrame(Again):
             if opened:
                 swap_window(outer)
             window.expanded.clear()
-            now.restore()
             restore_buffers(window.buffered, saved_buffers)
             set_autocast_state(rt.device.type, saved_autocast)
             set_random_state(rt.device, saved_random)
@@ -390,17 +390,23 @@ class ReplayFrame(Again):
         raise MegatrainError(f"{self.window.name}: run again, its forward {what}; it does not repeat itself: "
                              "use plan={'activations': 'saved'}")
 
-    def _collector(self) -> Any:
+    def _compare(self, bits: list[Tensor]) -> None:
+        if len(bits) != len(self.bits) or not all(map(torch.equal, bits, self.bits)):
+            self._refuse("gave another output")
+
+    def _collector(self, stops: bool) -> Any:
         saved, last, shapes = self.saved, self.count - 1, self.shapes
         number = -1
 
         def pack(t: Tensor) -> Any:
             nonlocal number
             number += 1
-            if shapes is not None and shapes[number] != t.shape:
+            if shapes is not None and number <= last and shapes[number] != t.shape:
                 self._refuse(f"saved a tensor of {list(t.shape)} where the first run saved {list(shapes[number])}")
+            if number > last:
+                return keep(t)               # the rest of a run to the end: nobody asks for it
             saved[number] = handle = self.handle(t)
-            if number >= last:
+            if number >= last and stops:
                 raise _StopReplay
             return handle
 
@@ -413,16 +419,23 @@ class ReplayFrame(Again):
                                  "plan={'activations': 'saved'}")
         for unit, version in zip(self.window.units, self.versions):
             check_version(self.runtime, unit, version)
-        if self.state.overwritten():
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an inplace operation: "
-                f"a tensor that {self.window.name!r} keeps was changed after its forward; "
-                "use plan={'activations': 'saved'}")
         if any(t._version != v for t, v in self.watched):
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: "
                 f"an input of {self.window.name!r} was changed after its forward; "
                 "use plan={'activations': 'saved'} to keep what it needs")
+
+
+def _bits(out: Any) -> list[Tensor]:
+    """Of each tensor in a forward's output: the sum of each row's bits, as integers."""
+    return [_of_rows(t) for t in tree_leaves(out) if isinstance(t, Tensor) and t.layout == torch.strided]
+
+
+def _of_rows(t: Tensor) -> Tensor:
+    t = torch.view_as_real(t.detach()) if t.is_complex() else t.detach()
+    if t.is_floating_point():
+        t = t.contiguous().view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[t.itemsize])
+    return t.sum(dtype=torch.int64) if t.dim() == 0 else t.sum(-1, dtype=torch.int64)
 
 
 # ---- inputs ------------------------------------------------------------------------------------
@@ -453,7 +466,6 @@ class Fork:
         self.clone, self.as_results = clone, as_results
         self.watched: list[tuple[Tensor, int]] = []
         self.with_grad: list[Tensor] = []
-        self.shared: list[Any] = []                      # objects that were not copied
         self.met: dict[int, Any] = {}
 
     def __call__(self, value: Any) -> Any:
@@ -490,9 +502,8 @@ class Fork:
             return self._tensor(value)
         if isinstance(value, tuple):
             return type(value)(*map(self, value)) if hasattr(value, "_fields") else type(value)(map(self, value))
-        if not (isinstance(value, (dict, list)) or dataclasses.is_dataclass(value) or _is_cache(value)) \
+        if not (isinstance(value, (dict, list)) or dataclasses.is_dataclass(value) or is_cache(value)) \
                 or isinstance(value, type):
-            self.shared.append(value)
             return value
         out = self.met[id(value)] = copy.copy(value)
         if isinstance(value, dict):
@@ -520,11 +531,6 @@ class _Away(Fork):
             return t
         self.met_storages.add(storage_of(t))
         return self.bundle.add(t)
-
-
-def _is_cache(value: Any) -> bool:
-    """Key-value caches of transformers: objects that a layer writes into."""
-    return any(c.__module__.startswith("transformers") and "Cache" in c.__name__ for c in type(value).__mro__)
 
 
 # ---- autocast ----------------------------------------------------------------------------------

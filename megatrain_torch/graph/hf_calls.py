@@ -16,6 +16,11 @@ def hooked(hooks: list[dict[int, Any]]) -> bool:
     return any(key not in ("hidden_states", "_hidden_states_layers") for key in collector.get() or ())
 
 
+def is_cache(value: Any) -> bool:
+    """Key-value caches of transformers, and what is made of them: objects that a layer writes into."""
+    return any(c.__module__.startswith("transformers") and "Cache" in c.__name__ for c in type(value).__mro__)
+
+
 def empty_entry(cache: Any, layer: int) -> bool:
     """Is this a cache that only gathers keys and values, with none yet for this layer?"""
     module = sys.modules.get("transformers.cache_utils")

@@ -8,15 +8,17 @@
 from __future__ import annotations
 
 import types
+import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from ..base.errors import MegatrainError
-from ..base.modes import Mode, read
+from ..base import modes
+from ..base.modes import Mode
 from ..store.pieces import Piece, Stacked
 from ..store.records import Record, Use
 from ..store.state import enter, in_backward, leave, swap_window
@@ -25,10 +27,10 @@ from ..store.whole import Whole
 from . import masks
 from .below import Below, flat_weights
 from .door import Door
-from .effects import Places, Snapshot
 from .frames import HostFrame, Located, ReplayFrame, SavedFrame, Streamed, _pop, _push
 from .handover import Reads
 from .installed import method_of
+from .reader import Reader, Reading, Unreadable, modes_on, read, scope_of
 from .stacks import Stack
 from .swap import storage_of
 
@@ -172,6 +174,8 @@ class Window:
         self.proved = False
         self.fused: Fused | None = None      # what runs it, where a template does; else why not
         self.unfit = ""
+        self.writes = ""                     # what its code changes beside its output, where that is known
+        self.reader = Reader()
         self.compiled: Compiled | None = None     # what runs it, where torch.compile does
         self.head: Head | None = None        # of the window that makes logits, where they may be left unmade
         self.trainable: list[Record] = []
@@ -190,7 +194,6 @@ class Window:
         theirs = [m for m in module.modules() if not type(m).__module__.startswith("torch.nn.")]
         self.theirs = Below(module, theirs)
         self.buffered = Below(module, [m for m in module.modules() if m._buffers or m in theirs])    # or may be, later
-        self._places: tuple[list[Any], Places] | None = None
         self.recurrent = Below(module, [m for m in module.modules() if isinstance(m, nn.RNNBase)])
         self.hooks = [d for m in self.modules.inside for d in (m._forward_hooks, m._forward_pre_hooks,
                                                                m._backward_hooks, m._backward_pre_hooks)]
@@ -217,7 +220,7 @@ class Window:
         if self.compiled is not None and not stacks:
             return self.compiled.code
         if self.fused is None:
-            why = "; ".join(filter(None, (self.unfit, pieces)))
+            why = "; ".join(filter(None, (self.unfit, self.writes, pieces)))
             return f"its own ({why})" if why else "its own"
         if self.fused.verdict is None and not self.fused.declined:
             return "template, once it has been tried"
@@ -314,6 +317,8 @@ class Window:
             if stacked.records[0].was_trainable:
                 raise MegatrainError(f"{stacked.records[0].name}: its experts are fetched a few at a time, which takes "
                                      "frozen ones; unfreeze it before mt.stream, or stream with plan={'experts': 0}")
+        trained = {id(p) for p in self.params}
+        self._named = tuple((n, p.shape, p.dtype, id(p) in trained) for n, p in self.module.named_parameters())
         if self.fused is not None:
             self.fused.split()
 
@@ -355,7 +360,7 @@ class Window:
             if out is not None:
                 return out
         args, kwargs = masks.dense(args, kwargs)
-        mode = read(self.runtime.keeps.mode_of(self))
+        mode = modes.read(self.runtime.keeps.mode_of(self))
         if self.compiled is not None and not mode.host and not self.stacks:
             done = self.compiled(args, kwargs, replays=mode.keep != "saved")
             if done is not None:
@@ -403,13 +408,45 @@ class Window:
         return out
 
     def _run_again(self, args: Any, kwargs: Any, mode: Mode) -> Any:
-        frame = ReplayFrame(self, args, kwargs)
-        if frame.state.why:
-            self.unfit, self.mode = self.unfit or frame.state.why, str(mode.saved)
-            return self._run_saved(args, kwargs, read(self.mode))
+        """What its code writes beside its output it would write again, so then it keeps its activations."""
+        reading = self._reading(args, kwargs)
+        if reading is not None and reading.writes:
+            self._tell_of_writes(reading.writes, mode)
+            return self._run_saved(args, kwargs, modes.read(str(mode.saved)))
+        frame = ReplayFrame(self, args, kwargs, reading)
         out = self.run(args, kwargs, True, frame)
-        frame.forward_ended(mode)
+        frame.forward_ended(out, mode)
         return out
+
+    def _reading(self, args: Any, kwargs: Any) -> Reading | None:
+        """What is known of the call's code; None: it cannot be followed, or nobody can know."""
+        if modes_on() or self.wholes or self.stacks:
+            return None
+        module, inner = self.module, self.inner
+        key = getattr(inner, "__func__", type(inner)), self._named, self.runtime.device.type
+
+        def make() -> Reading:
+            with torch.no_grad():
+                views = zip(self.records, self.views(self.records))
+            outer = swap_window({r: nn.Parameter(t.detach(), r.was_trainable) for r, t in views})
+            try:
+                return read(scope, list(module.modules()))
+            finally:
+                swap_window(outer)
+
+        scope = scope_of(inner, args, kwargs)
+        try:
+            return self.reader.of(key, scope, self.runtime.looked, make)
+        except Unreadable:
+            return None
+
+    def _tell_of_writes(self, what: str, mode: Mode) -> None:
+        if not self.writes:
+            warnings.warn(f"{self.name}: {what}, so it is not run again in backward but keeps its activations: a plan "
+                          f"says {str(mode)!r}. A module that leaves itself as it was can be run again", stacklevel=2)
+        else:
+            self.mode = str(mode.saved)      # not at its first call alone
+        self.writes = what
 
     def run(self, args: Any, kwargs: Any, grad: bool, frame: Any = None, inner: Any = None) -> Any:
         """The module's own forward, or `inner`, with its weights bound; `frame` packs what autograd saves."""
@@ -448,19 +485,6 @@ class Window:
         window with it keeps them: running again would give other masks."""
         unseen = self.runtime.is_cuda and any(m.dropout > 0 for m in self.recurrent)
         self.mode = "saved" if unseen else mode
-
-    # ---- what forward changes besides its output ----
-
-    def _hooks(self) -> list[Any]:
-        return [h for d in self.hooks for h in d.values()] if any(self.hooks) else []
-
-    def state(self, objects: Sequence[Any] = ()) -> Snapshot:
-        """Of attributes, and of whatever else its code may change; objects: among its arguments."""
-        hooks = self._hooks()
-        runs = [*hooks, *map(type, self.modules), *(vars(m).get("forward") for m in self.modules.inside)]
-        if self._places is None or self._places[0] != runs:
-            self._places = runs, Places(self.modules, self.theirs, hooks)
-        return Snapshot(self._places[1], objects)
 
 
 Door.forwards = frozenset({Window.__call__.__code__})

@@ -13,7 +13,6 @@ from torch import Tensor
 from .. import _core
 from ..base.errors import MegatrainError
 from ..base.limits import show_bytes
-from ..fused.proofs import Proofs
 from ..graph import masks
 from ..graph.door import Door
 from ..graph.handover import HandOver
@@ -40,7 +39,6 @@ class Model(hf.Streamed, Protocol):
     handover: HandOver
     swap: Swap
     planes: Planes
-    proofs: Proofs
     delivery: Delivery
     reads: Reads
     saves: Saves
@@ -107,8 +105,6 @@ class Forwards:
         hf.before_pass(model)
         self.check_tree(model.itself())
         self.notice()
-        if torch.is_grad_enabled():
-            model.proofs.look()
 
     def notice(self) -> None:
         """What the user changed on parameters: values, and requires_grad."""

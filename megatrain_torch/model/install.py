@@ -83,8 +83,6 @@ def _add_window(rt: Runtime, name: str, m: nn.Module, by_param: dict[int, list[R
         give_head(w, m)
     rt.add_window(w)
     _put(m, "forward", w)
-    if w.fused is not None or w.head is not None:
-        rt.proofs.watch.add(w, m)
 
 
 def remove(root: nn.Module) -> None:

@@ -2,23 +2,28 @@
 
 So they are known by their text: LOOPS has the SHA-256 of each, comments, annotations and layout left out. There are
 few, since transformers' models share them. All say the same: for each token t and each of its k choices (e, w) a row
-w * down_e(gate(gate_up_e(x_t))), summed over the choices. The gate is compared as any part is.
+w * down_e(gate(gate_up_e(x_t))), summed over the choices. While dynamo looks, two functions without an inside stand for
+the products (`opaque_loop`), and the module's own gate between them is read as any code is.
 """
 from __future__ import annotations
 
 import ast
+import contextlib
+import dis
 import functools
 import hashlib
 import inspect
+import os
+import sys
 import textwrap
 import types
-from collections.abc import Callable
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from .python import globals_of, trusted
-from .values import Refused
+from .values import Refused, Values, opaque
 
 # The loops of transformers 5.17 to 5.23, and by what they gate: act_fn(gate) * up, or the module's _apply_gate.
 LOOPS = {
@@ -47,21 +52,22 @@ def text_of(code: types.CodeType) -> str:
     return ast.unparse(found)
 
 
-def sum_of(function: Any) -> str:
-    """The first 16 digits of the SHA-256 of its text."""
-    code = getattr(function, "__code__", None)           # its own: what it says it wraps is another's
-    return "" if code is None else hashlib.sha256(text_of(code).encode()).hexdigest()[:16]
-
-
 def loop_of(module: nn.Module) -> Any:
-    """The loop over a module's experts."""
+    """The loop over a module's experts; transformers puts a function around it that chooses between ways to run it."""
     kind = type(module)
     own = getattr(kind.forward, "__wrapped__", None)
-    return kind.forward if own is None or not trusted(kind.forward.__code__.co_filename) else own
+    return kind.forward if own is None or not _librarys(kind.forward) else own
 
 
-def known_loop(module: nn.Module) -> str:
-    """By what a module of experts gates.
+def _librarys(function: Any) -> bool:
+    """Is it transformers' own, and of no model?"""
+    code, file = getattr(function, "__code__", None), getattr(sys.modules.get("transformers"), "__file__", None)
+    home = os.path.dirname(file or "?") + os.sep
+    return code is not None and code.co_filename.startswith(home) and not code.co_filename.startswith(home + "models")
+
+
+def known_loop(module: nn.Module) -> tuple[Any, ...]:
+    """By what a module of experts gates, and all that says so: as long as that is the same, so is the loop.
 
     Raises:
         Refused: its forward is none of LOOPS, nor one of transformers' own ways to do the same.
@@ -70,35 +76,89 @@ def known_loop(module: nn.Module) -> str:
     own = loop_of(module)
     if "forward" in vars(module):
         raise Refused(f"{name} has a forward of its own put in")
-    gated = LOOPS.get(sum_of(own), "")
+    gated, words = _known(own.__code__)
     if not gated:
         raise Refused(f"the forward of {name} is none of the known loops over experts")
-    for word in globals_of(own.__code__):                # which mean what they mean in transformers
+    for word in words:                                   # which mean what they mean in transformers
         value = own.__globals__.get(word)
         if value is not None and not (isinstance(value, types.ModuleType) and value.__name__.startswith("torch")):
             raise Refused(f"{word} is none of torch's in the forward of {name}")
+    if own is kind.forward:
+        return gated, own
     how = getattr(getattr(module, "config", None), "_experts_implementation", None)
-    if own is kind.forward or how in (None, "eager"):
-        return gated
-    if how not in ("grouped_mm", "batched_mm") or not _librarys(how):
-        raise Refused(f"experts by {how!r}")
-    return "_apply_gate"
-
-
-def _librarys(how: str) -> bool:
-    """Is the function of this name transformers' own?"""
+    if how in (None, "eager"):
+        return gated, own, how
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
-    code = getattr(ALL_EXPERTS_FUNCTIONS[how], "__code__", None)
-    return code is not None and trusted(code.co_filename)
+    if how not in ("grouped_mm", "batched_mm") or not _librarys(ALL_EXPERTS_FUNCTIONS[how]):
+        raise Refused(f"experts by {how!r}")
+    return "_apply_gate", own, how, ALL_EXPERTS_FUNCTIONS[how]
 
 
-def gated_by(module: Any) -> Callable[[Tensor], Tensor]:
-    """[R, 2 I] -> [R, I], as the module's own code does it."""
-    if known_loop(module) == "_apply_gate":
-        return module._apply_gate
+@functools.cache
+def _known(code: types.CodeType) -> tuple[str, tuple[str, ...]]:
+    """By what a loop gates, "" if it is none of them; and the globals that it names."""
+    words = {i.argval for i in dis.get_instructions(code) if i.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
+    return LOOPS.get(hashlib.sha256(text_of(code).encode()).hexdigest()[:16], ""), tuple(words)
 
-    def spelled(z: Tensor) -> Tensor:
-        gate, up = z.chunk(2, dim=-1)
-        return module.act_fn(gate) * up
 
-    return spelled
+# ---- while dynamo looks ----------------------------------------------------------------------------
+
+@functools.cache
+def rows() -> Any:
+    """What the first products give, as one function: [T, width] stands for a row of each choice."""
+    @torch.library.custom_op("megatrain_torch::expert_rows", mutates_args=())
+    def expert_rows(hidden: Tensor, chosen: Tensor, own: Sequence[Tensor], width: int) -> Tensor:
+        return hidden.new_empty(hidden.shape[0], width)
+
+    @expert_rows.register_fake
+    def _(hidden: Tensor, chosen: Tensor, own: Sequence[Tensor], width: int) -> Tensor:
+        return hidden.new_empty(hidden.shape[0], width)
+
+    return torch.ops.megatrain_torch.expert_rows.default
+
+
+@functools.cache
+def down() -> Any:
+    """The second products of gated rows, weighted and summed."""
+    @torch.library.custom_op("megatrain_torch::experts_down", mutates_args=())
+    def experts_down(gated: Tensor, hidden: Tensor, chosen: Tensor, weights: Tensor, own: Sequence[Tensor]) -> Tensor:
+        return torch.empty_like(hidden)
+
+    @experts_down.register_fake
+    def _(gated: Tensor, hidden: Tensor, chosen: Tensor, weights: Tensor, own: Sequence[Tensor]) -> Tensor:
+        return torch.empty_like(hidden)
+
+    return torch.ops.megatrain_torch.experts_down.default
+
+
+def expert_rows(values: Values, hidden: Tensor, chosen: Tensor, own: Sequence[Tensor], width: int) -> Tensor:
+    return opaque(values, ("experts",), (hidden.shape[0], width), hidden, hidden, chosen, *own)
+
+
+def experts_down(values: Values, gated: Tensor, hidden: Tensor, chosen: Tensor, weights: Tensor, own: Sequence[Tensor]
+                 ) -> Tensor:
+    return opaque(values, ("experts' sum",), hidden.shape, hidden, gated, hidden, chosen, weights, *own)
+
+
+@contextlib.contextmanager
+def opaque_loop(module: nn.Module, width: int, own: Sequence[Tensor]) -> Iterator[Any]:
+    """Inside, that is the forward of a module of experts, and is given. width: of gate and up. own: its weights, in the
+    order of their names."""
+    first, last, gated = rows(), down(), known_loop(module)[0]
+
+    def forward(hidden_states: Tensor, index: Any = None, weights: Any = None, **named: Any) -> Tensor:
+        index = named.get("top_k_index", named.get("router_indices", index))
+        weights = named.get("top_k_weights", named.get("routing_weights", weights))
+        z = first(hidden_states, index, own, width)
+        if gated == "_apply_gate":
+            z = module._apply_gate(z)
+        else:
+            gate, up = z.chunk(2, dim=-1)
+            z = module.act_fn(gate) * up
+        return last(z, hidden_states, index, weights, own)
+
+    vars(module)["forward"] = forward
+    try:
+        yield forward
+    finally:
+        del vars(module)["forward"]

@@ -256,7 +256,7 @@ def routers(k: int, experts: int, sigmoid: bool, normalised: bool, wide: bool, f
 
 # ---- gates of experts: z [R, 2 I] -> [R, I] ------------------------------------------------------------
 
-def gate(z: Tensor, act: Callable[[Tensor], Tensor], interleaved: bool) -> Tensor:
+def gate(act: Callable[[Tensor], Tensor], z: Tensor, interleaved: bool) -> Tensor:
     a, u = (z[..., ::2], z[..., 1::2]) if interleaved else z.chunk(2, dim=-1)
     return act(a) * u
 

@@ -1,156 +1,232 @@
 """Proves that a module computes what its template stands for, for every input that it can get (docs/design.md).
 
-`prove` runs the module's own forward and backward on fake tensors, reads the Python that ran, puts the template's
-meaning together from forms, and compares numbers. What it finds holds for one structure, one way of being called, one
-set of training flags: `Case` says which, and is the key under which a verdict is kept.
+The module's code is read by torch._dynamo (graph/reader.py): its graph, and what that depends on. `prove` runs the
+graph on fake tensors of symbolic sizes, forward and backward, puts the template's meaning together from forms, and
+compares numbers (values.py). What it finds holds for as long as the reading's guards do.
 """
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import itertools
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
+from ...graph.reader import Graph, cached
 from ..templates import Embedding, LoneNorm, Template
-from ..templates.moe import SparseMLP
 from . import forms
-from .case import Case, EmptyCache, Given, is_number
-from .experts import known_loop, loop_of
-from .layer import LayerProof, Parts
-from .python import Witness, trusted
-from .session import Number, Session, put
-from .values import Refused
-from .watch import unfollowed
+from .experts import down, expert_rows, experts_down, rows
+from .layer import LayerProof
+from .values import Functions, Recorder, Refused, Values, operands
 
 
-@dataclasses.dataclass
-class Proof:
-    """A module's code computes what a template so set does.
+class Session:
+    """For one proof: a graph, and forms beside it.
 
     Attributes:
-        settings: of the template, for its `set_as`.
-        globals: by their dictionary and name, what the code read.
-        looked: it read the layer's numbers, so that it holds for these alone.
-    """
-
-    settings: tuple[Any, ...]
-    globals: list[tuple[dict[str, Any], str]]
-    looked: bool
-
-
-class _Call:
-    """The arguments of a fake call, and what a reference reads of them.
-
-    Attributes:
+        known: so many expressions the module's own code makes: those with smaller numbers.
         gathered: numbers of what a key-value cache was given.
     """
 
-    def __init__(self, session: Session, case: Case) -> None:
-        self.kind, self.session = case.kind, session
+    def __init__(self, graph: Graph, named: dict[int, tuple[str, Tensor]]) -> None:
+        """named: by id of real tensors, weights, inputs and buffers, what they are called."""
+        self.graph, self.values, self.known = graph, Values(), 0
         self.gathered: list[int] = []
-        self.kwargs = {name: self._value(name, g) for name, g in case.given}
-        self.numbers = [v for v in self.kwargs.values() if type(v) is Number]
-        self.cos, self.sin = self.kwargs.get("position_embeddings") or (None, None)
-        self.mask = self.kwargs.get("attention_mask")
-        self.correction: Tensor | None = None
+        self.recorder = Recorder(self.values)
+        self.fake = graph.fake
+        self._named, self._atoms = named, {}
+        self._fakes = {id(t): graph.inputs[name][1] for name, t in graph.real.items() if isinstance(t, Tensor)}
 
-    def _value(self, name: str, g: Any) -> Any:
-        if isinstance(g, Given):
-            letters = {"B": self.session.rows, "S": self.session.tokens, "C": 7}
-            return self.session.atom(name, [letters.get(n, n) for n in g.sizes], g.dtype)
-        if isinstance(g, tuple):
-            return tuple(self._value(f"{name}[{i}]", part) for i, part in enumerate(g))
-        if g is EmptyCache:
-            return EmptyCache(self._gather)
-        return Number(3) if isinstance(g, type) else g
+    def atom(self, real: Tensor) -> Tensor:
+        """The fake tensor that stands for a weight, an input or a buffer."""
+        if id(real) not in self._atoms:
+            like, (name, _) = self._fakes.get(id(real), real), self._named.get(id(real), ("a tensor of its own", real))
+            with self.fake:
+                t = torch.empty(tuple(like.shape), dtype=like.dtype, device=like.device)
+            self.values.atom(name, t)
+            wants = real.requires_grad or (name == "input" and t.is_floating_point())
+            self._atoms[id(real)] = t.requires_grad_() if wants else t
+        return self._atoms[id(real)]
 
+    @contextlib.contextmanager
+    def recording(self) -> Iterator[None]:
+        """Hooks on saved tensors are the user's, and not for fake ones."""
+        torch._C._autograd._push_saved_tensors_default_hooks(_itself, _itself)
+        device = next((t.device.type for t in self._fakes.values()), "cpu")
+        try:
+            with torch.enable_grad(), torch.autocast(device, enabled=False), self.fake, self.recorder, \
+                    Functions(self.values):
+                yield
+        finally:
+            torch._C._autograd._pop_saved_tensors_default_hooks()
 
-    def _gather(self, *tensors: Tensor) -> None:
-        self.gathered += map(self.session.values.of, tensors)
-
-    def gathers(self, k: Tensor, v: Tensor) -> None:
-        """A form says what a cache is given, where there is one."""
-        if "past_key_values" in self.kwargs:
-            self._gather(k, v)
-
-    def numbers_of(self, run: Any, leaves: list[Tensor]) -> list[int | None]:
-        """Of what run() gives, its gradients, and what a cache was given."""
+    def numbers(self, run: Callable[[], Tensor], leaves: Sequence[Tensor]) -> list[int | None]:
+        """Of what `run` gives, of the gradient of each leaf for a fixed gradient of that, and of what a cache was
+        given."""
         self.gathered.clear()
-        return [*self.session.numbers(run, leaves), *self.gathered]
+        with self.recording():
+            y = run()
+            with torch.no_grad():
+                dy = torch.empty_like(y)
+            shape = tuple(map(str, y.shape))
+            self.values.put(dy, self.values.number(("atom", "dy", str(y.dtype), shape), shape))
+            grads: Any = [None] * len(leaves)
+            if y.requires_grad:
+                grads = torch.autograd.grad(y, leaves, dy, allow_unused=True)
+            return [self.values.of(y), *(None if g is None else self.values.of(g) for g in grads), *self.gathered]
+
+    def gather(self, *tensors: Tensor) -> None:
+        self.gathered += map(self.values.of, tensors)
+
+    def choose(self, what: str, candidates: Iterable[tuple[Any, Callable[[], Any]]]) -> tuple[Any, Any]:
+        """The first candidate that gives what the module's own code has too, and that.
+
+        Raises:
+            Refused: none does.
+        """
+        tried = []
+        for candidate, run in candidates:
+            try:
+                out = run()
+            except (RuntimeError, IndexError, Refused):      # sizes, or parts, that are not for this form
+                continue
+            numbers = [self.values.of(t) for t in (out if isinstance(out, tuple) else (out,))]
+            if all(n < self.known for n in numbers):
+                return candidate, out
+            tried.append(numbers)
+        raise Refused(f"{what}: {self.difference(tried)}")
+
+    def difference(self, ours: list[list[int | None]], theirs: list[int | None] | None = None) -> str:
+        """What the module computes, and no form does: the first such expression."""
+        known = set().union(*(self._within(numbers) for numbers in ours)) if ours else set()
+        every = set(range(self.known)) if theirs is None else self._within(theirs)
+        strange = sorted(n for n in every - known if self.values.keys[n][0] not in ("atom", "empty", "new_empty"))
+        if strange:
+            where = self.values.places.get(strange[0], "")
+            return f"no template has its {self.values.told(strange[0])}" + (f" ({where})" if where else "")
+        missing = sorted(self._within(ours[0]) - every) if ours else []
+        return f"it lacks the template's {self.values.told(missing[0])}" if missing else "its gradients differ"
+
+    def _within(self, numbers: list[int | None]) -> set[int]:
+        found: set[int] = set()
+        todo = [n for n in numbers if n is not None]
+        while todo:
+            n = todo.pop()
+            if n not in found:
+                found.add(n)
+                todo.extend(operands(self.values.keys[n]))
+        return found
 
 
-@contextlib.contextmanager
-def _bound_to_fakes(session: Session, module: nn.Module) -> Iterator[dict[str, Tensor]]:
-    """Buffers of the module are fake tensors meanwhile; by name."""
-    found: dict[str, Tensor] = {}
-    with contextlib.ExitStack() as stack:
-        for prefix, m in module.named_modules():
-            fakes = {}
-            for name, b in m._buffers.items():
-                if isinstance(b, Tensor):
-                    full = f"{prefix}.{name}" if prefix else name
-                    fakes[name] = found[full] = session.atom(f"buffer {full}", b.shape, b.dtype)
-            stack.enter_context(put(m._buffers, fakes))
-        yield found
+def _itself(t: Tensor) -> Tensor:
+    return t
 
 
-@contextlib.contextmanager
-def _numbered(module: nn.Module, noted: list[Number]) -> Iterator[None]:
-    """A layer's numbers note who looks at them meanwhile."""
-    with contextlib.ExitStack() as stack:
-        for m in module.modules():
-            own = {n: Number(v) for n, v in vars(m).items() if is_number(n, v)}
-            noted.extend(own.values())
-            stack.enter_context(put(vars(m), own))
-        yield
+class _Run(torch.fx.Interpreter):
+    """The module's graph on the session's tensors."""
+
+    def __init__(self, session: Session) -> None:
+        super().__init__(session.graph.module, garbage_collect_values=False)
+        self.session = session
+        values = session.values
+        self.opaque = {cached(): self._cached, rows(): partial(expert_rows, values), down(): partial(experts_down, values)}
+
+    def placeholder(self, target: str, args: Any, kwargs: Any) -> Any:
+        graph = self.session.graph
+        real = graph.real[target]
+        return self.session.atom(real) if isinstance(real, Tensor) else graph.inputs[target][1]
+
+    def run_node(self, node: Any) -> Any:
+        self.session.recorder.place = _place(node)
+        return super().run_node(node)
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        run = self.opaque.get(target)
+        return super().call_function(target, args, kwargs) if run is None else run(*args, **kwargs)
+
+    def _cached(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        self.session.gather(keys, values)
+        return keys, values
 
 
-def prove(bind: Any, module: nn.Module, run: Any, template: Template, weights: dict[str, Any], device: torch.device,
-          dtype: torch.dtype, case: Case) -> Proof:
-    """
+def _place(node: Any) -> str:
+    """file:line of the module's code that made it."""
+    lines = [line.strip() for line in (node.meta.get("stack_trace") or "").splitlines() if line.strip().startswith("File ")]
+    if not lines:
+        return ""
+    file, line = lines[-1].split(", ")[:2]
+    return f"{file.removeprefix('File ').strip(chr(34)).rpartition('/')[2]}:{line.removeprefix('line ')}"
+
+
+def prove(graph: Graph | None, template: Template, weights: dict[str, Tensor], x: Tensor, kwargs: dict[str, Any],
+          buffers: dict[str, Tensor], numbers: Sequence[float]) -> tuple[Any, ...]:
+    """The settings of the template by which it is what the graph computes.
+
     Args:
-        bind: a context in which the module's code reads these fake weights, by name.
-        run: the module's own forward.
-        weights: name -> (shape, dtype) of its parameters.
-        dtype: of the input.
+        weights: by name, as the module read them. x, kwargs: what it was called with. buffers: by name.
+        numbers: that the module's attributes are; a router's factor is one of them.
 
     Raises:
         Refused: it is not proved; the text says what is to blame.
     """
     _check_torch()
-    noted: list[Number] = []
     template = template.set_as(template.settings)        # what is found is put into one of its own
+    named = {id(t): (n, t) for n, t in weights.items()}
+    named |= {id(t): (f"buffer {n}", t) for n, t in buffers.items()}
+    for name, value in kwargs.items():
+        for i, t in enumerate(value if isinstance(value, tuple | list) else (value,)):
+            if isinstance(t, Tensor):
+                named[id(t)] = (f"{name}[{i}]" if isinstance(value, tuple | list) else name), t
+    named[id(x)] = "input", x
+    if graph is None:
+        raise Refused("it gives something else than one tensor that it made")
+    session = Session(graph, named)
     try:
-        session = Session(device, case.one_row, case.one_token)
-        fakes = {n: session.atom(n, shape, kind, grad=True) for n, (shape, kind) in weights.items()}
-        with session, bind(fakes), _bound_to_fakes(session, module) as buffers, _numbered(module, noted):
-            if isinstance(template, Embedding):
-                witnesses = _embedding(session, run, template, fakes)
-            elif isinstance(template, LoneNorm):
-                witnesses = _lone_norm(session, module, run, template, fakes, dtype)
-            else:
-                witnesses = _decoder(session, module, run, template, fakes, dtype, case, buffers)
-        for witness in witnesses:
-            if strange := unfollowed(module, *witness.attributes()):
-                raise Refused(f"its code reads {strange}")
+        run = _Run(session)
+        leaves = [a for t in (x, *weights.values()) if (a := session.atom(t)).requires_grad]
+        theirs = session.numbers(lambda: _only(run.run(*graph.real.values())), leaves)
+        session.known = len(session.values.keys)
+        ours = session.numbers(lambda: _meaning(session, template, weights, x, kwargs, buffers, numbers), leaves)
+        if ours != theirs:
+            raise Refused(session.difference([ours], theirs))
+    except Refused:
+        raise
     except Exception as error:               # whatever cannot be run on fake tensors is not proved
-        refused = error if isinstance(error, Refused) else Refused(f"its code cannot be followed: {_brief(error)}")
-        refused.looked = any(n.looked for n in noted)
-        raise refused from error
-    return Proof(template.settings, [pair for w in witnesses for pair in w.used()], any(n.looked for n in noted))
+        raise Refused(f"its code cannot be followed: {_brief(error)}") from error
+    finally:
+        session.values.forget()
+    return template.settings
+
+
+def _only(out: Any) -> Tensor:
+    """Raises: Refused: it is more than one tensor, or none."""
+    if not isinstance(out, tuple | list) or len(out) != 1 or not isinstance(out[0], Tensor):
+        raise Refused("its forward gives something else than one tensor")
+    return out[0]
+
+
+def _meaning(session: Session, template: Any, weights: dict[str, Tensor], x: Tensor, kwargs: dict[str, Any],
+             buffers: dict[str, Tensor], numbers: Sequence[float]) -> Tensor:
+    w = {n: session.atom(t) for n, t in weights.items()}
+    if isinstance(template, Embedding):
+        return F.embedding(session.atom(x), w["weight"], template.padding)
+    if isinstance(template, LoneNorm):
+        norm = template.norm
+        norm.style, y = session.choose(norm.weight, (
+            (style, lambda form=form: form(session.atom(x), w["weight"], norm.eps)) for style, form in forms.NORMS))
+        return y
+    return LayerProof(session, template, w, kwargs, buffers, numbers).whole(session.atom(x))
 
 
 def _check_torch() -> None:
     """Raises: Refused: a function that forms are written with is another's, so that both sides would be wrong."""
     for name in ("linear", "scaled_dot_product_attention", "silu", "gelu", "softmax", "rms_norm", "embedding"):
         function = getattr(F, name)
-        if isinstance(function, types.FunctionType) and not trusted(function.__code__.co_filename):
+        if isinstance(function, types.FunctionType) and function.__globals__ is not vars(F):
             raise Refused(f"torch.nn.functional.{name} is not torch's own")
 
 
@@ -159,97 +235,4 @@ def _brief(error: Exception) -> str:
     return f"{type(error).__name__}: {text}"[:300]
 
 
-def _embedding(session: Session, run: Any, template: Embedding, w: dict[str, Tensor]) -> list[Witness]:
-    ids = session.atom("input", (session.rows, session.tokens), torch.int64)
-    leaves = [w["weight"]]
-    theirs, witness = session.watched(lambda: session.numbers(lambda: run(ids), leaves))
-    session.match(theirs, [(None, lambda: session.numbers(
-        lambda: F.embedding(ids, w["weight"], template.padding), leaves))])
-    return [witness]
-
-
-def _lone_norm(session: Session, module: nn.Module, run: Any, template: LoneNorm, w: dict[str, Tensor],
-               dtype: torch.dtype) -> list[Witness]:
-    norm = template.norm
-    x = session.atom("input", (session.rows, session.tokens, norm.size), dtype, grad=True)
-    leaves = [x, w["weight"]]
-    theirs, witness = session.watched(lambda: session.numbers(lambda: run(x), leaves))
-    norm.style = session.match(theirs, (
-        (style, lambda form=form: session.numbers(lambda: form(x, w["weight"], norm.eps), leaves))
-        for style, form in forms.NORMS))
-    return [witness]
-
-
-def _decoder(session: Session, module: nn.Module, run: Any, template: Any, w: dict[str, Tensor], dtype: torch.dtype,
-             case: Case, buffers: dict[str, Tensor]) -> list[Witness]:
-    proof = LayerProof(session, module, template, w, dtype)
-    call = _Call(session, case)
-    x = session.atom("hidden_states", (session.rows, session.tokens, template.attention.hidden), dtype, grad=True)
-    sparse = isinstance(template.mlp, SparseMLP)
-    call.correction = buffers.get(template.mlp.router.correction) if sparse and template.mlp.router.correction else None
-    leaves = [x, *w.values()]
-
-    with _opaque_experts(proof, module) if sparse else contextlib.nullcontext():
-        theirs, witness = session.watched(lambda: call.numbers_of(lambda: run(x, **call.kwargs), leaves))
-    if any(n.looked for n in call.numbers):
-        raise Refused("its code looks at a number that the model is called with")
-    if sparse:
-        loop = loop_of(_experts_of(proof, module))
-        witness.library[loop.__code__] = loop.__globals__
-    proof.witnesses.append(witness)
-    parts = session.match(theirs, (
-        (parts, lambda parts=parts: call.numbers_of(lambda: proof.whole(parts, x, call), leaves))
-        for parts in _ways(proof, call, sparse)))
-    if parts.rotary is None:
-        template.attention.rotary = None
-    return proof.witnesses
-
-
-def _ways(proof: LayerProof, call: _Call, sparse: bool) -> Iterator[Parts]:
-    """What is left open when the parts are known: orders that mean the same, and whether a layer that is given angles
-    turns by them."""
-    t = proof.template
-    norm = proof.norms()
-    router = proof.router(call.correction) if sparse else None
-    act = None
-    if sparse:
-        proof.gate()
-        if t.mlp.shared:
-            act = proof.activation(_act_of(proof.layer, t.mlp.shared), t.mlp.shared.act)
-    else:
-        act = proof.activation(_act_of(proof.layer, t.mlp), t.mlp.act)
-    rotary = proof.rotary(call.cos, call.sin) if t.attention.rotary is not None and call.cos is not None else None
-    orders = (True, False) if any(map(t.attention.per_head, t.norms)) else (True,)
-    flats = ((True, False), (False, False), (True, True)) if sparse and t.mlp.shared else ((True, False),)
-    sinks = forms.SINKS if t.attention.sinks else forms.SINKS[:1]
-    for turned, *rest in itertools.product((rotary, None) if rotary else (None,), orders, flats, sinks):
-        before, flat, spelled = rest
-        yield Parts(norm, act, turned, router, before, *flat, spelled)
-
-
-def _act_of(layer: nn.Module, half: Any) -> Any:
-    mlp = layer.get_submodule(half.name)
-    return next(getattr(mlp, n) for n in ("act_fn", "activation", "activation_fn") if getattr(mlp, n, None) is not None)
-
-
-def _experts_of(proof: LayerProof, layer: nn.Module) -> nn.Module:
-    return layer.get_submodule(proof.mlp.experts.gu.rsplit(".", 1)[0])
-
-
-@contextlib.contextmanager
-def _opaque_experts(proof: LayerProof, layer: nn.Module) -> Iterator[None]:
-    """The experts are one function meanwhile, once their loop is known."""
-    module = _experts_of(proof, layer)
-    known_loop(module)
-
-    def forward(hidden_states: Tensor, index: Tensor | None = None, weights: Tensor | None = None, **named: Tensor
-                ) -> Tensor:
-        index = named.get("top_k_index", named.get("router_indices", index))
-        weights = named.get("top_k_weights", named.get("routing_weights", weights))
-        return proof.experts(hidden_states, index, weights)
-
-    with put(vars(module), {"forward": forward}):
-        yield
-
-
-__all__ = ["Proof", "prove"]
+__all__ = ["prove"]

@@ -14,8 +14,6 @@ their gradients are one expression each, so that nothing depends on which kernel
 """
 from __future__ import annotations
 
-import contextlib
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -26,24 +24,13 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from .case import Refused
 
 aten = torch.ops.aten
 _ALL = 1 << 62                   # slices that end here or beyond end with their dimension
 
 
-@contextlib.contextmanager
-def unseen() -> Iterator[None]:
-    """What torch does inside is not for a witness (python.py), and would take him long."""
-    profile = sys.getprofile()
-    if profile is None or not getattr(profile, "witness", False):
-        yield
-        return
-    sys.setprofile(None)
-    try:
-        yield
-    finally:
-        sys.setprofile(profile)
+class Refused(Exception):
+    """A computation that cannot be proved; the text says what is to blame."""
 
 
 class Values:
@@ -52,14 +39,12 @@ class Values:
     Attributes:
         keys: by number, what the expression is: (operation, ...), operands as ("#", number).
         places: by number, where in the module's own code it was made first.
-        wrong: an operation failed, or was refused: what a module does that catches that is no proof.
     """
 
     def __init__(self) -> None:
         self.keys: list[tuple[Any, ...]] = []
         self.shapes: list[tuple[str, ...]] = []
         self.places: dict[int, str] = {}
-        self.wrong: Exception | None = None
         self._numbers: dict[tuple[Any, ...], int] = {}
         self._tensors: dict[int, tuple[Tensor, int]] = {}      # by id, which is not given anew while these are kept
         self._seen_by: dict[int, dict[int, Tensor]] = {}       # by storage, the tensors over it
@@ -78,15 +63,6 @@ class Values:
         self.put(t, self.number(("atom", name, str(t.dtype)), _shape(t)))
         self._outlive.add(t.untyped_storage()._cdata)
         return t
-
-    @contextlib.contextmanager
-    def noting(self) -> Iterator[None]:
-        """Around an operation."""
-        try:
-            yield
-        except Exception as error:
-            self.wrong = self.wrong or error
-            raise
 
     def put(self, t: Tensor, number: int) -> None:
         self._tensors[id(t)] = t, number
@@ -161,14 +137,10 @@ class Recorder(TorchDispatchMode):
 
     def __init__(self, values: Values) -> None:
         super().__init__()
-        self.values, self.place = values, ""
-        self.where: Callable[[], str] = lambda: ""
+        self.values, self.place = values, ""             # where the operation stands in the module's code
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        with unseen(), self.values.noting():
-            return self._run(func, args, kwargs or {})
-
-    def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        kwargs = kwargs or {}
         if func._schema.is_mutable:
             return self._write(func, args, kwargs)
         out = func(*args, **kwargs)
@@ -182,7 +154,7 @@ class Recorder(TorchDispatchMode):
     def _name(self, out: Tensor, key: Any) -> None:
         """key: an expression, or the number of an operand that it is equal to."""
         number = key if type(key) is int else self.values.number(key, _shape(out))
-        self.values.places.setdefault(number, self.where())
+        self.values.places.setdefault(number, self.place)
         self.values.put(out, number)
 
     def _name_each(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
@@ -214,7 +186,7 @@ class Recorder(TorchDispatchMode):
             key = _plain(self.values, func, args, kwargs, target, base)
         out = func(*args, **kwargs)
         number = key if type(key) is int else self.values.number(key, _shape(target))
-        self.values.places.setdefault(number, self.where())
+        self.values.places.setdefault(number, self.place)
         self.values.written(target, number)
         if out is not target:
             self.values.put(out, number)
@@ -577,28 +549,20 @@ def opaque(values: Values, name: tuple[Any, ...], shape: Any, like: Tensor, *ten
 
 
 class Functions(TorchFunctionMode):
-    """Makes opaque what is opaque, and refuses to tell a module how its tensors lie in memory."""
+    """Makes opaque what is opaque."""
 
-    def __init__(self, values: Values, outsider: Callable[[int], str]) -> None:
-        """outsider: where the code that asks is, unless it is torch's own; "" then."""
+    def __init__(self, values: Values) -> None:
         super().__init__()
-        self.values, self.outsider = values, outsider
+        self.values = values
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.autograd.grad:                  # runs Python of the module's: backward of its own functions
-            return func(*args, **kwargs)
-        with unseen(), self.values.noting():
-            return self._run(func, args, kwargs or {})
-
-    def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        kwargs = kwargs or {}
         if func is F.linear:
             return self._linear(*args, **kwargs)
         if func in _PRODUCTS and len(args) == 2 and args[0].dim() == args[1].dim() > 2:
             return self._product(*args)
         if func is F.scaled_dot_product_attention:
             return self._attention(*args, **kwargs)
-        if func in _LOOKS and (where := self.outsider(3)):
-            raise Refused(f"it asks for a tensor's {_name_of(func)} ({where})")
         return func(*args, **kwargs)
 
     def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -633,15 +597,5 @@ def repeated(t: Tensor, times: int) -> Tensor:
 
 _T = Tensor
 _PRODUCTS = {torch.matmul, _T.matmul, _T.__matmul__}
-_LOOKS = {_T.data_ptr, _T.stride, _T.storage_offset, _T.is_contiguous, _T.untyped_storage, _T._version.__get__,
-          _T.is_leaf.__get__, _T.grad_fn.__get__, _T.requires_grad.__get__, _T.grad.__get__, _T._base.__get__,
-          _T.data.__get__, _T.register_hook, _T.retain_grad, _T.retains_grad.__get__, _T.output_nr.__get__, _T._is_view,
-          _T.is_shared, _T.is_pinned, _T.is_inference, _T.__repr__, _T.__format__, _T.tolist, _T.numpy, _T.__array__,
-          _T.item, _T.storage, _T.__reduce_ex__, _T.__deepcopy__}
-
-
-def _name_of(func: Any) -> str:
-    return getattr(getattr(func, "__self__", func), "__name__", str(func))
-
 
 __all__ = ["Functions", "Recorder", "Refused", "Values", "opaque", "operands", "repeated"]

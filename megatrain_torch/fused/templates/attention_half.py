@@ -14,7 +14,7 @@ from ...graph import hf_calls
 from ...graph.masks import sight_of
 from .attention import Attention
 from .linears import Linears
-from .parts import Grads, Norm, Unfit, Weights, child, cut
+from .parts import Grads, Norm, Unfit, Weights, child, cut, given
 from .rotary import Rotary
 
 
@@ -131,16 +131,11 @@ class AttentionHalf:
             raise Unfit(f"attention by {kind!r}")
         if self.cap and kind == "sdpa":
             raise Unfit("its attention caps its logits, which torch's kernels cannot")
-        for name, value in kwargs.items():
-            if name not in _COVERED and value is not None and value is not False:
-                raise Unfit(f"called with {name}")
-        mask = kwargs.get("attention_mask")
-        if mask is not None and (not isinstance(mask, Tensor) or mask.dim() != 4):
-            raise Unfit("its attention mask has not four dimensions")
+        mask, cache = given(kwargs, "mask"), given(kwargs, "cache")      # what else there is, a proof says means nothing
         if self.sinks and (kind == "sdpa" or (mask is not None and mask.dtype == torch.bool)):
             raise Unfit("its attention has sinks, which torch's kernels do not know")
         attention = self._attention(kind, mask)
-        call, cache = Call(*self._angles(kwargs.get("position_embeddings")), attention), kwargs.get("past_key_values")
+        call = Call(*self._angles(given(kwargs, "angles")), attention)
         if cache is not None and not hf_calls.empty_entry(cache, layer.self_attn.layer_idx):
             raise Unfit("its cache is no empty DynamicCache")
         if cache is not None:
@@ -155,12 +150,12 @@ class AttentionHalf:
         causal = self.causal and mask is None and kind == "sdpa"     # of eager attention, the mask says all
         return Attention(self.scale, causal, mask, kind == "eager", self.cap, values=values)
 
-    def _angles(self, given: Any) -> tuple[Tensor | None, Tensor | None]:
+    def _angles(self, angles: tuple[Tensor, Tensor] | None) -> tuple[Tensor | None, Tensor | None]:
         if self.rotary is None:
             return None, None
-        if not isinstance(given, tuple) or len(given) != 2 or given[0].dim() != 3:
-            raise Unfit("called without position_embeddings, or with more than cos and sin [B, S, R]")
-        return self.rotary.angles(given[0]), self.rotary.angles(given[1])
+        if angles is None:
+            raise Unfit("called without (cos, sin), each [B, S, R]")
+        return self.rotary.angles(angles[0]), self.rotary.angles(angles[1])
 
     def tell_of_cache(self, call: Call, x: Tensor) -> None:
         """Warns, once, of keys and values of all layers that a training forward gathers on the device."""
@@ -271,10 +266,3 @@ _told: list[bool] = []       # has it been warned of in this process?
 def _fill(cache: Any, k: Tensor, v: Tensor, index: int) -> None:
     """What a cache makes of its entries has to refuse a backward too, so its own operations are recorded."""
     cache.update(cut(k.transpose(1, 2)), cut(v.transpose(1, 2)), index)
-
-
-# Arguments of layers that say nothing new to a template, or that it reads.
-_COVERED = frozenset(("position_embeddings", "attention_mask", "position_ids", "past_key_values", "use_cache",
-                      "cache_position", "num_items_in_batch", "output_hidden_states",
-                      # For attention in flash's interface, which sdpa's does not read.
-                      "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"))

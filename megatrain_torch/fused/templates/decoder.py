@@ -21,13 +21,12 @@ import torch
 from torch import Tensor, nn
 
 from ...graph.masks import example, sight_of
-from ..proof.case import Case, case_of
 from .attention_half import Call, KeptAttention
 from .latent_attention import LatentAttention
 from .linears import codings_of
 from .mlp import GatedMLP
 from .moe import SparseMLP
-from .parts import Grads, Norm, Unfit, Weights, dense, has, hidden_states, unflattened
+from .parts import Grads, Norm, Unfit, Weights, dense, has, hidden_states, role, unflattened
 from .rows import LONG, NEVER, ROWS
 from .self_attention import SelfAttention
 
@@ -94,24 +93,20 @@ class Decoder:
             norm.style = style
         return found
 
-    def input(self, args: Any, kwargs: Any, dtype: torch.dtype) -> Tensor:
-        """x of a call.
-
-        Raises:
-            Unfit: it is none that the template covers.
+    def input(self, x: Any, dtype: torch.dtype) -> Tensor:
+        """Raises:
+            Unfit: x is none that the template covers.
         """
-        return hidden_states(args[0] if args else kwargs.get("hidden_states"), dtype)
+        return hidden_states(x, dtype)
 
-    def take(self, layer: nn.Module, args: Any, kwargs: Any, dtype: torch.dtype) -> tuple[Tensor, Call]:
+    def take(self, layer: nn.Module, x: Any, kwargs: dict[str, Any], dtype: torch.dtype) -> tuple[Tensor, Call]:
         """x [B, S, H] and the rest of a call.
 
         Raises:
             Unfit: there is something in it that the template does not cover.
         """
-        if len(args) > 1:
-            raise Unfit("called with arguments that have no names")
-        x = dense(self.input(args, kwargs, dtype))
-        call = self.attention.call(layer, {k: v for k, v in kwargs.items() if k != "hidden_states"})
+        x = dense(self.input(x, dtype))
+        call = self.attention.call(layer, kwargs)
         self.attention.tell_of_cache(call, x)
         call.correction = self.mlp.correction_of(layer)
         return x, call
@@ -120,29 +115,26 @@ class Decoder:
         """Around a trial: where the template follows choices that the module's own code makes."""
         return self.mlp.observed(layer)
 
-    def case(self, x: Tensor, kwargs: dict[str, Any]) -> Case:
-        """How it is called, for a proof."""
-        return case_of(x, kwargs, self.attention.kind)
-
     def small(self, x: Tensor, rng: torch.Generator, n: int, kwargs: Any, last: bool) -> tuple[Tensor, Any]:
         """A random x [1, n, H], and what else the call has, cut to its first tokens or its last. The latter are said to
         be at the last positions that the model can have."""
-        n = min(n, x.shape[1])
-        cut = slice(x.shape[1] - n, None) if last else slice(n)
+        tokens = x.shape[1]
+        n = min(n, tokens)
+        cut = slice(tokens - n, None) if last else slice(n)
         x = torch.randn(1, n, x.shape[2], generator=rng, device=x.device).to(x.dtype)
-        rest = {k: v for k, v in kwargs.items() if k not in ("hidden_states", "past_key_values", "use_cache")}
-        if rest.get("position_embeddings") is not None:
-            rest["position_embeddings"] = tuple(t[:1, cut] for t in rest["position_embeddings"])
-        sight = sight_of(rest.get("attention_mask"))
-        if sight is not None:
-            rest["attention_mask"] = example(sight, n)
-        elif isinstance(rest.get("attention_mask"), Tensor):
-            rest["attention_mask"] = sighted(rest["attention_mask"][:1, :, cut, cut])
-        for name in ("position_ids", "cache_position"):
-            if isinstance(rest.get(name), Tensor):
-                rest[name] = rest[name][..., cut][:1]
-                if last:
+        rest = {}
+        for name, value in kwargs.items():
+            what, sight = role(value), sight_of(value)
+            if what == "angles":
+                rest[name] = tuple(t[:1, cut] for t in value)
+            elif what == "mask":
+                rest[name] = sighted(value[:1, :, cut, cut]) if sight is None else example(sight, n)
+            elif isinstance(value, Tensor) and value.dim() in (1, 2) and value.shape[-1] == tokens:      # positions
+                rest[name] = value[..., cut][:1 if value.dim() == 2 else None]
+                if last and not value.is_floating_point():
                     rest[name] = rest[name] + (self.attention.positions - 1 - rest[name].max()).clamp(min=0)
+            else:
+                rest[name] = None if what == "cache" else value
         return x, rest
 
     # ---- forward ----

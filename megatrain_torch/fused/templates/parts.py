@@ -1,6 +1,7 @@
 """What templates are made of: weights by name, linear layers that stand side by side, norms, activations."""
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -9,21 +10,68 @@ from torch import Tensor, nn
 
 from ... import ops
 from ...base.errors import MegatrainError
+from ...graph import hf_calls
 
 
 class Unfit(Exception):
     """A module, or a call of it, that a template does not cover; the text says why."""
 
 
-def only(args: Any, kwargs: Any, name: str) -> Any:
-    """The one argument of a call.
+def names_of(forward: Callable[..., Any]) -> list[str]:
+    """Of the parameters that a forward may be given by their places, in order."""
+    try:
+        found = inspect.signature(forward).parameters.values()
+    except (TypeError, ValueError):
+        return []
+    return [p.name for p in found if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+
+
+def arguments(names: list[str], args: Any, kwargs: Any) -> tuple[Any, dict[str, Any]]:
+    """The input of a call, and its other arguments by name. Which is which their names do not decide: the input comes
+    first, or is the first that is [B, S, H].
+
+    names: of the parameters, in order.
 
     Raises:
-        Unfit: there are more, or it goes by another name.
+        Unfit: there are arguments without names.
     """
-    if len(args) + len(kwargs) != 1 or (kwargs and name not in kwargs):
-        raise Unfit("called with more than its input")
-    return args[0] if args else kwargs[name]
+    if args:
+        placed = dict(zip(names[1:], args[1:]))
+        if len(placed) + 1 < len(args) or placed.keys() & kwargs.keys():
+            raise Unfit("called with arguments that have no names, or the same twice")
+        return args[0], placed | kwargs
+    wide = (n for n, v in kwargs.items() if isinstance(v, Tensor) and v.dim() == 3)
+    first = names[0] if names and names[0] in kwargs else next(wide, None)
+    return kwargs.get(first), {n: v for n, v in kwargs.items() if n != first}
+
+
+def role(value: Any) -> str:
+    """What an argument of a decoder layer is to a template: "cache", of keys and values; "angles", (cos, sin) of
+    [1 or B, S, R]; "mask", [B, h, S, S], of bools or added to logits; "": none of them."""
+    if hf_calls.is_cache(value):
+        return "cache"
+    if isinstance(value, tuple) and len(value) == 2 and all(_floats(v, 3) for v in value):
+        return "angles"
+    return "mask" if isinstance(value, Tensor) and value.dim() == 4 and value.dtype in _MASKS else ""
+
+
+_MASKS = (torch.bool, torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+def _floats(value: Any, dims: int) -> bool:
+    return isinstance(value, Tensor) and value.dim() == dims and value.is_floating_point()
+
+
+def given(kwargs: dict[str, Any], what: str) -> Any:
+    """The argument that is this to a template; None: there is none.
+
+    Raises:
+        Unfit: there are several.
+    """
+    found = {n: v for n, v in kwargs.items() if role(v) == what}
+    if len(found) > 1:
+        raise Unfit(f"called with more than one {what}: {', '.join(found)}")
+    return next(iter(found.values()), None)
 
 
 def hidden_states(x: Any, dtype: torch.dtype) -> Tensor:

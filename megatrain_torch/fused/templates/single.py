@@ -9,17 +9,14 @@ import torch
 from torch import Tensor, nn
 
 from ... import ops
-from ..proof.case import Case
-from .parts import Grads, Norm, Unfit, Weights, dense, hidden_states, only
+from .parts import Grads, Norm, Unfit, Weights, dense, hidden_states
 from .rows import NEVER
-
-ANY = Case(False, False, "", ())
 
 
 class Single:
     """A template of one module: nothing of what it does is to be chosen, tiled or kept elsewhere."""
 
-    differentiable_input, swaps, links, coded, rounds = True, False, False, False, False
+    differentiable_input, swaps, links, coded, rounds, routes = True, False, False, False, False, False
 
     @property
     def settings(self) -> tuple[Any, ...]:
@@ -49,6 +46,11 @@ class Single:
         return 0, 0, 0
 
 
+def _alone(kwargs: dict[str, Any]) -> None:
+    if kwargs:
+        raise Unfit("called with more than its input")
+
+
 class Embedding(Single):
     """Rows of a table by number: ids [...] int64 -> [..., H]."""
 
@@ -63,18 +65,14 @@ class Embedding(Single):
         self.width = module.embedding_dim
 
     @staticmethod
-    def case(ids: Tensor, kwargs: dict[str, Any]) -> Case:
-        return ANY
-
-    @staticmethod
-    def input(args: Any, kwargs: Any, dtype: torch.dtype) -> Tensor:
-        ids = only(args, kwargs, "input")
+    def input(ids: Any, dtype: torch.dtype) -> Tensor:
         if not isinstance(ids, Tensor) or ids.dtype != torch.int64:
             raise Unfit("called with something else than int64 numbers")
         return ids
 
-    def take(self, module: nn.Module, args: Any, kwargs: Any, dtype: torch.dtype) -> tuple[Tensor, None]:
-        return self.input(args, kwargs, dtype), None
+    def take(self, module: nn.Module, ids: Any, kwargs: Any, dtype: torch.dtype) -> tuple[Tensor, None]:
+        _alone(kwargs)
+        return self.input(ids, dtype), None
 
     def small(self, x: Tensor, rng: torch.Generator, n: int, kwargs: Any, last: bool) -> tuple[Tensor, Any]:
         return torch.randint(self.rows, (1, n), generator=rng, device=x.device), {}
@@ -119,15 +117,12 @@ class LoneNorm(Single):
         return found
 
     @staticmethod
-    def case(x: Tensor, kwargs: dict[str, Any]) -> Case:
-        return Case(x.shape[0] == 1, x.shape[1] == 1, "", ())
+    def input(x: Any, dtype: torch.dtype) -> Tensor:
+        return hidden_states(x, dtype)
 
-    @staticmethod
-    def input(args: Any, kwargs: Any, dtype: torch.dtype) -> Tensor:
-        return hidden_states(only(args, kwargs, "hidden_states"), dtype)
-
-    def take(self, module: nn.Module, args: Any, kwargs: Any, dtype: torch.dtype) -> tuple[Tensor, None]:
-        return dense(self.input(args, kwargs, dtype)), None
+    def take(self, module: nn.Module, x: Any, kwargs: Any, dtype: torch.dtype) -> tuple[Tensor, None]:
+        _alone(kwargs)
+        return dense(self.input(x, dtype)), None
 
     def small(self, x: Tensor, rng: torch.Generator, n: int, kwargs: Any, last: bool) -> tuple[Tensor, Any]:
         return torch.randn(1, n, x.shape[-1], generator=rng, device=x.device).to(x.dtype), {}

@@ -1,0 +1,358 @@
+"""Reads Python code: what a call computes, as a graph; what it depends on, as guards; what it writes.
+
+torch._dynamo runs the frame symbolically, so nothing of the module or of the user's is changed while it looks. Whatever
+was read becomes a guard, which C checks before each use. What dynamo cannot follow whole is refused (Unreadable).
+
+All of dynamo's internals that the package needs are here, as torch 2.10 to 2.15 have them: `compile_frame` gives the
+graph of a frame and runs nothing, `CheckFunctionManager` makes its guards. Settings hold around a read, for nobody else.
+"""
+from __future__ import annotations
+
+import builtins
+import contextlib
+import functools
+import re
+import types
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._device import DeviceContext
+
+from . import hf_calls
+from .masks import StandIn
+
+# Attributes that number a layer. They are symbols for dynamo: who only passes them on is the same code in all layers.
+NUMBERED = ("layer_idx", "layer_id", "layer_index", "layer_number", "block_idx")
+
+
+class Unreadable(Exception):
+    """dynamo cannot follow the code; the text says what is to blame."""
+
+
+def _call(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return forward(*args, **kwargs)
+
+
+def _call_for_one(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    out = forward(*args, **kwargs)
+    return out if type(out) is Tensor else None
+
+
+class Reading:
+    """What is known of a call, and of others for which it `holds`.
+
+    Attributes:
+        writes: what the code changes beside its output, in words; "": nothing.
+        found: what the judge found of the graph.
+    """
+
+    def __init__(self) -> None:
+        self.writes, self.found = "", None
+        self._guards: Any = None
+        self.gone = False                    # an object whose identity is guarded no longer lives: nothing holds
+
+    def holds(self, scope: dict[str, Any]) -> bool:
+        """Does the call of this scope (`scope_of`) run the same code on the same things?"""
+        return not self.gone and bool(self._guards.check(scope))
+
+    def guard_by(self, manager: Any) -> None:
+        self._guards = manager
+
+
+class Graph:
+    """A call's operations, for a judge.
+
+    Attributes:
+        module: a torch.fx.GraphModule of torch's functions. inputs: by placeholder, what lies there: the source in
+            dynamo's words, and its fake value. fake: the mode of the fake tensors. real: by placeholder, the tensor.
+    """
+
+    def __init__(self, module: Any, inputs: dict[str, tuple[Any, Any]], fake: Any, real: dict[str, Any]) -> None:
+        self.module, self.inputs, self.fake, self.real = module, inputs, fake, real
+
+
+def scope_of(forward: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """A call as guards look at it: stand-ins for key-value caches, and for masks that are not made."""
+    if isinstance(forward, types.MethodType):
+        forward, args = forward.__func__, (forward.__self__, *args)
+    return {"forward": forward, "args": tuple(map(_seen, args)), "kwargs": {k: _seen(v) for k, v in kwargs.items()}}
+
+
+def _seen(value: Any) -> Any:
+    if isinstance(value, StandIn):
+        sight = value.sight
+        return torch.empty((), dtype=value.dtype, device=sight.device).expand(value.shape)
+    return _cache_like(type(value)) if hf_calls.is_cache(value) else value
+
+
+# ---- key-value caches ----------------------------------------------------------------------------
+
+@functools.cache
+def cached() -> Any:
+    """(keys, values) -> the same, in a graph one call: what a cache of which nothing else is asked gathers."""
+    @torch.library.custom_op("megatrain_torch::cached", mutates_args=())
+    def cached(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        return keys.clone(), values.clone()
+
+    @cached.register_fake
+    def _(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.empty_like(keys), torch.empty_like(values)
+
+    return torch.ops.megatrain_torch.cached.default
+
+
+@functools.cache
+def _cache_like(kind: type) -> Any:
+    """In the place of a cache of this class, for its `update` alone: dynamo refuses whatever else is asked of it."""
+    op = cached()
+
+    def update(self: Any, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        return op(key_states, value_states)
+
+    def refuse(*_: Any, **__: Any) -> Any:
+        torch._dynamo.graph_break(msg="it asks its key-value cache for more than to be updated")
+
+    kept = {"__class__", "__new__", "__init__", "__getattribute__", "__setattr__", "__doc__", "__dict__",
+            "__weakref__", "__module__", "__init_subclass__", "__subclasshook__", "__dir__", "__del__"}
+    own = {name: property(refuse) if not callable(getattr(kind, name, None)) else refuse
+           for name in dir(kind) if name not in kept}
+    own |= {"update": update, "__getattr__": refuse, "__bool__": refuse, "__module__": __name__}
+    return object.__new__(type(f"Any{kind.__name__}", (kind,), own))
+
+
+# ---- what is known -------------------------------------------------------------------------------
+
+class Readings:
+    """Of all models of the process, by what no guard looks at; as many of the latest as a process needs."""
+
+    MOST = 512
+
+    def __init__(self) -> None:
+        self._all: dict[tuple[Any, ...], list[Reading]] = {}
+
+    def of(self, key: tuple[Any, ...], scope: dict[str, Any]) -> Reading | None:
+        """One that holds for the call of this scope."""
+        return next((r for r in self._all.get(key, ()) if r.holds(scope)), None)
+
+    def put(self, key: tuple[Any, ...], reading: Reading) -> None:
+        before = [r for r in self._all.pop(key, ()) if not r.gone]
+        self._all[key] = [reading, *before[:OFTEN]]      # the latest comes last
+        if len(self._all) > self.MOST:
+            del self._all[next(iter(self._all))]
+
+
+class Reader:
+    """Of one window.
+
+    Attributes:
+        last: what held for its last call; None: something else is read now.
+    """
+
+    def __init__(self) -> None:
+        self.last: Reading | None = None
+        self._key: Any = None
+        self._reads = 0
+
+    def of(self, key: Any, scope: dict[str, Any], refused: dict[Any, str], make: Callable[[], Reading]) -> Reading:
+        """What is known of a call.
+
+        Args:
+            key: what no guard looks at. refused: why calls of this model could not be read. make: reads it.
+
+        Raises:
+            Unreadable: dynamo cannot follow it.
+        """
+        if self.last is not None and key == self._key and self.last.holds(scope):
+            return self.last
+        found, form = READINGS.of(key, scope), (key, tuple((n, type(v)) for n, v in scope["kwargs"].items()))
+        if found is None:
+            self._reads += form not in refused
+            if form in refused or self._reads > OFTEN:
+                raise Unreadable(refused.get(form, "it is other code from pass to pass"))
+            try:
+                found = make()
+            except Unreadable as reason:
+                refused[form] = str(reason)
+                raise
+            READINGS.put(key, found)
+        self.last, self._key = found, key
+        return found
+
+
+def modes_on() -> bool:
+    """Is there a mode that may give torch's functions another meaning? A default device gives none."""
+    functions = range(torch._C._len_torch_function_stack())
+    return torch._C._len_torch_dispatch_stack() > 0 or any(
+        not isinstance(torch._C._get_function_stack_at(i), DeviceContext) for i in functions)
+
+
+OFTEN = 16                       # a window that has been read so often is not read again
+READINGS = Readings()
+
+
+# ---- reading -------------------------------------------------------------------------------------
+
+@contextlib.contextmanager
+def _settings() -> Iterator[None]:
+    """Numbers are constants of a graph, sizes and layers' numbers its symbols; hooks are guarded."""
+    import torch._dynamo.config as config
+    numbers = rf".*\.({'|'.join(NUMBERED)})$"
+    with config.patch(specialize_float=True, specialize_int=True, assume_static_by_default=False,
+                      automatic_dynamic_shapes=True, skip_nnmodule_hook_guards=False,
+                      capture_scalar_outputs=False, suppress_errors=False, verbose=False), \
+            torch.compiler.config.patch(dynamic_sources=numbers):
+        yield
+
+
+@contextlib.contextmanager
+def _without_hooks() -> Iterator[None]:
+    """Hooks on saved tensors are the user's, and not for fake ones."""
+    torch._C._autograd._push_saved_tensors_default_hooks(_itself, _itself)
+    try:
+        yield
+    finally:
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+
+
+def _itself(t: Tensor) -> Tensor:
+    return t
+
+
+@contextlib.contextmanager
+def plain_modules(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """`_parameters` are dicts of the open window's tensors, `_buffers` plain ones: what dynamo can look into."""
+    before = [(m.__dict__, name, own) for m in modules for name in ("_parameters", "_buffers")
+              if type(own := m.__dict__[name]) is not dict]
+    try:
+        for there, name, own in before:
+            there[name] = {n: own[n] for n in own}
+        yield
+    finally:
+        for there, name, own in before:
+            there[name] = own
+
+
+def read(scope: dict[str, Any], modules: Sequence[nn.Module], judge: Callable[[Graph | None, str], Any] | None = None,
+         put: Sequence[object] = ()) -> Reading:
+    """What a call does.
+
+    Args:
+        modules: those whose weights are bound.
+        judge: is given the graph, of one tensor alone (None: it has no operation), and what the code writes.
+        put: functions that lie in modules for the read alone: nothing of them is guarded.
+
+    Raises:
+        Unreadable: dynamo cannot follow it.
+    """
+    from torch._dynamo import convert_frame
+    from torch._dynamo.utils import dynamo_timed, get_metrics_context
+    from torch._guards import CompileContext, compile_context, tracing
+
+    found, graphs = Reading(), []
+    cached()
+
+    def backend(module: Any, examples: Any) -> Any:
+        placeholders = [n for n in module.graph.nodes if n.op == "placeholder"]
+        inputs = {n.target: (n.meta["grapharg"].source, n.meta["example_value"]) for n in placeholders}
+        fake = torch._guards.TracingContext.get().fake_mode
+        graphs.append(Graph(module, inputs, fake, dict(zip(inputs, examples))))
+        return module.forward
+
+    there = {"__builtins__": builtins, "__name__": __name__, "Tensor": Tensor}    # dynamo puts names of its own in here
+    code = (_call if judge is None else _call_for_one).__code__
+    with _settings(), _without_hooks(), torch.random.fork_rng(devices=[]), plain_modules(modules), \
+            get_metrics_context(), dynamo_timed("megatrain_torch"), \
+            compile_context(CompileContext(convert_frame.get_compile_id({}))):
+        try:
+            made = convert_frame.compile_frame(code, there, dict(scope), vars(builtins), (), backend, True, set())
+        except Exception as error:           # dynamo's own, and whatever the user's code raises while it is followed
+            raise Unreadable(_first_line(error)) from error
+        output = made.tracer_output.output_graph
+        graph = graphs[-1] if graphs else None
+        found.writes = _writes(output, graph)
+        with tracing(output.tracing_context):
+            found.found = None if judge is None else judge(graph, found.writes)
+        try:
+            found.guard_by(_manager()(code, output, guard_filter_fn=functools.partial(_kept, put), gone=found).guard_manager)
+        except Exception as error:
+            raise Unreadable(_first_line(error)) from error
+    return found
+
+
+@functools.cache
+def _manager() -> type:
+    from torch._dynamo.guards import CheckFunctionManager
+
+    class Manager(CheckFunctionManager):
+        def __init__(self, *args: Any, gone: Reading, **kwargs: Any) -> None:
+            self._reading = weakref.ref(gone)
+            super().__init__(*args, **kwargs)
+
+        def invalidate(self, obj_str: str) -> None:
+            """An object of which a guard has the identity is gone, and another may get its address."""
+            if (reading := self._reading()) is not None:
+                reading.gone = True
+
+    return Manager
+
+
+def _kept(put: Sequence[object], entries: Sequence[Any]) -> list[bool]:
+    """Which guards are checked: none of weights, whose names, shapes and types their windows know, nor of what was put
+    in for the read.
+
+    Raises:
+        Unreadable: the code asks a weight for more than that.
+    """
+    names = [_name(entry.orig_guard) for entry in entries]
+    without = tuple(n for n, e in zip(names, entries) if e.has_value and any(e.value is f for f in put))
+    keep = []
+    for name in names:
+        own = "._parameters" in name or name.endswith("._buffers")
+        if "._parameters[" in name and not name.endswith("]"):
+            raise Unreadable(f"it reads {_in_words(name)} of a weight")
+        keep.append(not own and not (without and name.startswith(without)))
+    return keep
+
+
+def _writes(output: Any, graph: Graph | None) -> str:
+    side = output.side_effects
+    for variable in side.id_to_variable.values():
+        kind = type(variable.mutation_type).__name__
+        if not kind.endswith("New") and variable.mutation_type is not None and side.is_modified(variable):
+            names = ", ".join(side.store_attr_mutations.get(variable, ()))
+            return f"it changes {_told(variable.source)}" + (f".{names}" if names else "")
+    if output.random_calls:
+        return "it takes numbers from Python's random"
+    if side.tensor_hooks:
+        return "it puts hooks on tensors"
+    for name, (source, fake) in graph.inputs.items() if graph is not None else ():
+        seen = "._buffers" in _name(source) or isinstance(graph.real[name], nn.Parameter)     # windows see these writes
+        if isinstance(fake, Tensor) and fake._version and not seen:
+            return f"it writes into {_told(source)}"
+    return ""
+
+
+def _name(source: Any) -> str:
+    """A property since torch 2.11, a method before."""
+    name = getattr(source, "name", "")
+    return name() if callable(name) else name
+
+
+def _told(source: Any) -> str:
+    return "an object" if source is None else _in_words(_name(source))
+
+
+def _in_words(name: str) -> str:
+    """A source as its owner writes it."""
+    name = re.sub(r"\._(?:modules|buffers|parameters)\['([^']*)'\]", r".\1", name)
+    return name.replace("L['args'][0].", "").replace("L['args']", "its arguments").replace("L['kwargs']", "its arguments")
+
+
+def _first_line(error: BaseException) -> str:
+    """What went wrong, without dynamo's advice and stacks."""
+    lines = [line.strip() for line in str(error).strip().splitlines() if line.strip()]
+    said = " ".join(lines[:2])
+    return f"{type(error).__name__}: {said}"[:300] if said else type(error).__name__
