@@ -59,6 +59,57 @@ def wanted(compute: str, cuda: bool, dtypes: list[torch.dtype]) -> bool:
     return compute == "fused" or (compute == "auto" and cuda and half)
 
 
+class Idle(Unfit):
+    """Nothing of a call needs a gradient: the module's own code keeps nothing of it either."""
+
+
+def runs(module: nn.Module, device: str) -> Template:
+    """The template that a module runs by on such a device, as things are now: mt.plan and the run have this answer. Of
+    a streamed module, what its calls before the last look have shown counts too.
+
+    Raises:
+        Unfit: its own code runs; the text says why.
+    """
+    window = getattr(vars(module).get("forward"), "_call", None)
+    fused, why = getattr(window, "fused", None), getattr(window, "unfit", "")
+    if fused is not None:
+        why = fused.own
+    if why:
+        raise Unfit(why)
+    if fused is not None:
+        return fused.template
+    found = _fit(module, device)
+    inside = [h for m in module.modules() if m is not module
+              for h in (m._forward_hooks, m._forward_pre_hooks, m._backward_hooks, m._backward_pre_hooks)]
+    dtype = dtype_of(module, codings_of(module)) or next(p.dtype for p in module.parameters())
+    _check_now(found, inside, device, dtype)
+    return found
+
+
+def _fit(module: nn.Module, device: str) -> Template:
+    """Raises:
+        Unfit: no template covers its structure on such a device.
+    """
+    found = template(module)
+    if found.rounds and device == "cuda":
+        raise Unfit("the package of its codes rounds activations to 8 bits on a GPU")
+    return found
+
+
+def _check_now(template: Template, hooks: list[dict[int, Any]], device: str, dtype: torch.dtype) -> None:
+    """Raises:
+        Unfit: something that the user has put into a module, set, or turned on keeps a template from running it. hooks:
+            of what is inside the module.
+    """
+    template.check()
+    if _modes():                             # FlopCounterMode has hooks on all modules too
+        raise Unfit("a mode of torch's functions is on")
+    if hf_calls.hooked(hooks) or _has_any_global_hook():
+        raise Unfit("there are hooks inside it")
+    if casts(device, dtype):
+        raise Unfit("autocast is on")
+
+
 def template_of(rt: Any, window: Window, module: nn.Module) -> Fused | None:
     """The window with a template, where the runtime wants one and there is one; window.unfit says why not."""
     try:
@@ -127,14 +178,18 @@ class Fused(Runner):
         verdict: that of the last call: "" where a template was used, else why not; None before the first.
         declined: why the last call ran the module's own code although its case is proved; "" when it did not.
         unfit: why no call can run by a template until the module changes; "" when they can.
+        idle: that was since nothing of the call needs a gradient.
+        own: why the module's own code runs it, by the last look; "": a template does.
         coded: the template's products are of codes of 8 bits, where it has any and their sizes allow it.
     """
 
     def __init__(self, window: Window, module: nn.Module) -> None:
         super().__init__(window)
         self.verdict: str | None = None
-        self.declined = self.unfit = ""
-        self.coded = False
+        self.declined = self.unfit = self.own = ""
+        self._seen = ""
+        self._lately: str | None = None      # why its own code ran since the last look; "": it did not; None: no call
+        self.coded = self.idle = False
         self._structures: dict[Any, Known] = {}
         self.read()
 
@@ -147,15 +202,13 @@ class Fused(Runner):
         self._name(dict((id(p), n) for n, p in self.module.named_parameters()))
         self.codings = codings_of(self.module)
         self.dtype = dtype_of(self.module, self.codings) or self.window.records[0].dtype
-        if self.window.runtime.is_cuda and any(c.rounds for c in self.codings.values()):
-            raise Unfit(f"its package rounds activations to 8 bits on a GPU: {self.window.wholes[0].format.name}")
         inner = self.window.inner
         self.parameters = names_of(inner)
         self.structure = ((*structure_of(self.module, Installed), tuple(self.codings.items()),
                            Same(getattr(inner, "__func__", inner))), numbers_of(self.module))
         new = self.structure not in self._structures
         if new:
-            self._structures[self.structure] = Known(template(self.module))
+            self._structures[self.structure] = Known(_fit(self.module, self.window.runtime.device.type))
         self._known, self.unfit = self._structures[self.structure], ""
         self.template = self._known.template
         self.split()
@@ -236,6 +289,15 @@ class Fused(Runner):
 
     # ---- calls ----
 
+    def look(self) -> None:
+        """Before a pass: whose code will run it, by what can be seen now, and by the calls since the last look."""
+        try:
+            _check_now(self.template, self.window.hooks, self.window.runtime.device.type, self.dtype)
+            self._seen, self._lately = self._seen if self._lately is None else self._lately, None
+            self.own = self.unfit or self._seen
+        except Unfit as reason:
+            self.own = str(reason)
+
     def __call__(self, args: Any, kwargs: Any) -> Tensor | None:
         """The layer's output, or None when the module's own code has to run."""
         try:
@@ -243,11 +305,12 @@ class Fused(Runner):
             judged = self._case_of(x, kwargs)
             self.verdict, self.declined = judged.verdict, ""
             if judged.verdict:
-                return None
+                return self._leave(judged.verdict)
             x, call = judged.template.take(self.module, x, kwargs, self.dtype)
         except (Unfit, Refused) as reason:
             self.declined = str(reason)
-            return None
+            return self._leave(self.declined, isinstance(reason, Idle))
+        self._lately = self._lately or ""
         window = self.window
         mode, link = window.runtime.keeps.of_call(window, x.shape[:2].numel()), None
         if mode.keep == LINKED:
@@ -255,6 +318,12 @@ class Fused(Runner):
         if link is not None or (mode.host and self.template.swaps):
             return self._kept_elsewhere(judged.template, x, call, mode, link)
         return Layer.apply(self, judged.template, call, mode, None, x, *window.params)
+
+    def _leave(self, why: str, idle: bool = False) -> None:
+        """The module's own code runs; what the last look did not see, the next does."""
+        self.idle = idle
+        if not (idle or self.own):
+            self._lately = why
 
     def _case_of(self, x: Any, kwargs: dict[str, Any]) -> Judged:
         """What is known of calls like this one, if it may be a single node.
@@ -265,15 +334,10 @@ class Fused(Runner):
         if self.unfit:
             return Judged(None, self.unfit)
         window = self.window
-        if hf_calls.hooked(window.hooks) or _has_any_global_hook():
-            raise Unfit("there are hooks inside it")
-        if casts(window.runtime.device.type, self.dtype):
-            raise Unfit("autocast is on")
-        if _modes():
-            raise Unfit("a mode of torch's functions is on")
+        _check_now(self.template, window.hooks, window.runtime.device.type, self.dtype)
         x = self.template.input(x, self.dtype)
         if not (x.requires_grad or window.trainable):
-            raise Unfit("nothing needs a gradient")
+            raise Idle("nothing needs a gradient")
         case = self.template.case(x, kwargs)
         judged = self._known.cases.get(case)
         if judged is None:

@@ -25,6 +25,7 @@ from ..store.records import Record
 from ..store.state import enter, in_backward, leave
 from . import hf
 from .delivery import Delivery
+from .keeps import Keeps
 from .reads import Reads
 from .saves import Saves
 from .trained import Trained
@@ -45,6 +46,7 @@ class Model(hf.Streamed, Protocol):
     reads: Reads
     saves: Saves
     trained: Trained
+    keeps: Keeps
     broken: str
     trace: Untraced
 
@@ -80,6 +82,7 @@ class Forwards:
             leave()
             if begins:
                 model.reads.forget()
+                model.keeps.forward_ends()
             if takes:
                 model.door.leave()
 
@@ -109,6 +112,7 @@ class Forwards:
         self.notice()
         if torch.is_grad_enabled():
             model.proofs.look()
+            model.keeps.look()
 
     def notice(self) -> None:
         """What the user changed on parameters: values, and requires_grad."""
