@@ -93,6 +93,12 @@ class Decoder:
             norm.style = style
         return found
 
+    def check(self) -> None:
+        """Raises:
+            Unfit: the module's configuration, as it is now, asks for what the template does not cover.
+        """
+        self.attention.check()
+
     def input(self, x: Any, dtype: torch.dtype) -> Tensor:
         """Raises:
             Unfit: x is none that the template covers.

@@ -22,6 +22,9 @@ class Single:
     def settings(self) -> tuple[Any, ...]:
         return ()
 
+    def check(self) -> None:
+        """Decoder.check: no configuration says how it computes."""
+
     def set_as(self, settings: tuple[Any, ...]) -> Any:
         """A template of this structure with these settings (Decoder.settings)."""
         return self
