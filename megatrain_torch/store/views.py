@@ -102,10 +102,15 @@ def _of_parameter(name: str) -> property:
     def put(self: DeviceParameter, value: Any) -> None:
         setattr(self._mt.param, name, value)
 
-    return property(lambda self: getattr(self._mt.param, name), put, lambda self: delattr(self._mt.param, name))
+    def get(self: DeviceParameter) -> Any:
+        if name == "grad" and torch.compiler.is_compiling():
+            return None                      # it is in host memory, which dynamo would take for this tensor's own
+        return getattr(self._mt.param, name)
+
+    return property(get, put, lambda self: delattr(self._mt.param, name))
 
 
-for _name in ("grad", "_grad", "_backward_hooks", "_post_accumulate_grad_hooks", "retain_grad"):
+for _name in ("grad", "_grad", "_backward_hooks", "_post_accumulate_grad_hooks", "grad_dtype", "retain_grad"):
     setattr(DeviceParameter, _name, _of_parameter(_name))
 
 
