@@ -24,7 +24,7 @@ from ..base.modes import LINKED, Mode
 from ..base.products import inner
 from ..graph import hf_calls
 from ..graph.frames import _pop, _push, keep, restored
-from ..graph.reader import Graph, Reader, Reading, Unreadable, modes_on, read, scope_of
+from ..graph.reader import Graph, Reader, Reading, Unreadable, modes_on, read, scope_of, stand_in
 from ..graph.swap import Part
 from ..store.state import swap_window
 from .bases import plain_linears
@@ -314,7 +314,7 @@ class Fused(Runner):
             if like is not None or t is None:
                 shape, dtype = (record.shape, record.dtype) if like is None else (like.shape, like.dtype or self.dtype)
                 t = torch.empty((), dtype=dtype, device=device).expand(tuple(shape))
-            return nn.Parameter(t.detach(), requires_grad=name in self.wanted)
+            return stand_in(t, record)
 
         return {n: made(n, r) for n, r in self.records.items()}
 

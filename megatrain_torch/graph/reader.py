@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._device import DeviceContext
 
+from ..store.records import Record
 from . import hf_calls
 from .masks import StandIn
 
@@ -221,6 +222,14 @@ def _itself(t: Tensor) -> Tensor:
     return t
 
 
+def stand_in(t: Tensor, record: Record) -> nn.Parameter:
+    """What dynamo sees for a streamed parameter: over that memory, with the parameter's attributes."""
+    found = nn.Parameter(t.detach(), record.was_trainable)
+    if record.whole is None and record.param is not None:
+        found.__dict__ = record.param.__dict__
+    return found
+
+
 @contextlib.contextmanager
 def plain_modules(modules: Sequence[nn.Module]) -> Iterator[None]:
     """`_parameters` are dicts of the open window's tensors, `_buffers` plain ones: what dynamo can look into."""
@@ -248,6 +257,7 @@ def read(scope: dict[str, Any], modules: Sequence[nn.Module], judge: Callable[[G
         Unreadable: dynamo cannot follow it.
     """
     from torch._dynamo import convert_frame
+    from torch._dynamo.symbolic_convert import InstructionTranslator
     from torch._dynamo.utils import dynamo_timed, get_metrics_context
     from torch._guards import CompileContext, compile_context, tracing
 
@@ -259,6 +269,7 @@ def read(scope: dict[str, Any], modules: Sequence[nn.Module], judge: Callable[[G
         inputs = {n.target: (n.meta["grapharg"].source, n.meta["example_value"]) for n in placeholders}
         fake = torch._guards.TracingContext.get().fake_mode
         graphs.append(Graph(module, inputs, fake, dict(zip(inputs, examples))))
+        found.writes = _writes(InstructionTranslator.current_tx().output, graphs[-1])
         return module.forward
 
     there = {"__builtins__": builtins, "__name__": __name__, "Tensor": Tensor}    # dynamo puts names of its own in here
@@ -272,7 +283,6 @@ def read(scope: dict[str, Any], modules: Sequence[nn.Module], judge: Callable[[G
             raise Unreadable(_first_line(error)) from error
         output = made.tracer_output.output_graph
         graph = graphs[-1] if graphs else None
-        found.writes = _writes(output, graph)
         with tracing(output.tracing_context):
             found.found = None if judge is None else judge(graph, found.writes)
         try:
@@ -300,24 +310,23 @@ def _manager() -> type:
 
 
 def _kept(put: Sequence[object], entries: Sequence[Any]) -> list[bool]:
-    """Which guards are checked: none of weights, whose names, shapes and types their windows know, nor of what was put
-    in for the read.
-
-    Raises:
-        Unreadable: the code asks a weight for more than that.
-    """
+    """Which guards are checked: none of weights themselves, whose names, shapes and types their windows know, but those
+    of their attributes; and none of what was put in for the read."""
     names = [_name(entry.orig_guard) for entry in entries]
     without = tuple(n for n, e in zip(names, entries) if e.has_value and any(e.value is f for f in put))
     keep = []
-    for name in names:
-        own = "._parameters" in name or name.endswith("._buffers")
-        if "._parameters[" in name and not name.endswith("]"):
-            raise Unreadable(f"it reads {_in_words(name)} of a weight")
-        keep.append(not own and not (without and name.startswith(without)))
+    for name, entry in zip(names, entries):
+        weights = name.endswith(("._parameters", "._buffers")) or _WEIGHT.search(name) is not None
+        weights = weights and entry.guard_type != "HASATTR"
+        keep.append(not weights and not (without and name.startswith(without)))
     return keep
 
 
-def _writes(output: Any, graph: Graph | None) -> str:
+_WEIGHT = re.compile(r"\._parameters\['[^']*'\]$")
+
+
+def _writes(output: Any, graph: Graph) -> str:
+    """What dynamo would do after the graph, in words."""
     side = output.side_effects
     for variable in side.id_to_variable.values():
         kind = type(variable.mutation_type).__name__
@@ -328,7 +337,7 @@ def _writes(output: Any, graph: Graph | None) -> str:
         return "it takes numbers from Python's random"
     if side.tensor_hooks:
         return "it puts hooks on tensors"
-    for name, (source, fake) in graph.inputs.items() if graph is not None else ():
+    for name, (source, fake) in graph.inputs.items():
         seen = "._buffers" in _name(source) or isinstance(graph.real[name], nn.Parameter)     # windows see these writes
         if isinstance(fake, Tensor) and fake._version and not seen:
             return f"it writes into {_told(source)}"

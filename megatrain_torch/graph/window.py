@@ -29,7 +29,7 @@ from .door import Door
 from .frames import HostFrame, Located, ReplayFrame, SavedFrame, Streamed, _pop, _push
 from .handover import Reads
 from .installed import method_of
-from .reader import Reader, Reading, Unreadable, modes_on, read, scope_of
+from .reader import Reader, Reading, Unreadable, modes_on, read, scope_of, stand_in
 from .stacks import Stack
 from .swap import storage_of
 
@@ -419,7 +419,7 @@ class Window:
         def make() -> Reading:
             with torch.no_grad():
                 views = zip(self.records, self.views(self.records))
-            outer = swap_window({r: nn.Parameter(t.detach(), r.was_trainable) for r, t in views})
+            outer = swap_window({r: stand_in(t, r) for r, t in views})
             try:
                 return read(scope, list(module.modules()))
             finally:
