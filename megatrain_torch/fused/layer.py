@@ -97,6 +97,7 @@ class Fused(Runner):
         verdict: that of the last call: "" where a template was used, else why not; None before the first.
         declined: why the last call ran the module's own code although its code is proved; "" when it did not.
         coded: the template's products are of codes of 8 bits, where it has any and their sizes allow it.
+        loops: modules below that loop over experts.
     """
 
     def __init__(self, window: Window, module: nn.Module) -> None:
@@ -123,7 +124,7 @@ class Fused(Runner):
         self.template = template(self.module)
         self._coded_linears = [m for m in self.module.modules() if format_of(dict.get(m._parameters, "weight"))]
         mixture = [self.template.mlp.experts.gu] if self.template.routes else []
-        self._loops = [self.module.get_submodule(n.rpartition(".")[0]) for n in mixture]
+        self.loops = [self.module.get_submodule(n.rpartition(".")[0]) for n in mixture]
         self.split()
 
     def _name(self, params: dict[int, str]) -> None:
@@ -254,7 +255,7 @@ class Fused(Runner):
             if why := multiplies(m, self.dtype):
                 raise Unfit(f"a product with codes: {why}")
         weights = tuple((n, r.shape, r.dtype) for n, r in self.records.items() if n not in self.codings)
-        inner, loops = self.window.inner, tuple(map(known_loop, self._loops))
+        inner, loops = self.window.inner, tuple(map(known_loop, self.loops))
         return (getattr(inner, "__func__", type(inner)), weights, tuple(self.codings.items()), self.wanted, loops,
                 self.window.runtime.device.type)
 
@@ -297,7 +298,7 @@ class Fused(Runner):
         try:
             with contextlib.ExitStack() as stack:
                 put = stack.enter_context(plain_linears(module, weights, self.dtype))
-                for m in self._loops:
+                for m in self.loops:
                     e = self.template.mlp.experts
                     put.append(stack.enter_context(opaque_loop(m, 2 * e.inter, [weights[n] for n in sorted(e.names)])))
                 return read(scope, list(module.modules()), judge, put)
