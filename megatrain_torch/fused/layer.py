@@ -280,7 +280,7 @@ class Fused(Runner):
 
     def _proved(self, scope: dict[str, Any]) -> Reading:
         """The call read, its graph compared with the template."""
-        from .proof.prove import prove       # sympy comes with it, which only fused models wait for
+        from .proof.prove import prove  # sympy comes with it, which only fused models wait for
         module, weights = self.module, self._stand_ins()
         x, named = arguments(self.parameters, scope["args"][scope["args"][:1] == (module,):], scope["kwargs"])
 

@@ -117,8 +117,8 @@ class Trial:
         for name, error in ours.items():
             limit = FURTHER * theirs[name] + NOISE.get(runs.dtype, 1e-5)
             if not error <= limit:
-                return (f"on random data the template's {name} is off from fp32 by {error:.1e} (relative), the module's "
-                        f"own code by {theirs[name]:.1e}")
+                return (f"on random data the template's {name} is off from fp32 by {error:.1e} (relative), "
+                        f"the module's own code by {theirs[name]:.1e}")
         return ""
 
     def _chosen(self) -> Tensor | None:

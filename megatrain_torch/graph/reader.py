@@ -3,8 +3,9 @@
 torch._dynamo runs the frame symbolically, so nothing of the module or of the user's is changed while it looks. Whatever
 was read becomes a guard, which C checks before each use. What dynamo cannot follow whole is refused (Unreadable).
 
-All of dynamo's internals that the package needs are here, as torch 2.10 to 2.15 have them: `compile_frame` gives the
-graph of a frame and runs nothing, `CheckFunctionManager` makes its guards. Settings hold around a read, for nobody else.
+All of dynamo's internals that the package needs are here, as torch 2.10, 2.11, 2.13 and 2.15 have them: `compile_frame`
+gives the graph of a frame and runs nothing, `CheckFunctionManager` makes its guards. Settings hold around a read, for
+nobody else.
 """
 from __future__ import annotations
 
@@ -47,11 +48,12 @@ class Reading:
 
     Attributes:
         writes: what the code changes beside its output, in words; "": nothing.
+        holds_tensors: it reads tensors that are no weights, buffers or arguments, whose values no guard looks at.
         found: what the judge found of the graph.
     """
 
     def __init__(self) -> None:
-        self.writes, self.found = "", None
+        self.writes, self.holds_tensors, self.found = "", False, None
         self._guards: Any = None
         self.gone = False                    # an object whose identity is guarded no longer lives: nothing holds
 
@@ -203,7 +205,7 @@ def _settings() -> Iterator[None]:
     numbers = rf".*\.({'|'.join(NUMBERED)})$"
     with config.patch(specialize_float=True, specialize_int=True, assume_static_by_default=False,
                       automatic_dynamic_shapes=True, skip_nnmodule_hook_guards=False,
-                      capture_scalar_outputs=False, suppress_errors=False, verbose=False), \
+                      capture_scalar_outputs=True, trace_numpy=False, suppress_errors=False, verbose=False), \
             torch.compiler.config.patch(dynamic_sources=numbers):
         yield
 
@@ -269,6 +271,9 @@ def read(scope: dict[str, Any], modules: Sequence[nn.Module], judge: Callable[[G
         inputs = {n.target: (n.meta["grapharg"].source, n.meta["example_value"]) for n in placeholders}
         fake = torch._guards.TracingContext.get().fake_mode
         graphs.append(Graph(module, inputs, fake, dict(zip(inputs, examples))))
+        found.holds_tensors = any(
+            isinstance(t, Tensor) and not isinstance(t, nn.Parameter) and _GIVEN.search(_name(inputs[name][0])) is None
+            for name, t in graphs[-1].real.items())
         found.writes = _writes(InstructionTranslator.current_tx().output, graphs[-1])
         return module.forward
 
@@ -286,7 +291,8 @@ def read(scope: dict[str, Any], modules: Sequence[nn.Module], judge: Callable[[G
         with tracing(output.tracing_context):
             found.found = None if judge is None else judge(graph, found.writes)
         try:
-            found.guard_by(_manager()(code, output, guard_filter_fn=functools.partial(_kept, put), gone=found).guard_manager)
+            made = _manager()(code, output, guard_filter_fn=functools.partial(_kept, put), gone=found)
+            found.guard_by(made.guard_manager)
         except Exception as error:
             raise Unreadable(_first_line(error)) from error
     return found
@@ -322,6 +328,8 @@ def _kept(put: Sequence[object], entries: Sequence[Any]) -> list[bool]:
     return keep
 
 
+# Arguments and buffers, in dynamo's words.
+_GIVEN = re.compile(r"^L\['args'\]\[[1-9]\d*\]|^L\['kwargs'\]|\._buffers\['[^']*'\]$")
 _WEIGHT = re.compile(r"\._parameters\['[^']*'\]$")
 
 
@@ -332,7 +340,7 @@ def _writes(output: Any, graph: Graph) -> str:
         kind = type(variable.mutation_type).__name__
         if not kind.endswith("New") and variable.mutation_type is not None and side.is_modified(variable):
             names = ", ".join(side.store_attr_mutations.get(variable, ()))
-            return f"it changes {_told(variable.source)}" + (f".{names}" if names else "")
+            return "it changes " + ".".join(filter(None, (_told(variable.source), names)))
     if output.random_calls:
         return "it takes numbers from Python's random"
     if side.tensor_hooks:
@@ -355,9 +363,10 @@ def _told(source: Any) -> str:
 
 
 def _in_words(name: str) -> str:
-    """A source as its owner writes it."""
+    """A source as its owner writes it; "": the module itself."""
     name = re.sub(r"\._(?:modules|buffers|parameters)\['([^']*)'\]", r".\1", name)
-    return name.replace("L['args'][0].", "").replace("L['args']", "its arguments").replace("L['kwargs']", "its arguments")
+    name = re.sub(r"G\['(?:__import_)?([^']*)'\]", r"\1", name)
+    return re.sub(r"^L\['args'\]\[0\]\.?|L\['kwargs'\]", "", name).replace("L['args']", "its arguments")
 
 
 def _first_line(error: BaseException) -> str:

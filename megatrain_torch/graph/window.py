@@ -15,8 +15,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from ..base.errors import MegatrainError
 from ..base import modes
+from ..base.errors import MegatrainError
 from ..base.modes import Mode
 from ..store.pieces import Piece, Stacked
 from ..store.records import Record, Use
