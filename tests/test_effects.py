@@ -216,6 +216,8 @@ class Counting(Layer):
         return next(NUMBERS)
 
 
+# What dynamo cannot follow: these run again, and give another output.
+UNFOLLOWED = {"array", "numpy", "rng", "iterator", "count", "arrays"}
 WHAT = [n[3:] for n in (*vars(Layer), "do_count") if n.startswith("do_")]
 
 
@@ -288,15 +290,20 @@ def test_gradients_and_what_is_left_are_plain_torchs(what: str) -> None:
     torch.manual_seed(0)
     model = mt.stream(Net(what), device="cpu", plan={"activations": "replay"})
     reset()
-    found, mine = run(model)
+    if what in UNFOLLOWED:
+        with pytest.raises(mt.MegatrainError, match=r"^layers\..*does not repeat itself.*'saved'"):
+            run(model)
+        return
+    with pytest.warns(UserWarning, match="keeps its activations"):
+        found, mine = run(model)
     assert all(map(torch.equal, grads, mine)), "gradients"
     assert found == want, "what is left"
-    kept = {w.keeps for w in mt.model.stream.runtime_of(model).windows}
-    assert kept == ({"saved"} if what in ("iterator", "count") else {"replay"})
+    for window in mt.model.stream.runtime_of(model).windows:
+        assert window.keeps == "saved" and window.writes in mt.explain(model)
 
 
 @pytest.mark.parametrize("change", ["eval", "number", "module", "tensor", "class"])
-def test_what_is_changed_between_forward_and_backward_does_not_count(change: str) -> None:
+def test_what_is_changed_between_forward_and_backward_is_an_error_by_name(change: str) -> None:
     class Drops(nn.Module):
         power = 2
 
@@ -328,24 +335,11 @@ def test_what_is_changed_between_forward_and_backward_does_not_count(change: str
         else:
             Drops.power = 3
 
-    torch.manual_seed(0)
-    plain = Two()
-    model = mt.stream(copy.deepcopy(plain), device="cpu", plan={"activations": "replay"})
-    grads = []
-    for m in (plain, model):
-        for step in range(2):
-            torch.manual_seed(step)
-            m.train()
-            Drops.power, m.layers[0].gain = 2, 2.0
-            loss = m(torch.ones(2, 8)).sum()
-            if step:
-                changed(m.layers[0])
-            loss.backward()
-        grads.append([p.grad.clone() for p in m.parameters()])
-        if change == "number":
-            assert m.layers[0].gain == 7.0, "and stays changed"
-        assert m.layers[0].training is (change != "eval")
-    assert all(map(torch.equal, *grads))
+    model = mt.stream(Two(), device="cpu", plan={"activations": "replay"})
+    loss = model(torch.ones(2, 8)).sum()
+    changed(model.layers[0])
+    with pytest.raises(mt.MegatrainError, match=r"layers\.0: run again, its forward.*does not repeat itself"):
+        loss.backward()
 
 
 @pytest.mark.parametrize("kind", ["closure", "method", "partial", "global"])
@@ -383,7 +377,7 @@ def test_hooks_inside_of_a_layer_leave_what_they_leave_in_plain_torch(kind: str)
     assert found[0] == found[1] and any(found[0])
 
 
-def test_a_large_tensor_that_is_overwritten_later_is_refused() -> None:
+def test_a_tensor_of_its_own_that_is_overwritten_later_is_refused() -> None:
     class Reads(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -403,7 +397,7 @@ def test_a_large_tensor_that_is_overwritten_later_is_refused() -> None:
     model = mt.stream(Two(), device="cpu", plan={"activations": "replay"})
     loss = model(torch.ones(2, 8)).sum()
     model.layers[1].big.zero_()
-    with pytest.raises(RuntimeError, match=r"inplace.*layers.1"):
+    with pytest.raises(mt.MegatrainError, match=r"layers\.1: .*does not repeat itself"):
         loss.backward()
 
 
@@ -445,9 +439,15 @@ def test_an_object_among_the_arguments() -> None:
     assert found[0][1] == found[1][1] and all(map(torch.equal, found[0][0], found[1][0]))
 
 
-def test_what_is_too_much_to_look_at_keeps_its_activations() -> None:
-    model = mt.stream(Net("number"), device="cpu", plan={"activations": "replay"})
-    model.layers[1].log = list(range(10**5))
-    run(model)
-    assert [w.keeps for w in mt.model.stream.runtime_of(model).windows] == ["replay", "saved", "replay"]
-    assert "reaches more than" in mt.explain(model)
+def test_what_a_layer_has_and_its_code_leaves_alone_does_not_matter() -> None:
+    class Has(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lin, self.table = nn.Linear(8, 8), dict.fromkeys(map(str, range(20_001)), 0)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.tanh(self.lin(x))
+
+    model = mt.stream(nn.Sequential(Has(), Has()), device="cpu", plan={"activations": "replay"})
+    model(torch.ones(2, 8)).sum().backward()
+    assert {(w.keeps, w.writes) for w in mt.model.stream.runtime_of(model).windows} == {("replay", "")}

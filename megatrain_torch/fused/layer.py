@@ -150,6 +150,7 @@ class Fused(Runner):
         idle: that was since nothing of the call needs a gradient.
         own: why the module's own code runs it, by the last look; "": a template does.
         coded: the template's products are of codes of 8 bits, where it has any and their sizes allow it.
+        loops: modules below that loop over experts.
     """
 
     def __init__(self, window: Window, module: nn.Module) -> None:
@@ -175,7 +176,7 @@ class Fused(Runner):
         self.template = _fit(self.module, self.window.runtime.device.type)
         self._coded_linears = [m for m in self.module.modules() if format_of(dict.get(m._parameters, "weight"))]
         mixture = [self.template.mlp.experts.gu] if self.template.routes else []
-        self._loops = [self.module.get_submodule(n.rpartition(".")[0]) for n in mixture]
+        self.loops = [self.module.get_submodule(n.rpartition(".")[0]) for n in mixture]
         self.split()
 
     def _name(self, params: dict[int, str]) -> None:
@@ -317,7 +318,7 @@ class Fused(Runner):
             if why := multiplies(m, self.dtype):
                 raise Unfit(f"a product with codes: {why}")
         weights = tuple((n, r.shape, r.dtype) for n, r in self.records.items() if n not in self.codings)
-        inner, loops = self.window.inner, tuple(map(known_loop, self._loops))
+        inner, loops = self.window.inner, tuple(map(known_loop, self.loops))
         return (getattr(inner, "__func__", type(inner)), weights, tuple(self.codings.items()), self.wanted, loops,
                 self.window.runtime.device.type)
 
@@ -342,7 +343,7 @@ class Fused(Runner):
 
     def _proved(self, scope: dict[str, Any]) -> Reading:
         """The call read, its graph compared with the template."""
-        from .proof.prove import prove       # sympy comes with it, which only fused models wait for
+        from .proof.prove import prove  # sympy comes with it, which only fused models wait for
         module, weights = self.module, self._stand_ins()
         x, named = arguments(self.parameters, scope["args"][scope["args"][:1] == (module,):], scope["kwargs"])
 
@@ -360,7 +361,7 @@ class Fused(Runner):
         try:
             with contextlib.ExitStack() as stack:
                 put = stack.enter_context(plain_linears(module, weights, self.dtype))
-                for m in self._loops:
+                for m in self.loops:
                     e = self.template.mlp.experts
                     put.append(stack.enter_context(opaque_loop(m, 2 * e.inter, [weights[n] for n in sorted(e.names)])))
                 return read(scope, list(module.modules()), judge, put)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..base.codes import Coding
 from ..base.modes import LINKED, Mode
@@ -31,6 +31,7 @@ class Runs(Protocol):
     dtype: torch.dtype
     trained_names: list[str]
     wanted: frozenset[str]
+    loops: list[nn.Module]
 
     @property
     def window(self) -> Window: ...

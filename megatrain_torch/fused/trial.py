@@ -3,17 +3,22 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import types
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
 
+from ..graph.frames import SavedFrame, _pop, _push
 from ..graph.stacks import Stack
 from ..store.state import swap_window
 from .bases import plain_linears
 from .node import Runs
-from .templates import Unfit, Weights
+from .proof.experts import loop_of
+from .templates import Unfit
 
 if TYPE_CHECKING:
     from .templates import Template
@@ -21,49 +26,57 @@ if TYPE_CHECKING:
 TRIAL_TOKENS = 64
 MAGNITUDES = 1.0, 30.0
 ONE_ROUNDING = 2.0**-7    # of bf16, relative
-WIDE_BYTES = 1 << 31     # a layer of 16 bits is looked at in fp32 where weights, gradients and work are no more
 AT_ONCE = 1 << 22          # elements that are compared at a time: malloc keeps as much for the next
-# Relative error (2-norm) of the template against the module's own code that is noise: some 5 roundings.
-NOISE = {torch.bfloat16: 2e-2, torch.float16: 2.5e-3, torch.float32: 1e-5, torch.float64: 1e-5}
+# How much further than the module's own code a template may be from fp32: both round as often, in other places, so that
+# one is by chance nearer than the other. And what is noise where the module's own code is exact by luck (it may keep in
+# fp32 what a template rounds, or the reverse): two to three roundings; in fp32 itself, sums in another order.
+FURTHER = 1.5
+NOISE = {torch.bfloat16: 1e-2, torch.float16: 1.3e-3, torch.float32: 1e-5, torch.float64: 1e-5}
+HALF = torch.bfloat16, torch.float16
+Run = tuple[Tensor, dict[str, Tensor]]
+
+
+class InFp32(TorchDispatchMode):
+    """Operations on tensors of 16 bits are those of fp32: each widens what it reads, so that there is no second copy of
+    a layer's weights, and of experts one at a time. In a backward casts are autograd's, for weights of 16 bits."""
+
+    def __init__(self, backward: bool = False) -> None:
+        super().__init__()
+        self.backward = backward
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if kwargs.get("dtype") in HALF and not self.backward:
+            kwargs = {**kwargs, "dtype": torch.float32}
+        written = func._schema.is_mutable
+        if not written and any(a.alias_info is not None for a in func._schema.arguments):
+            return func(*args, **kwargs)                 # a view
+        first = args[:1] if written else ()
+        return func(*first, *_widened(args[len(first):]), **_widened(kwargs))
+
+
+def _widened(value: Any) -> Any:
+    """Floating-point tensors of 16 bits in fp32; masks that are additions hide as before."""
+    return tree_map_only(Tensor, lambda t: t.float() if t.dtype in HALF and not isinstance(t, Stack) else t, value)
 
 
 class Trial:
-    """Of one template, against the module's own code, on random data in the form of a call.
-
-    Attributes:
-        wide: the type it is looked at in, where that is not the weights'.
-    """
+    """Of one template, against the module's own code, on random data in the form of a call: both beside fp32."""
 
     def __init__(self, runs: Runs, template: Template) -> None:
         self.runs, self.window, self.template = runs, runs.window, template
-        self.wide = self._wide()
 
     def verdict(self, x: Tensor, kwargs: Any) -> str:
-        """How far they are off; "": they agree."""
-        limit = NOISE.get(self.wide or self.runs.dtype, 1e-5)
+        """How far they are off; "": no further than rounding takes them."""
         try:
             self._look_at_codes()
             for magnitude, last in itertools.product(MAGNITUDES, (False, True)):
                 with torch.autocast(x.device.type, enabled=False):       # it is to the weights' own type, if at all
-                    error = self._off(x, kwargs, magnitude, last)
-                if not error <= limit:
-                    return f"on random data the template is off by {error:.1e} (relative), more than {limit:.0e}"
+                    if why := self._look(x, kwargs, magnitude, last):
+                        return why
         except Unfit as reason:
             return str(reason)
         return ""
-
-    def _wide(self) -> torch.dtype | None:
-        """fp32, if a layer of 16 bits may be looked at in that: weights and gradients are few, and products exact to
-        it; None: its own type."""
-        few = 16 * sum(r.numel for r in self.window.records) <= WIDE_BYTES
-        exact = not self.window.runtime.is_cuda or torch.get_float32_matmul_precision() == "highest"
-        half = self.runs.dtype in (torch.bfloat16, torch.float16)
-        return torch.float32 if half and few and exact and not self.window.stacks else None
-
-    def _weights(self) -> Weights:
-        """Of 16 bits in that type, those that codes stand for too."""
-        w = self.runs.exact(self.runs.names)
-        return w if self.wide is None else Weights({n: self._widened(w[n]) for n in self.runs.records})
 
     def _look_at_codes(self) -> None:
         """Do we make the weights that their package makes? To a rounding: a GPU's kernels may fuse what others do not.
@@ -83,62 +96,92 @@ class Trial:
             if not same:
                 raise Unfit(f"the codes of {name} stand for other numbers than {whole.format.name}'s own code makes")
 
-    def _widened(self, t: Any) -> Any:
-        """Floating-point tensors in that type; masks that are additions hide as before."""
-        wide = self.wide is not None and isinstance(t, Tensor) and t.is_floating_point()
-        return t.to(self.wide) if wide else t
-
-    def _off(self, x: Tensor, kwargs: Any, magnitude: float, last: bool) -> float:
-        """The worst relative error of output and gradients, for one random input."""
-        rng = torch.Generator(x.device).manual_seed(0)
+    def _look(self, x: Tensor, kwargs: Any, magnitude: float, last: bool) -> str:
+        """For one random input."""
+        rng, runs = torch.Generator(x.device).manual_seed(0), self.runs
         x, kwargs = self.template.small(x, rng, TRIAL_TOKENS, kwargs, last)
         if x.is_floating_point():
             x = x.mul_(magnitude)
-        if self.wide is not None:
-            x, kwargs = tree_map(self._widened, (x, kwargs))
         with self.template.observed(self.window.module):
-            truth, dy = self._own(x, kwargs, rng)
-            return _error(truth, self._templates(x, dy, kwargs))
+            own, chosen = self._own(x, kwargs), self._chosen()
+            truth = own
+            if runs.dtype in HALF:
+                truth = self._in_fp32(x, kwargs)
+            dy = torch.randn(own[0].shape, generator=rng, device=x.device).to(own[0].dtype)
+            if chosen is not None:           # a choice that rounding decides is another computation: let it be
+                dy[0, (chosen.sort(-1).values != self._chosen().sort(-1).values).any(-1)] = 0
+                self.template.mlp.router.forced = chosen
+            exact = self._found(truth, dy, InFp32(backward=True) if truth is not own else contextlib.nullcontext())
+            theirs = _errors(exact, self._found(own, dy, contextlib.nullcontext()) if truth is not own else exact)
+            ours = _errors(exact, self._templates(x, dy, kwargs))
+        for name, error in ours.items():
+            limit = FURTHER * theirs[name] + NOISE.get(runs.dtype, 1e-5)
+            if not error <= limit:
+                return (f"on random data the template's {name} is off from fp32 by {error:.1e} (relative), "
+                        f"the module's own code by {theirs[name]:.1e}")
+        return ""
 
-    def _own(self, x: Tensor, kwargs: Any, rng: torch.Generator) -> tuple[dict[str, Tensor], Tensor]:
-        """Output and gradients of the module's own code for a random output gradient, and that."""
-        window, into = self.window, self.template.differentiable_input
-        bound = window.bind_leaves()
-        with torch.enable_grad(), contextlib.ExitStack() as stack:
-            if self.wide is not None:
-                bound = {r: self._widened(t.detach()).requires_grad_(t.requires_grad) for r, t in bound.items()}
-                weights = self._weights().by_name
-                bound |= {self.runs.records[n]: weights[n] for n in self.runs.codings}
-                stack.enter_context(plain_linears(window.module, weights, self.runs.dtype))
-            y = self._run(bound, x.requires_grad_(into), kwargs)
-            dy = torch.randn(y.shape, generator=rng, device=y.device).to(y.dtype)
-            leaves = [bound[r] for r in window.trainable] + [x] * into
-            grads = list(torch.autograd.grad(y, leaves, dy, allow_unused=True))
-        found = {"y": y.detach()} | ({"dx": grads.pop()} if into else {})
-        x.requires_grad_(False)
-        return found | {n: g for n, g in zip(self.runs.trained_names, grads) if g is not None}, dy
+    def _chosen(self) -> Tensor | None:
+        """[T, k] experts that the module's router chose last."""
+        return self.template.mlp.router.forced if self.template.routes else None
 
-    def _run(self, bound: Any, x: Tensor, kwargs: Any) -> Tensor:
+    def _own(self, x: Tensor, kwargs: Any) -> Run:
+        return self._run(self.window.bind_leaves(), x, kwargs)
+
+    def _in_fp32(self, x: Tensor, kwargs: Any) -> Run:
+        """The same in fp32; of a package's products, and of loops over experts, in plain torch."""
+        runs, bound = self.runs, self.window.bind_leaves()
+        w = runs.exact(runs.names)
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(plain_linears(self.window.module, w, runs.dtype))
+            for m in runs.loops:
+                vars(m)["forward"] = types.MethodType(loop_of(m), m)
+                stack.callback(vars(m).pop, "forward")
+            try:
+                with InFp32():
+                    return self._run(bound, *_widened((x, kwargs)))
+            except (RuntimeError, TypeError, ValueError, IndexError, NotImplementedError) as error:
+                raise Unfit(f"its code cannot be run in fp32: {str(error).strip().splitlines()[0]}") from error
+
+    def _run(self, bound: Any, x: Tensor, kwargs: Any) -> Run:
+        """Output, and what has gradients: for a gradient of it to be asked for."""
+        x, frame = x.detach().requires_grad_(self.template.differentiable_input), SavedFrame(self.window)
         outer = swap_window(bound)
+        _push(frame.pack, frame.unpack)      # no graph of a look holds a slot
         try:
-            y = self.window.inner(x, **kwargs)
+            with torch.enable_grad():
+                y = self.window.inner(x, **kwargs)
         finally:
+            _pop()
             swap_window(outer)
         if not isinstance(y, Tensor):
             raise Unfit("its forward gives something else than one tensor")
-        return y
+        return y, {**({"dx": x} if x.requires_grad else {}),
+                   **{n: bound[r] for n, r in zip(self.runs.trained_names, self.window.trainable)}}
+
+    @staticmethod
+    def _found(run: Run, dy: Tensor, mode: AbstractContextManager[Any]) -> dict[str, Tensor]:
+        """Of the output the rows that have a gradient, and the gradients."""
+        y, leaves = run
+        with mode, torch.autograd.set_multithreading_enabled(False):     # for CUDA's: a mode is of this thread
+            grads = torch.autograd.grad(y, list(leaves.values()), dy.to(y.dtype), allow_unused=True)
+        return {"y": _seen(y.detach(), dy), **{n: g for n, g in zip(leaves, grads) if g is not None}}
 
     def _templates(self, x: Tensor, dy: Tensor, kwargs: Any) -> dict[str, Tensor]:
         runs, template = self.runs, self.template
-        x, call = template.take(self.window.module, x, kwargs, self.wide or runs.dtype)
+        x, call = template.take(self.window.module, x, kwargs, runs.dtype)
         with torch.no_grad():
-            w = self._weights()
+            w = runs.exact(runs.names)
             try:
                 y, kept = template.forward(x, w, call, "saved")
-                dx, grads = template.backward(dy, kept, w, call, runs.wanted, True)
+                dx, grads = template.backward(dy.clone(), kept, w, call, runs.wanted, True)
             except (RuntimeError, TypeError, ValueError, IndexError) as error:
                 raise Unfit(f"the template fails: {error}") from error
-        return {"y": y, **({} if dx is None else {"dx": dx}), **grads}
+        return {"y": _seen(y, dy), **({} if dx is None else {"dx": dx}), **grads}
+
+
+def _seen(y: Tensor, dy: Tensor) -> Tensor:
+    return y[dy.any(-1)]
 
 
 def _to_a_rounding(ours: Tensor, theirs: Tensor) -> bool:
@@ -148,20 +191,20 @@ def _to_a_rounding(ours: Tensor, theirs: Tensor) -> bool:
                for a, b in zip(ours.split(some), theirs.split(some), strict=True))
 
 
-def _error(truth: dict[str, Tensor], found: dict[str, Tensor]) -> float:
-    """The worst relative error. A vector's gradient may be zero but for noise (a key's bias is), so vectors are
-    measured against half of the largest among them as well."""
+def _errors(truth: dict[str, Tensor], found: dict[str, Tensor]) -> dict[str, float]:
+    """Relative errors. A vector's gradient may be zero but for noise (a key's bias is), so vectors are measured against
+    half of the largest among them as well."""
     if set(truth) != set(found):
         missing = sorted(set(truth) ^ set(found))
         raise Unfit(f"template and module differ in what has a gradient: {', '.join(missing)}")
 
     vectors = max([_rms(t) for t in truth.values() if t.dim() == 1], default=0.0)
-    worst = 0.0
+    off: dict[str, float] = {}
     for name, t in truth.items():
         scale = max(_rms(t), 0.5 * vectors if t.dim() == 1 else 0.0, 1e-30)
         error = _rms(t, found[name]) / scale
-        worst = max(worst, error if error == error else float("inf"))
-    return worst
+        off[name] = error if error == error else float("inf")
+    return off
 
 
 def _rms(t: Tensor, other: Tensor | None = None) -> float:

@@ -340,7 +340,9 @@ class ReplayFrame(Again):
         try:
             with self.runtime.trace.during(self.window, "replay"), self.as_it_was() as (args, kwargs):
                 inner = self.window.inner
-                known = self.reading is not None and self.reading.holds(scope_of(inner, args, kwargs))
+                reading = self.reading
+                known = reading is not None and not reading.holds_tensors and reading.holds(
+                    scope_of(inner, args, kwargs))
                 _push(self._collector(stops=known), SavedFrame.unpack)
                 try:
                     out = inner(*args, **kwargs)

@@ -3,8 +3,9 @@
 torch._dynamo runs the frame symbolically, so nothing of the module or of the user's is changed while it looks. Whatever
 was read becomes a guard, which C checks before each use. What dynamo cannot follow whole is refused (Unreadable).
 
-All of dynamo's internals that the package needs are here, as torch 2.10 to 2.15 have them: `compile_frame` gives the
-graph of a frame and runs nothing, `CheckFunctionManager` makes its guards. Settings hold around a read, for nobody else.
+All of dynamo's internals that the package needs are here, as torch 2.10, 2.11, 2.13 and 2.15 have them: `compile_frame`
+gives the graph of a frame and runs nothing, `CheckFunctionManager` makes its guards. Settings hold around a read, for
+nobody else.
 """
 from __future__ import annotations
 
@@ -21,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._device import DeviceContext
 
+from ..store.records import Record
 from . import hf_calls
 from .masks import StandIn
 
@@ -46,11 +48,12 @@ class Reading:
 
     Attributes:
         writes: what the code changes beside its output, in words; "": nothing.
+        holds_tensors: it reads tensors that are no weights, buffers or arguments, whose values no guard looks at.
         found: what the judge found of the graph.
     """
 
     def __init__(self) -> None:
-        self.writes, self.found = "", None
+        self.writes, self.holds_tensors, self.found = "", False, None
         self._guards: Any = None
         self.gone = False                    # an object whose identity is guarded no longer lives: nothing holds
 
@@ -202,7 +205,7 @@ def _settings() -> Iterator[None]:
     numbers = rf".*\.({'|'.join(NUMBERED)})$"
     with config.patch(specialize_float=True, specialize_int=True, assume_static_by_default=False,
                       automatic_dynamic_shapes=True, skip_nnmodule_hook_guards=False,
-                      capture_scalar_outputs=False, suppress_errors=False, verbose=False), \
+                      capture_scalar_outputs=True, trace_numpy=False, suppress_errors=False, verbose=False), \
             torch.compiler.config.patch(dynamic_sources=numbers):
         yield
 
@@ -219,6 +222,14 @@ def _without_hooks() -> Iterator[None]:
 
 def _itself(t: Tensor) -> Tensor:
     return t
+
+
+def stand_in(t: Tensor, record: Record) -> nn.Parameter:
+    """What dynamo sees for a streamed parameter: over that memory, with the parameter's attributes."""
+    found = nn.Parameter(t.detach(), record.was_trainable)
+    if record.whole is None and record.param is not None:
+        found.__dict__ = record.param.__dict__
+    return found
 
 
 @contextlib.contextmanager
@@ -248,6 +259,7 @@ def read(scope: dict[str, Any], modules: Sequence[nn.Module], judge: Callable[[G
         Unreadable: dynamo cannot follow it.
     """
     from torch._dynamo import convert_frame
+    from torch._dynamo.symbolic_convert import InstructionTranslator
     from torch._dynamo.utils import dynamo_timed, get_metrics_context
     from torch._guards import CompileContext, compile_context, tracing
 
@@ -259,6 +271,10 @@ def read(scope: dict[str, Any], modules: Sequence[nn.Module], judge: Callable[[G
         inputs = {n.target: (n.meta["grapharg"].source, n.meta["example_value"]) for n in placeholders}
         fake = torch._guards.TracingContext.get().fake_mode
         graphs.append(Graph(module, inputs, fake, dict(zip(inputs, examples))))
+        found.holds_tensors = any(
+            isinstance(t, Tensor) and not isinstance(t, nn.Parameter) and _GIVEN.search(_name(inputs[name][0])) is None
+            for name, t in graphs[-1].real.items())
+        found.writes = _writes(InstructionTranslator.current_tx().output, graphs[-1])
         return module.forward
 
     there = {"__builtins__": builtins, "__name__": __name__, "Tensor": Tensor}    # dynamo puts names of its own in here
@@ -272,11 +288,11 @@ def read(scope: dict[str, Any], modules: Sequence[nn.Module], judge: Callable[[G
             raise Unreadable(_first_line(error)) from error
         output = made.tracer_output.output_graph
         graph = graphs[-1] if graphs else None
-        found.writes = _writes(output, graph)
         with tracing(output.tracing_context):
             found.found = None if judge is None else judge(graph, found.writes)
         try:
-            found.guard_by(_manager()(code, output, guard_filter_fn=functools.partial(_kept, put), gone=found).guard_manager)
+            made = _manager()(code, output, guard_filter_fn=functools.partial(_kept, put), gone=found)
+            found.guard_by(made.guard_manager)
         except Exception as error:
             raise Unreadable(_first_line(error)) from error
     return found
@@ -300,35 +316,36 @@ def _manager() -> type:
 
 
 def _kept(put: Sequence[object], entries: Sequence[Any]) -> list[bool]:
-    """Which guards are checked: none of weights, whose names, shapes and types their windows know, nor of what was put
-    in for the read.
-
-    Raises:
-        Unreadable: the code asks a weight for more than that.
-    """
+    """Which guards are checked: none of weights themselves, whose names, shapes and types their windows know, but those
+    of their attributes; and none of what was put in for the read."""
     names = [_name(entry.orig_guard) for entry in entries]
     without = tuple(n for n, e in zip(names, entries) if e.has_value and any(e.value is f for f in put))
     keep = []
-    for name in names:
-        own = "._parameters" in name or name.endswith("._buffers")
-        if "._parameters[" in name and not name.endswith("]"):
-            raise Unreadable(f"it reads {_in_words(name)} of a weight")
-        keep.append(not own and not (without and name.startswith(without)))
+    for name, entry in zip(names, entries):
+        weights = name.endswith(("._parameters", "._buffers")) or _WEIGHT.search(name) is not None
+        weights = weights and entry.guard_type != "HASATTR"
+        keep.append(not weights and not (without and name.startswith(without)))
     return keep
 
 
-def _writes(output: Any, graph: Graph | None) -> str:
+# Arguments and buffers, in dynamo's words.
+_GIVEN = re.compile(r"^L\['args'\]\[[1-9]\d*\]|^L\['kwargs'\]|\._buffers\['[^']*'\]$")
+_WEIGHT = re.compile(r"\._parameters\['[^']*'\]$")
+
+
+def _writes(output: Any, graph: Graph) -> str:
+    """What dynamo would do after the graph, in words."""
     side = output.side_effects
     for variable in side.id_to_variable.values():
         kind = type(variable.mutation_type).__name__
         if not kind.endswith("New") and variable.mutation_type is not None and side.is_modified(variable):
             names = ", ".join(side.store_attr_mutations.get(variable, ()))
-            return f"it changes {_told(variable.source)}" + (f".{names}" if names else "")
+            return "it changes " + ".".join(filter(None, (_told(variable.source), names)))
     if output.random_calls:
         return "it takes numbers from Python's random"
     if side.tensor_hooks:
         return "it puts hooks on tensors"
-    for name, (source, fake) in graph.inputs.items() if graph is not None else ():
+    for name, (source, fake) in graph.inputs.items():
         seen = "._buffers" in _name(source) or isinstance(graph.real[name], nn.Parameter)     # windows see these writes
         if isinstance(fake, Tensor) and fake._version and not seen:
             return f"it writes into {_told(source)}"
@@ -346,9 +363,10 @@ def _told(source: Any) -> str:
 
 
 def _in_words(name: str) -> str:
-    """A source as its owner writes it."""
+    """A source as its owner writes it; "": the module itself."""
     name = re.sub(r"\._(?:modules|buffers|parameters)\['([^']*)'\]", r".\1", name)
-    return name.replace("L['args'][0].", "").replace("L['args']", "its arguments").replace("L['kwargs']", "its arguments")
+    name = re.sub(r"G\['(?:__import_)?([^']*)'\]", r"\1", name)
+    return re.sub(r"^L\['args'\]\[0\]\.?|L\['kwargs'\]", "", name).replace("L['args']", "its arguments")
 
 
 def _first_line(error: BaseException) -> str:

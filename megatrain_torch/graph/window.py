@@ -16,8 +16,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from ..base.errors import MegatrainError
 from ..base import modes
+from ..base.errors import MegatrainError
 from ..base.modes import Mode
 from ..store.pieces import Piece, Stacked
 from ..store.records import Record, Use
@@ -30,7 +30,7 @@ from .door import Door
 from .frames import HostFrame, Located, ReplayFrame, SavedFrame, Streamed, _pop, _push
 from .handover import Reads
 from .installed import method_of
-from .reader import Reader, Reading, Unreadable, modes_on, read, scope_of
+from .reader import Reader, Reading, Unreadable, modes_on, read, scope_of, stand_in
 from .stacks import Stack
 from .swap import storage_of
 
@@ -438,7 +438,7 @@ class Window:
         def make() -> Reading:
             with torch.no_grad():
                 views = zip(self.records, self.views(self.records))
-            outer = swap_window({r: nn.Parameter(t.detach(), r.was_trainable) for r, t in views})
+            outer = swap_window({r: stand_in(t, r) for r, t in views})
             try:
                 return read(scope, list(module.modules()))
             finally:

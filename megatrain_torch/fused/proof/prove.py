@@ -7,6 +7,7 @@ compares numbers (values.py). What it finds holds for as long as the reading's g
 from __future__ import annotations
 
 import contextlib
+import re
 import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
@@ -133,7 +134,8 @@ class _Run(torch.fx.Interpreter):
         super().__init__(session.graph.module, garbage_collect_values=False)
         self.session = session
         values = session.values
-        self.opaque = {cached(): self._cached, rows(): partial(expert_rows, values), down(): partial(experts_down, values)}
+        self.opaque = {cached(): self._cached, rows(): partial(expert_rows, values),
+                       down(): partial(experts_down, values)}
 
     def placeholder(self, target: str, args: Any, kwargs: Any) -> Any:
         graph = self.session.graph
@@ -155,11 +157,8 @@ class _Run(torch.fx.Interpreter):
 
 def _place(node: Any) -> str:
     """file:line of the module's code that made it."""
-    lines = [line.strip() for line in (node.meta.get("stack_trace") or "").splitlines() if line.strip().startswith("File ")]
-    if not lines:
-        return ""
-    file, line = lines[-1].split(", ")[:2]
-    return f"{file.removeprefix('File ').strip(chr(34)).rpartition('/')[2]}:{line.removeprefix('line ')}"
+    lines = re.findall(r'File "(?:[^"]*[/\\\\])?([^"]*)", line (\d+)', node.meta.get("stack_trace") or "")
+    return ":".join(lines[-1]) if lines else ""
 
 
 def prove(graph: Graph | None, template: Template, weights: dict[str, Tensor], x: Tensor, kwargs: dict[str, Any],

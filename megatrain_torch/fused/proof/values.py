@@ -24,7 +24,6 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-
 aten = torch.ops.aten
 _ALL = 1 << 62                   # slices that end here or beyond end with their dimension
 

@@ -139,7 +139,7 @@ class AttentionHalf:
             Unfit: there is an argument that the template does not cover.
         """
         self.check()
-        mask, cache = given(kwargs, "mask"), given(kwargs, "cache")      # of what is left a proof says that it is not read
+        mask, cache = given(kwargs, "mask"), given(kwargs, "cache")      # what else there is means nothing: it is proved
         if self.sinks and mask is not None and mask.dtype == torch.bool:
             raise Unfit("its attention has sinks, and a mask that is not added to logits")
         attention = self._attention(self.kind, mask)
