@@ -120,7 +120,7 @@ def qwen(args):
     longest = max(args.seq, (args.vary or [0])[-1] if args.by == "seq" else 0, 64)
     config = Qwen2Config(hidden_size=h, intermediate_size=i, num_attention_heads=a, num_key_value_heads=kv,
                          vocab_size=v, num_hidden_layers=args.layers, max_position_embeddings=longest,
-                         tie_word_embeddings=False, attn_implementation="sdpa", use_cache=False)
+                         tie_word_embeddings=False)
     with torch.device("meta"):
         dtype = torch.bfloat16 if args.dtype == "bf16" else torch.float32
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)

@@ -338,7 +338,8 @@ class ReplayFrame(Again):
         self.runtime.handover.at_end(self)
         packed = self._collector()
         try:
-            with self.runtime.trace.during(self.window, "replay"), self.as_it_was() as (args, kwargs):
+            with self.runtime.keeps.memory(), self.runtime.trace.during(self.window, "replay"), \
+                    self.as_it_was() as (args, kwargs):
                 _push(packed, SavedFrame.unpack)
                 try:
                     self.window.inner(*args, **kwargs)

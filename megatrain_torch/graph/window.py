@@ -10,6 +10,7 @@ from __future__ import annotations
 import types
 import weakref
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
@@ -101,6 +102,8 @@ class Keeps(Protocol):
     def of_own_code(self, window: Window) -> Mode: ...
 
     def forward_ends(self) -> None: ...
+
+    def memory(self) -> AbstractContextManager[None]: ...
 
 
 class Forwards(Protocol):
@@ -337,7 +340,8 @@ class Window:
                     args, kwargs = rt.forwards.begin(self, args, kwargs)
                 if rt.handover.alive:
                     rt.handover.window_opens()
-            return rt.trace.forward(self, args, kwargs)
+            with rt.keeps.memory():
+                return rt.trace.forward(self, args, kwargs)
         finally:
             leave()
             if outermost and task == -1:

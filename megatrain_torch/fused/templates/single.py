@@ -19,7 +19,7 @@ ANY = Case(False, False, "", ())
 class Single:
     """A template of one module: nothing of what it does is to be chosen, tiled or kept elsewhere."""
 
-    differentiable_input, swaps, links, coded, rounds = True, False, False, False, False
+    differentiable_input, swaps, links, coded, rounds, cached = True, False, False, False, False, 0
 
     @property
     def settings(self) -> tuple[Any, ...]:
