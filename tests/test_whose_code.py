@@ -15,6 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 import megatrain_torch as mt
+from megatrain_torch.fused.templates.decoder import Decoder
 from megatrain_torch.graph import window
 from megatrain_torch.model.registry import runtime_of
 
@@ -208,3 +209,21 @@ def test_what_does_not_fit_by_own_code_names_the_layers() -> None:
     mt.AdamW(m.parameters())
     with pytest.raises(mt.MegatrainError, match=r"their own code, which keeps more: model.layers.0-3 \(there are hooks"):
         m(**batch(64, 1024, 0)).loss.backward()
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_out_of_memory_names_layers_and_what_was_planned(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    m = model()
+    hook(m, 1)
+    mt.stream(m, "cpu", compute="fused", vram=VRAM)
+    run(m).backward()
+
+    def gone(*_: Any, **__: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    monkeypatch.setattr(Decoder, where, gone)
+    with pytest.raises(torch.OutOfMemoryError, match="out of memory") as error:
+        run(m).backward()
+    said = str(error.value)
+    assert "model.layers.1 (there are hooks inside it)" in said and "the plan in force counts" in said
+    assert said.count("megatrain_torch:") == 1 and "used are" in said

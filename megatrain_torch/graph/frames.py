@@ -338,7 +338,8 @@ class ReplayFrame(Again):
         self.saved = {}
         self.runtime.handover.at_end(self)
         try:
-            with self.runtime.trace.during(self.window, "replay"), self.as_it_was() as (args, kwargs):
+            with self.runtime.keeps.memory(), self.runtime.trace.during(self.window, "replay"), \
+                    self.as_it_was() as (args, kwargs):
                 inner = self.window.inner
                 reading = self.reading
                 known = reading is not None and not reading.holds_tensors and reading.holds(

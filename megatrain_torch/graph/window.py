@@ -11,6 +11,7 @@ import types
 import warnings
 import weakref
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
@@ -104,6 +105,8 @@ class Keeps(Protocol):
     def of_own_code(self, window: Window) -> Mode: ...
 
     def forward_ends(self) -> None: ...
+
+    def memory(self) -> AbstractContextManager[None]: ...
 
 
 class Forwards(Protocol):
@@ -344,7 +347,8 @@ class Window:
                 if rt.handover.alive:
                     rt.handover.window_opens()
                 rt.reads.keep_writes()
-            return rt.trace.forward(self, args, kwargs)
+            with rt.keeps.memory():
+                return rt.trace.forward(self, args, kwargs)
         finally:
             leave()
             if outermost and task == -1:

@@ -74,8 +74,11 @@ class Forwards:
         takes = model.door.enter(in_backward())
         begins = enter() and in_backward() == -1
         try:
-            with masks.spared(model.windows) if begins else contextlib.nullcontext():
-                yield self.begin(who, args, kwargs) if begins else (args, kwargs)
+            if begins:
+                with masks.spared(model.windows), model.keeps.memory():
+                    yield self.begin(who, args, kwargs)
+            else:
+                yield args, kwargs
         finally:
             leave()
             if begins:

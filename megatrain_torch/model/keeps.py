@@ -1,20 +1,30 @@
 """What the windows of one streamed model do about activations, and whose code runs them."""
 from __future__ import annotations
 
+import contextlib
 import warnings
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any, Protocol
 
+import torch
+
+from .. import _core
+from ..base.limits import show_bytes
 from ..base.modes import Mode, read
 from ..graph.window import Window
-from ..plans.planner import own_code
+from ..plans.planner import Plan, own_code
 from ..plans.shapes import attends
+
+
+MORE = "\n\nmegatrain_torch: "
 
 
 class Model(Protocol):
     """The streamed model whose windows these are: runtime.Runtime."""
 
     is_cuda: bool
+    device: torch.device
+    core: _core.Engine
     planning: Any
 
     @property
@@ -25,17 +35,21 @@ class Keeps:
     """
     Attributes:
         default: what windows do whose own mode is "auto"; "auto": no plan says it.
-        counted: layers of which the plan in force counts what their own code keeps.
+        plan: the one in force, of which `own` are the layers whose own code it counts; None: modes are by hand.
         most_tokens: that a fused window was given at once.
     """
 
     def __init__(self, model: Model) -> None:
         self._model = model
         self.default = "auto"
-        self.counted: Collection[str] = frozenset()
+        self.plan: Plan | None = None
         self.most_tokens = 0
         self._told: set[str] = set()
         self._again: list[Window] = []       # of this forward, those that run again in place of a plan's mode
+
+    @property
+    def counted(self) -> Collection[str]:
+        return () if self.plan is None else self.plan.own
 
     def mode_of(self, window: Window) -> str:
         """What is done about a window's activations."""
@@ -88,6 +102,28 @@ class Keeps:
             self.tell({w.name: w.fused.declined or w.fused.verdict for w in self._again},
                       "no plan counts what that keeps, so they run again in backward")
         self._again.clear()
+
+    @contextlib.contextmanager
+    def memory(self) -> Iterator[None]:
+        """Around what may find no memory on the device: then the error says what was planned, and who is not in it."""
+        try:
+            yield
+        except torch.OutOfMemoryError as error:
+            if MORE in str(error):
+                raise
+            self.look()
+            raise torch.OutOfMemoryError(f"{error}{MORE}{self._memory()}") from error
+
+    def _memory(self) -> str:
+        rt, plan, own = self._model, self.plan, self.own()
+        lines = [f"layers that no template runs, but their own code, which keeps more: {own_code(own)}"] * bool(own)
+        if plan is not None:
+            parts = ", ".join(f"{what} {show_bytes(n)}" for what, n in plan.vram.items() if n)
+            lines.append(f"the plan in force counts {show_bytes(plan.vram_bytes)} of the device: {parts}")
+        used = f"used are {show_bytes(rt.core.device_bytes())} by units at home there"
+        if rt.is_cuda:
+            used += f", and {show_bytes(torch.cuda.max_memory_allocated(rt.device))} by torch at the most"
+        return "\n".join([*lines, used])
 
     def tell(self, own: dict[str, str], then: str) -> None:
         """Warns once of each layer."""

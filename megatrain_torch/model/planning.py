@@ -129,7 +129,7 @@ class Planning:
                 self.why = "no plan: the model's inputs name no tokens ([batch, sequence] of integers, or [batch, " \
                            "sequence, hidden]); say how many with mt.stream(tokens=, seq=)"
             return
-        self._unknown = False
+        self._unknown, self.asking.caches = False, kwargs.get("use_cache") is not False
         before, self._seen = self._seen, self._seen.and_then(found, rt)
         if self._stuck or (self._refused and not self.adam) or self._seen.live(rt):
             return

@@ -139,7 +139,7 @@ class AttentionHalf:
             Unfit: there is an argument that the template does not cover.
         """
         self.check()
-        mask, cache = given(kwargs, "mask"), given(kwargs, "cache")      # what else there is means nothing: it is proved
+        mask, cache = given(kwargs, "mask"), given(kwargs, "cache")      # the rest is not read, by a proof
         if self.sinks and mask is not None and mask.dtype == torch.bool:
             raise Unfit("its attention has sinks, and a mask that is not added to logits")
         attention = self._attention(self.kind, mask)
@@ -173,7 +173,7 @@ class AttentionHalf:
             return
         _told.append(True)
         warnings.warn(f"the forward of a training step fills a key-value cache of {show_bytes(found)}, which training "
-                      "does not read and no plan counts: call the model with use_cache=False, or set "
+                      "does not read and mt.plan does not count: call the model with use_cache=False, or set "
                       "model.config.use_cache = False", stacklevel=2)
 
     @property

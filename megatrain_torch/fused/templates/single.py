@@ -16,7 +16,7 @@ from .rows import NEVER
 class Single:
     """A template of one module: nothing of what it does is to be chosen, tiled or kept elsewhere."""
 
-    differentiable_input, swaps, links, coded, rounds, routes = True, False, False, False, False, False
+    differentiable_input, swaps, links, coded, rounds, routes, cached = True, False, False, False, False, False, 0
 
     @property
     def settings(self) -> tuple[Any, ...]:
