@@ -27,23 +27,30 @@ class Clips(Protocol):
     def clip_next(self, limit: float) -> LateNorm: ...
 
 
-class LateNorm(Tensor):
-    """[] fp32: the norm of a step's gradients, known when they have landed; what is done with it waits until then."""
+class Late(Tensor):
+    """A number that is known when a step's gradients have landed; what is done with it waits until then."""
 
-    _find: Callable[[], float] | None
+    def settle(self) -> None:
+        """It is known from now on."""
+        raise NotImplementedError
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         for a in (*args, *kwargs.values()):
-            for norm in a if isinstance(a, (list, tuple)) else (a,):
-                if isinstance(norm, LateNorm):
-                    norm._fill()
+            for late in a if isinstance(a, (list, tuple)) else (a,):
+                if isinstance(late, Late):
+                    late.settle()
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
 
-    def _fill(self) -> None:
-        """Its value is there from now on."""
+
+class LateNorm(Late):
+    """[] fp32: the norm of a step's gradients."""
+
+    _find: Callable[[], float] | None
+
+    def settle(self) -> None:
         find, self._find = self._find, None
         if find is not None:
             value = find()                   # reads gradients: their guards must be on
@@ -61,7 +68,7 @@ def fill(norm: weakref.ref[LateNorm] | None) -> None:
     """Its value is there from now on, if somebody has it."""
     alive = None if norm is None else norm()
     if alive is not None:
-        alive._fill()
+        alive.settle()
 
 
 def prepare(kind: type[Clips]) -> None:
