@@ -273,7 +273,7 @@ def fp8_shift(x_rows: Tensor, dy_rows: Tensor) -> Tensor:
 
 
 def fp8_recast_(columns: Codes, x: Tensor, shift: Tensor, sign: int) -> None:
-    """fp8_cast_t of x whose row r is multiplied by 2^(sign * shift[r]) in the place of x's own; nothing where all are 0.
+    """fp8_cast_t of x whose row r is multiplied by 2^(sign * shift[r]), in the place of x's own where any is not 0.
 
     sign: -1 of x in dy' x, 1 of dy.
     """

@@ -176,8 +176,8 @@ static __global__ void scales_kernel(float *of_rows, int64_t rows, float *of_col
         *at = __uint_as_float(mt_fp8_scale_bits(__float_as_uint(*at)));
 }
 
-// Codes by columns with a shift of rows, by a block for each TILE_COLS of them, which goes through all
-// rows twice: some layers have such rows, and most do not; there this ends where it begins.
+// Codes by columns with a shift of rows, by a block for each TILE_COLS of them, which goes through
+// all rows twice: some layers have such rows, and most do not; there this ends where it begins.
 // source.get(row, col, pack) makes W elements.
 // Bytes: 4 in, 1 out an element of 16 bits. Limit: the rate of as many blocks as there are.
 template <typename T, int W, typename Source>

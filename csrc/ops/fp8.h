@@ -54,7 +54,7 @@ typedef struct mt_fp8 {
     float      *row_scale, *column_scale;  /* [R], wanted alone too; [C] */
     int64_t     wide;                      /* R or more */
     const int8_t *shift;                   /* [R+1], see mt_fp8_shift; NULL: zeros */
-    int         sign;                      /* by columns, row r is multiplied by 2^(sign shift[r]) */
+    int         sign;                      /* by columns, row r is times 2^(sign shift[r]) */
 } mt_fp8;
 
 void mt_fp8_cast(mt_pool *pool, const mt_fp8 *f);      /* pool may be NULL */
@@ -90,7 +90,7 @@ MT_FP8_INLINE uint32_t mt_fp8_inverse_bits(uint32_t scale)
     return scale >= 0x7f800000u ? scale : (254u << 23) - scale;
 }
 
-/* Of a scale: an exponent with fp32's bias; 1: of a row of zeros; 255: of one that is not finite. */
+/* Of a scale: its exponent with fp32's bias; 1: of a row of zeros; 255: of one not finite. */
 MT_FP8_INLINE int mt_fp8_exponent(float scale)
 {
     union { float f; uint32_t u; } bits = { scale };

@@ -19,7 +19,16 @@ from ..store.records import DTYPES, Record
 from . import clipping
 from .astray import StepCount, StoreStates, count_of
 from .masters import lacks_master, make_master, master, set_master
-from .moments import CODES, MOMENTS, addresses, check_states, load_moments, memory_of, moments_of, stand_there
+from .moments import (
+    CODES,
+    MOMENTS,
+    addresses,
+    check_state,
+    load_moments,
+    memory_of,
+    moments_of,
+    stand_there,
+)
 from .options import check_group, check_limit, check_options
 from .sources import check_used, source_of
 from .unstreamed import HALVES, adamw_half, adamw_plain, fp32_like, state_of
@@ -375,8 +384,8 @@ class AdamW(torch.optim.Optimizer):
         if record.pid in self._done:
             check_used(record)
             if _numbers(group) != self._done[record.pid]:
-                raise MegatrainError(f"{record.name}: its group's lr, betas, eps, weight_decay or maximize changed after "
-                                     "its update in backward: with in_backward=True they are set before backward")
+                raise MegatrainError(f"{record.name}: its group's lr, betas, eps, weight_decay or maximize changed "
+                                     "after its update in backward: with in_backward=True they are set before it")
             return None
         grad = gradient.standing(record)
         if record.numel == 0 or (grad is None and not passing):
@@ -429,7 +438,7 @@ class AdamW(torch.optim.Optimizer):
             there.reset()
         else:
             moments = {name: guard(record.view(plane), record) for name, plane in zip(names, record.moments)}
-            self.state[p] = StoreStates(record, {"step": StepCount.of(self), **moments})
+            self.state[p] = StoreStates(record, {"step": StepCount.of(self._catch_up), **moments})
         if record.optimizer is not None and not keep:
             record.runtime.planes.wait_used(record)
             record.runtime.planes.own_states(record)
@@ -440,18 +449,18 @@ class AdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def _take_states(self) -> None:
-        """States that were put into self.state in the place of the store's own, its tensors or the whole dict, become
-        those that the store has.
+        """What was put into self.state in the place of the store's own, tensors or whole dicts, is copied into the
+        store.
 
         Raises:
-            MegatrainError: they are none: a moment is missing, or of another shape; or the count is no number of steps.
+            MegatrainError: a moment is missing, or of another shape; or the count is no number of steps.
         """
         put = [p for p, values in self.state.items() if isinstance(p, StreamedParameter) and values
                and p._mt.runtime in self._served and not (isinstance(values, StoreStates) and values.are_own(p._mt))]
         if not put:
             return
         planes = {address for p in self.state if isinstance(p, StreamedParameter) for address in addresses(p._mt)}
-        found = [(p, self._apart(p, check_states(p._mt.name, p.shape, self.state[p]), planes)) for p in put]
+        found = [(p, self._apart(p, check_state(p._mt.name, p.shape, self.state[p]), planes)) for p in put]
         for p, values in found:
             self._load_one(p, values, self._keys[p])
 

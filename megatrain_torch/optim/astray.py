@@ -1,20 +1,25 @@
-"""Optimizer states that somebody writes, replaces, or moves to the GPU.
+"""Optimizers and their states in other hands: states that somebody writes, replaces, or moves to the GPU, and
+optimizers of other people over streamed parameters.
 
-What stands in `opt.state` is what an update uses. mt.AdamW's moments lie in the store, and its dicts show them; what is
-put in their place is copied into the store before the next step, but for tensors on a device: Lightning moves all states
-that it loads to its own, as if every parameter were there, and those are copied at once. States of torch's optimizers
-come back before the next step; other people's may have theirs on the GPU on purpose.
+What stands in `opt.state` is what an update uses. mt.AdamW's moments lie in the store, and its dicts show them. What is
+put in their place is copied into the store before the next step; a tensor on a device at once, since Lightning moves
+all states that it loads to its own. States of torch's optimizers come back before the next step; other people's may
+have theirs on the GPU on purpose.
 """
 from __future__ import annotations
 
 import functools
 import weakref
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from ..base import patches
 from ..base.errors import MegatrainError
@@ -22,25 +27,23 @@ from ..store.guard import StreamedParameter, take_back
 from ..store.records import Record
 from .clipping import Late
 
-if TYPE_CHECKING:
-    from .adamw import AdamW
-
 
 class StepCount(Late):
     """[] fp32: steps taken. A step that is skipped counts until the gradients are home: who reads it waits for them."""
 
-    _owner: weakref.ref[AdamW]
+    _find: weakref.WeakMethod[Callable[[], None]]
 
     @staticmethod
-    def of(owner: AdamW) -> StepCount:
+    def of(find: Callable[[], None]) -> StepCount:
+        """find: a method that takes back what was skipped; its object is not kept alive."""
         out = torch.zeros(()).as_subclass(StepCount)
-        out._owner = weakref.ref(owner)
+        out._find = weakref.WeakMethod(find)
         return out
 
     def settle(self) -> None:
-        owner = self._owner()
-        if owner is not None:
-            owner._catch_up()
+        find = self._find()
+        if find is not None:
+            find()
 
     def plain(self) -> Tensor:
         with torch._C.DisableTorchFunctionSubclass():
@@ -64,8 +67,7 @@ def count_of(step: Any, name: str) -> int:
     with torch._C.DisableTorchFunctionSubclass():
         value = step.item() if isinstance(step, Tensor) and step.numel() == 1 else step
     if not isinstance(value, (int, float)) or not 0 <= value < 1 << 53 or value != int(value):
-        raise MegatrainError(f"{name}: its state has step={value!r}: a whole number, 0 or more, is what bias correction "
-                             "takes")
+        raise MegatrainError(f"{name}: its state has step={value!r}: bias correction takes a whole number, 0 or more")
     return int(value)
 
 
@@ -98,15 +100,15 @@ class StoreStates(dict[str, Any]):
 
 def watch(ours: type[torch.optim.Optimizer]) -> None:
     """For as long as a model is streamed. ours: mt.AdamW."""
-    before = _disable_dynamo(functools.partial(_before, ours))           # a step that is compiled traces its hooks too
+    before = _disable_dynamo(functools.partial(_before, ours))       # a step that is compiled traces its hooks too
     patches.once("before optimizers' steps", lambda: register_optimizer_step_pre_hook(before).remove)
     patches.once("behind optimizers' steps",
                  lambda: register_optimizer_step_post_hook(_disable_dynamo(_behind)).remove)
 
 
 def _before(ours: type, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    """Another's optimizer gets ordinary parameters, which it may write as it likes, and give to torch.compile. But for a
-    closure's step, in which the model runs."""
+    """Another's optimizer gets ordinary parameters, which it may write as it likes, and give to torch.compile; but for
+    a closure's step, in which the model runs."""
     params = [p for group in optimizer.param_groups for p in group["params"] if isinstance(p, StreamedParameter)]
     if isinstance(optimizer, ours):
         return

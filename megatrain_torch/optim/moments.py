@@ -74,7 +74,7 @@ def _is_same(value: Any, own: Tensor) -> bool:
                 and (value.dtype, value.shape, value.stride()) == (own.dtype, own.shape, own.stride()))
 
 
-def check_states(name: str, shape: Any, values: dict[str, Any]) -> dict[str, Any]:
+def check_state(name: str, shape: Any, values: dict[str, Any]) -> dict[str, Any]:
     """These, which somebody put into `opt.state`, when they are a step count and both moments of this shape.
 
     Raises:

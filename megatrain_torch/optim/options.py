@@ -10,7 +10,6 @@ from torch import Tensor
 from ..base.errors import MegatrainError
 from ..base.formats import check_states
 
-
 REFUSED = ("amsgrad", "differentiable", "capturable")       # of torch's AdamW
 
 
@@ -25,8 +24,8 @@ def check_group(group: dict[str, Any]) -> None:
             raise MegatrainError(f"AdamW: {name}=True is not supported; use torch.optim.AdamW on the host tensors for "
                                  "that")
     if not group.get("decoupled_weight_decay", True) and group["weight_decay"] != 0:
-        raise MegatrainError(f"AdamW: weight_decay={group['weight_decay']} with decoupled_weight_decay=False is Adam's, "
-                             "added to gradients, which is not supported")
+        raise MegatrainError(f"AdamW: weight_decay={group['weight_decay']} with decoupled_weight_decay=False is Adam's "
+                             "decay, which is not supported")
 
 
 def check_limit(max_grad_norm: float | None, in_backward: bool) -> None:

@@ -120,8 +120,8 @@ def _guarded_call(func: Any, args: Any, kwargs: Any) -> Any:
         if weights:
             return weights[0].runtime.planes.replace_data(args[0], args[1])
         if args[0].shape != args[1].shape:
-            raise MegatrainError(f"{args[0]._mt.name}: .data of shape {list(args[1].shape)} does not fit a state of the "
-                                 f"optimizer of shape {list(args[0].shape)}")
+            raise MegatrainError(f"{args[0]._mt.name}: .data of shape {list(args[1].shape)} does not fit a state of "
+                                 f"the optimizer, of shape {list(args[0].shape)}")
         func = _T.copy_
     out = _call(func, args, kwargs)
     for record in weights:

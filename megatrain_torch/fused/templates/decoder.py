@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from ...graph.masks import example, sight_of
 from ..proof.case import Case, case_of
 from .attention_half import Call, KeptAttention
-from .latent_attention import LatentAttention
 from .coded import fits
+from .latent_attention import LatentAttention
 from .linears import codings_of
 from .mlp import GatedMLP
 from .moe import SparseMLP
