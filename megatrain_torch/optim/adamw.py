@@ -65,6 +65,9 @@ class AdamW(torch.optim.Optimizer):
     With moments in fp32, 12 bytes per parameter, 14 with the gradient that waits for the norm. Order of
     operations, how far from exact, and what moments of 8 bits do to training: docs/numerics.md.
 
+    What `state` and `param_groups` show is what an update uses, whoever wrote it, and however: `opt.state[p]["step"]`,
+    moments, their views, other tensors or dicts in their place, `opt.state.clear()`.
+
     Parameters that are not streamed are updated too: 16-bit ones as streamed ones are, with an fp32 master and moments
     in fp32, others by torch's own functions. Where there are such, or parameters of several streamed models, step()
     waits for the gradients and clips them in place.
@@ -81,7 +84,7 @@ class AdamW(torch.optim.Optimizer):
             A model's states are of one format. Parameters that are not streamed keep fp32 ones.
         in_backward: update each unit as soon as backward has its gradient, without waiting for
             step(). A promise that every backward() is followed by step() and that nobody changes
-            gradients in between; needs max_grad_norm=None.
+            gradients or `param_groups` in between; needs max_grad_norm=None.
         nonfinite: a step whose gradients are not finite changes nothing (with in_backward: no unit whose
             own are not); "skip" counts it (`skipped_steps`), "raise" also raises at the next step().
 
@@ -176,7 +179,8 @@ class AdamW(torch.optim.Optimizer):
 
         Raises:
             MegatrainError: a worker failed since the last call; its model was unstreamed; nonfinite="raise" and the
-                step before this one was skipped; or in_backward=True and a gradient changed after its update.
+                step before this one was skipped; or in_backward=True and a gradient or its group changed after its
+                update; or what was written to `state` or `param_groups` cannot be used.
         """
         clipping.prepare(AdamW)
         check_limit(self.max_grad_norm, self._in_backward)
@@ -497,6 +501,8 @@ class AdamW(torch.optim.Optimizer):
         state = self.state[p]
         if not state:
             state.update(step=torch.zeros(()), **{name: torch.zeros_like(fp32_like(p)) for name in MOMENTS})
+        if not isinstance(state["step"], Tensor):
+            state["step"] = torch.tensor(float(count_of(state["step"], "a parameter that is not streamed")))
         if p.dtype not in HALVES:
             adamw_plain(p, state, group)       # counts the step itself
             return
