@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..base.errors import MegatrainError
 from ..store import gradient
-from ..store.guard import StreamedParameter, guard, values_of
+from ..store.guard import StreamedParameter, guard, plain, values_of
 from ..store.records import DTYPES, Record
 from . import clipping
 from .astray import StepCount, StoreStates, count_of
@@ -548,7 +548,7 @@ class AdamW(torch.optim.Optimizer):
             if isinstance(p, StreamedParameter) and s:
                 below = p._mt.low_bytes or p._mt.dtype == torch.float16
                 number, key = index[id(p)], self._keys[p]        # they differ where it was put into a group
-                out["state"][number] = {**s, "step": s["step"].plain(), **({"master": master(p)} if below else {}),
+                out["state"][number] = {**s, "step": plain(s["step"]), **({"master": master(p)} if below else {}),
                                         **({"key": key} if key != number else {})}
         return out
 

@@ -23,7 +23,7 @@ from torch.optim.optimizer import (
 
 from ..base import patches
 from ..base.errors import MegatrainError
-from ..store.guard import StreamedParameter, take_back
+from ..store.guard import StreamedParameter, plain, take_back
 from ..store.records import Record
 from .clipping import Late
 
@@ -45,17 +45,13 @@ class StepCount(Late):
         if find is not None:
             find()
 
-    def plain(self) -> Tensor:
-        with torch._C.DisableTorchFunctionSubclass():
-            return self.as_subclass(Tensor)
-
     def __reduce_ex__(self, protocol: Any) -> Any:
         self.settle()
-        return self.plain().__reduce_ex__(protocol)
+        return plain(self).__reduce_ex__(protocol)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         self.settle()
-        return self.plain().clone()
+        return plain(self).clone()
 
 
 def count_of(step: Any, name: str) -> int:

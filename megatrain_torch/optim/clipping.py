@@ -11,20 +11,12 @@ import functools
 import sys
 import weakref
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..base import patches
-
-
-class Clips(Protocol):
-    """An optimizer that clips as it updates: optim.AdamW."""
-
-    def clips_alone(self, params: list[Tensor]) -> bool: ...
-
-    def clip_next(self, limit: float) -> LateNorm: ...
 
 
 class Late(Tensor):
@@ -71,14 +63,14 @@ def fill(norm: weakref.ref[LateNorm] | None) -> None:
         alive.settle()
 
 
-def prepare(kind: type[Clips]) -> None:
+def prepare(kind: type[torch.optim.Optimizer]) -> None:
     """Once accelerate is imported, for as long as a model is streamed. kind: mt.AdamW."""
     cls = getattr(sys.modules.get("accelerate"), "Accelerator", None)
     if cls is not None:
         patches.once("Accelerator.clip_grad_norm_", lambda: _patch(cls, kind))
 
 
-def _patch(cls: Any, kind: type[Clips]) -> Callable[[], None]:
+def _patch(cls: Any, kind: type[torch.optim.Optimizer]) -> Callable[[], None]:
     own = cls.clip_grad_norm_
 
     @functools.wraps(own)
@@ -92,7 +84,7 @@ def _patch(cls: Any, kind: type[Clips]) -> Callable[[], None]:
     return patches.replaced(cls, "clip_grad_norm_", clip_grad_norm_)
 
 
-def _prepared(accelerator: Any, kind: type[Clips]) -> Clips | None:
+def _prepared(accelerator: Any, kind: type[torch.optim.Optimizer]) -> Any:
     """The mt.AdamW that will make the next step, if that is certain."""
     optimizers = [o.optimizer for o in accelerator._optimizers]
     certain = len(optimizers) == 1 and accelerator.sync_gradients and accelerator.scaler is None
