@@ -239,11 +239,45 @@ def fp8_cast(x: Tensor) -> Codes:
     return made
 
 
-def fp8_cast_t(x: Tensor) -> Codes:
-    """Codes of the columns of x [R, C], as rows [C, R rounded up to 16], of which those behind R are zeros."""
+def fp8_cast_t(x: Tensor, rows: Tensor | None = None) -> Codes:
+    """Codes of the columns of x [R, C], as rows [C, R rounded up to 16], of which those behind R are zeros.
+
+    rows: [R] fp32 or None; gets the scales of fp8_cast, without its codes.
+    """
     made = _codes(x, x.shape[1], _sixteens(x.shape[0]))
-    _ops.fp8_cast(x, None, None, *made)
+    _ops.fp8_cast(x, None, rows, *made)
     return made
+
+
+def fp8_row_scales(x: Tensor) -> Tensor:
+    """[R] fp32: the scales of fp8_cast, without its codes."""
+    rows = _of_rows(x)
+    _ops.fp8_cast(x, None, rows, None, None)
+    return rows
+
+
+def fp8_shift(x_rows: Tensor, dy_rows: Tensor) -> Tensor:
+    """Powers of two by which rows that are far larger than the rest are balanced between the operands of dy' x.
+
+    Args:
+        x_rows, dy_rows: [R] fp32, scales of their rows.
+
+    Returns:
+        [R + 1] int8, of which the last says whether any other is not 0: fp8_recast_ and fp8_glu_recast_ take it.
+
+    Source: csrc/ops/fp8.h.
+    """
+    shift = torch.empty(x_rows.shape[0] + 1, dtype=torch.int8, device=x_rows.device)
+    _ops.fp8_shift(x_rows, dy_rows, shift)
+    return shift
+
+
+def fp8_recast_(columns: Codes, x: Tensor, shift: Tensor, sign: int) -> None:
+    """fp8_cast_t of x whose row r is multiplied by 2^(sign * shift[r]), in the place of x's own where any is not 0.
+
+    sign: -1 of x in dy' x, 1 of dy.
+    """
+    _ops.fp8_recast_(x, shift, sign, *columns)
 
 
 def fp8_cast_both(x: Tensor) -> tuple[Codes, Codes]:
@@ -289,22 +323,28 @@ def fp8_glu(gate: Tensor, up: Tensor, act: int = SILU) -> Codes:
     return made
 
 
-def fp8_glu_backward(dh: Tensor, gate: Tensor, up: Tensor, act: int = SILU) -> tuple[Codes, Codes, Codes]:
+def fp8_glu_backward(dh: Tensor, gate: Tensor, up: Tensor, act: int = SILU) -> tuple[Codes, Codes, Codes, Tensor]:
     """Codes of what glu_backward writes, without writing it.
 
     Args:
         dh: [T, I] bf16, dense. gate, up: as for fp8_glu.
 
     Returns:
-        fp8_cast and fp8_cast_t of dgate | dup [T, 2 I], and fp8_cast_t of h.
+        fp8_cast and fp8_cast_t of dgate | dup [T, 2 I]; fp8_cast_t and fp8_row_scales of h.
 
     Raises:
         RuntimeError: as fp8_glu.
     """
     (rows, n), d = gate.shape, 2 * gate.shape[1]
     made = _codes(gate, rows, d), _codes(gate, d, _sixteens(rows)), _codes(gate, n, _sixteens(rows))
-    _ops.fp8_glu_backward(dh, gate, up, act, *made[0], *made[1], *made[2])
-    return made
+    of_h = _of_rows(gate)
+    _ops.fp8_glu_backward(dh, gate, up, act, *made[0], *made[1], *made[2], of_h)
+    return (*made, of_h)
+
+
+def fp8_glu_recast_(columns: Codes, dh: Tensor, gate: Tensor, up: Tensor, act: int, shift: Tensor, sign: int) -> None:
+    """fp8_recast_ of dgate | dup or of h, whichever has as many columns as there are."""
+    _ops.fp8_glu_recast_(dh, gate, up, act, shift, sign, *columns)
 
 
 def _codes(x: Tensor, rows: int, n: int) -> Codes:

@@ -119,7 +119,7 @@ class Job:
     """
     Attributes:
         case: of zoo.py, or "wide". micro: micro-batches a step, of each process. look: gradients are read before each
-            step. frozen: parts of names. plan: of mt.stream, by hand; with `vram` it plans itself. device: "cuda": this process's own.
+            step. write: states are written, replaced and swapped behind each. frozen: parts of names. plan: of mt.stream, by hand; with `vram` it plans itself. device: "cuda": this process's own.
     """
 
     case: str
@@ -130,6 +130,7 @@ class Job:
     states: str = "fp32"
     clip: float | None = 0.5
     look: bool = False
+    write: bool = False
     frozen: tuple[str, ...] = ()
     in_backward: bool = False
     plan: tuple[tuple[str, Any], ...] = ()
@@ -446,11 +447,24 @@ def _train(job: Job, size: int, ranks: list[int], group: Any) -> dict[str, str]:
             noted.update((f"{step} grad {name}", digest(p.grad)) for name, p in model.named_parameters())
         opt.step()
         opt.zero_grad()
+        if job.write:
+            _write(opt)
         if not job.in_backward:                      # else units are weighed one by one
             noted[f"{step} norm"] = repr(opt.grad_norm)
     noted.update(_state(model, opt))
     mt.unstream(model)
     return noted
+
+
+def _write(opt: Any) -> None:
+    first, second, *rest = opt.state.values()
+    first["step"].fill_(0)
+    first["exp_avg"].data.mul_(0.5)
+    second["exp_avg_sq"] = torch.full_like(second["exp_avg_sq"], 0.25)
+    a, b = next((a, b) for i, a in enumerate(rest) for b in rest[:i] if a["exp_avg"].shape == b["exp_avg"].shape)
+    a["exp_avg"], b["exp_avg"] = b["exp_avg"], a["exp_avg"]
+    a["exp_avg"][0].zero_()
+    opt.param_groups[0]["lr"] *= 0.5
 
 
 def _loss(job: Job, case: Any, model: nn.Module, number: int) -> Tensor:

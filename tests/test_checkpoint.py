@@ -59,7 +59,8 @@ def assert_same(one: Pair, other: Pair) -> None:
     a, b = everything(*one), everything(*other)
     assert a.keys() == b.keys()
     assert not [name for name in a if not torch.equal(a[name], b[name])]
-    assert [one[1]._counts[p] for p in one[0].parameters()] == [other[1]._counts[p] for p in other[0].parameters()]
+    assert [int(one[1].state[p]["step"]) for p in one[0].parameters()] == \
+        [int(other[1].state[p]["step"]) for p in other[0].parameters()]
 
 
 # ---- the same bits ----
@@ -297,7 +298,7 @@ def test_ours_takes_torchs_adamw_as_its_load_state_dict_does(tmp_path: Path, the
     third[0].load_state_dict(other[0].state_dict())
     third[1].load_state_dict(one[1].state_dict())
     for p, q in zip(other[0].parameters(), third[0].parameters()):
-        assert other[1]._counts[p] == third[1]._counts[q] == 2
+        assert int(other[1].state[p]["step"]) == int(third[1].state[q]["step"]) == 2
         assert all(torch.equal(a, b) for a, b in zip(other[1].moments(p), third[1].moments(q)))
     feed(*other, grads_for(other[0], 2))
     mt.save(*other, tmp_path / "d")

@@ -169,6 +169,76 @@ def test_norms_of_rows_that_lie_apart_and_of_what_is_not_finite(device: str) -> 
     assert ops.fp8_rms_norm(wide[:, 16:80], weight, 1e-6)[0].scale.isnan().nonzero().flatten().tolist() == [3, 4]
 
 
+# ---- rows that are balanced ----
+
+def some_shifts(rows: int, device: str) -> Tensor:
+    shift = torch.randint(-12, 13, (rows + 1,), generator=torch.Generator().manual_seed(rows), dtype=torch.int8)
+    shift[0], shift[-1] = 9, 1
+    return shift.to(device)
+
+
+def shifted(x: Tensor, shift: Tensor, sign: int) -> Tensor:
+    """In fp32, where it is exact."""
+    return x.float() * torch.exp2(sign * shift[:-1].float())[:, None]
+
+
+@on_every_device
+@each_type
+@pytest.mark.parametrize("shape", [(1, 16), (5, 64), (33, 129), (130, 72), (257, 520), (3, 7)], ids=str)
+def test_codes_of_shifted_rows(device: str, dtype: torch.dtype, shape: tuple) -> None:
+    for x in (numbers(*shape, dtype=dtype).to(device), numbers(shape[0], 83, dtype=dtype).to(device)[:, 1:66]):
+        shift, before = some_shifts(shape[0], device), ops.fp8_cast_t(x)
+        for sign in (1, -1):
+            made = ops.fp8_cast_t(x)
+            ops.fp8_recast_(made, x, shift, sign)
+            check_columns(shifted(x, shift, sign), made)
+        made, shift[-1] = ops.fp8_cast_t(x), 0
+        ops.fp8_recast_(made, x, shift, 1)
+        assert alike(made, before), "nothing was to be done"
+        rows = torch.empty(shape[0], device=device)
+        assert alike(ops.fp8_cast_t(x, rows), before) and torch.equal(rows, ops.fp8_cast(x).scale)
+        assert torch.equal(ops.fp8_row_scales(x), rows)
+
+
+@on_every_device
+def test_shifted_zeros_and_what_is_not_finite(device: str) -> None:
+    x = torch.randn(32, 48)
+    x[:, 3], x[4, 5], x[5, 6] = 0, float("nan"), float("inf")
+    x = x.bfloat16().to(device)
+    made = ops.fp8_cast_t(x)
+    ops.fp8_recast_(made, x, some_shifts(32, device), 1)
+    assert made.scale.isnan().nonzero().flatten().tolist() == [5, 6] and float(made.scale[3]) == 2.0**-126
+    assert not made.values[3].view(torch.uint8).bitwise_and(0x7f).any()
+    assert (made.values[5:7, :32].contiguous().view(torch.uint8) == 0x7f).all()
+
+
+@on_every_device
+@pytest.mark.parametrize("rows", [1, 3, 16, 2500])
+def test_shifts_are_half_of_what_is_between_two_rows(rows: int, device: str) -> None:
+    """By fp8.h's words, in Python: gaps from what more than a quarter of the rows reach."""
+    g = torch.Generator().manual_seed(rows)
+    scales = [torch.exp2(torch.randint(-9, 9, (rows,), generator=g).float()) for _ in "xd"]
+    for i, (x, dy) in enumerate([(20, 0), (0, 20), (21, 1), (20, -126), (-126, 20), (33, 33), (126, -100), (9, 0)]):
+        if i < rows // 8:
+            scales[0][i * 5], scales[1][i * 5] = 2.0**x, 2.0**dy
+    if rows > 16:
+        scales[0][7] = float("nan")
+
+    def gaps(scale: Tensor) -> list[float]:
+        found = sorted((math.log2(s) for s in scale.tolist() if 2.0**-126 < s < math.inf), reverse=True)
+        typical = found[len(found) // 4]
+        return [math.nan if s != s else -math.inf if s == 2.0**-126 else math.log2(s) - typical for s in scale.tolist()]
+
+    wanted = []
+    for gx, gd in zip(*map(gaps, scales)):
+        s = 0 if not (gx > 8 or gd > 8) or gx != gx or gd != gd else \
+            gx if gd == -math.inf else -gd if gx == -math.inf else math.ceil((gx - gd) / 2)
+        wanted.append(max(-100, min(100, int(s))))
+    found = ops.fp8_shift(*(s.to(device) for s in scales)).tolist()
+    assert found[:-1] == wanted and found[-1] == any(wanted)
+    assert rows < 16 or any(wanted)
+
+
 # ---- gated activations: the codes of what glu and glu_backward of the same device write, to the bit ----
 
 ACTS = {"silu": ops.SILU, "gelu_tanh": ops.GELU_TANH, "gelu": ops.GELU, "clamped": ops.CLAMPED}
@@ -202,8 +272,13 @@ def test_codes_of_gated_activations(device: str, act: str, shape: tuple) -> None
     assert alike(ops.fp8_glu(gate, up, ACTS[act]), ops.fp8_cast(ops.glu(gate, up, ACTS[act])))
     d, h = gradients(dh, gu, ACTS[act])
     before = gu.clone()
-    rows, columns, of_h = ops.fp8_glu_backward(dh, gate, up, ACTS[act])
+    rows, columns, of_h, h_rows = ops.fp8_glu_backward(dh, gate, up, ACTS[act])
     assert alike(rows, ops.fp8_cast(d)) and alike(columns, ops.fp8_cast_t(d)) and alike(of_h, ops.fp8_cast_t(h))
+    assert torch.equal(h_rows, ops.fp8_cast(h).scale)
+    shift = some_shifts(shape[0], device)
+    for made, x, sign in ((columns, d, 1), (of_h, h, -1)):
+        ops.fp8_glu_recast_(made, dh, gate, up, ACTS[act], shift, sign)
+        assert alike(made, ops.fp8_cast_t(shifted(x, shift, sign)))
     assert torch.equal(gu, before), "only codes are written"
 
 
@@ -212,7 +287,11 @@ def test_gated_rows_that_lie_apart_or_are_long(device: str) -> None:
     wide, dh = gates(24, 96, device)
     gate, up = wide[:, 16:64], wide[:, 104:152]
     assert alike(ops.fp8_glu(gate, up), ops.fp8_cast(ops.glu(gate, up)))
-    assert alike(ops.fp8_glu_backward(dh[:, :48].contiguous(), gate, up)[2], ops.fp8_cast_t(ops.glu(gate, up)))
+    dh = dh[:, :48].contiguous()
+    made = ops.fp8_glu_backward(dh, gate, up)[2]
+    assert alike(made, ops.fp8_cast_t(ops.glu(gate, up)))
+    ops.fp8_glu_recast_(made, dh, gate, up, ops.SILU, some_shifts(24, device), -1)
+    assert alike(made, ops.fp8_cast_t(shifted(ops.glu(gate, up), some_shifts(24, device), -1)))
     for n in (24_576, 30_000):                           # all of a block's shared memory, and more
         gu, _ = gates(3, n, device)
         assert alike(ops.fp8_glu(*gu.chunk(2, 1)), ops.fp8_cast(ops.glu(*gu.chunk(2, 1))))
@@ -279,6 +358,9 @@ def test_opcheck(device: str) -> None:
     new = ops._codes(x, 16, 32), ops._codes(x, 32, 16)
     torch.library.opcheck(torch.ops.megatrain.fp8_cast, (x, *new[0], *new[1]), test_utils=tests)
     torch.library.opcheck(torch.ops.megatrain.fp8_cast, (x, *new[0], None, None), test_utils=tests)
+    scales, shift = new[0][1], some_shifts(16, device)
+    torch.library.opcheck(torch.ops.megatrain.fp8_shift, (scales, scales, shift), test_utils=tests)
+    torch.library.opcheck(torch.ops.megatrain.fp8_recast_, (x, shift, 1, *new[1]), test_utils=tests)
     a = ops.fp8_cast(x)
     c = torch.zeros(16, 16, device=device)
     torch.library.opcheck(torch.ops.megatrain.fp8_gemm_, (c, *a, *a, None, None, 1.0, False), test_utils=tests)
@@ -294,7 +376,7 @@ def test_opcheck_of_what_goes_straight_to_codes(device: str) -> None:
     x, weight = gu[:, :32].contiguous(), gu[0, :32].clone()
     codes, rstd = ops.fp8_rms_norm(x, weight, 1e-6)
     torch.library.opcheck(torch.ops.megatrain.fp8_rms_norm, (x, weight, *codes, rstd, 1e-6, 0), test_utils=tests)
-    flat = [t for codes in made for t in codes]
+    flat = [t for codes in made[:3] for t in codes] + [made[3]]
     torch.library.opcheck(torch.ops.megatrain.fp8_glu_backward, (dh, *args, *flat), test_utils=tests)
 
 
@@ -324,5 +406,9 @@ def test_what_does_not_fit_is_refused_by_name() -> None:
         torch.ops.megatrain.fp8_cast(x.double(), *a, None, None)
     with pytest.raises(RuntimeError, match="bias must be"):
         ops.fp8_gemm_(c, a, a, bias=torch.zeros(15))
+    with pytest.raises(RuntimeError, match="shift"):
+        ops.fp8_recast_(ops.fp8_cast_t(x), x, torch.zeros(16, dtype=torch.int8), 1)
+    with pytest.raises(RuntimeError, match="dy_scale"):
+        ops.fp8_shift(torch.ones(16), torch.ones(15))
     with pytest.raises(RuntimeError, match="codes and their scales go together"):
         torch.ops.megatrain.fp8_cast(x, a.values, None, None, None)

@@ -51,6 +51,7 @@ SITUATIONS = {
     "micro_batches_of_4": Job("choosy", "bfloat16", micro=2),
     "looked_at": Job("wide", "bfloat16", look=True),
     "looked_at_micro": Job("wide", "bfloat16", look=True, micro=2),
+    "states_written": Job("wide", "bfloat16", write=True, micro=2),
     "no_clip": Job("wide", clip=None),
     "frozen": Job("wide", "bfloat16", frozen=("embed", "self_attn", "lm_head")),
     "tied": Job("llama_tied", "bfloat16"),
@@ -69,8 +70,8 @@ SITUATIONS = {
 SIZES = {"left_out_and_twice": 4, "codes": 4, "micro_batches_fp16_of_3": 3, "micro_batches_of_4": 4}
 
 
-OFTEN = ("micro_batches", "micro_batches_of_4", "looked_at_micro", "frozen", "tied", "left_out_and_twice", "codes",
-         "in_backward", "host_arithmetic", "weight_to_a_function", "delays")
+OFTEN = ("micro_batches", "micro_batches_of_4", "looked_at_micro", "states_written", "frozen", "tied",
+         "left_out_and_twice", "codes", "in_backward", "host_arithmetic", "weight_to_a_function", "delays")
 
 
 @pytest.mark.parametrize("name", [n if n in OFTEN else pytest.param(n, marks=LONG) for n in SITUATIONS])

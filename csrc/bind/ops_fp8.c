@@ -11,6 +11,25 @@
 
 enum { X_, BY_ROWS, ROW_SCALE, BY_COLUMNS, COLUMN_SCALE };
 
+static mt_status by_columns(const mt_op_call *c, const mt_op_arg *codes, const mt_op_arg *scale,
+                            mt_fp8 *f)
+{
+    mt_status st;
+
+    MT_TRY(mt_op_type(c, "codes_t", &codes->t, MT_F8E4M3));
+    MT_TRY(mt_op_matrix(c, "codes_t", &codes->t, f->cols, -1));
+    MT_TRY(mt_op_type(c, "scale_t", &scale->t, MT_F32));
+    MT_TRY(mt_op_vector(c, "scale_t", &scale->t, f->cols));
+    f->wide = codes->t.size[1];
+    if (f->wide < f->rows || f->wide % 4 != 0)
+        return MT_FAIL(MT_EINVAL, "%s: codes_t has %lld columns for %lld rows of x: as many, in "
+                       "fours", c->name, (long long)f->wide, (long long)f->rows);
+    f->by_columns = codes->t.data;
+    f->column_scale = scale->t.data;
+fail:
+    return st;
+}
+
 static mt_status cast_args(const mt_op_call *c, const mt_op_arg *a, mt_fp8 *f)
 {
     const mt_op_tensor *x = &a[X_].t, *rows = &a[BY_ROWS].t, *columns = &a[BY_COLUMNS].t;
@@ -19,7 +38,7 @@ static mt_status cast_args(const mt_op_call *c, const mt_op_arg *a, mt_fp8 *f)
     *f = (mt_fp8){ 0 };
     MT_TRY(mt_op_float(c, "x", x));
     MT_TRY(mt_op_matrix(c, "x", x, -1, -1));
-    if ((rows->handle == NULL) != (a[ROW_SCALE].t.handle == NULL) ||
+    if ((rows->handle != NULL && a[ROW_SCALE].t.handle == NULL) ||
         (columns->handle == NULL) != (a[COLUMN_SCALE].t.handle == NULL))
         return MT_FAIL(MT_EINVAL, "%s: codes and their scales go together", c->name);
     *f = (mt_fp8){ .dtype = (mt_dtype)x->dtype, .rows = x->size[0], .cols = x->size[1],
@@ -27,23 +46,15 @@ static mt_status cast_args(const mt_op_call *c, const mt_op_arg *a, mt_fp8 *f)
     if (rows->handle != NULL) {
         MT_TRY(mt_op_type(c, "codes", rows, MT_F8E4M3));
         MT_TRY(mt_op_matrix(c, "codes", rows, f->rows, f->cols));
+    }
+    if (a[ROW_SCALE].t.handle != NULL) {
         MT_TRY(mt_op_type(c, "scale", &a[ROW_SCALE].t, MT_F32));
         MT_TRY(mt_op_vector(c, "scale", &a[ROW_SCALE].t, f->rows));
     }
-    if (columns->handle != NULL) {
-        MT_TRY(mt_op_type(c, "codes_t", columns, MT_F8E4M3));
-        MT_TRY(mt_op_matrix(c, "codes_t", columns, f->cols, -1));
-        MT_TRY(mt_op_type(c, "scale_t", &a[COLUMN_SCALE].t, MT_F32));
-        MT_TRY(mt_op_vector(c, "scale_t", &a[COLUMN_SCALE].t, f->cols));
-        f->wide = columns->size[1];
-        if (f->wide < f->rows || f->wide % 4 != 0)
-            return MT_FAIL(MT_EINVAL, "%s: codes_t has %lld columns for %lld rows of x: as many, in"
-                           " fours", c->name, (long long)f->wide, (long long)f->rows);
-    }
+    if (columns->handle != NULL)
+        MT_TRY(by_columns(c, &a[BY_COLUMNS], &a[COLUMN_SCALE], f));
     f->by_rows = rows->data;
     f->row_scale = a[ROW_SCALE].t.data;
-    f->by_columns = columns->data;
-    f->column_scale = a[COLUMN_SCALE].t.data;
 fail:
     return st;
 }
@@ -72,6 +83,106 @@ static mt_status cuda_fp8_cast(const mt_op_call *c, const mt_op_arg *a, StableIV
     (void)result;
     MT_TRY(cast_args(c, a, &f));
     st = mt_op_launched(c, mt__fp8_cast_cuda(c->stream, &f));
+fail:
+    return st;
+}
+#endif
+
+/* ---- fp8_shift, fp8_recast_ ---- */
+
+enum { X_SCALE, DY_SCALE, SHIFT };
+enum { R_X, R_SHIFT, R_SIGN, R_CODES, R_SCALE };
+
+static mt_status shift_args(const mt_op_call *c, const mt_op_arg *a)
+{
+    int64_t   rows = a[X_SCALE].t.size[0];
+    mt_status st;
+
+    MT_TRY(mt_op_type(c, "x_scale", &a[X_SCALE].t, MT_F32));
+    MT_TRY(mt_op_vector(c, "x_scale", &a[X_SCALE].t, rows));
+    MT_TRY(mt_op_type(c, "dy_scale", &a[DY_SCALE].t, MT_F32));
+    MT_TRY(mt_op_vector(c, "dy_scale", &a[DY_SCALE].t, rows));
+    MT_TRY(mt_op_type(c, "shift", &a[SHIFT].t, MT_I8));
+    MT_TRY(mt_op_vector(c, "shift", &a[SHIFT].t, rows + 1));
+fail:
+    return st;
+}
+
+static mt_status cpu_fp8_shift(const mt_op_call *c, const mt_op_arg *a, StableIValue *result)
+{
+    mt_status st;
+
+    (void)result;
+    MT_TRY(shift_args(c, a));
+    mt_fp8_shift(a[X_SCALE].t.data, a[DY_SCALE].t.data, a[X_SCALE].t.size[0], a[SHIFT].t.data);
+fail:
+    return st;
+}
+
+static mt_status shifted(const mt_op_call *c, const mt_op_arg *shift, int64_t sign, mt_fp8 *f)
+{
+    mt_status st;
+
+    MT_TRY(mt_op_type(c, "shift", &shift->t, MT_I8));
+    MT_TRY(mt_op_vector(c, "shift", &shift->t, f->rows + 1));
+    f->shift = shift->t.data;
+    f->sign = sign < 0 ? -1 : 1;
+fail:
+    return st;
+}
+
+static mt_status recast_args(const mt_op_call *c, const mt_op_arg *a, mt_fp8 *f)
+{
+    const mt_op_tensor *x = &a[R_X].t;
+    mt_status st;
+
+    *f = (mt_fp8){ 0 };
+    MT_TRY(mt_op_float(c, "x", x));
+    MT_TRY(mt_op_matrix(c, "x", x, -1, -1));
+    *f = (mt_fp8){ .dtype = (mt_dtype)x->dtype, .rows = x->size[0], .cols = x->size[1],
+                   .stride = x->stride[0], .x = x->data };
+    MT_TRY(shifted(c, &a[R_SHIFT], a[R_SIGN].i, f));
+    MT_TRY(by_columns(c, &a[R_CODES], &a[R_SCALE], f));
+fail:
+    return st;
+}
+
+static mt_status cpu_fp8_recast_(const mt_op_call *c, const mt_op_arg *a, StableIValue *result)
+{
+    mt_pool  *pool = NULL;
+    mt_fp8    f;
+    mt_status st;
+
+    (void)result;
+    MT_TRY(recast_args(c, a, &f));
+    MT_TRY(mt_op_pool(f.rows * f.cols, &pool));
+    mt_fp8_recast(pool, &f);
+fail:
+    mt_pool_close(pool);
+    return st;
+}
+
+#ifdef MT_WITH_CUDA
+static mt_status cuda_fp8_shift(const mt_op_call *c, const mt_op_arg *a, StableIValue *result)
+{
+    mt_status st;
+
+    (void)result;
+    MT_TRY(shift_args(c, a));
+    st = mt_op_launched(c, mt__fp8_shift_cuda(c->stream, a[X_SCALE].t.data, a[DY_SCALE].t.data,
+                                              a[X_SCALE].t.size[0], a[SHIFT].t.data));
+fail:
+    return st;
+}
+
+static mt_status cuda_fp8_recast_(const mt_op_call *c, const mt_op_arg *a, StableIValue *result)
+{
+    mt_fp8    f;
+    mt_status st;
+
+    (void)result;
+    MT_TRY(recast_args(c, a, &f));
+    st = mt_op_launched(c, mt__fp8_recast_cuda(c->stream, &f));
 fail:
     return st;
 }
@@ -177,10 +288,12 @@ fail:
 }
 #endif
 
-/* ---- fp8_glu, fp8_glu_backward ---- */
+/* ---- fp8_glu, fp8_glu_backward, fp8_glu_recast_ ---- */
 
 enum { GATE, UP, ACT, H_CODES, H_SCALE };
-enum { B_DH, B_GATE, B_UP, B_ACT, D_CODES, D_SCALE, D_CODES_T, D_SCALE_T, H_CODES_T, H_SCALE_T };
+enum { B_DH, B_GATE, B_UP, B_ACT, D_CODES, D_SCALE, D_CODES_T, D_SCALE_T, H_CODES_T, H_SCALE_T,
+       H_ROWS };
+enum { G_SHIFT = B_ACT + 1, G_SIGN, G_CODES, G_SCALE };
 
 /* CUDA takes 16 bytes at a time; the CPU refuses what CUDA would. */
 static mt_status in_sixteens(const mt_op_call *c, const char *name, const mt_op_tensor *t,
@@ -242,6 +355,34 @@ fail:
     return st;
 }
 
+static mt_status read_backward(const mt_op_call *c, const mt_op_arg *a, mt_glu *g)
+{
+    mt_status st;
+
+    MT_TRY(glu_args(c, &a[B_GATE].t, &a[B_UP].t, a[B_ACT].i, g));
+    MT_TRY(in_sixteens(c, "dh", &a[B_DH].t, g->rows, g->n));
+    g->dh = a[B_DH].t.data;
+fail:
+    return st;
+}
+
+/* Codes of d where they have 2 n rows, else of h. */
+static mt_status glu_recast_args(const mt_op_call *c, const mt_op_arg *a, mt_fp8_glu *f)
+{
+    mt_fp8   *to;
+    mt_status st;
+
+    *f = (mt_fp8_glu){ 0 };
+    MT_TRY(read_backward(c, a, &f->glu));
+    to = a[G_CODES].t.size[0] == 2 * f->glu.n ? &f->d : &f->h;
+    *to = (mt_fp8){ .dtype = MT_BF16, .rows = f->glu.rows,
+                    .cols = to == &f->d ? 2 * f->glu.n : f->glu.n };
+    MT_TRY(shifted(c, &a[G_SHIFT], a[G_SIGN].i, to));
+    MT_TRY(by_columns(c, &a[G_CODES], &a[G_SCALE], to));
+fail:
+    return st;
+}
+
 static mt_status backward_args(const mt_op_call *c, const mt_op_arg *a, mt_fp8_glu *f)
 {
     mt_glu   *g = &f->glu;
@@ -249,17 +390,18 @@ static mt_status backward_args(const mt_op_call *c, const mt_op_arg *a, mt_fp8_g
     mt_status st;
 
     *f = (mt_fp8_glu){ 0 };
-    MT_TRY(glu_args(c, &a[B_GATE].t, &a[B_UP].t, a[B_ACT].i, g));
-    MT_TRY(in_sixteens(c, "dh", &a[B_DH].t, g->rows, g->n));
-    g->dh = a[B_DH].t.data;
+    MT_TRY(read_backward(c, a, g));
     wide = (g->rows + 15) / 16 * 16;
     MT_TRY(made(c, &a[D_CODES], &a[D_SCALE], g->rows, 2 * g->n));
     MT_TRY(made(c, &a[D_CODES_T], &a[D_SCALE_T], 2 * g->n, wide));
     MT_TRY(made(c, &a[H_CODES_T], &a[H_SCALE_T], g->n, wide));
+    MT_TRY(mt_op_type(c, "h_rows", &a[H_ROWS].t, MT_F32));
+    MT_TRY(mt_op_vector(c, "h_rows", &a[H_ROWS].t, g->rows));
     f->d = (mt_fp8){ .dtype = MT_BF16, .rows = g->rows, .cols = 2 * g->n, .wide = wide,
                      .by_rows = a[D_CODES].t.data, .row_scale = a[D_SCALE].t.data,
                      .by_columns = a[D_CODES_T].t.data, .column_scale = a[D_SCALE_T].t.data };
     f->h = (mt_fp8){ .dtype = MT_BF16, .rows = g->rows, .cols = g->n, .wide = wide,
+                     .row_scale = a[H_ROWS].t.data,
                      .by_columns = a[H_CODES_T].t.data, .column_scale = a[H_SCALE_T].t.data };
 fail:
     return st;
@@ -299,6 +441,12 @@ static mt_status cpu_fp8_glu_backward(const mt_op_call *c, const mt_op_arg *a,
     return on_cpu(c, a, backward_args, 3, mt_fp8_glu_backward);
 }
 
+static mt_status cpu_fp8_glu_recast_(const mt_op_call *c, const mt_op_arg *a, StableIValue *result)
+{
+    (void)result;
+    return on_cpu(c, a, glu_recast_args, 3, mt_fp8_glu_recast);
+}
+
 #ifdef MT_WITH_CUDA
 static mt_status on_cuda(const mt_op_call *c, const mt_op_arg *a, read_args read,
                          const char *(*run)(uintptr_t, const mt_fp8_glu *))
@@ -324,19 +472,32 @@ static mt_status cuda_fp8_glu_backward(const mt_op_call *c, const mt_op_arg *a,
     (void)result;
     return on_cuda(c, a, backward_args, mt__fp8_glu_backward_cuda);
 }
+
+static mt_status cuda_fp8_glu_recast_(const mt_op_call *c, const mt_op_arg *a, StableIValue *result)
+{
+    (void)result;
+    return on_cuda(c, a, glu_recast_args, mt__fp8_glu_recast_cuda);
+}
 #endif
 
 #define OPS(X)                                                                                  \
     X(fp8_cast, "Swwww",                                                                        \
       "fp8_cast(Tensor x, Tensor(a!)? codes, Tensor(b!)? scale, Tensor(c!)? codes_t, "          \
       "Tensor(d!)? scale_t) -> ()")                                                             \
+    X(fp8_shift, "SSW", "fp8_shift(Tensor x_scale, Tensor dy_scale, Tensor(a!) shift) -> ()")     \
+    X(fp8_recast_, "SSiWW",                                                                     \
+      "fp8_recast_(Tensor x, Tensor shift, int sign, Tensor(a!) codes_t, Tensor(b!) scale_t) "  \
+      "-> ()")                                                                                  \
+    X(fp8_glu_recast_, "TSSiSiWW",                                                              \
+      "fp8_glu_recast_(Tensor dh, Tensor gate, Tensor up, int act, Tensor shift, int sign, "    \
+      "Tensor(a!) codes_t, Tensor(b!) scale_t) -> ()")                                          \
     X(fp8_gemm_, "VSTSTtsfi",                                                                   \
       "fp8_gemm_(Tensor(a!) c, Tensor a, Tensor a_scale, Tensor b, Tensor b_scale, "            \
       "Tensor? bias, Tensor? base, float alpha, bool fast) -> ()")                              \
     X(fp8_glu, "SSiWW",                                                                         \
       "fp8_glu(Tensor gate, Tensor up, int act, Tensor(a!) codes, Tensor(b!) scale) -> ()")     \
-    X(fp8_glu_backward, "TSSiWWWWWW",                                                           \
+    X(fp8_glu_backward, "TSSiWWWWWWW",                                                          \
       "fp8_glu_backward(Tensor dh, Tensor gate, Tensor up, int act, Tensor(a!) codes, "         \
       "Tensor(b!) scale, Tensor(c!) codes_t, Tensor(d!) scale_t, Tensor(e!) h_t, "              \
-      "Tensor(f!) h_scale_t) -> ()")
+      "Tensor(f!) h_scale_t, Tensor(g!) h_rows) -> ()")
 MT_OP_TABLE(fp8, OPS)

@@ -61,13 +61,39 @@ static void cast_row(void *arg, int64_t r)
         most = larger(most, mt__get(f->dtype, f->x, r * f->stride + c));
     scale.u = mt_fp8_scale_bits(most);
     inverse.u = mt_fp8_inverse_bits(scale.u);
-    for (int64_t c = 0; c < f->cols; c++)
+    for (int64_t c = 0; c < f->cols && f->by_rows != NULL; c++)
         f->by_rows[r * f->cols + c] =
             mt_fp8_code(mt__get(f->dtype, f->x, r * f->stride + c) * inverse.f);
     f->row_scale[r] = scale.f;
 }
 
+/* ---- rows that are balanced ---- */
+
+void mt_fp8_shift(const float *x_scale, const float *dy_scale, int64_t rows, int8_t *shift)
+{
+    unsigned x[256] = { 0 }, dy[256] = { 0 };
+    int      typical_x, typical_dy, any = 0;
+
+    for (int64_t r = 0; r < rows; r++) {
+        x[mt_fp8_exponent(x_scale[r])]++;
+        dy[mt_fp8_exponent(dy_scale[r])]++;
+    }
+    typical_x = mt_fp8_typical(x);
+    typical_dy = mt_fp8_typical(dy);
+    for (int64_t r = 0; r < rows; r++) {
+        shift[r] = (int8_t)mt_fp8_shift_of(mt_fp8_exponent(x_scale[r]),
+                                           mt_fp8_exponent(dy_scale[r]), typical_x, typical_dy);
+        any |= shift[r] != 0;
+    }
+    shift[rows] = (int8_t)any;
+}
+
 /* ---- by columns ---- */
+
+static float balanced(const mt_fp8 *f, int64_t r, int64_t c)
+{
+    return mt__get(f->dtype, f->x, r * f->stride + c) * mt_fp8_factor(f->shift, f->sign, r);
+}
 
 static void cast_columns(void *arg, int64_t chunk)
 {
@@ -79,7 +105,7 @@ static void cast_columns(void *arg, int64_t chunk)
 
     for (int64_t r = 0; r < f->rows; r++)
         for (int64_t c = 0; c < n; c++)
-            most[c] = larger(most[c], mt__get(f->dtype, f->x, r * f->stride + first + c));
+            most[c] = larger(most[c], balanced(f, r, first + c));
     for (int64_t c = 0; c < n; c++) {
         scale.u = mt_fp8_scale_bits(most[c]);
         inverse[c].u = mt_fp8_inverse_bits(scale.u);
@@ -88,16 +114,26 @@ static void cast_columns(void *arg, int64_t chunk)
     }
     for (int64_t r = 0; r < f->rows; r++)
         for (int64_t c = 0; c < n; c++)
-            f->by_columns[(first + c) * f->wide + r] = mt_fp8_code(
-                mt__get(f->dtype, f->x, r * f->stride + first + c) * inverse[c].f);
+            f->by_columns[(first + c) * f->wide + r] =
+                mt_fp8_code(balanced(f, r, first + c) * inverse[c].f);
 }
 
 void mt_fp8_cast(mt_pool *pool, const mt_fp8 *f)
 {
     mt_fp8 copy = *f;
 
-    if (f->by_rows != NULL)
+    if (f->row_scale != NULL)
         mt_pool_run(pool, cast_row, &copy, f->rows);
     if (f->by_columns != NULL)
         mt_pool_run(pool, cast_columns, &copy, (f->cols + COLUMNS - 1) / COLUMNS);
+}
+
+void mt_fp8_recast(mt_pool *pool, const mt_fp8 *f)
+{
+    mt_fp8 copy = *f;
+
+    copy.by_rows = NULL;
+    copy.row_scale = NULL;
+    if (f->shift[f->rows] != 0)
+        mt_fp8_cast(pool, &copy);
 }

@@ -176,6 +176,80 @@ static __global__ void scales_kernel(float *of_rows, int64_t rows, float *of_col
         *at = __uint_as_float(mt_fp8_scale_bits(__float_as_uint(*at)));
 }
 
+// Codes by columns with a shift of rows, by a block for each TILE_COLS of them, which goes through
+// all rows twice: some layers have such rows, and most do not; there this ends where it begins.
+// source.get(row, col, pack) makes W elements.
+// Bytes: 4 in, 1 out an element of 16 bits. Limit: the rate of as many blocks as there are.
+template <typename T, int W, typename Source>
+__device__ inline void recast(const Source &source, const mt_fp8 &f)
+{
+    constexpr int ACROSS = TILE_COLS / W;
+    __shared__ unsigned most[TILE_COLS], columns[TILE_COLS][TILE_WORDS + 1];
+    const int     thread = (int)threadIdx.x, own = thread % ACROSS * W;
+    const int64_t col0 = (int64_t)blockIdx.x * TILE_COLS;
+    unsigned      found[W] = {};
+
+    if (f.shift[f.rows] == 0)
+        return;
+    if (thread < TILE_COLS)
+        most[thread] = 0;
+    __syncthreads();
+    for (int64_t row = thread / ACROSS; row < f.rows && col0 + own < f.cols;
+         row += CODE_THREADS / ACROSS) {
+        const float     factor = mt_fp8_factor(f.shift, f.sign, row);
+        Elements<T, W>  x;
+
+        source.get(row, col0 + own, x);
+        for (int c = 0; c < W; c++)
+            found[c] = max(found[c], __float_as_uint(x.at(c) * factor) & 0x7fffffffu);
+    }
+    for (int c = 0; c < W; c++)
+        atomicMax(&most[own + c], found[c]);
+    __syncthreads();
+    if (thread < TILE_COLS) {
+        const unsigned scale = mt_fp8_scale_bits(most[thread]);
+
+        if (col0 + thread < f.cols)
+            f.column_scale[col0 + thread] = __uint_as_float(scale);
+        most[thread] = mt_fp8_inverse_bits(scale);
+    }
+    __syncthreads();
+    for (int64_t row0 = 0; row0 < f.wide; row0 += TILE_ROWS) {
+        for (int job = thread; job < ACROSS * TILE_WORDS; job += CODE_THREADS) {
+            const int      across = job % ACROSS * W, group = job / ACROSS;
+            const int64_t  row = row0 + group * 4;
+            Elements<T, W> x[4];
+            float          factor[4];
+
+            for (int i = 0; i < 4; i++) {
+                const bool is = row + i < f.rows && col0 + across < f.cols;
+
+                factor[i] = is ? mt_fp8_factor(f.shift, f.sign, row + i) : 0.0f;
+                if (is)
+                    source.get(row + i, col0 + across, x[i]);
+                else
+                    x[i].zero();
+            }
+            for (int c = 0; c < W; c++) {
+                const float by = __uint_as_float(most[across + c]);
+
+                columns[across + c][group] = there(f.rows - row) &
+                    (two_codes(x[0].at(c) * factor[0] * by, x[1].at(c) * factor[1] * by) |
+                     two_codes(x[2].at(c) * factor[2] * by, x[3].at(c) * factor[3] * by) << 16);
+            }
+        }
+        __syncthreads();
+
+        const int64_t to = row0 + thread % WARP * 4;
+
+        for (int c = thread / WARP; c < TILE_COLS && col0 + c < f.cols; c += CODE_WARPS)
+            if (to < f.wide)
+                *reinterpret_cast<unsigned *>(f.by_columns + (col0 + c) * f.wide + to) =
+                    columns[c][thread % WARP];
+        __syncthreads();
+    }
+}
+
 inline unsigned blocks(int64_t n, int64_t each) { return (unsigned)((n + each - 1) / each); }
 
 } // namespace mt

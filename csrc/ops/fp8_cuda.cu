@@ -69,7 +69,7 @@ __global__ void __launch_bounds__(THREADS) most_kernel(const mt_fp8 f)
             x.load(from + (first + i) * f.stride);
         for (int w = 0; w < WORDS; w++)
             most[w] = larger<T>(most[w], magnitude<T>(x.u[w]));
-        if (f.by_rows != nullptr && first + i < f.rows) {
+        if (f.row_scale != nullptr && first + i < f.rows) {
             const unsigned row = warp_most(folded<T>(x.most()));
 
             if (lane == 0)
@@ -149,6 +149,55 @@ __global__ void __launch_bounds__(THREADS, 5) tile_kernel(const mt_fp8 f)
                 columns[c][lane];
 }
 
+/* ---- rows that are balanced ---- */
+
+template <typename T, int W> struct Matrix {
+    const mt_fp8 &f;
+
+    __device__ void get(int64_t row, int64_t col, Elements<T, W> &x) const
+    {
+        x.load(static_cast<const T *>(f.x) + row * f.stride + col);
+    }
+};
+
+template <typename T, int W>
+__global__ void __launch_bounds__(THREADS) recast_kernel(const mt_fp8 f)
+{
+    recast<T, W>(Matrix<T, W>{ f }, f);
+}
+
+// One block: counts of exponents are integers, whose sums have no order.
+__global__ void __launch_bounds__(1024) shift_kernel(const float *x, const float *dy, int64_t rows,
+                                                     int8_t *shift)
+{
+    __shared__ unsigned count[2][256];
+    __shared__ int typical[2];
+    const int thread = (int)threadIdx.x;
+    int any = 0;
+
+    if (thread < 512)
+        count[thread / 256][thread % 256] = 0;
+    __syncthreads();
+    for (int64_t r = thread; r < rows; r += 1024) {
+        atomicAdd(&count[0][mt_fp8_exponent(x[r])], 1u);
+        atomicAdd(&count[1][mt_fp8_exponent(dy[r])], 1u);
+    }
+    __syncthreads();
+    if (thread < 2)
+        typical[thread] = mt_fp8_typical(count[thread]);
+    __syncthreads();
+    for (int64_t r = thread; r < rows; r += 1024) {
+        const int s = mt_fp8_shift_of(mt_fp8_exponent(x[r]), mt_fp8_exponent(dy[r]), typical[0],
+                                      typical[1]);
+
+        shift[r] = (int8_t)s;
+        any |= s != 0;
+    }
+    any = __syncthreads_or(any);
+    if (thread == 0)
+        shift[rows] = (int8_t)(any != 0);
+}
+
 /* ---- what is left of a product ---- */
 
 // Bytes: 4 to 6 an element of 16 bits. Limit: HBM. Only where cublasLt scales no rows.
@@ -173,24 +222,31 @@ __global__ void finish_kernel(const mt_gemm g, const T *sums, float alpha)
 
 template <typename T, int W> const char *launch(cudaStream_t stream, const mt_fp8 &f)
 {
-    if (f.by_columns == nullptr) {
+    if (f.shift != nullptr) {
+        recast_kernel<T, W><<<blocks(f.cols, TILE_COLS), THREADS, 0, stream>>>(f);
+        return mt::launch_error();
+    }
+    if (f.by_columns == nullptr && f.by_rows != nullptr) {
         const int64_t bytes = f.cols / W * (int64_t)sizeof(Elements<T, W>);
         const int shared = bytes <= WAITS;
 
         rows_kernel<T, W><<<(unsigned)f.rows, THREADS, shared ? bytes : 0, stream>>>(f, shared);
         return mt::launch_error();
     }
-    const int64_t rows = f.by_rows == nullptr ? 0 : f.rows;
+    const int64_t rows = f.row_scale == nullptr ? 0 : f.rows;
+    const int64_t columns = f.by_columns == nullptr ? 0 : f.cols;
     const dim3    grid(blocks(f.cols, WARP * W), blocks(f.rows, TALL));
 
     if (rows > 0)
         (void)cudaMemsetAsync(f.row_scale, 0, (size_t)rows * sizeof(float), stream);
-    (void)cudaMemsetAsync(f.column_scale, 0, (size_t)f.cols * sizeof(float), stream);
+    if (columns > 0)
+        (void)cudaMemsetAsync(f.column_scale, 0, (size_t)columns * sizeof(float), stream);
     most_kernel<T, W><<<grid, THREADS, 0, stream>>>(f);
-    scales_kernel<<<blocks(rows + f.cols, THREADS), THREADS, 0, stream>>>(f.row_scale, rows,
-                                                                          f.column_scale, f.cols);
-    tile_kernel<T, W><<<dim3(blocks(f.cols, TILE_COLS), blocks(f.wide, TILE_ROWS)), THREADS, 0,
-                        stream>>>(f);
+    scales_kernel<<<blocks(rows + columns, THREADS), THREADS, 0, stream>>>(f.row_scale, rows,
+                                                                           f.column_scale, columns);
+    if (columns > 0)
+        tile_kernel<T, W><<<dim3(blocks(f.cols, TILE_COLS), blocks(f.wide, TILE_ROWS)), THREADS, 0,
+                            stream>>>(f);
     return mt::launch_error();
 }
 
@@ -205,7 +261,7 @@ template <typename T> const char *launch_width(cudaStream_t stream, const mt_fp8
 
 } // namespace
 
-extern "C" const char *mt__fp8_cast_cuda(uintptr_t handle, const mt_fp8 *f)
+static const char *run(uintptr_t handle, const mt_fp8 *f)
 {
     cudaStream_t stream = reinterpret_cast<cudaStream_t>(handle);
     mt::Current  current(stream);
@@ -219,6 +275,31 @@ extern "C" const char *mt__fp8_cast_cuda(uintptr_t handle, const mt_fp8 *f)
     case MT_BF16: return launch_width<__nv_bfloat16>(stream, *f);
     default:      return launch_width<__half>(stream, *f);
     }
+}
+
+extern "C" const char *mt__fp8_cast_cuda(uintptr_t handle, const mt_fp8 *f)
+{
+    mt_fp8 plain = *f;
+
+    plain.shift = nullptr;
+    return run(handle, &plain);
+}
+
+extern "C" const char *mt__fp8_recast_cuda(uintptr_t handle, const mt_fp8 *f)
+{
+    return run(handle, f);
+}
+
+extern "C" const char *mt__fp8_shift_cuda(uintptr_t handle, const float *x_scale,
+                                          const float *dy_scale, int64_t rows, int8_t *shift)
+{
+    cudaStream_t stream = reinterpret_cast<cudaStream_t>(handle);
+    mt::Current  current(stream);
+
+    if (!current.ok)
+        return mt::NO_CONTEXT;
+    shift_kernel<<<1, 1024, 0, stream>>>(x_scale, dy_scale, rows, shift);
+    return mt::launch_error();
 }
 
 extern "C" const char *mt__fp8_finish_cuda(uintptr_t handle, const mt_gemm *g, const void *sums,

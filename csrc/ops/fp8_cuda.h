@@ -12,7 +12,10 @@ extern "C" {
 #endif
 
 /* Launched on the stream whose handle it is (cudaStream_t). They yield NULL, or what went wrong. */
-const char *mt__fp8_cast_cuda(uintptr_t handle, const mt_fp8 *f);
+const char *mt__fp8_cast_cuda  (uintptr_t handle, const mt_fp8 *f);
+const char *mt__fp8_recast_cuda(uintptr_t handle, const mt_fp8 *f);
+const char *mt__fp8_shift_cuda (uintptr_t handle, const float *x_scale, const float *dy_scale,
+                                int64_t rows, int8_t *shift);
 
 /* c from sums [M,N] dense, of c's type: gemm.h's formula. sums may be c's own memory. */
 const char *mt__fp8_finish_cuda(uintptr_t handle, const mt_gemm *g, const void *sums, float alpha);

@@ -158,6 +158,11 @@ __global__ void __launch_bounds__(THREADS) most_kernel(const mt_fp8_glu f)
 
         if (lane == 0)
             atomicMax(reinterpret_cast<unsigned *>(f.d.row_scale) + row, wide_bits<bf16>(of_row));
+
+        const unsigned of_h = warp_most(folded<bf16>(made[H].most()));
+
+        if (lane == 0)
+            atomicMax(reinterpret_cast<unsigned *>(f.h.row_scale) + row, wide_bits<bf16>(of_h));
     }
     for (int m = 0; m < MADE; m++)
         for (int w = 0; w < WORDS; w++)
@@ -253,6 +258,33 @@ __global__ void __launch_bounds__(THREADS, 2) tile_kernel(const mt_fp8_glu f)
                 columns[m][c][lane];
 }
 
+/* ---- rows that are balanced ---- */
+
+// Of d (dgate | dup) or h.
+template <int Act> struct Products {
+    const mt_glu &g;
+    int           first;                        // DGATE or H
+
+    __device__ void get(int64_t row, int64_t col, Pack &to) const
+    {
+        const int which = first + (int)(col / g.n);            // n is a multiple of W
+        Pack      x[MADE];
+
+        load(g, row, col % g.n, x);
+        make<Act>(x);
+#pragma unroll
+        for (int w = 0; w < Pack::WORDS; w++)
+            to.u[w] = which == H ? x[H].u[w] : which == DUP ? x[DUP].u[w] : x[DGATE].u[w];
+    }
+};
+
+template <int Act> __global__ void __launch_bounds__(THREADS) recast_kernel(const mt_fp8_glu f)
+{
+    const bool of_d = f.d.by_columns != nullptr;
+
+    recast<bf16, W>(Products<Act>{ f.glu, of_d ? DGATE : H }, of_d ? f.d : f.h);
+}
+
 /* ---- launches ---- */
 
 template <int Act> void launch_forward(cudaStream_t stream, const mt_fp8_glu &f)
@@ -269,24 +301,37 @@ template <int Act> void launch_backward(cudaStream_t stream, const mt_fp8_glu &f
 
     (void)cudaMemsetAsync(f.d.row_scale, 0, (size_t)rows * sizeof(float), stream);
     (void)cudaMemsetAsync(f.d.column_scale, 0, (size_t)(2 * n) * sizeof(float), stream);
+    (void)cudaMemsetAsync(f.h.row_scale, 0, (size_t)rows * sizeof(float), stream);
     (void)cudaMemsetAsync(f.h.column_scale, 0, (size_t)n * sizeof(float), stream);
     most_kernel<Act><<<dim3(blocks(n, WARP * W), blocks(rows, TALL)), THREADS, 0, stream>>>(f);
     scales_kernel<<<blocks(rows + 2 * n, THREADS), THREADS, 0, stream>>>(f.d.row_scale, rows,
                                                                          f.d.column_scale, 2 * n);
-    scales_kernel<<<blocks(n, THREADS), THREADS, 0, stream>>>(f.h.column_scale, n, nullptr, 0);
+    scales_kernel<<<blocks(rows + n, THREADS), THREADS, 0, stream>>>(f.h.row_scale, rows,
+                                                                     f.h.column_scale, n);
     tile_kernel<Act><<<dim3(blocks(n, TILE_COLS), blocks(f.d.wide, TILE_ROWS)), THREADS, 0,
                        stream>>>(f);
 }
 
-template <bool Backward, int Act> void launch(cudaStream_t stream, const mt_fp8_glu &f)
+template <int Act> void launch_recast(cudaStream_t stream, const mt_fp8_glu &f)
 {
-    if constexpr (Backward)
-        launch_backward<Act>(stream, f);
-    else
-        launch_forward<Act>(stream, f);
+    const int64_t cols = f.d.by_columns != nullptr ? f.d.cols : f.h.cols;
+
+    recast_kernel<Act><<<blocks(cols, TILE_COLS), THREADS, 0, stream>>>(f);
 }
 
-template <bool Backward> const char *run(uintptr_t handle, const mt_fp8_glu &f)
+enum Kind { FORWARD, BACKWARD, RECAST };
+
+template <Kind K, int Act> void launch(cudaStream_t stream, const mt_fp8_glu &f)
+{
+    if constexpr (K == FORWARD)
+        launch_forward<Act>(stream, f);
+    else if constexpr (K == BACKWARD)
+        launch_backward<Act>(stream, f);
+    else
+        launch_recast<Act>(stream, f);
+}
+
+template <Kind K> const char *run(uintptr_t handle, const mt_fp8_glu &f)
 {
     cudaStream_t stream = reinterpret_cast<cudaStream_t>(handle);
     Current      current(stream);
@@ -296,10 +341,10 @@ template <bool Backward> const char *run(uintptr_t handle, const mt_fp8_glu &f)
     if (f.glu.rows == 0 || f.glu.n == 0)
         return nullptr;
     switch (f.glu.act) {
-    case MT_SILU:      launch<Backward, MT_SILU>(stream, f);      break;
-    case MT_GELU_TANH: launch<Backward, MT_GELU_TANH>(stream, f); break;
-    case MT_GELU:      launch<Backward, MT_GELU>(stream, f);      break;
-    default:           launch<Backward, MT_CLAMPED>(stream, f);   break;
+    case MT_SILU:      launch<K, MT_SILU>(stream, f);      break;
+    case MT_GELU_TANH: launch<K, MT_GELU_TANH>(stream, f); break;
+    case MT_GELU:      launch<K, MT_GELU>(stream, f);      break;
+    default:           launch<K, MT_CLAMPED>(stream, f);   break;
     }
     return launch_error();
 }
@@ -308,10 +353,15 @@ template <bool Backward> const char *run(uintptr_t handle, const mt_fp8_glu &f)
 
 extern "C" const char *mt__fp8_glu_forward_cuda(uintptr_t handle, const mt_fp8_glu *f)
 {
-    return run<false>(handle, *f);
+    return run<FORWARD>(handle, *f);
 }
 
 extern "C" const char *mt__fp8_glu_backward_cuda(uintptr_t handle, const mt_fp8_glu *f)
 {
-    return run<true>(handle, *f);
+    return run<BACKWARD>(handle, *f);
+}
+
+extern "C" const char *mt__fp8_glu_recast_cuda(uintptr_t handle, const mt_fp8_glu *f)
+{
+    return run<RECAST>(handle, *f);
 }

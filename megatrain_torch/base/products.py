@@ -54,7 +54,8 @@ def check_layers(name: str, layers: Collection[object], types: Collection[torch.
     """
     if not layers:
         raise MegatrainError(f"products='fp8': {name} has no layer for them: they are made in decoder layers that a "
-                             "template covers, but for the first and the last; use products='bf16'")
+                             "template covers, without codes or LoRA, by linear layers whose sizes are multiples of "
+                             "16, but for the first and the last; use products='bf16'")
     if other := sorted(str(t) for t in types if t != torch.bfloat16):
         raise MegatrainError(f"products='fp8': layers of {name} have weights of type {other[0]}, and codes are made of "
                              "bf16: dtype=torch.bfloat16")

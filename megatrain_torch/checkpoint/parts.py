@@ -58,6 +58,7 @@ def parts_of(rt: Runtime, model: nn.Module, opt: torch.optim.Optimizer | None, s
     """When nothing is under way. randoms: states of random numbers, by rank. most: bytes of a file of tensors."""
     if isinstance(opt, AdamW):
         opt._catch_up()
+        opt._take_states()
     names = names_of(model)
     with torch.no_grad():
         rt.planes.notice_writes(rt.records)
@@ -255,7 +256,7 @@ def _body(rt: Runtime, opt: torch.optim.Optimizer | None, names: dict[Tensor, st
     if ours:
         for p, s in opt.state.items():
             if s:
-                parameters[names[p]] |= {"step": opt._counts[p], "master": master_plane(p._mt)}
+                parameters[names[p]] |= {"step": int(s["step"]), "master": master_plane(p._mt)}
                 if rt.states.format != "fp32":      # scales are of elements that are neighbours in memory
                     parameters[names[p]]["strides"] = list(p._mt.stride)
         for p, key in opt._keys.items():

@@ -210,12 +210,11 @@ def _load_record(record: Record, name: str, source: Checkpoint, reads: Reads,
     """Says what is to be read; what is returned is called when it has been."""
     saved = source.body["parameters"][name]
     stepped = isinstance(opt, AdamW) and "step" in saved
-    if isinstance(opt, AdamW) and not stepped and opt.state.pop(record.param, None):
-        opt._counts.pop(record.param, None)
+    if isinstance(opt, AdamW) and not stepped:
+        opt.state.pop(record.param, None)
     if stepped:
         opt._begin_state(record.param, record)
         opt.state[record.param]["step"].fill_(float(saved["step"]))
-        opt._counts[record.param] = saved["step"]
     moments = _read_moments(record, name, source, reads) if stepped else lambda: None
     mastered = stepped or (opt is not None and "step" in saved and record.dtype == torch.float32)
     weights = _read_weights(record, name, source, reads, saved["master"] if mastered else "")

@@ -19,6 +19,7 @@ from ..graph.handover import HandOver
 from ..graph.swap import Swap
 from ..graph.untraced import Untraced
 from ..graph.window import Window
+from ..store.guard import take_back
 from ..store.planes import Planes
 from ..store.records import Record
 from ..store.state import enter, in_backward, leave
@@ -116,6 +117,7 @@ class Forwards:
 
     def notice(self) -> None:
         """What the user changed on parameters: values, and requires_grad."""
+        take_back(r.param for r in self._model.records if r.param is not None)      # of a step that broke off
         self._model.planes.notice_writes(self._model.records)
         self._model.trained.look()
 

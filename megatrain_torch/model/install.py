@@ -20,6 +20,7 @@ from ..graph.installed import Installed, method_of
 from ..graph.sight import keep_in_sight
 from ..graph.window import Window
 from ..optim import astray
+from ..optim.adamw import AdamW
 from ..store import gradient
 from ..store.records import Record
 from ..store.state import BoundParameters, HostBuffers
@@ -34,7 +35,7 @@ def install(rt: Runtime, root: nn.Module, found: Any, modes: str | dict[str, str
     patches.hold(rt)
     patches.once("registrations", count_registrations)
     keep_in_sight(format for _, _, _, format in coded(root))
-    astray.watch()
+    astray.watch(AdamW)
     wrapped.watch()
     by_param = _by_param(rt)
     for m in root.modules():

@@ -14,17 +14,26 @@ from torch import Tensor
 
 from ..base.errors import MegatrainError
 from ..store import gradient
-from ..store.guard import StreamedParameter, guard, values_of
+from ..store.guard import StreamedParameter, guard, plain, values_of
 from ..store.records import DTYPES, Record
 from . import clipping
-from .astray import StoreStates
+from .astray import StepCount, StoreStates, count_of
 from .masters import lacks_master, make_master, master, set_master
-from .moments import CODES, MOMENTS, addresses, load_moments, memory_of, moments_of, stand_there
-from .options import check_options
+from .moments import (
+    CODES,
+    MOMENTS,
+    addresses,
+    check_state,
+    load_moments,
+    memory_of,
+    moments_of,
+    stand_there,
+)
+from .options import check_group, check_limit, check_options
 from .sources import check_used, source_of
 from .unstreamed import HALVES, adamw_half, adamw_plain, fp32_like, state_of
 
-COPIED = ("max_grad_norm", "_nonfinite", "_in_backward", "_handed", "_early", "_done", "_counts",
+COPIED = ("max_grad_norm", "_nonfinite", "_in_backward", "_handed", "_early", "_done",
           "_norm", "_limit_once", "_steps", "_asked", "_late", "_skipped", "_complaint", "_states", "_keys", "_served")
 RESULTS_KEPT = 64       # of an engine's updates that may be unread before the oldest is asked for; it keeps 128
 
@@ -32,10 +41,11 @@ RESULTS_KEPT = 64       # of an engine's updates that may be unread before the o
 class _Handed:
     """Updates handed to one model's engine; what became of them is known when their gradients are home."""
 
-    __slots__ = ("_found", "params", "runtime", "ticket")
+    __slots__ = ("_found", "runtime", "steps", "ticket")
 
-    def __init__(self, runtime: Any, ticket: int, params: list[StreamedParameter]) -> None:
-        self.runtime, self.ticket, self.params = runtime, ticket, params
+    def __init__(self, runtime: Any, ticket: int, steps: list[Tensor]) -> None:
+        """steps: counts that took this update for done; of a skipped one they are taken back."""
+        self.runtime, self.ticket, self.steps = runtime, ticket, steps
         self._found: tuple[float, int] | None = None
 
     def result(self) -> tuple[float, int]:
@@ -55,6 +65,9 @@ class AdamW(torch.optim.Optimizer):
     With moments in fp32, 12 bytes per parameter, 14 with the gradient that waits for the norm. Order of
     operations, how far from exact, and what moments of 8 bits do to training: docs/numerics.md.
 
+    What `state` and `param_groups` show is what an update uses, whoever wrote it, and however: `opt.state[p]["step"]`,
+    moments, their views, other tensors or dicts in their place, `opt.state.clear()`.
+
     Parameters that are not streamed are updated too: 16-bit ones as streamed ones are, with an fp32 master and moments
     in fp32, others by torch's own functions. Where there are such, or parameters of several streamed models, step()
     waits for the gradients and clips them in place.
@@ -71,7 +84,7 @@ class AdamW(torch.optim.Optimizer):
             A model's states are of one format. Parameters that are not streamed keep fp32 ones.
         in_backward: update each unit as soon as backward has its gradient, without waiting for
             step(). A promise that every backward() is followed by step() and that nobody changes
-            gradients in between; needs max_grad_norm=None.
+            gradients or `param_groups` in between; needs max_grad_norm=None.
         nonfinite: a step whose gradients are not finite changes nothing (with in_backward: no unit whose
             own are not); "skip" counts it (`skipped_steps`), "raise" also raises at the next step().
 
@@ -94,8 +107,8 @@ class AdamW(torch.optim.Optimizer):
         self._nonfinite, self._in_backward = nonfinite, in_backward
         self._handed: list[_Handed] = []                   # by the last step; taken by _catch_up
         self._early: list[_Handed] = []                    # by the backward under way, for the next step
-        self._done: set[int] = set()                       # pids updated in the backward under way
-        self._counts: dict[Tensor, int] = {}               # steps taken, as state["step"] says
+        # Updated in the backward under way: what a parameter's group said then, by its pid.
+        self._done: dict[int, tuple[float, ...]] = {}
         self._norm: float | None = None
         self._limit_once = math.inf                        # of the next step, beside max_grad_norm
         self._steps = 0                                    # calls of step()
@@ -128,6 +141,8 @@ class AdamW(torch.optim.Optimizer):
 
     def _adopt(self) -> None:
         """Parameters that came since the last look: by add_param_group, or into a group's list."""
+        for group in self.param_groups:
+            check_group(group)
         params = [p for group in self.param_groups for p in group["params"]]
         ids = [id(p) for p in params]
         if ids == self._known:
@@ -164,14 +179,17 @@ class AdamW(torch.optim.Optimizer):
 
         Raises:
             MegatrainError: a worker failed since the last call; its model was unstreamed; nonfinite="raise" and the
-                step before this one was skipped; or in_backward=True and a gradient changed after its update.
+                step before this one was skipped; or in_backward=True and a gradient or its group changed after its
+                update; or what was written to `state` or `param_groups` cannot be used.
         """
         clipping.prepare(AdamW)
+        check_limit(self.max_grad_norm, self._in_backward)
         self._check_served()
         self._adopt()
         for rt in self._served:
             rt.handover.broken_off()
         self._catch_up()
+        self._take_states()
         clipping.fill(self._late)
         self._late, self._asked = self._asked, None
         self._steps += 1
@@ -201,7 +219,7 @@ class AdamW(torch.optim.Optimizer):
         return loss
 
     def _step_all(self, limit: float) -> None:
-        if not self._counts:
+        if not any(self.state.values()):
             self._ask_for_room()              # the gradients have come since
         streamed, others = self._collect()
         for rt, units in streamed.items():
@@ -213,16 +231,15 @@ class AdamW(torch.optim.Optimizer):
 
     def _hand(self, rt: Any, units: list[tuple[int, list[Any]]], limit: float) -> _Handed:
         """Submits updates; from here on they count as steps."""
-        params = [rt.units[u][item[0]].param for u, items in units for item in items]
+        steps = [self.state[rt.units[u][item[0]].param]["step"] for u, items in units for item in items]
         for u, _ in units:
             if u in rt.homes.filed:                # what is updated there is not what was written here
                 rt.planes.notice_writes(rt.units[u])
         rt.homes.arrivals.bring(u for u, _ in units)
-        handed = _Handed(rt, rt.core.adam(units, limit, rt.stream()), params)
-        for p in params:
-            self._counts[p] += 1
-        _note_update([p._mt for p in params])
-        torch._foreach_add_([self.state[p]["step"] for p in params], 1)
+        handed = _Handed(rt, rt.core.adam(units, limit, rt.stream()), steps)
+        _note_update([rt.units[u][item[0]] for u, items in units for item in items])
+        with torch._C.DisableTorchFunctionSubclass():        # counts without a look at what becomes of the updates
+            torch._foreach_add_(steps, 1)
         return handed
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -262,10 +279,9 @@ class AdamW(torch.optim.Optimizer):
         if self._norm is None:
             self._norm = math.hypot(*(norm for norm, _ in results))
         skipped = [h for h, (_, skips) in zip(handed, results) if skips]
-        for p in [p for h in skipped for p in h.params]:
-            self._counts[p] -= 1
-            self.state[p]["step"] -= 1
         if skipped:
+            with torch._C.DisableTorchFunctionSubclass():
+                torch._foreach_sub_([step for h in skipped for step in h.steps], 1)
             self._note_skipped()
 
     def _check_served(self) -> None:
@@ -371,6 +387,9 @@ class AdamW(torch.optim.Optimizer):
         record: Record = p._mt
         if record.pid in self._done:
             check_used(record)
+            if _numbers(group) != self._done[record.pid]:
+                raise MegatrainError(f"{record.name}: its group's lr, betas, eps, weight_decay or maximize changed "
+                                     "after its update in backward: with in_backward=True they are set before it")
             return None
         grad = gradient.standing(record)
         if record.numel == 0 or (grad is None and not passing):
@@ -382,9 +401,9 @@ class AdamW(torch.optim.Optimizer):
             raise MegatrainError(f"{record.name}: it has a .grad of its own, and plan={{'grads': 'none'}} has no place "
                                  "for one: no hooks on the parameter, no arithmetic on it outside of the model")
         address, changed = (0, record.written) if passing or late else source_of(record)
-        b1, b2 = group["betas"]
-        return (record.index, float(group["lr"]), b1, b2, group["eps"], group["weight_decay"], self._counts[p] + 1,
-                int(group["maximize"]), address, DTYPES[record.dtype], int(changed), self._keys[p])
+        *numbers, maximize = _numbers(group)
+        return (record.index, *numbers, count_of(self.state[p]["step"], record.name) + 1, maximize, address,
+                DTYPES[record.dtype], int(changed), self._keys[p])
 
     def _prepare(self, p: StreamedParameter, record: Record) -> None:
         if record.dtype not in (torch.float32, torch.bfloat16, torch.float16):
@@ -392,7 +411,7 @@ class AdamW(torch.optim.Optimizer):
         rt = record.runtime
         if record.host._version != record.version:
             rt.planes.after_write(record)
-        if p not in self.state:
+        if not self.state.get(p):
             self._begin_state(p, record)
         elif record.optimizer is None:
             raise MegatrainError(f"{record.name}: it was streamed after this mt.AdamW had stepped with it: make the "
@@ -418,9 +437,12 @@ class AdamW(torch.optim.Optimizer):
         record.runtime.states.chosen = True
         self._served.add(record.runtime)
         names = MOMENTS if record.runtime.states.format == "fp32" else CODES
-        views = {name: guard(record.view(plane), record) for name, plane in zip(names, record.moments)}
-        self.state[p] = StoreStates(step=torch.zeros(()), **views)
-        self._counts[p] = 0
+        there = self.state.get(p)
+        if isinstance(there, StoreStates) and there.record is record:        # somebody may hold it
+            there.reset()
+        else:
+            moments = {name: guard(record.view(plane), record) for name, plane in zip(names, record.moments)}
+            self.state[p] = StoreStates(record, {"step": StepCount.of(self._catch_up), **moments})
         if record.optimizer is not None and not keep:
             record.runtime.planes.wait_used(record)
             record.runtime.planes.own_states(record)
@@ -429,6 +451,23 @@ class AdamW(torch.optim.Optimizer):
             record.runtime.planes.push(record, *record.moments)
         record.optimizer = weakref.ref(self)
 
+    @torch.no_grad()
+    def _take_states(self) -> None:
+        """What was put into self.state in the place of the store's own, tensors or whole dicts, is copied into the
+        store.
+
+        Raises:
+            MegatrainError: a moment is missing, or of another shape; or the count is no number of steps.
+        """
+        put = [p for p, values in self.state.items() if isinstance(p, StreamedParameter) and values
+               and p._mt.runtime in self._served and not (isinstance(values, StoreStates) and values.are_own(p._mt))]
+        if not put:
+            return
+        planes = {address for p in self.state if isinstance(p, StreamedParameter) for address in addresses(p._mt)}
+        found = [(p, self._apart(p, check_state(p._mt.name, p.shape, self.state[p]), planes)) for p in put]
+        for p, values in found:
+            self._load_one(p, values, self._keys[p])
+
     # ---- updating inside backward ----
 
     @torch.no_grad()
@@ -436,6 +475,8 @@ class AdamW(torch.optim.Optimizer):
         """A unit's gradients are on their way home: its update follows them. Runs in autograd's thread."""
         self._adopt()
         self._catch_up()                       # what the step before skipped counts no more; known for a forward
+        if not self._early:
+            self._take_states()
         groups = {p: g for g in self.param_groups for p in g["params"]}
         items = []
         for r in records:
@@ -451,7 +492,8 @@ class AdamW(torch.optim.Optimizer):
         self._early.append(self._hand(rt, [(unit, items)], 0.0))
         if len(self._early) > RESULTS_KEPT:
             self._early[-RESULTS_KEPT - 1].result()
-        self._done.update(rt.units[unit][i[0]].pid for i in items)
+        for record in (rt.units[unit][i[0]] for i in items):
+            self._done[record.pid] = _numbers(groups[record.param])
 
     # ---- parameters that are not streamed ----
 
@@ -459,6 +501,8 @@ class AdamW(torch.optim.Optimizer):
         state = self.state[p]
         if not state:
             state.update(step=torch.zeros(()), **{name: torch.zeros_like(fp32_like(p)) for name in MOMENTS})
+        if not isinstance(state["step"], Tensor):
+            state["step"] = torch.tensor(float(count_of(state["step"], "a parameter that is not streamed")))
         if p.dtype not in HALVES:
             adamw_plain(p, state, group)       # counts the step itself
             return
@@ -497,13 +541,14 @@ class AdamW(torch.optim.Optimizer):
             rt.room.copies(rt.core)
             rt.core.drain()
         self._catch_up()
+        self._take_states()
         out = super().state_dict()
         index = {id(p): i for i, p in enumerate(p for g in self.param_groups for p in g["params"])}
         for p, s in self.state.items():
             if isinstance(p, StreamedParameter) and s:
                 below = p._mt.low_bytes or p._mt.dtype == torch.float16
                 number, key = index[id(p)], self._keys[p]        # they differ where it was put into a group
-                out["state"][number] = {**s, **({"master": master(p)} if below else {}),
+                out["state"][number] = {**s, "step": plain(s["step"]), **({"master": master(p)} if below else {}),
                                         **({"key": key} if key != number else {})}
         return out
 
@@ -514,6 +559,7 @@ class AdamW(torch.optim.Optimizer):
             MegatrainError: the parameter has no states in this optimizer yet; or its model was unstreamed.
         """
         self._check_served()
+        self._take_states()
         if not self.state.get(p):
             raise MegatrainError("AdamW: this parameter has no states here yet: step() makes them")
         if not isinstance(p, StreamedParameter):
@@ -527,15 +573,15 @@ class AdamW(torch.optim.Optimizer):
 
         Raises:
             ValueError: groups or sizes do not match, as in torch.
-            MegatrainError: the state is of torch's AdamW(amsgrad=True); or its model was unstreamed.
+            MegatrainError: the state is of torch's AdamW(amsgrad=True), or of Adam's own decay; or its model was
+                unstreamed.
         """
         self._check_served()
-        if any(g.get("amsgrad") for g in state_dict["param_groups"]):
-            raise MegatrainError("AdamW: the state to load was made with amsgrad=True, which is not supported")
+        for group in state_dict["param_groups"]:
+            check_group(group)
         for rt in self._runtimes():
             rt.core.drain()
         self._catch_up()
-        self._counts.clear()
         saved = {k: v for k, v in state_dict.items() if k != "state"}
         flat = [p for g in self.param_groups for p in g["params"]]
         kept = {address for p in flat if isinstance(p, StreamedParameter) for address in addresses(p._mt)}
@@ -560,12 +606,12 @@ class AdamW(torch.optim.Optimizer):
         record = p._mt
         with torch.no_grad():
             there = stand_there(record, values)
+            count = count_of(values["step"], record.name)
             self._begin_state(p, record, keep=there)
-            self.state[p]["step"].fill_(float(values["step"]))
+            self.state[p]["step"].fill_(count)
             if not there:
                 load_moments(record, values)
                 record.runtime.planes.push(record, *record.moments)
-            self._counts[p] = int(values["step"])
             self._keys[p] = key
             if "master" in values:
                 set_master(p, values["master"])
@@ -610,6 +656,13 @@ class _Observer:
         if missing := [r for r in records if r.param not in known]:
             return f"the optimizer does not have {missing[0].name}"
         return "this is a second backward before step()" if any(r.pid in alive._done for r in records) else ""
+
+
+def _numbers(group: dict[str, Any]) -> tuple[float, ...]:
+    """What an update takes of a group."""
+    b1, b2 = group["betas"]
+    return (float(group["lr"]), float(b1), float(b2), float(group["eps"]), float(group["weight_decay"]),
+            int(group["maximize"]))
 
 
 def _note_update(records: list[Record]) -> None:

@@ -11,7 +11,7 @@ import functools
 import sys
 import weakref
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,31 +19,30 @@ from torch import Tensor
 from ..base import patches
 
 
-class Clips(Protocol):
-    """An optimizer that clips as it updates: optim.AdamW."""
+class Late(Tensor):
+    """A number that is known when a step's gradients have landed; what is done with it waits until then."""
 
-    def clips_alone(self, params: list[Tensor]) -> bool: ...
-
-    def clip_next(self, limit: float) -> LateNorm: ...
-
-
-class LateNorm(Tensor):
-    """[] fp32: the norm of a step's gradients, known when they have landed; what is done with it waits until then."""
-
-    _find: Callable[[], float] | None
+    def settle(self) -> None:
+        """It is known from now on."""
+        raise NotImplementedError
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         for a in (*args, *kwargs.values()):
-            for norm in a if isinstance(a, (list, tuple)) else (a,):
-                if isinstance(norm, LateNorm):
-                    norm._fill()
+            for late in a if isinstance(a, (list, tuple)) else (a,):
+                if isinstance(late, Late):
+                    late.settle()
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
 
-    def _fill(self) -> None:
-        """Its value is there from now on."""
+
+class LateNorm(Late):
+    """[] fp32: the norm of a step's gradients."""
+
+    _find: Callable[[], float] | None
+
+    def settle(self) -> None:
         find, self._find = self._find, None
         if find is not None:
             value = find()                   # reads gradients: their guards must be on
@@ -61,17 +60,17 @@ def fill(norm: weakref.ref[LateNorm] | None) -> None:
     """Its value is there from now on, if somebody has it."""
     alive = None if norm is None else norm()
     if alive is not None:
-        alive._fill()
+        alive.settle()
 
 
-def prepare(kind: type[Clips]) -> None:
+def prepare(kind: type[torch.optim.Optimizer]) -> None:
     """Once accelerate is imported, for as long as a model is streamed. kind: mt.AdamW."""
     cls = getattr(sys.modules.get("accelerate"), "Accelerator", None)
     if cls is not None:
         patches.once("Accelerator.clip_grad_norm_", lambda: _patch(cls, kind))
 
 
-def _patch(cls: Any, kind: type[Clips]) -> Callable[[], None]:
+def _patch(cls: Any, kind: type[torch.optim.Optimizer]) -> Callable[[], None]:
     own = cls.clip_grad_norm_
 
     @functools.wraps(own)
@@ -85,7 +84,7 @@ def _patch(cls: Any, kind: type[Clips]) -> Callable[[], None]:
     return patches.replaced(cls, "clip_grad_norm_", clip_grad_norm_)
 
 
-def _prepared(accelerator: Any, kind: type[Clips]) -> Clips | None:
+def _prepared(accelerator: Any, kind: type[torch.optim.Optimizer]) -> Any:
     """The mt.AdamW that will make the next step, if that is certain."""
     optimizers = [o.optimizer for o in accelerator._optimizers]
     certain = len(optimizers) == 1 and accelerator.sync_gradients and accelerator.scaler is None

@@ -74,6 +74,25 @@ def _is_same(value: Any, own: Tensor) -> bool:
                 and (value.dtype, value.shape, value.stride()) == (own.dtype, own.shape, own.stride()))
 
 
+def check_state(name: str, shape: Any, values: dict[str, Any]) -> dict[str, Any]:
+    """These, which somebody put into `opt.state`, when they are a step count and both moments of this shape.
+
+    Raises:
+        MegatrainError: they are not.
+    """
+    of = CODES[:2] if CODES[0] in values else MOMENTS
+    for key in ("step", *of, *(CODES[2:] if of != MOMENTS else ())):
+        if key not in values:
+            raise MegatrainError(f"{name}: the state that was put into the optimizer has no {key!r}, only "
+                                 f"{sorted(values)}; to begin anew, leave it empty")
+    for key in of:
+        if not isinstance(values[key], Tensor) or values[key].shape != shape:
+            raise MegatrainError(f"{name}: the {key!r} that was put into the optimizer's state is "
+                                 f"{list(getattr(values[key], 'shape', ())) or values[key]!r}, and the parameter is "
+                                 f"{list(shape)}")
+    return values
+
+
 def check_scales(name: str, numel: int, values: dict[str, Any]) -> None:
     groups = -(-numel // GROUP)
     if CODES[2] in values and values[CODES[2]].shape != (groups, 2):

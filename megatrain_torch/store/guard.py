@@ -10,12 +10,14 @@ Tensors in slots stay plain: nothing of this is on the path of a forward or back
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from ..base.codes import Strand
+from ..base.errors import MegatrainError
 from . import gradient
 
 if TYPE_CHECKING:
@@ -114,8 +116,13 @@ def _guarded_call(func: Any, args: Any, kwargs: Any) -> Any:
         record.runtime.planes.before_write(record)
     for record in states:
         record.runtime.planes.own_states(record)
-    if func == _DATA_SET:
-        return guarded[0]._mt.runtime.planes.replace_data(guarded[0], args[1])
+    if func == _DATA_SET:                # the values are copied in: the tensor keeps its place in the store
+        if weights:
+            return weights[0].runtime.planes.replace_data(args[0], args[1])
+        if args[0].shape != args[1].shape:
+            raise MegatrainError(f"{args[0]._mt.name}: .data of shape {list(args[1].shape)} does not fit a state of "
+                                 f"the optimizer, of shape {list(args[0].shape)}")
+        func = _T.copy_
     out = _call(func, args, kwargs)
     for record in weights:
         record.runtime.planes.after_write(record)
@@ -133,7 +140,7 @@ def _in_graph(out: Any) -> bool:
 
 
 def _guard_aliases(out: Any, guarded: list[Any]) -> Any:
-    """A result that shares a streamed parameter's memory must wait as the parameter does."""
+    """A result that shares the memory of a streamed parameter, or of its state, must wait as that does."""
     if not isinstance(out, Tensor):
         if isinstance(out, (list, tuple)) and out and isinstance(out[0], Tensor):
             return type(out)(_guard_aliases(o, guarded) for o in out) if type(out) in (list, tuple) else out
@@ -141,9 +148,16 @@ def _guard_aliases(out: Any, guarded: list[Any]) -> Any:
     if isinstance(out, HostTensor) or type(out) is not Tensor or out.device.type != "cpu":
         return out
     for g in guarded:
-        if g._mt.owns(out):
+        if g._mt.owns(out) or _share(out, g):
             return guard(out, g._mt)
     return out
+
+
+def _share(out: Tensor, g: HostTensor) -> bool:
+    """A plane that is no parameter's weights is NumPy's memory, one for each parameter."""
+    own = plain(g)
+    return (out.layout is torch.strided and out.numel() > 0
+            and out.untyped_storage().data_ptr() == own.untyped_storage().data_ptr())
 
 
 class Equal(Tensor):
@@ -216,6 +230,14 @@ def streamed_kind(kind: type) -> type:
 @functools.cache
 def made_kind(kind: type) -> type:
     return type(kind.__name__, (_Made, kind), {"_mt_kind": kind, "__module__": kind.__module__})
+
+
+def take_back(params: Iterable[Tensor]) -> None:
+    """Those that an optimizer was given as ordinary ones are streamed again, and were written."""
+    for p in params:
+        if type(p) is torch.nn.Parameter and "_mt" in p.__dict__:
+            p.__class__ = StreamedParameter
+            p._mt.runtime.planes.after_write(p._mt)
 
 
 def guard(t: Tensor, record: Record) -> HostTensor:

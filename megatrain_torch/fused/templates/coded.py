@@ -8,6 +8,10 @@ and of the gradients behind these, by the kernels that compute them (csrc/ops/fp
 
 Forward products add in the tensor cores' own 14 bits, gradients in fp32 after short stretches: a weight gradient is a
 sum over all tokens, of which the former would lose a part that grows with their number.
+
+A token that is far larger than the rest would take their bits in a weight gradient's codes, which go by columns: so its
+rows of dy and x are balanced (`fp8_shift`) where both are known, and codes by columns made again where that changes
+something. Not of what a norm gives: its rows are alike.
 """
 from __future__ import annotations
 
@@ -25,11 +29,13 @@ WHOLE = 16                  # that many codes are loaded at once: sizes are mult
 class Made:
     """A matrix of which there are codes alone. Each kind is for one product, which takes it."""
 
-    def __init__(self, of: Tensor, rows: ops.Codes | None = None, columns: ops.Codes | None = None) -> None:
-        """of: a tensor of its type, and beside it. columns: of rows that may be more, as fp8_cast_t makes them."""
+    def __init__(self, of: Tensor, rows: ops.Codes | None = None, columns: ops.Codes | None = None,
+                 shift: Tensor | None = None) -> None:
+        """of: a tensor of its type, and beside it. columns: of rows that may be more, as fp8_cast_t makes them. shift:
+        that they were made with, and that the other operand is to be made with."""
         self.shape = torch.Size((of.shape[0], rows.values.shape[1] if rows else columns.values.shape[0]))
         self.dtype, self.device = of.dtype, of.device
-        self._rows, self._columns = rows, columns
+        self._rows, self._columns, self.shift = rows, columns, shift
 
     def rows(self) -> ops.Codes:
         found, self._rows = self._rows, None
@@ -52,8 +58,8 @@ class Coded(Weights):
         self._rows: dict[tuple[str, ...], ops.Codes] = {}
         self._columns: dict[tuple[str, ...], ops.Codes] = {}
         # Of outputs' gradients one product has been made of: the tensor, and the codes that the other one will want,
-        # by rows or not.
-        self._gradients: dict[tuple[str, ...], tuple[Tensor, bool, ops.Codes]] = {}
+        # by rows or not; and scales of rows.
+        self._gradients: dict[tuple[str, ...], tuple[Tensor, bool, ops.Codes, Tensor]] = {}
 
     def product(self, names: tuple[str, ...], x: Tensor, biases: tuple[str, ...] = ()) -> Tensor:
         if not self._fits(names, x):
@@ -77,32 +83,40 @@ class Coded(Weights):
             return super().gated(names, gu, act)
         return Made(gu, ops.fp8_glu(*gu.chunk(2, 1), act))
 
-    def gated_grads(self, names: tuple[str, ...], down: tuple[str, ...], dh: Tensor, gu: Tensor, act: int
-                    ) -> tuple[Tensor | Made, Tensor | Made]:
+    def gated_grads(self, names: tuple[str, ...], down: tuple[str, ...], dh: Tensor, gu: Tensor, act: int,
+                    x: Tensor | None) -> tuple[Tensor | Made, Tensor | Made]:
         if not all(self._fits(of, gu) and self._wants(of) for of in (names, down)):
-            return super().gated_grads(names, down, dh, gu, act)
-        rows, columns, of_act = ops.fp8_glu_backward(dh, *gu.chunk(2, 1), act)
-        return Made(gu, rows, columns), Made(gu, columns=of_act)
+            return super().gated_grads(names, down, dh, gu, act, x)
+        made = dh, *gu.chunk(2, 1), act
+        rows, columns, of_act, act_rows = ops.fp8_glu_backward(*made)
+        dd, _, dd_columns, dd_rows = self._gradients[down]           # of which dh was made
+        shift = ops.fp8_shift(act_rows, dd_rows)
+        ops.fp8_glu_recast_(of_act, *made, shift, -1)
+        ops.fp8_recast_(dd_columns, dd, shift, 1)
+        shift = None
+        if x is not None:
+            shift = ops.fp8_shift(ops.fp8_row_scales(x), rows.scale)
+            ops.fp8_glu_recast_(columns, *made, shift, 1)
+        return Made(gu, rows, columns, shift), Made(gu, columns=of_act)
 
     def input_grad(self, names: tuple[str, ...], dy: Tensor) -> Tensor:
         if not self._fits(names, dy):
             return super().input_grad(names, dy)
         matrix = self._kept(self._columns, names, ops.fp8_cast_t)
         dx = torch.empty(dy.shape[0], matrix.scale.shape[0], dtype=dy.dtype, device=dy.device)
-        ops.fp8_gemm_(dx, self._gradient(names, dy, True), matrix)
+        ops.fp8_gemm_(dx, self._gradient(names, dy, True)[0], matrix)
         return dx
 
     def weight_grad(self, names: tuple[str, ...], dy: Tensor, x: Tensor) -> Tensor:
         if not self._fits(names, dy):
             return super().weight_grad(names, dy, x)
         dw = torch.empty(dy.shape[1], x.shape[1], dtype=dy.dtype, device=dy.device)
-        ops.fp8_gemm_(dw, self._gradient(names, dy, False), _columns(x))
+        ops.fp8_gemm_(dw, *self._balanced(names, dy, x))
         return dw
 
     def add_weight_grad(self, names: tuple[str, ...], dy: Tensor, x: Tensor, total: Tensor, begun: bool) -> None:
         if self._fits(names, dy):
-            codes = self._gradient(names, dy, False)
-            ops.fp8_gemm_(total, codes, _columns(x), base=total if begun else None)
+            ops.fp8_gemm_(total, *self._balanced(names, dy, x), base=total if begun else None)
         else:
             super().add_weight_grad(names, dy, x, total, begun)
 
@@ -126,23 +140,37 @@ class Coded(Weights):
     def _wants(self, names: tuple[str, ...]) -> bool:
         return any(n in self._wanted for n in names)
 
-    def _gradient(self, names: tuple[str, ...], dy: Tensor, by_rows: bool) -> ops.Codes:
-        """Codes of dy. Where they are not there yet, those of the other kind are made beside them, and kept for the
-        product that wants them."""
+    def _gradient(self, names: tuple[str, ...], dy: Tensor | Made, by_rows: bool) -> tuple[ops.Codes, Tensor | None]:
+        """Codes of dy, and scales of its rows. Where codes are not there yet, those of the other kind are made beside
+        them, and kept for the product that wants them."""
         if isinstance(dy, Made):
-            return dy.rows() if by_rows else dy.columns()
-        of, are_rows, codes = self._gradients.pop(names, (None, False, None))
+            return (dy.rows() if by_rows else dy.columns()), None
+        of, are_rows, codes, scales = self._gradients.pop(names, (None, False, None, None))
         if of is dy and are_rows == by_rows:
-            return codes
+            return codes, scales
         if not self._wants(names):
-            return ops.fp8_cast(dy)
+            codes = ops.fp8_cast(dy)
+            return codes, codes.scale
         rows, columns = ops.fp8_cast_both(dy)
-        self._gradients[names] = dy, not by_rows, columns if by_rows else rows
-        return rows if by_rows else columns
+        self._gradients[names] = dy, not by_rows, columns if by_rows else rows, rows.scale
+        return (rows if by_rows else columns), rows.scale
 
-
-def _columns(x: Tensor | Made) -> ops.Codes:
-    return x.columns() if isinstance(x, Made) else ops.fp8_cast_t(x)
+    def _balanced(self, names: tuple[str, ...], dy: Tensor | Made, x: Tensor | Made) -> tuple[ops.Codes, ops.Codes]:
+        """Codes by columns of dy and x, of which rows that are far larger than the rest are balanced."""
+        codes, dy_rows = self._gradient(names, dy, False)
+        if isinstance(x, Made):                          # gated_grads has balanced both
+            return codes, x.columns()
+        if isinstance(dy, Made):
+            columns = ops.fp8_cast_t(x)
+            if dy.shift is not None:
+                ops.fp8_recast_(columns, x, dy.shift, -1)
+            return codes, columns
+        x_rows = torch.empty(x.shape[0], dtype=torch.float32, device=x.device)
+        columns = ops.fp8_cast_t(x, x_rows)
+        shift = ops.fp8_shift(x_rows, dy_rows)
+        ops.fp8_recast_(codes, dy, shift, 1)
+        ops.fp8_recast_(columns, x, shift, -1)
+        return codes, columns
 
 
 def fits(matrix: Sequence[int], dtype: torch.dtype) -> bool:

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from ...graph.masks import example, sight_of
 from .attention_half import Call, KeptAttention
+from .coded import fits
 from .latent_attention import LatentAttention
 from .linears import codings_of
 from .mlp import GatedMLP
@@ -67,8 +68,9 @@ class Decoder:
 
     @property
     def coded(self) -> bool:
-        """May its products be of 8-bit codes (coded.py)?"""
-        return not self.codings and not any(one.adapters for one in self.linears)
+        """May its products, one at least, be of 8-bit codes (coded.py)?"""
+        return (not self.codings and not any(one.adapters for one in self.linears)
+                and any(fits((sum(one.rows), one.inputs), torch.bfloat16) for one in self.linears))
 
     def _all_known(self, layer: nn.Module) -> None:
         known = self.attention.names | self.mlp.names | {n.weight for n in self.norms}

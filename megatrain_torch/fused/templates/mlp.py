@@ -146,7 +146,7 @@ class GatedMLP:
         if self.norm2b:
             dd, _ = self.norm2b.backward(dd, k.d, k.rstd2b, w, grads)
             k.d = None
-        dgu, act = self._gated_grads(self.down.input_grad(dd, w), k.gu, w, grads)
+        dgu, act = self._gated_grads(self.down.input_grad(dd, w), k.gu, None if self.norm2 else h, w, grads)
         k.gu = None
         self.down.weight_grads(dd, act, w, grads)
         del act, dd
@@ -159,12 +159,12 @@ class GatedMLP:
         self.gu.weight_grads(dgu, b, w, grads)
         return dh
 
-    def _gated_grads(self, dact: Tensor, gu: Tensor, w: Weights, grads: Grads) -> tuple[Any, Any]:
+    def _gated_grads(self, dact: Tensor, gu: Tensor, x: Tensor | None, w: Weights, grads: Grads) -> tuple[Any, Any]:
         """d(g|u) and act(g) * u, in the memory of gu and dact where they are tensors."""
         alone = self.gu.alone and self.down.alone and not grads.wants(*self.gu.biases)
         if not alone:
             return glu_grads(dact, gu, self.act)
-        return w.gated_grads(self.gu.weights, self.down.weights, dact, gu, self.act)
+        return w.gated_grads(self.gu.weights, self.down.weights, dact, gu, self.act, x)
 
     def _make_again(self, h: Tensor, w: Weights, k: KeptMLP) -> Tensor | None:
         """What was not kept, but for the last projection where nothing needs its output. Yields what the

@@ -170,10 +170,11 @@ class Weights:
         """act(g) * u [T, I], from g|u [T, 2 I], as the product with the matrix of names alone takes it."""
         return ops.glu(*gu.chunk(2, 1), act)
 
-    def gated_grads(self, names: tuple[str, ...], down: tuple[str, ...], dh: Tensor, gu: Tensor, act: int
-                    ) -> tuple[Any, Any]:
+    def gated_grads(self, names: tuple[str, ...], down: tuple[str, ...], dh: Tensor, gu: Tensor, act: int,
+                    x: Tensor | None) -> tuple[Any, Any]:
         """Gradient of g|u, and act(g) * u again, as the products with the matrices of names and of down alone take
-        them; dh: of act(g) * u. gu and dh are used up."""
+        them; dh: of act(g) * u, which was made of down's dy. x: what g|u was made of; None: a norm's. gu and dh are
+        used up."""
         return glu_grads(dh, gu, act)
 
     def input_grad(self, names: tuple[str, ...], dy: Tensor) -> Tensor:
