@@ -206,6 +206,9 @@ class Engine:
     def bounds(self, number: int) -> tuple[int, ...]:
         """[ranks of this machine + 1] Bytes of a slot at which their portions of a unit, or a cut, begin, and the last
         ends."""
+    def meeting(self, what: str | None) -> None:
+        """This rank comes to a collective of all, and does this there, in words; None: it is over. Steps, collectives,
+        spreads and what take() evicts come in one order on all ranks: else all of them fail, and say who did what."""
     def away(self, away: bool) -> None:
         """This rank waits in a collective of all: others that are not there yet do not wait for it to open a window."""
     def met(self) -> None:

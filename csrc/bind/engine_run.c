@@ -396,30 +396,47 @@ PyObject *mt_engine_bounds(PyObject *self, PyObject *args)
     return out;
 }
 
-/* NULL: the engine is closed, and the process may still have to wait for others. */
-static mt_turns *turns_of(PyObject *self)
+/* NULL: it is alone; or it is closed, or about to be by another thread, and the process may still
+ * have to wait for others. Under the GIL, as closed is set. */
+static mt_engine *meeting(PyObject *self)
 {
     mt_engine *e = (mt_engine *)self;
 
-    return e->memory != NULL && mt_memory_is_ours(e->memory) ? e->cx.turns : NULL;
+    return e->closed || e->memory == NULL || !mt_memory_is_ours(e->memory) || e->cx.turns == NULL
+         ? NULL : e;
+}
+
+PyObject *mt_engine_meeting(PyObject *self, PyObject *args)
+{
+    mt_engine  *e = meeting(self);
+    const char *what;
+
+    if (!PyArg_ParseTuple(args, "z:meeting", &what))
+        return NULL;
+    if (e != NULL)
+        mt_ledger_meeting(e->cx.store, what);
+    Py_RETURN_NONE;
 }
 
 PyObject *mt_engine_away(PyObject *self, PyObject *args)
 {
-    int away;
+    mt_engine *e = meeting(self);
+    int        away;
 
     if (!PyArg_ParseTuple(args, "p:away", &away))
         return NULL;
-    if (turns_of(self) != NULL)
-        mt_turns_away(turns_of(self), away);
+    if (e != NULL)
+        mt_turns_away(e->cx.turns, away);
     Py_RETURN_NONE;
 }
 
 PyObject *mt_engine_met(PyObject *self, PyObject *unused)
 {
+    mt_engine *e = meeting(self);
+
     (void)unused;
-    if (turns_of(self) != NULL)
-        mt_turns_met(turns_of(self));
+    if (e != NULL)
+        mt_turns_met(e->cx.turns);
     Py_RETURN_NONE;
 }
 

@@ -1108,8 +1108,9 @@ mt_status mt_store_move(mt_store *s, int unit, const mt_home *to, void *of)
     if (s->share == NULL)
         return move(s, unit, to, of);
     mt_lock(&s->asks.serving);
-    if ((st = move(s, unit, to, of)) == MT_OK && to->away != 0)
-        st = mt__asks_open(s);
+    st = to->away != 0 ? mt__asks_open(s) : MT_OK;       /* what may fail, before anything moves */
+    if (st == MT_OK)
+        st = move(s, unit, to, of);
     mt_unlock(&s->asks.serving);
     return st;
 }

@@ -121,18 +121,21 @@ class Control:
                 self._wait(self._group.broadcast, [part], how, what=what, away=False)
 
     @contextmanager
-    def _meeting(self, away: bool) -> Iterator[None]:
-        """Others that open windows do not wait for this rank meanwhile; and all are in step behind it."""
-        engine = self.engine if away else None
-        if engine is None:
+    def _meeting(self, what: str, away: bool) -> Iterator[None]:
+        """The engine sees whether all come to this in one order with their steps. away: others that open windows do
+        not wait for this rank meanwhile; and all are in step behind it."""
+        if self.engine is None:
             yield
             return
-        engine.away(True)
+        self.engine.meeting(what)
+        self.engine.away(away)
         try:
             yield
-            engine.met()
+            if away:
+                self.engine.met()
         finally:
-            engine.away(False)
+            self.engine.away(False)
+            self.engine.meeting(None)
 
     def _wait(self, begin: Any, *args: Any, what: str, away: bool = True) -> None:
         with self.named(what):
@@ -141,7 +144,7 @@ class Control:
                 work.wait()
                 return
             try:
-                with self._meeting(away):
+                with self._meeting(self._told(what), away):
                     self._waits.until(work, f"{self._name}/{begin.__name__}", self._told(what), self._look)
             except BaseException:
                 if not work.is_completed():              # its end would wait for the work
