@@ -91,7 +91,7 @@ class Control:
 
     def any_of(self, bits: Tensor) -> Tensor:
         """Of these bits, [n] uint8 on the host, those that any rank has set."""
-        self._wait(self._group.allreduce, [bits], _most(), what="exchanges gradients in a backward")
+        self._wait(self._group.allreduce, [bits], most(), what="exchanges gradients in a backward")
         return bits
 
     def of_first(self, value: Any) -> Any:
@@ -148,6 +148,11 @@ class Control:
                     ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._group))
                 raise
 
+    def until(self, work: Any, what: str) -> None:
+        """A piece of work is over that all begin, in a group of carrier's."""
+        with self.named(what):
+            self._waits.until(work, f"{self._name}/until", self._told(what), self._look)
+
     @staticmethod
     def _told(what: str) -> str:
         return f"is in {called()}" if called() else what
@@ -192,7 +197,8 @@ class Control:
         return "another process of the group is gone, or does something else,"
 
 
-def _most() -> dist.AllreduceOptions:
+def most() -> dist.AllreduceOptions:
+    """Of what ranks have, the largest."""
     how = dist.AllreduceOptions()
     how.reduceOp = dist.ReduceOp.MAX
     return how
