@@ -124,7 +124,7 @@ class Exchange:
         self._layouts: dict[int, Layout] = {}
         self._beside = Beside(model.device) if model.device.type == "cuda" else None
         # NCCL's waits are the stream's. gloo's are the host's, for which other ranks may wait in turn.
-        self._by_streams = self._group._get_backend(model.device).name() == "nccl" if self._beside else False
+        self._by_streams = self._beside is not None and ranks.nccl()
         self._routed: dict[Record, list[RemovableHandle]] = {}       # parameters whose gradients autograd adds up
         self._stood: dict[Record, Tensor | None] = {}        # their `.grad`, while autograd has a new one
         self._routes: list[tuple[Record, Tensor]] = []       # what autograd has added up in this backward

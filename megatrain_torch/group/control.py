@@ -94,6 +94,12 @@ class Control:
         self._wait(self._group.allreduce, [bits], most(), what="exchanges gradients in a backward")
         return bits
 
+    def most(self, n: int) -> int:
+        """The largest that any rank has. They do not begin turns anew here."""
+        numbers = torch.tensor([n])
+        self._wait(self._group.allreduce, [numbers], most(), what="gathers weights", away=False)
+        return int(numbers)
+
     def of_first(self, value: Any) -> Any:
         """The first one's, in all. value: the others' do not matter."""
         body = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
@@ -185,7 +191,7 @@ class Control:
         if self.engine is None:
             return ""
         self.engine.check()
-        return ", ".join(f"rank {rank} (process {pid}) ended" for rank, pid in self.engine.gone())
+        return ", ".join(f"rank {rank} (process {pid}) ended" for rank, pid, _ in self.engine.gone())
 
     def _who(self) -> str:
         """Who is gone, as far as that is known soon. Raises: what failed there."""
