@@ -91,8 +91,14 @@ class Control:
 
     def any_of(self, bits: Tensor) -> Tensor:
         """Of these bits, [n] uint8 on the host, those that any rank has set."""
-        self._wait(self._group.allreduce, [bits], _most(), what="exchanges gradients in a backward")
+        self._wait(self._group.allreduce, [bits], most(), what="exchanges gradients in a backward")
         return bits
+
+    def most(self, n: int) -> int:
+        """The largest that any rank has. They do not begin turns anew here."""
+        numbers = torch.tensor([n])
+        self._wait(self._group.allreduce, [numbers], most(), what="gathers weights", away=False)
+        return int(numbers)
 
     def of_first(self, value: Any) -> Any:
         """The first one's, in all. value: the others' do not matter."""
@@ -151,6 +157,11 @@ class Control:
                     ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._group))
                 raise
 
+    def until(self, work: Any, what: str) -> None:
+        """A piece of work is over that all begin, in a group of carrier's."""
+        with self.named(what):
+            self._waits.until(work, f"{self._name}/until", self._told(what), self._look)
+
     @staticmethod
     def _told(what: str) -> str:
         return f"is in {called()}" if called() else what
@@ -183,7 +194,7 @@ class Control:
         if self.engine is None:
             return ""
         self.engine.check()
-        return ", ".join(f"rank {rank} (process {pid}) ended" for rank, pid in self.engine.gone())
+        return ", ".join(f"rank {rank} (process {pid}) ended" for rank, pid, _ in self.engine.gone())
 
     def _who(self) -> str:
         """Who is gone, as far as that is known soon. Raises: what failed there."""
@@ -195,7 +206,8 @@ class Control:
         return "another process of the group is gone, or does something else,"
 
 
-def _most() -> dist.AllreduceOptions:
+def most() -> dist.AllreduceOptions:
+    """Of what ranks have, the largest."""
     how = dist.AllreduceOptions()
     how.reduceOp = dist.ReduceOp.MAX
     return how

@@ -5,6 +5,7 @@ device), and what processes tell each other about themselves over gloo, beside i
 """
 from __future__ import annotations
 
+import contextlib
 import copy
 import os
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import distributed as dist
 
 from ..base.errors import MegatrainError
@@ -33,6 +35,7 @@ class Ranks:
         self.control = Control(data, patience)
         self.machines: list[str] = self.gather(_machine())
         self._aside: Ranks | None = None
+        self._gathers: dist.ProcessGroup | None = None
 
     def aside(self) -> Ranks:
         """The same processes with a control group of its own, for another thread; made at the first call, by all."""
@@ -45,6 +48,28 @@ class Ranks:
     def mates(self) -> list[int]:
         """Ranks on this machine, in order."""
         return [r for r, machine in enumerate(self.machines) if machine == self.machines[self.rank]]
+
+    def nccl(self) -> bool:
+        """GPUs' tensors go by it."""
+        return torch.device("cuda") in self.data._device_types and self._backend().name() == "nccl"
+
+    def gathers(self) -> dist.ProcessGroup:
+        """NCCL's of the ranks of this machine, for weights; as patient as the user's own. All of them make it."""
+        if self._gathers is None:
+            members = [dist.get_global_rank(self.data, rank) for rank in self.mates]
+            self._gathers = dist.new_group(members, self._backend().options._timeout, "nccl",
+                                           use_local_synchronization=True)
+        return self._gathers
+
+    def _backend(self) -> Any:
+        return self.data._get_backend(torch.device("cuda"))
+
+    def give_up(self) -> None:
+        """Another process is gone, for which NCCL's kernels wait without end: they are ended."""
+        for group in (self.data, self._gathers) if self.nccl() else ():
+            with contextlib.suppress(Exception):
+                if group is not None:
+                    group._get_backend(torch.device("cuda")).abort()
 
     @property
     def apart(self) -> bool:
