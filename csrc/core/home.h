@@ -21,7 +21,8 @@
 /* What all ranks have to ask alike of an update: name, in words. MT_ALIKE_BITS of each go into one
  * number where they do not. */
 #define MT_ALIKE_MAP(X)                                                                            \
-    X(PARAMS, "parameters with a gradient") X(NORM, "max_grad_norm") X(GRADS, ".grad in hand")     \
+    X(PARAMS, "parameters with a gradient") X(NORM, "max_grad_norm")                              \
+    X(GRADS, "gradients that were written, or set, by hand")                                       \
     X(LR, "lr") X(BETAS, "betas") X(EPS, "eps") X(DECAY, "weight_decay") X(STEP, "step number")    \
     X(MAXIMIZE, "maximize") X(STATES, "states")
 #define MT_ALIKE_ENUM(name, words) MT_ALIKE_##name,
@@ -31,8 +32,9 @@ typedef enum mt_alike { MT_ALIKE_MAP(MT_ALIKE_ENUM) MT_ALIKES } mt_alike;
 
 static inline uint64_t mt_alike_mix(uint64_t hash, uint64_t value)
 {
-    hash = (hash ^ value) * UINT64_C(0x9e3779b97f4a7c15);
-    return hash ^ hash >> 29;
+    hash = (hash ^ value) * UINT64_C(0x9e3779b97f4a7c15);        /* as splitmix64: Steele 2014 */
+    hash = (hash ^ hash >> 30) * UINT64_C(0xbf58476d1ce4e5b9);
+    return hash ^ hash >> 31;
 }
 
 typedef struct mt_update_job {

@@ -198,8 +198,13 @@ class Exchange:
         if not self.began:
             self._ask_room()
             records, step = [r for unit in self._model.units for r in unit], self._steps % 256
-            said = [*(self._is_kept(r) for r in records), step, 255 - step]
-            *kept, most, least = self._ranks.control.any_of(torch.tensor(said, dtype=torch.uint8)).tolist()
+            trained, n = [r.was_trainable for r in records], len(records)
+            said = [*(self._is_kept(r) for r in records), *trained, *(not t for t in trained), step, 255 - step]
+            *found, most, least = self._ranks.control.any_of(torch.tensor(said, dtype=torch.uint8)).tolist()
+            kept, on, off = found[:n], found[n:2 * n], found[2 * n:]
+            if differ := [r.name for r, some, others in zip(records, on, off) if some and others]:
+                raise MegatrainError(f"requires_grad is not the same in all processes: of {', '.join(differ[:3])} "
+                                     f"({len(differ)} in all) some train it and others do not")
             if most != 255 - least:
                 raise MegatrainError(f"rank {self._ranks.rank}: this backward comes after {self._steps} steps, and on "
                                      "another rank after another number: a backward has reached no trained parameter "

@@ -126,7 +126,7 @@ def _stream(module: nn.Module, where: torch.device, limits: Limits, choices: Cho
         if choices.products == "fp8":
             _check_codes(module, codable(found.windows), dtype)
     if ranks is not None:
-        check(ranks, groups, choices, reduce)
+        check(ranks, module, groups, choices, reduce)
     asked = choices.asked(type(module).__name__, groups, dtype, where, Fleet(*fleet_of(ranks)))
     with as_one(ranks):
         fit = fitted(asked, where, choices, limits.host)
@@ -134,7 +134,7 @@ def _stream(module: nn.Module, where: torch.device, limits: Limits, choices: Cho
     rt = Runtime(module, where, engine(where, choices, ranks), fit.room, choices.compute, ranks, reduce,
                  choices.products)
     if ranks is not None:
-        weakref.finalize(rt, leaves_in_order, rt.core, ranks, between(ranks, rt.core, choices.doors.delay_us))
+        rt.leave = weakref.finalize(rt, leaves_in_order, rt.core, ranks, between(ranks, rt.core, choices.doors.delay_us))
         if where.type == "cuda" and ranks.nccl():
             threading.Thread(target=watch, args=(weakref.ref(rt.exchange), rt.core, ranks), daemon=True).start()
     rt.delivery.shards = choices.options.get("delivery") == "shards"

@@ -28,7 +28,7 @@ _LOOK_S = 1.0
 _LAST_STEP_S = 10.0          # in which nothing moves: they do not go on, and this one does not wait
 
 
-def check(ranks: Ranks, groups: list[Group], choices: Choices, reduce: str) -> None:
+def check(ranks: Ranks, module: nn.Module, groups: list[Group], choices: Choices, reduce: str) -> None:
     """Raises on every rank: they do not stream the same model in the same way, or what is asked for is for one."""
     with ranks.as_one():
         _check_here(ranks, choices, reduce)
@@ -39,6 +39,7 @@ def check(ranks: Ranks, groups: list[Group], choices: Choices, reduce: str) -> N
     ranks.agree("where units are at home", sorted(homes.items()) if isinstance(homes, dict) else homes)
     ranks.agree("the model", [(unit, [(name, str(p.dtype), tuple(p.shape), p.requires_grad) for name, p in params])
                               for unit, params in groups])
+    ranks.agree("what buffers the model has", [f"{name}: {b.dtype} {list(b.shape)}" for name, b in module.named_buffers()])
 
 
 def _check_here(ranks: Ranks, choices: Choices, reduce: str) -> None:
