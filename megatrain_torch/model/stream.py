@@ -195,14 +195,14 @@ def unstream(module: nn.Module) -> nn.Module:
 
 
 def _give_back(rt: Runtime, module: nn.Module) -> None:
-    _take_out(rt, module)
+    _take_out(rt, module, together=False)
     rt.close()
 
 
-def _take_out(rt: Runtime, module: nn.Module) -> None:
+def _take_out(rt: Runtime, module: nn.Module, together: bool = True) -> None:
     """The model is an ordinary one again, as far as it was streamed."""
     remove(module)
-    empty(rt)
+    empty(rt, together)
     patches.release(rt)
 
 
