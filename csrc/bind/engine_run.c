@@ -642,27 +642,25 @@ PyObject *mt_engine_stats(PyObject *self, PyObject *unused)
 
 static int item_at(mt_engine *e, int unit, PyObject *tuple, mt_grad_item *out)
 {
-    unsigned long long address, sum = 0, needed;
+    unsigned long long address;
     int                param, mode, reread;
     int64_t            from;
 
     if (mt_arg_tuple(tuple) < 0 ||
-        !PyArg_ParseTuple(tuple, "iKip|K;an item is (param, address, mode, reread, sum)", &param,
-                          &address, &mode, &reread, &sum))
+        !PyArg_ParseTuple(tuple, "iKip;an item is (param, address, mode, reread)", &param,
+                          &address, &mode, &reread))
         return -1;
     if (mt_engine_param(e, unit, param) < 0)
         return -1;
-    needed = mode == MT_GRAD_ADD && sum != 0 ? sum : address;
-    if (mode < MT_GRAD_SET || mode > MT_GRAD_SUM ||
-        (needed == 0 && mt_store_owned(e->cx.store, unit, param, &from) > 0)) {
+    if (mode < MT_GRAD_SET || mode > MT_GRAD_ADD ||
+        (address == 0 && mt_store_owned(e->cx.store, unit, param, &from) > 0)) {
         PyErr_Format(e->error, "unit %d (%s), parameter %d: mode %d, address %llu; mode is 0 "
-                     "(set), 1 (add) or 2 (sum), and the address is not 0", unit,
+                     "(set) or 1 (add), and the address is not 0", unit,
                      mt_store_name(e->cx.store, unit), param, mode, address);
         return -1;
     }
     *out = (mt_grad_item){ .param = param, .src = (const void *)(uintptr_t)address,
-                           .mode = (mt_grad_mode)mode, .reread = reread,
-                           .sum = (const float *)(uintptr_t)sum };
+                           .mode = (mt_grad_mode)mode, .reread = reread };
     return 0;
 }
 

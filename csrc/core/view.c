@@ -223,7 +223,7 @@ static mt_status another(mt_store *s, const spread *w, int rank)
 static mt_status meet(mt_store *s, const spread *w, mt_count what, uint64_t n)
 {
     double    limit = (double)atomic_load(&s->watch.limit_ns) / 1e9;
-    double    waited = 0, seconds = limit < MT_SPREAD_S ? limit : MT_SPREAD_S;
+    double    waited = 0, seconds = limit / 2 < MT_SPREAD_S ? limit / 2 : MT_SPREAD_S;
     int       over = 0, behind = 1, rank;
     mt_status st = MT_OK;
 
