@@ -53,18 +53,23 @@ class Pool:
     def call(self, what: str, size: int, *args: Any, timeout: float = 120.0, **kw: Any) -> list[Any]:
         """What `module:function(rank, group, *args, **kw)` gives in the first `size` processes. Raises: one of them
         failed."""
-        for pipe in self._pipes:
-            pipe.send((what, size, args, kw))
-        found = []
-        for rank, pipe in enumerate(self._pipes[:size]):
-            if not pipe.poll(timeout):
-                for pid in self.pids:
-                    os.kill(pid, signal.SIGUSR1)             # they say where they are
-                raise TimeoutError(f"rank {rank} did not answer {what}{args} within {timeout} s")
-            found.append(pipe.recv())
+        self.send(what, size, *args, **kw)
+        found = [self.answer(rank, timeout) for rank in range(size)]
         if failed := [(rank, text) for rank, (ok, text) in enumerate(found) if not ok]:
             raise RuntimeError("\n".join(f"rank {rank}: {text}" for rank, text in failed))
         return [value for _, value in found]
+
+    def send(self, what: str, size: int, *args: Any, **kw: Any) -> None:
+        for pipe in self._pipes:
+            pipe.send((what, size, args, kw))
+
+    def answer(self, rank: int, timeout: float) -> tuple[bool, Any]:
+        """What it gave; False: the traceback of what it raised."""
+        if not self._pipes[rank].poll(timeout):
+            for pid in self.pids:
+                os.kill(pid, signal.SIGUSR1)             # they say where they are
+            raise TimeoutError(f"rank {rank} did not answer within {timeout} s")
+        return self._pipes[rank].recv()
 
     def __enter__(self) -> Pool:
         return self
@@ -279,13 +284,13 @@ def refused(rank: int, group: Any, what: str) -> str:
     return ""
 
 
-def memory(rank: int, group: Any) -> tuple[int, int]:
+def memory(rank: int, group: Any, dtype: torch.dtype = torch.float32) -> tuple[int, int]:
     """Bytes of the store that are this process's; and in memory of what is shared, pages by the number who have them.
     """
     import megatrain_torch as mt
-    model = mt.stream(nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(8))), "cpu", group=group)
+    model = mt.stream(nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(8))).to(dtype), "cpu", group=group)
     opt = mt.AdamW(model.parameters())
-    model(torch.ones(1, 1024)).sum().backward()
+    model(torch.ones(1, 1024, dtype=dtype)).sum().backward()
     opt.step()
     opt.zero_grad()
     digest(next(model.parameters()))
