@@ -303,8 +303,8 @@ def relay_next(relay: Any, ms: int, /) -> tuple[bytes, np.ndarray | None, int, b
     is the last one. None: nothing was said for so long."""
 def relay_place(relay: Any, rank: int, parcel: bytes, /) -> np.ndarray | None:
     """Where bytes of that rank's parcel go; None: it has none."""
-def relay_come(relay: Any, rank: int, parcel: bytes, /) -> bool:
-    """They are there: this machine hears what the rank said. Whether it was its last."""
+def relay_come(relay: Any, rank: int, parcel: bytes, /) -> None:
+    """They are there: this machine hears what the rank said."""
 def relay_gone(relay: Any, rank: int, /) -> None:
     """Nothing more will come of that rank."""
 def adam_step(tensors: Sequence[tuple], clip: float, threads: int, isa: int) -> None:

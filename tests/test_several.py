@@ -273,6 +273,10 @@ def test_what_a_save_brings_of_other_machines_is_given_back(pool: Pool, tmp_path
     assert looked > before + (8 << 20)
 
 
+def test_bytes_that_go_in_pieces_are_whole_where_they_come(pool: Pool) -> None:
+    assert pool.call("several:pieces", 2) == [[True] * 5] * 2
+
+
 def test_each_machine_has_the_first_ones_model(pool: Pool) -> None:
     wanted = several_load.made_by_the_script(0, None, "of_other_values")
     found = pool.call("several:apart", 2, 2, "several_load:made_by_the_script", "of_other_values")

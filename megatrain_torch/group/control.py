@@ -67,6 +67,18 @@ class Control:
         group._set_default_timeout(self.patience)
         return group
 
+    def way(self, sender: int, hearer: int, device: torch.device) -> Any:
+        """A group of these two, the sender first: on CUDA NCCL's, whose communicator is made here, else gloo's. Who has
+        to do with several pairs makes theirs in the order of pairs."""
+        store, place = dist.PrefixStore(f"way/{sender}-{hearer}", self._store), (sender, hearer).index(self._rank)
+        if device.type != "cuda":
+            return dist.ProcessGroupGloo(store, place, 2, self.patience)
+        options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+        options._timeout, options.global_ranks_in_group = self.patience, [sender, hearer]
+        group, first = dist.ProcessGroupNCCL(store, place, 2, options), torch.zeros(1, device=device)
+        (group.recv([first], 0, 0) if place else group.send([first], 1, 0)).wait()
+        return group
+
     def gather(self, value: Any) -> list[Any]:
         """What each rank gives, by rank."""
         own = torch.frombuffer(bytearray(pickle.dumps((called(), value))), dtype=torch.uint8)

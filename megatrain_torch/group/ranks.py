@@ -13,6 +13,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import distributed as dist
 
 from ..base.errors import MegatrainError
@@ -25,6 +26,7 @@ class Ranks:
         rank, size: this process's number, and how many there are.
         data: the group in which gradients go. control: what they tell each other goes there.
         machines: by rank, what names the machine that it is on.
+        ways: by (sender, hearer), groups in which weights go to other machines, and come from there.
     """
 
     def __init__(self, data: dist.ProcessGroup, patience: timedelta = PATIENCE) -> None:
@@ -32,7 +34,23 @@ class Ranks:
         self.data, self.rank, self.size = data, dist.get_rank(data), dist.get_world_size(data)
         self.control = Control(data, patience)
         self.machines: list[str] = self.gather(_machine())
+        self.ways: dict[tuple[int, int], Any] = {}
         self._aside: Ranks | None = None
+
+    def connect(self, device: torch.device) -> None:
+        """Makes what tensors of the device travel by, and so takes its memory there, before anybody asks how much is
+        free. All come here."""
+        if nccl := self.by_nccl(device):
+            with torch.cuda.device(device), self.control.named("connects to the others' GPUs"):
+                sent = torch.zeros(self.size, device=device)
+                dist.all_to_all_single(torch.empty_like(sent), sent, group=self.data)
+        pairs = [*((self.rank, r) for r in self.hearers().values()), *((r, self.rank) for r in self.spoken_for())]
+        for pair in sorted(pairs, key=lambda pair: (sorted(pair), pair)):
+            self.ways[pair] = self.control.way(*pair, device if nccl else torch.device("cpu"))
+
+    def by_nccl(self, device: torch.device) -> bool:
+        """Do tensors of the device travel from device to device?"""
+        return device.type == "cuda" and self.data._get_backend(device).name() == "nccl"
 
     def aside(self) -> Ranks:
         """The same processes with a control group of its own, for another thread; made at the first call, by all."""

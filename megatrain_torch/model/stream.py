@@ -106,6 +106,9 @@ def stream_of(ranks: Ranks | None, module: nn.Module, device: str | torch.device
     """As `stream`, by these processes. asked: of choices.choose."""
     with as_one(ranks):
         where = compute_device(device)
+    if ranks is not None:
+        ranks.connect(where)
+    with as_one(ranks):
         check_model(module, ranks is not None and ranks.rank != ranks.mates[0])
         check_dtype(dtype)
         refuse_codes(module, dtype)
@@ -133,7 +136,7 @@ def _stream(module: nn.Module, where: torch.device, limits: Limits, choices: Cho
     rt = Runtime(module, where, engine(where, choices, ranks), fit.room, choices.compute, ranks, reduce,
                  choices.products)
     if ranks is not None:
-        weakref.finalize(rt, leaves_in_order, rt.core, between(ranks, rt.core, choices.doors.delay_us))
+        weakref.finalize(rt, leaves_in_order, rt.core, between(ranks, rt.core, where, choices.doors.delay_us))
     rt.delivery.shards = choices.options.get("delivery") == "shards"
     if choices.itself:
         rt.planning = Planning(weakref.proxy(rt), limits, choices.plan)

@@ -5,6 +5,7 @@ import contextlib
 import os
 import sys
 
+import torch
 from torch import nn
 
 from .. import _core
@@ -65,9 +66,9 @@ def engine_of(ranks: Ranks, device: str, index: int, threads: int, delay_us: int
         os.close(fd)
 
 
-def between(ranks: Ranks, core: _core.Engine, delay_us: int) -> Between | None:
+def between(ranks: Ranks, core: _core.Engine, device: torch.device, delay_us: int) -> Between | None:
     """None: all are on one machine."""
-    return Between(ranks, core, delay_us) if ranks.apart else None
+    return Between(ranks, core, device, delay_us) if ranks.apart else None
 
 
 def leaves_in_order(core: _core.Engine, machines: Between | None) -> None:
