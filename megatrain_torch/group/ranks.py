@@ -27,7 +27,10 @@ class Ranks:
         data: the group in which gradients go. control: what they tell each other goes there.
         machines: by rank, what names the machine that it is on.
         ways: by (sender, hearer), groups in which weights go to other machines, and come from there.
+        taken: bytes of the device that NCCL took for this process, by whichever ranks asked first.
     """
+    taken = 0
+
 
     def __init__(self, data: dist.ProcessGroup, patience: timedelta = PATIENCE) -> None:
         """patience: as Control has it."""
@@ -40,13 +43,18 @@ class Ranks:
     def connect(self, device: torch.device) -> None:
         """Makes what tensors of the device travel by, and so takes its memory there, before anybody asks how much is
         free. All come here."""
-        if nccl := self.by_nccl(device):
+        nccl = self.by_nccl(device)
+        before = torch.cuda.mem_get_info(device)[0] if nccl else 0
+        if nccl:
             with torch.cuda.device(device), self.control.named("connects to the others' GPUs"):
                 sent = torch.zeros(self.size, device=device)
                 dist.all_to_all_single(torch.empty_like(sent), sent, group=self.data)
         pairs = [*((self.rank, r) for r in self.hearers().values()), *((r, self.rank) for r in self.spoken_for())]
         for pair in sorted(pairs, key=lambda pair: (sorted(pair), pair)):
             self.ways[pair] = self.control.way(*pair, device if nccl else torch.device("cpu"))
+        if nccl:
+            torch.cuda.synchronize(device)
+            Ranks.taken += max(before - torch.cuda.mem_get_info(device)[0], 0)
 
     def by_nccl(self, device: torch.device) -> bool:
         """Do tensors of the device travel from device to device?"""

@@ -86,7 +86,8 @@ def linked(machine: Machine, rates: dict[str, float]) -> Machine:
     """The machine with what measure() found. Its host's memory reaches what was seen, at least."""
     rates = rates | {"host_gbps": max(rates["host_gbps"], host_rate(machine) / 1e9)}
     origins = tuple((name, where) for name, where in machine.origins if name not in rates)
-    return dataclasses.replace(machine, **{k: float(f"{rate:.4g}") for k, rate in rates.items()}, origins=origins)
+    found = {k: int(rate) if k.endswith("_bytes") else float(f"{rate:.4g}") for k, rate in rates.items()}
+    return dataclasses.replace(machine, **found, origins=origins)
 
 
 # ---- one of the processes ------------------------------------------------------------------------

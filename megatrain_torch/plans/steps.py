@@ -90,7 +90,7 @@ class Steps:
                    ("exchange_s", "network_s", "lost_s", "gather_s", "held_s", "spread_s")},
                 "lowered": array("q", exchange.lowered.tolist()),
                 "raised": array("q", exchange.raised.tolist()),
-                "parts": exchange.parts, "on_link": exchange.on_link, "memory": fleet.memory(m),
+                "parts": exchange.parts, "peers": exchange.peers, "on_link": exchange.on_link, "memory": fleet.memory(m),
                 "add_s": array("d", self.updates.add), "depth": self.keeping.depth,
                 "h2d": m.h2d_gbps * 1e9, "d2h": m.d2h_gbps * 1e9, "both": m.both_gbps * 1e9,
                 "busy": m.busy_gbps * 1e9, "write": m.disk_write_gbps * 1e9,
