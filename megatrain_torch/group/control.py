@@ -22,7 +22,7 @@ from torch import distributed as dist
 
 from .. import _core
 from ..base.errors import MegatrainError
-from .waits import Arrival, Waits, called
+from .waits import Arrival, Waits, called, done
 
 PATIENCE = timedelta(minutes=30)             # a rank may fill the store while the others wait
 _LATE_S = 60.0                               # of a wait, after which it is told
@@ -30,6 +30,7 @@ ASIDE = "mt-save"                            # a thread that waits while its pro
 _LOOKS = 2.0                                 # seconds, at most, until the shared memory knows who is gone
 _CONNECT_S, _EACH_S = 4.0, 0.05              # in which processes that are there reach each other, or one has ended;
                                              # where that one had begun to, gloo waits five times as long
+_SOON_S = 0.02               # the others have come, and that is on its way here
 _made: Counter[str] = Counter()              # of these, by the group that they are beside
 
 
@@ -155,9 +156,19 @@ class Control:
                 raise
 
     def until(self, work: Any, what: str) -> None:
-        """A piece of work is over that all begin, in a group of carrier's."""
+        """A piece of work is over that all begin, in a group of carrier's. Ranks that open windows do not wait for this
+        one meanwhile, unless it is about to come."""
         with self.named(what):
-            self._waits.until(work, f"{self._name}/until", self._told(what), self._look)
+            if done(work, _SOON_S):
+                return
+            engine = self.engine
+            if engine is not None:
+                engine.away(True)
+            try:
+                self._waits.until(work, f"{self._name}/until", self._told(what), self._look)
+            finally:
+                if engine is not None:
+                    engine.away(False)
 
     @staticmethod
     def _told(what: str) -> str:
