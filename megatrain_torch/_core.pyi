@@ -65,8 +65,8 @@ class Engine:
         The memory stays until the last array over it is gone, also after close(); the engine itself
         is not kept alive.
         """
-    def gone(self) -> list[tuple[int, int]]:
-        """(rank, process) of other ranks that have closed their engine, or whose process ended."""
+    def gone(self) -> list[tuple[int, int, bool]]:
+        """(rank, process, its process ended) of other ranks that have closed their engine, or whose process ended."""
     def relay(self) -> Any:
         """For relay_next and its like; it keeps the memory, also behind close()."""
     def fail(self, text: str) -> None:
@@ -112,6 +112,12 @@ class Engine:
         other planes in device memory. After open_slots, before its first forward; then take() moves what the host
         has. A unit that was settled before close_slots gets the slot whose memory it has. Arrays of its host planes are
         copies: see bring and push."""
+    def slot_name(self, unit: int) -> bytes:
+        """Names a settled unit's slot, for `reach` of this machine's other processes; empty: it is out of reach."""
+    def reach(self, unit: int, names: bytes) -> bool:
+        """What other ranks have updated of a settled unit is copied from their slots from now on, if all of these names,
+        one after the other by rank, are within reach; else, or with fewer names, by way of host memory. Whether they
+        are. While nothing of the unit is under way."""
     def settled(self, unit: int) -> bool:
         """Whether the unit lives on the device."""
     def unsettle(self, unit: int, grads: bool) -> None:

@@ -187,6 +187,7 @@ extern PyMethodDef mt_save_methods[];
 /* engine_run.c: stream and offload */
 MT_METHOD(open_slots); MT_METHOD(close_slots);
 MT_METHOD(cut); MT_METHOD(settle); MT_METHOD(settled); MT_METHOD(unsettle);
+MT_METHOD(slot_name); MT_METHOD(reach);
 MT_METHOD(ready); MT_METHOD(gathered); MT_METHOD(bounds);
 MT_METHOD(away); MT_METHOD(met); MT_METHOD(astray);
 MT_METHOD(begin); MT_METHOD(kick); MT_METHOD(schedule); MT_METHOD(stats);

@@ -1,6 +1,7 @@
 /* engine_run.c — Engine's methods on a running step: weights in, gradients out. The hot path. */
 #include "bind.h"
 #include <stdlib.h>
+#include <string.h>
 
 /* ---- hooks: the core asks, Python answers ----
  * Called by mt_stream_acquire and mt_stream_kick on the thread that holds the GIL. A hook that
@@ -185,6 +186,45 @@ PyObject *mt_engine_settle(PyObject *self, PyObject *args)
     if ((st = mt_stream_settle(e->stream, unit, slot)) != MT_OK)
         return mt_raise(e->error, st);
     Py_RETURN_NONE;
+}
+
+PyObject *mt_engine_slot_name(PyObject *self, PyObject *args)
+{
+    mt_engine  *e = streaming(self);
+    mt_mem_name name;
+    void       *mem;
+    int         unit, named;
+
+    if (e == NULL || !PyArg_ParseTuple(args, "i:slot_name", &unit) || mt_engine_unit(e, unit) < 0)
+        return NULL;
+    mem = mt_resident_mem(e->cx.residents, unit);
+    named = mem != NULL && e->cx.dev->ops->mem_name != NULL &&
+            e->cx.dev->ops->mem_name(e->cx.dev, mem, &name) == MT_OK;
+    return PyBytes_FromStringAndSize((const char *)&name, named ? (Py_ssize_t)sizeof name : 0);
+}
+
+PyObject *mt_engine_reach(PyObject *self, PyObject *args)
+{
+    mt_engine   *e = streaming(self);
+    mt_mem_name *names = NULL;
+    const char  *given;
+    Py_ssize_t   n;
+    int          unit, all;
+    mt_status    st;
+
+    if (e == NULL || !PyArg_ParseTuple(args, "iy#:reach", &unit, &given, &n) ||
+        mt_engine_unit(e, unit) < 0)
+        return NULL;
+    if ((all = n == (Py_ssize_t)sizeof *names * e->ranks)) {
+        if ((names = malloc((size_t)n)) == NULL)
+            return PyErr_NoMemory();
+        memcpy(names, given, (size_t)n);
+    }
+    MT_UNLOCKED(e, st, mt_resident_reach(e->cx.residents, unit, names));
+    free(names);
+    if (st != MT_OK && st != MT_ENOTSUP)
+        return mt_raise(e->error, st);
+    return PyBool_FromLong(all && st == MT_OK);
 }
 
 PyObject *mt_engine_unsettle(PyObject *self, PyObject *args)

@@ -688,7 +688,7 @@ static mt_status wait_turn(mt_offload *o, int unit, const mt_grad_item *items, i
     mt_status st;
 
     /* An update reads the plane that the copies will overwrite. */
-    MT_TRY(mt_ledger_wait_updates(o->store, unit));
+    MT_TRY(mt_ledger_wait_stepped(o->store, unit));
     for (int i = 0; i < n; i++)
         sets += items[i].mode != MT_GRAD_ADD;
     mt_lock(&o->mu);

@@ -90,6 +90,7 @@ void      mt_share_punch(const mt_range *r, size_t from, size_t bytes);
 #define MT_UNIT_COUNT_MAP(X)                                                                 \
     X(LANDED,   "hand-overs of gradients that ended",              "its gradients")          \
     X(UPDATED,  "updates that ended",                              "its update")            \
+    X(STEPPED,  "updates that are over on its device, or ended",   "its update")            \
     X(SAVING,   "saves that it has begun",                         "its save")              \
     X(COPIED,   "of these, those that have copied their part",     "its part of a save")
 #define MT_COUNT_ENUM(name, what, awaited) MT_COUNT_##name,

@@ -233,13 +233,17 @@ uint64_t  mt_ledger_writes (mt_store *s, int unit);          /* so often */
 
 void      mt_ledger_update_begin(mt_store *s, int unit);     /* version grows; updates += 1 */
 void      mt_ledger_update_end  (mt_store *s, int unit);
+/* Of one that is announced: it is over on the device; what follows is a copy of its weights down. */
+void      mt_ledger_update_stepped(mt_store *s, int unit);
 void      mt_ledger_grads_begin (mt_store *s, int unit);
 void      mt_ledger_grads_end   (mt_store *s, int unit);
 
 mt_status mt_ledger_wait_updates(mt_store *s, int unit);     /* until updates == 0 */
+/* Until no rank's update of the unit reads or writes device memory. */
+mt_status mt_ledger_wait_stepped(mt_store *s, int unit);
 mt_status mt_ledger_wait_grads  (mt_store *s, int unit);     /* until grads == 0 */
 int       mt_ledger_updates_due (mt_store *s, int unit);     /* the unit's updates are not 0 */
-/* Until updates == 0; in the same breath fetches += 1.
+/* Until updates == 0 (of a settled unit: until all have stepped); in the same breath fetches += 1.
  * *version: what a copy put from now brings. */
 mt_status mt_ledger_fetch_begin (mt_store *s, int unit, uint64_t *version);
 /* Records `fetched` on h2d; fetches -= 1 if it was announced, also on failure. */

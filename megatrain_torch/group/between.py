@@ -64,7 +64,7 @@ class Line:
         self._turn = threading.Lock()        # held while a parcel and its bytes are sent, and for who is told
         self._out = {hearer: way for (rank, hearer), way in ranks.ways.items() if rank == ranks.rank}
         self._into = {rank: way for (rank, hearer), way in ranks.ways.items() if hearer == ranks.rank}
-        self._device = device if ranks.by_nccl(device) else torch.device("cpu")
+        self._device = device if ranks.nccl() else torch.device("cpu")
 
     def tell(self) -> None:
         last, pieces = False, Pieces(self._device)
@@ -128,10 +128,7 @@ class Line:
                 come.put((parcels, pieces.receive(large, self._into[rank]) if large else None))
         except RuntimeError:
             gone.set()
-            _core.relay_gone(self._relay, rank)
-            for group in (self._into[rank], self._out.get(rank)):
-                if group is not None and group.name() == "nccl":         # its kernels wait for that process
-                    group.abort()
+            _core.relay_gone(self._relay, rank)      # from that on NCCL's kernels do not wait for it (Ranks.give_up)
         come.put(None)
         tells.join()
         self._end(self._machines[rank])

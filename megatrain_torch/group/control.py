@@ -22,7 +22,7 @@ from torch import distributed as dist
 
 from .. import _core
 from ..base.errors import MegatrainError
-from .waits import Arrival, Waits, called
+from .waits import Arrival, Waits, called, done
 
 PATIENCE = timedelta(minutes=30)             # a rank may fill the store while the others wait
 _LATE_S = 60.0                               # of a wait, after which it is told
@@ -30,6 +30,7 @@ ASIDE = "mt-save"                            # a thread that waits while its pro
 _LOOKS = 2.0                                 # seconds, at most, until the shared memory knows who is gone
 _CONNECT_S, _EACH_S = 4.0, 0.05              # in which processes that are there reach each other, or one has ended;
                                              # where that one had begun to, gloo waits five times as long
+_SOON_S = 0.02               # the others have come, and that is on its way here
 _made: Counter[str] = Counter()              # of these, by the group that they are beside
 
 
@@ -103,8 +104,14 @@ class Control:
 
     def any_of(self, bits: Tensor) -> Tensor:
         """Of these bits, [n] uint8 on the host, those that any rank has set."""
-        self._wait(self._group.allreduce, [bits], _most(), what="exchanges gradients in a backward")
+        self._wait(self._group.allreduce, [bits], most(), what="exchanges gradients in a backward")
         return bits
+
+    def most(self, n: int) -> int:
+        """The largest that any rank has. They do not begin turns anew here."""
+        numbers = torch.tensor([n])
+        self._wait(self._group.allreduce, [numbers], most(), what="gathers weights", away=False)
+        return int(numbers)
 
     def of_first(self, value: Any) -> Any:
         """The first one's, in all. value: the others' do not matter."""
@@ -160,6 +167,21 @@ class Control:
                     ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._group))
                 raise
 
+    def until(self, work: Any, what: str) -> None:
+        """A piece of work is over that all begin, in a group of carrier's. Ranks that open windows do not wait for this
+        one meanwhile, unless it is about to come."""
+        with self.named(what):
+            if done(work, _SOON_S):
+                return
+            engine = self.engine
+            if engine is not None:
+                engine.away(True)
+            try:
+                self._waits.until(work, f"{self._name}/until", self._told(what), self._look)
+            finally:
+                if engine is not None:
+                    engine.away(False)
+
     @staticmethod
     def _told(what: str) -> str:
         return f"is in {called()}" if called() else what
@@ -192,7 +214,7 @@ class Control:
         if self.engine is None:
             return ""
         self.engine.check()
-        return ", ".join(f"rank {rank} (process {pid}) ended" for rank, pid in self.engine.gone())
+        return ", ".join(f"rank {rank} (process {pid}) ended" for rank, pid, _ in self.engine.gone())
 
     def _who(self) -> str:
         """Who is gone, as far as that is known soon. Raises: what failed there."""
@@ -204,7 +226,8 @@ class Control:
         return "another process of the group is gone, or does something else,"
 
 
-def _most() -> dist.AllreduceOptions:
+def most() -> dist.AllreduceOptions:
+    """Of what ranks have, the largest."""
     how = dist.AllreduceOptions()
     how.reduceOp = dist.ReduceOp.MAX
     return how

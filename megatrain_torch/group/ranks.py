@@ -5,6 +5,7 @@ device), and what processes tell each other about themselves over gloo, beside i
 """
 from __future__ import annotations
 
+import contextlib
 import copy
 import os
 from collections.abc import Iterator
@@ -29,8 +30,8 @@ class Ranks:
         ways: by (sender, hearer), groups in which weights go to other machines, and come from there.
         taken: bytes of the device that NCCL took for this process, by whichever ranks asked first.
     """
-    taken = 0
 
+    taken = 0
 
     def __init__(self, data: dist.ProcessGroup, patience: timedelta = PATIENCE) -> None:
         """patience: as Control has it."""
@@ -39,11 +40,12 @@ class Ranks:
         self.machines: list[str] = self.gather(_machine())
         self.ways: dict[tuple[int, int], Any] = {}
         self._aside: Ranks | None = None
+        self._gathers: dist.ProcessGroup | None = None
 
     def connect(self, device: torch.device) -> None:
         """Makes what tensors of the device travel by, and so takes its memory there, before anybody asks how much is
         free. All come here."""
-        nccl = self.by_nccl(device)
+        nccl = device.type == "cuda" and self.nccl()
         before = torch.cuda.mem_get_info(device)[0] if nccl else 0
         if nccl:
             with torch.cuda.device(device), self.control.named("connects to the others' GPUs"):
@@ -56,10 +58,6 @@ class Ranks:
             torch.cuda.synchronize(device)
             Ranks.taken += max(before - torch.cuda.mem_get_info(device)[0], 0)
 
-    def by_nccl(self, device: torch.device) -> bool:
-        """Do tensors of the device travel from device to device?"""
-        return device.type == "cuda" and self.data._get_backend(device).name() == "nccl"
-
     def aside(self) -> Ranks:
         """The same processes with a control group of its own, for another thread; made at the first call, by all."""
         if self._aside is None:
@@ -71,6 +69,30 @@ class Ranks:
     def mates(self) -> list[int]:
         """Ranks on this machine, in order."""
         return [r for r, machine in enumerate(self.machines) if machine == self.machines[self.rank]]
+
+    def nccl(self) -> bool:
+        """GPUs' tensors go by it."""
+        return torch.device("cuda") in self.data._device_types and self._backend().name() == "nccl"
+
+    def gathers(self) -> dist.ProcessGroup:
+        """NCCL's of the ranks of this machine, for weights; as patient as the user's own. All of them make it."""
+        if self._gathers is None:
+            members = [dist.get_global_rank(self.data, rank) for rank in self.mates]
+            self._gathers = dist.new_group(members, self._backend().options._timeout, "nccl",
+                                           use_local_synchronization=True)
+        return self._gathers
+
+    def _backend(self) -> Any:
+        return self.data._get_backend(torch.device("cuda"))
+
+    def give_up(self) -> None:
+        """Another process is gone, for which NCCL's kernels wait without end: they are ended."""
+        backends = [self._backend(), *self.ways.values()] if self.nccl() else []
+        if self._gathers is not None:
+            backends.append(self._gathers._get_backend(torch.device("cuda")))
+        for backend in backends:
+            with contextlib.suppress(Exception):
+                backend.abort()
 
     @property
     def apart(self) -> bool:

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Protocol
 
 from .. import _core
+from ..group.ranks import Ranks
 from ..store.arrive import Arrivals, Device
 from ..store.disk import BAYS, BUFFER_BYTES, BUFFERS, THREADS, Disk
 from ..store.planes import mask
@@ -55,6 +56,16 @@ class Homes:
         self.settled = {unit: slot for slot, unit in enumerate(settled, len(sizes))}
         for unit, slot in self.settled.items():
             self.core.settle(unit, slot)
+
+    def reach(self, ranks: Ranks) -> None:
+        """Each process of one machine copies what others have updated from their slots, if all reach all; called by
+        all, with the same units there."""
+        units = sorted(self.settled)
+        names = ranks.gather([b"" if ranks.apart else self.core.slot_name(unit) for unit in units])
+        within = [self.core.reach(unit, b"".join(of)) for unit, of in zip(units, zip(*names))]
+        for unit, *all_ranks in zip(units, *ranks.gather(within)):
+            if not all(all_ranks):
+                self.core.reach(unit, b"")
 
     def invite(self, guests: Iterable[int]) -> None:
         """States of these units, which live on the device, come and leave."""

@@ -91,6 +91,8 @@ def _change_homes(rt: Runtime, asked: Asked, plan: Plan) -> None:
         if ranks is not None and not rt.broken:          # it went well on some
             rt.broken = f"units were on their way to other homes when that failed on some process: {error}"
         raise
+    if ranks is not None:
+        rt.homes.reach(ranks)
 
 
 class _Change:

@@ -6,6 +6,7 @@ deepcopy and pickle turn back into an ordinary model.
 """
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -36,7 +37,7 @@ from .planning import Planning
 from .registry import find_runtime, runtime_of
 from .runtime import Runtime
 from .streamable import check_model, refuse_codes, refuse_packed, refuse_wrapped
-from .together import between, check, check_copies, fleet_of, leaves_in_order, same_buffers
+from .together import between, check, check_copies, fleet_of, leaves_in_order, same_buffers, watch
 
 
 @calling("mt.stream")
@@ -136,7 +137,10 @@ def _stream(module: nn.Module, where: torch.device, limits: Limits, choices: Cho
     rt = Runtime(module, where, engine(where, choices, ranks), fit.room, choices.compute, ranks, reduce,
                  choices.products)
     if ranks is not None:
-        weakref.finalize(rt, leaves_in_order, rt.core, between(ranks, rt.core, where, choices.doors.delay_us))
+        machines = between(ranks, rt.core, where, choices.doors.delay_us)
+        weakref.finalize(rt, leaves_in_order, rt.core, ranks, machines)
+        if where.type == "cuda" and ranks.nccl():
+            threading.Thread(target=watch, args=(weakref.ref(rt.exchange), rt.core, ranks), daemon=True).start()
     rt.delivery.shards = choices.options.get("delivery") == "shards"
     if choices.itself:
         rt.planning = Planning(weakref.proxy(rt), limits, choices.plan)
@@ -158,6 +162,7 @@ def _build(rt: Runtime, module: nn.Module, found: Any, fit: Fit, choices: Choice
         install(rt, module, found, choices.activations)
         if rt.ranks is not None:
             same_buffers(rt.ranks, module)
+            rt.homes.reach(rt.ranks)
         rt.forwards.warn_unlocked()
     except BaseException:
         _give_back(rt, module)

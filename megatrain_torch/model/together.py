@@ -4,6 +4,8 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import time
+import weakref
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +17,7 @@ from .. import _core
 from ..base.errors import MegatrainError
 from ..base.limits import show_bytes
 from ..base.units import Group
+from ..graph.exchange import Exchange
 from ..group import launcher
 from ..group.between import Between
 from ..group.descriptor import shared
@@ -25,6 +28,7 @@ from ..store.records import Record
 from .choices import Choices
 
 REDUCE = ("mean", "sum")
+_LOOK_S = 1.0
 _LAST_STEP_S = 10.0          # in which nothing moves: they do not go on, and this one does not wait
 
 
@@ -120,7 +124,7 @@ def between(ranks: Ranks, core: _core.Engine, device: torch.device, delay_us: in
     return Between(ranks, core, device, delay_us) if ranks.apart else None
 
 
-def leaves_in_order(core: _core.Engine, machines: Between | None) -> None:
+def leaves_in_order(core: _core.Engine, ranks: Ranks, machines: Between | None) -> None:
     """The process ends: the others may await its part of the last step, or read what is on its device; but not where it
     failed, as they will then."""
     with contextlib.suppress(Exception):
@@ -128,9 +132,26 @@ def leaves_in_order(core: _core.Engine, machines: Between | None) -> None:
             core.watchdog(_LAST_STEP_S)
             core.drain()
             core.stay(_LAST_STEP_S)
+        else:
+            ranks.give_up()
         core.close()
     if machines is not None:
         machines.finish(_LAST_STEP_S)
+
+
+def watch(exchange: weakref.ref[Exchange], core: _core.Engine, ranks: Ranks) -> None:
+    """In a thread of its own. NCCL's kernels that wait for a process that is gone are ended, and so all ends that waits
+    behind them on the device: this process comes to where it is told."""
+    while (alive := exchange()) is not None:
+        try:
+            gone = core.gone()
+        except MegatrainError:                   # the engine is closed
+            return
+        if any(died or alive.began for _, _, died in gone):
+            ranks.give_up()
+            return
+        del alive
+        time.sleep(_LOOK_S)
 
 
 def check_copies(ranks: Ranks, records: list[Record]) -> None:
