@@ -29,7 +29,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--pairs", type=int, nargs="+", default=[1], help="processes of each machine")
-    parser.add_argument("--mib", type=int, nargs="+", default=[448], help="of what goes at once: a rank's part of a unit")
+    parser.add_argument("--mib", type=int, nargs="+", default=[448], help="of a rank's part of a unit")
     parser.add_argument("--seconds", type=float, default=2.0)
     parser.add_argument("--at", default="", help="host:port on the first of two machines")
     parser.add_argument("--machine", type=int, choices=(0, 1), default=0)
@@ -45,7 +45,8 @@ def process(number: int, first: int, pairs: int, args: Any) -> None:
     torch.set_num_threads(1)
     rank = first + number
     device = torch.device(args.device, number) if args.device == "cuda" else torch.device("cpu")
-    dist.init_process_group("gloo", init_method=f"tcp://{args.at or '127.0.0.1:29511'}", rank=rank, world_size=2 * pairs)
+    at = f"tcp://{args.at or '127.0.0.1:29511'}"
+    dist.init_process_group("gloo", init_method=at, rank=rank, world_size=2 * pairs)
     control, other = Control(dist.group.WORLD), (rank + pairs) % (2 * pairs)
     low, high = sorted((rank, other))
     ways = {pair: control.way(*pair, device) for pair in ((low, high), (high, low))}

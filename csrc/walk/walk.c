@@ -10,8 +10,8 @@
 
 #define STEADY_STEPS 3       /* until what updates leave to the next forward hardly changes */
 #define STEADY_SHARE 0.9     /* of a step, the next takes that at least (0.953, of 5,500 tried) */
-#define PEER_SHARE 0.5  /* copies between devices hold up compute by so much of what the exchange of as
-                         * many bytes does: 1.1 ms of 233 MB on H200s, for 2.1 */
+#define PEER_SHARE 0.5  /* copies between devices hold up compute by so much of what the exchange of
+                         * as many bytes does: 1.1 ms of 233 MB on H200s, for 2.1 */
 #define NOBODY  (-1)    /* a row: nothing held it up */
 
 typedef struct walker {
@@ -53,6 +53,7 @@ typedef struct walker {
      * file of activations. */
     double   run, launch, h2d, mover, d2h, adder, swap_out, guests, drive;
     double   exchange, network, spread;  /* gradients in their machine, between; new weights */
+    double   lowering;                   /* until then new weights go down from the device */
     double   gather;             /* parts of weights, in their machine */
     double   owed;               /* seconds by which what is computed next is held up */
     double   moved;              /* bytes that crossed to and from the host's memory */
@@ -303,8 +304,8 @@ static void guests_leave(walker *t, double passed)
     t->d2h = t->guests;
 }
 
-/* New weights of a unit at home on several GPUs' devices go down to the host behind its update, in a
- * queue of their own. */
+/* New weights of a unit at home on several GPUs' devices go down to the host behind its update, in
+ * a queue of their own. */
 static void bring_down(walker *t, int64_t u, double *down)
 {
     double start = later(*down, t->done[u]);
@@ -378,6 +379,7 @@ static void new_weights(walker *t)
         if (in->updated_on[u] == MT_LANE_DEVICE && in->raised[u] > 0 && t->ready[u] == 0.0)
             bring_up(t, u, &up);
     }
+    t->lowering = down;
     t->update_s[MT_LANE_THROUGH] += in->peers > 0.0 ? down : later(down, up);
 }
 
@@ -814,6 +816,12 @@ static void leave(walker *t, int64_t w)
     if (t->in->spilled[w])
         start = await_bay(t, start);
     t->swap_out = copied(t, start, (double)t->in->away[w], t->in->both);
+    if (start < t->lowering) {              /* new weights go down too: each at half of the rate */
+        double beside = least(t->swap_out - start, t->lowering - start);
+
+        t->swap_out += beside;
+        t->lowering += beside;
+    }
     note(t, MT_LANE_OUT, w, start, t->swap_out);
     t->busy[MT_LANE_OUT] += t->swap_out - start;
     if (t->in->spilled[w])

@@ -94,7 +94,7 @@ typedef struct mt_walk {
     double  write, read;         /* of the drive */
     double  rest_s;              /* between two steps: the clip factor */
     int64_t parts;               /* a fetch brings one of so many of a unit's weights; 1: all */
-    double  peers;               /* bytes/s from other devices; 0: weights come by way of the host */
+    double  peers;               /* bytes/s from other devices; 0: new weights come from the host */
     int64_t on_link;             /* 1: what GPUs exchange takes their links to the host */
     double  memory;              /* bytes/s of the host's memory for this GPU's copies; 0: enough */
     double  memory_s;            /* in which a step's updates and sums have that memory */

@@ -23,7 +23,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch import distributed as dist
 
 from .. import _core
 from .ranks import Ranks

@@ -31,6 +31,7 @@ _LOOKS = 2.0                                 # seconds, at most, until the share
 _CONNECT_S, _EACH_S = 4.0, 0.05              # in which processes that are there reach each other, or one has ended;
                                              # where that one had begun to, gloo waits five times as long
 _SOON_S = 0.02               # the others have come, and that is on its way here
+_CTAS = 8                                    # of NCCL's for one pair: more of them carry no more, and take more memory
 _made: Counter[str] = Counter()              # of these, by the group that they are beside
 
 
@@ -76,6 +77,7 @@ class Control:
             return dist.ProcessGroupGloo(store, place, 2, self.patience)
         options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
         options._timeout, options.global_ranks_in_group = self.patience, [sender, hearer]
+        options.config.max_ctas = _CTAS
         group, first = dist.ProcessGroupNCCL(store, place, 2, options), torch.zeros(1, device=device)
         (group.recv([first], 0, 0) if place else group.send([first], 1, 0)).wait()
         return group

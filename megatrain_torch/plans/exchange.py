@@ -18,7 +18,7 @@ from .machine import Machine
 from .shapes import Shape, Unit
 
 WAY_BYTES = between.BUFFERS * between.PIECE
-GATHERS_BYTES = 932 << 20       # of NCCL's second communicator, which gathers portions of weights
+SECOND = 0.7                    # of a first communicator's bytes, what a further one takes, which gathers portions
 POOL_BYTES = 512 << 20          # what torch keeps for streams of our own, beside compute's
 BUFFERS = 2                     # of a unit's gradients: what is sent, and what is received
 
@@ -77,5 +77,5 @@ class Exchange:
         self.peers = links if m == 1 and not self.on_link else 0.0
         self.link_bytes = 2 * int(leaving.sum()) * self.on_link
         self.buffers = BUFFERS * int(self.gradients.max(initial=0)) + OFFLOAD_DEPTH * int(self.home.max(initial=0))
-        self.buffers += GATHERS_BYTES * (self.parts > 1 and machine.device == "cuda")
+        self.buffers += int(SECOND * machine.communicator_bytes) * (self.parts > 1 and machine.device == "cuda")
         self.buffers += POOL_BYTES + m * WAY_BYTES * (m > 1)       # to all other machines, and from each

@@ -25,7 +25,8 @@ CUT = ("masters", "moments", "gradients", "sums")       # planes of which each r
 PER_RANK = ("activations", DISK_BUFFERS)                # of host memory, what each rank has for itself
 ACC_BYTES = 2                   # that an update reads more of a sum in fp32 than of a bf16 gradient
 ADDED_BYTES = 14                # per parameter in host memory: a further micro-batch's sum
-PAIR_BYTES = 64 << 20           # of a communicator of two ranks, one of each direction between machines
+PAIR_BYTES = 200 << 20          # of a communicator of two ranks, one of each direction between machines: 389 MiB with
+                                # all channels that NCCL opens, of which it is let have 8
 WIDER_BYTES = 2                 # more, where what is added is a sum over ranks: that is in fp32
 
 

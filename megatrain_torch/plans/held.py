@@ -38,7 +38,8 @@ class Held:
         """Bytes by choice, without what windows keep in host memory. through: units whose updates pass through the
         device."""
         streams = np.array(homes) == 0
-        return streams @ self.streamed + ~streams @ self.lowered + [self.ways_crossed * sum(self.ways.visiting(h).values()) for h in homes] \
+        return streams @ self.streamed + ~streams @ self.lowered \
+            + [self.ways_crossed * sum(self.ways.visiting(h).values()) for h in homes] \
             + [self.passing[list(units)].sum() for units in through]
 
     def span_s(self, micro: int, backward_s: float | None = None) -> float:

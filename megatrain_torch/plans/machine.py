@@ -26,8 +26,8 @@ from ..base.strict import parsed, shown, table
 
 GIB = 2**30
 TAKEN = 0.5                 # of what is copied beside AdamW, what that takes from it: 0.3 and 0.9 on two H200 machines
-PIECEMEAL = 0.7             # of the bus, what updates that pass through the device reach beside AdamW: pieces of 64 MiB and
-                            # fetches take turns; 0.65 to 0.78 on two H200 machines
+PIECEMEAL = 0.7             # of the bus, what updates that pass through the device reach beside AdamW: pieces of 64
+                            # MiB and fetches take turns; 0.65 to 0.78 on two H200 machines
 MEASURED, SHEETS = "measured by megatrain doctor", "from data sheets, not measured"     # sources
 WEIGHT = 2                  # bytes of a bf16 weight, as it is fetched
 CODES_A_THREAD = 0.75       # 10**9 parameters/s with moments of 8 bits, where arithmetic binds: a Zen 5 core has 1.0
@@ -39,11 +39,12 @@ DRIVE_NAME, DRIVE = "Samsung PM9A3 of 1.92 TB", (6.5, 3.5, 4.5, 3504.0)
 NVLINK_REACHED, LOST_GBPS = 0.7, 110.0
 FP8_GAIN = 1.85             # of 7B width on an H200, at 16k tokens, forward and both gradients: 17.1 ms for 31.6
 NETWORK_GBPS = 50.0         # of a machine: one port of 400 Gb/s, stated
-# Of two H100 (torch 2.11, NCCL 2.28): a first communicator takes 866 MiB of each with the library, its first all-to-all 446.
+# Of two H100 (torch 2.11, NCCL 2.28): a first communicator takes 866 MiB of each with the library, its first
+# all-to-all 446.
 COMMUNICATOR_BYTES = 1312 << 20
 # AdamW of several processes in the memory that they share, by one process's: an update reads sums in fp32, 28 bytes a
-# parameter for 26, and pages are small where the kernel makes no large ones there. Two H200: 5.7 of 7.05 G parameters/s;
-# two H100: 3.9 beside copies, where one process had 6.3 with fewer.
+# parameter for 26, and pages are small where the kernel makes no large ones there. Two H200: 5.7 of 7.05 G
+# parameters/s; two H100: 3.9 beside copies, where one process had 6.3 with fewer.
 SHARED_ADAM = 0.8
 
 
