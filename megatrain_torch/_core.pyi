@@ -115,9 +115,9 @@ class Engine:
     def slot_name(self, unit: int) -> bytes:
         """Names a settled unit's slot, for `reach` of this machine's other processes; empty: it is out of reach."""
     def reach(self, unit: int, names: bytes) -> bool:
-        """What other ranks have updated of a settled unit is copied from their slots from now on, if all of these names,
-        one after the other by rank, are within reach; else, or with fewer names, by way of host memory. Whether they
-        are. While nothing of the unit is under way."""
+        """What other ranks have updated of a settled unit is copied from their slots from now on, if all of these
+        names, one after the other by rank, are within reach; else, or with fewer names, by way of host memory. Whether
+        they are. While nothing of the unit is under way."""
     def settled(self, unit: int) -> bool:
         """Whether the unit lives on the device."""
     def unsettle(self, unit: int, grads: bool) -> None:
