@@ -115,9 +115,9 @@ class Engine:
     def slot_name(self, unit: int) -> bytes:
         """Names a settled unit's slot, for `reach` of this machine's other processes; empty: it is out of reach."""
     def reach(self, unit: int, names: bytes) -> bool:
-        """What other ranks have updated of a settled unit is copied from their slots from now on, if all of these names,
-        one after the other by rank, are within reach; else, or with fewer names, by way of host memory. Whether they
-        are. While nothing of the unit is under way."""
+        """What other ranks have updated of a settled unit is copied from their slots from now on, if all of these
+        names, one after the other by rank, are within reach; else, or with fewer names, by way of host memory. Whether
+        they are. While nothing of the unit is under way."""
     def settled(self, unit: int) -> bool:
         """Whether the unit lives on the device."""
     def unsettle(self, unit: int, grads: bool) -> None:
@@ -308,8 +308,8 @@ def relay_next(relay: Any, ms: int, /) -> tuple[bytes, np.ndarray | None, int, b
     is the last one. None: nothing was said for so long."""
 def relay_place(relay: Any, rank: int, parcel: bytes, /) -> np.ndarray | None:
     """Where bytes of that rank's parcel go; None: it has none."""
-def relay_come(relay: Any, rank: int, parcel: bytes, /) -> bool:
-    """They are there: this machine hears what the rank said. Whether it was its last."""
+def relay_come(relay: Any, rank: int, parcel: bytes, /) -> None:
+    """They are there: this machine hears what the rank said."""
 def relay_gone(relay: Any, rank: int, /) -> None:
     """Nothing more will come of that rank."""
 def adam_step(tensors: Sequence[tuple], clip: float, threads: int, isa: int) -> None:

@@ -17,6 +17,7 @@ import importlib
 import os
 import signal
 import tempfile
+import threading
 import time
 import traceback
 from pathlib import Path
@@ -25,6 +26,8 @@ from typing import Any
 import torch
 import torch.multiprocessing as mp
 from torch import Tensor, nn
+
+from megatrain_torch.group import between
 
 # ---- processes -----------------------------------------------------------------------------------
 
@@ -108,13 +111,33 @@ def _serve(rank: int, size: int, store: str, pipe: Any, device: str) -> None:
 
 
 def apart(rank: int, group: Any, machines: int, what: str, *args: Any) -> Any:
-    """`module:function` as on so many machines, which are pretended: as under so many launchers."""
+    """`module:function` as on so many machines, which are pretended: as under so many launchers. Bytes go in pieces."""
     module, name = what.split(":")
+    between.SMALL, between.PIECE = 256, 1 << 16
     os.environ["GROUP_RANK"] = str(rank * machines // torch.distributed.get_world_size(group))
     try:
         return getattr(importlib.import_module(module), name)(rank, group, *args)
     finally:
         del os.environ["GROUP_RANK"]
+
+
+def pieces(rank: int, group: Any, device: str = "cpu") -> list[bool]:
+    """Of bytes that go to each of two ranks from the other, at the same time, whether they are there."""
+    from megatrain_torch.group.control import Control
+    control, where, between.PIECE = Control(group), torch.device(device), 1000
+    ways = [control.way(*pair, where) for pair in ((0, 1), (1, 0))]
+    given = [[torch.randint(256, (n,), dtype=torch.uint8, generator=torch.Generator().manual_seed(10 * r + n))
+              for n in (1, 999, 1000, 5001, 2000)] for r in range(2)]
+    found = [torch.zeros_like(t) for t in given[1 - rank]]
+    sends, hears = between.Pieces(where), between.Pieces(where)
+    thread = threading.Thread(target=lambda: [sends.send(t, [ways[rank]]) for t in given[rank]])
+    thread.start()
+    hears.receive(found[:3], ways[1 - rank])
+    hears.receive(found[3:], ways[1 - rank])
+    thread.join()
+    sends.land()
+    hears.land()
+    return [torch.equal(a, b) for a, b in zip(found, given[1 - rank])]
 
 
 # ---- training ------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from run_kill_several import kill
 from several import Job, Pool, alone, differences, loaded, memory, saved
 
 from megatrain_torch.group.waits import Waits
+from megatrain_torch.model.together import processors
 
 ARCHITECTURES = ("llama", "qwen3", "gemma2", "gpt2", "opt", "mixtral", "gpt_oss", "deepseek_v3", "mamba", "bert", "t5",
                  "vit")
@@ -271,6 +272,22 @@ def test_what_a_save_brings_of_other_machines_is_given_back(pool: Pool, tmp_path
     before, *behind, looked = pool.call("several:apart", 2, 2, "several:memory_of_saves", str(tmp_path / "c"))[0]
     assert before == pytest.approx(2 * 40 << 20, rel=0.05) and behind == pytest.approx([before, before], rel=0.05)
     assert looked > before + (8 << 20)
+
+
+@pytest.mark.parametrize("nodes, own, allowed, found", [
+    ([0, 1], 0, range(8), {0, 1, 2, 7}), ([0, 1], 1, range(8), {3, 4, 5, 6}), ([1, 0, 0, 1], 1, range(6), {3, 4, 5}),
+    ([0, 0], 0, range(8), set(range(8))), ([0, 1, 1], 1, range(8), set(range(8))), ([-1, -1], -1, range(8), set(range(8))),
+    ([0, 1], 0, range(3, 7), {3, 4, 5, 6}), ([1, 1], 1, range(3, 7), {3, 4, 5, 6})])
+def test_threads_are_beside_their_gpu_where_nodes_have_equally_many(
+        nodes: list[int], own: int, allowed: range, found: set[int], tmp_path: Path) -> None:
+    for node, listed in ((0, "0-2,7\n"), (1, "3-6\n"), (2, "\n")):           # the last has memory alone
+        (folder := tmp_path / f"devices/system/node/node{node}").mkdir(parents=True)
+        (folder / "cpulist").write_text(listed)
+    assert processors(nodes, own, set(allowed), tmp_path) == found
+
+
+def test_bytes_that_go_in_pieces_are_whole_where_they_come(pool: Pool) -> None:
+    assert pool.call("several:pieces", 2) == [[True] * 5] * 2
 
 
 def test_each_machine_has_the_first_ones_model(pool: Pool) -> None:

@@ -5,7 +5,7 @@
                order on every rank, the last unit first. A unit that a backward has passed by is told as one without
                gradients, and so are all that are left when it ends
     sent       every rank has told the same of the unit: its gradients are on their way to the owners of their portions
-               (all-to-all). Parameters of which no rank has a gradient are left out; a rank that lacks one sends zeros
+               (all-to-all). Nothing is sent of a unit of which no rank has any; a rank that lacks one sends zeros
     home       parts of all ranks have come: they are added in the order of ranks, and go to host memory
 
 So `.grad` is there on every rank or on none.
@@ -30,6 +30,7 @@ units' gradients are held until they are packed.
 """
 from __future__ import annotations
 
+import os
 from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
@@ -90,20 +91,22 @@ class Home(Protocol):
 
 
 class Ready(NamedTuple):
-    """A unit of which this rank has told. found: by parameter, whether any rank has a gradient, when `work` is over."""
+    """A unit of which this rank has told. packed: its gradients, zeros where there is none; None: there are none.
+    found: by parameter, whether any rank has one, when `work` is over."""
 
     unit: int
-    records: list[Record]
-    grads: dict[Record, Tensor]
+    layout: Layout
+    packed: Tensor | None
     found: Tensor
     work: Any
 
 
 class Sent(NamedTuple):
-    """A unit's gradients on their way."""
+    """A unit's gradients on their way. records: those of which some rank has one."""
 
     unit: int
     layout: Layout
+    records: list[Record]
     work: Any
     buffers: tuple[Tensor, Tensor]
 
@@ -124,7 +127,7 @@ class Exchange:
         self._layouts: dict[int, Layout] = {}
         self._beside = Beside(model.device) if model.device.type == "cuda" else None
         # NCCL's waits are the stream's. gloo's are the host's, for which other ranks may wait in turn.
-        self._by_streams = self._beside is not None and ranks.nccl()
+        self._by_streams = self._beside is not None and ranks.nccl() and not _blocks()
         self._routed: dict[Record, list[RemovableHandle]] = {}       # parameters whose gradients autograd adds up
         self._stood: dict[Record, Tensor | None] = {}        # their `.grad`, while autograd has a new one
         self._routes: list[tuple[Record, Tensor]] = []       # what autograd has added up in this backward
@@ -313,18 +316,27 @@ class Exchange:
     def _trained(self, unit: int) -> list[Record]:
         return [r for r in self._model.units[unit] if r.was_trainable and r.numel and r not in self._entire]
 
-    def _layout(self, unit: int, records: list[Record]) -> Layout:
-        known = self._layouts.get(unit)
+    def _layout(self, unit: int) -> Layout:
+        records, known = self._trained(unit), self._layouts.get(unit)
         if known is None or known.records != records:
             known = self._layouts[unit] = Layout(self._model.core.portions(unit), records)
         return known
 
     def _tell_next(self) -> None:
         unit, self._turn = self._turn, self._turn - 1
-        records, grads = self._trained(unit), self._held.pop(unit, {})
-        if records:
-            found = torch.tensor([r in grads for r in records], dtype=torch.uint8)
-            self._ready.append(Ready(unit, records, grads, found, self._telling.allreduce([found], most())))
+        layout, grads = self._layout(unit), self._held.pop(unit, {})
+        if layout.records:
+            found = torch.tensor([r in grads for r in layout.records], dtype=torch.uint8)
+            told = self._telling.allreduce([found], most())
+            self._ready.append(Ready(unit, layout, self._packed(layout, grads) if grads else None, found, told))
+
+    @torch.no_grad()
+    def _packed(self, layout: Layout, grads: dict[Record, Tensor]) -> Tensor:
+        with nullcontext() if self._beside is None else self._beside.packing(grads.values()):
+            outward = torch.empty(sum(layout.bytes), dtype=torch.uint8, device=self._model.device)
+            for parcels, buffer in zip(layout.parcels, torch.split(outward, layout.bytes)):
+                pack(parcels, grads, buffer)
+        return outward
 
     def _send_ready(self, held: int) -> None:
         """All that other ranks have told of too; no more than so many are left, for which they are waited for."""
@@ -346,24 +358,21 @@ class Exchange:
     def _send_next(self) -> None:
         one = self._ready.popleft()
         self._ranks.control.until(one.work, f"waits for others to come to gradients of unit {one.unit}")
-        records = [r for r, bit in zip(one.records, one.found.tolist()) if bit]
+        records = [r for r, bit in zip(one.layout.records, one.found.tolist()) if bit]
         if records:
-            layout = self._layout(one.unit, records)
             self._begun += 1
-            with nullcontext() if self._beside is None else self._beside.packing(one.grads.values()):
-                self._sent.append(self._send(one.unit, layout, one.grads))
+            with nullcontext() if self._beside is None else self._beside.entered():
+                self._sent.append(self._send(one, records))
 
-    def _send(self, unit: int, layout: Layout, grads: dict[Record, Tensor]) -> Sent:
-        device, own, size = self._model.device, layout.bytes[self._ranks.rank], self._ranks.size
-        outward = torch.empty(sum(layout.bytes), dtype=torch.uint8, device=device)
-        inward = torch.empty(size * own, dtype=torch.uint8, device=device)
-        for parcels, buffer in zip(layout.parcels, torch.split(outward, layout.bytes)):
-            pack(parcels, grads, buffer)
-        with self._ranks.control.named(f"exchanges gradients of unit {unit}"):
+    def _send(self, one: Ready, records: list[Record]) -> Sent:
+        device, sizes, own = self._model.device, one.layout.bytes, one.layout.bytes[self._ranks.rank]
+        outward = torch.zeros(sum(sizes), dtype=torch.uint8, device=device) if one.packed is None else one.packed
+        inward = torch.empty(self._ranks.size * own, dtype=torch.uint8, device=device)
+        with self._ranks.control.named(f"exchanges gradients of unit {one.unit}"):
             how = dist.AllToAllOptions()
             how.asyncOp = True
-            work = self._group.alltoall_base(inward, outward, [own] * size, layout.bytes, how)
-        return Sent(unit, layout, work, (inward, outward))
+            work = self._group.alltoall_base(inward, outward, [own] * self._ranks.size, sizes, how)
+        return Sent(one.unit, one.layout, records, work, (inward, outward))
 
     @torch.no_grad()
     def _bring_home(self, sent: Sent) -> None:
@@ -374,7 +383,7 @@ class Exchange:
         with self._ranks.control.named(f"exchanges gradients of unit {sent.unit}"):
             sent.work.wait()
         modes: dict[Record, int] = {}
-        for r in sent.layout.records:
+        for r in sent.records:
             if self._home.would_claim(r) is not None:
                 modes[r] = self._home.claim(r)
             elif not self._error:                    # somebody took its place while backward ran
@@ -428,3 +437,8 @@ class Beside:
             grad.record_stream(self.stream)
         if len(self._packed) > 2:
             compute.wait_event(self._packed.popleft())
+
+
+def _blocks() -> bool:
+    """NCCL's waits are the host's, as gloo's."""
+    return any(os.environ.get(name, "0") != "0" for name in ("TORCH_NCCL_BLOCKING_WAIT", "NCCL_BLOCKING_WAIT"))

@@ -22,7 +22,7 @@ from torch import distributed as dist
 
 from .. import _core
 from ..base.errors import MegatrainError
-from .waits import Arrival, Waits, called
+from .waits import Arrival, Waits, called, done
 
 PATIENCE = timedelta(minutes=30)             # a rank may fill the store while the others wait
 _LATE_S = 60.0                               # of a wait, after which it is told
@@ -30,6 +30,8 @@ ASIDE = "mt-save"                            # a thread that waits while its pro
 _LOOKS = 2.0                                 # seconds, at most, until the shared memory knows who is gone
 _CONNECT_S, _EACH_S = 4.0, 0.05              # in which processes that are there reach each other, or one has ended;
                                              # where that one had begun to, gloo waits five times as long
+_SOON_S = 0.02               # the others have come, and that is on its way here
+_CTAS = 8                                    # of NCCL's for one pair: more of them carry no more, and take more memory
 _made: Counter[str] = Counter()              # of these, by the group that they are beside
 
 
@@ -73,6 +75,19 @@ class Control:
             soon = min(timedelta(seconds=_CONNECT_S + _EACH_S * self._size), self.patience)
             group = dist.ProcessGroupGloo(store, self._rank, self._size, soon)
         group._set_default_timeout(self.patience)
+        return group
+
+    def way(self, sender: int, hearer: int, device: torch.device) -> Any:
+        """A group of these two, the sender first: on CUDA NCCL's, whose communicator is made here, else gloo's. Who has
+        to do with several pairs makes theirs in the order of pairs."""
+        store, place = dist.PrefixStore(f"way/{sender}-{hearer}", self._store), (sender, hearer).index(self._rank)
+        if device.type != "cuda":
+            return dist.ProcessGroupGloo(store, place, 2, self.patience)
+        options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+        options._timeout, options.global_ranks_in_group = self.patience, [sender, hearer]
+        options.config.max_ctas = _CTAS
+        group, first = dist.ProcessGroupNCCL(store, place, 2, options), torch.zeros(1, device=device)
+        (group.recv([first], 0, 0) if place else group.send([first], 1, 0)).wait()
         return group
 
     def gather(self, value: Any) -> list[Any]:
@@ -169,9 +184,19 @@ class Control:
             raise
 
     def until(self, work: Any, what: str) -> None:
-        """A piece of work is over that all begin, in a group of carrier's."""
+        """A piece of work is over that all begin, in a group of carrier's. Ranks that open windows do not wait for this
+        one meanwhile, unless it is about to come."""
         with self.named(what):
-            self._waits.until(work, f"{self._name}/until", self._told(what), self._look)
+            if done(work, _SOON_S):
+                return
+            engine = self.engine
+            if engine is not None:
+                engine.away(True)
+            try:
+                self._waits.until(work, f"{self._name}/until", self._told(what), self._look)
+            finally:
+                if engine is not None:
+                    engine.away(False)
 
     @staticmethod
     def _told(what: str) -> str:

@@ -5,6 +5,7 @@ import itertools
 import sys
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -16,11 +17,13 @@ from ..fused.templates import Weights
 from ..graph.data import PLAIN
 from ..graph.door import Door
 from ..graph.handover import HandOver
+from ..group.ranks import Ranks
 from ..store.arrive import Arrivals
 from ..store.pieces import Piece, Stacked
 from ..store.records import Record
 from ..store.state import in_backward
 from ..store.whole import Whole
+from .cap import Cap
 
 _use_count = torch._C._storage_Use_Count
 
@@ -173,6 +176,8 @@ class Model(Protocol):
     door: Door
     handover: HandOver
     delivery: Delivery
+    cap: Cap
+    ranks: Ranks | None
 
     @property
     def homes(self) -> Homes: ...
@@ -205,7 +210,8 @@ class Ring:
         device = self._model.device
         if device.type == "cuda":
             torch.cuda.empty_cache()         # what was freed, in whose pieces these may not fit
-        own = [have.get(unit) or Slot(self.core.hi_bytes(unit), device) for unit in settled]
+        with nullcontext() if self._model.ranks is None else self._model.cap.reachable():
+            own = [have.get(unit) or Slot(self.core.hi_bytes(unit), device) for unit in settled]
         slots = [Slot(n, device) for n in sizes] + own
         self.look(slots)
         if device.type == "cuda":

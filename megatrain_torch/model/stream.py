@@ -107,6 +107,9 @@ def stream_of(ranks: Ranks | None, module: nn.Module, device: str | torch.device
     """As `stream`, by these processes. asked: of choices.choose."""
     with as_one(ranks):
         where = compute_device(device)
+    if ranks is not None:
+        ranks.connect(where)
+    with as_one(ranks):
         check_model(module, ranks is not None and ranks.rank != ranks.mates[0])
         check_dtype(dtype)
         refuse_codes(module, dtype)
@@ -134,7 +137,8 @@ def _stream(module: nn.Module, where: torch.device, limits: Limits, choices: Cho
     rt = Runtime(module, where, engine(where, choices, ranks), fit.room, choices.compute, ranks, reduce,
                  choices.products)
     if ranks is not None:
-        rt.leave = weakref.finalize(rt, leaves_in_order, rt.core, ranks, between(ranks, rt.core, choices.doors.delay_us))
+        machines = between(ranks, rt.core, where, choices.doors.delay_us)
+        rt.leave = weakref.finalize(rt, leaves_in_order, rt.core, ranks, machines)
         if where.type == "cuda" and ranks.nccl():
             threading.Thread(target=watch, args=(weakref.ref(rt.exchange), rt.core, ranks), daemon=True).start()
     rt.delivery.shards = choices.options.get("delivery") == "shards"

@@ -66,7 +66,7 @@ class Step:
             on the device, beside those that are being computed.
         exchange_s, network_s, lost_s, gather_s, held_s, spread_s, lowered, raised: [u] of one of several GPUs: see
             Exchange. further: [u] bytes of gradients that cross of a further micro-batch; `gradients`: of the first.
-        parts, on_link, memory, memory_s: see Exchange and Fleet.
+        parts, peers, on_link, memory, memory_s: see Exchange and Fleet.
     """
 
     forward_s: Sequence[float]
@@ -104,6 +104,7 @@ class Step:
     lowered: Sequence[int] = ()
     raised: Sequence[int] = ()
     parts: int = 1
+    peers: float = 0.0
     on_link: bool = False
     memory: float = 0.0
     memory_s: float = 0.0
