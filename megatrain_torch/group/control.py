@@ -151,20 +151,20 @@ class Control:
 
     @contextmanager
     def _meeting(self, what: str, away: bool) -> Iterator[None]:
-        """The engine sees whether all come to this in one order with their steps. away: others that open windows do
-        not wait for this rank meanwhile; and all are in step behind it."""
-        if self.engine is None:
+        """All meet here, in one order with their steps, which the engine sees; others that open windows do not wait for
+        this rank meanwhile, and all are in step behind it. Not away: neither."""
+        engine = self.engine if away else None
+        if engine is None:
             yield
             return
-        self.engine.meeting(what)
-        self.engine.away(away)
+        engine.meeting(what)
+        engine.away(True)
         try:
             yield
-            if away:
-                self.engine.met()
+            engine.met()
         finally:
-            self.engine.away(False)
-            self.engine.meeting(None)
+            engine.away(False)
+            engine.meeting(None)
 
     def _wait(self, begin: Any, *args: Any, what: str, away: bool = True) -> None:
         with self.named(what):
