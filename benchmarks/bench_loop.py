@@ -359,8 +359,8 @@ def batches(args, dev):
         yield many[0 if args.vary else i % args.batches]
 
 
-def begun(args, made, out, clock):
-    """The model streamed, and its optimizer."""
+def begun(args, made, out, group=None):
+    """The model streamed, and its optimizer. group: of this process alone, where several are there."""
     import torch
 
     import megatrain_torch as mt
@@ -370,10 +370,11 @@ def begun(args, made, out, clock):
     now = time.perf_counter()
     if args.plan:
         mates = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-        more = {"gpus": mates, "machines": several() // mates} if several() > 1 else {}
-        plan = of_first(None if rank() else mt.plan(
+        more = {"gpus": mates, "machines": several() // mates} if several() > 1 and group is None else {}
+        plan = None if rank() else mt.plan(
             model, tokens=args.tokens, seq=args.seq, machine=args.machine or (None if cuda else "cpu"),
-            micro=args.micro, states=args.states, compute=args.compute, **kwargs, **more))
+            micro=args.micro, states=args.states, compute=args.compute, **kwargs, **more)
+        plan = of_first(plan) if group is None else plan
         out["planned"], args.micro = planned(plan), plan.micro
         out["plan_s"] = round(time.perf_counter() - now, 2)
         if args.explain:
@@ -388,7 +389,7 @@ def begun(args, made, out, clock):
     if args.compute != "auto":
         kwargs["compute"] = args.compute
     now = time.perf_counter()
-    model = mt.stream(model, "cuda" if cuda else "cpu", **kwargs)
+    model = mt.stream(model, "cuda" if cuda else "cpu", group=group, **kwargs)
     out["stream_s"] = round(time.perf_counter() - now, 2)
     opt = mt.AdamW(model.parameters(), lr=1e-5, weight_decay=0.1, max_grad_norm=args.clip or None, states=args.states)
     return model, opt

@@ -2,6 +2,7 @@
 number of processes goes on from a whole checkpoint.
 
     python tests/run_kill_several.py --times 50 [--folder /disk] [--phases]
+    for i in 1 2 3 4 5; do python tests/run_kill_several.py --device cuda --times 4 --seed $i & done; wait    # two GPUs
 
 Processes, as of one machine or, in turn, of one each, train a small model on the CPU device, with units at home in one
 place and another, delivered whole or in shards, and save every other step, in turn while they wait and behind their back; now and then one alone
@@ -33,7 +34,8 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 PATIENCE = 30.0
-LAYERS, WIDTH = 4, 192
+LAYERS, WIDTH = (12, 1024) if os.environ.get("DEVICE") == "cuda" else (4, 192)
+DEVICE = "cpu"
 HOMES = ("vram", "disk", "arrive", {"layers.0": "vram", "layers.2": "arrive", "layers.3": "disk"}, "ram", "through",
          "disk+weights")                     # of one machine; of several, "disk"
 PHASES = ("fill", "step", "save", "load", "evaluate", "look", "close")
@@ -59,7 +61,10 @@ def rank_main(folder: Path) -> None:
     import megatrain_torch as mt
     torch.set_num_threads(1)
     os.environ["GROUP_RANK"] = os.environ["RANK"] if os.environ["MACHINES"] != "1" else "0"
-    dist.init_process_group("gloo", init_method=f"file://{folder / os.environ['STORE']}",
+    device = os.environ["DEVICE"]
+    if device == "cuda":
+        torch.cuda.set_device(int(os.environ["RANK"]))
+    dist.init_process_group("nccl" if device == "cuda" else "gloo", init_method=f"file://{folder / os.environ['STORE']}",
                             rank=int(os.environ["RANK"]), world_size=int(os.environ["WORLD_SIZE"]))
     torch.manual_seed(0)
     homes = HOMES[int(os.environ["HOMES"])]
@@ -68,7 +73,7 @@ def rank_main(folder: Path) -> None:
     if os.environ["PHASE"]:
         short(folder, plan)
         return
-    model = mt.stream(Net().to(torch.bfloat16), "cpu", plan=plan, nvme=folder / "nvme")
+    model = mt.stream(Net().to(torch.bfloat16), device, plan=plan, nvme=folder / "nvme")
     opt = mt.AdamW(model.parameters(), lr=1e-3, max_grad_norm=1e-3)
     last, step = folder / "last", 0
     if last.exists():
@@ -76,7 +81,7 @@ def rank_main(folder: Path) -> None:
         print(f"resumed at {step}", flush=True)
     while True:
         torch.manual_seed(step * dist.get_world_size() + dist.get_rank())
-        model(torch.randn(8, WIDTH).to(torch.bfloat16)).backward()
+        model(torch.randn(8, WIDTH).to(torch.bfloat16).to(device)).backward()
         if step % 3 == dist.get_rank():
             next(model.parameters()).grad.norm()
         opt.step()
@@ -160,7 +165,7 @@ def _begin(folder: Path, size: int, number: int, **env: str) -> list[subprocess.
     return [subprocess.Popen([sys.executable, __file__, "--rank", "--folder", str(folder)], text=True,
                              stdout=(folder / f"out{r}").open("w"), stderr=(folder / f"err{r}").open("w"),
                              env=os.environ | {"RANK": str(r), "WORLD_SIZE": str(size), "STORE": f"store{number}",
-                                                "HOMES": str(number % len(HOMES)), "PHASE": "", **env, "SHARDS": shards})
+                                                "HOMES": str(number % len(HOMES)), "PHASE": "", "DEVICE": DEVICE, **env, "SHARDS": shards})
             for r in range(size)]
 
 
@@ -231,7 +236,7 @@ def kill(folder: Path, times: int, seed: int) -> Iterator[str]:
     rng, size = random.Random(seed), 2
     for number in range(times):
         saved = (folder / "last").exists()
-        found = one_kill(folder, size, number, rng, 1 + number % 2)
+        found = one_kill(folder, size, number + seed, rng, 1 if DEVICE == "cuda" else 1 + number % 2)
         resumed = re.search(r"resumed at (\d+)", (folder / "out0").read_text())
         if saved and not resumed:
             raise AssertionError("it did not resume")
@@ -239,7 +244,7 @@ def kill(folder: Path, times: int, seed: int) -> Iterator[str]:
         if left := [p.name for p in folder.iterdir() if p.name.startswith("last.old")]:
             raise AssertionError(f"left behind: {left}")
         yield found
-        size = max(2, min(4, size + rng.choice((-1, 0, 1))))
+        size = 2 if DEVICE == "cuda" else max(2, min(4, size + rng.choice((-1, 0, 1))))
 
 
 def main() -> None:
@@ -248,11 +253,14 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--phases", action="store_true")
     parser.add_argument("--folder", type=Path)
+    parser.add_argument("--device", default="cpu", help="cuda: a GPU each, two processes")
     parser.add_argument("--rank", action="store_true", help="one of the processes")
     args = parser.parse_args()
     if args.rank:
         rank_main(args.folder)
         return
+    global DEVICE
+    DEVICE = args.device
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
         for line in (kill_in_phases if args.phases else kill)(Path(folder), args.times, args.seed):
             print(line, flush=True)

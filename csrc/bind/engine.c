@@ -396,7 +396,8 @@ static PyMethodDef methods[] = {
       "them." },
     { "gone", mt_engine_gone, METH_NOARGS,
       "gone($self)\n--\n\n"
-      "[(rank, process)] of other ranks that have closed their engine, or whose process ended." },
+      "[(rank, process, its process ended)] of other ranks that have closed their engine, or whose "
+      "process ended." },
     { "relay", mt_engine_relay, METH_NOARGS,
       "relay($self)\n--\n\n"
       "For relay_next() and its like: what this rank tells other machines, and what it hears." },
@@ -515,6 +516,13 @@ static PyMethodDef methods[] = {
     { "settle", mt_engine_settle, METH_VARARGS,
       "settle($self, unit, slot, /)\n--\n\n"
       "The unit lives on the device from now on, its weights in that slot." },
+    { "slot_name", mt_engine_slot_name, METH_VARARGS,
+      "slot_name($self, unit, /)\n--\n\n"
+      "Of a settled unit's slot, for reach of other processes; empty: out of their reach." },
+    { "reach", mt_engine_reach, METH_VARARGS,
+      "reach($self, unit, names, /)\n--\n\n"
+      "Updated weights come from slots of these names, one after the other by rank, and not by way of "
+      "the share; whether they are within reach." },
     { "settled", mt_engine_settled, METH_VARARGS,
       "settled($self, unit, /)\n--\n\nWhether the unit lives on the device." },
     { "unsettle", mt_engine_unsettle, METH_VARARGS,
@@ -539,6 +547,9 @@ static PyMethodDef methods[] = {
       "bounds($self, number, /)\n--\n\n"
       "Bytes of a slot at which the portions of the machine's ranks begin, and the last ends; of a "
       "unit, or a cut." },
+    { "meeting", mt_engine_meeting, METH_VARARGS,
+      "meeting($self, what, /)\n--\n\n"
+      "This rank comes to a collective of all, and does this there; None: it is over." },
     { "away", mt_engine_away, METH_VARARGS,
       "away($self, away, /)\n--\n\nOther ranks do not wait for this one to open a window." },
     { "met", mt_engine_met, METH_NOARGS,

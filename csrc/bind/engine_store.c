@@ -311,11 +311,13 @@ PyObject *mt_engine_gone(PyObject *self, PyObject *unused)
 
     (void)unused;
     for (int r = 0; found != NULL && e->cx.share != NULL && r < e->ranks; r++) {
-        PyObject *one;
+        mt_presence presence = r == e->rank ? MT_RANK_HERE : mt_share_presence(e->cx.share, r);
+        PyObject   *one;
 
-        if (r == e->rank || mt_share_presence(e->cx.share, r) == MT_RANK_HERE)
+        if (presence == MT_RANK_HERE)
             continue;
-        one = Py_BuildValue("(iL)", r, (long long)mt_share_process(e->cx.share, r));
+        one = Py_BuildValue("(iLO)", r, (long long)mt_share_process(e->cx.share, r),
+                            presence == MT_RANK_DIED ? Py_True : Py_False);
         if (one == NULL || PyList_Append(found, one) < 0)
             Py_CLEAR(found);
         Py_XDECREF(one);

@@ -1,4 +1,5 @@
-/* ferry.c — two queues, a thread that ends updates when they are down, and one that raises. */
+/* ferry.c — two queues, and three threads: one that sees updates end on the device, one that copies
+ * them down and ends them, and one that raises. */
 #include "ferry.h"
 
 #include "portion.h"
@@ -9,16 +10,29 @@
 #define DOWN "its weights' way to the share (the event LOWERED)"
 #define UP   "the other ranks' weights (the event RAISED)"
 
-/* Of a unit. The pointers are board's; the rest under mu. */
+#define CHUNK ((size_t)32 << 20)         /* bytes: under a millisecond of the bus */
+
+/* Of a unit. The pointers are board's and reach's; the rest under mu. */
 typedef struct berth {
-    mt_event *lowered, *raised;
-    mt_post   lowering, raising;         /* tell the watchdog of them */
+    mt_event    *lowered, *raised;
+    mt_post      lowering;               /* of `ends`'s thread: tells the watchdog */
+    mt_post      raising;
+    mt_mem_name *names;                  /* [ranks] of slots. These two NULL: out of reach */
+    void       **slots;                  /* [ranks] where they are here; NULL: its own */
+    int          trips;                  /* lowered, and not ended */
 } berth;
 
+typedef struct rise {
+    mt_job node;                         /* in `raises` */
+    int    unit;
+} rise;
+
 typedef struct trip {
-    mt_job        node;                  /* in `ends`, then in `raises` */
+    mt_job        node;                  /* in `steps`, where slots are within reach, then `ends` */
     mt_update_job j;
-    mt_status     st;                    /* of putting it */
+    void         *mem;                   /* the unit's slot */
+    mt_event     *made;
+    rise         *rise;                  /* NULL: it was submitted */
 } trip;
 
 struct mt_ferry {
@@ -26,10 +40,12 @@ struct mt_ferry {
     mt_dev     *dev;
     mt_store   *store;
     mt_mutex   *mu;
-    mt_queue   *down, *up;               /* mu */
+    mt_queue   *down, *up;               /* down: `ends`'s thread; up: mu */
+    mt_event   *chunks[2];               /* recorded on down, in turns */
+    _Atomic uint64_t lowered;            /* bytes */
     berth     **berths;                  /* [n_berths] by unit */
     int64_t     n_berths;
-    mt_worker   ends, raises;            /* trips. mu */
+    mt_worker   steps, ends, raises;     /* trips, trips, rises. mu */
     void      (*raise)(void *arg, int unit);
     void       *arg;
     atomic_int  stopped;
@@ -37,17 +53,81 @@ struct mt_ferry {
 
 /* ---- our threads -------------------------------------------------------------------------- */
 
-static mt_status wait_lowered(mt_ferry *f, const trip *t)
+static mt_status wait_for(mt_ferry *f, int unit, mt_event *e, const char *awaits)
 {
     mt_watch *watch = mt_store_watch(f->store);
     mt_post   post;
     mt_status st;
 
-    if (mt_skips(f->cx, MT_EDGE_LOWERED))
-        return MT_OK;
-    mt_watch_begin(watch, &post, NULL, mt_store_name(f->store, t->j.unit), DOWN);
-    st = f->dev->ops->sync_event(f->berths[t->j.unit]->lowered);
+    mt_watch_begin(watch, &post, NULL, mt_store_name(f->store, unit), awaits);
+    st = f->dev->ops->sync_event(e);
     mt_watch_end(watch, &post, st);
+    return st;
+}
+
+/* Under mu. */
+static void submit_rise(mt_ferry *f, trip *t)
+{
+    if (!f->raises.stop)
+        (void)mt_worker_submit(&f->raises, &t->rise->node);
+    else
+        free(t->rise);
+    t->rise = NULL;
+}
+
+/* The others may copy of the slot. */
+static mt_status see_step(void *arg, mt_job *node)
+{
+    mt_ferry *f = arg;
+    trip     *t = (trip *)(void *)node;
+    mt_status st;
+
+    mt_unlock(f->mu);
+    st = wait_for(f, t->j.unit, t->made, "its update on the device (the event STEPPED)");
+    if (st == MT_OK)
+        mt_ledger_update_stepped(f->store, t->j.unit);
+    else
+        mt_ledger_fault(f->store, st, mt_last_error());
+    mt_lock(f->mu);
+    submit_rise(f, t);
+    (void)mt_worker_submit(&f->ends, &t->node);
+    return st;
+}
+
+static mt_status own(const mt_ferry *f, int unit, size_t *from, size_t *to);
+static mt_status copy(const mt_ferry *f, int unit, void *mem, mt_queue *q, int up, size_t from,
+                      size_t to, uint64_t *bytes);
+
+/* Chunk by chunk. */
+static mt_status lower(mt_ferry *f, const trip *t)
+{
+    const mt_dev_ops *v = f->dev->ops;
+    berth            *b = f->berths[t->j.unit];
+    mt_span           span;
+    uint64_t          bytes = 0;
+    size_t            from, to, n;
+    mt_status         st;
+
+    MT_TRY(own(f, t->j.unit, &from, &to));
+    /* MOVED: the weights are the update's. */
+    if (!mt_skips(f->cx, MT_EDGE_MOVED))
+        MT_TRY(v->wait(f->down, t->made));
+    mt_timeline_begin(f->cx->timeline, &span, MT_LANE_THROUGH, MT_WORK_OFFLOAD, t->j.unit, f->down);
+    for (size_t at = from, i = 0; at < to; at += n, i++) {
+        n = to - at < CHUNK ? to - at : CHUNK;
+        MT_TRY(copy(f, t->j.unit, t->mem, f->down, 0, at, at + n, &bytes));
+        MT_TRY(v->record(f->down, f->chunks[i % 2]));
+        if (i > 0)
+            MT_TRY(v->sync_event(f->chunks[(i - 1) % 2]));
+    }
+    mt_timeline_end(f->cx->timeline, &span, bytes, f->down);
+    atomic_fetch_add(&f->lowered, bytes);
+    MT_TRY(v->record(f->down, b->lowered));
+    mt_watch_put(mt_store_watch(f->store), &b->lowering, "weights down",
+                 mt_store_name(f->store, t->j.unit), DOWN, b->lowered);
+    if (!mt_skips(f->cx, MT_EDGE_LOWERED))
+        st = wait_for(f, t->j.unit, b->lowered, DOWN);
+fail:
     return st;
 }
 
@@ -58,25 +138,26 @@ static mt_status end_update(void *arg, mt_job *node)
     mt_status st;
 
     mt_unlock(f->mu);
-    st = t->st != MT_OK ? t->st : wait_lowered(f, t);
+    if ((st = mt_ledger_check(f->store)) == MT_OK)
+        st = lower(f, t);
     mt_job_over(f->store, &t->j, st);
     mt_lock(f->mu);
-    if (st != MT_OK || f->raises.stop)
-        free(t);
-    else
-        (void)mt_worker_submit(&f->raises, &t->node);
+    f->berths[t->j.unit]->trips--;
+    if (t->rise != NULL)
+        submit_rise(f, t);
+    free(t);
     return st;
 }
 
 static mt_status raise_unit(void *arg, mt_job *node)
 {
     mt_ferry *f = arg;
-    trip     *t = (trip *)(void *)node;
+    rise     *k = (rise *)(void *)node;
 
     mt_unlock(f->mu);
     if (!atomic_load(&f->stopped))
-        f->raise(f->arg, t->j.unit);
-    free(t);
+        f->raise(f->arg, k->unit);
+    free(k);
     mt_lock(f->mu);
     return MT_OK;
 }
@@ -94,8 +175,11 @@ mt_status mt_ferry_open(mt_context *cx, mt_mutex *mu, void (*raise)(void *arg, i
                      .arg = arg };
     MT_TRY(f->dev->ops->queue_open(f->dev, "weights down", &f->down));
     MT_TRY(f->dev->ops->queue_open(f->dev, "weights up", &f->up));
+    MT_TRY(f->dev->ops->event_open(f->dev, &f->chunks[0]));
+    MT_TRY(f->dev->ops->event_open(f->dev, &f->chunks[1]));
     MT_TRY(mt_worker_open(&f->raises, mu, 1, "mt-raises", "weights up", raise_unit, f));
     MT_TRY(mt_worker_open(&f->ends, mu, 1, "mt-lowers", "weights down", end_update, f));
+    MT_TRY(mt_worker_open(&f->steps, mu, 1, "mt-steps", "device update", see_step, f));
     *out = f;
     return MT_OK;
 
@@ -109,14 +193,27 @@ void mt_ferry_stop(mt_ferry *f)
     if (f == NULL)
         return;
     atomic_store(&f->stopped, 1);
+    mt_worker_stop(&f->steps, 0);
     mt_worker_stop(&f->ends, 0);
     mt_worker_stop(&f->raises, 0);
+}
+
+static void leave(const mt_ferry *f, berth *b)
+{
+    for (int rank = 0; b->slots != NULL && rank < mt_share_ranks(f->cx->share); rank++)
+        if (b->slots[rank] != NULL)
+            f->dev->ops->mem_leave(f->dev, &b->names[rank], b->slots[rank]);
+    free(b->slots);
+    free(b->names);
+    b->slots = NULL;
+    b->names = NULL;
 }
 
 static void berth_close(const mt_ferry *f, berth *b)
 {
     if (b == NULL)
         return;
+    leave(f, b);
     mt_watch_take(mt_store_watch(f->store), &b->lowering);
     mt_watch_take(mt_store_watch(f->store), &b->raising);
     f->dev->ops->event_close(b->lowered);
@@ -129,10 +226,13 @@ void mt_ferry_close(mt_ferry *f)
     if (f == NULL)
         return;
     mt_ferry_stop(f);
+    mt_worker_close(&f->steps);
     mt_worker_close(&f->ends);
     mt_worker_close(&f->raises);
     f->dev->ops->queue_close(f->down);
     f->dev->ops->queue_close(f->up);
+    f->dev->ops->event_close(f->chunks[0]);
+    f->dev->ops->event_close(f->chunks[1]);
     for (int u = 0; u < f->n_berths; u++)
         berth_close(f, f->berths[u]);
     free(f->berths);
@@ -144,6 +244,7 @@ mt_status mt_ferry_drain(mt_ferry *f)
     mt_watch *watch = mt_store_watch(f->store);
     mt_status st;
 
+    MT_TRY(mt_worker_wait(&f->steps, watch, MT_WORKER_ALL, NULL, "updates on the device"));
     MT_TRY(mt_worker_wait(&f->ends, watch, MT_WORKER_ALL, NULL, "weights on their way down"));
     MT_TRY(mt_worker_wait(&f->raises, watch, MT_WORKER_ALL, NULL, "weights on their way up"));
     MT_TRY(f->dev->ops->sync(f->down));
@@ -173,6 +274,39 @@ void mt_ferry_land(mt_ferry *f, int unit)
 {
     berth_close(f, f->berths[unit]);
     f->berths[unit] = NULL;
+}
+
+mt_status mt_ferry_reach(mt_ferry *f, int unit, const mt_mem_name *names)
+{
+    int       ranks = mt_share_ranks(f->cx->share);
+    berth    *b = f->berths[unit];
+    mt_status st = MT_OK;
+
+    leave(f, b);
+    if (names == NULL)
+        return MT_OK;
+    MT_TRY(MT_MAKE(b->names, ranks, "ferry"));
+    MT_TRY(MT_MAKE(b->slots, ranks, "ferry"));
+    for (int rank = 0; rank < ranks; rank++) {
+        b->names[rank] = names[rank];
+        if (rank != mt_share_rank(f->cx->share))
+            MT_TRY(f->dev->ops->mem_reach(f->dev, &names[rank], &b->slots[rank]));
+    }
+    return MT_OK;
+fail:
+    leave(f, b);
+    return st;
+}
+
+static int is_idle(void *berth_)
+{
+    return ((const berth *)berth_)->trips == 0;
+}
+
+mt_status mt_ferry_idle(mt_ferry *f, int unit)
+{
+    return mt_watch_until(mt_store_watch(f->store), &f->ends.news, f->mu, is_idle, f->berths[unit],
+                          mt_store_name(f->store, unit), DOWN);
 }
 
 /* ---- copies: under mu ---------------------------------------------------------------------- */
@@ -205,61 +339,60 @@ static mt_status copy(const mt_ferry *f, int unit, void *mem, mt_queue *q, int u
     return f->dev->ops->copy(q, up ? there : host, up ? host : there, to - from);
 }
 
-static mt_status put_lower(mt_ferry *f, int unit, void *mem, mt_event *made, uint64_t *bytes)
+mt_status mt_ferry_lower(mt_ferry *f, int unit, void *mem, mt_event *made, const mt_update_job *j)
 {
-    const mt_dev_ops *v = f->dev->ops;
-    berth            *b = f->berths[unit];
-    size_t            from, to;
-    mt_span           span;
-    uint64_t          before = *bytes;
-    mt_status         st;
+    berth    *b = f->berths[unit];
+    trip     *t = NULL;
+    mt_status st;
 
-    MT_TRY(own(f, unit, &from, &to));
-    /* MOVED: the weights are the update's. */
-    if (!mt_skips(f->cx, MT_EDGE_MOVED))
-        MT_TRY(v->wait(f->down, made));
-    mt_timeline_begin(f->cx->timeline, &span, MT_LANE_THROUGH, MT_WORK_OFFLOAD, unit, f->down);
-    MT_TRY(copy(f, unit, mem, f->down, 0, from, to, bytes));
-    mt_timeline_end(f->cx->timeline, &span, *bytes - before, f->down);
-    MT_TRY(v->record(f->down, b->lowered));
-    mt_watch_put(mt_store_watch(f->store), &b->lowering, "weights down",
-                 mt_store_name(f->store, unit), DOWN, b->lowered);
+    MT_ASSERT(mt_holds(f->mu));
+    MT_TRY(MT_MAKE(t, 1, mt_store_name(f->store, unit)));
+    MT_TRY(MT_MAKE(t->rise, 1, mt_store_name(f->store, unit)));
+    t->rise->unit = unit;
+    t->j = *j;
+    t->mem = mem;
+    t->made = made;
+    b->trips++;
+    (void)mt_worker_submit(b->slots != NULL ? &f->steps : &f->ends, &t->node);
+    return MT_OK;
 fail:
+    free(t);
+    mt_job_over(f->store, j, st);
     return st;
 }
 
-mt_status mt_ferry_lower(mt_ferry *f, int unit, void *mem, mt_event *made,
-                         const mt_update_job *j, uint64_t *bytes)
+/* The rank's portion. */
+static mt_status raise_from(const mt_ferry *f, int unit, void *mem, int rank, uint64_t *bytes)
 {
-    trip     *t;
-    mt_status st = MT_MAKE(t, 1, mt_store_name(f->store, unit));
+    const berth *b = f->berths[unit];
+    mt_portion   p;
+    size_t       from, to;
+    mt_status    st;
 
-    MT_ASSERT(mt_holds(f->mu));
-    if (st != MT_OK) {
-        mt_job_over(f->store, j, st);
-        return st;
-    }
-    t->j = *j;
-    t->st = st = put_lower(f, unit, mem, made, bytes);
-    if (st != MT_OK)
-        mt_ledger_fault(f->store, st, mt_last_error());
-    (void)mt_worker_submit(&f->ends, &t->node);
+    MT_TRY(mt_portion_of(f->store, unit, rank, mt_share_ranks(f->cx->share), &p));
+    from = mt_portion_byte(f->store, unit, p.begin);
+    to = mt_portion_byte(f->store, unit, p.end);
+    if (b->slots == NULL)
+        return copy(f, unit, mem, f->up, 1, from, to, bytes);
+    *bytes += to - from;
+    if (to > from)
+        st = f->dev->ops->copy(f->up, (char *)mem + from, (char *)b->slots[rank] + from, to - from);
+fail:
     return st;
 }
 
 mt_status mt_ferry_raise(mt_ferry *f, int unit, void *mem, uint64_t *bytes)
 {
     berth    *b = f->berths[unit];
-    size_t    from, to;
     mt_span   span;
     uint64_t  before = *bytes;
     mt_status st;
 
     MT_ASSERT(mt_holds(f->mu));
-    MT_TRY(own(f, unit, &from, &to));
     mt_timeline_begin(f->cx->timeline, &span, MT_LANE_THROUGH, MT_WORK_FETCH, unit, f->up);
-    MT_TRY(copy(f, unit, mem, f->up, 1, 0, from, bytes));
-    MT_TRY(copy(f, unit, mem, f->up, 1, to, mt_store_hi_bytes(f->store, unit), bytes));
+    for (int rank = 0; rank < mt_share_ranks(f->cx->share); rank++)
+        if (rank != mt_share_rank(f->cx->share))
+            MT_TRY(raise_from(f, unit, mem, rank, bytes));
     mt_timeline_end(f->cx->timeline, &span, *bytes - before, f->up);
     MT_TRY(f->dev->ops->record(f->up, b->raised));
     mt_watch_put(mt_store_watch(f->store), &b->raising, "weights up",
@@ -276,12 +409,6 @@ mt_status mt_ferry_return(mt_ferry *f, int unit, void *mem, mt_queue *q, uint64_
     return st == MT_OK ? copy(f, unit, mem, q, 1, from, to, bytes) : st;
 }
 
-mt_status mt_ferry_before(mt_ferry *f, int unit, mt_queue *q)
-{
-    return mt_skips(f->cx, MT_EDGE_LOWERED) ? MT_OK
-                                            : f->dev->ops->wait(q, f->berths[unit]->lowered);
-}
-
 mt_status mt_ferry_await(mt_ferry *f, int unit, mt_queue *run)
 {
     return mt_skips(f->cx, MT_EDGE_RAISED) ? MT_OK
@@ -291,4 +418,9 @@ mt_status mt_ferry_await(mt_ferry *f, int unit, mt_queue *run)
 mt_queue *mt_ferry_up(mt_ferry *f)
 {
     return f->up;
+}
+
+uint64_t mt_ferry_lowered(const mt_ferry *f)
+{
+    return atomic_load(&f->lowered);
 }

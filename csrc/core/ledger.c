@@ -133,6 +133,7 @@ static void begin(mt_store *s, mt__unit *u, int updates, int grads, int written)
     u->writes += (uint64_t)written;
     u->updates += updates;
     u->grads += grads;
+    u->begun[MT_COUNT_STEPPED] += (uint64_t)updates;
     u->begun[MT_COUNT_UPDATED] += (uint64_t)updates;
     u->begun[MT_COUNT_LANDED] += (uint64_t)grads;
     assert_counts(s, u);
@@ -159,16 +160,17 @@ static void end(mt_store *s, const mt__unit *u, int64_t *count, const char *what
     }
 }
 
-/* All of these that were begun and are not counted any more have ended here. After a fault nobody
- * is told so: it is not known what they did. */
-static void tell(mt_store *s, const mt__unit *u, mt_unit_count what, const int64_t *count)
+/* All of these that were begun and are not counted any more have ended here; of those that are,
+ * `more` are as good as ended. After a fault nobody is told so: it is not known what they did. */
+static void tell(mt_store *s, const mt__unit *u, mt_unit_count what, const int64_t *count,
+                 uint64_t more)
 {
     uint64_t ended;
 
     if (!u->shared)
         return;
     mt_lock(&s->ledger.mu);
-    ended = u->begun[what] - (uint64_t)*count;
+    ended = u->begun[what] - (uint64_t)*count + more;
     if (s->ledger.fault == MT_OK && ended > mt_board_said(&u->board, what, mt_share_rank(s->share)))
         mt_board_say(&u->board, what, ended);
     mt_unlock(&s->ledger.mu);
@@ -209,7 +211,18 @@ void mt_ledger_update_end(mt_store *s, int unit)
     if (atomic_load(&u->passing))
         mt__take_back(s, unit);         /* before who waits for this hands over again */
     end(s, u, &u->updates, "an update");
-    tell(s, u, MT_COUNT_UPDATED, &u->updates);
+    tell(s, u, MT_COUNT_STEPPED, &u->updates, 0);
+    tell(s, u, MT_COUNT_UPDATED, &u->updates, 0);
+}
+
+void mt_ledger_update_stepped(mt_store *s, int unit)
+{
+    mt__unit *u = unit_or_fault(s, unit);
+
+    if (u == NULL)
+        return;
+    tell(s, u, MT_COUNT_STEPPED, &u->updates, 1);
+    mt__ledger_stirred(s);
 }
 
 void mt_ledger_grads_end(mt_store *s, int unit)
@@ -218,7 +231,7 @@ void mt_ledger_grads_end(mt_store *s, int unit)
     if (u == NULL)
         return;
     end(s, u, &u->grads, "a hand-over of gradients");
-    tell(s, u, MT_COUNT_LANDED, &u->grads);
+    tell(s, u, MT_COUNT_LANDED, &u->grads, 0);
 }
 
 /* ---- waits ------------------------------------------------------------------------------ */
@@ -246,6 +259,13 @@ static int all_have(const mt__unit *u, mt_unit_count what)
 static int is_updated(const mt__unit *u)
 {
     return u->updates == 0 && all_have(u, MT_COUNT_UPDATED);
+}
+
+/* What hears of other machines' updates has their weights only when these have ended. */
+static int is_stepped(const mt__unit *u)
+{
+    return !u->shared || mt_share_is_apart(u->board.range.share) ? is_updated(u)
+                                                                 : all_have(u, MT_COUNT_STEPPED);
 }
 
 static int has_landed(const mt__unit *u)
@@ -354,6 +374,13 @@ mt_status mt_ledger_wait_updates(mt_store *s, int unit)
     return wait_until(s, u, is_updated, "its update");
 }
 
+mt_status mt_ledger_wait_stepped(mt_store *s, int unit)
+{
+    const mt__unit *u = mt__unit_at(s, unit);
+
+    return u == NULL ? no_unit(s, unit) : wait_until(s, u, is_stepped, "its update on all devices");
+}
+
 mt_status mt_ledger_wait_grads(mt_store *s, int unit)
 {
     const mt__unit *u = mt__unit_at(s, unit);
@@ -415,6 +442,64 @@ int mt__ledger_awaits(mt_store *s, int rank, char *out, size_t cap)
         }
     for (int u = 0; u < mt_store_units(s) && !found; u++)
         found = awaits_of_unit(mt__unit_at(s, u), rank, out, cap);
+    mt_unlock(&s->ledger.mu);
+    return found;
+}
+
+void mt_ledger_meeting(mt_store *s, const char *what)
+{
+    mt__ledger *l = &s->ledger;
+    int         me = mt_share_rank(s->share);
+
+    mt_lock(&l->mu);
+    snprintf(l->meeting, sizeof l->meeting, "%s", what != NULL ? what : "");
+    if (what != NULL && l->fault == MT_OK)
+        mt_share_say(s->share, MT_COUNT_MET, mt_share_said(s->share, MT_COUNT_MET, me) + 1, 0);
+    mt_unlock(&l->mu);
+}
+
+/* What the rank did as its nth of these, in words. */
+static void tell_done(mt_store *s, mt_count what, uint64_t n, int rank, char *out, size_t cap)
+{
+    uint64_t    about = mt_share_about(s->share, what, rank);
+    const char *unit = mt_store_name(s, (int)(what == MT_COUNT_WRITTEN ? about >> 40 : about));
+
+    if (what == MT_COUNT_SUBMITTED)
+        snprintf(out, cap, "has made step %" PRIu64, n);
+    else if (what == MT_COUNT_MET)
+        snprintf(out, cap, "%s", s->ledger.meeting[0] != '\0' ? s->ledger.meeting : "has met all");
+    else
+        snprintf(out, cap, "%s unit %s", what == MT_COUNT_WRITTEN ? "has written in place to" :
+                                         "gives back memory of", unit);
+}
+
+/* Each of two ranks did something of which the other had done another thing first. In this order
+ * of reads nothing that is done meanwhile looks so. Who is in the meeting tells what it does there.
+ */
+int mt__ledger_crossed(mt_store *s, int rank, char *out, size_t cap)
+{
+    static const mt_count ordered[] = { MT_COUNT_MET, MT_COUNT_SUBMITTED, MT_COUNT_WRITTEN,
+                                        MT_COUNT_EVICTED };
+    const mt_share *h = s->share;
+    int             n = (int)(sizeof ordered / sizeof *ordered), me = mt_share_rank(h), found = 0;
+    char            its[120], own[200];
+
+    mt_lock(&s->ledger.mu);
+    for (int k = 0; k < n * n && !found; k++) {
+        mt_count a = ordered[k / n], b = ordered[k % n];
+        uint64_t own_b = mt_share_said(h, b, me), own_a = mt_share_said(h, a, me);
+        uint64_t its_a = mt_share_said(h, a, rank), its_b = mt_share_said(h, b, rank);
+
+        if (a == MT_COUNT_MET || its_a <= own_a || its_b >= own_b)
+            continue;
+        tell_done(s, a, its_a, rank, its, sizeof its);
+        tell_done(s, b, own_b, me, own, sizeof own);
+        snprintf(out, cap, "rank %d (process %" PRId64 ") %s, which rank %d has not, and rank %d "
+                 "%s, where rank %d has not come: all processes make steps, run backwards, write "
+                 "in place, and call mt.stream, mt.save and mt.load, in one order", rank,
+                 mt_share_process(h, rank), its, me, me, own, rank);
+        found = 1;
+    }
     mt_unlock(&s->ledger.mu);
     return found;
 }
@@ -513,7 +598,7 @@ void mt_ledger_save_end(mt_store *s, int unit)
         s->ledger.wanted = 0;
     mt_unlock(&s->ledger.mu);
     end(s, u, &u->saves, "a save");
-    tell(s, u, MT_COUNT_COPIED, &u->saves);
+    tell(s, u, MT_COUNT_COPIED, &u->saves, 0);
 }
 
 int mt_ledger_all_saved(mt_store *s, int unit)
@@ -577,15 +662,17 @@ void mt_ledger_i_save(int on)
 mt_status mt_ledger_fetch_begin(mt_store *s, int unit, uint64_t *version)
 {
     mt__unit *u = mt__unit_at(s, unit);
-    int       begun = 0;
+    int       begun = 0, settled;
     mt_status st;
 
     if (u == NULL)
         return no_unit(s, unit);
+    settled = atomic_load(&u->home)->later != 0;        /* it is fetched from other devices */
     while (!begun) {
-        MT_TRY(mt_ledger_wait_updates(s, unit));
+        MT_TRY((settled ? mt_ledger_wait_stepped : mt_ledger_wait_updates)(s, unit));
         mt_lock(&s->ledger.mu);
-        if ((begun = is_updated(u))) {          /* else another was announced meanwhile */
+        /* else another was announced meanwhile */
+        if ((begun = settled ? is_stepped(u) : is_updated(u))) {
             u->fetches++;
             *version = u->version;
         }

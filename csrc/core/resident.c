@@ -190,6 +190,17 @@ static mt_status find(const mt_resident *r, int unit, settled **out)
     return MT_OK;
 }
 
+mt_status mt_resident_reach(mt_resident *r, int unit, const mt_mem_name *names)
+{
+    settled  *h;
+    mt_status st;
+
+    MT_TRY(find(r, unit, &h));
+    st = mt_ferry_reach(r->ferry, unit, names);
+fail:
+    return st;
+}
+
 void *mt_resident_mem(const mt_resident *r, int unit)
 {
     return unit >= 0 && unit < r->n_units && r->units[unit] != NULL ? r->units[unit]->mem : NULL;
@@ -396,7 +407,7 @@ mt_status mt_resident_await(mt_resident *r, int unit, mt_queue *run)
     MT_TRY(find(r, unit, &h));
     /* UPDATED: `done` is not recorded before the update is put. */
     if (!mt_skips(r->cx, MT_EDGE_UPDATED))
-        MT_TRY(mt_ledger_wait_updates(r->store, unit));
+        MT_TRY(mt_ledger_wait_stepped(r->store, unit));
     if (mt_mirror_is_old(r->store, unit))
         MT_TRY(forget(r, unit));
     if (is_ahead(r, unit))
@@ -485,8 +496,6 @@ static mt_status put_before(mt_resident *r, settled *h, int unit)
     mt_queue *q = r->queue;
     mt_status st = MT_OK;
 
-    if (r->ferry != NULL)
-        MT_TRY(mt_ferry_before(r->ferry, unit, r->queue));
     if (r->ferry == NULL ? !is_ahead(r, unit) : h->writes == writes)
         return MT_OK;
     if (r->ferry == NULL)
@@ -542,6 +551,8 @@ static mt_status update(mt_resident *r, const mt_update_job *u, float clip, int 
 
     MT_TRY(mt_ledger_wait_saved(r->store, u->unit));
     MT_TRY(find(r, u->unit, &h));
+    if (r->ferry != NULL)
+        MT_TRY(mt_ferry_idle(r->ferry, u->unit));
     mt_lock(&r->mu);
     assert_settled(r, h, u->unit);
     r->lifted = 0;
@@ -552,7 +563,7 @@ static mt_status update(mt_resident *r, const mt_update_job *u, float clip, int 
     wait = r->lifted || mt_syncs(r->cx);
     if (st == MT_OK && r->ferry != NULL) {
         *lowered = 1;
-        st = mt_ferry_lower(r->ferry, u->unit, h->mem, h->done, u, &r->stats.d2h_bytes);
+        st = mt_ferry_lower(r->ferry, u->unit, h->mem, h->done, u);
     }
     mt_unlock(&r->mu);
     if (st == MT_OK && wait)
@@ -766,6 +777,8 @@ mt_resident_stats mt_resident_stats_get(mt_resident *r)
 
     mt_lock(&r->mu);
     stats = r->stats;
+    if (r->ferry != NULL)
+        stats.d2h_bytes += mt_ferry_lowered(r->ferry);
     mt_unlock(&r->mu);
     return stats;
 }

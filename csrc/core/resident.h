@@ -56,6 +56,8 @@ void      mt_resident_close(mt_resident *r);
  * The home's take follows before the unit's next hand-over or update, and mt_arrive_invite of a
  * guest before that. MT_ESTATE when the unit is settled. */
 mt_status mt_resident_settle(mt_resident *r, int unit, void *mem);
+/* In a share: see mt_ferry_reach. */
+mt_status mt_resident_reach (mt_resident *r, int unit, const mt_mem_name *names);
 /* Its mem; NULL: it is not settled. */
 void     *mt_resident_mem   (const mt_resident *r, int unit);
 /* All planes of the unit come down, and the host's are the true ones: mem is the caller's again.

@@ -34,6 +34,7 @@ typedef struct driver {
     CUresult (*device_get)(CUdevice *device, int ordinal);
     CUresult (*primary_retain)(CUcontext *context, CUdevice device);
     CUresult (*primary_release)(CUdevice device);
+    CUresult (*address_range)(CUdeviceptr *base, size_t *bytes, CUdeviceptr p);
     CUresult (*get_current)(CUcontext *context);
     CUresult (*push_current)(CUcontext context);
     CUresult (*pop_current)(CUcontext *context);
@@ -543,6 +544,63 @@ static void cuda_mem_free(mt_dev *dev, void *p)
         IN_CONTEXT_QUIETLY(d, (void)cudaFree(p));
 }
 
+/* Names of allocations that others cannot open (of virtual memory, which torch makes where it is
+ * told expandable_segments) are refused here, and nothing has failed. */
+static mt_status no_reach(const cuda_dev *d, cudaError_t error)
+{
+    (void)cudaGetLastError();
+    return error == cudaSuccess ? MT_OK
+                                : MT_FAIL(MT_ENOTSUP, "cuda:%d: device memory of another process is "
+                                          "out of reach (%s)", d->index, cudaGetErrorName(error));
+}
+
+static mt_status cuda_mem_name(mt_dev *dev, void *p, mt_mem_name *out)
+{
+    cuda_dev          *d = as_dev(dev);
+    cudaIpcMemHandle_t handle;
+    CUdeviceptr        base;
+    size_t             bytes;
+    mt_status          st;
+    int                pushed;
+
+    _Static_assert(sizeof handle <= sizeof out->allocation, "a name of an allocation");
+    if ((st = enter(d, &pushed)) == MT_OK) {
+        if (d->drv.address_range(&base, &bytes, (CUdeviceptr)(uintptr_t)p) != CUDA_SUCCESS)
+            st = no_reach(d, cudaErrorInvalidValue);
+        else if ((st = no_reach(d, cudaIpcGetMemHandle(&handle, p))) == MT_OK) {
+            memcpy(out->allocation, &handle, sizeof handle);
+            out->skip = (uint64_t)((CUdeviceptr)(uintptr_t)p - base);
+        }
+    }
+    leave(d, pushed);
+    return st;
+}
+
+static mt_status cuda_mem_reach(mt_dev *dev, const mt_mem_name *name, void **out)
+{
+    cuda_dev          *d = as_dev(dev);
+    cudaIpcMemHandle_t handle;
+    void              *base = NULL;
+    mt_status          st;
+    int                pushed;
+
+    memcpy(&handle, name->allocation, sizeof handle);
+    if ((st = enter(d, &pushed)) == MT_OK)
+        st = no_reach(d, cudaIpcOpenMemHandle(&base, handle, cudaIpcMemLazyEnablePeerAccess));
+    leave(d, pushed);
+    if (st == MT_OK)
+        *out = (char *)base + name->skip;
+    return st;
+}
+
+static void cuda_mem_leave(mt_dev *dev, const mt_mem_name *name, void *p)
+{
+    cuda_dev *d = as_dev(dev);
+
+    if (p != NULL)
+        IN_CONTEXT_QUIETLY(d, (void)cudaIpcCloseMemHandle((char *)p - name->skip));
+}
+
 /* ---- stamps -----------------------------------------------------------------------------
  *
  * The runtime tells the time between two events, as a float of milliseconds. An origin is an event
@@ -754,6 +812,9 @@ static const mt_dev_ops cuda_ops = {
     .host_unregister = cuda_host_unregister,
     .mem_alloc       = cuda_mem_alloc,
     .mem_free        = cuda_mem_free,
+    .mem_name        = cuda_mem_name,
+    .mem_reach       = cuda_mem_reach,
+    .mem_leave       = cuda_mem_leave,
     .queue_open      = cuda_queue_open,
     .queue_adopt     = cuda_queue_adopt,
     .queue_close     = cuda_queue_close,
@@ -817,6 +878,7 @@ static mt_status find_driver(int index, driver *drv)
     MT_TRY(find(index, "cuDeviceGet", &drv->device_get));
     MT_TRY(find(index, "cuDevicePrimaryCtxRetain", &drv->primary_retain));
     MT_TRY(find(index, "cuDevicePrimaryCtxRelease", &drv->primary_release));
+    MT_TRY(find(index, "cuMemGetAddressRange", &drv->address_range));
     MT_TRY(find(index, "cuCtxGetCurrent", &drv->get_current));
     MT_TRY(find(index, "cuCtxPushCurrent", &drv->push_current));
     MT_TRY(find(index, "cuCtxPopCurrent", &drv->pop_current));

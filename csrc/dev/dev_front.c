@@ -39,6 +39,21 @@ static void front_mem_free(mt_dev *d, void *p)
     mt__behind(d)->ops->mem_free(mt__behind(d), p);
 }
 
+static mt_status front_mem_name(mt_dev *d, void *p, mt_mem_name *out)
+{
+    return mt__behind(d)->ops->mem_name(mt__behind(d), p, out);
+}
+
+static mt_status front_mem_reach(mt_dev *d, const mt_mem_name *name, void **out)
+{
+    return mt__behind(d)->ops->mem_reach(mt__behind(d), name, out);
+}
+
+static void front_mem_leave(mt_dev *d, const mt_mem_name *name, void *p)
+{
+    mt__behind(d)->ops->mem_leave(mt__behind(d), name, p);
+}
+
 static void front_queue_close(mt_queue *q)
 {
     if (q == NULL)
@@ -159,6 +174,11 @@ void mt__front_init(mt__front *f, mt_dev *behind)
 {
     f->ops = front_ops;
     f->ops.name = behind->ops->name;
+    if (behind->ops->mem_name != NULL) {
+        f->ops.mem_name = front_mem_name;
+        f->ops.mem_reach = front_mem_reach;
+        f->ops.mem_leave = front_mem_leave;
+    }
     f->base.ops = &f->ops;
     f->under = behind;
 }

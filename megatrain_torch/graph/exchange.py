@@ -1,13 +1,20 @@
 """Gradients of several processes: of what each rank's backward made, every rank gets the sum of its own portion.
 
     held       a unit's gradients, from the hand-over until all that this backward makes of the unit are there
-    sent       they are on their way to the owners of their portions (all-to-all); units go in one order on every
-               rank, the last unit first, as backward comes to them. Where a rank has not come to a unit, those behind
-               it wait there; where it never does, they go when its backward ends
+    ready      this rank has told the others of which parameters of the unit it has gradients. Units are told in one
+               order on every rank, the last unit first. A unit that a backward has passed by is told as one without
+               gradients, and so are all that are left when it ends
+    sent       every rank has told the same of the unit: its gradients are on their way to the owners of their portions
+               (all-to-all). Nothing is sent of a unit of which no rank has any; a rank that lacks one sends zeros
     home       parts of all ranks have come: they are added in the order of ranks, and go to host memory
 
-A rank that has no gradient of a parameter sends zeros. That others have one it hears at the end of backward, and has
-one from then on too: so `.grad` is there on every rank or on none.
+So `.grad` is there on every rank or on none.
+
+No rank begins an all-to-all that another begins only when its backward is over. So a rank may wait on the host for what
+it has begun, wherever that happens: in the driver (cudaHostUnregister and cudaFree wait for running kernels), behind a
+kernel in the same hardware queue, or in user code that reads a value. (1) A rank waits for sent units alone, or for
+others to tell of a unit that it has told. (2) Telling waits for nobody. (3) The rank that has sent the fewest units
+waits for none: all it has sent, all have sent, and of the next one all have told.
 
 Where a rank has a tensor of its own in `.grad`, or over plane GRAD, which all hear as backward begins, every rank gets
 the whole sum at its end, and adds it there.
@@ -15,14 +22,15 @@ the whole sum at its end, and adds it there.
 A backward that is broken off on one rank is over on the others with an error: what it owes them it sends when its
 script goes on.
 
-Parts of 16 bits are summed in fp32. Of a step's first micro-batch host memory gets that sum, and what it rounds to; the
-sums of further ones are added there as they are, in the order of micro-batches.
+Parts of 16 bits are summed in fp32, and that sum is rounded once: it is what one process has as a micro-batch's
+gradient, and so are further micro-batches added to it.
 
 On CUDA all this is put in a stream of its own, beside compute, which waits there for nothing but memory: at most two
 units' gradients are held until they are packed.
 """
 from __future__ import annotations
 
+import os
 from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
@@ -35,12 +43,14 @@ from torch.utils.hooks import RemovableHandle
 
 from .. import _core
 from ..base.errors import MegatrainError
+from ..group.control import most
 from ..group.ranks import Ranks
 from ..store import gradient
 from ..store.records import Record
 from .parcels import Layout, Parcel, pack, total
 
-ADD, SUM = 1, 2
+ADD = 1
+HELD = 1         # units that may be ready and not sent, beside the last one: their gradients stay on the device
 
 
 class Room(Protocol):
@@ -80,12 +90,23 @@ class Home(Protocol):
     def has_come(self, unit: int, records: list[Record]) -> None: ...
 
 
-class Sent(NamedTuple):
-    """A unit's gradients on their way. own: the parameters of which this rank has some."""
+class Ready(NamedTuple):
+    """A unit of which this rank has told. packed: its gradients, zeros where there is none; None: there are none.
+    found: by parameter, whether any rank has one, when `work` is over."""
 
     unit: int
     layout: Layout
-    own: set[Record]
+    packed: Tensor | None
+    found: Tensor
+    work: Any
+
+
+class Sent(NamedTuple):
+    """A unit's gradients on their way. records: those of which some rank has one."""
+
+    unit: int
+    layout: Layout
+    records: list[Record]
     work: Any
     buffers: tuple[Tensor, Tensor]
 
@@ -96,21 +117,23 @@ class Exchange:
         # Two models' units would meet in one group where a rank has not all of them: its order is another then.
         self._group = ranks.data if model.device.type == "cuda" else ranks.control.carrier("gradients")
         self._scale = 1 / ranks.size if mean else 1.0
+        self._telling = ranks.control.carrier("units")
         self._held: dict[int, dict[Record, Tensor]] = {}
+        self._ready: deque[Ready] = deque()
         self._sent: deque[Sent] = deque()
-        self._turn = -1                      # the unit that is sent next; -1: all were
-        self._own: set[Record] = set()       # this backward's so far
-        self._lacking: set[Record] = set()   # came home, and this rank has none of them; another may have
-        self._layouts: dict[int, tuple[list[Record], Layout]] = {}
+        self._turn = -1                      # the unit that is told next; -1: all were
+        self._begun = 0                      # all-to-alls of this backward
+        self._came: dict[int, set[Record]] = {}      # by unit, what has come home and was not told
+        self._layouts: dict[int, Layout] = {}
         self._beside = Beside(model.device) if model.device.type == "cuda" else None
         # NCCL's waits are the stream's. gloo's are the host's, for which other ranks may wait in turn.
-        self._by_streams = self._group._get_backend(model.device).name() == "nccl" if self._beside else False
+        self._by_streams = self._beside is not None and ranks.nccl() and not _blocks()
         self._routed: dict[Record, list[RemovableHandle]] = {}       # parameters whose gradients autograd adds up
         self._stood: dict[Record, Tensor | None] = {}        # their `.grad`, while autograd has a new one
         self._routes: list[tuple[Record, Tensor]] = []       # what autograd has added up in this backward
         self._entire: dict[Record, Tensor | None] = {}       # of which every rank gets the whole sum; what this one has
         self._error = ""                     # why this backward fails on all ranks
-        self._asked = False                  # for room
+        self._asked = self._added = False    # for room, of gradients and of their sums
         self._steps = 0                      # by which ranks see that a backward of one meets another's next one
         self.began = False                   # some gradient of the backward under way is to be exchanged
 
@@ -120,19 +143,18 @@ class Exchange:
         """Gradients that a window handed over, each of the record's form and on the compute device."""
         for record, grad in pairs:
             self._hold(record, grad)
-        while self._turn >= 0 and (not self._trained(self._turn) or self._is_whole(self._turn)):
-            self._send_next()
-        while self._sent and (self._by_streams or self._sent[0].work.is_completed()):
-            self._bring_home(self._sent.popleft())
+        while self._turn >= 0 and self._is_over(self._turn):
+            self._tell_next()
+        self._send_ready(HELD)
 
     def _hold(self, record: Record, grad: Tensor) -> None:
         held = self._entire if record in self._entire else self._held.setdefault(record.unit, {})
         before = held.get(record)
         held[record] = grad if before is None else before + grad
 
-    def _is_whole(self, unit: int) -> bool:
-        """Nothing more of the unit is to come, as far as can be known."""
-        return unit in self._held and not any(r.open for r in self._trained(unit))
+    def _is_over(self, unit: int) -> bool:
+        """Nothing more of the unit is to come, as far as can be known: it was handed over, or passed by."""
+        return not any(r.open for r in self._trained(unit)) and any(held <= unit for held in self._held)
 
     def route(self, record: Record) -> None:
         """Where autograd itself adds a gradient to this parameter's `.grad` (the parameter took part in arithmetic on
@@ -177,14 +199,21 @@ class Exchange:
     def joins(self) -> None:
         """A gradient of this backward is to be exchanged, here or on another rank."""
         if not self.began:
-            self._ask_room()
             records, step = [r for unit in self._model.units for r in unit], self._steps % 256
-            said = [*(self._is_kept(r) for r in records), step, 255 - step]
-            *kept, most, least = self._ranks.control.any_of(torch.tensor(said, dtype=torch.uint8)).tolist()
+            trained, n = [r.was_trainable for r in records], len(records)
+            modes = {r: self._home.would_claim(r) for r in records if r not in self._stood and r.was_trainable and r.numel}
+            said = [*(r in modes and modes[r] is None for r in records), *trained, *(not t for t in trained),
+                    ADD in modes.values(), step, 255 - step]
+            *found, adds, most, least = self._ranks.control.any_of(torch.tensor(said, dtype=torch.uint8)).tolist()
+            kept, on, off = found[:n], found[n:2 * n], found[2 * n:]
+            if differ := [r.name for r, some, others in zip(records, on, off) if some and others]:
+                raise MegatrainError(f"requires_grad is not the same in all processes: of {', '.join(differ[:3])} "
+                                     f"({len(differ)} in all) some train it and others do not")
             if most != 255 - least:
                 raise MegatrainError(f"rank {self._ranks.rank}: this backward comes after {self._steps} steps, and on "
                                      "another rank after another number: a backward has reached no trained parameter "
                                      "on one rank, and on all it has to reach some, or on none")
+            self._ask_room(bool(adds))
             self._entire = {r: None for r, bit in zip(records, kept) if bit}
             self.began, self._turn = True, len(self._model.units) - 1
 
@@ -192,17 +221,16 @@ class Exchange:
         """An optimizer of the model's has made a step."""
         self._steps += 1
 
-    def _is_kept(self, record: Record) -> bool:
-        """Is there no place for a portion of its gradient?"""
-        return record not in self._stood and record.was_trainable and record.numel > 0 and (
-            self._home.would_claim(record) is None)
-
-    def _ask_room(self) -> None:
-        """Once, and whatever plans say that each rank makes for itself: all ask here, in one order."""
+    def _ask_room(self, adds: bool) -> None:
+        """Once each, and whatever plans say that each rank makes for itself: all ask here, in one order. adds: some
+        gradient is there to which others are added."""
+        room, core = self._model.room, self._model.core
         if not self._asked:
             self._asked = True
-            self._model.room.gradients(self._model.core)
-            self._model.room.sums(self._model.core)
+            room.gradients(core)
+        if adds and not self._added:
+            self._added = True
+            room.sums(core)
 
     def ends(self) -> None:
         """The backward is over: what was not sent goes, and all is brought home.
@@ -235,32 +263,29 @@ class Exchange:
             self._forget()
 
     def _forget(self) -> None:
-        for what in (self._held, self._sent, self._own, self._lacking, self._stood, self._routes):
+        for what in (self._held, self._ready, self._sent, self._came, self._stood, self._routes):
             what.clear()
         self._entire = {}
-        self.began, self._turn, self._error = False, -1, ""
+        self.began, self._turn, self._begun, self._error = False, -1, 0, ""
 
     def _send_all(self) -> None:
-        more, behind = True, self._turn >= 0
+        more = True
         while more:
-            some, more, failed = self._any_rank(behind)
             while self._turn >= 0:
-                if any(r in some for r in self._trained(self._turn)):
-                    self._send_next()
-                else:
-                    self._turn -= 1
+                self._tell_next()
+            self._send_ready(0)
             while self._sent:
                 self._bring_home(self._sent.popleft())
-            for record in [r for r in self._entire if r in some]:
+            some, more, failed = self._any_rank()
+            for record in some:
                 self._add_entire(record)
-            self._look_for_places(some & self._lacking)
-            if not failed and not self._error:
-                for record in sorted(some & self._lacking, key=lambda r: r.pid):
-                    self._home.claim(record)
-                self._tell(some)
-            self._own.clear()
-            self._lacking.clear()
-            self._turn, behind = len(self._model.units) - 1, False
+            if not failed:
+                for unit in sorted(self._came, reverse=True):
+                    self._home.has_come(unit, sorted(self._came[unit], key=lambda r: r.index))
+            if more:                                 # of units that have gradients by now
+                self._ask_room(adds=True)
+            self._came.clear()
+            self._turn = len(self._model.units) - 1
         if failed:
             self._fail()
 
@@ -278,33 +303,13 @@ class Exchange:
             raise _Told(self._error)
         raise MegatrainError(next(f"rank {rank}: {text}" for rank, text in enumerate(texts) if text))
 
-    def _any_rank(self, behind: bool) -> tuple[set[Record], bool, bool]:
-        """Of which parameters any rank has a gradient; whether one has yet to send some, or to bring some home, and so
-        may fail later than here; and whether it fails on one. behind: here some units were not sent."""
-        records = [r for unit in self._model.units for r in unit]
-        own = self._own | {r for r, grad in self._entire.items() if grad is not None}
-        for unit, held in self._held.items():
-            if unit <= self._turn:
-                own.update(held)
-            self._look_for_places(held)
-        in_vain = any(self._home.would_claim(r) is None for r in self._lacking)
-        under_way = behind or in_vain or bool(self._held or self._sent)
-        bits = torch.tensor([*(r in own for r in records), under_way, bool(self._error)], dtype=torch.uint8)
+    def _any_rank(self) -> tuple[list[Record], bool, bool]:
+        """Of which of those that are whole everywhere any rank has a gradient; whether one has some of units that were
+        told; and whether one fails."""
+        own = [grad is not None for grad in self._entire.values()]
+        bits = torch.tensor([*own, bool(self._held), bool(self._error)], dtype=torch.uint8)
         *found, more, failed = self._ranks.control.any_of(bits).tolist()
-        return {r for r, bit in zip(records, found) if bit}, bool(more), bool(failed)
-
-    def _look_for_places(self, records: Iterable[Record]) -> None:
-        """Somebody took one while backward ran."""
-        for r in records:
-            if not self._error and self._home.would_claim(r) is None:
-                self._error = str(self._home.no_place(r))
-
-    def _tell(self, some: set[Record]) -> None:
-        units: dict[int, list[Record]] = {}
-        for r in some:
-            units.setdefault(r.unit, []).append(r)
-        for unit in sorted(units, reverse=True):
-            self._home.has_come(unit, sorted(units[unit], key=lambda r: r.index))
+        return [r for r, bit in zip(self._entire, found) if bit], bool(more), bool(failed)
 
     # ---- a unit's way ----
 
@@ -312,33 +317,62 @@ class Exchange:
         return [r for r in self._model.units[unit] if r.was_trainable and r.numel and r not in self._entire]
 
     def _layout(self, unit: int) -> Layout:
-        records = self._trained(unit)
-        known = self._layouts.get(unit)
-        if known is None or known[0] != records:
-            known = self._layouts[unit] = records, Layout(self._model.core.portions(unit), records)
-        return known[1]
+        records, known = self._trained(unit), self._layouts.get(unit)
+        if known is None or known.records != records:
+            known = self._layouts[unit] = Layout(self._model.core.portions(unit), records)
+        return known
+
+    def _tell_next(self) -> None:
+        unit, self._turn = self._turn, self._turn - 1
+        layout, grads = self._layout(unit), self._held.pop(unit, {})
+        if layout.records:
+            found = torch.tensor([r in grads for r in layout.records], dtype=torch.uint8)
+            told = self._telling.allreduce([found], most())
+            self._ready.append(Ready(unit, layout, self._packed(layout, grads) if grads else None, found, told))
+
+    @torch.no_grad()
+    def _packed(self, layout: Layout, grads: dict[Record, Tensor]) -> Tensor:
+        with nullcontext() if self._beside is None else self._beside.packing(grads.values()):
+            outward = torch.empty(sum(layout.bytes), dtype=torch.uint8, device=self._model.device)
+            for parcels, buffer in zip(layout.parcels, torch.split(outward, layout.bytes)):
+                pack(parcels, grads, buffer)
+        return outward
+
+    def _send_ready(self, held: int) -> None:
+        """All that other ranks have told of too; no more than so many are left, for which they are waited for."""
+        while self._ready and (len(self._ready) > held or self._ready[0].work.is_completed()):
+            self._send_next()
+        while self._sent and (self._by_streams or self._sent[0].work.is_completed()):
+            self._bring_home(self._sent.popleft())
+
+    def begun(self) -> int:
+        """All-to-alls of the backward under way, so far."""
+        return self._begun
+
+    def catch_up(self, begun: int) -> None:
+        """Another rank has begun so many."""
+        while self._begun < begun:
+            self._send_next()
 
     @torch.no_grad()
     def _send_next(self) -> None:
-        unit, self._turn = self._turn, self._turn - 1
-        if not self._trained(unit):
-            return
-        layout, grads = self._layout(unit), self._held.pop(unit, {})
-        self._own.update(grads)
-        with nullcontext() if self._beside is None else self._beside.packing(grads.values()):
-            self._sent.append(self._send(unit, layout, grads))
+        one = self._ready.popleft()
+        self._ranks.control.until(one.work, f"waits for others to come to gradients of unit {one.unit}")
+        records = [r for r, bit in zip(one.layout.records, one.found.tolist()) if bit]
+        if records:
+            self._begun += 1
+            with nullcontext() if self._beside is None else self._beside.entered():
+                self._sent.append(self._send(one, records))
 
-    def _send(self, unit: int, layout: Layout, grads: dict[Record, Tensor]) -> Sent:
-        device, own, size = self._model.device, layout.bytes[self._ranks.rank], self._ranks.size
-        outward = torch.empty(sum(layout.bytes), dtype=torch.uint8, device=device)
-        inward = torch.empty(size * own, dtype=torch.uint8, device=device)
-        for parcels, buffer in zip(layout.parcels, torch.split(outward, layout.bytes)):
-            pack(parcels, grads, buffer)
-        with self._ranks.control.named(f"exchanges gradients of unit {unit}"):
+    def _send(self, one: Ready, records: list[Record]) -> Sent:
+        device, sizes, own = self._model.device, one.layout.bytes, one.layout.bytes[self._ranks.rank]
+        outward = torch.zeros(sum(sizes), dtype=torch.uint8, device=device) if one.packed is None else one.packed
+        inward = torch.empty(self._ranks.size * own, dtype=torch.uint8, device=device)
+        with self._ranks.control.named(f"exchanges gradients of unit {one.unit}"):
             how = dist.AllToAllOptions()
             how.asyncOp = True
-            work = self._group.alltoall_base(inward, outward, [own] * size, layout.bytes, how)
-        return Sent(unit, layout, set(grads), work, (inward, outward))
+            work = self._group.alltoall_base(inward, outward, [own] * self._ranks.size, sizes, how)
+        return Sent(one.unit, one.layout, records, work, (inward, outward))
 
     @torch.no_grad()
     def _bring_home(self, sent: Sent) -> None:
@@ -348,18 +382,20 @@ class Exchange:
     def _bring(self, sent: Sent) -> None:
         with self._ranks.control.named(f"exchanges gradients of unit {sent.unit}"):
             sent.work.wait()
-        self._look_for_places(sent.own)
-        modes = {r: self._home.would_claim(r) for r in self._trained(sent.unit)}
-        self._lacking.update(modes.keys() - sent.own)
-        for r in sent.own:
-            if modes.get(r) is not None:
-                self._home.claim(r)
+        modes: dict[Record, int] = {}
+        for r in sent.records:
+            if self._home.would_claim(r) is not None:
+                modes[r] = self._home.claim(r)
+            elif not self._error:                    # somebody took its place while backward ran
+                self._error = str(self._home.no_place(r))
+        self._came.setdefault(sent.unit, set()).update(modes)
         parts = tuple(sent.buffers[0].view(self._ranks.size, -1))
         own = sent.layout.parcels[self._ranks.rank]
         items, sources = self._items(own, parts, modes)
-        self._home.put(sent.unit, items, sources, None if self._beside is None else self._beside.stream.cuda_stream)
+        if items:
+            self._home.put(sent.unit, items, sources, None if self._beside is None else self._beside.stream.cuda_stream)
 
-    def _items(self, own: list[Parcel], parts: tuple[Tensor, ...], modes: dict[Record, int | None]
+    def _items(self, own: list[Parcel], parts: tuple[Tensor, ...], modes: dict[Record, int]
                ) -> tuple[list[tuple[Any, ...]], list[Tensor]]:
         """What is put, and the memory that it lies in. A parameter of which nothing is this rank's is put too: the
         engine knows then that it has come."""
@@ -367,12 +403,11 @@ class Exchange:
         sources: list[Tensor] = []
         mine = {p.record: p for p in own}
         for r, mode in modes.items():
-            if mode is None:
-                continue
-            whole = total([mine[r].of(part) for part in parts], self._scale) if r in mine else None
-            rounded = None if whole is None or mode == ADD else whole.to(r.dtype)
-            sources += [t for t in (whole, rounded) if t is not None]
-            items.append(_item(r, mode, _address(whole), _address(rounded)))
+            grad = total([mine[r].of(part) for part in parts], self._scale).to(r.dtype) if r in mine else None
+            sources += [] if grad is None else [grad]
+            reread = mode == ADD and r.written
+            r.written = r.written and not reread
+            items.append((r.index, 0 if grad is None else grad.data_ptr(), mode, int(reread)))
         return items, sources
 
 
@@ -404,15 +439,6 @@ class Beside:
             compute.wait_event(self._packed.popleft())
 
 
-def _item(r: Record, mode: int, whole: int, rounded: int) -> tuple[Any, ...]:
-    """For Engine.offload. whole, rounded: addresses of the sum, and of what it rounds to."""
-    reread, half = 0, r.dtype.itemsize == 2
-    if mode == ADD:
-        reread, r.written = int(r.written), False
-    elif half:
-        mode = SUM
-    return (r.index, rounded, mode, reread, whole) if half else (r.index, whole, mode, reread)
-
-
-def _address(t: Tensor | None) -> int:
-    return 0 if t is None else t.data_ptr()
+def _blocks() -> bool:
+    """NCCL's waits are the host's, as gloo's."""
+    return any(os.environ.get(name, "0") != "0" for name in ("TORCH_NCCL_BLOCKING_WAIT", "NCCL_BLOCKING_WAIT"))

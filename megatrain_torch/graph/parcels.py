@@ -29,11 +29,12 @@ class Layout:
     """What of these parameters each owner gets.
 
     Attributes:
-        parcels: by owner. bytes: of each owner's buffer.
+        records: these. parcels: by owner. bytes: of each owner's buffer.
     """
 
     def __init__(self, bounds: tuple[int, ...], records: list[Record]) -> None:
         """bounds: of the portions, in bytes of plane HI: Engine.portions."""
+        self.records = records
         self.parcels: list[list[Parcel]] = []
         self.bytes: list[int] = []
         for begin, end in pairwise(bounds):

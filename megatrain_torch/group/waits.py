@@ -53,14 +53,14 @@ class Waits:
         Raises:
             MegatrainError: it will never be. RuntimeError: torch.distributed's.
         """
-        if _done(work, LATE_S):
+        if done(work, LATE_S):
             return
         note = {"at": place, "what": what, "of": self._members, "n": next(_numbers)}
         self._write(note)
         before: dict[int, Any] = {}
         ended = ""
         try:
-            while not _done(work, _LOOK_S):
+            while not done(work, _LOOK_S):
                 if ended:
                     raise MegatrainError(f"{ended} while rank {self._me} {what}")
                 ended = look() or self._broken()
@@ -140,7 +140,7 @@ class Arrival:
         self._store.wait(self._keys, within)
 
 
-def _done(work: Any, seconds: float) -> bool:
+def done(work: Any, seconds: float) -> bool:
     """Within so many seconds."""
     try:
         work.wait(timedelta(seconds=seconds))

@@ -3,13 +3,16 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 
 from ..base.limits import device_taken
+from ..group.ranks import Ranks
 
 _ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+JOINED, SEPARATE = "expandable_segments:True", "expandable_segments:False"
 
 _caps: weakref.WeakSet[Cap] = weakref.WeakSet()          # of the process's models
 
@@ -43,20 +46,35 @@ class Cap:
         self.before = torch.cuda.get_per_process_memory_fraction(device)
         torch.cuda.set_per_process_memory_fraction(min(self.before, max(room / total, 0.0)), device)
         self.joined = not any(os.environ.get(name) for name in _ALLOCATOR)
-        self._join("True")
+        self._join(JOINED)
 
     def taken(self) -> tuple[int, int, int]:
         """Bytes of the device that torch's allocator does not have: (this process's context and libraries, other
         processes', stores of this process's models)."""
         free, total = torch.cuda.mem_get_info(self.device)
         stores = sum(cap.stored() for cap in _caps if cap.device == self.device)
-        return *device_taken(max(total - free - torch.cuda.memory_reserved(self.device) - stores, 0)), stores
+        taken = max(total - free - torch.cuda.memory_reserved(self.device) - stores, 0)
+        return *device_taken(taken, Ranks.taken), stores
 
     def lift(self) -> None:
         before, self.before = self.before, None
         if before is not None:
-            self._join("False")
+            self._join(SEPARATE)
             torch.cuda.set_per_process_memory_fraction(before, self.device)
+
+    @contextmanager
+    def reachable(self) -> Iterator[None]:
+        """Memory that is asked for in here other processes can reach: not in segments that are joined."""
+        given = next((os.environ[name] for name in _ALLOCATOR if os.environ.get(name)), "")
+        now = JOINED if self.joined and self.before is not None else given
+        joined = self.device.type == "cuda" and JOINED in now.replace(" ", "")
+        if joined:
+            _set(SEPARATE)
+        try:
+            yield
+        finally:
+            if joined:
+                _set(now)
 
     def close(self) -> None:
         """The store is about to end."""
@@ -67,5 +85,9 @@ class Cap:
         """Fragments of freed memory can be joined again: under a limit little is lost. Settings are taken as a whole,
         so none are made where the user made some."""
         if self.joined:
-            settings = getattr(torch._C, "_accelerator_setAllocatorSettings", None)      # from torch 2.10 on
-            (settings or torch.cuda.memory._set_allocator_settings)(f"expandable_segments:{on}")
+            _set(on)
+
+
+def _set(settings: str) -> None:
+    found = getattr(torch._C, "_accelerator_setAllocatorSettings", None)      # from torch 2.10 on
+    (found or torch.cuda.memory._set_allocator_settings)(settings)

@@ -4,7 +4,10 @@ The engine asks for that where all of them have come to the same window (csrc/co
 whole where they have not. So a collective that one rank begins all begin, and in one order.
 
 On CUDA it goes in a stream of its own, behind the copy into the slot; compute waits for it. Python is ahead of the
-device, so it is under way beside the window before. It stands in no line with gradients: its group is its own.
+device, so it is under way beside the window before. It stands in no line with gradients: its group is its own. But
+every rank launches its gathers and all-to-alls in one order: before a gather all catch up with the rank that has begun
+most of these. So whatever a kernel stands behind in a hardware queue (CUDA_DEVICE_MAX_CONNECTIONS=1: there is one) was
+launched before it on every rank, and the first of all collectives that are not over waits for local work alone.
 """
 from __future__ import annotations
 
@@ -14,9 +17,9 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
-from torch import distributed as dist
 
 from .. import _core
+from ..graph.exchange import Exchange
 from ..group.control import Control
 from ..group.ranks import Ranks
 
@@ -34,6 +37,7 @@ class Model(Protocol):
     device: torch.device
     unit_names: list[str]
     ranks: Ranks | None
+    exchange: Exchange | None
 
     def unit_of(self, number: int) -> int: ...
 
@@ -52,7 +56,6 @@ class Delivery:
         self._told = False
         # Made by the first that is gathered: the machine's ranks come there together.
         self._mates: Control | None = None
-        self._nccl: dist.ProcessGroup | None = None
         self._beside: torch.cuda.Stream | None = None
 
     def begins(self) -> bool:
@@ -85,7 +88,7 @@ class Delivery:
         beside = self._beside.cuda_stream
         with torch.cuda.stream(self._beside):
             core.ready(slot, beside)
-            if self._by_nccl():
+            if self._ranks().nccl():
                 self._send_all(portions, what)
             else:
                 self._control().complete(portions, what)
@@ -94,19 +97,15 @@ class Delivery:
     def _send_all(self, portions: list[Tensor], what: str) -> None:
         """To each rank goes this one's portion, and each one's comes here: in place."""
         ranks = self._ranks()
-        me, nothing = ranks.mates.index(ranks.rank), portions[0][:0]
-        if self._nccl is None:
-            members = [dist.get_global_rank(ranks.data, rank) for rank in ranks.mates]
-            self._nccl = dist.new_group(members, backend="nccl", use_local_synchronization=True)
+        exchange, me, nothing = self._model.exchange, ranks.mates.index(ranks.rank), portions[0][:0]
+        if exchange is not None and exchange.began:
+            exchange.catch_up(self._control().most(exchange.begun()))
         out = [nothing if r == me else portions[me] for r in range(len(portions))]
         into = [nothing if r == me else p for r, p in enumerate(portions)]
         with ranks.control.named(what):
-            work = self._nccl.alltoall(into, out)
+            work = ranks.gathers().alltoall(into, out)
             if work is not None:
                 work.wait()
-
-    def _by_nccl(self) -> bool:
-        return self._ranks().data._get_backend(self._model.device).name() == "nccl"
 
     def _ranks(self) -> Ranks:
         assert self._model.ranks is not None

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Protocol
 
 from .. import _core
+from ..group.ranks import Ranks
 from ..store.arrive import Arrivals, Device
 from ..store.disk import BAYS, BUFFER_BYTES, BUFFERS, THREADS, Disk
 from ..store.planes import mask
@@ -43,7 +44,8 @@ class Homes:
         return unit in self.settled or unit in self.filed
 
     def take(self, unit: int) -> None:
-        """What of the unit is at home elsewhere goes there, and its memory on the host is given back."""
+        """What of the unit is at home elsewhere goes there, and its memory on the host is given back; of several
+        processes when all have come here."""
         self.core.take(unit, self._model.stream())
 
     # ---- the device ----
@@ -55,6 +57,16 @@ class Homes:
         self.settled = {unit: slot for slot, unit in enumerate(settled, len(sizes))}
         for unit, slot in self.settled.items():
             self.core.settle(unit, slot)
+
+    def reach(self, ranks: Ranks) -> None:
+        """Each process of one machine copies what others have updated from their slots, if all reach all; called by
+        all, with the same units there."""
+        units = sorted(self.settled)
+        names = ranks.gather([b"" if ranks.apart else self.core.slot_name(unit) for unit in units])
+        within = [self.core.reach(unit, b"".join(of)) for unit, of in zip(units, zip(*names))]
+        for unit, *all_ranks in zip(units, *ranks.gather(within)):
+            if not all(all_ranks):
+                self.core.reach(unit, b"")
 
     def invite(self, guests: Iterable[int]) -> None:
         """States of these units, which live on the device, come and leave."""
@@ -79,10 +91,9 @@ class Homes:
         self._files.append(weakref.finalize(self, self.core.disk_unname))
 
     def file_weights(self, unit: int) -> None:
-        """Weights that were put into the unit's plane go to the file; their memory is given back."""
+        """Weights that were put into the unit's plane go to the file; `take` gives their memory back."""
         self.core.push(unit, -1, mask(("HI",)))
         self.filed.add(unit)
-        self.take(unit)
 
     def spill_to(self, disk: Disk, nbytes: int, taken: int, sizes: Mapping[str, int]) -> None:
         """What windows keep may go to a file, in which so many bytes are reserved. taken: of the limit, by states. All

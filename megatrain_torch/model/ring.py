@@ -4,6 +4,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -15,12 +16,14 @@ from ..base.stacks import Cut, cut
 from ..fused.templates import Weights
 from ..graph.door import Door
 from ..graph.handover import HandOver
+from ..group.ranks import Ranks
 from ..store.arrive import Arrivals
 from ..store.pieces import Piece, Stacked
 from ..store.records import Record
 from ..store.state import in_backward
 from ..store.views import PLAIN, DeviceParameter
 from ..store.whole import Whole
+from .cap import Cap
 
 _use_count = torch._C._storage_Use_Count
 
@@ -160,6 +163,8 @@ class Model(Protocol):
     door: Door
     handover: HandOver
     delivery: Delivery
+    cap: Cap
+    ranks: Ranks | None
 
     @property
     def homes(self) -> Homes: ...
@@ -192,7 +197,8 @@ class Ring:
         device = self._model.device
         if device.type == "cuda":
             torch.cuda.empty_cache()         # what was freed, in whose pieces these may not fit
-        own = [have.get(unit) or Slot(self.core.hi_bytes(unit), device) for unit in settled]
+        with nullcontext() if self._model.ranks is None else self._model.cap.reachable():
+            own = [have.get(unit) or Slot(self.core.hi_bytes(unit), device) for unit in settled]
         slots = [Slot(n, device) for n in sizes] + own
         self.look(slots)
         if device.type == "cuda":
