@@ -491,7 +491,7 @@ def run(args, made=None):
     out["built_s"] = round(time.perf_counter() - born, 2)
     watch = Watch(cuda)
     clock = Clock(cuda, watch)
-    model, opt = begun(args, made, out, clock)
+    model, opt = begun(args, made, out)
     if model is None:
         return out
     loading.over.set()

@@ -23,9 +23,9 @@ RUNS = ("--tokens 32768 --plan", "--tokens 32768", "--tokens 8192 --plan", "--to
 def measured(args, made, group):
     """tokens/s and the plan's, seconds of each step, device memory of each rank and host memory of all, GiB."""
     import torch
-    out, clock, cuda = {}, loop.Clock(args.device != "cpu" and torch.cuda.is_available()), torch.cuda.is_available()
-    many = 1 if group is not None else loop.several()
-    watch = loop.Watch(clock.cuda)
+    out, cuda = {}, args.device != "cpu" and torch.cuda.is_available()
+    watch = loop.Watch(cuda)
+    clock, many = loop.Clock(cuda, watch), 1 if group is not None else loop.several()
     model, opt = loop.begun(args, dict(made) if made else None, out, group)
     (loop.by_trainer if args.trainer and many > 1 else loop.looped)(args, model, opt, clock, out)
     each = [out["seconds"]] if many == 1 else loop.of_each(out["seconds"])
