@@ -357,7 +357,7 @@ def test_what_scripts_do(pool: Pool, plan: dict[str, str]) -> None:
 @pytest.mark.parametrize("what", [
     "hooks_on_one", "hooks_in_another_order", "hooks_that_come_later", "grads_kept_on_one", "grads_of_ones_own",
     "penalty_before", "update_in_a_hook", "two_models", "backward_breaks_on_one", "backward_breaks_on_all", "refused_on_one",
-    "backward_reaches_nothing_on_one", "grad_taken_in_backward",
+    "backward_reaches_nothing_on_one", "grad_taken_in_backward", "waits_for_what_it_sent",
     pytest.param("grad_taken_of_what_is_not_used", marks=LONG)])
 def test_what_not_all_ranks_do(pool: Pool, what: str) -> None:
     assert pool.call(f"several_odd:{what}", 2, timeout=60.0) == ["", ""]

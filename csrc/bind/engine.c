@@ -521,8 +521,8 @@ static PyMethodDef methods[] = {
       "Of a settled unit's slot, for reach of other processes; empty: out of their reach." },
     { "reach", mt_engine_reach, METH_VARARGS,
       "reach($self, unit, names, /)\n--\n\n"
-      "Updated weights come from slots of these names, one after the other by rank, and not by way of "
-      "the share; whether they are within reach." },
+      "Updated weights come from slots of these names, one after the other by rank, and not by "
+      "way of the share; whether they are within reach." },
     { "settled", mt_engine_settled, METH_VARARGS,
       "settled($self, unit, /)\n--\n\nWhether the unit lives on the device." },
     { "unsettle", mt_engine_unsettle, METH_VARARGS,

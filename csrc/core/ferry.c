@@ -1,5 +1,5 @@
-/* ferry.c — two queues, and three threads: one that sees updates end on the device, one that copies
- * them down and ends them, and one that raises. */
+/* ferry.c — two queues, and three threads: one that sees updates end on the device, one that
+ * copies them down and ends them, and one that raises. */
 #include "ferry.h"
 
 #include "portion.h"

@@ -50,7 +50,6 @@ from ..store.records import Record
 from .parcels import Layout, Parcel, pack, total
 
 ADD, SUM = 1, 2
-HELD = 1         # units that may be ready and not sent, beside the last one: their gradients stay on the device
 
 
 class Room(Protocol):
@@ -143,9 +142,9 @@ class Exchange:
         """Gradients that a window handed over, each of the record's form and on the compute device."""
         for record, grad in pairs:
             self._hold(record, grad)
+        self._send_ready()                   # so that no more than one unit is packed and not sent
         while self._turn >= 0 and self._is_over(self._turn):
             self._tell_next()
-        self._send_ready(HELD)
 
     def _hold(self, record: Record, grad: Tensor) -> None:
         held = self._entire if record in self._entire else self._held.setdefault(record.unit, {})
@@ -267,7 +266,7 @@ class Exchange:
         while more:
             while self._turn >= 0:
                 self._tell_next()
-            self._send_ready(0)
+            self._send_ready()
             while self._sent:
                 self._bring_home(self._sent.popleft())
             some, more, failed = self._any_rank()
@@ -330,9 +329,9 @@ class Exchange:
                 pack(parcels, grads, buffer)
         return outward
 
-    def _send_ready(self, held: int) -> None:
-        """All that other ranks have told of too; no more than so many are left, for which they are waited for."""
-        while self._ready and (len(self._ready) > held or self._ready[0].work.is_completed()):
+    def _send_ready(self) -> None:
+        """What was told goes, when the others have told of it too."""
+        while self._ready:
             self._send_next()
         while self._sent and (self._by_streams or self._sent[0].work.is_completed()):
             self._bring_home(self._sent.popleft())
