@@ -4,7 +4,17 @@
     model = mt.stream(model, device="cuda")
     opt = mt.AdamW(model.parameters(), lr=1e-5, max_grad_norm=1.0)
 """
+import os
+import signal
 import sys
+
+if (sys.argv[:1] == ["-m"] and __name__ in sys.orig_argv) or os.path.basename(sys.argv[0]) == "megatrain":
+    # The command line: Ctrl-C while torch is imported ends it with a word, not with where the import was.
+    def interrupted(*_: object) -> None:
+        os.write(2, b"megatrain: interrupted\n")
+        os._exit(130)
+
+    signal.signal(signal.SIGINT, interrupted)
 
 from ._core import __version__
 from .base.errors import MegatrainError

@@ -21,8 +21,7 @@ from collections.abc import Sequence
 
 from ._core import __version__
 from .base.errors import MegatrainError
-from .commands import doctor, evaluate, export, generate, plan, report, resume, train
-from .commands.launch import complain
+from .commands import doctor, evaluate, export, generate, launch, plan, report, resume, train
 from .commands.say import Stopped
 from .commands.settings import unknown
 
@@ -30,16 +29,19 @@ from .commands.settings import unknown
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command; 0, or 1 with the reason on stderr, 2 where the command says too little; 128 and a signal's number
     where that stopped it."""
-    args = _parse(argv)
     try:
+        if getattr(signal.getsignal(signal.SIGINT), "__module__", "") == __package__:
+            signal.signal(signal.SIGINT, signal.default_int_handler)     # all is imported
+        launch.watch()
+        args = _parse(argv)
         return args.run(args) or 0
     except (MegatrainError, OSError) as why:
-        complain(_of_system(why) if isinstance(why, OSError) else str(why))
+        launch.complain(_of_system(why) if isinstance(why, OSError) else str(why))
         return 1
     except Stopped as why:
         return 128 + why.signal
     except KeyboardInterrupt:
-        complain("interrupted")
+        launch.complain("interrupted")
         return 128 + signal.SIGINT
 
 
@@ -60,6 +62,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     if not words[0].startswith("-") and words[0] not in verbs:
         parser.error(unknown(words[0], verbs))
     args, rest = parser.parse_known_args(words)
+    if "data" in args and not any(word.startswith("-") for word in rest):        # DATA behind a flag
+        args.data, rest = [*args.data, *rest], []
     if rest:
         flags = [flag for flag in verbs[args.verb]._option_string_actions if flag.startswith("--")]
         parser.error(unknown(rest[0].split("=")[0], flags))

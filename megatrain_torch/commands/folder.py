@@ -133,6 +133,11 @@ def run_of(name: str) -> Settings | None:
     return settings_of(Path(name)) if (Path(name) / MARKER).is_file() else None
 
 
+def is_chat(name: str) -> bool:
+    """Is it a run that was trained on conversations?"""
+    return (Path(name) / MARKER).is_file() and bool(Owned(Path(name)).data.get("chat"))
+
+
 def beneath(settings: Settings) -> str:
     """The model that a run began with."""
     return source_of(settings.model).alone(settings.model).model
@@ -231,12 +236,20 @@ def load_model(name: str, dtype: str, has_values: bool = True, base: str = "none
     return model
 
 
-def load_tokenizer(name: str) -> Any:
+def load_tokenizer(name: str, chat_template: str | None = None) -> Any:
+    """chat_template: a file with one, in the place of its own."""
     if Path(name).is_dir() and (Path(name) / "config.json").is_file() and not any(
             p.name.startswith(TOKENIZER_FILES) for p in Path(name).iterdir()):
         raise MegatrainError(f"{name} has no tokenizer (tokenizer.json): copy tokenizer.json and "
                              "tokenizer_config.json from the model that it was made from")
-    return _load(transformers().AutoTokenizer, name, "tokenizer")
+    tokenizer = _load(transformers().AutoTokenizer, name, "tokenizer")
+    if chat_template is not None:
+        try:
+            tokenizer.chat_template = Path(chat_template).read_text()
+        except (OSError, UnicodeDecodeError) as why:
+            raise MegatrainError(f"chat_template={chat_template}: {getattr(why, 'strerror', None) or why}"
+                                 f"{near(chat_template)}") from None
+    return tokenizer
 
 
 def near(name: str) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..base.errors import MegatrainError
+from megatrain_torch import MegatrainError
 
 Record = dict[str, Any]
 KNOWN = ("messages", "conversations", "prompt", "text")      # fields that data.py reads, first come first
@@ -31,6 +31,10 @@ def read(record: Record, chat: bool, where: str) -> Record:
         MegatrainError: it asks for what cannot be said without one; or has beside a prompt what would be lost.
     """
     record = _lowered(record)
+    if {"chosen", "rejected"} <= record.keys():
+        raise MegatrainError(f"{where} is a preference (chosen, rejected): --method dpo, orpo or reward trains on such")
+    if isinstance(record.get("label"), bool) and {"prompt", "completion"} <= record.keys():
+        raise MegatrainError(f"{where} is a completion with a label, good or bad: --method kto trains on such")
     if any(name in record for name in KNOWN[:3]):
         return _checked(record, where)
     asked = [name for name in ASKED if _said(record, name)]

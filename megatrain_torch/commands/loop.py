@@ -40,6 +40,7 @@ from .say import say
 from .team import Team
 
 LONG_S = 5.0                         # a step that takes longer tells how far it is
+ROSE = 0.5                           # nats above the first loss: more than batches differ
 EVERY_S = 30.0                       # without a terminal: between two lines with the loss
 
 
@@ -98,6 +99,17 @@ class StreamedTrainer(Trainer):
         return loss, None, None
 
     # ---- log.jsonl ----
+
+    def rose(self) -> str:
+        """Words for losses that went up instead of down; "": they did not."""
+        for name, what in (("eval_loss", "held-out loss"), ("loss", "loss")):
+            all_ = [line[name] for line in self.state.log_history if name in line]
+            first, last = all_[:1], all_[-max(1, len(all_) // 10):]
+            if name == "eval_loss":                      # before its first the run may have diverged already
+                first = [line["loss"] for line in self.state.log_history if "loss" in line][:1]
+            if first and last and not sum(last) / len(last) <= first[0] + max(ROSE, 0.2 * abs(first[0])):
+                return f"the {what} rose from {first[0]:.4g} to {sum(last) / len(last):.4g}"
+        return ""
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if "loss" in logs:

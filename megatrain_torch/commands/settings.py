@@ -7,6 +7,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import difflib
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -80,6 +81,8 @@ class Settings:
 
     column: str = _setting(None, str, "of records, the field to train on; default: by what they have: messages, prompt "
                            "with completion, instruction with output, question with answer, or text", shown="FIELD")
+    chat_template: str = _setting(None, str, "a file with a template for conversations, in the place of the tokenizer's",
+                                  shown="FILE")
     split: str = _setting("train", str, "of a data set on the hub", shown="NAME")
     validation: float | str = _setting(0.02, _share, "share of the tokens that is held out, from the end; or data of "
                                        "its own, read as the data is")
@@ -98,7 +101,8 @@ class Settings:
     seed: int = _setting(0, int, "of the order of the data and of dropout")
 
     device: str = _setting(None, str, "cuda or cpu; default: cuda if there is one", ("cuda", "cpu"))
-    dtype: str = _setting(None, str, "of the weights; default: bfloat16, on the CPU float32",
+    dtype: str = _setting(None, str, "of the weights; default: bfloat16, on the CPU float32, but "
+                          "bfloat16 with products=fp8 or a base of codes",
                           ("bfloat16", "float32"))
     states: str = _setting("fp32", str, "how AdamW keeps its states", SHOWN, taken=FORMATS)
     products: str = _setting("bf16", str, "of layers; fp8: of operands rounded to 8 bits, which a GPU must have",
@@ -149,6 +153,8 @@ def _of_kind(f: dataclasses.Field[Any], value: Any, where: str) -> Any:
     try:
         if isinstance(value, bool) or (kind is str and not isinstance(value, str)):
             raise ValueError
+        if kind is float and not math.isfinite(float(value)):
+            raise ValueError
         found = kind(value)
         if kind is int and float(value) != found:
             raise ValueError
@@ -166,9 +172,11 @@ def _ranges(s: Settings) -> Settings:
                  "gpus"):
         if getattr(s, name) is not None and getattr(s, name) < 1:
             raise MegatrainError(f"{name}={getattr(s, name)}: at least 1 is needed")
-    for name, least, most in (("validation", 0, 0.5), ("warmup", 0, 1), ("beta2", 0, 0.99999)):
+    for name, least, most in (("validation", 0, 0.5), ("warmup", 0, 1), ("beta2", 0, 0.99999),
+                              ("clip", 0, float("inf")), ("weight_decay", 0, 1), ("seed", 0, 2**32 - 1)):
         if not isinstance(getattr(s, name), str) and not least <= getattr(s, name) <= most:
-            raise MegatrainError(f"{name}={getattr(s, name)}: a number from {least} to {most} is needed")
+            raise MegatrainError(f"{name}={getattr(s, name)}: a number from {least} to {most} is needed" if most < float("inf")
+                                 else f"{name}={getattr(s, name)}: 0 or more is needed")
     for name in ("epochs", "lr"):
         if getattr(s, name) is not None and not getattr(s, name) > 0:
             raise MegatrainError(f"{name}={getattr(s, name)}: more than 0 is needed")

@@ -8,6 +8,7 @@ import math
 import shutil
 import time
 from collections.abc import Iterator
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -113,7 +114,7 @@ def train_run(settings: Settings, team: Team, owned: Owned | None, checkpoint: P
     torch.manual_seed(settings.seed)
     with team.as_one():
         source = _source(settings, checkpoint)
-        tokenizer, config = folder.load_tokenizer(source.words), folder.load_config(source.model)
+        tokenizer, config = _tokenizer(source, settings, checkpoint), folder.load_config(source.model)
         settings = for_model(settings, config)
         _check_beside(settings, source.model, config)
     data = team.first_does(lambda: _Data(settings, tokenizer, None if new_data or checkpoint is None else owned))
@@ -133,15 +134,17 @@ def train_run(settings: Settings, team: Team, owned: Owned | None, checkpoint: P
     _say_begin(model, settings, train, held)
     # A run that was stopped in its last step has none left to make: Trainer would make one more.
     over = checkpoint is not None and folder.step_of(checkpoint.name) >= settings.steps
-    stopped = None if over else _loop(model, tokenizer, settings, train, held, team, owned, checkpoint, convert)
+    stopped, rose = (None, "") if over else _loop(model, tokenizer, settings, train, held, team, owned, checkpoint, convert)
     if stopped is not None:
         team.meet()                      # the first one may be writing still
         say(f"stopped at step {stopped[0]}; megatrain resume {out} goes on")
         raise Stopped(stopped[1])
     team.first_does(lambda: _export_final(model, tokenizer, owned))
-    say(f"done in {time.perf_counter() - began:.0f} s; the {'model' if settings.lora is None else 'adapter'} is "
+    end = "done" if not rose else f"{rose}: the run diverged, and a lower --lr than {settings.lr:g} may not; over"
+    chat = " --chat" if team.first and folder.is_chat(str(out)) else ""
+    say(f"{end} in {time.perf_counter() - began:.0f} s; the {'model' if settings.lora is None else 'adapter'} is "
         f"{out / folder.FINAL}\n"
-        f"try it: megatrain generate {out} --prompt '...'     look: megatrain report {out}")
+        f"try it: megatrain generate {out}{chat} --prompt '...'     look: megatrain report {out}")
 
 
 def _source(settings: Settings, checkpoint: Path | None) -> folder.Source:
@@ -152,6 +155,11 @@ def _source(settings: Settings, checkpoint: Path | None) -> folder.Source:
     if settings.lora is None:
         return folder.Source(str(checkpoint), str(checkpoint))
     return folder.Source(folder.beneath(settings), str(checkpoint))
+
+
+def _tokenizer(source: folder.Source, settings: Settings, checkpoint: Path | None) -> Any:
+    """A checkpoint's has the chat template that the run began with."""
+    return folder.load_tokenizer(source.words, settings.chat_template if checkpoint is None else None)
 
 
 def _check_beside(settings: Settings, name: str, config: Any) -> None:
@@ -181,12 +189,15 @@ class _Data:
     def __init__(self, settings: Settings, tokenizer: Any, like: Owned | None) -> None:
         """like: a run that had the same."""
         self._settings, self._tokenizer = settings, tokenizer
-        self._parts, self.identity = _parts(settings, tokenizer)
+        told = None if like is None else like.data.get("date")
+        date = datetime.fromisoformat(told) if isinstance(told, str) else datetime.now().replace(microsecond=0)
+        self._parts, self.identity = _parts(settings, tokenizer, date)
+        self.identity["date"] = date.isoformat()         # templates may tell the model which day it is
         if like is not None:
             _check_data(like, self.identity)
         self._rows = _rows(settings, tokenizer, self._parts)
         # What no packing would allow is refused before the model is loaded.
-        for_data(settings, sum(1 if d.whole else math.ceil(len(d) / settings.seq) for d in self._parts[0]))
+        for_data(settings, sum(len(d.parts) if d.whole else math.ceil(len(d) / settings.seq) for d in self._parts[0]))
 
     def for_model(self, model: Any) -> tuple[Settings, Rows, Rows]:
         """With rows of one document each, where the model would see others in them."""
@@ -249,12 +260,13 @@ def _export_final(model: Any, tokenizer: Any, owned: Owned) -> None:
     export(model, tokenizer, to, owned.run / folder.HALF, lambda half: owned.made(folder.FINAL, half))
 
 
-def _parts(settings: Settings, tokenizer: Any) -> tuple[tuple[list[Document], list[Document]], dict[str, Any]]:
+def _parts(settings: Settings, tokenizer: Any, date: datetime | None = None
+           ) -> tuple[tuple[list[Document], list[Document]], dict[str, Any]]:
     """(to train on, held out), and what tells them from others."""
-    found = mixture.sources(settings, settings.data, tokenizer)
+    found = mixture.sources(settings, settings.data, tokenizer, date)
     mixed = mixture.mixed(found, settings.seed)
     if isinstance(settings.validation, str):
-        held = mixture.sources(settings, (settings.validation,), tokenizer)
+        held = mixture.sources(settings, (settings.validation,), tokenizer, date)
         parts = mixture.shuffled(mixed, settings.seed), [d for s in held for d in s.documents]
     else:
         held, parts = [], held_out(mixed, settings.validation, settings.seed)
@@ -332,8 +344,8 @@ def say_alone(why: str, packed_rows: int, rows: int) -> None:
 
 
 def _loop(model: Any, tokenizer: Any, settings: Settings, train: Rows, held: Rows, team: Team, owned: Owned | None,
-          checkpoint: Path | None, convert: bool) -> tuple[int, int] | None:
-    """(step, signal) at which it was asked to stop; None: it came to the end."""
+          checkpoint: Path | None, convert: bool) -> tuple[tuple[int, int] | None, str]:
+    """(step, signal) at which it was asked to stop, or None: it came to the end; and words where the loss rose."""
     from .loop import Bar, Requests, StreamedTrainer
 
     trained = [p for p in model.parameters() if p.requires_grad]
@@ -358,9 +370,9 @@ def _loop(model: Any, tokenizer: Any, settings: Settings, train: Rows, held: Row
             say(f"{opt.skipped_steps} steps had gradients that are not finite and changed nothing; a lower --lr than "
                 f"{settings.lr:g} may do")
         if requests.stop:
-            return trainer.state.global_step, requests.stop
+            return (trainer.state.global_step, requests.stop), ""
         trainer.write_pages()
-    return None
+    return None, trainer.rose()
 
 
 def _check_disk(model: Any, settings: Settings, freed: int) -> None:

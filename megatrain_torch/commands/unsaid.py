@@ -24,8 +24,10 @@ def device_of(asked: str | None) -> str:
 
 def for_machine(settings: Settings) -> Settings:
     device = device_of(settings.device)
-    if device == "cuda" and settings.gpus > torch.cuda.device_count():
-        raise MegatrainError(f"gpus={settings.gpus}: torch sees {torch.cuda.device_count()} CUDA devices here")
+    there = torch.cuda.device_count() if device == "cuda" else max(2, len(os.sched_getaffinity(0)))
+    if settings.gpus > there:
+        what = "CUDA devices" if device == "cuda" else "cores, with a process on each,"
+        raise MegatrainError(f"gpus={settings.gpus}: there are {there} {what} here; --gpus {there} or fewer")
     if settings.nvme is not None and not Path(settings.nvme).is_dir():
         raise MegatrainError(f"nvme={settings.nvme}: there is no such directory; make one on the drive that is to hold "
                              "states")
