@@ -1,3 +1,4 @@
+# ruff: noqa: RUF001
 """Conversations by the published chat templates, as TRL has copies of them: what is learned is what the template renders
 when the model is asked."""
 from __future__ import annotations
