@@ -47,7 +47,7 @@ from ..graph.frames import (
 from ..graph.generators import random_state, set_random_state
 from ..graph.window import Window
 from ..store.guard import HostTensor
-from ..store.lazy import Lazy
+from ..store.views import LazyParameter
 from .runner import Runner
 from .templates import Unfit
 
@@ -98,7 +98,7 @@ class Graph:
         call: Call | None = getattr(_here, "call", None)
         if call is None:                     # an inner frame's graph, met again by a torch.compile of the user's
             return self.run(*inputs)
-        if any(isinstance(t, (HostTensor, Lazy)) for t in inputs):
+        if any(isinstance(t, (HostTensor, LazyParameter)) for t in inputs):
             raise Unfit(FOREIGN)
         call.graphs += 1
         if not call.replays or self.repeats is False:

@@ -31,7 +31,6 @@ from torch.utils._pytree import tree_leaves, tree_map
 from ..base.errors import MegatrainError
 from ..graph.frames import refuse_again
 from ..store.guard import HostTensor
-from ..store.lazy import Lazy
 from ..store.records import Record, Use
 from ..store.state import graph_stays, in_backward
 from .picks import Curve, Pick, is_all, pick_of, vocabulary_dim
@@ -192,8 +191,8 @@ class DeferredLogits(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(issubclass(t, (HostTensor, Lazy)) for t in types):
-            return NotImplemented                   # they fetch or wait, and come again
+        if any(issubclass(t, HostTensor) for t in types):
+            return NotImplemented                   # they wait, and come again
         return cls._above(func, args, kwargs or {})
 
     @classmethod

@@ -65,6 +65,8 @@ class Trained(Protocol):
 class Reads(Protocol):
     """Weights that were read outside of windows: reads.Reads."""
 
+    def keep_writes(self) -> None: ...
+
     def forget(self) -> None: ...
 
 

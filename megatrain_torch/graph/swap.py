@@ -32,7 +32,7 @@ from ..base.errors import MegatrainError
 from ..base.modes import Mode
 from ..store.disk import BAYS
 from ..store.records import span_of
-from .data import PLAIN
+from ..store.views import PLAIN
 
 LEAST_BYTES = 512            # of a tensor that is worth a copy of its own
 GIVEN_UP = 2                 # windows behind its own that a bundle's sources stay for, where no other bundle leaves

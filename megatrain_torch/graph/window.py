@@ -20,8 +20,9 @@ from ..base.modes import Mode, read
 from ..store.pieces import Piece, Stacked
 from ..store.records import Record, Use
 from ..store.state import enter, in_backward, leave, swap_window
+from ..store.views import DeviceParameter
 from ..store.whole import Whole
-from . import data, masks
+from . import masks
 from .below import Below, flat_weights
 from .door import Door
 from .effects import Places, Snapshot
@@ -82,8 +83,6 @@ class Ring(Located, Protocol):
     stacks: dict[Record, Stacked]
 
     def views(self, unit: int) -> list[Tensor | None]: ...
-
-    def leaves(self, unit: int) -> list[Tensor | None]: ...
 
     def own_outputs(self, out: Any) -> Any: ...
 
@@ -176,6 +175,8 @@ class Window:
         self.params: list[nn.Parameter] = []
         self.expanded: dict[int, Whole | Piece] = {}
         self.wholes = [r.whole for r in records if r.whole is not None]
+        strands = {r for whole in self.wholes for r in whole.records}
+        self._answering = [r for r in records if r not in strands]
         self.look()
 
     def look(self) -> None:
@@ -189,8 +190,6 @@ class Window:
         self.recurrent = Below(module, [m for m in module.modules() if isinstance(m, nn.RNNBase)])
         self.hooks = [d for m in self.modules.inside for d in (m._forward_hooks, m._forward_pre_hooks,
                                                                m._backward_hooks, m._backward_pre_hooks)]
-        own = [f for m in theirs if (f := vars(m).get("forward")) is not None and not hasattr(f, "_call")]
-        self._says_data = data.is_named(dict.fromkeys(map(type, theirs)), own)
 
     @property
     def module(self) -> nn.Module:
@@ -267,7 +266,11 @@ class Window:
         return self._together(bound)
 
     def _together(self, bound: dict[Record, Tensor]) -> dict[Record, Tensor]:
-        """Weights of codes are what their packages' code computes with, over the slots' tensors."""
+        """Weights of codes are what their packages' code computes with, over the slots' tensors; others answer for
+        their parameters, whose attributes they have."""
+        for r in self._answering:
+            if (t := bound.get(r)) is not None and (param := r.param) is not None:
+                t.__class__, t.__dict__ = DeviceParameter, param.__dict__
         self.expanded.clear()
         for stacked in self.stacks:
             if stacked.records[0] in bound:
@@ -281,21 +284,9 @@ class Window:
                     self.expanded[storage_of(made)] = whole
         return bound
 
-    def bind_shared(self) -> dict[Record, Tensor]:
-        """Slot tensors for a run that records nothing: the slots' own, not made anew."""
-        if self.alone:
-            return self._together(dict(zip(self.records, self.runtime.ring.leaves(self.units[0]))))
-        bound = {}
-        for unit in self.units:
-            leaves = self.runtime.ring.leaves(unit)
-            bound.update({r: leaves[r.index] for r in self.records if r.unit == unit})
-        return self._together(bound)
-
     def bind(self, grad: bool) -> dict[Record, Tensor]:
         """Slot tensors, tied to the host parameters where autograd records."""
-        if not grad:
-            return self.bind_shared()
-        if not self.trainable:
+        if not grad or not self.trainable:
             return self.bind_leaves()
         bound = dict(zip(self.trainable, Bind.apply(self, self.trainable, *self.params)))
         if self.frozen:
@@ -328,6 +319,7 @@ class Window:
                     args, kwargs = rt.forwards.begin(self, args, kwargs)
                 if rt.handover.alive:
                     rt.handover.window_opens()
+                rt.reads.keep_writes()
             return rt.trace.forward(self, args, kwargs)
         finally:
             leave()
@@ -411,10 +403,9 @@ class Window:
 
     def run(self, args: Any, kwargs: Any, grad: bool, frame: Any = None, inner: Any = None) -> Any:
         """The module's own forward, or `inner`, with its weights bound; `frame` packs what autograd saves."""
-        own, inner = inner is None, inner or self.inner
+        inner = inner or self.inner
         cached_casts = torch.is_autocast_cache_enabled()
         bound = self.bind(grad)
-        shown = data.shown(bound.values()) if own and (self._says_data or data.is_named((), self._hooks())) else []
         versions = [t._version for t in bound.values()]
         if frame is not None:
             _push(frame.pack, frame.unpack)
@@ -428,7 +419,6 @@ class Window:
                 out = inner(*args, **kwargs)
         finally:
             swap_window(outer)
-            data.hide(shown)
             self.expanded.clear()
             if frame is not None:
                 _pop()
@@ -441,6 +431,7 @@ class Window:
         for (r, t), version in zip(bound.items(), versions):
             if t._version != version:
                 r.runtime.planes.keep_write(r, t)
+                self.runtime.reads.forget()          # they are read anew
 
     def keep(self, mode: str) -> None:
         """What is done about its activations from now on. cuDNN's recurrent dropout has a random state of its own, so a

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from .. import _core
 from ..fused.compiled import refuse_other_units
-from ..store.lazy import Lazy
 from ..store.records import Record
+from ..store.views import LazyParameter
 from .homes import Homes
 from .ring import Ring
 
@@ -26,24 +26,31 @@ class Model(Protocol):
 class Reads:
     def __init__(self, model: Model) -> None:
         self._model = model
-        self._lazy: dict[tuple[int, bool], Lazy] = {}
+        self._read: dict[Record, Tensor] = {}
 
     def lazy(self, record: Record) -> Tensor:
-        """What a read gives: the weights are fetched when something is done with it."""
+        """What a read gives, the same each time: the weights are fetched when something is done with it."""
         refuse_other_units()
-        key = (record.pid, torch.is_grad_enabled())
-        found = self._lazy.get(key)
+        found = self._read.get(record)
         if found is None:
             whole = record.whole
-            found = Lazy(record) if whole is None else whole.of([self.copy(r) for r in whole.records])
-            self._lazy[key] = found
+            found = LazyParameter.of(record) if whole is None else whole.of([self.copy(r) for r in whole.records])
+            self._read[record] = found
         return found
+
+    def keep_writes(self) -> None:
+        """What was changed in place of weights that were read, by views of them and by `.data` too, is changed of the
+        parameters: before a window sees those, and when a forward or a backward is over."""
+        for t in self._read.values():
+            if isinstance(t, LazyParameter) and t._version != t.kept:
+                t.keep_write()
 
     def forget(self) -> None:
         """A forward or a backward is over. What was read in it has a history, which holds the parameters, which hold
         the model: a cycle that no collector sees."""
-        if self._lazy:
-            self._lazy.clear()
+        if self._read:
+            self.keep_writes()
+            self._read.clear()
 
     def copy(self, record: Record) -> Tensor:
         """The parameter's current weights in fresh memory on the compute device."""

@@ -2,7 +2,6 @@
 from __future__ import annotations
 
 import itertools
-import sys
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
@@ -13,21 +12,16 @@ from torch import Tensor
 from .. import _core
 from ..base.stacks import Cut, cut
 from ..fused.templates import Weights
-from ..graph.data import PLAIN
 from ..graph.door import Door
 from ..graph.handover import HandOver
 from ..store.arrive import Arrivals
 from ..store.pieces import Piece, Stacked
 from ..store.records import Record
 from ..store.state import in_backward
+from ..store.views import PLAIN
 from ..store.whole import Whole
 
 _use_count = torch._C._storage_Use_Count
-
-
-def _references(tensors: list[Tensor | None]) -> int:
-    """Most Python references that one of them has; what the counting itself holds is in every count."""
-    return max([sys.getrefcount(t) for t in tensors if t is not None], default=0)
 
 
 class Spot(NamedTuple):
@@ -44,10 +38,6 @@ class Spot(NamedTuple):
     @property
     def stride(self) -> Any:
         return self.record.stride
-
-    @property
-    def was_trainable(self) -> bool:
-        return self.record.was_trainable
 
 
 Spots = Sequence[Record | Spot | None]       # None: it is not in this slot
@@ -71,10 +61,8 @@ class Slot:
             self.memory = raw[skip:skip + self.nbytes]
         self.address = self.memory.data_ptr()
         self.views: dict[int, list[Tensor | None]] = {}
-        self.leaves: dict[int, list[Tensor | None]] = {}
         self.weights: dict[tuple[int, tuple[str, ...]], Weights] = {}
         self._stretches: dict[int, list[Tensor]] = {}
-        self._unheld = 0
         self._storage = self.memory.untyped_storage()
         del raw
         self._own = _use_count(self._storage._cdata)
@@ -88,24 +76,6 @@ class Slot:
                                             for r in records]
             self._own += _use_count(self._storage._cdata) - before
         return views
-
-    def unit_leaves(self, unit: int, records: Spots) -> list[Tensor | None]:
-        """The same tensors each time, with the parameters' requires_grad: for runs that record nothing."""
-        leaves = self.leaves.get(unit)
-        if leaves is None:
-            views, before = self.unit_views(unit, records), _use_count(self._storage._cdata)
-            with torch.inference_mode(False), torch.no_grad():
-                leaves = self.leaves[unit] = [None if v is None else v.detach() for v in views]
-            self._own += _use_count(self._storage._cdata) - before
-            self._unheld = _references(leaves)
-            self._follow(leaves, records)
-        return leaves
-
-    @staticmethod
-    def _follow(leaves: list[Tensor | None], records: Spots) -> None:
-        for leaf, r in zip(leaves, records):
-            if leaf is not None:
-                leaf.requires_grad_(r.was_trainable)
 
     def unit_weights(self, unit: int, records: Spots, names: tuple[str, ...]) -> Weights:
         """The views by name, for a template; made once, their joint views too."""
@@ -134,20 +104,13 @@ class Slot:
         self._own += _use_count(self._storage._cdata) - before
         return view
 
-    def follow(self, spots: Callable[[int], Spots]) -> None:
-        """requires_grad of some parameters changed."""
-        for unit, leaves in self.leaves.items():
-            self._follow(leaves, spots(unit))
-
     def view(self, offset: int, dtype: torch.dtype, shape: Any, stride: Any) -> Tensor:
         span = 1 + sum((n - 1) * s for n, s in zip(shape, stride)) if 0 not in shape else 0
         part = self.memory[offset:offset + span * dtype.itemsize]
         return part.view(dtype).as_strided(shape, stride, part.storage_offset() // dtype.itemsize)
 
     def held(self) -> bool:
-        if _use_count(self._storage._cdata) > self._own:
-            return True
-        return any(_references(leaves) > self._unheld for leaves in self.leaves.values())     # handed out themselves
+        return _use_count(self._storage._cdata) > self._own
 
 
 class Homes(Protocol):
@@ -260,11 +223,6 @@ class Ring:
         self.lowest = min((s.address for s in slots), default=0)
         self.highest = max((s.address + s.nbytes for s in slots), default=0)
 
-    def follow(self) -> None:
-        """requires_grad of some parameters changed."""
-        for slot in self.slots:
-            slot.follow(self._spots_of)
-
     def acquire(self, unit: int) -> int:
         """The slot that the unit is in, when compute gets there."""
         self._joins()
@@ -292,11 +250,6 @@ class Ring:
         number = self._rests.get(unit, unit)
         slot = self.acquire(number)
         return self.slots[slot].unit_views(number, self._spots_of(number))
-
-    def leaves(self, unit: int) -> list[Tensor | None]:
-        number = self._rests.get(unit, unit)
-        slot = self.acquire(number)
-        return self.slots[slot].unit_leaves(number, self._spots_of(number))
 
     def strands(self, piece: Piece) -> list[Tensor]:
         """Of some experts of a stack, over the slot that they are in when compute gets there."""
@@ -336,7 +289,7 @@ class Ring:
     def own_outputs(self, out: Any) -> Any:
         """An output that aliases a slot is copied: the slot moves on, the output stays."""
         if isinstance(out, Tensor):
-            if type(out) is Tensor and out._is_view() and self.locate(out) is not None:
+            if type(out) in PLAIN and out._is_view() and self.locate(out) is not None:
                 return out.clone()
             return out
         if type(out) in (list, tuple):

@@ -11,7 +11,6 @@ from ..graph.exchange import Exchange
 from ..graph.window import Window
 from ..store.records import Record
 from .homes import Homes
-from .ring import Ring
 
 
 class Model(Protocol):
@@ -20,7 +19,6 @@ class Model(Protocol):
     core: _core.Engine
     records: list[Record]
     homes: Homes
-    ring: Ring
     exchange: Exchange | None
 
     @property
@@ -29,7 +27,7 @@ class Model(Protocol):
 
 class Trained:
     def __init__(self, model: Model) -> None:
-        self._model, self._told = model, False       # windows and slots go by what the records say
+        self._model, self._told = model, False       # windows go by what the records say
 
     def look(self) -> None:
         """A pass begins. One that records nothing need not know: adapters are switched for it, and back before the
@@ -51,7 +49,6 @@ class Trained:
         if not self._told:
             for w in model.windows:
                 w.split()
-            model.ring.follow()
             for r in model.records if model.exchange is not None else ():
                 if not model.exchange.hooks(r):
                     model.exchange.route(r)

@@ -146,7 +146,31 @@ def _guard_aliases(out: Any, guarded: list[Any]) -> Any:
     return out
 
 
-class StreamedParameter(HostTensor, torch.nn.Parameter):
+class Equal(Tensor):
+    """What == gives of two tensors that stand for one parameter: true as a whole, so that sets and dicts find it."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    def __bool__(self) -> bool:
+        return True
+
+
+class OneParameter:
+    """A tensor that stands for a parameter: it, or what a forward sees of it. In sets and dicts they are one key."""
+
+    _mt: Record
+
+    def __hash__(self) -> int:
+        return id(self._mt.param)
+
+    def __eq__(self, other: Any) -> Any:
+        if other is not self and isinstance(other, OneParameter) and other._mt is self._mt:
+            there = other if isinstance(self, HostTensor) else self      # on the device
+            return torch.eq(there, there).as_subclass(Equal)
+        return Tensor.__eq__(self, other)
+
+
+class StreamedParameter(OneParameter, HostTensor, torch.nn.Parameter):
     """A `torch.nn.Parameter` whose memory is the store's HI plane.
 
     Attribute reads inside a module's own forward see the copy on the compute device instead;
@@ -155,7 +179,7 @@ class StreamedParameter(HostTensor, torch.nn.Parameter):
     """
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return as_parameter(self).__reduce_ex__(protocol)
+        return with_attributes(as_parameter(self), self).__reduce_ex__(protocol)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.nn.Parameter:
         out = as_parameter(self)
@@ -229,4 +253,10 @@ def as_parameter(p: Tensor) -> torch.nn.Parameter:
     p._mt.runtime.planes.wait_updates(p._mt)
     with torch._C.DisableTorchFunctionSubclass():
         out = torch.nn.Parameter(plain(p).clone(), requires_grad=p.requires_grad)
+    return out
+
+
+def with_attributes(out: torch.nn.Parameter, p: Tensor) -> torch.nn.Parameter:
+    """A copy with what the user has set on the parameter: pickles of a Parameter have it, deep copies have not."""
+    out.__dict__.update((name, value) for name, value in p.__dict__.items() if not name.startswith("_mt"))
     return out

@@ -1,0 +1,180 @@
+"""What a forward sees as its weights: tensors on the compute device that answer for their parameters.
+
+    DeviceParameter     in a window: over the slot that the weights are in
+    LazyParameter       read outside its window (a tied head in a container's forward, CLIP's `logit_scale`, a mere
+                        `.dtype`): an output of autograd's node `Fetch`, which knows shape, type and device; the first
+                        operation below autograd fetches the weights, into fresh memory
+
+Class, attributes, `.grad`, hooks, and the place in sets and dicts are the parameter's. Only `is` and `id` tell one
+from the other. Whatever takes a LazyParameter (an operation, an autograd.Function, a custom op) has its edge to
+`Fetch`, which hands the gradient over as a window does.
+"""
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..base.errors import MegatrainError
+from .guard import OneParameter, with_attributes
+from .records import Record, Use
+from .state import in_backward
+
+
+class DeviceParameter(OneParameter, nn.Parameter):
+    """[shape] on the compute device. Its `__dict__` is the parameter's: what is set on one is read of the other."""
+
+    _mt: Record
+    __torch_function__ = torch._C._disabled_torch_function_impl
+    is_leaf = property(lambda self: True)
+    grad_fn = property(lambda self: None)
+
+    @property
+    def requires_grad(self) -> bool:
+        return Tensor.requires_grad.__get__(self)
+
+    @requires_grad.setter
+    def requires_grad(self, value: bool) -> None:
+        if value != self.requires_grad:
+            raise MegatrainError(f"{self._mt.name}: requires_grad is changed while the model runs, after its graph was "
+                                 "begun with the other; change it between passes")
+
+    def requires_grad_(self, requires_grad: bool = True) -> DeviceParameter:
+        self.requires_grad = requires_grad
+        return self
+
+    @property
+    def data(self) -> Tensor:
+        """Shares the version counter: what is changed of it in place is changed of the weights."""
+        with torch.no_grad():
+            return self.detach()
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        if value.shape != self.shape or value.dtype != self.dtype:
+            raise MegatrainError(f"{self._mt.name}: .data of shape {list(value.shape)} {value.dtype} in a forward does "
+                                 f"not fit its streamed weight of shape {list(self.shape)} {self.dtype}")
+        with torch.no_grad():
+            self.copy_(value)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        out = memo[id(self)] = nn.Parameter(self.data.clone(), self.requires_grad)
+        return out
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return with_attributes(nn.Parameter(self.data, self.requires_grad), self).__reduce_ex__(protocol)
+
+
+PLAIN = (Tensor, DeviceParameter)            # types of tensors that have memory and no behaviour of their own
+
+
+def _of_parameter(name: str) -> property:
+    """What the host's parameter has: a hook that is registered in a forward is the parameter's."""
+
+    def put(self: DeviceParameter, value: Any) -> None:
+        setattr(self._mt.param, name, value)
+
+    return property(lambda self: getattr(self._mt.param, name), put, lambda self: delattr(self._mt.param, name))
+
+
+for _name in ("grad", "_grad", "_backward_hooks", "_post_accumulate_grad_hooks", "register_hook",
+              "register_post_accumulate_grad_hook", "retain_grad"):
+    setattr(DeviceParameter, _name, _of_parameter(_name))
+
+
+# ---- outside of its window ----
+
+class Fetch(torch.autograd.Function):
+    """Parameter in, LazyParameter out; its gradient in, to the store."""
+
+    @staticmethod
+    def forward(ctx: Any, record: Record, param: Tensor) -> Tensor:
+        ctx.record = record
+        ctx.use = Use([record]) if in_backward() == -1 else None
+        return LazyParameter(record)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        record = ctx.record
+        return None, *record.runtime.handover.take([record], ctx.use, [ctx.next_functions[-1][0]], (grad,))
+
+
+class LazyParameter(DeviceParameter):
+    """[shape], without memory until it is used.
+
+    Attributes:
+        value: the weights, once they are fetched. kept: its version when the store last heard of a write.
+    """
+
+    __slots__ = ("kept", "value")
+
+    value: Tensor | None
+    kept: int
+
+    @staticmethod
+    def __new__(cls, record: Record) -> LazyParameter:
+        out = Tensor._make_wrapper_subclass(cls, record.shape, strides=record.stride, dtype=record.dtype,
+                                            device=record.runtime.device)
+        out.value, out.kept = None, 0
+        return out
+
+    @staticmethod
+    def of(record: Record) -> LazyParameter:
+        with torch.inference_mode(False), torch.enable_grad():
+            out = Fetch.apply(record, record.param) if record.trainable else LazyParameter(record)
+        out.__dict__ = record.param.__dict__
+        return out
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        out = func(*_fetched(args), **{k: _fetched((v,))[0] for k, v in kwargs.items()})
+        if func._schema.is_mutable:
+            said = func._schema.arguments
+            given = [*zip(said, args), *((s, kwargs[s.name]) for s in said if s.name in kwargs)]
+            for lazy in _among(v for s, v in given if s.alias_info is not None and s.alias_info.is_write):
+                lazy.keep_write()
+                lazy.kept += 1               # autograd counts it when this returns
+        return out
+
+    def fetch(self) -> Tensor:
+        """The weights on the compute device, without history."""
+        if self.value is None:
+            with torch.inference_mode(False):
+                self.value = self._mt.runtime.reads.copy(self._mt)
+        return self.value
+
+    def keep_write(self) -> None:
+        """Its values were changed in place."""
+        self.kept = self._version
+        self._mt.runtime.planes.keep_write(self._mt, self.fetch())
+
+
+def _of_value(name: str) -> Any:
+    return lambda self, *args, **kwargs: getattr(self.fetch(), name)(*args, **kwargs)
+
+
+for _name in ("data_ptr", "numpy", "tolist", "untyped_storage", "__array__", "__dlpack__", "__repr__"):
+    setattr(LazyParameter, _name, _of_value(_name))      # they look for memory, and ask no dispatcher
+
+
+def _among(values: Iterable[Any]) -> Iterable[LazyParameter]:
+    for v in values:
+        if isinstance(v, LazyParameter):
+            yield v
+        elif isinstance(v, (list, tuple)):
+            yield from _among(v)
+
+
+def _fetched(values: Any) -> tuple[Any, ...]:
+    out = []
+    for v in values:
+        if isinstance(v, LazyParameter):
+            out.append(v.fetch())
+        elif isinstance(v, (list, tuple)) and any(isinstance(x, LazyParameter) for x in v):
+            out.append(type(v)(_fetched(v)))
+        else:
+            out.append(v)
+    return tuple(out)
