@@ -23,6 +23,7 @@ from .checkpoint.save import SavePlan, Saving, save
 from .figures.report import StepReport
 from .model.pretrained import from_pretrained
 from .model.stream import stream, unstream
+from .model.trainers import stream_trainer
 from .optim.adamw import AdamW
 from .plans.machine import Machine
 from .plans.planner import Plan, plan
@@ -32,7 +33,7 @@ from .reports.tracing import Trace, trace
 
 __all__ = ["AdamW", "Machine", "MegatrainError", "Plan", "SavePlan", "Saving", "StepReport", "Storage", "Trace",
            "__version__", "explain", "from_pretrained", "gather", "last_step", "load", "masters", "plan", "save",
-           "storage", "stream", "trace", "unstream"]
+           "storage", "stream", "stream_trainer", "trace", "unstream"]
 
 # Pickles of public classes name modules that had no rooms.
 for _name, _kind in (("machine", Machine), ("planner", Plan), ("report", StepReport), ("storage", Storage)):

@@ -64,12 +64,26 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     args, rest = parser.parse_known_args(words)
     if "data" in args and not any(word.startswith("-") for word in rest):        # DATA behind a flag
         args.data, rest = [*args.data, *rest], []
+    if args.verb == "train":                                 # TRL's arguments by their own names
+        args.more, rest = _pairs(rest, parser)
     if rest:
         flags = [flag for flag in verbs[args.verb]._option_string_actions if flag.startswith("--")]
         parser.error(unknown(rest[0].split("=")[0], flags))
     if "words" in args:                  # of a verb that starts processes which run the same
         args.words = words
     return args
+
+
+def _pairs(rest: list[str], parser: argparse.ArgumentParser) -> tuple[dict[str, str], list[str]]:
+    """(names and values, what is left) of `--name value` and `--name=value`."""
+    found: dict[str, str] = {}
+    while rest and rest[0].startswith("--"):
+        name, given, value = rest[0][2:].partition("=")
+        if not given and len(rest) < 2:
+            parser.error(f"--{name}: a value is needed")
+        found[name.replace("-", "_")] = value if given else rest[1]
+        rest = rest[1 if given else 2:]
+    return found, rest
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -13,12 +13,12 @@ import bisect
 import copy
 import random
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from itertools import pairwise
 from time import monotonic
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -29,10 +29,12 @@ from . import forms, tokens
 from .chats import Chat, Template, messages_of, rendered
 from .forms import ANSWERED
 from .forms import KNOWN as FIELDS
+from .methods import Pair, pair
 from .reading import records
 from .say import say
 
-__all__ = ["Document", "Rows", "collate", "documents", "held_out", "packed", "records", "why_alone"]
+__all__ = ["Document", "Rows", "collate", "documents", "held_out", "packed", "pairs", "records", "why_alone"]
+T = TypeVar("T")
 IGNORED = -100                       # a label that is no target, torch's own
 PROBE = 8                            # tokens of a document of why_alone
 LEAK = 1e-4                          # of the logits: what is more than rounding in fp32; 1e-6 was seen, and 0.05 of leaks
@@ -83,30 +85,60 @@ def documents(found: Iterable[dict[str, Any] | MegatrainError], tokenizer: Any, 
         MegatrainError: no record is right; or there are no tokens. The message begins with `source`.
     """
     made: list[Document | str] = []
-    wrong: list[MegatrainError] = []
-    template, told, waiting = Template(tokenizer, date), monotonic(), 0
-    for number, record in enumerate(found, 1):
-        try:
-            if isinstance(record, MegatrainError):
-                raise record
-            made.append(_document(record, template, tokenizer, column, f"{source}: record {number}"))
-        except MegatrainError as why:
-            wrong.append(why)
+    template, waiting = Template(tokenizer, date), 0
+
+    def read(record: dict[str, Any], where: str) -> Document | str:
+        return _document(record, template, tokenizer, column, where)
+
+    for one in _right(found, read, source):
+        made.append(one)
         if len(made) - waiting >= TOGETHER:
             waiting = _tokenize(made, waiting, tokenizer)
-        if monotonic() - told > EVERY_S[live := sys.stderr.isatty()]:
-            told = monotonic()
-            sys.stderr.write(f"tokenizing: {number:,} records of {source}" + ("\r" if live else "\n"))
     _tokenize(made, waiting, tokenizer)
     made = [d for d in made if d.trained.any()]
     if not made:
-        raise wrong[0] if wrong else MegatrainError(f"{source} has no tokens to train on: it is empty, or its texts are")
-    if wrong:
-        say(f"{source}: {len(wrong)} of {number} records are left out; the first: {wrong[0]}")
+        raise MegatrainError(f"{source} has no tokens to train on: it is empty, or its texts are")
     if apart := [len(d.starts) for d in made if len(d.starts) > 1]:
         say(f"{source}: the chat template shows earlier answers otherwise than when they were given, so each answer is "
             f"learned behind what came before it: {sum(apart)} rows of {len(apart)} conversations")
     return made
+
+
+def pairs(found: Iterable[dict[str, Any] | MegatrainError], method: str, tokenizer: Any, source: str) -> list[Pair]:
+    """Records for TRL's other methods; what is wrong is left out, and said.
+
+    Raises:
+        MegatrainError: no record is right.
+    """
+    chat = bool(tokenizer.chat_template)
+    made = list(_right(found, lambda record, where: pair(record, method, chat, where), source))
+    if not made:
+        raise MegatrainError(f"{source} is empty")
+    return made
+
+
+def _right(found: Iterable[dict[str, Any] | MegatrainError], read: Callable[[dict[str, Any], str], T], source: str
+           ) -> Iterator[T]:
+    """What is read of each record that is right. Raises: MegatrainError: none is."""
+    wrong: list[MegatrainError] = []
+    told, number, right = monotonic(), 0, 0
+    for number, record in enumerate(found, 1):
+        try:
+            if isinstance(record, MegatrainError):
+                raise record
+            one = read(record, f"{source}: record {number}")
+        except MegatrainError as why:
+            wrong.append(why)
+            continue
+        right += 1
+        yield one
+        if monotonic() - told > EVERY_S[live := sys.stderr.isatty()]:
+            told = monotonic()
+            sys.stderr.write(f"reading: {number:,} records of {source}" + ("\r" if live else "\n"))
+    if wrong and not right:
+        raise wrong[0]
+    if wrong:
+        say(f"{source}: {len(wrong)} of {number} records are left out; the first: {wrong[0]}")
 
 
 def _document(record: dict[str, Any], template: Template, tokenizer: Any, column: str | None, where: str
@@ -225,9 +257,10 @@ def held_out(found: list[Document], share: float, seed: int) -> tuple[list[Docum
     left = sum(map(len, found)) - int(share * sum(map(len, found)))
     for i, document in enumerate(order):
         if left < len(document):
-            parts = [document.cut(0, left), document.cut(left, len(document))]
             if document.whole:
-                parts = [document.cut(0, 0), document] if i else [document, document.cut(0, 0)]
+                i += not i                               # one there is, to be trained
+                return order[:i], order[i:]
+            parts = [document.cut(0, left), document.cut(left, len(document))]
             return [d for d in [*order[:i], parts[0]] if len(d)], [d for d in [parts[1], *order[i + 1:]] if len(d)]
         left -= len(document)
     return order, []

@@ -213,9 +213,10 @@ def load(source: Source, dtype: str) -> Any:
     return model if source.adapter is None else lora.over(model, source.adapter)
 
 
-def load_model(name: str, dtype: str, has_values: bool = True, base: str = "none") -> Any:
+def load_model(name: str, dtype: str, has_values: bool = True, base: str = "none", scores: bool = False) -> Any:
     """On the CPU. has_values: else on the meta device, where transformers can: another process has them. base: how its
-    linear weights are kept; "whole": in 16 bits, where files have codes of them too.
+    linear weights are kept; "whole": in 16 bits, where files have codes of them too. scores: one that gives a text a
+    number, in the place of the next token.
 
     Raises:
         MegatrainError: there is none, it is no language model, or some of its weights are not there.
@@ -226,11 +227,13 @@ def load_model(name: str, dtype: str, has_values: bool = True, base: str = "none
     before = tf.utils.logging.get_verbosity()
     tf.utils.logging.set_verbosity_error()           # what its report says is said below
     try:
-        model, found = _load(tf.AutoModelForCausalLM, name, "language model", has_values, base, dtype=dtype,
-                             output_loading_info=True)
+        kind, more = ((tf.AutoModelForSequenceClassification, {"num_labels": 1}) if scores
+                      else (tf.AutoModelForCausalLM, {}))
+        model, found = _load(kind, name, "language model", has_values, base, dtype=dtype, output_loading_info=True,
+                             **more)
     finally:
         tf.utils.logging.set_verbosity(before)
-    if missing := sorted(found["missing_keys"]):
+    if missing := sorted(key for key in found["missing_keys"] if not (scores and key.startswith("score."))):
         raise MegatrainError(f"{name}: its files have no {missing[0]}, and {len(missing) - 1} more of the weights that "
                              f"a {type(model).__name__} has: they are of another model than config.json says")
     return model

@@ -52,6 +52,19 @@ def read(record: Record, chat: bool, where: str) -> Record:
     return (_conversation if chat else _prompt)(record, asked, beside, answer, where)
 
 
+def asked(record: Record, chat: bool, where: str) -> Record:
+    """A record of preferences, or of what is to be answered, with what it asks as its `prompt`."""
+    record = _lowered(record)
+    questions = [name for name in ASKED if _said(record, name)]
+    if not questions or any(name in record for name in KNOWN[:3]):
+        return record
+    beside, made = [name for name in BESIDE if _said(record, name)], dict(record)
+    for name in [n for n in ("chosen", "rejected", "completion") if isinstance(record.get(n), str)] or [""]:
+        found = (_conversation if chat else _prompt)({**record, "": ""}, questions, beside, name, where)
+        made |= {"prompt": found["prompt"]} | ({name: found["completion"]} if name else {})
+    return made
+
+
 def _lowered(record: Record) -> Record:
     """With names in small letters, as tables write them large; what is there in both stays as it is."""
     if any(name in record for name in (*KNOWN, *ASKED)):

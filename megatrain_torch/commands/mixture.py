@@ -17,7 +17,8 @@ from typing import Any
 
 from megatrain_torch import MegatrainError
 
-from .data import Document, documents
+from .data import Document, documents, pairs
+from .methods import Pair
 from .reading import files_of, records
 from .say import say
 from .settings import Settings
@@ -70,7 +71,9 @@ def sources(settings: Settings, words: tuple[str, ...], tokenizer: Any, date: da
                              f"of it is taken as {found[0][0]}")
     for name, _ in found:
         files_of(name)                       # what is not there is said before hours of tokenizing
-    return [Source(name, weight, documents(records(name, settings.split), tokenizer, settings.column, name, date))
+    return [Source(name, weight, pairs(records(name, settings.split), settings.method, tokenizer, name)
+                   if settings.method != "sft" else
+                   documents(records(name, settings.split), tokenizer, settings.column, name, date))
             for name, weight in found]
 
 
@@ -121,6 +124,9 @@ def identity(settings: Settings, found: list[Source], held: list[Source]) -> dic
 def _about(source: Source) -> dict[str, Any]:
     whole = hashlib.sha256()
     for d in source.documents:
+        if isinstance(d, Pair):
+            whole.update(d.text.encode())
+            continue
         whole.update(f"{len(d)} {d.whole} {d.trained.all()} {'' if len(d.starts) == 1 else d.starts}".encode())
         whole.update(d.ids.astype("<u4").tobytes() if len(d) < 1 << 20 else d.ids.data)
         if not d.trained.all():

@@ -21,14 +21,19 @@ from ..store.bases import BASES
 from .lora import AS, as_words
 from .owned import replace
 
-SCHEDULES = ("cosine", "linear", "constant_with_warmup")
+METHODS = ("sft", "dpo", "kto", "orpo", "reward", "grpo")
+SCHEDULES = ("cosine", "linear", "constant", "constant_with_warmup", "polynomial", "inverse_sqrt", "cosine_with_restarts",
+             "cosine_with_min_lr", "warmup_stable_decay")
 REPORTS = ("none", "tensorboard", "wandb")
 KEPT = ("none", *BASES)                  # how weights beside which adapters train are kept
+# Trainer's names for the same, which may be written as well.
+SAME = {"learning_rate": "lr", "max_steps": "steps", "num_train_epochs": "epochs", "output_dir": "out",
+        "max_length": "seq", "max_grad_norm": "clip", "save_steps": "save_every", "eval_steps": "eval_every",
+        "logging_steps": "log_every", "save_total_limit": "keep", "lr_scheduler_type": "schedule", "adam_beta2": "beta2",
+        "gradient_accumulation_steps": "micro"}
 # What others call a setting, for messages.
-ALSO = {"learning_rate": "lr", "batch_size": "tokens", "max_steps": "steps", "num_train_epochs": "epochs",
-        "output_dir": "out", "max_length": "seq", "dataset": "data", "max_grad_norm": "clip", "model_name": "model",
-        "gradient_accumulation_steps": "micro", "save_steps": "save_every", "eval_steps": "eval_every",
-        "logging_steps": "log_every", "warmup_ratio": "warmup", "text_column": "column", "val_split": "validation"}
+ALSO = {"batch_size": "tokens", "per_device_train_batch_size": "tokens", "dataset": "data", "model_name": "model",
+        "warmup_ratio": "warmup", "text_column": "column", "val_split": "validation"}
 
 
 # Of the command line, for those verbs that have it.
@@ -68,12 +73,16 @@ def _setting(default: Any, kind: Any, text: str, choices: Iterable[str] = (), sh
 
 @dataclass(frozen=True)
 class Settings:
-    """Of a run. None: chosen when model, data and machine are known; config.yaml of the run has what was chosen."""
+    """Of a run. None: chosen when model, data and machine are known; config.yaml of the run has what was chosen. more: by
+    names of TRL's arguments, for TRL."""
 
     model: str = _setting(None, str, "folder of a model in Hugging Face format, or its name on the hub", shown="MODEL")
     data: tuple[str, ...] = _setting(None, _words, DATA)
     out: str = _setting(None, str, "the run's folder; default: runs/ and the model's name", shown="FOLDER")
 
+    method: str = _setting("sft", str, "of training: on texts and answers; on preferences; on rewards (docs/cli.md has the "
+                           "records of each)", METHODS)
+    reward: str = _setting(None, str, "with grpo: FILE.py:FUNCTION, or a reward model", shown="WHAT")
     lora: str = _setting(None, as_words, "train adapters of rank r, and nothing else; alpha: twice r; targets: all, or "
                          "names of linear layers; dropout=X")
     base: str = _setting("none", str, "with lora, the model's linear weights as codes of 4 or 8 bits, made or kept "
@@ -116,8 +125,12 @@ class Settings:
     log_every: int = _setting(1, int, "steps between two lines of log.jsonl")
     eval_every: int = _setting(None, int, "steps between two looks at what is held out; default: a tenth of the run")
     save_every: int = _setting(None, int, "steps between two checkpoints; default: a fifth of the run")
+    early_stopping: int = _setting(None, int, "end after so many evaluations in a row that are no better than the best, "
+                                   "and take the best one's weights")
     keep: int = _setting(2, int, "checkpoints that stay; older ones are removed")
     report_to: str = _setting("none", str, "who else is told", REPORTS)
+    push_to_hub: str = _setting(None, str, "at the end, put the model on the hub by this name", shown="NAME")
+    more: dict[str, Any] = field(default_factory=dict, metadata={"kind": dict})
 
     @staticmethod
     def of(values: Mapping[str, Any], where: str) -> Settings:
@@ -126,20 +139,29 @@ class Settings:
         Raises:
             MegatrainError: a name is not known, or a value is not of its kind or out of its range.
         """
-        known = {f.name: f for f in dataclasses.fields(Settings)}
-        for name in values:
-            if name not in known:
+        known, values, more = {f.name: f for f in _shown()}, dict(values), {}
+        for name in list(values):
+            if (own := SAME.get(name)) and own not in values:
+                values[own] = values.pop(name)
+            elif name in ALSO or name in SAME:
                 raise MegatrainError(f"{where}: {unknown(name, known)}")
-        return _ranges(Settings(**{name: _of_kind(known[name], value, where) for name, value in values.items()}))
+            elif name not in known:
+                more[name] = values.pop(name)
+        found = {name: _of_kind(known[name], value, where) for name, value in values.items()}
+        return _ranges(Settings(**found, more=more))
 
     def with_(self, **changes: Any) -> Settings:
         return dataclasses.replace(self, **changes)
 
 
+def _shown() -> list[dataclasses.Field[Any]]:
+    return [f for f in dataclasses.fields(Settings) if f.name != "more"]
+
+
 def unknown(name: str, known: Iterable[str]) -> str:
     """Words for a setting or a flag that is none, with the nearest that is one."""
     names = {n.strip("-").replace("-", "_"): n for n in known}
-    others = {other: names[own] for other, own in ALSO.items() if own in names}
+    others = {other: names[own] for other, own in (ALSO | SAME).items() if own in names}
     near = difflib.get_close_matches(name.strip("-").replace("-", "_"), [*names, *others], 1, 0.5)
     return f"there is no {name!r}" + (f"; did you mean {(names | others)[near[0]]!r}?" if near
                                       else f"; known: {', '.join(known)}")
@@ -168,8 +190,8 @@ def _of_kind(f: dataclasses.Field[Any], value: Any, where: str) -> Any:
 
 
 def _ranges(s: Settings) -> Settings:
-    for name in ("seq", "tokens", "micro", "steps", "log_every", "eval_every", "save_every", "keep",
-                 "gpus"):
+    for name in ("seq", "tokens", "micro", "steps", "log_every", "eval_every", "save_every", "keep", "gpus",
+                 "early_stopping"):
         if getattr(s, name) is not None and getattr(s, name) < 1:
             raise MegatrainError(f"{name}={getattr(s, name)}: at least 1 is needed")
     for name, least, most in (("validation", 0, 0.5), ("warmup", 0, 1), ("beta2", 0, 0.99999),
@@ -185,6 +207,8 @@ def _ranges(s: Settings) -> Settings:
     if (s.products, s.dtype) == ("fp8", "float32"):
         raise MegatrainError("products=fp8, dtype=float32: codes of 8 bits are made of bfloat16 weights; leave one of "
                              "the two out")
+    if s.early_stopping and s.validation == 0:
+        raise MegatrainError(f"early_stopping={s.early_stopping}, validation=0: nothing is held out to be evaluated")
     if s.base != "none" and s.lora is None:
         raise MegatrainError(f"base={s.base}: codes are frozen; say what trains beside them, as lora={AS}")
     if s.seq and s.tokens and s.tokens % s.seq:
@@ -197,7 +221,7 @@ def _ranges(s: Settings) -> Settings:
 
 def add_flags(parser: argparse.ArgumentParser, names: Iterable[str] | None = None) -> None:
     """A flag for each setting, model and data left out; what is not given is not in the namespace."""
-    for f in dataclasses.fields(Settings):
+    for f in _shown():
         if f.name in ("model", "data") or (names is not None and f.name not in names):
             continue
         choices = f.metadata["choices"]
@@ -208,8 +232,8 @@ def add_flags(parser: argparse.ArgumentParser, names: Iterable[str] | None = Non
 
 def given(args: argparse.Namespace) -> dict[str, Any]:
     """The settings that the command line has."""
-    names = {f.name for f in dataclasses.fields(Settings)}
-    return {k: v for k, v in vars(args).items() if k in names and v not in (None, [])}
+    names = {f.name for f in _shown()}
+    return getattr(args, "more", {}) | {k: v for k, v in vars(args).items() if k in names and v not in (None, [])}
 
 
 def read_yaml(path: str | Path) -> dict[str, Any]:
@@ -239,6 +263,7 @@ def write_yaml(path: str | Path, settings: Settings) -> None:
     import yaml
 
     found = dataclasses.asdict(settings)
+    found |= found.pop("more")
     if found["data"] is not None:                    # as it is written by hand
         found["data"] = found["data"][0] if len(found["data"]) == 1 else list(found["data"])
     replace(Path(path), yaml.safe_dump(found, sort_keys=False).encode())
@@ -247,7 +272,7 @@ def write_yaml(path: str | Path, settings: Settings) -> None:
 def page() -> str:
     """The table of docs/cli.md."""
     lines = ["| setting | default | what |", "|---|---|---|"]
-    for f in dataclasses.fields(Settings):
+    for f in _shown():
         flag = f"`{f.name}`" if f.name in ("model", "data") else f"`--{f.name.replace('_', '-')}`"
         text = f.metadata["text"] + (f": {', '.join(f.metadata['choices'])}" if f.metadata["choices"] else "")
         lines.append(f"| {flag} | {'' if f.default is None else f'`{f.default}`'} | {text} |")
