@@ -111,8 +111,8 @@ def test_yaml_may_write_a_number_as_a_word() -> None:
 
 def test_an_unknown_flag_is_refused_with_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        cli.main(["eval", "m", "d", "--batch-size", "3"])
-    assert "did you mean" in capsys.readouterr().err
+        cli.main(["eval", "m", "d", "--colum", "3"])
+    assert "did you mean '--column'" in capsys.readouterr().err
     assert "did you mean 'tokens'" in refused(capsys, "train", "m", "d", "--batch-size", "3")
 
 
