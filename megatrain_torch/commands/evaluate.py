@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 import megatrain_torch as mt
+from megatrain_torch import MegatrainError
 
-from ..base.errors import MegatrainError
 from . import folder, lora, mixture
 from .data import IGNORED, collate, packed, prompts_too_long, why_alone
 from .say import say

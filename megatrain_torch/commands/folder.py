@@ -23,7 +23,8 @@ from typing import Any
 
 import torch
 
-from ..base.errors import MegatrainError
+from megatrain_torch import MegatrainError
+
 from ..base.strict import field, is_count, parsed, table
 from ..checkpoint import manifest
 from ..model.pretrained import loaded

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 
 import megatrain_torch as mt
+from megatrain_torch import MegatrainError
 
 from ..base.codes import coded
-from ..base.errors import MegatrainError
 from . import folder, lora
 from .say import say
 from .settings import Settings, add_flags, given

@@ -22,7 +22,8 @@ from collections.abc import Iterator, Sequence
 
 from torch import distributed as dist
 
-from ..base.errors import MegatrainError
+from megatrain_torch import MegatrainError
+
 from ..group import launcher
 
 STORE, LAUNCHER = "MEGATRAIN_STORE", "MEGATRAIN_LAUNCHER"        # port, and process, of who started this one

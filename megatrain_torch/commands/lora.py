@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..base.errors import MegatrainError
+from megatrain_torch import MegatrainError
+
 from ..base.units import output_embeddings
 
 ALL = "all"

@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..base.errors import MegatrainError
+from megatrain_torch import MegatrainError
+
 from ..base.formats import FORMATS, SHOWN
 from ..base.limits import parse_bytes
 from ..base.products import PRODUCTS

@@ -8,6 +8,7 @@ import math
 import os
 import shutil
 import time
+import warnings
 from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
@@ -16,9 +17,9 @@ from typing import Any
 import torch
 
 import megatrain_torch as mt
+from megatrain_torch import MegatrainError
 
 from ..base.codes import elements
-from ..base.errors import MegatrainError
 from ..base.formats import master_bytes, moment_bytes
 from ..base.limits import show_bytes
 from ..checkpoint import again
@@ -110,6 +111,8 @@ def train_run(settings: Settings, team: Team, owned: Owned | None, checkpoint: P
 
     datasets.disable_caching()           # whose keys know nothing of this package's version
     datasets.disable_progress_bars()
+    # Of names that TRL still gives to transformers.
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"(transformers|trl)\.")
     began, out = time.perf_counter(), Path(settings.out)
     torch.manual_seed(settings.seed)
     with team.as_one():

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from ..base.errors import MegatrainError
+from megatrain_torch import MegatrainError
+
 from .settings import Settings
 
 LEAST = {"kto": 2, "grpo": 8}        # records of a step: KTO compares them, GRPO answers of one prompt
