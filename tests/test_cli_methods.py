@@ -16,6 +16,7 @@ pytest.importorskip("trl")
 from safetensors.torch import load_file
 from test_cli import MARKED, TEXT, bytes_tokenizer, megatrain, refused, toy_model
 
+import megatrain_torch as mt
 from megatrain_torch.commands import folder, methods, train
 
 PARTS = [TEXT[i:i + 40] for i in range(0, 1600, 40)]
@@ -141,6 +142,28 @@ def test_records_of_other_names_are_read(method: str, record: dict[str, Any], pr
     assert "chosen" not in found or found["chosen"] == [{"role": "assistant", "content": "b"}]
     assert found.get("label", True) is True
     assert methods.pair(record, method, False, "here").record["prompt"].count(prompt.split()[0])
+
+
+def test_a_trainer_does_not_move_the_plain_model_and_its_reference_is_streamed_too(
+        here: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU a plain model would go there whole."""
+    import datasets
+    import trl
+    from transformers import Trainer
+    moved = []
+    monkeypatch.setattr(Trainer, "_move_model_to_device", lambda self, model, device: moved.append(device))
+    args = trl.DPOConfig(str(tmp_path), use_cpu=True, bf16=False, max_steps=1, report_to=[])
+    model, reference = (folder.load_model(str(here / "toy"), "float32") for _ in range(2))
+    trainer = mt.stream_trainer(trl.DPOTrainer, model, args, ref_model=reference,
+                                train_dataset=datasets.Dataset.from_list(RECORDS["pairs"]),
+                                processing_class=folder.load_tokenizer(str(here / "toy")),
+                                optimizer=lambda m: mt.AdamW(m.parameters(), lr=1e-3))
+    assert not moved and type(args) is trl.DPOConfig and trainer.args.place_model_on_device is None
+    assert isinstance(trainer.optimizer, mt.AdamW) and not any(p.requires_grad for p in reference.parameters())
+    for one in (model, reference):
+        assert mt.explain(one), "it is streamed"
+    trainer.train()
+    assert not torch.equal(model.lm_head.weight, reference.lm_head.weight), "the head of TRL has a gradient"
 
 
 def test_only_training_imports_trl() -> None:

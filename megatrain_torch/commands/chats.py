@@ -8,7 +8,6 @@ moves the system's words) each answer has a rendering of its own, with what came
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 from dataclasses import dataclass
 from datetime import datetime
@@ -110,8 +109,8 @@ def rendered(messages: list[Message], template: Template, first: int = 0) -> lis
     places = []
     for chat in each:                                # where the next speaker's name is what ends an answer, that too
         [(begin, end)] = chat.answers
-        stop = "" if chat.text.endswith(template.ends) else next((t for t in template.ends if whole.startswith(t, end)), "")
-        places.append((begin, end + len(stop)))
+        stops = [t for t in template.ends if whole.startswith(t, end) and not chat.text.endswith(template.ends)]
+        places.append((begin, end + len(stops[0] if stops else "")))
     return [Chat(whole[:places[-1][1]], places)]
 
 
@@ -122,7 +121,7 @@ def _answered(messages: list[Message], template: Template) -> Chat:
         prompt = template(before, prompt=True)
     except MegatrainError:                           # nobody spoke before, and the template wants somebody
         prompt = text[:_begin_of_content(messages, text, template)]
-    begin = len(os.path.commonprefix([prompt, text]))
+    begin = len(prompt) if text.startswith(prompt) else _same(prompt, text)
     if begin < len(prompt):                          # the answer is not shown as the prompt asks for it
         content = _begin_of_content(messages, text, template)
         if before and not text.startswith(template(before)):
@@ -136,5 +135,10 @@ def _answered(messages: list[Message], template: Template) -> Chat:
 
 def _begin_of_content(messages: list[Message], text: str, template: Template) -> int:
     with contextlib.suppress(MegatrainError):
-        return len(os.path.commonprefix([template([*messages[:-1], {**messages[-1], "content": _PROBE}]), text]))
+        return _same(template([*messages[:-1], {**messages[-1], "content": _PROBE}]), text)
     return len(text)
+
+
+def _same(one: str, other: str) -> int:
+    """Letters that both begin with."""
+    return next((i for i, (a, b) in enumerate(zip(one, other)) if a != b), min(len(one), len(other)))

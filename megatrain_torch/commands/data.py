@@ -37,7 +37,8 @@ __all__ = ["Document", "Rows", "collate", "documents", "held_out", "packed", "pa
 T = TypeVar("T")
 IGNORED = -100                       # a label that is no target, torch's own
 PROBE = 8                            # tokens of a document of why_alone
-LEAK = 1e-4                          # of the logits: what is more than rounding in fp32; 1e-6 was seen, and 0.05 of leaks
+SAMPLE_BYTES = 8 << 30               # of a model that is made to be asked
+LEAK = 1e-4                          # of the logits: more than rounding in fp32; 1e-6 was seen, and 0.05 of leaks
 # Kinds that were asked in this project's tests.
 SEPARATE = frozenset({"llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "gemma", "gemma2",
                       "gemma3_text", "phi3", "olmo2", "granite", "glm4", "smollm3"})
@@ -242,7 +243,8 @@ def _places(chat: Chat, ids: list[int], tokenizer: Any) -> list[tuple[int, int]]
     places, begin = [], 0
     for a, b in pairwise(borders):
         own = tokenizer(chat.text[:b], add_special_tokens=False, verbose=False)["input_ids"]
-        end = len(ids) if b == len(chat.text) else next((i for i, (x, y) in enumerate(zip(own, ids)) if x != y), len(own))
+        end = len(ids) if b == len(chat.text) else next(
+            (i for i, (x, y) in enumerate(zip(own, ids)) if x != y), len(own))
         places += [(a, b)] * (end - begin)
         begin = max(begin, end)
     return places
@@ -431,10 +433,16 @@ def _sample(model: Any) -> Any:
     config.num_hidden_layers = min(most, config.num_hidden_layers)
     if getattr(config, "layer_types", None):
         config.layer_types = kinds[:config.num_hidden_layers]
-    config.vocab_size = min(config.vocab_size, 64)
+    for name, most in (("vocab_size", 64), ("intermediate_size", 256), ("moe_intermediate_size", 64)):
+        if isinstance(getattr(config, name, None), int):
+            setattr(config, name, min(getattr(config, name), most))
     config.pad_token_id = config.bos_token_id = config.eos_token_id = None
     if hasattr(config, "quantization_config"):
         del config.quantization_config
+    with torch.device("meta"):
+        size = 4 * sum(p.numel() for p in type(model)(config).parameters())
+    if size > SAMPLE_BYTES:
+        raise MegatrainError(f"a small one has {size / 2**30:.0f} GiB")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         made = type(model)(config).float().eval()

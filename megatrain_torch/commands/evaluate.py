@@ -50,7 +50,8 @@ def run(args: argparse.Namespace) -> None:
     if rows.shared and (why := why_alone(model, settings.seq, False)):
         packed_rows, rows = len(rows), packed(found, settings.seq, 0, alone=True)
         say_alone(why, packed_rows, len(rows))
-    model = mt.stream(model.requires_grad_(False), settings.device, vram=settings.vram, host=settings.host, nvme=settings.nvme)
+    model = mt.stream(model.requires_grad_(False), settings.device, vram=settings.vram, host=settings.host,
+                      nvme=settings.nvme)
     loss = mean_loss(model, rows)
     say(f"loss {loss:.4f} nats a token, perplexity {math.exp(min(loss, 700)):.4g}; {rows.targets:,} tokens in "
         f"{len(rows)} rows of {settings.seq}")

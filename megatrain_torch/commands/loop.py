@@ -1,9 +1,9 @@
 """Trainers of TRL around a streamed model.
 
-They do what they do well: methods and their losses, accumulation, schedules, the data's order and its place in it, early
-stopping, TensorBoard and Weights & Biases. What they are given here: mt.AdamW, whose exact clipping and norm need no
-pass of their own over the gradients (clipping.py); checkpoints of mt.save, written while training goes on; a log with
-what bound each step; signals that save and stop.
+They do what they do well: methods and their losses, accumulation, schedules, the data's order and its place in it,
+early stopping, TensorBoard and Weights & Biases. What they are given here: mt.AdamW, whose exact clipping and norm
+need no pass of their own over the gradients; checkpoints of mt.save, written while training goes on; a log with what
+bound each step; signals that save and stop.
 """
 from __future__ import annotations
 

@@ -24,10 +24,18 @@ from . import forms
 from .chats import messages_of
 from .settings import Settings, unknown
 
-CLASSES = {"sft": ("trl", "SFT"), "dpo": ("trl", "DPO"), "kto": ("trl", "KTO"), "orpo": ("trl.experimental.orpo", "ORPO"),
-           "reward": ("trl", "Reward"), "grpo": ("trl", "GRPO")}
+CLASSES = {"sft": ("trl", "SFT"), "dpo": ("trl", "DPO"), "kto": ("trl", "KTO"), "reward": ("trl", "Reward"),
+           "orpo": ("trl.experimental.orpo", "ORPO"), "grpo": ("trl", "GRPO")}
 NEEDED = {"dpo": ("chosen", "rejected"), "orpo": ("prompt", "chosen", "rejected"), "reward": ("chosen", "rejected"),
           "kto": ("prompt", "completion", "label"), "grpo": ("prompt",)}
+# Of TRL's arguments, what a run's settings say, or how it trains.
+OURS = frozenset(("output_dir", "per_device_train_batch_size", "per_device_eval_batch_size", "logging_first_step",
+                  "gradient_accumulation_steps", "max_steps", "learning_rate", "lr_scheduler_type", "max_grad_norm",
+                  "seed", "logging_steps", "eval_strategy", "eval_steps", "save_strategy", "save_steps",
+                  "save_total_limit", "use_cpu", "bf16", "fp16", "gradient_checkpointing", "report_to",
+                  "disable_tqdm", "dataloader_pin_memory", "max_length", "packing", "dataset_kwargs",
+                  "remove_unused_columns", "prediction_loss_only",
+                  "weight_decay", "optim", "push_to_hub", "model_init_kwargs", "chat_template_path"))
 SEQUENCES = {"dpo": 2, "orpo": 2, "reward": 2}           # of tokens, that a record has
 
 
@@ -38,11 +46,11 @@ def classes(method: str) -> tuple[type, type]:
     return getattr(found, f"{name}Trainer"), getattr(found, f"{name}Config")
 
 
-def arguments(settings: Settings, ours: dict[str, Any], usual: dict[str, Any]) -> Any:
-    """TRL's arguments: ours, and what was given by its own name, some of it in the place of what is usual.
+def given(settings: Settings) -> dict[str, Any]:
+    """TRL's arguments that were given by their own names.
 
     Raises:
-        MegatrainError: there is no such name, or the value is not of its kind.
+        MegatrainError: there is no such name, a run says it itself, or the value is not of its kind.
     """
     from transformers import HfArgumentParser
 
@@ -52,17 +60,14 @@ def arguments(settings: Settings, ours: dict[str, Any], usual: dict[str, Any]) -
         if name not in names:
             own = [f.name for f in dataclasses.fields(Settings) if f.name != "more"]
             raise MegatrainError(f"{unknown(name, [*own, *names])}")
-        if name in ours:
+        if name in OURS:
             raise MegatrainError(f"{name}: megatrain says that itself; docs/cli.md has what says it")
     parser = HfArgumentParser(kind, allow_abbrev=False)
     parser.error = _refuse
     words = [word for name, value in settings.more.items()
              for word in (f"--{name}", value if isinstance(value, str) else json.dumps(value))]
     found = parser.parse_args(["--output_dir", str(settings.out), *words])
-    try:
-        return kind(**ours, **usual | {name: getattr(found, name) for name in settings.more})
-    except ValueError as why:
-        raise MegatrainError(f"{settings.method}: {why}") from None
+    return {name: getattr(found, name) for name in settings.more}
 
 
 def _refuse(message: str) -> None:
@@ -92,17 +97,18 @@ class Pair:
 
 def pair(record: dict[str, Any], method: str, chat: bool, where: str) -> Pair:
     """Raises: MegatrainError: it is none that the method takes."""
-    made = {name: messages_of(value, f"{where}: {name}") if isinstance(value, list) and value and isinstance(value[0], dict)
-            and name in ("prompt", "chosen", "rejected", "completion") else value
-            for name, value in forms.asked(record, chat, where).items()}
+    made = dict(forms.asked(record, chat, where))
+    for name in ("prompt", "chosen", "rejected", "completion"):
+        if isinstance(made.get(name), list):
+            made[name] = messages_of(made[name], f"{where}: {name}")
     needed = NEEDED[method]
     if missing := [name for name in needed if made.get(name) in (None, "", [])]:
-        raise MegatrainError(f"{where} has {', '.join(map(repr, record))} and no {missing[0]}: --method {method} trains "
-                             f"on records of {', '.join(needed)}")
+        raise MegatrainError(f"{where} has {', '.join(map(repr, record))} and no {missing[0]}: --method {method} "
+                             f"trains on records of {', '.join(needed)}")
     said = {isinstance(made[name], list) for name in (*needed, "prompt") if name in made and name != "label"}
     if len(said) > 1:
-        raise MegatrainError(f"{where}: {', '.join(n for n in needed if n != 'label')} must all be texts, or all lists of "
-                             "messages")
+        raise MegatrainError(f"{where}: {', '.join(n for n in needed if n != 'label')} must all be texts, or all lists "
+                             "of messages")
     if "label" in needed:
         if made["label"] not in (True, False, 0, 1, "True", "False", "true", "false", "0", "1"):
             raise MegatrainError(f"{where}: label is {made['label']!r}: true or false is needed")
@@ -118,8 +124,8 @@ def rewards(settings: Settings) -> Any:
         MegatrainError: there is no such file, or no such function in it.
     """
     if settings.reward is None:
-        raise MegatrainError("--method grpo needs --reward FILE.py:FUNCTION (of completions and the record's fields; it "
-                             "returns a number for each), or a reward model")
+        raise MegatrainError("--method grpo needs --reward FILE.py:FUNCTION (of completions and the record's fields; "
+                             "it returns a number for each), or a reward model")
     path, _, name = settings.reward.rpartition(":")
     if not path.endswith(".py"):
         return settings.reward

@@ -178,8 +178,8 @@ def _separator(path: Path) -> str:
 
 def _row(names: list[str], row: list[str], where: str) -> Record | MegatrainError:
     if len(row) != len(names):
-        return MegatrainError(f"{where}: {len(row)} fields, and {len(names)} names in the first row; a text with commas "
-                              "or line ends stands in \"...\"")
+        return MegatrainError(f"{where}: {len(row)} fields, and {len(names)} names in the first row; a text with "
+                              "commas or line ends stands in \"...\"")
     try:
         return {name: from_json(value, f"{where}: {name}") if name in ("messages", "conversations") else value
                 for name, value in zip(names, row)}

@@ -23,15 +23,15 @@ from .lora import AS, as_words
 from .owned import replace
 
 METHODS = ("sft", "dpo", "kto", "orpo", "reward", "grpo")
-SCHEDULES = ("cosine", "linear", "constant", "constant_with_warmup", "polynomial", "inverse_sqrt", "cosine_with_restarts",
-             "cosine_with_min_lr", "warmup_stable_decay")
+SCHEDULES = ("cosine", "linear", "constant", "constant_with_warmup", "polynomial", "inverse_sqrt",
+             "cosine_with_restarts", "cosine_with_min_lr", "warmup_stable_decay")
 REPORTS = ("none", "tensorboard", "wandb")
 KEPT = ("none", *BASES)                  # how weights beside which adapters train are kept
 # Trainer's names for the same, which may be written as well.
 SAME = {"learning_rate": "lr", "max_steps": "steps", "num_train_epochs": "epochs", "output_dir": "out",
         "max_length": "seq", "max_grad_norm": "clip", "save_steps": "save_every", "eval_steps": "eval_every",
-        "logging_steps": "log_every", "save_total_limit": "keep", "lr_scheduler_type": "schedule", "adam_beta2": "beta2",
-        "gradient_accumulation_steps": "micro"}
+        "logging_steps": "log_every", "save_total_limit": "keep", "lr_scheduler_type": "schedule",
+        "adam_beta2": "beta2", "gradient_accumulation_steps": "micro"}
 # What others call a setting, for messages.
 ALSO = {"batch_size": "tokens", "per_device_train_batch_size": "tokens", "dataset": "data", "model_name": "model",
         "warmup_ratio": "warmup", "text_column": "column", "val_split": "validation"}
@@ -74,15 +74,15 @@ def _setting(default: Any, kind: Any, text: str, choices: Iterable[str] = (), sh
 
 @dataclass(frozen=True)
 class Settings:
-    """Of a run. None: chosen when model, data and machine are known; config.yaml of the run has what was chosen. more: by
-    names of TRL's arguments, for TRL."""
+    """Of a run. None: chosen when model, data and machine are known; config.yaml of the run has what was chosen.
+    more: by names of TRL's arguments, for TRL."""
 
     model: str = _setting(None, str, "folder of a model in Hugging Face format, or its name on the hub", shown="MODEL")
     data: tuple[str, ...] = _setting(None, _words, DATA)
     out: str = _setting(None, str, "the run's folder; default: runs/ and the model's name", shown="FOLDER")
 
-    method: str = _setting("sft", str, "of training: on texts and answers; on preferences; on rewards (docs/cli.md has the "
-                           "records of each)", METHODS)
+    method: str = _setting("sft", str, "of training: on texts and answers; on preferences; on rewards (docs/cli.md has "
+                           "the records of each)", METHODS)
     reward: str = _setting(None, str, "with grpo: FILE.py:FUNCTION, or a reward model", shown="WHAT")
     lora: str = _setting(None, as_words, "train adapters of rank r, and nothing else; alpha: twice r; targets: all, or "
                          "names of linear layers; dropout=X")
@@ -91,8 +91,8 @@ class Settings:
 
     column: str = _setting(None, str, "of records, the field to train on; default: by what they have: messages, prompt "
                            "with completion, instruction with output, question with answer, or text", shown="FIELD")
-    chat_template: str = _setting(None, str, "a file with a template for conversations, in the place of the tokenizer's",
-                                  shown="FILE")
+    chat_template: str = _setting(None, str, "a file with a template for conversations, in the place of the "
+                                  "tokenizer's", shown="FILE")
     split: str = _setting("train", str, "of a data set on the hub", shown="NAME")
     validation: float | str = _setting(0.02, _share, "share of the tokens that is held out, from the end; or data of "
                                        "its own, read as the data is")
@@ -126,8 +126,8 @@ class Settings:
     log_every: int = _setting(1, int, "steps between two lines of log.jsonl")
     eval_every: int = _setting(None, int, "steps between two looks at what is held out; default: a tenth of the run")
     save_every: int = _setting(None, int, "steps between two checkpoints; default: a fifth of the run")
-    early_stopping: int = _setting(None, int, "end after so many evaluations in a row that are no better than the best, "
-                                   "and take the best one's weights")
+    early_stopping: int = _setting(None, int, "end after so many evaluations in a row that are no better than the "
+                                   "best, and take the best one's weights")
     keep: int = _setting(2, int, "checkpoints that stay; older ones are removed")
     report_to: str = _setting("none", str, "who else is told", REPORTS)
     push_to_hub: str = _setting(None, str, "at the end, put the model on the hub by this name", shown="NAME")
@@ -198,8 +198,8 @@ def _ranges(s: Settings) -> Settings:
     for name, least, most in (("validation", 0, 0.5), ("warmup", 0, 1), ("beta2", 0, 0.99999),
                               ("clip", 0, float("inf")), ("weight_decay", 0, 1), ("seed", 0, 2**32 - 1)):
         if not isinstance(getattr(s, name), str) and not least <= getattr(s, name) <= most:
-            raise MegatrainError(f"{name}={getattr(s, name)}: a number from {least} to {most} is needed" if most < float("inf")
-                                 else f"{name}={getattr(s, name)}: 0 or more is needed")
+            span = f"a number from {least} to {most}" if most < float("inf") else "0 or more"
+            raise MegatrainError(f"{name}={getattr(s, name)}: {span} is needed")
     for name in ("epochs", "lr"):
         if getattr(s, name) is not None and not getattr(s, name) > 0:
             raise MegatrainError(f"{name}={getattr(s, name)}: more than 0 is needed")

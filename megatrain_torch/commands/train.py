@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import importlib.util
 import math
 import os
@@ -88,7 +89,8 @@ def check_packages() -> None:
     """What the loop imports, all of them at once; and that this command starts its processes."""
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")       # TRL would tell of each run
     launch.check_alone()
-    gone = [name for name in ("transformers", "accelerate", "trl", "datasets", "rich", "yaml") if importlib.util.find_spec(name) is None]
+    gone = [name for name in ("transformers", "accelerate", "trl", "datasets", "rich", "yaml")
+            if importlib.util.find_spec(name) is None]
     if gone:
         raise MegatrainError(f"megatrain train needs {' and '.join(gone)}: pip install "
                              f"{' '.join(gone).replace('yaml', 'pyyaml')}")
@@ -116,7 +118,7 @@ def train_run(settings: Settings, team: Team, owned: Owned | None, checkpoint: P
     began, out = time.perf_counter(), Path(settings.out)
     torch.manual_seed(settings.seed)
     with team.as_one():
-        methods.arguments(settings, {"output_dir": settings.out, "use_cpu": True, "bf16": False}, {})
+        methods.given(settings)
         source = _source(settings, checkpoint)
         tokenizer, config = _tokenizer(source, settings, checkpoint), folder.load_config(source.model)
         settings = for_model(settings, config)
@@ -388,6 +390,8 @@ def _trainer(model: Any, tokenizer: Any, settings: Settings, train: Any, held: A
         tokenizer.pad_token = tokenizer.eos_token
     more = {"data_collator": collate(settings.device == "cuda" and not train.alone)} if rows else {}
     more |= {} if reward is None else {"reward_funcs": reward}
+    config = model.config.get_text_config()
+    kept = {name: getattr(config, name) for name in ("router_aux_loss_coef",) if hasattr(config, name)}
     try:
         trainer = mt.stream_trainer(
             type(kind.__name__, (OfRows if rows else Streamed, kind), {"run": run}), model,
@@ -395,6 +399,8 @@ def _trainer(model: Any, tokenizer: Any, settings: Settings, train: Any, held: A
             processing_class=tokenizer, train_dataset=data[0], eval_dataset=data[1], **more)
     except ValueError as why:                            # of TRL, about arguments that do not go together
         raise MegatrainError(f"{settings.method}: {why}") from None
+    for name, value in kept.items():                     # TRL writes what it uses into what is saved with the model
+        setattr(config, name, value)
     if rows:
         trainer.train_dataset, trainer.eval_dataset = train, held.first(HELD_OUT_ROWS) if len(held) else None
     return trainer
@@ -474,6 +480,9 @@ def _arguments(settings: Settings, held: bool) -> Any:
         usual |= dict(max_completion_length=max(1, s.seq // 2), num_generations=min(8, micro_rows * s.micro * s.gpus))
     else:
         ours |= dict(max_length=s.seq)
-        if s.method in ("dpo", "kto"):                   # one model in memory: the reference is asked before the first step
+        if s.method in ("dpo", "kto"):                   # one model in memory: it is asked before its first step
             usual |= dict(precompute_ref_log_probs=s.lora is None)
-    return methods.arguments(s, ours, usual)
+    kind = methods.classes(s.method)[1]
+    if "router_aux_loss_coef" in {f.name for f in dataclasses.fields(kind)}:
+        usual |= dict(router_aux_loss_coef=0.0)          # a mixture's loss is that of its words, as transformers has it
+    return kind(**ours, **usual | methods.given(s))
