@@ -463,6 +463,7 @@ def _check_disk(model: Any, settings: Settings, freed: int) -> None:
 def _arguments(settings: Settings, held: bool) -> Any:
     s, sequences = settings, methods.SEQUENCES.get(settings.method, 1)
     micro_rows = s.tokens // (s.seq * sequences) // s.gpus // s.micro
+    beside = {"device_map": None, "dtype": s.dtype}      # of a reference model: TRL would put it on the GPU, whole
     best = {"load_best_model_at_end": True, "metric_for_best_model": "eval_loss", "greater_is_better": False}
     ours = dict(
         output_dir=s.out, per_device_train_batch_size=micro_rows, gradient_accumulation_steps=s.micro,
@@ -477,11 +478,12 @@ def _arguments(settings: Settings, held: bool) -> Any:
         ours |= dict(prediction_loss_only=True, remove_unused_columns=False, max_length=None, packing=False,
                      dataset_kwargs={"skip_prepare_dataset": True})
     elif s.method == "grpo":
-        usual |= dict(max_completion_length=max(1, s.seq // 2), num_generations=min(8, micro_rows * s.micro * s.gpus))
+        usual |= dict(max_completion_length=max(1, s.seq // 2), num_generations=min(8, micro_rows * s.micro * s.gpus),
+                      model_init_kwargs=beside)
     else:
         ours |= dict(max_length=s.seq)
         if s.method in ("dpo", "kto"):                   # one model in memory: it is asked before its first step
-            usual |= dict(precompute_ref_log_probs=s.lora is None)
+            usual |= dict(precompute_ref_log_probs=s.lora is None, model_init_kwargs=beside)
     kind = methods.classes(s.method)[1]
     if "router_aux_loss_coef" in {f.name for f in dataclasses.fields(kind)}:
         usual |= dict(router_aux_loss_coef=0.0)          # a mixture's loss is that of its words, as transformers has it
