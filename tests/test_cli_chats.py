@@ -41,6 +41,9 @@ TALK = [{"role": "user", "content": "first asked"}, {"role": "assistant", "conte
         {"role": "user", "content": "then asked"}, {"role": "assistant", "content": "then said"}]
 CHATS = {"one turn": TALK[:2], "two turns": TALK, "a system's words": [{"role": "system", "content": "be kind"}, *TALK],
          "open end": [*TALK, {"role": "user", "content": "not answered"}],
+         "tools": [TALK[0], {"role": "assistant", "content": "", "tool_calls": [
+             {"id": "abcdefghi", "type": "function", "function": {"name": "add", "arguments": {"a": 1}}}]},
+             {"role": "tool", "content": "2", "tool_call_id": "abcdefghi", "name": "add"}, TALK[3]],
          "thoughts": [*TALK[:3], {"role": "assistant", "content": "<think>\nlet me see\n</think>\n\nthen said"}]}
 
 
@@ -59,6 +62,8 @@ names = pytest.mark.parametrize("name", [n for n in NAMES if n in OWN or (FOLDER
 def test_what_is_learned_is_what_the_model_would_be_asked_for(name: str, what: str) -> None:
     tokenizer, chat = tokenizer_of(name), CHATS[what]
     try:
+        if what == "tools" and "add" not in tokenizer.apply_chat_template(chat, tokenize=False):
+            pytest.skip("a template that leaves calls out")
         tokenizer.apply_chat_template(chat[:-1], tokenize=False)
     except Exception:
         pytest.skip("a template that does not know such messages")
@@ -121,6 +126,14 @@ def test_a_template_that_shows_what_came_before_otherwise_is_trained_as_it_asks(
     assert [tokenizer.decode(p.ids) for p in found.parts] == [
         "<u>be kind: first asked<a>first said<end>", "<u>first asked<a>first said<u>be kind: then asked<a>then said<end>"]
     assert [tokenizer.decode(p.ids[p.trained]) for p in found.parts] == ["first said<end>", "then said<end>"]
+
+
+def test_calls_that_a_template_leaves_out_are_not_learned_as_silence() -> None:
+    tokenizer = tokenizer_of("phi4")
+    [found] = data.documents([{"messages": CHATS["tools"]}], tokenizer)
+    assert tokenizer.decode(found.ids[found.trained]) == "then said<|im_end|>"
+    with pytest.raises(MegatrainError, match="shows nothing of what the assistant says"):
+        data.documents([{"messages": CHATS["tools"][:2]}], tokenizer)
 
 
 def test_a_tokenizer_without_places_learns_the_same() -> None:

@@ -99,7 +99,9 @@ def rendered(messages: list[Message], template: Template, first: int = 0) -> lis
     if not said:
         raise MegatrainError(f"{template.where}: no message is the assistant's, and nothing else is learned of a "
                              "conversation")
-    each = [_answered(messages[:i + 1], template) for i in said]
+    each = [chat for chat in (_answered(messages[:i + 1], template) for i in said) if _says(chat, template)]
+    if not each:
+        raise MegatrainError(f"{template.where}: the chat template shows nothing of what the assistant says")
     try:
         whole = template(messages[:said[-1] + 1])
     except MegatrainError:
@@ -131,6 +133,13 @@ def _answered(messages: list[Message], template: Template) -> Chat:
     end = len(text.rstrip())
     text = text[:end] if text.endswith(template.ends, 0, end) else text
     return Chat(text, [(begin, len(text))])
+
+
+def _says(chat: Chat, template: Template) -> bool:
+    """Not where a template leaves out calls of tools: to say nothing is not to be learned."""
+    [(begin, end)] = chat.answers
+    text = chat.text[begin:end].strip()
+    return bool(text.removesuffix(next((t for t in template.ends if text.endswith(t)), "")).strip())
 
 
 def _begin_of_content(messages: list[Message], text: str, template: Template) -> int:
