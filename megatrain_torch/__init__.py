@@ -11,7 +11,8 @@ import sys
 if (sys.argv[:1] == ["-m"] and __name__ in sys.orig_argv) or os.path.basename(sys.argv[0]) == "megatrain":
     # The command line: Ctrl-C while torch is imported ends it with a word, not with where the import was.
     def interrupted(*_: object) -> None:
-        os.write(2, b"megatrain: interrupted\n")
+        if "MEGATRAIN_LAUNCHER" not in os.environ:       # else one of several, and who started them says it
+            os.write(2, b"megatrain: interrupted\n")
         os._exit(130)
 
     signal.signal(signal.SIGINT, interrupted)

@@ -65,7 +65,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     if "data" in args and not any(word.startswith("-") for word in rest):        # DATA behind a flag
         args.data, rest = [*args.data, *rest], []
     if args.verb == "train":                                 # TRL's arguments by their own names
-        args.more, rest = _pairs(rest, parser)
+        args.more, rest = _pairs(rest)
     if rest:
         flags = [flag for flag in verbs[args.verb]._option_string_actions if flag.startswith("--")]
         parser.error(unknown(rest[0].split("=")[0], flags))
@@ -74,13 +74,13 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return args
 
 
-def _pairs(rest: list[str], parser: argparse.ArgumentParser) -> tuple[dict[str, str], list[str]]:
+def _pairs(rest: list[str]) -> tuple[dict[str, str], list[str]]:
     """(names and values, what is left) of `--name value` and `--name=value`."""
     found: dict[str, str] = {}
     while rest and rest[0].startswith("--"):
         name, given, value = rest[0][2:].partition("=")
-        if not given and len(rest) < 2:
-            parser.error(f"--{name}: a value is needed")
+        if not given and (len(rest) < 2 or rest[1].startswith("--")):
+            break
         found[name.replace("-", "_")] = value if given else rest[1]
         rest = rest[1 if given else 2:]
     return found, rest

@@ -114,6 +114,9 @@ def test_an_unknown_flag_is_refused_with_the_nearest(capsys: pytest.CaptureFixtu
         cli.main(["eval", "m", "d", "--colum", "3"])
     assert "did you mean '--column'" in capsys.readouterr().err
     assert "did you mean 'tokens'" in refused(capsys, "train", "m", "d", "--batch-size", "3")
+    with pytest.raises(SystemExit):
+        cli.main(["train", "m", "d", "--overwrit"])
+    assert "did you mean '--overwrite'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("words, said", [
