@@ -64,8 +64,7 @@ def main() -> None:
         args.data = tiny.preferences(args.out / "pairs.jsonl")
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     pairs = load_dataset("json", data_files=str(args.data), split="train")
-    model = mt.from_pretrained(AutoModelForCausalLM, args.model, vram=args.vram)
-    opt = mt.AdamW(model.parameters(), lr=args.lr)
+    model = AutoModelForCausalLM.from_pretrained(args.model, dtype="auto")
     config = DPOConfig(
         output_dir=str(args.out),
         per_device_train_batch_size=args.pairs // args.micro,
@@ -84,8 +83,14 @@ def main() -> None:
         report_to=[],
         use_cpu=not torch.cuda.is_available(),
     )
-    trainer = DPOTrainer(
-        model, args=config, train_dataset=pairs, processing_class=tokenizer, optimizers=(opt, None)
+    trainer = mt.stream_trainer(  # the trainer, then its model streamed, then the optimizer
+        DPOTrainer,
+        model,
+        config,
+        train_dataset=pairs,
+        processing_class=tokenizer,
+        optimizer=lambda m: mt.AdamW(m.parameters(), lr=args.lr),
+        stream_with={"vram": args.vram},
     )
     trainer.train()
     model.save_pretrained(args.out / "model")

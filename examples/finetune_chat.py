@@ -146,14 +146,18 @@ def main() -> None:
 
         args.model = tiny.model(args.out / "random")
         args.data = tiny.conversations(args.out / "talks.jsonl")
-    tokenizer = AutoTokenizer.from_pretrained(args.model)
+    config, tokenizer = (
+        auto.from_pretrained(args.model) for auto in (AutoConfig, AutoTokenizer)
+    )
+    most = getattr(config, "max_position_embeddings", args.seq)
+    if args.seq > most:
+        raise SystemExit(f"--seq {args.seq}: the model was made for {most} positions at most")
     talks = [json.loads(line)["messages"] for line in args.data.read_text().splitlines()]
     talks = [tokens_of(messages, tokenizer, args.seq) for messages in talks]
     talks = [talk for talk in talks if any(label != -100 for label in talk["labels"])]
     if not talks:
         raise SystemExit(f"{args.data}: the assistant says nothing in the first {args.seq} tokens")
 
-    config = AutoConfig.from_pretrained(args.model)
     plan = mt.plan(
         config, tokens=args.tokens, seq=args.seq, vram=args.vram, states=args.states
     )  # what fits and takes least time: where each layer lives, what is kept, micro-batches
@@ -164,7 +168,8 @@ def main() -> None:
     tokenizer.save_pretrained(args.out / "model")
     if losses:  # none where a run is resumed that was at its end
         print(f"loss {losses[0]:.3f} at first, {losses[-1]:.3f} at last; {args.out / 'model'}")
-    print("Q: Who are you?\nA:", answer(model, tokenizer, "Who are you?"))
+    if not args.tiny:  # a random model learns letters in its few steps, and has no answers
+        print("Q: Who are you?\nA:", answer(model, tokenizer, "Who are you?"))
 
 
 if __name__ == "__main__":

@@ -4,7 +4,18 @@
     model = mt.stream(model, device="cuda")
     opt = mt.AdamW(model.parameters(), lr=1e-5, max_grad_norm=1.0)
 """
+import os
+import signal
 import sys
+
+if (sys.argv[:1] == ["-m"] and __name__ in sys.orig_argv) or os.path.basename(sys.argv[0]) == "megatrain":
+    # The command line: Ctrl-C while torch is imported ends it with a word, not with where the import was.
+    def interrupted(*_: object) -> None:
+        if "MEGATRAIN_LAUNCHER" not in os.environ:       # else one of several, and who started them says it
+            os.write(2, b"megatrain: interrupted\n")
+        os._exit(130)
+
+    signal.signal(signal.SIGINT, interrupted)
 
 from ._core import __version__
 from .base.errors import MegatrainError
@@ -13,6 +24,7 @@ from .checkpoint.save import SavePlan, Saving, save
 from .figures.report import StepReport
 from .model.pretrained import from_pretrained
 from .model.stream import stream, unstream
+from .model.trainers import stream_trainer
 from .optim.adamw import AdamW
 from .plans.machine import Machine
 from .plans.planner import Plan, plan
@@ -22,7 +34,7 @@ from .reports.tracing import Trace, trace
 
 __all__ = ["AdamW", "Machine", "MegatrainError", "Plan", "SavePlan", "Saving", "StepReport", "Storage", "Trace",
            "__version__", "explain", "from_pretrained", "gather", "last_step", "load", "masters", "plan", "save",
-           "storage", "stream", "trace", "unstream"]
+           "storage", "stream", "stream_trainer", "trace", "unstream"]
 
 # Pickles of public classes name modules that had no rooms.
 for _name, _kind in (("machine", Machine), ("planner", Plan), ("report", StepReport), ("storage", Storage)):

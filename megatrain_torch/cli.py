@@ -21,8 +21,7 @@ from collections.abc import Sequence
 
 from ._core import __version__
 from .base.errors import MegatrainError
-from .commands import doctor, evaluate, export, generate, plan, report, resume, train
-from .commands.launch import complain
+from .commands import doctor, evaluate, export, generate, launch, plan, report, resume, train
 from .commands.say import Stopped
 from .commands.settings import unknown
 
@@ -30,16 +29,19 @@ from .commands.settings import unknown
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command; 0, or 1 with the reason on stderr, 2 where the command says too little; 128 and a signal's number
     where that stopped it."""
-    args = _parse(argv)
     try:
+        if getattr(signal.getsignal(signal.SIGINT), "__module__", "") == __package__:
+            signal.signal(signal.SIGINT, signal.default_int_handler)     # all is imported
+        launch.watch()
+        args = _parse(argv)
         return args.run(args) or 0
     except (MegatrainError, OSError) as why:
-        complain(_of_system(why) if isinstance(why, OSError) else str(why))
+        launch.complain(_of_system(why) if isinstance(why, OSError) else str(why))
         return 1
     except Stopped as why:
         return 128 + why.signal
     except KeyboardInterrupt:
-        complain("interrupted")
+        launch.complain("interrupted")
         return 128 + signal.SIGINT
 
 
@@ -60,12 +62,28 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     if not words[0].startswith("-") and words[0] not in verbs:
         parser.error(unknown(words[0], verbs))
     args, rest = parser.parse_known_args(words)
+    if "data" in args and not any(word.startswith("-") for word in rest):        # DATA behind a flag
+        args.data, rest = [*args.data, *rest], []
+    if args.verb == "train":                                 # TRL's arguments by their own names
+        args.more, rest = _pairs(rest)
     if rest:
         flags = [flag for flag in verbs[args.verb]._option_string_actions if flag.startswith("--")]
         parser.error(unknown(rest[0].split("=")[0], flags))
     if "words" in args:                  # of a verb that starts processes which run the same
         args.words = words
     return args
+
+
+def _pairs(rest: list[str]) -> tuple[dict[str, str], list[str]]:
+    """(names and values, what is left) of `--name value` and `--name=value`."""
+    found: dict[str, str] = {}
+    while rest and rest[0].startswith("--"):
+        name, given, value = rest[0][2:].partition("=")
+        if not given and (len(rest) < 2 or rest[1].startswith("--")):
+            break
+        found[name.replace("-", "_")] = value if given else rest[1]
+        rest = rest[1 if given else 2:]
+    return found, rest
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -105,16 +105,16 @@ Batches = list[tuple[dict[str, Tensor], Any, Tensor]]
 
 def trained(toy: Path, out: Path, base: str, asked: str = ASKED) -> Batches:
     """Runs it; of each micro-batch what it was, the tokens of its step, and the random state before it."""
-    from megatrain_torch.commands.loop import StreamedTrainer
+    from megatrain_torch.commands.loop import OfRows
     seen: Batches = []
-    own = StreamedTrainer.compute_loss
+    own = OfRows.compute_loss
 
     def compute_loss(self: Any, model: Any, inputs: Any, *args: Any, **kw: Any) -> Any:
         seen.append((dict(inputs), kw.get("num_items_in_batch"), torch.get_rng_state()))
         return own(self, model, inputs, *args, **kw)
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(StreamedTrainer, "compute_loss", compute_loss)
+        patched.setattr(OfRows, "compute_loss", compute_loss)
         assert megatrain("train", toy, toy / "my.txt", "--out", out, "--lora", asked, "--base", base, "--steps", 4, "--seq",
                          64, "--tokens", 256, "--micro", 2, "--save-every", 2, "--lr", "1e-2", "--schedule",
                          "constant_with_warmup", "--warmup", 0, "--clip", 0.5, "--eval-every", 4, "--dtype", "bfloat16") == 0

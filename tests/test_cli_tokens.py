@@ -21,8 +21,7 @@ from tokenizers import (
 )
 from transformers import PreTrainedTokenizerFast
 
-from megatrain_torch import MegatrainError
-from megatrain_torch.commands import data, mixture, reading, tokens, train
+from megatrain_torch.commands import data, mixture, tokens, train
 from megatrain_torch.commands.settings import Settings
 
 LLAMA = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|"
@@ -100,80 +99,78 @@ def text_of(kind: str) -> str:
 def test_a_text_in_pieces_has_the_tokens_of_one_call(make: Callable[[], Tokenizer], monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = fast(make)
     monkeypatch.setattr(tokens, "PASSAGE", 1 << 12)                    # many of them
-    monkeypatch.setattr(tokens, "LONG", 1 << 13)
     # Unigram's scores of two ways to cut a run of one character may be equal, and where a piece begins then decides.
-    more = {llama2: ["spaces", "no border"], llama3: ["spaces", "no border"], unigram: []}.get(make, ["spaces"])
+    # GPT-2's takes 1,500 spaces for one word: longer than what is read around a passage.
+    more = {llama2: ["spaces", "no border"], llama3: ["spaces", "no border"], wordpiece: ["spaces"]}.get(make, [])
     for kind in ("prose", "strange", "one line", "runs", *more):
         text = text_of(kind)
         want = tokenizer(text, verbose=False)["input_ids"]
         found = tokens.ids_of(text, tokenizer)
         assert found.tolist() == want, kind
         assert found.dtype == np.uint16
-        assert tokens.ids_of(text, tokenizer, special=False).tolist() == want[1:-1]
 
 
 def test_pieces_that_agree_on_nothing_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = bytes_tokenizer()
-    monkeypatch.setattr(tokens, "_agreed", lambda *_: None)
+    monkeypatch.setattr(np, "array_equal", lambda *_: False)
     text = TEXT[:150_000]
-    assert tokenizer.decode(tokens.ids_of(text, tokenizer)) == text
+    assert tokenizer.decode(tokens.ids_of(text, tokenizer)) == f"{text}<end>"
 
 
 def test_a_tokenizer_that_does_not_tell_places_is_given_paragraphs() -> None:
     inner, seen = bytes_tokenizer(), []
 
     class Slow:
-        is_fast, eos_token_id = False, 256
+        is_fast, bos_token_id, eos_token_id = False, None, 256
 
         def __call__(self, text: Any, **kw: Any) -> Any:
             seen.extend([text] if isinstance(text, str) else text)
             return inner(text, **{k: v for k, v in kw.items() if k in ("add_special_tokens", "verbose")})
 
     text = TEXT[:200_000]
-    assert inner.decode(tokens.ids_of(text, Slow())) == text
+    assert inner.decode(tokens.ids_of(text, Slow())) == f"{text}<end>"
     assert max(map(len, seen)) <= 2 * tokens.PASSAGE and all(s.endswith("\n\n") for s in seen[2:-1])
 
 
 def test_ids_that_two_bytes_do_not_hold_have_four() -> None:
     assert tokens.compact([65_535]).dtype == np.uint16 and tokens.compact([65_536]).dtype == np.uint32
-    gathered = tokens._Gathered()
-    gathered.add([1, 65_535])
-    gathered.add([65_536])
-    assert gathered.ids().tolist() == [1, 65_535, 65_536] and gathered.ids().dtype == np.uint32
 
 
-def test_a_long_file_has_the_tokens_of_its_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reading, "LONG_BYTES", 1000)
-    monkeypatch.setattr(reading, "READ_BYTES", 777)                 # cuts letters of several bytes, and \r\n
-    text = ("\ufeff" + STRANGE * 30 + "\r\nlast\r")
-    (tmp_path / "a.txt").write_bytes(text.encode())
-    [record] = data.records(str(tmp_path / "a.txt"))
-    whole = (tmp_path / "a.txt").read_text(encoding="utf-8-sig")
-    assert isinstance(record["text"], reading.TextFile) and "".join(record["text"]) == whole
-    [one], [other] = (data.documents([{"text": t}], bytes_tokenizer()) for t in (record["text"], whole))
-    assert one.ids.tolist() == other.ids.tolist() and one.ids[-1] == 256 and one.trained.all()
-    (tmp_path / "b.txt").write_bytes(b"a" * 5000 + b"\xff")
-    with pytest.raises(MegatrainError, match=r"b\.txt: byte 5000 is not UTF-8"):
-        data.documents(data.records(str(tmp_path / "b.txt")), bytes_tokenizer())
+@pytest.mark.parametrize("make", [gpt2, llama2])
+def test_a_text_begins_and_ends_once_whatever_it_begins_with(make: Callable[[], Tokenizer]) -> None:
+    tokenizer = fast(make)
+    tokenizer.bos_token = "<s>"
+    begin, end = tokenizer.convert_tokens_to_ids(["<s>", "</s>"])
+    texts = [{"text": "<s>hello</s>"}, {"text": "<s><s>hello"}, {"text": "hello"}, {"text": "<s>" + TEXT[:90_000] + "</s>"}]
+    pairs = [{"prompt": "<s>hello ", "completion": "you</s>"}, {"prompt": "hello ", "completion": "you"},
+             {"prompt": "", "completion": ""}]
+    for document in data.documents(texts + pairs, tokenizer):
+        ids = document.ids.tolist()
+        assert (ids.count(begin), ids.count(end)) == (1, 1) and document.trained[-1]
+        assert (ids[0], ids[-1]) == (begin, end)
+        assert not document.whole or not document.trained[0]
 
 
-def test_how_far_it_is_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(reading, "LONG_BYTES", 1000)
-    monkeypatch.setattr(reading, "EVERY_S", {True: 0.0, False: 0.0})
-    (tmp_path / "a.txt").write_text(TEXT[:200_000])
-    (tmp_path / "b.jsonl").write_text('{"text": "a"}\n')
-    data.documents(data.records(str(tmp_path)), bytes_tokenizer(), None, "d", reading.Meter(list(tmp_path.iterdir())))
-    assert "tokens\n" in capsys.readouterr().err, "with a meter that reading is told of, the share too"
-    meter = reading.Meter(list(tmp_path.iterdir()))
-    data.documents(data.records(str(tmp_path), meter=meter), bytes_tokenizer(), None, "d", meter)
-    assert "tokenizing: 100%, 200,002 tokens\n" in capsys.readouterr().err
+@pytest.mark.parametrize("make", [gpt2, llama3, llama2, unigram])
+@pytest.mark.parametrize("prompt, completion", [("Who is it?", " It is I."), ("Who is it? ", "It is I."), ("a", "b"),
+                                                ("Q:\n", "\nA"), ("", "all of it"), ("none of it", "")])
+def test_a_prompt_and_its_completion_have_the_tokens_of_the_text_of_both(make: Callable[[], Tokenizer], prompt: str,
+                                                                         completion: str) -> None:
+    tokenizer = fast(make)
+    [found] = data.documents([{"prompt": prompt, "completion": completion}], tokenizer)
+    assert found.ids.tolist() == tokenizer(prompt + completion)["input_ids"]
+    assert not found.trained[0] and found.trained[-1]
+    learned = int(found.trained.sum())
+    assert found.trained[-learned:].all(), "one stretch, up to the end"
+    places = tokenizer(prompt + completion, return_offsets_mapping=True)["offset_mapping"][-learned:-1]
+    assert all(end > len(prompt) for _, end in places) and (not completion.strip() or places)
 
 
 def memory(line: str) -> int:
     return int(Path("/proc/self/status").read_text().split(f"{line}:")[1].split()[0]) * 1024
 
 
-def test_a_text_takes_at_most_ten_bytes_a_byte(tmp_path: Path) -> None:
+def test_a_text_takes_at_most_twelve_bytes_a_byte(tmp_path: Path) -> None:
     """From the file to the rows, with the tokenizer that makes most tokens: one of a byte each."""
     path, size, tokenizer = tmp_path / "big.txt", 3_000_000, bytes_tokenizer()
     path.write_text((TEXT * (size // len(TEXT) + 1))[:size])
@@ -187,4 +184,4 @@ def test_a_text_takes_at_most_ten_bytes_a_byte(tmp_path: Path) -> None:
     found = mixture.sources(settings, settings.data, tokenizer)
     parts = data.held_out(mixture.mixed(found, 0), 0.02, 0)
     assert len(train._rows(settings, tokenizer, parts)[0]) > 5000
-    assert memory("VmHWM") - before < 10 * size
+    assert memory("VmHWM") - before < 12 * size + 20_000_000, "20 MB: what calls of the tokenizer take"

@@ -598,7 +598,7 @@ def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_settings_of_a_run_say_it_to_stream() -> None:
     """Weights are bf16 then, on the CPU too."""
     from megatrain_torch.commands.settings import Settings
-    from megatrain_torch.commands.train import _as_planned
+    from megatrain_torch.commands.train import _planned
     from megatrain_torch.commands.unsaid import for_machine
     threads = torch.get_num_threads()
     try:
@@ -606,7 +606,7 @@ def test_settings_of_a_run_say_it_to_stream() -> None:
     finally:
         torch.set_num_threads(threads)
     assert (settings.dtype, other.dtype) == ("bfloat16", "float32")
-    model, _, _ = _as_planned(DEEP().bfloat16(), settings, None)
+    model = mt.stream(DEEP().bfloat16(), **_planned(None, settings, None)[1])
     assert runtime_of(model).products == "fp8"
     with pytest.raises(MegatrainError, match="use one of bf16, fp8"):
         Settings.of({"products": "fp4"}, "here")

@@ -27,7 +27,7 @@ Written by `make api` from the docstrings; `help(mt.stream)` says the same.
 """
 # In this order; what mt.__all__ has and this has not is an error, and so is the reverse.
 PARTS = {
-    "Streaming": "stream unstream from_pretrained AdamW masters gather",
+    "Streaming": "stream unstream from_pretrained AdamW stream_trainer masters gather",
     "Plans": "plan Plan Machine",
     "Checkpoints": "save load Saving SavePlan",
     "What is going on": "explain storage Storage last_step StepReport trace Trace",

@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ..base.errors import MegatrainError
+from megatrain_torch import MegatrainError
+
 from ..base.limits import show_bytes
 from ..figures.timeline import LANES
 from ..plans.planner import Plan, as_text

@@ -10,45 +10,62 @@ put where it fits best. What is left of a row is a sequence of its own without l
 from __future__ import annotations
 
 import bisect
+import copy
 import random
-from collections.abc import Callable, Iterable, Sequence
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from datetime import datetime
+from itertools import pairwise
+from time import monotonic
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 
-from ..base.codes import coded, plain_name
-from ..base.errors import MegatrainError
+from megatrain_torch import MegatrainError
+
 from . import forms, tokens
+from .chats import Chat, Template, messages_of, rendered
 from .forms import ANSWERED
 from .forms import KNOWN as FIELDS
-from .reading import Meter, TextFile, from_json, records
+from .methods import Pair, pair
+from .reading import records
+from .say import say
 
-__all__ = ["Document", "Rows", "collate", "documents", "held_out", "packed", "records", "why_alone"]
+__all__ = ["Document", "Rows", "collate", "documents", "held_out", "packed", "pairs", "records", "why_alone"]
+T = TypeVar("T")
 IGNORED = -100                       # a label that is no target, torch's own
-# ShareGPT's names, {"from": ..., "value": ...}, for those of chat templates.
-SPEAKERS = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
 PROBE = 8                            # tokens of a document of why_alone
-# Of the distance that a leak makes, the share that rounding may make where there is none: 1e-6 and nothing were seen,
-# and 0.2 for the least of true leaks (OPT, whose positions do start again).
-LEAK, LEAK_FP32 = 0.05, 1e-3
-# Kinds that were asked in this project's tests; to ask a large model takes as long as to read its weights once more.
+SAMPLE_BYTES = 8 << 30               # of a model that is made to be asked
+LEAK = 1e-4                          # of the logits: more than rounding in fp32; 1e-6 was seen, and 0.05 of leaks
+# Kinds that were asked in this project's tests.
 SEPARATE = frozenset({"llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "gemma", "gemma2",
                       "gemma3_text", "phi3", "olmo2", "granite", "glm4", "smollm3"})
+ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}     # layer_types that look at tokens by a mask
+EVERY_S = {True: 0.5, False: 30.0}   # on a terminal, and without one: between two lines that say how far tokenizing is
+TOGETHER = 1000                      # records whose texts the tokenizer is given at once
 
 
 @dataclass(frozen=True)
 class Document:
-    """Tokens of one document: ids [n], of two bytes where they fit; trained [n] bool, of a text a view of one True.
-    whole: it may not be cut for a row's sake."""
+    """Tokens of one record: ids [n], of two bytes where they fit; trained [n] bool, of a text a view of one True.
+    whole: it may not be cut for a row's sake. starts: of a conversation whose answers cannot stand in one text, where
+    each one's begins; they go together into what is trained or held out, and have rows of their own. chat: by the chat
+    template."""
 
     ids: np.ndarray
     trained: np.ndarray
     whole: bool = False
+    starts: tuple[int, ...] = (0,)
+    chat: bool = False
 
     def __len__(self) -> int:
         return len(self.ids)
+
+    @property
+    def parts(self) -> list[Document]:
+        return [self.cut(a, b) for a, b in pairwise([*self.starts, len(self)])] if len(self.starts) > 1 else [self]
 
     def cut(self, begin: int, end: int) -> Document:
         return Document(self.ids[begin:end], self.trained[begin:end], self.whole)
@@ -56,9 +73,9 @@ class Document:
 
 # ---- tokens --------------------------------------------------------------------------------------
 
-def documents(found: Iterable[dict[str, Any]], tokenizer: Any, column: str | None = None,
-              source: str = "the data", meter: Meter | None = None) -> list[Document]:
-    """Tokens of all records that have any.
+def documents(found: Iterable[dict[str, Any] | MegatrainError], tokenizer: Any, column: str | None = None,
+              source: str = "the data", date: datetime | None = None) -> list[Document]:
+    """Tokens of all records that have any; a record that is wrong is left out, and said.
 
     A record is a conversation (`messages` or `conversations`, a list of {"role", "content"} or {"from", "value"}; the
     assistant's words are trained), a `prompt` with its `completion` (which is trained), both texts or both lists of
@@ -66,96 +83,124 @@ def documents(found: Iterable[dict[str, Any]], tokenizer: Any, column: str | Non
     the field where it is another. `tools` and `chat_template_kwargs` beside messages are for the chat template.
 
     Raises:
-        MegatrainError: a record has none of them; or there are no tokens. The message begins with `source`.
+        MegatrainError: no record is right; or there are no tokens. The message begins with `source`.
     """
-    made: list[Document] = []
-    waiting = _Waiting(tokenizer, meter)
-    chat = bool(getattr(tokenizer, "chat_template", None))
-    for number, record in enumerate(found, 1):
-        where = f"{source}: record {number}"
-        if column is None:
-            record = forms.read(record, chat, where)
-        field = column or next((k for k in FIELDS if k in record), None)
-        if field is None or field not in record:
-            way = "" if column else ", or call two instruction and output, or question and answer"
-            raise MegatrainError(f"{where} has {', '.join(map(repr, record))} and no "
-                                 f"{column or 'messages, prompt or text'}; name the field with --column{way}")
-        if field == "prompt":
-            made.append(_counted(_completion(record, tokenizer, where), meter))
-        elif isinstance(record[field], list):
-            template = _Template(record, tokenizer, where)
-            made.append(_counted(_conversation(_messages(record[field], where), template), meter))
-        elif isinstance(record[field], (str, TextFile)) and field not in FIELDS[:2]:
-            made += waiting.given(record[field])
-        else:
-            kind = "null" if record[field] is None else f"a {type(record[field]).__name__}"
-            needed = "a list of messages" if field in FIELDS[:2] else "a text, or a list of messages,"
-            raise MegatrainError(f"{where}: {field} is {kind}: {needed} is needed")
-    made = [d for d in made + waiting.flushed() if d.trained.any()]
+    made: list[Document | str] = []
+    template, waiting = Template(tokenizer, date), 0
+
+    def read(record: dict[str, Any], where: str) -> Document | str:
+        return _document(record, template, tokenizer, column, where)
+
+    for one in _right(found, read, source):
+        made.append(one)
+        if len(made) - waiting >= TOGETHER:
+            waiting = _tokenize(made, waiting, tokenizer)
+    _tokenize(made, waiting, tokenizer)
+    made = [d for d in made if d.trained.any()]
     if not made:
         raise MegatrainError(f"{source} has no tokens to train on: it is empty, or its texts are")
+    if apart := [len(d.starts) for d in made if len(d.starts) > 1]:
+        say(f"{source}: the chat template shows earlier answers otherwise than when they were given, so each answer is "
+            f"learned behind what came before it: {sum(apart)} rows of {len(apart)} conversations")
     return made
 
 
-def _counted(document: Document, meter: Meter | None) -> Document:
-    if meter is not None:
-        meter.add(len(document))
-    return document
+def pairs(found: Iterable[dict[str, Any] | MegatrainError], method: str, tokenizer: Any, source: str) -> list[Pair]:
+    """Records for TRL's other methods; what is wrong is left out, and said.
+
+    Raises:
+        MegatrainError: no record is right.
+    """
+    chat = bool(tokenizer.chat_template)
+    made = list(_right(found, lambda record, where: pair(record, method, chat, where), source))
+    if not made:
+        raise MegatrainError(f"{source} is empty")
+    return made
 
 
-def _document(ids: Any, trained: Sequence[bool] | None = None) -> Document:
-    marks = np.broadcast_to(np.True_, len(ids)) if trained is None else np.asarray(trained, bool)
-    ids = ids if isinstance(ids, np.ndarray) else tokens.compact(ids)
-    return Document(ids, marks, trained is not None)
+def _right(found: Iterable[dict[str, Any] | MegatrainError], read: Callable[[dict[str, Any], str], T], source: str
+           ) -> Iterator[T]:
+    """What is read of each record that is right. Raises: MegatrainError: none is."""
+    wrong: list[MegatrainError] = []
+    told, number, right = monotonic(), 0, 0
+    for number, record in enumerate(found, 1):
+        try:
+            if isinstance(record, MegatrainError):
+                raise record
+            one = read(record, f"{source}: record {number}")
+        except MegatrainError as why:
+            wrong.append(why)
+            continue
+        right += 1
+        yield one
+        if monotonic() - told > EVERY_S[live := sys.stderr.isatty()]:
+            told = monotonic()
+            sys.stderr.write(f"reading: {number:,} records of {source}" + ("\r" if live else "\n"))
+    if wrong and not right:
+        raise wrong[0]
+    if wrong:
+        say(f"{source}: {len(wrong)} of {number} records are left out; the first: {wrong[0]}")
 
 
-class _Waiting:
-    """Texts on their way to the tokenizer: short ones together, a long one alone, in their order."""
-
-    def __init__(self, tokenizer: Any, meter: Meter | None) -> None:
-        self._tokenizer, self._meter, self._texts, self._length = tokenizer, meter, [], 0
-
-    def given(self, text: str | TextFile) -> list[Document]:
-        """Documents that were made meanwhile."""
-        if isinstance(text, TextFile) or len(text) > tokens.LONG:
-            before = self.flushed()
-            ids = tokens.ids_of(text, self._tokenizer, meter=self._meter, end=self._tokenizer.eos_token_id)
-            return [*before, _document(ids)] if len(ids) else before
-        self._texts.append(text)
-        self._length += len(text)
-        return self.flushed() if self._length >= tokens.TOGETHER or len(self._texts) == tokens.TEXTS else []
-
-    def flushed(self) -> list[Document]:
-        if not self._texts:
-            return []
-        # verbose=False: a text may well be longer than the model's window, rows are not.
-        found = self._tokenizer(self._texts, verbose=False)["input_ids"]
-        self._texts, self._length = [], 0
-        end = self._tokenizer.eos_token_id
-        return [_counted(_document(tokens.ended(ids, end)), self._meter) for ids in found if ids]
+def _document(record: dict[str, Any], template: Template, tokenizer: Any, column: str | None, where: str
+              ) -> Document | str:
+    """A text as it is: many are tokenized together."""
+    if column is None:
+        record = forms.read(record, bool(tokenizer.chat_template), where)
+    field = column or next((k for k in FIELDS if k in record), None)
+    if field is None or field not in record:
+        way = "" if column else ", or call two instruction and output, or question and answer"
+        raise MegatrainError(f"{where} has {', '.join(map(repr, record))} and no "
+                             f"{column or 'messages, prompt or text'}; name the field with --column{way}")
+    value = record[field]
+    if field == "prompt":
+        return _completion(record, template, tokenizer, where)
+    if isinstance(value, list):
+        return _talk(rendered(messages_of(value, where), template.for_record(record, where)), template, tokenizer)
+    if isinstance(value, str) and field not in FIELDS[:2]:
+        return value
+    kind = "null" if value is None else f"a {type(value).__name__}"
+    needed = "a list of messages" if field in FIELDS[:2] else "a text, or a list of messages,"
+    raise MegatrainError(f"{where}: {field} is {kind}: {needed} is needed")
 
 
-def _completion(record: dict[str, Any], tokenizer: Any, where: str) -> Document:
+def _tokenize(made: list[Document | str], begin: int, tokenizer: Any) -> int:
+    """Puts documents in the place of texts, from `begin` on; returns how many there are."""
+    texts = [i for i in range(begin, len(made)) if isinstance(made[i], str)]
+    short = [i for i in texts if 0 < len(made[i]) <= 4 * tokens.PASSAGE]
+    # verbose=False: a text may well be longer than the model's window, rows are not.
+    ids = tokenizer([made[i] for i in short], verbose=False)["input_ids"] if short else []
+    found = dict(zip(short, (tokens.compact(tokens.framed(some, tokenizer)) for some in ids)))
+    for i in texts:
+        own = found[i] if i in found else tokens.ids_of(made[i], tokenizer) if made[i] else np.zeros(0, np.uint16)
+        made[i] = Document(own, np.broadcast_to(np.True_, len(own)))
+    return len(made)
+
+
+def _completion(record: dict[str, Any], template: Template, tokenizer: Any, where: str) -> Document:
     prompt, name = record["prompt"], next((n for n in ("completion", *ANSWERED) if n in record), "completion")
     answer = record.get(name)
     if isinstance(prompt, list) and answer is None:
         raise MegatrainError(f"{where}: prompt is a list of messages and needs a completion beside it; if it is the "
                              "whole conversation, rename it to messages")
     if isinstance(prompt, list) and isinstance(answer, list) and answer:
-        return _answer(_messages(prompt, where), _messages(answer, where), _Template(record, tokenizer, where))
+        messages = messages_of(prompt, where) + messages_of(answer, where)
+        return _talk(rendered(messages, template.for_record(record, where), len(prompt)), template,
+                     tokenizer)
     if isinstance(prompt, list) or isinstance(answer, list):
         raise MegatrainError(f"{where}: prompt is {_kind(prompt)} and {name} {_kind(answer)}: both must be texts, or "
                              "both lists of messages")
     if not isinstance(answer, str) or not isinstance(prompt, str):
         raise MegatrainError(f"{where} has {', '.join(map(repr, record))}: a prompt needs a completion (or response) "
                              "beside it, both texts or both lists of messages")
-    first = tokens.ids_of(prompt, tokenizer)
-    if len(first) and first[-1] == tokenizer.eos_token_id:
-        first = first[:-1]
-    end = tokenizer.eos_token_id
-    rest = tokens.ids_of(answer, tokenizer, special=False, end=end)
-    rest = rest if len(rest) or end is None else tokens.compact([end])
-    return _document(np.concatenate([first, rest]), [False] * len(first) + [True] * len(rest))
+    first, last = tokens.around(tokenizer)
+    ids, trained = _marked(Chat(prompt + answer, [(len(prompt), len(prompt + answer))]), tokenizer)
+    ids, marks = [*first, *ids, *last], [False] * len(first) + trained + [True] * len(last)
+    twice = next((i for i in range(len(ids) - 1) if not ids[i] == ids[i + 1] == tokenizer.bos_token_id), 0)
+    framed = tokens.framed(ids, tokenizer) or [tokenizer.eos_token_id]
+    marks = [*marks[twice:], True][:len(framed)]
+    marks[-1] = True                                 # the end is learned, where the data has it too
+    return Document(tokens.compact(framed), np.asarray(marks, bool), True)
 
 
 def _kind(value: Any) -> str:
@@ -164,89 +209,45 @@ def _kind(value: Any) -> str:
     return "a text" if isinstance(value, str) else f"a {type(value).__name__}"
 
 
-# ---- conversations -------------------------------------------------------------------------------
-
-def _messages(found: list[Any], where: str) -> list[dict[str, Any]]:
-    """With `role` and `content`, whichever of the two ways they are written."""
-    made = []
-    for number, message in enumerate(found, 1):
-        if isinstance(message, dict) and "role" not in message and {"from", "value"} <= message.keys():
-            if str(message["from"]) not in SPEAKERS:
-                raise MegatrainError(f"{where}: message {number} is from {message['from']!r}, and known are "
-                                     f"{', '.join(SPEAKERS)}; rename it, or write messages with `role` and `content`")
-            message = {"role": SPEAKERS[message["from"]], "content": message["value"]}
-        if not isinstance(message, dict) or not {"role"} < message.keys():
-            has = ", ".join(map(repr, message)) if isinstance(message, dict) else repr(message)
-            raise MegatrainError(f"{where}: message {number} has {has}; `role` (user, assistant) and `content` are "
-                                 "needed")
-        made.append(message)
-    return made
+def _talk(chats: list[Chat], template: Template, tokenizer: Any) -> Document:
+    found = [_marked(chat, tokenizer) for chat in chats]
+    for chat, (ids, trained) in zip(chats, found):
+        if not chat.text.endswith(template.ends) and tokenizer.eos_token_id is not None:
+            ids.append(tokenizer.eos_token_id)       # the template has none: without it nobody learns to stop
+            trained.append(True)
+    sizes = np.cumsum([0, *(len(ids) for ids, _ in found)])
+    return Document(tokens.compact(np.concatenate([ids for ids, _ in found])),
+                    np.concatenate([np.asarray(trained, bool) for _, trained in found]), True,
+                    tuple(map(int, sizes[:-1])), chat=True)
 
 
-class _Template:
-    """The tokenizer's chat template, with what a record has for it beside its messages.
-
-    Raises:
-        MegatrainError: there is none; called: it does not take the messages. The message begins with `where`.
-    """
-
-    def __init__(self, record: dict[str, Any], tokenizer: Any, where: str) -> None:
-        if not tokenizer.chat_template:
-            raise MegatrainError(f"{where} is a conversation, and the model's tokenizer has no chat template: take an "
-                                 "instruction-tuned model's tokenizer, or data with prompt and completion")
-        tools, more = record.get("tools"), record.get("chat_template_kwargs") or {}
-        if isinstance(tools, str) and tools:         # tables keep what differs from row to row as JSON
-            tools = from_json(tools, f"{where}: tools")
-        if not isinstance(tools or [], list) or not isinstance(more, dict):
-            raise MegatrainError(f"{where}: tools must be a list of tools, and chat_template_kwargs an object")
-        self._tokenizer, self._more, self.where = tokenizer, {**more, "tools": tools or None}, where
-
-    def __call__(self, messages: list[dict[str, Any]], **kw: Any) -> Any:
-        try:
-            return self._tokenizer.apply_chat_template(messages, **self._more, **kw)
-        except Exception as why:                     # a template is a program, and raises what it likes
-            raise MegatrainError(f"{self.where}: the chat template does not take it: {why}") from None
-
-    @property
-    def marks(self) -> bool:
-        """It marks the assistant's words itself."""
-        text = self._tokenizer.chat_template
-        return "{% generation" in text or "{%- generation" in text
+def _marked(chat: Chat, tokenizer: Any) -> tuple[list[int], list[bool]]:
+    """Tokens of a text, and which are learned: those that have a character of an answer. One that has characters of
+    both sides is the answer's: the prompt before it is as it was."""
+    if tokenizer.is_fast:
+        made = tokenizer(chat.text, add_special_tokens=False, verbose=False, return_offsets_mapping=True)
+        ids, places = made["input_ids"], made["offset_mapping"]
+    else:                                            # in Python, without places: as many tokens as agree
+        ids = tokenizer(chat.text, add_special_tokens=False, verbose=False)["input_ids"]
+        places = _places(chat, ids, tokenizer)
+    marks = np.zeros(len(ids), bool)
+    first, last = (np.asarray([place[i] for place in places], np.int64) for i in (0, 1))
+    for begin, end in chat.answers:
+        marks |= (last > begin) & (first < end) & (last > first)
+    return list(ids), marks.tolist()
 
 
-def _conversation(messages: list[dict[str, Any]], template: _Template) -> Document:
-    if template.marks:
-        found = template(messages, return_dict=True, return_assistant_tokens_mask=True)
-        return _document(found["input_ids"], found["assistant_masks"])
-    return _by_prefixes(messages, template)
-
-
-def _by_prefixes(messages: list[dict[str, Any]], template: _Template) -> Document:
-    """A template that does not mark the assistant's words: they are what each of its messages adds."""
-    def ids(most: int, prompt: bool = False) -> list[int]:
-        return template(messages[:most], add_generation_prompt=prompt, return_dict=False)
-
-    whole = ids(len(messages))
-    trained = np.zeros(len(whole), bool)
-    for i, message in enumerate(messages):
-        if message["role"] == "assistant":
-            before, after = ids(i, True), ids(i + 1)
-            if whole[:len(before)] != before or whole[:len(after)] != after:
-                raise MegatrainError(f"{template.where}: the chat template changes earlier messages when later ones "
-                                     "come, so what the assistant said cannot be told; keep its last answer alone, as "
-                                     "prompt and completion")
-            trained[len(before):len(after)] = True
-    return _document(whole, trained)
-
-
-def _answer(prompt: list[dict[str, Any]], completion: list[dict[str, Any]], template: _Template) -> Document:
-    """All that the completion adds to the prompt is trained, and nothing of the prompt."""
-    first = template(prompt, add_generation_prompt=completion[0]["role"] == "assistant", return_dict=False)
-    whole = template(prompt + completion, return_dict=False)
-    if whole[:len(first)] != first:
-        raise MegatrainError(f"{template.where}: the chat template changes the prompt when the completion comes, so "
-                             "what is to be trained cannot be told; write both as texts")
-    return _document(whole, [False] * len(first) + [True] * (len(whole) - len(first)))
+def _places(chat: Chat, ids: list[int], tokenizer: Any) -> list[tuple[int, int]]:
+    """Characters of each token, as far as answers' borders tell: a token is where the text up to there has it."""
+    borders = sorted({0, len(chat.text), *(at for place in chat.answers for at in place)})
+    places, begin = [], 0
+    for a, b in pairwise(borders):
+        own = tokenizer(chat.text[:b], add_special_tokens=False, verbose=False)["input_ids"]
+        end = len(ids) if b == len(chat.text) else next(
+            (i for i, (x, y) in enumerate(zip(own, ids)) if x != y), len(own))
+        places += [(a, b)] * (end - begin)
+        begin = max(begin, end)
+    return places
 
 
 # ---- rows ----------------------------------------------------------------------------------------
@@ -258,9 +259,10 @@ def held_out(found: list[Document], share: float, seed: int) -> tuple[list[Docum
     left = sum(map(len, found)) - int(share * sum(map(len, found)))
     for i, document in enumerate(order):
         if left < len(document):
-            parts = [document.cut(0, left), document.cut(left, len(document))]
             if document.whole:
-                parts = [document.cut(0, 0), document] if i else [document, document.cut(0, 0)]
+                i += not i                               # one there is, to be trained
+                return order[:i], order[i:]
+            parts = [document.cut(0, left), document.cut(left, len(document))]
             return [d for d in [*order[:i], parts[0]] if len(d)], [d for d in [parts[1], *order[i + 1:]] if len(d)]
         left -= len(document)
     return order, []
@@ -327,6 +329,7 @@ def _positions(begins: np.ndarray) -> np.ndarray:
 
 def packed(found: Sequence[Document], seq: int, filler: int, alone: bool = False) -> Rows:
     """Documents in rows of `seq` tokens; filler: a token for what is left of a row; alone: no two in one row."""
+    found = [part for d in found for part in d.parts]
     if alone:
         plan = [[d.cut(at, at + seq)] for d in found for at in range(0, seq if d.whole else len(d), seq)]
     else:
@@ -351,6 +354,7 @@ def packed(found: Sequence[Document], seq: int, filler: int, alone: bool = False
 
 def prompts_too_long(found: Sequence[Document], seq: int) -> str | None:
     """Words for it, if all that is to be trained comes behind what a row holds."""
+    found = [part for d in found for part in d.parts]
     if not all(d.whole and not d.trained[1:seq].any() for d in found):
         return None
     return (f"every prompt is longer than a row of {seq} (--seq), or as long, and nothing is left of what is to be "
@@ -400,37 +404,63 @@ def collate(flat: bool) -> Callable[[list[dict[str, torch.Tensor]]], dict[str, t
 # ---- whether documents may share a row -----------------------------------------------------------
 
 def why_alone(model: Any, seq: int, flat: bool) -> str | None:
-    """Why each document needs rows of its own with this model, or None: they may share rows. It is the model that is
-    asked, before it is streamed: one forward pass of 48 tokens, which reads the weights once. SEPARATE need not be."""
-    name = type(model).__name__
-    if model.config.model_type in SEPARATE:
+    """Why each document needs rows of its own with this model, or None: they may share rows.
+
+    Kinds of SEPARATE were asked. One with layers that carry a state from token to token is not: a mask does not reach
+    it, and what it carries may be small today. Of any other a small one is made, of this class and configuration.
+    """
+    name, config = type(model).__name__, model.config
+    if config.model_type in SEPARATE:
         return None
+    kinds = set(getattr(config, "layer_types", None) or ())
+    if kinds - ATTENTION or any(isinstance(m, torch.nn.Conv1d) for m in model.modules()):
+        return f"{name} has layers that carry a state from token to token, from one document into the next"
     try:
-        leak, scale = _leak(model, max(1, min(PROBE, seq // 2)), flat)
+        leak, scale = _leak(_sample(model), max(1, min(PROBE, seq // 2)), flat)
     except Exception as why:                         # a model is a program; without an answer, what is always right
         return f"whether documents in one row of {name} see each other could not be asked ({why})"
-    share = LEAK_FP32 if model.dtype == torch.float32 else LEAK
-    if leak <= share * scale:                        # not so of NaN, which is no answer either
+    if leak <= LEAK * scale:                         # not so of NaN, which is no answer either
         return None
     return f"documents in one row of {name} see each other, whatever position_ids say"
 
 
+def _sample(model: Any) -> Any:
+    """A model of the same class in fp32, with the first layers of each kind and a small vocabulary, whose weights are
+    so large that what one token has of another is seen."""
+    config = copy.deepcopy(model.config)
+    kinds = getattr(config, "layer_types", None) or [""] * 2
+    most = max(2, *(kinds.index(kind) + 1 for kind in set(kinds)), getattr(config, "first_k_dense_replace", 0) + 1)
+    config.num_hidden_layers = min(most, config.num_hidden_layers)
+    if getattr(config, "layer_types", None):
+        config.layer_types = kinds[:config.num_hidden_layers]
+    for name, most in (("vocab_size", 64), ("intermediate_size", 256), ("moe_intermediate_size", 64)):
+        if isinstance(getattr(config, name, None), int):
+            setattr(config, name, min(getattr(config, name), most))
+    config.pad_token_id = config.bos_token_id = config.eos_token_id = None
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    with torch.device("meta"):
+        size = 4 * sum(p.numel() for p in type(model)(config).parameters())
+    if size > SAMPLE_BYTES:
+        raise MegatrainError(f"a small one has {size / 2**30:.0f} GiB")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        made = type(model)(config).float().eval()
+        for p in made.parameters():
+            if p.dim() > 1:
+                p.data.normal_(0, p[0].numel() ** -0.5)
+    return made
+
+
 @torch.no_grad()
 def _leak(model: Any, length: int, flat: bool) -> tuple[float, float]:
-    """Logits of one document [length], by how far they move (root of the mean square) when another comes before it:
-    with positions that start again, and with positions that go on, as if both were one. Rows are in the form that
-    training gives them; the first has the document at its very beginning, where nothing can be seen before it.
-
-    The second distance is the scale: how much a leak is depends on the weights, 1e-3 to 0.2 of the logits' range.
-    """
-    one, other = torch.randint(model.get_input_embeddings().num_embeddings, (2, length),
-                               generator=torch.Generator().manual_seed(0))
+    """(how far logits of one document [length] move with what another before it says, how far apart they are by
+    themselves): the root of the mean square. Rows are in the form that training gives them."""
+    one, *others = torch.randint(model.get_input_embeddings().num_embeddings, (3, length),
+                                 generator=torch.Generator().manual_seed(0))
     again = torch.arange(length).repeat(2)
-    model.eval()
-    for _, m, p, _ in coded(model):
-        m.training = plain_name(p)[0] == "bitsandbytes"      # in eval mode it packs 4-bit weights anew, for good
-    rows = [(torch.cat([one, other]), again), (torch.cat([other, one]), again),
-            (torch.cat([other, one]), torch.arange(2 * length))]
-    batch = collate(flat)([{"input_ids": ids, "position_ids": positions} for ids, positions in rows])
-    logits = model(**batch, use_cache=False).logits.float().view(3, 2, length, -1)
-    return tuple((logits[row, 1] - logits[0, 0]).square().mean().sqrt().item() for row in (1, 2))
+    rows = [{"input_ids": torch.cat([other, one]), "position_ids": again} for other in others]
+    alone = {"input_ids": torch.cat([one, one]), "position_ids": again}
+    logits = model(**collate(flat)([*rows, alone]), use_cache=False).logits.view(3, 2, length, -1)
+    first = logits[2, 0]                             # nothing is before it
+    return max((logits[row, 1] - first).square().mean().sqrt().item() for row in range(3)), first.std().item()

@@ -6,7 +6,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from ..base.errors import MegatrainError
+from megatrain_torch import MegatrainError
+
 from ..base.strict import parsed
 from .export import made
 from .flags import Flags

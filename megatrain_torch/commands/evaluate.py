@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 import megatrain_torch as mt
+from megatrain_torch import MegatrainError
 
-from ..base.errors import MegatrainError
 from . import folder, lora, mixture
 from .data import IGNORED, collate, packed, prompts_too_long, why_alone
 from .say import say
@@ -24,7 +24,7 @@ def add(commands: Any) -> None:
     parser = commands.add_parser("eval", help="loss and perplexity of a model on data", allow_abbrev=False)
     parser.add_argument("model", metavar="MODEL", help="a run, a folder in Hugging Face format, or a name on the hub")
     parser.add_argument("data", nargs="+", metavar="DATA", help="as for train")
-    add_flags(parser, ("column", "split", "seq", "device", "dtype", "vram", "host", "nvme"))
+    add_flags(parser, ("column", "chat_template", "split", "seq", "device", "dtype", "vram", "host", "nvme"))
     parser.set_defaults(run=run)
 
 
@@ -36,7 +36,7 @@ def run(args: argparse.Namespace) -> None:
         settings = settings.with_(seq=settings.seq or run.seq, dtype=kind)
     settings, source = for_machine(settings), folder.source_of(settings.model)
     lora.check_packages(source.adapter is not None, source.base)
-    tokenizer = folder.load_tokenizer(source.words)
+    tokenizer = folder.load_tokenizer(source.words, settings.chat_template)
     settings = for_model(settings, folder.load_config(source.model))
     found = mixture.mixed(mixture.sources(settings, settings.data, tokenizer), settings.seed)
     said = ", ".join(settings.data)
@@ -50,7 +50,8 @@ def run(args: argparse.Namespace) -> None:
     if rows.shared and (why := why_alone(model, settings.seq, False)):
         packed_rows, rows = len(rows), packed(found, settings.seq, 0, alone=True)
         say_alone(why, packed_rows, len(rows))
-    model = mt.stream(model, settings.device, vram=settings.vram, host=settings.host, nvme=settings.nvme)
+    model = mt.stream(model.requires_grad_(False), settings.device, vram=settings.vram, host=settings.host,
+                      nvme=settings.nvme)
     loss = mean_loss(model, rows)
     say(f"loss {loss:.4f} nats a token, perplexity {math.exp(min(loss, 700)):.4g}; {rows.targets:,} tokens in "
         f"{len(rows)} rows of {settings.seq}")

@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from ..base.errors import MegatrainError
+from megatrain_torch import MegatrainError
+
 from ..base.limits import show_bytes
 from . import folder, lora
 from .say import say

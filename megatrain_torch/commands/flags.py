@@ -6,7 +6,8 @@ import shlex
 from collections.abc import Iterable
 from typing import Any
 
-from ..base.errors import MegatrainError
+from megatrain_torch import MegatrainError
+
 from ..plans.changes import typed
 
 

@@ -23,7 +23,8 @@ from typing import Any
 
 import torch
 
-from ..base.errors import MegatrainError
+from megatrain_torch import MegatrainError
+
 from ..base.strict import field, is_count, parsed, table
 from ..checkpoint import manifest
 from ..model.pretrained import loaded
@@ -133,6 +134,11 @@ def run_of(name: str) -> Settings | None:
     return settings_of(Path(name)) if (Path(name) / MARKER).is_file() else None
 
 
+def is_chat(name: str) -> bool:
+    """Is it a run that was trained on conversations?"""
+    return (Path(name) / MARKER).is_file() and bool(Owned(Path(name)).data.get("chat"))
+
+
 def beneath(settings: Settings) -> str:
     """The model that a run began with."""
     return source_of(settings.model).alone(settings.model).model
@@ -208,9 +214,10 @@ def load(source: Source, dtype: str) -> Any:
     return model if source.adapter is None else lora.over(model, source.adapter)
 
 
-def load_model(name: str, dtype: str, has_values: bool = True, base: str = "none") -> Any:
+def load_model(name: str, dtype: str, has_values: bool = True, base: str = "none", scores: bool = False) -> Any:
     """On the CPU. has_values: else on the meta device, where transformers can: another process has them. base: how its
-    linear weights are kept; "whole": in 16 bits, where files have codes of them too.
+    linear weights are kept; "whole": in 16 bits, where files have codes of them too. scores: one that gives a text a
+    number, in the place of the next token.
 
     Raises:
         MegatrainError: there is none, it is no language model, or some of its weights are not there.
@@ -221,22 +228,32 @@ def load_model(name: str, dtype: str, has_values: bool = True, base: str = "none
     before = tf.utils.logging.get_verbosity()
     tf.utils.logging.set_verbosity_error()           # what its report says is said below
     try:
-        model, found = _load(tf.AutoModelForCausalLM, name, "language model", has_values, base, dtype=dtype,
-                             output_loading_info=True)
+        kind, more = ((tf.AutoModelForSequenceClassification, {"num_labels": 1}) if scores
+                      else (tf.AutoModelForCausalLM, {}))
+        model, found = _load(kind, name, "language model", has_values, base, dtype=dtype, output_loading_info=True,
+                             **more)
     finally:
         tf.utils.logging.set_verbosity(before)
-    if missing := sorted(found["missing_keys"]):
+    if missing := sorted(key for key in found["missing_keys"] if not (scores and key.startswith("score."))):
         raise MegatrainError(f"{name}: its files have no {missing[0]}, and {len(missing) - 1} more of the weights that "
                              f"a {type(model).__name__} has: they are of another model than config.json says")
     return model
 
 
-def load_tokenizer(name: str) -> Any:
+def load_tokenizer(name: str, chat_template: str | None = None) -> Any:
+    """chat_template: a file with one, in the place of its own."""
     if Path(name).is_dir() and (Path(name) / "config.json").is_file() and not any(
             p.name.startswith(TOKENIZER_FILES) for p in Path(name).iterdir()):
         raise MegatrainError(f"{name} has no tokenizer (tokenizer.json): copy tokenizer.json and "
                              "tokenizer_config.json from the model that it was made from")
-    return _load(transformers().AutoTokenizer, name, "tokenizer")
+    tokenizer = _load(transformers().AutoTokenizer, name, "tokenizer")
+    if chat_template is not None:
+        try:
+            tokenizer.chat_template = Path(chat_template).read_text()
+        except (OSError, UnicodeDecodeError) as why:
+            raise MegatrainError(f"chat_template={chat_template}: {getattr(why, 'strerror', None) or why}"
+                                 f"{near(chat_template)}") from None
+    return tokenizer
 
 
 def near(name: str) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..base.errors import MegatrainError
+from megatrain_torch import MegatrainError
 
 Record = dict[str, Any]
 KNOWN = ("messages", "conversations", "prompt", "text")      # fields that data.py reads, first come first
@@ -31,6 +31,10 @@ def read(record: Record, chat: bool, where: str) -> Record:
         MegatrainError: it asks for what cannot be said without one; or has beside a prompt what would be lost.
     """
     record = _lowered(record)
+    if {"chosen", "rejected"} <= record.keys():
+        raise MegatrainError(f"{where} is a preference (chosen, rejected): --method dpo, orpo or reward trains on such")
+    if isinstance(record.get("label"), bool) and {"prompt", "completion"} <= record.keys():
+        raise MegatrainError(f"{where} is a completion with a label, good or bad: --method kto trains on such")
     if any(name in record for name in KNOWN[:3]):
         return _checked(record, where)
     asked = [name for name in ASKED if _said(record, name)]
@@ -46,6 +50,19 @@ def read(record: Record, chat: bool, where: str) -> Record:
     if record[answer] is None:
         raise MegatrainError(f"{where}: {answer} is null: a text is needed")
     return (_conversation if chat else _prompt)(record, asked, beside, answer, where)
+
+
+def asked(record: Record, chat: bool, where: str) -> Record:
+    """A record of preferences, or of what is to be answered, with what it asks as its `prompt`."""
+    record = _lowered(record)
+    questions = [name for name in ASKED if _said(record, name)]
+    if not questions or any(name in record for name in KNOWN[:3]):
+        return record
+    beside, made = [name for name in BESIDE if _said(record, name)], dict(record)
+    for name in [n for n in ("chosen", "rejected", "completion") if isinstance(record.get(n), str)] or [""]:
+        found = (_conversation if chat else _prompt)({**record, "": ""}, questions, beside, name, where)
+        made |= {"prompt": found["prompt"]} | ({name: found["completion"]} if name else {})
+    return made
 
 
 def _lowered(record: Record) -> Record:

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 
 import megatrain_torch as mt
+from megatrain_torch import MegatrainError
 
 from ..base.codes import coded
-from ..base.errors import MegatrainError
 from . import folder, lora
 from .say import say
 from .settings import Settings, add_flags, given
@@ -22,7 +22,8 @@ def add(commands: Any) -> None:
     parser = commands.add_parser("generate", help="let a model write", allow_abbrev=False)
     parser.add_argument("model", metavar="MODEL", help="a run, a folder in Hugging Face format, or a name on the hub")
     parser.add_argument("--prompt", required=True, metavar="TEXT")
-    parser.add_argument("--chat", action="store_true", help="the prompt is a user's message, in the chat template")
+    parser.add_argument("--chat", action=argparse.BooleanOptionalAction, help="the prompt is a user's message, in the "
+                        "chat template; default: as a run was trained, else as it is")
     parser.add_argument("--max-new-tokens", type=int, metavar="N",
                         help="default: 200, and at most what the model takes")
     parser.add_argument("--temperature", type=float, default=0.8, metavar="X", help="0: always the likeliest token")
@@ -38,6 +39,8 @@ def run(args: argparse.Namespace) -> None:
     source = folder.source_of(args.model)
     lora.check_packages(source.adapter is not None, source.base)
     tokenizer = folder.load_tokenizer(source.words)
+    if args.chat is None:
+        args.chat = bool(tokenizer.chat_template) and folder.is_chat(args.model)
     inputs = _inputs(tokenizer, args.prompt, args.chat)
     new = _new_tokens(args.max_new_tokens, inputs["input_ids"].shape[1], folder.load_config(source.model))
     model = _placed(folder.load(source, source.dtype), settings)
@@ -94,4 +97,4 @@ def _placed(model: Any, settings: Settings) -> Any:
             return model
         if sum(p.nbytes for p in model.parameters()) < FITS * torch.cuda.mem_get_info()[0]:
             return model.to(settings.device)
-    return mt.stream(model, settings.device, **limits)
+    return mt.stream(model.requires_grad_(False), settings.device, **limits)

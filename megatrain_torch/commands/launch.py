@@ -22,7 +22,8 @@ from collections.abc import Iterator, Sequence
 
 from torch import distributed as dist
 
-from ..base.errors import MegatrainError
+from megatrain_torch import MegatrainError
+
 from ..group import launcher
 
 STORE, LAUNCHER = "MEGATRAIN_STORE", "MEGATRAIN_LAUNCHER"        # port, and process, of who started this one
@@ -46,9 +47,15 @@ def check_alone() -> None:
                              f"--gpus {many} starts the others")
 
 
+def watch() -> None:
+    """This process, where it was started for one GPU of several, is told to stop, and save, when who started it is
+    gone."""
+    if joins():
+        launcher.watch(int(os.environ[LAUNCHER]))
+
+
 def join(backend: str) -> None:
-    """Makes the group of all. From here on this process is told to stop, and save, when who started it is gone."""
-    launcher.watch(int(os.environ[LAUNCHER]))
+    """Makes the group of all."""
     dist.init_process_group(backend, store=_group(), rank=_rank(), world_size=int(os.environ["WORLD_SIZE"]))
 
 

@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..base.errors import MegatrainError
+from megatrain_torch import MegatrainError
+
 from ..base.units import output_embeddings
 
 ALL = "all"
@@ -71,15 +72,16 @@ class Lora:
 
     def config(self, model: nn.Module) -> Any:
         """PEFT's. Of a mixture "all-linear" has adapters on its experts' parameters too, which are no linear layers."""
-        made = self._config("all-linear" if self.targets == (ALL,) else list(self.targets))
+        scores = hasattr(model, "score")                 # a reward model's head, which trains with the adapters
+        made = self._config("all-linear" if self.targets == (ALL,) else list(self.targets), scores)
         if self.targets == (ALL,) and any("expert" in name and p.dim() == 3 for name, p in model.named_parameters()):
             made.target_modules = set(_linear_names(model))
-            return self._config(_but_for_experts(made, model))
+            return self._config(_but_for_experts(made, model), scores)
         return made
 
-    def _config(self, targets: Any) -> Any:
+    def _config(self, targets: Any, scores: bool = False) -> Any:
         return _peft().LoraConfig(r=self.r, lora_alpha=self.alpha, lora_dropout=self.dropout, target_modules=targets,
-                                  task_type="CAUSAL_LM")
+                                  task_type="SEQ_CLS" if scores else "CAUSAL_LM")
 
     def check(self, model: nn.Module) -> None:
         """Raises: MegatrainError: a target is no linear layer of the model."""

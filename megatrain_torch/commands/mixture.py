@@ -11,12 +11,15 @@ import hashlib
 import math
 import random
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from ..base.errors import MegatrainError
-from .data import Document, documents
-from .reading import Meter, files_of, records
+from megatrain_torch import MegatrainError
+
+from .data import Document, documents, pairs
+from .methods import Pair
+from .reading import files_of, records
 from .say import say
 from .settings import Settings
 
@@ -52,7 +55,8 @@ def named(word: str) -> tuple[str, float | None]:
     return name, weight
 
 
-def sources(settings: Settings, words: tuple[str, ...], tokenizer: Any) -> list[Source]:
+def sources(settings: Settings, words: tuple[str, ...], tokenizer: Any, date: datetime | None = None
+            ) -> list[Source]:
     """All of them, read and tokenized.
 
     Raises:
@@ -65,14 +69,12 @@ def sources(settings: Settings, words: tuple[str, ...], tokenizer: Any) -> list[
     if len(found) == 1 and not without:
         raise MegatrainError(f"data={words[0]}: a weight is a share among several sources, and this is one alone; all "
                              f"of it is taken as {found[0][0]}")
-    files = [files_of(name) for name, _ in found]        # what is not there is said before hours of tokenizing
-    meter = Meter([path for some in files for path in some or []])
-
-
-    def read(name: str) -> list[Document]:
-        return documents(records(name, settings.split, meter), tokenizer, settings.column, name, meter)
-
-    return [Source(name, weight, read(name)) for name, weight in found]
+    for name, _ in found:
+        files_of(name)                       # what is not there is said before hours of tokenizing
+    return [Source(name, weight, pairs(records(name, settings.split), settings.method, tokenizer, name)
+                   if settings.method != "sft" else
+                   documents(records(name, settings.split), tokenizer, settings.column, name, date))
+            for name, weight in found]
 
 
 def shuffled(found: list[Document], seed: int) -> list[Document]:
@@ -115,13 +117,17 @@ SAID = ("seq", "seed", "validation")                     # settings that say whi
 def identity(settings: Settings, found: list[Source], held: list[Source]) -> dict[str, Any]:
     """What tells the rows from others. held: held out, where that is data of its own."""
     return {"sources": [_about(source) for source in found], "validation sources": [_about(source) for source in held],
+            "chat": any(d.chat for source in found for d in source.documents),
             **{name: getattr(settings, name) for name in SAID if name != "validation" or not held}}
 
 
 def _about(source: Source) -> dict[str, Any]:
     whole = hashlib.sha256()
     for d in source.documents:
-        whole.update(f"{len(d)} {d.whole} {d.trained.all()} ".encode())
+        if isinstance(d, Pair):
+            whole.update(d.text.encode())
+            continue
+        whole.update(f"{len(d)} {d.whole} {d.trained.all()} {'' if len(d.starts) == 1 else d.starts}".encode())
         whole.update(d.ids.astype("<u4").tobytes() if len(d) < 1 << 20 else d.ids.data)
         if not d.trained.all():
             whole.update(d.trained.tobytes())

@@ -21,8 +21,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from megatrain_torch import MegatrainError
+
 from .. import _core
-from ..base.errors import MegatrainError
 from ..base.strict import field, is_count, is_plain_name, parsed, table
 from ..checkpoint import manifest
 from .say import say

@@ -10,7 +10,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from ..base.errors import MegatrainError
+from megatrain_torch import MegatrainError
+
 from ..base.formats import SHOWN
 from ..base.limits import is_size, parse_bytes
 from ..base.modes import GRADS, HOMES, MODES

@@ -1,24 +1,22 @@
 """Records of data: of files, of folders of files, of a data set on the hub.
 
     .jsonl .ndjson      a line, a record            .csv .tsv     a row, a record, by the names in the first row
-    .json               an entry of its list        .parquet      a row
-    anything else       the text itself: {"text": ...}, in parts where it is long
+    .json               an entry of its list        .parquet      a row, read by `datasets`
+    anything else       the text itself: {"text": ...}
 
-A file is never whole in memory but where it is one value (.json).
+A record that cannot be read is given as the MegatrainError that says why: one bad line does not end a run.
 """
 from __future__ import annotations
 
 import codecs
 import csv
-import io
 import json
-import sys
 from collections.abc import Iterator
 from pathlib import Path
-from time import monotonic
-from typing import Any, BinaryIO
+from typing import Any
 
-from ..base.errors import MegatrainError
+from megatrain_torch import MegatrainError
+
 from .folder import near
 from .owned import MARKER
 from .say import say
@@ -27,77 +25,24 @@ TEXT_KINDS = (".txt", ".text", ".md", ".py", ".rst")
 LINE_KINDS, TABLE_KINDS = (".jsonl", ".ndjson"), {".csv": ",", ".tsv": "\t"}
 RECORD_KINDS = (*LINE_KINDS, ".json", *TABLE_KINDS, ".parquet")
 SEPARATORS = (";", "\t", "|")        # that are written into .csv too
-READ_BYTES = 1 << 18                 # of a text file, read at once
-LONG_BYTES = 1 << 20                 # a text file of more is read in parts
-EVERY_S = {True: 0.5, False: 30.0}   # on a terminal, and without one: between two looks at how far it is
 Record = dict[str, Any]
 
 
-class Meter:
-    """How far reading and tokenizing is; told on stderr where it takes long."""
-
-    def __init__(self, paths: list[Path]) -> None:
-        self._bytes, self._before, self._at = sum(p.stat().st_size for p in paths), 0, 0
-        self._told, self._live, self.tokens = monotonic(), sys.stderr.isatty(), 0
-
-    def at(self, position: int) -> None:
-        """Of the file that is being read."""
-        self._at = position
-
-    def done(self, path: Path) -> None:
-        self._before, self._at = self._before + path.stat().st_size, 0
-
-    def add(self, tokens: int) -> None:
-        self.tokens += tokens
-        if (now := monotonic()) - self._told < EVERY_S[self._live]:
-            return
-        self._told = now
-        share = f"{min(1.0, (self._before + self._at) / self._bytes):.0%}, " if self._bytes else ""
-        sys.stderr.write(f"tokenizing: {share}{self.tokens:,} tokens" + ("\r" if self._live else "\n"))
-        sys.stderr.flush()
-
-
-class TextFile:
-    """A long text file: its text, a part at a time."""
-
-    def __init__(self, path: Path, meter: Meter | None = None) -> None:
-        self.path, self._meter = path, meter
-
-    def __iter__(self) -> Iterator[str]:
-        decoder = io.IncrementalNewlineDecoder(codecs.getincrementaldecoder("utf-8-sig")(), translate=True)
-        done = 0
-        with self.path.open("rb") as file:
-            while part := file.read(READ_BYTES):
-                yield self._decoded(decoder, part, done, False)
-                done += len(part)
-                if self._meter is not None:
-                    self._meter.at(done)
-        yield self._decoded(decoder, b"", done, True)
-
-    def _decoded(self, decoder: Any, part: bytes, done: int, last: bool) -> str:
-        try:
-            return decoder.decode(part, last)
-        except UnicodeDecodeError as why:                # what it decodes begins with the rest of the part before
-            raise _no_text(self.path, done + len(part) - len(why.object) + why.start) from None
-
-
-def records(data: str, split: str = "train", meter: Meter | None = None) -> Iterator[Record]:
+def records(data: str, split: str = "train") -> Iterator[Record | MegatrainError]:
     """The records of a file, of all files of a folder in the order of their names, or of a data set on the hub.
 
     Raises:
-        MegatrainError: there is none, or it cannot be read; the message has the file and the line.
+        MegatrainError: there is none, or a file cannot be read at all.
     """
     files = files_of(data)
     if files is None:
-        yield from _hub(data, split)
+        yield from _loaded(data, f"data set {data!r}, split {split!r}{near(data)}", split=split)
         return
-    meter = meter or Meter(files)
     for file in files:
         try:
-            yield from _file(file, meter)
+            yield from _file(file)
         except OSError as why:
             raise MegatrainError(f"{file}: cannot be read ({why.strerror})") from None
-        meter.done(file)
 
 
 def files_of(data: str) -> list[Path] | None:
@@ -121,74 +66,68 @@ def files_of(data: str) -> list[Path] | None:
     return None
 
 
-def _file(path: Path, meter: Meter) -> Iterator[Record]:
+def _file(path: Path) -> Iterator[Record | MegatrainError]:
     kind = path.suffix.lower()
     if kind == ".parquet":
-        return _parquet(path)
+        return _loaded("parquet", str(path), data_files=str(path), split="train")
     if kind in LINE_KINDS:
-        return _lines(path, meter)
+        return _lines(path)
     if kind in TABLE_KINDS:
-        return _table(path, meter)
-    if kind == ".json":
-        return _array(path, meter)
-    if path.stat().st_size > LONG_BYTES:
-        return iter([{"text": TextFile(path, meter)}])
-    return iter([{"text": _text(path)}])
+        return _table(path)
+    return _array(path) if kind == ".json" else _whole(path)
 
 
-def _text(path: Path) -> str:
-    try:
-        found = path.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as why:
-        raise _no_text(path, why.start) from None
-    if found.lstrip()[:1] == "{" and _is_object(found.lstrip().partition("\n")[0]):
+def _whole(path: Path) -> Iterator[Record]:
+    found = _text(path, f"a text file, or one of {', '.join(RECORD_KINDS)}, is needed; a text of another encoding: "
+                        f"iconv -f LATIN1 -t UTF-8 {path}")
+    if _begins_as_lines(found):
         say(f"{path} is trained as it stands, as a text; if its lines are records, name it .jsonl")
-    return found
+    yield {"text": found}
 
 
-def _is_object(line: str) -> bool:
+def _text(path: Path, needed: str) -> str:
     try:
-        return isinstance(json.loads(line), dict)
-    except (ValueError, RecursionError):
-        return False
-
-
-def _no_text(path: Path, byte: int) -> MegatrainError:
-    return MegatrainError(f"{path}: byte {byte} is not UTF-8: a text file, or one of {', '.join(RECORD_KINDS)}, is "
-                          f"needed; a text of another encoding: iconv -f LATIN1 -t UTF-8 {path}")
+        return path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as why:
+        raise MegatrainError(f"{path}: byte {why.start} is not UTF-8: {needed}") from None
 
 
 # ---- JSON ----------------------------------------------------------------------------------------
 
-def _lines(path: Path, meter: Meter) -> Iterator[Record]:
-    at = 0
+def _lines(path: Path) -> Iterator[Record | MegatrainError]:
     with path.open("rb") as lines:
         for number, line in enumerate(lines, 1):
-            at += len(line)
-            meter.at(at)
             line = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
             if line.strip():
-                yield _record(from_json(line, f"{path}:{number}"), f"{path}:{number}")
+                yield _record(line, f"{path}:{number}")
 
 
-def _array(path: Path, meter: Meter) -> Iterator[Record]:
-    text = _read(path)
+def _array(path: Path) -> Iterator[Record | MegatrainError]:
+    text = _text(path, "JSON is UTF-8")
     try:
         found = from_json(text, str(path))
     except MegatrainError:
-        if "\n" in text.strip() and _is_object(text.lstrip().partition("\n")[0]):
-            yield from _lines(path, meter)               # many a file of lines is called .json
+        if "\n" in text.strip() and _begins_as_lines(text):
+            yield from _lines(path)                      # many a file of lines is called .json
             return
         raise
     for number, record in enumerate(found if isinstance(found, list) else [found], 1):
         yield _record(record, f"{path}, record {number}")
 
 
-def _read(path: Path) -> str:
+def _begins_as_lines(text: str) -> bool:
+    first = text.lstrip().partition("\n")[0]
+    return first[:1] == "{" and isinstance(_record(first, ""), dict)
+
+
+def _record(found: Any, where: str) -> Record | MegatrainError:
     try:
-        return path.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as why:
-        raise MegatrainError(f"{path}: byte {why.start} is not UTF-8, as JSON is") from None
+        found = from_json(found, where) if isinstance(found, (str, bytes)) else found
+    except MegatrainError as why:
+        return why
+    if isinstance(found, dict):
+        return found
+    return MegatrainError(f"{where}: an object such as {{\"text\": ...}} is needed, not a {type(found).__name__}")
 
 
 def from_json(text: str | bytes, where: str) -> Any:
@@ -198,34 +137,27 @@ def from_json(text: str | bytes, where: str) -> Any:
     except UnicodeDecodeError as why:
         raise MegatrainError(f"{where}: byte {why.start} is not UTF-8, as JSON is") from None
     except json.JSONDecodeError as why:
-        raise MegatrainError(f"{where}: not JSON: {why.msg} at {_place(why)}") from None
+        doc = why.doc.rstrip()           # what is missing at a line's end json tells as at the beginning of the next
+        place = (f"line {why.lineno}, column {why.colno}" if "\n" in doc
+                 else f"column {min(why.pos, len(doc)) + 1}")
+        raise MegatrainError(f"{where}: not JSON: {why.msg} at {place}") from None
     except (RecursionError, ValueError) as why:
         raise MegatrainError(f"{where}: not JSON that can be read: {why}") from None
 
 
-def _place(why: json.JSONDecodeError) -> str:
-    """In a line alone the column; what is missing at its end json tells as at the beginning of the next."""
-    text = why.doc.rstrip()
-    return f"line {why.lineno}, column {why.colno}" if "\n" in text else f"column {min(why.pos, len(text)) + 1}"
-
-
-def _record(found: Any, where: str) -> Record:
-    if not isinstance(found, dict):
-        raise MegatrainError(f"{where}: an object such as {{\"text\": ...}} is needed, not a {type(found).__name__}")
-    return found
-
-
 # ---- tables --------------------------------------------------------------------------------------
 
-def _table(path: Path, meter: Meter) -> Iterator[Record]:
+def _table(path: Path) -> Iterator[Record | MegatrainError]:
     csv.field_size_limit(2**31 - 1)                      # of a field; Python's own is 128 KiB
-    with path.open("rb") as raw:
-        text = io.TextIOWrapper(raw, encoding="utf-8-sig", newline="")
+    with path.open(encoding="utf-8-sig", newline="") as text:
         rows = csv.reader(text, delimiter=_separator(path), strict=True)
         try:
-            names = _names(next(rows, []), path)
+            names = [name.strip() for name in next(rows, [])]
+            if not names:
+                raise MegatrainError(f"{path}: it is empty; a first row with the fields' names is needed")
+            if twice := [name for name in names if names.count(name) > 1]:
+                raise MegatrainError(f"{path}:1: two fields are called {twice[0]!r}: give each a name of its own")
             for row in rows:
-                meter.at(raw.tell())
                 if row:
                     yield _row(names, row, f"{path}:{rows.line_num}")
         except csv.Error as why:
@@ -239,51 +171,29 @@ def _separator(path: Path) -> str:
     """By the file's name; of a .csv by its first line, which has names alone."""
     own = TABLE_KINDS[path.suffix.lower()]
     with path.open("rb") as raw:
-        first = _first_line(raw)
+        first = raw.readline(1 << 16).decode("utf-8", "replace")
     others = [s for s in SEPARATORS if s in first]
     return others[0] if own not in first and others else own
 
 
-def _first_line(raw: BinaryIO) -> str:
-    return raw.readline(1 << 16).decode("utf-8", "replace")
-
-
-def _names(row: list[str], path: Path) -> list[str]:
-    names = [name.strip() for name in row]
-    if not names:
-        raise MegatrainError(f"{path}: it is empty; a first row with the fields' names is needed")
-    if twice := [name for name in names if names.count(name) > 1]:
-        raise MegatrainError(f"{path}:1: two fields are called {twice[0]!r}: give each a name of its own")
-    return names
-
-
-def _row(names: list[str], row: list[str], where: str) -> Record:
+def _row(names: list[str], row: list[str], where: str) -> Record | MegatrainError:
     if len(row) != len(names):
-        raise MegatrainError(f"{where}: {len(row)} fields, and {len(names)} names in the first row; a text with commas "
-                             "or line ends stands in \"...\"")
-    return {name: from_json(value, f"{where}: {name}") if name in ("messages", "conversations") else value
-            for name, value in zip(names, row)}
-
-
-def _parquet(path: Path) -> Iterator[Record]:
+        return MegatrainError(f"{where}: {len(row)} fields, and {len(names)} names in the first row; a text with "
+                              "commas or line ends stands in \"...\"")
     try:
-        import pyarrow.parquet
-    except ImportError:
-        raise MegatrainError(f"{path}: parquet needs pyarrow: pip install pyarrow") from None
-    try:
-        for batch in pyarrow.parquet.ParquetFile(path).iter_batches():
-            yield from batch.to_pylist()
-    except pyarrow.ArrowInvalid as why:
-        raise MegatrainError(f"{path}: not parquet: {why}") from None
+        return {name: from_json(value, f"{where}: {name}") if name in ("messages", "conversations") else value
+                for name, value in zip(names, row)}
+    except MegatrainError as why:
+        return why
 
 
-def _hub(name: str, split: str) -> Iterator[Record]:
+def _loaded(name: str, where: str, **kw: Any) -> Iterator[Record]:
+    """What `datasets` reads, streamed: nothing of it goes into its cache."""
     try:
         import datasets
     except ImportError:
-        raise MegatrainError(f"{name!r} is no file or folder here, and a name on the hub needs pip install datasets"
-                             f"{near(name)}") from None
+        raise MegatrainError(f"{where}: parquet, and data on the hub, need pip install datasets") from None
     try:
-        yield from datasets.load_dataset(name, split=split)
+        yield from datasets.load_dataset(name, streaming=True, **kw)
     except (OSError, ValueError) as why:
-        raise MegatrainError(f"data set {name!r}, split {split!r}{near(name)}: {why}") from None
+        raise MegatrainError(f"{where}: {why}") from None

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import argparse
+import base64
 import dataclasses
 import html
 import math
@@ -9,9 +10,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ..base.errors import MegatrainError
+from megatrain_torch import MegatrainError
+
 from ..base.strict import is_count
-from . import folder, inlined
+from . import folder
 from .say import say
 
 WIDTH, HEIGHT, LEFT, BELOW = 460, 180, 56, 20        # of a curve, in pixels; room for its numbers
@@ -21,7 +23,10 @@ CURVES = (("loss", ("loss", "eval_loss")), ("norm of the gradients", ("grad_norm
           ("learning rate", ("learning_rate",)), ("tokens a second", ("tokens_per_second",)))
 STYLE = ("body{font:14px sans-serif;margin:2em;max-width:1000px}table{border-collapse:collapse}"
          "td,th{padding:2px 10px;text-align:left}svg{max-width:100%;height:auto}h2{margin-top:1.5em}")
-HEAD = "<!doctype html><meta charset='utf-8'><title>megatrain</title>"
+# Whoever wrote the pages and pictures of a run's folder: nothing in them runs, or loads anything.
+HEAD = ("<!doctype html><meta charset='utf-8'><meta http-equiv='Content-Security-Policy' content=\"default-src 'none'; "
+        "img-src data:; style-src 'unsafe-inline'\"><title>megatrain</title>")
+MOST_BYTES = 20_000_000              # of a page or a picture
 Point = tuple[float, float]
 
 
@@ -55,11 +60,21 @@ def page(run_folder: Path) -> str:
     for title, name in (("The last step, and what bound it", "step.html"), ("The last steps", "timeline.svg"),
                         ("Memory, tier by tier", "storage.html"), ("The plan", "plan.html")):
         if (run_folder / name).is_file():
-            parts.append(f"<h2>{title}</h2>{inlined.file(run_folder / name)}")
+            parts.append(f"<h2>{title}</h2>{_inlined(run_folder / name)}")
     rows = "".join(f"<tr><td>{name}</td><td>{html.escape(_words(value))}</td></tr>"
                    for name, value in dataclasses.asdict(settings).items() if value is not None)
     parts.append(f"<h2>Settings</h2><table>{rows}</table>")
     return f"{HEAD}<style>{STYLE}</style>{''.join(parts)}"
+
+
+def _inlined(path: Path) -> str:
+    """A picture, or a page in a frame in which scripts do not run; what the head allows holds in it too."""
+    if path.stat().st_size > MOST_BYTES:
+        return f"<p>{html.escape(path.name)} is too large.</p>"
+    if path.suffix == ".svg":
+        return f"<img alt='' src='data:image/svg+xml;base64,{base64.b64encode(path.read_bytes()).decode()}'>"
+    return (f"<iframe sandbox style='width:100%;height:32em;border:0' "
+            f"srcdoc='{html.escape(path.read_text(errors='replace'))}'></iframe>")
 
 
 def _words(value: Any) -> str:

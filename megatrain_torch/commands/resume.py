@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from ..base.errors import MegatrainError
+from megatrain_torch import MegatrainError
+
 from ..base.strict import field, is_count, parsed, shown, table
 from ..checkpoint import manifest
 from ..checkpoint.parts import TRAINING

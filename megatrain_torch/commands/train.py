@@ -3,35 +3,31 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import importlib.util
 import math
+import os
 import shutil
 import time
+import warnings
 from collections.abc import Iterator
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import megatrain_torch as mt
+from megatrain_torch import MegatrainError
 
 from ..base.codes import elements
-from ..base.errors import MegatrainError
 from ..base.formats import master_bytes, moment_bytes
 from ..base.limits import show_bytes
 from ..checkpoint import again
 from ..checkpoint.parts import names_of
 from ..store.bases import check_base
-from . import folder, launch, lora, mixture
-from .data import (
-    Document,
-    Rows,
-    collate,
-    held_out,
-    packed,
-    prompts_too_long,
-    why_alone,
-)
+from . import folder, launch, lora, methods, mixture
+from .data import Document, Rows, collate, held_out, packed, prompts_too_long, why_alone
 from .export import export, made
 from .flags import Flags
 from .owned import Owned
@@ -91,8 +87,10 @@ def _free(out: Path, overwrite: bool) -> Iterator[Owned]:
 
 def check_packages() -> None:
     """What the loop imports, all of them at once; and that this command starts its processes."""
+    os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")       # TRL would tell of each run
     launch.check_alone()
-    gone = [name for name in ("transformers", "accelerate", "rich", "yaml") if importlib.util.find_spec(name) is None]
+    gone = [name for name in ("transformers", "accelerate", "trl", "datasets", "rich", "yaml")
+            if importlib.util.find_spec(name) is None]
     if gone:
         raise MegatrainError(f"megatrain train needs {' and '.join(gone)}: pip install "
                              f"{' '.join(gone).replace('yaml', 'pyyaml')}")
@@ -109,13 +107,23 @@ def train_run(settings: Settings, team: Team, owned: Owned | None, checkpoint: P
               convert: bool = False, new_data: bool = False) -> None:
     """Nothing of the folder is touched before all that can be refused was: arguments, data, model, memory, room.
     owned: the folder, where this process has it."""
+    import datasets
+
+    from .loop import Run
+
+    datasets.disable_caching()           # whose keys know nothing of this package's version
+    datasets.disable_progress_bars()
+    # Of names that TRL still gives to transformers.
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"(transformers|trl)\.")
     began, out = time.perf_counter(), Path(settings.out)
     torch.manual_seed(settings.seed)
     with team.as_one():
+        methods.given(settings)
         source = _source(settings, checkpoint)
-        tokenizer, config = folder.load_tokenizer(source.words), folder.load_config(source.model)
+        tokenizer, config = _tokenizer(source, settings, checkpoint), folder.load_config(source.model)
         settings = for_model(settings, config)
         _check_beside(settings, source.model, config)
+        reward = methods.rewards(settings) if settings.method == "grpo" else None
     data = team.first_does(lambda: _Data(settings, tokenizer, None if new_data or checkpoint is None else owned))
     with team.as_one():
         model = _model(source, settings, tokenizer, team.first)
@@ -125,23 +133,48 @@ def train_run(settings: Settings, team: Team, owned: Owned | None, checkpoint: P
             model = lora.Lora.of(settings.lora).beside(model, settings.seed)
     with contextlib.ExitStack() as refused:
         team.first_does(lambda: refused.enter_context(_made_if_kept(out)))
-        model, settings, plan = _streamed(model, settings, team)
-        team.first_does(lambda: _check_disk(model, settings, owned.nbytes if checkpoint is None else 0))
+        run = Run(team, owned, settings.tokens, {"lora": settings.lora, "base": settings.base}, convert)
+        try:
+            settings, how, page = _planned(model, settings, team)
+            trainer = _trainer(model, tokenizer, settings, train, held, run, how, reward)
+        except MegatrainError as why:
+            raise MegatrainError(Flags(PLANNED, settings.gpus).told(why)) from None
+        team.first_does(lambda: _check_disk(trainer.model, settings, owned.nbytes if checkpoint is None else 0))
         team.first_does(lambda: _begin(owned, checkpoint, data.identity))
     if team.first:
-        _write_begin(out, settings, plan)
-    _say_begin(model, settings, train, held)
+        _write_begin(out, settings, page)
+    _say_begin(trainer.model, settings, train, held)
     # A run that was stopped in its last step has none left to make: Trainer would make one more.
     over = checkpoint is not None and folder.step_of(checkpoint.name) >= settings.steps
-    stopped = None if over else _loop(model, tokenizer, settings, train, held, team, owned, checkpoint, convert)
-    if stopped is not None:
+    stopped = 0 if over else _loop(trainer, settings, checkpoint)
+    if stopped:
         team.meet()                      # the first one may be writing still
-        say(f"stopped at step {stopped[0]}; megatrain resume {out} goes on")
-        raise Stopped(stopped[1])
-    team.first_does(lambda: _export_final(model, tokenizer, owned))
-    say(f"done in {time.perf_counter() - began:.0f} s; the {'model' if settings.lora is None else 'adapter'} is "
-        f"{out / folder.FINAL}\n"
-        f"try it: megatrain generate {out} --prompt '...'     look: megatrain report {out}")
+        say(f"stopped at step {trainer.state.global_step}; megatrain resume {out} goes on")
+        raise Stopped(stopped)
+    team.first_does(lambda: _export_final(trainer.model, tokenizer, owned))
+    _say_end(settings, trainer.rose(), time.perf_counter() - began)
+    if settings.push_to_hub is not None:
+        team.first_does(lambda: _push(out / folder.FINAL, settings.push_to_hub))
+
+
+def _say_end(settings: Settings, rose: str, seconds: float) -> None:
+    out = settings.out
+    end = "done" if not rose else f"{rose}: the run diverged, and a lower --lr than {settings.lr:g} may not; over"
+    say(f"{end} in {seconds:.0f} s; the {'model' if settings.lora is None else 'adapter'} is {out}/{folder.FINAL}")
+    chat = " --chat" if folder.is_chat(out) else ""
+    tried = "" if settings.method == "reward" else f"try it: megatrain generate {out}{chat} --prompt '...'     "
+    say(f"{tried}look: megatrain report {out}")
+
+
+def _push(model: Path, name: str) -> None:
+    import huggingface_hub
+
+    try:
+        huggingface_hub.create_repo(name, exist_ok=True)
+        found = huggingface_hub.upload_folder(repo_id=name, folder_path=model)
+    except Exception as why:                             # of httpx, or of the hub
+        raise MegatrainError(f"push_to_hub={name}: {why}; the model is {model}") from None
+    say(f"{model} is on the hub: {found}")
 
 
 def _source(settings: Settings, checkpoint: Path | None) -> folder.Source:
@@ -149,9 +182,14 @@ def _source(settings: Settings, checkpoint: Path | None) -> folder.Source:
     the model under them is read to have their form."""
     if checkpoint is None:
         return folder.source_of(settings.model).alone(settings.model)
-    if settings.lora is None:
+    if settings.lora is None and settings.method == "sft":
         return folder.Source(str(checkpoint), str(checkpoint))
-    return folder.Source(folder.beneath(settings), str(checkpoint))
+    return folder.Source(folder.beneath(settings), str(checkpoint))      # which others are compared with, too
+
+
+def _tokenizer(source: folder.Source, settings: Settings, checkpoint: Path | None) -> Any:
+    """A checkpoint's has the chat template that the run began with."""
+    return folder.load_tokenizer(source.words, settings.chat_template if checkpoint is None else None)
 
 
 def _check_beside(settings: Settings, name: str, config: Any) -> None:
@@ -181,27 +219,35 @@ class _Data:
     def __init__(self, settings: Settings, tokenizer: Any, like: Owned | None) -> None:
         """like: a run that had the same."""
         self._settings, self._tokenizer = settings, tokenizer
-        self._parts, self.identity = _parts(settings, tokenizer)
+        told = None if like is None else like.data.get("date")
+        date = datetime.fromisoformat(told) if isinstance(told, str) else datetime.now().replace(microsecond=0)
+        self._parts, self.identity = _parts(settings, tokenizer, date)
+        self.identity["date"] = date.isoformat()         # templates may tell the model which day it is
         if like is not None:
             _check_data(like, self.identity)
-        self._rows = _rows(settings, tokenizer, self._parts)
-        # What no packing would allow is refused before the model is loaded.
-        for_data(settings, sum(1 if d.whole else math.ceil(len(d) / settings.seq) for d in self._parts[0]))
+        if settings.method == "sft":                     # what no packing allows is refused before the model is loaded
+            self._rows = _rows(settings, tokenizer, self._parts)
+            for_data(settings, sum(len(d.parts) if d.whole else math.ceil(len(d) / settings.seq)
+                                   for d in self._parts[0]))
 
-    def for_model(self, model: Any) -> tuple[Settings, Rows, Rows]:
+    def for_model(self, model: Any) -> tuple[Settings, Any, Any]:
         """With rows of one document each, where the model would see others in them."""
-        flat = self._settings.device == "cuda"       # rows of a micro-batch are joined then: they share a row anyhow
+        settings = self._settings
+        if settings.method != "sft":
+            train, held = self._parts
+            return for_data(settings, len(train), methods.SEQUENCES.get(settings.method, 1)), train, held
+        flat = settings.device == "cuda"             # rows of a micro-batch are joined then: they share a row anyhow
         train, held = self._rows
-        if (flat or train.shared or held.shared) and (why := why_alone(model, self._settings.seq, flat)):
+        if (flat or train.shared or held.shared) and (why := why_alone(model, settings.seq, flat)):
             packed_rows = len(train)
-            train, held = _rows(self._settings, self._tokenizer, self._parts, alone=True)
+            train, held = _rows(settings, self._tokenizer, self._parts, alone=True)
             say_alone(why, packed_rows, len(train))
         self._parts = self._rows = None              # they have as many tokens as the rows
-        return for_data(self._settings, len(train)), train, held
+        return for_data(settings, len(train)), train, held
 
 
 def _model(source: folder.Source, settings: Settings, tokenizer: Any, has_values: bool) -> Any:
-    model = folder.load_model(source.model, settings.dtype, has_values, settings.base)
+    model = folder.load_model(source.model, settings.dtype, has_values, settings.base, settings.method == "reward")
     there = model.get_input_embeddings().num_embeddings
     if len(tokenizer) > there:
         raise MegatrainError(f"the tokenizer has {len(tokenizer)} tokens and the model embeds {there}: they are not of "
@@ -249,16 +295,19 @@ def _export_final(model: Any, tokenizer: Any, owned: Owned) -> None:
     export(model, tokenizer, to, owned.run / folder.HALF, lambda half: owned.made(folder.FINAL, half))
 
 
-def _parts(settings: Settings, tokenizer: Any) -> tuple[tuple[list[Document], list[Document]], dict[str, Any]]:
+def _parts(settings: Settings, tokenizer: Any, date: datetime | None = None
+           ) -> tuple[tuple[list[Any], list[Any]], dict[str, Any]]:
     """(to train on, held out), and what tells them from others."""
-    found = mixture.sources(settings, settings.data, tokenizer)
+    found = mixture.sources(settings, settings.data, tokenizer, date)
     mixed = mixture.mixed(found, settings.seed)
     if isinstance(settings.validation, str):
-        held = mixture.sources(settings, (settings.validation,), tokenizer)
+        held = mixture.sources(settings, (settings.validation,), tokenizer, date)
         parts = mixture.shuffled(mixed, settings.seed), [d for s in held for d in s.documents]
     else:
-        held, parts = [], held_out(mixed, settings.validation, settings.seed)
-    _say_unknown([d for s in found for d in s.documents], tokenizer)
+        share = 0.0 if settings.method == "grpo" else settings.validation        # it would write all its answers anew
+        held, parts = [], held_out(mixed, share, settings.seed)
+    if settings.method == "sft":
+        _say_unknown([d for s in found for d in s.documents], tokenizer)
     return parts, mixture.identity(settings, found, held)
 
 
@@ -286,40 +335,35 @@ def _say_unknown(found: list[Document], tokenizer: Any) -> None:
             "tokenizer does not know; it will write that too")
 
 
-def _streamed(model: Any, settings: Settings, team: Team) -> tuple[Any, Settings, str]:
-    """The model, streamed; on CUDA by the plan of least time for this machine, which is also returned as a page."""
-    try:
-        return _as_planned(model, settings, team)
-    except MegatrainError as why:
-        raise MegatrainError(Flags(PLANNED, settings.gpus).told(why)) from None
-
-
 PLANNED = ("tokens", "seq", "vram", "host", "micro", "states", "nvme", "dtype", "products")
 
 
-def _as_planned(model: Any, settings: Settings, team: Team) -> tuple[Any, Settings, str]:
+def _planned(model: Any, settings: Settings, team: Team) -> tuple[Settings, dict[str, Any], str]:
+    """(with micro-batches, how to stream, the plan's page): on CUDA by the plan of least time for this machine."""
     if settings.device == "cpu":
-        stream = {"plan": {"states": settings.states}, "host": settings.host, "nvme": settings.nvme,
-                  "products": settings.products}
-        return mt.stream(model, "cpu", **stream), settings.with_(micro=settings.micro or 1), ""
+        return settings.with_(micro=settings.micro or 1), {
+            "device": "cpu", "plan": {"states": settings.states}, "host": settings.host, "nvme": settings.nvme,
+            "products": settings.products}, ""
     plan = team.of_first(team.first_does(lambda: mt.plan(
         model, tokens=settings.tokens // settings.gpus, seq=settings.seq, vram=settings.vram, host=settings.host,
         micro=settings.micro, states=settings.states, products=settings.products, nvme=settings.nvme,
         gpus=settings.gpus)))
     say(str(plan).split("\n\n")[0])
-    return mt.stream(model, "cuda", plan=plan), settings.with_(micro=plan.micro), plan._repr_html_()
+    return settings.with_(micro=plan.micro), {"device": "cuda", "plan": plan}, plan._repr_html_()
 
 
-def _say_begin(model: Any, settings: Settings, train: Rows, held: Rows) -> None:
+def _say_begin(model: Any, settings: Settings, train: Any, held: Any) -> None:
     own = sum(p.numel() for p in model.parameters() if p.requires_grad)
     kept = f", {own / 1e6:,.1f} M of them in adapters that train" if settings.lora is not None else ""
     kept += f", linear weights in {settings.base}" if settings.base != "none" else ""
     parameters = sum(map(elements, model.parameters()))
-    say(f"{parameters / 1e6:,.1f} M parameters{kept}, streamed, computing on {settings.device}; "
-        f"{train.targets:,} tokens to learn in {len(train)} rows of {settings.seq}, {held.targets:,} held out; "
+    there = (f"{train.targets:,} tokens to learn in {len(train)} rows of {settings.seq}, {held.targets:,} held out"
+             if settings.method == "sft" else f"{len(train):,} records, {len(held):,} held out, by {settings.method}")
+    say(f"{parameters / 1e6:,.1f} M parameters{kept}, streamed, computing on {settings.device}; {there}; "
         f"{settings.steps} steps of {settings.tokens:,} tokens"
         f"{f' on {settings.gpus} GPUs' if settings.gpus > 1 else ''}; run in {settings.out}")
-    say_cut(train.cut + held.cut, settings.seq)
+    if settings.method == "sft":
+        say_cut(train.cut + held.cut, settings.seq)
 
 
 def say_cut(cut: int, seq: int) -> None:
@@ -331,25 +375,59 @@ def say_alone(why: str, packed_rows: int, rows: int) -> None:
     say(f"{why}; so each has rows of its own, filled up at the end: {rows} rows, not {packed_rows}")
 
 
-def _loop(model: Any, tokenizer: Any, settings: Settings, train: Rows, held: Rows, team: Team, owned: Owned | None,
-          checkpoint: Path | None, convert: bool) -> tuple[int, int] | None:
-    """(step, signal) at which it was asked to stop; None: it came to the end."""
-    from .loop import Bar, Requests, StreamedTrainer
+def _trainer(model: Any, tokenizer: Any, settings: Settings, train: Any, held: Any, run: Any, how: dict[str, Any],
+             reward: Any) -> Any:
+    """TRL's, with its model streamed."""
+    import datasets
 
+    from .loop import OfRows, Streamed
+
+    rows, (kind, _) = settings.method == "sft", methods.classes(settings.method)
+    # TRL looks at data sets of its own kind when a trainer is made; the rows take their place behind that.
+    data = [datasets.Dataset.from_list([{"input_ids": [0], "labels": [0]}] if rows else [p.record for p in part])
+            if len(part) else None for part in (train, held)]
+    if not rows and tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    more = {"data_collator": collate(settings.device == "cuda" and not train.alone)} if rows else {}
+    more |= {} if reward is None else {"reward_funcs": reward}
+    config = model.config.get_text_config()
+    kept = {name: getattr(config, name) for name in ("router_aux_loss_coef",) if hasattr(config, name)}
+    try:
+        trainer = mt.stream_trainer(
+            type(kind.__name__, (OfRows if rows else Streamed, kind), {"run": run}), model,
+            _arguments(settings, bool(len(held))), optimizer=lambda m: _adamw(m, settings), stream_with=how,
+            processing_class=tokenizer, train_dataset=data[0], eval_dataset=data[1], **more)
+    except ValueError as why:                            # of TRL, about arguments that do not go together
+        raise MegatrainError(f"{settings.method}: {why}") from None
+    for name, value in kept.items():                     # TRL writes what it uses into what is saved with the model
+        setattr(config, name, value)
+    if rows:
+        trainer.train_dataset, trainer.eval_dataset = train, held.first(HELD_OUT_ROWS) if len(held) else None
+    return trainer
+
+
+def _adamw(model: Any, settings: Settings) -> mt.AdamW:
     trained = [p for p in model.parameters() if p.requires_grad]
-    no_decay = [p for p in trained if p.ndim < 2]
     groups = [{"params": [p for p in trained if p.ndim >= 2]},
-              {"params": no_decay, "weight_decay": 0.0}]
-    opt = mt.AdamW([g for g in groups if g["params"]], lr=settings.lr, betas=(0.9, settings.beta2),
-                   weight_decay=settings.weight_decay, states=settings.states)
-    requests, flat = Requests(team), settings.device == "cuda" and not train.alone
-    with (mt.trace(model) if team.first else contextlib.nullcontext()) as trace, requests.listening():
-        trainer = StreamedTrainer(
-            model, _arguments(settings, bool(len(held))), collate(flat), train,
-            held.first(HELD_OUT_ROWS) if len(held) else None, processing_class=tokenizer, optimizers=(opt, None),
-            callbacks=[requests, Bar(say, trace)] if team.first else [requests], team=team, trace=trace,
-            tokens=settings.tokens, convert=convert, owned=owned, asked={"lora": settings.lora, "base": settings.base})
-        trainer.remove_callback(_printer())
+              {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0}]
+    return mt.AdamW([g for g in groups if g["params"]], lr=settings.lr, betas=(0.9, settings.beta2),
+                    weight_decay=settings.weight_decay, states=settings.states)
+
+
+def _loop(trainer: Any, settings: Settings, checkpoint: Path | None) -> int:
+    """The signal that asked it to stop; 0: it came to the end."""
+    from transformers import EarlyStoppingCallback
+    from transformers.trainer_callback import PrinterCallback
+
+    from .loop import Bar, Requests
+
+    team = trainer.run.team
+    requests, opt = Requests(team), trainer.optimizer
+    with (mt.trace(trainer.model) if team.first else contextlib.nullcontext()) as trainer.trace, requests.listening():
+        trainer.remove_callback(PrinterCallback)
+        for callback in [requests, *([Bar(say, trainer.trace)] if team.first else []),
+                         *([EarlyStoppingCallback(settings.early_stopping)] if settings.early_stopping else [])]:
+            trainer.add_callback(callback)
         try:
             trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
         finally:
@@ -357,10 +435,9 @@ def _loop(model: Any, tokenizer: Any, settings: Settings, train: Rows, held: Row
         if opt.skipped_steps:
             say(f"{opt.skipped_steps} steps had gradients that are not finite and changed nothing; a lower --lr than "
                 f"{settings.lr:g} may do")
-        if requests.stop:
-            return trainer.state.global_step, requests.stop
-        trainer.write_pages()
-    return None
+        if not requests.stop:
+            trainer.write_pages()
+    return requests.stop
 
 
 def _check_disk(model: Any, settings: Settings, freed: int) -> None:
@@ -383,21 +460,31 @@ def _check_disk(model: Any, settings: Settings, freed: int) -> None:
                              f"{settings.keep}), or name a folder on another disk (--out)")
 
 
-def _printer() -> Any:
-    from transformers.trainer_callback import PrinterCallback
-
-    return PrinterCallback
-
-
 def _arguments(settings: Settings, held: bool) -> Any:
-    from transformers import TrainingArguments
-
-    s, micro_rows = settings, settings.tokens // settings.seq // settings.gpus // settings.micro
-    return TrainingArguments(
+    s, sequences = settings, methods.SEQUENCES.get(settings.method, 1)
+    micro_rows = s.tokens // (s.seq * sequences) // s.gpus // s.micro
+    beside = {"device_map": None, "dtype": s.dtype}      # of a reference model: TRL would put it on the GPU, whole
+    best = {"load_best_model_at_end": True, "metric_for_best_model": "eval_loss", "greater_is_better": False}
+    ours = dict(
         output_dir=s.out, per_device_train_batch_size=micro_rows, gradient_accumulation_steps=s.micro,
         per_device_eval_batch_size=micro_rows, max_steps=s.steps, learning_rate=s.lr, lr_scheduler_type=s.schedule,
-        warmup_steps=int(s.warmup * s.steps), max_grad_norm=s.clip, seed=s.seed, logging_steps=s.log_every,
+        max_grad_norm=s.clip, seed=s.seed, logging_steps=s.log_every,
         logging_first_step=True, eval_strategy="steps" if held else "no", eval_steps=s.eval_every,
-        save_strategy="steps", save_steps=s.save_every, save_total_limit=s.keep, prediction_loss_only=True,
-        report_to=[] if s.report_to == "none" else [s.report_to], use_cpu=s.device == "cpu", disable_tqdm=True,
-        dataloader_pin_memory=False, remove_unused_columns=False, log_level_replica="error")
+        save_strategy="steps", save_steps=s.save_every, save_total_limit=s.keep, use_cpu=s.device == "cpu",
+        bf16=False, gradient_checkpointing=False,        # no autocast; what is kept for backward, the plan says
+        report_to=[] if s.report_to == "none" else [s.report_to], disable_tqdm=True, dataloader_pin_memory=False)
+    usual = dict(warmup_steps=int(s.warmup * s.steps), log_level_replica="error", **best if s.early_stopping else {})
+    if s.method == "sft":
+        ours |= dict(prediction_loss_only=True, remove_unused_columns=False, max_length=None, packing=False,
+                     dataset_kwargs={"skip_prepare_dataset": True})
+    elif s.method == "grpo":
+        usual |= dict(max_completion_length=max(1, s.seq // 2), num_generations=min(8, micro_rows * s.micro * s.gpus),
+                      model_init_kwargs=beside)
+    else:
+        ours |= dict(max_length=s.seq)
+        if s.method in ("dpo", "kto"):                   # one model in memory: it is asked before its first step
+            usual |= dict(precompute_ref_log_probs=s.lora is None, model_init_kwargs=beside)
+    kind = methods.classes(s.method)[1]
+    if "router_aux_loss_coef" in {f.name for f in dataclasses.fields(kind)}:
+        usual |= dict(router_aux_loss_coef=0.0)          # a mixture's loss is that of its words, as transformers has it
+    return kind(**ours, **usual | methods.given(s))

@@ -8,9 +8,11 @@ from typing import Any
 
 import torch
 
-from ..base.errors import MegatrainError
+from megatrain_torch import MegatrainError
+
 from .settings import Settings
 
+LEAST = {"kto": 2, "grpo": 8}        # records of a step: KTO compares them, GRPO answers of one prompt
 STEPS_LEAST = 20                     # times through the data, where `tokens` is not said
 
 
@@ -24,8 +26,10 @@ def device_of(asked: str | None) -> str:
 
 def for_machine(settings: Settings) -> Settings:
     device = device_of(settings.device)
-    if device == "cuda" and settings.gpus > torch.cuda.device_count():
-        raise MegatrainError(f"gpus={settings.gpus}: torch sees {torch.cuda.device_count()} CUDA devices here")
+    there = torch.cuda.device_count() if device == "cuda" else max(2, len(os.sched_getaffinity(0)))
+    if settings.gpus > there:
+        what = "CUDA devices" if device == "cuda" else "cores, with a process on each,"
+        raise MegatrainError(f"gpus={settings.gpus}: there are {there} {what} here; --gpus {there} or fewer")
     if settings.nvme is not None and not Path(settings.nvme).is_dir():
         raise MegatrainError(f"nvme={settings.nvme}: there is no such directory; make one on the drive that is to hold "
                              "states")
@@ -45,31 +49,35 @@ def for_model(settings: Settings, config: Any) -> Settings:
     return settings.with_(seq=seq)
 
 
-def for_data(settings: Settings, there: int) -> Settings:
-    """Tokens of a step, how many steps, and what is done how often; there: rows of the data."""
-    s = settings
+def for_data(settings: Settings, there: int, sequences: int = 1) -> Settings:
+    """Tokens of a step, how many steps, and what is done how often; there: rows of the data, or records of so many
+    sequences each, which count as `seq` tokens."""
+    s, seq = settings, settings.seq * sequences
     if s.tokens is None:
-        usual = (65536 if s.device == "cuda" else 2048) // s.seq
-        s = s.with_(tokens=max(1, min(usual, there // STEPS_LEAST) // s.gpus) * s.gpus * s.seq)
-    if s.tokens % s.seq:
+        usual = (65536 if s.device == "cuda" else 2048) // seq
+        least = LEAST.get(s.method, 1)
+        s = s.with_(tokens=max(least, min(usual, there // STEPS_LEAST) // s.gpus) * s.gpus * seq)
+    if s.tokens % seq:
         raise MegatrainError(f"tokens={s.tokens}, seq={s.seq}: a step is a whole number of rows; "
-                             f"nearest: tokens={max(1, round(s.tokens / s.seq)) * s.seq}")
-    if s.tokens // s.seq > there:
-        raise MegatrainError(f"tokens={s.tokens}: the data has {there} rows of {s.seq} tokens; --tokens "
-                             f"{there * s.seq} takes them all in one step, fewer make more steps")
-    rows = s.tokens // s.seq
+                             f"nearest: tokens={max(1, round(s.tokens / seq)) * seq}")
+    if s.tokens // seq > there and s.method != "grpo":
+        raise MegatrainError(f"tokens={s.tokens}: the data has {there} rows of {seq} tokens; --tokens "
+                             f"{there * seq} takes them all in one step, fewer make more steps")
+    rows = s.tokens // seq
     if rows % s.gpus:
         raise MegatrainError(f"tokens={s.tokens}: {rows} rows of {s.seq} tokens cannot be divided among {s.gpus} GPUs; "
-                             f"nearest: tokens={max(1, round(rows / s.gpus)) * s.gpus * s.seq}; or as many GPUs as "
+                             f"nearest: tokens={max(1, round(rows / s.gpus)) * s.gpus * seq}; or as many GPUs as "
                              f"{_divisors(rows)}")
     rows //= s.gpus
     if s.micro and rows % s.micro:
         each = "tokens / seq" if s.gpus == 1 else "tokens / seq / gpus"
         raise MegatrainError(f"micro={s.micro}: {rows} rows ({each}) cannot be cut into so many equal parts; "
                              f"{_divisors(rows)} can")
-    steps = s.steps or math.ceil(s.epochs * there / (s.tokens // s.seq))
-    return s.with_(steps=steps, eval_every=s.eval_every or max(1, steps // 10),
-                   save_every=s.save_every or max(1, steps // 5))
+    steps = s.steps or math.ceil(s.epochs * there / (s.tokens // seq))
+    eval_every = s.eval_every or max(1, steps // 10)
+    # What is to be taken back has to be saved when it is evaluated.
+    return s.with_(steps=steps, eval_every=eval_every, save_every=s.save_every or (
+        eval_every if s.early_stopping else max(1, steps // 5)))
 
 
 def _divisors(n: int) -> str:

@@ -1,0 +1,171 @@
+"""megatrain train --method: TRL's methods over a streamed model, beside TRL's own over the plain one."""
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+pytest.importorskip("trl")
+from safetensors.torch import load_file
+from test_cli import MARKED, TEXT, bytes_tokenizer, megatrain, refused, toy_model
+
+import megatrain_torch as mt
+from megatrain_torch.commands import folder, methods, train
+
+PARTS = [TEXT[i:i + 40] for i in range(0, 1600, 40)]
+RECORDS = {
+    "pairs": [{"prompt": p[:15], "chosen": p[15:30], "rejected": p[15:30].upper()} for p in PARTS],
+    "kto": [{"prompt": p[:15], "completion": p[15:30], "label": i % 2 == 0} for i, p in enumerate(PARTS)],
+    "chats": [{"prompt": [{"role": "user", "content": p[:15]}], "chosen": [{"role": "assistant", "content": p[15:30]}],
+               "rejected": [{"role": "assistant", "content": p[15:30].upper()}]} for p in PARTS],
+    "grpo": [{"prompt": p[:15]} for p in PARTS]}
+DATA = {"dpo": "pairs", "orpo": "pairs", "reward": "pairs", "kto": "kto", "grpo": "grpo"}
+
+
+@pytest.fixture(scope="module")
+def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    where = tmp_path_factory.mktemp("methods")
+    model = toy_model()
+    model.config.attention_dropout = 0.0
+    model.save_pretrained(where / "toy")
+    tokenizer = bytes_tokenizer()
+    tokenizer.chat_template, tokenizer.pad_token = MARKED.replace("{% generation %}", "").replace("{% endgeneration %}", ""), "<end>"
+    tokenizer.save_pretrained(where / "toy")
+    for name, records in RECORDS.items():
+        (where / f"{name}.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
+    (where / "r.py").write_text("def many(completions, **_):\n    return [float(len(set(c))) for c in completions]\n")
+    return where
+
+
+def words(here: Path, method: str, out: str, data: str | None = None) -> list[Any]:
+    more = ["--reward", f"{here}/r.py:many", "--max_completion_length", 6, "--num_generations", 4] * (method == "grpo")
+    return ["train", here / "toy", here / f"{data or DATA[method]}.jsonl", "--method", method, "--out", here / out, "--seq", 64,
+            "--tokens", 512, "--lr", 1e-3, "--validation", 0, "--save-every", 100, *more]
+
+
+def losses(run: Path) -> list[float]:
+    return [line["loss"] for line in folder.lines(run) if "loss" in line]
+
+
+@pytest.mark.parametrize("lora", [None, "r=4"], ids=["full", "lora"])
+@pytest.mark.parametrize("method", list(DATA))
+def test_a_method_has_the_losses_of_trls_own_over_the_plain_model(here: Path, method: str, lora: str | None,
+                                                                  tmp_path: Path) -> None:
+    import datasets
+    run, steps = here / f"{method}-{lora}", 20 if lora is None else 6
+    assert megatrain(*words(here, method, run.name), "--steps", steps, *["--lora", lora] * (lora is not None)) == 0
+    settings = folder.settings_of(run).with_(out=str(tmp_path))
+    torch.manual_seed(settings.seed)
+    tokenizer = folder.load_tokenizer(str(here / "toy"))
+    model = folder.load_model(str(here / "toy"), "float32", scores=method == "reward")
+    if lora is not None:
+        model = train.lora.Lora.of(settings.lora).beside(model, settings.seed)
+    (parts, _) = train._parts(settings, tokenizer)
+    kind, _ = methods.classes(method)
+    more = {"reward_funcs": methods.rewards(settings)} if method == "grpo" else {}
+    trainer = kind(model, args=train._arguments(settings, False), processing_class=tokenizer,
+                   train_dataset=datasets.Dataset.from_list([p.record for p in parts[0]]), **more)
+    trained = [p for p in trainer.model.parameters() if p.requires_grad]
+    trainer.optimizer = torch.optim.AdamW([{"params": [p for p in trained if p.ndim >= 2]},
+                                           {"params": [p for p in trained if p.ndim < 2]}], lr=settings.lr,
+                                          betas=(0.9, settings.beta2), weight_decay=0.0)
+    trainer.train()
+    wanted = [line["loss"] for line in trainer.state.log_history if "loss" in line]
+    assert len(wanted) == steps and losses(run) == pytest.approx(wanted, abs=1e-5)
+    assert method == "grpo" or wanted[-1] < wanted[0], "it learns"
+
+
+@pytest.mark.parametrize("method, data", [("dpo", "chats"), ("grpo", "grpo")])
+def test_a_method_that_was_told_to_stop_goes_on_to_the_same_bits(here: Path, method: str, data: str,
+                                                                 monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatrain_torch.commands.loop import Streamed
+    whole, half, log = f"{method}-whole", here / f"{method}-half", Streamed.log
+    assert megatrain(*words(here, method, whole, data), "--steps", 5) == 0
+
+    def stop_in_step_2(self: Any, logs: dict[str, Any], *args: Any) -> None:
+        log(self, logs, *args)
+        if self.state.global_step == 2:
+            signal.raise_signal(signal.SIGINT)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Streamed, "log", stop_in_step_2)
+        assert megatrain(*words(here, method, half.name, data), "--steps", 5) == 130
+    assert megatrain("resume", half) == 0
+    assert losses(half) == losses(here / whole)
+    files = [(here / name / "model/model.safetensors").read_bytes() for name in (whole, half.name)]
+    assert files[0] == files[1]
+
+
+def test_early_stopping_takes_the_best_weights_and_trainers_names_are_taken(here: Path, capsys: Any) -> None:
+    (here / "my.txt").write_text(TEXT[:3000])
+    run = here / "early"
+    assert megatrain("train", here / "toy", here / "my.txt", "--out", run, "--seq", 64, "--tokens", 128, "--learning-rate", 0.3,
+                     "--max-steps", 30, "--early-stopping", 2, "--eval-every", 1, "--neftune-noise-alpha", 5,
+                     "--warmup", 0, "--lr_scheduler_type", "constant") == 0
+    said = capsys.readouterr().out
+    found = {line["step"]: line["eval_loss"] for line in folder.lines(run) if "eval_loss" in line}
+    best = min(found, key=found.get)
+    assert max(found) == best + 2 < 30 and f"the best was checkpoint-{best}" in said
+    weights = [load_file(run / name / "model.safetensors") for name in (f"checkpoint-{best}", "model")]
+    assert all(torch.equal(weight, weights[1][name]) for name, weight in weights[0].items())
+    settings = folder.settings_of(run)
+    assert (settings.lr, settings.steps, settings.more) == (0.3, 30, {"neftune_noise_alpha": "5"})
+
+
+def test_what_a_method_does_not_take_is_said_first(here: Path, capsys: Any) -> None:
+    for given, said in [
+        (("dpo", "kto"), "record 1 has 'prompt', 'completion', 'label' and no chosen: --method dpo trains on records of"),
+        (("kto", "pairs"), "no completion"), (("sft", "pairs"), "--method dpo, orpo or reward trains on such")]:
+        assert said in refused(capsys, *words(here, given[0], "n", given[1]))
+    for more, said in [(("--sed", 1), "did you mean 'seed'"), (("--learning_rat", 1), "there is no 'learning_rat'; did you mean 'lr'?"),
+                       (("--beta", "much"), "argument --beta: invalid float value: 'much'"),
+                       (("--bf16", "true"), "bf16: megatrain says that itself"),
+                       (("--early-stopping", 2), "validation=0: nothing is held out")]:
+        assert said in refused(capsys, *words(here, "dpo", "n"), *more), more
+    assert "needs --reward FILE.py:FUNCTION" in refused(capsys, *words(here, "grpo", "n")[:7])
+    assert not (here / "n").exists()
+
+
+@pytest.mark.parametrize("method, record, prompt", [
+    ("dpo", {"question": "a", "chosen": "b", "rejected": "c"}, "a"), ("grpo", {"instruction": "a", "input": "d"}, "a\n\nd"),
+    ("kto", {"query": "a", "completion": "b", "label": "true"}, "a")])
+def test_records_of_other_names_are_read(method: str, record: dict[str, Any], prompt: str) -> None:
+    found = methods.pair(record, method, True, "here").record
+    assert found["prompt"] == [{"role": "user", "content": prompt}]
+    assert "chosen" not in found or found["chosen"] == [{"role": "assistant", "content": "b"}]
+    assert found.get("label", True) is True
+    assert methods.pair(record, method, False, "here").record["prompt"].count(prompt.split()[0])
+
+
+def test_a_trainer_does_not_move_the_plain_model_and_its_reference_is_streamed_too(
+        here: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU a plain model would go there whole."""
+    import datasets
+    import trl
+    from transformers import Trainer
+    moved = []
+    monkeypatch.setattr(Trainer, "_move_model_to_device", lambda self, model, device: moved.append(device))
+    args = trl.DPOConfig(str(tmp_path), use_cpu=True, bf16=False, max_steps=1, report_to=[])
+    model, reference = (folder.load_model(str(here / "toy"), "float32") for _ in range(2))
+    trainer = mt.stream_trainer(trl.DPOTrainer, model, args, ref_model=reference,
+                                train_dataset=datasets.Dataset.from_list(RECORDS["pairs"]),
+                                processing_class=folder.load_tokenizer(str(here / "toy")),
+                                optimizer=lambda m: mt.AdamW(m.parameters(), lr=1e-3))
+    assert not moved and type(args) is trl.DPOConfig and trainer.args.place_model_on_device is None
+    assert isinstance(trainer.optimizer, mt.AdamW) and not any(p.requires_grad for p in reference.parameters())
+    for one in (model, reference):
+        assert mt.explain(one), "it is streamed"
+    trainer.train()
+    assert not torch.equal(model.lm_head.weight, reference.lm_head.weight), "the head of TRL has a gradient"
+
+
+def test_only_training_imports_trl() -> None:
+    code = "import sys, megatrain_torch.cli; sys.exit(bool({'trl', 'datasets', 'transformers'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
