@@ -95,9 +95,10 @@ def test_adapters_on_parameters_of_experts_are_refused_by_name() -> None:
 
 def test_all_of_a_mixture_is_what_peft_does_not_take_for_its_experts() -> None:
     """Its shared experts' layers have the names that its experts' had."""
+    from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+
     import megatrain_torch as mt
     from megatrain_torch.commands.lora import Lora
-    from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
     config = DeepseekV3Config(hidden_size=32, intermediate_size=48, moe_intermediate_size=16, num_hidden_layers=2,
                               num_attention_heads=4, num_key_value_heads=4, q_lora_rank=16, kv_lora_rank=16, v_head_dim=8,
                               qk_nope_head_dim=8, qk_rope_head_dim=8, n_routed_experts=4, num_experts_per_tok=2, n_group=2,
