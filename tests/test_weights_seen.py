@@ -288,13 +288,16 @@ def on_nodes_of_the_loss(model: Any, seen: list[Any]) -> None:
     """Found as DistributedDataParallel finds them: by walking from the loss."""
     weight = model.layers[0].weight
 
-    def walk(node: Any) -> None:
+    def walk(node: Any, met: set[Any]) -> None:
+        if node is None or node in met:
+            return
+        met.add(node)
         if type(node).__name__ == "AccumulateGrad" and node.variable is weight:
             node.register_hook(lambda _, grads: seen.append(float(grads[0].sum())))
-        for other, _ in node.next_functions if node is not None else ():
-            walk(other)
+        for other, _ in node.next_functions:
+            walk(other, met)
 
-    model.end = lambda m, x: (lambda y: (walk(y.grad_fn), y)[1])(m.head(x)) if not seen else m.head(x)
+    model.end = lambda m, x: (lambda y: (walk(y.grad_fn, set()), y)[1])(m.head(x)) if not seen else m.head(x)
 
 
 def in_a_forward(model: Any, seen: list[Any]) -> None:
