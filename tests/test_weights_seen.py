@@ -272,6 +272,25 @@ def test_a_forward_that_is_put_on_the_model_reads_on_the_device(when: str) -> No
     assert kinds == ["LazyParameter"] and model.head.weight.grad is not None
 
 
+class OnlyKeeps(Product):
+    """Its forward does not look at the weight."""
+
+    @staticmethod
+    def forward(ctx: Any, h: Tensor, w: Tensor) -> Tensor:
+        ctx.save_for_backward(h, w)
+        return h[:, :5] * 1
+
+
+def test_a_weight_that_is_first_used_in_backward_is_the_forwards() -> None:
+    check(lambda m, x: OnlyKeeps.apply(x, m.head.weight))
+    model = streamed(Net(lambda m, x: OnlyKeeps.apply(x, m.head.weight)), PLANS[0])
+    loss = model(X).sum()
+    with torch.no_grad():
+        model.head.weight.mul_(2)
+    with pytest.raises(RuntimeError, match="weights of unit 'head' were updated between forward"):
+        loss.backward()
+
+
 def test_vmap_over_a_weight_that_is_read_elsewhere_is_refused_by_name() -> None:
     model = streamed(Net(lambda m, x: torch.vmap(lambda h: m.head.weight @ h)(x)), PLANS[0])
     with pytest.raises(mt.MegatrainError, match=r"head.weight: torch.func's transforms"):
