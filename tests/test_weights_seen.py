@@ -272,6 +272,25 @@ def test_a_forward_that_is_put_on_the_model_reads_on_the_device(when: str) -> No
     assert kinds == ["LazyParameter"] and model.head.weight.grad is not None
 
 
+class OnlyKeeps(Product):
+    """Its forward does not look at the weight."""
+
+    @staticmethod
+    def forward(ctx: Any, h: Tensor, w: Tensor) -> Tensor:
+        ctx.save_for_backward(h, w)
+        return h[:, :5] * 1
+
+
+def test_a_weight_that_is_first_used_in_backward_is_the_forwards() -> None:
+    check(lambda m, x: OnlyKeeps.apply(x, m.head.weight))
+    model = streamed(Net(lambda m, x: OnlyKeeps.apply(x, m.head.weight)), PLANS[0])
+    loss = model(X).sum()
+    with torch.no_grad():
+        model.head.weight.mul_(2)
+    with pytest.raises(RuntimeError, match="weights of unit 'head' were updated between forward"):
+        loss.backward()
+
+
 def test_vmap_over_a_weight_that_is_read_elsewhere_is_refused_by_name() -> None:
     model = streamed(Net(lambda m, x: torch.vmap(lambda h: m.head.weight @ h)(x)), PLANS[0])
     with pytest.raises(mt.MegatrainError, match=r"head.weight: torch.func's transforms"):
@@ -288,13 +307,16 @@ def on_nodes_of_the_loss(model: Any, seen: list[Any]) -> None:
     """Found as DistributedDataParallel finds them: by walking from the loss."""
     weight = model.layers[0].weight
 
-    def walk(node: Any) -> None:
+    def walk(node: Any, met: set[Any]) -> None:
+        if node is None or node in met:
+            return
+        met.add(node)
         if type(node).__name__ == "AccumulateGrad" and node.variable is weight:
             node.register_hook(lambda _, grads: seen.append(float(grads[0].sum())))
-        for other, _ in node.next_functions if node is not None else ():
-            walk(other)
+        for other, _ in node.next_functions:
+            walk(other, met)
 
-    model.end = lambda m, x: (lambda y: (walk(y.grad_fn), y)[1])(m.head(x)) if not seen else m.head(x)
+    model.end = lambda m, x: (lambda y: (walk(y.grad_fn, set()), y)[1])(m.head(x)) if not seen else m.head(x)
 
 
 def in_a_forward(model: Any, seen: list[Any]) -> None:

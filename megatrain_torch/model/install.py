@@ -48,7 +48,7 @@ def install(rt: Runtime, root: nn.Module, found: Any, modes: str | dict[str, str
         give_codes(rt.windows)
     for _, m in found.containers:
         _put(m, "forward", _container(rt, m, "forward"))
-        _put(m, "_call_impl", _container(rt, m, "_call_impl"))       # for a forward that is put over ours (TRL's trainers)
+        _put(m, "_call_impl", _container(rt, m, "_call_impl"))       # if another forward is put over ours (TRL)
     hf.prepare(rt, root, _put)
     _put(root, "zero_grad", _zero_grad(root))
     _put(root, "_replicate_for_data_parallel", _refuser("DataParallel over a streamed model is not supported"))

@@ -171,19 +171,21 @@ class LazyParameter(DeviceParameter):
     """[shape], without memory until it is used.
 
     Attributes:
-        value: the weights, once they are fetched. kept: its version when the store last heard of a write.
+        value: the weights, once they are fetched. unit_version: of the unit when they were read. kept: its own version
+            when the store last heard of a write.
     """
 
-    __slots__ = ("kept", "value")
+    __slots__ = ("kept", "unit_version", "value")
 
     value: Tensor | None
+    unit_version: int
     kept: int
 
     @staticmethod
     def __new__(cls, record: Record) -> LazyParameter:
         out = Tensor._make_wrapper_subclass(cls, record.shape, strides=record.stride, dtype=record.dtype,
                                             device=record.runtime.device)
-        out.value, out.kept = None, 0
+        out.value, out.unit_version, out.kept = None, record.runtime.core.version(record.unit), 0
         return out
 
     @staticmethod
@@ -209,7 +211,7 @@ class LazyParameter(DeviceParameter):
         """The weights on the compute device, without history."""
         if self.value is None:
             with torch.inference_mode(False):
-                self.value = self._mt.runtime.reads.copy(self._mt)
+                self.value = self._mt.runtime.reads.fetch(self._mt, self.unit_version)
         return self.value
 
     def keep_write(self) -> None:
