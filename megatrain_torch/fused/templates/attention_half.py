@@ -131,7 +131,7 @@ class AttentionHalf:
             raise Unfit(f"attention by {kind!r}")
         if self.cap and kind == "sdpa":
             raise Unfit("its attention caps its logits, which torch's kernels cannot")
-        mask, cache = given(kwargs, "mask"), given(kwargs, "cache")      # what else there is means nothing: it is proved
+        mask, cache = given(kwargs, "mask"), given(kwargs, "cache")     # what else there is means nothing: it is proved
         if self.sinks and (kind == "sdpa" or (mask is not None and mask.dtype == torch.bool)):
             raise Unfit("its attention has sinks, which torch's kernels do not know")
         attention = self._attention(kind, mask)
