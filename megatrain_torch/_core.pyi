@@ -355,8 +355,7 @@ def register_ops() -> None:
 
 def swap_window(window: dict[Any, Any] | None, /) -> dict[Any, Any] | None:
     """This thread's open window, {record: slot tensor}, from now on; returns the one before."""
-def changed(parts: list[tuple[Any, type, str | None, tuple[Any, ...]]], begin: int, /) -> int:
-    """The first part from `begin` on that is not as it was noted, or -1: proof/watch.py."""
+
 def enter() -> bool:
     """A streamed forward starts in this thread; True when no other is open."""
 def leave() -> None: ...

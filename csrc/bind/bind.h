@@ -66,7 +66,6 @@ PyObject *mt_py_register_ops(PyObject *module, PyObject *unused);
 
 /* window.c: which weights a thread sees */
 PyObject *mt_py_swap_window(PyObject *module, PyObject *window);
-PyObject *mt_py_changed(PyObject *module, PyObject *args);
 PyObject *mt_py_enter (PyObject *module, PyObject *unused);
 PyObject *mt_py_leave (PyObject *module, PyObject *unused);
 PyObject *mt_py_inside(PyObject *module, PyObject *unused);

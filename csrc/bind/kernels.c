@@ -337,9 +337,6 @@ PyMethodDef mt_kernel_methods[] = {
       "swap_window(window, /)\n--\n\n"
       "This thread's open window, {record: slot tensor} or None, from now on; returns the one "
       "before." },
-    { "changed", mt_py_changed, METH_VARARGS,
-      "changed(parts, begin, /)\n--\n\n"
-      "The first part from `begin` on that is not as it was noted, or -1: proof/watch.py." },
     { "enter", mt_py_enter, METH_NOARGS,
       "enter()\n--\n\nA streamed forward starts in this thread; True when no other is open." },
     { "leave", mt_py_leave, METH_NOARGS, "leave()\n--\n\nThe forward that enter() began is over." },

@@ -200,14 +200,22 @@ READINGS = Readings()
 
 @contextlib.contextmanager
 def _settings() -> Iterator[None]:
-    """Numbers are constants of a graph, sizes and layers' numbers its symbols; hooks are guarded."""
+    """Numbers are constants of a graph, sizes and layers' numbers its symbols; hooks are guarded; and who asks whether
+    it is being compiled is told that it is not."""
     import torch._dynamo.config as config
+    from torch._dynamo.variables.torch import tracing_state_functions
+    told = tracing_state_functions()
+    compiling = [function for function, answer in told.items() if answer is True]
+    told.update(dict.fromkeys(compiling, False))
     numbers = rf".*\.({'|'.join(NUMBERED)})$"
     with config.patch(specialize_float=True, specialize_int=True, assume_static_by_default=False,
                       automatic_dynamic_shapes=True, skip_nnmodule_hook_guards=False,
                       capture_scalar_outputs=True, trace_numpy=False, suppress_errors=False, verbose=False), \
             torch.compiler.config.patch(dynamic_sources=numbers):
-        yield
+        try:
+            yield
+        finally:
+            told.update(dict.fromkeys(compiling, True))
 
 
 @contextlib.contextmanager
