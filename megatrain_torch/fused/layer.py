@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from ..graph.window import Window
     from .templates import Template
 
+CALM = 8                 # passes by templates alone after which a layer is taken to run by its template again
 LEAST_TOKENS = 4         # of a row: with fewer, attention and rotary embedding hardly show
 
 
@@ -187,7 +188,7 @@ class Fused(Runner):
         super().__init__(window)
         self.verdict: str | None = None
         self.declined = self.unfit = self.own = ""
-        self._seen = ""
+        self._calm = 0                       # passes in which it ran by its template alone, since its own code did
         self._lately: str | None = None      # why its own code ran since the last look; "": it did not; None: no call
         self.coded = self.idle = False
         self._structures: dict[Any, Known] = {}
@@ -291,12 +292,15 @@ class Fused(Runner):
 
     def look(self) -> None:
         """Before a pass: whose code will run it, by what can be seen now, and by the calls since the last look."""
+        lately, self._lately = self._lately, None
         try:
             _check_now(self.template, self.window.hooks, self.window.runtime.device.type, self.dtype)
-            self._seen, self._lately = self._seen if self._lately is None else self._lately, None
-            self.own = self.unfit or self._seen
+            why = self.unfit or lately
         except Unfit as reason:
-            self.own = str(reason)
+            why = str(reason)
+        self._calm = 0 if why else self._calm + (lately == "")
+        if why or self._calm >= CALM:
+            self.own = why or ""
 
     def __call__(self, args: Any, kwargs: Any) -> Tensor | None:
         """The layer's output, or None when the module's own code has to run."""
@@ -320,9 +324,9 @@ class Fused(Runner):
         return Layer.apply(self, judged.template, call, mode, None, x, *window.params)
 
     def _leave(self, why: str, idle: bool = False) -> None:
-        """The module's own code runs; what the last look did not see, the next does."""
+        """The module's own code runs, which the next look sees."""
         self.idle = idle
-        if not (idle or self.own):
+        if not idle:
             self._lately = why
 
     def _case_of(self, x: Any, kwargs: dict[str, Any]) -> Judged:
