@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from ..store.records import Record
     from .templates import Template
 
+CALM = 8                 # passes by templates alone after which a layer is taken to run by its template again
 LEAST_TOKENS = 4         # of a row: with fewer, attention and rotary embedding hardly show
 
 
@@ -156,7 +157,8 @@ class Fused(Runner):
     def __init__(self, window: Window, module: nn.Module) -> None:
         super().__init__(window)
         self.verdict: str | None = None
-        self.declined = self.own = self._seen = ""
+        self.declined = self.own = ""
+        self._calm = 0                       # passes in which it ran by its template alone, since its own code did
         self._lately: str | None = None      # why its own code ran since the last look; "": it did not; None: no call
         self.coded = self.idle = False
         self._reader = Reader()
@@ -252,17 +254,20 @@ class Fused(Runner):
 
     def look(self) -> None:
         """Before a pass: whose code will run it, by what can be seen now, and by the calls since the last look."""
+        lately, self._lately = self._lately, None
         try:
             _check_now(self.template, self.window.hooks, self.window.runtime.device.type, self.dtype)
-            self._seen, self._lately = self._seen if self._lately is None else self._lately, None
-            self.own = self._seen
+            why = lately
         except Unfit as reason:
-            self.own = str(reason)
+            why = str(reason)
+        self._calm = 0 if why else self._calm + (lately == "")
+        if why or self._calm >= CALM:
+            self.own = why or ""
 
     def _leave(self, why: str, idle: bool = False) -> None:
-        """The module's own code runs; what the last look did not see, the next does."""
+        """The module's own code runs, which the next look sees."""
         self.idle = idle
-        if not (idle or self.own):
+        if not idle:
             self._lately = why
 
     def __call__(self, args: Any, kwargs: Any) -> Tensor | None:

@@ -71,7 +71,8 @@ class Asking:
                 return plan(rt.root(), tokens=batch.tokens * micro, seq=batch.seq, micro=micro, machine=self._machine(),
                             homes=homes, slots=slots, experts=experts, delivery=delivery, states=rt.states.format,
                             compute="fused" if fused else "eager", products=rt.products,
-                            vram=self._left() - self._cache(batch.tokens), host=self.limits.host, units=self.limits.units, nvme=self._drive(),
+                            vram=self._left() - self._cache(batch.tokens), host=self.limits.host,
+                            units=self.limits.units, nvme=self._drive(),
                             gpus=self.limits.gpus, machines=self.limits.machines)
         except MegatrainError as error:
             raise Refused(str(error)) from error

@@ -44,6 +44,7 @@ class Keeps:
         self.plan: Plan | None = None
         self.most_tokens = 0
         self._told: set[str] = set()
+        self._first = True
         self._again: list[Window] = []       # of this forward, those that run again in place of a plan's mode
 
     @property
@@ -96,11 +97,18 @@ class Keeps:
         return {w.name: why for w, why in found if why and attends(w.module)}
 
     def forward_ends(self) -> None:
-        """Where nobody plans for what a loop does, the user is told at once what became of a plan's modes."""
-        if self._again and self._model.planning is None:
-            self.tell({w.name: w.fused.declined or w.fused.verdict for w in self._again},
-                      "no plan counts what that keeps, so they run again in backward")
+        """The user is told of layers that run their own code, once, and where they do not keep what a plan says. Of
+        those that a plan of ours did not count, the next tells."""
+        planning, again = self._model.planning, [*self._again]
         self._again.clear()
+        if not (again or (self._first and torch.is_grad_enabled())):
+            return
+        own, self._first = self.own(), False
+        self.tell({name: why for name, why in own.items() if name in self.counted}, "the plan counts what they keep")
+        if planning is None or planning.plan is None:
+            own |= {w.name: w.fused.declined or w.fused.verdict for w in again}
+            instead = "; instead of keeping all of it they run again in backward" if again else ""
+            self.tell(own, "no plan counts what they keep" + instead)
 
     @contextlib.contextmanager
     def memory(self) -> Iterator[None]:

@@ -371,7 +371,7 @@ class Planning:
         """The plan with what windows kept of the run that goes on, where that fits."""
         tokens = pass_of(found).tokens
         before = self._resumed.get(tokens, {})
-        if before.keys() != found.activations.keys():
+        if before.keys() != found.activations.keys() or found.own:       # of which it is not known what they kept
             return found
         rt, more = self.runtime, 0
         for w in rt.windows:

@@ -106,7 +106,7 @@ class Plan:
     experts: int = 0
     delivery: str = "whole"
     own: dict[str, str] = dataclasses.field(default_factory=dict)
-    assumed: bool = False
+    assumed: bool = dataclasses.field(default=False, compare=False)
 
     @property
     def fleet(self) -> Fleet:
