@@ -74,7 +74,7 @@ def parser():
     add("--host")
     add("--nvme")
     add("--states", default="fp32")
-    add("--lora", type=int, default=0, metavar="R", help="PEFT's adapters of this rank on all products, the rest frozen")
+    add("--lora", type=int, default=0, metavar="R", help="PEFT's adapters on all products, the rest frozen")
     add("--products", help='"fp8": products of decoder layers')
     add("--compute", default="auto")
     add("--clip", type=float, default=1.0, help="0: not clipped")
