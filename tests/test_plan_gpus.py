@@ -23,7 +23,7 @@ from megatrain_torch.model.stream import runtime_of
 from megatrain_torch.plans import doctor, links
 from megatrain_torch.plans.exchange import Exchange
 from megatrain_torch.plans.fleet import Fleet
-from megatrain_torch.plans.machine import MACHINES
+from megatrain_torch.plans.machine import MACHINES, SHARED_ADAM
 from megatrain_torch.plans.shapes import shapes_of
 
 GIB = 2**30
@@ -89,7 +89,8 @@ def test_one_gpu_of_one_machine_is_no_special_case() -> None:
 
 # ---- several -------------------------------------------------------------------------------------
 
-LINKED = dataclasses.replace(FLAT, exchange_gbps=100.0, network_gbps=10.0, gloo_gbps=10.0, lost_gbps=50.0)
+LINKED = dataclasses.replace(FLAT, exchange_gbps=100.0, network_gbps=10.0, lost_gbps=50.0, shared_gparams=2.0,
+                             communicator_bytes=0)
 ASKED = dict(tokens=32768, seq=1024, homes="ram")
 WIDE = shapes_of(seven(12))("fp32")
 
@@ -100,29 +101,27 @@ def exchange(gpus: int, machines: int, machine: mt.Machine = LINKED) -> Exchange
 
 
 def test_gradients_are_exchanged_and_their_sum_comes_home_in_parts() -> None:
-    """A layer's gradients are `n` parameters in bf16. Sums in fp32, and their rounding, are 6 bytes each."""
+    """A layer's gradients are `n` parameters in bf16, and so are their sums. They are added in fp32."""
     layer = 2
     n = WIDE.units[layer].trained
     of = exchange(4, 1)
-    assert of.home[layer] == math.ceil(6 * n / 4) and of.further[layer] == math.ceil(4 * n / 4)
+    assert of.home[layer] == math.ceil(2 * n / 4)
     assert of.exchange_s[layer] == pytest.approx(2 * n * 3 / 4 / 100e9 + (2 * n + 4 * n / 4) / 1000e9)
     assert of.lost_s[layer] == pytest.approx(2 * n * 3 / 4 / 50e9)
     assert not of.network_s.any() and not of.spread_s.any() and not of.on_link
     of = exchange(4, 2)
-    assert of.home[layer] == math.ceil(6 * n / 8)
+    assert of.home[layer] == math.ceil(2 * n / 8)
     assert of.network_s[layer] == pytest.approx(4 * 2 * n / 2 / 10e9), "parts of 4 ranks"
     assert of.spread_s[layer] == pytest.approx(2 * n / 2 / 10e9)
     assert exchange(1, 2).network_s[layer] == pytest.approx(2 * n / 2 / 10e9), "of one rank"
-    slow = dataclasses.replace(LINKED, gloo_gbps=1.0)
-    assert exchange(4, 2, slow).spread_s[layer] == pytest.approx(2 * n / 2 / 4e9), "over gloo, from each of 4 processes"
-    assert exchange(4, 2, slow).network_s[layer] == of.network_s[layer], "gradients of GPUs are not"
-    slow = dataclasses.replace(slow, device="cpu")
-    assert exchange(4, 2, slow).network_s[layer] == pytest.approx(4 * 2 * n / 2 / 4e9)
+    fast = dataclasses.replace(LINKED, network_gbps=1e4)
+    link = Fleet(4, 2).seen(fast).both_gbps * 1e9
+    assert exchange(4, 2, fast).spread_s[layer] == pytest.approx(2 * n / 2 / 4 / link), "a quarter over each GPU's link"
 
 
 def test_one_rank_exchanges_nothing() -> None:
     of = exchange(1, 1)
-    assert (of.home == of.further).all() and (of.home == [u.gradients for u in WIDE.units]).all()
+    assert (of.home == [u.gradients for u in WIDE.units]).all()
     assert of.buffers == 0 and not any(getattr(of, name).any() for name in (
         "exchange_s", "network_s", "lost_s", "spread_s", "lowered", "raised"))
 
@@ -130,12 +129,12 @@ def test_one_rank_exchanges_nothing() -> None:
 @pytest.mark.parametrize("gpus, machines", [(2, 1), (8, 1), (1, 2), (8, 16)])
 def test_a_machine_has_one_store_and_its_part_of_the_states(gpus: int, machines: int) -> None:
     one = mt.plan(seven(12), machine=FLAT, **ASKED).host
-    host = mt.plan(seven(12), machine=dataclasses.replace(LINKED, host_bytes=10**12), gpus=gpus, machines=machines,
-                   **ASKED).host
+    plan = mt.plan(seven(12), machine=dataclasses.replace(LINKED, host_bytes=10**12), gpus=gpus, machines=machines, **ASKED)
+    host = plan.host
     assert host["weights"] == one["weights"]
     for plane in ("masters", "moments", "gradients"):
         assert host[plane] == -(-one[plane] // machines)
-    assert host["sums"] == -(-2 * one["gradients"] // machines), "in fp32, from the first micro-batch on"
+    assert host.get("sums", 0) == (-(-2 * one["gradients"] // machines) if plan.micro > 1 else 0), "in fp32, of several"
     assert host["Python, torch, driver"] == gpus * GIB
 
 
@@ -143,9 +142,9 @@ def test_a_machine_has_one_store_and_its_part_of_the_states(gpus: int, machines:
 def test_of_further_micro_batches_a_machine_adds_one_sum(gpus: int, machines: int) -> None:
     """In fp32, of its part, whatever number of ranks made it."""
     fleet, machine = Fleet(gpus, machines), dataclasses.replace(LINKED, host_gbps=100.0)
-    assert fleet.added == pytest.approx(16 / 14 / machines) and Fleet().added == 1
+    assert fleet.added == pytest.approx(1 / machines) and Fleet().added == 1
     more = fleet.memory_s(machine, "fp32", 1e9, 4) - fleet.memory_s(machine, "fp32", 1e9, 1)
-    assert more == pytest.approx(3 * 16e9 / machines / 100e9)
+    assert more == pytest.approx(3 * 14e9 / machines / 100e9)
     staging = {fleet: planned("several micro-batches", machine=machine, gpus=fleet.gpus, machines=fleet.machines)
                .host["staging"] for fleet in (Fleet(), fleet)}
     assert staging[fleet] == -(-2 * staging[Fleet()] // machines)
@@ -172,7 +171,7 @@ def test_more_of_what_is_shared_is_never_slower() -> None:
         machine = dataclasses.replace(LINKED, host_bytes=10**12, **rates)
         return mt.plan(seven(12), machine=machine, gpus=gpus, machines=machines, tokens=8192, seq=1024).seconds
 
-    for rate, low, gpus, machines in (("exchange_gbps", 5.0, 4, 1), ("network_gbps", 1.0, 2, 2), ("gloo_gbps", 0.1, 2, 2), ("lost_gbps", 5.0, 4, 1),
+    for rate, low, gpus, machines in (("exchange_gbps", 5.0, 4, 1), ("network_gbps", 1.0, 2, 2), ("lost_gbps", 5.0, 4, 1),
                                       ("host_gbps", 40.0, 4, 1)):
         slow, fast = seconds(gpus, machines, **{rate: low}), seconds(gpus, machines, **{rate: 1000.0})
         assert fast < slow, rate
@@ -180,9 +179,9 @@ def test_more_of_what_is_shared_is_never_slower() -> None:
 
 def test_many_gpus_share_the_hosts_memory() -> None:
     """Each of 8 fetches whole weights twice a step: 16 times their bytes, and more, go through one host's memory."""
-    machine = dataclasses.replace(LINKED, host_bytes=10**12, host_gbps=80.0)
+    machine = dataclasses.replace(LINKED, host_bytes=10**12, host_gbps=60.0)
     plan = mt.plan(seven(12), machine=machine, gpus=8, delivery="whole", **ASKED | {"tokens": 4096})
-    assert plan.busy["host memory"] > 8 * plan.host["weights"] / 80e9
+    assert plan.busy["host memory"] > 8 * plan.host["weights"] / 60e9
     assert plan.seconds >= plan.busy["host memory"] and plan.bound == "host memory"
     assert "host memory" not in mt.plan(seven(12), machine=machine, **ASKED).busy
 
@@ -212,17 +211,17 @@ def test_homes_of_several_gpus_are_said_in_one_place(monkeypatch: pytest.MonkeyP
     found, one = mt.plan(small(8), homes="vram", **asked), mt.plan(small(8), homes="vram", **asked | {"gpus": 1})
     assert found.vram["at home: weights"] == one.vram["at home: weights"]
     assert found.vram["at home: moments"] == -(-one.vram["at home: moments"] // 2)
-    assert found.vram["at home: sums"] > 0 == one.vram["at home: sums"], "of the first micro-batch too"
+    assert found.vram.get("at home: sums", 0) == one.vram.get("at home: sums", 0) == 0, "one micro-batch"
     assert found.host["weights"] == found.vram["at home: weights"] and not one.host.get("weights")
     assert found.busy["device update"] < one.busy["device update"]
 
 
 def test_a_refusal_of_several_offers_nothing_they_cannot_have() -> None:
     with pytest.raises(mt.MegatrainError) as found:
-        mt.plan(seven(24), tokens=8192, seq=1024, machine=dataclasses.replace(LINKED, vram_bytes=40 * GIB), gpus=2)
+        mt.plan(seven(30), tokens=8192, seq=1024, machine=dataclasses.replace(LINKED, vram_bytes=40 * GIB), gpus=2)
     assert "grads" not in found.value.changes and not any("grads" in way.changes for way in found.value.ways)
     for way in (found.value.ways[0], next(way for way in found.value.ways if "nvme" in way.changes)):
-        again = mt.plan(seven(24), **{"tokens": 8192, "seq": 1024, "gpus": 2, "machine": dataclasses.replace(
+        again = mt.plan(seven(30), **{"tokens": 8192, "seq": 1024, "gpus": 2, "machine": dataclasses.replace(
             LINKED, vram_bytes=40 * GIB)} | way.changes)
         assert again.tokens_per_second >= way.tokens_per_second > 0.5 * again.tokens_per_second
         assert "disk+weights" not in again.homes.values()
@@ -251,7 +250,7 @@ def test_each_of_several_gpus_has_its_part_of_weights_in_a_file() -> None:
     assert "weights" not in two.host and two.disk["weights"] == one.disk["weights"]
     assert two.busy["disk"] == pytest.approx(one.busy["disk"], rel=0.01), "a machine's drive is all its ranks'"
     assert two.host["buffers of the disk"] == 2 * one.host["buffers of the disk"]
-    short = dataclasses.replace(LINKED, disk_both_gbps=1.0, host_bytes=27 * GIB)
+    short = dataclasses.replace(LINKED, disk_both_gbps=1.0, host_bytes=16 * GIB, vram_bytes=33 * GIB // 2)
     found = mt.plan(seven(12), tokens=16384, seq=1024, machine=short, gpus=2, nvme={"limit": "100GiB"})
     assert "disk+weights" in found.homes.values() and found.host_bytes <= short.host_bytes
     with pytest.raises(mt.MegatrainError):
@@ -261,7 +260,7 @@ def test_each_of_several_gpus_has_its_part_of_weights_in_a_file() -> None:
 # ---- weights in shards ---------------------------------------------------------------------------
 
 FETCHED = dict(tokens=2048, seq=1024, homes="ram", activations="replay", micro=1, slots=12)      # most of a step is fetches
-NARROW = dataclasses.replace(LINKED, host_bytes=200 * GIB, host_gbps=400.0, adam_gparams=((1, 50.0),))
+NARROW = dataclasses.replace(LINKED, host_bytes=200 * GIB, host_gbps=400.0, adam_gparams=((1, 50.0),), shared_gparams=50.0)
 
 
 def test_each_gpu_fetches_its_part_and_is_given_the_others() -> None:
@@ -297,12 +296,13 @@ def test_one_gpu_of_a_machine_has_nobody_to_share_with() -> None:
 # ---- what was measured ---------------------------------------------------------------------------
 
 def test_two_h200_lose_little_to_what_they_exchange() -> None:
-    """Measured: products beside an exchange are slower by 5.5 %; updates of 5.75 B parameters take 0.8 s of the host,
-    whatever number of GPUs."""
+    """Measured: products beside an exchange are slower by 5.5 %; updates of 5.75 B parameters take 0.8 s of the host of one
+    GPU, and 1 s of that of several."""
     plans = {g: mt.plan(seven(20), machine="h200-128g,host=252GiB", gpus=g, **ASKED) for g in (1, 2)}
-    assert plans[2].tokens_per_second == pytest.approx(2 * plans[1].tokens_per_second, rel=0.06)
+    assert plans[2].tokens_per_second == pytest.approx(2 * plans[1].tokens_per_second, rel=0.15)
     alone = 5.75e9 / MACHINES["h200-128g"].adam_rate()
-    assert all(1.0 < plan.busy["host update"] / alone < 1.2 for plan in plans.values())     # beside more copies, or fewer
+    for g, plan in plans.items():            # beside more copies, or fewer
+        assert 1.0 < plan.busy["host update"] * (1, SHARED_ADAM)[g > 1] / alone < 1.2
     compute = [plans[g].busy["compute"] for g in (1, 2)]
     assert 1.02 < compute[1] / compute[0] < 1.06
     assert plans[2].busy["h2d"] == pytest.approx(2 * plans[2].host["weights"] / 50e9, rel=0.2)
@@ -387,7 +387,8 @@ def test_doctor_measures_what_processes_have_of_each_other(command: Callable, mo
     status, out, err = command("doctor", "--device", "cpu", "--gpus", "2")
     kept = mt.Machine.parse(str(tmp_path / "machine.json"))
     assert status == 0 and "links between 2 processes" in err and f"{kept.whole_gbps:.4g}" in out
-    assert min(kept.whole_gbps, kept.host_gbps, kept.exchange_gbps, kept.lost_gbps) > 0
+    assert min(kept.whole_gbps, kept.host_gbps, kept.exchange_gbps, kept.lost_gbps, kept.shared_gparams) > 0
+    assert kept.communicator_bytes == 0, "the CPU device has no NCCL"
     assert kept.origin("exchange_gbps") == "measured" and kept.origin("network_gbps") == "assumed"
     assert mt.Machine.parse(f"{tmp_path}/machine.json,network_gbps=100").network_gbps == 100
     assert mt.plan(small(1), tokens=256, seq=64, machine="cpu", gpus=2).machine.exchange_gbps == kept.exchange_gbps

@@ -17,6 +17,7 @@ from run_kill_several import kill
 from several import Job, Pool, alone, differences, loaded, memory, saved
 
 from megatrain_torch.group.waits import Waits
+from megatrain_torch.model.together import processors
 
 ARCHITECTURES = ("llama", "qwen3", "gemma2", "gpt2", "opt", "mixtral", "gpt_oss", "deepseek_v3", "mamba", "bert", "t5",
                  "vit")
@@ -273,6 +274,22 @@ def test_what_a_save_brings_of_other_machines_is_given_back(pool: Pool, tmp_path
     assert looked > before + (8 << 20)
 
 
+@pytest.mark.parametrize("nodes, own, allowed, found", [
+    ([0, 1], 0, range(8), {0, 1, 2, 7}), ([0, 1], 1, range(8), {3, 4, 5, 6}), ([1, 0, 0, 1], 1, range(6), {3, 4, 5}),
+    ([0, 0], 0, range(8), set(range(8))), ([0, 1, 1], 1, range(8), set(range(8))), ([-1, -1], -1, range(8), set(range(8))),
+    ([0, 1], 0, range(3, 7), {3, 4, 5, 6}), ([1, 1], 1, range(3, 7), {3, 4, 5, 6})])
+def test_threads_are_beside_their_gpu_where_nodes_have_equally_many(
+        nodes: list[int], own: int, allowed: range, found: set[int], tmp_path: Path) -> None:
+    for node, listed in ((0, "0-2,7\n"), (1, "3-6\n"), (2, "\n")):           # the last has memory alone
+        (folder := tmp_path / f"devices/system/node/node{node}").mkdir(parents=True)
+        (folder / "cpulist").write_text(listed)
+    assert processors(nodes, own, set(allowed), tmp_path) == found
+
+
+def test_bytes_that_go_in_pieces_are_whole_where_they_come(pool: Pool) -> None:
+    assert pool.call("several:pieces", 2) == [[True] * 5] * 2
+
+
 def test_each_machine_has_the_first_ones_model(pool: Pool) -> None:
     wanted = several_load.made_by_the_script(0, None, "of_other_values")
     found = pool.call("several:apart", 2, 2, "several_load:made_by_the_script", "of_other_values")
@@ -400,11 +417,52 @@ def test_refused_on_all(pool: Pool, what: str, said: str) -> None:
     assert all(said in text for text in texts), texts
 
 
-def test_one_model_in_memory(pool: Pool) -> None:
-    """Of what the store has; beside it a process has its slots, and gradients on their way."""
-    one = memory(0, None)[0]
-    assert one > 4 * 32 << 20
-    assert one * 0.99 < sum(pss for _, pss in pool.call("several:memory", 4)) < one * 1.05
+@pytest.mark.parametrize("dtype, each", [(torch.float32, 16), (torch.bfloat16, 14)])
+def test_one_model_in_memory(pool: Pool, dtype: torch.dtype, each: int) -> None:
+    """Of what the store has; beside it a process has its slots, and gradients on their way. each: bytes."""
+    one = memory(0, None, dtype)[0]
+    assert one > each * 8 << 20
+    assert one * 0.99 < sum(pss for _, pss in pool.call("several:memory", 4, dtype)) < one * 1.05
+
+
+@pytest.mark.parametrize("what, said", [
+    *((name, f"these differ: {name};") for name in ("lr", "states")),
+    *(pytest.param(name, f"these differ: {name};", marks=LONG) for name in ("betas", "eps", "weight_decay", "maximize")),
+    ("buffers", "'table: torch.float32 [3]' and 'table: torch.float32 [4]'"), ("step", "these differ: step number;"),
+    ("grad written", "these differ: gradients that were written"), ("grad replaced", "these differ: gradients that were"),
+    ("grad read", ""), ("grad written by all", ""), ("frozen", "requires_grad is not the same in all processes: of 0.weight"),
+    ("written", "has written in place to unit Sequential"), ("skips", "has made step 2, which rank 1 has not, and rank 1 exchanges")])
+def test_what_one_rank_does_otherwise_is_named_on_all(pool: Pool, what: str, said: str) -> None:
+    began = time.monotonic()
+    texts = pool.call("several_waits:otherwise", 2, what)
+    assert all(said in text if said else text == "" for text in texts), texts
+    assert time.monotonic() - began < 30
+
+
+@pytest.mark.parametrize("how", ["before", "between"])
+def test_a_rank_that_ends_before_it_streams_ends_the_others(how: str) -> None:
+    began = time.monotonic()
+    with Pool(3) as three:
+        three.send("several_waits:ends_before", 3, how)
+        texts = [three.answer(rank, 30.0)[1] for rank in (0, 2)]
+    assert all("another process of the group is gone" in text for text in texts), texts
+    assert time.monotonic() - began < 30
+
+
+def test_who_drops_a_model_first_gives_the_others_its_states(pool: Pool) -> None:
+    assert pool.call("several_waits:drops_first", 2) == [90000, 90000]
+
+
+def test_weights_that_another_rank_still_takes_are_not_given_back(pool: Pool) -> None:
+    assert pool.call("several_waits:unstreams_slowly", 2) == [0, 0]
+
+
+def test_a_launcher_without_a_group_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    import megatrain_torch as mt
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(mt.MegatrainError, match="started 2 processes .* call torch.distributed.init_process_group"):
+        mt.stream(torch.nn.Linear(2, 2), "cpu")
 
 
 @pytest.mark.parametrize("what, said", [

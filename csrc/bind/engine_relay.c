@@ -136,7 +136,7 @@ static PyObject *come(PyObject *module, PyObject *args)
         return NULL;
     if ((st = mt_relay_come(r->memory->store, rank, &p)) != MT_OK)
         return fail(module, r, st);
-    return PyBool_FromLong(p.kind == MT_PARCEL_NOTE && p.note == MT_NOTE_LEFT);
+    Py_RETURN_NONE;
 }
 
 static PyObject *gone(PyObject *module, PyObject *args)
@@ -164,7 +164,7 @@ PyMethodDef mt_relay_methods[] = {
       "Where bytes of a rank's parcel go; None: it has none." },
     { "relay_come", come, METH_VARARGS,
       "relay_come($module, relay, rank, parcel, /)\n--\n\n"
-      "They are there. Whether it was the rank's last." },
+      "They are there." },
     { "relay_gone", gone, METH_VARARGS,
       "relay_gone($module, relay, rank, /)\n--\n\n"
       "Nothing more will come of the rank." },

@@ -68,7 +68,7 @@ static const array_field arrays[] = {
     FIELD(disk_s, 'd', BY_UNIT), FIELD(through_s, 'd', BY_UNIT), FIELD(read_s, 'd', BY_UNIT),
     FIELD(exchange_s, 'd', BY_UNIT), FIELD(network_s, 'd', BY_UNIT), FIELD(lost_s, 'd', BY_UNIT),
     FIELD(gather_s, 'd', BY_UNIT), FIELD(held_s, 'd', BY_UNIT),
-    FIELD(spread_s, 'd', BY_UNIT), FIELD(further, 'q', BY_UNIT),
+    FIELD(spread_s, 'd', BY_UNIT),
     FIELD(lowered, 'q', BY_UNIT), FIELD(raised, 'q', BY_UNIT),
     FIELD(lent, 'q', OF_LENT), FIELD(slots, 'q', OF_SLOTS),
 };
@@ -78,7 +78,8 @@ static const array_field counts[] = {
     FIELD(h2d, 'd', 1), FIELD(d2h, 'd', 1), FIELD(both, 'd', 1), FIELD(busy, 'd', 1),
     FIELD(stretch, 'd', 1),
     FIELD(write, 'd', 1), FIELD(read, 'd', 1), FIELD(rest_s, 'd', 1),
-    FIELD(parts, 'q', 1), FIELD(on_link, 'q', 1), FIELD(memory, 'd', 1), FIELD(memory_s, 'd', 1),
+    FIELD(parts, 'q', 1), FIELD(peers, 'd', 1), FIELD(on_link, 'q', 1),
+    FIELD(memory, 'd', 1), FIELD(memory_s, 'd', 1),
 };
 static const array_field lists[] = {
     FIELD(units, 'q', 0), FIELD(again, 'q', 0), FIELD(leaving, 'q', 0),

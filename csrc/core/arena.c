@@ -169,6 +169,8 @@ void mt_arena_keep(mt_arena *a, size_t from, size_t bytes)
     a->kept = bytes > 0 ? in_pages(from + bytes) - a->from : 0;
     a->alone = begin;
     a->n_alone = end > begin ? end - begin : 0;
+    if (a->shared && a->n_alone > 0 && a->kept < a->bytes)      /* the rest is others' */
+        (void)mt_numa_local((char *)a->base + a->alone, a->n_alone);
 }
 
 /* The first byte that is, or would be, committed. */

@@ -98,13 +98,26 @@ int mt__numa_spread(const mt_nodes *nodes, void *p, size_t bytes)
                ? 0 : errno;
 }
 
-int mt_numa_spread(void *p, size_t bytes)
+int mt__numa_local(void *p, size_t bytes)
+{
+    return syscall(SYS_mbind, p, bytes, MPOL_LOCAL, NULL, 0ul, 0u) == 0 ? 0 : errno;
+}
+
+/* There is a choice, and the user has made none. */
+static int is_ours(void)
 {
     int mode = MPOL_DEFAULT;
 
-    if (mt_nodes_here()->n < 2)
-        return 0;
-    if (syscall(SYS_get_mempolicy, &mode, NULL, 0ul, NULL, 0ul) != 0)
-        return errno;
-    return mode == MPOL_DEFAULT ? mt__numa_spread(mt_nodes_here(), p, bytes) : 0;
+    return mt_nodes_here()->n > 1 &&
+           syscall(SYS_get_mempolicy, &mode, NULL, 0ul, NULL, 0ul) == 0 && mode == MPOL_DEFAULT;
+}
+
+int mt_numa_spread(void *p, size_t bytes)
+{
+    return is_ours() ? mt__numa_spread(mt_nodes_here(), p, bytes) : 0;
+}
+
+int mt_numa_local(void *p, size_t bytes)
+{
+    return is_ours() ? mt__numa_local(p, bytes) : 0;
 }

@@ -2,9 +2,10 @@
  *
  * An update reads and writes 26 bytes per parameter by all cores, chunks taken as they come; a bus
  * copies from wherever a page is. So no page has a right node, and what counts is that all nodes'
- * memory works at once: pages of an arena take turns among the nodes. Nodes without processors are
- * left out: they are the memory of a GPU (GH200) or of an expander. Where the user has chosen a
- * policy (numactl) it stays.
+ * memory works at once: pages of an arena take turns among the nodes. What one process of several
+ * alone updates is local: on the node of the thread that touches a page first, which is one of its
+ * own. Nodes without processors are left out: they are the memory of a GPU (GH200) or of an
+ * expander. Where the user has chosen a policy (numactl) it stays.
  *
  * Threads: any.
  */
@@ -30,6 +31,8 @@ void            mt__nodes_read(const char *sys, const char *status, mt_nodes *ou
 /* Before the first touch of [p, p + bytes), whole pages. 0, or why it was not done, as errno: then
  * the kernel chooses, as it does on one node. */
 int mt_numa_spread(void *p, size_t bytes);
+int mt_numa_local (void *p, size_t bytes);
 int mt__numa_spread(const mt_nodes *nodes, void *p, size_t bytes);
+int mt__numa_local (void *p, size_t bytes);
 
 #endif

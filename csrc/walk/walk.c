@@ -10,6 +10,8 @@
 
 #define STEADY_STEPS 3       /* until what updates leave to the next forward hardly changes */
 #define STEADY_SHARE 0.9     /* of a step, the next takes that at least (0.953, of 5,500 tried) */
+#define PEER_SHARE 0.5  /* copies between devices hold up compute by so much of what the exchange of
+                         * as many bytes does: 1.1 ms of 233 MB on H200s, for 2.1 */
 #define NOBODY  (-1)    /* a row: nothing held it up */
 
 typedef struct walker {
@@ -19,7 +21,8 @@ typedef struct walker {
 
     /* [n_units] */
     double  *done;               /* when its update is over */
-    double  *left;               /* the same, of the step before, from this one's beginning */
+    double  *left;               /* the same, of the step before, from this one's beginning; of
+                                  * several ranks, when a unit's new weights are on the host */
     double  *ready, *queued;     /* when its copy is over, and when it is in the queue */
     int64_t *late;               /* the row that held the copy up */
 
@@ -50,6 +53,7 @@ typedef struct walker {
      * file of activations. */
     double   run, launch, h2d, mover, d2h, adder, swap_out, guests, drive;
     double   exchange, network, spread;  /* gradients in their machine, between; new weights */
+    double   lowering;                   /* until then new weights go down from the device */
     double   gather;             /* parts of weights, in their machine */
     double   owed;               /* seconds by which what is computed next is held up */
     double   moved;              /* bytes that crossed to and from the host's memory */
@@ -279,15 +283,6 @@ static double over_network(walker *t, double *queue, int64_t u, double ready, do
     return *queue;
 }
 
-/* A unit was updated on all machines, each its part: when all have all of it. Updates come first,
- * gradients later: where they meet, neither is taken to slow the other down. */
-static double spread(walker *t, int64_t u, double updated)
-{
-    double seconds = t->in->spread_s[u];
-
-    return seconds > 0.0 ? over_network(t, &t->spread, u, updated, seconds) : updated;
-}
-
 /* ---- updates ---------------------------------------------------------------------------- */
 
 /* States that arrived go down behind their updates, beside the forward. passed: seconds of updates
@@ -309,28 +304,83 @@ static void guests_leave(walker *t, double passed)
     t->d2h = t->guests;
 }
 
-/* New weights of units at home on several GPUs' devices go to all by way of the host: down behind
- * the unit's update, and up behind that, in queues of their own. */
-static void ferry(walker *t)
+/* New weights of a unit at home on several GPUs' devices go down to the host behind its update, in
+ * a queue of their own. */
+static void bring_down(walker *t, int64_t u, double *down)
+{
+    double start = later(*down, t->done[u]);
+
+    *down = t->left[u] = copied(t, start, (double)t->in->lowered[u], t->in->d2h);
+    note(t, MT_LANE_THROUGH, u, start, *down);
+}
+
+/* The others' parts come from their devices, where these reach each other, which holds up compute;
+ * else from the host. */
+static void bring_up(walker *t, int64_t u, double *up)
 {
     const mt_walk *in = t->in;
-    double         down = 0.0, up = 0.0, start;
+    int            peers = in->peers > 0.0, row = peers ? MT_WALK_EXCHANGE : MT_LANE_THROUGH;
+    double         from = peers ? t->done[u] : later(t->done[u], t->left[u]);
+    double         start = later(*up, from), bytes = (double)in->raised[u];
 
+    *up = t->ready[u] = peers ? start + bytes / in->peers : copied(t, start, bytes, in->h2d);
+    note(t, row, u, start, *up);
+    t->queued[u] = from;
+    t->late[u] = row;
+    if (peers) {
+        t->busy[row] += *up - start;
+        t->owed += PEER_SHARE * in->lost_s[u];
+    }
+}
+
+/* Of several machines, parts that each has updated go to all others, in the order in which they are
+ * in host memory, which `left` says: when all have all of a unit. Gradients come later: where they
+ * meet, neither is taken to slow the other down. */
+static void spread(walker *t)
+{
+    const mt_walk *in = t->in;
+    double         last = -1.0;
+    int64_t        last_u = 0;
+
+    for (;;) {
+        int64_t next = NOBODY;
+
+        for (int64_t u = 0; u < in->n_units; u++)
+            if (in->spread_s[u] > 0.0 && !isnan(t->done[u]) &&
+                (t->left[u] > last || (t->left[u] == last && u > last_u)) &&
+                (next == NOBODY || t->left[u] < t->left[next]))
+                next = u;
+        if (next == NOBODY)
+            return;
+        last = t->left[next];
+        last_u = next;
+        t->done[next] = over_network(t, &t->spread, next, last, in->spread_s[next]);
+    }
+}
+
+/* What several GPUs, or machines, have updated comes to all of them. */
+static void new_weights(walker *t)
+{
+    const mt_walk *in = t->in;
+    double         down = 0.0, up = 0.0;
+
+    for (int64_t u = 0; u < in->n_units; u++)
+        t->left[u] = t->done[u];
     for (int64_t i = 0; i < in->units.begin[in->n_windows]; i++) {
         int64_t u = in->units.item[i];
 
-        if (in->updated_on[u] != MT_LANE_DEVICE || in->raised[u] == 0 || t->ready[u] > 0.0)
-            continue;
-        start = later(down, t->done[u]);
-        down = copied(t, start, (double)in->lowered[u], in->d2h);
-        note(t, MT_LANE_THROUGH, u, start, down);
-        t->queued[u] = down;
-        start = later(up, down);
-        up = t->ready[u] = copied(t, start, (double)in->raised[u], in->h2d);
-        note(t, MT_LANE_THROUGH, u, start, up);
-        t->late[u] = MT_LANE_THROUGH;
+        if (in->updated_on[u] == MT_LANE_DEVICE && in->raised[u] > 0 && t->left[u] == t->done[u])
+            bring_down(t, u, &down);
     }
-    t->update_s[MT_LANE_THROUGH] += later(down, up);
+    spread(t);
+    for (int64_t i = 0; i < in->units.begin[in->n_windows]; i++) {
+        int64_t u = in->units.item[i];
+
+        if (in->updated_on[u] == MT_LANE_DEVICE && in->raised[u] > 0 && t->ready[u] == 0.0)
+            bring_up(t, u, &up);
+    }
+    t->lowering = down;
+    t->update_s[MT_LANE_THROUGH] += in->peers > 0.0 ? down : later(down, up);
 }
 
 static void updates_on_disk(walker *t)
@@ -375,7 +425,6 @@ static void update_first(walker *t, int64_t u, double *now, double *passed)
         t->done[u] = *now += update_s(in, u);
     }
     note(t, in->updated_on[u], u, begin, t->done[u]);
-    t->done[u] = spread(t, u, t->done[u]);
 }
 
 static void updates_first(walker *t)
@@ -400,7 +449,7 @@ static void updates_first(walker *t)
     t->update_s[MT_LANE_DEVICE] = t->run;
     updates_on_disk(t);
     guests_leave(t, passed);
-    ferry(t);
+    new_weights(t);
 }
 
 /* Updates that follow their gradients: those of the backward before that are not over. */
@@ -598,7 +647,6 @@ static void follow(walker *t, int64_t u, int64_t buffer)
         t->updated = later(t->updated, t->done[u]);
     t->lent_free[buffer] = t->done[u];
     t->lent_for[buffer] = on;
-    t->done[u] = spread(t, u, t->done[u]);
 }
 
 static void add_up(walker *t, int64_t u)
@@ -617,8 +665,7 @@ static void send(walker *t, int64_t u, int adding)
 
     if (adding && t->n_added >= t->in->stagings)        /* no staging buffer is free */
         start = later(start, t->added[t->n_added % t->in->stagings]);
-    t->d2h = copied(t, start, (double)(adding ? t->in->further : t->in->gradients)[u],
-                    t->in->both);
+    t->d2h = copied(t, start, (double)t->in->gradients[u], t->in->both);
     note(t, MT_LANE_D2H, u, start, t->d2h);
     t->busy[MT_LANE_D2H] += t->d2h - start;
     if (adding)
@@ -768,6 +815,12 @@ static void leave(walker *t, int64_t w)
     if (t->in->spilled[w])
         start = await_bay(t, start);
     t->swap_out = copied(t, start, (double)t->in->away[w], t->in->both);
+    if (start < t->lowering) {              /* new weights go down too: each at half of the rate */
+        double beside = least(t->swap_out - start, t->lowering - start);
+
+        t->swap_out += beside;
+        t->lowering += beside;
+    }
     note(t, MT_LANE_OUT, w, start, t->swap_out);
     t->busy[MT_LANE_OUT] += t->swap_out - start;
     if (t->in->spilled[w])

@@ -70,10 +70,8 @@ typedef struct mt_walk {
     const double  *held_s;       /* by which that holds up what is computed beside it */
     const double  *spread_s;     /* in which new weights go to the other machines */
     const int64_t *lowered, *raised;     /* bytes of new weights of a unit at home on the devices:
-                                          * down to the host behind its update, and from there up,
-                                          * before its first use */
-    const int64_t *further;      /* bytes that cross of a further micro-batch; `gradients`: of the
-                                    first */
+                                          * down to the host behind its update, and up before its
+                                          * first use, from there or from the other devices */
 
     /* Bytes of the buffers that gradients pass through where they are kept nowhere, largest first.
      * Updates then follow their gradients, in backward. None: gradients are kept. */
@@ -94,6 +92,7 @@ typedef struct mt_walk {
     double  write, read;         /* of the drive */
     double  rest_s;              /* between two steps: the clip factor */
     int64_t parts;               /* a fetch brings one of so many of a unit's weights; 1: all */
+    double  peers;               /* bytes/s from other devices; 0: new weights come from the host */
     int64_t on_link;             /* 1: what GPUs exchange takes their links to the host */
     double  memory;              /* bytes/s of the host's memory for this GPU's copies; 0: enough */
     double  memory_s;            /* in which a step's updates and sums have that memory */

@@ -170,11 +170,11 @@ class HostLimits:
         return found
 
 
-def device_taken(taken: int) -> tuple[int, int]:
+def device_taken(taken: int, communicators: int = 0) -> tuple[int, int]:
     """(bytes of this process's context and libraries on a GPU, bytes of other processes). taken: what neither torch's
     allocator nor a store of this process has. A driver does not tell whose memory is, so a context is CONTEXT_MOST at
-    most and the rest is another process's."""
-    own = min(taken, CONTEXT_MOST)
+    most, beside what NCCL is known to have, and the rest is another process's."""
+    own = min(taken, CONTEXT_MOST + communicators)
     return own, taken - own
 
 

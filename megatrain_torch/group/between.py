@@ -2,35 +2,46 @@
 
 Each rank tells every other machine what it says, with the bytes that belong to it (csrc/core/relay.h), and one rank of
 that machine, who speaks for it there, hears it. As machines have equally many ranks, two that tell each other hear each
-other. Transport is a gloo group of all ranks: host memory to host memory. A sender waits for nothing but the network,
-and a hearer for nothing else, so neither waits for the other's.
+other. What is said goes over gloo. Weights go from host memory to host memory by the network's own transport, in pieces
+through device memory: NCCL's on CUDA, gloo's on the CPU device.
+
+A sender waits for nothing but the network, and a hearer for nothing else, so neither waits for the other's. NCCL runs
+what a group is given one after the other, so each direction of a pair has a group of its own. A piece is received as
+soon as it is sent, whatever else the two processes do: the hearer was told of it before.
 """
 from __future__ import annotations
 
 import random
 import threading
 import time
+from collections import deque
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from datetime import timedelta
+from queue import SimpleQueue
 from typing import Any
 
 import torch
-from torch import distributed as dist
+from torch import Tensor
 
 from .. import _core
 from .ranks import Ranks
 
+PIECE = 32 << 20             # bytes that are sent at once; of them each direction has BUFFERS on the device
+BUFFERS = 2
+SMALL = 64 << 10             # bytes of a parcel that go over gloo, as notes do
 _LOOK_MS = 1000              # until a sender that has nothing to tell looks again
 _NEVER = timedelta(days=30)  # a rank may have nothing to say for as long as its process lives
 _MOST = 32                   # parcels that go at once: Python's threads take turns, which may last longer than the way
-_NONE = bytes(255 for _ in range(_core.PARCEL_BYTES))        # no parcel; where none is: you have left, and so do I
+_NONE = bytes(255 for _ in range(_core.PARCEL_BYTES))        # no parcel; where none is, nothing more will come
 
 
 class Between:
     """Begins when all ranks have an engine, and goes on until they have closed it."""
 
-    def __init__(self, ranks: Ranks, core: _core.Engine, delay_us: int = 0) -> None:
+    def __init__(self, ranks: Ranks, core: _core.Engine, device: torch.device, delay_us: int = 0) -> None:
         """All ranks make it. delay_us: for tests, waits of up to so long before everything."""
-        line = Line(core.relay(), ranks.control.carrier("between"), ranks.machines, ranks.hearers(), delay_us)
+        line = Line(core.relay(), ranks, device, delay_us)
         self._tells = _begun(line.tell, "mt-tells")
         self._hear = [_begun(lambda rank=rank: line.hear(rank), f"mt-hears-{rank}") for rank in ranks.spoken_for()]
 
@@ -45,22 +56,33 @@ class Between:
 class Line:
     """What threads have of it. It has the engine's memory, and not the engine."""
 
-    def __init__(self, relay: Any, group: dist.ProcessGroup, machines: list[str], hearers: dict[str, int],
-                 delay_us: int) -> None:
-        """machines: by rank. hearers: who hears this rank, by machine."""
-        self._relay, self._group, self._machines, self._delay_us = relay, group, machines, delay_us
-        self._hearers = dict(hearers)
+    def __init__(self, relay: Any, ranks: Ranks, device: torch.device, delay_us: int) -> None:
+        self._relay, self._machines, self._delay_us = relay, ranks.machines, delay_us
+        self._group = ranks.control.carrier("between")
+        self._hearers = ranks.hearers()      # of this rank, by machine
         self._turn = threading.Lock()        # held while a parcel and its bytes are sent, and for who is told
+        self._out = {hearer: way for (rank, hearer), way in ranks.ways.items() if rank == ranks.rank}
+        self._into = {rank: way for (rank, hearer), way in ranks.ways.items() if hearer == ranks.rank}
+        self._device = device if ranks.nccl() else torch.device("cpu")
 
     def tell(self) -> None:
-        last = False
+        last, pieces = False, Pieces(self._device)
         while not last:
             batch = self._next()
             last = any(ends for *_, ends in batch)
             for machine in list(self._hearers):
-                own = [(parcel, data) for parcel, data, to, _ in batch if to < 0 or self._machines[to] == machine]
-                if own:
-                    self._send(machine, own, last)
+                self._send(machine, [(parcel, data) for parcel, data, to, _ in batch if self._is_for(machine, to)])
+            for _, data, to, _ in batch:
+                if data is not None and data.nbytes > SMALL:
+                    groups = [self._out[r] for m, r in list(self._hearers.items()) if self._is_for(m, to)]
+                    with suppress(RuntimeError):     # somebody is gone: who hears him finds that out
+                        pieces.send(torch.from_numpy(data), groups)
+        for machine in list(self._hearers):
+            self._end(machine)
+        _finish(pieces, self._out.values())
+
+    def _is_for(self, machine: str, to: int) -> bool:
+        return to < 0 or self._machines[to] == machine
 
     def _next(self) -> list[tuple[bytes, Any, int, bool]]:
         """What was said since, as far as it goes at once."""
@@ -71,50 +93,143 @@ class Line:
         self._delay()
         return batch
 
-    def _send(self, machine: str, batch: list[tuple[bytes, Any]], last: bool) -> None:
-        """Where there is nobody any more, those who wait for him find that out."""
+    def _send(self, machine: str, batch: list[tuple[bytes, Any]]) -> None:
+        """Parcels, and those bytes of theirs that are few. Where there is nobody any more, those who wait for him find
+        that out."""
         with self._turn:
-            if (rank := self._hearers.get(machine)) is None:
+            if not batch or (rank := self._hearers.get(machine)) is None:
                 return
-            head = b"".join(parcel for parcel, _ in batch).ljust(_MOST * _core.PARCEL_BYTES, b"\xff")
-            sent = [torch.frombuffer(bytearray(head), dtype=torch.uint8)]
-            sent += [torch.from_numpy(data) for _, data in batch if data is not None]
+            small = [torch.from_numpy(data) for _, data in batch if data is not None and data.nbytes <= SMALL]
             try:
-                for work in [self._group.send([t], rank, 0) for t in sent]:
+                for work in [self._group.send([t], rank, 0) for t in (_head([p for p, _ in batch]), *small)]:
                     work.wait(_NEVER)
             except RuntimeError:
-                last = True
-            if last:
                 self._hearers.pop(machine)
 
-    def hear(self, rank: int) -> None:
-        try:
-            while not self._hear_some(rank):
-                pass
-        except RuntimeError:
-            _core.relay_gone(self._relay, rank)
-        self._send(self._machines[rank], [], True)           # unless this one has left, too
+    def _end(self, machine: str) -> None:
+        """Nothing more will come; unless that machine's has ended too."""
+        with self._turn, suppress(RuntimeError):
+            if (rank := self._hearers.pop(machine, None)) is not None:
+                self._group.send([_head([])], rank, 0).wait(_NEVER)
 
-    def _hear_some(self, rank: int) -> bool:
-        """It was the last."""
+    def hear(self, rank: int) -> None:
+        """What is here is told by another thread: while bytes come, the end of the rank's process is still heard."""
+        come: SimpleQueue[tuple[list[bytes], Any] | None] = SimpleQueue()
+        gone = threading.Event()
+        tells = _begun(lambda: self._come(rank, come, gone), f"mt-came-{rank}")
+        pieces = Pieces(self._device)
+        try:
+            while parcels := self._parcels(rank):
+                places = [p for p in (_core.relay_place(self._relay, rank, parcel) for parcel in parcels)
+                          if p is not None]
+                self._receive(rank, [torch.from_numpy(p) for p in places if p.nbytes <= SMALL])
+                large = [torch.from_numpy(p) for p in places if p.nbytes > SMALL]
+                come.put((parcels, pieces.receive(large, self._into[rank]) if large else None))
+        except RuntimeError:
+            gone.set()
+            _core.relay_gone(self._relay, rank)      # from that on NCCL's kernels do not wait for it (Ranks.give_up)
+        come.put(None)
+        tells.join()
+        self._end(self._machines[rank])
+        _finish(pieces, [self._into[rank]])
+
+    def _parcels(self, rank: int) -> list[bytes]:
+        """The next that go at once; []: nothing more will come."""
         head = torch.empty(_MOST * _core.PARCEL_BYTES, dtype=torch.uint8)
         self._receive(rank, [head])
         every = head.numpy().tobytes()
         parcels = [every[at:at + _core.PARCEL_BYTES] for at in range(0, len(every), _core.PARCEL_BYTES)]
-        parcels = parcels[:parcels.index(_NONE)] if _NONE in parcels else parcels
-        places = [_core.relay_place(self._relay, rank, parcel) for parcel in parcels]
-        self._receive(rank, [torch.from_numpy(place) for place in places if place is not None])
-        self._delay()
-        ends = [_core.relay_come(self._relay, rank, parcel) for parcel in parcels]
-        return not ends or any(ends)
+        return parcels[:parcels.index(_NONE)] if _NONE in parcels else parcels
 
-    def _receive(self, rank: int, into: list[torch.Tensor]) -> None:
+    def _come(self, rank: int, come: SimpleQueue[Any], gone: threading.Event) -> None:
+        while (found := come.get()) is not None:
+            parcels, event = found
+            if event is not None:
+                event.synchronize()
+            self._delay()
+            if gone.is_set():                        # the bytes may be anything
+                return
+            for parcel in parcels:
+                _core.relay_come(self._relay, rank, parcel)
+
+    def _receive(self, rank: int, into: list[Tensor]) -> None:
         for work in [self._group.recv([t], rank, 0) for t in into]:
             work.wait(_NEVER)
 
     def _delay(self) -> None:
         if self._delay_us:
             time.sleep(random.random() * self._delay_us * 1e-6)
+
+
+class Pieces:
+    """Bytes of host memory that go to other ranks, or come from one, by way of two buffers on the device: one is filled
+    while the other is sent. On CUDA all of it is put in a stream, and nothing waits here."""
+
+    def __init__(self, device: torch.device) -> None:
+        """In the thread that uses it."""
+        self._device, self._stream = device, None
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+            self._stream = torch.cuda.Stream(device)
+        self._spare: list[Tensor] = []
+        self._busy: deque[tuple[Tensor, list[Any], Tensor | None]] = deque()     # buffer, works, where its bytes go
+
+    def send(self, host: Tensor, groups: Sequence[Any]) -> None:
+        with self._entered():
+            for piece in host.split(PIECE):
+                buffer = self._buffer()
+                part = buffer[:len(piece)].copy_(piece, non_blocking=True)
+                self._busy.append((buffer, [group.send([part], 1, 0) for group in groups], None))
+
+    def receive(self, places: Sequence[Tensor], group: Any) -> Any:
+        """An event behind it; None: it is over."""
+        with self._entered():
+            for piece in (piece for place in places for piece in place.split(PIECE)):
+                buffer = self._buffer()
+                self._busy.append((buffer, [group.recv([buffer[:len(piece)]], 0, 0)], piece))
+            while self._busy:
+                self._spare.append(self._next())
+            return None if self._stream is None else self._stream.record_event()
+
+    def _buffer(self) -> Tensor:
+        if self._spare:
+            return self._spare.pop()
+        if len(self._busy) < BUFFERS:
+            return torch.empty(PIECE, dtype=torch.uint8, device=self._device)
+        return self._next()
+
+    def _next(self) -> Tensor:
+        """The buffer that was put first, when it may be another piece's."""
+        buffer, works, place = self._busy.popleft()
+        for work in works:
+            work.wait()
+        if place is not None:
+            place.copy_(buffer[:len(place)], non_blocking=True)
+        return buffer
+
+    def land(self) -> None:
+        """Waits: all is over."""
+        with self._entered():
+            while self._busy:
+                self._next()
+        if self._stream is not None:
+            self._stream.synchronize()
+
+    def _entered(self) -> AbstractContextManager[Any]:
+        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+
+
+def _finish(pieces: Pieces, groups: Iterable[Any]) -> None:
+    """All is over, and the groups are given back; unless somebody is gone."""
+    with suppress(RuntimeError):
+        pieces.land()
+    for group in groups:
+        with suppress(RuntimeError):                 # gloo has nothing to give back
+            group.shutdown()
+
+
+def _head(parcels: list[bytes]) -> Tensor:
+    return torch.frombuffer(bytearray(b"".join(parcels).ljust(_MOST * _core.PARCEL_BYTES, b"\xff")), dtype=torch.uint8)
 
 
 def _begun(target: Any, name: str) -> threading.Thread:

@@ -27,15 +27,36 @@ class Ranks:
         rank, size: this process's number, and how many there are.
         data: the group in which gradients go. control: what they tell each other goes there.
         machines: by rank, what names the machine that it is on.
+        ways: by (sender, hearer), groups in which weights go to other machines, and come from there.
+        taken: bytes of the device that NCCL took for this process, by whichever ranks asked first.
     """
+
+    taken = 0
 
     def __init__(self, data: dist.ProcessGroup, patience: timedelta = PATIENCE) -> None:
         """patience: as Control has it."""
         self.data, self.rank, self.size = data, dist.get_rank(data), dist.get_world_size(data)
         self.control = Control(data, patience)
         self.machines: list[str] = self.gather(_machine())
+        self.ways: dict[tuple[int, int], Any] = {}
         self._aside: Ranks | None = None
         self._gathers: dist.ProcessGroup | None = None
+
+    def connect(self, device: torch.device) -> None:
+        """Makes what tensors of the device travel by, and so takes its memory there, before anybody asks how much is
+        free. All come here."""
+        nccl = device.type == "cuda" and self.nccl()
+        before = torch.cuda.mem_get_info(device)[0] if nccl else 0
+        if nccl:
+            with torch.cuda.device(device), self.control.named("connects to the others' GPUs"):
+                sent = torch.zeros(self.size, device=device)
+                dist.all_to_all_single(torch.empty_like(sent), sent, group=self.data)
+        pairs = [*((self.rank, r) for r in self.hearers().values()), *((r, self.rank) for r in self.spoken_for())]
+        for pair in sorted(pairs, key=lambda pair: (sorted(pair), pair)):
+            self.ways[pair] = self.control.way(*pair, device if nccl else torch.device("cpu"))
+        if nccl:
+            torch.cuda.synchronize(device)
+            Ranks.taken += max(before - torch.cuda.mem_get_info(device)[0], 0)
 
     def aside(self) -> Ranks:
         """The same processes with a control group of its own, for another thread; made at the first call, by all."""
@@ -66,10 +87,12 @@ class Ranks:
 
     def give_up(self) -> None:
         """Another process is gone, for which NCCL's kernels wait without end: they are ended."""
-        for group in (self.data, self._gathers) if self.nccl() else ():
+        backends = [self._backend(), *self.ways.values()] if self.nccl() else []
+        if self._gathers is not None:
+            backends.append(self._gathers._get_backend(torch.device("cuda")))
+        for backend in backends:
             with contextlib.suppress(Exception):
-                if group is not None:
-                    group._get_backend(torch.device("cuda")).abort()
+                backend.abort()
 
     @property
     def apart(self) -> bool:
@@ -117,9 +140,11 @@ class Ranks:
         except BaseException as own:
             error = own
         named = isinstance(error, MegatrainError)
-        texts = self.gather(None if error is None else str(error) if named else f"{type(error).__name__}: {error}")
-        if error is not None:
-            raise error
+        try:
+            texts = self.gather(None if error is None else str(error) if named else f"{type(error).__name__}: {error}")
+        finally:
+            if error is not None:
+                raise error
         if (rank := next((r for r, text in enumerate(texts) if text is not None), None)) is not None:
             raise MegatrainError(f"rank {rank}: {texts[rank]}")
 
@@ -136,11 +161,15 @@ def ranks_of(group: Any) -> Ranks | None:
     """group: a ProcessGroup, a DeviceMesh of one dimension, or None, the default one. None: this process is alone.
 
     Raises:
-        MegatrainError: a mesh of several dimensions; or another thing.
+        MegatrainError: a mesh of several dimensions, or another thing; or a launcher started several processes, and
+            they have no group.
     """
     if not dist.is_available() or not dist.is_initialized():
-        if group is not None:
-            raise MegatrainError("group=: torch.distributed is not initialized; call init_process_group() before")
+        many = os.environ.get("WORLD_SIZE", "1") if "RANK" in os.environ else "1"
+        if group is not None or many not in ("", "1"):
+            why = "group=" if group is not None else f"a launcher started {many} processes (WORLD_SIZE)"
+            raise MegatrainError(f"{why}: torch.distributed is not initialized; call "
+                                 "torch.distributed.init_process_group() before, or each would train a model of its own")
         return None
     data = _group_of(group)
     return Ranks(data) if dist.get_world_size(data) > 1 else None

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 import torch
 
 from ..base.limits import device_taken
+from ..group.ranks import Ranks
 
 _ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 JOINED, SEPARATE = "expandable_segments:True", "expandable_segments:False"
@@ -52,7 +53,8 @@ class Cap:
         processes', stores of this process's models)."""
         free, total = torch.cuda.mem_get_info(self.device)
         stores = sum(cap.stored() for cap in _caps if cap.device == self.device)
-        return *device_taken(max(total - free - torch.cuda.memory_reserved(self.device) - stores, 0)), stores
+        taken = max(total - free - torch.cuda.memory_reserved(self.device) - stores, 0)
+        return *device_taken(taken, Ranks.taken), stores
 
     def lift(self) -> None:
         before, self.before = self.before, None

@@ -107,6 +107,9 @@ def stream_of(ranks: Ranks | None, module: nn.Module, device: str | torch.device
     """As `stream`, by these processes. asked: of choices.choose."""
     with as_one(ranks):
         where = compute_device(device)
+    if ranks is not None:
+        ranks.connect(where)
+    with as_one(ranks):
         check_model(module, ranks is not None and ranks.rank != ranks.mates[0])
         check_dtype(dtype)
         refuse_codes(module, dtype)
@@ -126,7 +129,7 @@ def _stream(module: nn.Module, where: torch.device, limits: Limits, choices: Cho
         if choices.products == "fp8":
             _check_codes(module, codable(found.windows), dtype)
     if ranks is not None:
-        check(ranks, groups, choices, reduce)
+        check(ranks, module, groups, choices, reduce)
     asked = choices.asked(type(module).__name__, groups, dtype, where, Fleet(*fleet_of(ranks)))
     with as_one(ranks):
         fit = fitted(asked, where, choices, limits.host)
@@ -134,7 +137,8 @@ def _stream(module: nn.Module, where: torch.device, limits: Limits, choices: Cho
     rt = Runtime(module, where, engine(where, choices, ranks), fit.room, choices.compute, ranks, reduce,
                  choices.products)
     if ranks is not None:
-        weakref.finalize(rt, leaves_in_order, rt.core, ranks, between(ranks, rt.core, choices.doors.delay_us))
+        machines = between(ranks, rt.core, where, choices.doors.delay_us)
+        rt.leave = weakref.finalize(rt, leaves_in_order, rt.core, ranks, machines)
         if where.type == "cuda" and ranks.nccl():
             threading.Thread(target=watch, args=(weakref.ref(rt.exchange), rt.core, ranks), daemon=True).start()
     rt.delivery.shards = choices.options.get("delivery") == "shards"
@@ -195,14 +199,14 @@ def unstream(module: nn.Module) -> nn.Module:
 
 
 def _give_back(rt: Runtime, module: nn.Module) -> None:
-    _take_out(rt, module)
+    _take_out(rt, module, together=False)
     rt.close()
 
 
-def _take_out(rt: Runtime, module: nn.Module) -> None:
+def _take_out(rt: Runtime, module: nn.Module, together: bool = True) -> None:
     """The model is an ordinary one again, as far as it was streamed."""
     remove(module)
-    empty(rt)
+    empty(rt, together)
     patches.release(rt)
 
 

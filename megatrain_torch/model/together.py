@@ -6,7 +6,11 @@ import os
 import sys
 import time
 import weakref
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
 
+import torch
 from torch import nn
 
 from .. import _core
@@ -28,7 +32,7 @@ _LOOK_S = 1.0
 _LAST_STEP_S = 10.0          # in which nothing moves: they do not go on, and this one does not wait
 
 
-def check(ranks: Ranks, groups: list[Group], choices: Choices, reduce: str) -> None:
+def check(ranks: Ranks, module: nn.Module, groups: list[Group], choices: Choices, reduce: str) -> None:
     """Raises on every rank: they do not stream the same model in the same way, or what is asked for is for one."""
     with ranks.as_one():
         _check_here(ranks, choices, reduce)
@@ -39,6 +43,7 @@ def check(ranks: Ranks, groups: list[Group], choices: Choices, reduce: str) -> N
     ranks.agree("where units are at home", sorted(homes.items()) if isinstance(homes, dict) else homes)
     ranks.agree("the model", [(unit, [(name, str(p.dtype), tuple(p.shape), p.requires_grad) for name, p in params])
                               for unit, params in groups])
+    ranks.agree("what buffers the model has", [f"{name}: {b.dtype} {list(b.shape)}" for name, b in module.named_buffers()])
 
 
 def _check_here(ranks: Ranks, choices: Choices, reduce: str) -> None:
@@ -61,17 +66,63 @@ def fleet_of(ranks: Ranks | None) -> tuple[int, int]:
 def engine_of(ranks: Ranks, device: str, index: int, threads: int, delay_us: int, seed: int) -> _core.Engine:
     """An engine on the memory that all processes of this machine share."""
     launcher.watch_torchrun()
+    nodes = ranks.gather(_node(index) if device == "cuda" else -1)
+    near = processors([nodes[r] for r in ranks.mates], nodes[ranks.rank], os.sched_getaffinity(0))
     fd = shared(ranks, _core.share() if ranks.rank == ranks.mates[0] else -1)
     try:
-        return _core.Engine(device, index, max(1, threads // len(ranks.mates)), delay_us, seed, share=fd,
-                            rank=ranks.rank, ranks=ranks.size, speakers=ranks.speakers() if ranks.apart else ())
+        with _on(near):
+            return _core.Engine(device, index, max(1, threads // len(ranks.mates)), delay_us, seed, share=fd,
+                                rank=ranks.rank, ranks=ranks.size, speakers=ranks.speakers() if ranks.apart else ())
     finally:
         os.close(fd)
 
 
-def between(ranks: Ranks, core: _core.Engine, delay_us: int) -> Between | None:
+def processors(nodes: list[int], own: int, allowed: set[int], sysfs: Path = Path("/sys")) -> set[int]:
+    """Beside a rank's GPU, for the engine's threads: what they touch first, states of the rank's own portion, lies in
+    the memory there (csrc/core/numa.h). All that are allowed, unless each node of the machine has equally many of its
+    ranks' GPUs: some nodes would have nothing to do else.
+
+    Args:
+        nodes: of the GPUs of this machine's ranks; -1: not known. own: of this one's. allowed: to this process.
+    """
+    found = {int(path.parent.name[4:]): _listed(path) & allowed
+             for path in sysfs.glob("devices/system/node/node[0-9]*/cpulist")}
+    many = Counter(nodes)
+    even = many.keys() == {node for node, own in found.items() if own} and len(set(many.values())) == 1
+    return found[own] if even else allowed
+
+
+def _listed(path: Path) -> set[int]:
+    """"0-3,8" in a file of the kernel's."""
+    ends = [list(map(int, part.split("-"))) for part in path.read_text().strip().split(",") if part]
+    return {n for first, *last in ends for n in range(first, (last or [first])[0] + 1)}
+
+
+def _node(index: int) -> int:
+    """Of memory, that a GPU is beside; -1: not known."""
+    p = torch.cuda.get_device_properties(index)
+    with contextlib.suppress(AttributeError, OSError, ValueError):
+        name = f"{p.pci_domain_id:04x}:{p.pci_bus_id:02x}:{p.pci_device_id:02x}.0"
+        return int(Path(f"/sys/bus/pci/devices/{name}/numa_node").read_text())
+    return -1
+
+
+@contextlib.contextmanager
+def _on(processors: set[int]) -> Iterator[None]:
+    """Threads that begin in here stay on these."""
+    before = os.sched_getaffinity(0)
+    with contextlib.suppress(OSError):
+        os.sched_setaffinity(0, processors)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            os.sched_setaffinity(0, before)
+
+
+def between(ranks: Ranks, core: _core.Engine, device: torch.device, delay_us: int) -> Between | None:
     """None: all are on one machine."""
-    return Between(ranks, core, delay_us) if ranks.apart else None
+    return Between(ranks, core, device, delay_us) if ranks.apart else None
 
 
 def leaves_in_order(core: _core.Engine, ranks: Ranks, machines: Between | None) -> None:

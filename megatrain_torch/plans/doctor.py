@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
 import statistics
 import threading
 import time
@@ -259,9 +260,16 @@ def _beside(sizes: Sizes, device: torch.device, threads: int) -> tuple[float, fl
 class Planes:
     """One tensor's planes in a store's arenas, with their huge pages, and the tuple that `_core.adam_step` takes."""
 
-    def __init__(self, n: int, weight: str, grad: str, states: str = "fp32") -> None:
+    def __init__(self, n: int, weight: str, grad: str, states: str = "fp32", shared: bool = False) -> None:
+        """shared: in memory as several processes have it together."""
         self.n, self.types, self.states = n, (_core.DTYPES[weight], _core.DTYPES[grad]), _core.STATES[states]
-        engine = _core.Engine("cpu", threads=_core.build_info()["cpus"])
+        threads = _core.build_info()["cpus"]
+        if shared:
+            fd = _core.share()
+            engine = _core.Engine("cpu", 0, threads, 0, 0, share=fd, rank=0, ranks=1)
+            os.close(fd)
+        else:
+            engine = _core.Engine("cpu", threads=threads)
         engine.add_unit("doctor", [self.types[0]], [n], [True])
         engine.set_states(0, self.states)
 

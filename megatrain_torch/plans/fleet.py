@@ -15,7 +15,7 @@ from ..base.errors import MegatrainError
 from ..base.formats import moved_bytes
 from ..base.modes import DELIVERIES, HOMES
 from ..store.disk import DISK_BUFFERS
-from .machine import Machine
+from .machine import SHARED_ADAM, Machine
 
 # Homes that units may have where there are several ranks: it is said here alone. Weights in files are the portions of
 # one machine's ranks.
@@ -23,9 +23,9 @@ OFFERED = ("ram", "through", "vram", "arrive", "disk", "disk+weights")
 OF_ONE_MACHINE = ("disk+weights",)
 CUT = ("masters", "moments", "gradients", "sums")       # planes of which each rank has its part; weights are whole
 PER_RANK = ("activations", DISK_BUFFERS)                # of host memory, what each rank has for itself
-ACC_BYTES = 2                   # that an update reads more of a sum in fp32 than of a bf16 gradient
 ADDED_BYTES = 14                # per parameter in host memory: a further micro-batch's sum
-WIDER_BYTES = 2                 # more, where what is added is a sum over ranks: that is in fp32
+PAIR_BYTES = 200 << 20          # of a communicator of two ranks, one of each direction between machines: 389 MiB with
+                                # all channels that NCCL opens, of which it is let have 8
 
 
 @dataclass(frozen=True)
@@ -86,20 +86,29 @@ class Fleet:
 
     @property
     def added(self) -> float:
-        """What a machine's host adds for a further micro-batch, by the gradients of a model: to its part of the sums
-        one in fp32, which takes longer than gradients of 16 bits."""
-        return 1 if self.alone else (ADDED_BYTES + WIDER_BYTES) / ADDED_BYTES / self.machines
+        """What a machine's host adds for a further micro-batch, by the gradients of a model."""
+        return 1 / self.machines
 
     def seen(self, machine: Machine) -> Machine:
         """As one of its GPUs sees it beside the others, which do the same at the same time: copies share the host's
         memory, and what AdamW leaves of it, and what windows keep the drive; each process has Python, torch and the
-        driver. Cores are the host's, and update each element once, so AdamW's rate is what it is, and the drive's where
-        it reads and writes states. Of the CPU device the cores compute, too."""
+        driver, and NCCL its communicators on the device. Cores are the host's, and update each element once, so the
+        drive's rate is what it is where it reads and writes states, and AdamW's that of all together. Of the CPU device
+        the cores compute, too."""
+        if self.alone:
+            return machine
+        alone, nccl = machine.adam_gparams[-1][1], machine.communicator_bytes + PAIR_BYTES * 2 * (self.machines - 1)
+        shared = min(machine.shared_gparams / alone, 1.0) if machine.shared_gparams else SHARED_ADAM
+        host_gbps = host_rate(machine) / 1e9
+        machine = dataclasses.replace(
+            machine, adam_gparams=tuple((n, rate * shared) for n, rate in machine.adam_gparams),
+            adam8_gparams=tuple((states, rate * shared) for states, rate in machine.adam8_gparams),
+            vram_overhead_bytes=machine.vram_overhead_bytes + nccl * (machine.device == "cuda"))
         if self.gpus == 1:
             return machine
         if machine.device == "cpu":
             machine = _slowed(machine, self.gpus)
-        host, g = host_rate(machine) / 1e9, self.gpus
+        host, g = host_gbps, self.gpus
         adam = machine.adam_gparams[-1][1] * moved_bytes("fp32")
         busy = min(machine.busy_gbps, host * machine.busy_gbps / (adam + g * machine.busy_gbps))
         one_way = min(host / g, machine.whole_gbps or host)
@@ -115,7 +124,7 @@ class Fleet:
 
     def memory_s(self, machine: Machine, states: str, trained: float, micro: int) -> float:
         """Seconds in which a step's updates and sums have that memory. trained: parameters updated by all hosts."""
-        own = trained / self.machines * (moved_bytes(states) + ACC_BYTES)
+        own = trained / self.machines * moved_bytes(states)
         added = (micro - 1) * trained * self.added * ADDED_BYTES
         return 0.0 if self.alone else (own + added) / host_rate(machine)
 

@@ -27,6 +27,7 @@ class Held:
         self.ways_crossed = 1
         self.streamed = np.array([u.weights for u in shape.units], dtype=np.float64) / ways.exchange.parts
         wishes = keeping.wishes
+        self.lowered = ways.exchange.lowered + (0 if ways.exchange.peers else ways.exchange.raised)
         self.passing = np.array([u.trained for u in shape.units]) * moved_bytes(wishes.states) / wishes.fleet.count
         self.behind = keeping.wishes.grads == "none"
         if self.behind:
@@ -37,7 +38,8 @@ class Held:
         """Bytes by choice, without what windows keep in host memory. through: units whose updates pass through the
         device."""
         streams = np.array(homes) == 0
-        return streams @ self.streamed + [self.ways_crossed * sum(self.ways.visiting(h).values()) for h in homes] \
+        return streams @ self.streamed + ~streams @ self.lowered \
+            + [self.ways_crossed * sum(self.ways.visiting(h).values()) for h in homes] \
             + [self.passing[list(units)].sum() for units in through]
 
     def span_s(self, micro: int, backward_s: float | None = None) -> float:

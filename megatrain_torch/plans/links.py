@@ -8,9 +8,11 @@ slowest counts: a step waits for it.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import os
 import re
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -23,8 +25,9 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from .. import _core
 from ..base.errors import MegatrainError
-from .doctor import Copies, synchronize
+from .doctor import ISAS, Copies, Planes, synchronize
 from .fleet import host_rate
 from .machine import Machine
 
@@ -34,16 +37,18 @@ LAST_WORDS = 400            # characters of the error by which a process failed
 
 
 class Sizes(NamedTuple):
-    """nbytes: of a copy, and of a unit's gradients. tokens, width: of products beside. rounds: of each."""
+    """nbytes: of a copy, and of a unit's gradients. tokens, width: of products beside. rounds: of each. parameters:
+    of an update."""
 
     nbytes: int
     tokens: int
     width: int
     products: int
     rounds: int
+    parameters: int
 
 
-SIZES = {"cuda": Sizes(448 << 20, 16384, 8192, 12, 20), "cpu": Sizes(1 << 20, 128, 256, 4, 3)}
+SIZES = {"cuda": Sizes(448 << 20, 16384, 8192, 12, 20, 100_000_000), "cpu": Sizes(1 << 20, 128, 256, 4, 3, 100_000)}
 
 
 def measure(device: str, gpus: int) -> dict[str, float]:
@@ -86,7 +91,8 @@ def linked(machine: Machine, rates: dict[str, float]) -> Machine:
     """The machine with what measure() found. Its host's memory reaches what was seen, at least."""
     rates = rates | {"host_gbps": max(rates["host_gbps"], host_rate(machine) / 1e9)}
     origins = tuple((name, where) for name, where in machine.origins if name not in rates)
-    return dataclasses.replace(machine, **{k: float(f"{rate:.4g}") for k, rate in rates.items()}, origins=origins)
+    found = {k: int(rate) if k.endswith("_bytes") else float(f"{rate:.4g}") for k, rate in rates.items()}
+    return dataclasses.replace(machine, **found, origins=origins)
 
 
 # ---- one of the processes ------------------------------------------------------------------------
@@ -115,6 +121,7 @@ class Rank:
         synchronize(self.device)
 
     def rates(self) -> dict[str, float]:
+        nccl = self._communicators()
         nbytes, copies = self.sizes.nbytes, Copies(self.device, self.sizes.nbytes)
         whole, both = (nbytes / self.seconds(fn) / 1e9 for fn in (copies.up, copies.both))
         del copies
@@ -122,8 +129,27 @@ class Rank:
         sent, got = (torch.zeros(nbytes // 4 // self.count * self.count, device=self.device) for _ in range(2))
         exchange = self.seconds(lambda: dist.all_to_all_single(got, sent))
         lost = self._lost(lambda: dist.all_to_all_single(got, sent, async_op=True))
-        return {"whole_gbps": whole, "host_gbps": 2 * both * self.count, "exchange_gbps": leaving / exchange / 1e9,
+        return {"communicator_bytes": nccl, "shared_gparams": self._updates(), "whole_gbps": whole,
+                "host_gbps": 2 * both * self.count, "exchange_gbps": leaving / exchange / 1e9,
                 "lost_gbps": min(leaving / max(lost, 1e-12) / 1e9, MOST_GBPS)}
+
+    def _communicators(self) -> int:
+        """Bytes of the device that the first collectives take."""
+        if self.device.type != "cuda":
+            self._together()
+            return 0
+        before, x = torch.cuda.mem_get_info(self.device)[0], torch.zeros(self.count, device=self.device)
+        self._together()
+        dist.all_to_all_single(torch.empty_like(x), x)
+        torch.cuda.synchronize(self.device)
+        return max(before - torch.cuda.mem_get_info(self.device)[0], 0)
+
+    def _updates(self) -> float:
+        """10**9 parameters/s that all processes update together."""
+        info, n = _core.build_info(), self.sizes.parameters
+        planes, threads = Planes(n, "BF16", "BF16", shared=True), max(1, info["cpus"] // self.count)
+        step = functools.partial(_core.adam_step, planes.tensors(1), 1.0, threads, ISAS.index(info["isa"]))
+        return self.count * n / self.seconds(step) / 1e9
 
     def _lost(self, exchange: Callable[[], Any]) -> float:
         """Seconds by which products take longer beside an exchange."""
@@ -139,7 +165,8 @@ class Rank:
             going = exchange()
             products()
             going.wait()
-        return self.seconds(beside) - self.seconds(products)
+        # In turn: a card that grows warm slows down.
+        return statistics.median(self.seconds(beside) - self.seconds(products) for _ in range(3))
 
 
 def main(device: str, gpus: int, folder: Path, rank: int) -> None:

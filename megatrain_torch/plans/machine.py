@@ -26,8 +26,8 @@ from ..base.strict import parsed, shown, table
 
 GIB = 2**30
 TAKEN = 0.5                 # of what is copied beside AdamW, what that takes from it: 0.3 and 0.9 on two H200 machines
-PIECEMEAL = 0.7             # of the bus, what updates that pass through the device reach beside AdamW: pieces of 64 MiB and
-                            # fetches take turns; 0.65 to 0.78 on two H200 machines
+PIECEMEAL = 0.7             # of the bus, what updates that pass through the device reach beside AdamW: pieces of 64
+                            # MiB and fetches take turns; 0.65 to 0.78 on two H200 machines
 MEASURED, SHEETS = "measured by megatrain doctor", "from data sheets, not measured"     # sources
 WEIGHT = 2                  # bytes of a bf16 weight, as it is fetched
 CODES_A_THREAD = 0.75       # 10**9 parameters/s with moments of 8 bits, where arithmetic binds: a Zen 5 core has 1.0
@@ -39,7 +39,13 @@ DRIVE_NAME, DRIVE = "Samsung PM9A3 of 1.92 TB", (6.5, 3.5, 4.5, 3504.0)
 NVLINK_REACHED, LOST_GBPS = 0.7, 110.0
 FP8_GAIN = 1.85             # of 7B width on an H200, at 16k tokens, forward and both gradients: 17.1 ms for 31.6
 NETWORK_GBPS = 50.0         # of a machine: one port of 400 Gb/s, stated
-GLOO_GBPS = 0.9             # of a process: benchmarks/bench_between.py, two cores with other work, both ways at once
+# Of two H100 (torch 2.11, NCCL 2.28): a first communicator takes 866 MiB of each with the library, its first
+# all-to-all 446.
+COMMUNICATOR_BYTES = 1312 << 20
+# AdamW of several processes in the memory that they share, by one process's: pages are small where the kernel makes no
+# large ones there. Two H200: 5.7 of 7.05 G parameters/s, when an update read sums in fp32, 28 bytes a parameter for 26;
+# two H100: 3.9 beside copies, where one process had 6.3 with fewer.
+SHARED_ADAM = 0.8
 
 
 @dataclass(frozen=True)
@@ -68,12 +74,15 @@ class Machine:
         launch_us: host time of one small torch operation.
         disk_read_gbps, disk_write_gbps: of a drive alone, past the page cache; disk_both_gbps: read plus written while
             both run. disk_tbw: 10**12 bytes that the drive is rated to have written to it; 0: not known.
+        shared_gparams: 10**9 parameters/s of AdamW by a machine's processes together, in the memory that they share;
+            0: SHARED_ADAM of adam_gparams.
         whole_gbps: host to device, of each GPU while all of a machine fetch at once; 0: as alone, as far as the host's
             memory reaches. host_gbps: read plus written by all GPUs' copies and AdamW together; 0: see host_rate.
         exchange_gbps: what leaves each GPU for the others of its machine, all to all; 0: they have no links to each
             other, and take those to the host. lost_gbps: that exchange holds up what is computed beside it by the
             seconds in which what leaves would leave at this rate.
-        network_gbps: what leaves a machine for others. gloo_gbps: what one process of it sends, from host memory.
+        network_gbps: what leaves a machine for others; benchmarks/bench_between.py measures it.
+        communicator_bytes: of the device, what NCCL's communicators take of each of several processes.
         one_memory: the device has none of its own: vram_bytes and host_bytes are parts of one, which a plan takes as
             they are; "gb10,vram=90GiB,host=28GiB" parts it otherwise.
         origins: (field, "measured", "published" or "assumed") of the rates that `origin` could not tell from source.
@@ -103,12 +112,13 @@ class Machine:
     disk_tbw: float = DRIVE[3]
     beside_gparams: float = 0.0
     adam8_gparams: tuple[tuple[str, float], ...] = ()
+    shared_gparams: float = 0.0
     whole_gbps: float = 0.0
     host_gbps: float = 0.0
     exchange_gbps: float = 0.0
     lost_gbps: float = LOST_GBPS
     network_gbps: float = NETWORK_GBPS
-    gloo_gbps: float = GLOO_GBPS
+    communicator_bytes: int = COMMUNICATOR_BYTES
     fp8_gain: float = FP8_GAIN
     source: str = "described"
     one_memory: bool = False
@@ -253,7 +263,7 @@ _ROWS = {"gemm": ((int, int, float), False), "attention": ((int, float, float), 
          "adam_gparams": ((int, float), True), "adam8_gparams": ((str, float), False), "origins": ((str, str), False)}
 _MAY_BE_EMPTY = ("adam8_gparams", "origins")
 _MAY_BE_ZERO = ("beside_gparams", "vram_overhead_bytes", "host_overhead_bytes", "disk_tbw", "whole_gbps", "host_gbps",
-                "exchange_gbps", "fp8_gain")
+                "exchange_gbps", "fp8_gain", "communicator_bytes", "shared_gparams")
 
 
 def _is(kind: type, value: Any, zero: bool = False) -> bool:
@@ -417,8 +427,7 @@ def _attention(table: tuple[tuple[int, float, float], ...], by: float) -> tuple[
 
 RATES = ("gemm", "attention", "hbm_gbps", "h2d_gbps", "d2h_gbps", "both_gbps", "busy_gbps", "adam_gparams",
          "add_gparams", "device_adam_gparams", "launch_us", "fp8_gain", "disk_read_gbps", "disk_write_gbps",
-         "disk_both_gbps", "disk_tbw", "whole_gbps", "host_gbps", "exchange_gbps", "lost_gbps", "network_gbps",
-         "gloo_gbps")
+         "disk_both_gbps", "disk_tbw", "whole_gbps", "host_gbps", "exchange_gbps", "lost_gbps", "network_gbps")
 ON_SHEETS = ("gemm", "attention", "hbm_gbps", "h2d_gbps", "d2h_gbps", "both_gbps", "device_adam_gparams",
              "disk_read_gbps", "disk_write_gbps", "disk_both_gbps", "disk_tbw", "exchange_gbps")
 
@@ -426,7 +435,7 @@ ON_SHEETS = ("gemm", "attention", "hbm_gbps", "h2d_gbps", "d2h_gbps", "both_gbps
 # Of a machine that was measured: what follows from AdamW's rate; a drive that no --disk named; what several GPUs have.
 SUM_ORIGIN = ("add_gparams", "assumed")
 DRIVE_ORIGINS = tuple((rate, "published") for rate in RATES if rate.startswith("disk_"))
-LINK_ORIGINS = tuple((rate, "assumed") for rate in RATES[-6:])      # until several GPUs are measured; the network stays
+LINK_ORIGINS = tuple((rate, "assumed") for rate in RATES[-5:])      # until several GPUs are measured; the network stays
 
 
 def _origins(measured: tuple[str, ...] = (), assumed: tuple[str, ...] = ()) -> tuple[tuple[str, str], ...]:
@@ -666,7 +675,7 @@ def _links(m: Machine) -> list[tuple[str, str, str]]:
     return [("to each of several GPUs at once", whole, m.origin("whole_gbps") if m.whole_gbps else "not measured"),
             ("between GPUs", between, m.origin("exchange_gbps") if m.exchange_gbps else "not measured"),
             ("between machines", f"{m.network_gbps:.4g} GB/s leave each", "stated: machine=\"...,network_gbps=GB/s\""),
-            ("there, new weights", f"{m.gloo_gbps:.4g} GB/s a process", "stated: machine=\"...,gloo_gbps=GB/s\"")]
+            *([("NCCL's part of a GPU's memory", show_bytes(m.communicator_bytes), "")] if m.device == "cuda" else [])]
 
 
 def listing() -> str:

@@ -119,7 +119,7 @@ class Problem:
         self.keeping = like.keeping if alike else Keeping(shape, seen, wishes, self.uses)
         self.known: dict[int, Tracks] = like.known if alike else {}
         self.tables: dict[bool, Table] = {}
-        updates = Updates(shape, seen, wishes, self.exchange)
+        updates = Updates(shape, seen, wishes)
         held = Held(self.keeping, self.ways)
         self.steps = Steps(self.keeping, self.ways, updates, held)
         self.bounds = Bounds(self.keeping, self.ways, updates, held)

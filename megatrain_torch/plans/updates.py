@@ -5,7 +5,6 @@ import numpy as np
 
 from ..store.disk import POOL
 from .cost import visiting_planes
-from .exchange import Exchange
 from .machine import Machine
 from .shapes import Shape
 from .wishes import Wishes
@@ -26,9 +25,9 @@ class Updates:
         read: of the drive, for a fetch. add: to add up a further micro-batch's gradients.
     """
 
-    def __init__(self, shape: Shape, machine: Machine, wishes: Wishes, exchange: Exchange) -> None:
+    def __init__(self, shape: Shape, machine: Machine, wishes: Wishes) -> None:
         self.machine, m = machine, machine
-        self.fleet, self.spread_s = wishes.fleet, exchange.spread_s
+        self.fleet = wishes.fleet
         units = shape.units
         self.trained = np.array([u.trained for u in units], dtype=np.float64)
         self.host = self.trained / self.fleet.machines / m.adam_rate(states=wishes.states)
@@ -50,4 +49,4 @@ class Updates:
         moved = GATHERED[not self.fleet.alone] + (micro - 1) * GATHERED[1]
         own = self.trained / self.fleet.count
         return own / (self.machine.device_adam_gparams * 1e9) \
-            + own * moved / (self.machine.hbm_gbps * 1e9) + self.spread_s
+            + own * moved / (self.machine.hbm_gbps * 1e9)

@@ -100,6 +100,9 @@ static void the_kernel_takes_what_it_is_asked(void)
     CHECK_EQ(policy_at(p + bytes / 2), MPOL_INTERLEAVE);
     memset(p, 1, bytes);
     CHECK_EQ(mt__numa_spread(&nowhere, p, bytes), EINVAL);
+    CHECK_EQ(mt__numa_local(p + bytes / 2, bytes / 2), 0);
+    CHECK_EQ(policy_at(p), MPOL_INTERLEAVE);
+    CHECK_EQ(policy_at(p + bytes / 2), MPOL_LOCAL);
     munmap(p, bytes);
 }
 
@@ -110,6 +113,7 @@ static void one_node_is_left_alone(void)
 
     REQUIRE(p != MAP_FAILED);
     CHECK_EQ(mt_numa_spread(p, bytes), 0);
+    CHECK_EQ(mt_numa_local(p, bytes), 0);
     if (mt_nodes_here()->n == 1)
         CHECK_EQ(policy_at(p), MPOL_DEFAULT);
     munmap(p, bytes);

@@ -14,7 +14,7 @@ typedef struct toy {
     double  update_s[MOST], add_s[MOST], disk_s[MOST], through_s[MOST], read_s[MOST];
     int64_t away[MOST], spilled[MOST], updated_on[MOST], weights[MOST], gradients[MOST];
     int64_t visiting[MOST], begin[MOST + 1], none[MOST + 1], item[MOST];
-    int64_t lent[MOST], slots[MOST], further[MOST], lowered[MOST], raised[MOST];
+    int64_t lent[MOST], slots[MOST], lowered[MOST], raised[MOST];
     double  exchange_s[MOST], network_s[MOST], lost_s[MOST], spread_s[MOST];
     double  gather_s[MOST], held_s[MOST];
 } toy;
@@ -33,7 +33,7 @@ static void toy_make(toy *t, int64_t n, double forward_s, double backward_s, int
         t->forward_s[i] = forward_s;
         t->backward_s[i] = backward_s;
         t->updated_on[i] = MT_LANE_HOST;
-        t->weights[i] = t->gradients[i] = t->further[i] = t->slots[i] = 1;
+        t->weights[i] = t->gradients[i] = t->slots[i] = 1;
         t->item[i] = i;
         t->begin[i + 1] = i + 1;
     }
@@ -43,7 +43,7 @@ static void toy_make(toy *t, int64_t n, double forward_s, double backward_s, int
     POINT(forward_s), POINT(backward_s), POINT(forward_host_s), POINT(backward_host_s);
     POINT(update_s), POINT(add_s), POINT(disk_s), POINT(through_s), POINT(read_s), POINT(away);
     POINT(spilled), POINT(updated_on), POINT(weights), POINT(gradients), POINT(visiting);
-    POINT(lent), POINT(slots), POINT(further), POINT(lowered), POINT(raised);
+    POINT(lent), POINT(slots), POINT(lowered), POINT(raised);
     POINT(exchange_s), POINT(network_s), POINT(lost_s), POINT(spread_s);
     POINT(gather_s), POINT(held_s);
 #undef POINT
@@ -302,6 +302,68 @@ static void new_weights_come_from_other_machines(void)
     CHECK_NEAR(found.forward_s, 1 + 3 + 3 + 1 + 1);
     CHECK_NEAR(found.busy[MT_WALK_NETWORK], 6);
     CHECK(found.idle[MT_WALK_NETWORK] > 0);
+}
+
+/* Two units at home on the devices, each of which has updated a part: down to the host, and up from
+ * there; or, meanwhile, from device to device. */
+static void at_home(toy *t)
+{
+    toy_make(t, 2, 1, 2, 0, 0);
+    for (int i = 0; i < 2; i++) {
+        t->updated_on[i] = MT_LANE_DEVICE;
+        t->update_s[i] = 0.25;
+        t->lowered[i] = t->raised[i] = 1;
+    }
+}
+
+static void new_weights_come_by_way_of_the_host(void)
+{
+    toy       t;
+    mt_walked found;
+
+    at_home(&t);
+    found = walked(&t, NULL);
+    CHECK_NEAR(found.forward_s, 0.25 + 1 + 1 + 1 + 1);
+    CHECK_NEAR(found.busy[MT_LANE_THROUGH], 3.25);
+}
+
+static void new_weights_come_from_other_devices(void)
+{
+    toy       t;
+    mt_walked found;
+
+    at_home(&t);
+    t.walk.peers = 4;
+    found = walked(&t, NULL);
+    CHECK_NEAR(found.forward_s, 0.5 + 1 + 1);
+    CHECK_NEAR(found.busy[MT_WALK_EXCHANGE], 0.5);
+    CHECK_NEAR(found.busy[MT_LANE_THROUGH], 2.25);
+    t.lost_s[1] = 0.5;
+    CHECK_NEAR(walked(&t, NULL).forward_s, 0.5 + 1 + 1 + 0.25);
+}
+
+/* F0 is over at 1.5, new weights are down at 2.25, or later. */
+static void what_leaves_shares_a_queue_with_new_weights(void)
+{
+    toy t;
+
+    at_home(&t);
+    t.walk.peers = 4;
+    t.away[0] = 1;
+    CHECK_NEAR(walked(&t, NULL).busy[MT_LANE_OUT], 1.75);
+}
+
+/* The host's unit is updated first; the device's is down a second later, and goes behind it. */
+static void new_weights_go_to_other_machines_in_the_order_in_which_they_are_there(void)
+{
+    toy t;
+
+    toy_make(&t, 2, 1, 2, 0, 1);
+    t.updated_on[0] = MT_LANE_DEVICE;
+    t.lowered[0] = t.raised[0] = 1;
+    t.update_s[0] = t.update_s[1] = 0.25;
+    t.spread_s[0] = t.spread_s[1] = 3;
+    CHECK_NEAR(walked(&t, NULL).forward_s, 0.25 + 3 + 3 + 1 + 1 + 1);
 }
 
 /* All GPUs of a machine have one host: a step takes as long as its memory has to move. */
@@ -585,6 +647,10 @@ static void another_steps_schedule_is_refused(void)
     X(an_exchange_may_take_the_link)                                                          \
     X(parts_of_weights_are_gathered_behind_their_copies)                                      \
     X(new_weights_come_from_other_machines)                                                   \
+    X(new_weights_come_by_way_of_the_host)                                                    \
+    X(new_weights_come_from_other_devices)                                                    \
+    X(what_leaves_shares_a_queue_with_new_weights)                                            \
+    X(new_weights_go_to_other_machines_in_the_order_in_which_they_are_there)                  \
     X(the_hosts_memory_bounds_a_step)                                                         \
     X(a_step_takes_no_less_than_any_row_works)                                                \
     X(work_and_waits_fill_a_step)                                                             \
