@@ -267,6 +267,21 @@ def grad_taken_of_what_is_not_used(rank: int, group: Any) -> str:
     return "" if "0.bias: somebody took its .grad" in said else f"rank {rank} was told {said!r}"
 
 
+def waits_for_what_it_sent(rank: int, group: Any) -> str:
+    """On the host and in backward, as a driver does that waits for running kernels; of layers that one rank leaves out."""
+    import megatrain_torch as mt
+    model = mt.stream(Choosy(), "cpu", group=group, plan=plan)
+    opt = mt.AdamW(model.parameters(), lr=1e-2)
+    model.head.weight._mt.runtime.exchange._by_streams = True
+    for which in ([0, 1, 2, 3], [1, 3]), ([0, 0, 2], [3, 2]), ([1], [2]):
+        _loss(model, 1, rank, which[rank]).backward()
+        opt.step()
+        opt.zero_grad()
+    same = _same_on_all(group, model)
+    mt.unstream(model)
+    return "" if same else "ranks have different weights"
+
+
 def _same_on_all(group: Any, model: nn.Module) -> bool:
     found: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(found, [p.detach().sum().item() for p in model.parameters()], group=group)

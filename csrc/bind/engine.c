@@ -521,8 +521,8 @@ static PyMethodDef methods[] = {
       "Of a settled unit's slot, for reach of other processes; empty: out of their reach." },
     { "reach", mt_engine_reach, METH_VARARGS,
       "reach($self, unit, names, /)\n--\n\n"
-      "Updated weights come from slots of these names, one after the other by rank, and not by way of "
-      "the share; whether they are within reach." },
+      "Updated weights come from slots of these names, one after the other by rank, and not by "
+      "way of the share; whether they are within reach." },
     { "settled", mt_engine_settled, METH_VARARGS,
       "settled($self, unit, /)\n--\n\nWhether the unit lives on the device." },
     { "unsettle", mt_engine_unsettle, METH_VARARGS,
@@ -604,6 +604,11 @@ static PyMethodDef methods[] = {
       "trace($self, on, /)\n--\n\nRecord what each queue does from now on, or no more." },
     { "timeline", mt_engine_timeline, METH_NOARGS,
       "timeline($self)\n--\n\nRecords that are over since the call before." },
+    { "span", mt_engine_span, METH_VARARGS,
+      "span($self, lane, work, unit, stream, /)\n--\n\n"
+      "Work of a unit begins on the lane, where the stream is now; for span_end. None: no trace." },
+    { "span_end", mt_engine_span_end, METH_VARARGS,
+      "span_end($self, span, nbytes, stream, /)\n--\n\nIt ends where the stream is now, once." },
     { "step_mark", mt_engine_step_mark, METH_VARARGS,
       "step_mark($self, number, stream, /)\n--\n\nA step starts at this point of the stream." },
     { "compute_begin", KEYWORDS(mt_engine_compute_begin), METH_FASTCALL,

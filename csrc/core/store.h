@@ -234,7 +234,7 @@ uint64_t  mt_ledger_writes (mt_store *s, int unit);          /* so often */
 
 void      mt_ledger_update_begin(mt_store *s, int unit);     /* version grows; updates += 1 */
 void      mt_ledger_update_end  (mt_store *s, int unit);
-/* Of one that is announced: it is over on the device; what follows is a copy of its weights down. */
+/* Of one that is announced: it is over on the device; a copy of its weights down follows. */
 void      mt_ledger_update_stepped(mt_store *s, int unit);
 void      mt_ledger_grads_begin (mt_store *s, int unit);
 void      mt_ledger_grads_end   (mt_store *s, int unit);

@@ -549,9 +549,10 @@ static void cuda_mem_free(mt_dev *dev, void *p)
 static mt_status no_reach(const cuda_dev *d, cudaError_t error)
 {
     (void)cudaGetLastError();
-    return error == cudaSuccess ? MT_OK
-                                : MT_FAIL(MT_ENOTSUP, "cuda:%d: device memory of another process is "
-                                          "out of reach (%s)", d->index, cudaGetErrorName(error));
+    if (error == cudaSuccess)
+        return MT_OK;
+    return MT_FAIL(MT_ENOTSUP, "cuda:%d: device memory of another process is out of reach (%s)",
+                   d->index, cudaGetErrorName(error));
 }
 
 static mt_status cuda_mem_name(mt_dev *dev, void *p, mt_mem_name *out)

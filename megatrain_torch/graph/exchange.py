@@ -50,7 +50,7 @@ from ..store.records import Record
 from .parcels import Layout, Parcel, pack, total
 
 ADD = 1
-HELD = 1         # units that may be ready and not sent, beside the last one: their gradients stay on the device
+LANE, WORK = _core.LANES["exchange"], _core.WORKS["offload"]
 
 
 class Room(Protocol):
@@ -109,6 +109,7 @@ class Sent(NamedTuple):
     records: list[Record]
     work: Any
     buffers: tuple[Tensor, Tensor]
+    span: int | None                     # of a trace
 
 
 class Exchange:
@@ -143,9 +144,9 @@ class Exchange:
         """Gradients that a window handed over, each of the record's form and on the compute device."""
         for record, grad in pairs:
             self._hold(record, grad)
+        self._send_ready()                   # so that no more than one unit is packed and not sent
         while self._turn >= 0 and self._is_over(self._turn):
             self._tell_next()
-        self._send_ready(HELD)
 
     def _hold(self, record: Record, grad: Tensor) -> None:
         held = self._entire if record in self._entire else self._held.setdefault(record.unit, {})
@@ -274,7 +275,7 @@ class Exchange:
         while more:
             while self._turn >= 0:
                 self._tell_next()
-            self._send_ready(0)
+            self._send_ready()
             while self._sent:
                 self._bring_home(self._sent.popleft())
             some, more, failed = self._any_rank()
@@ -339,11 +340,11 @@ class Exchange:
                 pack(parcels, grads, buffer)
         return outward
 
-    def _send_ready(self, held: int) -> None:
-        """All that other ranks have told of too; no more than so many are left, for which they are waited for."""
-        while self._ready and (len(self._ready) > held or self._ready[0].work.is_completed()):
+    def _send_ready(self) -> None:
+        """What was told goes, when the others have told of it too."""
+        while self._ready:
             self._send_next()
-        while self._sent and (self._by_streams or self._sent[0].work.is_completed()):
+        while self._sent and self._sent[0].work.is_completed():
             self._bring_home(self._sent.popleft())
 
     def begun(self) -> int:
@@ -363,7 +364,11 @@ class Exchange:
         if records:
             self._begun += 1
             with nullcontext() if self._beside is None else self._beside.entered():
-                self._sent.append(self._send(one, records))
+                sent = self._send(one, records)
+            if self._by_streams:
+                self._bring_home(sent)
+            else:
+                self._sent.append(sent)
 
     def _send(self, one: Ready, records: list[Record]) -> Sent:
         device, sizes, own = self._model.device, one.layout.bytes, one.layout.bytes[self._ranks.rank]
@@ -372,8 +377,12 @@ class Exchange:
         with self._ranks.control.named(f"exchanges gradients of unit {one.unit}"):
             how = dist.AllToAllOptions()
             how.asyncOp = True
+            span = self._model.core.span(LANE, WORK, one.unit, self._stream())
             work = self._group.alltoall_base(inward, outward, [own] * self._ranks.size, sizes, how)
-        return Sent(one.unit, one.layout, records, work, (inward, outward))
+        return Sent(one.unit, one.layout, records, work, (inward, outward), span)
+
+    def _stream(self) -> int:
+        return 0 if self._beside is None else self._beside.stream.cuda_stream
 
     @torch.no_grad()
     def _bring_home(self, sent: Sent) -> None:
@@ -383,6 +392,7 @@ class Exchange:
     def _bring(self, sent: Sent) -> None:
         with self._ranks.control.named(f"exchanges gradients of unit {sent.unit}"):
             sent.work.wait()
+        self._model.core.span_end(sent.span, sent.buffers[1].numel(), self._stream())
         modes: dict[Record, int] = {}
         for r in sent.records:
             if self._home.would_claim(r) is not None:
@@ -394,7 +404,7 @@ class Exchange:
         own = sent.layout.parcels[self._ranks.rank]
         items, sources = self._items(own, parts, modes)
         if items:
-            self._home.put(sent.unit, items, sources, None if self._beside is None else self._beside.stream.cuda_stream)
+            self._home.put(sent.unit, items, sources, self._stream() or None)
 
     def _items(self, own: list[Parcel], parts: tuple[Tensor, ...], modes: dict[Record, int]
                ) -> tuple[list[tuple[Any, ...]], list[Tensor]]:

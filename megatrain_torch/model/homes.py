@@ -26,7 +26,8 @@ class Homes:
     Attributes:
         settled: units that live on the device, and their slots. arrivals: those of them whose states come and leave.
         on_disk: units whose states are in a file. filed: of these, those whose weights are there too by now.
-        passing: units whose gradients are kept nowhere.
+        passing: units whose gradients are kept nowhere. within: of those on the device, units that all processes copy
+            from each other's slots.
     """
 
     def __init__(self, model: Model, core: _core.Engine, ring: Ring, mates: int = 1) -> None:
@@ -37,6 +38,7 @@ class Homes:
         self.on_disk: frozenset[int] = frozenset()
         self.filed: set[int] = set()
         self.passing: frozenset[int] = frozenset()
+        self.within: set[int] = set()
         self._files: list[weakref.finalize] = []             # what takes their names, with the process at the latest
 
     def away(self, unit: int) -> bool:
@@ -64,9 +66,9 @@ class Homes:
         units = sorted(self.settled)
         names = ranks.gather([b"" if ranks.apart else self.core.slot_name(unit) for unit in units])
         within = [self.core.reach(unit, b"".join(of)) for unit, of in zip(units, zip(*names))]
-        for unit, *all_ranks in zip(units, *ranks.gather(within)):
-            if not all(all_ranks):
-                self.core.reach(unit, b"")
+        self.within = {unit for unit, *found in zip(units, *ranks.gather(within)) if all(found)}
+        for unit in self.settled.keys() - self.within:
+            self.core.reach(unit, b"")
 
     def invite(self, guests: Iterable[int]) -> None:
         """States of these units, which live on the device, come and leave."""

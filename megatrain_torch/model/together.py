@@ -134,7 +134,7 @@ def leaves_in_order(core: _core.Engine, ranks: Ranks, machines: Between | None) 
             core.watchdog(_LAST_STEP_S)
             core.drain()
             core.stay(_LAST_STEP_S)
-        else:
+        elif core.gone():
             ranks.give_up()
         core.close()
     if machines is not None:
@@ -144,12 +144,14 @@ def leaves_in_order(core: _core.Engine, ranks: Ranks, machines: Between | None) 
 def watch(exchange: weakref.ref[Exchange], core: _core.Engine, ranks: Ranks) -> None:
     """In a thread of its own. NCCL's kernels that wait for a process that is gone are ended, and so all ends that waits
     behind them on the device: this process comes to where it is told."""
+    waits = False
     while (alive := exchange()) is not None:
         try:
             gone = core.gone()
         except MegatrainError:                   # the engine is closed
             return
-        if any(died or alive.began for _, _, died in gone):
+        before, waits = waits, any(died or alive.began for _, _, died in gone)
+        if before and waits:                     # else this one may be about to leave its last backward
             ranks.give_up()
             return
         del alive
