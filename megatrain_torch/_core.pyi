@@ -272,6 +272,11 @@ class Engine:
 
         Work that a queue has not done yet comes with a later call. The latest 16,384 are kept.
         """
+    def span(self, lane: int, work: int, unit: int, stream: int) -> int | None:
+        """Work of a unit begins where the stream is now, on lane "exchange" or "gather"; for `span_end`, once. None:
+        nothing is recorded."""
+    def span_end(self, span: int | None, nbytes: int, stream: int) -> None:
+        """It ends where the stream is now."""
     def step_mark(self, number: int, stream: int) -> None:
         """A step starts at this point of the stream; the record has the number as its unit."""
     def compute_begin(self, unit: int, work: int, stream: int) -> None:

@@ -336,6 +336,20 @@ def delivered(rank: int, group: Any, job: Job) -> tuple[int, int, Any]:
     return found
 
 
+def traced(rank: int, group: Any, job: Job) -> list[str]:
+    """Lanes on which something was between processes."""
+    import megatrain_torch as mt
+    case, model, opt = _made(job, group, 0)
+    with mt.trace(model) as t:
+        for number in range(2):
+            _loss(job, case, model, number).backward()
+            opt.step()
+            opt.zero_grad()
+    found = sorted({s.lane for s in t.slices() if s.lane in ("exchange", "gather") and s.nbytes > 0})
+    mt.unstream(model)
+    return found
+
+
 def filed(rank: int, group: Any) -> tuple[int, int, int, int]:
     """Bytes of weights; of what is shared, this process's part, behind a step; what a forward reads of the drive, and how
     often it gathers. Of a model of one unit."""

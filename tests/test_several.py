@@ -363,6 +363,11 @@ def test_what_not_all_ranks_do(pool: Pool, what: str) -> None:
     assert pool.call(f"several_odd:{what}", 2, timeout=60.0) == ["", ""]
 
 
+@pytest.mark.parametrize("delivery, lanes", [("whole", ["exchange"]), ("shards", ["exchange", "gather"])])
+def test_a_trace_has_what_goes_between_processes(pool: Pool, delivery: str, lanes: list[str]) -> None:
+    assert pool.call("several:traced", 2, Job("llama", plan=(("delivery", delivery),))) == [lanes, lanes]
+
+
 @pytest.mark.parametrize("what", ["backward_breaks_on_one", *(pytest.param(name, marks=LONG) for name in (
     "two_models", "hooks_on_one", "hooks_in_another_order", "grads_kept_on_one", "grads_of_ones_own", "penalty_before",
     "update_in_a_hook", "backward_breaks_on_all", "refused_on_one", "backward_reaches_nothing_on_one",

@@ -609,7 +609,7 @@ def test_the_chrome_trace_is_valid_and_its_rows_do_not_overlap(tmp_path: Path) -
     assert {e["ph"] for e in events} == {"M", "X"} and len(work) > 100
     for tid, name in names.items():
         row = sorted((e["ts"], e["ts"] + e["dur"]) for e in work if e["tid"] == tid)
-        assert row or name in ("hand-over", "device update", "through", "disk", "disk update", "swap out", "swap back", "swap disk"), name
+        assert row or name in ("hand-over", "device update", "through", "exchange", "gather", "disk", "disk update", "swap out", "swap back", "swap disk"), name
         assert all(a[1] <= b[0] + 1e-3 for a, b in pairwise(row)), name          # us; a float's last digits
         assert all(a[0] >= 0 and a[1] >= a[0] for a in row)
     fetch = next(e for e in work if e["name"] == "fetch layers.1")

@@ -202,6 +202,7 @@ PyObject *mt_engine_swap_disk(PyObject *self, PyObject *args, PyObject *kw);
 
 /* engine_trace.c: the timeline */
 MT_METHOD(trace); MT_METHOD(timeline); MT_METHOD(step_mark);
+MT_METHOD(span); MT_METHOD(span_end);
 MT_FASTCALL(compute_begin); MT_FASTCALL(compute_end);
 
 /* engine_adam.c: updates */

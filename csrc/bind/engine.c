@@ -601,6 +601,11 @@ static PyMethodDef methods[] = {
       "trace($self, on, /)\n--\n\nRecord what each queue does from now on, or no more." },
     { "timeline", mt_engine_timeline, METH_NOARGS,
       "timeline($self)\n--\n\nRecords that are over since the call before." },
+    { "span", mt_engine_span, METH_VARARGS,
+      "span($self, lane, work, unit, stream, /)\n--\n\n"
+      "Work of a unit begins on the lane, where the stream is now; for span_end. None: no trace." },
+    { "span_end", mt_engine_span_end, METH_VARARGS,
+      "span_end($self, span, nbytes, stream, /)\n--\n\nIt ends where the stream is now, once." },
     { "step_mark", mt_engine_step_mark, METH_VARARGS,
       "step_mark($self, number, stream, /)\n--\n\nA step starts at this point of the stream." },
     { "compute_begin", KEYWORDS(mt_engine_compute_begin), METH_FASTCALL,

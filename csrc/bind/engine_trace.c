@@ -97,6 +97,54 @@ PyObject *mt_engine_compute_begin(PyObject *self, PyObject *const *args, Py_ssiz
     Py_RETURN_NONE;
 }
 
+/* A span that outlives the call; None where nothing is recorded. */
+PyObject *mt_engine_span(PyObject *self, PyObject *args)
+{
+    mt_engine         *e = mt_engine_usable(self);
+    unsigned long long handle;
+    mt_queue          *q;
+    mt_span            span, *kept;
+    int                lane, work, unit;
+
+    if (e == NULL || !PyArg_ParseTuple(args, "iiiK:span", &lane, &work, &unit, &handle) ||
+        mt_engine_unit(e, unit) < 0 || (q = mt_engine_queue(e, (uintptr_t)handle)) == NULL)
+        return NULL;
+    if ((lane != MT_LANE_EXCHANGE && lane != MT_LANE_GATHER) ||
+        (work != MT_WORK_OFFLOAD && work != MT_WORK_FETCH)) {
+        PyErr_Format(e->error, "span: work %d on lane %d; it is %d (offload) or %d (fetch) on %d "
+                     "(exchange) or %d (gather)", work, lane, MT_WORK_OFFLOAD, MT_WORK_FETCH,
+                     MT_LANE_EXCHANGE, MT_LANE_GATHER);
+        return NULL;
+    }
+    mt_timeline_begin(e->cx.timeline, &span, (mt_lane)lane, (mt_work)work, unit, q);
+    if (!span.open)
+        Py_RETURN_NONE;
+    if ((kept = malloc(sizeof *kept)) == NULL)
+        return PyErr_NoMemory();
+    *kept = span;
+    return PyLong_FromVoidPtr(kept);
+}
+
+PyObject *mt_engine_span_end(PyObject *self, PyObject *args)
+{
+    mt_engine         *e = mt_engine_usable(self);
+    unsigned long long bytes, handle;
+    PyObject          *given;
+    mt_queue          *q;
+    mt_span           *span;
+
+    if (e == NULL || !PyArg_ParseTuple(args, "OKK:span_end", &given, &bytes, &handle))
+        return NULL;
+    if (given == Py_None)
+        Py_RETURN_NONE;
+    if ((span = PyLong_AsVoidPtr(given)) == NULL ||
+        (q = mt_engine_queue(e, (uintptr_t)handle)) == NULL)
+        return NULL;
+    mt_timeline_end(e->cx.timeline, span, (uint64_t)bytes, q);
+    free(span);
+    Py_RETURN_NONE;
+}
+
 PyObject *mt_engine_compute_end(PyObject *self, PyObject *const *args, Py_ssize_t n)
 {
     mt_engine *e = mt_engine_usable(self);

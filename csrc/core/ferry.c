@@ -389,7 +389,8 @@ mt_status mt_ferry_raise(mt_ferry *f, int unit, void *mem, uint64_t *bytes)
     mt_status st;
 
     MT_ASSERT(mt_holds(f->mu));
-    mt_timeline_begin(f->cx->timeline, &span, MT_LANE_THROUGH, MT_WORK_FETCH, unit, f->up);
+    mt_timeline_begin(f->cx->timeline, &span, b->slots != NULL ? MT_LANE_GATHER : MT_LANE_THROUGH,
+                      MT_WORK_FETCH, unit, f->up);
     for (int rank = 0; rank < mt_share_ranks(f->cx->share); rank++)
         if (rank != mt_share_rank(f->cx->share))
             MT_TRY(raise_from(f, unit, mem, rank, bytes));

@@ -39,6 +39,8 @@
     X(DEVICE,  "device update", "AdamW on the device")                                          \
     X(THROUGH, "through",     "AdamW on the device for units on the host: up, updated and "     \
                               "down; guests' states")                                           \
+    X(EXCHANGE, "exchange",   "gradients between processes: until the parts of all have come")  \
+    X(GATHER,  "gather",      "weights from other processes' devices")                          \
     X(DISK,    "disk",        "states of units on disk: pieces read and written")               \
     X(DISK_UPDATE, "disk update", "AdamW on those states, beside the updater; and its waits "   \
                                   "for the disk")                                               \

@@ -12,6 +12,7 @@ from ..base.errors import MegatrainError
 
 LANES = {"compute": "compute", "h2d": "H2D", "d2h": "D2H", "hand-over": "hand-over", "host sum": "host sum",
          "host update": "host update", "device update": "device update", "through": "through the device",
+         "exchange": "exchange", "gather": "gather",
          "disk": "disk", "disk update": "disk update", "swap out": "activations out", "swap back": "activations back",
          "swap disk": "activations on disk"}
 WAITS = "hand-over"             # a lane without work, so that nothing says how busy it is
@@ -27,7 +28,8 @@ class Slice(NamedTuple):
     Attributes:
         lane: "compute", "h2d", "d2h", "hand-over" (waits of the thread that hands gradients over and launches
             windows), "host sum", "host update", "device update", "through" (updates of units on the host that pass
-            through the device), "disk", "disk update", "swap out", "swap back" or "swap disk" (activations).
+            through the device), "exchange" and "gather" (gradients and weights between processes), "disk", "disk
+            update", "swap out", "swap back" or "swap disk" (activations).
         work: "forward", "replay", "backward", "loss", "fetch", "offload", "add", "update", "read", "write", "swap" or
             "wait".
         unit: the unit's name; "" where there is none.

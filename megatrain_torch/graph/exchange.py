@@ -50,6 +50,7 @@ from ..store.records import Record
 from .parcels import Layout, Parcel, pack, total
 
 ADD, SUM = 1, 2
+LANE, WORK = _core.LANES["exchange"], _core.WORKS["offload"]
 
 
 class Room(Protocol):
@@ -108,6 +109,7 @@ class Sent(NamedTuple):
     records: list[Record]
     work: Any
     buffers: tuple[Tensor, Tensor]
+    span: int | None                     # of a trace
 
 
 class Exchange:
@@ -333,7 +335,7 @@ class Exchange:
         """What was told goes, when the others have told of it too."""
         while self._ready:
             self._send_next()
-        while self._sent and (self._by_streams or self._sent[0].work.is_completed()):
+        while self._sent and self._sent[0].work.is_completed():
             self._bring_home(self._sent.popleft())
 
     def begun(self) -> int:
@@ -353,7 +355,11 @@ class Exchange:
         if records:
             self._begun += 1
             with nullcontext() if self._beside is None else self._beside.entered():
-                self._sent.append(self._send(one, records))
+                sent = self._send(one, records)
+            if self._by_streams:
+                self._bring_home(sent)
+            else:
+                self._sent.append(sent)
 
     def _send(self, one: Ready, records: list[Record]) -> Sent:
         device, sizes, own = self._model.device, one.layout.bytes, one.layout.bytes[self._ranks.rank]
@@ -362,8 +368,12 @@ class Exchange:
         with self._ranks.control.named(f"exchanges gradients of unit {one.unit}"):
             how = dist.AllToAllOptions()
             how.asyncOp = True
+            span = self._model.core.span(LANE, WORK, one.unit, self._stream())
             work = self._group.alltoall_base(inward, outward, [own] * self._ranks.size, sizes, how)
-        return Sent(one.unit, one.layout, records, work, (inward, outward))
+        return Sent(one.unit, one.layout, records, work, (inward, outward), span)
+
+    def _stream(self) -> int:
+        return 0 if self._beside is None else self._beside.stream.cuda_stream
 
     @torch.no_grad()
     def _bring_home(self, sent: Sent) -> None:
@@ -373,6 +383,7 @@ class Exchange:
     def _bring(self, sent: Sent) -> None:
         with self._ranks.control.named(f"exchanges gradients of unit {sent.unit}"):
             sent.work.wait()
+        self._model.core.span_end(sent.span, sent.buffers[1].numel(), self._stream())
         modes: dict[Record, int] = {}
         for r in sent.records:
             if self._home.would_claim(r) is not None:
@@ -384,7 +395,7 @@ class Exchange:
         own = sent.layout.parcels[self._ranks.rank]
         items, sources = self._items(own, parts, modes)
         if items:
-            self._home.put(sent.unit, items, sources, None if self._beside is None else self._beside.stream.cuda_stream)
+            self._home.put(sent.unit, items, sources, self._stream() or None)
 
     def _items(self, own: list[Parcel], parts: tuple[Tensor, ...], modes: dict[Record, int]
                ) -> tuple[list[tuple[Any, ...]], list[Tensor]]:

@@ -23,6 +23,8 @@ from ..graph.exchange import Exchange
 from ..group.control import Control
 from ..group.ranks import Ranks
 
+LANE, WORK = _core.LANES["gather"], _core.WORKS["fetch"]
+
 
 class Slot(Protocol):
     """Device memory that has weights: ring.Slot."""
@@ -78,9 +80,12 @@ class Delivery:
 
     def _gather(self, slot: int, number: int, portions: list[Tensor]) -> None:
         core, what, compute = self._model.core, f"gathers weights of unit {self._name(number)!r}", self._model.stream()
+        unit, nbytes = self._model.unit_of(number), sum(p.numel() for p in portions)
         if self._model.device.type != "cuda":
             core.ready(slot, compute)
+            span = core.span(LANE, WORK, unit, compute)
             self._control().complete(portions, what)
+            core.span_end(span, nbytes, compute)
             core.gathered(number, slot, compute, compute)
             return
         if self._beside is None:
@@ -88,10 +93,12 @@ class Delivery:
         beside = self._beside.cuda_stream
         with torch.cuda.stream(self._beside):
             core.ready(slot, beside)
+            span = core.span(LANE, WORK, unit, beside)
             if self._ranks().nccl():
                 self._send_all(portions, what)
             else:
                 self._control().complete(portions, what)
+            core.span_end(span, nbytes, beside)
         core.gathered(number, slot, beside, compute)
 
     def _send_all(self, portions: list[Tensor], what: str) -> None:

@@ -17,8 +17,9 @@ from .cost import OFFLOAD_DEPTH, STAGINGS
 
 NORM_S = 0.0005             # clip factor, and waking the updater
 SHOWN_MICRO = 8             # micro-batches walked through; of more, those before the last are taken to be alike
-RESOURCES = (*(k for k in LANES if k != WAITS), OWN)    # as a measured step names them; OWN: Python, launching
 SHARED = ("exchange", "network", "host memory")         # what several GPUs have besides
+# As a measured step names them; OWN: Python, launching.
+RESOURCES = (*(k for k in LANES if k not in (WAITS, "gather", *SHARED)), OWN)
 ROWS = {**_core.LANES, **{row: len(_core.LANES) + i for i, row in enumerate((OWN, *SHARED))}}   # of the walk, by name
 # What compute may wait for.
 CAUSES = ("host update", "disk", "h2d", "d2h", "host sum", "through", "swap out", "swap back", "swap disk", OWN,
