@@ -399,8 +399,8 @@ static uint64_t number(uint64_t hash, double value)
     return mt_alike_mix(hash, bits);
 }
 
-/* Is the gradient another one here than what all ranks have? Who only looked at it, or keeps it, has
- * that; what a process writes it alone sees (mt_store_view). */
+/* Is the gradient another one here than what all ranks have? Who only looked at it, or keeps it,
+ * has that; what a process writes it alone sees (mt_store_view). */
 static int is_written(const adam_job *j, const adam_param *p)
 {
     const mt_param_desc *d = mt_store_desc(j->store, j->unit, p->param);
