@@ -76,6 +76,7 @@ def parser():
     add("--host")
     add("--nvme")
     add("--states", default="fp32")
+    add("--lora", type=int, default=0, metavar="R", help="PEFT's adapters on all products, the rest frozen")
     add("--products", help='"fp8": products of decoder layers')
     add("--compute", default="auto")
     add("--clip", type=float, default=1.0, help="0: not clipped")
@@ -148,16 +149,25 @@ def weights(args):
     return made
 
 
+def adapted(args, model):
+    if args.lora:
+        import torch
+        from peft import LoraConfig, get_peft_model
+        torch.manual_seed(0)
+        model = get_peft_model(model, LoraConfig(r=args.lora, target_modules="all-linear"))
+    return model.eval() if args.eval else model.train()
+
+
 def build(args, made):
     import torch
     config, model = qwen(args)
     if made is None:                     # the first process of several has the weights
-        return model.eval() if args.eval else model.train()
+        return adapted(args, model)
     model.model.rotary_emb = type(model.model.rotary_emb)(config)        # its buffers are values
     for name, _ in list(model.named_parameters()):
         owner, _, leaf = name.rpartition(".")
         setattr(model.get_submodule(owner), leaf, torch.nn.Parameter(made.pop(name)))
-    return model.eval() if args.eval else model.train()
+    return adapted(args, model)
 
 
 def shape_of(args):
@@ -391,7 +401,8 @@ def begun(args, made, out, group=None):
     now = time.perf_counter()
     model = mt.stream(model, "cuda" if cuda else "cpu", group=group, **kwargs)
     out["stream_s"] = round(time.perf_counter() - now, 2)
-    opt = mt.AdamW(model.parameters(), lr=1e-5, weight_decay=0.1, max_grad_norm=args.clip or None, states=args.states)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    opt = mt.AdamW(trained, lr=1e-5, weight_decay=0.1, max_grad_norm=args.clip or None, states=args.states)
     return model, opt
 
 

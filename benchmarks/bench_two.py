@@ -17,7 +17,8 @@ import time
 import bench_loop as loop
 
 RUNS = ("--tokens 32768 --plan", "--tokens 32768", "--tokens 8192 --plan", "--tokens 2048 --plan",
-        "--tokens 8192 --trainer", "--tokens 32768 --plan --products fp8")
+        "--tokens 8192 --trainer", "--tokens 32768 --plan --products fp8", "--tokens 32768 --plan --lora 16",
+        "--tokens 8192 --lora 16 --trainer")
 
 
 def measured(args, made, group):

@@ -129,12 +129,12 @@ def test_one_rank_exchanges_nothing() -> None:
 @pytest.mark.parametrize("gpus, machines", [(2, 1), (8, 1), (1, 2), (8, 16)])
 def test_a_machine_has_one_store_and_its_part_of_the_states(gpus: int, machines: int) -> None:
     one = mt.plan(seven(12), machine=FLAT, **ASKED).host
-    host = mt.plan(seven(12), machine=dataclasses.replace(LINKED, host_bytes=10**12), gpus=gpus, machines=machines,
-                   **ASKED).host
+    plan = mt.plan(seven(12), machine=dataclasses.replace(LINKED, host_bytes=10**12), gpus=gpus, machines=machines, **ASKED)
+    host = plan.host
     assert host["weights"] == one["weights"]
     for plane in ("masters", "moments", "gradients"):
         assert host[plane] == -(-one[plane] // machines)
-    assert not host.get("sums"), "one micro-batch"
+    assert host.get("sums", 0) == (-(-2 * one["gradients"] // machines) if plan.micro > 1 else 0), "in fp32, of several"
     assert host["Python, torch, driver"] == gpus * GIB
 
 
@@ -179,9 +179,9 @@ def test_more_of_what_is_shared_is_never_slower() -> None:
 
 def test_many_gpus_share_the_hosts_memory() -> None:
     """Each of 8 fetches whole weights twice a step: 16 times their bytes, and more, go through one host's memory."""
-    machine = dataclasses.replace(LINKED, host_bytes=10**12, host_gbps=80.0)
+    machine = dataclasses.replace(LINKED, host_bytes=10**12, host_gbps=60.0)
     plan = mt.plan(seven(12), machine=machine, gpus=8, delivery="whole", **ASKED | {"tokens": 4096})
-    assert plan.busy["host memory"] > 8 * plan.host["weights"] / 80e9
+    assert plan.busy["host memory"] > 8 * plan.host["weights"] / 60e9
     assert plan.seconds >= plan.busy["host memory"] and plan.bound == "host memory"
     assert "host memory" not in mt.plan(seven(12), machine=machine, **ASKED).busy
 
@@ -218,10 +218,10 @@ def test_homes_of_several_gpus_are_said_in_one_place(monkeypatch: pytest.MonkeyP
 
 def test_a_refusal_of_several_offers_nothing_they_cannot_have() -> None:
     with pytest.raises(mt.MegatrainError) as found:
-        mt.plan(seven(24), tokens=8192, seq=1024, machine=dataclasses.replace(LINKED, vram_bytes=40 * GIB), gpus=2)
+        mt.plan(seven(30), tokens=8192, seq=1024, machine=dataclasses.replace(LINKED, vram_bytes=40 * GIB), gpus=2)
     assert "grads" not in found.value.changes and not any("grads" in way.changes for way in found.value.ways)
     for way in (found.value.ways[0], next(way for way in found.value.ways if "nvme" in way.changes)):
-        again = mt.plan(seven(24), **{"tokens": 8192, "seq": 1024, "gpus": 2, "machine": dataclasses.replace(
+        again = mt.plan(seven(30), **{"tokens": 8192, "seq": 1024, "gpus": 2, "machine": dataclasses.replace(
             LINKED, vram_bytes=40 * GIB)} | way.changes)
         assert again.tokens_per_second >= way.tokens_per_second > 0.5 * again.tokens_per_second
         assert "disk+weights" not in again.homes.values()
@@ -250,7 +250,7 @@ def test_each_of_several_gpus_has_its_part_of_weights_in_a_file() -> None:
     assert "weights" not in two.host and two.disk["weights"] == one.disk["weights"]
     assert two.busy["disk"] == pytest.approx(one.busy["disk"], rel=0.01), "a machine's drive is all its ranks'"
     assert two.host["buffers of the disk"] == 2 * one.host["buffers of the disk"]
-    short = dataclasses.replace(LINKED, disk_both_gbps=1.0, host_bytes=27 * GIB, vram_bytes=17 * GIB)
+    short = dataclasses.replace(LINKED, disk_both_gbps=1.0, host_bytes=16 * GIB, vram_bytes=17 * GIB)
     found = mt.plan(seven(12), tokens=16384, seq=1024, machine=short, gpus=2, nvme={"limit": "100GiB"})
     assert "disk+weights" in found.homes.values() and found.host_bytes <= short.host_bytes
     with pytest.raises(mt.MegatrainError):

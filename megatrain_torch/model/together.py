@@ -43,7 +43,8 @@ def check(ranks: Ranks, module: nn.Module, groups: list[Group], choices: Choices
     ranks.agree("where units are at home", sorted(homes.items()) if isinstance(homes, dict) else homes)
     ranks.agree("the model", [(unit, [(name, str(p.dtype), tuple(p.shape), p.requires_grad) for name, p in params])
                               for unit, params in groups])
-    ranks.agree("what buffers the model has", [f"{name}: {b.dtype} {list(b.shape)}" for name, b in module.named_buffers()])
+    buffers = [f"{name}: {b.dtype} {list(b.shape)}" for name, b in module.named_buffers()]
+    ranks.agree("what buffers the model has", buffers)
 
 
 def _check_here(ranks: Ranks, choices: Choices, reduce: str) -> None:
@@ -133,7 +134,7 @@ def leaves_in_order(core: _core.Engine, ranks: Ranks, machines: Between | None) 
             core.watchdog(_LAST_STEP_S)
             core.drain()
             core.stay(_LAST_STEP_S)
-        else:
+        elif core.gone():
             ranks.give_up()
         core.close()
     if machines is not None:
@@ -143,12 +144,14 @@ def leaves_in_order(core: _core.Engine, ranks: Ranks, machines: Between | None) 
 def watch(exchange: weakref.ref[Exchange], core: _core.Engine, ranks: Ranks) -> None:
     """In a thread of its own. NCCL's kernels that wait for a process that is gone are ended, and so all ends that waits
     behind them on the device: this process comes to where it is told."""
+    waits = False
     while (alive := exchange()) is not None:
         try:
             gone = core.gone()
         except MegatrainError:                   # the engine is closed
             return
-        if any(died or alive.began for _, _, died in gone):
+        before, waits = waits, any(died or alive.began for _, _, died in gone)
+        if before and waits:                     # else this one may be about to leave its last backward
             ranks.give_up()
             return
         del alive
