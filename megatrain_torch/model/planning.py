@@ -149,7 +149,7 @@ class Planning:
         if not self._covered():
             self._put_into_force(self._choose())
         elif self.runtime.keeps.planned_otherwise():
-            self._put_into_force(self._near([self._seen.most]))
+            self._put_into_force(self._near([self._seen.most])[0])
         elif self._seen.most.tokens > self._lengths.longest():
             self._lengthen()
         joins = self._seen.most != self._seen.alone              # graphs of further passes may come to this one's
@@ -278,16 +278,16 @@ class Planning:
     def _lengthen(self) -> None:
         """Passes are longer than all that were planned for. Units stay where they are, and layers keep what then fits,
         where that is nearly as fast as a plan from the start; or where units on disk cannot move."""
-        found = self._near([self._lengths.grade_above(self._seen.most), self._seen.most])
-        if (found.homes, found.slots, found.experts) == (self.plan.homes, self.plan.slots, self.plan.experts):
+        found, here = self._near([self._lengths.grade_above(self._seen.most), self._seen.most])
+        if here:
             self._move(found)
             self._lengths.add(found)
         else:
             self._put_into_force(found)
 
-    def _near(self, batches: list[Pass]) -> Plan:
-        """A plan for the first of these that fits, with units where they are, if that is nearly as fast as one from the
-        start; or if they cannot move."""
+    def _near(self, batches: list[Pass]) -> tuple[Plan, bool]:
+        """A plan for the first of these that fits; and True: it has units where they are, which is nearly as fast as one
+        from the start, or they cannot move."""
         try:
             here = self._first(batches, self._ask_here)
         except Unreadable:
@@ -295,9 +295,9 @@ class Planning:
         except Refused:
             if self._stays():
                 raise
-            return self._first(batches, self._ask)
+            return self._first(batches, self._ask), False
         free = here if self._stays() else self._ask(pass_of(here))
-        return here if here.tokens_per_second * WORTH >= free.tokens_per_second else free
+        return (here, True) if here.tokens_per_second * WORTH >= free.tokens_per_second else (free, False)
 
     def _compare_homes(self) -> None:
         """Shorter passes take less time, in which less can be updated on the host, and leave room on the device: more
