@@ -12,6 +12,7 @@ from __future__ import annotations
 import builtins
 import contextlib
 import functools
+import gc
 import re
 import types
 import weakref
@@ -229,7 +230,7 @@ def _without_hooks() -> Iterator[None]:
 
 
 def _itself(t: Tensor) -> Tensor:
-    return t
+    return t.detach()                        # with its history it would hold the node that saves it
 
 
 def stand_in(t: Tensor, record: Record) -> nn.Parameter:
@@ -266,13 +267,31 @@ def read(scope: dict[str, Any], modules: Sequence[nn.Module], judge: Callable[[G
     Raises:
         Unreadable: dynamo cannot follow it.
     """
+    cached()
+    collects, why = gc.isenabled(), ""
+    gc.disable()
+    try:
+        return _read(scope, modules, judge, put)
+    except _Refused as error:
+        why = str(error)
+    finally:
+        gc.collect(0)                        # dynamo's cycles hold the module: all that was made since is young
+        if collects:
+            gc.enable()
+    raise Unreadable(why)
+
+
+class _Refused(Exception):
+    """By dynamo; its traceback holds all that dynamo has made."""
+
+
+def _read(scope: dict[str, Any], modules: Sequence[nn.Module], judge: Any, put: Sequence[object]) -> Reading:
     from torch._dynamo import convert_frame
     from torch._dynamo.symbolic_convert import InstructionTranslator
     from torch._dynamo.utils import dynamo_timed, get_metrics_context
     from torch._guards import CompileContext, compile_context, tracing
 
     found, graphs = Reading(), []
-    cached()
 
     def backend(module: Any, examples: Any) -> Any:
         placeholders = [n for n in module.graph.nodes if n.op == "placeholder"]
@@ -293,7 +312,7 @@ def read(scope: dict[str, Any], modules: Sequence[nn.Module], judge: Callable[[G
         try:
             made = convert_frame.compile_frame(code, there, dict(scope), vars(builtins), (), backend, True, set())
         except Exception as error:           # dynamo's own, and whatever the user's code raises while it is followed
-            raise Unreadable(_first_line(error)) from error
+            raise _Refused(_first_line(error)) from error
         output = made.tracer_output.output_graph
         graph = graphs[-1] if graphs else None
         with tracing(output.tracing_context):
@@ -302,7 +321,7 @@ def read(scope: dict[str, Any], modules: Sequence[nn.Module], judge: Callable[[G
             made = _manager()(code, output, guard_filter_fn=functools.partial(_kept, put), gone=found)
             found.guard_by(made.guard_manager)
         except Exception as error:
-            raise Unreadable(_first_line(error)) from error
+            raise _Refused(_first_line(error)) from error
     return found
 
 

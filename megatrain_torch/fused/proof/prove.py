@@ -55,15 +55,10 @@ class Session:
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
-        """Hooks on saved tensors are the user's, and not for fake ones."""
-        torch._C._autograd._push_saved_tensors_default_hooks(_itself, _itself)
         device = next((t.device.type for t in self._fakes.values()), "cpu")
-        try:
-            with torch.enable_grad(), torch.autocast(device, enabled=False), self.fake, self.recorder, \
-                    Functions(self.values):
-                yield
-        finally:
-            torch._C._autograd._pop_saved_tensors_default_hooks()
+        with torch.enable_grad(), torch.autocast(device, enabled=False), self.fake, self.recorder, \
+                Functions(self.values):
+            yield
 
     def numbers(self, run: Callable[[], Tensor], leaves: Sequence[Tensor]) -> list[int | None]:
         """Of what `run` gives, of the gradient of each leaf for a fixed gradient of that, and of what a cache was
@@ -121,10 +116,6 @@ class Session:
                 found.add(n)
                 todo.extend(operands(self.values.keys[n]))
         return found
-
-
-def _itself(t: Tensor) -> Tensor:
-    return t
 
 
 class _Run(torch.fx.Interpreter):
