@@ -297,6 +297,28 @@ def test_vmap_over_a_weight_that_is_read_elsewhere_is_refused_by_name() -> None:
         model(X)
 
 
+def inner(m: Any, x: Tensor, reentrant: bool) -> Tensor:
+    for layer in m.layers[:2]:
+        x = checkpoint(layer, x, use_reentrant=reentrant)
+    return x
+
+
+ROUND: dict[str, Callable[[Any, Tensor, bool], Tensor]] = {
+    "a layer": lambda m, x, re: m.head(checkpoint(m.layers[2], x, use_reentrant=re)),
+    "several layers": lambda m, x, re: m.head(checkpoint(lambda x: m.layers[2](m.layers[0](x)), x, use_reentrant=re)),
+    "checkpoints": lambda m, x, re: m.head(checkpoint(lambda x: inner(m, x, re), x, use_reentrant=re)),
+    "checkpoints of the other kind": lambda m, x, re: m.head(checkpoint(lambda x: inner(m, x, not re), x,
+                                                                        use_reentrant=re)),
+    "the head": lambda m, x, re: checkpoint(m.head, x, use_reentrant=re),
+}
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("what", ROUND)
+def test_torchs_checkpoint_by_hand_around(what: str, reentrant: bool) -> None:
+    check(lambda m, x: ROUND[what](m, x, reentrant))
+
+
 # ---- hooks ----
 
 def node_of(p: Tensor) -> Any:
