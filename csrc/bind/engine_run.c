@@ -198,8 +198,7 @@ PyObject *mt_engine_slot_name(PyObject *self, PyObject *args)
     if (e == NULL || !PyArg_ParseTuple(args, "i:slot_name", &unit) || mt_engine_unit(e, unit) < 0)
         return NULL;
     mem = mt_resident_mem(e->cx.residents, unit);
-    named = mem != NULL && e->cx.dev->ops->mem_name != NULL &&
-            e->cx.dev->ops->mem_name(e->cx.dev, mem, &name) == MT_OK;
+    named = mem != NULL && e->cx.dev->ops->mem_name(e->cx.dev, mem, &name) == MT_OK;
     return PyBytes_FromStringAndSize((const char *)&name, named ? (Py_ssize_t)sizeof name : 0);
 }
 
