@@ -212,6 +212,9 @@ class Engine:
     def bounds(self, number: int) -> tuple[int, ...]:
         """[ranks of this machine + 1] Bytes of a slot at which their portions of a unit, or a cut, begin, and the last
         ends."""
+    def meeting(self, what: str | None) -> None:
+        """This rank comes to a collective of all, and does this there, in words; None: it is over. Steps, collectives,
+        spreads and what take() evicts come in one order on all ranks: else all of them fail, and say who did what."""
     def away(self, away: bool) -> None:
         """This rank waits in a collective of all: others that are not there yet do not wait for it to open a window."""
     def met(self) -> None:
@@ -232,12 +235,8 @@ class Engine:
 
     # offload
     def offload(self, unit: int, items: Sequence[tuple[int, ...]], stream: int) -> int:
-        """items: (param, address, mode 0 SET / 1 ADD / 2 SUM, reread[, sum]). Returns the ticket. Marks the trace.
-
-        Addresses are of the first element that owned() has. SUM, of 16-bit parameters: `sum` is the address of what
-        counts as the micro-batches' sum in fp32, `address` of its rounding in the weight's type. ADD of such: where
-        `sum` is not 0 that is added, and `address` is not looked at.
-        """
+        """items: (param, address, mode 0 SET / 1 ADD, reread). Returns the ticket. Marks the trace. Addresses are of the
+        first element that owned() has."""
     def land(self, stream: int) -> None:
         """The stream waits for the copies of all gradients handed over so far; passed() then has them."""
     def passed(self) -> int: ...

@@ -19,7 +19,7 @@ from megatrain_torch._core import DTYPES, PLANES, STATES, Engine, MegatrainError
 
 TYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 HYPER = (1e-2, 0.9, 0.95, 1e-8, 0.1)     # lr, beta1, beta2, eps, weight_decay
-SET, ADD, SUM = 0, 1, 2
+SET, ADD = 0, 1
 GROUP = 128                              # elements that share a scale: csrc/core/states.h
 UNITS = (                                # name of the type, elements: cuts inside of parameters and between them
     (("BF16", 30000), ("F32", 64), ("F16", 20011), ("F32", 9000), ("BF16", 1)),
@@ -101,22 +101,14 @@ class Party:
             first, n = first // GROUP, -(-n // GROUP)
         return whole[first * each:(first + n) * each]
 
-    def hand_over(self, unit: int, grads: list[Tensor], mode: int, sums: list[Tensor] | None = None,
-                  changed: bool = False) -> None:
-        """grads: whole ones. sums: with SUM they are roundings of these, with ADD these are added instead; of fp32
-        parameters they are the sums. changed: by the user, what they are added to."""
+    def hand_over(self, unit: int, grads: list[Tensor], mode: int, changed: bool = False) -> None:
+        """grads: whole ones. changed: by the user, what they are added to."""
         items = []
         grads = [grad.to(self.device) for grad in grads]
-        sums = sums and [total.to(self.device) for total in sums]
         for i, grad in enumerate(grads):
             first, n = self.engine.owned(unit, i)
-            at = grad.data_ptr() + first * grad.itemsize if n else 0
-            if sums is not None and grad.dtype != torch.float32:
-                of = sums[i].data_ptr() + 4 * first if n else 0
-                items.append((i, 0 if mode == ADD else at, mode, changed, of))
-            else:
-                items.append((i, at, SET if mode == SUM else mode, changed))
-        self.sources.append((grads, sums))
+            items.append((i, grad.data_ptr() + first * grad.itemsize if n else 0, mode, changed))
+        self.sources.append(grads)
         self.engine.offload(unit, items, self.stream())
 
     def step(self, max_norm: float = 0.0, changed: bool = False, named: list[list[Tensor]] | None = None) -> int:
@@ -195,22 +187,12 @@ def assert_bits_of_one(whole: Party, owners: list[Party], *gradients: str) -> No
                     assert torch.equal(want, owner.plane(u, i, name, True)), f"unit {u}, {kind} {n}: plane {name}"
 
 
-def train(whole: Party, owners: list[Party], step: int, micros: int = 1, summed: bool = False) -> None:
-    """Gradients of some micro-batches come; summed: to owners as one sum of all."""
+def train(whole: Party, owners: list[Party], step: int, micros: int = 1) -> None:
+    """Gradients of some micro-batches come."""
     for u in range(len(UNITS)):
-        grads = [seeded(100 * step + m, u, 2.0 ** -m) for m in range(micros)]
-        for m, grad in enumerate(grads):
-            whole.hand_over(u, grad, ADD if m else SET)
-            for owner in () if summed else owners:
-                owner.hand_over(u, grad, ADD if m else SET)
-        if summed:
-            sums = [g.to(torch.float32, copy=True) for g in grads[0]]
-            for grad in grads[1:]:
-                for total, g in zip(sums, grad):
-                    total += g.to(torch.float32)
-            rounded = [total.to(g.dtype) for total, g in zip(sums, grads[0])]
-            for owner in owners:
-                owner.hand_over(u, rounded, SUM, sums)
+        for m in range(micros):
+            for party in (whole, *owners):
+                party.hand_over(u, seeded(100 * step + m, u, 2.0 ** -m), ADD if m else SET)
 
 
 def change_gradients(parties: list[Party]) -> None:
@@ -240,19 +222,3 @@ def together(owners: list[Party], call: Callable[[Party], object]) -> list[BaseE
     for thread in threads:
         thread.join()
     return raised
-
-
-def fp32(seed: int, unit: int) -> list[Tensor]:
-    """Sums, of which 16 bits are not all."""
-    made = torch.Generator().manual_seed(1000 * seed + unit)
-    return [torch.randn(n, generator=made) for _, n in UNITS[unit]]
-
-
-def train_by_sums(whole: Party, owners: list[Party]) -> None:
-    """Three micro-batches come, each as a sum that several processes made: fp32(3, unit), 4 and 5."""
-    for u, params in enumerate(UNITS):
-        rounded = [[x.to(TYPES[kind]) for x, (kind, _) in zip(fp32(seed, u), params)] for seed in (3, 4, 5)]
-        for party in (whole, *owners):
-            party.hand_over(u, rounded[0], SUM, fp32(3, u))
-            party.hand_over(u, rounded[1], ADD, fp32(4, u))
-            party.hand_over(u, rounded[2], ADD, fp32(5, u))

@@ -56,18 +56,23 @@ class Pool:
     def call(self, what: str, size: int, *args: Any, timeout: float = 120.0, **kw: Any) -> list[Any]:
         """What `module:function(rank, group, *args, **kw)` gives in the first `size` processes. Raises: one of them
         failed."""
-        for pipe in self._pipes:
-            pipe.send((what, size, args, kw))
-        found = []
-        for rank, pipe in enumerate(self._pipes[:size]):
-            if not pipe.poll(timeout):
-                for pid in self.pids:
-                    os.kill(pid, signal.SIGUSR1)             # they say where they are
-                raise TimeoutError(f"rank {rank} did not answer {what}{args} within {timeout} s")
-            found.append(pipe.recv())
+        self.send(what, size, *args, **kw)
+        found = [self.answer(rank, timeout) for rank in range(size)]
         if failed := [(rank, text) for rank, (ok, text) in enumerate(found) if not ok]:
             raise RuntimeError("\n".join(f"rank {rank}: {text}" for rank, text in failed))
         return [value for _, value in found]
+
+    def send(self, what: str, size: int, *args: Any, **kw: Any) -> None:
+        for pipe in self._pipes:
+            pipe.send((what, size, args, kw))
+
+    def answer(self, rank: int, timeout: float) -> tuple[bool, Any]:
+        """What it gave; False: the traceback of what it raised."""
+        if not self._pipes[rank].poll(timeout):
+            for pid in self.pids:
+                os.kill(pid, signal.SIGUSR1)             # they say where they are
+            raise TimeoutError(f"rank {rank} did not answer within {timeout} s")
+        return self._pipes[rank].recv()
 
     def __enter__(self) -> Pool:
         return self
@@ -170,8 +175,8 @@ def train(rank: int, group: Any, job: Job) -> dict[str, str]:
 
 
 def alone(job: Job, size: int) -> dict[str, str]:
-    """One process, to which the micro-batches of all come in turns. Where each has several, or gradients are of fp16, they
-    are added up by hand: over ranks first."""
+    """One process, to which the micro-batches of all come in turns. Where each has several, or gradients are of 16 bits, they
+    are added up by hand: over ranks first, and rounded."""
     return _train(job, size, list(range(size)), None)
 
 
@@ -303,13 +308,13 @@ def refused(rank: int, group: Any, what: str) -> str:
     return ""
 
 
-def memory(rank: int, group: Any) -> tuple[int, int]:
+def memory(rank: int, group: Any, dtype: torch.dtype = torch.float32) -> tuple[int, int]:
     """Bytes of the store that are this process's; and in memory of what is shared, pages by the number who have them.
     """
     import megatrain_torch as mt
-    model = mt.stream(nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(8))), "cpu", group=group)
+    model = mt.stream(nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(8))).to(dtype), "cpu", group=group)
     opt = mt.AdamW(model.parameters())
-    model(torch.ones(1, 1024)).sum().backward()
+    model(torch.ones(1, 1024, dtype=dtype)).sum().backward()
     opt.step()
     opt.zero_grad()
     digest(next(model.parameters()))
@@ -467,7 +472,7 @@ def _train(job: Job, size: int, ranks: list[int], group: Any) -> dict[str, str]:
     noted: dict[str, str] = {}
     case, model, opt = _made(job, group, 5 + ranks[0])
     scale = 1 / (size * job.micro) if group is None or job.reduce == "sum" else 1 / job.micro
-    by_hand = group is None and (job.micro > 1 or job.dtype == "float16")      # small ones lose bits where loss is divided
+    by_hand = group is None and (job.micro > 1 or job.dtype != "float32")
     sums = Sums(job, case, model, size) if by_hand else None
     for step in range(job.steps):
         for micro in range(job.micro):
@@ -497,8 +502,8 @@ def _loss(job: Job, case: Any, model: nn.Module, number: int) -> Tensor:
 
 
 class Sums:
-    """Of a step's gradients in plain torch: a micro-batch's over ranks, in fp32 and in the order of ranks, then one
-    micro-batch after the other."""
+    """Of a step's gradients in plain torch: a micro-batch's over ranks, in fp32 and in the order of ranks, then rounded and
+    handed over as one micro-batch after the other."""
 
     def __init__(self, job: Job, case: Any, model: nn.Module, size: int) -> None:
         self.job, self.case, self.plain = job, case, case.build().to(job.device, getattr(torch, job.dtype))
@@ -506,7 +511,7 @@ class Sums:
             p.requires_grad_(streamed.requires_grad)
         mean = job.reduce == "mean"
         self.before, self.behind = 1 / (job.micro if mean else job.micro * size), 1 / size if mean else 1.0
-        self.sums: dict[str, Tensor] = {}
+        self.sums: list[dict[str, Tensor]] = []              # by micro-batch
 
     def add(self, model: nn.Module, numbers: list[int]) -> None:
         """Gradients of these micro-batches, a rank's each, with the model's weights."""
@@ -518,24 +523,20 @@ class Sums:
             for name, p in self.plain.named_parameters():
                 if p.grad is not None:
                     over_ranks[name] = over_ranks[name] + p.grad.float() if name in over_ranks else p.grad.float()
-        for name, total in over_ranks.items():
-            total = total * self.behind
-            self.sums[name] = self.sums[name] + total if name in self.sums else total
+        self.sums.append({name: total * self.behind for name, total in over_ranks.items()})
 
     def replace(self, model: nn.Module) -> None:
         """What a streamed model has for gradients."""
-        from megatrain_torch.graph.exchange import SUM
-        from megatrain_torch.graph.handover import SET
+        from megatrain_torch.graph.handover import ADD, SET
         from megatrain_torch.model.stream import runtime_of
         core, names = runtime_of(model).core, {p: name for name, p in model.named_parameters()}
-        kept = []
-        for r in [r for unit in runtime_of(model).units for r in unit if names[r.param] in self.sums]:
-            total = self.sums[names[r.param]]
-            kept.append((total, total.to(r.dtype)))
-            wide, rounded = (t.data_ptr() for t in kept[-1])
-            half = r.dtype.itemsize == 2
-            core.offload(r.unit, [(r.index, rounded, SUM, 0, wide) if half else (r.index, wide, SET, 0)], 0)
-        core.drain()
+        set_already: set[str] = set()
+        for sums in self.sums:
+            for r in [r for unit in runtime_of(model).units for r in unit if names[r.param] in sums]:
+                rounded, mode = sums[names[r.param]].to(r.dtype), ADD if names[r.param] in set_already else SET
+                set_already.add(names[r.param])
+                core.offload(r.unit, [(r.index, rounded.data_ptr(), mode, 0)], 0)
+                core.drain()
         self.sums.clear()
 
 

@@ -444,7 +444,7 @@ def weights_do_not_leave_memory(rank: int, group: Any, folder: str) -> str:
         loop.step((2, 16))
         return "it was not refused"
     except mt.MegatrainError as error:
-        return "" if "go to their files when mt.stream takes them" in str(error) else str(error)
+        return "" if "has its plane HI in memory already" in str(error) else str(error)
     finally:
         asking.plan = own
 

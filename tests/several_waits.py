@@ -1,6 +1,10 @@
 """Ranks that do not come where the others wait for them: what each of them says, and after how long."""
 from __future__ import annotations
 
+import gc
+import os
+import signal
+import tempfile
 import time
 from typing import Any
 
@@ -76,3 +80,100 @@ def _late(first: bool, model: nn.Module, opt: Any, folder: str) -> None:
 
 
 WAYS = {"save": _save_alone, "load": _load_alone, "asynchronous": _save_asynchronously, "late": _late}
+
+
+# ---- what one rank does otherwise ----------------------------------------------------------------
+
+def otherwise(rank: int, group: Any, what: str) -> str:
+    """What each rank is told where the second one does something else; "": nothing."""
+    import megatrain_torch as mt
+    odd = rank == 1
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 4)).to(torch.bfloat16)
+    if what == "buffers":
+        model.register_buffer("table", torch.zeros(3 + odd))
+    asked = {"lr": 1e-3, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.0, "max_grad_norm": 1.0}
+    changed = {"lr": 1e-2, "betas": (0.9, 0.9), "eps": 1e-6, "weight_decay": 0.1, "maximize": True, "states": "8bit"}
+    try:
+        model = mt.stream(model, "cpu", group=group)
+        opt = mt.AdamW(model.parameters(), **asked | ({what: changed[what]} if odd and what in changed else {}))
+        for number in range(3):
+            model(torch.ones(3, 64, dtype=torch.bfloat16)).float().square().mean().backward()
+            if number == 1:
+                _once(what, odd, model, opt)
+            if not (odd and what == "skips" and number == 1):
+                opt.step()
+            opt.zero_grad()
+        opt.grad_norm
+        mt.unstream(model)
+    except mt.MegatrainError as error:
+        return str(error)
+    return ""
+
+
+def _once(what: str, odd: bool, model: nn.Module, opt: Any) -> None:
+    """After the second backward."""
+    weight = model[0].weight
+    if what == "grad written" and odd:
+        weight.grad[63, 63] = 7.0                        # of what the other rank updates, or this one
+        weight.grad[0, 0] = 7.0
+    if what == "grad replaced" and odd:
+        weight.grad = torch.ones(64, 64, dtype=torch.bfloat16)
+    if what == "grad read" and odd:
+        weight.grad.norm()
+    if what == "grad written by all":
+        weight.grad.mul_(0.5)
+    if what == "step" and odd:
+        opt._counts[weight] += 1
+    if what == "frozen" and odd:
+        weight.requires_grad_(False)
+    if what == "written" and odd:
+        with torch.no_grad():
+            weight.mul_(0.5)
+
+
+def ends_before(rank: int, group: Any, how: str) -> str:
+    """A rank is gone before the others come to mt.stream, or to another one. What these are told."""
+    import megatrain_torch as mt
+    if how == "between":
+        mt.unstream(mt.stream(nn.Linear(8, 8), "cpu", group=group))
+        torch.distributed.barrier(group)
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        mt.stream(nn.Linear(8, 8), "cpu", group=group)
+    except mt.MegatrainError as error:
+        return str(error)
+    return ""
+
+
+def drops_first(rank: int, group: Any) -> int:
+    """One rank lets go of a model whose states are on its device; the other reads them, then."""
+    import megatrain_torch as mt
+    model = mt.stream(nn.Linear(300, 300), "cpu", group=group, plan={"homes": "vram"})
+    opt = mt.AdamW(model.parameters())
+    model(torch.ones(2, 300)).sum().backward()
+    opt.step()
+    if rank == 0:
+        del model, opt
+        gc.collect()
+        return 90000
+    time.sleep(1.0)
+    return int(opt.state_dict()["state"][0]["exp_avg"].count_nonzero())
+
+
+def unstreams_slowly(rank: int, group: Any) -> int:
+    """Weights that are not as they were, where one rank is slower to take its copies."""
+    import megatrain_torch as mt
+    from megatrain_torch.store import gradient
+    torch.manual_seed(0)
+    plain = nn.Sequential(*(nn.Linear(512, 512) for _ in range(3)))
+    want = [p.detach().clone() for p in plain.parameters()]
+    model = mt.stream(plain, "cpu", group=group, plan={"homes": "disk+weights"}, nvme=tempfile.gettempdir())
+    release = gradient.release
+    gradient.release = lambda record: (time.sleep(0.05 * (rank == 0)), release(record))
+    try:
+        mt.unstream(model)
+    finally:
+        gradient.release = release
+    return sum(int((p != w).sum()) for p, w in zip(model.parameters(), want))

@@ -12,18 +12,15 @@ from owners import (
     ADD,
     PLACES,
     SET,
-    SUM,
     TYPES,
     UNITS,
     Party,
     assert_bits_of_one,
     change_gradients,
-    fp32,
     gathered,
     seeded,
     together,
     train,
-    train_by_sums,
 )
 
 from megatrain_torch._core import DTYPES, PLANES, STATES, WORKS, Engine, MegatrainError, share
@@ -109,59 +106,6 @@ def test_wherever_units_live(parties: Make, home: str, shared: bool, states: str
 
 
 @pytest.mark.parametrize(("home", "shared"), PLACES)
-def test_a_sum_counts_as_its_micro_batches_do(parties: Make, home: str, shared: bool) -> None:
-    """SUM, and ADD after it."""
-    whole, owners = parties(2, home=home, shared=shared)
-    train(whole, owners, 0, 3, summed=True)
-    if home == "ram":
-        assert_bits_of_one(whole, owners, "GRAD", "ACC")
-    for u in range(len(UNITS)):
-        more = seeded(55, u)
-        for party in (whole, *owners):
-            party.hand_over(u, more, ADD)
-    for party in (whole, *owners):
-        party.step()
-    assert_bits_of_one(whole, owners)
-
-
-@pytest.mark.parametrize(("home", "shared"), PLACES)
-def test_sums_of_further_micro_batches_are_added_as_they_are(parties: Make, home: str, shared: bool) -> None:
-    whole, owners = parties(3, home=home, shared=shared)
-    train_by_sums(whole, owners)
-    assert_bits_of_one(whole, owners, "GRAD", *["ACC"] * (home == "ram"))
-    for u, params in enumerate(UNITS):
-        for i, (kind, _) in enumerate(params):
-            total = fp32(3, u)[i] + fp32(4, u)[i] + fp32(5, u)[i]
-            assert torch.equal(whole.plane(u, i, "GRAD").view(TYPES[kind]), total.to(TYPES[kind]))
-    for party in (whole, *owners):
-        party.step()
-    assert_bits_of_one(whole, owners)
-
-
-@pytest.mark.parametrize(("home", "shared"), PLACES)
-def test_a_sum_is_added_to_a_gradient_that_the_user_changed(parties: Make, home: str, shared: bool) -> None:
-    whole, owners = parties(2, home=home, shared=shared)
-    train(whole, owners, 0, 2)
-    change_gradients([whole, *owners])
-    for u in range(len(UNITS)):
-        for party in (whole, *owners):
-            party.hand_over(u, seeded(55, u), ADD, fp32(4, u), changed=True)
-    assert_bits_of_one(whole, owners, "GRAD")
-    for party in (whole, *owners):
-        party.step()
-    assert_bits_of_one(whole, owners)
-
-
-def test_a_sum_alone_is_what_the_update_takes(parties: Make) -> None:
-    """Not its rounding."""
-    whole, owners = parties(3)
-    train(whole, owners, 0, 2, summed=True)
-    for party in (whole, *owners):
-        party.step()
-    assert_bits_of_one(whole, owners, "GRAD", "ACC")
-
-
-@pytest.mark.parametrize(("home", "shared"), PLACES)
 def test_a_gradient_that_the_user_changed(parties: Make, home: str, shared: bool) -> None:
     whole, owners = parties(3, home=home, shared=shared)
     train(whole, owners, 0, 2)
@@ -201,13 +145,13 @@ def test_a_gradient_in_memory_of_the_users(parties: Make, home: str, shared: boo
 
 
 @pytest.mark.parametrize(("home", "ranks"), [("ram", 1), ("ram", 2), ("ram", 8), ("through", 3)])
-@pytest.mark.parametrize("of", ["micro-batches", "sums", "changed", "named", "infinite"])
+@pytest.mark.parametrize("of", ["micro-batches", "changed", "named", "infinite"])
 def test_the_norm_is_that_of_one(parties: Make, ranks: int, of: str, home: str) -> None:
     """From the sums of chunks of all ranks, whoever made them. One that is not finite skips the step on all."""
     whole, owners = parties(ranks, shared=True, home=home)
     named = [seeded(9, u) for u in range(len(UNITS))] if of == "named" else None
     for step in range(2):
-        train(whole, owners, step, 2 if of == "micro-batches" else 1, summed=of == "sums")
+        train(whole, owners, step, 2 if of == "micro-batches" else 1)
         if of == "changed":
             change_gradients([whole, *owners])
         if of == "infinite":
@@ -235,13 +179,9 @@ def test_a_trace_has_the_bytes_of_the_portion(parties: Make) -> None:
 
 
 @pytest.mark.parametrize(("item", "says"), [
-    ((1, 64, SUM, False, 64), "parameter 1 is F32"),
-    ((1, 0, ADD, False, 64), "parameter 1 is F32"),
-    ((0, 64, SUM, False), "the sum of parameter 0 is at no address"),
-    ((0, 0, ADD, False, 0), "address 0"),
-    ((0, 0, SUM, False, 64), "address 0"),
+    ((0, 0, ADD, False), "address 0"),
     ((0, 0, SET, False), "address 0"),
-    ((0, 64, 3, False), "mode 3"),
+    ((0, 64, 2, False), "mode 2"),
 ])
 def test_what_cannot_be_handed_over_is_refused(parties: Make, item: tuple[int, ...], says: str) -> None:
     _, owners = parties(1)

@@ -101,16 +101,16 @@ def exchange(gpus: int, machines: int, machine: mt.Machine = LINKED) -> Exchange
 
 
 def test_gradients_are_exchanged_and_their_sum_comes_home_in_parts() -> None:
-    """A layer's gradients are `n` parameters in bf16. Sums in fp32, and their rounding, are 6 bytes each."""
+    """A layer's gradients are `n` parameters in bf16, and so are their sums. They are added in fp32."""
     layer = 2
     n = WIDE.units[layer].trained
     of = exchange(4, 1)
-    assert of.home[layer] == math.ceil(6 * n / 4) and of.further[layer] == math.ceil(4 * n / 4)
+    assert of.home[layer] == math.ceil(2 * n / 4)
     assert of.exchange_s[layer] == pytest.approx(2 * n * 3 / 4 / 100e9 + (2 * n + 4 * n / 4) / 1000e9)
     assert of.lost_s[layer] == pytest.approx(2 * n * 3 / 4 / 50e9)
     assert not of.network_s.any() and not of.spread_s.any() and not of.on_link
     of = exchange(4, 2)
-    assert of.home[layer] == math.ceil(6 * n / 8)
+    assert of.home[layer] == math.ceil(2 * n / 8)
     assert of.network_s[layer] == pytest.approx(4 * 2 * n / 2 / 10e9), "parts of 4 ranks"
     assert of.spread_s[layer] == pytest.approx(2 * n / 2 / 10e9)
     assert exchange(1, 2).network_s[layer] == pytest.approx(2 * n / 2 / 10e9), "of one rank"
@@ -121,7 +121,7 @@ def test_gradients_are_exchanged_and_their_sum_comes_home_in_parts() -> None:
 
 def test_one_rank_exchanges_nothing() -> None:
     of = exchange(1, 1)
-    assert (of.home == of.further).all() and (of.home == [u.gradients for u in WIDE.units]).all()
+    assert (of.home == [u.gradients for u in WIDE.units]).all()
     assert of.buffers == 0 and not any(getattr(of, name).any() for name in (
         "exchange_s", "network_s", "lost_s", "spread_s", "lowered", "raised"))
 
@@ -129,12 +129,12 @@ def test_one_rank_exchanges_nothing() -> None:
 @pytest.mark.parametrize("gpus, machines", [(2, 1), (8, 1), (1, 2), (8, 16)])
 def test_a_machine_has_one_store_and_its_part_of_the_states(gpus: int, machines: int) -> None:
     one = mt.plan(seven(12), machine=FLAT, **ASKED).host
-    host = mt.plan(seven(12), machine=dataclasses.replace(LINKED, host_bytes=10**12), gpus=gpus, machines=machines,
-                   **ASKED).host
+    plan = mt.plan(seven(12), machine=dataclasses.replace(LINKED, host_bytes=10**12), gpus=gpus, machines=machines, **ASKED)
+    host = plan.host
     assert host["weights"] == one["weights"]
     for plane in ("masters", "moments", "gradients"):
         assert host[plane] == -(-one[plane] // machines)
-    assert host["sums"] == -(-2 * one["gradients"] // machines), "in fp32, from the first micro-batch on"
+    assert host.get("sums", 0) == (-(-2 * one["gradients"] // machines) if plan.micro > 1 else 0), "in fp32, of several"
     assert host["Python, torch, driver"] == gpus * GIB
 
 
@@ -142,9 +142,9 @@ def test_a_machine_has_one_store_and_its_part_of_the_states(gpus: int, machines:
 def test_of_further_micro_batches_a_machine_adds_one_sum(gpus: int, machines: int) -> None:
     """In fp32, of its part, whatever number of ranks made it."""
     fleet, machine = Fleet(gpus, machines), dataclasses.replace(LINKED, host_gbps=100.0)
-    assert fleet.added == pytest.approx(16 / 14 / machines) and Fleet().added == 1
+    assert fleet.added == pytest.approx(1 / machines) and Fleet().added == 1
     more = fleet.memory_s(machine, "fp32", 1e9, 4) - fleet.memory_s(machine, "fp32", 1e9, 1)
-    assert more == pytest.approx(3 * 16e9 / machines / 100e9)
+    assert more == pytest.approx(3 * 14e9 / machines / 100e9)
     staging = {fleet: planned("several micro-batches", machine=machine, gpus=fleet.gpus, machines=fleet.machines)
                .host["staging"] for fleet in (Fleet(), fleet)}
     assert staging[fleet] == -(-2 * staging[Fleet()] // machines)
@@ -179,9 +179,9 @@ def test_more_of_what_is_shared_is_never_slower() -> None:
 
 def test_many_gpus_share_the_hosts_memory() -> None:
     """Each of 8 fetches whole weights twice a step: 16 times their bytes, and more, go through one host's memory."""
-    machine = dataclasses.replace(LINKED, host_bytes=10**12, host_gbps=80.0)
+    machine = dataclasses.replace(LINKED, host_bytes=10**12, host_gbps=60.0)
     plan = mt.plan(seven(12), machine=machine, gpus=8, delivery="whole", **ASKED | {"tokens": 4096})
-    assert plan.busy["host memory"] > 8 * plan.host["weights"] / 80e9
+    assert plan.busy["host memory"] > 8 * plan.host["weights"] / 60e9
     assert plan.seconds >= plan.busy["host memory"] and plan.bound == "host memory"
     assert "host memory" not in mt.plan(seven(12), machine=machine, **ASKED).busy
 
@@ -211,17 +211,17 @@ def test_homes_of_several_gpus_are_said_in_one_place(monkeypatch: pytest.MonkeyP
     found, one = mt.plan(small(8), homes="vram", **asked), mt.plan(small(8), homes="vram", **asked | {"gpus": 1})
     assert found.vram["at home: weights"] == one.vram["at home: weights"]
     assert found.vram["at home: moments"] == -(-one.vram["at home: moments"] // 2)
-    assert found.vram["at home: sums"] > 0 == one.vram["at home: sums"], "of the first micro-batch too"
+    assert found.vram.get("at home: sums", 0) == one.vram.get("at home: sums", 0) == 0, "one micro-batch"
     assert found.host["weights"] == found.vram["at home: weights"] and not one.host.get("weights")
     assert found.busy["device update"] < one.busy["device update"]
 
 
 def test_a_refusal_of_several_offers_nothing_they_cannot_have() -> None:
     with pytest.raises(mt.MegatrainError) as found:
-        mt.plan(seven(24), tokens=8192, seq=1024, machine=dataclasses.replace(LINKED, vram_bytes=40 * GIB), gpus=2)
+        mt.plan(seven(30), tokens=8192, seq=1024, machine=dataclasses.replace(LINKED, vram_bytes=40 * GIB), gpus=2)
     assert "grads" not in found.value.changes and not any("grads" in way.changes for way in found.value.ways)
     for way in (found.value.ways[0], next(way for way in found.value.ways if "nvme" in way.changes)):
-        again = mt.plan(seven(24), **{"tokens": 8192, "seq": 1024, "gpus": 2, "machine": dataclasses.replace(
+        again = mt.plan(seven(30), **{"tokens": 8192, "seq": 1024, "gpus": 2, "machine": dataclasses.replace(
             LINKED, vram_bytes=40 * GIB)} | way.changes)
         assert again.tokens_per_second >= way.tokens_per_second > 0.5 * again.tokens_per_second
         assert "disk+weights" not in again.homes.values()
@@ -250,7 +250,7 @@ def test_each_of_several_gpus_has_its_part_of_weights_in_a_file() -> None:
     assert "weights" not in two.host and two.disk["weights"] == one.disk["weights"]
     assert two.busy["disk"] == pytest.approx(one.busy["disk"], rel=0.01), "a machine's drive is all its ranks'"
     assert two.host["buffers of the disk"] == 2 * one.host["buffers of the disk"]
-    short = dataclasses.replace(LINKED, disk_both_gbps=1.0, host_bytes=27 * GIB, vram_bytes=17 * GIB)
+    short = dataclasses.replace(LINKED, disk_both_gbps=1.0, host_bytes=16 * GIB, vram_bytes=33 * GIB // 2)
     found = mt.plan(seven(12), tokens=16384, seq=1024, machine=short, gpus=2, nvme={"limit": "100GiB"})
     assert "disk+weights" in found.homes.values() and found.host_bytes <= short.host_bytes
     with pytest.raises(mt.MegatrainError):

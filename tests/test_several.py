@@ -417,11 +417,52 @@ def test_refused_on_all(pool: Pool, what: str, said: str) -> None:
     assert all(said in text for text in texts), texts
 
 
-def test_one_model_in_memory(pool: Pool) -> None:
-    """Of what the store has; beside it a process has its slots, and gradients on their way."""
-    one = memory(0, None)[0]
-    assert one > 4 * 32 << 20
-    assert one * 0.99 < sum(pss for _, pss in pool.call("several:memory", 4)) < one * 1.05
+@pytest.mark.parametrize("dtype, each", [(torch.float32, 16), (torch.bfloat16, 14)])
+def test_one_model_in_memory(pool: Pool, dtype: torch.dtype, each: int) -> None:
+    """Of what the store has; beside it a process has its slots, and gradients on their way. each: bytes."""
+    one = memory(0, None, dtype)[0]
+    assert one > each * 8 << 20
+    assert one * 0.99 < sum(pss for _, pss in pool.call("several:memory", 4, dtype)) < one * 1.05
+
+
+@pytest.mark.parametrize("what, said", [
+    *((name, f"these differ: {name};") for name in ("lr", "states")),
+    *(pytest.param(name, f"these differ: {name};", marks=LONG) for name in ("betas", "eps", "weight_decay", "maximize")),
+    ("buffers", "'table: torch.float32 [3]' and 'table: torch.float32 [4]'"), ("step", "these differ: step number;"),
+    ("grad written", "these differ: gradients that were written"), ("grad replaced", "these differ: gradients that were"),
+    ("grad read", ""), ("grad written by all", ""), ("frozen", "requires_grad is not the same in all processes: of 0.weight"),
+    ("written", "has written in place to unit Sequential"), ("skips", "has made step 2, which rank 1 has not, and rank 1 exchanges")])
+def test_what_one_rank_does_otherwise_is_named_on_all(pool: Pool, what: str, said: str) -> None:
+    began = time.monotonic()
+    texts = pool.call("several_waits:otherwise", 2, what)
+    assert all(said in text if said else text == "" for text in texts), texts
+    assert time.monotonic() - began < 30
+
+
+@pytest.mark.parametrize("how", ["before", "between"])
+def test_a_rank_that_ends_before_it_streams_ends_the_others(how: str) -> None:
+    began = time.monotonic()
+    with Pool(3) as three:
+        three.send("several_waits:ends_before", 3, how)
+        texts = [three.answer(rank, 30.0)[1] for rank in (0, 2)]
+    assert all("another process of the group is gone" in text for text in texts), texts
+    assert time.monotonic() - began < 30
+
+
+def test_who_drops_a_model_first_gives_the_others_its_states(pool: Pool) -> None:
+    assert pool.call("several_waits:drops_first", 2) == [90000, 90000]
+
+
+def test_weights_that_another_rank_still_takes_are_not_given_back(pool: Pool) -> None:
+    assert pool.call("several_waits:unstreams_slowly", 2) == [0, 0]
+
+
+def test_a_launcher_without_a_group_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    import megatrain_torch as mt
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(mt.MegatrainError, match="started 2 processes .* call torch.distributed.init_process_group"):
+        mt.stream(torch.nn.Linear(2, 2), "cpu")
 
 
 @pytest.mark.parametrize("what, said", [

@@ -189,7 +189,7 @@ MT_METHOD(open_slots); MT_METHOD(close_slots);
 MT_METHOD(cut); MT_METHOD(settle); MT_METHOD(settled); MT_METHOD(unsettle);
 MT_METHOD(slot_name); MT_METHOD(reach);
 MT_METHOD(ready); MT_METHOD(gathered); MT_METHOD(bounds);
-MT_METHOD(away); MT_METHOD(met); MT_METHOD(astray);
+MT_METHOD(meeting); MT_METHOD(away); MT_METHOD(met); MT_METHOD(astray);
 MT_METHOD(begin); MT_METHOD(kick); MT_METHOD(schedule); MT_METHOD(stats);
 MT_METHOD(land); MT_METHOD(passed); MT_METHOD(drain); MT_METHOD(forget);
 MT_FASTCALL(acquire); MT_FASTCALL(find); MT_FASTCALL(put);

@@ -547,6 +547,9 @@ static PyMethodDef methods[] = {
       "bounds($self, number, /)\n--\n\n"
       "Bytes of a slot at which the portions of the machine's ranks begin, and the last ends; of a "
       "unit, or a cut." },
+    { "meeting", mt_engine_meeting, METH_VARARGS,
+      "meeting($self, what, /)\n--\n\n"
+      "This rank comes to a collective of all, and does this there; None: it is over." },
     { "away", mt_engine_away, METH_VARARGS,
       "away($self, away, /)\n--\n\nOther ranks do not wait for this one to open a window." },
     { "met", mt_engine_met, METH_NOARGS,

@@ -11,6 +11,7 @@
 #include "bind.h"
 #include "../optim/adam.h"
 #include <stdlib.h>
+#include <string.h>
 
 typedef struct adam_param {
     int           param;
@@ -390,6 +391,47 @@ static mt_status job_compute(void *arg, mt_queue *q, const mt_part *parts, int n
     return st;
 }
 
+static uint64_t number(uint64_t hash, double value)
+{
+    uint64_t bits;
+
+    memcpy(&bits, &value, sizeof bits);
+    return mt_alike_mix(hash, bits);
+}
+
+/* Has this process written there, or only looked? What it wrote it alone sees (mt_store_view). */
+static int is_written(const adam_job *j, const adam_param *p)
+{
+    int64_t n = mt_store_desc(j->store, j->unit, p->param)->numel;
+    void   *seen, *plane;
+
+    return mt_store_view(j->store, j->unit, p->param, MT_PLANE_GRAD, &seen) != MT_OK ||
+           mt_store_at(j->store, j->unit, p->param, MT_PLANE_GRAD, &plane) != MT_OK ||
+           memcmp(seen, plane, mt_store_plane_bytes(j->store, j->unit, p->param, MT_PLANE_GRAD, n));
+}
+
+static void job_alike(const void *arg, uint64_t hash[MT_ALIKES])
+{
+    const adam_job *j = arg;
+
+    hash[MT_ALIKE_STATES] += mt_alike_mix((uint64_t)j->unit + 1,
+                                          (uint64_t)mt_store_states(j->store, j->unit));
+    for (int i = 0; i < j->n; i++) {
+        const adam_param    *p = &j->p[i];
+        const mt_adam_hyper *h = &p->hyper;
+        uint64_t             which = mt_alike_mix((uint64_t)j->unit + 1, (uint64_t)p->param);
+
+        hash[MT_ALIKE_GRADS] += mt_alike_mix(which, p->grad != NULL ? 2 :
+                                              (uint64_t)(p->changed && is_written(j, p)));
+        hash[MT_ALIKE_LR] += number(which, h->lr);
+        hash[MT_ALIKE_BETAS] += number(number(which, h->beta1), h->beta2);
+        hash[MT_ALIKE_EPS] += number(which, h->eps);
+        hash[MT_ALIKE_DECAY] += number(which, h->weight_decay);
+        hash[MT_ALIKE_STEP] += mt_alike_mix(which, (uint64_t)h->step);
+        hash[MT_ALIKE_MAXIMIZE] += mt_alike_mix(which, (uint64_t)h->maximize);
+    }
+}
+
 static void job_free(void *arg)
 {
     adam_job *j = arg;
@@ -517,7 +559,8 @@ static int update_of(mt_engine *e, PyObject *item, mt_update_job *out)
         return -1;
     *out = (mt_update_job){ .unit = unit, .n_params = j->n, .params = j->params, .sumsq = job_sumsq,
                             .run = job_run, .put = job_put, .gradient = job_gradient,
-                            .compute = job_compute, .pieces = job_pieces, .bytes = moved(j),
+                            .compute = job_compute, .pieces = job_pieces, .alike = job_alike,
+                            .bytes = moved(j),
                             .free = job_free, .arg = j };
     return 0;
 }

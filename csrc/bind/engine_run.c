@@ -198,8 +198,7 @@ PyObject *mt_engine_slot_name(PyObject *self, PyObject *args)
     if (e == NULL || !PyArg_ParseTuple(args, "i:slot_name", &unit) || mt_engine_unit(e, unit) < 0)
         return NULL;
     mem = mt_resident_mem(e->cx.residents, unit);
-    named = mem != NULL && e->cx.dev->ops->mem_name != NULL &&
-            e->cx.dev->ops->mem_name(e->cx.dev, mem, &name) == MT_OK;
+    named = mem != NULL && e->cx.dev->ops->mem_name(e->cx.dev, mem, &name) == MT_OK;
     return PyBytes_FromStringAndSize((const char *)&name, named ? (Py_ssize_t)sizeof name : 0);
 }
 
@@ -436,30 +435,47 @@ PyObject *mt_engine_bounds(PyObject *self, PyObject *args)
     return out;
 }
 
-/* NULL: the engine is closed, and the process may still have to wait for others. */
-static mt_turns *turns_of(PyObject *self)
+/* NULL: it is alone; or it is closed, or about to be by another thread, and the process may still
+ * have to wait for others. Under the GIL, as closed is set. */
+static mt_engine *meeting(PyObject *self)
 {
     mt_engine *e = (mt_engine *)self;
 
-    return e->memory != NULL && mt_memory_is_ours(e->memory) ? e->cx.turns : NULL;
+    return e->closed || e->memory == NULL || !mt_memory_is_ours(e->memory) || e->cx.turns == NULL
+         ? NULL : e;
+}
+
+PyObject *mt_engine_meeting(PyObject *self, PyObject *args)
+{
+    mt_engine  *e = meeting(self);
+    const char *what;
+
+    if (!PyArg_ParseTuple(args, "z:meeting", &what))
+        return NULL;
+    if (e != NULL)
+        mt_ledger_meeting(e->cx.store, what);
+    Py_RETURN_NONE;
 }
 
 PyObject *mt_engine_away(PyObject *self, PyObject *args)
 {
-    int away;
+    mt_engine *e = meeting(self);
+    int        away;
 
     if (!PyArg_ParseTuple(args, "p:away", &away))
         return NULL;
-    if (turns_of(self) != NULL)
-        mt_turns_away(turns_of(self), away);
+    if (e != NULL)
+        mt_turns_away(e->cx.turns, away);
     Py_RETURN_NONE;
 }
 
 PyObject *mt_engine_met(PyObject *self, PyObject *unused)
 {
+    mt_engine *e = meeting(self);
+
     (void)unused;
-    if (turns_of(self) != NULL)
-        mt_turns_met(turns_of(self));
+    if (e != NULL)
+        mt_turns_met(e->cx.turns);
     Py_RETURN_NONE;
 }
 
@@ -625,27 +641,25 @@ PyObject *mt_engine_stats(PyObject *self, PyObject *unused)
 
 static int item_at(mt_engine *e, int unit, PyObject *tuple, mt_grad_item *out)
 {
-    unsigned long long address, sum = 0, needed;
+    unsigned long long address;
     int                param, mode, reread;
     int64_t            from;
 
     if (mt_arg_tuple(tuple) < 0 ||
-        !PyArg_ParseTuple(tuple, "iKip|K;an item is (param, address, mode, reread, sum)", &param,
-                          &address, &mode, &reread, &sum))
+        !PyArg_ParseTuple(tuple, "iKip;an item is (param, address, mode, reread)", &param,
+                          &address, &mode, &reread))
         return -1;
     if (mt_engine_param(e, unit, param) < 0)
         return -1;
-    needed = mode == MT_GRAD_ADD && sum != 0 ? sum : address;
-    if (mode < MT_GRAD_SET || mode > MT_GRAD_SUM ||
-        (needed == 0 && mt_store_owned(e->cx.store, unit, param, &from) > 0)) {
+    if (mode < MT_GRAD_SET || mode > MT_GRAD_ADD ||
+        (address == 0 && mt_store_owned(e->cx.store, unit, param, &from) > 0)) {
         PyErr_Format(e->error, "unit %d (%s), parameter %d: mode %d, address %llu; mode is 0 "
-                     "(set), 1 (add) or 2 (sum), and the address is not 0", unit,
+                     "(set) or 1 (add), and the address is not 0", unit,
                      mt_store_name(e->cx.store, unit), param, mode, address);
         return -1;
     }
     *out = (mt_grad_item){ .param = param, .src = (const void *)(uintptr_t)address,
-                           .mode = (mt_grad_mode)mode, .reread = reread,
-                           .sum = (const float *)(uintptr_t)sum };
+                           .mode = (mt_grad_mode)mode, .reread = reread };
     return 0;
 }
 

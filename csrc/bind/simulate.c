@@ -68,7 +68,7 @@ static const array_field arrays[] = {
     FIELD(disk_s, 'd', BY_UNIT), FIELD(through_s, 'd', BY_UNIT), FIELD(read_s, 'd', BY_UNIT),
     FIELD(exchange_s, 'd', BY_UNIT), FIELD(network_s, 'd', BY_UNIT), FIELD(lost_s, 'd', BY_UNIT),
     FIELD(gather_s, 'd', BY_UNIT), FIELD(held_s, 'd', BY_UNIT),
-    FIELD(spread_s, 'd', BY_UNIT), FIELD(further, 'q', BY_UNIT),
+    FIELD(spread_s, 'd', BY_UNIT),
     FIELD(lowered, 'q', BY_UNIT), FIELD(raised, 'q', BY_UNIT),
     FIELD(lent, 'q', OF_LENT), FIELD(slots, 'q', OF_SLOTS),
 };

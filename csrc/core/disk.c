@@ -470,27 +470,28 @@ static mt_status home_store(void *arg, int u, int param, unsigned planes)
 }
 
 #define IS_ON_DISK                                                                                \
-    .from = &mt_home_ram, .fresh = MT_STATE_PLANES, .load = home_load, .store = home_store,       \
-    .fits = home_fits, .update = home_update, .ends = 1, .turn = 1, .drain = home_drain
+    .from = &mt_home_ram, .load = home_load, .store = home_store, .fits = home_fits,              \
+    .update = home_update, .ends = 1, .turn = 1, .drain = home_drain
 
 const mt_home mt_home_disk = {
-    .lives = "has its states on disk", .away = MT_STATE_PLANES,
+    .lives = "has its states on disk", .away = MT_STATE_PLANES, .fresh = MT_STATE_PLANES,
     .registered = HI | 1u << MT_PLANE_GRAD, IS_ON_DISK,
 };
 
 const mt_home mt_home_disk_shared = {
-    .lives = "has its states on disk", .away = MT_STATE_PLANES,
+    .lives = "has its states on disk", .away = MT_STATE_PLANES, .fresh = MT_STATE_PLANES,
     .registered = HI | 1u << MT_PLANE_GRAD, .shared = 1, IS_ON_DISK,
 };
 
 const mt_home mt_home_disk_weights = {
     .lives = "has its weights and states on disk", .away = MT_STATE_PLANES | HI, .fed = 1,
-    .registered = 1u << MT_PLANE_GRAD, IS_ON_DISK,
+    .fresh = MT_STATE_PLANES, .registered = 1u << MT_PLANE_GRAD, IS_ON_DISK,
 };
 
+/* fresh: weights in memory are one plane of all ranks', of which each keeps its portion in its file. */
 const mt_home mt_home_disk_weights_shared = {
     .lives = "has its weights and states on disk", .away = MT_STATE_PLANES | HI, .fed = 1,
-    .registered = 1u << MT_PLANE_GRAD, .shared = 1, IS_ON_DISK,
+    .fresh = MT_STATE_PLANES | HI, .registered = 1u << MT_PLANE_GRAD, .shared = 1, IS_ON_DISK,
 };
 
 /* ---- open and close ------------------------------------------------------------------------ */

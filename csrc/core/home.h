@@ -18,6 +18,25 @@
 
 #include "pieces.h"
 
+/* What all ranks have to ask alike of an update: name, in words. MT_ALIKE_BITS of each go into one
+ * number where they do not. */
+#define MT_ALIKE_MAP(X)                                                                            \
+    X(PARAMS, "parameters with a gradient") X(NORM, "max_grad_norm")                              \
+    X(GRADS, "gradients that were written, or set, by hand")                                       \
+    X(LR, "lr") X(BETAS, "betas") X(EPS, "eps") X(DECAY, "weight_decay") X(STEP, "step number")    \
+    X(MAXIMIZE, "maximize") X(STATES, "states")
+#define MT_ALIKE_ENUM(name, words) MT_ALIKE_##name,
+typedef enum mt_alike { MT_ALIKE_MAP(MT_ALIKE_ENUM) MT_ALIKES } mt_alike;
+#undef MT_ALIKE_ENUM
+#define MT_ALIKE_BITS 6
+
+static inline uint64_t mt_alike_mix(uint64_t hash, uint64_t value)
+{
+    hash = (hash ^ value) * UINT64_C(0x9e3779b97f4a7c15);        /* as splitmix64: Steele 2014 */
+    hash = (hash ^ hash >> 30) * UINT64_C(0xbf58476d1ce4e5b9);
+    return hash ^ hash >> 31;
+}
+
 typedef struct mt_update_job {
     int        unit;             /* its gradients are whole when it is carried out */
     int        n_params;
@@ -37,6 +56,8 @@ typedef struct mt_update_job {
     /* A unit's on disk: updates these parts in place, but for those of parameters that are not in
      * params. */
     mt_status (*pieces)(void *arg, mt_pool *pool, const mt_part *parts, int n, float clip);
+    /* Adds hashes of what it asks, once its gradients are whole and measured. NULL: nothing. */
+    void     (*alike)(const void *arg, uint64_t hash[MT_ALIKES]);
     uint64_t  bytes;             /* that run reads and writes, for the timeline */
     void    (*free)(void *arg);  /* called once, run or skipped; may be NULL */
     void     *arg;

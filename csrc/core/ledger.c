@@ -446,6 +446,64 @@ int mt__ledger_awaits(mt_store *s, int rank, char *out, size_t cap)
     return found;
 }
 
+void mt_ledger_meeting(mt_store *s, const char *what)
+{
+    mt__ledger *l = &s->ledger;
+    int         me = mt_share_rank(s->share);
+
+    mt_lock(&l->mu);
+    snprintf(l->meeting, sizeof l->meeting, "%s", what != NULL ? what : "");
+    if (what != NULL && l->fault == MT_OK)
+        mt_share_say(s->share, MT_COUNT_MET, mt_share_said(s->share, MT_COUNT_MET, me) + 1, 0);
+    mt_unlock(&l->mu);
+}
+
+/* What the rank did as its nth of these, in words. */
+static void tell_done(mt_store *s, mt_count what, uint64_t n, int rank, char *out, size_t cap)
+{
+    uint64_t    about = mt_share_about(s->share, what, rank);
+    const char *unit = mt_store_name(s, (int)(what == MT_COUNT_WRITTEN ? about >> 40 : about));
+
+    if (what == MT_COUNT_SUBMITTED)
+        snprintf(out, cap, "has made step %" PRIu64, n);
+    else if (what == MT_COUNT_MET)
+        snprintf(out, cap, "%s", s->ledger.meeting[0] != '\0' ? s->ledger.meeting : "has met all");
+    else
+        snprintf(out, cap, "%s unit %s", what == MT_COUNT_WRITTEN ? "has written in place to" :
+                                         "gives back memory of", unit);
+}
+
+/* Each of two ranks did something of which the other had done another thing first. In this order
+ * of reads nothing that is done meanwhile looks so. Who is in the meeting tells what it does there.
+ */
+int mt__ledger_crossed(mt_store *s, int rank, char *out, size_t cap)
+{
+    static const mt_count ordered[] = { MT_COUNT_MET, MT_COUNT_SUBMITTED, MT_COUNT_WRITTEN,
+                                        MT_COUNT_EVICTED };
+    const mt_share *h = s->share;
+    int             n = (int)(sizeof ordered / sizeof *ordered), me = mt_share_rank(h), found = 0;
+    char            its[120], own[200];
+
+    mt_lock(&s->ledger.mu);
+    for (int k = 0; k < n * n && !found; k++) {
+        mt_count a = ordered[k / n], b = ordered[k % n];
+        uint64_t own_b = mt_share_said(h, b, me), own_a = mt_share_said(h, a, me);
+        uint64_t its_a = mt_share_said(h, a, rank), its_b = mt_share_said(h, b, rank);
+
+        if (a == MT_COUNT_MET || its_a <= own_a || its_b >= own_b)
+            continue;
+        tell_done(s, a, its_a, rank, its, sizeof its);
+        tell_done(s, b, own_b, me, own, sizeof own);
+        snprintf(out, cap, "rank %d (process %" PRId64 ") %s, which rank %d has not, and rank %d "
+                 "%s, where rank %d has not come: all processes make steps, run backwards, write "
+                 "in place, and call mt.stream, mt.save and mt.load, in one order", rank,
+                 mt_share_process(h, rank), its, me, me, own, rank);
+        found = 1;
+    }
+    mt_unlock(&s->ledger.mu);
+    return found;
+}
+
 typedef struct meeting {
     mt__ledger     *l;
     const mt_share *share;

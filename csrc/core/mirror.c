@@ -317,6 +317,7 @@ void mt_mirror_drop(mt_store *s, int unit, unsigned planes)
     MT_ASSERT(u->mirror.busy);
     planes &= pages_of(u);
     planes &= ~which(u, -1, planes, STUCK);
+    MT_ASSERT(!u->shared || u->mirror.all_evict || !(planes & u->mirror.claimed & HI));   /* (1) */
     tell(u, -1, planes, MT_MIRROR_EVICTED);
     u->mirror.pages &= ~planes;
     u->mirror.claimed &= ~planes;
@@ -715,11 +716,53 @@ mt_status mt_mirror_release(mt_store *s, int unit)
     return drop(s, unit, 0);
 }
 
+/* In a share: all ranks have come to the evict's first, or second, place. */
+static mt_status meet_evict(mt_store *s, int unit, int first)
+{
+    int       me = mt_share_rank(s->share), other = 0;
+    uint64_t  n = mt_share_said(s->share, MT_COUNT_EVICTED, me) + 1;
+    mt_status st;
+
+    mt_ledger_say(s, MT_COUNT_EVICTED, n, (uint64_t)(unsigned)unit);
+    MT_TRY(mt_ledger_meet(s, MT_COUNT_EVICTED, n, 0, NULL));
+    while (first && other < mt_share_ranks(s->share) &&
+           mt_share_about(s->share, MT_COUNT_EVICTED, other) == (uint64_t)(unsigned)unit)
+        other++;
+    if (first && other < mt_share_ranks(s->share)) {
+        st = MT_FAIL(MT_EPEER, "rank %d gives back memory of unit %d, where rank %d does of unit %s",
+                     other, (int)mt_share_about(s->share, MT_COUNT_EVICTED, other), me,
+                     mt_store_name(s, unit));
+        mt_ledger_fault(s, st, mt_last_error());
+    }
+fail:
+    return st;
+}
+
+/* (1) and (2) of mirror.h. Nobody is asked while ranks meet: this is not to be done again. */
+static mt_status evict_with_all(mt_store *s, int unit)
+{
+    mt__unit    *u = mt__unit_at(s, unit);
+    mt_watch_ask ask = mt_watch_asks(NULL);
+    mt_status    st, met;
+
+    if ((st = meet_evict(s, unit, 1)) == MT_OK) {
+        u->mirror.all_evict = 1;
+        st = drop(s, unit, 1);
+        u->mirror.all_evict = 0;
+        met = meet_evict(s, unit, 0);
+        st = st != MT_OK ? st : met;
+    }
+    (void)mt_watch_asks(ask);
+    return st;
+}
+
 mt_status mt_mirror_evict(mt_store *s, int unit)
 {
     mt_status st = mt_ledger_wait_saved(s, unit);
 
-    return st == MT_OK ? drop(s, unit, 1) : st;
+    if (st != MT_OK || look(s, unit).home == NULL)
+        return st;
+    return s->share != NULL ? evict_with_all(s, unit) : drop(s, unit, 1);
 }
 
 int mt_mirror_is_old(mt_store *s, int unit)

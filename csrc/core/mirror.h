@@ -16,6 +16,12 @@
  *     mt_mirror_tell(s, unit, i, planes, MT_MIRROR_CHANGED);   // the home, when it updates
  *     mt_mirror_forget(s, unit);                          // before the unit's next window
  *
+ * What is always true:
+ *   (1) Memory that somebody claims is given back by evict alone. In a share that is every rank's
+ *       claim: no rank evicts before all have come to the unit's evict, and so read it no more
+ *   (2) In a share no rank leaves an evict before all have given their portions' memory back: who
+ *       brings the unit again finds nothing there that is about to go
+ *
  * When memory is evicted, that is its pages are given back and the addresses stay:
  *   release    by a save that has read, what nobody claims
  *   forget     what is stale: before the unit's next window, since until then a graph may have used
@@ -123,6 +129,7 @@ mt_status mt_mirror_push   (mt_store *s, int unit, int param, unsigned planes);
 /* Does nothing while a save has the unit, or a thread is behind the door. */
 void      mt_mirror_forget (mt_store *s, int unit);
 int       mt_mirror_is_old (mt_store *s, int unit);        /* forget would give memory back */
-mt_status mt_mirror_evict  (mt_store *s, int unit);        /* waits for a save of the unit */
+/* Waits for a save of the unit. In a share all ranks evict the same units in one order. */
+mt_status mt_mirror_evict  (mt_store *s, int unit);
 
 #endif

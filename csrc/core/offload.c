@@ -5,7 +5,6 @@
  *   ADD after SET   the collector adds behind an event recorded behind both copies
  *   ADD after ADD   the collector takes tickets in order
  *   SET after ADD   the copy would overtake the collector: the putting thread waits for it
- *   SUM             as SET, and so is what happens to the ACC plane
  * A settled unit's is written by d2h alone, whose order is enough.
  */
 #include "offload.h"
@@ -29,13 +28,10 @@ typedef struct parcel {
                               * the first one */
     int          whole;      /* the unit has one owner */
     size_t       bytes;
-    const void  *add;        /* ADD: what is added, in the parameter's type or in fp32 */
-    mt_dtype     add_dt;
-    size_t       add_bytes;
     int          settled;    /* the unit is settled: grad and acc are on the device, and nothing is
                               * staged */
     void        *grad;       /* GRAD plane */
-    float       *acc;        /* ADD, SUM: ACC plane; NULL: the sum lives in grad */
+    float       *acc;        /* ADD: ACC plane; NULL: the sum lives in grad */
     char        *staged;     /* ADD: host, where the copy lands */
     const void  *changed;    /* ADD: what the user made of the gradient, where that is not in the
                               * plane: of a settled unit, in a share; NULL: nobody did */
@@ -146,9 +142,9 @@ static void add_up(mt_offload *o, const ticket *t)
             continue;
         if (p->changed != NULL)
             memcpy(p->grad, p->changed, p->bytes);
-        o->kernels.accumulate(o->pool, p->dt, p->acc, p->grad, p->add_dt, p->staged, p->n,
+        o->kernels.accumulate(o->pool, p->dt, p->acc, p->grad, p->staged, p->n,
                               p->from_grad, p->sum, p->chunks);
-        added += p->add_bytes;
+        added += p->bytes;
     }
     mt_timeline_end(o->timeline, &span, added, NULL);
 }
@@ -401,43 +397,26 @@ void mt_offload_close(mt_offload *o)
 
 /* ---- put: first everything that can be refused, then the queue -------------------------- */
 
-static mt_status check_sum(const mt_offload *o, int unit, const mt_grad_item *it,
-                           const mt_param_desc *d)
-{
-    int64_t from;
-
-    if (mt_plane_bytes(MT_PLANE_ACC, d->dtype, MT_STATES_FP32, 1) == 0)
-        return MT_FAIL(MT_EINVAL, "unit %s: parameter %d is %s, of which no sum is kept beside the "
-                       "gradient; %s that", mt_store_name(o->store, unit), it->param,
-                       mt_dtype_name(d->dtype), it->mode == MT_GRAD_ADD ? "add" : "set");
-    if (it->mode == MT_GRAD_SUM && it->sum == NULL &&
-        mt_store_owned(o->store, unit, it->param, &from) > 0)
-        return MT_FAIL(MT_EINVAL, "unit %s: the sum of parameter %d is at no address",
-                       mt_store_name(o->store, unit), it->param);
-    return MT_OK;
-}
-
 static mt_status check_item(const mt_offload *o, int unit, const mt_grad_item *it)
 {
     const mt_param_desc *d = mt_store_desc(o->store, unit, it->param);
     int there = mt_store_home(o->store, unit, NULL)->at != NULL;
     int can_add = there ? o->kernels.accumulate_put != NULL : o->kernels.accumulate != NULL;
-    int adds_sum = it->mode == MT_GRAD_ADD && it->sum != NULL;
     int64_t from;
 
     if (d == NULL)
         return MT_FAIL(MT_EINVAL, "unit %s has no parameter %d; it has %d",
                        mt_store_name(o->store, unit), it->param, mt_store_params(o->store, unit));
-    if (it->src == NULL && !adds_sum && mt_store_owned(o->store, unit, it->param, &from) > 0)
+    if (it->src == NULL && mt_store_owned(o->store, unit, it->param, &from) > 0)
         return MT_FAIL(MT_EINVAL, "unit %s: the gradient of parameter %d is at no address",
                        mt_store_name(o->store, unit), it->param);
     if (it->mode == MT_GRAD_ADD && !can_add)
         return MT_FAIL(MT_ENOTSUP, "unit %s: gradients are to be added, and mt_offload_open() was "
                        "given no accumulate", mt_store_name(o->store, unit));
     if (it->mode != MT_GRAD_SET && mt_store_passes(o->store, unit))
-        return MT_FAIL(MT_ESTATE, "unit %s: its gradients pass, so none is there to add to, nor "
-                       "is a sum of them kept", mt_store_name(o->store, unit));
-    return it->mode == MT_GRAD_SUM || adds_sum ? check_sum(o, unit, it, d) : MT_OK;
+        return MT_FAIL(MT_ESTATE, "unit %s: its gradients pass, so none is there to add to",
+                       mt_store_name(o->store, unit));
+    return MT_OK;
 }
 
 /* Where a plane has the first element that is ours of a parameter: where the unit's gradients are,
@@ -472,9 +451,6 @@ static mt_status parcel_make(mt_offload *o, int unit, const mt_grad_item *it, ta
                    .chunks = y->chunks[it->param],
                    .whole = mt_store_owners(o->store, unit) == 1 };
     p->bytes = (size_t)p->n * mt_dtype_bytes(p->dt);
-    p->add = it->sum != NULL ? it->sum : it->src;
-    p->add_dt = it->sum != NULL ? MT_F32 : p->dt;
-    p->add_bytes = (size_t)p->n * mt_dtype_bytes(p->add_dt);
     p->settled = mt_store_home(o->store, unit, NULL)->at != NULL;
     MT_TRY(plane_at(o, unit, it->param, MT_PLANE_GRAD, 0, &p->grad));
     if (it->mode == MT_GRAD_SET)
@@ -529,7 +505,7 @@ static mt_status prepare(mt_offload *o, ticket *t, int unit, const mt_grad_item 
         t->params[i] = items[i].param;
         if (is_staged(&t->parcels[i])) {
             t->adds++;
-            need += (t->parcels[i].add_bytes + 511) / 512 * 512;
+            need += (t->parcels[i].bytes + 511) / 512 * 512;
         }
     }
     *g = NULL;
@@ -539,7 +515,7 @@ static mt_status prepare(mt_offload *o, ticket *t, int unit, const mt_grad_item 
     for (int i = 0; i < n && *g != NULL; i++)
         if (is_staged(&t->parcels[i])) {
             t->parcels[i].staged = (char *)(*g)->mem.base + need;
-            need += (t->parcels[i].add_bytes + 511) / 512 * 512;
+            need += (t->parcels[i].bytes + 511) / 512 * 512;
         }
     return MT_OK;
 fail:
@@ -553,25 +529,21 @@ static mt_status put_sum(mt_offload *o, const parcel *p)
 
     if (p->changed != NULL)
         MT_TRY(o->dev->ops->copy(o->d2h, p->grad, p->changed, p->bytes));
-    return o->kernels.accumulate_put(o->kernels.ctx, o->d2h, p->dt, p->acc, p->grad, p->add_dt,
-                                     p->add, p->n, p->from_grad, p->sum, p->chunks);
+    return o->kernels.accumulate_put(o->kernels.ctx, o->d2h, p->dt, p->acc, p->grad,
+                                     p->item.src, p->n, p->from_grad, p->sum, p->chunks);
 fail:
     return st;
 }
 
-/* SET, SUM: as it comes. */
 static mt_status put_as_it_is(mt_offload *o, const parcel *p)
 {
-    const mt_dev_ops *v = o->dev->ops;
-    int               both = p->item.mode == MT_GRAD_SUM;
-    mt_status         st;
+    mt_status st;
 
     if (o->kernels.sumsq != NULL)
-        MT_TRY(o->kernels.sumsq(o->kernels.ctx, o->d2h, both ? MT_F32 : p->dt,
-                                both ? p->item.sum : p->item.src, p->n, p->sum, p->chunks));
-    if (both && p->item.sum != p->acc)
-        MT_TRY(v->copy(o->d2h, p->acc, p->item.sum, (size_t)p->n * sizeof *p->acc));
-    return p->item.src == p->grad ? MT_OK : v->copy(o->d2h, p->grad, p->item.src, p->bytes);
+        MT_TRY(o->kernels.sumsq(o->kernels.ctx, o->d2h, p->dt, p->item.src, p->n, p->sum,
+                                p->chunks));
+    return p->item.src == p->grad ? MT_OK
+                                  : o->dev->ops->copy(o->d2h, p->grad, p->item.src, p->bytes);
 fail:
     return st;
 }
@@ -581,16 +553,14 @@ static mt_status put_parcel(mt_offload *o, const parcel *p)
     if (p->n == 0)
         return MT_OK;
     if (is_staged(p))
-        return o->dev->ops->copy(o->d2h, p->staged, p->add, p->add_bytes);
+        return o->dev->ops->copy(o->d2h, p->staged, p->item.src, p->bytes);
     return p->item.mode == MT_GRAD_ADD ? put_sum(o, p) : put_as_it_is(o, p);
 }
 
 /* That leave the device. */
 static size_t bytes_home(const parcel *p)
 {
-    size_t sum = p->item.mode == MT_GRAD_SUM ? (size_t)p->n * sizeof *p->acc : 0;
-
-    return p->settled ? 0 : is_staged(p) ? p->add_bytes : p->bytes + sum;
+    return p->settled ? 0 : p->bytes;
 }
 
 /* Units that have a buffer for gradients that pass: no more have some on the device. */

@@ -7,9 +7,7 @@
  * For each item the D2H queue first takes the sum of squares on the device (fixed order: see
  * ops/sumsq.h), then copies: SET straight into the GRAD plane; ADD into a registered staging
  * buffer, from which the collector, a thread of ours, adds to what the plane holds.
- * 16-bit gradients are summed in fp32 in the ACC plane; the GRAD plane gets the rounded sum. A sum
- * that somebody made already, of the parts of several processes, is set in both (SUM), or is added
- * in fp32 (ADD).
+ * 16-bit gradients are summed in fp32 in the ACC plane; the GRAD plane gets the rounded sum.
  * A settled unit's gradients stay on the device (resident.h): all of this is then done there, in
  * the D2H queue, and SET copies nothing where src is the GRAD plane itself.
  *
@@ -32,7 +30,7 @@
 #include "store.h"
 #include "stream.h"
 
-typedef enum mt_grad_mode { MT_GRAD_SET, MT_GRAD_ADD, MT_GRAD_SUM } mt_grad_mode;
+typedef enum mt_grad_mode { MT_GRAD_SET, MT_GRAD_ADD } mt_grad_mode;
 
 typedef struct mt_grad_item {
     int          param;
@@ -42,10 +40,6 @@ typedef struct mt_grad_item {
     /* ADD: 1 when the GRAD plane on the host was changed by the user since: its value counts, not
      * ACC's or the device's. First ADD after a SET starts ACC from the GRAD plane in any case. */
     int          reread;
-    /* Of 16-bit types alone, as many elements as src. SUM: what src is the rounding of; the ACC
-     * plane gets it. Sums of squares are its, and what is added next is added to it.
-     * ADD: what is added, instead of src, which is not looked at; NULL: src is. */
-    const float *sum;
 } mt_grad_item;
 
 /* Put "sum of squares of src[0..n) into *out" in q. out: host memory that q can write. chunks: such
@@ -53,18 +47,18 @@ typedef struct mt_grad_item {
 typedef mt_status (*mt_sumsq_fn)(void *ctx, mt_queue *q, mt_dtype dt, const void *src, int64_t n,
                                  double *out, double *chunks);
 /* Host, on the pool: acc (fp32; NULL: the sum lives in grad, which is fp32 or fp64) and grad get
- * the sum of themselves and add, which is of their type, or fp32 where there is an acc;
- * `from_grad`: start from grad's value instead of acc's.
+ * the sum of themselves and add, which is of grad's type; `from_grad`: start from grad's value
+ * instead of acc's.
  * *sumsq, chunks: of what the optimizer will use: the new acc where there is one,
  * else the new grad. */
 typedef void (*mt_accumulate_fn)(mt_pool *pool, mt_dtype dt, float *acc, void *grad,
-                                 mt_dtype add_dt, const void *add, int64_t n, int from_grad,
-                                 double *sumsq, double *chunks);
+                                 const void *add, int64_t n, int from_grad, double *sumsq,
+                                 double *chunks);
 
 /* The same put in q, on the device's memory; *sumsq, chunks: host memory that q can write. */
 typedef mt_status (*mt_accumulate_put_fn)(void *ctx, mt_queue *q, mt_dtype dt, float *acc,
-                                          void *grad, mt_dtype add_dt, const void *add, int64_t n,
-                                          int from_grad, double *sumsq, double *chunks);
+                                          void *grad, const void *add, int64_t n, int from_grad,
+                                          double *sumsq, double *chunks);
 
 typedef struct mt_offload_kernels {
     mt_sumsq_fn          sumsq;

@@ -89,6 +89,15 @@ static void look_for_end(mt_store *s, int rank)
     mt__ledger_fault_of(s, text);
 }
 
+/* Told to all: the other one may wait where nobody comes. */
+static void look_for_order(mt_store *s, int rank)
+{
+    char text[1024];
+
+    if (mt__ledger_crossed(s, rank, text, sizeof text))
+        mt_ledger_fault(s, MT_EPEER, text);
+}
+
 static void for_others(mt_store *s, void (*look)(mt_store *s, int rank))
 {
     for (int rank = 0; rank < mt_share_ranks(s->share); rank++)
@@ -106,6 +115,7 @@ static void *watch_peers(void *arg)
     while (!atomic_load(&s->peers.stop)) {
         if ((word = mt_share_word(s->share)) != seen) {
             for_others(s, look_for_failure);
+            for_others(s, look_for_order);
             mt__ledger_stirred(s);
         }
         if (mt_now_ns() - looked_ns >= LOOK_MS * UINT64_C(1000000)) {

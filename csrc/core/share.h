@@ -80,11 +80,14 @@ void      mt_share_punch(const mt_range *r, size_t from, size_t bytes);
 
 /* Of a rank: name, what it counts, what is awaited of a rank that is behind */
 #define MT_COUNT_MAP(X)                                                                      \
+    X(SUBMITTED, "submits that it was asked for",                "its step")                 \
+    X(MET,      "meetings that it has come to (mt_ledger_meeting)", "its meeting")           \
     X(MEASURED, "submits whose gradients' sums are on the boards", "its part of the norm")   \
     X(NORMED,   "submits whose norm it told; rank 0's alone",      "the norm")               \
     X(CLEAR,    "submits whose units it reads no more",            "its leave to update")    \
     X(WRITTEN,  "spreads that it has come to",                     "its part of a spread")   \
     X(SPREAD,   "spreads of which its portion is in the share",    "its part of a spread")       \
+    X(EVICTED,  "two for each evict: it reads no more; its pages are gone", "its evict")       \
     X(ASKED,    "requests for what others have of a unit",         "a request")
 /* Of a unit and a rank: the same */
 #define MT_UNIT_COUNT_MAP(X)                                                                 \

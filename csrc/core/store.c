@@ -516,13 +516,10 @@ size_t mt_store_bytes(const mt_store *s, mt_plane p)
 
 /* ---- planes ----------------------------------------------------------------------------- */
 
-/* With whom a plane's host memory is registered: those that a copy engine looks at. Of several
- * owners' gradients sums come too (MT_GRAD_SUM). */
+/* With whom a plane's host memory is registered: those that a copy engine looks at. */
 static mt_dev *registrar(const mt_store *s, const mt__unit *u, mt_plane p)
 {
-    int sums = p == MT_PLANE_ACC && u->owners > 1;
-
-    return sums || (atomic_load(&u->home)->registered >> p & 1) ? s->dev : NULL;
+    return atomic_load(&u->home)->registered >> p & 1 ? s->dev : NULL;
 }
 
 /* An arena on the host is no more than addresses: the plane's. */
@@ -1108,8 +1105,9 @@ mt_status mt_store_move(mt_store *s, int unit, const mt_home *to, void *of)
     if (s->share == NULL)
         return move(s, unit, to, of);
     mt_lock(&s->asks.serving);
-    if ((st = move(s, unit, to, of)) == MT_OK && to->away != 0)
-        st = mt__asks_open(s);
+    st = to->away != 0 ? mt__asks_open(s) : MT_OK;       /* what may fail, before anything moves */
+    if (st == MT_OK)
+        st = move(s, unit, to, of);
     mt_unlock(&s->asks.serving);
     return st;
 }

@@ -40,8 +40,8 @@
     X(M,      "first moment, fp32 or 8 bits; updater only")                                     \
     X(V,      "second moment, fp32 or 8 bits; updater only")                                    \
     X(SCALE,  "of moments of 8 bits: two fp32 for every 128 elements; updater only")            \
-    X(ACC,    "fp32 sum of 16-bit gradients; registered where a unit has several owners; the "   \
-              "collector or the D2H queue writes, the updater reads")
+    X(ACC,    "fp32 sum of 16-bit gradients; the collector or the D2H queue writes, the updater " \
+              "reads")
 #define MT_PLANE_ENUM(name, what) MT_PLANE_##name,
 typedef enum mt_plane { MT_PLANE_MAP(MT_PLANE_ENUM) MT_PLANE_COUNT } mt_plane;
 #undef MT_PLANE_ENUM
@@ -138,8 +138,8 @@ void      mt_store_view_drop(mt_store *s, int unit, int param, mt_plane p);
  * none did: each one's own portion is everybody's when this returns, and the views show it. HI: the
  * unit has a new version then. Called by all ranks, for the same in the same order, one at a time;
  * the writers have waited as those of planes do (mt_ledger_wait_updates, _grads, _fetch). One that
- * does not come within MT_SPREAD_S seconds, or the watchdog's if these are fewer, is a fault with
- * its name: so is one that spreads something else. Alone: nothing to do. */
+ * does not come within MT_SPREAD_S seconds, or half the watchdog's, is told of; within the
+ * watchdog's, it is a fault with its name. So is one that spreads something else. Alone: nothing to do. */
 #define MT_SPREAD_S 30.0
 mt_status mt_store_spread   (mt_store *s, int unit, int param, unsigned planes);
 /* The whole HI plane of a unit: what one H2D copy reads. */
@@ -268,6 +268,11 @@ void      mt_ledger_i_save     (int on);
  * (NORMED) rank 0, for so many seconds at most (0: no end; *late: they were over). */
 void      mt_ledger_say (mt_store *s, mt_count what, uint64_t n, uint64_t about);
 mt_status mt_ledger_meet(mt_store *s, mt_count what, uint64_t n, double seconds, int *late);
+
+/* In a share: this rank comes to a meeting of all that somebody else holds; what it does there, in
+ * words. NULL: it is over. Meetings, submits, spreads and evicts come in one order on all ranks:
+ * each does them in one thread. A rank that sees that they do not is a fault (peers.c). */
+void      mt_ledger_meeting(mt_store *s, const char *what);
 
 void      mt_ledger_fault(mt_store *s, mt_status st, const char *text);   /* first one stays */
 mt_status mt_ledger_check(mt_store *s);                      /* the fault, as this thread's error */

@@ -51,6 +51,7 @@ typedef struct mt__mirror {
                                       * host memory too, since they changed last */
     uint64_t       changes;          /* so often did copies become old */
     int            busy;             /* a thread is behind the door */
+    int            all_evict;        /* in a share: all ranks are at the unit's evict. Its thread's */
 } mt__mirror;
 
 typedef struct mt__unit {
@@ -103,6 +104,7 @@ typedef struct mt__ledger {
     int             wanted;          /* unit plus 1 whose save was waited for last; 0: none. mu */
     uint64_t        meets[MT_COUNTS];        /* to where a thread here waits for ranks to come; 0:
                                               * none does. mu */
+    char            meeting[160];    /* what this rank does in a meeting; "": it is in none. mu */
     int             apart;           /* threads here wait for planes that another one brings. mu */
     int             asking;          /* a thread here asks other ranks; one at a time. mu */
     uint64_t        asked;           /* the request that it waits for; 0: none. mu */
@@ -183,6 +185,8 @@ mt_status mt__ask      (mt_store *s, int unit, unsigned planes, int claims);
 void mt__ledger_stirred (mt_store *s);
 void mt__ledger_fault_of(mt_store *s, const char *text);
 int  mt__ledger_awaits  (mt_store *s, int rank, char *out, size_t cap);
+/* The rank does in another order what all do in one: what, in words. */
+int  mt__ledger_crossed (mt_store *s, int rank, char *out, size_t cap);
 
 /* ledger.c. version_grows: the unit's weights were written from outside. */
 mt_status mt__ledger_open  (mt__ledger *l);

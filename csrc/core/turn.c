@@ -14,7 +14,9 @@
 
 #define LOOK_MS  100
 #define TOLD_NS  UINT64_C(60000000000)
-#define VERDICTS 4096            /* words: of so many turns a verdict is known at least */
+/* A turn has a word of its own among the last UNITS units that were opened, TURNS of each. */
+#define UNITS   UINT64_C(512)
+#define TURNS   UINT64_C(64)
 
 /* Of a turn: which meeting it is behind, how many units were opened since, which of the unit's. */
 #define MEETING UINT64_C(40)
@@ -28,7 +30,7 @@ typedef struct said {
 } said;
 
 typedef struct table {
-    _Atomic uint64_t verdicts[VERDICTS]; /* turn << 1, and whether it is in step */
+    _Atomic uint64_t verdicts[UNITS * TURNS];   /* turn << 1, and whether it is in step */
     said             ranks[];
 } table;
 
@@ -129,7 +131,7 @@ static said *of_mate(const mt_turns *t, int mate)
 
 static _Atomic uint64_t *verdict_of(const mt_turns *t)
 {
-    return &t->table->verdicts[((t->turn >> UNIT) * 31 + t->turn) % VERDICTS];
+    return &t->table->verdicts[(t->turn >> UNIT) % UNITS * TURNS + t->turn % TURNS];
 }
 
 /* 1, 0; -1: there is none yet. */

@@ -10,6 +10,7 @@
 
 #include <inttypes.h>
 #include <math.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -219,40 +220,71 @@ static void fold(mt_updater *u, const job *b)
     }
 }
 
-/* Of what a submit updates, in whatever order. */
-static uint64_t what_of(const work *w)
+/* Of what a submit asks, in whatever order of units. */
+static void alike_of(const work *w, uint64_t hash[MT_ALIKES])
 {
-    double   max_norm = w->max_norm > 0 ? w->max_norm : 0;
-    uint64_t sum = 0;
+    double max_norm = w->max_norm > 0 ? w->max_norm : 0;
 
-    memcpy(&sum, &max_norm, sizeof sum);
+    memset(hash, 0, MT_ALIKES * sizeof *hash);
+    memcpy(&hash[MT_ALIKE_NORM], &max_norm, sizeof max_norm);
     for (int i = 0; i < w->n; i++) {
-        uint64_t hash = (uint64_t)w->jobs[i].j.unit + 1;
+        const mt_update_job *j = &w->jobs[i].j;
+        uint64_t             params = mt_alike_mix(1, (uint64_t)j->unit);
 
-        for (int k = 0; k < w->jobs[i].j.n_params; k++)
-            hash = (hash ^ (uint64_t)w->jobs[i].j.params[k]) * UINT64_C(0x9e3779b97f4a7c15) + 1;
-        sum += hash * hash;
+        for (int k = 0; k < j->n_params; k++)
+            params = mt_alike_mix(params, (uint64_t)j->params[k]);
+        hash[MT_ALIKE_PARAMS] += params;
+        if (j->alike != NULL)
+            j->alike(j->arg, hash);
     }
-    return sum;
 }
 
-static mt_status compare(const mt_updater *u, const work *w)
+/* The first rank that says another number there; ranks: none does. */
+static int differing(const mt_share *h, mt_count what, uint64_t mine)
 {
-    const mt_share *h = u->cx->share;
-    uint64_t        mine = what_of(w);
+    int rank = 0;
 
-    for (int rank = 0; rank < mt_share_ranks(h); rank++)
-        if (mt_share_about(h, MT_COUNT_MEASURED, rank) != mine)
-            return MT_FAIL(MT_EPEER, "update: in step %" PRIu64 " rank %d updates other parameters "
-                           "than rank %d, or with another max_norm", w->ticket, rank,
-                           mt_share_rank(h));
-    return MT_OK;
+    while (rank < mt_share_ranks(h) && mt_share_about(h, what, rank) == mine)
+        rank++;
+    return rank;
+}
+
+/* What differs: some bits of each hash, in the place of CLEAR, to which nobody comes any more. */
+static mt_status name_differences(mt_updater *u, const work *w, const uint64_t hash[MT_ALIKES])
+{
+#define NAME(name, words) words,
+    static const char *const names[MT_ALIKES] = { MT_ALIKE_MAP(NAME) };
+#undef NAME
+    const mt_share *h = u->cx->share;
+    char            what[200] = "";
+    uint64_t        bits = 0, other;
+    int             rank;
+    mt_status       st;
+
+    for (int k = 0; k < MT_ALIKES; k++)
+        bits |= mt_alike_mix(7, hash[k]) >> (64 - MT_ALIKE_BITS) << (k * MT_ALIKE_BITS);
+    mt_ledger_say(u->store, MT_COUNT_CLEAR, w->ticket, bits);
+    MT_TRY(mt_ledger_meet(u->store, MT_COUNT_CLEAR, w->ticket, 0, NULL));
+    if ((rank = differing(h, MT_COUNT_CLEAR, bits)) == mt_share_ranks(h))
+        return MT_FAIL(MT_EPEER, "update: in step %" PRIu64 " ranks ask for other updates",
+                       w->ticket);
+    other = mt_share_about(h, MT_COUNT_CLEAR, rank) ^ bits;
+    for (int k = 0; k < MT_ALIKES; k++)
+        if (other >> (k * MT_ALIKE_BITS) & ((1 << MT_ALIKE_BITS) - 1))
+            snprintf(what + strlen(what), sizeof what - strlen(what), "%s%s",
+                     what[0] != '\0' ? ", " : "", names[k]);
+    return MT_FAIL(MT_EPEER, "update: step %" PRIu64 " is another one on rank %d than on rank %d: "
+                   "these differ: %s; all processes have to ask for the same", w->ticket, rank,
+                   mt_share_rank(h), what);
+fail:
+    return st;
 }
 
 /* All ranks' gradients, whole and measured, before anybody's sum of them is made: the next submit's
  * are not measured before all ranks are through with these. */
 static mt_status measure_all(mt_updater *u, const work *w)
 {
+    uint64_t  hash[MT_ALIKES], sum = 0;
     mt_span   span;
     mt_status st;
 
@@ -265,9 +297,13 @@ static mt_status measure_all(mt_updater *u, const work *w)
             MT_TRY(measure(u, b, k));
         mt_store_summed(u->store, b->j.unit);
     }
-    mt_ledger_say(u->store, MT_COUNT_MEASURED, w->ticket, what_of(w));
+    alike_of(w, hash);
+    for (int k = 0; k < MT_ALIKES; k++)
+        sum = mt_alike_mix(sum, hash[k]);
+    mt_ledger_say(u->store, MT_COUNT_MEASURED, w->ticket, sum);
     MT_TRY(mt_ledger_meet(u->store, MT_COUNT_MEASURED, w->ticket, 0, NULL));
-    MT_TRY(compare(u, w));
+    if (differing(u->cx->share, MT_COUNT_MEASURED, sum) < mt_share_ranks(u->cx->share))
+        return name_differences(u, w, hash);
     for (int i = 0; i < w->n; i++)
         fold(u, &w->jobs[i]);
     mt_timeline_end(u->timeline, &span, 0, NULL);
@@ -579,6 +615,8 @@ static mt_status hand_over(mt_updater *u, work *w, uint64_t *ticket)
     u->results[*ticket % RESULTS] = (result){ 0 };
     assert_state(u);
     mt_unlock(&u->mu);
+    if (u->cx->share != NULL)
+        mt_ledger_say(u->store, MT_COUNT_SUBMITTED, *ticket, 0);
 fail:
     return st;
 }

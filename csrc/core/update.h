@@ -15,7 +15,8 @@
  *      done beside the others. A submit is over when all but those on disk are.
  * In a share every rank submits the same units, perhaps in other orders, and updates its own
  * portions. Before a unit is touched all ranks have
- *   MEASURED  put the sums of their chunks on the boards, from which each makes all sums, and
+ *   MEASURED  put the sums of their chunks on the boards, from which each makes all sums, told what
+ *             they ask (MT_ALIKE_MAP), which is the same on all or a fault that names it, and
  *             (NORMED) taken the norm as rank 0 has added it, so that all clip, or skip, alike
  *   CLEAR     ended what reads weights of any of the submit's units as they are
  * A norm that is not finite skips the whole submit: nothing is touched. Without max_norm each

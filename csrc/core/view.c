@@ -2,6 +2,7 @@
 #include "store_impl.h"
 
 #include <inttypes.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
@@ -191,12 +192,20 @@ static mt_status fault(mt_store *s, mt_status st)
     return st;
 }
 
-static mt_status too_late(mt_store *s, const spread *w, int rank, double seconds)
+/* A rank may have to read for minutes before it writes; one that goes elsewhere is found by order
+ * (peers.c). */
+static mt_status late(mt_store *s, const spread *w, int rank, double seconds, int over)
 {
-    return fault(s, MT_FAIL(MT_EPEER, "unit %s, parameter %d: rank %d (process %" PRId64 ") has "
-                            "not come in %g s; what one rank writes in place all ranks have to",
-                            mt_store_name(s, w->unit), w->param, rank,
-                            mt_share_process(s->share, rank), seconds));
+    char text[400];
+
+    snprintf(text, sizeof text, "unit %s, parameter %d: rank %d (process %" PRId64 ") has not come "
+             "in %g s; what one rank writes in place all ranks have to", mt_store_name(s, w->unit),
+             w->param, rank, mt_share_process(s->share, rank), seconds);
+    if (over)
+        return fault(s, MT_FAIL(MT_EPEER, "%s", text));
+    if (s->watch.say != NULL)
+        s->watch.say(text);
+    return MT_OK;
 }
 
 static mt_status another(mt_store *s, const spread *w, int rank)
@@ -214,14 +223,20 @@ static mt_status another(mt_store *s, const spread *w, int rank)
 static mt_status meet(mt_store *s, const spread *w, mt_count what, uint64_t n)
 {
     double    limit = (double)atomic_load(&s->watch.limit_ns) / 1e9;
-    double    seconds = limit < MT_SPREAD_S ? limit : MT_SPREAD_S;
-    int       late, rank;
-    mt_status st = mt_ledger_meet(s, what, n, seconds, &late);
+    double    waited = 0, seconds = limit / 2 < MT_SPREAD_S ? limit / 2 : MT_SPREAD_S;
+    int       over = 0, behind = 1, rank;
+    mt_status st = MT_OK;
 
-    if (st != MT_OK || !late)
-        return st;
-    rank = mt_share_behind(s->share, what, n);
-    return rank < mt_share_ranks(s->share) ? too_late(s, w, rank, seconds) : MT_OK;
+    while (st == MT_OK && behind && !over) {
+        MT_TRY(mt_ledger_meet(s, what, n, seconds, &behind));
+        waited += seconds;
+        over = waited >= limit;
+        seconds = limit - waited;
+        if (behind && (rank = mt_share_behind(s->share, what, n)) < mt_share_ranks(s->share))
+            st = late(s, w, rank, waited, over);
+    }
+fail:
+    return st;
 }
 
 /* Every rank has written, and all the same. Who was interrupted comes here again. */

@@ -63,14 +63,14 @@ __device__ inline void add_row(double *lane, float *, T *grad, const T *add, int
     add_squares(lane, g);
 }
 
-// 16-bit types: acc = (from_grad ? grad : acc) + add, grad = acc rounded. A: T, or float.
-template <bool Whole, typename T, typename A>
-__device__ inline void add_row_16(double *lane, float *acc, T *grad, const A *add, int64_t i,
+// 16-bit types: acc = (from_grad ? grad : acc) + add, grad = acc rounded.
+template <bool Whole, typename T>
+__device__ inline void add_row_16(double *lane, float *acc, T *grad, const T *add, int64_t i,
                                   int64_t n, bool from_grad)
 {
     pack<float> a = {};
     pack<T>     g = {};
-    pack<A>     x = load<Whole>(add, i, n);
+    pack<T>     x = load<Whole>(add, i, n);
 
     if (from_grad) {
         g = load<Whole>(grad, i, n);
@@ -88,8 +88,8 @@ __device__ inline void add_row_16(double *lane, float *acc, T *grad, const A *ad
     add_squares(lane, a);
 }
 
-template <bool Whole, typename T, typename A>
-__device__ inline void add_rows(double *lane, float *acc, T *grad, const A *add, int64_t i,
+template <bool Whole, typename T>
+__device__ inline void add_rows(double *lane, float *acc, T *grad, const T *add, int64_t i,
                                 int64_t n, bool from_grad)
 {
 #pragma unroll 4
@@ -102,13 +102,13 @@ __device__ inline void add_rows(double *lane, float *acc, T *grad, const A *add,
 
 // The formulas above over chunks of 8192, and rule 1 of sumsq.h over what the optimizer will use:
 // acc for 16-bit types, else grad.
-//   acc [n] fp32 in/out, grad [n] T in/out, add [n] A in, sums [ceil(n/8192)] fp64 out.
-// Chunks, lanes and threads as in sumsq_cuda.cu. Bytes an element: 16-bit types 12 (from_grad: 10),
-// and 2 more where fp32 is added; F32 12, F64 24. Expected: 4.0 to 4.3 TB/s of an H200's HBM, some
+//   acc [n] fp32 in/out, grad [n] T in/out, add [n] T in, sums [ceil(n/8192)] fp64 out.
+// Chunks, lanes and threads as in sumsq_cuda.cu. Bytes an element: 16-bit types 12 (from_grad: 10);
+// F32 12, F64 24. Expected: 4.0 to 4.3 TB/s of an H200's HBM, some
 // 340 G elements/s for bf16.
-template <typename T, typename A>
+template <typename T>
 __global__ void __launch_bounds__(THREADS) add_chunks(float *__restrict__ acc, T *__restrict__ grad,
-                                                      const A *__restrict__ add, int64_t n,
+                                                      const T *__restrict__ add, int64_t n,
                                                       bool from_grad, double *__restrict__ sums)
 {
     const bool    aligned = (reinterpret_cast<uintptr_t>(acc) | reinterpret_cast<uintptr_t>(grad)
@@ -141,14 +141,14 @@ struct Order {
     double      *sums, *out;
 };
 
-template <typename T, typename A = T>
+template <typename T>
 void launch(const Order &o)
 {
     const int64_t n_chunks = (o.n + CHUNK - 1) / CHUNK, blocks = blocks_for(n_chunks);
 
     if (n_chunks > 0)
         add_chunks<<<(unsigned)blocks, THREADS, 0, o.stream>>>(
-            o.acc, static_cast<T *>(o.grad), static_cast<const A *>(o.add), o.n, o.from_grad,
+            o.acc, static_cast<T *>(o.grad), static_cast<const T *>(o.add), o.n, o.from_grad,
             o.sums);
     sum_sums<<<1, LANES, 0, o.stream>>>(o.sums, n_chunks, o.out);
 }
@@ -156,20 +156,19 @@ void launch(const Order &o)
 } // namespace
 
 extern "C" const char *mt__accumulate_cuda(uintptr_t handle, mt_dtype dt, float *acc, void *grad,
-                                           mt_dtype add_dt, const void *add, int64_t n,
-                                           int from_grad, double *sums, double *out)
+                                           const void *add, int64_t n, int from_grad, double *sums,
+                                           double *out)
 {
     const Order order = { reinterpret_cast<cudaStream_t>(handle), acc, grad, add, n, from_grad != 0,
                           sums, out };
-    const bool  wide = add_dt == MT_F32;
     mt::Current current(order.stream);
 
     if (!current.ok)
         return mt::NO_CONTEXT;
     switch (dt) {
     case MT_F32:  launch<float>(order); break;
-    case MT_BF16: wide ? launch<bf16, float>(order) : launch<bf16>(order); break;
-    case MT_F16:  wide ? launch<__half, float>(order) : launch<__half>(order); break;
+    case MT_BF16: launch<bf16>(order); break;
+    case MT_F16:  launch<__half>(order); break;
     default:      launch<double>(order); break;
     }
     return mt::launch_error();

@@ -12,8 +12,8 @@ extern "C" {
  * acc, grad, add: device, [n]; acc NULL for F32 and F64. sums, out: as for mt__sumsq_cuda. Yields
  * NULL, or what went wrong. */
 const char *mt__accumulate_cuda(uintptr_t handle, mt_dtype dt, float *acc, void *grad,
-                                mt_dtype add_dt, const void *add, int64_t n, int from_grad,
-                                double *sums, double *out);
+                                const void *add, int64_t n, int from_grad, double *sums,
+                                double *out);
 
 #ifdef __cplusplus
 }

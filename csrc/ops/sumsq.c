@@ -95,26 +95,22 @@ INLINE void add_f32(float *to, const float *add, int64_t n)
         to[l] += add[l];
 }
 
-INLINE void add_16(const f16_rows *h, mt_dtype dt, float *acc, uint16_t *grad, mt_dtype add_dt,
-                   const void *add, int64_t n, int from_grad)
+INLINE void add_16(const f16_rows *h, mt_dtype dt, float *acc, uint16_t *grad, const void *add,
+                   int64_t n, int from_grad)
 {
     float wide[LANES];
 
     if (from_grad)
         widen(h, dt, acc, grad, n);
-    if (add_dt == MT_F32) {
-        add_f32(acc, add, n);
-    } else {
-        widen(h, dt, wide, add, n);
-        add_f32(acc, wide, n);
-    }
+    widen(h, dt, wide, add, n);
+    add_f32(acc, wide, n);
     narrow(h, dt, grad, acc, n);
 }
 
 INLINE double accumulate_chunk(const f16_rows *h, mt_dtype dt, float *acc, void *grad,
-                               mt_dtype add_dt, const void *add, int64_t n, int from_grad)
+                               const void *add, int64_t n, int from_grad)
 {
-    size_t each = add_dt == MT_F64 ? 8 : add_dt == MT_F32 ? 4 : 2;
+    size_t each = dt == MT_F64 ? 8 : dt == MT_F32 ? 4 : 2;
     double lane[LANES] = {0};
 
     for (int64_t i = 0; i < n; i += LANES) {
@@ -131,7 +127,7 @@ INLINE double accumulate_chunk(const f16_rows *h, mt_dtype dt, float *acc, void 
                 to[l] += ((const double *)from)[l];
             square_f64(lane, to, row);
         } else {
-            add_16(h, dt, acc + i, (uint16_t *)grad + i, add_dt, from, row, from_grad);
+            add_16(h, dt, acc + i, (uint16_t *)grad + i, from, row, from_grad);
             square_f32(lane, acc + i, row);
         }
     }
@@ -162,21 +158,16 @@ static void narrow_f16(uint16_t *to, const float *from, int64_t n)
              : dt == MT_F16  ? square_chunk(&h, MT_F16, x, n)                                   \
                              : square_chunk(&h, MT_F64, x, n);                                  \
     }                                                                                           \
-    target static double accumulate_##isa(mt_dtype dt, float *acc, void *grad, mt_dtype add_dt, \
-                                          const void *add, int64_t n, int from_grad)            \
+    target static double accumulate_##isa(mt_dtype dt, float *acc, void *grad, const void *add, \
+                                          int64_t n, int from_grad)                             \
     {                                                                                           \
         static const f16_rows h = { widen_rows, narrow_rows };                                  \
         if (dt == MT_F32)                                                                       \
-            return accumulate_chunk(&h, MT_F32, acc, grad, MT_F32, add, n, from_grad);          \
+            return accumulate_chunk(&h, MT_F32, acc, grad, add, n, from_grad);                  \
         if (dt == MT_F64)                                                                       \
-            return accumulate_chunk(&h, MT_F64, acc, grad, MT_F64, add, n, from_grad);          \
-        if (dt == MT_BF16)                                                                      \
-            return add_dt == MT_F32                                                             \
-                ? accumulate_chunk(&h, MT_BF16, acc, grad, MT_F32, add, n, from_grad)           \
-                : accumulate_chunk(&h, MT_BF16, acc, grad, MT_BF16, add, n, from_grad);         \
-        return add_dt == MT_F32                                                                 \
-            ? accumulate_chunk(&h, MT_F16, acc, grad, MT_F32, add, n, from_grad)                \
-            : accumulate_chunk(&h, MT_F16, acc, grad, MT_F16, add, n, from_grad);               \
+            return accumulate_chunk(&h, MT_F64, acc, grad, add, n, from_grad);                  \
+        return dt == MT_BF16 ? accumulate_chunk(&h, MT_BF16, acc, grad, add, n, from_grad)      \
+                             : accumulate_chunk(&h, MT_F16, acc, grad, add, n, from_grad);      \
     }
 
 KERNEL(scalar, , widen_f16, narrow_f16)
@@ -234,7 +225,7 @@ const mt__sumsq_kernel mt__sumsq_kernels[MT__SUMSQ_KERNELS] = {
 /* Written before the pool starts; a chunk's sum by the thread that took it. */
 typedef struct job {
     const mt__sumsq_kernel *kernel;
-    mt_dtype    dt, x_dt;           /* grad's and x's; square: the input's, both */
+    mt_dtype    dt;                 /* of grad and x */
     int64_t     n, n_chunks;
     const void *x;                  /* square: the input. accumulate: what is added */
     float      *acc;
@@ -247,7 +238,7 @@ static double run_chunk(const job *j, int64_t c)
 {
     int64_t     from = c * MT_SUMSQ_CHUNK;
     int64_t     n    = j->n - from < MT_SUMSQ_CHUNK ? j->n - from : MT_SUMSQ_CHUNK;
-    const void *x    = (const char *)j->x + (size_t)from * mt_dtype_bytes(j->x_dt);
+    const void *x    = (const char *)j->x + (size_t)from * mt_dtype_bytes(j->dt);
     unsigned    was  = mt__fp_begin();
     double      sum;
 
@@ -256,7 +247,7 @@ static double run_chunk(const job *j, int64_t c)
     else
         sum = j->kernel->accumulate(j->dt, j->acc != NULL ? j->acc + from : NULL,
                                     (char *)j->grad + (size_t)from * mt_dtype_bytes(j->dt),
-                                    j->x_dt, x, n, j->from_grad);
+                                    x, n, j->from_grad);
     mt__fp_end(was);
     return sum;
 }
@@ -303,12 +294,12 @@ static double run(job *j, mt_pool *pool)
 
 double mt_sumsq_host(mt_pool *pool, mt_dtype dt, const void *x, int64_t n)
 {
-    return run(&(job){ .dt = dt, .x_dt = dt, .n = n, .x = x }, pool);
+    return run(&(job){ .dt = dt, .n = n, .x = x }, pool);
 }
 
 void mt_sumsq_chunks(mt_pool *pool, mt_dtype dt, const void *x, int64_t n, double *sums)
 {
-    (void)run(&(job){ .dt = dt, .x_dt = dt, .n = n, .x = x, .sums = sums }, pool);
+    (void)run(&(job){ .dt = dt, .n = n, .x = x, .sums = sums }, pool);
 }
 
 double mt_sumsq_fold(const double *sums, int64_t n_chunks)
@@ -320,10 +311,10 @@ double mt_sumsq_fold(const double *sums, int64_t n_chunks)
     return fold(lane);
 }
 
-void mt_accumulate(mt_pool *pool, mt_dtype dt, float *acc, void *grad, mt_dtype add_dt,
-                   const void *add, int64_t n, int from_grad, double *sumsq, double *chunks)
+void mt_accumulate(mt_pool *pool, mt_dtype dt, float *acc, void *grad, const void *add,
+                   int64_t n, int from_grad, double *sumsq, double *chunks)
 {
-    *sumsq = run(&(job){ .dt = dt, .x_dt = add_dt, .n = n, .x = add, .acc = acc, .grad = grad,
+    *sumsq = run(&(job){ .dt = dt, .n = n, .x = add, .acc = acc, .grad = grad,
                          .from_grad = from_grad, .sums = chunks }, pool);
 }
 
@@ -338,7 +329,7 @@ struct mt_sumsq {
 
 /* What is asked for. CPU queue: made by put, freed by the queue's thread. */
 typedef struct order {
-    mt_dtype    dt, x_dt;           /* grad's and x's; of x alone: both its */
+    mt_dtype    dt;                 /* of grad and x */
     const void *x;                  /* the input; accumulate: what is added */
     int64_t     n;
     double     *out, *chunks;       /* chunks: NULL, they are not asked for */
@@ -351,7 +342,7 @@ static void run_order(void *arg)
 {
     order *o = arg;
 
-    *o->out = run(&(job){ .dt = o->dt, .x_dt = o->x_dt, .n = o->n, .x = o->x, .acc = o->acc,
+    *o->out = run(&(job){ .dt = o->dt, .n = o->n, .x = o->x, .acc = o->acc,
                           .grad = o->grad, .from_grad = o->from_grad, .sums = o->chunks }, NULL);
     free(o);
 }
@@ -402,7 +393,7 @@ static mt_status put_cuda(mt_sumsq *s, mt_queue *q, order o)
     if (o.grad == NULL)
         error = mt__sumsq_cuda(q->dev->ops->handle(q), o.dt, o.x, o.n, s->sums, o.out);
     else
-        error = mt__accumulate_cuda(q->dev->ops->handle(q), o.dt, o.acc, o.grad, o.x_dt, o.x, o.n,
+        error = mt__accumulate_cuda(q->dev->ops->handle(q), o.dt, o.acc, o.grad, o.x, o.n,
                                     o.from_grad, s->sums, o.out);
     if (error != NULL)
         return MT_FAIL(MT_EDEVICE, "sumsq of %lld elements: %s", (long long)o.n, error);
@@ -460,23 +451,20 @@ static mt_status put(mt_sumsq *s, mt_queue *q, order o)
 mt_status mt_sumsq_put(void *s, mt_queue *q, mt_dtype dt, const void *x, int64_t n, double *out,
                        double *chunks)
 {
-    return put(s, q, (order){ .dt = dt, .x_dt = dt, .x = x, .n = n, .out = out, .chunks = chunks });
+    return put(s, q, (order){ .dt = dt, .x = x, .n = n, .out = out, .chunks = chunks });
 }
 
 mt_status mt_accumulate_put(void *s, mt_queue *q, mt_dtype dt, float *acc, void *grad,
-                            mt_dtype add_dt, const void *add, int64_t n, int from_grad, double *out,
+                            const void *add, int64_t n, int from_grad, double *out,
                             double *chunks)
 {
     int half = dt == MT_BF16 || dt == MT_F16;
 
-    if (add_dt != dt && !(half && add_dt == MT_F32))
-        return MT_FAIL(MT_EINVAL, "accumulate: %s is to be added to a %s gradient; its own type "
-                       "can be, and F32 to 16-bit types", mt_dtype_name(add_dt), mt_dtype_name(dt));
     if (grad == NULL || add == NULL || add == grad || add == acc || (acc == NULL && half))
         return MT_FAIL(MT_EINVAL,
                        "accumulate: %s gradient at %p, sum at %p, to be added %p: a gradient and "
                        "another to add, and a sum for 16-bit types", mt_dtype_name(dt), grad,
                        (void *)acc, add);
-    return put(s, q, (order){ .dt = dt, .x_dt = add_dt, .x = add, .n = n, .out = out,
+    return put(s, q, (order){ .dt = dt, .x = add, .n = n, .out = out,
                               .chunks = chunks, .acc = acc, .grad = grad, .from_grad = from_grad });
 }

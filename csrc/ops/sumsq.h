@@ -38,18 +38,17 @@ void      mt_sumsq_close(mt_sumsq *s);                    /* NULL is fine */
 mt_status mt_sumsq_put  (void *s, mt_queue *q, mt_dtype dt, const void *x, int64_t n, double *out,
                          double *chunks);
 
-/* Micro-batch sums, on the host (see core/offload.h); pool may be NULL. dt: grad's type; add_dt:
- * add's, which is dt, or F32 where dt is BF16 or F16.
+/* Micro-batch sums, on the host (see core/offload.h); pool may be NULL. dt: grad's type, and add's.
  *   F32, F64    grad = grad + add; acc is not looked at
  *   BF16, F16   acc = (from_grad ? fp32(grad) : acc) + fp32(add), grad = acc to nearest, ties to
  *               even; acc must be given
  * *sumsq, chunks: of what the optimizer will use, as above: acc for 16-bit types, else grad. */
-void mt_accumulate(mt_pool *pool, mt_dtype dt, float *acc, void *grad, mt_dtype add_dt,
-                   const void *add, int64_t n, int from_grad, double *sumsq, double *chunks);
+void mt_accumulate(mt_pool *pool, mt_dtype dt, float *acc, void *grad, const void *add,
+                   int64_t n, int from_grad, double *sumsq, double *chunks);
 
 /* The same in a queue, on the device's memory, to the same bits; s and out as for mt_sumsq_put. */
 mt_status mt_accumulate_put(void *s, mt_queue *q, mt_dtype dt, float *acc, void *grad,
-                            mt_dtype add_dt, const void *add, int64_t n, int from_grad, double *out,
+                            const void *add, int64_t n, int from_grad, double *out,
                             double *chunks);
 
 #endif

@@ -11,8 +11,8 @@ typedef struct mt__sumsq_kernel {
     double    (*square)(mt_dtype dt, const void *x, int64_t n);
     /* mt_accumulate's arithmetic on n <= MT_SUMSQ_CHUNK elements;
      * yields the new values' sum of squares. */
-    double    (*accumulate)(mt_dtype dt, float *acc, void *grad, mt_dtype add_dt, const void *add,
-                            int64_t n, int from_grad);
+    double    (*accumulate)(mt_dtype dt, float *acc, void *grad, const void *add, int64_t n,
+                            int from_grad);
 } mt__sumsq_kernel;
 
 /* Best first; the last runs everywhere and is the definition. */

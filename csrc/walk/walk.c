@@ -665,8 +665,7 @@ static void send(walker *t, int64_t u, int adding)
 
     if (adding && t->n_added >= t->in->stagings)        /* no staging buffer is free */
         start = later(start, t->added[t->n_added % t->in->stagings]);
-    t->d2h = copied(t, start, (double)(adding ? t->in->further : t->in->gradients)[u],
-                    t->in->both);
+    t->d2h = copied(t, start, (double)t->in->gradients[u], t->in->both);
     note(t, MT_LANE_D2H, u, start, t->d2h);
     t->busy[MT_LANE_D2H] += t->d2h - start;
     if (adding)

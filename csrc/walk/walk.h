@@ -72,8 +72,6 @@ typedef struct mt_walk {
     const int64_t *lowered, *raised;     /* bytes of new weights of a unit at home on the devices:
                                           * down to the host behind its update, and up before its
                                           * first use, from there or from the other devices */
-    const int64_t *further;      /* bytes that cross of a further micro-batch; `gradients`: of the
-                                    first */
 
     /* Bytes of the buffers that gradients pass through where they are kept nowhere, largest first.
      * Updates then follow their gradients, in backward. None: gradients are kept. */

@@ -22,8 +22,8 @@ the whole sum at its end, and adds it there.
 A backward that is broken off on one rank is over on the others with an error: what it owes them it sends when its
 script goes on.
 
-Parts of 16 bits are summed in fp32. Of a step's first micro-batch host memory gets that sum, and what it rounds to; the
-sums of further ones are added there as they are, in the order of micro-batches.
+Parts of 16 bits are summed in fp32, and that sum is rounded once: it is what one process has as a micro-batch's
+gradient, and so are further micro-batches added to it.
 
 On CUDA all this is put in a stream of its own, beside compute, which waits there for nothing but memory: at most two
 units' gradients are held until they are packed.
@@ -49,7 +49,7 @@ from ..store import gradient
 from ..store.records import Record
 from .parcels import Layout, Parcel, pack, total
 
-ADD, SUM = 1, 2
+ADD = 1
 LANE, WORK = _core.LANES["exchange"], _core.WORKS["offload"]
 
 
@@ -134,7 +134,7 @@ class Exchange:
         self._routes: list[tuple[Record, Tensor]] = []       # what autograd has added up in this backward
         self._entire: dict[Record, Tensor | None] = {}       # of which every rank gets the whole sum; what this one has
         self._error = ""                     # why this backward fails on all ranks
-        self._asked = False                  # for room
+        self._asked = self._added = False    # for room, of gradients and of their sums
         self._steps = 0                      # by which ranks see that a backward of one meets another's next one
         self.began = False                   # some gradient of the backward under way is to be exchanged
 
@@ -200,14 +200,21 @@ class Exchange:
     def joins(self) -> None:
         """A gradient of this backward is to be exchanged, here or on another rank."""
         if not self.began:
-            self._ask_room()
             records, step = [r for unit in self._model.units for r in unit], self._steps % 256
-            said = [*(self._is_kept(r) for r in records), step, 255 - step]
-            *kept, most, least = self._ranks.control.any_of(torch.tensor(said, dtype=torch.uint8)).tolist()
+            trained, n = [r.was_trainable for r in records], len(records)
+            modes = {r: self._home.would_claim(r) for r in records if r not in self._stood and r.was_trainable and r.numel}
+            said = [*(r in modes and modes[r] is None for r in records), *trained, *(not t for t in trained),
+                    ADD in modes.values(), step, 255 - step]
+            *found, adds, most, least = self._ranks.control.any_of(torch.tensor(said, dtype=torch.uint8)).tolist()
+            kept, on, off = found[:n], found[n:2 * n], found[2 * n:]
+            if differ := [r.name for r, some, others in zip(records, on, off) if some and others]:
+                raise MegatrainError(f"requires_grad is not the same in all processes: of {', '.join(differ[:3])} "
+                                     f"({len(differ)} in all) some train it and others do not")
             if most != 255 - least:
                 raise MegatrainError(f"rank {self._ranks.rank}: this backward comes after {self._steps} steps, and on "
                                      "another rank after another number: a backward has reached no trained parameter "
                                      "on one rank, and on all it has to reach some, or on none")
+            self._ask_room(bool(adds))
             self._entire = {r: None for r, bit in zip(records, kept) if bit}
             self.began, self._turn = True, len(self._model.units) - 1
 
@@ -215,17 +222,16 @@ class Exchange:
         """An optimizer of the model's has made a step."""
         self._steps += 1
 
-    def _is_kept(self, record: Record) -> bool:
-        """Is there no place for a portion of its gradient?"""
-        return record not in self._stood and record.was_trainable and record.numel > 0 and (
-            self._home.would_claim(record) is None)
-
-    def _ask_room(self) -> None:
-        """Once, and whatever plans say that each rank makes for itself: all ask here, in one order."""
+    def _ask_room(self, adds: bool) -> None:
+        """Once each, and whatever plans say that each rank makes for itself: all ask here, in one order. adds: some
+        gradient is there to which others are added."""
+        room, core = self._model.room, self._model.core
         if not self._asked:
             self._asked = True
-            self._model.room.gradients(self._model.core)
-            self._model.room.sums(self._model.core)
+            room.gradients(core)
+        if adds and not self._added:
+            self._added = True
+            room.sums(core)
 
     def ends(self) -> None:
         """The backward is over: what was not sent goes, and all is brought home.
@@ -277,6 +283,8 @@ class Exchange:
             if not failed:
                 for unit in sorted(self._came, reverse=True):
                     self._home.has_come(unit, sorted(self._came[unit], key=lambda r: r.index))
+            if more:                                 # of units that have gradients by now
+                self._ask_room(adds=True)
             self._came.clear()
             self._turn = len(self._model.units) - 1
         if failed:
@@ -405,10 +413,11 @@ class Exchange:
         sources: list[Tensor] = []
         mine = {p.record: p for p in own}
         for r, mode in modes.items():
-            whole = total([mine[r].of(part) for part in parts], self._scale) if r in mine else None
-            rounded = None if whole is None or mode == ADD else whole.to(r.dtype)
-            sources += [t for t in (whole, rounded) if t is not None]
-            items.append(_item(r, mode, _address(whole), _address(rounded)))
+            grad = total([mine[r].of(part) for part in parts], self._scale).to(r.dtype) if r in mine else None
+            sources += [] if grad is None else [grad]
+            reread = mode == ADD and r.written
+            r.written = r.written and not reread
+            items.append((r.index, 0 if grad is None else grad.data_ptr(), mode, int(reread)))
         return items, sources
 
 
@@ -440,20 +449,6 @@ class Beside:
             compute.wait_event(self._packed.popleft())
 
 
-def _item(r: Record, mode: int, whole: int, rounded: int) -> tuple[Any, ...]:
-    """For Engine.offload. whole, rounded: addresses of the sum, and of what it rounds to."""
-    reread, half = 0, r.dtype.itemsize == 2
-    if mode == ADD:
-        reread, r.written = int(r.written), False
-    elif half:
-        mode = SUM
-    return (r.index, rounded, mode, reread, whole) if half else (r.index, whole, mode, reread)
-
-
 def _blocks() -> bool:
     """NCCL's waits are the host's, as gloo's."""
     return any(os.environ.get(name, "0") != "0" for name in ("TORCH_NCCL_BLOCKING_WAIT", "NCCL_BLOCKING_WAIT"))
-
-
-def _address(t: Tensor | None) -> int:
-    return 0 if t is None else t.data_ptr()

@@ -372,7 +372,7 @@ class HandOver:
         mode = self._claim(record)
         if mode is None:
             raise self.no_place(record)
-        record.summed = record.dtype.itemsize == 2
+        record.summed = mode == ADD and record.dtype.itemsize == 2
         return mode
 
     def would_claim(self, record: Record) -> int | None:

@@ -55,15 +55,23 @@ class Control:
         self._name, self._waits = f"{name}/{_made[name]}", Waits(members)
         self._store = dist.PrefixStore(self._name, dist.distributed_c10d._get_default_store())
         self._rank, self._size = among.index(dist.get_rank(beside)), len(members)
+        self._first = beside if engine is None and len(members) == beside.size() and _has_gloo(beside) else None
         self._group = self.carrier("own")
+
+    def _come(self) -> Any:
+        """All are there: in the group that this is beside, which knows who has ended, as no engine does yet."""
+        how = dist.AllreduceOptions()
+        how.timeout = self.patience
+        return self._first.allreduce([torch.zeros(1)], how)
 
     def carrier(self, name: str) -> dist.ProcessGroup:
         """One more group of the same processes, over gloo; made by all. What goes there meets nothing of anybody else.
         First all are there; so one that cannot be reached then has ended."""
         store, what = dist.PrefixStore(name, self._store), "looks for the others"
         with self.named(what):
-            come = Arrival(store, self._rank, self._size, self.patience)
-            self._waits.until(come, f"{self._name}/{name}", self._told(what), self._look)
+            come = self._come() if self._first else Arrival(store, self._rank, self._size, self.patience)
+            self._until(come, self._first, f"{self._name}/{name}", what)
+            self._first = None
             soon = min(timedelta(seconds=_CONNECT_S + _EACH_S * self._size), self.patience)
             group = dist.ProcessGroupGloo(store, self._rank, self._size, soon)
         group._set_default_timeout(self.patience)
@@ -142,18 +150,21 @@ class Control:
                 self._wait(self._group.broadcast, [part], how, what=what, away=False)
 
     @contextmanager
-    def _meeting(self, away: bool) -> Iterator[None]:
-        """Others that open windows do not wait for this rank meanwhile; and all are in step behind it."""
+    def _meeting(self, what: str, away: bool) -> Iterator[None]:
+        """All meet here, in one order with their steps, which the engine sees; others that open windows do not wait for
+        this rank meanwhile, and all are in step behind it. Not away: neither."""
         engine = self.engine if away else None
         if engine is None:
             yield
             return
+        engine.meeting(what)
         engine.away(True)
         try:
             yield
             engine.met()
         finally:
             engine.away(False)
+            engine.meeting(None)
 
     def _wait(self, begin: Any, *args: Any, what: str, away: bool = True) -> None:
         with self.named(what):
@@ -161,13 +172,16 @@ class Control:
             if threading.current_thread().name == ASIDE:
                 work.wait()
                 return
-            try:
-                with self._meeting(away):
-                    self._waits.until(work, f"{self._name}/{begin.__name__}", self._told(what), self._look)
-            except BaseException:
-                if not work.is_completed():              # its end would wait for the work
-                    ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._group))
-                raise
+            with self._meeting(self._told(what), away):
+                self._until(work, self._group, f"{self._name}/{begin.__name__}", what)
+
+    def _until(self, work: Any, group: Any, place: str, what: str) -> None:
+        try:
+            self._waits.until(work, place, self._told(what), self._look)
+        except BaseException:
+            if group is not None and not work.is_completed():        # its end would wait for the work
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+            raise
 
     def until(self, work: Any, what: str) -> None:
         """A piece of work is over that all begin, in a group of carrier's. Ranks that open windows do not wait for this
@@ -226,6 +240,14 @@ class Control:
                 return gone
             time.sleep(0.05)
         return "another process of the group is gone, or does something else,"
+
+
+def _has_gloo(group: dist.ProcessGroup) -> bool:
+    """On the host, where a group of NCCL alone has nothing."""
+    try:
+        return group._get_backend(torch.device("cpu")).name() == "gloo"
+    except RuntimeError:
+        return False
 
 
 def most() -> dist.AllreduceOptions:

@@ -9,7 +9,7 @@ import struct
 from ..base.errors import MegatrainError
 from .ranks import Ranks
 
-_PATIENCE = 60.0             # seconds until a process that does not come is an error
+_PATIENCE = 25.0             # seconds until a process that does not come is an error: all were here just now
 
 
 def shared(ranks: Ranks, own: int) -> int:

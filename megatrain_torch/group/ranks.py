@@ -140,9 +140,11 @@ class Ranks:
         except BaseException as own:
             error = own
         named = isinstance(error, MegatrainError)
-        texts = self.gather(None if error is None else str(error) if named else f"{type(error).__name__}: {error}")
-        if error is not None:
-            raise error
+        try:
+            texts = self.gather(None if error is None else str(error) if named else f"{type(error).__name__}: {error}")
+        finally:
+            if error is not None:
+                raise error
         if (rank := next((r for r, text in enumerate(texts) if text is not None), None)) is not None:
             raise MegatrainError(f"rank {rank}: {texts[rank]}")
 
@@ -159,11 +161,15 @@ def ranks_of(group: Any) -> Ranks | None:
     """group: a ProcessGroup, a DeviceMesh of one dimension, or None, the default one. None: this process is alone.
 
     Raises:
-        MegatrainError: a mesh of several dimensions; or another thing.
+        MegatrainError: a mesh of several dimensions, or another thing; or a launcher started several processes, and
+            they have no group.
     """
     if not dist.is_available() or not dist.is_initialized():
-        if group is not None:
-            raise MegatrainError("group=: torch.distributed is not initialized; call init_process_group() before")
+        many = os.environ.get("WORLD_SIZE", "1") if "RANK" in os.environ else "1"
+        if group is not None or many not in ("", "1"):
+            why = "group=" if group is not None else f"a launcher started {many} processes (WORLD_SIZE)"
+            raise MegatrainError(f"{why}: torch.distributed is not initialized; call "
+                                 "torch.distributed.init_process_group() before, or each would train a model of its own")
         return None
     data = _group_of(group)
     return Ranks(data) if dist.get_world_size(data) > 1 else None

@@ -113,6 +113,7 @@ def fill(rt: Runtime, groups: list[Group], origins: Origins, masters: bool) -> N
             if unit in filed:
                 with as_one(by_unit):
                     rt.homes.file_weights(unit)
+                rt.homes.take(unit)
             given += own
             if given >= TRIM_BYTES:          # malloc would keep it, and we would hold weights twice
                 give_back()
@@ -165,8 +166,9 @@ def _adopt(rt: Runtime, r: Record) -> None:
     p._mt, p._mt_runtime = r, rt
 
 
-def empty(rt: Runtime) -> None:
-    """Parameters get memory of their own again, with their weights; what has no values yet stays as it is."""
+def empty(rt: Runtime, together: bool = True) -> None:
+    """Parameters get memory of their own again, with their weights; what has no values yet stays as it is. together:
+    all processes do so, and give memory of weights that are in files back unit by unit."""
     for unit, group in itertools.groupby(rt.records, lambda r: r.unit):
         records = list(group)
         if rt.homes.away(unit):          # it comes home, through host memory that is one unit's at a time
@@ -177,7 +179,7 @@ def empty(rt: Runtime) -> None:
             _restore(r)
         for whole in rt.wholes[unit]:
             whole.given_back()
-        if rt.homes.away(unit):
+        if rt.homes.away(unit) and (together or rt.ranks is None):
             rt.homes.take(unit)
 
 

@@ -46,7 +46,8 @@ class Homes:
         return unit in self.settled or unit in self.filed
 
     def take(self, unit: int) -> None:
-        """What of the unit is at home elsewhere goes there, and its memory on the host is given back."""
+        """What of the unit is at home elsewhere goes there, and its memory on the host is given back; of several
+        processes when all have come here."""
         self.core.take(unit, self._model.stream())
 
     # ---- the device ----
@@ -92,10 +93,9 @@ class Homes:
         self._files.append(weakref.finalize(self, self.core.disk_unname))
 
     def file_weights(self, unit: int) -> None:
-        """Weights that were put into the unit's plane go to the file; their memory is given back."""
+        """Weights that were put into the unit's plane go to the file; `take` gives their memory back."""
         self.core.push(unit, -1, mask(("HI",)))
         self.filed.add(unit)
-        self.take(unit)
 
     def spill_to(self, disk: Disk, nbytes: int, taken: int, sizes: Mapping[str, int]) -> None:
         """What windows keep may go to a file, in which so many bytes are reserved. taken: of the limit, by states. All

@@ -14,7 +14,6 @@ import dataclasses
 import sys
 from typing import TYPE_CHECKING
 
-from ..base.errors import MegatrainError
 from ..base.limits import show_bytes
 from ..base.modes import DISKS
 from ..group.ranks import as_one
@@ -41,7 +40,6 @@ def move(rt: Runtime, plan: Plan, limit: int) -> None:
     """
     asked = _wanted(rt, plan)
     before = rt.room.asked
-    _check_files(rt, asked)
     if (asked.homes, asked.ring, asked.experts) != (before.homes, before.ring, before.experts):
         rt.saves.finish()
         rt.drain()
@@ -53,13 +51,6 @@ def move(rt: Runtime, plan: Plan, limit: int) -> None:
     rt.cap.hold(limit, asked.at_home())
     rt.delivery.shards = plan.delivery == "shards"
     keep(rt, plan)
-
-
-def _check_files(rt: Runtime, asked: Asked) -> None:
-    """Raises: weights of several processes are in memory, which they have in common, and would have to leave it."""
-    if rt.ranks is not None and not rt.homes.filed and "disk+weights" in asked.homes:
-        raise MegatrainError("weights of several processes go to their files when mt.stream takes them, and are in "
-                             "memory by now: give mt.stream tokens= and seq= of the longest batch, or a plan")
 
 
 def keep(rt: Runtime, plan: Plan) -> None:
@@ -187,6 +178,7 @@ class _Change:
         for unit in weights:
             if unit not in rt.homes.filed:
                 rt.homes.file_weights(unit)
+                rt.homes.take(unit)
 
 
 class _Progress:

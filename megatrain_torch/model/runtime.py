@@ -48,7 +48,8 @@ class Runtime:
         checkpointing: modules whose own checkpointing windows do (hf.py).
         reported: the last report without a trace.
         ranks: the processes that stream it together; None: this one is alone. exchange: of gradients between them.
-        delivery: of weights to them.
+        delivery: of weights to them. leave: called once, when this is given up or the process ends: the others may
+            still await something of it.
     """
 
     def __init__(self, root: nn.Module, device: torch.device, core: _core.Engine, room: Room, compute: str,
@@ -65,6 +66,7 @@ class Runtime:
         self.door = Door(type(root).__name__, self.is_cuda)
         self.cap = Cap(device, core.device_bytes)
         self.ranks = ranks
+        self.leave: weakref.finalize[Any, Runtime] | None = None
         if ranks is not None:
             ranks.control.engine = core
         self.handover = HandOver(own)
@@ -92,6 +94,8 @@ class Runtime:
     def __del__(self) -> None:
         """The last who had it let go: the device's limit is lifted, and the engine ends before slots are freed."""
         with contextlib.suppress(Exception):         # it was never whole; or torch is gone already
+            if self.leave is not None:
+                self.leave()
             self.close()
 
     def close(self) -> None:

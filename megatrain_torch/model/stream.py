@@ -129,7 +129,7 @@ def _stream(module: nn.Module, where: torch.device, limits: Limits, choices: Cho
         if choices.products == "fp8":
             _check_codes(module, codable(found.windows), dtype)
     if ranks is not None:
-        check(ranks, groups, choices, reduce)
+        check(ranks, module, groups, choices, reduce)
     asked = choices.asked(type(module).__name__, groups, dtype, where, Fleet(*fleet_of(ranks)))
     with as_one(ranks):
         fit = fitted(asked, where, choices, limits.host)
@@ -138,7 +138,7 @@ def _stream(module: nn.Module, where: torch.device, limits: Limits, choices: Cho
                  choices.products)
     if ranks is not None:
         machines = between(ranks, rt.core, where, choices.doors.delay_us)
-        weakref.finalize(rt, leaves_in_order, rt.core, ranks, machines)
+        rt.leave = weakref.finalize(rt, leaves_in_order, rt.core, ranks, machines)
         if where.type == "cuda" and ranks.nccl():
             threading.Thread(target=watch, args=(weakref.ref(rt.exchange), rt.core, ranks), daemon=True).start()
     rt.delivery.shards = choices.options.get("delivery") == "shards"
@@ -199,14 +199,14 @@ def unstream(module: nn.Module) -> nn.Module:
 
 
 def _give_back(rt: Runtime, module: nn.Module) -> None:
-    _take_out(rt, module)
+    _take_out(rt, module, together=False)
     rt.close()
 
 
-def _take_out(rt: Runtime, module: nn.Module) -> None:
+def _take_out(rt: Runtime, module: nn.Module, together: bool = True) -> None:
     """The model is an ordinary one again, as far as it was streamed."""
     remove(module)
-    empty(rt)
+    empty(rt, together)
     patches.release(rt)
 
 

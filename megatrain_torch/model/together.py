@@ -32,7 +32,7 @@ _LOOK_S = 1.0
 _LAST_STEP_S = 10.0          # in which nothing moves: they do not go on, and this one does not wait
 
 
-def check(ranks: Ranks, groups: list[Group], choices: Choices, reduce: str) -> None:
+def check(ranks: Ranks, module: nn.Module, groups: list[Group], choices: Choices, reduce: str) -> None:
     """Raises on every rank: they do not stream the same model in the same way, or what is asked for is for one."""
     with ranks.as_one():
         _check_here(ranks, choices, reduce)
@@ -43,6 +43,7 @@ def check(ranks: Ranks, groups: list[Group], choices: Choices, reduce: str) -> N
     ranks.agree("where units are at home", sorted(homes.items()) if isinstance(homes, dict) else homes)
     ranks.agree("the model", [(unit, [(name, str(p.dtype), tuple(p.shape), p.requires_grad) for name, p in params])
                               for unit, params in groups])
+    ranks.agree("what buffers the model has", [f"{name}: {b.dtype} {list(b.shape)}" for name, b in module.named_buffers()])
 
 
 def _check_here(ranks: Ranks, choices: Choices, reduce: str) -> None:
@@ -132,7 +133,7 @@ def leaves_in_order(core: _core.Engine, ranks: Ranks, machines: Between | None) 
             core.watchdog(_LAST_STEP_S)
             core.drain()
             core.stay(_LAST_STEP_S)
-        else:
+        elif core.gone():
             ranks.give_up()
         core.close()
     if machines is not None:
@@ -142,12 +143,14 @@ def leaves_in_order(core: _core.Engine, ranks: Ranks, machines: Between | None) 
 def watch(exchange: weakref.ref[Exchange], core: _core.Engine, ranks: Ranks) -> None:
     """In a thread of its own. NCCL's kernels that wait for a process that is gone are ended, and so all ends that waits
     behind them on the device: this process comes to where it is told."""
+    waits = False
     while (alive := exchange()) is not None:
         try:
             gone = core.gone()
         except MegatrainError:                   # the engine is closed
             return
-        if any(died or alive.began for _, _, died in gone):
+        before, waits = waits, any(died or alive.began for _, _, died in gone)
+        if before and waits:                     # else this one may be about to leave its last backward
             ranks.give_up()
             return
         del alive

@@ -2,8 +2,8 @@
 
 A rank's gradients of a unit lie in one buffer. Each part goes to the rank that owns it, which adds what it is given in
 fp32, in the order of ranks. Between machines go the parts of every rank: a machine's sums would be less, and of other
-bits. The owner brings its sum home, and what the sum is in the weights' type; of a further micro-batch the sum alone,
-which is added there. New weights go from a machine's host memory to the others', through the devices.
+bits. The owner brings home what its sum is in the weights' type.
+New weights go from a machine's host memory to the others', through the devices.
 """
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Exchange:
     """Of one model; of one of several ranks. Arrays by unit, zeros of one rank alone.
 
     Attributes:
-        home, further: bytes that cross to the host, of a step's first micro-batch and of each further one.
+        home: bytes of a micro-batch's gradients that cross to the host.
         exchange_s, network_s: in which gradients are exchanged within the machine and added, and between machines.
         lost_s: seconds by which that holds up what is computed beside it.
         parts: in so many each unit's weights are fetched, by as many GPUs; 1: by each whole.
@@ -44,7 +44,7 @@ class Exchange:
         units = shape.units
         self.parts = fleet.gpus if delivery == "shards" else 1
         self.gradients = np.array([u.gradients for u in units], dtype=np.int64)
-        self.home = self.further = self.gradients
+        self.home = self.gradients
         self.exchange_s = self.network_s = self.lost_s = self.spread_s = np.zeros(len(units))
         self.gather_s = self.held_s = np.zeros(len(units))
         self.lowered = self.raised = np.zeros(len(units), dtype=np.int64)
@@ -54,12 +54,11 @@ class Exchange:
 
     def _among(self, units: Sequence[Unit], machine: Machine, fleet: Fleet, sums: np.ndarray) -> None:
         g, m, n = fleet.gpus, fleet.machines, fleet.count
-        self.home = -(-(self.gradients + sums) // n)
+        self.home = -(-self.gradients // n)
         self.on_link = g > 1 and not machine.exchange_gbps
         links = (machine.exchange_gbps or machine.both_gbps) * 1e9
         leaving = self.gradients * ((g - 1) / g)
         wide = np.maximum(self.gradients, sums)         # a sum in fp32; of fp32 weights the gradient itself
-        self.further = -(-wide // n)
         across = g * self.gradients * ((m - 1) / m)     # of a whole machine
         added = self.gradients + wide / g               # read, and written, by the sum
         self.exchange_s = leaving / links + added / (machine.hbm_gbps * 1e9)

@@ -23,11 +23,9 @@ OFFERED = ("ram", "through", "vram", "arrive", "disk", "disk+weights")
 OF_ONE_MACHINE = ("disk+weights",)
 CUT = ("masters", "moments", "gradients", "sums")       # planes of which each rank has its part; weights are whole
 PER_RANK = ("activations", DISK_BUFFERS)                # of host memory, what each rank has for itself
-ACC_BYTES = 2                   # that an update reads more of a sum in fp32 than of a bf16 gradient
 ADDED_BYTES = 14                # per parameter in host memory: a further micro-batch's sum
 PAIR_BYTES = 200 << 20          # of a communicator of two ranks, one of each direction between machines: 389 MiB with
                                 # all channels that NCCL opens, of which it is let have 8
-WIDER_BYTES = 2                 # more, where what is added is a sum over ranks: that is in fp32
 
 
 @dataclass(frozen=True)
@@ -88,9 +86,8 @@ class Fleet:
 
     @property
     def added(self) -> float:
-        """What a machine's host adds for a further micro-batch, by the gradients of a model: to its part of the sums
-        one in fp32, which takes longer than gradients of 16 bits."""
-        return 1 if self.alone else (ADDED_BYTES + WIDER_BYTES) / ADDED_BYTES / self.machines
+        """What a machine's host adds for a further micro-batch, by the gradients of a model."""
+        return 1 / self.machines
 
     def seen(self, machine: Machine) -> Machine:
         """As one of its GPUs sees it beside the others, which do the same at the same time: copies share the host's
@@ -127,7 +124,7 @@ class Fleet:
 
     def memory_s(self, machine: Machine, states: str, trained: float, micro: int) -> float:
         """Seconds in which a step's updates and sums have that memory. trained: parameters updated by all hosts."""
-        own = trained / self.machines * (moved_bytes(states) + ACC_BYTES)
+        own = trained / self.machines * moved_bytes(states)
         added = (micro - 1) * trained * self.added * ADDED_BYTES
         return 0.0 if self.alone else (own + added) / host_rate(machine)
 

@@ -198,7 +198,7 @@ class Ways:
         away = [u for u in uses.first if not homes[u]]
         needed = [u for u in away if u in uses.needed]
         weights, numbers = [units[u].weights for u in away], [units[u].trained for u in away]
-        crossing = np.minimum(self.exchange.home, self.exchange.further).tolist()
+        crossing = self.exchange.home.tolist()
         last = sum(crossing[u] for u in uses.leaving[0] if not homes[u])
         adding = m.add_gparams * 1e9 / self.wishes.fleet.added
         return Homes(

@@ -145,9 +145,9 @@ class Rank:
         return max(before - torch.cuda.mem_get_info(self.device)[0], 0)
 
     def _updates(self) -> float:
-        """10**9 parameters/s that all processes update together, from sums in fp32."""
+        """10**9 parameters/s that all processes update together."""
         info, n = _core.build_info(), self.sizes.parameters
-        planes, threads = Planes(n, "BF16", "F32", shared=True), max(1, info["cpus"] // self.count)
+        planes, threads = Planes(n, "BF16", "BF16", shared=True), max(1, info["cpus"] // self.count)
         step = functools.partial(_core.adam_step, planes.tensors(1), 1.0, threads, ISAS.index(info["isa"]))
         return self.count * n / self.seconds(step) / 1e9
 

@@ -43,9 +43,9 @@ NETWORK_GBPS = 50.0         # of a machine: one port of 400 Gb/s, stated
 # Of two H100 (torch 2.11, NCCL 2.28): a first communicator takes 866 MiB of each with the library, its first
 # all-to-all 446.
 COMMUNICATOR_BYTES = 1312 << 20
-# AdamW of several processes in the memory that they share, by one process's: an update reads sums in fp32, 28 bytes a
-# parameter for 26, and pages are small where the kernel makes no large ones there. Two H200: 5.7 of 7.05 G
-# parameters/s; two H100: 3.9 beside copies, where one process had 6.3 with fewer.
+# AdamW of several processes in the memory that they share, by one process's: pages are small where the kernel makes no
+# large ones there. Two H200: 5.7 of 7.05 G parameters/s, when an update read sums in fp32, 28 bytes a parameter for 26;
+# two H100: 3.9 beside copies, where one process had 6.3 with fewer.
 SHARED_ADAM = 0.8
 
 

@@ -115,10 +115,7 @@ class Disk:
     def host_bytes(self, homes: tuple[Home, ...], micro: int, on_disk: OnDisk) -> dict[str, int]:
         """By plane, and what is there besides."""
         where, fleet = self.where(homes, on_disk), self.wishes.fleet
-        planes = self.tally.host(where, micro)
-        if not fleet.alone:         # what several ranks give is added up from the first micro-batch on
-            planes["sums"] = self.tally.sums(where)
-        return {OVERHEAD: self.machine.host_overhead_bytes, **fleet.on_host(planes)}
+        return {OVERHEAD: self.machine.host_overhead_bytes, **fleet.on_host(self.tally.host(where, micro))}
 
     def bytes(self, homes: tuple[Home, ...], micro: int) -> dict[str, int]:
         """In the file, by plane, and between them."""

@@ -66,7 +66,7 @@ class Step:
             they are kept. Updates then follow their gradients, in backward. depth: units whose gradients may be alive
             on the device, beside those that are being computed.
         exchange_s, network_s, lost_s, gather_s, held_s, spread_s, lowered, raised: [u] of one of several GPUs: see
-            Exchange. further: [u] bytes of gradients that cross of a further micro-batch; `gradients`: of the first.
+            Exchange.
         parts, peers, on_link, memory, memory_s: see Exchange and Fleet.
     """
 
@@ -101,7 +101,6 @@ class Step:
     gather_s: Sequence[float] = ()
     held_s: Sequence[float] = ()
     spread_s: Sequence[float] = ()
-    further: Sequence[int] = ()
     lowered: Sequence[int] = ()
     raised: Sequence[int] = ()
     parts: int = 1
@@ -121,7 +120,6 @@ class Step:
 
     def __post_init__(self) -> None:
         windows, units = len(self.forward_s), len(self.weights)
-        self.further = self.further or self.gradients
         for names, kind, length in _ARRAYS:
             for name in names:
                 value = getattr(self, name)
@@ -140,7 +138,7 @@ _ARRAYS = ((("forward_s", "backward_s", "forward_host_s", "backward_host_s"), "d
            (("away", "spilled"), "q", "w"),
            (("update_s", "add_s", "disk_s", "read_s", "through_s", "exchange_s", "network_s", "lost_s",
              "gather_s", "held_s", "spread_s"), "d", "u"),
-           (("updated_on", "weights", "gradients", "visiting", "further", "lowered", "raised"), "q", "u"))
+           (("updated_on", "weights", "gradients", "visiting", "lowered", "raised"), "q", "u"))
 
 
 @dataclass(frozen=True)

@@ -85,7 +85,6 @@ class Steps:
                 "again": Lists.of(uses.again), "leaving": Lists.of(uses.leaving),
                 "weights": array("q", [u.crossing for u in units]),
                 "gradients": array("q", exchange.home.tolist()),
-                "further": array("q", exchange.further.tolist()),
                 **{name: array("d", getattr(exchange, name)) for name in
                    ("exchange_s", "network_s", "lost_s", "gather_s", "held_s", "spread_s")},
                 "lowered": array("q", exchange.lowered.tolist()),

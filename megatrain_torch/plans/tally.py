@@ -57,19 +57,11 @@ class Tally:
             total["staging"] = STAGINGS * max((u.gradients for u in self._streamed(homes)), default=0)
         return total
 
-    def sums(self, homes: Sequence[str]) -> int:
-        """Bytes of gradients' sums in host memory; where gradients are kept nowhere, of the buffers for these."""
-        if not self.keeps:
-            wide = max((u.sums / u.gradients for u in self.units if u.gradients), default=0.0)
-            return int(wide * sum(self.lent(homes)))
-        kinds = self._kinds(homes).items()
-        return sum(self._on_host(u, home, True, False).get("sums", 0) * n for (u, home), n in kinds)
-
     def at_home(self, homes: Sequence[str], micro: int) -> dict[str, int]:
         """On the device by plane, of units that live there, all the time; weights too, which are in their slots."""
         total: dict[str, int] = {}
         for (u, home), count in self._kinds(homes).items():
-            for plane, n in self._there(u, home, self.shared or micro > 1).items() if home in SETTLED else ():
+            for plane, n in self._there(u, home, micro > 1).items() if home in SETTLED else ():
                 total[plane] = total.get(plane, 0) + n * count
         if not self.keeps and total:
             settled = [u for u, home in zip(self.units, homes) if home in SETTLED]

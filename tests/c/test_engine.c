@@ -444,8 +444,7 @@ static void hand_over(engine *e, int unit, source *s)
     mt_grad_item items[TOY_PARAMS];
 
     for (int p = 0; p < TOY_PARAMS; p++)
-        items[p] = (mt_grad_item){ p, s->g[p], e->has[unit] ? MT_GRAD_ADD : MT_GRAD_SET, 0,
-                                   NULL };
+        items[p] = (mt_grad_item){ p, s->g[p], e->has[unit] ? MT_GRAD_ADD : MT_GRAD_SET, 0 };
     e->has[unit] = 1;
     CHECK_OK(mt_offload_put(e->o, unit, items, TOY_PARAMS, e->t.run, &s->ticket));
     mt_stream_mark_offload(e->s, unit);
@@ -1401,7 +1400,7 @@ static mt_status try_step(engine *e, int mode)
     MT_TRY(mt_stream_begin(e->s));
     for (int u = 0; u < UNITS; u++) {
         update_arg  *a;
-        mt_grad_item item = { 1, e->x, mode ? MT_GRAD_ADD : MT_GRAD_SET, 0, NULL };
+        mt_grad_item item = { 1, e->x, mode ? MT_GRAD_ADD : MT_GRAD_SET, 0 };
 
         MT_TRY(mt_stream_acquire(e->s, u, e->t.run, &k, &mem));
         MT_TRY(mt_stream_await(e->s, k, e->t.run));

@@ -294,7 +294,7 @@ static void a_new_home_is_a_new_table(void)
     REQUIRE(dev->ops->queue_open(dev, "run", &run) == MT_OK);
     REQUIRE(mt_offload_open(&cx, 2, k, &o) == MT_OK);
     REQUIRE(mt_update_open(&cx, o, &u) == MT_OK);
-    CHECK_OK(mt_offload_put(o, j.unit, &(mt_grad_item){ 0, source, MT_GRAD_SET, 0, NULL }, 1, run,
+    CHECK_OK(mt_offload_put(o, j.unit, &(mt_grad_item){ 0, source, MT_GRAD_SET, 0 }, 1, run,
                             &ticket));
     CHECK_EQ(mt_update_submit(u, &j, 1, 1e9, run, &ticket), MT_ESTATE);
     CHECK_HAS(mt_last_error(), "is held by somebody else, and its job cannot");

@@ -322,7 +322,7 @@ static void gradients_come_home_into_what_is_lent(void)
     mt_offload        *o = NULL;
     mt_offload_kernels k = { .sumsq = toy_sumsq, .accumulate = toy_accumulate };
     float              grad[40] = { 1, 2, 3 };
-    mt_grad_item       item = { 0, grad, MT_GRAD_SET, 0, NULL };
+    mt_grad_item       item = { 0, grad, MT_GRAD_SET, 0 };
     uint64_t           ticket;
     int                valid;
 

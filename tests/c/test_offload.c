@@ -62,7 +62,7 @@ static mt_status try_put(rig *r, int unit, mt_grad_mode mode, int reread, uint64
     mt_grad_item items[TOY_PARAMS];
 
     for (int p = 0; p < TOY_PARAMS; p++)
-        items[p] = (mt_grad_item){ p, r->src[p], mode, reread, NULL };
+        items[p] = (mt_grad_item){ p, r->src[p], mode, reread };
     return mt_offload_put(r->o, unit, items, TOY_PARAMS, r->t.run, ticket);
 }
 
@@ -203,89 +203,6 @@ static void bf16_micro_batches_add_up_in_fp32(void)
     rig_close(&r);
 }
 
-/* Behind the gradients in r->src, which copies may still read. */
-static uint16_t *roundings(rig *r, int param)
-{
-    return (uint16_t *)(void *)((char *)r->src[param] + 1024);
-}
-
-static float *sums(rig *r, int param)
-{
-    return (float *)(void *)((char *)r->src[param] + 2048);
-}
-
-static void put_sums(rig *r, int unit, mt_grad_mode mode, int reread, float sum)
-{
-    mt_grad_item items[TOY_PARAMS];
-    uint64_t     ticket;
-
-    for (int p = 0; p < TOY_PARAMS; p++) {
-        for (int64_t i = 0; i < 128; i++)
-            sums(r, p)[i] = sum;
-        items[p] = (mt_grad_item){ p, mode == MT_GRAD_SUM ? roundings(r, p) : NULL, mode, reread,
-                                   sums(r, p) };
-    }
-    CHECK_OK(mt_offload_put(r->o, unit, items, TOY_PARAMS, r->t.run, &ticket));
-}
-
-/* A rounding far from its sum shows where each of the two goes. */
-static void put_sum(rig *r, int unit, float rounding, float sum)
-{
-    for (int p = 0; p < TOY_PARAMS; p++)
-        for (int64_t i = 0; i < 128; i++)
-            roundings(r, p)[i] = mt_f32_to_bf16(rounding);
-    put_sums(r, unit, MT_GRAD_SUM, 0, sum);
-}
-
-static void a_sum_and_its_rounding_come_home(void)
-{
-    rig r;
-
-    rig_open(&r, MT_BF16, 1, 200);
-    put_sum(&r, 0, 7.0f, 257.0f);
-    CHECK_EQ(mt_offload_has_acc(r.o, 0, 0), 1);
-    CHECK_OK(mt_ledger_wait_grads(r.t.store, 0));
-    CHECK(grad_is(&r, MT_BF16, 0, 7.0f));
-    CHECK(toy_at(&r.t, 0, 0, MT_PLANE_ACC)[0] == 257.0f);
-    CHECK(sum_is(&r, 0, 257.0f));
-    CHECK_EQ(mt_offload_d2h_bytes(r.o), (2 + 4) * (toy_numel(0, 0) + toy_numel(0, 1)));
-    put_value(&r, MT_BF16, 0, MT_GRAD_ADD, 1.0f);   /* to the sum, not to its rounding */
-    CHECK(grad_is(&r, MT_BF16, 0, 258.0f));
-    CHECK(toy_at(&r.t, 0, 0, MT_PLANE_ACC)[0] == 258.0f);
-    put_value(&r, MT_BF16, 0, MT_GRAD_SET, 8.0f);   /* the next step: the sum does not count */
-    CHECK_EQ(mt_offload_has_acc(r.o, 0, 0), 0);
-    put_value(&r, MT_BF16, 0, MT_GRAD_ADD, 1.0f);
-    CHECK(grad_is(&r, MT_BF16, 0, 9.0f));
-    rig_close(&r);
-}
-
-/* 2^-10 is lost beside 1 in bf16: what is added is the sum itself, once. */
-static void a_sum_is_added_in_fp32(void)
-{
-    rig r;
-
-    rig_open(&r, MT_BF16, 1, 200);
-    put_sum(&r, 0, 7.0f, 1.0f);
-    CHECK_OK(mt_offload_drain(r.o));
-    put_sums(&r, 0, MT_GRAD_ADD, 0, 1.0f + 0x1p-10f);
-    CHECK_OK(mt_offload_drain(r.o));
-    CHECK(toy_at(&r.t, 0, 0, MT_PLANE_ACC)[0] == 2.0f + 0x1p-10f);
-    CHECK(grad_is(&r, MT_BF16, 0, 2.0f));
-    CHECK_EQ(mt_offload_d2h_bytes(r.o), (2 + 4 + 4) * (toy_numel(0, 0) + toy_numel(0, 1)));
-    put_value(&r, MT_BF16, 0, MT_GRAD_SET, 8.0f);
-    put_sums(&r, 0, MT_GRAD_ADD, 0, 0x1p-10f);      /* to the plane that was set */
-    CHECK_OK(mt_offload_drain(r.o));
-    CHECK(toy_at(&r.t, 0, 0, MT_PLANE_ACC)[0] == 8.0f + 0x1p-10f);
-    put_value(&r, MT_BF16, 0, MT_GRAD_ADD, 1.0f);   /* both kinds, in turns */
-    CHECK(toy_at(&r.t, 0, 0, MT_PLANE_ACC)[0] == 9.0f + 0x1p-10f);
-    put_sums(&r, 0, MT_GRAD_ADD, 1, 0x1p-10f);      /* what the user sees is read again: 9 */
-    CHECK_OK(mt_offload_drain(r.o));
-    CHECK(toy_at(&r.t, 0, 0, MT_PLANE_ACC)[0] == 9.0f + 0x1p-10f);
-    CHECK(grad_is(&r, MT_BF16, 0, 9.0f));
-    CHECK(sum_is(&r, 0, 9.0f));
-    rig_close(&r);
-}
-
 static void acc_starts_from_grad_after_reread_and_forget(void)
 {
     rig       r;
@@ -320,14 +237,14 @@ static void an_add_before_any_set_adds_to_the_plane(void)
 }
 
 /* Slow sums: a SET that did not wait for them would be added to. */
-static void slow_accumulate(mt_pool *pool, mt_dtype dt, float *acc, void *grad, mt_dtype add_dt,
+static void slow_accumulate(mt_pool *pool, mt_dtype dt, float *acc, void *grad,
                             const void *add, int64_t n, int from_grad, double *sumsq,
                             double *chunks)
 {
     struct timespec nap = { 0, 1000000 };
 
     nanosleep(&nap, NULL);
-    toy_accumulate(pool, dt, acc, grad, add_dt, add, n, from_grad, sumsq, chunks);
+    toy_accumulate(pool, dt, acc, grad, add, n, from_grad, sumsq, chunks);
 }
 
 static void hand_overs_of_one_unit_keep_their_order(void)
@@ -346,24 +263,6 @@ static void hand_overs_of_one_unit_keep_their_order(void)
     CHECK_OK(mt_offload_drain(r.o));
     CHECK(grad_is(&r, MT_F32, 0, 2.0f));
     CHECK(sum_is(&r, 0, 2.0f));
-    rig_close(&r);
-}
-
-static void a_sum_waits_for_what_is_added_before_it(void)
-{
-    rig                r;
-    mt_offload_kernels slow = { .sumsq = toy_sumsq, .accumulate = slow_accumulate };
-
-    rig_open_with(&r, MT_BF16, 0, 0, slow);
-    fill(&r, MT_BF16, 1.0f);
-    (void)put(&r, 0, MT_GRAD_SET, 0);
-    (void)put(&r, 0, MT_GRAD_ADD, 0);
-    (void)put(&r, 0, MT_GRAD_ADD, 0);
-    put_sum(&r, 0, 4.0f, 32.0f);
-    CHECK_OK(mt_offload_drain(r.o));
-    CHECK(grad_is(&r, MT_BF16, 0, 4.0f));
-    CHECK(toy_at(&r.t, 0, 0, MT_PLANE_ACC)[0] == 32.0f);
-    CHECK(sum_is(&r, 0, 32.0f));
     rig_close(&r);
 }
 
@@ -581,36 +480,6 @@ static void refusals_name_the_unit_and_change_nothing(void)
     rig_close(&r);
 }
 
-static void sums_that_have_no_place_are_refused(void)
-{
-    rig          r;
-    uint64_t     ticket;
-    mt_grad_item item = { .param = 1, .mode = MT_GRAD_SUM };
-
-    rig_open(&r, MT_F32, 0, 0);
-    item.src = r.src[1];
-    item.sum = sums(&r, 1);
-    CHECK_EQ(mt_offload_put(r.o, 1, &item, 1, r.t.run, &ticket), MT_EINVAL);
-    CHECK_HAS(mt_last_error(), "unit layers.1: parameter 1 is F32");
-    CHECK_HAS(mt_last_error(), "set that");
-    item.mode = MT_GRAD_ADD;
-    CHECK_EQ(mt_offload_put(r.o, 1, &item, 1, r.t.run, &ticket), MT_EINVAL);
-    CHECK_HAS(mt_last_error(), "add that");
-    rig_close(&r);
-
-    rig_open(&r, MT_BF16, 0, 0);
-    item = (mt_grad_item){ 1, r.src[1], MT_GRAD_SUM, 0, NULL };
-    CHECK_EQ(mt_offload_put(r.o, 1, &item, 1, r.t.run, &ticket), MT_EINVAL);
-    CHECK_HAS(mt_last_error(), "unit layers.1: the sum of parameter 1");
-    item.sum = sums(&r, 1);
-    CHECK_OK(mt_store_set_passing(r.t.store, 1));
-    CHECK_EQ(mt_offload_put(r.o, 1, &item, 1, r.t.run, &ticket), MT_ESTATE);
-    CHECK_HAS(mt_last_error(), "pass");
-    item = (mt_grad_item){ 1, NULL, MT_GRAD_ADD, 0, sums(&r, 1) };
-    CHECK_EQ(mt_offload_put(r.o, 1, &item, 1, r.t.run, &ticket), MT_ESTATE);
-    rig_close(&r);
-}
-
 static mt_status life(rig *r)
 {
     uint64_t  ticket;
@@ -677,8 +546,6 @@ static void every_failing_device_call_frees_everything(void)
     X(gradients_come_home_with_their_sums_of_squares) X(bf16_gradients_come_home_too) \
     X(without_a_sumsq_kernel_no_sum_counts) X(sumsq_counts_from_put_to_forget) \
     X(micro_batches_add_up_in_fp32) X(bf16_micro_batches_add_up_in_fp32) \
-    X(a_sum_and_its_rounding_come_home) X(a_sum_waits_for_what_is_added_before_it) \
-    X(a_sum_is_added_in_fp32) \
     X(acc_starts_from_grad_after_reread_and_forget) X(an_add_before_any_set_adds_to_the_plane) \
     X(hand_overs_of_one_unit_keep_their_order) X(many_hand_overs_in_flight_all_count) \
     X(a_full_line_makes_put_wait) \
@@ -686,6 +553,6 @@ static void every_failing_device_call_frees_everything(void)
     X(sources_that_pass_go_as_soon_as_buffers_say)                                            \
     X(land_keeps_sources_until_they_are_home) \
     X(put_waits_for_the_update_that_reads_the_plane) X(sync_returns_when_all_is_home) \
-    X(refusals_name_the_unit_and_change_nothing) X(sums_that_have_no_place_are_refused) \
+    X(refusals_name_the_unit_and_change_nothing) \
     X(every_failing_device_call_frees_everything)
 CHECK_MAIN(TESTS)

@@ -13,6 +13,8 @@
 #include "../../csrc/ops/sumsq.h"
 #include "../../csrc/optim/adam.h"
 
+#include <dlfcn.h>
+#include <errno.h>
 #include <fcntl.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
@@ -533,6 +535,44 @@ static void homes_that_keep_planes_are_refused(void)
     close(fd);
 }
 
+static int threads_left = -1;            /* that can still be had; -1: any number */
+
+int pthread_create(pthread_t *thread, const pthread_attr_t *attr, void *(*start)(void *), void *arg)
+{
+    int (*made)(pthread_t *, const pthread_attr_t *, void *(*)(void *), void *) = NULL;
+
+    *(void **)&made = dlsym(RTLD_NEXT, "pthread_create");
+    return threads_left >= 0 && threads_left-- == 0 ? (threads_left = -1, EAGAIN)
+                                                    : made(thread, attr, start, arg);
+}
+
+/* Whichever thread cannot be had (a container's limit): the unit is where it was, or there. */
+static void a_unit_moves_whole_or_not_at_all(void)
+{
+    char mem[1 << 20];
+
+    for (int n = 0, failed = 1; failed; n++) {
+        peer         p;
+        mt_resident *r;
+        int          fd = share_new();
+        mt_status    st;
+
+        peer_open(&p, fd, 0, 1);
+        close(fd);
+        REQUIRE(mt_resident_open(&p.cx, &r) == MT_OK);
+        threads_left = n;
+        st = mt_resident_settle(r, 0, mem);
+        threads_left = -1;
+        failed = st != MT_OK;
+        CHECK(n < 20 && (n > 0 || failed));
+        CHECK(mt_store_home(p.cx.store, 0, NULL) == (failed ? &mt_home_ram : &mt_home_vram_shared));
+        if (failed)
+            CHECK_OK(mt_mirror_bring(p.cx.store, 0, 1u << MT_PLANE_HI));
+        mt_resident_close(r);
+        peer_close(&p);
+    }
+}
+
 /* ---- a run: some steps of a model of three units ------------------------------------------- */
 
 #define UNITS 3
@@ -554,6 +594,7 @@ typedef struct plan {
     int       writes;            /* weights are written from outside: 1, just before the second
                                   * update; 2, before the second step fetches them */
     int       twice;             /* each step updates two times with the same gradients */
+    int       apart;             /* slots are out of each other's reach */
     int       leaves;            /* before the second step all units come back to host memory */
     int       turned;            /* rank r has its jobs in an order of its own */
     mt_states states;
@@ -642,6 +683,19 @@ static void settle_all(runner *r)
         REQUIRE(mt_resident_settle(r->res, u, r->mem[u]) == MT_OK);
         if (p->guests >> u & 1)
             REQUIRE(mt_arrive_invite(r->arrive, u) == MT_OK);
+    }
+}
+
+/* New weights come from slot to slot. */
+static void reach_all(runner *r, const plan *p)
+{
+    for (int u = 0; u < UNITS && p->mates == 0 && !p->apart; u++) {
+        mt_mem_name names[RANKS];
+
+        for (int k = 0; k < p->ranks && is_settled(r, u); k++)
+            REQUIRE(r[k].cx.dev->ops->mem_name(r[k].cx.dev, r[k].mem[u], &names[k]) == MT_OK);
+        for (int k = 0; k < p->ranks && is_settled(r, u); k++)
+            CHECK_OK(mt_resident_reach(r[k].res, u, names));
     }
 }
 
@@ -1230,6 +1284,7 @@ static void run_threads(const plan *p)
         runner_open(&r[k], p, &want, fd[k], k);
     }
     machines_begin(r, p);
+    reach_all(r, p);
     for (int k = 0; k < p->ranks; k++)
         REQUIRE(pthread_create(&r[k].thread, NULL, go, &r[k]) == 0);
     for (int k = 0; k < p->ranks; k++)
@@ -1335,6 +1390,7 @@ static void units_may_live_on_the_devices(void)
             p.look = mixed ? 1 : LOOK_ALL;
             p.writes = 2 - mixed;
             p.twice = k == 1;
+            p.apart = k == 0;
             p.states = mixed ? MT_STATES_8BIT_LO8 : MT_STATES_FP32;
             p.dawdle_us = k == 1 ? (UNDER_TSAN ? 300 : 1000) : 0;
             run_threads(&p);
@@ -1376,6 +1432,7 @@ static void run_all(const plan *p, void *(*script)(void *))
 
     for (int k = 0; k < p->ranks; k++)
         runner_open(&r[k], p, NULL, fd, k);
+    reach_all(r, p);
     for (int k = 0; k < p->ranks; k++)
         REQUIRE(pthread_create(&r[k].thread, NULL, script, &r[k]) == 0);
     for (int k = 0; k < p->ranks; k++)
@@ -1503,6 +1560,44 @@ static void a_save_has_what_all_devices_have(void)
     p.ranks = 3;
     p.dawdle_us = UNDER_TSAN ? 100 : 500;
     run_all(&p, save_beside_a_step);
+}
+
+/* A rank that reads a unit while the others are through with it; what they brought again, and read
+ * at once, does not go with what was evicted. */
+static void *evict_beside_a_reader(void *arg)
+{
+    runner *r = arg;
+    char   *read = NULL, *again;
+
+    r->want = NULL;
+    take_all(r);
+    one_step(r);
+    meet(r);
+    read = read_all(r, 0, 0);
+    for (int round = 0; round < 20; round++) {
+        meet(r);
+        if (r->rank == round % 3)
+            usleep(3000);
+        again = read_all(r, 0, 0);
+        CHECK_EQ(memcmp(again, read, (size_t)r->fills), 0);
+        free(again);
+        CHECK_OK(mt_mirror_evict(r->cx.store, 0));
+        again = read_all(r, 0, 0);
+        CHECK_EQ(memcmp(again, read, (size_t)r->fills), 0);
+        free(again);
+    }
+    free(read);
+    meet(r);
+    return NULL;
+}
+
+static void nobody_evicts_what_another_reads(void)
+{
+    plan p = plain;
+
+    p.settled = 7;
+    p.ranks = 3;
+    run_all(&p, evict_beside_a_reader);
 }
 
 /* As the states are kept, and as parameters are trained, whatever the share has room for. */
@@ -1741,6 +1836,40 @@ static void who_does_not_come_is_named(void)
     writers_close(w, 3);
 }
 
+static atomic_int warned;
+
+static void note_warning(const char *text)
+{
+    if (strstr(text, "unit layers.0, parameter 1: rank 1 (process ") != NULL &&
+        strstr(text, "has not come in 1.5 s") != NULL)
+        atomic_fetch_add(&warned, 1);
+}
+
+/* Half the watchdog's time, or 30 s: then it is told, and goes on. */
+static void who_comes_late_is_told_of(void)
+{
+    writer w[2];
+    int    fd = share_new();
+
+    atomic_store(&warned, 0);
+    for (int r = 0; r < 2; r++) {
+        w[r] = (writer){ .st = MT_OK };
+        peer_open_with(&w[r].p, fd, r, 2, (mt_context){ .warn = note_warning });
+        REQUIRE(mt_store_add(w[r].p.cx.store, "layers.0", shapes, PARAMS, &w[r].p.unit) == MT_OK);
+        mt_ledger_watchdog(w[r].p.cx.store, r == 0 ? 3 : 60);
+    }
+    REQUIRE(pthread_create(&w[0].thread, NULL, spread_what_others_do_not, &w[0]) == 0);
+    for (int i = 0; i < 2900 && atomic_load(&warned) == 0; i++)
+        usleep(1000);
+    spread_one(&w[1], 1, 1u << MT_PLANE_HI);
+    REQUIRE(pthread_join(w[0].thread, NULL) == 0);
+    CHECK_EQ(w[0].st, MT_OK);
+    CHECK_EQ(w[1].st, MT_OK);
+    CHECK_EQ(atomic_load(&warned), 1);
+    writers_close(w, 2);
+    close(fd);
+}
+
 static void alone_nothing_is_spread(void)
 {
     toy      t;
@@ -1830,6 +1959,61 @@ static void a_fault_of_one_is_everybodys(void)
     writers_close(w, 3);
 }
 
+static mt_status fault_within_seconds(mt_store *s)
+{
+    for (int i = 0; i < 5000 && mt_ledger_check(s) == MT_OK; i++)
+        usleep(1000);
+    return mt_ledger_check(s);
+}
+
+/* Each waits where the other does not come, or would. */
+static void who_does_things_in_another_order_is_named(void)
+{
+    writer w[3];
+
+    writers_open(w, 3);
+    mt_ledger_meeting(w[0].p.cx.store, "exchanges gradients");
+    usleep(150000);
+    CHECK_OK(mt_ledger_check(w[0].p.cx.store));          /* the others may come yet */
+    mt_ledger_say(w[2].p.cx.store, MT_COUNT_SUBMITTED, 1, 0);
+    for (int r = 0; r < 3; r++) {
+        CHECK_EQ(fault_within_seconds(w[r].p.cx.store), MT_EPEER);
+        CHECK_HAS(mt_last_error(), "rank 2 (process ");
+        CHECK_HAS(mt_last_error(), "has made step 1, which rank 0 has not, and rank 0 exchanges "
+                                   "gradients, where rank 2 has not come");
+    }
+    writers_close(w, 3);
+}
+
+static void *do_all_in_order(void *arg)
+{
+    writer  *w = arg;
+    unsigned seed = 77u + (unsigned)w->p.rank;
+
+    for (uint64_t n = 1; n <= 300; n++) {
+        mt_ledger_say(w->p.cx.store, MT_COUNT_SUBMITTED, n, 0);
+        mt_ledger_meeting(w->p.cx.store, "meets");
+        mt_ledger_meeting(w->p.cx.store, NULL);
+        mt_ledger_say(w->p.cx.store, MT_COUNT_EVICTED, n, 0);
+        mt_ledger_say(w->p.cx.store, MT_COUNT_WRITTEN, n, 0);
+        if (rand_r(&seed) % 8 == 0)
+            usleep((useconds_t)(rand_r(&seed) % 1000));
+    }
+    return NULL;
+}
+
+static void one_order_is_no_fault_however_far_apart(void)
+{
+    writer w[RANKS];
+
+    writers_open(w, RANKS);
+    run_writers(w, RANKS, do_all_in_order);
+    usleep(150000);
+    for (int r = 0; r < RANKS; r++)
+        CHECK_OK(mt_ledger_check(w[r].p.cx.store));
+    writers_close(w, RANKS);
+}
+
 /* It is not known what it has written. */
 static void an_update_that_failed_is_not_over(void)
 {
@@ -1883,6 +2067,7 @@ typedef struct odd {
     double    max_norm;
     int       n_jobs;
     mt_status (*update)(void *arg, mt_pool *pool, float clip);
+    void     (*alike)(const void *arg, uint64_t hash[MT_ALIKES]);
     mt_status st;
     char      why[512];
 } odd;
@@ -1898,7 +2083,7 @@ static void *odd_step(void *arg)
         hand_over(&o->r, u, 0);
         j[u] = (unit_job){ .r = &o->r, .unit = u, .params = { 0, 1, 2, 4 }, .n = 4 };
         jobs[u] = (mt_update_job){ .unit = u, .n_params = 4, .params = j[u].params,
-                                   .run = o->update, .arg = &j[u] };
+                                   .run = o->update, .arg = &j[u], .alike = o->alike };
     }
     CHECK_OK(mt_update_submit(o->r.u, jobs, o->n_jobs, o->max_norm, o->r.run, &ticket));
     o->st = mt_update_drain(o->r.u);
@@ -1922,17 +2107,30 @@ static void run_odd(odd *o)
     close(fd);
 }
 
+static void asks_of_rank(const void *arg, uint64_t hash[MT_ALIKES])
+{
+    const unit_job *j = arg;
+
+    hash[MT_ALIKE_EPS] += mt_alike_mix(1, (uint64_t)j->r->rank);
+    hash[MT_ALIKE_LR] += mt_alike_mix(1, (uint64_t)j->unit);
+}
+
 static void ranks_that_update_other_things_are_told(void)
 {
-    for (int what = 0; what < 2; what++) {
+    static const char *const names[] = { "differ: parameters with a gradient;",
+                                         "differ: max_grad_norm;", "differ: eps;" };
+
+    for (int what = 0; what < 3; what++) {
         odd o[2] = { { .max_norm = 1, .n_jobs = UNITS, .update = update },
-                     { .max_norm = what == 0 ? 1 : 0.5, .n_jobs = UNITS - (what == 0),
+                     { .max_norm = what == 1 ? 0.5 : 1, .n_jobs = UNITS - (what == 0),
                        .update = update } };
 
+        o[0].alike = o[1].alike = what == 2 ? asks_of_rank : NULL;
         run_odd(o);
         for (int k = 0; k < 2; k++) {
             CHECK_EQ(o[k].st, MT_EPEER);
-            CHECK_HAS(o[k].why, "updates other parameters than rank");
+            CHECK_HAS(o[k].why, "update: step 1 is another one on rank ");
+            CHECK_HAS(o[k].why, names[what]);
         }
     }
 }
@@ -2207,7 +2405,12 @@ static void a_death_at_any_moment_ends_all(void)
     X(what_one_skips_all_skip)                       \
     X(what_all_write_in_place_is_written_once)       \
     X(who_spreads_something_else_is_named)           \
+    X(who_comes_late_is_told_of)                     \
     X(who_does_not_come_is_named)                    \
+    X(nobody_evicts_what_another_reads)              \
+    X(who_does_things_in_another_order_is_named)     \
+    X(one_order_is_no_fault_however_far_apart)       \
+    X(a_unit_moves_whole_or_not_at_all)              \
     X(alone_nothing_is_spread)                       \
     X(a_reader_waits_for_every_rank)                 \
     X(a_fault_of_one_is_everybodys)                  \

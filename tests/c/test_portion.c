@@ -59,13 +59,9 @@ typedef struct side {
 struct table {
     uint64_t      seed;
     int           owners, micros, step;
-    int           summed;                        /* owners are given the first two micro-batches'
-                                                  * gradients as one sum */
     mt_param_desc d[PARAMS];
     mt_states     states;
     void         *weight[PARAMS], *grad[PARAMS];
-    void         *rounded[PARAMS];               /* that sum, in the weight's type */
-    float        *sum[PARAMS];                   /* and of 16-bit ones in fp32 */
     double        chunks[PARAMS][CHUNKS];        /* as the owners made them */
     char          dir[64];
     side          whole, each[OWNERS];
@@ -204,16 +200,12 @@ static void put_gradients(side *s, mt_grad_mode mode)
     uint64_t     ticket;
 
     for (int k = 0; k < s->n_params; k++) {
-        int   i = s->params[k], is_sum = mode == MT_GRAD_SUM;
-        char *all = is_sum ? s->t->rounded[i] : s->t->grad[i];
+        int   i = s->params[k];
+        char *all = s->t->grad[i];
 
         item[k] = (mt_grad_item){ .param = i, .mode = mode };
-        if (is_sum && s->t->d[i].dtype == MT_F32)
-            item[k].mode = MT_GRAD_SET;
         if (s->n[i] > 0)
             item[k].src = all + bytes_of(s, i, MT_PLANE_GRAD, s->from[i]);
-        if (s->n[i] > 0 && is_sum)
-            item[k].sum = s->t->sum[i] + s->from[i];
     }
     CHECK_OK(mt_offload_put(s->o, 0, item, s->n_params, s->run, &ticket));
     CHECK_OK(mt_offload_drain(s->o));
@@ -411,10 +403,7 @@ static void make_unit(table *t, uint64_t seed)
             *d = (mt_param_desc){ MT_F32, BIG - 9000, t->seed % 2 == 0 };
         t->weight[i] = calloc((size_t)d->numel + 1, 4);
         t->grad[i] = calloc((size_t)d->numel + 1, 4);
-        t->rounded[i] = calloc((size_t)d->numel + 1, 4);
-        t->sum[i] = calloc((size_t)d->numel + 1, 4);
-        REQUIRE(t->weight[i] != NULL && t->grad[i] != NULL && t->rounded[i] != NULL &&
-                t->sum[i] != NULL);
+        REQUIRE(t->weight[i] != NULL && t->grad[i] != NULL);
         fill(d->dtype, t->weight[i], d->numel, &seed);
     }
 }
@@ -422,7 +411,6 @@ static void make_unit(table *t, uint64_t seed)
 static void table_open(table *t, uint64_t seed, int owners, mt_states states, int micros)
 {
     *t = (table){ .seed = seed, .owners = owners, .micros = micros, .states = states,
-                  .summed = micros > 1 && seed % 2 == 0,
                   .dir = "/tmp/mt_test_portion.XXXXXX" };
     REQUIRE(mkdtemp(t->dir) != NULL);
     make_unit(t, seed);
@@ -436,8 +424,6 @@ static void free_unit(table *t)
     for (int i = 0; i < PARAMS; i++) {
         free(t->weight[i]);
         free(t->grad[i]);
-        free(t->rounded[i]);
-        free(t->sum[i]);
     }
 }
 
@@ -448,31 +434,6 @@ static void table_close(table *t)
         side_close(&t->each[k]);
     free_unit(t);
     CHECK_EQ(rmdir(t->dir), 0);
-}
-
-/* The first two micro-batches' gradients in fp32, and its rounding: who exchanges them makes it. */
-static void add_to_sum(table *t, int m)
-{
-    double sum;
-
-    for (int i = 0; i < PARAMS; i++) {
-        size_t bytes = bytes_of(&t->whole, i, MT_PLANE_HI, t->d[i].numel);
-
-        if (m == 0)
-            memcpy(t->rounded[i], t->grad[i], bytes);
-        else
-            mt_accumulate(NULL, t->d[i].dtype, t->sum[i], t->rounded[i], t->d[i].dtype, t->grad[i],
-                          t->d[i].numel, 1, &sum, NULL);
-    }
-}
-
-static void owners_take(table *t, int m)
-{
-    if (t->summed && m < 2)
-        add_to_sum(t, m);
-    for (int k = 0; k < t->owners && (m > 0 || !t->summed); k++)
-        put_gradients(&t->each[k], t->summed && m == 1 ? MT_GRAD_SUM
-                                   : m > 0             ? MT_GRAD_ADD : MT_GRAD_SET);
 }
 
 static void table_step(table *t)
@@ -486,7 +447,8 @@ static void table_step(table *t)
         for (int i = 0; i < PARAMS; i++)
             fill(t->d[i].dtype, t->grad[i], t->d[i].numel, &seed);
         put_gradients(&t->whole, m > 0 ? MT_GRAD_ADD : MT_GRAD_SET);
-        owners_take(t, m);
+        for (int k = 0; k < t->owners; k++)
+            put_gradients(&t->each[k], m > 0 ? MT_GRAD_ADD : MT_GRAD_SET);
     }
     for (int k = 0; k < t->owners; k++)
         tell_chunks(&t->each[k]);

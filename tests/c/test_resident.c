@@ -393,7 +393,7 @@ static void window(model *m, int step, int micro, int u)
                                                      PARAMS + p),
                      .infinite = step % 7 == 5 && u == 1 && p == 1 && micro == 0 };
         items[p] = (mt_grad_item){ p, w->grad, micro > 0 ? MT_GRAD_ADD : MT_GRAD_SET,
-                                   m->changed[u][p], NULL };
+                                   m->changed[u][p] };
         REQUIRE(m->dev->ops->call(m->run, do_work, w) == MT_OK);
         m->changed[u][p] = 0;
     }

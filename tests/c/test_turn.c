@@ -115,6 +115,34 @@ static void ranks_of_another_machine_are_no_mates(void)
         peer_close(&p[r]);
 }
 
+static int turns_taken;
+
+static void *walk_one_unit(void *arg)
+{
+    for (int n = 0; n < turns_taken; n++)
+        CHECK_EQ(take(arg, 0, 7), 1);
+    return NULL;
+}
+
+/* A rank that was stopped between two windows, and comes when the others are a unit ahead. */
+static void who_is_one_unit_behind_learns_the_verdict(void)
+{
+    static const int many[] = { 0, 1, 31, 63, 64, 200 };
+
+    for (size_t k = 0; k < sizeof many / sizeof *many; k++) {
+        peer p[2];
+
+        table_open(p, 2, SHORT, NULL);
+        turns_taken = many[k];
+        all(p, 2, walk_one_unit);
+        CHECK_EQ(take(&p[0], 0, 7), 0);
+        CHECK_EQ(take(&p[0], 1, 7), 0);
+        CHECK_EQ(take(&p[1], 0, 7), 0);
+        for (int r = 0; r < 2; r++)
+            peer_close(&p[r]);
+    }
+}
+
 static void *walk_apart(void *arg)
 {
     peer *p = arg;
@@ -463,6 +491,7 @@ static void alone_a_process_fetches_all(void)
 
 #define TESTS(X)                                                                              \
     X(ranks_that_go_one_way_are_in_step) X(ranks_of_another_machine_are_no_mates)             \
+    X(who_is_one_unit_behind_learns_the_verdict)                                              \
     X(of_two_windows_neither_is_gathered) X(ranks_are_in_step_again_at_the_next_unit)         \
     X(a_rank_that_does_not_come_is_waited_for_once) X(a_rank_at_a_meeting_is_not_waited_for)  \
     X(behind_a_meeting_all_are_in_step_and_waited_for) X(a_rank_that_left_is_not_waited_for)  \

@@ -14,7 +14,7 @@ typedef struct toy {
     double  update_s[MOST], add_s[MOST], disk_s[MOST], through_s[MOST], read_s[MOST];
     int64_t away[MOST], spilled[MOST], updated_on[MOST], weights[MOST], gradients[MOST];
     int64_t visiting[MOST], begin[MOST + 1], none[MOST + 1], item[MOST];
-    int64_t lent[MOST], slots[MOST], further[MOST], lowered[MOST], raised[MOST];
+    int64_t lent[MOST], slots[MOST], lowered[MOST], raised[MOST];
     double  exchange_s[MOST], network_s[MOST], lost_s[MOST], spread_s[MOST];
     double  gather_s[MOST], held_s[MOST];
 } toy;
@@ -33,7 +33,7 @@ static void toy_make(toy *t, int64_t n, double forward_s, double backward_s, int
         t->forward_s[i] = forward_s;
         t->backward_s[i] = backward_s;
         t->updated_on[i] = MT_LANE_HOST;
-        t->weights[i] = t->gradients[i] = t->further[i] = t->slots[i] = 1;
+        t->weights[i] = t->gradients[i] = t->slots[i] = 1;
         t->item[i] = i;
         t->begin[i + 1] = i + 1;
     }
@@ -43,7 +43,7 @@ static void toy_make(toy *t, int64_t n, double forward_s, double backward_s, int
     POINT(forward_s), POINT(backward_s), POINT(forward_host_s), POINT(backward_host_s);
     POINT(update_s), POINT(add_s), POINT(disk_s), POINT(through_s), POINT(read_s), POINT(away);
     POINT(spilled), POINT(updated_on), POINT(weights), POINT(gradients), POINT(visiting);
-    POINT(lent), POINT(slots), POINT(further), POINT(lowered), POINT(raised);
+    POINT(lent), POINT(slots), POINT(lowered), POINT(raised);
     POINT(exchange_s), POINT(network_s), POINT(lost_s), POINT(spread_s);
     POINT(gather_s), POINT(held_s);
 #undef POINT

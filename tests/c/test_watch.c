@@ -389,7 +389,7 @@ static void a_stalled_compute_is_named(void)
     static const char updater[] = "waits for the hand-over of its gradients";
     static float    grads[64];
     static const int params[1] = { 0 };
-    mt_grad_item    item = { 0, grads, MT_GRAD_SET, 0, NULL };
+    mt_grad_item    item = { 0, grads, MT_GRAD_SET, 0 };
     mt_update_job   job = { .unit = 0, .n_params = 1, .params = params, .run = update_nothing,
                             .free = run_nothing };
     mt_offload     *o;
@@ -445,7 +445,7 @@ static void a_stalled_d2h_is_named(void)
 {
     static float       grads[64];
     gate               g = { 0 };
-    mt_grad_item       item = { 0, grads, MT_GRAD_SET, 0, NULL };
+    mt_grad_item       item = { 0, grads, MT_GRAD_SET, 0 };
     mt_offload_kernels kernels = { .ctx = &g, .sumsq = gate_sumsq };
     mt_offload        *o;
     uint64_t           ticket;

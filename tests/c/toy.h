@@ -142,14 +142,14 @@ static inline mt_status toy_sumsq(void *ctx, mt_queue *q, mt_dtype dt, const voi
 }
 
 static inline void toy_accumulate(mt_pool *pool, mt_dtype dt, float *acc, void *grad,
-                                  mt_dtype add_dt, const void *add, int64_t n, int from_grad,
-                                  double *sumsq, double *chunks)
+                                  const void *add, int64_t n, int from_grad, double *sumsq,
+                                  double *chunks)
 {
     (void)pool;
     (void)chunks;
     for (int64_t i = 0; i < n; i++) {
         float old = from_grad || acc == NULL ? (float)toy_element(dt, grad, i) : acc[i];
-        float sum = old + (float)toy_element(add_dt, add, i);
+        float sum = old + (float)toy_element(dt, add, i);
 
         if (acc != NULL)
             acc[i] = sum;
@@ -165,7 +165,6 @@ typedef struct toy_sum_arg {
     mt_dtype    dt;
     float      *acc;
     void       *grad;
-    mt_dtype    add_dt;
     const void *add;
     int64_t     n;
     int         from_grad;
@@ -176,14 +175,13 @@ static inline void toy_sum_now(void *arg)
 {
     toy_sum_arg *a = arg;
 
-    toy_accumulate(NULL, a->dt, a->acc, a->grad, a->add_dt, a->add, a->n, a->from_grad, a->out,
-                   NULL);
+    toy_accumulate(NULL, a->dt, a->acc, a->grad, a->add, a->n, a->from_grad, a->out, NULL);
     free(a);
 }
 
 static inline mt_status toy_accumulate_put(void *ctx, mt_queue *q, mt_dtype dt, float *acc,
-                                           void *grad, mt_dtype add_dt, const void *add, int64_t n,
-                                           int from_grad, double *out, double *chunks)
+                                           void *grad, const void *add, int64_t n, int from_grad,
+                                           double *out, double *chunks)
 {
     toy_sum_arg *a = malloc(sizeof *a);
     mt_status    st;
@@ -191,7 +189,7 @@ static inline mt_status toy_accumulate_put(void *ctx, mt_queue *q, mt_dtype dt, 
     (void)ctx;
     (void)chunks;
     REQUIRE(a != NULL);
-    *a = (toy_sum_arg){ dt, acc, grad, add_dt, add, n, from_grad, out };
+    *a = (toy_sum_arg){ dt, acc, grad, add, n, from_grad, out };
     if ((st = q->dev->ops->call(q, toy_sum_now, a)) != MT_OK)
         free(a);
     return st;
