@@ -766,9 +766,13 @@ PyObject *mt_engine_passed(PyObject *self, PyObject *unused)
 
 static mt_status drain_all(mt_engine *e)
 {
-    mt_status st = mt_offload_drain(e->offload);
+    mt_status st;
 
-    return st == MT_OK ? mt_update_drain(e->updater) : st;
+    MT_TRY(mt_offload_drain(e->offload));
+    MT_TRY(mt_update_drain(e->updater));
+    st = mt_resident_raised(e->cx.residents);
+fail:
+    return st;
 }
 
 PyObject *mt_engine_drain(PyObject *self, PyObject *unused)
