@@ -124,7 +124,8 @@ def apart(rank: int, group: Any, machines: int, what: str, *args: Any) -> Any:
 def pieces(rank: int, group: Any, device: str = "cpu") -> list[bool]:
     """Of bytes that go to each of two ranks from the other, at the same time, whether they are there."""
     from megatrain_torch.group.control import Control
-    control, where, between.PIECE = Control(group), torch.device(device), 1000
+    where = torch.device(device, torch.cuda.current_device()) if device == "cuda" else torch.device(device)
+    control, between.PIECE = Control(group), 1000
     ways = [control.way(*pair, where) for pair in ((0, 1), (1, 0))]
     given = [[torch.randint(256, (n,), dtype=torch.uint8, generator=torch.Generator().manual_seed(10 * r + n))
               for n in (1, 999, 1000, 5001, 2000)] for r in range(2)]

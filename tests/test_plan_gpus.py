@@ -250,7 +250,7 @@ def test_each_of_several_gpus_has_its_part_of_weights_in_a_file() -> None:
     assert "weights" not in two.host and two.disk["weights"] == one.disk["weights"]
     assert two.busy["disk"] == pytest.approx(one.busy["disk"], rel=0.01), "a machine's drive is all its ranks'"
     assert two.host["buffers of the disk"] == 2 * one.host["buffers of the disk"]
-    short = dataclasses.replace(LINKED, disk_both_gbps=1.0, host_bytes=16 * GIB, vram_bytes=33 * GIB // 2)
+    short = dataclasses.replace(LINKED, disk_both_gbps=1.0, host_bytes=16 * GIB, vram_bytes=17 * GIB)
     found = mt.plan(seven(12), tokens=16384, seq=1024, machine=short, gpus=2, nvme={"limit": "100GiB"})
     assert "disk+weights" in found.homes.values() and found.host_bytes <= short.host_bytes
     with pytest.raises(mt.MegatrainError):
@@ -260,7 +260,8 @@ def test_each_of_several_gpus_has_its_part_of_weights_in_a_file() -> None:
 # ---- weights in shards ---------------------------------------------------------------------------
 
 FETCHED = dict(tokens=2048, seq=1024, homes="ram", activations="replay", micro=1, slots=12)      # most of a step is fetches
-NARROW = dataclasses.replace(LINKED, host_bytes=200 * GIB, host_gbps=400.0, adam_gparams=((1, 50.0),), shared_gparams=50.0)
+NARROW = dataclasses.replace(LINKED, vram_bytes=20 * GIB, host_bytes=200 * GIB, host_gbps=400.0,
+                             adam_gparams=((1, 50.0),), shared_gparams=50.0)
 
 
 def test_each_gpu_fetches_its_part_and_is_given_the_others() -> None:
@@ -296,7 +297,7 @@ def test_one_gpu_of_a_machine_has_nobody_to_share_with() -> None:
 # ---- what was measured ---------------------------------------------------------------------------
 
 def test_two_h200_lose_little_to_what_they_exchange() -> None:
-    """Measured: products beside an exchange are slower by 5.5 %; updates of 5.75 B parameters take 0.8 s of the host of one
+    """Measured: products beside an exchange are slower by 1 to 5 %; updates of 5.75 B parameters take 0.8 s of the host of one
     GPU, and 1 s of that of several."""
     plans = {g: mt.plan(seven(20), machine="h200-128g,host=252GiB", gpus=g, **ASKED) for g in (1, 2)}
     assert plans[2].tokens_per_second == pytest.approx(2 * plans[1].tokens_per_second, rel=0.15)
@@ -304,7 +305,7 @@ def test_two_h200_lose_little_to_what_they_exchange() -> None:
     for g, plan in plans.items():            # beside more copies, or fewer
         assert 1.0 < plan.busy["host update"] * (1, SHARED_ADAM)[g > 1] / alone < 1.2
     compute = [plans[g].busy["compute"] for g in (1, 2)]
-    assert 1.02 < compute[1] / compute[0] < 1.06
+    assert 1.01 < compute[1] / compute[0] < 1.06
     assert plans[2].busy["h2d"] == pytest.approx(2 * plans[2].host["weights"] / 50e9, rel=0.2)
 
 
@@ -327,6 +328,17 @@ def test_a_plan_says_how_many_gpus_it_is_for() -> None:
     assert "2 machines of 4 GPUs, each with 8,192 tokens a step" in said and "tokens/s in all" in said
     assert "device memory of a GPU" in said and "host memory of a machine" in said and "\nexchange " in said
     assert "2 machines of 4 GPUs" in plan._repr_html_()
+
+
+def test_a_plan_says_what_the_network_has_to_carry() -> None:
+    def planned_with(gbps: float) -> mt.Plan:
+        return mt.plan(small(16), machine=dataclasses.replace(LINKED, network_gbps=gbps), tokens=32768, seq=1024, gpus=2,
+                       machines=2)
+
+    needed = float(re.search(r"between machines: ([\d.]+) GB/s from each hide .*; 10 are stated", str(planned_with(10.0)))[1])
+    waits = [plan.idle.get("network", 0.0) / plan.seconds for plan in map(planned_with, (needed / 3, 1.5 * needed))]
+    assert waits[0] > 0.2 and waits[1] < 0.1, "a third of it, and half as much again"
+    assert "between machines" not in str(planned("all in RAM"))
 
 
 def test_explain_says_how_many_gpus_a_model_was_planned_for() -> None:

@@ -1,11 +1,11 @@
 /* notes.c — a list, and a condition. */
 #include "notes.h"
 
+#include "clock.h"
 #include "lock.h"
 #include "watch.h"
 
 #include <stdlib.h>
-#include <time.h>
 
 typedef struct link {
     struct link *next;
@@ -68,20 +68,10 @@ void mt_notes_put(mt_notes *q, mt_note note)
     mt_unlock(&q->mu);
 }
 
-static struct timespec in(int ms)
-{
-    struct timespec t;
-
-    (void)clock_gettime(CLOCK_MONOTONIC, &t);
-    t.tv_nsec += (long)(ms % 1000) * 1000000;
-    t.tv_sec += ms / 1000 + t.tv_nsec / 1000000000;
-    t.tv_nsec %= 1000000000;
-    return t;
-}
-
 mt_status mt_notes_take(mt_notes *q, int ms, mt_note *out, int *some)
 {
-    struct timespec until = in(ms);
+    uint64_t        end = mt_now_ns() + (uint64_t)ms * 1000000u;
+    struct timespec until = { (time_t)(end / 1000000000u), (long)(end % 1000000000u) };
     link           *l;
     int             lost;
 

@@ -20,7 +20,7 @@ from .shapes import Shape, Unit
 WAY_BYTES = between.BUFFERS * between.PIECE
 SECOND = 0.7                    # of a first communicator's bytes, what a further one takes, which gathers portions
 POOL_BYTES = 512 << 20          # what torch keeps for streams of our own, beside compute's
-BUFFERS = 2                     # of a unit's gradients: what is sent, and what is received
+BUFFERS = 2                     # of a unit's gradients: what is sent, and what is received; the next unit's is packed
 
 
 class Exchange:
@@ -75,6 +75,8 @@ class Exchange:
         self.raised = updated - self.lowered
         self.peers = links if m == 1 and not self.on_link else 0.0
         self.link_bytes = 2 * int(leaving.sum()) * self.on_link
-        self.buffers = BUFFERS * int(self.gradients.max(initial=0)) + OFFLOAD_DEPTH * int(self.home.max(initial=0))
+        sizes = np.pad(self.gradients, 1)
+        packed = BUFFERS * self.gradients + np.maximum(sizes[:-2], sizes[2:])
+        self.buffers = int(packed.max(initial=0)) + OFFLOAD_DEPTH * int(self.home.max(initial=0))
         self.buffers += int(SECOND * machine.communicator_bytes) * (self.parts > 1 and machine.device == "cuda")
         self.buffers += POOL_BYTES + m * WAY_BYTES * (m > 1)       # to all other machines, and from each

@@ -35,8 +35,9 @@ CODES_A_THREAD = 0.75       # 10**9 parameters/s with moments of 8 bits, where a
 # day for five years); reads and writes together as if in turn.
 DRIVE_NAME, DRIVE = "Samsung PM9A3 of 1.92 TB", (6.5, 3.5, 4.5, 3504.0)
 # Between GPUs, of two H200 (NVLink 4, NCCL 2.28): 1 GiB is all-reduced at 321 GB/s, where 450 are on the data sheet.
-# Products beside an exchange of 0.23 GB every 39 ms are slower by some 5.5 %, whatever number of NCCL's blocks.
-NVLINK_REACHED, LOST_GBPS = 0.7, 110.0
+# An exchange of 0.23 GB holds up products beside it by 0.5 ms, every 13 ms, to 2.1 ms, every 39 ms, whatever number of
+# NCCL's blocks; steps of 2k tokens, of which exchanges are most, by 0.9 ms.
+NVLINK_REACHED, LOST_GBPS = 0.7, 250.0
 FP8_GAIN = 1.85             # of 7B width on an H200, at 16k tokens, forward and both gradients: 17.1 ms for 31.6
 NETWORK_GBPS = 50.0         # of a machine: one port of 400 Gb/s, stated
 # Of two H100 (torch 2.11, NCCL 2.28): a first communicator takes 866 MiB of each with the library, its first

@@ -440,7 +440,19 @@ def _headline(p: Plan) -> str:
             f"{p.fleet.each}{p.tokens:,} tokens a step in sequences of {p.seq:,}, {cut}; {p.compute} layers\n"
             f"{p.machine.name}: rates {p.machine.source}\n"
             f"predicted: {p.tokens_per_second:,.0f} tokens/s{all_of}, {p.seconds:.4g} s a step "
-            f"({p.forward_s:.3g} forward); bound by {LANES.get(p.bound, p.bound)}")
+            f"({p.forward_s:.3g} forward); bound by {LANES.get(p.bound, p.bound)}" + _between(p))
+
+
+def _between(p: Plan) -> str:
+    """What the network has to carry, so that nothing waits: new weights within a forward, gradients of a machine's GPUs
+    within a backward."""
+    if p.machines == 1:
+        return ""
+    leaving = sum(p.weights.values()) * p.trained / p.parameters * (p.machines - 1) / p.machines
+    forward_s, backward_s = p.forward_s / p.micro, (p.seconds - p.forward_s) / p.micro
+    needed = max(leaving / forward_s, p.gpus * leaving / backward_s) / 1e9
+    return (f"\nbetween machines: {needed:.3g} GB/s from each hide behind compute; "
+            f"{p.machine.network_gbps:.4g} are stated (network_gbps)")
 
 
 def _tables(p: Plan) -> list[Table]:

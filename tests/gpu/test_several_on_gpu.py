@@ -87,3 +87,15 @@ def test_a_checkpoint_of_states_on_the_devices(pool: Pool, plan: tuple, tmp_path
     wanted, *others = pool.call("several:saved", SIZE, job, str(tmp_path / "c"))
     assert not differences(others, wanted)
     assert not differences(pool.call("several:loaded", SIZE, job, str(tmp_path / "c")), wanted)
+
+
+@pytest.mark.parametrize("job", [OWN("wide", dtype="bfloat16"), OWN("wide", dtype="bfloat16", delay_us=300, look=True),
+                                 OWN("wide", dtype="bfloat16", plan=VRAM, micro=2), OWN("choosy", plan=MIXED)], ids=str)
+def test_a_gpu_of_each_machine_has_what_one_process_has(pool: Pool, job: Job) -> None:
+    """Machines are pretended: new weights go from one's share over the GPUs to the other's."""
+    found = pool.call("several:apart", SIZE, 2, "several:train", job)
+    assert not differences(found, wanted(job))
+
+
+def test_bytes_that_go_over_gpus_in_pieces_are_whole_where_they_come(pool: Pool) -> None:
+    assert pool.call("several:pieces", SIZE, "cuda") == [[True] * 5] * SIZE
