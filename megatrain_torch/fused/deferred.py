@@ -33,6 +33,7 @@ from ..graph.frames import refuse_again
 from ..store.guard import HostTensor
 from ..store.records import Record, Use
 from ..store.state import graph_stays, in_backward
+from ..store.views import accumulators, in_sight
 from .picks import Curve, Pick, is_all, pick_of, vocabulary_dim
 
 if TYPE_CHECKING:
@@ -127,6 +128,7 @@ def exactly(device: torch.device) -> Iterator[None]:
         yield
 
 
+@in_sight
 class Defer(torch.autograd.Function):
     """Hidden states and host parameters in, deferred logits out."""
 
@@ -157,8 +159,7 @@ class Defer(torch.autograd.Function):
 
 def hand_over(ctx: Any, window: Window, use: Use | None, grads: Any) -> list[Tensor | None]:
     """Gradients of ctx.records, whose nodes are the last inputs'; what autograd is to be given for them."""
-    edges = ctx.next_functions[len(ctx.next_functions) - len(ctx.records):]
-    return window.runtime.handover.take(ctx.records, use, [edge[0] for edge in edges], tuple(grads))
+    return window.runtime.handover.take(ctx.records, use, accumulators(ctx), tuple(grads))
 
 
 # ---- its output, and what is made of that ----

@@ -21,11 +21,13 @@ from torch.utils._pytree import tree_leaves
 from ..base.errors import MegatrainError
 from ..store.records import Use
 from ..store.state import graph_stays, in_backward
+from ..store.views import in_sight
 from .deferred import DeferredLogits, Logits, exactly, hand_over
 from .loss import linear_cross_entropy
 from .picks import Curve, Pick, numbers, pick_of, vocabulary_dim
 
 
+@in_sight
 class Loss(torch.autograd.Function):
     """Hidden states and host parameters in, the loss out; its gradients are made here and now."""
 

@@ -14,6 +14,7 @@ from ..graph.frames import refuse_create_graph
 from ..graph.swap import Bundle, Part
 from ..store.records import Record, Use
 from ..store.state import graph_stays, in_backward
+from ..store.views import accumulators, in_sight
 from .templates import Weights
 
 if TYPE_CHECKING:
@@ -43,6 +44,7 @@ class Runs(Protocol):
     def check_versions(self, versions: list[int]) -> None: ...
 
 
+@in_sight
 class Layer(torch.autograd.Function):
     """x and host parameters in, the layer's output out."""
 
@@ -74,7 +76,7 @@ class Layer(torch.autograd.Function):
         ctx.kept = ctx.bundle = None
         fused.window.runtime.swap.approach(ctx.position)
         fused.check_versions(ctx.versions)
-        nodes = [edge[0] for edge in ctx.next_functions[1:]]         # the first is x's
+        nodes = accumulators(ctx)
         found: tuple[Tensor | None, ...] = (None,) * len(ctx.records)
         dx = None
         if dy is not None:

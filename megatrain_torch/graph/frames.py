@@ -27,6 +27,7 @@ from ..base.modes import Mode
 from ..store.pieces import Piece
 from ..store.records import Record
 from ..store.state import swap_window
+from ..store.views import DeviceParameter
 from ..store.whole import Whole
 from .below import Below, flat_weights, restore_buffers, snapshot_buffers
 from .effects import Snapshot
@@ -77,6 +78,7 @@ class Stretch(Protocol):
     mode: str
     proved: bool
     units: list[int]
+    records: list[Record]
     trainable: list[Record]
     expanded: dict[int, Whole | Piece]
     buffered: Below
@@ -292,6 +294,7 @@ class ReplayFrame(Again):
         self.inputs = fork.call(args, kwargs)
         self.watched = fork.watched                      # inputs and their versions
         self.trainable = window.trainable                # requires_grad may change, and change back, meanwhile
+        self.attributes = {r: dict(vars(p)) for r in window.records if (p := r.param) is not None}
         self.clones = None if window.proved else Fork(clone=True).call(args, kwargs)
         self.buffers = snapshot_buffers(window.buffered)
         self.objects = fork.shared                       # which a forward may change too
@@ -363,7 +366,7 @@ class ReplayFrame(Again):
             set_autocast_state(rt.device.type, (*self.autocast[:2], False, *self.autocast[3:]))
             with torch.enable_grad():
                 inputs = Fork(as_results=True).call(*self.inputs)
-                outer, opened = swap_window(window.bind_leaves(self.trainable)), True
+                outer, opened = swap_window(self._bind()), True
                 with flat_weights(window.recurrent):
                     yield inputs
         finally:
@@ -374,6 +377,14 @@ class ReplayFrame(Again):
             restore_buffers(window.buffered, saved_buffers)
             set_autocast_state(rt.device.type, saved_autocast)
             set_random_state(rt.device, saved_random)
+
+    def _bind(self) -> dict[Record, Tensor]:
+        """Weights with the attributes that parameters had then: what a run sets again stays in it."""
+        bound = self.window.bind_leaves(self.trainable)
+        for r, t in bound.items():
+            if type(t) is DeviceParameter:
+                t.__dict__ = dict(self.attributes[r])
+        return bound
 
     def _refuse(self, what: str) -> None:
         raise MegatrainError(f"{self.window.name}: run again, its forward {what}; it does not repeat itself: "

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import types
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -20,7 +20,7 @@ from ..base.modes import Mode, read
 from ..store.pieces import Piece, Stacked
 from ..store.records import Record, Use
 from ..store.state import enter, in_backward, leave, swap_window
-from ..store.views import DeviceParameter
+from ..store.views import DeviceParameter, accumulators, in_sight, takes_no_hooks
 from ..store.whole import Whole
 from . import masks
 from .below import Below, flat_weights
@@ -84,6 +84,8 @@ class Ring(Located, Protocol):
 
     def views(self, unit: int) -> list[Tensor | None]: ...
 
+    def parameters(self, unit: int) -> list[Tensor | None]: ...
+
     def own_outputs(self, out: Any) -> Any: ...
 
 
@@ -118,6 +120,8 @@ class Model(Streamed, Protocol):
     def reads(self) -> Reads: ...
 
 
+@in_sight
+@takes_no_hooks
 class Bind(torch.autograd.Function):
     """Host parameters in, slot tensors out; weight gradients in, to the store."""
 
@@ -130,8 +134,8 @@ class Bind(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        nodes = [edge[0] for edge in ctx.next_functions[-len(grads):]]
-        return None, None, *ctx.window.runtime.handover.take(ctx.records, ctx.use, nodes, grads)
+        handover = ctx.window.runtime.handover
+        return None, None, *handover.take(ctx.records, ctx.use, accumulators(ctx), grads)
 
 
 def _detached(views: list[Any], records: list[Record]) -> list[Any]:
@@ -242,13 +246,19 @@ class Window:
 
     def views(self, records: list[Record]) -> list[Any]:
         """Fresh tensors over the slots for these records, None for a stack's. Acquires their units."""
-        rt = self.runtime
+        return self._fresh(self.runtime.ring.parameters, records)
+
+    def neighbours(self, records: list[Record]) -> list[Any]:
+        """The same for templates, which join those that lie beside each other."""
+        return self._fresh(self.runtime.ring.views, records)
+
+    def _fresh(self, of: Callable[[int], list[Tensor | None]], records: list[Record]) -> list[Any]:
         if len(self.units) == 1:
-            return _detached(rt.ring.views(self.units[0]), records)
+            return _detached(of(self.units[0]), records)
         out = {}
         for unit in self.units:
             own = [r for r in records if r.unit == unit]
-            out.update(zip(own, _detached(rt.ring.views(unit), own)))
+            out.update(zip(own, _detached(of(unit), own)))
         return [out[r] for r in records]
 
     @property

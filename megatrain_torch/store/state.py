@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from .._core import WindowDict, enter, inside, leave, swap_window
+from .guard import OneParameter
 
 in_backward = torch._C._current_graph_task_id     # -1 outside of backward; for the thread that runs it
 graph_stays = torch._C._autograd._get_current_graph_task_keep_graph      # retain_graph, of the backward under way
@@ -97,10 +98,14 @@ class Given:
 
 
 def _stands_for(record: Any, value: Any) -> bool:
-    """Is it what a read in a forward gave for this parameter?"""
+    """Is it what a read in a forward gave for this parameter? Or, of codes, a tensor of their package over the same
+    memory (PEFT's DoRA puts `weight.to(weight.device)` there)?"""
+    if isinstance(value, OneParameter):
+        return value._mt is record
     window = swap_window(None)
     swap_window(window)
-    return getattr(value, "_record", None) is record or (window is not None and window.get(record) is value is not None)
+    bound = window and window.get(record)
+    return bound is not None and type(value) is type(bound) and value.data_ptr() == bound.data_ptr()
 
 
 class HostBuffers(dict):

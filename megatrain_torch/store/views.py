@@ -32,6 +32,16 @@ class DeviceParameter(OneParameter, nn.Parameter):
     grad_fn = property(lambda self: None)
 
     @property
+    def output_nr(self) -> int:
+        """torch.autograd.graph.get_gradient_edge asks for it.
+
+        Raises:
+            MegatrainError: the edge in this graph is not the parameter's.
+        """
+        raise MegatrainError(f"{self._mt.name}: the gradient edge of a weight that a forward sees is not its "
+                             "parameter's; ask for it outside of forwards (model.get_parameter)")
+
+    @property
     def requires_grad(self) -> bool:
         return Tensor.requires_grad.__get__(self)
 
@@ -44,6 +54,19 @@ class DeviceParameter(OneParameter, nn.Parameter):
     def requires_grad_(self, requires_grad: bool = True) -> DeviceParameter:
         self.requires_grad = requires_grad
         return self
+
+    def register_hook(self, hook: Any) -> Any:
+        return self._once(self._mt.param.register_hook(hook))
+
+    def register_post_accumulate_grad_hook(self, hook: Any) -> Any:
+        return self._once(self._mt.param.register_post_accumulate_grad_hook(hook))
+
+    @staticmethod
+    def _once(handle: Any) -> Any:
+        """A forward that runs again in backward has registered it the first time."""
+        if in_backward() != -1:
+            handle.remove()
+        return handle
 
     @property
     def data(self) -> Tensor:
@@ -58,6 +81,9 @@ class DeviceParameter(OneParameter, nn.Parameter):
                                  f"not fit its streamed weight of shape {list(self.shape)} {self.dtype}")
         with torch.no_grad():
             self.copy_(value)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return repr(nn.Parameter(self.data, self.requires_grad))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         out = memo[id(self)] = nn.Parameter(self.data.clone(), self.requires_grad)
@@ -76,48 +102,90 @@ def _of_parameter(name: str) -> property:
     def put(self: DeviceParameter, value: Any) -> None:
         setattr(self._mt.param, name, value)
 
-    return property(lambda self: getattr(self._mt.param, name), put, lambda self: delattr(self._mt.param, name))
+    def get(self: DeviceParameter) -> Any:
+        if name == "grad" and torch.compiler.is_compiling():
+            return None                      # it is in host memory, which dynamo would take for this tensor's own
+        return getattr(self._mt.param, name)
+
+    return property(get, put, lambda self: delattr(self._mt.param, name))
 
 
-for _name in ("grad", "_grad", "_backward_hooks", "_post_accumulate_grad_hooks", "register_hook",
-              "register_post_accumulate_grad_hook", "retain_grad"):
+for _name in ("grad", "_grad", "_backward_hooks", "_post_accumulate_grad_hooks", "grad_dtype", "retain_grad"):
     setattr(DeviceParameter, _name, _of_parameter(_name))
+
+
+# ---- nodes of graphs that parameters go into ----
+
+_next_functions = torch._C._FunctionBase.next_functions
+
+
+def accumulators(ctx: Any) -> list[Any]:
+    """Of the parameters of ctx.records, which are the last inputs of its Function."""
+    edges = _next_functions.__get__(ctx)
+    return [node for node, _ in edges[len(edges) - len(ctx.records):]]
+
+
+def in_sight(function: Any) -> Any:
+    """User code may come by its nodes on the way to AccumulateGrad's, where it may put hooks: from then on autograd
+    itself adds these parameters' gradients."""
+    def walked(node: Any) -> Any:
+        for record in node.records:
+            record.host_graph = True
+        return _next_functions.__get__(node)
+
+    function._backward_cls.next_functions = property(walked)
+    return function
+
+
+def takes_no_hooks(function: Any) -> Any:
+    """Its nodes stand where plain torch has AccumulateGrad's."""
+    def refuse(node: Any, *_: Any) -> Any:
+        raise MegatrainError(f"{node.records[0].name}: a hook on this node would meet gradients of a whole window, on "
+                             "the device; put it on the parameter, or on the node that "
+                             "p.expand_as(p).grad_fn.next_functions gives outside of forwards")
+
+    function._backward_cls.register_hook = function._backward_cls.register_prehook = refuse
+    return function
 
 
 # ---- outside of its window ----
 
+@in_sight
+@takes_no_hooks
 class Fetch(torch.autograd.Function):
     """Parameter in, LazyParameter out; its gradient in, to the store."""
 
     @staticmethod
     def forward(ctx: Any, record: Record, param: Tensor) -> Tensor:
-        ctx.record = record
+        ctx.records = [record]
         ctx.use = Use([record]) if in_backward() == -1 else None
         return LazyParameter(record)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        record = ctx.record
-        return None, *record.runtime.handover.take([record], ctx.use, [ctx.next_functions[-1][0]], (grad,))
+        handover = ctx.records[0].runtime.handover
+        return None, *handover.take(ctx.records, ctx.use, accumulators(ctx), (grad,))
 
 
 class LazyParameter(DeviceParameter):
     """[shape], without memory until it is used.
 
     Attributes:
-        value: the weights, once they are fetched. kept: its version when the store last heard of a write.
+        value: the weights, once they are fetched. unit_version: of the unit when they were read. kept: its own version
+            when the store last heard of a write.
     """
 
-    __slots__ = ("kept", "value")
+    __slots__ = ("kept", "unit_version", "value")
 
     value: Tensor | None
+    unit_version: int
     kept: int
 
     @staticmethod
     def __new__(cls, record: Record) -> LazyParameter:
         out = Tensor._make_wrapper_subclass(cls, record.shape, strides=record.stride, dtype=record.dtype,
                                             device=record.runtime.device)
-        out.value, out.kept = None, 0
+        out.value, out.unit_version, out.kept = None, record.runtime.core.version(record.unit), 0
         return out
 
     @staticmethod
@@ -143,7 +211,7 @@ class LazyParameter(DeviceParameter):
         """The weights on the compute device, without history."""
         if self.value is None:
             with torch.inference_mode(False):
-                self.value = self._mt.runtime.reads.copy(self._mt)
+                self.value = self._mt.runtime.reads.fetch(self._mt, self.unit_version)
         return self.value
 
     def keep_write(self) -> None:
@@ -156,7 +224,7 @@ def _of_value(name: str) -> Any:
     return lambda self, *args, **kwargs: getattr(self.fetch(), name)(*args, **kwargs)
 
 
-for _name in ("data_ptr", "numpy", "tolist", "untyped_storage", "__array__", "__dlpack__", "__repr__"):
+for _name in ("data_ptr", "numpy", "tolist", "untyped_storage", "__array__", "__dlpack__"):
     setattr(LazyParameter, _name, _of_value(_name))      # they look for memory, and ask no dispatcher
 
 
