@@ -103,6 +103,14 @@ def test_a_method_that_was_told_to_stop_goes_on_to_the_same_bits(here: Path, met
     assert files[0] == files[1]
 
 
+def test_two_processes_have_the_losses_of_one(here: Path) -> None:
+    found = []
+    for gpus in (1, 2):
+        assert megatrain(*words(here, "dpo", f"by{gpus}"), "--steps", 3, "--gpus", gpus) == 0
+        found.append(losses(here / f"by{gpus}"))
+    assert found[1] == pytest.approx(found[0], abs=1e-5) and len(found[0]) == 3
+
+
 def test_early_stopping_takes_the_best_weights_and_trainers_names_are_taken(here: Path, capsys: Any) -> None:
     (here / "my.txt").write_text(TEXT[:3000])
     run = here / "early"

@@ -45,13 +45,15 @@ EVERY_S = 30.0                       # without a terminal: between two lines wit
 @dataclass
 class Run:
     """What a command knows of a run. owned: the folder; None where another process of the team has it. tokens: of a
-    step. asked: what a checkpoint notes of the settings. convert: as in mt.load, of what is resumed from."""
+    step. asked: what a checkpoint notes of the settings. convert: as in mt.load, of what is resumed from. scratch: a
+    folder for the time of the command, the same for all processes."""
 
     team: Team
     owned: Owned | None
     tokens: int
     asked: dict[str, Any]
-    convert: bool = False
+    convert: bool
+    scratch: str
 
 
 class Streamed:

@@ -8,6 +8,7 @@ import importlib.util
 import math
 import os
 import shutil
+import tempfile
 import time
 import warnings
 from collections.abc import Iterator
@@ -111,11 +112,16 @@ def train_run(settings: Settings, team: Team, owned: Owned | None, checkpoint: P
 
     from .loop import Run
 
-    datasets.disable_caching()           # whose keys know nothing of this package's version
     datasets.disable_progress_bars()
     # Of names that TRL still gives to transformers.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"(transformers|trl)\.")
-    began, out = time.perf_counter(), Path(settings.out)
+    with tempfile.TemporaryDirectory(prefix="megatrain-") as own:
+        _train_run(settings, Run(team, owned, 0, {"lora": settings.lora, "base": settings.base}, convert,
+                                 team.of_first(own)), checkpoint, new_data)
+
+
+def _train_run(settings: Settings, run: Any, checkpoint: Path | None, new_data: bool) -> None:
+    began, out, team, owned = time.perf_counter(), Path(settings.out), run.team, run.owned
     torch.manual_seed(settings.seed)
     with team.as_one():
         methods.given(settings)
@@ -126,14 +132,15 @@ def train_run(settings: Settings, team: Team, owned: Owned | None, checkpoint: P
         reward = methods.rewards(settings) if settings.method == "grpo" else None
     data = team.first_does(lambda: _Data(settings, tokenizer, None if new_data or checkpoint is None else owned))
     with team.as_one():
-        model = _model(source, settings, tokenizer, team.first)
+        # TRL hashes the weights that it asks before the first step, in each process.
+        model = _model(source, settings, tokenizer, team.first or settings.method in ("dpo", "kto"))
     settings, train, held = team.of_first(team.first_does(lambda: data.for_model(model)))
     if settings.lora is not None:
         with team.as_one():
             model = lora.Lora.of(settings.lora).beside(model, settings.seed)
     with contextlib.ExitStack() as refused:
         team.first_does(lambda: refused.enter_context(_made_if_kept(out)))
-        run = Run(team, owned, settings.tokens, {"lora": settings.lora, "base": settings.base}, convert)
+        run.tokens = settings.tokens
         try:
             settings, how, page = _planned(model, settings, team)
             trainer = _trainer(model, tokenizer, settings, train, held, run, how, reward)
@@ -383,9 +390,18 @@ def _trainer(model: Any, tokenizer: Any, settings: Settings, train: Any, held: A
     from .loop import OfRows, Streamed
 
     rows, (kind, _) = settings.method == "sft", methods.classes(settings.method)
-    # TRL looks at data sets of its own kind when a trainer is made; the rows take their place behind that.
-    data = [datasets.Dataset.from_list([{"input_ids": [0], "labels": [0]}] if rows else [p.record for p in part])
-            if len(part) else None for part in (train, held)]
+    # TRL looks at data sets of its own kind when a trainer is made; rows take their place behind that. What it makes of
+    # records it keeps beside them, in a folder that all processes see and no other run: the cache of `datasets` knows
+    # nothing of this package's version.
+    parts = {name: part for name, part in (("train", train), ("held", held)) if len(part)}
+
+    def write() -> None:
+        for name, part in parts.items():
+            found = [{"input_ids": [0], "labels": [0]}] if rows else [p.record for p in part]
+            datasets.Dataset.from_list(found).save_to_disk(f"{run.scratch}/{name}")
+
+    run.team.first_does(write)
+    data = [datasets.load_from_disk(f"{run.scratch}/{name}") if name in parts else None for name in ("train", "held")]
     if not rows and tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     more = {"data_collator": collate(settings.device == "cuda" and not train.alone)} if rows else {}
@@ -463,7 +479,8 @@ def _check_disk(model: Any, settings: Settings, freed: int) -> None:
 def _arguments(settings: Settings, held: bool) -> Any:
     s, sequences = settings, methods.SEQUENCES.get(settings.method, 1)
     micro_rows = s.tokens // (s.seq * sequences) // s.gpus // s.micro
-    beside = {"device_map": None, "dtype": s.dtype}      # of a reference model: TRL would put it on the GPU, whole
+    # Of a reference model, and a reward model: TRL would put them on the GPU, whole.
+    beside = {"model_init_kwargs": {"device_map": None, "dtype": s.dtype}}
     best = {"load_best_model_at_end": True, "metric_for_best_model": "eval_loss", "greater_is_better": False}
     ours = dict(
         output_dir=s.out, per_device_train_batch_size=micro_rows, gradient_accumulation_steps=s.micro,
@@ -479,11 +496,12 @@ def _arguments(settings: Settings, held: bool) -> Any:
                      dataset_kwargs={"skip_prepare_dataset": True})
     elif s.method == "grpo":
         usual |= dict(max_completion_length=max(1, s.seq // 2), num_generations=min(8, micro_rows * s.micro * s.gpus),
-                      model_init_kwargs=beside)
+                      **beside if "beta" in s.more or ".py:" not in s.reward else {})
     else:
         ours |= dict(max_length=s.seq)
         if s.method in ("dpo", "kto"):                   # one model in memory: it is asked before its first step
-            usual |= dict(precompute_ref_log_probs=s.lora is None, model_init_kwargs=beside)
+            usual |= dict(precompute_ref_log_probs=s.lora is None,
+                          **beside if "precompute_ref_log_probs" in s.more else {})
     kind = methods.classes(s.method)[1]
     if "router_aux_loss_coef" in {f.name for f in dataclasses.fields(kind)}:
         usual |= dict(router_aux_loss_coef=0.0)          # a mixture's loss is that of its words, as transformers has it
