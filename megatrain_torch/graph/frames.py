@@ -80,7 +80,7 @@ class Stretch(Protocol):
     mode: str
     proved: bool
     units: list[int]
-    records: list[Record]
+    answering: list[tuple[Record, dict[str, Any]]]
     trainable: list[Record]
     expanded: dict[int, Whole | Piece]
     buffered: Below
@@ -297,7 +297,7 @@ class ReplayFrame(Again):
         self.inputs = fork.call(args, kwargs)
         self.watched = fork.watched                      # inputs and their versions
         self.trainable = window.trainable                # requires_grad may change, and change back, meanwhile
-        self.attributes = {r: dict(vars(p)) for r in window.records if (p := r.param) is not None}
+        self.attributes = [dict(own) for _, own in window.answering]
         self.clones = None if window.proved else Fork(clone=True).call(args, kwargs)
         self.buffers = snapshot_buffers(window.buffered)
         self.shapes: list[Any] | None = [] if self.clones is not None else None
@@ -384,9 +384,9 @@ class ReplayFrame(Again):
     def _bind(self) -> dict[Record, Tensor]:
         """Weights with the attributes that parameters had then: what a run sets again stays in it."""
         bound = self.window.bind_leaves(self.trainable)
-        for r, t in bound.items():
-            if type(t) is DeviceParameter:
-                t.__dict__ = dict(self.attributes[r])
+        for (r, _), attributes in zip(self.window.answering, self.attributes):
+            if type(t := bound.get(r)) is DeviceParameter:
+                t.__dict__ = dict(attributes)
         return bound
 
     def _refuse(self, what: str) -> None:

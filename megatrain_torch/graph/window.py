@@ -170,6 +170,7 @@ class Window:
         units: units they lie in; acquired one after another when the window opens.
         mode: one of modes.py, or "auto" until the first training step decides.
         proved: a first replayed run has shown that inputs are not written in place.
+        answering: records that are no codes' strands, with the attributes that user code sets on their parameters.
         wholes: weights that are codes. expanded: those that are 16-bit weights in the run under way, by their memory,
             and pieces of stacks that are.
     """
@@ -196,7 +197,7 @@ class Window:
         self.expanded: dict[int, Whole | Piece] = {}
         self.wholes = [r.whole for r in records if r.whole is not None]
         strands = {r for whole in self.wholes for r in whole.records}
-        self._answering = [r for r in records if r not in strands]
+        self.answering = [(r, vars(r.param)) for r in records if r not in strands]
         self.look()
 
     def look(self) -> None:
@@ -293,9 +294,9 @@ class Window:
     def _together(self, bound: dict[Record, Tensor]) -> dict[Record, Tensor]:
         """Weights of codes are what their packages' code computes with, over the slots' tensors; others answer for
         their parameters, whose attributes they have."""
-        for r in self._answering:
-            if (t := bound.get(r)) is not None and (param := r.param) is not None:
-                t.__class__, t.__dict__ = DeviceParameter, param.__dict__
+        for r, attributes in self.answering:
+            if (t := bound.get(r)) is not None:
+                t.__class__, t.__dict__ = DeviceParameter, attributes
         self.expanded.clear()
         for stacked in self.stacks:
             if stacked.records[0] in bound:
