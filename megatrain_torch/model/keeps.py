@@ -15,7 +15,6 @@ from ..graph.window import Window
 from ..plans.planner import Plan, own_code
 from ..plans.shapes import attends
 
-
 MORE = "\n\nmegatrain_torch: "
 
 
