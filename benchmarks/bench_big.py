@@ -95,7 +95,7 @@ def config_of(args: argparse.Namespace) -> Any:
     changes = changes | ({"num_hidden_layers": args.layers} if args.layers else {})
     settings = config.to_dict() | changes
     settings["layer_types"] = (settings.get("layer_types") or [])[: settings["num_hidden_layers"]] or None
-    return type(config)(**settings)
+    return type(config)(**settings | {"use_cache": False})
 
 
 def train(engine: Any, args: argparse.Namespace, device: torch.device) -> tuple[list[float], list[float]]:

@@ -69,7 +69,8 @@ def config_of(args: argparse.Namespace) -> Any:
         sizes |= {"num_hidden_layers": args.layers}
     if "first_k_dense_replace" in sizes and sizes.get("num_hidden_layers", 61) < 10:
         sizes["first_k_dense_replace"] = 1
-    config = kind(**sizes, dtype=torch.bfloat16)
+    attention = "eager" if kind is GptOssConfig else "sdpa"
+    config = kind(**sizes, use_cache=False, attn_implementation=attention, dtype=torch.bfloat16)
     config.quantization_config = {"quant_method": base, "weight_block_size": [128, 128]}
     return config
 

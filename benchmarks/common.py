@@ -200,6 +200,8 @@ def qwen2_config(shape: Sequence[int], layers: int, max_seq: int) -> Any:
         num_hidden_layers=layers,
         max_position_embeddings=max_seq,
         tie_word_embeddings=False,
+        attn_implementation="sdpa",
+        use_cache=False,
     )
 
 

@@ -286,8 +286,8 @@ class Planning:
             self._put_into_force(found)
 
     def _near(self, batches: list[Pass]) -> tuple[Plan, bool]:
-        """A plan for the first of these that fits; and True: it has units where they are, which is nearly as fast as one
-        from the start, or they cannot move."""
+        """A plan for the first of these that fits; and True: it has units where they are, which is nearly as fast as a
+        plan from the start, or they cannot move."""
         try:
             here = self._first(batches, self._ask_here)
         except Unreadable:
