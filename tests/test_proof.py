@@ -30,6 +30,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 import megatrain_torch as mt
+from megatrain_torch.fused.templates import parts
 from megatrain_torch.graph.reader import scope_of
 from megatrain_torch.model.stream import runtime_of
 
@@ -719,3 +720,20 @@ def test_guards_of_a_layer_take_a_tenth_of_a_millisecond() -> None:
         assert fused._reader.last.holds(scope_of(windows[3].inner, *seen[0]))
         best = min(best, time.perf_counter() - start)
     assert best < 1e-4, f"{best * 1e6:.0f} us"
+
+
+@pytest.mark.parametrize("factor", [1.0, 1.03])
+def test_a_kernel_that_is_wrong_in_bf16_is_refused(factor: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By 3 %: three times what rounding takes a norm's output and gradients from fp32."""
+    own = parts.Norm.forward
+
+    def forward(self: Any, x: Tensor, w: Any) -> Any:
+        y, rstd = own(self, x, w)
+        return y * factor, rstd
+
+    monkeypatch.setattr(parts.Norm, "forward", forward)
+    model = nn.Sequential(nn.Linear(16, 16), Norm()).bfloat16()
+    model = mt.stream(model, "cpu", compute="fused", units=["0", "1"])
+    model(torch.randn(2, 12, 16).bfloat16()).float().square().mean().backward()
+    code = runtime_of(model).windows[1].code
+    assert code == "template" if factor == 1 else "is off from fp32 by 3.0e-02" in code, code
