@@ -82,12 +82,12 @@ def base(folder: Path, form: str) -> nn.Module:
                                                              dtype=torch.bfloat16)
 
 
-def with_adapter(model: nn.Module) -> nn.Module:
+def with_adapter(model: nn.Module, **more: Any) -> nn.Module:
     parity.seed()
     targets = "all-linear"
     if model.config.model_type == "mixtral":         # whose experts, and router, are no Linear: nobody quantises them
         targets = ["q_proj", "k_proj", "v_proj", "o_proj"]
-    config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=targets, init_lora_weights=False)
+    config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=targets, init_lora_weights=False, **more)
     return peft.get_peft_model(model, config).train()
 
 
@@ -129,6 +129,15 @@ def test_a_base_of_codes_trains_to_its_packages_bits(arch: str, form: str, how: 
 
 
 # ---- what else is done with such a model ---------------------------------------------------------
+
+@pytest.mark.parametrize("how", ["saved", "replay"])
+@pytest.mark.parametrize("form", ["nf4", "nf4-double"])
+def test_dora_trains_over_codes(form: str, how: str, folder: Callable[[str], Path]) -> None:
+    """PEFT reads the base's weight in the adapter's forward, and on a CPU puts it there anew."""
+    plain = with_adapter(base(folder("llama"), form), use_dora=True)
+    model = streamed(copy.deepcopy(plain), how)
+    assert_same(trained(model), trained(plain))
+
 
 def assert_same_state(found: dict[str, Any], wanted: dict[str, Any]) -> None:
     assert list(found) == list(wanted)

@@ -154,7 +154,7 @@ class Fused(Runner):
         rt, window = self.window.runtime, self.window
         if window.alone:
             return rt.ring.weights(window.units[0], names)
-        return Weights(dict(zip(names, window.views(window.records))))
+        return Weights(dict(zip(names, window.neighbours(window.records))))
 
     def operands(self, names: tuple[str, ...], wanted: frozenset[str] = frozenset()) -> Weights:
         """What a forward, or a backward that wants these gradients, multiplies with."""

@@ -28,6 +28,7 @@ from ..base.modes import Mode
 from ..store.pieces import Piece
 from ..store.records import Record
 from ..store.state import swap_window
+from ..store.views import DeviceParameter
 from ..store.whole import Whole
 from .below import Below, flat_weights, restore_buffers, snapshot_buffers
 from .generators import random_state, set_random_state
@@ -79,6 +80,7 @@ class Stretch(Protocol):
     mode: str
     proved: bool
     units: list[int]
+    answering: list[tuple[Record, dict[str, Any]]]
     trainable: list[Record]
     expanded: dict[int, Whole | Piece]
     buffered: Below
@@ -295,6 +297,7 @@ class ReplayFrame(Again):
         self.inputs = fork.call(args, kwargs)
         self.watched = fork.watched                      # inputs and their versions
         self.trainable = window.trainable                # requires_grad may change, and change back, meanwhile
+        self.attributes = [dict(own) for _, own in window.answering]
         self.clones = None if window.proved else Fork(clone=True).call(args, kwargs)
         self.buffers = snapshot_buffers(window.buffered)
         self.shapes: list[Any] | None = [] if self.clones is not None else None
@@ -366,7 +369,7 @@ class ReplayFrame(Again):
             set_autocast_state(rt.device.type, (*self.autocast[:2], False, *self.autocast[3:]))
             with torch.enable_grad():
                 inputs = Fork(as_results=True).call(*self.inputs)
-                outer, opened = swap_window(window.bind_leaves(self.trainable)), True
+                outer, opened = swap_window(self._bind()), True
                 with flat_weights(window.recurrent):
                     yield inputs
         finally:
@@ -376,6 +379,14 @@ class ReplayFrame(Again):
             restore_buffers(window.buffered, saved_buffers)
             set_autocast_state(rt.device.type, saved_autocast)
             set_random_state(rt.device, saved_random)
+
+    def _bind(self) -> dict[Record, Tensor]:
+        """Weights with the attributes that parameters had then: what a run sets again stays in it."""
+        bound = self.window.bind_leaves(self.trainable)
+        for (r, _), attributes in zip(self.window.answering, self.attributes):
+            if type(t := bound.get(r)) is DeviceParameter:
+                t.__dict__ = dict(attributes)
+        return bound
 
     def _refuse(self, what: str) -> None:
         raise MegatrainError(f"{self.window.name}: run again, its forward {what}; it does not repeat itself: "

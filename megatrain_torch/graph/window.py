@@ -10,6 +10,7 @@ from __future__ import annotations
 import types
 import warnings
 import weakref
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -85,6 +86,8 @@ class Ring(Located, Protocol):
 
     def views(self, unit: int) -> list[Tensor | None]: ...
 
+    def parameters(self, unit: int) -> list[Tensor | None]: ...
+
     def own_outputs(self, out: Any) -> Any: ...
 
 
@@ -155,6 +158,7 @@ class Window:
         units: units they lie in; acquired one after another when the window opens.
         mode: one of modes.py, or "auto" until the first training step decides.
         proved: a first replayed run has shown that inputs are not written in place.
+        answering: records that are no codes' strands, with the attributes that user code sets on their parameters.
         wholes: weights that are codes. expanded: those that are 16-bit weights in the run under way, by their memory,
             and pieces of stacks that are.
     """
@@ -181,7 +185,7 @@ class Window:
         self.expanded: dict[int, Whole | Piece] = {}
         self.wholes = [r.whole for r in records if r.whole is not None]
         strands = {r for whole in self.wholes for r in whole.records}
-        self._answering = [r for r in records if r not in strands]
+        self.answering = [(r, vars(r.param)) for r in records if r not in strands]
         self.look()
 
     def look(self) -> None:
@@ -246,13 +250,19 @@ class Window:
 
     def views(self, records: list[Record]) -> list[Any]:
         """Fresh tensors over the slots for these records, None for a stack's. Acquires their units."""
-        rt = self.runtime
+        return self._fresh(self.runtime.ring.parameters, records)
+
+    def neighbours(self, records: list[Record]) -> list[Any]:
+        """The same for templates, which join those that lie beside each other."""
+        return self._fresh(self.runtime.ring.views, records)
+
+    def _fresh(self, of: Callable[[int], list[Tensor | None]], records: list[Record]) -> list[Any]:
         if len(self.units) == 1:
-            return _detached(rt.ring.views(self.units[0]), records)
+            return _detached(of(self.units[0]), records)
         out = {}
         for unit in self.units:
             own = [r for r in records if r.unit == unit]
-            out.update(zip(own, _detached(rt.ring.views(unit), own)))
+            out.update(zip(own, _detached(of(unit), own)))
         return [out[r] for r in records]
 
     @property
@@ -272,9 +282,9 @@ class Window:
     def _together(self, bound: dict[Record, Tensor]) -> dict[Record, Tensor]:
         """Weights of codes are what their packages' code computes with, over the slots' tensors; others answer for
         their parameters, whose attributes they have."""
-        for r in self._answering:
-            if (t := bound.get(r)) is not None and (param := r.param) is not None:
-                t.__class__, t.__dict__ = DeviceParameter, param.__dict__
+        for r, attributes in self.answering:
+            if (t := bound.get(r)) is not None:
+                t.__class__, t.__dict__ = DeviceParameter, attributes
         self.expanded.clear()
         for stacked in self.stacks:
             if stacked.records[0] in bound:

@@ -46,7 +46,8 @@ def install(rt: Runtime, root: nn.Module, found: Any, modes: str | dict[str, str
     if rt.products == "fp8":
         give_codes(rt.windows)
     for _, m in found.containers:
-        _put(m, "forward", _container(rt, m))
+        _put(m, "forward", _container(rt, m, "forward"))
+        _put(m, "_call_impl", _container(rt, m, "_call_impl"))       # if another forward is put over ours (TRL)
     hf.prepare(rt, root, _put)
     _put(root, "zero_grad", _zero_grad(root))
     _put(root, "_replicate_for_data_parallel", _refuser("DataParallel over a streamed model is not supported"))
@@ -100,7 +101,7 @@ def remove(root: nn.Module) -> None:
 
 def _put(module: nn.Module, name: str, call: Any) -> None:
     """In the place of a method. The module has it, so `call` holds no module."""
-    if name == "forward" and "torch._dynamo" in sys.modules:
+    if name in ("forward", "_call_impl") and "torch._dynamo" in sys.modules:
         call = torch._dynamo.disable(call)          # torch.compile(model): our own code is not for tracing
     module.__dict__[name] = Installed(module, name, call)
 
@@ -111,8 +112,8 @@ def _method(module: nn.Module, name: str) -> Callable[[], Any]:
     return weakref.WeakMethod(own) if method_of(own, module) else lambda: own
 
 
-def _container(rt: Runtime, module: nn.Module) -> Any:
-    inner, who = _method(module, "forward"), weakref.ref(module)
+def _container(rt: Runtime, module: nn.Module, name: str) -> Any:
+    inner, who = _method(module, name), weakref.ref(module)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         with rt.forwards.entered(who(), args, kwargs) as (args, kwargs):

@@ -8,7 +8,10 @@ from torch import Tensor
 
 from .. import _core
 from ..fused.compiled import refuse_other_units
+from ..graph.frames import check_version
+from ..graph.window import refuse_functorch
 from ..store.records import Record
+from ..store.state import in_backward
 from ..store.views import LazyParameter
 from .homes import Homes
 from .ring import Ring
@@ -21,6 +24,7 @@ class Model(Protocol):
     device: torch.device
     homes: Homes
     ring: Ring
+    unit_names: list[str]
 
 
 class Reads:
@@ -33,6 +37,8 @@ class Reads:
         refuse_other_units()
         found = self._read.get(record)
         if found is None:
+            if record.trainable:
+                refuse_functorch(record.name)
             whole = record.whole
             found = LazyParameter.of(record) if whole is None else whole.of([self.copy(r) for r in whole.records])
             self._read[record] = found
@@ -51,6 +57,16 @@ class Reads:
         if self._read:
             self.keep_writes()
             self._read.clear()
+
+    def fetch(self, record: Record, version: int) -> Tensor:
+        """As `copy`, for a weight that a forward read when its unit was of this version.
+
+        Raises:
+            RuntimeError: a backward asks for it first, and the unit was updated since.
+        """
+        if in_backward() != -1:
+            check_version(self._model, record.unit, version)
+        return self.copy(record)
 
     def copy(self, record: Record) -> Tensor:
         """The parameter's current weights in fresh memory on the compute device."""

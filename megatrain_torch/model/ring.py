@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from torch.utils.dlpack import from_dlpack, to_dlpack
 
 from .. import _core
 from ..base.stacks import Cut, cut
@@ -18,7 +19,7 @@ from ..store.arrive import Arrivals
 from ..store.pieces import Piece, Stacked
 from ..store.records import Record
 from ..store.state import in_backward
-from ..store.views import PLAIN
+from ..store.views import PLAIN, DeviceParameter
 from ..store.whole import Whole
 
 _use_count = torch._C._storage_Use_Count
@@ -62,6 +63,8 @@ class Slot:
         self.address = self.memory.data_ptr()
         self.views: dict[int, list[Tensor | None]] = {}
         self.weights: dict[tuple[int, tuple[str, ...]], Weights] = {}
+        self._parameters: dict[int, list[Tensor | None]] = {}
+        self._apart: list[tuple[Any, int]] = []      # their storages, with the uses that this slot has itself
         self._stretches: dict[int, list[Tensor]] = {}
         self._storage = self.memory.untyped_storage()
         del raw
@@ -76,6 +79,23 @@ class Slot:
                                             for r in records]
             self._own += _use_count(self._storage._cdata) - before
         return views
+
+    def unit_parameters(self, unit: int, records: Spots) -> list[Tensor | None]:
+        """The same for modules: each in a storage of its own, as parameters are, so that no offset, no as_strided and
+        no size of a storage shows that others lie beside it."""
+        found = self._parameters.get(unit)
+        if found is None:
+            before = _use_count(self._storage._cdata)
+            with torch.inference_mode(False), torch.no_grad():
+                found = self._parameters[unit] = [None if r is None else self._alone(r) for r in records]
+            self._own += _use_count(self._storage._cdata) - before
+            storages = [t.untyped_storage() for t in found if t is not None]
+            self._apart += [(s, _use_count(s._cdata)) for s in storages]
+        return found
+
+    def _alone(self, r: Record | Spot) -> Tensor:
+        bytes_ = from_dlpack(to_dlpack(self._bytes(r.offset, r.dtype, r.shape, r.stride)))
+        return bytes_.view(r.dtype).as_strided(r.shape, r.stride)
 
     def unit_weights(self, unit: int, records: Spots, names: tuple[str, ...]) -> Weights:
         """The views by name, for a template; made once, their joint views too."""
@@ -105,12 +125,16 @@ class Slot:
         return view
 
     def view(self, offset: int, dtype: torch.dtype, shape: Any, stride: Any) -> Tensor:
-        span = 1 + sum((n - 1) * s for n, s in zip(shape, stride)) if 0 not in shape else 0
-        part = self.memory[offset:offset + span * dtype.itemsize]
+        part = self._bytes(offset, dtype, shape, stride)
         return part.view(dtype).as_strided(shape, stride, part.storage_offset() // dtype.itemsize)
 
+    def _bytes(self, offset: int, dtype: torch.dtype, shape: Any, stride: Any) -> Tensor:
+        span = 1 + sum((n - 1) * s for n, s in zip(shape, stride)) if 0 not in shape else 0
+        return self.memory[offset:offset + span * dtype.itemsize]
+
     def held(self) -> bool:
-        return _use_count(self._storage._cdata) > self._own
+        return (_use_count(self._storage._cdata) > self._own
+                or any(_use_count(s._cdata) > own for s, own in self._apart))
 
 
 class Homes(Protocol):
@@ -251,6 +275,12 @@ class Ring:
         slot = self.acquire(number)
         return self.slots[slot].unit_views(number, self._spots_of(number))
 
+    def parameters(self, unit: int) -> list[Tensor | None]:
+        """For its modules. None for stacks."""
+        number = self._rests.get(unit, unit)
+        slot = self.acquire(number)
+        return self.slots[slot].unit_parameters(number, self._spots_of(number))
+
     def strands(self, piece: Piece) -> list[Tensor]:
         """Of some experts of a stack, over the slot that they are in when compute gets there."""
         if piece.cut is not None:
@@ -289,7 +319,8 @@ class Ring:
     def own_outputs(self, out: Any) -> Any:
         """An output that aliases a slot is copied: the slot moves on, the output stays."""
         if isinstance(out, Tensor):
-            if type(out) in PLAIN and out._is_view() and self.locate(out) is not None:
+            own = type(out) is DeviceParameter or (type(out) is Tensor and out._is_view())
+            if own and self.locate(out) is not None:
                 return out.clone()
             return out
         if type(out) in (list, tuple):

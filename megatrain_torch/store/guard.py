@@ -26,7 +26,7 @@ _META_GETTERS = ("dtype", "shape", "device", "requires_grad", "is_leaf", "ndim",
                  "is_meta", "is_sparse", "is_quantized", "names", "itemsize", "nbytes", "grad_fn",
                  "_backward_hooks", "_post_accumulate_grad_hooks", "_version", "output_nr", "retains_grad",
                  "is_mps", "is_xla", "is_xpu", "is_cpu", "is_nested", "is_mkldnn", "is_sparse_csr",
-                 "is_vulkan", "is_ipu", "is_mtia", "is_maia", "_base", "_cdata", "name", "volatile")
+                 "is_vulkan", "grad_dtype", "is_ipu", "is_mtia", "is_maia", "_base", "_cdata", "name", "volatile")
 _META_METHODS = ("size", "stride", "dim", "ndimension", "numel", "nelement", "element_size",
                  "is_floating_point", "is_complex", "is_contiguous", "is_signed", "storage_offset",
                  "requires_grad_", "get_device", "register_hook", "is_pinned", "__len__",

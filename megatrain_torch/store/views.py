@@ -82,6 +82,9 @@ class DeviceParameter(OneParameter, nn.Parameter):
         with torch.no_grad():
             self.copy_(value)
 
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return repr(nn.Parameter(self.data, self.requires_grad))
+
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         out = memo[id(self)] = nn.Parameter(self.data.clone(), self.requires_grad)
         return out
@@ -99,10 +102,15 @@ def _of_parameter(name: str) -> property:
     def put(self: DeviceParameter, value: Any) -> None:
         setattr(self._mt.param, name, value)
 
-    return property(lambda self: getattr(self._mt.param, name), put, lambda self: delattr(self._mt.param, name))
+    def get(self: DeviceParameter) -> Any:
+        if name == "grad" and torch.compiler.is_compiling():
+            return None                      # it is in host memory, which dynamo would take for this tensor's own
+        return getattr(self._mt.param, name)
+
+    return property(get, put, lambda self: delattr(self._mt.param, name))
 
 
-for _name in ("grad", "_grad", "_backward_hooks", "_post_accumulate_grad_hooks", "retain_grad"):
+for _name in ("grad", "_grad", "_backward_hooks", "_post_accumulate_grad_hooks", "grad_dtype", "retain_grad"):
     setattr(DeviceParameter, _name, _of_parameter(_name))
 
 
@@ -163,19 +171,21 @@ class LazyParameter(DeviceParameter):
     """[shape], without memory until it is used.
 
     Attributes:
-        value: the weights, once they are fetched. kept: its version when the store last heard of a write.
+        value: the weights, once they are fetched. unit_version: of the unit when they were read. kept: its own version
+            when the store last heard of a write.
     """
 
-    __slots__ = ("kept", "value")
+    __slots__ = ("kept", "unit_version", "value")
 
     value: Tensor | None
+    unit_version: int
     kept: int
 
     @staticmethod
     def __new__(cls, record: Record) -> LazyParameter:
         out = Tensor._make_wrapper_subclass(cls, record.shape, strides=record.stride, dtype=record.dtype,
                                             device=record.runtime.device)
-        out.value, out.kept = None, 0
+        out.value, out.unit_version, out.kept = None, record.runtime.core.version(record.unit), 0
         return out
 
     @staticmethod
@@ -201,7 +211,7 @@ class LazyParameter(DeviceParameter):
         """The weights on the compute device, without history."""
         if self.value is None:
             with torch.inference_mode(False):
-                self.value = self._mt.runtime.reads.copy(self._mt)
+                self.value = self._mt.runtime.reads.fetch(self._mt, self.unit_version)
         return self.value
 
     def keep_write(self) -> None:
@@ -214,7 +224,7 @@ def _of_value(name: str) -> Any:
     return lambda self, *args, **kwargs: getattr(self.fetch(), name)(*args, **kwargs)
 
 
-for _name in ("data_ptr", "numpy", "tolist", "untyped_storage", "__array__", "__dlpack__", "__repr__"):
+for _name in ("data_ptr", "numpy", "tolist", "untyped_storage", "__array__", "__dlpack__"):
     setattr(LazyParameter, _name, _of_value(_name))      # they look for memory, and ask no dispatcher
 
 
