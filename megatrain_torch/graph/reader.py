@@ -13,10 +13,13 @@ import builtins
 import contextlib
 import functools
 import gc
+import os
 import re
+import sys
 import types
+import warnings
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -56,14 +59,37 @@ class Reading:
     def __init__(self) -> None:
         self.writes, self.holds_tensors, self.found = "", False, None
         self._guards: Any = None
+        self._names: tuple[tuple[dict[str, Any], str], ...] = ()        # of builtins, in the globals that may hide them
+        self._environ: dict[Any, Any] | None = None                     # of a process, where code looks into that
+        self._methods: tuple[tuple[type, str, Any], ...] = ()           # of classes, tensors' among them
         self.gone = False                    # an object whose identity is guarded no longer lives: nothing holds
 
     def holds(self, scope: dict[str, Any]) -> bool:
         """Does the call of this scope (`scope_of`) run the same code on the same things?"""
-        return not self.gone and bool(self._guards.check(scope))
+        return (not self.gone and bool(self._guards.check(scope))
+                and all(getattr(kind, name, None) is method for kind, name, method in self._methods)
+                and not any(name in there for there, name in self._names)
+                and (self._environ is None or self._environ == os.environ._data))
 
-    def guard_by(self, manager: Any) -> None:
+    def guard_by(self, manager: Any, graph: Graph | None, code: set[types.CodeType], kinds: set[type]) -> None:
+        """manager: dynamo's guards. It guards neither methods of classes nor builtins' names. code: what ran. kinds:
+        of which classes things are that have guards."""
         self._guards = manager
+        called = {n.target for n in graph.module.graph.nodes if n.op == "call_method"} if graph is not None else set()
+        self._methods = (*((Tensor, name, getattr(Tensor, name, None)) for name in sorted(called)),
+                         *((kind, name, getattr(kind, name)) for kind in kinds for name in _running(kind, code)))
+        if any({"environ", "getenv"}.intersection(c.co_names) for c in code):
+            self._environ = dict(os.environ._data)
+        homes = {getattr(m, "__file__", None): vars(m) for m in list(sys.modules.values())}
+        found = {(c.co_filename, name) for c in code for name in c.co_names if hasattr(builtins, name)}
+        self._names = tuple((homes[file], name) for file, name in found if file in homes and name not in homes[file])
+
+
+def _running(kind: type, code: set[types.CodeType]) -> set[str]:
+    """Names in a class, or in those that it is made of, whose code is among this."""
+    return {name for base in kind.__mro__ for name, value in vars(base).items()
+            if getattr(getattr(value, "fget", getattr(value, "__func__", value)), "__code__", None) in code
+            and getattr(kind, name, None) is getattr(kind, name, None)}
 
 
 class Graph:
@@ -308,21 +334,42 @@ def _read(scope: dict[str, Any], modules: Sequence[nn.Module], judge: Any, put: 
     code = (_call if judge is None else _call_for_one).__code__
     with _settings(), _without_hooks(), torch.random.fork_rng(devices=[]), plain_modules(modules), \
             get_metrics_context(), dynamo_timed("megatrain_torch"), \
-            compile_context(CompileContext(convert_frame.get_compile_id({}))):
+            compile_context(CompileContext(convert_frame.get_compile_id({}))), warnings.catch_warnings():
+        warnings.simplefilter("ignore")      # what dynamo advises is for who asked for a graph
         try:
             made = convert_frame.compile_frame(code, there, dict(scope), vars(builtins), (), backend, True, set())
         except Exception as error:           # dynamo's own, and whatever the user's code raises while it is followed
             raise _Refused(_first_line(error)) from error
         output = made.tracer_output.output_graph
-        graph = graphs[-1] if graphs else None
-        with tracing(output.tracing_context):
-            found.found = None if judge is None else judge(graph, found.writes)
+        graph, ran = graphs[-1] if graphs else None, list(output.tracing_context.traced_code)
         try:
-            made = _manager()(code, output, guard_filter_fn=functools.partial(_kept, put), gone=found)
-            found.guard_by(made.guard_manager)
+            _refuse_unseen(ran)
+            with tracing(output.tracing_context):
+                found.found = None if judge is None else judge(graph, found.writes)
+            kinds = set(map(type, modules))
+            made = _manager()(code, output, guard_filter_fn=functools.partial(_kept, put, kinds), gone=found)
+            found.guard_by(made.guard_manager, graph, set(ran), kinds)
         except Exception as error:
             raise _Refused(_first_line(error)) from error
+        finally:
+            for node in graph.module.graph.nodes if graph is not None else ():
+                node.meta.clear()            # cycles by way of C that no collector sees
     return found
+
+
+def _refuse_unseen(code: Iterable[types.CodeType]) -> None:
+    """Raises:
+        Unreadable: code that is not torch's looks where dynamo guards nothing for what is not there.
+    """
+    for c in code:
+        names = _UNSEEN.intersection(c.co_names)
+        if names and not c.co_filename.startswith(_TORCH):
+            where = f"{os.path.basename(c.co_filename)}:{c.co_firstlineno}"
+            raise Unreadable(f"it reads {', '.join(sorted(names))} ({where})")
+
+
+_UNSEEN = frozenset(("__dict__", "vars", "globals"))
+_TORCH = os.path.dirname(torch.__file__) + os.sep
 
 
 @functools.cache
@@ -342,15 +389,26 @@ def _manager() -> type:
     return Manager
 
 
-def _kept(put: Sequence[object], entries: Sequence[Any]) -> list[bool]:
+def _kept(put: Sequence[object], kinds: set[type], entries: Sequence[Any]) -> list[bool]:
     """Which guards are checked: none of weights themselves, whose names, shapes and types their windows know, but those
-    of their attributes; and none of what was put in for the read."""
+    of their attributes; and none of what was put in for the read. Adds to `kinds` of which classes guarded things are.
+
+    Raises:
+        Unreadable: a guard does not see a change.
+    """
     names = [_name(entry.orig_guard) for entry in entries]
     without = tuple(n for n, e in zip(names, entries) if e.has_value and any(e.value is f for f in put))
     keep = []
     for name, entry in zip(names, entries):
+        if entry.has_value:
+            kinds.add(entry.value if isinstance(entry.value, type) else type(entry.value))
         weights = name.endswith(("._parameters", "._buffers")) or _WEIGHT.search(name) is not None
         weights = weights and entry.guard_type != "HASATTR"
+        if entry.guard_type in ("EQUALS_MATCH", "CONSTANT_MATCH") and entry.has_value:
+            try:
+                hash(entry.value)
+            except TypeError:                # compared with itself, it is equal whatever happens to it
+                raise Unreadable(f"it reads {_in_words(name)}, in which something may change") from None
         keep.append(not weights and not (without and name.startswith(without)))
     return keep
 
@@ -398,6 +456,8 @@ def _in_words(name: str) -> str:
 
 def _first_line(error: BaseException) -> str:
     """What went wrong, without dynamo's advice and stacks."""
+    if isinstance(error, Unreadable):
+        return str(error)
     lines = [line.strip() for line in str(error).strip().splitlines() if line.strip()]
     said = " ".join(lines[:2])
     return f"{type(error).__name__}: {said}"[:300] if said else type(error).__name__
