@@ -145,7 +145,7 @@ def done(work: Any, seconds: float) -> bool:
     try:
         work.wait(timedelta(seconds=seconds))
     except RuntimeError:
-        if work.is_completed():
-            raise
-        return False
+        if not work.is_completed():
+            return False
+        work.wait(timedelta(seconds=seconds))            # it failed, or came to its end since
     return True
