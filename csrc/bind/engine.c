@@ -574,7 +574,7 @@ static PyMethodDef methods[] = {
     { "passed", mt_engine_passed, METH_NOARGS,
       "passed($self)\n--\n\nSources of tickets up to this one may be freed." },
     { "drain", mt_engine_drain, METH_NOARGS,
-      "drain($self)\n--\n\nWait for all gradients and all updates." },
+      "drain($self)\n--\n\nWait for all gradients, all updates, and weights that others updated." },
     { "forget", mt_engine_forget, METH_VARARGS,
       "forget($self, unit, /)\n--\n\nzero_grad: the unit's next hand-over is a first one." },
 

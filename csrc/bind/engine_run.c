@@ -198,8 +198,7 @@ PyObject *mt_engine_slot_name(PyObject *self, PyObject *args)
     if (e == NULL || !PyArg_ParseTuple(args, "i:slot_name", &unit) || mt_engine_unit(e, unit) < 0)
         return NULL;
     mem = mt_resident_mem(e->cx.residents, unit);
-    named = mem != NULL && e->cx.dev->ops->mem_name != NULL &&
-            e->cx.dev->ops->mem_name(e->cx.dev, mem, &name) == MT_OK;
+    named = mem != NULL && e->cx.dev->ops->mem_name(e->cx.dev, mem, &name) == MT_OK;
     return PyBytes_FromStringAndSize((const char *)&name, named ? (Py_ssize_t)sizeof name : 0);
 }
 
@@ -767,9 +766,13 @@ PyObject *mt_engine_passed(PyObject *self, PyObject *unused)
 
 static mt_status drain_all(mt_engine *e)
 {
-    mt_status st = mt_offload_drain(e->offload);
+    mt_status st;
 
-    return st == MT_OK ? mt_update_drain(e->updater) : st;
+    MT_TRY(mt_offload_drain(e->offload));
+    MT_TRY(mt_update_drain(e->updater));
+    st = mt_resident_raised(e->cx.residents);
+fail:
+    return st;
 }
 
 PyObject *mt_engine_drain(PyObject *self, PyObject *unused)

@@ -57,7 +57,7 @@ typedef struct mt_dev_ops {
     void      (*mem_free) (mt_dev *d, void *p);
     /* Device memory of another process of this machine. name: of p, for the others. reach: where
      * the memory of that name is here; MT_ENOTSUP: out of reach. leave: what was reached, before
-     * its owner frees it. All three are NULL where no process reaches another's memory (CPU). */
+     * its owner frees it. */
     mt_status (*mem_name) (mt_dev *d, void *p, mt_mem_name *out);
     mt_status (*mem_reach)(mt_dev *d, const mt_mem_name *name, void **out);
     void      (*mem_leave)(mt_dev *d, const mt_mem_name *name, void *p);

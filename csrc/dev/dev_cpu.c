@@ -25,6 +25,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <stdio.h>
+#include <unistd.h>
 
 enum { MEM_ALIGN = 512, FIRST_OPS = 32 };
 
@@ -494,6 +495,35 @@ static void cpu_mem_free(mt_dev *d, void *p)
     free(p);
 }
 
+/* Of this process's own alone, as tests have several ranks in one. */
+static mt_status cpu_mem_name(mt_dev *d, void *p, mt_mem_name *out)
+{
+    pid_t own = getpid();
+
+    (void)d;
+    *out = (mt_mem_name){ .skip = (uint64_t)(uintptr_t)p };
+    memcpy(out->allocation, &own, sizeof own);
+    return MT_OK;
+}
+
+static mt_status cpu_mem_reach(mt_dev *d, const mt_mem_name *name, void **out)
+{
+    pid_t own = getpid();
+
+    (void)d;
+    if (memcmp(name->allocation, &own, sizeof own) != 0)
+        return MT_FAIL(MT_ENOTSUP, "cpu: memory of another process is out of reach");
+    *out = (void *)(uintptr_t)name->skip;
+    return MT_OK;
+}
+
+static void cpu_mem_leave(mt_dev *d, const mt_mem_name *name, void *p)
+{
+    (void)d;
+    (void)name;
+    (void)p;
+}
+
 static void cpu_close(mt_dev *d)
 {
     free(d);
@@ -506,6 +536,9 @@ static const mt_dev_ops cpu_ops = {
     .host_unregister = cpu_host_unregister,
     .mem_alloc       = cpu_mem_alloc,
     .mem_free        = cpu_mem_free,
+    .mem_name        = cpu_mem_name,
+    .mem_reach       = cpu_mem_reach,
+    .mem_leave       = cpu_mem_leave,
     .queue_open      = cpu_queue_open,
     .queue_adopt     = cpu_queue_adopt,
     .queue_close     = cpu_queue_close,

@@ -153,6 +153,9 @@ static const mt_dev_ops front_ops = {
     .host_unregister = front_host_unregister,
     .mem_alloc       = front_mem_alloc,
     .mem_free        = front_mem_free,
+    .mem_name        = front_mem_name,
+    .mem_reach       = front_mem_reach,
+    .mem_leave       = front_mem_leave,
     .queue_close     = front_queue_close,
     .handle          = front_handle,
     .copy            = front_copy,
@@ -174,11 +177,6 @@ void mt__front_init(mt__front *f, mt_dev *behind)
 {
     f->ops = front_ops;
     f->ops.name = behind->ops->name;
-    if (behind->ops->mem_name != NULL) {
-        f->ops.mem_name = front_mem_name;
-        f->ops.mem_reach = front_mem_reach;
-        f->ops.mem_leave = front_mem_leave;
-    }
     f->base.ops = &f->ops;
     f->under = behind;
 }

@@ -73,6 +73,8 @@ def _spill(rt: Runtime, asked: Asked, plan: Plan) -> None:
 def _change_homes(rt: Runtime, asked: Asked, plan: Plan) -> None:
     change = _Change(rt, asked, plan)
     ranks = rt.ranks if asked.homes != rt.room.asked.homes else None     # units move on all, or on none
+    if ranks is not None:
+        ranks.meet()                         # nobody copies of a slot any more, which may be another's then
     rt.ring.close()
     try:
         with as_one(ranks):
