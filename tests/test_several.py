@@ -16,7 +16,7 @@ from parity import LONG
 from run_kill_several import kill
 from several import Job, Pool, alone, differences, loaded, memory, saved
 
-from megatrain_torch.group.waits import Waits
+from megatrain_torch.group.waits import Waits, done
 from megatrain_torch.model.together import processors
 
 ARCHITECTURES = ("llama", "qwen3", "gemma2", "gpt2", "opt", "mixtral", "gpt_oss", "deepseek_v3", "mamba", "bert", "t5",
@@ -491,6 +491,26 @@ def test_who_waits_in_vain(notes: dict[int, tuple[str, list[int]]], stuck: list[
     waits._members, waits._me = notes[0][1], 0
     monkeypatch.setattr(waits, "_read", lambda r: {"at": notes[r][0], "of": notes[r][1]} if r in notes else None)
     assert sorted(waits.stuck()) == stuck
+
+
+class EndsAsTheWaitDoes:
+    """Work of torch.distributed's that is over between the end of a wait and the next look."""
+
+    def __init__(self, *said: str) -> None:
+        self.said = list(said)
+
+    def wait(self, within: object) -> None:
+        if self.said and (text := self.said.pop(0)):
+            raise RuntimeError(text)
+
+    def is_completed(self) -> bool:
+        return True
+
+
+def test_work_that_ends_as_the_wait_does_is_over() -> None:
+    assert done(EndsAsTheWaitDoes("Operation timed out!"), 0.01)
+    with pytest.raises(RuntimeError, match="Connection closed"):
+        done(EndsAsTheWaitDoes("Operation timed out!", "Connection closed"), 0.01)
 
 
 def test_a_rank_is_killed(tmp_path: Path) -> None:

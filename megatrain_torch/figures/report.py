@@ -132,7 +132,8 @@ def _called(lane: str) -> str:
             "device update": "the device update", "through": "updates through the device", "disk": "the disk",
             "disk update": "updates from disk",
             "swap out": "activations on their way out", "swap back": "activations on their way back",
-            "swap disk": "activations on disk",
+            "swap disk": "activations on disk", "exchange": "gradients between processes",
+            "gather": "weights between processes",
             OWN: "the host's own work"}[lane]
 
 
