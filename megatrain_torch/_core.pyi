@@ -235,8 +235,10 @@ class Engine:
 
     # offload
     def offload(self, unit: int, items: Sequence[tuple[int, ...]], stream: int) -> int:
-        """items: (param, address, mode 0 SET / 1 ADD, reread). Returns the ticket. Marks the trace. Addresses are of the
-        first element that owned() has."""
+        """items: (param, address, mode 0 SET / 1 ADD, reread). Returns the ticket. Marks the trace.
+
+        Addresses are of the first element that owned() has.
+        """
     def land(self, stream: int) -> None:
         """The stream waits for the copies of all gradients handed over so far; passed() then has them."""
     def passed(self) -> int: ...

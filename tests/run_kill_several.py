@@ -6,8 +6,9 @@ number of processes goes on from a whole checkpoint.
 
 Processes, as of one machine or, in turn, of one each, train a small model on the CPU device, with units at home in one
 place and another, delivered whole or in shards, and save every other step, in turn while they wait and behind their back; now and then one alone
-reads a moment. After a random time one is killed; all others must end by themselves within PATIENCE, and say which rank
-is gone. The next ones, as many, one more or one fewer, resume from what is there. test_several.py runs a few of these.
+reads a moment. After a random time one is killed; all others must say which rank is gone within PATIENCE, and end by
+themselves. The interpreter's own end takes a second of a core (it collects torch's modules), and may take a minute of a
+machine on which ten others want that core: nine of nine ends of 9 to 36 s that were looked into were there. The next ones, as many, one more or one fewer, resume from what is there. test_several.py runs a few of these.
 This prints a table. --phases: one kills itself within each phase of a short run, at a random time of it.
 """
 from __future__ import annotations
@@ -34,6 +35,7 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 PATIENCE = 30.0
+ENDING = 120.0                           # more, for an interpreter that has said it
 LAYERS, WIDTH = (12, 1024) if os.environ.get("DEVICE") == "cuda" else (4, 192)
 DEVICE = "cpu"
 HOMES = ("vram", "disk", "arrive", {"layers.0": "vram", "layers.2": "arrive", "layers.3": "disk"}, "ram", "through",
@@ -203,21 +205,25 @@ def _check_ends(folder: Path, begun: list[subprocess.Popen[str]], victim: int, c
     """over: the others may have been through."""
     others = [r for r in range(len(begun)) if r != victim]
     for r in others:
-        try:
-            code = begun[r].wait(max(0.1, clock + PATIENCE - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            os.kill(begun[r].pid, signal.SIGUSR1)
-            time.sleep(2)
-            raise AssertionError(f"rank {r} did not end after rank {victim} was killed:\n" + _said(folder, len(begun))
-                                 ) from None
-        text = (folder / f"err{r}").read_text()
+        text = (folder / f"err{r}").read_text
+        while begun[r].poll() is None and not _names(text(), victim):
+            if time.monotonic() > clock + PATIENCE:
+                os.kill(begun[r].pid, signal.SIGUSR1)
+                time.sleep(2)
+                raise AssertionError(f"rank {r} says nothing after rank {victim} was killed:\n" + _said(folder, len(begun)))
+            time.sleep(0.05)
+        code = begun[r].wait(ENDING)
         if code == 0 and over:
             continue
-        if code != 1 or (f"rank {victim}" not in text and "is gone" not in text):
-            raise AssertionError(f"rank {r} ended with {code} and does not name rank {victim}:\n{text[-2000:]}")
+        if code != 1 or not _names(text(), victim):
+            raise AssertionError(f"rank {r} ended with {code} and does not name rank {victim}:\n{text()[-2000:]}")
     took = time.monotonic() - clock
     steps = NOTES.findall((folder / "out0").read_text())
     return f"{len(begun)} processes, rank {victim} killed at step {steps[-1] if steps else '?'}, the others ended after {took:.1f} s"
+
+
+def _names(text: str, victim: int) -> bool:
+    return f"rank {victim}" in text or "is gone" in text
 
 
 def _said(folder: Path, size: int) -> str:

@@ -104,7 +104,7 @@ def otherwise(rank: int, group: Any, what: str) -> str:
             if not (odd and what == "skips" and number == 1):
                 opt.step()
             opt.zero_grad()
-        opt.grad_norm
+        assert opt.grad_norm is not None
         mt.unstream(model)
     except mt.MegatrainError as error:
         return str(error)

@@ -461,7 +461,7 @@ def test_a_launcher_without_a_group_is_refused(monkeypatch: pytest.MonkeyPatch) 
     import megatrain_torch as mt
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(mt.MegatrainError, match="started 2 processes .* call torch.distributed.init_process_group"):
+    with pytest.raises(mt.MegatrainError, match=r"started 2 processes .* call torch\.distributed\.init_process_group"):
         mt.stream(torch.nn.Linear(2, 2), "cpu")
 
 

@@ -399,15 +399,23 @@ static uint64_t number(uint64_t hash, double value)
     return mt_alike_mix(hash, bits);
 }
 
-/* Has this process written there, or only looked? What it wrote it alone sees (mt_store_view). */
+/* Is the gradient another one here than what all ranks have? Who only looked at it, or keeps it,
+ * has that; what a process writes it alone sees (mt_store_view). */
 static int is_written(const adam_job *j, const adam_param *p)
 {
-    int64_t n = mt_store_desc(j->store, j->unit, p->param)->numel;
-    void   *seen, *plane;
+    const mt_param_desc *d = mt_store_desc(j->store, j->unit, p->param);
+    const void          *seen = p->grad;
+    void                *view, *plane;
 
-    return mt_store_view(j->store, j->unit, p->param, MT_PLANE_GRAD, &seen) != MT_OK ||
-           mt_store_at(j->store, j->unit, p->param, MT_PLANE_GRAD, &plane) != MT_OK ||
-           memcmp(seen, plane, mt_store_plane_bytes(j->store, j->unit, p->param, MT_PLANE_GRAD, n));
+    if (!on_host(p))
+        return 0;
+    if ((seen != NULL && p->grad_dtype != d->dtype) ||
+        !mt_store_made(j->store, j->unit, p->param, MT_PLANE_GRAD, 0) ||
+        mt_store_view(j->store, j->unit, p->param, MT_PLANE_GRAD, &view) != MT_OK ||
+        mt_store_at(j->store, j->unit, p->param, MT_PLANE_GRAD, &plane) != MT_OK)
+        return 1;
+    return memcmp(seen != NULL ? seen : view, plane,
+                  (size_t)d->numel * mt_dtype_bytes(d->dtype)) != 0;
 }
 
 static void job_alike(const void *arg, uint64_t hash[MT_ALIKES])
@@ -421,8 +429,7 @@ static void job_alike(const void *arg, uint64_t hash[MT_ALIKES])
         const mt_adam_hyper *h = &p->hyper;
         uint64_t             which = mt_alike_mix((uint64_t)j->unit + 1, (uint64_t)p->param);
 
-        hash[MT_ALIKE_GRADS] += mt_alike_mix(which, p->grad != NULL ? 2 :
-                                              (uint64_t)(p->changed && is_written(j, p)));
+        hash[MT_ALIKE_GRADS] += mt_alike_mix(which, (uint64_t)is_written(j, p));
         hash[MT_ALIKE_LR] += number(which, h->lr);
         hash[MT_ALIKE_BETAS] += number(number(which, h->beta1), h->beta2);
         hash[MT_ALIKE_EPS] += number(which, h->eps);

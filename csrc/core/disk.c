@@ -488,7 +488,8 @@ const mt_home mt_home_disk_weights = {
     .fresh = MT_STATE_PLANES, .registered = 1u << MT_PLANE_GRAD, IS_ON_DISK,
 };
 
-/* fresh: weights in memory are one plane of all ranks', of which each keeps its portion in its file. */
+/* fresh: weights in memory are one plane of all ranks', of which each keeps its portion in its
+ * file. */
 const mt_home mt_home_disk_weights_shared = {
     .lives = "has its weights and states on disk", .away = MT_STATE_PLANES | HI, .fed = 1,
     .fresh = MT_STATE_PLANES | HI, .registered = 1u << MT_PLANE_GRAD, .shared = 1, IS_ON_DISK,

@@ -729,7 +729,7 @@ static mt_status meet_evict(mt_store *s, int unit, int first)
            mt_share_about(s->share, MT_COUNT_EVICTED, other) == (uint64_t)(unsigned)unit)
         other++;
     if (first && other < mt_share_ranks(s->share)) {
-        st = MT_FAIL(MT_EPEER, "rank %d gives back memory of unit %d, where rank %d does of unit %s",
+        st = MT_FAIL(MT_EPEER, "rank %d gives back memory of unit %d, and rank %d of unit %s",
                      other, (int)mt_share_about(s->share, MT_COUNT_EVICTED, other), me,
                      mt_store_name(s, unit));
         mt_ledger_fault(s, st, mt_last_error());

@@ -139,7 +139,8 @@ void      mt_store_view_drop(mt_store *s, int unit, int param, mt_plane p);
  * unit has a new version then. Called by all ranks, for the same in the same order, one at a time;
  * the writers have waited as those of planes do (mt_ledger_wait_updates, _grads, _fetch). One that
  * does not come within MT_SPREAD_S seconds, or half the watchdog's, is told of; within the
- * watchdog's, it is a fault with its name. So is one that spreads something else. Alone: nothing to do. */
+ * watchdog's, it is a fault with its name. So is one that spreads something else. Alone: nothing
+ * to do. */
 #define MT_SPREAD_S 30.0
 mt_status mt_store_spread   (mt_store *s, int unit, int param, unsigned planes);
 /* The whole HI plane of a unit: what one H2D copy reads. */

@@ -51,7 +51,7 @@ typedef struct mt__mirror {
                                       * host memory too, since they changed last */
     uint64_t       changes;          /* so often did copies become old */
     int            busy;             /* a thread is behind the door */
-    int            all_evict;        /* in a share: all ranks are at the unit's evict. Its thread's */
+    int            all_evict;        /* in a share: all ranks are at the unit's evict */
 } mt__mirror;
 
 typedef struct mt__unit {

@@ -5,7 +5,6 @@
 
 namespace {
 
-__device__ inline float narrow(float x)  { return x; }
 __device__ inline float narrow(bf16 x)   { return __uint_as_float((unsigned)x.bits << 16); }
 __device__ inline float narrow(__half x) { return __half2float(x); }
 

@@ -202,7 +202,8 @@ class Exchange:
         if not self.began:
             records, step = [r for unit in self._model.units for r in unit], self._steps % 256
             trained, n = [r.was_trainable for r in records], len(records)
-            modes = {r: self._home.would_claim(r) for r in records if r not in self._stood and r.was_trainable and r.numel}
+            modes = {r: self._home.would_claim(r) for r in records
+                     if r not in self._stood and r.was_trainable and r.numel}
             said = [*(r in modes and modes[r] is None for r in records), *trained, *(not t for t in trained),
                     ADD in modes.values(), step, 255 - step]
             *found, adds, most, least = self._ranks.control.any_of(torch.tensor(said, dtype=torch.uint8)).tolist()

@@ -168,8 +168,8 @@ def ranks_of(group: Any) -> Ranks | None:
         many = os.environ.get("WORLD_SIZE", "1") if "RANK" in os.environ else "1"
         if group is not None or many not in ("", "1"):
             why = "group=" if group is not None else f"a launcher started {many} processes (WORLD_SIZE)"
-            raise MegatrainError(f"{why}: torch.distributed is not initialized; call "
-                                 "torch.distributed.init_process_group() before, or each would train a model of its own")
+            raise MegatrainError(f"{why}: torch.distributed is not initialized; call torch.distributed."
+                                 "init_process_group() before, or each trains a model of its own")
         return None
     data = _group_of(group)
     return Ranks(data) if dist.get_world_size(data) > 1 else None

@@ -142,10 +142,11 @@ class Arrival:
 
 def done(work: Any, seconds: float) -> bool:
     """Within so many seconds."""
+    within = timedelta(seconds=seconds)
     try:
-        work.wait(timedelta(seconds=seconds))
+        work.wait(within)
     except RuntimeError:
-        if work.is_completed():
-            raise
-        return False
+        if not work.is_completed():
+            return False
+        work.wait(within)                    # it may have ended since; else why it failed
     return True

@@ -43,7 +43,8 @@ def check(ranks: Ranks, module: nn.Module, groups: list[Group], choices: Choices
     ranks.agree("where units are at home", sorted(homes.items()) if isinstance(homes, dict) else homes)
     ranks.agree("the model", [(unit, [(name, str(p.dtype), tuple(p.shape), p.requires_grad) for name, p in params])
                               for unit, params in groups])
-    ranks.agree("what buffers the model has", [f"{name}: {b.dtype} {list(b.shape)}" for name, b in module.named_buffers()])
+    buffers = [f"{name}: {b.dtype} {list(b.shape)}" for name, b in module.named_buffers()]
+    ranks.agree("what buffers the model has", buffers)
 
 
 def _check_here(ranks: Ranks, choices: Choices, reduce: str) -> None:

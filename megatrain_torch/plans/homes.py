@@ -6,8 +6,6 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import NamedTuple
 
-import numpy as np
-
 from ..base.modes import DISKS
 from ..base.slots import plan_slots
 from .cost import Home, visiting_planes

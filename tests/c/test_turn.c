@@ -400,7 +400,8 @@ static void pair_close(peer *p, rig *g, int of)
 }
 
 /* Bytes [from, to) of the slot came, and of the first n no others. */
-static void check_comes(rig *g, peer *of, int slot, const void *mem, size_t n, size_t from, size_t to)
+static void check_comes(rig *g, peer *of, int slot, const void *mem, size_t n, size_t from,
+                        size_t to)
 {
     CHECK_OK(mt_stream_await(g->s, slot, g->run));
     CHECK_OK(of->cx.dev->ops->sync(g->run));
