@@ -250,7 +250,7 @@ def test_each_of_several_gpus_has_its_part_of_weights_in_a_file() -> None:
     assert "weights" not in two.host and two.disk["weights"] == one.disk["weights"]
     assert two.busy["disk"] == pytest.approx(one.busy["disk"], rel=0.01), "a machine's drive is all its ranks'"
     assert two.host["buffers of the disk"] == 2 * one.host["buffers of the disk"]
-    short = dataclasses.replace(LINKED, disk_both_gbps=1.0, host_bytes=16 * GIB, vram_bytes=33 * GIB // 2)
+    short = dataclasses.replace(LINKED, disk_both_gbps=1.0, host_bytes=16 * GIB, vram_bytes=17 * GIB)
     found = mt.plan(seven(12), tokens=16384, seq=1024, machine=short, gpus=2, nvme={"limit": "100GiB"})
     assert "disk+weights" in found.homes.values() and found.host_bytes <= short.host_bytes
     with pytest.raises(mt.MegatrainError):

@@ -78,5 +78,6 @@ class Exchange:
         sizes = np.pad(self.gradients, 1)
         packed = BUFFERS * self.gradients + np.maximum(sizes[:-2], sizes[2:])
         self.buffers = int(packed.max(initial=0)) + OFFLOAD_DEPTH * int(self.home.max(initial=0))
+        self.buffers += -(-int(wide.max(initial=0)) // n)       # a sum, before it is rounded
         self.buffers += int(SECOND * machine.communicator_bytes) * (self.parts > 1 and machine.device == "cuda")
         self.buffers += POOL_BYTES + m * WAY_BYTES * (m > 1)       # to all other machines, and from each
