@@ -182,8 +182,8 @@ def _sparing(own: Callable[..., Any], adds: bool) -> Callable[..., Any]:
 def _wanted(asked: dict[str, Any], adds: bool) -> Sight | None:
     """The mask that a call asks for; None: it is not known."""
     tokens, given = asked.get("q_length"), asked.get("attention_mask")
-    if tokens is None or tokens != asked.get("kv_length") or any(
-            asked.get(k) for k in ("q_offset", "kv_offset", "use_vmap")):
+    later = any(asked.get(k) for k in ("q_offset", "kv_offset", "use_vmap"))
+    if later or tokens is None or tokens != asked.get("kv_length"):
         return None
     parts = list(_parts(asked.get("mask_function")))
     names = [name for name, _ in parts]
