@@ -5,6 +5,8 @@
     python bench_loop.py --tokens 32768 --vram 24GiB [--plan]               # limits go to mt.plan, or to mt.stream
     python bench_loop.py --tokens 32768 --micro 2                           # the loop cuts a step in two
     python bench_loop.py --tokens 32768 --trainer                           # stock HF Trainer with mt.AdamW
+    python bench_loop.py --tokens 32768 --hook 4                            # into one layer, before the fifth step
+    PYTHONPATH=folder python bench_loop.py --tokens 32768                   # with the transformers that lies there
     python bench_loop.py --vary 4096 32768 --steps 200 [--by rows|seq]      # every step of another length
     python bench_loop.py --layers 6 --tokens 16384 --steps 3 --bits         # each step's norm, a sum of weights' bits
     python bench_loop.py --device cpu --width toy --layers 2 --tokens 256 --seq 64        # anywhere, in seconds
@@ -82,6 +84,7 @@ def parser():
     add("--generate", type=int, default=0, metavar="N", help="evaluates two batches and generates N tokens first")
     add("--hold", action="store_true", help="every step's loss is held")
     add("--bits", action="store_true")
+    add("--hook", type=int, metavar="STEP", help="before it one layer gets a forward hook; peaks are from there")
     add("--vary", nargs=2, type=int, metavar=("LO", "HI"), help="tokens of a step, drawn evenly from here")
     add("--by", default="rows", choices=["rows", "seq"], help="what varies: sequences of --seq, or their length")
     add("--trainer", action="store_true")
@@ -120,7 +123,7 @@ def qwen(args):
     longest = max(args.seq, (args.vary or [0])[-1] if args.by == "seq" else 0, 64)
     config = Qwen2Config(hidden_size=h, intermediate_size=i, num_attention_heads=a, num_key_value_heads=kv,
                          vocab_size=v, num_hidden_layers=args.layers, max_position_embeddings=longest,
-                         tie_word_embeddings=False, attn_implementation="sdpa", use_cache=False)
+                         tie_word_embeddings=False)
     with torch.device("meta"):
         dtype = torch.bfloat16 if args.dtype == "bf16" else torch.float32
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
@@ -246,8 +249,8 @@ def most_together(each):
 # ---- what is looked at ---------------------------------------------------------------------------
 
 class Clock:
-    def __init__(self, cuda):
-        self.cuda, self.marks, self.wall = cuda, [], []
+    def __init__(self, cuda, watch):
+        self.cuda, self.watch, self.marks, self.wall = cuda, watch, [], []
 
     def mark(self):
         import torch
@@ -272,6 +275,13 @@ class Watch(threading.Thread):
         self.most, self.over, self.cuda = 0, threading.Event(), cuda
         if cuda:
             self.start()
+
+    def begin(self):
+        """From here on."""
+        import torch
+        self.most = 0
+        if self.cuda:
+            torch.cuda.reset_peak_memory_stats()
 
     def run(self):
         import torch
@@ -304,6 +314,13 @@ def planned(plan):
             "disk_GiB": round(plan.disk_bytes / GIB, 2), "homes": dict(Counter(plan.homes.values())),
             "activations": dict(Counter(plan.activations.values())), "slots": plan.slots, "bound": plan.bound,
             "choice": hashlib.sha256(json.dumps(choice).encode()).hexdigest()[:10]}
+
+
+def own_plan(model):
+    """That of a loop which mt.stream plans itself, as it is in force; None: it has another, or none."""
+    from megatrain_torch.model.registry import runtime_of
+    planning = runtime_of(model).planning
+    return planned(planning.plan) if planning is not None and planning.plan is not None else None
 
 
 def columns(text):
@@ -380,7 +397,11 @@ def begun(args, made, out, clock):
 def looped(args, model, opt, clock, out):
     import torch
     micro, losses, norms, held = args.micro or 1, [], [], []
-    for ids in batches(args, model.device):
+    for step, ids in enumerate(batches(args, model.device)):
+        if step == args.hook:
+            out["planned_before"] = own_plan(model)
+            clock.watch.begin()
+            model.model.layers[args.layers // 2].mlp.register_forward_hook(lambda *_: None)
         clock.mark()
         parts = []
         for part in ids.chunk(micro):
@@ -451,6 +472,7 @@ def run(args, made=None):
     born = time.perf_counter()
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     import torch
+    import transformers
 
     import megatrain_torch as mt
     cuda = args.device != "cpu" and torch.cuda.is_available()
@@ -461,12 +483,13 @@ def run(args, made=None):
     torch.manual_seed(0)
     out = {"label": args.label, "package": os.path.dirname(os.path.dirname(mt.__file__)),
            "arguments": args.words, "device": torch.cuda.get_device_name() if cuda else "cpu",
-           "torch": torch.__version__}
+           "torch": torch.__version__, "transformers": transformers.__version__}
     loading = Loading(args.pss)
     if int(os.environ.get("LOCAL_RANK", 0)) == 0:        # of each machine
         made = made or weights(args)
     out["built_s"] = round(time.perf_counter() - born, 2)
-    watch, clock = Watch(cuda), Clock(cuda)
+    watch = Watch(cuda)
+    clock = Clock(cuda, watch)
     model, opt = begun(args, made, out, clock)
     if model is None:
         return out
@@ -476,7 +499,11 @@ def run(args, made=None):
         out["pss_load_GiB"] = round(most_together(of_each(loading.found)) / GIB, 2)
     if args.generate:
         evaluated(args, model, out)
-    (by_trainer if args.trainer else looped)(args, model, opt, clock, out)
+    with warnings.catch_warnings(record=True) as told:
+        (by_trainer if args.trainer else looped)(args, model, opt, clock, out)
+    out["told"] = list(dict.fromkeys(str(w.message) for w in told))
+    if found := own_plan(model):
+        out["planned"] = found
     rates(args, out)
     out["wall_s"] = [round(b - a, 3) for a, b in itertools.pairwise(clock.wall)]
     if cuda:

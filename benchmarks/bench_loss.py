@@ -68,7 +68,7 @@ def losses_of(args: Any, compute: str, micro: int) -> list[float]:
     for batch in batches(args):
         total = torch.zeros((), device=args.device)
         for part in batch.chunk(micro):
-            loss = model(input_ids=part, labels=part, use_cache=False).loss / micro
+            loss = model(input_ids=part, labels=part).loss / micro
             loss.backward()
             total += loss.detach()
         opt.step()

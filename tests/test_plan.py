@@ -88,6 +88,7 @@ SMALL, WIDE = shape_of(small(6)), shape_of(seven(12))
 GOLDEN = """\
 LlamaForCausalLM: 0.111 B parameters, all trained
 4,096 tokens a step in sequences of 512, one micro-batch; fused layers
+templates: relies on no hooks inside layers, and on autocast to no other type than the weights'
 flat: rates described
 predicted: 67,021 tokens/s, 0.06112 s a step (0.0475 forward); bound by host update
 

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from ..store.records import Record
     from .templates import Template
 
+CALM = 8                 # passes by templates alone after which a layer is taken to run by its template again
 LEAST_TOKENS = 4         # of a row: with fewer, attention and rotary embedding hardly show
 
 
@@ -54,6 +55,57 @@ def wanted(compute: str, cuda: bool, dtypes: list[torch.dtype]) -> bool:
     """Does this choice of `compute` fuse a module whose weights, matrices first, have these types?"""
     half = bool(dtypes) and dtypes[0] in (torch.bfloat16, torch.float16)
     return compute == "fused" or (compute == "auto" and cuda and half)
+
+
+class Idle(Unfit):
+    """Nothing of a call needs a gradient: the module's own code keeps nothing of it either."""
+
+
+def runs(module: nn.Module, device: str) -> Template:
+    """The template that a module runs by on such a device, as things are now: mt.plan and the run have this answer. Of
+    a streamed module, what its calls before the last look have shown counts too.
+
+    Raises:
+        Unfit: its own code runs; the text says why.
+    """
+    window = getattr(vars(module).get("forward"), "_call", None)
+    fused, why = getattr(window, "fused", None), getattr(window, "unfit", "")
+    if fused is not None:
+        why = fused.own
+    if why:
+        raise Unfit(why)
+    if fused is not None:
+        return fused.template
+    found = _fit(module, device)
+    inside = [h for m in module.modules() if m is not module
+              for h in (m._forward_hooks, m._forward_pre_hooks, m._backward_hooks, m._backward_pre_hooks)]
+    dtype = dtype_of(module, codings_of(module)) or next(p.dtype for p in module.parameters())
+    _check_now(found, inside, device, dtype)
+    return found
+
+
+def _fit(module: nn.Module, device: str) -> Template:
+    """Raises:
+        Unfit: no template covers its structure on such a device.
+    """
+    found = template(module)
+    if found.rounds and device == "cuda":
+        raise Unfit("the package of its codes rounds activations to 8 bits on a GPU")
+    return found
+
+
+def _check_now(template: Template, hooks: list[dict[int, Any]], device: str, dtype: torch.dtype) -> None:
+    """Raises:
+        Unfit: something that the user has put into a module, set, or turned on keeps a template from running it. hooks:
+            of what is inside the module.
+    """
+    template.check()
+    if modes_on():                             # FlopCounterMode has hooks on all modules too
+        raise Unfit("a mode of torch's functions is on")
+    if hf_calls.hooked(hooks) or _has_any_global_hook():
+        raise Unfit("there are hooks inside it")
+    if casts(device, dtype):
+        raise Unfit("autocast is on")
 
 
 def template_of(rt: Any, window: Window, module: nn.Module) -> Fused | None:
@@ -96,6 +148,8 @@ class Fused(Runner):
         codings: of such weights, by their names. dtype: in which it computes. parameters: names of its forward's.
         verdict: that of the last call: "" where a template was used, else why not; None before the first.
         declined: why the last call ran the module's own code although its code is proved; "" when it did not.
+        idle: that was since nothing of the call needs a gradient.
+        own: why the module's own code runs it, by the last look; "": a template does.
         coded: the template's products are of codes of 8 bits, where it has any and their sizes allow it.
         loops: modules below that loop over experts.
     """
@@ -103,8 +157,10 @@ class Fused(Runner):
     def __init__(self, window: Window, module: nn.Module) -> None:
         super().__init__(window)
         self.verdict: str | None = None
-        self.declined = ""
-        self.coded = False
+        self.declined = self.own = ""
+        self._calm = 0                       # passes in which it ran by its template alone, since its own code did
+        self._lately: str | None = None      # why its own code ran since the last look; "": it did not; None: no call
+        self.coded = self.idle = False
         self._reader = Reader()
         self.read()
 
@@ -118,10 +174,8 @@ class Fused(Runner):
         self._name(dict((id(p), n) for n, p in self.module.named_parameters()))
         self.codings = codings_of(self.module)
         self.dtype = dtype_of(self.module, self.codings) or self.window.records[0].dtype
-        if self.window.runtime.is_cuda and any(c.rounds for c in self.codings.values()):
-            raise Unfit(f"its package rounds activations to 8 bits on a GPU: {self.window.wholes[0].format.name}")
         self.parameters = names_of(self.window.inner)
-        self.template = template(self.module)
+        self.template = _fit(self.module, self.window.runtime.device.type)
         self._coded_linears = [m for m in self.module.modules() if format_of(dict.get(m._parameters, "weight"))]
         mixture = [self.template.mlp.experts.gu] if self.template.routes else []
         self.loops = [self.module.get_submodule(n.rpartition(".")[0]) for n in mixture]
@@ -198,6 +252,18 @@ class Fused(Runner):
 
     # ---- calls ----
 
+    def look(self) -> None:
+        """Before a pass: whose code will run it, by what can be seen now, and by the calls since the last look."""
+        lately, self._lately = self._lately, None
+        try:
+            _check_now(self.template, self.window.hooks, self.window.runtime.device.type, self.dtype)
+            why = lately
+        except Unfit as reason:
+            why = str(reason)
+        self._calm = 0 if why else self._calm + (lately == "")
+        if why or self._calm >= CALM:
+            self.own = why or ""
+
     def __call__(self, args: Any, kwargs: Any) -> Tensor | None:
         """The layer's output, or None when the module's own code has to run."""
         try:
@@ -209,12 +275,13 @@ class Fused(Runner):
                 self.verdict = self._looked(reading, settings, x, named)
             self.declined = ""
             if self.verdict:
-                return None
+                return self._leave(self.verdict)
             template = self._set_as(settings)
             x, call = template.take(self.module, x, named, self.dtype)
         except (Unfit, Refused) as reason:
             self.declined = str(reason)
-            return None
+            return self._leave(self.declined, isinstance(reason, Idle))
+        self._lately = self._lately or ""
         window = self.window
         mode, link = window.runtime.keeps.of_call(window, x.shape[:2].numel()), None
         if mode.keep == LINKED:
@@ -223,20 +290,21 @@ class Fused(Runner):
             return self._kept_elsewhere(template, x, call, mode, link)
         return Layer.apply(self, template, call, mode, None, x, *window.params)
 
+    def _leave(self, why: str, idle: bool = False) -> None:
+        """The module's own code runs, which the next look sees."""
+        self.idle = idle
+        if not idle:
+            self._lately = why
+
     def _may(self, x: Any) -> None:
         """Raises:
             Unfit: what goes on around the call is nothing for a single node.
         """
         window = self.window
-        if hf_calls.hooked(window.hooks) or _has_any_global_hook():
-            raise Unfit("there are hooks inside it")
-        if casts(window.runtime.device.type, self.dtype):
-            raise Unfit("autocast is on")
-        if modes_on():
-            raise Unfit("a mode of torch's functions is on")
+        _check_now(self.template, window.hooks, window.runtime.device.type, self.dtype)
         x = self.template.input(x, self.dtype)
         if not (x.requires_grad or window.trainable):
-            raise Unfit("nothing needs a gradient")
+            raise Idle("nothing needs a gradient")
 
     def _set_as(self, settings: tuple[Any, ...]) -> Template:
         if settings not in self._sets:

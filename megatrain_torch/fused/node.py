@@ -84,8 +84,9 @@ class Layer(torch.autograd.Function):
             kept = template.nothing_kept(x) if kept is None else _mapped(kept, Part, Part.tensor)
             if ctx.keep == LINKED:
                 kept.x = x
-            dx, grads = template.backward(dy.contiguous(), kept, fused.operands(ctx.names, ctx.wanted), ctx.call,
-                                          ctx.wanted, ctx.needs_input_grad[5])
+            with fused.window.runtime.keeps.memory():
+                dx, grads = template.backward(dy.contiguous(), kept, fused.operands(ctx.names, ctx.wanted), ctx.call,
+                                              ctx.wanted, ctx.needs_input_grad[5])
             found = tuple(grads.get(n) for n in ctx.trained_names)
         taken = fused.window.runtime.handover.take(ctx.records, ctx.use, nodes, found)
         if not graph_stays():

@@ -338,9 +338,9 @@ class ReplayFrame(Again):
         self.saved = {}
         self.runtime.handover.at_end(self)
         try:
-            with self.runtime.trace.during(self.window, "replay"), self.as_it_was() as (args, kwargs):
-                inner = self.window.inner
-                reading = self.reading
+            with self.runtime.keeps.memory(), self.runtime.trace.during(self.window, "replay"), \
+                    self.as_it_was() as (args, kwargs):
+                inner, reading = self.window.inner, self.reading
                 known = reading is not None and not reading.holds_tensors and reading.holds(
                     scope_of(inner, args, kwargs))
                 _push(self._collector(stops=known), SavedFrame.unpack)

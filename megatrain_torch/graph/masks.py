@@ -182,7 +182,7 @@ def _sparing(own: Callable[..., Any], adds: bool) -> Callable[..., Any]:
 def _wanted(asked: dict[str, Any], adds: bool) -> Sight | None:
     """The mask that a call asks for; None: it is not known."""
     tokens, given = asked.get("q_length"), asked.get("attention_mask")
-    if tokens != asked.get("kv_length") or any(asked.get(k) for k in ("q_offset", "kv_offset", "use_vmap")):
+    if tokens is None or tokens != asked.get("kv_length") or any(asked.get(k) for k in ("q_offset", "kv_offset", "use_vmap")):
         return None
     parts = list(_parts(asked.get("mask_function")))
     names = [name for name, _ in parts]

@@ -11,6 +11,7 @@ import types
 import warnings
 import weakref
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
@@ -41,14 +42,19 @@ class Fused(Protocol):
     Called, it gives the output, or None: the module's own code runs.
 
     Attributes:
-        verdict: why it is not used; "" where it is; None before it has been tried. declined: why not for the last call.
+        verdict: why it is not used; "" where it is; None before it has been tried. declined: why not for the last call;
+            idle: since nothing of that needs a gradient. own: why not for the next, by the last look.
         products: how they are computed, in words; "": as the module's own code has them.
     """
 
     template: Any
     verdict: str | None
     declined: str
+    idle: bool
+    own: str
     dtype: torch.dtype
+
+    def look(self) -> None: ...
 
     @property
     def products(self) -> str: ...
@@ -95,6 +101,12 @@ class Keeps(Protocol):
     """Knows what windows do about activations: keeps.Keeps."""
 
     def mode_of(self, window: Window) -> str: ...
+
+    def of_own_code(self, window: Window) -> Mode: ...
+
+    def forward_ends(self) -> None: ...
+
+    def memory(self) -> AbstractContextManager[None]: ...
 
 
 class Forwards(Protocol):
@@ -336,11 +348,13 @@ class Window:
                 if rt.handover.alive:
                     rt.handover.window_opens()
                 rt.reads.keep_writes()
-            return rt.trace.forward(self, args, kwargs)
+            with rt.keeps.memory():
+                return rt.trace.forward(self, args, kwargs)
         finally:
             leave()
             if outermost and task == -1:
                 rt.reads.forget()
+                rt.keeps.forward_ends()
             if takes:
                 rt.door.leave()
 
@@ -361,7 +375,7 @@ class Window:
             if out is not None:
                 return out
         args, kwargs = masks.dense(args, kwargs)
-        mode = modes.read(self.runtime.keeps.mode_of(self))
+        mode = self.runtime.keeps.of_own_code(self)
         if self.compiled is not None and not mode.host and not self.stacks:
             done = self.compiled(args, kwargs, replays=mode.keep != "saved")
             if done is not None:

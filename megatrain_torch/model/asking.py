@@ -48,11 +48,16 @@ class Unreadable(Refused):
 
 
 class Asking:
-    """Asks mt.plan for one streamed model."""
+    """Asks mt.plan for one streamed model.
+
+    Attributes:
+        caches: a forward fills a key-value cache, where the model's configuration does not say otherwise.
+    """
 
     def __init__(self, runtime: Runtime, limits: Limits) -> None:
         self.runtime, self.limits = runtime, limits
         self._here: Machine | None = None
+        self.caches = True
 
     def plan(self, batch: Pass, micro: int, homes: str | dict[str, str] | None, slots: int | None = None,
              experts: int | None = None, delivery: str | None = None) -> Plan:
@@ -66,12 +71,19 @@ class Asking:
                 return plan(rt.root(), tokens=batch.tokens * micro, seq=batch.seq, micro=micro, machine=self._machine(),
                             homes=homes, slots=slots, experts=experts, delivery=delivery, states=rt.states.format,
                             compute="fused" if fused else "eager", products=rt.products,
-                            vram=self._left(), host=self.limits.host, units=self.limits.units, nvme=self._drive(),
+                            vram=self._left() - self._cache(batch.tokens), host=self.limits.host,
+                            units=self.limits.units, nvme=self._drive(),
                             gpus=self.limits.gpus, machines=self.limits.machines)
         except MegatrainError as error:
             raise Refused(str(error)) from error
         except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
             raise Unreadable(f"mt.plan cannot read the model ({type(error).__name__}: {error})") from error
+
+    def _cache(self, tokens: int) -> int:
+        """Bytes of the device that a pass's key-value cache takes beside what is planned, for as long as its output
+        lives."""
+        own = (w.fused.template.cached * w.item for w in self.runtime.windows if w.fused is not None)
+        return tokens * sum(own) if self.caches else 0
 
     def limit(self) -> int:
         """Bytes of the device that this process may have."""

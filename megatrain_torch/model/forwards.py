@@ -24,6 +24,7 @@ from ..store.records import Record
 from ..store.state import enter, in_backward, leave
 from . import hf
 from .delivery import Delivery
+from .keeps import Keeps
 from .reads import Reads
 from .saves import Saves
 from .trained import Trained
@@ -43,6 +44,7 @@ class Model(hf.Streamed, Protocol):
     reads: Reads
     saves: Saves
     trained: Trained
+    keeps: Keeps
     broken: str
     trace: Untraced
 
@@ -72,12 +74,16 @@ class Forwards:
         takes = model.door.enter(in_backward())
         begins = enter() and in_backward() == -1
         try:
-            with masks.spared(model.windows) if begins else contextlib.nullcontext():
-                yield self.begin(who, args, kwargs) if begins else (args, kwargs)
+            if begins:
+                with masks.spared(model.windows), model.keeps.memory():
+                    yield self.begin(who, args, kwargs)
+            else:
+                yield args, kwargs
         finally:
             leave()
             if begins:
                 model.reads.forget()
+                model.keeps.forward_ends()
             if takes:
                 model.door.leave()
 
@@ -105,6 +111,8 @@ class Forwards:
         hf.before_pass(model)
         self.check_tree(model.itself())
         self.notice()
+        if torch.is_grad_enabled():
+            model.keeps.look()
 
     def notice(self) -> None:
         """What the user changed on parameters: values, and requires_grad."""

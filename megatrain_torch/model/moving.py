@@ -64,6 +64,7 @@ def _check_files(rt: Runtime, asked: Asked) -> None:
 
 def keep(rt: Runtime, plan: Plan) -> None:
     """Windows keep what the plan says, from the next pass on."""
+    rt.keeps.plan = plan
     for w in rt.windows:
         w.keep(plan.activations.get(w.name, w.mode))
 

@@ -21,9 +21,10 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from ..base.errors import MegatrainError
+from ..base.limits import show_bytes
 from ..base.modes import read
 from ..group.waits import calling
-from ..plans.planner import Plan
+from ..plans.planner import Plan, own_code
 from .asking import Asking, Limits, Refused, Unreadable
 from .comparing import WORTH, Together, fastest, proposed, seconds_of
 from .lengths import Lengths
@@ -128,7 +129,7 @@ class Planning:
                 self.why = "no plan: the model's inputs name no tokens ([batch, sequence] of integers, or [batch, " \
                            "sequence, hidden]); say how many with mt.stream(tokens=, seq=)"
             return
-        self._unknown = False
+        self._unknown, self.asking.caches = False, kwargs.get("use_cache") is not False
         before, self._seen = self._seen, self._seen.and_then(found, rt)
         if self._stuck or (self._refused and not self.adam) or self._seen.live(rt):
             return
@@ -147,6 +148,8 @@ class Planning:
         """Puts a plan in force that covers this pass. Raises Refused: nothing fits what was seen; or as `move`."""
         if not self._covered():
             self._put_into_force(self._choose())
+        elif self.runtime.keeps.planned_otherwise():
+            self._put_into_force(self._near([self._seen.most])[0])
         elif self._seen.most.tokens > self._lengths.longest():
             self._lengthen()
         joins = self._seen.most != self._seen.alone              # graphs of further passes may come to this one's
@@ -275,7 +278,16 @@ class Planning:
     def _lengthen(self) -> None:
         """Passes are longer than all that were planned for. Units stay where they are, and layers keep what then fits,
         where that is nearly as fast as a plan from the start; or where units on disk cannot move."""
-        batches = [self._lengths.grade_above(self._seen.most), self._seen.most]
+        found, here = self._near([self._lengths.grade_above(self._seen.most), self._seen.most])
+        if here:
+            self._move(found)
+            self._lengths.add(found)
+        else:
+            self._put_into_force(found)
+
+    def _near(self, batches: list[Pass]) -> tuple[Plan, bool]:
+        """A plan for the first of these that fits; and True: it has units where they are, which is nearly as fast as a
+        plan from the start, or they cannot move."""
         try:
             here = self._first(batches, self._ask_here)
         except Unreadable:
@@ -283,14 +295,9 @@ class Planning:
         except Refused:
             if self._stays():
                 raise
-            self._put_into_force(self._first(batches, self._ask))
-            return
+            return self._first(batches, self._ask), False
         free = here if self._stays() else self._ask(pass_of(here))
-        if here.tokens_per_second * WORTH >= free.tokens_per_second:
-            self._move(here)
-            self._lengths.add(here)
-        else:
-            self._put_into_force(free)
+        return (here, True) if here.tokens_per_second * WORTH >= free.tokens_per_second else (free, False)
 
     def _compare_homes(self) -> None:
         """Shorter passes take less time, in which less can be updated on the host, and leave room on the device: more
@@ -317,21 +324,31 @@ class Planning:
             self._keeps = plan
             keep(self.runtime, plan)
 
-    def _refuse(self, error: Refused, before: Seen) -> None:
-        if self.runtime.homes.on_disk or (self.plan is not None and self._agreed):
+    def _refuse(self, refused: Refused, before: Seen) -> None:
+        rt, error = self.runtime, str(refused)
+        if rt.homes.on_disk or (self.plan is not None and self._agreed):
             self._keep_least()
             return
         if not self.adam:                        # whose states a plan counts; another optimizer has its own
-            self._refused, self.why = True, f"no plan, without mt.AdamW: {str(error).splitlines()[0]}"
+            self._refused, self.why = True, f"no plan, without mt.AdamW: {error.splitlines()[0]}"
             return
         self._seen = before                      # another batch may fit
+        if own := rt.keeps.own():
+            error = f"{error}\n\nLayers that no template runs, but their own code, which keeps more: {own_code(own)}"
         raise MegatrainError(f"{error}\n\nWithout a plan: mt.stream(model, plan={{}}), which may run out of "
-                             "memory.") from error
+                             "memory.") from refused
 
     def _put_into_force(self, found: Plan) -> None:
+        before, own = self.plan, self.runtime.keeps.own()
         self._move(found)
         self.plan, self.made, self._for_adam = found, self.made + 1, self.adam
         self._lengths.begin(found)
+        rate, kept = f"{found.tokens_per_second:,.0f} tokens/s", show_bytes(found.vram["activations"])
+        if before is not None:
+            rate += f" instead of {before.tokens_per_second:,.0f}"
+            kept += f" instead of {show_bytes(before.vram['activations'])}"
+        self.runtime.keeps.tell(own if found.compute == "fused" else {},
+                                f"planned for that: {rate}, {kept} of activations")
 
     def _move(self, found: Plan) -> None:
         move(self.runtime, found, self.asking.limit())
@@ -354,7 +371,7 @@ class Planning:
         """The plan with what windows kept of the run that goes on, where that fits."""
         tokens = pass_of(found).tokens
         before = self._resumed.get(tokens, {})
-        if before.keys() != found.activations.keys():
+        if before.keys() != found.activations.keys() or found.own:       # of which it is not known what they kept
             return found
         rt, more = self.runtime, 0
         for w in rt.windows:

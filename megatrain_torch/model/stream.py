@@ -153,6 +153,7 @@ def _build(rt: Runtime, module: nn.Module, found: Any, fit: Fit, choices: Choice
         fill(rt, fit.asked.groups, values, masters)      # from here on the model changes; nothing is checked any more
         fit.room.let_go()
         install(rt, module, found, choices.activations)
+        rt.keeps.plan = choices.plan
         if rt.ranks is not None:
             same_buffers(rt.ranks, module)
         rt.forwards.warn_unlocked()

@@ -85,7 +85,6 @@ def cost_of(window: Window, machine: Machine, tokens: int, seq: int, fused: bool
         return _embedding(window, machine, tokens)
     if window.kind == "head":
         return _fused_head(window, machine, tokens) if fused else _eager_head(window, machine, tokens)
-    fused = fused and not (window.template and window.template.rounds and machine.device == "cuda")
     if fused and window.template and window.products:
         return _fused_layer(window, machine, tokens, seq)
     if fused and window.template:
@@ -288,6 +287,9 @@ EAGER_TRAFFIC_FORWARD, EAGER_TRAFFIC_BACKWARD = 5.0, 7.0
 EAGER_ATTENTION = 0.53      # of cuDNN's rate: flash at S=4096 does 330 and 262 TFLOP/s where cuDNN does 616 and 500
 VECTOR_TRAFFIC = 24         # bytes per element of a norm that stands alone, forward; twice that in backward
 VECTOR_KEPT = 14
+# Attention that is written out, in bytes of each weight of a token and head: kept are the softmax in fp32 and what it
+# is rounded to; in backward there are gradients of both, and of the logits.
+SPELLED_KEPT, SPELLED_WORK = 6, 12
 # A layer's forward takes 500 to 630 us of Python's time, and 230 to 260 us of ours, at 6 us an operation.
 EAGER_OPERATIONS = {"layer": (130, 260, 130), "other": (20, 30, 15), "head": (10, 14, 0), "embedding": (8, 10, 0)}
 
@@ -301,6 +303,10 @@ def _eager(w: Window, m: Machine, tokens: int, seq: int) -> Cost:
     if not w.products:
         kept["saved"], work = VECTOR_KEPT * w.hidden, {mode: VECTOR_KEPT * w.hidden for mode in kept}
         traffic = VECTOR_TRAFFIC * w.hidden
+    square = w.heads * seq * w.spelled
+    kept["saved"] += SPELLED_KEPT * square
+    work = {mode: n + SPELLED_WORK * square for mode, n in work.items()}
+    traffic += 2 * SPELLED_WORK * square
     elementwise, (dense, stay) = _bytes_s(m, tokens * traffic), w.dense
     forward = _products_s(m, w.products, tokens) + elementwise + _bytes_s(m, 2 * w.made) \
         + _attention_s(m, w, tokens, seq, False) / EAGER_ATTENTION

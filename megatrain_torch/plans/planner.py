@@ -69,6 +69,8 @@ class Plan:
         states: how mt.AdamW keeps its states.
         products: of layers, "bf16" or "fp8".
         experts: of a mixture's layer, fetched at a time; 0: all of them.
+        own: decoder layers that their own code runs where templates are wanted, and why; activations count what that
+            keeps. assumed: it is a configuration's, of which nothing else is known.
         delivery: "whole": each GPU of a machine fetches all weights; "shards": its portion, and the others' from them.
         gpus, machines: GPUs of a machine, and machines, each with a host like `machine`'s. tokens, micro and device
             memory are those of one GPU; host memory is one machine's.
@@ -103,6 +105,8 @@ class Plan:
     products: str = "bf16"
     experts: int = 0
     delivery: str = "whole"
+    own: dict[str, str] = dataclasses.field(default_factory=dict)
+    assumed: bool = dataclasses.field(default=False, compare=False)
 
     @property
     def fleet(self) -> Fleet:
@@ -224,7 +228,7 @@ def plan(model: Any, *, tokens: int, seq: int, machine: Machine | str | None = N
     check_homes(fleet, _each(homes), grads)
     limits = _limits(machine, vram, host, check_products(products, compute))
     shape_with = shapes_of(model, dtype=dtype, units=units, layers=layers, products=products, base=base,
-                           adapter=adapter)
+                           adapter=adapter, device=limits.device)
     shape = shape_with(states)
     if compute == "auto" and products == "bf16":       # as mt.stream has it
         wishes = dataclasses.replace(wishes, fused=limits.device == "cuda" and _halves(shape))
@@ -233,7 +237,7 @@ def plan(model: Any, *, tokens: int, seq: int, machine: Machine | str | None = N
         raise _refusal(problem, resolve(machine), shape_with)
     problem, best = _delivered(problem, *best, delivery)
     return dataclasses.replace(_plan(problem, *best), nvme=disk, disk_room=wishes.nvme or 0, products=products,
-                               experts=experts)
+                               experts=experts, assumed=not isinstance(model, nn.Module))
 
 
 WORTH_SHARDS = 1.03         # by so much faster they must be: each window then waits for all ranks
@@ -367,7 +371,8 @@ def _plan(problem: Problem, choice: Choice, timing: Timing) -> Plan:
         problem.host_bytes(choice.homes, choice.micro, choice.modes), timing.seconds, timing.forward_s, timing.busy,
         timing.idle, _window_weights(shape), problem.disk_bytes(choice.homes, choice.micro, choice.modes),
         grads=wishes.grads, states=wishes.states, lent=wishes.lent, gpus=wishes.fleet.gpus,
-        machines=wishes.fleet.machines, delivery=wishes.delivery)
+        machines=wishes.fleet.machines, delivery=wishes.delivery,
+        own={w.name: w.why for w in shape.windows if w.why and wishes.fused})
 
 
 def tiers_of(machine: Machine, vram: dict[str, int], host: dict[str, int], fleet: Fleet) -> list[Tier]:
@@ -436,8 +441,11 @@ def _headline(p: Plan) -> str:
     cut += "; products in fp8" * (p.products == "fp8")
     cut += "; weights in shards" * (p.delivery == "shards")
     all_of = "" if p.fleet.alone else " in all"
+    layers = f"own code: {own_code(p.own)}\n" if p.own else ""
+    if p.assumed and p.compute == "fused" and len(p.own) < len(p.activations):
+        layers += "templates: relies on no hooks inside layers, and on autocast to no other type than the weights'\n"
     return (f"{p.model}: {p.parameters / 1e9:.3f} B parameters, {frozen}\n"
-            f"{p.fleet.each}{p.tokens:,} tokens a step in sequences of {p.seq:,}, {cut}; {p.compute} layers\n"
+            f"{p.fleet.each}{p.tokens:,} tokens a step in sequences of {p.seq:,}, {cut}; {p.compute} layers\n{layers}"
             f"{p.machine.name}: rates {p.machine.source}\n"
             f"predicted: {p.tokens_per_second:,.0f} tokens/s{all_of}, {p.seconds:.4g} s a step "
             f"({p.forward_s:.3g} forward); bound by {LANES.get(p.bound, p.bound)}")
@@ -488,6 +496,23 @@ def _span(names: list[str]) -> str:
         return names[0]
     last = re.findall(r"\d+", names[-1])
     return re.sub(r"\d+(?!.*\d)", lambda m: f"{m.group()}-{last[-1]}", names[0])
+
+
+def own_code(own: dict[str, str]) -> str:
+    """Names of layers, and why their own code runs them, as text."""
+    found: list[tuple[str, list[str]]] = []
+    for name, why in own.items():
+        if found and found[-1][0] == why and _number(name) == _number(found[-1][1][-1]) + 1:
+            found[-1][1].append(name)
+        else:
+            found.append((why, [name]))
+    more = f"; and {len(found) - 3} more" if len(found) > 4 else ""
+    return "; ".join(f"{_span(names)} ({why})" for why, names in (found[:3] if more else found)) + more
+
+
+def _number(name: str) -> int:
+    numbers = re.findall(r"\d+", name)
+    return int(numbers[-1]) if numbers else -2
 
 
 def _bytes_table(title: str, parts: dict[str, int], limit: int) -> Table:

@@ -25,7 +25,8 @@ from ..base.modes import KEEPS, LINKED
 from ..base.products import check_layers, inner
 from ..base.stacks import slots_of, usual_experts
 from ..base.units import ADAPTER, ALIGN, find, group, output_embeddings, stored_dtype, weight_bytes
-from ..fused.templates import Unfit, template
+from ..fused.layer import runs
+from ..fused.templates import Unfit
 from ..store.bases import shape_codes
 
 MANY_TOKENS = 1 << 14        # of which a template is asked what it keeps; taken to be in proportion
@@ -100,7 +101,7 @@ class Template:
     many rows have at a time, those rows, and bytes besides where there are more. copied: bytes per token besides where
     there are more tokens than the second. long: bytes per token that a single row of so many tokens, the third, spares
     backward where gate|up is not kept, and bytes besides. expanded: bytes of weights that codes stand for, of most that
-    are there at once, and of all. rounds: it is none on a GPU. experts: of a mixture, and where they are fetched a few
+    are there at once, and of all. experts: of a mixture, and where they are fetched a few
     at a time: bytes of weights made of their codes, and bytes per token, that as many have at once. parts: how often
     others of them come."""
 
@@ -111,7 +112,6 @@ class Template:
     copied: tuple[int, int] = (0, 0)
     long: tuple[int, int, int] = (0, 0, 1 << 62)
     expanded: tuple[int, int] = (0, 0)
-    rounds: bool = False
     experts: tuple[int, int, int] = (0, 0, 0)
     parts: int = 1
 
@@ -123,7 +123,7 @@ class Window:
     Attributes:
         kind: "embedding", "layer" (has attention), "head" (gives the logits) or "other".
         units: indices of the units whose weights it binds.
-        template: what the template that covers it keeps, None where none does.
+        template: what the template that runs it keeps; None: its own code runs. why: that is so, of a layer.
         hidden: elements of what it is given per token. attention: width of all query heads together; where values'
             heads have another, the mean of both.
         heads, context: query heads; keys a query sees at most (a sliding window), 0: all before it.
@@ -131,6 +131,7 @@ class Window:
         itemsize: bytes of an activation's element.
         coded: its products, where `fits` says so, are of 8-bit codes.
         learns: it or a window before it has trained parameters, so a gradient passes through it.
+        spelled: attention is written out, and makes [S, S] weights of each head.
         dense: as codes.dense_bytes has it. made: bytes of 16-bit weights that its forward makes of codes.
     """
 
@@ -150,11 +151,13 @@ class Window:
     coded: bool = False
     dense: tuple[int, int] = (0, 0)
     made: int = 0
+    why: str = ""
+    spelled: bool = False
 
     @property
     def shape(self) -> tuple[Any, ...]:
         return (self.kind, self.products, self.template, self.hidden, self.attention, self.heads, self.context,
-                self.vectors, self.table, self.itemsize, self.learns, self.coded, self.dense, self.made)
+                self.vectors, self.table, self.itemsize, self.learns, self.coded, self.dense, self.made, self.spelled)
 
     def width(self, part: str) -> float:
         """Elements per token that the products of a part give."""
@@ -188,8 +191,8 @@ class Shape:
 
 
 def shapes_of(model: Any, *, dtype: torch.dtype | None = None, units: list[str | nn.Module] | None = None,
-              layers: int | None = None, products: str = "bf16", base: str | None = None, adapter: Any = None
-              ) -> Callable[..., Shape]:
+              layers: int | None = None, products: str = "bf16", base: str | None = None, adapter: Any = None,
+              device: str = "cpu") -> Callable[..., Shape]:
     """The shape of a module, or of a transformers config, by how AdamW's states are kept (formats.py), and by the
     experts that are fetched at a time (0: all).
 
@@ -197,6 +200,7 @@ def shapes_of(model: Any, *, dtype: torch.dtype | None = None, units: list[str |
         dtype, units, products: as for mt.stream. A config without a dtype of its own is taken for bf16.
         layers: a config's number of layers, instead of its own.
         base, adapter: of a config, as for mt.from_pretrained.
+        device: "cuda" or "cpu", for which templates are asked.
 
     Raises:
         MegatrainError: neither a module nor a config; `layers`, `base` or `adapter` with a module; as
@@ -219,7 +223,7 @@ def shapes_of(model: Any, *, dtype: torch.dtype | None = None, units: list[str |
     for name, module in found.windows:
         learns = learns or any(p.requires_grad for p in module.parameters())
         windows.append(_window(model, [*configs.values()], name or type(model).__name__, module, unit_of, dtype,
-                               learns))
+                               learns, device))
 
     if products == "fp8":
         windows = _coded(type(model).__name__, windows)
@@ -263,8 +267,9 @@ def _crossing(unit: Unit, covered: bool) -> Unit:
 def _coded(name: str, windows: list[Window]) -> list[Window]:
     """As mt.stream chooses them."""
     layers = {w.name for w in inner([w for w in windows if w.kind == "layer" and w.template is not None])}
-    check_layers(name, layers, {torch.bfloat16 if w.itemsize == 2 else torch.float32 for w in windows
-                                if w.name in layers})
+    if layers or not any(w.why for w in windows):        # else their own code runs them for now
+        check_layers(name, layers, {torch.bfloat16 if w.itemsize == 2 else torch.float32 for w in windows
+                                    if w.name in layers})
     return [dataclasses.replace(w, coded=w.name in layers) for w in windows]
 
 
@@ -343,7 +348,7 @@ _PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "top_k", "moe_k", 
 
 
 def _window(root: nn.Module, configs: list[Any], name: str, module: nn.Module, unit_of: dict[int, int],
-            dtype: torch.dtype | None, learns: bool) -> Window:
+            dtype: torch.dtype | None, learns: bool, device: str) -> Window:
     parameters = dict(module.named_parameters())
     tables = {id(p) for m in module.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag))
               for p in m.parameters(recurse=False)}
@@ -358,13 +363,21 @@ def _window(root: nn.Module, configs: list[Any], name: str, module: nn.Module, u
                 if p.is_floating_point() and not ADAPTER.search(n)]
     item = max(floating, default=4)
     q_width = sum(p.fan_in for p in attention)
+    found, why = _template(module, item, device)
+    config = next((c for m in module.modules() if (c := getattr(m, "config", None)) is not None), None)
     return Window(name, kind, tuple(dict.fromkeys(unit_of[id(p)] for p in module.parameters())), products,
-                  _template(module, item), _hidden(products, parameters), _attention_width(products, q_width, module),
+                  found, _hidden(products, parameters), _attention_width(products, q_width, module),
                   q_width // max(1, _attribute(configs, module, ("head_dim",), 128)),
                   _attribute([], module, ("sliding_window",), 0),
                   sum(p.numel() for n, p in parameters.items() if n not in matrices and id(p) not in tables),
                   sum(p.numel() for p in parameters.values() if id(p) in tables and not head), item, learns,
-                  dense=dense_bytes(module), made=dense_bytes(module)[0])
+                  dense=dense_bytes(module), made=dense_bytes(module)[0], why=why * (kind == "layer"),
+                  spelled=kind == "layer" and getattr(config, "_attn_implementation", None) == "eager")
+
+
+def attends(module: nn.Module) -> bool:
+    """Is it a layer, one with attention?"""
+    return any(p.dim() > 1 and _part(n) == "qkv" for n, p in module.named_parameters())
 
 
 def _attention_width(products: tuple[Product, ...], width: int, module: nn.Module) -> int:
@@ -373,16 +386,17 @@ def _attention_width(products: tuple[Product, ...], width: int, module: nn.Modul
     return width * (of_q + of_v) // (2 * of_v) if any(p.part == "latent" for p in products) else width
 
 
-def _template(module: nn.Module, item: int) -> Template | None:
+def _template(module: nn.Module, item: int, device: str) -> tuple[Template | None, str]:
+    """And why there is none."""
     try:
-        found = template(module)
-    except Unfit:
-        return None
+        found = runs(module, device)
+    except Unfit as reason:
+        return None, str(reason)
     n = MANY_TOKENS
     kept = tuple((mode, found.kept_bytes(mode, n, item) / n) for mode in (*KEEPS, LINKED))
     return Template(found.input_bytes(n, item) / n, kept, found.work_bytes(n, item) / n, found.tiled(item),
-                    found.copied(item), found.long(item), found.expanded(item), found.rounds,
-                    found.experts(item))
+                    found.copied(item), found.long(item), found.expanded(item),
+                    found.experts(item)), ""
 
 
 def _products(configs: list[Any], module: nn.Module, matrices: dict[str, nn.Parameter],

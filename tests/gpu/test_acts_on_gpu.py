@@ -255,7 +255,7 @@ def test_attention_by_blocks_of_queries_is_the_whole(with_sinks: bool, monkeypat
 def test_a_long_row_by_blocks_is_within_noise(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Forward and backward in blocks of 256 queries, where it is one call each otherwise."""
     ids = torch.randint(0, 50, (1, 1000), generator=torch.Generator().manual_seed(0))
-    batch = {"input_ids": ids, "labels": ids, "use_cache": False}
+    batch = {"input_ids": ids, "labels": ids}
     loss, grads = gradients(streamed(larger(family), "replay"), batch)
     calls, own = [], rows.Backward.of
     monkeypatch.setattr(attention, "ROWS", 256)
@@ -309,7 +309,7 @@ def test_no_mask_of_all_pairs_of_tokens_is_made(family: str) -> None:
     ids = torch.randint(0, 50, (1, tokens), device="cuda")
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+    loss = model(input_ids=ids, labels=ids).loss
     loss.backward()
     torch.cuda.synchronize()
     fusing.all_fused(fusing.codes(model))
@@ -343,7 +343,7 @@ def test_a_packed_row_trains_as_with_the_models_mask() -> None:
     lengths = (100, 30, 60)
     ids = torch.randint(0, 50, (1, sum(lengths)), generator=torch.Generator().manual_seed(0))
     positions = torch.cat([torch.arange(n) for n in lengths])[None]
-    batch = {"input_ids": ids, "labels": ids, "position_ids": positions, "use_cache": False}
+    batch = {"input_ids": ids, "labels": ids, "position_ids": positions}
     loss, grads = gradients(larger("llama").cuda(), batch)
     model = streamed(larger("llama"), "selective")
     found, others = gradients(model, batch)

@@ -122,19 +122,27 @@ class AttentionHalf:
         """Of attention, as transformers names it."""
         return str(getattr(self.config, "_attn_implementation", None))
 
-    def call(self, layer: nn.Module, kwargs: dict[str, Any]) -> Call:
+    def check(self) -> None:
         """Raises:
-            Unfit: there is an argument that the template does not cover.
+            Unfit: the configuration, as it is now, asks for an attention that the template does not cover.
         """
         kind = self.kind
         if kind not in ("sdpa", "eager"):
             raise Unfit(f"attention by {kind!r}")
-        if self.cap and kind == "sdpa":
+        if kind == "sdpa" and self.cap:
             raise Unfit("its attention caps its logits, which torch's kernels cannot")
-        mask, cache = given(kwargs, "mask"), given(kwargs, "cache")     # what else there is means nothing: it is proved
-        if self.sinks and (kind == "sdpa" or (mask is not None and mask.dtype == torch.bool)):
+        if kind == "sdpa" and self.sinks:
             raise Unfit("its attention has sinks, which torch's kernels do not know")
-        attention = self._attention(kind, mask)
+
+    def call(self, layer: nn.Module, kwargs: dict[str, Any]) -> Call:
+        """Raises:
+            Unfit: there is an argument that the template does not cover.
+        """
+        self.check()
+        mask, cache = given(kwargs, "mask"), given(kwargs, "cache")      # the rest is not read, by a proof
+        if self.sinks and mask is not None and mask.dtype == torch.bool:
+            raise Unfit("its attention has sinks, and a mask that is not added to logits")
+        attention = self._attention(self.kind, mask)
         call = Call(*self._angles(given(kwargs, "angles")), attention)
         if cache is not None and not hf_calls.empty_entry(cache, layer.self_attn.layer_idx):
             raise Unfit("its cache is no empty DynamicCache")
@@ -165,7 +173,7 @@ class AttentionHalf:
             return
         _told.append(True)
         warnings.warn(f"the forward of a training step fills a key-value cache of {show_bytes(found)}, which training "
-                      "does not read and no plan counts: call the model with use_cache=False, or set "
+                      "does not read and mt.plan does not count: call the model with use_cache=False, or set "
                       "model.config.use_cache = False", stacklevel=2)
 
     @property

@@ -93,6 +93,12 @@ class Decoder:
             norm.style = style
         return found
 
+    def check(self) -> None:
+        """Raises:
+            Unfit: the module's configuration, as it is now, asks for what the template does not cover.
+        """
+        self.attention.check()
+
     def input(self, x: Any, dtype: torch.dtype) -> Tensor:
         """Raises:
             Unfit: x is none that the template covers.
@@ -224,6 +230,11 @@ class Decoder:
     def rounds(self) -> bool:
         """Is it nothing for a GPU, where the package of its codes rounds activations to codes too?"""
         return any(c.rounds for c in self.codings.values())
+
+    @property
+    def cached(self) -> int:
+        """Numbers of a token that a key-value cache gathers in a forward, where the configuration has it."""
+        return self.attention.cached if getattr(self.attention.config, "use_cache", False) else 0
 
     def copied(self, item: int) -> tuple[int, int]:
         """Bytes of a token that attention copies at a time where there are more than so many, and how many."""

@@ -16,11 +16,15 @@ from .rows import NEVER
 class Single:
     """A template of one module: nothing of what it does is to be chosen, tiled or kept elsewhere."""
 
-    differentiable_input, swaps, links, coded, rounds, routes = True, False, False, False, False, False
+    differentiable_input, swaps, links, coded, rounds = True, False, False, False, False
+    routes, cached = False, 0
 
     @property
     def settings(self) -> tuple[Any, ...]:
         return ()
+
+    def check(self) -> None:
+        """Decoder.check: no configuration says how it computes."""
 
     def set_as(self, settings: tuple[Any, ...]) -> Any:
         """A template of this structure with these settings (Decoder.settings)."""
