@@ -340,8 +340,7 @@ class ReplayFrame(Again):
         try:
             with self.runtime.keeps.memory(), self.runtime.trace.during(self.window, "replay"), \
                     self.as_it_was() as (args, kwargs):
-                inner = self.window.inner
-                reading = self.reading
+                inner, reading = self.window.inner, self.reading
                 known = reading is not None and not reading.holds_tensors and reading.holds(
                     scope_of(inner, args, kwargs))
                 _push(self._collector(stops=known), SavedFrame.unpack)

@@ -311,7 +311,7 @@ class Ring:
 
     def locate(self, t: Tensor) -> tuple[int, int] | None:
         """(number, byte offset) when t lies in a slot that still holds the unit, or the cut, it was taken from."""
-        if type(t) is not Tensor or t.layout is not torch.strided:
+        if type(t) not in PLAIN or t.layout is not torch.strided:
             return None
         try:
             address = t.data_ptr()
