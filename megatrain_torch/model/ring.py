@@ -21,7 +21,7 @@ from ..store.arrive import Arrivals
 from ..store.pieces import Piece, Stacked
 from ..store.records import Record
 from ..store.state import in_backward
-from ..store.views import DeviceParameter
+from ..store.views import PLAIN, DeviceParameter
 from ..store.whole import Whole
 from .cap import Cap
 
