@@ -236,7 +236,7 @@ def _settings() -> Iterator[None]:
     told.update(dict.fromkeys(compiling, False))
     numbers = rf".*\.({'|'.join(NUMBERED)})$"
     with config.patch(specialize_float=True, specialize_int=True, assume_static_by_default=False,
-                      automatic_dynamic_shapes=True, skip_nnmodule_hook_guards=False,
+                      automatic_dynamic_shapes=False, skip_nnmodule_hook_guards=False,
                       capture_scalar_outputs=True, trace_numpy=False, suppress_errors=False, verbose=False), \
             torch.compiler.config.patch(dynamic_sources=numbers):
         try:
