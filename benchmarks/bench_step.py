@@ -82,7 +82,7 @@ def parse_args() -> tuple[argparse.Namespace, torch.device]:
     add("--warmup", type=int, default=2)
     add("--engine", choices=list(ENGINES), default="streamed")
     add("--plan", choices=["auto", "ram", "vram", "arrive", "through"], help=PLAN_HELP)
-    add("--compute", choices=["auto", "eager", "fused", "compile"], default="auto")
+    add("--compute", choices=["auto", "eager", "fused"], default="auto")
     add("--vram", help='the most of the device that may be used, as "32GiB"')
     add("--activations", choices=ACTIVATIONS, default="auto", metavar="MODE", help=ACTIVATIONS_HELP)
     add("--loss", choices=["hf", "chunked"], default="hf", help="hf: the model's own, by labels=")

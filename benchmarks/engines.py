@@ -111,7 +111,7 @@ def planned(model: Any, args: Any, layers: int | None = None) -> Any:
         micro=args.micro,
         homes=None if args.plan == "auto" else args.plan,
         activations=None if args.activations == "auto" else args.activations,
-        compute="eager" if args.compute == "compile" else args.compute,
+        compute=args.compute,
         layers=layers,
         states=args.states,
         host=args.host,

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from parity import LONG
 from several import _case
 from torch import Tensor, nn
 
@@ -216,16 +215,3 @@ def test_data_of_another_shape_is_refused_in_a_forward() -> None:
     streamed = mt.stream(nn.Sequential(Grows(""), Grows("")), "cpu")
     with pytest.raises(mt.MegatrainError, match="does not fit its streamed weight"):
         streamed(torch.ones(3, 8))
-
-
-@LONG
-@pytest.mark.parametrize("how", ["", "own"])
-def test_code_that_names_data_is_compiled_as_other_code_is(how: str) -> None:
-    streamed = mt.stream(shrinking(how), "cpu", compute="compile")
-    loss = streamed(torch.ones(3, 8)).square().mean()
-    assert "compiled" in mt.explain(streamed)
-    if how:
-        with pytest.raises(RuntimeError, match="leave weights as they are"):
-            loss.backward()
-    else:
-        loss.backward()

@@ -438,7 +438,6 @@ def test_mixtures_have_them_around_their_experts() -> None:
 @pytest.mark.parametrize("asked, words", [
     ({"products": "int4"}, "products='int4': use 'bf16' or 'fp8'"),
     ({"products": "fp8", "compute": "eager"}, "compute='eager': only templates make such products"),
-    ({"products": "fp8", "compute": "compile"}, "compute='compile': only templates"),
     ({"products": "fp8", "dtype": torch.float32}, "weights of type torch.float32.*dtype=torch.bfloat16"),
     ({"products": "fp8", "dtype": torch.float16}, "weights of type torch.float16"),
 ])

@@ -122,12 +122,10 @@ def test_with_a_file(tmp_path: Any) -> None:
     assert gone(refs) and (threads(), files()) == before and not os.listdir(tmp_path)
 
 
-@pytest.mark.parametrize("compute", ["eager", "fused", "compile"])
-def test_a_transformers_model_goes_too(compute: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("compute", ["eager", "fused"])
+def test_a_transformers_model_goes_too(compute: str) -> None:
     from situations import text
 
-    from megatrain_torch.fused import compiled
-    monkeypatch.setattr(compiled, "BACKEND", "eager")
     before = threads()
     model = mt.stream(llama().train(), device="cpu", compute=compute)
     opt = mt.AdamW(model.parameters())

@@ -1,3 +1,3 @@
 """What runs a window in place of its module's own code, and the proof that it may: templates with an explicit
-backward, compiled graphs, the head whose logits are not made. Looks at graph and before.
+backward, the head whose logits are not made. Looks at graph and before.
 """

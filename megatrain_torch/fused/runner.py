@@ -1,4 +1,4 @@
-"""What runs a window in place of its module's own code: a template, compiled graphs, the head's logits left unmade."""
+"""What runs a window in place of its module's own code: a template, the head's logits left unmade."""
 from __future__ import annotations
 
 import weakref

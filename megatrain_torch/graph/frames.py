@@ -244,44 +244,9 @@ class _StopReplay(BaseException):
     """All that the first run saved is there again."""
 
 
-class Again:
-    """Hooks of what runs again in backward: every saved tensor becomes (frame, number); the first unpack makes all."""
-
-    def __init__(self, window: Stretch) -> None:
-        self.window, self.runtime = window, window.runtime
-        self.count = 0                                   # tensors saved by the first run
-        self.saved: dict[int, Any] = {}                  # what a replay saved and nobody has taken yet
-
-    def pack(self, t: Tensor) -> Any:
-        self.count += 1
-        return self, self.count - 1
-
-    @staticmethod
-    def unpack(handle: Any) -> Tensor:
-        refuse_create_graph()
-        frame, number = handle
-        if number not in frame.saved:
-            frame.replay()
-        return restored(frame.saved.pop(number))
-
-    def replay(self) -> None:
-        raise NotImplementedError
-
-    def backward_ended(self) -> None:
-        """What nobody has asked for is made again by the next backward that does."""
-        self.saved = {}
-
-    def handle(self, t: Tensor) -> Any:
-        """What is kept of a tensor that is saved."""
-        where = self.runtime.ring.locate(t)
-        if where is not None:
-            return Weight(self.runtime, *where, t)
-        piece = self.window.expanded.get(storage_of(t)) if self.window.expanded else None
-        return Expanded(self.runtime, piece, t) if isinstance(piece, Piece) else keep(t)
-
-
-class ReplayFrame(Again):
-    """Hooks of a window whose forward runs again in backward.
+class ReplayFrame:
+    """Hooks of a window whose forward runs again in backward: every saved tensor becomes (frame, number), and the first
+    that is asked for makes all.
 
     Holds the inputs (detached, containers copied), the buffers' values, the random state and the
     autocast state from before the first run, and a sum of the bits of each row that it gave. Where the code cannot be
@@ -290,8 +255,9 @@ class ReplayFrame(Again):
 
     def __init__(self, window: Stretch, args: Any, kwargs: Any, reading: Reading | None) -> None:
         """reading: what is known of the code; None: nothing."""
-        super().__init__(window)
-        self.reading = reading
+        self.window, self.runtime, self.reading = window, window.runtime, reading
+        self.count = 0                                   # tensors saved by the first run
+        self.saved: dict[int, Any] = {}                  # what a replay saved and nobody has taken yet
         self.module = window.module                      # the graph may outlive the model
         fork = Fork()
         self.inputs = fork.call(args, kwargs)
@@ -308,7 +274,16 @@ class ReplayFrame(Again):
     def pack(self, t: Tensor) -> Any:
         if self.shapes is not None:
             self.shapes.append(t.shape)
-        return super().pack(t)
+        self.count += 1
+        return self, self.count - 1
+
+    @staticmethod
+    def unpack(handle: Any) -> Tensor:
+        refuse_create_graph()
+        frame, number = handle
+        if number not in frame.saved:
+            frame.replay()
+        return restored(frame.saved.pop(number))
 
     def forward_ended(self, out: Any, mode: Mode) -> None:
         """In-place writes to the inputs: the clones stand in, and the window keeps its activations from now on.
@@ -331,6 +306,18 @@ class ReplayFrame(Again):
         self.inputs = away.call(*self.inputs)
         self.watched = [(hollow(t) if storage_of(t) in away.met_storages else t, v) for t, v in self.watched]
         bundle.leave()
+
+    def backward_ended(self) -> None:
+        """What nobody has asked for is made again by the next backward that does."""
+        self.saved = {}
+
+    def handle(self, t: Tensor) -> Any:
+        """What is kept of a tensor that is saved."""
+        where = self.runtime.ring.locate(t)
+        if where is not None:
+            return Weight(self.runtime, *where, t)
+        piece = self.window.expanded.get(storage_of(t)) if self.window.expanded else None
+        return Expanded(self.runtime, piece, t) if isinstance(piece, Piece) else keep(t)
 
     def replay(self) -> None:
         """Runs the forward again until all that the first run saved is there, or to its end where that is to be

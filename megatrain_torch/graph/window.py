@@ -64,15 +64,6 @@ class Fused(Protocol):
     def split(self) -> None: ...
 
 
-class Compiled(Protocol):
-    """torch.compile's graphs of a window, which give (output,), or None: compiled.Compiled."""
-
-    @property
-    def code(self) -> str: ...
-
-    def __call__(self, args: Any, kwargs: Any, replays: bool) -> tuple[Any] | None: ...
-
-
 class Head(Protocol):
     """What leaves a window's logits unmade, and gives what stands for them, or None: head.Head."""
 
@@ -189,7 +180,6 @@ class Window:
         self.unfit = ""
         self.writes = ""                     # what its code changes beside its output, where that is known
         self.reader = Reader()
-        self.compiled: Compiled | None = None     # what runs it, where torch.compile does
         self.head: Head | None = None        # of the window that makes logits, where they may be left unmade
         self.trainable: list[Record] = []
         self.frozen: list[Record] = []
@@ -230,8 +220,6 @@ class Window:
             return f"its own ({self.head.declined})" if self.head.declined else "fused with the loss"
         stacks = self.stacks
         pieces = f"experts are fetched {len(stacks[0].pieces[0].experts)} at a time" if stacks else ""
-        if self.compiled is not None and not stacks:
-            return self.compiled.code
         if self.fused is None:
             why = "; ".join(filter(None, (self.unfit, self.writes, pieces)))
             return f"its own ({why})" if why else "its own"
@@ -359,7 +347,7 @@ class Window:
                 rt.door.leave()
 
     def once(self, args: Any, kwargs: Any) -> Any:
-        """One forward: by a template, with logits left unmade, compiled, or in the window's way with activations."""
+        """One forward: by a template, with logits left unmade, or in the window's way with activations."""
         if not torch.is_grad_enabled():
             return self.run(args, kwargs, False)
         if self.runtime.given and (left := self._left()) is not None:
@@ -376,10 +364,6 @@ class Window:
                 return out
         args, kwargs = masks.dense(args, kwargs)
         mode = self.runtime.keeps.of_own_code(self)
-        if self.compiled is not None and not mode.host and not self.stacks:
-            done = self.compiled(args, kwargs, replays=mode.keep != "saved")
-            if done is not None:
-                return done[0]
         return self._run_saved(args, kwargs, mode) if mode.keep == "saved" else self._run_again(args, kwargs, mode)
 
     def _left(self) -> list[Record] | None:

@@ -124,8 +124,7 @@ def _planned(module: nn.Module, where: torch.device, tokens: int | None, seq: in
     disk = limits.disk
     return planner.plan(module, machine=None if where.type == "cuda" else "cpu", tokens=tokens, seq=seq,
                         vram=limits.vram, host=limits.host, states=states or "fp32",
-                        compute="eager" if compute == "compile" else compute, products=products, dtype=dtype,
-                        units=limits.units,
+                        compute=compute, products=products, dtype=dtype, units=limits.units,
                         nvme=None if disk is None else disk.as_given(),
                         gpus=limits.gpus, machines=limits.machines)
 
@@ -154,8 +153,8 @@ def _from_plan(plan: Plan, limits: Limits, compute: str, states: str | None) -> 
 
 
 def _options(plan: dict[str, Any] | None, compute: str) -> dict[str, Any]:
-    if compute not in ("auto", "eager", "fused", "compile"):
-        raise MegatrainError(f"compute={compute!r}: use 'auto', 'eager', 'fused' or 'compile'")
+    if compute not in ("auto", "eager", "fused"):
+        raise MegatrainError(f"compute={compute!r}: use 'auto', 'eager' or 'fused'")
     if not isinstance(plan, dict | None):
         raise MegatrainError(f"plan={plan!r}: give what mt.plan made, or a dict of {sorted(PLAN_KEYS)}")
     options = dict(plan or {})

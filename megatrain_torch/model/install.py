@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from ..base import patches
 from ..base.codes import coded
 from ..base.errors import MegatrainError
-from ..fused.compiled import compiled_of
 from ..fused.head import give_head, head_of
 from ..fused.layer import give_codes, template_of, wanted
 from ..graph.door import Door
@@ -80,7 +79,6 @@ def _add_window(rt: Runtime, name: str, m: nn.Module, by_param: dict[int, list[R
     w = Window(rt, name, m, records)
     w.keep(mode)
     w.fused = template_of(rt, w, m)
-    w.compiled = None if is_head else compiled_of(rt, w, m)
     if is_head and wanted(rt.compute, rt.is_cuda, [r.dtype for r in records]):
         give_head(w, m)
     rt.add_window(w)

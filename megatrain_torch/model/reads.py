@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from .. import _core
-from ..fused.compiled import refuse_other_units
 from ..graph.frames import check_version
 from ..graph.window import refuse_functorch
 from ..store.records import Record
@@ -34,7 +33,6 @@ class Reads:
 
     def lazy(self, record: Record) -> Tensor:
         """What a read gives, the same each time: the weights are fetched when something is done with it."""
-        refuse_other_units()
         found = self._read.get(record)
         if found is None:
             if record.trainable:

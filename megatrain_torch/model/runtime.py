@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from .. import _core
-from ..fused.compiled import Structure
 from ..graph.door import Door
 from ..graph.exchange import Exchange
 from ..graph.frames import Expansions
@@ -41,8 +40,7 @@ class Runtime:
         room: refuses planes that come later and will not fit. compute, products: as given to mt.stream.
         planning: planning.Planning, of an ordinary loop that nobody has planned; None: somebody has.
         trace: mt.trace's, while it is on; else UNTRACED.
-        structures: of windows that torch.compile runs. looked: what looks at numbers gave, by
-            reading, and why code could not be followed, by window and call.
+        looked: what looks at numbers gave, by reading, and why code could not be followed, by window and call.
         broken: why it is not to be run: a load or a move that failed half-way; "": it is.
         given: places of parameters that have something else (functional_call).
         checkpointing: modules whose own checkpointing windows do (hf.py).
@@ -83,7 +81,6 @@ class Runtime:
         self.keeps = Keeps(own)
         self.forwards = Forwards(own)
         self.looked: dict[Any, str] = {}
-        self.structures: dict[Any, Structure] = {}
         self.planning: Any = None
         self.trace: Any = UNTRACED
         self.broken = ""

@@ -72,10 +72,8 @@ def stream(module: nn.Module, device: str | torch.device | None = None, *, token
         compute: "eager": the modules' own code; "fused": layers that a template covers run as one node with an
             explicit backward, the others as they are, and the head makes no logits where the loss is
             `F.cross_entropy`, unless somebody reads them, until the next optimizer step (mt.explain says which);
-            "compile": windows run as torch.compile's graphs of their own code, compiled once for all of one structure,
-            those that dynamo cannot take as they are, and the head too; no templates;
-            "auto": fused on CUDA for 16-bit weights, else eager. Fused and compiled results differ from the module's
-            own code in the last bits.
+            "auto": fused on CUDA for 16-bit weights, else eager. Fused results differ from the module's own
+            code in the last bits.
         products: of decoder layers that a template runs: "bf16", as the weights are; "fp8": of operands rounded to 8
             bits with a scale for each row, summed in fp32 (docs/numerics.md says what that changes; mt.explain, which
             layers have them). None: a plan's, else "bf16".

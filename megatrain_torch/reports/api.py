@@ -40,8 +40,7 @@ def explain(model: nn.Module) -> str:
     """A table of windows: their units, bytes, what is done about activations, and whose code runs them.
 
     "template" is a layer's explicit forward and backward (compute="fused"), with products="fp8" also which of its
-    products are not in fp8; "compiled" are torch.compile's graphs of
-    the module's own code (compute="compile"); else that code itself, with the reason where one of them was wanted.
+    products are not in fp8; else the module's own code runs, with the reason where a template was wanted.
     The head is "fused with the loss", or its own code runs. Below, how AdamW's states are kept, where not in fp32; and
     what was planned for, where mt.stream plans itself; and which of several processes this is, and
     how weights come to it.
