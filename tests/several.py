@@ -516,13 +516,18 @@ def _loss(job: Job, case: Any, model: nn.Module, number: int) -> Tensor:
 
 
 class Sums:
-    """Of a step's gradients in plain torch: a micro-batch's over ranks, in fp32 and in the order of ranks, then rounded and
-    handed over as one micro-batch after the other."""
+    """Of a step's gradients in plain torch, or by the same templates: a micro-batch's over ranks, in fp32 and in the order
+    of ranks, then rounded and handed over as one micro-batch after the other."""
 
     def __init__(self, job: Job, case: Any, model: nn.Module, size: int) -> None:
-        self.job, self.case, self.plain = job, case, case.build().to(job.device, getattr(torch, job.dtype))
+        self.job, self.case, self.plain = job, case, case.build().to(getattr(torch, job.dtype))
         for p, streamed in zip(self.plain.parameters(), model.parameters()):
             p.requires_grad_(streamed.requires_grad)
+        if job.compute == "eager" or (job.compute == "auto" and job.device == "cpu"):
+            self.plain.to(job.device)
+        else:                                # templates have bits of their own
+            import megatrain_torch as mt
+            mt.stream(self.plain, job.device, compute=job.compute, plan={})
         mean = job.reduce == "mean"
         self.before, self.behind = 1 / (job.micro if mean else job.micro * size), 1 / size if mean else 1.0
         self.sums: list[dict[str, Tensor]] = []              # by micro-batch
@@ -536,7 +541,8 @@ class Sums:
             (_loss(self.job, self.case, self.plain, number) * self.before).backward()
             for name, p in self.plain.named_parameters():
                 if p.grad is not None:
-                    over_ranks[name] = over_ranks[name] + p.grad.float() if name in over_ranks else p.grad.float()
+                    own = p.grad.to(self.job.device, torch.float32)
+                    over_ranks[name] = over_ranks[name] + own if name in over_ranks else own
         self.sums.append({name: total * self.behind for name, total in over_ranks.items()})
 
     def replace(self, model: nn.Module) -> None:

@@ -90,7 +90,7 @@ def test_a_checkpoint_of_states_on_the_devices(pool: Pool, plan: tuple, tmp_path
 
 
 @pytest.mark.parametrize("job", [OWN("wide", dtype="bfloat16"), OWN("wide", dtype="bfloat16", delay_us=300, look=True),
-                                 OWN("wide", dtype="bfloat16", plan=VRAM, micro=2), OWN("choosy", plan=MIXED)], ids=str)
+                                 OWN("wide", dtype="bfloat16", plan=VRAM, micro=2), OWN("straight", plan=MIXED)], ids=str)
 def test_a_gpu_of_each_machine_has_what_one_process_has(pool: Pool, job: Job) -> None:
     """Machines are pretended: new weights go from one's share over the GPUs to the other's."""
     found = pool.call("several:apart", SIZE, 2, "several:train", job)
