@@ -171,6 +171,7 @@ class Fused(Runner):
             Unfit: no template covers it.
         """
         self._sets: dict[Any, Template] = {}
+        self._parts = [(m._modules, {**m._modules}) for m in self.module.modules()]
         self._name(dict((id(p), n) for n, p in self.module.named_parameters()))
         self.codings = codings_of(self.module)
         self.dtype = dtype_of(self.module, self.codings) or self.window.records[0].dtype
@@ -334,7 +335,8 @@ class Fused(Runner):
             Unfit, Refused: the template does not cover the module, or the call, or the code cannot be followed.
         """
         scope, reader = scope_of(self.window.inner, args, kwargs), self._reader
-        if reader.last is not None and not reader.last.holds(scope):
+        moved = any(now != then for now, then in self._parts)        # guards see no parts of a kind change places
+        if moved or (reader.last is not None and not reader.last.holds(scope)):
             self.read()                      # it may be another structure by now
 
         def make() -> Reading:
@@ -365,7 +367,8 @@ class Fused(Runner):
         outer = swap_window({r: weights[n] for n, r in self.records.items()})
         try:
             with contextlib.ExitStack() as stack:
-                put = stack.enter_context(plain_linears(module, weights, self.dtype))
+                put = [*stack.enter_context(plain_linears(module, weights, self.dtype)),
+                       *stack.enter_context(not_collecting())]
                 for m in self.loops:
                     e = self.template.mlp.experts
                     put.append(stack.enter_context(opaque_loop(m, 2 * e.inter, [weights[n] for n in sorted(e.names)])))
