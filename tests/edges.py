@@ -136,6 +136,17 @@ def loop(scenario: Scenario, model: Walk, opt: Any, device: str) -> dict[str, Te
     return {k: v.cpu() for k, v in losses.items()} | norms
 
 
+def noticed(right: dict[str, Tensor], scenario: Scenario, **kw: Any) -> str | None:
+    """How a training that leaves a wait out differs: by its numbers, or by a replay that is not its forward."""
+    from megatrain_torch import MegatrainError
+    try:
+        return difference(right, train(scenario, **kw))
+    except MegatrainError as error:
+        if "does not repeat itself" not in str(error):
+            raise
+        return str(error)
+
+
 def difference(right: dict[str, Tensor], other: dict[str, Tensor]) -> str | None:
     """The first thing that is not the same to the bit; NaN equals NaN."""
     for name, value in right.items():

@@ -121,8 +121,17 @@ def test_adamw_overlap_on_equals_overlap_off_bitwise(clip: float | None, accumul
 def test_adamw_without_the_wait_for_updates_is_noticed() -> None:
     """The control of the tests above: a fetch that does not wait for the update brings old weights."""
     right = trained(slots=2, delay_us=300)
-    wrong = [trained(slots=2, delay_us=300, debug={"skip": parity.EDGES["updated"], "seed": s}) for s in (1, 2, 3)]
-    assert any(not torch.equal(right[k], w[k]) for w in wrong for k in right)
+
+    def noticed(seed: int) -> bool:
+        try:
+            wrong = trained(slots=2, delay_us=300, debug={"skip": parity.EDGES["updated"], "seed": seed})
+        except mt().MegatrainError as error:         # a replay that is not its forward
+            if "does not repeat itself" not in str(error):
+                raise
+            return True
+        return any(not torch.equal(right[k], wrong[k]) for k in right)
+
+    assert any([noticed(seed) for seed in (1, 2, 3)])
 
 
 def test_adamw_does_not_depend_on_the_order_of_delays() -> None:

@@ -50,7 +50,16 @@ def test_a_wait_left_out_is_noticed(streaming: None, edge: str) -> None:
     on the CPU device compute is the calling thread and never behind, so those two are shown on CUDA
     (tests/gpu/run_parity.py --skip) and in tests/c; `updated` matters to mt.AdamW alone: test_api.py."""
     options = parity.Options(slots=2, delay_us=300, skip=parity.EDGES[edge])
-    seen = [parity.run(situations.plain_transformer, options) for _ in range(3)]
+
+    def run() -> str | None:
+        try:
+            return parity.run(situations.plain_transformer, options)
+        except parity.error() as error:
+            if "does not repeat itself" not in str(error):
+                raise
+            return str(error)                # a replay that is not its forward
+
+    seen = [run() for _ in range(3)]
     assert any(seen), f"three runs without the wait {edge!r} all equal plain torch"
 
 

@@ -83,6 +83,7 @@ class Stretch(Protocol):
     answering: list[tuple[Record, dict[str, Any]]]
     trainable: list[Record]
     expanded: dict[int, Whole | Piece]
+    modules: Below
     buffered: Below
     recurrent: Below
 
@@ -248,7 +249,7 @@ class ReplayFrame:
     """Hooks of a window whose forward runs again in backward: every saved tensor becomes (frame, number), and the first
     that is asked for makes all.
 
-    Holds the inputs (detached, containers copied), the buffers' values, the random state and the
+    Holds the inputs (detached, containers copied), the modules' classes, the buffers' values, the random state and the
     autocast state from before the first run, and a sum of the bits of each row that it gave. Where the code cannot be
     followed, or reads something that has changed since, the forward runs again to its end, and has to give these.
     """
@@ -265,6 +266,7 @@ class ReplayFrame:
         self.trainable = window.trainable                # requires_grad may change, and change back, meanwhile
         self.attributes = [dict(own) for _, own in window.answering]
         self.clones = None if window.proved else Fork(clone=True).call(args, kwargs)
+        self.classes = [(m, type(m)) for m in window.modules]
         self.buffers = snapshot_buffers(window.buffered)
         self.shapes: list[Any] | None = [] if self.clones is not None else None
         self.random = random_state(self.runtime.device)
@@ -344,14 +346,17 @@ class ReplayFrame:
 
     @contextlib.contextmanager
     def as_it_was(self) -> Iterator[tuple[Any, Any]]:
-        """Inputs, weights, buffers, random numbers and autocast as the first run met them; put back after."""
+        """Inputs, weights, classes, buffers, random numbers and autocast as the first run met them; put back after."""
         self._check()
         rt, window = self.runtime, self.window
         saved_random = random_state(rt.device)
         saved_autocast = autocast_state(rt.device.type)
         saved_buffers = restore_buffers(window.buffered, self.buffers)
+        others = [(m, type(m)) for m, kind in self.classes if type(m) is not kind]
         outer, opened = None, False
         try:
+            if others:
+                _give_classes(self.classes)
             set_random_state(rt.device, self.random)
             set_autocast_state(rt.device.type, (*self.autocast[:2], False, *self.autocast[3:]))
             with torch.enable_grad():
@@ -366,6 +371,7 @@ class ReplayFrame:
             restore_buffers(window.buffered, saved_buffers)
             set_autocast_state(rt.device.type, saved_autocast)
             set_random_state(rt.device, saved_random)
+            _give_classes(others)
 
     def _bind(self) -> dict[Record, Tensor]:
         """Weights with the attributes that parameters had then: what a run sets again stays in it."""
@@ -413,6 +419,12 @@ class ReplayFrame:
                 "one of the variables needed for gradient computation has been modified by an inplace operation: "
                 f"an input of {self.window.name!r} was changed after its forward; "
                 "use plan={'activations': 'saved'} to keep what it needs")
+
+
+def _give_classes(classes: list[tuple[nn.Module, type]]) -> None:
+    for module, kind in classes:
+        if type(module) is not kind:
+            object.__setattr__(module, "__class__", kind)
 
 
 def _bits(out: Any) -> list[Tensor]:

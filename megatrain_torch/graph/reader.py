@@ -347,7 +347,8 @@ def _read(scope: dict[str, Any], modules: Sequence[nn.Module], judge: Any, put: 
             with tracing(output.tracing_context):
                 found.found = None if judge is None else judge(graph, found.writes)
             kinds = set(map(type, modules))
-            made = _manager()(code, output, guard_filter_fn=functools.partial(_kept, put, kinds), gone=found)
+            made = _manager()(code, output, gone=found,
+                              guard_filter_fn=functools.partial(_kept, put, kinds, found.writes))
             found.guard_by(made.guard_manager, graph, set(ran), kinds)
         except Exception as error:
             raise _Refused(_first_line(error)) from error
@@ -389,9 +390,10 @@ def _manager() -> type:
     return Manager
 
 
-def _kept(put: Sequence[object], kinds: set[type], entries: Sequence[Any]) -> list[bool]:
+def _kept(put: Sequence[object], kinds: set[type], writes: str, entries: Sequence[Any]) -> list[bool]:
     """Which guards are checked: none of weights themselves, whose names, shapes and types their windows know, but those
     of their attributes; and none of what was put in for the read. Adds to `kinds` of which classes guarded things are.
+    writes: what the code changes, which is neither run again nor another's, whatever guards do not see.
 
     Raises:
         Unreadable: a guard does not see a change.
@@ -408,7 +410,8 @@ def _kept(put: Sequence[object], kinds: set[type], entries: Sequence[Any]) -> li
             try:
                 hash(entry.value)
             except TypeError:                # compared with itself, it is equal whatever happens to it
-                raise Unreadable(f"it reads {_in_words(name)}, in which something may change") from None
+                if not writes:
+                    raise Unreadable(f"it reads {_in_words(name)}, in which something may change") from None
         keep.append(not weights and not (without and name.startswith(without)))
     return keep
 
