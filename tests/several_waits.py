@@ -124,7 +124,7 @@ def _once(what: str, odd: bool, model: nn.Module, opt: Any) -> None:
     if what == "grad written by all":
         weight.grad.mul_(0.5)
     if what == "step" and odd:
-        opt._counts[weight] += 1
+        opt.state[weight]["step"] += 1
     if what == "frozen" and odd:
         weight.requires_grad_(False)
     if what == "written" and odd:

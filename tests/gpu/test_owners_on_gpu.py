@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from owners import PLACES, assert_bits_of_one, change_gradients, gathered, train, train_by_sums
+from owners import PLACES, assert_bits_of_one, change_gradients, gathered, train
 
 from megatrain_torch._core import STATES
 
@@ -16,29 +16,15 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 @pytest.mark.parametrize(("home", "shared"), PLACES)
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_owners_together_have_the_bits_of_one(tmp_path: Path, ranks: int, home: str, shared: bool, states: str) -> None:
-    """Whole gradients, sums, micro-batches and what the user changed; clipped where there is a share."""
+    """Whole gradients, micro-batches and what the user changed; clipped where there is a share."""
     with gathered(tmp_path) as make:
         whole, owners = make(ranks, shared=shared, home=home, states=states, device="cuda")
         max_norm = 0.5 if shared else 0.0
-        for step, (micros, summed) in enumerate(((1, False), (2, False), (3, True))):
-            train(whole, owners, step, micros, summed)
+        for step, micros in enumerate((1, 2, 3)):
+            train(whole, owners, step, micros)
             if step == 1:
                 change_gradients([whole, *owners])
             tickets = [party.step(max_norm, changed=step == 1) for party in (whole, *owners)]
             if shared:
                 assert len({p.engine.norm(ticket) for p, ticket in zip((whole, *owners), tickets)}) == 1
             assert_bits_of_one(whole, owners)
-
-
-@pytest.mark.parametrize(("home", "shared"), PLACES)
-def test_sums_of_further_micro_batches_are_added_as_they_are(tmp_path: Path, home: str, shared: bool) -> None:
-    with gathered(tmp_path) as make:
-        on_host = make(1, home="ram")[0]
-        whole, owners = make(3, shared=shared, home=home, device="cuda")
-        train_by_sums(on_host, [])
-        train_by_sums(whole, owners)
-        assert_bits_of_one(whole, owners, "GRAD")
-        assert_bits_of_one(on_host, [whole], "GRAD")
-        for party in (whole, *owners):
-            party.step()
-        assert_bits_of_one(whole, owners)
