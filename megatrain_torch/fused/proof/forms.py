@@ -240,7 +240,7 @@ def routers(k: int, experts: int, sigmoid: bool, normalised: bool, wide: bool, f
     """((factor, least), form) of all forms of these properties. least: what the sum that divides has added. groups: as
     templates/router.py has them."""
     for factor in factors:
-        for rounds in (False, True):
+        for rounds in (True, False):        # what is rounded is there before it is, too
             if sigmoid:
                 for least in (1e-20, 0.0, 1e-6, 1e-12) if normalised else (0.0,):
                     for grouped in (groups, (0, 0)) if groups[0] == 1 else (groups,):
