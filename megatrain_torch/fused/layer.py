@@ -177,7 +177,8 @@ class Fused(Runner):
         self.dtype = dtype_of(self.module, self.codings) or self.window.records[0].dtype
         self.parameters = names_of(self.window.inner)
         self.template = _fit(self.module, self.window.runtime.device.type)
-        self._coded_linears = [m for m in self.module.modules() if format_of(dict.get(m._parameters, "weight"))]
+        self._coded_linears = {n: m for n, m in self.module.named_modules()
+                               if format_of(dict.get(m._parameters, "weight"))}
         mixture = [self.template.mlp.experts.gu] if self.template.routes else []
         self.loops = [self.module.get_submodule(n.rpartition(".")[0]) for n in mixture]
         self.split()
@@ -320,9 +321,9 @@ class Fused(Runner):
         Raises:
             Unfit, Refused: the last two are not known.
         """
-        for m in self._coded_linears:
+        for name, m in self._coded_linears.items():
             if why := multiplies(m, self.dtype):
-                raise Unfit(f"a product with codes: {why}")
+                raise Unfit(f"{name}: {why}")
         weights = tuple((n, r.shape, r.dtype) for n, r in self.records.items() if n not in self.codings)
         inner, loops = self.window.inner, tuple(map(known_loop, self.loops))
         return (getattr(inner, "__func__", type(inner)), weights, tuple(self.codings.items()), self.wanted, loops,
@@ -367,8 +368,7 @@ class Fused(Runner):
         outer = swap_window({r: weights[n] for n, r in self.records.items()})
         try:
             with contextlib.ExitStack() as stack:
-                put = [*stack.enter_context(plain_linears(module, weights, self.dtype)),
-                       *stack.enter_context(not_collecting())]
+                put = stack.enter_context(plain_linears(module, weights, self.dtype))
                 for m in self.loops:
                     e = self.template.mlp.experts
                     put.append(stack.enter_context(opaque_loop(m, 2 * e.inter, [weights[n] for n in sorted(e.names)])))
