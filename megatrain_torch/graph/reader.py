@@ -333,7 +333,7 @@ def _read(scope: dict[str, Any], modules: Sequence[nn.Module], judge: Any, put: 
     there = {"__builtins__": builtins, "__name__": __name__, "Tensor": Tensor}    # dynamo puts names of its own in here
     code = (_call if judge is None else _call_for_one).__code__
     with _settings(), _without_hooks(), torch.random.fork_rng(devices=[]), plain_modules(modules), \
-            get_metrics_context(), dynamo_timed("megatrain_torch"), \
+            hf_calls.collecting_nothing(), get_metrics_context(), dynamo_timed("megatrain_torch"), \
             compile_context(CompileContext(convert_frame.get_compile_id({}))), warnings.catch_warnings():
         warnings.simplefilter("ignore")      # what dynamo advises is for who asked for a graph
         try:

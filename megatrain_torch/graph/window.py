@@ -25,7 +25,7 @@ from ..store.records import Record, Use
 from ..store.state import enter, in_backward, leave, swap_window
 from ..store.views import DeviceParameter, accumulators, in_sight, takes_no_hooks
 from ..store.whole import Whole
-from . import masks
+from . import hf_calls, masks
 from .below import Below, flat_weights
 from .door import Door
 from .frames import HostFrame, Located, ReplayFrame, SavedFrame, Streamed, _pop, _push
@@ -422,7 +422,7 @@ class Window:
         if modes_on() or self.wholes or self.stacks:
             return None
         module, inner = self.module, self.inner
-        key = getattr(inner, "__func__", type(inner)), self._named, self.runtime.device.type
+        key = getattr(inner, "__func__", type(inner)), self._named, self.runtime.device.type, hf_calls.collects()
 
         def make() -> Reading:
             with torch.no_grad():
