@@ -475,7 +475,7 @@ def test_a_wrong_template_is_refused_and_the_model_still_trains(what: str, monke
     monkeypatch.setattr(*WRONG[what]())
     run = fused(FAMILIES["qwen3_moe"], padded)
     monkeypatch.undo()
-    none_fused(run.codes, "template is off by")
+    none_fused(run.codes, "is off from fp32 by")
     fusing.agree(truth("qwen3_moe", "padded"), run)
 
 
