@@ -122,7 +122,7 @@ def test_it_does_not_matter_how_transformers_computes_experts(how: str) -> None:
 
 
 UNFIT = {
-    "deepseek_v2": ("deepseek_v2", "more than cos and sin", {**LATENT, "n_group": None, "topk_group": None}),
+    "deepseek_v2": ("deepseek_v2", "called without (cos, sin)", {**LATENT, "n_group": None, "topk_group": None}),
     "phimoe": ("phimoe", "no RMSNorm", dict(**LOCAL)),
     "ernie4_5_moe": ("ernie4_5_moe", "no router", dict(moe_num_experts=4, moe_k=2, moe_intermediate_size=16)),
     "kolibri1": ("kolibri1", "none of the known routers", dict(**FOUR)),
