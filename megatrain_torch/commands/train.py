@@ -408,6 +408,9 @@ def _trainer(model: Any, tokenizer: Any, settings: Settings, train: Any, held: A
     more |= {} if reward is None else {"reward_funcs": reward}
     config = model.config.get_text_config()
     kept = {name: getattr(config, name) for name in ("router_aux_loss_coef",) if hasattr(config, name)}
+    told = {"is_loaded_in_4bit": False, "is_loaded_in_8bit": False}      # else TRL makes adapters over codes bfloat16
+    before = {name: vars(model)[name] for name in told if name in vars(model)}
+    vars(model).update(told)
     try:
         trainer = mt.stream_trainer(
             type(kind.__name__, (OfRows if rows else Streamed, kind), {"run": run}), model,
@@ -415,6 +418,10 @@ def _trainer(model: Any, tokenizer: Any, settings: Settings, train: Any, held: A
             processing_class=tokenizer, train_dataset=data[0], eval_dataset=data[1], **more)
     except ValueError as why:                            # of TRL, about arguments that do not go together
         raise MegatrainError(f"{settings.method}: {why}") from None
+    finally:
+        for name in told:
+            vars(model).pop(name, None)
+        vars(model).update(before)
     for name, value in kept.items():                     # TRL writes what it uses into what is saved with the model
         setattr(config, name, value)
     if rows:
