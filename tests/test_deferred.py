@@ -866,8 +866,8 @@ def test_the_head_is_fetched_for_the_loss_alone() -> None:
     unit = rt.windows[-1].units[0]
     assert rt.windows[-1].inner.__self__ is head
     acquired = []
-    inner = rt.ring.views
-    rt.ring.views = lambda u: acquired.append(u) or inner(u)
+    inner = rt.ring.parameters
+    rt.ring.parameters = lambda u: acquired.append(u) or inner(u)
     out = model(batch(0))
     assert unit not in acquired
     value = F.cross_entropy(out.view(-1, V), batch(0).view(-1))

@@ -159,11 +159,11 @@ class Trial:
         return y, {**({"dx": x} if x.requires_grad else {}),
                    **{n: bound[r] for n, r in zip(self.runs.trained_names, self.window.trainable)}}
 
-    @staticmethod
-    def _found(run: Run, dy: Tensor, mode: AbstractContextManager[Any]) -> dict[str, Tensor]:
+    def _found(self, run: Run, dy: Tensor, mode: AbstractContextManager[Any]) -> dict[str, Tensor]:
         """Of the output the rows that have a gradient, and the gradients."""
         y, leaves = run
-        with mode, torch.autograd.set_multithreading_enabled(False):     # for CUDA's: a mode is of this thread
+        apart = self.window.runtime.handover.apart()
+        with mode, apart, torch.autograd.set_multithreading_enabled(False):      # for CUDA's: a mode is of this thread
             grads = torch.autograd.grad(y, list(leaves.values()), dy.to(y.dtype), allow_unused=True)
         return {"y": _seen(y.detach(), dy), **{n: g for n, g in zip(leaves, grads) if g is not None}}
 

@@ -13,8 +13,10 @@ What is under way in one graph task is flushed when the task ends, by autograd's
 """
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections import deque
+from collections.abc import Iterator
 from typing import Any, Protocol
 
 import torch
@@ -121,6 +123,7 @@ class HandOver:
         self.stream = 0                                         # where the last hand-over happened
         self.copied: dict[int, dict[Record, Tensor]] = {}         # by unit: copies of gradients that an update reads
         self.observer: Any = None                               # an optimizer that updates in backward
+        self.looks = False                                      # the backward under way is a look's
 
     # ---- called by Bind.backward, in autograd's thread ----
 
@@ -201,6 +204,15 @@ class HandOver:
         return out.copy_(grad)
 
     # ---- a graph task, from the first that we see of it to its end ----
+
+    @contextlib.contextmanager
+    def apart(self) -> Iterator[None]:
+        """A look's backward, inside a forward: it is no backward of the model's, and its end ends nothing."""
+        outer, self.looks = self.looks, True
+        try:
+            yield
+        finally:
+            self.looks = outer
 
     def join_task(self) -> None:
         self.stream = self.runtime.stream()

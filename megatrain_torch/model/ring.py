@@ -272,7 +272,7 @@ class Ring:
     def _joins(self) -> None:
         """A backward that asks for a weight is in the model until its end."""
         task = in_backward()
-        if task != -1 and task not in self._model.door.tasks:
+        if task != -1 and task not in self._model.door.tasks and not self._model.handover.looks:
             self._model.handover.join_task()
 
     def views(self, unit: int) -> list[Tensor | None]:
