@@ -336,7 +336,7 @@ class Fused(Runner):
             Unfit, Refused: the template does not cover the module, or the call, or the code cannot be followed.
         """
         scope, reader = scope_of(self.window.inner, args, kwargs), self._reader
-        moved = any(now != then for now, then in self._parts)        # guards see no parts of a kind change places
+        moved = any(now != then for now, then in self._parts)  # no guard sees children of one class trade places
         if moved or (reader.last is not None and not reader.last.holds(scope)):
             self.read()                      # it may be another structure by now
 
