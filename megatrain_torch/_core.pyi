@@ -142,7 +142,7 @@ class Engine:
         lift(), which comes before adam(), to leave(). Before take() has moved its planes."""
     def dismiss(self, unit: int) -> None:
         """They come and leave no more. When they are at home."""
-    def lift_sizes(self, unit: int) -> list[int]:
+    def lift_sizes(self, unit: int) -> tuple[int, ...]:
         """Bytes of each piece of device memory that the unit's states take, as its parameters are trained now."""
     def lift(self, unit: int, addresses: Sequence[int], stream: int) -> bool:
         """The states come to the device, into pieces of lift_sizes() bytes, aligned to 512: memory that is free behind

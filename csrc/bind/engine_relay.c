@@ -66,7 +66,7 @@ static PyObject *next(PyObject *module, PyObject *args)
     relay    *r;
     mt_parcel p;
     void     *mem = NULL;
-    int       ms, to, some = 0;
+    int       ms, to, last, some = 0;
     mt_status st;
 
     if (!PyArg_ParseTuple(args, "Oi:relay_next", &capsule, &ms) ||
@@ -82,8 +82,9 @@ static PyObject *next(PyObject *module, PyObject *args)
     bytes = p.bytes > 0 ? mt_view_new(r->memory, mem, (size_t)p.bytes) : Py_NewRef(Py_None);
     if (bytes == NULL)
         return NULL;
+    last = p.kind == MT_PARCEL_NOTE && p.unit < 0 && p.what == MT_COUNT_LEFT;
     return Py_BuildValue("(y#NiN)", (const char *)&p, (Py_ssize_t)sizeof p, bytes, to,
-                         PyBool_FromLong(p.kind == MT_PARCEL_NOTE && p.note == MT_NOTE_LEFT));
+                         PyBool_FromLong(last));
 }
 
 /* (relay, rank, parcel), as relay_next gives one. */

@@ -2,7 +2,27 @@
 #include "bind.h"
 #include <stdlib.h>
 
-/* ---- arguments ---- */
+/* ---- arguments, and what comes back ---- */
+
+/* NULL with an exception. */
+static PyObject *none(const mt_engine *e, mt_status st)
+{
+    return st == MT_OK ? Py_NewRef(Py_None) : mt_raise(e->error, st);
+}
+
+/* A tuple, or NULL with an exception. */
+static PyObject *sizes(const size_t *bytes, int n)
+{
+    PyObject *out = PyTuple_New(n);
+
+    for (int i = 0; out != NULL && i < n; i++) {
+        PyObject *size = PyLong_FromSize_t(bytes[i]);
+
+        if (size == NULL || PyTuple_SetItem(out, i, size) < 0)
+            Py_CLEAR(out);
+    }
+    return out;
+}
 
 static mt_engine *unit_arg(PyObject *self, PyObject *args, const char *format, int *unit)
 {
@@ -21,28 +41,8 @@ static int plane_ok(mt_engine *e, int plane)
     return -1;
 }
 
-/* One parameter of a new unit from the three parallel sequences; they are tuples of n. */
-static int desc_at(mt_engine *e, PyObject *dtypes, PyObject *numels, PyObject *trainable,
-                   Py_ssize_t i, mt_param_desc *out)
-{
-    int       dtype;
-    long long numel;
-    int       on = PyObject_IsTrue(PyTuple_GetItem(trainable, i));
-
-    if (on < 0 || mt_arg_int(PyTuple_GetItem(dtypes, i), &dtype) < 0)
-        return -1;
-    if ((numel = PyLong_AsLongLong(PyTuple_GetItem(numels, i))) == -1 && PyErr_Occurred())
-        return -1;
-    if (dtype < 0 || dtype >= MT_DTYPE_COUNT || numel < 0) {
-        PyErr_Format(e->error, "parameter %zd: dtype %d, %lld elements; DTYPES has 0 to %d, and "
-                     "a count is not negative", i, dtype, numel, MT_DTYPE_COUNT - 1);
-        return -1;
-    }
-    *out = (mt_param_desc){ .dtype = (mt_dtype)dtype, .numel = numel, .trainable = on };
-    return 0;
-}
-
-/* malloc'd [size of dtypes], or NULL with an exception. */
+/* Parameters of a new unit from three parallel tuples: malloc'd [size of dtypes], or NULL with an
+ * exception. */
 static mt_param_desc *descs(mt_engine *e, PyObject *dtypes, PyObject *numels, PyObject *trainable)
 {
     Py_ssize_t     count = PyTuple_Size(dtypes);
@@ -55,12 +55,26 @@ static mt_param_desc *descs(mt_engine *e, PyObject *dtypes, PyObject *numels, Py
     }
     if ((d = calloc((size_t)count + 1, sizeof *d)) == NULL)
         return (mt_param_desc *)(void *)PyErr_NoMemory();
-    for (Py_ssize_t i = 0; i < count; i++)
-        if (desc_at(e, dtypes, numels, trainable, i, &d[i]) < 0) {
-            free(d);
-            return NULL;
+    for (Py_ssize_t i = 0; i < count; i++) {
+        int       dtype, on = PyObject_IsTrue(PyTuple_GetItem(trainable, i));
+        long long numel;
+
+        if (on < 0 || mt_arg_int(PyTuple_GetItem(dtypes, i), &dtype) < 0)
+            goto fail;
+        if ((numel = PyLong_AsLongLong(PyTuple_GetItem(numels, i))) == -1 && PyErr_Occurred())
+            goto fail;
+        if (dtype < 0 || dtype >= MT_DTYPE_COUNT || numel < 0) {
+            PyErr_Format(e->error, "parameter %zd: dtype %d, %lld elements; DTYPES has 0 to %d, "
+                         "and a count is not negative", i, dtype, numel, MT_DTYPE_COUNT - 1);
+            goto fail;
         }
+        d[i] = (mt_param_desc){ .dtype = (mt_dtype)dtype, .numel = numel, .trainable = on };
+    }
     return d;
+
+fail:
+    free(d);
+    return NULL;
 }
 
 /* ---- share ---- */
@@ -86,17 +100,6 @@ PyMethodDef mt_share_methods[] = {
 
 /* ---- store ---- */
 
-/* In a share the store knows by itself whose is what. */
-static mt_status add_unit(mt_engine *e, const char *name, const mt_param_desc *params, int n,
-                          int *unit)
-{
-    mt_status st = mt_store_add(e->cx.store, name, params, n, unit);
-
-    if (st == MT_OK && e->ranks > 1 && e->cx.share == NULL)
-        st = mt_store_own(e->cx.store, *unit, e->rank, e->ranks);
-    return st;
-}
-
 PyObject *mt_engine_add_unit(PyObject *self, PyObject *args, PyObject *kw)
 {
     static char   *names[] = { "name", "dtypes", "numels", "trainable", NULL };
@@ -115,7 +118,9 @@ PyObject *mt_engine_add_unit(PyObject *self, PyObject *args, PyObject *kw)
         goto done;
     if ((params = descs(e, d, m, t)) == NULL)
         goto done;
-    st = add_unit(e, name, params, (int)PyTuple_Size(d), &unit);
+    st = mt_store_add(e->cx.store, name, params, (int)PyTuple_Size(d), &unit);
+    if (st == MT_OK && e->ranks > 1 && e->cx.share == NULL)  /* in a share the store knows */
+        st = mt_store_own(e->cx.store, unit, e->rank, e->ranks);
     out = st == MT_OK ? PyLong_FromLong(unit) : mt_raise(e->error, st);
 
 done:
@@ -130,15 +135,12 @@ PyObject *mt_engine_set_trainable(PyObject *self, PyObject *args)
 {
     mt_engine *e = mt_engine_usable(self);
     int        unit, param, on;
-    mt_status  st;
 
     if (e == NULL || !PyArg_ParseTuple(args, "iip:set_trainable", &unit, &param, &on))
         return NULL;
     if (mt_engine_param(e, unit, param) < 0)
         return NULL;
-    if ((st = mt_store_set_trainable(e->cx.store, unit, param, on)) != MT_OK)
-        return mt_raise(e->error, st);
-    Py_RETURN_NONE;
+    return none(e, mt_store_set_trainable(e->cx.store, unit, param, on));
 }
 
 PyObject *mt_engine_hi_bytes(PyObject *self, PyObject *args)
@@ -165,47 +167,37 @@ PyObject *mt_engine_portions(PyObject *self, PyObject *args)
 {
     int        unit;
     mt_engine *e = unit_arg(self, args, "i:portions", &unit);
-    PyObject  *out = e == NULL ? NULL : PyTuple_New(e->ranks + 1);
-
-    for (int k = 0; out != NULL && k <= e->ranks; k++) {
-        mt_portion p;
-        PyObject  *at;
-
-        (void)mt_portion_of(e->cx.store, unit, k < e->ranks ? k : k - 1, e->ranks, &p);
-        at = PyLong_FromSize_t(mt_portion_byte(e->cx.store, unit, k < e->ranks ? p.begin : p.end));
-        if (at == NULL || PyTuple_SetItem(out, k, at) < 0)
-            Py_CLEAR(out);
-    }
-    return out;
-}
-
-/* rank -1: this one. */
-static mt_status owned(const mt_engine *e, int unit, int param, int rank, int64_t *from, int64_t *n)
-{
+    size_t    *at = e == NULL ? NULL : calloc((size_t)e->ranks + 1, sizeof *at);
     mt_portion p;
-    mt_status  st;
+    PyObject  *out;
 
-    *n = mt_store_owned(e->cx.store, unit, param, from);
-    if (rank < 0)
-        return MT_OK;
-    MT_TRY(mt_portion_of(e->cx.store, unit, rank, e->ranks, &p));
-    *n = mt_portion_part(&p, param, mt_store_desc(e->cx.store, unit, param)->numel, from);
-fail:
-    return st;
+    if (at == NULL)
+        return e == NULL ? NULL : PyErr_NoMemory();
+    for (int k = 0; k < e->ranks; k++) {
+        (void)mt_portion_of(e->cx.store, unit, k, e->ranks, &p);
+        at[k] = mt_portion_byte(e->cx.store, unit, p.begin);
+        at[k + 1] = mt_portion_byte(e->cx.store, unit, p.end);
+    }
+    out = sizes(at, e->ranks + 1);
+    free(at);
+    return out;
 }
 
 PyObject *mt_engine_owned(PyObject *self, PyObject *args)
 {
     mt_engine *e = mt_engine_usable(self);
-    int        unit, param, rank = -1;
+    int        unit, param, rank = -1;       /* this one */
     int64_t    from, n;
+    mt_portion p;
     mt_status  st;
 
     if (e == NULL || !PyArg_ParseTuple(args, "ii|i:owned", &unit, &param, &rank) ||
         mt_engine_param(e, unit, param) < 0)
         return NULL;
-    if ((st = owned(e, unit, param, rank, &from, &n)) != MT_OK)
+    rank = rank < 0 ? e->rank : rank;
+    if ((st = mt_portion_of(e->cx.store, unit, rank, e->ranks, &p)) != MT_OK)
         return mt_raise(e->error, st);
+    n = mt_portion_part(&p, param, mt_store_desc(e->cx.store, unit, param)->numel, &from);
     return Py_BuildValue("(LL)", (long long)from, (long long)n);
 }
 
@@ -233,23 +225,19 @@ PyObject *mt_engine_plane(PyObject *self, PyObject *args, PyObject *kw)
                                                           (mt_plane)plane, desc->numel));
 }
 
-/* Nothing on this rank is at the planes when the others are met. */
+/* Nothing on this rank is at the planes when the others are met. What is at home elsewhere goes
+ * there, each rank's portion; weights on a device when next used. */
 static mt_status spread(mt_engine *e, int unit, int param, unsigned planes)
 {
-    unsigned  later = mt_store_home(e->cx.store, unit, NULL)->fed ? 0 : 1u << MT_PLANE_HI;
-    mt_status st;
+    unsigned later = mt_store_home(e->cx.store, unit, NULL)->fed ? 0 : 1u << MT_PLANE_HI;
 
-    MT_TRY(mt_ledger_wait_updates(e->cx.store, unit));
+    MT_DO(mt_ledger_wait_updates(e->cx.store, unit));
     if (planes & 1u << MT_PLANE_GRAD)
-        MT_TRY(mt_ledger_wait_grads(e->cx.store, unit));
-    MT_TRY(mt_resident_raised(e->cx.residents));
-    MT_TRY(mt_ledger_wait_fetch(e->cx.store, unit));
-    MT_TRY(mt_store_spread(e->cx.store, unit, param, planes));
-    /* What is at home elsewhere goes there, each rank's portion; weights on a device when next
-     * used. */
-    st = mt_mirror_push(e->cx.store, unit, param, planes & ~later);
-fail:
-    return st;
+        MT_DO(mt_ledger_wait_grads(e->cx.store, unit));
+    MT_DO(mt_resident_raised(e->cx.residents));
+    MT_DO(mt_ledger_wait_fetch(e->cx.store, unit));
+    MT_DO(mt_store_spread(e->cx.store, unit, param, planes));
+    return mt_mirror_push(e->cx.store, unit, param, planes & ~later);
 }
 
 PyObject *mt_engine_spread(PyObject *self, PyObject *args)
@@ -268,9 +256,7 @@ PyObject *mt_engine_spread(PyObject *self, PyObject *args)
         return NULL;
     }
     MT_WAITING(e, st, spread(e, unit, param, planes));
-    if (st != MT_OK)
-        return mt_raise(e->error, st);
-    Py_RETURN_NONE;
+    return none(e, st);
 }
 
 PyObject *mt_engine_fail(PyObject *self, PyObject *args)
@@ -284,12 +270,6 @@ PyObject *mt_engine_fail(PyObject *self, PyObject *args)
     Py_RETURN_NONE;
 }
 
-static mt_status stay(mt_engine *e, double seconds)
-{
-    mt_store_stay(e->cx.store, seconds);
-    return MT_OK;
-}
-
 PyObject *mt_engine_stay(PyObject *self, PyObject *args)
 {
     mt_engine *e = mt_engine_usable(self);
@@ -298,9 +278,8 @@ PyObject *mt_engine_stay(PyObject *self, PyObject *args)
 
     if (e == NULL || !PyArg_ParseTuple(args, "d:stay", &seconds))
         return NULL;
-    MT_UNLOCKED(e, st, stay(e, seconds));
-    (void)st;
-    Py_RETURN_NONE;
+    MT_UNLOCKED(e, st, (mt_store_stay(e->cx.store, seconds), MT_OK));
+    return none(e, st);
 }
 
 /* Ranks that have closed their engine, or whose process is gone. */
@@ -316,7 +295,7 @@ PyObject *mt_engine_gone(PyObject *self, PyObject *unused)
 
         if (presence == MT_RANK_HERE)
             continue;
-        one = Py_BuildValue("(iLO)", r, (long long)mt_share_process(e->cx.share, r),
+        one = Py_BuildValue("(iLO)", r, (long long)mt_share_said(e->cx.share, MT_COUNT_CAME, r),
                             presence == MT_RANK_DIED ? Py_True : Py_False);
         if (one == NULL || PyList_Append(found, one) < 0)
             Py_CLEAR(found);
@@ -406,20 +385,18 @@ PyObject *mt_engine_touch(PyObject *self, PyObject *args)
     Py_RETURN_NONE;
 }
 
-/* Until host memory of the plane is the unit's: its copy, too,
- * when the unit is settled or has the plane on disk. */
-static mt_status wait_and_bring(mt_engine *e, int unit, mt_plane plane,
-                                mt_status (*wait)(mt_store *, int))
-{
-    mt_status st = wait(e->cx.store, unit);
+typedef mt_status wait_fn(mt_store *s, int unit);
 
-    if (st != MT_OK)
-        return st;
-    return mt_mirror_bring(e->cx.store, unit, 1u << plane);
+/* Until host memory of these planes is the unit's: its copy, too, when the unit is settled or has
+ * them on disk. */
+static mt_status wait_and_bring(mt_store *s, int unit, wait_fn *wait, unsigned planes)
+{
+    MT_DO(wait(s, unit));
+    return planes != 0 ? mt_mirror_bring(s, unit, planes) : MT_OK;
 }
 
-static PyObject *wait_for(PyObject *self, PyObject *args, const char *format, mt_plane plane,
-                          mt_status (*wait)(mt_store *, int))
+static PyObject *wait_for(PyObject *self, PyObject *args, const char *format, wait_fn *wait,
+                          unsigned planes)
 {
     int        unit;
     mt_engine *e = unit_arg(self, args, format, &unit);
@@ -427,39 +404,28 @@ static PyObject *wait_for(PyObject *self, PyObject *args, const char *format, mt
 
     if (e == NULL)
         return NULL;
-    MT_WAITING(e, st, wait_and_bring(e, unit, plane, wait));
-    if (st != MT_OK)
-        return mt_raise(e->error, st);
-    Py_RETURN_NONE;
+    MT_WAITING(e, st, wait_and_bring(e->cx.store, unit, wait, planes));
+    return none(e, st);
 }
 
 PyObject *mt_engine_wait_updates(PyObject *self, PyObject *args)
 {
-    return wait_for(self, args, "i:wait_updates", MT_PLANE_HI, mt_ledger_wait_updates);
+    return wait_for(self, args, "i:wait_updates", mt_ledger_wait_updates, 1u << MT_PLANE_HI);
 }
 
 PyObject *mt_engine_updated(PyObject *self, PyObject *args)
 {
-    int        unit;
-    mt_engine *e = unit_arg(self, args, "i:updated", &unit);
-    mt_status  st;
-
-    if (e == NULL)
-        return NULL;
-    MT_WAITING(e, st, mt_ledger_wait_updates(e->cx.store, unit));
-    if (st != MT_OK)
-        return mt_raise(e->error, st);
-    Py_RETURN_NONE;
+    return wait_for(self, args, "i:updated", mt_ledger_wait_updates, 0);
 }
 
 PyObject *mt_engine_wait_grads(PyObject *self, PyObject *args)
 {
-    return wait_for(self, args, "i:wait_grads", MT_PLANE_GRAD, mt_ledger_wait_grads);
+    return wait_for(self, args, "i:wait_grads", mt_ledger_wait_grads, 1u << MT_PLANE_GRAD);
 }
 
 PyObject *mt_engine_wait_fetch(PyObject *self, PyObject *args)
 {
-    return wait_for(self, args, "i:wait_fetch", MT_PLANE_HI, mt_ledger_wait_fetch);
+    return wait_for(self, args, "i:wait_fetch", mt_ledger_wait_fetch, 1u << MT_PLANE_HI);
 }
 
 /* ---- gradients that pass ---- */
@@ -468,26 +434,20 @@ PyObject *mt_engine_pass_gradients(PyObject *self, PyObject *args)
 {
     int        unit;
     mt_engine *e = unit_arg(self, args, "i:pass_gradients", &unit);
-    mt_status  st;
 
     if (e == NULL)
         return NULL;
-    if ((st = mt_store_set_passing(e->cx.store, unit)) != MT_OK)
-        return mt_raise(e->error, st);
-    Py_RETURN_NONE;
+    return none(e, mt_store_set_passing(e->cx.store, unit));
 }
 
 PyObject *mt_engine_lend_most(PyObject *self, PyObject *args)
 {
     mt_engine *e = mt_engine_usable(self);
     int        n;
-    mt_status  st;
 
     if (e == NULL || !PyArg_ParseTuple(args, "i:lend_most", &n))
         return NULL;
-    if ((st = mt_store_lend_most(e->cx.store, n)) != MT_OK)
-        return mt_raise(e->error, st);
-    Py_RETURN_NONE;
+    return none(e, mt_store_lend_most(e->cx.store, n));
 }
 
 /* ---- units that go through the device ---- */
@@ -496,26 +456,15 @@ PyObject *mt_engine_lend_most(PyObject *self, PyObject *args)
 #define THROUGH_BUFFERS 3
 #define THROUGH_BYTES   ((size_t)64 << 20)
 
-static mt_status through_open(mt_engine *e)
-{
-    mt_through *t;
-
-    return e->cx.through != NULL ? MT_OK
-                                 : mt_through_open(&e->cx, THROUGH_BUFFERS, THROUGH_BYTES, &t);
-}
-
 PyObject *mt_engine_set_states(PyObject *self, PyObject *args)
 {
     mt_engine *e = mt_engine_usable(self);
     int        unit, states;
-    mt_status  st;
 
     if (e == NULL || !PyArg_ParseTuple(args, "ii:set_states", &unit, &states) ||
         mt_engine_unit(e, unit) < 0)
         return NULL;
-    if ((st = mt_store_set_states(e->cx.store, unit, (mt_states)states)) != MT_OK)
-        return mt_raise(e->error, st);
-    Py_RETURN_NONE;
+    return none(e, mt_store_set_states(e->cx.store, unit, (mt_states)states));
 }
 
 /* Off: nothing to do for a unit in host memory. */
@@ -531,20 +480,20 @@ static mt_status set_through(mt_engine *e, int unit, int on)
 
 PyObject *mt_engine_through(PyObject *self, PyObject *args)
 {
-    mt_engine *e = mt_engine_usable(self);
-    int        unit, on;
-    mt_status  st;
+    mt_engine  *e = mt_engine_usable(self);
+    mt_through *made;
+    int         unit, on;
+    mt_status   st;
 
     if (e == NULL || !PyArg_ParseTuple(args, "ip:through", &unit, &on) ||
         mt_engine_unit(e, unit) < 0)
         return NULL;
-    if (on && (st = through_open(e)) != MT_OK)
+    if (on && e->cx.through == NULL &&
+        (st = mt_through_open(&e->cx, THROUGH_BUFFERS, THROUGH_BYTES, &made)) != MT_OK)
         return mt_raise(e->error, st);
     /* Planes that are there are registered: gigabytes, so not under the GIL. */
     MT_UNLOCKED(e, st, set_through(e, unit, on));
-    if (st != MT_OK)
-        return mt_raise(e->error, st);
-    Py_RETURN_NONE;
+    return none(e, st);
 }
 
 /* ---- states that come and leave ---- */
@@ -553,38 +502,31 @@ PyObject *mt_engine_through(PyObject *self, PyObject *args)
  * owner takes to align it, a size that torch's allocator need not round up. */
 #define PIECE_BYTES (((size_t)128 << 20) - 512)
 
-static mt_status arrive_open(mt_engine *e)
-{
-    mt_arrive *a;
-
-    return e->cx.arrive != NULL ? MT_OK : mt_arrive_open(&e->cx, &a);
-}
-
 PyObject *mt_engine_invite(PyObject *self, PyObject *args)
 {
     int        unit;
     mt_engine *e = unit_arg(self, args, "i:invite", &unit);
-    mt_status  st;
+    mt_arrive *made;
+    mt_status  st = MT_OK;
 
     if (e == NULL)
         return NULL;
-    if ((st = arrive_open(e)) != MT_OK || (st = mt_arrive_invite(e->cx.arrive, unit)) != MT_OK)
-        return mt_raise(e->error, st);
-    Py_RETURN_NONE;
+    if (e->cx.arrive == NULL)
+        st = mt_arrive_open(&e->cx, &made);
+    return none(e, st == MT_OK ? mt_arrive_invite(e->cx.arrive, unit) : st);
 }
 
 PyObject *mt_engine_dismiss(PyObject *self, PyObject *args)
 {
     int        unit;
     mt_engine *e = unit_arg(self, args, "i:dismiss", &unit);
-    mt_status  st;
+    mt_status  st = MT_OK;
 
     if (e == NULL)
         return NULL;
-    if (e->cx.arrive != NULL && mt_arrive_invited(e->cx.arrive, unit) &&
-        (st = mt_arrive_dismiss(e->cx.arrive, unit)) != MT_OK)
-        return mt_raise(e->error, st);
-    Py_RETURN_NONE;
+    if (e->cx.arrive != NULL && mt_arrive_invited(e->cx.arrive, unit))
+        st = mt_arrive_dismiss(e->cx.arrive, unit);
+    return none(e, st);
 }
 
 /* NULL with an exception: the unit is no guest. */
@@ -611,13 +553,7 @@ PyObject *mt_engine_lift_sizes(PyObject *self, PyObject *args)
         return NULL;
     if ((st = mt_arrive_sizes(e->cx.arrive, unit, PIECE_BYTES, &bytes, &n)) != MT_OK)
         return mt_raise(e->error, st);
-    out = PyList_New(n);
-    for (int i = 0; out != NULL && i < n; i++) {
-        PyObject *size = PyLong_FromSize_t(bytes[i]);
-
-        if (size == NULL || PyList_SetItem(out, i, size) < 0)
-            Py_CLEAR(out);
-    }
+    out = sizes(bytes, n);
     free(bytes);
     return out;
 }
@@ -702,9 +638,7 @@ PyObject *mt_engine_bring(PyObject *self, PyObject *args)
     if (mt_engine_unit(e, unit) < 0 || planes_ok(e, planes) < 0)
         return NULL;
     MT_WAITING(e, st, mt_mirror_bring(e->cx.store, unit, (unsigned)planes));
-    if (st != MT_OK)
-        return mt_raise(e->error, st);
-    Py_RETURN_NONE;
+    return none(e, st);
 }
 
 PyObject *mt_engine_push(PyObject *self, PyObject *args)
@@ -724,9 +658,7 @@ PyObject *mt_engine_push(PyObject *self, PyObject *args)
         return NULL;
     }
     MT_UNLOCKED(e, st, mt_mirror_push(e->cx.store, unit, param, (unsigned)planes));
-    if (st != MT_OK)
-        return mt_raise(e->error, st);
-    Py_RETURN_NONE;
+    return none(e, st);
 }
 
 PyObject *mt_engine_device_plane(PyObject *self, PyObject *args)
@@ -761,14 +693,11 @@ PyObject *mt_engine_device_bytes(PyObject *self, PyObject *unused)
 PyObject *mt_engine_check(PyObject *self, PyObject *unused)
 {
     mt_engine *e = mt_engine_usable(self);
-    mt_status  st;
 
     (void)unused;
     if (e == NULL)
         return NULL;
-    if ((st = mt_ledger_check(e->cx.store)) != MT_OK)
-        return mt_raise(e->error, st);
-    Py_RETURN_NONE;
+    return none(e, mt_ledger_check(e->cx.store));
 }
 
 PyObject *mt_engine_watchdog(PyObject *self, PyObject *args)

@@ -20,7 +20,7 @@ typedef struct range {
 static atomic_uint     forks;
 static pthread_once_t  once = PTHREAD_ONCE_INIT;
 static mt_mutex        files_mu = MT_MUTEX(MT_RANK_FORKS_FILES);
-static mt_mutex        memory_mu = MT_MUTEX(MT_RANK_FORKS_MEMORY);
+static mt_mutex        memory_mu = MT_MUTEX(MT_RANK_LEAF);
 static range          *ranges;               /* [n_ranges] of room_ranges. memory_mu */
 static int64_t         n_ranges, room_ranges;
 static int            *files;                /* [n_files] of room_files. files_mu */

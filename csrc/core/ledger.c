@@ -2,6 +2,8 @@
  *
  * One mutex, one condition. Everything counted here is a unit's whole update or hand-over, a few
  * hundred a step, so a broadcast that wakes a thread for another unit's sake costs nothing. */
+#include "ledger.h"
+
 #include "store_impl.h"
 
 #include "clock.h"
@@ -10,29 +12,15 @@
 #include <stdio.h>
 #include <string.h>
 
-mt_status mt__ledger_open(mt__ledger *l)
-{
-    mt_status st = mt_watch_cond(&l->changed);
-
-    if (st == MT_OK)
-        mt_mutex_open(&l->mu, MT_RANK_LEDGER);
-    return st;
-}
-
-void mt__ledger_close(mt__ledger *l)
-{
-    pthread_cond_destroy(&l->changed);
-    mt_mutex_close(&l->mu);
-}
-
 /* Under mu, at each door. What was ended more often than begun is a fault (end), not a count. */
 static void assert_counts(const mt_store *s, const mt__unit *u)
 {
-    const mt__ledger *l = &s->ledger;
+    const mt__ledger  *l = &s->ledger;
+    const mt__account *a = &u->account;
 
     MT_ASSERT(mt_holds(&l->mu));
-    MT_ASSERT(u->version > 0 && u->updates >= 0 && u->grads >= 0 && u->fetches >= 0);
-    MT_ASSERT(u->saves == 0 || u->saves == 1);
+    MT_ASSERT(a->version > 0 && a->updates >= 0 && a->grads >= 0 && a->fetches >= 0);
+    MT_ASSERT(a->saves == 0 || a->saves == 1);
     MT_ASSERT((l->fault == MT_OK) == (l->text[0] == '\0'));
     MT_ASSERT(l->wanted >= 0 && l->wanted <= mt_store_units(s));
 }
@@ -66,20 +54,11 @@ void mt__ledger_fault_of(mt_store *s, const char *text)
     set_fault(s, MT_EPEER, text, 0);
 }
 
-/* Under mu or after it: once set, fault and text never change. */
-static mt_status fault_again(const mt__ledger *l)
-{
-    return mt_fail_again(l->fault, l->text);
-}
-
 mt_status mt_ledger_check(mt_store *s)
 {
-    mt_status st;
+    mt_status st = (mt_status)atomic_load(&s->ledger.fault);
 
-    mt_lock(&s->ledger.mu);
-    st = s->ledger.fault;
-    mt_unlock(&s->ledger.mu);
-    return st == MT_OK ? MT_OK : fault_again(&s->ledger);
+    return st == MT_OK ? MT_OK : mt_fail_again(st, s->ledger.text);
 }
 
 /* The functions that announce and finish return nothing; a wrong number given to one would be a
@@ -102,78 +81,36 @@ static mt__unit *unit_or_fault(mt_store *s, int unit)
 uint64_t mt_ledger_version(mt_store *s, int unit)
 {
     const mt__unit *u = mt__unit_at(s, unit);
-    uint64_t        version = 0;
 
-    if (u != NULL) {
-        mt_lock(&s->ledger.mu);
-        version = u->version;
-        mt_unlock(&s->ledger.mu);
-    }
-    return version;
+    return u != NULL ? atomic_load(&u->account.version) : 0;
 }
 
 uint64_t mt_ledger_writes(mt_store *s, int unit)
 {
     const mt__unit *u = mt__unit_at(s, unit);
-    uint64_t        writes = 0;
 
-    if (u != NULL) {
-        mt_lock(&s->ledger.mu);
-        writes = u->writes;
-        mt_unlock(&s->ledger.mu);
-    }
-    return writes;
+    return u != NULL ? atomic_load(&u->account.writes) : 0;
 }
 
 /* Nobody waits for a version or for a count to grow, so there is no one to wake. */
 static void begin(mt_store *s, mt__unit *u, int updates, int grads, int written)
 {
+    mt__account *a;
+
+    if (u == NULL)
+        return;
+    a = &u->account;
     mt_lock(&s->ledger.mu);
-    u->version += (uint64_t)(updates + written);
-    u->writes += (uint64_t)written;
-    u->updates += updates;
-    u->grads += grads;
-    u->begun[MT_COUNT_STEPPED] += (uint64_t)updates;
-    u->begun[MT_COUNT_UPDATED] += (uint64_t)updates;
-    u->begun[MT_COUNT_LANDED] += (uint64_t)grads;
+    a->version += (uint64_t)(updates + written);
+    a->writes += (uint64_t)written;
+    a->updates += updates;
+    a->grads += grads;
+    a->begun[MT_COUNT_STEPPED] += (uint64_t)updates;
+    a->begun[MT_COUNT_UPDATED] += (uint64_t)updates;
+    a->begun[MT_COUNT_LANDED] += (uint64_t)grads;
     assert_counts(s, u);
     mt_unlock(&s->ledger.mu);
     mt_watch_moved(&s->watch);
-}
-
-/* One off a unit's count; what is 0 was ended twice, which is a fault. what NULL: it is none. */
-static void end(mt_store *s, const mt__unit *u, int64_t *count, const char *what)
-{
-    char text[256];
-    int  twice;
-
-    mt_lock(&s->ledger.mu);
-    if (!(twice = *count == 0)) {
-        *count -= 1;
-        pthread_cond_broadcast(&s->ledger.changed);
-        mt_watch_moved(&s->watch);
-    }
-    mt_unlock(&s->ledger.mu);
-    if (twice && what != NULL) {
-        snprintf(text, sizeof text, "unit %s: %s ended that was not announced", u->name, what);
-        mt_ledger_fault(s, MT_ESTATE, text);
-    }
-}
-
-/* All of these that were begun and are not counted any more have ended here; of those that are,
- * `more` are as good as ended. After a fault nobody is told so: it is not known what they did. */
-static void tell(mt_store *s, const mt__unit *u, mt_unit_count what, const int64_t *count,
-                 uint64_t more)
-{
-    uint64_t ended;
-
-    if (!u->shared)
-        return;
-    mt_lock(&s->ledger.mu);
-    ended = u->begun[what] - (uint64_t)*count + more;
-    if (s->ledger.fault == MT_OK && ended > mt_board_said(&u->board, what, mt_share_rank(s->share)))
-        mt_board_say(&u->board, what, ended);
-    mt_unlock(&s->ledger.mu);
 }
 
 void mt__version_grows(mt_store *s, int unit)
@@ -186,33 +123,61 @@ void mt_ledger_touch(mt_store *s, int unit)
     if (unit_or_fault(s, unit) == NULL)
         return;
     mt__version_grows(s, unit);
-    mt__mirror_touched(s, unit);
+    s->ledger.touched(s, unit);
 }
 
 void mt_ledger_update_begin(mt_store *s, int unit)
 {
-    mt__unit *u = unit_or_fault(s, unit);
-    if (u != NULL)
-        begin(s, u, 1, 0, 0);
+    begin(s, unit_or_fault(s, unit), 1, 0, 0);
 }
 
 void mt_ledger_grads_begin(mt_store *s, int unit)
 {
-    mt__unit *u = unit_or_fault(s, unit);
-    if (u != NULL)
-        begin(s, u, 0, 1, 0);
+    begin(s, unit_or_fault(s, unit), 0, 1, 0);
+}
+
+/* Under mu, in a share. Of what was begun all but `left` has ended here. After a fault nobody is
+ * told so: it is not known what those did. */
+static void tell(mt_store *s, const mt__unit *u, mt_count what, int64_t left)
+{
+    uint64_t ended = u->account.begun[what] - (uint64_t)left;
+
+    if (u->shared && s->ledger.fault == MT_OK &&
+        ended > mt_board_said(&u->board, (int)what, mt_share_rank(s->share)))
+        mt_board_say(&u->board, (int)what, ended, 0);
+}
+
+/* One off a unit's count; what is 0 was ended twice, which is a fault. */
+static void end(mt_store *s, const mt__unit *u, _Atomic int64_t *count, mt_count what,
+                const char *called)
+{
+    char text[256];
+    int  twice;
+
+    mt_lock(&s->ledger.mu);
+    if (!(twice = *count == 0)) {
+        *count -= 1;
+        pthread_cond_broadcast(&s->ledger.changed);
+        mt_watch_moved(&s->watch);
+        if (what == MT_COUNT_UPDATED)
+            tell(s, u, MT_COUNT_STEPPED, *count);
+        tell(s, u, what, *count);
+    }
+    mt_unlock(&s->ledger.mu);
+    if (twice) {
+        snprintf(text, sizeof text, "unit %s: %s ended that was not announced", u->name, called);
+        mt_ledger_fault(s, MT_ESTATE, text);
+    }
 }
 
 void mt_ledger_update_end(mt_store *s, int unit)
 {
     mt__unit *u = unit_or_fault(s, unit);
+
     if (u == NULL)
         return;
-    if (atomic_load(&u->passing))
-        mt__take_back(s, unit);         /* before who waits for this hands over again */
-    end(s, u, &u->updates, "an update");
-    tell(s, u, MT_COUNT_STEPPED, &u->updates, 0);
-    tell(s, u, MT_COUNT_UPDATED, &u->updates, 0);
+    s->ledger.update_over(s, unit);     /* before who waits for this hands over again */
+    end(s, u, &u->account.updates, MT_COUNT_UPDATED, "an update");
 }
 
 void mt_ledger_update_stepped(mt_store *s, int unit)
@@ -221,17 +186,18 @@ void mt_ledger_update_stepped(mt_store *s, int unit)
 
     if (u == NULL)
         return;
-    tell(s, u, MT_COUNT_STEPPED, &u->updates, 1);
+    mt_lock(&s->ledger.mu);
+    tell(s, u, MT_COUNT_STEPPED, u->account.updates - 1);        /* it is as good as ended */
+    mt_unlock(&s->ledger.mu);
     mt__ledger_stirred(s);
 }
 
 void mt_ledger_grads_end(mt_store *s, int unit)
 {
     mt__unit *u = unit_or_fault(s, unit);
-    if (u == NULL)
-        return;
-    end(s, u, &u->grads, "a hand-over of gradients");
-    tell(s, u, MT_COUNT_LANDED, &u->grads, 0);
+
+    if (u != NULL)
+        end(s, u, &u->account.grads, MT_COUNT_LANDED, "a hand-over of gradients");
 }
 
 /* ---- waits ------------------------------------------------------------------------------ */
@@ -244,162 +210,162 @@ void mt_ledger_watchdog(mt_store *s, double seconds)
     mt_unlock(&s->ledger.mu);
 }
 
-mt_watch *mt_store_watch(mt_store *s)
+typedef struct until {
+    const mt__ledger *l;
+    int             (*over)(void *arg);
+    void             *arg;
+} until;
+
+static int is_over_or_fault(void *arg)
 {
-    return &s->watch;
+    until *w = arg;
+
+    return w->l->fault != MT_OK || w->over(w->arg);
 }
 
-/* Under mu. In a share: every rank has ended as many as were begun here. */
-static int all_have(const mt__unit *u, mt_unit_count what)
+mt_status mt__ledger_until(mt_store *s, int (*over)(void *arg), void *arg, const char *unit,
+                           const char *awaits)
 {
-    return !u->shared ||
-           mt_board_behind(&u->board, what, u->begun[what]) == mt_share_ranks(u->board.range.share);
+    until     w = { &s->ledger, over, arg };
+    mt_status st = mt_watch_until(&s->watch, &s->ledger.changed, &s->ledger.mu, is_over_or_fault,
+                                  &w, unit, awaits);
+
+    MT_DO(mt_ledger_check(s));
+    return st;
 }
 
-static int is_updated(const mt__unit *u)
+/* Those that follow are under mu. In a share: every rank has ended as many as were begun here. */
+static int all_have(const mt__unit *u, mt_count what)
 {
-    return u->updates == 0 && all_have(u, MT_COUNT_UPDATED);
+    return !u->shared || mt_board_behind(&u->board, (int)what, u->account.begun[what]) ==
+                         mt_share_ranks(u->board.share);
+}
+
+static int is_updated(void *unit)
+{
+    const mt__unit *u = unit;
+
+    return u->account.updates == 0 && all_have(u, MT_COUNT_UPDATED);
 }
 
 /* What hears of other machines' updates has their weights only when these have ended. */
-static int is_stepped(const mt__unit *u)
+static int is_stepped(void *unit)
 {
-    return !u->shared || mt_share_is_apart(u->board.range.share) ? is_updated(u)
-                                                                 : all_have(u, MT_COUNT_STEPPED);
+    const mt__unit *u = unit;
+
+    return !u->shared || mt_share_is_apart(u->board.share) ? is_updated(unit)
+                                                           : all_have(u, MT_COUNT_STEPPED);
 }
 
-static int has_landed(const mt__unit *u)
+static int has_landed(void *unit)
 {
-    return u->grads == 0 && all_have(u, MT_COUNT_LANDED);
+    const mt__unit *u = unit;
+
+    return u->account.grads == 0 && all_have(u, MT_COUNT_LANDED);
 }
 
-static int is_put(const mt__unit *u)
+static int is_put(void *unit)
 {
-    return u->fetches == 0;
+    return ((const mt__unit *)unit)->account.fetches == 0;
 }
 
-/* Under mu. In a share: what is known to have begun on this rank. */
-static uint64_t begun_on(const mt__unit *u, mt_unit_count what, int rank)
+/* In a share: what is known to have begun on this rank. */
+static uint64_t begun_on(const mt__unit *u, int what, int rank)
 {
-    return what != MT_COUNT_COPIED ? u->begun[what]
+    return what != MT_COUNT_COPIED ? u->account.begun[what]
                                    : mt_board_said(&u->board, MT_COUNT_SAVING, rank);
 }
 
 /* Ranks copy each other's portions. One that failed to begin a save is not waited for. */
-static int is_saved(const mt__unit *u)
+static int is_saved(void *unit)
 {
-    int rank = 0, ranks = u->shared ? mt_share_ranks(u->board.range.share) : 0;
+    const mt__unit *u = unit;
+    int             rank = 0, ranks = u->shared ? mt_share_ranks(u->board.share) : 0;
 
     while (rank < ranks && mt_board_said(&u->board, MT_COUNT_COPIED, rank) ==
                            begun_on(u, MT_COUNT_COPIED, rank))
         rank++;
-    return u->saves == 0 && rank == ranks;
+    return u->account.saves == 0 && rank == ranks;
 }
 
-typedef struct awaited {
-    const mt__ledger *l;
-    const mt__unit   *u;
-    int             (*over)(const mt__unit *u);
-    mt_status         fault;
-} awaited;
-
-static int is_over_or_fault(void *arg)
+/* Now, of a unit that may not be there. */
+static int is_now(mt_store *s, int unit, int (*over)(void *unit))
 {
-    awaited *a = arg;
+    mt__unit *u = mt__unit_at(s, unit);
+    int       is = 0;
 
-    a->fault = a->l->fault;
-    return a->fault != MT_OK || a->over(a->u);
+    if (u != NULL) {
+        mt_lock(&s->ledger.mu);
+        is = over(u);
+        mt_unlock(&s->ledger.mu);
+    }
+    return is;
 }
 
 #define WORDS(name, what, awaited) awaited,
-static const char *const words[MT_COUNTS] = { MT_COUNT_MAP(WORDS) };
-static const char *const unit_words[MT_UNIT_COUNTS] = { MT_UNIT_COUNT_MAP(WORDS) };
+static const char *const words[MT_COUNTS] = { MT_UNIT_COUNT_MAP(WORDS) MT_RANK_COUNT_MAP(WORDS) };
 #undef WORDS
 
 /* What of the unit is begun and not ended by the rank, in words; 0: nothing. */
 static int awaits_of_unit(const mt__unit *u, int rank, char *out, size_t cap)
 {
     for (int k = 0; k < MT_UNIT_COUNTS; k++)
-        if (mt_board_said(&u->board, (mt_unit_count)k, rank) <
-            begun_on(u, (mt_unit_count)k, rank)) {
-            snprintf(out, cap, "%s of unit %s", unit_words[k], u->name);
+        if (mt_board_said(&u->board, k, rank) < begun_on(u, k, rank)) {
+            snprintf(out, cap, "%s of unit %s", words[k], u->name);
             return 1;
         }
     return 0;
 }
 
-/* Says which ranks' work of the unit is not over, behind what the watchdog said. */
-static mt_status stuck_for(mt_store *s, const mt__unit *u)
+/* In a share the watchdog's words are followed by which ranks' work of the unit is not over. */
+static mt_status wait_until(mt_store *s, int unit, int (*over)(void *unit), const char *awaits)
 {
-    char   said[1024], due[512];
-    size_t n = (size_t)snprintf(said, sizeof said, "%s", mt_last_error());
+    mt__unit *u = mt__unit_at(s, unit);
+    char      said[1024], due[512];
+    size_t    n;
+    mt_status st;
 
+    if (u == NULL)
+        return mt__no_unit(s, unit);
+    st = mt__ledger_until(s, over, u, u->name, awaits);
+    if (st != MT_ESTUCK || !u->shared)
+        return st;
+    n = (size_t)snprintf(said, sizeof said, "%s", mt_last_error());
     for (int rank = 0; rank < mt_share_ranks(s->share) && n < sizeof said; rank++)
         if (awaits_of_unit(u, rank, due, sizeof due))
-            n += (size_t)snprintf(said + n, sizeof said - n, "; rank %d (process %" PRId64 ") has "
-                                  "still %s to end", rank, mt_share_process(s->share, rank),
-                                  due);
+            n += (size_t)snprintf(said + n, sizeof said - n, "; rank %d (process %" PRIu64 ") has "
+                                  "still %s to end", rank,
+                                  mt_share_said(s->share, MT_COUNT_CAME, rank), due);
     return mt_fail_again(MT_ESTUCK, said);
-}
-
-/* Until it is over, a fault, or the watchdog. */
-static mt_status wait_until(mt_store *s, const mt__unit *u, int (*over)(const mt__unit *u),
-                            const char *awaits)
-{
-    mt__ledger *l = &s->ledger;
-    awaited     a = { .l = l, .u = u, .over = over };
-    mt_status   st = mt_watch_until(&s->watch, &l->changed, &l->mu, is_over_or_fault, &a, u->name,
-                                    awaits);
-
-    if (a.fault != MT_OK)
-        return fault_again(l);
-    return st == MT_ESTUCK && u->shared ? stuck_for(s, u) : st;
-}
-
-static mt_status no_unit(const mt_store *s, int unit)
-{
-    return MT_FAIL(MT_EINVAL, "there is no unit %d; the store has %d", unit, mt_store_units(s));
 }
 
 static _Thread_local int i_save;
 
+void mt_ledger_i_save(int on)
+{
+    i_save = on;
+}
+
 mt_status mt_ledger_wait_updates(mt_store *s, int unit)
 {
-    const mt__unit *u = mt__unit_at(s, unit);
-
-    if (u == NULL)
-        return no_unit(s, unit);
     if (i_save && mt_ledger_saving(s, unit))
         return mt_ledger_check(s);
-    return wait_until(s, u, is_updated, "its update");
+    return wait_until(s, unit, is_updated, "its update");
 }
 
 mt_status mt_ledger_wait_stepped(mt_store *s, int unit)
 {
-    const mt__unit *u = mt__unit_at(s, unit);
-
-    return u == NULL ? no_unit(s, unit) : wait_until(s, u, is_stepped, "its update on all devices");
+    return wait_until(s, unit, is_stepped, "its update on all devices");
 }
 
 mt_status mt_ledger_wait_grads(mt_store *s, int unit)
 {
-    const mt__unit *u = mt__unit_at(s, unit);
-    if (u == NULL)
-        return no_unit(s, unit);
-    return wait_until(s, u, has_landed, "the hand-over of its gradients");
+    return wait_until(s, unit, has_landed, "the hand-over of its gradients");
 }
 
 int mt_ledger_updates_due(mt_store *s, int unit)
 {
-    const mt__unit *u = mt__unit_at(s, unit);
-    int             due = 0;
-
-    if (u != NULL) {
-        mt_lock(&s->ledger.mu);
-        due = !is_updated(u);
-        mt_unlock(&s->ledger.mu);
-    }
-    return due;
+    return mt__unit_at(s, unit) != NULL && !is_now(s, unit, is_updated);
 }
 
 /* ---- ranks ------------------------------------------------------------------------------ */
@@ -412,53 +378,52 @@ void mt__ledger_stirred(mt_store *s)
     mt_watch_moved(&s->watch);
 }
 
-/* The first rank of those that have to, which has not come to n; ranks: all have. */
-static int behind(const mt_share *h, mt_count what, uint64_t n)
-{
-    if (what == MT_COUNT_NORMED)
-        return mt_share_said(h, what, 0) >= n ? mt_share_ranks(h) : 0;
-    return mt_share_behind(h, what, n);
-}
-
 int mt__ledger_awaits(mt_store *s, int rank, char *out, size_t cap)
 {
-    int found = 0;
+    const mt__ledger *l = &s->ledger;
+    const mt_share   *h = s->share;
+    const char       *found = NULL;
+    int               of_unit = 0;
 
     mt_lock(&s->ledger.mu);
-    if (s->ledger.asked > 0 &&
-        mt_share_served(s->share, rank, mt_share_rank(s->share)) < s->ledger.asked) {
-        snprintf(out, cap, "its part of what is read");
-        found = 1;
-    }
-    if (s->ledger.apart > 0 && mt_share_speaker(s->share, rank) == rank) {
-        snprintf(out, cap, "what it reads of other machines");
-        found = 1;
-    }
-    for (int k = 0; k < MT_COUNTS && !found; k++)
-        if (mt_share_said(s->share, (mt_count)k, rank) < s->ledger.meets[k] &&
-            (k != MT_COUNT_NORMED || rank == 0)) {
-            snprintf(out, cap, "%s", words[k]);
-            found = 1;
-        }
-    for (int u = 0; u < mt_store_units(s) && !found; u++)
-        found = awaits_of_unit(mt__unit_at(s, u), rank, out, cap);
+    for (int k = MT_COUNTS - 1; k >= MT_UNIT_COUNTS; k--)
+        if (mt_share_said(h, (mt_count)k, rank) < l->meets[k] &&
+            (k != MT_COUNT_NORMED || rank == 0))
+            found = words[k];
+    /* Who brings planes for this machine's ranks is one of them, and waits for any. */
+    if ((l->bringing > 0 && mt_share_speaker(h, rank) == rank) ||
+        (l->asked > 0 && mt_board_said(mt_share_board(h), MT_COUNT_SERVED + mt_share_rank(h),
+                                       rank) < l->asked))
+        found = "its part of what is read";
+    if (found != NULL)
+        snprintf(out, cap, "%s", found);
+    for (int u = 0; u < mt_store_units(s) && found == NULL && !of_unit; u++)
+        of_unit = awaits_of_unit(mt__unit_at(s, u), rank, out, cap);
     mt_unlock(&s->ledger.mu);
-    return found;
+    return found != NULL || of_unit;
+}
+
+void mt_ledger_say(mt_store *s, mt_count what, uint64_t n, uint64_t about)
+{
+    mt_lock(&s->ledger.mu);
+    if (s->ledger.fault == MT_OK)
+        mt_board_say(mt_share_board(s->share), (int)what, n, about);
+    mt_unlock(&s->ledger.mu);
 }
 
 void mt_ledger_meeting(mt_store *s, const char *what)
 {
     mt__ledger *l = &s->ledger;
-    int         me = mt_share_rank(s->share);
 
     mt_lock(&l->mu);
     snprintf(l->meeting, sizeof l->meeting, "%s", what != NULL ? what : "");
     if (what != NULL && l->fault == MT_OK)
-        mt_share_say(s->share, MT_COUNT_MET, mt_share_said(s->share, MT_COUNT_MET, me) + 1, 0);
+        mt_board_say(mt_share_board(s->share), MT_COUNT_MET,
+                     mt_share_said(s->share, MT_COUNT_MET, mt_share_rank(s->share)) + 1, 0);
     mt_unlock(&l->mu);
 }
 
-/* What the rank did as its nth of these, in words. */
+/* Under mu. What the rank did as its nth of these, in words. */
 static void tell_done(mt_store *s, mt_count what, uint64_t n, int rank, char *out, size_t cap)
 {
     uint64_t    about = mt_share_about(s->share, what, rank);
@@ -494,10 +459,10 @@ int mt__ledger_crossed(mt_store *s, int rank, char *out, size_t cap)
             continue;
         tell_done(s, a, its_a, rank, its, sizeof its);
         tell_done(s, b, own_b, me, own, sizeof own);
-        snprintf(out, cap, "rank %d (process %" PRId64 ") %s, which rank %d has not, and rank %d "
+        snprintf(out, cap, "rank %d (process %" PRIu64 ") %s, which rank %d has not, and rank %d "
                  "%s, where rank %d has not come: all processes make steps, run backwards, write "
                  "in place, and call mt.stream, mt.save and mt.load, in one order", rank,
-                 mt_share_process(h, rank), its, me, me, own, rank);
+                 mt_share_said(h, MT_COUNT_CAME, rank), its, me, me, own, rank);
         found = 1;
     }
     mt_unlock(&s->ledger.mu);
@@ -505,51 +470,46 @@ int mt__ledger_crossed(mt_store *s, int rank, char *out, size_t cap)
 }
 
 typedef struct meeting {
-    mt__ledger     *l;
-    const mt_share *share;
-    mt_count        what;
-    uint64_t        n;
-    uint64_t        until_ns;        /* 0: no end */
-    mt_status       fault;
-    int             late;
+    mt_store *s;
+    mt_count  what;
+    uint64_t  n;
+    uint64_t  until_ns;              /* 0: no end */
+    int       late;
 } meeting;
 
-static int have_come_or_fault(void *arg)
+/* The first rank of those that have to, which has not come; ranks: all have. */
+static int is_behind(const meeting *m)
 {
-    meeting *m = arg;
-    int      come = behind(m->share, m->what, m->n) == mt_share_ranks(m->share);
+    const mt_board *b = mt_share_board(m->s->share);
 
-    m->fault = m->l->fault;
-    m->late = !come && m->until_ns != 0 && mt_now_ns() >= m->until_ns;
-    m->l->meets[m->what] = come || m->fault != MT_OK || m->late ? 0 : m->n;
-    return m->l->meets[m->what] == 0;
+    if (m->what == MT_COUNT_NORMED)
+        return mt_board_said(b, MT_COUNT_NORMED, 0) >= m->n ? mt_share_ranks(b->share) : 0;
+    return mt_board_behind(b, (int)m->what, m->n);
 }
 
-void mt_ledger_say(mt_store *s, mt_count what, uint64_t n, uint64_t about)
+static int have_come(void *arg)
 {
-    mt_lock(&s->ledger.mu);
-    if (s->ledger.fault == MT_OK)
-        mt_share_say(s->share, what, n, about);
-    mt_unlock(&s->ledger.mu);
+    meeting *m = arg;
+    int      come = is_behind(m) == mt_share_ranks(m->s->share);
+
+    m->late = !come && m->until_ns != 0 && mt_now_ns() >= m->until_ns;
+    m->s->ledger.meets[m->what] = come || m->late ? 0 : m->n;
+    return come || m->late;
 }
 
 mt_status mt_ledger_meet(mt_store *s, mt_count what, uint64_t n, double seconds, int *late)
 {
-    mt__ledger *l = &s->ledger;
-    meeting     m = { .l = l, .share = s->share, .what = what, .n = n };
-    char        awaits[96];
-    int         rank = behind(s->share, what, n);
-    mt_status   st;
+    meeting   m = { .s = s, .what = what, .n = n };
+    char      awaits[96];
+    mt_status st;
 
-    snprintf(awaits, sizeof awaits, "rank %d, that is %s", rank, words[what]);
+    snprintf(awaits, sizeof awaits, "rank %d, that is %s", is_behind(&m), words[what]);
     if (seconds > 0)
         m.until_ns = mt_now_ns() + (uint64_t)(seconds * 1e9);
-    st = mt_watch_until(&s->watch, &l->changed, &l->mu, have_come_or_fault, &m, NULL, awaits);
-    mt_lock(&l->mu);
-    l->meets[what] = 0;                      /* one that was stuck, or interrupted, left it */
-    mt_unlock(&l->mu);
-    if (m.fault != MT_OK)
-        return fault_again(l);
+    st = mt__ledger_until(s, have_come, &m, NULL, awaits);
+    mt_lock(&s->ledger.mu);
+    s->ledger.meets[what] = 0;               /* one that was stuck, or interrupted, left it */
+    mt_unlock(&s->ledger.mu);
     if (late != NULL)
         *late = m.late;
     return st;
@@ -561,25 +521,24 @@ mt_status mt_ledger_meet(mt_store *s, mt_count what, uint64_t n, double seconds,
  * on finds the announcement. */
 mt_status mt_ledger_save_begin(mt_store *s, int unit)
 {
-    mt__unit *u = mt__unit_at(s, unit);
-    int       idle;
-    mt_status fault;
+    mt__unit    *u = mt__unit_at(s, unit);
+    mt__account *a;
+    int          idle;
 
     if (u == NULL)
-        return no_unit(s, unit);
+        return mt__no_unit(s, unit);
+    a = &u->account;
     mt_lock(&s->ledger.mu);
-    fault = s->ledger.fault;
-    idle = is_updated(u) && u->saves == 0;
-    if (fault == MT_OK && idle) {
-        u->saves++;
-        u->begun[MT_COUNT_COPIED]++;
+    idle = is_updated(u) && a->saves == 0;
+    if (s->ledger.fault == MT_OK && idle) {
+        a->saves++;
+        a->begun[MT_COUNT_COPIED]++;
         if (u->shared)
-            mt_board_say(&u->board, MT_COUNT_SAVING, u->begun[MT_COUNT_COPIED]);
+            mt_board_say(&u->board, MT_COUNT_SAVING, a->begun[MT_COUNT_COPIED], 0);
     }
     assert_counts(s, u);
     mt_unlock(&s->ledger.mu);
-    if (fault != MT_OK)
-        return fault_again(&s->ledger);
+    MT_DO(mt_ledger_check(s));
     if (!idle)
         return MT_FAIL(MT_ESTATE,
                        "unit %s: an update or another save of it is under way; drain first",
@@ -597,62 +556,35 @@ void mt_ledger_save_end(mt_store *s, int unit)
     if (s->ledger.wanted == unit + 1)
         s->ledger.wanted = 0;
     mt_unlock(&s->ledger.mu);
-    end(s, u, &u->saves, "a save");
-    tell(s, u, MT_COUNT_COPIED, &u->saves, 0);
+    end(s, u, &u->account.saves, MT_COUNT_COPIED, "a save");
 }
 
 int mt_ledger_all_saved(mt_store *s, int unit)
 {
-    const mt__unit *u = mt__unit_at(s, unit);
-    int             saved = 0;
-
-    if (u != NULL) {
-        mt_lock(&s->ledger.mu);
-        saved = is_saved(u);
-        mt_unlock(&s->ledger.mu);
-    }
-    return saved;
+    return is_now(s, unit, is_saved);
 }
 
 int mt_ledger_saving(mt_store *s, int unit)
 {
     const mt__unit *u = mt__unit_at(s, unit);
-    int             saving = 0;
 
-    if (u != NULL) {
-        mt_lock(&s->ledger.mu);
-        saving = u->saves > 0;
-        mt_unlock(&s->ledger.mu);
-    }
-    return saving;
+    return u != NULL && atomic_load(&u->account.saves) > 0;
 }
 
 int mt_ledger_wanted(mt_store *s)
 {
-    int wanted;
-
-    mt_lock(&s->ledger.mu);
-    wanted = s->ledger.wanted - 1;
-    mt_unlock(&s->ledger.mu);
-    return wanted;
+    return atomic_load(&s->ledger.wanted) - 1;
 }
 
 mt_status mt_ledger_wait_saved(mt_store *s, int unit)
 {
-    const mt__unit *u = mt__unit_at(s, unit);
-
-    if (u == NULL)
-        return no_unit(s, unit);
-    mt_lock(&s->ledger.mu);
-    if (u->saves > 0)
-        s->ledger.wanted = unit + 1;
-    mt_unlock(&s->ledger.mu);
-    return wait_until(s, u, is_saved, "its save (SAVED)");
-}
-
-void mt_ledger_i_save(int on)
-{
-    i_save = on;
+    if (mt_ledger_saving(s, unit)) {
+        mt_lock(&s->ledger.mu);
+        if (mt_ledger_saving(s, unit))
+            s->ledger.wanted = unit + 1;
+        mt_unlock(&s->ledger.mu);
+    }
+    return wait_until(s, unit, is_saved, "its save (SAVED)");
 }
 
 /* ---- copies out of HI ------------------------------------------------------------------- */
@@ -662,26 +594,20 @@ void mt_ledger_i_save(int on)
 mt_status mt_ledger_fetch_begin(mt_store *s, int unit, uint64_t *version)
 {
     mt__unit *u = mt__unit_at(s, unit);
-    int       begun = 0, settled;
-    mt_status st;
+    int       begun = 0, settled = u != NULL && atomic_load(&u->home)->later != 0;
 
-    if (u == NULL)
-        return no_unit(s, unit);
-    settled = atomic_load(&u->home)->later != 0;        /* it is fetched from other devices */
-    while (!begun) {
-        MT_TRY((settled ? mt_ledger_wait_stepped : mt_ledger_wait_updates)(s, unit));
+    while (!begun) {                     /* a settled unit is fetched from other devices */
+        MT_DO((settled ? mt_ledger_wait_stepped : mt_ledger_wait_updates)(s, unit));
         mt_lock(&s->ledger.mu);
         /* else another was announced meanwhile */
         if ((begun = settled ? is_stepped(u) : is_updated(u))) {
-            u->fetches++;
-            *version = u->version;
+            u->account.fetches++;
+            *version = u->account.version;
         }
         assert_counts(s, u);
         mt_unlock(&s->ledger.mu);
     }
     return MT_OK;
-fail:
-    return st;
 }
 
 /* The mover, right behind the copy it put in h2d. */
@@ -689,49 +615,51 @@ mt_status mt_ledger_fetching(mt_store *s, int unit, mt_queue *h2d)
 {
     const mt_dev_ops *ops = s->dev->ops;
     mt__unit         *u = mt__unit_at(s, unit);
+    mt__account      *a;
     mt_status         st = MT_OK;
 
     if (u == NULL)
-        return no_unit(s, unit);
+        return mt__no_unit(s, unit);
+    a = &u->account;
     mt_lock(&s->fetched_mu);
-    if (u->fetched == NULL)
-        st = ops->event_open(s->dev, &u->fetched);
+    if (a->fetched == NULL)
+        st = ops->event_open(s->dev, &a->fetched);
     if (st == MT_OK)
-        st = ops->record(h2d, u->fetched);
+        st = ops->record(h2d, a->fetched);
     if (st == MT_OK)
-        mt_watch_put(&s->watch, &u->copying, atomic_load(&u->home)->later ? "device update" : "h2d",
-                     u->name, "copies of its weights (the event FETCHED)", u->fetched);
+        mt_watch_put(&s->watch, &a->copying, atomic_load(&u->home)->later ? "device update" : "h2d",
+                     u->name, "copies of its weights (the event FETCHED)", a->fetched);
     mt_unlock(&s->fetched_mu);
-    end(s, u, &u->fetches, NULL);
+    mt_lock(&s->ledger.mu);
+    if (a->fetches > 0) {                /* it may not have been announced */
+        a->fetches--;
+        pthread_cond_broadcast(&s->ledger.changed);
+        mt_watch_moved(&s->watch);
+    }
+    mt_unlock(&s->ledger.mu);
     return st;
 }
 
 /* The event, once made, stays. The host asks until it is done, and so waits for records that are
- * made meanwhile too. The lock covers the pointer only:
- * a host writer that waits here never holds up the mover. */
+ * made meanwhile too. The lock covers the pointer only: a host writer that waits here never holds
+ * up the mover. */
 mt_status mt_ledger_wait_fetched(mt_store *s, int unit)
 {
     mt__unit *u = mt__unit_at(s, unit);
     mt_event *fetched;
-    mt_status st;
 
-    if (u == NULL)
-        return no_unit(s, unit);
-    MT_TRY(wait_until(s, u, is_put, "its fetch to be put"));
+    MT_DO(wait_until(s, unit, is_put, "its fetch to be put"));
     mt_lock(&s->fetched_mu);
-    fetched = u->fetched;
+    fetched = u->account.fetched;
     mt_unlock(&s->fetched_mu);
     if (fetched != NULL)
-        MT_TRY(mt_watch_event(&s->watch, fetched, u->name,
-                              "copies of its weights (the event FETCHED)"));
+        MT_DO(mt_watch_event(&s->watch, fetched, u->name,
+                             "copies of its weights (the event FETCHED)"));
     return mt_ledger_check(s);
-fail:
-    return st;
 }
 
 mt_status mt_ledger_wait_fetch(mt_store *s, int unit)
 {
-    mt_status st = mt_ledger_wait_saved(s, unit);
-
-    return st == MT_OK ? mt_ledger_wait_fetched(s, unit) : st;
+    MT_DO(mt_ledger_wait_saved(s, unit));
+    return mt_ledger_wait_fetched(s, unit);
 }

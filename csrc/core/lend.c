@@ -17,11 +17,9 @@
 
 #define LEAST_BYTES ((size_t)1 << 20)       /* buffers below this serve units of any smaller size */
 
-/* A buffer at most twice as large as needed: the embedding's does not serve a layer. */
-static int serves(const mt__lent *b, size_t bytes)
+static size_t at_least(size_t bytes)
 {
-    return b->arena.bytes >= bytes &&
-           b->arena.bytes / 2 <= (bytes > LEAST_BYTES ? bytes : LEAST_BYTES);
+    return bytes > LEAST_BYTES ? bytes : LEAST_BYTES;
 }
 
 /* Under map_mu. The unit's; -1: it has none. */
@@ -38,6 +36,11 @@ static int side_of(const mt__unit *u)
     return atomic_load(&u->home)->device >> MT_PLANE_GRAD & 1 ? MT__DEVICE : MT__HOST;
 }
 
+static mt__plane *plane_of(mt__unit *u)
+{
+    return &u->plane[side_of(u)][MT_PLANE_GRAD];
+}
+
 /* Under map_mu, at each door: what is lent is one unit's GRAD plane, whose gradients pass. */
 static void assert_lent(const mt_store *s)
 {
@@ -46,19 +49,19 @@ static void assert_lent(const mt_store *s)
     MT_ASSERT(mt_holds(&s->map_mu));
     for (int k = 0; k < s->n_lent; k++) {
         const mt__lent *b = &s->lent[k];
-        const mt__unit *u = mt__unit_at(s, b->unit);
-        const mt__plane *pl = u != NULL ? &u->plane[side_of(u)][MT_PLANE_GRAD] : NULL;
+        mt__unit       *u = mt__unit_at(s, b->unit);
 
         MT_ASSERT(b->number <= s->lendings && (u != NULL || b->unit == -1));
-        MT_ASSERT(u == NULL || (b->number > 0 && atomic_load(&u->passing)));
-        MT_ASSERT(u == NULL || (pl->offset != NULL && pl->arena.base == b->arena.base));
-        for (int other = 0; other < k && u != NULL; other++)
-            MT_ASSERT(s->lent[other].unit != b->unit);
+        if (u == NULL)
+            continue;
+        MT_ASSERT(b->number > 0 && atomic_load(&u->passing) && held_by(s, b->unit) == k);
+        MT_ASSERT(plane_of(u)->at != NULL && plane_of(u)->arena.base == b->arena.base);
     }
 }
 
-/* Under map_mu. A free one, else the one that was lent first;
- * *n: there are so many of that size on that side. */
+/* Under map_mu. A free one, else the one that was lent first. A buffer is at most twice as large as
+ * needed: the embedding's does not serve a layer. *n: there are so many of that size on that side.
+ */
 static int choose(const mt_store *s, int side, size_t bytes, int *n)
 {
     int found = -1;
@@ -67,7 +70,8 @@ static int choose(const mt_store *s, int side, size_t bytes, int *n)
     for (int k = 0; k < s->n_lent; k++) {
         const mt__lent *b = &s->lent[k];
 
-        if (b->arena.on_device != (side == MT__DEVICE) || !serves(b, bytes))
+        if (b->arena.on_device != (side == MT__DEVICE) || b->arena.bytes < bytes ||
+            b->arena.bytes / 2 > at_least(bytes))
             continue;
         *n += 1;
         if (found < 0 || (s->lent[found].unit >= 0 &&
@@ -77,29 +81,22 @@ static int choose(const mt_store *s, int side, size_t bytes, int *n)
     return found;
 }
 
-static mt_status map(mt_store *s, int side, size_t bytes, mt_arena *out)
-{
-    const char *what = "gradients that pass";
-
-    bytes = bytes > LEAST_BYTES ? bytes : LEAST_BYTES;
-    if (side == MT__DEVICE)
-        return mt_arena_device(out, 0, bytes, s->dev, what);
-    return mt_arena_open(out, bytes, s->pool, s->dev, what, mt_store_bytes(s, MT_PLANE_COUNT));
-}
-
 /* Under map_mu, which is let go of while the memory is made. Hand-overs come one at a time, so
  * nobody makes another. */
 static mt_status make(mt_store *s, int side, size_t bytes, int *k)
 {
-    mt__lent *grown = realloc(s->lent, (size_t)(s->n_lent + 1) * sizeof *grown);
-    mt__lent  made = { .unit = -1 };
-    mt_status st;
+    const char *what = "gradients that pass";
+    mt__lent   *grown = realloc(s->lent, (size_t)(s->n_lent + 1) * sizeof *grown);
+    mt__lent    made = { .unit = -1 };
+    mt_status   st;
 
     if (grown == NULL)
         return MT_FAIL(MT_ENOMEM, "store: no memory to describe %d buffers", s->n_lent + 1);
     s->lent = grown;
     mt_unlock(&s->map_mu);
-    st = map(s, side, bytes, &made.arena);
+    st = side == MT__DEVICE ? mt_arena_device(&made.arena, 0, at_least(bytes), s->dev, what)
+                            : mt_arena_open(&made.arena, at_least(bytes), s->pool, s->dev, what,
+                                            mt_store_bytes(s, MT_PLANE_COUNT));
     mt_lock(&s->map_mu);
     if (st != MT_OK)
         return st;
@@ -110,69 +107,37 @@ static mt_status make(mt_store *s, int side, size_t bytes, int *k)
     return MT_OK;
 }
 
-static mt_mutex *making_of(const mt_store *s, int unit)
-{
-    mt__unit *u = mt__unit_at(s, unit);
-
-    return &u->plane[side_of(u)][MT_PLANE_GRAD].making;
-}
-
-/* Under both locks. The offsets are the caller's until then, the unit's from here on. */
-static void bind(mt_store *s, int unit, size_t *offset, int k)
-{
-    mt__unit  *u = mt__unit_at(s, unit);
-    mt__plane *pl = &u->plane[side_of(u)][MT_PLANE_GRAD];
-
-    pl->offset = offset;
-    pl->arena.base = s->lent[k].arena.base;      /* bytes 0: not the plane's to give back */
-    s->lent[k].unit = unit;
-    s->lent[k].number = ++s->lendings;
-}
-
-/* Lends a buffer, if one is free or may be made. *k: it,
- * or the one to wait for with *holder and *number. */
-static mt_status try_to_lend(mt_store *s, int unit, size_t *offset, size_t bytes, int *holder,
+/* Lends a buffer, if one is free or may be made. The offsets are the caller's until then; bound to
+ * the buffer they are the unit's addresses. *holder: who has the one to wait for, by *number; -1:
+ * it is done, or it failed. */
+static mt_status try_to_lend(mt_store *s, mt__unit *u, size_t *offset, size_t bytes, int *holder,
                              uint64_t *number)
 {
-    int       side = side_of(mt__unit_at(s, unit)), k, n;
-    mt_status st = MT_OK;
+    mt__plane *pl = plane_of(u);
+    int        k, n;
+    mt_status  st = MT_OK;
 
-    mt_lock(making_of(s, unit));
+    *holder = -1;
+    mt_lock(&pl->making);
     mt_lock(&s->map_mu);
     assert_lent(s);
-    k = choose(s, side, bytes, &n);
+    k = choose(s, side_of(u), bytes, &n);
     if ((k < 0 || s->lent[k].unit >= 0) && n < s->most_lent)
-        st = make(s, side, bytes, &k);
-    *holder = st == MT_OK ? s->lent[k].unit : -1;
-    *number = st == MT_OK ? s->lent[k].number : 0;
-    if (st == MT_OK && *holder < 0)
-        bind(s, unit, offset, k);
+        MT_TRY(make(s, side_of(u), bytes, &k));
+    *holder = s->lent[k].unit;
+    *number = s->lent[k].number;
+    if (*holder < 0) {
+        pl->arena.base = s->lent[k].arena.base;      /* bytes 0: not the plane's to give back */
+        for (int i = 0; i < u->shape.n; i++)
+            offset[i] = offset[i] != MT__ABSENT ? (uintptr_t)pl->arena.base + offset[i] : 0;
+        pl->at = offset;
+        s->lent[k].unit = u->number;
+        s->lent[k].number = ++s->lendings;
+    }
     assert_lent(s);
+fail:
     mt_unlock(&s->map_mu);
-    mt_unlock(making_of(s, unit));
-    return st;
-}
-
-static int still_lent(mt_store *s, uint64_t number)
-{
-    int found = 0;
-
-    mt_lock(&s->map_mu);
-    for (int k = 0; k < s->n_lent; k++)
-        found |= s->lent[k].unit >= 0 && s->lent[k].number == number;
-    mt_unlock(&s->map_mu);
-    return found;
-}
-
-/* The thread that waits launches windows: what it waits for, compute waits for. */
-static mt_status wait_for(mt_store *s, int holder, mt_timeline *t)
-{
-    mt_span   span;
-    mt_status st;
-
-    mt_timeline_begin(t, &span, MT_LANE_HAND, MT_WORK_WAIT, holder, NULL);
-    st = mt_ledger_wait_updates(s, holder);
-    mt_timeline_end(t, &span, 0, NULL);
+    mt_unlock(&pl->making);
     return st;
 }
 
@@ -180,8 +145,9 @@ mt_status mt_store_lend(mt_store *s, int unit, mt_timeline *t)
 {
     mt__unit *u = mt__unit_at(s, unit);
     size_t   *offset = NULL, bytes;
-    uint64_t  number;
+    uint64_t  number = 0;
     int       holder, held;
+    mt_span   span;
     mt_status st;
 
     if (!mt_store_passes(s, unit))
@@ -192,13 +158,22 @@ mt_status mt_store_lend(mt_store *s, int unit, mt_timeline *t)
     mt_unlock(&s->map_mu);
     if (held >= 0)                               /* handed over again, and no update has used it */
         return MT_OK;
-    MT_TRY(mt__lay_out(u, MT__HOST, MT_PLANE_GRAD, &offset, &bytes));
+    MT_DO(mt__lay_out(u, MT__HOST, MT_PLANE_GRAD, &offset, &bytes));
     for (;;) {
-        MT_TRY(try_to_lend(s, unit, offset, bytes, &holder, &number));
+        MT_TRY(try_to_lend(s, u, offset, bytes, &holder, &number));
         if (holder < 0)
             return MT_OK;
-        MT_TRY(wait_for(s, holder, t));
-        if (still_lent(s, number)) {
+        /* This thread launches windows: what it waits for, compute waits for. */
+        mt_timeline_begin(t, &span, MT_LANE_HAND, MT_WORK_WAIT, holder, NULL);
+        st = mt_ledger_wait_updates(s, holder);
+        mt_timeline_end(t, &span, 0, NULL);
+        MT_TRY(st);
+        mt_lock(&s->map_mu);
+        held = held_by(s, holder);
+        if (held >= 0 && s->lent[held].number != number)
+            held = -1;
+        mt_unlock(&s->map_mu);
+        if (held >= 0) {
             st = MT_FAIL(MT_ESTATE, "unit %s: its gradients came, and no update has used them; "
                          "where they are kept nowhere, each hand-over is followed by its update",
                          mt_store_name(s, holder));
@@ -210,28 +185,36 @@ fail:
     return st;
 }
 
+/* Before the end of an update is told: who waits for that hands over again. */
 void mt__take_back(mt_store *s, int unit)
 {
-    int k;
+    mt__unit *u = mt__unit_at(s, unit);
+    int       k;
 
-    mt_lock(making_of(s, unit));
+    if (!atomic_load(&u->passing))
+        return;
+    mt_lock(&plane_of(u)->making);
     mt_lock(&s->map_mu);
     if ((k = held_by(s, unit)) >= 0) {
-        mt__unbind(s, unit);
+        mt__unbind(s, u);
         s->lent[k].unit = -1;
     }
     assert_lent(s);
     mt_unlock(&s->map_mu);
-    mt_unlock(making_of(s, unit));
+    mt_unlock(&plane_of(u)->making);
 }
 
-void mt__lent_device_close(mt_store *s)
+void mt_store_device_close(mt_store *s)
 {
+    mt_lock(&s->map_mu);
+    for (int i = 0; i < mt_store_units(s); i++)
+        mt__device_close(s, mt__unit_at(s, i));
     for (int k = 0; k < s->n_lent; k++)
         if (s->lent[k].arena.on_device) {
             atomic_fetch_sub(&s->on_device, s->lent[k].arena.bytes);
             mt_arena_close(&s->lent[k].arena);
         }
+    mt_unlock(&s->map_mu);
 }
 
 void mt__lent_close(mt_store *s)
@@ -265,19 +248,19 @@ int mt_store_passes(const mt_store *s, int unit)
 mt_status mt_store_set_passing(mt_store *s, int unit)
 {
     mt__unit *u = mt__unit_at(s, unit);
-    mt_status st = MT_OK;
+    int       made;
 
     if (u == NULL)
-        return MT_FAIL(MT_EINVAL, "there is no unit %d; the store has %d", unit, mt_store_units(s));
+        return mt__no_unit(s, unit);
     if (u->shared)
         return MT_FAIL(MT_ENOTSUP, "unit %s: processes share its memory; gradients that pass are "
                        "not built for that yet", u->name);
     mt_lock(&s->map_mu);
-    if (u->plane[side_of(u)][MT_PLANE_GRAD].offset != NULL)
-        st = MT_FAIL(MT_ESTATE, "unit %s has a GRAD plane already; its gradients cannot pass",
-                     u->name);
-    else
+    if (!(made = plane_of(u)->at != NULL))
         atomic_store(&u->passing, 1);
     mt_unlock(&s->map_mu);
-    return st;
+    if (made)
+        return MT_FAIL(MT_ESTATE, "unit %s has a GRAD plane already; its gradients cannot pass",
+                       u->name);
+    return MT_OK;
 }

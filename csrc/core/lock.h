@@ -1,7 +1,8 @@
 /* lock.h — every lock of ours, in the order in which a thread may take them.
  *
  *   rank     where a lock comes in that order; given when it is opened. A thread that holds a lock
- *            takes only locks of ranks further down, so no two threads wait for each other
+ *            takes only locks of ranks further down, so no two threads wait for each other. Locks
+ *            that take none inside share the last rank, LEAF: nobody holds two of them
  *
  *     mt_mutex_open(&s->mu, MT_RANK_STREAM);
  *     mt_lock(&s->mu);
@@ -47,22 +48,17 @@
     X(FETCHED, "each unit's `fetched` event: its making and its records")                          \
     X(MIRROR, "copies of planes on the host, claims to them, and doors; held for moments")         \
     X(LEDGER, "counts, versions, the fault")                                                       \
-    X(NOTES, "what other machines are to be told; held for moments")                               \
     X(POOL_TURN, "whose loop the pool runs; held as long as that")                                 \
     X(POOL, "the loop, and who is in it")                                                          \
     X(GEMM, "products' algorithms, as chosen so far")                                              \
     X(ATTENTION, "attention's plans, as made so far")                                              \
     X(REGISTERING, "host memory is registered one region after the other: seconds a gigabyte")     \
-    X(REGIONS, "regions of host memory, and which are locked; held for moments")                   \
     X(TIMELINE_READING, "records are read by one thread at a time")                                \
-    X(TIMELINE, "records and stamps")                                                              \
     X(WATCH_ASKING, "events in the watch's list are not closed: the device is asked for each")     \
-    X(WATCH, "the watch's list of who waits for what")                                             \
     X(CUDA, "what the CUDA device has open, and its first error")                                  \
     X(QUEUE, "a queue of the CPU device: what was put, and how much of it is done")                \
-    X(EVENT, "an event of the CPU device: where its record stands")                                \
-    X(FORKS_FILES, "descriptors that children do not have; fork() takes it")                       \
-    X(FORKS_MEMORY, "memory that children do not have; fork() takes it behind the files'")
+    X(FORKS_FILES, "descriptors that children do not have; fork() takes it, then the memory's")    \
+    X(LEAF, "any under which no other lock is taken; held for moments")
 #define MT_RANK_ENUM(name, what) MT_RANK_##name,
 typedef enum mt_rank { MT_RANK_NONE, MT_RANK_MAP(MT_RANK_ENUM) MT_RANK_COUNT } mt_rank;
 #undef MT_RANK_ENUM

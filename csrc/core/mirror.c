@@ -1,12 +1,14 @@
-/* mirror.c — the table of mirror.h, a door for each unit, and whose memory may go. */
+/* mirror.c — the table of mirror.h, a door for each unit, whose memory may go, and what others
+ * have of a unit. */
+#include "mirror.h"
+
 #include "store_impl.h"
 
 #include <stdlib.h>
 
 #define HI     (1u << MT_PLANE_HI)
 #define IS(x)  (1u << MT_MIRROR_##x)
-#define BUSY    1u               /* these two: see "portions of other machines" */
-#define CLAIMED 2u
+#define GRADIENTS (1u << MT_PLANE_GRAD | 1u << MT_PLANE_ACC)
 #define STUCK  (IS(LOADING) | IS(AHEAD) | IS(STORING) | IS(TORN))     /* copies that must stay */
 
 /* ---- the table ---------------------------------------------------------------------------- */
@@ -38,45 +40,50 @@ const char *mt_mirror_name(mt_mirror_state state)
 #define FOR_COPIES(u, param, planes, p, i)                                                        \
     for (int p = 0; p < MT_PLANE_COUNT; p++)                                                      \
         for (int i = (param) < 0 ? 0 : (param);                                                   \
-             ((planes) >> p & 1) && i < ((param) < 0 ? (u)->n_params : (param) + 1); i++)
+             ((planes) >> p & 1) && i < ((param) < 0 ? (u)->shape.n : (param) + 1); i++)
 
 static unsigned char *copy_at(const mt__unit *u, int p, int param)
 {
-    return &u->mirror.copies[p * u->n_params + param];
+    return &u->mirror.copies[p * u->shape.n + param];
 }
 
 /* A plane that has nothing for a parameter's type stays EMPTY. */
 static int has_bytes(const mt__unit *u, int p, int param)
 {
-    const mt_param_desc *d = &u->desc[param];
+    const mt_param_desc *d = &u->shape.desc[param];
 
     return mt_plane_bytes((mt_plane)p, d->dtype, (mt_states)atomic_load(&u->states), d->numel) > 0;
 }
 
-static void tell_one(mt__unit *u, int p, int param, mt_mirror_event e)
+static const mt_home *home_of(const mt__unit *u)
 {
-    unsigned char *c = copy_at(u, p, param);
-    unsigned char  next = table[*c][e];
+    return atomic_load(&u->home);
+}
 
-    MT_ASSERT(next != MT_MIRROR_NEVER);
-    if (next != MT_MIRROR_NEVER && next != *c && (*c != MT_MIRROR_EMPTY || has_bytes(u, p, param)))
-        *c = next;
+/* Planes whose true values the home keeps. */
+static unsigned planes_of(const mt__unit *u)
+{
+    return u->mirror.copies != NULL ? home_of(u)->away : 0;
 }
 
 static void tell(mt__unit *u, int param, unsigned planes, mt_mirror_event e)
 {
-    if (e == MT_MIRROR_CHANGED || e == MT_MIRROR_EVICTED) {
-        u->mirror.whole &= ~planes;
-        u->mirror.changes++;
+    mt__mirror *m = &u->mirror;
+
+    planes &= planes_of(u);
+    FOR_COPIES(u, param, planes, p, i) {
+        unsigned char *c = copy_at(u, p, i), next = table[*c][e];
+
+        MT_ASSERT(next != MT_MIRROR_NEVER);
+        if (next != MT_MIRROR_NEVER && next != *c &&
+            (*c != MT_MIRROR_EMPTY || has_bytes(u, p, i)))
+            *c = next;
     }
-    planes &= u->mirror.planes;
-    FOR_COPIES(u, param, planes, p, i)
-        tell_one(u, p, i, e);
     if (e == MT_MIRROR_CHANGED)
-        u->mirror.claimed &= ~planes;
+        m->claimed &= ~planes;
     if (planes != 0 && (e == MT_MIRROR_SET || e == MT_MIRROR_TOUCHED)) {
-        u->mirror.pages |= planes;
-        u->mirror.claimed |= e == MT_MIRROR_TOUCHED ? planes : planes & u->mirror.home->later;
+        m->pages |= planes;
+        m->claimed |= e == MT_MIRROR_TOUCHED ? planes : planes & home_of(u)->later;
     }
 }
 
@@ -85,29 +92,22 @@ static unsigned which(const mt__unit *u, int param, unsigned planes, unsigned st
 {
     unsigned found = 0;
 
-    planes &= u->mirror.planes;
+    planes &= planes_of(u);
     FOR_COPIES(u, param, planes, p, i)
         found |= (states >> *copy_at(u, p, i) & 1) << p;
     return found;
 }
 
-/* Of which memory may be given back. */
+/* Planes whose memory may be given back. */
 static unsigned pages_of(const mt__unit *u)
 {
-    return u->mirror.home != NULL ? u->mirror.pages & ~u->mirror.home->stays : 0;
-}
-
-static unsigned old_planes(const mt__unit *u)
-{
-    return which(u, -1, pages_of(u), IS(STALE));
+    return u->mirror.copies != NULL ? u->mirror.pages & ~home_of(u)->stays : 0;
 }
 
 void mt_mirror_tell(mt_store *s, int unit, int param, unsigned planes, mt_mirror_event e)
 {
-    mt__unit *u = mt__unit_at(s, unit);
-
     mt_lock(&s->mirror_mu);
-    tell(u, param, planes, e);
+    tell(mt__unit_at(s, unit), param, planes, e);
     mt_unlock(&s->mirror_mu);
 }
 
@@ -121,11 +121,10 @@ void mt_mirror_change(mt_store *s, int unit, const int *params, int n, unsigned 
 
 int mt_mirror_any(mt_store *s, int unit, int param, unsigned planes, unsigned states)
 {
-    const mt__unit *u = mt__unit_at(s, unit);
-    int             any;
+    int any;
 
     mt_lock(&s->mirror_mu);
-    any = which(u, param, planes, states) != 0;
+    any = which(mt__unit_at(s, unit), param, planes, states) != 0;
     mt_unlock(&s->mirror_mu);
     return any;
 }
@@ -135,43 +134,29 @@ void mt__mirror_touched(mt_store *s, int unit)
     mt_mirror_tell(s, unit, -1, HI, MT_MIRROR_TOUCHED);
 }
 
-void mt__mirror_lacks(mt_store *s, int unit, unsigned planes)
-{
-    mt__unit *u = mt__unit_at(s, unit);
+/* The home that keeps planes of the unit, and what its functions get; NULL: none does. */
+typedef struct kept {
+    const mt_home *home;
+    void          *of;
+    unsigned       planes, visit;    /* visit: the host keeps them, and the device has them around
+                                      * an update */
+} kept;
 
+static kept look(mt_store *s, int unit)
+{
+    const mt__unit *u = mt__unit_at(s, unit);
+    kept            k = { 0 };
+
+    if (u == NULL)
+        return k;
     mt_lock(&s->mirror_mu);
-    u->mirror.whole &= ~planes;
-    u->mirror.changes++;
+    if (u->mirror.copies != NULL)
+        k = (kept){ home_of(u), u->home_of, home_of(u)->away, home_of(u)->visit };
     mt_unlock(&s->mirror_mu);
-    for (int p = 0; p < MT_PLANE_COUNT; p++)
-        if (planes >> p & 1)
-            atomic_store(mt_board_plane(&u->board, p), 0);
+    return k;
 }
 
 /* ---- homes -------------------------------------------------------------------------------- */
-
-/* What the host has of these planes, the home has not. */
-static void note_ahead(mt_store *s, int unit, unsigned planes)
-{
-    const mt__unit *u = mt__unit_at(s, unit);
-
-    FOR_COPIES(u, -1, planes, p, i)
-        if (mt_store_made(s, unit, i, (mt_plane)p, 0))
-            mt_mirror_tell(s, unit, i, 1u << p, MT_MIRROR_SET);
-}
-
-static mt_status open_copies(mt_store *s, mt__unit *u, const mt_home *home, void *of)
-{
-    unsigned char *copies;
-    mt_status      st;
-
-    MT_TRY(MT_MAKE(copies, (int64_t)u->n_params * MT_PLANE_COUNT, u->name));
-    mt_lock(&s->mirror_mu);
-    u->mirror = (mt__mirror){ .home = home, .of = of, .copies = copies };
-    mt_unlock(&s->mirror_mu);
-fail:
-    return st;
-}
 
 static void close_copies(mt_store *s, mt__unit *u)
 {
@@ -184,61 +169,48 @@ static void close_copies(mt_store *s, mt__unit *u)
 
 void mt_mirror_close(mt_store *s, int unit)
 {
-    mt_lock(&s->asks.serving);
+    mt_lock(&s->serving);
     close_copies(s, mt__unit_at(s, unit));
-    mt_unlock(&s->asks.serving);
+    mt_unlock(&s->serving);
 }
 
-/* From one home that mirrors planes to another, which has none of them before they are noted. */
+/* From one home that mirrors planes to another, which has none of them before they are noted: what
+ * the host has of those that come to it is ahead. */
 mt_status mt__mirror_move(mt_store *s, int unit, const mt_home *to, void *of)
 {
-    mt__unit  *u = mt__unit_at(s, unit);
-    mt__mirror was = u->mirror;
-    unsigned   newer;
-    mt_status  st;
+    mt__unit      *u = mt__unit_at(s, unit);
+    unsigned       were = planes_of(u), newer;
+    unsigned char *copies = u->mirror.copies;
 
     if (to->away == 0) {
         close_copies(s, u);
+        mt__home_set(s, unit, to, of);
         return MT_OK;
     }
-    if (was.home == NULL)
-        MT_TRY(open_copies(s, u, to, of));
     mt_lock(&s->mirror_mu);
     newer = which(u, -1, ~to->away, ~(IS(EMPTY) | IS(FRESH) | IS(AHEAD)));
-    if (newer == 0) {
-        u->mirror.home = to;
-        u->mirror.planes = to->away;
-        u->mirror.visit = to->visit;
-        u->mirror.pages &= to->away;
-        tell(u, -1, to->later & ~was.planes, MT_MIRROR_SET);
-    }
     mt_unlock(&s->mirror_mu);
     if (newer != 0)
         return MT_FAIL(MT_ESTATE, "unit %s: its home has newer values than the host, and it cannot "
                        "become one that %s", u->name, to->lives);
-    note_ahead(s, unit, to->away & ~was.planes);
+    if (copies == NULL)
+        MT_DO(MT_MAKE(copies, (int64_t)u->shape.n * MT_PLANE_COUNT, u->name));
+    mt__home_set(s, unit, to, of);
+    mt_lock(&s->mirror_mu);
+    u->mirror.copies = copies;
+    u->mirror.pages &= to->away;
+    tell(u, -1, to->later & ~were, MT_MIRROR_SET);
+    mt_unlock(&s->mirror_mu);
+    FOR_COPIES(u, -1, to->away & ~were, p, i)
+        if (mt_store_made(s, unit, i, (mt_plane)p, 0))
+            mt_mirror_tell(s, unit, i, 1u << p, MT_MIRROR_SET);
     return MT_OK;
-fail:
-    return st;
-}
-
-static mt__mirror look(mt_store *s, int unit)
-{
-    const mt__unit *u = mt__unit_at(s, unit);
-    mt__mirror      m = { 0 };
-
-    if (u != NULL) {
-        mt_lock(&s->mirror_mu);
-        m = u->mirror;
-        mt_unlock(&s->mirror_mu);
-    }
-    return m;
 }
 
 /* Behind the door. lost: what becomes of copies where that fails. */
 static mt_status store(mt_store *s, int unit, int param, unsigned planes, mt_mirror_event lost)
 {
-    const mt__mirror m = look(s, unit);
+    const kept m = look(s, unit);
     mt_status        st;
 
     mt_mirror_tell(s, unit, param, planes, MT_MIRROR_STORE);
@@ -250,37 +222,19 @@ static mt_status store(mt_store *s, int unit, int param, unsigned planes, mt_mir
 mt_status mt_mirror_store(mt_store *s, int unit)
 {
     const mt__unit *u = mt__unit_at(s, unit);
-    mt_status       st;
+    unsigned        ahead;
+    mt_status       st = MT_OK;
 
-    MT_TRY(mt_mirror_enter(s, unit));
-    for (int i = 0; i < u->n_params && st == MT_OK; i++) {
-        unsigned ahead;
-
+    MT_DO(mt_mirror_enter(s, unit));
+    for (int i = 0; i < u->shape.n && st == MT_OK; i++) {
         mt_lock(&s->mirror_mu);
-        ahead = which(u, i, ~u->mirror.home->later, IS(AHEAD));
+        ahead = which(u, i, ~home_of(u)->later, IS(AHEAD));
         mt_unlock(&s->mirror_mu);
         if (ahead != 0)
             st = store(s, unit, i, ahead, MT_MIRROR_SET);
     }
     mt_mirror_leave(s, unit);
-fail:
     return st;
-}
-
-static int is_apart(const mt_store *s, int unit)
-{
-    const mt__unit *u = mt__unit_at(s, unit);
-
-    return u != NULL && u->shared && mt_share_is_apart(s->share);
-}
-
-/* This rank's portion is gone, so not all is here. */
-static void forget_word(const mt__unit *u, int p)
-{
-    uint64_t is = atomic_load(mt_board_plane(&u->board, p));
-
-    if (!(is & BUSY))
-        (void)atomic_compare_exchange_strong(mt_board_plane(&u->board, p), &is, 0);
 }
 
 /* ---- the door ----------------------------------------------------------------------------- */
@@ -289,9 +243,7 @@ static int is_ours(void *arg)
 {
     mt__mirror *m = arg;
 
-    if (m->busy)
-        return 0;
-    return m->busy = 1;
+    return m->busy ? 0 : (m->busy = 1);
 }
 
 mt_status mt_mirror_enter(mt_store *s, int unit)
@@ -309,14 +261,47 @@ void mt_mirror_leave(mt_store *s, int unit)
     mt_unlock(&s->mirror_mu);
 }
 
+/* ---- other ranks' portions ------------------------------------------------------------------
+ *
+ * Of each plane a word on the unit's board says which of its values the other ranks' portions in
+ * host memory are. It is changed by compare-and-exchange alone, but by whom it says BUSY:
+ *
+ *     0              not all of them are there
+ *     stamp          they are those after so many changes of the plane; a save brought them, and
+ *                    they are given back when it has read
+ *     stamp|CLAIMED  the same; they stay until the plane changes, or an evict
+ *     stamp|BUSY     one thread of one rank brings them, or gives them back; the others wait
+ */
+#define BUSY    UINT64_C(1)
+#define CLAIMED UINT64_C(2)
+#define STAMP   UINT64_C(4)              /* a stamp is a multiple of it */
+
+_Static_assert(MT_PLANE_COUNT <= MT_BOARD_PLANES, "a word for each plane");
+
+/* This rank's portion is gone, so not all is here. */
+static void forget_word(const mt__unit *u, int p)
+{
+    uint64_t is = atomic_load(mt_board_plane(&u->board, p));
+
+    if (!(is & BUSY))
+        (void)atomic_compare_exchange_strong(mt_board_plane(&u->board, p), &is, 0);
+}
+
+void mt__mirror_lacks(mt_store *s, int unit, unsigned planes)
+{
+    for (int p = 0; p < MT_PLANE_COUNT; p++)
+        if (planes >> p & 1)
+            atomic_store(mt_board_plane(&mt__unit_at(s, unit)->board, p), 0);
+}
+
 void mt_mirror_drop(mt_store *s, int unit, unsigned planes)
 {
     mt__unit *u = mt__unit_at(s, unit);
 
     mt_lock(&s->mirror_mu);
-    MT_ASSERT(u->mirror.busy);
+    MT_ASSERT(u->mirror.busy);                                                            /* (3) */
     planes &= pages_of(u);
-    planes &= ~which(u, -1, planes, STUCK);
+    planes &= ~which(u, -1, planes, STUCK);                                               /* (4) */
     MT_ASSERT(!u->shared || u->mirror.all_evict || !(planes & u->mirror.claimed & HI));   /* (1) */
     tell(u, -1, planes, MT_MIRROR_EVICTED);
     u->mirror.pages &= ~planes;
@@ -324,183 +309,100 @@ void mt_mirror_drop(mt_store *s, int unit, unsigned planes)
     mt_unlock(&s->mirror_mu);
     for (int p = 0; p < MT_PLANE_COUNT; p++)
         if (planes >> p & 1) {
-            if (is_apart(s, unit))
+            if (u->shared)
                 forget_word(u, p);
             mt_store_decommit(s, unit, (mt_plane)p);
         }
 }
 
-/* ---- readers ------------------------------------------------------------------------------ */
+/* ---- what other ranks have ------------------------------------------------------------------
+ *
+ * This rank asks: a request is a number that grows, a unit and planes of it. A thread of every
+ * other rank sees it, copies its portion to host memory, and says that it has (SERVED; peers.c).
+ * That one takes nothing of Python's, and waits for nothing that is announced: who asks has waited
+ * for that, as any reader does, and all ranks announce the same. So one rank may ask while the
+ * others are anywhere, a collective included, and several may at once; each has one request at a
+ * time. A rank that ended, or closed its engine, before it has served is a fault of who asks. */
+
+#define ASKED_UNIT   32                      /* bits of a request's second number */
+#define ASKED_CLAIMS (UINT64_C(1) << 31)
+
+void mt__asked(uint64_t about, int *unit, unsigned *planes, int *claims)
+{
+    *unit = (int)(about >> ASKED_UNIT);
+    *planes = (unsigned)(about & (ASKED_CLAIMS - 1));
+    *claims = (about & ASKED_CLAIMS) != 0;
+}
+
+/* These two: under ledger.mu. */
+static int has_turn(void *store)
+{
+    mt__ledger *l = &((mt_store *)store)->ledger;
+
+    return l->asking ? 0 : (l->asking = 1);
+}
+
+static int is_served(void *store)
+{
+    const mt_store *s = store;
+    const mt_board *b = mt_share_board(s->share);
+    int             rank = 0, me = mt_share_rank(s->share);
+
+    while (rank < mt_share_ranks(s->share) &&
+           (rank == me || mt_board_said(b, MT_COUNT_SERVED + me, rank) >= s->ledger.asked))
+        rank++;
+    return rank == mt_share_ranks(s->share);
+}
+
+static void set_asked(mt_store *s, uint64_t n)
+{
+    mt_lock(&s->ledger.mu);
+    s->ledger.asked = n;
+    s->ledger.asking = n > 0;
+    pthread_cond_broadcast(&s->ledger.changed);
+    mt_unlock(&s->ledger.mu);
+}
+
+/* The other ranks' portions of these planes are in host memory when it returns. */
+static mt_status ask(mt_store *s, int unit, unsigned planes, int claims)
+{
+    uint64_t  n, about = (uint64_t)(unsigned)unit << ASKED_UNIT | (claims ? ASKED_CLAIMS : 0);
+    mt_status st;
+
+    MT_DO(mt__ledger_until(s, has_turn, s, mt_store_name(s, unit), "this rank's request before"));
+    n = mt_share_said(s->share, MT_COUNT_ASKED, mt_share_rank(s->share)) + 1;
+    set_asked(s, n);
+    mt_ledger_say(s, MT_COUNT_ASKED, n, about | planes);
+    st = mt__ledger_until(s, is_served, s, mt_store_name(s, unit), "what other ranks have of it");
+    set_asked(s, 0);
+    return st;
+}
 
 static mt_status wait_for(mt_store *s, int unit, unsigned planes)
 {
-    mt_status st = MT_OK;
-
     if (planes & ~(1u << MT_PLANE_GRAD))
-        MT_TRY(mt_ledger_wait_updates(s, unit));
+        MT_DO(mt_ledger_wait_updates(s, unit));
     if (planes & 1u << MT_PLANE_GRAD)
-        MT_TRY(mt_ledger_wait_grads(s, unit));
-fail:
-    return st;
+        MT_DO(mt_ledger_wait_grads(s, unit));
+    return MT_OK;
 }
 
-/* Nobody is behind the door who could take away what is here, and all of it is. */
-static int is_here(mt_store *s, int unit, unsigned planes, int claims)
-{
-    mt__unit *u = mt__unit_at(s, unit);
-    int       here;
-
-    mt_lock(&s->mirror_mu);
-    here = !u->mirror.busy && which(u, -1, planes, IS(STALE) | IS(TORN)) == 0;
-    if (here && claims)
-        u->mirror.claimed |= planes & u->mirror.planes;
-    mt_unlock(&s->mirror_mu);
-    return here;
-}
-
-/* Memory first: pages by the gigabyte take their time, so they are made under no lock. */
-static mt_status fill(mt_store *s, int unit, unsigned planes)
-{
-    const mt__mirror m = look(s, unit);
-    mt_status        st = MT_OK;
-
-    for (int p = 0; p < MT_PLANE_COUNT; p++)
-        if (planes >> p & 1)
-            MT_TRY(mt_store_commit(s, unit, (mt_plane)p));
-    if (planes != 0)
-        st = m.home->load(m.of, unit, planes);
-fail:
-    return st;
-}
-
-/* Behind the door. */
-static mt_status load(mt_store *s, int unit, unsigned planes, int claims)
-{
-    mt__unit *u = mt__unit_at(s, unit);
-    unsigned  torn, loading;
-    mt_status st;
-
-    mt_lock(&s->mirror_mu);
-    if (!(torn = which(u, -1, planes, IS(TORN))))
-        tell(u, -1, planes, MT_MIRROR_LOAD);
-    loading = which(u, -1, planes, IS(LOADING));
-    u->mirror.pages |= loading;
-    mt_unlock(&s->mirror_mu);
-    if (torn)
-        return MT_FAIL(MT_ESTATE, "unit %s: its values were written on the host where they were "
-                       "older than elsewhere; they must be brought before", u->name);
-    st = fill(s, unit, loading);
-    mt_lock(&s->mirror_mu);
-    tell(u, -1, planes, st == MT_OK ? MT_MIRROR_LOADED : MT_MIRROR_FAILED);
-    u->mirror.claimed |= st == MT_OK && claims ? planes & u->mirror.planes : 0;
-    mt_unlock(&s->mirror_mu);
-    return st;
-}
-
-/* This rank's portion. */
-static mt_status bring_own(mt_store *s, int unit, unsigned planes, int claims)
-{
-    const mt__mirror m = look(s, unit);
-    mt_status        st;
-
-    if (planes & m.visit && m.home->wait != NULL)
-        MT_TRY(m.home->wait(m.of, unit, planes & m.visit));
-    if (is_here(s, unit, planes, claims))
-        return MT_OK;
-    MT_TRY(mt_mirror_enter(s, unit));
-    st = load(s, unit, planes, claims);
-    mt_mirror_leave(s, unit);
-fail:
-    return st;
-}
-
-/* In a share: of these, what other ranks may have newer than host memory. */
-static unsigned lacking(mt_store *s, int unit, unsigned planes, uint64_t *changes)
-{
-    const mt__unit *u = mt__unit_at(s, unit);
-    unsigned        lack = 0;
-
-    mt_lock(&s->mirror_mu);
-    *changes = u->mirror.changes;
-    if (u->shared && u->mirror.home != NULL)
-        lack = (which(u, -1, planes, ~IS(EMPTY)) | (planes & u->mirror.visit)) &
-               ~u->mirror.home->later & ~u->mirror.whole;
-    mt_unlock(&s->mirror_mu);
-    return lack;
-}
-
-/* Without the door: they may be asking for the same. */
-static mt_status bring_others(mt_store *s, int unit, unsigned planes, int claims)
-{
-    mt__unit *u = mt__unit_at(s, unit);
-    uint64_t  changes;
-    unsigned  lack = lacking(s, unit, planes, &changes);
-    mt_status st;
-
-    if (lack == 0)
-        return MT_OK;
-    MT_TRY(mt__ask(s, unit, lack, claims));
-    mt_lock(&s->mirror_mu);
-    if (claims && u->mirror.changes == changes)      /* else they may give it back when they like */
-        u->mirror.whole |= lack;
-    mt_unlock(&s->mirror_mu);
-fail:
-    return st;
-}
-
-/* ---- portions of other machines -------------------------------------------------------------
- *
- * A plane's word on the board says of which of its values they are here: a stamp, which grows with
- * each change, times 4. BUSY: who brings them, or gives them back, is the only one that does. With
- * CLAIMED they stay until the plane changes; without, the save that brought them gives them back */
-
-_Static_assert(MT_PLANE_COUNT <= MT_BOARD_PLANES, "a word for each plane");
-
-/* Updates change states, and hand-overs all else. What waits for a save to copy it has not changed
- * yet. */
-static uint64_t stamp_of(mt_store *s, const mt__unit *u, int p)
-{
-    int      states = MT_STATE_PLANES >> p & 1;
-    uint64_t stamp;
-
-    mt_lock(&s->ledger.mu);
-    stamp = states ? u->begun[MT_COUNT_UPDATED] - (uint64_t)u->updates
-                   : u->begun[MT_COUNT_LANDED] - (uint64_t)u->grads;
-    mt_unlock(&s->ledger.mu);
-    return 4 * (stamp + 1);
-}
-
-/* Of these, which have portions elsewhere: not weights, nor what is stored later. */
-static unsigned others_have(mt_store *s, int unit, unsigned planes)
-{
-    const mt__unit *u = mt__unit_at(s, unit);
-    unsigned        away, some;
-
-    mt_lock(&s->mirror_mu);
-    away = u->mirror.planes | HI;
-    some = (planes & ~away) | (which(u, -1, planes, ~IS(EMPTY)) & ~HI);
-    some &= u->mirror.home != NULL ? ~u->mirror.home->later : ~0u;
-    mt_unlock(&s->mirror_mu);
-    return some;
-}
-
-typedef struct apart {
+/* Planes that this thread waits for, or is busy with. */
+typedef struct others {
     mt_store       *s;
     const mt__unit *u;
     uint64_t        want[MT_PLANE_COUNT];    /* words, which CLAIMED may be added to */
     unsigned        planes, mine;
-    mt_status       fault;
-} apart;
+} others;
 
 /* Under ledger.mu. Those that nobody has brought are ours to bring, or, if there are none, all are
  * here. */
 static int are_here_or_ours(void *arg)
 {
-    apart *a = arg;
+    others *a = arg;
     int    wait = 0;
 
-    a->fault = a->s->ledger.fault;
-    for (int p = 0; p < MT_PLANE_COUNT && a->fault == MT_OK; p++) {
+    for (int p = 0; p < MT_PLANE_COUNT; p++) {
         _Atomic uint64_t *word = mt_board_plane(&a->u->board, p);
         uint64_t          is = atomic_load(word);
 
@@ -511,28 +413,11 @@ static int are_here_or_ours(void *arg)
         else
             a->mine |= 1u << p;
     }
-    return a->fault != MT_OK || a->mine != 0 || !wait;
-}
-
-static mt_status take_turn(apart *a)
-{
-    mt__ledger *l = &a->s->ledger;
-    mt_status   st;
-
-    a->mine = 0;
-    mt_lock(&l->mu);
-    l->apart++;
-    mt_unlock(&l->mu);
-    st = mt_watch_until(&a->s->watch, &l->changed, &l->mu, are_here_or_ours, a, a->u->name,
-                        "what another rank brings of it");
-    mt_lock(&l->mu);
-    l->apart--;
-    mt_unlock(&l->mu);
-    return a->fault != MT_OK ? mt_ledger_check(a->s) : st;
+    return a->mine != 0 || !wait;
 }
 
 /* Those that are ours are here, or not. */
-static void set_words(const apart *a, int here)
+static void set_words(const others *a, int here)
 {
     for (int p = 0; p < MT_PLANE_COUNT; p++)
         if (a->mine >> p & 1)
@@ -540,65 +425,88 @@ static void set_words(const apart *a, int here)
     mt_share_stir(a->s->share);
 }
 
-static mt_status bring_apart(mt_store *s, int unit, unsigned planes, int claims)
+static void count_bringing(mt_store *s, int more)
 {
-    apart     a = { .s = s, .u = mt__unit_at(s, unit), .planes = others_have(s, unit, planes) };
-    mt_status st = MT_OK;
+    mt_lock(&s->ledger.mu);
+    s->ledger.bringing += more;
+    mt_unlock(&s->ledger.mu);
+}
 
+/* Without the door: the others may be asking for the same. On one machine they may have newer
+ * values of what is at home elsewhere, but for what is stored later. On several each machine has
+ * the portions of its own ranks alone, but of weights, which are whole everywhere. */
+static mt_status bring_others(mt_store *s, int unit, unsigned planes, int claims)
+{
+    others             a = { .s = s, .u = mt__unit_at(s, unit) };
+    const mt__account *c = &a.u->account;
+    mt_status          st;
+
+    mt_lock(&s->mirror_mu);
+    a.planes = which(a.u, -1, planes, ~IS(EMPTY));
+    if (a.u->mirror.copies != NULL)
+        a.planes |= planes & home_of(a.u)->visit;
+    if (mt_share_is_apart(s->share))
+        a.planes = (a.planes | (planes & ~planes_of(a.u))) & ~HI;
+    a.planes &= ~home_of(a.u)->later;
+    mt_unlock(&s->mirror_mu);
     if (a.planes == 0)
         return MT_OK;
-    MT_TRY(wait_for(s, unit, a.planes));
+    MT_DO(wait_for(s, unit, a.planes));
+    mt_lock(&s->ledger.mu);
+    /* Hand-overs change gradients, and updates all else. What waits for a save to copy it has not
+     * changed yet. */
     for (int p = 0; p < MT_PLANE_COUNT; p++)
-        a.want[p] = stamp_of(s, a.u, p) | (claims ? CLAIMED : 0);
-    do {
-        MT_TRY(take_turn(&a));
-        if (a.mine == 0)
-            break;
-        st = mt__ask(s, unit, a.mine, claims);
+        a.want[p] = (claims ? CLAIMED : 0) + STAMP * (1 + (GRADIENTS >> p & 1
+                        ? c->begun[MT_COUNT_LANDED] - (uint64_t)c->grads
+                        : c->begun[MT_COUNT_UPDATED] - (uint64_t)c->updates));
+    mt_unlock(&s->ledger.mu);
+    for (;;) {
+        a.mine = 0;
+        count_bringing(s, 1);
+        st = mt__ledger_until(s, are_here_or_ours, &a, a.u->name,
+                              "what another rank brings of it");
+        count_bringing(s, -1);
+        if (st != MT_OK || a.mine == 0)
+            return st;
+        st = ask(s, unit, a.mine, claims);
         set_words(&a, st == MT_OK);
-    } while (st == MT_OK);
-fail:
-    return st;
+        MT_DO(st);
+    }
 }
 
 /* Other machines' portions of a parameter in a plane. */
 static void punch(mt_store *s, int unit, int param, mt_plane p)
 {
     const mt__unit *u = mt__unit_at(s, unit);
-    void           *first, *at;
+    void           *at;
     mt_portion      part;
     int64_t         from, n;
 
     if (!mt_store_made(s, unit, param, p, 0) || mt_store_at(s, unit, param, p, &at) != MT_OK)
         return;
-    first = u->plane[MT__HOST][p].arena.base;
     for (int rank = 0; rank < mt_share_ranks(s->share); rank++)
         if (mt_share_speaker(s->share, rank) != rank &&
             mt_portion_of(s, unit, rank, mt_share_ranks(s->share), &part) == MT_OK) {
-            n = mt_portion_part(&part, param, u->desc[param].numel, &from);
-            mt_share_punch(&u->range[p], (size_t)((char *)at - (char *)first) +
+            n = mt_portion_part(&part, param, u->shape.desc[param].numel, &from);
+            mt_share_punch(&u->range[p], (size_t)((char *)at -
+                                                  (char *)u->plane[MT__HOST][p].arena.base) +
                            mt_store_plane_bytes(s, unit, param, p, from),
                            mt_store_plane_bytes(s, unit, param, p, n));
         }
 }
 
-static int is_first_here(const mt_share *h)
-{
-    int rank = 0;
-
-    while (mt_share_speaker(h, rank) != rank)
-        rank++;
-    return rank == mt_share_rank(h);
-}
-
 int mt_mirror_release_apart(mt_store *s, int unit)
 {
     const mt__unit *u = mt__unit_at(s, unit);
-    int             all = 1;
+    int             first = 0, all = 1;      /* first: of the ranks of this machine */
 
-    for (int p = 0; p < MT_PLANE_COUNT && is_apart(s, unit) && is_first_here(s->share); p++) {
+    if (u == NULL || s->share == NULL || !mt_share_is_apart(s->share))
+        return 1;
+    while (mt_share_speaker(s->share, first) != first)
+        first++;
+    for (int p = 0; p < MT_PLANE_COUNT && first == mt_share_rank(s->share); p++) {
         _Atomic uint64_t *word = mt_board_plane(&u->board, p);
-        apart             a = { .s = s, .u = u, .mine = 1u << p };
+        others            a = { .s = s, .u = u, .mine = 1u << p };
         uint64_t          is = a.want[p] = atomic_load(word);    /* perhaps of before an update */
         int               saved;
 
@@ -606,7 +514,7 @@ int mt_mirror_release_apart(mt_store *s, int unit)
             !atomic_compare_exchange_strong(word, &is, is | BUSY))
             continue;
         saved = mt_ledger_all_saved(s, unit);    /* who begins a save now waits for us */
-        for (int i = 0; saved && i < u->n_params; i++)
+        for (int i = 0; saved && i < u->shape.n; i++)
             punch(s, unit, i, (mt_plane)p);
         set_words(&a, !saved);
         all &= saved;
@@ -614,66 +522,116 @@ int mt_mirror_release_apart(mt_store *s, int unit)
     return all;
 }
 
-/* ---- readers, of all ---------------------------------------------------------------------- */
+/* ---- readers ------------------------------------------------------------------------------ */
 
-/* planes: out, those of which a device has the truth. */
-static mt_status bring_own_ready(mt_store *s, int unit, unsigned *planes, int claims)
+/* Nobody is behind the door who could take away what is here, and all of it is. */
+static int is_here(mt_store *s, int unit, unsigned planes, int claims)
 {
-    const mt__mirror m = look(s, unit);
+    mt__unit *u = mt__unit_at(s, unit);
+    int       here;
+
+    mt_lock(&s->mirror_mu);
+    here = !u->mirror.busy && which(u, -1, planes, IS(STALE) | IS(TORN)) == 0;
+    if (here && claims)
+        u->mirror.claimed |= planes & planes_of(u);
+    mt_unlock(&s->mirror_mu);
+    return here;
+}
+
+/* Behind the door. Memory first: pages by the gigabyte take their time, so they are made under no
+ * lock. */
+static mt_status load(mt_store *s, int unit, unsigned planes, int claims)
+{
+    mt__unit *u = mt__unit_at(s, unit);
+    unsigned  torn, loading;
+    mt_status st = MT_OK;
+
+    mt_lock(&s->mirror_mu);
+    if (!(torn = which(u, -1, planes, IS(TORN))))
+        tell(u, -1, planes, MT_MIRROR_LOAD);
+    loading = which(u, -1, planes, IS(LOADING));
+    u->mirror.pages |= loading;
+    mt_unlock(&s->mirror_mu);
+    if (torn)
+        return MT_FAIL(MT_ESTATE, "unit %s: its values were written on the host where they were "
+                       "older than elsewhere; they must be brought before", u->name);
+    for (int p = 0; p < MT_PLANE_COUNT && st == MT_OK; p++)
+        if (loading >> p & 1)
+            st = mt_store_commit(s, unit, (mt_plane)p);
+    if (loading != 0 && st == MT_OK)
+        st = home_of(u)->load(u->home_of, unit, loading);
+    mt_lock(&s->mirror_mu);
+    tell(u, -1, planes, st == MT_OK ? MT_MIRROR_LOADED : MT_MIRROR_FAILED);
+    u->mirror.claimed |= st == MT_OK && claims ? planes & planes_of(u) : 0;
+    mt_unlock(&s->mirror_mu);
+    return st;
+}
+
+/* This rank's portion of planes of which a device, or a file, has the truth. Nothing is awaited
+ * that is announced. */
+static mt_status bring_own(mt_store *s, int unit, unsigned planes, int claims)
+{
+    const kept m = look(s, unit);
     mt_status        st;
 
-    *planes &= m.planes | m.visit;
-    if (*planes == 0)
+    if (planes & m.visit && m.home->wait != NULL)
+        MT_DO(m.home->wait(m.of, unit, planes & m.visit));
+    if (is_here(s, unit, planes, claims))
         return MT_OK;
-    MT_TRY(wait_for(s, unit, *planes));
-    st = bring_own(s, unit, *planes, claims);
-fail:
+    MT_DO(mt_mirror_enter(s, unit));
+    st = load(s, unit, planes, claims);
+    mt_mirror_leave(s, unit);
     return st;
 }
 
-static mt_status bring(mt_store *s, int unit, unsigned planes, int claims)
+mt_status mt__mirror_serve(mt_store *s, uint64_t about, int *gone)
 {
-    unsigned  own = planes;
-    mt_status st;
+    kept     m;
+    unsigned planes;
+    int      unit, claims;
 
-    MT_TRY(bring_own_ready(s, unit, &own, claims));
-    if (is_apart(s, unit))
-        st = bring_apart(s, unit, planes, claims);
-    else if (own != 0)
-        st = bring_others(s, unit, own, claims);
-fail:
-    return st;
-}
-
-mt_status mt__mirror_serve(mt_store *s, int unit, unsigned planes, int claims, int *gone)
-{
-    const mt__mirror m = look(s, unit);
-
+    mt__asked(about, &unit, &planes, &claims);
+    m = look(s, unit);
     *gone = m.home == NULL && mt_store_home(s, unit, NULL)->away != 0;
     planes &= m.planes | m.visit;
     return planes != 0 ? bring_own(s, unit, planes, claims) : MT_OK;
 }
 
+/* all: the other ranks' portions too. */
+static mt_status bring(mt_store *s, int unit, unsigned planes, int claims, int all)
+{
+    const kept m = look(s, unit);
+    unsigned         own = planes & (m.planes | m.visit);
+
+    if (own != 0) {
+        MT_DO(wait_for(s, unit, own));
+        MT_DO(bring_own(s, unit, own, claims));
+    }
+    if (!all || s->share == NULL || mt__unit_at(s, unit) == NULL)
+        return MT_OK;
+    return bring_others(s, unit, planes, claims);
+}
+
 mt_status mt_mirror_bring_own(mt_store *s, int unit, unsigned planes)
 {
-    return bring_own_ready(s, unit, &planes, 1);
+    return bring(s, unit, planes, 1, 0);
 }
 
 mt_status mt_mirror_bring(mt_store *s, int unit, unsigned planes)
 {
-    return bring(s, unit, planes, 1);
+    return bring(s, unit, planes, 1, 1);
 }
 
 mt_status mt_mirror_peek(mt_store *s, int unit, unsigned planes)
 {
-    return bring(s, unit, planes, 0);
+    return bring(s, unit, planes, 0, 1);
 }
 
 /* ---- writers ------------------------------------------------------------------------------ */
 
 mt_status mt_mirror_push(mt_store *s, int unit, int param, unsigned planes)
 {
-    const mt__mirror m = look(s, unit);
+    const kept m = look(s, unit);
     unsigned         now;
     mt_status        st = MT_OK;
 
@@ -684,15 +642,14 @@ mt_status mt_mirror_push(mt_store *s, int unit, int param, unsigned planes)
         return MT_FAIL(MT_EINVAL, "unit %s has no parameter %d; it has %d", mt_store_name(s, unit),
                        param, mt_store_params(s, unit));
     now = planes & ~m.home->later;
-    MT_TRY(wait_for(s, unit, planes));
-    MT_TRY(mt_mirror_enter(s, unit));
+    MT_DO(wait_for(s, unit, planes));
+    MT_DO(mt_mirror_enter(s, unit));
     mt_mirror_tell(s, unit, param, planes, MT_MIRROR_SET);
     if (now != 0)
         st = store(s, unit, param, now, MT_MIRROR_FAILED);
     mt_mirror_leave(s, unit);
     if (st == MT_OK && (planes & HI))
         mt__version_grows(s, unit);
-fail:
     return st;
 }
 
@@ -700,15 +657,17 @@ fail:
 
 static mt_status drop(mt_store *s, int unit, int claimed)
 {
-    mt_status st;
+    unsigned planes;
 
     if (look(s, unit).home == NULL)
         return MT_OK;
-    MT_TRY(mt_mirror_enter(s, unit));
-    mt_mirror_drop(s, unit, claimed ? ~0u : ~look(s, unit).claimed);
+    MT_DO(mt_mirror_enter(s, unit));
+    mt_lock(&s->mirror_mu);
+    planes = claimed ? ~0u : ~mt__unit_at(s, unit)->mirror.claimed;
+    mt_unlock(&s->mirror_mu);
+    mt_mirror_drop(s, unit, planes);
     mt_mirror_leave(s, unit);
-fail:
-    return st;
+    return MT_OK;
 }
 
 mt_status mt_mirror_release(mt_store *s, int unit)
@@ -719,22 +678,21 @@ mt_status mt_mirror_release(mt_store *s, int unit)
 /* In a share: all ranks have come to the evict's first, or second, place. */
 static mt_status meet_evict(mt_store *s, int unit, int first)
 {
-    int       me = mt_share_rank(s->share), other = 0;
+    int       me = mt_share_rank(s->share);
     uint64_t  n = mt_share_said(s->share, MT_COUNT_EVICTED, me) + 1;
-    mt_status st;
+    mt_status st = MT_OK;
 
     mt_ledger_say(s, MT_COUNT_EVICTED, n, (uint64_t)(unsigned)unit);
-    MT_TRY(mt_ledger_meet(s, MT_COUNT_EVICTED, n, 0, NULL));
-    while (first && other < mt_share_ranks(s->share) &&
-           mt_share_about(s->share, MT_COUNT_EVICTED, other) == (uint64_t)(unsigned)unit)
-        other++;
-    if (first && other < mt_share_ranks(s->share)) {
+    MT_DO(mt_ledger_meet(s, MT_COUNT_EVICTED, n, 0, NULL));
+    for (int rank = 0; first && rank < mt_share_ranks(s->share) && st == MT_OK; rank++) {
+        int other = (int)mt_share_about(s->share, MT_COUNT_EVICTED, rank);
+
+        if (other == unit)
+            continue;
         st = MT_FAIL(MT_EPEER, "rank %d gives back memory of unit %d, and rank %d of unit %s",
-                     other, (int)mt_share_about(s->share, MT_COUNT_EVICTED, other), me,
-                     mt_store_name(s, unit));
+                     rank, other, me, mt_store_name(s, unit));
         mt_ledger_fault(s, st, mt_last_error());
     }
-fail:
     return st;
 }
 
@@ -742,7 +700,7 @@ fail:
 static mt_status evict_with_all(mt_store *s, int unit)
 {
     mt__unit    *u = mt__unit_at(s, unit);
-    mt_watch_ask ask = mt_watch_asks(NULL);
+    mt_watch_ask asks = mt_watch_asks(NULL);
     mt_status    st, met;
 
     if ((st = meet_evict(s, unit, 1)) == MT_OK) {
@@ -752,25 +710,25 @@ static mt_status evict_with_all(mt_store *s, int unit)
         met = meet_evict(s, unit, 0);
         st = st != MT_OK ? st : met;
     }
-    (void)mt_watch_asks(ask);
+    (void)mt_watch_asks(asks);
     return st;
 }
 
 mt_status mt_mirror_evict(mt_store *s, int unit)
 {
-    mt_status st = mt_ledger_wait_saved(s, unit);
-
-    if (st != MT_OK || look(s, unit).home == NULL)
-        return st;
+    MT_DO(mt_ledger_wait_saved(s, unit));
+    if (look(s, unit).home == NULL)
+        return MT_OK;
     return s->share != NULL ? evict_with_all(s, unit) : drop(s, unit, 1);
 }
 
 int mt_mirror_is_old(mt_store *s, int unit)
 {
-    int old;
+    const mt__unit *u = mt__unit_at(s, unit);
+    int             old;
 
     mt_lock(&s->mirror_mu);
-    old = old_planes(mt__unit_at(s, unit)) != 0;
+    old = which(u, -1, pages_of(u), IS(STALE)) != 0;
     mt_unlock(&s->mirror_mu);
     return old;
 }
@@ -781,9 +739,7 @@ void mt_mirror_forget(mt_store *s, int unit)
     unsigned  old;
 
     mt_lock(&s->mirror_mu);
-    old = u->mirror.busy ? 0 : old_planes(u);
-    if (old != 0 && mt_ledger_saving(s, unit))
-        old = 0;
+    old = u->mirror.busy || mt_ledger_saving(s, unit) ? 0 : which(u, -1, pages_of(u), IS(STALE));
     u->mirror.busy |= old != 0;
     mt_unlock(&s->mirror_mu);
     if (old == 0)

@@ -21,6 +21,11 @@
  *       claim: no rank evicts before all have come to the unit's evict, and so read it no more
  *   (2) In a share no rank leaves an evict before all have given their portions' memory back: who
  *       brings the unit again finds nothing there that is about to go
+ *   (3) One thread at a time is behind a unit's door, and only there are copies loaded, stored or
+ *       given back
+ *   (4) A copy that has values which the home has not, or that is being copied, is not given back
+ *   (5) What is announced of a plane is over before a reader looks at it. Who serves other ranks
+ *       waits for none of it: who asks has, and all ranks announce the same
  *
  * When memory is evicted, that is its pages are given back and the addresses stay:
  *   release    by a save that has read, what nobody claims
@@ -113,7 +118,7 @@ void      mt_mirror_drop   (mt_store *s, int unit, unsigned planes);
 
 /* Host planes are current: waits for what is announced of them, and for copies of what is stale.
  * bring claims them; peek is followed by release. MT_ESTATE where a copy is TORN. In a share each
- * rank copies its own portion: the others are asked for theirs (asks.c), where these are not in
+ * rank copies its own portion: the others are asked for theirs (mirror.c), where these are not in
  * host memory yet. bring_own does not ask. */
 mt_status mt_mirror_bring  (mt_store *s, int unit, unsigned planes);
 mt_status mt_mirror_bring_own(mt_store *s, int unit, unsigned planes);

@@ -1,8 +1,12 @@
-/* peers.c — in a share: a thread that looks what the other ranks say, and whether they live.
+/* peers.c — a store is opened, moves units from home to home, and ends. In a share it has two
+ * threads, which sleep on the share's word:
  *
- * It sleeps on the share's word. What a rank says may end a wait here, so who waits in the ledger
- * looks again. A rank that failed is a fault here; so is one that has ended while something of it
- * is awaited. */
+ *     mt-peers    looks what the other ranks say, and whether they live. What a rank says may end a
+ *                 wait here, so who waits in the ledger looks again. A rank that failed is a fault
+ *                 here; so is one that has ended while something of it is awaited
+ *     mt-serves   copies to host memory what other ranks read (mirror.c). From when units have
+ *                 planes elsewhere; where ranks are on several machines from the beginning
+ */
 #include "store_impl.h"
 
 #include "clock.h"
@@ -10,17 +14,20 @@
 
 #include <inttypes.h>
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 
 #define LOOK_MS 100              /* from one look at who lives to the next */
+
+/* ---- who looks after other ranks ---------------------------------------------------------- */
 
 /* The rank, with its process. */
 static int name(const mt_store *s, int rank, char *out, size_t cap)
 {
     int far = mt_share_speaker(s->share, rank) != rank;
 
-    return snprintf(out, cap, "rank %d (process %" PRId64 "%s)", rank,
-                    mt_share_process(s->share, rank), far ? " of another machine" : "");
+    return snprintf(out, cap, "rank %d (process %" PRIu64 "%s)", rank,
+                    mt_share_said(s->share, MT_COUNT_CAME, rank), far ? " of another machine" : "");
 }
 
 static void look_for_failure(mt_store *s, int rank)
@@ -43,27 +50,19 @@ static void note_end(mt_store *s, int rank)
         mt_share_gone(s->share, rank);
 }
 
-/* The rank whose process was the first to be gone without a word; -1: none is. */
-static int first_dead(const mt_store *s)
-{
-    int first = -1;
-
-    for (int rank = 0; rank < mt_share_ranks(s->share); rank++)
-        if (mt_share_presence(s->share, rank) == MT_RANK_DIED &&
-            (first < 0 ||
-             mt_share_lost_ns(s->share, rank) < mt_share_lost_ns(s->share, first)))
-            first = rank;
-    return first;
-}
-
 /* Who ended is not always to blame: a rank closes its engine, and its process ends, where it has
- * found another one dead. */
+ * found another one dead. The first that was gone without a word is named too. */
 static void blame(const mt_store *s, int rank, char *out, size_t cap)
 {
-    int    first = first_dead(s);
-    int    left = mt_share_presence(s->share, rank) == MT_RANK_LEFT;
-    size_t n = (size_t)name(s, first >= 0 ? first : rank, out, cap);
+    const mt_share *h = s->share;
+    int             first = -1, left = mt_share_presence(h, rank) == MT_RANK_LEFT;
+    size_t          n;
 
+    for (int r = 0; r < mt_share_ranks(h); r++)
+        if (mt_share_presence(h, r) == MT_RANK_DIED &&
+            (first < 0 || mt_share_lost_ns(h, r) < mt_share_lost_ns(h, first)))
+            first = r;
+    n = (size_t)name(s, first >= 0 ? first : rank, out, cap);
     if (first >= 0 && first != rank)
         snprintf(out + n, cap - n, left ? " ended, and rank %d closed its engine" :
                                           " ended, and after it rank %d", rank);
@@ -129,25 +128,204 @@ static void *watch_peers(void *arg)
     return NULL;
 }
 
-mt_status mt__peers_open(mt_store *s)
+/* ---- who serves them ---------------------------------------------------------------------- */
+
+/* The number first (share.h, (3)): what it is about may be the next request's by now, and is done
+ * again then. */
+static void serve(mt_store *s, int rank)
 {
-    int error = pthread_create(&s->peers.thread, NULL, watch_peers, s);
+    const mt_board *b = mt_share_board(s->share);
+    uint64_t        n = mt_board_said(b, MT_COUNT_ASKED, rank), about;
+    int             gone = 0;
+    mt_status       st;
+
+    if (n <= mt_board_said(b, MT_COUNT_SERVED + rank, mt_share_rank(s->share)) ||
+        mt_ledger_check(s) != MT_OK)
+        return;
+    about = mt_board_about(b, MT_COUNT_ASKED, rank);
+    atomic_fetch_add(&s->served, 1);
+    mt_lock(&s->serving);
+    st = mt__mirror_serve(s, about, &gone);
+    mt_unlock(&s->serving);
+    if (st != MT_OK)
+        mt_ledger_fault(s, st, mt_last_error());
+    else if (!gone)
+        mt_board_say(b, MT_COUNT_SERVED + rank, n, about);
+}
+
+static void *serve_all(void *arg)
+{
+    mt_store *s = arg;
+    uint32_t  seen = mt_share_word(s->share) - 1, word;
+
+    (void)pthread_setname_np(pthread_self(), "mt-serves");
+    mt_watch_i_am("what other ranks read");
+    while (!atomic_load(&s->serves.stop)) {
+        if ((word = mt_share_word(s->share)) != seen)
+            for_others(s, serve);
+        seen = word;
+        mt_share_sleep(s->share, word, LOOK_MS);
+    }
+    return NULL;
+}
+
+/* ---- threads ------------------------------------------------------------------------------ */
+
+/* Nothing to do when it runs. */
+static mt_status begin(mt__thread *t, void *(*run)(void *), mt_store *s)
+{
+    int error = t->runs ? 0 : pthread_create(&t->thread, NULL, run, s);
 
     if (error != 0)
-        return MT_FAIL(MT_ENOMEM, "store: no thread to look after other ranks: %s",
-                       strerror(error));
-    s->peers.forks = mt_forks();
-    s->peers.runs = 1;
+        return MT_FAIL(MT_ENOMEM, "store: no thread for other ranks: %s", strerror(error));
+    t->forks = t->runs ? t->forks : mt_forks();
+    t->runs = 1;
     return MT_OK;
+}
+
+/* A child of fork() has not the thread. */
+static int is_running(const mt__thread *t)
+{
+    return t->runs && t->forks == mt_forks();
+}
+
+static void end(mt__thread *t)
+{
+    (void)pthread_join(t->thread, NULL);
+    t->runs = 0;
+}
+
+static mt_status begin_serving(mt_store *s)
+{
+    mt_status st;
+
+    mt_lock(&s->serving);
+    st = begin(&s->serves, serve_all, s);
+    mt_unlock(&s->serving);
+    return st;
+}
+
+void mt_store_serve_end(mt_store *s)
+{
+    if (s == NULL || !is_running(&s->serves))
+        return;
+    atomic_store(&s->serves.stop, 1);
+    end(&s->serves);
 }
 
 void mt_store_leave(mt_store *s)
 {
     mt_store_serve_end(s);
-    if (s == NULL || s->share == NULL || !s->peers.runs || s->peers.forks != mt_forks())
+    if (s == NULL || !is_running(&s->peers))
         return;
-    s->peers.runs = 0;
     atomic_store(&s->peers.stop, 1);
     mt_share_leave(s->share);                /* wakes our thread too */
-    (void)pthread_join(s->peers.thread, NULL);
+    end(&s->peers);
+}
+
+static int some_may_ask(const mt_store *s)
+{
+    for (int rank = 0; rank < mt_share_ranks(s->share); rank++)
+        if (rank != mt_share_rank(s->share) && !mt_share_parted(s->share, rank))
+            return 1;
+    return 0;
+}
+
+void mt_store_stay(mt_store *s, double seconds)
+{
+    uint64_t since = mt_now_ns();
+    int      served = 0;
+
+    if (!is_running(&s->serves))
+        return;
+    mt_share_part(s->share);
+    while (some_may_ask(s) && (double)(mt_now_ns() - since) < seconds * 1e9) {
+        uint32_t word = mt_share_word(s->share);
+
+        if (served != atomic_load(&s->served)) {
+            served = atomic_load(&s->served);
+            since = mt_now_ns();
+        }
+        mt_share_sleep(s->share, word, LOOK_MS);
+    }
+}
+
+/* ---- the store ---------------------------------------------------------------------------- */
+
+mt_status mt_store_open(const mt_context *cx, mt_store **out)
+{
+    mt_store *s;
+    mt_status st;
+
+    if (cx->dev == NULL)
+        return MT_FAIL(MT_EINVAL, "a store needs a device; open one with mt_dev_cpu_open()");
+    MT_DO(MT_MAKE(s, 1, "store"));
+    if ((st = mt_watch_cond(&s->ledger.changed)) != MT_OK ||
+        (st = mt_watch_cond(&s->mirror_changed)) != MT_OK) {
+        free(s);
+        return st;
+    }
+    mt_mutex_open(&s->serving, MT_RANK_SERVING);
+    mt_mutex_open(&s->map_mu, MT_RANK_MAP);
+    mt_mutex_open(&s->fetched_mu, MT_RANK_FETCHED);
+    mt_mutex_open(&s->mirror_mu, MT_RANK_MIRROR);
+    mt_mutex_open(&s->ledger.mu, MT_RANK_LEDGER);
+    mt_watch_open(&s->watch, cx->warn);
+    s->ledger.update_over = mt__take_back;
+    s->ledger.touched = mt__mirror_touched;
+    s->dev = cx->dev;
+    s->pool = cx->pool;
+    s->share = cx->share;
+    s->most_lent = MT_STORE_LENT;
+    if (s->share != NULL)
+        MT_TRY(begin(&s->peers, watch_peers, s));
+    if (s->share != NULL && mt_share_is_apart(s->share))
+        MT_TRY(begin_serving(s));            /* each has planes that others read */
+    *out = s;
+    return MT_OK;
+
+fail:
+    mt_store_close(s);
+    return st;
+}
+
+/* The caller has closed whoever worked on the store: stream, offload and updater come first. */
+void mt_store_close(mt_store *s)
+{
+    if (s == NULL)
+        return;
+    mt_store_leave(s);
+    for (int i = mt_store_units(s) - 1; i >= 0; i--)
+        mt__unit_close(s, mt__unit_at(s, i));
+    for (int i = 0; i < MT__SEGS; i++)
+        free(s->seg[i]);
+    mt__lent_close(s);
+    mt_watch_close(&s->watch);
+    mt_mutex_close(&s->serving);
+    mt_mutex_close(&s->map_mu);
+    mt_mutex_close(&s->fetched_mu);
+    mt_mutex_close(&s->mirror_mu);
+    mt_mutex_close(&s->ledger.mu);
+    pthread_cond_destroy(&s->ledger.changed);
+    pthread_cond_destroy(&s->mirror_changed);
+    free(s);
+}
+
+mt_status mt_store_move(mt_store *s, int unit, const mt_home *to, void *of)
+{
+    mt_status st;
+
+    if (mt__unit_at(s, unit) == NULL)
+        return mt__no_unit(s, unit);
+    if (mt_store_home(s, unit, NULL) == to)
+        return MT_OK;
+    if (s->share != NULL && to->away != 0)
+        MT_DO(begin_serving(s));             /* what may fail, before anything moves */
+    if (s->share != NULL)
+        mt_lock(&s->serving);                /* nobody is served of it meanwhile */
+    if ((st = mt__home_ready(s, unit, to)) == MT_OK)
+        st = mt__mirror_move(s, unit, to, of);
+    if (s->share != NULL)
+        mt_unlock(&s->serving);
+    return st;
 }

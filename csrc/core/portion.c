@@ -1,42 +1,38 @@
 /* portion.c — the line of a unit, cut among owners. */
 #include "portion.h"
 
-/* At or before byte `at` of plane HI; behind the last parameter: the end of the line. */
-static mt_bound bound_at(const mt_store *s, int unit, size_t at)
+/* The last bound at or before k / owners of plane HI; behind the last parameter: the line's end. */
+static mt_bound bound_of(const mt_shape *s, size_t k, size_t owners)
 {
-    int                  i = 0, n = mt_store_params(s, unit);
-    const mt_param_desc *d;
-    size_t               skipped;
+    size_t at = s->bytes / owners * k + s->bytes % owners * k / owners;  /* bytes * k overflows */
+    size_t skipped;
+    int    i = 0;
 
-    while (i + 1 < n && mt_store_offset(s, unit, i + 1) <= at)
-        i++;
-    if (n == 0)
+    if (s->n == 0)
         return (mt_bound){ 0, 0 };
-    d = mt_store_desc(s, unit, i);
-    skipped = (at - mt_store_offset(s, unit, i)) / mt_dtype_bytes(d->dtype);
-    if (skipped >= (size_t)d->numel)     /* between this one's last element and the next one */
+    while (i + 1 < s->n && s->offset[i + 1] <= at)
+        i++;
+    skipped = (at - s->offset[i]) / mt_dtype_bytes(s->desc[i].dtype);
+    if (skipped >= (size_t)s->desc[i].numel)     /* between its last element and the next one */
         return (mt_bound){ i + 1, 0 };
     return (mt_bound){ i, (int64_t)(skipped / MT_PORTION_GRAIN * MT_PORTION_GRAIN) };
 }
 
-/* k / owners of all bytes: the product would not fit. */
-static size_t fraction_of(size_t bytes, size_t k, size_t owners)
+mt_status mt_shape_cut(const mt_shape *s, const char *name, int owner, int owners, mt_portion *out)
 {
-    return bytes / owners * k + bytes % owners * k / owners;
-}
-
-mt_status mt_portion_of(const mt_store *s, int unit, int owner, int owners, mt_portion *out)
-{
-    size_t bytes = mt_store_hi_bytes(s, unit);
-
-    if (unit < 0 || unit >= mt_store_units(s))
-        return MT_FAIL(MT_EINVAL, "there is no unit %d; the store has %d", unit, mt_store_units(s));
     if (owner < 0 || owner >= owners || owners > MT_OWNERS_MOST)
         return MT_FAIL(MT_EINVAL, "unit %s: there is no owner %d of %d; there may be 1 to %d, "
-                       "counted from 0", mt_store_name(s, unit), owner, owners, MT_OWNERS_MOST);
-    out->begin = bound_at(s, unit, fraction_of(bytes, (size_t)owner, (size_t)owners));
-    out->end = bound_at(s, unit, fraction_of(bytes, (size_t)owner + 1, (size_t)owners));
+                       "counted from 0", name, owner, owners, MT_OWNERS_MOST);
+    out->begin = bound_of(s, (size_t)owner, (size_t)owners);
+    out->end = bound_of(s, (size_t)owner + 1, (size_t)owners);
     return MT_OK;
+}
+
+size_t mt_shape_byte(const mt_shape *s, mt_bound b)
+{
+    if (b.param == s->n)
+        return s->bytes;
+    return s->offset[b.param] + (size_t)b.from * mt_dtype_bytes(s->desc[b.param].dtype);
 }
 
 /* Elements of the parameter that lie before the bound. */
@@ -51,12 +47,4 @@ int64_t mt_portion_part(const mt_portion *p, int param, int64_t numel, int64_t *
 
     *from = n > 0 ? first : 0;
     return n;
-}
-
-size_t mt_portion_byte(const mt_store *s, int unit, mt_bound b)
-{
-    if (b.param == mt_store_params(s, unit))
-        return mt_store_hi_bytes(s, unit);
-    return mt_store_offset(s, unit, b.param) +
-           mt_store_plane_bytes(s, unit, b.param, MT_PLANE_HI, b.from);
 }

@@ -1,15 +1,16 @@
 /* portion.h — what is whose, of a unit that several processes own together.
  *
  * Nouns, in the order they appear below:
+ *   shape     of a unit: its parameters, and where they lie in plane HI
  *   line      a unit's elements as plane HI has them, parameter behind parameter
  *   owner     0 to owners - 1: who keeps the states of its portion of every unit, and updates it
  *   portion   of a unit: a stretch of the line, perhaps of no elements. It is one stretch of bytes
  *             in every plane, since all have their parameters in that order
  *   bound     where one portion ends and the next begins
  *
- *     mt_portion_of(store, unit, 1, 4, &mine);            // what the second of four owners has
- *     for (int i = 0; i < mt_store_params(store, unit); i++)
- *         n = mt_portion_part(&mine, i, numel, &from);    // elements [from, from + n)
+ *     mt_shape_cut(&shape, name, 1, 4, &mine);            // what the second of four owners has
+ *     for (int i = 0; i < shape.n; i++)
+ *         n = mt_portion_part(&mine, i, shape.desc[i].numel, &from);  // elements [from, from + n)
  *
  * The cut follows from the unit's parameters and the number of owners alone. A bound may be where
  * a parameter begins, and every MT_PORTION_GRAIN elements further on. The one between owners k - 1
@@ -30,10 +31,24 @@
 #ifndef MT_PORTION_H
 #define MT_PORTION_H
 
-#include "store.h"
+#include "dtype.h"
+#include "status.h"
 
 #define MT_PORTION_GRAIN 8192            /* elements */
 #define MT_OWNERS_MOST   65536
+
+typedef struct mt_param_desc {
+    mt_dtype dtype;
+    int64_t  numel;          /* >= 0 */
+    int      trainable;      /* 0: the unit's planes other than HI leave it out */
+} mt_param_desc;
+
+typedef struct mt_shape {
+    int            n;
+    mt_param_desc *desc;                 /* [n] */
+    size_t        *offset;               /* [n] bytes into plane HI */
+    size_t         bytes;                /* of plane HI */
+} mt_shape;
 
 typedef struct mt_bound {
     int     param;                       /* its elements from there on, and the parameters behind */
@@ -44,10 +59,11 @@ typedef struct mt_portion {
     mt_bound begin, end;                 /* two bounds; what is behind the second is another's */
 } mt_portion;
 
-/* MT_EINVAL: no such unit, or no such owner. */
-mt_status mt_portion_of  (const mt_store *s, int unit, int owner, int owners, mt_portion *out);
+/* name: the unit's, for MT_EINVAL: no such owner. */
+mt_status mt_shape_cut   (const mt_shape *s, const char *name, int owner, int owners,
+                          mt_portion *out);
 /* Where a bound is in plane HI, in bytes. */
-size_t    mt_portion_byte(const mt_store *s, int unit, mt_bound b);
+size_t    mt_shape_byte  (const mt_shape *s, mt_bound b);
 /* How many of a parameter's elements are in it, and the first of them; none: from is 0. */
 int64_t   mt_portion_part(const mt_portion *p, int param, int64_t numel, int64_t *from);
 

@@ -45,9 +45,9 @@ typedef enum mt_parcel_kind { MT_PARCEL_MAP(MT_PARCEL_ENUM) MT_PARCELS } mt_parc
 
 /* As it travels, between machines of one order of bytes. */
 typedef struct mt_parcel {
-    int32_t  kind, note, unit, param, what, spare;
-    uint64_t n, about;       /* of a note */
-    uint64_t at, bytes;      /* the first byte, of the plane, the parameter's or the board's */
+    int32_t  kind, unit, param, what;    /* what: of a note its counter, see mt_note */
+    uint64_t n, about;                   /* of a note */
+    uint64_t at, bytes;  /* the first byte, of the plane, the parameter's or the board's */
 } mt_parcel;
 
 typedef struct mt_relay mt_relay;

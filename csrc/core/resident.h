@@ -11,7 +11,7 @@
  * In a share each rank has the unit's weights in a slot of its own, of everything else the portion
  * that it owns, and updates that. Weights are in the share too, always: new ones come and go by the
  * ferry (ferry.h), what others write is fetched by await as where a process is alone. What a reader
- * takes of the other planes each rank brings there, of its portion, when it is asked (asks.c).
+ * takes of the other planes each rank brings there, of its portion, when it is asked (mirror.c).
  *
  *     mt_resident_open(dev, store, &r);
  *     mt_resident_settle(r, unit, mem);               // nothing of the unit is under way

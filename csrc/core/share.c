@@ -4,13 +4,14 @@
 #include "checked.h"
 #include "clock.h"
 #include "forks.h"
+#include "lock.h"
+#include "watch.h"
 
 #include <errno.h>
 #include <fcntl.h>
 #include <inttypes.h>
 #include <limits.h>
 #include <linux/futex.h>
-#include <stdatomic.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -27,41 +28,94 @@
 #define MFD_NOEXEC_SEAL 8u
 #endif
 
-/* A rank's; written by its speaker alone, but for gone_ns. */
-typedef struct slot {
-    _Atomic int64_t  pid;                    /* 0: it has not come */
-    _Atomic uint64_t said[MT_COUNTS], about[MT_COUNTS];
-    atomic_int       parted, left, failed;
-    _Atomic uint64_t gone_ns;                /* when it was found gone; 0: it was not */
-    char             why[1024];              /* written before `failed` */
-} slot;
-
-/* At the share's first byte. */
+/* At the share's first byte. The ranks' board lies behind it. */
 typedef struct head {
     _Atomic uint32_t ranks;                  /* 0: nobody has come; by the first, once */
     _Atomic uint32_t word;
-    slot             slots[MT_RANKS_MOST];
-    /* [rank][who asked]: requests of his that the rank has done */
-    _Atomic uint64_t served[MT_RANKS_MOST][MT_RANKS_MOST];
+    _Atomic uint64_t gone_ns[MT_RANKS_MOST]; /* when a rank was found gone; 0: it was not */
+    char             why[MT_RANKS_MOST][1024];       /* by the rank's speaker, before FAILED */
 } head;
 
-struct mt_share {
-    int      fd, rank, ranks;
-    int      came;                           /* the slot is ours */
-    head    *head;
-    int     *speakers;                       /* [ranks]; NULL: all are on this machine */
-    mt_notes *notes;                         /* NULL likewise */
-    uint64_t next;                           /* the first byte that nobody has */
-};
+typedef struct noted {
+    struct noted *next;
+    mt_note      note;
+} noted;
 
-static size_t page_bytes(void)
-{
-    return (size_t)sysconf(_SC_PAGESIZE);
-}
+struct mt_share {
+    int            fd, rank, ranks;
+    int            came;                     /* the rank is ours */
+    head          *head;
+    size_t         head_bytes;
+    mt_board       board;                    /* the ranks' own */
+    int           *speakers;                 /* [ranks]; NULL: all are on this machine */
+    uint64_t       next;                     /* the first byte that nobody has */
+    mt_mutex       notes_mu;
+    pthread_cond_t noted;                    /* monotonic clock */
+    noted         *first, **last;            /* notes. notes_mu */
+    int            lost;                     /* there was no memory for one. notes_mu */
+};
 
 static uint64_t round_up(uint64_t n, uint64_t to)
 {
     return (n + to - 1) / to * to;
+}
+
+static size_t whole_pages(uint64_t bytes)
+{
+    return (size_t)round_up(bytes, (uint64_t)sysconf(_SC_PAGESIZE));
+}
+
+/* ---- ranges ------------------------------------------------------------------------------- */
+
+mt_status mt_share_take(mt_share *h, size_t bytes, mt_range *out)
+{
+    uint64_t at = bytes >= 2 * HUGE_BYTES ? round_up(h->next, HUGE_BYTES) : whole_pages(h->next);
+
+    if (at > SHARE_BYTES || bytes > SHARE_BYTES - at)
+        return MT_FAIL(MT_ENOMEM, "shared memory: %zu bytes behind %" PRIu64 ": a model may have "
+                       "%" PRIu64, bytes, at, SHARE_BYTES);
+    *out = (mt_range){ .share = h, .at = at, .bytes = bytes };
+    h->next = whole_pages(at + bytes);
+    return MT_OK;
+}
+
+int mt_share_map(const mt_range *r, void *base, int own)
+{
+    int flags = (own ? MAP_PRIVATE : MAP_SHARED) | MAP_NORESERVE | MAP_FIXED;
+
+    return mmap(base, whole_pages(r->bytes), PROT_READ | PROT_WRITE, flags, r->share->fd,
+                (off_t)r->at) == MAP_FAILED ? errno : 0;
+}
+
+void mt_share_punch(const mt_range *r, size_t from, size_t bytes)
+{
+    if (bytes > 0)
+        (void)fallocate(r->share->fd, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE,
+                        (off_t)(r->at + from), (off_t)bytes);
+}
+
+mt_status mt_share_room(mt_share *h, size_t bytes, const char *what, void **out)
+{
+    mt_range r;
+    void    *map;
+
+    MT_DO(mt_share_take(h, bytes, &r));
+    map = mmap(NULL, whole_pages(bytes), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, h->fd,
+               (off_t)r.at);
+    if (map == MAP_FAILED)
+        return MT_FAIL(MT_ENOMEM, "%s: %zu bytes of shared memory: %s", what, bytes,
+                       strerror(errno));
+    mt_forks_private(map, whole_pages(bytes));
+    *out = map;
+    return MT_OK;
+}
+
+void mt_share_unroom(void *room, size_t bytes)
+{
+    if (room == NULL)
+        return;
+    mt_forks_shared(room);
+    munmap(room, whole_pages(bytes));
 }
 
 /* ---- open and close ----------------------------------------------------------------------- */
@@ -106,11 +160,10 @@ static struct flock byte_of(int rank)
     return (struct flock){ .l_type = F_WRLCK, .l_whence = SEEK_SET, .l_start = rank, .l_len = 1 };
 }
 
-static mt_status take_slot(mt_share *h)
+static mt_status take_rank(mt_share *h)
 {
     struct flock lock = byte_of(h->rank);
     uint32_t     ranks = 0;
-    slot        *mine = &h->head->slots[h->rank];
     int          busy;
 
     if (!atomic_compare_exchange_strong(&h->head->ranks, &ranks, (uint32_t)h->ranks) &&
@@ -121,17 +174,17 @@ static mt_status take_slot(mt_share *h)
     if (busy && errno != EAGAIN && errno != EACCES)
         return MT_FAIL(MT_ENOTSUP, "shared memory: no lock of a file in memory: %s",
                        strerror(errno));
-    if (busy || atomic_load(&mine->pid) != 0)
-        return MT_FAIL(MT_ESTATE, "shared memory: rank %d is process %" PRId64 " already, or was",
-                       h->rank, atomic_load(&mine->pid));
-    atomic_store(&mine->pid, (int64_t)getpid());
+    if (busy || mt_share_said(h, MT_COUNT_CAME, h->rank) != 0)
+        return MT_FAIL(MT_ESTATE, "shared memory: rank %d is process %" PRIu64 " already, or was",
+                       h->rank, mt_share_said(h, MT_COUNT_CAME, h->rank));
+    mt_board_say(&h->board, MT_COUNT_CAME, (uint64_t)getpid(), 0);
     h->came = 1;
     return MT_OK;
 }
 
 mt_status mt_share_open(int fd, int rank, int ranks, mt_share **out)
 {
-    size_t    bytes = round_up(sizeof(head), page_bytes());
+    size_t    counters = (size_t)(MT_COUNTS - 1 - MT_UNIT_COUNTS + ranks) * (size_t)ranks;
     mt_share *h;
     void     *map;
     mt_status st;
@@ -139,18 +192,14 @@ mt_status mt_share_open(int fd, int rank, int ranks, mt_share **out)
     if (rank < 0 || rank >= ranks || ranks > MT_RANKS_MOST)
         return MT_FAIL(MT_EINVAL, "shared memory: there is no rank %d of %d; there may be 1 to %d, "
                        "counted from 0", rank, ranks, MT_RANKS_MOST);
-    if ((st = MT_MAKE(h, 1, "shared memory")) != MT_OK)
-        return st;
-    *h = (mt_share){ .fd = -1, .rank = rank, .ranks = ranks, .next = bytes };
+    MT_DO(MT_MAKE(h, 1, "shared memory"));
+    *h = (mt_share){ .fd = -1, .rank = rank, .ranks = ranks,
+                     .head_bytes = sizeof(head) + counters * 2 * sizeof(uint64_t) };
     MT_TRY(open_file(h, fd));
-    map = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, h->fd, 0);
-    if (map == MAP_FAILED) {
-        st = MT_FAIL(MT_ENOMEM, "shared memory: %zu bytes: %s", bytes, strerror(errno));
-        goto fail;
-    }
-    mt_forks_private(map, bytes);
+    MT_TRY(mt_share_room(h, h->head_bytes, "ranks", &map));
     h->head = map;
-    MT_TRY(take_slot(h));
+    h->board = (mt_board){ .share = h, .unit = -1, .words = (_Atomic uint64_t *)(h->head + 1) };
+    MT_TRY(take_rank(h));
     *out = h;
     return MT_OK;
 
@@ -163,37 +212,21 @@ void mt_share_close(mt_share *h)
 {
     if (h == NULL)
         return;
-    if (h->head != NULL) {
-        if (h->came)
-            mt_share_leave(h);
-        mt_forks_shared(h->head);
-        munmap(h->head, round_up(sizeof(head), page_bytes()));
-    }
+    if (h->came)
+        mt_share_leave(h);
+    mt_share_unroom(h->head, h->head_bytes);
     if (h->fd >= 0)
         mt_forks_close(h->fd);
-    mt_notes_close(h->notes);
+    if (h->speakers != NULL) {
+        for (noted *l = h->first, *next; l != NULL; l = next) {
+            next = l->next;
+            free(l);
+        }
+        pthread_cond_destroy(&h->noted);
+        mt_mutex_close(&h->notes_mu);
+    }
     free(h->speakers);
     free(h);
-}
-
-mt_status mt_share_apart(mt_share *h, const int *speakers)
-{
-    mt_status st;
-
-    MT_ASSERT(h->speakers == NULL);
-    for (int rank = 0; rank < h->ranks; rank++) {
-        int speaker = rank == h->rank ? rank : speakers[rank];
-
-        if (speaker < 0 || speaker >= h->ranks || speakers[speaker] != speaker)
-            return MT_FAIL(MT_EINVAL, "rank %d cannot have the speaker %d, who is not of this "
-                           "machine", rank, speakers[rank]);
-    }
-    MT_TRY(MT_MAKE(h->speakers, h->ranks, "shared memory"));
-    memcpy(h->speakers, speakers, (size_t)h->ranks * sizeof *speakers);
-    MT_TRY(mt_notes_open(&h->notes));
-    mt_notes_put(h->notes, (mt_note){ .kind = MT_NOTE_CAME, .n = (uint64_t)getpid() });
-fail:
-    return st;
 }
 
 int mt_share_is_apart(const mt_share *h)
@@ -206,11 +239,6 @@ int mt_share_speaker(const mt_share *h, int rank)
     return h->speakers != NULL ? h->speakers[rank] : rank;
 }
 
-mt_notes *mt_share_notes(const mt_share *h)
-{
-    return h->notes;
-}
-
 int mt_share_rank(const mt_share *h)
 {
     return h->rank;
@@ -221,38 +249,7 @@ int mt_share_ranks(const mt_share *h)
     return h->ranks;
 }
 
-/* ---- ranges ------------------------------------------------------------------------------- */
-
-mt_status mt_share_take(mt_share *h, size_t bytes, mt_range *out)
-{
-    size_t   page = page_bytes();
-    uint64_t at = round_up(h->next, bytes >= 2 * HUGE_BYTES ? HUGE_BYTES : page);
-
-    if (at > SHARE_BYTES || bytes > SHARE_BYTES - at)
-        return MT_FAIL(MT_ENOMEM, "shared memory: %zu bytes behind %" PRIu64 ": a model may have "
-                       "%" PRIu64, bytes, at, SHARE_BYTES);
-    *out = (mt_range){ .share = h, .at = at, .bytes = bytes };
-    h->next = round_up(at + bytes, page);
-    return MT_OK;
-}
-
-int mt_share_map(const mt_range *r, void *base, int own)
-{
-    size_t bytes = round_up(r->bytes, page_bytes());
-    int    flags = (own ? MAP_PRIVATE : MAP_SHARED) | MAP_NORESERVE | MAP_FIXED;
-
-    return mmap(base, bytes, PROT_READ | PROT_WRITE, flags, r->share->fd, (off_t)r->at) ==
-           MAP_FAILED ? errno : 0;
-}
-
-void mt_share_punch(const mt_range *r, size_t from, size_t bytes)
-{
-    if (bytes > 0)
-        (void)fallocate(r->share->fd, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE,
-                        (off_t)(r->at + from), (off_t)bytes);
-}
-
-/* ---- counters ----------------------------------------------------------------------------- */
+/* ---- boards ------------------------------------------------------------------------------- */
 
 /* Others' threads sleep on the word: of all that this rank has said so far they see at least this
  * change. */
@@ -279,188 +276,133 @@ void mt_share_sleep(const mt_share *h, uint32_t word, int ms)
     (void)syscall(SYS_futex, &h->head->word, FUTEX_WAIT, word, &t, NULL, 0);
 }
 
-/* Of a rank that this one speaks for. */
-static void say(mt_share *h, int rank, mt_count what, uint64_t n, uint64_t about)
+const mt_board *mt_share_board(const mt_share *h)
 {
-    slot *its = &h->head->slots[rank];
-
-    MT_ASSERT(mt_share_speaker(h, rank) == h->rank && n > atomic_load(&its->said[what]));
-    atomic_store(&its->about[what], about);
-    atomic_store(&its->said[what], n);
-    wake(h);
+    return &h->board;
 }
 
-void mt_share_say(mt_share *h, mt_count what, uint64_t n, uint64_t about)
+static int has_counter(const mt_board *b, int count)
 {
-    mt_notes_put(h->notes, (mt_note){ .kind = MT_NOTE_SAID, .what = (int)what, .n = n,
-                                      .about = about });
-    say(h, h->rank, what, n, about);
+    return b->unit >= 0 ? count >= 0 && count < MT_UNIT_COUNTS
+                        : count >= MT_UNIT_COUNTS && count < MT_COUNT_SERVED + b->share->ranks;
 }
 
-uint64_t mt_share_said(const mt_share *h, mt_count what, int rank)
+/* [count][rank] two words each: the counter, and what it is about. */
+static _Atomic uint64_t *counter(const mt_board *b, int count, int rank)
 {
-    return atomic_load(&h->head->slots[rank].said[what]);
+    int row = b->unit >= 0 ? count : count - MT_UNIT_COUNTS;
+
+    MT_ASSERT(has_counter(b, count) && rank >= 0 && rank < b->share->ranks);
+    return b->words + 2 * ((size_t)row * (size_t)b->share->ranks + (size_t)rank);
 }
 
-uint64_t mt_share_about(const mt_share *h, mt_count what, int rank)
+uint64_t mt_board_said(const mt_board *b, int count, int rank)
 {
-    return atomic_load(&h->head->slots[rank].about[what]);
+    return atomic_load(counter(b, count, rank));
 }
 
-static void serve(mt_share *h, int rank, int asker, uint64_t n)
+uint64_t mt_board_about(const mt_board *b, int count, int rank)
 {
-    atomic_store(&h->head->served[rank][asker], n);
-    wake(h);
+    return atomic_load(counter(b, count, rank) + 1);
 }
 
-void mt_share_serve(mt_share *h, int asker, uint64_t n, uint64_t about)
-{
-    if (mt_share_speaker(h, asker) != asker)
-        mt_notes_put(h->notes, (mt_note){ .kind = MT_NOTE_SERVED, .what = asker, .n = n,
-                                          .about = about });
-    serve(h, h->rank, asker, n);
-}
-
-uint64_t mt_share_served(const mt_share *h, int rank, int asker)
-{
-    return atomic_load(&h->head->served[rank][asker]);
-}
-
-int mt_share_behind(const mt_share *h, mt_count what, uint64_t n)
+int mt_board_behind(const mt_board *b, int count, uint64_t n)
 {
     int rank = 0;
 
-    while (rank < h->ranks && mt_share_said(h, what, rank) >= n)
+    while (rank < b->share->ranks && mt_board_said(b, count, rank) >= n)
         rank++;
     return rank;
 }
 
-/* ---- boards ------------------------------------------------------------------------------- */
-
-/* A board begins with every rank's layout; then come its counters, and a word for each plane; then
- * the sums of chunks. */
-static size_t words_of(const mt_share *h)
+/* Of a rank that this one speaks for. */
+static void say(const mt_board *b, int rank, int count, uint64_t n, uint64_t about)
 {
-    return (size_t)h->ranks * (1 + MT_UNIT_COUNTS) + MT_BOARD_PLANES;
+    _Atomic uint64_t *to = counter(b, count, rank);
+
+    MT_ASSERT(mt_share_speaker(b->share, rank) == b->share->rank);       /* (1) */
+    MT_ASSERT(n > atomic_load(to) || count == MT_COUNT_TURN);
+    MT_ASSERT(!mt_share_said(b->share, MT_COUNT_LEFT, rank));            /* (4) */
+    atomic_store(to + 1, about);             /* (3) */
+    atomic_store(to, n);
+    wake(b->share);
 }
 
-static _Atomic uint64_t *layout_of(const mt_board *b, int rank)
+/* For other machines. What is served goes to the asker's alone. */
+static void put_note(mt_share *h, mt_note note)
 {
-    return (_Atomic uint64_t *)b->base + rank;
-}
+    int   asker = note.count - MT_COUNT_SERVED;
+    noted *l;
 
-static _Atomic uint64_t *count_of(const mt_board *b, mt_unit_count what, int rank)
-{
-    return layout_of(b, b->range.share->ranks * (1 + (int)what) + rank);
-}
-
-/* Each says its own before it looks at the others': of two that differ one sees it at least. */
-static mt_status compare(const mt_share *h, const mt_board *b, const char *name, uint64_t layout)
-{
-    atomic_store(layout_of(b, h->rank), layout);
-    for (int i = 0; i < h->ranks; i++) {
-        uint64_t other = atomic_load(layout_of(b, i));
-
-        if (other != 0 && other != layout)
-            return MT_FAIL(MT_EINVAL, "unit %s: rank %d (process %" PRId64 ") has another unit "
-                           "there, or one with other parameters, than rank %d", name, i,
-                           mt_share_process(h, i), h->rank);
+    if (h->speakers == NULL || note.count == MT_COUNT_TURN || note.count == MT_COUNT_AWAY ||
+        (asker >= 0 && h->speakers[asker] == asker))
+        return;
+    if ((l = calloc(1, sizeof *l)) != NULL)
+        l->note = note;
+    mt_lock(&h->notes_mu);
+    if (l != NULL) {
+        *h->last = l;
+        h->last = &l->next;
     }
-    return MT_OK;
+    h->lost |= l == NULL;
+    pthread_cond_broadcast(&h->noted);
+    mt_unlock(&h->notes_mu);
 }
 
-/* NULL, with errno. */
-static void *map_board(const mt_range *r)
+void mt_board_say(const mt_board *b, int count, uint64_t n, uint64_t about)
 {
-    size_t bytes = round_up(r->bytes, page_bytes());
-    void  *map = mmap(NULL, bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    int    error;
+    put_note(b->share, (mt_note){ b->unit, count, n, about });
+    say(b, b->share->rank, count, n, about);
+}
 
-    if (map == MAP_FAILED)
-        return NULL;
-    if ((error = mt_share_map(r, map, 0)) != 0) {
-        munmap(map, bytes);
-        errno = error;
-        return NULL;
-    }
-    mt_forks_private(map, bytes);
-    return map;
+/* Behind a unit's counters: a word for each plane, each rank's layout, the sums of chunks. */
+_Atomic uint64_t *mt_board_plane(const mt_board *b, int plane)
+{
+    return b->words + 2 * MT_UNIT_COUNTS * b->share->ranks + plane;
+}
+
+static size_t board_bytes(const mt_board *b)
+{
+    return ((size_t)b->share->ranks * (2 * MT_UNIT_COUNTS + 1) + MT_BOARD_PLANES + b->n_chunks) *
+           sizeof(uint64_t);
 }
 
 mt_status mt_board_open(mt_share *h, const char *name, int unit, uint64_t layout, size_t n_chunks,
                         mt_board *out)
 {
-    mt_board  made = { .unit = unit, .n_chunks = n_chunks };
-    size_t    bytes = (words_of(h) + n_chunks) * sizeof(uint64_t);
-    mt_status st;
+    mt_board          made = { .share = h, .unit = unit, .n_chunks = n_chunks };
+    _Atomic uint64_t *layouts;
+    void             *room;
 
-    MT_TRY(mt_share_take(h, bytes, &made.range));
-    if ((made.base = map_board(&made.range)) == NULL)
-        return MT_FAIL(MT_ENOMEM, "unit %s: %zu bytes of shared memory: %s", name, bytes,
-                       strerror(errno));
-    made.chunks = (double *)made.base + words_of(h);
-    MT_TRY(compare(h, &made, name, layout | 1));         /* 0: it has said nothing */
+    MT_DO(mt_share_room(h, board_bytes(&made), name, &room));
+    made.words = room;
+    layouts = mt_board_plane(&made, MT_BOARD_PLANES);
+    made.chunks = (double *)room + (layouts - made.words) + h->ranks;
+    layout |= 1;                             /* 0: a rank has not come here yet */
+    /* Each says its own before it looks at the others': of two that differ one sees it at least. */
+    atomic_store(&layouts[h->rank], layout);
+    for (int i = 0; i < h->ranks; i++) {
+        uint64_t other = atomic_load(&layouts[i]);
+
+        if (other == 0 || other == layout)
+            continue;
+        mt_board_close(&made);
+        return MT_FAIL(MT_EINVAL, "unit %s: rank %d (process %" PRIu64 ") has another unit there, "
+                       "or one with other parameters, than rank %d", name, i,
+                       mt_share_said(h, MT_COUNT_CAME, i), h->rank);
+    }
     *out = made;
     return MT_OK;
-
-fail:
-    mt_board_close(&made);
-    return st;
 }
 
 void mt_board_close(mt_board *b)
 {
-    if (b->base != NULL) {
-        mt_forks_shared(b->base);
-        munmap(b->base, round_up(b->range.bytes, page_bytes()));
-    }
+    if (b->words != NULL)
+        mt_share_unroom((void *)b->words, board_bytes(b));
     memset(b, 0, sizeof *b);
 }
 
-void mt_board_hear(const mt_board *b, int rank, mt_unit_count what, uint64_t n)
-{
-    _Atomic uint64_t *count = count_of(b, what, rank);
-
-    MT_ASSERT(mt_share_speaker(b->range.share, rank) == b->range.share->rank);
-    MT_ASSERT(n > atomic_load(count));
-    atomic_store(count, n);
-    wake(b->range.share);
-}
-
-void mt_board_say(const mt_board *b, mt_unit_count what, uint64_t n)
-{
-    mt_share *h = b->range.share;
-
-    mt_notes_put(h->notes, (mt_note){ .kind = MT_NOTE_DONE, .unit = b->unit, .what = (int)what,
-                                      .n = n });
-    mt_board_hear(b, h->rank, what, n);
-}
-
-_Atomic uint64_t *mt_board_plane(const mt_board *b, int plane)
-{
-    return layout_of(b, b->range.share->ranks * (1 + MT_UNIT_COUNTS) + plane);
-}
-
-uint64_t mt_board_said(const mt_board *b, mt_unit_count what, int rank)
-{
-    return atomic_load(count_of(b, what, rank));
-}
-
-int mt_board_behind(const mt_board *b, mt_unit_count what, uint64_t n)
-{
-    int rank = 0, ranks = b->range.share->ranks;
-
-    while (rank < ranks && mt_board_said(b, what, rank) >= n)
-        rank++;
-    return rank;
-}
-
 /* ---- who is there ------------------------------------------------------------------------- */
-
-int64_t mt_share_process(const mt_share *h, int rank)
-{
-    return atomic_load(&h->head->slots[rank].pid);
-}
 
 /* What holds the lock is a description of the file, which ends with its process. */
 static int is_locked(const mt_share *h, int rank)
@@ -472,103 +414,118 @@ static int is_locked(const mt_share *h, int rank)
 
 mt_presence mt_share_presence(const mt_share *h, int rank)
 {
-    const slot *other = &h->head->slots[rank];
-
-    if (atomic_load(&other->left))
+    if (mt_share_said(h, MT_COUNT_LEFT, rank))
         return MT_RANK_LEFT;
-    if (atomic_load(&other->gone_ns) != 0)
+    if (mt_share_lost_ns(h, rank) != 0)
         return MT_RANK_DIED;
-    return atomic_load(&other->pid) == 0 || mt_share_speaker(h, rank) != rank ||
+    return mt_share_said(h, MT_COUNT_CAME, rank) == 0 || mt_share_speaker(h, rank) != rank ||
            is_locked(h, rank) ? MT_RANK_HERE : MT_RANK_DIED;
 }
 
 uint64_t mt_share_lost_ns(const mt_share *h, int rank)
 {
-    return atomic_load(&h->head->slots[rank].gone_ns);
-}
-
-void mt_share_leave(mt_share *h)
-{
-    if (!atomic_exchange(&h->head->slots[h->rank].left, 1))
-        mt_notes_put(h->notes, (mt_note){ .kind = MT_NOTE_LEFT });
-    wake(h);
-}
-
-void mt_share_part(mt_share *h)
-{
-    atomic_store(&h->head->slots[h->rank].parted, 1);
-    mt_notes_put(h->notes, (mt_note){ .kind = MT_NOTE_PARTED });
-    wake(h);
-}
-
-int mt_share_parted(const mt_share *h, int rank)
-{
-    return atomic_load(&h->head->slots[rank].parted) ||
-           mt_share_presence(h, rank) != MT_RANK_HERE;
-}
-
-void mt_share_fail(mt_share *h, const char *text)
-{
-    slot *mine = &h->head->slots[h->rank];
-
-    if (atomic_load(&mine->failed))
-        return;
-    snprintf(mine->why, sizeof mine->why, "%s", text);
-    atomic_store(&mine->failed, 1);
-    mt_notes_put(h->notes, (mt_note){ .kind = MT_NOTE_FAILED });
-    wake(h);
-}
-
-const char *mt_share_failure(const mt_share *h, int rank)
-{
-    const slot *other = &h->head->slots[rank];
-
-    return atomic_load(&other->failed) ? other->why : NULL;
-}
-
-/* ---- ranks of other machines -------------------------------------------------------------- */
-
-void mt_share_hear(mt_share *h, int rank, mt_note note)
-{
-    slot *its = &h->head->slots[rank];
-
-    switch (note.kind) {
-    case MT_NOTE_CAME:
-        atomic_store(&its->pid, (int64_t)note.n);
-        break;
-    case MT_NOTE_SAID:
-        say(h, rank, (mt_count)note.what, note.n, note.about);
-        break;
-    case MT_NOTE_SERVED:
-        serve(h, rank, note.what, note.n);
-        break;
-    case MT_NOTE_FAILED:
-        atomic_store(&its->failed, 1);
-        break;
-    case MT_NOTE_PARTED:
-        atomic_store(&its->parted, 1);
-        break;
-    case MT_NOTE_LEFT:
-        atomic_store(&its->left, 1);
-        break;
-    case MT_NOTE_DONE:
-    case MT_NOTE_SUMS:
-    case MT_NOTES:
-        break;
-    }
-    wake(h);
+    return atomic_load(&h->head->gone_ns[rank]);
 }
 
 void mt_share_gone(mt_share *h, int rank)
 {
     uint64_t none = 0;
 
-    (void)atomic_compare_exchange_strong(&h->head->slots[rank].gone_ns, &none, mt_now_ns());
+    (void)atomic_compare_exchange_strong(&h->head->gone_ns[rank], &none, mt_now_ns());
     wake(h);
+}
+
+/* This rank's, of what it says once. */
+static void say_once(mt_share *h, mt_count count)
+{
+    if (!mt_share_said(h, count, h->rank) && !mt_share_said(h, MT_COUNT_LEFT, h->rank))
+        mt_board_say(&h->board, (int)count, 1, 0);
+}
+
+void mt_share_leave(mt_share *h)
+{
+    say_once(h, MT_COUNT_LEFT);
+}
+
+void mt_share_part(mt_share *h)
+{
+    say_once(h, MT_COUNT_PARTED);
+}
+
+int mt_share_parted(const mt_share *h, int rank)
+{
+    return mt_share_said(h, MT_COUNT_PARTED, rank) || mt_share_presence(h, rank) != MT_RANK_HERE;
+}
+
+void mt_share_fail(mt_share *h, const char *text)
+{
+    if (!mt_share_said(h, MT_COUNT_FAILED, h->rank))
+        snprintf(h->head->why[h->rank], sizeof h->head->why[0], "%s", text);
+    say_once(h, MT_COUNT_FAILED);
+}
+
+const char *mt_share_failure(const mt_share *h, int rank)
+{
+    return mt_share_said(h, MT_COUNT_FAILED, rank) ? h->head->why[rank] : NULL;
 }
 
 char *mt_share_why(mt_share *h, int rank, size_t *cap)
 {
-    *cap = sizeof h->head->slots[rank].why;
-    return h->head->slots[rank].why;
+    *cap = sizeof h->head->why[rank];
+    return h->head->why[rank];
+}
+
+/* ---- ranks of other machines -------------------------------------------------------------- */
+
+mt_status mt_share_apart(mt_share *h, const int *speakers)
+{
+    int *kept;
+
+    MT_ASSERT(h->speakers == NULL);
+    for (int rank = 0; rank < h->ranks; rank++) {
+        int speaker = rank == h->rank ? rank : speakers[rank];
+
+        if (speaker < 0 || speaker >= h->ranks || speakers[speaker] != speaker)
+            return MT_FAIL(MT_EINVAL, "rank %d cannot have the speaker %d, who is not of this "
+                           "machine", rank, speakers[rank]);
+    }
+    MT_DO(mt_watch_cond(&h->noted));
+    MT_DO(MT_MAKE(kept, h->ranks, "shared memory"));
+    memcpy(kept, speakers, (size_t)h->ranks * sizeof *speakers);
+    mt_mutex_open(&h->notes_mu, MT_RANK_LEAF);
+    h->last = &h->first;
+    h->speakers = kept;
+    put_note(h, (mt_note){ -1, MT_COUNT_CAME, (uint64_t)getpid(), 0 });
+    return MT_OK;
+}
+
+mt_status mt_share_note(mt_share *h, int ms, mt_note *out, int *some)
+{
+    uint64_t        end = mt_now_ns() + (uint64_t)ms * 1000000u;
+    struct timespec until = { (time_t)(end / 1000000000u), (long)(end % 1000000000u) };
+    noted          *l;
+    int             lost;
+
+    if (h->speakers == NULL)
+        return MT_FAIL(MT_ESTATE, "relay: all ranks are on this machine");
+    mt_lock(&h->notes_mu);
+    while (h->first == NULL && !h->lost && mt_cond_timedwait(&h->noted, &h->notes_mu, &until) == 0)
+        ;
+    if ((l = h->first) != NULL && (h->first = l->next) == NULL)
+        h->last = &h->first;
+    lost = h->lost;
+    mt_unlock(&h->notes_mu);
+    *some = l != NULL;
+    if (l != NULL)
+        *out = l->note;
+    free(l);
+    return lost ? MT_FAIL(MT_ENOMEM, "relay: no memory for what was said") : MT_OK;
+}
+
+int mt_board_hear(const mt_board *b, int rank, mt_note note)
+{
+    if (!has_counter(b, note.count))
+        return 0;
+    say(b, rank, note.count, note.n, note.about);
+    return 1;
 }

@@ -1,4 +1,6 @@
 /* store.c — units, their planes, and the address of every parameter in each. */
+#include "store.h"
+
 #include "store_impl.h"
 
 #include <inttypes.h>
@@ -7,10 +9,6 @@
 #include <string.h>
 #include <unistd.h>
 
-#define MT__PLANE_NAME(name, what) #name,
-static const char *const plane_names[MT_PLANE_COUNT] = { MT_PLANE_MAP(MT__PLANE_NAME) };
-#undef MT__PLANE_NAME
-
 static int plane_ok(mt_plane p)
 {
     return (unsigned)p < MT_PLANE_COUNT;
@@ -18,7 +16,10 @@ static int plane_ok(mt_plane p)
 
 const char *mt_plane_name(mt_plane p)
 {
-    return plane_ok(p) ? plane_names[p] : "?";
+#define NAME(name, what) #name,
+    static const char *const names[MT_PLANE_COUNT] = { MT_PLANE_MAP(NAME) };
+#undef NAME
+    return plane_ok(p) ? names[p] : "?";
 }
 
 static mt_states states_of(const mt__unit *u)
@@ -64,56 +65,67 @@ static int trains(const mt_param_desc *d)
     return __atomic_load_n(&d->trainable, __ATOMIC_RELAXED);
 }
 
-/* all: in a share what is trained now, and how, moves nothing: others need not know of it then. */
-static int has_now(const mt__unit *u, int all, mt_plane p, const mt_param_desc *d)
+static size_t round_up(size_t n, size_t to)
 {
-    int has = 0;
+    return (n + to - 1) / to * to;
+}
 
-    if (p == MT_PLANE_HI)
-        return 1;
-    if (!all)
-        return trains(d) && elem_bytes(p, d->dtype, states_of(u)) > 0;
-    for (int st = 0; st < MT_STATES_COUNT; st++)
+/* Has the plane room for the parameter, and how many bytes? In a share the host's planes have room
+ * for whatever may come (all): what is trained, and how states are kept, moves nothing there, so
+ * other ranks need not know of it. */
+static int has_room(const mt__unit *u, int all, mt_plane p, const mt_param_desc *d, size_t *bytes)
+{
+    int first = all ? 0 : (int)states_of(u), last = all ? MT_STATES_COUNT - 1 : first, has = 0;
+
+    *bytes = 0;
+    if (p != MT_PLANE_HI && !all && !trains(d))
+        return 0;
+    for (int st = first; st <= last; st++) {
+        size_t each = mt_plane_bytes(p, d->dtype, (mt_states)st, d->numel);
+
         has |= elem_bytes(p, d->dtype, (mt_states)st) > 0;
+        *bytes = each > *bytes ? each : *bytes;
+    }
     return has;
 }
 
-/* Of a parameter in a plane; all: however its states are kept. */
-static size_t bytes_in(const mt__unit *u, int all, mt_plane p, const mt_param_desc *d)
+static int is_for_all(const mt__unit *u, int side)
 {
-    size_t most = 0;
-
-    if (!all)
-        return mt_plane_bytes(p, d->dtype, states_of(u), d->numel);
-    for (int st = 0; st < MT_STATES_COUNT; st++) {
-        size_t bytes = mt_plane_bytes(p, d->dtype, (mt_states)st, d->numel);
-
-        most = bytes > most ? bytes : most;
-    }
-    return most;
+    return u->shared && side == MT__HOST;
 }
 
 /* Where each parameter starts in a plane, and the bytes of all: multiples of the unit's align; on
  * the device, whose memory is nobody else's, of what parts take. */
 static mt_status lay_out(const mt__unit *u, int side, mt_plane p, size_t *offset, size_t *bytes)
 {
-    int    all = u->shared && side == MT__HOST;
-    size_t at = 0, align = side == MT__HOST ? u->align : MT_PART_ALIGN;
+    size_t at = 0, len, align = side == MT__HOST ? u->align : MT_PART_ALIGN;
 
-    for (int i = 0; i < u->n_params; i++) {
-        const mt_param_desc *d = &u->desc[i];
-        int                  has = has_now(u, all, p, d);
-        size_t               len = has ? bytes_in(u, all, p, d) : 0;
+    for (int i = 0; i < u->shape.n; i++) {
+        const mt_param_desc *d = &u->shape.desc[i];
+        int                  has = has_room(u, is_for_all(u, side), p, d, &len);
 
         offset[i] = has ? at : MT__ABSENT;
         if ((has && (uint64_t)d->numel > SIZE_MAX / ELEM_MOST) ||
-            __builtin_add_overflow(at, len, &at) || at > SIZE_MAX - align)
+            __builtin_add_overflow(at, has ? len : 0, &at) || at > SIZE_MAX - align)
             return MT_FAIL(MT_EINVAL, "unit %s: parameter %d of %" PRId64 " x %s does not fit "
                            "an address space", u->name, i, d->numel, mt_dtype_name(d->dtype));
-        at = (at + align - 1) / align * align;
+        at = round_up(at, align);
     }
     *bytes = at;
     return MT_OK;
+}
+
+mt_status mt__lay_out(const mt__unit *u, int side, mt_plane p, size_t **offset, size_t *bytes)
+{
+    size_t   *made;
+    mt_status st;
+
+    MT_DO(MT_MAKE(made, u->shape.n, u->name));
+    if ((st = lay_out(u, side, p, made, bytes)) == MT_OK)
+        *offset = made;
+    else
+        free(made);
+    return st;
 }
 
 static mt_status check_desc(const char *name, const mt_param_desc *d, int i)
@@ -130,187 +142,167 @@ static mt_status check_desc(const char *name, const mt_param_desc *d, int i)
     return MT_OK;
 }
 
-/* ---- the store and its units ------------------------------------------------------------ */
-
-/* In a share. Where ranks are on several machines each has planes that others read. */
-static mt_status open_threads(mt_store *s)
-{
-    mt_status st = mt__peers_open(s);
-
-    if (st != MT_OK || !mt_share_is_apart(s->share))
-        return st;
-    mt_lock(&s->asks.serving);
-    st = mt__asks_open(s);
-    mt_unlock(&s->asks.serving);
-    return st;
-}
-
-mt_status mt_store_open(const mt_context *cx, mt_store **out)
-{
-    mt_store *s;
-    mt_status st;
-
-    if (cx->dev == NULL)
-        return MT_FAIL(MT_EINVAL, "a store needs a device; open one with mt_dev_cpu_open()");
-    if ((s = calloc(1, sizeof *s)) == NULL)
-        return MT_FAIL(MT_ENOMEM, "store: calloc(%zu)", sizeof *s);
-    if ((st = mt__ledger_open(&s->ledger)) != MT_OK) {
-        free(s);
-        return st;
-    }
-    if ((st = mt_watch_cond(&s->mirror_changed)) != MT_OK) {
-        mt__ledger_close(&s->ledger);
-        free(s);
-        return st;
-    }
-    mt_mutex_open(&s->map_mu, MT_RANK_MAP);
-    mt_mutex_open(&s->fetched_mu, MT_RANK_FETCHED);
-    mt_mutex_open(&s->mirror_mu, MT_RANK_MIRROR);
-    mt_mutex_open(&s->asks.serving, MT_RANK_SERVING);
-    mt_watch_open(&s->watch, cx->warn);
-    s->dev = cx->dev;
-    s->pool = cx->pool;
-    s->share = cx->share;
-    s->most_lent = MT_STORE_LENT;
-    if (s->share != NULL && (st = open_threads(s)) != MT_OK) {
-        mt_store_close(s);
-        return st;
-    }
-    *out = s;
-    return MT_OK;
-}
+/* ---- units ------------------------------------------------------------------------------ */
 
 /* Under both locks, or when nobody else is there. Yields the bytes of memory given back. */
-static size_t plane_close(mt__plane *pl, int n_params)
+static size_t plane_close(mt__plane *pl, int n)
 {
     size_t bytes = pl->arena.reserved ? 0 : pl->arena.kept;
 
-    for (int i = 0; pl->late != NULL && i < n_params; i++) {
-        bytes += pl->late[i].reserved ? 0 : pl->late[i].kept;
-        mt_arena_close(&pl->late[i]);
+    for (int i = 0; pl->own != NULL && i < n; i++) {
+        bytes += pl->own[i].reserved ? 0 : pl->own[i].kept;
+        mt_arena_close(&pl->own[i]);         /* before the arena that it may be part of */
     }
     mt_arena_close(&pl->view);
     mt_arena_close(&pl->arena);
-    free(pl->late);
-    free(pl->offset);
-    free(pl->place);
-    pl->late = NULL;
-    pl->offset = pl->place = NULL;
+    free(pl->own);
+    free(pl->at);
+    pl->own = NULL;
+    pl->at = NULL;
     return bytes;
 }
 
-static void unit_close(mt_store *s, mt__unit *u)
+void mt__unit_close(mt_store *s, mt__unit *u)
 {
     if (u == NULL)
         return;
-    for (int p = 0; p < MT_PLANE_COUNT; p++) {
+    for (int p = 0; p < MT_PLANE_COUNT; p++)
         for (int side = 0; side < MT__SIDES; side++) {
-            plane_close(&u->plane[side][p], u->n_params);
+            plane_close(&u->plane[side][p], u->shape.n);
             mt_mutex_close(&u->plane[side][p].making);
         }
-    }
-    mt_watch_take(&s->watch, &u->copying);
-    s->dev->ops->event_close(u->fetched);
+    mt_watch_take(&s->watch, &u->account.copying);
+    s->dev->ops->event_close(u->account.fetched);
     mt_board_close(&u->board);
     free(u->mirror.copies);
     free(u->chunk);
     free(u->unfiled);
-    free(u->hi_offset);
-    free(u->desc);
+    free(u->shape.offset);
+    free(u->shape.desc);
     free(u->name);
     free(u);
-}
-
-/* The caller has closed whoever worked on the store: stream, offload and updater come first. */
-void mt_store_close(mt_store *s)
-{
-    if (s == NULL)
-        return;
-    mt_store_leave(s);
-    for (int i = mt_store_units(s) - 1; i >= 0; i--)
-        unit_close(s, mt__unit_at(s, i));
-    for (int i = 0; i < MT__SEGS; i++)
-        free(s->seg[i]);
-    mt__lent_close(s);
-    mt__ledger_close(&s->ledger);
-    mt_watch_close(&s->watch);
-    mt_mutex_close(&s->map_mu);
-    mt_mutex_close(&s->fetched_mu);
-    mt_mutex_close(&s->mirror_mu);
-    mt_mutex_close(&s->asks.serving);
-    pthread_cond_destroy(&s->mirror_changed);
-    free(s);
 }
 
 /* A whole unit that nobody knows of yet. */
 static mt_status unit_open(mt_store *s, const char *name, const mt_param_desc *d, int n,
                            mt__unit **out)
 {
-    size_t    slots = n > 0 ? (size_t)n : 1;
     mt__unit *u;
     mt_status st;
 
     if (name == NULL || n < 0 || (n > 0 && d == NULL))
         return MT_FAIL(MT_EINVAL, "unit %s: %d parameters at %p", name ? name : "without a name",
                        n, (const void *)d);
-    if ((u = calloc(1, sizeof *u)) == NULL)
-        return MT_FAIL(MT_ENOMEM, "unit %s: calloc(%zu)", name, sizeof *u);
+    MT_DO(MT_MAKE(u, 1, name));
     for (int p = 0; p < MT_PLANE_COUNT; p++)
         for (int side = 0; side < MT__SIDES; side++)
             mt_mutex_open(&u->plane[side][p].making, MT_RANK_MAKING);
-    u->n_params = n;
+    u->shape.n = n;
     u->own.end.param = n;
     u->owners = 1;
     u->shared = s->share != NULL;
     u->align = u->shared ? (size_t)sysconf(_SC_PAGESIZE) : MT_PART_ALIGN;
-    u->version = 1;
+    u->account.version = 1;
     atomic_store(&u->home, &mt_home_ram);
-    u->name = strdup(name);
-    u->desc = calloc(slots, sizeof *u->desc);
-    u->hi_offset = calloc(slots, sizeof *u->hi_offset);
-    u->unfiled = calloc(slots, sizeof *u->unfiled);
-    if (u->name == NULL || u->desc == NULL || u->hi_offset == NULL || u->unfiled == NULL) {
-        st = MT_FAIL(MT_ENOMEM, "unit %s: no memory to describe %d parameters", name, n);
-        goto fail;
-    }
+    MT_TRY(MT_MAKE(u->name, (int64_t)strlen(name) + 1, name));
+    strcpy(u->name, name);
+    MT_TRY(MT_MAKE(u->shape.desc, n, name));
+    MT_TRY(MT_MAKE(u->shape.offset, n, name));
+    MT_TRY(MT_MAKE(u->unfiled, n, name));
+    MT_TRY(MT_MAKE(u->chunk, n, name));
     for (int i = 0; i < n; i++) {
         MT_TRY(check_desc(name, &d[i], i));
-        u->desc[i] = d[i];
+        u->shape.desc[i] = d[i];
     }
-    MT_TRY(lay_out(u, MT__HOST, MT_PLANE_HI, u->hi_offset, &u->hi_bytes));
+    MT_TRY(lay_out(u, MT__HOST, MT_PLANE_HI, u->shape.offset, &u->shape.bytes));
     *out = u;
     return MT_OK;
 
 fail:
-    unit_close(s, u);
+    mt__unit_close(s, u);
     return st;
 }
 
-/* Under map_mu. n_units grows last, so whoever sees the number sees the unit. */
-static mt_status publish(mt_store *s, mt__unit *u, int *unit)
+/* FNV-1a: Fowler, Noll & Vo 1991. */
+static uint64_t mix(uint64_t hash, const void *data, size_t bytes)
 {
-    int        i = atomic_load(&s->n_units);
+    const unsigned char *at = data;
+
+    for (size_t i = 0; i < bytes; i++)
+        hash = (hash ^ at[i]) * 0x100000001b3u;
+    return hash;
+}
+
+/* Of n elements from a grain on. */
+static int64_t chunks_of(mt_dtype dt, int64_t n)
+{
+    int64_t chunks = n / MT_PORTION_GRAIN + (n % MT_PORTION_GRAIN != 0);
+
+    return mt_plane_bytes(MT_PLANE_GRAD, dt, MT_STATES_FP32, n) > 0 ? chunks : 0;
+}
+
+/* In a share: a unit's board, then its ranges (share.h, (5)). */
+static mt_status share_unit(mt_store *s, mt__unit *u)
+{
+    uint64_t hash = mix(mix(0xcbf29ce484222325u, &u->number, sizeof u->number), u->name,
+                        strlen(u->name));
+    size_t   chunks = 0, bytes, *offset;
+
+    for (int i = 0; i < u->shape.n; i++) {
+        int64_t what[2] = { u->shape.desc[i].dtype, u->shape.desc[i].numel };
+
+        hash = mix(hash, what, sizeof what);
+        u->chunk[i] = chunks;
+        chunks += (size_t)chunks_of(u->shape.desc[i].dtype, what[1]);
+    }
+    MT_DO(mt_board_open(s->share, u->name, u->number, hash, chunks, &u->board));
+    for (int p = 0; p < MT_PLANE_COUNT; p++) {
+        MT_DO(mt__lay_out(u, MT__HOST, (mt_plane)p, &offset, &bytes));
+        free(offset);
+        MT_DO(mt_share_take(s->share, bytes, &u->range[p]));
+    }
+    return MT_OK;
+}
+
+/* Under map_mu. n_units grows last, so whoever sees the number sees the unit. */
+static mt_status publish(mt_store *s, mt__unit *u)
+{
+    int        i = u->number = atomic_load(&s->n_units);
     mt__unit ***seg = &s->seg[i / MT__SEG_UNITS];   /* only looked at when i is in range */
 
     if (i >= MT__SEGS * MT__SEG_UNITS)
         return MT_FAIL(MT_EINVAL, "unit %s: a store holds at most %d units; stream larger ones",
                        u->name, MT__SEGS * MT__SEG_UNITS);
-    if (*seg == NULL && (*seg = calloc(MT__SEG_UNITS, sizeof **seg)) == NULL)
-        return MT_FAIL(MT_ENOMEM, "unit %s: no memory for another %d units",
-                       u->name, MT__SEG_UNITS);
+    if (s->share != NULL)
+        MT_DO(share_unit(s, u));
+    if (*seg == NULL)
+        MT_DO(MT_MAKE(*seg, MT__SEG_UNITS, u->name));
     (*seg)[i % MT__SEG_UNITS] = u;
     atomic_store(&s->n_units, i + 1);
-    *unit = i;
     return MT_OK;
 }
 
-/* Under map_mu. One of these planes that is made; MT_PLANE_COUNT: none. */
-static int made_of(const mt__unit *u, unsigned planes)
+mt_status mt__find(const mt_store *s, int unit, int param, mt__unit **out)
+{
+    mt__unit *u = mt__unit_at(s, unit);
+
+    if (u == NULL)
+        return mt__no_unit(s, unit);
+    if (param < 0 || param >= u->shape.n)
+        return MT_FAIL(MT_EINVAL, "unit %s has no parameter %d; it has %d",
+                       u->name, param, u->shape.n);
+    *out = u;
+    return MT_OK;
+}
+
+/* Under map_mu. The first plane of these that is made on the host, or (MT__SIDES) on either side;
+ * MT_PLANE_COUNT: none. */
+static mt_plane made_of(const mt__unit *u, unsigned planes, int sides)
 {
     for (int p = 0; p < MT_PLANE_COUNT; p++)
-        if ((planes >> p & 1) &&
-            (u->plane[MT__HOST][p].offset != NULL || u->plane[MT__DEVICE][p].offset != NULL))
-            return p;
+        for (int side = 0; side < sides; side++)
+            if ((planes >> p & 1) && u->plane[side][p].at != NULL)
+                return (mt_plane)p;
     return MT_PLANE_COUNT;
 }
 
@@ -318,80 +310,59 @@ static mt_status set_owner(mt_store *s, int unit, int owner, int owners)
 {
     mt_portion own;
     mt__unit  *u;
-    int        made;
-    mt_status  st;
+    mt_plane   made;
 
-    MT_TRY(mt_portion_of(s, unit, owner, owners, &own));
+    MT_DO(mt_portion_of(s, unit, owner, owners, &own));
     u = mt__unit_at(s, unit);
     mt_lock(&s->map_mu);
-    made = made_of(u, ~(1u << MT_PLANE_HI));
-    if (made != MT_PLANE_COUNT) {
-        st = MT_FAIL(MT_ESTATE, "unit %s has its plane %s already; its owners are named before",
-                     u->name, mt_plane_name((mt_plane)made));
-    } else {
+    if ((made = made_of(u, ~(1u << MT_PLANE_HI), MT__SIDES)) == MT_PLANE_COUNT) {
         u->own = own;
         u->owners = owners;
     }
     mt_unlock(&s->map_mu);
-fail:
-    return st;
+    if (made != MT_PLANE_COUNT)
+        return MT_FAIL(MT_ESTATE, "unit %s has its plane %s already; its owners are named before",
+                       u->name, mt_plane_name(made));
+    return MT_OK;
+}
+
+mt_status mt_store_own(mt_store *s, int unit, int owner, int owners)
+{
+    if (s->share != NULL)
+        return MT_FAIL(MT_ESTATE, "unit %s: its owners are those that share it",
+                       mt_store_name(s, unit));
+    return set_owner(s, unit, owner, owners);
 }
 
 mt_status mt_store_add(mt_store *s, const char *name, const mt_param_desc *p, int n, int *unit)
 {
-    mt__unit *u = NULL;
-    mt_status st = unit_open(s, name, p, n, &u);
+    mt__unit *u;
+    mt_status st;
 
-    if (st != MT_OK)
-        return st;
+    MT_DO(unit_open(s, name, p, n, &u));
     mt_lock(&s->map_mu);
-    if (s->share != NULL)
-        st = mt__share_unit(s, u, atomic_load(&s->n_units));
-    if (st == MT_OK)
-        st = publish(s, u, unit);
+    if ((st = publish(s, u)) == MT_OK)
+        *unit = u->number;
     mt_unlock(&s->map_mu);
     if (st != MT_OK)
-        unit_close(s, u);
+        mt__unit_close(s, u);
     else if (s->share != NULL)
         st = set_owner(s, *unit, mt_share_rank(s->share), mt_share_ranks(s->share));
     return st;
-}
-
-mt__unit *mt__unit_at(const mt_store *s, int unit)
-{
-    if (unit < 0 || unit >= atomic_load(&s->n_units))
-        return NULL;
-    return s->seg[unit / MT__SEG_UNITS][unit % MT__SEG_UNITS];
-}
-
-/* The unit, or MT_EINVAL for a unit or parameter that is not there. */
-mt_status mt__find(const mt_store *s, int unit, int param, mt__unit **out)
-{
-    mt__unit *u = mt__unit_at(s, unit);
-
-    if (u == NULL)
-        return MT_FAIL(MT_EINVAL, "there is no unit %d; the store has %d",
-                       unit, mt_store_units(s));
-    if (param < 0 || param >= u->n_params)
-        return MT_FAIL(MT_EINVAL, "unit %s has no parameter %d; it has %d",
-                       u->name, param, u->n_params);
-    *out = u;
-    return MT_OK;
 }
 
 mt_status mt_store_set_trainable(mt_store *s, int unit, int param, int on)
 {
     mt_param_desc d;
     mt__unit     *u;
-    mt_status     st = mt__find(s, unit, param, &u);
+    mt_status     st;
 
-    if (st != MT_OK)
-        return st;
+    MT_DO(mt__find(s, unit, param, &u));
     mt_lock(&s->map_mu);
-    d = u->desc[param];
+    d = u->shape.desc[param];
     d.trainable = on != 0;
     if ((st = check_desc(u->name, &d, param)) == MT_OK)
-        __atomic_store_n(&u->desc[param].trainable, d.trainable, __ATOMIC_RELAXED);
+        __atomic_store_n(&u->shape.desc[param].trainable, d.trainable, __ATOMIC_RELAXED);
     mt_unlock(&s->map_mu);
     return st;
 }
@@ -410,7 +381,7 @@ int mt_store_units(const mt_store *s)
 int mt_store_params(const mt_store *s, int unit)
 {
     const mt__unit *u = mt__unit_at(s, unit);
-    return u != NULL ? u->n_params : 0;
+    return u != NULL ? u->shape.n : 0;
 }
 
 const char *mt_store_name(const mt_store *s, int unit)
@@ -422,13 +393,25 @@ const char *mt_store_name(const mt_store *s, int unit)
 const mt_param_desc *mt_store_desc(const mt_store *s, int unit, int param)
 {
     const mt__unit *u = mt__unit_at(s, unit);
-    return u != NULL && param >= 0 && param < u->n_params ? &u->desc[param] : NULL;
+    return u != NULL && param >= 0 && param < u->shape.n ? &u->shape.desc[param] : NULL;
 }
 
 size_t mt_store_hi_bytes(const mt_store *s, int unit)
 {
     const mt__unit *u = mt__unit_at(s, unit);
-    return u != NULL ? u->hi_bytes : 0;
+    return u != NULL ? u->shape.bytes : 0;
+}
+
+size_t mt_store_offset(const mt_store *s, int unit, int param)
+{
+    const mt__unit *u = mt__unit_at(s, unit);
+    return u != NULL && param >= 0 && param < u->shape.n ? u->shape.offset[param] : 0;
+}
+
+size_t mt_store_align(const mt_store *s, int unit)
+{
+    const mt__unit *u = mt__unit_at(s, unit);
+    return u != NULL ? u->align : MT_PART_ALIGN;
 }
 
 size_t mt_store_plane_bytes(const mt_store *s, int unit, int param, mt_plane p, int64_t n)
@@ -446,61 +429,22 @@ mt_states mt_store_states(const mt_store *s, int unit)
 mt_status mt_store_set_states(mt_store *s, int unit, mt_states states)
 {
     mt__unit *u = mt__unit_at(s, unit);
-    mt_status st = MT_OK;
-    int       made;
+    mt_plane  made;
 
     if (u == NULL || (unsigned)states >= MT_STATES_COUNT)
         return MT_FAIL(MT_EINVAL,
                        "states %d of unit %d; the store has %d units, and states are 0 to %d",
                        (int)states, unit, mt_store_units(s), MT_STATES_COUNT - 1);
     mt_lock(&s->map_mu);
-    made = states_of(u) != states ? made_of(u, MT_STATE_PLANES) : MT_PLANE_COUNT;
-    if (made != MT_PLANE_COUNT)
-        st = MT_FAIL(MT_ESTATE, "unit %s has %s states already (plane %s); %s ones need a store "
-                     "without them",
-                     u->name, mt_states_name(states_of(u)), mt_plane_name((mt_plane)made),
-                     mt_states_name(states));
-    else
+    made = states_of(u) != states ? made_of(u, MT_STATE_PLANES, MT__SIDES) : MT_PLANE_COUNT;
+    if (made == MT_PLANE_COUNT)
         atomic_store(&u->states, (int)states);
     mt_unlock(&s->map_mu);
-    return st;
-}
-
-mt_status mt_store_own(mt_store *s, int unit, int owner, int owners)
-{
-    if (s->share != NULL)
-        return MT_FAIL(MT_ESTATE, "unit %s: its owners are those that share it",
-                       mt_store_name(s, unit));
-    return set_owner(s, unit, owner, owners);
-}
-
-int mt_store_owners(const mt_store *s, int unit)
-{
-    const mt__unit *u = mt__unit_at(s, unit);
-    return u != NULL ? u->owners : 1;
-}
-
-int64_t mt_store_owned(const mt_store *s, int unit, int param, int64_t *from)
-{
-    const mt__unit *u = mt__unit_at(s, unit);
-
-    *from = 0;
-    if (u == NULL || param < 0 || param >= u->n_params)
-        return 0;
-    return mt_portion_part(&u->own, param, u->desc[param].numel, from);
-}
-
-size_t mt_store_align(const mt_store *s, int unit)
-{
-    const mt__unit *u = mt__unit_at(s, unit);
-
-    return u != NULL ? u->align : MT_PART_ALIGN;
-}
-
-size_t mt_store_offset(const mt_store *s, int unit, int param)
-{
-    const mt__unit *u = mt__unit_at(s, unit);
-    return u != NULL && param >= 0 && param < u->n_params ? u->hi_offset[param] : 0;
+    if (made != MT_PLANE_COUNT)
+        return MT_FAIL(MT_ESTATE, "unit %s has %s states already (plane %s); %s ones need a store "
+                       "without them", u->name, mt_states_name(states_of(u)), mt_plane_name(made),
+                       mt_states_name(states));
+    return MT_OK;
 }
 
 size_t mt_store_bytes(const mt_store *s, mt_plane p)
@@ -514,7 +458,85 @@ size_t mt_store_bytes(const mt_store *s, mt_plane p)
     return sum;
 }
 
-/* ---- planes ----------------------------------------------------------------------------- */
+size_t mt_store_device_bytes(const mt_store *s)
+{
+    return atomic_load(&s->on_device);
+}
+
+mt_watch *mt_store_watch(mt_store *s)
+{
+    return &s->watch;
+}
+
+/* ---- owners ----------------------------------------------------------------------------- */
+
+mt_status mt_portion_of(const mt_store *s, int unit, int owner, int owners, mt_portion *out)
+{
+    const mt__unit *u = mt__unit_at(s, unit);
+
+    return u != NULL ? mt_shape_cut(&u->shape, u->name, owner, owners, out) : mt__no_unit(s, unit);
+}
+
+size_t mt_portion_byte(const mt_store *s, int unit, mt_bound b)
+{
+    const mt__unit *u = mt__unit_at(s, unit);
+
+    return u != NULL ? mt_shape_byte(&u->shape, b) : 0;
+}
+
+int mt_store_owners(const mt_store *s, int unit)
+{
+    const mt__unit *u = mt__unit_at(s, unit);
+    return u != NULL ? u->owners : 1;
+}
+
+int64_t mt_store_owned(const mt_store *s, int unit, int param, int64_t *from)
+{
+    const mt__unit *u = mt__unit_at(s, unit);
+
+    *from = 0;
+    if (u == NULL || param < 0 || param >= u->shape.n)
+        return 0;
+    return mt_portion_part(&u->own, param, u->shape.desc[param].numel, from);
+}
+
+double *mt_store_sums(const mt_store *s, int unit, int param, int own, int64_t *n)
+{
+    const mt__unit *u = mt__unit_at(s, unit);
+    int64_t         from = 0, elements;
+
+    *n = 0;
+    if (u == NULL || !u->shared || param < 0 || param >= u->shape.n)
+        return NULL;
+    elements = own ? mt_store_owned(s, unit, param, &from) : u->shape.desc[param].numel;
+    *n = chunks_of(u->shape.desc[param].dtype, elements);
+    return *n > 0 ? u->board.chunks + u->chunk[param] + from / MT_PORTION_GRAIN : NULL;
+}
+
+void mt_store_summed(mt_store *s, int unit)
+{
+    const mt_board *b = &mt__unit_at(s, unit)->board;
+
+    if (mt_share_is_apart(s->share))         /* who is on this machine reads the board */
+        mt_board_say(b, MT_COUNT_SUMMED,
+                     mt_board_said(b, MT_COUNT_SUMMED, mt_share_rank(s->share)) + 1, 0);
+}
+
+/* The first chunk of what is behind the bound. */
+static size_t chunk_at(const mt__unit *u, mt_bound b)
+{
+    if (b.param == u->shape.n)
+        return u->board.n_chunks;
+    return u->chunk[b.param] + (size_t)chunks_of(u->shape.desc[b.param].dtype, b.from);
+}
+
+void mt__chunks_of(const mt__unit *u, const mt_portion *p, size_t *from, size_t *n)
+{
+    *from = chunk_at(u, p->begin);
+    *n = chunk_at(u, p->end) - *from;
+}
+
+/* ---- memory of planes ------------------------------------------------------------------- */
 
 /* With whom a plane's host memory is registered: those that a copy engine looks at. */
 static mt_dev *registrar(const mt_store *s, const mt__unit *u, mt_plane p)
@@ -522,7 +544,7 @@ static mt_dev *registrar(const mt_store *s, const mt__unit *u, mt_plane p)
     return atomic_load(&u->home)->registered >> p & 1 ? s->dev : NULL;
 }
 
-/* An arena on the host is no more than addresses: the plane's. */
+/* The plane's memory on the host is a copy: no more than addresses until it is committed. */
 static int is_copy(const mt__unit *u, mt_plane p)
 {
     const mt_home *h = atomic_load(&u->home);
@@ -530,131 +552,107 @@ static int is_copy(const mt__unit *u, mt_plane p)
     return (int)((h->away & ~h->later) >> p & 1);
 }
 
-/* That of a parameter that came after the others, whose planes are on the host unless the store has
- * them on the device. In a share all did; there those of a file's that came after its layout. */
-static int is_late_copy(const mt__unit *u, mt_plane p, int param)
+/* That of a parameter with an arena of its own, which is on the host unless the store has such
+ * planes on the device. In a share all have one; there those of a file's that came after its
+ * layout. */
+static int is_own_copy(const mt__unit *u, mt_plane p, int param)
 {
     int there = (int)(atomic_load(&u->home)->device >> p & 1);
 
     return is_copy(u, p) && (there || (u->shared && !atomic_load(&u->unfiled[param])));
 }
 
-static int is_whole(const mt__unit *u)
+/* In a share, but of HI, an arena is addresses for its parameters, each of which has its own. */
+static int in_parts(const mt__unit *u, int side, mt_plane p)
 {
-    return u->own.begin.param == 0 && u->own.begin.from == 0 && u->own.end.param == u->n_params;
+    return is_for_all(u, side) && p != MT_PLANE_HI;
 }
 
-/* An arena of a plane, to be made: of n parameters, the first of which is `first`. */
-typedef struct layout {
-    int    first, n;
-    int    late;                     /* the parameter came after the others */
-    size_t bytes;
-    size_t from, kept;               /* of these, what is this process's */
-} layout;
+/* What an arena is to have: n parameters from the first on, which lie at these offsets. */
+typedef struct extent {
+    int           first, n, own;             /* own: the parameter's, not the plane's */
+    const size_t *offset;                    /* [n] */
+    size_t        bytes, from, kept;         /* kept: of these, what is this process's */
+} extent;
 
-/* Of weights all of it: they are fetched, and read, as a whole. But where each process keeps its
- * portion in a file: of copies in a share each makes, and gives back, the pages of its own. */
-static void keep_own(const mt__unit *u, int side, mt_plane p, const size_t *offset, layout *l)
+/* HI is committed as a whole, since it is fetched, and read, as a whole. But where weights in a
+ * share are copies, of a file, each process commits, and gives back, the pages of its own portion.
+ * Of other planes it does so always. */
+static void keep_own(const mt__unit *u, int side, mt_plane p, extent *x)
 {
-    int whole = p == MT_PLANE_HI && !(u->shared && side == MT__HOST && is_copy(u, p));
-    int shares = u->shared && side == MT__HOST && p != MT_PLANE_HI && !l->late;     /* parameters
-                                                                 * keep, being late */
+    int whole = (p == MT_PLANE_HI && !(is_for_all(u, side) && is_copy(u, p))) ||
+                (u->own.begin.param == 0 && u->own.begin.from == 0 &&
+                 u->own.end.param == u->shape.n);
 
-    l->from = 0;
-    l->kept = shares ? 0 : l->bytes;
-    if (whole || is_whole(u) || shares)
-        return;
-    l->kept = 0;
-    for (int i = 0; i < l->n; i++) {
-        const mt_param_desc *d = &u->desc[l->first + i];
-        int64_t              from, n = mt_portion_part(&u->own, l->first + i, d->numel, &from);
-        size_t               at = offset[i] + mt_plane_bytes(p, d->dtype, states_of(u), from);
+    x->from = 0;
+    x->kept = whole ? x->bytes : 0;
+    for (int i = 0; i < x->n && !whole; i++) {
+        const mt_param_desc *d = &u->shape.desc[x->first + i];
+        int64_t              from, n = mt_portion_part(&u->own, x->first + i, d->numel, &from);
+        size_t               at = x->offset[i] + mt_plane_bytes(p, d->dtype, states_of(u), from);
 
-        if (n == 0 || offset[i] == MT__ABSENT)
+        if (n == 0 || x->offset[i] == MT__ABSENT)
             continue;
-        l->from = l->kept == 0 ? at : l->from;
-        l->kept = at + mt_plane_bytes(p, d->dtype, states_of(u), n) - l->from;
+        x->from = x->kept == 0 ? at : x->from;
+        x->kept = at + mt_plane_bytes(p, d->dtype, states_of(u), n) - x->from;
     }
 }
 
-/* Host addresses, of a plane or of a late arena. */
-static mt_status reserve(mt_store *s, const mt__unit *u, mt_plane p, const layout *l,
-                         const char *what, mt_arena *a)
+/* Where a parameter's part of the plane's addresses begins, in a share. */
+static size_t place_of(const mt__unit *u, mt_plane p, int param)
 {
-    const mt__plane *pl = &u->plane[MT__HOST][p];
-    size_t           mapped = mt_store_bytes(s, MT_PLANE_COUNT);
+    size_t at = 0, bytes;
 
-    if (!u->shared)
-        return mt_arena_reserve(a, l->bytes, what, mapped);
-    if (!l->late)
-        return mt_arena_range(a, &u->range[p], 0, what, mapped);
-    mt_arena_part(a, &pl->arena, pl->place[l->first], l->bytes);
-    return MT_OK;
+    for (int i = 0; i < param; i++)
+        if (has_room(u, 1, p, &u->shape.desc[i], &bytes))
+            at = round_up(at + bytes, u->align);
+    return at;
 }
 
-/* Host memory: addresses for all of it, pages for what is this process's. */
-static mt_status map_own(mt_store *s, const mt__unit *u, mt_plane p, const layout *l, int copy,
-                         const char *what, mt_arena *a)
+/* Host memory: addresses for all of it, pages for what is this process's; of a copy none yet. */
+static mt_status map_host(mt_store *s, const mt__unit *u, mt_plane p, const extent *x, int copy,
+                          mt_arena *out)
 {
+    size_t    mapped = mt_store_bytes(s, MT_PLANE_COUNT);
     mt_arena  made = { 0 };
-    mt_status st;
-
-    MT_TRY(reserve(s, u, p, l, what, &made));
-    mt_arena_keep(&made, l->from, l->kept);
-    if (!copy)
-        MT_TRY(mt_arena_commit(&made, s->pool, registrar(s, u, p)));
-    *a = made;
-    return MT_OK;
-
-fail:
-    mt_arena_close(&made);
-    return st;
-}
-
-/* Under making, also while the pool touches the pages: another thread's first `at` waits for it.
- * No chunk of the pool's asks for addresses, so the pool's turn comes. */
-static mt_status map(mt_store *s, const mt__unit *u, int side, mt_plane p, const layout *l,
-                     mt_arena *a)
-{
-    int       copy = side == MT__HOST && (l->late ? is_late_copy(u, p, l->first) : is_copy(u, p));
     char      what[256];
     mt_status st;
 
     snprintf(what, sizeof what, "unit %s, plane %s", u->name, mt_plane_name(p));
-    if (side == MT__DEVICE)
-        st = mt_arena_device(a, l->from, l->kept, s->dev, what);
-    else if (copy || l->kept < l->bytes || u->shared)
-        st = map_own(s, u, p, l, copy, what, a);
+    if (!u->shared && !copy && x->kept == x->bytes)
+        return mt_arena_open(out, x->bytes, s->pool, registrar(s, u, p), what, mapped);
+    if (!u->shared)
+        MT_DO(mt_arena_reserve(&made, x->bytes, what, mapped));
+    else if (!x->own)
+        MT_DO(mt_arena_range(&made, &u->range[p], 0, what, mapped));
     else
-        st = mt_arena_open(a, l->bytes, s->pool, registrar(s, u, p), what,
-                           mt_store_bytes(s, MT_PLANE_COUNT));
-    if (st == MT_OK && !copy)
-        atomic_fetch_add(side == MT__DEVICE ? &s->on_device : &s->mapped[p], a->kept);
-    return st;
-}
-
-mt_status mt__lay_out(const mt__unit *u, int side, mt_plane p, size_t **offset, size_t *bytes)
-{
-    size_t   *made = calloc(u->n_params > 0 ? (size_t)u->n_params : 1, sizeof *made);
-    mt_status st;
-
-    if (made == NULL)
-        return MT_FAIL(MT_ENOMEM, "unit %s: no memory for %d offsets", u->name, u->n_params);
-    if ((st = lay_out(u, side, p, made, bytes)) != MT_OK) {
-        free(made);
+        mt_arena_part(&made, &u->plane[MT__HOST][p].arena, place_of(u, p, x->first), x->bytes);
+    mt_arena_keep(&made, x->from, x->kept);
+    if (!copy && (st = mt_arena_commit(&made, s->pool, registrar(s, u, p))) != MT_OK) {
+        mt_arena_close(&made);
         return st;
     }
-    *offset = made;
+    *out = made;
     return MT_OK;
 }
 
-void mt__unbind(mt_store *s, int unit)
+/* Under making, also while the pool touches the pages: another thread's first `at` waits for it.
+ * No chunk of the pool's asks for addresses, so the pool's turn comes. */
+static mt_status map(mt_store *s, const mt__unit *u, int side, mt_plane p, const extent *x,
+                     mt_arena *a)
 {
-    mt__unit *u = mt__unit_at(s, unit);
+    int  copy = x->own ? is_own_copy(u, p, x->first) : is_copy(u, p);
+    char what[256];
 
-    atomic_fetch_sub(&s->mapped[MT_PLANE_GRAD],
-                     plane_close(&u->plane[MT__HOST][MT_PLANE_GRAD], u->n_params));
-    atomic_fetch_sub(&s->on_device, plane_close(&u->plane[MT__DEVICE][MT_PLANE_GRAD], u->n_params));
+    if (side == MT__HOST) {
+        MT_DO(map_host(s, u, p, x, copy, a));
+        atomic_fetch_add(&s->mapped[p], copy ? 0 : a->kept);
+        return MT_OK;
+    }
+    snprintf(what, sizeof what, "unit %s, plane %s", u->name, mt_plane_name(p));
+    MT_DO(mt_arena_device(a, x->from, x->kept, s->dev, what));
+    atomic_fetch_add(&s->on_device, a->kept);
+    return MT_OK;
 }
 
 /* Under making. What became of an arena is known to all from here on. */
@@ -665,100 +663,87 @@ static void publish_arena(mt_store *s, mt_arena *a, mt_arena made)
     mt_unlock(&s->map_mu);
 }
 
-/* The offsets become places; the offsets of late parameters are left. */
-static mt_status all_late(const mt__unit *u, size_t **offset, size_t **place)
+void mt__unbind(mt_store *s, mt__unit *u)
 {
-    size_t   *absent;
-    mt_status st = MT_MAKE(absent, u->n_params, u->name);
-
-    if (st != MT_OK)
-        return st;
-    for (int i = 0; i < u->n_params; i++)
-        absent[i] = MT__ABSENT;
-    *place = *offset;
-    *offset = absent;
-    return MT_OK;
+    atomic_fetch_sub(&s->mapped[MT_PLANE_GRAD],
+                     plane_close(&u->plane[MT__HOST][MT_PLANE_GRAD], u->shape.n));
+    atomic_fetch_sub(&s->on_device,
+                     plane_close(&u->plane[MT__DEVICE][MT_PLANE_GRAD], u->shape.n));
 }
 
 /* Under making. Nothing to do when the plane is there. */
 static mt_status plane_make(mt_store *s, mt__unit *u, int side, mt_plane p)
 {
     mt__plane *pl = &u->plane[side][p];
-    size_t    *offset = NULL, *place = NULL;
-    layout     l = { .n = u->n_params };
+    extent     x = { .n = u->shape.n };
+    size_t    *offset;
+    uintptr_t *at;
     mt_arena   made = { 0 };
     mt_status  st;
 
-    if (pl->offset != NULL)
+    if (pl->at != NULL)
         return MT_OK;
-    MT_TRY(mt__lay_out(u, side, p, &offset, &l.bytes));
-    if (u->shared && side == MT__HOST && p != MT_PLANE_HI)
-        MT_TRY(all_late(u, &offset, &place));
-    keep_own(u, side, p, offset, &l);
-    MT_TRY(map(s, u, side, p, &l, &made));
+    MT_DO(mt__lay_out(u, side, p, &offset, &x.bytes));
+    x.offset = offset;
+    if (!in_parts(u, side, p))
+        keep_own(u, side, p, &x);
+    MT_TRY(MT_MAKE(at, u->shape.n, u->name));
+    if ((st = map(s, u, side, p, &x, &made)) != MT_OK) {
+        free(at);
+        goto fail;
+    }
+    for (int i = 0; i < u->shape.n && !in_parts(u, side, p); i++)
+        at[i] = offset[i] != MT__ABSENT ? (uintptr_t)made.base + offset[i] : 0;
     mt_lock(&s->map_mu);
     pl->arena = made;
-    pl->offset = offset;
-    pl->place = place;
+    pl->at = at;
     mt_unlock(&s->map_mu);
-    return MT_OK;
-
 fail:
     free(offset);
-    free(place);
     return st;
 }
 
-/* Under making. Room for arenas of parameters that were not trainable when their plane was made. */
-static mt_status late_room(mt_store *s, const mt__unit *u, mt__plane *pl)
+/* A parameter's own arena, to be made: also of one that is not trained now, whose states may be on
+ * their way here. */
+static extent own_extent(const mt__unit *u, int side, mt_plane p, int param)
 {
-    mt_arena *made;
+    static const size_t  nowhere = 0;
+    const mt_param_desc *d = &u->shape.desc[param];
+    size_t               bytes = mt_plane_bytes(p, d->dtype, states_of(u), d->numel);
+    extent               x = { .first = param, .n = 1, .own = 1, .offset = &nowhere,
+                               .bytes = round_up(bytes, MT_PART_ALIGN) };
 
-    if (pl->late != NULL)
+    keep_own(u, side, p, &x);
+    return x;
+}
+
+/* Under making, of a plane that is made. Nothing to do when the parameter has one. */
+static mt_status own_make(mt_store *s, mt__unit *u, int param, int side, mt_plane p)
+{
+    mt__plane *pl = &u->plane[side][p];
+    extent     x = own_extent(u, side, p, param);
+    mt_arena  *room = pl->own, made = { 0 };
+
+    if (room == NULL) {
+        MT_DO(MT_MAKE(room, u->shape.n, u->name));
+        mt_lock(&s->map_mu);
+        pl->own = room;
+        mt_unlock(&s->map_mu);
+    }
+    if (pl->own[param].base != NULL)
         return MT_OK;
-    if ((made = calloc((size_t)u->n_params, sizeof *made)) == NULL)
-        return MT_FAIL(MT_ENOMEM, "unit %s: no memory for %d arenas", u->name, u->n_params);
+    MT_DO(map(s, u, side, p, &x, &made));
     mt_lock(&s->map_mu);
-    pl->late = made;
+    pl->own[param] = made;
+    pl->at[param] = (uintptr_t)made.base;
     mt_unlock(&s->map_mu);
     return MT_OK;
 }
 
-/* Of a parameter that is not trained now too: its states may be on their way here. */
-static size_t late_bytes(const mt__unit *u, int param, mt_plane p)
-{
-    const mt_param_desc *d = &u->desc[param];
-    size_t               bytes = mt_plane_bytes(p, d->dtype, states_of(u), d->numel);
-
-    return (bytes + MT_PART_ALIGN - 1) / MT_PART_ALIGN * MT_PART_ALIGN;
-}
-
-/* Under making. The arena of one of these. */
-static mt_status late_make(mt_store *s, mt__unit *u, int param, int side, mt_plane p)
-{
-    mt__plane *pl = &u->plane[side][p];
-    mt_arena   made = { 0 };
-    layout     l = { .first = param, .n = 1, .late = 1, .bytes = late_bytes(u, param, p) };
-    size_t     offset = 0;
-    mt_status  st;
-
-    MT_TRY(late_room(s, u, pl));
-    if (pl->late[param].base != NULL)
-        return MT_OK;
-    keep_own(u, side, p, &offset, &l);
-    MT_TRY(map(s, u, side, p, &l, &made));
-    publish_arena(s, &pl->late[param], made);
-    return MT_OK;
-fail:
-    return st;
-}
-
-/* Under making, or map_mu. NULL: it has none yet. */
+/* Under map_mu, or making. NULL: it has none yet. */
 static void *address_of(const mt__plane *pl, int param)
 {
-    if (pl->offset != NULL && pl->offset[param] != MT__ABSENT)
-        return (char *)pl->arena.base + pl->offset[param];
-    return pl->late != NULL ? pl->late[param].base : NULL;
+    return pl->at != NULL ? (void *)pl->at[param] : NULL;
 }
 
 static void *find_at(mt_store *s, const mt__plane *pl, int param)
@@ -775,7 +760,7 @@ static void *find_at(mt_store *s, const mt__plane *pl, int param)
  * not trained any more may have its states moved. */
 static mt_status check_at(mt_store *s, const mt__unit *u, int param, int side, mt_plane p)
 {
-    const mt_param_desc *d = &u->desc[param];
+    const mt_param_desc *d = &u->shape.desc[param];
     const mt__plane     *pl = &u->plane[side][p];
     int                  other = side == MT__HOST ? MT__DEVICE : MT__HOST;
 
@@ -784,7 +769,7 @@ static mt_status check_at(mt_store *s, const mt__unit *u, int param, int side, m
                        "unit %s: plane %s has nothing for parameter %d, which is %s with %s "
                        "states", u->name, mt_plane_name(p), param, mt_dtype_name(d->dtype),
                        mt_states_name(states_of(u)));
-    if (p == MT_PLANE_GRAD && pl->offset == NULL && atomic_load(&u->passing))
+    if (p == MT_PLANE_GRAD && pl->at == NULL && atomic_load(&u->passing))
         return MT_FAIL(MT_ESTATE,
                        "unit %s: its gradients pass; there are none between an update and the next "
                        "hand-over", u->name);
@@ -796,21 +781,6 @@ static mt_status check_at(mt_store *s, const mt__unit *u, int param, int side, m
     return MT_OK;
 }
 
-/* Under making. */
-static mt_status make_at(mt_store *s, mt__unit *u, int param, int side, mt_plane p, void **out)
-{
-    mt__plane *pl = &u->plane[side][p];
-    mt_status  st;
-
-    MT_TRY(check_at(s, u, param, side, p));
-    MT_TRY(plane_make(s, u, side, p));
-    if (address_of(pl, param) == NULL)
-        MT_TRY(late_make(s, u, param, side, p));
-    *out = address_of(pl, param);
-fail:
-    return st;
-}
-
 static mt_status at(mt_store *s, int unit, int param, int side, mt_plane p, void **out)
 {
     mt__plane *pl;
@@ -820,7 +790,7 @@ static mt_status at(mt_store *s, int unit, int param, int side, mt_plane p, void
 
     if (!plane_ok(p))
         return MT_FAIL(MT_EINVAL, "there is no plane %d", (int)p);
-    MT_TRY(mt__find(s, unit, param, &u));
+    MT_DO(mt__find(s, unit, param, &u));
     pl = &u->plane[side][p];
     if (side == MT__DEVICE && !(atomic_load(&u->home)->device >> p & 1))
         return MT_FAIL(MT_EINVAL, "unit %s: the store has no plane %s of it on the device; settled "
@@ -830,9 +800,13 @@ static mt_status at(mt_store *s, int unit, int param, int side, mt_plane p, void
         return MT_OK;
     }
     mt_lock(&pl->making);
-    st = make_at(s, u, param, side, p, out);
-    mt_unlock(&pl->making);
+    MT_TRY(check_at(s, u, param, side, p));
+    MT_TRY(plane_make(s, u, side, p));
+    if (address_of(pl, param) == NULL)
+        MT_TRY(own_make(s, u, param, side, p));
+    *out = address_of(pl, param);
 fail:
+    mt_unlock(&pl->making);
     return st;
 }
 
@@ -853,8 +827,7 @@ mt_status mt_store_hi(mt_store *s, int unit, void **out)
     mt_status  st;
 
     if (u == NULL)
-        return MT_FAIL(MT_EINVAL, "there is no unit %d; the store has %d",
-                       unit, mt_store_units(s));
+        return mt__no_unit(s, unit);
     pl = &u->plane[MT__HOST][MT_PLANE_HI];
     mt_lock(&pl->making);
     if ((st = plane_make(s, u, MT__HOST, MT_PLANE_HI)) == MT_OK)
@@ -863,64 +836,51 @@ mt_status mt_store_hi(mt_store *s, int unit, void **out)
     return st;
 }
 
-/* ---- memory of planes ------------------------------------------------------------------- */
-
-/* Under making. */
-static mt_status register_one(mt_store *s, mt_arena *a)
+int mt_store_made(mt_store *s, int unit, int param, mt_plane p, int on_device)
 {
-    mt_arena  made = *a;
-    mt_status st = mt_arena_register(&made, s->dev);
+    mt__unit *u = mt__unit_at(s, unit);
 
-    if (st == MT_OK)
-        publish_arena(s, a, made);
-    return st;
+    return u != NULL && plane_ok(p) && param >= 0 && param < u->shape.n &&
+           find_at(s, &u->plane[on_device ? MT__DEVICE : MT__HOST][p], param) != NULL;
 }
 
-/* Those that are made, and not reserved. */
-static mt_status register_plane(mt_store *s, const mt__unit *u, mt__plane *pl)
+mt_status mt_store_in_arena(mt_store *s, int unit, int param, mt_plane p, int *in)
 {
-    mt_status st = MT_OK;
+    mt__plane *pl;
+    mt__unit  *u;
+    mt_status  st;
 
+    MT_DO(mt__find(s, unit, param, &u));
+    pl = &u->plane[MT__HOST][p];
     mt_lock(&pl->making);
-    if (pl->arena.base != NULL && !pl->arena.reserved)
-        MT_TRY(register_one(s, &pl->arena));
-    for (int i = 0; pl->late != NULL && i < u->n_params; i++)
-        if (pl->late[i].base != NULL && !pl->late[i].reserved)
-            MT_TRY(register_one(s, &pl->late[i]));
+    MT_TRY(plane_make(s, u, MT__HOST, p));
+    if (u->shared && address_of(pl, param) == NULL && trains(&u->shape.desc[param]))
+        MT_TRY(own_make(s, u, param, MT__HOST, p));
+    *in = address_of(pl, param) != NULL &&
+          (u->shared || pl->own == NULL || pl->own[param].base == NULL);
+    if (u->shared)
+        atomic_store(&u->unfiled[param], !*in);
 fail:
     mt_unlock(&pl->making);
     return st;
 }
 
-/* Under making. */
-static mt_status commit(mt_store *s, const mt__unit *u, mt_arena *a, mt_plane p)
+/* ---- memory that comes and goes --------------------------------------------------------- */
+
+/* Under making: the plane's arenas, one after the other; i is -1 at first, which is the plane's
+ * own. NULL: there is no more. */
+static mt_arena *arena_of(const mt__unit *u, mt__plane *pl, int i)
 {
-    mt_arena  made = *a;
-    mt_status st = mt_arena_commit(&made, s->pool, registrar(s, u, p));
-
-    if (st == MT_OK && a->reserved) {
-        publish_arena(s, a, made);
-        atomic_fetch_add(&s->mapped[p], made.kept);
-    }
-    return st;
-}
-
-/* Under making. In a share each parameter's copy has an arena of its own. */
-static mt_status make_copies(mt_store *s, mt__unit *u, mt_plane p)
-{
-    mt_status st = MT_OK;
-
-    for (int i = 0; u->shared && p != MT_PLANE_HI && i < u->n_params; i++)
-        if (find_at(s, &u->plane[MT__DEVICE][p], i) != NULL)
-            MT_TRY(late_make(s, u, i, MT__HOST, p));
-fail:
-    return st;
+    if (i < 0)
+        return &pl->arena;
+    return pl->own != NULL && i < u->shape.n ? &pl->own[i] : NULL;
 }
 
 mt_status mt_store_commit(mt_store *s, int unit, mt_plane p)
 {
     mt__unit  *u = mt__unit_at(s, unit);
     mt__plane *pl;
+    mt_arena  *a;
     mt_status  st;
 
     if (u == NULL || !plane_ok(p))
@@ -929,54 +889,63 @@ mt_status mt_store_commit(mt_store *s, int unit, mt_plane p)
     pl = &u->plane[MT__HOST][p];
     mt_lock(&pl->making);
     MT_TRY(plane_make(s, u, MT__HOST, p));
-    MT_TRY(make_copies(s, u, p));
-    MT_TRY(commit(s, u, &pl->arena, p));
-    for (int i = 0; pl->late != NULL && i < u->n_params; i++)
-        MT_TRY(commit(s, u, &pl->late[i], p));
+    for (int i = 0; in_parts(u, MT__HOST, p) && i < u->shape.n; i++)
+        if (find_at(s, &u->plane[MT__DEVICE][p], i) != NULL)
+            MT_TRY(own_make(s, u, i, MT__HOST, p));      /* where the device's values come */
+    for (int i = -1; (a = arena_of(u, pl, i)) != NULL; i++) {
+        mt_arena made = *a;
+
+        MT_TRY(mt_arena_commit(&made, s->pool, registrar(s, u, p)));
+        atomic_fetch_add(&s->mapped[p], a->reserved ? made.kept : 0);
+        publish_arena(s, a, made);
+    }
 fail:
     mt_unlock(&pl->making);
     return st;
-}
-
-int mt_store_made(mt_store *s, int unit, int param, mt_plane p, int on_device)
-{
-    mt__unit *u = mt__unit_at(s, unit);
-
-    return u != NULL && plane_ok(p) && param >= 0 && param < u->n_params &&
-           find_at(s, &u->plane[on_device ? MT__DEVICE : MT__HOST][p], param) != NULL;
-}
-
-/* Under making. */
-static void decommit(mt_store *s, mt_arena *a, mt_plane p)
-{
-    mt_arena made = *a;
-
-    if (made.base == NULL)
-        return;
-    atomic_fetch_sub(&s->mapped[p], made.reserved ? 0 : made.kept);
-    mt_arena_decommit(&made);
-    publish_arena(s, a, made);
 }
 
 void mt_store_decommit(mt_store *s, int unit, mt_plane p)
 {
     mt__unit  *u = mt__unit_at(s, unit);
     mt__plane *pl;
+    mt_arena  *a;
 
     if (u == NULL || !plane_ok(p))
         return;
     pl = &u->plane[MT__HOST][p];
     mt_lock(&pl->making);
-    decommit(s, &pl->arena, p);
-    for (int i = 0; pl->late != NULL && i < u->n_params; i++)
-        if (is_late_copy(u, p, i))
-            decommit(s, &pl->late[i], p);
+    for (int i = -1; (a = arena_of(u, pl, i)) != NULL; i++) {
+        mt_arena made = *a;
+
+        if (made.base == NULL || (i >= 0 && !is_own_copy(u, p, i)))
+            continue;
+        atomic_fetch_sub(&s->mapped[p], made.reserved ? 0 : made.kept);
+        mt_arena_decommit(&made);
+        publish_arena(s, a, made);
+    }
     mt_unlock(&pl->making);
 }
 
-size_t mt_store_device_bytes(const mt_store *s)
+size_t mt_store_reserved(mt_store *s, int unit, mt_plane p)
 {
-    return atomic_load(&s->on_device);
+    mt__unit        *u = mt__unit_at(s, unit);
+    const mt__plane *pl;
+    size_t           bytes;
+
+    if (u == NULL || !plane_ok(p))
+        return 0;
+    pl = &u->plane[MT__HOST][p];
+    mt_lock(&s->map_mu);
+    bytes = pl->arena.reserved ? pl->arena.kept : 0;
+    for (int i = 0; u->shared && i < u->shape.n; i++)
+        if (!is_own_copy(u, p, i))
+            continue;
+        else if (pl->own != NULL && pl->own[i].base != NULL)
+            bytes += pl->own[i].reserved ? pl->own[i].kept : 0;
+        else if (address_of(&u->plane[MT__DEVICE][p], i) != NULL)
+            bytes += own_extent(u, MT__HOST, p, i).kept;         /* it has none yet */
+    mt_unlock(&s->map_mu);
+    return bytes;
 }
 
 /* ---- homes ------------------------------------------------------------------------------ */
@@ -1001,16 +970,6 @@ const mt_home *mt_store_home(const mt_store *s, int unit, void **of)
     return h;
 }
 
-/* Under map_mu. A plane of these that is made on the host; MT_PLANE_COUNT: none. */
-static mt_plane first_made(const mt__unit *u, unsigned planes)
-{
-    mt_plane p = 0;
-
-    while (p < MT_PLANE_COUNT && (!(planes >> p & 1) || u->plane[MT__HOST][p].offset == NULL))
-        p++;
-    return p;
-}
-
 /* All that there is to know of what may be combined. */
 static mt_status may_move(mt_store *s, const mt__unit *u, const mt_home *from, const mt_home *to)
 {
@@ -1027,7 +986,7 @@ static mt_status may_move(mt_store *s, const mt__unit *u, const mt_home *from, c
         return MT_FAIL(MT_ESTATE, "unit %s: its gradients pass; it cannot become one that %s",
                        u->name, to->lives);
     mt_lock(&s->map_mu);
-    made = first_made(u, to->fresh);
+    made = made_of(u, to->fresh, 1);
     mt_unlock(&s->map_mu);
     if (made != MT_PLANE_COUNT)
         return MT_FAIL(MT_ESTATE, "unit %s has its plane %s in memory already; one that %s goes "
@@ -1035,28 +994,46 @@ static mt_status may_move(mt_store *s, const mt__unit *u, const mt_home *from, c
     return MT_OK;
 }
 
-/* The host's memory is there before anything has changed: all of it, where the device's goes, and
- * registered. */
-static mt_status host_ready(mt_store *s, int unit, mt__unit *u, const mt_home *to)
+/* Those arenas that are made, and not reserved, are registered. */
+static mt_status register_plane(mt_store *s, const mt__unit *u, mt__plane *pl)
 {
-    int       all = atomic_load(&u->home)->device && !to->device;
+    mt_arena *a;
     mt_status st = MT_OK;
 
-    for (int p = 0; p < MT_PLANE_COUNT; p++) {
-        if (all && u->plane[MT__HOST][p].offset != NULL)
-            MT_TRY(mt_store_commit(s, unit, (mt_plane)p));
-        if (to->registered >> p & 1)
-            MT_TRY(register_plane(s, u, &u->plane[MT__HOST][p]));
+    mt_lock(&pl->making);
+    for (int i = -1; (a = arena_of(u, pl, i)) != NULL && st == MT_OK; i++) {
+        mt_arena made = *a;
+
+        if (made.base == NULL || made.reserved)
+            continue;
+        if ((st = mt_arena_register(&made, s->dev)) == MT_OK)
+            publish_arena(s, a, made);
     }
-fail:
+    mt_unlock(&pl->making);
     return st;
 }
 
-/* Under map_mu. */
-static void device_close(mt_store *s, mt__unit *u)
+/* The host's memory is there before anything has changed: all of it, where the device's goes, and
+ * registered. */
+mt_status mt__home_ready(mt_store *s, int unit, const mt_home *to)
+{
+    mt__unit      *u = mt__unit_at(s, unit);
+    const mt_home *from = atomic_load(&u->home);
+
+    MT_DO(may_move(s, u, from, to));
+    for (int p = 0; p < MT_PLANE_COUNT; p++) {
+        if (from->device && !to->device && u->plane[MT__HOST][p].at != NULL)
+            MT_DO(mt_store_commit(s, unit, (mt_plane)p));
+        if (to->registered >> p & 1)
+            MT_DO(register_plane(s, u, &u->plane[MT__HOST][p]));
+    }
+    return MT_OK;
+}
+
+void mt__device_close(mt_store *s, mt__unit *u)
 {
     for (int p = 0; p < MT_PLANE_COUNT; p++)
-        atomic_fetch_sub(&s->on_device, plane_close(&u->plane[MT__DEVICE][p], u->n_params));
+        atomic_fetch_sub(&s->on_device, plane_close(&u->plane[MT__DEVICE][p], u->shape.n));
 }
 
 /* At the door: what is not made has no memory, and the device has planes of its own alone. */
@@ -1069,113 +1046,21 @@ static void assert_unit(const mt_store *s, const mt__unit *u)
         const mt__plane *host = &u->plane[MT__HOST][p];
 
         MT_ASSERT((atomic_load(&u->home)->device >> p & 1) ||
-                  u->plane[MT__DEVICE][p].offset == NULL);
-        MT_ASSERT(host->offset != NULL || host->arena.base == NULL);
+                  u->plane[MT__DEVICE][p].at == NULL);
+        MT_ASSERT(host->at != NULL || host->arena.base == NULL);
     }
 }
 
-static mt_status move(mt_store *s, int unit, const mt_home *to, void *of)
+void mt__home_set(mt_store *s, int unit, const mt_home *to, void *of)
 {
     mt__unit *u = mt__unit_at(s, unit);
-    mt_status st;
 
-    if (atomic_load(&u->home) == to)
-        return MT_OK;
-    MT_TRY(may_move(s, u, atomic_load(&u->home), to));
-    MT_TRY(host_ready(s, unit, u, to));
-    MT_TRY(mt__mirror_move(s, unit, to, of));
     mt_lock(&s->map_mu);
     assert_unit(s, u);
     if (!to->device)
-        device_close(s, u);
+        mt__device_close(s, u);
     u->home_of = of;
     atomic_store(&u->home, to);
     assert_unit(s, u);
     mt_unlock(&s->map_mu);
-fail:
-    return st;
-}
-
-mt_status mt_store_move(mt_store *s, int unit, const mt_home *to, void *of)
-{
-    mt_status st;
-
-    if (mt__unit_at(s, unit) == NULL)
-        return MT_FAIL(MT_EINVAL, "there is no unit %d; the store has %d", unit, mt_store_units(s));
-    if (s->share == NULL)
-        return move(s, unit, to, of);
-    mt_lock(&s->asks.serving);
-    st = to->away != 0 ? mt__asks_open(s) : MT_OK;       /* what may fail, before anything moves */
-    if (st == MT_OK)
-        st = move(s, unit, to, of);
-    mt_unlock(&s->asks.serving);
-    return st;
-}
-
-void mt_store_device_close(mt_store *s)
-{
-    mt_lock(&s->map_mu);
-    for (int i = 0; i < mt_store_units(s); i++)
-        device_close(s, mt__unit_at(s, i));
-    mt__lent_device_close(s);
-    mt_unlock(&s->map_mu);
-}
-
-mt_status mt_store_in_arena(mt_store *s, int unit, int param, mt_plane p, int *in)
-{
-    mt__plane *pl;
-    mt__unit  *u;
-    mt_status  st;
-
-    MT_TRY(mt__find(s, unit, param, &u));
-    pl = &u->plane[MT__HOST][p];
-    mt_lock(&pl->making);
-    st = plane_make(s, u, MT__HOST, p);
-    if (st == MT_OK && u->shared && pl->offset[param] == MT__ABSENT && trains(&u->desc[param]))
-        st = late_make(s, u, param, MT__HOST, p);
-    if (st == MT_OK)
-        *in = u->shared ? address_of(pl, param) != NULL : pl->offset[param] != MT__ABSENT;
-    if (st == MT_OK && u->shared)
-        atomic_store(&u->unfiled[param], !*in);
-    mt_unlock(&pl->making);
-fail:
-    return st;
-}
-
-/* Under map_mu. */
-static size_t reserved_in(const mt_arena *a)
-{
-    return a->reserved ? a->kept : 0;
-}
-
-/* In a share, of a copy that has no arena yet. */
-static size_t own_late_bytes(const mt__unit *u, int param, mt_plane p)
-{
-    layout l = { .first = param, .n = 1, .late = 1, .bytes = late_bytes(u, param, p) };
-    size_t offset = 0;
-
-    keep_own(u, MT__HOST, p, &offset, &l);
-    return l.kept;
-}
-
-size_t mt_store_reserved(mt_store *s, int unit, mt_plane p)
-{
-    mt__unit        *u = mt__unit_at(s, unit);
-    const mt__plane *pl;
-    size_t           bytes;
-
-    if (u == NULL || !plane_ok(p))
-        return 0;
-    pl = &u->plane[MT__HOST][p];
-    mt_lock(&s->map_mu);
-    bytes = reserved_in(&pl->arena);
-    for (int i = 0; u->shared && i < u->n_params; i++)
-        if (!is_late_copy(u, p, i))
-            continue;
-        else if (pl->late != NULL && pl->late[i].base != NULL)
-            bytes += reserved_in(&pl->late[i]);
-        else if (address_of(&u->plane[MT__DEVICE][p], i) != NULL)
-            bytes += own_late_bytes(u, i, p);
-    mt_unlock(&s->map_mu);
-    return bytes;
 }

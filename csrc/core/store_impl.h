@@ -1,38 +1,46 @@
-/* store_impl.h — what store.c, lend.c, ledger.c and mirror.c share; nobody else includes it.
+/* store_impl.h — what the files of a store share; nobody else includes it.
+ *
+ * A file calls those before it, and of its own floor none:
+ *
+ *     ledger.c     what is under way on a unit; calls up by two hooks alone
+ *     store.c      units, planes, addresses
+ *     lend.c       GRAD planes of gradients that pass
+ *     mirror.c     copies of planes at home elsewhere, and what other ranks have of them
+ *     spread.c     what every rank writes in place
+ *     relay.c      what other machines are told
+ *     peers.c      a store is opened, moves units, and ends; in a share it has two threads
  *
  * Locks (lock.h has their order):
+ *   serving     another rank is served, or a unit moves (peers.c)
  *   making      a plane's: it is being mapped, touched, registered or given back, which takes
  *               seconds a gigabyte. Whoever asks for another plane, or for an address that is
  *               there, does not wait
  *   map_mu      the map: units, planes and their arenas. Held for moments (store.c, lend.c)
- *   ledger.mu   counts, versions, the fault                    (ledger.c)
  *   fetched_mu  each unit's `fetched` event: its making and its records (ledger.c)
  *   mirror_mu   copies, claims and doors (mirror.c)
+ *   ledger.mu   counts, versions, the fault                    (ledger.c)
  */
 #ifndef MT_STORE_IMPL_H
 #define MT_STORE_IMPL_H
 
 #include "arena.h"
 #include "mirror.h"
-#include "portion.h"
 
 #include <pthread.h>
 #include <stdatomic.h>
 
 /* One plane of one unit. Its fields are read under `making` or map_mu, and written under both. */
 typedef struct mt__plane {
-    mt_mutex        making;
-    size_t   *offset;        /* [n_params] bytes into the arena, or MT__ABSENT; NULL: not made */
-    mt_arena  arena;
-    mt_arena *late;          /* [n_params] arenas of parameters that became trainable afterwards;
-                              * NULL: none did */
-    size_t   *place;         /* [n_params] in a share, but of HI: bytes into the arena. All lie
-                              * there as late ones, each made when it is asked for; offset has
-                              * MT__ABSENT */
-    mt_arena  view;          /* in a share: the arena's range again, for user code (view.c) */
+    mt_mutex   making;
+    uintptr_t *at;           /* [n] each parameter's address; 0: it has none. NULL: not made */
+    mt_arena   arena;
+    mt_arena  *own;          /* [n] of parameters that have an arena of their own: those that became
+                              * trainable after the plane was made, and in a share all, but of HI,
+                              * each a part of `arena`. NULL: none has */
+    mt_arena   view;         /* in a share: the arena's range again, for user code (spread.c) */
 } mt__plane;
 
-#define MT__ABSENT SIZE_MAX
+#define MT__ABSENT SIZE_MAX              /* as an offset: the plane has nothing of it */
 
 /* The side that a plane's memory is on. A plane whose home is the device may have both: then the
  * host's is a copy. */
@@ -40,39 +48,40 @@ enum { MT__HOST, MT__DEVICE, MT__SIDES };
 
 /* Copies of a unit's planes. All under mirror_mu. */
 typedef struct mt__mirror {
-    const mt_home *home;             /* as the unit's; NULL: the unit is in ram */
-    void          *of;               /* what that home's functions get */
-    unsigned char *copies;           /* [MT_PLANE_COUNT * n_params] an mt_mirror_state each */
-    unsigned       planes;           /* whose true values the home keeps, a bit each */
-    unsigned       visit;            /* that the host keeps, and the device has around an update */
+    unsigned char *copies;           /* [MT_PLANE_COUNT * n] an mt_mirror_state each. NULL: the home
+                                      * keeps no planes, or has ended */
     unsigned       pages;            /* planes whose memory on the host may be committed */
     unsigned       claimed;          /* planes to which somebody has a claim */
-    unsigned       whole;            /* in a share: planes of which the other ranks' portions are in
-                                      * host memory too, since they changed last */
-    uint64_t       changes;          /* so often did copies become old */
     int            busy;             /* a thread is behind the door */
     int            all_evict;        /* in a share: all ranks are at the unit's evict */
 } mt__mirror;
 
+/* What is under way on a unit. Written under ledger.mu; atomics are read by anyone. */
+typedef struct mt__account {
+    _Atomic uint64_t version, writes;    /* from 1: a slot that says 0 holds nothing. writes: of
+                                          * these, those from outside */
+    _Atomic int64_t  updates, grads, fetches, saves;     /* announced and not finished */
+    uint64_t         begun[MT_UNIT_COUNTS];      /* announced here so far */
+    mt_event        *fetched;        /* made at the first fetch, then stays. fetched_mu */
+    mt_post          copying;        /* of the queue that `fetched` was recorded in. fetched_mu */
+} mt__account;
+
 typedef struct mt__unit {
-    char          *name;             /* these five: written by add, before the unit is published */
-    int            n_params;
-    size_t        *hi_offset;        /* [n_params] bytes */
-    size_t         hi_bytes;
-    mt_param_desc *desc;             /* [n_params]; `trainable`, an atomic, later too: see
-                                      * mt_store_trainable */
+    char          *name;             /* these nine: written by add, before the unit is published */
+    mt_shape       shape;            /* but desc's `trainable`, an atomic: see trains */
+    int            number;
+    int            shared;           /* it is in a share */
+    size_t         align;            /* bytes; where a parameter may begin in a plane */
+    mt_range       range[MT_PLANE_COUNT];        /* these three: in a share */
+    mt_board       board;
+    size_t        *chunk;            /* [n] its first chunk's number on the board */
+    atomic_uchar  *unfiled;          /* [n] in a share: not in the file that the unit's states are
+                                      * in; written by mt_store_in_arena */
 
     mt__plane      plane[MT__SIDES][MT_PLANE_COUNT];
     mt_portion     own;              /* this process's, as one of so many owners. Set before a plane
                                       * but HI is made */
     int            owners;
-    int            shared;           /* it is in a share. These six are written by add too */
-    size_t         align;            /* bytes; where a parameter may begin in a plane */
-    mt_range       range[MT_PLANE_COUNT];    /* these three: in a share */
-    mt_board       board;
-    size_t        *chunk;            /* [n_params] its first chunk's number on the board */
-    atomic_uchar  *unfiled;          /* [n_params] in a share: not in the file that the unit's
-                                      * states are in; written by mt_store_in_arena */
     atomic_int     states;           /* an mt_states; set under map_mu, before a plane of them is
                                       * made */
     /* Where the unit lives, and what that home's functions get. The thread that moves the unit
@@ -80,14 +89,8 @@ typedef struct mt__unit {
     _Atomic(const mt_home *) home;
     void          *home_of;
     atomic_int     passing;          /* its GRAD plane is lent. Set under map_mu; read by anyone */
-
-    uint64_t       version, writes;  /* from 1: a slot that says 0 holds nothing. writes: of these,
-                                      * those from outside. ledger.mu */
+    mt__account    account;
     mt__mirror     mirror;
-    int64_t        updates, grads, fetches, saves;   /* announced and not finished. ledger.mu */
-    uint64_t       begun[MT_UNIT_COUNTS];    /* announced here so far. ledger.mu */
-    mt_event      *fetched;          /* made at the first fetch, then stays. fetched_mu */
-    mt_post        copying;          /* of the queue that `fetched` was recorded in. fetched_mu */
 } mt__unit;
 
 /* A buffer that is some unit's GRAD plane for a while. Its fields are under map_mu; who makes its
@@ -101,33 +104,29 @@ typedef struct mt__lent {
 typedef struct mt__ledger {
     mt_mutex        mu;
     pthread_cond_t  changed;         /* monotonic clock; broadcast at every change but a begin */
-    int             wanted;          /* unit plus 1 whose save was waited for last; 0: none. mu */
+    atomic_int      wanted;          /* unit plus 1 whose save was waited for last; 0: none. Written
+                                      * under mu */
     uint64_t        meets[MT_COUNTS];        /* to where a thread here waits for ranks to come; 0:
                                               * none does. mu */
     char            meeting[160];    /* what this rank does in a meeting; "": it is in none. mu */
-    int             apart;           /* threads here wait for planes that another one brings. mu */
+    int             bringing;        /* threads here wait for what another one brings. mu */
     int             asking;          /* a thread here asks other ranks; one at a time. mu */
     uint64_t        asked;           /* the request that it waits for; 0: none. mu */
-    mt_status       fault;           /* MT_OK until the first. mu */
-    char            text[1024];      /* written once, before fault. mu */
+    atomic_int      fault;           /* an mt_status; MT_OK until the first. Written under mu */
+    char            text[1024];      /* written once, before fault */
+    /* Hooks of the floors above, set before the first unit. update_over: before the end of a unit's
+     * update is told. touched: some of the host's weights were written. */
+    void          (*update_over)(mt_store *s, int unit);
+    void          (*touched)(mt_store *s, int unit);
 } mt__ledger;
 
-/* The thread that looks after the other ranks (peers.c). */
-typedef struct mt__peers {
+/* A thread of ours, in a share. */
+typedef struct mt__thread {
     pthread_t  thread;
     int        runs;                 /* who opens and closes the store */
     unsigned   forks;                /* mt_forks() of the process that has the thread */
     atomic_int stop;
-} mt__peers;
-
-/* The thread that does what other ranks ask for (asks.c). */
-typedef struct mt__asks {
-    pthread_t  thread;
-    mt_mutex   serving;              /* held while one is served, and while a unit moves */
-    int        runs;                 /* these two: under serving */
-    unsigned   forks;                /* mt_forks() of the process that has the thread */
-    atomic_int stop, served;         /* served: so often */
-} mt__asks;
+} mt__thread;
 
 /* Units live in segments that never move, so that readers need no lock. */
 #define MT__SEG_UNITS 256
@@ -137,7 +136,7 @@ struct mt_store {
     mt_dev         *dev;
     mt_pool        *pool;
     mt_share       *share;                   /* NULL: this process is alone */
-    mt_mutex        map_mu, fetched_mu, mirror_mu;
+    mt_mutex        serving, map_mu, fetched_mu, mirror_mu;
     pthread_cond_t  mirror_changed;          /* broadcast when a door is open again */
     mt__unit      **seg[MT__SEGS];           /* written under map_mu before n_units covers them */
     _Atomic int     n_units;                 /* release after a unit is whole; read by anyone */
@@ -149,58 +148,63 @@ struct mt_store {
     uint64_t        lendings;                /* buffers lent so far. map_mu */
     mt__ledger      ledger;
     mt_watch        watch;
-    mt__peers       peers;                   /* these two: in a share */
-    mt__asks        asks;
+    mt__thread      peers, serves;           /* serves: begins under `serving` */
+    atomic_int      served;                  /* requests */
 };
 
-mt__unit *mt__unit_at(const mt_store *s, int unit);          /* NULL when there is none */
+/* NULL when there is none. */
+static inline mt__unit *mt__unit_at(const mt_store *s, int unit)
+{
+    if (unit < 0 || unit >= atomic_load(&s->n_units))
+        return NULL;
+    return s->seg[unit / MT__SEG_UNITS][unit % MT__SEG_UNITS];
+}
 
-/* store.c. lay_out: offsets of a plane as parameters are trained now, malloc'd. side: in a share
- * the host's is laid out for all that may come. */
-mt_status mt__lay_out(const mt__unit *u, int side, mt_plane p, size_t **offset, size_t *bytes);
-mt_status mt__find   (const mt_store *s, int unit, int param, mt__unit **out);   /* or MT_EINVAL */
-void      mt__unbind (mt_store *s, int unit);   /* both locks: it has no GRAD plane now */
+static inline mt_status mt__no_unit(const mt_store *s, int unit)
+{
+    return MT_FAIL(MT_EINVAL, "there is no unit %d; the store has %d", unit,
+                   atomic_load(&s->n_units));
+}
 
-/* view.c, of a unit in a share: its ranges and its board, before it is published. */
-mt_status mt__share_unit(mt_store *s, mt__unit *u, int unit);
-/* Chunks [from, from + n) of its board are of what is in the portion. */
-void mt__chunks_of(const mt__unit *u, const mt_portion *p, size_t *from, size_t *n);
-
-/* lend.c. take_back is called when a unit's update ends, before that is told; lent_close by the
- * store's close, behind its units'. */
-void mt__take_back (mt_store *s, int unit);
-void mt__lent_close(mt_store *s);
-void mt__lent_device_close(mt_store *s);                /* map_mu; no device plane is left */
-
-/* peers.c, in a share. open is the last of the store's open. */
-mt_status mt__peers_open(mt_store *s);
-
-/* asks.c, in a share. open: units will have planes elsewhere; nothing to do when it is. ask: the
- * other ranks' portions of these planes are in host memory when it returns. */
-mt_status mt__asks_open(mt_store *s);
-mt_status mt__ask      (mt_store *s, int unit, unsigned planes, int claims);
-
-/* ledger.c, for peers.c. stirred: some rank has said something. fault_of: another's fault, or its
- * end, is this one's too. awaits: something of a rank is awaited here: what, in words. */
+/* ledger.c. until: waits until over(arg), which is called under ledger.mu, or for a fault.
+ * unit: its name, or NULL. */
+mt_status mt__ledger_until(mt_store *s, int (*over)(void *arg), void *arg, const char *unit,
+                           const char *awaits);
+void mt__version_grows(mt_store *s, int unit);          /* weights were written from outside */
+/* For peers.c. stirred: some rank has said something. fault_of: another's fault, or its end, is
+ * this one's too. awaits: something of a rank is awaited here: what, in words. crossed: the rank
+ * does in another order what all do in one: what, in words. */
 void mt__ledger_stirred (mt_store *s);
 void mt__ledger_fault_of(mt_store *s, const char *text);
 int  mt__ledger_awaits  (mt_store *s, int rank, char *out, size_t cap);
-/* The rank does in another order what all do in one: what, in words. */
 int  mt__ledger_crossed (mt_store *s, int rank, char *out, size_t cap);
 
-/* ledger.c. version_grows: the unit's weights were written from outside. */
-mt_status mt__ledger_open  (mt__ledger *l);
-void      mt__ledger_close (mt__ledger *l);
-void      mt__version_grows(mt_store *s, int unit);
+/* store.c. lay_out: offsets of a plane as parameters are trained now, malloc'd; side: in a share
+ * the host's is laid out for all that may come. */
+mt_status mt__lay_out(const mt__unit *u, int side, mt_plane p, size_t **offset, size_t *bytes);
+mt_status mt__find   (const mt_store *s, int unit, int param, mt__unit **out);   /* or MT_EINVAL */
+void      mt__unbind (mt_store *s, mt__unit *u);        /* both locks: it has no GRAD plane now */
+void      mt__unit_close  (mt_store *s, mt__unit *u);
+void      mt__device_close(mt_store *s, mt__unit *u);   /* map_mu: it has no device plane now */
+/* A unit may come to this home, and the host has what it needs then; it is there. */
+mt_status mt__home_ready(mt_store *s, int unit, const mt_home *to);
+void      mt__home_set  (mt_store *s, int unit, const mt_home *to, void *of);
+/* Chunks [from, from + n) of its board are of what is in the portion. */
+void      mt__chunks_of (const mt__unit *u, const mt_portion *p, size_t *from, size_t *n);
 
-/* mirror.c. move: the unit comes to this home. touched: some of the host's weights were written.
- * lacks: ranks of other machines have other values of these planes than came from them. serve: this
- * rank's portion of these planes is in host memory; *gone: its home has ended. What is
+/* lend.c. take_back: a hook of the ledger's. close: behind the units. */
+void mt__take_back (mt_store *s, int unit);
+void mt__lent_close(mt_store *s);
+
+/* mirror.c. move: the unit comes to this home, for which the host is ready. touched: a hook of the ledger's. lacks: ranks of
+ * other machines have other values of these planes than came from them. serve: this rank's portion
+ * of the planes that a request is about is in host memory; *gone: its home has ended. What is
  * announced is not waited for: who asks has done so, and may be awaited himself by what was
- * announced here since. */
+ * announced here since. asked: what a request is about. */
 mt_status mt__mirror_move   (mt_store *s, int unit, const mt_home *to, void *of);
 void      mt__mirror_touched(mt_store *s, int unit);
 void      mt__mirror_lacks  (mt_store *s, int unit, unsigned planes);
-mt_status mt__mirror_serve  (mt_store *s, int unit, unsigned planes, int claims, int *gone);
+mt_status mt__mirror_serve  (mt_store *s, uint64_t about, int *gone);
+void      mt__asked         (uint64_t about, int *unit, unsigned *planes, int *claims);
 
 #endif

@@ -74,7 +74,7 @@ mt_status mt_timeline_open(mt_dev *dev, mt_timeline **out)
     MT_TRY(MT_MAKE(t, 1, "timeline"));
     t->dev = dev;
     atomic_init(&t->on, 0);
-    mt_mutex_open(&t->mu, MT_RANK_TIMELINE);
+    mt_mutex_open(&t->mu, MT_RANK_LEAF);
     mt_mutex_open(&t->reading, MT_RANK_TIMELINE_READING);
     *out = t;
 fail:

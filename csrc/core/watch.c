@@ -54,7 +54,7 @@ mt_status mt_watch_asked(uint64_t *asked_ns)
 void mt_watch_open(mt_watch *w, void (*say)(const char *text))
 {
     mt_mutex_open(&w->asking, MT_RANK_WATCH_ASKING);
-    mt_mutex_open(&w->mu, MT_RANK_WATCH);
+    mt_mutex_open(&w->mu, MT_RANK_LEAF);
     w->first = NULL;
     w->say = say;
     mt_watch_limit(w, LIMIT_S);

@@ -327,7 +327,7 @@ static mt_status cpu_event_open(mt_dev *d, mt_event **out)
     if (e == NULL)
         return MT_FAIL(MT_ENOMEM, "cpu event: calloc(%zu)", sizeof *e);
     e->base.dev = d;
-    mt_mutex_open(&e->mu, MT_RANK_EVENT);
+    mt_mutex_open(&e->mu, MT_RANK_LEAF);
     *out = &e->base;
     return MT_OK;
 }

@@ -423,7 +423,7 @@ mt_status mt_dev_stage_open(mt_dev *behind, mt_dev **out)
     d->limit = SIZE_MAX;
     d->small = SMALL_BYTES;
     mt_mutex_open(&d->registering, MT_RANK_REGISTERING);
-    mt_mutex_open(&d->mu, MT_RANK_REGIONS);
+    mt_mutex_open(&d->mu, MT_RANK_LEAF);
     atomic_init(&d->n_noted, 0);
     *out = &d->front.base;
     return MT_OK;

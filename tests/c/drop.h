@@ -24,12 +24,12 @@ static inline void drop_plane(mt_store *s, int unit, mt_plane p)
         mt__plane *pl = &u->plane[side][p];
         size_t     bytes = drop_arena(&pl->arena);
 
-        for (int i = 0; pl->late != NULL && i < u->n_params; i++)
-            bytes += drop_arena(&pl->late[i]);
-        free(pl->late);
-        free(pl->offset);
-        pl->late = NULL;
-        pl->offset = NULL;
+        for (int i = 0; pl->own != NULL && i < u->shape.n; i++)
+            bytes += drop_arena(&pl->own[i]);
+        free(pl->own);
+        free(pl->at);
+        pl->own = NULL;
+        pl->at = NULL;
         atomic_fetch_sub(side == MT__DEVICE ? &s->on_device : &s->mapped[p], bytes);
     }
 }

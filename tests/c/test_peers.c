@@ -426,7 +426,7 @@ static void speakers_of_another_machine_are_refused(void)
 static void parcels_of_a_rank_that_is_not_spoken_for_are_refused(void)
 {
     peer      p = { .rank = 1, .ranks = 4 };
-    mt_parcel text = { .kind = MT_PARCEL_NOTE, .note = MT_NOTE_FAILED, .bytes = 8 };
+    mt_parcel text = { .kind = MT_PARCEL_NOTE, .unit = -1, .what = MT_COUNT_FAILED, .bytes = 8 };
     void     *mem = NULL;
     int       fd = share_new();
 
@@ -1249,7 +1249,7 @@ static void *tell_machines(void *arg)
         for (int k = r->rank % mates; k < r->plan->ranks; k += mates)
             if (k / mates != mine && (to < 0 || to / mates == k / mates))
                 carry(r, &r->all[k], &p, mem);
-        over = p.kind == MT_PARCEL_NOTE && p.note == MT_NOTE_LEFT;
+        over = p.kind == MT_PARCEL_NOTE && p.unit < 0 && p.what == MT_COUNT_LEFT;
     }
     return NULL;
 }

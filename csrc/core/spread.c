@@ -1,0 +1,196 @@
+/* spread.c — in a share: what user code sees of a plane, and what every rank writes there in
+ * place. */
+#include "store_impl.h"
+
+#include <inttypes.h>
+#include <stdio.h>
+#include <string.h>
+#include <sys/mman.h>
+
+/* ---- views -------------------------------------------------------------------------------- */
+
+/* The place that belongs to this address of the plane; NULL: nobody has asked for one. */
+static void *view_of(mt_store *s, const mt__plane *pl, const void *at)
+{
+    void *place = NULL;
+
+    mt_lock(&s->map_mu);
+    if (pl->view.base != NULL)
+        place = (char *)pl->view.base + ((const char *)at - (const char *)pl->arena.base);
+    mt_unlock(&s->map_mu);
+    return place;
+}
+
+mt_status mt_store_view(mt_store *s, int unit, int param, mt_plane p, void **out)
+{
+    mt_arena   made = { 0 };
+    mt__plane *pl;
+    mt__unit  *u;
+    void      *at;
+    mt_status  st = MT_OK;
+
+    MT_DO(mt_store_at(s, unit, param, p, &at));
+    if (s->share == NULL) {
+        *out = at;
+        return MT_OK;
+    }
+    u = mt__unit_at(s, unit);
+    pl = &u->plane[MT__HOST][p];
+    mt_lock(&pl->making);
+    if (pl->view.base == NULL)
+        st = mt_arena_range(&made, &u->range[p], 1, u->name, mt_store_bytes(s, MT_PLANE_COUNT));
+    if (pl->view.base == NULL && st == MT_OK) {
+        mt_lock(&s->map_mu);
+        pl->view = made;
+        mt_unlock(&s->map_mu);
+    }
+    mt_unlock(&pl->making);
+    if (st == MT_OK)
+        *out = view_of(s, pl, at);
+    return st;
+}
+
+void mt_store_view_drop(mt_store *s, int unit, int param, mt_plane p)
+{
+    mt__unit *u = mt__unit_at(s, unit);
+    size_t    bytes;
+    void     *at, *place;
+
+    if (s->share == NULL || u == NULL || !mt_store_made(s, unit, param, p, 0) ||
+        mt_store_at(s, unit, param, p, &at) != MT_OK ||
+        (place = view_of(s, &u->plane[MT__HOST][p], at)) == NULL)
+        return;
+    bytes = mt_store_plane_bytes(s, unit, param, p, u->shape.desc[param].numel);
+    (void)madvise(place, (bytes + u->align - 1) / u->align * u->align, MADV_DONTNEED);
+}
+
+/* ---- spreads ------------------------------------------------------------------------------ */
+
+typedef struct spread {
+    int      unit, param;
+    unsigned planes;
+} spread;
+
+/* As a number for the other ranks. */
+static uint64_t about(const spread *w)
+{
+    return (uint64_t)(unsigned)w->unit << 40 | (uint64_t)(unsigned)w->param << 16 | w->planes;
+}
+
+/* All ranks have come to n. A rank may have to read for minutes before it writes, so one that is
+ * late is told of, once, before it is a fault; one that goes elsewhere is found by order (peers.c).
+ */
+static mt_status meet(mt_store *s, const spread *w, mt_count what, uint64_t n)
+{
+    double    limit = (double)atomic_load(&s->watch.limit_ns) / 1e9;
+    double    waited = 0, seconds = limit / 2 < MT_SPREAD_S ? limit / 2 : MT_SPREAD_S;
+    int       late, rank;
+    char      text[400];
+    mt_status st;
+
+    do {
+        MT_DO(mt_ledger_meet(s, what, n, seconds, &late));
+        waited += seconds;
+        seconds = limit - waited;
+        rank = mt_board_behind(mt_share_board(s->share), (int)what, n);
+        if (!late || rank == mt_share_ranks(s->share))
+            continue;
+        snprintf(text, sizeof text, "unit %s, parameter %d: rank %d (process %" PRIu64 ") has not "
+                 "come in %g s; what one rank writes in place all ranks have to",
+                 mt_store_name(s, w->unit), w->param, rank,
+                 mt_share_said(s->share, MT_COUNT_CAME, rank), waited);
+        if (waited >= limit) {
+            st = MT_FAIL(MT_EPEER, "%s", text);
+            mt_ledger_fault(s, st, mt_last_error());
+            return st;
+        }
+        if (s->watch.say != NULL)
+            s->watch.say(text);
+    } while (late && waited < limit);
+    return MT_OK;
+}
+
+/* Every rank has written, and all the same. Who was interrupted comes here again. */
+static mt_status meet_writers(mt_store *s, const spread *w, uint64_t n)
+{
+    int       me = mt_share_rank(s->share);
+    mt_status st = MT_OK;
+
+    if (mt_share_said(s->share, MT_COUNT_WRITTEN, me) < n)
+        mt_ledger_say(s, MT_COUNT_WRITTEN, n, about(w));
+    MT_DO(meet(s, w, MT_COUNT_WRITTEN, n));
+    for (int rank = 0; rank < mt_share_ranks(s->share) && st == MT_OK; rank++) {
+        uint64_t other = mt_share_about(s->share, MT_COUNT_WRITTEN, rank);
+
+        if (other == about(w))
+            continue;
+        st = MT_FAIL(MT_EPEER, "rank %d wrote unit %s, parameter %d, where rank %d wrote unit %s, "
+                     "parameter %d; what one rank writes in place all ranks have to, in one order",
+                     rank, mt_store_name(s, (int)(other >> 40)), (int)(other >> 16 & 0xffffff), me,
+                     mt_store_name(s, w->unit), w->param);
+        mt_ledger_fault(s, st, mt_last_error());
+    }
+    return st;
+}
+
+/* A rank's portion of a plane, if anybody has looked at it here. */
+static mt_status copy_portion(mt_store *s, const spread *w, mt_plane p, int rank)
+{
+    mt_portion  part;
+    int64_t     from, n;
+    size_t      skip;
+    const char *place;
+    void       *at;
+
+    MT_DO(mt_portion_of(s, w->unit, rank, mt_share_ranks(s->share), &part));
+    n = mt_portion_part(&part, w->param, mt_store_desc(s, w->unit, w->param)->numel, &from);
+    skip = mt_store_plane_bytes(s, w->unit, w->param, p, from);
+    MT_DO(mt_store_at(s, w->unit, w->param, p, &at));
+    place = view_of(s, &mt__unit_at(s, w->unit)->plane[MT__HOST][p], at);
+    if (place != NULL)
+        memcpy((char *)at + skip, place + skip,
+               mt_store_plane_bytes(s, w->unit, w->param, p, n));
+    return MT_OK;
+}
+
+/* This rank's portion is everybody's. Of weights so are those of the ranks for which this one
+ * speaks: all of them have written the same. */
+static mt_status spread_own(mt_store *s, const spread *w, uint64_t n)
+{
+    int          me = mt_share_rank(s->share);
+    mt_watch_ask asks;
+    mt_status    st;
+
+    for (int p = 0; p < MT_PLANE_COUNT; p++)
+        for (int rank = 0; (w->planes >> p & 1) && rank < mt_share_ranks(s->share); rank++)
+            if (rank == me || (p == MT_PLANE_HI && mt_share_speaker(s->share, rank) == me))
+                MT_DO(copy_portion(s, w, (mt_plane)p, rank));
+    if (mt_share_is_apart(s->share))
+        mt__mirror_lacks(s, w->unit, w->planes);         /* before anybody can bring them again */
+    mt_ledger_say(s, MT_COUNT_SPREAD, n, 0);
+    asks = mt_watch_asks(NULL);          /* nobody is asked: this is not to be done again */
+    st = meet(s, w, MT_COUNT_SPREAD, n);
+    (void)mt_watch_asks(asks);
+    return st;
+}
+
+mt_status mt_store_spread(mt_store *s, int unit, int param, unsigned planes)
+{
+    spread    w = { unit, param, planes };
+    mt__unit *u;
+    uint64_t  n;
+
+    MT_DO(mt__find(s, unit, param, &u));
+    if (s->share == NULL)
+        return MT_OK;
+    n = mt_share_said(s->share, MT_COUNT_SPREAD, mt_share_rank(s->share)) + 1;
+    MT_DO(meet_writers(s, &w, n));
+    MT_DO(spread_own(s, &w, n));
+    for (int p = 0; p < MT_PLANE_COUNT; p++)
+        if (planes >> p & 1)
+            mt_store_view_drop(s, unit, param, (mt_plane)p);
+    /* Weights of a file are pushed there next, this parameter's alone. */
+    if ((planes & 1u << MT_PLANE_HI) && !mt_store_home(s, unit, NULL)->fed)
+        mt_ledger_touch(s, unit);
+    return MT_OK;
+}
