@@ -24,7 +24,7 @@ from torch import distributed as dist
 
 from megatrain_torch import MegatrainError
 
-from ..group import launcher
+from ..group.ranks import watch_launcher
 
 STORE, LAUNCHER = "MEGATRAIN_STORE", "MEGATRAIN_LAUNCHER"        # port, and process, of who started this one
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
@@ -51,7 +51,7 @@ def watch() -> None:
     """This process, where it was started for one GPU of several, is told to stop, and save, when who started it is
     gone."""
     if joins():
-        launcher.watch(int(os.environ[LAUNCHER]))
+        watch_launcher(int(os.environ[LAUNCHER]))
 
 
 def join(backend: str) -> None:

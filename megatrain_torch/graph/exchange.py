@@ -34,7 +34,8 @@ import os
 from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from typing import Any, NamedTuple, Protocol
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -47,47 +48,69 @@ from ..group.control import most
 from ..group.ranks import Ranks
 from ..store import gradient
 from ..store.records import Record
-from .parcels import Layout, Parcel, pack, total
+
+if TYPE_CHECKING:
+    from ..model.runtime import Runtime
+    from .handover import HandOver
 
 ADD = 1
+_ALIGN = 16                              # bytes, at which a parcel begins in a buffer
 LANE, WORK = _core.LANES["exchange"], _core.WORKS["offload"]
 
 
-class Room(Protocol):
-    """Refuses what does not fit in host memory: room.Room."""
+class Parcel(NamedTuple):
+    """Elements [first, first + n) of a parameter, `at` so many bytes in the buffer of their owner."""
 
-    def gradients(self, core: _core.Engine) -> None: ...
+    record: Record
+    first: int
+    n: int
+    at: int
 
-    def sums(self, core: _core.Engine) -> None: ...
-
-
-class Model(Protocol):
-    """The streamed model whose gradients these are: runtime.Runtime."""
-
-    core: _core.Engine
-    units: list[list[Record]]
-    device: torch.device
-
-    @property
-    def room(self) -> Room: ...
+    def of(self, buffer: Tensor) -> Tensor:
+        """[n], where they lie in such a buffer."""
+        return buffer[self.at:self.at + self.n * self.record.dtype.itemsize].view(self.record.dtype)
 
 
-class Home(Protocol):
-    """Takes them to the store: handover.HandOver."""
+class Layout:
+    """What of these parameters each owner gets.
 
-    def join_task(self) -> None: ...
+    Attributes:
+        records: these. parcels: by owner. bytes: of each owner's buffer.
+    """
 
-    def conform(self, record: Record, grad: Tensor) -> Tensor: ...
+    def __init__(self, bounds: tuple[int, ...], records: list[Record]) -> None:
+        """bounds: of the portions, in bytes of plane HI: Engine.portions."""
+        self.records = records
+        self.parcels: list[list[Parcel]] = []
+        self.bytes: list[int] = []
+        for begin, end in pairwise(bounds):
+            at, own = 0, []
+            for r in records:
+                first, last = (min(max(b - r.offset, 0), r.nbytes) // r.dtype.itemsize for b in (begin, end))
+                if last > first:
+                    own.append(Parcel(r, first, last - first, at))
+                    at += -(-(last - first) * r.dtype.itemsize // _ALIGN) * _ALIGN
+            self.parcels.append(own)
+            self.bytes.append(at)
 
-    def claim(self, record: Record) -> int: ...
 
-    def would_claim(self, record: Record) -> int | None: ...
+def pack(parcels: list[Parcel], grads: dict[Record, Tensor], buffer: Tensor) -> None:
+    """Into the buffer of their owner; zeros where there is none."""
+    for p in parcels:
+        grad = grads.get(p.record)
+        if grad is None:
+            p.of(buffer).zero_()
+        else:
+            p.of(buffer).copy_(grad.as_strided((p.n,), (1,), grad.storage_offset() + p.first))
 
-    def no_place(self, record: Record) -> MegatrainError: ...
 
-    def put(self, unit: int, items: list[tuple[Any, ...]], sources: list[Tensor], stream: int | None) -> None: ...
-
-    def has_come(self, unit: int, records: list[Record]) -> None: ...
+def total(parts: list[Tensor], scale: float) -> Tensor:
+    """Their sum in the order of ranks, in fp32 (fp64 of such): of their form."""
+    kind = torch.float32 if parts[0].dtype.itemsize == 2 else parts[0].dtype
+    total = parts[0].to(kind, copy=True)
+    for part in parts[1:]:
+        total.add_(part)
+    return total if scale == 1.0 else total.mul_(scale)
 
 
 class Ready(NamedTuple):
@@ -113,7 +136,7 @@ class Sent(NamedTuple):
 
 
 class Exchange:
-    def __init__(self, model: Model, home: Home, ranks: Ranks, mean: bool) -> None:
+    def __init__(self, model: Runtime, home: HandOver, ranks: Ranks, mean: bool) -> None:
         self._model, self._home, self._ranks = model, home, ranks
         # Two models' units would meet in one group where a rank has not all of them: its order is another then.
         self._group = ranks.data if model.device.type == "cuda" else ranks.control.carrier("gradients")
@@ -258,38 +281,36 @@ class Exchange:
                 self._finish()
         self._forget()
 
-    def _finish(self) -> None:
-        try:
-            self._send_all()
-        finally:
-            self._forget()
-
     def _forget(self) -> None:
         for what in (self._held, self._ready, self._sent, self._came, self._stood, self._routes):
             what.clear()
         self._entire = {}
         self.began, self._turn, self._begun, self._error = False, -1, 0, ""
 
-    def _send_all(self) -> None:
+    def _finish(self) -> None:
+        """What was not sent goes, and what came is told, until no rank has more."""
         more = True
-        while more:
-            while self._turn >= 0:
-                self._tell_next()
-            self._send_ready()
-            while self._sent:
-                self._bring_home(self._sent.popleft())
-            some, more, failed = self._any_rank()
-            for record in some:
-                self._add_entire(record)
-            if not failed:
-                for unit in sorted(self._came, reverse=True):
-                    self._home.has_come(unit, sorted(self._came[unit], key=lambda r: r.index))
-            if more:                                 # of units that have gradients by now
-                self._ask_room(adds=True)
-            self._came.clear()
-            self._turn = len(self._model.units) - 1
-        if failed:
-            self._fail()
+        try:
+            while more:
+                while self._turn >= 0:
+                    self._tell_next()
+                self._send_ready()
+                while self._sent:
+                    self._bring_home(self._sent.popleft())
+                some, more, failed = self._any_rank()
+                for record in some:
+                    self._add_entire(record)
+                if not failed:
+                    for unit in sorted(self._came, reverse=True):
+                        self._home.has_come(unit, sorted(self._came[unit], key=lambda r: r.index))
+                if more:                             # of units that have gradients by now
+                    self._ask_room(adds=True)
+                self._came.clear()
+                self._turn = len(self._model.units) - 1
+            if failed:
+                self._fail()
+        finally:
+            self._forget()
 
     @torch.no_grad()
     def _add_entire(self, record: Record) -> None:
@@ -363,7 +384,7 @@ class Exchange:
         records = [r for r, bit in zip(one.layout.records, one.found.tolist()) if bit]
         if records:
             self._begun += 1
-            with nullcontext() if self._beside is None else self._beside.entered():
+            with self._entered():
                 sent = self._send(one, records)
             if self._by_streams:
                 self._bring_home(sent)
@@ -384,9 +405,12 @@ class Exchange:
     def _stream(self) -> int:
         return 0 if self._beside is None else self._beside.stream.cuda_stream
 
+    def _entered(self) -> AbstractContextManager[Any]:
+        return nullcontext() if self._beside is None else torch.cuda.stream(self._beside.stream)
+
     @torch.no_grad()
     def _bring_home(self, sent: Sent) -> None:
-        with nullcontext() if self._beside is None else self._beside.entered():
+        with self._entered():
             self._bring(sent)
 
     def _bring(self, sent: Sent) -> None:
@@ -433,15 +457,12 @@ class Beside:
         self.stream = torch.cuda.Stream(device)
         self._packed: deque[torch.cuda.Event] = deque()
 
-    def entered(self) -> AbstractContextManager[None]:
-        return torch.cuda.stream(self.stream)
-
     @contextmanager
     def packing(self, grads: Iterable[Tensor]) -> Iterator[None]:
         """What compute was given up to now comes before; it waits for the packing two units ago."""
         compute = torch.cuda.current_stream()
         self.stream.wait_stream(compute)
-        with self.entered():
+        with torch.cuda.stream(self.stream):
             yield
             self._packed.append(self.stream.record_event())
         for grad in grads:

@@ -8,6 +8,13 @@ from __future__ import annotations
 import contextlib
 import copy
 import os
+import secrets
+import signal
+import socket
+import struct
+import sys
+import threading
+import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
@@ -19,6 +26,10 @@ from torch import distributed as dist
 
 from ..base.errors import MegatrainError
 from .control import PATIENCE, Control
+
+_COMES_S = 25.0              # until a process that does not come for the descriptor is an error: all were here just now
+_LAUNCHER_S = 1.0            # from one look for the launcher to the next
+_watching = threading.Lock() # taken for good by the first
 
 
 class Ranks:
@@ -206,3 +217,64 @@ def _first_difference(mine: Any, other: Any) -> str:
 def as_one(ranks: Ranks | None) -> AbstractContextManager[None]:
     """Of a process that may be alone."""
     return nullcontext() if ranks is None else ranks.as_one()
+
+
+# ---- one file descriptor, for all processes of a machine: the kernel hands it over through a socket (SCM_RIGHTS) ----
+
+def shared(ranks: Ranks, own: int) -> int:
+    """The descriptor that the machine's first rank gives as `own`; a new one in the others, who close it. Called by all
+    ranks of the group.
+
+    Raises:
+        MegatrainError: another process did not come, or belongs to somebody else.
+    """
+    first, name = ranks.mates[0], f"megatrain-{secrets.token_hex(16)}"       # of no file, and guessed by nobody
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as made:
+        made.settimeout(_COMES_S)
+        if ranks.rank == first:
+            made.bind(f"\0{name}")
+            made.listen()
+        name = ranks.gather(name)[first]
+        if ranks.rank == first:
+            for _ in ranks.mates[1:]:
+                _send(made, own)
+            return own
+        made.connect(f"\0{name}")
+        _, fds, _, _ = socket.recv_fds(made, 1, 1)
+    if not fds:
+        raise MegatrainError("the machine's first process gave no store: it ended")
+    return fds[0]
+
+
+def _send(listener: socket.socket, fd: int) -> None:
+    try:
+        other, _ = listener.accept()
+    except TimeoutError:
+        raise MegatrainError(f"a process of this machine did not ask for the store within {_COMES_S:.0f} s") from None
+    with other:
+        _, uid, _ = struct.unpack("3i", other.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
+        if uid != os.getuid():
+            raise MegatrainError(f"a process of user {uid} asked for the store, which is user {os.getuid()}'s")
+        socket.send_fds(other, [b"1"], [fd])
+
+
+# ---- the process that started this one, and others beside it: where it is killed, nobody is left to end them ----
+
+def watch_torchrun() -> None:
+    """Where torchrun started this process, it ends with it."""
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        watch_launcher(os.getppid())
+
+
+def watch_launcher(launcher: int) -> None:
+    """This process is told to end, by SIGTERM, when that one, which started it, is gone."""
+    if _watching.acquire(blocking=False):
+        threading.Thread(target=_look_for_launcher, args=(launcher,), name="mt-launcher", daemon=True).start()
+
+
+def _look_for_launcher(launcher: int) -> None:
+    while os.getppid() == launcher:
+        time.sleep(_LAUNCHER_S)
+    print(f"megatrain_torch: the launcher (process {launcher}) ended, and so does rank {os.environ.get('RANK', '?')}",
+          file=sys.stderr, flush=True)
+    os.kill(os.getpid(), signal.SIGTERM)

@@ -16,8 +16,7 @@ from torch import Tensor, nn
 
 from ..base.limits import show_bytes
 from ..base.units import Group
-from ..group.descriptor import shared
-from ..group.ranks import Ranks
+from ..group.ranks import Ranks, shared
 from ..plans.host_memory import own_bytes
 from ..store.mapped import Mapped
 from ..store.records import Record

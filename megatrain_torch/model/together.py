@@ -18,10 +18,8 @@ from ..base.errors import MegatrainError
 from ..base.limits import show_bytes
 from ..base.units import Group
 from ..graph.exchange import Exchange
-from ..group import launcher
 from ..group.between import Between
-from ..group.descriptor import shared
-from ..group.ranks import Ranks
+from ..group.ranks import Ranks, shared, watch_torchrun
 from ..plans.fleet import Fleet, check_homes
 from ..plans.host_memory import shortage
 from ..store.records import Record
@@ -66,7 +64,7 @@ def fleet_of(ranks: Ranks | None) -> tuple[int, int]:
 
 def engine_of(ranks: Ranks, device: str, index: int, threads: int, delay_us: int, seed: int) -> _core.Engine:
     """An engine on the memory that all processes of this machine share."""
-    launcher.watch_torchrun()
+    watch_torchrun()
     nodes = ranks.gather(_node(index) if device == "cuda" else -1)
     near = processors([nodes[r] for r in ranks.mates], nodes[ranks.rank], os.sched_getaffinity(0))
     fd = shared(ranks, _core.share() if ranks.rank == ranks.mates[0] else -1)
