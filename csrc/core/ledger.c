@@ -16,7 +16,7 @@
 static void assert_counts(const mt_store *s, const mt__unit *u)
 {
     const mt__ledger  *l = &s->ledger;
-    const mt__account *a = &u->account;
+    const struct mt__account *a = &u->account;
 
     MT_ASSERT(mt_holds(&l->mu));
     MT_ASSERT(a->version > 0 && a->updates >= 0 && a->grads >= 0 && a->fetches >= 0);
@@ -95,7 +95,7 @@ uint64_t mt_ledger_writes(mt_store *s, int unit)
 /* Nobody waits for a version or for a count to grow, so there is no one to wake. */
 static void begin(mt_store *s, mt__unit *u, int updates, int grads, int written)
 {
-    mt__account *a;
+    struct mt__account *a;
 
     if (u == NULL)
         return;
@@ -522,7 +522,7 @@ mt_status mt_ledger_meet(mt_store *s, mt_count what, uint64_t n, double seconds,
 mt_status mt_ledger_save_begin(mt_store *s, int unit)
 {
     mt__unit    *u = mt__unit_at(s, unit);
-    mt__account *a;
+    struct mt__account *a;
     int          idle;
 
     if (u == NULL)
@@ -615,7 +615,7 @@ mt_status mt_ledger_fetching(mt_store *s, int unit, mt_queue *h2d)
 {
     const mt_dev_ops *ops = s->dev->ops;
     mt__unit         *u = mt__unit_at(s, unit);
-    mt__account      *a;
+    struct mt__account *a;
     mt_status         st = MT_OK;
 
     if (u == NULL)

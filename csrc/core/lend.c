@@ -48,8 +48,8 @@ static void assert_lent(const mt_store *s)
         return;
     MT_ASSERT(mt_holds(&s->map_mu));
     for (int k = 0; k < s->n_lent; k++) {
-        const mt__lent *b = &s->lent[k];
-        mt__unit       *u = mt__unit_at(s, b->unit);
+        const struct mt__lent *b = &s->lent[k];
+        mt__unit              *u = mt__unit_at(s, b->unit);
 
         MT_ASSERT(b->number <= s->lendings && (u != NULL || b->unit == -1));
         if (u == NULL)
@@ -68,7 +68,7 @@ static int choose(const mt_store *s, int side, size_t bytes, int *n)
 
     *n = 0;
     for (int k = 0; k < s->n_lent; k++) {
-        const mt__lent *b = &s->lent[k];
+        const struct mt__lent *b = &s->lent[k];
 
         if (b->arena.on_device != (side == MT__DEVICE) || b->arena.bytes < bytes ||
             b->arena.bytes / 2 > at_least(bytes))
@@ -85,10 +85,10 @@ static int choose(const mt_store *s, int side, size_t bytes, int *n)
  * nobody makes another. */
 static mt_status make(mt_store *s, int side, size_t bytes, int *k)
 {
-    const char *what = "gradients that pass";
-    mt__lent   *grown = realloc(s->lent, (size_t)(s->n_lent + 1) * sizeof *grown);
-    mt__lent    made = { .unit = -1 };
-    mt_status   st;
+    const char      *what = "gradients that pass";
+    struct mt__lent *grown = realloc(s->lent, (size_t)(s->n_lent + 1) * sizeof *grown);
+    struct mt__lent  made = { .unit = -1 };
+    mt_status        st;
 
     if (grown == NULL)
         return MT_FAIL(MT_ENOMEM, "store: no memory to describe %d buffers", s->n_lent + 1);

@@ -438,7 +438,7 @@ static void count_bringing(mt_store *s, int more)
 static mt_status bring_others(mt_store *s, int unit, unsigned planes, int claims)
 {
     others             a = { .s = s, .u = mt__unit_at(s, unit) };
-    const mt__account *c = &a.u->account;
+    const struct mt__account *c = &a.u->account;
     mt_status          st;
 
     mt_lock(&s->mirror_mu);

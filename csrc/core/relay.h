@@ -40,7 +40,7 @@
     X(PLANE,   "of plane `what` of a parameter of the unit")                                       \
     X(CHUNKS,  "of the sums on the unit's board")
 #define MT_PARCEL_ENUM(name, what) MT_PARCEL_##name,
-typedef enum mt_parcel_kind { MT_PARCEL_MAP(MT_PARCEL_ENUM) MT_PARCELS } mt_parcel_kind;
+enum { MT_PARCEL_MAP(MT_PARCEL_ENUM) MT_PARCELS };
 #undef MT_PARCEL_ENUM
 
 /* As it travels, between machines of one order of bytes. */

@@ -56,16 +56,6 @@ typedef struct mt__mirror {
     int            all_evict;        /* in a share: all ranks are at the unit's evict */
 } mt__mirror;
 
-/* What is under way on a unit. Written under ledger.mu; atomics are read by anyone. */
-typedef struct mt__account {
-    _Atomic uint64_t version, writes;    /* from 1: a slot that says 0 holds nothing. writes: of
-                                          * these, those from outside */
-    _Atomic int64_t  updates, grads, fetches, saves;     /* announced and not finished */
-    uint64_t         begun[MT_UNIT_COUNTS];      /* announced here so far */
-    mt_event        *fetched;        /* made at the first fetch, then stays. fetched_mu */
-    mt_post          copying;        /* of the queue that `fetched` was recorded in. fetched_mu */
-} mt__account;
-
 typedef struct mt__unit {
     char          *name;             /* these nine: written by add, before the unit is published */
     mt_shape       shape;            /* but desc's `trainable`, an atomic: see trains */
@@ -89,17 +79,17 @@ typedef struct mt__unit {
     _Atomic(const mt_home *) home;
     void          *home_of;
     atomic_int     passing;          /* its GRAD plane is lent. Set under map_mu; read by anyone */
-    mt__account    account;
+    /* What is under way on it. Written under ledger.mu; atomics are read by anyone. */
+    struct mt__account {
+        _Atomic uint64_t version, writes;    /* from 1: a slot that says 0 holds nothing. writes: of
+                                              * these, those from outside */
+        _Atomic int64_t  updates, grads, fetches, saves;     /* announced and not finished */
+        uint64_t         begun[MT_UNIT_COUNTS];      /* announced here so far */
+        mt_event        *fetched;    /* made at the first fetch, then stays. fetched_mu */
+        mt_post          copying;    /* of the queue that `fetched` was recorded in. fetched_mu */
+    } account;
     mt__mirror     mirror;
 } mt__unit;
-
-/* A buffer that is some unit's GRAD plane for a while. Its fields are under map_mu; who makes its
- * memory holds that plane's `making`. */
-typedef struct mt__lent {
-    mt_arena arena;          /* of registered host memory, or of the device's */
-    int      unit;           /* that has it; -1: it is free */
-    uint64_t number;         /* of the lending, the first is 1 */
-} mt__lent;
 
 typedef struct mt__ledger {
     mt_mutex        mu;
@@ -142,7 +132,13 @@ struct mt_store {
     _Atomic int     n_units;                 /* release after a unit is whole; read by anyone */
     _Atomic size_t  mapped[MT_PLANE_COUNT];  /* host bytes; written under map_mu, read by anyone */
     _Atomic size_t  on_device;               /* the device's bytes, likewise */
-    mt__lent       *lent;                    /* [n_lent] map_mu */
+    /* Buffers that are some unit's GRAD plane for a while. Under map_mu; who makes a buffer holds
+     * that plane's `making`. */
+    struct mt__lent {
+        mt_arena    arena;                   /* of registered host memory, or of the device's */
+        int         unit;                    /* that has it; -1: it is free */
+        uint64_t    number;                  /* of the lending, the first is 1 */
+    } *lent;                                 /* [n_lent] */
     int             n_lent, most_lent;       /* most_lent: buffers of one size on one side;
                                               * constant once anything is lent */
     uint64_t        lendings;                /* buffers lent so far. map_mu */
@@ -196,11 +192,11 @@ void      mt__chunks_of (const mt__unit *u, const mt_portion *p, size_t *from, s
 void mt__take_back (mt_store *s, int unit);
 void mt__lent_close(mt_store *s);
 
-/* mirror.c. move: the unit comes to this home, for which the host is ready. touched: a hook of the ledger's. lacks: ranks of
- * other machines have other values of these planes than came from them. serve: this rank's portion
- * of the planes that a request is about is in host memory; *gone: its home has ended. What is
- * announced is not waited for: who asks has done so, and may be awaited himself by what was
- * announced here since. asked: what a request is about. */
+/* mirror.c. move: the unit comes to this home, for which the host is ready. touched: a hook of the
+ * ledger's. lacks: ranks of other machines have other values of these planes than came from them.
+ * serve: this rank's portion of the planes that a request is about is in host memory; *gone: its
+ * home has ended. What is announced is not waited for: who asks has done so, and may be awaited
+ * himself by what was announced here since. asked: what a request is about. */
 mt_status mt__mirror_move   (mt_store *s, int unit, const mt_home *to, void *of);
 void      mt__mirror_touched(mt_store *s, int unit);
 void      mt__mirror_lacks  (mt_store *s, int unit, unsigned planes);
