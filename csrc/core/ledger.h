@@ -81,7 +81,7 @@ int       mt_ledger_wanted     (mt_store *s);                /* a unit that is w
  * once, since updates that were announced meanwhile wait for this thread. */
 void      mt_ledger_i_save     (int on);
 
-/* In a share. say: this rank has come to n, see mt_share_say. meet: waits until all ranks have, or
+/* In a share. say: this rank has come to n, see mt_board_say. meet: waits until all ranks have, or
  * (NORMED) rank 0, for so many seconds at most (0: no end; *late: they were over). */
 void      mt_ledger_say (mt_store *s, mt_count what, uint64_t n, uint64_t about);
 mt_status mt_ledger_meet(mt_store *s, mt_count what, uint64_t n, double seconds, int *late);
