@@ -144,35 +144,30 @@ static mt_status engine_open(mt_engine *e, const engine_wish *w)
                                    .fold = mt_sumsq_fold };
     mt_memory         *h = e->memory;
     mt_resident       *r;
-    mt_status          st;
 
     if (e->rank < 0 || e->rank >= e->ranks || e->ranks > MT_OWNERS_MOST)
         return MT_FAIL(MT_EINVAL, "an engine cannot be rank %d of %d; there may be 1 to %d, "
                        "counted from 0", e->rank, e->ranks, MT_OWNERS_MOST);
-    MT_TRY(mt_pool_open(w->threads, &h->pool));
-    MT_TRY(open_device(w->device, w->index, w->delay_us, w->seed, &h->dev));
+    MT_DO(mt_pool_open(w->threads, &h->pool));
+    MT_DO(open_device(w->device, w->index, w->delay_us, w->seed, &h->dev));
     if (w->share < 0 && w->speakers != NULL)
         return MT_FAIL(MT_EINVAL, "an Engine that shares nothing has no speakers");
     if (w->share >= 0)
-        MT_TRY(mt_share_open(w->share, e->rank, e->ranks, &h->share));
+        MT_DO(mt_share_open(w->share, e->rank, e->ranks, &h->share));
     if (w->speakers != NULL)
-        MT_TRY(mt_share_apart(h->share, w->speakers));
+        MT_DO(mt_share_apart(h->share, w->speakers));
     e->cx = (mt_context){ .dev = h->dev, .pool = h->pool, .share = h->share, .warn = mt_warn };
-    MT_TRY(mt_store_open(&e->cx, &h->store));
+    MT_DO(mt_store_open(&e->cx, &h->store));
     e->cx.store = h->store;
     if (h->share != NULL)
-        MT_TRY(mt_turns_open(&e->cx, MT_TURN_MS, &e->cx.turns));
-    MT_TRY(mt_sumsq_open(h->dev, &e->sums));
+        MT_DO(mt_turns_open(&e->cx, MT_TURN_MS, &e->cx.turns));
+    MT_DO(mt_sumsq_open(h->dev, &e->sums));
     kernels.ctx = e->sums;
-    MT_TRY(mt_timeline_open(h->dev, &e->cx.timeline));
-    MT_TRY(mt_resident_open(&e->cx, &r));
-    MT_TRY(mt_offload_open(&e->cx, GRAD_DEPTH, kernels, &e->offload));
-    MT_TRY(mt_update_open(&e->cx, e->offload, &e->updater));
-    MT_TRY(mt_swap_open(&e->cx, &e->swap));
-    return MT_OK;
-
-fail:
-    return st;
+    MT_DO(mt_timeline_open(h->dev, &e->cx.timeline));
+    MT_DO(mt_resident_open(&e->cx, &r));
+    MT_DO(mt_offload_open(&e->cx, GRAD_DEPTH, kernels, &e->offload));
+    MT_DO(mt_update_open(&e->cx, e->offload, &e->updater));
+    return mt_swap_open(&e->cx, &e->swap);
 }
 
 static PyObject *engine_new(PyTypeObject *type, PyObject *args, PyObject *kw)

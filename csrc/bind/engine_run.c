@@ -766,13 +766,9 @@ PyObject *mt_engine_passed(PyObject *self, PyObject *unused)
 
 static mt_status drain_all(mt_engine *e)
 {
-    mt_status st;
-
-    MT_TRY(mt_offload_drain(e->offload));
-    MT_TRY(mt_update_drain(e->updater));
-    st = mt_resident_raised(e->cx.residents);
-fail:
-    return st;
+    MT_DO(mt_offload_drain(e->offload));
+    MT_DO(mt_update_drain(e->updater));
+    return mt_resident_raised(e->cx.residents);
 }
 
 PyObject *mt_engine_drain(PyObject *self, PyObject *unused)

@@ -268,14 +268,10 @@ static mt_status count_brought(mt_engine *e, mt_saving *g, int n_units)
 
 static mt_status saving_begin(mt_engine *e, mt_saving *g, mt_shards_how how)
 {
-    mt_status st;
-
-    MT_TRY(count_brought(e, g, how.n_units));
+    MT_DO(count_brought(e, g, how.n_units));
     how.brings = g->brings;
-    MT_TRY(hold(e, g, how.n_units));
-    MT_TRY(mt_shards_write(g->files.shards, g->files.n, how, &g->shards));
-fail:
-    return st;
+    MT_DO(hold(e, g, how.n_units));
+    return mt_shards_write(g->files.shards, g->files.n, how, &g->shards);
 }
 
 /* units: [(unit, planes)]; malloc'd, or NULL with an exception. */

@@ -84,15 +84,11 @@ static int is_over(void *arg)
 
 static mt_status move(visit *v, int write)
 {
-    mt_status st;
-
     v->write = write;
-    MT_TRY(mt_rings_until(v->b->all, is_put, v, v->l->unit, "requests for the same piece"));
-    MT_TRY(mt_rings_until(v->b->all, is_over, v, v->l->unit,
-                          "a piece, for who reads or writes it here"));
-    st = mt_ledger_check(v->b->store);
-fail:
-    return st;
+    MT_DO(mt_rings_until(v->b->all, is_put, v, v->l->unit, "requests for the same piece"));
+    MT_DO(mt_rings_until(v->b->all, is_over, v, v->l->unit,
+                         "a piece, for who reads or writes it here"));
+    return mt_ledger_check(v->b->store);
 }
 
 /* ---- one section -------------------------------------------------------------------------- */
@@ -105,8 +101,6 @@ static int is_loading(const visit *v, int param, unsigned planes)
 /* Between the buffer, which has the section, and host planes. param -1: of all parameters. */
 static mt_status copy(visit *v, int param, unsigned planes, int write)
 {
-    mt_status st = MT_OK;
-
     mt_pieces_at(v->l->cut, v->piece, v->k->memory.base, v->parts);
     for (int i = 0; i < v->l->cut->piece[v->piece].n; i++)
         for (int p = 0; p < MT_PLANE_COUNT; p++) {
@@ -117,11 +111,10 @@ static mt_status copy(visit *v, int param, unsigned planes, int write)
             if (!(planes >> p & 1) || k->at[p] == NULL || (param >= 0 && k->param != param) ||
                 (!write && !is_loading(v, k->param, 1u << p)))
                 continue;
-            MT_TRY(mt_part_host(v->b->store, v->l->unit, k, (mt_plane)p, &host, &bytes));
+            MT_DO(mt_part_host(v->b->store, v->l->unit, k, (mt_plane)p, &host, &bytes));
             memcpy(write ? k->at[p] : host, write ? host : k->at[p], bytes);
         }
-fail:
-    return st;
+    return MT_OK;
 }
 
 /* Has the piece something of the parameter, or of what is loading? */
@@ -140,36 +133,33 @@ static int concerns(const visit *v, int param, unsigned planes, int write)
 /* What else is in a section that is written stays; where all of it is, it is not read first. */
 static mt_status do_section(visit *v, int param, unsigned planes, int write)
 {
-    int       all = write && param < 0 && v->section == MT_SECTION_WEIGHTS;
-    mt_status st;
+    int all = write && param < 0 && v->section == MT_SECTION_WEIGHTS;
 
     planes &= v->section == MT_SECTION_WEIGHTS ? HI : ~HI;
     if (planes == 0 || v->l->pieces[v->piece].section[v->section].bytes == 0 ||
         !concerns(v, param, planes, write))
         return MT_OK;
-    MT_TRY(take_buffer(v));
+    MT_DO(take_buffer(v));
     if (!all && !mt_buffer_has(v->k, v->l, v->piece, 1u << v->section))
-        MT_TRY(move(v, 0));
-    MT_TRY(copy(v, param, planes, write));
+        MT_DO(move(v, 0));
+    MT_DO(copy(v, param, planes, write));
     if (write)
-        MT_TRY(move(v, 1));
-fail:
-    return st;
+        MT_DO(move(v, 1));
+    return MT_OK;
 }
 
 static mt_status do_all(mt_bounce *b, const mt_layout *l, int param, unsigned planes, int write)
 {
     visit     v = { .b = b, .l = l };
-    mt_status st;
+    mt_status st = MT_OK;
 
-    MT_TRY(MT_MAKE(v.parts, l->cut->most, mt_store_name(b->store, l->unit)));
+    MT_DO(MT_MAKE(v.parts, l->cut->most, mt_store_name(b->store, l->unit)));
     planes &= param < 0 ? planes : l->planes[param];
     for (; v.piece < l->n && planes != 0 && st == MT_OK; v.piece++)
         for (v.section = 0; v.section < MT_SECTIONS && st == MT_OK; v.section++)
             st = do_section(&v, param, planes, write);
     give_buffer(&v, st);
     free(v.parts);
-fail:
     return st;
 }
 

@@ -34,14 +34,11 @@ const mt_schedule *mt__course_schedule(const mt__course *c)
 /* At the limit marks are dropped: begin then builds nothing, and all stays correct on demand. */
 static mt_status mark(mt__course *c, mt_step_kind kind, int unit)
 {
-    mt_status st;
-
     if (c->n_trace == MT__COURSE_MARKS)
         return MT_OK;
-    MT_TRY(MT_GROW(c->trace, c->room, c->n_trace + 1, "stream"));
+    MT_DO(MT_GROW(c->trace, c->room, c->n_trace + 1, "stream"));
     c->trace[c->n_trace++] = (mt_mark){ kind, unit };
-fail:
-    return st;
+    return MT_OK;
 }
 
 mt_status mt__course_offload(mt__course *c, int unit)

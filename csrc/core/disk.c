@@ -267,13 +267,12 @@ static mt_status update_pieces(mt_disk *d, const mt_layout *l, const job *b, mt_
 
         if (!mt_layout_has(l, i, b->j.params, b->j.n_params))
             continue;
-        MT_TRY(take_piece(d, b->j.unit, i, &f));
+        MT_DO(take_piece(d, b->j.unit, i, &f));
         mt_pieces_at(l->cut, i, f->memory.base, parts);
         /* The record of the last piece has the unit's bytes. */
         st = compute(d, b, parts, l->cut->piece[i].n, i == last ? b->j.bytes : 0);
         give_piece(d, f, l, i, st == MT_OK);
     }
-fail:
     return st;
 }
 
@@ -327,21 +326,18 @@ static mt_status end_copies(mt_disk *d, const mt_update_job *j, const mt_layout 
 /* Behind the door. Its layout, its place in the order, and then FED. */
 static mt_status begin_update(mt_disk *d, const mt_update_job *j, mt_layout **l)
 {
-    reader    r = { .d = d, .unit = j->unit };
-    mt_status st;
+    reader r = { .d = d, .unit = j->unit };
 
-    MT_TRY(lay_out(d, j->unit, l));
-    MT_TRY(end_copies(d, j, *l));
+    MT_DO(lay_out(d, j->unit, l));
+    MT_DO(end_copies(d, j, *l));
     mt_lock(d->mu);
     if (d->before >= 0)
         d->units[d->before].next = j->unit;
     d->before = j->unit;
     mt_ring_drop_others(d->ring, j->unit);
     mt_unlock(d->mu);
-    st = mt_rings_until(d->all, has_read, &r, j->unit,
-                        "reads of its weights ahead of a fetch (FED)");
-fail:
-    return st;
+    return mt_rings_until(d->all, has_read, &r, j->unit,
+                          "reads of its weights ahead of a fetch (FED)");
 }
 
 static mt_status update(mt_disk *d, const job *b)
@@ -582,10 +578,10 @@ mt_status mt_disk_add(mt_disk *d, int u, int weights)
     if (weights && d->cx->share != NULL && mt_share_is_apart(d->cx->share))
         return MT_FAIL(MT_ENOTSUP, "unit %s: weights of several machines are not on disk",
                        mt_store_name(d->store, u));
-    MT_TRY(MT_GROW(d->units, d->n_units, u + 1, "disk"));
+    MT_DO(MT_GROW(d->units, d->n_units, u + 1, "disk"));
     if (d->units[u].on)
         return MT_OK;
-    MT_TRY(mt_store_move(d->store, u, home_for(d, weights), d));
+    MT_DO(mt_store_move(d->store, u, home_for(d, weights), d));
     if ((st = count(d, u)) != MT_OK) {
         (void)mt_store_move(d->store, u, &mt_home_ram, NULL);
         return st;
@@ -596,7 +592,6 @@ mt_status mt_disk_add(mt_disk *d, int u, int weights)
     d->first_added = d->first_added < 0 ? u : d->first_added;
     d->units[u].next = d->first_added;
     d->last_added = u;
-fail:
     return st;
 }
 

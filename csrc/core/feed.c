@@ -98,20 +98,17 @@ static void ahead(void *arg)
 /* Buffers whose copies are over (COPIED) are read into again. */
 static mt_status reclaim(mt_feed *f)
 {
-    mt_status st = MT_OK;
-
     for (int i = 0; i < f->ring->n; i++) {
         mt_buffer *k = f->ring->buffers[i];
         int        done = 0;
 
         if (k->at == MT_BUFFER_COPYING)
-            MT_TRY(f->cx->dev->ops->query(f->copied[i], &done));
+            MT_DO(f->cx->dev->ops->query(f->copied[i], &done));
         if (done)
             mt_buffer_to(k, MT_BUFFER_FREE);
     }
     mt_rings_ahead(f->all);
-fail:
-    return st;
+    return MT_OK;
 }
 
 void mt_feed_expect(mt_feed *f, const int *units, int n)
@@ -249,14 +246,11 @@ mt_status mt_feed_copy(mt_feed *f, int unit, void *mem, mt_queue *h2d)
 
 static mt_status add_buffers(mt_feed *f, int n, size_t each)
 {
-    mt_status st = MT_OK;
-
     for (int i = 0; i < n; i++) {
-        MT_TRY(f->cx->dev->ops->event_open(f->cx->dev, &f->copied[i]));
-        MT_TRY(mt_ring_add(f->ring, each, f->cx->dev));
+        MT_DO(f->cx->dev->ops->event_open(f->cx->dev, &f->copied[i]));
+        MT_DO(mt_ring_add(f->ring, each, f->cx->dev));
     }
-fail:
-    return st;
+    return MT_OK;
 }
 
 mt_status mt_feed_open(mt_context *cx, size_t bytes, mt_feed **out)

@@ -106,28 +106,27 @@ static mt_status lower(mt_ferry *f, const trip *t)
     mt_span           span;
     uint64_t          bytes = 0;
     size_t            from, to, n;
-    mt_status         st;
+    mt_status         st = MT_OK;
 
-    MT_TRY(own(f, t->j.unit, &from, &to));
+    MT_DO(own(f, t->j.unit, &from, &to));
     /* MOVED: the weights are the update's. */
     if (!mt_skips(f->cx, MT_EDGE_MOVED))
-        MT_TRY(v->wait(f->down, t->made));
+        MT_DO(v->wait(f->down, t->made));
     mt_timeline_begin(f->cx->timeline, &span, MT_LANE_THROUGH, MT_WORK_OFFLOAD, t->j.unit, f->down);
     for (size_t at = from, i = 0; at < to; at += n, i++) {
         n = to - at < CHUNK ? to - at : CHUNK;
-        MT_TRY(copy(f, t->j.unit, t->mem, f->down, 0, at, at + n, &bytes));
-        MT_TRY(v->record(f->down, f->chunks[i % 2]));
+        MT_DO(copy(f, t->j.unit, t->mem, f->down, 0, at, at + n, &bytes));
+        MT_DO(v->record(f->down, f->chunks[i % 2]));
         if (i > 0)
-            MT_TRY(v->sync_event(f->chunks[(i - 1) % 2]));
+            MT_DO(v->sync_event(f->chunks[(i - 1) % 2]));
     }
     mt_timeline_end(f->cx->timeline, &span, bytes, f->down);
     atomic_fetch_add(&f->lowered, bytes);
-    MT_TRY(v->record(f->down, b->lowered));
+    MT_DO(v->record(f->down, b->lowered));
     mt_watch_put(mt_store_watch(f->store), &b->lowering, "weights down",
                  mt_store_name(f->store, t->j.unit), DOWN, b->lowered);
     if (!mt_skips(f->cx, MT_EDGE_LOWERED))
         st = wait_for(f, t->j.unit, b->lowered, DOWN);
-fail:
     return st;
 }
 
@@ -242,15 +241,12 @@ void mt_ferry_close(mt_ferry *f)
 mt_status mt_ferry_drain(mt_ferry *f)
 {
     mt_watch *watch = mt_store_watch(f->store);
-    mt_status st;
 
-    MT_TRY(mt_worker_wait(&f->steps, watch, MT_WORKER_ALL, NULL, "updates on the device"));
-    MT_TRY(mt_worker_wait(&f->ends, watch, MT_WORKER_ALL, NULL, "weights on their way down"));
-    MT_TRY(mt_worker_wait(&f->raises, watch, MT_WORKER_ALL, NULL, "weights on their way up"));
-    MT_TRY(f->dev->ops->sync(f->down));
-    st = f->dev->ops->sync(f->up);
-fail:
-    return st;
+    MT_DO(mt_worker_wait(&f->steps, watch, MT_WORKER_ALL, NULL, "updates on the device"));
+    MT_DO(mt_worker_wait(&f->ends, watch, MT_WORKER_ALL, NULL, "weights on their way down"));
+    MT_DO(mt_worker_wait(&f->raises, watch, MT_WORKER_ALL, NULL, "weights on their way up"));
+    MT_DO(f->dev->ops->sync(f->down));
+    return f->dev->ops->sync(f->up);
 }
 
 mt_status mt_ferry_board(mt_ferry *f, int unit)
@@ -315,14 +311,12 @@ mt_status mt_ferry_idle(mt_ferry *f, int unit)
 static mt_status own(const mt_ferry *f, int unit, size_t *from, size_t *to)
 {
     mt_portion p;
-    mt_status  st;
 
-    MT_TRY(mt_portion_of(f->store, unit, mt_share_rank(f->cx->share),
-                         mt_share_ranks(f->cx->share), &p));
+    MT_DO(mt_portion_of(f->store, unit, mt_share_rank(f->cx->share),
+                        mt_share_ranks(f->cx->share), &p));
     *from = mt_portion_byte(f->store, unit, p.begin);
     *to = mt_portion_byte(f->store, unit, p.end);
-fail:
-    return st;
+    return MT_OK;
 }
 
 /* Bytes [from, to), between the share and the slot. */
@@ -367,9 +361,9 @@ static mt_status raise_from(const mt_ferry *f, int unit, void *mem, int rank, ui
     const berth *b = f->berths[unit];
     mt_portion   p;
     size_t       from, to;
-    mt_status    st;
+    mt_status    st = MT_OK;
 
-    MT_TRY(mt_portion_of(f->store, unit, rank, mt_share_ranks(f->cx->share), &p));
+    MT_DO(mt_portion_of(f->store, unit, rank, mt_share_ranks(f->cx->share), &p));
     from = mt_portion_byte(f->store, unit, p.begin);
     to = mt_portion_byte(f->store, unit, p.end);
     if (b->slots == NULL)
@@ -377,29 +371,26 @@ static mt_status raise_from(const mt_ferry *f, int unit, void *mem, int rank, ui
     *bytes += to - from;
     if (to > from)
         st = f->dev->ops->copy(f->up, (char *)mem + from, (char *)b->slots[rank] + from, to - from);
-fail:
     return st;
 }
 
 mt_status mt_ferry_raise(mt_ferry *f, int unit, void *mem, uint64_t *bytes)
 {
-    berth    *b = f->berths[unit];
-    mt_span   span;
-    uint64_t  before = *bytes;
-    mt_status st;
+    berth   *b = f->berths[unit];
+    mt_span  span;
+    uint64_t before = *bytes;
 
     MT_ASSERT(mt_holds(f->mu));
     mt_timeline_begin(f->cx->timeline, &span, b->slots != NULL ? MT_LANE_GATHER : MT_LANE_THROUGH,
                       MT_WORK_FETCH, unit, f->up);
     for (int rank = 0; rank < mt_share_ranks(f->cx->share); rank++)
         if (rank != mt_share_rank(f->cx->share))
-            MT_TRY(raise_from(f, unit, mem, rank, bytes));
+            MT_DO(raise_from(f, unit, mem, rank, bytes));
     mt_timeline_end(f->cx->timeline, &span, *bytes - before, f->up);
-    MT_TRY(f->dev->ops->record(f->up, b->raised));
+    MT_DO(f->dev->ops->record(f->up, b->raised));
     mt_watch_put(mt_store_watch(f->store), &b->raising, "weights up",
                  mt_store_name(f->store, unit), UP, b->raised);
-fail:
-    return st;
+    return MT_OK;
 }
 
 mt_status mt_ferry_return(mt_ferry *f, int unit, void *mem, mt_queue *q, uint64_t *bytes)

@@ -292,56 +292,46 @@ static mt_status tally_grow(mt_offload *o, int n)
 
 static mt_status tally_of(mt_offload *o, int unit, tally **out)
 {
-    tally    *y;
-    mt_status st;
+    tally *y;
 
     if (unit >= o->n_tally)
-        MT_TRY(tally_grow(o, mt_store_units(o->store)));
+        MT_DO(tally_grow(o, mt_store_units(o->store)));
     if ((y = o->tally[unit]) == NULL) {
-        MT_TRY(tally_open(o, unit, &y));
+        MT_DO(tally_open(o, unit, &y));
         mt_lock(&o->mu);
         o->tally[unit] = y;
         mt_unlock(&o->mu);
     }
     *out = y;
     return MT_OK;
-fail:
-    return st;
 }
 
 /* A staging buffer of at least `bytes` that the collector is done with. */
 static mt_status staging_take(mt_offload *o, size_t bytes, staging **out)
 {
-    staging  *g = &o->staging[o->next_staging % STAGINGS];
-    mt_status st;
+    staging *g = &o->staging[o->next_staging % STAGINGS];
 
-    MT_TRY(wait_room(o, g->user));
+    MT_DO(wait_room(o, g->user));
     if (g->mem.bytes < bytes) {
         mt_arena_close(&g->mem);
-        MT_TRY(pages_open(o, bytes, "micro-batch gradients on their way", &g->mem));
+        MT_DO(pages_open(o, bytes, "micro-batch gradients on their way", &g->mem));
     }
     *out = g;
     return MT_OK;
-fail:
-    return st;
 }
 
 /* ---- open and close --------------------------------------------------------------------- */
 
 static mt_status ring_open(mt_offload *o)
 {
-    mt_status st;
-
     o->n_ring = o->depth + AHEAD;
     if ((o->ring = calloc(o->n_ring, sizeof *o->ring)) == NULL)
         return MT_FAIL(MT_ENOMEM, "offload: no memory for %" PRIu64 " tickets", o->n_ring);
     for (uint64_t i = 0; i < o->n_ring; i++) {
-        MT_TRY(o->dev->ops->event_open(o->dev, &o->ring[i].handed));
-        MT_TRY(o->dev->ops->event_open(o->dev, &o->ring[i].landed));
+        MT_DO(o->dev->ops->event_open(o->dev, &o->ring[i].handed));
+        MT_DO(o->dev->ops->event_open(o->dev, &o->ring[i].landed));
     }
     return MT_OK;
-fail:
-    return st;
 }
 
 mt_status mt_offload_open(const mt_context *cx, int depth, mt_offload_kernels k, mt_offload **out)
@@ -426,18 +416,16 @@ static mt_status plane_at(mt_offload *o, int unit, int param, mt_plane plane, in
     void          *of, *at;
     const mt_home *h = mt_store_home(o->store, unit, &of);
     int64_t        from;
-    mt_status      st;
 
     if (host)
-        MT_TRY(mt_store_view(o->store, unit, param, plane, &at));
+        MT_DO(mt_store_view(o->store, unit, param, plane, &at));
     else if (h->at != NULL)
-        MT_TRY(h->at(of, unit, param, plane, &at));
+        MT_DO(h->at(of, unit, param, plane, &at));
     else
-        MT_TRY(mt_store_at(o->store, unit, param, plane, &at));
+        MT_DO(mt_store_at(o->store, unit, param, plane, &at));
     (void)mt_store_owned(o->store, unit, param, &from);
     *out = (char *)at + mt_store_plane_bytes(o->store, unit, param, plane, from);
-fail:
-    return st;
+    return MT_OK;
 }
 
 static mt_status parcel_make(mt_offload *o, int unit, const mt_grad_item *it, tally *y, parcel *p)
@@ -445,30 +433,27 @@ static mt_status parcel_make(mt_offload *o, int unit, const mt_grad_item *it, ta
     const mt_param_desc *d = mt_store_desc(o->store, unit, it->param);
     int64_t              from, n = mt_store_owned(o->store, unit, it->param, &from);
     void                *at;
-    mt_status            st;
 
     *p = (parcel){ .item = *it, .dt = d->dtype, .n = n, .sum = &y->sum[it->param],
                    .chunks = y->chunks[it->param],
                    .whole = mt_store_owners(o->store, unit) == 1 };
     p->bytes = (size_t)p->n * mt_dtype_bytes(p->dt);
     p->settled = mt_store_home(o->store, unit, NULL)->at != NULL;
-    MT_TRY(plane_at(o, unit, it->param, MT_PLANE_GRAD, 0, &p->grad));
+    MT_DO(plane_at(o, unit, it->param, MT_PLANE_GRAD, 0, &p->grad));
     if (it->mode == MT_GRAD_SET)
         return MT_OK;
     if (mt_plane_bytes(MT_PLANE_ACC, p->dt, MT_STATES_FP32, 1) > 0) {
-        MT_TRY(plane_at(o, unit, it->param, MT_PLANE_ACC, 0, &at));
+        MT_DO(plane_at(o, unit, it->param, MT_PLANE_ACC, 0, &at));
         p->acc = at;
     }
     if (it->mode == MT_GRAD_ADD && it->reread) {
-        MT_TRY(plane_at(o, unit, it->param, MT_PLANE_GRAD, 1, &at));
+        MT_DO(plane_at(o, unit, it->param, MT_PLANE_GRAD, 1, &at));
         p->changed = at != p->grad ? at : NULL;
     }
     mt_lock(&o->mu);
     p->from_grad = it->reread || !(y->flags[it->param] & SUMMED);
     mt_unlock(&o->mu);
     return MT_OK;
-fail:
-    return st;
 }
 
 static mt_status make_room(ticket *t, int n)
@@ -492,16 +477,15 @@ static mt_status make_room(ticket *t, int n)
 static mt_status prepare(mt_offload *o, ticket *t, int unit, const mt_grad_item *items, int n,
                          tally *y, staging **g)
 {
-    size_t    need = 0;
-    mt_status st;
+    size_t need = 0;
 
-    MT_TRY(make_room(t, n));
+    MT_DO(make_room(t, n));
     t->unit = unit;
     t->n = n;
     t->adds = 0;
     for (int i = 0; i < n; i++) {
-        MT_TRY(check_item(o, unit, &items[i]));
-        MT_TRY(parcel_make(o, unit, &items[i], y, &t->parcels[i]));
+        MT_DO(check_item(o, unit, &items[i]));
+        MT_DO(parcel_make(o, unit, &items[i], y, &t->parcels[i]));
         t->params[i] = items[i].param;
         if (is_staged(&t->parcels[i])) {
             t->adds++;
@@ -510,7 +494,7 @@ static mt_status prepare(mt_offload *o, ticket *t, int unit, const mt_grad_item 
     }
     *g = NULL;
     if (need > 0)
-        MT_TRY(staging_take(o, need, g));
+        MT_DO(staging_take(o, need, g));
     need = 0;
     for (int i = 0; i < n && *g != NULL; i++)
         if (is_staged(&t->parcels[i])) {
@@ -518,34 +502,24 @@ static mt_status prepare(mt_offload *o, ticket *t, int unit, const mt_grad_item 
             need += (t->parcels[i].bytes + 511) / 512 * 512;
         }
     return MT_OK;
-fail:
-    return st;
 }
 
 /* Settled ADD: the sum and its squares, on the device. */
 static mt_status put_sum(mt_offload *o, const parcel *p)
 {
-    mt_status st;
-
     if (p->changed != NULL)
-        MT_TRY(o->dev->ops->copy(o->d2h, p->grad, p->changed, p->bytes));
+        MT_DO(o->dev->ops->copy(o->d2h, p->grad, p->changed, p->bytes));
     return o->kernels.accumulate_put(o->kernels.ctx, o->d2h, p->dt, p->acc, p->grad,
                                      p->item.src, p->n, p->from_grad, p->sum, p->chunks);
-fail:
-    return st;
 }
 
 static mt_status put_as_it_is(mt_offload *o, const parcel *p)
 {
-    mt_status st;
-
     if (o->kernels.sumsq != NULL)
-        MT_TRY(o->kernels.sumsq(o->kernels.ctx, o->d2h, p->dt, p->item.src, p->n, p->sum,
-                                p->chunks));
+        MT_DO(o->kernels.sumsq(o->kernels.ctx, o->d2h, p->dt, p->item.src, p->n, p->sum,
+                               p->chunks));
     return p->item.src == p->grad ? MT_OK
                                   : o->dev->ops->copy(o->d2h, p->grad, p->item.src, p->bytes);
-fail:
-    return st;
 }
 
 static mt_status put_parcel(mt_offload *o, const parcel *p)
@@ -578,29 +552,26 @@ static mt_status put_all(mt_offload *o, ticket *t, mt_queue *run)
     const mt_home    *home = mt_store_home(o->store, t->unit, &of);
     uint64_t          bytes = 0;
     mt_span           span;
-    mt_status         st;
 
     /* GRAD: the sources are written by what run was given up to now. */
-    MT_TRY(v->record(run, t->handed));
+    MT_DO(v->record(run, t->handed));
     mt_watch_compute(mt_store_watch(o->store), &t->making, mt_store_name(o->store, t->unit),
                      "its gradients' kernels (the event GRAD)", t->handed);
     if (!mt_skips(o->cx, MT_EDGE_GRAD))
-        MT_TRY(v->wait(o->d2h, t->handed));
+        MT_DO(v->wait(o->d2h, t->handed));
     if (home->come != NULL)
-        MT_TRY(home->come(of, t->unit, t->params, t->n, o->d2h));
+        MT_DO(home->come(of, t->unit, t->params, t->n, o->d2h));
     mt_timeline_begin(o->timeline, &span, MT_LANE_D2H, MT_WORK_OFFLOAD, t->unit, o->d2h);
     for (int i = 0; i < t->n; i++) {
-        MT_TRY(put_parcel(o, &t->parcels[i]));
+        MT_DO(put_parcel(o, &t->parcels[i]));
         bytes += bytes_home(&t->parcels[i]);
     }
     mt_timeline_end(o->timeline, &span, bytes, o->d2h);
-    MT_TRY(v->record(o->d2h, t->landed));
+    MT_DO(v->record(o->d2h, t->landed));
     /* LANDED: what run is given from now on may reuse the sources of `depth` tickets ago. */
     if (t->passes > 0 && !mt_skips(o->cx, MT_EDGE_LANDED))
-        MT_TRY(v->wait(run, ticket_at(o, t->passes)->landed));
+        MT_DO(v->wait(run, ticket_at(o, t->passes)->landed));
     return MT_OK;
-fail:
-    return st;
 }
 
 /* Under mu. sent: the copies are on their way; else some were begun and nothing is known. */
@@ -654,23 +625,20 @@ static void commit(mt_offload *o, ticket *t, tally *y, staging *g, uint64_t numb
 /* Host waits, before anything is changed. */
 static mt_status wait_turn(mt_offload *o, int unit, const mt_grad_item *items, int n, tally *y)
 {
-    int       adds, sets = 0;
-    mt_status st;
+    int adds, sets = 0;
 
     /* An update reads the plane that the copies will overwrite. */
-    MT_TRY(mt_ledger_wait_stepped(o->store, unit));
+    MT_DO(mt_ledger_wait_stepped(o->store, unit));
     for (int i = 0; i < n; i++)
         sets += items[i].mode != MT_GRAD_ADD;
     mt_lock(&o->mu);
     adds = y->adds;
     mt_unlock(&o->mu);
     if (sets > 0 && adds > 0)
-        MT_TRY(mt_ledger_wait_grads(o->store, unit));
+        MT_DO(mt_ledger_wait_grads(o->store, unit));
     if (o->collector.submitted + 1 > AHEAD)
-        MT_TRY(wait_room(o, o->collector.submitted + 1 - AHEAD));
+        MT_DO(wait_room(o, o->collector.submitted + 1 - AHEAD));
     return MT_OK;
-fail:
-    return st;
 }
 
 /* What was put is not to be put again: nobody is asked. */
@@ -695,11 +663,11 @@ mt_status mt_offload_put(mt_offload *o, int unit, const mt_grad_item *items, int
     if (unit < 0 || unit >= mt_store_units(o->store) || n < 0)
         return MT_FAIL(MT_EINVAL, "offload: %d gradients of unit %d; the store has %d units",
                        n, unit, mt_store_units(o->store));
-    MT_TRY(tally_of(o, unit, &y));
-    MT_TRY(wait_turn(o, unit, items, n, y));
+    MT_DO(tally_of(o, unit, &y));
+    MT_DO(wait_turn(o, unit, items, n, y));
     if (mt_store_passes(o->store, unit))
-        MT_TRY(mt_store_lend(o->store, unit, o->timeline));
-    MT_TRY(prepare(o, t, unit, items, n, y, &g));
+        MT_DO(mt_store_lend(o->store, unit, o->timeline));
+    MT_DO(prepare(o, t, unit, items, n, y, &g));
 
     mt_ledger_grads_begin(o->store, unit);
     t->passes = next > depth_of(o, unit) ? next - depth_of(o, unit) : 0;
@@ -710,23 +678,18 @@ mt_status mt_offload_put(mt_offload *o, int unit, const mt_grad_item *items, int
     commit(o, t, y, g, next);
     *number = next;
     return mt_syncs(o->cx) ? drain_all(o) : MT_OK;
-fail:
-    return st;
 }
 
 mt_status mt_offload_land(mt_offload *o, mt_queue *run)
 {
-    mt_status st = MT_OK;
-
     /* The D2H queue is first in, first out: the last ticket's copies end last. */
     if (o->collector.submitted > 0 && !mt_skips(o->cx, MT_EDGE_LANDED))
-        MT_TRY(run->dev->ops->wait(run, ticket_at(o, o->collector.submitted)->landed));
+        MT_DO(run->dev->ops->wait(run, ticket_at(o, o->collector.submitted)->landed));
     mt_lock(&o->mu);
     o->waited_for = o->collector.submitted;
     assert_state(o);
     mt_unlock(&o->mu);
-fail:
-    return st;
+    return MT_OK;
 }
 
 /* ---- asking ----------------------------------------------------------------------------- */
@@ -744,19 +707,16 @@ uint64_t mt_offload_passed(mt_offload *o)
 
 mt_status mt_offload_drain(mt_offload *o)
 {
-    uint64_t  put;
-    mt_status st;
+    uint64_t put;
 
     mt_lock(&o->mu);
     put = o->collector.submitted;
     mt_unlock(&o->mu);
     /* The ledger first: its waits name the unit. */
     for (int u = 0; u < mt_store_units(o->store); u++)
-        MT_TRY(mt_ledger_wait_grads(o->store, u));
-    MT_TRY(wait_home(o, put));
+        MT_DO(mt_ledger_wait_grads(o->store, u));
+    MT_DO(wait_home(o, put));
     return mt_ledger_check(o->store);
-fail:
-    return st;
 }
 
 /* Under mu. NULL: nothing was ever put for it. */

@@ -69,9 +69,8 @@ static mt_status add_part(cutting *c, int param, unsigned planes, int64_t from, 
 {
     mt_piece   *piece = last_of(c);
     mt_stretch *k;
-    mt_status   st;
 
-    MT_TRY(MT_GROW(c->p->part, c->room_parts, c->p->n_parts + 1, mt_store_name(c->s, c->unit)));
+    MT_DO(MT_GROW(c->p->part, c->room_parts, c->p->n_parts + 1, mt_store_name(c->s, c->unit)));
     c->kinds = piece->n == 0 ? planes : c->kinds;
     k = &c->p->part[c->p->n_parts++];
     *k = (mt_stretch){ .param = param, .from = from, .n = n };
@@ -89,8 +88,7 @@ static mt_status add_part(cutting *c, int param, unsigned planes, int64_t from, 
     }
     if (++piece->n > c->p->most)
         c->p->most = piece->n;
-fail:
-    return st;
+    return MT_OK;
 }
 
 static void finish_piece(cutting *c)
@@ -132,24 +130,22 @@ static mt_status next_piece(cutting *c)
 
 static mt_status cut_param(cutting *c, int param, unsigned planes)
 {
-    int64_t   from, n, end = mt_store_owned(c->s, c->unit, param, &from);
-    mt_status st = MT_OK;
+    int64_t from, n, end = mt_store_owned(c->s, c->unit, param, &from);
 
     for (end += from; from < end; from += n) {
         if (is_full(c, planes))
-            MT_TRY(next_piece(c));
+            MT_DO(next_piece(c));
         n = fit(c, param, planes, end - from, left_in(c, planes));
         if (n > 0)
-            MT_TRY(add_part(c, param, planes, from, n));
+            MT_DO(add_part(c, param, planes, from, n));
         else if (last_of(c)->n > 0)
-            MT_TRY(next_piece(c));
+            MT_DO(next_piece(c));
         else
             return MT_FAIL(MT_EINVAL, "unit %s: %zu bytes hold no %lld elements of parameter %d",
                            mt_store_name(c->s, c->unit), c->how->budget,
                            (long long)c->how->grain, param);
     }
-fail:
-    return st;
+    return MT_OK;
 }
 
 mt_status mt_pieces_cut(const mt_store *s, int unit, const mt_cut *how, mt_pieces **out)
@@ -210,18 +206,15 @@ mt_status mt_part_host(mt_store *s, int unit, const mt_part *part, mt_plane p, v
 mt_status mt_part_copy(mt_store *s, int unit, const mt_part *part, unsigned planes, mt_queue *q,
                        int up, uint64_t *copied)
 {
-    mt_status st = MT_OK;
-
     for (int p = 0; p < MT_PLANE_COUNT; p++) {
         void  *host;
         size_t bytes;
 
         if (part->at[p] == NULL || !(planes >> p & 1))
             continue;
-        MT_TRY(mt_part_host(s, unit, part, (mt_plane)p, &host, &bytes));
-        MT_TRY(q->dev->ops->copy(q, up ? part->at[p] : host, up ? host : part->at[p], bytes));
+        MT_DO(mt_part_host(s, unit, part, (mt_plane)p, &host, &bytes));
+        MT_DO(q->dev->ops->copy(q, up ? part->at[p] : host, up ? host : part->at[p], bytes));
         *copied += bytes;
     }
-fail:
-    return st;
+    return MT_OK;
 }

@@ -44,17 +44,15 @@ uint64_t mt_places_lack(const mt_places *l, uint64_t bytes)
 mt_status mt_places_add(mt_places *l, uint64_t bytes)
 {
     mt_place *p = free_end(l);
-    mt_status st = MT_OK;
 
     if (p == NULL) {
-        MT_TRY(MT_MAKE(p, 1, "spill"));
+        MT_DO(MT_MAKE(p, 1, "spill"));
         p->at = l->bytes;
         put_behind(l, l->last, p);
     }
     p->bytes += bytes;
     l->bytes += bytes;
-fail:
-    return st;
+    return MT_OK;
 }
 
 /* What is behind its first bytes becomes one of its own; where there is no memory to note that,

@@ -87,21 +87,17 @@ static void walk_close(walk *w)
 /* Everything empty. */
 static mt_status walk_open(walk *w, int64_t n_trace, int n_units, int n_slots)
 {
-    mt_status st;
-
     w->n_units = n_units;
     w->n_slots = n_slots;
-    MT_TRY(MT_MAKE(w->use, n_trace, "schedule"));
-    MT_TRY(MT_MAKE(w->next, n_trace, "schedule"));
-    MT_TRY(MT_MAKE(w->soon, n_units, "schedule"));
-    MT_TRY(MT_MAKE(w->slot_of, n_units, "schedule"));
-    MT_TRY(MT_MAKE(w->class_bytes, n_units, "schedule"));
-    MT_TRY(MT_MAKE(w->slot, n_slots, "schedule"));
-    MT_TRY(MT_MAKE(w->out, 1, "schedule"));
+    MT_DO(MT_MAKE(w->use, n_trace, "schedule"));
+    MT_DO(MT_MAKE(w->next, n_trace, "schedule"));
+    MT_DO(MT_MAKE(w->soon, n_units, "schedule"));
+    MT_DO(MT_MAKE(w->slot_of, n_units, "schedule"));
+    MT_DO(MT_MAKE(w->class_bytes, n_units, "schedule"));
+    MT_DO(MT_MAKE(w->slot, n_slots, "schedule"));
+    MT_DO(MT_MAKE(w->out, 1, "schedule"));
     /* A mark gives itself, at most a FETCH and a RELEASE, and an UPDATE. */
-    MT_TRY(MT_MAKE(w->out->steps, 3 * n_trace + n_units, "schedule"));
-fail:
-    return st;
+    return MT_MAKE(w->out->steps, 3 * n_trace + n_units, "schedule");
 }
 
 /* The COMPUTEs, and from the last to the first, who is needed when. */

@@ -402,18 +402,16 @@ fail:
 /* *out NULL: not now. */
 static mt_status try_bay(mt_spill *s, size_t bytes, bay **out)
 {
-    bay      *b = choose(s, bytes);
-    mt_status st = MT_OK;
+    bay *b = choose(s, bytes);
 
     if (s->made < s->n_bays && (b == NULL || b->holds != NULL))
-        MT_TRY(open_bay(s, &b));
+        MT_DO(open_bay(s, &b));
     else if (b == NULL)
         b = choose(s, 0);
     if (b != NULL && b->b.arena.bytes < bytes)
-        MT_TRY(enlarge(s, b, bytes));
+        MT_DO(enlarge(s, b, bytes));
     *out = b;
-fail:
-    return st;
+    return MT_OK;
 }
 
 /* Of a bundle, for wait_until. */
@@ -454,18 +452,16 @@ static mt_status wait_until(mt_spill *s, mt_spilled *k, int (*over)(void *arg), 
 
 static mt_status get_bay(mt_spill *s, mt_spilled *k, bay **out)
 {
-    bay      *b = NULL;
-    mt_status st;
+    bay *b = NULL;
 
     do {
-        MT_TRY(mt_worker_failure(&s->worker));
-        MT_TRY(try_bay(s, k->bytes, &b));
+        MT_DO(mt_worker_failure(&s->worker));
+        MT_DO(try_bay(s, k->bytes, &b));
         if (b == NULL)
-            MT_TRY(wait_until(s, k, may_have_bay, "host memory for what it keeps (WRITTEN)"));
+            MT_DO(wait_until(s, k, may_have_bay, "host memory for what it keeps (WRITTEN)"));
     } while (b == NULL);
     *out = b;
-fail:
-    return st;
+    return MT_OK;
 }
 
 /* ---- the door --------------------------------------------------------------------------- */
@@ -515,11 +511,10 @@ static mt_status find_room(mt_spill *s, mt_spilled *k)
         mt_unlock(&s->mu);
         st = s->file->ops->take(s->file, (size_t)lack, &at);
         mt_lock(&s->mu);
-        MT_TRY(st);
-        MT_TRY(mt_places_add(&s->places, lack));
+        MT_DO(st);
+        MT_DO(mt_places_add(&s->places, lack));
     }
     k->place = mt_places_take(&s->places, k->bytes);
-fail:
     return st;
 }
 
@@ -566,18 +561,16 @@ mt_status mt_spill_filled(mt_spill *s, mt_spilled *k)
  * the cursor is on it. */
 static mt_status have_bay(mt_spill *s, mt_spilled *k)
 {
-    bay      *b;
-    mt_status st;
+    bay *b;
 
-    MT_TRY(mt_worker_failure(&s->worker));
+    MT_DO(mt_worker_failure(&s->worker));
     if (k->bay == NULL)                  /* where WRITTEN is left out: it has one request */
-        MT_TRY(wait_until(s, k, is_written, "what it keeps to be written (WRITTEN)"));
+        MT_DO(wait_until(s, k, is_written, "what it keeps to be written (WRITTEN)"));
     if (k->bay != NULL || k->st != MT_OK)        /* it is told next, or what it has is lost */
         return MT_OK;
-    MT_TRY(get_bay(s, k, &b));
+    MT_DO(get_bay(s, k, &b));
     read_into(s, k, b);
-fail:
-    return st;
+    return MT_OK;
 }
 
 /* A bay whose read failed has nothing; a place that was written may be read again. */

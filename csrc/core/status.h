@@ -41,8 +41,12 @@ mt_status mt_fail_(mt_status st, const char *file, int line, const char *fmt, ..
 /* Carries a worker's failure to the thread that asks: copies text into this thread's message. */
 mt_status mt_fail_again(mt_status st, const char *text);
 
-/* The only macro that jumps. Needs `mt_status st` and a `fail:` label. */
+/* The only macro that jumps, where something is to be undone. Needs `mt_status st` and a `fail:`
+ * label. */
 #define MT_TRY(expr) do { st = (expr); if (st != MT_OK) goto fail; } while (0)
+
+/* The same where nothing is: the failure is the function's own. */
+#define MT_DO(expr) do { mt_status st_ = (expr); if (st_ != MT_OK) return st_; } while (0)
 
 /* Zeroed memory for n of what p is to point to, for one where n is 0; MT_ENOMEM, and p NULL, where
  * there is none. what: the room's or the unit's name, for the message. */

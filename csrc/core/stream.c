@@ -133,37 +133,33 @@ mt_status mt_stream_bounds(const mt_stream *s, int number, size_t *bounds)
 {
     int        mates = mt_turns_mates(s->cx->turns);
     mt_portion p;
-    mt_status  st = MT_OK;
 
     for (int k = 0; k <= mates; k++) {
         if (cut_of(s, number) != NULL) {
             bounds[k] = bound_of_cut(bytes_of(s, number), k, mates);
             continue;
         }
-        MT_TRY(mt_portion_of(s->store, number, k < mates ? k : k - 1, mates, &p));
+        MT_DO(mt_portion_of(s->store, number, k < mates ? k : k - 1, mates, &p));
         bounds[k] = mt_portion_byte(s->store, number, k < mates ? p.begin : p.end);
     }
-fail:
-    return st;
+    return MT_OK;
 }
 
 /* Bytes [from, to) of a slot that a request brings. */
 static mt_status brought_by(const mt_stream *s, int number, int part, size_t *from, size_t *to)
 {
-    size_t    bounds[MT_RANKS_MOST + 1];
-    int       me;
-    mt_status st;
+    size_t bounds[MT_RANKS_MOST + 1];
+    int    me;
 
     *from = 0;
     *to = bytes_of(s, number);
     if (!part)
         return MT_OK;
-    MT_TRY(mt_stream_bounds(s, number, bounds));
+    MT_DO(mt_stream_bounds(s, number, bounds));
     me = mt_turns_place(s->cx->turns);
     *from = bounds[me];
     *to = bounds[me + 1];
-fail:
-    return st;
+    return MT_OK;
 }
 
 static size_t moved_by(const mt_stream *s, int number, int part)
@@ -239,19 +235,15 @@ static mt_status fetch_begin(mt_stream *s, const request *r, uint64_t *version)
 /* Behind FREED and before the copy, so that whoever reads too early reads NaN. */
 static mt_status put_poison(mt_stream *s, const request *r, size_t bytes)
 {
-    mt_status st;
-
     if (s->poison == NULL) {
-        MT_TRY(MT_MAKE(s->poison, (int64_t)POISON_BYTES, "stream"));
+        MT_DO(MT_MAKE(s->poison, (int64_t)POISON_BYTES, "stream"));
         memset(s->poison, 0xFF, POISON_BYTES);
     }
     for (size_t at = 0; at < bytes; at += POISON_BYTES) {
         size_t n = bytes - at < POISON_BYTES ? bytes - at : POISON_BYTES;
-        MT_TRY(s->dev->ops->copy(s->h2d, (char *)r->mem + at, s->poison, n));
+        MT_DO(s->dev->ops->copy(s->h2d, (char *)r->mem + at, s->poison, n));
     }
     return MT_OK;
-fail:
-    return st;
 }
 
 /* What of a range lies in bytes [from, to) of the slot. */
@@ -271,21 +263,19 @@ static mt_status copy_hi(mt_stream *s, const request *r, const void *hi)
     int                 n = c != NULL ? c->n : 1;
     size_t              from, to;
     mt_span             span;
-    mt_status           st;
 
-    MT_TRY(brought_by(s, r->unit, r->part, &from, &to));
+    MT_DO(brought_by(s, r->unit, r->part, &from, &to));
     mt_timeline_begin(s->cx->timeline, &span, MT_LANE_H2D, MT_WORK_FETCH,
                       mt_stream_owner(s, r->unit), s->h2d);
     for (int i = 0; i < n; i++) {
         mt_cut_range one = within(ranges[i], from, to);
 
         if (one.bytes > 0)
-            MT_TRY(s->dev->ops->copy(s->h2d, (char *)r->mem + one.to, (const char *)hi + one.from,
-                                     one.bytes));
+            MT_DO(s->dev->ops->copy(s->h2d, (char *)r->mem + one.to, (const char *)hi + one.from,
+                                    one.bytes));
     }
     mt_timeline_end(s->cx->timeline, &span, to - from, s->h2d);
-fail:
-    return st;
+    return MT_OK;
 }
 
 /* hi: NULL where the weights are on disk. */
@@ -294,17 +284,14 @@ static mt_status put_copy(mt_stream *s, const request *r, const void *hi)
     const mt_dev_ops *v = s->dev->ops;
     slot             *k = &s->slots[r->slot];
     size_t            bytes = bytes_of(s, r->unit);
-    mt_status         st;
 
     /* FREED: compute on what the slot held was put in run before `freed` was recorded there. */
     if (!mt_skips(s->cx, MT_EDGE_FREED))
-        MT_TRY(v->wait(s->h2d, k->freed));
+        MT_DO(v->wait(s->h2d, k->freed));
     if (mt_poisons(s->cx))
-        MT_TRY(put_poison(s, r, bytes));
-    MT_TRY(hi != NULL ? copy_hi(s, r, hi) : mt_feed_copy(s->cx->feed, r->unit, r->mem, s->h2d));
+        MT_DO(put_poison(s, r, bytes));
+    MT_DO(hi != NULL ? copy_hi(s, r, hi) : mt_feed_copy(s->cx->feed, r->unit, r->mem, s->h2d));
     return v->record(s->h2d, k->ready);
-fail:
-    return st;
 }
 
 /* Between begin and fetching nothing waits for updates: an updater may be waiting for us. Reads of
@@ -361,20 +348,17 @@ static mt_status carry_out(void *arg, mt_job *node)
 static mt_status open_slots(mt_stream *s, const mt_slot_desc *d, int n)
 {
     const mt_dev_ops *v = s->dev->ops;
-    mt_status         st;
 
-    MT_TRY(MT_MAKE(s->slots, n, "stream"));
-    MT_TRY(MT_MAKE(s->slot_bytes, n, "stream"));
+    MT_DO(MT_MAKE(s->slots, n, "stream"));
+    MT_DO(MT_MAKE(s->slot_bytes, n, "stream"));
     s->n_slots = n;
     for (int i = 0; i < n; i++) {
         s->slots[i] = (slot){ .bytes = d[i].bytes, .mem = d[i].mem, .unit = -1 };
         s->slot_bytes[i] = d[i].bytes;
-        MT_TRY(v->event_open(s->dev, &s->slots[i].ready));
-        MT_TRY(v->event_open(s->dev, &s->slots[i].freed));
+        MT_DO(v->event_open(s->dev, &s->slots[i].ready));
+        MT_DO(v->event_open(s->dev, &s->slots[i].freed));
     }
     return MT_OK;
-fail:
-    return st;
 }
 
 mt_status mt_stream_open(const mt_context *cx, const mt_slot_desc *slots, int n_slots,
@@ -431,7 +415,6 @@ mt_status mt_stream_settle(mt_stream *s, int unit, int k)
 {
     mt_resident *r = s->cx->residents;
     size_t    bytes = mt_store_hi_bytes(s->store, unit);
-    mt_status st;
 
     if (k < 0 || k >= s->n_slots || s->slots[k].bytes < bytes)
         return MT_FAIL(MT_EINVAL, "unit %s: %zu bytes do not fit slot %d of %d with its %zu",
@@ -443,7 +426,7 @@ mt_status mt_stream_settle(mt_stream *s, int unit, int k)
                        "forward", mt_store_name(s->store, unit), k,
                        mt_store_name(s->store, s->slots[k].unit));
     if (mt_resident_mem(r, unit) == NULL)
-        MT_TRY(mt_resident_settle(r, unit, s->slots[k].mem));
+        MT_DO(mt_resident_settle(r, unit, s->slots[k].mem));
     else if (mt_resident_mem(r, unit) != s->slots[k].mem)
         return MT_FAIL(MT_EINVAL, "unit %s: slot %d is not the memory that it has",
                        mt_store_name(s->store, unit), k);
@@ -454,8 +437,7 @@ mt_status mt_stream_settle(mt_stream *s, int unit, int k)
     s->n_settled++;
     assert_state(s);
     mt_unlock(&s->mu);
-fail:
-    return st;
+    return MT_OK;
 }
 
 /* A unit that was added since would have a cut's number. */
@@ -470,10 +452,9 @@ static mt_status check_numbers(const mt_stream *s)
 
 static mt_status check_cut(const mt_stream *s, int unit, const mt_cut_range *ranges, int n)
 {
-    size_t    bytes = mt_store_hi_bytes(s->store, unit);
-    mt_status st;
+    size_t bytes = mt_store_hi_bytes(s->store, unit);
 
-    MT_TRY(check_numbers(s));
+    MT_DO(check_numbers(s));
     if (s->requests > 0)
         return MT_FAIL(MT_ESTATE, "unit %s: it cannot be cut: weights are being fetched",
                        mt_store_name(s->store, unit));
@@ -482,17 +463,15 @@ static mt_status check_cut(const mt_stream *s, int unit, const mt_cut_range *ran
             ranges[i].bytes > bytes - ranges[i].from || ranges[i].to > SIZE_MAX - ranges[i].bytes)
             return MT_FAIL(MT_EINVAL, "unit %s: a cut from byte %zu, %zu bytes, of %zu that it has",
                            mt_store_name(s->store, unit), ranges[i].from, ranges[i].bytes, bytes);
-fail:
-    return st;
+    return MT_OK;
 }
 
 mt_status mt_stream_cut(mt_stream *s, int unit, const mt_cut_range *ranges, int n, int *number)
 {
-    cut      *more, c = { .unit = unit, .n = n };
-    mt_status st;
+    cut *more, c = { .unit = unit, .n = n };
 
-    MT_TRY(check_cut(s, unit, ranges, n));
-    MT_TRY(MT_MAKE(c.ranges, n + 1, "stream"));
+    MT_DO(check_cut(s, unit, ranges, n));
+    MT_DO(MT_MAKE(c.ranges, n + 1, "stream"));
     for (int i = 0; i < n; i++) {
         size_t end = ranges[i].to + ranges[i].bytes;
 
@@ -508,8 +487,6 @@ mt_status mt_stream_cut(mt_stream *s, int unit, const mt_cut_range *ranges, int 
     s->cuts[s->n_cuts] = c;
     *number = s->first_cut + s->n_cuts++;
     return MT_OK;
-fail:
-    return st;
 }
 
 /* ---- asking for copies: the acquiring thread -------------------------------------------- */
@@ -592,12 +569,11 @@ static void withdraw(mt_stream *s, slot *k)
 /* Someone still reads slot k: it gets other memory, and forgets what the old one held. */
 static mt_status renew(mt_stream *s, int k)
 {
-    void     *mem;
-    mt_status st;
+    void *mem;
 
     if (s->hooks.renew == NULL)
         return MT_FAIL(MT_ESTATE, "stream: slot %d is held and there is no hook to renew it", k);
-    MT_TRY(s->hooks.renew(s->hooks.ctx, k, &mem));
+    MT_DO(s->hooks.renew(s->hooks.ctx, k, &mem));
     mt_lock(&s->mu);
     withdraw(s, &s->slots[k]);
     s->slots[k].mem = mem;
@@ -605,22 +581,19 @@ static mt_status renew(mt_stream *s, int k)
     assert_state(s);
     mt_unlock(&s->mu);
     return MT_OK;
-fail:
-    return st;
 }
 
 /* Asks the mover to bring `unit`, or this rank's portion of it, into slot k. The hooks are called
  * without mu: they may run Python, and that may call us. */
 static mt_status fetch(mt_stream *s, int k, int unit, int part, mt_queue *run)
 {
-    slot     *sl = &s->slots[k];
-    size_t    bytes = moved_by(s, unit, part);
-    uint64_t  now = version_of(s, unit);
-    mt_status st;
+    slot    *sl = &s->slots[k];
+    size_t   bytes = moved_by(s, unit, part);
+    uint64_t now = version_of(s, unit);
 
     if (held(s, k))
-        MT_TRY(renew(s, k));
-    MT_TRY(s->dev->ops->record(run, sl->freed));
+        MT_DO(renew(s, k));
+    MT_DO(s->dev->ops->record(run, sl->freed));
     mt_watch_compute(mt_store_watch(s->store), &sl->using, name_of(s, s->computing),
                      "its kernels (the event FREED)", sl->freed);
     mt_lock(&s->mu);
@@ -637,8 +610,6 @@ static mt_status fetch(mt_stream *s, int k, int unit, int part, mt_queue *run)
     mt_unlock(&s->mu);
     sl->last_use = ++s->tick;
     return MT_OK;
-fail:
-    return st;
 }
 
 /* Of the slots that the unit fits: one with an old copy of it, else, among the smallest of them,
@@ -669,14 +640,11 @@ static int give_way(const mt_stream *s, int unit)
 
 static mt_status fetch_on_demand(mt_stream *s, int k, int unit, int part, mt_queue *run)
 {
-    mt_status st;
-
-    MT_TRY(fetch(s, k, unit, part, run));
+    MT_DO(fetch(s, k, unit, part, run));
     mt_lock(&s->mu);
     s->stats.demand_fetches++;
     mt_unlock(&s->mu);
-fail:
-    return st;
+    return MT_OK;
 }
 
 /* ---- following the schedule: the acquiring thread --------------------------------------- */
@@ -699,15 +667,12 @@ static mt_status hand_over(mt_stream *s, int64_t i, mt_queue *run)
 static mt_status catch_up(mt_stream *s, int64_t from, int64_t now, mt_queue *run)
 {
     const mt_step *steps = mt__course_schedule(&s->course)->steps;
-    mt_status      st;
 
     for (int64_t i = from; i < now; i++)
         if (mt__course_wants(&s->course, i, now) &&
             steps[i].slot != holding(s, steps[now].unit, steps[now].slot))
-            MT_TRY(hand_over(s, i, run));
+            MT_DO(hand_over(s, i, run));
     return MT_OK;
-fail:
-    return st;
 }
 
 /* The FETCHes up to the next COMPUTE. Slot `keep` was just given out: nobody has a tensor in it
@@ -716,7 +681,6 @@ fail:
 static mt_status look_ahead(mt_stream *s, int keep, mt_queue *run)
 {
     const mt_schedule *sch = mt__course_schedule(&s->course);
-    mt_status          st;
 
     for (; s->course.at < sch->n; s->course.at++) {
         const mt_step *step = &sch->steps[s->course.at];
@@ -724,11 +688,9 @@ static mt_status look_ahead(mt_stream *s, int keep, mt_queue *run)
         if (step->kind == MT_COMPUTE || (step->kind == MT_FETCH && step->slot == keep))
             break;
         if (step->kind == MT_FETCH)
-            MT_TRY(hand_over(s, s->course.at, run));
+            MT_DO(hand_over(s, s->course.at, run));
     }
     return MT_OK;
-fail:
-    return st;
 }
 
 mt_status mt_stream_begin(mt_stream *s)
@@ -737,14 +699,13 @@ mt_status mt_stream_begin(mt_stream *s)
     size_t   *unit_bytes;
     mt_status st;
 
-    MT_TRY(check_numbers(s));
-    MT_TRY(MT_MAKE(unit_bytes, n_units, "stream"));
+    MT_DO(check_numbers(s));
+    MT_DO(MT_MAKE(unit_bytes, n_units, "stream"));
     for (int u = 0; u < n_units; u++)
         unit_bytes[u] = bytes_of(s, u);
     st = mt__course_begin(&s->course, unit_bytes, n_units, s->slot_bytes, s->n_slots);
     s->last_unit = -1;
     free(unit_bytes);
-fail:
     return st;
 }
 
@@ -771,39 +732,35 @@ static mt_status check_fits(const mt_stream *s, int unit)
 /* A window of its own: the cursor moves, copies are asked for, *k is where the unit will be. */
 static mt_status open_window(mt_stream *s, int unit, mt_queue *run, int *k)
 {
-    int64_t   from, step;
-    int       planned = -1;
-    mt_status st;
+    int64_t from, step;
+    int     planned = -1;
 
-    MT_TRY(mt__course_compute(&s->course, unit, &from, &step));
+    MT_DO(mt__course_compute(&s->course, unit, &from, &step));
     if (step >= 0)
         planned = mt__course_schedule(&s->course)->steps[step].slot;
     if (step >= 0 && !mt_syncs(s->cx))
-        MT_TRY(catch_up(s, from, step, run));
+        MT_DO(catch_up(s, from, step, run));
     if ((*k = holding(s, unit, planned)) < 0) {
         *k = give_way(s, unit);
-        MT_TRY(fetch_on_demand(s, *k, unit, comes_in_part(s, unit), run));
+        MT_DO(fetch_on_demand(s, *k, unit, comes_in_part(s, unit), run));
     }
     s->slots[*k].last_use = ++s->tick;
     s->last_unit = unit;
     if (step >= 0 && !mt_syncs(s->cx))
-        MT_TRY(look_ahead(s, *k, run));
+        MT_DO(look_ahead(s, *k, run));
     return MT_OK;
-fail:
-    return st;
 }
 
 mt_status mt_stream_acquire(mt_stream *s, int unit, mt_queue *run, int *slot_out, void **mem)
 {
-    int       k;
-    mt_status st;
+    int k;
 
-    MT_TRY(mt_ledger_check(s->store));
+    MT_DO(mt_ledger_check(s->store));
     s->takes_turn = 0;
     if ((k = settled_slot(s, unit)) < 0) {
-        MT_TRY(check_fits(s, unit));
+        MT_DO(check_fits(s, unit));
         if (unit != s->last_unit || (k = holding(s, unit, -1)) < 0) {
-            MT_TRY(open_window(s, unit, run, &k));
+            MT_DO(open_window(s, unit, run, &k));
             s->takes_turn = comes_in_part(s, unit);
         }
         s->takes_turn |= s->slots[k].lacks;      /* what interrupted its turn came to nothing */
@@ -812,8 +769,6 @@ mt_status mt_stream_acquire(mt_stream *s, int unit, mt_queue *run, int *slot_out
     *slot_out = k;
     *mem = s->slots[k].mem;
     return MT_OK;
-fail:
-    return st;
 }
 
 /* ---- with the other ranks of the machine ------------------------------------------------- */
@@ -838,30 +793,25 @@ static uint64_t about(const slot *k)
 
 mt_status mt_stream_turn(mt_stream *s, int k, int *gathers)
 {
-    int       in_step, needs = needs_mates(s, s->slots[k].unit);
-    mt_status st;
+    int in_step, needs = needs_mates(s, s->slots[k].unit);
 
     mt_turns_next(s->cx->turns, mt_stream_owner(s, s->slots[k].unit));
-    MT_TRY(mt_turns_take(s->cx->turns, about(&s->slots[k]) | (uint64_t)needs,
-                         needs ? ALL_COME_MS : 0, &in_step));
+    MT_DO(mt_turns_take(s->cx->turns, about(&s->slots[k]) | (uint64_t)needs,
+                        needs ? ALL_COME_MS : 0, &in_step));
     *gathers = in_step && (s->slots[k].lacks || needs);
-fail:
-    return st;
+    return MT_OK;
 }
 
 /* READY stands behind the collective from now on; the mover has nothing for this slot before the
  * next fetch of it, which is asked for by this thread. */
 mt_status mt_stream_gathered(mt_stream *s, int k, mt_queue *beside)
 {
-    mt_status st;
-
-    MT_TRY(s->dev->ops->record(beside, s->slots[k].ready));
+    MT_DO(s->dev->ops->record(beside, s->slots[k].ready));
     mt_lock(&s->mu);
     s->slots[k].lacks = 0;
     s->stats.gathers++;
     mt_unlock(&s->mu);
-fail:
-    return st;
+    return MT_OK;
 }
 
 static mt_status astray(const mt_stream *s, int k)
@@ -895,18 +845,15 @@ void mt_stream_mark_offload(mt_stream *s, int unit)
 mt_status mt_stream_kick(mt_stream *s, mt_queue *run)
 {
     const mt_schedule *sch = mt__course_schedule(&s->course);
-    mt_status          st;
 
-    MT_TRY(mt_ledger_check(s->store));
+    MT_DO(mt_ledger_check(s->store));
     /* An update in mid-backward is no end of the step: its slots are still needed. */
     if (mt_syncs(s->cx) || !mt__course_over(&s->course))
         return MT_OK;
     for (int64_t i = 0; i < sch->n && sch->steps[i].kind != MT_COMPUTE; i++)
         if (sch->steps[i].kind == MT_FETCH)
-            MT_TRY(hand_over(s, i, run));
+            MT_DO(hand_over(s, i, run));
     return MT_OK;
-fail:
-    return st;
 }
 
 /* ---- waiting ---------------------------------------------------------------------------- */
@@ -938,37 +885,31 @@ static mt_status wait_issued(mt_stream *s, int k)
 
 static mt_status await_copy(mt_stream *s, int k, mt_queue *run)
 {
-    mt_status st;
-
     if (on_disk(s, s->slots[k].unit))
         mt_mirror_forget(s->store, mt_stream_owner(s, s->slots[k].unit));
-    MT_TRY(wait_issued(s, k));
+    MT_DO(wait_issued(s, k));
     if (mt_syncs(s->cx))
-        MT_TRY(s->dev->ops->sync_event(s->slots[k].ready));
+        MT_DO(s->dev->ops->sync_event(s->slots[k].ready));
     /* READY: the copy is in h2d; run goes on when it is over. */
     if (!mt_skips(s->cx, MT_EDGE_READY))
-        MT_TRY(s->dev->ops->wait(run, s->slots[k].ready));
-fail:
-    return st;
+        MT_DO(s->dev->ops->wait(run, s->slots[k].ready));
+    return MT_OK;
 }
 
 mt_status mt_stream_await(mt_stream *s, int k, mt_queue *run)
 {
-    uint64_t  begun = mt_now_ns();
-    mt_status st;
+    uint64_t begun = mt_now_ns();
 
     if (k < 0 || k >= s->n_slots)
         return MT_FAIL(MT_EINVAL, "stream: there is no slot %d of %d", k, s->n_slots);
     if (s->slots[k].settled)
-        MT_TRY(mt_resident_await(s->cx->residents, s->slots[k].unit, run));
+        MT_DO(mt_resident_await(s->cx->residents, s->slots[k].unit, run));
     else
-        MT_TRY(await_copy(s, k, run));
+        MT_DO(await_copy(s, k, run));
     mt_lock(&s->mu);
     s->stats.await_ns += mt_now_ns() - begun;
     mt_unlock(&s->mu);
     return MT_OK;
-fail:
-    return st;
 }
 
 /* ---- looking in ------------------------------------------------------------------------- */

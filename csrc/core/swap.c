@@ -140,34 +140,29 @@ static bay *fitting(mt_swap *w, size_t bytes, bay **largest)
 /* Its copies must be over before its memory goes. */
 static mt_status give_up(mt_swap *w, bay *b)
 {
-    bay     **at = &w->bays;
-    mt_status st;
+    bay **at = &w->bays;
 
-    MT_TRY(mt_watch_event(watch_of(w), b->b.filled, b->b.filling.unit, LEFT));
-    MT_TRY(mt_watch_event(watch_of(w), b->b.landed, b->b.landing.unit, BACK));
+    MT_DO(mt_watch_event(watch_of(w), b->b.filled, b->b.filling.unit, LEFT));
+    MT_DO(mt_watch_event(watch_of(w), b->b.landed, b->b.landing.unit, BACK));
     while (*at != b)
         at = &(*at)->next;
     *at = b->next;
     bay_close(w, b);
-fail:
-    return st;
+    return MT_OK;
 }
 
 static mt_status take(mt_swap *w, size_t bytes, bay **out)
 {
-    bay      *largest, *b = fitting(w, bytes, &largest);
-    mt_status st;
+    bay *largest, *b = fitting(w, bytes, &largest);
 
     if (b == NULL && largest != NULL)
-        MT_TRY(give_up(w, largest));
+        MT_DO(give_up(w, largest));
     if (b == NULL)
-        MT_TRY(bay_open(w, bytes, &b));
+        MT_DO(bay_open(w, bytes, &b));
     b->taken = 1;
     w->stats.used_bytes += b->b.arena.bytes;
     *out = b;
     return MT_OK;
-fail:
-    return st;
 }
 
 static void give(mt_swap *w, bay *b)
@@ -349,20 +344,19 @@ static void end_turn(mt_swap *w)
 static mt_status fill(mt_swap *w, bundle *b, const mt_swap_part *parts, mt_queue *run)
 {
     mt_bay   *m = bay_of(w, b);
-    mt_status st;
+    mt_status st = MT_OK;
 
-    MT_TRY(behind(w, w->out, w->made, run, MT_EDGE_COMPUTED));
+    MT_DO(behind(w, w->out, w->made, run, MT_EDGE_COMPUTED));
     mt_watch_compute(watch_of(w), &w->making, mt_store_name(w->store, b->unit),
                      "its kernels (the event COMPUTED)", w->made);
     if (b->bay != NULL)                  /* of another's the spill has waited: DRAINED */
-        MT_TRY(wait_for(w, w->out, m->landed, MT_EDGE_EMPTIED));
-    MT_TRY(copy_all(w, b, m, parts, 1, &w->stats.out_bytes));
+        MT_DO(wait_for(w, w->out, m->landed, MT_EDGE_EMPTIED));
+    MT_DO(copy_all(w, b, m, parts, 1, &w->stats.out_bytes));
     if (b->spilled != NULL) {            /* with overlap off it waits for the drive */
         mt_unlock(&w->mu);
         st = mt_spill_filled(w->spill, b->spilled);
         mt_lock(&w->mu);
     }
-fail:
     return st;
 }
 
@@ -372,8 +366,7 @@ mt_status mt_swap_out(mt_swap *w, int unit, const mt_swap_part *parts, int n, mt
     bundle   *b = NULL;
     mt_status st;
 
-    if ((st = begin_turn(w)) != MT_OK)
-        return st;
+    MT_DO(begin_turn(w));
     MT_TRY(bundle_new(w, unit, parts, n, tier, &b));
     MT_TRY(fill(w, b, parts, run));
     b->needed = SOURCES | TENSORS;
@@ -444,17 +437,16 @@ static mt_status come_back(mt_swap *w, bundle *b, const mt_swap_part *landing, i
 {
     mt_status st;
 
-    MT_TRY(fits(b, landing, n));
-    MT_TRY(behind(w, w->back, w->room, run, MT_EDGE_ROOM));
+    MT_DO(fits(b, landing, n));
+    MT_DO(behind(w, w->back, w->room, run, MT_EDGE_ROOM));
     if (b->spilled == NULL)
         return empty(w, b, landing);
     mt_unlock(&w->mu);
     st = mt_spill_bring(w->spill, b->spilled);
     mt_lock(&w->mu);
-    MT_TRY(st);
+    MT_DO(st);
     st = empty(w, b, landing);
     mt_spill_landing(w->spill, b->spilled);
-fail:
     return st;
 }
 
@@ -464,8 +456,7 @@ mt_status mt_swap_back(mt_swap *w, uint64_t number, const mt_swap_part *landing,
     bundle   *b;
     mt_status st;
 
-    if ((st = begin_turn(w)) != MT_OK)
-        return st;
+    MT_DO(begin_turn(w));
     if ((st = find(w, number, &b)) == MT_OK) {
         b->needed |= COMING;             /* whoever drops it meanwhile leaves it to us */
         st = come_back(w, b, landing, n, run);

@@ -63,20 +63,18 @@ typedef struct cargo {
 
 static mt_status list(const mt_through *t, const job *b, cargo *c)
 {
-    int       n = mt_store_params(t->store, b->j.unit);
-    mt_plane  plane;
-    mt_status st;
+    int      n = mt_store_params(t->store, b->j.unit);
+    mt_plane plane;
 
-    MT_TRY(MT_MAKE(c->planes, n, mt_store_name(t->store, b->j.unit)));
-    MT_TRY(MT_MAKE(c->grad, n, mt_store_name(t->store, b->j.unit)));
+    MT_DO(MT_MAKE(c->planes, n, mt_store_name(t->store, b->j.unit)));
+    MT_DO(MT_MAKE(c->grad, n, mt_store_name(t->store, b->j.unit)));
     for (int i = 0; i < b->j.n_params; i++) {
         int param = b->j.params[i];
 
-        MT_TRY(b->j.gradient(b->j.arg, param, &c->grad[param], &plane));
+        MT_DO(b->j.gradient(b->j.arg, param, &c->grad[param], &plane));
         c->planes[param] = 1u << MT_PLANE_HI | 1u << plane | MT_STATE_PLANES;
     }
-fail:
-    return st;
+    return MT_OK;
 }
 
 /* Up to the device, since it is not the plane's own where the user has changed it. */
@@ -97,55 +95,48 @@ static mt_status copy_gradient(mt_through *t, mt_queue *q, int unit, const cargo
 static mt_status copy_parts(mt_through *t, mt_queue *q, const job *b, const cargo *c,
                             const mt_part *parts, int n, int up)
 {
-    uint64_t  copied = 0;
-    mt_status st = MT_OK;
+    uint64_t copied = 0;
 
     for (int i = 0; i < n; i++) {
-        MT_TRY(mt_part_copy(t->store, b->j.unit, &parts[i], ~GRADS, q, up, &copied));
+        MT_DO(mt_part_copy(t->store, b->j.unit, &parts[i], ~GRADS, q, up, &copied));
         if (up)
-            MT_TRY(copy_gradient(t, q, b->j.unit, c, &parts[i], &copied));
+            MT_DO(copy_gradient(t, q, b->j.unit, c, &parts[i], &copied));
     }
     mt_lock(&t->mu);
     *(up ? &t->stats.h2d_bytes : &t->stats.d2h_bytes) += copied;
     mt_unlock(&t->mu);
-fail:
-    return st;
+    return MT_OK;
 }
 
 static mt_status make_buffers(mt_through *t)
 {
-    mt_status st = MT_OK;
-
     for (int i = 0; i < t->n_buffers; i++) {
         if (t->buffers[i].mem != NULL)
             continue;
-        MT_TRY(t->dev->ops->mem_alloc(t->dev, t->bytes, &t->buffers[i].mem));
+        MT_DO(t->dev->ops->mem_alloc(t->dev, t->bytes, &t->buffers[i].mem));
         mt_lock(&t->mu);
         t->stats.device_bytes += t->bytes;
         mt_unlock(&t->mu);
     }
-fail:
-    return st;
+    return MT_OK;
 }
 
 static mt_status put_pieces(mt_through *t, const job *b, const cargo *c, const mt_pieces *pieces)
 {
-    mt_part   parts[PARTS];
-    mt_status st = MT_OK;
+    mt_part parts[PARTS];
 
     for (int i = 0; i < pieces->n; i++) {
         buffer *f = &t->buffers[t->turn++ % (uint64_t)t->n_buffers];
         int     n = pieces->piece[i].n;
 
         mt_pieces_at(pieces, i, f->mem, parts);
-        MT_TRY(copy_parts(t, f->q, b, c, parts, n, 1));
-        MT_TRY(b->j.compute(b->j.arg, f->q, parts, n, b->clip));
-        MT_TRY(copy_parts(t, f->q, b, c, parts, n, 0));
+        MT_DO(copy_parts(t, f->q, b, c, parts, n, 1));
+        MT_DO(b->j.compute(b->j.arg, f->q, parts, n, b->clip));
+        MT_DO(copy_parts(t, f->q, b, c, parts, n, 0));
     }
     for (int i = 0; i < t->n_buffers; i++)
-        MT_TRY(t->dev->ops->record(t->buffers[i].q, t->buffers[i].over[b->number % 2]));
-fail:
-    return st;
+        MT_DO(t->dev->ops->record(t->buffers[i].q, t->buffers[i].over[b->number % 2]));
+    return MT_OK;
 }
 
 static mt_status put_unit(mt_through *t, const job *b)
@@ -234,17 +225,15 @@ static mt_status pass(void *arg, mt_job *node)
 static mt_status open_buffers(mt_through *t, int n)
 {
     const mt_dev_ops *v = t->dev->ops;
-    mt_status         st;
 
-    MT_TRY(MT_MAKE(t->buffers, n, "through"));
+    MT_DO(MT_MAKE(t->buffers, n, "through"));
     t->n_buffers = n;
     for (int i = 0; i < n; i++) {
-        MT_TRY(v->queue_open(t->dev, "through", &t->buffers[i].q));
-        MT_TRY(v->event_open(t->dev, &t->buffers[i].over[0]));
-        MT_TRY(v->event_open(t->dev, &t->buffers[i].over[1]));
+        MT_DO(v->queue_open(t->dev, "through", &t->buffers[i].q));
+        MT_DO(v->event_open(t->dev, &t->buffers[i].over[0]));
+        MT_DO(v->event_open(t->dev, &t->buffers[i].over[1]));
     }
-fail:
-    return st;
+    return MT_OK;
 }
 
 mt_status mt_through_open(mt_context *cx, int n_buffers, size_t bytes, mt_through **out)

@@ -69,16 +69,14 @@ const char *mt_work_name(mt_work work)
 mt_status mt_timeline_open(mt_dev *dev, mt_timeline **out)
 {
     mt_timeline *t;
-    mt_status    st;
 
-    MT_TRY(MT_MAKE(t, 1, "timeline"));
+    MT_DO(MT_MAKE(t, 1, "timeline"));
     t->dev = dev;
     atomic_init(&t->on, 0);
     mt_mutex_open(&t->mu, MT_RANK_TIMELINE);
     mt_mutex_open(&t->reading, MT_RANK_TIMELINE_READING);
     *out = t;
-fail:
-    return st;
+    return MT_OK;
 }
 
 mt_status mt_timeline_on(mt_timeline *t, int on)

@@ -124,19 +124,16 @@ static mt_status job_copy(const mt_updater *u, const mt_update_job *from, job *t
 /* What run was given up to now may read the weights that the settled units' updates overwrite. */
 static mt_status note_compute(work *w, mt_queue *run)
 {
-    int       some = 0;
-    mt_status st;
+    int some = 0;
 
     for (int i = 0; i < w->n; i++)
         some |= w->jobs[i].home->later != 0;
     if (!some)
         return MT_OK;
-    MT_TRY(run->dev->ops->event_open(run->dev, &w->asked));
+    MT_DO(run->dev->ops->event_open(run->dev, &w->asked));
     for (int i = 0; i < w->n; i++)
         w->jobs[i].j.asked = w->asked;
     return run->dev->ops->record(run, w->asked);
-fail:
-    return st;
 }
 
 static mt_status work_make(const mt_updater *u, const mt_update_job *jobs, int n, double max_norm,
@@ -259,12 +256,11 @@ static mt_status name_differences(mt_updater *u, const work *w, const uint64_t h
     char            what[200] = "";
     uint64_t        bits = 0, other;
     int             rank;
-    mt_status       st;
 
     for (int k = 0; k < MT_ALIKES; k++)
         bits |= mt_alike_mix(7, hash[k]) >> (64 - MT_ALIKE_BITS) << (k * MT_ALIKE_BITS);
     mt_ledger_say(u->store, MT_COUNT_CLEAR, w->ticket, bits);
-    MT_TRY(mt_ledger_meet(u->store, MT_COUNT_CLEAR, w->ticket, 0, NULL));
+    MT_DO(mt_ledger_meet(u->store, MT_COUNT_CLEAR, w->ticket, 0, NULL));
     if ((rank = differing(h, MT_COUNT_CLEAR, bits)) == mt_share_ranks(h))
         return MT_FAIL(MT_EPEER, "update: in step %" PRIu64 " ranks ask for other updates",
                        w->ticket);
@@ -276,55 +272,49 @@ static mt_status name_differences(mt_updater *u, const work *w, const uint64_t h
     return MT_FAIL(MT_EPEER, "update: step %" PRIu64 " is another one on rank %d than on rank %d: "
                    "these differ: %s; all processes have to ask for the same", w->ticket, rank,
                    mt_share_rank(h), what);
-fail:
-    return st;
 }
 
 /* All ranks' gradients, whole and measured, before anybody's sum of them is made: the next submit's
  * are not measured before all ranks are through with these. */
 static mt_status measure_all(mt_updater *u, const work *w)
 {
-    uint64_t  hash[MT_ALIKES], sum = 0;
-    mt_span   span;
-    mt_status st;
+    uint64_t hash[MT_ALIKES], sum = 0;
+    mt_span  span;
 
     mt_timeline_begin(u->timeline, &span, MT_LANE_HOST, MT_WORK_WAIT, -1, NULL);
     for (int i = 0; i < w->n; i++) {
         const job *b = &w->jobs[i];
 
-        MT_TRY(mt_ledger_wait_grads(u->store, b->j.unit));
+        MT_DO(mt_ledger_wait_grads(u->store, b->j.unit));
         for (int k = 0; k < b->j.n_params; k++)
-            MT_TRY(measure(u, b, k));
+            MT_DO(measure(u, b, k));
         mt_store_summed(u->store, b->j.unit);
     }
     alike_of(w, hash);
     for (int k = 0; k < MT_ALIKES; k++)
         sum = mt_alike_mix(sum, hash[k]);
     mt_ledger_say(u->store, MT_COUNT_MEASURED, w->ticket, sum);
-    MT_TRY(mt_ledger_meet(u->store, MT_COUNT_MEASURED, w->ticket, 0, NULL));
+    MT_DO(mt_ledger_meet(u->store, MT_COUNT_MEASURED, w->ticket, 0, NULL));
     if (differing(u->cx->share, MT_COUNT_MEASURED, sum) < mt_share_ranks(u->cx->share))
         return name_differences(u, w, hash);
     for (int i = 0; i < w->n; i++)
         fold(u, &w->jobs[i]);
     mt_timeline_end(u->timeline, &span, 0, NULL);
-fail:
-    return st;
+    return MT_OK;
 }
 
 /* Ranks may have added in other orders: rank 0's sum is everybody's. */
 static mt_status agree(mt_updater *u, const work *w, double *total)
 {
-    uint64_t  bits;
-    mt_status st;
+    uint64_t bits;
 
     memcpy(&bits, total, sizeof bits);
     if (mt_share_rank(u->cx->share) == 0)
         mt_ledger_say(u->store, MT_COUNT_NORMED, w->ticket, bits);
-    MT_TRY(mt_ledger_meet(u->store, MT_COUNT_NORMED, w->ticket, 0, NULL));
+    MT_DO(mt_ledger_meet(u->store, MT_COUNT_NORMED, w->ticket, 0, NULL));
     bits = mt_share_about(u->cx->share, MT_COUNT_NORMED, 0);
     memcpy(total, &bits, sizeof bits);
-fail:
-    return st;
+    return MT_OK;
 }
 
 /* Nobody on any rank reads weights of these units as they are, but for saves, which let go of each
@@ -332,17 +322,15 @@ fail:
  * orders. */
 static mt_status clear_all(mt_updater *u, const work *w)
 {
-    mt_span   span;
-    mt_status st;
+    mt_span span;
 
     mt_timeline_begin(u->timeline, &span, MT_LANE_HOST, MT_WORK_WAIT, -1, NULL);
     for (int i = 0; i < w->n; i++)
-        MT_TRY(mt_ledger_wait_fetched(u->store, w->jobs[i].j.unit));
+        MT_DO(mt_ledger_wait_fetched(u->store, w->jobs[i].j.unit));
     mt_ledger_say(u->store, MT_COUNT_CLEAR, w->ticket, 0);
-    MT_TRY(mt_ledger_meet(u->store, MT_COUNT_CLEAR, w->ticket, 0, NULL));
+    MT_DO(mt_ledger_meet(u->store, MT_COUNT_CLEAR, w->ticket, 0, NULL));
     mt_timeline_end(u->timeline, &span, 0, NULL);
-fail:
-    return st;
+    return MT_OK;
 }
 
 /* ---- norms, and jobs ---------------------------------------------------------------------- */
@@ -370,9 +358,7 @@ static double sum_of(mt_updater *u, const job *b, int i, int *known)
  * could be judged is; *known: all could. */
 static mt_status weigh(mt_updater *u, const job *b, double *total, int *finite, int *known)
 {
-    mt_status st;
-
-    MT_TRY(mt_ledger_wait_grads(u->store, b->j.unit));
+    MT_DO(mt_ledger_wait_grads(u->store, b->j.unit));
     *finite = *known = 1;
     for (int i = 0; i < b->j.n_params; i++) {
         int    one;
@@ -384,26 +370,23 @@ static mt_status weigh(mt_updater *u, const job *b, double *total, int *finite, 
             *finite = 0;
     }
     return MT_OK;
-fail:
-    return st;
 }
 
 /* With max_norm: the norm of all, before anything is touched. */
 static mt_status weigh_all(mt_updater *u, const work *w, result *r, float *clip)
 {
-    double    total = 0, ratio;
-    int       finite, known;
-    mt_span   span;
-    mt_status st;
+    double  total = 0, ratio;
+    int     finite, known;
+    mt_span span;
 
     mt_timeline_begin(u->timeline, &span, MT_LANE_HOST, MT_WORK_WAIT, -1, NULL);
     for (int i = 0; i < w->n; i++) {
-        MT_TRY(weigh(u, &w->jobs[i], &total, &finite, &known));
+        MT_DO(weigh(u, &w->jobs[i], &total, &finite, &known));
         if (!known)
             return uncounted(u, &w->jobs[i]);
     }
     if (u->cx->share != NULL)
-        MT_TRY(agree(u, w, &total));
+        MT_DO(agree(u, w, &total));
     mt_timeline_end(u->timeline, &span, 0, NULL);
     r->norm = sqrt(total);
     r->skipped = isfinite(r->norm) ? 0 : w->n;
@@ -412,34 +395,26 @@ static mt_status weigh_all(mt_updater *u, const work *w, result *r, float *clip)
     *clip = ratio < 1.0 ? (float)ratio : 1.0f;
     publish(u, w, r);
     return MT_OK;
-fail:
-    return st;
 }
 
 /* The unit's weights are written here: copies that read them must be over. */
 static mt_status wait_turn(mt_updater *u, const job *b)
 {
-    mt_span   span;
-    mt_status st;
+    mt_span span;
 
     mt_timeline_begin(u->timeline, &span, MT_LANE_HOST, MT_WORK_WAIT, b->j.unit, NULL);
-    MT_TRY(mt_ledger_wait_grads(u->store, b->j.unit));
-    MT_TRY(mt_ledger_wait_fetch(u->store, b->j.unit));
+    MT_DO(mt_ledger_wait_grads(u->store, b->j.unit));
+    MT_DO(mt_ledger_wait_fetch(u->store, b->j.unit));
     mt_timeline_end(u->timeline, &span, 0, NULL);
-fail:
-    return st;
+    return MT_OK;
 }
 
 /* By its home; where that ends it, with the end of its announcement. */
 static mt_status hand_on(mt_updater *u, job *b, float clip)
 {
-    mt_status st;
-
-    MT_TRY(mt_ledger_wait_grads(u->store, b->j.unit));
+    MT_DO(mt_ledger_wait_grads(u->store, b->j.unit));
     b->sent = b->home->ends;
-    st = b->home->update(b->of, &b->j, clip);
-fail:
-    return st;
+    return b->home->update(b->of, &b->j, clip);
 }
 
 static mt_status run_job(mt_updater *u, job *b, float clip)
@@ -452,35 +427,31 @@ static mt_status run_job(mt_updater *u, job *b, float clip)
 
     if (b->home->update != NULL)
         return hand_on(u, b, clip);
-    MT_TRY(wait_turn(u, b));
+    MT_DO(wait_turn(u, b));
     begun = mt_now_ns();
     mt_timeline_begin(u->timeline, &span, MT_LANE_HOST, MT_WORK_UPDATE, b->j.unit, NULL);
     mt_watch_begin(watch, &post, NULL, mt_store_name(u->store, b->j.unit),
                    "the pool, which computes its update");
     st = b->j.run(b->j.arg, u->pool, clip);
     mt_watch_end(watch, &post, st);
-    if (st != MT_OK)
-        goto fail;
+    MT_DO(st);
     mt_timeline_end(u->timeline, &span, b->j.bytes, NULL);
     mt_lock(&u->mu);
     u->busy_ns += mt_now_ns() - begun;
     mt_unlock(&u->mu);
-fail:
-    return st;
+    return MT_OK;
 }
 
 /* Without max_norm: the unit's own gradients decide, and the norm becomes known on the way. */
 static mt_status judge_and_run(mt_updater *u, job *b, double *total, result *r)
 {
-    int       finite, known;
-    mt_status st;
+    int finite, known;
 
-    MT_TRY(weigh(u, b, total, &finite, &known));
+    MT_DO(weigh(u, b, total, &finite, &known));
     if (finite)
         return run_job(u, b, 1.0f);
     r->skipped++;
-fail:
-    return st;
+    return MT_OK;
 }
 
 /* At once in the ledger, not after the unit's update_end: the next fetch of it must fail,
@@ -605,9 +576,7 @@ mt_status mt_update_turn(mt_updater *u)
  * the updater's from here on, but after a failure, with which nothing was announced. */
 static mt_status hand_over(mt_updater *u, work *w, uint64_t *ticket)
 {
-    mt_status st;
-
-    MT_TRY(mt_update_turn(u));
+    MT_DO(mt_update_turn(u));
     for (int i = 0; i < w->n; i++)
         mt_ledger_update_begin(u->store, w->jobs[i].j.unit);
     mt_lock(&u->mu);
@@ -617,8 +586,7 @@ static mt_status hand_over(mt_updater *u, work *w, uint64_t *ticket)
     mt_unlock(&u->mu);
     if (u->cx->share != NULL)
         mt_ledger_say(u->store, MT_COUNT_SUBMITTED, *ticket, 0);
-fail:
-    return st;
+    return MT_OK;
 }
 
 mt_status mt_update_submit(mt_updater *u, const mt_update_job *jobs, int n, double max_norm,
@@ -660,41 +628,35 @@ static int is_normed(void *arg)
 
 mt_status mt_update_norm(mt_updater *u, uint64_t ticket, double *norm, int *skipped)
 {
-    awaited   a = { .u = u, .ticket = ticket };
-    uint64_t  submitted = submits(u);
-    mt_status st;
+    awaited  a = { .u = u, .ticket = ticket };
+    uint64_t submitted = submits(u);
 
     if (ticket == 0 || ticket > submitted || submitted - ticket >= RESULTS)
         return MT_FAIL(MT_EINVAL, "update: there is no result of submit %" PRIu64 "; the latest "
                        "is %" PRIu64 ", and %d are kept", ticket, submitted, RESULTS);
-    MT_TRY(mt_watch_until(mt_store_watch(u->store), &u->worker.news, &u->mu, is_normed, &a, NULL,
-                          "the gradients' norm"));
-    MT_TRY(mt_ledger_check(u->store));
+    MT_DO(mt_watch_until(mt_store_watch(u->store), &u->worker.news, &u->mu, is_normed, &a, NULL,
+                         "the gradients' norm"));
+    MT_DO(mt_ledger_check(u->store));
     *norm = a.r.norm;
     *skipped = a.r.skipped;
     return MT_OK;
-fail:
-    return st;
 }
 
 mt_status mt_update_drain(mt_updater *u)
 {
-    void     *of, *last = NULL;
-    mt_status st;
+    void *of, *last = NULL;
 
-    MT_TRY(mt_worker_wait(&u->worker, mt_store_watch(u->store), MT_WORKER_ALL, NULL,
-                          "the steps that were asked for"));
+    MT_DO(mt_worker_wait(&u->worker, mt_store_watch(u->store), MT_WORKER_ALL, NULL,
+                         "the steps that were asked for"));
     for (int unit = 0; unit < mt_store_units(u->store); unit++) {
         const mt_home *h = mt_store_home(u->store, unit, &of);
 
         if (h->drain != NULL && of != last)
-            MT_TRY(h->drain(last = of));
+            MT_DO(h->drain(last = of));
         if (u->cx->share != NULL)
-            MT_TRY(mt_ledger_wait_updates(u->store, unit));
+            MT_DO(mt_ledger_wait_updates(u->store, unit));
     }
     return mt_ledger_check(u->store);
-fail:
-    return st;
 }
 
 uint64_t mt_update_busy_ns(mt_updater *u)

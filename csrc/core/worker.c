@@ -52,16 +52,14 @@ static void *worker_main(void *arg)
 
 static mt_status start(mt_worker *w, int n)
 {
-    int       error;
-    mt_status st;
+    int error;
 
-    MT_TRY(MT_MAKE(w->threads, n, w->name));
+    MT_DO(MT_MAKE(w->threads, n, w->name));
     for (; w->n_threads < n; w->n_threads++)
         if ((error = pthread_create(&w->threads[w->n_threads], NULL, worker_main, w)) != 0)
             return MT_FAIL(MT_ENOMEM, "%s: thread %d of %d: %s; ask for fewer threads", w->name,
                            w->n_threads + 1, n, strerror(error));
-fail:
-    return st;
+    return MT_OK;
 }
 
 mt_status mt_worker_open(mt_worker *w, mt_mutex *mu, int n_threads, const char *name,
@@ -69,8 +67,7 @@ mt_status mt_worker_open(mt_worker *w, mt_mutex *mu, int n_threads, const char *
 {
     mt_status st;
 
-    if ((st = mt_watch_cond(&w->news)) != MT_OK)
-        return st;
+    MT_DO(mt_watch_cond(&w->news));
     pthread_cond_init(&w->more, NULL);
     w->mu = mu;
     w->last = &w->first;
@@ -179,11 +176,10 @@ mt_status mt_worker_wait(mt_worker *w, mt_watch *watch, uint64_t number, const c
         a.number = w->submitted;
         mt_unlock(w->mu);
     }
-    MT_TRY(mt_watch_until(watch, &w->news, w->mu, have_ended, &a, unit, awaits));
+    MT_DO(mt_watch_until(watch, &w->news, w->mu, have_ended, &a, unit, awaits));
     mt_lock(w->mu);
     st = mt_worker_failure(w);
     mt_unlock(w->mu);
-fail:
     return st;
 }
 

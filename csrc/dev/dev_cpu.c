@@ -245,13 +245,11 @@ fail:
 static mt_status cpu_queue_adopt(mt_dev *d, uintptr_t handle, mt_queue **out)
 {
     cpu_queue *q = NULL;
-    mt_status  st;
 
     if (handle != 0)
         return MT_FAIL(MT_EINVAL, "cpu: stream %#lx is not of this device; the only one is 0, "
                        "the calling thread", (unsigned long)handle);
-    if ((st = queue_new(d, &q)) != MT_OK)
-        return st;
+    MT_DO(queue_new(d, &q));
     *out = &q->base;
     return MT_OK;
 }

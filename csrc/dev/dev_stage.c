@@ -185,17 +185,14 @@ static mt_status lock_small(stage_dev *d, char *p, size_t bytes)
 /* The pool is there before a region is noted, and regions are noted before they are copied. */
 static mt_status note(stage_dev *d)
 {
-    int       threads = mt_cpu_count() < THREADS ? mt_cpu_count() : THREADS;
-    mt_status st;
+    int threads = mt_cpu_count() < THREADS ? mt_cpu_count() : THREADS;
 
     if (d->pool != NULL)
         return MT_OK;
     mt_lock(&d->mu);
     (void)snprintf(d->why, sizeof d->why, "%s", mt_last_error());
     mt_unlock(&d->mu);
-    MT_TRY(mt_pool_open(threads, &d->pool));
-fail:
-    return st;
+    return mt_pool_open(threads, &d->pool);
 }
 
 static mt_status add_region(stage_dev *d, char *p, size_t bytes)
@@ -204,20 +201,19 @@ static mt_status add_region(stage_dev *d, char *p, size_t bytes)
     int       small;
     mt_status st;
 
-    MT_TRY(prepare(d));
-    MT_TRY(make_room(d, bytes, &small));
+    MT_DO(prepare(d));
+    MT_DO(make_room(d, bytes, &small));
     st = small ? lock_small(d, p, bytes) : lock(d, p, bytes);
     if (st == MT_ENOMEM && !small) {
         r.locked = 0;
         st = note(d);
     }
-    MT_TRY(st);
+    MT_DO(st);
     mt_lock(&d->mu);
     *(r.locked ? &d->locked : &d->noted) += bytes;
     d->regions[d->n++] = r;
     atomic_fetch_add(&d->n_noted, !r.locked);
     mt_unlock(&d->mu);
-fail:
     return st;
 }
 
@@ -308,20 +304,17 @@ static mt_status put_move(stage_queue *q, char *to, const char *from, size_t byt
 static mt_status put_slices(stage_queue *q, char *dst, const char *src, size_t bytes, int up)
 {
     const mt_dev_ops *v = mt__behind(q->front.base.dev)->ops;
-    mt_status         st;
 
     for (size_t at = 0; at < bytes; at += BUFFER_BYTES) {
         size_t n = bytes - at < BUFFER_BYTES ? bytes - at : BUFFER_BYTES;
 
         if (up)
-            MT_TRY(put_move(q, q->buffer, src + at, n));
-        MT_TRY(v->copy(q->front.under, up ? dst + at : q->buffer, up ? q->buffer : src + at, n));
+            MT_DO(put_move(q, q->buffer, src + at, n));
+        MT_DO(v->copy(q->front.under, up ? dst + at : q->buffer, up ? q->buffer : src + at, n));
         if (!up)
-            MT_TRY(put_move(q, dst + at, q->buffer, n));
+            MT_DO(put_move(q, dst + at, q->buffer, n));
     }
     return MT_OK;
-fail:
-    return st;
 }
 
 static mt_status stage_copy(mt_queue *queue, void *dst, const void *src, size_t bytes)

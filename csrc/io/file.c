@@ -137,7 +137,7 @@ static mt_status move_block(mt_file *f, mt_request *r, size_t k, size_t *moved)
     size_t    from = k * MT_BLOCK_BYTES;
     size_t    bytes = r->bytes - from < MT_BLOCK_BYTES ? r->bytes - from : MT_BLOCK_BYTES;
     char     *mem = (char *)r->mem + from;
-    mt_status st;
+    mt_status st = MT_OK;
 
     if (!r->write && r->sums != NULL && r->sums[k] == 0) {
         memset(mem, 0, bytes);
@@ -145,14 +145,13 @@ static mt_status move_block(mt_file *f, mt_request *r, size_t k, size_t *moved)
     }
     if (r->write && r->sums != NULL)
         r->sums[k] = mt_block_sum(mem, bytes);
-    MT_TRY(mt_file_move(&f->calls, f->fd, f->path, r->write, mem, bytes, r->at + from));
+    MT_DO(mt_file_move(&f->calls, f->fd, f->path, r->write, mem, bytes, r->at + from));
     mt_lock(&f->mu);
     *(r->write ? &f->written_bytes : &f->read_bytes) += bytes;
     mt_unlock(&f->mu);
     *moved = bytes;
     if (!r->write && r->sums != NULL)
         st = check_sum(f, mem, bytes, r->at + from, r->sums[k]);
-fail:
     return st;
 }
 
@@ -210,14 +209,12 @@ mt_status mt_file_room(const char *dir, uint64_t *bytes)
 {
     struct statvfs about;
     uint64_t       removed;
-    mt_status      st;
 
-    MT_TRY(mt_manifest_sweep(dir, &removed));
+    MT_DO(mt_manifest_sweep(dir, &removed));
     if (statvfs(dir, &about) != 0)
         return MT_FAIL(MT_EDISK, "nvme: %s: %s", dir, strerror(errno));
     *bytes = (uint64_t)about.f_bavail * about.f_frsize;
-fail:
-    return st;
+    return MT_OK;
 }
 
 static mt_status no_room(const mt_file *f, uint64_t bytes, int why)
@@ -333,18 +330,17 @@ static mt_status make_file(mt_file *f)
 static mt_status try_direct(mt_file *f)
 {
     char     *page = NULL;
-    mt_status st;
+    mt_status st = MT_OK;
 
     if (f->calls.direct(f->fd, 1) != 0)
         return MT_OK;
-    MT_TRY(grow(f, MT_BLOCK_ALIGN));
+    MT_DO(grow(f, MT_BLOCK_ALIGN));
     if (posix_memalign((void **)&page, MT_BLOCK_ALIGN, MT_BLOCK_ALIGN) != 0)
         return MT_FAIL(MT_ENOMEM, "nvme: no memory for a block of %zu bytes", MT_BLOCK_ALIGN);
     f->direct = f->calls.read(f->fd, page, MT_BLOCK_ALIGN, 0) == (ssize_t)MT_BLOCK_ALIGN;
     if (!f->direct && f->calls.direct(f->fd, 0) != 0)
         st = MT_FAIL(MT_EDISK, "%s: takes direct transfers, and does none", f->path);
     free(page);
-fail:
     return st;
 }
 

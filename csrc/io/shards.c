@@ -427,17 +427,15 @@ static mt_status write_block(mt_shards *w, const buffer *m, int *last)
     const stretch  *b = &w->blocks[m->block];
     const mt_shard *s = &w->shards[b->shard];
     size_t          bytes = block_bytes(s, b->number);
-    mt_status       st;
 
     *last = 0;
-    MT_TRY(mt_file_move(calls_of(w->how.calls), w->files[b->shard].fd, s->path, 1, m->mem, bytes,
-                        (uint64_t)b->number * MT_BLOCK_BYTES));
+    MT_DO(mt_file_move(calls_of(w->how.calls), w->files[b->shard].fd, s->path, 1, m->mem, bytes,
+                       (uint64_t)b->number * MT_BLOCK_BYTES));
     mt_lock(&w->mu);
     *last = --w->files[b->shard].left == 0;
     w->bytes += bytes;
     mt_unlock(&w->mu);
-fail:
-    return st;
+    return MT_OK;
 }
 
 /* For others, before the file's sync: a drive may take its time for that. */
@@ -621,42 +619,38 @@ static mt_status list_shares(mt_shards *w)
 
 static mt_status make_buffers(mt_shards *w)
 {
-    size_t    n = w->how.spare_bytes / MT_BLOCK_BYTES,
-              least = (size_t)(w->how.n_copiers + w->how.n_writers);
-    mt_status st;
+    size_t n = w->how.spare_bytes / MT_BLOCK_BYTES,
+           least = (size_t)(w->how.n_copiers + w->how.n_writers);
 
     n = n < least ? least : n;
     n = n > w->n_blocks ? w->n_blocks : n;
     w->n_buffers = n;
     if ((w->buffers = calloc(n + 1, sizeof *w->buffers)) == NULL)
         return MT_FAIL(MT_ENOMEM, "save: no memory to describe %zu buffers", n);
-    MT_TRY(mt_arena_reserve(&w->memory, n * MT_BLOCK_BYTES, "spare memory of a save", 0));
+    MT_DO(mt_arena_reserve(&w->memory, n * MT_BLOCK_BYTES, "spare memory of a save", 0));
     /* the first is taken first, and those that are never needed stay reserved */
     for (size_t i = n; i-- > 0;) {
         w->buffers[i] = (buffer){ .mem = (char *)w->memory.base + i * MT_BLOCK_BYTES,
                                   .next = w->idle };
         w->idle = &w->buffers[i];
     }
-fail:
-    return st;
+    return MT_OK;
 }
 
 static mt_status start(mt_shards *w)
 {
-    int       n = w->how.n_copiers;
-    mt_status st;
+    int n = w->how.n_copiers;
 
     if ((w->copies = calloc((size_t)n, sizeof *w->copies)) == NULL)
         return MT_FAIL(MT_ENOMEM, "save: no memory for %d threads", n);
-    MT_TRY(mt_worker_open(&w->writers, &w->mu, w->how.n_writers, "mt-save-write", "save",
-                          write_next, w));
-    MT_TRY(mt_worker_open(&w->copiers, &w->mu, n, "mt-save-copy", "save", copy_all, w));
+    MT_DO(mt_worker_open(&w->writers, &w->mu, w->how.n_writers, "mt-save-write", "save",
+                         write_next, w));
+    MT_DO(mt_worker_open(&w->copiers, &w->mu, n, "mt-save-copy", "save", copy_all, w));
     mt_lock(&w->mu);
     while (n-- > 0)
         (void)mt_worker_submit(&w->copiers, &w->copies[n]);
     mt_unlock(&w->mu);
-fail:
-    return st;
+    return MT_OK;
 }
 
 /* Units without a byte in any file end at once. */
@@ -802,19 +796,17 @@ static mt_status read_block(const reading *r, size_t k, char *mem)
     const mt_shard *s = r->shard;
     uint64_t        at = (uint64_t)k * MT_BLOCK_BYTES;
     size_t          bytes = block_bytes(s, k), first = extent_at(s, at);
-    mt_status       st;
 
     if (s->n_extents > 0 && (first == s->n_extents || s->extents[first].at >= at + bytes))
         return MT_OK;                    /* nobody asks for anything in it */
-    MT_TRY(mt_file_move(r->calls, r->fd, s->path, 0, mem, bytes, at));
+    MT_DO(mt_file_move(r->calls, r->fd, s->path, 0, mem, bytes, at));
     if (s->sums != NULL && mt_block_sum(mem, bytes) != s->sums[k])
         return MT_FAIL(MT_EDISK, "%s: the %zu bytes at offset %" PRIu64 " are not those that were "
                        "written", s->path,
                        bytes, at);
     for (size_t i = first; i < s->n_extents && s->extents[i].at < at + bytes; i++)
         copy_extent(&s->extents[i], at, bytes, mem, 1);
-fail:
-    return st;
+    return MT_OK;
 }
 
 /* 0: no more, or something failed. */
