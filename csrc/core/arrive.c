@@ -35,20 +35,12 @@ struct mt_arrive {
     mt_arrive_stats stats;       /* mu */
 };
 
-/* Of units that live on the device, and (invited) of guests. */
-static const mt_home *home_of(const mt_arrive *a, int invited)
-{
-    if (a->cx->share != NULL)
-        return invited ? &mt_home_arrive_shared : &mt_home_vram_shared;
-    return invited ? &mt_home_arrive : &mt_home_vram;
-}
-
 /* Under mu, at each door: of a settled unit, and with parts as long as it stays. */
 static void assert_guest(const mt_arrive *a, const guest *g, int unit)
 {
     MT_ASSERT(mt_holds(&a->mu));
     MT_ASSERT(a->guests[unit] == g && g->last != NULL && g->vacant != NULL);
-    MT_ASSERT(mt_store_home(a->store, unit, NULL) == home_of(a, 1));
+    MT_ASSERT(mt_store_home(a->store, unit, NULL) == &mt_home_arrive);
     MT_ASSERT(g->parts != NULL || g->n == 0);
 }
 
@@ -120,7 +112,7 @@ mt_status mt_arrive_invite(mt_arrive *a, int unit)
     MT_TRY(a->dev->ops->event_open(a->dev, &g->vacant));
     (void)mt_store_home(a->store, unit, &of);
     a->guests[unit] = g;                     /* before another rank may ask for its states */
-    if ((st = mt_store_move(a->store, unit, home_of(a, 1), of)) == MT_OK)
+    if ((st = mt_store_move(a->store, unit, &mt_home_arrive, of)) == MT_OK)
         return MT_OK;
     a->guests[unit] = NULL;
 
@@ -148,7 +140,7 @@ mt_status mt_arrive_dismiss(mt_arrive *a, int unit)
         return MT_FAIL(MT_ESTATE, "unit %s: its states are on the device; they must leave before",
                        mt_store_name(a->store, unit));
     (void)mt_store_home(a->store, unit, &of);
-    MT_DO(mt_store_move(a->store, unit, home_of(a, 0), of));
+    MT_DO(mt_store_move(a->store, unit, &mt_home_vram, of));
     a->guests[unit] = NULL;
     guest_close(a, g);
     return MT_OK;

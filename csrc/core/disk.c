@@ -467,28 +467,16 @@ static mt_status home_store(void *arg, int u, int param, unsigned planes)
 
 #define IS_ON_DISK                                                                                \
     .from = &mt_home_ram, .load = home_load, .store = home_store, .fits = home_fits,              \
-    .update = home_update, .ends = 1, .turn = 1, .drain = home_drain
+    .update = home_update, .turn = 1, .drain = home_drain
 
 const mt_home mt_home_disk = {
     .lives = "has its states on disk", .away = MT_STATE_PLANES, .fresh = MT_STATE_PLANES,
     .registered = HI | 1u << MT_PLANE_GRAD, IS_ON_DISK,
 };
 
-const mt_home mt_home_disk_shared = {
-    .lives = "has its states on disk", .away = MT_STATE_PLANES, .fresh = MT_STATE_PLANES,
-    .registered = HI | 1u << MT_PLANE_GRAD, .shared = 1, IS_ON_DISK,
-};
-
 const mt_home mt_home_disk_weights = {
     .lives = "has its weights and states on disk", .away = MT_STATE_PLANES | HI, .fed = 1,
     .fresh = MT_STATE_PLANES, .registered = 1u << MT_PLANE_GRAD, IS_ON_DISK,
-};
-
-/* fresh: weights in memory are one plane of all ranks', of which each keeps its portion in its
- * file. */
-const mt_home mt_home_disk_weights_shared = {
-    .lives = "has its weights and states on disk", .away = MT_STATE_PLANES | HI, .fed = 1,
-    .fresh = MT_STATE_PLANES | HI, .registered = 1u << MT_PLANE_GRAD, .shared = 1, IS_ON_DISK,
 };
 
 /* ---- open and close ------------------------------------------------------------------------ */
@@ -561,13 +549,6 @@ static mt_status count(mt_disk *d, int u)
     return st;
 }
 
-static const mt_home *home_for(const mt_disk *d, int weights)
-{
-    if (d->cx->share != NULL)
-        return weights ? &mt_home_disk_weights_shared : &mt_home_disk_shared;
-    return weights ? &mt_home_disk_weights : &mt_home_disk;
-}
-
 mt_status mt_disk_add(mt_disk *d, int u, int weights)
 {
     mt_status st;
@@ -581,7 +562,7 @@ mt_status mt_disk_add(mt_disk *d, int u, int weights)
     MT_DO(MT_GROW(d->units, d->n_units, u + 1, "disk"));
     if (d->units[u].on)
         return MT_OK;
-    MT_DO(mt_store_move(d->store, u, home_for(d, weights), d));
+    MT_DO(mt_store_move(d->store, u, weights ? &mt_home_disk_weights : &mt_home_disk, d));
     if ((st = count(d, u)) != MT_OK) {
         (void)mt_store_move(d->store, u, &mt_home_ram, NULL);
         return st;

@@ -268,6 +268,8 @@ fail:
 
 void mt_ferry_land(mt_ferry *f, int unit)
 {
+    if (f == NULL)
+        return;
     berth_close(f, f->berths[unit]);
     f->berths[unit] = NULL;
 }

@@ -94,7 +94,9 @@ static unsigned which(const mt__unit *u, int param, unsigned planes, unsigned st
 /* Of which memory may be given back. */
 static unsigned pages_of(const mt__unit *u)
 {
-    return u->mirror.home != NULL ? u->mirror.pages & ~u->mirror.home->stays : 0;
+    const mt_home *h = u->mirror.home;
+
+    return h != NULL ? u->mirror.pages & ~h->stays & ~(u->shared ? h->later : 0) : 0;
 }
 
 static unsigned old_planes(const mt__unit *u)

@@ -116,47 +116,13 @@ static unsigned visiting(const mt_resident *r, int unit)
 
 /* ---- settling --------------------------------------------------------------------------- */
 
-static mt_status settled_open(const mt_resident *r, void *mem, settled **out)
-{
-    settled  *h;
-    mt_status st;
-
-    MT_TRY(MT_MAKE(h, 1, "resident"));
-    h->mem = mem;
-    h->writes = UINT64_MAX;                  /* it has none */
-    MT_TRY(r->dev->ops->event_open(r->dev, &h->done));
-    MT_TRY(r->dev->ops->event_open(r->dev, &h->used));
-    *out = h;
-    return MT_OK;
-
-fail:
-    settled_close(r, h);
-    return st;
-}
-
 static void raise_one(void *arg, int unit);
 
-/* In a share. */
-static mt_status board(mt_resident *r, int unit)
-{
-    if (r->cx->share == NULL)
-        return MT_OK;
-    if (r->ferry == NULL)
-        MT_DO(mt_ferry_open(r->cx, &r->mu, raise_one, r, &r->ferry));
-    return mt_ferry_board(r->ferry, unit);
-}
-
-static void land(mt_resident *r, int unit)
-{
-    if (r->ferry != NULL)
-        mt_ferry_land(r->ferry, unit);
-}
 
 mt_status mt_resident_settle(mt_resident *r, int unit, void *mem)
 {
-    const mt_home *home = r->cx->share != NULL ? &mt_home_vram_shared : &mt_home_vram;
-    settled       *h = NULL;
-    mt_status      st;
+    settled  *h = NULL;
+    mt_status st;
 
     if (unit < 0 || unit >= mt_store_units(r->store) || mem == NULL)
         return MT_FAIL(MT_EINVAL, "resident: unit %d in memory at %p; the store has %d units",
@@ -164,13 +130,20 @@ mt_status mt_resident_settle(mt_resident *r, int unit, void *mem)
     if (mt_resident_mem(r, unit) != NULL)
         return MT_FAIL(MT_ESTATE, "unit %s is settled already", mt_store_name(r->store, unit));
     MT_TRY(MT_GROW(r->units, r->n_units, mt_store_units(r->store), "resident"));
-    MT_TRY(settled_open(r, mem, &h));
-    MT_TRY(board(r, unit));
+    MT_TRY(MT_MAKE(h, 1, "resident"));
+    h->mem = mem;
+    h->writes = UINT64_MAX;                  /* it has none */
+    MT_TRY(r->dev->ops->event_open(r->dev, &h->done));
+    MT_TRY(r->dev->ops->event_open(r->dev, &h->used));
+    if (r->cx->share != NULL && r->ferry == NULL)
+        MT_TRY(mt_ferry_open(r->cx, &r->mu, raise_one, r, &r->ferry));
+    if (r->cx->share != NULL)
+        MT_TRY(mt_ferry_board(r->ferry, unit));
     r->units[unit] = h;                      /* before another rank may ask for its planes */
-    if ((st = mt_store_move(r->store, unit, home, r)) == MT_OK)
+    if ((st = mt_store_move(r->store, unit, &mt_home_vram, r)) == MT_OK)
         return MT_OK;
     r->units[unit] = NULL;
-    land(r, unit);
+    mt_ferry_land(r->ferry, unit);
 
 fail:
     settled_close(r, h);
@@ -257,15 +230,6 @@ static mt_status wait_drained(mt_resident *r)
 
 /* ---- weights up ------------------------------------------------------------------------- */
 
-/* FREED: compute on the weights that are overwritten was put in run before. */
-static mt_status wait_freed(mt_resident *r, settled *h, int unit, mt_queue *run)
-{
-    MT_DO(r->dev->ops->record(run, h->used));
-    mt_watch_compute(mt_store_watch(r->store), &h->using, mt_store_name(r->store, unit),
-                     "kernels that read its weights (the event FREED)", h->used);
-    return r->dev->ops->wait(r->queue, h->used);
-}
-
 /* Under mu. All that is AHEAD is STORING when it is put, so a write from then on is AHEAD again. */
 static mt_status put_weights(mt_resident *r, settled *h, int unit, mt_queue *run)
 {
@@ -274,8 +238,13 @@ static mt_status put_weights(mt_resident *r, settled *h, int unit, mt_queue *run
     mt_span span;
 
     MT_DO(mt_store_hi(r->store, unit, &hi));
-    if (run != NULL && !mt_skips(r->cx, MT_EDGE_FREED))
-        MT_DO(wait_freed(r, h, unit, run));
+    /* FREED: compute on the weights that are overwritten was put in run before. */
+    if (run != NULL && !mt_skips(r->cx, MT_EDGE_FREED)) {
+        MT_DO(r->dev->ops->record(run, h->used));
+        mt_watch_compute(mt_store_watch(r->store), &h->using, mt_store_name(r->store, unit),
+                         "kernels that read its weights (the event FREED)", h->used);
+        MT_DO(r->dev->ops->wait(r->queue, h->used));
+    }
     mt_timeline_begin(r->cx->timeline, &span, MT_LANE_DEVICE, MT_WORK_FETCH, unit, r->queue);
     if (bytes > 0)
         MT_DO(r->dev->ops->copy(r->queue, h->mem, hi, bytes));
@@ -292,27 +261,14 @@ static int is_ahead(const mt_resident *r, int unit)
     return mt_mirror_any(r->store, unit, -1, HI, IS(AHEAD) | IS(TORN));
 }
 
-/* Under mu. In a share: all of it, where it was written from outside; else what other ranks have
- * updated. *q: what reads the share. */
-static mt_status put_shared(mt_resident *r, settled *h, int unit, mt_queue *run, mt_queue **q)
-{
-    uint64_t writes = mt_ledger_writes(r->store, unit);
 
-    if (h->writes == writes) {
-        *q = mt_ferry_up(r->ferry);
-        return mt_ferry_raise(r->ferry, unit, h->mem, &r->stats.h2d_bytes);
-    }
-    MT_DO(mt_ferry_await(r->ferry, unit, r->queue));    /* what it raised is older */
-    MT_DO(put_weights(r, h, unit, run));
-    h->writes = writes;
-    return MT_OK;
-}
-
-/* Under mu. Nothing to do when somebody was here before. run NULL: the queue has waited for it.
- * *q: the queue that the copy was put in. */
+/* Under mu. Nothing to do when somebody was here before. In a share all of it is copied where it
+ * was written from outside, else what other ranks have updated. run NULL: the queue has waited for
+ * it. *q: the queue that the copy was put in, which reads the share. */
 static mt_status put_fetch(mt_resident *r, settled *h, int unit, mt_queue *run, mt_queue **q)
 {
-    mt_status st;
+    uint64_t  writes = mt_ledger_writes(r->store, unit);
+    mt_status st = MT_OK;
 
     *q = r->queue;
     if (!is_ahead(r, unit))
@@ -322,7 +278,15 @@ static mt_status put_fetch(mt_resident *r, settled *h, int unit, mt_queue *run, 
                        "older than the device's; they must be brought before",
                        mt_store_name(r->store, unit));
     mt_mirror_tell(r->store, unit, -1, HI, MT_MIRROR_STORE);
-    st = r->ferry != NULL ? put_shared(r, h, unit, run, q) : put_weights(r, h, unit, run);
+    if (r->ferry != NULL && h->writes == writes) {
+        *q = mt_ferry_up(r->ferry);
+        st = mt_ferry_raise(r->ferry, unit, h->mem, &r->stats.h2d_bytes);
+    } else {
+        if (r->ferry != NULL)                /* what it raised is older */
+            st = mt_ferry_await(r->ferry, unit, r->queue);
+        if (st == MT_OK && (st = put_weights(r, h, unit, run)) == MT_OK)
+            h->writes = writes;
+    }
     mt_mirror_tell(r->store, unit, -1, HI, st == MT_OK ? MT_MIRROR_STORED : MT_MIRROR_SET);
     return st;
 }
@@ -365,17 +329,6 @@ static void raise_one(void *arg, int unit)
     mt_unlock(&r->mu);
 }
 
-/* FETCHED: a fetch of what was written there before the update may be in the queue still. A save,
- * which is about to bring what is newer, is not waited for: the next await is soon enough. */
-static mt_status forget(mt_resident *r, int unit)
-{
-    if (mt_ledger_saving(r->store, unit))
-        return MT_OK;
-    if (!mt_skips(r->cx, MT_EDGE_FETCHED))
-        MT_DO(mt_ledger_wait_fetch(r->store, unit));
-    mt_mirror_forget(r->store, unit);
-    return MT_OK;
-}
 
 mt_status mt_resident_await(mt_resident *r, int unit, mt_queue *run)
 {
@@ -386,8 +339,14 @@ mt_status mt_resident_await(mt_resident *r, int unit, mt_queue *run)
     /* UPDATED: `done` is not recorded before the update is put. */
     if (!mt_skips(r->cx, MT_EDGE_UPDATED))
         MT_DO(mt_ledger_wait_stepped(r->store, unit));
-    if (mt_mirror_is_old(r->store, unit))
-        MT_DO(forget(r, unit));
+    /* FETCHED: a fetch of what was written there before the update may be in the queue still. While
+     * a save has the unit, which brings what is newer, nothing is forgotten: the next await is soon
+     * enough. */
+    if (mt_mirror_is_old(r->store, unit) && !mt_ledger_saving(r->store, unit)) {
+        if (!mt_skips(r->cx, MT_EDGE_FETCHED))
+            MT_DO(mt_ledger_wait_fetch(r->store, unit));
+        mt_mirror_forget(r->store, unit);
+    }
     if (is_ahead(r, unit))
         MT_DO(fetch(r, h, unit, run));
     if (mt_syncs(r->cx))
@@ -538,13 +497,6 @@ static mt_status update(mt_resident *r, const mt_update_job *u, float clip, int 
 
 static mt_status home_update(void *arg, const mt_update_job *u, float clip)
 {
-    int lowered = 0;
-
-    return update(arg, u, clip, &lowered);
-}
-
-static mt_status home_update_shared(void *arg, const mt_update_job *u, float clip)
-{
     mt_resident *r = arg;
     int          lowered = 0;
     mt_status    st = update(r, u, clip, &lowered);
@@ -651,43 +603,21 @@ static mt_status home_drain(void *arg)
 #define GRAD (1u << MT_PLANE_GRAD)
 
 #define LIVES_ON_THE_DEVICE                                                                       \
-    .later = HI, .wait = home_wait, .load = home_load, .store = home_store, .take = home_take,    \
-    .at = home_at, .come = home_come, .fits = home_fits, .drain = home_drain
-#define ALONE \
-    .stays = GRAD, .update = home_update, LIVES_ON_THE_DEVICE
-#define SHARED \
-    .stays = GRAD | HI, .update = home_update_shared, .ends = 1, \
-    .shared = 1, LIVES_ON_THE_DEVICE
+    .stays = GRAD, .later = HI, .wait = home_wait, .load = home_load, .store = home_store,        \
+    .take = home_take, .at = home_at, .come = home_come, .fits = home_fits,                       \
+    .update = home_update, .drain = home_drain
 
 const mt_home mt_home_vram = {
     .lives = "lives on the device", .from = &mt_home_ram, .away = ~0u, .device = ~HI,
-    .registered = GRAD, ALONE,
+    .registered = GRAD, LIVES_ON_THE_DEVICE,
 };
 
 const mt_home mt_home_arrive = {
     .lives = "lives on the device, where its states come and leave", .from = &mt_home_vram,
     .away = ~MT_STATE_PLANES, .visit = MT_STATE_PLANES, .device = ~(HI | MT_STATE_PLANES),
-    .registered = GRAD | MT_STATE_PLANES, ALONE,
+    .registered = GRAD | MT_STATE_PLANES, LIVES_ON_THE_DEVICE,
 };
 
-const mt_home mt_home_vram_shared = {
-    .lives = "lives on the device", .from = &mt_home_ram, .away = ~0u, .device = ~HI,
-    .registered = GRAD | HI, SHARED,
-};
-
-const mt_home mt_home_arrive_shared = {
-    .lives = "lives on the device, where its states come and leave",
-    .from = &mt_home_vram_shared, .away = ~MT_STATE_PLANES, .visit = MT_STATE_PLANES,
-    .device = ~(HI | MT_STATE_PLANES), .registered = GRAD | HI | MT_STATE_PLANES, SHARED,
-};
-
-/* Sums of micro-batches, which the host has no copy of otherwise. */
-static void note_sums(const mt_resident *r, int unit)
-{
-    for (int i = 0; i < mt_store_params(r->store, unit); i++)
-        if (mt_store_made(r->store, unit, i, MT_PLANE_ACC, 1))
-            mt_mirror_tell(r->store, unit, i, 1u << MT_PLANE_ACC, MT_MIRROR_CHANGED);
-}
 
 mt_status mt_resident_unsettle(mt_resident *r, int unit, int grads)
 {
@@ -698,7 +628,10 @@ mt_status mt_resident_unsettle(mt_resident *r, int unit, int grads)
         return MT_FAIL(MT_ESTATE, "unit %s is invited: its states come and leave",
                        mt_store_name(r->store, unit));
     MT_DO(mt_ledger_wait_saved(r->store, unit));
-    note_sums(r, unit);
+    /* Sums of micro-batches have no copy on the host until now. */
+    for (int i = 0; i < mt_store_params(r->store, unit); i++)
+        if (mt_store_made(r->store, unit, i, MT_PLANE_ACC, 1))
+            mt_mirror_tell(r->store, unit, i, 1u << MT_PLANE_ACC, MT_MIRROR_CHANGED);
     MT_DO(mt_mirror_bring_own(r->store, unit, grads ? ~0u : ~GRAD));
     if (r->ferry != NULL)
         MT_DO(mt_ferry_drain(r->ferry));
@@ -710,7 +643,7 @@ mt_status mt_resident_unsettle(mt_resident *r, int unit, int grads)
         r->updated = NULL;
     r->units[unit] = NULL;
     mt_unlock(&r->mu);
-    land(r, unit);
+    mt_ferry_land(r->ferry, unit);
     settled_close(r, h);
     return MT_OK;
 }

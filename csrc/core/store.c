@@ -516,10 +516,15 @@ size_t mt_store_bytes(const mt_store *s, mt_plane p)
 
 /* ---- planes ----------------------------------------------------------------------------- */
 
+static unsigned registered(const mt__unit *u, const mt_home *h)
+{
+    return h->registered | (u->shared ? h->later : 0);
+}
+
 /* With whom a plane's host memory is registered: those that a copy engine looks at. */
 static mt_dev *registrar(const mt_store *s, const mt__unit *u, mt_plane p)
 {
-    return atomic_load(&u->home)->registered >> p & 1 ? s->dev : NULL;
+    return registered(u, atomic_load(&u->home)) >> p & 1 ? s->dev : NULL;
 }
 
 /* An arena on the host is no more than addresses: the plane's. */
@@ -1016,10 +1021,6 @@ static mt_status may_move(mt_store *s, const mt__unit *u, const mt_home *from, c
 {
     mt_plane made;
 
-    if (to->away != 0 && to->shared != u->shared)
-        return MT_FAIL(MT_ENOTSUP, "unit %s: %s; one that %s is not built for that yet", u->name,
-                       u->shared ? "processes share its memory" : "no other process has it",
-                       to->lives);
     if (to->from != from && from->from != to)
         return MT_FAIL(MT_ESTATE, "unit %s %s; it cannot be one that %s too", u->name, from->lives,
                        to->lives);
@@ -1027,7 +1028,7 @@ static mt_status may_move(mt_store *s, const mt__unit *u, const mt_home *from, c
         return MT_FAIL(MT_ESTATE, "unit %s: its gradients pass; it cannot become one that %s",
                        u->name, to->lives);
     mt_lock(&s->map_mu);
-    made = first_made(u, to->fresh);
+    made = first_made(u, to->fresh | (u->shared && to->fed ? 1u << MT_PLANE_HI : 0));
     mt_unlock(&s->map_mu);
     if (made != MT_PLANE_COUNT)
         return MT_FAIL(MT_ESTATE, "unit %s has its plane %s in memory already; one that %s goes "
@@ -1045,7 +1046,7 @@ static mt_status host_ready(mt_store *s, int unit, mt__unit *u, const mt_home *t
     for (int p = 0; p < MT_PLANE_COUNT; p++) {
         if (all && u->plane[MT__HOST][p].offset != NULL)
             MT_TRY(mt_store_commit(s, unit, (mt_plane)p));
-        if (to->registered >> p & 1)
+        if (registered(u, to) >> p & 1)
             MT_TRY(register_plane(s, u, &u->plane[MT__HOST][p]));
     }
 fail:

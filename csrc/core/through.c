@@ -323,5 +323,5 @@ static mt_status home_stepped(void *arg)
 
 const mt_home mt_home_through = {
     .lives = "goes through the device to be updated", .from = &mt_home_ram, .registered = ~0u,
-    .fits = home_fits, .update = home_update, .ends = 1, .turn = 1, .stepped = home_stepped,
+    .fits = home_fits, .update = home_update, .turn = 1, .stepped = home_stepped,
 };

@@ -413,7 +413,7 @@ static mt_status wait_turn(mt_updater *u, const job *b)
 static mt_status hand_on(mt_updater *u, job *b, float clip)
 {
     MT_DO(mt_ledger_wait_grads(u->store, b->j.unit));
-    b->sent = b->home->ends;
+    b->sent = 1;
     return b->home->update(b->of, &b->j, clip);
 }
 
