@@ -314,17 +314,12 @@ mt_status mt_arrive_lift(mt_arrive *a, int unit, size_t most, void *const *mem, 
 {
     mt_part  *parts;
     guest    *g;
-    int       stays;
     mt_status st;
 
     MT_DO(find(a, unit, &g));
     /* UPDATED: an update still to be put would change the states while they are copied. */
     MT_DO(mt_ledger_wait_updates(a->store, unit));
-    mt_lock(&a->mu);
-    assert_guest(a, g, unit);
-    stays = g->parts != NULL;
-    mt_unlock(&a->mu);
-    if (stays) {
+    if (MT_LOCKED(&a->mu, g->parts != NULL)) {
         *taken = 0;
         return MT_OK;
     }
@@ -340,16 +335,6 @@ mt_status mt_arrive_lift(mt_arrive *a, int unit, size_t most, void *const *mem, 
     mt_unlock(&a->mu);
     MT_DO(st);
     *taken = 1;
-    return st;
-}
-
-/* Nothing of the unit is announced or on its way; or *idle is 0. */
-static mt_status look(mt_arrive *a, const guest *g, int unit, int *idle)
-{
-    *idle = !mt_ledger_updates_due(a->store, unit);
-    /* STORED: who has the pieces next would write what is still copied. */
-    if (*idle && !mt_skips(a->cx, MT_EDGE_STORED))
-        MT_DO(a->dev->ops->query(g->last, idle));
     return MT_OK;
 }
 
@@ -361,7 +346,10 @@ mt_status mt_arrive_leave(mt_arrive *a, int unit, int wait, int *left)
     MT_DO(find(a, unit, &g));
     if (wait)
         MT_DO(mt_arrive_wait(a, unit));
-    MT_DO(look(a, g, unit, &idle));
+    idle = !mt_ledger_updates_due(a->store, unit);
+    /* STORED: who has the pieces next would write what is still copied. */
+    if (idle && !mt_skips(a->cx, MT_EDGE_STORED))
+        MT_DO(a->dev->ops->query(g->last, &idle));
     if (idle) {
         mt_lock(&a->mu);
         assert_guest(a, g, unit);
@@ -395,25 +383,23 @@ mt_status mt_arrive_parts(mt_arrive *a, int unit, const mt_part **parts, int *n)
 mt_status mt_arrive_before(mt_arrive *a, int unit, mt_queue *q)
 {
     const mt_part *parts;
-    int                   n;
+    int            n;
 
     MT_DO(mt_arrive_parts(a, unit, &parts, &n));
     /* LIFTED: also behind copies down of the update before, which this one would overtake. */
-    if (!mt_skips(a->cx, MT_EDGE_LIFTED))
-        MT_DO(a->dev->ops->wait(q, a->guests[unit]->last));
-    return MT_OK;
+    return mt_skips(a->cx, MT_EDGE_LIFTED) ? MT_OK
+                                           : a->dev->ops->wait(q, a->guests[unit]->last);
 }
 
 mt_status mt_arrive_behind(mt_arrive *a, int unit, const int *params, int n, mt_event *made)
 {
     guest    *g;
-    mt_status st;
+    mt_status st = MT_OK;
 
     MT_DO(find(a, unit, &g));
     mt_lock(&a->mu);
     assert_guest(a, g, unit);
     MT_ASSERT(g->parts != NULL);
-    st = MT_OK;
     if (!mt_skips(a->cx, MT_EDGE_MADE))         /* MADE: the update is in its queue, not over */
         st = a->dev->ops->wait(a->queue, made);
     if (st == MT_OK)
@@ -431,9 +417,6 @@ static mt_status wait_copied(mt_arrive *a, const guest *g, int unit)
 
 mt_status mt_arrive_wait(mt_arrive *a, int unit)
 {
-    guest *g;
-
-    MT_DO(find(a, unit, &g));
     MT_DO(mt_ledger_wait_updates(a->store, unit));
     return mt_arrive_copied(a, unit);
 }
@@ -443,9 +426,7 @@ mt_status mt_arrive_copied(mt_arrive *a, int unit)
     guest *g;
 
     MT_DO(find(a, unit, &g));
-    if (!mt_skips(a->cx, MT_EDGE_STORED))
-        MT_DO(wait_copied(a, g, unit));
-    return MT_OK;
+    return mt_skips(a->cx, MT_EDGE_STORED) ? MT_OK : wait_copied(a, g, unit);
 }
 
 mt_status mt_arrive_push(mt_arrive *a, int unit, int param, unsigned planes)
@@ -458,31 +439,19 @@ mt_status mt_arrive_push(mt_arrive *a, int unit, int param, unsigned planes)
     assert_guest(a, g, unit);
     st = g->parts != NULL ? put_copies(a, g, unit, param < 0 ? NULL : &param, 1, planes, 1) : MT_OK;
     mt_unlock(&a->mu);
-    MT_DO(st);
-    MT_DO(wait_copied(a, g, unit));
-    return st;
+    return st == MT_OK ? wait_copied(a, g, unit) : st;
 }
 
 mt_status mt_arrive_drain(mt_arrive *a)
 {
-    mt_status st;
-
-    mt_lock(&a->mu);
-    st = a->dev->ops->record(a->queue, a->drained);
-    mt_unlock(&a->mu);
-    MT_DO(st);
-    st = mt_watch_event(mt_store_watch(a->store), a->drained, NULL, "all copies of guests' states");
-    return st;
+    MT_DO(MT_LOCKED(&a->mu, a->dev->ops->record(a->queue, a->drained)));
+    return mt_watch_event(mt_store_watch(a->store), a->drained, NULL,
+                          "all copies of guests' states");
 }
 
 /* ---- looking in ------------------------------------------------------------------------- */
 
 mt_arrive_stats mt_arrive_stats_get(mt_arrive *a)
 {
-    mt_arrive_stats stats;
-
-    mt_lock(&a->mu);
-    stats = a->stats;
-    mt_unlock(&a->mu);
-    return stats;
+    return MT_LOCKED(&a->mu, a->stats);
 }

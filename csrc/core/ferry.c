@@ -55,14 +55,7 @@ struct mt_ferry {
 
 static mt_status wait_for(mt_ferry *f, int unit, mt_event *e, const char *awaits)
 {
-    mt_watch *watch = mt_store_watch(f->store);
-    mt_post   post;
-    mt_status st;
-
-    mt_watch_begin(watch, &post, NULL, mt_store_name(f->store, unit), awaits);
-    st = f->dev->ops->sync_event(e);
-    mt_watch_end(watch, &post, st);
-    return st;
+    return mt_watch_sync(mt_store_watch(f->store), e, mt_store_name(f->store, unit), awaits);
 }
 
 /* Under mu. */

@@ -49,7 +49,8 @@ typedef struct ticket {
     int       unit;
     parcel    *parcels;
     int      *params;        /* [n] of the parcels */
-    int       n, cap;
+    int       n;
+    int64_t   parcels_room, params_room;
     uint64_t  passes;        /* run waits for copies of this ticket, `depth` before; 0: of none */
     int       adds;          /* parcels for the collector */
 } ticket;
@@ -89,7 +90,7 @@ struct mt_offload {
     mt_worker          collector;    /* ticket n is its job n */
     mt_mutex           mu;
     tally            **tally;        /* by unit; the table moves, under mu; a tally stays */
-    int                n_tally;
+    int64_t            n_tally;
     uint64_t           landed;       /* the latest ticket whose copies the collector saw end; it
                                       * stays at a failure. mu */
     uint64_t           waited_for;   /* the latest ticket that run waits for; putting thread, mu */
@@ -153,16 +154,12 @@ static mt_status collect(void *arg, mt_job *node)
 {
     mt_offload *o = arg;
     ticket     *t = (ticket *)(void *)node;
-    mt_watch   *watch = mt_store_watch(o->store);
-    mt_post     post;
     mt_status   st;
 
     assert_state(o);
     mt_unlock(&o->mu);
-    mt_watch_begin(watch, &post, NULL, mt_store_name(o->store, t->unit),
-                   "its gradients' copies (the event LANDED)");
-    st = o->dev->ops->sync_event(t->landed);
-    mt_watch_end(watch, &post, st);
+    st = mt_watch_sync(mt_store_watch(o->store), t->landed, mt_store_name(o->store, t->unit),
+                       "its gradients' copies (the event LANDED)");
     if (st == MT_OK)
         add_up(o, t);
     else
@@ -191,12 +188,8 @@ static mt_status wait_room(mt_offload *o, uint64_t t)
 {
     mt_span   span;
     mt_status st;
-    int       over;
 
-    mt_lock(&o->mu);
-    over = o->collector.ended >= t;
-    mt_unlock(&o->mu);
-    if (over)
+    if (MT_LOCKED(&o->mu, o->collector.ended) >= t)
         return MT_OK;
     mt_timeline_begin(o->timeline, &span, MT_LANE_HAND, MT_WORK_WAIT, -1, NULL);
     st = wait_home(o, t);
@@ -226,45 +219,33 @@ static size_t chunks_of(int64_t n)
     return (size_t)(n / MT_PORTION_GRAIN + (n % MT_PORTION_GRAIN != 0));
 }
 
-/* Of what is ours of a unit that has several owners, or whose norm is made with other ranks. */
-static size_t count_chunks(const mt_offload *o, int unit)
-{
-    int     asked = o->cx->share != NULL || mt_store_owners(o->store, unit) > 1;
-    size_t  chunks = 0;
-    int64_t from;
-
-    for (int i = 0; i < mt_store_params(o->store, unit) && asked; i++)
-        chunks += chunks_of(mt_store_owned(o->store, unit, i, &from));
-    return chunks;
-}
-
-/* Behind the sums. */
-static void place_chunks(const mt_offload *o, int unit, tally *y, double *at)
-{
-    for (int i = 0; i < mt_store_params(o->store, unit); i++) {
-        int64_t from, n = mt_store_owned(o->store, unit, i, &from);
-
-        y->chunks[i] = n > 0 ? at : NULL;
-        at += chunks_of(n);
-    }
-}
-
+/* Chunks are noted of what is ours of a unit that has several owners, or whose norm is made with
+ * other ranks; they lie behind the sums. */
 static mt_status tally_open(mt_offload *o, int unit, tally **out)
 {
-    size_t    n = (size_t)mt_store_params(o->store, unit) + 1, chunks = count_chunks(o, unit);
-    tally    *y = calloc(1, sizeof *y);
-    mt_status st;
+    int         n = mt_store_params(o->store, unit);
+    int         asked = o->cx->share != NULL || mt_store_owners(o->store, unit) > 1;
+    const char *name = mt_store_name(o->store, unit);
+    size_t      chunks = 0;
+    int64_t     from;
+    double     *at;
+    tally      *y = NULL;
+    mt_status   st;
 
-    if (y == NULL || (y->flags = calloc(n, sizeof *y->flags)) == NULL ||
-        (y->chunks = calloc(n, sizeof *y->chunks)) == NULL) {
-        st = MT_FAIL(MT_ENOMEM, "unit %s: no memory to note its gradients",
-                     mt_store_name(o->store, unit));
-        goto fail;
-    }
-    MT_TRY(pages_open(o, (n + chunks) * sizeof *y->sum, "sums of squares", &y->mem));
+    for (int i = 0; i < n && asked; i++)
+        chunks += chunks_of(mt_store_owned(o->store, unit, i, &from));
+    MT_TRY(MT_MAKE(y, 1, name));
+    MT_TRY(MT_MAKE(y->flags, n, name));
+    MT_TRY(MT_MAKE(y->chunks, n, name));
+    MT_TRY(pages_open(o, ((size_t)n + 1 + chunks) * sizeof *y->sum, "sums of squares", &y->mem));
     y->sum = y->mem.base;
-    if (chunks > 0)
-        place_chunks(o, unit, y, y->sum + n);
+    at = y->sum + n + 1;
+    for (int i = 0; i < n && chunks > 0; i++) {
+        size_t own = chunks_of(mt_store_owned(o->store, unit, i, &from));
+
+        y->chunks[i] = own > 0 ? at : NULL;
+        at += own;
+    }
     *out = y;
     return MT_OK;
 
@@ -274,33 +255,16 @@ fail:
 }
 
 /* Putting thread, which alone changes the table; others read it under mu. */
-static mt_status tally_grow(mt_offload *o, int n)
-{
-    tally **grown = calloc((size_t)n, sizeof(tally *)), **old = o->tally;
-
-    if (grown == NULL)
-        return MT_FAIL(MT_ENOMEM, "offload: no memory for %d units", n);
-    if (o->n_tally > 0)
-        memcpy(grown, old, (size_t)o->n_tally * sizeof(tally *));
-    mt_lock(&o->mu);
-    o->tally = grown;
-    o->n_tally = n;
-    mt_unlock(&o->mu);
-    free(old);
-    return MT_OK;
-}
-
 static mt_status tally_of(mt_offload *o, int unit, tally **out)
 {
     tally *y;
 
     if (unit >= o->n_tally)
-        MT_DO(tally_grow(o, mt_store_units(o->store)));
+        MT_DO(MT_LOCKED(&o->mu, MT_GROW(o->tally, o->n_tally, mt_store_units(o->store),
+                                        "offload")));
     if ((y = o->tally[unit]) == NULL) {
         MT_DO(tally_open(o, unit, &y));
-        mt_lock(&o->mu);
-        o->tally[unit] = y;
-        mt_unlock(&o->mu);
+        (void)MT_LOCKED(&o->mu, o->tally[unit] = y);
     }
     *out = y;
     return MT_OK;
@@ -322,21 +286,9 @@ static mt_status staging_take(mt_offload *o, size_t bytes, staging **out)
 
 /* ---- open and close --------------------------------------------------------------------- */
 
-static mt_status ring_open(mt_offload *o)
-{
-    o->n_ring = o->depth + AHEAD;
-    if ((o->ring = calloc(o->n_ring, sizeof *o->ring)) == NULL)
-        return MT_FAIL(MT_ENOMEM, "offload: no memory for %" PRIu64 " tickets", o->n_ring);
-    for (uint64_t i = 0; i < o->n_ring; i++) {
-        MT_DO(o->dev->ops->event_open(o->dev, &o->ring[i].handed));
-        MT_DO(o->dev->ops->event_open(o->dev, &o->ring[i].landed));
-    }
-    return MT_OK;
-}
-
 mt_status mt_offload_open(const mt_context *cx, int depth, mt_offload_kernels k, mt_offload **out)
 {
-    mt_offload *o;
+    mt_offload *o = NULL;
     mt_status   st;
 
     if (depth < 1 || depth > 1024)
@@ -345,13 +297,17 @@ mt_status mt_offload_open(const mt_context *cx, int depth, mt_offload_kernels k,
     if (cx->share != NULL && k.fold == NULL)
         return MT_FAIL(MT_EINVAL, "offload: where processes share units, mt_offload_open() is to "
                        "be given a fold");
-    if ((o = calloc(1, sizeof *o)) == NULL)
-        return MT_FAIL(MT_ENOMEM, "offload: calloc(%zu)", sizeof *o);
+    MT_TRY(MT_MAKE(o, 1, "offload"));
     *o = (mt_offload){ .cx = cx, .dev = cx->dev, .store = cx->store, .pool = cx->pool,
-                       .timeline = cx->timeline, .kernels = k, .depth = (uint64_t)depth };
+                       .timeline = cx->timeline, .kernels = k, .depth = (uint64_t)depth,
+                       .n_ring = (uint64_t)depth + AHEAD };
     mt_mutex_open(&o->mu, MT_RANK_OFFLOAD);
     MT_TRY(mt_worker_open(&o->collector, &o->mu, 1, "mt-collector", "d2h", collect, o));
-    MT_TRY(ring_open(o));
+    MT_TRY(MT_MAKE(o->ring, (int64_t)o->n_ring, "offload"));
+    for (uint64_t i = 0; i < o->n_ring; i++) {
+        MT_TRY(o->dev->ops->event_open(o->dev, &o->ring[i].handed));
+        MT_TRY(o->dev->ops->event_open(o->dev, &o->ring[i].landed));
+    }
     MT_TRY(o->dev->ops->queue_open(o->dev, "d2h", &o->d2h));
     *out = o;
     return MT_OK;
@@ -366,8 +322,7 @@ void mt_offload_close(mt_offload *o)
     if (o == NULL)
         return;
     mt_worker_close(&o->collector);
-    if (o->d2h != NULL)
-        o->dev->ops->queue_close(o->d2h);
+    o->dev->ops->queue_close(o->d2h);
     for (uint64_t i = 0; o->ring != NULL && i < o->n_ring; i++) {
         mt_watch_take(mt_store_watch(o->store), &o->ring[i].making);
         o->dev->ops->event_close(o->ring[i].handed);
@@ -450,26 +405,7 @@ static mt_status parcel_make(mt_offload *o, int unit, const mt_grad_item *it, ta
         MT_DO(plane_at(o, unit, it->param, MT_PLANE_GRAD, 1, &at));
         p->changed = at != p->grad ? at : NULL;
     }
-    mt_lock(&o->mu);
-    p->from_grad = it->reread || !(y->flags[it->param] & SUMMED);
-    mt_unlock(&o->mu);
-    return MT_OK;
-}
-
-static mt_status make_room(ticket *t, int n)
-{
-    parcel *parcels;
-    int   *params;
-
-    if (n <= t->cap)
-        return MT_OK;
-    if ((parcels = realloc(t->parcels, (size_t)n * sizeof *parcels)) == NULL)
-        return MT_FAIL(MT_ENOMEM, "offload: no memory for %d gradients", n);
-    t->parcels = parcels;
-    if ((params = realloc(t->params, (size_t)n * sizeof *params)) == NULL)
-        return MT_FAIL(MT_ENOMEM, "offload: no memory for %d gradients", n);
-    t->params = params;
-    t->cap = n;
+    p->from_grad = it->reread || !(MT_LOCKED(&o->mu, y->flags[it->param]) & SUMMED);
     return MT_OK;
 }
 
@@ -479,7 +415,8 @@ static mt_status prepare(mt_offload *o, ticket *t, int unit, const mt_grad_item 
 {
     size_t need = 0;
 
-    MT_DO(make_room(t, n));
+    MT_DO(MT_GROW(t->parcels, t->parcels_room, n, "offload"));
+    MT_DO(MT_GROW(t->params, t->params_room, n, "offload"));
     t->unit = unit;
     t->n = n;
     t->adds = 0;
@@ -504,45 +441,31 @@ static mt_status prepare(mt_offload *o, ticket *t, int unit, const mt_grad_item 
     return MT_OK;
 }
 
-/* Settled ADD: the sum and its squares, on the device. */
-static mt_status put_sum(mt_offload *o, const parcel *p)
-{
-    if (p->changed != NULL)
-        MT_DO(o->dev->ops->copy(o->d2h, p->grad, p->changed, p->bytes));
-    return o->kernels.accumulate_put(o->kernels.ctx, o->d2h, p->dt, p->acc, p->grad,
-                                     p->item.src, p->n, p->from_grad, p->sum, p->chunks);
-}
-
-static mt_status put_as_it_is(mt_offload *o, const parcel *p)
-{
-    if (o->kernels.sumsq != NULL)
-        MT_DO(o->kernels.sumsq(o->kernels.ctx, o->d2h, p->dt, p->item.src, p->n, p->sum,
-                               p->chunks));
-    return p->item.src == p->grad ? MT_OK
-                                  : o->dev->ops->copy(o->d2h, p->grad, p->item.src, p->bytes);
-}
-
 static mt_status put_parcel(mt_offload *o, const parcel *p)
 {
+    const mt_dev_ops         *v = o->dev->ops;
+    const mt_offload_kernels *k = &o->kernels;
+    const void               *src = p->item.src;
+
     if (p->n == 0)
         return MT_OK;
     if (is_staged(p))
-        return o->dev->ops->copy(o->d2h, p->staged, p->item.src, p->bytes);
-    return p->item.mode == MT_GRAD_ADD ? put_sum(o, p) : put_as_it_is(o, p);
+        return v->copy(o->d2h, p->staged, src, p->bytes);
+    if (p->item.mode == MT_GRAD_ADD) {       /* settled: the sum and its squares, on the device */
+        if (p->changed != NULL)
+            MT_DO(v->copy(o->d2h, p->grad, p->changed, p->bytes));
+        return k->accumulate_put(k->ctx, o->d2h, p->dt, p->acc, p->grad, src, p->n, p->from_grad,
+                                 p->sum, p->chunks);
+    }
+    if (k->sumsq != NULL)
+        MT_DO(k->sumsq(k->ctx, o->d2h, p->dt, src, p->n, p->sum, p->chunks));
+    return src == p->grad ? MT_OK : v->copy(o->d2h, p->grad, src, p->bytes);
 }
 
 /* That leave the device. */
 static size_t bytes_home(const parcel *p)
 {
     return p->settled ? 0 : p->bytes;
-}
-
-/* Units that have a buffer for gradients that pass: no more have some on the device. */
-static uint64_t depth_of(const mt_offload *o, int unit)
-{
-    uint64_t lent = (uint64_t)mt_store_lends(o->store);
-
-    return mt_store_passes(o->store, unit) && lent < o->depth ? lent : o->depth;
 }
 
 static mt_status put_all(mt_offload *o, ticket *t, mt_queue *run)
@@ -625,59 +548,56 @@ static void commit(mt_offload *o, ticket *t, tally *y, staging *g, uint64_t numb
 /* Host waits, before anything is changed. */
 static mt_status wait_turn(mt_offload *o, int unit, const mt_grad_item *items, int n, tally *y)
 {
-    int adds, sets = 0;
+    int sets = 0;
 
     /* An update reads the plane that the copies will overwrite. */
     MT_DO(mt_ledger_wait_stepped(o->store, unit));
     for (int i = 0; i < n; i++)
         sets += items[i].mode != MT_GRAD_ADD;
-    mt_lock(&o->mu);
-    adds = y->adds;
-    mt_unlock(&o->mu);
-    if (sets > 0 && adds > 0)
+    if (sets > 0 && MT_LOCKED(&o->mu, y->adds) > 0)
         MT_DO(mt_ledger_wait_grads(o->store, unit));
     if (o->collector.submitted + 1 > AHEAD)
         MT_DO(wait_room(o, o->collector.submitted + 1 - AHEAD));
     return MT_OK;
 }
 
-/* What was put is not to be put again: nobody is asked. */
-static mt_status drain_all(mt_offload *o)
-{
-    mt_watch_ask ask = mt_watch_asks(NULL);
-    mt_status    st = mt_offload_drain(o);
-
-    (void)mt_watch_asks(ask);
-    return st;
-}
-
 mt_status mt_offload_put(mt_offload *o, int unit, const mt_grad_item *items, int n,
                          mt_queue *run, uint64_t *number)
 {
-    uint64_t  next = o->collector.submitted + 1;
-    ticket   *t = ticket_at(o, next);
-    tally    *y;
-    staging  *g;
-    mt_status st;
+    uint64_t     next = o->collector.submitted + 1, depth = o->depth;
+    ticket      *t = ticket_at(o, next);
+    tally       *y;
+    staging     *g;
+    mt_watch_ask ask;
+    mt_status    st;
 
     if (unit < 0 || unit >= mt_store_units(o->store) || n < 0)
         return MT_FAIL(MT_EINVAL, "offload: %d gradients of unit %d; the store has %d units",
                        n, unit, mt_store_units(o->store));
     MT_DO(tally_of(o, unit, &y));
     MT_DO(wait_turn(o, unit, items, n, y));
-    if (mt_store_passes(o->store, unit))
+    if (mt_store_passes(o->store, unit)) {
         MT_DO(mt_store_lend(o->store, unit, o->timeline));
+        /* No more units have gradients that pass on the device than have a buffer for them. */
+        if ((uint64_t)mt_store_lends(o->store) < depth)
+            depth = (uint64_t)mt_store_lends(o->store);
+    }
     MT_DO(prepare(o, t, unit, items, n, y, &g));
 
     mt_ledger_grads_begin(o->store, unit);
-    t->passes = next > depth_of(o, unit) ? next - depth_of(o, unit) : 0;
+    t->passes = next > depth ? next - depth : 0;
     if ((st = put_all(o, t, run)) != MT_OK) {
         give_up(o, t, y);
         return st;
     }
     commit(o, t, y, g, next);
     *number = next;
-    return mt_syncs(o->cx) ? drain_all(o) : MT_OK;
+    if (!mt_syncs(o->cx))
+        return MT_OK;
+    ask = mt_watch_asks(NULL);           /* what was put is not to be put again: no signal ends it */
+    st = mt_offload_drain(o);
+    (void)mt_watch_asks(ask);
+    return st;
 }
 
 mt_status mt_offload_land(mt_offload *o, mt_queue *run)
@@ -696,22 +616,14 @@ mt_status mt_offload_land(mt_offload *o, mt_queue *run)
 
 uint64_t mt_offload_passed(mt_offload *o)
 {
-    uint64_t passed;
-
-    mt_lock(&o->mu);
-    assert_state(o);
-    passed = o->landed > o->waited_for ? o->landed : o->waited_for;
-    mt_unlock(&o->mu);
-    return passed;
+    return MT_LOCKED(&o->mu, (assert_state(o), o->landed > o->waited_for ? o->landed
+                                                                         : o->waited_for));
 }
 
 mt_status mt_offload_drain(mt_offload *o)
 {
-    uint64_t put;
+    uint64_t put = MT_LOCKED(&o->mu, o->collector.submitted);
 
-    mt_lock(&o->mu);
-    put = o->collector.submitted;
-    mt_unlock(&o->mu);
     /* The ledger first: its waits name the unit. */
     for (int u = 0; u < mt_store_units(o->store); u++)
         MT_DO(mt_ledger_wait_grads(o->store, u));
@@ -801,10 +713,5 @@ void mt_offload_forget(mt_offload *o, int unit)
 
 uint64_t mt_offload_d2h_bytes(mt_offload *o)
 {
-    uint64_t bytes;
-
-    mt_lock(&o->mu);
-    bytes = o->d2h_bytes;
-    mt_unlock(&o->mu);
-    return bytes;
+    return MT_LOCKED(&o->mu, o->d2h_bytes);
 }

@@ -277,13 +277,7 @@ void mt_through_close(mt_through *t)
 
 mt_through_stats mt_through_stats_get(mt_through *t)
 {
-    mt_through_stats stats;
-
-    mt_lock(&t->mu);
-    assert_state(t);
-    stats = t->stats;
-    mt_unlock(&t->mu);
-    return stats;
+    return MT_LOCKED(&t->mu, (assert_state(t), t->stats));
 }
 
 /* ---- the home: the updater ---------------------------------------------------------------- */

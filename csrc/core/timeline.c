@@ -368,10 +368,5 @@ int64_t mt_timeline_read(mt_timeline *t, mt_record *out, int64_t cap)
 
 uint64_t mt_timeline_lost(mt_timeline *t)
 {
-    uint64_t lost;
-
-    mt_lock(&t->mu);
-    lost = t->lost;
-    mt_unlock(&t->mu);
-    return lost;
+    return MT_LOCKED(&t->mu, t->lost);
 }

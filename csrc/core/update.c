@@ -99,21 +99,20 @@ static int is_counted(const mt_updater *u, int unit, int param)
 
 static mt_status job_copy(const mt_updater *u, const mt_update_job *from, job *to)
 {
-    size_t n = (size_t)from->n_params + 1;
-    int   *params = calloc(n, sizeof *params);
+    const char *name = mt_store_name(u->store, from->unit);
+    int        *params;
 
     *to = (job){ .j = *from };
+    to->j.params = NULL;
+    MT_DO(MT_MAKE(params, from->n_params, name));
     to->j.params = params;
-    to->counted = calloc(n, sizeof *to->counted);
+    MT_DO(MT_MAKE(to->counted, from->n_params, name));
     if (u->cx->share != NULL)
-        to->sums = calloc(n, sizeof *to->sums);
-    if (params == NULL || to->counted == NULL || (u->cx->share != NULL && to->sums == NULL))
-        return MT_FAIL(MT_ENOMEM, "update: no memory for the %d parameters of unit %s",
-                       from->n_params, mt_store_name(u->store, from->unit));
+        MT_DO(MT_MAKE(to->sums, from->n_params, name));
     to->home = mt_store_home(u->store, from->unit, &to->of);
     if (!to->home->fits(from) || (to->home->update != NULL && to->of == NULL))
         return MT_FAIL(MT_ESTATE, "unit %s %s, and its job cannot update it there, or nothing is "
-                       "open that could", mt_store_name(u->store, from->unit), to->home->lives);
+                       "open that could", name, to->home->lives);
     for (int i = 0; i < from->n_params; i++) {
         params[i] = from->params[i];
         to->counted[i] = (unsigned char)is_counted(u, from->unit, params[i]);
@@ -121,42 +120,33 @@ static mt_status job_copy(const mt_updater *u, const mt_update_job *from, job *t
     return MT_OK;
 }
 
-/* What run was given up to now may read the weights that the settled units' updates overwrite. */
-static mt_status note_compute(work *w, mt_queue *run)
-{
-    int some = 0;
-
-    for (int i = 0; i < w->n; i++)
-        some |= w->jobs[i].home->later != 0;
-    if (!some)
-        return MT_OK;
-    MT_DO(run->dev->ops->event_open(run->dev, &w->asked));
-    for (int i = 0; i < w->n; i++)
-        w->jobs[i].j.asked = w->asked;
-    return run->dev->ops->record(run, w->asked);
-}
-
 static mt_status work_make(const mt_updater *u, const mt_update_job *jobs, int n, double max_norm,
                            mt_queue *run, work **out)
 {
-    work     *w = calloc(1, sizeof *w);
-    mt_status st;
+    const mt_dev_ops *v = u->cx->dev->ops;
+    int               settled = 0;
+    work             *w;
+    mt_status         st;
 
-    if (w == NULL || (w->jobs = calloc((size_t)n + 1, sizeof *w->jobs)) == NULL) {
-        st = MT_FAIL(MT_ENOMEM, "update: no memory for %d jobs", n);
-        goto fail;
-    }
+    MT_DO(MT_MAKE(w, 1, "update"));
+    MT_TRY(MT_MAKE(w->jobs, n, "update"));
     w->max_norm = max_norm;
     w->n = n;
     for (int i = 0; i < n; i++) {
-        if (jobs[i].unit < 0 || jobs[i].unit >= mt_store_units(u->store) || jobs[i].n_params < 0) {
-            st = MT_FAIL(MT_EINVAL, "update: job %d has %d parameters of unit %d; the store has "
-                         "%d units", i, jobs[i].n_params, jobs[i].unit, mt_store_units(u->store));
-            goto fail;
-        }
+        if (jobs[i].unit < 0 || jobs[i].unit >= mt_store_units(u->store) || jobs[i].n_params < 0)
+            MT_TRY(MT_FAIL(MT_EINVAL, "update: job %d has %d parameters of unit %d; the store has "
+                           "%d units", i, jobs[i].n_params, jobs[i].unit,
+                           mt_store_units(u->store)));
         MT_TRY(job_copy(u, &jobs[i], &w->jobs[i]));
+        settled |= w->jobs[i].home->later != 0;
     }
-    MT_TRY(note_compute(w, run));
+    /* What run was given up to now may read the weights that settled units' updates overwrite. */
+    if (settled)
+        MT_TRY(v->event_open(u->cx->dev, &w->asked));
+    for (int i = 0; i < n; i++)
+        w->jobs[i].j.asked = w->asked;
+    if (settled)
+        MT_TRY(v->record(run, w->asked));
     *out = w;
     return MT_OK;
 
@@ -204,17 +194,6 @@ static mt_status measure(mt_updater *u, const job *b, int i)
     sums = mt_offload_chunks(u->grads, b->j.unit, b->j.params[i], &n);
     memcpy(to, sums, (size_t)n * sizeof *to);
     return MT_OK;
-}
-
-/* All ranks', whoever made which. */
-static void fold(mt_updater *u, const job *b)
-{
-    for (int i = 0; i < b->j.n_params; i++) {
-        int64_t       n;
-        const double *sums = mt_store_sums(u->store, b->j.unit, b->j.params[i], 0, &n);
-
-        b->sums[i] = sums != NULL ? mt_offload_fold(u->grads, sums, n) : 0.0;
-    }
 }
 
 /* Of what a submit asks, in whatever order of units. */
@@ -298,22 +277,14 @@ static mt_status measure_all(mt_updater *u, const work *w)
     if (differing(u->cx->share, MT_COUNT_MEASURED, sum) < mt_share_ranks(u->cx->share))
         return name_differences(u, w, hash);
     for (int i = 0; i < w->n; i++)
-        fold(u, &w->jobs[i]);
+        for (int k = 0; k < w->jobs[i].j.n_params; k++) {
+            const job    *b = &w->jobs[i];
+            int64_t       n;
+            const double *sums = mt_store_sums(u->store, b->j.unit, b->j.params[k], 0, &n);
+
+            b->sums[k] = sums != NULL ? mt_offload_fold(u->grads, sums, n) : 0.0;
+        }
     mt_timeline_end(u->timeline, &span, 0, NULL);
-    return MT_OK;
-}
-
-/* Ranks may have added in other orders: rank 0's sum is everybody's. */
-static mt_status agree(mt_updater *u, const work *w, double *total)
-{
-    uint64_t bits;
-
-    memcpy(&bits, total, sizeof bits);
-    if (mt_share_rank(u->cx->share) == 0)
-        mt_ledger_say(u->store, MT_COUNT_NORMED, w->ticket, bits);
-    MT_DO(mt_ledger_meet(u->store, MT_COUNT_NORMED, w->ticket, 0, NULL));
-    bits = mt_share_about(u->cx->share, MT_COUNT_NORMED, 0);
-    memcpy(total, &bits, sizeof bits);
     return MT_OK;
 }
 
@@ -375,9 +346,10 @@ static mt_status weigh(mt_updater *u, const job *b, double *total, int *finite, 
 /* With max_norm: the norm of all, before anything is touched. */
 static mt_status weigh_all(mt_updater *u, const work *w, result *r, float *clip)
 {
-    double  total = 0, ratio;
-    int     finite, known;
-    mt_span span;
+    double   total = 0, ratio;
+    uint64_t bits;
+    int      finite, known;
+    mt_span  span;
 
     mt_timeline_begin(u->timeline, &span, MT_LANE_HOST, MT_WORK_WAIT, -1, NULL);
     for (int i = 0; i < w->n; i++) {
@@ -385,8 +357,14 @@ static mt_status weigh_all(mt_updater *u, const work *w, result *r, float *clip)
         if (!known)
             return uncounted(u, &w->jobs[i]);
     }
-    if (u->cx->share != NULL)
-        MT_DO(agree(u, w, &total));
+    if (u->cx->share != NULL) {          /* which may add in other orders: rank 0's sum is taken */
+        memcpy(&bits, &total, sizeof bits);
+        if (mt_share_rank(u->cx->share) == 0)
+            mt_ledger_say(u->store, MT_COUNT_NORMED, w->ticket, bits);
+        MT_DO(mt_ledger_meet(u->store, MT_COUNT_NORMED, w->ticket, 0, NULL));
+        bits = mt_share_about(u->cx->share, MT_COUNT_NORMED, 0);
+        memcpy(&total, &bits, sizeof total);
+    }
     mt_timeline_end(u->timeline, &span, 0, NULL);
     r->norm = sqrt(total);
     r->skipped = isfinite(r->norm) ? 0 : w->n;
@@ -397,26 +375,6 @@ static mt_status weigh_all(mt_updater *u, const work *w, result *r, float *clip)
     return MT_OK;
 }
 
-/* The unit's weights are written here: copies that read them must be over. */
-static mt_status wait_turn(mt_updater *u, const job *b)
-{
-    mt_span span;
-
-    mt_timeline_begin(u->timeline, &span, MT_LANE_HOST, MT_WORK_WAIT, b->j.unit, NULL);
-    MT_DO(mt_ledger_wait_grads(u->store, b->j.unit));
-    MT_DO(mt_ledger_wait_fetch(u->store, b->j.unit));
-    mt_timeline_end(u->timeline, &span, 0, NULL);
-    return MT_OK;
-}
-
-/* By its home; where that ends it, with the end of its announcement. */
-static mt_status hand_on(mt_updater *u, job *b, float clip)
-{
-    MT_DO(mt_ledger_wait_grads(u->store, b->j.unit));
-    b->sent = 1;
-    return b->home->update(b->of, &b->j, clip);
-}
-
 static mt_status run_job(mt_updater *u, job *b, float clip)
 {
     uint64_t  begun;
@@ -425,9 +383,16 @@ static mt_status run_job(mt_updater *u, job *b, float clip)
     mt_post   post;
     mt_status st;
 
-    if (b->home->update != NULL)
-        return hand_on(u, b, clip);
-    MT_DO(wait_turn(u, b));
+    if (b->home->update != NULL) {
+        MT_DO(mt_ledger_wait_grads(u->store, b->j.unit));
+        b->sent = 1;
+        return b->home->update(b->of, &b->j, clip);
+    }
+    /* The unit's weights are written here: copies that read them must be over. */
+    mt_timeline_begin(u->timeline, &span, MT_LANE_HOST, MT_WORK_WAIT, b->j.unit, NULL);
+    MT_DO(mt_ledger_wait_grads(u->store, b->j.unit));
+    MT_DO(mt_ledger_wait_fetch(u->store, b->j.unit));
+    mt_timeline_end(u->timeline, &span, 0, NULL);
     begun = mt_now_ns();
     mt_timeline_begin(u->timeline, &span, MT_LANE_HOST, MT_WORK_UPDATE, b->j.unit, NULL);
     mt_watch_begin(watch, &post, NULL, mt_store_name(u->store, b->j.unit),
@@ -454,19 +419,6 @@ static mt_status judge_and_run(mt_updater *u, job *b, double *total, result *r)
     return MT_OK;
 }
 
-/* At once in the ledger, not after the unit's update_end: the next fetch of it must fail,
- * not read. */
-static void end_job(mt_updater *u, const job *b, mt_status st)
-{
-    if (st != MT_OK)
-        mt_ledger_fault(u->store, st, mt_last_error());
-    if (b->sent)
-        return;
-    mt_ledger_update_end(u->store, b->j.unit);
-    if (b->j.free != NULL)
-        b->j.free(b->j.arg);
-}
-
 /* Runs the jobs in order; with a max_norm, first those that are only put, then those that are only
  * sent. Without, each is judged in turn, and their sums are added in that order. After a failure
  * the rest is only ended. */
@@ -483,7 +435,10 @@ static mt_status run_all(mt_updater *u, const work *w, mt_status st, float clip,
                 continue;
             if (st == MT_OK && !skip_all)
                 st = clipped ? run_job(u, b, clip) : judge_and_run(u, b, &total, r);
-            end_job(u, b, st);
+            if (!b->sent)
+                mt_job_over(u->store, &b->j, st);
+            else if (st != MT_OK)
+                mt_ledger_fault(u->store, st, mt_last_error());
         }
     if (!clipped)
         r->norm = sqrt(total);
@@ -525,11 +480,10 @@ static mt_status carry_out(void *arg, mt_job *node)
 
 mt_status mt_update_open(const mt_context *cx, mt_offload *grads, mt_updater **out)
 {
-    mt_updater *u = calloc(1, sizeof *u);
+    mt_updater *u;
     mt_status   st;
 
-    if (u == NULL)
-        return MT_FAIL(MT_ENOMEM, "update: calloc(%zu)", sizeof *u);
+    MT_DO(MT_MAKE(u, 1, "update"));
     *u = (mt_updater){ .cx = cx, .store = cx->store, .grads = grads, .pool = cx->pool,
                        .timeline = cx->timeline };
     mt_mutex_open(&u->mu, MT_RANK_UPDATE);
@@ -555,13 +509,7 @@ void mt_update_close(mt_updater *u)
 
 static uint64_t submits(mt_updater *u)
 {
-    uint64_t n;
-
-    mt_lock(&u->mu);
-    assert_state(u);
-    n = u->worker.submitted;
-    mt_unlock(&u->mu);
-    return n;
+    return MT_LOCKED(&u->mu, (assert_state(u), u->worker.submitted));
 }
 
 mt_status mt_update_turn(mt_updater *u)
@@ -572,13 +520,17 @@ mt_status mt_update_turn(mt_updater *u)
                           NULL, "a step before this one");
 }
 
-/* Waits for its turn, announces, then hands over: the updater never ends what was not begun. w is
- * the updater's from here on, but after a failure, with which nothing was announced. */
-static mt_status hand_over(mt_updater *u, work *w, uint64_t *ticket)
+mt_status mt_update_submit(mt_updater *u, const mt_update_job *jobs, int n, double max_norm,
+                           mt_queue *run, uint64_t *ticket)
 {
-    MT_DO(mt_update_turn(u));
-    for (int i = 0; i < w->n; i++)
-        mt_ledger_update_begin(u->store, w->jobs[i].j.unit);
+    work     *w = NULL;
+    mt_status st;
+
+    MT_TRY(mt_ledger_check(u->store));
+    MT_TRY(work_make(u, jobs, n, max_norm, run, &w));
+    MT_TRY(mt_update_turn(u));
+    for (int i = 0; i < n; i++)              /* before the updater has it, which ends all of them */
+        mt_ledger_update_begin(u->store, jobs[i].unit);
     mt_lock(&u->mu);
     *ticket = w->ticket = mt_worker_submit(&u->worker, &w->node);
     u->results[*ticket % RESULTS] = (result){ 0 };
@@ -586,23 +538,7 @@ static mt_status hand_over(mt_updater *u, work *w, uint64_t *ticket)
     mt_unlock(&u->mu);
     if (u->cx->share != NULL)
         mt_ledger_say(u->store, MT_COUNT_SUBMITTED, *ticket, 0);
-    return MT_OK;
-}
-
-mt_status mt_update_submit(mt_updater *u, const mt_update_job *jobs, int n, double max_norm,
-                           mt_queue *run, uint64_t *ticket)
-{
-    work     *w = NULL;
-    uint64_t  number;
-    mt_status st;
-
-    MT_TRY(mt_ledger_check(u->store));
-    MT_TRY(work_make(u, jobs, n, max_norm, run, &w));
-    MT_TRY(hand_over(u, w, &number));
-    if (mt_syncs(u->cx))
-        st = mt_update_drain(u);
-    *ticket = number;
-    return st;
+    return mt_syncs(u->cx) ? mt_update_drain(u) : MT_OK;
 
 fail:
     work_free(w);
@@ -661,10 +597,5 @@ mt_status mt_update_drain(mt_updater *u)
 
 uint64_t mt_update_busy_ns(mt_updater *u)
 {
-    uint64_t ns;
-
-    mt_lock(&u->mu);
-    ns = u->busy_ns;
-    mt_unlock(&u->mu);
-    return ns;
+    return MT_LOCKED(&u->mu, u->busy_ns);
 }

@@ -389,6 +389,17 @@ mt_status mt_watch_until(mt_watch *w, pthread_cond_t *c, mt_mutex *mu,
     return st;
 }
 
+mt_status mt_watch_sync(mt_watch *w, mt_event *e, const char *unit, const char *awaits)
+{
+    mt_post   post;
+    mt_status st;
+
+    mt_watch_begin(w, &post, NULL, unit, awaits);
+    st = e->dev->ops->sync_event(e);
+    mt_watch_end(w, &post, st);
+    return st;
+}
+
 mt_status mt_watch_event(mt_watch *w, mt_event *e, const char *unit, const char *awaits)
 {
     mt_post   post;

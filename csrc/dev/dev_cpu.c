@@ -151,12 +151,7 @@ static void line_wait(cpu_line *l, uint64_t target)
 
 static uint64_t line_end(cpu_line *l)
 {
-    uint64_t put;
-
-    mt_lock(&l->mu);
-    put = l->put;
-    mt_unlock(&l->mu);
-    return put;
+    return MT_LOCKED(&l->mu, l->put);
 }
 
 /* ---- the queue's thread ----------------------------------------------------------------- */

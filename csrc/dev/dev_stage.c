@@ -220,12 +220,8 @@ static mt_status add_region(stage_dev *d, char *p, size_t bytes)
 static mt_status stage_host_register(mt_dev *dev, void *p, size_t bytes)
 {
     stage_dev *d = as_dev(dev);
-    mt_status  st;
 
-    mt_lock(&d->registering);
-    st = add_region(d, p, bytes);
-    mt_unlock(&d->registering);
-    return st;
+    return MT_LOCKED(&d->registering, add_region(d, p, bytes));
 }
 
 static void stage_host_unregister(mt_dev *dev, void *p)

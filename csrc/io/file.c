@@ -250,12 +250,7 @@ static mt_status grow(mt_file *f, uint64_t bytes)
 
 static int is_named(mt_file *f)
 {
-    int named;
-
-    mt_lock(&f->mu);
-    named = f->named;
-    mt_unlock(&f->mu);
-    return named;
+    return MT_LOCKED(&f->mu, f->named);
 }
 
 /* A file that lost its name meanwhile has no manifest either. */
