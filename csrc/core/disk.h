@@ -7,7 +7,7 @@
  *
  * Nouns, in the order they appear below:
  *   on disk  of a unit: its state planes (MT_STATE_PLANES), and HI where its weights are there, are
- *            in the file, as layout.h says. Host memory mirrors them (mirror.h) by way of bounce.h
+ *            in the file, as layout.h says. Host memory mirrors them (mirror.h)
  *   piece    of a unit: what one buffer of the ring holds. One is updated, those before are
  *            written, those after are read, as far ahead as there are buffers; also while nothing
  *            is updated, so that the first pieces of a step wait for it, and not it for them

@@ -36,7 +36,7 @@
  *            waits until no rank copies of its slot any more (update.h)
  *
  * Threads: mu is the room's that has the ferry: lower, raise, before, await are called under it.
- *          stop, close: without it.
+ *          close: without it.
  */
 #ifndef MT_FERRY_H
 #define MT_FERRY_H
@@ -49,8 +49,7 @@ typedef struct mt_ferry mt_ferry;
  * others'. */
 mt_status mt_ferry_open (mt_context *cx, mt_mutex *mu, void (*raise)(void *arg, int unit),
                          void *arg, mt_ferry **out);
-void      mt_ferry_stop (mt_ferry *f);       /* ends updates; what was not raised is left */
-void      mt_ferry_close(mt_ferry *f);       /* stops it first; NULL is fine */
+void      mt_ferry_close(mt_ferry *f);       /* NULL is fine */
 /* All that was lowered has ended, and been raised. Without mu. */
 mt_status mt_ferry_drain(mt_ferry *f);
 
@@ -63,10 +62,8 @@ mt_status mt_ferry_reach(mt_ferry *f, int unit, const mt_mem_name *names);
 /* On the host: what was lowered of the unit has ended. Without mu. */
 mt_status mt_ferry_idle (mt_ferry *f, int unit);
 
-/* mem: the unit's slot. made: recorded behind the update. *j is the ferry's from here on, also on
- * failure: it ends the unit's update, and frees the job. */
-mt_status mt_ferry_lower (mt_ferry *f, int unit, void *mem, mt_event *made,
-                          const mt_update_job *j);
+/* mem: the unit's slot. made: recorded behind the update, which the ferry ends. */
+void      mt_ferry_lower (mt_ferry *f, void *mem, mt_event *made, mt_update *u);
 mt_status mt_ferry_raise (mt_ferry *f, int unit, void *mem, uint64_t *bytes);
 /* The own portion from the share into the slot, in q. */
 mt_status mt_ferry_return(mt_ferry *f, int unit, void *mem, mt_queue *q, uint64_t *bytes);

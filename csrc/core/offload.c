@@ -594,7 +594,7 @@ mt_status mt_offload_put(mt_offload *o, int unit, const mt_grad_item *items, int
     *number = next;
     if (!mt_syncs(o->cx))
         return MT_OK;
-    ask = mt_watch_asks(NULL);           /* what was put is not to be put again: no signal ends it */
+    ask = mt_watch_asks(NULL);   /* what was put is not to be put again: no signal ends it */
     st = mt_offload_drain(o);
     (void)mt_watch_asks(ask);
     return st;

@@ -467,42 +467,40 @@ static int home_fits(const mt_update_job *j)
 }
 
 /* Put, and (wait) over; *lowered: the ferry ends it. */
-static mt_status update(mt_resident *r, const mt_update_job *u, float clip, int *lowered)
+static mt_status update(mt_resident *r, mt_update *u, int *lowered)
 {
-    int       wait;
+    int       wait, unit = u->j.unit;        /* what the ferry has may be over at once */
     settled  *h;
     mt_status st;
 
-    MT_DO(mt_ledger_wait_saved(r->store, u->unit));
-    MT_DO(find(r, u->unit, &h));
+    MT_DO(mt_ledger_wait_saved(r->store, unit));
+    MT_DO(find(r, unit, &h));
     if (r->ferry != NULL)
-        MT_DO(mt_ferry_idle(r->ferry, u->unit));
+        MT_DO(mt_ferry_idle(r->ferry, unit));
     mt_lock(&r->mu);
-    assert_settled(r, h, u->unit);
+    assert_settled(r, h, unit);
     r->lifted = 0;
-    st = mt_mirror_any(r->store, u->unit, -1, ~HI, IS(AHEAD) | IS(TORN))
+    st = mt_mirror_any(r->store, unit, -1, ~HI, IS(AHEAD) | IS(TORN))
        ? MT_FAIL(MT_ESTATE, "unit %s was settled, and its planes were not taken",
-                 mt_store_name(r->store, u->unit))
-       : put_update(r, h, u, clip);
+                 mt_store_name(r->store, unit))
+       : put_update(r, h, &u->j, u->clip);
     wait = r->lifted || mt_syncs(r->cx);
     if (st == MT_OK && r->ferry != NULL) {
         *lowered = 1;
-        st = mt_ferry_lower(r->ferry, u->unit, h->mem, h->done, u);
+        mt_ferry_lower(r->ferry, h->mem, h->done, u);
     }
     mt_unlock(&r->mu);
-    if (st == MT_OK && wait)
-        st = wait_done(r, h, u->unit);
-    return st;
+    return st == MT_OK && wait ? wait_done(r, h, unit) : st;
 }
 
-static mt_status home_update(void *arg, const mt_update_job *u, float clip)
+static mt_status home_update(void *arg, mt_update *u)
 {
     mt_resident *r = arg;
     int          lowered = 0;
-    mt_status    st = update(r, u, clip, &lowered);
+    mt_status    st = update(r, u, &lowered);
 
     if (!lowered)
-        mt_job_over(r->store, u, st);
+        mt_update_over(r->store, u, st);
     return st;
 }
 

@@ -18,14 +18,13 @@
 #define AHEAD   64           /* submits that may wait for the updater; then submit waits */
 
 typedef struct job {
-    mt_update_job  j;        /* params: our copy */
+    mt_update     *up;       /* NULL: it is over, or its home has it */
     unsigned char *counted;  /* [n_params] at submit, the offload had the sum of squares, or the
                               * sums of this rank's chunks */
     double        *sums;     /* [n_params] of squares, of all ranks' chunks. The updater's; NULL:
                               * this process is alone */
     const mt_home *home;     /* of its unit, at submit */
     void          *of;       /* what that home's functions get */
-    int            sent;     /* a home has it, which ends it. The updater's */
 } job;
 
 typedef struct work {
@@ -76,7 +75,9 @@ static void work_free(work *w)
     if (w == NULL)
         return;
     for (int i = 0; w->jobs != NULL && i < w->n; i++) {
-        free((void *)(uintptr_t)w->jobs[i].j.params);
+        if (w->jobs[i].up != NULL)
+            free((void *)(uintptr_t)w->jobs[i].up->j.params);
+        free(w->jobs[i].up);
         free(w->jobs[i].counted);
         free(w->jobs[i].sums);
     }
@@ -102,10 +103,11 @@ static mt_status job_copy(const mt_updater *u, const mt_update_job *from, job *t
     const char *name = mt_store_name(u->store, from->unit);
     int        *params;
 
-    *to = (job){ .j = *from };
-    to->j.params = NULL;
+    MT_DO(MT_MAKE(to->up, 1, name));
+    to->up->j = *from;
+    to->up->j.params = NULL;
     MT_DO(MT_MAKE(params, from->n_params, name));
-    to->j.params = params;
+    to->up->j.params = params;
     MT_DO(MT_MAKE(to->counted, from->n_params, name));
     if (u->cx->share != NULL)
         MT_DO(MT_MAKE(to->sums, from->n_params, name));
@@ -144,7 +146,7 @@ static mt_status work_make(const mt_updater *u, const mt_update_job *jobs, int n
     if (settled)
         MT_TRY(v->event_open(u->cx->dev, &w->asked));
     for (int i = 0; i < n; i++)
-        w->jobs[i].j.asked = w->asked;
+        w->jobs[i].up->j.asked = w->asked;
     if (settled)
         MT_TRY(v->record(run, w->asked));
     *out = w;
@@ -169,7 +171,7 @@ static void publish(mt_updater *u, const work *w, const result *r)
 static mt_status uncounted(const mt_updater *u, const job *b)
 {
     return MT_FAIL(MT_ESTATE, "unit %s: a gradient to be clipped came without its sum of squares; "
-                   "offload it, or give the job a sumsq", mt_store_name(u->store, b->j.unit));
+                   "offload it, or give the job a sumsq", mt_store_name(u->store, b->up->j.unit));
 }
 
 /* ---- with other ranks --------------------------------------------------------------------- */
@@ -180,18 +182,18 @@ static mt_status measure(mt_updater *u, const job *b, int i)
 {
     int           use = 0;
     int64_t       n;
-    double       *to = mt_store_sums(u->store, b->j.unit, b->j.params[i], 1, &n);
+    double       *to = mt_store_sums(u->store, b->up->j.unit, b->up->j.params[i], 1, &n);
     const double *sums;
 
     if (to == NULL)
         return MT_OK;
-    if (b->j.sumsq != NULL)
-        (void)b->j.sumsq(b->j.arg, u->pool, i, to, &use);
+    if (b->up->j.sumsq != NULL)
+        (void)b->up->j.sumsq(b->up->j.arg, u->pool, i, to, &use);
     if (use)
         return MT_OK;
     if (!b->counted[i])
         return uncounted(u, b);
-    sums = mt_offload_chunks(u->grads, b->j.unit, b->j.params[i], &n);
+    sums = mt_offload_chunks(u->grads, b->up->j.unit, b->up->j.params[i], &n);
     memcpy(to, sums, (size_t)n * sizeof *to);
     return MT_OK;
 }
@@ -204,7 +206,7 @@ static void alike_of(const work *w, uint64_t hash[MT_ALIKES])
     memset(hash, 0, MT_ALIKES * sizeof *hash);
     memcpy(&hash[MT_ALIKE_NORM], &max_norm, sizeof max_norm);
     for (int i = 0; i < w->n; i++) {
-        const mt_update_job *j = &w->jobs[i].j;
+        const mt_update_job *j = &w->jobs[i].up->j;
         uint64_t             params = mt_alike_mix(1, (uint64_t)j->unit);
 
         for (int k = 0; k < j->n_params; k++)
@@ -264,10 +266,10 @@ static mt_status measure_all(mt_updater *u, const work *w)
     for (int i = 0; i < w->n; i++) {
         const job *b = &w->jobs[i];
 
-        MT_DO(mt_ledger_wait_grads(u->store, b->j.unit));
-        for (int k = 0; k < b->j.n_params; k++)
+        MT_DO(mt_ledger_wait_grads(u->store, b->up->j.unit));
+        for (int k = 0; k < b->up->j.n_params; k++)
             MT_DO(measure(u, b, k));
-        mt_store_summed(u->store, b->j.unit);
+        mt_store_summed(u->store, b->up->j.unit);
     }
     alike_of(w, hash);
     for (int k = 0; k < MT_ALIKES; k++)
@@ -277,10 +279,10 @@ static mt_status measure_all(mt_updater *u, const work *w)
     if (differing(u->cx->share, MT_COUNT_MEASURED, sum) < mt_share_ranks(u->cx->share))
         return name_differences(u, w, hash);
     for (int i = 0; i < w->n; i++)
-        for (int k = 0; k < w->jobs[i].j.n_params; k++) {
+        for (int k = 0; k < w->jobs[i].up->j.n_params; k++) {
             const job    *b = &w->jobs[i];
             int64_t       n;
-            const double *sums = mt_store_sums(u->store, b->j.unit, b->j.params[k], 0, &n);
+            const double *sums = mt_store_sums(u->store, b->up->j.unit, b->up->j.params[k], 0, &n);
 
             b->sums[k] = sums != NULL ? mt_offload_fold(u->grads, sums, n) : 0.0;
         }
@@ -297,7 +299,7 @@ static mt_status clear_all(mt_updater *u, const work *w)
 
     mt_timeline_begin(u->timeline, &span, MT_LANE_HOST, MT_WORK_WAIT, -1, NULL);
     for (int i = 0; i < w->n; i++)
-        MT_DO(mt_ledger_wait_fetched(u->store, w->jobs[i].j.unit));
+        MT_DO(mt_ledger_wait_fetched(u->store, w->jobs[i].up->j.unit));
     mt_ledger_say(u->store, MT_COUNT_CLEAR, w->ticket, 0);
     MT_DO(mt_ledger_meet(u->store, MT_COUNT_CLEAR, w->ticket, 0, NULL));
     mt_timeline_end(u->timeline, &span, 0, NULL);
@@ -317,10 +319,10 @@ static double sum_of(mt_updater *u, const job *b, int i, int *known)
         *known = 1;
         return b->sums[i];
     }
-    if (b->j.sumsq != NULL)
-        sum = b->j.sumsq(b->j.arg, u->pool, i, NULL, &use);
+    if (b->up->j.sumsq != NULL)
+        sum = b->up->j.sumsq(b->up->j.arg, u->pool, i, NULL, &use);
     if (!use)
-        sum = mt_offload_sumsq(u->grads, b->j.unit, b->j.params[i], &valid);
+        sum = mt_offload_sumsq(u->grads, b->up->j.unit, b->up->j.params[i], &valid);
     *known = use || b->counted[i];
     return *known ? sum : (double)NAN;
 }
@@ -329,9 +331,9 @@ static double sum_of(mt_updater *u, const job *b, int i, int *known)
  * could be judged is; *known: all could. */
 static mt_status weigh(mt_updater *u, const job *b, double *total, int *finite, int *known)
 {
-    MT_DO(mt_ledger_wait_grads(u->store, b->j.unit));
+    MT_DO(mt_ledger_wait_grads(u->store, b->up->j.unit));
     *finite = *known = 1;
-    for (int i = 0; i < b->j.n_params; i++) {
+    for (int i = 0; i < b->up->j.n_params; i++) {
         int    one;
         double sum = sum_of(u, b, i, &one);
 
@@ -384,23 +386,26 @@ static mt_status run_job(mt_updater *u, job *b, float clip)
     mt_status st;
 
     if (b->home->update != NULL) {
-        MT_DO(mt_ledger_wait_grads(u->store, b->j.unit));
-        b->sent = 1;
-        return b->home->update(b->of, &b->j, clip);
+        mt_update *up = b->up;
+
+        MT_DO(mt_ledger_wait_grads(u->store, up->j.unit));
+        up->clip = clip;
+        b->up = NULL;
+        return b->home->update(b->of, up);
     }
     /* The unit's weights are written here: copies that read them must be over. */
-    mt_timeline_begin(u->timeline, &span, MT_LANE_HOST, MT_WORK_WAIT, b->j.unit, NULL);
-    MT_DO(mt_ledger_wait_grads(u->store, b->j.unit));
-    MT_DO(mt_ledger_wait_fetch(u->store, b->j.unit));
+    mt_timeline_begin(u->timeline, &span, MT_LANE_HOST, MT_WORK_WAIT, b->up->j.unit, NULL);
+    MT_DO(mt_ledger_wait_grads(u->store, b->up->j.unit));
+    MT_DO(mt_ledger_wait_fetch(u->store, b->up->j.unit));
     mt_timeline_end(u->timeline, &span, 0, NULL);
     begun = mt_now_ns();
-    mt_timeline_begin(u->timeline, &span, MT_LANE_HOST, MT_WORK_UPDATE, b->j.unit, NULL);
-    mt_watch_begin(watch, &post, NULL, mt_store_name(u->store, b->j.unit),
+    mt_timeline_begin(u->timeline, &span, MT_LANE_HOST, MT_WORK_UPDATE, b->up->j.unit, NULL);
+    mt_watch_begin(watch, &post, NULL, mt_store_name(u->store, b->up->j.unit),
                    "the pool, which computes its update");
-    st = b->j.run(b->j.arg, u->pool, clip);
+    st = b->up->j.run(b->up->j.arg, u->pool, clip);
     mt_watch_end(watch, &post, st);
     MT_DO(st);
-    mt_timeline_end(u->timeline, &span, b->j.bytes, NULL);
+    mt_timeline_end(u->timeline, &span, b->up->j.bytes, NULL);
     mt_lock(&u->mu);
     u->busy_ns += mt_now_ns() - begun;
     mt_unlock(&u->mu);
@@ -435,10 +440,11 @@ static mt_status run_all(mt_updater *u, const work *w, mt_status st, float clip,
                 continue;
             if (st == MT_OK && !skip_all)
                 st = clipped ? run_job(u, b, clip) : judge_and_run(u, b, &total, r);
-            if (!b->sent)
-                mt_job_over(u->store, &b->j, st);
+            if (b->up != NULL)
+                mt_update_over(u->store, b->up, st);
             else if (st != MT_OK)
                 mt_ledger_fault(u->store, st, mt_last_error());
+            b->up = NULL;
         }
     if (!clipped)
         r->norm = sqrt(total);
