@@ -159,12 +159,10 @@ static mt_status tensor_of(const adam_job *j, const adam_param *p, mt_adam_tenso
 static mt_status list_of(const adam_job *j, mt_adam_tensor **out,
                          mt_status (*each)(const adam_job *, const adam_param *, mt_adam_tensor *))
 {
-    mt_adam_tensor *t = calloc((size_t)j->n + 1, sizeof *t);
+    mt_adam_tensor *t;
     mt_status       st;
 
-    if (t == NULL)
-        return MT_FAIL(MT_ENOMEM, "unit %d (%s): no memory to list %d tensors", j->unit,
-                       mt_store_name(j->store, j->unit), j->n);
+    MT_DO(MT_MAKE(t, j->n, mt_store_name(j->store, j->unit)));
     for (int i = 0; i < j->n; i++)
         MT_TRY(each(j, &j->p[i], &t[i]));
     *out = t;
@@ -175,16 +173,11 @@ fail:
     return st;
 }
 
-static mt_status tensors_of(const adam_job *j, mt_adam_tensor **out)
-{
-    return list_of(j, out, tensor_of);
-}
-
 static mt_status job_run(void *arg, mt_pool *pool, float clip)
 {
     const adam_job *j = arg;
     mt_adam_tensor *t;
-    mt_status       st = tensors_of(j, &t);
+    mt_status       st = list_of(j, &t, tensor_of);
 
     if (st != MT_OK)
         return st;
@@ -263,12 +256,10 @@ static int asked(const adam_job *j, int param)
 static mt_status stretches_of(const adam_job *j, const mt_adam_tensor *whole, const mt_part *parts,
                               int n_parts, mt_adam_tensor **out, int *n)
 {
-    mt_adam_tensor *s = calloc((size_t)n_parts + 1, sizeof *s), t;
+    mt_adam_tensor *s, t;
     mt_status       st = MT_OK;
 
-    if (s == NULL)
-        return MT_FAIL(MT_ENOMEM, "unit %d (%s): no memory to list %d parts", j->unit,
-                       mt_store_name(j->store, j->unit), n_parts);
+    MT_DO(MT_MAKE(s, n_parts, mt_store_name(j->store, j->unit)));
     *n = 0;
     for (int i = 0; i < n_parts; i++) {
         mt_part part = parts[i];
@@ -332,7 +323,7 @@ static mt_status job_put(void *arg, mt_queue *q, float clip)
 
     if (st != MT_OK || guest)
         return st != MT_OK ? st : put_guest(j, q, clip, parts, n_parts);
-    MT_DO(tensors_of(j, &t));
+    MT_DO(list_of(j, &t, tensor_of));
     MT_TRY(lift(j, q, t));
     MT_TRY(mt_adam_put(q, t, j->n, clip));
 fail:
@@ -487,30 +478,22 @@ static int param_of(mt_engine *e, int unit, PyObject *tuple, adam_param *out)
     return 0;
 }
 
-static adam_job *job_new(mt_engine *e, int unit, int n)
-{
-    adam_job *j = calloc(1, sizeof *j);
-
-    if (j == NULL)
-        return (adam_job *)(void *)PyErr_NoMemory();
-    *j = (adam_job){ .store = e->cx.store, .unit = unit, .n = n };
-    if (mt_store_home(e->cx.store, unit, NULL)->at != NULL)
-        j->residents = e->cx.residents;
-    j->params = calloc((size_t)n + 1, sizeof *j->params);
-    j->p = calloc((size_t)n + 1, sizeof *j->p);
-    if (j->params == NULL || j->p == NULL) {
-        job_free(j);
-        return (adam_job *)(void *)PyErr_NoMemory();
-    }
-    return j;
-}
-
 /* entries: a tuple of parameter tuples. */
 static adam_job *job_of(mt_engine *e, int unit, PyObject *entries)
 {
-    adam_job *j = job_new(e, unit, (int)PyTuple_Size(entries));
+    int       n = (int)PyTuple_Size(entries);
+    adam_job *j = calloc(1, sizeof *j);
 
-    for (int i = 0; j != NULL && i < j->n; i++) {
+    if (j == NULL || (j->params = calloc((size_t)n + 1, sizeof *j->params)) == NULL ||
+        (j->p = calloc((size_t)n + 1, sizeof *j->p)) == NULL) {
+        job_free(j);
+        return (adam_job *)(void *)PyErr_NoMemory();
+    }
+    j->store = e->cx.store;
+    j->residents = mt_store_home(e->cx.store, unit, NULL)->at != NULL ? e->cx.residents : NULL;
+    j->unit = unit;
+    j->n = n;
+    for (int i = 0; i < j->n; i++) {
         if (param_of(e, unit, PyTuple_GetItem(entries, i), &j->p[i]) < 0) {
             job_free(j);
             return NULL;
@@ -628,13 +611,13 @@ PyObject *mt_engine_adam(PyObject *self, PyObject *args, PyObject *kw)
 
 PyObject *mt_engine_norm(PyObject *self, PyObject *args)
 {
-    mt_engine         *e = mt_engine_usable(self);
     unsigned long long ticket;
     double             norm;
     int                skipped;
+    mt_engine         *e = mt_engine_args(self, args, "K:norm", &ticket);
     mt_status          st;
 
-    if (e == NULL || !PyArg_ParseTuple(args, "K:norm", &ticket))
+    if (e == NULL)
         return NULL;
     MT_WAITING(e, st, mt_update_norm(e->updater, ticket, &norm, &skipped));
     return st == MT_OK ? Py_BuildValue("(di)", norm, skipped) : mt_raise(e->error, st);
