@@ -91,6 +91,35 @@ static mt_watch *watch_of(const mt_spill *s)
     return mt_store_watch(s->store);
 }
 
+/* ---- bays ------------------------------------------------------------------------------- */
+
+mt_status mt_bay_open(mt_bay *b, size_t bytes, mt_dev *dev, mt_pool *pool, size_t mapped)
+{
+    mt_status st;
+
+    *b = (mt_bay){ 0 };
+    MT_TRY(dev->ops->event_open(dev, &b->filled));
+    MT_TRY(dev->ops->event_open(dev, &b->landed));
+    MT_TRY(mt_arena_open(&b->arena, bytes, pool, dev, MT_BAY, mapped));
+    return MT_OK;
+
+fail:
+    mt_bay_close(b, dev, NULL);
+    return st;
+}
+
+void mt_bay_close(mt_bay *b, mt_dev *dev, mt_watch *watch)
+{
+    if (watch != NULL) {
+        mt_watch_take(watch, &b->filling);
+        mt_watch_take(watch, &b->landing);
+    }
+    dev->ops->event_close(b->filled);
+    dev->ops->event_close(b->landed);
+    mt_arena_close(&b->arena);
+    *b = (mt_bay){ 0 };
+}
+
 /* ---- states: under mu ------------------------------------------------------------------- */
 
 static void become(mt_spilled *k, stage to)
@@ -193,23 +222,15 @@ static void join(bay *b, mt_spilled *k)
     k->bay = b;
 }
 
-static void unlink_spilled(mt_spill *s, mt_spilled *k)
-{
-    if (k->newer != NULL)
-        k->newer->older = k->older;
-    else
-        s->newest = k->older;
-    if (k->older != NULL)
-        k->older->newer = k->newer;
-}
-
 static void forget(mt_spill *s, mt_spilled *k)
 {
     MT_ASSERT(!is_under_way(k));
     if (k->bay != NULL)
         part(k->bay);
     mt_places_give(&s->places, k->place);
-    unlink_spilled(s, k);
+    *(k->newer != NULL ? &k->newer->older : &s->newest) = k->older;
+    if (k->older != NULL)
+        k->older->newer = k->newer;
     free(k->sums);
     free(k);
 }
@@ -294,37 +315,29 @@ static void read_ahead(mt_spill *s)
 
 /* ---- our thread ------------------------------------------------------------------------- */
 
-/* Under mu. The copies out of which b was filled are over, unless st says otherwise. */
-static void filled(mt_spill *s, bay *b, mt_status st)
-{
-    mt_spilled *k = b->holds;
-
-    if (k->dropped || s->worker.stop || st != MT_OK || s->worker.failed != MT_OK) {
-        become(k, LOST);
-        if (k->dropped)
-            forget(s, k);
-        return;
-    }
-    become(k, WRITING);
-    put(s, k, 1);
-}
-
 /* FULL and DRAINED. Without mu: the device takes its time. The bay stays: its wait is owed. */
 static mt_status wait_for_device(void *arg, mt_job *node)
 {
-    mt_spill *s = arg;
-    owed     *o = (owed *)(void *)node;
-    bay      *b = o->bay;
-    int       fills = o == &b->filled;
-    mt_status st = MT_OK;
+    mt_spill   *s = arg;
+    owed       *o = (owed *)(void *)node;
+    bay        *b = o->bay;
+    mt_spilled *k = b->holds;
+    int         fills = o == &b->filled;
+    mt_status   st = MT_OK;
 
     mt_unlock(&s->mu);
     if (!mt_skips(s->cx, fills ? MT_EDGE_FULL : MT_EDGE_DRAINED))
         st = s->dev->ops->sync_event(fills ? b->b.filled : b->b.landed);
     mt_lock(&s->mu);
     count(s, o, -1);
-    if (fills)
-        filled(s, b, st);
+    if (fills && (k->dropped || s->worker.stop || st != MT_OK || s->worker.failed != MT_OK)) {
+        become(k, LOST);
+        if (k->dropped)
+            forget(s, k);
+    } else if (fills) {
+        become(k, WRITING);
+        put(s, k, 1);
+    }
     if (st == MT_OK)
         read_ahead(s);
     return st;
@@ -380,33 +393,23 @@ static mt_status enlarge(mt_spill *s, bay *b, size_t bytes)
     return st;
 }
 
-/* One more, without memory. */
-static mt_status open_bay(mt_spill *s, bay **out)
-{
-    bay      *b;
-    mt_status st;
-
-    MT_TRY(MT_MAKE(b, 1, "spill"));
-    MT_TRY(mt_bay_open(&b->b, 0, s->dev, NULL, 0));
-    b->filled.bay = b->landed.bay = b;
-    b->next = s->bays;
-    s->bays = b;
-    s->made++;
-    *out = b;
-    return MT_OK;
-fail:
-    free(b);
-    return st;
-}
-
 /* *out NULL: not now. */
 static mt_status try_bay(mt_spill *s, size_t bytes, bay **out)
 {
-    bay *b = choose(s, bytes);
+    bay      *b = choose(s, bytes);
+    mt_status st;
 
-    if (s->made < s->n_bays && (b == NULL || b->holds != NULL))
-        MT_DO(open_bay(s, &b));
-    else if (b == NULL)
+    if (s->made < s->n_bays && (b == NULL || b->holds != NULL)) {    /* one more, without memory */
+        MT_DO(MT_MAKE(b, 1, "spill"));
+        if ((st = mt_bay_open(&b->b, 0, s->dev, NULL, 0)) != MT_OK) {
+            free(b);
+            return st;
+        }
+        b->filled.bay = b->landed.bay = b;
+        b->next = s->bays;
+        s->bays = b;
+        s->made++;
+    } else if (b == NULL)
         b = choose(s, 0);
     if (b != NULL && b->b.arena.bytes < bytes)
         MT_DO(enlarge(s, b, bytes));
@@ -557,22 +560,6 @@ mt_status mt_spill_filled(mt_spill *s, mt_spilled *k)
     return st;
 }
 
-/* Its bytes are in its bay, or on their way there. read_ahead leaves it alone:
- * the cursor is on it. */
-static mt_status have_bay(mt_spill *s, mt_spilled *k)
-{
-    bay *b;
-
-    MT_DO(mt_worker_failure(&s->worker));
-    if (k->bay == NULL)                  /* where WRITTEN is left out: it has one request */
-        MT_DO(wait_until(s, k, is_written, "what it keeps to be written (WRITTEN)"));
-    if (k->bay != NULL || k->st != MT_OK)        /* it is told next, or what it has is lost */
-        return MT_OK;
-    MT_DO(get_bay(s, k, &b));
-    read_into(s, k, b);
-    return MT_OK;
-}
-
 /* A bay whose read failed has nothing; a place that was written may be read again. */
 static mt_status tell_failed(mt_spilled *k)
 {
@@ -590,6 +577,7 @@ static mt_status tell_failed(mt_spilled *k)
 
 mt_status mt_spill_bring(mt_spill *s, mt_spilled *k)
 {
+    bay      *b;
     mt_status st;
 
     mt_lock(&s->mu);
@@ -597,7 +585,15 @@ mt_status mt_spill_bring(mt_spill *s, mt_spilled *k)
     MT_ASSERT(k->at != NEW && !k->dropped);
     s->cursor = k->number;
     k->wanted = 1;              /* from now on: the end of its read looks for bays that may go */
-    MT_TRY(have_bay(s, k));
+    /* Its bytes are to be in its bay, or on their way there. read_ahead leaves it alone: the cursor
+     * is on it. */
+    MT_TRY(mt_worker_failure(&s->worker));
+    if (k->bay == NULL)                  /* where WRITTEN is left out: it has one request */
+        MT_TRY(wait_until(s, k, is_written, "what it keeps to be written (WRITTEN)"));
+    if (k->bay == NULL && k->st == MT_OK) {      /* else it is told next, or what it has is lost */
+        MT_TRY(get_bay(s, k, &b));
+        read_into(s, k, b);
+    }
     if (!mt_skips(s->cx, MT_EDGE_READ))
         MT_TRY(wait_until(s, k, is_read, "what it keeps to be read (READ)"));
     MT_TRY(tell_failed(k));
@@ -640,12 +636,7 @@ void mt_spill_drop(mt_spill *s, mt_spilled *k)
 
 mt_bay *mt_spill_bay(mt_spill *s, const mt_spilled *k)
 {
-    mt_bay *b;
-
-    mt_lock(&s->mu);
-    b = k->bay != NULL ? &k->bay->b : NULL;
-    mt_unlock(&s->mu);
-    return b;
+    return MT_LOCKED(&s->mu, k->bay != NULL ? &k->bay->b : NULL);
 }
 
 /* ---- open and close --------------------------------------------------------------------- */

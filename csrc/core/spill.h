@@ -3,8 +3,9 @@
  *
  * Nouns, in the order they appear below:
  *   spilled  one bundle's bytes: in a bay, in the file, or in both
- *   bay      bay.h. There are a few, all as large as the largest bundle before long. One is
- *            filled, those before it are written; or one is emptied, and those after it are read
+ *   bay      registered host memory for one bundle. There are a few, all as large as the largest
+ *            bundle before long. One is filled, those before it are written; or one is emptied, and
+ *            those after it are read
  *   place    a stretch of the file for one bundle, in whole pages;
  *            free for another one when it is dropped
  *   holds    a bay: the spilled whose bytes it has, or will have
@@ -58,10 +59,29 @@
 #ifndef MT_SPILL_H
 #define MT_SPILL_H
 
+#include "arena.h"
 #include "blocks.h"
 #include "store.h"
-#include "bay.h"
 #include "timeline.h"
+
+/* ---- bays, swap.c's too: registered host memory for one bundle, and an event for each way. Who
+ * holds swap's lock records the events, and looks for them to be waited for. */
+
+#define MT_BAY "activations on the host"     /* its memory, in messages */
+
+typedef struct mt_bay {
+    mt_arena  arena;
+    mt_event *filled;                    /* recorded on out behind the copies out */
+    mt_event *landed;                    /* recorded on back behind the copies back */
+    mt_post   filling, landing;          /* of the two queues, until those are done */
+} mt_bay;
+
+/* mapped: as mt_arena_open's. b is zero before, and again after a failure. */
+mt_status mt_bay_open (mt_bay *b, size_t bytes, mt_dev *dev, mt_pool *pool, size_t mapped);
+/* watch NULL: nobody's posts. Closed or zero: nothing to do. */
+void      mt_bay_close(mt_bay *b, mt_dev *dev, mt_watch *watch);
+
+/* ---- */
 
 typedef struct mt_spill   mt_spill;
 typedef struct mt_spilled mt_spilled;

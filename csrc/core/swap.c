@@ -99,23 +99,6 @@ static void bay_close(mt_swap *w, bay *b)
     free(b);
 }
 
-static mt_status bay_open(mt_swap *w, size_t bytes, bay **out)
-{
-    bay      *b;
-    mt_status st;
-
-    MT_TRY(MT_MAKE(b, 1, "swap"));
-    MT_TRY(mt_bay_open(&b->b, bytes, w->dev, w->cx->pool, w->stats.host_bytes));
-    w->stats.host_bytes += b->b.arena.bytes;
-    b->next = w->bays;
-    w->bays = b;
-    *out = b;
-    return MT_OK;
-fail:
-    free(b);
-    return st;
-}
-
 /* The smallest free bay that holds `bytes`; else *largest is the largest free one, NULL if none
  * is. Nothing at all is held by bays of their own. */
 static bay *fitting(mt_swap *w, size_t bytes, bay **largest)
@@ -137,38 +120,36 @@ static bay *fitting(mt_swap *w, size_t bytes, bay **largest)
 #define LEFT "copies of what it keeps (the event LEFT)"
 #define BACK "copies of what it keeps (the event BACK)"
 
-/* Its copies must be over before its memory goes. */
-static mt_status give_up(mt_swap *w, bay *b)
-{
-    bay **at = &w->bays;
-
-    MT_DO(mt_watch_event(watch_of(w), b->b.filled, b->b.filling.unit, LEFT));
-    MT_DO(mt_watch_event(watch_of(w), b->b.landed, b->b.landing.unit, BACK));
-    while (*at != b)
-        at = &(*at)->next;
-    *at = b->next;
-    bay_close(w, b);
-    return MT_OK;
-}
-
+/* Where no free bay holds so many bytes, the largest of them gives way to a new one; its copies
+ * must be over before its memory goes. */
 static mt_status take(mt_swap *w, size_t bytes, bay **out)
 {
-    bay *largest, *b = fitting(w, bytes, &largest);
+    bay      *largest, *b = fitting(w, bytes, &largest), **at = &w->bays;
+    mt_status st;
 
-    if (b == NULL && largest != NULL)
-        MT_DO(give_up(w, largest));
-    if (b == NULL)
-        MT_DO(bay_open(w, bytes, &b));
+    if (b == NULL && largest != NULL) {
+        MT_DO(mt_watch_event(watch_of(w), largest->b.filled, largest->b.filling.unit, LEFT));
+        MT_DO(mt_watch_event(watch_of(w), largest->b.landed, largest->b.landing.unit, BACK));
+        while (*at != largest)
+            at = &(*at)->next;
+        *at = largest->next;
+        bay_close(w, largest);
+    }
+    if (b == NULL) {
+        MT_DO(MT_MAKE(b, 1, "swap"));
+        st = mt_bay_open(&b->b, bytes, w->dev, w->cx->pool, w->stats.host_bytes);
+        if (st != MT_OK) {
+            free(b);
+            return st;
+        }
+        w->stats.host_bytes += b->b.arena.bytes;
+        b->next = w->bays;
+        w->bays = b;
+    }
     b->taken = 1;
     w->stats.used_bytes += b->b.arena.bytes;
     *out = b;
     return MT_OK;
-}
-
-static void give(mt_swap *w, bay *b)
-{
-    b->taken = 0;
-    w->stats.used_bytes -= b->b.arena.bytes;
 }
 
 /* ---- bundles ---------------------------------------------------------------------------- */
@@ -225,9 +206,10 @@ static mt_status bundle_new(mt_swap *w, int unit, const mt_swap_part *parts, int
 
 static void bundle_close(mt_swap *w, bundle *b)
 {
-    if (b->bay != NULL)
-        give(w, b->bay);
-    else
+    if (b->bay != NULL) {
+        b->bay->taken = 0;
+        w->stats.used_bytes -= b->bay->b.arena.bytes;
+    } else
         mt_spill_drop(w->spill, b->spilled);
     free(b);
 }
@@ -312,19 +294,14 @@ static int is_ours(void *arg)
 {
     mt_swap *w = arg;
 
-    if (w->busy)
-        return 0;
-    return w->busy = 1;
+    return w->busy ? 0 : (w->busy = 1);
 }
 
 /* Returns under mu, which whoever has the turn lets go of to wait for a drive. */
 static mt_status begin_turn(mt_swap *w)
 {
-    mt_status st = mt_watch_until(watch_of(w), &w->turned, &w->mu, is_ours, w, NULL,
-                                  "what others keep, on its way out or back");
-
-    if (st != MT_OK)
-        return st;
+    MT_DO(mt_watch_until(watch_of(w), &w->turned, &w->mu, is_ours, w, NULL,
+                         "what others keep, on its way out or back"));
     mt_lock(&w->mu);
     assert_state(w);
     return MT_OK;
