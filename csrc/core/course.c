@@ -59,24 +59,17 @@ static int begins_like(const mt__course *c, const mt__kept *k)
 
 /* ---- choosing a schedule ---------------------------------------------------------------- */
 
-static int oldest(const mt__course *c)
-{
-    int best = 0;
-
-    for (int i = 1; i < MT__COURSE_KEPT; i++)
-        if (c->kept[i].begun < c->kept[best].begun)
-            best = i;
-    return best;
-}
-
 static mt_status build(mt__course *c, const size_t *unit_bytes, int n_units,
                        const size_t *slot_bytes, int n_slots)
 {
-    int          at = oldest(c);
+    int          at = 0;
     mt_mark     *trace;
     mt_schedule *sch;
     mt_status    st;
 
+    for (int i = 1; i < MT__COURSE_KEPT; i++)    /* the oldest gives way */
+        if (c->kept[i].begun < c->kept[at].begun)
+            at = i;
     MT_TRY(MT_MAKE(trace, c->n_trace, "stream"));
     memcpy(trace, c->trace, (size_t)c->n_trace * sizeof *trace);
     MT_TRY(mt_schedule_build(trace, c->n_trace, unit_bytes, n_units, slot_bytes, n_slots, &sch));

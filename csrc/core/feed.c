@@ -244,15 +244,6 @@ mt_status mt_feed_copy(mt_feed *f, int unit, void *mem, mt_queue *h2d)
 
 /* ---- open and close ----------------------------------------------------------------------- */
 
-static mt_status add_buffers(mt_feed *f, int n, size_t each)
-{
-    for (int i = 0; i < n; i++) {
-        MT_DO(f->cx->dev->ops->event_open(f->cx->dev, &f->copied[i]));
-        MT_DO(mt_ring_add(f->ring, each, f->cx->dev));
-    }
-    return MT_OK;
-}
-
 mt_status mt_feed_open(mt_context *cx, size_t bytes, mt_feed **out)
 {
     mt_feed    *f;
@@ -268,7 +259,11 @@ mt_status mt_feed_open(mt_context *cx, size_t bytes, mt_feed **out)
     each = mt__disk_feeds(f->disk, 1);
     n = bytes / each;
     MT_TRY(mt_ring_open(f->all, &how, &f->ring));
-    MT_TRY(add_buffers(f, n < LEAST ? LEAST : n > MOST ? MOST : (int)n, each));
+    n = n < LEAST ? LEAST : n > MOST ? MOST : n;
+    for (size_t i = 0; i < n; i++) {
+        MT_TRY(cx->dev->ops->event_open(cx->dev, &f->copied[i]));
+        MT_TRY(mt_ring_add(f->ring, each, cx->dev));
+    }
     *out = cx->feed = f;
     return MT_OK;
 

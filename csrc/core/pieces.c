@@ -54,16 +54,6 @@ static size_t weights_align(const cutting *c)
     return c->how->spacing > MT_PART_ALIGN ? c->how->spacing : MT_PART_ALIGN;
 }
 
-static mt_status add_piece(cutting *c)
-{
-    mt_status st = MT_GROW(c->p->piece, c->room, c->p->n + 1, mt_store_name(c->s, c->unit));
-
-    if (st == MT_OK)
-        c->p->piece[c->p->n++] = (mt_piece){ .first = c->p->n_parts };
-    c->rest = 0;
-    return st;
-}
-
 /* Weights where they lie; the others from where they begin, which the whole piece tells. */
 static mt_status add_part(cutting *c, int param, unsigned planes, int64_t from, int64_t n)
 {
@@ -125,7 +115,10 @@ static mt_status next_piece(cutting *c)
 {
     if (c->p->n > 0)
         finish_piece(c);
-    return add_piece(c);
+    MT_DO(MT_GROW(c->p->piece, c->room, c->p->n + 1, mt_store_name(c->s, c->unit)));
+    c->p->piece[c->p->n++] = (mt_piece){ .first = c->p->n_parts };
+    c->rest = 0;
+    return MT_OK;
 }
 
 static mt_status cut_param(cutting *c, int param, unsigned planes)
@@ -193,11 +186,9 @@ void mt_pieces_at(const mt_pieces *p, int number, void *mem, mt_part *parts)
 mt_status mt_part_host(mt_store *s, int unit, const mt_part *part, mt_plane p, void **at,
                        size_t *bytes)
 {
-    void     *whole;
-    mt_status st = mt_store_at(s, unit, part->param, p, &whole);
+    void *whole;
 
-    if (st != MT_OK)
-        return st;
+    MT_DO(mt_store_at(s, unit, part->param, p, &whole));
     *at = (char *)whole + mt_store_plane_bytes(s, unit, part->param, p, part->from);
     *bytes = mt_store_plane_bytes(s, unit, part->param, p, part->n);
     return MT_OK;

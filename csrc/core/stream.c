@@ -81,6 +81,7 @@ struct mt_stream {
     int           n_slots, n_settled;
     cut          *cuts;      /* written before the first acquire */
     int           n_cuts, first_cut;  /* the latter's number: the store's count of units */
+    int64_t       cuts_room;
 
     /* Acquiring thread. */
     mt__course    course;
@@ -123,20 +124,15 @@ static size_t bytes_of(const mt_stream *s, int number)
     return c != NULL ? c->bytes : mt_store_hi_bytes(s->store, number);
 }
 
-/* Of a cut: at a multiple of 512 bytes, of equal shares or nearly. */
-static size_t bound_of_cut(size_t bytes, int k, int mates)
-{
-    return k == mates ? bytes : bytes / 512 * (size_t)k / (size_t)mates * 512;
-}
-
 mt_status mt_stream_bounds(const mt_stream *s, int number, size_t *bounds)
 {
     int        mates = mt_turns_mates(s->cx->turns);
+    size_t     bytes = bytes_of(s, number);
     mt_portion p;
 
     for (int k = 0; k <= mates; k++) {
-        if (cut_of(s, number) != NULL) {
-            bounds[k] = bound_of_cut(bytes_of(s, number), k, mates);
+        if (cut_of(s, number) != NULL) {     /* equal shares or nearly, at multiples of 512 bytes */
+            bounds[k] = k == mates ? bytes : bytes / 512 * (size_t)k / (size_t)mates * 512;
             continue;
         }
         MT_DO(mt_portion_of(s->store, number, k < mates ? k : k - 1, mates, &p));
@@ -223,15 +219,6 @@ static void tell_feed(mt_stream *s)
     mt_feed_expect(s->cx->feed, units, n);
 }
 
-/* UPDATED: the copy reads HI, which an update announced before now still has to write. */
-static mt_status fetch_begin(mt_stream *s, const request *r, uint64_t *version)
-{
-    if (!mt_skips(s->cx, MT_EDGE_UPDATED))
-        return mt_ledger_fetch_begin(s->store, mt_stream_owner(s, r->unit), version);
-    *version = version_of(s, r->unit);
-    return MT_OK;
-}
-
 /* Behind FREED and before the copy, so that whoever reads too early reads NaN. */
 static mt_status put_poison(mt_stream *s, const request *r, size_t bytes)
 {
@@ -246,15 +233,6 @@ static mt_status put_poison(mt_stream *s, const request *r, size_t bytes)
     return MT_OK;
 }
 
-/* What of a range lies in bytes [from, to) of the slot. */
-static mt_cut_range within(mt_cut_range r, size_t from, size_t to)
-{
-    size_t first = r.to > from ? r.to : from;
-    size_t end = r.to + r.bytes < to ? r.to + r.bytes : to;
-
-    return (mt_cut_range){ r.from + (first - r.to), first, end > first ? end - first : 0 };
-}
-
 static mt_status copy_hi(mt_stream *s, const request *r, const void *hi)
 {
     const cut          *c = cut_of(s, r->unit);
@@ -267,12 +245,15 @@ static mt_status copy_hi(mt_stream *s, const request *r, const void *hi)
     MT_DO(brought_by(s, r->unit, r->part, &from, &to));
     mt_timeline_begin(s->cx->timeline, &span, MT_LANE_H2D, MT_WORK_FETCH,
                       mt_stream_owner(s, r->unit), s->h2d);
-    for (int i = 0; i < n; i++) {
-        mt_cut_range one = within(ranges[i], from, to);
+    for (int i = 0; i < n; i++) {            /* what of each range lies in [from, to) of the slot */
+        const mt_cut_range *one = &ranges[i];
+        size_t              first = one->to > from ? one->to : from;
+        size_t              end = one->to + one->bytes < to ? one->to + one->bytes : to;
 
-        if (one.bytes > 0)
-            MT_DO(s->dev->ops->copy(s->h2d, (char *)r->mem + one.to, (const char *)hi + one.from,
-                                    one.bytes));
+        if (end > first)
+            MT_DO(s->dev->ops->copy(s->h2d, (char *)r->mem + first,
+                                    (const char *)hi + one->from + (first - one->to),
+                                    end - first));
     }
     mt_timeline_end(s->cx->timeline, &span, to - from, s->h2d);
     return MT_OK;
@@ -307,7 +288,10 @@ static mt_status deliver(mt_stream *s, const request *r, uint64_t *version)
     else if (unit != r->unit)
         return MT_FAIL(MT_ESTATE, "unit %s: its weights are on disk, and a part of them is to be "
                        "fetched", mt_store_name(s->store, unit));
-    MT_TRY(fetch_begin(s, r, version));
+    /* UPDATED: the copy reads HI, which an update announced before now still has to write. */
+    *version = version_of(s, r->unit);
+    if (!mt_skips(s->cx, MT_EDGE_UPDATED))
+        MT_TRY(mt_ledger_fetch_begin(s->store, unit, version));
     if ((st = put_copy(s, r, hi)) != MT_OK)
         mt_ledger_fault(s->store, st, mt_last_error());   /* before the updater may go on */
     end = mt_ledger_fetching(s->store, unit, s->h2d);
@@ -345,22 +329,6 @@ static mt_status carry_out(void *arg, mt_job *node)
 
 /* ---- open and close --------------------------------------------------------------------- */
 
-static mt_status open_slots(mt_stream *s, const mt_slot_desc *d, int n)
-{
-    const mt_dev_ops *v = s->dev->ops;
-
-    MT_DO(MT_MAKE(s->slots, n, "stream"));
-    MT_DO(MT_MAKE(s->slot_bytes, n, "stream"));
-    s->n_slots = n;
-    for (int i = 0; i < n; i++) {
-        s->slots[i] = (slot){ .bytes = d[i].bytes, .mem = d[i].mem, .unit = -1 };
-        s->slot_bytes[i] = d[i].bytes;
-        MT_DO(v->event_open(s->dev, &s->slots[i].ready));
-        MT_DO(v->event_open(s->dev, &s->slots[i].freed));
-    }
-    return MT_OK;
-}
-
 mt_status mt_stream_open(const mt_context *cx, const mt_slot_desc *slots, int n_slots,
                          mt_slot_hooks hooks, mt_stream **out)
 {
@@ -377,7 +345,15 @@ mt_status mt_stream_open(const mt_context *cx, const mt_slot_desc *slots, int n_
                       .last_unit = -1, .computing = -1 };
     mt__course_open(&s->course);
     mt_mutex_open(&s->mu, MT_RANK_STREAM);
-    MT_TRY(open_slots(s, slots, n_slots));
+    MT_TRY(MT_MAKE(s->slots, n_slots, "stream"));
+    MT_TRY(MT_MAKE(s->slot_bytes, n_slots, "stream"));
+    s->n_slots = n_slots;
+    for (int i = 0; i < n_slots; i++) {
+        s->slots[i] = (slot){ .bytes = slots[i].bytes, .mem = slots[i].mem, .unit = -1 };
+        s->slot_bytes[i] = slots[i].bytes;
+        MT_TRY(s->dev->ops->event_open(s->dev, &s->slots[i].ready));
+        MT_TRY(s->dev->ops->event_open(s->dev, &s->slots[i].freed));
+    }
     MT_TRY(s->dev->ops->queue_open(s->dev, "h2d", &s->h2d));
     MT_TRY(mt_worker_open(&s->mover, &s->mu, 1, "mt-mover", "h2d", carry_out, s));
     *out = s;
@@ -450,9 +426,10 @@ static mt_status check_numbers(const mt_stream *s)
     return MT_OK;
 }
 
-static mt_status check_cut(const mt_stream *s, int unit, const mt_cut_range *ranges, int n)
+mt_status mt_stream_cut(mt_stream *s, int unit, const mt_cut_range *ranges, int n, int *number)
 {
     size_t bytes = mt_store_hi_bytes(s->store, unit);
+    cut    c = { .unit = unit, .n = n };
 
     MT_DO(check_numbers(s));
     if (s->requests > 0)
@@ -463,26 +440,14 @@ static mt_status check_cut(const mt_stream *s, int unit, const mt_cut_range *ran
             ranges[i].bytes > bytes - ranges[i].from || ranges[i].to > SIZE_MAX - ranges[i].bytes)
             return MT_FAIL(MT_EINVAL, "unit %s: a cut from byte %zu, %zu bytes, of %zu that it has",
                            mt_store_name(s->store, unit), ranges[i].from, ranges[i].bytes, bytes);
-    return MT_OK;
-}
-
-mt_status mt_stream_cut(mt_stream *s, int unit, const mt_cut_range *ranges, int n, int *number)
-{
-    cut *more, c = { .unit = unit, .n = n };
-
-    MT_DO(check_cut(s, unit, ranges, n));
-    MT_DO(MT_MAKE(c.ranges, n + 1, "stream"));
+    MT_DO(MT_GROW(s->cuts, s->cuts_room, s->n_cuts + 1, "stream"));
+    MT_DO(MT_MAKE(c.ranges, n, "stream"));
     for (int i = 0; i < n; i++) {
         size_t end = ranges[i].to + ranges[i].bytes;
 
         c.ranges[i] = ranges[i];
         c.bytes = end > c.bytes ? end : c.bytes;
     }
-    if ((more = realloc(s->cuts, ((size_t)s->n_cuts + 1) * sizeof *more)) == NULL) {
-        free(c.ranges);
-        return MT_FAIL(MT_ENOMEM, "stream: no memory for %d cuts", s->n_cuts + 1);
-    }
-    s->cuts = more;
     s->first_cut = mt_store_units(s->store);
     s->cuts[s->n_cuts] = c;
     *number = s->first_cut + s->n_cuts++;
@@ -511,13 +476,6 @@ static int comes_in_part(const mt_stream *s, int unit)
     return s->portions || needs_mates(s, unit);
 }
 
-/* Under mu. All of the unit is to be brought by what was to bring a portion. */
-static void widen(mt_stream *s, slot *sl)
-{
-    s->stats.h2d_bytes += moved_by(s, sl->unit, 0) - moved_by(s, sl->unit, 1);
-    sl->part = sl->lacks = 0;
-}
-
 /* Under mu. Does slot k bring the unit's weights as they are at version `now`? A portion of them is
  * enough where the others' are gathered. */
 static int brings(mt_stream *s, int k, int unit, uint64_t now)
@@ -528,8 +486,11 @@ static int brings(mt_stream *s, int k, int unit, uint64_t now)
         return 0;
     if (sl->version != now && sl->node.listed)
         sl->version = now;
-    if (sl->lacks && !comes_in_part(s, unit) && sl->node.listed)
-        widen(s, sl);
+    if (sl->lacks && !comes_in_part(s, unit) && sl->node.listed) {
+        /* What was to bring a portion is to bring all. */
+        s->stats.h2d_bytes += moved_by(s, unit, 0) - moved_by(s, unit, 1);
+        sl->part = sl->lacks = 0;
+    }
     return sl->version == now && (!sl->lacks || comes_in_part(s, unit));
 }
 
@@ -566,23 +527,6 @@ static void withdraw(mt_stream *s, slot *k)
     k->unit = -1;
 }
 
-/* Someone still reads slot k: it gets other memory, and forgets what the old one held. */
-static mt_status renew(mt_stream *s, int k)
-{
-    void *mem;
-
-    if (s->hooks.renew == NULL)
-        return MT_FAIL(MT_ESTATE, "stream: slot %d is held and there is no hook to renew it", k);
-    MT_DO(s->hooks.renew(s->hooks.ctx, k, &mem));
-    mt_lock(&s->mu);
-    withdraw(s, &s->slots[k]);
-    s->slots[k].mem = mem;
-    s->slots[k].unit = -1;
-    assert_state(s);
-    mt_unlock(&s->mu);
-    return MT_OK;
-}
-
 /* Asks the mover to bring `unit`, or this rank's portion of it, into slot k. The hooks are called
  * without mu: they may run Python, and that may call us. */
 static mt_status fetch(mt_stream *s, int k, int unit, int part, mt_queue *run)
@@ -590,9 +534,20 @@ static mt_status fetch(mt_stream *s, int k, int unit, int part, mt_queue *run)
     slot    *sl = &s->slots[k];
     size_t   bytes = moved_by(s, unit, part);
     uint64_t now = version_of(s, unit);
+    void    *mem;
 
-    if (held(s, k))
-        MT_DO(renew(s, k));
+    if (held(s, k)) {            /* it gets other memory, and forgets what the old one held */
+        if (s->hooks.renew == NULL)
+            return MT_FAIL(MT_ESTATE, "stream: slot %d is held and there is no hook to renew it",
+                           k);
+        MT_DO(s->hooks.renew(s->hooks.ctx, k, &mem));
+        mt_lock(&s->mu);
+        withdraw(s, sl);
+        sl->mem = mem;
+        sl->unit = -1;
+        assert_state(s);
+        mt_unlock(&s->mu);
+    }
     MT_DO(s->dev->ops->record(run, sl->freed));
     mt_watch_compute(mt_store_watch(s->store), &sl->using, name_of(s, s->computing),
                      "its kernels (the event FREED)", sl->freed);
@@ -785,20 +740,16 @@ int mt_stream_takes_turn(const mt_stream *s)
     return s->takes_turn;
 }
 
-/* A mate whose slot has all of it gathers nothing, and so does nobody. */
-static uint64_t about(const slot *k)
-{
-    return ((uint64_t)(unsigned)k->unit + 1) << 1 | (uint64_t)k->lacks;
-}
-
 mt_status mt_stream_turn(mt_stream *s, int k, int *gathers)
 {
-    int in_step, needs = needs_mates(s, s->slots[k].unit);
+    const slot *sl = &s->slots[k];
+    int         in_step, needs = needs_mates(s, sl->unit);
+    /* A mate whose slot has all of it gathers nothing, and so does nobody. */
+    uint64_t    about = ((uint64_t)(unsigned)sl->unit + 1) << 1 | (uint64_t)(sl->lacks || needs);
 
-    mt_turns_next(s->cx->turns, mt_stream_owner(s, s->slots[k].unit));
-    MT_DO(mt_turns_take(s->cx->turns, about(&s->slots[k]) | (uint64_t)needs,
-                        needs ? ALL_COME_MS : 0, &in_step));
-    *gathers = in_step && (s->slots[k].lacks || needs);
+    mt_turns_next(s->cx->turns, mt_stream_owner(s, sl->unit));
+    MT_DO(mt_turns_take(s->cx->turns, about, needs ? ALL_COME_MS : 0, &in_step));
+    *gathers = in_step && (sl->lacks || needs);
     return MT_OK;
 }
 
@@ -814,23 +765,22 @@ mt_status mt_stream_gathered(mt_stream *s, int k, mt_queue *beside)
     return MT_OK;
 }
 
-static mt_status astray(const mt_stream *s, int k)
-{
-    mt_turns_stats n = mt_turns_stats_get(s->cx->turns);
-    int            other = (int)(n.other >> 1) - 1;
-
-    return MT_FAIL(MT_EPEER, "unit %s: each rank's file has a portion of its weights, so all have "
-                   "to come to it together, in an evaluation too; and rank %d %s%s; "
-                   "homes=\"disk\" keeps weights in memory", name_of(s, s->slots[k].unit), n.rank,
-                   other < 0 ? "does not" : "is at unit ", other < 0 ? "" : name_of(s, other));
-}
-
 mt_status mt_stream_whole(mt_stream *s, int k, mt_queue *run)
 {
+    mt_turns_stats n;
+    int            other;
+
     if (!s->slots[k].lacks)
         return MT_OK;
-    if (needs_mates(s, s->slots[k].unit))
-        return astray(s, k);
+    if (needs_mates(s, s->slots[k].unit)) {
+        n = mt_turns_stats_get(s->cx->turns);
+        other = (int)(n.other >> 1) - 1;
+        return MT_FAIL(MT_EPEER, "unit %s: each rank's file has a portion of its weights, so all "
+                       "have to come to it together, in an evaluation too; and rank %d %s%s; "
+                       "homes=\"disk\" keeps weights in memory", name_of(s, s->slots[k].unit),
+                       n.rank, other < 0 ? "does not" : "is at unit ",
+                       other < 0 ? "" : name_of(s, other));
+    }
     return fetch_on_demand(s, k, s->slots[k].unit, 0, run);
 }
 
@@ -872,40 +822,32 @@ static int is_issued(void *arg)
     return a->failed || a->k->issued >= a->k->asked;
 }
 
-/* The host waits for the mover, so that `ready` has been recorded for this copy when run is told
- * to wait for it. A wait of the mover's that the watchdog ends is a fault, and ends this one. */
-static mt_status wait_issued(mt_stream *s, int k)
-{
-    awaited   a = { .s = s, .k = &s->slots[k] };
-    mt_status st = mt_watch_until(mt_store_watch(s->store), &s->mover.news, &s->mu, is_issued, &a,
-                                  name_of(s, s->slots[k].unit), "its fetch to be put");
-
-    return a.failed ? mt_ledger_check(s->store) : st;
-}
-
-static mt_status await_copy(mt_stream *s, int k, mt_queue *run)
-{
-    if (on_disk(s, s->slots[k].unit))
-        mt_mirror_forget(s->store, mt_stream_owner(s, s->slots[k].unit));
-    MT_DO(wait_issued(s, k));
-    if (mt_syncs(s->cx))
-        MT_DO(s->dev->ops->sync_event(s->slots[k].ready));
-    /* READY: the copy is in h2d; run goes on when it is over. */
-    if (!mt_skips(s->cx, MT_EDGE_READY))
-        MT_DO(s->dev->ops->wait(run, s->slots[k].ready));
-    return MT_OK;
-}
-
 mt_status mt_stream_await(mt_stream *s, int k, mt_queue *run)
 {
-    uint64_t begun = mt_now_ns();
+    uint64_t  begun = mt_now_ns();
+    awaited   a = { .s = s };
+    mt_status st;
 
     if (k < 0 || k >= s->n_slots)
         return MT_FAIL(MT_EINVAL, "stream: there is no slot %d of %d", k, s->n_slots);
-    if (s->slots[k].settled)
+    a.k = &s->slots[k];
+    if (s->slots[k].settled) {
         MT_DO(mt_resident_await(s->cx->residents, s->slots[k].unit, run));
-    else
-        MT_DO(await_copy(s, k, run));
+    } else {
+        if (on_disk(s, s->slots[k].unit))
+            mt_mirror_forget(s->store, mt_stream_owner(s, s->slots[k].unit));
+        /* The host waits for the mover, so that `ready` has been recorded for this copy when run is
+         * told to wait for it. A wait of the mover's that the watchdog ends is a fault, and ends
+         * this one. */
+        st = mt_watch_until(mt_store_watch(s->store), &s->mover.news, &s->mu, is_issued, &a,
+                            name_of(s, s->slots[k].unit), "its fetch to be put");
+        MT_DO(a.failed ? mt_ledger_check(s->store) : st);
+        if (mt_syncs(s->cx))
+            MT_DO(s->dev->ops->sync_event(s->slots[k].ready));
+        /* READY: the copy is in h2d; run goes on when it is over. */
+        if (!mt_skips(s->cx, MT_EDGE_READY))
+            MT_DO(s->dev->ops->wait(run, s->slots[k].ready));
+    }
     mt_lock(&s->mu);
     s->stats.await_ns += mt_now_ns() - begun;
     mt_unlock(&s->mu);
@@ -936,11 +878,8 @@ int mt_stream_find(const mt_stream *cs, const void *p, int *unit, size_t *offset
 
 mt_stream_stats mt_stream_stats_get(mt_stream *s)
 {
-    mt_stream_stats stats;
+    mt_stream_stats stats = MT_LOCKED(&s->mu, s->stats);
 
-    mt_lock(&s->mu);
-    stats = s->stats;
-    mt_unlock(&s->mu);
     stats.rebuilds = s->course.rebuilds;
     return stats;
 }

@@ -329,25 +329,18 @@ void mt_timeline_step(mt_timeline *t, int number, mt_queue *run)
 
 /* ---- reading ---------------------------------------------------------------------------- */
 
-/* Under reading. What has ended since goes behind what the queues owed before,
- * as far as it fits. */
-static void take_over(mt_timeline *t)
+int64_t mt_timeline_read(mt_timeline *t, mt_record *out, int64_t cap)
 {
-    mt_lock(&t->mu);
+    int64_t n = 0, kept = 0;
+
+    mt_lock(&t->reading);
+    mt_lock(&t->mu);         /* what has ended since goes behind what the queues owed before */
     while (t->n > 0 && t->n_late < KEPT) {
         t->room->late[t->n_late++] = t->room->ring[t->first];
         t->first = (t->first + 1) % KEPT;
         t->n--;
     }
     mt_unlock(&t->mu);
-}
-
-int64_t mt_timeline_read(mt_timeline *t, mt_record *out, int64_t cap)
-{
-    int64_t n = 0, kept = 0;
-
-    mt_lock(&t->reading);
-    take_over(t);
     for (int64_t i = 0; i < t->n_late; i++) {
         entry e = t->room->late[i];
 

@@ -9,41 +9,31 @@
 
 /* ---- our threads: under mu -------------------------------------------------------------- */
 
-/* NULL: the worker stops, and nothing is left. */
-static mt_job *take(mt_worker *w)
-{
-    mt_job *job;
-
-    while (w->first == NULL && !w->stop)
-        mt_cond_wait(&w->more, w->mu);
-    if ((job = w->first) == NULL)
-        return NULL;
-    if ((w->first = job->next) == NULL)
-        w->last = &w->first;
-    job->listed = 0;
-    return job;
-}
-
-static void end(mt_worker *w, mt_status st)
-{
-    if (st != MT_OK && w->failed == MT_OK) {
-        w->failed = st;
-        snprintf(w->why, sizeof w->why, "%s", mt_last_error());
-    }
-    if (++w->ended == w->submitted || w->n_threads == 1)
-        pthread_cond_broadcast(&w->news);
-}
-
 static void *worker_main(void *arg)
 {
     mt_worker *w = arg;
     mt_job    *job;
+    mt_status  st;
 
     (void)pthread_setname_np(pthread_self(), w->name);
     mt_watch_i_am(w->lane);
     mt_lock(w->mu);
-    while ((job = take(w)) != NULL)
-        end(w, w->run(w->arg, job));
+    for (;;) {
+        while (w->first == NULL && !w->stop)
+            mt_cond_wait(&w->more, w->mu);
+        if ((job = w->first) == NULL)        /* it stops, and nothing is left */
+            break;
+        if ((w->first = job->next) == NULL)
+            w->last = &w->first;
+        job->listed = 0;
+        st = w->run(w->arg, job);
+        if (st != MT_OK && w->failed == MT_OK) {
+            w->failed = st;
+            snprintf(w->why, sizeof w->why, "%s", mt_last_error());
+        }
+        if (++w->ended == w->submitted || w->n_threads == 1)
+            pthread_cond_broadcast(&w->news);
+    }
     mt_unlock(w->mu);
     return NULL;
 }
@@ -165,22 +155,15 @@ static int have_ended(void *arg)
 mt_status mt_worker_wait(mt_worker *w, mt_watch *watch, uint64_t number, const char *unit,
                          const char *awaits)
 {
-    awaited   a = { .w = w, .number = number };
-    mt_status st;
+    awaited a = { .w = w, .number = number };
 
     if (is_elsewhere(w))
         return MT_FAIL(MT_ESTATE, "%s: its thread is in the process that this one was forked from",
                        w->name);
-    if (number == MT_WORKER_ALL) {
-        mt_lock(w->mu);
-        a.number = w->submitted;
-        mt_unlock(w->mu);
-    }
+    if (number == MT_WORKER_ALL)
+        a.number = MT_LOCKED(w->mu, w->submitted);
     MT_DO(mt_watch_until(watch, &w->news, w->mu, have_ended, &a, unit, awaits));
-    mt_lock(w->mu);
-    st = mt_worker_failure(w);
-    mt_unlock(w->mu);
-    return st;
+    return MT_LOCKED(w->mu, mt_worker_failure(w));
 }
 
 mt_status mt_worker_failure(const mt_worker *w)
