@@ -131,25 +131,21 @@ int mt__course_over(const mt__course *c)
     return s != NULL && next_compute(s, c->at, -1) < 0;
 }
 
-/* The step of k's schedule that the newest mark of the trace, a COMPUTE, stands for. */
-static int64_t step_of_newest(const mt__course *c, const mt__kept *k)
-{
-    int64_t step = -1;
-
-    for (int64_t i = 0; i < c->n_trace; i++)
-        if (c->trace[i].kind == MT_COMPUTE && (step = next_compute(k->sch, step + 1, -1)) < 0)
-            break;
-    return step;
-}
-
 /* The order is not the one foreseen. Either another schedule foresaw it from the start, or the
  * schedule in force goes on from the unit's next COMPUTE, or this window is one of its own. */
 static int64_t find_again(mt__course *c, int unit)
 {
+    int64_t step = -1;
+
     for (int i = 0; i < MT__COURSE_KEPT; i++)
         if (i != c->cur && begins_like(c, &c->kept[i])) {
             c->cur = i;
-            return step_of_newest(c, &c->kept[i]);
+            /* The step that the newest mark of the trace, a COMPUTE, stands for. */
+            for (int64_t k = 0; k < c->n_trace; k++)
+                if (c->trace[k].kind == MT_COMPUTE &&
+                    (step = next_compute(c->kept[i].sch, step + 1, -1)) < 0)
+                    break;
+            return step;
         }
     return next_compute(mt__course_schedule(c), c->at, unit);
 }

@@ -210,18 +210,6 @@ static mt_status take_piece(mt_disk *d, int u, int number, mt_buffer **out)
     return MT_OK;
 }
 
-/* The buffer goes to the disk; or nowhere, and is free. */
-static void give_piece(mt_disk *d, mt_buffer *b, const mt_layout *l, int number, int write)
-{
-    mt_lock(d->mu);
-    if (write)
-        mt_ring_put(b, l, number, MT_ALL_SECTIONS, 1, MT_BUFFER_FREE);
-    else
-        mt_buffer_to(b, MT_BUFFER_FREE);
-    mt_rings_ahead(d->all);
-    mt_unlock(d->mu);
-}
-
 static mt_status compute(mt_disk *d, const mt_update *b, const mt_part *parts, int n,
                          uint64_t bytes)
 {
@@ -265,7 +253,13 @@ static mt_status update_pieces(mt_disk *d, const mt_layout *l, const mt_update *
         mt_pieces_at(l->cut, i, f->memory.base, parts);
         /* The record of the last piece has the unit's bytes. */
         st = compute(d, b, parts, l->cut->piece[i].n, i == last ? b->j.bytes : 0);
-        give_piece(d, f, l, i, st == MT_OK);
+        mt_lock(d->mu);                  /* the buffer goes to the disk; or nowhere, and is free */
+        if (st == MT_OK)
+            mt_ring_put(f, l, i, MT_ALL_SECTIONS, 1, MT_BUFFER_FREE);
+        else
+            mt_buffer_to(f, MT_BUFFER_FREE);
+        mt_rings_ahead(d->all);
+        mt_unlock(d->mu);
     }
     return st;
 }
@@ -297,28 +291,22 @@ static int has_read(void *arg)
     return !mt_ring_others_read(a->d->ring, a->unit);
 }
 
-/* Behind the door: its copies are stale from here on. Memory of states is given back. Weights that
- * were brought may be in somebody's graph, which wants them as they were: see mt_mirror_forget. */
-static mt_status end_copies(mt_disk *d, const mt_update_job *j, const mt_layout *l)
-{
-    const unsigned ahead_of_us = 1u << MT_MIRROR_AHEAD | 1u << MT_MIRROR_TORN;
-
-    if (mt_mirror_any(d->store, j->unit, -1, ~0u, ahead_of_us))
-        return MT_FAIL(MT_ESTATE, "unit %s: its weights were written on the host, and the file "
-                       "does not have them; push them first", mt_store_name(d->store, j->unit));
-    for (int i = 0; i < j->n_params; i++)
-        mt_mirror_tell(d->store, j->unit, j->params[i], l->planes[j->params[i]], MT_MIRROR_CHANGED);
-    mt_mirror_drop(d->store, j->unit, MT_STATE_PLANES);
-    return MT_OK;
-}
-
 /* Behind the door. Its layout, its place in the order, and then FED. */
 static mt_status begin_update(mt_disk *d, const mt_update_job *j, mt_layout **l)
 {
-    awaited a = { .d = d, .unit = j->unit };
+    const unsigned ahead_of_us = 1u << MT_MIRROR_AHEAD | 1u << MT_MIRROR_TORN;
+    awaited        a = { .d = d, .unit = j->unit };
 
     MT_DO(lay_out(d, j->unit, l));
-    MT_DO(end_copies(d, j, *l));
+    if (mt_mirror_any(d->store, j->unit, -1, ~0u, ahead_of_us))
+        return MT_FAIL(MT_ESTATE, "unit %s: its weights were written on the host, and the file "
+                       "does not have them; push them first", mt_store_name(d->store, j->unit));
+    /* Its copies are stale from here on. Memory of states is given back. Weights that were brought
+     * may be in somebody's graph, which wants them as they were: see mt_mirror_forget. */
+    for (int i = 0; i < j->n_params; i++)
+        mt_mirror_tell(d->store, j->unit, j->params[i], (*l)->planes[j->params[i]],
+                       MT_MIRROR_CHANGED);
+    mt_mirror_drop(d->store, j->unit, MT_STATE_PLANES);
     mt_lock(d->mu);
     if (d->before >= 0)
         d->units[d->before].next = j->unit;

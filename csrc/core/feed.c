@@ -149,20 +149,6 @@ static int is_loaded(void *arg)
     return a->copying != NULL;
 }
 
-/* COPIED. Somebody else may have seen the same meanwhile, and read into k again. */
-static mt_status wait_copied(mt_feed *f, mt_buffer *k)
-{
-    mt_status st = mt_watch_event(mt_store_watch(f->cx->store), f->copied[k->number],
-                                  mt_store_name(f->cx->store, f->unit),
-                                  "a copy of weights out of a buffer (COPIED)");
-
-    mt_lock(f->mu);
-    if (st == MT_OK && k->at == MT_BUFFER_COPYING)
-        mt_buffer_to(k, MT_BUFFER_FREE);
-    mt_unlock(f->mu);
-    return st;
-}
-
 /* Until the next piece is in a buffer, which is then the mover's. */
 static mt_status take_load(mt_feed *f, mt_buffer **out)
 {
@@ -174,9 +160,15 @@ static mt_status take_load(mt_feed *f, mt_buffer **out)
         st = mt_rings_until(f->all, is_loaded, &a, f->unit, "its weights from disk (READ)");
         if (st == MT_OK && a.st != MT_OK)
             st = a.st;
-        if (st == MT_OK && a.copying != NULL)
-            st = wait_copied(f, a.copying);
-        else if (st == MT_OK && a.k == NULL)
+        if (st == MT_OK && a.copying != NULL) {
+            st = mt_watch_event(mt_store_watch(f->cx->store), f->copied[a.copying->number],
+                                mt_store_name(f->cx->store, f->unit),
+                                "a copy of weights out of a buffer (COPIED)");
+            mt_lock(f->mu);              /* somebody may have seen the same, and read into it */
+            if (st == MT_OK && a.copying->at == MT_BUFFER_COPYING)
+                mt_buffer_to(a.copying, MT_BUFFER_FREE);
+            mt_unlock(f->mu);
+        } else if (st == MT_OK && a.k == NULL)
             st = mt_ledger_check(f->cx->store);      /* the disk failed */
         if (st != MT_OK)
             return st;

@@ -270,20 +270,6 @@ static mt_status tally_of(mt_offload *o, int unit, tally **out)
     return MT_OK;
 }
 
-/* A staging buffer of at least `bytes` that the collector is done with. */
-static mt_status staging_take(mt_offload *o, size_t bytes, staging **out)
-{
-    staging *g = &o->staging[o->next_staging % STAGINGS];
-
-    MT_DO(wait_room(o, g->user));
-    if (g->mem.bytes < bytes) {
-        mt_arena_close(&g->mem);
-        MT_DO(pages_open(o, bytes, "micro-batch gradients on their way", &g->mem));
-    }
-    *out = g;
-    return MT_OK;
-}
-
 /* ---- open and close --------------------------------------------------------------------- */
 
 mt_status mt_offload_open(const mt_context *cx, int depth, mt_offload_kernels k, mt_offload **out)
@@ -430,8 +416,14 @@ static mt_status prepare(mt_offload *o, ticket *t, int unit, const mt_grad_item 
         }
     }
     *g = NULL;
-    if (need > 0)
-        MT_DO(staging_take(o, need, g));
+    if (need > 0) {                      /* a staging buffer that the collector is done with */
+        *g = &o->staging[o->next_staging % STAGINGS];
+        MT_DO(wait_room(o, (*g)->user));
+        if ((*g)->mem.bytes < need) {
+            mt_arena_close(&(*g)->mem);
+            MT_DO(pages_open(o, need, "micro-batch gradients on their way", &(*g)->mem));
+        }
+    }
     need = 0;
     for (int i = 0; i < n && *g != NULL; i++)
         if (is_staged(&t->parcels[i])) {
@@ -528,23 +520,6 @@ static void give_up(mt_offload *o, const ticket *t, tally *y)
     (void)mt_fail_again(MT_EDEVICE, text);
 }
 
-/* Hands the ticket to the collector. */
-static void commit(mt_offload *o, ticket *t, tally *y, staging *g, uint64_t number)
-{
-    if (g != NULL) {
-        g->user = number;
-        o->next_staging++;
-    }
-    mt_lock(&o->mu);
-    note(o, t, y, 1);
-    y->adds += t->adds > 0;
-    (void)mt_worker_submit(&o->collector, &t->node);
-    if (t->passes > o->waited_for)
-        o->waited_for = t->passes;
-    assert_state(o);
-    mt_unlock(&o->mu);
-}
-
 /* Host waits, before anything is changed. */
 static mt_status wait_turn(mt_offload *o, int unit, const mt_grad_item *items, int n, tally *y)
 {
@@ -590,7 +565,18 @@ mt_status mt_offload_put(mt_offload *o, int unit, const mt_grad_item *items, int
         give_up(o, t, y);
         return st;
     }
-    commit(o, t, y, g, next);
+    if (g != NULL) {
+        g->user = next;
+        o->next_staging++;
+    }
+    mt_lock(&o->mu);
+    note(o, t, y, 1);
+    y->adds += t->adds > 0;
+    (void)mt_worker_submit(&o->collector, &t->node);
+    if (t->passes > o->waited_for)
+        o->waited_for = t->passes;
+    assert_state(o);
+    mt_unlock(&o->mu);
     *number = next;
     if (!mt_syncs(o->cx))
         return MT_OK;

@@ -417,34 +417,28 @@ static mt_status home_come(void *arg, int unit, const int *params, int n, mt_que
     return MT_OK;
 }
 
-/* Under mu. What the update reads of the weights is in the slot: all that the host has ahead; in a
- * share what was written there of its own portion. */
-static mt_status put_before(mt_resident *r, settled *h, int unit)
-{
-    uint64_t  writes = mt_ledger_writes(r->store, unit);
-    mt_queue *q = r->queue;
-
-    if (r->ferry == NULL ? !is_ahead(r, unit) : h->writes == writes)
-        return MT_OK;
-    if (r->ferry == NULL)
-        MT_DO(put_fetch(r, h, unit, NULL, &q));
-    else
-        MT_DO(mt_ferry_return(r->ferry, unit, h->mem, r->queue, &r->stats.h2d_bytes));
-    h->writes = writes;
-    return mt_ledger_fetching(r->store, unit, q);
-}
-
 /* Under mu. A guest's states are copied up before, and down behind. */
 static mt_status put_update(mt_resident *r, settled *h, const mt_update_job *u, float clip)
 {
     const unsigned    kept = 1u << MT_PLANE_GRAD | 1u << MT_PLANE_ACC, away = visiting(r, u->unit);
     const mt_dev_ops *v = r->dev->ops;
+    uint64_t          writes = mt_ledger_writes(r->store, u->unit);
+    mt_queue         *q = r->queue;
     mt_span           span;
 
     /* ASKED: the weights are overwritten in place. */
     if (!mt_skips(r->cx, MT_EDGE_ASKED))
         MT_DO(v->wait(r->queue, u->asked));
-    MT_DO(put_before(r, h, u->unit));
+    /* What the update reads of the weights is in the slot: all that the host has ahead; in a share
+     * what was written there of its own portion. */
+    if (r->ferry != NULL ? h->writes != writes : is_ahead(r, u->unit)) {
+        if (r->ferry == NULL)
+            MT_DO(put_fetch(r, h, u->unit, NULL, &q));
+        else
+            MT_DO(mt_ferry_return(r->ferry, u->unit, h->mem, r->queue, &r->stats.h2d_bytes));
+        h->writes = writes;
+        MT_DO(mt_ledger_fetching(r->store, u->unit, q));
+    }
     if (away)
         MT_DO(mt_arrive_before(r->cx->arrive, u->unit, r->queue));
     mt_timeline_begin(r->cx->timeline, &span, MT_LANE_DEVICE, MT_WORK_UPDATE, u->unit, r->queue);
@@ -534,30 +528,25 @@ static mt_status home_wait(void *arg, int unit, unsigned planes)
     return mt_arrive_copied(r->cx->arrive, unit);
 }
 
-/* Under mu. param -1: all. Down comes also what an update that was put meanwhile made stale again:
- * else nothing came at all. */
-static mt_status put_copies(mt_resident *r, int unit, int param, unsigned planes, int up)
-{
-    const unsigned wanted = IS(LOADING) | IS(STALE);
-    size_t         skip;
-
-    for (int p = 0; p < MT_PLANE_COUNT; p++)
-        for (int i = 0; i < mt_store_params(r->store, unit) && (planes >> p & 1); i++)
-            if (up ? (param < 0 || i == param) && own_bytes(r, unit, i, (mt_plane)p, &skip) > 0
-                   : mt_mirror_any(r->store, unit, i, 1u << p, wanted))
-                MT_DO(put_copy(r, unit, i, (mt_plane)p, up));
-    return record_done(r, r->units[unit], unit);
-}
-
-/* The door is kept as long as copies are on their way, so no signal ends the wait. */
+/* param -1: all. Down comes also what an update that was put meanwhile made stale again: else
+ * nothing came at all. The door is kept as long as copies are on their way, so no signal ends the
+ * wait. */
 static mt_status copy(mt_resident *r, int unit, int param, unsigned planes, int up)
 {
     mt_watch_ask ask = mt_watch_asks(NULL);
-    mt_status    st;
+    size_t       skip;
+    mt_status    st = MT_OK;
 
     mt_lock(&r->mu);
     assert_settled(r, r->units[unit], unit);
-    st = put_copies(r, unit, param, planes, up);
+    for (int p = 0; p < MT_PLANE_COUNT; p++)
+        for (int i = 0; i < mt_store_params(r->store, unit) && (planes >> p & 1); i++)
+            if (st == MT_OK &&
+                (up ? (param < 0 || i == param) && own_bytes(r, unit, i, (mt_plane)p, &skip) > 0
+                    : mt_mirror_any(r->store, unit, i, 1u << p, IS(LOADING) | IS(STALE))))
+                st = put_copy(r, unit, i, (mt_plane)p, up);
+    if (st == MT_OK)
+        st = record_done(r, r->units[unit], unit);
     mt_unlock(&r->mu);
     if (st == MT_OK)
         st = wait_done(r, r->units[unit], unit);

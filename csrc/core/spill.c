@@ -237,13 +237,6 @@ static void forget(mt_spill *s, mt_spilled *k)
 
 /* ---- requests: under mu ----------------------------------------------------------------- */
 
-static void failed(mt_spill *s, mt_spilled *k, int write, mt_status st, const char *text)
-{
-    k->st = st;
-    snprintf(k->text, sizeof k->text, "unit %s: what its window keeps could not be %s the file: %s",
-             mt_store_name(s->store, k->unit), write ? "written to" : "read from", text);
-}
-
 static void read_ahead(mt_spill *s);
 
 /* On a thread of the file's. */
@@ -258,8 +251,10 @@ static void request_over(mt_request *r)
                      k->unit, k->begun_ns, r->moved, &s->recorded_ns);
     *(r->write ? &s->stats.written_bytes : &s->stats.read_bytes) += r->moved;
     become(k, r->st == MT_OK ? STORED : r->write ? LOST : UNREAD);
-    if (r->st != MT_OK)
-        failed(s, k, r->write, r->st, r->text);
+    if ((k->st = r->st) != MT_OK)
+        snprintf(k->text, sizeof k->text,
+                 "unit %s: what its window keeps could not be %s the file: %s",
+                 mt_store_name(s->store, k->unit), r->write ? "written to" : "read from", r->text);
     if (k->dropped)
         forget(s, k);
     read_ahead(s);
@@ -469,17 +464,6 @@ static mt_status get_bay(mt_spill *s, mt_spilled *k, bay **out)
 
 /* ---- the door --------------------------------------------------------------------------- */
 
-/* Of a bundle that is still there, once. */
-static mt_status tell_lost(mt_spill *s)
-{
-    for (mt_spilled *k = s->newest; k != NULL; k = k->older)
-        if (k->at == LOST && k->st != MT_OK && !k->told && !k->dropped) {
-            k->told = 1;
-            return mt_fail_again(k->st, k->text);
-        }
-    return MT_OK;
-}
-
 static mt_status make(mt_spill *s, int unit, uint64_t number, size_t bytes, mt_spilled **out)
 {
     mt_spilled *k;
@@ -530,7 +514,11 @@ mt_status mt_spill_new(mt_spill *s, int unit, uint64_t number, size_t bytes, mt_
     mt_lock(&s->mu);
     assert_state(s);
     s->cursor = 0;
-    MT_TRY(tell_lost(s));
+    for (mt_spilled *lost = s->newest; lost != NULL; lost = lost->older)
+        if (lost->at == LOST && lost->st != MT_OK && !lost->told && !lost->dropped) {
+            lost->told = 1;              /* of a bundle that is still there, once */
+            MT_TRY(mt_fail_again(lost->st, lost->text));
+        }
     MT_TRY(make(s, unit, number, bytes, &k));
     MT_TRY(get_bay(s, k, &b));
     join(b, k);
@@ -560,21 +548,6 @@ mt_status mt_spill_filled(mt_spill *s, mt_spilled *k)
     return st;
 }
 
-/* A bay whose read failed has nothing; a place that was written may be read again. */
-static mt_status tell_failed(mt_spilled *k)
-{
-    mt_status st = k->st != MT_OK ? mt_fail_again(k->st, k->text) : MT_OK;
-
-    if (st != MT_OK && k->bay != NULL)
-        part(k->bay);
-    if (k->at == UNREAD) {
-        become(k, STORED);
-        k->st = MT_OK;
-    }
-    k->told = 1;
-    return st;
-}
-
 mt_status mt_spill_bring(mt_spill *s, mt_spilled *k)
 {
     bay      *b;
@@ -596,7 +569,16 @@ mt_status mt_spill_bring(mt_spill *s, mt_spilled *k)
     }
     if (!mt_skips(s->cx, MT_EDGE_READ))
         MT_TRY(wait_until(s, k, is_read, "what it keeps to be read (READ)"));
-    MT_TRY(tell_failed(k));
+    /* A bay whose read failed has nothing; a place that was written may be read again. */
+    st = k->st != MT_OK ? mt_fail_again(k->st, k->text) : MT_OK;
+    if (st != MT_OK && k->bay != NULL)
+        part(k->bay);
+    if (k->at == UNREAD) {
+        become(k, STORED);
+        k->st = MT_OK;
+    }
+    k->told = 1;
+    MT_TRY(st);
     read_ahead(s);
     mt_unlock(&s->mu);
     return MT_OK;

@@ -390,18 +390,6 @@ mt_status mt_swap_await(mt_swap *w, uint64_t number, mt_queue *run)
     return waits(w, number, run, MT_EDGE_BACK);
 }
 
-static mt_status fits(const bundle *b, const mt_swap_part *landing, int n)
-{
-    if (n != b->n)
-        return MT_FAIL(MT_EINVAL, "swap: %d tensors are to come back of %d", n, b->n);
-    for (int i = 0; i < n; i++)
-        if (landing[i].bytes != b->bytes[i])
-            return MT_FAIL(MT_EINVAL,
-                           "swap: tensor %d left with %zu bytes and is to come back with %zu", i,
-                           b->bytes[i], landing[i].bytes);
-    return MT_OK;
-}
-
 static mt_status empty(mt_swap *w, bundle *b, const mt_swap_part *landing)
 {
     mt_bay   *m = bay_of(w, b);
@@ -414,7 +402,13 @@ static mt_status come_back(mt_swap *w, bundle *b, const mt_swap_part *landing, i
 {
     mt_status st;
 
-    MT_DO(fits(b, landing, n));
+    if (n != b->n)
+        return MT_FAIL(MT_EINVAL, "swap: %d tensors are to come back of %d", n, b->n);
+    for (int i = 0; i < n; i++)
+        if (landing[i].bytes != b->bytes[i])
+            return MT_FAIL(MT_EINVAL,
+                           "swap: tensor %d left with %zu bytes and is to come back with %zu", i,
+                           b->bytes[i], landing[i].bytes);
     MT_DO(behind(w, w->back, w->room, run, MT_EDGE_ROOM));
     if (b->spilled == NULL)
         return empty(w, b, landing);

@@ -51,22 +51,6 @@ typedef struct cargo {
     const void **grad;
 } cargo;
 
-static mt_status list(const mt_through *t, const mt_update *b, cargo *c)
-{
-    int      n = mt_store_params(t->store, b->j.unit);
-    mt_plane plane;
-
-    MT_DO(MT_MAKE(c->planes, n, mt_store_name(t->store, b->j.unit)));
-    MT_DO(MT_MAKE(c->grad, n, mt_store_name(t->store, b->j.unit)));
-    for (int i = 0; i < b->j.n_params; i++) {
-        int param = b->j.params[i];
-
-        MT_DO(b->j.gradient(b->j.arg, param, &c->grad[param], &plane));
-        c->planes[param] = 1u << MT_PLANE_HI | 1u << plane | MT_STATE_PLANES;
-    }
-    return MT_OK;
-}
-
 /* up: to the device; else what is to come back, which is all but gradients. */
 static mt_status copy_parts(mt_through *t, mt_queue *q, const mt_update *b, const cargo *c,
                             const mt_part *parts, int n, int up)
@@ -128,6 +112,8 @@ static mt_status put_pieces(mt_through *t, const mt_update *b, const cargo *c,
 static mt_status put_unit(mt_through *t, const mt_update *b)
 {
     cargo      c = { 0 };
+    int        n = mt_store_params(t->store, b->j.unit);
+    mt_plane   plane;
     mt_pieces *pieces = NULL;
     mt_status  st;
 
@@ -135,7 +121,14 @@ static mt_status put_unit(mt_through *t, const mt_update *b)
     /* The unit's weights are overwritten: copies that read them must be over. */
     MT_TRY(mt_ledger_wait_fetch(t->store, b->j.unit));
     MT_TRY(make_buffers(t));
-    MT_TRY(list(t, b, &c));
+    MT_TRY(MT_MAKE(c.planes, n, mt_store_name(t->store, b->j.unit)));
+    MT_TRY(MT_MAKE(c.grad, n, mt_store_name(t->store, b->j.unit)));
+    for (int i = 0; i < b->j.n_params; i++) {
+        int param = b->j.params[i];
+
+        MT_TRY(b->j.gradient(b->j.arg, param, &c.grad[param], &plane));
+        c.planes[param] = 1u << MT_PLANE_HI | 1u << plane | MT_STATE_PLANES;
+    }
     MT_TRY(mt_pieces_cut(t->store, b->j.unit,
                          &(mt_cut){ c.planes, t->bytes, MT_PART_ALIGN, GRAIN, PARTS,
                                     MT_PART_ALIGN }, &pieces));

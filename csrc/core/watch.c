@@ -82,31 +82,17 @@ void mt_watch_moved(mt_watch *w)
 
 /* ---- posts ------------------------------------------------------------------------------ */
 
-/* Under mu. */
-static void link_post(mt_watch *w, mt_post *p)
-{
-    p->before = NULL;
-    p->next = w->first;
-    if (w->first != NULL)
-        w->first->before = p;
-    w->first = p;
-}
-
-/* Under mu. */
-static void unlink_post(mt_watch *w, mt_post *p)
-{
-    if (p->next != NULL)
-        p->next->before = p->before;
-    *(p->before != NULL ? &p->before->next : &w->first) = p->next;
-    p->since_ns = 0;
-}
-
 static void put(mt_watch *w, mt_post *p, const char *queue, const char *unit, const char *awaits,
                 mt_event *e, int computes)
 {
     mt_lock(&w->mu);
-    if (p->since_ns == 0)
-        link_post(w, p);
+    if (p->since_ns == 0) {
+        p->before = NULL;
+        p->next = w->first;
+        if (w->first != NULL)
+            w->first->before = p;
+        w->first = p;
+    }
     p->queue = queue != NULL ? queue : i_am;
     p->unit = unit;
     p->awaits = awaits;
@@ -130,8 +116,12 @@ void mt_watch_compute(mt_watch *w, mt_post *p, const char *unit, const char *awa
 static void take(mt_watch *w, mt_post *p)
 {
     mt_lock(&w->mu);
-    if (p->since_ns != 0)
-        unlink_post(w, p);
+    if (p->since_ns != 0) {
+        if (p->next != NULL)
+            p->next->before = p->before;
+        *(p->before != NULL ? &p->before->next : &w->first) = p->next;
+        p->since_ns = 0;
+    }
     mt_unlock(&w->mu);
 }
 
@@ -196,14 +186,6 @@ static int next_longest(mt_watch *w, seen *s)
     return found != NULL;
 }
 
-/* Under asking, and no other lock. A device that does not answer is not done. */
-static int is_done(mt_event *e)
-{
-    int done = 0;
-
-    return e != NULL && e->dev->ops->query(e, &done) == MT_OK && done;
-}
-
 /* Has compute anything left to do, on a device that answers? */
 static int computes(mt_watch *w)
 {
@@ -229,7 +211,11 @@ void mt_watch_tell(mt_watch *w, char *out, size_t cap)
     out[0] = 0;
     mt_lock(&w->asking);
     while (told < TOLD && n < cap && next_longest(w, &s)) {
-        if ((s.computes && computing) || is_done(s.event))
+        int done = 0;                    /* a device that does not answer is not done */
+
+        if (s.event != NULL && s.event->dev->ops->query(s.event, &done) != MT_OK)
+            done = 0;
+        if ((s.computes && computing) || done)
             continue;
         computing |= s.computes;
         n += (size_t)snprintf(out + n, cap - n, "%s%s, since %.2f s", told++ > 0 ? "; " : "",
