@@ -84,28 +84,22 @@ fail:
     return st;
 }
 
-/* A forward that was not followed by its backward is the beginning of what the schedule in force
- * was built from: that schedule stays. A trace met before gets its own back. */
-static mt_status choose(mt__course *c, const size_t *unit_bytes, int n_units,
-                        const size_t *slot_bytes, int n_slots)
-{
-    if (c->n_trace == 0 || c->n_trace == MT__COURSE_MARKS)
-        return MT_OK;
-    if (c->cur >= 0 && begins_like(c, &c->kept[c->cur]))
-        return MT_OK;
-    for (int i = 0; i < MT__COURSE_KEPT; i++)
-        if (c->kept[i].n_trace == c->n_trace && begins_like(c, &c->kept[i])) {
-            c->cur = i;
-            return MT_OK;
-        }
-    return build(c, unit_bytes, n_units, slot_bytes, n_slots);
-}
-
 mt_status mt__course_begin(mt__course *c, const size_t *unit_bytes, int n_units,
                            const size_t *slot_bytes, int n_slots)
 {
-    mt_status st = choose(c, unit_bytes, n_units, slot_bytes, n_slots);
+    int       fits = c->n_trace == 0 || c->n_trace == MT__COURSE_MARKS;
+    mt_status st = MT_OK;
 
+    /* A forward that was not followed by its backward is the beginning of what the schedule in
+     * force was built from: that schedule stays. A trace met before gets its own back. */
+    fits = fits || (c->cur >= 0 && begins_like(c, &c->kept[c->cur]));
+    for (int i = 0; i < MT__COURSE_KEPT && !fits; i++)
+        if (c->kept[i].n_trace == c->n_trace && begins_like(c, &c->kept[i])) {
+            c->cur = i;
+            fits = 1;
+        }
+    if (!fits)
+        st = build(c, unit_bytes, n_units, slot_bytes, n_slots);
     c->begins++;
     if (c->cur >= 0)
         c->kept[c->cur].begun = c->begins;

@@ -614,25 +614,10 @@ void mt_disk_close(mt_disk *d)
     free(d);
 }
 
-/* What its planes would take, as they would be now. */
-static mt_status count(mt_disk *d, int u)
-{
-    mt_layout *l = NULL;
-    mt_status  st = mt_layout_make(d->store, u, d->bytes, 0, &l);
-
-    if (st != MT_OK)
-        return st;
-    mt_lock(d->mu);
-    if ((st = note_weights(d, l)) == MT_OK)
-        d->need += l->bytes;
-    mt_unlock(d->mu);
-    mt_layout_free(l);
-    return st;
-}
-
 mt_status mt_disk_add(mt_disk *d, int u, int weights)
 {
-    mt_status st;
+    mt_layout *l = NULL;
+    mt_status  st;
 
     if (u < 0 || u >= mt_store_units(d->store))
         return MT_FAIL(MT_EINVAL, "there is no unit %d; the store has %d", u,
@@ -644,7 +629,12 @@ mt_status mt_disk_add(mt_disk *d, int u, int weights)
     if (d->units[u].on)
         return MT_OK;
     MT_DO(mt_store_move(d->store, u, weights ? &mt_home_disk_weights : &mt_home_disk, d));
-    if ((st = count(d, u)) != MT_OK) {
+    /* What its planes would take, as they would be now. */
+    if ((st = mt_layout_make(d->store, u, d->bytes, 0, &l)) == MT_OK &&
+        (st = MT_LOCKED(d->mu, note_weights(d, l))) == MT_OK)
+        d->need += l->bytes;
+    mt_layout_free(l);
+    if (st != MT_OK) {
         (void)mt_store_move(d->store, u, &mt_home_ram, NULL);
         return st;
     }

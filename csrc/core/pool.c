@@ -131,12 +131,6 @@ static int affinity_cpus(void)
     return 1;
 }
 
-/* Whole processors in a quota of microseconds per period: a started one counts. 0: no limit. */
-static int quota_cpus(long long quota_us, long long period_us)
-{
-    return quota_us > 0 && period_us > 0 ? (int)((quota_us + period_us - 1) / period_us) : 0;
-}
-
 static int min_limit(int a, int b)
 {
     return a == 0 || (b != 0 && b < a) ? b : a;
@@ -165,7 +159,9 @@ static int group_limit(const char *root, const char *group, int v2)
 
     read_numbers(root, group, v2 ? "cpu.max" : "cpu.cfs_quota_us", quota);
     read_numbers(root, group, "cpu.cfs_period_us", period);
-    return quota_cpus(quota[0], v2 ? quota[1] : period[0]);
+    period[0] = v2 ? quota[1] : period[0];
+    /* Whole processors in a quota of microseconds per period: a started one counts. 0: no limit. */
+    return quota[0] > 0 && period[0] > 0 ? (int)((quota[0] + period[0] - 1) / period[0]) : 0;
 }
 
 /* The tightest limit from a group up to the root. A container may see its group's path from

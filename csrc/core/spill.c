@@ -487,28 +487,11 @@ fail:
     return st;
 }
 
-/* Lets go of mu while the disk looks for more. Nobody else takes places:
- * who makes bundles has the turn. */
-static mt_status find_room(mt_spill *s, mt_spilled *k)
-{
-    uint64_t  lack, at;
-    mt_status st = MT_OK;
-
-    while ((lack = mt_places_lack(&s->places, k->bytes)) > 0) {
-        mt_unlock(&s->mu);
-        st = s->file->ops->take(s->file, (size_t)lack, &at);
-        mt_lock(&s->mu);
-        MT_DO(st);
-        MT_DO(mt_places_add(&s->places, lack));
-    }
-    k->place = mt_places_take(&s->places, k->bytes);
-    return st;
-}
-
 mt_status mt_spill_new(mt_spill *s, int unit, uint64_t number, size_t bytes, mt_spilled **out)
 {
     mt_spilled *k = NULL;
     bay        *b;
+    uint64_t    lack, at;
     mt_status   st;
 
     mt_lock(&s->mu);
@@ -522,7 +505,15 @@ mt_status mt_spill_new(mt_spill *s, int unit, uint64_t number, size_t bytes, mt_
     MT_TRY(make(s, unit, number, bytes, &k));
     MT_TRY(get_bay(s, k, &b));
     join(b, k);
-    MT_TRY(find_room(s, k));
+    /* Nobody else takes places meanwhile: who makes bundles has the turn. */
+    while ((lack = mt_places_lack(&s->places, k->bytes)) > 0) {
+        mt_unlock(&s->mu);
+        st = s->file->ops->take(s->file, (size_t)lack, &at);
+        mt_lock(&s->mu);
+        MT_TRY(st);
+        MT_TRY(mt_places_add(&s->places, lack));
+    }
+    k->place = mt_places_take(&s->places, k->bytes);
     *out = k;
     mt_unlock(&s->mu);
     return MT_OK;

@@ -616,20 +616,6 @@ static mt_status hand_over(mt_stream *s, int64_t i, mt_queue *run)
     return fetch(s, step->slot, step->unit, comes_in_part(s, step->unit), run);
 }
 
-/* The FETCHes in [from, now) that are of use from step `now` on. On the schedule these are the
- * ones that the previous window's slot held up; off it, what the slots should hold by now. A slot
- * that has the unit of step `now`, which the schedule may not know, stays as it is. */
-static mt_status catch_up(mt_stream *s, int64_t from, int64_t now, mt_queue *run)
-{
-    const mt_step *steps = mt__course_schedule(&s->course)->steps;
-
-    for (int64_t i = from; i < now; i++)
-        if (mt__course_wants(&s->course, i, now) &&
-            steps[i].slot != holding(s, steps[now].unit, steps[now].slot))
-            MT_DO(hand_over(s, i, run));
-    return MT_OK;
-}
-
 /* The FETCHes up to the next COMPUTE. Slot `keep` was just given out: nobody has a tensor in it
  * yet, so `held` does not protect it, and its compute is not in run. What comes from there on
  * waits for the next acquire. */
@@ -693,8 +679,13 @@ static mt_status open_window(mt_stream *s, int unit, mt_queue *run, int *k)
     MT_DO(mt__course_compute(&s->course, unit, &from, &step));
     if (step >= 0)
         planned = mt__course_schedule(&s->course)->steps[step].slot;
-    if (step >= 0 && !mt_syncs(s->cx))
-        MT_DO(catch_up(s, from, step, run));
+    /* The FETCHes in [from, step) that are of use from here on. On the schedule these are the ones
+     * that the previous window's slot held up; off it, what the slots should hold by now. A slot
+     * that has the unit of this step, which the schedule may not know, stays as it is. */
+    for (int64_t i = from; i < step && !mt_syncs(s->cx); i++)
+        if (mt__course_wants(&s->course, i, step) &&
+            mt__course_schedule(&s->course)->steps[i].slot != holding(s, unit, planned))
+            MT_DO(hand_over(s, i, run));
     if ((*k = holding(s, unit, planned)) < 0) {
         *k = give_way(s, unit);
         MT_DO(fetch_on_demand(s, *k, unit, comes_in_part(s, unit), run));

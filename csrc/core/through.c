@@ -77,19 +77,6 @@ static mt_status copy_parts(mt_through *t, mt_queue *q, const mt_update *b, cons
     return MT_OK;
 }
 
-static mt_status make_buffers(mt_through *t)
-{
-    for (int i = 0; i < t->n_buffers; i++) {
-        if (t->buffers[i].mem != NULL)
-            continue;
-        MT_DO(t->dev->ops->mem_alloc(t->dev, t->bytes, &t->buffers[i].mem));
-        mt_lock(&t->mu);
-        t->stats.device_bytes += t->bytes;
-        mt_unlock(&t->mu);
-    }
-    return MT_OK;
-}
-
 static mt_status put_pieces(mt_through *t, const mt_update *b, const cargo *c,
                             const mt_pieces *pieces)
 {
@@ -120,7 +107,11 @@ static mt_status put_unit(mt_through *t, const mt_update *b)
     MT_TRY(mt_ledger_check(t->store));
     /* The unit's weights are overwritten: copies that read them must be over. */
     MT_TRY(mt_ledger_wait_fetch(t->store, b->j.unit));
-    MT_TRY(make_buffers(t));
+    for (int i = 0; i < t->n_buffers; i++)       /* with the first job */
+        if (t->buffers[i].mem == NULL) {
+            MT_TRY(t->dev->ops->mem_alloc(t->dev, t->bytes, &t->buffers[i].mem));
+            (void)MT_LOCKED(&t->mu, t->stats.device_bytes += t->bytes);
+        }
     MT_TRY(MT_MAKE(c.planes, n, mt_store_name(t->store, b->j.unit)));
     MT_TRY(MT_MAKE(c.grad, n, mt_store_name(t->store, b->j.unit)));
     for (int i = 0; i < b->j.n_params; i++) {

@@ -412,25 +412,13 @@ static mt_status run_job(mt_updater *u, job *b, float clip)
     return MT_OK;
 }
 
-/* Without max_norm: the unit's own gradients decide, and the norm becomes known on the way. */
-static mt_status judge_and_run(mt_updater *u, job *b, double *total, result *r)
-{
-    int finite, known;
-
-    MT_DO(weigh(u, b, total, &finite, &known));
-    if (finite)
-        return run_job(u, b, 1.0f);
-    r->skipped++;
-    return MT_OK;
-}
-
 /* Runs the jobs in order; with a max_norm, first those that are only put, then those that are only
  * sent. Without, each is judged in turn, and their sums are added in that order. After a failure
  * the rest is only ended. */
 static mt_status run_all(mt_updater *u, const work *w, mt_status st, float clip, result *r)
 {
     double total = 0;
-    int    clipped = w->max_norm > 0, skip_all = clipped && r->skipped > 0;
+    int    clipped = w->max_norm > 0, skip_all = clipped && r->skipped > 0, finite, known;
 
     for (int turn = 0; turn < 3; turn++)
         for (int i = 0; i < w->n; i++) {
@@ -438,8 +426,14 @@ static mt_status run_all(mt_updater *u, const work *w, mt_status st, float clip,
 
             if (turn != (clipped ? b->home->turn : 0))
                 continue;
-            if (st == MT_OK && !skip_all)
-                st = clipped ? run_job(u, b, clip) : judge_and_run(u, b, &total, r);
+            /* Without max_norm the unit's own gradients decide, and the norm becomes known on the
+             * way. */
+            finite = 1;
+            if (st == MT_OK && !clipped)
+                st = weigh(u, b, &total, &finite, &known);
+            r->skipped += !finite;
+            if (st == MT_OK && finite && !skip_all)
+                st = run_job(u, b, clip);
             if (b->up != NULL)
                 mt_update_over(u->store, b->up, st);
             else if (st != MT_OK)

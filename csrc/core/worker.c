@@ -40,21 +40,10 @@ static void *worker_main(void *arg)
 
 /* ---- open and close --------------------------------------------------------------------- */
 
-static mt_status start(mt_worker *w, int n)
-{
-    int error;
-
-    MT_DO(MT_MAKE(w->threads, n, w->name));
-    for (; w->n_threads < n; w->n_threads++)
-        if ((error = pthread_create(&w->threads[w->n_threads], NULL, worker_main, w)) != 0)
-            return MT_FAIL(MT_ENOMEM, "%s: thread %d of %d: %s; ask for fewer threads", w->name,
-                           w->n_threads + 1, n, strerror(error));
-    return MT_OK;
-}
-
 mt_status mt_worker_open(mt_worker *w, mt_mutex *mu, int n_threads, const char *name,
                          const char *lane, mt_worker_fn run, void *arg)
 {
+    int       error = 0;
     mt_status st;
 
     MT_DO(mt_watch_cond(&w->news));
@@ -67,7 +56,14 @@ mt_status mt_worker_open(mt_worker *w, mt_mutex *mu, int n_threads, const char *
     w->lane = lane;
     w->forks = mt_forks();
     w->opened = 1;
-    if ((st = start(w, n_threads)) != MT_OK)
+    if ((st = MT_MAKE(w->threads, n_threads, name)) == MT_OK)
+        while (w->n_threads < n_threads &&
+               (error = pthread_create(&w->threads[w->n_threads], NULL, worker_main, w)) == 0)
+            w->n_threads++;
+    if (error != 0)
+        st = MT_FAIL(MT_ENOMEM, "%s: thread %d of %d: %s; ask for fewer threads", name,
+                     w->n_threads + 1, n_threads, strerror(error));
+    if (st != MT_OK)
         mt_worker_close(w);
     return st;
 }

@@ -587,21 +587,6 @@ static mt_status make_buffers(mt_shards *w)
     return MT_OK;
 }
 
-static mt_status start(mt_shards *w)
-{
-    int n = w->how.n_copiers;
-
-    MT_DO(MT_MAKE(w->copies, n, "save"));
-    MT_DO(mt_worker_open(&w->writers, &w->mu, w->how.n_writers, "mt-save-write", "save",
-                         write_next, w));
-    MT_DO(mt_worker_open(&w->copiers, &w->mu, n, "mt-save-copy", "save", copy_all, w));
-    mt_lock(&w->mu);
-    while (n-- > 0)
-        (void)mt_worker_submit(&w->copiers, &w->copies[n]);
-    mt_unlock(&w->mu);
-    return MT_OK;
-}
-
 mt_status mt_shards_write(const mt_shard *shards, int n, mt_shards_how how, mt_shards **out)
 {
     mt_shards *w = NULL;
@@ -619,7 +604,14 @@ mt_status mt_shards_write(const mt_shard *shards, int n, mt_shards_how how, mt_s
         MT_TRY(make_file(w, i));
     MT_TRY(make_buffers(w));
     end_units(w, 1);
-    MT_TRY(start(w));
+    MT_TRY(MT_MAKE(w->copies, how.n_copiers, "save"));
+    MT_TRY(mt_worker_open(&w->writers, &w->mu, how.n_writers, "mt-save-write", "save", write_next,
+                          w));
+    MT_TRY(mt_worker_open(&w->copiers, &w->mu, how.n_copiers, "mt-save-copy", "save", copy_all, w));
+    mt_lock(&w->mu);
+    for (int i = how.n_copiers; i-- > 0;)
+        (void)mt_worker_submit(&w->copiers, &w->copies[i]);
+    mt_unlock(&w->mu);
     *out = w;
     return MT_OK;
 
