@@ -1,14 +1,10 @@
-/* spill.h — bundles (swap.h) that wait in a file:
- * a few bays of host memory carry them there and back.
+/* spill.h — bundles (swap.h) that wait in a file; a few bays of host memory carry them.
  *
- * Nouns, in the order they appear below:
  *   spilled  one bundle's bytes: in a bay, in the file, or in both
  *   bay      registered host memory for one bundle. There are a few, all as large as the largest
  *            bundle before long. One is filled, those before it are written; or one is emptied, and
  *            those after it are read
- *   place    a stretch of the file for one bundle, in whole pages;
- *            free for another one when it is dropped
- *   holds    a bay: the spilled whose bytes it has, or will have
+ *   place    a stretch of the file for one bundle, in whole pages; free when that is dropped
  *   stage    of a spilled, and what may come next. A drop ends any; FILLING, WRITING and READING
  *            are over first
  *              NEW      copies into its bay are put                       FILLING
@@ -24,8 +20,8 @@
  *              LANDED   the copies back from it            NONE, LANDED again for later ones
  *              BOTH     its bundle came back at once       LANDED, BOTH
  *   cursor   the bundle that was asked for last. Those made before it are read next, the latest
- *            first, as far as there are bays: a backward goes the way of its forward in reverse.
- *            None while bundles leave
+ *            first, as far as there are bays: a backward is its forward in reverse. None while
+ *            bundles leave
  *
  *     mt_spill_new    (s, unit, number, bytes, &k);       // waits for a bay
  *     ... copies from the device into mt_spill_bay(s, k), its event `filled` behind them
@@ -37,16 +33,12 @@
  *     mt_spill_drop   (s, k);
  *
  * Edges between queues, the file's threads and the caller (each can be left out: debug.h):
- *   FULL     a bay is written when the copies out that fill       our thread waits for `filled`
- *            it are over
- *   WRITTEN  it is given away when the write of what it has is    the caller waits for the request
- *            over
- *   READ     copies back from it are put when the read into it    the caller waits for the request
- *            is over
- *   DRAINED  it is filled or read into anew when the copies       our thread waits for `landed`
- *            back from it are over
- *   GONE     a place is another's when no request on it is under way,
- *            also where its bundle was dropped before
+ *   FULL     our thread waits for `filled` before it has a bay written
+ *   WRITTEN  the caller waits until what a bay has is written before that is given away
+ *   READ     the caller waits for the read into a bay before copies back from it are put
+ *   DRAINED  our thread waits for `landed` before a bay is filled or read into anew
+ *   GONE     a place is another's when no request on it is under way, also where its bundle was
+ *            dropped before
  * No read of a place comes before its write is over: until then the bay has the bytes (WRITTEN).
  *
  * Threads: new, filled, bring: one at a time, under no lock. landing, drop, bay: any. A bundle is
