@@ -1,4 +1,4 @@
-/* swap.h — activation offload: tensors that wait in host memory between a forward and its backward.
+/* swap.h — activation offload: tensors in host memory between a forward and its backward.
  *
  *   part     dense device memory of one tensor
  *   bundle   the parts that a window keeps; they leave together and come back together
