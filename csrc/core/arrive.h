@@ -1,4 +1,4 @@
-/* arrive.h — optimizer states that live on the host, and are on the device around an update alone.
+/* arrive.h — optimizer states that live on the host, but are on the device around an update.
  *
  * A settled unit (resident.h) has its weights and gradients on the device, and is updated there as
  * soon as the norm is known. Most of what that takes are its states, which are needed once a step:
