@@ -2,7 +2,7 @@
  * whatever is read when. */
 #include "check.h"
 #include "drop.h"
-#include "updates.h"
+#include "toy.h"
 #include "../../csrc/core/clock.h"
 #include "../../csrc/core/feed.h"
 #include "../../csrc/io/file.h"

@@ -2,7 +2,6 @@
  * passed by. */
 #include "dev_fault.h"
 #include "toy.h"
-#include "updates.h"
 #include "../../csrc/core/through.h"
 
 #include <time.h>

@@ -2,7 +2,6 @@
  * and since when; and what goes on, however slowly, is left alone. */
 #include "gate.h"
 #include "toy.h"
-#include "updates.h"
 #include "../../csrc/core/clock.h"
 #include "../../csrc/core/stream.h"
 #include "../../csrc/core/swap.h"
