@@ -50,6 +50,11 @@ typedef struct mt_state {
 PyObject *mt_raise(PyObject *error, mt_status st);
 /* A RuntimeWarning, soon: the watchdog's. From any thread, whatever it holds. */
 void mt_warn(const char *text);
+PyObject *mt_error_of(PyObject *module);        /* MegatrainError, borrowed */
+/* malloc'd [n of the tuple], of items of so many bytes, each made by `from`; or NULL with an
+ * exception. */
+void *mt_arg_list(PyObject *tuple, size_t bytes, int (*from)(void *arg, PyObject *item, void *out),
+                  void *arg);
 /* What the main thread asks while it waits: has Ctrl-C been pressed? Others are not asked. */
 mt_watch_ask mt_ask_for_signals(void);
 /* 0, or -1 with TypeError or OverflowError. */
@@ -128,6 +133,14 @@ typedef struct mt_engine {
 /* engine.c */
 PyObject *mt_engine_type_new(PyObject *module);
 mt_engine *mt_engine_usable(PyObject *self);            /* NULL and MegatrainError once closed */
+/* An engine that is usable, and its method's arguments as PyArg_ParseTuple has them. "O&" with
+ * mt_as_unit, &unit: a unit that is there; with mt_as_queue, &queue: a stream's. NULL with an
+ * exception. */
+mt_engine *mt_engine_args(PyObject *self, PyObject *args, const char *format, ...);
+int mt_as_unit (PyObject *o, void *unit);
+int mt_as_queue(PyObject *o, void *queue);
+/* None, or NULL with an exception: that of st, or of a hook. */
+PyObject *mt_engine_done(mt_engine *e, mt_status st);
 int mt_engine_unit (mt_engine *e, int unit);            /* 0, or -1 with an exception */
 int mt_engine_param(mt_engine *e, int unit, int param);
 mt_queue *mt_engine_queue(mt_engine *e, uintptr_t handle);   /* NULL with an exception */

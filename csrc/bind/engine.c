@@ -69,6 +69,42 @@ mt_queue *mt_engine_queue(mt_engine *e, uintptr_t handle)
     return queue;
 }
 
+static _Thread_local mt_engine *parsed;      /* whose method's arguments this thread reads */
+
+int mt_as_unit(PyObject *o, void *unit)
+{
+    return mt_arg_int(o, unit) == 0 && mt_engine_unit(parsed, *(int *)unit) == 0;
+}
+
+int mt_as_queue(PyObject *o, void *queue)
+{
+    mt_queue **q = queue;
+    uintptr_t  handle;
+
+    return mt_arg_addr(o, &handle) == 0 && (*q = mt_engine_queue(parsed, handle)) != NULL;
+}
+
+mt_engine *mt_engine_args(PyObject *self, PyObject *args, const char *format, ...)
+{
+    mt_engine *e = mt_engine_usable(self), *before = parsed;
+    va_list    list;
+    int        ok;
+
+    if (e == NULL)
+        return NULL;
+    parsed = e;
+    va_start(list, format);
+    ok = PyArg_VaParse(args, format, list);
+    va_end(list);
+    parsed = before;
+    return ok ? e : NULL;
+}
+
+PyObject *mt_engine_done(mt_engine *e, mt_status st)
+{
+    return st == MT_OK && !PyErr_Occurred() ? Py_NewRef(Py_None) : mt_raise(e->error, st);
+}
+
 /* ---- memory ---- */
 
 mt_memory *mt_memory_new(void)
@@ -144,35 +180,30 @@ static mt_status engine_open(mt_engine *e, const engine_wish *w)
                                    .fold = mt_sumsq_fold };
     mt_memory         *h = e->memory;
     mt_resident       *r;
-    mt_status          st;
 
     if (e->rank < 0 || e->rank >= e->ranks || e->ranks > MT_OWNERS_MOST)
         return MT_FAIL(MT_EINVAL, "an engine cannot be rank %d of %d; there may be 1 to %d, "
                        "counted from 0", e->rank, e->ranks, MT_OWNERS_MOST);
-    MT_TRY(mt_pool_open(w->threads, &h->pool));
-    MT_TRY(open_device(w->device, w->index, w->delay_us, w->seed, &h->dev));
+    MT_DO(mt_pool_open(w->threads, &h->pool));
+    MT_DO(open_device(w->device, w->index, w->delay_us, w->seed, &h->dev));
     if (w->share < 0 && w->speakers != NULL)
         return MT_FAIL(MT_EINVAL, "an Engine that shares nothing has no speakers");
     if (w->share >= 0)
-        MT_TRY(mt_share_open(w->share, e->rank, e->ranks, &h->share));
+        MT_DO(mt_share_open(w->share, e->rank, e->ranks, &h->share));
     if (w->speakers != NULL)
-        MT_TRY(mt_share_apart(h->share, w->speakers));
+        MT_DO(mt_share_apart(h->share, w->speakers));
     e->cx = (mt_context){ .dev = h->dev, .pool = h->pool, .share = h->share, .warn = mt_warn };
-    MT_TRY(mt_store_open(&e->cx, &h->store));
+    MT_DO(mt_store_open(&e->cx, &h->store));
     e->cx.store = h->store;
     if (h->share != NULL)
-        MT_TRY(mt_turns_open(&e->cx, MT_TURN_MS, &e->cx.turns));
-    MT_TRY(mt_sumsq_open(h->dev, &e->sums));
+        MT_DO(mt_turns_open(&e->cx, MT_TURN_MS, &e->cx.turns));
+    MT_DO(mt_sumsq_open(h->dev, &e->sums));
     kernels.ctx = e->sums;
-    MT_TRY(mt_timeline_open(h->dev, &e->cx.timeline));
-    MT_TRY(mt_resident_open(&e->cx, &r));
-    MT_TRY(mt_offload_open(&e->cx, GRAD_DEPTH, kernels, &e->offload));
-    MT_TRY(mt_update_open(&e->cx, e->offload, &e->updater));
-    MT_TRY(mt_swap_open(&e->cx, &e->swap));
-    return MT_OK;
-
-fail:
-    return st;
+    MT_DO(mt_timeline_open(h->dev, &e->cx.timeline));
+    MT_DO(mt_resident_open(&e->cx, &r));
+    MT_DO(mt_offload_open(&e->cx, GRAD_DEPTH, kernels, &e->offload));
+    MT_DO(mt_update_open(&e->cx, e->offload, &e->updater));
+    return mt_swap_open(&e->cx, &e->swap);
 }
 
 static PyObject *engine_new(PyTypeObject *type, PyObject *args, PyObject *kw)
@@ -371,260 +402,182 @@ static void engine_dealloc(PyObject *self)
 
 #define KEYWORDS(fn) ((PyCFunction)(void (*)(void))(fn))
 
+#define ENTRY(name, fn, flags, sig, doc) \
+    { #name, fn, flags, #name "($self" sig ")\n--\n\n" doc }
+#define METHOD(name, sig, doc) ENTRY(name, mt_engine_##name, METH_VARARGS, sig, doc)
+#define NOARGS(name, sig, doc) ENTRY(name, mt_engine_##name, METH_NOARGS, sig, doc)
+#define FAST(name, sig, doc) ENTRY(name, KEYWORDS(mt_engine_##name), METH_FASTCALL, sig, doc)
+#define KEYWORD(name, sig, doc) \
+    ENTRY(name, KEYWORDS(mt_engine_##name), METH_VARARGS | METH_KEYWORDS, sig, doc)
+
 static PyMethodDef methods[] = {
-    { "close", engine_close, METH_NOARGS,
-      "close($self)\n--\n\nStop the engine's threads. Arrays stay valid. Idempotent." },
+    ENTRY(close, engine_close, METH_NOARGS, "",
+          "Stop the engine's threads. Arrays stay valid. Idempotent."),
 
-    { "add_unit", KEYWORDS(mt_engine_add_unit), METH_VARARGS | METH_KEYWORDS,
-      "add_unit($self, name, dtypes, numels, trainable)\n--\n\nThe new unit's number." },
-    { "set_trainable", mt_engine_set_trainable, METH_VARARGS,
-      "set_trainable($self, unit, param, on, /)\n--\n\n" },
-    { "hi_bytes", mt_engine_hi_bytes, METH_VARARGS,
-      "hi_bytes($self, unit, /)\n--\n\nBytes of the unit's weights: what a slot must hold." },
-    { "offset", mt_engine_offset, METH_VARARGS,
-      "offset($self, unit, param, /)\n--\n\nByte offset in the unit's weights and in a slot." },
-    { "portions", mt_engine_portions, METH_VARARGS,
-      "portions($self, unit, /)\n--\n\n"
-      "Where each owner's portion of the unit's weights begins, in bytes, and where the last "
-      "ends." },
-    { "owned", mt_engine_owned, METH_VARARGS,
-      "owned($self, unit, param, rank=-1, /)\n--\n\n"
-      "(first, number) of the parameter's elements that this rank owns, or another." },
-    { "plane", KEYWORDS(mt_engine_plane), METH_VARARGS | METH_KEYWORDS,
-      "plane($self, unit, param, plane, shared=False)\n--\n\n"
-      "uint8 array over the parameter's bytes in a plane: for user code, or (shared) as all have "
-      "them." },
-    { "gone", mt_engine_gone, METH_NOARGS,
-      "gone($self)\n--\n\n"
-      "[(rank, process, its process ended)] of other ranks that have closed their engine, or whose "
-      "process ended." },
-    { "relay", mt_engine_relay, METH_NOARGS,
-      "relay($self)\n--\n\n"
-      "For relay_next() and its like: what this rank tells other machines, and what it hears." },
-    { "fail", mt_engine_fail, METH_VARARGS,
-      "fail($self, text, /)\n--\n\n"
-      "The engine is of no use any more, and of other ranks theirs neither; all that waits ends." },
-    { "stay", mt_engine_stay, METH_VARARGS,
-      "stay($self, seconds, /)\n--\n\n"
-      "Return when no other rank will read what is on its device, or none has for so long." },
-    { "spread", mt_engine_spread, METH_VARARGS,
-      "spread($self, unit, param, planes, /)\n--\n\n"
-      "What every rank wrote where plane() shows a parameter is what all have; bits 1 << plane." },
-    { "reserved_bytes", mt_engine_reserved_bytes, METH_VARARGS,
-      "reserved_bytes($self, unit, plane, /)\n--\n\n"
-      "Host bytes that it takes to bring a plane there." },
-    { "host_bytes", KEYWORDS(mt_engine_host_bytes), METH_VARARGS | METH_KEYWORDS,
-      "host_bytes($self, plane=-1)\n--\n\nHost bytes mapped: of one plane, or of all." },
+    KEYWORD(add_unit, ", name, dtypes, numels, trainable", "The new unit's number."),
+    METHOD(set_trainable, ", unit, param, on, /", ""),
+    METHOD(hi_bytes, ", unit, /", "Bytes of the unit's weights: what a slot must hold."),
+    METHOD(offset, ", unit, param, /", "Byte offset in the unit's weights and in a slot."),
+    METHOD(portions, ", unit, /",
+           "Where each owner's portion of the unit's weights begins, in bytes, and where the "
+           "last ends."),
+    METHOD(owned, ", unit, param, rank=-1, /",
+           "(first, number) of the parameter's elements that this rank owns, or another."),
+    KEYWORD(plane, ", unit, param, plane, shared=False",
+            "uint8 array over the parameter's bytes in a plane: for user code, or (shared) as "
+            "all have them."),
+    NOARGS(gone, "",
+           "[(rank, process, its process ended)] of other ranks that have closed their engine, "
+           "or whose process ended."),
+    NOARGS(relay, "",
+           "For relay_next() and its like: what this rank tells other machines, and what it "
+           "hears."),
+    METHOD(fail, ", text, /",
+           "The engine is of no use any more, and of other ranks theirs neither; all that waits "
+           "ends."),
+    METHOD(stay, ", seconds, /",
+           "Return when no other rank will read what is on its device, or none has for so long."),
+    METHOD(spread, ", unit, param, planes, /",
+           "What every rank wrote where plane() shows a parameter is what all have; bits 1 << "
+           "plane."),
+    METHOD(reserved_bytes, ", unit, plane, /", "Host bytes that it takes to bring a plane there."),
+    KEYWORD(host_bytes, ", plane=-1", "Host bytes mapped: of one plane, or of all."),
 
-    { "unlocked", mt_engine_unlocked, METH_NOARGS,
-      "unlocked($self)\n--\n\n"
-      "(host bytes that could not be locked, why the first of them could not)" },
-    { "lock_limit", mt_engine_lock_limit, METH_VARARGS,
-      "lock_limit($self, bytes, /)\n--\n\nTests only: no more host memory is locked from now on." },
+    NOARGS(unlocked, "", "(host bytes that could not be locked, why the first of them could not)"),
+    METHOD(lock_limit, ", bytes, /", "Tests only: no more host memory is locked from now on."),
 
-    { "version", mt_engine_version, METH_VARARGS, "version($self, unit, /)\n--\n\n" },
-    { "touch", mt_engine_touch, METH_VARARGS,
-      "touch($self, unit, /)\n--\n\nThe unit's weights were written from outside." },
-    { "updated", mt_engine_updated, METH_VARARGS,
-      "updated($self, unit, /)\n--\n\n"
-      "Wait for the unit's updates; nothing is brought to the host." },
-    { "wait_updates", mt_engine_wait_updates, METH_VARARGS,
-      "wait_updates($self, unit, /)\n--\n\nThe unit's weights may be read on the host." },
-    { "wait_grads", mt_engine_wait_grads, METH_VARARGS,
-      "wait_grads($self, unit, /)\n--\n\nThe unit's gradients may be read on the host." },
-    { "save_begin", KEYWORDS(mt_engine_save_begin), METH_VARARGS | METH_KEYWORDS,
-      "save_begin($self, files, units, spare, copiers, writers, part=0, parts=1)\n--\n\n"
-      "Write files of the store's planes as they are now; updates wait for their unit's to be "
-      "copied." },
-    { "save_wait", mt_engine_save_wait, METH_VARARGS,
-      "save_wait($self, seconds, /)\n--\n\n"
-      "(bytes written, whether all is over); waits so long at most." },
-    { "save_end", mt_engine_save_end, METH_NOARGS,
-      "save_end($self, /)\n--\n\nThe sums of each file; what is not over is given up." },
-    { "take", mt_engine_take, METH_VARARGS,
-      "take($self, unit, stream, /)\n--\n\n"
-      "Weights written on the host are fetched, and memory of what is at home elsewhere is given "
-      "back." },
-    { "wait_saved", mt_engine_wait_saved, METH_VARARGS,
-      "wait_saved($self, unit, /)\n--\n\n"
-      "The unit's planes may be written: no save has them to copy." },
-    { "wait_fetch", mt_engine_wait_fetch, METH_VARARGS,
-      "wait_fetch($self, unit, /)\n--\n\nThe unit's weights may be written on the host." },
-    { "set_states", mt_engine_set_states, METH_VARARGS,
-      "set_states($self, unit, states, /)\n--\n\n"
-      "How the unit's states are kept from now on: a number of STATES. Before there are any." },
-    { "pass_gradients", mt_engine_pass_gradients, METH_VARARGS,
-      "pass_gradients($self, unit, /)\n--\n\n"
-      "The unit's gradients are kept nowhere: they are there from offload() to the end of the next "
-      "update." },
-    { "lend_most", mt_engine_lend_most, METH_VARARGS,
-      "lend_most($self, n, /)\n--\n\nBuffers of a size for such gradients: 1 to 3." },
-    { "through", mt_engine_through, METH_VARARGS,
-      "through($self, unit, on, /)\n--\n\n"
-      "The unit's updates pass through the device from now on, or no more." },
-    { "invite", mt_engine_invite, METH_VARARGS,
-      "invite($self, unit, /)\n--\n\n"
-      "A settled unit's states are on the device around its updates alone, from now on." },
-    { "dismiss", mt_engine_dismiss, METH_VARARGS,
-      "dismiss($self, unit, /)\n--\n\nA settled unit's states come and leave no more." },
-    { "lift_sizes", mt_engine_lift_sizes, METH_VARARGS,
-      "lift_sizes($self, unit, /)\n--\n\nBytes of each piece of memory that lift() takes." },
-    { "lift", mt_engine_lift, METH_VARARGS,
-      "lift($self, unit, addresses, stream, /)\n--\n\n"
-      "The unit's states come to the device; False when they are there, and nothing was taken." },
-    { "leave", mt_engine_leave, METH_VARARGS,
-      "leave($self, unit, wait, /)\n--\n\n"
-      "Whether the memory that lift() took is the caller's again." },
-    { "disk", KEYWORDS(mt_engine_disk), METH_VARARGS | METH_KEYWORDS,
-      "disk($self, path, units, weights=(), limit=0, buffers=8, buffer_bytes=33554432, "
-      "threads=16)\n--\n\n"
-      "The states of these units are in a scratch file in the directory, from now on; weights: "
-      "further units, whose\n"
-      "weights are there too; push() them next." },
-    { "disk_file", mt_engine_disk_file, METH_NOARGS,
-      "disk_file($self)\n--\n\n"
-      "(path, bytes, transfers go past the page cache); None: there is no file." },
-    { "disk_unname", mt_engine_disk_unname, METH_NOARGS,
-      "disk_unname($self)\n--\n\nFiles lose their names, and go with the process or the engine." },
-    { "bring", mt_engine_bring, METH_VARARGS,
-      "bring($self, unit, planes, /)\n--\n\n"
-      "Host planes of a unit become current and may be written; bits 1 << plane, or -1." },
-    { "push", mt_engine_push, METH_VARARGS,
-      "push($self, unit, param, planes, /)\n--\n\n"
-      "A settled unit's host planes were written: the device's take their values." },
-    { "device_plane", mt_engine_device_plane, METH_VARARGS,
-      "device_plane($self, unit, param, plane, /)\n--\n\n"
-      "Address on the device of a settled unit's parameter." },
-    { "device_bytes", mt_engine_device_bytes, METH_NOARGS,
-      "device_bytes($self)\n--\n\n"
-      "Device memory of settled units' planes, their slots not counted, and of updates on their "
-      "way." },
-    { "check", mt_engine_check, METH_NOARGS,
-      "check($self)\n--\n\nRaise the failure of a worker, if there was one." },
-    { "watchdog", mt_engine_watchdog, METH_VARARGS,
-      "watchdog($self, seconds, /)\n--\n\n"
-      "A wait during which nothing moves for so long raises, naming all waits: queue, unit, what "
-      "for, since when.\n"
-      "While the device computes it warns, and raises after six times as long." },
+    METHOD(version, ", unit, /", ""),
+    METHOD(touch, ", unit, /", "The unit's weights were written from outside."),
+    METHOD(updated, ", unit, /", "Wait for the unit's updates; nothing is brought to the host."),
+    METHOD(wait_updates, ", unit, /", "The unit's weights may be read on the host."),
+    METHOD(wait_grads, ", unit, /", "The unit's gradients may be read on the host."),
+    KEYWORD(save_begin, ", files, units, spare, copiers, writers, part=0, parts=1",
+            "Write files of the store's planes as they are now; updates wait for their unit's to "
+            "be copied."),
+    METHOD(save_wait, ", seconds, /",
+           "(bytes written, whether all is over); waits so long at most."),
+    NOARGS(save_end, ", /", "The sums of each file; what is not over is given up."),
+    METHOD(take, ", unit, stream, /",
+           "Weights written on the host are fetched, and memory of what is at home elsewhere is "
+           "given back."),
+    METHOD(wait_saved, ", unit, /", "The unit's planes may be written: no save has them to copy."),
+    METHOD(wait_fetch, ", unit, /", "The unit's weights may be written on the host."),
+    METHOD(set_states, ", unit, states, /",
+           "How the unit's states are kept from now on: a number of STATES. Before there are any."),
+    METHOD(pass_gradients, ", unit, /",
+           "The unit's gradients are kept nowhere: they are there from offload() to the end of "
+           "the next update."),
+    METHOD(lend_most, ", n, /", "Buffers of a size for such gradients: 1 to 3."),
+    METHOD(through, ", unit, on, /",
+           "The unit's updates pass through the device from now on, or no more."),
+    METHOD(invite, ", unit, /",
+           "A settled unit's states are on the device around its updates alone, from now on."),
+    METHOD(dismiss, ", unit, /", "A settled unit's states come and leave no more."),
+    METHOD(lift_sizes, ", unit, /", "Bytes of each piece of memory that lift() takes."),
+    METHOD(lift, ", unit, addresses, stream, /",
+           "The unit's states come to the device; False when they are there, and nothing was "
+           "taken."),
+    METHOD(leave, ", unit, wait, /", "Whether the memory that lift() took is the caller's again."),
+    KEYWORD(disk, ", path, units, weights=(), limit=0, buffers=8, buffer_bytes=33554432, "
+            "threads=16",
+            "The states of these units are in a scratch file in the directory, from now on; "
+            "weights: further units, whose\n"
+            "weights are there too; push() them next."),
+    NOARGS(disk_file, "",
+           "(path, bytes, transfers go past the page cache); None: there is no file."),
+    NOARGS(disk_unname, "", "Files lose their names, and go with the process or the engine."),
+    METHOD(bring, ", unit, planes, /",
+           "Host planes of a unit become current and may be written; bits 1 << plane, or -1."),
+    METHOD(push, ", unit, param, planes, /",
+           "A settled unit's host planes were written: the device's take their values."),
+    METHOD(device_plane, ", unit, param, plane, /",
+           "Address on the device of a settled unit's parameter."),
+    NOARGS(device_bytes, "",
+           "Device memory of settled units' planes, their slots not counted, and of updates on "
+           "their way."),
+    NOARGS(check, "", "Raise the failure of a worker, if there was one."),
+    METHOD(watchdog, ", seconds, /",
+           "A wait during which nothing moves for so long raises, naming all waits: queue, unit, "
+           "what for, since when.\n"
+           "While the device computes it warns, and raises after six times as long."),
 
-    { "open_slots", mt_engine_open_slots, METH_VARARGS,
-      "open_slots($self, slots, hooks, /)\n--\n\nslots: (address, bytes) of device memory." },
-    { "cut", mt_engine_cut, METH_VARARGS,
-      "cut($self, unit, ranges, /)\n--\n\n"
-      "Number, as of a unit, of bytes of its weights that are fetched by themselves: ranges, "
-      "(from, to, bytes), of its plane and of a slot." },
-    { "settle", mt_engine_settle, METH_VARARGS,
-      "settle($self, unit, slot, /)\n--\n\n"
-      "The unit lives on the device from now on, its weights in that slot." },
-    { "slot_name", mt_engine_slot_name, METH_VARARGS,
-      "slot_name($self, unit, /)\n--\n\n"
-      "Of a settled unit's slot, for reach of other processes; empty: out of their reach." },
-    { "reach", mt_engine_reach, METH_VARARGS,
-      "reach($self, unit, names, /)\n--\n\n"
-      "Updated weights come from slots of these names, one after the other by rank, and not by "
-      "way of the share; whether they are within reach." },
-    { "settled", mt_engine_settled, METH_VARARGS,
-      "settled($self, unit, /)\n--\n\nWhether the unit lives on the device." },
-    { "unsettle", mt_engine_unsettle, METH_VARARGS,
-      "unsettle($self, unit, grads, /)\n--\n\n"
-      "The unit lives on the host again; between close_slots() and open_slots()." },
-    { "close_slots", mt_engine_close_slots, METH_NOARGS,
-      "close_slots($self, /)\n--\n\nNo weights are in slots any more; others may be opened." },
-    { "begin", mt_engine_begin, METH_VARARGS,
-      "begin($self, portions=False, /)\n--\n\n"
-      "A root forward starts. portions: of what is fetched from now on each rank of this machine "
-      "fetches its own, and the others' are gathered." },
-    { "acquire", KEYWORDS(mt_engine_acquire), METH_FASTCALL,
-      "acquire($self, unit, stream, /)\n--\n\n"
-      "The slot the unit is in; stream waits for the copy. ~slot: its portions are to be gathered "
-      "by all ranks of this machine; then stream has not waited." },
-    { "ready", mt_engine_ready, METH_VARARGS,
-      "ready($self, slot, stream, /)\n--\n\nstream waits for the copy into the slot." },
-    { "gathered", mt_engine_gathered, METH_VARARGS,
-      "gathered($self, number, slot, beside, stream, /)\n--\n\n"
-      "The collective was put in the stream `beside`; stream waits for it." },
-    { "bounds", mt_engine_bounds, METH_VARARGS,
-      "bounds($self, number, /)\n--\n\n"
-      "Bytes of a slot at which the portions of the machine's ranks begin, and the last ends; of a "
-      "unit, or a cut." },
-    { "meeting", mt_engine_meeting, METH_VARARGS,
-      "meeting($self, what, /)\n--\n\n"
-      "This rank comes to a collective of all, and does this there; None: it is over." },
-    { "away", mt_engine_away, METH_VARARGS,
-      "away($self, away, /)\n--\n\nOther ranks do not wait for this one to open a window." },
-    { "met", mt_engine_met, METH_NOARGS,
-      "met($self)\n--\n\nAll ranks have come to a collective." },
-    { "astray", mt_engine_astray, METH_NOARGS,
-      "astray($self)\n--\n\n"
-      "(times, rank, own number, its number or -1) of the last window that not all ranks opened, "
-      "or None." },
-    { "kick", mt_engine_kick, METH_VARARGS,
-      "kick($self, stream, /)\n--\n\nHand over the first fetches of the next forward." },
-    { "find", KEYWORDS(mt_engine_find), METH_FASTCALL,
-      "find($self, address, /)\n--\n\n(slot, unit, byte offset); slot -1 when no slot holds it." },
-    { "schedule", mt_engine_schedule, METH_NOARGS,
-      "schedule($self)\n--\n\nThe schedule as text; \"\" before the first." },
-    { "stats", mt_engine_stats, METH_NOARGS, "stats($self)\n--\n\nCounters since open." },
+    METHOD(open_slots, ", slots, hooks, /", "slots: (address, bytes) of device memory."),
+    METHOD(cut, ", unit, ranges, /",
+           "Number, as of a unit, of bytes of its weights that are fetched by themselves: "
+           "ranges, (from, to, bytes), of its plane and of a slot."),
+    METHOD(settle, ", unit, slot, /",
+           "The unit lives on the device from now on, its weights in that slot."),
+    METHOD(slot_name, ", unit, /",
+           "Of a settled unit's slot, for reach of other processes; empty: out of their reach."),
+    METHOD(reach, ", unit, names, /",
+           "Updated weights come from slots of these names, one after the other by rank, and not "
+           "by way of the share; whether they are within reach."),
+    METHOD(settled, ", unit, /", "Whether the unit lives on the device."),
+    METHOD(unsettle, ", unit, grads, /",
+           "The unit lives on the host again; between close_slots() and open_slots()."),
+    NOARGS(close_slots, ", /", "No weights are in slots any more; others may be opened."),
+    METHOD(begin, ", portions=False, /",
+           "A root forward starts. portions: of what is fetched from now on each rank of this "
+           "machine fetches its own, and the others' are gathered."),
+    FAST(acquire, ", unit, stream, /",
+         "The slot the unit is in; stream waits for the copy. ~slot: its portions are to be "
+         "gathered by all ranks of this machine; then stream has not waited."),
+    METHOD(ready, ", slot, stream, /", "stream waits for the copy into the slot."),
+    METHOD(gathered, ", number, slot, beside, stream, /",
+           "The collective was put in the stream `beside`; stream waits for it."),
+    METHOD(bounds, ", number, /",
+           "Bytes of a slot at which the portions of the machine's ranks begin, and the last "
+           "ends; of a unit, or a cut."),
+    METHOD(meeting, ", what, /",
+           "This rank comes to a collective of all, and does this there; None: it is over."),
+    METHOD(away, ", away, /", "Other ranks do not wait for this one to open a window."),
+    NOARGS(met, "", "All ranks have come to a collective."),
+    NOARGS(astray, "",
+           "(times, rank, own number, its number or -1) of the last window that not all ranks "
+           "opened, or None."),
+    METHOD(kick, ", stream, /", "Hand over the first fetches of the next forward."),
+    FAST(find, ", address, /", "(slot, unit, byte offset); slot -1 when no slot holds it."),
+    NOARGS(schedule, "", "The schedule as text; \"\" before the first."),
+    NOARGS(stats, "", "Counters since open."),
 
-    { "offload", KEYWORDS(mt_engine_put), METH_FASTCALL,
-      "offload($self, unit, items, stream, /)\n--\n\nGradients leave; returns the ticket." },
-    { "land", mt_engine_land, METH_O,
-      "land($self, stream, /)\n--\n\n"
-      "The stream waits for all gradients on their way; passed() then has them." },
-    { "passed", mt_engine_passed, METH_NOARGS,
-      "passed($self)\n--\n\nSources of tickets up to this one may be freed." },
-    { "drain", mt_engine_drain, METH_NOARGS,
-      "drain($self)\n--\n\nWait for all gradients, all updates, and weights that others updated." },
-    { "forget", mt_engine_forget, METH_VARARGS,
-      "forget($self, unit, /)\n--\n\nzero_grad: the unit's next hand-over is a first one." },
+    ENTRY(offload, KEYWORDS(mt_engine_put), METH_FASTCALL, ", unit, items, stream, /",
+          "Gradients leave; returns the ticket."),
+    ENTRY(land, mt_engine_land, METH_O, ", stream, /",
+        "The stream waits for all gradients on their way; passed() then has them."),
+    NOARGS(passed, "", "Sources of tickets up to this one may be freed."),
+    NOARGS(drain, "", "Wait for all gradients, all updates, and weights that others updated."),
+    METHOD(forget, ", unit, /", "zero_grad: the unit's next hand-over is a first one."),
 
-    { "swap_out", mt_engine_swap_out, METH_VARARGS,
-      "swap_out($self, unit, parts, stream, to_file=False, /)\n--\n\n"
-      "Tensors leave for host memory; returns the bundle. parts: (address, bytes)." },
-    { "swap_left", mt_engine_swap_left, METH_VARARGS,
-      "swap_left($self, bundle, stream, /)\n--\n\nThe sources may be freed, in stream's order." },
-    { "swap_back", mt_engine_swap_back, METH_VARARGS,
-      "swap_back($self, bundle, parts, stream, /)\n--\n\n"
-      "They begin to come back; address 0: this one is not wanted." },
-    { "swap_await", mt_engine_swap_await, METH_VARARGS,
-      "swap_await($self, bundle, stream, /)\n--\n\nstream waits until they are there." },
-    { "swap_drop", mt_engine_swap_drop, METH_VARARGS,
-      "swap_drop($self, bundle, /)\n--\n\nThe host memory is free. Also for one that is gone." },
-    { "swap_disk", KEYWORDS(mt_engine_swap_disk), METH_VARARGS | METH_KEYWORDS,
-      "swap_disk($self, path, bytes=0, limit=0, bays=4, threads=16)\n--\n\n"
-      "Bundles may go to a file in the directory, by way of so many bays. Room for `bytes` is "
-      "reserved." },
-    { "swap_file", mt_engine_swap_file, METH_NOARGS,
-      "swap_file($self)\n--\n\n"
-      "(path, bytes, bytes of bundles that are there now); None: there is no file." },
-    { "swap_bytes", mt_engine_swap_bytes, METH_NOARGS,
-      "swap_bytes($self)\n--\n\n(mapped, in use): host memory for activations." },
+    METHOD(swap_out, ", unit, parts, stream, to_file=False, /",
+           "Tensors leave for host memory; returns the bundle. parts: (address, bytes)."),
+    METHOD(swap_left, ", bundle, stream, /", "The sources may be freed, in stream's order."),
+    METHOD(swap_back, ", bundle, parts, stream, /",
+           "They begin to come back; address 0: this one is not wanted."),
+    METHOD(swap_await, ", bundle, stream, /", "stream waits until they are there."),
+    METHOD(swap_drop, ", bundle, /", "The host memory is free. Also for one that is gone."),
+    KEYWORD(swap_disk, ", path, bytes=0, limit=0, bays=4, threads=16",
+            "Bundles may go to a file in the directory, by way of so many bays. Room for `bytes` "
+            "is reserved."),
+    NOARGS(swap_file, "",
+           "(path, bytes, bytes of bundles that are there now); None: there is no file."),
+    NOARGS(swap_bytes, "", "(mapped, in use): host memory for activations."),
 
-    { "trace", mt_engine_trace, METH_VARARGS,
-      "trace($self, on, /)\n--\n\nRecord what each queue does from now on, or no more." },
-    { "timeline", mt_engine_timeline, METH_NOARGS,
-      "timeline($self)\n--\n\nRecords that are over since the call before." },
-    { "span", mt_engine_span, METH_VARARGS,
-      "span($self, lane, work, unit, stream, /)\n--\n\n"
-      "Work of a unit begins on the lane, where the stream is now; for span_end. None: no trace." },
-    { "span_end", mt_engine_span_end, METH_VARARGS,
-      "span_end($self, span, nbytes, stream, /)\n--\n\nIt ends where the stream is now, once." },
-    { "step_mark", mt_engine_step_mark, METH_VARARGS,
-      "step_mark($self, number, stream, /)\n--\n\nA step starts at this point of the stream." },
-    { "compute_begin", KEYWORDS(mt_engine_compute_begin), METH_FASTCALL,
-      "compute_begin($self, unit, work, stream, /)\n--\n\n"
-      "What the stream is given from now on is this work; what was open is interrupted." },
-    { "compute_end", KEYWORDS(mt_engine_compute_end), METH_FASTCALL,
-      "compute_end($self, stream, /)\n--\n\nThe work is over; what it interrupted goes on." },
+    METHOD(trace, ", on, /", "Record what each queue does from now on, or no more."),
+    NOARGS(timeline, "", "Records that are over since the call before."),
+    METHOD(span, ", lane, work, unit, stream, /",
+           "Work of a unit begins on the lane, where the stream is now; for span_end. None: no "
+           "trace."),
+    METHOD(span_end, ", span, nbytes, stream, /", "It ends where the stream is now, once."),
+    METHOD(step_mark, ", number, stream, /", "A step starts at this point of the stream."),
+    FAST(compute_begin, ", unit, work, stream, /",
+         "What the stream is given from now on is this work; what was open is interrupted."),
+    FAST(compute_end, ", stream, /", "The work is over; what it interrupted goes on."),
 
-    { "debug", KEYWORDS(mt_engine_debug), METH_VARARGS | METH_KEYWORDS,
-      "debug($self, skip=0, poison=False, sync=False)\n--\n\nTests only." },
+    KEYWORD(debug, ", skip=0, poison=False, sync=False", "Tests only."),
 
-    { "adam", KEYWORDS(mt_engine_adam), METH_VARARGS | METH_KEYWORDS,
-      "adam($self, units, max_norm, stream)\n--\n\n"
-      "Submit one AdamW step; returns its ticket at once." },
-    { "norm", mt_engine_norm, METH_VARARGS,
-      "norm($self, ticket, /)\n--\n\n(global norm before clipping, units skipped); waits." },
+    KEYWORD(adam, ", units, max_norm, stream",
+            "Submit one AdamW step; returns its ticket at once."),
+    METHOD(norm, ", ticket, /", "(global norm before clipping, units skipped); waits."),
     { NULL, NULL, 0, NULL },
 };
 

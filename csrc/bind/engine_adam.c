@@ -52,8 +52,7 @@ static int on_host(const adam_param *p)
 static mt_status gradient(const adam_job *j, const adam_param *p, const void **grad,
                           mt_dtype *dtype)
 {
-    void     *plane;
-    mt_status st;
+    void *plane;
 
     if (p->grad != NULL) {
         *grad = p->grad;
@@ -61,13 +60,12 @@ static mt_status gradient(const adam_job *j, const adam_param *p, const void **g
         return MT_OK;
     }
     if (p->changed)
-        MT_TRY(mt_store_view(j->store, j->unit, p->param, MT_PLANE_GRAD, &plane));
+        MT_DO(mt_store_view(j->store, j->unit, p->param, MT_PLANE_GRAD, &plane));
     else
-        MT_TRY(plane_of(j, p->param, p->acc ? MT_PLANE_ACC : MT_PLANE_GRAD, &plane));
+        MT_DO(plane_of(j, p->param, p->acc ? MT_PLANE_ACC : MT_PLANE_GRAD, &plane));
     *grad = plane;
     *dtype = p->acc ? MT_F32 : mt_store_desc(j->store, j->unit, p->param)->dtype;
-fail:
-    return st;
+    return MT_OK;
 }
 
 static int64_t own(const adam_job *j, const adam_param *p, int64_t *from)
@@ -79,14 +77,12 @@ static int64_t own(const adam_job *j, const adam_param *p, int64_t *from)
 static mt_status own_gradient(const adam_job *j, const adam_param *p, const void **grad,
                               mt_dtype *dtype)
 {
-    int64_t   from;
-    mt_status st;
+    int64_t from;
 
-    MT_TRY(gradient(j, p, grad, dtype));
+    MT_DO(gradient(j, p, grad, dtype));
     (void)own(j, p, &from);
     *grad = (const char *)*grad + (size_t)from * mt_dtype_bytes(*dtype);
-fail:
-    return st;
+    return MT_OK;
 }
 
 /* mt_update_job.sumsq. Memory the caller named was never offloaded, so it is always summed. When
@@ -114,15 +110,12 @@ static mt_status bare_of(const adam_job *j, const adam_param *p, mt_adam_tensor 
     const mt_param_desc *d = mt_store_desc(j->store, j->unit, p->param);
     int64_t   from, n = own(j, p, &from);
     void     *hi;
-    mt_status st;
 
-    MT_TRY(plane_of(j, p->param, MT_PLANE_HI, &hi));
+    MT_DO(plane_of(j, p->param, MT_PLANE_HI, &hi));
     *t = (mt_adam_tensor){ .dtype = d->dtype, .n = n, .first = from, .hyper = p->hyper,
                            .hi = (char *)hi + (size_t)from * mt_dtype_bytes(d->dtype),
                            .key = p->key, .states = mt_store_states(j->store, j->unit) };
-    MT_TRY(own_gradient(j, p, &t->grad, &t->grad_dtype));
-fail:
-    return st;
+    return own_gradient(j, p, &t->grad, &t->grad_dtype);
 }
 
 /* A parameter has something in this plane, and it is of its states. */
@@ -149,31 +142,27 @@ static void give_states(mt_adam_tensor *t, void *const *at)
 
 static mt_status tensor_of(const adam_job *j, const adam_param *p, mt_adam_tensor *t)
 {
-    void     *at[MT_PLANE_COUNT] = { NULL };
-    mt_status st;
+    void *at[MT_PLANE_COUNT] = { NULL };
 
-    MT_TRY(bare_of(j, p, t));
+    MT_DO(bare_of(j, p, t));
     for (int k = 0; k < MT_PLANE_COUNT; k++)
         if (has_state(j, p->param, k)) {
-            MT_TRY(plane_of(j, p->param, (mt_plane)k, &at[k]));
+            MT_DO(plane_of(j, p->param, (mt_plane)k, &at[k]));
             at[k] = (char *)at[k] + mt_store_plane_bytes(j->store, j->unit, p->param, (mt_plane)k,
                                                          t->first);
         }
     give_states(t, at);
-fail:
-    return st;
+    return MT_OK;
 }
 
 /* malloc'd [j->n]; of which none of its elements is this one's, n is 0. */
 static mt_status list_of(const adam_job *j, mt_adam_tensor **out,
                          mt_status (*each)(const adam_job *, const adam_param *, mt_adam_tensor *))
 {
-    mt_adam_tensor *t = calloc((size_t)j->n + 1, sizeof *t);
+    mt_adam_tensor *t;
     mt_status       st;
 
-    if (t == NULL)
-        return MT_FAIL(MT_ENOMEM, "unit %d (%s): no memory to list %d tensors", j->unit,
-                       mt_store_name(j->store, j->unit), j->n);
+    MT_DO(MT_MAKE(t, j->n, mt_store_name(j->store, j->unit)));
     for (int i = 0; i < j->n; i++)
         MT_TRY(each(j, &j->p[i], &t[i]));
     *out = t;
@@ -184,16 +173,11 @@ fail:
     return st;
 }
 
-static mt_status tensors_of(const adam_job *j, mt_adam_tensor **out)
-{
-    return list_of(j, out, tensor_of);
-}
-
 static mt_status job_run(void *arg, mt_pool *pool, float clip)
 {
     const adam_job *j = arg;
     mt_adam_tensor *t;
-    mt_status       st = tensors_of(j, &t);
+    mt_status       st = list_of(j, &t, tensor_of);
 
     if (st != MT_OK)
         return st;
@@ -210,37 +194,33 @@ static size_t lifted_bytes(const mt_adam_tensor *t)
 /* Gradients in host memory go up, in the queue and before the update that reads them. */
 static mt_status lift(const adam_job *j, mt_queue *q, mt_adam_tensor *t)
 {
-    size_t    need = 0;
-    void     *mem;
-    mt_status st;
+    size_t need = 0;
+    void  *mem;
 
     for (int i = 0; i < j->n; i++)
         need += on_host(&j->p[i]) ? lifted_bytes(&t[i]) : 0;
     if (need == 0)
         return MT_OK;
-    MT_TRY(mt_resident_scratch(j->residents, need, &mem));
+    MT_DO(mt_resident_scratch(j->residents, need, &mem));
     for (int i = 0; i < j->n; i++)
         if (on_host(&j->p[i])) {
-            MT_TRY(q->dev->ops->copy(q, mem, t[i].grad,
-                                     (size_t)t[i].n * mt_dtype_bytes(t[i].grad_dtype)));
+            MT_DO(q->dev->ops->copy(q, mem, t[i].grad,
+                                    (size_t)t[i].n * mt_dtype_bytes(t[i].grad_dtype)));
             t[i].grad = mem;
             mem = (char *)mem + lifted_bytes(&t[i]);
         }
-fail:
-    return st;
+    return MT_OK;
 }
 
 /* What a part has no room for is in the host's plane, at the part's first element. */
 static mt_status fill_in(const adam_job *j, mt_part *part)
 {
-    size_t    bytes;
-    mt_status st = MT_OK;
+    size_t bytes;
 
     for (int p = 0; p < MT_PLANE_COUNT; p++)
         if (has_state(j, part->param, p) && part->at[p] == NULL)
-            MT_TRY(mt_part_host(j->store, j->unit, part, (mt_plane)p, &part->at[p], &bytes));
-fail:
-    return st;
+            MT_DO(mt_part_host(j->store, j->unit, part, (mt_plane)p, &part->at[p], &bytes));
+    return MT_OK;
 }
 
 /* The stretch of a tensor that is in a part; weights and gradients where the tensor says, unless
@@ -276,12 +256,10 @@ static int asked(const adam_job *j, int param)
 static mt_status stretches_of(const adam_job *j, const mt_adam_tensor *whole, const mt_part *parts,
                               int n_parts, mt_adam_tensor **out, int *n)
 {
-    mt_adam_tensor *s = calloc((size_t)n_parts + 1, sizeof *s), t;
+    mt_adam_tensor *s, t;
     mt_status       st = MT_OK;
 
-    if (s == NULL)
-        return MT_FAIL(MT_ENOMEM, "unit %d (%s): no memory to list %d parts", j->unit,
-                       mt_store_name(j->store, j->unit), n_parts);
+    MT_DO(MT_MAKE(s, n_parts, mt_store_name(j->store, j->unit)));
     *n = 0;
     for (int i = 0; i < n_parts; i++) {
         mt_part part = parts[i];
@@ -345,8 +323,7 @@ static mt_status job_put(void *arg, mt_queue *q, float clip)
 
     if (st != MT_OK || guest)
         return st != MT_OK ? st : put_guest(j, q, clip, parts, n_parts);
-    if ((st = tensors_of(j, &t)) != MT_OK)
-        return st;
+    MT_DO(list_of(j, &t, tensor_of));
     MT_TRY(lift(j, q, t));
     MT_TRY(mt_adam_put(q, t, j->n, clip));
 fail:
@@ -501,30 +478,22 @@ static int param_of(mt_engine *e, int unit, PyObject *tuple, adam_param *out)
     return 0;
 }
 
-static adam_job *job_new(mt_engine *e, int unit, int n)
-{
-    adam_job *j = calloc(1, sizeof *j);
-
-    if (j == NULL)
-        return (adam_job *)(void *)PyErr_NoMemory();
-    *j = (adam_job){ .store = e->cx.store, .unit = unit, .n = n };
-    if (mt_store_home(e->cx.store, unit, NULL)->at != NULL)
-        j->residents = e->cx.residents;
-    j->params = calloc((size_t)n + 1, sizeof *j->params);
-    j->p = calloc((size_t)n + 1, sizeof *j->p);
-    if (j->params == NULL || j->p == NULL) {
-        job_free(j);
-        return (adam_job *)(void *)PyErr_NoMemory();
-    }
-    return j;
-}
-
 /* entries: a tuple of parameter tuples. */
 static adam_job *job_of(mt_engine *e, int unit, PyObject *entries)
 {
-    adam_job *j = job_new(e, unit, (int)PyTuple_Size(entries));
+    int       n = (int)PyTuple_Size(entries);
+    adam_job *j = calloc(1, sizeof *j);
 
-    for (int i = 0; j != NULL && i < j->n; i++) {
+    if (j == NULL || (j->params = calloc((size_t)n + 1, sizeof *j->params)) == NULL ||
+        (j->p = calloc((size_t)n + 1, sizeof *j->p)) == NULL) {
+        job_free(j);
+        return (adam_job *)(void *)PyErr_NoMemory();
+    }
+    j->store = e->cx.store;
+    j->residents = mt_store_home(e->cx.store, unit, NULL)->at != NULL ? e->cx.residents : NULL;
+    j->unit = unit;
+    j->n = n;
+    for (int i = 0; i < j->n; i++) {
         if (param_of(e, unit, PyTuple_GetItem(entries, i), &j->p[i]) < 0) {
             job_free(j);
             return NULL;
@@ -642,13 +611,13 @@ PyObject *mt_engine_adam(PyObject *self, PyObject *args, PyObject *kw)
 
 PyObject *mt_engine_norm(PyObject *self, PyObject *args)
 {
-    mt_engine         *e = mt_engine_usable(self);
     unsigned long long ticket;
     double             norm;
     int                skipped;
+    mt_engine         *e = mt_engine_args(self, args, "K:norm", &ticket);
     mt_status          st;
 
-    if (e == NULL || !PyArg_ParseTuple(args, "K:norm", &ticket))
+    if (e == NULL)
         return NULL;
     MT_WAITING(e, st, mt_update_norm(e->updater, ticket, &norm, &skipped));
     return st == MT_OK ? Py_BuildValue("(di)", norm, skipped) : mt_raise(e->error, st);

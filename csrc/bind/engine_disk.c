@@ -6,21 +6,9 @@
 
 /* ---- the engine's file ---- */
 
-/* malloc'd [size of the tuple], or NULL with an exception. */
-static int *units_of(mt_engine *e, PyObject *tuple)
+static int unit_from(void *e, PyObject *o, void *unit)
 {
-    Py_ssize_t n = PyTuple_Size(tuple);
-    int       *units = calloc((size_t)n + 1, sizeof *units);
-
-    if (units == NULL)
-        return (int *)(void *)PyErr_NoMemory();
-    for (Py_ssize_t i = 0; i < n; i++)
-        if (mt_arg_int(PyTuple_GetItem(tuple, i), &units[i]) < 0 ||
-            mt_engine_unit(e, units[i]) < 0) {
-            free(units);
-            return NULL;
-        }
-    return units;
+    return mt_arg_int(o, unit) < 0 ? -1 : mt_engine_unit(e, *(int *)unit);
 }
 
 typedef struct disk_wish {
@@ -105,15 +93,13 @@ PyObject *mt_engine_disk(PyObject *self, PyObject *args, PyObject *kw)
     if ((tuple = both(weights, units, &w.n_weights)) == NULL)
         return NULL;
     w.n = (int)PyTuple_Size(tuple);
-    w.units = units_of(e, tuple);
+    w.units = mt_arg_list(tuple, sizeof *w.units, unit_from, e);
     Py_DECREF(tuple);
     if (w.units == NULL)
         return NULL;
     MT_UNLOCKED(e, st, disk_open(e, &w));
     free(w.units);
-    if (st != MT_OK)
-        return mt_raise(e->error, st);
-    Py_RETURN_NONE;
+    return mt_engine_done(e, st);
 }
 
 PyObject *mt_engine_disk_file(PyObject *self, PyObject *unused)
@@ -158,13 +144,6 @@ PyObject *mt_engine_disk_unname(PyObject *self, PyObject *unused)
 
 /* ---- disks ---- */
 
-static PyObject *error_of(PyObject *module)
-{
-    mt_state *state = PyModule_GetState(module);
-
-    return state->error;
-}
-
 static PyObject *disk_room(PyObject *module, PyObject *args)
 {
     const char *path;
@@ -176,7 +155,7 @@ static PyObject *disk_room(PyObject *module, PyObject *args)
     Py_BEGIN_ALLOW_THREADS
     st = mt_file_room(path, &bytes);
     Py_END_ALLOW_THREADS
-    return st == MT_OK ? PyLong_FromUnsignedLongLong(bytes) : mt_raise(error_of(module), st);
+    return st == MT_OK ? PyLong_FromUnsignedLongLong(bytes) : mt_raise(mt_error_of(module), st);
 }
 
 static PyObject *disk_measure(PyObject *module, PyObject *args, PyObject *kw)
@@ -196,7 +175,7 @@ static PyObject *disk_measure(PyObject *module, PyObject *args, PyObject *kw)
     st = mt_disk_measure(path, bytes, (size_t)each, depth, threads, &r);
     Py_END_ALLOW_THREADS
     if (st != MT_OK)
-        return mt_raise(error_of(module), st);
+        return mt_raise(mt_error_of(module), st);
     return Py_BuildValue("{sdsdsdsdsO}", "fresh", r.fresh, "write", r.write, "read", r.read, "both",
                          r.both, "direct", r.direct ? Py_True : Py_False);
 }

@@ -43,39 +43,33 @@ static mt_status hook_renew(void *ctx, int slot, void **mem)
 
 /* ---- stream ---- */
 
+/* 0, or -1 with an exception. */
+static int streams(mt_engine *e)
+{
+    if (e->stream != NULL)
+        return 0;
+    PyErr_SetString(e->error, "no slots yet; call open_slots() before the first forward");
+    return -1;
+}
+
 static mt_engine *streaming(PyObject *self)
 {
     mt_engine *e = mt_engine_usable(self);
 
-    if (e != NULL && e->stream == NULL) {
-        PyErr_SetString(e->error, "no slots yet; call open_slots() before the first forward");
-        return NULL;
-    }
-    return e;
+    return e != NULL && streams(e) == 0 ? e : NULL;
 }
 
-/* malloc'd [size of the tuple], or NULL with an exception. */
-static mt_slot_desc *slot_descs(PyObject *slots)
+static int slot_from(void *unused, PyObject *pair, void *out)
 {
-    Py_ssize_t    count = PyTuple_Size(slots);
-    mt_slot_desc *d = calloc((size_t)count + 1, sizeof *d);
     unsigned long long address;
     Py_ssize_t         bytes;
 
-    if (d == NULL)
-        return (mt_slot_desc *)(void *)PyErr_NoMemory();
-    for (Py_ssize_t i = 0; i < count; i++) {
-        PyObject *pair = PyTuple_GetItem(slots, i);
-
-        if (mt_arg_tuple(pair) < 0 ||
-            !PyArg_ParseTuple(pair, "Kn;a slot is (address, bytes)", &address,
-                              &bytes)) {
-            free(d);
-            return NULL;
-        }
-        d[i] = (mt_slot_desc){ .mem = (void *)(uintptr_t)address, .bytes = (size_t)bytes };
-    }
-    return d;
+    (void)unused;
+    if (mt_arg_tuple(pair) < 0 ||
+        !PyArg_ParseTuple(pair, "Kn;a slot is (address, bytes)", &address, &bytes))
+        return -1;
+    *(mt_slot_desc *)out = (mt_slot_desc){ (void *)(uintptr_t)address, (size_t)bytes };
+    return 0;
 }
 
 static int hooks_take(mt_engine *e, PyObject *hooks)
@@ -94,14 +88,14 @@ static int hooks_take(mt_engine *e, PyObject *hooks)
 
 PyObject *mt_engine_open_slots(PyObject *self, PyObject *args)
 {
-    mt_engine    *e = mt_engine_usable(self);
-    mt_slot_hooks hooks = { .held = hook_held, .renew = hook_renew, .ctx = e };
     PyObject     *sequence, *object, *slots;
+    mt_engine    *e = mt_engine_args(self, args, "OO:open_slots", &sequence, &object);
+    mt_slot_hooks hooks = { .held = hook_held, .renew = hook_renew, .ctx = e };
     mt_slot_desc *d;
     mt_status     st;
     int           n;
 
-    if (e == NULL || !PyArg_ParseTuple(args, "OO:open_slots", &sequence, &object))
+    if (e == NULL)
         return NULL;
     if (e->stream != NULL) {
         PyErr_SetString(e->error,
@@ -110,7 +104,7 @@ PyObject *mt_engine_open_slots(PyObject *self, PyObject *args)
     }
     if ((slots = PySequence_Tuple(sequence)) == NULL)
         return NULL;
-    d = slot_descs(slots);
+    d = mt_arg_list(slots, sizeof *d, slot_from, NULL);
     n = (int)PyTuple_Size(slots);
     Py_DECREF(slots);
     if (d == NULL)
@@ -128,74 +122,59 @@ PyObject *mt_engine_open_slots(PyObject *self, PyObject *args)
     return mt_raise(e->error, st);
 }
 
-/* [(from, to, bytes)]; malloc'd. NULL: a Python error is set. */
-static mt_cut_range *ranges_of(PyObject *sequence, int *n)
+static int range_from(void *unused, PyObject *item, void *out)
 {
-    PyObject *tuple = PySequence_Tuple(sequence);
-    mt_cut_range *found = NULL;
+    Py_ssize_t from, to, bytes;
 
-    if (tuple == NULL)
-        return NULL;
-    *n = (int)PyTuple_Size(tuple);
-    if ((found = calloc((size_t)*n + 1, sizeof *found)) == NULL)
-        PyErr_NoMemory();
-    for (int i = 0; found != NULL && i < *n; i++) {
-        Py_ssize_t from, to, bytes;
-        PyObject  *one = PyTuple_GetItem(tuple, i);
-
-        if (!PyTuple_Check(one)) {
-            PyErr_SetString(PyExc_TypeError, "cut: (from, to, bytes) of each range");
-        } else if (PyArg_ParseTuple(one, "nnn:cut", &from, &to, &bytes)) {
-            found[i] = (mt_cut_range){ (size_t)from, (size_t)to, (size_t)bytes };
-            continue;
-        }
-        free(found);
-        found = NULL;
+    (void)unused;
+    if (!PyTuple_Check(item)) {
+        PyErr_SetString(PyExc_TypeError, "cut: (from, to, bytes) of each range");
+        return -1;
     }
-    Py_DECREF(tuple);
-    return found;
+    if (!PyArg_ParseTuple(item, "nnn:cut", &from, &to, &bytes))
+        return -1;
+    *(mt_cut_range *)out = (mt_cut_range){ (size_t)from, (size_t)to, (size_t)bytes };
+    return 0;
 }
 
 PyObject *mt_engine_cut(PyObject *self, PyObject *args)
 {
-    mt_engine *e = streaming(self);
-    PyObject  *sequence;
-    mt_cut_range  *ranges;
-    mt_status  st;
-    int        unit, n, number;
+    PyObject     *sequence, *tuple;
+    mt_cut_range *ranges;
+    int           unit, n, number;
+    mt_engine    *e = mt_engine_args(self, args, "O&O:cut", mt_as_unit, &unit, &sequence);
+    mt_status     st;
 
-    if (e == NULL || !PyArg_ParseTuple(args, "iO:cut", &unit, &sequence) ||
-        mt_engine_unit(e, unit) < 0 || (ranges = ranges_of(sequence, &n)) == NULL)
+    if (e == NULL || streams(e) < 0 || (tuple = PySequence_Tuple(sequence)) == NULL)
+        return NULL;
+    n = (int)PyTuple_Size(tuple);
+    ranges = mt_arg_list(tuple, sizeof *ranges, range_from, NULL);
+    Py_DECREF(tuple);
+    if (ranges == NULL)
         return NULL;
     st = mt_stream_cut(e->stream, unit, ranges, n, &number);
     free(ranges);
-    if (st != MT_OK)
-        return mt_raise(e->error, st);
-    return PyLong_FromLong(number);
+    return st == MT_OK ? PyLong_FromLong(number) : mt_raise(e->error, st);
 }
 
 PyObject *mt_engine_settle(PyObject *self, PyObject *args)
 {
-    mt_engine *e = streaming(self);
     int        unit, slot;
-    mt_status  st;
+    mt_engine *e = mt_engine_args(self, args, "O&i:settle", mt_as_unit, &unit, &slot);
 
-    if (e == NULL || !PyArg_ParseTuple(args, "ii:settle", &unit, &slot) ||
-        mt_engine_unit(e, unit) < 0)
+    if (e == NULL || streams(e) < 0)
         return NULL;
-    if ((st = mt_stream_settle(e->stream, unit, slot)) != MT_OK)
-        return mt_raise(e->error, st);
-    Py_RETURN_NONE;
+    return mt_engine_done(e, mt_stream_settle(e->stream, unit, slot));
 }
 
 PyObject *mt_engine_slot_name(PyObject *self, PyObject *args)
 {
-    mt_engine  *e = streaming(self);
+    int         unit, named;
+    mt_engine  *e = mt_engine_args(self, args, "O&:slot_name", mt_as_unit, &unit);
     mt_mem_name name;
     void       *mem;
-    int         unit, named;
 
-    if (e == NULL || !PyArg_ParseTuple(args, "i:slot_name", &unit) || mt_engine_unit(e, unit) < 0)
+    if (e == NULL || streams(e) < 0)
         return NULL;
     mem = mt_resident_mem(e->cx.residents, unit);
     named = mem != NULL && e->cx.dev->ops->mem_name(e->cx.dev, mem, &name) == MT_OK;
@@ -204,15 +183,14 @@ PyObject *mt_engine_slot_name(PyObject *self, PyObject *args)
 
 PyObject *mt_engine_reach(PyObject *self, PyObject *args)
 {
-    mt_engine   *e = streaming(self);
     mt_mem_name *names = NULL;
     const char  *given;
     Py_ssize_t   n;
     int          unit, all;
+    mt_engine   *e = mt_engine_args(self, args, "O&y#:reach", mt_as_unit, &unit, &given, &n);
     mt_status    st;
 
-    if (e == NULL || !PyArg_ParseTuple(args, "iy#:reach", &unit, &given, &n) ||
-        mt_engine_unit(e, unit) < 0)
+    if (e == NULL || streams(e) < 0)
         return NULL;
     if ((all = n == (Py_ssize_t)sizeof *names * e->ranks)) {
         if ((names = malloc((size_t)n)) == NULL)
@@ -228,32 +206,26 @@ PyObject *mt_engine_reach(PyObject *self, PyObject *args)
 
 PyObject *mt_engine_unsettle(PyObject *self, PyObject *args)
 {
-    mt_engine *e = mt_engine_usable(self);
     int        unit, grads;
+    mt_engine *e = mt_engine_args(self, args, "O&p:unsettle", mt_as_unit, &unit, &grads);
     mt_status  st;
 
-    if (e == NULL || !PyArg_ParseTuple(args, "ip:unsettle", &unit, &grads) ||
-        mt_engine_unit(e, unit) < 0)
+    if (e == NULL)
         return NULL;
-    if (e->stream != NULL) {
-        PyErr_SetString(e->error,
-                        "close_slots() comes before unsettle(): the unit's slot is in use");
-        return NULL;
-    }
+    if (e->stream != NULL)
+        return PyErr_Format(e->error,
+                            "close_slots() comes before unsettle(): the unit's slot is in use");
     MT_UNLOCKED(e, st, mt_resident_unsettle(e->cx.residents, unit, grads));
-    if (st != MT_OK)
-        return mt_raise(e->error, st);
-    Py_RETURN_NONE;
+    return mt_engine_done(e, st);
 }
 
 PyObject *mt_engine_settled(PyObject *self, PyObject *args)
 {
-    mt_engine *e = mt_engine_usable(self);
     int        unit;
+    mt_engine *e = mt_engine_args(self, args, "O&:settled", mt_as_unit, &unit);
 
-    if (e == NULL || !PyArg_ParseTuple(args, "i:settled", &unit) || mt_engine_unit(e, unit) < 0)
-        return NULL;
-    return PyBool_FromLong(mt_store_home(e->cx.store, unit, NULL)->device != 0);
+    return e == NULL ? NULL
+                     : PyBool_FromLong(mt_store_home(e->cx.store, unit, NULL)->device != 0);
 }
 
 static void add_stats(mt_stream_stats *to, mt_stream_stats more)
@@ -303,16 +275,13 @@ PyObject *mt_engine_close_slots(PyObject *self, PyObject *unused)
 
 PyObject *mt_engine_begin(PyObject *self, PyObject *args)
 {
-    mt_engine *e = streaming(self);
     int        portions = 0;
-    mt_status  st;
+    mt_engine *e = mt_engine_args(self, args, "|p:begin", &portions);
 
-    if (e == NULL || !PyArg_ParseTuple(args, "|p:begin", &portions))
+    if (e == NULL || streams(e) < 0)
         return NULL;
     mt_stream_portions(e->stream, portions);
-    if ((st = mt_stream_begin(e->stream)) != MT_OK)
-        return mt_raise(e->error, st);
-    Py_RETURN_NONE;
+    return mt_engine_done(e, mt_stream_begin(e->stream));
 }
 
 /* Waits for the mates without the GIL; what follows may ask the hooks. */
@@ -375,50 +344,41 @@ PyObject *mt_engine_acquire(PyObject *self, PyObject *const *args, Py_ssize_t n)
 
 PyObject *mt_engine_ready(PyObject *self, PyObject *args)
 {
-    mt_engine         *e = streaming(self);
-    unsigned long long handle;
-    mt_queue          *queue;
-    int                slot;
-    mt_status          st;
+    int        slot;
+    mt_queue  *queue;
+    mt_engine *e = mt_engine_args(self, args, "iO&:ready", &slot, mt_as_queue, &queue);
+    mt_status  st;
 
-    if (e == NULL || !PyArg_ParseTuple(args, "iK:ready", &slot, &handle) ||
-        (queue = mt_engine_queue(e, (uintptr_t)handle)) == NULL)
+    if (e == NULL || streams(e) < 0)
         return NULL;
     MT_WAITING(e, st, mt_stream_await(e->stream, slot, queue));
-    if (st != MT_OK)
-        return mt_raise(e->error, st);
-    Py_RETURN_NONE;
+    return mt_engine_done(e, st);
 }
 
 PyObject *mt_engine_gathered(PyObject *self, PyObject *args)
 {
-    mt_engine         *e = streaming(self);
-    unsigned long long beside_handle, run_handle;
-    mt_queue          *beside, *run;
-    int                number, slot;
-    mt_status          st;
+    int        number, slot;
+    mt_queue  *beside, *run;
+    mt_engine *e = mt_engine_args(self, args, "iiO&O&:gathered", &number, &slot, mt_as_queue,
+                                  &beside, mt_as_queue, &run);
+    mt_status  st;
 
-    if (e == NULL || !PyArg_ParseTuple(args, "iiKK:gathered", &number, &slot, &beside_handle,
-                                       &run_handle) ||
-        (beside = mt_engine_queue(e, (uintptr_t)beside_handle)) == NULL ||
-        (run = mt_engine_queue(e, (uintptr_t)run_handle)) == NULL)
+    if (e == NULL || streams(e) < 0)
         return NULL;
     if ((st = mt_stream_gathered(e->stream, slot, beside)) == MT_OK)
         st = await(e, slot, mt_stream_owner(e->stream, number), run);
-    if (st != MT_OK || PyErr_Occurred())
-        return mt_raise(e->error, st);
-    Py_RETURN_NONE;
+    return mt_engine_done(e, st);
 }
 
 PyObject *mt_engine_bounds(PyObject *self, PyObject *args)
 {
-    mt_engine *e = streaming(self);
+    int        number, mates;
+    mt_engine *e = mt_engine_args(self, args, "i:bounds", &number);
     size_t     bounds[MT_RANKS_MOST + 1];
     PyObject  *out;
-    int        number, mates;
     mt_status  st;
 
-    if (e == NULL || !PyArg_ParseTuple(args, "i:bounds", &number))
+    if (e == NULL || streams(e) < 0)
         return NULL;
     if (e->cx.turns == NULL || number < 0 || number >= mt_stream_numbers(e->stream))
         return PyErr_Format(e->error, "number %d has no portions in this process", number);
@@ -498,21 +458,16 @@ PyObject *mt_engine_astray(PyObject *self, PyObject *unused)
 
 PyObject *mt_engine_kick(PyObject *self, PyObject *args)
 {
-    mt_engine         *e = streaming(self);
-    unsigned long long handle;
-    mt_queue          *run;
-    mt_status          st;
+    mt_queue  *run;
+    mt_engine *e = mt_engine_args(self, args, "O&:kick", mt_as_queue, &run);
+    mt_status  st;
 
-    if (e == NULL || !PyArg_ParseTuple(args, "K:kick", &handle))
-        return NULL;
-    if ((run = mt_engine_queue(e, (uintptr_t)handle)) == NULL)
+    if (e == NULL || streams(e) < 0)
         return NULL;
     e->busy++;
     st = mt_stream_kick(e->stream, run);
     e->busy--;
-    if (st != MT_OK || PyErr_Occurred())
-        return mt_raise(e->error, st);
-    Py_RETURN_NONE;
+    return mt_engine_done(e, st);
 }
 
 PyObject *mt_engine_find(PyObject *self, PyObject *const *args, Py_ssize_t n)
@@ -524,10 +479,8 @@ PyObject *mt_engine_find(PyObject *self, PyObject *const *args, Py_ssize_t n)
 
     if (e == NULL)
         return NULL;
-    if (n != 1) {
-        PyErr_Format(PyExc_TypeError, "find(address) takes 1 argument, %zd given", n);
-        return NULL;
-    }
+    if (n != 1)
+        return PyErr_Format(PyExc_TypeError, "find(address) takes 1 argument, %zd given", n);
     if (mt_arg_addr(args[0], &address) < 0)
         return NULL;
     slot = mt_stream_find(e->stream, (const void *)address, &unit, &offset);
@@ -639,8 +592,15 @@ PyObject *mt_engine_stats(PyObject *self, PyObject *unused)
 
 /* ---- offload ---- */
 
-static int item_at(mt_engine *e, int unit, PyObject *tuple, mt_grad_item *out)
+typedef struct grads_of {
+    mt_engine *e;
+    int        unit;
+} grads_of;
+
+static int item_from(void *arg, PyObject *tuple, void *out)
 {
+    mt_engine         *e = ((const grads_of *)arg)->e;
+    int                unit = ((const grads_of *)arg)->unit;
     unsigned long long address;
     int                param, mode, reread;
     int64_t            from;
@@ -658,25 +618,11 @@ static int item_at(mt_engine *e, int unit, PyObject *tuple, mt_grad_item *out)
                      mt_store_name(e->cx.store, unit), param, mode, address);
         return -1;
     }
-    *out = (mt_grad_item){ .param = param, .src = (const void *)(uintptr_t)address,
-                           .mode = (mt_grad_mode)mode, .reread = reread };
+    *(mt_grad_item *)out = (mt_grad_item){ param, (const void *)(uintptr_t)address,
+                                           (mt_grad_mode)mode, reread };
     return 0;
 }
 
-static mt_grad_item *grad_items(mt_engine *e, int unit, PyObject *tuple)
-{
-    Py_ssize_t    count = PyTuple_Size(tuple);
-    mt_grad_item *items = calloc((size_t)count + 1, sizeof *items);
-
-    if (items == NULL)
-        return (mt_grad_item *)(void *)PyErr_NoMemory();
-    for (Py_ssize_t i = 0; i < count; i++)
-        if (item_at(e, unit, PyTuple_GetItem(tuple, i), &items[i]) < 0) {
-            free(items);
-            return NULL;
-        }
-    return items;
-}
 
 /* Without the GIL two autograd threads could meet here; the door lets one in at a time. */
 static mt_status put_alone(mt_engine *e, int unit, const mt_grad_item *items, int n, mt_queue *run,
@@ -693,7 +639,8 @@ static mt_status put_alone(mt_engine *e, int unit, const mt_grad_item *items, in
 static PyObject *put_items(mt_engine *e, int unit, PyObject *tuple, uintptr_t handle)
 {
     mt_queue     *run = mt_engine_queue(e, handle);
-    mt_grad_item *items = run == NULL ? NULL : grad_items(e, unit, tuple);
+    grads_of      of = { e, unit };
+    mt_grad_item *items = run == NULL ? NULL : mt_arg_list(tuple, sizeof *items, item_from, &of);
     int           n = (int)PyTuple_Size(tuple);
     uint64_t      ticket;
     mt_status     st;
@@ -751,9 +698,7 @@ PyObject *mt_engine_land(PyObject *self, PyObject *stream)
     if (e == NULL || mt_arg_addr(stream, &handle) < 0 || (run = mt_engine_queue(e, handle)) == NULL)
         return NULL;
     MT_UNLOCKED(e, st, land_alone(e, run));
-    if (st != MT_OK)
-        return mt_raise(e->error, st);
-    Py_RETURN_NONE;
+    return mt_engine_done(e, st);
 }
 
 PyObject *mt_engine_passed(PyObject *self, PyObject *unused)
@@ -766,13 +711,9 @@ PyObject *mt_engine_passed(PyObject *self, PyObject *unused)
 
 static mt_status drain_all(mt_engine *e)
 {
-    mt_status st;
-
-    MT_TRY(mt_offload_drain(e->offload));
-    MT_TRY(mt_update_drain(e->updater));
-    st = mt_resident_raised(e->cx.residents);
-fail:
-    return st;
+    MT_DO(mt_offload_drain(e->offload));
+    MT_DO(mt_update_drain(e->updater));
+    return mt_resident_raised(e->cx.residents);
 }
 
 PyObject *mt_engine_drain(PyObject *self, PyObject *unused)
@@ -784,17 +725,15 @@ PyObject *mt_engine_drain(PyObject *self, PyObject *unused)
     if (e == NULL)
         return NULL;
     MT_WAITING(e, st, drain_all(e));
-    if (st != MT_OK)
-        return mt_raise(e->error, st);
-    Py_RETURN_NONE;
+    return mt_engine_done(e, st);
 }
 
 PyObject *mt_engine_forget(PyObject *self, PyObject *args)
 {
-    mt_engine *e = mt_engine_usable(self);
     int        unit;
+    mt_engine *e = mt_engine_args(self, args, "O&:forget", mt_as_unit, &unit);
 
-    if (e == NULL || !PyArg_ParseTuple(args, "i:forget", &unit) || mt_engine_unit(e, unit) < 0)
+    if (e == NULL)
         return NULL;
     mt_offload_forget(e->offload, unit);
     Py_RETURN_NONE;

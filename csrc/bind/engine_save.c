@@ -268,14 +268,10 @@ static mt_status count_brought(mt_engine *e, mt_saving *g, int n_units)
 
 static mt_status saving_begin(mt_engine *e, mt_saving *g, mt_shards_how how)
 {
-    mt_status st;
-
-    MT_TRY(count_brought(e, g, how.n_units));
+    MT_DO(count_brought(e, g, how.n_units));
     how.brings = g->brings;
-    MT_TRY(hold(e, g, how.n_units));
-    MT_TRY(mt_shards_write(g->files.shards, g->files.n, how, &g->shards));
-fail:
-    return st;
+    MT_DO(hold(e, g, how.n_units));
+    return mt_shards_write(g->files.shards, g->files.n, how, &g->shards);
 }
 
 /* units: [(unit, planes)]; malloc'd, or NULL with an exception. */
@@ -444,43 +440,30 @@ static mt_status take(mt_engine *e, int unit, mt_queue *run)
 
 PyObject *mt_engine_take(PyObject *self, PyObject *args)
 {
-    mt_engine         *e = mt_engine_usable(self);
-    unsigned long long handle;
-    mt_queue          *run;
-    int                unit;
-    mt_status          st;
+    mt_queue  *run;
+    int        unit;
+    mt_engine *e = mt_engine_args(self, args, "O&O&:take", mt_as_unit, &unit, mt_as_queue, &run);
+    mt_status  st;
 
-    if (e == NULL || !PyArg_ParseTuple(args, "iK:take", &unit, &handle) ||
-        mt_engine_unit(e, unit) < 0 || (run = mt_engine_queue(e, (uintptr_t)handle)) == NULL)
+    if (e == NULL)
         return NULL;
     MT_UNLOCKED(e, st, take(e, unit, run));
-    if (st != MT_OK)
-        return mt_raise(e->error, st);
-    Py_RETURN_NONE;
+    return mt_engine_done(e, st);
 }
 
 PyObject *mt_engine_wait_saved(PyObject *self, PyObject *args)
 {
-    mt_engine *e = mt_engine_usable(self);
     int        unit;
+    mt_engine *e = mt_engine_args(self, args, "O&:wait_saved", mt_as_unit, &unit);
     mt_status  st;
 
-    if (e == NULL || !PyArg_ParseTuple(args, "i:wait_saved", &unit) || mt_engine_unit(e, unit) < 0)
+    if (e == NULL)
         return NULL;
     MT_WAITING(e, st, mt_ledger_wait_saved(e->cx.store, unit));
-    if (st != MT_OK)
-        return mt_raise(e->error, st);
-    Py_RETURN_NONE;
+    return mt_engine_done(e, st);
 }
 
 /* ---- reading ------------------------------------------------------------------------------ */
-
-static PyObject *error_of(PyObject *module)
-{
-    mt_state *state = PyModule_GetState(module);
-
-    return state->error;
-}
 
 /* sums: bytes of eight each, or None. */
 static int sums_from(PyObject *error, PyObject *sums, mt_shard *s)
@@ -506,7 +489,7 @@ static int sums_from(PyObject *error, PyObject *sums, mt_shard *s)
 
 static PyObject *read_file(PyObject *module, PyObject *args)
 {
-    PyObject *error = error_of(module), *file, *sums;
+    PyObject *error = mt_error_of(module), *file, *sums;
     file_list l = { .n = 1 };
     int       threads;
     mt_status st;

@@ -5,49 +5,31 @@
 
 #define NO_WEIGHTS (-2)      /* what run waits for is no unit's weights */
 
-static int part_at(PyObject *pair, mt_swap_part *out)
+static int part_from(void *unused, PyObject *pair, void *out)
 {
     unsigned long long address;
     Py_ssize_t         bytes;
 
+    (void)unused;
     if (mt_arg_tuple(pair) < 0 ||
         !PyArg_ParseTuple(pair, "Kn;a part is (address, bytes)", &address, &bytes))
         return -1;
-    *out = (mt_swap_part){ .mem = (void *)(uintptr_t)address, .bytes = (size_t)bytes };
+    *(mt_swap_part *)out = (mt_swap_part){ (void *)(uintptr_t)address, (size_t)bytes };
     return 0;
-}
-
-/* malloc'd [size of the tuple], or NULL with an exception. */
-static mt_swap_part *parts_of(PyObject *tuple)
-{
-    Py_ssize_t    n = PyTuple_Size(tuple);
-    mt_swap_part *parts = calloc((size_t)n + 1, sizeof *parts);
-
-    if (parts == NULL)
-        return (mt_swap_part *)(void *)PyErr_NoMemory();
-    for (Py_ssize_t i = 0; i < n; i++)
-        if (part_at(PyTuple_GetItem(tuple, i), &parts[i]) < 0) {
-            free(parts);
-            return NULL;
-        }
-    return parts;
 }
 
 PyObject *mt_engine_swap_out(PyObject *self, PyObject *args)
 {
-    mt_engine         *e = mt_engine_usable(self);
-    unsigned long long handle;
-    mt_swap_part      *parts;
-    mt_queue          *run;
-    PyObject          *tuple;
-    uint64_t           bundle = 0;
-    mt_status          st;
-    int                unit, to_file = 0;
+    mt_swap_part *parts;
+    mt_queue     *run;
+    PyObject     *tuple;
+    uint64_t      bundle = 0;
+    int           unit, to_file = 0;
+    mt_engine    *e = mt_engine_args(self, args, "O&O!O&|p:swap_out", mt_as_unit, &unit,
+                                     &PyTuple_Type, &tuple, mt_as_queue, &run, &to_file);
+    mt_status     st;
 
-    if (e == NULL || !PyArg_ParseTuple(args, "iO!K|p:swap_out", &unit, &PyTuple_Type, &tuple,
-                                       &handle, &to_file) ||
-        mt_engine_unit(e, unit) < 0 || (run = mt_engine_queue(e, (uintptr_t)handle)) == NULL ||
-        (parts = parts_of(tuple)) == NULL)
+    if (e == NULL || (parts = mt_arg_list(tuple, sizeof *parts, part_from, NULL)) == NULL)
         return NULL;
     MT_WAITING(e, st, mt_swap_out(e->swap, unit, parts, (int)PyTuple_Size(tuple),
                                    to_file ? MT_SWAP_FILE : MT_SWAP_HOST, run, &bundle));
@@ -57,44 +39,38 @@ PyObject *mt_engine_swap_out(PyObject *self, PyObject *args)
 
 PyObject *mt_engine_swap_back(PyObject *self, PyObject *args)
 {
-    mt_engine         *e = mt_engine_usable(self);
-    unsigned long long handle, bundle;
+    unsigned long long bundle;
     mt_swap_part      *parts;
     mt_queue          *run;
     PyObject          *tuple;
+    mt_engine         *e = mt_engine_args(self, args, "KO!O&:swap_back", &bundle, &PyTuple_Type,
+                                          &tuple, mt_as_queue, &run);
     mt_status          st;
 
-    if (e == NULL || !PyArg_ParseTuple(args, "KO!K:swap_back", &bundle, &PyTuple_Type, &tuple,
-                                       &handle) ||
-        (run = mt_engine_queue(e, (uintptr_t)handle)) == NULL || (parts = parts_of(tuple)) == NULL)
+    if (e == NULL || (parts = mt_arg_list(tuple, sizeof *parts, part_from, NULL)) == NULL)
         return NULL;
     MT_WAITING(e, st, mt_swap_back(e->swap, bundle, parts, (int)PyTuple_Size(tuple), run));
     free(parts);
-    if (st == MT_OK)
-        Py_RETURN_NONE;
-    return mt_raise(e->error, st);
+    return mt_engine_done(e, st);
 }
 
 /* left and await: a bundle, and the stream that waits. On the CPU that is the calling thread. */
 static PyObject *waited(PyObject *self, PyObject *args,
                         mt_status (*wait)(mt_swap *, uint64_t, mt_queue *))
 {
-    mt_engine         *e = mt_engine_usable(self);
-    unsigned long long handle, bundle;
+    unsigned long long bundle;
     mt_queue          *run;
+    mt_engine         *e = mt_engine_args(self, args, "KO&", &bundle, mt_as_queue, &run);
     mt_status          st;
     int                waits;
 
-    if (e == NULL || !PyArg_ParseTuple(args, "KK", &bundle, &handle) ||
-        (run = mt_engine_queue(e, (uintptr_t)handle)) == NULL)
+    if (e == NULL)
         return NULL;
     waits = mt_timeline_wait(e->cx.timeline, NO_WEIGHTS, run);
     MT_UNLOCKED(e, st, wait(e->swap, bundle, run));
     if (waits)
         mt_timeline_waited(e->cx.timeline, run);
-    if (st == MT_OK)
-        Py_RETURN_NONE;
-    return mt_raise(e->error, st);
+    return mt_engine_done(e, st);
 }
 
 PyObject *mt_engine_swap_left(PyObject *self, PyObject *args)
@@ -170,9 +146,7 @@ PyObject *mt_engine_swap_disk(PyObject *self, PyObject *args, PyObject *kw)
                                                   &bytes, &limit, &bays, &threads))
         return NULL;
     MT_UNLOCKED(e, st, swap_disk(e, path, limit, bytes, bays, threads));
-    if (st == MT_OK)
-        Py_RETURN_NONE;
-    return mt_raise(e->error, st);
+    return mt_engine_done(e, st);
 }
 
 PyObject *mt_engine_swap_file(PyObject *self, PyObject *unused)

@@ -4,35 +4,10 @@
 
 PyObject *mt_engine_trace(PyObject *self, PyObject *args)
 {
-    mt_engine *e = mt_engine_usable(self);
-    mt_status  st;
     int        on;
+    mt_engine *e = mt_engine_args(self, args, "p:trace", &on);
 
-    if (e == NULL || !PyArg_ParseTuple(args, "p:trace", &on))
-        return NULL;
-    if ((st = mt_timeline_on(e->cx.timeline, on)) != MT_OK)
-        return mt_raise(e->error, st);
-    Py_RETURN_NONE;
-}
-
-static PyObject *tuple_of(const mt_record *r)
-{
-    return Py_BuildValue("(iiiKKK)", (int)r->lane, (int)r->work, r->unit,
-                         (unsigned long long)r->bytes, (unsigned long long)r->begin_ns,
-                         (unsigned long long)r->end_ns);
-}
-
-static PyObject *list_of(const mt_record *records, Py_ssize_t n)
-{
-    PyObject *list = PyList_New(n);
-
-    for (Py_ssize_t i = 0; list != NULL && i < n; i++) {
-        PyObject *tuple = tuple_of(&records[i]);
-
-        if (tuple == NULL || PyList_SetItem(list, i, tuple) < 0)     /* takes tuple, also then */
-            Py_CLEAR(list);
-    }
-    return list;
+    return e == NULL ? NULL : mt_engine_done(e, mt_timeline_on(e->cx.timeline, on));
 }
 
 PyObject *mt_engine_timeline(PyObject *self, PyObject *unused)
@@ -48,21 +23,28 @@ PyObject *mt_engine_timeline(PyObject *self, PyObject *unused)
     if ((records = calloc(MT_TIMELINE_KEPT, sizeof *records)) == NULL)
         return PyErr_NoMemory();
     MT_UNLOCKED(e, n, mt_timeline_read(e->cx.timeline, records, MT_TIMELINE_KEPT));
-    list = list_of(records, (Py_ssize_t)n);
+    list = PyList_New((Py_ssize_t)n);
+    for (int64_t i = 0; list != NULL && i < n; i++) {
+        const mt_record *r = &records[i];
+        PyObject        *tuple = Py_BuildValue("(iiiKKK)", (int)r->lane, (int)r->work, r->unit,
+                                               (unsigned long long)r->bytes,
+                                               (unsigned long long)r->begin_ns,
+                                               (unsigned long long)r->end_ns);
+
+        if (tuple == NULL || PyList_SetItem(list, (Py_ssize_t)i, tuple) < 0)     /* takes it */
+            Py_CLEAR(list);
+    }
     free(records);
     return list;
 }
 
 PyObject *mt_engine_step_mark(PyObject *self, PyObject *args)
 {
-    mt_engine         *e = mt_engine_usable(self);
-    unsigned long long handle;
-    mt_queue          *run;
-    int                number;
+    int        number;
+    mt_queue  *run;
+    mt_engine *e = mt_engine_args(self, args, "iO&:step_mark", &number, mt_as_queue, &run);
 
-    if (e == NULL || !PyArg_ParseTuple(args, "iK:step_mark", &number, &handle))
-        return NULL;
-    if ((run = mt_engine_queue(e, (uintptr_t)handle)) == NULL)
+    if (e == NULL)
         return NULL;
     mt_timeline_step(e->cx.timeline, number, run);
     Py_RETURN_NONE;
@@ -77,11 +59,9 @@ PyObject *mt_engine_compute_begin(PyObject *self, PyObject *const *args, Py_ssiz
 
     if (e == NULL)
         return NULL;
-    if (n != 3) {
-        PyErr_Format(PyExc_TypeError, "compute_begin(unit, work, stream) takes 3 arguments, "
-                     "%zd given", n);
-        return NULL;
-    }
+    if (n != 3)
+        return PyErr_Format(PyExc_TypeError, "compute_begin(unit, work, stream) takes 3 arguments, "
+                            "%zd given", n);
     if (mt_arg_int(args[0], &unit) < 0 || mt_arg_int(args[1], &work) < 0 ||
         mt_arg_addr(args[2], &handle) < 0)
         return NULL;
@@ -100,14 +80,13 @@ PyObject *mt_engine_compute_begin(PyObject *self, PyObject *const *args, Py_ssiz
 /* A span that outlives the call; None where nothing is recorded. */
 PyObject *mt_engine_span(PyObject *self, PyObject *args)
 {
-    mt_engine         *e = mt_engine_usable(self);
-    unsigned long long handle;
-    mt_queue          *q;
-    mt_span            span, *kept;
-    int                lane, work, unit;
+    mt_queue  *q;
+    mt_span    span, *kept;
+    int        lane, work, unit;
+    mt_engine *e = mt_engine_args(self, args, "iiO&O&:span", &lane, &work, mt_as_unit, &unit,
+                                  mt_as_queue, &q);
 
-    if (e == NULL || !PyArg_ParseTuple(args, "iiiK:span", &lane, &work, &unit, &handle) ||
-        mt_engine_unit(e, unit) < 0 || (q = mt_engine_queue(e, (uintptr_t)handle)) == NULL)
+    if (e == NULL)
         return NULL;
     if ((lane != MT_LANE_EXCHANGE && lane != MT_LANE_GATHER) ||
         (work != MT_WORK_OFFLOAD && work != MT_WORK_FETCH)) {
@@ -127,18 +106,18 @@ PyObject *mt_engine_span(PyObject *self, PyObject *args)
 
 PyObject *mt_engine_span_end(PyObject *self, PyObject *args)
 {
-    mt_engine         *e = mt_engine_usable(self);
-    unsigned long long bytes, handle;
+    unsigned long long bytes;
     PyObject          *given;
     mt_queue          *q;
     mt_span           *span;
+    mt_engine         *e = mt_engine_args(self, args, "OKO&:span_end", &given, &bytes, mt_as_queue,
+                                          &q);
 
-    if (e == NULL || !PyArg_ParseTuple(args, "OKK:span_end", &given, &bytes, &handle))
+    if (e == NULL)
         return NULL;
     if (given == Py_None)
         Py_RETURN_NONE;
-    if ((span = PyLong_AsVoidPtr(given)) == NULL ||
-        (q = mt_engine_queue(e, (uintptr_t)handle)) == NULL)
+    if ((span = PyLong_AsVoidPtr(given)) == NULL)
         return NULL;
     mt_timeline_end(e->cx.timeline, span, (uint64_t)bytes, q);
     free(span);
@@ -153,10 +132,8 @@ PyObject *mt_engine_compute_end(PyObject *self, PyObject *const *args, Py_ssize_
 
     if (e == NULL)
         return NULL;
-    if (n != 1) {
-        PyErr_Format(PyExc_TypeError, "compute_end(stream) takes 1 argument, %zd given", n);
-        return NULL;
-    }
+    if (n != 1)
+        return PyErr_Format(PyExc_TypeError, "compute_end(stream) takes 1 argument, %zd given", n);
     if (mt_arg_addr(args[0], &handle) < 0 || (run = mt_engine_queue(e, handle)) == NULL)
         return NULL;
     mt_timeline_leave(e->cx.timeline, run);

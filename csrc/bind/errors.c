@@ -22,6 +22,11 @@ PyObject *mt_raise(PyObject *error, mt_status st)
     return NULL;
 }
 
+PyObject *mt_error_of(PyObject *module)
+{
+    return ((mt_state *)PyModule_GetState(module))->error;
+}
+
 static void *warn_main(void *text)
 {
     PyGILState_STATE gil;
@@ -92,6 +97,22 @@ int mt_arg_addr(PyObject *o, uintptr_t *out)
         return -1;
     *out = (uintptr_t)v;
     return 0;
+}
+
+void *mt_arg_list(PyObject *tuple, size_t bytes, int (*from)(void *arg, PyObject *item, void *out),
+                  void *arg)
+{
+    Py_ssize_t n = PyTuple_Size(tuple);
+    char      *found = n >= 0 ? calloc((size_t)n + 1, bytes) : NULL;
+
+    if (found == NULL && n >= 0)
+        return PyErr_NoMemory();
+    for (Py_ssize_t i = 0; i < n; i++)
+        if (from(arg, PyTuple_GetItem(tuple, i), found + (size_t)i * bytes) < 0) {
+            free(found);
+            return NULL;
+        }
+    return found;
 }
 
 int mt_arg_tuple(PyObject *o)

@@ -145,19 +145,17 @@ static PyObject *py_adam_traffic(PyObject *module, PyObject *args, PyObject *kw)
 
 static mt_status sumsq_run(int dtype, const void *x, long long n, int threads, double *out)
 {
-    mt_pool  *pool;
-    mt_status st;
+    mt_pool *pool;
 
     if (dtype < MT_F32 || dtype > MT_F64)
         return MT_FAIL(MT_EINVAL, "sumsq: dtype %s; F32, BF16, F16 and F64 can be summed",
                        mt_dtype_name((mt_dtype)dtype));
     if (n < 0 || (n > 0 && x == NULL))
         return MT_FAIL(MT_EINVAL, "sumsq: %lld elements at %p", n, x);
-    MT_TRY(pool_for(threads, &pool));
+    MT_DO(pool_for(threads, &pool));
     *out = mt_sumsq_host(pool, (mt_dtype)dtype, x, n);
     mt_pool_close(pool);
-fail:
-    return st;
+    return MT_OK;
 }
 
 static PyObject *py_sumsq(PyObject *module, PyObject *args, PyObject *kw)

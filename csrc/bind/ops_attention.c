@@ -26,8 +26,6 @@ static const char *const names[] = { "q", "k", "v", "out", "dout", "dq", "dk", "
 static mt_status tensor_of(const mt_op_call *c, const mt_op_tensor *t, int which, int dt,
                            const int64_t size[4], mt_attention_key *key)
 {
-    mt_status st;
-
     if (t->dim != 4)
         return MT_FAIL(MT_EINVAL, "%s: %s has %d dimensions, not 4", c->name, names[which], t->dim);
     for (int d = 0; d < 4; d++) {
@@ -36,13 +34,12 @@ static mt_status tensor_of(const mt_op_call *c, const mt_op_tensor *t, int which
                            names[which], (long long)t->size[d], (long long)size[d]);
         key->stride[which + 1][d] = t->stride[d];
     }
-    MT_TRY(mt_op_type(c, names[which], t, dt));
+    MT_DO(mt_op_type(c, names[which], t, dt));
     if (t->stride[3] != 1 || (uintptr_t)t->data % 16 != 0)
         return MT_FAIL(MT_EINVAL,
                        "%s: %s must be dense in its last dimension, and begin at 16 bytes", c->name,
                        names[which]);
-fail:
-    return st;
+    return MT_OK;
 }
 
 static mt_status sizes_of(const mt_op_call *c, const mt_op_arg *a, mt_attention_key *key)
@@ -70,9 +67,7 @@ static mt_status sizes_of(const mt_op_call *c, const mt_op_arg *a, mt_attention_
 
 static mt_status key_of(const mt_op_call *c, const mt_op_arg *a, mt_attention_key *key)
 {
-    mt_status st;
-
-    MT_TRY(sizes_of(c, a, key));
+    MT_DO(sizes_of(c, a, key));
     for (int i = Q; i <= BIAS; i++) {
         const bool    of_keys = i == K || i == V || i == DK || i == DV;
         const int64_t size[4] = { key->rows, of_keys ? key->hk : key->hq,
@@ -80,10 +75,9 @@ static mt_status key_of(const mt_op_call *c, const mt_op_arg *a, mt_attention_ke
                                   i == LSE ? 1 : i == BIAS ? key->keys : key->dim };
 
         if (a[i].t.handle != NULL)
-            MT_TRY(tensor_of(c, &a[i].t, i, i == LSE ? MT_F32 : a[Q].t.dtype, size, key));
+            MT_DO(tensor_of(c, &a[i].t, i, i == LSE ? MT_F32 : a[Q].t.dtype, size, key));
     }
-fail:
-    return st;
+    return MT_OK;
 }
 
 static mt_status cuda_attention_backward(const mt_op_call *c, const mt_op_arg *a,

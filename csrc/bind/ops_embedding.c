@@ -8,16 +8,15 @@
 static mt_status args_of(const mt_op_call *c, const mt_op_arg *a, mt_embedding *e)
 {
     const mt_op_tensor *dy = &a[0].t, *ids = &a[1].t, *order = &a[2].t, *out = &a[4].t;
-    mt_status st;
 
-    MT_TRY(mt_op_float(c, "dy", dy));
-    MT_TRY(mt_op_matrix(c, "dy", dy, -1, -1));
-    MT_TRY(mt_op_type(c, "ids", ids, MT_I64));
-    MT_TRY(mt_op_vector(c, "ids", ids, dy->size[0]));
-    MT_TRY(mt_op_type(c, "order", order, MT_I64));
-    MT_TRY(mt_op_vector(c, "order", order, dy->size[0]));
-    MT_TRY(mt_op_type(c, "out", out, dy->dtype));
-    MT_TRY(mt_op_matrix(c, "out", out, -1, dy->size[1]));
+    MT_DO(mt_op_float(c, "dy", dy));
+    MT_DO(mt_op_matrix(c, "dy", dy, -1, -1));
+    MT_DO(mt_op_type(c, "ids", ids, MT_I64));
+    MT_DO(mt_op_vector(c, "ids", ids, dy->size[0]));
+    MT_DO(mt_op_type(c, "order", order, MT_I64));
+    MT_DO(mt_op_vector(c, "order", order, dy->size[0]));
+    MT_DO(mt_op_type(c, "out", out, dy->dtype));
+    MT_DO(mt_op_matrix(c, "out", out, -1, dy->size[1]));
     if (dy->size[0] > INT32_MAX || out->size[0] >= INT32_MAX)
         return MT_FAIL(MT_EINVAL, "%s: %lld tokens and %lld rows; 2^31 - 1 is the most", c->name,
                        (long long)dy->size[0], (long long)out->size[0]);
@@ -26,8 +25,7 @@ static mt_status args_of(const mt_op_call *c, const mt_op_arg *a, mt_embedding *
         .stride = dy->stride[0], .padding = a[3].i, .dy = dy->data, .ids = ids->data,
         .order = order->data, .out = out->data,
     };
-fail:
-    return st;
+    return MT_OK;
 }
 
 /* ids ascend, so the ends tell. On CUDA nobody looks: the forward's gather has. */

@@ -26,8 +26,7 @@ static mt_status has(const mt_op_call *c, const char *name, const mt_op_tensor *
 
 static mt_status four_args(const mt_op_call *c, const mt_op_arg *a, int64_t n, mt_expand *x)
 {
-    int64_t   group = a[GROUP].i, blocks;
-    mt_status st;
+    int64_t group = a[GROUP].i, blocks;
 
     if (group < 2 || (group & (group - 1)) != 0)
         return MT_FAIL(MT_EINVAL, "%s: blocks of %lld elements: use a power of two", c->name,
@@ -35,21 +34,20 @@ static mt_status four_args(const mt_op_call *c, const mt_op_arg *a, int64_t n, m
     while ((int64_t)1 << x->group_bits < group)
         x->group_bits++;
     blocks = (n + group - 1) / group;
-    MT_TRY(has(c, "codes", &a[CODES].t, (n + 1) / 2));
-    MT_TRY(has(c, "scales", &a[SCALES].t, blocks));
+    MT_DO(has(c, "codes", &a[CODES].t, (n + 1) / 2));
+    MT_DO(has(c, "scales", &a[SCALES].t, blocks));
     if (a[WIDE].t.handle == NULL)
         return MT_OK;
-    MT_TRY(mt_op_type(c, "scales", &a[SCALES].t, MT_U8));
+    MT_DO(mt_op_type(c, "scales", &a[SCALES].t, MT_U8));
     for (int i = WIDE; i <= OFFSET; i++)
-        MT_TRY(mt_op_type(c, "what scales are made of", &a[i].t, MT_F32));
-    MT_TRY(has(c, "wide", &a[WIDE].t, (blocks + MT_EXPAND_WIDE - 1) / MT_EXPAND_WIDE));
-    MT_TRY(has(c, "map", &a[MAP].t, 256));
-    MT_TRY(has(c, "offset", &a[OFFSET].t, 1));
+        MT_DO(mt_op_type(c, "what scales are made of", &a[i].t, MT_F32));
+    MT_DO(has(c, "wide", &a[WIDE].t, (blocks + MT_EXPAND_WIDE - 1) / MT_EXPAND_WIDE));
+    MT_DO(has(c, "map", &a[MAP].t, 256));
+    MT_DO(has(c, "offset", &a[OFFSET].t, 1));
     x->wide = a[WIDE].t.data;
     x->map = a[MAP].t.data;
     x->offset = a[OFFSET].t.data;
-fail:
-    return st;
+    return MT_OK;
 }
 
 static mt_status fp8_args(const mt_op_call *c, const mt_op_arg *a, mt_expand *x)
@@ -89,11 +87,10 @@ static mt_status mxfp4_args(const mt_op_call *c, const mt_op_arg *a, mt_expand *
 static mt_status format_args(const mt_op_call *c, const mt_op_arg *a, mt_expand *x)
 {
     const mt_op_tensor *out = &a[OUT].t;
-    mt_status st;
 
     switch (x->format) {
     case MT_EXPAND_INT8:
-        MT_TRY(mt_op_matrix(c, "codes", &a[CODES].t, -1, -1));
+        MT_DO(mt_op_matrix(c, "codes", &a[CODES].t, -1, -1));
         x->rows = a[CODES].t.size[0];
         x->cols = a[CODES].t.size[1];
         return has(c, "scales", &a[SCALES].t, x->rows);
@@ -106,8 +103,7 @@ static mt_status format_args(const mt_op_call *c, const mt_op_arg *a, mt_expand 
         x->cols = x->rows > 0 ? out->n / x->rows : 0;
         return four_args(c, a, out->n, x);
     }
-fail:
-    return st;
+    return MT_OK;
 }
 
 /* wide, map and offset: all of them, or none; of what each format takes. */
@@ -127,21 +123,18 @@ static mt_status scales_args(const mt_op_call *c, const mt_op_arg *a, mt_expand_
 
 static mt_status expand_args(const mt_op_call *c, const mt_op_arg *a, mt_expand *x)
 {
-    int64_t   format = a[FORMAT].i;
-    mt_status st;
+    int64_t format = a[FORMAT].i;
 
     *x = (mt_expand){ .dtype = (mt_dtype)a[OUT].t.dtype, .out = a[OUT].t.data, .experts = 1,
                       .codes = a[CODES].t.data, .scales = a[SCALES].t.data };
     if (format < 0 || format >= MT_EXPAND_COUNT)
         return MT_FAIL(MT_EINVAL, "%s: there is no format %lld", c->name, (long long)format);
     x->format = (mt_expand_format)format;
-    MT_TRY(mt_op_float(c, "out", &a[OUT].t));
-    MT_TRY(mt_op_type(c, "codes", &a[CODES].t, formats[format].codes));
-    MT_TRY(scales_args(c, a, x->format));
-    MT_TRY(format_args(c, a, x));
-    st = has(c, "out", &a[OUT].t, x->experts * x->rows * x->cols);
-fail:
-    return st;
+    MT_DO(mt_op_float(c, "out", &a[OUT].t));
+    MT_DO(mt_op_type(c, "codes", &a[CODES].t, formats[format].codes));
+    MT_DO(scales_args(c, a, x->format));
+    MT_DO(format_args(c, a, x));
+    return has(c, "out", &a[OUT].t, x->experts * x->rows * x->cols);
 }
 
 static mt_status cpu_expand_codes(const mt_op_call *c, const mt_op_arg *a, StableIValue *result)
@@ -163,13 +156,10 @@ fail:
 static mt_status cuda_expand_codes(const mt_op_call *c, const mt_op_arg *a, StableIValue *result)
 {
     mt_expand x;
-    mt_status st;
 
     (void)result;
-    MT_TRY(expand_args(c, a, &x));
-    st = mt_op_launched(c, mt__expand_cuda(c->stream, &x));
-fail:
-    return st;
+    MT_DO(expand_args(c, a, &x));
+    return mt_op_launched(c, mt__expand_cuda(c->stream, &x));
 }
 #endif
 

@@ -48,18 +48,14 @@ static mt_status check_shapes(const mt_gemm *g)
 
 static mt_status gemm_of(const mt_op_arg *a, mt_gemm *g)
 {
-    mt_status st;
-
-    MT_TRY(check_types(a));
-    MT_TRY(matrix_of("c", &a[C].t, &g->c));
-    MT_TRY(matrix_of("a", &a[A].t, &g->a));
-    MT_TRY(matrix_of("b", &a[B].t, &g->b));
+    MT_DO(check_types(a));
+    MT_DO(matrix_of("c", &a[C].t, &g->c));
+    MT_DO(matrix_of("a", &a[A].t, &g->a));
+    MT_DO(matrix_of("b", &a[B].t, &g->b));
     g->ab = (mt_dtype)a[A].t.dtype;
     g->c_type = (mt_dtype)a[C].t.dtype;
     g->tf32 = a[TF32].i != 0 && g->ab == MT_F32;
-    MT_TRY(check_shapes(g));
-fail:
-    return st;
+    return check_shapes(g);
 }
 
 mt_status mt_op_product_cpu(const mt_gemm *g, float alpha, float beta)
@@ -77,15 +73,12 @@ fail:
 
 static mt_status cpu_gemm_(const mt_op_call *c, const mt_op_arg *a, StableIValue *result)
 {
-    mt_gemm   g = { 0 };
-    mt_status st;
+    mt_gemm g = { 0 };
 
     (void)c;
     (void)result;
-    MT_TRY(gemm_of(a, &g));
-    st = mt_op_product_cpu(&g, (float)a[ALPHA].f, (float)a[BETA].f);
-fail:
-    return st;
+    MT_DO(gemm_of(a, &g));
+    return mt_op_product_cpu(&g, (float)a[ALPHA].f, (float)a[BETA].f);
 }
 
 #ifdef MT_WITH_CUDA
@@ -135,14 +128,11 @@ fail:
 
 static mt_status cuda_gemm_(const mt_op_call *c, const mt_op_arg *a, StableIValue *result)
 {
-    mt_gemm   g = { 0 };
-    mt_status st;
+    mt_gemm g = { 0 };
 
     (void)result;
-    MT_TRY(gemm_of(a, &g));
-    st = mt_op_product_cuda(c, &a[C], &g, (float)a[ALPHA].f, (float)a[BETA].f);
-fail:
-    return st;
+    MT_DO(gemm_of(a, &g));
+    return mt_op_product_cuda(c, &a[C], &g, (float)a[ALPHA].f, (float)a[BETA].f);
 }
 #endif
 

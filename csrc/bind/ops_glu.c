@@ -11,23 +11,17 @@
 static mt_status same_matrix(const mt_op_call *c, const char *name, const mt_op_tensor *t,
                              const mt_op_tensor *gate, int written)
 {
-    mt_status st;
-
-    MT_TRY(mt_op_type(c, name, t, gate->dtype));
-    MT_TRY((written ? mt_op_written : mt_op_matrix)(c, name, t, gate->size[0], gate->size[1]));
-fail:
-    return st;
+    MT_DO(mt_op_type(c, name, t, gate->dtype));
+    return (written ? mt_op_written : mt_op_matrix)(c, name, t, gate->size[0], gate->size[1]);
 }
 
 /* gate, up and act, which forward and backward share. */
 static mt_status inputs(const mt_op_call *c, const mt_op_tensor *gate, const mt_op_tensor *up,
                         int64_t act, mt_glu *g)
 {
-    mt_status st;
-
-    MT_TRY(mt_op_float(c, "gate", gate));
-    MT_TRY(mt_op_matrix(c, "gate", gate, -1, -1));
-    MT_TRY(same_matrix(c, "up", up, gate, 0));
+    MT_DO(mt_op_float(c, "gate", gate));
+    MT_DO(mt_op_matrix(c, "gate", gate, -1, -1));
+    MT_DO(same_matrix(c, "up", up, gate, 0));
     if (act < 0 || act >= MT_ACTS)
         return MT_FAIL(MT_EINVAL, "%s: act is %lld; 0 to %d are known", c->name, (long long)act,
                        MT_ACTS - 1);
@@ -39,20 +33,16 @@ static mt_status inputs(const mt_op_call *c, const mt_op_tensor *gate, const mt_
     g->gate_stride = gate->stride[0];
     g->up = up->data;
     g->up_stride = up->stride[0];
-fail:
-    return st;
+    return MT_OK;
 }
 
 static mt_status forward_args(const mt_op_call *c, const mt_op_arg *a, mt_glu *g)
 {
-    mt_status st;
-
     *g = (mt_glu){ 0 };
-    MT_TRY(inputs(c, &a[0].t, &a[1].t, a[2].i, g));
-    MT_TRY(same_matrix(c, "h", &a[3].t, &a[0].t, 1));
+    MT_DO(inputs(c, &a[0].t, &a[1].t, a[2].i, g));
+    MT_DO(same_matrix(c, "h", &a[3].t, &a[0].t, 1));
     g->h = a[3].t.data;
-fail:
-    return st;
+    return MT_OK;
 }
 
 /* An output may be an input, element for element;
@@ -72,20 +62,19 @@ static mt_status backward_args(const mt_op_call *c, const mt_op_arg *a, mt_glu *
 {
     static const char *const names[] = { "dgate", "dup", "h" };
     const mt_op_tensor *dh = &a[0].t, *gate = &a[1].t, *up = &a[2].t;
-    mt_status st;
 
     *g = (mt_glu){ 0 };
-    MT_TRY(inputs(c, gate, up, a[3].i, g));
-    MT_TRY(same_matrix(c, "dh", dh, gate, 0));
+    MT_DO(inputs(c, gate, up, a[3].i, g));
+    MT_DO(same_matrix(c, "dh", dh, gate, 0));
     for (int i = 0; i < 3; i++) {
         const mt_op_tensor *out = &a[4 + i].t;
 
         if (out->handle == NULL)
             continue;
-        MT_TRY(same_matrix(c, names[i], out, gate, 1));
-        MT_TRY(in_place(c, names[i], out, gate));
-        MT_TRY(in_place(c, names[i], out, up));
-        MT_TRY(in_place(c, names[i], out, dh));
+        MT_DO(same_matrix(c, names[i], out, gate, 1));
+        MT_DO(in_place(c, names[i], out, gate));
+        MT_DO(in_place(c, names[i], out, up));
+        MT_DO(in_place(c, names[i], out, dh));
     }
     g->dh = dh->data;
     g->dgate = a[4].t.data;
@@ -93,8 +82,7 @@ static mt_status backward_args(const mt_op_call *c, const mt_op_arg *a, mt_glu *
     g->dup = a[5].t.data;
     g->dup_stride = a[5].t.stride[0];
     g->h = a[6].t.data;
-fail:
-    return st;
+    return MT_OK;
 }
 
 typedef mt_status (*read_args)(const mt_op_call *c, const mt_op_arg *a, mt_glu *g);
@@ -130,13 +118,10 @@ static mt_status cpu_glu_backward(const mt_op_call *c, const mt_op_arg *a, Stabl
 static mt_status on_cuda(const mt_op_call *c, const mt_op_arg *a, read_args read,
                          const char *(*run)(uintptr_t, const mt_glu *))
 {
-    mt_glu      g;
-    mt_status   st;
+    mt_glu g;
 
-    MT_TRY(read(c, a, &g));
-    st = mt_op_launched(c, run(c->stream, &g));
-fail:
-    return st;
+    MT_DO(read(c, a, &g));
+    return mt_op_launched(c, run(c->stream, &g));
 }
 
 static mt_status cuda_glu(const mt_op_call *c, const mt_op_arg *a, StableIValue *result)
@@ -157,16 +142,14 @@ static mt_status cuda_glu_backward(const mt_op_call *c, const mt_op_arg *a, Stab
 static mt_status column_args(const mt_op_call *c, const mt_op_arg *a, mt_columns *s)
 {
     const mt_op_tensor *x = &a[0].t, *out = &a[1].t;
-    mt_status st;
 
-    MT_TRY(mt_op_float(c, "x", x));
-    MT_TRY(mt_op_matrix(c, "x", x, -1, -1));
-    MT_TRY(mt_op_float(c, "out", out));
-    MT_TRY(mt_op_vector(c, "out", out, x->size[1]));
+    MT_DO(mt_op_float(c, "x", x));
+    MT_DO(mt_op_matrix(c, "x", x, -1, -1));
+    MT_DO(mt_op_float(c, "out", out));
+    MT_DO(mt_op_vector(c, "out", out, x->size[1]));
     *s = (mt_columns){ (mt_dtype)x->dtype, (mt_dtype)out->dtype, x->size[0], x->size[1],
                        x->stride[0], x->data, out->data };
-fail:
-    return st;
+    return MT_OK;
 }
 
 static mt_status cpu_column_sum(const mt_op_call *c, const mt_op_arg *a, StableIValue *result)

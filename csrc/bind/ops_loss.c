@@ -25,33 +25,30 @@ static mt_status numbers_of(const mt_op_call *c, const mt_op_arg *a, mt_cross_en
 static mt_status args_of(const mt_op_call *c, const mt_op_arg *a, mt_cross_entropy *e)
 {
     const mt_op_tensor *x = &a[0].t, *labels = &a[1].t, *scale = &a[2].t;
-    mt_status st;
 
-    MT_TRY(mt_op_float(c, "logits", x));
-    MT_TRY(mt_op_written(c, "logits", x, -1, -1));
+    MT_DO(mt_op_float(c, "logits", x));
+    MT_DO(mt_op_written(c, "logits", x, -1, -1));
     if (x->size[1] > INT32_MAX - 1024)       /* CUDA counts a row's elements in 32 bits */
         return MT_FAIL(MT_EINVAL, "%s: logits have %lld columns; %d is the most", c->name,
                        (long long)x->size[1], INT32_MAX - 1024);
-    MT_TRY(mt_op_type(c, "labels", labels, MT_I64));
-    MT_TRY(mt_op_vector(c, "labels", labels, x->size[0]));
+    MT_DO(mt_op_type(c, "labels", labels, MT_I64));
+    MT_DO(mt_op_vector(c, "labels", labels, x->size[0]));
     for (int i = 3; i < 5; i++) {
-        MT_TRY(mt_op_type(c, i == 3 ? "loss" : "lse", &a[i].t, MT_F32));
-        MT_TRY(mt_op_vector(c, i == 3 ? "loss" : "lse", &a[i].t, x->size[0]));
+        MT_DO(mt_op_type(c, i == 3 ? "loss" : "lse", &a[i].t, MT_F32));
+        MT_DO(mt_op_vector(c, i == 3 ? "loss" : "lse", &a[i].t, x->size[0]));
     }
     *e = (mt_cross_entropy){
         .dtype = (mt_dtype)x->dtype, .rows = x->size[0], .n = x->size[1], .stride = x->stride[0],
         .logits = x->data, .labels = labels->data, .loss = a[3].t.data, .lse = a[4].t.data,
     };
     if (scale->handle != NULL) {
-        MT_TRY(mt_op_type(c, "scale", scale, MT_F32));
+        MT_DO(mt_op_type(c, "scale", scale, MT_F32));
         if (scale->n != 1)
             return MT_FAIL(MT_EINVAL, "%s: scale has %lld elements, not 1", c->name,
                            (long long)scale->n);
         e->scale = scale->data;
     }
-    MT_TRY(numbers_of(c, a, e));
-fail:
-    return st;
+    return numbers_of(c, a, e);
 }
 
 /* Before any row is written. On CUDA nobody looks: the host would have to wait. */
@@ -86,13 +83,10 @@ fail:
 static mt_status cuda_cross_entropy_(const mt_op_call *c, const mt_op_arg *a, StableIValue *result)
 {
     mt_cross_entropy e;
-    mt_status        st;
 
     (void)result;
-    MT_TRY(args_of(c, a, &e));
-    st = mt_op_launched(c, mt__cross_entropy_cuda(c->stream, &e));
-fail:
-    return st;
+    MT_DO(args_of(c, a, &e));
+    return mt_op_launched(c, mt__cross_entropy_cuda(c->stream, &e));
 }
 #endif
 

@@ -88,9 +88,7 @@ static mt_status of_columns(const mt_op_call *c, const char *name, const mt_op_t
 static mt_status norm_of(const mt_op_call *c, const char *name, const mt_op_tensor *x,
                          const mt_op_tensor *weight, const mt_op_tensor *bias, mt_norm *f)
 {
-    mt_status st;
-
-    MT_TRY(mt_op_float(c, name, x));
+    MT_DO(mt_op_float(c, name, x));
     if (x->dim < 1 || x->size[x->dim - 1] < 1 || x->size[x->dim - 1] > INT32_MAX)
         return MT_FAIL(MT_EINVAL,
                        "%s: %s must have 1 to %d dimensions, the last of 1 to 2^31 - 1 numbers",
@@ -101,14 +99,13 @@ static mt_status norm_of(const mt_op_call *c, const char *name, const mt_op_tens
     if (f->rows > INT32_MAX)
         return MT_FAIL(MT_EINVAL, "%s: %s has %lld rows; 2^31 - 1 are the most", c->name, name,
                        (long long)f->rows);
-    MT_TRY(of_columns(c, "weight", weight, f));
+    MT_DO(of_columns(c, "weight", weight, f));
     f->weight = weight->data;
     if (bias != NULL) {
-        MT_TRY(of_columns(c, "bias", bias, f));
+        MT_DO(of_columns(c, "bias", bias, f));
         f->bias = bias->data;
     }
-fail:
-    return st;
+    return MT_OK;
 }
 
 static mt_status style_of(const mt_op_call *c, int64_t style, mt_norm *f)
@@ -131,22 +128,19 @@ static mt_status ahead_of(const mt_op_call *c, const mt_norm *f, const mt_op_ten
                           const mt_op_tensor *add, const mt_op_tensor *y, const mt_op_tensor *s,
                           const mt_op_tensor *rstd, mt_norm_ahead *p)
 {
-    mt_status st;
-
-    MT_TRY(rows_of(c, "x", x, &p->x_rows));
-    MT_TRY(same_if_given(c, "add", add, x));
-    MT_TRY(same_shape(c, "y", y, x));
-    MT_TRY(same_if_given(c, "s", s, x));
+    MT_DO(rows_of(c, "x", x, &p->x_rows));
+    MT_DO(same_if_given(c, "add", add, x));
+    MT_DO(same_shape(c, "y", y, x));
+    MT_DO(same_if_given(c, "s", s, x));
     if ((add->handle != NULL) != (s->handle != NULL))
         return MT_FAIL(MT_EINVAL, "%s: s goes with add, and only with that", c->name);
-    MT_TRY(of_rows(c, "rstd", rstd, f));
+    MT_DO(of_rows(c, "rstd", rstd, f));
     p->x = x->data;
     p->add = add->data;
     p->y = y->data;
     p->s = s->data;
     p->rstd = rstd->data;
-fail:
-    return st;
+    return MT_OK;
 }
 
 /* dx may be dy, row for row; shifted rows would be overwritten before they are read. */
@@ -163,83 +157,67 @@ static mt_status back_of(const mt_op_call *c, const mt_norm *f, const mt_op_tens
                          const mt_op_tensor *s, const mt_op_tensor *rstd, const mt_op_tensor *add,
                          const mt_op_tensor *dx, const mt_op_tensor *y, mt_norm_back *p)
 {
-    mt_status st;
-
-    MT_TRY(rows_of(c, "dy", dy, &p->dy_rows));
-    MT_TRY(same_shape(c, "s", s, dy));
-    MT_TRY(rows_of(c, "s", s, &p->s_rows));
-    MT_TRY(of_rows(c, "rstd", rstd, f));
-    MT_TRY(same_if_given(c, "add", add, dy));
-    MT_TRY(same_shape(c, "dx", dx, dy));
-    MT_TRY(rows_of(c, "dx", dx, &p->dx_rows));
-    MT_TRY(in_place(c, dx, dy, p));
-    MT_TRY(same_if_given(c, "y", y, dy));
+    MT_DO(rows_of(c, "dy", dy, &p->dy_rows));
+    MT_DO(same_shape(c, "s", s, dy));
+    MT_DO(rows_of(c, "s", s, &p->s_rows));
+    MT_DO(of_rows(c, "rstd", rstd, f));
+    MT_DO(same_if_given(c, "add", add, dy));
+    MT_DO(same_shape(c, "dx", dx, dy));
+    MT_DO(rows_of(c, "dx", dx, &p->dx_rows));
+    MT_DO(in_place(c, dx, dy, p));
+    MT_DO(same_if_given(c, "y", y, dy));
     p->dy = dy->data;
     p->s = s->data;
     p->rstd = rstd->data;
     p->add = add->data;
     p->dx = dx->data;
     p->y = y->data;
-fail:
-    return st;
+    return MT_OK;
 }
 
 /* ---- arguments, in the order of the schemas below ---- */
 
 static mt_status rms_ahead(const mt_op_call *c, const mt_op_arg *a, mt_norm *f, mt_norm_ahead *p)
 {
-    mt_status st;
-
-    MT_TRY(norm_of(c, "x", &a[0].t, &a[1].t, NULL, f));
-    MT_TRY(eps_of(c, a[6].f, f));
-    MT_TRY(style_of(c, a[7].i, f));
-    MT_TRY(ahead_of(c, f, &a[0].t, &a[2].t, &a[3].t, &a[4].t, &a[5].t, p));
-fail:
-    return st;
+    MT_DO(norm_of(c, "x", &a[0].t, &a[1].t, NULL, f));
+    MT_DO(eps_of(c, a[6].f, f));
+    MT_DO(style_of(c, a[7].i, f));
+    return ahead_of(c, f, &a[0].t, &a[2].t, &a[3].t, &a[4].t, &a[5].t, p);
 }
 
 static mt_status rms_back(const mt_op_call *c, const mt_op_arg *a, mt_norm *f, mt_norm_back *p)
 {
-    mt_status st;
-
-    MT_TRY(norm_of(c, "dy", &a[0].t, &a[2].t, NULL, f));
-    MT_TRY(style_of(c, a[8].i, f));
-    MT_TRY(back_of(c, f, &a[0].t, &a[1].t, &a[3].t, &a[4].t, &a[5].t, &a[7].t, p));
-    MT_TRY(of_columns(c, "dweight", &a[6].t, f));
+    MT_DO(norm_of(c, "dy", &a[0].t, &a[2].t, NULL, f));
+    MT_DO(style_of(c, a[8].i, f));
+    MT_DO(back_of(c, f, &a[0].t, &a[1].t, &a[3].t, &a[4].t, &a[5].t, &a[7].t, p));
+    MT_DO(of_columns(c, "dweight", &a[6].t, f));
     p->dweight = a[6].t.data;
-fail:
-    return st;
+    return MT_OK;
 }
 
 static mt_status layer_ahead(const mt_op_call *c, const mt_op_arg *a, mt_norm *f, mt_norm_ahead *p)
 {
-    mt_status st;
-
     f->centred = 1;
-    MT_TRY(norm_of(c, "x", &a[0].t, &a[1].t, &a[2].t, f));
-    MT_TRY(eps_of(c, a[8].f, f));
-    MT_TRY(ahead_of(c, f, &a[0].t, &a[3].t, &a[4].t, &a[5].t, &a[7].t, p));
-    MT_TRY(of_rows(c, "mean", &a[6].t, f));
+    MT_DO(norm_of(c, "x", &a[0].t, &a[1].t, &a[2].t, f));
+    MT_DO(eps_of(c, a[8].f, f));
+    MT_DO(ahead_of(c, f, &a[0].t, &a[3].t, &a[4].t, &a[5].t, &a[7].t, p));
+    MT_DO(of_rows(c, "mean", &a[6].t, f));
     p->mean = a[6].t.data;
-fail:
-    return st;
+    return MT_OK;
 }
 
 static mt_status layer_back(const mt_op_call *c, const mt_op_arg *a, mt_norm *f, mt_norm_back *p)
 {
-    mt_status st;
-
     f->centred = 1;
-    MT_TRY(norm_of(c, "dy", &a[0].t, &a[2].t, &a[3].t, f));
-    MT_TRY(back_of(c, f, &a[0].t, &a[1].t, &a[5].t, &a[6].t, &a[7].t, &a[10].t, p));
-    MT_TRY(of_rows(c, "mean", &a[4].t, f));
-    MT_TRY(of_columns(c, "dweight", &a[8].t, f));
-    MT_TRY(of_columns(c, "dbias", &a[9].t, f));
+    MT_DO(norm_of(c, "dy", &a[0].t, &a[2].t, &a[3].t, f));
+    MT_DO(back_of(c, f, &a[0].t, &a[1].t, &a[5].t, &a[6].t, &a[7].t, &a[10].t, p));
+    MT_DO(of_rows(c, "mean", &a[4].t, f));
+    MT_DO(of_columns(c, "dweight", &a[8].t, f));
+    MT_DO(of_columns(c, "dbias", &a[9].t, f));
     p->mean = a[4].t.data;
     p->dweight = a[8].t.data;
     p->dbias = a[9].t.data;
-fail:
-    return st;
+    return MT_OK;
 }
 
 /* ---- kernels ---- */
@@ -315,12 +293,9 @@ static mt_status cuda_ahead(const mt_op_call *c, const mt_op_arg *a, read_ahead 
 {
     mt_norm       f = { 0 };
     mt_norm_ahead p = { 0 };
-    mt_status     st;
 
-    MT_TRY(read(c, a, &f, &p));
-    st = mt_op_launched(c, mt__norm_forward_cuda(c->stream, &f, &p));
-fail:
-    return st;
+    MT_DO(read(c, a, &f, &p));
+    return mt_op_launched(c, mt__norm_forward_cuda(c->stream, &f, &p));
 }
 
 static mt_status cuda_back(const mt_op_call *c, const mt_op_arg *a, read_back read)
@@ -374,24 +349,21 @@ enum { X_, WEIGHT, CODES, SCALE, RSTD, EPS, STYLE };
 static mt_status coded_args(const mt_op_call *c, const mt_op_arg *a, mt_norm *f, mt_norm_ahead *p,
                             mt_fp8 *codes)
 {
-    mt_status st;
-
-    MT_TRY(norm_of(c, "x", &a[X_].t, &a[WEIGHT].t, NULL, f));
-    MT_TRY(mt_op_type(c, "x", &a[X_].t, MT_BF16));
-    MT_TRY(mt_op_matrix(c, "x", &a[X_].t, -1, -1));
-    MT_TRY(eps_of(c, a[EPS].f, f));
-    MT_TRY(style_of(c, a[STYLE].i, f));
-    MT_TRY(rows_of(c, "x", &a[X_].t, &p->x_rows));
-    MT_TRY(of_rows(c, "rstd", &a[RSTD].t, f));
-    MT_TRY(mt_op_type(c, "codes", &a[CODES].t, MT_F8E4M3));
-    MT_TRY(mt_op_matrix(c, "codes", &a[CODES].t, f->rows, f->n));
-    MT_TRY(of_rows(c, "scale", &a[SCALE].t, f));
+    MT_DO(norm_of(c, "x", &a[X_].t, &a[WEIGHT].t, NULL, f));
+    MT_DO(mt_op_type(c, "x", &a[X_].t, MT_BF16));
+    MT_DO(mt_op_matrix(c, "x", &a[X_].t, -1, -1));
+    MT_DO(eps_of(c, a[EPS].f, f));
+    MT_DO(style_of(c, a[STYLE].i, f));
+    MT_DO(rows_of(c, "x", &a[X_].t, &p->x_rows));
+    MT_DO(of_rows(c, "rstd", &a[RSTD].t, f));
+    MT_DO(mt_op_type(c, "codes", &a[CODES].t, MT_F8E4M3));
+    MT_DO(mt_op_matrix(c, "codes", &a[CODES].t, f->rows, f->n));
+    MT_DO(of_rows(c, "scale", &a[SCALE].t, f));
     p->x = a[X_].t.data;
     p->rstd = a[RSTD].t.data;
     *codes = (mt_fp8){ .dtype = MT_BF16, .rows = f->rows, .cols = f->n, .stride = f->n,
                        .by_rows = a[CODES].t.data, .row_scale = a[SCALE].t.data };
-fail:
-    return st;
+    return MT_OK;
 }
 
 static mt_status cpu_fp8_rms_norm(const mt_op_call *c, const mt_op_arg *a, StableIValue *result)

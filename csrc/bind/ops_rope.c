@@ -26,8 +26,6 @@ static int64_t step(const mt_op_tensor *t, int d) { return t->size[d] > 1 ? t->s
 static mt_status heads_of(const mt_op_call *c, const char *name, const mt_op_tensor *t,
                           const mt_rope *r, int64_t heads, int64_t at[3])
 {
-    mt_status st;
-
     if (t->dim != 4 || t->size[0] != r->batch || t->size[1] != r->seq || t->size[3] != r->dim ||
         (heads >= 0 && t->size[2] != heads))
         return MT_FAIL(MT_EINVAL,
@@ -35,12 +33,11 @@ static mt_status heads_of(const mt_op_call *c, const char *name, const mt_op_ten
                        "needed", c->name, name, t->dim, (long long)t->n, (long long)r->batch,
                        (long long)r->seq, heads < 0 ? "any" : "its input's heads",
                        (long long)r->dim);
-    MT_TRY(mt_op_type(c, name, t, (int)r->dt));
-    MT_TRY(last_dense(c, name, t));
+    MT_DO(mt_op_type(c, name, t, (int)r->dt));
+    MT_DO(last_dense(c, name, t));
     for (int d = 0; d < 3; d++)
         at[d] = step(t, d);
-fail:
-    return st;
+    return MT_OK;
 }
 
 /* out may be x, number for number; shifted against each other,
@@ -48,10 +45,8 @@ fail:
 static mt_status part_of(const mt_op_call *c, const char *const names[2], const mt_op_tensor *x,
                          const mt_op_tensor *out, const mt_rope *r, int64_t heads, mt_rope_part *p)
 {
-    mt_status st;
-
-    MT_TRY(heads_of(c, names[0], x, r, heads, p->x_at));
-    MT_TRY(heads_of(c, names[1], out, r, x->size[2], p->out_at));
+    MT_DO(heads_of(c, names[0], x, r, heads, p->x_at));
+    MT_DO(heads_of(c, names[1], out, r, x->size[2], p->out_at));
     for (int d = 0; d < 3; d++)
         if (out->size[d] > 1 && out->stride[d] == 0)
             return MT_FAIL(MT_EINVAL,
@@ -63,37 +58,31 @@ static mt_status part_of(const mt_op_call *c, const char *const names[2], const 
     p->x = x->data;
     p->out = out->data;
     p->heads = x->size[2];
-fail:
-    return st;
+    return MT_OK;
 }
 
 /* [1 or B, S, R] */
 static mt_status angles_of(const mt_op_call *c, const char *name, const mt_op_tensor *t,
                            const mt_rope *r, int64_t at[2])
 {
-    mt_status st;
-
     if (t->dim != 3 || (t->size[0] != 1 && t->size[0] != r->batch) || t->size[1] != r->seq ||
         t->size[2] != r->rot)
         return MT_FAIL(MT_EINVAL,
                        "%s: %s has %d dimensions and %lld elements; [1 or %lld, %lld, %lld] is "
                        "needed", c->name, name, t->dim, (long long)t->n, (long long)r->batch,
                        (long long)r->seq, (long long)r->rot);
-    MT_TRY(mt_op_type(c, name, t, (int)r->angle_dt));
-    MT_TRY(last_dense(c, name, t));
+    MT_DO(mt_op_type(c, name, t, (int)r->angle_dt));
+    MT_DO(last_dense(c, name, t));
     at[0] = step(t, 0);
     at[1] = step(t, 1);
-fail:
-    return st;
+    return MT_OK;
 }
 
 /* Sizes and types, from q and cos. */
 static mt_status sizes_of(const mt_op_call *c, const mt_op_tensor *q, const mt_op_tensor *cos,
                           mt_rope *r)
 {
-    mt_status st;
-
-    MT_TRY(mt_op_float(c, "q", q));
+    MT_DO(mt_op_float(c, "q", q));
     if (q->dim != 4 || cos->dim != 3)
         return MT_FAIL(MT_EINVAL, "%s: q has %d dimensions and cos %d, not 4 and 3", c->name,
                        q->dim, cos->dim);
@@ -114,32 +103,29 @@ static mt_status sizes_of(const mt_op_call *c, const mt_op_tensor *q, const mt_o
         return MT_FAIL(MT_EINVAL,
                        "%s: %lld x %lld tokens with heads of %lld; 2^31 - 1 are the most", c->name,
                        (long long)r->batch, (long long)r->seq, (long long)r->dim);
-fail:
-    return st;
+    return MT_OK;
 }
 
 static mt_status rope_of(const mt_op_call *c, const mt_op_arg *a, mt_rope *r)
 {
     static const char *const names[][2] = { { "q", "out_q" }, { "k", "out_k" }, { "v", "out_v" } };
-    mt_status st;
 
-    MT_TRY(sizes_of(c, &a[Q].t, &a[COS].t, r));
-    MT_TRY(angles_of(c, "cos", &a[COS].t, r, r->cos_at));
-    MT_TRY(angles_of(c, "sin", &a[SIN].t, r, r->sin_at));
-    MT_TRY(part_of(c, names[0], &a[Q].t, &a[OUT_Q].t, r, -1, &r->part[MT_ROPE_Q]));
-    MT_TRY(part_of(c, names[1], &a[K].t, &a[OUT_K].t, r, -1, &r->part[MT_ROPE_K]));
+    MT_DO(sizes_of(c, &a[Q].t, &a[COS].t, r));
+    MT_DO(angles_of(c, "cos", &a[COS].t, r, r->cos_at));
+    MT_DO(angles_of(c, "sin", &a[SIN].t, r, r->sin_at));
+    MT_DO(part_of(c, names[0], &a[Q].t, &a[OUT_Q].t, r, -1, &r->part[MT_ROPE_Q]));
+    MT_DO(part_of(c, names[1], &a[K].t, &a[OUT_K].t, r, -1, &r->part[MT_ROPE_K]));
     if ((a[V].t.handle != NULL) != (a[OUT_V].t.handle != NULL))
         return MT_FAIL(MT_EINVAL, "%s: out_v goes with v, and only with that", c->name);
     if (a[V].t.handle != NULL)
-        MT_TRY(part_of(c, names[2], &a[V].t, &a[OUT_V].t, r, a[K].t.size[2], &r->part[MT_ROPE_V]));
+        MT_DO(part_of(c, names[2], &a[V].t, &a[OUT_V].t, r, a[K].t.size[2], &r->part[MT_ROPE_V]));
     if (a[V].t.data == a[OUT_V].t.data)
         r->part[MT_ROPE_V].heads = 0;            /* it stands where it should */
     r->cos = a[COS].t.data;
     r->sin = a[SIN].t.data;
     r->interleaved = a[INTERLEAVED].i != 0;
     r->inverse = a[INVERSE].i != 0;
-fail:
-    return st;
+    return MT_OK;
 }
 
 static int64_t numbers(const mt_rope *r)
@@ -166,16 +152,13 @@ fail:
 #ifdef MT_WITH_CUDA
 static mt_status cuda_rope(const mt_op_call *c, const mt_op_arg *a, StableIValue *result)
 {
-    mt_rope     r = { 0 };
-    mt_status   st;
+    mt_rope r = { 0 };
 
     (void)result;
-    MT_TRY(rope_of(c, a, &r));
+    MT_DO(rope_of(c, a, &r));
     if (numbers(&r) == 0)
         return MT_OK;
-    st = mt_op_launched(c, mt__rope_cuda(c->stream, &r));
-fail:
-    return st;
+    return mt_op_launched(c, mt__rope_cuda(c->stream, &r));
 }
 #endif
 

@@ -50,7 +50,6 @@ static mt_status tensor_view(const mt_op *o, int i, mt_op_tensor *t)
     const void *read = NULL;
     int32_t     dtype;
     bool        dense;
-    mt_status   st;
 
     if (shim.aoti_torch_get_numel(t->handle, &t->n) ||
         shim.aoti_torch_get_dtype(t->handle, &dtype) ||
@@ -61,7 +60,7 @@ static mt_status tensor_view(const mt_op *o, int i, mt_op_tensor *t)
     if (!dense && !is_strided(o->args[i]))
         return MT_FAIL(MT_EINVAL, "%s: argument %d is not contiguous; pass x.contiguous()",
                        o->name, i);
-    MT_TRY(tensor_shape(o, i, t));
+    MT_DO(tensor_shape(o, i, t));
     /* Asking to write makes a lazy copy real; asking to read leaves it shared. */
     if (is_read(o->args[i]) ? shim.torch_get_const_data_ptr(t->handle, &read)
                             : shim.torch_get_mutable_data_ptr(t->handle, &t->data))
@@ -69,8 +68,7 @@ static mt_status tensor_view(const mt_op *o, int i, mt_op_tensor *t)
     if (is_read(o->args[i]))
         t->data = (void *)(uintptr_t)read;
     t->dtype = dtype_of(dtype);
-fail:
-    return st;
+    return MT_OK;
 }
 
 /* ---- what kernels ask for ---- */
@@ -148,12 +146,11 @@ static void unpack(const mt_op *o, const StableIValue *stack, mt_op_arg *a)
 static mt_status view_all(const mt_op *o, mt_op_arg *a, mt_op_call *c)
 {
     const mt_op_tensor *first = NULL;
-    mt_status           st = MT_OK;
 
     for (int i = 0; o->args[i] != '\0'; i++) {
         if (!is_tensor(o->args[i]) || a[i].t.handle == NULL)
             continue;
-        MT_TRY(tensor_view(o, i, &a[i].t));
+        MT_DO(tensor_view(o, i, &a[i].t));
         if (first == NULL)
             first = &a[i].t;
         if (a[i].t.device_type != first->device_type || a[i].t.device_index != first->device_index)
@@ -161,8 +158,7 @@ static mt_status view_all(const mt_op *o, mt_op_arg *a, mt_op_call *c)
                            o->name, i);
     }
     c->device_index = first != NULL ? first->device_index : -1;
-fail:
-    return st;
+    return MT_OK;
 }
 
 static void let_go(const mt_op *o, mt_op_arg *a)

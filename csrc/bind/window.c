@@ -22,10 +22,8 @@ PyObject *mt_py_swap_window(PyObject *module, PyObject *window)
     PyObject *before = open_window;
 
     (void)module;
-    if (window != Py_None && !PyDict_Check(window)) {
-        PyErr_SetString(PyExc_TypeError, "swap_window(window): a dict or None");
-        return NULL;
-    }
+    if (window != Py_None && !PyDict_Check(window))
+        return PyErr_Format(PyExc_TypeError, "swap_window(window): a dict or None");
     open_window = window == Py_None ? NULL : Py_NewRef(window);
     return owned_or_none(before);
 }

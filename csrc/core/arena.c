@@ -90,14 +90,6 @@ static void touch_chunk(void *arg, int64_t chunk)
         touch_page(job->base + at);
 }
 
-static void touch(void *base, size_t bytes, mt_pool *pool, int shared)
-{
-    touch_job job = { base, bytes, page_bytes(), shared };
-    int64_t   n = (int64_t)((bytes + CHUNK_BYTES - 1) / CHUNK_BYTES);
-
-    mt_pool_run(n > 1 ? pool : NULL, touch_chunk, &job, n);     /* one chunk need not take turns */
-}
-
 static size_t in_pages(size_t bytes)
 {
     size_t page = page_bytes();
@@ -192,13 +184,14 @@ mt_status mt_arena_register(mt_arena *a, mt_dev *dev)
 
 mt_status mt_arena_commit(mt_arena *a, mt_pool *pool, mt_dev *dev)
 {
-    mt_status st;
+    touch_job job = { first_of(a), a->kept, page_bytes(), a->shared };
+    int64_t   n = (int64_t)((a->kept + CHUNK_BYTES - 1) / CHUNK_BYTES);
 
     if (!a->reserved)
         return MT_OK;
-    touch(first_of(a), a->kept, pool, a->shared);
-    if (dev != NULL && (st = mt_arena_register(a, dev)) != MT_OK)
-        return st;
+    mt_pool_run(n > 1 ? pool : NULL, touch_chunk, &job, n);     /* one chunk need not take turns */
+    if (dev != NULL)
+        MT_DO(mt_arena_register(a, dev));
     a->reserved = 0;
     return MT_OK;
 }

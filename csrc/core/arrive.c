@@ -35,20 +35,12 @@ struct mt_arrive {
     mt_arrive_stats stats;       /* mu */
 };
 
-/* Of units that live on the device, and (invited) of guests. */
-static const mt_home *home_of(const mt_arrive *a, int invited)
-{
-    if (a->cx->share != NULL)
-        return invited ? &mt_home_arrive_shared : &mt_home_vram_shared;
-    return invited ? &mt_home_arrive : &mt_home_vram;
-}
-
 /* Under mu, at each door: of a settled unit, and with parts as long as it stays. */
 static void assert_guest(const mt_arrive *a, const guest *g, int unit)
 {
     MT_ASSERT(mt_holds(&a->mu));
     MT_ASSERT(a->guests[unit] == g && g->last != NULL && g->vacant != NULL);
-    MT_ASSERT(mt_store_home(a->store, unit, NULL) == home_of(a, 1));
+    MT_ASSERT(mt_store_home(a->store, unit, NULL) == &mt_home_arrive);
     MT_ASSERT(g->parts != NULL || g->n == 0);
 }
 
@@ -120,7 +112,7 @@ mt_status mt_arrive_invite(mt_arrive *a, int unit)
     MT_TRY(a->dev->ops->event_open(a->dev, &g->vacant));
     (void)mt_store_home(a->store, unit, &of);
     a->guests[unit] = g;                     /* before another rank may ask for its states */
-    if ((st = mt_store_move(a->store, unit, home_of(a, 1), of)) == MT_OK)
+    if ((st = mt_store_move(a->store, unit, &mt_home_arrive, of)) == MT_OK)
         return MT_OK;
     a->guests[unit] = NULL;
 
@@ -140,20 +132,18 @@ static mt_status find(const mt_arrive *a, int unit, guest **out)
 
 mt_status mt_arrive_dismiss(mt_arrive *a, int unit)
 {
-    void     *of;
-    guest    *g;
-    mt_status st;
+    void  *of;
+    guest *g;
 
-    MT_TRY(find(a, unit, &g));
+    MT_DO(find(a, unit, &g));
     if (g->parts != NULL)
         return MT_FAIL(MT_ESTATE, "unit %s: its states are on the device; they must leave before",
                        mt_store_name(a->store, unit));
     (void)mt_store_home(a->store, unit, &of);
-    MT_TRY(mt_store_move(a->store, unit, home_of(a, 0), of));
+    MT_DO(mt_store_move(a->store, unit, &mt_home_vram, of));
     a->guests[unit] = NULL;
     guest_close(a, g);
-fail:
-    return st;
+    return MT_OK;
 }
 
 /* ---- cutting ---------------------------------------------------------------------------- */
@@ -165,7 +155,7 @@ static mt_status cut(const mt_arrive *a, int unit, size_t most, mt_pieces **out)
     unsigned *planes;
     mt_status st;
 
-    MT_TRY(MT_MAKE(planes, n, mt_store_name(a->store, unit)));
+    MT_DO(MT_MAKE(planes, n, mt_store_name(a->store, unit)));
     for (int i = 0; i < n; i++)
         planes[i] = mt_store_trainable(a->store, unit, i) ? MT_STATE_PLANES : 0;
     st = mt_pieces_cut(a->store, unit, &(mt_cut){
@@ -173,7 +163,6 @@ static mt_status cut(const mt_arrive *a, int unit, size_t most, mt_pieces **out)
         MT_PART_ALIGN,
     }, out);
     free(planes);
-fail:
     return st;
 }
 
@@ -259,17 +248,15 @@ static mt_status put_copies(mt_arrive *a, guest *g, int unit, const int *params,
 /* Memory for the host's planes, made without mu: pages by the gigabyte take their time. */
 static mt_status commit(mt_arrive *a, int unit, const mt_part *parts, int n)
 {
-    unsigned  planes = 0;
-    mt_status st = MT_OK;
+    unsigned planes = 0;
 
     for (int i = 0; i < n; i++)
         for (int p = 0; p < MT_PLANE_COUNT; p++)
             planes |= parts[i].at[p] != NULL ? 1u << p : 0;
     for (int p = 0; p < MT_PLANE_COUNT; p++)
         if (planes >> p & 1)
-            MT_TRY(mt_store_commit(a->store, unit, (mt_plane)p));
-fail:
-    return st;
+            MT_DO(mt_store_commit(a->store, unit, (mt_plane)p));
+    return MT_OK;
 }
 
 /* Under mu. The parts are g's from here on. */
@@ -327,21 +314,16 @@ mt_status mt_arrive_lift(mt_arrive *a, int unit, size_t most, void *const *mem, 
 {
     mt_part  *parts;
     guest    *g;
-    int       stays;
     mt_status st;
 
-    MT_TRY(find(a, unit, &g));
+    MT_DO(find(a, unit, &g));
     /* UPDATED: an update still to be put would change the states while they are copied. */
-    MT_TRY(mt_ledger_wait_updates(a->store, unit));
-    mt_lock(&a->mu);
-    assert_guest(a, g, unit);
-    stays = g->parts != NULL;
-    mt_unlock(&a->mu);
-    if (stays) {
+    MT_DO(mt_ledger_wait_updates(a->store, unit));
+    if (MT_LOCKED(&a->mu, g->parts != NULL)) {
         *taken = 0;
         return MT_OK;
     }
-    MT_TRY(parts_of(a, unit, most, mem, n, &parts));
+    MT_DO(parts_of(a, unit, most, mem, n, &parts));
     if ((st = commit(a, unit, parts, n)) != MT_OK) {
         free(parts);
         return st;
@@ -351,35 +333,23 @@ mt_status mt_arrive_lift(mt_arrive *a, int unit, size_t most, void *const *mem, 
     st = put_lift(a, g, unit, parts, n, run);
     assert_guest(a, g, unit);
     mt_unlock(&a->mu);
-    MT_TRY(st);
+    MT_DO(st);
     *taken = 1;
-fail:
-    return st;
-}
-
-/* Nothing of the unit is announced or on its way; or *idle is 0. */
-static mt_status look(mt_arrive *a, const guest *g, int unit, int *idle)
-{
-    mt_status st = MT_OK;
-
-    *idle = !mt_ledger_updates_due(a->store, unit);
-    /* STORED: who has the pieces next would write what is still copied. */
-    if (*idle && !mt_skips(a->cx, MT_EDGE_STORED))
-        MT_TRY(a->dev->ops->query(g->last, idle));
-fail:
-    return st;
+    return MT_OK;
 }
 
 mt_status mt_arrive_leave(mt_arrive *a, int unit, int wait, int *left)
 {
-    int       idle;
-    guest    *g;
-    mt_status st;
+    int    idle;
+    guest *g;
 
-    MT_TRY(find(a, unit, &g));
+    MT_DO(find(a, unit, &g));
     if (wait)
-        MT_TRY(mt_arrive_wait(a, unit));
-    MT_TRY(look(a, g, unit, &idle));
+        MT_DO(mt_arrive_wait(a, unit));
+    idle = !mt_ledger_updates_due(a->store, unit);
+    /* STORED: who has the pieces next would write what is still copied. */
+    if (idle && !mt_skips(a->cx, MT_EDGE_STORED))
+        MT_DO(a->dev->ops->query(g->last, &idle));
     if (idle) {
         mt_lock(&a->mu);
         assert_guest(a, g, unit);
@@ -389,18 +359,16 @@ mt_status mt_arrive_leave(mt_arrive *a, int unit, int wait, int *left)
         mt_unlock(&a->mu);
     }
     *left = idle;
-fail:
-    return st;
+    return MT_OK;
 }
 
 /* ---- what residents ask ----------------------------------------------------------------- */
 
 mt_status mt_arrive_parts(mt_arrive *a, int unit, const mt_part **parts, int *n)
 {
-    guest    *g;
-    mt_status st;
+    guest *g;
 
-    MT_TRY(find(a, unit, &g));
+    MT_DO(find(a, unit, &g));
     mt_lock(&a->mu);
     assert_guest(a, g, unit);
     *parts = g->parts;
@@ -409,34 +377,29 @@ mt_status mt_arrive_parts(mt_arrive *a, int unit, const mt_part **parts, int *n)
     if (*parts == NULL)
         return MT_FAIL(MT_ESTATE, "unit %s: its states are on the host; they are lifted before its "
                        "update", mt_store_name(a->store, unit));
-fail:
-    return st;
+    return MT_OK;
 }
 
 mt_status mt_arrive_before(mt_arrive *a, int unit, mt_queue *q)
 {
     const mt_part *parts;
-    int                   n;
-    mt_status             st;
+    int            n;
 
-    MT_TRY(mt_arrive_parts(a, unit, &parts, &n));
+    MT_DO(mt_arrive_parts(a, unit, &parts, &n));
     /* LIFTED: also behind copies down of the update before, which this one would overtake. */
-    if (!mt_skips(a->cx, MT_EDGE_LIFTED))
-        MT_TRY(a->dev->ops->wait(q, a->guests[unit]->last));
-fail:
-    return st;
+    return mt_skips(a->cx, MT_EDGE_LIFTED) ? MT_OK
+                                           : a->dev->ops->wait(q, a->guests[unit]->last);
 }
 
 mt_status mt_arrive_behind(mt_arrive *a, int unit, const int *params, int n, mt_event *made)
 {
     guest    *g;
-    mt_status st;
+    mt_status st = MT_OK;
 
-    MT_TRY(find(a, unit, &g));
+    MT_DO(find(a, unit, &g));
     mt_lock(&a->mu);
     assert_guest(a, g, unit);
     MT_ASSERT(g->parts != NULL);
-    st = MT_OK;
     if (!mt_skips(a->cx, MT_EDGE_MADE))         /* MADE: the update is in its queue, not over */
         st = a->dev->ops->wait(a->queue, made);
     if (st == MT_OK)
@@ -444,7 +407,6 @@ mt_status mt_arrive_behind(mt_arrive *a, int unit, const int *params, int n, mt_
     if (st == MT_OK && mt_syncs(a->cx))
         st = a->dev->ops->sync_event(g->last);
     mt_unlock(&a->mu);
-fail:
     return st;
 }
 
@@ -455,26 +417,16 @@ static mt_status wait_copied(mt_arrive *a, const guest *g, int unit)
 
 mt_status mt_arrive_wait(mt_arrive *a, int unit)
 {
-    guest    *g;
-    mt_status st;
-
-    MT_TRY(find(a, unit, &g));
-    MT_TRY(mt_ledger_wait_updates(a->store, unit));
-    st = mt_arrive_copied(a, unit);
-fail:
-    return st;
+    MT_DO(mt_ledger_wait_updates(a->store, unit));
+    return mt_arrive_copied(a, unit);
 }
 
 mt_status mt_arrive_copied(mt_arrive *a, int unit)
 {
-    guest    *g;
-    mt_status st;
+    guest *g;
 
-    MT_TRY(find(a, unit, &g));
-    if (!mt_skips(a->cx, MT_EDGE_STORED))
-        MT_TRY(wait_copied(a, g, unit));
-fail:
-    return st;
+    MT_DO(find(a, unit, &g));
+    return mt_skips(a->cx, MT_EDGE_STORED) ? MT_OK : wait_copied(a, g, unit);
 }
 
 mt_status mt_arrive_push(mt_arrive *a, int unit, int param, unsigned planes)
@@ -482,38 +434,24 @@ mt_status mt_arrive_push(mt_arrive *a, int unit, int param, unsigned planes)
     guest    *g;
     mt_status st;
 
-    MT_TRY(find(a, unit, &g));
+    MT_DO(find(a, unit, &g));
     mt_lock(&a->mu);
     assert_guest(a, g, unit);
     st = g->parts != NULL ? put_copies(a, g, unit, param < 0 ? NULL : &param, 1, planes, 1) : MT_OK;
     mt_unlock(&a->mu);
-    MT_TRY(st);
-    MT_TRY(wait_copied(a, g, unit));
-fail:
-    return st;
+    return st == MT_OK ? wait_copied(a, g, unit) : st;
 }
 
 mt_status mt_arrive_drain(mt_arrive *a)
 {
-    mt_status st;
-
-    mt_lock(&a->mu);
-    st = a->dev->ops->record(a->queue, a->drained);
-    mt_unlock(&a->mu);
-    MT_TRY(st);
-    st = mt_watch_event(mt_store_watch(a->store), a->drained, NULL, "all copies of guests' states");
-fail:
-    return st;
+    MT_DO(MT_LOCKED(&a->mu, a->dev->ops->record(a->queue, a->drained)));
+    return mt_watch_event(mt_store_watch(a->store), a->drained, NULL,
+                          "all copies of guests' states");
 }
 
 /* ---- looking in ------------------------------------------------------------------------- */
 
 mt_arrive_stats mt_arrive_stats_get(mt_arrive *a)
 {
-    mt_arrive_stats stats;
-
-    mt_lock(&a->mu);
-    stats = a->stats;
-    mt_unlock(&a->mu);
-    return stats;
+    return MT_LOCKED(&a->mu, a->stats);
 }

@@ -1,35 +1,30 @@
-/* arrive.h — states that are at home on the host,
- * and on the device only around their unit's update.
+/* arrive.h — optimizer states that live on the host, but are on the device around an update.
  *
  * A settled unit (resident.h) has its weights and gradients on the device, and is updated there as
- * soon as the norm is known. Most of what it takes there are its states, which are needed once in a
- * step: between the last windows of backward and the first ones of the next forward, when few
- * activations are alive.
+ * soon as the norm is known. Most of what that takes are its states, which are needed once a step:
+ * between the last windows of backward and the first of the next forward, when few activations
+ * live.
  *
- * Nouns, in the order they appear below:
- *   guest    a settled unit whose states (MT_STATE_PLANES) are at home on the host
+ *   guest    a settled unit whose states (MT_STATE_PLANES) live on the host
  *   piece    device memory that the caller gives for a stay
- *   part     a stretch of one parameter's states, in a piece of its own (pieces.h)
- *   stay     from lift, which copies the states up, until leave, which gives the pieces back. The
- *            copies down are put behind each update; until the stay ends the device's are good too
+ *   stay     from lift, which copies the states up, until leave, which gives the pieces back.
+ *            Copies down are put behind each update; until the stay ends the device's states are
+ *            good too
  *
  *     mt_arrive_invite(a, unit);                  // once, when it is settled
  *     mt_arrive_sizes(a, unit, most, &bytes, &n); // what pieces a stay takes
  *     mt_arrive_lift(a, unit, most, mem, n, run); // during backward: returns at once
- *     ... the home's update, which waits for the copies up and has those down put behind it ...
+ *     ... the update, which waits for the copies up and puts those down behind it ...
  *     mt_arrive_leave(a, unit, 0, &left);         // left: the pieces are the caller's again
  *
- * All copies are put in one queue, `guests`: its order keeps a copy up behind
- * the copies down before it.
- *
- * Edges (each can be left out: debug.h):
+ * Edges; `guests` is the one queue of all these copies (each can be left out: debug.h):
  *   VACANT   guests waits for compute that used the pieces before  recorded on run, by lift
  *   LIFTED   the residents' queue waits for the states, before it  the event of STORED
  *            updates them
  *   MADE     guests waits for the update whose states it copies    STEPPED's event of resident.h
  *   STORED   readers and writers of host planes, and leave, wait   recorded on guests, behind the
  *            on the host for the unit's copies, up or down         unit's last copy
- *   UPDATED  lift, wait and leave, on the host: for updates that are announced; in the ledger
+ *   UPDATED  lift, wait and leave wait in the ledger for updates that are announced
  *
  * Threads: open, invite, close: one, before and after the others. sizes, lift, leave: one at a
  *          time, and not while a submit of the unit is on its way in. The rest: any.

@@ -34,14 +34,11 @@ const mt_schedule *mt__course_schedule(const mt__course *c)
 /* At the limit marks are dropped: begin then builds nothing, and all stays correct on demand. */
 static mt_status mark(mt__course *c, mt_step_kind kind, int unit)
 {
-    mt_status st;
-
     if (c->n_trace == MT__COURSE_MARKS)
         return MT_OK;
-    MT_TRY(MT_GROW(c->trace, c->room, c->n_trace + 1, "stream"));
+    MT_DO(MT_GROW(c->trace, c->room, c->n_trace + 1, "stream"));
     c->trace[c->n_trace++] = (mt_mark){ kind, unit };
-fail:
-    return st;
+    return MT_OK;
 }
 
 mt_status mt__course_offload(mt__course *c, int unit)
@@ -62,24 +59,17 @@ static int begins_like(const mt__course *c, const mt__kept *k)
 
 /* ---- choosing a schedule ---------------------------------------------------------------- */
 
-static int oldest(const mt__course *c)
-{
-    int best = 0;
-
-    for (int i = 1; i < MT__COURSE_KEPT; i++)
-        if (c->kept[i].begun < c->kept[best].begun)
-            best = i;
-    return best;
-}
-
 static mt_status build(mt__course *c, const size_t *unit_bytes, int n_units,
                        const size_t *slot_bytes, int n_slots)
 {
-    int          at = oldest(c);
+    int          at = 0;
     mt_mark     *trace;
     mt_schedule *sch;
     mt_status    st;
 
+    for (int i = 1; i < MT__COURSE_KEPT; i++)    /* the oldest gives way */
+        if (c->kept[i].begun < c->kept[at].begun)
+            at = i;
     MT_TRY(MT_MAKE(trace, c->n_trace, "stream"));
     memcpy(trace, c->trace, (size_t)c->n_trace * sizeof *trace);
     MT_TRY(mt_schedule_build(trace, c->n_trace, unit_bytes, n_units, slot_bytes, n_slots, &sch));
@@ -94,28 +84,22 @@ fail:
     return st;
 }
 
-/* A forward that was not followed by its backward is the beginning of what the schedule in force
- * was built from: that schedule stays. A trace met before gets its own back. */
-static mt_status choose(mt__course *c, const size_t *unit_bytes, int n_units,
-                        const size_t *slot_bytes, int n_slots)
-{
-    if (c->n_trace == 0 || c->n_trace == MT__COURSE_MARKS)
-        return MT_OK;
-    if (c->cur >= 0 && begins_like(c, &c->kept[c->cur]))
-        return MT_OK;
-    for (int i = 0; i < MT__COURSE_KEPT; i++)
-        if (c->kept[i].n_trace == c->n_trace && begins_like(c, &c->kept[i])) {
-            c->cur = i;
-            return MT_OK;
-        }
-    return build(c, unit_bytes, n_units, slot_bytes, n_slots);
-}
-
 mt_status mt__course_begin(mt__course *c, const size_t *unit_bytes, int n_units,
                            const size_t *slot_bytes, int n_slots)
 {
-    mt_status st = choose(c, unit_bytes, n_units, slot_bytes, n_slots);
+    int       fits = c->n_trace == 0 || c->n_trace == MT__COURSE_MARKS;
+    mt_status st = MT_OK;
 
+    /* A forward that was not followed by its backward is the beginning of what the schedule in
+     * force was built from: that schedule stays. A trace met before gets its own back. */
+    fits = fits || (c->cur >= 0 && begins_like(c, &c->kept[c->cur]));
+    for (int i = 0; i < MT__COURSE_KEPT && !fits; i++)
+        if (c->kept[i].n_trace == c->n_trace && begins_like(c, &c->kept[i])) {
+            c->cur = i;
+            fits = 1;
+        }
+    if (!fits)
+        st = build(c, unit_bytes, n_units, slot_bytes, n_slots);
     c->begins++;
     if (c->cur >= 0)
         c->kept[c->cur].begun = c->begins;
@@ -141,25 +125,21 @@ int mt__course_over(const mt__course *c)
     return s != NULL && next_compute(s, c->at, -1) < 0;
 }
 
-/* The step of k's schedule that the newest mark of the trace, a COMPUTE, stands for. */
-static int64_t step_of_newest(const mt__course *c, const mt__kept *k)
-{
-    int64_t step = -1;
-
-    for (int64_t i = 0; i < c->n_trace; i++)
-        if (c->trace[i].kind == MT_COMPUTE && (step = next_compute(k->sch, step + 1, -1)) < 0)
-            break;
-    return step;
-}
-
 /* The order is not the one foreseen. Either another schedule foresaw it from the start, or the
  * schedule in force goes on from the unit's next COMPUTE, or this window is one of its own. */
 static int64_t find_again(mt__course *c, int unit)
 {
+    int64_t step = -1;
+
     for (int i = 0; i < MT__COURSE_KEPT; i++)
         if (i != c->cur && begins_like(c, &c->kept[i])) {
             c->cur = i;
-            return step_of_newest(c, &c->kept[i]);
+            /* The step that the newest mark of the trace, a COMPUTE, stands for. */
+            for (int64_t k = 0; k < c->n_trace; k++)
+                if (c->trace[k].kind == MT_COMPUTE &&
+                    (step = next_compute(c->kept[i].sch, step + 1, -1)) < 0)
+                    break;
+            return step;
         }
     return next_compute(mt__course_schedule(c), c->at, unit);
 }

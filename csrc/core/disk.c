@@ -6,21 +6,14 @@
  */
 #include "disk.h"
 
-#include "bounce.h"
 #include "clock.h"
-#include "worker.h"
 
 #include <stdlib.h>
+#include <string.h>
 
 #define HI     (1u << MT_PLANE_HI)
 #define IS(x)  (1u << MT_BUFFER_##x)
 #define IN_USE (~IS(FREE))
-
-typedef struct job {
-    mt_job        node;
-    mt_update_job j;                     /* params: our copy */
-    float         clip;
-} job;
 
 typedef struct disk_unit {
     int        on;                       /* it is ours */
@@ -39,7 +32,7 @@ struct mt_disk {
     mt_rings    *all;
     mt_mutex    *mu;                     /* theirs: the lock, and the worker's too */
     mt_ring     *ring;                   /* of updates */
-    mt_bounce   *copies;
+    mt_ring     *copies;                 /* of who reads or writes the host's */
     size_t       bytes;                  /* of a buffer */
     uint64_t     need;                   /* written by add, as the next */
     disk_unit   *units;                  /* [n_units] of the store's, as far as added */
@@ -163,15 +156,15 @@ static void ahead(void *arg)
 
 /* ---- an update: our thread ---------------------------------------------------------------- */
 
-typedef struct wanted_piece {
+typedef struct awaited {
     mt_disk   *d;
-    int        unit, number;
+    int        unit, number;     /* a piece */
     mt_buffer *b;                /* has it, and is ours; NULL: not yet, or the disk failed */
-} wanted_piece;
+} awaited;
 
 static int is_taken(void *arg)
 {
-    wanted_piece *a = arg;
+    awaited *a = arg;
     mt_disk      *d = a->d;
 
     if (d->all->failed)
@@ -203,7 +196,7 @@ static void add_time(mt_disk *d, uint64_t *sum, uint64_t begun_ns)
 static mt_status take_piece(mt_disk *d, int u, int number, mt_buffer **out)
 {
     uint64_t     begun = mt_now_ns();
-    wanted_piece a = { .d = d, .unit = u, .number = number };
+    awaited a = { .d = d, .unit = u, .number = number };
     mt_span      span;
     mt_status    st;
 
@@ -217,19 +210,8 @@ static mt_status take_piece(mt_disk *d, int u, int number, mt_buffer **out)
     return MT_OK;
 }
 
-/* The buffer goes to the disk; or nowhere, and is free. */
-static void give_piece(mt_disk *d, mt_buffer *b, const mt_layout *l, int number, int write)
-{
-    mt_lock(d->mu);
-    if (write)
-        mt_ring_put(b, l, number, MT_ALL_SECTIONS, 1, MT_BUFFER_FREE);
-    else
-        mt_buffer_to(b, MT_BUFFER_FREE);
-    mt_rings_ahead(d->all);
-    mt_unlock(d->mu);
-}
-
-static mt_status compute(mt_disk *d, const job *b, const mt_part *parts, int n, uint64_t bytes)
+static mt_status compute(mt_disk *d, const mt_update *b, const mt_part *parts, int n,
+                         uint64_t bytes)
 {
     mt_watch *watch = mt_store_watch(d->store);
     uint64_t  begun = mt_now_ns();
@@ -257,7 +239,7 @@ static int last_wanted(const mt_layout *l, const mt_update_job *j)
     return i;
 }
 
-static mt_status update_pieces(mt_disk *d, const mt_layout *l, const job *b, mt_part *parts)
+static mt_status update_pieces(mt_disk *d, const mt_layout *l, const mt_update *b, mt_part *parts)
 {
     int       last = last_wanted(l, &b->j);
     mt_status st = MT_OK;
@@ -267,19 +249,24 @@ static mt_status update_pieces(mt_disk *d, const mt_layout *l, const job *b, mt_
 
         if (!mt_layout_has(l, i, b->j.params, b->j.n_params))
             continue;
-        MT_TRY(take_piece(d, b->j.unit, i, &f));
+        MT_DO(take_piece(d, b->j.unit, i, &f));
         mt_pieces_at(l->cut, i, f->memory.base, parts);
         /* The record of the last piece has the unit's bytes. */
         st = compute(d, b, parts, l->cut->piece[i].n, i == last ? b->j.bytes : 0);
-        give_piece(d, f, l, i, st == MT_OK);
+        mt_lock(d->mu);                  /* the buffer goes to the disk; or nowhere, and is free */
+        if (st == MT_OK)
+            mt_ring_put(f, l, i, MT_ALL_SECTIONS, 1, MT_BUFFER_FREE);
+        else
+            mt_buffer_to(f, MT_BUFFER_FREE);
+        mt_rings_ahead(d->all);
+        mt_unlock(d->mu);
     }
-fail:
     return st;
 }
 
 /* Parameters that came after the unit's layout was made have all states in memory. Where there is
  * nothing else the first one's record has the unit's bytes. */
-static mt_status update_late(mt_disk *d, const mt_layout *l, const job *b)
+static mt_status update_late(mt_disk *d, const mt_layout *l, const mt_update *b)
 {
     uint64_t  bytes = last_wanted(l, &b->j) < 0 ? b->j.bytes : 0;
     mt_status st = MT_OK;
@@ -297,134 +284,85 @@ static mt_status update_late(mt_disk *d, const mt_layout *l, const job *b)
     return st;
 }
 
-typedef struct reader {
-    mt_disk *d;
-    int      unit;
-} reader;
-
 static int has_read(void *arg)
 {
-    const reader *r = arg;
+    const awaited *a = arg;
 
-    return !mt_ring_others_read(r->d->ring, r->unit);
-}
-
-/* Behind the door: its copies are stale from here on. Memory of states is given back. Weights that
- * were brought may be in somebody's graph, which wants them as they were: see mt_mirror_forget. */
-static mt_status end_copies(mt_disk *d, const mt_update_job *j, const mt_layout *l)
-{
-    const unsigned ahead_of_us = 1u << MT_MIRROR_AHEAD | 1u << MT_MIRROR_TORN;
-
-    if (mt_mirror_any(d->store, j->unit, -1, ~0u, ahead_of_us))
-        return MT_FAIL(MT_ESTATE, "unit %s: its weights were written on the host, and the file "
-                       "does not have them; push them first", mt_store_name(d->store, j->unit));
-    for (int i = 0; i < j->n_params; i++)
-        mt_mirror_tell(d->store, j->unit, j->params[i], l->planes[j->params[i]], MT_MIRROR_CHANGED);
-    mt_mirror_drop(d->store, j->unit, MT_STATE_PLANES);
-    return MT_OK;
+    return !mt_ring_others_read(a->d->ring, a->unit);
 }
 
 /* Behind the door. Its layout, its place in the order, and then FED. */
 static mt_status begin_update(mt_disk *d, const mt_update_job *j, mt_layout **l)
 {
-    reader    r = { .d = d, .unit = j->unit };
-    mt_status st;
+    const unsigned ahead_of_us = 1u << MT_MIRROR_AHEAD | 1u << MT_MIRROR_TORN;
+    awaited        a = { .d = d, .unit = j->unit };
 
-    MT_TRY(lay_out(d, j->unit, l));
-    MT_TRY(end_copies(d, j, *l));
+    MT_DO(lay_out(d, j->unit, l));
+    if (mt_mirror_any(d->store, j->unit, -1, ~0u, ahead_of_us))
+        return MT_FAIL(MT_ESTATE, "unit %s: its weights were written on the host, and the file "
+                       "does not have them; push them first", mt_store_name(d->store, j->unit));
+    /* Its copies are stale from here on. Memory of states is given back. Weights that were brought
+     * may be in somebody's graph, which wants them as they were: see mt_mirror_forget. */
+    for (int i = 0; i < j->n_params; i++)
+        mt_mirror_tell(d->store, j->unit, j->params[i], (*l)->planes[j->params[i]],
+                       MT_MIRROR_CHANGED);
+    mt_mirror_drop(d->store, j->unit, MT_STATE_PLANES);
     mt_lock(d->mu);
     if (d->before >= 0)
         d->units[d->before].next = j->unit;
     d->before = j->unit;
     mt_ring_drop_others(d->ring, j->unit);
     mt_unlock(d->mu);
-    st = mt_rings_until(d->all, has_read, &r, j->unit,
-                        "reads of its weights ahead of a fetch (FED)");
-fail:
-    return st;
+    return mt_rings_until(d->all, has_read, &a, j->unit,
+                          "reads of its weights ahead of a fetch (FED)");
 }
 
-static mt_status update(mt_disk *d, const job *b)
+static mt_status update(mt_disk *d, const mt_update *b)
 {
-    mt_part   *parts = NULL;
+    mt_part   *parts;
     mt_layout *l;
     mt_status  st;
 
-    MT_TRY(mt_ledger_check(d->store));
+    MT_DO(mt_ledger_check(d->store));
     /* WEIGHTS: they are overwritten. */
-    MT_TRY(mt_ledger_wait_fetch(d->store, b->j.unit));
-    MT_TRY(mt_mirror_enter(d->store, b->j.unit));
+    MT_DO(mt_ledger_wait_fetch(d->store, b->j.unit));
+    MT_DO(mt_mirror_enter(d->store, b->j.unit));
     st = begin_update(d, &b->j, &l);
     mt_mirror_leave(d->store, b->j.unit);
-    if (st != MT_OK)
-        goto fail;
-    MT_TRY(MT_MAKE(parts, l->cut->most, mt_store_name(d->store, b->j.unit)));
-    MT_TRY(update_pieces(d, l, b, parts));
-    MT_TRY(update_late(d, l, b));
-fail:
+    MT_DO(st);
+    MT_DO(MT_MAKE(parts, l->cut->most, mt_store_name(d->store, b->j.unit)));
+    if ((st = update_pieces(d, l, b, parts)) == MT_OK)
+        st = update_late(d, l, b);
     free(parts);
     return st;
 }
 
 static mt_status carry_out(void *arg, mt_job *node)
 {
-    mt_disk  *d = arg;
-    job      *b = (job *)(void *)node;
-    mt_status st;
+    mt_disk   *d = arg;
+    mt_update *b = (mt_update *)(void *)node;
+    mt_status  st;
 
     mt_unlock(d->mu);
     st = update(d, b);
-    mt_job_over(d->store, &b->j, st);
-    free((void *)(uintptr_t)b->j.params);
-    free(b);
+    mt_update_over(d->store, b, st);
     mt_lock(d->mu);
     return st;
 }
 
 /* ---- the home: updates -------------------------------------------------------------------- */
 
-static mt_status job_copy(const mt_disk *d, const mt_update_job *j, float clip, job **out)
-{
-    job      *b = NULL;
-    int      *params;
-    mt_status st;
-
-    if (j->unit < 0 || j->unit >= d->n_units || !d->units[j->unit].on)
-        return MT_FAIL(MT_EINVAL, "unit %s (%d) has no states on disk",
-                       mt_store_name(d->store, j->unit), j->unit);
-    MT_TRY(MT_MAKE(b, 1, mt_store_name(d->store, j->unit)));
-    MT_TRY(MT_MAKE(params, j->n_params, mt_store_name(d->store, j->unit)));
-    for (int i = 0; i < j->n_params; i++)
-        params[i] = j->params[i];
-    *b = (job){ .j = *j, .clip = clip };
-    b->j.params = params;
-    *out = b;
-    return MT_OK;
-
-fail:
-    free(b);
-    return st;
-}
-
 static int home_fits(const mt_update_job *j)
 {
     return j->pieces != NULL;
 }
 
-static mt_status home_update(void *arg, const mt_update_job *j, float clip)
+static mt_status home_update(void *arg, mt_update *u)
 {
-    mt_disk  *d = arg;
-    job      *b;
-    mt_status st;
+    mt_disk *d = arg;
 
-    MT_TRY(job_copy(d, j, clip, &b));
-    mt_lock(d->mu);
-    (void)mt_worker_submit(&d->worker, &b->node);
-    mt_unlock(d->mu);
+    (void)MT_LOCKED(d->mu, mt_worker_submit(&d->worker, &u->node));
     return MT_OK;
-fail:
-    mt_job_over(d->store, j, st);
-    return st;
 }
 
 static mt_status home_drain(void *arg)
@@ -436,63 +374,186 @@ static mt_status home_drain(void *arg)
     return st == MT_OK ? mt_ledger_check(d->store) : st;
 }
 
-/* ---- the home: copies on the host behind the unit's door ----------------------------------- */
+/* ---- copies on the host: who is behind the unit's door --------------------------------------
+ * One section after the other, in a buffer that is ours until the last. It waits for requests for
+ * the same piece, and for nobody's else. What a buffer has at the end stays there, since parameters
+ * that are pushed one after the other often share a piece; an update of the unit drops it. */
+
+typedef struct visit {
+    mt_disk         *d;
+    const mt_layout *l;
+    mt_part         *parts;              /* [most in a piece] */
+    mt_buffer       *k;                  /* ours; NULL: none yet */
+    int              piece, section;
+    int              write;              /* the request that is put next */
+} visit;
+
+/* The buffer that the last one left of this unit; or one that is free; or another's, which goes
+ * then; or a new one. */
+static mt_status take_buffer(visit *v)
+{
+    const mt_ring *r = v->d->copies;
+
+    while (v->k == NULL) {
+        mt_lock(v->d->mu);
+        if ((v->k = mt_ring_find(r, IS(READY), v->l->unit, -1)) == NULL &&
+            (v->k = mt_ring_find(r, IS(FREE), -1, -1)) == NULL)
+            v->k = mt_ring_find(r, IS(READY), -1, -1);
+        if (v->k != NULL)
+            mt_buffer_to(v->k, MT_BUFFER_TAKEN);
+        mt_unlock(v->d->mu);
+        if (v->k == NULL)
+            MT_DO(mt_ring_add(v->d->copies, v->d->bytes, NULL));
+    }
+    return MT_OK;
+}
+
+/* No update of the unit is under way, but its writes may be: a read waits for those of the piece,
+ * a write for reads too, also for those that nobody wants any more. */
+static int is_put(void *arg)
+{
+    visit *v = arg;
+
+    if (mt_rings_meets(v->d->all, v->l->unit, v->piece, v->write))
+        return 0;
+    mt_ring_put(v->k, v->l, v->piece, 1u << v->section, v->write, MT_BUFFER_TAKEN);
+    return 1;
+}
+
+static int is_over(void *arg)
+{
+    return ((const visit *)arg)->k->at == MT_BUFFER_TAKEN;
+}
+
+static mt_status move(visit *v, int write)
+{
+    v->write = write;
+    MT_DO(mt_rings_until(v->d->all, is_put, v, v->l->unit, "requests for the same piece"));
+    MT_DO(mt_rings_until(v->d->all, is_over, v, v->l->unit,
+                         "a piece, for who reads or writes it here"));
+    return mt_ledger_check(v->d->store);
+}
+
+static int is_loading(const visit *v, int param, unsigned planes)
+{
+    return mt_mirror_any(v->d->store, v->l->unit, param, planes, 1u << MT_MIRROR_LOADING);
+}
+
+/* Between the buffer, which has the section, and host planes. param -1: of all parameters. */
+static mt_status copy(visit *v, int param, unsigned planes, int write)
+{
+    mt_pieces_at(v->l->cut, v->piece, v->k->memory.base, v->parts);
+    for (int i = 0; i < v->l->cut->piece[v->piece].n; i++)
+        for (int p = 0; p < MT_PLANE_COUNT; p++) {
+            const mt_part *k = &v->parts[i];
+            void          *host;
+            size_t         bytes;
+
+            if (!(planes >> p & 1) || k->at[p] == NULL || (param >= 0 && k->param != param) ||
+                (!write && !is_loading(v, k->param, 1u << p)))
+                continue;
+            MT_DO(mt_part_host(v->d->store, v->l->unit, k, (mt_plane)p, &host, &bytes));
+            memcpy(write ? k->at[p] : host, write ? host : k->at[p], bytes);
+        }
+    return MT_OK;
+}
+
+/* Has the piece something of the parameter, or of what is loading? */
+static int concerns(const visit *v, int param, unsigned planes, int write)
+{
+    const mt_piece *c = &v->l->cut->piece[v->piece];
+
+    if (write)
+        return param < 0 || mt_layout_has(v->l, v->piece, &param, 1);
+    for (int i = c->first; i < c->first + c->n; i++)
+        if (is_loading(v, v->l->cut->part[i].param, planes))
+            return 1;
+    return 0;
+}
+
+/* What else is in a section that is written stays; where all of it is, it is not read first. */
+static mt_status do_section(visit *v, int param, unsigned planes, int write)
+{
+    int all = write && param < 0 && v->section == MT_SECTION_WEIGHTS;
+
+    planes &= v->section == MT_SECTION_WEIGHTS ? HI : ~HI;
+    if (planes == 0 || v->l->pieces[v->piece].section[v->section].bytes == 0 ||
+        !concerns(v, param, planes, write))
+        return MT_OK;
+    MT_DO(take_buffer(v));
+    if (!all && !mt_buffer_has(v->k, v->l, v->piece, 1u << v->section))
+        MT_DO(move(v, 0));
+    MT_DO(copy(v, param, planes, write));
+    if (write)
+        MT_DO(move(v, 1));
+    return MT_OK;
+}
+
+/* param -1: all of the unit's. */
+static mt_status visit_all(mt_disk *d, const mt_layout *l, int param, unsigned planes, int write)
+{
+    visit     v = { .d = d, .l = l };
+    mt_status st = MT_OK;
+
+    MT_DO(MT_MAKE(v.parts, l->cut->most, mt_store_name(d->store, l->unit)));
+    planes &= param < 0 ? planes : l->planes[param];
+    for (; v.piece < l->n && planes != 0 && st == MT_OK; v.piece++)
+        for (v.section = 0; v.section < MT_SECTIONS && st == MT_OK; v.section++)
+            st = do_section(&v, param, planes, write);
+    if (v.k != NULL) {
+        mt_lock(d->mu);
+        if (st == MT_OK)
+            mt_buffer_to(v.k, MT_BUFFER_READY);
+        else                             /* it has what the file has not, or is still under way */
+            mt_buffer_leave(v.k);
+        mt_unlock(d->mu);
+    }
+    free(v.parts);
+    return st;
+}
 
 static mt_status home_load(void *arg, int u, unsigned planes)
 {
     mt_disk   *d = arg;
     mt_layout *l;
-    mt_status  st = lay_out(d, u, &l);
 
-    return st == MT_OK ? mt_bounce_load(d->copies, l, planes) : st;
+    MT_DO(lay_out(d, u, &l));
+    return visit_all(d, l, -1, planes, 0);
 }
 
-/* PUSHED. */
-static void hold(mt_disk *d, int u, int on)
-{
-    mt_lock(d->mu);
-    d->units[u].held = on;
-    mt_rings_ahead(d->all);
-    mt_unlock(d->mu);
-}
-
+/* PUSHED: nobody reads ahead of the unit while it is held. */
 static mt_status home_store(void *arg, int u, int param, unsigned planes)
 {
     mt_disk   *d = arg;
     mt_layout *l;
     mt_status  st;
 
-    hold(d, u, 1);
-    if ((st = lay_out(d, u, &l)) == MT_OK)
-        st = mt_bounce_store(d->copies, l, param, planes);
-    hold(d, u, 0);
+    (void)MT_LOCKED(d->mu, d->units[u].held = 1);
+    if ((st = lay_out(d, u, &l)) == MT_OK) {
+        mt_lock(d->mu);
+        mt_ring_drop_others(d->copies, u);
+        mt_unlock(d->mu);
+        st = visit_all(d, l, param, planes, 1);
+    }
+    mt_lock(d->mu);
+    d->units[u].held = 0;
+    mt_rings_ahead(d->all);
+    mt_unlock(d->mu);
     return st;
 }
 
 #define IS_ON_DISK                                                                                \
     .from = &mt_home_ram, .load = home_load, .store = home_store, .fits = home_fits,              \
-    .update = home_update, .ends = 1, .turn = 1, .drain = home_drain
+    .update = home_update, .turn = 1, .drain = home_drain
 
 const mt_home mt_home_disk = {
     .lives = "has its states on disk", .away = MT_STATE_PLANES, .fresh = MT_STATE_PLANES,
     .registered = HI | 1u << MT_PLANE_GRAD, IS_ON_DISK,
 };
 
-const mt_home mt_home_disk_shared = {
-    .lives = "has its states on disk", .away = MT_STATE_PLANES, .fresh = MT_STATE_PLANES,
-    .registered = HI | 1u << MT_PLANE_GRAD, .shared = 1, IS_ON_DISK,
-};
-
 const mt_home mt_home_disk_weights = {
     .lives = "has its weights and states on disk", .away = MT_STATE_PLANES | HI, .fed = 1,
     .fresh = MT_STATE_PLANES, .registered = 1u << MT_PLANE_GRAD, IS_ON_DISK,
-};
-
-/* fresh: weights in memory are one plane of all ranks', of which each keeps its portion in its
- * file. */
-const mt_home mt_home_disk_weights_shared = {
-    .lives = "has its weights and states on disk", .away = MT_STATE_PLANES | HI, .fed = 1,
-    .fresh = MT_STATE_PLANES | HI, .registered = 1u << MT_PLANE_GRAD, .shared = 1, IS_ON_DISK,
 };
 
 /* ---- open and close ------------------------------------------------------------------------ */
@@ -503,6 +564,9 @@ mt_status mt_disk_open(mt_context *cx, mt_blocks *file, mt_pool *pool, int n_buf
     mt_disk    *d = NULL;
     mt_ring_how how = { .name = "buffers of the disk", .reads = "a piece to be read (READ)",
                         .writes = "a piece to be written", .ahead = ahead };
+    mt_ring_how copies = { .name = "buffers of the disk",
+                           .reads = "a piece to be read for the host (WRITTEN)",
+                           .writes = "a piece to be written (PUSHED)" };
     size_t      all;
     mt_status   st;
 
@@ -520,7 +584,8 @@ mt_status mt_disk_open(mt_context *cx, mt_blocks *file, mt_pool *pool, int n_buf
     MT_TRY(mt_ring_open(d->all, &how, &d->ring));
     for (int i = 0; i < n_buffers; i++)
         MT_TRY(mt_ring_add(d->ring, bytes, NULL));
-    MT_TRY(mt_bounce_open(cx, d->all, bytes, &d->copies));
+    MT_TRY(mt_ring_open(d->all, &copies, &d->copies));
+    MT_TRY(mt_ring_add(d->copies, bytes, NULL));
     MT_TRY(mt_worker_open(&d->worker, d->mu, 1, "mt-disk-update", "disk update", carry_out, d));
     *out = cx->disk = d;
     return MT_OK;
@@ -537,7 +602,7 @@ void mt_disk_close(mt_disk *d)
     if (d->cx->disk == d)
         d->cx->disk = NULL;
     mt_worker_close(&d->worker);
-    mt_bounce_close(d->copies);
+    mt_ring_close(d->copies);
     mt_ring_close(d->ring);
     for (int i = 0; i < d->n_units; i++) {
         if (d->units[i].on)
@@ -549,32 +614,10 @@ void mt_disk_close(mt_disk *d)
     free(d);
 }
 
-/* What its planes would take, as they would be now. */
-static mt_status count(mt_disk *d, int u)
-{
-    mt_layout *l = NULL;
-    mt_status  st = mt_layout_make(d->store, u, d->bytes, 0, &l);
-
-    if (st != MT_OK)
-        return st;
-    mt_lock(d->mu);
-    if ((st = note_weights(d, l)) == MT_OK)
-        d->need += l->bytes;
-    mt_unlock(d->mu);
-    mt_layout_free(l);
-    return st;
-}
-
-static const mt_home *home_for(const mt_disk *d, int weights)
-{
-    if (d->cx->share != NULL)
-        return weights ? &mt_home_disk_weights_shared : &mt_home_disk_shared;
-    return weights ? &mt_home_disk_weights : &mt_home_disk;
-}
-
 mt_status mt_disk_add(mt_disk *d, int u, int weights)
 {
-    mt_status st;
+    mt_layout *l = NULL;
+    mt_status  st;
 
     if (u < 0 || u >= mt_store_units(d->store))
         return MT_FAIL(MT_EINVAL, "there is no unit %d; the store has %d", u,
@@ -582,11 +625,16 @@ mt_status mt_disk_add(mt_disk *d, int u, int weights)
     if (weights && d->cx->share != NULL && mt_share_is_apart(d->cx->share))
         return MT_FAIL(MT_ENOTSUP, "unit %s: weights of several machines are not on disk",
                        mt_store_name(d->store, u));
-    MT_TRY(MT_GROW(d->units, d->n_units, u + 1, "disk"));
+    MT_DO(MT_GROW(d->units, d->n_units, u + 1, "disk"));
     if (d->units[u].on)
         return MT_OK;
-    MT_TRY(mt_store_move(d->store, u, home_for(d, weights), d));
-    if ((st = count(d, u)) != MT_OK) {
+    MT_DO(mt_store_move(d->store, u, weights ? &mt_home_disk_weights : &mt_home_disk, d));
+    /* What its planes would take, as they would be now. */
+    if ((st = mt_layout_make(d->store, u, d->bytes, 0, &l)) == MT_OK &&
+        (st = MT_LOCKED(d->mu, note_weights(d, l))) == MT_OK)
+        d->need += l->bytes;
+    mt_layout_free(l);
+    if (st != MT_OK) {
         (void)mt_store_move(d->store, u, &mt_home_ram, NULL);
         return st;
     }
@@ -596,7 +644,6 @@ mt_status mt_disk_add(mt_disk *d, int u, int weights)
     d->first_added = d->first_added < 0 ? u : d->first_added;
     d->units[u].next = d->first_added;
     d->last_added = u;
-fail:
     return st;
 }
 

@@ -1,50 +1,47 @@
 /* disk.h — units whose states are in a file: read ahead of their update, written back behind it.
  * Their weights may be there too.
  *
- * Gradients stay in memory, masters and moments do not: an update reads and writes those once, in
- * order, and nobody else looks at them. Weights stay too, but where memory is too short even for
- * them: then each fetch reads them (feed.h).
+ * Gradients stay in memory. Masters and moments do not: an update reads and writes them once, in
+ * order, and nobody else looks at them. Weights stay too, unless memory is too short even for them:
+ * then each fetch reads them (feed.h).
  *
- * Nouns, in the order they appear below:
- *   on disk  of a unit: its state planes (MT_STATE_PLANES), and HI where its weights are there, are
- *            in the file, as layout.h says. Host memory mirrors them (mirror.h) by way of bounce.h
- *   piece    of a unit: what one buffer of the ring holds. One is updated, those before are
- *            written, those after are read, as far ahead as there are buffers; also while nothing
- *            is updated, so that the first pieces of a step wait for it, and not it for them
- *   order    which unit follows which: as they did last time
+ *   on disk  of a unit: its state planes (MT_STATE_PLANES), and perhaps HI, are in the file, as
+ *            layout.h says. Host memory mirrors them (mirror.h)
+ *   piece    what one buffer of the ring holds of a unit. One is updated, those before are written,
+ *            those after are read, as far ahead as there are buffers; also while nothing is
+ *            updated, so that a step's first pieces are there
+ *   order    units follow each other as they did last time
  *
- *     mt_disk_open(cx, blocks, pool, 8, bytes, &d);
+ *     mt_disk_open(cx, file, pool, 8, bytes, &d);
  *     mt_disk_add(d, unit, 0);                  // before its states are asked for
- *     mt_home_disk.update(d, &job, clip);       // the updater: returns at once
- *     mt_ledger_wait_updates(store, job.unit);  // its weights are new
+ *     mt_home_disk.update(d, update);           // the updater: returns at once
+ *     mt_ledger_wait_updates(store, unit);      // its weights are new
  *     mt_mirror_bring(store, unit, 1u << MT_PLANE_M);  // host: the copies are as in the file
  *
- * Updates are made by a thread of ours in the order they were put, beside the updater's: a drive is
- * slow, and is to move from the first moment on. An update ends in the ledger when the unit's
- * weights are new; its states may still be on their way.
+ * A thread of ours makes updates in the order they were put, beside the updater: a drive is slow,
+ * and is to move from the first moment on. An update ends in the ledger when the unit's weights are
+ * new; its states may still be on their way.
  *
  * Order:
- *   READ     our thread waits until a piece is in its buffer       told by the file's thread
- *   WRITTEN  a piece is read again when its last write is over     the same; loads wait for it too
- *   READ OUT and written when its last read is, also one that nobody wants any more
+ *   READ     our thread waits until a piece is in its buffer
+ *   WRITTEN  a piece is read again when its last write is over; loads wait for it too
+ *   READ OUT and written when its last read is over, also a read that nobody wants any more
  *   PUSHED   what was read ahead of a unit is dropped before its planes are written from outside,
  *            and none of it is read until they are; a fetch waits meanwhile
- *   WEIGHTS  our thread waits in the ledger for fetches of the unit's weights,
- *            before its first piece
- *   FED      and drops what others read of the unit, for fetches to come, and waits until no such
- *            read is under way: it would meet the write. None begins while an update of the unit is
- *            announced
- *   Fetches and readers of weights wait for the unit's update as ever. Where weights are in memory
- *   they wait for no write, since those are of states; where they are in the file, for those of the
- *   pieces they read (WRITTEN).
+ *   WEIGHTS  our thread waits in the ledger for fetches of the unit's weights, before its first
+ *            piece
+ *   FED      it drops what others read of the unit for fetches to come, and waits until no such
+ *            read is under way. None begins while an update of the unit is announced
+ *   Fetches and readers of weights wait for the unit's update as ever, and where weights are in the
+ *   file for the writes of the pieces they read (WRITTEN).
  *
- * Who loads or stores copies of one unit waits for nobody who does so of another. Copies of states
- * are evicted when an update begins.
+ * Loads and stores of one unit's copies wait for no other unit's. Copies of states are evicted when
+ * an update begins.
  *
  * Threads: open, add, close: one, before and after the others. update: the updater's. The job's
  *          functions run on our thread; requests end on threads of the file's.
- * Errors:  a request that failed is the ledger's fault, with unit, plane and parameter,
- *          path and offset.
+ * Errors:  a request that failed is the ledger's fault, with unit, plane and parameter, path and
+ *          offset.
  */
 #ifndef MT_DISK_H
 #define MT_DISK_H

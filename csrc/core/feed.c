@@ -98,20 +98,17 @@ static void ahead(void *arg)
 /* Buffers whose copies are over (COPIED) are read into again. */
 static mt_status reclaim(mt_feed *f)
 {
-    mt_status st = MT_OK;
-
     for (int i = 0; i < f->ring->n; i++) {
         mt_buffer *k = f->ring->buffers[i];
         int        done = 0;
 
         if (k->at == MT_BUFFER_COPYING)
-            MT_TRY(f->cx->dev->ops->query(f->copied[i], &done));
+            MT_DO(f->cx->dev->ops->query(f->copied[i], &done));
         if (done)
             mt_buffer_to(k, MT_BUFFER_FREE);
     }
     mt_rings_ahead(f->all);
-fail:
-    return st;
+    return MT_OK;
 }
 
 void mt_feed_expect(mt_feed *f, const int *units, int n)
@@ -152,20 +149,6 @@ static int is_loaded(void *arg)
     return a->copying != NULL;
 }
 
-/* COPIED. Somebody else may have seen the same meanwhile, and read into k again. */
-static mt_status wait_copied(mt_feed *f, mt_buffer *k)
-{
-    mt_status st = mt_watch_event(mt_store_watch(f->cx->store), f->copied[k->number],
-                                  mt_store_name(f->cx->store, f->unit),
-                                  "a copy of weights out of a buffer (COPIED)");
-
-    mt_lock(f->mu);
-    if (st == MT_OK && k->at == MT_BUFFER_COPYING)
-        mt_buffer_to(k, MT_BUFFER_FREE);
-    mt_unlock(f->mu);
-    return st;
-}
-
 /* Until the next piece is in a buffer, which is then the mover's. */
 static mt_status take_load(mt_feed *f, mt_buffer **out)
 {
@@ -177,9 +160,15 @@ static mt_status take_load(mt_feed *f, mt_buffer **out)
         st = mt_rings_until(f->all, is_loaded, &a, f->unit, "its weights from disk (READ)");
         if (st == MT_OK && a.st != MT_OK)
             st = a.st;
-        if (st == MT_OK && a.copying != NULL)
-            st = wait_copied(f, a.copying);
-        else if (st == MT_OK && a.k == NULL)
+        if (st == MT_OK && a.copying != NULL) {
+            st = mt_watch_event(mt_store_watch(f->cx->store), f->copied[a.copying->number],
+                                mt_store_name(f->cx->store, f->unit),
+                                "a copy of weights out of a buffer (COPIED)");
+            mt_lock(f->mu);              /* somebody may have seen the same, and read into it */
+            if (st == MT_OK && a.copying->at == MT_BUFFER_COPYING)
+                mt_buffer_to(a.copying, MT_BUFFER_FREE);
+            mt_unlock(f->mu);
+        } else if (st == MT_OK && a.k == NULL)
             st = mt_ledger_check(f->cx->store);      /* the disk failed */
         if (st != MT_OK)
             return st;
@@ -247,18 +236,6 @@ mt_status mt_feed_copy(mt_feed *f, int unit, void *mem, mt_queue *h2d)
 
 /* ---- open and close ----------------------------------------------------------------------- */
 
-static mt_status add_buffers(mt_feed *f, int n, size_t each)
-{
-    mt_status st = MT_OK;
-
-    for (int i = 0; i < n; i++) {
-        MT_TRY(f->cx->dev->ops->event_open(f->cx->dev, &f->copied[i]));
-        MT_TRY(mt_ring_add(f->ring, each, f->cx->dev));
-    }
-fail:
-    return st;
-}
-
 mt_status mt_feed_open(mt_context *cx, size_t bytes, mt_feed **out)
 {
     mt_feed    *f;
@@ -274,7 +251,11 @@ mt_status mt_feed_open(mt_context *cx, size_t bytes, mt_feed **out)
     each = mt__disk_feeds(f->disk, 1);
     n = bytes / each;
     MT_TRY(mt_ring_open(f->all, &how, &f->ring));
-    MT_TRY(add_buffers(f, n < LEAST ? LEAST : n > MOST ? MOST : (int)n, each));
+    n = n < LEAST ? LEAST : n > MOST ? MOST : n;
+    for (size_t i = 0; i < n; i++) {
+        MT_TRY(cx->dev->ops->event_open(cx->dev, &f->copied[i]));
+        MT_TRY(mt_ring_add(f->ring, each, cx->dev));
+    }
     *out = cx->feed = f;
     return MT_OK;
 

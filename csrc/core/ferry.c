@@ -14,26 +14,18 @@
 
 /* Of a unit. The pointers are board's and reach's; the rest under mu. */
 typedef struct berth {
+    mt_job       rise;                   /* in `raises`, once or not */
+    int          unit;
     mt_event    *lowered, *raised;
     mt_post      lowering;               /* of `ends`'s thread: tells the watchdog */
     mt_post      raising;
     mt_mem_name *names;                  /* [ranks] of slots. These two NULL: out of reach */
     void       **slots;                  /* [ranks] where they are here; NULL: its own */
-    int          trips;                  /* lowered, and not ended */
+    mt_update   *trip;                   /* in `steps`, where slots are within reach, then `ends`;
+                                          * NULL: none was lowered that has not ended */
+    void        *mem;                    /* of the trip: slot, and the event behind the update */
+    mt_event    *made;
 } berth;
-
-typedef struct rise {
-    mt_job node;                         /* in `raises` */
-    int    unit;
-} rise;
-
-typedef struct trip {
-    mt_job        node;                  /* in `steps`, where slots are within reach, then `ends` */
-    mt_update_job j;
-    void         *mem;                   /* the unit's slot */
-    mt_event     *made;
-    rise         *rise;                  /* NULL: it was submitted */
-} trip;
 
 struct mt_ferry {
     mt_context *cx;
@@ -45,119 +37,126 @@ struct mt_ferry {
     _Atomic uint64_t lowered;            /* bytes */
     berth     **berths;                  /* [n_berths] by unit */
     int64_t     n_berths;
-    mt_worker   steps, ends, raises;     /* trips, trips, rises. mu */
+    mt_worker   steps, ends, raises;     /* mu */
     void      (*raise)(void *arg, int unit);
     void       *arg;
     atomic_int  stopped;
 };
 
+/* ---- copies ------------------------------------------------------------------------------- */
+
+/* Bytes [from, to) of plane HI that are the rank's. */
+static mt_status portion_of(const mt_ferry *f, int unit, int rank, size_t *from, size_t *to)
+{
+    mt_portion p;
+
+    MT_DO(mt_portion_of(f->store, unit, rank, mt_share_ranks(f->cx->share), &p));
+    *from = mt_portion_byte(f->store, unit, p.begin);
+    *to = mt_portion_byte(f->store, unit, p.end);
+    return MT_OK;
+}
+
+/* Bytes [from, to), between the share and the slot. */
+static mt_status copy(const mt_ferry *f, int unit, void *mem, mt_queue *q, int up, size_t from,
+                      size_t to, uint64_t *bytes)
+{
+    void     *hi;
+    mt_status st = mt_store_hi(f->store, unit, &hi);
+    char     *host = (char *)hi + from, *there = (char *)mem + from;
+
+    if (st != MT_OK || from == to)
+        return st;
+    *bytes += to - from;
+    return f->dev->ops->copy(q, up ? there : host, up ? host : there, to - from);
+}
+
 /* ---- our threads -------------------------------------------------------------------------- */
 
 static mt_status wait_for(mt_ferry *f, int unit, mt_event *e, const char *awaits)
 {
-    mt_watch *watch = mt_store_watch(f->store);
-    mt_post   post;
-    mt_status st;
-
-    mt_watch_begin(watch, &post, NULL, mt_store_name(f->store, unit), awaits);
-    st = f->dev->ops->sync_event(e);
-    mt_watch_end(watch, &post, st);
-    return st;
+    return mt_watch_sync(mt_store_watch(f->store), e, mt_store_name(f->store, unit), awaits);
 }
 
-/* Under mu. */
-static void submit_rise(mt_ferry *f, trip *t)
+/* Under mu. One rise brings all that came before it. */
+static void submit_rise(mt_ferry *f, berth *b)
 {
-    if (!f->raises.stop)
-        (void)mt_worker_submit(&f->raises, &t->rise->node);
-    else
-        free(t->rise);
-    t->rise = NULL;
+    if (!b->rise.listed)
+        (void)mt_worker_submit(&f->raises, &b->rise);
 }
 
 /* The others may copy of the slot. */
 static mt_status see_step(void *arg, mt_job *node)
 {
     mt_ferry *f = arg;
-    trip     *t = (trip *)(void *)node;
+    int       unit = ((mt_update *)(void *)node)->j.unit;
+    berth    *b = f->berths[unit];
     mt_status st;
 
     mt_unlock(f->mu);
-    st = wait_for(f, t->j.unit, t->made, "its update on the device (the event STEPPED)");
+    st = wait_for(f, unit, b->made, "its update on the device (the event STEPPED)");
     if (st == MT_OK)
-        mt_ledger_update_stepped(f->store, t->j.unit);
+        mt_ledger_update_stepped(f->store, unit);
     else
         mt_ledger_fault(f->store, st, mt_last_error());
     mt_lock(f->mu);
-    submit_rise(f, t);
-    (void)mt_worker_submit(&f->ends, &t->node);
+    submit_rise(f, b);
+    (void)mt_worker_submit(&f->ends, node);
     return st;
 }
 
-static mt_status own(const mt_ferry *f, int unit, size_t *from, size_t *to);
-static mt_status copy(const mt_ferry *f, int unit, void *mem, mt_queue *q, int up, size_t from,
-                      size_t to, uint64_t *bytes);
-
 /* Chunk by chunk. */
-static mt_status lower(mt_ferry *f, const trip *t)
+static mt_status lower(mt_ferry *f, berth *b)
 {
     const mt_dev_ops *v = f->dev->ops;
-    berth            *b = f->berths[t->j.unit];
     mt_span           span;
     uint64_t          bytes = 0;
     size_t            from, to, n;
-    mt_status         st;
 
-    MT_TRY(own(f, t->j.unit, &from, &to));
+    MT_DO(portion_of(f, b->unit, mt_share_rank(f->cx->share), &from, &to));
     /* MOVED: the weights are the update's. */
     if (!mt_skips(f->cx, MT_EDGE_MOVED))
-        MT_TRY(v->wait(f->down, t->made));
-    mt_timeline_begin(f->cx->timeline, &span, MT_LANE_THROUGH, MT_WORK_OFFLOAD, t->j.unit, f->down);
+        MT_DO(v->wait(f->down, b->made));
+    mt_timeline_begin(f->cx->timeline, &span, MT_LANE_THROUGH, MT_WORK_OFFLOAD, b->unit, f->down);
     for (size_t at = from, i = 0; at < to; at += n, i++) {
         n = to - at < CHUNK ? to - at : CHUNK;
-        MT_TRY(copy(f, t->j.unit, t->mem, f->down, 0, at, at + n, &bytes));
-        MT_TRY(v->record(f->down, f->chunks[i % 2]));
+        MT_DO(copy(f, b->unit, b->mem, f->down, 0, at, at + n, &bytes));
+        MT_DO(v->record(f->down, f->chunks[i % 2]));
         if (i > 0)
-            MT_TRY(v->sync_event(f->chunks[(i - 1) % 2]));
+            MT_DO(v->sync_event(f->chunks[(i - 1) % 2]));
     }
     mt_timeline_end(f->cx->timeline, &span, bytes, f->down);
     atomic_fetch_add(&f->lowered, bytes);
-    MT_TRY(v->record(f->down, b->lowered));
+    MT_DO(v->record(f->down, b->lowered));
     mt_watch_put(mt_store_watch(f->store), &b->lowering, "weights down",
-                 mt_store_name(f->store, t->j.unit), DOWN, b->lowered);
-    if (!mt_skips(f->cx, MT_EDGE_LOWERED))
-        st = wait_for(f, t->j.unit, b->lowered, DOWN);
-fail:
-    return st;
+                 mt_store_name(f->store, b->unit), DOWN, b->lowered);
+    return mt_skips(f->cx, MT_EDGE_LOWERED) ? MT_OK : wait_for(f, b->unit, b->lowered, DOWN);
 }
 
 static mt_status end_update(void *arg, mt_job *node)
 {
-    mt_ferry *f = arg;
-    trip     *t = (trip *)(void *)node;
-    mt_status st;
+    mt_ferry  *f = arg;
+    mt_update *u = (mt_update *)(void *)node;
+    berth     *b = f->berths[u->j.unit];
+    mt_status  st;
 
     mt_unlock(f->mu);
     if ((st = mt_ledger_check(f->store)) == MT_OK)
-        st = lower(f, t);
-    mt_job_over(f->store, &t->j, st);
+        st = lower(f, b);
+    mt_update_over(f->store, u, st);
     mt_lock(f->mu);
-    f->berths[t->j.unit]->trips--;
-    if (t->rise != NULL)
-        submit_rise(f, t);
-    free(t);
+    b->trip = NULL;
+    if (b->slots == NULL)
+        submit_rise(f, b);
     return st;
 }
 
 static mt_status raise_unit(void *arg, mt_job *node)
 {
     mt_ferry *f = arg;
-    rise     *k = (rise *)(void *)node;
 
     mt_unlock(f->mu);
     if (!atomic_load(&f->stopped))
-        f->raise(f->arg, k->unit);
-    free(k);
+        f->raise(f->arg, ((berth *)(void *)node)->unit);
     mt_lock(f->mu);
     return MT_OK;
 }
@@ -188,16 +187,6 @@ fail:
     return st;
 }
 
-void mt_ferry_stop(mt_ferry *f)
-{
-    if (f == NULL)
-        return;
-    atomic_store(&f->stopped, 1);
-    mt_worker_stop(&f->steps, 0);
-    mt_worker_stop(&f->ends, 0);
-    mt_worker_stop(&f->raises, 0);
-}
-
 static void leave(const mt_ferry *f, berth *b)
 {
     for (int rank = 0; b->slots != NULL && rank < mt_share_ranks(f->cx->share); rank++)
@@ -225,7 +214,7 @@ void mt_ferry_close(mt_ferry *f)
 {
     if (f == NULL)
         return;
-    mt_ferry_stop(f);
+    atomic_store(&f->stopped, 1);            /* updates end; what was not raised is left */
     mt_worker_close(&f->steps);
     mt_worker_close(&f->ends);
     mt_worker_close(&f->raises);
@@ -242,15 +231,12 @@ void mt_ferry_close(mt_ferry *f)
 mt_status mt_ferry_drain(mt_ferry *f)
 {
     mt_watch *watch = mt_store_watch(f->store);
-    mt_status st;
 
-    MT_TRY(mt_worker_wait(&f->steps, watch, MT_WORKER_ALL, NULL, "updates on the device"));
-    MT_TRY(mt_worker_wait(&f->ends, watch, MT_WORKER_ALL, NULL, "weights on their way down"));
-    MT_TRY(mt_worker_wait(&f->raises, watch, MT_WORKER_ALL, NULL, "weights on their way up"));
-    MT_TRY(f->dev->ops->sync(f->down));
-    st = f->dev->ops->sync(f->up);
-fail:
-    return st;
+    MT_DO(mt_worker_wait(&f->steps, watch, MT_WORKER_ALL, NULL, "updates on the device"));
+    MT_DO(mt_worker_wait(&f->ends, watch, MT_WORKER_ALL, NULL, "weights on their way down"));
+    MT_DO(mt_worker_wait(&f->raises, watch, MT_WORKER_ALL, NULL, "weights on their way up"));
+    MT_DO(f->dev->ops->sync(f->down));
+    return f->dev->ops->sync(f->up);
 }
 
 mt_status mt_ferry_board(mt_ferry *f, int unit)
@@ -260,6 +246,7 @@ mt_status mt_ferry_board(mt_ferry *f, int unit)
 
     MT_TRY(MT_GROW(f->berths, f->n_berths, mt_store_units(f->store), "ferry"));
     MT_TRY(MT_MAKE(b, 1, "ferry"));
+    b->unit = unit;
     MT_TRY(f->dev->ops->event_open(f->dev, &b->lowered));
     MT_TRY(f->dev->ops->event_open(f->dev, &b->raised));
     f->berths[unit] = b;
@@ -272,6 +259,8 @@ fail:
 
 void mt_ferry_land(mt_ferry *f, int unit)
 {
+    if (f == NULL)
+        return;
     berth_close(f, f->berths[unit]);
     f->berths[unit] = NULL;
 }
@@ -300,7 +289,7 @@ fail:
 
 static int is_idle(void *berth_)
 {
-    return ((const berth *)berth_)->trips == 0;
+    return ((const berth *)berth_)->trip == NULL;
 }
 
 mt_status mt_ferry_idle(mt_ferry *f, int unit)
@@ -311,103 +300,51 @@ mt_status mt_ferry_idle(mt_ferry *f, int unit)
 
 /* ---- copies: under mu ---------------------------------------------------------------------- */
 
-/* Bytes [from, to) of plane HI that are this rank's. */
-static mt_status own(const mt_ferry *f, int unit, size_t *from, size_t *to)
+void mt_ferry_lower(mt_ferry *f, void *mem, mt_event *made, mt_update *u)
 {
-    mt_portion p;
-    mt_status  st;
+    berth *b = f->berths[u->j.unit];
 
-    MT_TRY(mt_portion_of(f->store, unit, mt_share_rank(f->cx->share),
-                         mt_share_ranks(f->cx->share), &p));
-    *from = mt_portion_byte(f->store, unit, p.begin);
-    *to = mt_portion_byte(f->store, unit, p.end);
-fail:
-    return st;
-}
-
-/* Bytes [from, to), between the share and the slot. */
-static mt_status copy(const mt_ferry *f, int unit, void *mem, mt_queue *q, int up, size_t from,
-                      size_t to, uint64_t *bytes)
-{
-    void     *hi;
-    mt_status st = mt_store_hi(f->store, unit, &hi);
-    char     *host = (char *)hi + from, *there = (char *)mem + from;
-
-    if (st != MT_OK || from == to)
-        return st;
-    *bytes += to - from;
-    return f->dev->ops->copy(q, up ? there : host, up ? host : there, to - from);
-}
-
-mt_status mt_ferry_lower(mt_ferry *f, int unit, void *mem, mt_event *made, const mt_update_job *j)
-{
-    berth    *b = f->berths[unit];
-    trip     *t = NULL;
-    mt_status st;
-
-    MT_ASSERT(mt_holds(f->mu));
-    MT_TRY(MT_MAKE(t, 1, mt_store_name(f->store, unit)));
-    MT_TRY(MT_MAKE(t->rise, 1, mt_store_name(f->store, unit)));
-    t->rise->unit = unit;
-    t->j = *j;
-    t->mem = mem;
-    t->made = made;
-    b->trips++;
-    (void)mt_worker_submit(b->slots != NULL ? &f->steps : &f->ends, &t->node);
-    return MT_OK;
-fail:
-    free(t);
-    mt_job_over(f->store, j, st);
-    return st;
-}
-
-/* The rank's portion. */
-static mt_status raise_from(const mt_ferry *f, int unit, void *mem, int rank, uint64_t *bytes)
-{
-    const berth *b = f->berths[unit];
-    mt_portion   p;
-    size_t       from, to;
-    mt_status    st;
-
-    MT_TRY(mt_portion_of(f->store, unit, rank, mt_share_ranks(f->cx->share), &p));
-    from = mt_portion_byte(f->store, unit, p.begin);
-    to = mt_portion_byte(f->store, unit, p.end);
-    if (b->slots == NULL)
-        return copy(f, unit, mem, f->up, 1, from, to, bytes);
-    *bytes += to - from;
-    if (to > from)
-        st = f->dev->ops->copy(f->up, (char *)mem + from, (char *)b->slots[rank] + from, to - from);
-fail:
-    return st;
+    MT_ASSERT(mt_holds(f->mu) && b->trip == NULL);
+    b->trip = u;
+    b->mem = mem;
+    b->made = made;
+    (void)mt_worker_submit(b->slots != NULL ? &f->steps : &f->ends, &u->node);
 }
 
 mt_status mt_ferry_raise(mt_ferry *f, int unit, void *mem, uint64_t *bytes)
 {
-    berth    *b = f->berths[unit];
-    mt_span   span;
-    uint64_t  before = *bytes;
-    mt_status st;
+    berth   *b = f->berths[unit];
+    mt_span  span;
+    uint64_t before = *bytes;
+    size_t   from, to;
 
     MT_ASSERT(mt_holds(f->mu));
     mt_timeline_begin(f->cx->timeline, &span, b->slots != NULL ? MT_LANE_GATHER : MT_LANE_THROUGH,
                       MT_WORK_FETCH, unit, f->up);
-    for (int rank = 0; rank < mt_share_ranks(f->cx->share); rank++)
-        if (rank != mt_share_rank(f->cx->share))
-            MT_TRY(raise_from(f, unit, mem, rank, bytes));
+    for (int rank = 0; rank < mt_share_ranks(f->cx->share); rank++) {
+        if (rank == mt_share_rank(f->cx->share))
+            continue;
+        MT_DO(portion_of(f, unit, rank, &from, &to));
+        if (b->slots == NULL)
+            MT_DO(copy(f, unit, mem, f->up, 1, from, to, bytes));
+        else if (to > from)
+            MT_DO(f->dev->ops->copy(f->up, (char *)mem + from, (char *)b->slots[rank] + from,
+                                    to - from));
+        *bytes += b->slots != NULL ? to - from : 0;
+    }
     mt_timeline_end(f->cx->timeline, &span, *bytes - before, f->up);
-    MT_TRY(f->dev->ops->record(f->up, b->raised));
+    MT_DO(f->dev->ops->record(f->up, b->raised));
     mt_watch_put(mt_store_watch(f->store), &b->raising, "weights up",
                  mt_store_name(f->store, unit), UP, b->raised);
-fail:
-    return st;
+    return MT_OK;
 }
 
 mt_status mt_ferry_return(mt_ferry *f, int unit, void *mem, mt_queue *q, uint64_t *bytes)
 {
-    size_t    from, to;
-    mt_status st = own(f, unit, &from, &to);
+    size_t from, to;
 
-    return st == MT_OK ? copy(f, unit, mem, q, 1, from, to, bytes) : st;
+    MT_DO(portion_of(f, unit, mt_share_rank(f->cx->share), &from, &to));
+    return copy(f, unit, mem, q, 1, from, to, bytes);
 }
 
 mt_status mt_ferry_await(mt_ferry *f, int unit, mt_queue *run)

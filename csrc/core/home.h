@@ -4,10 +4,11 @@
  *   home     ram: host memory. vram: the device. arrive: as vram, with states that are there around
  *            their update alone. through: ram, updated on the device. disk: states, or weights too,
  *            are in a file
- *   job      an update of a unit: what it takes, whichever home the unit has
+ *   job      what an update of a unit takes, whichever home the unit has
+ *   update   a job on its way
  *
  *     mt_store_move(s, unit, &mt_home_vram, residents);   // nothing of the unit is under way
- *     mt_store_home(s, unit, &of)->update(of, &job, clip);
+ *     mt_store_home(s, unit, &of)->update(of, u);
  *
  * A unit has one home, so homes are not combined. It comes to each from one other, and goes back to
  * that; mt_store_move alone decides whether it may. A home is a table and its functions: nobody but
@@ -17,6 +18,9 @@
 #define MT_HOME_H
 
 #include "pieces.h"
+#include "worker.h"
+
+#include <stdlib.h>
 
 /* What all ranks have to ask alike of an update: name, in words. MT_ALIKE_BITS of each go into one
  * number where they do not. */
@@ -65,21 +69,32 @@ typedef struct mt_update_job {
                                   * of a slot as they are; NULL: none may */
 } mt_update_job;
 
+/* A job on its way, which the updater has made, and the home it is handed to ends. */
+typedef struct mt_update {
+    mt_job        node;          /* of the home's worker */
+    mt_update_job j;             /* params: a copy, which goes with it */
+    float         clip;
+    uint64_t      number;        /* these two are the home's */
+    mt_status     st;
+} mt_update;
+
 /* Functions get what was given to mt_store_move. Planes: a bit 1u << plane each. */
 struct mt_home {
     const char    *lives;        /* behind the unit's name, for messages */
     const mt_home *from;         /* where units come from, and go back to; NULL: this is ram */
     unsigned       away;         /* planes that it keeps: host memory mirrors them (mirror.h) */
-    unsigned       later;        /* of those: planes in a slot, stored when that is used next */
+    unsigned       later;        /* of those: planes in a slot, stored when that is used next. In a
+                                  * share their host memory stays, and is registered: the ferry
+                                  * keeps it current (ferry.h) */
     unsigned       stays;        /* of those: planes whose host memory is never given back */
     unsigned       visit;        /* planes that the host keeps, and the device has around an
                                   * update */
     unsigned       device;       /* planes for which the store has memory on the device */
     unsigned       registered;   /* planes whose host memory copy engines look at */
     unsigned       fresh;        /* planes that a unit may not have yet when it comes */
-    int            fed;          /* its weights are fetched by way of a feed (feed.h) */
-    int            shared;       /* it is for units in a share; of those that keep planes none else
-                                  * is */
+    int            fed;          /* its weights are fetched by way of a feed (feed.h). In a share
+                                  * they are fresh too: one plane of all ranks', of which each keeps
+                                  * its portion in its file */
 
     /* Host memory as a mirror. wait: until planes of `visit` may be read; may be NULL. load: copies
      * of these planes that are LOADING, or STALE by now, are on the host when it returns; their
@@ -98,32 +113,31 @@ struct mt_home {
     mt_status (*at)  (void *of, int unit, int param, mt_plane p, void **out);
     mt_status (*come)(void *of, int unit, const int *params, int n, mt_queue *d2h);
 
-    /* Updates. fits: the job has what it takes. update: its gradients are whole; NULL: the updater
-     * runs it. ends: it ends the announcement and frees the job, also on failure. stepped: waits
-     * until updates of this step are over; drain: and until all are. These may be NULL. turn: where
-     * a norm is known before, jobs of a smaller one go first. */
+    /* Updates. fits: the job has what it takes. update: its gradients are whole; the home ends it,
+     * also on failure, by mt_update_over. NULL: the updater does all that. stepped: waits until
+     * updates of this step are over; drain: until all are; either may be NULL. turn: where a norm
+     * is known before, jobs of a smaller one go first. */
     int       (*fits)   (const mt_update_job *j);
-    mt_status (*update) (void *of, const mt_update_job *j, float clip);
-    int         ends, turn;
+    mt_status (*update) (void *of, mt_update *u);
+    int         turn;
     mt_status (*stepped)(void *of);
     mt_status (*drain)  (void *of);
 };
 
-/* For a home that ends updates: in the ledger first, with its failure, since the next fetch of the
- * unit must fail, not read. */
-static inline void mt_job_over(mt_store *s, const mt_update_job *j, mt_status st)
+/* In the ledger with its failure, since the next fetch of the unit must fail, not read. */
+static inline void mt_update_over(mt_store *s, mt_update *u, mt_status st)
 {
     if (st != MT_OK)
         mt_ledger_fault(s, st, mt_last_error());
-    mt_ledger_update_end(s, j->unit);
-    if (j->free != NULL)
-        j->free(j->arg);
+    mt_ledger_update_end(s, u->j.unit);
+    if (u->j.free != NULL)
+        u->j.free(u->j.arg);
+    free((void *)(uintptr_t)u->j.params);
+    free(u);
 }
 
 extern const mt_home mt_home_ram, mt_home_through;       /* store.c, through.c */
-extern const mt_home mt_home_vram, mt_home_arrive;        /* resident.c; of units in a share: */
-extern const mt_home mt_home_vram_shared, mt_home_arrive_shared;
-extern const mt_home mt_home_disk, mt_home_disk_weights; /* disk.c; of units in a share: */
-extern const mt_home mt_home_disk_shared, mt_home_disk_weights_shared;
+extern const mt_home mt_home_vram, mt_home_arrive;       /* resident.c */
+extern const mt_home mt_home_disk, mt_home_disk_weights; /* disk.c */
 
 #endif

@@ -13,7 +13,6 @@ static mt_status planes_of(mt_store *s, int unit, int param, int made, unsigned 
 {
     const mt_param_desc *desc = mt_store_desc(s, unit, param);
     unsigned             away = mt_store_home(s, unit, NULL)->away, planes = 0;
-    mt_status            st = MT_OK;
 
     for (int p = 0; p < MT_PLANE_COUNT && desc->numel > 0; p++) {
         int in = mt_store_trainable(s, unit, param) || p == MT_PLANE_HI;
@@ -21,12 +20,11 @@ static mt_status planes_of(mt_store *s, int unit, int param, int made, unsigned 
         if (!(away >> p & 1) || mt_store_plane_bytes(s, unit, param, (mt_plane)p, 1) == 0)
             continue;
         if (made)
-            MT_TRY(mt_store_in_arena(s, unit, param, (mt_plane)p, &in));
+            MT_DO(mt_store_in_arena(s, unit, param, (mt_plane)p, &in));
         planes |= in ? 1u << p : 0;
     }
     *out = planes;
-fail:
-    return st;
+    return MT_OK;
 }
 
 static mt_status open_piece(mt_layout *l, int number)
@@ -34,7 +32,6 @@ static mt_status open_piece(mt_layout *l, int number)
     const mt_piece   *whole = &l->cut->piece[number];
     const mt_stretch *first = &l->cut->part[whole->first];
     mt_layout_piece  *c = &l->pieces[number];
-    mt_status         st = MT_OK;
 
     c->hi_at = mt_store_offset(l->store, l->unit, first->param) +
                mt_store_plane_bytes(l->store, l->unit, first->param, MT_PLANE_HI, first->from);
@@ -43,10 +40,9 @@ static mt_status open_piece(mt_layout *l, int number)
     l->bytes += whole->bytes;
     l->most_weights = whole->weights > l->most_weights ? whole->weights : l->most_weights;
     for (int k = 0; k < MT_SECTIONS; k++)
-        MT_TRY(MT_MAKE(c->section[k].sums, (int64_t)mt_block_count(c->section[k].bytes),
-                       mt_store_name(l->store, l->unit)));
-fail:
-    return st;
+        MT_DO(MT_MAKE(c->section[k].sums, (int64_t)mt_block_count(c->section[k].bytes),
+                      mt_store_name(l->store, l->unit)));
+    return MT_OK;
 }
 
 mt_status mt_layout_make(mt_store *s, int unit, size_t bytes, int made, mt_layout **out)

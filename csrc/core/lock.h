@@ -112,6 +112,10 @@ static inline void mt_mutex_close(mt_mutex *m)
     (void)pthread_mutex_destroy(&m->mu);
 }
 
+/* The value of an expression under a lock. */
+#define MT_LOCKED(m, expr) \
+    __extension__({ mt_lock(m); __typeof__(expr) value_ = (expr); mt_unlock(m); value_; })
+
 static inline void mt__lock(mt_mutex *m, const char *file, int line)
 {
     MT__RANK(take, m, file, line);

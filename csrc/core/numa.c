@@ -10,12 +10,6 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
-static void set(mt_nodes *nodes, unsigned long node)
-{
-    if (node < MT_NODES)
-        nodes->bits[node / MT_NODE_BITS] |= 1ul << node % MT_NODE_BITS;
-}
-
 /* "0-3,8" */
 static void parse(const char *list, mt_nodes *out)
 {
@@ -29,7 +23,7 @@ static void parse(const char *list, mt_nodes *out)
         if (sscanf(list, "-%lu%n", &to, &used) == 1)
             list += used;
         for (; from <= to && from < MT_NODES; from++)
-            set(out, from);
+            out->bits[from / MT_NODE_BITS] |= 1ul << from % MT_NODE_BITS;
         list += *list == ',';
     }
 }

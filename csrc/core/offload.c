@@ -49,7 +49,8 @@ typedef struct ticket {
     int       unit;
     parcel    *parcels;
     int      *params;        /* [n] of the parcels */
-    int       n, cap;
+    int       n;
+    int64_t   parcels_room, params_room;
     uint64_t  passes;        /* run waits for copies of this ticket, `depth` before; 0: of none */
     int       adds;          /* parcels for the collector */
 } ticket;
@@ -89,7 +90,7 @@ struct mt_offload {
     mt_worker          collector;    /* ticket n is its job n */
     mt_mutex           mu;
     tally            **tally;        /* by unit; the table moves, under mu; a tally stays */
-    int                n_tally;
+    int64_t            n_tally;
     uint64_t           landed;       /* the latest ticket whose copies the collector saw end; it
                                       * stays at a failure. mu */
     uint64_t           waited_for;   /* the latest ticket that run waits for; putting thread, mu */
@@ -153,16 +154,12 @@ static mt_status collect(void *arg, mt_job *node)
 {
     mt_offload *o = arg;
     ticket     *t = (ticket *)(void *)node;
-    mt_watch   *watch = mt_store_watch(o->store);
-    mt_post     post;
     mt_status   st;
 
     assert_state(o);
     mt_unlock(&o->mu);
-    mt_watch_begin(watch, &post, NULL, mt_store_name(o->store, t->unit),
-                   "its gradients' copies (the event LANDED)");
-    st = o->dev->ops->sync_event(t->landed);
-    mt_watch_end(watch, &post, st);
+    st = mt_watch_sync(mt_store_watch(o->store), t->landed, mt_store_name(o->store, t->unit),
+                       "its gradients' copies (the event LANDED)");
     if (st == MT_OK)
         add_up(o, t);
     else
@@ -191,12 +188,8 @@ static mt_status wait_room(mt_offload *o, uint64_t t)
 {
     mt_span   span;
     mt_status st;
-    int       over;
 
-    mt_lock(&o->mu);
-    over = o->collector.ended >= t;
-    mt_unlock(&o->mu);
-    if (over)
+    if (MT_LOCKED(&o->mu, o->collector.ended) >= t)
         return MT_OK;
     mt_timeline_begin(o->timeline, &span, MT_LANE_HAND, MT_WORK_WAIT, -1, NULL);
     st = wait_home(o, t);
@@ -226,45 +219,33 @@ static size_t chunks_of(int64_t n)
     return (size_t)(n / MT_PORTION_GRAIN + (n % MT_PORTION_GRAIN != 0));
 }
 
-/* Of what is ours of a unit that has several owners, or whose norm is made with other ranks. */
-static size_t count_chunks(const mt_offload *o, int unit)
-{
-    int     asked = o->cx->share != NULL || mt_store_owners(o->store, unit) > 1;
-    size_t  chunks = 0;
-    int64_t from;
-
-    for (int i = 0; i < mt_store_params(o->store, unit) && asked; i++)
-        chunks += chunks_of(mt_store_owned(o->store, unit, i, &from));
-    return chunks;
-}
-
-/* Behind the sums. */
-static void place_chunks(const mt_offload *o, int unit, tally *y, double *at)
-{
-    for (int i = 0; i < mt_store_params(o->store, unit); i++) {
-        int64_t from, n = mt_store_owned(o->store, unit, i, &from);
-
-        y->chunks[i] = n > 0 ? at : NULL;
-        at += chunks_of(n);
-    }
-}
-
+/* Chunks are noted of what is ours of a unit that has several owners, or whose norm is made with
+ * other ranks; they lie behind the sums. */
 static mt_status tally_open(mt_offload *o, int unit, tally **out)
 {
-    size_t    n = (size_t)mt_store_params(o->store, unit) + 1, chunks = count_chunks(o, unit);
-    tally    *y = calloc(1, sizeof *y);
-    mt_status st;
+    int         n = mt_store_params(o->store, unit);
+    int         asked = o->cx->share != NULL || mt_store_owners(o->store, unit) > 1;
+    const char *name = mt_store_name(o->store, unit);
+    size_t      chunks = 0;
+    int64_t     from;
+    double     *at;
+    tally      *y = NULL;
+    mt_status   st;
 
-    if (y == NULL || (y->flags = calloc(n, sizeof *y->flags)) == NULL ||
-        (y->chunks = calloc(n, sizeof *y->chunks)) == NULL) {
-        st = MT_FAIL(MT_ENOMEM, "unit %s: no memory to note its gradients",
-                     mt_store_name(o->store, unit));
-        goto fail;
-    }
-    MT_TRY(pages_open(o, (n + chunks) * sizeof *y->sum, "sums of squares", &y->mem));
+    for (int i = 0; i < n && asked; i++)
+        chunks += chunks_of(mt_store_owned(o->store, unit, i, &from));
+    MT_TRY(MT_MAKE(y, 1, name));
+    MT_TRY(MT_MAKE(y->flags, n, name));
+    MT_TRY(MT_MAKE(y->chunks, n, name));
+    MT_TRY(pages_open(o, ((size_t)n + 1 + chunks) * sizeof *y->sum, "sums of squares", &y->mem));
     y->sum = y->mem.base;
-    if (chunks > 0)
-        place_chunks(o, unit, y, y->sum + n);
+    at = y->sum + n + 1;
+    for (int i = 0; i < n && chunks > 0; i++) {
+        size_t own = chunks_of(mt_store_owned(o->store, unit, i, &from));
+
+        y->chunks[i] = own > 0 ? at : NULL;
+        at += own;
+    }
     *out = y;
     return MT_OK;
 
@@ -274,79 +255,26 @@ fail:
 }
 
 /* Putting thread, which alone changes the table; others read it under mu. */
-static mt_status tally_grow(mt_offload *o, int n)
-{
-    tally **grown = calloc((size_t)n, sizeof(tally *)), **old = o->tally;
-
-    if (grown == NULL)
-        return MT_FAIL(MT_ENOMEM, "offload: no memory for %d units", n);
-    if (o->n_tally > 0)
-        memcpy(grown, old, (size_t)o->n_tally * sizeof(tally *));
-    mt_lock(&o->mu);
-    o->tally = grown;
-    o->n_tally = n;
-    mt_unlock(&o->mu);
-    free(old);
-    return MT_OK;
-}
-
 static mt_status tally_of(mt_offload *o, int unit, tally **out)
 {
-    tally    *y;
-    mt_status st;
+    tally *y;
 
     if (unit >= o->n_tally)
-        MT_TRY(tally_grow(o, mt_store_units(o->store)));
+        MT_DO(MT_LOCKED(&o->mu, MT_GROW(o->tally, o->n_tally, mt_store_units(o->store),
+                                        "offload")));
     if ((y = o->tally[unit]) == NULL) {
-        MT_TRY(tally_open(o, unit, &y));
-        mt_lock(&o->mu);
-        o->tally[unit] = y;
-        mt_unlock(&o->mu);
+        MT_DO(tally_open(o, unit, &y));
+        (void)MT_LOCKED(&o->mu, o->tally[unit] = y);
     }
     *out = y;
     return MT_OK;
-fail:
-    return st;
-}
-
-/* A staging buffer of at least `bytes` that the collector is done with. */
-static mt_status staging_take(mt_offload *o, size_t bytes, staging **out)
-{
-    staging  *g = &o->staging[o->next_staging % STAGINGS];
-    mt_status st;
-
-    MT_TRY(wait_room(o, g->user));
-    if (g->mem.bytes < bytes) {
-        mt_arena_close(&g->mem);
-        MT_TRY(pages_open(o, bytes, "micro-batch gradients on their way", &g->mem));
-    }
-    *out = g;
-    return MT_OK;
-fail:
-    return st;
 }
 
 /* ---- open and close --------------------------------------------------------------------- */
 
-static mt_status ring_open(mt_offload *o)
-{
-    mt_status st;
-
-    o->n_ring = o->depth + AHEAD;
-    if ((o->ring = calloc(o->n_ring, sizeof *o->ring)) == NULL)
-        return MT_FAIL(MT_ENOMEM, "offload: no memory for %" PRIu64 " tickets", o->n_ring);
-    for (uint64_t i = 0; i < o->n_ring; i++) {
-        MT_TRY(o->dev->ops->event_open(o->dev, &o->ring[i].handed));
-        MT_TRY(o->dev->ops->event_open(o->dev, &o->ring[i].landed));
-    }
-    return MT_OK;
-fail:
-    return st;
-}
-
 mt_status mt_offload_open(const mt_context *cx, int depth, mt_offload_kernels k, mt_offload **out)
 {
-    mt_offload *o;
+    mt_offload *o = NULL;
     mt_status   st;
 
     if (depth < 1 || depth > 1024)
@@ -355,13 +283,17 @@ mt_status mt_offload_open(const mt_context *cx, int depth, mt_offload_kernels k,
     if (cx->share != NULL && k.fold == NULL)
         return MT_FAIL(MT_EINVAL, "offload: where processes share units, mt_offload_open() is to "
                        "be given a fold");
-    if ((o = calloc(1, sizeof *o)) == NULL)
-        return MT_FAIL(MT_ENOMEM, "offload: calloc(%zu)", sizeof *o);
+    MT_TRY(MT_MAKE(o, 1, "offload"));
     *o = (mt_offload){ .cx = cx, .dev = cx->dev, .store = cx->store, .pool = cx->pool,
-                       .timeline = cx->timeline, .kernels = k, .depth = (uint64_t)depth };
+                       .timeline = cx->timeline, .kernels = k, .depth = (uint64_t)depth,
+                       .n_ring = (uint64_t)depth + AHEAD };
     mt_mutex_open(&o->mu, MT_RANK_OFFLOAD);
     MT_TRY(mt_worker_open(&o->collector, &o->mu, 1, "mt-collector", "d2h", collect, o));
-    MT_TRY(ring_open(o));
+    MT_TRY(MT_MAKE(o->ring, (int64_t)o->n_ring, "offload"));
+    for (uint64_t i = 0; i < o->n_ring; i++) {
+        MT_TRY(o->dev->ops->event_open(o->dev, &o->ring[i].handed));
+        MT_TRY(o->dev->ops->event_open(o->dev, &o->ring[i].landed));
+    }
     MT_TRY(o->dev->ops->queue_open(o->dev, "d2h", &o->d2h));
     *out = o;
     return MT_OK;
@@ -376,8 +308,7 @@ void mt_offload_close(mt_offload *o)
     if (o == NULL)
         return;
     mt_worker_close(&o->collector);
-    if (o->d2h != NULL)
-        o->dev->ops->queue_close(o->d2h);
+    o->dev->ops->queue_close(o->d2h);
     for (uint64_t i = 0; o->ring != NULL && i < o->n_ring; i++) {
         mt_watch_take(mt_store_watch(o->store), &o->ring[i].making);
         o->dev->ops->event_close(o->ring[i].handed);
@@ -426,18 +357,16 @@ static mt_status plane_at(mt_offload *o, int unit, int param, mt_plane plane, in
     void          *of, *at;
     const mt_home *h = mt_store_home(o->store, unit, &of);
     int64_t        from;
-    mt_status      st;
 
     if (host)
-        MT_TRY(mt_store_view(o->store, unit, param, plane, &at));
+        MT_DO(mt_store_view(o->store, unit, param, plane, &at));
     else if (h->at != NULL)
-        MT_TRY(h->at(of, unit, param, plane, &at));
+        MT_DO(h->at(of, unit, param, plane, &at));
     else
-        MT_TRY(mt_store_at(o->store, unit, param, plane, &at));
+        MT_DO(mt_store_at(o->store, unit, param, plane, &at));
     (void)mt_store_owned(o->store, unit, param, &from);
     *out = (char *)at + mt_store_plane_bytes(o->store, unit, param, plane, from);
-fail:
-    return st;
+    return MT_OK;
 }
 
 static mt_status parcel_make(mt_offload *o, int unit, const mt_grad_item *it, tally *y, parcel *p)
@@ -445,46 +374,24 @@ static mt_status parcel_make(mt_offload *o, int unit, const mt_grad_item *it, ta
     const mt_param_desc *d = mt_store_desc(o->store, unit, it->param);
     int64_t              from, n = mt_store_owned(o->store, unit, it->param, &from);
     void                *at;
-    mt_status            st;
 
     *p = (parcel){ .item = *it, .dt = d->dtype, .n = n, .sum = &y->sum[it->param],
                    .chunks = y->chunks[it->param],
                    .whole = mt_store_owners(o->store, unit) == 1 };
     p->bytes = (size_t)p->n * mt_dtype_bytes(p->dt);
     p->settled = mt_store_home(o->store, unit, NULL)->at != NULL;
-    MT_TRY(plane_at(o, unit, it->param, MT_PLANE_GRAD, 0, &p->grad));
+    MT_DO(plane_at(o, unit, it->param, MT_PLANE_GRAD, 0, &p->grad));
     if (it->mode == MT_GRAD_SET)
         return MT_OK;
     if (mt_plane_bytes(MT_PLANE_ACC, p->dt, MT_STATES_FP32, 1) > 0) {
-        MT_TRY(plane_at(o, unit, it->param, MT_PLANE_ACC, 0, &at));
+        MT_DO(plane_at(o, unit, it->param, MT_PLANE_ACC, 0, &at));
         p->acc = at;
     }
     if (it->mode == MT_GRAD_ADD && it->reread) {
-        MT_TRY(plane_at(o, unit, it->param, MT_PLANE_GRAD, 1, &at));
+        MT_DO(plane_at(o, unit, it->param, MT_PLANE_GRAD, 1, &at));
         p->changed = at != p->grad ? at : NULL;
     }
-    mt_lock(&o->mu);
-    p->from_grad = it->reread || !(y->flags[it->param] & SUMMED);
-    mt_unlock(&o->mu);
-    return MT_OK;
-fail:
-    return st;
-}
-
-static mt_status make_room(ticket *t, int n)
-{
-    parcel *parcels;
-    int   *params;
-
-    if (n <= t->cap)
-        return MT_OK;
-    if ((parcels = realloc(t->parcels, (size_t)n * sizeof *parcels)) == NULL)
-        return MT_FAIL(MT_ENOMEM, "offload: no memory for %d gradients", n);
-    t->parcels = parcels;
-    if ((params = realloc(t->params, (size_t)n * sizeof *params)) == NULL)
-        return MT_FAIL(MT_ENOMEM, "offload: no memory for %d gradients", n);
-    t->params = params;
-    t->cap = n;
+    p->from_grad = it->reread || !(MT_LOCKED(&o->mu, y->flags[it->param]) & SUMMED);
     return MT_OK;
 }
 
@@ -492,16 +399,16 @@ static mt_status make_room(ticket *t, int n)
 static mt_status prepare(mt_offload *o, ticket *t, int unit, const mt_grad_item *items, int n,
                          tally *y, staging **g)
 {
-    size_t    need = 0;
-    mt_status st;
+    size_t need = 0;
 
-    MT_TRY(make_room(t, n));
+    MT_DO(MT_GROW(t->parcels, t->parcels_room, n, "offload"));
+    MT_DO(MT_GROW(t->params, t->params_room, n, "offload"));
     t->unit = unit;
     t->n = n;
     t->adds = 0;
     for (int i = 0; i < n; i++) {
-        MT_TRY(check_item(o, unit, &items[i]));
-        MT_TRY(parcel_make(o, unit, &items[i], y, &t->parcels[i]));
+        MT_DO(check_item(o, unit, &items[i]));
+        MT_DO(parcel_make(o, unit, &items[i], y, &t->parcels[i]));
         t->params[i] = items[i].param;
         if (is_staged(&t->parcels[i])) {
             t->adds++;
@@ -509,8 +416,14 @@ static mt_status prepare(mt_offload *o, ticket *t, int unit, const mt_grad_item 
         }
     }
     *g = NULL;
-    if (need > 0)
-        MT_TRY(staging_take(o, need, g));
+    if (need > 0) {                      /* a staging buffer that the collector is done with */
+        *g = &o->staging[o->next_staging % STAGINGS];
+        MT_DO(wait_room(o, (*g)->user));
+        if ((*g)->mem.bytes < need) {
+            mt_arena_close(&(*g)->mem);
+            MT_DO(pages_open(o, need, "micro-batch gradients on their way", &(*g)->mem));
+        }
+    }
     need = 0;
     for (int i = 0; i < n && *g != NULL; i++)
         if (is_staged(&t->parcels[i])) {
@@ -518,57 +431,33 @@ static mt_status prepare(mt_offload *o, ticket *t, int unit, const mt_grad_item 
             need += (t->parcels[i].bytes + 511) / 512 * 512;
         }
     return MT_OK;
-fail:
-    return st;
-}
-
-/* Settled ADD: the sum and its squares, on the device. */
-static mt_status put_sum(mt_offload *o, const parcel *p)
-{
-    mt_status st;
-
-    if (p->changed != NULL)
-        MT_TRY(o->dev->ops->copy(o->d2h, p->grad, p->changed, p->bytes));
-    return o->kernels.accumulate_put(o->kernels.ctx, o->d2h, p->dt, p->acc, p->grad,
-                                     p->item.src, p->n, p->from_grad, p->sum, p->chunks);
-fail:
-    return st;
-}
-
-static mt_status put_as_it_is(mt_offload *o, const parcel *p)
-{
-    mt_status st;
-
-    if (o->kernels.sumsq != NULL)
-        MT_TRY(o->kernels.sumsq(o->kernels.ctx, o->d2h, p->dt, p->item.src, p->n, p->sum,
-                                p->chunks));
-    return p->item.src == p->grad ? MT_OK
-                                  : o->dev->ops->copy(o->d2h, p->grad, p->item.src, p->bytes);
-fail:
-    return st;
 }
 
 static mt_status put_parcel(mt_offload *o, const parcel *p)
 {
+    const mt_dev_ops         *v = o->dev->ops;
+    const mt_offload_kernels *k = &o->kernels;
+    const void               *src = p->item.src;
+
     if (p->n == 0)
         return MT_OK;
     if (is_staged(p))
-        return o->dev->ops->copy(o->d2h, p->staged, p->item.src, p->bytes);
-    return p->item.mode == MT_GRAD_ADD ? put_sum(o, p) : put_as_it_is(o, p);
+        return v->copy(o->d2h, p->staged, src, p->bytes);
+    if (p->item.mode == MT_GRAD_ADD) {       /* settled: the sum and its squares, on the device */
+        if (p->changed != NULL)
+            MT_DO(v->copy(o->d2h, p->grad, p->changed, p->bytes));
+        return k->accumulate_put(k->ctx, o->d2h, p->dt, p->acc, p->grad, src, p->n, p->from_grad,
+                                 p->sum, p->chunks);
+    }
+    if (k->sumsq != NULL)
+        MT_DO(k->sumsq(k->ctx, o->d2h, p->dt, src, p->n, p->sum, p->chunks));
+    return src == p->grad ? MT_OK : v->copy(o->d2h, p->grad, src, p->bytes);
 }
 
 /* That leave the device. */
 static size_t bytes_home(const parcel *p)
 {
     return p->settled ? 0 : p->bytes;
-}
-
-/* Units that have a buffer for gradients that pass: no more have some on the device. */
-static uint64_t depth_of(const mt_offload *o, int unit)
-{
-    uint64_t lent = (uint64_t)mt_store_lends(o->store);
-
-    return mt_store_passes(o->store, unit) && lent < o->depth ? lent : o->depth;
 }
 
 static mt_status put_all(mt_offload *o, ticket *t, mt_queue *run)
@@ -578,29 +467,26 @@ static mt_status put_all(mt_offload *o, ticket *t, mt_queue *run)
     const mt_home    *home = mt_store_home(o->store, t->unit, &of);
     uint64_t          bytes = 0;
     mt_span           span;
-    mt_status         st;
 
     /* GRAD: the sources are written by what run was given up to now. */
-    MT_TRY(v->record(run, t->handed));
+    MT_DO(v->record(run, t->handed));
     mt_watch_compute(mt_store_watch(o->store), &t->making, mt_store_name(o->store, t->unit),
                      "its gradients' kernels (the event GRAD)", t->handed);
     if (!mt_skips(o->cx, MT_EDGE_GRAD))
-        MT_TRY(v->wait(o->d2h, t->handed));
+        MT_DO(v->wait(o->d2h, t->handed));
     if (home->come != NULL)
-        MT_TRY(home->come(of, t->unit, t->params, t->n, o->d2h));
+        MT_DO(home->come(of, t->unit, t->params, t->n, o->d2h));
     mt_timeline_begin(o->timeline, &span, MT_LANE_D2H, MT_WORK_OFFLOAD, t->unit, o->d2h);
     for (int i = 0; i < t->n; i++) {
-        MT_TRY(put_parcel(o, &t->parcels[i]));
+        MT_DO(put_parcel(o, &t->parcels[i]));
         bytes += bytes_home(&t->parcels[i]);
     }
     mt_timeline_end(o->timeline, &span, bytes, o->d2h);
-    MT_TRY(v->record(o->d2h, t->landed));
+    MT_DO(v->record(o->d2h, t->landed));
     /* LANDED: what run is given from now on may reuse the sources of `depth` tickets ago. */
     if (t->passes > 0 && !mt_skips(o->cx, MT_EDGE_LANDED))
-        MT_TRY(v->wait(run, ticket_at(o, t->passes)->landed));
+        MT_DO(v->wait(run, ticket_at(o, t->passes)->landed));
     return MT_OK;
-fail:
-    return st;
 }
 
 /* Under mu. sent: the copies are on their way; else some were begun and nothing is known. */
@@ -634,11 +520,53 @@ static void give_up(mt_offload *o, const ticket *t, tally *y)
     (void)mt_fail_again(MT_EDEVICE, text);
 }
 
-/* Hands the ticket to the collector. */
-static void commit(mt_offload *o, ticket *t, tally *y, staging *g, uint64_t number)
+/* Host waits, before anything is changed. */
+static mt_status wait_turn(mt_offload *o, int unit, const mt_grad_item *items, int n, tally *y)
 {
+    int sets = 0;
+
+    /* An update reads the plane that the copies will overwrite. */
+    MT_DO(mt_ledger_wait_stepped(o->store, unit));
+    for (int i = 0; i < n; i++)
+        sets += items[i].mode != MT_GRAD_ADD;
+    if (sets > 0 && MT_LOCKED(&o->mu, y->adds) > 0)
+        MT_DO(mt_ledger_wait_grads(o->store, unit));
+    if (o->collector.submitted + 1 > AHEAD)
+        MT_DO(wait_room(o, o->collector.submitted + 1 - AHEAD));
+    return MT_OK;
+}
+
+mt_status mt_offload_put(mt_offload *o, int unit, const mt_grad_item *items, int n,
+                         mt_queue *run, uint64_t *number)
+{
+    uint64_t     next = o->collector.submitted + 1, depth = o->depth;
+    ticket      *t = ticket_at(o, next);
+    tally       *y;
+    staging     *g;
+    mt_watch_ask ask;
+    mt_status    st;
+
+    if (unit < 0 || unit >= mt_store_units(o->store) || n < 0)
+        return MT_FAIL(MT_EINVAL, "offload: %d gradients of unit %d; the store has %d units",
+                       n, unit, mt_store_units(o->store));
+    MT_DO(tally_of(o, unit, &y));
+    MT_DO(wait_turn(o, unit, items, n, y));
+    if (mt_store_passes(o->store, unit)) {
+        MT_DO(mt_store_lend(o->store, unit, o->timeline));
+        /* No more units have gradients that pass on the device than have a buffer for them. */
+        if ((uint64_t)mt_store_lends(o->store) < depth)
+            depth = (uint64_t)mt_store_lends(o->store);
+    }
+    MT_DO(prepare(o, t, unit, items, n, y, &g));
+
+    mt_ledger_grads_begin(o->store, unit);
+    t->passes = next > depth ? next - depth : 0;
+    if ((st = put_all(o, t, run)) != MT_OK) {
+        give_up(o, t, y);
+        return st;
+    }
     if (g != NULL) {
-        g->user = number;
+        g->user = next;
         o->next_staging++;
     }
     mt_lock(&o->mu);
@@ -649,114 +577,44 @@ static void commit(mt_offload *o, ticket *t, tally *y, staging *g, uint64_t numb
         o->waited_for = t->passes;
     assert_state(o);
     mt_unlock(&o->mu);
-}
-
-/* Host waits, before anything is changed. */
-static mt_status wait_turn(mt_offload *o, int unit, const mt_grad_item *items, int n, tally *y)
-{
-    int       adds, sets = 0;
-    mt_status st;
-
-    /* An update reads the plane that the copies will overwrite. */
-    MT_TRY(mt_ledger_wait_stepped(o->store, unit));
-    for (int i = 0; i < n; i++)
-        sets += items[i].mode != MT_GRAD_ADD;
-    mt_lock(&o->mu);
-    adds = y->adds;
-    mt_unlock(&o->mu);
-    if (sets > 0 && adds > 0)
-        MT_TRY(mt_ledger_wait_grads(o->store, unit));
-    if (o->collector.submitted + 1 > AHEAD)
-        MT_TRY(wait_room(o, o->collector.submitted + 1 - AHEAD));
-    return MT_OK;
-fail:
-    return st;
-}
-
-/* What was put is not to be put again: nobody is asked. */
-static mt_status drain_all(mt_offload *o)
-{
-    mt_watch_ask ask = mt_watch_asks(NULL);
-    mt_status    st = mt_offload_drain(o);
-
-    (void)mt_watch_asks(ask);
-    return st;
-}
-
-mt_status mt_offload_put(mt_offload *o, int unit, const mt_grad_item *items, int n,
-                         mt_queue *run, uint64_t *number)
-{
-    uint64_t  next = o->collector.submitted + 1;
-    ticket   *t = ticket_at(o, next);
-    tally    *y;
-    staging  *g;
-    mt_status st;
-
-    if (unit < 0 || unit >= mt_store_units(o->store) || n < 0)
-        return MT_FAIL(MT_EINVAL, "offload: %d gradients of unit %d; the store has %d units",
-                       n, unit, mt_store_units(o->store));
-    MT_TRY(tally_of(o, unit, &y));
-    MT_TRY(wait_turn(o, unit, items, n, y));
-    if (mt_store_passes(o->store, unit))
-        MT_TRY(mt_store_lend(o->store, unit, o->timeline));
-    MT_TRY(prepare(o, t, unit, items, n, y, &g));
-
-    mt_ledger_grads_begin(o->store, unit);
-    t->passes = next > depth_of(o, unit) ? next - depth_of(o, unit) : 0;
-    if ((st = put_all(o, t, run)) != MT_OK) {
-        give_up(o, t, y);
-        return st;
-    }
-    commit(o, t, y, g, next);
     *number = next;
-    return mt_syncs(o->cx) ? drain_all(o) : MT_OK;
-fail:
+    if (!mt_syncs(o->cx))
+        return MT_OK;
+    ask = mt_watch_asks(NULL);   /* what was put is not to be put again: no signal ends it */
+    st = mt_offload_drain(o);
+    (void)mt_watch_asks(ask);
     return st;
 }
 
 mt_status mt_offload_land(mt_offload *o, mt_queue *run)
 {
-    mt_status st = MT_OK;
-
     /* The D2H queue is first in, first out: the last ticket's copies end last. */
     if (o->collector.submitted > 0 && !mt_skips(o->cx, MT_EDGE_LANDED))
-        MT_TRY(run->dev->ops->wait(run, ticket_at(o, o->collector.submitted)->landed));
+        MT_DO(run->dev->ops->wait(run, ticket_at(o, o->collector.submitted)->landed));
     mt_lock(&o->mu);
     o->waited_for = o->collector.submitted;
     assert_state(o);
     mt_unlock(&o->mu);
-fail:
-    return st;
+    return MT_OK;
 }
 
 /* ---- asking ----------------------------------------------------------------------------- */
 
 uint64_t mt_offload_passed(mt_offload *o)
 {
-    uint64_t passed;
-
-    mt_lock(&o->mu);
-    assert_state(o);
-    passed = o->landed > o->waited_for ? o->landed : o->waited_for;
-    mt_unlock(&o->mu);
-    return passed;
+    return MT_LOCKED(&o->mu, (assert_state(o), o->landed > o->waited_for ? o->landed
+                                                                         : o->waited_for));
 }
 
 mt_status mt_offload_drain(mt_offload *o)
 {
-    uint64_t  put;
-    mt_status st;
+    uint64_t put = MT_LOCKED(&o->mu, o->collector.submitted);
 
-    mt_lock(&o->mu);
-    put = o->collector.submitted;
-    mt_unlock(&o->mu);
     /* The ledger first: its waits name the unit. */
     for (int u = 0; u < mt_store_units(o->store); u++)
-        MT_TRY(mt_ledger_wait_grads(o->store, u));
-    MT_TRY(wait_home(o, put));
+        MT_DO(mt_ledger_wait_grads(o->store, u));
+    MT_DO(wait_home(o, put));
     return mt_ledger_check(o->store);
-fail:
-    return st;
 }
 
 /* Under mu. NULL: nothing was ever put for it. */
@@ -841,10 +699,5 @@ void mt_offload_forget(mt_offload *o, int unit)
 
 uint64_t mt_offload_d2h_bytes(mt_offload *o)
 {
-    uint64_t bytes;
-
-    mt_lock(&o->mu);
-    bytes = o->d2h_bytes;
-    mt_unlock(&o->mu);
-    return bytes;
+    return MT_LOCKED(&o->mu, o->d2h_bytes);
 }

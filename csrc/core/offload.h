@@ -6,21 +6,19 @@
  *
  * For each item the D2H queue first takes the sum of squares on the device (fixed order: see
  * ops/sumsq.h), then copies: SET straight into the GRAD plane; ADD into a registered staging
- * buffer, from which the collector, a thread of ours, adds to what the plane holds.
- * 16-bit gradients are summed in fp32 in the ACC plane; the GRAD plane gets the rounded sum.
- * A settled unit's gradients stay on the device (resident.h): all of this is then done there, in
- * the D2H queue, and SET copies nothing where src is the GRAD plane itself.
+ * buffer, from which the collector, a thread of ours, adds to what the plane holds. 16-bit
+ * gradients are summed in fp32 in the ACC plane; the GRAD plane gets the rounded sum. A settled
+ * unit's gradients stay on the device (resident.h): the D2H queue does all of this there, and SET
+ * copies nothing where src is the GRAD plane itself.
  *
  * Edges:
  *   GRAD    d2h waits for compute up to the hand-over          recorded on run
  *   LANDED  run waits for the copy of the hand-over `depth` tickets ago, so that gradients of at
- *           most `depth` units are alive on the device; their memory, back in torch's allocator,
- *           is reused in run's order, behind that wait. mt_offload_land puts the wait for the last
+ *           most `depth` units are alive on the device; their memory, back in torch's allocator, is
+ *           reused in run's order, behind that wait. mt_offload_land puts the wait for the last
  *           ones too, where compute goes on to something else
- *   the GRAD plane of a unit whose gradients pass is lent by put, which waits for a buffer
- *           (store.h)
- *   the GRAD plane is overwritten only once no update of the unit is under way (ledger, host waits;
- *           SPENT of resident.h for a settled one's)
+ *   put waits on the host until no update of the unit is under way, which reads the GRAD plane (of
+ *   a settled unit SPENT of resident.h does); and for a buffer, where gradients pass (store.h).
  *
  * Threads: put: one at a time. The rest: any.
  */

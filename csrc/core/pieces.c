@@ -54,24 +54,13 @@ static size_t weights_align(const cutting *c)
     return c->how->spacing > MT_PART_ALIGN ? c->how->spacing : MT_PART_ALIGN;
 }
 
-static mt_status add_piece(cutting *c)
-{
-    mt_status st = MT_GROW(c->p->piece, c->room, c->p->n + 1, mt_store_name(c->s, c->unit));
-
-    if (st == MT_OK)
-        c->p->piece[c->p->n++] = (mt_piece){ .first = c->p->n_parts };
-    c->rest = 0;
-    return st;
-}
-
 /* Weights where they lie; the others from where they begin, which the whole piece tells. */
 static mt_status add_part(cutting *c, int param, unsigned planes, int64_t from, int64_t n)
 {
     mt_piece   *piece = last_of(c);
     mt_stretch *k;
-    mt_status   st;
 
-    MT_TRY(MT_GROW(c->p->part, c->room_parts, c->p->n_parts + 1, mt_store_name(c->s, c->unit)));
+    MT_DO(MT_GROW(c->p->part, c->room_parts, c->p->n_parts + 1, mt_store_name(c->s, c->unit)));
     c->kinds = piece->n == 0 ? planes : c->kinds;
     k = &c->p->part[c->p->n_parts++];
     *k = (mt_stretch){ .param = param, .from = from, .n = n };
@@ -89,8 +78,7 @@ static mt_status add_part(cutting *c, int param, unsigned planes, int64_t from, 
     }
     if (++piece->n > c->p->most)
         c->p->most = piece->n;
-fail:
-    return st;
+    return MT_OK;
 }
 
 static void finish_piece(cutting *c)
@@ -127,29 +115,30 @@ static mt_status next_piece(cutting *c)
 {
     if (c->p->n > 0)
         finish_piece(c);
-    return add_piece(c);
+    MT_DO(MT_GROW(c->p->piece, c->room, c->p->n + 1, mt_store_name(c->s, c->unit)));
+    c->p->piece[c->p->n++] = (mt_piece){ .first = c->p->n_parts };
+    c->rest = 0;
+    return MT_OK;
 }
 
 static mt_status cut_param(cutting *c, int param, unsigned planes)
 {
-    int64_t   from, n, end = mt_store_owned(c->s, c->unit, param, &from);
-    mt_status st = MT_OK;
+    int64_t from, n, end = mt_store_owned(c->s, c->unit, param, &from);
 
     for (end += from; from < end; from += n) {
         if (is_full(c, planes))
-            MT_TRY(next_piece(c));
+            MT_DO(next_piece(c));
         n = fit(c, param, planes, end - from, left_in(c, planes));
         if (n > 0)
-            MT_TRY(add_part(c, param, planes, from, n));
+            MT_DO(add_part(c, param, planes, from, n));
         else if (last_of(c)->n > 0)
-            MT_TRY(next_piece(c));
+            MT_DO(next_piece(c));
         else
             return MT_FAIL(MT_EINVAL, "unit %s: %zu bytes hold no %lld elements of parameter %d",
                            mt_store_name(c->s, c->unit), c->how->budget,
                            (long long)c->how->grain, param);
     }
-fail:
-    return st;
+    return MT_OK;
 }
 
 mt_status mt_pieces_cut(const mt_store *s, int unit, const mt_cut *how, mt_pieces **out)
@@ -197,11 +186,9 @@ void mt_pieces_at(const mt_pieces *p, int number, void *mem, mt_part *parts)
 mt_status mt_part_host(mt_store *s, int unit, const mt_part *part, mt_plane p, void **at,
                        size_t *bytes)
 {
-    void     *whole;
-    mt_status st = mt_store_at(s, unit, part->param, p, &whole);
+    void *whole;
 
-    if (st != MT_OK)
-        return st;
+    MT_DO(mt_store_at(s, unit, part->param, p, &whole));
     *at = (char *)whole + mt_store_plane_bytes(s, unit, part->param, p, part->from);
     *bytes = mt_store_plane_bytes(s, unit, part->param, p, part->n);
     return MT_OK;
@@ -210,18 +197,15 @@ mt_status mt_part_host(mt_store *s, int unit, const mt_part *part, mt_plane p, v
 mt_status mt_part_copy(mt_store *s, int unit, const mt_part *part, unsigned planes, mt_queue *q,
                        int up, uint64_t *copied)
 {
-    mt_status st = MT_OK;
-
     for (int p = 0; p < MT_PLANE_COUNT; p++) {
         void  *host;
         size_t bytes;
 
         if (part->at[p] == NULL || !(planes >> p & 1))
             continue;
-        MT_TRY(mt_part_host(s, unit, part, (mt_plane)p, &host, &bytes));
-        MT_TRY(q->dev->ops->copy(q, up ? part->at[p] : host, up ? host : part->at[p], bytes));
+        MT_DO(mt_part_host(s, unit, part, (mt_plane)p, &host, &bytes));
+        MT_DO(q->dev->ops->copy(q, up ? part->at[p] : host, up ? host : part->at[p], bytes));
         *copied += bytes;
     }
-fail:
-    return st;
+    return MT_OK;
 }

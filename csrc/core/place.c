@@ -44,39 +44,30 @@ uint64_t mt_places_lack(const mt_places *l, uint64_t bytes)
 mt_status mt_places_add(mt_places *l, uint64_t bytes)
 {
     mt_place *p = free_end(l);
-    mt_status st = MT_OK;
 
     if (p == NULL) {
-        MT_TRY(MT_MAKE(p, 1, "spill"));
+        MT_DO(MT_MAKE(p, 1, "spill"));
         p->at = l->bytes;
         put_behind(l, l->last, p);
     }
     p->bytes += bytes;
     l->bytes += bytes;
-fail:
-    return st;
-}
-
-/* What is behind its first bytes becomes one of its own; where there is no memory to note that,
- * it stays. */
-static void cut(mt_places *l, mt_place *p, uint64_t bytes)
-{
-    mt_place *rest = p->bytes > bytes ? calloc(1, sizeof *rest) : NULL;
-
-    if (rest == NULL)
-        return;
-    *rest = (mt_place){ .at = p->at + bytes, .bytes = p->bytes - bytes };
-    p->bytes = bytes;
-    put_behind(l, p, rest);
+    return MT_OK;
 }
 
 mt_place *mt_places_take(mt_places *l, uint64_t bytes)
 {
-    mt_place *p = smallest_free(l, bytes);
+    mt_place *p = smallest_free(l, bytes), *rest;
 
     if (p == NULL)
         return NULL;
-    cut(l, p, bytes);
+    /* What is behind its first bytes becomes one of its own; where there is no memory to note that,
+     * it stays. */
+    if (p->bytes > bytes && (rest = calloc(1, sizeof *rest)) != NULL) {
+        *rest = (mt_place){ .at = p->at + bytes, .bytes = p->bytes - bytes };
+        p->bytes = bytes;
+        put_behind(l, p, rest);
+    }
     p->used = 1;
     l->used_bytes += p->bytes;
     return p;

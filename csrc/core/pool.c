@@ -86,25 +86,6 @@ int mt_pool_threads(const mt_pool *p)
     return p != NULL ? p->n_threads : 1;
 }
 
-static void call_workers(mt_pool *p)
-{
-    mt_lock(&p->mu);
-    for (int i = 0; i < p->n_threads - 1; i++)
-        (void)mt_worker_submit(&p->worker, &p->jobs[i]);
-    mt_unlock(&p->mu);
-}
-
-/* Waits for those that take part. What their chunks wrote is visible afterwards, by `mu`. */
-static void call_back(mt_pool *p)
-{
-    mt_lock(&p->mu);
-    while (p->worker.first != NULL)
-        mt_worker_withdraw(&p->worker, p->worker.first);
-    while (p->worker.ended < p->worker.submitted)
-        mt_cond_wait(&p->worker.news, &p->mu);
-    mt_unlock(&p->mu);
-}
-
 void mt_pool_run(mt_pool *p, mt_chunk_fn fn, void *arg, int64_t n_chunks)
 {
     if (p == NULL || p->n_threads == 1 || n_chunks <= 1) {
@@ -117,9 +98,17 @@ void mt_pool_run(mt_pool *p, mt_chunk_fn fn, void *arg, int64_t n_chunks)
     p->arg = arg;
     p->n_chunks = n_chunks;
     atomic_store_explicit(&p->next, 0, memory_order_relaxed);
-    call_workers(p);
+    mt_lock(&p->mu);
+    for (int i = 0; i < p->n_threads - 1; i++)
+        (void)mt_worker_submit(&p->worker, &p->jobs[i]);
+    mt_unlock(&p->mu);
     take_chunks(p);
-    call_back(p);
+    mt_lock(&p->mu);         /* by which what the others' chunks wrote is visible afterwards */
+    while (p->worker.first != NULL)
+        mt_worker_withdraw(&p->worker, p->worker.first);
+    while (p->worker.ended < p->worker.submitted)
+        mt_cond_wait(&p->worker.news, &p->mu);
+    mt_unlock(&p->mu);
     mt_unlock(&p->turn);
 }
 
@@ -140,12 +129,6 @@ static int affinity_cpus(void)
             return count;
     }
     return 1;
-}
-
-/* Whole processors in a quota of microseconds per period: a started one counts. 0: no limit. */
-static int quota_cpus(long long quota_us, long long period_us)
-{
-    return quota_us > 0 && period_us > 0 ? (int)((quota_us + period_us - 1) / period_us) : 0;
 }
 
 static int min_limit(int a, int b)
@@ -176,7 +159,9 @@ static int group_limit(const char *root, const char *group, int v2)
 
     read_numbers(root, group, v2 ? "cpu.max" : "cpu.cfs_quota_us", quota);
     read_numbers(root, group, "cpu.cfs_period_us", period);
-    return quota_cpus(quota[0], v2 ? quota[1] : period[0]);
+    period[0] = v2 ? quota[1] : period[0];
+    /* Whole processors in a quota of microseconds per period: a started one counts. 0: no limit. */
+    return quota[0] > 0 && period[0] > 0 ? (int)((quota[0] + period[0] - 1) / period[0]) : 0;
 }
 
 /* The tightest limit from a group up to the root. A container may see its group's path from

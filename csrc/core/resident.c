@@ -116,51 +116,13 @@ static unsigned visiting(const mt_resident *r, int unit)
 
 /* ---- settling --------------------------------------------------------------------------- */
 
-static mt_status settled_open(const mt_resident *r, void *mem, settled **out)
-{
-    settled  *h;
-    mt_status st;
-
-    MT_TRY(MT_MAKE(h, 1, "resident"));
-    h->mem = mem;
-    h->writes = UINT64_MAX;                  /* it has none */
-    MT_TRY(r->dev->ops->event_open(r->dev, &h->done));
-    MT_TRY(r->dev->ops->event_open(r->dev, &h->used));
-    *out = h;
-    return MT_OK;
-
-fail:
-    settled_close(r, h);
-    return st;
-}
-
 static void raise_one(void *arg, int unit);
 
-/* In a share. */
-static mt_status board(mt_resident *r, int unit)
-{
-    mt_status st = MT_OK;
-
-    if (r->cx->share == NULL)
-        return MT_OK;
-    if (r->ferry == NULL)
-        MT_TRY(mt_ferry_open(r->cx, &r->mu, raise_one, r, &r->ferry));
-    st = mt_ferry_board(r->ferry, unit);
-fail:
-    return st;
-}
-
-static void land(mt_resident *r, int unit)
-{
-    if (r->ferry != NULL)
-        mt_ferry_land(r->ferry, unit);
-}
 
 mt_status mt_resident_settle(mt_resident *r, int unit, void *mem)
 {
-    const mt_home *home = r->cx->share != NULL ? &mt_home_vram_shared : &mt_home_vram;
-    settled       *h = NULL;
-    mt_status      st;
+    settled  *h = NULL;
+    mt_status st;
 
     if (unit < 0 || unit >= mt_store_units(r->store) || mem == NULL)
         return MT_FAIL(MT_EINVAL, "resident: unit %d in memory at %p; the store has %d units",
@@ -168,13 +130,20 @@ mt_status mt_resident_settle(mt_resident *r, int unit, void *mem)
     if (mt_resident_mem(r, unit) != NULL)
         return MT_FAIL(MT_ESTATE, "unit %s is settled already", mt_store_name(r->store, unit));
     MT_TRY(MT_GROW(r->units, r->n_units, mt_store_units(r->store), "resident"));
-    MT_TRY(settled_open(r, mem, &h));
-    MT_TRY(board(r, unit));
+    MT_TRY(MT_MAKE(h, 1, "resident"));
+    h->mem = mem;
+    h->writes = UINT64_MAX;                  /* it has none */
+    MT_TRY(r->dev->ops->event_open(r->dev, &h->done));
+    MT_TRY(r->dev->ops->event_open(r->dev, &h->used));
+    if (r->cx->share != NULL && r->ferry == NULL)
+        MT_TRY(mt_ferry_open(r->cx, &r->mu, raise_one, r, &r->ferry));
+    if (r->cx->share != NULL)
+        MT_TRY(mt_ferry_board(r->ferry, unit));
     r->units[unit] = h;                      /* before another rank may ask for its planes */
-    if ((st = mt_store_move(r->store, unit, home, r)) == MT_OK)
+    if ((st = mt_store_move(r->store, unit, &mt_home_vram, r)) == MT_OK)
         return MT_OK;
     r->units[unit] = NULL;
-    land(r, unit);
+    mt_ferry_land(r->ferry, unit);
 
 fail:
     settled_close(r, h);
@@ -192,13 +161,10 @@ static mt_status find(const mt_resident *r, int unit, settled **out)
 
 mt_status mt_resident_reach(mt_resident *r, int unit, const mt_mem_name *names)
 {
-    settled  *h;
-    mt_status st;
+    settled *h;
 
-    MT_TRY(find(r, unit, &h));
-    st = mt_ferry_reach(r->ferry, unit, names);
-fail:
-    return st;
+    MT_DO(find(r, unit, &h));
+    return mt_ferry_reach(r->ferry, unit, names);
 }
 
 void *mt_resident_mem(const mt_resident *r, int unit)
@@ -208,18 +174,16 @@ void *mt_resident_mem(const mt_resident *r, int unit)
 
 mt_status mt_resident_at(mt_resident *r, int unit, int param, mt_plane p, void **out)
 {
-    settled  *h;
-    mt_status st;
+    settled *h;
 
-    MT_TRY(find(r, unit, &h));
+    MT_DO(find(r, unit, &h));
     if (visiting(r, unit) >> p & 1)
         return MT_FAIL(MT_ESTATE, "unit %s: its plane %s is on the device around its updates alone",
                        mt_store_name(r->store, unit), mt_plane_name(p));
     if (p != MT_PLANE_HI || mt_store_desc(r->store, unit, param) == NULL)
         return mt_store_device_at(r->store, unit, param, p, out);
     *out = (char *)h->mem + mt_store_offset(r->store, unit, param);
-fail:
-    return st;
+    return MT_OK;
 }
 
 mt_status mt_resident_parts(mt_resident *r, int unit, const mt_part **parts, int *n,
@@ -266,39 +230,29 @@ static mt_status wait_drained(mt_resident *r)
 
 /* ---- weights up ------------------------------------------------------------------------- */
 
-/* FREED: compute on the weights that are overwritten was put in run before. */
-static mt_status wait_freed(mt_resident *r, settled *h, int unit, mt_queue *run)
-{
-    mt_status st;
-
-    MT_TRY(r->dev->ops->record(run, h->used));
-    mt_watch_compute(mt_store_watch(r->store), &h->using, mt_store_name(r->store, unit),
-                     "kernels that read its weights (the event FREED)", h->used);
-    st = r->dev->ops->wait(r->queue, h->used);
-fail:
-    return st;
-}
-
 /* Under mu. All that is AHEAD is STORING when it is put, so a write from then on is AHEAD again. */
 static mt_status put_weights(mt_resident *r, settled *h, int unit, mt_queue *run)
 {
-    size_t    bytes = mt_store_hi_bytes(r->store, unit);
-    void     *hi;
-    mt_span   span;
-    mt_status st;
+    size_t  bytes = mt_store_hi_bytes(r->store, unit);
+    void   *hi;
+    mt_span span;
 
-    MT_TRY(mt_store_hi(r->store, unit, &hi));
-    if (run != NULL && !mt_skips(r->cx, MT_EDGE_FREED))
-        MT_TRY(wait_freed(r, h, unit, run));
+    MT_DO(mt_store_hi(r->store, unit, &hi));
+    /* FREED: compute on the weights that are overwritten was put in run before. */
+    if (run != NULL && !mt_skips(r->cx, MT_EDGE_FREED)) {
+        MT_DO(r->dev->ops->record(run, h->used));
+        mt_watch_compute(mt_store_watch(r->store), &h->using, mt_store_name(r->store, unit),
+                         "kernels that read its weights (the event FREED)", h->used);
+        MT_DO(r->dev->ops->wait(r->queue, h->used));
+    }
     mt_timeline_begin(r->cx->timeline, &span, MT_LANE_DEVICE, MT_WORK_FETCH, unit, r->queue);
     if (bytes > 0)
-        MT_TRY(r->dev->ops->copy(r->queue, h->mem, hi, bytes));
+        MT_DO(r->dev->ops->copy(r->queue, h->mem, hi, bytes));
     mt_timeline_end(r->cx->timeline, &span, bytes, r->queue);
-    MT_TRY(record_done(r, h, unit));
+    MT_DO(record_done(r, h, unit));
     r->stats.fetches++;
     r->stats.h2d_bytes += bytes;
-fail:
-    return st;
+    return MT_OK;
 }
 
 /* Has the host weights that the slot has not? */
@@ -307,29 +261,14 @@ static int is_ahead(const mt_resident *r, int unit)
     return mt_mirror_any(r->store, unit, -1, HI, IS(AHEAD) | IS(TORN));
 }
 
-/* Under mu. In a share: all of it, where it was written from outside; else what other ranks have
- * updated. *q: what reads the share. */
-static mt_status put_shared(mt_resident *r, settled *h, int unit, mt_queue *run, mt_queue **q)
-{
-    uint64_t  writes = mt_ledger_writes(r->store, unit);
-    mt_status st;
 
-    if (h->writes == writes) {
-        *q = mt_ferry_up(r->ferry);
-        return mt_ferry_raise(r->ferry, unit, h->mem, &r->stats.h2d_bytes);
-    }
-    MT_TRY(mt_ferry_await(r->ferry, unit, r->queue));    /* what it raised is older */
-    MT_TRY(put_weights(r, h, unit, run));
-    h->writes = writes;
-fail:
-    return st;
-}
-
-/* Under mu. Nothing to do when somebody was here before. run NULL: the queue has waited for it.
- * *q: the queue that the copy was put in. */
+/* Under mu. Nothing to do when somebody was here before. In a share all of it is copied where it
+ * was written from outside, else what other ranks have updated. run NULL: the queue has waited for
+ * it. *q: the queue that the copy was put in, which reads the share. */
 static mt_status put_fetch(mt_resident *r, settled *h, int unit, mt_queue *run, mt_queue **q)
 {
-    mt_status st;
+    uint64_t  writes = mt_ledger_writes(r->store, unit);
+    mt_status st = MT_OK;
 
     *q = r->queue;
     if (!is_ahead(r, unit))
@@ -339,7 +278,15 @@ static mt_status put_fetch(mt_resident *r, settled *h, int unit, mt_queue *run, 
                        "older than the device's; they must be brought before",
                        mt_store_name(r->store, unit));
     mt_mirror_tell(r->store, unit, -1, HI, MT_MIRROR_STORE);
-    st = r->ferry != NULL ? put_shared(r, h, unit, run, q) : put_weights(r, h, unit, run);
+    if (r->ferry != NULL && h->writes == writes) {
+        *q = mt_ferry_up(r->ferry);
+        st = mt_ferry_raise(r->ferry, unit, h->mem, &r->stats.h2d_bytes);
+    } else {
+        if (r->ferry != NULL)                /* what it raised is older */
+            st = mt_ferry_await(r->ferry, unit, r->queue);
+        if (st == MT_OK && (st = put_weights(r, h, unit, run)) == MT_OK)
+            h->writes = writes;
+    }
     mt_mirror_tell(r->store, unit, -1, HI, st == MT_OK ? MT_MIRROR_STORED : MT_MIRROR_SET);
     return st;
 }
@@ -351,7 +298,7 @@ static mt_status fetch(mt_resident *r, settled *h, int unit, mt_queue *run)
     mt_queue *q;
     mt_status st, end;
 
-    MT_TRY(mt_ledger_fetch_begin(r->store, unit, &version));
+    MT_DO(mt_ledger_fetch_begin(r->store, unit, &version));
     mt_lock(&r->mu);
     assert_settled(r, h, unit);
     if ((st = put_fetch(r, h, unit, run, &q)) != MT_OK)
@@ -359,8 +306,6 @@ static mt_status fetch(mt_resident *r, settled *h, int unit, mt_queue *run)
     end = mt_ledger_fetching(r->store, unit, q);
     mt_unlock(&r->mu);
     return st != MT_OK ? st : end;
-fail:
-    return st;
 }
 
 /* The ferry's thread. What was written from outside is left to await, which knows what computes. */
@@ -384,83 +329,69 @@ static void raise_one(void *arg, int unit)
     mt_unlock(&r->mu);
 }
 
-/* FETCHED: a fetch of what was written there before the update may be in the queue still. A save,
- * which is about to bring what is newer, is not waited for: the next await is soon enough. */
-static mt_status forget(mt_resident *r, int unit)
-{
-    mt_status st = MT_OK;
-
-    if (mt_ledger_saving(r->store, unit))
-        return MT_OK;
-    if (!mt_skips(r->cx, MT_EDGE_FETCHED))
-        MT_TRY(mt_ledger_wait_fetch(r->store, unit));
-    mt_mirror_forget(r->store, unit);
-fail:
-    return st;
-}
 
 mt_status mt_resident_await(mt_resident *r, int unit, mt_queue *run)
 {
     settled  *h;
-    mt_status st;
+    mt_status st = MT_OK;
 
-    MT_TRY(find(r, unit, &h));
+    MT_DO(find(r, unit, &h));
     /* UPDATED: `done` is not recorded before the update is put. */
     if (!mt_skips(r->cx, MT_EDGE_UPDATED))
-        MT_TRY(mt_ledger_wait_stepped(r->store, unit));
-    if (mt_mirror_is_old(r->store, unit))
-        MT_TRY(forget(r, unit));
+        MT_DO(mt_ledger_wait_stepped(r->store, unit));
+    /* FETCHED: a fetch of what was written there before the update may be in the queue still. While
+     * a save has the unit, which brings what is newer, nothing is forgotten: the next await is soon
+     * enough. */
+    if (mt_mirror_is_old(r->store, unit) && !mt_ledger_saving(r->store, unit)) {
+        if (!mt_skips(r->cx, MT_EDGE_FETCHED))
+            MT_DO(mt_ledger_wait_fetch(r->store, unit));
+        mt_mirror_forget(r->store, unit);
+    }
     if (is_ahead(r, unit))
-        MT_TRY(fetch(r, h, unit, run));
+        MT_DO(fetch(r, h, unit, run));
     if (mt_syncs(r->cx))
-        MT_TRY(wait_done(r, h, unit));
+        MT_DO(wait_done(r, h, unit));
     /* STEPPED: the update, or the fetch, is in the queue; run goes on when it is over. */
     if (!mt_skips(r->cx, MT_EDGE_STEPPED))
-        MT_TRY(r->dev->ops->wait(run, h->done));
+        MT_DO(r->dev->ops->wait(run, h->done));
     if (r->ferry != NULL) {
         mt_lock(&r->mu);
         st = mt_ferry_await(r->ferry, unit, run);
         mt_unlock(&r->mu);
     }
-fail:
     return st;
 }
 
 /* Under mu. One parameter's plane, up or down. */
 static mt_status put_copy(mt_resident *r, int unit, int param, mt_plane p, int up)
 {
-    size_t    skip, bytes = own_bytes(r, unit, param, p, &skip);
-    void     *host, *there;
-    mt_status st;
+    size_t skip, bytes = own_bytes(r, unit, param, p, &skip);
+    void  *host, *there;
 
     if (bytes == 0)
         return MT_OK;
-    MT_TRY(mt_store_at(r->store, unit, param, p, &host));
-    MT_TRY(mt_resident_at(r, unit, param, p, &there));
+    MT_DO(mt_store_at(r->store, unit, param, p, &host));
+    MT_DO(mt_resident_at(r, unit, param, p, &there));
     host = (char *)host + skip;
     there = (char *)there + skip;
-    MT_TRY(r->dev->ops->copy(r->queue, up ? there : host, up ? host : there, bytes));
+    MT_DO(r->dev->ops->copy(r->queue, up ? there : host, up ? host : there, bytes));
     *(up ? &r->stats.h2d_bytes : &r->stats.d2h_bytes) += bytes;
-fail:
-    return st;
+    return MT_OK;
 }
 
 static mt_status home_take(void *arg, int unit, mt_queue *run)
 {
     mt_resident *r = arg;
     settled     *h;
-    mt_status    st;
 
-    MT_TRY(find(r, unit, &h));
-    MT_TRY(mt_ledger_wait_saved(r->store, unit));
-    MT_TRY(mt_mirror_store(r->store, unit));
-    MT_TRY(fetch(r, h, unit, run));
+    MT_DO(find(r, unit, &h));
+    MT_DO(mt_ledger_wait_saved(r->store, unit));
+    MT_DO(mt_mirror_store(r->store, unit));
+    MT_DO(fetch(r, h, unit, run));
     /* FETCHED: the copy reads what is then given back. */
     if (!mt_skips(r->cx, MT_EDGE_FETCHED))
-        MT_TRY(wait_done(r, h, unit));
-    st = mt_mirror_evict(r->store, unit);
-fail:
-    return st;
+        MT_DO(wait_done(r, h, unit));
+    return mt_mirror_evict(r->store, unit);
 }
 
 /* ---- gradients and updates -------------------------------------------------------------- */
@@ -471,9 +402,8 @@ static mt_status home_come(void *arg, int unit, const int *params, int n, mt_que
     int          passes = mt_store_passes(r->store, unit);
     mt_event    *taken;
     settled     *h;
-    mt_status    st;
 
-    MT_TRY(find(r, unit, &h));
+    MT_DO(find(r, unit, &h));
     mt_lock(&r->mu);
     assert_settled(r, h, unit);
     if (!passes)                         /* else there is no host copy */
@@ -483,29 +413,8 @@ static mt_status home_come(void *arg, int unit, const int *params, int n, mt_que
     /* SPENT: the update before reads what d2h is about to write. Lent memory was lent before to a
      * unit whose update is in the queue by now. */
     if (!mt_skips(r->cx, MT_EDGE_SPENT))
-        MT_TRY(r->dev->ops->wait(d2h, taken));
-fail:
-    return st;
-}
-
-/* Under mu. What the update reads of the weights is in the slot: all that the host has ahead; in a
- * share what was written there of its own portion. */
-static mt_status put_before(mt_resident *r, settled *h, int unit)
-{
-    uint64_t  writes = mt_ledger_writes(r->store, unit);
-    mt_queue *q = r->queue;
-    mt_status st = MT_OK;
-
-    if (r->ferry == NULL ? !is_ahead(r, unit) : h->writes == writes)
-        return MT_OK;
-    if (r->ferry == NULL)
-        MT_TRY(put_fetch(r, h, unit, NULL, &q));
-    else
-        MT_TRY(mt_ferry_return(r->ferry, unit, h->mem, r->queue, &r->stats.h2d_bytes));
-    h->writes = writes;
-    st = mt_ledger_fetching(r->store, unit, q);
-fail:
-    return st;
+        MT_DO(r->dev->ops->wait(d2h, taken));
+    return MT_OK;
 }
 
 /* Under mu. A guest's states are copied up before, and down behind. */
@@ -513,28 +422,37 @@ static mt_status put_update(mt_resident *r, settled *h, const mt_update_job *u, 
 {
     const unsigned    kept = 1u << MT_PLANE_GRAD | 1u << MT_PLANE_ACC, away = visiting(r, u->unit);
     const mt_dev_ops *v = r->dev->ops;
+    uint64_t          writes = mt_ledger_writes(r->store, u->unit);
+    mt_queue         *q = r->queue;
     mt_span           span;
-    mt_status         st;
 
     /* ASKED: the weights are overwritten in place. */
     if (!mt_skips(r->cx, MT_EDGE_ASKED))
-        MT_TRY(v->wait(r->queue, u->asked));
-    MT_TRY(put_before(r, h, u->unit));
+        MT_DO(v->wait(r->queue, u->asked));
+    /* What the update reads of the weights is in the slot: all that the host has ahead; in a share
+     * what was written there of its own portion. */
+    if (r->ferry != NULL ? h->writes != writes : is_ahead(r, u->unit)) {
+        if (r->ferry == NULL)
+            MT_DO(put_fetch(r, h, u->unit, NULL, &q));
+        else
+            MT_DO(mt_ferry_return(r->ferry, u->unit, h->mem, r->queue, &r->stats.h2d_bytes));
+        h->writes = writes;
+        MT_DO(mt_ledger_fetching(r->store, u->unit, q));
+    }
     if (away)
-        MT_TRY(mt_arrive_before(r->cx->arrive, u->unit, r->queue));
+        MT_DO(mt_arrive_before(r->cx->arrive, u->unit, r->queue));
     mt_timeline_begin(r->cx->timeline, &span, MT_LANE_DEVICE, MT_WORK_UPDATE, u->unit, r->queue);
-    MT_TRY(u->put(u->arg, r->queue, clip));
+    MT_DO(u->put(u->arg, r->queue, clip));
     mt_timeline_end(r->cx->timeline, &span, u->bytes, r->queue);
-    MT_TRY(record_done(r, h, u->unit));
+    MT_DO(record_done(r, h, u->unit));
     r->updated = h->done;
     mt_mirror_change(r->store, u->unit, u->params, u->n_params,
                      ~kept & ~(r->ferry != NULL ? HI : 0));
     if (r->ferry != NULL)                /* the share will have what this slot has not */
         mt_mirror_tell(r->store, u->unit, -1, HI, MT_MIRROR_SET);
     if (away)
-        MT_TRY(mt_arrive_behind(r->cx->arrive, u->unit, u->params, u->n_params, h->done));
-fail:
-    return st;
+        MT_DO(mt_arrive_behind(r->cx->arrive, u->unit, u->params, u->n_params, h->done));
+    return MT_OK;
 }
 
 static int home_fits(const mt_update_job *j)
@@ -543,64 +461,53 @@ static int home_fits(const mt_update_job *j)
 }
 
 /* Put, and (wait) over; *lowered: the ferry ends it. */
-static mt_status update(mt_resident *r, const mt_update_job *u, float clip, int *lowered)
+static mt_status update(mt_resident *r, mt_update *u, int *lowered)
 {
-    int       wait;
+    int       wait, unit = u->j.unit;        /* what the ferry has may be over at once */
     settled  *h;
     mt_status st;
 
-    MT_TRY(mt_ledger_wait_saved(r->store, u->unit));
-    MT_TRY(find(r, u->unit, &h));
+    MT_DO(mt_ledger_wait_saved(r->store, unit));
+    MT_DO(find(r, unit, &h));
     if (r->ferry != NULL)
-        MT_TRY(mt_ferry_idle(r->ferry, u->unit));
+        MT_DO(mt_ferry_idle(r->ferry, unit));
     mt_lock(&r->mu);
-    assert_settled(r, h, u->unit);
+    assert_settled(r, h, unit);
     r->lifted = 0;
-    st = mt_mirror_any(r->store, u->unit, -1, ~HI, IS(AHEAD) | IS(TORN))
+    st = mt_mirror_any(r->store, unit, -1, ~HI, IS(AHEAD) | IS(TORN))
        ? MT_FAIL(MT_ESTATE, "unit %s was settled, and its planes were not taken",
-                 mt_store_name(r->store, u->unit))
-       : put_update(r, h, u, clip);
+                 mt_store_name(r->store, unit))
+       : put_update(r, h, &u->j, u->clip);
     wait = r->lifted || mt_syncs(r->cx);
     if (st == MT_OK && r->ferry != NULL) {
         *lowered = 1;
-        st = mt_ferry_lower(r->ferry, u->unit, h->mem, h->done, u);
+        mt_ferry_lower(r->ferry, h->mem, h->done, u);
     }
     mt_unlock(&r->mu);
-    if (st == MT_OK && wait)
-        st = wait_done(r, h, u->unit);
-fail:
-    return st;
+    return st == MT_OK && wait ? wait_done(r, h, unit) : st;
 }
 
-static mt_status home_update(void *arg, const mt_update_job *u, float clip)
-{
-    int lowered = 0;
-
-    return update(arg, u, clip, &lowered);
-}
-
-static mt_status home_update_shared(void *arg, const mt_update_job *u, float clip)
+static mt_status home_update(void *arg, mt_update *u)
 {
     mt_resident *r = arg;
     int          lowered = 0;
-    mt_status    st = update(r, u, clip, &lowered);
+    mt_status    st = update(r, u, &lowered);
 
     if (!lowered)
-        mt_job_over(r->store, u, st);
+        mt_update_over(r->store, u, st);
     return st;
 }
 
 /* Under mu, inside put. The update before may still read what it lifted. */
 mt_status mt_resident_scratch(mt_resident *r, size_t bytes, void **out)
 {
-    void     *mem;
-    mt_status st;
+    void *mem;
 
     MT_ASSERT(mt_holds(&r->mu));
     if (r->scratch_bytes < bytes) {
-        MT_TRY(r->dev->ops->record(r->queue, r->drained));
-        MT_TRY(wait_drained(r));
-        MT_TRY(r->dev->ops->mem_alloc(r->dev, bytes, &mem));
+        MT_DO(r->dev->ops->record(r->queue, r->drained));
+        MT_DO(wait_drained(r));
+        MT_DO(r->dev->ops->mem_alloc(r->dev, bytes, &mem));
         r->dev->ops->mem_free(r->dev, r->scratch);
         r->scratch = mem;
         r->scratch_bytes = bytes;
@@ -608,8 +515,6 @@ mt_status mt_resident_scratch(mt_resident *r, size_t bytes, void **out)
     r->lifted = 1;
     *out = r->scratch;
     return MT_OK;
-fail:
-    return st;
 }
 
 /* ---- host planes: mirror.c asks ----------------------------------------------------------- */
@@ -623,33 +528,25 @@ static mt_status home_wait(void *arg, int unit, unsigned planes)
     return mt_arrive_copied(r->cx->arrive, unit);
 }
 
-/* Under mu. param -1: all. Down comes also what an update that was put meanwhile made stale again:
- * else nothing came at all. */
-static mt_status put_copies(mt_resident *r, int unit, int param, unsigned planes, int up)
-{
-    const unsigned wanted = IS(LOADING) | IS(STALE);
-    size_t         skip;
-    mt_status      st;
-
-    for (int p = 0; p < MT_PLANE_COUNT; p++)
-        for (int i = 0; i < mt_store_params(r->store, unit) && (planes >> p & 1); i++)
-            if (up ? (param < 0 || i == param) && own_bytes(r, unit, i, (mt_plane)p, &skip) > 0
-                   : mt_mirror_any(r->store, unit, i, 1u << p, wanted))
-                MT_TRY(put_copy(r, unit, i, (mt_plane)p, up));
-    return record_done(r, r->units[unit], unit);
-fail:
-    return st;
-}
-
-/* The door is kept as long as copies are on their way, so no signal ends the wait. */
+/* param -1: all. Down comes also what an update that was put meanwhile made stale again: else
+ * nothing came at all. The door is kept as long as copies are on their way, so no signal ends the
+ * wait. */
 static mt_status copy(mt_resident *r, int unit, int param, unsigned planes, int up)
 {
     mt_watch_ask ask = mt_watch_asks(NULL);
-    mt_status    st;
+    size_t       skip;
+    mt_status    st = MT_OK;
 
     mt_lock(&r->mu);
     assert_settled(r, r->units[unit], unit);
-    st = put_copies(r, unit, param, planes, up);
+    for (int p = 0; p < MT_PLANE_COUNT; p++)
+        for (int i = 0; i < mt_store_params(r->store, unit) && (planes >> p & 1); i++)
+            if (st == MT_OK &&
+                (up ? (param < 0 || i == param) && own_bytes(r, unit, i, (mt_plane)p, &skip) > 0
+                    : mt_mirror_any(r->store, unit, i, 1u << p, IS(LOADING) | IS(STALE))))
+                st = put_copy(r, unit, i, (mt_plane)p, up);
+    if (st == MT_OK)
+        st = record_done(r, r->units[unit], unit);
     mt_unlock(&r->mu);
     if (st == MT_OK)
         st = wait_done(r, r->units[unit], unit);
@@ -666,13 +563,10 @@ static mt_status home_store(void *arg, int unit, int param, unsigned planes)
 {
     mt_resident   *r = arg;
     const unsigned guests = planes & visiting(r, unit);
-    mt_status      st;
 
     if (guests != 0)
-        MT_TRY(mt_arrive_push(r->cx->arrive, unit, param, guests));
-    st = copy(r, unit, param, planes & ~guests, 1);
-fail:
-    return st;
+        MT_DO(mt_arrive_push(r->cx->arrive, unit, param, guests));
+    return copy(r, unit, param, planes & ~guests, 1);
 }
 
 static mt_status home_at(void *arg, int unit, int param, mt_plane p, void **out)
@@ -688,80 +582,57 @@ static mt_status home_drain(void *arg)
     mt_lock(&r->mu);
     st = r->dev->ops->record(r->queue, r->drained);
     mt_unlock(&r->mu);
-    MT_TRY(st);
-    MT_TRY(wait_drained(r));
-    st = r->cx->arrive != NULL ? mt_arrive_drain(r->cx->arrive) : MT_OK;
-fail:
-    return st;
+    MT_DO(st);
+    MT_DO(wait_drained(r));
+    return r->cx->arrive != NULL ? mt_arrive_drain(r->cx->arrive) : MT_OK;
 }
 
 #define GRAD (1u << MT_PLANE_GRAD)
 
 #define LIVES_ON_THE_DEVICE                                                                       \
-    .later = HI, .wait = home_wait, .load = home_load, .store = home_store, .take = home_take,    \
-    .at = home_at, .come = home_come, .fits = home_fits, .drain = home_drain
-#define ALONE \
-    .stays = GRAD, .update = home_update, LIVES_ON_THE_DEVICE
-#define SHARED \
-    .stays = GRAD | HI, .update = home_update_shared, .ends = 1, \
-    .shared = 1, LIVES_ON_THE_DEVICE
+    .stays = GRAD, .later = HI, .wait = home_wait, .load = home_load, .store = home_store,        \
+    .take = home_take, .at = home_at, .come = home_come, .fits = home_fits,                       \
+    .update = home_update, .drain = home_drain
 
 const mt_home mt_home_vram = {
     .lives = "lives on the device", .from = &mt_home_ram, .away = ~0u, .device = ~HI,
-    .registered = GRAD, ALONE,
+    .registered = GRAD, LIVES_ON_THE_DEVICE,
 };
 
 const mt_home mt_home_arrive = {
     .lives = "lives on the device, where its states come and leave", .from = &mt_home_vram,
     .away = ~MT_STATE_PLANES, .visit = MT_STATE_PLANES, .device = ~(HI | MT_STATE_PLANES),
-    .registered = GRAD | MT_STATE_PLANES, ALONE,
+    .registered = GRAD | MT_STATE_PLANES, LIVES_ON_THE_DEVICE,
 };
 
-const mt_home mt_home_vram_shared = {
-    .lives = "lives on the device", .from = &mt_home_ram, .away = ~0u, .device = ~HI,
-    .registered = GRAD | HI, SHARED,
-};
-
-const mt_home mt_home_arrive_shared = {
-    .lives = "lives on the device, where its states come and leave",
-    .from = &mt_home_vram_shared, .away = ~MT_STATE_PLANES, .visit = MT_STATE_PLANES,
-    .device = ~(HI | MT_STATE_PLANES), .registered = GRAD | HI | MT_STATE_PLANES, SHARED,
-};
-
-/* Sums of micro-batches, which the host has no copy of otherwise. */
-static void note_sums(const mt_resident *r, int unit)
-{
-    for (int i = 0; i < mt_store_params(r->store, unit); i++)
-        if (mt_store_made(r->store, unit, i, MT_PLANE_ACC, 1))
-            mt_mirror_tell(r->store, unit, i, 1u << MT_PLANE_ACC, MT_MIRROR_CHANGED);
-}
 
 mt_status mt_resident_unsettle(mt_resident *r, int unit, int grads)
 {
-    settled  *h;
-    mt_status st;
+    settled *h;
 
-    MT_TRY(find(r, unit, &h));
+    MT_DO(find(r, unit, &h));
     if (visiting(r, unit) != 0)
         return MT_FAIL(MT_ESTATE, "unit %s is invited: its states come and leave",
                        mt_store_name(r->store, unit));
-    MT_TRY(mt_ledger_wait_saved(r->store, unit));
-    note_sums(r, unit);
-    MT_TRY(mt_mirror_bring_own(r->store, unit, grads ? ~0u : ~GRAD));
+    MT_DO(mt_ledger_wait_saved(r->store, unit));
+    /* Sums of micro-batches have no copy on the host until now. */
+    for (int i = 0; i < mt_store_params(r->store, unit); i++)
+        if (mt_store_made(r->store, unit, i, MT_PLANE_ACC, 1))
+            mt_mirror_tell(r->store, unit, i, 1u << MT_PLANE_ACC, MT_MIRROR_CHANGED);
+    MT_DO(mt_mirror_bring_own(r->store, unit, grads ? ~0u : ~GRAD));
     if (r->ferry != NULL)
-        MT_TRY(mt_ferry_drain(r->ferry));
-    MT_TRY(mt_ledger_wait_fetch(r->store, unit));
-    MT_TRY(wait_done(r, h, unit));
-    MT_TRY(mt_store_move(r->store, unit, &mt_home_ram, NULL));
+        MT_DO(mt_ferry_drain(r->ferry));
+    MT_DO(mt_ledger_wait_fetch(r->store, unit));
+    MT_DO(wait_done(r, h, unit));
+    MT_DO(mt_store_move(r->store, unit, &mt_home_ram, NULL));
     mt_lock(&r->mu);
     if (r->updated == h->done)
         r->updated = NULL;
     r->units[unit] = NULL;
     mt_unlock(&r->mu);
-    land(r, unit);
+    mt_ferry_land(r->ferry, unit);
     settled_close(r, h);
-fail:
-    return st;
+    return MT_OK;
 }
 
 mt_status mt_resident_raised(mt_resident *r)

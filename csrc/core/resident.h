@@ -1,22 +1,19 @@
 /* resident.h — units that live on the device: in a step nothing of them crosses the bus.
  *
- * Nouns, in the order they appear below:
- *   settled   of a unit: its weights are in a slot that is its own until it is unsettled, its other
- *             planes in device memory of the store; an update is a kernel,
- *             gradients stay where they are
- *   queue     the residents' own, in whose order the planes are used: updates, weights up (fetch),
- *             planes up and down. Host memory mirrors them: readers and writers go by mirror.h
+ *   settled   a unit whose weights are in a slot that is its own until it is unsettled, with its
+ *             other planes in device memory of the store. Its update is a kernel; its gradients
+ *             stay where they are
+ *   queue     the residents' own: updates, fetches of weights, planes up and down, in that order.
+ *             Host memory mirrors the planes (mirror.h)
  *   guest     a settled unit whose states are on the device around its update alone (arrive.h)
  *
- * In a share each rank has the unit's weights in a slot of its own, of everything else the portion
- * that it owns, and updates that. Weights are in the share too, always: new ones come and go by the
- * ferry (ferry.h), what others write is fetched by await as where a process is alone. What a reader
- * takes of the other planes each rank brings there, of its portion, when it is asked (mirror.c).
+ * In a share each rank has the unit's weights in a slot of its own and updates the portion that it
+ * owns; of the other planes it has that portion alone. The ferry (ferry.h) brings weights between
+ * ranks and to the share. Readers of other planes ask each rank for its portion (asks.c).
  *
- *     mt_resident_open(dev, store, &r);
+ *     mt_resident_open(&cx, &r);
  *     mt_resident_settle(r, unit, mem);               // nothing of the unit is under way
- *     // its planes move: no host memory is theirs now
- *     mt_home_vram.take(r, unit, run);
+ *     mt_home_vram.take(r, unit, run);                // its planes move; the host's go
  *     mt_resident_await(r, unit, run);                // run: until its weights are current
  *     ... compute; mt_offload_put; mt_update_submit ...
  *     mt_mirror_bring(store, unit, 1u << MT_PLANE_HI);    // host: the weights are as on the device
@@ -32,9 +29,8 @@
  *                                                               put: memory was another unit's
  *   FETCHED  who gives the weights' host memory back waits on   recorded on the queue, behind the
  *            the host for copies out of it                      fetch
- *   UPDATED  await waits for the unit's updates to be in the queue: on the host, in the ledger
- *   An update is put when the unit's gradients are whole: the updater waits for that,
- *   in the ledger.
+ *   UPDATED  await waits in the ledger until the unit's updates are in the queue. An update is put
+ *            when the unit's gradients are whole
  *
  * Threads: open, settle, unsettle, close: one, while no other is inside for that unit.
  *          The rest: any.

@@ -218,18 +218,16 @@ mt_status mt_rings_until(mt_rings *all, int (*met)(void *arg), void *arg, int un
 
 mt_status mt_ring_open(mt_rings *all, const mt_ring_how *how, mt_ring **out)
 {
-    mt_ring  *r;
-    mt_status st;
+    mt_ring *r;
 
-    MT_TRY(MT_MAKE(r, 1, how->name));
+    MT_DO(MT_MAKE(r, 1, how->name));
     *r = (mt_ring){ .all = all, .how = *how };
     mt_lock(&all->mu);
     r->next = all->first;
     all->first = r;
     mt_unlock(&all->mu);
     *out = r;
-fail:
-    return st;
+    return MT_OK;
 }
 
 static void buffer_free(mt_buffer *b)

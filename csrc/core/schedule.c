@@ -87,21 +87,17 @@ static void walk_close(walk *w)
 /* Everything empty. */
 static mt_status walk_open(walk *w, int64_t n_trace, int n_units, int n_slots)
 {
-    mt_status st;
-
     w->n_units = n_units;
     w->n_slots = n_slots;
-    MT_TRY(MT_MAKE(w->use, n_trace, "schedule"));
-    MT_TRY(MT_MAKE(w->next, n_trace, "schedule"));
-    MT_TRY(MT_MAKE(w->soon, n_units, "schedule"));
-    MT_TRY(MT_MAKE(w->slot_of, n_units, "schedule"));
-    MT_TRY(MT_MAKE(w->class_bytes, n_units, "schedule"));
-    MT_TRY(MT_MAKE(w->slot, n_slots, "schedule"));
-    MT_TRY(MT_MAKE(w->out, 1, "schedule"));
+    MT_DO(MT_MAKE(w->use, n_trace, "schedule"));
+    MT_DO(MT_MAKE(w->next, n_trace, "schedule"));
+    MT_DO(MT_MAKE(w->soon, n_units, "schedule"));
+    MT_DO(MT_MAKE(w->slot_of, n_units, "schedule"));
+    MT_DO(MT_MAKE(w->class_bytes, n_units, "schedule"));
+    MT_DO(MT_MAKE(w->slot, n_slots, "schedule"));
+    MT_DO(MT_MAKE(w->out, 1, "schedule"));
     /* A mark gives itself, at most a FETCH and a RELEASE, and an UPDATE. */
-    MT_TRY(MT_MAKE(w->out->steps, 3 * n_trace + n_units, "schedule"));
-fail:
-    return st;
+    return MT_MAKE(w->out->steps, 3 * n_trace + n_units, "schedule");
 }
 
 /* The COMPUTEs, and from the last to the first, who is needed when. */
@@ -281,42 +277,30 @@ static const char *name_of(const char *const *names, int unit, label *own)
     return own->text;
 }
 
-/* Width of "verb name", so that the slots stand in a column. */
-static int column(const mt_schedule *s, const char *const *names)
+size_t mt_schedule_print(const mt_schedule *s, const char *const *names, char *text, size_t cap)
 {
-    size_t widest = 18;
+    size_t len = 0, width = 18;      /* of "verb name", so that the slots stand in a column */
     label  own;
 
     for (int64_t i = 0; i < s->n; i++) {
-        size_t len = strlen("compute ") + strlen(name_of(names, s->steps[i].unit, &own));
-        widest = len > widest ? len : widest;
+        size_t one = strlen("compute ") + strlen(name_of(names, s->steps[i].unit, &own));
+
+        width = one > width ? one : width;
     }
-    return (int)widest;
-}
-
-static int print_step(const mt_step *e, const char *name, int width, char *text, size_t cap)
-{
-    const char *verb = verbs[e->kind];
-
-    if (e->slot < 0)
-        return snprintf(text, cap, "%s %s\n", verb, name);
-    return snprintf(text, cap, "%s %-*s %s slot %d\n", verb, width - (int)strlen(verb) - 1, name,
-                    before_slot[e->kind], e->slot);
-}
-
-size_t mt_schedule_print(const mt_schedule *s, const char *const *names, char *text, size_t cap)
-{
-    int    width = column(s, names);
-    size_t len = 0;
-    label  own;
-
     if (cap > 0)
         text[0] = '\0';
     for (int64_t i = 0; i < s->n; i++) {
-        const char *name = name_of(names, s->steps[i].unit, &own);
-        size_t      room = len < cap ? cap - len : 0;
-        int         n = print_step(&s->steps[i], name, width, room > 0 ? text + len : NULL, room);
+        const mt_step *e = &s->steps[i];
+        const char    *name = name_of(names, e->unit, &own), *verb = verbs[e->kind];
+        char          *at = len < cap ? text + len : NULL;
+        size_t         room = len < cap ? cap - len : 0;
+        int            n;
 
+        if (e->slot < 0)
+            n = snprintf(at, room, "%s %s\n", verb, name);
+        else
+            n = snprintf(at, room, "%s %-*s %s slot %d\n", verb, (int)(width - strlen(verb)) - 1,
+                         name, before_slot[e->kind], e->slot);
         len += n > 0 ? (size_t)n : 0;
     }
     return len;

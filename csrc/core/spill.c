@@ -91,6 +91,35 @@ static mt_watch *watch_of(const mt_spill *s)
     return mt_store_watch(s->store);
 }
 
+/* ---- bays ------------------------------------------------------------------------------- */
+
+mt_status mt_bay_open(mt_bay *b, size_t bytes, mt_dev *dev, mt_pool *pool, size_t mapped)
+{
+    mt_status st;
+
+    *b = (mt_bay){ 0 };
+    MT_TRY(dev->ops->event_open(dev, &b->filled));
+    MT_TRY(dev->ops->event_open(dev, &b->landed));
+    MT_TRY(mt_arena_open(&b->arena, bytes, pool, dev, MT_BAY, mapped));
+    return MT_OK;
+
+fail:
+    mt_bay_close(b, dev, NULL);
+    return st;
+}
+
+void mt_bay_close(mt_bay *b, mt_dev *dev, mt_watch *watch)
+{
+    if (watch != NULL) {
+        mt_watch_take(watch, &b->filling);
+        mt_watch_take(watch, &b->landing);
+    }
+    dev->ops->event_close(b->filled);
+    dev->ops->event_close(b->landed);
+    mt_arena_close(&b->arena);
+    *b = (mt_bay){ 0 };
+}
+
 /* ---- states: under mu ------------------------------------------------------------------- */
 
 static void become(mt_spilled *k, stage to)
@@ -193,35 +222,20 @@ static void join(bay *b, mt_spilled *k)
     k->bay = b;
 }
 
-static void unlink_spilled(mt_spill *s, mt_spilled *k)
-{
-    if (k->newer != NULL)
-        k->newer->older = k->older;
-    else
-        s->newest = k->older;
-    if (k->older != NULL)
-        k->older->newer = k->newer;
-}
-
 static void forget(mt_spill *s, mt_spilled *k)
 {
     MT_ASSERT(!is_under_way(k));
     if (k->bay != NULL)
         part(k->bay);
     mt_places_give(&s->places, k->place);
-    unlink_spilled(s, k);
+    *(k->newer != NULL ? &k->newer->older : &s->newest) = k->older;
+    if (k->older != NULL)
+        k->older->newer = k->newer;
     free(k->sums);
     free(k);
 }
 
 /* ---- requests: under mu ----------------------------------------------------------------- */
-
-static void failed(mt_spill *s, mt_spilled *k, int write, mt_status st, const char *text)
-{
-    k->st = st;
-    snprintf(k->text, sizeof k->text, "unit %s: what its window keeps could not be %s the file: %s",
-             mt_store_name(s->store, k->unit), write ? "written to" : "read from", text);
-}
 
 static void read_ahead(mt_spill *s);
 
@@ -237,8 +251,10 @@ static void request_over(mt_request *r)
                      k->unit, k->begun_ns, r->moved, &s->recorded_ns);
     *(r->write ? &s->stats.written_bytes : &s->stats.read_bytes) += r->moved;
     become(k, r->st == MT_OK ? STORED : r->write ? LOST : UNREAD);
-    if (r->st != MT_OK)
-        failed(s, k, r->write, r->st, r->text);
+    if ((k->st = r->st) != MT_OK)
+        snprintf(k->text, sizeof k->text,
+                 "unit %s: what its window keeps could not be %s the file: %s",
+                 mt_store_name(s->store, k->unit), r->write ? "written to" : "read from", r->text);
     if (k->dropped)
         forget(s, k);
     read_ahead(s);
@@ -294,37 +310,29 @@ static void read_ahead(mt_spill *s)
 
 /* ---- our thread ------------------------------------------------------------------------- */
 
-/* Under mu. The copies out of which b was filled are over, unless st says otherwise. */
-static void filled(mt_spill *s, bay *b, mt_status st)
-{
-    mt_spilled *k = b->holds;
-
-    if (k->dropped || s->worker.stop || st != MT_OK || s->worker.failed != MT_OK) {
-        become(k, LOST);
-        if (k->dropped)
-            forget(s, k);
-        return;
-    }
-    become(k, WRITING);
-    put(s, k, 1);
-}
-
 /* FULL and DRAINED. Without mu: the device takes its time. The bay stays: its wait is owed. */
 static mt_status wait_for_device(void *arg, mt_job *node)
 {
-    mt_spill *s = arg;
-    owed     *o = (owed *)(void *)node;
-    bay      *b = o->bay;
-    int       fills = o == &b->filled;
-    mt_status st = MT_OK;
+    mt_spill   *s = arg;
+    owed       *o = (owed *)(void *)node;
+    bay        *b = o->bay;
+    mt_spilled *k = b->holds;
+    int         fills = o == &b->filled;
+    mt_status   st = MT_OK;
 
     mt_unlock(&s->mu);
     if (!mt_skips(s->cx, fills ? MT_EDGE_FULL : MT_EDGE_DRAINED))
         st = s->dev->ops->sync_event(fills ? b->b.filled : b->b.landed);
     mt_lock(&s->mu);
     count(s, o, -1);
-    if (fills)
-        filled(s, b, st);
+    if (fills && (k->dropped || s->worker.stop || st != MT_OK || s->worker.failed != MT_OK)) {
+        become(k, LOST);
+        if (k->dropped)
+            forget(s, k);
+    } else if (fills) {
+        become(k, WRITING);
+        put(s, k, 1);
+    }
     if (st == MT_OK)
         read_ahead(s);
     return st;
@@ -380,40 +388,28 @@ static mt_status enlarge(mt_spill *s, bay *b, size_t bytes)
     return st;
 }
 
-/* One more, without memory. */
-static mt_status open_bay(mt_spill *s, bay **out)
-{
-    bay      *b;
-    mt_status st;
-
-    MT_TRY(MT_MAKE(b, 1, "spill"));
-    MT_TRY(mt_bay_open(&b->b, 0, s->dev, NULL, 0));
-    b->filled.bay = b->landed.bay = b;
-    b->next = s->bays;
-    s->bays = b;
-    s->made++;
-    *out = b;
-    return MT_OK;
-fail:
-    free(b);
-    return st;
-}
-
 /* *out NULL: not now. */
 static mt_status try_bay(mt_spill *s, size_t bytes, bay **out)
 {
     bay      *b = choose(s, bytes);
-    mt_status st = MT_OK;
+    mt_status st;
 
-    if (s->made < s->n_bays && (b == NULL || b->holds != NULL))
-        MT_TRY(open_bay(s, &b));
-    else if (b == NULL)
+    if (s->made < s->n_bays && (b == NULL || b->holds != NULL)) {    /* one more, without memory */
+        MT_DO(MT_MAKE(b, 1, "spill"));
+        if ((st = mt_bay_open(&b->b, 0, s->dev, NULL, 0)) != MT_OK) {
+            free(b);
+            return st;
+        }
+        b->filled.bay = b->landed.bay = b;
+        b->next = s->bays;
+        s->bays = b;
+        s->made++;
+    } else if (b == NULL)
         b = choose(s, 0);
     if (b != NULL && b->b.arena.bytes < bytes)
-        MT_TRY(enlarge(s, b, bytes));
+        MT_DO(enlarge(s, b, bytes));
     *out = b;
-fail:
-    return st;
+    return MT_OK;
 }
 
 /* Of a bundle, for wait_until. */
@@ -454,32 +450,19 @@ static mt_status wait_until(mt_spill *s, mt_spilled *k, int (*over)(void *arg), 
 
 static mt_status get_bay(mt_spill *s, mt_spilled *k, bay **out)
 {
-    bay      *b = NULL;
-    mt_status st;
+    bay *b = NULL;
 
     do {
-        MT_TRY(mt_worker_failure(&s->worker));
-        MT_TRY(try_bay(s, k->bytes, &b));
+        MT_DO(mt_worker_failure(&s->worker));
+        MT_DO(try_bay(s, k->bytes, &b));
         if (b == NULL)
-            MT_TRY(wait_until(s, k, may_have_bay, "host memory for what it keeps (WRITTEN)"));
+            MT_DO(wait_until(s, k, may_have_bay, "host memory for what it keeps (WRITTEN)"));
     } while (b == NULL);
     *out = b;
-fail:
-    return st;
+    return MT_OK;
 }
 
 /* ---- the door --------------------------------------------------------------------------- */
-
-/* Of a bundle that is still there, once. */
-static mt_status tell_lost(mt_spill *s)
-{
-    for (mt_spilled *k = s->newest; k != NULL; k = k->older)
-        if (k->at == LOST && k->st != MT_OK && !k->told && !k->dropped) {
-            k->told = 1;
-            return mt_fail_again(k->st, k->text);
-        }
-    return MT_OK;
-}
 
 static mt_status make(mt_spill *s, int unit, uint64_t number, size_t bytes, mt_spilled **out)
 {
@@ -504,13 +487,25 @@ fail:
     return st;
 }
 
-/* Lets go of mu while the disk looks for more. Nobody else takes places:
- * who makes bundles has the turn. */
-static mt_status find_room(mt_spill *s, mt_spilled *k)
+mt_status mt_spill_new(mt_spill *s, int unit, uint64_t number, size_t bytes, mt_spilled **out)
 {
-    uint64_t  lack, at;
-    mt_status st = MT_OK;
+    mt_spilled *k = NULL;
+    bay        *b;
+    uint64_t    lack, at;
+    mt_status   st;
 
+    mt_lock(&s->mu);
+    assert_state(s);
+    s->cursor = 0;
+    for (mt_spilled *lost = s->newest; lost != NULL; lost = lost->older)
+        if (lost->at == LOST && lost->st != MT_OK && !lost->told && !lost->dropped) {
+            lost->told = 1;              /* of a bundle that is still there, once */
+            MT_TRY(mt_fail_again(lost->st, lost->text));
+        }
+    MT_TRY(make(s, unit, number, bytes, &k));
+    MT_TRY(get_bay(s, k, &b));
+    join(b, k);
+    /* Nobody else takes places meanwhile: who makes bundles has the turn. */
     while ((lack = mt_places_lack(&s->places, k->bytes)) > 0) {
         mt_unlock(&s->mu);
         st = s->file->ops->take(s->file, (size_t)lack, &at);
@@ -519,24 +514,6 @@ static mt_status find_room(mt_spill *s, mt_spilled *k)
         MT_TRY(mt_places_add(&s->places, lack));
     }
     k->place = mt_places_take(&s->places, k->bytes);
-fail:
-    return st;
-}
-
-mt_status mt_spill_new(mt_spill *s, int unit, uint64_t number, size_t bytes, mt_spilled **out)
-{
-    mt_spilled *k = NULL;
-    bay        *b;
-    mt_status   st;
-
-    mt_lock(&s->mu);
-    assert_state(s);
-    s->cursor = 0;
-    MT_TRY(tell_lost(s));
-    MT_TRY(make(s, unit, number, bytes, &k));
-    MT_TRY(get_bay(s, k, &b));
-    join(b, k);
-    MT_TRY(find_room(s, k));
     *out = k;
     mt_unlock(&s->mu);
     return MT_OK;
@@ -562,41 +539,9 @@ mt_status mt_spill_filled(mt_spill *s, mt_spilled *k)
     return st;
 }
 
-/* Its bytes are in its bay, or on their way there. read_ahead leaves it alone:
- * the cursor is on it. */
-static mt_status have_bay(mt_spill *s, mt_spilled *k)
-{
-    bay      *b;
-    mt_status st;
-
-    MT_TRY(mt_worker_failure(&s->worker));
-    if (k->bay == NULL)                  /* where WRITTEN is left out: it has one request */
-        MT_TRY(wait_until(s, k, is_written, "what it keeps to be written (WRITTEN)"));
-    if (k->bay != NULL || k->st != MT_OK)        /* it is told next, or what it has is lost */
-        return MT_OK;
-    MT_TRY(get_bay(s, k, &b));
-    read_into(s, k, b);
-fail:
-    return st;
-}
-
-/* A bay whose read failed has nothing; a place that was written may be read again. */
-static mt_status tell_failed(mt_spilled *k)
-{
-    mt_status st = k->st != MT_OK ? mt_fail_again(k->st, k->text) : MT_OK;
-
-    if (st != MT_OK && k->bay != NULL)
-        part(k->bay);
-    if (k->at == UNREAD) {
-        become(k, STORED);
-        k->st = MT_OK;
-    }
-    k->told = 1;
-    return st;
-}
-
 mt_status mt_spill_bring(mt_spill *s, mt_spilled *k)
 {
+    bay      *b;
     mt_status st;
 
     mt_lock(&s->mu);
@@ -604,10 +549,27 @@ mt_status mt_spill_bring(mt_spill *s, mt_spilled *k)
     MT_ASSERT(k->at != NEW && !k->dropped);
     s->cursor = k->number;
     k->wanted = 1;              /* from now on: the end of its read looks for bays that may go */
-    MT_TRY(have_bay(s, k));
+    /* Its bytes are to be in its bay, or on their way there. read_ahead leaves it alone: the cursor
+     * is on it. */
+    MT_TRY(mt_worker_failure(&s->worker));
+    if (k->bay == NULL)                  /* where WRITTEN is left out: it has one request */
+        MT_TRY(wait_until(s, k, is_written, "what it keeps to be written (WRITTEN)"));
+    if (k->bay == NULL && k->st == MT_OK) {      /* else it is told next, or what it has is lost */
+        MT_TRY(get_bay(s, k, &b));
+        read_into(s, k, b);
+    }
     if (!mt_skips(s->cx, MT_EDGE_READ))
         MT_TRY(wait_until(s, k, is_read, "what it keeps to be read (READ)"));
-    MT_TRY(tell_failed(k));
+    /* A bay whose read failed has nothing; a place that was written may be read again. */
+    st = k->st != MT_OK ? mt_fail_again(k->st, k->text) : MT_OK;
+    if (st != MT_OK && k->bay != NULL)
+        part(k->bay);
+    if (k->at == UNREAD) {
+        become(k, STORED);
+        k->st = MT_OK;
+    }
+    k->told = 1;
+    MT_TRY(st);
     read_ahead(s);
     mt_unlock(&s->mu);
     return MT_OK;
@@ -647,12 +609,7 @@ void mt_spill_drop(mt_spill *s, mt_spilled *k)
 
 mt_bay *mt_spill_bay(mt_spill *s, const mt_spilled *k)
 {
-    mt_bay *b;
-
-    mt_lock(&s->mu);
-    b = k->bay != NULL ? &k->bay->b : NULL;
-    mt_unlock(&s->mu);
-    return b;
+    return MT_LOCKED(&s->mu, k->bay != NULL ? &k->bay->b : NULL);
 }
 
 /* ---- open and close --------------------------------------------------------------------- */

@@ -1,13 +1,10 @@
-/* spill.h — bundles (swap.h) that wait in a file:
- * a few bays of host memory carry them there and back.
+/* spill.h — bundles (swap.h) that wait in a file; a few bays of host memory carry them.
  *
- * Nouns, in the order they appear below:
  *   spilled  one bundle's bytes: in a bay, in the file, or in both
- *   bay      bay.h. There are a few, all as large as the largest bundle before long. One is
- *            filled, those before it are written; or one is emptied, and those after it are read
- *   place    a stretch of the file for one bundle, in whole pages;
- *            free for another one when it is dropped
- *   holds    a bay: the spilled whose bytes it has, or will have
+ *   bay      registered host memory for one bundle. There are a few, all as large as the largest
+ *            bundle before long. One is filled, those before it are written; or one is emptied, and
+ *            those after it are read
+ *   place    a stretch of the file for one bundle, in whole pages; free when that is dropped
  *   stage    of a spilled, and what may come next. A drop ends any; FILLING, WRITING and READING
  *            are over first
  *              NEW      copies into its bay are put                       FILLING
@@ -23,8 +20,8 @@
  *              LANDED   the copies back from it            NONE, LANDED again for later ones
  *              BOTH     its bundle came back at once       LANDED, BOTH
  *   cursor   the bundle that was asked for last. Those made before it are read next, the latest
- *            first, as far as there are bays: a backward goes the way of its forward in reverse.
- *            None while bundles leave
+ *            first, as far as there are bays: a backward is its forward in reverse. None while
+ *            bundles leave
  *
  *     mt_spill_new    (s, unit, number, bytes, &k);       // waits for a bay
  *     ... copies from the device into mt_spill_bay(s, k), its event `filled` behind them
@@ -36,16 +33,12 @@
  *     mt_spill_drop   (s, k);
  *
  * Edges between queues, the file's threads and the caller (each can be left out: debug.h):
- *   FULL     a bay is written when the copies out that fill       our thread waits for `filled`
- *            it are over
- *   WRITTEN  it is given away when the write of what it has is    the caller waits for the request
- *            over
- *   READ     copies back from it are put when the read into it    the caller waits for the request
- *            is over
- *   DRAINED  it is filled or read into anew when the copies       our thread waits for `landed`
- *            back from it are over
- *   GONE     a place is another's when no request on it is under way,
- *            also where its bundle was dropped before
+ *   FULL     our thread waits for `filled` before it has a bay written
+ *   WRITTEN  the caller waits until what a bay has is written before that is given away
+ *   READ     the caller waits for the read into a bay before copies back from it are put
+ *   DRAINED  our thread waits for `landed` before a bay is filled or read into anew
+ *   GONE     a place is another's when no request on it is under way, also where its bundle was
+ *            dropped before
  * No read of a place comes before its write is over: until then the bay has the bytes (WRITTEN).
  *
  * Threads: new, filled, bring: one at a time, under no lock. landing, drop, bay: any. A bundle is
@@ -58,10 +51,29 @@
 #ifndef MT_SPILL_H
 #define MT_SPILL_H
 
+#include "arena.h"
 #include "blocks.h"
 #include "store.h"
-#include "bay.h"
 #include "timeline.h"
+
+/* ---- bays, swap.c's too: registered host memory for one bundle, and an event for each way. Who
+ * holds swap's lock records the events, and looks for them to be waited for. */
+
+#define MT_BAY "activations on the host"     /* its memory, in messages */
+
+typedef struct mt_bay {
+    mt_arena  arena;
+    mt_event *filled;                    /* recorded on out behind the copies out */
+    mt_event *landed;                    /* recorded on back behind the copies back */
+    mt_post   filling, landing;          /* of the two queues, until those are done */
+} mt_bay;
+
+/* mapped: as mt_arena_open's. b is zero before, and again after a failure. */
+mt_status mt_bay_open (mt_bay *b, size_t bytes, mt_dev *dev, mt_pool *pool, size_t mapped);
+/* watch NULL: nobody's posts. Closed or zero: nothing to do. */
+void      mt_bay_close(mt_bay *b, mt_dev *dev, mt_watch *watch);
+
+/* ---- */
 
 typedef struct mt_spill   mt_spill;
 typedef struct mt_spilled mt_spilled;

@@ -74,21 +74,19 @@ mt_status mt_make_(const char *file, int line, void *at, int64_t n, size_t each,
 mt_status mt_grow_(const char *file, int line, void *at, int64_t *room, int64_t n, size_t each,
                    const char *what)
 {
-    int64_t   wanted = n > 2 * *room ? n : 2 * *room;
-    void     *old, *made;
-    mt_status st;
+    int64_t wanted = n > 2 * *room ? n : 2 * *room;
+    void   *old, *made;
 
     if (n <= *room)
         return MT_OK;
-    MT_TRY(mt_make_(file, line, &made, wanted, each, what));
+    MT_DO(mt_make_(file, line, &made, wanted, each, what));
     memcpy(&old, at, sizeof old);
     if (old != NULL)
         memcpy(made, old, (size_t)*room * each);
     free(old);
     memcpy(at, &made, sizeof made);
     *room = wanted;
-fail:
-    return st;
+    return MT_OK;
 }
 
 mt_status mt_mul_size(size_t a, size_t b, const char *what, size_t *out)

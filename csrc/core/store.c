@@ -538,10 +538,15 @@ void mt__chunks_of(const mt__unit *u, const mt_portion *p, size_t *from, size_t 
 
 /* ---- memory of planes ------------------------------------------------------------------- */
 
+static unsigned registered(const mt__unit *u, const mt_home *h)
+{
+    return h->registered | (u->shared ? h->later : 0);
+}
+
 /* With whom a plane's host memory is registered: those that a copy engine looks at. */
 static mt_dev *registrar(const mt_store *s, const mt__unit *u, mt_plane p)
 {
-    return atomic_load(&u->home)->registered >> p & 1 ? s->dev : NULL;
+    return registered(u, atomic_load(&u->home)) >> p & 1 ? s->dev : NULL;
 }
 
 /* The plane's memory on the host is a copy: no more than addresses until it is committed. */
@@ -975,10 +980,6 @@ static mt_status may_move(mt_store *s, const mt__unit *u, const mt_home *from, c
 {
     mt_plane made;
 
-    if (to->away != 0 && to->shared != u->shared)
-        return MT_FAIL(MT_ENOTSUP, "unit %s: %s; one that %s is not built for that yet", u->name,
-                       u->shared ? "processes share its memory" : "no other process has it",
-                       to->lives);
     if (to->from != from && from->from != to)
         return MT_FAIL(MT_ESTATE, "unit %s %s; it cannot be one that %s too", u->name, from->lives,
                        to->lives);
@@ -986,7 +987,7 @@ static mt_status may_move(mt_store *s, const mt__unit *u, const mt_home *from, c
         return MT_FAIL(MT_ESTATE, "unit %s: its gradients pass; it cannot become one that %s",
                        u->name, to->lives);
     mt_lock(&s->map_mu);
-    made = made_of(u, to->fresh, 1);
+    made = made_of(u, to->fresh | (u->shared && to->fed ? 1u << MT_PLANE_HI : 0), 1);
     mt_unlock(&s->map_mu);
     if (made != MT_PLANE_COUNT)
         return MT_FAIL(MT_ESTATE, "unit %s has its plane %s in memory already; one that %s goes "
@@ -1024,7 +1025,7 @@ mt_status mt__home_ready(mt_store *s, int unit, const mt_home *to)
     for (int p = 0; p < MT_PLANE_COUNT; p++) {
         if (from->device && !to->device && u->plane[MT__HOST][p].at != NULL)
             MT_DO(mt_store_commit(s, unit, (mt_plane)p));
-        if (to->registered >> p & 1)
+        if (registered(u, to) >> p & 1)
             MT_DO(register_plane(s, u, &u->plane[MT__HOST][p]));
     }
     return MT_OK;

@@ -143,10 +143,8 @@ mt_status mt_store_hi(mt_store *s, int unit, void **out);
  * planes that the home keeps: memory that the host had for them stays as it is, that of weights to
  * be stored later is committed, since somebody fills it, and the rest is reserved. Back in ram all
  * that was made is committed and registered; memory on the device is given back, so its values have
- * come before. MT_ESTATE: a unit comes to a home from one other, and goes back to that alone.
- * MT_ENOTSUP: a home that keeps planes, and is for units of several processes where this is not,
- * or the reverse. On failure the unit is where it was. One thread, while no other is inside for
- * that unit. */
+ * come before. MT_ESTATE: a unit comes to a home from one other, and goes back to that alone. On
+ * failure the unit is where it was. One thread, while no other is inside for that unit. */
 mt_status      mt_store_move(mt_store *s, int unit, const mt_home *to, void *of);
 /* Any thread may ask. ram where there is no such unit; of may be NULL. */
 const mt_home *mt_store_home(const mt_store *s, int unit, void **of);

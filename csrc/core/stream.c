@@ -81,6 +81,7 @@ struct mt_stream {
     int           n_slots, n_settled;
     cut          *cuts;      /* written before the first acquire */
     int           n_cuts, first_cut;  /* the latter's number: the store's count of units */
+    int64_t       cuts_room;
 
     /* Acquiring thread. */
     mt__course    course;
@@ -123,47 +124,38 @@ static size_t bytes_of(const mt_stream *s, int number)
     return c != NULL ? c->bytes : mt_store_hi_bytes(s->store, number);
 }
 
-/* Of a cut: at a multiple of 512 bytes, of equal shares or nearly. */
-static size_t bound_of_cut(size_t bytes, int k, int mates)
-{
-    return k == mates ? bytes : bytes / 512 * (size_t)k / (size_t)mates * 512;
-}
-
 mt_status mt_stream_bounds(const mt_stream *s, int number, size_t *bounds)
 {
     int        mates = mt_turns_mates(s->cx->turns);
+    size_t     bytes = bytes_of(s, number);
     mt_portion p;
-    mt_status  st = MT_OK;
 
     for (int k = 0; k <= mates; k++) {
-        if (cut_of(s, number) != NULL) {
-            bounds[k] = bound_of_cut(bytes_of(s, number), k, mates);
+        if (cut_of(s, number) != NULL) {     /* equal shares or nearly, at multiples of 512 bytes */
+            bounds[k] = k == mates ? bytes : bytes / 512 * (size_t)k / (size_t)mates * 512;
             continue;
         }
-        MT_TRY(mt_portion_of(s->store, number, k < mates ? k : k - 1, mates, &p));
+        MT_DO(mt_portion_of(s->store, number, k < mates ? k : k - 1, mates, &p));
         bounds[k] = mt_portion_byte(s->store, number, k < mates ? p.begin : p.end);
     }
-fail:
-    return st;
+    return MT_OK;
 }
 
 /* Bytes [from, to) of a slot that a request brings. */
 static mt_status brought_by(const mt_stream *s, int number, int part, size_t *from, size_t *to)
 {
-    size_t    bounds[MT_RANKS_MOST + 1];
-    int       me;
-    mt_status st;
+    size_t bounds[MT_RANKS_MOST + 1];
+    int    me;
 
     *from = 0;
     *to = bytes_of(s, number);
     if (!part)
         return MT_OK;
-    MT_TRY(mt_stream_bounds(s, number, bounds));
+    MT_DO(mt_stream_bounds(s, number, bounds));
     me = mt_turns_place(s->cx->turns);
     *from = bounds[me];
     *to = bounds[me + 1];
-fail:
-    return st;
+    return MT_OK;
 }
 
 static size_t moved_by(const mt_stream *s, int number, int part)
@@ -227,40 +219,18 @@ static void tell_feed(mt_stream *s)
     mt_feed_expect(s->cx->feed, units, n);
 }
 
-/* UPDATED: the copy reads HI, which an update announced before now still has to write. */
-static mt_status fetch_begin(mt_stream *s, const request *r, uint64_t *version)
-{
-    if (!mt_skips(s->cx, MT_EDGE_UPDATED))
-        return mt_ledger_fetch_begin(s->store, mt_stream_owner(s, r->unit), version);
-    *version = version_of(s, r->unit);
-    return MT_OK;
-}
-
 /* Behind FREED and before the copy, so that whoever reads too early reads NaN. */
 static mt_status put_poison(mt_stream *s, const request *r, size_t bytes)
 {
-    mt_status st;
-
     if (s->poison == NULL) {
-        MT_TRY(MT_MAKE(s->poison, (int64_t)POISON_BYTES, "stream"));
+        MT_DO(MT_MAKE(s->poison, (int64_t)POISON_BYTES, "stream"));
         memset(s->poison, 0xFF, POISON_BYTES);
     }
     for (size_t at = 0; at < bytes; at += POISON_BYTES) {
         size_t n = bytes - at < POISON_BYTES ? bytes - at : POISON_BYTES;
-        MT_TRY(s->dev->ops->copy(s->h2d, (char *)r->mem + at, s->poison, n));
+        MT_DO(s->dev->ops->copy(s->h2d, (char *)r->mem + at, s->poison, n));
     }
     return MT_OK;
-fail:
-    return st;
-}
-
-/* What of a range lies in bytes [from, to) of the slot. */
-static mt_cut_range within(mt_cut_range r, size_t from, size_t to)
-{
-    size_t first = r.to > from ? r.to : from;
-    size_t end = r.to + r.bytes < to ? r.to + r.bytes : to;
-
-    return (mt_cut_range){ r.from + (first - r.to), first, end > first ? end - first : 0 };
 }
 
 static mt_status copy_hi(mt_stream *s, const request *r, const void *hi)
@@ -271,21 +241,22 @@ static mt_status copy_hi(mt_stream *s, const request *r, const void *hi)
     int                 n = c != NULL ? c->n : 1;
     size_t              from, to;
     mt_span             span;
-    mt_status           st;
 
-    MT_TRY(brought_by(s, r->unit, r->part, &from, &to));
+    MT_DO(brought_by(s, r->unit, r->part, &from, &to));
     mt_timeline_begin(s->cx->timeline, &span, MT_LANE_H2D, MT_WORK_FETCH,
                       mt_stream_owner(s, r->unit), s->h2d);
-    for (int i = 0; i < n; i++) {
-        mt_cut_range one = within(ranges[i], from, to);
+    for (int i = 0; i < n; i++) {            /* what of each range lies in [from, to) of the slot */
+        const mt_cut_range *one = &ranges[i];
+        size_t              first = one->to > from ? one->to : from;
+        size_t              end = one->to + one->bytes < to ? one->to + one->bytes : to;
 
-        if (one.bytes > 0)
-            MT_TRY(s->dev->ops->copy(s->h2d, (char *)r->mem + one.to, (const char *)hi + one.from,
-                                     one.bytes));
+        if (end > first)
+            MT_DO(s->dev->ops->copy(s->h2d, (char *)r->mem + first,
+                                    (const char *)hi + one->from + (first - one->to),
+                                    end - first));
     }
     mt_timeline_end(s->cx->timeline, &span, to - from, s->h2d);
-fail:
-    return st;
+    return MT_OK;
 }
 
 /* hi: NULL where the weights are on disk. */
@@ -294,17 +265,14 @@ static mt_status put_copy(mt_stream *s, const request *r, const void *hi)
     const mt_dev_ops *v = s->dev->ops;
     slot             *k = &s->slots[r->slot];
     size_t            bytes = bytes_of(s, r->unit);
-    mt_status         st;
 
     /* FREED: compute on what the slot held was put in run before `freed` was recorded there. */
     if (!mt_skips(s->cx, MT_EDGE_FREED))
-        MT_TRY(v->wait(s->h2d, k->freed));
+        MT_DO(v->wait(s->h2d, k->freed));
     if (mt_poisons(s->cx))
-        MT_TRY(put_poison(s, r, bytes));
-    MT_TRY(hi != NULL ? copy_hi(s, r, hi) : mt_feed_copy(s->cx->feed, r->unit, r->mem, s->h2d));
+        MT_DO(put_poison(s, r, bytes));
+    MT_DO(hi != NULL ? copy_hi(s, r, hi) : mt_feed_copy(s->cx->feed, r->unit, r->mem, s->h2d));
     return v->record(s->h2d, k->ready);
-fail:
-    return st;
 }
 
 /* Between begin and fetching nothing waits for updates: an updater may be waiting for us. Reads of
@@ -320,7 +288,10 @@ static mt_status deliver(mt_stream *s, const request *r, uint64_t *version)
     else if (unit != r->unit)
         return MT_FAIL(MT_ESTATE, "unit %s: its weights are on disk, and a part of them is to be "
                        "fetched", mt_store_name(s->store, unit));
-    MT_TRY(fetch_begin(s, r, version));
+    /* UPDATED: the copy reads HI, which an update announced before now still has to write. */
+    *version = version_of(s, r->unit);
+    if (!mt_skips(s->cx, MT_EDGE_UPDATED))
+        MT_TRY(mt_ledger_fetch_begin(s->store, unit, version));
     if ((st = put_copy(s, r, hi)) != MT_OK)
         mt_ledger_fault(s->store, st, mt_last_error());   /* before the updater may go on */
     end = mt_ledger_fetching(s->store, unit, s->h2d);
@@ -358,25 +329,6 @@ static mt_status carry_out(void *arg, mt_job *node)
 
 /* ---- open and close --------------------------------------------------------------------- */
 
-static mt_status open_slots(mt_stream *s, const mt_slot_desc *d, int n)
-{
-    const mt_dev_ops *v = s->dev->ops;
-    mt_status         st;
-
-    MT_TRY(MT_MAKE(s->slots, n, "stream"));
-    MT_TRY(MT_MAKE(s->slot_bytes, n, "stream"));
-    s->n_slots = n;
-    for (int i = 0; i < n; i++) {
-        s->slots[i] = (slot){ .bytes = d[i].bytes, .mem = d[i].mem, .unit = -1 };
-        s->slot_bytes[i] = d[i].bytes;
-        MT_TRY(v->event_open(s->dev, &s->slots[i].ready));
-        MT_TRY(v->event_open(s->dev, &s->slots[i].freed));
-    }
-    return MT_OK;
-fail:
-    return st;
-}
-
 mt_status mt_stream_open(const mt_context *cx, const mt_slot_desc *slots, int n_slots,
                          mt_slot_hooks hooks, mt_stream **out)
 {
@@ -393,7 +345,15 @@ mt_status mt_stream_open(const mt_context *cx, const mt_slot_desc *slots, int n_
                       .last_unit = -1, .computing = -1 };
     mt__course_open(&s->course);
     mt_mutex_open(&s->mu, MT_RANK_STREAM);
-    MT_TRY(open_slots(s, slots, n_slots));
+    MT_TRY(MT_MAKE(s->slots, n_slots, "stream"));
+    MT_TRY(MT_MAKE(s->slot_bytes, n_slots, "stream"));
+    s->n_slots = n_slots;
+    for (int i = 0; i < n_slots; i++) {
+        s->slots[i] = (slot){ .bytes = slots[i].bytes, .mem = slots[i].mem, .unit = -1 };
+        s->slot_bytes[i] = slots[i].bytes;
+        MT_TRY(s->dev->ops->event_open(s->dev, &s->slots[i].ready));
+        MT_TRY(s->dev->ops->event_open(s->dev, &s->slots[i].freed));
+    }
     MT_TRY(s->dev->ops->queue_open(s->dev, "h2d", &s->h2d));
     MT_TRY(mt_worker_open(&s->mover, &s->mu, 1, "mt-mover", "h2d", carry_out, s));
     *out = s;
@@ -431,7 +391,6 @@ mt_status mt_stream_settle(mt_stream *s, int unit, int k)
 {
     mt_resident *r = s->cx->residents;
     size_t    bytes = mt_store_hi_bytes(s->store, unit);
-    mt_status st;
 
     if (k < 0 || k >= s->n_slots || s->slots[k].bytes < bytes)
         return MT_FAIL(MT_EINVAL, "unit %s: %zu bytes do not fit slot %d of %d with its %zu",
@@ -443,7 +402,7 @@ mt_status mt_stream_settle(mt_stream *s, int unit, int k)
                        "forward", mt_store_name(s->store, unit), k,
                        mt_store_name(s->store, s->slots[k].unit));
     if (mt_resident_mem(r, unit) == NULL)
-        MT_TRY(mt_resident_settle(r, unit, s->slots[k].mem));
+        MT_DO(mt_resident_settle(r, unit, s->slots[k].mem));
     else if (mt_resident_mem(r, unit) != s->slots[k].mem)
         return MT_FAIL(MT_EINVAL, "unit %s: slot %d is not the memory that it has",
                        mt_store_name(s->store, unit), k);
@@ -454,8 +413,7 @@ mt_status mt_stream_settle(mt_stream *s, int unit, int k)
     s->n_settled++;
     assert_state(s);
     mt_unlock(&s->mu);
-fail:
-    return st;
+    return MT_OK;
 }
 
 /* A unit that was added since would have a cut's number. */
@@ -468,12 +426,12 @@ static mt_status check_numbers(const mt_stream *s)
     return MT_OK;
 }
 
-static mt_status check_cut(const mt_stream *s, int unit, const mt_cut_range *ranges, int n)
+mt_status mt_stream_cut(mt_stream *s, int unit, const mt_cut_range *ranges, int n, int *number)
 {
-    size_t    bytes = mt_store_hi_bytes(s->store, unit);
-    mt_status st;
+    size_t bytes = mt_store_hi_bytes(s->store, unit);
+    cut    c = { .unit = unit, .n = n };
 
-    MT_TRY(check_numbers(s));
+    MT_DO(check_numbers(s));
     if (s->requests > 0)
         return MT_FAIL(MT_ESTATE, "unit %s: it cannot be cut: weights are being fetched",
                        mt_store_name(s->store, unit));
@@ -482,34 +440,18 @@ static mt_status check_cut(const mt_stream *s, int unit, const mt_cut_range *ran
             ranges[i].bytes > bytes - ranges[i].from || ranges[i].to > SIZE_MAX - ranges[i].bytes)
             return MT_FAIL(MT_EINVAL, "unit %s: a cut from byte %zu, %zu bytes, of %zu that it has",
                            mt_store_name(s->store, unit), ranges[i].from, ranges[i].bytes, bytes);
-fail:
-    return st;
-}
-
-mt_status mt_stream_cut(mt_stream *s, int unit, const mt_cut_range *ranges, int n, int *number)
-{
-    cut      *more, c = { .unit = unit, .n = n };
-    mt_status st;
-
-    MT_TRY(check_cut(s, unit, ranges, n));
-    MT_TRY(MT_MAKE(c.ranges, n + 1, "stream"));
+    MT_DO(MT_GROW(s->cuts, s->cuts_room, s->n_cuts + 1, "stream"));
+    MT_DO(MT_MAKE(c.ranges, n, "stream"));
     for (int i = 0; i < n; i++) {
         size_t end = ranges[i].to + ranges[i].bytes;
 
         c.ranges[i] = ranges[i];
         c.bytes = end > c.bytes ? end : c.bytes;
     }
-    if ((more = realloc(s->cuts, ((size_t)s->n_cuts + 1) * sizeof *more)) == NULL) {
-        free(c.ranges);
-        return MT_FAIL(MT_ENOMEM, "stream: no memory for %d cuts", s->n_cuts + 1);
-    }
-    s->cuts = more;
     s->first_cut = mt_store_units(s->store);
     s->cuts[s->n_cuts] = c;
     *number = s->first_cut + s->n_cuts++;
     return MT_OK;
-fail:
-    return st;
 }
 
 /* ---- asking for copies: the acquiring thread -------------------------------------------- */
@@ -534,13 +476,6 @@ static int comes_in_part(const mt_stream *s, int unit)
     return s->portions || needs_mates(s, unit);
 }
 
-/* Under mu. All of the unit is to be brought by what was to bring a portion. */
-static void widen(mt_stream *s, slot *sl)
-{
-    s->stats.h2d_bytes += moved_by(s, sl->unit, 0) - moved_by(s, sl->unit, 1);
-    sl->part = sl->lacks = 0;
-}
-
 /* Under mu. Does slot k bring the unit's weights as they are at version `now`? A portion of them is
  * enough where the others' are gathered. */
 static int brings(mt_stream *s, int k, int unit, uint64_t now)
@@ -551,8 +486,11 @@ static int brings(mt_stream *s, int k, int unit, uint64_t now)
         return 0;
     if (sl->version != now && sl->node.listed)
         sl->version = now;
-    if (sl->lacks && !comes_in_part(s, unit) && sl->node.listed)
-        widen(s, sl);
+    if (sl->lacks && !comes_in_part(s, unit) && sl->node.listed) {
+        /* What was to bring a portion is to bring all. */
+        s->stats.h2d_bytes += moved_by(s, unit, 0) - moved_by(s, unit, 1);
+        sl->part = sl->lacks = 0;
+    }
     return sl->version == now && (!sl->lacks || comes_in_part(s, unit));
 }
 
@@ -589,38 +527,28 @@ static void withdraw(mt_stream *s, slot *k)
     k->unit = -1;
 }
 
-/* Someone still reads slot k: it gets other memory, and forgets what the old one held. */
-static mt_status renew(mt_stream *s, int k)
-{
-    void     *mem;
-    mt_status st;
-
-    if (s->hooks.renew == NULL)
-        return MT_FAIL(MT_ESTATE, "stream: slot %d is held and there is no hook to renew it", k);
-    MT_TRY(s->hooks.renew(s->hooks.ctx, k, &mem));
-    mt_lock(&s->mu);
-    withdraw(s, &s->slots[k]);
-    s->slots[k].mem = mem;
-    s->slots[k].unit = -1;
-    assert_state(s);
-    mt_unlock(&s->mu);
-    return MT_OK;
-fail:
-    return st;
-}
-
 /* Asks the mover to bring `unit`, or this rank's portion of it, into slot k. The hooks are called
  * without mu: they may run Python, and that may call us. */
 static mt_status fetch(mt_stream *s, int k, int unit, int part, mt_queue *run)
 {
-    slot     *sl = &s->slots[k];
-    size_t    bytes = moved_by(s, unit, part);
-    uint64_t  now = version_of(s, unit);
-    mt_status st;
+    slot    *sl = &s->slots[k];
+    size_t   bytes = moved_by(s, unit, part);
+    uint64_t now = version_of(s, unit);
+    void    *mem;
 
-    if (held(s, k))
-        MT_TRY(renew(s, k));
-    MT_TRY(s->dev->ops->record(run, sl->freed));
+    if (held(s, k)) {            /* it gets other memory, and forgets what the old one held */
+        if (s->hooks.renew == NULL)
+            return MT_FAIL(MT_ESTATE, "stream: slot %d is held and there is no hook to renew it",
+                           k);
+        MT_DO(s->hooks.renew(s->hooks.ctx, k, &mem));
+        mt_lock(&s->mu);
+        withdraw(s, sl);
+        sl->mem = mem;
+        sl->unit = -1;
+        assert_state(s);
+        mt_unlock(&s->mu);
+    }
+    MT_DO(s->dev->ops->record(run, sl->freed));
     mt_watch_compute(mt_store_watch(s->store), &sl->using, name_of(s, s->computing),
                      "its kernels (the event FREED)", sl->freed);
     mt_lock(&s->mu);
@@ -637,8 +565,6 @@ static mt_status fetch(mt_stream *s, int k, int unit, int part, mt_queue *run)
     mt_unlock(&s->mu);
     sl->last_use = ++s->tick;
     return MT_OK;
-fail:
-    return st;
 }
 
 /* Of the slots that the unit fits: one with an old copy of it, else, among the smallest of them,
@@ -669,14 +595,11 @@ static int give_way(const mt_stream *s, int unit)
 
 static mt_status fetch_on_demand(mt_stream *s, int k, int unit, int part, mt_queue *run)
 {
-    mt_status st;
-
-    MT_TRY(fetch(s, k, unit, part, run));
+    MT_DO(fetch(s, k, unit, part, run));
     mt_lock(&s->mu);
     s->stats.demand_fetches++;
     mt_unlock(&s->mu);
-fail:
-    return st;
+    return MT_OK;
 }
 
 /* ---- following the schedule: the acquiring thread --------------------------------------- */
@@ -693,30 +616,12 @@ static mt_status hand_over(mt_stream *s, int64_t i, mt_queue *run)
     return fetch(s, step->slot, step->unit, comes_in_part(s, step->unit), run);
 }
 
-/* The FETCHes in [from, now) that are of use from step `now` on. On the schedule these are the
- * ones that the previous window's slot held up; off it, what the slots should hold by now. A slot
- * that has the unit of step `now`, which the schedule may not know, stays as it is. */
-static mt_status catch_up(mt_stream *s, int64_t from, int64_t now, mt_queue *run)
-{
-    const mt_step *steps = mt__course_schedule(&s->course)->steps;
-    mt_status      st;
-
-    for (int64_t i = from; i < now; i++)
-        if (mt__course_wants(&s->course, i, now) &&
-            steps[i].slot != holding(s, steps[now].unit, steps[now].slot))
-            MT_TRY(hand_over(s, i, run));
-    return MT_OK;
-fail:
-    return st;
-}
-
 /* The FETCHes up to the next COMPUTE. Slot `keep` was just given out: nobody has a tensor in it
  * yet, so `held` does not protect it, and its compute is not in run. What comes from there on
  * waits for the next acquire. */
 static mt_status look_ahead(mt_stream *s, int keep, mt_queue *run)
 {
     const mt_schedule *sch = mt__course_schedule(&s->course);
-    mt_status          st;
 
     for (; s->course.at < sch->n; s->course.at++) {
         const mt_step *step = &sch->steps[s->course.at];
@@ -724,11 +629,9 @@ static mt_status look_ahead(mt_stream *s, int keep, mt_queue *run)
         if (step->kind == MT_COMPUTE || (step->kind == MT_FETCH && step->slot == keep))
             break;
         if (step->kind == MT_FETCH)
-            MT_TRY(hand_over(s, s->course.at, run));
+            MT_DO(hand_over(s, s->course.at, run));
     }
     return MT_OK;
-fail:
-    return st;
 }
 
 mt_status mt_stream_begin(mt_stream *s)
@@ -737,14 +640,13 @@ mt_status mt_stream_begin(mt_stream *s)
     size_t   *unit_bytes;
     mt_status st;
 
-    MT_TRY(check_numbers(s));
-    MT_TRY(MT_MAKE(unit_bytes, n_units, "stream"));
+    MT_DO(check_numbers(s));
+    MT_DO(MT_MAKE(unit_bytes, n_units, "stream"));
     for (int u = 0; u < n_units; u++)
         unit_bytes[u] = bytes_of(s, u);
     st = mt__course_begin(&s->course, unit_bytes, n_units, s->slot_bytes, s->n_slots);
     s->last_unit = -1;
     free(unit_bytes);
-fail:
     return st;
 }
 
@@ -771,39 +673,40 @@ static mt_status check_fits(const mt_stream *s, int unit)
 /* A window of its own: the cursor moves, copies are asked for, *k is where the unit will be. */
 static mt_status open_window(mt_stream *s, int unit, mt_queue *run, int *k)
 {
-    int64_t   from, step;
-    int       planned = -1;
-    mt_status st;
+    int64_t from, step;
+    int     planned = -1;
 
-    MT_TRY(mt__course_compute(&s->course, unit, &from, &step));
+    MT_DO(mt__course_compute(&s->course, unit, &from, &step));
     if (step >= 0)
         planned = mt__course_schedule(&s->course)->steps[step].slot;
-    if (step >= 0 && !mt_syncs(s->cx))
-        MT_TRY(catch_up(s, from, step, run));
+    /* The FETCHes in [from, step) that are of use from here on. On the schedule these are the ones
+     * that the previous window's slot held up; off it, what the slots should hold by now. A slot
+     * that has the unit of this step, which the schedule may not know, stays as it is. */
+    for (int64_t i = from; i < step && !mt_syncs(s->cx); i++)
+        if (mt__course_wants(&s->course, i, step) &&
+            mt__course_schedule(&s->course)->steps[i].slot != holding(s, unit, planned))
+            MT_DO(hand_over(s, i, run));
     if ((*k = holding(s, unit, planned)) < 0) {
         *k = give_way(s, unit);
-        MT_TRY(fetch_on_demand(s, *k, unit, comes_in_part(s, unit), run));
+        MT_DO(fetch_on_demand(s, *k, unit, comes_in_part(s, unit), run));
     }
     s->slots[*k].last_use = ++s->tick;
     s->last_unit = unit;
     if (step >= 0 && !mt_syncs(s->cx))
-        MT_TRY(look_ahead(s, *k, run));
+        MT_DO(look_ahead(s, *k, run));
     return MT_OK;
-fail:
-    return st;
 }
 
 mt_status mt_stream_acquire(mt_stream *s, int unit, mt_queue *run, int *slot_out, void **mem)
 {
-    int       k;
-    mt_status st;
+    int k;
 
-    MT_TRY(mt_ledger_check(s->store));
+    MT_DO(mt_ledger_check(s->store));
     s->takes_turn = 0;
     if ((k = settled_slot(s, unit)) < 0) {
-        MT_TRY(check_fits(s, unit));
+        MT_DO(check_fits(s, unit));
         if (unit != s->last_unit || (k = holding(s, unit, -1)) < 0) {
-            MT_TRY(open_window(s, unit, run, &k));
+            MT_DO(open_window(s, unit, run, &k));
             s->takes_turn = comes_in_part(s, unit);
         }
         s->takes_turn |= s->slots[k].lacks;      /* what interrupted its turn came to nothing */
@@ -812,8 +715,6 @@ mt_status mt_stream_acquire(mt_stream *s, int unit, mt_queue *run, int *slot_out
     *slot_out = k;
     *mem = s->slots[k].mem;
     return MT_OK;
-fail:
-    return st;
 }
 
 /* ---- with the other ranks of the machine ------------------------------------------------- */
@@ -830,57 +731,47 @@ int mt_stream_takes_turn(const mt_stream *s)
     return s->takes_turn;
 }
 
-/* A mate whose slot has all of it gathers nothing, and so does nobody. */
-static uint64_t about(const slot *k)
-{
-    return ((uint64_t)(unsigned)k->unit + 1) << 1 | (uint64_t)k->lacks;
-}
-
 mt_status mt_stream_turn(mt_stream *s, int k, int *gathers)
 {
-    int       in_step, needs = needs_mates(s, s->slots[k].unit);
-    mt_status st;
+    const slot *sl = &s->slots[k];
+    int         in_step, needs = needs_mates(s, sl->unit);
+    /* A mate whose slot has all of it gathers nothing, and so does nobody. */
+    uint64_t    about = ((uint64_t)(unsigned)sl->unit + 1) << 1 | (uint64_t)(sl->lacks || needs);
 
-    mt_turns_next(s->cx->turns, mt_stream_owner(s, s->slots[k].unit));
-    MT_TRY(mt_turns_take(s->cx->turns, about(&s->slots[k]) | (uint64_t)needs,
-                         needs ? ALL_COME_MS : 0, &in_step));
-    *gathers = in_step && (s->slots[k].lacks || needs);
-fail:
-    return st;
+    mt_turns_next(s->cx->turns, mt_stream_owner(s, sl->unit));
+    MT_DO(mt_turns_take(s->cx->turns, about, needs ? ALL_COME_MS : 0, &in_step));
+    *gathers = in_step && (sl->lacks || needs);
+    return MT_OK;
 }
 
 /* READY stands behind the collective from now on; the mover has nothing for this slot before the
  * next fetch of it, which is asked for by this thread. */
 mt_status mt_stream_gathered(mt_stream *s, int k, mt_queue *beside)
 {
-    mt_status st;
-
-    MT_TRY(s->dev->ops->record(beside, s->slots[k].ready));
+    MT_DO(s->dev->ops->record(beside, s->slots[k].ready));
     mt_lock(&s->mu);
     s->slots[k].lacks = 0;
     s->stats.gathers++;
     mt_unlock(&s->mu);
-fail:
-    return st;
-}
-
-static mt_status astray(const mt_stream *s, int k)
-{
-    mt_turns_stats n = mt_turns_stats_get(s->cx->turns);
-    int            other = (int)(n.other >> 1) - 1;
-
-    return MT_FAIL(MT_EPEER, "unit %s: each rank's file has a portion of its weights, so all have "
-                   "to come to it together, in an evaluation too; and rank %d %s%s; "
-                   "homes=\"disk\" keeps weights in memory", name_of(s, s->slots[k].unit), n.rank,
-                   other < 0 ? "does not" : "is at unit ", other < 0 ? "" : name_of(s, other));
+    return MT_OK;
 }
 
 mt_status mt_stream_whole(mt_stream *s, int k, mt_queue *run)
 {
+    mt_turns_stats n;
+    int            other;
+
     if (!s->slots[k].lacks)
         return MT_OK;
-    if (needs_mates(s, s->slots[k].unit))
-        return astray(s, k);
+    if (needs_mates(s, s->slots[k].unit)) {
+        n = mt_turns_stats_get(s->cx->turns);
+        other = (int)(n.other >> 1) - 1;
+        return MT_FAIL(MT_EPEER, "unit %s: each rank's file has a portion of its weights, so all "
+                       "have to come to it together, in an evaluation too; and rank %d %s%s; "
+                       "homes=\"disk\" keeps weights in memory", name_of(s, s->slots[k].unit),
+                       n.rank, other < 0 ? "does not" : "is at unit ",
+                       other < 0 ? "" : name_of(s, other));
+    }
     return fetch_on_demand(s, k, s->slots[k].unit, 0, run);
 }
 
@@ -895,18 +786,15 @@ void mt_stream_mark_offload(mt_stream *s, int unit)
 mt_status mt_stream_kick(mt_stream *s, mt_queue *run)
 {
     const mt_schedule *sch = mt__course_schedule(&s->course);
-    mt_status          st;
 
-    MT_TRY(mt_ledger_check(s->store));
+    MT_DO(mt_ledger_check(s->store));
     /* An update in mid-backward is no end of the step: its slots are still needed. */
     if (mt_syncs(s->cx) || !mt__course_over(&s->course))
         return MT_OK;
     for (int64_t i = 0; i < sch->n && sch->steps[i].kind != MT_COMPUTE; i++)
         if (sch->steps[i].kind == MT_FETCH)
-            MT_TRY(hand_over(s, i, run));
+            MT_DO(hand_over(s, i, run));
     return MT_OK;
-fail:
-    return st;
 }
 
 /* ---- waiting ---------------------------------------------------------------------------- */
@@ -925,50 +813,36 @@ static int is_issued(void *arg)
     return a->failed || a->k->issued >= a->k->asked;
 }
 
-/* The host waits for the mover, so that `ready` has been recorded for this copy when run is told
- * to wait for it. A wait of the mover's that the watchdog ends is a fault, and ends this one. */
-static mt_status wait_issued(mt_stream *s, int k)
-{
-    awaited   a = { .s = s, .k = &s->slots[k] };
-    mt_status st = mt_watch_until(mt_store_watch(s->store), &s->mover.news, &s->mu, is_issued, &a,
-                                  name_of(s, s->slots[k].unit), "its fetch to be put");
-
-    return a.failed ? mt_ledger_check(s->store) : st;
-}
-
-static mt_status await_copy(mt_stream *s, int k, mt_queue *run)
-{
-    mt_status st;
-
-    if (on_disk(s, s->slots[k].unit))
-        mt_mirror_forget(s->store, mt_stream_owner(s, s->slots[k].unit));
-    MT_TRY(wait_issued(s, k));
-    if (mt_syncs(s->cx))
-        MT_TRY(s->dev->ops->sync_event(s->slots[k].ready));
-    /* READY: the copy is in h2d; run goes on when it is over. */
-    if (!mt_skips(s->cx, MT_EDGE_READY))
-        MT_TRY(s->dev->ops->wait(run, s->slots[k].ready));
-fail:
-    return st;
-}
-
 mt_status mt_stream_await(mt_stream *s, int k, mt_queue *run)
 {
     uint64_t  begun = mt_now_ns();
+    awaited   a = { .s = s };
     mt_status st;
 
     if (k < 0 || k >= s->n_slots)
         return MT_FAIL(MT_EINVAL, "stream: there is no slot %d of %d", k, s->n_slots);
-    if (s->slots[k].settled)
-        MT_TRY(mt_resident_await(s->cx->residents, s->slots[k].unit, run));
-    else
-        MT_TRY(await_copy(s, k, run));
+    a.k = &s->slots[k];
+    if (s->slots[k].settled) {
+        MT_DO(mt_resident_await(s->cx->residents, s->slots[k].unit, run));
+    } else {
+        if (on_disk(s, s->slots[k].unit))
+            mt_mirror_forget(s->store, mt_stream_owner(s, s->slots[k].unit));
+        /* The host waits for the mover, so that `ready` has been recorded for this copy when run is
+         * told to wait for it. A wait of the mover's that the watchdog ends is a fault, and ends
+         * this one. */
+        st = mt_watch_until(mt_store_watch(s->store), &s->mover.news, &s->mu, is_issued, &a,
+                            name_of(s, s->slots[k].unit), "its fetch to be put");
+        MT_DO(a.failed ? mt_ledger_check(s->store) : st);
+        if (mt_syncs(s->cx))
+            MT_DO(s->dev->ops->sync_event(s->slots[k].ready));
+        /* READY: the copy is in h2d; run goes on when it is over. */
+        if (!mt_skips(s->cx, MT_EDGE_READY))
+            MT_DO(s->dev->ops->wait(run, s->slots[k].ready));
+    }
     mt_lock(&s->mu);
     s->stats.await_ns += mt_now_ns() - begun;
     mt_unlock(&s->mu);
     return MT_OK;
-fail:
-    return st;
 }
 
 /* ---- looking in ------------------------------------------------------------------------- */
@@ -995,11 +869,8 @@ int mt_stream_find(const mt_stream *cs, const void *p, int *unit, size_t *offset
 
 mt_stream_stats mt_stream_stats_get(mt_stream *s)
 {
-    mt_stream_stats stats;
+    mt_stream_stats stats = MT_LOCKED(&s->mu, s->stats);
 
-    mt_lock(&s->mu);
-    stats = s->stats;
-    mt_unlock(&s->mu);
     stats.rebuilds = s->course.rebuilds;
     return stats;
 }

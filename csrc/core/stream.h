@@ -1,9 +1,9 @@
 /* stream.h — runs a schedule: weights into slots, ahead of the thread that computes.
  *
- * The computing thread calls mt_stream_acquire when a window opens. The step's COMPUTE is found
- * in the schedule, the FETCHes that follow it are handed to the mover, and the slot's memory is
- * returned. A thread of ours, the mover, puts copies in the H2D queue as what they depend on is
- * met: an update still under way is waited for by the mover, not by the computing thread.
+ * The computing thread calls mt_stream_acquire when a window opens. The step's COMPUTE is found in
+ * the schedule, the FETCHes that follow it are handed to the mover, a thread of ours, and the
+ * slot's memory is returned. The mover puts copies in the H2D queue as what they depend on is met:
+ * it waits for updates still under way, the computing thread does not.
  *
  *     mt_stream_begin(s);                               // a root forward starts
  *     mt_stream_acquire(s, unit, run, &slot, &mem);     // may hand over FETCHes; never blocks
@@ -15,25 +15,22 @@
  *   READY   run waits for the H2D copy into its slot           recorded on h2d behind the copy
  *   FREED   h2d waits for compute that used the slot's memory  recorded on run when the FETCH that
  *           overwrites it is decided: all use so far was launched by then, and nobody holds it
- *   UPDATED the mover waits for updates announced so far      ledger, on the host, before the copy
+ *   UPDATED the mover waits in the ledger, on the host, for updates announced before the copy
  *
- * Weights of units that have them on disk are read by a feed (feed.h), which is told what stands in
- * line, and copied from its buffers. The mover is then busy until the unit's last piece was read;
- * READY stands behind that one's copy.
- *
- * A slot may be given to one unit for good: mt_stream_settle. Such units are no part of traces and
- * schedules; their edges are in resident.h.
+ * Weights on disk are read by a feed (feed.h), which is told what stands in line, and copied from
+ * its buffers; READY stands behind the last piece's copy. A slot may be given to one unit for good
+ * (mt_stream_settle): such units are no part of traces and schedules, see resident.h.
  *
  * A cut is bytes of a unit's weights that are fetched by themselves, as some experts of a mixture
- * are. Cuts have numbers as units have, from the store's number of units on; wherever a unit is
- * acquired, found or named by a schedule it may be a cut. Versions and updates are the unit's.
+ * are. Cuts have numbers as units have, from the store's number of units on, and may stand wherever
+ * a unit is acquired, found or named by a schedule. Versions and updates are the unit's.
  *
  * An order other than the recorded one is never wrong: a unit that no slot holds is fetched on
  * demand into the least recently used slot, and the trace is recorded again.
  *
  * In a share the ranks of a machine may each fetch their own portion of what they open, and gather
- * the others' from each other's slots, if all of them open it (turn.h). Whoever launches the
- * collective is told where it goes, and when; it is no queue of ours.
+ * the others' from each other's slots, if all of them open it (turn.h). The caller launches that
+ * all-gather, in a queue of its own:
  *
  *     mt_stream_portions(s, 1);                         // passes that begin from now on
  *     mt_stream_acquire(s, unit, run, &slot, &mem);
@@ -41,8 +38,8 @@
  *         mt_stream_turn(s, slot, &gathers);            // waits for the mates
  *     if (gathers) {
  *         mt_stream_await(s, slot, beside);             // a queue of the caller's
- *         ... the collective, in beside ...
- *         mt_stream_gathered(s, slot, beside);
+ *         ... the all-gather, in beside ...
+ *         mt_stream_gathered(s, slot, beside);          // READY is recorded again, behind it
  *     } else {
  *         mt_stream_whole(s, slot, run);                // unless the slot has all, it is fetched
  *     }
@@ -50,10 +47,6 @@
  *
  * Weights in files are gathered in every pass, whatever was told to mt_stream_portions: each rank's
  * file has its portion alone. There mates are waited for much longer.
- *
- * The collective's writes come behind READY of the portion, and so behind FREED of whatever used
- * the slot before. Then READY is recorded again, behind them: run waits for it as ever, and a later
- * fetch for what run was given.
  *
  * Threads: begin, acquire, turn, whole, kick: one thread at a time (under Python's lock, but for
  *          turn). await: any thread.

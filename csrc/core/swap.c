@@ -99,23 +99,6 @@ static void bay_close(mt_swap *w, bay *b)
     free(b);
 }
 
-static mt_status bay_open(mt_swap *w, size_t bytes, bay **out)
-{
-    bay      *b;
-    mt_status st;
-
-    MT_TRY(MT_MAKE(b, 1, "swap"));
-    MT_TRY(mt_bay_open(&b->b, bytes, w->dev, w->cx->pool, w->stats.host_bytes));
-    w->stats.host_bytes += b->b.arena.bytes;
-    b->next = w->bays;
-    w->bays = b;
-    *out = b;
-    return MT_OK;
-fail:
-    free(b);
-    return st;
-}
-
 /* The smallest free bay that holds `bytes`; else *largest is the largest free one, NULL if none
  * is. Nothing at all is held by bays of their own. */
 static bay *fitting(mt_swap *w, size_t bytes, bay **largest)
@@ -137,43 +120,36 @@ static bay *fitting(mt_swap *w, size_t bytes, bay **largest)
 #define LEFT "copies of what it keeps (the event LEFT)"
 #define BACK "copies of what it keeps (the event BACK)"
 
-/* Its copies must be over before its memory goes. */
-static mt_status give_up(mt_swap *w, bay *b)
-{
-    bay     **at = &w->bays;
-    mt_status st;
-
-    MT_TRY(mt_watch_event(watch_of(w), b->b.filled, b->b.filling.unit, LEFT));
-    MT_TRY(mt_watch_event(watch_of(w), b->b.landed, b->b.landing.unit, BACK));
-    while (*at != b)
-        at = &(*at)->next;
-    *at = b->next;
-    bay_close(w, b);
-fail:
-    return st;
-}
-
+/* Where no free bay holds so many bytes, the largest of them gives way to a new one; its copies
+ * must be over before its memory goes. */
 static mt_status take(mt_swap *w, size_t bytes, bay **out)
 {
-    bay      *largest, *b = fitting(w, bytes, &largest);
+    bay      *largest, *b = fitting(w, bytes, &largest), **at = &w->bays;
     mt_status st;
 
-    if (b == NULL && largest != NULL)
-        MT_TRY(give_up(w, largest));
-    if (b == NULL)
-        MT_TRY(bay_open(w, bytes, &b));
+    if (b == NULL && largest != NULL) {
+        MT_DO(mt_watch_event(watch_of(w), largest->b.filled, largest->b.filling.unit, LEFT));
+        MT_DO(mt_watch_event(watch_of(w), largest->b.landed, largest->b.landing.unit, BACK));
+        while (*at != largest)
+            at = &(*at)->next;
+        *at = largest->next;
+        bay_close(w, largest);
+    }
+    if (b == NULL) {
+        MT_DO(MT_MAKE(b, 1, "swap"));
+        st = mt_bay_open(&b->b, bytes, w->dev, w->cx->pool, w->stats.host_bytes);
+        if (st != MT_OK) {
+            free(b);
+            return st;
+        }
+        w->stats.host_bytes += b->b.arena.bytes;
+        b->next = w->bays;
+        w->bays = b;
+    }
     b->taken = 1;
     w->stats.used_bytes += b->b.arena.bytes;
     *out = b;
     return MT_OK;
-fail:
-    return st;
-}
-
-static void give(mt_swap *w, bay *b)
-{
-    b->taken = 0;
-    w->stats.used_bytes -= b->b.arena.bytes;
 }
 
 /* ---- bundles ---------------------------------------------------------------------------- */
@@ -230,9 +206,10 @@ static mt_status bundle_new(mt_swap *w, int unit, const mt_swap_part *parts, int
 
 static void bundle_close(mt_swap *w, bundle *b)
 {
-    if (b->bay != NULL)
-        give(w, b->bay);
-    else
+    if (b->bay != NULL) {
+        b->bay->taken = 0;
+        w->stats.used_bytes -= b->bay->b.arena.bytes;
+    } else
         mt_spill_drop(w->spill, b->spilled);
     free(b);
 }
@@ -317,19 +294,14 @@ static int is_ours(void *arg)
 {
     mt_swap *w = arg;
 
-    if (w->busy)
-        return 0;
-    return w->busy = 1;
+    return w->busy ? 0 : (w->busy = 1);
 }
 
 /* Returns under mu, which whoever has the turn lets go of to wait for a drive. */
 static mt_status begin_turn(mt_swap *w)
 {
-    mt_status st = mt_watch_until(watch_of(w), &w->turned, &w->mu, is_ours, w, NULL,
-                                  "what others keep, on its way out or back");
-
-    if (st != MT_OK)
-        return st;
+    MT_DO(mt_watch_until(watch_of(w), &w->turned, &w->mu, is_ours, w, NULL,
+                         "what others keep, on its way out or back"));
     mt_lock(&w->mu);
     assert_state(w);
     return MT_OK;
@@ -349,20 +321,19 @@ static void end_turn(mt_swap *w)
 static mt_status fill(mt_swap *w, bundle *b, const mt_swap_part *parts, mt_queue *run)
 {
     mt_bay   *m = bay_of(w, b);
-    mt_status st;
+    mt_status st = MT_OK;
 
-    MT_TRY(behind(w, w->out, w->made, run, MT_EDGE_COMPUTED));
+    MT_DO(behind(w, w->out, w->made, run, MT_EDGE_COMPUTED));
     mt_watch_compute(watch_of(w), &w->making, mt_store_name(w->store, b->unit),
                      "its kernels (the event COMPUTED)", w->made);
     if (b->bay != NULL)                  /* of another's the spill has waited: DRAINED */
-        MT_TRY(wait_for(w, w->out, m->landed, MT_EDGE_EMPTIED));
-    MT_TRY(copy_all(w, b, m, parts, 1, &w->stats.out_bytes));
+        MT_DO(wait_for(w, w->out, m->landed, MT_EDGE_EMPTIED));
+    MT_DO(copy_all(w, b, m, parts, 1, &w->stats.out_bytes));
     if (b->spilled != NULL) {            /* with overlap off it waits for the drive */
         mt_unlock(&w->mu);
         st = mt_spill_filled(w->spill, b->spilled);
         mt_lock(&w->mu);
     }
-fail:
     return st;
 }
 
@@ -372,8 +343,7 @@ mt_status mt_swap_out(mt_swap *w, int unit, const mt_swap_part *parts, int n, mt
     bundle   *b = NULL;
     mt_status st;
 
-    if ((st = begin_turn(w)) != MT_OK)
-        return st;
+    MT_DO(begin_turn(w));
     MT_TRY(bundle_new(w, unit, parts, n, tier, &b));
     MT_TRY(fill(w, b, parts, run));
     b->needed = SOURCES | TENSORS;
@@ -420,18 +390,6 @@ mt_status mt_swap_await(mt_swap *w, uint64_t number, mt_queue *run)
     return waits(w, number, run, MT_EDGE_BACK);
 }
 
-static mt_status fits(const bundle *b, const mt_swap_part *landing, int n)
-{
-    if (n != b->n)
-        return MT_FAIL(MT_EINVAL, "swap: %d tensors are to come back of %d", n, b->n);
-    for (int i = 0; i < n; i++)
-        if (landing[i].bytes != b->bytes[i])
-            return MT_FAIL(MT_EINVAL,
-                           "swap: tensor %d left with %zu bytes and is to come back with %zu", i,
-                           b->bytes[i], landing[i].bytes);
-    return MT_OK;
-}
-
 static mt_status empty(mt_swap *w, bundle *b, const mt_swap_part *landing)
 {
     mt_bay   *m = bay_of(w, b);
@@ -444,17 +402,22 @@ static mt_status come_back(mt_swap *w, bundle *b, const mt_swap_part *landing, i
 {
     mt_status st;
 
-    MT_TRY(fits(b, landing, n));
-    MT_TRY(behind(w, w->back, w->room, run, MT_EDGE_ROOM));
+    if (n != b->n)
+        return MT_FAIL(MT_EINVAL, "swap: %d tensors are to come back of %d", n, b->n);
+    for (int i = 0; i < n; i++)
+        if (landing[i].bytes != b->bytes[i])
+            return MT_FAIL(MT_EINVAL,
+                           "swap: tensor %d left with %zu bytes and is to come back with %zu", i,
+                           b->bytes[i], landing[i].bytes);
+    MT_DO(behind(w, w->back, w->room, run, MT_EDGE_ROOM));
     if (b->spilled == NULL)
         return empty(w, b, landing);
     mt_unlock(&w->mu);
     st = mt_spill_bring(w->spill, b->spilled);
     mt_lock(&w->mu);
-    MT_TRY(st);
+    MT_DO(st);
     st = empty(w, b, landing);
     mt_spill_landing(w->spill, b->spilled);
-fail:
     return st;
 }
 
@@ -464,8 +427,7 @@ mt_status mt_swap_back(mt_swap *w, uint64_t number, const mt_swap_part *landing,
     bundle   *b;
     mt_status st;
 
-    if ((st = begin_turn(w)) != MT_OK)
-        return st;
+    MT_DO(begin_turn(w));
     if ((st = find(w, number, &b)) == MT_OK) {
         b->needed |= COMING;             /* whoever drops it meanwhile leaves it to us */
         st = come_back(w, b, landing, n, run);

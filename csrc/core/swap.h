@@ -1,33 +1,26 @@
-/* swap.h — tensors that wait in host memory between a forward and its backward.
+/* swap.h — activation offload: tensors in host memory between a forward and its backward.
  *
- * Nouns, in the order they appear below:
  *   part     dense device memory of one tensor
  *   bundle   the parts that a window keeps; they leave together and come back together
  *   bay      registered host memory for one bundle, used again by a later one
- *   tier     of a bundle, where it waits: HOST, in a bay of its own; or FILE (spill.h), with a bay
- *            on its way there and back
+ *   tier     of a bundle: HOST, it waits in a bay of its own; FILE (spill.h), it has a bay on its
+ *            way there and back
  *
- *     // behind the forward; returns at once
- *     mt_swap_out  (w, unit, parts, n, MT_SWAP_HOST, run, &bundle);
+ *     mt_swap_out  (w, unit, parts, n, MT_SWAP_HOST, run, &bundle);     // behind the forward
  *     mt_swap_left (w, bundle, run);                   // the sources may be freed, in run's order
  *     ...
- *     mt_swap_back (w, bundle, landing, n, run);       // ahead of the backward; returns at once
+ *     mt_swap_back (w, bundle, landing, n, run);       // ahead of the backward
  *     mt_swap_await(w, bundle, run);                   // run goes on when they are there
  *     mt_swap_drop (w, bundle);                        // the bay is free for the next one
  *
- * Two queues of its own, one each way, and copies in slices: so weights and gradients, which have
- * queues of theirs, never stand behind gigabytes.
+ * Out and back return at once, but for the tier FILE: there out waits where all bays are on their
+ * way to the file, and back until the bundle was read. Two queues of its own, one each way, and
+ * copies in slices: so weights and gradients never stand behind gigabytes.
  *
- * Bays have the size that was asked for. A bundle takes the smallest free bay that holds it;
- * where all free ones are too small, the largest of them is given up for one that is large enough.
- * So there are as many bays as there were bundles at a time, and steps that are alike make none.
+ * A bundle takes the smallest free bay that holds it; where all free ones are too small, the
+ * largest of them gives way to one that is large enough. So steps that are alike make no bay.
  *
- * With the tier FILE mt_swap_out waits where all bays are on their way to it, and
- * mt_swap_back until the bundle was read: so the thread that computes is at most as many windows
- * before the file as there are bays.
- *
- * Edges between queues; spill.h has those of the file (each can be left out, to see the tests fail:
- * debug.h):
+ * Edges; spill.h has those of the file (each can be left out: debug.h):
  *   COMPUTED out waits for compute up to mt_swap_out: the tensors are made     recorded on run
  *   LEFT    run waits for the copies out, in mt_swap_left: the sources' memory, in torch's
  *           allocator again, is reused in run's order, behind that wait               on out
@@ -35,18 +28,14 @@
  *           memory before                                                             on run
  *   KEPT    back waits for the copies out that fill the bay                           on out
  *   BACK    run waits for the copies back, in mt_swap_await                           on back
- *   EMPTIED out waits for the copies back that empty the bay it is about to fill. Where one
- *           stream does it all COMPUTED says so already, since run awaited them; another
- *           stream's did not                                                          on back
- * LEFT and BACK of a bundle whose bay was given away meanwhile are no waits:
- * the spill has made them.
+ *   EMPTIED out waits for the copies back that empty the bay it is about to fill. Where one stream
+ *           does it all COMPUTED says so already, since run awaited them              on back
+ * LEFT and BACK of a bundle whose bay was given away meanwhile are no waits: the spill made them.
  *
- * A bundle that never comes back is dropped like any other. One that is on its way back when it is
- * dropped has to be awaited first, since its landing memory is about to be freed. Coming back twice
- * is fine, until it is dropped.
+ * A bundle that is on its way back is awaited before it is dropped, since its landing memory is
+ * about to be freed. Coming back twice is fine, until it is dropped.
  *
- * Threads: any; mt_swap_out and mt_swap_back take turns, since both may wait for a drive, and the
- *          others wait for none. Where a bay has to be made, mt_swap_out takes its time.
+ * Threads: any; out and back take turns, since both may wait for a drive. The others wait for none.
  * Errors:  spill.h says which call tells of the file's.
  */
 #ifndef MT_SWAP_H

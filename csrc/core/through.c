@@ -5,8 +5,6 @@
  */
 #include "through.h"
 
-#include "worker.h"
-
 #include <inttypes.h>
 #include <stdlib.h>
 
@@ -20,14 +18,6 @@ typedef struct buffer {
     mt_event *over[2];           /* recorded on q behind a unit's last piece there */
 } buffer;
 
-typedef struct job {
-    mt_job         node;
-    mt_update_job j;
-    float          clip;
-    uint64_t       number;
-    mt_status      st;           /* of putting it. Our thread */
-} job;
-
 struct mt_through {
     mt_context      *cx;
     mt_dev          *dev;
@@ -36,7 +26,7 @@ struct mt_through {
     int              n_buffers;
     size_t           bytes;      /* of each */
     uint64_t         turn;       /* pieces put so far. These three: our thread */
-    job             *before;     /* its last pieces may be coming down; NULL: none */
+    mt_update       *before;     /* its last pieces may be coming down; NULL: none */
     mt_span          span;       /* the record that is open */
 
     mt_mutex         mu;
@@ -61,104 +51,75 @@ typedef struct cargo {
     const void **grad;
 } cargo;
 
-static mt_status list(const mt_through *t, const job *b, cargo *c)
-{
-    int       n = mt_store_params(t->store, b->j.unit);
-    mt_plane  plane;
-    mt_status st;
-
-    MT_TRY(MT_MAKE(c->planes, n, mt_store_name(t->store, b->j.unit)));
-    MT_TRY(MT_MAKE(c->grad, n, mt_store_name(t->store, b->j.unit)));
-    for (int i = 0; i < b->j.n_params; i++) {
-        int param = b->j.params[i];
-
-        MT_TRY(b->j.gradient(b->j.arg, param, &c->grad[param], &plane));
-        c->planes[param] = 1u << MT_PLANE_HI | 1u << plane | MT_STATE_PLANES;
-    }
-fail:
-    return st;
-}
-
-/* Up to the device, since it is not the plane's own where the user has changed it. */
-static mt_status copy_gradient(mt_through *t, mt_queue *q, int unit, const cargo *c,
-                               const mt_part *k, uint64_t *copied)
-{
-    mt_plane    p = k->at[MT_PLANE_ACC] != NULL ? MT_PLANE_ACC : MT_PLANE_GRAD;
-    size_t      bytes = mt_store_plane_bytes(t->store, unit, k->param, p, k->n);
-    const char *from = c->grad[k->param];
-
-    *copied += bytes;
-    return t->dev->ops->copy(q, k->at[p],
-                             from + mt_store_plane_bytes(t->store, unit, k->param, p, k->from),
-                             bytes);
-}
-
 /* up: to the device; else what is to come back, which is all but gradients. */
-static mt_status copy_parts(mt_through *t, mt_queue *q, const job *b, const cargo *c,
+static mt_status copy_parts(mt_through *t, mt_queue *q, const mt_update *b, const cargo *c,
                             const mt_part *parts, int n, int up)
 {
-    uint64_t  copied = 0;
-    mt_status st = MT_OK;
+    int      unit = b->j.unit;
+    uint64_t copied = 0;
 
     for (int i = 0; i < n; i++) {
-        MT_TRY(mt_part_copy(t->store, b->j.unit, &parts[i], ~GRADS, q, up, &copied));
-        if (up)
-            MT_TRY(copy_gradient(t, q, b->j.unit, c, &parts[i], &copied));
+        const mt_part *k = &parts[i];
+        mt_plane       p = k->at[MT_PLANE_ACC] != NULL ? MT_PLANE_ACC : MT_PLANE_GRAD;
+        size_t         bytes = mt_store_plane_bytes(t->store, unit, k->param, p, k->n);
+
+        MT_DO(mt_part_copy(t->store, unit, k, ~GRADS, q, up, &copied));
+        if (!up)
+            continue;
+        /* The gradient is not the plane's own where the user has changed it. */
+        MT_DO(t->dev->ops->copy(q, k->at[p], (const char *)c->grad[k->param] +
+                                mt_store_plane_bytes(t->store, unit, k->param, p, k->from), bytes));
+        copied += bytes;
     }
     mt_lock(&t->mu);
     *(up ? &t->stats.h2d_bytes : &t->stats.d2h_bytes) += copied;
     mt_unlock(&t->mu);
-fail:
-    return st;
+    return MT_OK;
 }
 
-static mt_status make_buffers(mt_through *t)
+static mt_status put_pieces(mt_through *t, const mt_update *b, const cargo *c,
+                            const mt_pieces *pieces)
 {
-    mt_status st = MT_OK;
-
-    for (int i = 0; i < t->n_buffers; i++) {
-        if (t->buffers[i].mem != NULL)
-            continue;
-        MT_TRY(t->dev->ops->mem_alloc(t->dev, t->bytes, &t->buffers[i].mem));
-        mt_lock(&t->mu);
-        t->stats.device_bytes += t->bytes;
-        mt_unlock(&t->mu);
-    }
-fail:
-    return st;
-}
-
-static mt_status put_pieces(mt_through *t, const job *b, const cargo *c, const mt_pieces *pieces)
-{
-    mt_part   parts[PARTS];
-    mt_status st = MT_OK;
+    mt_part parts[PARTS];
 
     for (int i = 0; i < pieces->n; i++) {
         buffer *f = &t->buffers[t->turn++ % (uint64_t)t->n_buffers];
         int     n = pieces->piece[i].n;
 
         mt_pieces_at(pieces, i, f->mem, parts);
-        MT_TRY(copy_parts(t, f->q, b, c, parts, n, 1));
-        MT_TRY(b->j.compute(b->j.arg, f->q, parts, n, b->clip));
-        MT_TRY(copy_parts(t, f->q, b, c, parts, n, 0));
+        MT_DO(copy_parts(t, f->q, b, c, parts, n, 1));
+        MT_DO(b->j.compute(b->j.arg, f->q, parts, n, b->clip));
+        MT_DO(copy_parts(t, f->q, b, c, parts, n, 0));
     }
     for (int i = 0; i < t->n_buffers; i++)
-        MT_TRY(t->dev->ops->record(t->buffers[i].q, t->buffers[i].over[b->number % 2]));
-fail:
-    return st;
+        MT_DO(t->dev->ops->record(t->buffers[i].q, t->buffers[i].over[b->number % 2]));
+    return MT_OK;
 }
 
-static mt_status put_unit(mt_through *t, const job *b)
+static mt_status put_unit(mt_through *t, const mt_update *b)
 {
     cargo      c = { 0 };
+    int        n = mt_store_params(t->store, b->j.unit);
+    mt_plane   plane;
     mt_pieces *pieces = NULL;
     mt_status  st;
 
     MT_TRY(mt_ledger_check(t->store));
     /* The unit's weights are overwritten: copies that read them must be over. */
     MT_TRY(mt_ledger_wait_fetch(t->store, b->j.unit));
-    MT_TRY(make_buffers(t));
-    MT_TRY(list(t, b, &c));
+    for (int i = 0; i < t->n_buffers; i++)       /* with the first job */
+        if (t->buffers[i].mem == NULL) {
+            MT_TRY(t->dev->ops->mem_alloc(t->dev, t->bytes, &t->buffers[i].mem));
+            (void)MT_LOCKED(&t->mu, t->stats.device_bytes += t->bytes);
+        }
+    MT_TRY(MT_MAKE(c.planes, n, mt_store_name(t->store, b->j.unit)));
+    MT_TRY(MT_MAKE(c.grad, n, mt_store_name(t->store, b->j.unit)));
+    for (int i = 0; i < b->j.n_params; i++) {
+        int param = b->j.params[i];
+
+        MT_TRY(b->j.gradient(b->j.arg, param, &c.grad[param], &plane));
+        c.planes[param] = 1u << MT_PLANE_HI | 1u << plane | MT_STATE_PLANES;
+    }
     MT_TRY(mt_pieces_cut(t->store, b->j.unit,
                          &(mt_cut){ c.planes, t->bytes, MT_PART_ALIGN, GRAIN, PARTS,
                                     MT_PART_ALIGN }, &pieces));
@@ -171,7 +132,7 @@ fail:
 }
 
 /* Waits until nothing of the unit is on its way, and ends its record and its update. */
-static mt_status finish(mt_through *t, job *b)
+static mt_status finish(mt_through *t, mt_update *b)
 {
     mt_watch *watch = mt_store_watch(t->store);
     mt_post   post;
@@ -189,12 +150,11 @@ static mt_status finish(mt_through *t, job *b)
     }
     mt_watch_end(watch, &post, st);
     mt_timeline_end(t->cx->timeline, &t->span, b->j.bytes, NULL);
-    mt_job_over(t->store, &b->j, st);
-    free(b);
+    mt_update_over(t->store, b, st);
     return st;
 }
 
-static void begin_record(mt_through *t, const job *b)
+static void begin_record(mt_through *t, const mt_update *b)
 {
     mt_timeline_begin(t->cx->timeline, &t->span, MT_LANE_THROUGH, MT_WORK_UPDATE, b->j.unit, NULL);
 }
@@ -204,7 +164,7 @@ static void begin_record(mt_through *t, const job *b)
 static mt_status pass(void *arg, mt_job *node)
 {
     mt_through *t = arg;
-    job        *now = (job *)(void *)node, *before = t->before;
+    mt_update  *now = (mt_update *)(void *)node, *before = t->before;
     mt_status   st = MT_OK;
 
     assert_state(t);
@@ -231,22 +191,6 @@ static mt_status pass(void *arg, mt_job *node)
 
 /* ---- open and close --------------------------------------------------------------------- */
 
-static mt_status open_buffers(mt_through *t, int n)
-{
-    const mt_dev_ops *v = t->dev->ops;
-    mt_status         st;
-
-    MT_TRY(MT_MAKE(t->buffers, n, "through"));
-    t->n_buffers = n;
-    for (int i = 0; i < n; i++) {
-        MT_TRY(v->queue_open(t->dev, "through", &t->buffers[i].q));
-        MT_TRY(v->event_open(t->dev, &t->buffers[i].over[0]));
-        MT_TRY(v->event_open(t->dev, &t->buffers[i].over[1]));
-    }
-fail:
-    return st;
-}
-
 mt_status mt_through_open(mt_context *cx, int n_buffers, size_t bytes, mt_through **out)
 {
     mt_through *t = NULL;
@@ -258,7 +202,13 @@ mt_status mt_through_open(mt_context *cx, int n_buffers, size_t bytes, mt_throug
     MT_TRY(MT_MAKE(t, 1, "through"));
     *t = (mt_through){ .cx = cx, .dev = cx->dev, .store = cx->store, .bytes = bytes };
     mt_mutex_open(&t->mu, MT_RANK_THROUGH);
-    MT_TRY(open_buffers(t, n_buffers));
+    MT_TRY(MT_MAKE(t->buffers, n_buffers, "through"));
+    t->n_buffers = n_buffers;
+    for (buffer *f = t->buffers; f < t->buffers + n_buffers; f++) {
+        MT_TRY(t->dev->ops->queue_open(t->dev, "through", &f->q));
+        MT_TRY(t->dev->ops->event_open(t->dev, &f->over[0]));
+        MT_TRY(t->dev->ops->event_open(t->dev, &f->over[1]));
+    }
     MT_TRY(mt_worker_open(&t->worker, &t->mu, 1, "mt-through", "through", pass, t));
     *out = cx->through = t;
     return MT_OK;
@@ -288,13 +238,7 @@ void mt_through_close(mt_through *t)
 
 mt_through_stats mt_through_stats_get(mt_through *t)
 {
-    mt_through_stats stats;
-
-    mt_lock(&t->mu);
-    assert_state(t);
-    stats = t->stats;
-    mt_unlock(&t->mu);
-    return stats;
+    return MT_LOCKED(&t->mu, (assert_state(t), t->stats));
 }
 
 /* ---- the home: the updater ---------------------------------------------------------------- */
@@ -304,23 +248,15 @@ static int home_fits(const mt_update_job *j)
     return j->gradient != NULL && j->compute != NULL;
 }
 
-static mt_status home_update(void *arg, const mt_update_job *j, float clip)
+static mt_status home_update(void *arg, mt_update *u)
 {
     mt_through *t = arg;
-    job        *b;
-    mt_status   st;
 
-    MT_TRY(MT_MAKE(b, 1, mt_store_name(t->store, j->unit)));
-    b->j = *j;
-    b->clip = clip;
     mt_lock(&t->mu);
-    b->number = mt_worker_submit(&t->worker, &b->node);
+    u->number = mt_worker_submit(&t->worker, &u->node);
     assert_state(t);
     mt_unlock(&t->mu);
     return MT_OK;
-fail:
-    mt_job_over(t->store, j, st);
-    return st;
 }
 
 static mt_status home_stepped(void *arg)
@@ -334,5 +270,5 @@ static mt_status home_stepped(void *arg)
 
 const mt_home mt_home_through = {
     .lives = "goes through the device to be updated", .from = &mt_home_ram, .registered = ~0u,
-    .fits = home_fits, .update = home_update, .ends = 1, .turn = 1, .stepped = home_stepped,
+    .fits = home_fits, .update = home_update, .turn = 1, .stepped = home_stepped,
 };

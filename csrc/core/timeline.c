@@ -69,16 +69,14 @@ const char *mt_work_name(mt_work work)
 mt_status mt_timeline_open(mt_dev *dev, mt_timeline **out)
 {
     mt_timeline *t;
-    mt_status    st;
 
-    MT_TRY(MT_MAKE(t, 1, "timeline"));
+    MT_DO(MT_MAKE(t, 1, "timeline"));
     t->dev = dev;
     atomic_init(&t->on, 0);
     mt_mutex_open(&t->mu, MT_RANK_LEAF);
     mt_mutex_open(&t->reading, MT_RANK_TIMELINE_READING);
     *out = t;
-fail:
-    return st;
+    return MT_OK;
 }
 
 mt_status mt_timeline_on(mt_timeline *t, int on)
@@ -331,25 +329,18 @@ void mt_timeline_step(mt_timeline *t, int number, mt_queue *run)
 
 /* ---- reading ---------------------------------------------------------------------------- */
 
-/* Under reading. What has ended since goes behind what the queues owed before,
- * as far as it fits. */
-static void take_over(mt_timeline *t)
+int64_t mt_timeline_read(mt_timeline *t, mt_record *out, int64_t cap)
 {
-    mt_lock(&t->mu);
+    int64_t n = 0, kept = 0;
+
+    mt_lock(&t->reading);
+    mt_lock(&t->mu);         /* what has ended since goes behind what the queues owed before */
     while (t->n > 0 && t->n_late < KEPT) {
         t->room->late[t->n_late++] = t->room->ring[t->first];
         t->first = (t->first + 1) % KEPT;
         t->n--;
     }
     mt_unlock(&t->mu);
-}
-
-int64_t mt_timeline_read(mt_timeline *t, mt_record *out, int64_t cap)
-{
-    int64_t n = 0, kept = 0;
-
-    mt_lock(&t->reading);
-    take_over(t);
     for (int64_t i = 0; i < t->n_late; i++) {
         entry e = t->room->late[i];
 
@@ -370,10 +361,5 @@ int64_t mt_timeline_read(mt_timeline *t, mt_record *out, int64_t cap)
 
 uint64_t mt_timeline_lost(mt_timeline *t)
 {
-    uint64_t lost;
-
-    mt_lock(&t->mu);
-    lost = t->lost;
-    mt_unlock(&t->mu);
-    return lost;
+    return MT_LOCKED(&t->mu, t->lost);
 }

@@ -18,14 +18,13 @@
 #define AHEAD   64           /* submits that may wait for the updater; then submit waits */
 
 typedef struct job {
-    mt_update_job  j;        /* params: our copy */
+    mt_update     *up;       /* NULL: it is over, or its home has it */
     unsigned char *counted;  /* [n_params] at submit, the offload had the sum of squares, or the
                               * sums of this rank's chunks */
     double        *sums;     /* [n_params] of squares, of all ranks' chunks. The updater's; NULL:
                               * this process is alone */
     const mt_home *home;     /* of its unit, at submit */
     void          *of;       /* what that home's functions get */
-    int            sent;     /* a home has it, which ends it. The updater's */
 } job;
 
 typedef struct work {
@@ -76,7 +75,9 @@ static void work_free(work *w)
     if (w == NULL)
         return;
     for (int i = 0; w->jobs != NULL && i < w->n; i++) {
-        free((void *)(uintptr_t)w->jobs[i].j.params);
+        if (w->jobs[i].up != NULL)
+            free((void *)(uintptr_t)w->jobs[i].up->j.params);
+        free(w->jobs[i].up);
         free(w->jobs[i].counted);
         free(w->jobs[i].sums);
     }
@@ -99,21 +100,21 @@ static int is_counted(const mt_updater *u, int unit, int param)
 
 static mt_status job_copy(const mt_updater *u, const mt_update_job *from, job *to)
 {
-    size_t n = (size_t)from->n_params + 1;
-    int   *params = calloc(n, sizeof *params);
+    const char *name = mt_store_name(u->store, from->unit);
+    int        *params;
 
-    *to = (job){ .j = *from };
-    to->j.params = params;
-    to->counted = calloc(n, sizeof *to->counted);
+    MT_DO(MT_MAKE(to->up, 1, name));
+    to->up->j = *from;
+    to->up->j.params = NULL;
+    MT_DO(MT_MAKE(params, from->n_params, name));
+    to->up->j.params = params;
+    MT_DO(MT_MAKE(to->counted, from->n_params, name));
     if (u->cx->share != NULL)
-        to->sums = calloc(n, sizeof *to->sums);
-    if (params == NULL || to->counted == NULL || (u->cx->share != NULL && to->sums == NULL))
-        return MT_FAIL(MT_ENOMEM, "update: no memory for the %d parameters of unit %s",
-                       from->n_params, mt_store_name(u->store, from->unit));
+        MT_DO(MT_MAKE(to->sums, from->n_params, name));
     to->home = mt_store_home(u->store, from->unit, &to->of);
     if (!to->home->fits(from) || (to->home->update != NULL && to->of == NULL))
         return MT_FAIL(MT_ESTATE, "unit %s %s, and its job cannot update it there, or nothing is "
-                       "open that could", mt_store_name(u->store, from->unit), to->home->lives);
+                       "open that could", name, to->home->lives);
     for (int i = 0; i < from->n_params; i++) {
         params[i] = from->params[i];
         to->counted[i] = (unsigned char)is_counted(u, from->unit, params[i]);
@@ -121,45 +122,33 @@ static mt_status job_copy(const mt_updater *u, const mt_update_job *from, job *t
     return MT_OK;
 }
 
-/* What run was given up to now may read the weights that the settled units' updates overwrite. */
-static mt_status note_compute(work *w, mt_queue *run)
-{
-    int       some = 0;
-    mt_status st;
-
-    for (int i = 0; i < w->n; i++)
-        some |= w->jobs[i].home->later != 0;
-    if (!some)
-        return MT_OK;
-    MT_TRY(run->dev->ops->event_open(run->dev, &w->asked));
-    for (int i = 0; i < w->n; i++)
-        w->jobs[i].j.asked = w->asked;
-    return run->dev->ops->record(run, w->asked);
-fail:
-    return st;
-}
-
 static mt_status work_make(const mt_updater *u, const mt_update_job *jobs, int n, double max_norm,
                            mt_queue *run, work **out)
 {
-    work     *w = calloc(1, sizeof *w);
-    mt_status st;
+    const mt_dev_ops *v = u->cx->dev->ops;
+    int               settled = 0;
+    work             *w;
+    mt_status         st;
 
-    if (w == NULL || (w->jobs = calloc((size_t)n + 1, sizeof *w->jobs)) == NULL) {
-        st = MT_FAIL(MT_ENOMEM, "update: no memory for %d jobs", n);
-        goto fail;
-    }
+    MT_DO(MT_MAKE(w, 1, "update"));
+    MT_TRY(MT_MAKE(w->jobs, n, "update"));
     w->max_norm = max_norm;
     w->n = n;
     for (int i = 0; i < n; i++) {
-        if (jobs[i].unit < 0 || jobs[i].unit >= mt_store_units(u->store) || jobs[i].n_params < 0) {
-            st = MT_FAIL(MT_EINVAL, "update: job %d has %d parameters of unit %d; the store has "
-                         "%d units", i, jobs[i].n_params, jobs[i].unit, mt_store_units(u->store));
-            goto fail;
-        }
+        if (jobs[i].unit < 0 || jobs[i].unit >= mt_store_units(u->store) || jobs[i].n_params < 0)
+            MT_TRY(MT_FAIL(MT_EINVAL, "update: job %d has %d parameters of unit %d; the store has "
+                           "%d units", i, jobs[i].n_params, jobs[i].unit,
+                           mt_store_units(u->store)));
         MT_TRY(job_copy(u, &jobs[i], &w->jobs[i]));
+        settled |= w->jobs[i].home->later != 0;
     }
-    MT_TRY(note_compute(w, run));
+    /* What run was given up to now may read the weights that settled units' updates overwrite. */
+    if (settled)
+        MT_TRY(v->event_open(u->cx->dev, &w->asked));
+    for (int i = 0; i < n; i++)
+        w->jobs[i].up->j.asked = w->asked;
+    if (settled)
+        MT_TRY(v->record(run, w->asked));
     *out = w;
     return MT_OK;
 
@@ -182,7 +171,7 @@ static void publish(mt_updater *u, const work *w, const result *r)
 static mt_status uncounted(const mt_updater *u, const job *b)
 {
     return MT_FAIL(MT_ESTATE, "unit %s: a gradient to be clipped came without its sum of squares; "
-                   "offload it, or give the job a sumsq", mt_store_name(u->store, b->j.unit));
+                   "offload it, or give the job a sumsq", mt_store_name(u->store, b->up->j.unit));
 }
 
 /* ---- with other ranks --------------------------------------------------------------------- */
@@ -193,31 +182,20 @@ static mt_status measure(mt_updater *u, const job *b, int i)
 {
     int           use = 0;
     int64_t       n;
-    double       *to = mt_store_sums(u->store, b->j.unit, b->j.params[i], 1, &n);
+    double       *to = mt_store_sums(u->store, b->up->j.unit, b->up->j.params[i], 1, &n);
     const double *sums;
 
     if (to == NULL)
         return MT_OK;
-    if (b->j.sumsq != NULL)
-        (void)b->j.sumsq(b->j.arg, u->pool, i, to, &use);
+    if (b->up->j.sumsq != NULL)
+        (void)b->up->j.sumsq(b->up->j.arg, u->pool, i, to, &use);
     if (use)
         return MT_OK;
     if (!b->counted[i])
         return uncounted(u, b);
-    sums = mt_offload_chunks(u->grads, b->j.unit, b->j.params[i], &n);
+    sums = mt_offload_chunks(u->grads, b->up->j.unit, b->up->j.params[i], &n);
     memcpy(to, sums, (size_t)n * sizeof *to);
     return MT_OK;
-}
-
-/* All ranks', whoever made which. */
-static void fold(mt_updater *u, const job *b)
-{
-    for (int i = 0; i < b->j.n_params; i++) {
-        int64_t       n;
-        const double *sums = mt_store_sums(u->store, b->j.unit, b->j.params[i], 0, &n);
-
-        b->sums[i] = sums != NULL ? mt_offload_fold(u->grads, sums, n) : 0.0;
-    }
 }
 
 /* Of what a submit asks, in whatever order of units. */
@@ -228,7 +206,7 @@ static void alike_of(const work *w, uint64_t hash[MT_ALIKES])
     memset(hash, 0, MT_ALIKES * sizeof *hash);
     memcpy(&hash[MT_ALIKE_NORM], &max_norm, sizeof max_norm);
     for (int i = 0; i < w->n; i++) {
-        const mt_update_job *j = &w->jobs[i].j;
+        const mt_update_job *j = &w->jobs[i].up->j;
         uint64_t             params = mt_alike_mix(1, (uint64_t)j->unit);
 
         for (int k = 0; k < j->n_params; k++)
@@ -259,12 +237,11 @@ static mt_status name_differences(mt_updater *u, const work *w, const uint64_t h
     char            what[200] = "";
     uint64_t        bits = 0, other;
     int             rank;
-    mt_status       st;
 
     for (int k = 0; k < MT_ALIKES; k++)
         bits |= mt_alike_mix(7, hash[k]) >> (64 - MT_ALIKE_BITS) << (k * MT_ALIKE_BITS);
     mt_ledger_say(u->store, MT_COUNT_CLEAR, w->ticket, bits);
-    MT_TRY(mt_ledger_meet(u->store, MT_COUNT_CLEAR, w->ticket, 0, NULL));
+    MT_DO(mt_ledger_meet(u->store, MT_COUNT_CLEAR, w->ticket, 0, NULL));
     if ((rank = differing(h, MT_COUNT_CLEAR, bits)) == mt_share_ranks(h))
         return MT_FAIL(MT_EPEER, "update: in step %" PRIu64 " ranks ask for other updates",
                        w->ticket);
@@ -276,55 +253,41 @@ static mt_status name_differences(mt_updater *u, const work *w, const uint64_t h
     return MT_FAIL(MT_EPEER, "update: step %" PRIu64 " is another one on rank %d than on rank %d: "
                    "these differ: %s; all processes have to ask for the same", w->ticket, rank,
                    mt_share_rank(h), what);
-fail:
-    return st;
 }
 
 /* All ranks' gradients, whole and measured, before anybody's sum of them is made: the next submit's
  * are not measured before all ranks are through with these. */
 static mt_status measure_all(mt_updater *u, const work *w)
 {
-    uint64_t  hash[MT_ALIKES], sum = 0;
-    mt_span   span;
-    mt_status st;
+    uint64_t hash[MT_ALIKES], sum = 0;
+    mt_span  span;
 
     mt_timeline_begin(u->timeline, &span, MT_LANE_HOST, MT_WORK_WAIT, -1, NULL);
     for (int i = 0; i < w->n; i++) {
         const job *b = &w->jobs[i];
 
-        MT_TRY(mt_ledger_wait_grads(u->store, b->j.unit));
-        for (int k = 0; k < b->j.n_params; k++)
-            MT_TRY(measure(u, b, k));
-        mt_store_summed(u->store, b->j.unit);
+        MT_DO(mt_ledger_wait_grads(u->store, b->up->j.unit));
+        for (int k = 0; k < b->up->j.n_params; k++)
+            MT_DO(measure(u, b, k));
+        mt_store_summed(u->store, b->up->j.unit);
     }
     alike_of(w, hash);
     for (int k = 0; k < MT_ALIKES; k++)
         sum = mt_alike_mix(sum, hash[k]);
     mt_ledger_say(u->store, MT_COUNT_MEASURED, w->ticket, sum);
-    MT_TRY(mt_ledger_meet(u->store, MT_COUNT_MEASURED, w->ticket, 0, NULL));
+    MT_DO(mt_ledger_meet(u->store, MT_COUNT_MEASURED, w->ticket, 0, NULL));
     if (differing(u->cx->share, MT_COUNT_MEASURED, sum) < mt_share_ranks(u->cx->share))
         return name_differences(u, w, hash);
     for (int i = 0; i < w->n; i++)
-        fold(u, &w->jobs[i]);
+        for (int k = 0; k < w->jobs[i].up->j.n_params; k++) {
+            const job    *b = &w->jobs[i];
+            int64_t       n;
+            const double *sums = mt_store_sums(u->store, b->up->j.unit, b->up->j.params[k], 0, &n);
+
+            b->sums[k] = sums != NULL ? mt_offload_fold(u->grads, sums, n) : 0.0;
+        }
     mt_timeline_end(u->timeline, &span, 0, NULL);
-fail:
-    return st;
-}
-
-/* Ranks may have added in other orders: rank 0's sum is everybody's. */
-static mt_status agree(mt_updater *u, const work *w, double *total)
-{
-    uint64_t  bits;
-    mt_status st;
-
-    memcpy(&bits, total, sizeof bits);
-    if (mt_share_rank(u->cx->share) == 0)
-        mt_ledger_say(u->store, MT_COUNT_NORMED, w->ticket, bits);
-    MT_TRY(mt_ledger_meet(u->store, MT_COUNT_NORMED, w->ticket, 0, NULL));
-    bits = mt_share_about(u->cx->share, MT_COUNT_NORMED, 0);
-    memcpy(total, &bits, sizeof bits);
-fail:
-    return st;
+    return MT_OK;
 }
 
 /* Nobody on any rank reads weights of these units as they are, but for saves, which let go of each
@@ -332,17 +295,15 @@ fail:
  * orders. */
 static mt_status clear_all(mt_updater *u, const work *w)
 {
-    mt_span   span;
-    mt_status st;
+    mt_span span;
 
     mt_timeline_begin(u->timeline, &span, MT_LANE_HOST, MT_WORK_WAIT, -1, NULL);
     for (int i = 0; i < w->n; i++)
-        MT_TRY(mt_ledger_wait_fetched(u->store, w->jobs[i].j.unit));
+        MT_DO(mt_ledger_wait_fetched(u->store, w->jobs[i].up->j.unit));
     mt_ledger_say(u->store, MT_COUNT_CLEAR, w->ticket, 0);
-    MT_TRY(mt_ledger_meet(u->store, MT_COUNT_CLEAR, w->ticket, 0, NULL));
+    MT_DO(mt_ledger_meet(u->store, MT_COUNT_CLEAR, w->ticket, 0, NULL));
     mt_timeline_end(u->timeline, &span, 0, NULL);
-fail:
-    return st;
+    return MT_OK;
 }
 
 /* ---- norms, and jobs ---------------------------------------------------------------------- */
@@ -358,10 +319,10 @@ static double sum_of(mt_updater *u, const job *b, int i, int *known)
         *known = 1;
         return b->sums[i];
     }
-    if (b->j.sumsq != NULL)
-        sum = b->j.sumsq(b->j.arg, u->pool, i, NULL, &use);
+    if (b->up->j.sumsq != NULL)
+        sum = b->up->j.sumsq(b->up->j.arg, u->pool, i, NULL, &use);
     if (!use)
-        sum = mt_offload_sumsq(u->grads, b->j.unit, b->j.params[i], &valid);
+        sum = mt_offload_sumsq(u->grads, b->up->j.unit, b->up->j.params[i], &valid);
     *known = use || b->counted[i];
     return *known ? sum : (double)NAN;
 }
@@ -370,11 +331,9 @@ static double sum_of(mt_updater *u, const job *b, int i, int *known)
  * could be judged is; *known: all could. */
 static mt_status weigh(mt_updater *u, const job *b, double *total, int *finite, int *known)
 {
-    mt_status st;
-
-    MT_TRY(mt_ledger_wait_grads(u->store, b->j.unit));
+    MT_DO(mt_ledger_wait_grads(u->store, b->up->j.unit));
     *finite = *known = 1;
-    for (int i = 0; i < b->j.n_params; i++) {
+    for (int i = 0; i < b->up->j.n_params; i++) {
         int    one;
         double sum = sum_of(u, b, i, &one);
 
@@ -384,26 +343,30 @@ static mt_status weigh(mt_updater *u, const job *b, double *total, int *finite, 
             *finite = 0;
     }
     return MT_OK;
-fail:
-    return st;
 }
 
 /* With max_norm: the norm of all, before anything is touched. */
 static mt_status weigh_all(mt_updater *u, const work *w, result *r, float *clip)
 {
-    double    total = 0, ratio;
-    int       finite, known;
-    mt_span   span;
-    mt_status st;
+    double   total = 0, ratio;
+    uint64_t bits;
+    int      finite, known;
+    mt_span  span;
 
     mt_timeline_begin(u->timeline, &span, MT_LANE_HOST, MT_WORK_WAIT, -1, NULL);
     for (int i = 0; i < w->n; i++) {
-        MT_TRY(weigh(u, &w->jobs[i], &total, &finite, &known));
+        MT_DO(weigh(u, &w->jobs[i], &total, &finite, &known));
         if (!known)
             return uncounted(u, &w->jobs[i]);
     }
-    if (u->cx->share != NULL)
-        MT_TRY(agree(u, w, &total));
+    if (u->cx->share != NULL) {          /* which may add in other orders: rank 0's sum is taken */
+        memcpy(&bits, &total, sizeof bits);
+        if (mt_share_rank(u->cx->share) == 0)
+            mt_ledger_say(u->store, MT_COUNT_NORMED, w->ticket, bits);
+        MT_DO(mt_ledger_meet(u->store, MT_COUNT_NORMED, w->ticket, 0, NULL));
+        bits = mt_share_about(u->cx->share, MT_COUNT_NORMED, 0);
+        memcpy(&total, &bits, sizeof total);
+    }
     mt_timeline_end(u->timeline, &span, 0, NULL);
     r->norm = sqrt(total);
     r->skipped = isfinite(r->norm) ? 0 : w->n;
@@ -412,34 +375,6 @@ static mt_status weigh_all(mt_updater *u, const work *w, result *r, float *clip)
     *clip = ratio < 1.0 ? (float)ratio : 1.0f;
     publish(u, w, r);
     return MT_OK;
-fail:
-    return st;
-}
-
-/* The unit's weights are written here: copies that read them must be over. */
-static mt_status wait_turn(mt_updater *u, const job *b)
-{
-    mt_span   span;
-    mt_status st;
-
-    mt_timeline_begin(u->timeline, &span, MT_LANE_HOST, MT_WORK_WAIT, b->j.unit, NULL);
-    MT_TRY(mt_ledger_wait_grads(u->store, b->j.unit));
-    MT_TRY(mt_ledger_wait_fetch(u->store, b->j.unit));
-    mt_timeline_end(u->timeline, &span, 0, NULL);
-fail:
-    return st;
-}
-
-/* By its home; where that ends it, with the end of its announcement. */
-static mt_status hand_on(mt_updater *u, job *b, float clip)
-{
-    mt_status st;
-
-    MT_TRY(mt_ledger_wait_grads(u->store, b->j.unit));
-    b->sent = b->home->ends;
-    st = b->home->update(b->of, &b->j, clip);
-fail:
-    return st;
 }
 
 static mt_status run_job(mt_updater *u, job *b, float clip)
@@ -450,50 +385,31 @@ static mt_status run_job(mt_updater *u, job *b, float clip)
     mt_post   post;
     mt_status st;
 
-    if (b->home->update != NULL)
-        return hand_on(u, b, clip);
-    MT_TRY(wait_turn(u, b));
+    if (b->home->update != NULL) {
+        mt_update *up = b->up;
+
+        MT_DO(mt_ledger_wait_grads(u->store, up->j.unit));
+        up->clip = clip;
+        b->up = NULL;
+        return b->home->update(b->of, up);
+    }
+    /* The unit's weights are written here: copies that read them must be over. */
+    mt_timeline_begin(u->timeline, &span, MT_LANE_HOST, MT_WORK_WAIT, b->up->j.unit, NULL);
+    MT_DO(mt_ledger_wait_grads(u->store, b->up->j.unit));
+    MT_DO(mt_ledger_wait_fetch(u->store, b->up->j.unit));
+    mt_timeline_end(u->timeline, &span, 0, NULL);
     begun = mt_now_ns();
-    mt_timeline_begin(u->timeline, &span, MT_LANE_HOST, MT_WORK_UPDATE, b->j.unit, NULL);
-    mt_watch_begin(watch, &post, NULL, mt_store_name(u->store, b->j.unit),
+    mt_timeline_begin(u->timeline, &span, MT_LANE_HOST, MT_WORK_UPDATE, b->up->j.unit, NULL);
+    mt_watch_begin(watch, &post, NULL, mt_store_name(u->store, b->up->j.unit),
                    "the pool, which computes its update");
-    st = b->j.run(b->j.arg, u->pool, clip);
+    st = b->up->j.run(b->up->j.arg, u->pool, clip);
     mt_watch_end(watch, &post, st);
-    if (st != MT_OK)
-        goto fail;
-    mt_timeline_end(u->timeline, &span, b->j.bytes, NULL);
+    MT_DO(st);
+    mt_timeline_end(u->timeline, &span, b->up->j.bytes, NULL);
     mt_lock(&u->mu);
     u->busy_ns += mt_now_ns() - begun;
     mt_unlock(&u->mu);
-fail:
-    return st;
-}
-
-/* Without max_norm: the unit's own gradients decide, and the norm becomes known on the way. */
-static mt_status judge_and_run(mt_updater *u, job *b, double *total, result *r)
-{
-    int       finite, known;
-    mt_status st;
-
-    MT_TRY(weigh(u, b, total, &finite, &known));
-    if (finite)
-        return run_job(u, b, 1.0f);
-    r->skipped++;
-fail:
-    return st;
-}
-
-/* At once in the ledger, not after the unit's update_end: the next fetch of it must fail,
- * not read. */
-static void end_job(mt_updater *u, const job *b, mt_status st)
-{
-    if (st != MT_OK)
-        mt_ledger_fault(u->store, st, mt_last_error());
-    if (b->sent)
-        return;
-    mt_ledger_update_end(u->store, b->j.unit);
-    if (b->j.free != NULL)
-        b->j.free(b->j.arg);
+    return MT_OK;
 }
 
 /* Runs the jobs in order; with a max_norm, first those that are only put, then those that are only
@@ -502,7 +418,7 @@ static void end_job(mt_updater *u, const job *b, mt_status st)
 static mt_status run_all(mt_updater *u, const work *w, mt_status st, float clip, result *r)
 {
     double total = 0;
-    int    clipped = w->max_norm > 0, skip_all = clipped && r->skipped > 0;
+    int    clipped = w->max_norm > 0, skip_all = clipped && r->skipped > 0, finite, known;
 
     for (int turn = 0; turn < 3; turn++)
         for (int i = 0; i < w->n; i++) {
@@ -510,9 +426,19 @@ static mt_status run_all(mt_updater *u, const work *w, mt_status st, float clip,
 
             if (turn != (clipped ? b->home->turn : 0))
                 continue;
-            if (st == MT_OK && !skip_all)
-                st = clipped ? run_job(u, b, clip) : judge_and_run(u, b, &total, r);
-            end_job(u, b, st);
+            /* Without max_norm the unit's own gradients decide, and the norm becomes known on the
+             * way. */
+            finite = 1;
+            if (st == MT_OK && !clipped)
+                st = weigh(u, b, &total, &finite, &known);
+            r->skipped += !finite;
+            if (st == MT_OK && finite && !skip_all)
+                st = run_job(u, b, clip);
+            if (b->up != NULL)
+                mt_update_over(u->store, b->up, st);
+            else if (st != MT_OK)
+                mt_ledger_fault(u->store, st, mt_last_error());
+            b->up = NULL;
         }
     if (!clipped)
         r->norm = sqrt(total);
@@ -554,11 +480,10 @@ static mt_status carry_out(void *arg, mt_job *node)
 
 mt_status mt_update_open(const mt_context *cx, mt_offload *grads, mt_updater **out)
 {
-    mt_updater *u = calloc(1, sizeof *u);
+    mt_updater *u;
     mt_status   st;
 
-    if (u == NULL)
-        return MT_FAIL(MT_ENOMEM, "update: calloc(%zu)", sizeof *u);
+    MT_DO(MT_MAKE(u, 1, "update"));
     *u = (mt_updater){ .cx = cx, .store = cx->store, .grads = grads, .pool = cx->pool,
                        .timeline = cx->timeline };
     mt_mutex_open(&u->mu, MT_RANK_UPDATE);
@@ -584,13 +509,7 @@ void mt_update_close(mt_updater *u)
 
 static uint64_t submits(mt_updater *u)
 {
-    uint64_t n;
-
-    mt_lock(&u->mu);
-    assert_state(u);
-    n = u->worker.submitted;
-    mt_unlock(&u->mu);
-    return n;
+    return MT_LOCKED(&u->mu, (assert_state(u), u->worker.submitted));
 }
 
 mt_status mt_update_turn(mt_updater *u)
@@ -601,15 +520,17 @@ mt_status mt_update_turn(mt_updater *u)
                           NULL, "a step before this one");
 }
 
-/* Waits for its turn, announces, then hands over: the updater never ends what was not begun. w is
- * the updater's from here on, but after a failure, with which nothing was announced. */
-static mt_status hand_over(mt_updater *u, work *w, uint64_t *ticket)
+mt_status mt_update_submit(mt_updater *u, const mt_update_job *jobs, int n, double max_norm,
+                           mt_queue *run, uint64_t *ticket)
 {
+    work     *w = NULL;
     mt_status st;
 
+    MT_TRY(mt_ledger_check(u->store));
+    MT_TRY(work_make(u, jobs, n, max_norm, run, &w));
     MT_TRY(mt_update_turn(u));
-    for (int i = 0; i < w->n; i++)
-        mt_ledger_update_begin(u->store, w->jobs[i].j.unit);
+    for (int i = 0; i < n; i++)              /* before the updater has it, which ends all of them */
+        mt_ledger_update_begin(u->store, jobs[i].unit);
     mt_lock(&u->mu);
     *ticket = w->ticket = mt_worker_submit(&u->worker, &w->node);
     u->results[*ticket % RESULTS] = (result){ 0 };
@@ -617,24 +538,7 @@ static mt_status hand_over(mt_updater *u, work *w, uint64_t *ticket)
     mt_unlock(&u->mu);
     if (u->cx->share != NULL)
         mt_ledger_say(u->store, MT_COUNT_SUBMITTED, *ticket, 0);
-fail:
-    return st;
-}
-
-mt_status mt_update_submit(mt_updater *u, const mt_update_job *jobs, int n, double max_norm,
-                           mt_queue *run, uint64_t *ticket)
-{
-    work     *w = NULL;
-    uint64_t  number;
-    mt_status st;
-
-    MT_TRY(mt_ledger_check(u->store));
-    MT_TRY(work_make(u, jobs, n, max_norm, run, &w));
-    MT_TRY(hand_over(u, w, &number));
-    if (mt_syncs(u->cx))
-        st = mt_update_drain(u);
-    *ticket = number;
-    return st;
+    return mt_syncs(u->cx) ? mt_update_drain(u) : MT_OK;
 
 fail:
     work_free(w);
@@ -660,49 +564,38 @@ static int is_normed(void *arg)
 
 mt_status mt_update_norm(mt_updater *u, uint64_t ticket, double *norm, int *skipped)
 {
-    awaited   a = { .u = u, .ticket = ticket };
-    uint64_t  submitted = submits(u);
-    mt_status st;
+    awaited  a = { .u = u, .ticket = ticket };
+    uint64_t submitted = submits(u);
 
     if (ticket == 0 || ticket > submitted || submitted - ticket >= RESULTS)
         return MT_FAIL(MT_EINVAL, "update: there is no result of submit %" PRIu64 "; the latest "
                        "is %" PRIu64 ", and %d are kept", ticket, submitted, RESULTS);
-    MT_TRY(mt_watch_until(mt_store_watch(u->store), &u->worker.news, &u->mu, is_normed, &a, NULL,
-                          "the gradients' norm"));
-    MT_TRY(mt_ledger_check(u->store));
+    MT_DO(mt_watch_until(mt_store_watch(u->store), &u->worker.news, &u->mu, is_normed, &a, NULL,
+                         "the gradients' norm"));
+    MT_DO(mt_ledger_check(u->store));
     *norm = a.r.norm;
     *skipped = a.r.skipped;
     return MT_OK;
-fail:
-    return st;
 }
 
 mt_status mt_update_drain(mt_updater *u)
 {
-    void     *of, *last = NULL;
-    mt_status st;
+    void *of, *last = NULL;
 
-    MT_TRY(mt_worker_wait(&u->worker, mt_store_watch(u->store), MT_WORKER_ALL, NULL,
-                          "the steps that were asked for"));
+    MT_DO(mt_worker_wait(&u->worker, mt_store_watch(u->store), MT_WORKER_ALL, NULL,
+                         "the steps that were asked for"));
     for (int unit = 0; unit < mt_store_units(u->store); unit++) {
         const mt_home *h = mt_store_home(u->store, unit, &of);
 
         if (h->drain != NULL && of != last)
-            MT_TRY(h->drain(last = of));
+            MT_DO(h->drain(last = of));
         if (u->cx->share != NULL)
-            MT_TRY(mt_ledger_wait_updates(u->store, unit));
+            MT_DO(mt_ledger_wait_updates(u->store, unit));
     }
     return mt_ledger_check(u->store);
-fail:
-    return st;
 }
 
 uint64_t mt_update_busy_ns(mt_updater *u)
 {
-    uint64_t ns;
-
-    mt_lock(&u->mu);
-    ns = u->busy_ns;
-    mt_unlock(&u->mu);
-    return ns;
+    return MT_LOCKED(&u->mu, u->busy_ns);
 }

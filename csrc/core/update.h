@@ -5,22 +5,20 @@
  *     mt_ledger_wait_updates(store, unit);               // waits for one unit
  *
  * The updater, a thread of ours, takes one submit at a time:
- *   1. with a max_norm: waits until every unit's gradients are whole, adds their sums of squares in
- *      the order given (fp64), and clips by min(1, max_norm / (norm + 1e-6)), as torch does;
- *   2. for each job in order: waits for the unit's gradients and for copies still reading its
- *      weights, runs it on the pool, and ends its announcement in the ledger.
- *      With a max_norm the jobs of units at home elsewhere (home.h) come first, by turns: those of
- *      settled units are only put in the residents' queue, and end in the ledger when they are;
- *      those of units that go through the device or have their states on disk are handed on, and
- *      done beside the others. A submit is over when all but those on disk are.
+ *   1. with a max_norm it waits until every unit's gradients are whole, adds their sums of squares
+ *      in the order given (fp64), and clips by min(1, max_norm / (norm + 1e-6)), as torch does;
+ *   2. for each job in order it waits for the unit's gradients and for copies still reading its
+ *      weights, runs it on the pool, and ends its announcement in the ledger. Units that live
+ *      elsewhere are handed to their home (home.h), which ends them. With a max_norm those come
+ *      first, by turns. A submit is over when all but those on disk are.
  * In a share every rank submits the same units, perhaps in other orders, and updates its own
  * portions. Before a unit is touched all ranks have
- *   MEASURED  put the sums of their chunks on the boards, from which each makes all sums, told what
- *             they ask (MT_ALIKE_MAP), which is the same on all or a fault that names it, and
- *             (NORMED) taken the norm as rank 0 has added it, so that all clip, or skip, alike
+ *   MEASURED  put the sums of their chunks on the boards, from which each makes all sums, and told
+ *             what they ask (MT_ALIKE_MAP): a difference is a fault that names it. Then all take
+ *             the norm as rank 0 has added it (NORMED), so that all clip, or skip, alike
  *   CLEAR     ended what reads weights of any of the submit's units as they are
- * A norm that is not finite skips the whole submit: nothing is touched. Without max_norm each
- * unit is judged by its own gradients, and is skipped alone.
+ * A norm that is not finite skips the whole submit. Without max_norm each unit is judged by its own
+ * gradients, and skipped alone.
  *
  * Threads: submit: one at a time. The rest: any.
  */

@@ -82,31 +82,17 @@ void mt_watch_moved(mt_watch *w)
 
 /* ---- posts ------------------------------------------------------------------------------ */
 
-/* Under mu. */
-static void link_post(mt_watch *w, mt_post *p)
-{
-    p->before = NULL;
-    p->next = w->first;
-    if (w->first != NULL)
-        w->first->before = p;
-    w->first = p;
-}
-
-/* Under mu. */
-static void unlink_post(mt_watch *w, mt_post *p)
-{
-    if (p->next != NULL)
-        p->next->before = p->before;
-    *(p->before != NULL ? &p->before->next : &w->first) = p->next;
-    p->since_ns = 0;
-}
-
 static void put(mt_watch *w, mt_post *p, const char *queue, const char *unit, const char *awaits,
                 mt_event *e, int computes)
 {
     mt_lock(&w->mu);
-    if (p->since_ns == 0)
-        link_post(w, p);
+    if (p->since_ns == 0) {
+        p->before = NULL;
+        p->next = w->first;
+        if (w->first != NULL)
+            w->first->before = p;
+        w->first = p;
+    }
     p->queue = queue != NULL ? queue : i_am;
     p->unit = unit;
     p->awaits = awaits;
@@ -130,8 +116,12 @@ void mt_watch_compute(mt_watch *w, mt_post *p, const char *unit, const char *awa
 static void take(mt_watch *w, mt_post *p)
 {
     mt_lock(&w->mu);
-    if (p->since_ns != 0)
-        unlink_post(w, p);
+    if (p->since_ns != 0) {
+        if (p->next != NULL)
+            p->next->before = p->before;
+        *(p->before != NULL ? &p->before->next : &w->first) = p->next;
+        p->since_ns = 0;
+    }
     mt_unlock(&w->mu);
 }
 
@@ -196,14 +186,6 @@ static int next_longest(mt_watch *w, seen *s)
     return found != NULL;
 }
 
-/* Under asking, and no other lock. A device that does not answer is not done. */
-static int is_done(mt_event *e)
-{
-    int done = 0;
-
-    return e != NULL && e->dev->ops->query(e, &done) == MT_OK && done;
-}
-
 /* Has compute anything left to do, on a device that answers? */
 static int computes(mt_watch *w)
 {
@@ -229,7 +211,11 @@ void mt_watch_tell(mt_watch *w, char *out, size_t cap)
     out[0] = 0;
     mt_lock(&w->asking);
     while (told < TOLD && n < cap && next_longest(w, &s)) {
-        if ((s.computes && computing) || is_done(s.event))
+        int done = 0;                    /* a device that does not answer is not done */
+
+        if (s.event != NULL && s.event->dev->ops->query(s.event, &done) != MT_OK)
+            done = 0;
+        if ((s.computes && computing) || done)
             continue;
         computing |= s.computes;
         n += (size_t)snprintf(out + n, cap - n, "%s%s, since %.2f s", told++ > 0 ? "; " : "",
@@ -264,20 +250,6 @@ static void woken(mt_watch *w, uint64_t due_ns)
     late = late < LATE_LEAST_NS ? LATE_LEAST_NS : late > LATE_MOST_NS ? LATE_MOST_NS : late;
     if (now > due_ns && now - due_ns > late)
         mt_watch_moved(w);
-}
-
-/* Something patient is in the list. */
-static int is_excused(mt_watch *w)
-{
-    int patient = 0;
-
-    mt_lock(&w->mu);
-    for (const mt_post *p = w->first; p != NULL && !patient; p = p->next)
-        patient = p->patient;
-    mt_unlock(&w->mu);
-    if (patient)
-        mt_watch_moved(w);
-    return patient;
 }
 
 static double limits_s(mt_watch *w, int n)
@@ -326,8 +298,17 @@ static int is_spared(mt_watch *w, const mt_post *p)
 static mt_status judge(mt_watch *w, const mt_post *p)
 {
     char list[768];
+    int  patient = 0;
 
-    if (left_of(w, p) > 0 || is_excused(w) || is_spared(w, p))
+    if (left_of(w, p) > 0)
+        return MT_OK;
+    mt_lock(&w->mu);                     /* something patient is in the list: nothing is stuck */
+    for (const mt_post *q = w->first; q != NULL && !patient; q = q->next)
+        patient = q->patient;
+    mt_unlock(&w->mu);
+    if (patient)
+        mt_watch_moved(w);
+    if (patient || is_spared(w, p))
         return MT_OK;
     mt_watch_tell(w, list, sizeof list);
     return MT_FAIL(MT_ESTUCK,
@@ -386,6 +367,17 @@ mt_status mt_watch_until(mt_watch *w, pthread_cond_t *c, mt_mutex *mu,
     st = done ? MT_OK : st;
     if (post.since_ns != 0)
         mt_watch_end(w, &post, st);
+    return st;
+}
+
+mt_status mt_watch_sync(mt_watch *w, mt_event *e, const char *unit, const char *awaits)
+{
+    mt_post   post;
+    mt_status st;
+
+    mt_watch_begin(w, &post, NULL, unit, awaits);
+    st = e->dev->ops->sync_event(e);
+    mt_watch_end(w, &post, st);
     return st;
 }
 

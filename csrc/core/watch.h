@@ -92,6 +92,8 @@ mt_status mt_watch_cond(pthread_cond_t *c);
  * the list from the first time that it is not. */
 mt_status mt_watch_until(mt_watch *w, pthread_cond_t *c, mt_mutex *mu,
                          int (*over)(void *arg), void *arg, const char *unit, const char *awaits);
+/* The host waits for an event's record, which was made; nobody can end that. */
+mt_status mt_watch_sync (mt_watch *w, mt_event *e, const char *unit, const char *awaits);
 /* The host waits for an event, and for a record that is made meanwhile. In steps of up to a
  * millisecond: not where every wait is one for the step's end. */
 mt_status mt_watch_event(mt_watch *w, mt_event *e, const char *unit, const char *awaits);

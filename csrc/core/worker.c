@@ -9,68 +9,44 @@
 
 /* ---- our threads: under mu -------------------------------------------------------------- */
 
-/* NULL: the worker stops, and nothing is left. */
-static mt_job *take(mt_worker *w)
-{
-    mt_job *job;
-
-    while (w->first == NULL && !w->stop)
-        mt_cond_wait(&w->more, w->mu);
-    if ((job = w->first) == NULL)
-        return NULL;
-    if ((w->first = job->next) == NULL)
-        w->last = &w->first;
-    job->listed = 0;
-    return job;
-}
-
-static void end(mt_worker *w, mt_status st)
-{
-    if (st != MT_OK && w->failed == MT_OK) {
-        w->failed = st;
-        snprintf(w->why, sizeof w->why, "%s", mt_last_error());
-    }
-    if (++w->ended == w->submitted || w->n_threads == 1)
-        pthread_cond_broadcast(&w->news);
-}
-
 static void *worker_main(void *arg)
 {
     mt_worker *w = arg;
     mt_job    *job;
+    mt_status  st;
 
     (void)pthread_setname_np(pthread_self(), w->name);
     mt_watch_i_am(w->lane);
     mt_lock(w->mu);
-    while ((job = take(w)) != NULL)
-        end(w, w->run(w->arg, job));
+    for (;;) {
+        while (w->first == NULL && !w->stop)
+            mt_cond_wait(&w->more, w->mu);
+        if ((job = w->first) == NULL)        /* it stops, and nothing is left */
+            break;
+        if ((w->first = job->next) == NULL)
+            w->last = &w->first;
+        job->listed = 0;
+        st = w->run(w->arg, job);
+        if (st != MT_OK && w->failed == MT_OK) {
+            w->failed = st;
+            snprintf(w->why, sizeof w->why, "%s", mt_last_error());
+        }
+        if (++w->ended == w->submitted || w->n_threads == 1)
+            pthread_cond_broadcast(&w->news);
+    }
     mt_unlock(w->mu);
     return NULL;
 }
 
 /* ---- open and close --------------------------------------------------------------------- */
 
-static mt_status start(mt_worker *w, int n)
-{
-    int       error;
-    mt_status st;
-
-    MT_TRY(MT_MAKE(w->threads, n, w->name));
-    for (; w->n_threads < n; w->n_threads++)
-        if ((error = pthread_create(&w->threads[w->n_threads], NULL, worker_main, w)) != 0)
-            return MT_FAIL(MT_ENOMEM, "%s: thread %d of %d: %s; ask for fewer threads", w->name,
-                           w->n_threads + 1, n, strerror(error));
-fail:
-    return st;
-}
-
 mt_status mt_worker_open(mt_worker *w, mt_mutex *mu, int n_threads, const char *name,
                          const char *lane, mt_worker_fn run, void *arg)
 {
+    int       error = 0;
     mt_status st;
 
-    if ((st = mt_watch_cond(&w->news)) != MT_OK)
-        return st;
+    MT_DO(mt_watch_cond(&w->news));
     pthread_cond_init(&w->more, NULL);
     w->mu = mu;
     w->last = &w->first;
@@ -80,7 +56,14 @@ mt_status mt_worker_open(mt_worker *w, mt_mutex *mu, int n_threads, const char *
     w->lane = lane;
     w->forks = mt_forks();
     w->opened = 1;
-    if ((st = start(w, n_threads)) != MT_OK)
+    if ((st = MT_MAKE(w->threads, n_threads, name)) == MT_OK)
+        while (w->n_threads < n_threads &&
+               (error = pthread_create(&w->threads[w->n_threads], NULL, worker_main, w)) == 0)
+            w->n_threads++;
+    if (error != 0)
+        st = MT_FAIL(MT_ENOMEM, "%s: thread %d of %d: %s; ask for fewer threads", name,
+                     w->n_threads + 1, n_threads, strerror(error));
+    if (st != MT_OK)
         mt_worker_close(w);
     return st;
 }
@@ -168,23 +151,15 @@ static int have_ended(void *arg)
 mt_status mt_worker_wait(mt_worker *w, mt_watch *watch, uint64_t number, const char *unit,
                          const char *awaits)
 {
-    awaited   a = { .w = w, .number = number };
-    mt_status st;
+    awaited a = { .w = w, .number = number };
 
     if (is_elsewhere(w))
         return MT_FAIL(MT_ESTATE, "%s: its thread is in the process that this one was forked from",
                        w->name);
-    if (number == MT_WORKER_ALL) {
-        mt_lock(w->mu);
-        a.number = w->submitted;
-        mt_unlock(w->mu);
-    }
-    MT_TRY(mt_watch_until(watch, &w->news, w->mu, have_ended, &a, unit, awaits));
-    mt_lock(w->mu);
-    st = mt_worker_failure(w);
-    mt_unlock(w->mu);
-fail:
-    return st;
+    if (number == MT_WORKER_ALL)
+        a.number = MT_LOCKED(w->mu, w->submitted);
+    MT_DO(mt_watch_until(watch, &w->news, w->mu, have_ended, &a, unit, awaits));
+    return MT_LOCKED(w->mu, mt_worker_failure(w));
 }
 
 mt_status mt_worker_failure(const mt_worker *w)

@@ -107,30 +107,21 @@ static void line_drop(cpu_line *l)
     free(l);
 }
 
-/* Under mu. Twice the room; operations keep their numbers, so each finds its new place. */
-static mt_status line_grow(cpu_line *l)
-{
-    uint64_t cap = l->cap * 2;
-    cpu_op  *ops = calloc(cap, sizeof *ops);
-
-    if (ops == NULL)
-        return MT_FAIL(MT_ENOMEM, "cpu queue: no room for %llu operations in flight",
-                       (unsigned long long)cap);
-    for (uint64_t k = l->done; k < l->put; k++)
-        ops[k & (cap - 1)] = l->ops[k & (l->cap - 1)];
-    free(l->ops);
-    l->ops = ops;
-    l->cap = cap;
-    return MT_OK;
-}
-
 static mt_status line_put(cpu_line *l, cpu_op op)
 {
+    uint64_t  cap = l->cap * 2;
+    cpu_op   *ops;
     mt_status st = MT_OK;
 
     mt_lock(&l->mu);
-    if (l->put - l->done == l->cap)
-        st = line_grow(l);
+    /* Twice the room; operations keep their numbers, so each finds its new place. */
+    if (l->put - l->done == l->cap && (st = MT_MAKE(ops, (int64_t)cap, "cpu queue")) == MT_OK) {
+        for (uint64_t k = l->done; k < l->put; k++)
+            ops[k & (cap - 1)] = l->ops[k & (l->cap - 1)];
+        free(l->ops);
+        l->ops = ops;
+        l->cap = cap;
+    }
     if (st == MT_OK) {
         l->ops[l->put++ & (l->cap - 1)] = op;
         pthread_cond_signal(&l->work);
@@ -151,12 +142,7 @@ static void line_wait(cpu_line *l, uint64_t target)
 
 static uint64_t line_end(cpu_line *l)
 {
-    uint64_t put;
-
-    mt_lock(&l->mu);
-    put = l->put;
-    mt_unlock(&l->mu);
-    return put;
+    return MT_LOCKED(&l->mu, l->put);
 }
 
 /* ---- the queue's thread ----------------------------------------------------------------- */
@@ -207,17 +193,6 @@ static cpu_queue *as_queue(mt_queue *q)
     return (cpu_queue *)(void *)q;
 }
 
-static mt_status queue_new(mt_dev *d, cpu_queue **out)
-{
-    cpu_queue *q = calloc(1, sizeof *q);
-
-    if (q == NULL)
-        return MT_FAIL(MT_ENOMEM, "cpu queue: calloc(%zu)", sizeof *q);
-    q->base.dev = d;
-    *out = q;
-    return MT_OK;
-}
-
 static mt_status cpu_queue_open(mt_dev *d, const char *name, mt_queue **out)
 {
     cpu_queue *q = NULL;
@@ -225,7 +200,8 @@ static mt_status cpu_queue_open(mt_dev *d, const char *name, mt_queue **out)
     int        error;
     mt_status  st;
 
-    MT_TRY(queue_new(d, &q));
+    MT_TRY(MT_MAKE(q, 1, name));
+    q->base.dev = d;
     if ((q->line = line_open()) == NULL)
         MT_TRY(MT_FAIL(MT_ENOMEM, "cpu queue %s: out of memory", name));
     if ((error = pthread_create(&q->thread, NULL, queue_main, q->line)) != 0)
@@ -245,13 +221,12 @@ fail:
 static mt_status cpu_queue_adopt(mt_dev *d, uintptr_t handle, mt_queue **out)
 {
     cpu_queue *q = NULL;
-    mt_status  st;
 
     if (handle != 0)
         return MT_FAIL(MT_EINVAL, "cpu: stream %#lx is not of this device; the only one is 0, "
                        "the calling thread", (unsigned long)handle);
-    if ((st = queue_new(d, &q)) != MT_OK)
-        return st;
+    MT_DO(MT_MAKE(q, 1, "cpu queue"));
+    q->base.dev = d;
     *out = &q->base;
     return MT_OK;
 }

@@ -460,8 +460,7 @@ static mt_status sleep_until(cuda_dev *d, cudaEvent_t event)
     sleeper  *s;
     mt_status st;
 
-    if ((st = sleeper_take(d, &s)) != MT_OK)
-        return st;
+    MT_DO(sleeper_take(d, &s));
     MT_TRY(CU(d, cudaStreamWaitEvent(s->stream, event, cudaEventWaitDefault)));
     MT_TRY(CU(d, cudaEventRecord(s->over, s->stream)));
     MT_TRY(CU(d, cudaEventSynchronize(s->over)));
@@ -493,8 +492,7 @@ static mt_status zero(cuda_dev *d, void *p, size_t bytes)
     sleeper  *s;
     mt_status st;
 
-    if ((st = sleeper_take(d, &s)) != MT_OK)
-        return st;
+    MT_DO(sleeper_take(d, &s));
     MT_TRY(CU(d, cudaMemsetAsync(p, 0, bytes, s->stream)));
     MT_TRY(CU(d, cudaEventRecord(s->over, s->stream)));
     MT_TRY(CU(d, cudaEventSynchronize(s->over)));
@@ -508,8 +506,7 @@ static mt_status alloc_zero(cuda_dev *d, size_t bytes, void **out)
     void     *p = NULL;
     mt_status st;
 
-    if ((st = CU(d, cudaMalloc(&p, bytes))) != MT_OK)
-        return st;
+    MT_DO(CU(d, cudaMalloc(&p, bytes)));
     if ((st = zero(d, p, bytes)) != MT_OK) {
         (void)cudaFree(p);
         (void)cudaGetLastError();
@@ -626,21 +623,17 @@ static void origin_drop(origin *o)
 /* The event happens somewhere between the two looks at the clock; the middle is off by half. */
 static mt_status origin_time(cuda_dev *d, origin *o, cudaStream_t empty)
 {
-    mt_status st;
-
     for (int i = 0; i < TRIES; i++) {
         uint64_t before = mt_now_ns(), after;
 
-        MT_TRY(CU(d, cudaEventRecord(o->event, empty)));
-        MT_TRY(CU(d, cudaEventSynchronize(o->event)));
+        MT_DO(CU(d, cudaEventRecord(o->event, empty)));
+        MT_DO(CU(d, cudaEventSynchronize(o->event)));
         after = mt_now_ns();
         o->ns = before + (after - before) / 2;
         if (after - before < NARROW_NS)
             break;
     }
     return MT_OK;
-fail:
-    return st;
 }
 
 static mt_status origin_make(cuda_dev *d, origin **out)
@@ -670,17 +663,15 @@ fail:
 /* Two threads may both make one; the later one stays. Our context is current. */
 static mt_status origin_renew(cuda_dev *d)
 {
-    origin   *made = NULL, *old;
-    mt_status st;
-    int       fresh;
+    origin *made = NULL, *old;
+    int     fresh;
 
     mt_lock(&d->mu);
     fresh = d->newest != NULL && mt_now_ns() - d->newest->ns < ORIGIN_NS;
     mt_unlock(&d->mu);
     if (fresh)
         return MT_OK;
-    if ((st = origin_make(d, &made)) != MT_OK)
-        return st;
+    MT_DO(origin_make(d, &made));
     mt_lock(&d->mu);
     old = d->newest;
     d->newest = made;
@@ -750,19 +741,17 @@ static mt_status cuda_stamp(mt_queue *q, mt_stamp *s)
 /* Our context is current. */
 static mt_status stamp_time(cuda_dev *d, const mt_stamp *s, uint64_t *ns, int *done)
 {
-    float     ms;
-    int       over = 0;
-    mt_status st;
+    float ms;
+    int   over = 0;
 
-    MT_TRY(origin_renew(d));             /* for stamps to come */
-    MT_TRY(ask(d, s->event, &over));
+    MT_DO(origin_renew(d));             /* for stamps to come */
+    MT_DO(ask(d, s->event, &over));
     if (over) {
-        MT_TRY(CU(d, cudaEventElapsedTime(&ms, s->from->event, s->event)));
+        MT_DO(CU(d, cudaEventElapsedTime(&ms, s->from->event, s->event)));
         *ns = s->from->ns + (uint64_t)((double)ms * 1e6);
     }
     *done = over;
-fail:
-    return st;
+    return MT_OK;
 }
 
 static mt_status cuda_stamp_read(mt_dev *dev, mt_stamp *s, uint64_t *ns, int *done)
@@ -874,17 +863,13 @@ static mt_status find(int index, const char *name, void *function)
 
 static mt_status find_driver(int index, driver *drv)
 {
-    mt_status st;
-
-    MT_TRY(find(index, "cuDeviceGet", &drv->device_get));
-    MT_TRY(find(index, "cuDevicePrimaryCtxRetain", &drv->primary_retain));
-    MT_TRY(find(index, "cuDevicePrimaryCtxRelease", &drv->primary_release));
-    MT_TRY(find(index, "cuMemGetAddressRange", &drv->address_range));
-    MT_TRY(find(index, "cuCtxGetCurrent", &drv->get_current));
-    MT_TRY(find(index, "cuCtxPushCurrent", &drv->push_current));
-    MT_TRY(find(index, "cuCtxPopCurrent", &drv->pop_current));
-fail:
-    return st;
+    MT_DO(find(index, "cuDeviceGet", &drv->device_get));
+    MT_DO(find(index, "cuDevicePrimaryCtxRetain", &drv->primary_retain));
+    MT_DO(find(index, "cuDevicePrimaryCtxRelease", &drv->primary_release));
+    MT_DO(find(index, "cuMemGetAddressRange", &drv->address_range));
+    MT_DO(find(index, "cuCtxGetCurrent", &drv->get_current));
+    MT_DO(find(index, "cuCtxPushCurrent", &drv->push_current));
+    return find(index, "cuCtxPopCurrent", &drv->pop_current);
 }
 
 mt_status mt_dev_cuda_open(int index, mt_dev **out)
@@ -892,8 +877,7 @@ mt_status mt_dev_cuda_open(int index, mt_dev **out)
     cuda_dev *d;
     mt_status st;
 
-    if ((st = check_index(index)) != MT_OK)
-        return st;
+    MT_DO(check_index(index));
     if ((d = calloc(1, sizeof *d)) == NULL)
         return MT_FAIL(MT_ENOMEM, "cuda:%d: calloc(%zu)", index, sizeof *d);
     d->base.ops = &cuda_ops;

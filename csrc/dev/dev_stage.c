@@ -51,8 +51,9 @@ typedef struct stage_dev {
 
     mt_mutex        registering; /* held while memory is locked, which takes seconds */
     mt_mutex        mu;
-    region         *regions;     /* [n] mu */
-    int             n, cap;      /* mu */
+    region         *regions;     /* [n] these three: mu */
+    int             n;
+    int64_t         room;
     atomic_int      n_noted;     /* written under mu, after the region; read by anyone */
     size_t          locked, noted;       /* bytes. mu */
     size_t          limit, small;        /* bytes. mu */
@@ -106,55 +107,7 @@ fail:
     return st;
 }
 
-/* NULL: all are taken. */
-static char *buffer_take(stage_dev *d)
-{
-    char *buffer = NULL;
-
-    mt_lock(&d->mu);
-    if (d->n_spare > 0)
-        buffer = d->spare[--d->n_spare];
-    mt_unlock(&d->mu);
-    return buffer;
-}
-
-static void buffer_give(stage_dev *d, char *buffer)
-{
-    if (buffer == NULL)
-        return;
-    mt_lock(&d->mu);
-    d->spare[d->n_spare++] = buffer;
-    mt_unlock(&d->mu);
-}
-
 /* ---- regions: under registering ----------------------------------------------------------- */
-
-/* Under mu. */
-static mt_status grow(stage_dev *d)
-{
-    int     cap = d->cap > 0 ? 2 * d->cap : 64;
-    region *grown;
-
-    if (d->n < d->cap)
-        return MT_OK;
-    if ((grown = realloc(d->regions, (size_t)cap * sizeof *grown)) == NULL)
-        return MT_FAIL(MT_ENOMEM, "stage: no memory for %d regions", cap);
-    d->regions = grown;
-    d->cap = cap;
-    return MT_OK;
-}
-
-/* For one more region, which nobody else takes. *small: it is one of those that must be locked. */
-static mt_status make_room(stage_dev *d, size_t bytes, int *small)
-{
-    mt_status st;
-
-    mt_lock(&d->mu);
-    *small = bytes <= d->small;
-    st = grow(d);
-    mt_unlock(&d->mu);
-    return st;
-}
 
 static mt_status lock(stage_dev *d, char *p, size_t bytes)
 {
@@ -172,64 +125,44 @@ static mt_status lock(stage_dev *d, char *p, size_t bytes)
     return d->front.under->ops->host_register(d->front.under, p, bytes);
 }
 
-static mt_status lock_small(stage_dev *d, char *p, size_t bytes)
-{
-    mt_status st = lock(d, p, bytes);
-
-    if (st != MT_ENOMEM || d->cushion.base == NULL)
-        return st;
-    mt_arena_close(&d->cushion);
-    return lock(d, p, bytes);
-}
-
-/* The pool is there before a region is noted, and regions are noted before they are copied. */
-static mt_status note(stage_dev *d)
-{
-    int       threads = mt_cpu_count() < THREADS ? mt_cpu_count() : THREADS;
-    mt_status st;
-
-    if (d->pool != NULL)
-        return MT_OK;
-    mt_lock(&d->mu);
-    (void)snprintf(d->why, sizeof d->why, "%s", mt_last_error());
-    mt_unlock(&d->mu);
-    MT_TRY(mt_pool_open(threads, &d->pool));
-fail:
-    return st;
-}
-
 static mt_status add_region(stage_dev *d, char *p, size_t bytes)
 {
     region    r = { p, bytes, 1 };
-    int       small;
+    int       small, threads = mt_cpu_count() < THREADS ? mt_cpu_count() : THREADS;
     mt_status st;
 
-    MT_TRY(prepare(d));
-    MT_TRY(make_room(d, bytes, &small));
-    st = small ? lock_small(d, p, bytes) : lock(d, p, bytes);
+    MT_DO(prepare(d));
+    small = bytes <= MT_LOCKED(&d->mu, d->small);
+    MT_DO(MT_LOCKED(&d->mu, MT_GROW(d->regions, d->room, d->n + 1, "stage")));
+    st = lock(d, p, bytes);
+    if (st == MT_ENOMEM && small && d->cushion.base != NULL) {       /* it must be locked */
+        mt_arena_close(&d->cushion);
+        st = lock(d, p, bytes);
+    }
     if (st == MT_ENOMEM && !small) {
         r.locked = 0;
-        st = note(d);
+        st = MT_OK;
+        if (d->pool == NULL) {       /* it is there before regions are noted, and they are copied */
+            mt_lock(&d->mu);
+            (void)snprintf(d->why, sizeof d->why, "%s", mt_last_error());
+            mt_unlock(&d->mu);
+            st = mt_pool_open(threads, &d->pool);
+        }
     }
-    MT_TRY(st);
+    MT_DO(st);
     mt_lock(&d->mu);
     *(r.locked ? &d->locked : &d->noted) += bytes;
     d->regions[d->n++] = r;
     atomic_fetch_add(&d->n_noted, !r.locked);
     mt_unlock(&d->mu);
-fail:
-    return st;
+    return MT_OK;
 }
 
 static mt_status stage_host_register(mt_dev *dev, void *p, size_t bytes)
 {
     stage_dev *d = as_dev(dev);
-    mt_status  st;
 
-    mt_lock(&d->registering);
-    st = add_region(d, p, bytes);
-    mt_unlock(&d->registering);
-    return st;
+    return MT_LOCKED(&d->registering, add_region(d, p, bytes));
 }
 
 static void stage_host_unregister(mt_dev *dev, void *p)
@@ -308,20 +241,17 @@ static mt_status put_move(stage_queue *q, char *to, const char *from, size_t byt
 static mt_status put_slices(stage_queue *q, char *dst, const char *src, size_t bytes, int up)
 {
     const mt_dev_ops *v = mt__behind(q->front.base.dev)->ops;
-    mt_status         st;
 
     for (size_t at = 0; at < bytes; at += BUFFER_BYTES) {
         size_t n = bytes - at < BUFFER_BYTES ? bytes - at : BUFFER_BYTES;
 
         if (up)
-            MT_TRY(put_move(q, q->buffer, src + at, n));
-        MT_TRY(v->copy(q->front.under, up ? dst + at : q->buffer, up ? q->buffer : src + at, n));
+            MT_DO(put_move(q, q->buffer, src + at, n));
+        MT_DO(v->copy(q->front.under, up ? dst + at : q->buffer, up ? q->buffer : src + at, n));
         if (!up)
-            MT_TRY(put_move(q, dst + at, q->buffer, n));
+            MT_DO(put_move(q, dst + at, q->buffer, n));
     }
     return MT_OK;
-fail:
-    return st;
 }
 
 static mt_status stage_copy(mt_queue *queue, void *dst, const void *src, size_t bytes)
@@ -334,8 +264,12 @@ static mt_status stage_copy(mt_queue *queue, void *dst, const void *src, size_t 
         return d->front.under->ops->copy(q->front.under, dst, src, bytes);
     up = is_noted(d, src);
     down = is_noted(d, dst);
-    if (up != down && q->buffer == NULL)
-        q->buffer = buffer_take(d);
+    if (up != down && q->buffer == NULL) {
+        mt_lock(&d->mu);
+        if (d->n_spare > 0)              /* else all are taken */
+            q->buffer = d->spare[--d->n_spare];
+        mt_unlock(&d->mu);
+    }
     /* Without a buffer: CUDA copies memory that is not locked too, but in the caller's time. */
     if (up == down || q->buffer == NULL)
         return d->front.under->ops->copy(q->front.under, dst, src, bytes);
@@ -346,11 +280,12 @@ static mt_status stage_copy(mt_queue *queue, void *dst, const void *src, size_t 
 
 static mt_status queue_wrap(mt_dev *d, mt_queue *behind, mt_queue **out)
 {
-    stage_queue *q = calloc(1, sizeof *q);
+    stage_queue *q;
+    mt_status    st = MT_MAKE(q, 1, "stage queue");
 
-    if (q == NULL) {
+    if (st != MT_OK) {
         mt__behind(d)->ops->queue_close(behind);
-        return MT_FAIL(MT_ENOMEM, "stage queue: calloc(%zu)", sizeof *q);
+        return st;
     }
     q->front.base.dev = d;
     q->front.under = behind;
@@ -361,17 +296,17 @@ static mt_status queue_wrap(mt_dev *d, mt_queue *behind, mt_queue **out)
 static mt_status stage_queue_open(mt_dev *d, const char *name, mt_queue **out)
 {
     mt_queue *behind;
-    mt_status st = mt__behind(d)->ops->queue_open(mt__behind(d), name, &behind);
 
-    return st == MT_OK ? queue_wrap(d, behind, out) : st;
+    MT_DO(mt__behind(d)->ops->queue_open(mt__behind(d), name, &behind));
+    return queue_wrap(d, behind, out);
 }
 
 static mt_status stage_queue_adopt(mt_dev *d, uintptr_t handle, mt_queue **out)
 {
     mt_queue *behind;
-    mt_status st = mt__behind(d)->ops->queue_adopt(mt__behind(d), handle, &behind);
 
-    return st == MT_OK ? queue_wrap(d, behind, out) : st;
+    MT_DO(mt__behind(d)->ops->queue_adopt(mt__behind(d), handle, &behind));
+    return queue_wrap(d, behind, out);
 }
 
 /* When all that was put is over the buffer is nobody's. */
@@ -386,7 +321,8 @@ static void stage_queue_close(mt_queue *queue)
     if (q->buffer != NULL)
         (void)d->front.under->ops->sync(q->front.under);
     d->front.under->ops->queue_close(q->front.under);
-    buffer_give(d, q->buffer);
+    if (q->buffer != NULL)
+        (void)MT_LOCKED(&d->mu, d->spare[d->n_spare++] = q->buffer);
     free(q);
 }
 
@@ -408,10 +344,9 @@ static void stage_close(mt_dev *dev)
 
 mt_status mt_dev_stage_open(mt_dev *behind, mt_dev **out)
 {
-    stage_dev *d = calloc(1, sizeof *d);
+    stage_dev *d;
 
-    if (d == NULL)
-        return MT_FAIL(MT_ENOMEM, "stage: calloc(%zu)", sizeof *d);
+    MT_DO(MT_MAKE(d, 1, "stage"));
     mt__front_init(&d->front, behind);
     d->front.ops.close = stage_close;
     d->front.ops.host_register = stage_host_register;

@@ -119,25 +119,13 @@ mt_status mt_file_move(const mt_file_calls *c, int fd, const char *path, int wri
     return MT_OK;
 }
 
-static mt_status check_sum(const mt_file *f, const char *mem, size_t bytes, uint64_t at,
-                           uint64_t sum)
-{
-    uint64_t found = mt_block_sum(mem, bytes);
-
-    if (found == sum)
-        return MT_OK;
-    return MT_FAIL(MT_EDISK, "%s: the %zu bytes at offset %" PRIu64 " are not those that were "
-                   "written (sum %016" PRIx64 ", written %016" PRIx64 ")", f->path, bytes, at,
-                   found, sum);
-}
-
 /* *moved: bytes that crossed. */
 static mt_status move_block(mt_file *f, mt_request *r, size_t k, size_t *moved)
 {
     size_t    from = k * MT_BLOCK_BYTES;
     size_t    bytes = r->bytes - from < MT_BLOCK_BYTES ? r->bytes - from : MT_BLOCK_BYTES;
     char     *mem = (char *)r->mem + from;
-    mt_status st;
+    uint64_t  sum;
 
     if (!r->write && r->sums != NULL && r->sums[k] == 0) {
         memset(mem, 0, bytes);
@@ -145,34 +133,19 @@ static mt_status move_block(mt_file *f, mt_request *r, size_t k, size_t *moved)
     }
     if (r->write && r->sums != NULL)
         r->sums[k] = mt_block_sum(mem, bytes);
-    MT_TRY(mt_file_move(&f->calls, f->fd, f->path, r->write, mem, bytes, r->at + from));
+    MT_DO(mt_file_move(&f->calls, f->fd, f->path, r->write, mem, bytes, r->at + from));
     mt_lock(&f->mu);
     *(r->write ? &f->written_bytes : &f->read_bytes) += bytes;
     mt_unlock(&f->mu);
     *moved = bytes;
-    if (!r->write && r->sums != NULL)
-        st = check_sum(f, mem, bytes, r->at + from, r->sums[k]);
-fail:
-    return st;
+    if (!r->write && r->sums != NULL && (sum = mt_block_sum(mem, bytes)) != r->sums[k])
+        return MT_FAIL(MT_EDISK, "%s: the %zu bytes at offset %" PRIu64 " are not those that were "
+                       "written (sum %016" PRIx64 ", written %016" PRIx64 ")", f->path, bytes,
+                       r->at + from, sum, r->sums[k]);
+    return MT_OK;
 }
 
 /* ---- requests --------------------------------------------------------------------------- */
-
-/* Under mu. The last of a request's blocks ends it: without our lock, since done may put others. */
-static void end_block(mt_file *f, mt_request *r, size_t k, mt_status st, size_t moved)
-{
-    if (st != MT_OK && r->st == MT_OK) {
-        r->st = st;
-        r->bad_at = r->at + k * MT_BLOCK_BYTES;
-        snprintf(r->text, sizeof r->text, "%s", mt_last_error());
-    }
-    r->moved += moved;
-    if (--r->left > 0)
-        return;
-    mt_unlock(&f->mu);
-    r->done(r);
-    mt_lock(&f->mu);
-}
 
 /* The request's next block. Others take those behind it meanwhile. */
 static mt_status take_block(void *arg, mt_job *job)
@@ -187,7 +160,17 @@ static mt_status take_block(void *arg, mt_job *job)
     mt_unlock(&f->mu);
     st = move_block(f, r, k, &moved);
     mt_lock(&f->mu);
-    end_block(f, r, k, st, moved);
+    if (st != MT_OK && r->st == MT_OK) {
+        r->st = st;
+        r->bad_at = r->at + k * MT_BLOCK_BYTES;
+        snprintf(r->text, sizeof r->text, "%s", mt_last_error());
+    }
+    r->moved += moved;
+    if (--r->left == 0) {                /* without our lock, since done may put others */
+        mt_unlock(&f->mu);
+        r->done(r);
+        mt_lock(&f->mu);
+    }
     return MT_OK;
 }
 
@@ -210,14 +193,12 @@ mt_status mt_file_room(const char *dir, uint64_t *bytes)
 {
     struct statvfs about;
     uint64_t       removed;
-    mt_status      st;
 
-    MT_TRY(mt_manifest_sweep(dir, &removed));
+    MT_DO(mt_manifest_sweep(dir, &removed));
     if (statvfs(dir, &about) != 0)
         return MT_FAIL(MT_EDISK, "nvme: %s: %s", dir, strerror(errno));
     *bytes = (uint64_t)about.f_bavail * about.f_frsize;
-fail:
-    return st;
+    return MT_OK;
 }
 
 static mt_status no_room(const mt_file *f, uint64_t bytes, int why)
@@ -253,32 +234,19 @@ static mt_status grow(mt_file *f, uint64_t bytes)
 
 static int is_named(mt_file *f)
 {
-    int named;
-
-    mt_lock(&f->mu);
-    named = f->named;
-    mt_unlock(&f->mu);
-    return named;
-}
-
-/* A file that lost its name meanwhile has no manifest either. */
-static mt_status tell_bytes(mt_file *f, uint64_t bytes)
-{
-    mt_status st = is_named(f) ? mt_manifest_write(f->dir, f->name, bytes) : MT_OK;
-
-    if (!is_named(f))
-        mt_manifest_remove(f->dir, f->name);
-    return st;
+    return MT_LOCKED(&f->mu, f->named);
 }
 
 mt_status mt_file_reserve(mt_file *f, uint64_t bytes)
 {
-    mt_status st;
+    mt_status st = MT_OK;
 
-    mt_lock(&f->growing);
-    st = grow(f, bytes);
-    mt_unlock(&f->growing);
-    return st == MT_OK ? tell_bytes(f, bytes) : st;
+    MT_DO(MT_LOCKED(&f->growing, grow(f, bytes)));
+    if (is_named(f))
+        st = mt_manifest_write(f->dir, f->name, bytes);
+    if (!is_named(f))                    /* it lost its name meanwhile: then it has none */
+        mt_manifest_remove(f->dir, f->name);
+    return st;
 }
 
 static mt_status take(mt_blocks *b, size_t bytes, uint64_t *at)
@@ -333,41 +301,18 @@ static mt_status make_file(mt_file *f)
 static mt_status try_direct(mt_file *f)
 {
     char     *page = NULL;
-    mt_status st;
+    mt_status st = MT_OK;
 
     if (f->calls.direct(f->fd, 1) != 0)
         return MT_OK;
-    MT_TRY(grow(f, MT_BLOCK_ALIGN));
+    MT_DO(grow(f, MT_BLOCK_ALIGN));
     if (posix_memalign((void **)&page, MT_BLOCK_ALIGN, MT_BLOCK_ALIGN) != 0)
         return MT_FAIL(MT_ENOMEM, "nvme: no memory for a block of %zu bytes", MT_BLOCK_ALIGN);
     f->direct = f->calls.read(f->fd, page, MT_BLOCK_ALIGN, 0) == (ssize_t)MT_BLOCK_ALIGN;
     if (!f->direct && f->calls.direct(f->fd, 0) != 0)
         st = MT_FAIL(MT_EDISK, "%s: takes direct transfers, and does none", f->path);
     free(page);
-fail:
     return st;
-}
-
-static mt_status file_new(const char *dir, uint64_t limit, const mt_file_calls *calls,
-                          mt_file **out)
-{
-    mt_file *f;
-
-    if (strlen(dir) >= sizeof f->dir)
-        return MT_FAIL(MT_EINVAL, "nvme: a path of %zu characters; %zu are the most", strlen(dir),
-                       sizeof f->dir - 1);
-    if ((f = calloc(1, sizeof *f)) == NULL)
-        return MT_FAIL(MT_ENOMEM, "nvme: calloc(%zu)", sizeof *f);
-    f->base.ops = &file_ops;
-    f->calls = calls != NULL ? *calls : mt_file_system;
-    snprintf(f->dir, sizeof f->dir, "%s", dir);
-    f->fd = -1;
-    f->forks = mt_forks();
-    f->limit = limit;
-    mt_mutex_open(&f->growing, MT_RANK_GROWING);
-    mt_mutex_open(&f->mu, MT_RANK_FILE);
-    *out = f;
-    return MT_OK;
 }
 
 mt_status mt_file_open(const char *dir, uint64_t limit, int n_threads, const mt_file_calls *calls,
@@ -380,8 +325,19 @@ mt_status mt_file_open(const char *dir, uint64_t limit, int n_threads, const mt_
     if (dir == NULL || dir[0] == 0 || n_threads < 1)
         return MT_FAIL(MT_EINVAL, "nvme: a directory and a thread are the least; \"%s\", %d",
                        dir != NULL ? dir : "", n_threads);
-    MT_TRY(mt_manifest_sweep(dir, &removed));
-    MT_TRY(file_new(dir, limit, calls, &f));
+    MT_DO(mt_manifest_sweep(dir, &removed));
+    if (strlen(dir) >= sizeof f->dir)
+        return MT_FAIL(MT_EINVAL, "nvme: a path of %zu characters; %zu are the most", strlen(dir),
+                       sizeof f->dir - 1);
+    MT_DO(MT_MAKE(f, 1, "nvme"));
+    f->base.ops = &file_ops;
+    f->calls = calls != NULL ? *calls : mt_file_system;
+    snprintf(f->dir, sizeof f->dir, "%s", dir);
+    f->fd = -1;
+    f->forks = mt_forks();
+    f->limit = limit;
+    mt_mutex_open(&f->growing, MT_RANK_GROWING);
+    mt_mutex_open(&f->mu, MT_RANK_FILE);
     MT_TRY(make_file(f));
     MT_TRY(try_direct(f));
     MT_TRY(mt_worker_open(&f->worker, &f->mu, n_threads, "mt-disk", "disk", take_block, f));

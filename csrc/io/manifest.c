@@ -167,15 +167,6 @@ void mt_manifest_remove(const char *dir, const char *name)
 
 /* ---- what others left ------------------------------------------------------------------- */
 
-/* 1: nobody holds the scratch file; -1: the file system knows no locks.
- * It is ours then until fd is closed. */
-static int let_go(int fd)
-{
-    if (flock(fd, LOCK_EX | LOCK_NB) == 0)
-        return 1;
-    return errno == EWOULDBLOCK ? 0 : -1;
-}
-
 /* The scratch file of a manifest that was found, if it is nobody's. */
 static uint64_t remove_left(const char *dir, const char *manifest)
 {
@@ -189,7 +180,10 @@ static uint64_t remove_left(const char *dir, const char *manifest)
         return 0;
     fd = mt_forks_open(path, O_RDWR | O_CLOEXEC | O_NOFOLLOW, 0);
     gone = fd < 0 && errno == ENOENT;
-    free_to_go = fd >= 0 ? let_go(fd) : gone ? -1 : 0;
+    /* 1: nobody holds the scratch file, which is ours until fd is closed; -1: the file system knows
+     * no locks. */
+    free_to_go = fd < 0 ? (gone ? -1 : 0)
+               : flock(fd, LOCK_EX | LOCK_NB) == 0 ? 1 : errno == EWOULDBLOCK ? 0 : -1;
     if (free_to_go == 1 || (free_to_go == -1 && !process_lives(text))) {
         if (fd >= 0 && fstat(fd, &about) == 0)
             unlink(path);

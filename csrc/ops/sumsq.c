@@ -367,16 +367,13 @@ static mt_status put_cpu(mt_queue *q, order what)
  * once, if ever. */
 static mt_status make_room(mt_sumsq *s, mt_queue *q, int64_t n_chunks)
 {
-    int64_t   room = n_chunks > 2 * s->room ? n_chunks : 2 * s->room;
-    void     *sums;
-    mt_status st;
+    int64_t room = n_chunks > 2 * s->room ? n_chunks : 2 * s->room;
+    void   *sums;
 
     if (n_chunks <= s->room)
         return MT_OK;
-    if ((st = s->dev->ops->sync(q)) != MT_OK)
-        return st;
-    if ((st = s->dev->ops->mem_alloc(s->dev, (size_t)room * sizeof(double), &sums)) != MT_OK)
-        return st;
+    MT_DO(s->dev->ops->sync(q));
+    MT_DO(s->dev->ops->mem_alloc(s->dev, (size_t)room * sizeof(double), &sums));
     s->dev->ops->mem_free(s->dev, s->sums);
     s->sums = sums;
     s->room = room;

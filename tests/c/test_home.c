@@ -78,17 +78,17 @@ static const char *planes(unsigned bits)
 static void the_tables_are_those_that_are_agreed(void)
 {
     static const char *const want[HOMES] = {
-        "away: ; later: ; visit: ; device: ; registered: HI GRAD; fresh: ; fed 0, ends 0, turn 2",
+        "away: ; later: ; visit: ; device: ; registered: HI GRAD; fresh: ; fed 0, turn 2",
         "away: HI GRAD LO MASTER M V SCALE ACC; later: HI; visit: ; device: GRAD LO MASTER M V "
-        "SCALE ACC; registered: GRAD; fresh: ; fed 0, ends 0, turn 0",
+        "SCALE ACC; registered: GRAD; fresh: ; fed 0, turn 0",
         "away: HI GRAD ACC; later: HI; visit: LO MASTER M V SCALE; device: GRAD ACC; registered: "
-        "GRAD LO MASTER M V SCALE; fresh: ; fed 0, ends 0, turn 0",
+        "GRAD LO MASTER M V SCALE; fresh: ; fed 0, turn 0",
         "away: ; later: ; visit: ; device: ; registered: HI GRAD LO MASTER M V SCALE ACC; fresh: ; "
-        "fed 0, ends 1, turn 1",
+        "fed 0, turn 1",
         "away: LO MASTER M V SCALE; later: ; visit: ; device: ; registered: HI GRAD; fresh: LO "
-        "MASTER M V SCALE; fed 0, ends 1, turn 1",
+        "MASTER M V SCALE; fed 0, turn 1",
         "away: HI LO MASTER M V SCALE; later: ; visit: ; device: ; registered: GRAD; fresh: LO "
-        "MASTER M V SCALE; fed 1, ends 1, turn 1",
+        "MASTER M V SCALE; fed 1, turn 1",
     };
 
     for (int i = 0; i < HOMES; i++) {
@@ -98,9 +98,8 @@ static void the_tables_are_those_that_are_agreed(void)
                                     planes(h->away), planes(h->later), planes(h->visit));
 
         snprintf(got + n, sizeof got - (size_t)n,
-                 "device: %s; registered: %s; fresh: %s; fed %d, ends %d, turn %d",
-                 planes(h->device), planes(h->registered), planes(h->fresh), h->fed, h->ends,
-                 h->turn);
+                 "device: %s; registered: %s; fresh: %s; fed %d, turn %d",
+                 planes(h->device), planes(h->registered), planes(h->fresh), h->fed, h->turn);
         CHECK_STR(got, want[i]);
     }
 }
@@ -240,14 +239,14 @@ static int it_fits(const mt_update_job *j)
     return j->arg != NULL;
 }
 
-static mt_status their_update(void *of, const mt_update_job *j, float clip)
+static mt_status their_update(void *of, mt_update *u)
 {
     elsewhere *e = of;
 
-    CHECK(j->asked == NULL && clip == 1.0f);
+    CHECK(u->j.asked == NULL && u->clip == 1.0f);
     CHECK(e->grad[N - 1] == 2);
     e->updated++;
-    mt_ledger_update_end(store, j->unit);
+    mt_update_over(store, u, MT_OK);
     return MT_OK;
 }
 
@@ -266,7 +265,7 @@ static mt_status is_drained(void *of)
 static const mt_home elsewhere_home = {
     .lives = "is held by somebody else", .from = &mt_home_ram, .away = MT_STATE_PLANES,
     .registered = 1u << MT_PLANE_HI, .at = their_at, .come = they_come, .fits = it_fits,
-    .update = their_update, .ends = 1, .stepped = is_stepped, .drain = is_drained,
+    .update = their_update, .stepped = is_stepped, .drain = is_drained,
 };
 
 /* Gradients go there and updates are made there, and no room but this file knows it. */

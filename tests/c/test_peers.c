@@ -517,16 +517,12 @@ static void who_writes_waits_until_every_rank_has_copied(void)
     table_close(p, 2);
 }
 
-static void homes_that_keep_planes_are_refused(void)
+static void gradients_do_not_pass_in_a_share_and_portions_are_its_own(void)
 {
     peer p;
     int  fd = share_new();
 
     peer_open(&p, fd, 0, 1);
-    CHECK_EQ(mt_store_move(p.cx.store, 0, &mt_home_vram, &p), MT_ENOTSUP);
-    CHECK_HAS(mt_last_error(), "unit layers.0: processes share its memory");
-    CHECK_EQ(mt_store_move(p.cx.store, 0, &mt_home_arrive_shared, &p), MT_ESTATE);
-    CHECK_EQ(mt_store_move(p.cx.store, 0, &mt_home_disk, &p), MT_ENOTSUP);
     CHECK_EQ(mt_store_set_passing(p.cx.store, 0), MT_ENOTSUP);
     CHECK_EQ(mt_store_own(p.cx.store, 0, 0, 2), MT_ESTATE);
     CHECK_OK(mt_store_move(p.cx.store, 0, &mt_home_through, &p));
@@ -565,7 +561,7 @@ static void a_unit_moves_whole_or_not_at_all(void)
         threads_left = -1;
         failed = st != MT_OK;
         CHECK(n < 20 && (n > 0 || failed));
-        CHECK(mt_store_home(p.cx.store, 0, NULL) == (failed ? &mt_home_ram : &mt_home_vram_shared));
+        CHECK(mt_store_home(p.cx.store, 0, NULL) == (failed ? &mt_home_ram : &mt_home_vram));
         if (failed)
             CHECK_OK(mt_mirror_bring(p.cx.store, 0, 1u << MT_PLANE_HI));
         mt_resident_close(r);
@@ -2389,7 +2385,7 @@ static void a_death_at_any_moment_ends_all(void)
     X(parcels_of_a_rank_that_is_not_spoken_for_are_refused) \
     X(another_unit_is_refused_by_name)               \
     X(who_writes_waits_until_every_rank_has_copied)  \
-    X(homes_that_keep_planes_are_refused)            \
+    X(gradients_do_not_pass_in_a_share_and_portions_are_its_own)            \
     X(together_they_have_the_bits_of_one)            \
     X(several_machines_have_the_bits_of_one)         \
     X(no_order_of_jobs_changes_a_bit)                \

@@ -211,7 +211,7 @@ static void every_element_passes_once(void)
                 REQUIRE(mt_through_open(&t.cx, buffers, bytes, &h) == MT_OK);
                 for (int times = 1; times <= 2; times++) {
                     mt_ledger_update_begin(t.store, e.unit);
-                    CHECK_OK(mt_home_through.update(h, &j, 0.5f));
+                    CHECK_OK(mt_home_through.update(h, update_of(&j, 0.5f)));
                     CHECK_OK(mt_ledger_wait_updates(t.store, e.unit));
                     errand_check(&e, times);
                 }
@@ -241,7 +241,7 @@ static void several_units_are_on_their_way_and_end_in_order(void)
         e[u].nap.tv_nsec = 100000;
         mt_ledger_update_begin(t.store, e[u].unit);
         j = job_of(&e[u]);
-        CHECK_OK(mt_home_through.update(h, &j, 0.5f));
+        CHECK_OK(mt_home_through.update(h, update_of(&j, 0.5f)));
     }
     for (int u = 3; u >= 0; u--) {              /* the last one over: all are */
         CHECK_OK(mt_ledger_wait_updates(t.store, e[u].unit));
@@ -269,7 +269,7 @@ static void close_finishes_what_was_put(void)
         errand_fill(&e[u], t.store, MOST);
         mt_ledger_update_begin(t.store, e[u].unit);
         j = job_of(&e[u]);
-        CHECK_OK(mt_home_through.update(h, &j, 0.5f));
+        CHECK_OK(mt_home_through.update(h, update_of(&j, 0.5f)));
     }
     mt_through_close(h);
     for (int u = 0; u < 3; u++) {
@@ -298,7 +298,7 @@ static void a_unit_waits_for_copies_of_its_weights(void)
     CHECK_OK(mt_ledger_fetch_begin(t.store, e.unit, &version));       /* a mover about to copy */
     mt_ledger_update_begin(t.store, e.unit);
     j = job_of(&e);
-    CHECK_OK(mt_home_through.update(h, &j, 0.5f));
+    CHECK_OK(mt_home_through.update(h, update_of(&j, 0.5f)));
     nanosleep(&nap, NULL);
     begun = atomic_load(&e.lists);
     CHECK_EQ(begun, 0);
@@ -325,7 +325,7 @@ static void a_failing_job_is_a_fault_and_ends_those_behind_it(void)
     for (int u = 0; u < 2; u++) {
         mt_ledger_update_begin(t.store, u == 0 ? e.unit : after.unit);
         j = job_of(u == 0 ? &e : &after);
-        CHECK_OK(mt_home_through.update(h, &j, 0.5f));
+        CHECK_OK(mt_home_through.update(h, update_of(&j, 0.5f)));
     }
     CHECK_EQ(mt_home_through.stepped(h), MT_EDEVICE);
     CHECK_HAS(mt_last_error(), "the errand failed");
@@ -365,7 +365,7 @@ static void every_failing_device_call_frees_everything(void)
             mt_update_job j = job_of(&e);
 
             mt_ledger_update_begin(s, 0);
-            CHECK_OK(mt_home_through.update(h, &j, 0.5f));
+            CHECK_OK(mt_home_through.update(h, update_of(&j, 0.5f)));
             st = mt_home_through.stepped(h);
             CHECK_EQ(e.frees, 1);
         }

@@ -623,7 +623,8 @@ static void a_stalled_device_update_is_named(void)
     REQUIRE(t.dev->ops->mem_alloc(t.dev, mt_store_hi_bytes(t.store, 1), &mem) == MT_OK);
     REQUIRE(t.dev->ops->event_open(t.dev, &u.asked) == MT_OK);
     CHECK_OK(mt_resident_settle(r, 1, mem));
-    CHECK_OK(mt_home_vram.update(r, &u, 1.0f));
+    mt_ledger_update_begin(t.store, 1);
+    CHECK_OK(mt_home_vram.update(r, update_of(&u, 1.0f)));
     CHECK_EQ(mt_home_vram.drain(r), MT_ESTUCK);
     CHECK_HAS(mt_last_error(), "device update, unit layers.1 waits for ");
     CHECK_HAS(mt_last_error(), "; the caller waits for all that residents were given, since ");
@@ -666,7 +667,7 @@ static void a_stalled_piece_is_named(void)
     scene_open(&t, 2);
     REQUIRE(mt_through_open(&t.cx, 2, MT_THROUGH_LEAST, &th) == MT_OK);
     mt_ledger_update_begin(t.store, 1);
-    CHECK_OK(mt_home_through.update(th, &job, 1.0f));
+    CHECK_OK(mt_home_through.update(th, update_of(&job, 1.0f)));
     CHECK_EQ(mt_home_through.stepped(th), MT_ESTUCK);
     CHECK_HAS(mt_last_error(), "through, unit layers.1 waits for its pieces to come down, since ");
     atomic_store(&g.open, 1);

@@ -208,4 +208,19 @@ static inline uint64_t toy_random(uint64_t *state)
     return z ^ (z >> 31);
 }
 
+/* A job as the updater hands it to a home, which ends it. */
+static inline mt_update *update_of(const mt_update_job *j, float clip)
+{
+    mt_update *u = calloc(1, sizeof *u);
+    int       *params = calloc((size_t)j->n_params + 1, sizeof *params);
+
+    if (u == NULL || params == NULL)
+        abort();
+    if (j->n_params > 0)
+        memcpy(params, j->params, (size_t)j->n_params * sizeof *params);
+    *u = (mt_update){ .j = *j, .clip = clip };
+    u->j.params = params;
+    return u;
+}
+
 #endif
