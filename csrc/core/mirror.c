@@ -101,9 +101,12 @@ static unsigned which(const mt__unit *u, int param, unsigned planes, unsigned st
 /* Planes whose memory may be given back. */
 static unsigned pages_of(const mt__unit *u)
 {
-    const mt_home *h = home_of(u);
+    const mt_home *h;
 
-    return u->mirror.copies != NULL ? u->mirror.pages & ~h->stays & ~(u->shared ? h->later : 0) : 0;
+    if (u->mirror.copies == NULL)
+        return 0;
+    h = home_of(u);
+    return u->mirror.pages & ~h->stays & ~(u->shared ? h->later : 0);
 }
 
 void mt_mirror_tell(mt_store *s, int unit, int param, unsigned planes, mt_mirror_event e)
