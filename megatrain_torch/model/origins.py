@@ -19,8 +19,8 @@ from ..base.units import Group
 from ..group.descriptor import shared
 from ..group.ranks import Ranks
 from ..plans.host_memory import own_bytes
-from ..store.mapped import Mapped
 from ..store.records import Record
+from ..store.tensorfiles import Mapped
 
 Place = tuple[str, int]                  # a file, and where in it a parameter's bytes begin
 _ALIGN = 64
