@@ -113,6 +113,13 @@ def method_of(call: Any, module: nn.Module) -> bool:
     return isinstance(call, types.MethodType) and call.__self__ is module
 
 
+def window_of(module: nn.Module) -> Window | None:
+    """What runs this module's forward, where that is a window. Dynamo wraps it, if it was there first."""
+    call = getattr(vars(module).get("forward"), "_call", None)
+    call = getattr(call, "__wrapped__", call)
+    return call if hasattr(call, "records") else None
+
+
 class Installed:
     """A callable put in a module's `__dict__` in place of a method of its class.
 

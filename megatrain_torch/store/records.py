@@ -14,11 +14,13 @@ if TYPE_CHECKING:
     from ..model.runtime import Runtime
     from .whole import Whole
 
-# The engine's numbers of torch's types, in the engine's names.
-DTYPES = {dtype: _core.DTYPES[name] for dtype, name in (
-    (torch.float32, "F32"), (torch.bfloat16, "BF16"), (torch.float16, "F16"), (torch.float64, "F64"),
-    (torch.int64, "I64"), (torch.int32, "I32"), (torch.int16, "I16"), (torch.int8, "I8"), (torch.uint8, "U8"),
-    (torch.bool, "BOOL"), (torch.float8_e4m3fn, "F8E4M3"), (torch.float8_e5m2, "F8E5M2"))}
+# Types that stream, by safetensors' names for them; and the engine's numbers.
+KINDS = {
+    torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64", torch.int64: "I64",
+    torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
+    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
+}
+DTYPES = {dtype: _core.DTYPES[name.replace("_", "")] for dtype, name in KINDS.items()}
 
 
 class Record:

@@ -28,6 +28,7 @@ from torch import Tensor
 from .. import _core
 from ..base import strict
 from ..base.errors import MegatrainError
+from .records import KINDS
 
 # Offset in a file, address, bytes, unit or -1; and, where memory has another order than the file, bytes of an element,
 # and (elements, bytes between two) of each dimension.
@@ -35,11 +36,6 @@ Extent = tuple[int, int, int, int] | tuple[int, int, int, int, tuple[Any, ...]]
 File = tuple[str, int, list[Extent]]        # path, bytes, extents: what the engine takes
 LENGTH_BYTES = 8
 HEADER_LIMIT = 100_000_000                  # what other readers take at most
-KINDS = {
-    torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int64: "I64",
-    torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
-    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
-}
 DTYPES = {kind: dtype for dtype, kind in KINDS.items()}
 
 
