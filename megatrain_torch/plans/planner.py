@@ -28,7 +28,7 @@ from ..base.formats import check_states
 from ..base.limits import PLANNED_SHARE, parse_bytes, show_bytes, without_margin
 from ..base.modes import DISK, DISKS, GRADS, HOMES, LINKED, MODES, read
 from ..base.products import check_products
-from ..figures.tiers import Tier, bars, write_tiers
+from ..figures.tables import Table, Tier, as_html, as_text, draw_tiers, tiers_as_html
 from ..figures.timeline import LANES
 from ..store.disk import FROZEN, PADDING, SPILLED, Disk, years
 from .changes import Python, refusal
@@ -40,8 +40,6 @@ from .placement import Problem
 from .shapes import Shape, shapes_of
 from .simulate import Timing
 from .wishes import Choice, Wishes
-
-Table = tuple[str, list[tuple[str, ...]]]
 
 
 @dataclass(frozen=True)
@@ -168,14 +166,14 @@ class Plan:
         Raises:
             MegatrainError: matplotlib is not installed.
         """
-        write_tiers(path, _headline(self), self.tiers)
+        draw_tiers(path, _headline(self), self.tiers)
 
     def __str__(self) -> str:
         return "\n\n".join([_headline(self), *(as_text(t) for t in _tables(self))])
 
     def _repr_html_(self) -> str:
         head = "".join(f"<p>{html.escape(line)}</p>" for line in _headline(self).splitlines())
-        return head + bars(self.tiers) + "".join(_as_html(t) for t in _tables(self))
+        return head + tiers_as_html(self.tiers) + "".join(as_html(*t) for t in _tables(self))
 
 
 def plan(model: Any, *, tokens: int, seq: int, machine: Machine | str | None = None, vram: int | str | None = None,
@@ -550,19 +548,3 @@ def _seconds_table(p: Plan) -> Table:
         if s or wait:
             rows.append((LANES.get(name, name), f"{s:.4g}", f"{s / p.seconds:.0%}", f"{wait:.3g} s" if wait else ""))
     return "", rows
-
-
-def as_text(table: Table) -> str:
-    title, rows = table
-    widths = [max(len(r[i]) for r in rows) for i in range(len(rows[0]))]
-    lines = ["  ".join(c.rjust(n) if i == 1 else c.ljust(n) for i, (c, n) in enumerate(zip(r, widths))).rstrip()
-             for r in rows]
-    return "\n".join([*lines, *([title] if title else [])])
-
-
-def _as_html(table: Table) -> str:
-    title, (head, *rows) = table
-    cells = "".join(f"<th>{html.escape(c)}</th>" for c in head)
-    body = "".join("<tr>" + "".join(f"<td>{html.escape(c)}</td>" for c in r) + "</tr>" for r in rows)
-    caption = f"<caption>{html.escape(title)}</caption>" if title else ""
-    return f"<table>{caption}<tr>{cells}</tr>{body}</table>"
