@@ -8,7 +8,6 @@ slowest counts: a step waits for it.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
 import os
 import re
@@ -27,7 +26,7 @@ import torch.distributed as dist
 
 from .. import _core
 from ..base.errors import MegatrainError
-from .doctor import ISAS, Copies, Planes, synchronize
+from .doctor import Copies, Planes, isa_here, synchronize
 from .fleet import host_rate
 from .machine import Machine
 
@@ -103,10 +102,15 @@ class Rank:
     def __init__(self, device: torch.device, sizes: Sizes) -> None:
         self.device, self.sizes, self.count = device, sizes, dist.get_world_size()
 
+    def together(self) -> None:
+        synchronize(self.device)
+        dist.all_reduce(torch.zeros(1, device=self.device))
+        synchronize(self.device)
+
     def seconds(self, fn: Callable[[], Any]) -> float:
         """Of one of several calls, of the slowest process, while all make them."""
         fn()
-        self._together()
+        self.together()
         began = time.perf_counter()
         for _ in range(self.sizes.rounds):
             fn()
@@ -115,43 +119,35 @@ class Rank:
         dist.all_reduce(took, op=dist.ReduceOp.MAX)
         return float(took)
 
-    def _together(self) -> None:
-        synchronize(self.device)
-        dist.all_reduce(torch.zeros(1, device=self.device))
-        synchronize(self.device)
-
     def rates(self) -> dict[str, float]:
-        nccl = self._communicators()
+        """By names of Machine's attributes."""
+        nccl = self.communicators()
         nbytes, copies = self.sizes.nbytes, Copies(self.device, self.sizes.nbytes)
         whole, both = (nbytes / self.seconds(fn) / 1e9 for fn in (copies.up, copies.both))
         del copies
         leaving = nbytes * (self.count - 1) / self.count
         sent, got = (torch.zeros(nbytes // 4 // self.count * self.count, device=self.device) for _ in range(2))
         exchange = self.seconds(lambda: dist.all_to_all_single(got, sent))
-        lost = self._lost(lambda: dist.all_to_all_single(got, sent, async_op=True))
-        return {"communicator_bytes": nccl, "shared_gparams": self._updates(), "whole_gbps": whole,
+        lost = self.lost(lambda: dist.all_to_all_single(got, sent, async_op=True))
+        n, threads = self.sizes.parameters, max(1, _core.build_info()["cpus"] // self.count)
+        planes, isa = Planes(n, "BF16", "BF16", shared=True), isa_here()
+        update = self.seconds(lambda: _core.adam_step(planes.tensors(1), 1.0, threads, isa))
+        return {"communicator_bytes": nccl, "shared_gparams": self.count * n / update / 1e9, "whole_gbps": whole,
                 "host_gbps": 2 * both * self.count, "exchange_gbps": leaving / exchange / 1e9,
                 "lost_gbps": min(leaving / max(lost, 1e-12) / 1e9, MOST_GBPS)}
 
-    def _communicators(self) -> int:
+    def communicators(self) -> int:
         """Bytes of the device that the first collectives take."""
         if self.device.type != "cuda":
-            self._together()
+            self.together()
             return 0
         before, x = torch.cuda.mem_get_info(self.device)[0], torch.zeros(self.count, device=self.device)
-        self._together()
+        self.together()
         dist.all_to_all_single(torch.empty_like(x), x)
         torch.cuda.synchronize(self.device)
         return max(before - torch.cuda.mem_get_info(self.device)[0], 0)
 
-    def _updates(self) -> float:
-        """10**9 parameters/s that all processes update together."""
-        info, n = _core.build_info(), self.sizes.parameters
-        planes, threads = Planes(n, "BF16", "BF16", shared=True), max(1, info["cpus"] // self.count)
-        step = functools.partial(_core.adam_step, planes.tensors(1), 1.0, threads, ISAS.index(info["isa"]))
-        return self.count * n / self.seconds(step) / 1e9
-
-    def _lost(self, exchange: Callable[[], Any]) -> float:
+    def lost(self, exchange: Callable[[], Any]) -> float:
         """Seconds by which products take longer beside an exchange."""
         n, width = self.sizes.tokens, self.sizes.width
         dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32
