@@ -24,6 +24,13 @@ def as_text(table: Table, right: Sequence[int] = (1,)) -> str:
     return "\n".join([*lines, *([title] if title else [])])
 
 
+def bytes_table(title: str, parts: dict[str, int], most: int, note: str = "") -> Table:
+    """Bytes by what they hold, and all of them beside those there are. note: "" shows their share."""
+    total = sum(parts.values())
+    return "", [(title, "bytes", ""), *((what, show_bytes(n), "") for what, n in parts.items() if n),
+                ("in all", show_bytes(total), f"of {show_bytes(most)}" + (note or f", {total / most:.0%}"))]
+
+
 def as_html(title: str, rows: Sequence[Sequence[str | list[tuple]]], head: bool = True) -> str:
     """The same for a notebook. A cell is text, or boxes beside each other: (pixels, colour, word in it, what pointing
     at it shows). head: the first row is one."""

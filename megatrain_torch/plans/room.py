@@ -36,7 +36,7 @@ from ..base.limits import (
     without_margin,
 )
 from ..base.units import Group
-from ..figures.tables import as_text
+from ..figures.tables import as_text, bytes_table
 from ..group.ranks import Ranks, as_one
 from ..store.disk import DISK_BUFFERS, buffer_bytes, file_bytes
 from .asked import Asked
@@ -403,10 +403,9 @@ def _changes(asked: Asked, fits: Callable[[Asked], bool], over: int, free_on_dev
 def _refusal(asked: Asked, title: str, need: dict[str, int], most: int, whose: str, changes: dict[str, Any],
              *words: str) -> MegatrainError:
     """The table and what would fit."""
-    rows = [(title, "bytes", ""), *((plane, show_bytes(n), "") for plane, n in need.items() if n),
-            ("in all", show_bytes(sum(need.values())), f"of {show_bytes(most)} ({whose})")]
     said = "; ".join([*(_in_words(k, v) for k, v in changes.items()), *words])
-    error = MegatrainError(f"{asked.name} does not fit; nothing was changed:\n\n{as_text(('', rows))}\n\n"
+    error = MegatrainError(f"{asked.name} does not fit; nothing was changed:\n\n"
+                           f"{as_text(bytes_table(title, need, most, f' ({whose})'))}\n\n"
                            f"What would fit, each alone: {said}.")
     error.changes = changes
     return error

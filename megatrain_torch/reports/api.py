@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from .. import _core
 from ..base.limits import host_limits, show_bytes
 from ..figures.report import COUNTED, StepReport
-from ..figures.tables import Tier, as_text, draw_tiers, tiers_as_html
+from ..figures.tables import Tier, as_text, bytes_table, draw_tiers, tiers_as_html
 from ..model.registry import runtime_of
 from ..optim.masters import master
 from ..plans.cost import PLANES_OF
@@ -93,11 +93,7 @@ class Storage:
         draw_tiers(path, self._head(), self.tiers)
 
     def __str__(self) -> str:
-        rows: list[tuple[str, ...]] = []
-        for title, parts, most in self.tiers:
-            rows += [(title, "", ""), *((f"  {what}", show_bytes(n), "") for what, n in parts.items())]
-            rows.append(("  in all", show_bytes(sum(parts.values())), f"of {show_bytes(most)}"))
-        return f"{self._head()}\n{as_text(('', rows))}"
+        return "\n\n".join([self._head(), *(as_text(bytes_table(*tier)) for tier in self.tiers)])
 
     def _repr_html_(self) -> str:
         return f"<p>{html.escape(self._head())}</p>{tiers_as_html(self.tiers)}"
