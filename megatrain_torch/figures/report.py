@@ -179,14 +179,14 @@ _Parts = list[tuple[str, int]]        # of a gap: (cause, nanoseconds)
 
 
 class _Gaps:
-    """What gaps [a, b) between compute's windows went to, in nanoseconds."""
+    """Says what a gap [a, b) between compute's windows went to, in nanoseconds."""
 
     def __init__(self, lanes: Mapping[str, Sequence[Slice]]) -> None:
         self.lanes = lanes
 
     def blame(self, a: int, b: int, window: Slice | None) -> _Parts:
-        """Of the gap in front of a window; None: at the step's end. The window was launched after the last wait of a
-        hand-over that ended in the gap; one that ended later was behind it."""
+        """A gap in front of a window; None: at the step's end. The window was launched after the last wait of a
+        hand-over that ended in the gap; a wait that ended later came behind it."""
         parts, at = [], a
         for wait in self._in(WAITS, a, b):
             if wait.end <= b + _JITTER_NS:
@@ -197,9 +197,9 @@ class _Gaps:
         return [(cause, ns) for cause, ns in [*parts, (OWN, rest)] if ns > 0]
 
     def _before_launch(self, a: int, b: int, wait: Slice) -> _Parts:
-        """Of a hand-over's wait, all of it: the update of the unit it names, or with none the sums of earlier
-        gradients. An update on the device is over for the host when it is put, behind those that the updater has to
-        make; its gradients wait for those on the device."""
+        """A hand-over's wait goes to the update of the unit it names, or, where it names none, to the sums of earlier
+        gradients. For the host an update on the device is over when it is queued, behind those that the updater has
+        to make; its gradients wait for those on the device."""
         lane = next((k for k in _UPDATED if self._over_in(k, wait.begin, wait.end, wait.unit)), "")
         if lane:
             parts = self._updates(lane, a, b)
@@ -209,7 +209,7 @@ class _Gaps:
         return [*parts, (longest, b - a - sum(ns for _, ns in parts))]
 
     def _before_window(self, a: int, b: int, window: Slice | None) -> _Parts:
-        """What is not the host's own, where it launched the window at a or later."""
+        """The part that is not the host's own, where it launched the window at a or later."""
         if window is None:
             return []
         ended = {"h2d": self._over_in("h2d", a, b, window.unit),
@@ -228,8 +228,8 @@ class _Gaps:
         return [own, *(self._before_fetch(a, last) if lane == "h2d" else [])]
 
     def _before_fetch(self, a: int, fetch: Slice) -> _Parts:
-        """Of [a, fetch.begin), where a fetch was waited for: its unit's update and those in front of it; else the
-        copies in front of it in line, and the disk where its weights were read there."""
+        """Before a fetch that was waited for began, its unit's update ran and those in front of it; else the copies in
+        front of it in line, and the disk where its weights were read there."""
         for lane in _UPDATED:
             own = self._over_in(lane, a, fetch.begin, fetch.unit)
             if own is not None:
@@ -246,7 +246,7 @@ class _Gaps:
         return self._shares(a, b, (longer, "d2h", other))
 
     def _shares(self, a: int, b: int, causes: Sequence[str]) -> _Parts:
-        """What each lane worked, as far as those before it have left any of the gap."""
+        """Each lane's work, as far as those before it have left any of the gap."""
         parts, rest = [], b - a
         for cause in causes:
             parts.append((cause, min(self._busy(cause, a, b), rest)))

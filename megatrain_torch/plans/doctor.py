@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .. import _core, ops
-from ..base.formats import FORMATS, LOW_BYTES
+from ..base.formats import FORMATS, LOW_BYTES, moved_bytes
 from ..base.limits import device_taken, host_limits, resident_bytes
 from ..base.products import LEAST_CAPABILITY
 from ..figures.tables import as_text
@@ -29,9 +29,9 @@ from .fleet import ADDED_BYTES
 from .machine import RATES, Machine, describe, host_limit_bytes, store_path
 
 MIB = 2**20
-ISAS = ("scalar", "avx2", "avx512")         # mt_isa of adam.h
+ISAS = _core.build_info()["isas"]           # by number, as adam_step takes them: each needs those before it
+ISA = ISAS.index(_core.build_info()["isa"])
 TORCH = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-UPDATE_BYTES = 26           # of AdamW, per parameter in host memory
 # Dense bf16 operations per clock and multiprocessor with fp32 sums, by compute capability: NVIDIA's data sheets.
 TENSOR_OPERATIONS = {(8, 0): 2048, (8, 6): 512, (8, 9): 512, (9, 0): 4096, (10, 0): 8192, (12, 0): 512}
 
@@ -94,11 +94,6 @@ def _intervals(fn: Callable[[], Any], device: torch.device, count: int) -> list[
         mark.record()
     torch.cuda.synchronize(device)
     return [a.elapsed_time(b) / 1e3 for a, b in itertools.pairwise(marks)]
-
-
-def isa_here() -> int:
-    """The instruction set of this machine's updates, by number."""
-    return ISAS.index(_core.build_info()["isa"])
 
 
 # ---- arithmetic ----------------------------------------------------------------------------------
@@ -227,14 +222,14 @@ def copy_rates(device: torch.device, nbytes: int, least_s: float) -> dict[str, f
 def _beside(sizes: Sizes, device: torch.device, threads: int) -> tuple[float, float]:
     """GB/s each way while AdamW runs on the host, and its 10**9 parameters/s meanwhile."""
     copies, planes, stop = Copies(device, sizes.copy_bytes), Planes(sizes.parameters, "BF16", "BF16"), threading.Event()
-    isa, ends = isa_here(), [time.perf_counter()]
+    ends = [time.perf_counter()]
 
-    def update() -> None:
+    def updates() -> None:
         while not stop.is_set():
-            _core.adam_step(planes.tensors(1), 1.0, threads, isa)
+            planes.update(threads)
             ends.append(time.perf_counter())
 
-    worker = threading.Thread(target=update)
+    worker = threading.Thread(target=updates)
     worker.start()
     try:
         gbps = copies.gbps(copies.both, 2 * sizes.least_s)
@@ -247,7 +242,7 @@ def _beside(sizes: Sizes, device: torch.device, threads: int) -> tuple[float, fl
 # ---- AdamW ---------------------------------------------------------------------------------------
 
 class Planes:
-    """One tensor's planes in a store's arenas, with their huge pages, and the tuple that `_core.adam_step` takes."""
+    """One tensor's planes in a store's arenas, with their huge pages."""
 
     def __init__(self, n: int, weight: str, grad: str, states: str = "fp32", shared: bool = False) -> None:
         """shared: in memory as several processes have it together."""
@@ -279,25 +274,21 @@ class Planes:
         kept = [p for p in (self.hi, self.lo, self.master, self.m, self.v, self.scale) if p is not None]
         return 2 * sum(p.nbytes for p in kept) / self.n + self.grad.element_size()
 
+    def update(self, threads: int) -> None:
+        """AdamW on the host, by its best instruction set."""
+        _core.adam_step(self.tensors(1), 1.0, threads, ISA)
+
+    def traffic(self, threads: int) -> None:
+        """A loop with the same reads and writes."""
+        _core.adam_traffic(self.tensors(1), threads, ISA)
+
     def tensors(self, step: int) -> list[tuple]:
+        """As `_core.adam_step` takes them."""
         planes = (self.hi, self.lo, self.master, self.m, self.v, self.grad)
         addresses = [0 if p is None else p.data_ptr() for p in planes]
         weight, grad = self.types
         return [(weight, self.n, *addresses, grad, 1e-5, 0.9, 0.999, 1e-8, 0.1, step, 0, self.states,
                  0 if self.scale is None else self.scale.data_ptr(), 0)]
-
-
-def _updates(planes: Planes, threads: int, least_s: float, traffic: bool = False) -> float:
-    """G parameters/s of updates on the host; traffic: of a loop with the same reads and writes."""
-    isa, tensors = isa_here(), planes.tensors(1)
-
-    def update() -> None:
-        if traffic:
-            _core.adam_traffic(tensors, threads, isa)
-        else:
-            _core.adam_step(tensors, 1.0, threads, isa)
-
-    return planes.n / 1e9 / timed(update, torch.device("cpu"), least_s)
 
 
 def _device_adam(sizes: Sizes, device: torch.device) -> float:
@@ -342,15 +333,17 @@ def measure(device: torch.device, say: Callable[[str], None] = lambda _: None,
     rates |= copy_rates(device, sizes.copy_bytes, sizes.least_s)
     say("AdamW")
     counts = sorted({1, max(1, cpus // 2), max(1, cpus - 1)})
-    planes = Planes(sizes.parameters, "BF16", "BF16")
-    adam = tuple((n, _updates(planes, n, sizes.least_s)) for n in counts)
-    traffic = _updates(planes, counts[-1], sizes.least_s, traffic=True)
-    del planes
-    adam8 = tuple((states, _updates(Planes(sizes.parameters, "BF16", "BF16", states), counts[-1], sizes.least_s))
-                  for states in FORMATS[1:])
+    def gparams(states: str, counts: list[int], work: Callable[[Planes, int], None] = Planes.update) -> list[float]:
+        planes, here = Planes(sizes.parameters, "BF16", "BF16", states), torch.device("cpu")
+        return [planes.n / 1e9 / timed(lambda n=n: work(planes, n), here, sizes.least_s) for n in counts]
+
+    adam, most = tuple(zip(counts, gparams("fp32", counts))), counts[-1:]
+    (traffic,) = gparams("fp32", most, Planes.traffic)
+    adam8 = tuple((states, *gparams(states, most)) for states in FORMATS[1:])
     busy, beside = _beside(sizes, device, counts[-1])
     rates |= {"adam_gparams": adam, "adam8_gparams": adam8, "busy_gbps": min(busy, rates["both_gbps"]),
-              "beside_gparams": min(beside, adam[-1][1]), "add_gparams": adam[-1][1] * UPDATE_BYTES / ADDED_BYTES,
+              "beside_gparams": min(beside, adam[-1][1]),
+              "add_gparams": adam[-1][1] * moved_bytes("fp32") / ADDED_BYTES,
               "device_adam_gparams": _device_adam(sizes, device)}
     vram, taken, one = host, 0, True                     # of the CPU device: the host's memory
     if cuda:

@@ -72,8 +72,8 @@ def give_back() -> None:
 def own_bytes(groups: list[Group]) -> list[int]:
     """Bytes of host memory that each unit's parameters give back when their values are in the store.
 
-    Memory of a file (weights that were mapped, not read) is the page cache's, so it counts as none. Of a parameter on
-    the meta device another process has the values, and asks for their memory.
+    Weights that were mapped, not read, give back none: their memory is the page cache's. A parameter on the meta
+    device counts whole: another process has its values, and asks for their memory.
     """
     storages: dict[int, tuple[int, int]] = {}
     for i, (_, own) in enumerate(groups):
@@ -103,7 +103,10 @@ def _file_ranges() -> list[tuple[int, int]]:
 # ---- before mt.stream changes anything -----------------------------------------------------------
 
 def check_device(asked: Asked, free: int | None, limit: int | None) -> list[int]:
-    """Slot sizes; two of each, where more do not fit. free: bytes there are, None: not known. limit: the user's.
+    """Returns the sizes of slots, two of each where more do not fit.
+
+    Args:
+        free: bytes of the device; None: not known. limit: the user's.
 
     Raises:
         MegatrainError: the weights in flight and what is at home there need more.
@@ -125,8 +128,8 @@ def check_device(asked: Asked, free: int | None, limit: int | None) -> list[int]
 
 
 def to_disk(asked: Asked, limit: int | None) -> Asked:
-    """`asked` with as many units at home on disk as host memory cannot hold in a training step, last ones first:
-    their updates have most time before the next forward needs them. limit: the user's."""
+    """Moves units to disk until host memory holds a training step, the last ones first: their updates have most time
+    before the next forward needs them. limit: the user's."""
     own = sum(own_bytes(asked.groups))
     if limit is None and shortage(sum(asked.host().values()) - own) is None:
         return asked
@@ -139,7 +142,7 @@ def to_disk(asked: Asked, limit: int | None) -> Asked:
 
 
 def check_weights(asked: Asked, limit: int | None, free_on_device: int | None) -> None:
-    """Host memory for the weights alone, until a plan says what else there will be. Raises: there is less."""
+    """Refuses weights that host memory does not hold; a plan says later what else there will be."""
     if limit is None:
         check_loading(asked, None, False, free_on_device)
     elif (need := asked.planes().get("weights", 0)) > limit:
@@ -154,10 +157,10 @@ def loads(asked: Asked, limit: int | None) -> bool:
 
 
 def check_loading(asked: Asked, limit: int | None, whole: bool, free_on_device: int | None = None) -> None:
-    """Host memory while the weights are taken over, and, `whole`, of a training step. limit: the user's.
+    """Refuses what host memory does not hold while the weights are taken over, and, `whole`, in a training step.
 
     Raises:
-        MegatrainError: there is less; or hardly a file can be opened any more.
+        MegatrainError: there is less than that, or than the user's limit; or hardly a file can be opened any more.
     """
     open_files, most_files = host_limits().files
     if most_files - open_files < FILES_LEAST:
@@ -173,7 +176,7 @@ def check_loading(asked: Asked, limit: int | None, whole: bool, free_on_device: 
 
 
 def loading(asked: Asked, own: list[int]) -> dict[str, int]:
-    """The most that is held at once beyond what is there. own: see own_bytes.
+    """The most bytes that are held at once beyond those that are there now. own: see own_bytes.
 
     Buffers of the disk come first. Planes are filled unit by unit, each giving back the module's own tensors, and its
     own memory where it goes to the device or the disk. On the CPU device the other slots come last.
@@ -215,23 +218,23 @@ class Room:
         self.asked = dataclasses.replace(self.asked, groups=forms)
 
     def states(self, core: _core.Engine) -> None:
-        """Of AdamW and the gradients, before they are made."""
+        """Asks for AdamW's states and the gradients, before they are made."""
         self._check(core, self.asked, "for gradients and AdamW's states")
         self.begun = True
 
     def gradients(self, core: _core.Engine) -> None:
-        """Of gradients, where no mt.AdamW has asked; once."""
+        """Asks for gradients, once, where no mt.AdamW has."""
         self._check(core, self.asked, "for gradients", "gradients")
         self.begun = True
 
     def sums(self, core: _core.Engine) -> None:
-        """Of a second micro-batch; once."""
+        """Asks for sums of micro-batches, once, when a second one comes."""
         asked = dataclasses.replace(self.asked, micro=2)
         self._check(core, asked, "to add up micro-batches", "sums", "staging")
         self.asked, self.summed = asked, True
 
     def _check(self, core: _core.Engine, asked: Asked, what: str, *planes: str) -> None:
-        """planes: those that come now; none named: all. Several processes ask together, before any makes its part."""
+        """Several processes ask together, before any makes its part. planes: those that come now; none named: all."""
         with as_one(self.ranks):
             self._check_here(core, asked, what, *planes)
 
@@ -242,13 +245,13 @@ class Room:
             _check(asked, lambda a: self._coming(core, a, planes or a.host()), what, None)
 
     def copies(self, core: _core.Engine) -> None:
-        """States that live on the device are about to be copied to the host, maybe for one process alone."""
+        """Asks for copies of states that live on the device; maybe in one process alone, which reads them."""
         if any(home in SETTLED for home in self.asked.homes):
             asked = dataclasses.replace(self.asked, copied=True)
             self._check_here(core, asked, "for copies of states at home on the device", "weights", "masters", "moments")
 
     def weights(self, core: _core.Engine, unit: int) -> None:
-        """Of a unit that lives on the device or on disk, before they are read on the host."""
+        """Asks for a copy of a unit's weights that live on the device or on disk, before the host reads them."""
         need = core.reserved_bytes(unit, _core.PLANES["HI"])
         if not need:
             return
@@ -265,17 +268,17 @@ class Room:
                          margin=self.limit is None)
 
     def may_save(self, core: _core.Engine, held: list[tuple[int, int]], blocks: int) -> bool:
-        """Is there room for mt.save with so many bytes of blocks that are not yet written? held: as for `saving`."""
+        """Is there room for mt.save, with `blocks` bytes that are not yet written? held: as for `saving`."""
         return self.limit is not None or shortage(sum(_saved(core, held, blocks).values())) is None
 
     def saving(self, core: _core.Engine, held: list[tuple[int, int]], blocks: int) -> None:
-        """What mt.save takes while it runs. held: (unit, planes that are saved, a bit each)."""
+        """Asks for what mt.save takes while it runs. held: (unit, planes that are saved, a bit each)."""
         need = _saved(core, held, blocks)
         if self.limit is None and (bound := shortage(sum(need.values()))) is not None:
             raise _short(self.asked, "to save", need, bound, {}, "a smaller spare=, if one was given", "smaller units")
 
     def activations(self, core: _core.Engine, nbytes: int, bays: int = 1) -> None:
-        """So many bytes of one window are about to wait in host memory; or to pass through so many bays of it."""
+        """Asks for a window's activations, which are about to wait in host memory, or to pass through bays of it."""
         kept, used = core.swap_bytes()
         nbytes = bays * nbytes
         if self.limit is not None or used + nbytes <= kept:
@@ -293,7 +296,7 @@ class Room:
         return without_margin(host_limits().tightest().free) - coming + core.swap_bytes()[0]
 
     def _coming(self, core: _core.Engine, asked: Asked, planes: Iterable[str]) -> dict[str, int]:
-        """Bytes of these that are not there yet. Weights and slots are, and the buffers of a disk that there is;
+        """Bytes of these planes that are not made yet. Weights, slots and a disk's buffers are made with the model;
         staging comes with the first sums."""
         there = {plane: sum(core.host_bytes(_core.PLANES[p]) for p in own) for plane, own in PLANES_OF.items()}
         there["activations"] = core.swap_bytes()[0]
@@ -305,14 +308,15 @@ class Room:
 
 
 def _saved(core: _core.Engine, held: list[tuple[int, int]], blocks: int) -> dict[str, int]:
-    """Bytes of host memory beside the planes that are there: units at home elsewhere are brought one by one."""
+    """Bytes that mt.save takes beside the planes: it brings units at home elsewhere one by one."""
     brought = [sum(core.reserved_bytes(unit, p) for p in _core.PLANES.values() if planes >> p & 1)
                for unit, planes in held]
     return {"copies of a unit": max(brought, default=0), "blocks to be written": blocks}
 
 
 class _Form:
-    """A parameter as unit_bytes sees it, known weakly: whether it is trained may change. frozen: as if it were not."""
+    """A parameter's form as unit_bytes reads it. The parameter is known weakly, since whether it is trained may
+    change. frozen: as if it were not."""
 
     def __init__(self, p: torch.Tensor, frozen: bool = False) -> None:
         self.dtype, self._numel, self._floating, self._param, self._frozen = (
@@ -344,13 +348,13 @@ Need = Callable[[Asked], dict[str, int]]    # bytes beyond what is there now, by
 
 
 def _check(asked: Asked, need: Need, what: str, free_on_device: int | None) -> None:
-    """Raises: there is less `what` for. free_on_device: bytes, where units could be at home there instead."""
+    """Refuses what the machine does not have. free_on_device: bytes, where units could be at home there instead."""
     if (bound := shortage(sum(need(asked).values()))) is not None:
         raise short(asked, need, bound, what, free_on_device)
 
 
 def _check_limit(asked: Asked, limit: int, free_on_device: int | None) -> None:
-    """Raises: the planes need more than the limit that the user gave."""
+    """Refuses planes that need more than the limit that the user gave."""
     need = asked.planes()
     if (over := sum(need.values()) - limit) > 0:
         changes = {"host": limit + over} | _changes(asked, lambda a: sum(a.planes().values()) <= limit, over,
@@ -359,7 +363,7 @@ def _check_limit(asked: Asked, limit: int, free_on_device: int | None) -> None:
 
 
 def short(asked: Asked, need: Need, bound: Bound, what: str, free_on_device: int | None) -> MegatrainError:
-    """The refusal of what is needed beyond a bound, with the changes that would fit under it."""
+    """The refusal of `need`, which is beyond a bound, with the changes that would fit under it."""
     over = with_margin(sum(need(asked).values())) - bound.free
     changes = _changes(asked, lambda a: with_margin(sum(need(a).values())) <= bound.free, over, free_on_device)
     return _short(asked, what, need(asked), bound, changes | {"host": sum(asked.planes().values())})
@@ -402,7 +406,7 @@ def _changes(asked: Asked, fits: Callable[[Asked], bool], over: int, free_on_dev
 
 def _refusal(asked: Asked, title: str, need: dict[str, int], most: int, whose: str, changes: dict[str, Any],
              *words: str) -> MegatrainError:
-    """The table and what would fit."""
+    """The exception, with a table of what is needed and what would fit."""
     said = "; ".join([*(_in_words(k, v) for k, v in changes.items()), *words])
     error = MegatrainError(f"{asked.name} does not fit; nothing was changed:\n\n"
                            f"{as_text(bytes_table(title, need, most, f' ({whose})'))}\n\n"

@@ -142,6 +142,9 @@ class Trace:
         finally:
             self._rt.core.compute_end(self._rt.stream())
 
+    def _begin(self, window: Window, work: str) -> None:
+        self._rt.core.compute_begin(window.units[0] if window.units else -1, _core.WORKS[work], self._rt.stream())
+
     def forward(self, window: Window, args: Any, kwargs: Any) -> Any:
         """The window's forward, or its repetition by a checkpoint in backward; its backward will be seen to begin."""
         with self.during(window, "forward" if in_backward() == -1 else "replay"):
@@ -150,9 +153,6 @@ class Trace:
             for node in {t.grad_fn for t in _tensors(out)} - {None}:
                 node.register_prehook(lambda _: self._backward_begins(window))
         return out
-
-    def _begin(self, window: Window, work: str) -> None:
-        self._rt.core.compute_begin(window.units[0] if window.units else -1, _core.WORKS[work], self._rt.stream())
 
     def _backward_begins(self, window: Window) -> None:
         if self._rt is not None and self._rt.trace is self and self._open is not window:
