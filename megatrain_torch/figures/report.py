@@ -1,4 +1,4 @@
-"""What a step took on each resource, and which of them bound it."""
+"""Reports of steps: what each resource did, and which of them bound the step."""
 from __future__ import annotations
 
 import html
@@ -158,7 +158,7 @@ def measure(lanes: Mapping[str, Sequence[Slice]], begin: int, end: int, counted:
 
 
 def idle_seconds(lanes: Mapping[str, Sequence[Slice]], begin: int, end: int) -> dict[str, float]:
-    """What compute waited for, in seconds.
+    """Seconds that compute stood still, by what it waited for.
 
     A gap in front of a window ends when what the window needs is there: its unit's weights, what it kept, or room for
     gradients and activations. Whichever came last is to blame for its own time, and the update that a fetch waited

@@ -32,8 +32,10 @@ def bytes_table(title: str, parts: dict[str, int], most: int, note: str = "") ->
 
 
 def as_html(title: str, rows: Sequence[Sequence[str | list[tuple]]], head: bool = True) -> str:
-    """The same for a notebook. A cell is text, or boxes beside each other: (pixels, colour, word in it, what pointing
-    at it shows). head: the first row is one."""
+    """A table for a notebook. head: the first row is one.
+
+    A cell is text, or boxes beside each other: (pixels, colour, the word in it, what pointing at it shows).
+    """
     lines = []
     for i, row in enumerate(rows):
         kind = "th" if head and i == 0 else "td"

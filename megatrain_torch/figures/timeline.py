@@ -1,4 +1,4 @@
-"""What queues did: slices of work on lanes, and a Chrome trace of them (Perfetto, chrome://tracing)."""
+"""Slices of work on lanes, and a Chrome trace of them (Perfetto, chrome://tracing)."""
 from __future__ import annotations
 
 import bisect

@@ -1,4 +1,4 @@
-"""What to change where no plan fits: one search, told as arguments of mt.plan or as flags of a shell.
+"""Changes that make a plan fit: one search, told as arguments of mt.plan or as flags of a shell.
 
     changes, each alone: exact, the least that fits (Refusal.alone)
     changes together, by two and three: which are fastest (Refusal.ways)
@@ -37,7 +37,6 @@ FIRM = ("grads", "seq", "tokens", "micro")              # of which none only eve
 SIMULATED = 48              # choices of a way that are timed
 MEANINGS = {
     ("states", "8bit"): "AdamW's moments take 8 bits; fp32 masters stay.",
-    ("states", "8bit-lo8"): "AdamW's moments take 8 bits, and masters 24.",
     ("states", "8bit-sr"): "AdamW's moments take 8 bits, and there are no masters: weights are rounded stochastically.",
     ("grads", "none"): "gradients are used as they come and kept nowhere, by mt.AdamW(in_backward=True): one "
                        "micro-batch, no clipping.",
@@ -264,7 +263,7 @@ class _Search:
                 yield changes | fewer
 
     def sets(self) -> Iterator[dict[str, Any]]:
-        """Of one change, of two, of three: of what is asked for, states, gradients, and a disk."""
+        """Sets of one change, of two, of three: states, gradients, a disk, and what was asked for but need not be."""
         w = self.wishes
         grads = {"grads": "none"} | ({"micro": None} if w.micro not in (None, 1) else {})
         groups = [[{"states": s} for s in self.smaller], [grads] * self.keeps, [{"nvme": ENDLESS}],
@@ -295,7 +294,7 @@ class _Search:
         return None
 
     def timed(self, changes: dict[str, Any]) -> Way | None:
-        """With the disk that it takes."""
+        """The speed with these changes, and how large a disk they take. None: nothing fits."""
         best = self.solved(changes, _Quick) or self.solved(changes, _Few)
         if best is None:
             return None
@@ -305,7 +304,7 @@ class _Search:
         return Way(changes | on_disk, problem.wishes.tokens * problem.wishes.fleet.count / timing.seconds)
 
     def solved(self, changes: dict[str, Any], kind: type[Problem]) -> tuple[Problem, Choice, Timing] | None:
-        """As planner.py does: with fewer buffers for gradients where that keeps in memory what would be on disk."""
+        """The best plan; as in planner.py with fewer buffers for gradients, where memory then holds what a disk would."""
         best: tuple[Problem, Choice, Timing] | None = None
         for lent in range(LENT, 0, -1) if changes.get("grads", self.wishes.grads) == "none" else (LENT,):
             problem = self.tried(changes | {"lent": lent}, kind)
@@ -350,13 +349,13 @@ class _Search:
 
 
 def _part(part: dict[str, Any], changes: dict[str, Any]) -> bool:
-    """Are these some of the changes, or smaller ones of the kind?"""
+    """Is `part` some of the changes, or are they smaller ones of the kind?"""
     return part != changes and all(name in changes and (changes[name] == value or (
         name == "states" and FORMATS.index(value) < FORMATS.index(changes[name]))) for name, value in part.items())
 
 
 def _milder(part: dict[str, Any], changes: dict[str, Any]) -> bool:
-    """The same, and what fits with these fits with all the changes."""
+    """Is it a part with which nothing fits that does not fit with all the changes?"""
     return _part(part, changes) and all(name in part for name in FIRM if name in changes)
 
 

@@ -37,7 +37,7 @@ TENSOR_OPERATIONS = {(8, 0): 2048, (8, 6): 512, (8, 9): 512, (9, 0): 4096, (10, 
 
 
 class Sizes(NamedTuple):
-    """What is measured: shapes that layers have, or a toy's where there is no GPU."""
+    """Shapes to measure: those of layers, or a toy's where there is no GPU."""
 
     tokens: tuple[int, ...]
     widths: tuple[int, ...]
@@ -283,7 +283,7 @@ class Planes:
         _core.adam_traffic(self.tensors(1), threads, ISA)
 
     def tensors(self, step: int) -> list[tuple]:
-        """As `_core.adam_step` takes them."""
+        """The tuple that `_core.adam_step` takes."""
         planes = (self.hi, self.lo, self.master, self.m, self.v, self.grad)
         addresses = [0 if p is None else p.data_ptr() for p in planes]
         weight, grad = self.types

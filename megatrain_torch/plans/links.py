@@ -1,4 +1,4 @@
-"""What GPUs of one machine have of it together, and of each other: measured by a process for each, as in training.
+"""Rates that GPUs of one machine have together and between each other, measured by a process for each.
 
     rates = links.measure("cuda", 8)            # by names of Machine's attributes
 
@@ -93,7 +93,7 @@ def linked(machine: Machine, rates: dict[str, float]) -> Machine:
 # ---- one of the processes ------------------------------------------------------------------------
 
 def main(device_type: str, gpus: int, folder: Path, rank: int) -> None:
-    """Of process `rank`; the first writes what was found."""
+    """One of the processes; the first writes what was found."""
     cuda, sizes = device_type == "cuda", SIZES[device_type]
     device = torch.device(device_type, rank) if cuda else torch.device(device_type)
     if cuda:
@@ -109,7 +109,7 @@ def main(device_type: str, gpus: int, folder: Path, rank: int) -> None:
         synchronize(device)
 
     def seconds(fn: Callable[[], Any]) -> float:
-        """Of one of several calls, of the slowest process, while all make them."""
+        """Seconds of a call, the mean of several, in the slowest process while all make them."""
         fn()
         together()
         began = time.perf_counter()

@@ -1,4 +1,4 @@
-"""What a machine can do: rates and memory, measured, stored or described.
+"""A machine's rates and memory: measured, stored or described.
 
 `megatrain doctor` measures this machine and stores what it found; the planner reads it. For a machine that
 is not at hand there are descriptions by name, and "h200-128g,vram=24GiB" is one with a limit changed.
@@ -189,7 +189,7 @@ class Machine:
     # ---- as text ----
 
     def to_json(self) -> str:
-        """As from_json takes it."""
+        """A text that from_json takes."""
         return json.dumps(dataclasses.asdict(self), indent=1)
 
     @staticmethod
@@ -260,7 +260,7 @@ _MAY_BE_ZERO = ("beside_gparams", "vram_overhead_bytes", "host_overhead_bytes", 
 
 
 def _is(kind: type, value: Any, zero: bool = False) -> bool:
-    """Of numbers: finite, and more than 0, or 0."""
+    """Is it of this kind? A number has to be finite and more than 0, or 0 where `zero` says so."""
     if kind in (str, bool, dict):
         return type(value) is kind
     good = type(value) is int or (kind is float and type(value) is float and math.isfinite(value))
@@ -384,7 +384,7 @@ def host_limit_bytes() -> int:
 
 
 def host_now(machine: Machine) -> int:
-    """Of a machine's host memory what others leave now, where it is this one."""
+    """Bytes of host memory for a plan: where the machine is this one, those that other processes leave now."""
     import torch
 
     cuda = torch.cuda.is_available()

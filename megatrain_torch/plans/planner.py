@@ -113,7 +113,7 @@ class Plan:
 
     @property
     def disk_bytes(self) -> int:
-        """Of the files: states, what lies between them, and activations."""
+        """Bytes of the files: states, what lies between them, and activations."""
         return sum(self.disk.values())
 
     @property
@@ -131,22 +131,22 @@ class Plan:
 
     @property
     def vram_bytes(self) -> int:
-        """Of device memory, at a step's peak."""
+        """Bytes of device memory at a step's peak."""
         return sum(self.vram.values())
 
     @property
     def host_bytes(self) -> int:
-        """Of host memory, at a step's peak."""
+        """Bytes of host memory at a step's peak."""
         return sum(self.host.values())
 
     @property
     def besides(self) -> tuple[tuple[str, int], ...]:
-        """Of host memory what mt.stream takes beside what is there before it: (what, bytes)."""
+        """(what, bytes) of host memory that mt.stream takes beside what is there before it."""
         return tuple((what, n) for what, n in self.host.items() if what != OVERHEAD)
 
     @property
     def tokens_per_second(self) -> float:
-        """As predicted, of all GPUs."""
+        """The predicted rate of all GPUs together."""
         return self.tokens * self.fleet.count / self.seconds
 
     @property
@@ -412,7 +412,7 @@ def _window_weights(shape: Shape) -> dict[str, int]:
 # ---- refusing ------------------------------------------------------------------------------------
 
 def _refusal(problem: Problem, whole: Machine, shape_with: Callable[[str], Shape]) -> MegatrainError:
-    """What needs least, and what would fit. shape_with: the same model with other states of AdamW."""
+    """The exception that says what needs least, and what would fit. shape_with: the model with other states."""
     wishes = problem.wishes
     if isinstance(wishes.homes, dict):
         return MegatrainError(f"{wishes.tokens:,} tokens of {problem.shape.name} in sequences of {wishes.seq:,} fit in "

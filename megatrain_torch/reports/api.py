@@ -1,4 +1,4 @@
-"""What a streamed model is made of, what it has in which memory, what it did, and its fp32 values."""
+"""Doors to a streamed model: its windows, its bytes in each memory, its last step, its fp32 values."""
 from __future__ import annotations
 
 import contextlib

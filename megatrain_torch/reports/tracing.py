@@ -135,7 +135,7 @@ class Trace:
 
     @contextlib.contextmanager
     def during(self, window: Window, work: str) -> Iterator[None]:
-        """What compute is given inside is this work of the window."""
+        """A context. Compute is given this work of the window inside."""
         self._begin(window, work)
         try:
             yield
