@@ -304,7 +304,7 @@ class _Search:
         return Way(changes | on_disk, problem.wishes.tokens * problem.wishes.fleet.count / timing.seconds)
 
     def solved(self, changes: dict[str, Any], kind: type[Problem]) -> tuple[Problem, Choice, Timing] | None:
-        """The best plan; as in planner.py with fewer buffers for gradients, where memory then holds what a disk would."""
+        """The best plan; with fewer buffers for gradients where memory then holds what a disk would, as mt.plan has."""
         best: tuple[Problem, Choice, Timing] | None = None
         for lent in range(LENT, 0, -1) if changes.get("grads", self.wishes.grads) == "none" else (LENT,):
             problem = self.tried(changes | {"lent": lent}, kind)
