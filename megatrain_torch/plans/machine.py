@@ -21,6 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from ..base.errors import MegatrainError
 from ..base.formats import moved_bytes, through_up
 from ..base.limits import host_limits, parse_bytes, show_bytes
@@ -352,8 +354,6 @@ def _cpu_here() -> Machine:
 def _nearest() -> Machine | None:
     """The description of the GPU torch sees, with this machine's memory: by its name, or else the one with memory
     nearest to its. None: it sees none."""
-    import torch
-
     if not torch.cuda.is_available():
         return None
     gpu, vram = torch.cuda.get_device_name(), torch.cuda.get_device_properties(0).total_memory
@@ -385,8 +385,6 @@ def host_limit_bytes() -> int:
 
 def host_now(machine: Machine) -> int:
     """Bytes of host memory for a plan: where the machine is this one, those that other processes leave now."""
-    import torch
-
     cuda = torch.cuda.is_available()
     here = machine.device == ("cuda" if cuda else "cpu") and (not cuda or torch.cuda.get_device_name() in machine.name)
     return min(machine.host_bytes, host_limits().within) if here else machine.host_bytes
