@@ -100,8 +100,10 @@ class HandOver:
         """
         more = record.open > 0 or again
         if record.pending is None:
-            stood = gradient.standing(record) is not None and record.set_in != in_backward()    # before this backward
-            if not (more and (record.uses > 1 or stood)):
+            def stood() -> bool:             # .grad, before this backward began
+                return gradient.standing(record) is not None and record.set_in != in_backward()
+
+            if not (more and (record.uses > 1 or stood())):
                 return grad
             record.pending = grad
         elif grad is not None:

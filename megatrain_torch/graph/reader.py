@@ -213,8 +213,8 @@ def modes_on() -> bool:
 
 @contextlib.contextmanager
 def _settings(symbols: bool) -> Iterator[None]:
-    """Numbers are constants of a graph, sizes its symbols, and so are layers' numbers (`symbols`); hooks are guarded; and
-    who asks whether it is being compiled is told that it is not."""
+    """Numbers are constants of a graph, sizes its symbols, and so are layers' numbers (`symbols`); hooks are guarded;
+    and who asks whether it is being compiled is told that it is not."""
     import torch._dynamo.config as config
     from torch._dynamo.variables.torch import tracing_state_functions
     told = tracing_state_functions()

@@ -235,8 +235,8 @@ def _eight_bits(codes: Tensor) -> Tensor | None:
 
 def _nf4(name: str, w: Tensor) -> nn.Parameter | None:
     """A stack of experts as codes, each of them as bitsandbytes quantises it; None: it is none, or is that already."""
-    stacked = "expert" in name and w.dim() == 3 and w.is_floating_point() and not isinstance(w, Coded)
-    if not stacked or (forms := nf4_strands(w.shape)) is None:
+    stacked = "expert" in name and w.is_floating_point() and not isinstance(w, Coded)
+    if not stacked or w.dim() != 3 or (forms := nf4_strands(w.shape)) is None:
         return None
     codes, scales = (torch.empty(form, dtype=kind, device=w.device) for form, kind in
                      zip(forms, (torch.uint8, torch.float32)))
@@ -249,12 +249,17 @@ def _nf4(name: str, w: Tensor) -> nn.Parameter | None:
     return nn.Parameter(Coded(codes, scales, "nf4", w.dtype), requires_grad=False)
 
 
+def _stacks(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Parameter]]:
+    """Parameters of three dimensions: their modules' names, these, their own."""
+    for prefix, m in model.named_modules():
+        yield from ((prefix, m, n, p) for n, p in list(m._parameters.items()) if p is not None and p.dim() == 3)
+
+
 def _to_nf4(model: nn.Module) -> None:
     """Experts that lie in one tensor, and are not codes yet."""
-    for prefix, m in model.named_modules():
-        for name, p in list(m._parameters.items()):
-            if p is not None and (made := _nf4(f"{prefix}.{name}", p)) is not None:
-                setattr(m, name, made)
+    for prefix, m, name, p in _stacks(model):
+        if (made := _nf4(f"{prefix}.{name}", p)) is not None:
+            setattr(m, name, made)
 
 
 # ---- the same without weights, for plans ---------------------------------------------------------
@@ -313,24 +318,22 @@ def _four_bits(bnb: Any, weight: Tensor, dtype: torch.dtype) -> Any:
 
 def _shape_mxfp4(model: nn.Module) -> None:
     """Experts of GPT-OSS: [E, fan_in, fan_out], with 32 of a column in a block."""
-    for m in model.modules():
-        for name, p in list(m._parameters.items()):
-            if name in ("gate_up_proj", "down_proj") and p.dim() == 3:
-                form = p.shape[0], p.shape[2], p.shape[1] // 32
-                codes, scales = (torch.empty(s, dtype=torch.uint8, device="meta") for s in ((*form, 16), form))
-                setattr(m, name, nn.Parameter(Coded(codes, scales, "mxfp4", p.dtype), requires_grad=False))
+    for _, m, name, p in _stacks(model):
+        if name in ("gate_up_proj", "down_proj"):
+            form = p.shape[0], p.shape[2], p.shape[1] // 32
+            codes, scales = (torch.empty(s, dtype=torch.uint8, device="meta") for s in ((*form, 16), form))
+            setattr(m, name, nn.Parameter(Coded(codes, scales, "mxfp4", p.dtype), requires_grad=False))
 
 
 def _to_fp8(model: nn.Module, experts: bool = False) -> None:
     """Linear layers but the head, where they fall into blocks. experts: on the meta device, those that lie in one
     tensor too."""
     head = output_embeddings(model)
-    for m in model.modules() if experts else ():
-        for name, p in list(m._parameters.items()):
-            if p is not None and p.dim() == 3 and not (p.shape[1] | p.shape[2]) % FP8_BLOCK:
-                scales = torch.empty(p.shape[0], p.shape[1] // FP8_BLOCK, p.shape[2] // FP8_BLOCK, device=p.device)
-                made = Coded(p.detach().to(torch.float8_e4m3fn), scales, "fp8", p.dtype)
-                setattr(m, name, nn.Parameter(made, requires_grad=False))
+    for _, m, name, p in _stacks(model) if experts else ():
+        if not (p.shape[1] | p.shape[2]) % FP8_BLOCK:
+            scales = torch.empty(p.shape[0], p.shape[1] // FP8_BLOCK, p.shape[2] // FP8_BLOCK, device=p.device)
+            made = Coded(p.detach().to(torch.float8_e4m3fn), scales, "fp8", p.dtype)
+            setattr(m, name, nn.Parameter(made, requires_grad=False))
     for m in model.modules():
         if type(m) is nn.Linear and m is not head and (made := to_fp8(m.weight.detach())) is not None:
             m.weight = nn.Parameter(made, requires_grad=False)
