@@ -86,9 +86,6 @@ class Door:
                 self._refuse("runs its backward", (busy or found)[0], "backward")
         self.tasks[task] = threading.get_ident()
 
-    def task_ends(self, task: int) -> None:
-        self.tasks.pop(task, None)
-
     def _refuse(self, what: str, other: int, where: str) -> None:
         names = {t.ident: t.name for t in threading.enumerate()}
         raise MegatrainError(f"{self.name}: thread {threading.current_thread().name!r} {what} while thread "

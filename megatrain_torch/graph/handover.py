@@ -100,10 +100,9 @@ class HandOver:
         """
         more = record.open > 0 or again
         if record.pending is None:
-            def stood() -> bool:             # .grad, before this backward began
-                return gradient.standing(record) is not None and record.set_in != in_backward()
-
-            if not (more and (record.uses > 1 or stood())):
+            # Did .grad stand before this backward began?
+            stood = more and gradient.standing(record) is not None and record.set_in != in_backward()
+            if not stood and not (more and record.uses > 1):
                 return grad
             record.pending = grad
         elif grad is not None:
@@ -155,7 +154,7 @@ class HandOver:
     def _task_ended(self, task: int) -> None:
         """Runs in whichever thread ends the task: sends what waited for uses that never came."""
         self._tell(task)
-        self.runtime.door.task_ends(task)
+        self.runtime.door.tasks.pop(task, None)
         self.runtime.swap.sweep()
         self._send([(r, total) for r, total in self._dropped() if total is not None])
         if self.runtime.exchange is not None and not self.tasks:

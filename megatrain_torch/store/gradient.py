@@ -161,22 +161,19 @@ def clear(params: Iterable[Tensor], set_to_none: bool) -> None:
     """
     with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
         for p in params:
-            if set_to_none:
+            if set_to_none or p.grad is None:
                 p.grad = None
-            elif p.grad is not None:
-                _zero(p, getattr(p, "_mt", None))
-
-
-def _zero(p: Tensor, record: Record | None) -> None:
-    late = record is not None and take_back(record)
-    grad = p.grad if record is None else peek(record)
-    if late:
-        record.written = True
-    elif grad.grad_fn is not None:
-        grad.detach_()
-    else:
-        grad.requires_grad_(False)
-    grad.zero_()
+                continue
+            record = getattr(p, "_mt", None)
+            late = record is not None and take_back(record)
+            grad = p.grad if record is None else peek(record)
+            if late:
+                record.written = True
+            elif grad.grad_fn is not None:
+                grad.detach_()
+            else:
+                grad.requires_grad_(False)
+            grad.zero_()
 
 
 def add(record: Record, grad: Tensor) -> None:
