@@ -29,7 +29,7 @@ from ..store.state import DeviceParameter, swap_window
 from ..store.whole import Piece, Whole
 from .hf_calls import is_cache
 from .reader import Reading, scope_of
-from .swap import Bundle, Part, hollow, storage_of
+from .swap import Bundle, Part, check_unwritten, hollow, modified, storage_of
 
 if TYPE_CHECKING:
     from ..model.runtime import Runtime
@@ -42,11 +42,8 @@ _pop = torch._C._autograd._pop_saved_tensors_default_hooks
 def check_version(runtime: Runtime, unit: int, version: int) -> None:
     """Raises: the unit's weights are others than a forward saw."""
     if runtime.core.version(unit) != version:
-        raise RuntimeError(
-            "one of the variables needed for gradient computation has been modified by an inplace "
-            f"operation: weights of unit {runtime.unit_names[unit]!r} were updated between forward "
-            "and backward; call backward() before step(), and leave weights as they are in the "
-            "forward of a module that trains")
+        raise modified(f"weights of unit {runtime.unit_names[unit]!r} were updated between forward and backward; call "
+                       "backward() before step(), and leave weights as they are in the forward of a module that trains")
 
 
 class Weight:
@@ -119,11 +116,7 @@ def restored(handle: Any) -> Tensor:
     if type(handle) is not tuple:
         return handle.tensor()
     value, version = handle
-    if value._version != version:
-        raise RuntimeError(
-            "one of the variables needed for gradient computation has been modified by an inplace "
-            f"operation: a tensor of shape {list(value.shape)} is at version {value._version}; "
-            f"expected version {version} instead")
+    check_unwritten(value, version, value.shape)
     return value
 
 
@@ -343,10 +336,8 @@ class ReplayFrame:
         for unit, version in zip(self.window.units, self.versions):
             check_version(self.runtime, unit, version)
         if any(t._version != v for t, v in self.watched):
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an inplace operation: "
-                f"an input of {self.window.name!r} was changed after its forward; "
-                "use plan={'activations': 'saved'} to keep what it needs")
+            raise modified(f"an input of {self.window.name!r} was changed after its forward; use "
+                           "plan={'activations': 'saved'} to keep what it needs")
 
 
 def _give_classes(classes: list[tuple[nn.Module, type]]) -> None:

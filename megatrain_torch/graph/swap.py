@@ -107,12 +107,7 @@ class Bundle:
     # ---- back ----
 
     def get(self, number: int) -> Tensor:
-        hold, version = self.versions[number]
-        if hold._version != version:
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an inplace "
-                f"operation: a tensor of shape {list(self.shapes[number][0])} is at version {hold._version}; "
-                f"expected version {version} instead")
+        check_unwritten(*self.versions[number], self.shapes[number][0])
         if self.sources:                     # on the device still; Swap.held has them until their copies are over
             self.swap.runtime.handover.at_end(self)
             self.landed, self.sources = dict(enumerate(self.sources)), []
@@ -230,6 +225,19 @@ class Swap:
                 break
             if not bundle.landed and not bundle.sources and any(times > 0 for times in bundle.wanted):
                 bundle.come()
+
+
+def modified(what: str) -> RuntimeError:
+    """In the words of autograd's own error."""
+    return RuntimeError("one of the variables needed for gradient computation has been modified by an inplace "
+                        f"operation: {what}")
+
+
+def check_unwritten(t: Tensor, version: int, shape: Any) -> None:
+    """Raises: RuntimeError: a tensor that shares the version counter of a saved one was written since."""
+    if t._version != version:
+        raise modified(f"a tensor of shape {list(shape)} is at version {t._version}; expected version {version} "
+                       "instead")
 
 
 def hollow(t: Tensor) -> Tensor:
