@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -16,6 +17,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 import megatrain_torch as mt
+from megatrain_torch.base.modes import read
 from megatrain_torch.fused.layer import CALM
 from megatrain_torch.fused.templates.decoder import Decoder
 from megatrain_torch.graph import window
@@ -166,6 +168,48 @@ def test_what_a_proof_refuses_at_the_first_call_runs_again_in_that_pass_and_is_p
     assert all(kept == {"saved"} for _, kept, _, _ in seen)
     for got, *_ in seen:
         fusing.grads_agree(grads(plain), got, fusing.ROUNDED)
+
+
+class Counting(LlamaMLP):
+    calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return super().forward(x)
+
+
+def test_a_plan_counts_that_what_writes_does_not_run_again() -> None:
+    def asked(m: nn.Module, vram: str) -> set[str]:
+        found = mt.plan(m, tokens=8192, seq=128, micro=1, machine="cpu", vram=vram, compute="eager").activations
+        return {read(found[name]).keep for name in LAYERS}
+
+    m = model()
+    for layer in m.model.layers:
+        layer.mlp.__class__ = Counting
+    assert "replay" in asked(m, "65MiB")
+    mt.stream(m, "cpu", compute="eager", plan={"activations": "replay"})
+    with pytest.warns(UserWarning, match="keeps its activations"):
+        run(m).backward()
+    assert asked(m, "100MiB") == {"saved"}
+    with pytest.raises(mt.MegatrainError, match="does not fit"):
+        asked(m, "65MiB")
+
+
+def test_a_layer_that_turns_out_to_write_is_planned_for_before_the_next_pass() -> None:
+    m = model()
+    for layer in m.model.layers:
+        layer.mlp.__class__ = Counting
+    mt.stream(m, "cpu", compute="eager", vram=VRAM)
+    run(m).backward()
+    planning = runtime_of(m).planning
+    keeps = {name: "replay" if name in LAYERS else mode for name, mode in planning.plan.activations.items()}
+    planning._move(dataclasses.replace(planning.plan, activations=keeps))        # as for longer passes
+    planning._lengths.begin(dataclasses.replace(planning.plan, activations=keeps))
+    with pytest.warns(UserWarning, match="keeps its activations"):
+        run(m).backward()
+    assert planning.made == 1 and {w.keeps for w in runtime_of(m).windows if w.name in LAYERS} == {"replay"}
+    run(m).backward()
+    assert planning.made == 2 and modes(m) == {"saved"}
 
 
 def test_another_call_than_was_planned_for_runs_again_in_backward(frames: list[str]) -> None:

@@ -18,8 +18,8 @@ from ..base.formats import LOW_BYTES
 from ..optim.adamw import AdamW
 from ..optim.moments import CODES, MOMENTS
 from ..store.guard import plain
-from ..store.records import Record
-from ..store.tensorfiles import KINDS, Entry, TensorFile, packed
+from ..store.records import KINDS, Record
+from ..store.tensorfiles import Entry, TensorFile, packed
 from . import again, likeness, manifest
 from .contents import MASTERS
 

@@ -11,8 +11,7 @@ from torch import Tensor
 from .. import _core
 from ..base.errors import MegatrainError
 from ..base.strict import shown
-from ..store.mapped import READERS
-from ..store.tensorfiles import Extent, Stored, listed
+from ..store.tensorfiles import READERS, Extent, Stored, listed
 from . import contents, manifest
 from .parts import INDEX, TRAINING
 

@@ -11,13 +11,13 @@ from ..base.codes import plain_kind
 from ..base.units import Group, stored_dtype
 from ..group.ranks import Ranks, as_one
 from ..plans.asked import Asked
-from ..plans.host_memory import TRIM_BYTES, give_back, own_bytes
+from ..plans.room import TRIM_BYTES, give_back, own_bytes
 from ..plans.tally import SETTLED
 from ..store import gradient
 from ..store.disk import file_bytes
 from ..store.guard import StreamedParameter, streamed_kind
-from ..store.mapped import Mapped
 from ..store.records import DTYPES, Record
+from ..store.tensorfiles import Mapped
 from ..store.whole import wholes_of
 from .choices import Choices
 from .fitting import Fit, units_at

@@ -13,11 +13,10 @@ from torch import Tensor
 from .. import _core
 from ..base.errors import MegatrainError
 from ..base.limits import show_bytes
-from ..graph import masks
-from ..graph.door import Door
+from ..graph import hf_calls
+from ..graph.door import Door, Untraced
 from ..graph.handover import HandOver
 from ..graph.swap import Swap
-from ..graph.untraced import Untraced
 from ..graph.window import Window
 from ..store.guard import take_back
 from ..store.planes import Planes
@@ -76,7 +75,7 @@ class Forwards:
         begins = enter() and in_backward() == -1
         try:
             if begins:
-                with masks.spared(model.windows), model.keeps.memory():
+                with hf_calls.spared(model.windows), model.keeps.memory():
                     yield self.begin(who, args, kwargs)
             else:
                 yield args, kwargs

@@ -20,7 +20,7 @@ from torch import nn
 from ..base import patches
 from ..base.coded import Coded
 from ..base.errors import MegatrainError
-from ..graph import masks
+from ..graph import hf_calls
 from ..store.guard import HostTensor
 from .keeps import Keeps
 
@@ -44,7 +44,7 @@ def prepare(rt: Streamed, root: nn.Module, put: Any) -> None:
     if base is None:
         return
     patches.once("PreTrainedModel.device", lambda: _report_compute_device(base))
-    masks.install()
+    hf_calls.install()
     _save_torchaos()
     for m in root.modules():
         if isinstance(m, base):

@@ -3,13 +3,12 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Mapping
-from typing import Protocol
+from typing import Any, Protocol
 
 from .. import _core
 from ..group.ranks import Ranks
-from ..store.arrive import Arrivals, Device
 from ..store.disk import BAYS, BUFFER_BYTES, BUFFERS, THREADS, Disk
-from ..store.planes import mask
+from ..store.planes import Arrivals, mask
 from .ring import Ring, Slot
 
 
@@ -18,7 +17,7 @@ class Model(Protocol):
 
     def stream(self) -> int: ...
 
-    def itself(self) -> Device: ...
+    def itself(self) -> Any: ...
 
 
 class Homes:

@@ -14,15 +14,14 @@ from ..base.codes import coded
 from ..base.errors import MegatrainError
 from ..fused.head import give_head, head_of
 from ..fused.layer import give_codes, template_of, wanted
-from ..graph.door import Door
-from ..graph.installed import Installed, method_of
-from ..graph.sight import keep_in_sight
+from ..graph.door import Door, Installed, method_of
 from ..graph.window import Window
 from ..optim import astray
 from ..optim.adamw import AdamW
 from ..store import gradient
 from ..store.records import Record
 from ..store.state import BoundParameters, HostBuffers
+from ..store.whole import keep_in_sight
 from . import hf, wrapped
 from .registry import note, runtimes
 from .runtime import Runtime

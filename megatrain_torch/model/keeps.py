@@ -87,9 +87,13 @@ class Keeps:
                 w.fused.look()
 
     def planned_otherwise(self) -> bool:
-        """Do layers run their own code that the plan in force has templates for, or the other way round?"""
+        """Do layers run their own code that the plan in force has templates for, or the other way round? Or has it
+        shown that their own code cannot run again, as the plan has it?"""
         layers = [w for w in self._model.windows if w.fused is not None and w.fused.template.swaps]
-        return any(bool(w.fused.own) is not (w.name in self.counted) for w in layers)
+        planned = {} if self.plan is None else self.plan.activations
+        return any(bool(w.fused.own) is not (w.name in self.counted) for w in layers) or any(
+            w.writes and (w.fused is None or w.fused.own) and read(planned[w.name]).keep != "saved"
+            for w in self._model.windows if w.name in planned)
 
     def own(self) -> dict[str, str]:
         """Layers that their own code runs where templates are wanted, and why."""

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from ..base.limits import show_bytes
 from ..base.units import Group
 from ..group.ranks import Ranks, shared
-from ..plans.host_memory import own_bytes
-from ..store.mapped import Mapped
+from ..plans.room import own_bytes
 from ..store.records import Record
+from ..store.tensorfiles import Mapped
 
 Place = tuple[str, int]                  # a file, and where in it a parameter's bytes begin
 _ALIGN = 64

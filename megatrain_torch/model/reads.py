@@ -10,8 +10,7 @@ from .. import _core
 from ..graph.frames import check_version
 from ..graph.window import refuse_functorch
 from ..store.records import Record
-from ..store.state import in_backward
-from ..store.views import LazyParameter
+from ..store.state import LazyParameter, in_backward
 from .homes import Homes
 from .ring import Ring
 

@@ -17,12 +17,10 @@ from ..fused.templates import Weights
 from ..graph.door import Door
 from ..graph.handover import HandOver
 from ..group.ranks import Ranks
-from ..store.arrive import Arrivals
-from ..store.pieces import Piece, Stacked
+from ..store.planes import Arrivals
 from ..store.records import Record
-from ..store.state import in_backward
-from ..store.views import PLAIN, DeviceParameter
-from ..store.whole import Whole
+from ..store.state import PLAIN, DeviceParameter, in_backward
+from ..store.whole import Piece, Stacked, Whole
 from .cap import Cap
 
 _use_count = torch._C._storage_Use_Count

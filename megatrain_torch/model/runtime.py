@@ -10,12 +10,11 @@ import torch
 from torch import nn
 
 from .. import _core
-from ..graph.door import Door
+from ..graph.door import UNTRACED, Door
 from ..graph.exchange import Exchange
 from ..graph.frames import Expansions
 from ..graph.handover import HandOver
 from ..graph.swap import Swap
-from ..graph.untraced import UNTRACED
 from ..graph.window import Window
 from ..group.ranks import Ranks
 from ..plans.room import Room

@@ -21,7 +21,7 @@ from ..graph.exchange import Exchange
 from ..group.between import Between
 from ..group.ranks import Ranks, shared, watch_torchrun
 from ..plans.fleet import Fleet, check_homes
-from ..plans.host_memory import shortage
+from ..plans.room import shortage
 from ..store.records import Record
 from .choices import Choices
 

@@ -319,6 +319,9 @@ def _eager(w: Window, m: Machine, tokens: int, seq: int) -> Cost:
                 _launch_s(m, once), {"replay": _launch_s(m, back + again), "saved": _launch_s(m, back)},
                 {mode: math.ceil(tokens * n) + stay * (mode == "saved") for mode, n in kept.items()},
                 {mode: math.ceil(tokens * n) + dense for mode, n in work.items()})
+    if w.writes:
+        for by_mode in (cost.backward_s, cost.backward_host_s, cost.kept, cost.work):
+            del by_mode["replay"]
     return _with_host(cost, 0) if w.kind == "layer" else cost
 
 

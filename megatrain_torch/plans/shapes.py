@@ -27,6 +27,7 @@ from ..base.stacks import slots_of, usual_experts
 from ..base.units import ADAPTER, ALIGN, find, group, output_embeddings, stored_dtype, weight_bytes
 from ..fused.layer import runs
 from ..fused.templates import Unfit
+from ..graph.door import window_of
 from ..store.bases import shape_codes
 
 MANY_TOKENS = 1 << 14        # of which a template is asked what it keeps; taken to be in proportion
@@ -132,6 +133,7 @@ class Window:
         coded: its products, where `fits` says so, are of 8-bit codes.
         learns: it or a window before it has trained parameters, so a gradient passes through it.
         spelled: attention is written out, and makes [S, S] weights of each head.
+        writes: its own code changes something beside its output, so it does not run again in backward.
         dense: as codes.dense_bytes has it. made: bytes of 16-bit weights that its forward makes of codes.
     """
 
@@ -152,12 +154,14 @@ class Window:
     dense: tuple[int, int] = (0, 0)
     made: int = 0
     why: str = ""
+    writes: bool = False
     spelled: bool = False
 
     @property
     def shape(self) -> tuple[Any, ...]:
         return (self.kind, self.products, self.template, self.hidden, self.attention, self.heads, self.context,
-                self.vectors, self.table, self.itemsize, self.learns, self.coded, self.dense, self.made, self.spelled)
+                self.vectors, self.table, self.itemsize, self.learns, self.coded, self.dense, self.made, self.spelled,
+                self.writes)
 
     def width(self, part: str) -> float:
         """Elements per token that the products of a part give."""
@@ -373,6 +377,7 @@ def _window(root: nn.Module, configs: list[Any], name: str, module: nn.Module, u
                   sum(p.numel() for n, p in parameters.items() if n not in matrices and id(p) not in tables),
                   sum(p.numel() for p in parameters.values() if id(p) in tables and not head), item, learns,
                   dense=dense_bytes(module), made=dense_bytes(module)[0], why=why * (kind == "layer"),
+                  writes=bool(getattr(window_of(module), "writes", "")),
                   spelled=kind == "layer" and getattr(config, "_attn_implementation", None) == "eager")
 
 

@@ -1,9 +1,14 @@
-"""Models whose frozen weights are codes, made or kept while a checkpoint is read: mt.from_pretrained(base=...)."""
+"""Models whose frozen weights are codes, made or kept while a checkpoint is read: mt.from_pretrained(base=...).
+
+bitsandbytes' NF4 codes are made by an op of ours: of 16 bits a core makes some 1 GB/s of them, of the package 0.05.
+"""
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import importlib
+import importlib.util
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +21,7 @@ from ..base.coded import FP8_BLOCK, NF4_BLOCK, Coded, nf4_strands, to_fp8
 from ..base.codes import coded
 from ..base.errors import MegatrainError
 from ..base.units import output_embeddings
-from .nf4 import made_here
+from ..ops import nf4_codes
 
 BASES = ("nf4", "int8", "fp8", "mxfp4")
 
@@ -45,6 +50,19 @@ def with_base(cls: Any, path: str | Path, base: str, dtype: torch.dtype | None, 
         p.requires_grad_(False)
     vars(model).pop("hf_device_map", None)               # where it was made; accelerate would have it trained there
     return found
+
+
+@contextlib.contextmanager
+def _replaced(*those: tuple[Any, str, Any]) -> Iterator[None]:
+    """Meanwhile these attributes (of what, name, value) are others."""
+    before = [(of, name, getattr(of, name)) for of, name, _ in those]
+    for of, name, value in those:
+        setattr(of, name, value)
+    try:
+        yield
+    finally:
+        for of, name, value in before:
+            setattr(of, name, value)
 
 
 _MMAP_THRESHOLD, _OWN_BYTES, _USUAL_BYTES = -3, 1 << 20, 32 << 20      # mallopt's name; the last is where glibc ends up
@@ -133,38 +151,59 @@ def _kept(tf: Any, base: str, there: bool) -> contextlib.AbstractContextManager[
                          "not known here; that of 5.17 to 5.23 is")
 
 
-@contextlib.contextmanager
-def _made_as_read() -> Iterator[None]:
+def _made_as_read() -> contextlib.AbstractContextManager[None]:
     """Codes are made here; experts that transformers has put together become codes before it does so with the next."""
     try:
         loading: Any = importlib.import_module("transformers.core_model_loading")
     except ImportError:                                  # before 5: it puts none together
-        with made_here():
-            yield
-        return
+        return made_here()
     own = loading.set_param_for_module
 
     def put(model: nn.Module, name: str, value: Tensor, *rest: Any, **more: Any) -> Any:
         return own(model, name, value if (made := _nf4(name, value)) is None else made, *rest, **more)
 
-    loading.set_param_for_module = put
-    try:
-        with made_here():
-            yield
-    finally:
-        loading.set_param_for_module = own
+    return made_here((loading, "set_param_for_module", put))
 
 
-@contextlib.contextmanager
-def _kept_as_read() -> Iterator[None]:
+def made_here(*others: tuple[Any, str, Any]) -> contextlib.AbstractContextManager[None]:
+    """Meanwhile bitsandbytes' quantize_4bit, where it is there, makes codes by our op; and `others` are replaced."""
+    if importlib.util.find_spec("bitsandbytes") is None:
+        return _replaced(*others)
+    package: Any = importlib.import_module("bitsandbytes.functional")
+    own = package.quantize_4bit
+
+    @functools.wraps(own)
+    def quantize_4bit(A: Tensor, *args: Any, **more: Any) -> tuple[Tensor, Any]:
+        """As the package's: ([codes, 1], what they are)."""
+        kinds = torch.float32, torch.bfloat16, torch.float16
+        if (args or A.device.type != "cpu" or A.dtype not in kinds or set(more) - _KNOWN
+                or more.get("quant_type") != "nf4" or more.get("quant_storage", torch.uint8) != torch.uint8):
+            return own(A, *args, **more)
+        blocksize = more.get("blocksize") or 64
+        codes, scales = nf4_codes(A.detach().contiguous(), blocksize)
+        known = {"shape": A.shape, "dtype": A.dtype, "blocksize": blocksize, "quant_type": "nf4",
+                 "code": package.get_4bit_type("nf4", device=A.device)}
+        if more.get("compress_statistics", False):       # scales are codes of 8 bits, less their mean
+            offset = scales.mean()
+            scales, state = package.quantize_blockwise(scales - offset, blocksize=256)
+            known |= {"offset": offset, "state2": state}
+        return codes.unsqueeze(1), package.QuantState(absmax=scales, **known)
+
+    return _replaced((package, "quantize_4bit", quantize_4bit), *others)
+
+
+_KNOWN = {"blocksize", "compress_statistics", "quant_type", "quant_storage"}         # of quantize_4bit's arguments
+
+
+def _kept_as_read() -> contextlib.AbstractContextManager[None]:
     """transformers expands what it reads of fp8 and MXFP4: meanwhile codes are what it gets, which stand for that."""
     from transformers.integrations import finegrained_fp8, mxfp4
-    fp8, four = finegrained_fp8.Fp8Dequantize._dequantize_one, mxfp4.dequantize_convertops
+    own = finegrained_fp8.Fp8Dequantize._dequantize_one
 
     def keep_fp8(self: Any, codes: Tensor, scales: Tensor, output_dtype: torch.dtype | None = None) -> Tensor:
         eight = _eight_bits(codes)
         if eight is None or scales.dtype != torch.float32 or scales.dim() != codes.dim():
-            return fp8(self, codes, scales, output_dtype)
+            return own(self, codes, scales, output_dtype)
         block = getattr(self.hf_quantizer.quantization_config, "weight_block_size", None) or (1, 1)
         ends = zip(codes.shape[-2:], block, scales.shape[-2:])
         if any(n % size and blocks == n // size + 1 for n, size, blocks in ends):
@@ -174,11 +213,8 @@ def _kept_as_read() -> Iterator[None]:
     def keep_mxfp4(blocks: Tensor, scales: Tensor, dtype: torch.dtype = torch.bfloat16) -> nn.Parameter:
         return nn.Parameter(Coded(blocks, scales, "mxfp4", dtype), requires_grad=False)
 
-    finegrained_fp8.Fp8Dequantize._dequantize_one, mxfp4.dequantize_convertops = keep_fp8, keep_mxfp4
-    try:
-        yield
-    finally:
-        finegrained_fp8.Fp8Dequantize._dequantize_one, mxfp4.dequantize_convertops = fp8, four
+    return _replaced((finegrained_fp8.Fp8Dequantize, "_dequantize_one", keep_fp8),
+                     (mxfp4, "dequantize_convertops", keep_mxfp4))
 
 
 def _with_less_at_ends(codes: Tensor, scales: Tensor, block: list[int], dtype: torch.dtype | None) -> Tensor:
@@ -199,8 +235,8 @@ def _eight_bits(codes: Tensor) -> Tensor | None:
 
 def _nf4(name: str, w: Tensor) -> nn.Parameter | None:
     """A stack of experts as codes, each of them as bitsandbytes quantises it; None: it is none, or is that already."""
-    stacked = "expert" in name and w.dim() == 3 and w.is_floating_point() and not isinstance(w, Coded)
-    if not stacked or (forms := nf4_strands(w.shape)) is None:
+    stacked = "expert" in name and w.is_floating_point() and not isinstance(w, Coded)
+    if not stacked or w.dim() != 3 or (forms := nf4_strands(w.shape)) is None:
         return None
     codes, scales = (torch.empty(form, dtype=kind, device=w.device) for form, kind in
                      zip(forms, (torch.uint8, torch.float32)))
@@ -213,12 +249,17 @@ def _nf4(name: str, w: Tensor) -> nn.Parameter | None:
     return nn.Parameter(Coded(codes, scales, "nf4", w.dtype), requires_grad=False)
 
 
+def _stacks(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Parameter]]:
+    """Parameters of three dimensions: their modules' names, these, their own."""
+    for prefix, m in model.named_modules():
+        yield from ((prefix, m, n, p) for n, p in list(m._parameters.items()) if p is not None and p.dim() == 3)
+
+
 def _to_nf4(model: nn.Module) -> None:
     """Experts that lie in one tensor, and are not codes yet."""
-    for prefix, m in model.named_modules():
-        for name, p in list(m._parameters.items()):
-            if p is not None and (made := _nf4(f"{prefix}.{name}", p)) is not None:
-                setattr(m, name, made)
+    for prefix, m, name, p in _stacks(model):
+        if (made := _nf4(f"{prefix}.{name}", p)) is not None:
+            setattr(m, name, made)
 
 
 # ---- the same without weights, for plans ---------------------------------------------------------
@@ -277,24 +318,22 @@ def _four_bits(bnb: Any, weight: Tensor, dtype: torch.dtype) -> Any:
 
 def _shape_mxfp4(model: nn.Module) -> None:
     """Experts of GPT-OSS: [E, fan_in, fan_out], with 32 of a column in a block."""
-    for m in model.modules():
-        for name, p in list(m._parameters.items()):
-            if name in ("gate_up_proj", "down_proj") and p.dim() == 3:
-                form = p.shape[0], p.shape[2], p.shape[1] // 32
-                codes, scales = (torch.empty(s, dtype=torch.uint8, device="meta") for s in ((*form, 16), form))
-                setattr(m, name, nn.Parameter(Coded(codes, scales, "mxfp4", p.dtype), requires_grad=False))
+    for _, m, name, p in _stacks(model):
+        if name in ("gate_up_proj", "down_proj"):
+            form = p.shape[0], p.shape[2], p.shape[1] // 32
+            codes, scales = (torch.empty(s, dtype=torch.uint8, device="meta") for s in ((*form, 16), form))
+            setattr(m, name, nn.Parameter(Coded(codes, scales, "mxfp4", p.dtype), requires_grad=False))
 
 
 def _to_fp8(model: nn.Module, experts: bool = False) -> None:
     """Linear layers but the head, where they fall into blocks. experts: on the meta device, those that lie in one
     tensor too."""
     head = output_embeddings(model)
-    for m in model.modules() if experts else ():
-        for name, p in list(m._parameters.items()):
-            if p is not None and p.dim() == 3 and not (p.shape[1] | p.shape[2]) % FP8_BLOCK:
-                scales = torch.empty(p.shape[0], p.shape[1] // FP8_BLOCK, p.shape[2] // FP8_BLOCK, device=p.device)
-                made = Coded(p.detach().to(torch.float8_e4m3fn), scales, "fp8", p.dtype)
-                setattr(m, name, nn.Parameter(made, requires_grad=False))
+    for _, m, name, p in _stacks(model) if experts else ():
+        if not (p.shape[1] | p.shape[2]) % FP8_BLOCK:
+            scales = torch.empty(p.shape[0], p.shape[1] // FP8_BLOCK, p.shape[2] // FP8_BLOCK, device=p.device)
+            made = Coded(p.detach().to(torch.float8_e4m3fn), scales, "fp8", p.dtype)
+            setattr(m, name, nn.Parameter(made, requires_grad=False))
     for m in model.modules():
         if type(m) is nn.Linear and m is not head and (made := to_fp8(m.weight.detach())) is not None:
             m.weight = nn.Parameter(made, requires_grad=False)

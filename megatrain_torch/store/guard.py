@@ -21,7 +21,8 @@ from ..base.errors import MegatrainError
 from . import gradient
 
 if TYPE_CHECKING:
-    from .records import Keeper, Record
+    from ..model.runtime import Runtime
+    from .records import Record
 
 _T = Tensor
 _META_GETTERS = ("dtype", "shape", "device", "requires_grad", "is_leaf", "ndim", "layout", "is_cuda",
@@ -78,15 +79,11 @@ def _call(func: Any, args: Any, kwargs: Any) -> Any:
         return func(*args, **kwargs)
 
 
-def _grad_access(func: Any, args: Any, kwargs: Any) -> Any:
-    return gradient.current(args[0]._mt) if func in _GRAD_GET else _call(func, args, kwargs)
-
-
 class HostTensor(Tensor):
     """A view of a streamed parameter (or of its optimizer state) in host memory."""
 
     _mt: Record
-    _mt_runtime: Keeper                  # held, for as long as somebody has the tensor: records do not
+    _mt_runtime: Runtime                  # held, for as long as somebody has the tensor: records do not
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -94,7 +91,7 @@ class HostTensor(Tensor):
         if func in _META:
             return _call(func, args, kwargs)
         if func in _GRAD:
-            return _grad_access(func, args, kwargs)
+            return gradient.current(args[0]._mt) if func in _GRAD_GET else _call(func, args, kwargs)
         return _guarded_call(func, args, kwargs)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -128,15 +125,11 @@ def _guarded_call(func: Any, args: Any, kwargs: Any) -> Any:
         record.runtime.planes.after_write(record)
     for record in states:
         record.runtime.planes.push(record, *record.moments)
-    if not written and torch.is_grad_enabled() and _in_graph(out):
+    results = out if isinstance(out, (list, tuple)) else (out,)
+    if not written and torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in results):
         for g in guarded:
             g._mt.host_graph = True     # autograd itself adds to .grad on the host: see handover.py
     return _guard_aliases(out, guarded)
-
-
-def _in_graph(out: Any) -> bool:
-    found = out if isinstance(out, (list, tuple)) else (out,)
-    return any(isinstance(t, Tensor) and t.requires_grad for t in found)
 
 
 def _guard_aliases(out: Any, guarded: list[Any]) -> Any:
@@ -147,17 +140,11 @@ def _guard_aliases(out: Any, guarded: list[Any]) -> Any:
         return out
     if isinstance(out, HostTensor) or type(out) is not Tensor or out.device.type != "cpu":
         return out
-    for g in guarded:
-        if g._mt.owns(out) or _share(out, g):
+    storage = out.untyped_storage().data_ptr() if out.layout is torch.strided and out.numel() > 0 else None
+    for g in guarded:                   # a plane that is not of weights is NumPy's memory, one for each parameter
+        if g._mt.owns(out) or (storage is not None and storage == plain(g).untyped_storage().data_ptr()):
             return guard(out, g._mt)
     return out
-
-
-def _share(out: Tensor, g: HostTensor) -> bool:
-    """A plane that is no parameter's weights is NumPy's memory, one for each parameter."""
-    own = plain(g)
-    return (out.layout is torch.strided and out.numel() > 0
-            and out.untyped_storage().data_ptr() == own.untyped_storage().data_ptr())
 
 
 class Equal(Tensor):
