@@ -21,8 +21,7 @@ import megatrain_torch.plans.fleet as fleet_module
 from megatrain_torch import cli
 from megatrain_torch.model.stream import runtime_of
 from megatrain_torch.plans import doctor, links
-from megatrain_torch.plans.exchange import Exchange
-from megatrain_torch.plans.fleet import Fleet
+from megatrain_torch.plans.fleet import Exchange, Fleet
 from megatrain_torch.plans.machine import MACHINES, SHARED_ADAM
 from megatrain_torch.plans.shapes import shapes_of
 

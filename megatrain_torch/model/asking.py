@@ -10,9 +10,9 @@ from torch import nn
 from .._core import PLANES
 from ..base.errors import MegatrainError
 from ..fused.layer import wanted
-from ..plans.cost import PLANES_OF
 from ..plans.machine import Machine, resolve
 from ..plans.planner import Plan, plan
+from ..plans.tally import PLANES_OF
 from ..store.disk import Disk
 from ..store.state import paused
 from .passes import Pass

@@ -9,7 +9,6 @@ import torch
 
 from ..base.errors import MegatrainError
 from ..base.stacks import usual_experts
-from ..plans.asked import Asked
 from ..plans.preflight import (
     check_device,
     check_loading,
@@ -19,7 +18,7 @@ from ..plans.preflight import (
     to_disk,
 )
 from ..plans.room import Room
-from ..plans.tally import SETTLED
+from ..plans.tally import SETTLED, Asked
 from ..store.disk import check_room
 from .choices import Choices
 

@@ -17,13 +17,10 @@ from typing import Any, NamedTuple, Protocol
 
 from ..base.formats import FORMATS
 from ..base.limits import show_bytes, show_size
-from .cost import LENT, Home
-from .homes import Ways
 from .machine import Machine
-from .placement import Combination, Problem
+from .search import Choice, Problem, Timing, Wishes
 from .shapes import Shape
-from .simulate import Timing
-from .wishes import Choice, Wishes
+from .tally import LENT
 
 ENDLESS = 1 << 62           # bytes of a disk
 GIB = 1 << 30
@@ -156,30 +153,9 @@ def refusal(problem: Problem, whole: Machine, shape_with: Callable[[str], Shape]
     return _Search(problem, whole, shape_with).found(tables)
 
 
-class _FewWays(Ways):
-    """Fewer homes and rings."""
-
-    def home_choices(self) -> list[tuple[Home, ...]]:
-        every, n = super().home_choices(), len(self.shape.units)
-        counts = {*range(5), *(round(n * i / 10) for i in range(11)), n}
-        return [h for h in every if Home.ARRIVE not in h and sum(map(bool, h)) in counts] or every
-
-    def rings(self) -> list[int]:
-        every = super().rings()
-        return [r for r in every if r <= 4] or every
-
-
-class _Quick(Problem):
-    """A plan's search with fewer homes, rings and simulations: some percent slower a plan, found in
-    a tenth of the time."""
-
-    ways_of, most = _FewWays, SIMULATED
-
-
-class _Few(Problem):
-    """All that a plan may choose, with few simulations: for what fits by a hair."""
-
-    most = SIMULATED
+# A plan's search with fewer homes and rings, which finds plans some percent slower in a tenth of the time; then all
+# that a plan may choose, for what fits by a hair. Both with few simulations.
+QUICK, FEW = {"few": True, "most": SIMULATED}, {"most": SIMULATED}
 
 
 class _Search:
@@ -195,7 +171,7 @@ class _Search:
             {name: None for name in ASKED if name != "micro" and getattr(self.wishes, name) is not None}
 
     def found(self, tables: Callable[[Problem, Choice], tuple[dict[str, int], dict[str, int], str]]) -> Refusal:
-        vram, host, shown = tables(self.problem, self.least())
+        vram, host, shown = tables(self.problem, self.problem.needs[3])
         alone, machine = self.alone(), {}
         for name, has in (("vram", self.whole.vram_bytes),
                           ("host", max(self.whole.host_bytes, self.machine.host_bytes))):
@@ -206,19 +182,6 @@ class _Search:
         return Refusal(f"{self.head(sum(vram.values()), sum(host.values()))}\nWhat needs least:\n\n{shown}", vram, host,
                        self.wishes.tokens // self.wishes.seq, alone, tuple(self.ways()), machine,
                        self.frozen() if sum(host.values()) > self.machine.host_bytes else 0)
-
-    # ---- what needs least ----
-
-    def least(self) -> Choice:
-        """The choice that lacks the fewest bytes, of those that the device can hold if there are any."""
-        def lacks(combination: tuple[int, Combination]) -> tuple[bool, int, int]:
-            micro, (_, homes, _, slots, planes, host) = combination
-            vram = slots + planes + self.problem.tracks(micro)[0].most(0, homes.visiting)
-            over = max(vram - self.machine.vram_bytes, 0) + max(host - self.machine.host_bytes, 0)
-            return vram > self.machine.vram_bytes, over, vram
-        every = ((micro, found) for found in self.problem.combinations() for micro in found.counts)
-        micro, (_, homes, ring, *_) = min(every, key=lacks)
-        return Choice(micro, homes.units, ring, self.problem.tracks(micro)[0].base, homes.through)
 
     def head(self, vram: int, host: int) -> str:
         lacking = [f"{show_bytes(need - has)} of {what} memory" for what, need, has in (
@@ -238,7 +201,7 @@ class _Search:
     def alone(self) -> dict[str, Any]:
         """Arguments of plan(), each of which alone makes the problem fit; "vram" and "host" even where the machine has
         not so much. seq: with as many sequences."""
-        found = {name: need for name, need in zip(("vram", "host"), self.problem.needs()) if need is not None}
+        found = {name: need for name, need in zip(("vram", "host"), self.problem.needs[1:3]) if need is not None}
         wishes = self.wishes
         for name in ASKED:
             if getattr(wishes, name) is not None and self.fits({name: None}):
@@ -264,17 +227,15 @@ class _Search:
         """Numbers of micro-batches: more than are asked for, the fewest first; then fewer, whose gradients may need no
         sums."""
         asked = self.wishes.micro
-        counts = Problem(self.problem.shape, self.machine, dataclasses.replace(self.wishes, micro=None)).micro_counts()
+        counts = Problem(self.problem.shape, self.machine, dataclasses.replace(self.wishes, micro=None)).micro_counts
         return sorted(counts, key=lambda k: (k <= asked, abs(k - asked)))
 
     def least_disk(self) -> int:
         """Bytes of a disk with which it fits; 0: with none."""
         tried = self.tried({"nvme": ENDLESS})
-        spilled: dict[tuple[Any, int], int] = {}
-        for micro, homes, track in tried.fitting():
-            key = homes.units, micro
-            spilled[key] = min(spilled.get(key, track.spilled), track.spilled)
-        return min((sum(tried.disk_bytes(*key).values()) + n for key, n in spilled.items()), default=0)
+        spilled, counts = iter(tried.needs[0]), tried.micro_counts
+        return min((sum(tried.disk_bytes(row.homes, k).values()) + n * tried.wishes.fleet.gpus
+                    for row in tried.rows for k in counts if (n := next(spilled)) >= 0), default=0)
 
     def longest(self) -> int | None:
         """Longest sequence with which as many sequences fit; None: not one token each."""
@@ -325,7 +286,7 @@ class _Search:
         def fits(n: int) -> bool:
             return self.fits(changes | {"tokens": n * w.seq})
         sequences = w.tokens // w.seq
-        if w.micro is not None or max(self.quick(changes).micro_counts()) == sequences or not fits(1):
+        if w.micro is not None or max(self.quick(changes).micro_counts) == sequences or not fits(1):
             return None
         return {"tokens": _last(fits, sequences) * w.seq}
 
@@ -340,7 +301,7 @@ class _Search:
 
     def timed(self, changes: dict[str, Any]) -> Way | None:
         """With the disk that it takes."""
-        best = self.solved(changes, _Quick) or self.solved(changes, _Few)
+        best = self.solved(changes, QUICK) or self.solved(changes, FEW)
         if best is None:
             return None
         problem, choice, timing = best
@@ -348,11 +309,11 @@ class _Search:
         on_disk = {"nvme": {"limit": -(-disk // GIB) * GIB}} if "nvme" in changes else {}
         return Way(changes | on_disk, problem.wishes.tokens * problem.wishes.fleet.count / timing.seconds)
 
-    def solved(self, changes: dict[str, Any], kind: type[Problem]) -> tuple[Problem, Choice, Timing] | None:
+    def solved(self, changes: dict[str, Any], kind: dict[str, Any]) -> tuple[Problem, Choice, Timing] | None:
         """As planner.py does: with fewer buffers for gradients where that keeps in memory what would be on disk."""
         best: tuple[Problem, Choice, Timing] | None = None
         for lent in range(LENT, 0, -1) if changes.get("grads", self.wishes.grads) == "none" else (LENT,):
-            problem = self.tried(changes | {"lent": lent}, kind)
+            problem = self.tried(changes | {"lent": lent}, **kind)
             if found := problem.best(best[2].seconds if best else math.inf):
                 best = problem, *found
                 if not problem.disk_bytes(found[0].homes, found[0].micro, found[0].modes):
@@ -388,12 +349,12 @@ class _Search:
             self.shapes[states] = self.shape_with(states)
         return self.shapes[states]
 
-    def tried(self, changes: dict[str, Any], kind: type[Problem] = Problem) -> Problem:
+    def tried(self, changes: dict[str, Any], **kind: Any) -> Problem:
         wishes = dataclasses.replace(self.wishes, **changes)
-        return kind(self.shape(wishes.states), self.machine, wishes)
+        return Problem(self.shape(wishes.states), self.machine, wishes, **kind)
 
     def quick(self, changes: dict[str, Any]) -> Problem:
-        return self.tried(changes, _Quick)
+        return self.tried(changes, **QUICK)
 
 
 FIRM = ("grads", "seq", "tokens", "micro")      # of which none only ever helps

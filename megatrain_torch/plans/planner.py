@@ -4,7 +4,7 @@
     model = mt.stream(model, plan=mt.plan(model, tokens=32768, seq=1024))
 
 Nothing is allocated. shapes.py reads the model, machine.py the rates, cost.py has bytes and seconds by kind of
-window, simulate.py puts them in the engine's order, placement.py looks for the best.
+window, tally.py bytes of units, search.py looks for the best.
 """
 from __future__ import annotations
 
@@ -32,14 +32,11 @@ from ..figures.tiers import Tier, bars, write_tiers
 from ..figures.timeline import LANES
 from ..store.disk import FROZEN, PADDING, SPILLED, Disk, years
 from .changes import Python, refusal
-from .cost import LENT, THROUGH_BYTES
 from .fleet import Fleet, check_delivery, check_homes, fleet_of
 from .machine import DRIVE, DRIVE_NAME, Machine, host_now, resolve
-from .on_disk import OVERHEAD
-from .placement import Problem
+from .search import OVERHEAD, Choice, Problem, Timing, Wishes
 from .shapes import Shape, shapes_of
-from .simulate import Timing
-from .wishes import Choice, Wishes
+from .tally import LENT, THROUGH_BYTES
 
 Table = tuple[str, list[tuple[str, ...]]]
 
@@ -254,7 +251,7 @@ def _delivered(problem: Problem, choice: Choice, timing: Timing, asked: str | No
     if asked is not None or problem.wishes.fleet.gpus == 1 or problem.exchange.on_link:
         return problem, (choice, timing)
     other = Problem(problem.shape, problem.machine, dataclasses.replace(problem.wishes, delivery="shards"))
-    faster = other.steps.time(choice, timing.seconds / WORTH_SHARDS)
+    faster = other.time(choice, timing.seconds / WORTH_SHARDS)
     if faster is None:
         return problem, (choice, timing)
     return other, other.best(faster.seconds) or (choice, faster)
@@ -282,7 +279,7 @@ def _limits(machine: Machine | str | None, vram: int | str | None, host: int | s
 
 def _check_activations(problem: Problem) -> None:
     """A mode that no window has would be left out without a word."""
-    asked, had = problem.wishes.activations, {mode for cost in problem.keeping.costs(1) for mode in cost.kept}
+    asked, had = problem.wishes.activations, {mode for cost in problem.costs(1) for mode in cost.kept}
     if asked not in {None, *had}:
         layers = "fused" if problem.wishes.fused else "eager"
         raise MegatrainError(f"activations={asked!r}: no window of {problem.shape.name} has it with {layers} layers; "
@@ -319,7 +316,7 @@ def _solve(problem: Problem) -> tuple[Problem, tuple[Choice, Timing] | None]:
     best: tuple[Problem, tuple[Choice, Timing]] | None = None
     for lent in range(LENT, 0, -1) if problem.wishes.grads == "none" else (LENT,):
         if lent != problem.wishes.lent:
-            problem = problem.with_lent(lent)
+            problem = Problem(problem.shape, problem.machine, dataclasses.replace(problem.wishes, lent=lent))
         found = problem.best(best[1][1].seconds if best else math.inf)
         if found is None:
             continue
@@ -361,12 +358,10 @@ def _each(homes: str | dict[str, str] | None) -> Iterable[str | None]:
 
 def _plan(problem: Problem, choice: Choice, timing: Timing) -> Plan:
     shape, wishes = problem.shape, problem.wishes
-    on_disk = problem.disk.units(choice.homes, choice.micro)
     return Plan(
         shape.name, shape.parameters, shape.trained, problem.machine, wishes.tokens, wishes.seq, choice.micro,
         "fused" if wishes.fused else "eager",
-        {u.name: "through" if i in choice.through else on_disk.home_of(i, choice.homes[i])
-         for i, u in enumerate(shape.units)},
+        {u.name: home for u, home in zip(shape.units, choice.homes)},
         {w.name: mode for w, mode in zip(shape.windows, choice.modes)}, choice.ring, vram_table(problem, choice),
         problem.host_bytes(choice.homes, choice.micro, choice.modes), timing.seconds, timing.forward_s, timing.busy,
         timing.idle, _window_weights(shape), problem.disk_bytes(choice.homes, choice.micro, choice.modes),
@@ -384,20 +379,17 @@ def tiers_of(machine: Machine, vram: dict[str, int], host: dict[str, int], fleet
 
 def vram_table(problem: Problem, choice: Choice) -> dict[str, int]:
     """Bytes on the device by what they hold, at the peak of a step."""
-    keeping, ways, costs = problem.keeping, problem.ways, problem.keeping.costs(choice.micro)
-    kept, work, flying = keeping.peak(costs, choice.modes)
-    passing = keeping.passing_bytes(costs, choice.modes)
+    kept, work, flying, peak, early, *_ = problem.memory(choice.micro, choice.modes)
     at_home = problem.planes_at_home(choice.homes, choice.micro)
     table = {"context, libraries": problem.machine.vram_overhead_bytes,
-             "slots": sum(ways.slots(choice.homes, choice.ring)),
+             "slots": sum(problem.tally.slots(choice.homes, choice.ring)),
              **{f"at home: {plane}": n for plane, n in at_home.items()},
-             "updates through the device": THROUGH_BYTES * bool(choice.through),
+             "updates through the device": THROUGH_BYTES * ("through" in choice.homes),
              **({"exchange between GPUs": n} if (n := problem.exchange.buffers) else {}),
              "activations": kept, "work": work, "gradients under way": flying,
-             "torch's cache": passing - kept - work - flying}
-    if visiting := sum(ways.visiting(choice.homes).values()):
-        beyond = visiting + keeping.early_bytes(costs, choice.modes) - passing
-        table["states that arrive, beyond the peak"] = max(beyond, 0)
+             "torch's cache": peak - kept - work - flying}
+    if visiting := problem.visiting(choice.homes):
+        table["states that arrive, beyond the peak"] = max(visiting + early - peak, 0)
     return table
 
 

@@ -18,10 +18,9 @@ from typing import Any
 from ..base.errors import MegatrainError
 from ..base.limits import FILES_LEAST, show_bytes
 from ..store.disk import DISK_BUFFERS, buffer_bytes
-from .asked import Asked
 from .host_memory import limits, own_bytes, shortage
 from .refusals import changes_of, refusal, short
-from .tally import SETTLED
+from .tally import SETTLED, Asked
 
 OWN = "the module's own, given back"
 

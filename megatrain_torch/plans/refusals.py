@@ -11,8 +11,8 @@ import torch
 from ..base.errors import MegatrainError
 from ..base.limits import Bound, show_bytes, show_size, with_margin
 from ..store.disk import file_bytes
-from .asked import Asked
 from .planner import as_text
+from .tally import Asked
 
 Need = Callable[[Asked], dict[str, int]]
 

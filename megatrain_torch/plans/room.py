@@ -12,12 +12,10 @@ from .. import _core
 from ..base.limits import Bound, show_bytes, with_margin, without_margin
 from ..group.ranks import Ranks, as_one
 from ..store.disk import DISK_BUFFERS
-from .asked import Asked
-from .cost import PLANES_OF
 from .host_memory import limits, shortage
 from .preflight import check_limit
 from .refusals import refusal, short
-from .tally import SETTLED
+from .tally import PLANES_OF, SETTLED, Asked
 
 
 class Room:

@@ -13,8 +13,8 @@ from .. import _core
 from ..base.limits import host_limits, show_bytes
 from ..figures.tiers import Tier, bars, write_tiers
 from ..model.registry import runtime_of
-from ..plans.cost import PLANES_OF
 from ..plans.planner import as_text
+from ..plans.tally import PLANES_OF
 from ..store.disk import SPILLED
 
 
