@@ -60,13 +60,13 @@ FLAT = mt.Machine(
 def seven(layers: int, **other: int) -> Qwen2Config:
     """Qwen2.5-7B's width."""
     shape = {"hidden_size": 3584, "intermediate_size": 18944, "num_attention_heads": 28, "num_key_value_heads": 4,
-             "vocab_size": 152064, "num_hidden_layers": layers, "tie_word_embeddings": False}
+             "vocab_size": 152064, "num_hidden_layers": layers, "tie_word_embeddings": False, "use_cache": False}
     return Qwen2Config(**shape | other)
 
 
 def small(layers: int = 4, **other: int) -> LlamaConfig:
     shape = {"hidden_size": 1024, "intermediate_size": 2816, "num_attention_heads": 16, "num_key_value_heads": 4,
-             "vocab_size": 32000, "num_hidden_layers": layers, "tie_word_embeddings": False}
+             "vocab_size": 32000, "num_hidden_layers": layers, "tie_word_embeddings": False, "use_cache": False}
     return LlamaConfig(**shape | other)
 
 
@@ -403,6 +403,17 @@ def test_a_machine_too_small_is_named_as_such() -> None:
 def test_arguments_that_make_no_sense_are_refused(asked: dict, says: str) -> None:
     with pytest.raises(mt.MegatrainError, match=re.escape(says)):
         mt.plan(small(), **{"tokens": 4096, "seq": 512, "machine": FLAT} | asked)
+
+
+def test_a_key_value_cache_counts_where_a_forward_fills_one() -> None:
+    """Of all tokens of a micro-batch keys and values of all layers, 2 x 4 heads x 128 numbers each."""
+    asked, config = dict(tokens=32768, seq=1024, machine="h200-128g", vram="24GiB"), seven(20, use_cache=True)
+    with_it, without = mt.plan(config, **asked), mt.plan(config, **asked, use_cache=False)
+    assert with_it.vram["key-value cache"] == 2 * 4 * 128 * 2 * 20 * 32768 // with_it.micro
+    assert "key-value cache" not in without.vram and without.seconds < with_it.seconds
+    assert with_it.vram_bytes <= 24 * GIB
+    config.use_cache = False
+    assert mt.plan(config, **asked) == without
 
 
 # ---- the search

@@ -940,7 +940,8 @@ static mt_status add_row(plan *p, int64_t m, track_bound *tracks, int64_t n, can
 {
     const mt_search *in = p->in;
     int64_t          slots = p->totals[c.at.row * in->n_rings + c.at.ring];
-    int64_t          vram = in->most_vram - slots - in->planes[c.at.row];
+    int64_t          here = slots + in->planes[c.at.row] + in->cached[m];
+    int64_t          vram = in->most_vram - here;
     int64_t          host = in->most_host - in->host[c.at.row];
     double           best = INFINITY, spared = (double)most(slots, in->spared);
     mt_status        st;
@@ -967,7 +968,7 @@ static mt_status add_row(plan *p, int64_t m, track_bound *tracks, int64_t n, can
         c.bound = bound_of(in, spared, m, forward, h, t, backward_s, 1);
         c.order = bound_of(in, spared, m, forward, h, t, backward_s, 0);
         c.spilled = t->t.spilled;
-        c.top = slots + in->planes[c.at.row] + top_of(&t->level[level], h->states);
+        c.top = here + top_of(&t->level[level], h->states);
         c.at.track = (int)i, c.at.level = (int)level;
         if (c.bound <= than * ROUNDED) {
             if ((st = MT_GROW(p->found, p->room, p->n_found + 1, "search")) != MT_OK)
@@ -1215,7 +1216,8 @@ static void need_row(plan *p, int64_t row, int64_t m, const track_bound *tracks,
                      int64_t *spilled, mt_needs *out, int64_t *lacks)
 {
     const mt_search *in = p->in;
-    int64_t          here = in->planes[row] + p->totals[row * in->n_rings], states = 0, lack[3];
+    int64_t          here = in->planes[row] + p->totals[row * in->n_rings] + in->cached[m];
+    int64_t          states = 0, lack[3];
 
     *spilled = -1;
     for (int64_t u = 0; u < in->step.n_units; u++)

@@ -64,6 +64,7 @@ typedef struct mt_search {
     const int64_t *on_disk, *is_linked;  /* [n_modes] */
 
     const int64_t *micro;                /* [n_micro] numbers of micro-batches, fastest first */
+    const int64_t *cached;               /* [n_micro] bytes on the device beside, all the time */
     const int64_t *rings;                /* [n_rings] slots of a size, fewest first */
 
     /* [n_micro + 1] where each number's tracks begin; [tracks][n_windows] */

@@ -181,7 +181,7 @@ def plan(model: Any, *, tokens: int, seq: int, machine: Machine | str | None = N
          compute: str = "auto", products: str = "bf16", base: str | None = None, adapter: Any = None,
          dtype: torch.dtype | None = None, units: list[str | nn.Module] | None = None, layers: int | None = None,
          nvme: str | dict[str, Any] | None = None, gpus: int = 1, machines: int = 1, experts: int | None = None,
-         delivery: str | None = None) -> Plan:
+         delivery: str | None = None, use_cache: bool = True) -> Plan:
     """Predicts a training step with mt.AdamW and finds the choice of least time within the limits.
 
     Args:
@@ -210,6 +210,8 @@ def plan(model: Any, *, tokens: int, seq: int, machine: Machine | str | None = N
         experts: of a layer, frozen in one parameter, fetched at a time; 0: all. None: what is best.
         delivery: of weights to several GPUs of a machine, "whole" or "shards"; None: in shards where the rates of links
             between them are known and that is faster.
+        use_cache: False: forwards are called with it, and fill no key-value cache. True: they do where the model's
+            configuration says so, and it counts.
 
     Raises:
         MegatrainError: an argument makes no sense; or nothing that may be chosen fits. Then the message has the
@@ -221,7 +223,7 @@ def plan(model: Any, *, tokens: int, seq: int, machine: Machine | str | None = N
     wishes = dataclasses.replace(_wishes(tokens, seq, compute, homes, activations, slots, micro),
                                  nvme=None if disk is None else disk.room(), grads=_grads(grads, micro),
                                  states=check_states(states), fleet=fleet,
-                                 delivery=check_delivery(fleet, delivery))
+                                 delivery=check_delivery(fleet, delivery), caches=use_cache)
     check_homes(fleet, _each(homes), grads)
     limits = _limits(machine, vram, host, check_products(products, compute))
     shape_with = shapes_of(model, dtype=dtype, units=units, layers=layers, products=products, base=base,
@@ -387,7 +389,8 @@ def vram_table(problem: Problem, choice: Choice) -> dict[str, int]:
              "updates through the device": THROUGH_BYTES * ("through" in choice.homes),
              **({"exchange between GPUs": n} if (n := problem.exchange.buffers) else {}),
              "activations": kept, "work": work, "gradients under way": flying,
-             "torch's cache": peak - kept - work - flying}
+             "torch's cache": peak - kept - work - flying,
+             **({"key-value cache": n} if (n := problem.cache_bytes(choice.micro)) else {})}
     if visiting := problem.visiting(choice.homes):
         table["states that arrive, beyond the peak"] = max(visiting + early - peak, 0)
     return table

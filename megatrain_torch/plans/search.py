@@ -83,6 +83,7 @@ class Wishes:
         states: how AdamW's are kept.
         fleet: GPUs and machines, each of which makes such a step.
         delivery: of weights to a machine's GPUs, one of modes.DELIVERIES.
+        caches: forwards fill key-value caches, where the model's configuration does not say otherwise.
     """
 
     tokens: int
@@ -98,6 +99,7 @@ class Wishes:
     states: str = "fp32"
     fleet: Fleet = ALONE
     delivery: str = "whole"
+    caches: bool = False
 
 
 class Choice(NamedTuple):
@@ -224,6 +226,12 @@ class Problem:
     def planes_at_home(self, homes: Sequence[str], micro: int) -> dict[str, int]:
         """Of units at home in VRAM, by plane; what is there all the time."""
         return self.wishes.fleet.on_device(self.tally.at_home(homes, micro))
+
+    def cache_bytes(self, micro: int) -> int:
+        """On the device, of keys and values that a micro-batch's output keeps for as long as it lives."""
+        w = self.wishes
+        each = sum(window.template.cached for window in self.shape.windows if window.template is not None)
+        return w.tokens // micro * each if w.caches and w.fused else 0
 
     def visiting(self, homes: Sequence[str]) -> int:
         """Bytes of states that arrive."""
@@ -551,7 +559,8 @@ class Problem:
         rows, alone = self.rows, self.wishes.fleet.alone
         memory_s = [0.0] * len(rows) * len(self.micro_counts) if alone else \
             [self._memory_s(row.homes, k) for row in rows for k in self.micro_counts]
-        return {"micro": array("q", self.micro_counts), "rings": array("q", self.rings),
+        return {"micro": array("q", self.micro_counts), "cached": array("q", map(self.cache_bytes, self.micro_counts)),
+                "rings": array("q", self.rings),
                 "homes": b"".join(_coded(row.homes, HOMES) for row in rows), "memory_s": array("d", memory_s),
                 **{name: array("q", [getattr(row, name) for row in rows])
                    for name in ("several", "planes", "host", "room")}}
