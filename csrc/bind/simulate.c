@@ -85,7 +85,8 @@ static const field of_walk[] = {
 #define SEARCH(name, kind, dims) { #name, kind, dims, offsetof(mt_search, name) }
 static const field of_search[] = {
     SEARCH(kind, 'q', "w"), SEARCH(host_s, 'd', "u"), SEARCH(micro, 'q', "m"),
-    SEARCH(cached, 'q', "m"), SEARCH(rings, 'q', "r"), SEARCH(several, 'q', "c"), SEARCH(on_disk, 'q', "a"),
+    SEARCH(cached, 'q', "m"),
+    SEARCH(rings, 'q', "r"), SEARCH(several, 'q', "c"), SEARCH(on_disk, 'q', "a"),
     SEARCH(n_kinds, 'n', "k"),
     STEP(weights, 'q', "u"), STEP(gradients, 'q', "u"), STEP(add_s, 'd', "u"),
     STEP(exchange_s, 'd', "u"), STEP(network_s, 'd', "u"), STEP(lost_s, 'd', "u"),

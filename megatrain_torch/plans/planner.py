@@ -208,10 +208,8 @@ def plan(model: Any, *, tokens: int, seq: int, machine: Machine | str | None = N
         gpus, machines: GPUs of each machine, and machines, with a process for each GPU, as torchrun starts them. vram
             is one GPU's limit, host and nvme one machine's. Of several machines none has weights on disk.
         experts: of a layer, frozen in one parameter, fetched at a time; 0: all. None: what is best.
-        delivery: of weights to several GPUs of a machine, "whole" or "shards"; None: in shards where the rates of links
-            between them are known and that is faster.
-        use_cache: False: forwards are called with it, and fill no key-value cache. True: they do where the model's
-            configuration says so, and it counts.
+        delivery: of weights to several GPUs of a machine, "whole" or "shards"; None: in shards where that is faster.
+        use_cache: False: forwards are called with it; True: a key-value cache counts where the model's config has it.
 
     Raises:
         MegatrainError: an argument makes no sense; or nothing that may be chosen fits. Then the message has the
