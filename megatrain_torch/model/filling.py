@@ -10,7 +10,7 @@ from .. import _core
 from ..base.codes import plain_kind
 from ..base.units import Group, stored_dtype
 from ..group.ranks import Ranks, as_one
-from ..plans.host_memory import TRIM_BYTES, give_back, own_bytes
+from ..plans.room import TRIM_BYTES, give_back, own_bytes
 from ..plans.tally import SETTLED, Asked
 from ..store import gradient
 from ..store.disk import file_bytes

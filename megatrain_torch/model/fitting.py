@@ -9,15 +9,7 @@ import torch
 
 from ..base.errors import MegatrainError
 from ..base.stacks import usual_experts
-from ..plans.preflight import (
-    check_device,
-    check_loading,
-    check_weights,
-    loads,
-    settled_last,
-    to_disk,
-)
-from ..plans.room import Room
+from ..plans.room import Room, check_device, check_loading, check_weights, loads, to_disk
 from ..plans.tally import SETTLED, Asked
 from ..store.disk import check_room
 from .choices import Choices
@@ -71,7 +63,7 @@ def _provisional(asked: Asked, host: int | None, most: int | None) -> Asked:
     try:
         check_weights(asked, host, most)
     except MegatrainError:
-        for tried in settled_last(asked):
+        for tried in asked.moved("ram", "vram"):     # the last one first
             if most is None or sum(tried.device().values()) > most:
                 break
             if loads(tried, host):

@@ -18,7 +18,7 @@ from ..base.limits import show_bytes
 from ..base.units import Group
 from ..group.descriptor import shared
 from ..group.ranks import Ranks
-from ..plans.host_memory import own_bytes
+from ..plans.room import own_bytes
 from ..store.mapped import Mapped
 from ..store.records import Record
 

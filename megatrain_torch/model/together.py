@@ -23,7 +23,7 @@ from ..group.between import Between
 from ..group.descriptor import shared
 from ..group.ranks import Ranks
 from ..plans.fleet import Fleet, check_homes
-from ..plans.host_memory import shortage
+from ..plans.room import shortage
 from ..store.records import Record
 from .choices import Choices
 
