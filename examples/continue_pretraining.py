@@ -145,6 +145,7 @@ def main() -> None:
         tokens=args.tokens,
         seq=args.seq,
         vram=args.vram,
+        use_cache=False,  # as the loop calls the model
         states=args.states,
         nvme=args.nvme,
         products=args.products,

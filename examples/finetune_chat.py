@@ -159,7 +159,8 @@ def main() -> None:
         raise SystemExit(f"{args.data}: the assistant says nothing in the first {args.seq} tokens")
 
     plan = mt.plan(
-        config, tokens=args.tokens, seq=args.seq, vram=args.vram, states=args.states
+        config, tokens=args.tokens, seq=args.seq, vram=args.vram, states=args.states,
+        use_cache=False,
     )  # what fits and takes least time: where each layer lives, what is kept, micro-batches
     print(str(plan).split("\n\n")[0])
     model = mt.from_pretrained(AutoModelForCausalLM, args.model, plan=plan)

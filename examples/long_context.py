@@ -110,7 +110,8 @@ def main() -> None:
         args.data = tiny.text(args.out / "long.txt")
     config = stretched(AutoConfig.from_pretrained(args.model), args.seq)
     plan = mt.plan(
-        config, tokens=args.seq, seq=args.seq, machine=args.machine, vram=args.vram, micro=1
+        config, tokens=args.seq, seq=args.seq, machine=args.machine, vram=args.vram, micro=1,
+        use_cache=False,
     )
     print(plan)
     if args.plan_only:

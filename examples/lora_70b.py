@@ -69,7 +69,10 @@ def planned(config: Any, args: argparse.Namespace) -> mt.Plan:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
         model = with_adapters(model, args.rank)
-    return mt.plan(model, tokens=args.tokens, seq=args.seq, machine=args.machine, vram=args.vram)
+    return mt.plan(
+        model, tokens=args.tokens, seq=args.seq, machine=args.machine, vram=args.vram,
+        use_cache=False,
+    )
 
 
 def rows_of(args: argparse.Namespace, config: Any) -> torch.Tensor:

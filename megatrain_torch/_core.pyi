@@ -347,11 +347,29 @@ def disk_measure(path: str, bytes: int, each: int = 33554432, depth: int = 8, th
 def read_file(file: tuple[str, int, list[tuple[int, int, int, int]]], sums: bytes | None, threads: int, /) -> None:
     """Fills the memory of a file's extents; blocks that are read are compared with their sums. Without extents: all."""
 def schedule(step: Any, /) -> bytes:
-    """The engine's schedule of a simulate.Step: of each entry kind (FETCH 0, COMPUTE 1, RELEASE 2), unit, slot."""
-def walk(step: Any, schedule: bytes, than: float, events: bool = False, /) -> tuple[
-        float, float, tuple[float, ...], tuple[float, ...], list[tuple[int, int, float, float]] | None] | None:
-    """A simulate.Step's (seconds, seconds of its forwards, busy and idle seconds by row, events); None: `than` seconds
-    or more. Rows are LANES, and behind them Python. events: (row, unit, or window where windows do it, begin, end)."""
+    """The engine's schedule of a step, an object with mt_walk's fields: of each entry kind (FETCH 0, COMPUTE 1,
+    RELEASE 2), unit, slot."""
+
+_Walked = tuple[float, float, tuple[float, ...], tuple[float, ...], list[tuple[int, int, float, float]] | None]
+
+def walk(step: Any, schedule: bytes, than: float, events: bool = False, /) -> _Walked | None:
+    """A step's (seconds, seconds of its forwards, busy and idle seconds by row, events); None: `than` seconds or more.
+    Rows are LANES, and behind them Python. events: (row, unit, or window where windows do it, begin, end)."""
+def search_best(search: Any, than: float, most: int, /) -> tuple[int, int, int, bytes, _Walked] | None:
+    """Of an object with mt_search's fields (csrc/walk/search.h): row, ring, number of micro-batches, modes and walk of
+    the choice of least time below `than`; so many are tried."""
+def search_time(search: Any, micro: int, homes: bytes, memory_s: float, ring: int, modes: bytes, than: float, /
+                ) -> _Walked | None: ...
+def search_memory(search: Any, micro: int, modes: bytes, /) -> tuple[int, ...]:
+    """The fields of mt_memory_of."""
+def search_needs(search: Any, /) -> tuple[bytes, int, int, int, int]:
+    """Fewest bytes in a file by row and micro, -1: fits with none; least vram, least host; the row and micro that lack
+    the fewest bytes."""
+def search_track(search: Any, micro: int, track: int, /) -> tuple[int, int, float, bytes, bytes]:
+    """Bytes away and in a file, least seconds, levels (mt_level) and their modes."""
+def search_bound(search: Any, row: int, ring: int, micro: int, track: int, level: int, /) -> float: ...
+def plan_slots(sizes: list[int], ring: int, /) -> list[int]:
+    """Bytes of each slot, largest first, for units of these sizes."""
 def register_ops() -> None:
     """Registers torch.ops.megatrain.* through libtorch's stable C shim. torch must be imported."""
 

@@ -11,10 +11,11 @@ import fusing
 import parity
 from edges import Scenario
 from fusing import padded
+from steps import DEVICE, HOST, Lists, Step, simulate
 from test_fused import FAMILIES
 from torch import Tensor, nn
 
-from megatrain_torch.plans.simulate import DEVICE, HOST, Lists, Step, Timing, simulate
+from megatrain_torch.plans.search import Timing
 
 
 @functools.cache

@@ -24,8 +24,8 @@ from test_adamw import HYPER, Dots, feed, grads_for, plain_dots  # noqa: E402
 
 import megatrain_torch as mt  # noqa: E402
 from megatrain_torch import _core  # noqa: E402
-from megatrain_torch.plans.asked import Asked  # noqa: E402
-from megatrain_torch.plans.placement import Problem  # noqa: E402
+from megatrain_torch.plans.search import Problem  # noqa: E402
+from megatrain_torch.plans.tally import Asked  # noqa: E402
 
 NONE = {"grads": "none"}
 GRAD = _core.PLANES["GRAD"]

@@ -23,12 +23,11 @@ from torch import Tensor, nn
 import megatrain_torch as mt
 from megatrain_torch.graph.swap import Bundle, Swap
 from megatrain_torch.model.stream import runtime_of
-from megatrain_torch.plans import patterns
+from megatrain_torch.plans import search
 from megatrain_torch.plans.cost import cost_of
 from megatrain_torch.plans.machine import MACHINES
-from megatrain_torch.plans.placement import Problem
+from megatrain_torch.plans.search import Problem, Wishes
 from megatrain_torch.plans.shapes import shapes_of
-from megatrain_torch.plans.wishes import Wishes
 
 pytestmark = pytest.mark.usefixtures("streaming")
 if parity.IDENTITY:
@@ -227,7 +226,7 @@ def test_pairs_are_planned_for_a_long_sequence_that_memory_is_short_for(monkeypa
     linked = [i for i, mode in enumerate(modes) if mode.startswith("linked")]
     assert len(linked) >= 4
     assert all(modes[i - 1].startswith(("attention", "selective", "saved")) for i in linked)
-    monkeypatch.setattr(patterns, "LONG_SEQ", 1 << 40)
+    monkeypatch.setattr(search, "LONG_SEQ", 1 << 40)
     assert plan.seconds < 0.9 * mt.plan(seven(28), **asked).seconds
 
 
@@ -257,9 +256,14 @@ def test_a_link_costs_what_is_behind_attention_and_spares_the_input() -> None:
 def test_what_comes_for_links_is_counted() -> None:
     """Three layers in host memory: while the last runs, both others' come; the second makes its input from the first's."""
     problem = Problem(shapes_of(seven(3))("fp32"), MACHINES["h200-128g"], Wishes(1 << 17, 1 << 17))
-    costs = problem.keeping.costs(1)
-    away = costs[1].away
-    modes = ("saved", "attention+host", "linked+host", "attention+host", "saved", "saved")
-    assert problem.keeping.coming(costs, modes) == [0, 0, away["attention+host"], away["linked+host"], 0, 0]
-    plain = ("saved", *["attention+host"] * 3, "saved", "saved")
-    assert problem.keeping.coming(costs, plain) == [0] * 6
+    cost = problem.costs(1)[1]
+
+    def work(*modes: str) -> tuple[int, int]:
+        """At the peak, beside what is kept, and gradients under way there."""
+        return problem.memory(1, ("saved", *modes, "saved", "saved"))[1:3]
+
+    last, _ = work("attention+host", "linked+host", "attention+host")
+    assert last == cost.work["attention+host"] + cost.away["linked+host"]
+    assert work(*["attention+host"] * 3)[0] == cost.work["attention+host"]
+    linked, _ = work("attention+host", "attention+host", "linked+host")
+    assert linked == cost.work["linked+host"] + cost.away["attention+host"]

@@ -19,6 +19,7 @@ import zoo
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kept import plain_step
+from steps import Lists, Step, track_of, tracks_of
 from transformers import (
     GptOssConfig,
     LlamaConfig,
@@ -32,24 +33,17 @@ from transformers import (
 import megatrain_torch as mt
 import megatrain_torch.plans.changes as changes_module
 import megatrain_torch.plans.machine as machine_module
-import megatrain_torch.plans.simulate as simulation
 from megatrain_torch import _core, cli
 from megatrain_torch._core import Engine
 from megatrain_torch.base.slots import plan_slots
 from megatrain_torch.model.stream import runtime_of
-from megatrain_torch.plans import doctor, patterns
-from megatrain_torch.plans.bounds import Kept
-from megatrain_torch.plans.cost import Home, cost_of
+from megatrain_torch.plans import doctor, search
+from megatrain_torch.plans.cost import cost_of
 from megatrain_torch.plans.fleet import Fleet
-from megatrain_torch.plans.homes import Homes
 from megatrain_torch.plans.machine import MACHINES, Machine, resolve
-from megatrain_torch.plans.on_disk import Disk
-from megatrain_torch.plans.placement import Problem
 from megatrain_torch.plans.planner import vram_table
+from megatrain_torch.plans.search import Choice, Problem, Row, Wishes
 from megatrain_torch.plans.shapes import Shape, shapes_of
-from megatrain_torch.plans.simulate import Step, simulate
-from megatrain_torch.plans.tracks import Track
-from megatrain_torch.plans.wishes import Choice, Wishes
 from megatrain_torch.store.disk import MEMORY_BYTES
 
 GIB = 2**30
@@ -66,13 +60,13 @@ FLAT = mt.Machine(
 def seven(layers: int, **other: int) -> Qwen2Config:
     """Qwen2.5-7B's width."""
     shape = {"hidden_size": 3584, "intermediate_size": 18944, "num_attention_heads": 28, "num_key_value_heads": 4,
-             "vocab_size": 152064, "num_hidden_layers": layers, "tie_word_embeddings": False}
+             "vocab_size": 152064, "num_hidden_layers": layers, "tie_word_embeddings": False, "use_cache": False}
     return Qwen2Config(**shape | other)
 
 
 def small(layers: int = 4, **other: int) -> LlamaConfig:
     shape = {"hidden_size": 1024, "intermediate_size": 2816, "num_attention_heads": 16, "num_key_value_heads": 4,
-             "vocab_size": 32000, "num_hidden_layers": layers, "tie_word_embeddings": False}
+             "vocab_size": 32000, "num_hidden_layers": layers, "tie_word_embeddings": False, "use_cache": False}
     return LlamaConfig(**shape | other)
 
 
@@ -227,10 +221,10 @@ def test_a_long_row_works_in_less() -> None:
 def test_of_a_long_row_some_layers_keep_attention_and_some_their_input_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = dict(tokens=1 << 20, seq=1 << 20, machine="h200-1.5t,host=250GiB", states="8bit-sr", grads="none")
     plan = mt.plan(seven(28), **asked)
-    monkeypatch.setattr(patterns.Patterns, "_linked_tracks", lambda self: [])
+    monkeypatch.setattr(Problem, "_linked", lambda *asked: [])
     mixed = mt.plan(seven(28), **asked)
     assert {"replay+host", "attention+host"} <= set(mixed.activations.values()) and mixed.seconds > plan.seconds
-    monkeypatch.setattr(patterns, "LONG_SEQ", 1 << 40)
+    monkeypatch.setattr(search, "LONG_SEQ", 1 << 40)
     assert mixed.seconds < 0.95 * mt.plan(seven(28), **asked).seconds
 
 
@@ -376,7 +370,7 @@ def test_states_on_disk_are_spread_where_gradients_are_kept_nowhere(monkeypatch:
     spread = mt.plan(small(24), **asked)
     places = [i for i, home in enumerate(spread.homes.values()) if home == "disk"]
     assert len(places) >= 4 and all(b - a > 1 for a, b in itertools.pairwise(places[:-2])), places
-    monkeypatch.setattr(Disk, "_order", lambda self, homes: list(reversed(self.uses.first)))
+    monkeypatch.setattr(Problem, "_last_used", lambda self, homes: list(reversed(self.first)))
     assert spread.seconds < 0.9 * mt.plan(small(24), **asked).seconds
 
 
@@ -411,17 +405,29 @@ def test_arguments_that_make_no_sense_are_refused(asked: dict, says: str) -> Non
         mt.plan(small(), **{"tokens": 4096, "seq": 512, "machine": FLAT} | asked)
 
 
+def test_a_key_value_cache_counts_where_a_forward_fills_one() -> None:
+    """Of all tokens of a micro-batch keys and values of all layers, 2 x 4 heads x 128 numbers each."""
+    asked, config = dict(tokens=32768, seq=1024, machine="h200-128g", vram="24GiB"), seven(20, use_cache=True)
+    with_it, without = mt.plan(config, **asked), mt.plan(config, **asked, use_cache=False)
+    assert with_it.vram["key-value cache"] == 2 * 4 * 128 * 2 * 20 * 32768 // with_it.micro
+    assert "key-value cache" not in without.vram and without.seconds < with_it.seconds
+    assert with_it.vram_bytes <= 24 * GIB
+    config.use_cache = False
+    assert mt.plan(config, **asked) == without
+
+
 # ---- the search
 
 def every_choice(p: Problem) -> list[Choice]:
-    fitting = []
-    for micro, (_, homes, ring, slots, planes, host) in (
-            (micro, found) for found in p.combinations() for micro in found.counts):
-        fitting += [Choice(micro, homes.units, ring, made.modes(level), homes.through) for made in p.tracks(micro)
-                    for level in range(len(made.levels.peaks))
-                    if slots + planes + made.most(level, homes.visiting) <= p.machine.vram_bytes
-                    and host + made.away <= p.machine.host_bytes
-                    and made.spilled <= p.disk.room(homes.units, micro)]
+    fitting, tracks = [], {micro: tracks_of(p, micro) for micro in p.micro_counts}
+    for row, ring, micro in itertools.product(p.rows, p.rings, p.micro_counts):
+        if row.several != (micro > 1):
+            continue
+        here, states = row.planes + sum(p.tally.slots(row.homes, ring)), p.visiting(row.homes)
+        fitting += [Choice(micro, row.homes, ring, made.modes(level)) for made in tracks[micro]
+                    for level in range(len(made.peaks))
+                    if here + made.most(level, states) <= p.machine.vram_bytes
+                    and row.host + made.away <= p.machine.host_bytes and made.spilled <= row.room]
     return fitting
 
 
@@ -432,7 +438,7 @@ def test_the_search_finds_the_least_time_of_all_choices(vram: int, fused: bool, 
     p = problem(shape_of(small(3)), vram + 81 * GIB // 32 * (not fleet.alone), fused=fused, seq=2048,
                 fleet=fleet)
     p = few_cores(p) if vram == 3 * GIB else p
-    tried = [p.steps.time(c).seconds for c in every_choice(p)]
+    tried = [p.time(c).seconds for c in every_choice(p)]
     assert p.best()[1].seconds == min(tried)
 
 
@@ -448,48 +454,47 @@ def test_the_bound_is_never_above_the_simulation(data: st.DataObject) -> None:
                 fleet=data.draw(st.sampled_from([Fleet(), Fleet(), Fleet(2), Fleet(1, 2), Fleet(8, 3)])),
                 delivery=data.draw(st.sampled_from(["whole", "shards"])))
     p = few_cores(p) if data.draw(st.booleans()) else p
-    micro = data.draw(st.sampled_from(p.micro_counts()))
-    units = tuple(data.draw(st.lists(st.sampled_from(Home), min_size=len(shape.units), max_size=len(shape.units))))
-    tracks = p.tracks(micro)
-    track = data.draw(st.integers(0, len(tracks) - 1))
-    made, asked = tracks[track], data.draw(st.sampled_from([p.ways.through(units), frozenset()]))
-    homes = p.ways.homes(units, asked)
-    level = data.draw(st.integers(0, len(made.levels.peaks) - 1))
-    ring, slots = data.draw(st.sampled_from(homes.slots))
-    check_bound(p, micro, homes, made, level, ring, slots)
+    micro = data.draw(st.sampled_from(p.micro_counts))
+    units = data.draw(st.lists(st.sampled_from(["ram", "vram", "arrive"]), min_size=len(shape.units),
+                               max_size=len(shape.units)))
+    homes = p._with_disk(tuple(units), micro)
+    if data.draw(st.booleans()) and not {"disk", "disk+weights"} & set(homes):
+        sent = p._through(homes)
+        homes = tuple("through" if u in sent else home for u, home in enumerate(homes))
+    p.rows = [Row(homes, micro > 1, 0, 0, 10**15)]
+    track = data.draw(st.integers(0, len(p.tracks(micro)) - 1))
+    level = data.draw(st.integers(0, len(track_of(p, micro, track).peaks) - 1))
+    check_bound(p, micro, track, level, data.draw(st.integers(0, len(p.rings) - 1)))
 
 
-def check_bound(p: Problem, micro: int, homes: Homes, made: Track, level: int, ring: int, slots: int) -> None:
-    choice = Choice(micro, homes.units, ring, made.modes(level), homes.through)
-    timing = p.steps.time(choice)
-    before = made.levels.before_s[level]
-    kept = Kept(sum(p.keeping.costs(micro)[w].backward_s[mode] for w, mode in enumerate(choice.modes)),
-                before[homes.low + 1], before[min(homes.low, made.begins) + 1], made.out, made.spill_s,
-                made.forward_wait_s, made.backward_wait_s)
-    of = p.bounds.of_homes([homes], micro)
-    assert p.bounds.of(slots, micro, of, kept)[0] <= timing.seconds * (1 + 1e-12)
-    least = made.forward_wait_s + made.backward_wait_s + made.least_s
-    assert least <= made.forward_wait_s + made.backward_wait_s + kept.backward_s * (1 + 1e-12)
-    assert p.steps.time(choice, timing.seconds) is None
-    assert p.steps.time(choice, math.nextafter(timing.seconds, math.inf)) == timing
+def check_bound(p: Problem, micro: int, track: int, level: int, ring: int) -> None:
+    """Of the only row."""
+    made = track_of(p, micro, track)
+    choice = Choice(micro, p.rows[0].homes, p.rings[ring], made.modes(level))
+    timing = p.time(choice)
+    at = 0, ring, p.micro_counts.index(micro), track, level
+    assert _core.search_bound(p.arrays, *at) <= timing.seconds * (1 + 1e-12)
+    assert made.least_s <= timing.seconds / micro * (1 + 1e-12)
+    assert p.time(choice, timing.seconds) is None
+    assert p.time(choice, math.nextafter(timing.seconds, math.inf)) == timing
 
 
 def test_updates_that_a_backward_makes_while_it_waits_are_not_bounded_twice() -> None:
     """Units at home in VRAM are updated in backward where gradients are kept nowhere, also while activations return."""
     p = problem(SMALL, 10**15, 10**15, tokens=32768, grads="none")
-    homes = p.ways.homes(tuple(Home.RAM if 2 <= u <= 5 else Home.VRAM for u in range(len(SMALL.units))))
-    waiting = [made for made in p.tracks(1) if made.backward_wait_s > 0]
-    assert waiting
-    for made in waiting:
-        check_bound(p, 1, homes, made, 0, *homes.slots[-1])
+    p.rows = [Row(tuple("ram" if 2 <= u <= 5 else "vram" for u in range(len(SMALL.units))), False, 0, 0, 0)]
+    away = [track for track, made in enumerate(tracks_of(p, 1)) if made.away]
+    assert away
+    for track in away:
+        check_bound(p, 1, track, 0, len(p.rings) - 1)
 
 
 def test_keeping_more_activations_takes_more_bytes_and_less_time() -> None:
     for fused in (True, False):
-        made = problem(WIDE, 10**12, fused=fused).tracks(1)[0]
-        peaks, backward_s = made.levels.peaks.tolist(), made.levels.backward_s.tolist()
+        made = track_of(problem(WIDE, 10**12, fused=fused, micro=1), 1, 0)
+        peaks, backward_s = made.peaks.tolist(), made.backward_s.tolist()
         assert peaks == sorted(peaks) and backward_s == sorted(backward_s, reverse=True)
-        assert len({made.modes(level) for level in range(len(peaks))}) == len(made.levels.peaks) > 12
+        assert len({made.modes(level) for level in range(len(peaks))}) == len(made.peaks) > 12
 
 
 def test_states_that_arrive_are_chosen_where_memory_is_short() -> None:
@@ -568,24 +573,20 @@ def test_a_plan_whose_updates_pass_through_the_device_runs() -> None:
 
 def test_states_that_arrive_count_beside_what_is_alive_while_they_are_there() -> None:
     p = problem(WIDE, 10**15, 10**15, tokens=65536, seq=4096)
-    made, homes = p.tracks(1)[0], (Home.ARRIVE, Home.ARRIVE) + (Home.RAM,) * (len(WIDE.units) - 2)
+    made, homes = track_of(p, 1, 0), ("arrive", "arrive") + ("ram",) * (len(WIDE.units) - 2)
     states = sum(u.masters + u.moments for u in WIDE.units[:2])
-    full, bare = len(made.levels.peaks) - 1, 0
-    assert made.most(full, states) == made.levels.peaks[full] > made.levels.early[full] + states
-    assert made.most(bare, 10**12) == made.levels.early[bare] + 10**12
+    full, bare = len(made.peaks) - 1, 0
+    assert made.most(full, states) == made.peaks[full] > made.early[full] + states
+    assert made.most(bare, 10**12) == made.early[bare] + 10**12
     table = vram_table(p, Choice(1, homes, 3, made.modes(full)))
     assert table["states that arrive, beyond the peak"] == 0 and table["at home: weights"] > 0
     assert "at home: moments" not in table
-    for level in range(len(made.levels.peaks)):
-        assert made.level(made.most(level, states), states) >= level
-        assert made.level(made.most(level, states) - 1, states) < level or made.most(level - 1, states) \
-            == made.most(level, states)
 
 
 def test_states_that_come_late_are_waited_for() -> None:
     p = problem(WIDE, 10**15, 10**15, tokens=1024, seq=512)
-    made, homes = p.tracks(1)[0], (Home.ARRIVE,) * len(WIDE.units)
-    assert p.steps.time(Choice(1, homes, 3, made.modes(0))).idle["through"] > 0.1
+    made, homes = track_of(p, 1, 0), ("arrive",) * len(WIDE.units)
+    assert p.time(Choice(1, homes, 3, made.modes(0))).idle["through"] > 0.1
 
 
 # ---- the simulation
@@ -652,7 +653,9 @@ def test_a_streamed_model_uses_its_units_in_the_order_that_is_planned() -> None:
     config = seven(5, hidden_size=64, intermediate_size=128, num_attention_heads=4, vocab_size=9000)
     model = Qwen2ForCausalLM(config)
     p = problem(shape_of(model), 10**12, tokens=16, seq=8, fused=False)
-    step = p.steps.step(Choice(1, (False,) * len(p.shape.units), 3, p.tracks(1)[0].base))
+    ram, windows = ("ram",) * len(p.shape.units), len(p.shape.windows)
+    step = plain_step([0] * windows, p.arrays.weights.tolist(), p.tally.slots(ram, 3), units=Lists(*p.arrays.units),
+                      again=Lists(*p.arrays.again), backward_s=[1.0] * windows)
     mt.stream(model, device="cpu", plan={"slots": 3, "activations": "replay"})
     ids = torch.arange(16).view(2, 8)
     for _ in range(3):
@@ -665,12 +668,12 @@ def test_a_streamed_model_uses_its_units_in_the_order_that_is_planned() -> None:
     mt.unstream(model)
 
 
-def test_many_micro_batches_take_as_long_as_if_each_was_walked_through(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_micro_batches_take_as_long_as_if_each_was_walked_through() -> None:
     p = problem(SMALL, 10**12, tokens=512 * 16, micro=16)
-    step = p.steps.step(Choice(16, (False,) * len(SMALL.units), 3, p.tracks(16)[0].base))
-    short = simulate(step)
-    monkeypatch.setattr(simulation, "SHOWN_MICRO", 16)
-    whole = simulate(step)
+    choice = Choice(16, ("ram",) * len(SMALL.units), 3, track_of(p, 16, 0).modes(0))
+    short = p.time(choice)
+    p.arrays.shown = 16
+    whole = p.time(choice)
     assert short.seconds == pytest.approx(whole.seconds, rel=0.01)
     assert short.busy == pytest.approx(whole.busy, rel=0.15)        # the first micro-batch fetches more, adds nothing
 
@@ -685,8 +688,8 @@ def test_predicted_steps_agree_with_measured_ones(line: dict) -> None:
     """One H200, all weights streamed, the model's own code, activations recomputed: within 8 % of the step."""
     layers, tokens, seq = (int(re.search(p, line["case"])[1]) for p in (r"(\d+) layers", r"(\d+) tokens", r"S=(\d+)"))
     p = Problem(shape_of(seven(layers)), MACHINES["h200-128g"], Wishes(tokens, seq, fused=False))
-    made, homes = p.tracks(1)[0], (False,) * len(p.shape.units)
-    timing = p.steps.time(Choice(1, homes, 3, made.modes(0)))
+    made, homes = track_of(p, 1, 0), ("ram",) * len(p.shape.units)
+    timing = p.time(Choice(1, homes, 3, made.modes(0)))
     assert timing.seconds == pytest.approx(line["step_s"], rel=0.08)
     assert timing.busy["h2d"] * 55.5e9 >= 0.98 * line["h2d_bytes"]
     store = sum(n for what, n in p.host_bytes(homes, 1).items() if "torch" not in what)
@@ -704,7 +707,7 @@ def test_host_bytes_are_those_of_the_store() -> None:
         opt.step()
         runtime_of(model).drain()            # planes are made by the update that first needs them
         p = problem(shape_of(model), 10**12, tokens=16, seq=8)
-        planes = p.host_bytes((False,) * len(p.shape.units), micro)
+        planes = p.host_bytes(("ram",) * len(p.shape.units), micro)
         planes.pop("staging", None), planes.pop("Python, torch, driver")
         assert runtime_of(model).core.host_bytes() == pytest.approx(sum(planes.values()), rel=0.01)
         opt.zero_grad()

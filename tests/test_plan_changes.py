@@ -33,7 +33,7 @@ TIGHT = {"vram": "2GiB", "host": "3GiB"}        # of llama(12): 222 M parameters
 
 def llama(layers: int, **other: int) -> LlamaConfig:
     shape = {"hidden_size": 1024, "intermediate_size": 2816, "num_attention_heads": 16, "num_key_value_heads": 4,
-             "vocab_size": 32000, "num_hidden_layers": layers, "tie_word_embeddings": False}
+             "vocab_size": 32000, "num_hidden_layers": layers, "tie_word_embeddings": False, "use_cache": False}
     return LlamaConfig(**shape | other)
 
 

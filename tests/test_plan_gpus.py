@@ -21,8 +21,7 @@ import megatrain_torch.plans.fleet as fleet_module
 from megatrain_torch import cli
 from megatrain_torch.model.stream import runtime_of
 from megatrain_torch.plans import doctor, links
-from megatrain_torch.plans.exchange import Exchange
-from megatrain_torch.plans.fleet import Fleet
+from megatrain_torch.plans.fleet import Exchange, Fleet
 from megatrain_torch.plans.machine import MACHINES, SHARED_ADAM
 from megatrain_torch.plans.shapes import shapes_of
 
@@ -37,12 +36,12 @@ FLAT = mt.Machine(
 def seven(layers: int) -> PretrainedConfig:
     """Qwen2.5-7B's width."""
     return Qwen2Config(hidden_size=3584, intermediate_size=18944, num_attention_heads=28, num_key_value_heads=4,
-                       vocab_size=152064, num_hidden_layers=layers, tie_word_embeddings=False)
+                       vocab_size=152064, num_hidden_layers=layers, tie_word_embeddings=False, use_cache=False)
 
 
 def small(layers: int = 4) -> PretrainedConfig:
     return LlamaConfig(hidden_size=1024, intermediate_size=2816, num_attention_heads=16, num_key_value_heads=4,
-                       vocab_size=32000, num_hidden_layers=layers, tie_word_embeddings=False)
+                       vocab_size=32000, num_hidden_layers=layers, tie_word_embeddings=False, use_cache=False)
 
 
 # ---- one GPU -------------------------------------------------------------------------------------

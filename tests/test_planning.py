@@ -248,7 +248,7 @@ def test_units_move_once_for_lengths_that_come(monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_plan_with_units_where_another_has_them() -> None:
     """Of as many tokens it is that plan; of others only what layers keep differs."""
-    asked = dict(seq=1024, micro=1, machine="rtx4090-64g", compute="fused")
+    asked = dict(seq=1024, micro=1, machine="rtx4090-64g", compute="fused", use_cache=False)
     with torch.device("meta"):
         own = model(hidden_size=2048, intermediate_size=8192, num_hidden_layers=24, vocab_size=32000)
     first = mt.plan(own, tokens=8192, **asked)

@@ -23,12 +23,12 @@ from torch import Tensor, nn
 import megatrain_torch as mt
 from megatrain_torch.base.limits import Bound, HostLimits, with_margin
 from megatrain_torch.model.stream import runtime_of
-from megatrain_torch.plans import asked as asked_module
 from megatrain_torch.plans import room as room_module
-from megatrain_torch.plans.asked import Asked
-from megatrain_torch.plans.on_disk import OVERHEAD
+from megatrain_torch.plans import tally as tally_module
 from megatrain_torch.plans.room import Room, loading, short
+from megatrain_torch.plans.search import OVERHEAD
 from megatrain_torch.plans.shapes import unit_bytes
+from megatrain_torch.plans.tally import Asked
 from megatrain_torch.store.disk import buffer_bytes, file_bytes
 
 WIDTH, LAYERS = 128, 4
@@ -355,7 +355,7 @@ def test_a_large_model_is_told_of_the_device_and_of_the_disk() -> None:
 
 def test_units_are_measured_once_for_all_that_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     measured: list[str] = []
-    monkeypatch.setattr(asked_module, "unit_bytes", lambda *asked: measured.append(asked[0]) or unit_bytes(*asked))
+    monkeypatch.setattr(tally_module, "unit_bytes", lambda *asked: measured.append(asked[0]) or unit_bytes(*asked))
     model = stack()
     asked = Asked("Stack", [(n, [(n, p)]) for n, p in model.named_parameters()], None, ("vram",) * LAYERS)
     whole = asked.host()

@@ -30,7 +30,7 @@ import megatrain_torch as mt
 from megatrain_torch.base.errors import MegatrainError
 from megatrain_torch.base.modes import DISK, read
 from megatrain_torch.model.stream import runtime_of
-from megatrain_torch.plans.simulate import Timing
+from megatrain_torch.plans.search import Timing
 
 pytestmark = pytest.mark.usefixtures("streaming")
 if parity.IDENTITY:

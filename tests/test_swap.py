@@ -28,7 +28,7 @@ from megatrain_torch.base.errors import MegatrainError
 from megatrain_torch.base.modes import HOST, MODES, read
 from megatrain_torch.graph.swap import Bundle
 from megatrain_torch.model.stream import runtime_of
-from megatrain_torch.plans.simulate import Timing
+from megatrain_torch.plans.search import Timing
 
 pytestmark = pytest.mark.usefixtures("streaming")
 if parity.IDENTITY:

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import pytest
 import torch
 from kept import plain_step
+from steps import HOST, Lists, Step, simulate
 from torch import Tensor, nn
 
 import megatrain_torch as mt
@@ -22,7 +23,7 @@ from megatrain_torch import _core
 from megatrain_torch.base.testing import engine_doors
 from megatrain_torch.figures.timeline import Slice
 from megatrain_torch.model.stream import runtime_of
-from megatrain_torch.plans.simulate import HOST, ROWS, Lists, Step, simulate
+from megatrain_torch.plans.search import ROWS
 
 pytestmark = pytest.mark.usefixtures("streaming")
 LAYERS, STEPS, NAP_S, DELAY_US = 8, 7, 0.005, 1200

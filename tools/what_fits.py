@@ -103,8 +103,7 @@ def cell(name: str, ram: int, way: Way) -> str:
     """The largest model that fits, and its tokens/s."""
     import megatrain_torch as mt
     from megatrain_torch.plans.machine import Machine
-    from megatrain_torch.plans.placement import Problem
-    from megatrain_torch.plans.wishes import Wishes
+    from megatrain_torch.plans.search import Problem, Wishes
 
     machine = Machine.parse(f"{name},host={ram * SHARE:.2f}GiB")
     for size in MODELS:

@@ -111,7 +111,7 @@ def _plan(args: argparse.Namespace, shell: Shell) -> int:
         args.seq = min(SEQ, getattr(config, "max_position_embeddings", None) or SEQ, max(args.tokens or SEQ, 1))
     if args.tokens is None:
         args.tokens = max(TOKENS // max(args.seq, 1), 1) * max(args.seq, 1)
-    asked |= {"tokens": args.tokens, "seq": args.seq}
+    asked |= {"tokens": args.tokens, "seq": args.seq, "use_cache": False}      # as `megatrain train` calls the model
     model = config
     if asked.pop("lora") is not None or args.base != "none":
         model = _beside_base(config, args, asked.pop("layers"))

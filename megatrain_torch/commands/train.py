@@ -354,7 +354,7 @@ def _planned(model: Any, settings: Settings, team: Team) -> tuple[Settings, dict
     plan = team.of_first(team.first_does(lambda: mt.plan(
         model, tokens=settings.tokens // settings.gpus, seq=settings.seq, vram=settings.vram, host=settings.host,
         micro=settings.micro, states=settings.states, products=settings.products, nvme=settings.nvme,
-        gpus=settings.gpus)))
+        gpus=settings.gpus, use_cache=False)))
     say(str(plan).split("\n\n")[0])
     return settings.with_(micro=plan.micro), {"device": "cuda", "plan": plan}, plan._repr_html_()
 

@@ -10,9 +10,9 @@ from torch import nn
 from .._core import PLANES
 from ..base.errors import MegatrainError
 from ..fused.layer import wanted
-from ..plans.cost import PLANES_OF
 from ..plans.machine import Machine, resolve
 from ..plans.planner import Plan, plan
+from ..plans.tally import PLANES_OF
 from ..store.disk import Disk
 from ..store.state import paused
 from .passes import Pass
@@ -71,19 +71,13 @@ class Asking:
                 return plan(rt.root(), tokens=batch.tokens * micro, seq=batch.seq, micro=micro, machine=self._machine(),
                             homes=homes, slots=slots, experts=experts, delivery=delivery, states=rt.states.format,
                             compute="fused" if fused else "eager", products=rt.products,
-                            vram=self._left() - self._cache(batch.tokens), host=self.limits.host,
+                            vram=self._left(), host=self.limits.host, use_cache=self.caches,
                             units=self.limits.units, nvme=self._drive(),
                             gpus=self.limits.gpus, machines=self.limits.machines)
         except MegatrainError as error:
             raise Refused(str(error)) from error
         except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
             raise Unreadable(f"mt.plan cannot read the model ({type(error).__name__}: {error})") from error
-
-    def _cache(self, tokens: int) -> int:
-        """Bytes of the device that a pass's key-value cache takes beside what is planned, for as long as its output
-        lives."""
-        own = (w.fused.template.cached * w.item for w in self.runtime.windows if w.fused is not None)
-        return tokens * sum(own) if self.caches else 0
 
     def limit(self) -> int:
         """Bytes of the device that this process may have."""

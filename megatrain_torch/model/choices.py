@@ -17,10 +17,9 @@ from ..base.products import check_device, check_products
 from ..base.testing import Doors, opened
 from ..base.units import Group
 from ..plans import planner
-from ..plans.asked import Asked
-from ..plans.cost import LENT
 from ..plans.fleet import Fleet, check_delivery
 from ..plans.planner import Plan
+from ..plans.tally import LENT, Asked
 from ..store.disk import SPILLED, Disk
 from .asking import Limits
 

@@ -10,9 +10,8 @@ from .. import _core
 from ..base.codes import plain_kind
 from ..base.units import Group, stored_dtype
 from ..group.ranks import Ranks, as_one
-from ..plans.asked import Asked
 from ..plans.room import TRIM_BYTES, give_back, own_bytes
-from ..plans.tally import SETTLED
+from ..plans.tally import SETTLED, Asked
 from ..store import gradient
 from ..store.disk import file_bytes
 from ..store.guard import StreamedParameter, streamed_kind

@@ -9,9 +9,8 @@ import torch
 
 from ..base.errors import MegatrainError
 from ..base.stacks import usual_experts
-from ..plans.asked import Asked
 from ..plans.room import Room, check_device, check_loading, check_weights, loads, to_disk
-from ..plans.tally import SETTLED
+from ..plans.tally import SETTLED, Asked
 from ..store.disk import check_room
 from .choices import Choices
 

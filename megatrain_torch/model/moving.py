@@ -17,9 +17,8 @@ from typing import TYPE_CHECKING
 from ..base.limits import show_bytes
 from ..base.modes import DISKS
 from ..group.ranks import as_one
-from ..plans.asked import Asked
 from ..plans.planner import Plan
-from ..plans.tally import SETTLED
+from ..plans.tally import SETTLED, Asked
 from ..store import gradient
 from ..store.disk import SPILLED, file_bytes
 from .filling import cut_units

@@ -17,13 +17,10 @@ from typing import Any, NamedTuple
 
 from ..base.formats import FORMATS
 from ..base.limits import show_bytes, show_size
-from .cost import LENT, Home
-from .homes import Ways
 from .machine import Machine
-from .placement import Combination, Problem
+from .search import Choice, Problem, Timing, Wishes
 from .shapes import Shape
-from .simulate import Timing
-from .wishes import Choice, Wishes
+from .tally import LENT
 
 ENDLESS = 1 << 62           # bytes of a disk
 GIB = 1 << 30
@@ -132,7 +129,7 @@ def refusal(problem: Problem, whole: Machine, shape_with: Callable[[str], Shape]
     """whole: the machine without limits that were asked for. shape_with: the same model with other states of AdamW.
     tables: bytes of a choice on the device and in host memory, and both as text."""
     search, wishes, limits = _Search(problem, shape_with), problem.wishes, problem.machine
-    vram, host, shown = tables(problem, search.least())
+    vram, host, shown = tables(problem, problem.needs[3])
     alone, machine = search.alone(), {}
     for name, has in (("vram", whole.vram_bytes), ("host", max(whole.host_bytes, limits.host_bytes))):
         if alone.get(name, 0) > has:
@@ -151,30 +148,9 @@ def refusal(problem: Problem, whole: Machine, shape_with: Callable[[str], Shape]
                    frozen if adapters else 0)
 
 
-class _FewWays(Ways):
-    """Fewer homes and rings."""
-
-    def home_choices(self) -> list[tuple[Home, ...]]:
-        every, n = super().home_choices(), len(self.shape.units)
-        counts = {*range(5), *(round(n * i / 10) for i in range(11)), n}
-        return [h for h in every if Home.ARRIVE not in h and sum(map(bool, h)) in counts] or every
-
-    def rings(self) -> list[int]:
-        every = super().rings()
-        return [r for r in every if r <= 4] or every
-
-
-class _Quick(Problem):
-    """A plan's search with fewer homes, rings and simulations: some percent slower a plan, found in
-    a tenth of the time."""
-
-    ways_of, most = _FewWays, SIMULATED
-
-
-class _Few(Problem):
-    """All that a plan may choose, with few simulations: for what fits by a hair."""
-
-    most = SIMULATED
+# A plan's search with fewer homes and rings, which finds plans some percent slower in a tenth of the time; then all
+# that a plan may choose, for what fits by a hair. Both with few simulations.
+QUICK, FEW = {"few": True, "most": SIMULATED}, {"most": SIMULATED}
 
 
 class _Search:
@@ -191,30 +167,19 @@ class _Search:
         self.smaller = [s for s in STATES if FORMATS.index(s) > FORMATS.index(self.wishes.states)]
         self.keeps = self.wishes.grads == "ram" and self.wishes.fleet.alone    # gradients, and need not
 
-    def least(self) -> Choice:
-        """The choice that lacks the fewest bytes, of those that the device can hold if there are any."""
-        def lacks(combination: tuple[int, Combination]) -> tuple[bool, int, int]:
-            micro, (_, homes, _, slots, planes, host) = combination
-            vram = slots + planes + self.problem.tracks(micro)[0].most(0, homes.visiting)
-            over = max(vram - self.machine.vram_bytes, 0) + max(host - self.machine.host_bytes, 0)
-            return vram > self.machine.vram_bytes, over, vram
-        every = ((micro, found) for found in self.problem.combinations() for micro in found.counts)
-        micro, (_, homes, ring, *_) = min(every, key=lacks)
-        return Choice(micro, homes.units, ring, self.problem.tracks(micro)[0].base, homes.through)
-
     # ---- alone ----
 
     def alone(self) -> dict[str, Any]:
         """Arguments of plan(), each of which alone makes the problem fit; "vram" and "host" even where the machine has
         not so much. seq: with as many sequences."""
-        found = {name: need for name, need in zip(("vram", "host"), self.problem.needs()) if need is not None}
+        found = {name: need for name, need in zip(("vram", "host"), self.problem.needs[1:3]) if need is not None}
         wishes = self.wishes
         for name in ASKED:
             if getattr(wishes, name) is not None and self.fits({name: None}):
                 found[name] = None
         if found.get("micro", 0) is None:       # more than are asked for, the fewest first; fewer may need no sums
             free = Problem(self.problem.shape, self.machine, dataclasses.replace(wishes, micro=None))
-            counts = sorted(free.micro_counts(), key=lambda k: (k <= wishes.micro, abs(k - wishes.micro)))
+            counts = sorted(free.micro_counts, key=lambda k: (k <= wishes.micro, abs(k - wishes.micro)))
             found["micro"] = next(k for k in counts if self.fits({"micro": k}))
         if self.keeps and wishes.micro in (None, 1) and self.fits({"grads": "none"}):
             found["grads"] = "none"
@@ -234,11 +199,9 @@ class _Search:
     def least_disk(self) -> int:
         """Bytes of a disk with which it fits; 0: with none."""
         tried = self.tried({"nvme": ENDLESS})
-        spilled: dict[tuple[Any, int], int] = {}
-        for micro, homes, track in tried.fitting():
-            key = homes.units, micro
-            spilled[key] = min(spilled.get(key, track.spilled), track.spilled)
-        return min((sum(tried.disk_bytes(*key).values()) + n for key, n in spilled.items()), default=0)
+        spilled, counts = iter(tried.needs[0]), tried.micro_counts
+        return min((sum(tried.disk_bytes(row.homes, k).values()) + n * tried.wishes.fleet.gpus
+                    for row in tried.rows for k in counts if (n := next(spilled)) >= 0), default=0)
 
     # ---- together ----
 
@@ -280,7 +243,7 @@ class _Search:
         def fits(n: int) -> bool:
             return self.fits(changes | {"tokens": n * w.seq})
         sequences = w.tokens // w.seq
-        if w.micro is not None or max(self.tried(changes, _Quick).micro_counts()) == sequences or not fits(1):
+        if w.micro is not None or max(self.tried(changes, **QUICK).micro_counts) == sequences or not fits(1):
             return None
         return {"tokens": _last(fits, sequences) * w.seq}
 
@@ -295,7 +258,7 @@ class _Search:
 
     def timed(self, changes: dict[str, Any]) -> Way | None:
         """The speed with these changes, and how large a disk they take. None: nothing fits."""
-        best = self.solved(changes, _Quick) or self.solved(changes, _Few)
+        best = self.solved(changes, QUICK) or self.solved(changes, FEW)
         if best is None:
             return None
         problem, choice, timing = best
@@ -303,11 +266,11 @@ class _Search:
         on_disk = {"nvme": {"limit": -(-disk // GIB) * GIB}} if "nvme" in changes else {}
         return Way(changes | on_disk, problem.wishes.tokens * problem.wishes.fleet.count / timing.seconds)
 
-    def solved(self, changes: dict[str, Any], kind: type[Problem]) -> tuple[Problem, Choice, Timing] | None:
+    def solved(self, changes: dict[str, Any], kind: dict[str, Any]) -> tuple[Problem, Choice, Timing] | None:
         """The best plan; with fewer buffers for gradients where memory then holds what a disk would, as mt.plan has."""
         best: tuple[Problem, Choice, Timing] | None = None
         for lent in range(LENT, 0, -1) if changes.get("grads", self.wishes.grads) == "none" else (LENT,):
-            problem = self.tried(changes | {"lent": lent}, kind)
+            problem = self.tried(changes | {"lent": lent}, **kind)
             if found := problem.best(best[2].seconds if best else math.inf):
                 best = problem, *found
                 if not problem.disk_bytes(found[0].homes, found[0].micro, found[0].modes):
@@ -324,7 +287,7 @@ class _Search:
         lent = {"lent": 1} if changes.get("grads", self.wishes.grads) == "none" else {}
         most = changes | self.helps
         fits = not self.hopeless(dataclasses.replace(self.wishes, **changes)) and \
-            (self.tried(changes | lent, _Quick).fits() or
+            (self.tried(changes | lent, **QUICK).fits() or
              ((most == changes or self.fits(most)) and self.tried(changes | lent).fits()))
         self.known.append((changes, fits))
         return fits
@@ -343,9 +306,9 @@ class _Search:
             self.shapes[states] = self.shape_with(states)
         return self.shapes[states]
 
-    def tried(self, changes: dict[str, Any], kind: type[Problem] = Problem) -> Problem:
+    def tried(self, changes: dict[str, Any], **kind: Any) -> Problem:
         wishes = dataclasses.replace(self.wishes, **changes)
-        return kind(self.shape(wishes.states), self.machine, wishes)
+        return Problem(self.shape(wishes.states), self.machine, wishes, **kind)
 
 
 def _part(part: dict[str, Any], changes: dict[str, Any]) -> bool:

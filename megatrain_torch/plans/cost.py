@@ -1,4 +1,4 @@
-"""Bytes and seconds of a choice: what a window costs by the code that runs it, and where a unit's planes are.
+"""Bytes and seconds of a window, by the code that runs it and by what it keeps.
 
 One function per way a window can be run, with its figures as data above it; what is measured says where.
 Letters: `T` tokens of a micro-batch, `H` hidden, `q` width of all query heads, `qkv` width that the
@@ -8,25 +8,17 @@ the intermediate size, where gated).
 from __future__ import annotations
 
 import dataclasses
-import enum
 import math
 from dataclasses import dataclass
 
-from ..base.modes import DISK, DISKS, HOST, LINKED, read
-from ..base.slots import plan_slots
+from ..base.modes import DISK, HOST, LINKED, read
 from ..fused.loss import chunk_tokens
 from ..fused.templates import spared
 from .machine import Machine
-from .shapes import Product, Unit, Window
+from .shapes import Product, Window
 
-THROUGH_BYTES = 3 * 64 << 20    # on the device, of updates that pass through it: engine_store.c
-LENT = 3                    # buffers of a size for gradients that are kept nowhere: store.h
 OFFLOAD_DEPTH = 2           # units whose gradients may be on their way out: runtime of offload.h
 STAGINGS = 2                # host buffers for gradients that are to be added: offload.c
-
-# Labels of host_planes, and the engine's planes whose memory they are.
-PLANES_OF = {"weights": ("HI",), "masters": ("LO", "MASTER"), "moments": ("M", "V", "SCALE"), "gradients": ("GRAD",),
-             "sums": ("ACC",)}
 
 # Bytes that torch's allocator holds beyond what is used, as a share of all that is not slots or homes.
 # Eager: 7 to 47 % in five runs of benchmarks/results, 15 % where tokens are many.
@@ -52,11 +44,6 @@ class Cost:
     kept: dict[str, int]
     work: dict[str, int]
     away: dict[str, int] = dataclasses.field(default_factory=dict)
-
-    @property
-    def least_s(self) -> float:
-        """Of a backward, whatever is kept."""
-        return min(self.backward_s.values())
 
 
 def _with_host(cost: Cost, own: int) -> Cost:
@@ -346,57 +333,3 @@ def _embedding(w: Window, m: Machine, tokens: int) -> Cost:
     once, back, _ = EAGER_OPERATIONS["embedding"]
     return Cost(_bytes_s(m, 2 * rows), {"saved": _bytes_s(m, 2 * table + 6 * rows) * w.learns},
                 _launch_s(m, once), {"saved": _launch_s(m, back)}, {"saved": 8 * tokens}, {"saved": 2 * rows})
-
-
-# ---- where a unit's planes are -------------------------------------------------------------------
-
-class Home(enum.IntEnum):
-    """Where a unit is at home; not 0: its weights and gradients are on the device."""
-
-    RAM, VRAM, ARRIVE = 0, 1, 2
-
-    @property
-    def plain(self) -> str:
-        """As mt.stream's plan has it."""
-        return self.name.lower()
-
-
-def host_planes(unit: Unit, home: str, micro: int) -> dict[str, int]:
-    """Bytes in host memory by plane; at home in VRAM none, with "arrive" the states."""
-    if home == "vram":
-        return {}
-    if home in DISKS:
-        weights = {"weights": unit.weights} if home == "disk" else {}
-        return {k: n for k, n in {**weights, **_states(unit, micro)}.items() if k not in visiting_planes(unit)}
-    if home == "arrive":
-        return visiting_planes(unit)
-    return {"weights": unit.weights, **_states(unit, micro)}
-
-
-def copied_planes(unit: Unit) -> dict[str, int]:
-    """The same of copies that a state_dict makes of what is at home in VRAM: a master is weight and rest."""
-    return visiting_planes(unit) | ({"weights": unit.weights} if unit.masters else {})
-
-
-def lent_buffers(units: list[Unit], most: int) -> list[int]:
-    """Bytes of each buffer of memory that gradients of these units pass through where they are kept nowhere; of a size
-    there are so many at most."""
-    return plan_slots([u.gradients for u in units], most)
-
-
-def device_planes(unit: Unit, micro: int, home: str = "vram", keeps: bool = True) -> dict[str, int]:
-    """Bytes in device memory by plane of a unit at home there; with "arrive" what is there all the time. keeps: its
-    gradients have a plane."""
-    away = visiting_planes(unit).keys() if home == "arrive" else set()
-    away = away | (set() if keeps else {"gradients"})
-    return {k: n for k, n in {"weights": unit.weights, **_states(unit, micro)}.items() if k not in away}
-
-
-def visiting_planes(unit: Unit) -> dict[str, int]:
-    """Bytes by plane of what arrives for an update, and leaves."""
-    return {"masters": unit.masters, "moments": unit.moments}
-
-
-def _states(unit: Unit, micro: int) -> dict[str, int]:
-    return {"masters": unit.masters, "moments": unit.moments, "gradients": unit.gradients,
-            "sums": unit.sums if micro > 1 else 0}

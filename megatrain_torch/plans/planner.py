@@ -4,7 +4,7 @@
     model = mt.stream(model, plan=mt.plan(model, tokens=32768, seq=1024))
 
 Nothing is allocated. shapes.py reads the model, machine.py the rates, cost.py has bytes and seconds by kind of
-window, simulate.py puts them in the engine's order, placement.py looks for the best.
+window, tally.py bytes of units, search.py looks for the best.
 """
 from __future__ import annotations
 
@@ -32,14 +32,11 @@ from ..figures.tables import Table, Tier, as_html, as_text, bytes_table, draw_ti
 from ..figures.timeline import LANES
 from ..store.disk import FROZEN, PADDING, SPILLED, Disk, years
 from .changes import refusal
-from .cost import LENT, THROUGH_BYTES
 from .fleet import Fleet, check_delivery, check_homes, fleet_of
 from .machine import DRIVE, DRIVE_NAME, Machine, host_now, resolve
-from .on_disk import OVERHEAD
-from .placement import Problem
+from .search import OVERHEAD, Choice, Problem, Timing, Wishes
 from .shapes import Shape, shapes_of
-from .simulate import Timing
-from .wishes import Choice, Wishes
+from .tally import LENT, THROUGH_BYTES
 
 
 @dataclass(frozen=True)
@@ -182,7 +179,7 @@ def plan(model: Any, *, tokens: int, seq: int, machine: Machine | str | None = N
          compute: str = "auto", products: str = "bf16", base: str | None = None, adapter: Any = None,
          dtype: torch.dtype | None = None, units: list[str | nn.Module] | None = None, layers: int | None = None,
          nvme: str | dict[str, Any] | None = None, gpus: int = 1, machines: int = 1, experts: int | None = None,
-         delivery: str | None = None) -> Plan:
+         delivery: str | None = None, use_cache: bool = True) -> Plan:
     """Predicts a training step with mt.AdamW and finds the choice of least time within the limits.
 
     Args:
@@ -209,8 +206,8 @@ def plan(model: Any, *, tokens: int, seq: int, machine: Machine | str | None = N
         gpus, machines: GPUs of each machine, and machines, with a process for each GPU, as torchrun starts them. vram
             is one GPU's limit, host and nvme one machine's. Of several machines none has weights on disk.
         experts: of a layer, frozen in one parameter, fetched at a time; 0: all. None: what is best.
-        delivery: of weights to several GPUs of a machine, "whole" or "shards"; None: in shards where the rates of links
-            between them are known and that is faster.
+        delivery: of weights to several GPUs of a machine, "whole" or "shards"; None: in shards where that is faster.
+        use_cache: False: forwards are called with it; True: a key-value cache counts where the model's config has it.
 
     Raises:
         MegatrainError: an argument makes no sense; or nothing that may be chosen fits. Then the message has the
@@ -222,7 +219,7 @@ def plan(model: Any, *, tokens: int, seq: int, machine: Machine | str | None = N
     wishes = dataclasses.replace(_wishes(tokens, seq, compute, homes, activations, slots, micro),
                                  nvme=None if disk is None else disk.room(), grads=_grads(grads, micro),
                                  states=check_states(states), fleet=fleet,
-                                 delivery=check_delivery(fleet, delivery))
+                                 delivery=check_delivery(fleet, delivery), caches=use_cache)
     check_homes(fleet, _each(homes), grads)
     limits = _limits(machine, vram, host, check_products(products, compute))
     shape_with = shapes_of(model, dtype=dtype, units=units, layers=layers, products=products, base=base,
@@ -252,7 +249,7 @@ def _delivered(problem: Problem, choice: Choice, timing: Timing, asked: str | No
     if asked is not None or problem.wishes.fleet.gpus == 1 or problem.exchange.on_link:
         return problem, (choice, timing)
     other = Problem(problem.shape, problem.machine, dataclasses.replace(problem.wishes, delivery="shards"))
-    faster = other.steps.time(choice, timing.seconds / WORTH_SHARDS)
+    faster = other.time(choice, timing.seconds / WORTH_SHARDS)
     if faster is None:
         return problem, (choice, timing)
     return other, other.best(faster.seconds) or (choice, faster)
@@ -280,7 +277,7 @@ def _limits(machine: Machine | str | None, vram: int | str | None, host: int | s
 
 def _check_activations(problem: Problem) -> None:
     """A mode that no window has would be left out without a word."""
-    asked, had = problem.wishes.activations, {mode for cost in problem.keeping.costs(1) for mode in cost.kept}
+    asked, had = problem.wishes.activations, {mode for cost in problem.costs(1) for mode in cost.kept}
     if asked not in {None, *had}:
         layers = "fused" if problem.wishes.fused else "eager"
         raise MegatrainError(f"activations={asked!r}: no window of {problem.shape.name} has it with {layers} layers; "
@@ -317,7 +314,7 @@ def _solve(problem: Problem) -> tuple[Problem, tuple[Choice, Timing] | None]:
     best: tuple[Problem, tuple[Choice, Timing]] | None = None
     for lent in range(LENT, 0, -1) if problem.wishes.grads == "none" else (LENT,):
         if lent != problem.wishes.lent:
-            problem = problem.with_lent(lent)
+            problem = Problem(problem.shape, problem.machine, dataclasses.replace(problem.wishes, lent=lent))
         found = problem.best(best[1][1].seconds if best else math.inf)
         if found is None:
             continue
@@ -359,12 +356,10 @@ def _each(homes: str | dict[str, str] | None) -> Iterable[str | None]:
 
 def _plan(problem: Problem, choice: Choice, timing: Timing) -> Plan:
     shape, wishes = problem.shape, problem.wishes
-    on_disk = problem.disk.units(choice.homes, choice.micro)
     return Plan(
         shape.name, shape.parameters, shape.trained, problem.machine, wishes.tokens, wishes.seq, choice.micro,
         "fused" if wishes.fused else "eager",
-        {u.name: "through" if i in choice.through else on_disk.home_of(i, choice.homes[i])
-         for i, u in enumerate(shape.units)},
+        {u.name: home for u, home in zip(shape.units, choice.homes)},
         {w.name: mode for w, mode in zip(shape.windows, choice.modes)}, choice.ring, vram_table(problem, choice),
         problem.host_bytes(choice.homes, choice.micro, choice.modes), timing.seconds, timing.forward_s, timing.busy,
         timing.idle, _window_weights(shape), problem.disk_bytes(choice.homes, choice.micro, choice.modes),
@@ -382,20 +377,18 @@ def tiers_of(machine: Machine, vram: dict[str, int], host: dict[str, int], fleet
 
 def vram_table(problem: Problem, choice: Choice) -> dict[str, int]:
     """Bytes on the device by what they hold, at the peak of a step."""
-    keeping, ways, costs = problem.keeping, problem.ways, problem.keeping.costs(choice.micro)
-    kept, work, flying = keeping.peak(costs, choice.modes)
-    passing = keeping.passing_bytes(costs, choice.modes)
+    kept, work, flying, peak, early, *_ = problem.memory(choice.micro, choice.modes)
     at_home = problem.planes_at_home(choice.homes, choice.micro)
     table = {"context, libraries": problem.machine.vram_overhead_bytes,
-             "slots": sum(ways.slots(choice.homes, choice.ring)),
+             "slots": sum(problem.tally.slots(choice.homes, choice.ring)),
              **{f"at home: {plane}": n for plane, n in at_home.items()},
-             "updates through the device": THROUGH_BYTES * bool(choice.through),
+             "updates through the device": THROUGH_BYTES * ("through" in choice.homes),
              **({"exchange between GPUs": n} if (n := problem.exchange.buffers) else {}),
              "activations": kept, "work": work, "gradients under way": flying,
-             "torch's cache": passing - kept - work - flying}
-    if visiting := sum(ways.visiting(choice.homes).values()):
-        beyond = visiting + keeping.early_bytes(costs, choice.modes) - passing
-        table["states that arrive, beyond the peak"] = max(beyond, 0)
+             "torch's cache": peak - kept - work - flying,
+             **({"key-value cache": n} if (n := problem.cache_bytes(choice.micro)) else {})}
+    if visiting := problem.visiting(choice.homes):
+        table["states that arrive, beyond the peak"] = max(visiting + early - peak, 0)
     return table
 
 

@@ -39,9 +39,7 @@ from ..base.units import Group
 from ..figures.tables import as_text, bytes_table
 from ..group.ranks import Ranks, as_one
 from ..store.disk import DISK_BUFFERS, buffer_bytes, file_bytes
-from .asked import Asked
-from .cost import PLANES_OF
-from .tally import SETTLED
+from .tally import PLANES_OF, SETTLED, Asked
 
 TRIM_BYTES = 64 << 20       # of the module's own tensors, given back before malloc is asked to give back too
 OWN = "the module's own, given back"

@@ -103,8 +103,9 @@ class Template:
     there are more tokens than the second. long: bytes per token that a single row of so many tokens, the third, spares
     backward where gate|up is not kept, and bytes besides. expanded: bytes of weights that codes stand for, of most that
     are there at once, and of all. experts: of a mixture, and where they are fetched a few
-    at a time: bytes of weights made of their codes, and bytes per token, that as many have at once. parts: how often
-    others of them come."""
+    at a time: bytes of weights made of their codes, and bytes per token, that as many have at once. parts: how
+    often others of them come. cached: bytes per token of keys and values, where the configuration has a forward gather
+    them."""
 
     input: float
     kept: tuple[tuple[str, float], ...]
@@ -115,6 +116,7 @@ class Template:
     expanded: tuple[int, int] = (0, 0)
     experts: tuple[int, int, int] = (0, 0, 0)
     parts: int = 1
+    cached: int = 0
 
 
 @dataclass(frozen=True)
@@ -402,7 +404,7 @@ def _template(module: nn.Module, item: int, device: str) -> tuple[Template | Non
     kept = tuple((mode, found.kept_bytes(mode, n, item) / n) for mode in (*KEEPS, LINKED))
     return Template(found.input_bytes(n, item) / n, kept, found.work_bytes(n, item) / n, found.tiled(item),
                     found.copied(item), found.long(item), found.expanded(item),
-                    found.experts(item)), ""
+                    found.experts(item), cached=found.cached * item), ""
 
 
 def _products(configs: list[Any], module: nn.Module, matrices: dict[str, nn.Parameter],

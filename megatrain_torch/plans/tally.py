@@ -1,33 +1,43 @@
 """Bytes of a model's units by plane, in both memories, by where each unit is at home.
 
-The one place that adds them up: plans are made of these sums (placement.py), refusals and reports tell them
-(asked.py). What a plane takes is in shapes.py's Unit, as the store lays it out.
+The one place that adds them up: plans are made of these sums (search.py), refusals and reports tell them. What a plane
+takes is in shapes.py's Unit, as the store lays it out.
 """
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
 
 from ..base.modes import DISKS
 from ..base.slots import plan_slots
+from ..base.units import ALIGN, Group
 from ..store.disk import DISK_BUFFERS, buffer_bytes
-from .cost import (
-    LENT,
-    STAGINGS,
-    copied_planes,
-    device_planes,
-    host_planes,
-    lent_buffers,
-    visiting_planes,
-)
-from .shapes import Unit
+from .cost import STAGINGS
+from .fleet import ALONE, Fleet
+from .shapes import Unit, unit_bytes
 
+THROUGH_BYTES = 3 * 64 << 20    # on the device, of updates that pass through it: engine_store.c
+LENT = 3                    # buffers of a size for gradients that are kept nowhere: store.h
+# Labels of host memory, and the engine's planes whose memory they are.
+PLANES_OF = {"weights": ("HI",), "masters": ("LO", "MASTER"), "moments": ("M", "V", "SCALE"), "gradients": ("GRAD",),
+             "sums": ("ACC",)}
 SETTLED = ("vram", "arrive")  # homes of units whose weights and gradients stay on the device
+PAGE = os.sysconf("SC_PAGESIZE")
+
+
+def visiting_planes(unit: Unit) -> dict[str, int]:
+    """Bytes by plane of what arrives for an update, and leaves."""
+    return {"masters": unit.masters, "moments": unit.moments}
 
 
 class Tally:
-    """Homes are given by unit: "ram", "through", "vram", "arrive", "disk" or "disk+weights".
+    """Homes are given by unit, as base/modes.py has them.
 
     Attributes:
         units: what is added up. keeps: gradients have planes; else they pass through `lent` buffers of a size, in
@@ -40,32 +50,26 @@ class Tally:
         self.units, self.keeps, self.most_lent, self.shared = units, keeps, lent, shared
         known: dict[Unit, int] = {}
         self.alike = [known.setdefault(dataclasses.replace(unit, name=""), u) for u, unit in enumerate(units)]
-        self._planes: dict[tuple[int, str, bool, bool], dict[str, int]] = {}
+        self._known: dict[tuple[int, str, bool, bool], tuple[dict[str, int], dict[str, int]]] = {}
 
     def host(self, homes: Sequence[str], micro: int, copied: bool = False) -> dict[str, int]:
         """In host memory by plane, and what the engine has beside planes. copied: units that live on the device have
         copies there, for a state_dict."""
-        total: dict[str, int] = {}
-        for (u, home), count in self._kinds(homes).items():
-            for plane, n in self._on_host(u, home, micro > 1, copied).items():
-                total[plane] = total.get(plane, 0) + n * count
+        total = self._sum(homes, micro > 1, copied, 0)
         if not self.keeps:
             total["gradients"] = sum(self.lent(homes))
-        if on_disk := [home for home in homes if home in DISKS]:
-            total[DISK_BUFFERS] = buffer_bytes(on_disk)
+        if not set(DISKS).isdisjoint(homes):
+            total[DISK_BUFFERS] = buffer_bytes(homes)
         if micro > 1:
-            total["staging"] = STAGINGS * max((u.gradients for u in self._streamed(homes)), default=0)
+            total["staging"] = STAGINGS * max(
+                [self.units[u].gradients for u, home in set(zip(self.alike, homes)) if home not in SETTLED], default=0)
         return total
 
     def at_home(self, homes: Sequence[str], micro: int) -> dict[str, int]:
         """On the device by plane, of units that live there, all the time; weights too, which are in their slots."""
-        total: dict[str, int] = {}
-        for (u, home), count in self._kinds(homes).items():
-            for plane, n in self._there(u, home, micro > 1).items() if home in SETTLED else ():
-                total[plane] = total.get(plane, 0) + n * count
+        total = self._sum(homes, micro > 1, False, 1)
         if not self.keeps and total:
-            settled = [u for u, home in zip(self.units, homes) if home in SETTLED]
-            total["gradients"] = sum(lent_buffers(settled, self.most_lent))
+            total["gradients"] = sum(self.lent(homes, settled=True))
         return total
 
     def visiting(self, homes: Sequence[str]) -> int:
@@ -77,28 +81,129 @@ class Tally:
         return plan_slots([n for u, home in zip(self.units, homes) if home not in SETTLED
                            for n in (u.slots if home != "disk+weights" else (u.weights,))], ring)
 
-    def lent(self, homes: Sequence[str]) -> list[int]:
-        """Buffers in host memory that gradients pass through, where they are kept nowhere."""
-        return [] if self.keeps else lent_buffers(self._streamed(homes), self.most_lent)
+    def lent(self, homes: Sequence[str], settled: bool = False) -> list[int]:
+        """Buffers in host memory that gradients pass through, where they are kept nowhere. settled: on the device."""
+        own = [u.gradients for u, home in zip(self.units, homes) if (home in SETTLED) == settled]
+        return [] if self.keeps else plan_slots(own, self.most_lent)
 
-    def _streamed(self, homes: Sequence[str]) -> list[Unit]:
-        return [u for u, home in zip(self.units, homes) if home not in SETTLED]
+    def _sum(self, homes: Sequence[str], several: bool, copied: bool, side: int) -> dict[str, int]:
+        """By plane, of units with the same bytes at the same home at once. side: 0, host memory, or 1, the device."""
+        total: dict[str, int] = {}
+        for key, count in Counter(zip(self.alike, homes)).items():
+            key = *key, several, copied
+            if key not in self._known:
+                self._known[key] = self._planes(*key)
+            for plane, n in self._known[key][side].items():
+                total[plane] = total.get(plane, 0) + n * count
+        return total
 
-    def _kinds(self, homes: Sequence[str]) -> Counter[tuple[int, str]]:
-        """How many units with the same bytes are at home in the same place."""
-        return Counter(zip(self.alike, homes))
+    def _planes(self, u: int, home: str, several: bool, copied: bool) -> tuple[dict[str, int], dict[str, int]]:
+        """Of a unit, in host memory and on the device. A copy's master is weight and rest."""
+        unit = self.units[u]
+        states, weights = visiting_planes(unit), {"weights": unit.weights}
+        grads = {"gradients": unit.gradients, "sums": unit.sums * several}
+        if home not in SETTLED:
+            here = {} if home == "disk+weights" else weights
+            return (here | grads if home in DISKS else here | states | grads), {}
+        host = (states | (weights if unit.masters else {})) if copied else states if home == "arrive" else {}
+        device = weights | (states if home == "vram" else {}) | (grads if self.keeps else {"sums": grads["sums"]})
+        return host | (weights if self.shared else {}), device
 
-    def _on_host(self, u: int, home: str, several: bool, copied: bool) -> dict[str, int]:
-        weights = {"weights": self.units[u].weights} if self.shared and home in SETTLED else {}
-        if copied and home in SETTLED:
-            return copied_planes(self.units[u]) | weights
-        key = u, home, several, False
-        if key not in self._planes:
-            self._planes[key] = host_planes(self.units[u], home, 1 + several) | weights
-        return self._planes[key]
 
-    def _there(self, u: int, home: str, several: bool) -> dict[str, int]:
-        key = u, home, several, True
-        if key not in self._planes:
-            self._planes[key] = device_planes(self.units[u], 1 + several, home, self.keeps)
-        return self._planes[key]
+@dataclass(frozen=True)
+class Asked:
+    """What mt.stream was asked for, as far as memory depends on it.
+
+    Attributes:
+        name: of the model. groups, dtype: its units, and the type they are converted to.
+        homes: by unit, "ram", "vram", "arrive", "through", "disk" or "disk+weights".
+        ring: slots of a size. micro: micro-batches of a step, as far as known.
+        on_cpu: the "device" is the CPU, so its memory is the host's.
+        besides: what a plan puts in host memory beside planes, by what it is.
+        keeps: gradients are kept where their units are at home; else they pass through a few buffers there.
+        states: how AdamW's are kept.
+        lent: such buffers of a size.
+        copied: those that live on the device, and masters there, have copies in host memory, for a state_dict.
+        experts: of a mixture's layer, fetched at a time; 0: all of them.
+        fleet: the processes that have the units together. In their memory each parameter begins at a page.
+        known: units by what their bytes depend on; the same dict in all that is made from this by `replace`.
+    """
+
+    name: str
+    groups: list[Group]
+    dtype: torch.dtype | None
+    homes: tuple[str, ...]
+    ring: int = 3
+    micro: int = 1
+    on_cpu: bool = False
+    besides: tuple[tuple[str, int], ...] = ()
+    keeps: bool = True
+    states: str = "fp32"
+    lent: int = LENT
+    copied: bool = False
+    fleet: Fleet = ALONE
+    experts: int = 0
+    known: dict[tuple[Any, ...], Any] = field(default_factory=dict, compare=False, repr=False)
+
+    def units(self) -> list[Unit]:
+        """As the parameters are now: some may have been frozen since."""
+        key, align = self._key(), ALIGN if self.fleet.alone else PAGE
+        if key not in self.known:
+            self.known[key] = [unit_bytes(name, own, self.dtype, self.states, align, self.experts)
+                               for name, own in self.groups]
+        return self.known[key]
+
+    def _key(self) -> tuple[Any, ...]:
+        return self.dtype, self.states, self.experts, *(p.requires_grad for _, own in self.groups for _, p in own)
+
+    def on_disk(self) -> bool:
+        """Some unit's states are."""
+        return any(home in DISKS for home in self.homes)
+
+    def tally(self) -> Tally:
+        key = "tally", self.keeps, self.lent, *self._key()
+        if key not in self.known:
+            self.known[key] = Tally(self.units(), self.keeps, self.lent, not self.fleet.alone)
+        return self.known[key]
+
+    def slots(self) -> list[int]:
+        """Bytes of each slot; those of units at home on the device come last."""
+        settled = [u.weights for u, home in zip(self.units(), self.homes) if home in SETTLED]
+        return self.tally().slots(self.homes, self.ring) + settled
+
+    def device(self) -> dict[str, int]:
+        """Bytes of device memory by what they hold, activations left out."""
+        found = {"slots": sum(self.slots())}
+        at_home = self.fleet.on_device(self.tally().at_home(self.homes, self.micro))
+        found |= {f"at home: {plane}": n for plane, n in at_home.items() if plane != "weights"}
+        if "through" in self.homes:
+            found["updates through the device"] = THROUGH_BYTES
+        visiting = -(-self.tally().visiting(self.homes) // self.fleet.count)
+        return found | ({"states that arrive": visiting} if "arrive" in self.homes else {})
+
+    def at_home(self) -> int:
+        """Bytes of device memory that the store takes for units at home there, beside their slots."""
+        return sum(n for what, n in self.device().items() if what.startswith("at home"))
+
+    def host(self) -> dict[str, int]:
+        """Bytes of host memory by plane, AdamW's states counted in; on the CPU device its memory too."""
+        found = self.tally().host(self.homes, self.micro, self.copied)
+        found |= {what: n for what, n in self.besides if what not in found}
+        if DISK_BUFFERS in found:
+            found[DISK_BUFFERS] = buffer_bytes(self.homes) * self.fleet.gpus
+        return found | ({f"the device's {what}": n for what, n in self.device().items()} if self.on_cpu else {})
+
+    def planes(self) -> dict[str, int]:
+        """Bytes of host memory by plane, the device's left out."""
+        return dataclasses.replace(self, on_cpu=False).host()
+
+    def moved(self, before: str, after: str) -> Iterator[Asked]:
+        """The same with the last one, two, ... of the units at home in `before` at home in `after`."""
+        homes = list(self.homes)
+        for i in reversed([i for i, home in enumerate(homes) if home == before]):
+            homes[i] = after
+            yield dataclasses.replace(self, homes=tuple(homes))
+
+    def named(self) -> dict[str, str]:
+        """Homes by name, as a plan has them; units left out are in host memory."""
+        return {name: home for (name, _), home in zip(self.groups, self.homes) if home != "ram"}

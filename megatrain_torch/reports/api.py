@@ -18,7 +18,7 @@ from ..figures.report import COUNTED, StepReport
 from ..figures.tables import Tier, as_text, bytes_table, draw_tiers, tiers_as_html
 from ..model.registry import runtime_of
 from ..optim.masters import master
-from ..plans.cost import PLANES_OF
+from ..plans.tally import PLANES_OF
 from ..store.disk import SPILLED
 from ..store.state import enter, in_backward, leave
 

@@ -17,7 +17,7 @@ from ..base.limits import parse_bytes, show_bytes, show_size
 from ..base.modes import DISKS
 
 if TYPE_CHECKING:
-    from ..plans.asked import Asked
+    from ..plans.tally import Asked
     from ..plans.shapes import Unit
 
 BUFFERS, BUFFER_BYTES, THREADS = 8, 32 << 20, 16       # of the engine; a drive's queue is full with 64 MiB under way

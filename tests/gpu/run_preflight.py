@@ -38,7 +38,7 @@ from megatrain_torch.base import limits  # noqa: E402
 from megatrain_torch.base.limits import Bound, HostLimits, host_limits, show_size, with_margin  # noqa: E402
 from megatrain_torch.model import stream as wrap  # noqa: E402
 from megatrain_torch.plans import room as room_module  # noqa: E402
-from megatrain_torch.plans.asked import Asked  # noqa: E402
+from megatrain_torch.plans.tally import Asked  # noqa: E402
 from megatrain_torch.store.disk import buffer_bytes, file_bytes  # noqa: E402
 
 WIDTH, LAYERS = 256, 6

@@ -173,7 +173,7 @@ class AttentionHalf:
             return
         _told.append(True)
         warnings.warn(f"the forward of a training step fills a key-value cache of {show_bytes(found)}, which training "
-                      "does not read and mt.plan does not count: call the model with use_cache=False, or set "
+                      "does not read: call the model with use_cache=False, or set "
                       "model.config.use_cache = False", stacklevel=2)
 
     @property

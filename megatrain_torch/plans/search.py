@@ -1,0 +1,604 @@
+"""The search for the best plan: what a model's units and windows may do on a machine, and what takes least time.
+
+A choice says where each unit is at home, how many slots weights pass through, how many micro-batches a step has and
+what each window keeps. This file says what may be chosen, in bytes and seconds, as arrays; csrc/walk/search.h says what
+of it fits and walks what may be fastest. What may be chosen does not depend on the limits, so more memory is never
+slower.
+"""
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from array import array
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+from .. import _core
+from ..base.formats import moved_bytes
+from ..base.modes import DISK, DISKS, HOMES, KEEPS, LINKED, MODES, read
+from ..base.slots import plan_slots
+from ..figures.report import OWN
+from ..figures.timeline import LANES, WAITS
+from ..store.planes import AHEAD, STAY
+from ..store.disk import (
+    BAYS,
+    BUNDLE_PADDING_BYTES,
+    FEED_BYTES,
+    FROZEN,
+    MEMORY_BYTES,
+    PADDING,
+    POOL,
+    SPILLED,
+    unit_file_bytes,
+)
+from .cost import CACHE_SHARE, OFFLOAD_DEPTH, STAGINGS, Cost, cost_of
+from .fleet import ALONE, Exchange, Fleet
+from .machine import Machine
+from .shapes import Shape
+from .tally import LENT, SETTLED, THROUGH_BYTES, Tally, visiting_planes
+
+MOST_SIMULATIONS = 20000    # a second; a search of a hundred layers takes some hundred
+WORTH_THROUGH = 1.01        # README's loop, 7B width, 24 GiB, measured 2.4 % where plans have 1.6 to 2.7
+NORM_S = 0.0005             # clip factor, and waking the updater
+SHOWN_MICRO = 8             # micro-batches walked through; of more, those before the last are taken to be alike
+RINGS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+LEAST_OF_PIECES = 4         # slots, where experts are fetched a few at a time
+MOST_ENDS = 3               # embeddings and heads whose homes are chosen one by one
+GUESTS = 2                  # units, first in the forward, whose states may arrive: what it waits for first
+EARLY = max(GUESTS + AHEAD + 1, STAY)   # windows whose activations may be alive while those states are on the device
+# Bytes per parameter that a gradient moves into the planes of a unit at home in VRAM: measured and copied; by each
+# further micro-batch added to its fp32 sum, rounded and measured. Of several ranks the first has a sum in fp32 too.
+GATHERED = (6, 16)
+# What first layers may keep in host memory, and how many of them, in parts of all.
+ON_HOST = ("replay+host", "attention+split", "attention+host", "selective+host", "saved+host")
+PARTS = 8
+LONG_SEQ = 1 << 16          # tokens of a sequence from which attention is most of a layer
+OVERHEAD = "Python, torch, driver"          # of host memory: what is there besides planes
+
+SHARED = ("exchange", "network", "host memory")         # what several GPUs have besides
+# As a measured step names them; OWN: Python, launching.
+RESOURCES = (*(k for k in LANES if k not in (WAITS, "gather", *SHARED)), OWN)
+ROWS = {**_core.LANES, **{row: len(_core.LANES) + i for i, row in enumerate((OWN, *SHARED))}}   # of the walk, by name
+# What compute may wait for.
+CAUSES = ("host update", "disk", "h2d", "d2h", "host sum", "through", "swap out", "swap back", "swap disk", OWN,
+          *SHARED)
+FIXED, PAIR = 1, 2          # bits of a track's windows: see walk/search.h
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """What is asked for; None: whatever is best.
+
+    Attributes:
+        tokens, seq: of a step; tokens is a multiple of seq.
+        fused: templates run where they fit, and our own loss behind the head.
+        homes: one of modes.HOMES for all units; or of each by name, as a plan says it.
+        activations: a mode for all windows that have it.
+        nvme: bytes that states, weights and activations may take on disk; None: there is none.
+        grads: "ram", or "none": gradients are kept nowhere. lent: buffers of a size for these, at the most.
+        states: how AdamW's are kept.
+        fleet: GPUs and machines, each of which makes such a step.
+        delivery: of weights to a machine's GPUs, one of modes.DELIVERIES.
+        caches: forwards fill key-value caches, where the model's configuration does not say otherwise.
+    """
+
+    tokens: int
+    seq: int
+    fused: bool = True
+    homes: str | dict[str, str] | None = None
+    activations: str | None = None
+    slots: int | None = None
+    micro: int | None = None
+    nvme: int | None = None
+    grads: str = "ram"
+    lent: int = LENT
+    states: str = "fp32"
+    fleet: Fleet = ALONE
+    delivery: str = "whole"
+    caches: bool = False
+
+
+class Choice(NamedTuple):
+    """micro-batches; [unit] where it is at home; ring size; [window] activation mode."""
+
+    micro: int
+    homes: tuple[str, ...]
+    ring: int
+    modes: tuple[str, ...]
+
+
+class Row(NamedTuple):
+    """Homes of all units, for one micro-batch or for several, with bytes on the device and in host memory, slots and
+    activations left out, and bytes of a file that they leave."""
+
+    homes: tuple[str, ...]
+    several: bool
+    planes: int
+    host: int
+    room: int
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds of a step; `busy` by lane, `idle` of compute by what it waited for: as a StepReport has them."""
+
+    seconds: float
+    forward_s: float
+    busy: dict[str, float]
+    idle: dict[str, float]
+
+    @staticmethod
+    def of(walked: tuple[Any, ...], shared: bool) -> Timing:
+        """What _core.walk gives back. shared: by one of several GPUs."""
+        seconds, forward_s, busy, idle, _ = walked
+        return Timing(seconds, forward_s, {name: busy[ROWS[name]] for name in (*RESOURCES, *SHARED * shared)},
+                      {name: idle[ROWS[name]] for name in CAUSES if idle[ROWS[name]] > 0})
+
+
+class Problem:
+    """A model on a machine for given tokens. few: fewer homes and rings: some percent slower plans in a tenth of the
+    time. most: choices that are walked.
+
+    Attributes:
+        seen: the machine as one of its GPUs sees it beside the others.
+        first: by unit, in the forward's order, the window that uses it first.
+    """
+
+    def __init__(self, shape: Shape, machine: Machine, wishes: Wishes, few: bool = False,
+                 most: int = MOST_SIMULATIONS) -> None:
+        if not wishes.fused and any(u.fetched for u in shape.units):
+            shape = shape.without_templates()
+        self.shape, self.machine, self.wishes, self.few, self.most = shape, machine, wishes, few, most
+        self.seen = wishes.fleet.seen(machine)
+        self.tally = Tally(shape.units, wishes.grads == "ram", wishes.lent, not wishes.fleet.alone)
+        self.exchange = Exchange(shape, self.seen, wishes.fleet, wishes.delivery)
+        self.depth = OFFLOAD_DEPTH if wishes.grads == "ram" else min(OFFLOAD_DEPTH, wishes.lent)
+        self.host_rate = self.seen.adam_rate(states=wishes.states)
+        self.through_rate = self.seen.through_rate(wishes.states, alone=wishes.homes == "through")
+        self.first: dict[int, int] = {}
+        self.last: dict[int, int] = {}
+        for w, window in enumerate(shape.windows):
+            for u in window.units:
+                self.first.setdefault(u, w)
+                self.last[u] = w
+        self.files = {home: [wishes.fleet.on_drive(*unit_file_bytes(unit, home)) for unit in shape.units]
+                      for home in DISKS}
+        self._costs: dict[int, list[Cost]] = {}
+
+    # ---- what windows cost ----
+
+    def costs(self, micro: int) -> list[Cost]:
+        """[window] of one of so many micro-batches; windows of equal shape share a Cost."""
+        if micro not in self._costs:
+            tokens, seq, fused = self.wishes.tokens // micro, self.wishes.seq, self.wishes.fused
+            alike = {w.shape: cost_of(w, self.seen, tokens, seq, fused)
+                     for w in {w.shape: w for w in self.shape.windows}.values()}
+            self._costs[micro] = [alike[w.shape] for w in self.shape.windows]
+        return self._costs[micro]
+
+    @functools.cached_property
+    def micro_counts(self) -> list[int]:
+        """Divisors of the number of sequences, or the one that is asked for; 1 where no gradient waits for another.
+        First what takes least time to compute, whatever is kept."""
+        w, sequences = self.wishes, self.wishes.tokens // self.wishes.seq
+        if w.grads == "none":
+            return [1]
+        counts = [w.micro] if w.micro else [k for k in range(1, sequences + 1) if sequences % k == 0]
+        return sorted(counts, key=lambda k: k * sum(c.forward_s + min(c.backward_s.values()) for c in self.costs(k)))
+
+    def _flying(self, at: int) -> int:
+        """Bytes of gradients on the device while a window's backward runs, until they have left. A fused head's lie in
+        the memory of their fp32 sums, which are part of its own window's work."""
+        total = 0
+        for u, w in self.first.items():
+            if w - self.depth <= at <= self.last[u]:
+                head = self.wishes.fused and self.shape.windows[w].kind == "head"
+                total += self.shape.units[u].gradients * ((2 if at != w else 0) if head else 1)
+        return total
+
+    # ---- bytes ----
+
+    def host_bytes(self, homes: Sequence[str], micro: int, modes: Sequence[str] = ()) -> dict[str, int]:
+        """By plane, and what is there besides; modes: with the activations of these."""
+        fleet = self.wishes.fleet
+        kept = self.memory(micro, modes)[5] if modes else 0
+        return {OVERHEAD: self.seen.host_overhead_bytes, **fleet.on_host(self.tally.host(homes, micro)),
+                **fleet.on_host({"activations": kept})}
+
+    def disk_bytes(self, homes: Sequence[str], micro: int, modes: Sequence[str] = ()) -> dict[str, int]:
+        """On disk, by plane, and between them; modes: with the activations of these."""
+        spilled = self.memory(micro, modes)[6] if modes else 0
+        total = {SPILLED: spilled * self.wishes.fleet.gpus} if spilled else {}
+        kinds = Counter((self.tally.alike[u], home) for u, home in enumerate(homes) if home in DISKS)
+        for (u, home), count in kinds.items():
+            unit, planes = self.shape.units[u], {}
+            if home == "disk+weights":
+                planes = {"weights": unit.gradients, FROZEN: unit.weights - unit.gradients}
+            planes = {what: self.wishes.fleet.on_drive(n, 0)[0] for what, n in (planes | visiting_planes(unit)).items()}
+            for what, n in (planes | {PADDING: self.files[home][u][1]}).items():
+                total[what] = total.get(what, 0) + n * count
+        return total
+
+    def planes_at_home(self, homes: Sequence[str], micro: int) -> dict[str, int]:
+        """Of units at home in VRAM, by plane; what is there all the time."""
+        return self.wishes.fleet.on_device(self.tally.at_home(homes, micro))
+
+    def cache_bytes(self, micro: int) -> int:
+        """On the device, of keys and values that a micro-batch's output keeps for as long as it lives."""
+        w = self.wishes
+        each = sum(window.template.cached for window in self.shape.windows if window.template is not None)
+        return w.tokens // micro * each if w.caches and w.fused else 0
+
+    def visiting(self, homes: Sequence[str]) -> int:
+        """Bytes of states that arrive."""
+        return sum(n for n, home in zip(self._states, homes) if home == "arrive")
+
+    @functools.cached_property
+    def _states(self) -> list[int]:
+        """By unit, bytes that arrive for its update."""
+        return [sum(self.wishes.fleet.on_device(visiting_planes(u)).values()) * bool(u.trained)
+                for u in self.shape.units]
+
+    def memory(self, micro: int, modes: Sequence[str]) -> tuple[int, ...]:
+        """Of what windows keep: see mt_memory_of in walk/search.h."""
+        return _core.search_memory(self.arrays, self.micro_counts.index(micro), _coded(modes, MODES))
+
+    # ---- homes that may be chosen ----
+
+    @functools.cached_property
+    def rows(self) -> list[Row]:
+        """In the order in which equals are preferred."""
+        found, fleet, asked = [], self.wishes.fleet, self.wishes.homes
+        classes = [some for some in (1, 2) if any(min(k, 2) == some for k in self.micro_counts)]
+        besides = self.machine.vram_overhead_bytes + self.exchange.buffers
+        for homes in self._homes():
+            if not fleet.offers(*set(homes)):
+                continue
+            placed = {k: self._with_disk(homes, k) for k in classes}
+            through = [] if isinstance(asked, dict) else self._through(homes)
+            sent = tuple("through" if u in through else home for u, home in enumerate(homes)) if through else None
+            for way in (homes, sent):
+                if way is None or (way is homes and sent and asked == "through") or \
+                        ("through" in way and not self.through_rate):
+                    continue            # named, for a machine that has no such way
+                for k in classes:
+                    if "through" in way and not set(DISKS).isdisjoint(placed[k]):
+                        continue        # the drive is what a step waits for, and states there are not in memory
+                    here = way if way is sent else placed[k]
+                    planes = besides + sum(self.planes_at_home(here, k).values())
+                    room = (self.wishes.nvme or 0) - sum(self.disk_bytes(here, k).values())
+                    found.append(Row(here, k > 1, planes + THROUGH_BYTES * ("through" in way),
+                                     sum(self.host_bytes(here, k).values()), room // fleet.gpus))
+        return found
+
+    def _homes(self) -> Iterator[tuple[str, ...]]:
+        """Units at home in VRAM: the embedding, the head, and a beginning of what is between. The first layers gain
+        most there: the next forward need not wait for their updates. Of the very first, only the states may be away."""
+        n, asked = len(self.shape.units), self.wishes.homes
+        if isinstance(asked, dict):
+            yield tuple(asked.get(u.name, "ram") for u in self.shape.units)
+        elif asked:
+            yield ("ram" if asked in (*DISKS, "through") else asked,) * n
+        else:
+            kinds = {u: self.shape.windows[w].kind for u, w in self.first.items()}
+            ends = [u for u in kinds if kinds[u] in ("embedding", "head")][:MOST_ENDS]
+            middle = [u for u in kinds if u not in ends]
+            counts = {*range(5), *(round(n * i / 10) for i in range(11)), n} if self.few else range(n + 1)
+            for first in range(len(middle) + 1):
+                for taken in range(1 << len(ends)):
+                    settled = {*middle[:first], *(e for i, e in enumerate(ends) if taken >> i & 1)}
+                    homes = ["vram" if u in settled else "ram" for u in range(n)]
+                    if len(settled) in counts:
+                        yield tuple(homes)
+                    for u in [] if self.few else list(self.first)[:GUESTS]:      # states of one arrive, then of both
+                        if homes[u] == "ram" and self.shape.units[u].trained:
+                            homes[u] = "arrive"
+                            yield tuple(homes)
+
+    def _through(self, homes: Sequence[str]) -> frozenset[int]:
+        """Units in RAM whose updates are over sooner through the device than behind the others on the host. None where
+        some are on disk: then the drive is what a step waits for; nor, unless they are asked for, with several GPUs,
+        where nothing of it was measured."""
+        units, asked = self.shape.units, self.wishes
+        away = [u for u in self.first if homes[u] == "ram" and units[u].trained]
+        if asked.homes == "through":
+            return frozenset(away)
+        if asked.homes or asked.grads == "none" or not self.through_rate or not asked.fleet.alone:
+            return frozenset()
+        # States that arrive take the same way, and come first.
+        device_s = 2 * self.visiting(homes) / (self.seen.both_gbps * 1e9)
+        host_s, found = 0.0, []
+        for u in away:
+            there, here = device_s + units[u].trained / self.through_rate, host_s + units[u].trained / self.host_rate
+            if there < here:
+                device_s = there
+                found.append(u)
+            else:
+                host_s = here
+        return frozenset(found)
+
+    def _with_disk(self, homes: tuple[str, ...], micro: int) -> tuple[str, ...]:
+        """These, with as many units on disk as host memory cannot hold: states alone, or weights too where those are
+        too many for it as well."""
+        w, fleet = self.wishes, self.wishes.fleet
+        if w.nvme is None or w.homes == "through" or isinstance(w.homes, dict):
+            return homes
+        forced, room, states, filed = w.homes in DISKS, w.nvme, [], []
+        over = 1 if forced else sum(self.host_bytes(homes, micro).values()) - self.seen.host_bytes
+        if over <= 0:
+            return homes
+        memory, order = MEMORY_BYTES * fleet.gpus, self._last_used(homes)
+        for u in order:
+            planes, padding = self.files["disk"][u]
+            if over + memory * bool(states) <= 0 or planes + padding > room:
+                break
+            if planes:
+                states.append(u)
+                room -= planes + padding
+                over -= planes * (not forced)
+        enough = not forced and over + memory * bool(states) <= 0
+        if not (w.homes == "disk" or enough) and fleet.offers("disk+weights"):
+            over += 0 if forced else (MEMORY_BYTES + FEED_BYTES) * fleet.gpus
+            for u in order:
+                unit = self.shape.units[u]
+                more = sum(self.files["disk+weights"][u]) - (sum(self.files["disk"][u]) if u in states else 0)
+                if over <= 0 or more > room or (u not in states and unit.trained):
+                    break
+                filed.append(u)
+                room -= more
+                over -= unit.weights * (not forced)
+        found = list(homes)
+        for u in states:
+            found[u] = "disk"
+        for u in filed:
+            found[u] = "disk+weights"
+        return tuple(found)
+
+    def _last_used(self, homes: Sequence[str]) -> list[int]:
+        """Units in RAM, those that are used last first: their updates have most time before the next forward needs
+        them. Where updates follow gradients that are kept nowhere, any first few are spread over the model (van der
+        Corput's sequence): the drive has the time between them, and a backward waits for each."""
+        order = [u for u in reversed(self.first) if homes[u] == "ram"]
+        return order if self.wishes.grads == "ram" else [order[at] for at in _spread(len(order))]
+
+    @functools.cached_property
+    def rings(self) -> list[int]:
+        """Slots of a size that may be chosen, fewest first."""
+        n, pieces = len(self.shape.units), any(u.fetched for u in self.shape.units) and self.wishes.nvme is None
+        if self.wishes.slots:
+            return [self.wishes.slots]
+        least = LEAST_OF_PIECES if pieces else 2            # with a disk some may come whole
+        every = [r for r in RINGS if least <= r < n] + [max(least, n)]
+        return ([r for r in every if r <= 4] or every) if self.few else every
+
+    # ---- activations that may be chosen ----
+
+    def tracks(self, micro: int) -> list[tuple[bytes, bytes]]:
+        """Modes of windows, and which of these a search leaves as they are. Nothing away; then the first layers, which
+        wait longest, in each way and in growing number."""
+        costs, w, windows = self.costs(micro), self.wishes, self.shape.windows
+        asked = w.activations
+        pairs = _pairs([LINKED in c.kept and window.learns for c, window in zip(costs, windows)])
+        least = [asked if asked in c.kept else next(m for m in KEEPS if m in c.kept) for c in costs]
+
+        def track(fixed: dict[int, str], linked: Iterable[int] = ()) -> tuple[bytes, bytes]:
+            flags = bytearray(len(windows))
+            modes = list(least)
+            for at, mode in fixed.items():
+                modes[at], flags[at] = mode, FIXED
+            for at in linked:
+                flags[at] |= PAIR
+            return _coded(modes, MODES), bytes(flags)
+
+        if asked is not None:
+            if read(asked).keep == LINKED:
+                other, seconds = str(read(asked)._replace(keep="attention")), {a + 1 for a in pairs}
+                least = [other if mode == asked and at not in seconds else mode for at, mode in enumerate(least)]
+            return [track(dict(enumerate(least)))]
+
+        def able(mode: str) -> list[int]:
+            return [at for at, c in enumerate(costs) if mode in c.away and windows[at].learns]
+
+        found = [track({})]
+        for mode in ON_HOST:
+            found += [track(dict.fromkeys(able(mode)[:n], mode)) for n in _counts(able(mode))]
+        if w.seq >= LONG_SEQ:
+            # An attention's output spares more time than all else: some layers keep it in host memory, with their
+            # input, and those before them the input alone, in what is left there.
+            layers = able("attention+host")
+            for inputs, both in itertools.combinations(_counts(layers), 2):
+                found.append(track({at: "replay+host" if i < inputs else "attention+host"
+                                    for i, at in enumerate(layers[:both])}))
+            found += [track(*some) for some in self._linked(pairs, costs)]
+        for keep in KEEPS if w.nvme else ():       # the first keep on disk what some behind them keep in host memory
+            layers = able(f"{keep}+disk")
+            found += [track({at: keep + ("+disk" if i < filed else "+host") for i, at in enumerate(layers[:away])})
+                      for filed, away in itertools.combinations_with_replacement(_counts(layers), 2)]
+        return found
+
+    def _linked(self, pairs: list[int], costs: list[Cost]) -> Iterator[tuple[dict[int, str], list[int]]]:
+        """Pairs of layers of which the first keeps its input and the outputs of attention are kept of both: the first
+        of them on disk, those behind in host memory, or there the inputs alone, and the others on the device. Or inputs
+        alone on disk."""
+        order = [a for a in pairs if costs[a + 1].backward_s[LINKED] < costs[a + 1].backward_s["replay"]]
+        counts = [0, *_counts(order)]
+        ways = (("attention", LINKED, "+host"), ("replay", "replay", "+host"))
+        on_disk = (("attention", LINKED, "+disk"), ("replay", "replay", "+disk")) if self.wishes.nvme else ()
+        for first in (None, *on_disk) if order else ():
+            for ends in itertools.combinations_with_replacement(counts, 3):
+                if (first is None) == (ends[0] == 0):
+                    parts = zip((first, *ways), map(slice, (0, *ends), ends))
+                    fixed = {a + i: way[i] + way[2] for way, of in parts for a in order[of] for i in (0, 1)}
+                    yield fixed, order[ends[2]:]
+
+    # ---- the search ----
+
+    def best(self, than: float = math.inf) -> tuple[Choice, Timing] | None:
+        """The choice of least time; of equal ones the first in order. None: nothing fits, or all takes so many seconds
+        or more."""
+        found = _core.search_best(self.arrays, than, self.most)
+        if found is None:
+            return None
+        row, ring, micro, modes, walked = found
+        return Choice(self.micro_counts[micro], self.rows[row].homes, self.rings[ring],
+                      tuple(MODES[i] for i in modes)), Timing.of(walked, not self.wishes.fleet.alone)
+
+    def time(self, choice: Choice, than: float = math.inf) -> Timing | None:
+        """None where it takes so many seconds or more."""
+        walked = _core.search_time(self.arrays, self.micro_counts.index(choice.micro), _coded(choice.homes, HOMES),
+                                   self._memory_s(choice.homes, choice.micro), choice.ring,
+                                   _coded(choice.modes, MODES), than)
+        return None if walked is None else Timing.of(walked, not self.wishes.fleet.alone)
+
+    def fits(self) -> bool:
+        """Does anything that may be chosen?"""
+        return any(n >= 0 for n in self.needs[0])
+
+    @functools.cached_property
+    def needs(self) -> tuple[array[int], int | None, int | None, Choice]:
+        """By row and number of micro-batches the fewest bytes of activations on disk with which it fits, -1: with none;
+        least VRAM within the host's limit, least host memory within the VRAM's, None: not with any; and the choice that
+        lacks the fewest bytes, of those that the device can hold if there are any."""
+        spilled, vram, host, row, micro = _core.search_needs(self.arrays)
+        first = self.tracks(self.micro_counts[micro])[0][0]
+        return (array("q", spilled), *(n if n >= 0 else None for n in (vram, host)),
+                Choice(self.micro_counts[micro], self.rows[row].homes, self.rings[0], tuple(MODES[i] for i in first)))
+
+    def _memory_s(self, homes: Sequence[str], micro: int) -> float:
+        """Of the host's memory, which several GPUs share, for what is no copy of one of them."""
+        fleet = self.wishes.fleet
+        if fleet.alone:
+            return 0.0
+        trained = sum(float(u.trained) for u, home in zip(self.shape.units, homes) if home not in SETTLED)
+        through = micro * self.exchange.link_bytes / fleet.memory(self.seen)
+        return through + fleet.memory_s(self.seen, self.wishes.states, trained, micro)
+
+    # ---- as arrays ----
+
+    @functools.cached_property
+    def arrays(self) -> SimpleNamespace:
+        """The fields of mt_search, by their names in csrc/walk/search.h."""
+        return SimpleNamespace(**self._unit_arrays(), **self._window_arrays(), **self._row_arrays())
+
+    def _unit_arrays(self) -> dict[str, Any]:
+        """What no choice changes of units: bytes, and seconds of updates. Of several machines each updates its part, of
+        several GPUs too."""
+        units, m, w, fleet, exchange = self.shape.units, self.seen, self.wishes, self.wishes.fleet, self.exchange
+        both, trained = m.disk_both_gbps * 1e9, [float(u.trained) for u in units]
+        moved = [float(sum(visiting_planes(u).values())) / fleet.machines for u in units]
+        pool = m.adam_rate(min(POOL * fleet.gpus, m.adam_gparams[-1][0]), w.states)
+        own, times = [n / fleet.count for n in trained], 1 if w.grads == "ram" else 2
+        device_s = [n / (m.device_adam_gparams * 1e9)
+                    + n * (GATHERED[not fleet.alone] + (k - 1) * GATHERED[1]) / (m.hbm_gbps * 1e9)
+                    for k in self.micro_counts for n in own]
+        raised = [0] * len(units) if exchange.peers else exchange.raised
+        of = {"host_s": [n / fleet.machines / self.host_rate for n in trained],
+              "pool_s": [n / fleet.machines / pool for n in trained],
+              "passing_s": [n / self.through_rate if self.through_rate else math.inf for n in own],
+              "drive_s": [2 * n / both for n in moved],
+              "drive_weights_s": [2 * (n + u.gradients / fleet.machines) / both for n, u in zip(moved, units)],
+              # A rank reads its portion, with its part of the drive's rate. What is gathered takes less time.
+              "fetch_s": [u.weights / fleet.gpus / (m.disk_read_gbps * 1e9) for u in units],
+              # Bytes that cross while AdamW runs on the host: of gradients that are kept nowhere, in both passes.
+              "streamed": [times * u.weights / exchange.parts + (times - 1) * home
+                           for u, home in zip(units, exchange.home.tolist())],
+              "settled": [float(a + b) for a, b in zip(exchange.lowered, raised)],
+              "passing": [n * moved_bytes(w.states) / fleet.count for n in trained],
+              "add_s": [n * fleet.added / (m.add_gparams * 1e9) for n in trained], "device_s": device_s,
+              **{name: getattr(exchange, name) for name in (
+                  "exchange_s", "network_s", "lost_s", "gather_s", "held_s", "spread_s")}}
+        whole = {"weights": [u.crossing for u in units], "bytes": [u.weights for u in units], "states": self._states,
+                 "gradients": exchange.home.tolist(), "lowered": exchange.lowered.tolist(),
+                 "raised": exchange.raised.tolist()}
+        pieces = any(u.fetched for u in units)
+        return {**{name: array("d", found) for name, found in of.items()},
+                **{name: array("q", found) for name, found in whole.items()},
+                "pieces": _lists(u.fetched for u in units), "whole": pieces,
+                "spared": sum(plan_slots([u.crossing for u in units], 2)) if pieces else 0,
+                "parts": exchange.parts, "peers": exchange.peers, "on_link": exchange.on_link,
+                "h2d": m.h2d_gbps * 1e9, "d2h": m.d2h_gbps * 1e9, "both": m.both_gbps * 1e9, "busy": m.busy_gbps * 1e9,
+                "write": m.disk_write_gbps * 1e9, "read": m.disk_read_gbps * 1e9, "memory": fleet.memory(m),
+                "shown": SHOWN_MICRO, "depth": self.depth, "stagings": STAGINGS, "bays": BAYS, "ahead": AHEAD,
+                "stay": STAY, "rest_s": NORM_S, "early": EARLY, "padding": BUNDLE_PADDING_BYTES,
+                "lends": w.lent, "keeps": w.grads == "ram", "most_vram": self.machine.vram_bytes,
+                "most_host": self.machine.host_bytes, "gpus": fleet.gpus, "byte_s": m.held_s(fleet.gpus),
+                "cache": CACHE_SHARE["fused" if w.fused else "eager"], "worth": 1.0 if w.homes else WORTH_THROUGH}
+
+    def _window_arrays(self) -> dict[str, Any]:
+        """Costs of windows by what they keep, and what they may keep."""
+        windows, counts = self.shape.windows, self.micro_counts
+        kinds = {shape: i for i, shape in enumerate(dict.fromkeys(w.shape for w in windows))}
+        every = [{w.shape: c for w, c in zip(windows, self.costs(k))} for k in counts]
+        costs = [costs[shape] for costs in every for shape in kinds]
+        leaving: list[list[int]] = [[] for _ in windows]
+        for u, at in self.first.items():
+            if self.shape.units[u].trained:
+                leaving[at].append(u)
+        again = (() if w.kind == "embedding" or (w.kind == "head" and self.wishes.fused) else w.units for w in windows)
+        tracks = [self.tracks(k) for k in counts]
+        return {"kind": array("q", [kinds[w.shape] for w in windows]), "n_kinds": len(kinds),
+                "learns": array("q", [w.learns for w in windows]),
+                "flying": array("q", map(self._flying, range(len(windows)))),
+                "units": _lists(w.units for w in windows), "again": _lists(again), "leaving": _lists(leaving),
+                **{name: array("d", [getattr(c, name) for c in costs]) for name in ("forward_s", "forward_host_s")},
+                **{name: array("d", [getattr(c, name).get(mode, math.nan) for c in costs for mode in MODES])
+                   for name in ("backward_s", "backward_host_s")},
+                **{name: array("q", [getattr(c, name).get(mode, 0) for c in costs for mode in MODES])
+                   for name in ("kept", "work", "away")},
+                "on_disk": array("q", [mode in DISK for mode in MODES]),
+                "is_linked": array("q", [read(mode).keep == LINKED for mode in MODES]),
+                "tracks": array("q", itertools.accumulate(map(len, tracks), initial=0)),
+                "modes": b"".join(modes for some in tracks for modes, _ in some),
+                "flags": b"".join(flags for some in tracks for _, flags in some)}
+
+    def _row_arrays(self) -> dict[str, Any]:
+        rows, alone = self.rows, self.wishes.fleet.alone
+        memory_s = [0.0] * len(rows) * len(self.micro_counts) if alone else \
+            [self._memory_s(row.homes, k) for row in rows for k in self.micro_counts]
+        return {"micro": array("q", self.micro_counts), "cached": array("q", map(self.cache_bytes, self.micro_counts)),
+                "rings": array("q", self.rings),
+                "homes": b"".join(_coded(row.homes, HOMES) for row in rows), "memory_s": array("d", memory_s),
+                **{name: array("q", [getattr(row, name) for row in rows])
+                   for name in ("several", "planes", "host", "room")}}
+
+
+def _coded(words: Iterable[str], known: Sequence[str]) -> bytes:
+    """By their numbers in C."""
+    return bytes(map(_numbers(tuple(known)).__getitem__, words))
+
+
+@functools.cache
+def _numbers(known: tuple[str, ...]) -> dict[str, int]:
+    return {word: i for i, word in enumerate(known)}
+
+
+def _lists(lists: Iterable[Sequence[int]]) -> tuple[array[int], array[int]]:
+    """As mt_walk_list: where each begins, and all items."""
+    lists = list(lists)
+    ends = itertools.accumulate(map(len, lists), initial=0)
+    return array("q", ends), array("q", itertools.chain.from_iterable(lists))
+
+
+def _counts(able: Sequence[object]) -> list[int]:
+    """Of so many layers the first eighth, two, ..., all."""
+    return sorted({-(-len(able) * part // PARTS) for part in range(1, PARTS + 1)} - {0})
+
+
+def _pairs(able: Sequence[bool]) -> list[int]:
+    """Layers of which the next may be linked to them, each layer in one pair."""
+    found: list[int] = []
+    for w in range(len(able) - 1):
+        if able[w] and able[w + 1] and w - 1 not in found:
+            found.append(w)
+    return found
+
+
+@functools.cache
+def _spread(n: int) -> tuple[int, ...]:
+    """Numbers below n in van der Corput's order."""
+    bits = n.bit_length()
+    return tuple(place for i in range(1 << bits) if (place := int(f"{i:0{bits}b}"[::-1], 2)) < n)
