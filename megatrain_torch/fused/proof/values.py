@@ -1,8 +1,9 @@
 """What a computation gives, as numbers: equal expressions have equal numbers.
 
-A module's own forward, and its backward, run on fake tensors of symbolic sizes. Every tensor that an operation gives
-has the number of its expression: the operation, the numbers of what it reads, its constants to the bit, its sizes. Two
-computations that give equal numbers are the same computation, for every input and every size; no graph is matched.
+A module's own forward, and its backward, run on fake tensors, whose sizes are primes. Every tensor that an operation
+gives has the number of its expression: the operation, the numbers of what it reads, its constants to the bit, its
+sizes. Two computations that give equal numbers are the same computation, for every input and every size; no graph is
+matched.
 
 Expressions have a normal form, which is small: copies, detached and contiguous tensors are what they are copies of;
 chains of views are one view, of permutations one; sums and products have no order, since rounding is no part of the
@@ -68,6 +69,7 @@ class Values(TorchDispatchMode):
         self._tensors: dict[int, tuple[Tensor, int]] = {}      # by id, which is not given anew while these are kept
         self._seen_by: dict[int, dict[int, Tensor]] = {}       # by storage, the tensors over it
         self._outlive: set[int] = set()                        # storages of atoms
+        self.symbols: dict[str, str] = {}                      # by size in a run, what stands for it
 
     # ---- the table ----
 
@@ -109,7 +111,7 @@ class Values(TorchDispatchMode):
         """The expression in a few words."""
         def part_told(part: Any) -> str:
             if type(part) is not tuple:
-                return str(part)
+                return self.symbols.get(str(part), str(part))
             if len(part) == 2 and part[0] == "#":
                 return self.told(part[1], depth - 1) if depth else "…"
             if len(part) == 2 and part[0] == "float":
