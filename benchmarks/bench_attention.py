@@ -6,7 +6,7 @@
     python benchmarks/bench_attention.py --device cpu             # toy sizes
 
 "whole": one call over a causal row. "all": 32k queries that see all keys of the row. "layers": what a template's
-attention does, which goes some queries at a time where a row is long (megatrain_torch/fused/templates/rows.py). Each
+attention does, which goes some queries at a time where a row is long (by_rows). Each
 forward and each backward is run again and again for --seconds, of which the second half counts: a card that has just
 been idle is faster than one at its limit. TFLOP/s of the operations that are wanted: 4 per pair of tokens that see
 each other and element of a query, half as many pairs in a causal row; backward 2.5 times as many. JSON lines on
@@ -25,8 +25,7 @@ import torch
 from common import add_device_argument, emit, say, synchronize, table
 
 from megatrain_torch.fused.templates import attention
-from megatrain_torch.fused.templates.attention import Attention
-from megatrain_torch.fused.templates.rows import NEVER
+from megatrain_torch.fused.templates.attention import NEVER, Attention
 
 
 def parse_args() -> tuple[argparse.Namespace, torch.device]:

@@ -29,7 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from zoo import H, T, V
 
 import megatrain_torch as mt
-from megatrain_torch.fused import deferred, head_loss
+from megatrain_torch.fused import head
 from megatrain_torch.fused import loss as loss_module
 from megatrain_torch.model.stream import runtime_of
 
@@ -248,7 +248,7 @@ FUSING: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 def is_deferred(x: Any) -> bool:
-    return isinstance(x, deferred.DeferredLogits)
+    return isinstance(x, head.DeferredLogits)
 
 
 def with_loss(of: Callable[[Tensor, Tensor], Tensor]) -> Callable[[nn.Module, Tensor], Tensor]:
@@ -708,8 +708,8 @@ def test_frozen_parts(frozen: str, tied: bool) -> None:
 
 def test_a_frozen_head_makes_no_gradient_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
-    inner = head_loss.linear_cross_entropy
-    monkeypatch.setattr(head_loss, "linear_cross_entropy",
+    inner = head.linear_cross_entropy
+    monkeypatch.setattr(head, "linear_cross_entropy",
                         lambda *a, wanted, **kw: asked.append(wanted) or inner(*a, wanted=wanted, **kw))
     model = streamed(made())
     model.head.weight.requires_grad_(False)
@@ -743,7 +743,7 @@ def test_evaluation_and_no_grad_give_ordinary_logits() -> None:
         assert type(outputs(model).logits) is Tensor
     assert head_code(model) == FUSED, "a call without gradients tells nothing"
     model.eval()
-    assert type(outputs(model).logits) is deferred.DeferredLogits, "gradients are wanted, whatever the flag"
+    assert type(outputs(model).logits) is head.DeferredLogits, "gradients are wanted, whatever the flag"
     assert head_code(model) == FUSED
 
 

@@ -188,7 +188,7 @@ def test_a_template_has_experts_cross_twice_and_the_modules_own_code_three_times
 
 @parity.LONG
 def test_a_look_at_numbers_goes_through_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    from megatrain_torch.fused.templates.pieces import Pieces
+    from megatrain_torch.fused.templates.weights import Pieces
     own = Pieces.experts
     monkeypatch.setattr(Pieces, "experts", lambda self, name, which: own(self, name, which) * 1.1)
     model = streamed(model_of("mixtral", "grouped_mm"), "fused", experts=3)

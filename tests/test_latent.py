@@ -23,10 +23,10 @@ from torch import Tensor, nn
 transformers = pytest.importorskip("transformers")
 
 import megatrain_torch as mt  # noqa: E402
-from megatrain_torch.fused.templates import rows  # noqa: E402
+from megatrain_torch.fused.templates import attention as rows  # noqa: E402
 from megatrain_torch.fused.templates.attention import Attention, _filled  # noqa: E402
+from megatrain_torch.fused.templates.attention_half import TURN, TURN_PAIRS, rotary_of  # noqa: E402
 from megatrain_torch.fused.templates.parts import Unfit  # noqa: E402
-from megatrain_torch.fused.templates.rotary import TURN, TURN_PAIRS, rotary_of  # noqa: E402
 from megatrain_torch.plans.cost import cost_of  # noqa: E402
 from megatrain_torch.plans.machine import MACHINES  # noqa: E402
 from megatrain_torch.plans.shapes import shapes_of  # noqa: E402

@@ -34,7 +34,7 @@ from torch import Tensor, nn
 
 import megatrain_torch as mt
 from megatrain_torch import ops
-from megatrain_torch.fused.templates import experts, parts, router
+from megatrain_torch.fused.templates import moe, parts, weights
 from megatrain_torch.fused.templates.attention import Attention
 from megatrain_torch.fused.templates.decoder import Decoder
 
@@ -240,10 +240,10 @@ def test_a_norm_with_weights_of_a_wider_type_is_that_of_fp64(style: int) -> None
     x, dy, add = (torch.randn(2, 5, 32, generator=g).bfloat16() for _ in range(3))
     layer = nn.ModuleDict({"norm": nn.RMSNorm(32, eps=1e-6)})
     w = torch.randn(32, generator=g)
-    norm, grads = parts.Norm(layer, "norm"), parts.Grads(["norm.weight"])
+    norm, grads = parts.Norm(layer, "norm"), weights.Grads(["norm.weight"])
     norm.style = style
-    y, rstd = norm.forward(x, parts.Weights({"norm.weight": w}))
-    dx, again = norm.backward(dy, x, rstd, parts.Weights({"norm.weight": w}), grads, add, rebuild=True)
+    y, rstd = norm.forward(x, weights.Weights({"norm.weight": w}))
+    dx, again = norm.backward(dy, x, rstd, weights.Weights({"norm.weight": w}), grads, add, rebuild=True)
     leaves = [x.double().requires_grad_(), w.double().requires_grad_()]
     wanted = leaves[0] * torch.rsqrt(leaves[0].square().mean(-1, keepdim=True) + 1e-6) * (
         leaves[1] + (style == ops.ONE_PLUS))
@@ -258,7 +258,7 @@ def test_a_norm_with_weights_of_a_wider_type_is_that_of_fp64(style: int) -> None
 @given(st.integers(1, 40), st.integers(1, 4), st.integers(4, 300), st.randoms())
 def test_sorted_rows_are_each_choice_once_by_expert(tokens: int, k: int, count: int, random: Any) -> None:
     index = torch.tensor([random.sample(range(count), k) for _ in range(tokens)])
-    rows = experts.sort_rows(index, count)
+    rows = moe.sort_rows(index, count)
     assert torch.equal(rows.expert.long(), index.flatten()[rows.order])
     assert torch.equal(rows.token, rows.order // k)
     assert torch.equal(rows.order[rows.place], torch.arange(tokens * k))
@@ -358,23 +358,23 @@ def test_layers_on_the_device_are_not_copied_to_the_host_to_be_fused(family: str
 
 def test_a_router_that_ignores_its_correction_would_be_noticed() -> None:
     layer = FAMILIES["glm4_moe"]().model.layers[1]
-    found = router.Router(layer, "mlp", "gate")
+    found = moe.Router(layer, "mlp", "gate")
     assert found.sigmoid and found.normalised and found.correction == "mlp.gate.e_score_correction_bias"
     assert found.wide and not found.rounds and abs(found.factor - 2.5) < 1e-6
     layer.mlp.gate.forward = lambda h, own=layer.mlp.gate.forward: (*own(h)[:2], own(h)[2].flip(0))
     with pytest.raises(Exception, match="none of the known routers"):
-        router.Router(layer, "mlp", "gate")
+        moe.Router(layer, "mlp", "gate")
 
 
 def test_of_routers_alike_one_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     tried = []
-    monkeypatch.setattr(router, "_KNOWN", {})
-    monkeypatch.setattr(router, "_Twin", lambda *args, own=router._Twin: tried.append(args) or own(*args))
+    monkeypatch.setattr(moe, "_KNOWN", {})
+    monkeypatch.setattr(moe, "run_twin", lambda *args, own=moe.run_twin: tried.append(args) or own(*args))
 
     def tries(change: Callable[[nn.Module], None]) -> int:
         layers = FAMILIES["glm4_moe"]().model.layers
         change(layers[2].mlp.gate)
-        found = [router.Router(layers[i], "mlp", "gate") for i in (1, 2)]
+        found = [moe.Router(layers[i], "mlp", "gate") for i in (1, 2)]
         assert found[0].normalised and vars(found[0]).keys() == vars(found[1]).keys()
         count = len(tried)
         tried.clear()
@@ -449,10 +449,9 @@ def test_evaluation_and_generation_are_the_models_own() -> None:
 
 # ---------------------------------------------------------------- wrong templates
 
-def from_the_wrong_rows(index: Tensor, count: int, right: Any = experts.sort_rows) -> experts.Rows:
+def from_the_wrong_rows(index: Tensor, count: int, right: Any = moe.sort_rows) -> moe.Rows:
     rows = right(index, count)
-    rows.token = rows.token.roll(1)
-    return rows
+    return rows._replace(token=rows.token.roll(1))
 
 
 def by_position(x: Tensor, dy: Tensor, offsets: Tensor, right: Any = ops.grouped_gemm_wgrad) -> Tensor:
@@ -463,10 +462,10 @@ def by_position(x: Tensor, dy: Tensor, offsets: Tensor, right: Any = ops.grouped
 WRONG = {
     "rows of other tokens": lambda: ("megatrain_torch.fused.templates.moe.sort_rows", from_the_wrong_rows),
     "gradients of other experts": lambda: ("megatrain_torch.ops.grouped_gemm_wgrad", by_position),
-    "the router's gradient": lambda: ("megatrain_torch.fused.templates.router.Router._logits_grad",
-                                      flipped(router.Router, "_logits_grad", 0)[2]),
-    "weights": lambda: ("megatrain_torch.fused.templates.router.Router.weights",
-                        flipped(router.Router, "weights", 0)[2]),
+    "the router's gradient": lambda: ("megatrain_torch.fused.templates.moe.Router._logits_grad",
+                                      flipped(moe.Router, "_logits_grad", 0)[2]),
+    "weights": lambda: ("megatrain_torch.fused.templates.moe.Router.weights",
+                        flipped(moe.Router, "weights", 0)[2]),
 }
 
 
@@ -482,7 +481,7 @@ def test_a_wrong_template_is_refused_and_the_model_still_trains(what: str, monke
 def test_a_trial_takes_the_choice_of_the_layers_own_router(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else one choice in ten that rounding decides would look like a wrong template."""
     model = stream(FAMILIES["qwen3_moe"]())
-    monkeypatch.setattr(router.Router, "_choice", lambda self, logits, correction: logits.topk(2, -1, False).indices)
+    monkeypatch.setattr(moe.Router, "_choice", lambda self, logits, correction: logits.topk(2, -1, False).indices)
     model(**padded(0)).loss.backward()
     all_fused(codes(model))
 

@@ -158,6 +158,8 @@ ADVERSARIES: dict[str, Callable[[Any, Tensor, Tensor], Tensor]] = {
     "batch": lambda self, x, y: y * 2 if x.shape[0] > 7 else y,
     "elements": lambda self, x, y: y * 2 if x.numel() > 100_000 else y,
     "every second token": lambda self, x, y: torch.stack((y[:, ::2], y[:, 1::2] * 1.0001), 2).flatten(1, 2),
+    "every ten thousand tokens": lambda self, x, y: y * (1 + x.shape[1] // 10_000),
+    "half of the rows": lambda self, x, y: torch.cat((y[:, :4000], y[:, 4000:] * 2), 1),
     "position": lambda self, x, y: y * (1 + torch.arange(y.shape[1])[:, None] // 1000),
     "values": lambda self, x, y: y * 2 if float(x.detach().abs().max()) > 30 else y,
     "a weight's value": lambda self, x, y: y * 2 if self.weight.abs().max() > 30 else y,
@@ -237,6 +239,7 @@ def default_type(monkeypatch: Any, *models: nn.Module) -> contextlib.AbstractCon
 WHERE: dict[str, tuple[tuple[int, ...], Callable[..., Any]]] = {
     "rows of 1024": ((1, 1024, 16), nothing),
     "long rows": ((1, 1030, 16), nothing),
+    "every ten thousand tokens": ((1, 10_000, 16), nothing),
     "batch": ((9, 12, 16), nothing),
     "elements": ((80, 80, 16), nothing),
     "the environment": ((2, 12, 16), lambda monkeypatch, *_: monkeypatch.setenv("MT_TEST_DOUBLED", "1")),

@@ -24,7 +24,7 @@ from torch import Tensor
 import megatrain_torch as mt
 from megatrain_torch import ops
 from megatrain_torch.checkpoint import likeness, manifest
-from megatrain_torch.fused.templates import attention, repeats
+from megatrain_torch.fused.templates import attention
 from megatrain_torch.fused.templates.attention import Attention
 from megatrain_torch.fused.templates.mlp import GatedMLP
 from megatrain_torch.model.stream import runtime_of
@@ -151,7 +151,7 @@ class Spelled:
 def spelled(monkeypatch: pytest.MonkeyPatch) -> Spelled:
     one = Spelled()
     for name, value in {"_known": lambda q: True, "ORDERLESS": 4, "_refused": set()}.items():
-        monkeypatch.setattr(repeats, name, value)
+        monkeypatch.setattr(attention, name, value)
     monkeypatch.setattr(ops, "attention_backward", one)
     return one
 
@@ -162,8 +162,8 @@ def test_the_kernel_with_one_order_is_given_what_its_memory_holds(
         work: int, calls: list[int], biased: tuple[int, int] | None, spelled: Spelled, monkeypatch: pytest.MonkeyPatch
         ) -> None:
     g = torch.Generator().manual_seed(1)
-    monkeypatch.setattr(repeats, "WORK", work)
-    monkeypatch.setattr(repeats, "_padded", lambda n: 64)
+    monkeypatch.setattr(attention, "WORK", work)
+    monkeypatch.setattr(attention, "_padded", lambda n: 64)
     q, k, v, dout = (t.transpose(1, 2).requires_grad_() for t in heads(3, 9))
     bias = None if biased is None else torch.randn(*biased, 9, 9, dtype=torch.float64, generator=g)
     logits = test_rows.parts(q, k, bias is None) + (0 if bias is None else bias)
@@ -172,7 +172,7 @@ def test_the_kernel_with_one_order_is_given_what_its_memory_holds(
     lse = logits.logsumexp(3)
     with torch.no_grad():
         monkeypatch.setattr(Tensor, "numel", lambda t: 0)
-        found = repeats.grads(dout, q, k, v, out, lse, bias, bias is None, SCALE, True)
+        found = attention.repeating_grads(dout, q, k, v, out, lse, bias, bias is None, SCALE, True)
         monkeypatch.undo()
     assert all(torch.allclose(a, b, rtol=1e-9, atol=1e-12) for a, b in zip(found, right))
     assert spelled.heads == calls
@@ -188,7 +188,7 @@ def shapes(rows: int, queries: int, hq: int, hk: int) -> tuple[Tensor, Tensor]:
     (1, 8192, 8, 8, None, (1, 8))])
 def test_it_is_for_short_rows_unless_it_is_asked_for(rows: int, seq: int, hq: int, hk: int, unasked: Any, asked: Any) -> None:
     q, k = shapes(rows, seq, hq, hk)
-    assert (repeats._at_once(q, k, False), repeats._at_once(q, k, True)) == (unasked, asked)
+    assert (attention._at_once(q, k, False), attention._at_once(q, k, True)) == (unasked, asked)
 
 
 def test_what_it_refuses_is_not_tried_again(spelled: Spelled, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -201,15 +201,15 @@ def test_what_it_refuses_is_not_tried_again(spelled: Spelled, monkeypatch: pytes
     monkeypatch.setattr(ops, "attention_backward", refused)
     q, k, v, dout = (t.transpose(1, 2) for t in heads(3, 9))
     args = (dout, q, k, v, dout, torch.zeros(3, 8, 9, dtype=torch.float64), None, True, SCALE, False)
-    assert repeats.grads(*args) is repeats.grads(*args) is None and tried == [1]
+    assert attention.repeating_grads(*args) is attention.repeating_grads(*args) is None and tried == [1]
 
     def full(*_: Any) -> None:
         raise RuntimeError("CUDA out of memory")
 
-    repeats._refused.clear()
+    attention._refused.clear()
     monkeypatch.setattr(ops, "attention_backward", full)
     with pytest.raises(RuntimeError, match="out of memory"):
-        repeats.grads(*args)
+        attention.repeating_grads(*args)
 
 
 def test_short_rows_go_by_it_unasked(spelled: Spelled, cudnn: None, monkeypatch: pytest.MonkeyPatch) -> None:    # noqa: F811
@@ -221,7 +221,7 @@ def test_short_rows_go_by_it_unasked(spelled: Spelled, cudnn: None, monkeypatch:
 
 def test_there_is_none_on_the_cpu() -> None:
     q, k, v, dout = (t.transpose(1, 2) for t in heads(3, 9))
-    assert repeats.grads(dout, q, k, v, dout, torch.zeros(3, 8, 9), None, True, SCALE, True) is None
+    assert attention.repeating_grads(dout, q, k, v, dout, torch.zeros(3, 8, 9), None, True, SCALE, True) is None
     with pytest.raises(RuntimeError, match="on CUDA alone"):
         ops.attention_backward(dout, q, k, v, dout, torch.zeros(3, 8, 9, 1), None, True, SCALE, q, k, v)
 

@@ -1,27 +1,57 @@
-"""The window of a head: which module makes a model's logits, and whether they may be left unmade."""
+"""The head, whose logits are not made, because the loss does not need them whole.
+
+While a model trains with compute="fused", its head's window returns `DeferredLogits`: a tensor with shape,
+type, device and history, and without memory. It knows the hidden states it would be made from and what
+was done to it since: scaling, a soft cap, a cast to fp32, slices and views that leave the vocabulary
+alone. A loss is computed without making them. Whatever else is done to the tensor makes the real logits through the
+head's window, once; from then on they are used, gradients included.
+
+    Defer   hidden states and weights in, DeferredLogits out; its backward is a linear layer's, for the
+            gradients of logits that were made
+    Loss    hidden states and weights in, the loss out; gradients are made in forward
+
+Both hand weight gradients over as a window does (graph/handover.py). Autograd records what is done to DeferredLogits as
+it does for any tensor; the operations themselves are met below autograd, in `__torch_dispatch__`. But F.cross_entropy,
+where transformers' losses and most others end, is met above autograd, so that its gradient goes by way of Loss
+(loss.linear_cross_entropy, in chunks of tokens).
+
+Letters: `T` tokens, `H` hidden, `V` vocabulary.
+"""
 from __future__ import annotations
 
+import dataclasses
+import math
+import sys
 import weakref
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.nn.modules.module import _has_any_global_hook
+from torch.utils._pytree import tree_leaves, tree_map
 
+from ..base.errors import MegatrainError
 from ..base.units import output_embeddings
-from .deferred import Defer, Logits
-from .head_loss import keep_from_tracing
-from .layer import casts
-from .runner import Runner
+from ..graph.frames import refuse_again
+from ..store.guard import HostTensor
+from ..store.records import Use
+from ..store.state import accumulators, graph_stays, in_backward, in_sight
+from .layer import Runner, casts
+from .loss import linear_cross_entropy
 
 if TYPE_CHECKING:
     from ..graph.window import Window
 
+aten = torch.ops.aten
 # fp16 is left out: gradients of a mean over many tokens fall below its smallest number, and the scale of
 # a GradScaler is known only in backward. fp64 is nobody's choice for speed.
 TYPES = (torch.float32, torch.bfloat16)
 LINEAR = nn.Linear.forward
 
+
+# ---- the window of a head --------------------------------------------------------------------------
 
 def head_of(root: nn.Module, windows: list[tuple[str, nn.Module]]) -> nn.Module | None:
     """The window that makes logits: the named head, else the last Linear as wide as the longest embedding is long."""
@@ -45,17 +75,18 @@ def unfit(module: nn.Module) -> str:
 def give_head(window: Window, module: nn.Module) -> None:
     """The head's window defers from now on, or says why it cannot."""
     window.unfit = unfit(module) or (f"its weights are codes: {window.wholes[0].format.name}" if window.wholes else "")
-    window.head = None if window.unfit else Head(window, module)
+    window.head = None if window.unfit else Head(window)
 
 
 class Head(Runner):
     """What the window of a head knows of deferring.
 
     Attributes:
+        weight, bias: records of the plain Linear that it is. changed: why it is none any more; "": it is.
         declined: why the last call's logits were made after all; "" when they were not.
     """
 
-    def __init__(self, window: Window, module: nn.Linear) -> None:
+    def __init__(self, window: Window) -> None:
         super().__init__(window)
         self.by_param = {id(r.param): r for r in window.records}
         self.declined = ""
@@ -64,14 +95,16 @@ class Head(Runner):
 
     def read(self) -> None:
         """Is it the plain Linear that was streamed?"""
-        m = self.module
+        m = self.window.module
         self.changed = unfit(m)
-        named = {} if self.changed else dict(m.named_parameters())
-        if not self.changed and {id(p) for p in named.values()} != set(self.by_param):
+        if self.changed:
+            return
+        named = dict(m.named_parameters())
+        if {id(p) for p in named.values()} != set(self.by_param):
             self.changed = "its parameters are not those that it was streamed with"
-        elif not self.changed and getattr(self.window.inner, "__func__", None) is not LINEAR:
+        elif getattr(self.window.inner, "__func__", None) is not LINEAR:
             self.changed = "it has a forward of its own put in"
-        if not self.changed:
+        else:
             self.weight = self.by_param[id(named["weight"])]
             self.bias = self.by_param[id(named["bias"])] if "bias" in named else None
 
@@ -82,15 +115,17 @@ class Head(Runner):
         self.declined = self._why_not(hidden)
         if self.declined:
             return None
-        keep_from_tracing()
+        if "torch._dynamo" in sys.modules:   # a loss of the user's may be compiled: this is not for it to trace
+            DeferredLogits.keep_from_tracing()
         for earlier in self.calls:
-            earlier.let_go()
+            if earlier.versions != self.versions():      # nothing can be made of it any more
+                earlier.hidden = None
         logits = Logits(self, hidden)
         self.calls.add(logits)
         return Defer.apply(logits, hidden, *self.window.params)
 
     def _why_not(self, hidden: Any) -> str:
-        m = self.module
+        m = self.window.module
         if self.changed:
             return self.changed
         if m._forward_hooks or m._forward_pre_hooks or m._backward_hooks or m._backward_pre_hooks \
@@ -100,6 +135,433 @@ class Head(Runner):
             return "its input is no [..., H] tensor of the weights' type"
         if casts(hidden.device.type, hidden.dtype):
             return "autocast is on"
-        if not (hidden.requires_grad or self.window.trainable):
-            return "nothing needs a gradient"
-        return ""
+        return "" if hidden.requires_grad or self.window.trainable else "nothing needs a gradient"
+
+
+# ---- which rows of the logits a tensor has, and what was done to each number of them ----------------
+
+Pick = tuple[list[int], list[int], int]     # shape, strides and offset, in rows
+
+
+def vocabulary_dim(form: Tensor, v: int) -> int | None:
+    """The dimension along which a row of v logits lies, while `form` is made of whole rows.
+
+    Operations are followed from whole rows to whole rows only, so that everything else is a multiple of v.
+    """
+    mine = [d for d in range(form.dim()) if form.shape[d] == v > 1 and form.stride(d) == 1]
+    return mine[0] if len(mine) == 1 and form.numel() else None
+
+
+def numbers(picks: tuple[Pick, ...], rows: Tensor) -> Tensor | None:
+    """Numbers of the picked rows, [picked] int64; None: all, in order."""
+    index = None
+    for shape, strides, offset in picks:
+        index = torch.arange(rows.shape[0], device=rows.device) if index is None else index
+        index = index.as_strided(shape, strides, index.storage_offset() + offset).reshape(-1).contiguous()
+    return index
+
+
+@dataclasses.dataclass(frozen=True)
+class Curve:
+    """What was done to each logit x: scale * (x + shift), or cap * tanh(scale * (x + shift)).
+
+    shift: [V], or None for zero. cap: None: no soft cap.
+    """
+
+    scale: float = 1.0
+    cap: float | None = None
+    shift: Tensor | None = None
+
+    def times(self, factor: float) -> Curve:
+        if self.cap is None:
+            return dataclasses.replace(self, scale=self.scale * factor)
+        return dataclasses.replace(self, cap=self.cap * factor)
+
+
+# ---- one call of the head --------------------------------------------------------------------------
+
+class Logits:
+    """One call of the head: what its output is made from, if it must be.
+
+    Attributes:
+        hidden: [..., H], with its history; None once the weights have moved on, since then nothing can be made of it.
+        weight, bias: the head's at the call. The module may be another before its logits are made, or backward.
+        value: the output [..., V], once it was made; without history.
+        fused: a loss was computed without making it.
+        watched: the user asked for gradients of logits, so that losses must go by way of them.
+        use: that of the made logits' gradient.
+        born: what was derived from the output, weakly.
+    """
+
+    def __init__(self, head: Head, hidden: Tensor) -> None:
+        self.head, self.device, self.rows = head, hidden.device, hidden.shape[:-1].numel()
+        self.hidden: Tensor | None = hidden
+        self.window = head.window            # logits may be read when the model is gone
+        self.weight, self.bias = head.weight, head.bias
+        self.hidden_version, self.versions = hidden._version, head.versions()
+        self.value: Tensor | None = None
+        self.fused = self.watched = False
+        self.use: Use | None = None
+        self.born: list[weakref.ref[DeferredLogits]] = []
+
+    def weights(self) -> tuple[Tensor, Tensor | None]:
+        """weight [V, H] and bias [V] in the slots; the unit is fetched if need be."""
+        window = self.window
+        bound = dict(zip(window.records, window.views(window.records)))
+        return bound[self.weight], None if self.bias is None else bound[self.bias]
+
+    def check(self) -> None:
+        """Hidden states and weights are those of the call."""
+        name = self.window.name
+        if self.head.versions() != self.versions:
+            raise MegatrainError(
+                f"{name}: these logits were not made when the model ran, and its weights have changed since: "
+                "use logits before optimizer.step(), or stream with compute='eager'")
+        if self.hidden._version != self.hidden_version:
+            raise MegatrainError(f"{name}: its input was changed in place before its logits were made; "
+                                 "stream with compute='eager'")
+
+    def made(self, reader: str) -> Tensor:
+        """The output's values: [..., V], by what the head's own code was at the call, a plain Linear's."""
+        if torch.is_grad_enabled() and self.use is None and in_backward() == -1:
+            self.use = Use(self.window.trainable)        # a gradient may come by way of the values
+        if self.value is None:
+            self.check()
+            if not self.fused:
+                self.head.declined = f"its logits are read by {reader}"
+            with torch.no_grad(), _exactly(self.device):
+                self.value = F.linear(self.hidden.detach(), *self.weights())
+        return self.value
+
+
+def _exactly(device: torch.device) -> torch.autocast:
+    """Without autocast: the head was called without, or with one that changes nothing."""
+    return torch.autocast(device.type, enabled=False)
+
+
+@in_sight
+class Defer(torch.autograd.Function):
+    """Hidden states and host parameters in, deferred logits out."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Logits, hidden: Tensor, *params: Tensor) -> Tensor:
+        ctx.logits, ctx.records = logits, logits.window.trainable
+        form = torch.empty(*hidden.shape[:-1], logits.weight.shape[0], dtype=hidden.dtype, device="meta")
+        return DeferredLogits(logits, form)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        refuse_again(ctx)
+        logits = ctx.logits
+        logits.check()
+        hidden, dhidden, found = logits.hidden.detach(), None, {}
+        with _exactly(hidden.device):
+            rows, grad = hidden.reshape(-1, hidden.shape[-1]), grad.reshape(-1, grad.shape[-1])
+            if ctx.needs_input_grad[1]:
+                dhidden = (grad @ logits.weights()[0]).view(hidden.shape)
+            if logits.weight in ctx.records:
+                found[logits.weight] = grad.t() @ rows
+            if logits.bias in ctx.records:
+                found[logits.bias] = grad.sum(0)
+        if not graph_stays():
+            ctx.logits = None                           # and what was made of them; this object lives as the loss does
+        return None, dhidden, *_hand_over(ctx, logits.window, logits.use, [found[r] for r in ctx.records])
+
+
+def _hand_over(ctx: Any, window: Window, use: Use | None, grads: Any) -> list[Tensor | None]:
+    """Gradients of ctx.records, whose nodes are the last inputs'; what autograd is to be given for them."""
+    return window.runtime.handover.take(ctx.records, use, accumulators(ctx), tuple(grads))
+
+
+# ---- its output, and what is made of that ----------------------------------------------------------
+
+class DeferredLogits(Tensor):
+    """Logits [..., V], or something made from them row by row, without memory.
+
+    Form is free: shape, type, device, strides, requires_grad. Values are made when they are asked for.
+    Pickles and copies as the ordinary tensor.
+    """
+
+    _logits: Logits
+    _form: Tensor                       # on the meta device: shape, type, strides and offset in its memory
+    _rows: tuple[Pick, ...]             # which of the head's rows lie in that memory
+    _curve: Curve
+    _step: tuple[Any, ...] | None       # (from what, operation, arguments); None: the head's own output
+    _values: Tensor | None
+    _traced = True                      # may torch.compile trace what meets it?
+
+    @staticmethod
+    def __new__(cls, logits: Logits, form: Tensor, rows: tuple[Pick, ...] = (), curve: Curve | None = None,
+                step: tuple[Any, ...] | None = None) -> DeferredLogits:
+        out = Tensor._make_wrapper_subclass(
+            cls, form.shape, strides=form.stride(), storage_offset=form.storage_offset(), dtype=form.dtype,
+            device=logits.device)
+        out._logits, out._form, out._rows, out._step, out._values = logits, form, rows, step, None
+        out._curve = curve or Curve()
+        logits.born.append(weakref.ref(out))
+        return out
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(t, HostTensor) for t in types):
+            return NotImplemented                   # they wait, and come again
+        return cls._above(func, args, kwargs or {})
+
+    @staticmethod
+    def _above(func: Any, args: Any, kwargs: Any) -> Any:
+        """Operations as Python calls them, above autograd."""
+        meet = _MET.get(func)
+        if meet is not None:
+            out = meet(*args, **kwargs)
+            if out is not None:
+                return out
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+
+    @classmethod
+    def keep_from_tracing(cls) -> None:
+        if cls._traced:
+            cls._above, cls._traced = staticmethod(torch._dynamo.disable(cls._above)), False
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        follow = _FOLLOWED.get(func)
+        if follow is not None and type(args[0]) is cls and args[0]._values is None:
+            out = follow(args[0], func, args[1:], kwargs)
+            if out is not None:
+                return out
+        return _on_values(func, args, kwargs)
+
+    def values(self, reader: str) -> Tensor:
+        """The real tensor, without history. reader: for whom, in words."""
+        if self._values is not None:
+            self._logits.made(reader)               # it may be the first reader who differentiates
+        elif self._step is None:
+            self._values = self._logits.made(reader)
+        else:
+            source, func, args, kwargs = self._step
+            self._values = func(source.values(reader), *args, **kwargs)
+        return self._values
+
+    def kept(self, reader: str) -> Tensor:
+        """The real tensor for somebody who does not differentiate it."""
+        with torch.no_grad():
+            return self.values(reader)
+
+    def derived(self, form: Tensor, step: tuple[Any, ...], curve: Curve | None = None) -> DeferredLogits | None:
+        """What an operation makes of it: a view where `form` has the same memory, else a copy of its rows."""
+        dim = vocabulary_dim(form, self.vocabulary)
+        if dim is None:
+            return None
+        rows = self._rows
+        if form.untyped_storage()._cdata != self._form.untyped_storage()._cdata:
+            rows = self.picked(sorted((d for d in range(form.dim()) if d != dim), key=lambda d: (-form.stride(d), d)))
+        return DeferredLogits(self._logits, form, rows, curve or self._curve, step)
+
+    def picked(self, order: list[int]) -> tuple[Pick, ...]:
+        """Which of the head's rows it has, in the order of these dimensions."""
+        form, v = self._form, self.vocabulary
+        shape, strides = [form.shape[d] for d in order], [form.stride(d) // v for d in order]
+        before = math.prod(self._rows[-1][0]) if self._rows else self._logits.rows
+        dense = torch.empty(shape, device="meta").stride()
+        every = math.prod(shape) == before and all(a == b or n == 1 for a, b, n in zip(strides, dense, shape))
+        return self._rows if every else (*self._rows, (shape, strides, form.storage_offset() // v))
+
+    @property
+    def vocabulary(self) -> int:
+        return self._logits.weight.shape[0]
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        try:
+            return repr(self.kept("repr()"))
+        except MegatrainError:
+            return f"DeferredLogits({list(self.shape)}, {self.dtype}, never made)"
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.kept("pickle").__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        out = memo[id(self)] = self.kept("deepcopy()").clone()
+        return out
+
+
+def _on_values(func: Any, args: Any, kwargs: Any) -> Any:
+    """The operation on the real tensors. Runs below autograd, which records it for the deferred ones."""
+    deferred = [a for a in tree_leaves((args, kwargs)) if isinstance(a, DeferredLogits)]
+    reader = str(func.overloadpacket)
+    if func._schema.is_mutable:              # values of all that was derived, before one of them is written in place
+        for born in [ref() for d in deferred for ref in d._logits.born]:
+            if born is not None:
+                born.values(reader)
+    args, kwargs = tree_map(lambda a: a.values(reader) if isinstance(a, DeferredLogits) else a, (args, kwargs))
+    out = func(*args, **kwargs)
+    return next((d for d in deferred if out is d._values), out)
+
+
+# ---- operations that are followed ----
+
+def _view(d: DeferredLogits, func: Any, args: Any, kwargs: Any) -> Any:
+    forms = func(d._form, *args, **kwargs)
+    if isinstance(forms, Tensor):
+        return d.derived(forms, (d, func, args, kwargs))
+    outs = [d.derived(form, (d, lambda *a, i=i, **k: func(*a, **k)[i], args, kwargs)) for i, form in enumerate(forms)]
+    return None if any(out is None for out in outs) else outs
+
+
+def _copy(d: DeferredLogits, func: Any, args: Any, kwargs: Any) -> Any:
+    """clone, contiguous, float(). Rounding to fewer bits is left to the real logits."""
+    dtype, device = kwargs.get("dtype") or d.dtype, kwargs.get("device")
+    if dtype not in (d.dtype, torch.float32) or (device is not None and device != d.device):
+        return None
+    form = func(d._form, *args, **{k: v for k, v in kwargs.items() if k != "device"})
+    return d.derived(form, (d, func, args, kwargs))
+
+
+def _times(d: DeferredLogits, func: Any, args: Any, kwargs: Any) -> Any:
+    number = args[0]
+    if not isinstance(number, (int, float)) or not math.isfinite(number) or number == 0:
+        return None
+    curve = d._curve.times(number if func is aten.mul.Tensor else 1 / number)
+    return d.derived(torch.empty_like(d._form), (d, func, args, kwargs), curve)
+
+
+def _tanh(d: DeferredLogits, func: Any, args: Any, kwargs: Any) -> Any:
+    if d._curve.cap is not None:
+        return None
+    return d.derived(torch.empty_like(d._form), (d, func, args, kwargs), dataclasses.replace(d._curve, cap=1.0))
+
+
+def _add(d: DeferredLogits, func: Any, args: Any, kwargs: Any) -> Any:
+    """A bias that is added outside of the head (BART's)."""
+    t, curve = args[0], d._curve
+    if kwargs or curve.scale != 1 or curve.cap is not None or curve.shift is not None:
+        return None
+    if type(t) is not Tensor or t.requires_grad or t.device != d.device:
+        return None
+    if t.numel() != d.vocabulary or t.dim() > d.dim() or t.shape[-1:] != d.shape[-1:] \
+            or torch.result_type(t, d._form) != d.dtype:
+        return None
+    t = t.clone()                                       # it may be changed before the loss
+    return d.derived(torch.empty_like(d._form), (d, func, (t,), kwargs), Curve(shift=t.reshape(-1)))
+
+
+_FOLLOWED: dict[Any, Callable[..., Any]] = {
+    **dict.fromkeys((
+        aten.view.default, aten._unsafe_view.default, aten.slice.Tensor, aten.select.int, aten.unsqueeze.default,
+        aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.transpose.int, aten.t.default,
+        aten.permute.default, aten.split.Tensor, aten.split_with_sizes.default, aten.unbind.int, aten.alias.default,
+        aten.detach.default), _view),
+    **dict.fromkeys((aten.clone.default, aten._to_copy.default), _copy),
+    **dict.fromkeys((aten.mul.Tensor, aten.div.Tensor), _times),
+    aten.tanh.default: _tanh,
+    aten.add.Tensor: _add,
+}
+
+
+# ---- the loss --------------------------------------------------------------------------------------
+
+@in_sight
+class Loss(torch.autograd.Function):
+    """Hidden states and host parameters in, the loss out; its gradients are made here and now."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Logits, curve: Curve, picks: tuple[Pick, ...], labels: Tensor,
+                options: dict[str, Any], hidden: Tensor, *params: Tensor) -> Tensor:
+        ctx.window, ctx.records = logits.window, logits.window.trainable
+        ctx.use = Use(ctx.records) if in_backward() == -1 else None
+        wanted = (hidden.requires_grad, logits.weight in ctx.records, logits.bias in ctx.records)
+        with _exactly(hidden.device):
+            loss, *grads = _loss(logits, curve, picks, labels, options, hidden, wanted)
+        found = dict(zip((logits.weight, logits.bias), grads[1:]))
+        ctx.save_for_backward(grads[0], *(found[r] for r in ctx.records))
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        grads = ctx.saved_tensors
+        if graph_stays():
+            grads = [None if g is None else g * grad for g in grads]
+        else:                                           # nobody will ask for them again
+            for g in grads:
+                if g is not None:
+                    g.mul_(grad)
+        return None, None, None, None, None, grads[0], *_hand_over(ctx, ctx.window, ctx.use, grads[1:])
+
+
+def _loss(logits: Logits, curve: Curve, picks: tuple[Pick, ...], labels: Tensor, options: dict[str, Any],
+          hidden: Tensor, wanted: tuple[bool, bool, bool]
+          ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    """Loss of the picked rows of hidden [..., H]; the gradient is hidden's whole."""
+    weight, bias = logits.weights()
+    if curve.shift is not None:
+        shift = curve.shift.to(weight.dtype)
+        bias = shift if bias is None else bias + shift
+    rows = hidden.reshape(-1, hidden.shape[-1])
+    index = numbers(picks, rows)
+    cap = 0.0 if curve.cap is None else abs(curve.cap)
+    loss, dhidden, dweight, dbias = linear_cross_entropy(
+        rows if index is None else rows.index_select(0, index), weight, labels, bias, softcap=cap,
+        logit_scale=curve.scale * (1.0 if curve.cap is None else curve.cap), wanted=wanted, **options)
+    if index is not None and dhidden is not None:
+        dhidden = torch.zeros_like(rows).index_copy_(0, index, dhidden)
+    return loss, None if dhidden is None else dhidden.view(hidden.shape), dweight, dbias
+
+
+def cross_entropy(input: Any, target: Any, weight: Any = None, size_average: Any = None, ignore_index: int = -100,
+                  reduce: Any = None, reduction: str = "mean", label_smoothing: float = 0.0) -> Tensor | None:
+    """`F.cross_entropy` of deferred logits, or None where the real ones are needed."""
+    legacy = size_average is not None or reduce is not None
+    if weight is not None or legacy or reduction not in ("mean", "sum"):
+        return None
+    if not isinstance(input, DeferredLogits) or not torch.is_grad_enabled() or not input.requires_grad:
+        return None
+    logits = input._logits
+    if logits.value is not None or logits.watched:      # they are there, or wanted: they are used
+        return None
+    shape = list(input.shape)
+    classes = 0 if len(shape) == 1 else 1
+    del shape[classes]
+    if type(target) is not Tensor or target.dtype != torch.int64 or list(target.shape) != shape \
+            or vocabulary_dim(input._form, input.vocabulary) != classes:
+        return None
+    logits.check()
+    picks = input.picked([i for i in range(input.dim()) if i != classes])
+    options = dict(ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing)
+    labels = target.to(input.device, non_blocking=True).reshape(-1).contiguous()
+    loss = Loss.apply(logits, input._curve, picks, labels, options, logits.hidden, *logits.window.params)
+    logits.fused = True
+    return loss if torch.is_autocast_enabled(input.device.type) else loss.to(input.dtype)
+
+
+# ---- functions that are met above autograd ----
+
+def _detach(self: DeferredLogits) -> Tensor:
+    """For whoever keeps values: they are made now, while the weights are there."""
+    return self.kept("detach()").detach()
+
+
+def _as_real(func: Any) -> Callable[..., Any]:
+    """Functions that look at memory."""
+    name = f"{func.__name__}()"
+    return lambda self, *args, **kwargs: func(self.kept(name), *args, **kwargs)
+
+
+def _watched(self: Any, *_: Any, **__: Any) -> None:
+    """Somebody wants the gradient of logits: losses go by way of them, unless one has been computed without."""
+    for d in tree_leaves(self):
+        if isinstance(d, DeferredLogits):
+            if d._logits.fused:
+                raise MegatrainError(f"{d._logits.window.name}: the loss was computed without making the logits, "
+                                     "so they have no gradient; stream with compute='eager'")
+            d._logits.watched = True
+
+
+_T = Tensor
+_MET: dict[Any, Callable[..., Any]] = {
+    F.cross_entropy: cross_entropy,
+    **dict.fromkeys((_T.detach, torch.detach, _T.data.__get__), _detach),
+    **{f: _as_real(f) for f in (_T.numpy, _T.tolist, _T.__array__, _T.__dlpack__, _T.data_ptr, _T.untyped_storage)},
+    **dict.fromkeys((_T.register_hook, _T.retain_grad), _watched),
+    torch.autograd.grad: lambda outputs, inputs, *_, **__: _watched(inputs),
+}

@@ -5,14 +5,17 @@ that this code reads is as it was then: guards look before each call (graph/read
 random data, the numbers of the module's own code (trial.py). Calls that it does not cover, and all calls without
 gradients, run the module's own code. `mt.explain(model)` says which and why.
 
-The node (node.py) is coarse: nothing of the layer's inside is in the graph. So it is used only where nothing can
-escape: no hooks below the window, arguments the template knows. A key-value cache among them gets its
-keys and values, cut off from the graph; a backward through them raises.
+The node is coarse: nothing of the layer's inside is in the graph. So it is used only where nothing can escape: no hooks
+below the window, arguments the template knows. A key-value cache among them gets its keys and values, cut off from the
+graph; a backward through them raises.
 """
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable
+import dataclasses
+import weakref
+from collections.abc import Callable, Iterable
+from operator import eq
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,24 +26,21 @@ from ..base.codes import format_of, multiplies
 from ..base.modes import LINKED, Mode
 from ..base.products import inner
 from ..graph import hf_calls
-from ..graph.frames import _pop, _push, keep, restored
+from ..graph.frames import _pop, _push, keep, refuse_create_graph, restored
 from ..graph.reader import Graph, Reader, Reading, Unreadable, modes_on, read, scope_of, stand_in
-from ..graph.swap import Part
-from ..store.state import swap_window
-from .bases import plain_linears
-from .node import Layer, Link
+from ..graph.swap import Bundle, Part
+from ..store.records import Record, Use
+from ..store.state import accumulators, graph_stays, in_backward, in_sight, swap_window
 from .proof.experts import known_loop, opaque_loop
 from .proof.values import Refused
-from .runner import Runner
-from .templates import STRAND, Coded, Expanded, Unfit, Weights, codings_of, dtype_of, fits, template
-from .templates.parts import arguments, names_of
-from .templates.pieces import Pieces
-from .trial import Trial
+from .templates import Template, template
+from .templates.linears import codings_of, dtype_of
+from .templates.parts import Unfit, arguments, names_of, roles_of
+from .templates.weights import STRAND, Coded, Expanded, Pieces, Weights, fits
+from .trial import Trial, plain_linears
 
 if TYPE_CHECKING:
     from ..graph.window import Window
-    from ..store.records import Record
-    from .templates import Template
 
 CALM = 8                 # passes by templates alone after which a layer is taken to run by its template again
 LEAST_TOKENS = 4         # of a row: with fewer, attention and rotary embedding hardly show
@@ -55,10 +55,6 @@ def wanted(compute: str, cuda: bool, dtypes: list[torch.dtype]) -> bool:
     """Does this choice of `compute` fuse a module whose weights, matrices first, have these types?"""
     half = bool(dtypes) and dtypes[0] in (torch.bfloat16, torch.float16)
     return compute == "fused" or (compute == "auto" and cuda and half)
-
-
-class Idle(Unfit):
-    """Nothing of a call needs a gradient: the module's own code keeps nothing of it either."""
 
 
 def runs(module: nn.Module, device: str) -> Template:
@@ -85,9 +81,7 @@ def runs(module: nn.Module, device: str) -> Template:
 
 
 def _fit(module: nn.Module, device: str) -> Template:
-    """Raises:
-        Unfit: no template covers its structure on such a device.
-    """
+    """The template that covers a module's structure on such a device; else Unfit."""
     found = template(module)
     if found.rounds and device == "cuda":
         raise Unfit("the package of its codes rounds activations to 8 bits on a GPU")
@@ -95,10 +89,8 @@ def _fit(module: nn.Module, device: str) -> Template:
 
 
 def _check_now(template: Template, hooks: list[dict[int, Any]], device: str, dtype: torch.dtype) -> None:
-    """Raises:
-        Unfit: something that the user has put into a module, set, or turned on keeps a template from running it. hooks:
-            of what is inside the module.
-    """
+    """Raises Unfit where the user has put something into a module (`hooks`: inside it), set, or turned something on
+    that keeps a template from running it."""
     template.check()
     if modes_on():                           # FlopCounterMode has hooks on all modules too
         raise Unfit("a mode of torch's functions is on")
@@ -128,14 +120,28 @@ def give_codes(windows: list[Window]) -> None:
 
 def codable(windows: Iterable[tuple[str, nn.Module]]) -> list[nn.Module]:
     """Of windows before they stream, those that `give_codes` would choose."""
-    return inner([m for _, m in windows if _is_codable(m)])
+    found = []
+    for _, module in windows:
+        with contextlib.suppress(Unfit):
+            found += [module] if template(module).coded else []
+    return inner(found)
 
 
-def _is_codable(module: nn.Module) -> bool:
-    try:
-        return template(module).coded
-    except Unfit:
-        return False
+class Runner:
+    """Runs a window in place of its module's own code. Knows its window weakly, which has it; a graph that may outlive
+    the model holds the window itself."""
+
+    def __init__(self, window: Window) -> None:
+        self._window = weakref.ref(window)
+
+    @property
+    def window(self) -> Window:
+        return self._window()
+
+    def versions(self) -> list[int]:
+        """Of the window's weights: others after an update."""
+        window = self._window()
+        return list(map(window.runtime.core.version, window.units))
 
 
 class Fused(Runner):
@@ -146,9 +152,9 @@ class Fused(Runner):
         names: of the window's records, as that structure calls them; name#strand where they are a weight of codes.
         records: by names of weights; of one of codes, that which stands for it where modules read it.
         codings: of such weights, by their names. dtype: in which it computes. parameters: names of its forward's.
-        verdict: that of the last call: "" where a template was used, else why not; None before the first.
-        declined: why the last call ran the module's own code although its code is proved; "" when it did not.
-        idle: that was since nothing of the call needs a gradient.
+        verdict: what proof and trial say of the last call: "" nothing against it; None before the first.
+        declined: why the last call ran the module's own code; "" when it did not.
+        idle: that was since nothing of the call needs a gradient: its own code keeps nothing of it either.
         own: why the module's own code runs it, by the last look; "": a template does.
         coded: the template's products are of codes of 8 bits, where it has any and their sizes allow it.
         loops: modules below that loop over experts.
@@ -165,32 +171,27 @@ class Fused(Runner):
         self.read()
 
     def read(self) -> None:
-        """The module's structure, anew.
-
-        Raises:
-            Unfit: no template covers it.
-        """
-        self._sets: dict[Any, Template] = {}
-        self._parts = [(m._modules, {**m._modules}) for m in self.module.modules()]
-        self._name(dict((id(p), n) for n, p in self.module.named_parameters()))
-        self.codings = codings_of(self.module)
-        self.dtype = dtype_of(self.module, self.codings) or self.window.records[0].dtype
-        self.parameters = names_of(self.window.inner)
-        self.template = _fit(self.module, self.window.runtime.device.type)
-        self._coded_linears = {n: m for n, m in self.module.named_modules()
-                               if format_of(dict.get(m._parameters, "weight"))}
+        """The module's structure, anew; Unfit where no template covers it."""
+        window = self.window
+        module = window.module
+        self._ready: dict[Reading, Template] = {}
+        self._children = [m._modules for m in module.modules()]
+        self._before = [{**own} for own in self._children]
+        self._name(dict((id(p), n) for n, p in module.named_parameters()))
+        self.codings = codings_of(module)
+        self.dtype = dtype_of(module, self.codings) or window.records[0].dtype
+        self.parameters = names_of(window.inner)
+        self.template = _fit(module, window.runtime.device.type)
+        self._coded_linears = {n: m for n, m in module.named_modules() if format_of(dict.get(m._parameters, "weight"))}
         mixture = [self.template.mlp.experts.gu] if self.template.routes else []
-        self.loops = [self.module.get_submodule(n.rpartition(".")[0]) for n in mixture]
+        self.loops = [module.get_submodule(n.rpartition(".")[0]) for n in mixture]
         self.split()
 
     def _name(self, params: dict[int, str]) -> None:
-        """params: the module's parameters, by what they are.
-
-        Raises:
-            Unfit: they are not those that it was streamed with.
-        """
-        wholes = [(params.get(id(whole.param)), whole) for whole in self.window.wholes]
-        names = {r: params.get(id(r.param)) for r in self.window.records}
+        """params: the module's parameters, by what they are; Unfit where it was not streamed with those."""
+        window = self.window
+        wholes = [(params.get(id(whole.param)), whole) for whole in window.wholes]
+        names = {r: params.get(id(r.param)) for r in window.records}
         for name, whole in wholes:
             names.update((r, name and f"{name}{STRAND}{s}") for r, s in zip(whole.records, whole.names))
         plain = [n for n in names.values() if n is not None and STRAND not in n]
@@ -201,47 +202,47 @@ class Fused(Runner):
 
     def split(self) -> None:
         """Follows requires_grad."""
-        by_record = dict(zip(self.window.records, self.names))
-        self.trained_names = [by_record[r] for r in self.window.trainable]
+        window = self.window
+        by_record = dict(zip(window.records, self.names))
+        self.trained_names = [by_record[r] for r in window.trainable]
         self.wanted, self._reader.last = frozenset(self.trained_names), None
+        weights = tuple((n, r.shape, r.dtype) for n, r in self.records.items() if n not in self.codings)
+        self._known = weights, tuple(self.codings.items()), self.wanted, window.runtime.device.type
 
-    def weights(self, names: tuple[str, ...]) -> Weights:
-        """names: of the window's records, as a template calls them."""
-        rt, window = self.window.runtime, self.window
-        if window.alone:
-            return rt.ring.weights(window.units[0], names)
-        return Weights(dict(zip(names, window.views(window.records))))
+    # ---- weights ----
+
+    def exact(self, names: tuple[str, ...]) -> Weights:
+        """The weights by names of the window's records, as a template calls them, and those that codes stand for; of
+        experts that are fetched a few at a time so many at once."""
+        window, rt = self.window, self.window.runtime
+
+        def whole() -> Weights:
+            w = rt.ring.weights(window.units[0], names) if window.alone else \
+                Weights(dict(zip(names, window.views(window.records))))
+            return Expanded(w, self.codings, self.dtype) if self.codings else w
+
+        if not rt.ring.stacks:
+            return whole()
+        by_record = dict(zip(window.records, names))
+        own = {by_record[s.records[0]].partition(STRAND)[0]: s for s in window.stacks
+               if s.pieces[0].cut is not None or s.whole is not None}
+        return Pieces(whole, own, lambda piece: piece.made(rt.ring)) if own else whole()
 
     def operands(self, names: tuple[str, ...], wanted: frozenset[str] = frozenset()) -> Weights:
         """What a forward, or a backward that wants these gradients, multiplies with."""
         w = self.exact(names)
-        return Coded(w, wanted) if self.codes_products else w
+        return Coded(w, wanted) if self.coded and self._codes_products() else w
 
-    @property
-    def codes_products(self) -> bool:
+    def _codes_products(self) -> bool:
         return self.coded and self.template.coded and not self.window.stacks
-
-    def exact(self, names: tuple[str, ...]) -> Weights:
-        """The weights, those that codes stand for too; of experts that are fetched a few at a time so many at once."""
-        stacks = [s for s in self.window.stacks if s.pieces[0].cut is not None or s.whole is not None]
-        if stacks:
-            by_record, ring = dict(zip(self.window.records, names)), self.window.runtime.ring
-            own = {by_record[s.records[0]].partition(STRAND)[0]: s for s in stacks}
-            return Pieces(lambda: self._whole(names), own, lambda piece: piece.made(ring))
-        return self._whole(names)
-
-    def _whole(self, names: tuple[str, ...]) -> Weights:
-        w = self.weights(names)
-        return Expanded(w, self.codings, self.dtype) if self.codings else w
 
     @property
     def products(self) -> str:
         """How they are computed, where not as the module's own code has them; and which are as those all the same."""
-        if not self.codes_products:
+        if not self._codes_products():
             return ""
-        dtype = self.dtype
         rest = [f"{n} ({sum(one.rows)} x {one.inputs})" for one in self.template.linears
-                if not fits((sum(one.rows), one.inputs), dtype) for n in one.weights[:1]]
+                if not fits((sum(one.rows), one.inputs), self.dtype) for n in one.weights[:1]]
         rest += ["experts"] * self.template.routes
         return f"products in fp8 but for {', '.join(rest)}" if rest else "products in fp8"
 
@@ -257,40 +258,36 @@ class Fused(Runner):
     def look(self) -> None:
         """Before a pass: whose code will run it, by what can be seen now, and by the calls since the last look."""
         lately, self._lately = self._lately, None
+        window, why = self.window, lately
         try:
-            _check_now(self.template, self.window.hooks, self.window.runtime.device.type, self.dtype)
-            why = lately
+            _check_now(self.template, window.hooks, window.runtime.device.type, self.dtype)
         except Unfit as reason:
             why = str(reason)
         self._calm = 0 if why else self._calm + (lately == "")
         if why or self._calm >= CALM:
             self.own = why or ""
 
-    def _leave(self, why: str, idle: bool = False) -> None:
-        """The module's own code runs, which the next look sees."""
-        self.idle = idle
-        if not idle:
-            self._lately = why
-
     def __call__(self, args: Any, kwargs: Any) -> Tensor | None:
         """The layer's output, or None when the module's own code has to run."""
+        window = self._window()
+        self.idle = False
         try:
             x, named = arguments(self.parameters, args, kwargs)
-            self._may(x)
-            reading = self._reading(x, args, kwargs, named)
-            settings, self.verdict = reading.found
-            if not self.verdict:
-                self.verdict = self._looked(reading, settings, x, named)
-            self.declined = ""
-            if self.verdict:
-                return self._leave(self.verdict)
-            template = self._set_as(settings)
-            x, call = template.take(self.module, x, named, self.dtype)
+            _check_now(self.template, window.hooks, window.runtime.device.type, self.dtype)
+            self.template.input(x, self.dtype)
+            self.idle = not (x.requires_grad or window.trainable)
+            if self.idle:
+                raise Unfit("nothing needs a gradient")
+            reading = self._reading(window, x, args, kwargs, named)
+            template = self._ready.get(reading) or self._tried(reading, x, named)
+            x, call = template.take(window.module, x, named, self.dtype, reading.found[2])
         except (Unfit, Refused) as reason:
             self.declined = str(reason)
-            return self._leave(self.declined, isinstance(reason, Idle))
+            if not self.idle:                # the next look sees it
+                self._lately = self.declined
+            return None
+        self.verdict = self.declined = ""
         self._lately = self._lately or ""
-        window = self.window
         mode, link = window.runtime.keeps.of_call(window, x.shape[:2].numel()), None
         if mode.keep == LINKED:
             mode, link = self._linked(x, mode)
@@ -298,72 +295,71 @@ class Fused(Runner):
             return self._kept_elsewhere(template, x, call, mode, link)
         return Layer.apply(self, template, call, mode, None, x, *window.params)
 
-    def _may(self, x: Any) -> None:
-        """Raises:
-            Unfit: what goes on around the call is nothing for a single node.
-        """
-        window = self.window
-        _check_now(self.template, window.hooks, window.runtime.device.type, self.dtype)
-        x = self.template.input(x, self.dtype)
-        if not (x.requires_grad or window.trainable):
-            raise Idle("nothing needs a gradient")
-
-    def _set_as(self, settings: tuple[Any, ...]) -> Template:
-        if settings not in self._sets:
-            self._sets[settings] = self.template.set_as(settings)
-        return self._sets[settings]
+    def _tried(self, reading: Reading, x: Tensor, named: dict[str, Any]) -> Template:
+        """The template of a call so read, tried on numbers once for all windows of a model for which the reading holds;
+        Unfit where proof or trial are against it."""
+        settings, self.verdict, _ = reading.found
+        looked = self.window.runtime.looked
+        if not self.verdict:
+            found = self.template.set_as(settings)
+            if reading not in looked:
+                if x.shape[1:2].numel() < LEAST_TOKENS:
+                    raise Unfit(f"its first calls have fewer than {LEAST_TOKENS} tokens in a row, too few to look at")
+                looked[reading] = Trial(self, found).verdict(x, named)
+            self.verdict = looked[reading]
+        if self.verdict:
+            raise Unfit(self.verdict)
+        self._ready[reading] = found
+        return found
 
     # ---- what the module's code is ----
 
-    def _key(self) -> tuple[Any, ...]:
-        """What guards do not look at: weights, package's products with codes, loops over experts.
-
-        Raises:
-            Unfit, Refused: the last two are not known.
-        """
+    def _key(self, inner: Any) -> tuple[Any, ...]:
+        """What guards do not look at: weights, packages' products with codes, loops over experts; Unfit or Refused
+        where the latter are not known."""
         for name, m in self._coded_linears.items():
             if why := multiplies(m, self.dtype):
                 raise Unfit(f"{name}: {why}")
-        weights = tuple((n, r.shape, r.dtype) for n, r in self.records.items() if n not in self.codings)
-        inner, loops = self.window.inner, tuple(map(known_loop, self.loops))
-        return (getattr(inner, "__func__", type(inner)), weights, tuple(self.codings.items()), self.wanted, loops,
-                self.window.runtime.device.type)
+        return getattr(inner, "__func__", type(inner)), self._known, tuple(map(known_loop, self.loops))
 
-    def _reading(self, x: Any, args: Any, kwargs: Any, named: dict[str, Any]) -> Reading:
-        """What is known of the module's code, for this call.
-
-        Raises:
-            Unfit, Refused: the template does not cover the module, or the call, or the code cannot be followed.
-        """
-        scope, reader = scope_of(self.window.inner, args, kwargs), self._reader
-        moved = any(now != then for now, then in self._parts)  # no guard sees children of one class trade places
-        if moved or (reader.last is not None and not reader.last.holds(scope)):
+    def _reading(self, window: Window, x: Any, args: Any, kwargs: Any, named: dict[str, Any]) -> Reading:
+        """What is known of the module's code, for this call; Unfit or Refused where no template covers the module, or
+        the call, or where the code cannot be followed."""
+        inner, reader = window.inner, self._reader
+        key, scope = self._key(inner), scope_of(inner, args, kwargs)
+        moved = not all(map(eq, self._children, self._before))   # no guard sees children of one class trade places
+        if not moved and reader.holds(key, scope):
+            return reader.last
+        if moved or reader.last is not None:
             self.read()                      # it may be another structure by now
+            key = self._key(inner)
 
         def make() -> Reading:
-            self.template.take(self.module, x, named, self.dtype)        # what no template takes need not be proved
+            self.template.take(window.module, x, named, self.dtype)  # what no template takes need not be proved
             return self._proved(scope)
 
         try:
-            return reader.of(self._key(), scope, self.window.runtime.looked, make)
+            return reader.of(key, scope, window.runtime.looked, make)
         except Unreadable as reason:
             raise Unfit(f"its code cannot be followed: {reason}") from None
 
     def _proved(self, scope: dict[str, Any]) -> Reading:
-        """The call read, its graph compared with the template."""
+        """The call read, its graph compared with the template. The reading's `found` is settings of the template, what
+        is against it, and by which name each argument comes that has a role."""
         from .proof.prove import prove  # sympy comes with it, which only fused models wait for
-        module, weights = self.module, self._stand_ins()
+        module, weights = self.window.module, self._stand_ins()
         x, named = arguments(self.parameters, scope["args"][scope["args"][:1] == (module,):], scope["kwargs"])
 
-        def judge(graph: Graph | None, writes: str) -> tuple[tuple[Any, ...], str]:
+        def judge(graph: Graph | None, writes: str) -> tuple[tuple[Any, ...], str, dict[str, str]]:
             if writes:
-                return (), f"its code has side effects: {writes}"
+                return (), f"its code has side effects: {writes}", {}
             router = vars(module.get_submodule(self.template.mlp.router.name)) if self.template.routes else {}
             numbers = [float(v) for v in router.values() if isinstance(v, int | float)]
             try:
-                return prove(graph, self.template, weights, x, named, dict(module.named_buffers()), numbers), ""
+                found = prove(graph, self.template, weights, x, named, dict(module.named_buffers()), numbers)
+                return found, "", roles_of(named)
             except Refused as reason:
-                return (), str(reason)
+                return (), str(reason), {}
 
         outer = swap_window({r: weights[n] for n, r in self.records.items()})
         try:
@@ -390,18 +386,12 @@ class Fused(Runner):
 
         return {n: made(n, r) for n, r in self.records.items()}
 
-    def _looked(self, reading: Reading, settings: tuple[Any, ...], x: Tensor, named: dict[str, Any]) -> str:
-        """What a look at numbers gave, once for all windows of a model for which the reading holds."""
-        looked = self.window.runtime.looked
-        if reading not in looked:
-            if x.shape[1:2].numel() < LEAST_TOKENS:
-                raise Unfit(f"its first calls have fewer than {LEAST_TOKENS} tokens in a row, too few to look at")
-            looked[reading] = Trial(self, self._set_as(settings)).verdict(x, named)
-        return looked[reading]
+    # ---- where the input is kept ----
 
     def _kept_elsewhere(self, template: Template, x: Tensor, call: Any, mode: Mode, link: Link | None) -> Tensor:
         """x too is saved by way of the bundle, whose life then is that of the graph, or not at all."""
-        bundle = self.window.runtime.swap.bundle(self.window, mode) if mode.host else None
+        window = self.window
+        bundle = window.runtime.swap.bundle(window, mode) if mode.host else None
 
         def pack(t: Tensor) -> Any:
             if link is not None:
@@ -410,7 +400,7 @@ class Fused(Runner):
 
         _push(pack, restored)
         try:
-            return Layer.apply(self, template, call, mode, bundle, x, *self.window.params)
+            return Layer.apply(self, template, call, mode, bundle, x, *window.params)
         finally:
             _pop()
 
@@ -428,3 +418,113 @@ class Fused(Runner):
         if made_from is None:
             return mode._replace(keep="attention"), None
         return mode, Link(node, made_from, self.window.runtime.swap.position)
+
+
+# ---- the node of the graph that a layer is ---------------------------------------------------------
+
+@in_sight
+class Layer(torch.autograd.Function):
+    """x and host parameters in, the layer's output out."""
+
+    @staticmethod
+    def forward(ctx: Any, fused: Fused, template: Template, call: Any, mode: Mode, bundle: Bundle | None, x: Tensor,
+                *params: Tensor) -> Tensor:
+        window = fused.window
+        ctx.window = window                  # which the graph may outlive its module with
+        ctx.fused, ctx.call, ctx.records, ctx.keep, ctx.bundle = fused, call, window.trainable, mode.keep, bundle
+        # The module, and what of it is trained, may change before backward, which is that of this forward.
+        ctx.template, ctx.names = template, fused.names
+        ctx.trained_names, ctx.wanted = fused.trained_names, fused.wanted
+        ctx.use = Use(window.trainable) if in_backward() == -1 else None
+        ctx.set_materialize_grads(False)
+        ctx.position = window.runtime.swap.position
+        y, kept = template.forward(x, fused.operands(ctx.names), call, mode.keep)
+        ctx.kept = kept if bundle is None else _away(kept, bundle, x, mode.input and mode.keep != LINKED)
+        ctx.versions = fused.versions()
+        ctx.save_for_backward(x)             # torch's own checks: in-place writes, a second backward
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor | None) -> Any:
+        refuse_create_graph()
+        fused, template, (x,) = ctx.fused, ctx.template, ctx.saved_tensors     # x of a linked window is made again here
+        rt, kept, bundle = ctx.window.runtime, ctx.kept, ctx.bundle
+        # This object lives as long as the loss, what it keeps not: a second time all is made again from x. What that
+        # needs of a bundle, x as it was saved holds.
+        ctx.kept = ctx.bundle = None
+        rt.swap.approach(ctx.position)
+        fused.check_versions(ctx.versions)
+        nodes = accumulators(ctx)
+        found: list[Tensor | None] = [None] * len(ctx.records)
+        dx = None
+        if dy is not None:
+            if kept is None:
+                kept = template.nothing_kept(x)
+            elif bundle is not None:
+                kept = _mapped(kept, Part, Part.tensor)
+            del bundle
+            if ctx.keep == LINKED:
+                kept.x = x
+            with rt.keeps.memory():
+                dx, grads = template.backward(dy.contiguous(), kept, fused.operands(ctx.names, ctx.wanted), ctx.call,
+                                              ctx.wanted, ctx.needs_input_grad[5])
+            found = list(map(grads.get, ctx.trained_names))
+        taken = rt.handover.take(ctx.records, ctx.use, nodes, tuple(found))
+        if not graph_stays():
+            ctx.call = None
+        return None, None, None, None, None, dx, *taken
+
+
+class Link:
+    """Stands for a linked window's input, which is the output of the layer before: `node`, its part of the graph, which
+    makes it again from what it keeps.
+
+    What that layer keeps elsewhere comes back in time for this one, which comes first in backward, and is asked for
+    once more than by its own backward.
+    """
+
+    __slots__ = ("node", "made_from")
+
+    def __init__(self, node: Any, made_from: Any, position: int) -> None:
+        """made_from: what that layer keeps for it. position: of the linked window, in the order of forwards."""
+        self.node, self.made_from = node, made_from
+        bundle = node.bundle
+        if bundle is not None:
+            bundle.needed = position
+            numbers = [made_from.number] * (type(made_from) is Part) + [bundle.input] * (bundle.input >= 0)
+            for n in numbers:
+                bundle.wanted[n] += 1
+
+    def tensor(self) -> Tensor:
+        node, fused = self.node, self.node.fused
+        (x,) = node.saved_tensors
+        fused.check_versions(node.versions)
+        with node.window.runtime.trace.during(node.window, "replay"), torch.no_grad():
+            out = _mapped(self.made_from, Part, Part.tensor)
+            return node.template.again(x, out, fused.operands(node.names), node.call, node.keep)
+
+
+def _mapped(kept: Any, kind: type, fn: Callable[[Any], Any]) -> Any:
+    """What a template keeps, with fn(v) for each v of this type in it; containers are made anew."""
+    if type(kept) is kind:
+        return fn(kept)
+    if type(kept) is tuple:
+        return tuple([_mapped(v, kind, fn) for v in kept])
+    if type(kept) is dict:
+        return {k: _mapped(v, kind, fn) for k, v in kept.items()}
+    if dataclasses.is_dataclass(kept):
+        return dataclasses.replace(kept, **{k: _mapped(v, kind, fn) for k, v in vars(kept).items()})
+    return kept
+
+
+def _away(kept: Any, bundle: Bundle, x: Tensor, with_input: bool) -> Any:
+    """What is kept, on its way off the device; small tensors stay, and x stays where it is not asked for."""
+    def put(t: Tensor) -> Any:
+        goes = bundle.swap.may(t) and (with_input or t.data_ptr() != x.data_ptr())
+        return bundle.add(t) if goes else t
+
+    found = _mapped(kept, Tensor, put)
+    if with_input and bundle.swap.may(x):
+        bundle.input = bundle.add(x).number
+    bundle.leave()
+    return found

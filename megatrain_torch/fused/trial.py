@@ -1,27 +1,29 @@
-"""A look at numbers: a template's kernels could be wrong where its computation is right."""
+"""A look at numbers: a template's kernels could be wrong where its computation is right.
+
+Of one template, against the module's own code, on random data in the form of a call: both beside fp32.
+"""
 from __future__ import annotations
 
 import contextlib
 import itertools
 import types
-from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
+from ..base.codes import format_of, multiplies
 from ..graph.frames import SavedFrame, _pop, _push
 from ..graph.stacks import Stack
 from ..store.state import swap_window
-from .bases import plain_linears
-from .node import Runs
 from .proof.experts import loop_of
-from .templates import Unfit
-
-if TYPE_CHECKING:
-    from .templates import Template
+from .templates import Template
+from .templates.parts import Unfit
 
 TRIAL_TOKENS = 64
 MAGNITUDES = 1.0, 30.0
@@ -33,7 +35,40 @@ AT_ONCE = 1 << 22          # elements that are compared at a time: malloc keeps 
 FURTHER = 1.5
 NOISE = {torch.bfloat16: 1e-2, torch.float16: 1.3e-3, torch.float32: 1e-5, torch.float64: 1e-5}
 HALF = torch.bfloat16, torch.float16
-Run = tuple[Tensor, dict[str, Tensor]]
+Run = tuple[Tensor, dict[str, Tensor]]       # output, and what has gradients: for a gradient of it to be asked for
+
+
+@contextlib.contextmanager
+def plain_linears(module: nn.Module, weights: Any, dtype: torch.dtype) -> Iterator[list[object]]:
+    """Inside, a package's linear layers multiply with these weights, by name, as plain nn.Linear do; gives what is put
+    in for that. Unfit where one is not as its package has it.
+
+    A package's product is its own kernel's, of its own arguments: nothing that can be followed on fake tensors. What it
+    computes is taken from it: a product with the weights that its codes stand for, where the module is of the package's
+    own class, runs that class's own code and computes in the layer's type. That those weights are the package's is seen
+    on the module's data (Trial).
+
+    Args:
+        dtype: in which the layer computes.
+    """
+    def plain(m: nn.Module, weight: Tensor) -> object:
+        return lambda x: F.linear(x, weight, m.bias)
+
+    put: list[tuple[nn.Module, object]] = []
+    try:
+        for prefix, m in module.named_modules():
+            format = format_of(dict.get(m._parameters, "weight"))
+            if format is None:
+                continue
+            if why := multiplies(m, dtype):
+                raise Unfit(f"{prefix}: {why}")
+            if format.linear:
+                put.append((m, plain(m, weights[f"{prefix}.weight"])))
+                vars(m)["forward"] = put[-1][1]
+        yield [forward for _, forward in put]
+    finally:
+        for m, _ in put:
+            del vars(m)["forward"]
 
 
 class InFp32(TorchDispatchMode):
@@ -61,80 +96,83 @@ def _widened(value: Any) -> Any:
 
 
 class Trial:
-    """Of one template, against the module's own code, on random data in the form of a call: both beside fp32."""
-
-    def __init__(self, runs: Runs, template: Template) -> None:
-        self.runs, self.window, self.template = runs, runs.window, template
+    def __init__(self, fused: Any, template: Template) -> None:
+        """fused: layer.Fused."""
+        self.fused, self.window, self.template = fused, fused.window, template
 
     def verdict(self, x: Tensor, kwargs: Any) -> str:
         """How far they are off; "": no further than rounding takes them."""
         try:
-            self._look_at_codes()
+            self._compare_codes()
             for magnitude, last in itertools.product(MAGNITUDES, (False, True)):
                 with torch.autocast(x.device.type, enabled=False):       # it is to the weights' own type, if at all
-                    if why := self._look(x, kwargs, magnitude, last):
+                    if why := self._compare(x, kwargs, magnitude, last):
                         return why
         except Unfit as reason:
             return str(reason)
         return ""
 
-    def _look_at_codes(self) -> None:
-        """Do we make the weights that their package makes? To a rounding: a GPU's kernels may fuse what others do not.
-
-        Raises:
-            Unfit: we do not.
-        """
-        bound, w = self.window.bind_leaves(), self.runs.exact(self.runs.names)
+    def _compare_codes(self) -> None:
+        """Unfit where we do not make the weights that their package makes. To a rounding: a GPU's kernels may fuse what
+        others do not."""
+        fused = self.fused
+        bound, w = self.window.bind_leaves(), fused.exact(fused.names)
         for whole in self.window.wholes:
-            name = next(n for n, r in self.runs.records.items() if r is whole.records[0])
+            name = next(n for n, r in fused.records.items() if r is whole.records[0])
             theirs = bound.pop(whole.records[0])
             if isinstance(theirs, Stack):
                 ring = self.window.runtime.ring
                 same = all(_to_a_rounding(w.experts(name, p.experts), p.theirs(ring)) for p in theirs.stacked.pieces)
             else:
-                same = _to_a_rounding(w.joint((name,)), whole.format.dense(theirs, self.runs.dtype))
+                same = _to_a_rounding(w.joint((name,)), whole.format.dense(theirs, fused.dtype))
             if not same:
                 raise Unfit(f"the codes of {name} stand for other numbers than {whole.format.name}'s own code makes")
 
-    def _look(self, x: Tensor, kwargs: Any, magnitude: float, last: bool) -> str:
+    def _compare(self, x: Tensor, kwargs: Any, magnitude: float, last: bool) -> str:
         """For one random input."""
-        rng, runs = torch.Generator(x.device).manual_seed(0), self.runs
+        rng, dtype = torch.Generator(x.device).manual_seed(0), self.fused.dtype
         x, kwargs = self.template.small(x, rng, TRIAL_TOKENS, kwargs, last)
         if x.is_floating_point():
             x = x.mul_(magnitude)
-        with self.template.observed(self.window.module):
-            own, chosen = self._own(x, kwargs), self._chosen()
-            truth = own
-            if runs.dtype in HALF:
+        with self._noting_choices() as chosen:
+            own = truth = self._run(self.window.bind_leaves(), x, kwargs)
+            if dtype in HALF:
                 truth = self._in_fp32(x, kwargs)
             dy = torch.randn(own[0].shape, generator=rng, device=x.device).to(own[0].dtype)
-            if chosen is not None:           # a choice that rounding decides is another computation: let it be
-                dy[0, (chosen.sort(-1).values != self._chosen().sort(-1).values).any(-1)] = 0
-                self.template.mlp.router.forced = chosen
-            exact = self._found(truth, dy, InFp32(backward=True) if truth is not own else contextlib.nullcontext())
-            theirs = _errors(exact, self._found(own, dy, contextlib.nullcontext()) if truth is not own else exact)
+            if chosen:           # a choice that rounding decides is another computation: let it be
+                dy[0, (chosen[0].sort(-1).values != chosen[-1].sort(-1).values).any(-1)] = 0
+                self.template.mlp.router.forced = chosen[0]
+            exact = self._found(truth, dy, nullcontext() if truth is own else InFp32(backward=True))
+            theirs = _errors(exact, exact if truth is own else self._found(own, dy, nullcontext()))
             ours = _errors(exact, self._templates(x, dy, kwargs))
         for name, error in ours.items():
-            limit = FURTHER * theirs[name] + NOISE.get(runs.dtype, 1e-5)
-            if not error <= limit:
+            if not error <= FURTHER * theirs[name] + NOISE.get(dtype, 1e-5):
                 return (f"on random data the template's {name} is off from fp32 by {error:.1e} (relative), "
                         f"the module's own code by {theirs[name]:.1e}")
         return ""
 
-    def _chosen(self) -> Tensor | None:
-        """[T, k] experts that the module's router chose last."""
-        return self.template.mlp.router.forced if self.template.routes else None
-
-    def _own(self, x: Tensor, kwargs: Any) -> Run:
-        return self._run(self.window.bind_leaves(), x, kwargs)
+    @contextlib.contextmanager
+    def _noting_choices(self) -> Iterator[list[Tensor]]:
+        """Inside, [T, k] experts that the module's own router chooses, run by run; a template may have to follow."""
+        chosen: list[Tensor] = []
+        if not self.template.routes:
+            yield chosen
+            return
+        router = self.template.mlp.router
+        handle = self.window.module.get_submodule(router.name).register_forward_hook(
+            lambda module, args, out: chosen.append(out[2].detach()))
+        try:
+            yield chosen
+        finally:
+            handle.remove()
+            router.forced = None
 
     def _in_fp32(self, x: Tensor, kwargs: Any) -> Run:
-        """The same in fp32; of a package's products, and of loops over experts, in plain torch."""
-        runs, bound = self.runs, self.window.bind_leaves()
-        w = runs.exact(runs.names)
+        """The module's own code in fp32; of a package's products, and of loops over experts, in plain torch."""
+        fused, bound = self.fused, self.window.bind_leaves()
         with contextlib.ExitStack() as stack:
-            stack.enter_context(plain_linears(self.window.module, w, runs.dtype))
-            for m in runs.loops:
+            stack.enter_context(plain_linears(self.window.module, fused.exact(fused.names), fused.dtype))
+            for m in fused.loops:
                 vars(m)["forward"] = types.MethodType(loop_of(m), m)
                 stack.callback(vars(m).pop, "forward")
             try:
@@ -144,7 +182,6 @@ class Trial:
                 raise Unfit(f"its code cannot be run in fp32: {str(error).strip().splitlines()[0]}") from error
 
     def _run(self, bound: Any, x: Tensor, kwargs: Any) -> Run:
-        """Output, and what has gradients: for a gradient of it to be asked for."""
         x, frame = x.detach().requires_grad_(self.template.differentiable_input), SavedFrame(self.window)
         outer = swap_window(bound)
         _push(frame.pack, frame.unpack)      # no graph of a look holds a slot
@@ -157,7 +194,7 @@ class Trial:
         if not isinstance(y, Tensor):
             raise Unfit("its forward gives something else than one tensor")
         return y, {**({"dx": x} if x.requires_grad else {}),
-                   **{n: bound[r] for n, r in zip(self.runs.trained_names, self.window.trainable)}}
+                   **{n: bound[r] for n, r in zip(self.fused.trained_names, self.window.trainable)}}
 
     def _found(self, run: Run, dy: Tensor, mode: AbstractContextManager[Any]) -> dict[str, Tensor]:
         """Of the output the rows that have a gradient, and the gradients."""
@@ -165,23 +202,19 @@ class Trial:
         apart = self.window.runtime.handover.apart()
         with mode, apart, torch.autograd.set_multithreading_enabled(False):      # for CUDA's: a mode is of this thread
             grads = torch.autograd.grad(y, list(leaves.values()), dy.to(y.dtype), allow_unused=True)
-        return {"y": _seen(y.detach(), dy), **{n: g for n, g in zip(leaves, grads) if g is not None}}
+        return {"y": y.detach()[dy.any(-1)], **{n: g for n, g in zip(leaves, grads) if g is not None}}
 
     def _templates(self, x: Tensor, dy: Tensor, kwargs: Any) -> dict[str, Tensor]:
-        runs, template = self.runs, self.template
-        x, call = template.take(self.window.module, x, kwargs, runs.dtype)
+        fused, template = self.fused, self.template
+        x, call = template.take(self.window.module, x, kwargs, fused.dtype)
         with torch.no_grad():
-            w = runs.exact(runs.names)
+            w = fused.exact(fused.names)
             try:
                 y, kept = template.forward(x, w, call, "saved")
-                dx, grads = template.backward(dy.clone(), kept, w, call, runs.wanted, True)
+                dx, grads = template.backward(dy.clone(), kept, w, call, fused.wanted, True)
             except (RuntimeError, TypeError, ValueError, IndexError) as error:
                 raise Unfit(f"the template fails: {error}") from error
-        return {"y": _seen(y, dy), **({} if dx is None else {"dx": dx}), **grads}
-
-
-def _seen(y: Tensor, dy: Tensor) -> Tensor:
-    return y[dy.any(-1)]
+        return {"y": y[dy.any(-1)], **({} if dx is None else {"dx": dx}), **grads}
 
 
 def _to_a_rounding(ours: Tensor, theirs: Tensor) -> bool:

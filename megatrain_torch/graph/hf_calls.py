@@ -266,7 +266,12 @@ def _collector() -> Any:
 
 def is_cache(value: Any) -> bool:
     """Key-value caches of transformers, and what is made of them: objects that a layer writes into."""
-    return any(c.__module__.startswith("transformers") and "Cache" in c.__name__ for c in type(value).__mro__)
+    return _is_caches(type(value))
+
+
+@functools.cache
+def _is_caches(kind: type) -> bool:
+    return any(c.__module__.startswith("transformers") and "Cache" in c.__name__ for c in kind.__mro__)
 
 
 def empty_entry(cache: Any, layer: int) -> bool:

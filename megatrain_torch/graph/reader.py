@@ -13,6 +13,8 @@ import builtins
 import contextlib
 import functools
 import gc
+import itertools
+import operator
 import os
 import re
 import sys
@@ -58,16 +60,17 @@ class Reading:
     def __init__(self) -> None:
         self.writes, self.holds_tensors, self.found = "", False, None
         self._guards: Any = None
-        self._names: tuple[tuple[dict[str, Any], str], ...] = ()        # of builtins, in the globals that may hide them
+        self._names: Any = (), ()            # globals that may hide builtins, and the names of these
         self._environ: dict[Any, Any] | None = None                     # of a process, where code looks into that
-        self._methods: tuple[tuple[type, str, Any], ...] = ()           # of classes, tensors' among them
+        self._methods: Any = (), ()          # classes, tensors' among them, and names of their methods
+        self._bodies: list[Any] = []         # which these were
         self.gone = False                    # an object whose identity is guarded no longer lives: nothing holds
 
     def holds(self, scope: dict[str, Any]) -> bool:
         """Does the call of this scope (`scope_of`) run the same code on the same things?"""
-        return (not self.gone and bool(self._guards.check(scope))
-                and all(getattr(kind, name, None) is method for kind, name, method in self._methods)
-                and not any(name in there for there, name in self._names)
+        return (not self.gone and bool(self._guards.check(scope))        # of each call: no frames of Python besides
+                and all(map(operator.is_, map(getattr, *self._methods, itertools.repeat(None)), self._bodies))
+                and not any(map(operator.contains, *self._names))
                 and (self._environ is None or self._environ == os.environ._data))
 
     def guard_by(self, manager: Any, graph: Graph | None, code: set[types.CodeType], kinds: set[type]) -> None:
@@ -75,13 +78,16 @@ class Reading:
         of which classes things are that have guards."""
         self._guards = manager
         called = {n.target for n in graph.module.graph.nodes if n.op == "call_method"} if graph is not None else set()
-        self._methods = (*((Tensor, name, getattr(Tensor, name, None)) for name in sorted(called)),
-                         *((kind, name, getattr(kind, name)) for kind in kinds for name in _running(kind, code)))
+        methods = [(Tensor, name) for name in sorted(called)]
+        methods += [(kind, name) for kind in kinds for name in _running(kind, code)]
+        self._methods = tuple(zip(*methods)) or ((), ())
+        self._bodies = [getattr(*method, None) for method in methods]
         if any({"environ", "getenv"}.intersection(c.co_names) for c in code):
             self._environ = dict(os.environ._data)
         homes = {getattr(m, "__file__", None): vars(m) for m in list(sys.modules.values())}
         found = {(c.co_filename, name) for c in code for name in c.co_names if hasattr(builtins, name)}
-        self._names = tuple((homes[file], name) for file, name in found if file in homes and name not in homes[file])
+        names = [(homes[file], name) for file, name in found if file in homes and name not in homes[file]]
+        self._names = tuple(zip(*names)) or ((), ())
 
 
 def _running(kind: type, code: set[types.CodeType]) -> set[str]:
@@ -172,6 +178,10 @@ class Reader:
         self._key: Any = None
         self._reads = 0
 
+    def holds(self, key: Any, scope: dict[str, Any]) -> bool:
+        """Is this the code of the last call?"""
+        return self.last is not None and key == self._key and self.last.holds(scope)
+
     def of(self, key: Any, scope: dict[str, Any], refused: dict[Any, str], make: Callable[[], Reading]) -> Reading:
         """What is known of a call.
 
@@ -181,7 +191,7 @@ class Reader:
         Raises:
             Unreadable: dynamo cannot follow it.
         """
-        if self.last is not None and key == self._key and self.last.holds(scope):
+        if self.holds(key, scope):
             return self.last
         found = next((r for r in READINGS.get(key, ()) if r.holds(scope)), None)
         if found is None:

@@ -30,7 +30,7 @@ _H200_GEMM = tuple((n, width, rate) for width, row in {
 _H200_TFLOPS = 989.0        # of its data sheet
 
 # cuDNN attention through torch, causal, heads of 128. Measured: S=4096, 40 heads, 616 / 500; 28/4 heads, sustained
-# (at the power limit; 683 / 574 cold), S=32k 583 / 522; from 128k, forward some queries at a time (templates/rows.py),
+# (at the power limit; 683 / 574 cold), S=32k 583 / 522; from 128k, forward some queries at a time (attention.by_rows),
 # full blocks of 32k: 592 to 600 / 535. Below 4096: estimates.
 _H200_ATTENTION = ((512, 180.0, 140.0), (1024, 300.0, 240.0), (2048, 450.0, 380.0), (4096, 616.0, 500.0),
                    (32768, 583.0, 522.0), (131072, 585.0, 535.0), (524288, 588.0, 535.0))

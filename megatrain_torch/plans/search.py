@@ -23,7 +23,6 @@ from ..base.modes import DISK, DISKS, HOMES, KEEPS, LINKED, MODES, read
 from ..base.slots import plan_slots
 from ..figures.report import OWN
 from ..figures.timeline import LANES, WAITS
-from ..store.planes import AHEAD, STAY
 from ..store.disk import (
     BAYS,
     BUNDLE_PADDING_BYTES,
@@ -35,6 +34,7 @@ from ..store.disk import (
     SPILLED,
     unit_file_bytes,
 )
+from ..store.planes import AHEAD, STAY
 from .cost import CACHE_SHARE, OFFLOAD_DEPTH, STAGINGS, Cost, cost_of
 from .fleet import ALONE, Exchange, Fleet
 from .machine import Machine

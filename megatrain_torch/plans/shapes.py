@@ -86,7 +86,7 @@ class Product:
 
     @property
     def fits(self) -> bool:
-        """May it be of 8-bit codes? Experts' are not (fused/templates/coded.py)."""
+        """May it be of 8-bit codes? Experts' are not (fused/templates/weights.py)."""
         known = self.part in ("qkv", "latent", "out", "up", "down")
         return known and self.rows == 1 and not (self.fan_in | self.fan_out) % 16
 

@@ -17,8 +17,8 @@ from ..base.limits import parse_bytes, show_bytes, show_size
 from ..base.modes import DISKS
 
 if TYPE_CHECKING:
-    from ..plans.tally import Asked
     from ..plans.shapes import Unit
+    from ..plans.tally import Asked
 
 BUFFERS, BUFFER_BYTES, THREADS = 8, 32 << 20, 16       # of the engine; a drive's queue is full with 64 MiB under way
 BAYS = 4                                               # of host memory that carry activations: engine_swap.c

@@ -24,7 +24,7 @@ import megatrain_torch as mt
 from megatrain_torch import ops
 from megatrain_torch.base.modes import HOST, read
 from megatrain_torch.base.packed import Packed
-from megatrain_torch.fused.templates import attention, mlp, rows
+from megatrain_torch.fused.templates import attention, mlp
 from megatrain_torch.fused.templates.attention import Attention
 from megatrain_torch.graph.hf_calls import Sight
 from megatrain_torch.model.stream import runtime_of
@@ -257,10 +257,10 @@ def test_a_long_row_by_blocks_is_within_noise(family: str, monkeypatch: pytest.M
     ids = torch.randint(0, 50, (1, 1000), generator=torch.Generator().manual_seed(0))
     batch = {"input_ids": ids, "labels": ids}
     loss, grads = gradients(streamed(larger(family), "replay"), batch)
-    calls, own = [], rows.Backward.of
+    calls, own = [], attention.Backward.of
     monkeypatch.setattr(attention, "ROWS", 256)
     monkeypatch.setattr(attention, "LONG", 1000)
-    monkeypatch.setattr(rows.Backward, "of", lambda self, *a: (calls.append(a[0]), own(self, *a))[1])
+    monkeypatch.setattr(attention.Backward, "of", lambda self, *a: (calls.append(a[0]), own(self, *a))[1])
     found, others = gradients(streamed(larger(family), "replay"), batch)
     assert calls[:4] == [slice(768, 1000), slice(512, 768), slice(256, 512), slice(0, 256)]
     assert fusing.error(loss, found) < fusing.ROUNDED_LOSS

@@ -1,6 +1,6 @@
 """Proofs that a module's own code computes what a template stands for (docs/design.md, section 8).
 
-prove      a module's graph, as torch._dynamo reads it (graph/reader.py), against its template
+prove      a module's graph, as torch._dynamo reads it (graph/reader.py), against its template, put together from forms
 values     expressions and their numbers
-forms      what templates stand for, in plain torch; layer: put together; experts: loops, by their text
+forms      what templates stand for, in plain torch; experts: loops, by their text
 """

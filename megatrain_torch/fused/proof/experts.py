@@ -106,29 +106,24 @@ def _known(code: types.CodeType) -> tuple[str, tuple[str, ...]]:
 @functools.cache
 def rows() -> Any:
     """What the first products give, as one function: [T, width] stands for a row of each choice."""
-    @torch.library.custom_op("megatrain_torch::expert_rows", mutates_args=())
     def expert_rows(hidden: Tensor, chosen: Tensor, own: Sequence[Tensor], width: int) -> Tensor:
         return hidden.new_empty(hidden.shape[0], width)
 
-    @expert_rows.register_fake
-    def _(hidden: Tensor, chosen: Tensor, own: Sequence[Tensor], width: int) -> Tensor:
-        return hidden.new_empty(hidden.shape[0], width)
-
-    return torch.ops.megatrain_torch.expert_rows.default
+    return _op(expert_rows)
 
 
 @functools.cache
 def down() -> Any:
     """The second products of gated rows, weighted and summed."""
-    @torch.library.custom_op("megatrain_torch::experts_down", mutates_args=())
     def experts_down(gated: Tensor, hidden: Tensor, chosen: Tensor, weights: Tensor, own: Sequence[Tensor]) -> Tensor:
         return torch.empty_like(hidden)
 
-    @experts_down.register_fake
-    def _(gated: Tensor, hidden: Tensor, chosen: Tensor, weights: Tensor, own: Sequence[Tensor]) -> Tensor:
-        return torch.empty_like(hidden)
+    return _op(experts_down)
 
-    return torch.ops.megatrain_torch.experts_down.default
+
+def _op(function: Any) -> Any:
+    torch.library.custom_op(f"megatrain_torch::{function.__name__}", function, mutates_args=()).register_fake(function)
+    return getattr(torch.ops.megatrain_torch, function.__name__).default
 
 
 def expert_rows(values: Values, hidden: Tensor, chosen: Tensor, own: Sequence[Tensor], width: int) -> Tensor:

@@ -9,6 +9,8 @@ Letters: B rows, S tokens of each, H hidden, D head size, hq and hk heads, T = B
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -67,66 +69,48 @@ def _pair_turned(x: Tensor) -> Tensor:
     return torch.stack((-x[..., 1::2], x[..., 0::2]), -1).flatten(-2)
 
 
-def _turned(x: Tensor, cos: Tensor, sin: Tensor, turn: Callable[[Tensor], Tensor], part: bool) -> Tensor:
-    """part: only the first R of D numbers are rotated, the rest is passed."""
+def _turned(x: Tensor, cos: Tensor, sin: Tensor, turn: Callable[[Tensor], Tensor], part: bool | None = None) -> Tensor:
+    """part: only the first R of D numbers are rotated, the rest is passed; None: where R is not D."""
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
     r = cos.shape[-1]
+    part = r != x.shape[-1] if part is None else part
     first = x[..., :r] if part else x
     y = (first * cos + turn(first) * sin).to(x.dtype)
     return torch.cat((y, x[..., r:]), -1) if part else y
 
 
-def _halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    return _turned(x, cos, sin, _half_turned, cos.shape[-1] != x.shape[-1])
+def _first_half(t: Tensor) -> Tensor:
+    return t[..., :t.shape[-1] // 2]
 
 
-def _halves_cut(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    return _turned(x, cos, sin, _half_turned, True)
-
-
-def _halves_wide(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    return _halves(x.float(), cos.float(), sin.float()).to(x.dtype)
-
-
-def _pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    return _turned(x, cos, sin, _pair_turned, cos.shape[-1] != x.shape[-1])
-
-
-def _pairs_wide(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    cos, sin, wide = cos.unsqueeze(1), sin.unsqueeze(1), x.float()
-    return (wide * cos + _pair_turned(wide) * sin).to(x.dtype)
-
-
-def _first_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    cos, sin = (t.unsqueeze(1)[..., :t.shape[-1] // 2].repeat_interleave(2, dim=-1) for t in (cos, sin))
-    r = cos.shape[-1]
-    first = x[..., :r]
-    return torch.cat((first * cos + _pair_turned(first) * sin, x[..., r:]), -1)
+def _repeated(cos: Tensor, sin: Tensor) -> Iterator[Tensor]:
+    """The angles of the first half, each at both places of its pair."""
+    return (_first_half(t).repeat_interleave(2, dim=-1) for t in (cos, sin))
 
 
 def _first_pairs_wide(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    cos, sin = (t.unsqueeze(1)[..., :t.shape[-1] // 2].repeat_interleave(2, dim=-1) for t in (cos, sin))
+    cos, sin = (t.unsqueeze(1) for t in _repeated(cos, sin))
     return (x.float() * cos + _pair_turned(x).float() * sin).to(x.dtype)
 
 
-def _pairs_parted(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    cos, sin = (t[..., :t.shape[-1] // 2].unsqueeze(1) for t in (cos, sin))
-    a, b = x[..., 0::2], x[..., 1::2]
-    return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
-
-
-def _short(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def _apart(a: Tensor, b: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Of the first and the second of all pairs, angles once for each: the first of all, then the second of all."""
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
-    a, b = torch.chunk(x, 2, dim=-1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
 
 
-# (interleaved, first, short, parted), as templates/rotary.py has them, and the form.
+# (interleaved, first, short, parted), as attention_half.Rotary has them, and the form.
+_HALVES, _PAIRS, _FIRST = (False, False, False), (True, False, False), (True, True, False)
 ROTARIES: list[tuple[tuple[bool, ...], Callable[[Tensor, Tensor, Tensor], Tensor]]] = [
-    ((False, False, False), _halves), ((False, False, False), _halves_cut), ((False, False, False), _halves_wide),
-    ((True, False, False), _pairs), ((True, False, False), _pairs_wide),
-    ((True, True, False), _first_pairs), ((True, True, False), _first_pairs_wide), ((False, False, True), _short),
-    ((True, True, False, True), _pairs_parted),
+    (_HALVES, lambda x, cos, sin: _turned(x, cos, sin, _half_turned)),
+    (_HALVES, lambda x, cos, sin: _turned(x, cos, sin, _half_turned, True)),
+    (_HALVES, lambda x, cos, sin: _turned(x.float(), cos.float(), sin.float(), _half_turned).to(x.dtype)),
+    (_PAIRS, lambda x, cos, sin: _turned(x, cos, sin, _pair_turned)),
+    (_PAIRS, lambda x, cos, sin: _turned(x.float(), cos, sin, _pair_turned, False).to(x.dtype)),
+    (_FIRST, lambda x, cos, sin: _turned(x, *_repeated(cos, sin), _pair_turned, True)),
+    (_FIRST, _first_pairs_wide),
+    ((False, False, True), lambda x, cos, sin: _apart(*torch.chunk(x, 2, dim=-1), cos, sin)),
+    ((*_FIRST, True), lambda x, cos, sin: _apart(x[..., 0::2], x[..., 1::2], _first_half(cos), _first_half(sin))),
 ]
 
 # ---- attention: q [B, hq, S, D], k, v [B, hk, S, D], mask [B, 1, S, S] -> [B, hq, S, D] --------------
@@ -187,43 +171,40 @@ def _divided(w: Tensor, least: float) -> Tensor:
     return w / (total + least if least else total)
 
 
-def soft_router(k: int, wide: bool, normalised: bool, rounds: bool, factor: float, spelling: int) -> Callable[..., Any]:
+def soft_router(k: int, wide: bool, normalised: bool, rounds: bool, factor: float, spelling: int, b: Tensor,
+                weight: Tensor, bias: Tensor | None, correction: Tensor | None) -> Routed:
     """Softmax over all experts, then the largest k. spelling: how the softmax comes to fp32."""
-    def form(b: Tensor, weight: Tensor, bias: Tensor | None, correction: Tensor | None) -> Routed:
-        logits = _linear(b, weight, bias, wide, False)
-        p = F.softmax(logits.float(), dim=-1) if spelling == 0 else F.softmax(logits, dim=-1, dtype=torch.float)
-        w, chosen = torch.topk(p, k, dim=-1)
-        w = (_divided(w, 0.0) if normalised else w) * factor
-        return logits, w.to(b.dtype) if rounds else w, chosen
-    return form
+    logits = _linear(b, weight, bias, wide, False)
+    p = F.softmax(logits.float(), dim=-1) if spelling == 0 else F.softmax(logits, dim=-1, dtype=torch.float)
+    w, chosen = torch.topk(p, k, dim=-1)
+    w = (_divided(w, 0.0) if normalised else w) * factor
+    return logits, w.to(b.dtype) if rounds else w, chosen
 
 
-def chosen_router(k: int, wide: bool, rounds: bool, factor: float, spelling: int) -> Callable[..., Any]:
+def chosen_router(k: int, wide: bool, rounds: bool, factor: float, spelling: int, b: Tensor, weight: Tensor,
+                  bias: Tensor | None, correction: Tensor | None) -> Routed:
     """The largest k logits, then a softmax over them. spelling: they come to fp32 never, in the softmax, or before."""
-    def form(b: Tensor, weight: Tensor, bias: Tensor | None, correction: Tensor | None) -> Routed:
-        logits = _linear(b, weight, bias, wide, False)
-        logits = logits.float() if spelling == 2 else logits
-        top, chosen = torch.topk(logits, k, dim=-1)
-        w = F.softmax(top, dim=-1, dtype=torch.float if spelling == 1 else top.dtype) * factor
-        return logits, w.to(b.dtype) if rounds else w, chosen
-    return form
+    logits = _linear(b, weight, bias, wide, False)
+    logits = logits.float() if spelling == 2 else logits
+    top, chosen = torch.topk(logits, k, dim=-1)
+    w = F.softmax(top, dim=-1, dtype=torch.float if spelling == 1 else top.dtype) * factor
+    return logits, w.to(b.dtype) if rounds else w, chosen
 
 
 def sigmoid_router(k: int, experts: int, wide: bool, normalised: bool, rounds: bool, factor: float, least: float,
-                   groups: tuple[int, int], cast: bool) -> Callable[..., Any]:
+                   groups: tuple[int, int], cast: bool, b: Tensor, weight: Tensor, bias: Tensor | None,
+                   correction: Tensor | None) -> Routed:
     """Sigmoids; the largest k of score + correction. groups: so many groups of experts, and from how many of them they
     are chosen; (0, 0): there are none."""
-    def form(b: Tensor, weight: Tensor, bias: Tensor | None, correction: Tensor | None) -> Routed:
-        logits = _linear(b, weight, bias, wide, cast)
-        scores = logits.float().sigmoid()
-        choice = scores if correction is None else scores + correction
-        if groups[0]:
-            choice = _of_groups(choice, experts, *groups)
-        chosen = torch.topk(choice, k, dim=-1, sorted=False)[1]
-        w = scores.gather(1, chosen)
-        w = (_divided(w, least) if normalised else w) * factor
-        return logits, w.to(b.dtype) if rounds else w, chosen
-    return form
+    logits = _linear(b, weight, bias, wide, cast)
+    scores = logits.float().sigmoid()
+    choice = scores if correction is None else scores + correction
+    if groups[0]:
+        choice = _of_groups(choice, experts, *groups)
+    chosen = torch.topk(choice, k, dim=-1, sorted=False)[1]
+    w = scores.gather(1, chosen)
+    w = (_divided(w, least) if normalised else w) * factor
+    return logits, w.to(b.dtype) if rounds else w, chosen
 
 
 def _of_groups(choice: Tensor, experts: int, groups: int, best: int) -> Tensor:
@@ -238,20 +219,18 @@ def _of_groups(choice: Tensor, experts: int, groups: int, best: int) -> Tensor:
 def routers(k: int, experts: int, sigmoid: bool, normalised: bool, wide: bool, factors: list[float],
             groups: tuple[int, int]) -> Iterator[tuple[tuple[float, float], Callable[..., Any]]]:
     """((factor, least), form) of all forms of these properties. least: what the sum that divides has added. groups: as
-    templates/router.py has them."""
-    for factor in factors:
-        for rounds in (True, False):        # what is rounded is there before it is, too
-            if sigmoid:
-                for least in (1e-20, 0.0, 1e-6, 1e-12) if normalised else (0.0,):
-                    for grouped in (groups, (0, 0)) if groups[0] == 1 else (groups,):
-                        for cast in (False, True):
-                            yield (factor, least), sigmoid_router(k, experts, wide, normalised, rounds, factor, least,
-                                                                  grouped, cast)
-                continue
-            for spelling in range(2):
-                yield (factor, 0.0), soft_router(k, wide, normalised, rounds, factor, spelling)
-            for spelling in range(3) if normalised else ():
-                yield (factor, 0.0), chosen_router(k, wide, rounds, factor, spelling)
+    moe.Router has them."""
+    for factor, rounds in product(factors, (True, False)):       # what is rounded is there before it is, too
+        if sigmoid:
+            for least, grouped, cast in product((1e-20, 0.0, 1e-6, 1e-12) if normalised else (0.0,),
+                                                (groups, (0, 0)) if groups[0] == 1 else (groups,), (False, True)):
+                yield (factor, least), partial(sigmoid_router, k, experts, wide, normalised, rounds, factor, least,
+                                               grouped, cast)
+            continue
+        for spelling in range(2):
+            yield (factor, 0.0), partial(soft_router, k, wide, normalised, rounds, factor, spelling)
+        for spelling in range(3) if normalised else ():
+            yield (factor, 0.0), partial(chosen_router, k, wide, rounds, factor, spelling)
 
 
 # ---- gates of experts: z [R, 2 I] -> [R, I] ------------------------------------------------------------

@@ -1,28 +1,35 @@
 """Proves that a module computes what its template stands for, for every input that it can get (docs/design.md).
 
 The module's code is read by torch._dynamo (graph/reader.py): its graph, and what that depends on. `prove` runs the
-graph on fake tensors of symbolic sizes, forward and backward, puts the template's meaning together from forms, and
-compares numbers (values.py). What it finds holds for as long as the reading's guards do.
+graph on fake tensors, forward and backward, with a prime for each size. It puts the template's meaning together from
+forms, and compares numbers (values.py). What it finds holds for as long as the reading's guards do.
 """
 from __future__ import annotations
 
-import contextlib
+import itertools
+import operator
 import re
 import types
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
+import sympy
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ... import ops
 from ...graph.reader import Graph, cached
-from ..templates import Embedding, LoneNorm, Template
+from ..templates import Template
+from ..templates.attention_half import KINDS, LatentAttention, Rotary
+from ..templates.decoder import Decoder
+from ..templates.linears import Linears
+from ..templates.parts import Norm, roles_of
+from ..templates.single import Embedding, LoneNorm
 from . import forms
 from .experts import down, expert_rows, experts_down, rows
-from .layer import LayerProof
-from .values import Functions, Recorder, Refused, Values, operands
+from .values import Functions, Refused, Values, operands
 
 
 class Session:
@@ -37,38 +44,37 @@ class Session:
         """named: by id of real tensors, weights, inputs and buffers, what they are called."""
         self.graph, self.values, self.known = graph, Values(), 0
         self.gathered: list[int] = []
-        self.recorder = Recorder(self.values)
-        self.fake = graph.fake
         self._named, self._atoms = named, {}
         self._fakes = {id(t): graph.inputs[name][1] for name, t in graph.real.items() if isinstance(t, Tensor)}
+        self._sizes = _sizes(graph)
+        self.values.symbols = {str(n): str(s) for s, n in self._sizes.items()}
 
     def reads(self, real: Tensor) -> bool:
         """Does the module's code read this tensor?"""
         return id(real) in self._fakes
 
+    def size(self, n: Any) -> Any:
+        """A number that the graph is given, with a prime for each of its symbols."""
+        return int(n.node.expr.xreplace(self._sizes)) if self._sizes and isinstance(n, torch.SymInt) else n
+
     def atom(self, real: Tensor) -> Tensor:
         """The fake tensor that stands for a weight, an input or a buffer."""
         if id(real) not in self._atoms:
             like, (name, _) = self._fakes.get(id(real), real), self._named.get(id(real), ("a tensor of its own", real))
-            with self.fake:
-                t = torch.empty(tuple(like.shape), dtype=like.dtype, device=like.device)
+            with self.graph.fake:
+                t = torch.empty(tuple(map(self.size, like.shape)), dtype=like.dtype, device=like.device)
             self.values.atom(name, t)
             wants = real.requires_grad or (name == "input" and t.is_floating_point())
             self._atoms[id(real)] = t.requires_grad_() if wants else t
         return self._atoms[id(real)]
 
-    @contextlib.contextmanager
-    def recording(self) -> Iterator[None]:
-        device = next((t.device.type for t in self._fakes.values()), "cpu")
-        with torch.enable_grad(), torch.autocast(device, enabled=False), self.fake, self.recorder, \
-                Functions(self.values):
-            yield
-
     def numbers(self, run: Callable[[], Tensor], leaves: Sequence[Tensor]) -> list[int | None]:
         """Of what `run` gives, of the gradient of each leaf for a fixed gradient of that, and of what a cache was
         given."""
         self.gathered.clear()
-        with self.recording():
+        device = next((t.device.type for t in self._fakes.values()), "cpu")
+        with torch.enable_grad(), torch.autocast(device, enabled=False), self.graph.fake, self.values, \
+                Functions(self.values):
             y = run()
             with torch.no_grad():
                 dy = torch.empty_like(y)
@@ -83,18 +89,13 @@ class Session:
         self.gathered += map(self.values.of, tensors)
 
     def choose(self, what: str, candidates: Iterable[tuple[Any, Callable[[], Any]]]) -> tuple[Any, Any]:
-        """The first candidate that gives what the module's own code has too, and that.
-
-        Raises:
-            Refused: none does.
-        """
+        """The first candidate that gives what the module's own code has too, and that; else Refused."""
         for candidate, run in candidates:
             try:
                 out = run()
             except (RuntimeError, IndexError, Refused):      # sizes, or parts, that are not for this form
                 continue
-            numbers = [self.values.of(t) for t in (out if isinstance(out, tuple) else (out,))]
-            if all(n < self.known for n in numbers):
+            if all(self.values.of(t) < self.known for t in (out if isinstance(out, tuple) else (out,))):
                 return candidate, out
         raise Refused(f"{what}: {self.difference()}")
 
@@ -120,6 +121,33 @@ class Session:
         return found
 
 
+def _sizes(graph: Graph) -> dict[Any, Any]:
+    """A prime for each symbol of the graph's sizes, in the order of the sizes that were read; {}: none that will do.
+
+    Large primes tell sizes apart in products and sums as symbols do, and a run on them takes a sixth of the time. What
+    dynamo found to hold of the symbols has to hold of the primes, so that no size takes another way than was read. Code
+    that computes with sizes in other ways needs symbols: S // 10^6 is 0 for a prime.
+    """
+    if any(isinstance(n.meta.get("example_value"), torch.SymInt | torch.SymFloat | torch.SymBool)
+           and n.op not in ("placeholder", "output") and n.target not in _EXACT for n in graph.module.graph.nodes):
+        return {}
+    symbols: dict[Any, int] = {}
+    for _, value in graph.inputs.values():
+        for n in value.shape if isinstance(value, Tensor) else (value,):
+            if isinstance(n, torch.SymInt):
+                symbols.update((s, int(n.node.shape_env.backed_var_to_val[s])) for s in n.node.expr.free_symbols)
+    primes = dict(zip(sorted(symbols, key=lambda s: (symbols[s], str(s))), _PRIMES))
+    env, code = graph.fake.shape_env, graph.module.code
+    return primes if (
+        len(primes) == len(symbols) and not any(str(p) in code for p in primes.values())
+        and all(p in env.var_to_range[s] for s, p in primes.items())
+        and all(env.replace(guard.expr).xreplace(primes) == sympy.true for guard in env.guards)) else {}
+
+
+_EXACT = ("size", "numel", getattr, operator.getitem, operator.mul, operator.add, operator.sub)
+_PRIMES = tuple(map(sympy.Integer, (7907, 7919, 7927, 7933, 7937, 7949, 7951, 7963, 7993, 8009, 8011, 8017)))
+
+
 class _Run(torch.fx.Interpreter):
     """The module's graph on the session's tensors."""
 
@@ -133,10 +161,12 @@ class _Run(torch.fx.Interpreter):
     def placeholder(self, target: str, args: Any, kwargs: Any) -> Any:
         graph = self.session.graph
         real = graph.real[target]
-        return self.session.atom(real) if isinstance(real, Tensor) else graph.inputs[target][1]
+        return self.session.atom(real) if isinstance(real, Tensor) else self.session.size(graph.inputs[target][1])
 
     def run_node(self, node: Any) -> Any:
-        self.session.recorder.place = _place(node)
+        """Says in which line of the module's code it stands, file:line."""
+        lines = re.findall(r'File "(?:[^"]*[/\\\\])?([^"]*)", line (\d+)', node.meta.get("stack_trace") or "")
+        self.session.values.place = ":".join(lines[-1]) if lines else ""
         return super().run_node(node)
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
@@ -146,12 +176,6 @@ class _Run(torch.fx.Interpreter):
     def _cached(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         self.session.gather(keys, values)
         return keys, values
-
-
-def _place(node: Any) -> str:
-    """file:line of the module's code that made it."""
-    lines = re.findall(r'File "(?:[^"]*[/\\\\])?([^"]*)", line (\d+)', node.meta.get("stack_trace") or "")
-    return ":".join(lines[-1]) if lines else ""
 
 
 def prove(graph: Graph | None, template: Template, weights: dict[str, Tensor], x: Tensor, kwargs: dict[str, Any],
@@ -165,40 +189,42 @@ def prove(graph: Graph | None, template: Template, weights: dict[str, Tensor], x
     Raises:
         Refused: it is not proved; the text says what is to blame.
     """
-    _check_torch()
+    for name in ("linear", "scaled_dot_product_attention", "silu", "gelu", "softmax", "rms_norm", "embedding"):
+        function = getattr(F, name)          # that forms are written with: else both sides would be wrong
+        if isinstance(function, types.FunctionType) and function.__globals__ is not vars(F):
+            raise Refused(f"torch.nn.functional.{name} is not torch's own")
+    if graph is None:
+        raise Refused("it gives something else than one tensor that it made")
     template = template.set_as(template.settings)        # what is found is put into one of its own
-    named = {id(t): (n, t) for n, t in weights.items()}
-    named |= {id(t): (f"buffer {n}", t) for n, t in buffers.items()}
+    named = {id(t): (n, t) for n, t in weights.items()} | {id(t): (f"buffer {n}", t) for n, t in buffers.items()}
     for name, value in kwargs.items():
         for i, t in enumerate(value if isinstance(value, tuple | list) else (value,)):
             if isinstance(t, Tensor):
                 named[id(t)] = (f"{name}[{i}]" if isinstance(value, tuple | list) else name), t
     named[id(x)] = "input", x
-    if graph is None:
-        raise Refused("it gives something else than one tensor that it made")
     session = Session(graph, named)
+
+    def theirs() -> Tensor:
+        out = _Run(session).run(*graph.real.values())
+        if not isinstance(out, tuple | list) or len(out) != 1 or not isinstance(out[0], Tensor):
+            raise Refused("its forward gives something else than one tensor")
+        return out[0]
+
     try:
-        run = _Run(session)
         leaves = [a for t in (x, *weights.values()) if (a := session.atom(t)).requires_grad]
-        theirs = session.numbers(lambda: _only(run.run(*graph.real.values())), leaves)
+        right = session.numbers(theirs, leaves)
         session.known, session.values.made = len(session.values.keys), set()
         ours = session.numbers(lambda: _meaning(session, template, weights, x, kwargs, buffers, numbers), leaves)
-        if ours != theirs:
-            raise Refused(session.difference(ours, theirs))
+        if ours != right:
+            raise Refused(session.difference(ours, right))
     except Refused:
         raise
     except Exception as error:               # whatever cannot be run on fake tensors is not proved
-        raise Refused(f"its code cannot be followed: {_brief(error)}") from error
+        text = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
+        raise Refused(f"its code cannot be followed: {text[:300]}") from error
     finally:
         session.values.forget()
     return template.settings
-
-
-def _only(out: Any) -> Tensor:
-    """Raises: Refused: it is more than one tensor, or none."""
-    if not isinstance(out, tuple | list) or len(out) != 1 or not isinstance(out[0], Tensor):
-        raise Refused("its forward gives something else than one tensor")
-    return out[0]
 
 
 def _meaning(session: Session, template: Any, weights: dict[str, Tensor], x: Tensor, kwargs: dict[str, Any],
@@ -214,17 +240,179 @@ def _meaning(session: Session, template: Any, weights: dict[str, Tensor], x: Ten
     return LayerProof(session, template, w, kwargs, buffers, numbers).whole(session.atom(x))
 
 
-def _check_torch() -> None:
-    """Raises: Refused: a function that forms are written with is another's, so that both sides would be wrong."""
-    for name in ("linear", "scaled_dot_product_attention", "silu", "gelu", "softmax", "rms_norm", "embedding"):
-        function = getattr(F, name)
-        if isinstance(function, types.FunctionType) and function.__globals__ is not vars(F):
-            raise Refused(f"torch.nn.functional.{name} is not torch's own")
+# ---- a decoder layer -------------------------------------------------------------------------------
 
+class LayerProof:
+    """The meaning of one layer, in the forms that the module's own code has: of several, the first whose expression is
+    among its own. What is found so is told to the template; that the whole is equal is another's to compare."""
 
-def _brief(error: Exception) -> str:
-    text = str(error).strip().split("\n")[0]
-    return f"{type(error).__name__}: {text}"[:300]
+    def __init__(self, session: Session, template: Decoder, weights: dict[str, Tensor], kwargs: dict[str, Any],
+                 buffers: dict[str, Tensor], numbers: Sequence[float]) -> None:
+        """numbers: those of the module's attributes."""
+        self.session, self.w, self.numbers = session, weights, numbers
+        self.a, self.mlp = template.attention, template.mlp
+        roles = roles_of(kwargs)
+        angles, mask, self.cache = map(kwargs.get, map(roles.get, ("angles", "mask", "cache")))
+        # A layer that is given angles need not turn by them. What it does not read has no symbolic sizes either.
+        turns = angles is not None and all(map(session.reads, angles))
+        self.cos, self.sin = map(session.atom, angles) if turns else (None, None)
+        self.mask = None if mask is None else session.atom(mask)
+        self.correction = None
+        if template.routes and self.mlp.router.correction:
+            self.correction = session.atom(buffers[self.mlp.router.correction])
+        self._style: Any = None              # a norm had it: the next has it too, mostly
 
+    def whole(self, x: Tensor) -> Tensor:
+        """y [B, S, H]."""
+        a, m = self.a, self.mlp
+        out = self._normed(a.norm1b, self._linear(a.o, self._attention(self._normed(a.norm1, x))))
+        h = x + out * a.factor
+        b = self._normed(m.norm2, h)
+        return h + self._normed(m.norm2b, self._sparse(b) if hasattr(m, "router") else self._dense(b, m)) * m.factor
 
-__all__ = ["prove"]
+    def _normed(self, norm: Norm | None, x: Tensor) -> Tensor:
+        if norm is None:
+            return x
+        w = self.w[norm.weight]
+        self._style, y = self.session.choose(norm.weight.removesuffix(".weight"), (
+            ((style, form), lambda form=form: form(x, w, norm.eps))
+            for style, form in sorted(forms.NORMS, key=lambda form: form != self._style)))
+        norm.style = self._style[0]
+        return y
+
+    def _linear(self, linears: Linears, x: Tensor, number: int = 0) -> Tensor:
+        """One of those that stand side by side, with what its adapters add."""
+        weight, biases = linears.weights[number], linears.biases
+        y = F.linear(x, self.w[weight], self.w[biases[number]] if biases else None)
+        dtype = y.dtype
+        for adapter in linears.adapters.get(weight, ()):
+            a, b = self.w[adapter.a], self.w[adapter.b]
+            more = F.linear(F.linear(x.to(a.dtype), a), b) * adapter.scale
+            y = y + (more.to(y.dtype) if adapter.rounds else more)
+        return y.to(dtype)
+
+    def _each(self, linears: Linears, x: Tensor, parts: tuple[int, ...]) -> list[Tensor]:
+        """What stands side by side, one by one: of one matrix, cut to these widths."""
+        if len(linears.weights) > 1:
+            return [self._linear(linears, x, n) for n in range(len(linears.weights))]
+        whole, ends = self._linear(linears, x), list(itertools.accumulate(parts))
+        return list(whole.chunk(2, dim=-1)) if len(parts) == 2 else [
+            whole[..., end - n:end] for n, end in zip(parts, ends)]
+
+    # ---- attention ----
+
+    def _attention(self, x: Tensor) -> Tensor:
+        a, mask = self.a, self.mask
+        q, k, v = (self._latent_heads if isinstance(a, LatentAttention) else self._own_heads)(x)
+        if a.kind == "sdpa":
+            out = forms.sdpa(q, k, v, mask, a.scale, a.causal and mask is None)
+        elif a.sinks:
+            out = self.session.choose("attention with sinks", (
+                (None, lambda form=form: form(q, k, v, mask, a.scale, self.w[a.sinks])) for form in forms.SINKS))[1]
+        else:
+            out = forms.spelled(q, k, v, mask, a.scale, a.cap)
+        return out.transpose(1, 2).reshape(*x.shape[:-1], a.o.inputs)
+
+    def _own_heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k and v [B, h, S, D]. What a cache gathers is k, turned, and v."""
+        a = self.a
+        q, k, v = self._each(a.first, x, (a.hq * a.head, a.hk * a.head, a.hk * a.head))
+        q, k, v = (self._heads(t, norm) for t, norm in ((q, a.q_norm), (k, a.k_norm), (v, None)))
+        q, k = self._turned(q, k)
+        if self.cache is not None:
+            self.session.gather(k, v)
+        return q, k, v
+
+    def _turned(self, *heads: Tensor) -> tuple[Tensor, ...]:
+        """Heads, turned by angles. Says to the template which way it is."""
+        a = self.a
+        if a.rotary is None or self.cos is None:
+            a.rotary = None
+            return heads
+        kind, found = self.session.choose("its rotary embedding", (
+            (kind, lambda form=form: tuple(form(t, self.cos, self.sin) for t in heads))
+            for kind, form in forms.ROTARIES if Rotary(*kind) in KINDS[a.turns[0]]))
+        a.rotary = Rotary(*kind)
+        return found
+
+    def _latent_heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The same by way of few numbers, which are what a cache gathers: normed, and turned."""
+        a, (b, s) = self.a, x.shape[:2]
+        q, low = self._linear(a.first, x, 0), self._linear(a.first, x, 1)
+        if a.q_up is not None:
+            q = self._linear(a.q_up, self._normed(a.q_norm, q))
+        q = q.view(b, s, -1, a.head).transpose(1, 2)
+        low, shared = low.split((a.latent, a.turned), -1)
+        low = self._normed(a.kv_norm, low).view(b, 1, s, a.latent)
+        turned, shared = self._turned(q[..., a.plain:], shared.view(b, 1, s, a.turned))
+        if self.cache is not None:
+            self.session.gather(low, shared)
+        kv = self._linear(a.kv_up, low).view(b, s, -1, a.plain + a.values).transpose(1, 2)
+        k, v = kv.split((a.plain, a.values), -1)
+        k = torch.cat((k, shared.expand(-1, a.hq, -1, -1)), -1)
+        return torch.cat((q[..., :a.plain], turned), -1), k, v
+
+    def _heads(self, t: Tensor, norm: Norm | None) -> Tensor:
+        """[B, h, S, D] of [B, S, h D], with its norm, which may run before heads are transposed or after."""
+        shape = (*t.shape[:-1], -1, self.a.head)
+        if norm is None:
+            return t.view(shape).transpose(1, 2)
+        if norm.size != self.a.head:
+            return self._normed(norm, t).view(shape).transpose(1, 2)
+        try:
+            return self._normed(norm, t.view(shape)).transpose(1, 2)
+        except Refused:
+            return self._normed(norm, t.view(shape).transpose(1, 2))
+
+    # ---- MLPs ----
+
+    def _dense(self, b: Tensor, mlp: Any) -> Tensor:
+        """A gated MLP, or a shared expert."""
+        gate, up = self._each(mlp.gu, b, (mlp.down.inputs,) * 2)
+        activated = self.session.choose("its activation", (
+            (None, lambda form=form: form(gate)) for c, form in forms.ACTIVATIONS if c == mlp.act))[1]
+        return self._linear(mlp.down, activated * up)
+
+    def _sparse(self, b: Tensor) -> Tensor:
+        m, flat = self.mlp, b.reshape(-1, self.mlp.hidden)
+        weights, chosen = self._routed(flat)
+        y = self._experts(flat, chosen, weights)
+        if m.shared is None:
+            return y.view(b.shape)
+
+        def with_shared(runs_flat: bool, wide: bool) -> Tensor:
+            z = flat if runs_flat else b
+            other = self._dense(z, m.shared)
+            if m.shared.gate:
+                other = torch.sigmoid(self._linear(m.shared.gate, z)) * other
+            if wide:
+                return (y.float() + other.float()).to(b.dtype).view(b.shape)
+            return (y + other).view(b.shape) if runs_flat else y.view(b.shape) + other
+
+        return self.session.choose("its shared expert", (
+            (None, lambda flat=flat, wide=wide: with_shared(flat, wide))
+            for flat, wide in ((True, False), (False, False), (True, True))))[1]
+
+    def _routed(self, b: Tensor) -> tuple[Tensor, Tensor]:
+        """weights, chosen [T, k]. Where every expert is chosen, trying it does not tell whether weights are
+        normalised."""
+        r = self.mlp.router
+        weight, bias = self.w[r.weight], self.w[r.bias] if r.bias else None
+        near = [v for v in (1.0, *self.numbers) if abs(v - r.factor) <= 1e-5 * abs(v)]
+        candidates = (((normalised, *numbers), form) for normalised in (r.normalised, not r.normalised)
+                      for numbers, form in forms.routers(r.top_k, r.experts, r.sigmoid, normalised, r.wide,
+                                                         near or [r.factor], (r.groups, r.best)))
+        (r.normalised, r.factor, r.least), (weights, chosen) = self.session.choose("its router", (
+            (numbers, lambda form=form: form(b, weight, bias, self.correction)[1:]) for numbers, form in candidates))
+        return weights, chosen
+
+    def _experts(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        """All experts' products are functions without an inside, of the layer's type: known_loop says what they are.
+        The gate between is as any part."""
+        e, own = self.mlp.experts, [self.w[n] for n in sorted(self.mlp.experts.names)]
+        z = expert_rows(self.session.values, hidden, chosen, own, 2 * e.inter)
+        gates = [forms.clamped_gate] if e.act == ops.CLAMPED else [
+            partial(forms.gate, act) for code, act in forms.ACTIVATIONS if code == e.act]
+        gated = self.session.choose("the gate of its experts", (
+            (None, lambda form=form: form(z, e.interleaved)) for form in gates))[1]
+        return experts_down(self.session.values, gated, hidden, chosen, weights, own)

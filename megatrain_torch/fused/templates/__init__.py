@@ -1,7 +1,7 @@
 """Templates: explicit forward and backward of a layer, with its weights passed in.
 
-A template reads a module's structure once (`of`), and from then on runs any unit of that structure
-without autograd. It says what it keeps between forward and backward, in four amounts:
+A template reads a module's structure once, and from then on runs any unit of that structure without autograd. It says
+what it keeps between forward and backward, in five amounts:
 
 saved       everything that backward needs and that costs a product to make again
 selective   all but the MLP's gate|up, two thirds of the bytes for a sixth of the arithmetic
@@ -14,22 +14,16 @@ from __future__ import annotations
 
 from torch import nn
 
-from .coded import Coded, fits
 from .decoder import Decoder
-from .expanded import STRAND, Expanded
-from .linears import codings_of, dtype_of
-from .parts import Unfit, Weights
+from .parts import Unfit
 from .single import Embedding, LoneNorm
+from .weights import Coded, Weights
 
 Template = Decoder | Embedding | LoneNorm
 
 
 def template(module: nn.Module) -> Template:
-    """The template that covers a module.
-
-    Raises:
-        Unfit: there is none; the text says why it is no decoder layer.
-    """
+    """The template that covers a module; else Unfit, whose text says why it is no decoder layer."""
     for kind in (Embedding, LoneNorm):
         try:
             return kind(module)
@@ -44,5 +38,4 @@ def spared(tiled: tuple[int, int, int], tokens: int) -> int:
     return max(0, (tokens - rows) * each - sums) if tokens > rows else 0
 
 
-__all__ = ["STRAND", "Coded", "Expanded", "Template", "Unfit", "Weights", "codings_of", "dtype_of", "fits", "spared",
-           "template"]
+__all__ = ["Coded", "Template", "Unfit", "Weights", "spared", "template"]

@@ -5,8 +5,9 @@ transposed, as views. On CUDA, cuDNN's kernels with grouped heads (616 TFLOP/s f
 S=4096 on an H200 without a mask, where flash gives 330 and 262); elsewhere whatever torch picks, run again
 in backward under a small graph of its own.
 
-A row that sees nothing (left padding) gives zero, and has no gradient, as torch defines it. cuDNN gives such rows other
-values, and a gradient of NaN (torch 2.11, S a multiple of 64); so there they see everything, and are zeroed by hand.
+A row that sees nothing (left padding) gives zero, and has no gradient, as torch defines it. cuDNN gives such rows
+other values, and a gradient of NaN (torch 2.11, S a multiple of 64); so there they see everything, and are zeroed
+by hand.
 
 A sink is a logit of its head that takes part in the softmax and has no value (GPT-OSS). The kernels know none, but
 with lse = log(sum(exp(logits))) of the visible keys and lse' = log(exp(lse) + exp(sink)),
@@ -17,20 +18,21 @@ with lse = log(sum(exp(logits))) of the visible keys and lse' = log(exp(lse) + e
 so a kernel's backward that is given lse' and out' for lse and out gives the right gradients: it makes P from lse,
 and <dout, out> from out.
 
-torch's kernel by cuDNN adds up gradients of queries in the order in which its blocks come, so that their bits differ
-from one time to the next; forward repeats itself. Of short rows backward is cuDNN's in another form (repeats.py), and
-of long ones too where torch.use_deterministic_algorithms(True) asks for the same bits; of what that does not take it is
-then flash's from cuDNN's output and log-sum-exp, and with a mask what torch picks.
+torch's kernel by cuDNN adds up gradients of queries in the order in which its blocks come, so that their bits
+differ from one time to the next; forward repeats itself. Of short rows backward is cuDNN's in another form
+(repeating_grads), and of long ones too where torch.use_deterministic_algorithms(True) asks for the same bits; of
+what that does not take it is then flash's from cuDNN's output and log-sum-exp, and with a mask what torch picks.
 
-Heads of values may be of another size than those of queries and keys (DeepSeek's: 128 and 192). cuDNN takes these on
-Hopper and Blackwell, but not in the form that repeats itself; for flash's kernels the smaller ones are filled up with
-zeros, which add nothing to a product, at the cost of the larger ones' time.
+Heads of values may be of another size than those of queries and keys (DeepSeek's: 128 and 192). cuDNN takes these
+on Hopper and Blackwell, but not in the form that repeats itself; for flash's kernels the smaller ones are filled up
+with zeros, which add nothing to a product, at the cost of the larger ones' time.
 """
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,12 +40,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ... import ops
 from ...base.packed import Packed
 from ...base.repeating import repeating
 from ...graph.hf_calls import Sight
 from ...store.records import span_of
-from . import repeats
-from .rows import LONG, ROWS, Backward, by_rows
 
 _forward = torch.ops.aten._scaled_dot_product_cudnn_attention
 _backward = torch.ops.aten._scaled_dot_product_cudnn_attention_backward
@@ -56,7 +57,10 @@ _cpu_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backw
 # compared with sums in fp32 to within their rounding (tests/gpu/test_acts_on_gpu.py). A count that wraps is no error.
 CUDNN_MOST = 1 << 31
 CUDNN_SPAN = 9 << 28
+_HEADS_AT = {0: 0, 2: 1}     # rows or heads of [B, S, h, D] in [B, h, S, .]
 LEAST = -1e30            # of a bias: cuDNN's logits are multiplied by log2(e), which must not overflow
+ROWS, LONG = 1 << 15, 1 << 17        # queries at a time; tokens of a row from which they go so (by_rows)
+NEVER = 1 << 62                      # in place of LONG, where it is not
 
 
 @dataclass(frozen=True)
@@ -67,8 +71,8 @@ class Attention:
     (cap * tanh(logits / cap), Gemma 2) are trained with, and what has a gradient in rows that see nothing. The mask
     is added then, and is all there is of causality.
 
-    packed: sequences behind one another in the one row, each of which sees itself. window: how many tokens one sees,
-    itself the last; 0: all before it. Both causal, without a mask.
+    packed: sequences behind one another in the one row, each of which sees itself. window: how many tokens one
+    sees, itself the last; 0: all before it. Both causal, without a mask.
 
     values: size of a value's head, where it is not a query's; v and the output are [B, S, h, values] then.
     """
@@ -86,14 +90,15 @@ class Attention:
         """Output [B, S, hq, D], and what backward wants besides: opaque, small. sinks: [hq]."""
         if self.packed is not None or self.window:
             return self._sighted_forward(q, k, v, sinks)
-        if self._unmasked(q, sinks):
+        cudnn = self._cudnn(q.transpose(1, 2), sinks)
+        if not cudnn and self._unmasked(q, sinks):
             return self._masked(q, sinks).forward(q, k, v, sinks)
-        if self._long(q, k, sinks):
+        if cudnn and self._long(q, k, sinks):
             return self._forward_by_rows(q, k, v, sinks)
-        if self._far(q, sinks):
+        if cudnn and _share(q) > 1:
             return self._forward_in_parts(q, k, v, sinks)
-        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-        if self._cudnn(q, sinks):
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        if cudnn:
             bias, blind = self._seen(q)
             out, lse, *rest = self._kernel(q, k, _near(v), bias)
             out, lse = _sunk(out, lse, sinks)
@@ -111,13 +116,13 @@ class Attention:
         """dq, dk, dv: [B, S, h, D], strided; dsinks [hq]."""
         if self.packed is not None or self.window:
             return self._sighted_backward(dout, q, k, v, out, kept, sinks)
-        if self._unmasked(q, sinks):
+        cudnn = self._cudnn(q.transpose(1, 2), sinks)
+        if not cudnn and self._unmasked(q, sinks):
             return self._masked(q, sinks).backward(dout, q, k, v, out, kept, sinks)
-        if self._far(q, sinks):
+        if cudnn and _share(q) > 1:
             return self._backward_in_parts(dout, q, k, v, out, kept, sinks)
-        dout, q, k, v, out = (t.transpose(1, 2) for t in (dout, q, k, v, out))
-        dsinks = None
-        found = None
+        dout, q, k, v, out = [t.transpose(1, 2) for t in (dout, q, k, v, out)]
+        dsinks = found = None
         if kept is not None:
             if sinks is not None:
                 dsinks = _sinks_grad(dout, out, kept[0], sinks)
@@ -126,14 +131,13 @@ class Attention:
         if found is None:
             *found, dsinks = self._grads_by_torch(dout, q, k, v, sinks, kept is None)
         dq, dk, dv = found
-        dq, dk, dv = (t.transpose(1, 2) for t in (dq, dk, dv))
-        return dq, dk, dv, dsinks
+        return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2), dsinks
 
     # ---- a long row: some queries at a time ----
 
     def _long(self, q: Tensor, k: Tensor, sinks: Tensor | None) -> bool:
-        """Also where backward goes in parts; not where it is flash's, which keeps its own."""
-        return (self.causal and self.mask is None and q.shape[1] >= LONG and self._cudnn(q.transpose(1, 2), sinks)
+        """Of what cuDNN takes: also where backward goes in parts; not where it is flash's, which keeps its own."""
+        return (self.causal and self.mask is None and q.shape[1] >= LONG
                 and (_share(q) <= 1 or self._cut(q, k, sinks) is not None))
 
     def _forward_by_rows(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, Any]:
@@ -153,7 +157,8 @@ class Attention:
 
     def single_long_row(self, q: Tensor, k: Tensor, sinks: Tensor | None) -> bool:
         """Can gradients be had some rows at a time (walk_back)?"""
-        return q.shape[0] == 1 and self.packed is None and not self.window and self._long(q, k, sinks)
+        return (q.shape[0] == 1 and q.shape[1] >= LONG and self.packed is None and not self.window
+                and self._cudnn(q.transpose(1, 2), sinks) and self._long(q, k, sinks))
 
     def walk_back(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, kept: Any) -> Backward:
         """Gradients of a single long row, for who goes on with some rows of them."""
@@ -172,10 +177,6 @@ class Attention:
 
     # ---- more than cuDNN's kernels are given: some rows or some heads at a time ----
 
-    def _far(self, q: Tensor, sinks: Tensor | None) -> bool:
-        """Are these more elements than cuDNN's kernels are given, which would take them otherwise?"""
-        return _share(q) > 1 and self._cudnn(q.transpose(1, 2), sinks)
-
     def _forward_in_parts(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, Any]:
         cut = self._cut(q, k, sinks)
         if cut is None:
@@ -193,7 +194,10 @@ class Attention:
         if cut is None:
             return self._by_lengths(q)._flash_grads(dout, q, k, v, out, kept, None)
         dq, dk, dv = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
-        dsinks, each = [], kept if isinstance(kept[0], tuple) else _of_parts(kept, *cut)
+        dsinks, each = [], kept
+        if not isinstance(kept[0], tuple):               # of one call: what it kept, for each part
+            lse, *rest = kept
+            each = [(part.contiguous(), *rest) for part in lse.chunk(cut[1], _HEADS_AT[cut[0]])]
         for extra, (one, sink, *parts) in zip(each, self._parts(cut, sinks, dq, dk, dv, dout, q, k, v, out)):
             *found, dsink = one.backward(*map(_near, parts[3:]), extra, sink)
             for to, d in zip(parts, found):
@@ -205,7 +209,8 @@ class Attention:
 
     def _cut(self, q: Tensor, k: Tensor, sinks: Tensor | None) -> tuple[int, int] | None:
         """(dimension, parts): rows of the batch, which may have to be cut again; of a single row the fewest equal parts
-        of the heads, queries with their keys, none of them too long. None: one key's queries are, and flash takes them.
+        of the heads, queries with their keys, none of them too long. None: one key's queries are, and flash takes
+        them.
 
         Raises:
             RuntimeError: flash takes no such attention.
@@ -223,8 +228,8 @@ class Attention:
         """Of each part: this with its mask, its sinks, and views of its [B, S, h, D]."""
         dim, n = cut
         views = [t.chunk(n, dim) for t in tensors]
-        of_mask = {0: 0, 2: 1}[dim]
-        masks = [self.mask] * n if self.mask is None or self.mask.shape[of_mask] == 1 else self.mask.chunk(n, of_mask)
+        at = _HEADS_AT[dim]
+        masks = [self.mask] * n if self.mask is None or self.mask.shape[at] == 1 else self.mask.chunk(n, at)
         own = [sinks] * n if sinks is None or dim == 0 else sinks.chunk(n)
         return ((dataclasses.replace(self, mask=mask), *rest) for mask, *rest in zip(masks, own, *views))
 
@@ -240,7 +245,7 @@ class Attention:
         if self.window:
             return self._masked(q, sinks).forward(q, k, v, sinks)
         one = dataclasses.replace(self, packed=None)
-        found = [one.forward(*part, sinks) for part in self._each_sequence(q, k, v)]
+        found = [one.forward(*part, sinks) for part in zip(*(t.split(self.packed.lengths, 1) for t in (q, k, v)))]
         return torch.cat([out for out, _ in found], 1), tuple([kept for _, kept in found])
 
     def _sighted_backward(self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, kept: Any,
@@ -250,13 +255,10 @@ class Attention:
         if self.window:
             return self._masked(q, sinks).backward(dout, q, k, v, out, kept, sinks)
         one = dataclasses.replace(self, packed=None)
-        found = [one.backward(*part, of, sinks) for part, of in zip(self._each_sequence(dout, q, k, v, out), kept)]
+        parts = zip(*(t.split(self.packed.lengths, 1) for t in (dout, q, k, v, out)))        # [1, n, h, D] of each
+        found = [one.backward(*part, of, sinks) for part, of in zip(parts, kept)]
         dq, dk, dv = (torch.cat(parts, 1) for parts in list(zip(*found))[:3])
         return dq, dk, dv, None if sinks is None else torch.stack([d for *_, d in found]).sum(0)
-
-    def _each_sequence(self, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-        """The rows [1, n, h, D] of each sequence."""
-        return zip(*(t.split(self.packed.lengths, 1) for t in tensors))
 
     def _masked(self, q: Tensor, sinks: Tensor | None) -> Attention:
         """The same by a mask: to be added where products and softmax are spelled out."""
@@ -264,9 +266,8 @@ class Attention:
         return dataclasses.replace(self, causal=False, mask=sight.real, packed=None, window=0)
 
     def _unmasked(self, q: Tensor, sinks: Tensor | None) -> bool:
-        """Is this causal without a mask, and spelled out, where only a mask says so?"""
-        spelled = sinks is not None and not self._cudnn(q.transpose(1, 2), sinks) and not self._cpu(q, sinks)
-        return self.causal and self.mask is None and spelled
+        """Is this, which cuDNN does not take, causal without a mask, and spelled out, where only a mask says so?"""
+        return self.causal and self.mask is None and sinks is not None and not self._cpu(q, sinks)
 
     def _flash(self, q: Tensor) -> bool:
         most = max(q.shape[-1], self.values)
@@ -305,7 +306,6 @@ class Attention:
                 and torch.backends.cuda.cudnn_sdp_enabled())
 
     def _has_sizes(self, q: Tensor) -> bool:
-        """Has cuDNN kernels for heads of these sizes?"""
         sizes = q.shape[-1], self.values or q.shape[-1]
         if sizes == (192, 128):
             return (torch.backends.cudnn.version() or 0) >= 91100 and \
@@ -343,7 +343,7 @@ class Attention:
         """dq, dk, dv. None: with the same bits each time, which are asked for, there are none by a kernel."""
         bias, blind = self._seen(q)
         unseen, v = dout if blind is None else dout.masked_fill(blind, 0), _near(v)
-        found = None if self.values else repeats.grads(unseen, q, k, v, out, lse, bias, self.causal, self.scale,
+        found = None if self.values else repeating_grads(unseen, q, k, v, out, lse, bias, self.causal, self.scale,
                                                        repeating())
         if found is not None or (repeating() and self.mask is not None):
             return found
@@ -419,12 +419,6 @@ def _share(q: Tensor) -> float:
     return max(q.numel() / CUDNN_MOST, span_of(q) / CUDNN_SPAN)
 
 
-def _of_parts(kept: tuple[Any, ...], dim: int, parts: int) -> list[tuple[Any, ...]]:
-    """What one call kept, for each part of the rows (dim 0) or the heads (dim 2)."""
-    lse, *rest = kept
-    return [(part.contiguous(), *rest) for part in lse.chunk(parts, {0: 0, 2: 1}[dim])]
-
-
 def long_tokens(q_columns: int, qkv_columns: int) -> int:
     """The most tokens in one row, q being a part of so wide a matrix, of which attention copies nothing."""
     return min(CUDNN_MOST // q_columns, CUDNN_SPAN // qkv_columns)
@@ -458,3 +452,162 @@ def _sinks_grad(dout: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor
 def _like(sinks: Tensor, lse: Tensor) -> Tensor:
     """[hq] to be added to lse, in its type."""
     return sinks.to(lse.dtype).view(1, -1, *(1,) * (lse.dim() - 2))
+
+
+# ---- a long row, some queries at a time ----------------------------------------------------------------
+
+# (q, k, v, causal) -> output [B, hq, n, D] and log-sum-exp [B, hq, n], or with a last dimension of 1.
+Kernel = Callable[[Tensor, Tensor, Tensor, bool], tuple[Tensor, Tensor]]
+# (dout, q, k, v, out, log-sum-exp, causal) -> dq, dk, dv [B, h, n, D].
+Gradients = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, bool], tuple[Tensor, Tensor, Tensor]]
+
+
+def by_rows(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+    """Output [B, S, hq, V] of q [B, S, hq, D], k [B, S, hk, D] and v [B, S, hk, V], and log-sum-exp as the kernel gives
+    it: causal attention over a long row, some of its queries at a time.
+
+    A kernel that is given the whole row works on queries from all over it, whose keys lie far apart: little of what
+    one has read is still in the cache for the next, and a card at its power limit pays for the traffic with its
+    clock. Measured on an H200 at 700 W, 28 query heads of 128 over 4 key heads, 512k tokens, forward: 487 TFLOP/s
+    at 1.28 GHz in one call; 592 at 1.58 GHz where 32k queries at a time see all keys before them; backward 535 and
+    548.
+
+    Queries see the keys before their own block in one call and the keys of their block in another, causal. Two
+    parts of a softmax are put together by their log-sum-exps (Milakov and Gimelshein, "Online normalizer
+    calculation for softmax", 2018, equation 4). What forward keeps is what one call over the row keeps.
+
+    Backward goes from the row's end. A key's gradients come from the queries behind it, so that those of a block's
+    own keys are complete when its queries are done: whoever needs them can go on with these rows, and no gradient
+    of the whole row need exist.
+    """
+    out, sums = torch.empty(*q.shape[:3], v.shape[3], dtype=q.dtype, device=q.device), []
+    for begin in range(0, q.shape[1], rows):
+        block = slice(begin, begin + rows)
+        own, lse = kernel(q[:, block], k[:, block], v[:, block], True)
+        if begin:
+            own, lse = _joined(own, lse, *kernel(q[:, block], k[:, :begin], v[:, :begin], False))
+        out[:, block].copy_(own.transpose(1, 2))
+        sums.append(lse)
+    return out, torch.cat(sums, 2)
+
+
+def _joined(a: Tensor, lse_a: Tensor, b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
+    """Attention over the keys of both, [B, hq, n, D], and its log-sum-exp. In fp32 at least."""
+    share = torch.sigmoid(lse_b - lse_a).view(*a.shape[:3], 1)
+    wide = torch.promote_types(a.dtype, share.dtype)
+    return torch.lerp(a.to(wide), b.to(wide), share.to(wide)), torch.logaddexp(lse_a, lse_b)
+
+
+class Backward:
+    """Gradients of q, k and v of one row, by blocks: `of` for each of `blocks`, in their order.
+
+    Those of keys and values are added up in fp32 at least: [S, 2, hk, D].
+    """
+
+    def __init__(self, kernel: Gradients, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, rows: int) -> None:
+        self.kernel, self.rows = kernel, rows
+        self.q, self.k, self.v, self.out, self.lse = q, k, v, out, lse
+        wide = torch.promote_types(k.dtype, torch.float32)
+        self.sums = torch.zeros(k.shape[1], 2, *k.shape[2:], dtype=wide, device=k.device)
+
+    def blocks(self) -> Iterator[slice]:
+        """From the end."""
+        starts = range(0, self.q.shape[1], self.rows)
+        return (slice(begin, min(begin + self.rows, self.q.shape[1])) for begin in reversed(starts))
+
+    def of(self, block: slice, dout: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """dq [1, n, hq, D], dk and dv [1, n, hk, D] of a block's rows, from dout [1, n, hq, D]."""
+        dq = self._seen(block, block, dout, True)
+        if block.start:
+            dq = dq + self._seen(block, slice(0, block.start), dout, False)
+        dk, dv = self.sums[block].to(self.k.dtype).unbind(1)
+        return dq, dk[None], dv[None]
+
+    def _seen(self, block: slice, keys: slice, dout: Tensor, causal: bool) -> Tensor:
+        """The part of dq that is of these keys, whose own gradients are added."""
+        q, k, v, out = self.q[:, block], self.k[:, keys], self.v[:, keys], self.out[:, block]
+        dq, dk, dv = self.kernel(dout, q, k, v, out, self.lse[:, :, block].contiguous(), causal)
+        for i, d in enumerate((dk, dv)):
+            self.sums[keys, i].add_(d[0].transpose(0, 1))
+        return dq.transpose(1, 2)
+
+
+# ---- cuDNN's gradients with the same bits each time ------------------------------------------------------
+
+WORK = 1 << 30           # bytes of dS at a time, at least
+SHORT = 1 << 11          # tokens of rows that are taken unasked
+ORDERLESS = 128          # keys: two blocks of them at most, and a sum of two has no order
+_refused: set[tuple[object, ...]] = set()
+
+
+def repeating_grads(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, bias: Tensor | None,
+                    causal: bool, scale: float, asked: bool) -> tuple[Tensor, Tensor, Tensor] | None:
+    """dq, dk, dv [B, h, S, D] of q [B, hq, S, D], k and v [B, hk, S, D]; bias: [1 or B, 1 or hq, S, S]. None: there is
+    no such kernel, or too much of dS; that follows from shapes, device, library and what was asked for.
+
+    torch asks cuDNN for sums of dq in the order in which its blocks of keys come. The kernel here has dS in memory
+    instead, 2 bytes a pair of query and key, and takes as many rows or heads at a time as that has room for.
+    Milliseconds on an H200, 28 query heads of 128 over 4 key heads, with this kernel and torch's:
+
+        32 rows of 1,024   1.88   1.93        16 rows of 4,096   12.2   10.7        8 rows of 8,192   24.4   20.2
+
+    so it is taken for short rows, and where torch.use_deterministic_algorithms asks for it.
+    """
+    shape = (q.dtype, q.device, q.shape, k.shape, None if bias is None else bias.shape, causal)
+    step = _at_once(q, k, asked) if _known(q) and shape not in _refused else None
+    if step is None:
+        return None
+    made = [torch.empty(t.transpose(1, 2).shape, dtype=t.dtype, device=t.device).transpose(1, 2) for t in (q, k, v)]
+    near = [t if t.stride(-1) == 1 else t.contiguous() for t in (dout, q, k, v, out)]
+    sums = lse.reshape(*q.shape[:3], 1)
+    try:
+        for row in range(0, q.shape[0], step[0]):
+            for head in range(0, k.shape[1], step[1]):
+                part = functools.partial(_part, row, head, step, k.shape[1])
+                ops.attention_backward(*map(part, near), part(sums), part(bias), causal, scale, *map(part, made))
+    except RuntimeError as error:
+        if "attention: cuDNN" not in str(error):
+            raise
+        _refused.add(shape)
+        return None
+    return made[0], made[1], made[2]
+
+
+def _part(row: int, head: int, step: tuple[int, int], keys: int, t: Tensor | None) -> Tensor | None:
+    """Some rows, and some of so many key heads with their queries; one row, or head, stands for all."""
+    if t is not None and t.shape[0] > 1:
+        t = t[row:row + step[0]]
+    if t is not None and t.shape[1] > 1:
+        each = t.shape[1] // keys
+        t = t[:, head * each:(head + step[1]) * each]
+    return t
+
+
+def _known(q: Tensor) -> bool:
+    """Have device and library such a kernel, as far as was looked? (Ampere's and Blackwell's want other graphs.)"""
+    return (q.is_cuda and torch.cuda.get_device_capability(q.device)[0] == 9
+            and (torch.backends.cudnn.version() or 0) >= 91900)
+
+
+def _at_once(q: Tensor, k: Tensor, asked: bool) -> tuple[int, int] | None:
+    """Rows and key heads at a time. None: torch's kernel is faster and nobody asked, or a key head is too much.
+
+    dS takes no more than torch's kernel would, for sums of dq in fp32 and gradients of keys by query head, or WORK.
+    """
+    (rows, hq, queries, _), (_, hk, keys, _) = q.shape, k.shape
+    if keys <= ORDERLESS and not asked:
+        return None
+    heads = max(WORK, 8 * q.numel()) // (2 * _padded(queries) * _padded(keys))
+    if heads >= hq and (asked or max(queries, keys) <= SHORT):
+        return _even(rows, heads // hq), hk
+    each = heads // (hq // hk) if asked else 0
+    return (1, _even(hk, min(each, hk))) if each else None
+
+
+def _even(n: int, most: int) -> int:
+    """How many of n at a time, in as few and as equal parts as can be."""
+    return math.ceil(n / math.ceil(n / most))
+
+
+def _padded(n: int) -> int:
+    return -(-n // 64) * 64

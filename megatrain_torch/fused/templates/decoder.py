@@ -6,73 +6,54 @@
 
 Each norm may be missing: Llama has norm1 and norm2, OLMo 2 the two after, Gemma 2, 3 and GLM 4 all four;
 q and k have norms of their own in Qwen 3, Gemma 3 and OLMo 2; Granite has r. One class serves them, as
-data, in two halves (self_attention.py, mlp.py), for either of which there is another: attention by way of few numbers
-(latent_attention.py), mixtures of experts (moe.py). Which is right for a module is found from its structure and then
-proved (proof/).
+data, in two halves (attention_half.py, mlp.py), for either of which there is another: attention by way of few numbers,
+mixtures of experts (moe.py). Which is right for a module is found from its structure and then proved (proof/).
 """
 from __future__ import annotations
 
 import copy
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ...graph.hf_calls import example, sight_of
-from .attention_half import Call, KeptAttention
-from .coded import fits
-from .latent_attention import LatentAttention
+from .attention import LONG, NEVER, ROWS
+from .attention_half import Call, LatentAttention, SelfAttention
 from .linears import codings_of
 from .mlp import GatedMLP
 from .moe import SparseMLP
-from .parts import Grads, Norm, Unfit, Weights, dense, has, hidden_states, role, unflattened
-from .rows import LONG, NEVER, ROWS
-from .self_attention import SelfAttention
-
-
-@dataclass
-class Kept:
-    """What lies between forward and backward; without h: to be made again, from x."""
-
-    x: Tensor | None = None
-    attention: KeptAttention = field(default_factory=KeptAttention)
-    h: Tensor | None = None              # [T, H] between the halves
-    mlp: Any = None                      # the MLP half's own
+from .parts import Kept, Norm, Unfit, dense, has, hidden_states, role, unflattened
+from .weights import Grads, Weights, fits
 
 
 class Decoder:
-    """The template of one structure: an attention half and an MLP half."""
+    """The template of one structure: an attention half and an MLP half.
+
+    Attributes:
+        rounds: it is nothing for a GPU, where the package of its codes rounds activations to codes too.
+        coded: its products, one at least, may be of 8-bit codes (weights.Coded).
+        routes: its MLP is a mixture of experts.
+    """
 
     differentiable_input = True
     swaps, links = True, True            # what it keeps may wait in host memory; it can make its output again
+    input = staticmethod(hidden_states)  # what it takes
 
     def __init__(self, layer: nn.Module) -> None:
-        """Reads the structure of a layer.
-
-        Raises:
-            Unfit: it is not of this family.
-        """
         norms = _norms_of(layer)
         factor = float(getattr(layer, "residual_multiplier", getattr(layer, "residual_scale", 1.0)))
         mixes = LatentAttention if has(layer, "self_attn.kv_b_proj") else SelfAttention
         self.attention = mixes(layer, norms["1"], norms["1b"], factor)
         block = next((n for n in ("mlp", "block_sparse_moe") if has(layer, n)), "mlp")
-        half = SparseMLP if has(layer, f"{block}.experts") else GatedMLP
-        self.mlp = half(layer, block, norms["2"], norms["2b"], factor)
+        self.routes = has(layer, f"{block}.experts")
+        self.mlp = (SparseMLP if self.routes else GatedMLP)(layer, block, norms["2"], norms["2b"], factor)
         self.norms = self.attention.norms + self.mlp.norms
-        self.linears, self.routes = (*self.attention.linears, *self.mlp.linears), half is SparseMLP
+        self.linears = *self.attention.linears, *self.mlp.linears
         self.codings = codings_of(layer)
-        self._all_known(layer)
-
-    @property
-    def coded(self) -> bool:
-        """May its products, one at least, be of 8-bit codes (coded.py)?"""
-        return (not self.codings and not any(one.adapters for one in self.linears)
-                and any(fits((sum(one.rows), one.inputs), torch.bfloat16) for one in self.linears))
-
-    def _all_known(self, layer: nn.Module) -> None:
+        self.rounds = any(c.rounds for c in self.codings.values())
+        self.coded = (not self.codings and all(one.alone for one in self.linears)
+                      and any(fits((sum(one.rows), one.inputs), torch.bfloat16) for one in self.linears))
         known = self.attention.names | self.mlp.names | {n.weight for n in self.norms}
         for name, _ in layer.named_parameters():
             if name not in known:
@@ -80,6 +61,7 @@ class Decoder:
         for name, m in layer.named_modules():
             if isinstance(m, nn.Dropout) and m.p > 0:
                 raise Unfit(f"{name} drops out")
+        self.check, self.copied, self.tiled = self.attention.check, self.attention.copied, self.mlp.tiled
 
     @property
     def settings(self) -> tuple[Any, ...]:
@@ -95,33 +77,17 @@ class Decoder:
             norm.style = style
         return found
 
-    def check(self) -> None:
-        """Raises:
-            Unfit: the module's configuration, as it is now, asks for what the template does not cover.
-        """
-        self.attention.check()
+    def take(self, layer: nn.Module, x: Any, kwargs: dict[str, Any], dtype: torch.dtype,
+             roles: dict[str, str] | None = None) -> tuple[Tensor, Call]:
+        """x [B, S, H] and the rest of a call; Unfit where there is something in it that the template does not cover.
 
-    def input(self, x: Any, dtype: torch.dtype) -> Tensor:
-        """Raises:
-            Unfit: x is none that the template covers.
+        roles: by role, which argument has it, where that is known.
         """
-        return hidden_states(x, dtype)
-
-    def take(self, layer: nn.Module, x: Any, kwargs: dict[str, Any], dtype: torch.dtype) -> tuple[Tensor, Call]:
-        """x [B, S, H] and the rest of a call.
-
-        Raises:
-            Unfit: there is something in it that the template does not cover.
-        """
-        x = dense(self.input(x, dtype))
-        call = self.attention.call(layer, kwargs)
-        self.attention.tell_of_cache(call, x)
-        call.correction = self.mlp.correction_of(layer)
+        x = dense(hidden_states(x, dtype))
+        call = self.attention.call(layer, kwargs, roles, x)
+        if self.routes:
+            call.correction = self.mlp.router.correction_of(layer)
         return x, call
-
-    def observed(self, layer: nn.Module) -> AbstractContextManager[None]:
-        """Around a trial: where the template follows choices that the module's own code makes."""
-        return self.mlp.observed(layer)
 
     def small(self, x: Tensor, rng: torch.Generator, n: int, kwargs: Any, last: bool) -> tuple[Tensor, Any]:
         """A random x [1, n, H], and what else the call has, cut to its first tokens or its last. The latter are said to
@@ -149,26 +115,27 @@ class Decoder:
 
     def forward(self, x: Tensor, w: Weights, call: Call, keep: str) -> tuple[Tensor, Kept]:
         """y [B, S, H] from x [B, S, H], and what backward wants of it."""
-        k = Kept(x=x, mlp=self.mlp.nothing_kept())
-        k.h = self.attention.forward(x.reshape(-1, x.shape[-1]), x.shape[:2], w, call, k.attention)
-        y = self.mlp.forward(k.h, w, call.correction, k.mlp, keep == "saved")
-        if keep == "selective":
-            self.attention.trim(k.attention)
-            self.mlp.trim(k.mlp)
-        elif keep in ("attention", "linked"):
-            output = KeptAttention(out=k.attention.out, extra=k.attention.extra)
-            k = Kept(x=x if keep == "attention" else None, attention=output)
-        return unflattened(y, x.shape), (Kept(x=x) if keep == "replay" else k)
+        k = Kept(x=x)
+        k.h = self.attention.forward(x.reshape(-1, x.shape[-1]), x.shape[:2], w, call, k)
+        y = unflattened(self.mlp.forward(k.h, w, call.correction, k, keep == "saved"), x.shape)
+        if keep == "saved":
+            return y, k
+        if keep == "replay":
+            return y, Kept(x=x)
+        if keep in ("attention", "linked"):
+            return y, Kept(x=x if keep == "attention" else None, out=k.out, extra=k.extra)
+        k.q = k.kv = k.gu = k.shared_gu = None           # "selective"
+        return y, k
 
     @staticmethod
     def made_from(k: Kept) -> Any:
         """What `again` wants of what was kept, the input left out; None: attention would have to run again."""
-        return k.attention.out
+        return k.out
 
     def again(self, x: Tensor, out: Tensor, w: Weights, call: Call, keep: str) -> Tensor:
         """y [B, S, H] to the bits of forward, from x [B, S, H] and attention's output."""
-        h = self.attention.after(x.reshape(-1, x.shape[-1]), w, KeptAttention(out=out))
-        return unflattened(self.mlp.forward(h, w, call.correction, self.mlp.nothing_kept(), keep == "saved"), x.shape)
+        h = self.attention.after(x.reshape(-1, x.shape[-1]), w, Kept(out=out))
+        return unflattened(self.mlp.forward(h, w, call.correction, Kept(), keep == "saved"), x.shape)
 
     # ---- backward ----
 
@@ -185,23 +152,21 @@ class Decoder:
         grads, shape = Grads(wanted), dy.shape
         dy, x = dy.reshape(-1, shape[-1]), k.x.reshape(-1, shape[-1])
         if k.h is None:
-            k.h = self.attention.forward(x, shape[:2], w, call, k.attention)
-        dh = self.mlp.backward(dy, k.h, w, call.correction, k.mlp or self.mlp.nothing_kept(), grads)
-        k.h = k.mlp = None
-        dx = self.attention.backward(dh, x, shape[:2], w, call, k.attention, grads, input_grad)
+            k.h = self.attention.forward(x, shape[:2], w, call, k)
+        dh = self.mlp.backward(dy, k.h, w, call.correction, k, grads)
+        # What the MLP kept makes room before attention makes its own.
+        k.h = k.rstd2 = k.routed = k.gu = k.shared_gu = k.d = k.rstd2b = None
+        dx = self.attention.backward(dh, x, shape[:2], w, call, k, grads, input_grad)
         return (unflattened(dx, shape) if input_grad else None), grads
 
-    # ---- sizes ----
+    # ---- sizes: tokens, and bytes of an activation's element (item) ----
 
     def input_bytes(self, tokens: int, item: int) -> int:
         """Bytes of x, which is kept in any case."""
         return tokens * self.attention.hidden * item
 
     def kept_bytes(self, keep: str, tokens: int, item: int) -> int:
-        """Bytes that lie between forward and backward, the layer's input left out: it is the last one's output.
-
-        item: bytes of an activation's element.
-        """
+        """Bytes that lie between forward and backward, the layer's input left out: it is the last one's output."""
         if keep == "replay":
             return 0
         if keep in ("attention", "linked"):
@@ -226,24 +191,16 @@ class Decoder:
     def experts(self, item: int) -> tuple[int, int, int]:
         """How many a mixture has; and what a part of them alone has at a time, where they are fetched in parts: bytes
         of weights made of codes, and bytes of a token."""
-        return self.mlp.experts_of(item, self.codings) if isinstance(self.mlp, SparseMLP) else (0, 0, 0)
-
-    @property
-    def rounds(self) -> bool:
-        """Is it nothing for a GPU, where the package of its codes rounds activations to codes too?"""
-        return any(c.rounds for c in self.codings.values())
+        return self.mlp.experts_of(item, self.codings) if self.routes else (0, 0, 0)
 
     @property
     def cached(self) -> int:
         """Numbers of a token that a key-value cache gathers in a forward, where the configuration has it."""
         return self.attention.cached if getattr(self.attention.config, "use_cache", False) else 0
 
-    def copied(self, item: int) -> tuple[int, int]:
-        """Bytes of a token that attention copies at a time where there are more than so many, and how many."""
-        return self.attention.copied(item)
-
     def long(self, item: int) -> tuple[int, int, int]:
-        """Bytes of a token that backward is spared in a single row (rows.py), bytes besides, and from how many tokens.
+        """Bytes of a token that backward is spared in a single row (attention.by_rows), bytes besides, and from how
+        many tokens.
 
         Spared: the gradients of qkv, of attention's output and of what qkv is made from; dx has dh's place. There
         instead: keys and values copied, their gradients of a block, and sums; h is gone by then, and a tile's gate|up.
@@ -259,11 +216,6 @@ class Decoder:
     def flops(self, tokens: int) -> float:
         """Of a forward's products; attention's not counted."""
         return 2.0 * tokens * (self.attention.weights_used() + self.mlp.weights_used())
-
-    def tiled(self, item: int) -> tuple[int, int, int]:
-        """Of those, where gate|up is not kept: bytes of a token that only so many rows have at a time, those rows, and
-        bytes besides where there are more."""
-        return self.mlp.tiled(item)
 
 
 def sighted(mask: Tensor) -> Tensor:

@@ -1,51 +1,409 @@
-"""The half of a decoder layer that is a mixture of experts.
+"""The half of a decoder layer that is a mixture of experts: routers, experts, and what is around them.
 
     b = norm2(h)        y = h + r * norm2b(experts(b) + sigmoid(b ws') * shared(b))
 
 A shared expert, and the gate on it, are there in some families; so are the norms. What is kept between forward
 and backward: the router's logits and choice, g|u of the routed rows and of the shared expert.
+
+Letters: T tokens, k experts of each, R = T k rows, E experts, H hidden, I an expert's intermediate size.
 """
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import copy
 from dataclasses import dataclass
-from typing import Any
+from itertools import product
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from ... import ops
 from ...base.codes import Coding
-from .experts import Experts, Rows, sort_rows
 from .linears import Linears
 from .mlp import gated_linears
-from .parts import Grads, Norm, Unfit, Weights, child, has
-from .router import Routed, Router
+from .parts import Kept, Norm, Unfit, child, has
+from .weights import Grads, Weights
 
+TOKENS = 64              # that a copy of a router is tried on
+CODES = (ops.SILU, ops.GELU_TANH, ops.GELU, ops.CLAMPED)
+
+
+# ---- routers ---------------------------------------------------------------------------------------
 
 @dataclass
-class KeptExperts:
-    """What lies between forward and backward; None: to be made again."""
+class Routed:
+    """logits: [T, E] fp32, or the layer's type. index: [T, k] int64."""
 
-    rstd2: Tensor | None = None
-    routed: Routed | None = None
-    gu: Tensor | None = None             # [R, 2 I] of the routed rows, sorted by expert
-    shared_gu: Tensor | None = None      # [T, 2 Is]
-    d: Tensor | None = None              # [T, H], only where norm2b is
-    rstd2b: Tensor | None = None
+    logits: Tensor
+    index: Tensor
 
+
+class Router:
+    """Which k experts a token goes to, and with which weights.
+
+        l = b Wr' + c       s = softmax(l) or sigmoid(l)       chosen: the k largest s + correction
+        weight = f * s[chosen], divided by their sum where the router normalises
+
+    Experts may stand in groups, of which the best few alone are chosen from (DeepSeek-V3): a group counts for the sum
+    of its two largest. Which of these a module does is found by trying a copy of it with random weights.
+
+    Attributes:
+        forced: [T, k] experts to take instead of the router's choice. Set during a trial: two ways to the same
+            logits differ by rounding, and one token in ten or so has a choice that rounding decides.
+        groups, best: groups of experts, and from how many of them are chosen.
+    """
+
+    def __init__(self, layer: nn.Module, block: str, name: str) -> None:
+        """block: the module that holds the router; name: the router in it."""
+        router = child(layer, f"{block}.{name}")
+        self.name, self.forced = f"{block}.{name}", None
+        self.least = 0.0                     # added to the sum that normalises; a proof finds it
+        own = {n: p.shape for n, p in router.named_parameters()}
+        self.top_k, self.experts = int(getattr(router, "top_k", 0)), int(getattr(router, "num_experts", 0))
+        if "weight" not in own or own.get("bias", (self.experts,)) != (self.experts,) or not self.top_k or \
+                own["weight"][0] != self.experts or set(own) - {"weight", "bias"} or self.top_k > self.experts:
+            raise Unfit(f"{self.name} is no router with one row of weights for each expert")
+        groups, best = (int(getattr(router, name, None) or 1) for name in ("num_group", "topk_group"))
+        grouped = self.experts % groups == 0 and self.experts >= 2 * groups
+        self.groups, self.best = (groups, best) if grouped else (1, 1)
+        self.weight, self.bias = f"{self.name}.weight", f"{self.name}.bias" if "bias" in own else None
+        self.names = {self.weight} | ({self.bias} if self.bias else set())
+        self.correction = next((f"{block}.{n}" for n, b in child(layer, block).named_buffers()
+                                if b.shape == (self.experts,)), None)
+        key = _alike(router, self.top_k, self.correction is not None)
+        if key not in _KNOWN:                # of routers alike, one is tried
+            self._try(router)
+            if key is not None:
+                _KNOWN[key] = self.wide, self.rounds, self.sigmoid, self.normalised, self.factor
+        else:
+            self.wide, self.rounds, self.sigmoid, self.normalised, self.factor = _KNOWN[key]
+
+    def _try(self, router: nn.Module) -> None:
+        logits, weights, index, correction, self.wide, self.rounds = run_twin(
+            router, self.top_k, self.correction is not None)
+        for self.sigmoid, self.normalised in product((False, True), (True, False)):
+            self.factor = 1.0
+            ours = self._weights(logits, index)
+            self.factor = float((weights / ours).median())
+            if torch.allclose(ours * self.factor, weights, rtol=1e-4, atol=1e-6) and \
+                    torch.equal(self._choice(logits, correction).sort()[0], index.sort()[0]):
+                return
+        raise Unfit(f"{self.name} ({type(router).__name__}) is none of the known routers")
+
+    def correction_of(self, layer: nn.Module) -> Tensor | None:
+        """[E] added to scores for the choice alone: a copy, since it is moved between forward and backward, which may
+        choose again."""
+        return layer.get_buffer(self.correction).clone() if self.correction else None
+
+    def forward(self, b: Tensor, w: Weights, correction: Tensor | None) -> Routed:
+        """b: [T, H]."""
+        bias, kind = w[self.bias] if self.bias else None, self._type(b)
+        logits = nn.functional.linear(b.to(kind), w[self.weight].to(kind), None if bias is None else bias.to(kind))
+        return Routed(logits, self.forced if self.forced is not None else self._choice(logits, correction))
+
+    def _type(self, b: Tensor) -> torch.dtype:
+        """That logits are computed in."""
+        return torch.promote_types(b.dtype, torch.float32) if self.wide else b.dtype
+
+    def _choice(self, logits: Tensor, correction: Tensor | None) -> Tensor:
+        scores = logits
+        if correction is not None or self.best < self.groups:
+            scores = self._scores(logits) if correction is None else self._scores(logits) + correction
+        if self.best < self.groups:
+            scores = of_best_groups(scores, self.groups, self.best)
+        return torch.topk(scores, self.top_k, -1).indices
+
+    def _scores(self, logits: Tensor) -> Tensor:
+        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        return torch.sigmoid(wide) if self.sigmoid else torch.softmax(wide, -1)
+
+    def weights(self, r: Routed, dtype: torch.dtype) -> Tensor:
+        """[T, k] fp32, of numbers of the layer's type where the router rounds to that."""
+        found = self._weights(r.logits, r.index)
+        return found.to(dtype).to(found.dtype) if self.rounds else found
+
+    def _weights(self, logits: Tensor, index: Tensor) -> Tensor:
+        if self.normalised and not self.sigmoid:         # the sum over all experts cancels
+            chosen = logits.gather(1, index)
+            return torch.softmax(chosen, -1, torch.promote_types(chosen.dtype, torch.float32)) * self.factor
+        chosen = self._scores(logits).gather(1, index)
+        return self.factor * (chosen / (chosen.sum(-1, keepdim=True) + self.least) if self.normalised else chosen)
+
+    def backward(self, dweights: Tensor, r: Routed, b: Tensor, w: Weights, grads: Grads) -> Tensor:
+        """db [T, H] from dweights [T, k] fp32; the choice has no gradient."""
+        kind = self._type(b)
+        dlogits, wide = self._logits_grad(dweights * self.factor, r).to(kind), b.to(kind)
+        if grads.wants(self.weight):
+            grads[self.weight] = torch.mm(dlogits.t(), wide).to(w[self.weight].dtype)
+        if self.bias and grads.wants(self.bias):
+            grads[self.bias] = dlogits.sum(0).to(w[self.bias].dtype)
+        return torch.mm(dlogits, w[self.weight].to(kind)).to(b.dtype)
+
+    def _logits_grad(self, d: Tensor, r: Routed) -> Tensor:
+        """[T, E] from the gradient of the weights before their factor, [T, k]."""
+        if self.normalised and not self.sigmoid:
+            p = torch.softmax(r.logits.gather(1, r.index), -1, d.dtype)
+            return spread_out(p * (d - (p * d).sum(-1, keepdim=True)), r)
+        scores = self._scores(r.logits)
+        chosen = scores.gather(1, r.index)
+        if self.normalised:
+            total = chosen.sum(-1, keepdim=True) + self.least
+            d = (d - (chosen * d).sum(-1, keepdim=True) / total) / total
+        if self.sigmoid:
+            return spread_out(d * chosen * (1 - chosen), r)
+        return spread_out(d * chosen, r) - scores * (d * chosen).sum(-1, keepdim=True)
+
+
+def of_best_groups(scores: Tensor, groups: int, best: int) -> Tensor:
+    """[T, E]: -inf for experts of other groups."""
+    each = scores.unflatten(1, (groups, -1))
+    of_group = each.topk(2, dim=-1).values.sum(-1)
+    chosen = torch.zeros_like(of_group, dtype=torch.bool).scatter_(1, of_group.topk(best, dim=-1).indices, True)
+    return each.masked_fill(~chosen.unsqueeze(-1), float("-inf")).flatten(1)
+
+
+def spread_out(d: Tensor, r: Routed) -> Tensor:
+    """[T, k] to where they came from in [T, E]: no two to one place."""
+    return torch.zeros(r.logits.shape, dtype=d.dtype, device=d.device).scatter_(1, r.index, d)
+
+
+_KNOWN: dict[tuple[Any, ...], tuple[bool, bool, bool, bool, float]] = {}
+_INSIDE = set(vars(nn.Module()))             # torch's own attributes of any module
+
+
+def _alike(router: nn.Module, top_k: int, corrected: bool) -> tuple[Any, ...] | None:
+    """What is equal of routers that do the same; None where more than plain numbers may tell them apart."""
+    own = {name: value for name, value in vars(router).items() if name not in _INSIDE}
+    fresh = vars(nn.Module())
+    changed = any(vars(router).get(name) != fresh[name] for name in _INSIDE - {"training", "_parameters", "_buffers"})
+    if changed or not all(isinstance(value, int | float | str | None) for value in own.values()):
+        return None
+    shapes = [(name, tuple(t.shape)) for name, t in (*router.named_parameters(), *router.named_buffers())]
+    return type(router), type(router).forward, router.training, top_k, corrected, *shapes, *sorted(own.items())
+
+
+def run_twin(router: nn.Module, top_k: int, corrected: bool
+             ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, bool, bool]:
+    """What a copy of a router gives for random numbers: logits [T, E], weights and choice [T, k] in fp32; what scores
+    were corrected by, [E]; whether logits are in fp32 of a 16-bit input, and whether weights have that input's type."""
+    rng, name = torch.Generator().manual_seed(0), type(router).__name__
+    # Its parameters on the meta device: to read one would bring all of its layer to the host.
+    empty = {id(p): nn.Parameter(torch.empty(p.shape, dtype=p.dtype, device="meta")) for p in router.parameters()}
+    twin: Any = copy.deepcopy(router, empty).to_empty(device="cpu").float()
+    (experts, hidden), buffers = twin.weight.shape, list(twin.buffers())
+    if any(b.shape != (experts,) for b in buffers):
+        raise Unfit(f"its router ({name}) has buffers that are no correction of scores")
+
+    def run(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        try:
+            out = twin(x) if correction is None or buffers else twin(x, correction)
+        except (RuntimeError, TypeError, ValueError) as error:
+            raise Unfit(f"its router ({name}) takes something else than hidden states") from error
+        if not isinstance(out, tuple) or len(out) != 3 or out[1].shape != (len(x), top_k) or \
+                out[2].shape != out[1].shape:
+            raise Unfit(f"its router ({name}) gives something else than logits, weights and experts")
+        return out
+
+    with torch.no_grad():
+        for p in twin.parameters():
+            p.copy_(torch.randn(p.shape, generator=rng) * hidden ** -0.5 * 2)
+        correction = torch.randn(experts, generator=rng) * 0.1 if corrected else None
+        for b in buffers:
+            b.copy_(correction)
+        x = torch.randn(TOKENS, hidden, generator=rng)
+        wide = run(x)
+        twin.bfloat16()
+        logits, weights, _ = run(x.bfloat16())
+    is_wide = logits.dtype == torch.float32 and not torch.equal(logits, logits.bfloat16().float())
+    return *wide, correction, is_wide, weights.dtype == torch.bfloat16
+
+
+# ---- experts ---------------------------------------------------------------------------------------
+
+class Rows(NamedTuple):
+    """Where the rows are. Sorted row r is choice order[r] of token token[r], of T k choices; choice c is row place[c].
+
+    offsets: [E] int32, the ends of the experts' rows. expert: [R], of each sorted row. experts: whose rows they are;
+    of some of the experts `place` is None, and the first row is number `first` of all.
+    """
+
+    token: Tensor
+    order: Tensor
+    place: Tensor | None
+    offsets: Tensor
+    expert: Tensor
+    experts: range
+    first: int = 0
+
+    @property
+    def span(self) -> slice:
+        """Which they are of all rows."""
+        return slice(self.first, self.first + len(self.token))
+
+    def of(self, x: Tensor) -> Tensor:
+        """x [T, n] by sorted rows: [R, n]."""
+        return ops.sum_rows(x, self.token, self.token.shape[0])
+
+    def parts(self, groups: list[range]) -> list[Rows]:
+        """The rows of these experts, in order; those that no token chose have none. The host waits for the choice
+        where there are several groups."""
+        if len(groups) == 1:
+            return [self]
+        ends, found = [0, *self.offsets.tolist()], []
+        for experts in groups:
+            first, last = ends[experts.start], ends[experts.stop]
+            if last > first:
+                found.append(Rows(self.token[first:last], self.order[first:last], None,
+                                  self.offsets[experts.start:experts.stop] - first, self.expert[first:last], experts,
+                                  first))
+        return found
+
+    def put(self, whole: Tensor | None, part: Tensor, rows: int) -> Tensor:
+        """part [R, n] in its place among all [rows, n], which are made by the first."""
+        if len(part) == rows:
+            return part
+        if whole is None:
+            whole = part.new_empty(rows, *part.shape[1:])
+        whole[self.span] = part
+        return whole
+
+
+def sort_rows(index: Tensor, experts: int) -> Rows:
+    """index: [T, k] int64."""
+    kind = torch.int16 if experts <= 32767 else torch.int64      # a radix sort passes once for every few bits
+    expert, order = torch.sort(index.flatten().to(kind), stable=True)
+    place = torch.empty_like(order)
+    place[order] = torch.arange(order.numel(), device=order.device)
+    numbers = torch.arange(experts, device=index.device, dtype=kind)
+    offsets = torch.searchsorted(expert, numbers, right=True, out_int32=True)
+    return Rows(order.div(index.shape[1], rounding_mode="floor"), order, place, offsets, expert, range(experts))
+
+
+_BIASES = ("gate_up_proj_bias", "down_proj_bias")
+
+
+class Experts:
+    """Many small gated MLPs, each for the rows that a router sends it.
+
+        g|u = x Wgu[e] + bgu[e]        out = (act(g) * u) Wd[e] + bd[e]        y[t] = sum over j of weight[t, j] * out
+
+    Rows are sorted by expert, so that one product serves all, and a token's k rows are added in the order of its
+    choice: no atomics, the same bits each time.
+    """
+
+    def __init__(self, layer: nn.Module, name: str, hidden: int) -> None:
+        module: Any = child(layer, name)
+        own = {n: tuple(p.shape) for n, p in module.named_parameters()}
+        gu, down = own.get("gate_up_proj", ()), own.get("down_proj", ())
+        if len(gu) != 3 or len(down) != 3 or set(own) - {"gate_up_proj", "down_proj", *_BIASES}:
+            raise Unfit(f"{name} has no gate_up_proj and down_proj of three dimensions, or more than these")
+        self.transposed = bool(getattr(module, "is_transposed", gu[2] != hidden))
+        self.count, self.inter = down[0], down[1] if self.transposed else down[2]
+        wanted = ((hidden, 2 * self.inter), (self.inter, hidden))
+        if (gu[1:], down[1:]) != (wanted if self.transposed else tuple(s[::-1] for s in wanted)) or gu[0] != down[0]:
+            raise Unfit(f"{name} has matrices of {gu} and {down}: not gated")
+        if getattr(module, "_is_expert_parallel", False) or getattr(module, "has_post_expert_norm", False):
+            raise Unfit(f"{name} are spread over devices, or have norms of their own")
+        self.gu, self.down = f"{name}.gate_up_proj", f"{name}.down_proj"
+        self.biases = tuple(f"{name}.{n}" for n in _BIASES if n in own)
+        if len(self.biases) == 1:
+            raise Unfit(f"{name} has a bias in one place only")
+        self.names = {self.gu, self.down, *self.biases}
+        # Which activation, and whether gate and up are interleaved: tried in a range that shows clamping.
+        z = torch.empty(64, 16).uniform_(-12, 12, generator=torch.Generator().manual_seed(0))
+        with torch.no_grad():
+            gate, up = z.chunk(2, -1)
+            truth = module._apply_gate(z) if hasattr(module, "_apply_gate") else module.act_fn(gate) * up
+            for self.act, self.interleaved in product(CODES, (False, True)):
+                if torch.allclose(truth, ops.expert_glu(z, self.act, self.interleaved), rtol=1e-5, atol=1e-5):
+                    return
+        raise Unfit(f"the gate of its experts ({type(module).__name__}) is none of the known ones")
+
+    def _matrix(self, name: str, rows: Rows, w: Weights) -> Tensor:
+        """[E, inputs, outputs], of the experts whose rows they are."""
+        found = w.experts(name, rows.experts)
+        return found if self.transposed else found.mT
+
+    def _gate_bias(self, rows: Rows, w: Weights) -> tuple[Tensor | None, Tensor | None]:
+        return (w[self.biases[0]], rows.expert.int()) if self.biases else (None, None)
+
+    def forward(self, b: Tensor, weights: Tensor, routed: Routed, rows: Rows, base: Tensor | None, factor: float,
+                w: Weights, keeps: bool) -> tuple[Tensor, Tensor | None]:
+        """base + factor * y [T, H] from b [T, H] and weights [T, k] fp32, and g|u [R, 2 I] where it is to be kept: in
+        the experts' own order of columns and without their biases. Of some experts all is done before the next are
+        there."""
+        out = gu = None
+        for part in rows.parts(w.groups(self.gu, self.count)):
+            up = ops.grouped_gemm(part.of(b), self._matrix(self.gu, part, w), part.offsets)
+            act = ops.expert_glu(up, self.act, self.interleaved, *self._gate_bias(part, w))
+            gu = part.put(gu, up, len(rows.token)) if keeps else None
+            del up
+            out = part.put(out, ops.grouped_gemm(act, self._matrix(self.down, part, w), part.offsets), len(rows.token))
+            del act
+        if self.biases:                                  # the sum of weights * bias is one product
+            spread, bias = spread_out(weights, routed).to(out.dtype), w[self.biases[1]]
+            base = factor * torch.mm(spread, bias) if base is None else torch.addmm(base, spread, bias, alpha=factor)
+        return ops.sum_rows(out, rows.place, weights.shape[0], weights.flatten(), base, factor), gu
+
+    def backward(self, dy: Tensor, b: Tensor, gu: Tensor | None, weights: Tensor, routed: Routed, rows: Rows,
+                 base: Tensor | None, w: Weights, grads: Grads) -> tuple[Tensor, Tensor]:
+        """base + db [T, H], and dweights [T, k] fp32, from dy [T, H]. Overwrites gu; None: it is made again.
+
+        What an expert gives is not made again: its product with dy is that of dy Wd' with what Wd reads. Rows wait in
+        memory as inputs' gradients alone: of some experts all else is done before the next are there.
+        """
+        count, dx, dweights = len(rows.token), None, None
+        by_row = weights.flatten()[rows.order]
+        for part in rows.parts(w.groups(self.gu, self.count)):
+            up = ops.grouped_gemm(part.of(b), self._matrix(self.gu, part, w), part.offsets) if gu is None \
+                else gu[part.span]
+            dys = part.of(dy)
+            act = ops.grouped_gemm_dgrad(dys, self._matrix(self.down, part, w), part.offsets)   # for a weight of 1
+            dweight = ops.expert_glu_backward(act, up, self.act, self.interleaved, *self._gate_bias(part, w),
+                                              by_row[part.span])
+            dweights = part.put(dweights, dweight, count)
+            self._matrix_grads(part, b, up, act, dys, grads)
+            del act, dys
+            dx = part.put(dx, ops.grouped_gemm_dgrad(up, self._matrix(self.gu, part, w), part.offsets), count)
+            del up
+        dweights = dweights[rows.place].view(weights.shape)
+        if self.biases:
+            dweights = dweights + torch.mm(dy, w[self.biases[1]].t()).gather(1, routed.index)
+            if grads.wants(self.biases[1]):
+                grads[self.biases[1]] = torch.mm(spread_out(weights, routed).to(dy.dtype).t(), dy)
+        return ops.sum_rows(dx, rows.place, b.shape[0], None, base), dweights
+
+    def _matrix_grads(self, rows: Rows, b: Tensor, dgu: Tensor, act: Tensor, dys: Tensor, grads: Grads) -> None:
+        """Of what is trained: matrices where all experts are there together, and the bias of gate and up."""
+        def of(x: Tensor, dy: Tensor) -> Tensor:
+            return ops.grouped_gemm_wgrad(*((x, dy) if self.transposed else (dy, x)), rows.offsets)
+
+        if grads.wants(self.down):
+            grads[self.down] = of(act, dys)
+        if grads.wants(self.gu):
+            grads[self.gu] = of(rows.of(b), dgu)
+        if self.biases and grads.wants(self.biases[0]):  # each expert's sum, as a product with eight (the kernel's
+            ones = dgu.new_ones(dgu.shape[0], 8)         # least) rows of ones
+            sums = ops.grouped_gemm_wgrad(ones, dgu, rows.offsets)[:, 0]
+            if len(rows.experts) == self.count:
+                grads[self.biases[0]] = sums.contiguous()
+                return
+            if self.biases[0] not in grads:
+                grads[self.biases[0]] = sums.new_zeros(self.count, sums.shape[1])
+            grads[self.biases[0]][rows.experts.start:rows.experts.stop] = sums
+
+
+# ---- the half --------------------------------------------------------------------------------------
 
 class Shared:
     """An expert that all tokens go to, with or without a gate of one number for each token."""
 
     def __init__(self, layer: nn.Module, name: str, gate: str) -> None:
         self.gu, self.down, self.act = gated_linears(layer, name)
-        self.name, self.gate = name, Linears(layer, gate) if has(layer, gate) else None
+        self.gate = Linears(layer, gate) if has(layer, gate) else None
         if self.down.biases or (self.gate and self.gate.biases):
             raise Unfit("its shared expert has biases")
         self.linears = (self.gu, self.down, self.gate) if self.gate else (self.gu, self.down)
-        self.names = {*self.gu.names, *self.down.names, *(self.gate.names if self.gate else ())}
 
     def gate_of(self, b: Tensor, w: Weights) -> Tensor:
         """[T, 1], the layer's type."""
@@ -62,7 +420,9 @@ class Shared:
         """db [T, H] from dy [T, H]. Overwrites gu."""
         act = self.down.input_grad(dy, w)
         s = self.gate_of(b, w) if self.gate else None
-        ds = ops.expert_glu_backward(act, gu, self.act, weights=_numbers(s))
+        # The op takes [T] fp32, or fp64 of fp64.
+        numbers = None if s is None else s.flatten().to(torch.promote_types(s.dtype, torch.float32))
+        ds = ops.expert_glu_backward(act, gu, self.act, weights=numbers)
         self.down.weight_grads(dy, act, w, grads)
         del act
         self.gu.weight_grads(gu, b, w, grads)
@@ -76,16 +436,10 @@ class Shared:
         return db.addmm_(dlogit, w.joint(self.gate.weights))
 
 
-def _numbers(s: Tensor | None) -> Tensor | None:
-    """[T, 1] as the op takes it: [T] fp32, or fp64 of fp64."""
-    return None if s is None else s.flatten().to(torch.promote_types(s.dtype, torch.float32))
-
-
 class SparseMLP:
+    """A mixture of experts, with the norms around it; `mlp.GatedMLP` has the same functions."""
+
     def __init__(self, layer: nn.Module, name: str, norm2: Norm | None, norm2b: Norm | None, factor: float) -> None:
-        """Raises:
-            Unfit: it is no mixture of experts of this kind.
-        """
         block = child(layer, name)
         self.router = Router(layer, name, "gate" if has(block, "gate") else "router")
         hidden = dict(layer.named_parameters())[self.router.weight].shape[1]
@@ -94,11 +448,12 @@ class SparseMLP:
             raise Unfit(f"its router knows {self.router.experts} experts of {self.experts.count}")
         if any("jitter" in n and v for m in block.modules() for n, v in vars(m).items()):
             raise Unfit("its router draws random numbers")
-        self.shared = _shared_of(layer, name)
+        shared = (f"{name}.shared_expert", f"{name}.shared_experts", "shared_mlp")
+        self.shared = next((Shared(layer, n, f"{name}.shared_expert_gate") for n in shared if has(layer, n)), None)
         self.norm2, self.norm2b, self.factor, self.hidden = norm2, norm2b, factor, hidden
         self.norms = [n for n in (norm2, norm2b) if n]
         self.linears = self.shared.linears if self.shared else ()
-        self.names = self.router.names | self.experts.names | (self.shared.names if self.shared else set())
+        self.names = self.router.names | self.experts.names | {n for one in self.linears for n in one.names}
 
     @property
     def settings(self) -> tuple[Any, ...]:
@@ -109,29 +464,9 @@ class SparseMLP:
     def settings(self, found: tuple[Any, ...]) -> None:
         self.router.normalised, self.router.factor, self.router.least = found
 
-    @staticmethod
-    def nothing_kept() -> KeptExperts:
-        return KeptExperts()
-
-    @contextmanager
-    def observed(self, layer: nn.Module) -> Iterator[None]:
-        """Inside, the choice that the module's own router made last is the template's too."""
-        def note(module: nn.Module, args: Any, out: tuple[Tensor, ...]) -> None:
-            self.router.forced = out[2].detach()
-
-        handle = child(layer, self.router.name).register_forward_hook(note)
-        try:
-            yield
-        finally:
-            handle.remove()
-            self.router.forced = None
-
-    def correction_of(self, layer: nn.Module) -> Tensor | None:
-        return self.router.correction_of(layer)
-
     # ---- forward ----
 
-    def forward(self, h: Tensor, w: Weights, correction: Tensor | None, k: KeptExperts, whole: bool = True) -> Tensor:
+    def forward(self, h: Tensor, w: Weights, correction: Tensor | None, k: Kept, whole: bool = True) -> Tensor:
         """y [T, H] from h [T, H]. Writes what backward wants into k. Experts' rows go at once, whole or not."""
         b = h
         if self.norm2:
@@ -139,7 +474,7 @@ class SparseMLP:
         k.routed = self.router.forward(b, w, correction)
         return self._finish(h, b, sort_rows(k.routed.index, self.experts.count), w, k, whole)
 
-    def _finish(self, h: Tensor, b: Tensor, rows: Rows, w: Weights, k: KeptExperts, keeps: bool) -> Tensor:
+    def _finish(self, h: Tensor, b: Tensor, rows: Rows, w: Weights, k: Kept, keeps: bool) -> Tensor:
         """keeps: g|u of the routed rows; that of the shared expert is kept in any case."""
         base, factor = (None, 1.0) if self.norm2b else (h, self.factor)
         if self.shared:
@@ -153,14 +488,9 @@ class SparseMLP:
         normed, k.rstd2b = self.norm2b.forward(y, w)
         return torch.add(h, normed, alpha=self.factor)
 
-    @staticmethod
-    def trim(k: KeptExperts) -> None:
-        """Down to what "selective" keeps."""
-        k.gu = k.shared_gu = None
-
     # ---- backward ----
 
-    def backward(self, dy: Tensor, h: Tensor, w: Weights, correction: Tensor | None, k: KeptExperts, grads: Grads
+    def backward(self, dy: Tensor, h: Tensor, w: Weights, correction: Tensor | None, k: Kept, grads: Grads
                  ) -> Tensor:
         """dh [T, H] from dy [T, H]. Uses up what was kept, and writes into it."""
         b, rows = self._make_again(h, w, correction, k)
@@ -180,14 +510,13 @@ class SparseMLP:
             return db.add_(dy)
         return self.norm2.backward(db, h, k.rstd2, w, grads, add=dy)[0]
 
-    def _make_again(self, h: Tensor, w: Weights, correction: Tensor | None, k: KeptExperts) -> tuple[Tensor, Rows]:
+    def _make_again(self, h: Tensor, w: Weights, correction: Tensor | None, k: Kept) -> tuple[Tensor, Rows]:
         """What the experts read, and what was not kept; not their outputs, unless norm2b reads them. Their g|u is made
         where it is used."""
         b = h
-        if self.norm2 and k.rstd2 is None:
-            b, k.rstd2 = self.norm2.forward(h, w)
-        elif self.norm2:
-            b = self.norm2.again(h, w)
+        if self.norm2:
+            b, rstd = self.norm2.forward(h, w)
+            k.rstd2 = rstd if k.rstd2 is None else k.rstd2
         if k.routed is None:
             k.routed = self.router.forward(b, w, correction)
         rows = sort_rows(k.routed.index, self.experts.count)
@@ -225,10 +554,3 @@ class SparseMLP:
     def tiled(item: int) -> tuple[int, int, int]:
         """Nothing is: as GatedMLP's."""
         return 0, 0, 0
-
-
-def _shared_of(layer: nn.Module, name: str) -> Shared | None:
-    for expert in (f"{name}.shared_expert", f"{name}.shared_experts", "shared_mlp"):
-        if has(layer, expert):
-            return Shared(layer, expert, f"{name}.shared_expert_gate")
-    return None

@@ -2,44 +2,40 @@
 from __future__ import annotations
 
 import copy
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ... import ops
-from .parts import Grads, Norm, Unfit, Weights, dense, hidden_states
-from .rows import NEVER
+from .attention import NEVER
+from .parts import Norm, Unfit, dense, hidden_states
+from .weights import Grads, Weights
 
 
 class Single:
     """A template of one module: nothing of what it does is to be chosen, tiled or kept elsewhere."""
 
     differentiable_input, swaps, links, coded, rounds, routes, cached = True, False, False, False, False, False, 0
-
-    @property
-    def settings(self) -> tuple[Any, ...]:
-        return ()
+    settings: tuple[Any, ...] = ()
 
     def check(self) -> None:
-        """Decoder.check: no configuration says how it computes."""
+        """No configuration says how it computes."""
 
     def set_as(self, settings: tuple[Any, ...]) -> Any:
         """A template of this structure with these settings (Decoder.settings)."""
         return self
 
-    @staticmethod
-    def observed(module: nn.Module) -> AbstractContextManager[None]:
-        return nullcontext()
+    def take(self, module: nn.Module, x: Any, kwargs: Any, dtype: torch.dtype, roles: Any = None
+             ) -> tuple[Tensor, None]:
+        if kwargs:
+            raise Unfit("called with more than its input")
+        return self.input(x, dtype), None
+
+    def input(self, x: Any, dtype: torch.dtype) -> Tensor:
+        return dense(hidden_states(x, dtype))
 
     def expanded(self, item: int) -> tuple[int, int]:
-        return 0, 0
-
-    def experts(self, item: int) -> tuple[int, int, int]:
-        return 0, 0, 0
-
-    def copied(self, item: int) -> tuple[int, int]:
         return 0, 0
 
     def long(self, item: int) -> tuple[int, int, int]:
@@ -48,10 +44,7 @@ class Single:
     def tiled(self, item: int) -> tuple[int, int, int]:
         return 0, 0, 0
 
-
-def _alone(kwargs: dict[str, Any]) -> None:
-    if kwargs:
-        raise Unfit("called with more than its input")
+    experts, copied = tiled, expanded
 
 
 class Embedding(Single):
@@ -67,15 +60,10 @@ class Embedding(Single):
         self.rows, self.padding = module.num_embeddings, module.padding_idx
         self.width = module.embedding_dim
 
-    @staticmethod
-    def input(ids: Any, dtype: torch.dtype) -> Tensor:
+    def input(self, ids: Any, dtype: torch.dtype) -> Tensor:
         if not isinstance(ids, Tensor) or ids.dtype != torch.int64:
             raise Unfit("called with something else than int64 numbers")
         return ids
-
-    def take(self, module: nn.Module, ids: Any, kwargs: Any, dtype: torch.dtype) -> tuple[Tensor, None]:
-        _alone(kwargs)
-        return self.input(ids, dtype), None
 
     def small(self, x: Tensor, rng: torch.Generator, n: int, kwargs: Any, last: bool) -> tuple[Tensor, Any]:
         return torch.randint(self.rows, (1, n), generator=rng, device=x.device), {}
@@ -118,14 +106,6 @@ class LoneNorm(Single):
         found = copy.deepcopy(self)
         (found.norm.style,) = settings
         return found
-
-    @staticmethod
-    def input(x: Any, dtype: torch.dtype) -> Tensor:
-        return hidden_states(x, dtype)
-
-    def take(self, module: nn.Module, x: Any, kwargs: Any, dtype: torch.dtype) -> tuple[Tensor, None]:
-        _alone(kwargs)
-        return dense(self.input(x, dtype)), None
 
     def small(self, x: Tensor, rng: torch.Generator, n: int, kwargs: Any, last: bool) -> tuple[Tensor, Any]:
         return torch.randn(1, n, x.shape[-1], generator=rng, device=x.device).to(x.dtype), {}
