@@ -37,7 +37,7 @@ def match(source: Checkpoint, model: nn.Module, names: dict[Tensor, str], opt: t
                                  f"{list(b.shape)} here")
     for name, record in mine.items():
         _match_form(f"{source.folder}: {name}", saved[name], record, opt)
-        why = (loses(source.body, name, record.dtype, record.runtime.states.format if isinstance(opt, AdamW) else None)
+        why = (loses(source.body, name, record.dtype, record.runtime.states if isinstance(opt, AdamW) else None)
                or _loses_in_torch(saved[name], record, opt))
         if why and not convert:
             raise MegatrainError(f"{source.folder}: {name}: {why}; convert=True allows that")

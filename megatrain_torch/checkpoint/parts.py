@@ -117,7 +117,7 @@ def buffers_of(model: nn.Module) -> dict[str, Tensor]:
 
 def state_planes(record: Record) -> dict[str, str]:
     """Names in a checkpoint of the planes that hold a parameter's states, by plane; without the master's."""
-    return dict(zip(("M", "V", "SCALE"), MOMENTS if record.runtime.states.format == "fp32" else CODES))
+    return dict(zip(("M", "V", "SCALE"), MOMENTS if record.runtime.states == "fp32" else CODES))
 
 
 def master_plane(record: Record) -> str:
@@ -257,13 +257,13 @@ def _body(rt: Runtime, opt: torch.optim.Optimizer | None, names: dict[Tensor, st
         for p, s in opt.state.items():
             if s:
                 parameters[names[p]] |= {"step": int(s["step"]), "master": master_plane(p._mt)}
-                if rt.states.format != "fp32":      # scales are of elements that are neighbours in memory
+                if rt.states != "fp32":      # scales are of elements that are neighbours in memory
                     parameters[names[p]]["strides"] = list(p._mt.stride)
         for p, key in opt._keys.items():
             if p in names:                              # else it was taken out of model and optimizer
                 parameters[names[p]]["key"] = key
     return {"written_by": f"megatrain_torch {_core.__version__}", "parameters": parameters,
             "optimizer": kind_of(opt),
-            "states": rt.states.format if ours else None, "low_bytes": LOW_BYTES[rt.states.format],
+            "states": rt.states if ours else None, "low_bytes": LOW_BYTES[rt.states],
             "skipped_steps": opt._skipped if ours else 0, "likeness": likeness.note(rt),
             "files": {name: {"bytes": len(data), "sha256": manifest.sha256(data)} for name, data in small.items()}}

@@ -22,7 +22,7 @@ from ..base.formats import GROUP
 from ..base.strict import shown
 from ..group.ranks import as_one
 from ..group.waits import calling
-from ..model.registry import runtime_of
+from ..model.runtime import runtime_of
 from ..optim.adamw import AdamW
 from ..optim.masters import set_master
 from ..optim.moments import CODES, MOMENTS, decoded, load_moments
@@ -88,7 +88,7 @@ def load(model: nn.Module, opt: torch.optim.Optimizer | None, folder: str | Path
         raise MegatrainError("load into the model that was given to mt.stream, not into a part of it")
     if isinstance(opt, AdamW):
         opt._check_served()
-    rt.saves.finish()
+    rt.finish_save()
     with as_one(rt.ranks):
         source, names, training = _checked(rt, model, opt, Path(os.path.abspath(folder)), scheduler, verify, convert)
     if isinstance(opt, AdamW):
@@ -98,7 +98,7 @@ def load(model: nn.Module, opt: torch.optim.Optimizer | None, folder: str | Path
         _load_scheduler(scheduler, training["scheduler"], source.folder)
     _take(rt, model, opt, source, names, training, progress)
     records = {name: p._mt for p, name in names.items()}
-    rt.saves.before = again.loaded(source.folder, source.body, records, source.tensors)
+    rt.saved_files = again.loaded(source.folder, source.body, records, source.tensors)
     if opt is not None:
         _tell_of_other_bits(rt, source, _set_random_states(rt, training))
     return training["extra"]
@@ -226,7 +226,7 @@ def _read_moments(record: Record, name: str, source: Checkpoint, reads: Reads) -
     keys = MOMENTS if source.body["states"] == "fp32" else CODES
     stored = [source.states[f"{name}.{key}"] for key in keys]
     planes = [record.view(plane) for plane in record.moments]
-    if source.body["states"] == rt.states.format and all(map(_fits, planes, stored)):
+    if source.body["states"] == rt.states and all(map(_fits, planes, stored)):
         for plane, s in zip(planes, stored):
             _read_own(record, s, plane, reads)
         return lambda: rt.planes.push(record, *record.moments)

@@ -31,7 +31,7 @@ from .. import _core
 from ..base.errors import MegatrainError
 from ..base.limits import host_limits, parse_bytes, show_bytes
 from ..group.waits import calling
-from ..model.registry import runtime_of
+from ..model.runtime import runtime_of
 from ..optim.adamw import AdamW
 from . import again, manifest
 from .parts import Parts, held_by, parts_of
@@ -115,7 +115,7 @@ def save(model: nn.Module, opt: torch.optim.Optimizer | None, folder: str | Path
     """
     begun, rt = time.perf_counter(), runtime_of(model)
     folder = Path(folder).absolute()
-    rt.saves.finish()
+    rt.finish_save()
     writers = Writers(rt.ranks)
     randoms, when = zip(*writers.each((random_states(), asynchronous)))
     with writers.as_one():
@@ -142,8 +142,8 @@ def save(model: nn.Module, opt: torch.optim.Optimizer | None, folder: str | Path
 def _linked(rt: Runtime, parts: Parts, folder: Path, writers: Writers) -> set[str]:
     """Names of files that are to be the last checkpoint's."""
     with writers.as_one():
-        names = set.intersection(*writers.each(again.known(parts.files, parts.still, rt.saves.before)))
-        near = again.near(parts.files, names, rt.saves.before, folder) if writers.first else set()
+        names = set.intersection(*writers.each(again.known(parts.files, parts.still, rt.saved_files)))
+        near = again.near(parts.files, names, rt.saved_files, folder) if writers.first else set()
     return writers.each(near)[0]
 
 
@@ -153,19 +153,19 @@ def _begin(rt: Runtime, saving: Saving, parts: Parts, linked: set[str], asynchro
     draft, asked_for = writers.draft(saving.folder), False
     try:
         if writers.first:
-            linked = again.link(parts.files, linked, rt.saves.before, draft.path)
+            linked = again.link(parts.files, linked, rt.saved_files, draft.path)
         linked = writers.each(linked)[0]
         files = parts.without(linked)
-        parts.body["files"] |= {f.name: rt.saves.before[f.header].about for f in parts.files if f.name in linked}
+        parts.body["files"] |= {f.name: rt.saved_files[f.header].about for f in parts.files if f.name in linked}
         saving.bytes = sum(f.nbytes for f in files)
         located = [f.located(draft.path) for f in files]
         asked_for = True
         writers.begin(rt.core, [where for where, _ in located], held_by(files), spare, COPIERS, WRITERS)
-        rt.saves.running = saving if asynchronous else None   # before its thread is there: start() may be interrupted
+        rt.saving = saving if asynchronous else None   # before its thread is there: start() may be interrupted
         saving._start(asynchronous, rt.core, rt.saves, draft, parts, files, located)
     except BaseException as e:
         if saving._taken.acquire(blocking=False):            # else its thread goes on with it
-            rt.saves.running = None
+            rt.saving = None
             # save_begin raises one where it begins nothing; but it may be another process's.
             if asked_for and (writers.parts > 1 or not isinstance(e, MegatrainError)):
                 give_up(rt.core)

@@ -1,10 +1,12 @@
-"""What mt.stream puts into a model's modules, and takes out again: methods, parameters that see slots, buffers."""
+"""What mt.stream puts into a model's modules, and takes out again: methods, parameters that see slots, buffers. What
+somebody else puts in afterwards is looked at when the next pass begins: parameters that do not stream are refused.
+"""
 from __future__ import annotations
 
 import sys
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +14,7 @@ from torch import Tensor, nn
 from ..base import patches
 from ..base.codes import coded
 from ..base.errors import MegatrainError
+from ..base.units import Found
 from ..fused.head import give_head, head_of
 from ..fused.layer import give_codes, template_of, wanted
 from ..graph.door import Door
@@ -22,67 +25,64 @@ from ..optim import astray
 from ..optim.adamw import AdamW
 from ..store import gradient
 from ..store.records import Record
-from ..store.state import BoundParameters, HostBuffers
-from . import hf, wrapped
-from .registry import note, runtimes
-from .runtime import Runtime
-from .tree import Tree, count_registrations
+from ..store.state import BoundParameters, Given, HostBuffers
+from . import frameworks
+from .frameworks import refuser
+from .runtime import runtimes
+
+if TYPE_CHECKING:
+    from .runtime import Runtime
+
+_registrations = 0               # of parameters and modules, in modules of streamed models
 
 
-def install(rt: Runtime, root: nn.Module, found: Any, modes: str | dict[str, str]) -> None:
-    """found: windows and containers, of units.find. modes: what windows keep: all the same, or by name."""
+def install(rt: Runtime, root: nn.Module, found: Found, modes: str | dict[str, str]) -> None:
+    """modes: what windows keep: all the same, or by name."""
     patches.hold(rt)
-    patches.once("registrations", count_registrations)
+    patches.once("registrations", _count_registrations)
     keep_in_sight(format for _, _, _, format in coded(root))
     astray.watch(AdamW)
-    wrapped.watch()
-    by_param = _by_param(rt)
+    frameworks.watch_ddp()
+    # Records of a parameter: of a weight of codes its strands', else one.
+    by_param = {id(r.param): [r] for r in rt.records}
+    by_param |= {id(whole.param): whole.records for unit in rt.wholes for whole in unit}
     for m in root.modules():
-        _bind(rt, m, by_param)
+        _bind(rt, m, {n: by_param[id(p)][0] for n, p in m._parameters.items() if p is not None})
+        _put(m, "_apply", _applier(rt, m))
+        _put(m, "load_state_dict", _loader(m))
+        _put(m, "share_memory", refuser("share_memory() would copy the store; mt.unstream(model) first"))
     rt.keeps.default, by_name = ("auto", modes) if isinstance(modes, dict) else (modes, {})
     head = head_of(root, found.windows)
     for name, m in found.windows:
-        _add_window(rt, name or type(root).__name__, m, by_param, m is head, by_name.get(name, "auto"))
+        records = sorted((r for p in m.parameters() for r in by_param[id(p)]), key=lambda r: (r.unit, r.index))
+        w = Window(rt, name or type(root).__name__, m, records)
+        w.keep(by_name.get(name, "auto"))
+        w.fused = template_of(rt, w, m)
+        if m is head and wanted(rt.compute, rt.is_cuda, [r.dtype for r in records]):
+            give_head(w, m)
+        rt.add_window(w)
+        _put(m, "forward", w)
     if rt.products == "fp8":
         give_codes(rt.windows)
     for _, m in found.containers:
         _put(m, "forward", _container(rt, m, "forward"))
         _put(m, "_call_impl", _container(rt, m, "_call_impl"))       # if another forward is put over ours (TRL)
-    hf.prepare(rt, root, _put)
+    frameworks.prepare(rt, root, _put)
     _put(root, "zero_grad", _zero_grad(root))
-    _put(root, "_replicate_for_data_parallel", _refuser("DataParallel over a streamed model is not supported"))
-    rt.forwards.check_tree = Tree(root).look
+    _put(root, "_replicate_for_data_parallel", refuser("DataParallel over a streamed model is not supported"))
+    rt.check_tree, rt.registered = _check_tree, _registrations
     for m in root.modules():
         _move_buffers(rt, m)
-    rt.forwards.notice()
+    rt.notice_changes()
 
 
-def _by_param(rt: Runtime) -> dict[int, list[Record]]:
-    """Records of a parameter: of a weight of codes its strands', else one."""
-    found = {id(r.param): [r] for r in rt.records}
-    return found | {id(whole.param): whole.records for unit in rt.wholes for whole in unit}
-
-
-def _bind(rt: Runtime, m: nn.Module, by_param: dict[int, list[Record]]) -> None:
-    records = {n: by_param[id(p)][0] for n, p in m._parameters.items() if p is not None}
-    if records:
+def _bind(rt: Runtime, m: nn.Module, records: dict[str, Record]) -> None:
+    """The module is part of this runtime's model. records: by the names of its parameters."""
+    runtimes[m] = weakref.ref(rt)
+    if isinstance(m._parameters, BoundParameters):
+        m._parameters.bind(records)
+    elif records:
         m.__dict__["_parameters"] = BoundParameters(m._parameters, records)
-    note(m, rt)
-    _put(m, "_apply", _applier(rt, m))
-    _put(m, "load_state_dict", _loader(m))
-    _put(m, "share_memory", _refuser("share_memory() would copy the store; mt.unstream(model) first"))
-
-
-def _add_window(rt: Runtime, name: str, m: nn.Module, by_param: dict[int, list[Record]], is_head: bool,
-                mode: str) -> None:
-    records = sorted((r for p in m.parameters() for r in by_param[id(p)]), key=lambda r: (r.unit, r.index))
-    w = Window(rt, name, m, records)
-    w.keep(mode)
-    w.fused = template_of(rt, w, m)
-    if is_head and wanted(rt.compute, rt.is_cuda, [r.dtype for r in records]):
-        give_head(w, m)
-    rt.add_window(w)
-    _put(m, "forward", w)
 
 
 def remove(root: nn.Module) -> None:
@@ -115,7 +115,7 @@ def _container(rt: Runtime, module: nn.Module, name: str) -> Any:
     inner, who = _method(module, name), weakref.ref(module)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        with rt.forwards.entered(who(), args, kwargs) as (args, kwargs):
+        with rt.entered(who(), args, kwargs) as (args, kwargs):
             return inner()(*args, **kwargs)
 
     Door.forwards |= {forward.__code__}
@@ -134,11 +134,6 @@ def _loader(module: nn.Module) -> Any:
     return load_state_dict
 
 
-def _applier(rt: Runtime, module: nn.Module) -> Any:
-    who = weakref.ref(module)
-    return lambda fn, recurse=True: _apply(rt, who(), fn)
-
-
 def _zero_grad(module: nn.Module) -> Any:
     """As torch's, which reads each `.grad`, and so would wait for its update (Trainer calls it after each step). With
     set_to_none=True, as by default, this waits for nothing."""
@@ -150,10 +145,25 @@ def _zero_grad(module: nn.Module) -> Any:
     return zero_grad
 
 
-def _refuser(text: str) -> Any:
-    def refuse(*_: Any, **__: Any) -> Any:
-        raise MegatrainError(text)
-    return refuse
+def _applier(rt: Runtime, module: nn.Module) -> Any:
+    who = weakref.ref(module)
+    return lambda fn, recurse=True: _apply(rt, who(), fn)
+
+
+def _apply(rt: Runtime, module: nn.Module, fn: Any) -> nn.Module:
+    """`.to`, `.cuda`, `.half`, ...: a change of type is refused before anything changed, a change of device
+    changes nothing: parameters stay in the store, buffers on the compute device."""
+    for name, p in module.named_parameters():
+        kind = fn(torch.empty(0, dtype=p.dtype)).dtype
+        if kind != p.dtype and hasattr(p, "_mt"):
+            raise MegatrainError(f"{name}: {p.dtype} to {kind}: a streamed model's types are fixed; "
+                                 "convert it before mt.stream, or give mt.stream(dtype=...); bf16_full_eval and "
+                                 "fp16_full_eval of TrainingArguments ask for this: leave them out")
+    for m in module.modules():
+        for k, b in m._buffers.items():
+            if isinstance(b, Tensor):
+                m._buffers[k] = b.to(rt.device, fn(torch.empty(0, dtype=b.dtype)).dtype)
+    return module
 
 
 def _move_buffers(rt: Runtime, m: nn.Module) -> None:
@@ -161,20 +171,47 @@ def _move_buffers(rt: Runtime, m: nn.Module) -> None:
     m.__dict__["_buffers"] = HostBuffers(buffers) if rt.is_cuda else buffers
 
 
-def _apply(rt: Runtime, module: nn.Module, fn: Any) -> nn.Module:
-    """`.to`, `.cuda`, `.half`, ...: a change of type is refused before anything changed, a change of device
-    changes nothing: parameters stay in the store, buffers on the compute device."""
-    tensors = [(n, t) for n, t in module.named_parameters()] + [(n, t) for n, t in module.named_buffers()]
-    for name, t in tensors:
-        probe = torch.empty(0, dtype=t.dtype)
-        out = fn(probe)
-        if out.dtype != t.dtype and hasattr(t, "_mt"):
-            raise MegatrainError(f"{name}: {t.dtype} to {out.dtype}: a streamed model's types are fixed; "
-                                 "convert it before mt.stream, or give mt.stream(dtype=...); bf16_full_eval and "
-                                 "fp16_full_eval of TrainingArguments ask for this: leave them out")
-    for m in module.modules():
-        for k, b in m._buffers.items():
-            if isinstance(b, Tensor):
-                wanted = fn(torch.empty(0, dtype=b.dtype)).dtype
-                m._buffers[k] = b.to(rt.device, wanted)
-    return module
+# ---- what is put in after mt.stream ----
+
+def _count_registrations() -> Callable[[], None]:
+    """From now on, until what this returns is called."""
+    def count(module: nn.Module, *_: Any) -> None:
+        global _registrations
+        if torch.compiler.is_compiling():        # a plain model's graph would be guarded against the lives of others
+            return
+        if module in runtimes:
+            _registrations += 1
+
+    handles = [nn.modules.module.register_module_parameter_registration_hook(count),
+               nn.modules.module.register_module_module_registration_hook(count)]
+    return lambda: [handle.remove() for handle in handles]
+
+
+def _check_tree(rt: Runtime) -> None:
+    """A pass begins.
+
+    Raises:
+        MegatrainError: a parameter was put in, or the model into DistributedDataParallel.
+    """
+    if rt.ranks is None and nn.parallel.DistributedDataParallel._active_ddp_module is not None:
+        raise MegatrainError("DistributedDataParallel over a streamed model is not supported: its reducer would "
+                             "see no gradients; run one process with one streamed model")
+    root = rt.root()
+    if rt.registered == _registrations or root is None:      # None: a part of it is all that is left
+        return
+    # What functional_call has put in the places of parameters is no parameter of the model's.
+    given = {id(m._parameters[n]) for m in root.modules() if isinstance(m._parameters, BoundParameters)
+             for n, r in m._parameters.records.items() if type(r) is Given}
+    for name, p in root.named_parameters():
+        if id(p) in given and not isinstance(p, nn.Parameter):
+            continue
+        if getattr(p, "_mt", None) is None or p._mt.runtime is not rt:
+            raise MegatrainError(f"parameter {name!r} was put into the model after mt.stream: "
+                                 "change the model first (get_peft_model, load_adapter, new heads), then stream "
+                                 "it; SFTTrainer(peft_config=...) changes it too late, and DPOTrainer adds an "
+                                 "adapter of its own to LoRA: make the trainer first there")
+    for m in root.modules():     # parameters that moved into new modules (parametrizations), or changed names
+        _bind(rt, m, {n: p._mt for n, p in m._parameters.items() if hasattr(p, "_mt")})
+    for window in rt.windows:
+        window.look()
+    rt.registered = _registrations

@@ -150,11 +150,11 @@ class AdamW(torch.optim.Optimizer):
         if len(set(ids)) < len(ids):
             raise ValueError("some parameters appear in more than one parameter group")
         for rt in self._runtimes() if self._states is not None else ():
-            rt.states.choose(self._states)
+            rt.choose_states(self._states)
         new = [rt for rt in self._runtimes() if rt not in self._served]
         for rt in new:
             if rt.planning is not None:
-                rt.planning.optimizer_came()
+                rt.planning.adam = True
             if rt.planning is None or not rt.planning.pending:           # else the plan to come asks
                 rt.room.states(rt.core)
         self._served.update(self._runtimes())
@@ -434,9 +434,9 @@ class AdamW(torch.optim.Optimizer):
     def _begin_state(self, p: StreamedParameter, record: Record, keep: bool = False) -> None:
         """States of a parameter that has none in this optimizer, over planes that are zero when they are new; keep:
         with the moments that are in them."""
-        record.runtime.states.chosen = True
+        record.runtime.states_chosen = True
         self._served.add(record.runtime)
-        names = MOMENTS if record.runtime.states.format == "fp32" else CODES
+        names = MOMENTS if record.runtime.states == "fp32" else CODES
         there = self.state.get(p)
         if isinstance(there, StoreStates) and there.record is record:        # somebody may hold it
             there.reset()

@@ -19,7 +19,7 @@ CODES = ("exp_avg_codes", "exp_avg_sq_codes", "scales")       # 8 bits
 def moments_of(record: Record) -> tuple[Tensor, Tensor]:
     """Both moments in fp32: [shape], copies. Their planes are current."""
     m, v = (torch.empty_strided(record.shape, record.stride, dtype=torch.float32) for _ in range(2))
-    if record.runtime.states.format == "fp32":
+    if record.runtime.states == "fp32":
         return m.copy_(record.view("M")), v.copy_(record.view("V"))
     codes = [record.view(plane).data_ptr() for plane in record.moments]
     _core.codes_get(*codes, m.data_ptr(), v.data_ptr(), record.numel)
@@ -32,7 +32,7 @@ def load_moments(record: Record, values: dict[str, Any]) -> None:
     Raises:
         MegatrainError: scales are not [groups,2] of this parameter's groups.
     """
-    mine = MOMENTS if record.runtime.states.format == "fp32" else CODES
+    mine = MOMENTS if record.runtime.states == "fp32" else CODES
     check_scales(record.name, record.numel, values)
     if mine[0] in values:
         for name, plane in zip(mine, record.moments):
@@ -64,7 +64,7 @@ def stand_there(record: Record, values: dict[str, Any]) -> bool:
     """Are these values the parameter's own moments, as a state_dict of this store has them?"""
     if record.optimizer is None:
         return False
-    names = MOMENTS if record.runtime.states.format == "fp32" else CODES
+    names = MOMENTS if record.runtime.states == "fp32" else CODES
     return all(_is_same(values.get(name), record.view(plane)) for name, plane in zip(names, record.moments))
 
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from ..base.limits import show_bytes
 from ..figures.report import COUNTED, StepReport
-from ..model.registry import runtime_of
+from ..model.runtime import runtime_of
 from ..optim.masters import master
 from ..store.state import enter, in_backward, leave
 
@@ -57,7 +57,7 @@ def explain(model: nn.Module) -> str:
                      w.code))
     widths = [max(len(r[i]) for r in rows) for i in range(len(rows[0]))]
     lines = ["  ".join(c.ljust(n) for c, n in zip(r, widths)).rstrip() for r in rows]
-    lines += [f"AdamW's states: {rt.states.format}"] * (rt.states.format != "fp32")
+    lines += [f"AdamW's states: {rt.states}"] * (rt.states != "fp32")
     lines += [str(rt.ranks), str(rt.delivery)] if rt.ranks is not None else []
     return "\n".join(lines + [str(rt.planning)] * (rt.planning is not None))
 
@@ -94,6 +94,6 @@ def gather(module: nn.Module) -> Iterator[nn.Module]:
         yield module
     finally:
         leave()
-        rt.reads.forget()
+        rt.forget_reads()
         if takes:
             rt.door.leave()

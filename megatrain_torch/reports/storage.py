@@ -12,7 +12,7 @@ from torch import nn
 from .. import _core
 from ..base.limits import host_limits, show_bytes
 from ..figures.tiers import Tier, bars, write_tiers
-from ..model.registry import runtime_of
+from ..model.runtime import runtime_of
 from ..plans.cost import PLANES_OF
 from ..plans.planner import as_text
 from ..store.disk import SPILLED

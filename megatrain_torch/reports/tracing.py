@@ -19,7 +19,7 @@ from ..base.errors import MegatrainError
 from ..figures.report import StepReport, measure
 from ..figures.timeline import Slice, by_lane, write_chrome, write_picture
 from ..graph.untraced import UNTRACED
-from ..model.registry import runtime_of
+from ..model.runtime import runtime_of
 from ..store.state import in_backward
 
 if TYPE_CHECKING:

@@ -88,14 +88,14 @@ class Planes:
         those of which other machines have a part have anything to do."""
         homes = self._homes
         if self.apart or record.unit in homes.settled or record.unit in homes.on_disk:
-            if self._saves.running is not None:       # whose copies of the unit go when it has them
+            if self._saves.saving is not None:       # whose copies of the unit go when it has them
                 self.core.wait_saved(record.unit)
             self.core.bring(record.unit, STATE_PLANES)
 
     def own_states(self, record: Record) -> None:
         """Masters, moments or gradients are about to be written as a whole: no copy is on its way to them, or into a
         checkpoint."""
-        if self._saves.running is not None:
+        if self._saves.saving is not None:
             self.core.wait_saved(record.unit)
         if record.unit in self._homes.arrivals.units:
             self.core.bring(record.unit, STATE_PLANES)

@@ -54,7 +54,7 @@ class BoundParameters(WindowDict):
         if not inside() and in_backward() == -1:
             return parameter
         if type(record) is not Given:
-            return record.runtime.reads.lazy(record)
+            return record.runtime.read(record)
         there = record.own.runtime.device
         return parameter if parameter.device == there else parameter.to(there)
 

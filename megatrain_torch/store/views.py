@@ -211,7 +211,7 @@ class LazyParameter(DeviceParameter):
         """The weights on the compute device, without history."""
         if self.value is None:
             with torch.inference_mode(False):
-                self.value = self._mt.runtime.reads.fetch(self._mt, self.unit_version)
+                self.value = self._mt.runtime.fetch(self._mt, self.unit_version)
         return self.value
 
     def keep_write(self) -> None:
