@@ -37,12 +37,12 @@ WRONG = {
     "absolutely": "from megatrain_torch.graph.b import c\n",
     "the room": "from .. import graph\n",
     "inside a function": "def f():\n    from ..graph.b import c\n",
-    "for types alone": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from ..graph.b import c\n",
     "by a call": "import importlib\nimportlib.import_module('megatrain_torch.graph.b')\n",
     "the whole package": "import megatrain_torch as mt\n",
 }
 RIGHT = {
     "its own room": "from .c import d\n",
+    "for types alone": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from ..graph.b import c\n",
     "a room before": "from ..base.a import b\n",
     "the C module": "from .. import _core\n",
     "others' packages": "import graph.b\nfrom torch import nn\n",

@@ -4,9 +4,10 @@
     python tools/rooms.py            # the graph of rooms, and what breaks the order
     python tools/rooms.py --files    # besides: every file with the files that it looks at
 
-A module looks at the modules that it imports, whether at its top, inside a function or for types alone. It may look at
-its own room and at those before it. No circle of modules may be there, inside a room neither. Sizes of rooms, of C too,
-are held against ceilings that only fall (ceilings.py). `make lint` runs this, tests/test_rooms.py too.
+A module looks at the modules that it imports when it runs, whether at its top or inside a function. It may look at its
+own room and at those before it. No circle of modules may be there, inside a room neither. Imports for types alone, below
+`if TYPE_CHECKING:`, may go any way. Sizes of rooms, of C too, are held against ceilings that only fall (ceilings.py).
+`make lint` runs this, tests/test_rooms.py too.
 """
 
 from __future__ import annotations
@@ -68,10 +69,18 @@ def named(node: ast.AST, module: str, is_folder: bool) -> Iterator[str]:
             yield first.value
 
 
+def run(tree: ast.AST) -> Iterator[ast.AST]:
+    """All nodes but those below `if TYPE_CHECKING:`."""
+    yield tree
+    types_alone = isinstance(tree, ast.If) and ast.unparse(tree.test).endswith("TYPE_CHECKING")
+    for child in tree.orelse if types_alone else ast.iter_child_nodes(tree):
+        yield from run(child)
+
+
 def looks(module: str, path: Path, known: Iterable[str]) -> Iterator[Look]:
-    """What a module imports of the package, anywhere in its file."""
+    """What a module imports of the package when it runs, anywhere in its file."""
     known = {*known, C}
-    for node in ast.walk(ast.parse(path.read_text(), str(path))):
+    for node in run(ast.parse(path.read_text(), str(path))):
         for name in named(node, module, path.name == "__init__.py"):
             other = name if name in known else name.rpartition(".")[0]
             if other in known and other != module:
