@@ -22,9 +22,7 @@ from .base.errors import MegatrainError
 from .checkpoint.restore import load
 from .checkpoint.save import SavePlan, Saving, save
 from .figures.report import StepReport
-from .model.pretrained import from_pretrained
-from .model.stream import stream, unstream
-from .model.trainers import stream_trainer
+from .model.stream import from_pretrained, stream, stream_trainer, unstream
 from .optim.adamw import AdamW
 from .plans.machine import Machine
 from .plans.planner import Plan, plan

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import shutil
 import time
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -162,7 +163,7 @@ def _begin(rt: Runtime, saving: Saving, parts: Parts, linked: set[str], asynchro
         asked_for = True
         writers.begin(rt.core, [where for where, _ in located], held_by(files), spare, COPIERS, WRITERS)
         rt.saving = saving if asynchronous else None   # before its thread is there: start() may be interrupted
-        saving._start(asynchronous, rt.core, rt.saves, draft, parts, files, located)
+        saving._start(asynchronous, rt.core, weakref.ref(rt), draft, parts, files, located)
     except BaseException as e:
         if saving._taken.acquire(blocking=False):            # else its thread goes on with it
             rt.saving = None

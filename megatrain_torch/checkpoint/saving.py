@@ -4,6 +4,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,7 +18,7 @@ from .parts import Parts
 from .writers import Writers
 
 if TYPE_CHECKING:
-    from ..model.saves import Saves
+    from ..model.runtime import Runtime
 
 POLL_S = 0.25                        # between two calls of progress
 AS_BEFORE = ", and what was there before is as it was"
@@ -89,8 +90,8 @@ class Saving:
 
     # ---- the work, on the caller's thread or on its own ----
 
-    def _run(self, core: _core.Engine, saves: Saves, draft: manifest.Draft, parts: Parts, files: list[TensorFile],
-             _memory: Any) -> None:
+    def _run(self, core: _core.Engine, rt: weakref.ref[Runtime], draft: manifest.Draft, parts: Parts,
+             files: list[TensorFile], _memory: Any) -> None:
         """files: of the parts' those that are to be written."""
         body = parts.body
         try:
@@ -105,7 +106,9 @@ class Saving:
                         manifest.write(draft.path / name, data)
                     manifest.write(draft.path / manifest.NAME, manifest.dump(body))
                     draft.publish()
-            saves.before = again.noted(parts.files, parts.still, self.folder, body)
+            if (model := rt()) is not None:
+                model.saved_files = again.noted(parts.files, parts.still, self.folder, body)
+                del model
         except BaseException as e:
             self._error, self._named = e, draft.published
             give_up(core)

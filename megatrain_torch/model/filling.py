@@ -223,10 +223,10 @@ class SharedOrigins(Origins):
         self._turns = self._turns_of([every[rank][:2] for rank in ranks.mates], groups)
         made = [every[rank][2] for rank in ranks.mates if not any(every[rank][1])]       # bytes, by who has values
         if ranks.rank == self._first and len(made) > 1 and sum(made) - max(made) >= _MANY_BYTES:
-            warnings.warn(f"{len(made)} processes of this machine made the model, each in {show_bytes(max(made))} of its "
-                          "own memory, which it has given back now: mt.from_pretrained makes it once, or leave it on "
-                          "the meta device (with torch.device('meta'): ...) where LOCAL_RANK is not 0", RuntimeWarning,
-                          stacklevel=2)
+            warnings.warn(f"{len(made)} processes of this machine made the model, each in {show_bytes(max(made))} of "
+                          "its own memory, which it has given back now: mt.from_pretrained makes it once, or leave it "
+                          "on the meta device (with torch.device('meta'): ...) where LOCAL_RANK is not 0",
+                          RuntimeWarning, stacklevel=2)
         _give_memory(module, params)
 
     def _turns_of(self, found: list[tuple[list[Place | None], list[bool]]], groups: list[Group]) -> list[int]:

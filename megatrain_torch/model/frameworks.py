@@ -61,12 +61,13 @@ def prepare(rt: Runtime, root: nn.Module, put: Callable[[nn.Module, str, Any], N
         patches.once("flatten_tensor_state_dict", lambda: patches.replaced(
             quantizer, "flatten_tensor_state_dict",
             lambda tensors: own({k: t.clone() if type(t) is HostTensor else t for k, t in tensors.items()})))
+    stands = any(whole.format.expands for own in rt.wholes for whole in own)     # codes, for 16-bit weights
     for m in root.modules():
         if isinstance(m, base):
             _devices[m] = rt.device
             put(m, "resize_token_embeddings", refuser("resize_token_embeddings() after mt.stream: resize first, then "
                                                       "stream"))
-            if any(isinstance(p, Coded) for p in m.parameters()):
+            if stands and any(isinstance(p, Coded) for p in m.parameters()):
                 put(m, "save_pretrained", refuser(
                     "save_pretrained() knows no codes that stand for 16-bit weights: mt.save(model, None, folder) "
                     "writes them as they are published; a PeftModel's saves its adapter"))

@@ -50,7 +50,6 @@ def install(rt: Runtime, root: nn.Module, found: Found, modes: str | dict[str, s
         _bind(rt, m, {n: by_param[id(p)][0] for n, p in m._parameters.items() if p is not None})
         _put(m, "_apply", _applier(rt, m))
         _put(m, "load_state_dict", _loader(m))
-        _put(m, "share_memory", refuser("share_memory() would copy the store; mt.unstream(model) first"))
     rt.keeps.default, by_name = ("auto", modes) if isinstance(modes, dict) else (modes, {})
     head = head_of(root, found.windows)
     for name, m in found.windows:
@@ -154,9 +153,11 @@ def _apply(rt: Runtime, module: nn.Module, fn: Any) -> nn.Module:
     """`.to`, `.cuda`, `.half`, ...: a change of type is refused before anything changed, a change of device
     changes nothing: parameters stay in the store, buffers on the compute device."""
     for name, p in module.named_parameters():
-        kind = fn(torch.empty(0, dtype=p.dtype)).dtype
-        if kind != p.dtype and hasattr(p, "_mt"):
-            raise MegatrainError(f"{name}: {p.dtype} to {kind}: a streamed model's types are fixed; "
+        out = fn(torch.empty(0, dtype=p.dtype))
+        if out.is_cpu and out.is_shared():
+            raise MegatrainError("share_memory() would copy the store; mt.unstream(model) first")
+        if out.dtype != p.dtype and hasattr(p, "_mt"):
+            raise MegatrainError(f"{name}: {p.dtype} to {out.dtype}: a streamed model's types are fixed; "
                                  "convert it before mt.stream, or give mt.stream(dtype=...); bf16_full_eval and "
                                  "fp16_full_eval of TrainingArguments ask for this: leave them out")
     for m in module.modules():

@@ -110,7 +110,7 @@ class Keeps:
                 raise
             self.look()
             rt, plan, own = self._model, self.plan, self.own()
-            lines = [f"layers that no template runs, but their own code, which keeps more: {own_code(own)}"] if own else []
+            lines = [f"layers that no template runs, but their own code, which keeps more: {own_code(own)}"] * bool(own)
             if plan is not None:
                 parts = ", ".join(f"{what} {show_bytes(n)}" for what, n in plan.vram.items() if n)
                 lines.append(f"the plan in force counts {show_bytes(plan.vram_bytes)} of the device: {parts}")

@@ -308,7 +308,7 @@ class Planning:
         """The same of what came to all processes. All make as many steps, so they come here at the end of the same one;
         units move on all or on none. Homes are proposed by the process with the longest pass."""
         own = self._lengths.sample()
-        # Where graphs are alive on some process (None), the next step looks again; where one never can (False), none do.
+        # Where graphs are alive on some process (None), the next step looks again; where one never can (False), none.
         ready = False if self._stuck or self.plan is None or not own else \
             None if self._seen.live(self.runtime) else True
         planned = 0 if self.plan is None else pass_of(self.plan).tokens
@@ -321,10 +321,8 @@ class Planning:
         if False in every or mean >= SHORTER * max(n for *_, n, _ in found):
             return
         longest = max(range(len(found)), key=lambda rank: found[rank][-1])
-        mine = []
-        for batch in dict.fromkeys([own[0].with_tokens(max(int(mean), 1)), own[0]]) if ranks.rank == longest else ():
-            if (p := self._may(batch)) is not None:
-                mine.append((batch, p.homes, p.slots, p.experts))
+        proposed = dict.fromkeys([own[0].with_tokens(max(int(mean), 1)), own[0]]) if ranks.rank == longest else ()
+        mine = [(batch, p.homes, p.slots, p.experts) for batch in proposed if (p := self._may(batch)) is not None]
         others = [[self._may(b, *homes) for b in (batch, *own, self._seen.most)]
                   for batch, *homes in ranks.gather(mine)[longest]]
         now = [self._lengths.of(b, self._ask_here) for b in own]
@@ -423,8 +421,8 @@ class Planning:
             kept += f" instead of {show_bytes(before.vram['activations'])}"
         self.runtime.keeps.tell(own if found.compute == "fused" else {},
                                 f"planned for that: {rate}, {kept} of activations")
-        for plan in beside:
-            self._lengths.add(plan)
+        for other in beside:
+            self._lengths.add(other)
 
     def _move(self, found: Plan) -> None:
         move(self.runtime, found, self._limit())

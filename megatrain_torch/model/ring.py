@@ -72,17 +72,18 @@ class Slot:
 
     def unit_views(self, unit: int, records: Spots) -> list[Tensor | None]:
         if unit not in self.views:
-            self.views[unit] = self._counted(lambda: [None if r is None else self.view(r.offset, r.dtype, r.shape, r.stride)
-                                                      for r in records])
+            self.views[unit] = self._counted(lambda: [
+                None if r is None else self.view(r.offset, r.dtype, r.shape, r.stride) for r in records])
         return self.views[unit]
 
     def unit_parameters(self, unit: int, records: Spots) -> list[Tensor | None]:
         """The same for modules: each in a storage of its own, as parameters are, so that no offset, no as_strided and
         no size of a storage shows that others lie beside it."""
         if unit not in self._parameters:
-            found = self._parameters[unit] = self._counted(lambda: [None if r is None else self._alone(r) for r in records])
+            found = self._counted(lambda: [None if r is None else self._alone(r) for r in records])
             storages = [t.untyped_storage() for t in found if t is not None]
             self._apart += [(s, _use_count(s._cdata)) for s in storages]
+            self._parameters[unit] = found
         return self._parameters[unit]
 
     def _alone(self, r: Record | Spot) -> Tensor:

@@ -10,7 +10,6 @@ import time
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -252,9 +251,9 @@ class Delivery:
             return
         self._told, (times, other, own, its) = True, found
         there = f"rank {other} at unit {self._name(its)!r}" if its >= 0 else f"rank {other} did not come"
-        warnings.warn(f"rank {self._model.ranks.rank} was at unit {self._name(own)!r} and {there}: weights that not all "
-                      f"ranks come to together are fetched whole by each ({times:,} so far). Where ranks go different "
-                      "ways through a model, plan={'delivery': 'whole'} spares them waiting for each other",
+        warnings.warn(f"rank {self._model.ranks.rank} was at unit {self._name(own)!r} and {there}: weights that not "
+                      f"all ranks come to together are fetched whole by each ({times:,} so far). Where ranks go "
+                      "different ways through a model, plan={'delivery': 'whole'} spares them waiting for each other",
                       RuntimeWarning, stacklevel=2)
 
     def _name(self, number: int) -> str:

@@ -175,7 +175,7 @@ class OneParameter:
     _mt: Record
 
     def __hash__(self) -> int:
-        return id(self._mt.param)
+        return id(self._mt._param())
 
     def __eq__(self, other: Any) -> Any:
         if other is not self and isinstance(other, OneParameter) and other._mt is self._mt:
