@@ -18,7 +18,7 @@ from torch import Tensor
 from ..base.errors import MegatrainError
 from ..base.formats import GROUP, LOW_BYTES
 from ..base.strict import field, is_count, is_counts, is_plain_name, is_shape, parsed, shown, table
-from ..optim.moments import CODES, MOMENTS
+from ..optim.states import CODES, MOMENTS
 from ..store.tensorfiles import DTYPES, Stored
 
 MASTERS = {"LO": "master_low", "MASTER": "master"}

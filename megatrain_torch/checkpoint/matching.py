@@ -10,7 +10,7 @@ from ..base.errors import MegatrainError
 from ..base.formats import LOW_BYTES
 from ..base.strict import shown
 from ..optim.adamw import AdamW
-from ..optim.moments import MOMENTS
+from ..optim.states import MOMENTS
 from ..store.records import Record
 from ..store.tensorfiles import DTYPES
 from . import contents, manifest

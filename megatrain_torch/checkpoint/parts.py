@@ -16,7 +16,7 @@ from ..base.codes import coded
 from ..base.errors import MegatrainError
 from ..base.formats import LOW_BYTES
 from ..optim.adamw import AdamW
-from ..optim.moments import CODES, MOMENTS
+from ..optim.states import CODES, MOMENTS
 from ..store.guard import plain
 from ..store.records import Record
 from ..store.tensorfiles import KINDS, Entry, TensorFile, packed

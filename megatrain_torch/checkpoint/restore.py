@@ -24,8 +24,7 @@ from ..group.ranks import as_one
 from ..group.waits import calling
 from ..model.runtime import runtime_of
 from ..optim.adamw import AdamW
-from ..optim.masters import set_master
-from ..optim.moments import CODES, MOMENTS, decoded, load_moments
+from ..optim.states import CODES, MOMENTS, decoded, load_moments, set_master
 from ..store.records import Record
 from ..store.tensorfiles import DTYPES, Stored
 from . import again, contents, likeness, manifest

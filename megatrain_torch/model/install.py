@@ -21,7 +21,7 @@ from ..graph.door import Door
 from ..graph.installed import Installed, method_of
 from ..graph.sight import keep_in_sight
 from ..graph.window import Window
-from ..optim import astray
+from ..optim import hooks
 from ..optim.adamw import AdamW
 from ..store import gradient
 from ..store.records import Record
@@ -41,7 +41,7 @@ def install(rt: Runtime, root: nn.Module, found: Found, modes: str | dict[str, s
     patches.hold(rt)
     patches.once("registrations", _count_registrations)
     keep_in_sight(format for _, _, _, format in coded(root))
-    astray.watch(AdamW)
+    hooks.watch(AdamW)
     frameworks.watch_ddp()
     # Records of a parameter: of a weight of codes its strands', else one.
     by_param = {id(r.param): [r] for r in rt.records}

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from ..base.limits import show_bytes
 from ..figures.report import COUNTED, StepReport
 from ..model.runtime import runtime_of
-from ..optim.masters import master
+from ..optim.states import master
 from ..store.state import enter, in_backward, leave
 
 
