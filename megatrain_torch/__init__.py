@@ -22,7 +22,8 @@ from .base.errors import MegatrainError
 from .checkpoint.restore import load
 from .checkpoint.save import SavePlan, Saving, save
 from .figures.report import StepReport
-from .model.stream import from_pretrained, stream, stream_trainer, unstream
+from .model.pretrained import from_pretrained
+from .model.stream import stream, stream_trainer, unstream
 from .optim.adamw import AdamW
 from .plans.machine import Machine
 from .plans.planner import Plan, plan

@@ -26,7 +26,7 @@ def from_files(rank: int, group: Any, folder: str) -> dict[str, Any]:
 
     import megatrain_torch as mt
     from megatrain_torch import _core
-    from megatrain_torch.model import stream as pretrained
+    from megatrain_torch.model import pretrained
     read, made, own = [0], [0], (_core.read_file, pretrained.loaded)
 
     def counted(file: Any, *rest: Any) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import megatrain_torch as mt
-from megatrain_torch.model import frameworks as hf
+from megatrain_torch.model import install as hf
 from megatrain_torch.model.stream import runtime_of
 
 

@@ -21,13 +21,11 @@ from ..store.guard import plain
 from ..store.records import Record
 from ..store.tensorfiles import KINDS, Entry, TensorFile, packed
 from . import again, likeness, manifest
-from .contents import MASTERS
+from .contents import ALONE, INDEX, MASTERS, TRAINING
 
 if TYPE_CHECKING:
     from ..model.runtime import Runtime
 
-TRAINING = "training.pt"
-INDEX, ALONE = "model.safetensors.index.json", "model.safetensors"
 OWN_FILES = ("config.json", "generation_config.json")
 OURS, TORCHS = "mt.AdamW", "torch.optim.AdamW"       # as kind_of says
 

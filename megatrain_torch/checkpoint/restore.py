@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from .. import _core
 from ..base.errors import MegatrainError
-from ..base.formats import GROUP
-from ..base.strict import shown
+from ..base.formats import GROUP, LOW_BYTES
+from ..base.strict import field, shown, table
 from ..group.ranks import as_one
 from ..group.waits import calling
 from ..model.runtime import runtime_of
@@ -28,14 +28,13 @@ from ..optim.states import CODES, MOMENTS, decoded, load_moments, set_master
 from ..store.records import Record
 from ..store.tensorfiles import DTYPES, Stored
 from . import again, contents, likeness, manifest
-from .contents import MASTERS
-from .matching import loses, match, match_groups, match_kind
-from .parts import TRAINING, buffers_of, names_of
-from .randomness import set_random_states
-from .source import Checkpoint, Reads
+from .contents import MASTERS, TRAINING, Checkpoint, Reads, set_random_states
+from .parts import OURS, TORCHS, buffers_of, kind_of, names_of
 
 if TYPE_CHECKING:
     from ..model.runtime import Runtime
+
+_SCRIPT = "__main__"
 
 
 def check(folder: Path) -> None:
@@ -111,10 +110,10 @@ def _checked(rt: Runtime, model: nn.Module, opt: torch.optim.Optimizer | None, f
         training = contents.training_of(source.bytes_of(TRAINING), str(source.folder / TRAINING),
                                         source.body["optimizer"] is not None)
     if opt is not None:
-        match_kind(source, training, opt)
-    match(source, model, names, opt, convert)
+        _match_kind(source, training, opt)
+    _match(source, model, names, opt, convert)
     if opt is not None:
-        match_groups(source, training, opt, names)
+        _match_groups(source, training, opt, names)
     if scheduler is not None and training["scheduler"] is None:
         raise MegatrainError(f"{source.folder} has no scheduler's state: mt.save was given none")
     if verify:
@@ -180,6 +179,129 @@ def _failing(rt: Runtime) -> Iterator[None]:
             with suppress(MegatrainError):               # the engine may be closed
                 rt.core.fail(f"mt.load: {type(why).__name__}: {shown(why)}")
         raise
+
+
+# ---- is it this model's, and this optimizer's ----------------------------------------------------
+
+def _match(source: Checkpoint, model: nn.Module, names: dict[Tensor, str], opt: torch.optim.Optimizer | None,
+           convert: bool) -> None:
+    """Is the checkpoint this model's, and what would it lose here? Nothing is changed."""
+    mine, saved = {name: p._mt for p, name in names.items()}, source.body["parameters"]
+    if mine.keys() != saved.keys():
+        missing, other = sorted(mine.keys() - saved.keys()), sorted(saved.keys() - mine.keys())
+        raise MegatrainError(f"{source.folder} is of another model: it lacks {len(missing)} parameters {missing[:3]} "
+                             f"and has {len(other)} more {other[:3]}")
+    buffers = buffers_of(model)
+    if lacking := sorted(buffers.keys() - source.tensors.keys()):
+        raise MegatrainError(f"{source.folder} lacks {len(lacking)} buffers {lacking[:3]}")
+    for name, b in buffers.items():
+        if source.tensors[name].shape != tuple(b.shape):
+            raise MegatrainError(f"{source.folder}: buffer {name} is {list(source.tensors[name].shape)} there and "
+                                 f"{list(b.shape)} here")
+    for name, record in mine.items():
+        about, where = saved[name], f"{source.folder}: {name}"
+        if tuple(about["shape"]) != tuple(record.shape):
+            raise MegatrainError(f"{where} is {about['shape']} there and {list(record.shape)} here")
+        if opt is not None and about.get("strides", list(record.stride)) != list(record.stride):
+            raise MegatrainError(f"{where} lies in memory with strides {about['strides']} there and "
+                                 f"{list(record.stride)} here, and its moments of 8 bits have scales in that order")
+        why = loses(source.body, name, record.dtype, record.runtime.states if isinstance(opt, AdamW) else None)
+        if not why and opt is not None and not isinstance(opt, AdamW) and "step" in about \
+                and record.dtype != torch.float32:
+            why = f"its moments and master become {record.dtype} in {TORCHS}"
+        if why and not convert:
+            raise MegatrainError(f"{where}: {why}; convert=True allows that")
+
+
+def loses(body: dict[str, Any], name: str, here: torch.dtype, states: str | None) -> str:
+    """What of a parameter would be rounded; "": nothing. states: of mt.AdamW's, None: it is another's."""
+    saved = body["parameters"][name]
+    there = DTYPES[saved["dtype"]]
+    if states is not None and "step" in saved:
+        if body["states"] == "fp32" and states != "fp32":
+            return f"its moments are fp32 there and {states!r} here"
+        before = _master_bits(there, body["low_bytes"] if saved["master"] == "LO" else 0, saved["master"])
+        if before > _master_bits(here, LOW_BYTES[states], "MASTER"):
+            return f"its master has {before} bits there and fewer here"
+        return ""
+    narrow = there != here and torch.promote_types(there, here) != here
+    return f"its weights are {there} there and {here} here" if narrow else ""
+
+
+def _master_bits(kind: torch.dtype, low_bytes: int, master: str) -> int:
+    if kind == torch.bfloat16:
+        return 16 + 8 * low_bytes
+    return 32 if kind != torch.float16 or master == "MASTER" else 16
+
+
+def _match_kind(source: Checkpoint, training: dict[str, Any], opt: torch.optim.Optimizer) -> None:
+    """Are these states the optimizer's? Those of one AdamW become the other's."""
+    there, here = source.body["optimizer"], kind_of(opt)
+    if there is not None and "." not in there:       # checkpoints were written that have the class's name alone
+        ours = there == "AdamW" and source.body["states"] is not None
+        there = OURS if ours else f"{'torch.optim' if hasattr(torch.optim, there) else _SCRIPT}.{there}"
+    if there == here:
+        return
+    (package, _, name), (own, _, own_name) = (there or "").rpartition("."), here.rpartition(".")
+    if there and name == own_name and _SCRIPT in (package, own) and not {package, own} & {"mt", "torch.optim"}:
+        return                       # of a class in a script no package is known: it may be imported the next time
+    if {there, here} != {OURS, TORCHS}:
+        raise MegatrainError(f"{source.folder} has states of {there or 'no optimizer'}, and {here} is to take them; "
+                             "mt.load(model, None, folder) takes the weights alone")
+    if any(g.get("amsgrad") for g in [*training["groups"], *opt.param_groups]):
+        raise MegatrainError(f"{source.folder} has states of {there}, and {here} is to take them, but mt.AdamW has no "
+                             "amsgrad=True; mt.load(model, None, folder) takes the weights alone")
+    if here == OURS:
+        _as_ours(source, training)
+    else:                                            # as far as torch's has them beside tensors
+        training["others"] = {name: {"step": torch.tensor(float(saved["step"]))}
+                              for name, saved in source.body["parameters"].items() if "step" in saved}
+
+
+def _as_ours(source: Checkpoint, training: dict[str, Any]) -> None:
+    """torch.optim.AdamW's states, as mt.AdamW would have saved them: with moments in fp32, and no master."""
+    body, where = source.body, str(source.folder / TRAINING)
+    parameters = body["parameters"]
+    body |= {"states": "fp32", "skipped_steps": 0}
+    for number, name in enumerate(name for g in training["groups"] for name in g["params"]):
+        table(parameters.get(name), f"{where}: parameter {shown(name)}")["key"] = number
+    for name, own in field(training, "others", lambda _: True, "torch.optim.AdamW's steps", where).items():
+        if own:
+            about = table(parameters.get(name), f"{where}: others: {shown(name)}")
+            about |= {"step": contents.step_of(own, f"{where}: others of {name}"), "master": ""}
+            contents.check_states(body, name, source.states, where, DTYPES[about["dtype"]])
+
+
+def _match_groups(source: Checkpoint, training: dict[str, Any], opt: torch.optim.Optimizer,
+                 names: dict[Tensor, str]) -> None:
+    mine = [[names.get(p) for p in g["params"]] for g in opt.param_groups]
+    saved = [g["params"] for g in training["groups"]]
+    if mine != saved:
+        raise MegatrainError(f"{source.folder}: the optimizer's groups have {[len(g) for g in mine]} parameters here "
+                             f"and {[len(g) for g in saved]} in the checkpoint, or others, or in another order: make "
+                             "the optimizer as it was made then")
+    where = str(source.folder / TRAINING)
+    contents.check_hyper(training["groups"], opt.param_groups, where)
+    parameters = source.body["parameters"]
+    if isinstance(opt, AdamW) and (lacking := [n for g in saved for n in g if "key" not in parameters[n]]):
+        raise MegatrainError(f"{source.folder / manifest.NAME}: parameter {lacking[0]} has no key: {manifest.BROKEN}")
+    if not isinstance(opt, AdamW) and "others" not in training:
+        raise MegatrainError(f"{where} has no 'others': {manifest.BROKEN}")
+    if kind_of(opt) == TORCHS and source.body["states"] is None:
+        _match_torchs(source, training["others"], where)
+
+
+def _match_torchs(source: Checkpoint, others: dict[str, Any], where: str) -> None:
+    """What torch.optim.AdamW would find missing, or of another form, when it has taken it, or in its next step."""
+    for name, own in others.items():
+        about = table(source.body["parameters"].get(name), f"{where}: others: {shown(name)}")
+        if own:
+            contents.step_of(own, f"{where}: others of {name}")
+            for key in MOMENTS:
+                found = source.states.get(f"{name}.{key}")
+                if found is None or found.shape != tuple(about["shape"]):
+                    raise MegatrainError(f"{source.folder} has no {name}.{key} of shape {about['shape']}: "
+                                         f"{manifest.BROKEN}")
 
 
 # ---- units ---------------------------------------------------------------------------------------

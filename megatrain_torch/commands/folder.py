@@ -27,7 +27,7 @@ from megatrain_torch import MegatrainError
 
 from ..base.strict import field, is_count, parsed, table
 from ..checkpoint import manifest
-from ..model.stream import loaded
+from ..model.pretrained import loaded
 from ..store.bases import expands, with_base
 from . import lora
 from .owned import CONFIG, FINAL, HALF, LOG, MARKER, SCRATCH, WHOLE, Owned, replace
