@@ -22,8 +22,8 @@ from torch import Tensor, nn
 
 import megatrain_torch as mt
 from megatrain_torch import MegatrainError, ops
-from megatrain_torch.base import products as rules
-from megatrain_torch.base.products import check_device
+from megatrain_torch.base import modes as rules
+from megatrain_torch.base.modes import check_products_on as check_device
 from megatrain_torch.fused.templates import Coded, Weights
 from megatrain_torch.model.stream import runtime_of
 

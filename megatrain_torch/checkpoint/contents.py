@@ -21,7 +21,7 @@ from torch import Tensor
 from .. import _core
 from ..base import strict
 from ..base.errors import MegatrainError
-from ..base.formats import GROUP, LOW_BYTES
+from ..base.modes import GROUP, LOW_BYTES
 from ..base.strict import is_count, shown, table
 from ..optim.states import CODES, MOMENTS
 from ..store.mapped import READERS

@@ -15,8 +15,7 @@ import torch
 
 from .. import _core
 from ..base.limits import show_bytes
-from ..base.modes import MODES, read
-from ..base.repeating import repeating
+from ..base.modes import MODES, read, repeating
 
 if TYPE_CHECKING:
     from ..model.runtime import Runtime

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from .. import _core
 from ..base.errors import MegatrainError
-from ..base.formats import GROUP, LOW_BYTES
+from ..base.modes import GROUP, LOW_BYTES
 from ..base.strict import field, shown, table
 from ..group.ranks import as_one
 from ..group.waits import calling

@@ -12,10 +12,8 @@ from typing import Any
 
 from megatrain_torch import MegatrainError
 
-from ..base.formats import SHOWN
 from ..base.limits import is_size, parse_bytes
-from ..base.modes import GRADS, HOMES, MODES
-from ..base.products import PRODUCTS
+from ..base.modes import GRADS, HOMES, MODES, PRODUCTS, SHOWN
 from ..plans.changes import SHOWN as WAYS
 from ..plans.changes import Refusal, typed
 from ..plans.machine import MACHINES, RATES, Machine, card_with, host_limit_bytes, listing, resolve

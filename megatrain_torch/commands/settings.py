@@ -15,9 +15,8 @@ from typing import Any
 
 from megatrain_torch import MegatrainError
 
-from ..base.formats import FORMATS, SHOWN
 from ..base.limits import parse_bytes
-from ..base.products import PRODUCTS
+from ..base.modes import FORMATS, PRODUCTS, SHOWN
 from ..store.bases import BASES
 from .lora import AS, as_words
 from .owned import replace

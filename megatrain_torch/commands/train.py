@@ -22,8 +22,8 @@ import megatrain_torch as mt
 from megatrain_torch import MegatrainError
 
 from ..base.codes import elements
-from ..base.formats import master_bytes, moment_bytes
 from ..base.limits import show_bytes
+from ..base.modes import master_bytes, moment_bytes
 from ..checkpoint import again
 from ..checkpoint.parts import names_of
 from ..store.bases import check_base

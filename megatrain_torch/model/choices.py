@@ -14,17 +14,12 @@ import torch
 from torch import nn
 
 from .. import _core
-from ..base.arguments import check_count
 from ..base.codes import KNOWN, coded, format_of, strands_of
-from ..base.errors import MegatrainError
-from ..base.formats import check_states
+from ..base.errors import MegatrainError, check_count
 from ..base.limits import parse_bytes
-from ..base.modes import DISK, HOMES, MODES
-from ..base.products import check_device as check_products_on
-from ..base.products import check_products
-from ..base.stacks import usual_experts
+from ..base.modes import DISK, HOMES, MODES, check_products, check_products_on, check_states
 from ..base.testing import Doors, opened
-from ..base.units import Group
+from ..base.units import Group, usual_experts
 from ..plans import planner
 from ..plans.asked import Asked
 from ..plans.cost import LENT

@@ -18,8 +18,7 @@ from torch.distributed.algorithms.join import Joinable
 from torch.nn.parallel import DistributedDataParallel
 
 from ..base import patches
-from ..base.coded import Coded
-from ..base.codes import coded
+from ..base.codes import Coded, coded
 from ..base.errors import MegatrainError
 from ..base.units import Found
 from ..fused.head import give_head, head_of

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.dlpack import from_dlpack, to_dlpack
 
-from ..base.stacks import cut
+from ..base.units import cut
 from ..fused.templates import Weights
 from ..store.pieces import Piece, Stacked
 from ..store.records import Record

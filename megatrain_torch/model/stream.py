@@ -17,10 +17,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..base import patches
-from ..base.arguments import check_dtype
-from ..base.errors import MegatrainError
+from ..base.errors import MegatrainError, check_dtype
 from ..base.limits import parse_bytes
-from ..base.products import check_layers
+from ..base.modes import check_layers
 from ..base.units import find, stored_dtype
 from ..base.units import group as grouped
 from ..fused.layer import codable

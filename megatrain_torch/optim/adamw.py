@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..base.errors import MegatrainError
-from ..base.formats import check_states
+from ..base.modes import check_states
 from ..store import gradient
 from ..store.guard import StreamedParameter, guard, plain
 from ..store.records import DTYPES, Record

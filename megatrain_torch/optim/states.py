@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .. import _core
 from ..base.errors import MegatrainError
-from ..base.formats import GROUP
+from ..base.modes import GROUP
 from ..store import gradient
 from ..store.guard import StreamedParameter, plain, values_of
 from ..store.records import Record

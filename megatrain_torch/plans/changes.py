@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
-from ..base.formats import FORMATS
 from ..base.limits import show_bytes, show_size
+from ..base.modes import FORMATS
 from .cost import LENT, Home
 from .homes import Ways
 from .machine import Machine

@@ -18,9 +18,8 @@ from typing import Any, NamedTuple
 import torch
 
 from .. import _core, ops
-from ..base.formats import FORMATS, LOW_BYTES
 from ..base.limits import device_taken, host_limits, resident_bytes
-from ..base.products import LEAST_CAPABILITY
+from ..base.modes import FORMATS, LEAST_CAPABILITY, LOW_BYTES
 from ..fused.templates.attention import Attention
 from .fleet import ADDED_BYTES
 from .machine import (

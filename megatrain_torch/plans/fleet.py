@@ -10,10 +10,8 @@ import dataclasses
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from ..base.arguments import check_count
-from ..base.errors import MegatrainError
-from ..base.formats import moved_bytes
-from ..base.modes import DELIVERIES, HOMES
+from ..base.errors import MegatrainError, check_count
+from ..base.modes import DELIVERIES, HOMES, moved_bytes
 from ..store.disk import DISK_BUFFERS
 from .machine import SHARED_ADAM, Machine
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from ..base.formats import moved_bytes
+from ..base.modes import moved_bytes
 from .homes import Ways
 from .keeping import Keeping
 

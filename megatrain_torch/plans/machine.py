@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..base.errors import MegatrainError
-from ..base.formats import moved_bytes, through_up
 from ..base.limits import host_limits, parse_bytes, show_bytes
+from ..base.modes import moved_bytes, through_up
 from ..base.strict import parsed, shown, table
 
 GIB = 2**30

@@ -17,14 +17,20 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..base.arguments import check_count, check_dtype
 from ..base.codes import Stands, dense_bytes, elements, format_of, owner_of
-from ..base.errors import MegatrainError
-from ..base.formats import master_bytes, moment_bytes
-from ..base.modes import KEEPS, LINKED
-from ..base.products import check_layers, inner
-from ..base.stacks import slots_of, usual_experts
-from ..base.units import ADAPTER, ALIGN, find, group, output_embeddings, stored_dtype, weight_bytes
+from ..base.errors import MegatrainError, check_count, check_dtype
+from ..base.modes import KEEPS, LINKED, check_layers, inner, master_bytes, moment_bytes
+from ..base.units import (
+    ADAPTER,
+    ALIGN,
+    find,
+    group,
+    output_embeddings,
+    slots_of,
+    stored_dtype,
+    usual_experts,
+    weight_bytes,
+)
 from ..fused.layer import runs
 from ..fused.templates import Unfit
 from ..store.bases import shape_codes

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .. import _core
-from ..base.formats import LOW_BYTES
+from ..base.modes import LOW_BYTES
 
 DTYPES = {
     torch.float32: _core.DTYPES["F32"], torch.bfloat16: _core.DTYPES["BF16"],

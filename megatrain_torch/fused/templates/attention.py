@@ -38,8 +38,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ...base.modes import repeating
 from ...base.packed import Packed
-from ...base.repeating import repeating
 from ...graph.masks import Sight
 from ...store.records import span_of
 from . import repeats
