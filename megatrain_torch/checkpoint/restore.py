@@ -93,12 +93,19 @@ def load(model: nn.Module, opt: torch.optim.Optimizer | None, folder: str | Path
         likeness.go_on(rt, source.body.get("likeness"))
         opt._ask_for_room()
     if scheduler is not None:                        # before states: its class is a stranger, and may refuse its own
-        _load_scheduler(scheduler, training["scheduler"], source.folder)
+        try:
+            scheduler.load_state_dict(training["scheduler"])
+        except Exception as why:
+            raise MegatrainError(f"{source.folder / TRAINING}: {type(scheduler).__name__} does not take the scheduler's "
+                                 f"state ({type(why).__name__}: {shown(why)}); nothing else was changed") from why
     _take(rt, model, opt, source, names, training, progress)
     records = {name: p._mt for p, name in names.items()}
     rt.saved_files = again.loaded(source.folder, source.body, records, source.tensors)
     if opt is not None:
-        _tell_of_other_bits(rt, source, _set_random_states(rt, training))
+        otherwise = likeness.differences(rt, source.body.get("likeness")) + _set_random_states(rt, training)
+        if otherwise:
+            warnings.warn(f"{source.folder}: training goes on, with other bits than it would have had there: "
+                          f"{'; '.join(otherwise)}", stacklevel=3)
     return training["extra"]
 
 
@@ -132,20 +139,6 @@ def _set_random_states(rt: Runtime, training: dict[str, Any]) -> list[str]:
     if rank == 0:
         set_random_states(training["random"])
     return [f"random numbers of {len(by_rank)} processes there and of {size} here"]
-
-
-def _load_scheduler(scheduler: Any, state: Any, folder: Path) -> None:
-    try:
-        scheduler.load_state_dict(state)
-    except Exception as why:
-        raise MegatrainError(f"{folder / TRAINING}: {type(scheduler).__name__} does not take the scheduler's state "
-                             f"({type(why).__name__}: {shown(why)}); nothing else was changed") from why
-
-
-def _tell_of_other_bits(rt: Runtime, source: Checkpoint, besides: list[str]) -> None:
-    if otherwise := likeness.differences(rt, source.body.get("likeness")) + besides:
-        warnings.warn(f"{source.folder}: training goes on, with other bits than it would have had there: "
-                      f"{'; '.join(otherwise)}", stacklevel=4)
 
 
 def _take(rt: Runtime, model: nn.Module, opt: torch.optim.Optimizer | None, source: Checkpoint,

@@ -203,15 +203,6 @@ def _room(rt: Runtime, folder: Path, need: int, held: list[tuple[int, int]], spa
           ) -> int:
     """Bytes for blocks that are copied and not yet written. Raises: MegatrainError: there is no room for all that is
     needed, on the disk or in host memory."""
-    _check_room(folder, need, spare or 0)
-    blocks = min(SPARE_BYTES, need)
-    if spare is None:
-        spare = blocks if asynchronous and rt.room.may_save(rt.core, held, blocks) else 0
-    rt.room.saving(rt.core, held, min(max(spare, LEAST_BYTES), need))
-    return spare
-
-
-def _check_room(folder: Path, need: int, spare: int) -> None:
     where = folder
     while not where.exists():
         where = where.parent
@@ -223,6 +214,11 @@ def _check_room(folder: Path, need: int, spare: int) -> None:
     if bound is not None:
         raise MegatrainError(f"spare={spare}: there is no host memory for that ({bound}); less makes training wait for "
                              "the disk instead")
+    blocks = min(SPARE_BYTES, need)
+    if spare is None:
+        spare = blocks if asynchronous and rt.room.may_save(rt.core, held, blocks) else 0
+    rt.room.saving(rt.core, held, min(max(spare, LEAST_BYTES), need))
+    return spare
 
 
 def _trial(folder: Path, need: int, files: list[str]) -> SavePlan:

@@ -78,7 +78,9 @@ def declare(rt: Runtime, asked: Asked, ring: list[int], choices: Choices) -> Non
         rt.homes.spill_to(disk, choices.spilled, file_bytes(asked), doors.spill)
     if not asked.keeps:
         core.lend_most(asked.lent)
-        rt.homes.pass_gradients(range(len(asked.groups)))
+        rt.homes.passing = frozenset(range(len(rt.units)))
+        for unit in rt.homes.passing:
+            core.pass_gradients(unit)
     core.debug(doors.skip, doors.poison, doors.sync)                 # of all that is there by now
 
 

@@ -83,12 +83,6 @@ class Homes:
         self.arrivals = Arrivals(self._model.itself(), guests)
         self.arrivals.invite()
 
-    def pass_gradients(self, units: Iterable[int]) -> None:
-        """Gradients of these units are used where they come out, and kept nowhere."""
-        self.passing = frozenset(units)
-        for unit in self.passing:
-            self.core.pass_gradients(unit)
-
     # ---- a disk ----
 
     def keep_on_disk(self, disk: Disk, units: list[int], weights: list[int], sizes: Mapping[str, int]) -> None:

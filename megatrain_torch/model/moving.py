@@ -11,10 +11,8 @@ Who calls holds the model's door: no other thread is in it.
 from __future__ import annotations
 
 import dataclasses
-import sys
 from typing import TYPE_CHECKING
 
-from ..base.limits import show_bytes
 from ..base.modes import DISKS
 from ..group.ranks import as_one
 from ..plans.asked import Asked
@@ -27,8 +25,6 @@ from .filling import cut_units
 
 if TYPE_CHECKING:
     from .runtime import Runtime
-
-TOLD = 4 << 30               # bytes: of as many on their way to other homes a terminal is told
 
 
 def move(rt: Runtime, plan: Plan, limit: int) -> None:
@@ -94,10 +90,7 @@ class _Change:
         self.rt, self.before, self.asked, self.plan = rt, rt.room.asked, asked, plan
         self.homes = list(self.before.homes)
         self.have = {unit: rt.ring.slots[slot] for unit, slot in rt.homes.settled.items()}
-        ends = {u: {old, new} for u, (old, new) in enumerate(zip(self.homes, asked.homes)) if old != new}
-        self.moving = list(ends)
-        self.nbytes = sum(rt.core.hi_bytes(u) for u, both in ends.items() if not both.isdisjoint(SETTLED))
-        self.done, self.shown = 0, self.nbytes >= TOLD and sys.stderr.isatty()
+        self.moving = [u for u, (old, new) in enumerate(zip(self.homes, asked.homes)) if old != new]
 
     def make(self) -> None:
         """Moves all units. The slots are closed before, and open afterwards."""
@@ -109,7 +102,6 @@ class _Change:
                 rt.room.weights(rt.core, unit)
                 self._unsettle(unit)
                 del self.have[unit]                      # its weights were there until now
-                self._tell(unit)
             self.homes[unit] = "ram"
         self._open(units_at(asked, *SETTLED), asked)
         for unit in self.moving:                         # comes to where it is to be
@@ -117,14 +109,22 @@ class _Change:
             if home in SETTLED:
                 rt.homes.take(unit)
                 self.have[unit] = rt.ring.slots[rt.homes.settled[unit]]
-                self._tell(unit)
             if home not in DISKS:
                 self.homes[unit] = home
             if home == "through":
                 rt.core.through(unit, True)
-        self._to_disk()
-        if self.shown:
-            print("\r\033[K", end="", file=sys.stderr, flush=True)
+        # The file, where units have states there: laid out once, before there are any. Weights that did not get there
+        # the last time go now.
+        weights = units_at(asked, "disk+weights")
+        if not rt.homes.on_disk and asked.on_disk():
+            rt.choose_states(rt.states)
+            rt.homes.keep_on_disk(self.plan.nvme, units_at(asked, "disk"), weights, {})
+        for unit in units_at(asked, *DISKS):
+            self.homes[unit] = asked.homes[unit]
+        for unit in weights:
+            if unit not in rt.homes.filed:
+                rt.homes.file_weights(unit)
+                rt.homes.take(unit)
 
     def undo(self) -> None:
         """Opens the slots again after a failure. Units that are on the device yet stay there; the others are in host
@@ -156,24 +156,3 @@ class _Change:
     def _unsettle(self, unit: int) -> None:
         self.rt.core.dismiss(unit)
         self.rt.core.unsettle(unit, any(gradient.standing(r) is not None for r in self.rt.units[unit]))
-
-    def _to_disk(self) -> None:
-        """The file, where units have states there: laid out once, before there are any. Weights that did not get there
-        the last time go now."""
-        rt, weights = self.rt, units_at(self.asked, "disk+weights")
-        if not rt.homes.on_disk and self.asked.on_disk():
-            rt.choose_states(rt.states)
-            rt.homes.keep_on_disk(self.plan.nvme, units_at(self.asked, "disk"), weights, {})
-        for unit in units_at(self.asked, *DISKS):
-            self.homes[unit] = self.asked.homes[unit]
-        for unit in weights:
-            if unit not in rt.homes.filed:
-                rt.homes.file_weights(unit)
-                rt.homes.take(unit)
-
-    def _tell(self, unit: int) -> None:
-        """A line in a terminal, while tens of gigabytes move."""
-        self.done += self.rt.core.hi_bytes(unit)
-        if self.shown:
-            print(f"\rweights on their way to where they are planned to live: {show_bytes(self.done)} of "
-                  f"{show_bytes(self.nbytes)}", end="", file=sys.stderr, flush=True)

@@ -63,11 +63,6 @@ def check(ranks: Ranks, module: nn.Module, groups: list[Group], choices: Choices
                 [f"{name}: {b.dtype} {list(b.shape)}" for name, b in module.named_buffers()])
 
 
-def fleet_of(ranks: Ranks | None) -> tuple[int, int]:
-    """Processes of a machine, and machines, as mt.plan takes them."""
-    return (1, 1) if ranks is None else (len(ranks.mates), len(set(ranks.machines)))
-
-
 def engine_of(ranks: Ranks, device: str, index: int, threads: int, delay_us: int, seed: int) -> _core.Engine:
     """An engine on the memory that all processes of this machine share."""
     launcher.watch_torchrun()

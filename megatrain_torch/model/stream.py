@@ -34,7 +34,7 @@ from .filling import Origins, SharedOrigins, declare, empty, engine, fill
 from .install import install, remove
 from .planning import Planning
 from .runtime import Runtime, find_runtime, runtime_of
-from .several import check, check_copies, fleet_of, leaves_in_order, same_buffers, watch
+from .several import check, check_copies, leaves_in_order, same_buffers, watch
 
 
 @calling("mt.stream")
@@ -107,7 +107,8 @@ def stream_of(ranks: Ranks | None, module: nn.Module, device: str | torch.device
     with as_one(ranks):
         check_dtype(dtype)
         check_model(module, where, dtype, bare=ranks is not None and ranks.rank != ranks.mates[0])
-        limits = Limits(parse_bytes(vram, "vram"), parse_bytes(host, "host"), Disk.parse(nvme), units, *fleet_of(ranks))
+        fleet = (1, 1) if ranks is None else (len(ranks.mates), len(set(ranks.machines)))
+        limits = Limits(parse_bytes(vram, "vram"), parse_bytes(host, "host"), Disk.parse(nvme), units, *fleet)
         choices = choose(module, where, limits, dtype=dtype, **asked)
     with as_one(ranks):
         found = find(module, units)
