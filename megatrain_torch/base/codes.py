@@ -169,12 +169,6 @@ def owner_of(p: nn.Parameter) -> nn.Parameter:
     return p.of[0] if type(p) is Strand else p
 
 
-def holds_codes(value: Any) -> bool:
-    """Is it what a package's module keeps its codes' tensors in?"""
-    kind = type(value)
-    return kind.__module__.partition(".")[0] == _BNB.partition(".")[0] and kind.__name__ in _HOLDERS
-
-
 def multiplies(module: nn.Module, dtype: torch.dtype) -> str:
     """Why the product of a module with weights of codes is not a plain nn.Linear's with the weights that they stand
     for, in this type; "": it is."""
@@ -539,6 +533,5 @@ _ALL += (
            lambda p, name: {}, again=_made_whole, expands=True, coding=_coded_coding,
            reloads=lambda p: p.form == "mxfp4" or (p.form == "fp8" and p.dim() == 2)),
 )
-_HOLDERS = {keeps.holder for format in _ALL for keeps in format.keeps}
 FORMATS = {kind: format for format in _ALL for kind in format.kinds}
 KNOWN = "; ".join(format.name for format in _ALL)

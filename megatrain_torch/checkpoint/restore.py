@@ -96,8 +96,9 @@ def load(model: nn.Module, opt: torch.optim.Optimizer | None, folder: str | Path
         try:
             scheduler.load_state_dict(training["scheduler"])
         except Exception as why:
-            raise MegatrainError(f"{source.folder / TRAINING}: {type(scheduler).__name__} does not take the scheduler's "
-                                 f"state ({type(why).__name__}: {shown(why)}); nothing else was changed") from why
+            raise MegatrainError(f"{source.folder / TRAINING}: {type(scheduler).__name__} does not take the "
+                                 f"scheduler's state ({type(why).__name__}: {shown(why)}); nothing else was changed"
+                                 ) from why
     _take(rt, model, opt, source, names, training, progress)
     records = {name: p._mt for p, name in names.items()}
     rt.saved_files = again.loaded(source.folder, source.body, records, source.tensors)
@@ -151,14 +152,21 @@ def _take(rt: Runtime, model: nn.Module, opt: torch.optim.Optimizer | None, sour
     rt.broken = f"the model is half-loaded: loading {source.folder} failed; load a checkpoint that is whole"
     # As one: what a unit brought to the host is given back, whoever has asked for it; so nobody reads before all have.
     with manifest.adding(rt.broken), torch.no_grad(), as_one(rt.ranks), _failing(rt):
-        _load_buffers(model, source)
+        reads = Reads(source)
+        pairs = [(b, reads.fresh(source.tensors[name])) for name, b in buffers_of(model).items()]
+        reads.go()
+        for buffer, value in pairs:
+            buffer.copy_(value)
         for done, records in enumerate(rt.units, 1):
             if own := [r for r in records if r.param in names]:      # some may have been taken out of the model
                 _load_unit(rt, own, source, names, opt)
             if progress is not None:
                 progress(done, len(rt.units))
     if isinstance(opt, AdamW):
-        _load_ours(opt, source, names, training)
+        for group, saved in zip(opt.param_groups, training["groups"]):
+            group.update({k: v for k, v in saved.items() if k != "params"})
+        opt._skipped = source.body["skipped_steps"]
+        opt._keys.update({p: source.body["parameters"][name]["key"] for p, name in names.items() if p in opt._keys})
     rt.broken = ""
 
 
@@ -299,14 +307,6 @@ def _match_torchs(source: Checkpoint, others: dict[str, Any], where: str) -> Non
 
 # ---- units ---------------------------------------------------------------------------------------
 
-def _load_buffers(model: nn.Module, source: Checkpoint) -> None:
-    reads = Reads(source)
-    pairs = [(b, reads.fresh(source.tensors[name])) for name, b in buffers_of(model).items()]
-    reads.go()
-    for buffer, value in pairs:
-        buffer.copy_(value)
-
-
 def _load_unit(rt: Runtime, records: list[Record], source: Checkpoint, names: dict[Tensor, str],
                opt: torch.optim.Optimizer | None) -> None:
     rt.planes.before_write(records[0])
@@ -406,13 +406,6 @@ def _widen(record: Record, weight: Tensor, rest: Tensor | None, master: str, low
     elif master == "MASTER":
         value = rest
     set_master(record.param, value)
-
-
-def _load_ours(opt: AdamW, source: Checkpoint, names: dict[Tensor, str], training: dict[str, Any]) -> None:
-    for group, saved in zip(opt.param_groups, training["groups"]):
-        group.update({k: v for k, v in saved.items() if k != "params"})
-    opt._skipped = source.body["skipped_steps"]
-    opt._keys.update({p: source.body["parameters"][name]["key"] for p, name in names.items() if p in opt._keys})
 
 
 def _load_other(opt: torch.optim.Optimizer, source: Checkpoint, names: dict[Tensor, str],

@@ -333,15 +333,12 @@ class Saving:
             if self._progress is not None:
                 self._progress(self.bytes if over else min(done * self._writers.parts, self.bytes), self.bytes)
 
-    def _run_if_left(self, *work: Any) -> None:
-        if self._taken.acquire(blocking=False):
-            self._run(*work)
-
     def _start(self, asynchronous: bool, *work: Any) -> None:
         self.held = time.perf_counter() - self._begun
         if asynchronous:
             try:
-                threading.Thread(target=self._run_if_left, args=work, name=ASIDE).start()    # no daemon: it ends it
+                threading.Thread(target=lambda: self._taken.acquire(blocking=False) and self._run(*work),
+                                 name=ASIDE).start()         # no daemon: it ends it
                 return
             except RuntimeError:             # the system has no thread to give: at once, then
                 pass
