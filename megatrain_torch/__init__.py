@@ -27,8 +27,7 @@ from .model.stream import stream, stream_trainer, unstream
 from .optim.adamw import AdamW
 from .plans.machine import Machine
 from .plans.planner import Plan, plan
-from .reports.api import explain, gather, last_step, masters
-from .reports.storage import Storage, storage
+from .reports.api import Storage, explain, gather, last_step, masters, storage
 from .reports.tracing import Trace, trace
 
 __all__ = ["AdamW", "Machine", "MegatrainError", "Plan", "SavePlan", "Saving", "StepReport", "Storage", "Trace",

@@ -24,12 +24,10 @@ import megatrain_torch as mt
 from megatrain_torch.base.limits import Bound, HostLimits, with_margin
 from megatrain_torch.model.stream import runtime_of
 from megatrain_torch.plans import asked as asked_module
-from megatrain_torch.plans import host_memory
+from megatrain_torch.plans import room as room_module
 from megatrain_torch.plans.asked import Asked
 from megatrain_torch.plans.on_disk import OVERHEAD
-from megatrain_torch.plans.preflight import loading
-from megatrain_torch.plans.refusals import short
-from megatrain_torch.plans.room import Room
+from megatrain_torch.plans.room import Room, loading, short
 from megatrain_torch.plans.shapes import unit_bytes
 from megatrain_torch.store.disk import buffer_bytes, file_bytes
 
@@ -68,7 +66,7 @@ def free(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     def say(nbytes: int, files: tuple[int, int] = (3, 1024)) -> None:
         found = HostLimits((Bound("cgroup box: memory.max", nbytes, nbytes, "raise memory.max of the cgroup"),),
                            files=files)
-        monkeypatch.setattr(host_memory, "host_limits", lambda: found)
+        monkeypatch.setattr(room_module, "host_limits", lambda: found)
     return say
 
 
@@ -247,7 +245,7 @@ def test_models_that_were_dropped_are_collected_before_a_refusal(monkeypatch: py
     def found() -> HostLimits:
         return HostLimits((Bound("cgroup box: memory.max", 10**9, 0 if old() else 10**9, "raise it"),), nodes=1)
 
-    monkeypatch.setattr(host_memory, "host_limits", found)
+    monkeypatch.setattr(room_module, "host_limits", found)
     gc.disable()
     try:
         del model, opt
@@ -380,7 +378,7 @@ def test_weights_that_are_a_files_make_no_room(tmp_path: Path) -> None:
     mapped.load_state_dict(torch.load(path, mmap=True), assign=True)
     for model, n in ((read, 2 * NUMEL // LAYERS), (mapped, 0)):
         groups = [(name, [(name, p)]) for name, p in model.named_parameters()]
-        assert host_memory.own_bytes(groups) == [n] * LAYERS
+        assert room_module.own_bytes(groups) == [n] * LAYERS
 
 
 def test_memory_that_cannot_be_locked_is_told_once() -> None:

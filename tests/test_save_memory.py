@@ -22,7 +22,7 @@ from megatrain_torch import _core
 from megatrain_torch.base.limits import Bound, HostLimits, with_margin
 from megatrain_torch.checkpoint import save as checkpoint
 from megatrain_torch.model.stream import runtime_of
-from megatrain_torch.plans import host_memory
+from megatrain_torch.plans import room as room_module
 
 pytestmark = pytest.mark.usefixtures("streaming")
 if parity.IDENTITY:
@@ -180,7 +180,7 @@ def test_a_save_is_refused_where_a_unit_does_not_fit(home: str, tmp_path: Path, 
 
     def free(n: int) -> None:
         found = HostLimits((Bound("cgroup box: memory.max", n, n, "raise it"),), files=(3, 1024))
-        monkeypatch.setattr(host_memory, "host_limits", lambda: found)
+        monkeypatch.setattr(room_module, "host_limits", lambda: found)
 
     free(with_margin(unit + nbytes) - 1)
     for dry in (True, False):

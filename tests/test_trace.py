@@ -582,7 +582,7 @@ def test_a_host_that_keeps_compute_waiting_is_the_bound() -> None:
 def test_a_long_lane_does_not_touch_its_figures() -> None:
     r = StepReport(1.0, 0, 0, 0, 0, 0.0, 0, {"compute": 0.5, "through": 9.06e-06}, traced=True)
     head, *rows = str(r).splitlines()[1:4]
-    assert rows[1].startswith("through the device 9.06e-06") and rows[0].index("0.5") + 3 == head.index("busy s") + 6
+    assert rows[1].startswith("through the device  9.06e-06") and rows[0].index("0.5") + 3 == head.index("busy s") + 6
 
 
 def test_a_report_prints_as_a_table() -> None:

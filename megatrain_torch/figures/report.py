@@ -1,17 +1,25 @@
-"""What a step took on each resource, and which of them bound it."""
+"""Reports of steps: what each resource did, and which of them bound the step."""
 from __future__ import annotations
 
 import html
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from .tables import as_html, as_text
 from .timeline import LANES, WAITS, Slice, between, busy_seconds
 
 OWN = "host"                     # what compute waits for when it waits for no copy and no update: the host's own work
-UPDATED = ("host update", "through", "disk update")     # lanes that updates of units on the host end on
-JITTER_NS = 50_000               # times on two queues are compared to within this
-BAR, NAME = 24, 14               # characters, a lane's name at least
+_UPDATED = ("host update", "through", "disk update")     # lanes that updates of units on the host end on
+_JITTER_NS = 50_000               # times on two queues are compared to within this
+_BAR = 24                         # characters
 COUNTED = ("out_bytes", "back_bytes", "spill_written_bytes", "spill_read_bytes")   # of the engine's counters
+_CALLED = {"compute": "compute", "h2d": "copies to the device", "d2h": "copies to the host",
+          "host sum": "the host's sums of gradients", "host update": "the host update",
+          "device update": "the device update", "through": "updates through the device", "disk": "the disk",
+          "disk update": "updates from disk", "swap out": "activations on their way out",
+          "swap back": "activations on their way back", "swap disk": "activations on disk",
+          "exchange": "gradients between processes", "gather": "weights between processes",
+          OWN: "the host's own work"}       # in a sentence
 
 
 @dataclass(frozen=True)
@@ -75,27 +83,24 @@ class StepReport:
         if not self.bound:
             return f"{self.seconds:.3g} s; mt.trace(model) measures what bounds a step"
         spent = self.busy.get(self.bound, self.idle.get(OWN, 0.0))
-        text = f"bound by {_called(self.bound)}: busy {spent:.3g} s of {self.seconds:.3g} s"
+        text = f"bound by {_CALLED[self.bound]}: busy {spent:.3g} s of {self.seconds:.3g} s"
         idle = {k: v for k, v in self.idle.items() if v >= 0.01 * self.seconds}
         if self.bound != "compute":
             text += f"; compute was busy {self.busy.get('compute', 0):.3g} s"
         if idle:
             longest = max(idle, key=lambda k: idle[k])
             text += f"; compute stood still {sum(self.idle.values()):.3g} s, {idle[longest]:.3g} s of it for " \
-                    f"{_called(longest)}"
+                    f"{_CALLED[longest]}"
         return text
 
     def __str__(self) -> str:
-        lines = [self.why]
-        rows = self._rows()
-        wide = max([NAME, *(len(lane) + 1 for lane, *_ in rows)])
-        if rows:
-            lines.append(f"{'':<{wide}}{'busy s':>8}{'':>6}  {'':<{BAR}}{'GB':>9}{'at least s':>12}")
-        for lane, busy, share, nbytes, least in rows:
-            bar = "█" * round(share * BAR)
-            lines.append(f"{lane:<{wide}}{busy:>8.3g}{share:>6.0%}  {bar:<{BAR}}{nbytes:>9}{least:>12}".rstrip())
+        rows = [(lane, f"{busy:.3g}", f"{share:.0%}", "█" * round(share * _BAR), moved, least)
+                for lane, busy, share, moved, least in self._rows()]
+        head = ("", "busy s", "", " " * _BAR, "GB", "at least s")
+        lines = [self.why] + [as_text(("", [head, *rows]), right=(1, 2, 4, 5))] * bool(rows)
         if self.idle:
-            parts = ", ".join(f"{v:.3g} s for {_called(k)}" for k, v in _largest_first(self.idle))
+            parts = ", ".join(f"{v:.3g} s for {_CALLED[k]}"
+                              for k, v in sorted(self.idle.items(), key=lambda item: -item[1]))
             lines.append(f"compute idle: {parts}; {self.between_steps:.3g} s of it between steps")
         if self.disk_read_bytes or self.disk_written_bytes:
             lines.append(f"disk: {self.disk_read_bytes / 1e9:.3g} GB read, "
@@ -108,12 +113,10 @@ class StepReport:
         return "\n".join(lines)
 
     def _repr_html_(self) -> str:
-        cells = "".join(
-            f"<tr><td>{lane}</td><td>{busy:.3g} s</td><td>{share:.0%}</td><td><div style='width:{share * 160:.0f}px;"
-            f"height:0.8em;background:#4878a8'></div></td><td>{nbytes} GB</td><td>{least}</td></tr>"
-            for lane, busy, share, nbytes, least in self._rows())
-        head = "<tr><th></th><th>busy</th><th></th><th></th><th>moved</th><th>at least, s</th></tr>"
-        return f"<p>{html.escape(self.why)}</p><table>{head}{cells}</table>"
+        rows = [(lane, f"{busy:.3g} s", f"{share:.0%}", [(share * 160, "#4878a8", "", "")],
+                 f"{moved} GB" * bool(moved), least) for lane, busy, share, moved, least in self._rows()]
+        head = ("", "busy", "", "", "moved", "at least, s")
+        return f"<p>{html.escape(self.why)}</p>{as_html('', [head, *rows])}"
 
     def _rows(self) -> list[tuple[str, float, float, str, str]]:
         """(lane, busy seconds, share of the step, GB moved, least seconds) of every lane that did something."""
@@ -124,21 +127,6 @@ class StepReport:
                  f"{moved[lane] / 1e9:.3g}" if lane in moved else "",
                  f"{self.least[lane]:.3g}" if lane in self.least else "")
                 for lane, busy in self.busy.items() if busy > 0]
-
-
-def _called(lane: str) -> str:
-    return {"compute": "compute", "h2d": "copies to the device", "d2h": "copies to the host",
-            "host sum": "the host's sums of gradients", "host update": "the host update",
-            "device update": "the device update", "through": "updates through the device", "disk": "the disk",
-            "disk update": "updates from disk",
-            "swap out": "activations on their way out", "swap back": "activations on their way back",
-            "swap disk": "activations on disk", "exchange": "gradients between processes",
-            "gather": "weights between processes",
-            OWN: "the host's own work"}[lane]
-
-
-def _largest_first(seconds: Mapping[str, float]) -> list[tuple[str, float]]:
-    return sorted(seconds.items(), key=lambda item: -item[1])
 
 
 # ---- from slices -------------------------------------------------------------------------------
@@ -170,7 +158,7 @@ def measure(lanes: Mapping[str, Sequence[Slice]], begin: int, end: int, counted:
 
 
 def idle_seconds(lanes: Mapping[str, Sequence[Slice]], begin: int, end: int) -> dict[str, float]:
-    """What compute waited for, in seconds.
+    """Seconds that compute stood still, by what it waited for.
 
     A gap in front of a window ends when what the window needs is there: its unit's weights, what it kept, or room for
     gradients and activations. Whichever came last is to blame for its own time, and the update that a fetch waited
@@ -178,95 +166,100 @@ def idle_seconds(lanes: Mapping[str, Sequence[Slice]], begin: int, end: int) -> 
     it is the update's that gave one back, or the sums'. What is left is the host's own, as is a gap at the step's end.
     """
     found: dict[str, float] = {}
-    at = begin
+    gaps, at = _Gaps(lanes), begin
     for s in [*between(lanes.get("compute", ()), begin, end), None]:
         until = end if s is None else max(s.begin, begin)
-        for cause, ns in _blame(lanes, at, until, s):
+        for cause, ns in gaps.blame(at, until, s):
             found[cause] = found.get(cause, 0.0) + ns * 1e-9
         at = max(at, until if s is None else s.end)
     return found
 
 
-def _blame(lanes: Mapping[str, Sequence[Slice]], a: int, b: int, window: Slice | None) -> list[tuple[str, int]]:
-    """(cause, nanoseconds) of the gap [a, b) in front of a window; None: at the step's end. The window was launched
-    after the last wait of a hand-over that ended in the gap; one that ended later was behind it."""
-    parts, at = [], a
-    for wait in (s for s in between(lanes.get(WAITS, ()), a, b) if s.end <= b + JITTER_NS):
-        at = min(wait.end, b)
-        parts += _before_launch(lanes, max(wait.begin, a), at, wait)
-    parts += _before_window(lanes, at, b, window)
-    rest = b - a - sum(ns for _, ns in parts)
-    return [(cause, ns) for cause, ns in [*parts, (OWN, rest)] if ns > 0]
+_Parts = list[tuple[str, int]]        # of a gap: (cause, nanoseconds)
 
 
-def _before_launch(lanes: Mapping[str, Sequence[Slice]], a: int, b: int, wait: Slice) -> list[tuple[str, int]]:
-    """What [a, b) of a hand-over's wait went to, all of it: the update of the unit it names, or with none the sums of
-    earlier gradients. An update on the device is over for the host when it is put, behind those that the updater has
-    to make; its gradients wait for those on the device."""
-    lane = next((k for k in UPDATED if _over_in(lanes, k, wait.begin, wait.end, wait.unit)), "")
-    if lane:
-        parts = _updates(lanes, lane, a, b)
-    else:
-        parts = _shares(lanes, a, b, ("host update", "d2h", "device update") if wait.unit else ("host sum", "d2h"))
-    longest = max(parts, key=lambda part: part[1])[0]
-    return [*parts, (longest, b - a - sum(ns for _, ns in parts))]
+class _Gaps:
+    """Says what a gap [a, b) between compute's windows went to, in nanoseconds."""
 
+    def __init__(self, lanes: Mapping[str, Sequence[Slice]]) -> None:
+        self.lanes = lanes
 
-def _before_window(lanes: Mapping[str, Sequence[Slice]], a: int, b: int, window: Slice | None) -> list[tuple[str, int]]:
-    """What [a, b) went to that is not the host's own, where it launched the window at a or later."""
-    ended = {} if window is None else {
-        "h2d": _over_in(lanes, "h2d", a, b, window.unit),
-        "device update": _over_in(lanes, "device update", a, b, window.unit),      # of a unit that lives there
-        "d2h": _over_in(lanes, "d2h", a, b) if window.work == "backward" else None,
-        "swap out": _over_in(lanes, "swap out", a, b) if window.work == "forward" else None,
-        "swap back": _over_in(lanes, "swap back", a, b, window.unit),
-        "swap disk": _over_in(lanes, "swap disk", a, b)}        # the computing thread waits for it, window by window
-    lane, last = max(((k, s) for k, s in ended.items() if s is not None), key=lambda found: found[1].end,
-                     default=(OWN, None))
-    if last is None:
-        return []
-    if lane == "device update":
-        return _updates(lanes, lane, a, min(last.end, b))
-    return [(lane, min(last.end, b) - max(a, last.begin)), *(_before_fetch(lanes, a, last) if lane == "h2d" else [])]
+    def blame(self, a: int, b: int, window: Slice | None) -> _Parts:
+        """A gap in front of a window; None: at the step's end. The window was launched after the last wait of a
+        hand-over that ended in the gap; a wait that ended later came behind it."""
+        parts, at = [], a
+        for wait in self._in(WAITS, a, b):
+            if wait.end <= b + _JITTER_NS:
+                at = min(wait.end, b)
+                parts += self._before_launch(max(wait.begin, a), at, wait)
+        parts += self._before_window(at, b, window)
+        rest = b - a - sum(ns for _, ns in parts)
+        return [(cause, ns) for cause, ns in [*parts, (OWN, rest)] if ns > 0]
 
+    def _before_launch(self, a: int, b: int, wait: Slice) -> _Parts:
+        """A hand-over's wait goes to the update of the unit it names, or, where it names none, to the sums of earlier
+        gradients. For the host an update on the device is over when it is queued, behind those that the updater has
+        to make; its gradients wait for those on the device."""
+        lane = next((k for k in _UPDATED if self._over_in(k, wait.begin, wait.end, wait.unit)), "")
+        if lane:
+            parts = self._updates(lane, a, b)
+        else:
+            parts = self._shares(a, b, ("host update", "d2h", "device update") if wait.unit else ("host sum", "d2h"))
+        longest = max(parts, key=lambda part: part[1])[0]
+        return [*parts, (longest, b - a - sum(ns for _, ns in parts))]
 
-def _before_fetch(lanes: Mapping[str, Sequence[Slice]], a: int, fetch: Slice) -> list[tuple[str, int]]:
-    """What the time [a, fetch.begin) went to, where a fetch was waited for: its unit's update and those in front of
-    it; else the copies in front of it in line, and the disk where its weights were read there."""
-    for lane in UPDATED:
-        own = _over_in(lanes, lane, a, fetch.begin, fetch.unit)
-        if own is not None:
-            return _updates(lanes, lane, a, min(own.end, fetch.begin))
-    copies = _busy(lanes, "h2d", a, fetch.begin)
-    read = _over_in(lanes, "disk", a, fetch.begin, fetch.unit)
-    reading = _busy(lanes, "disk", a, fetch.begin) if read is not None and read.work == "read" else 0
-    return [("h2d", copies), ("disk", min(reading, max(fetch.begin - a - copies, 0)))]
+    def _before_window(self, a: int, b: int, window: Slice | None) -> _Parts:
+        """The part that is not the host's own, where it launched the window at a or later."""
+        if window is None:
+            return []
+        ended = {"h2d": self._over_in("h2d", a, b, window.unit),
+                 "device update": self._over_in("device update", a, b, window.unit),    # of a unit that lives there
+                 "d2h": self._over_in("d2h", a, b) if window.work == "backward" else None,
+                 "swap out": self._over_in("swap out", a, b) if window.work == "forward" else None,
+                 "swap back": self._over_in("swap back", a, b, window.unit),
+                 "swap disk": self._over_in("swap disk", a, b)}     # the computing thread waits for it, by window
+        over = [(lane, s) for lane, s in ended.items() if s is not None]
+        if not over:
+            return []
+        lane, last = max(over, key=lambda found: found[1].end)
+        if lane == "device update":
+            return self._updates(lane, a, min(last.end, b))
+        own = (lane, min(last.end, b) - max(a, last.begin))
+        return [own, *(self._before_fetch(a, last) if lane == "h2d" else [])]
 
+    def _before_fetch(self, a: int, fetch: Slice) -> _Parts:
+        """Before a fetch that was waited for began, its unit's update ran and those in front of it; else the copies in
+        front of it in line, and the disk where its weights were read there."""
+        for lane in _UPDATED:
+            own = self._over_in(lane, a, fetch.begin, fetch.unit)
+            if own is not None:
+                return self._updates(lane, a, min(own.end, fetch.begin))
+        copies, read = self._busy("h2d", a, fetch.begin), self._over_in("disk", a, fetch.begin, fetch.unit)
+        reading = self._busy("disk", a, fetch.begin) if read is not None and read.work == "read" else 0
+        return [("h2d", copies), ("disk", min(reading, max(fetch.begin - a - copies, 0)))]
 
-def _updates(lanes: Mapping[str, Sequence[Slice]], lane: str, a: int, b: int) -> list[tuple[str, int]]:
-    """[a, b), at whose end an update was over: the lane's work or that of the one its states come by, whichever was
-    at it longer, as they go on beside each other; for the rest the gradients it waited for, and the other lane."""
-    source = {"disk update": "disk", "device update": "through"}.get(lane, "")      # through: of states that arrive
-    longer, other = sorted((lane, source), key=lambda k: -_busy(lanes, k, a, b))
-    return _shares(lanes, a, b, (longer, "d2h", other))
+    def _updates(self, lane: str, a: int, b: int) -> _Parts:
+        """At b an update was over: the lane's work or that of the one its states come by, whichever was at it longer,
+        as they go on beside each other; for the rest the gradients it waited for, and the other lane."""
+        source = {"disk update": "disk", "device update": "through"}.get(lane, "")   # through: of states that arrive
+        longer, other = sorted((lane, source), key=lambda k: -self._busy(k, a, b))
+        return self._shares(a, b, (longer, "d2h", other))
 
+    def _shares(self, a: int, b: int, causes: Sequence[str]) -> _Parts:
+        """Each lane's work, as far as those before it have left any of the gap."""
+        parts, rest = [], b - a
+        for cause in causes:
+            parts.append((cause, min(self._busy(cause, a, b), rest)))
+            rest -= parts[-1][1]
+        return parts
 
-def _shares(lanes: Mapping[str, Sequence[Slice]], a: int, b: int, causes: Sequence[str]) -> list[tuple[str, int]]:
-    """Of [a, b) what each lane worked, as far as those before it have left any."""
-    parts, rest = [], b - a
-    for cause in causes:
-        parts.append((cause, min(_busy(lanes, cause, a, b), rest)))
-        rest -= parts[-1][1]
-    return parts
+    def _in(self, lane: str, a: int, b: int) -> list[Slice]:
+        return between(self.lanes.get(lane, ()), a, b)
 
+    def _busy(self, lane: str, a: int, b: int) -> int:
+        return round(busy_seconds(self._in(lane, a, b), a, b) * 1e9) if b > a else 0
 
-def _busy(lanes: Mapping[str, Sequence[Slice]], lane: str, a: int, b: int) -> int:
-    return round(busy_seconds(between(lanes.get(lane, ()), a, b), a, b) * 1e9) if b > a else 0
-
-
-def _over_in(lanes: Mapping[str, Sequence[Slice]], lane: str, a: int, b: int, unit: str | None = None) -> Slice | None:
-    """The lane's last slice of work on the unit (None: on any) that ended in the gap (a, b]."""
-    for s in reversed(between(lanes.get(lane, ()), a, b + JITTER_NS)):
-        if s.work != "wait" and a < s.end <= b + JITTER_NS and unit in (None, s.unit):
-            return s
-    return None
+    def _over_in(self, lane: str, a: int, b: int, unit: str | None = None) -> Slice | None:
+        """The lane's last slice of work on the unit (None: on any) that ended in the gap (a, b]."""
+        return next((s for s in reversed(self._in(lane, a, b + _JITTER_NS)) if s.work != "wait"
+                     and a < s.end <= b + _JITTER_NS and unit in (None, s.unit)), None)

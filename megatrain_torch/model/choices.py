@@ -25,14 +25,7 @@ from ..plans.asked import Asked
 from ..plans.cost import LENT
 from ..plans.fleet import Fleet, check_delivery
 from ..plans.planner import Plan
-from ..plans.preflight import (
-    check_device,
-    check_loading,
-    check_weights,
-    loads,
-    settled_last,
-    to_disk,
-)
+from ..plans.room import check_device, check_loading, check_weights, loads, to_disk
 from ..plans.tally import SETTLED
 from ..store.disk import SPILLED, Disk, check_room
 from ..store.records import DTYPES
@@ -331,7 +324,7 @@ def _provisional(asked: Asked, host: int | None, most: int | None) -> Asked:
     try:
         check_weights(asked, host, most)
     except MegatrainError:
-        for tried in settled_last(asked):
+        for tried in asked.moved("ram", "vram"):     # the last one first
             if most is None or sum(tried.device().values()) > most:
                 break
             if loads(tried, host):

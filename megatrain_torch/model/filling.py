@@ -18,7 +18,7 @@ from ..base.units import Group, stored_dtype
 from ..group.descriptor import shared
 from ..group.ranks import Ranks, as_one
 from ..plans.asked import Asked
-from ..plans.host_memory import TRIM_BYTES, give_back, own_bytes
+from ..plans.room import TRIM_BYTES, give_back, own_bytes
 from ..plans.tally import SETTLED
 from ..store import gradient
 from ..store.disk import file_bytes

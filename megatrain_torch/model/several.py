@@ -27,7 +27,7 @@ from ..group.control import Control
 from ..group.descriptor import shared
 from ..group.ranks import Ranks
 from ..plans.fleet import check_homes
-from ..plans.host_memory import shortage
+from ..plans.room import shortage
 from ..store.records import Record
 
 if TYPE_CHECKING:

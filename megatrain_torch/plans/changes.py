@@ -1,4 +1,4 @@
-"""What to change where no plan fits: one search, told as arguments of mt.plan or as flags of a shell.
+"""Changes that make a plan fit: one search, told as arguments of mt.plan or as flags of a shell.
 
     changes, each alone: exact, the least that fits (Refusal.alone)
     changes together, by two and three: which are fastest (Refusal.ways)
@@ -13,7 +13,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from ..base.limits import show_bytes, show_size
 from ..base.modes import FORMATS
@@ -33,7 +33,14 @@ SHOWN = 2                   # ways that are told
 WORTH = 0.95                # a change more is told where the way without it has less than this share of its speed
 STATES = ("8bit", "8bit-sr")
 ASKED = ("micro", "homes", "activations", "slots")      # None: what is best
+FIRM = ("grads", "seq", "tokens", "micro")              # of which none only ever helps
 SIMULATED = 48              # choices of a way that are timed
+MEANINGS = {
+    ("states", "8bit"): "AdamW's moments take 8 bits; fp32 masters stay.",
+    ("states", "8bit-sr"): "AdamW's moments take 8 bits, and there are no masters: weights are rounded stochastically.",
+    ("grads", "none"): "gradients are used as they come and kept nowhere, by mt.AdamW(in_backward=True): one "
+                       "micro-batch, no clipping.",
+}
 
 
 class Way(NamedTuple):
@@ -43,33 +50,30 @@ class Way(NamedTuple):
     tokens_per_second: float
 
 
-class Language(Protocol):
-    """How changes are written: sizes as people type them."""
-
-    def knows(self, changes: dict[str, Any]) -> bool:
-        """Can it be said?"""
-        ...
-
-    def alone(self, changes: dict[str, Any]) -> str:
-        """As a part of a sentence."""
-        ...
-
-    def whole(self, changes: dict[str, Any]) -> str:
-        """As a line to run."""
-        ...
-
-
 class Python:
-    """Arguments of mt.plan."""
+    """How changes are written for whoever calls mt.plan; commands have a language of flags with the same methods."""
 
-    def knows(self, changes: dict[str, Any]) -> bool:
+    @staticmethod
+    def knows(changes: dict[str, Any]) -> bool:
+        """Can it be said?"""
         return True
 
-    def alone(self, changes: dict[str, Any]) -> str:
+    @staticmethod
+    def alone(changes: dict[str, Any]) -> str:
+        """As a part of a sentence."""
         return ", ".join(f"{name}={typed(name, value)!r}" for name, value in changes.items())
 
-    def whole(self, changes: dict[str, Any]) -> str:
-        return f"mt.plan(..., {self.alone(changes)})"
+    @staticmethod
+    def whole(changes: dict[str, Any]) -> str:
+        """As a line to run."""
+        return f"mt.plan(..., {Python.alone(changes)})"
+
+
+def typed(name: str, value: Any) -> Any:
+    """An argument as people type it: bytes as a size that is no smaller."""
+    if name == "nvme":
+        return {"limit": show_size(value["limit"])}
+    return show_size(value) if name in ("vram", "host") else value
 
 
 @dataclass(frozen=True)
@@ -94,15 +98,20 @@ class Refusal:
     machine: dict[str, tuple[int, int]]
     frozen: int
 
-    def text(self, say: Language) -> str:
-        """All of it, in a language."""
+    def text(self, say: Any = Python) -> str:
+        """All of it. say: a language, as Python is one."""
         parts, ways = [self.why], [way for way in self.ways if say.knows(way.changes)][:SHOWN]
         if ways:
             lines = [f"    # {way.tokens_per_second:,.0f} tokens/s\n    {say.whole(way.changes)}" for way in ways]
             parts.append("\n".join(["What would fit, the fastest first, each as fast as this or faster:", *lines]))
-        told = {frozenset(way.changes) for way in ways}
-        alone = [changes for changes in self._single() if say.knows(changes)]
-        if words := [*(say.alone(c) for c in alone if frozenset(c) not in told), *self._machines()]:
+        single = ({name: value} | ({"tokens": value * self.sequences} if name == "seq" else {})
+                  for name, value in self.alone.items())
+        alone = [changes for changes in single if say.knows(changes)]
+        told = [set(way.changes) for way in ways]
+        words = [say.alone(changes) for changes in alone if set(changes) not in told]
+        words += [f"a machine with {show_bytes(need)} of {'device' if name == 'vram' else 'host'} memory, not "
+                  f"{show_bytes(has)}" for name, (need, has) in self.machine.items()]
+        if words:
             parts.append(("Alone would fit too: " if ways else "What would fit, each alone: ")
                          + "; ".join(words) + ".")
         if self.frozen:
@@ -111,49 +120,35 @@ class Refusal:
         if not (ways or words or self.frozen):
             parts.append("What would fit: nothing less than both more device and more host memory, or fewer "
                          "parameters.")
-        return "\n\n".join([*parts, *_meanings(say, [*(way.changes for way in ways), *alone])])
-
-    def _single(self) -> Iterator[dict[str, Any]]:
-        """Each, with what goes with it."""
-        for name, value in self.alone.items():
-            yield {name: value} | ({"tokens": value * self.sequences} if name == "seq" else {})
-
-    def _machines(self) -> Iterator[str]:
-        for name, (need, has) in self.machine.items():
-            what = "device" if name == "vram" else "host"
-            yield f"a machine with {show_bytes(need)} of {what} memory, not {show_bytes(has)}"
+        changed = [item for changes in (*(way.changes for way in ways), *alone) for item in changes.items()]
+        meanings = [f"{say.alone(dict([key]))}: {what}" for key, what in MEANINGS.items() if key in changed]
+        return "\n\n".join(parts + ["\n".join(meanings)] * bool(meanings))
 
 
-MEANINGS = {
-    ("states", "8bit"): "AdamW's moments take 8 bits; fp32 masters stay.",
-    ("states", "8bit-lo8"): "AdamW's moments take 8 bits, and masters 24.",
-    ("states", "8bit-sr"): "AdamW's moments take 8 bits, and there are no masters: weights are rounded stochastically.",
-    ("grads", "none"): "gradients are used as they come and kept nowhere, by mt.AdamW(in_backward=True): one "
-                       "micro-batch, no clipping.",
-}
+Tables = Callable[[Problem, Choice], tuple[dict[str, int], dict[str, int], str]]
 
 
-def _meanings(say: Language, told: list[dict[str, Any]]) -> list[str]:
-    """Of what changes how a model is trained, a line each."""
-    known = {(name, value) for changes in told for name, value in changes.items() if name in ("states", "grads")}
-    lines = [f"{say.alone(dict([key]))}: {what}" for key, what in MEANINGS.items() if key in known]
-    return ["\n".join(lines)] if lines else []
-
-
-def typed(name: str, value: Any) -> Any:
-    """An argument as people type it: bytes as a size that is no smaller."""
-    if name == "nvme":
-        return {"limit": typed("host", value["limit"])}
-    if name in ("vram", "host"):
-        return show_size(value)
-    return value
-
-
-def refusal(problem: Problem, whole: Machine, shape_with: Callable[[str], Shape],
-            tables: Callable[[Problem, Choice], tuple[dict[str, int], dict[str, int], str]]) -> Refusal:
+def refusal(problem: Problem, whole: Machine, shape_with: Callable[[str], Shape], tables: Tables) -> Refusal:
     """whole: the machine without limits that were asked for. shape_with: the same model with other states of AdamW.
     tables: bytes of a choice on the device and in host memory, and both as text."""
-    return _Search(problem, whole, shape_with).found(tables)
+    search, wishes, limits = _Search(problem, shape_with), problem.wishes, problem.machine
+    vram, host, shown = tables(problem, search.least())
+    alone, machine = search.alone(), {}
+    for name, has in (("vram", whole.vram_bytes), ("host", max(whole.host_bytes, limits.host_bytes))):
+        if alone.get(name, 0) > has:
+            machine[name] = (alone.pop(name), has)
+    if "vram" in machine and machine["vram"][0] > LARGEST_VRAM:
+        del machine["vram"]
+    lacking = [f"{show_bytes(need - has)} of {what} memory" for what, need, has in (
+        ("device", sum(vram.values()), limits.vram_bytes), ("host", sum(host.values()), limits.host_bytes))
+        if need > has]
+    lacks = f": it lacks {' and '.join(lacking)}" if lacking else ""
+    shape = problem.shape
+    frozen = sum(u.weights for u in shape.units) + limits.host_overhead_bytes
+    adapters = sum(host.values()) > limits.host_bytes > frozen and shape.trained == shape.parameters
+    return Refusal(f"{shape.name} with {wishes.tokens:,} tokens a step does not fit {limits.name}{lacks}.\nWhat needs "
+                   f"least:\n\n{shown}", vram, host, wishes.tokens // wishes.seq, alone, tuple(search.ways()), machine,
+                   frozen if adapters else 0)
 
 
 class _FewWays(Ways):
@@ -183,31 +178,18 @@ class _Few(Problem):
 
 
 class _Search:
-    """See refusal()."""
+    """Which changes of a problem's wishes make it fit, and how fast it is then."""
 
-    def __init__(self, problem: Problem, whole: Machine, shape_with: Callable[[str], Shape]) -> None:
-        self.problem, self.whole, self.shape_with = problem, whole, shape_with
+    def __init__(self, problem: Problem, shape_with: Callable[[str], Shape]) -> None:
+        self.problem, self.shape_with = problem, shape_with
         self.machine, self.wishes = problem.machine, problem.wishes
         self.shapes = {self.wishes.states: problem.shape}
         self.known: list[tuple[dict[str, Any], bool]] = [({}, False)]
         # All that only ever helps: where this does not fit, no part of it does.
         self.helps = {"nvme": ENDLESS, "states": max(STATES[-1], self.wishes.states, key=FORMATS.index)} | \
             {name: None for name in ASKED if name != "micro" and getattr(self.wishes, name) is not None}
-
-    def found(self, tables: Callable[[Problem, Choice], tuple[dict[str, int], dict[str, int], str]]) -> Refusal:
-        vram, host, shown = tables(self.problem, self.least())
-        alone, machine = self.alone(), {}
-        for name, has in (("vram", self.whole.vram_bytes),
-                          ("host", max(self.whole.host_bytes, self.machine.host_bytes))):
-            if alone.get(name, 0) > has:
-                machine[name] = (alone.pop(name), has)
-        if "vram" in machine and machine["vram"][0] > LARGEST_VRAM:
-            del machine["vram"]
-        return Refusal(f"{self.head(sum(vram.values()), sum(host.values()))}\nWhat needs least:\n\n{shown}", vram, host,
-                       self.wishes.tokens // self.wishes.seq, alone, tuple(self.ways()), machine,
-                       self.frozen() if sum(host.values()) > self.machine.host_bytes else 0)
-
-    # ---- what needs least ----
+        self.smaller = [s for s in STATES if FORMATS.index(s) > FORMATS.index(self.wishes.states)]
+        self.keeps = self.wishes.grads == "ram" and self.wishes.fleet.alone    # gradients, and need not
 
     def least(self) -> Choice:
         """The choice that lacks the fewest bytes, of those that the device can hold if there are any."""
@@ -220,19 +202,6 @@ class _Search:
         micro, (_, homes, ring, *_) = min(every, key=lacks)
         return Choice(micro, homes.units, ring, self.problem.tracks(micro)[0].base, homes.through)
 
-    def head(self, vram: int, host: int) -> str:
-        lacking = [f"{show_bytes(need - has)} of {what} memory" for what, need, has in (
-            ("device", vram, self.machine.vram_bytes), ("host", host, self.machine.host_bytes)) if need > has]
-        lacks = f": it lacks {' and '.join(lacking)}" if lacking else ""
-        return (f"{self.problem.shape.name} with {self.wishes.tokens:,} tokens a step does not fit "
-                f"{self.machine.name}{lacks}.")
-
-    def frozen(self) -> int:
-        """Host memory of weights alone; 0 where they are, in part, frozen already, or do not fit either."""
-        need = sum(u.weights for u in self.problem.shape.units) + self.machine.host_overhead_bytes
-        shape = self.problem.shape
-        return need if shape.trained == shape.parameters and need < self.machine.host_bytes else 0
-
     # ---- alone ----
 
     def alone(self) -> dict[str, Any]:
@@ -243,29 +212,24 @@ class _Search:
         for name in ASKED:
             if getattr(wishes, name) is not None and self.fits({name: None}):
                 found[name] = None
-        if found.get("micro", 0) is None:
-            found["micro"] = next(k for k in self.other_counts() if self.fits({"micro": k}))
-        if self.may_keep_none() and wishes.micro in (None, 1) and self.fits({"grads": "none"}):
+        if found.get("micro", 0) is None:       # more than are asked for, the fewest first; fewer may need no sums
+            free = Problem(self.problem.shape, self.machine, dataclasses.replace(wishes, micro=None))
+            counts = sorted(free.micro_counts(), key=lambda k: (k <= wishes.micro, abs(k - wishes.micro)))
+            found["micro"] = next(k for k in counts if self.fits({"micro": k}))
+        if self.keeps and wishes.micro in (None, 1) and self.fits({"grads": "none"}):
             found["grads"] = "none"
-        smaller = [s for s in STATES if FORMATS.index(s) > FORMATS.index(wishes.states)]
-        if states := next((s for s in smaller if self.fits({"states": s})), None):
+        if states := next((s for s in self.smaller if self.fits({"states": s})), None):
             found["states"] = states
-        if seq := self.longest():
-            found["seq"] = seq
+        sequences = wishes.tokens // wishes.seq
+
+        def fits(seq: int) -> bool:
+            return self.fits({"seq": seq, "tokens": seq * sequences})
+
+        if wishes.seq > 1 and fits(1):          # mostly it is not the tokens
+            found["seq"] = _last(fits, wishes.seq)
         if nvme := self.least_disk():
             found["nvme"] = {"limit": nvme}
         return found
-
-    def may_keep_none(self) -> bool:
-        """Gradients are kept, and need not be."""
-        return self.wishes.grads == "ram" and self.wishes.fleet.alone
-
-    def other_counts(self) -> list[int]:
-        """Numbers of micro-batches: more than are asked for, the fewest first; then fewer, whose gradients may need no
-        sums."""
-        asked = self.wishes.micro
-        counts = Problem(self.problem.shape, self.machine, dataclasses.replace(self.wishes, micro=None)).micro_counts()
-        return sorted(counts, key=lambda k: (k <= asked, abs(k - asked)))
 
     def least_disk(self) -> int:
         """Bytes of a disk with which it fits; 0: with none."""
@@ -275,14 +239,6 @@ class _Search:
             key = homes.units, micro
             spilled[key] = min(spilled.get(key, track.spilled), track.spilled)
         return min((sum(tried.disk_bytes(*key).values()) + n for key, n in spilled.items()), default=0)
-
-    def longest(self) -> int | None:
-        """Longest sequence with which as many sequences fit; None: not one token each."""
-        sequences = self.wishes.tokens // self.wishes.seq
-
-        def fits(seq: int) -> bool:
-            return self.fits({"seq": seq, "tokens": seq * sequences})
-        return _last(fits, self.wishes.seq) if self.wishes.seq > 1 and fits(1) else None     # mostly not the tokens
 
     # ---- together ----
 
@@ -307,11 +263,10 @@ class _Search:
                 yield changes | fewer
 
     def sets(self) -> Iterator[dict[str, Any]]:
-        """Of one change, of two, of three: of what is asked for, states, gradients, and a disk."""
+        """Sets of one change, of two, of three: states, gradients, a disk, and what was asked for but need not be."""
         w = self.wishes
-        states = [{"states": s} for s in STATES if FORMATS.index(s) > FORMATS.index(w.states)]
-        grads = [{"grads": "none"} | ({"micro": None} if w.micro not in (None, 1) else {})]
-        groups = [states, grads * self.may_keep_none(), [{"nvme": ENDLESS}],
+        grads = {"grads": "none"} | ({"micro": None} if w.micro not in (None, 1) else {})
+        groups = [[{"states": s} for s in self.smaller], [grads] * self.keeps, [{"nvme": ENDLESS}],
                   *([{name: None}] for name in ASKED if getattr(w, name) is not None)]
         for n in range(1, TOGETHER + 1):
             for some in itertools.combinations(groups, n):
@@ -325,7 +280,7 @@ class _Search:
         def fits(n: int) -> bool:
             return self.fits(changes | {"tokens": n * w.seq})
         sequences = w.tokens // w.seq
-        if w.micro is not None or max(self.quick(changes).micro_counts()) == sequences or not fits(1):
+        if w.micro is not None or max(self.tried(changes, _Quick).micro_counts()) == sequences or not fits(1):
             return None
         return {"tokens": _last(fits, sequences) * w.seq}
 
@@ -339,7 +294,7 @@ class _Search:
         return None
 
     def timed(self, changes: dict[str, Any]) -> Way | None:
-        """With the disk that it takes."""
+        """The speed with these changes, and how large a disk they take. None: nothing fits."""
         best = self.solved(changes, _Quick) or self.solved(changes, _Few)
         if best is None:
             return None
@@ -349,7 +304,7 @@ class _Search:
         return Way(changes | on_disk, problem.wishes.tokens * problem.wishes.fleet.count / timing.seconds)
 
     def solved(self, changes: dict[str, Any], kind: type[Problem]) -> tuple[Problem, Choice, Timing] | None:
-        """As planner.py does: with fewer buffers for gradients where that keeps in memory what would be on disk."""
+        """The best plan; with fewer buffers for gradients where memory then holds what a disk would, as mt.plan has."""
         best: tuple[Problem, Choice, Timing] | None = None
         for lent in range(LENT, 0, -1) if changes.get("grads", self.wishes.grads) == "none" else (LENT,):
             problem = self.tried(changes | {"lent": lent}, kind)
@@ -369,7 +324,7 @@ class _Search:
         lent = {"lent": 1} if changes.get("grads", self.wishes.grads) == "none" else {}
         most = changes | self.helps
         fits = not self.hopeless(dataclasses.replace(self.wishes, **changes)) and \
-            (self.quick(changes | lent).fits() or
+            (self.tried(changes | lent, _Quick).fits() or
              ((most == changes or self.fits(most)) and self.tried(changes | lent).fits()))
         self.known.append((changes, fits))
         return fits
@@ -392,21 +347,15 @@ class _Search:
         wishes = dataclasses.replace(self.wishes, **changes)
         return kind(self.shape(wishes.states), self.machine, wishes)
 
-    def quick(self, changes: dict[str, Any]) -> Problem:
-        return self.tried(changes, _Quick)
-
-
-FIRM = ("grads", "seq", "tokens", "micro")      # of which none only ever helps
-
 
 def _part(part: dict[str, Any], changes: dict[str, Any]) -> bool:
-    """Are these some of the changes, or smaller ones of the kind?"""
+    """Is `part` some of the changes, or are they smaller ones of the kind?"""
     return part != changes and all(name in changes and (changes[name] == value or (
         name == "states" and FORMATS.index(value) < FORMATS.index(changes[name]))) for name, value in part.items())
 
 
 def _milder(part: dict[str, Any], changes: dict[str, Any]) -> bool:
-    """The same, and what fits with these fits with all the changes."""
+    """Is it a part with which nothing fits that does not fit with all the changes?"""
     return _part(part, changes) and all(name in part for name in FIRM if name in changes)
 
 

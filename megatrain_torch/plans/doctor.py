@@ -5,6 +5,7 @@ stated time, on random data, after a warm-up: cards slow down under load, and th
 """
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import os
@@ -19,30 +20,23 @@ import torch
 
 from .. import _core, ops
 from ..base.limits import device_taken, host_limits, resident_bytes
-from ..base.modes import FORMATS, LEAST_CAPABILITY, LOW_BYTES
+from ..base.modes import FORMATS, LEAST_CAPABILITY, LOW_BYTES, moved_bytes
+from ..figures.tables import as_text
 from ..fused.templates.attention import Attention
+from .cards import MEASURED
 from .fleet import ADDED_BYTES
-from .machine import (
-    DRIVE_ORIGINS,
-    LINK_ORIGINS,
-    MEASURED,
-    SUM_ORIGIN,
-    Machine,
-    describe,
-    host_limit_bytes,
-    store_path,
-)
+from .machine import RATES, Machine, describe, host_limit_bytes, store_path
 
 MIB = 2**20
-ISAS = ("scalar", "avx2", "avx512")         # mt_isa of adam.h
+ISAS = _core.build_info()["isas"]           # by number, as adam_step takes them: each needs those before it
+ISA = ISAS.index(_core.build_info()["isa"])
 TORCH = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-UPDATE_BYTES = 26           # of AdamW, per parameter in host memory
 # Dense bf16 operations per clock and multiprocessor with fp32 sums, by compute capability: NVIDIA's data sheets.
 TENSOR_OPERATIONS = {(8, 0): 2048, (8, 6): 512, (8, 9): 512, (9, 0): 4096, (10, 0): 8192, (12, 0): 512}
 
 
 class Sizes(NamedTuple):
-    """What is measured: shapes that layers have, or a toy's where there is no GPU."""
+    """Shapes to measure: those of layers, or a toy's where there is no GPU."""
 
     tokens: tuple[int, ...]
     widths: tuple[int, ...]
@@ -142,11 +136,6 @@ def fp8_gain(tokens: int, width: int, device: torch.device, least_s: float) -> f
     return coded / product_tflops(tokens, fan_in, fan_out, device, least_s)
 
 
-def _gemm(sizes: Sizes, device: torch.device) -> tuple[tuple[int, int, float], ...]:
-    return tuple((n, w, product_tflops(n, w // 2, 2 * w, device, sizes.least_s))
-                 for w in sizes.widths for n in sizes.tokens)
-
-
 def _attention_at(seq: int, sizes: Sizes, device: torch.device) -> tuple[int, float, float]:
     """(seq, forward, backward TFLOP/s), as templates run it. Where backward runs forward again (no cuDNN), that is
     not counted."""
@@ -223,28 +212,23 @@ def copy_rates(device: torch.device, nbytes: int, least_s: float) -> dict[str, f
     found = {"h2d_gbps": c.gbps(c.up, least_s), "d2h_gbps": c.gbps(c.down, least_s),
              "both_gbps": c.gbps(c.both, least_s)}
     del c
-    give_back_pinned(device)
-    return found
-
-
-def give_back_pinned(device: torch.device) -> None:
-    """torch keeps pinned memory for the next one who wants as much."""
-    if device.type == "cuda":
+    if device.type == "cuda":                # torch keeps pinned memory for the next one who wants as much
         torch.cuda.synchronize(device)
         torch._C._host_emptyCache()
+    return found
 
 
 def _beside(sizes: Sizes, device: torch.device, threads: int) -> tuple[float, float]:
     """GB/s each way while AdamW runs on the host, and its 10**9 parameters/s meanwhile."""
     copies, planes, stop = Copies(device, sizes.copy_bytes), Planes(sizes.parameters, "BF16", "BF16"), threading.Event()
-    isa, ends = ISAS.index(_core.build_info()["isa"]), [time.perf_counter()]
+    ends = [time.perf_counter()]
 
-    def update() -> None:
+    def updates() -> None:
         while not stop.is_set():
-            _core.adam_step(planes.tensors(1), 1.0, threads, isa)
+            planes.update(threads)
             ends.append(time.perf_counter())
 
-    worker = threading.Thread(target=update)
+    worker = threading.Thread(target=updates)
     worker.start()
     try:
         gbps = copies.gbps(copies.both, 2 * sizes.least_s)
@@ -257,7 +241,7 @@ def _beside(sizes: Sizes, device: torch.device, threads: int) -> tuple[float, fl
 # ---- AdamW ---------------------------------------------------------------------------------------
 
 class Planes:
-    """One tensor's planes in a store's arenas, with their huge pages, and the tuple that `_core.adam_step` takes."""
+    """One tensor's planes in a store's arenas, with their huge pages."""
 
     def __init__(self, n: int, weight: str, grad: str, states: str = "fp32", shared: bool = False) -> None:
         """shared: in memory as several processes have it together."""
@@ -289,33 +273,21 @@ class Planes:
         kept = [p for p in (self.hi, self.lo, self.master, self.m, self.v, self.scale) if p is not None]
         return 2 * sum(p.nbytes for p in kept) / self.n + self.grad.element_size()
 
+    def update(self, threads: int) -> None:
+        """AdamW on the host, by its best instruction set."""
+        _core.adam_step(self.tensors(1), 1.0, threads, ISA)
+
+    def traffic(self, threads: int) -> None:
+        """A loop with the same reads and writes."""
+        _core.adam_traffic(self.tensors(1), threads, ISA)
+
     def tensors(self, step: int) -> list[tuple]:
+        """The tuple that `_core.adam_step` takes."""
         planes = (self.hi, self.lo, self.master, self.m, self.v, self.grad)
         addresses = [0 if p is None else p.data_ptr() for p in planes]
         weight, grad = self.types
         return [(weight, self.n, *addresses, grad, 1e-5, 0.9, 0.999, 1e-8, 0.1, step, 0, self.states,
                  0 if self.scale is None else self.scale.data_ptr(), 0)]
-
-
-def _host_adam8(sizes: Sizes, threads: int) -> tuple[tuple[str, float], ...]:
-    """(states, G parameters/s) of updates with moments of 8 bits."""
-    isa, found = ISAS.index(_core.build_info()["isa"]), []
-    for states in FORMATS[1:]:
-        planes = Planes(sizes.parameters, "BF16", "BF16", states)
-        seconds = timed(lambda p=planes: _core.adam_step(p.tensors(1), 1.0, threads, isa), torch.device("cpu"),
-                        sizes.least_s)
-        found.append((states, sizes.parameters / 1e9 / seconds))
-    return tuple(found)
-
-
-def _host_adam(sizes: Sizes, counts: list[int]) -> tuple[tuple[tuple[int, float], ...], float]:
-    """(threads, G parameters/s) of updates; and of a loop with the same reads and writes, all threads."""
-    planes, here = Planes(sizes.parameters, "BF16", "BF16"), torch.device("cpu")
-    isa = ISAS.index(_core.build_info()["isa"])
-    rates = tuple((n, sizes.parameters / 1e9 / timed(
-        lambda n=n: _core.adam_step(planes.tensors(1), 1.0, n, isa), here, sizes.least_s)) for n in counts)
-    traffic = timed(lambda: _core.adam_traffic(planes.tensors(1), counts[-1], isa), here, sizes.least_s)
-    return rates, sizes.parameters / 1e9 / traffic
 
 
 def _device_adam(sizes: Sizes, device: torch.device) -> float:
@@ -333,14 +305,6 @@ def _device_adam(sizes: Sizes, device: torch.device) -> float:
 
 # ---- the whole -----------------------------------------------------------------------------------
 
-def _disk_rates(path: str, most: int) -> dict[str, float]:
-    """GB/s of the drive that a directory is on, past the page cache: read, written, and both together.
-    Its rating is in no file; who knows it says disk_tbw=."""
-    nbytes = min(most, _core.disk_room(path) // 4)
-    found = _core.disk_measure(path, nbytes, each=min(32 << 20, nbytes // 16 // 4096 * 4096))
-    return {f"disk_{way}_gbps": found[way] / 1e9 for way in ("read", "write", "both")} | {"disk_tbw": 0.0}
-
-
 def measure(device: torch.device, say: Callable[[str], None] = lambda _: None,
             disk: str | None = None) -> tuple[Machine, dict[str, float]]:
     """This machine, and what is known of its limits: by names of Machine's attributes, in their units.
@@ -351,38 +315,54 @@ def measure(device: torch.device, say: Callable[[str], None] = lambda _: None,
         disk: a directory on the drive that states may go to; None: a drive is described, not measured.
     """
     cuda = device.type == "cuda"
-    sizes, cpus = CUDA if cuda else CPU, _core.build_info()["cpus"]
+    sizes, cpus, host = CUDA if cuda else CPU, _core.build_info()["cpus"], host_limit_bytes()
     if cuda:
         synchronize(device)
         torch.cuda.empty_cache()
     say("matrix products")
-    gemm = _gemm(sizes, device)
-    gain = fp8_gain(*sizes.coded, device, sizes.least_s)
+    rates: dict[str, Any] = {"gemm": tuple((n, w, product_tflops(n, w // 2, 2 * w, device, sizes.least_s))
+                                           for w in sizes.widths for n in sizes.tokens),
+                             "fp8_gain": fp8_gain(*sizes.coded, device, sizes.least_s)}
     say("attention, elementwise kernels, launches")
-    attention = tuple(_attention_at(seq, sizes, device) for seq in sizes.sequences)
-    hbm, launch = _stream_gbps(sizes, device), _launch_us(device)
+    rates |= {"attention": tuple(_attention_at(seq, sizes, device) for seq in sizes.sequences),
+              "hbm_gbps": _stream_gbps(sizes, device), "launch_us": _launch_us(device)}
     # By now the libraries of products and attention are loaded.
     rss = resident_bytes() + (TRAINING_BYTES if cuda else 0)
     say("copies")
-    copies = copy_rates(device, sizes.copy_bytes, sizes.least_s)
+    rates |= copy_rates(device, sizes.copy_bytes, sizes.least_s)
     say("AdamW")
-    adam, traffic = _host_adam(sizes, sorted({1, max(1, cpus // 2), max(1, cpus - 1)}))
-    adam8 = _host_adam8(sizes, adam[-1][0])
-    (busy, beside), device_adam = _beside(sizes, device, adam[-1][0]), _device_adam(sizes, device)
-    vram, taken = _vram(device)
+    counts = sorted({1, max(1, cpus // 2), max(1, cpus - 1)})
+    def gparams(states: str, counts: list[int], work: Callable[[Planes, int], None] = Planes.update) -> list[float]:
+        planes, here = Planes(sizes.parameters, "BF16", "BF16", states), torch.device("cpu")
+        return [planes.n / 1e9 / timed(lambda n=n: work(planes, n), here, sizes.least_s) for n in counts]
+
+    adam, most = tuple(zip(counts, gparams("fp32", counts))), counts[-1:]
+    (traffic,) = gparams("fp32", most, Planes.traffic)
+    adam8 = tuple((states, *gparams(states, most)) for states in FORMATS[1:])
+    busy, beside = _beside(sizes, device, counts[-1])
+    rates |= {"adam_gparams": adam, "adam8_gparams": adam8, "busy_gbps": min(busy, rates["both_gbps"]),
+              "beside_gparams": min(beside, adam[-1][1]),
+              "add_gparams": adam[-1][1] * moved_bytes("fp32") / ADDED_BYTES,
+              "device_adam_gparams": _device_adam(sizes, device)}
+    vram, taken, one = host, 0, True                     # of the CPU device: the host's memory
+    if cuda:
+        free, vram = torch.cuda.mem_get_info(device)
+        taken = device_taken(vram - free - torch.cuda.memory_reserved(device))[0]
+        one = bool(getattr(torch.cuda.get_device_properties(device), "is_integrated", 0))
     if disk is not None:
         say("disk")
-    drive = _disk_rates(disk, sizes.disk_bytes) if disk is not None else {}
-    rates = {**drive, "gemm": gemm, "fp8_gain": gain, "attention": attention, "hbm_gbps": hbm, "launch_us": launch,
-             **copies, "busy_gbps": min(busy, copies["both_gbps"]), "adam_gparams": adam,
-             "beside_gparams": min(beside, adam[-1][1]),
-             "add_gparams": adam[-1][1] * UPDATE_BYTES / ADDED_BYTES, "device_adam_gparams": device_adam,
-             "adam8_gparams": adam8}
-    host, one = host_limit_bytes(), _one_memory(device)
+        nbytes = min(sizes.disk_bytes, _core.disk_room(disk) // 4)
+        found = _core.disk_measure(disk, nbytes, each=min(32 << 20, nbytes // 16 // 4096 * 4096))
+        rates |= {f"disk_{way}_gbps": found[way] / 1e9 for way in ("read", "write", "both")}
+        rates["disk_tbw"] = 0.0                          # its rating is in no file; who knows it says disk_tbw=
+    # What follows from AdamW's rate; what several GPUs have, until they are measured (the network stays); a drive that
+    # no `disk` named.
+    origins = [("add_gparams", "assumed"), *((rate, "assumed") for rate in RATES[-5:]),
+               *((rate, "published") for rate in RATES if rate.startswith("disk_") and disk is None)]
     machine = Machine(torch.cuda.get_device_name(device) if cuda else "cpu", device.type, vram // 2 if one else vram,
-                      taken, host // 2 if one else host, rss, **_rounded(rates), versions=_versions(),
-                      source=MEASURED, one_memory=one,
-                      origins=(SUM_ORIGIN, *LINK_ORIGINS, *(() if disk else DRIVE_ORIGINS)))
+                      taken, host // 2 if one else host, rss, **_rounded(rates), source=MEASURED, one_memory=one,
+                      origins=tuple(origins), versions={"torch": torch.__version__, "cuda": str(torch.version.cuda),
+                                                        "megatrain_torch": _core.__version__})
     return machine, _known(device) | {"adam_gparams": traffic}
 
 
@@ -391,25 +371,8 @@ def _rounded(value: Any) -> Any:
     if isinstance(value, dict):
         return {k: _rounded(v) for k, v in value.items()}
     if isinstance(value, tuple):
-        return tuple(_rounded(v) for v in value)
+        return tuple(map(_rounded, value))
     return float(f"{value:.4g}") if isinstance(value, float) else value
-
-
-def _vram(device: torch.device) -> tuple[int, int]:
-    """(memory of the device, what of it this process's context and libraries take); the host's on the CPU."""
-    if device.type != "cuda":
-        return host_limit_bytes(), 0
-    free, total = torch.cuda.mem_get_info(device)
-    return total, device_taken(total - free - torch.cuda.memory_reserved(device))[0]
-
-
-def _one_memory(device: torch.device) -> bool:
-    """Has the device none of its own?"""
-    return device.type != "cuda" or bool(getattr(torch.cuda.get_device_properties(device), "is_integrated", 0))
-
-
-def _versions() -> dict[str, str]:
-    return {"torch": torch.__version__, "cuda": str(torch.version.cuda), "megatrain_torch": _core.__version__}
 
 
 def _known(device: torch.device) -> dict[str, float]:
@@ -423,26 +386,19 @@ def _known(device: torch.device) -> dict[str, float]:
         found["gemm"] = p.multi_processor_count * operations * p.clock_rate * 1e3 / 1e12
     if hasattr(p, "memory_clock_rate") and hasattr(p, "memory_bus_width"):
         found["hbm_gbps"] = 2 * p.memory_clock_rate * 1e3 * p.memory_bus_width / 8 / 1e9
-    if link := _link_gbps(p):
-        found["h2d_gbps"] = found["d2h_gbps"] = link
-    return found
-
-
-def _link_gbps(p: Any) -> float:
-    """GB/s of the device's PCIe link one way, from sysfs; 0 where it does not say."""
-    try:
+    with contextlib.suppress(AttributeError, OSError, ValueError, IndexError):      # of the PCIe link one way, by sysfs
         here = Path(f"/sys/bus/pci/devices/{p.pci_domain_id:04x}:{p.pci_bus_id:02x}:{p.pci_device_id:02x}.0")
         speed = float((here / "max_link_speed").read_text().split()[0])
-        width = int((here / "max_link_width").read_text())
-    except (AttributeError, OSError, ValueError, IndexError):
-        return 0.0
-    return speed * width / 8 * (128 / 130 if speed >= 8 else 0.8)
+        link = speed * int((here / "max_link_width").read_text()) / 8 * (128 / 130 if speed >= 8 else 0.8)
+        found |= {"h2d_gbps": link, "d2h_gbps": link} if link else {}
+    return found
 
 
 # ---- what is told --------------------------------------------------------------------------------
 
 def report(machine: Machine, limits: dict[str, float]) -> str:
-    """A table of rates, and of the limits that are known: of rates, and of memory and files this process may have."""
+    """Tables of rates with the limits that are known of them, of products, and of memory and files this process may
+    have."""
     known = [("matrix products, by data sheet", "gemm", max(rate for *_, rate in machine.gemm), "TFLOP/s"),
              ("elementwise kernels, by memory clock", "hbm_gbps", machine.hbm_gbps, "GB/s"),
              ("host to device, by PCIe link", "h2d_gbps", machine.h2d_gbps, "GB/s"),
@@ -451,25 +407,13 @@ def report(machine: Machine, limits: dict[str, float]) -> str:
     rows = describe(machine)
     rows += [("limit: " + what, f"{limits[key]:.4g} {unit}", f"reached {rate / limits[key]:.0%}")
              for what, key, rate, unit in known if rate < 1.2 * limits.get(key, 0.0)]   # virtual links say anything
-    widths = [max(len(r[i]) for r in rows) for i in range(3)]
-    lines = ["  ".join(c.ljust(n) for c, n in zip(r, widths)).rstrip() for r in rows]
-    return "\n".join([machine.name, *lines, "", _products_text(machine), "", _memory_text()])
-
-
-def _memory_text() -> str:
-    """What this process may have, each limit by itself."""
-    rows = [("this process", ""), *host_limits().rows()]
-    width = max(len(what) for what, _ in rows)
-    return "\n".join(f"{what.ljust(width)}  {figure}".rstrip() for what, figure in rows)
-
-
-def _products_text(machine: Machine) -> str:
-    """TFLOP/s of products by tokens (down) and width (across)."""
-    widths = sorted({w for _, w, _ in machine.gemm})
-    rates = {(n, w): rate for n, w, rate in machine.gemm}
-    rows = [["TFLOP/s, tokens x width", *map(str, widths)]]
-    rows += [[str(n), *(f"{rates[n, w]:.4g}" for w in widths)] for n in sorted({n for n, _, _ in machine.gemm})]
-    return "\n".join("  ".join(c.rjust(23 if i == 0 else 8) for i, c in enumerate(r)) for r in rows)
+    widths, counts = sorted({w for _, w, _ in machine.gemm}), sorted({n for n, _, _ in machine.gemm})
+    rates = {(n, w): f"{rate:.4g}" for n, w, rate in machine.gemm}
+    products = [("TFLOP/s, tokens x width", *(f"{w:8}" for w in widths)),
+                *((str(n), *(rates[n, w] for w in widths)) for n in counts)]
+    return "\n".join([machine.name, as_text(("", rows), right=()), "",
+                      as_text(("", products), right=range(len(widths) + 1)), "",
+                      as_text(("", [("this process", ""), *host_limits().rows()]), right=())])
 
 
 def store(machine: Machine, path: Path | None = None) -> Path:

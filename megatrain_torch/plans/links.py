@@ -1,4 +1,4 @@
-"""What GPUs of one machine have of it together, and of each other: measured by a process for each, as in training.
+"""Rates that GPUs of one machine have together and between each other, measured by a process for each.
 
     rates = links.measure("cuda", 8)            # by names of Machine's attributes
 
@@ -8,7 +8,6 @@ slowest counts: a step waits for it.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
 import os
 import re
@@ -27,7 +26,7 @@ import torch.distributed as dist
 
 from .. import _core
 from ..base.errors import MegatrainError
-from .doctor import ISAS, Copies, Planes, synchronize
+from .doctor import Copies, Planes, synchronize
 from .fleet import host_rate
 from .machine import Machine
 
@@ -55,36 +54,32 @@ def measure(device: str, gpus: int) -> dict[str, float]:
     """GB/s of several GPUs, or of as many processes that compute on the CPU; see Machine.
 
     Raises:
-        MegatrainError: a process failed; with what it said last.
+        MegatrainError: a process failed, with what it said last; or time was up.
     """
-    with tempfile.TemporaryDirectory(prefix="megatrain-links-") as folder:
-        command = [sys.executable, "-m", __name__, device, str(gpus), folder]
-        env = os.environ | ({"GLOO_SOCKET_IFNAME": "lo"} if device == "cpu" else {})
+    with tempfile.TemporaryDirectory(prefix="megatrain-links-") as name:
+        folder, env = Path(name), os.environ | ({"GLOO_SOCKET_IFNAME": "lo"} if device == "cpu" else {})
+        command = [sys.executable, "-m", __name__, device, str(gpus), name]
         children: list[subprocess.Popen[bytes]] = []
         try:
             for rank in range(gpus):
-                with (Path(folder) / f"{rank}.said").open("wb") as said:
+                with (folder / f"{rank}.said").open("wb") as said:
                     children.append(subprocess.Popen([*command, str(rank)], env=env, stdout=said, stderr=said))
-            _wait(children, Path(folder))
+            until = time.monotonic() + LIMIT_S
+            while any(found := [child.poll() for child in children]) or None in found:
+                if failed := [rank for rank, status in enumerate(found) if status]:     # the others wait for it
+                    said = (folder / f"{failed[0]}.said").read_text(errors="replace").strip()
+                    error = re.split(r"^(?=\S*(?:Error|Exception)\b)", said, flags=re.MULTILINE)[-1]
+                    raise MegatrainError(f"links between GPUs: process {failed[0]} of {gpus} failed; --gpus 1 leaves "
+                                         f"them out. It said: {error[:LAST_WORDS]}")
+                if time.monotonic() > until:
+                    raise MegatrainError(f"links between GPUs: not measured within {LIMIT_S} s; --gpus 1 leaves them "
+                                         "out")
+                time.sleep(0.05)
         finally:
             for child in children:
                 child.kill()
                 child.wait()
-        return json.loads((Path(folder) / "rates.json").read_text())
-
-
-def _wait(children: list[subprocess.Popen[bytes]], folder: Path) -> None:
-    """Raises: one failed, or time is up: the others would wait for it."""
-    until = time.monotonic() + LIMIT_S
-    while any(found := [child.poll() for child in children]) or None in found:
-        if failed := [rank for rank, status in enumerate(found) if status]:
-            said = (folder / f"{failed[0]}.said").read_text(errors="replace").strip()
-            error = re.split(r"^(?=\S*(?:Error|Exception)\b)", said, flags=re.MULTILINE)[-1]
-            raise MegatrainError(f"links between GPUs: process {failed[0]} of {len(children)} failed; --gpus 1 leaves "
-                                 f"them out. It said: {error[:LAST_WORDS]}")
-        if time.monotonic() > until:
-            raise MegatrainError(f"links between GPUs: not measured within {LIMIT_S} s; --gpus 1 leaves them out")
-        time.sleep(0.05)
+        return json.loads((folder / "rates.json").read_text())
 
 
 def linked(machine: Machine, rates: dict[str, float]) -> Machine:
@@ -97,91 +92,80 @@ def linked(machine: Machine, rates: dict[str, float]) -> Machine:
 
 # ---- one of the processes ------------------------------------------------------------------------
 
-class Rank:
-    """One process, which computes on `device`."""
+def main(device_type: str, gpus: int, folder: Path, rank: int) -> None:
+    """One of the processes; the first writes what was found."""
+    cuda, sizes = device_type == "cuda", SIZES[device_type]
+    device = torch.device(device_type, rank) if cuda else torch.device(device_type)
+    if cuda:
+        torch.cuda.set_device(device)
+    else:
+        torch.set_num_threads(max(1, torch.get_num_threads() // gpus))
+    dist.init_process_group("nccl" if cuda else "gloo", init_method=f"file://{folder}/meet", rank=rank,
+                            world_size=gpus, timeout=timedelta(seconds=LIMIT_S))
 
-    def __init__(self, device: torch.device, sizes: Sizes) -> None:
-        self.device, self.sizes, self.count = device, sizes, dist.get_world_size()
+    def together() -> None:
+        synchronize(device)
+        dist.all_reduce(torch.zeros(1, device=device))
+        synchronize(device)
 
-    def seconds(self, fn: Callable[[], Any]) -> float:
-        """Of one of several calls, of the slowest process, while all make them."""
+    def seconds(fn: Callable[[], Any]) -> float:
+        """Seconds of a call, the mean of several, in the slowest process while all make them."""
         fn()
-        self._together()
+        together()
         began = time.perf_counter()
-        for _ in range(self.sizes.rounds):
+        for _ in range(sizes.rounds):
             fn()
-        synchronize(self.device)
-        took = torch.tensor([(time.perf_counter() - began) / self.sizes.rounds], device=self.device)
+        synchronize(device)
+        took = torch.tensor([(time.perf_counter() - began) / sizes.rounds], device=device)
         dist.all_reduce(took, op=dist.ReduceOp.MAX)
         return float(took)
 
-    def _together(self) -> None:
-        synchronize(self.device)
-        dist.all_reduce(torch.zeros(1, device=self.device))
-        synchronize(self.device)
-
-    def rates(self) -> dict[str, float]:
-        nccl = self._communicators()
-        nbytes, copies = self.sizes.nbytes, Copies(self.device, self.sizes.nbytes)
-        whole, both = (nbytes / self.seconds(fn) / 1e9 for fn in (copies.up, copies.both))
-        del copies
-        leaving = nbytes * (self.count - 1) / self.count
-        sent, got = (torch.zeros(nbytes // 4 // self.count * self.count, device=self.device) for _ in range(2))
-        exchange = self.seconds(lambda: dist.all_to_all_single(got, sent))
-        lost = self._lost(lambda: dist.all_to_all_single(got, sent, async_op=True))
-        return {"communicator_bytes": nccl, "shared_gparams": self._updates(), "whole_gbps": whole,
-                "host_gbps": 2 * both * self.count, "exchange_gbps": leaving / exchange / 1e9,
-                "lost_gbps": min(leaving / max(lost, 1e-12) / 1e9, MOST_GBPS)}
-
-    def _communicators(self) -> int:
-        """Bytes of the device that the first collectives take."""
-        if self.device.type != "cuda":
-            self._together()
-            return 0
-        before, x = torch.cuda.mem_get_info(self.device)[0], torch.zeros(self.count, device=self.device)
-        self._together()
-        dist.all_to_all_single(torch.empty_like(x), x)
-        torch.cuda.synchronize(self.device)
-        return max(before - torch.cuda.mem_get_info(self.device)[0], 0)
-
-    def _updates(self) -> float:
-        """10**9 parameters/s that all processes update together."""
-        info, n = _core.build_info(), self.sizes.parameters
-        planes, threads = Planes(n, "BF16", "BF16", shared=True), max(1, info["cpus"] // self.count)
-        step = functools.partial(_core.adam_step, planes.tensors(1), 1.0, threads, ISAS.index(info["isa"]))
-        return self.count * n / self.seconds(step) / 1e9
-
-    def _lost(self, exchange: Callable[[], Any]) -> float:
-        """Seconds by which products take longer beside an exchange."""
-        n, width = self.sizes.tokens, self.sizes.width
-        dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32
-        x, w = (torch.randn(rows, width, device=self.device, dtype=dtype) for rows in (n, width))
-
-        def products() -> None:
-            for _ in range(self.sizes.products):
-                x @ w
-
-        def beside() -> None:
-            going = exchange()
-            products()
-            going.wait()
-        # In turn: a card that grows warm slows down.
-        return statistics.median(self.seconds(beside) - self.seconds(products) for _ in range(3))
-
-
-def main(device: str, gpus: int, folder: Path, rank: int) -> None:
-    """Of process `rank`; the first writes what was found."""
-    own = torch.device(device, rank) if device == "cuda" else torch.device(device)
-    if device == "cuda":
-        torch.cuda.set_device(own)
-    else:
-        torch.set_num_threads(max(1, torch.get_num_threads() // gpus))
-    dist.init_process_group("nccl" if device == "cuda" else "gloo", init_method=f"file://{folder}/meet", rank=rank,
-                            world_size=gpus, timeout=timedelta(seconds=LIMIT_S))
-    found = Rank(own, SIZES[device]).rates()
+    nccl, leaving = _communicators(device, gpus, together), sizes.nbytes * (gpus - 1) / gpus
+    copies = Copies(device, sizes.nbytes)
+    whole, both = (sizes.nbytes / seconds(fn) / 1e9 for fn in (copies.up, copies.both))
+    del copies
+    sent, got = (torch.zeros(sizes.nbytes // 4 // gpus * gpus, device=device) for _ in range(2))
+    exchange = seconds(lambda: dist.all_to_all_single(got, sent))
+    lost = _lost(device, sizes, seconds, lambda: dist.all_to_all_single(got, sent, async_op=True))
+    planes, threads = Planes(sizes.parameters, "BF16", "BF16", shared=True), max(1, _core.build_info()["cpus"] // gpus)
+    update = seconds(lambda: planes.update(threads))
     if rank == 0:
-        (folder / "rates.json").write_text(json.dumps(found))
+        (folder / "rates.json").write_text(json.dumps({
+            "communicator_bytes": nccl, "shared_gparams": gpus * sizes.parameters / update / 1e9, "whole_gbps": whole,
+            "host_gbps": 2 * both * gpus, "exchange_gbps": leaving / exchange / 1e9,
+            "lost_gbps": min(leaving / max(lost, 1e-12) / 1e9, MOST_GBPS)}))
     dist.destroy_process_group()
+
+
+def _communicators(device: torch.device, gpus: int, together: Callable[[], None]) -> int:
+    """Bytes of the device that the first collectives take."""
+    if device.type != "cuda":
+        together()
+        return 0
+    before, x = torch.cuda.mem_get_info(device)[0], torch.zeros(gpus, device=device)
+    together()
+    dist.all_to_all_single(torch.empty_like(x), x)
+    torch.cuda.synchronize(device)
+    return max(before - torch.cuda.mem_get_info(device)[0], 0)
+
+
+def _lost(device: torch.device, sizes: Sizes, seconds: Callable[[Callable[[], Any]], float],
+          exchange: Callable[[], Any]) -> float:
+    """Seconds by which products take longer beside an exchange."""
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    x, w = (torch.randn(rows, sizes.width, device=device, dtype=dtype) for rows in (sizes.tokens, sizes.width))
+
+    def products() -> None:
+        for _ in range(sizes.products):
+            x @ w
+
+    def beside() -> None:
+        going = exchange()
+        products()
+        going.wait()
+
+    # In turn: a card that grows warm slows down.
+    return statistics.median(seconds(beside) - seconds(products) for _ in range(3))
 
 
 if __name__ == "__main__":

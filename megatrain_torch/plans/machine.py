@@ -1,4 +1,4 @@
-"""What a machine can do: rates and memory, measured, stored or described.
+"""A machine's rates and memory: measured, stored or described.
 
 `megatrain doctor` measures this machine and stores what it found; the planner reads it. For a machine that
 is not at hand there are descriptions by name, and "h200-128g,vram=24GiB" is one with a limit changed.
@@ -8,36 +8,39 @@ Units: GB is 10**9 bytes, TFLOP/s 10**12 operations (a product and a sum are two
 from __future__ import annotations
 
 import bisect
+import contextlib
 import dataclasses
 import difflib
 import functools
+import itertools
 import json
 import math
 import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
+
+import torch
 
 from ..base.errors import MegatrainError
 from ..base.limits import host_limits, parse_bytes, show_bytes
 from ..base.modes import moved_bytes, through_up
 from ..base.strict import parsed, shown, table
+from ..figures.tables import as_text
+from .cards import CALLED, CARDS, MEASURED
 
-GIB = 2**30
 TAKEN = 0.5                 # of what is copied beside AdamW, what that takes from it: 0.3 and 0.9 on two H200 machines
 PIECEMEAL = 0.7             # of the bus, what updates that pass through the device reach beside AdamW: pieces of 64
                             # MiB and fetches take turns; 0.65 to 0.78 on two H200 machines
-MEASURED, SHEETS = "measured by megatrain doctor", "from data sheets, not measured"     # sources
 WEIGHT = 2                  # bytes of a bf16 weight, as it is fetched
 CODES_A_THREAD = 0.75       # 10**9 parameters/s with moments of 8 bits, where arithmetic binds: a Zen 5 core has 1.0
 # Where a drive was not measured: this one at PCIe 4, by its data sheet (6.5 GB/s read, 3.5 written, one drive write a
 # day for five years); reads and writes together as if in turn.
 DRIVE_NAME, DRIVE = "Samsung PM9A3 of 1.92 TB", (6.5, 3.5, 4.5, 3504.0)
-# Between GPUs, of two H200 (NVLink 4, NCCL 2.28): 1 GiB is all-reduced at 321 GB/s, where 450 are on the data sheet.
-# An exchange of 0.23 GB holds up products beside it by 0.5 ms, every 13 ms, to 2.1 ms, every 39 ms, whatever number of
-# NCCL's blocks; steps of 2k tokens, of which exchanges are most, by 0.9 ms.
-NVLINK_REACHED, LOST_GBPS = 0.7, 250.0
+# Of two H200, an exchange of 0.23 GB holds up products beside it by 0.5 ms, every 13 ms, to 2.1 ms, every 39 ms,
+# whatever number of NCCL's blocks; steps of 2k tokens, of which exchanges are most, by 0.9 ms.
+LOST_GBPS = 250.0
 FP8_GAIN = 1.85             # of 7B width on an H200, at 16k tokens, forward and both gradients: 17.1 ms for 31.6
 NETWORK_GBPS = 50.0         # of a machine: one port of 400 Gb/s, stated
 # Of two H100 (torch 2.11, NCCL 2.28): a first communicator takes 866 MiB of each with the library, its first
@@ -128,7 +131,7 @@ class Machine:
 
     def gemm_flops(self, tokens: float, width: float) -> float:
         """FLOP/s of a product, between the measured points in the logarithms of tokens and width."""
-        return _between(_grid(self.gemm), tokens, width) * 1e12
+        return _along([(w, _along(row, tokens)) for w, row in _grid(self.gemm)], width) * 1e12
 
     def attention_flops(self, seq: float, backward: bool) -> float:
         """FLOP/s of causal attention over sequences of this length."""
@@ -188,7 +191,7 @@ class Machine:
     # ---- as text ----
 
     def to_json(self) -> str:
-        """As from_json takes it."""
+        """A text that from_json takes."""
         return json.dumps(dataclasses.asdict(self), indent=1)
 
     @staticmethod
@@ -216,8 +219,10 @@ class Machine:
         elif Path(first).is_file():
             machine = _of_file(Path(first))
         else:
-            raise MegatrainError(f"machine {first!r}: no such description and no such file{_near(first)}; known: "
-                                 f"{', '.join(MACHINES)}")
+            near = difflib.get_close_matches(first.lower(), MACHINES, 1, 0.4)
+            raise MegatrainError(f"machine {first!r}: no such description and no such file"
+                                 + "".join(f"; did you mean {name!r}?" for name in near)
+                                 + f"; known: {', '.join(MACHINES)}")
         changed = dict(_change(c) for c in changes)
         return dataclasses.replace(machine, name=text.strip(), **changed) if changed else machine
 
@@ -229,27 +234,16 @@ def _described(name: str) -> str | None:
     return next((known for known in MACHINES if known == name or (begins and known.startswith(begins))), None)
 
 
-def _near(name: str) -> str:
-    found = difflib.get_close_matches(name.lower(), MACHINES, 1, 0.4)
-    return f"; did you mean {found[0]!r}?" if found else ""
-
-
-_SIZES = {"vram": "vram_bytes", "host": "host_bytes"}
-_SCALARS = {f.name for f in dataclasses.fields(Machine) if f.type == "float"}
-
-
 def _change(text: str) -> tuple[str, Any]:
+    """(field, value) of a change of a description, "vram=24GiB"."""
     key, equals, value = text.partition("=")
-    if key in _SIZES and equals:
-        return _SIZES[key], parse_bytes(value, f"machine: {key}")
-    if key in _SCALARS and equals:
-        try:
-            rate = float(value)
-        except ValueError:
-            rate = 0.0
-        if 0 < rate < math.inf:
-            return key, rate
-    raise MegatrainError(f"machine: {text!r}: give vram=SIZE, host=SIZE, or a rate: {', '.join(sorted(_SCALARS))}")
+    if key in ("vram", "host") and equals:
+        return f"{key}_bytes", parse_bytes(value, f"machine: {key}")
+    rates = sorted(f.name for f in dataclasses.fields(Machine) if f.type == "float")
+    with contextlib.suppress(ValueError):
+        if key in rates and 0 < float(value) < math.inf:
+            return key, float(value)
+    raise MegatrainError(f"machine: {text!r}: give vram=SIZE, host=SIZE, or a rate: {', '.join(rates)}")
 
 
 def _of_file(path: Path) -> Machine:
@@ -268,37 +262,34 @@ _MAY_BE_ZERO = ("beside_gparams", "vram_overhead_bytes", "host_overhead_bytes", 
 
 
 def _is(kind: type, value: Any, zero: bool = False) -> bool:
-    """Of numbers: finite, and more than 0, or 0."""
+    """Is it of this kind? A number has to be finite and more than 0, or 0 where `zero` says so."""
     if kind in (str, bool, dict):
         return type(value) is kind
     good = type(value) is int or (kind is float and type(value) is float and math.isfinite(value))
     return good and (value > 0 or (zero and value == 0))
 
 
-def _are_rows(name: str, rows: Any) -> bool:
-    (kinds, ascending), lists = _ROWS[name], isinstance(rows, (list, tuple)) and (rows or name in _MAY_BE_EMPTY)
-    if not lists or not all(isinstance(row, (list, tuple)) and len(row) == len(kinds) for row in rows):
+def _may_be(name: str, kind: str, value: Any) -> bool:
+    """May a machine's field be this? kind: its type as declared."""
+    if name == "device":
+        return value in ("cuda", "cpu")
+    if name not in _ROWS:
+        return _is({"str": str, "int": int, "float": float, "bool": bool}.get(kind, dict), value, name in _MAY_BE_ZERO)
+    kinds, ascending = _ROWS[name]
+    if not isinstance(value, (list, tuple)) or not (value or name in _MAY_BE_EMPTY):
         return False
-    first = [row[0] for row in rows]
-    return all(_is(kind, v) for row in rows for kind, v in zip(kinds, row)) and (
-        not ascending or first == sorted(set(first)))
-
-
-def _check_field(name: str, kind: str, value: Any) -> None:
-    kinds = {"str": str, "int": int, "float": float, "bool": bool}
-    good = _are_rows(name, value) if name in _ROWS else _is(kinds.get(kind, dict), value, name in _MAY_BE_ZERO)
-    if not good or (name == "device" and value not in ("cuda", "cpu")):
-        raise ValueError(f"{name}={shown(value)}")
+    rows = all(isinstance(row, (list, tuple)) and len(row) == len(kinds) and all(map(_is, kinds, row))
+               for row in value)
+    return rows and (not ascending or all(a[0] < b[0] for a, b in itertools.pairwise(value)))
 
 
 def _from_dict(fields: dict[str, Any]) -> Machine:
     for f in dataclasses.fields(Machine):
-        if f.name in fields:
-            _check_field(f.name, f.type, fields[f.name])
-    tables = {name: tuple(map(tuple, fields[name])) for name in _ROWS if name in fields}
-    machine = Machine(**{**fields, **tables})
+        if f.name in fields and not _may_be(f.name, f.type, fields[f.name]):
+            raise ValueError(f"{f.name}={shown(fields[f.name])}")
+    machine = Machine(**{**fields, **{name: tuple(map(tuple, fields[name])) for name in _ROWS if name in fields}})
     points = [(n, w) for n, w, _ in machine.gemm]
-    if sorted(set(points)) != sorted((n, w) for n in {n for n, _ in points} for w in {w for _, w in points}):
+    if sorted(set(points)) != sorted(itertools.product({n for n, _ in points}, {w for _, w in points})):
         raise ValueError("gemm is no full grid of tokens and widths")
     return machine
 
@@ -312,10 +303,6 @@ def _grid(points: tuple[tuple[int, int, float], ...]) -> list[tuple[float, list[
     for tokens, width, rate in sorted(points):
         rows.setdefault(width, []).append((float(tokens), rate))
     return sorted((float(w), row) for w, row in rows.items())
-
-
-def _between(grid: list[tuple[float, list[tuple[float, float]]]], tokens: float, width: float) -> float:
-    return _along([(w, _along(row, tokens)) for w, row in grid], width)
 
 
 def _along(points: list[tuple[float, float]], x: float) -> float:
@@ -367,8 +354,6 @@ def _cpu_here() -> Machine:
 def _nearest() -> Machine | None:
     """The description of the GPU torch sees, with this machine's memory: by its name, or else the one with memory
     nearest to its. None: it sees none."""
-    import torch
-
     if not torch.cuda.is_available():
         return None
     gpu, vram = torch.cuda.get_device_name(), torch.cuda.get_device_properties(0).total_memory
@@ -390,16 +375,7 @@ def card_with(vram: int, host: int) -> Machine:
 def described_gpu(gpu: str) -> str | None:
     """The description of a GPU that torch calls so."""
     words = gpu.lower().replace("-", " ")
-    return next((name for part, name in _BY_GPU if re.search(rf"\b{part}\b", words)), None)
-
-
-# What is looked for first comes first: an "A100" of 40 GB before any A100.
-_BY_GPU = (("gh200", "gh200-480g"), ("gb10", "gb10"), ("h200", "h200-128g"), ("h100 pcie", "h100-pcie"),
-           ("h100", "h100-80g"), ("b200", "b200-2t"), ("a100 .*40gb", "a100-40g"), ("a100", "a100-80g"),
-           ("rtx pro 6000", "rtx-pro-6000"), ("rtx 6000 ada", "rtx6000-ada"), ("a6000", "a6000"), ("l40s", "l40s"),
-           ("l4", "l4"), ("a10g?", "a10"), ("t4", "t4"), ("v100 .*32gb", "v100-32g"), ("v100", "v100-16g"),
-           ("5090", "rtx5090"), ("4090", "rtx4090-64g"), ("4080", "rtx4080"), ("3090", "rtx3090-64g"),
-           ("3060", "rtx3060-12g"))
+    return next((name for part, name in CALLED if re.search(rf"\b{part}\b", words)), None)
 
 
 def host_limit_bytes() -> int:
@@ -408,23 +384,13 @@ def host_limit_bytes() -> int:
 
 
 def host_now(machine: Machine) -> int:
-    """Of a machine's host memory what others leave now, where it is this one."""
-    import torch
-
+    """Bytes of host memory for a plan: where the machine is this one, those that other processes leave now."""
     cuda = torch.cuda.is_available()
     here = machine.device == ("cuda" if cuda else "cpu") and (not cuda or torch.cuda.get_device_name() in machine.name)
     return min(machine.host_bytes, host_limits().within) if here else machine.host_bytes
 
 
 # ---- descriptions --------------------------------------------------------------------------------
-
-def _scaled(table: tuple[tuple[int, int, float], ...], by: float, top: float) -> tuple[tuple[int, int, float], ...]:
-    return tuple((n, w, round(min(rate * by, top), 1)) for n, w, rate in table)
-
-
-def _attention(table: tuple[tuple[int, float, float], ...], by: float) -> tuple[tuple[int, float, float], ...]:
-    return tuple((s, round(f * by, 1), round(b * by, 1)) for s, f, b in table)
-
 
 RATES = ("gemm", "attention", "hbm_gbps", "h2d_gbps", "d2h_gbps", "both_gbps", "busy_gbps", "adam_gparams",
          "add_gparams", "device_adam_gparams", "launch_us", "fp8_gain", "disk_read_gbps", "disk_write_gbps",
@@ -433,250 +399,56 @@ ON_SHEETS = ("gemm", "attention", "hbm_gbps", "h2d_gbps", "d2h_gbps", "both_gbps
              "disk_read_gbps", "disk_write_gbps", "disk_both_gbps", "disk_tbw", "exchange_gbps")
 
 
-# Of a machine that was measured: what follows from AdamW's rate; a drive that no --disk named; what several GPUs have.
-SUM_ORIGIN = ("add_gparams", "assumed")
-DRIVE_ORIGINS = tuple((rate, "published") for rate in RATES if rate.startswith("disk_"))
-LINK_ORIGINS = tuple((rate, "assumed") for rate in RATES[-5:])      # until several GPUs are measured; the network stays
+def _of_card(fields: dict[str, Any]) -> Machine:
+    """A row of cards.py. What data sheets have is published, all else assumed, but for what the row names."""
+    known = {rate: how for how in ("measured", "assumed") for rate in fields.get(how, ())}
+    origins = tuple((rate, known.get(rate, "published" if rate in ON_SHEETS else "assumed")) for rate in RATES)
+    own = {name: value for name, value in fields.items() if name not in ("measured", "assumed")}
+    return Machine(**own, origins=origins if "measured" in fields else ())
 
 
-def _origins(measured: tuple[str, ...] = (), assumed: tuple[str, ...] = ()) -> tuple[tuple[str, str], ...]:
-    """Of a description: what data sheets have is published, all else assumed, but for what is named."""
-    return tuple((rate, "measured" if rate in measured else "assumed" if rate in assumed or rate not in ON_SHEETS
-                  else "published") for rate in RATES)
+MACHINES: dict[str, Machine] = {fields["name"]: _of_card(fields) for fields in CARDS}
 
 
-def _nvlink(sheet: float) -> float:
-    """GB/s that leave a GPU, of links that have so many one way by the data sheet."""
-    return round(NVLINK_REACHED * sheet, 1)
-
-
-# Rates of a layer's products on an H200, sustained, in whole steps' own runs (benchmarks/results): width of
-# 7B, 8k tokens 734, 16k 705, 32k 706, 64k 658 (the card slows down under its power limit). Single products
-# of that width: 819 to 837 cold; of 14B's 740 to 758, of 32B's 700. Widths of 1024 and tokens below 8192 are
-# estimates; `megatrain doctor` measures them.
-_H200_GEMM = tuple((n, w, rate) for w, row in {
-    1024: (190, 300, 400, 480, 530, 550, 560, 560),
-    3584: (300, 480, 600, 690, 730, 710, 705, 655),
-    8192: (360, 560, 670, 720, 740, 710, 710, 662),
-    12288: (370, 570, 670, 690, 700, 675, 670, 650),
-}.items() for n, rate in zip((512, 1024, 2048, 4096, 8192, 16384, 32768, 65536), row))
-
-# cuDNN attention through torch, causal, heads of 128. Measured: S=4096, 40 heads, 616 / 500; 28/4 heads, sustained
-# (at the power limit; 683 / 574 cold), S=32k 583 / 522; from 128k, forward some queries at a time (templates/rows.py),
-# full blocks of 32k: 592 to 600 / 535. Below 4096: estimates.
-_H200_ATTENTION = ((512, 180.0, 140.0), (1024, 300.0, 240.0), (2048, 450.0, 380.0), (4096, 616.0, 500.0),
-                   (32768, 583.0, 522.0), (131072, 585.0, 535.0), (524288, 588.0, 535.0))
-
-_H200 = Machine(
-    name="h200-128g", device="cuda",
-    vram_bytes=int(139.8 * GIB),        # what the driver gives of 141 GB
-    vram_overhead_bytes=int(0.87 * GIB),  # measured: used on the device beyond what torch reserved, 0.85 to 0.86
-    host_bytes=int(125 * GIB),          # a virtual machine of 128 GiB shows 126
-    host_overhead_bytes=2 * GIB,        # resident beyond the store: 0.9 GB, and what torch had before
-    gemm=_H200_GEMM, attention=_H200_ATTENTION,
-    hbm_gbps=3900.0,                    # 4.8 TB/s by the data sheet; copies reach 4.0 to 4.3
-    h2d_gbps=55.5, d2h_gbps=55.4, both_gbps=50.75,      # measured, PCIe 5 x16, pinned
-    busy_gbps=38.0,                     # measured both ways: 40.6 beside 8 threads on memory, 37 beside 16
-    adam_gparams=((1, 0.70), (8, 5.2), (16, 7.05)),     # measured at 1 and 16 threads
-    add_gparams=11.0,                   # 16 bytes a gradient at the 183 GB/s that AdamW reaches there
-    device_adam_gparams=140.0,          # 28 bytes a parameter at hbm_gbps
-    launch_us=6.0,                      # eager layers: 500 to 630 us for some 90 operations, measured
-    whole_gbps=50.4,                    # two GPUs at once
-    exchange_gbps=_nvlink(450.0),
-    source="measured in part", origins=_origins(measured=(
-        "gemm", "attention", "hbm_gbps", "h2d_gbps", "d2h_gbps", "both_gbps", "busy_gbps", "adam_gparams", "launch_us",
-        "fp8_gain", "whole_gbps", "exchange_gbps", "lost_gbps")))
-
-
-NO_LINKS = {"exchange_gbps": 0.0, "whole_gbps": 0.0}    # between GPUs of a machine; and nobody measured several
-
-
-class Card(NamedTuple):
-    """Published figures of a GPU, by the vendor's data sheet.
-
-    Attributes:
-        vram: GiB that the driver gives. taken: of them, by the driver and libraries.
-        tflops: 10**12 operations/s of dense bf16 products with fp32 sums, without sparsity (V100, T4: fp16).
-        gbps: of its memory. link: GB/s one way of its link to the host.
-        host: key of HOSTS. share: of tflops that products are taken to reach; less where the power limit is low.
-    """
-
-    name: str
-    vram: float
-    taken: float
-    tflops: float
-    gbps: float
-    link: float
-    host: str
-    share: float
-
-
-class Host(NamedTuple):
-    """What a host is taken to be: GiB; threads and 10**9 parameters/s of AdamW on one and on all; adam beside copies
-    leaves `busy` of the link."""
-
-    gib: int
-    adam: tuple[tuple[int, float], ...]
-    busy: float
-
-
-HOSTS = {"desk-ddr4": Host(62, ((1, 0.8), (16, 1.8)), 0.5), "desk": Host(62, ((1, 1.0), (16, 2.4)), 0.6),
-         "cloud": Host(62, ((1, 0.6), (8, 3.0)), 0.7), "server": Host(250, ((1, 0.6), (32, 6.5)), 0.75),
-         "arm": Host(59, ((1, 0.3), (20, 3.0)), 0.4)}
-REACHED = 0.8               # of a PCIe link's rate, by copies one way: 25 of 31.5 GB/s, 55 of 63
-PCIE = {3: 15.8, 4: 31.5, 5: 63.0}      # GB/s one way of 16 lanes
-
-# Tensor cores of compute capability 8.9 and above multiply codes of 8 bits; these cards have older ones.
-NO_CODES = {"rtx3060-12g", "t4", "a10", "v100-16g", "v100-32g", "a6000", "a100-40g"}
-
-CARDS = (
-    Card("rtx3060-12g", 11.6, 0.6, 25.5, 360.0, PCIE[4], "desk-ddr4", 0.9),
-    Card("rtx4080", 15.6, 0.6, 97.5, 716.8, PCIE[4], "desk", 0.9),
-    Card("t4", 14.6, 0.4, 65.0, 320.0, PCIE[3], "cloud", 0.5),             # 70 W
-    Card("l4", 22.0, 0.5, 121.0, 300.0, PCIE[4], "cloud", 0.5),            # 72 W
-    Card("a10", 22.0, 0.5, 125.0, 600.0, PCIE[4], "cloud", 0.6),           # 150 W
-    Card("v100-16g", 15.7, 0.5, 125.0, 900.0, PCIE[3], "server", 0.75),
-    Card("v100-32g", 31.7, 0.5, 125.0, 900.0, PCIE[3], "server", 0.75),
-    Card("a6000", 47.4, 0.6, 154.8, 768.0, PCIE[4], "desk", 0.8),
-    Card("rtx6000-ada", 47.4, 0.6, 364.2, 960.0, PCIE[4], "desk", 0.75),
-    Card("rtx-pro-6000", 94.9, 0.7, 503.8, 1792.0, PCIE[5], "desk", 0.75),
-    Card("l40s", 44.4, 0.6, 362.05, 864.0, PCIE[4], "server", 0.7),
-    Card("a100-40g", 39.4, 0.6, 312.0, 1555.0, PCIE[4], "server", 0.8),
-    Card("h100-pcie", 79.1, 0.7, 756.0, 2000.0, PCIE[5], "server", 0.7),
-)
-H200_TFLOPS = 989.0         # of its data sheet, where the table above was measured
-
-
-def _card(c: Card) -> Machine:
-    """A card by its published figures, in a host as such cards have. Small products reach more of a small card's peak
-    than of the H200's, which launches cost more: twice its curve, up to `share` of the peak."""
-    host, of_h200, link = HOSTS[c.host], c.tflops / H200_TFLOPS, c.link * REACHED
-    hbm = c.gbps * (0.82 if c.gbps > 1500 and "rtx" not in c.name else 0.89)
-    return dataclasses.replace(
-        _H200, name=c.name, vram_bytes=int(c.vram * GIB), vram_overhead_bytes=int(c.taken * GIB),
-        host_bytes=host.gib * GIB, gemm=_scaled(_H200_GEMM, 2 * c.share * of_h200, c.share * c.tflops),
-        attention=_attention(_H200_ATTENTION, 1.4 * c.share * of_h200), hbm_gbps=round(hbm, 1),
-        h2d_gbps=round(link, 1), d2h_gbps=round(link, 1), both_gbps=round(0.87 * link, 1),
-        busy_gbps=round(host.busy * link, 1), adam_gparams=host.adam, add_gparams=round(1.6 * host.adam[-1][1], 1),
-        **NO_LINKS, fp8_gain=0.0 if c.name in NO_CODES else FP8_GAIN,
-        device_adam_gparams=round(hbm / 28, 1), launch_us=5.0, source=SHEETS, origins=_origins())
-
-
-MACHINES: dict[str, Machine] = {m.name: m for m in (
-    _H200,
-    # The same GPU in a host of two sockets: 64 vCPUs measured 224 GB/s of memory, 8.0 G parameters/s.
-    dataclasses.replace(_H200, name="h200-1.5t", host_bytes=1500 * GIB, adam_gparams=((1, 0.70), (64, 8.0)),
-                        source="measured in part"),
-    # H100 SXM: the H200's cores with 3.35 TB/s (data sheet) of 80 GB; the host is taken to have 256 GiB.
-    dataclasses.replace(_H200, name="h100-80g", vram_bytes=int(79.1 * GIB), host_bytes=250 * GIB,
-                        hbm_gbps=2750.0, device_adam_gparams=98.0, source=SHEETS, origins=_origins(),
-                        gemm=_scaled(_H200_GEMM, 0.96, 720.0)),
-    # Schieffer et al. 2024 (arXiv 2407.07850) measured 375 up, 297 down over NVLink-C2C, 486 GB/s of LPDDR5X
-    # and 3.4 TB/s of HBM3. Host memory and link share the LPDDR5X. AdamW: 26 bytes at 80 % of it.
-    dataclasses.replace(_H200, name="gh200-480g", vram_bytes=94 * GIB, host_bytes=470 * GIB, hbm_gbps=3100.0,
-                        h2d_gbps=375.0, d2h_gbps=297.0, both_gbps=280.0, busy_gbps=100.0,
-                        adam_gparams=((1, 0.70), (72, 15.0)), add_gparams=24.0, device_adam_gparams=110.0, **NO_LINKS,
-                        source=SHEETS, origins=_origins(), gemm=_scaled(_H200_GEMM, 0.97, 720.0)),
-    # RTX 4090: 165 TFLOP/s dense bf16 with fp32 sums, 1,008 GB/s (data sheet), PCIe 4 x16; two channels of
-    # DDR5, some 65 GB/s, so 2.4 G parameters/s. Products are taken to reach 90 % of the sheet.
-    dataclasses.replace(_H200, name="rtx4090-64g", vram_bytes=int(23.6 * GIB), vram_overhead_bytes=int(0.6 * GIB),
-                        host_bytes=62 * GIB, gemm=_scaled(_H200_GEMM, 0.30, 150.0),
-                        attention=_attention(_H200_ATTENTION, 0.22), hbm_gbps=900.0, h2d_gbps=25.0, d2h_gbps=25.0,
-                        both_gbps=22.0, busy_gbps=16.0, adam_gparams=((1, 1.0), (16, 2.4)), add_gparams=4.0,
-                        **NO_LINKS, device_adam_gparams=32.0, launch_us=4.0, source=SHEETS, origins=_origins()),
-    # RTX 5090: 210 TFLOP/s dense bf16 with fp32 sums, 1,792 GB/s, 32 GB (data sheet), PCIe 5 x16; host as above
-    # with faster DDR5.
-    dataclasses.replace(_H200, name="rtx5090", vram_bytes=int(31.4 * GIB), vram_overhead_bytes=int(0.6 * GIB),
-                        host_bytes=62 * GIB, gemm=_scaled(_H200_GEMM, 0.38, 190.0),
-                        attention=_attention(_H200_ATTENTION, 0.28), hbm_gbps=1600.0, h2d_gbps=54.0, d2h_gbps=54.0,
-                        both_gbps=48.0, busy_gbps=25.0, adam_gparams=((1, 1.1), (16, 2.8)), add_gparams=4.5,
-                        **NO_LINKS, device_adam_gparams=57.0, launch_us=4.0, source=SHEETS, origins=_origins()),
-    # RTX 3090: 71 TFLOP/s dense bf16 with fp32 sums, 936 GB/s (data sheet), PCIe 4 x16; host as of the 4090 with DDR4,
-    # 50 GB/s. Products as there.
-    dataclasses.replace(_H200, name="rtx3090-64g", vram_bytes=int(23.6 * GIB), vram_overhead_bytes=int(0.6 * GIB),
-                        host_bytes=62 * GIB, gemm=_scaled(_H200_GEMM, 0.13, 64.0),
-                        attention=_attention(_H200_ATTENTION, 0.1), hbm_gbps=840.0, h2d_gbps=25.0, d2h_gbps=25.0,
-                        both_gbps=20.0, busy_gbps=13.0, adam_gparams=((1, 0.8), (16, 1.8)), add_gparams=3.0,
-                        **NO_LINKS, device_adam_gparams=30.0, launch_us=5.0, source=SHEETS, origins=_origins(),
-                        fp8_gain=0.0),
-    # A100 SXM: 312 TFLOP/s dense bf16, 2,039 GB/s of 80 GB (data sheet), PCIe 4 x16; products are taken to reach 80 %
-    # of the sheet, and the host to have 512 GiB and 180 GB/s.
-    dataclasses.replace(_H200, name="a100-80g", vram_bytes=int(79.1 * GIB), host_bytes=500 * GIB,
-                        gemm=_scaled(_H200_GEMM, 0.35, 250.0), attention=_attention(_H200_ATTENTION, 0.35),
-                        hbm_gbps=1700.0, h2d_gbps=25.0, d2h_gbps=25.0, both_gbps=22.0, busy_gbps=20.0,
-                        adam_gparams=((1, 0.6), (32, 6.5)), add_gparams=10.0, device_adam_gparams=60.0,
-                        whole_gbps=0.0, exchange_gbps=_nvlink(300.0), fp8_gain=0.0,
-                        source=SHEETS, origins=_origins()),
-    # B200: 2,250 TFLOP/s dense bf16 at 1,000 W, 8 TB/s of 192 GB, of which the driver gives 179 GiB (data sheet), in a
-    # host of PCIe 5 with 2 TiB. Products are taken to reach what they reach on the H200, 75 % of its sheet.
-    dataclasses.replace(_H200, name="b200-2t", vram_bytes=179 * GIB, host_bytes=2000 * GIB,
-                        gemm=_scaled(_H200_GEMM, 2.27, 1690.0), attention=_attention(_H200_ATTENTION, 1.8),
-                        hbm_gbps=6500.0, device_adam_gparams=235.0, adam_gparams=((1, 0.70), (64, 9.0)),
-                        add_gparams=14.0, whole_gbps=0.0, exchange_gbps=_nvlink(900.0), source=SHEETS,
-                        origins=_origins()),
-    *map(_card, CARDS),
-    # GB10 (DGX Spark): a Blackwell GPU and 20 Arm cores on one memory of 128 GB, 273 GB/s (data sheet), of which the
-    # system shows 119 GiB. It is parted into two, and copies between the parts read and write the same memory. 31
-    # TFLOP/s of fp32 are published; of bf16 twice that with fp32 sums is taken, as GeForce cards of its kind have.
-    dataclasses.replace(_card(Card("gb10", 59.0, 0.5, 62.0, 273.0, 0.0, "arm", 0.9)), host_bytes=59 * GIB,
-                        h2d_gbps=100.0, d2h_gbps=100.0, both_gbps=50.0, busy_gbps=40.0, one_memory=True,
-                        origins=_origins(assumed=("gemm", "attention", "h2d_gbps", "d2h_gbps", "both_gbps"))),
-    # The CPU device, for trying things: "device" memory is host memory.
-    Machine(name="cpu", device="cpu", vram_bytes=8 * GIB, vram_overhead_bytes=0, host_bytes=8 * GIB,
-            host_overhead_bytes=GIB // 2,
-            gemm=((64, 256, 0.05), (64, 4096, 0.08), (4096, 256, 0.08), (4096, 4096, 0.1)),
-            attention=((64, 0.02, 0.02), (4096, 0.05, 0.05)), hbm_gbps=10.0, h2d_gbps=5.0, d2h_gbps=5.0, both_gbps=4.0,
-            busy_gbps=3.0, adam_gparams=((1, 0.5), (2, 0.8)), add_gparams=0.5, device_adam_gparams=0.5,
-            launch_us=10.0, fp8_gain=1.0, one_memory=True),
-)}
-
-
-def describe(machine: Machine) -> list[tuple[str, str, str]]:
+def describe(m: Machine) -> list[tuple[str, str, str]]:
     """(what, figure, where it comes from) of a machine's rates, for a table."""
-    best = max(rate for _, _, rate in machine.gemm)
-    threads, adam = machine.adam_gparams[-1]
-    seq, fwd, bwd = machine.attention[-1]
-    rates = machine.disk_read_gbps, machine.disk_write_gbps, machine.disk_both_gbps
-    drive = f"not measured: a {DRIVE_NAME}'s data sheet" if rates == DRIVE[:3] else machine.origin("disk_read_gbps")
-    device = "host memory as device memory" if machine.one_memory else "device memory"
-    eight = "8bit" in dict(machine.adam8_gparams)
-    return [
-        (device, f"{show_bytes(machine.vram_bytes)}, {show_bytes(machine.vram_overhead_bytes)} of it taken", ""),
-        ("host memory", f"{show_bytes(machine.host_bytes)}, {show_bytes(machine.host_overhead_bytes)} of it taken", ""),
-        ("matrix products, best", f"{best:.4g} TFLOP/s", machine.origin("gemm")),
-        ("products of 8-bit codes", f"{machine.fp8_gain:.3g} times as fast" if machine.fp8_gain else "none",
-         machine.origin("fp8_gain")),
-        (f"attention, S={seq}", f"{fwd:.4g} forward, {bwd:.4g} backward TFLOP/s", machine.origin("attention")),
-        ("elementwise kernels", f"{machine.hbm_gbps:.4g} GB/s", machine.origin("hbm_gbps")),
-        ("host to device, back", f"{machine.h2d_gbps:.4g}, {machine.d2h_gbps:.4g} GB/s", machine.origin("h2d_gbps")),
-        ("both ways at once", f"{machine.both_gbps:.4g} GB/s each way", machine.origin("both_gbps")),
-        ("both ways beside AdamW", f"{machine.busy_gbps:.4g} GB/s each way", machine.origin("busy_gbps")),
-        (f"AdamW, {threads} thread" + "s" * (threads > 1), f"{adam:.4g} G parameters/s",
-         machine.origin("adam_gparams")),
-        *([("AdamW beside copies both ways", f"{machine.beside_gparams:.4g} G parameters/s", "measured")]
-          if machine.beside_gparams else []),
-        ("with moments of 8 bits", f"{machine.adam_rate(states='8bit') / 1e9:.4g} G parameters/s",
-         machine.origin("adam8_gparams") if eight else "not measured: from AdamW's rate"),
-        ("a micro-batch's gradients added", f"{machine.add_gparams:.4g} G gradients/s",
-         "not measured: from AdamW's rate" if machine.source == MEASURED else machine.origin("add_gparams")),
-        ("AdamW on the device", f"{machine.device_adam_gparams:.4g} G parameters/s",
-         machine.origin("device_adam_gparams")),
-        ("one torch operation", f"{machine.launch_us:.4g} us of host time", machine.origin("launch_us")),
-        *_links(machine),
-        ("disk: read, write; together", "{:.4g}, {:.4g}; {:.4g} GB/s".format(*rates), drive),
-        ("disk: its rating", f"{machine.disk_tbw:,.0f} TB written" if machine.disk_tbw else "not known",
-         drive if machine.disk_tbw == DRIVE[3] else ""),
+    threads, adam = m.adam_gparams[-1]
+    seq, fwd, bwd = m.attention[-1]
+    disk = m.disk_read_gbps, m.disk_write_gbps, m.disk_both_gbps
+    drive = f"not measured: a {DRIVE_NAME}'s data sheet" if disk == DRIVE[:3] else m.origin("disk_read_gbps")
+    rows = [
+        ("host memory as device memory" if m.one_memory else "device memory",
+         f"{show_bytes(m.vram_bytes)}, {show_bytes(m.vram_overhead_bytes)} of it taken", ""),
+        ("host memory", f"{show_bytes(m.host_bytes)}, {show_bytes(m.host_overhead_bytes)} of it taken", ""),
+        ("matrix products, best", f"{max(rate for *_, rate in m.gemm):.4g} TFLOP/s", "gemm"),
+        ("products of 8-bit codes", f"{m.fp8_gain:.3g} times as fast" if m.fp8_gain else "none", "fp8_gain"),
+        (f"attention, S={seq}", f"{fwd:.4g} forward, {bwd:.4g} backward TFLOP/s", "attention"),
+        ("elementwise kernels", f"{m.hbm_gbps:.4g} GB/s", "hbm_gbps"),
+        ("host to device, back", f"{m.h2d_gbps:.4g}, {m.d2h_gbps:.4g} GB/s", "h2d_gbps"),
+        ("both ways at once", f"{m.both_gbps:.4g} GB/s each way", "both_gbps"),
+        ("both ways beside AdamW", f"{m.busy_gbps:.4g} GB/s each way", "busy_gbps"),
+        (f"AdamW, {threads} thread" + "s" * (threads > 1), f"{adam:.4g} G parameters/s", "adam_gparams"),
+        *([("AdamW beside copies both ways", f"{m.beside_gparams:.4g} G parameters/s", "measured")]
+          if m.beside_gparams else []),
+        ("with moments of 8 bits", f"{m.adam_rate(states='8bit') / 1e9:.4g} G parameters/s",
+         "adam8_gparams" if "8bit" in dict(m.adam8_gparams) else "not measured: from AdamW's rate"),
+        ("a micro-batch's gradients added", f"{m.add_gparams:.4g} G gradients/s",
+         "not measured: from AdamW's rate" if m.source == MEASURED else "add_gparams"),
+        ("AdamW on the device", f"{m.device_adam_gparams:.4g} G parameters/s", "device_adam_gparams"),
+        ("one torch operation", f"{m.launch_us:.4g} us of host time", "launch_us"),
+        ("to each of several GPUs at once", f"{m.whole_gbps:.4g} GB/s" if m.whole_gbps else "as alone",
+         "whole_gbps" if m.whole_gbps else "not measured"),
+        ("between GPUs",
+         f"{m.exchange_gbps:.4g} GB/s leave each" if m.exchange_gbps else "over their links to the host",
+         "exchange_gbps" if m.exchange_gbps else "not measured"),
+        ("between machines", f"{m.network_gbps:.4g} GB/s leave each", "stated: machine=\"...,network_gbps=GB/s\""),
+        *([("NCCL's part of a GPU's memory", show_bytes(m.communicator_bytes), "")] if m.device == "cuda" else []),
+        ("disk: read, write; together", "{:.4g}, {:.4g}; {:.4g} GB/s".format(*disk), drive),
+        ("disk: its rating", f"{m.disk_tbw:,.0f} TB written" if m.disk_tbw else "not known",
+         drive if m.disk_tbw == DRIVE[3] else ""),
     ]
-
-
-def _links(m: Machine) -> list[tuple[str, str, str]]:
-    """Of several GPUs."""
-    whole = f"{m.whole_gbps:.4g} GB/s" if m.whole_gbps else "as alone"
-    between = f"{m.exchange_gbps:.4g} GB/s leave each" if m.exchange_gbps else "over their links to the host"
-    return [("to each of several GPUs at once", whole, m.origin("whole_gbps") if m.whole_gbps else "not measured"),
-            ("between GPUs", between, m.origin("exchange_gbps") if m.exchange_gbps else "not measured"),
-            ("between machines", f"{m.network_gbps:.4g} GB/s leave each", "stated: machine=\"...,network_gbps=GB/s\""),
-            *([("NCCL's part of a GPU's memory", show_bytes(m.communicator_bytes), "")] if m.device == "cuda" else [])]
+    fields = {f.name for f in dataclasses.fields(Machine)}
+    return [(what, figure, m.origin(where) if where in fields else where) for what, figure, where in rows]
 
 
 def listing() -> str:
@@ -684,14 +456,11 @@ def listing() -> str:
     rows: list[tuple[str, ...]] = [("machine", "GPU memory", "products", "GPU memory's rate", "link", "host memory",
                                     "AdamW on it")]
     for m in sorted(MACHINES.values(), key=lambda m: m.vram_bytes):
-        def mark(figure: str, rate: str, m: Machine = m) -> str:
-            return f"{figure} {m.origin(rate)[0]}"
-        rows.append((m.name, show_bytes(m.vram_bytes), mark(f"{max(r for *_, r in m.gemm):.4g} TFLOP/s", "gemm"),
-                     mark(f"{m.hbm_gbps:.4g} GB/s", "hbm_gbps"), mark(f"{m.h2d_gbps:.4g} GB/s", "h2d_gbps"),
-                     show_bytes(m.host_bytes), mark(f"{m.adam_gparams[-1][1]:.4g} G/s", "adam_gparams")))
-    widths = [max(len(r[i]) for r in rows) for i in range(len(rows[0]))]
-    lines = ["  ".join([r[0].ljust(widths[0]), *(c.rjust(n) for c, n in zip(r[1:], widths[1:]))]) for r in rows]
-    return "\n".join([*lines, "", *LEGEND])
+        figures = {"gemm": f"{max(r for *_, r in m.gemm):.4g} TFLOP/s", "hbm_gbps": f"{m.hbm_gbps:.4g} GB/s",
+                   "h2d_gbps": f"{m.h2d_gbps:.4g} GB/s", "adam_gparams": f"{m.adam_gparams[-1][1]:.4g} G/s"}
+        products, hbm, link, adam = (f"{figure} {m.origin(rate)[0]}" for rate, figure in figures.items())
+        rows.append((m.name, show_bytes(m.vram_bytes), products, hbm, link, show_bytes(m.host_bytes), adam))
+    return "\n".join([as_text(("", rows), right=range(1, 7)), "", *LEGEND])
 
 
 LEGEND = (

@@ -35,10 +35,10 @@ from ..base.modes import (
     check_states,
     read,
 )
-from ..figures.tiers import Tier, bars, write_tiers
+from ..figures.tables import Table, Tier, as_html, as_text, bytes_table, draw_tiers, tiers_as_html
 from ..figures.timeline import LANES
 from ..store.disk import FROZEN, PADDING, SPILLED, Disk, years
-from .changes import Python, refusal
+from .changes import refusal
 from .cost import LENT, THROUGH_BYTES
 from .fleet import Fleet, check_delivery, check_homes, fleet_of
 from .machine import DRIVE, DRIVE_NAME, Machine, host_now, resolve
@@ -47,8 +47,6 @@ from .placement import Problem
 from .shapes import Shape, shapes_of
 from .simulate import Timing
 from .wishes import Choice, Wishes
-
-Table = tuple[str, list[tuple[str, ...]]]
 
 
 @dataclass(frozen=True)
@@ -122,7 +120,7 @@ class Plan:
 
     @property
     def disk_bytes(self) -> int:
-        """Of the files: states, what lies between them, and activations."""
+        """Bytes of the files: states, what lies between them, and activations."""
         return sum(self.disk.values())
 
     @property
@@ -140,22 +138,22 @@ class Plan:
 
     @property
     def vram_bytes(self) -> int:
-        """Of device memory, at a step's peak."""
+        """Bytes of device memory at a step's peak."""
         return sum(self.vram.values())
 
     @property
     def host_bytes(self) -> int:
-        """Of host memory, at a step's peak."""
+        """Bytes of host memory at a step's peak."""
         return sum(self.host.values())
 
     @property
     def besides(self) -> tuple[tuple[str, int], ...]:
-        """Of host memory what mt.stream takes beside what is there before it: (what, bytes)."""
+        """(what, bytes) of host memory that mt.stream takes beside what is there before it."""
         return tuple((what, n) for what, n in self.host.items() if what != OVERHEAD)
 
     @property
     def tokens_per_second(self) -> float:
-        """As predicted, of all GPUs."""
+        """The predicted rate of all GPUs together."""
         return self.tokens * self.fleet.count / self.seconds
 
     @property
@@ -175,14 +173,14 @@ class Plan:
         Raises:
             MegatrainError: matplotlib is not installed.
         """
-        write_tiers(path, _headline(self), self.tiers)
+        draw_tiers(path, _headline(self), self.tiers)
 
     def __str__(self) -> str:
-        return "\n\n".join([_headline(self), *(as_text(t) for t in _tables(self))])
+        return "\n\n".join([_headline(self), *map(as_text, _tables(self))])
 
     def _repr_html_(self) -> str:
         head = "".join(f"<p>{html.escape(line)}</p>" for line in _headline(self).splitlines())
-        return head + bars(self.tiers) + "".join(_as_html(t) for t in _tables(self))
+        return head + tiers_as_html(self.tiers) + "".join(as_html(*t) for t in _tables(self))
 
 
 def plan(model: Any, *, tokens: int, seq: int, machine: Machine | str | None = None, vram: int | str | None = None,
@@ -421,22 +419,21 @@ def _window_weights(shape: Shape) -> dict[str, int]:
 # ---- refusing ------------------------------------------------------------------------------------
 
 def _refusal(problem: Problem, whole: Machine, shape_with: Callable[[str], Shape]) -> MegatrainError:
-    """What needs least, and what would fit. shape_with: the same model with other states of AdamW."""
+    """The exception that says what needs least, and what would fit. shape_with: the model with other states."""
     wishes = problem.wishes
     if isinstance(wishes.homes, dict):
         return MegatrainError(f"{wishes.tokens:,} tokens of {problem.shape.name} in sequences of {wishes.seq:,} fit in "
                               "no way with units at these homes")
-    found = refusal(problem, whole, shape_with, _memories)
-    error = MegatrainError(found.text(Python()))
+
+    def memories(problem: Problem, choice: Choice) -> tuple[dict[str, int], dict[str, int], str]:
+        vram, host = vram_table(problem, choice), problem.host_bytes(choice.homes, choice.micro, choice.modes)
+        both = tiers_of(problem.machine, vram, host, wishes.fleet)
+        return vram, host, "\n\n".join(as_text(bytes_table(*tier)) for tier in both)
+
+    found = refusal(problem, whole, shape_with, memories)
+    error = MegatrainError(found.text())
     error.refusal, error.changes, error.ways = found, found.alone, found.ways
     return error
-
-
-def _memories(problem: Problem, choice: Choice) -> tuple[dict[str, int], dict[str, int], str]:
-    """Bytes of a choice on the device and in host memory, and both as text."""
-    vram, host = vram_table(problem, choice), problem.host_bytes(choice.homes, choice.micro, choice.modes)
-    both = tiers_of(problem.machine, vram, host, problem.wishes.fleet)
-    return vram, host, "\n\n".join(as_text(_bytes_table(*tier)) for tier in both)
 
 
 # ---- as text -------------------------------------------------------------------------------------
@@ -447,37 +444,45 @@ def _headline(p: Plan) -> str:
     cut += f"; {p.states} states" * (p.states != "fp32")
     cut += "; products in fp8" * (p.products == "fp8")
     cut += "; weights in shards" * (p.delivery == "shards")
-    all_of = "" if p.fleet.alone else " in all"
-    layers = f"own code: {own_code(p.own)}\n" if p.own else ""
+    lines = [f"{p.model}: {p.parameters / 1e9:.3f} B parameters, {frozen}",
+             f"{p.fleet.each}{p.tokens:,} tokens a step in sequences of {p.seq:,}, {cut}; {p.compute} layers"]
+    if p.own:
+        lines.append(f"own code: {own_code(p.own)}")
     if p.assumed and p.compute == "fused" and len(p.own) < len(p.activations):
-        layers += "templates: relies on no hooks inside layers, and on autocast to no other type than the weights'\n"
-    return (f"{p.model}: {p.parameters / 1e9:.3f} B parameters, {frozen}\n"
-            f"{p.fleet.each}{p.tokens:,} tokens a step in sequences of {p.seq:,}, {cut}; {p.compute} layers\n{layers}"
-            f"{p.machine.name}: rates {p.machine.source}\n"
-            f"predicted: {p.tokens_per_second:,.0f} tokens/s{all_of}, {p.seconds:.4g} s a step "
-            f"({p.forward_s:.3g} forward); bound by {LANES.get(p.bound, p.bound)}" + _between(p))
-
-
-def _between(p: Plan) -> str:
-    """What the network has to carry, so that nothing waits: new weights within a forward, gradients of a machine's GPUs
-    within a backward."""
-    if p.machines == 1:
-        return ""
-    leaving = sum(p.weights.values()) * p.trained / p.parameters * (p.machines - 1) / p.machines
-    forward_s, backward_s = p.forward_s / p.micro, (p.seconds - p.forward_s) / p.micro
-    needed = max(leaving / forward_s, p.gpus * leaving / backward_s) / 1e9
-    return (f"\nbetween machines: {needed:.3g} GB/s from each hide behind compute; "
-            f"{p.machine.network_gbps:.4g} are stated (network_gbps)")
+        lines.append("templates: relies on no hooks inside layers, and on autocast to no other type than the weights'")
+    lines.append(f"{p.machine.name}: rates {p.machine.source}")
+    all_of = "" if p.fleet.alone else " in all"
+    lines.append(f"predicted: {p.tokens_per_second:,.0f} tokens/s{all_of}, {p.seconds:.4g} s a step "
+                 f"({p.forward_s:.3g} forward); bound by {LANES.get(p.bound, p.bound)}")
+    if p.machines > 1:      # so that nothing waits: new weights within a forward, all gradients within a backward
+        leaving = sum(p.weights.values()) * p.trained / p.parameters * (p.machines - 1) / p.machines
+        forward_s, backward_s = p.forward_s / p.micro, (p.seconds - p.forward_s) / p.micro
+        needed = max(leaving / forward_s, p.gpus * leaving / backward_s) / 1e9
+        lines.append(f"between machines: {needed:.3g} GB/s from each hide behind compute; "
+                     f"{p.machine.network_gbps:.4g} are stated (network_gbps)")
+    return "\n".join(lines)
 
 
 def _tables(p: Plan) -> list[Table]:
-    return [_placement_table(p), *(_bytes_table(*tier) for tier in p.tiers), *([_endurance(p)] if p.disk else []),
-            _seconds_table(p)]
+    lanes: list[tuple[str, ...]] = [("lane", "busy s", "of the step", "compute waits for it")]
+    for name, s in p.busy.items():
+        wait = p.idle.get(name, 0.0)
+        if s or wait:
+            lanes.append((LANES.get(name, name), f"{s:.4g}", f"{s / p.seconds:.0%}", f"{wait:.3g} s" if wait else ""))
+    tiers = [bytes_table(*tier) for tier in p.tiers]
+    return [_placement(p), *tiers, *([_endurance(p)] if p.disk else []), ("", lanes)]
 
 
-def _placement_table(p: Plan) -> Table:
+def _placement(p: Plan) -> Table:
+    """Neighbouring windows of which the same is chosen; only layers that differ by a number share a row."""
+    modes = dict(p.activations)
+    for a, b in itertools.pairwise(p.activations):
+        if read(p.activations[b]).keep == LINKED:       # the same words for both layers of the pair
+            modes[a] = modes[b] = f"{p.activations[a]}, {p.activations[b]} in turn"
+    alike = {name: (p.homes.get(name, "shared"), mode, re.sub(r"\d+", "*", name)) for name, mode in modes.items()}
     rows: list[tuple[str, ...]] = [("window", "weights", "home", "activations")]
-    for names, home, mode in _runs(p):
+    for (home, mode, _), run in itertools.groupby(modes, key=alike.get):
+        names = list(run)
         rows.append((_span(names), show_bytes(sum(p.weights[n] for n in names)), home, mode))
     ring = f"ring of {p.slots} slots for what streams"
     ring += f"; experts {p.experts} at a time" * (p.experts > 0)
@@ -485,32 +490,8 @@ def _placement_table(p: Plan) -> Table:
     return ring if {"ram", "through", *DISKS} & set(p.homes.values()) else "nothing streams", rows
 
 
-def _runs(p: Plan) -> list[tuple[list[str], str, str]]:
-    """Neighbouring windows of which the same is chosen; only layers that differ by a number share a row."""
-    runs: list[tuple[list[str], str, str]] = []
-    for name, mode in _in_turn(p.activations).items():
-        home = p.homes.get(name, "shared")
-        if runs and runs[-1][1:] == (home, mode) and _stem(runs[-1][0][-1]) == _stem(name):
-            runs[-1][0].append(name)
-        else:
-            runs.append(([name], home, mode))
-    return runs
-
-
-def _in_turn(activations: dict[str, str]) -> dict[str, str]:
-    """With the same words for both layers of a pair of which the second is linked."""
-    found = dict(activations)
-    for a, b in itertools.pairwise(activations):
-        if read(activations[b]).keep == LINKED:
-            found[a] = found[b] = f"{activations[a]}, {activations[b]} in turn"
-    return found
-
-
-def _stem(name: str) -> str:
-    return re.sub(r"\d+", "*", name)
-
-
 def _span(names: list[str]) -> str:
+    """"layers.0" to "layers.5" as "layers.0-5"."""
     if len(names) == 1:
         return names[0]
     last = re.findall(r"\d+", names[-1])
@@ -519,9 +500,12 @@ def _span(names: list[str]) -> str:
 
 def own_code(own: dict[str, str]) -> str:
     """Names of layers, and why their own code runs them, as text."""
+    def number(name: str) -> int:
+        return int((re.findall(r"\d+", name) or ["-2"])[-1])
+
     found: list[tuple[str, list[str]]] = []
     for name, why in own.items():
-        if found and found[-1][0] == why and _number(name) == _number(found[-1][1][-1]) + 1:
+        if found and found[-1][0] == why and number(name) == number(found[-1][1][-1]) + 1:
             found[-1][1].append(name)
         else:
             found.append((why, [name]))
@@ -529,47 +513,10 @@ def own_code(own: dict[str, str]) -> str:
     return "; ".join(f"{_span(names)} ({why})" for why, names in (found[:3] if more else found)) + more
 
 
-def _number(name: str) -> int:
-    numbers = re.findall(r"\d+", name)
-    return int(numbers[-1]) if numbers else -2
-
-
-def _bytes_table(title: str, parts: dict[str, int], limit: int) -> Table:
-    rows: list[tuple[str, ...]] = [(title, "bytes", "")]
-    rows += [(what, show_bytes(n), "") for what, n in parts.items() if n]
-    total = sum(parts.values())
-    return "", [*rows, ("in all", show_bytes(total), f"of {show_bytes(limit)}, {total / limit:.0%}")]
-
-
 def _endurance(p: Plan) -> Table:
     rated = p.machine.disk_tbw
     drive, lasts = (f"{rated:,.0f} TB written", f"{p.disk_years:.3g} years of such steps") if rated else \
         ("not known", "with it: machine=\"...,disk_tbw=TERABYTES\"")
     whose = f"the rating of a {DRIVE_NAME}" if rated == DRIVE[3] else "the drive's rating"
-    rows = [("in a step", f"{p.disk_written / 1e9:.3g} GB", ""), (whose, drive, lasts)]
-    return "", [("endurance", "written", ""), *rows]
-
-
-def _seconds_table(p: Plan) -> Table:
-    rows: list[tuple[str, ...]] = [("lane", "busy s", "of the step", "compute waits for it")]
-    for name, s in p.busy.items():
-        wait = p.idle.get(name, 0.0)
-        if s or wait:
-            rows.append((LANES.get(name, name), f"{s:.4g}", f"{s / p.seconds:.0%}", f"{wait:.3g} s" if wait else ""))
-    return "", rows
-
-
-def as_text(table: Table) -> str:
-    title, rows = table
-    widths = [max(len(r[i]) for r in rows) for i in range(len(rows[0]))]
-    lines = ["  ".join(c.rjust(n) if i == 1 else c.ljust(n) for i, (c, n) in enumerate(zip(r, widths))).rstrip()
-             for r in rows]
-    return "\n".join([*lines, *([title] if title else [])])
-
-
-def _as_html(table: Table) -> str:
-    title, (head, *rows) = table
-    cells = "".join(f"<th>{html.escape(c)}</th>" for c in head)
-    body = "".join("<tr>" + "".join(f"<td>{html.escape(c)}</td>" for c in r) + "</tr>" for r in rows)
-    caption = f"<caption>{html.escape(title)}</caption>" if title else ""
-    return f"<table>{caption}<tr>{cells}</tr>{body}</table>"
+    step = ("in a step", f"{p.disk_written / 1e9:.3g} GB", "")
+    return "", [("endurance", "written", ""), step, (whose, drive, lasts)]

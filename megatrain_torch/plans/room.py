@@ -1,37 +1,216 @@
-"""Whether what a streamed model takes later is there: planes are made when they are first needed."""
+"""Does a model fit? Asked before anything of it is allocated, and again before each plane that comes later.
+
+    asked = Asked(name, groups, dtype, homes, ring, micro, on_cpu)
+    sizes = check_device(asked, free, vram)      # slots of the device
+    check_loading(asked, host, whole)            # before mt.stream takes over the weights
+    room = Room(asked, host)
+    room.states(core)                            # before mt.AdamW makes its states
+
+A limit that the user gave counts instead of what is measured. A refusal has the table of what is needed and the
+smallest changes that fit, each alone; nothing was changed by then.
+"""
 from __future__ import annotations
 
+import bisect
+import ctypes
 import dataclasses
+import gc
+import itertools
+import math
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from .. import _core
-from ..base.limits import Bound, show_bytes, with_margin, without_margin
+from ..base.errors import MegatrainError
+from ..base.limits import (
+    FILES_LEAST,
+    Bound,
+    host_limits,
+    show_bytes,
+    show_size,
+    with_margin,
+    without_margin,
+)
+from ..base.units import Group
+from ..figures.tables import as_text, bytes_table
 from ..group.ranks import Ranks, as_one
-from ..store.disk import DISK_BUFFERS
+from ..store.disk import DISK_BUFFERS, buffer_bytes, file_bytes
 from .asked import Asked
 from .cost import PLANES_OF
-from .host_memory import limits, shortage
-from .preflight import check_limit
-from .refusals import refusal, short
 from .tally import SETTLED
 
+TRIM_BYTES = 64 << 20       # of the module's own tensors, given back before malloc is asked to give back too
+OWN = "the module's own, given back"
+
+
+# ---- memory of this process ----------------------------------------------------------------------
+
+def shortage(need: int) -> Bound | None:
+    """The limit under which so many bytes more do not fit; None: they fit.
+
+    Python's collector counts objects, not bytes: a dropped model that is in a cycle may wait for it for long. So a
+    shortage is one only after a collection.
+    """
+    bound = host_limits().short(need)
+    if bound is not None and gc.collect():
+        give_back()
+        bound = host_limits().short(need)
+    return bound
+
+
+def give_back() -> None:
+    """Memory that was freed goes back to the system, also where malloc keeps it for later."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+
+
+def own_bytes(groups: list[Group]) -> list[int]:
+    """Bytes of host memory that each unit's parameters give back when their values are in the store.
+
+    Weights that were mapped, not read, give back none: their memory is the page cache's. A parameter on the meta
+    device counts whole: another process has its values, and asks for their memory.
+    """
+    storages: dict[int, tuple[int, int]] = {}
+    for i, (_, own) in enumerate(groups):
+        for _, p in own:
+            if p.device.type == "cpu" and not hasattr(p, "_mt"):
+                storage = p.untyped_storage()
+                storages[storage.data_ptr()] = (i, storage.nbytes())     # gone with the last unit that has it
+    found = [sum(p.nbytes for _, p in own if p.is_meta) for _, own in groups]
+    files = _file_ranges()
+    for address, (i, n) in storages.items():
+        at = bisect.bisect_right(files, (address, math.inf)) - 1
+        found[i] += 0 if at >= 0 and address < files[at][1] else n
+    return found
+
+
+def _file_ranges() -> list[tuple[int, int]]:
+    """Addresses of this process that are a file's, ascending."""
+    try:
+        lines = Path("/proc/self/maps").read_text().splitlines()
+    except OSError:
+        return []
+    fields = [line.split(maxsplit=5) for line in lines]
+    return [(int(begin, 16), int(end, 16)) for span, _, _, _, inode, *_ in fields if inode != "0"
+            for begin, end in [span.split("-")]]
+
+
+# ---- before mt.stream changes anything -----------------------------------------------------------
+
+def check_device(asked: Asked, free: int | None, limit: int | None) -> list[int]:
+    """Returns the sizes of slots, two of each where more do not fit.
+
+    Args:
+        free: bytes of the device; None: not known. limit: the user's.
+
+    Raises:
+        MegatrainError: the weights in flight and what is at home there need more.
+    """
+    most = min((n for n in (free, limit) if n is not None), default=None)
+    if most is not None and sum(asked.device().values()) > most:
+        asked = dataclasses.replace(asked, ring=2)
+    need = asked.device()
+    if most is None or sum(need.values()) <= most:
+        return asked.slots()
+    changes: dict[str, Any] = {}
+    if limit is not None and (free is None or sum(need.values()) <= free):
+        changes["vram"] = sum(need.values())
+    if fewer := next((a for a in asked.moved("vram", "ram") if sum(a.device().values()) <= most), None):
+        changes["homes"] = fewer.named()
+    largest = max(asked.units(), key=lambda u: u.weights)
+    raise _refusal(asked, "device memory", need, most, "vram=" if limit == most else "the device", changes,
+                   f"name smaller units; the largest is {largest.name!r} with {show_bytes(largest.weights)}")
+
+
+def to_disk(asked: Asked, limit: int | None) -> Asked:
+    """Moves units to disk until host memory holds a training step, the last ones first: their updates have most time
+    before the next forward needs them. limit: the user's."""
+    own = sum(own_bytes(asked.groups))
+    if limit is None and shortage(sum(asked.host().values()) - own) is None:
+        return asked
+    found, tried = host_limits(), asked
+    for tried in itertools.chain([asked], asked.moved("ram", "disk")):
+        if sum(tried.planes().values()) <= limit if limit is not None \
+                else found.short(sum(tried.host().values()) - own) is None:
+            break
+    return tried
+
+
+def check_weights(asked: Asked, limit: int | None, free_on_device: int | None) -> None:
+    """Refuses weights that host memory does not hold; a plan says later what else there will be."""
+    if limit is None:
+        check_loading(asked, None, False, free_on_device)
+    elif (need := asked.planes().get("weights", 0)) > limit:
+        raise _refusal(asked, "host memory", {"weights": need}, limit, "host=", {"host": need})
+
+
+def loads(asked: Asked, limit: int | None) -> bool:
+    """Is there host memory to take over the weights?"""
+    if limit is not None:
+        return asked.planes().get("weights", 0) <= limit
+    return shortage(sum(loading(asked, own_bytes(asked.groups)).values())) is None
+
+
+def check_loading(asked: Asked, limit: int | None, whole: bool, free_on_device: int | None = None) -> None:
+    """Refuses what host memory does not hold while the weights are taken over, and, `whole`, in a training step.
+
+    Raises:
+        MegatrainError: there is less than that, or than the user's limit; or hardly a file can be opened any more.
+    """
+    open_files, most_files = host_limits().files
+    if most_files - open_files < FILES_LEAST:
+        raise MegatrainError(f"{open_files} files are open and {most_files} may be: raise `ulimit -n` to "
+                             f"{open_files + FILES_LEAST}, or close some")
+    if limit is not None:
+        _check_limit(asked, limit, free_on_device)
+        return
+    own = own_bytes(asked.groups)
+    _check(asked, lambda a: loading(a, own), "to take over the weights", free_on_device)
+    if whole:
+        _check(asked, lambda a: a.host() | {OWN: -sum(own)}, "for a training step", free_on_device)
+
+
+def loading(asked: Asked, own: list[int]) -> dict[str, int]:
+    """The most bytes that are held at once beyond those that are there now. own: see own_bytes.
+
+    Buffers of the disk come first. Planes are filled unit by unit, each giving back the module's own tensors, and its
+    own memory where it goes to the device or the disk. On the CPU device the other slots come last.
+    """
+    at = slots = given = 0
+    buffers = {DISK_BUFFERS: buffer_bytes(asked.homes) * asked.fleet.gpus}
+    steps: list[dict[str, int]] = []
+    for unit, home, n in zip(asked.units(), asked.homes, own):
+        settled = home in SETTLED
+        slots += unit.weights * (settled and asked.on_cpu)
+        steps.append(buffers | {"weights": at + unit.weights, "the device's slots": slots, OWN: -given})
+        at += unit.weights * ((not settled or not asked.fleet.alone) and home != "disk+weights")
+        given += n
+    steps.append(buffers | {"weights": at, "the device's slots": sum(asked.slots()) * asked.on_cpu, OWN: -given})
+    return max(steps, key=lambda held: sum(held.values()))
+
+
+# ---- before each plane that comes later ----------------------------------------------------------
 
 class Room:
     """Whether what a streamed model takes later is there: planes are made when they are first needed.
 
+    Each method raises MegatrainError where there is less; what was allocated is as before then.
+
     Attributes:
+        asked: what the model was streamed with. limit: of host memory, the user's; None: what is measured counts.
         ranks: the processes that have these planes together; None: this one is alone.
+        begun: room for gradients was asked for, at least. summed: for sums of micro-batches too.
     """
 
     def __init__(self, asked: Asked, limit: int | None) -> None:
         self.asked, self.limit = asked, limit
         self.ranks: Ranks | None = None
-        self.begun = False                       # room for gradients was asked for, at least
-        self.summed = asked.micro > 1
+        self.begun, self.summed = False, asked.micro > 1
 
     def let_go(self) -> None:
         """Knows parameters by their form from now on: what is asked later must not keep them alive."""
@@ -39,105 +218,85 @@ class Room:
         self.asked = dataclasses.replace(self.asked, groups=forms)
 
     def states(self, core: _core.Engine) -> None:
-        """Of AdamW and the gradients, before they are made.
-
-        Raises:
-            MegatrainError: there is less; what was allocated is as before.
-        """
+        """Asks for AdamW's states and the gradients, before they are made."""
         self._check(core, self.asked, "for gradients and AdamW's states")
         self.begun = True
 
     def gradients(self, core: _core.Engine) -> None:
-        """Of gradients, where no mt.AdamW has asked; once. Raises: as `states`."""
+        """Asks for gradients, once, where no mt.AdamW has."""
         self._check(core, self.asked, "for gradients", "gradients")
         self.begun = True
 
     def sums(self, core: _core.Engine) -> None:
-        """Of a second micro-batch; once. Raises: as `states`."""
+        """Asks for sums of micro-batches, once, when a second one comes."""
         asked = dataclasses.replace(self.asked, micro=2)
         self._check(core, asked, "to add up micro-batches", "sums", "staging")
         self.asked, self.summed = asked, True
 
+    def _check(self, core: _core.Engine, asked: Asked, what: str, *planes: str) -> None:
+        """Several processes ask together, before any makes its part. planes: those that come now; none named: all."""
+        with as_one(self.ranks):
+            self._check_here(core, asked, what, *planes)
+
+    def _check_here(self, core: _core.Engine, asked: Asked, what: str, *planes: str) -> None:
+        if self.limit is not None:
+            _check_limit(asked, self.limit, None)
+        else:
+            _check(asked, lambda a: self._coming(core, a, planes or a.host()), what, None)
+
     def copies(self, core: _core.Engine) -> None:
-        """States that live on the device are about to be copied to the host, maybe for one process alone. Raises: as
-        `states`."""
+        """Asks for copies of states that live on the device; maybe in one process alone, which reads them."""
         if any(home in SETTLED for home in self.asked.homes):
             asked = dataclasses.replace(self.asked, copied=True)
             self._check_here(core, asked, "for copies of states at home on the device", "weights", "masters", "moments")
 
     def weights(self, core: _core.Engine, unit: int) -> None:
-        """Of a unit that lives on the device or on disk, before they are read on the host. Raises: as `states`."""
+        """Asks for a copy of a unit's weights that live on the device or on disk, before the host reads them."""
         need = core.reserved_bytes(unit, _core.PLANES["HI"])
         if not need:
             return
-        if (bound := self._bound(core, need)) is not None:
-            table = {"weights": need} | ({} if self.limit else {"margin": with_margin(need) - need})
-            raise refusal(self.asked, f"host memory to read {self.asked.groups[unit][0]}", table, bound.free,
-                           f"free: {bound.what}", {}, "mt.save, which brings units one by one",
-                           "an optimizer step and a forward after what was read so far, which give its memory back",
-                           f"{show_bytes(sum(table.values()) - bound.free)} more ({bound.remedy})")
+        if self.limit is None:
+            bound = shortage(need)
+        else:                    # of copies of weights beside those that were read, and all planes
+            planes = self.asked.planes()
+            free = self.limit - sum(planes.values()) + planes.get("weights", 0) - core.host_bytes(_core.PLANES["HI"])
+            bound = Bound("host=", self.limit, max(free, 0), "a larger host=") if need > free else None
+        if bound is not None:
+            raise _short(self.asked, f"to read {self.asked.groups[unit][0]}", {"weights": need}, bound, {},
+                         "mt.save, which brings units one by one",
+                         "an optimizer step and a forward after what was read so far, which give its memory back",
+                         margin=self.limit is None)
 
     def may_save(self, core: _core.Engine, held: list[tuple[int, int]], blocks: int) -> bool:
-        """Is there room for mt.save with so many bytes of blocks that are not yet written? held: as `saving`."""
+        """Is there room for mt.save, with `blocks` bytes that are not yet written? held: as for `saving`."""
         return self.limit is not None or shortage(sum(_saved(core, held, blocks).values())) is None
 
     def saving(self, core: _core.Engine, held: list[tuple[int, int]], blocks: int) -> None:
-        """What mt.save takes while it runs. held: (unit, planes that are saved, a bit each). Raises: as `states`."""
+        """Asks for what mt.save takes while it runs. held: (unit, planes that are saved, a bit each)."""
         need = _saved(core, held, blocks)
         if self.limit is None and (bound := shortage(sum(need.values()))) is not None:
-            margin = with_margin(sum(need.values())) - sum(need.values())
-            over = sum(need.values()) + margin - bound.free
-            raise refusal(self.asked, "host memory to save", need | {"margin": margin}, bound.free,
-                           f"free: {bound.what}", {}, f"{show_bytes(over)} more ({bound.remedy})",
-                           "a smaller spare=, if one was given", "smaller units")
-
-    def _bound(self, core: _core.Engine, need: int) -> Bound | None:
-        """What stands against so many bytes of copies of weights beside those that were read, and all planes."""
-        if self.limit is None:
-            return shortage(need)
-        planes = self.asked.planes()
-        free = self.limit - sum(planes.values()) + planes.get("weights", 0) - core.host_bytes(_core.PLANES["HI"])
-        return Bound("host=", self.limit, max(free, 0), "a larger host=") if need > free else None
+            raise _short(self.asked, "to save", need, bound, {}, "a smaller spare=, if one was given", "smaller units")
 
     def activations(self, core: _core.Engine, nbytes: int, bays: int = 1) -> None:
-        """So many bytes of one window are about to wait in host memory; or to pass through so many bays of it.
-        Raises: as `states`."""
+        """Asks for a window's activations, which are about to wait in host memory, or to pass through bays of it."""
         kept, used = core.swap_bytes()
         nbytes = bays * nbytes
         if self.limit is not None or used + nbytes <= kept:
             return
         nbytes = min(nbytes, used + nbytes - kept) if bays > 1 else nbytes
         if (bound := shortage(nbytes)) is not None:
-            need = {"kept from one window": nbytes, "margin": with_margin(nbytes) - nbytes}
-            raise refusal(self.asked, "host memory for activations", need, bound.free, f"free: {bound.what}", {},
-                           "activations that stay on the device, or are run again", "fewer tokens a micro-batch",
-                           f"{show_bytes(with_margin(nbytes) - bound.free)} more ({bound.remedy})")
+            raise _short(self.asked, "for activations", {"kept from one window": nbytes}, bound, {},
+                         "activations that stay on the device, or are run again", "fewer tokens a micro-batch")
 
     def spare(self, core: _core.Engine) -> int:
         """Bytes of host memory that no plane will take, now or later: free, or in bays for activations already."""
         if self.limit is not None:
             return self.limit - sum(self.asked.host().values())
         coming = sum(self._coming(core, self.asked, PLANES_OF).values())
-        return without_margin(limits().tightest().free) - coming + core.swap_bytes()[0]
-
-    def _check(self, core: _core.Engine, asked: Asked, what: str, *planes: str) -> None:
-        """planes: those that come now; none named: all. Several processes ask together, before any makes its part."""
-        with as_one(self.ranks):
-            self._check_here(core, asked, what, *planes)
-
-    def _check_here(self, core: _core.Engine, asked: Asked, what: str, *planes: str) -> None:
-        if self.limit is not None:
-            check_limit(asked, self.limit, None)
-            return
-
-        def need(a: Asked) -> dict[str, int]:
-            return self._coming(core, a, planes or a.host())
-
-        if (bound := shortage(sum(need(asked).values()))) is not None:
-            raise short(asked, need, bound, what, None)
+        return without_margin(host_limits().tightest().free) - coming + core.swap_bytes()[0]
 
     def _coming(self, core: _core.Engine, asked: Asked, planes: Iterable[str]) -> dict[str, int]:
-        """Bytes of these that are not there yet. Weights and slots are, and the buffers of a disk that there is;
+        """Bytes of these planes that are not made yet. Weights, slots and a disk's buffers are made with the model;
         staging comes with the first sums."""
         there = {plane: sum(core.host_bytes(_core.PLANES[p]) for p in own) for plane, own in PLANES_OF.items()}
         there["activations"] = core.swap_bytes()[0]
@@ -148,12 +307,20 @@ class Room:
         return {what: max(n - there.get(what, 0), 0) for what, n in need.items() if what in planes}
 
 
-class _Form:
-    """A parameter as unit_bytes sees it, known weakly: whether it is trained may change."""
+def _saved(core: _core.Engine, held: list[tuple[int, int]], blocks: int) -> dict[str, int]:
+    """Bytes that mt.save takes beside the planes: it brings units at home elsewhere one by one."""
+    brought = [sum(core.reserved_bytes(unit, p) for p in _core.PLANES.values() if planes >> p & 1)
+               for unit, planes in held]
+    return {"copies of a unit": max(brought, default=0), "blocks to be written": blocks}
 
-    def __init__(self, p: torch.Tensor) -> None:
-        self.dtype, self._numel, self._floating, self._param = (
-            p.dtype, p.numel(), p.is_floating_point(), weakref.ref(p))
+
+class _Form:
+    """A parameter's form as unit_bytes reads it. The parameter is known weakly, since whether it is trained may
+    change. frozen: as if it were not."""
+
+    def __init__(self, p: torch.Tensor, frozen: bool = False) -> None:
+        self.dtype, self._numel, self._floating, self._param, self._frozen = (
+            p.dtype, p.numel(), p.is_floating_point(), weakref.ref(p), frozen)
         self.shape, self._stride, self.stands = p.shape, p.stride(), getattr(p, "stands", None)
 
     def dim(self) -> int:
@@ -172,11 +339,92 @@ class _Form:
     def requires_grad(self) -> bool:
         param = self._param()
         with torch._C.DisableTorchFunctionSubclass():
-            return param is not None and param.requires_grad
+            return not self._frozen and param is not None and param.requires_grad
 
 
-def _saved(core: _core.Engine, held: list[tuple[int, int]], blocks: int) -> dict[str, int]:
-    """Bytes of host memory beside the planes that are there: units at home elsewhere are brought one by one."""
-    brought = [sum(core.reserved_bytes(unit, p) for p in _core.PLANES.values() if planes >> p & 1)
-               for unit, planes in held]
-    return {"copies of a unit": max(brought, default=0), "blocks to be written": blocks}
+# ---- refusing ------------------------------------------------------------------------------------
+
+Need = Callable[[Asked], dict[str, int]]    # bytes beyond what is there now, by what they hold
+
+
+def _check(asked: Asked, need: Need, what: str, free_on_device: int | None) -> None:
+    """Refuses what the machine does not have. free_on_device: bytes, where units could be at home there instead."""
+    if (bound := shortage(sum(need(asked).values()))) is not None:
+        raise short(asked, need, bound, what, free_on_device)
+
+
+def _check_limit(asked: Asked, limit: int, free_on_device: int | None) -> None:
+    """Refuses planes that need more than the limit that the user gave."""
+    need = asked.planes()
+    if (over := sum(need.values()) - limit) > 0:
+        changes = {"host": limit + over} | _changes(asked, lambda a: sum(a.planes().values()) <= limit, over,
+                                                    free_on_device)
+        raise _refusal(asked, "host memory", need, limit, "host=", changes)
+
+
+def short(asked: Asked, need: Need, bound: Bound, what: str, free_on_device: int | None) -> MegatrainError:
+    """The refusal of `need`, which is beyond a bound, with the changes that would fit under it."""
+    over = with_margin(sum(need(asked).values())) - bound.free
+    changes = _changes(asked, lambda a: with_margin(sum(need(a).values())) <= bound.free, over, free_on_device)
+    return _short(asked, what, need(asked), bound, changes | {"host": sum(asked.planes().values())})
+
+
+def _short(asked: Asked, what: str, need: dict[str, int], bound: Bound, changes: dict[str, Any], *words: str,
+           margin: bool = True) -> MegatrainError:
+    total = sum(need.values())
+    whole = with_margin(total) if margin else total
+    return _refusal(asked, f"host memory {what}", need | {"margin": whole - total}, bound.free, f"free: {bound.what}",
+                    changes, *words,
+                    f"{show_bytes(whole - bound.free)} more under the limit of {bound.what} ({bound.remedy})")
+
+
+def _changes(asked: Asked, fits: Callable[[Asked], bool], over: int, free_on_device: int | None) -> dict[str, Any]:
+    """Arguments of mt.stream, each of which alone makes it fit. over: bytes that are missing."""
+    found: dict[str, Any] = {}
+    if asked.micro > 1 and fits(dataclasses.replace(asked, micro=1)):
+        found["micro"] = 1
+    wide = any(p.dtype in (torch.float32, torch.float64) for _, own in asked.groups for _, p in own)
+    if wide and asked.dtype is None and fits(dataclasses.replace(asked, dtype=torch.bfloat16)):
+        found["dtype"] = torch.bfloat16
+    for tried in asked.moved("ram", "vram") if free_on_device is not None else ():
+        if sum(tried.device().values()) > free_on_device:
+            break
+        if fits(tried):
+            found["homes"] = tried.named()
+            break
+    if asked.states == "fp32" and fits(dataclasses.replace(asked, states="8bit")):
+        found["states"] = "8bit"
+    if filed := next(filter(fits, asked.moved("ram", "disk")), None):
+        found["nvme"] = file_bytes(filed)
+    trained = sum(u.trained for u in asked.units())
+    states = sum(asked.planes().values()) - sum(u.weights for u in asked.units())
+    frozen = [(name, [(n, _Form(p, frozen=True)) for n, p in own]) for name, own in asked.groups]
+    if trained and over < states and fits(dataclasses.replace(asked, groups=frozen)):
+        found["frozen"] = math.ceil(over * trained / states)
+    return found
+
+
+def _refusal(asked: Asked, title: str, need: dict[str, int], most: int, whose: str, changes: dict[str, Any],
+             *words: str) -> MegatrainError:
+    """The exception, with a table of what is needed and what would fit."""
+    said = "; ".join([*(_in_words(k, v) for k, v in changes.items()), *words])
+    error = MegatrainError(f"{asked.name} does not fit; nothing was changed:\n\n"
+                           f"{as_text(bytes_table(title, need, most, f' ({whose})'))}\n\n"
+                           f"What would fit, each alone: {said}.")
+    error.changes = changes
+    return error
+
+
+def _in_words(name: str, value: Any) -> str:
+    if name in ("vram", "host"):
+        return f"{name}={show_size(value)!r}, if so much is there"
+    if name == "states":
+        return f"states={value!r}, of mt.AdamW or, where host= is given, in mt.stream's plan"
+    if name == "nvme":
+        return f"nvme= a directory with {show_size(value)} free"
+    if name == "frozen":
+        return f"{value:,} parameters less to train (freeze some, or LoRA)"
+    if name == "homes":
+        at = sum(home == "vram" for home in value.values())
+        return f"{at} units at home in VRAM: plan={{'homes': ...}} as in this exception's `changes`"
+    return f"{name}={value}"

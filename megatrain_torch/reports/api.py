@@ -1,16 +1,25 @@
-"""Small doors: what a streamed model is made of, what it did, and its fp32 values."""
+"""Doors to a streamed model: its windows, its bytes in each memory, its last step, its fp32 values."""
 from __future__ import annotations
 
 import contextlib
+import html
 import time
+from collections import Counter
 from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
 
+import torch
 from torch import Tensor, nn
 
-from ..base.limits import show_bytes
+from .. import _core
+from ..base.limits import host_limits, show_bytes
 from ..figures.report import COUNTED, StepReport
+from ..figures.tables import Tier, as_text, bytes_table, draw_tiers, tiers_as_html
 from ..model.runtime import runtime_of
 from ..optim.states import master
+from ..plans.cost import PLANES_OF
+from ..store.disk import SPILLED
 from ..store.state import enter, in_backward, leave
 
 
@@ -55,11 +64,66 @@ def explain(model: nn.Module) -> str:
         trained = sum(r.numel for r in w.records if r.was_trainable)
         rows.append((w.name, ", ".join(rt.unit_names[u] for u in w.units), show_bytes(nbytes), w.keeps, f"{trained:,}",
                      w.code))
-    widths = [max(len(r[i]) for r in rows) for i in range(len(rows[0]))]
-    lines = ["  ".join(c.ljust(n) for c, n in zip(r, widths)).rstrip() for r in rows]
+    lines = [as_text(("", rows), right=())]
     lines += [f"AdamW's states: {rt.states}"] * (rt.states != "fp32")
     lines += [str(rt.ranks), str(rt.delivery)] if rt.ranks is not None else []
     return "\n".join(lines + [str(rt.planning)] * (rt.planning is not None))
+
+
+@dataclass(frozen=True)
+class Storage:
+    """Bytes that the engine holds for a model. In a notebook it shows itself.
+
+    Attributes:
+        model: its class.
+        homes: how many units are at home where.
+        tiers: (title, bytes by what they hold, bytes there are) of each kind of memory.
+    """
+
+    model: str
+    homes: dict[str, int]
+    tiers: list[Tier]
+
+    def picture(self, path: str | Path) -> None:
+        """Draws what lies in which memory; .png, .svg or .pdf.
+
+        Raises:
+            MegatrainError: matplotlib is not installed.
+        """
+        draw_tiers(path, self._head(), self.tiers)
+
+    def __str__(self) -> str:
+        return "\n\n".join([self._head(), *(as_text(bytes_table(*tier)) for tier in self.tiers)])
+
+    def _repr_html_(self) -> str:
+        return f"<p>{html.escape(self._head())}</p>{tiers_as_html(self.tiers)}"
+
+    def _head(self) -> str:
+        return f"{self.model}: units at home " + ", ".join(f"in {home} {n}" for home, n in self.homes.items())
+
+
+def storage(model: nn.Module) -> Storage:
+    """What the engine holds for a streamed model: weights, masters, moments and gradients, tier by tier.
+
+    Planes are made when they are first needed: before a step of mt.AdamW there are weights alone.
+
+    Raises:
+        MegatrainError: the model is not streamed.
+    """
+    rt = runtime_of(model)
+    host = {what: sum(rt.core.host_bytes(_core.PLANES[p]) for p in planes) for what, planes in PLANES_OF.items()}
+    host["activations"] = rt.core.swap_bytes()[0]
+    device = {"slots": sum(s.nbytes for s in rt.ring.slots), "at home": rt.core.device_bytes()}
+    there = torch.cuda.mem_get_info(rt.device)[1] if rt.is_cuda else host_limits().in_all
+    tiers = [("device memory" if rt.is_cuda else "host memory, as the device's", device, there),
+             ("host memory", host, host_limits().in_all)]
+    files = {what: file for what, file in (("states", rt.core.disk_file()), (SPILLED, rt.core.swap_file())) if file}
+    if files:
+        parts = {what: file[1] for what, file in files.items()}
+        path = str(Path(next(iter(files.values()))[0]).parent)
+        tiers.append(("disk", parts, sum(parts.values()) + _core.disk_room(path)))
+    held = [(title, {what: n for what, n in parts.items() if n}, most) for title, parts, most in tiers]
+    return Storage(type(rt.root()).__name__, dict(Counter(rt.room.asked.homes)), held)
 
 
 def masters(model: nn.Module) -> dict[str, Tensor]:

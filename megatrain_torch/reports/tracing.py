@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import threading
 from collections import deque
 from collections.abc import Iterator, Mapping
@@ -17,7 +18,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from .. import _core
 from ..base.errors import MegatrainError
 from ..figures.report import StepReport, measure
-from ..figures.timeline import Slice, by_lane, write_chrome, write_picture
+from ..figures.tables import draw_lanes
+from ..figures.timeline import Slice, by_lane, chrome_trace
 from ..graph.untraced import UNTRACED
 from ..model.runtime import runtime_of
 from ..store.state import in_backward
@@ -133,24 +135,24 @@ class Trace:
 
     @contextlib.contextmanager
     def during(self, window: Window, work: str) -> Iterator[None]:
-        """What compute is given inside is this work of the window."""
+        """A context. Compute is given this work of the window inside."""
         self._begin(window, work)
         try:
             yield
         finally:
             self._rt.core.compute_end(self._rt.stream())
 
+    def _begin(self, window: Window, work: str) -> None:
+        self._rt.core.compute_begin(window.units[0] if window.units else -1, _core.WORKS[work], self._rt.stream())
+
     def forward(self, window: Window, args: Any, kwargs: Any) -> Any:
         """The window's forward, or its repetition by a checkpoint in backward; its backward will be seen to begin."""
         with self.during(window, "forward" if in_backward() == -1 else "replay"):
             out = window.once(args, kwargs)
         if torch.is_grad_enabled():
-            for node in {t.grad_fn for t in tensors_of(out)} - {None}:
+            for node in {t.grad_fn for t in _tensors(out)} - {None}:
                 node.register_prehook(lambda _: self._backward_begins(window))
         return out
-
-    def _begin(self, window: Window, work: str) -> None:
-        self._rt.core.compute_begin(window.units[0] if window.units else -1, _core.WORKS[work], self._rt.stream())
 
     def _backward_begins(self, window: Window) -> None:
         if self._rt is not None and self._rt.trace is self and self._open is not window:
@@ -190,27 +192,24 @@ class Trace:
     def _collect(self) -> None:
         """Takes the records that are over by now."""
         with self._lock:
-            if self._rt is not None and self._rt.trace is self:
-                self._take()
-
-    def _take(self) -> None:
-        self._host_bytes = self._rt.core.host_bytes()
-        records = self._rt.core.timeline()
-        lost = self._rt.core.stats()["records_lost"]
-        if lost > self._lost or len(self._slices) + len(records) > KEPT:
-            self._lost, self._whole_from = lost, min((r[4] for r in records), default=0)
-        for lane, work, unit, nbytes, begin, end in records:
-            if _WORKS[work] == "step":
-                self._marks[unit] = begin
-            else:
-                name = self._rt.unit_names[unit] if unit >= 0 else ""
-                self._slices.append(Slice(_LANES[lane], _WORKS[work], name, nbytes, begin, end))
+            rt = self._rt
+            if rt is None or rt.trace is not self:
+                return
+            self._host_bytes, records, lost = rt.core.host_bytes(), rt.core.timeline(), rt.core.stats()["records_lost"]
+            if lost > self._lost or len(self._slices) + len(records) > KEPT:
+                self._lost, self._whole_from = lost, min((r[4] for r in records), default=0)
+            for lane, work, unit, nbytes, begin, end in records:
+                if _WORKS[work] == "step":
+                    self._marks[unit] = begin
+                else:
+                    name = rt.unit_names[unit] if unit >= 0 else ""
+                    self._slices.append(Slice(_LANES[lane], _WORKS[work], name, nbytes, begin, end))
 
     def _lanes(self, since: int = 0) -> dict[str, list[Slice]]:
         with self._lock:
             lanes = by_lane([s for s in self._slices if s.end > since])
         if "compute" in lanes:
-            lanes["compute"] = _with_loss(_joined(lanes["compute"]), sorted(self._marks.values()))
+            lanes["compute"] = _joined(lanes["compute"], sorted(self._marks.values()))
         return lanes
 
     def slices(self) -> list[Slice]:
@@ -252,7 +251,7 @@ class Trace:
 
     def chrome(self, path: str | Path) -> None:
         """Writes all slices as a Chrome trace, JSON, for https://ui.perfetto.dev or chrome://tracing."""
-        write_chrome(path, self.slices(), self._step_times())
+        Path(path).write_text(json.dumps(chrome_trace(self.slices(), self._step_times())))
 
     def picture(self, path: str | Path | BinaryIO, steps: int = SHOWN) -> None:
         """Draws the last finished steps, lanes against time; .png, .svg or .pdf; PNG into an open file.
@@ -264,7 +263,7 @@ class Trace:
         marks = self._step_times()[-(steps + 1):]
         if len(marks) < 2:
             raise MegatrainError("no step is finished yet: leave the `with` first, or train another step")
-        write_picture(path, slices, marks, self.steps(1)[0].why)
+        draw_lanes(path, slices, marks, self.steps(1)[0].why)
 
     def _repr_png_(self) -> bytes | None:
         """The picture, for notebooks; None where there is none to draw."""
@@ -276,23 +275,15 @@ class Trace:
         return drawn.getvalue()
 
 
-def _joined(compute: list[Slice]) -> list[Slice]:
-    """Pieces of one window's work with nothing between them as one."""
+def _joined(compute: list[Slice], marks: list[int]) -> list[Slice]:
+    """Pieces of one window's work with nothing between them as one; and, as "loss", the time between the last window
+    of a forward and the first of its backward, when compute works outside of any."""
     out: list[Slice] = []
     for s in compute:
         last = out[-1] if out else None
         if last is not None and (last.work, last.unit) == (s.work, s.unit) and s.begin - last.end < SEAM_NS:
             out[-1] = last._replace(end=s.end)
-        else:
-            out.append(s)
-    return out
-
-
-def _with_loss(compute: list[Slice], marks: list[int]) -> list[Slice]:
-    """Between the last window of a forward and the first of its backward compute works on the loss, outside of any."""
-    out: list[Slice] = []
-    for s in compute:
-        last = out[-1] if out else None
+            continue
         if last is not None and last.work == "forward" and s.work in ("backward", "replay") \
                 and not any(last.end < m <= s.begin for m in marks):
             out.append(Slice("compute", "loss", "", 0, last.end, s.begin))
@@ -300,12 +291,9 @@ def _with_loss(compute: list[Slice], marks: list[int]) -> list[Slice]:
     return out
 
 
-def tensors_of(value: Any) -> Iterator[Tensor]:
+def _tensors(value: Any) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         yield value
-    elif isinstance(value, dict):
-        for v in value.values():
-            yield from tensors_of(v)
-    elif isinstance(value, tuple):
-        for v in value:
-            yield from tensors_of(v)
+    elif isinstance(value, (dict, tuple)):
+        for v in value.values() if isinstance(value, dict) else value:
+            yield from _tensors(v)

@@ -37,7 +37,7 @@ import megatrain_torch as mt  # noqa: E402
 from megatrain_torch.base import limits  # noqa: E402
 from megatrain_torch.base.limits import Bound, HostLimits, host_limits, show_size, with_margin  # noqa: E402
 from megatrain_torch.model import stream as wrap  # noqa: E402
-from megatrain_torch.plans import host_memory  # noqa: E402
+from megatrain_torch.plans import room as room_module  # noqa: E402
 from megatrain_torch.plans.asked import Asked  # noqa: E402
 from megatrain_torch.store.disk import buffer_bytes, file_bytes  # noqa: E402
 
@@ -102,7 +102,7 @@ def said(free: int, files: tuple[int, int] = (3, 1024)) -> Callable[[str], None]
     """The kernel says that so many bytes are free."""
     def make(_: str) -> None:
         found = HostLimits((Bound("a limit", free, free, "raise it"),), files=files)
-        host_memory.host_limits = lambda: found
+        room_module.host_limits = lambda: found
     return make
 
 
@@ -124,7 +124,7 @@ def grown(reaches: int) -> Callable[[str], None]:
     def make(_: str) -> None:
         found = HostLimits((Bound("the machine", 2 * MIB, MIB, "", False), Bound("a group", 1 << 40, 1 << 40, "")),
                            grows="it does")
-        host_memory.host_limits = lambda: found
+        room_module.host_limits = lambda: found
         limits.touch = lambda n: min(n, reaches)
     return make
 
@@ -152,7 +152,7 @@ def written(limit: int, used: int) -> Callable[[str], None]:
                            "sys/fs/cgroup/job/memory.current": str(used)}.items():
             (root / name).parent.mkdir(parents=True, exist_ok=True)
             (root / name).write_text(text)
-        host_memory.host_limits = lambda: host_limits(root / "proc", root / "sys")
+        room_module.host_limits = lambda: host_limits(root / "proc", root / "sys")
     return make
 
 
