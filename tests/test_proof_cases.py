@@ -159,8 +159,6 @@ def unturned_without_mask(layer: nn.Module) -> None:
 apply_rotary_pos_emb: Any = None
 
 
-@pytest.mark.xfail(strict=False, reason="gradients are right, but where no mask comes the layers' own code runs, not the "
-                   "template: after attention nothing of the norm is recognised")
 @pytest.mark.parametrize("order", [(True, False, True, False),
                                    pytest.param((False, True, False, True), marks=parity.LONG)])
 def test_rotary_embedding_where_there_is_a_mask_alone(order: tuple[bool, ...]) -> None:

@@ -226,15 +226,15 @@ READINGS = Readings()
 # ---- reading -------------------------------------------------------------------------------------
 
 @contextlib.contextmanager
-def _settings() -> Iterator[None]:
-    """Numbers are constants of a graph, sizes and layers' numbers its symbols; hooks are guarded; and who asks whether
-    it is being compiled is told that it is not."""
+def _settings(symbols: bool) -> Iterator[None]:
+    """Numbers are constants of a graph, sizes its symbols, and so are layers' numbers (`symbols`); hooks are guarded; and
+    who asks whether it is being compiled is told that it is not."""
     import torch._dynamo.config as config
     from torch._dynamo.variables.torch import tracing_state_functions
     told = tracing_state_functions()
     compiling = [function for function, answer in told.items() if answer is True]
     told.update(dict.fromkeys(compiling, False))
-    numbers = rf".*\.({'|'.join(NUMBERED)})$"
+    numbers = rf".*\.({'|'.join(NUMBERED)})$" if symbols else ""
     with config.patch(specialize_float=True, specialize_int=True, assume_static_by_default=False,
                       automatic_dynamic_shapes=False, skip_nnmodule_hook_guards=False,
                       capture_scalar_outputs=True, trace_numpy=False, suppress_errors=False, verbose=False), \
@@ -297,9 +297,13 @@ def read(scope: dict[str, Any], modules: Sequence[nn.Module], judge: Callable[[G
     collects, why = gc.isenabled(), ""
     gc.disable()
     try:
-        return _read(scope, modules, judge, put)
-    except _Refused as error:
-        why = str(error)
+        for symbols in (True, False):
+            try:
+                return _read(scope, modules, judge, put, symbols)
+            except _Refused as error:
+                why = str(error)
+            if _SYMBOL not in why:           # else it is read as the code of this one layer
+                break
     finally:
         gc.collect(0)                        # dynamo's cycles hold the module: all that was made since is young
         if collects:
@@ -307,11 +311,15 @@ def read(scope: dict[str, Any], modules: Sequence[nn.Module], judge: Callable[[G
     raise Unreadable(why)
 
 
+_SYMBOL = "SymNodeVariable"      # dynamo's own error where code compares a number of a layer, its symbol
+
+
 class _Refused(Exception):
     """By dynamo; its traceback holds all that dynamo has made."""
 
 
-def _read(scope: dict[str, Any], modules: Sequence[nn.Module], judge: Any, put: Sequence[object]) -> Reading:
+def _read(scope: dict[str, Any], modules: Sequence[nn.Module], judge: Any, put: Sequence[object], symbols: bool
+          ) -> Reading:
     from torch._dynamo import convert_frame
     from torch._dynamo.symbolic_convert import InstructionTranslator
     from torch._dynamo.utils import dynamo_timed, get_metrics_context
@@ -332,7 +340,7 @@ def _read(scope: dict[str, Any], modules: Sequence[nn.Module], judge: Any, put: 
 
     there = {"__builtins__": builtins, "__name__": __name__, "Tensor": Tensor}    # dynamo puts names of its own in here
     code = (_call if judge is None else _call_for_one).__code__
-    with _settings(), _without_hooks(), torch.random.fork_rng(devices=[]), plain_modules(modules), \
+    with _settings(symbols), _without_hooks(), torch.random.fork_rng(devices=[]), plain_modules(modules), \
             hf_calls.collecting_nothing(), get_metrics_context(), dynamo_timed("megatrain_torch"), \
             compile_context(CompileContext(convert_frame.get_compile_id({}))), warnings.catch_warnings():
         warnings.simplefilter("ignore")      # what dynamo advises is for who asked for a graph

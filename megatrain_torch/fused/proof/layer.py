@@ -34,7 +34,9 @@ class LayerProof:
         self.session, self.w, self.numbers = session, weights, numbers
         self.a, self.mlp = template.attention, template.mlp
         angles, mask, self.cache = (given(kwargs, what) for what in ("angles", "mask", "cache"))
-        self.cos, self.sin = map(session.atom, angles or ()) if angles is not None else (None, None)
+        # A layer that is given angles need not turn by them. What it does not read has no symbolic sizes either.
+        turns = angles is not None and all(map(session.reads, angles))
+        self.cos, self.sin = map(session.atom, angles) if turns else (None, None)
         self.mask = None if mask is None else session.atom(mask)
         self.correction = None
         if isinstance(self.mlp, SparseMLP) and self.mlp.router.correction:
@@ -119,17 +121,14 @@ class LayerProof:
             self.session.gather(k, v)
 
     def _turned(self, *heads: Tensor) -> tuple[Tensor, ...]:
-        """Heads, turned by angles: a layer that is given some need not turn. Says to the template which way it is."""
+        """Heads, turned by angles. Says to the template which way it is."""
         a = self.a
         if a.rotary is None or self.cos is None:
-            return heads
-        try:
-            kind, found = self.session.choose("its rotary embedding", (
-                (kind, lambda form=form: tuple(form(t, self.cos, self.sin) for t in heads))
-                for kind, form in forms.ROTARIES if Rotary(*kind) in KINDS[a.turns[0]]))
-        except Refused:
             a.rotary = None
             return heads
+        kind, found = self.session.choose("its rotary embedding", (
+            (kind, lambda form=form: tuple(form(t, self.cos, self.sin) for t in heads))
+            for kind, form in forms.ROTARIES if Rotary(*kind) in KINDS[a.turns[0]]))
         a.rotary = Rotary(*kind)
         return found
 

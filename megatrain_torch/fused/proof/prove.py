@@ -42,6 +42,10 @@ class Session:
         self._named, self._atoms = named, {}
         self._fakes = {id(t): graph.inputs[name][1] for name, t in graph.real.items() if isinstance(t, Tensor)}
 
+    def reads(self, real: Tensor) -> bool:
+        """Does the module's code read this tensor?"""
+        return id(real) in self._fakes
+
     def atom(self, real: Tensor) -> Tensor:
         """The fake tensor that stands for a weight, an input or a buffer."""
         if id(real) not in self._atoms:
@@ -84,7 +88,6 @@ class Session:
         Raises:
             Refused: none does.
         """
-        tried = []
         for candidate, run in candidates:
             try:
                 out = run()
@@ -93,21 +96,20 @@ class Session:
             numbers = [self.values.of(t) for t in (out if isinstance(out, tuple) else (out,))]
             if all(n < self.known for n in numbers):
                 return candidate, out
-            tried.append(numbers)
-        raise Refused(f"{what}: {self.difference(tried)}")
+        raise Refused(f"{what}: {self.difference()}")
 
-    def difference(self, ours: list[list[int | None]], theirs: list[int | None] | None = None) -> str:
-        """What the module computes, and no form does: the first such expression."""
-        known = set().union(*(self._within(numbers) for numbers in ours)) if ours else set()
+    def difference(self, ours: Sequence[int | None] = (), theirs: Sequence[int | None] | None = None) -> str:
+        """What the module computes and no form has made, tried ones among them: the first such expression."""
         every = set(range(self.known)) if theirs is None else self._within(theirs)
-        strange = sorted(n for n in every - known if self.values.keys[n][0] not in ("atom", "empty", "new_empty"))
+        strange = sorted(n for n in every - self.values.made - self._within(ours)
+                         if self.values.keys[n][0] not in ("atom", "empty", "new_empty"))
         if strange:
             where = self.values.places.get(strange[0], "")
             return f"no template has its {self.values.told(strange[0])}" + (f" ({where})" if where else "")
-        missing = sorted(self._within(ours[0]) - every) if ours else []
+        missing = sorted(self._within(ours) - every)
         return f"it lacks the template's {self.values.told(missing[0])}" if missing else "its gradients differ"
 
-    def _within(self, numbers: list[int | None]) -> set[int]:
+    def _within(self, numbers: Sequence[int | None]) -> set[int]:
         found: set[int] = set()
         todo = [n for n in numbers if n is not None]
         while todo:
@@ -179,10 +181,10 @@ def prove(graph: Graph | None, template: Template, weights: dict[str, Tensor], x
         run = _Run(session)
         leaves = [a for t in (x, *weights.values()) if (a := session.atom(t)).requires_grad]
         theirs = session.numbers(lambda: _only(run.run(*graph.real.values())), leaves)
-        session.known = len(session.values.keys)
+        session.known, session.values.made = len(session.values.keys), set()
         ours = session.numbers(lambda: _meaning(session, template, weights, x, kwargs, buffers, numbers), leaves)
         if ours != theirs:
-            raise Refused(session.difference([ours], theirs))
+            raise Refused(session.difference(ours, theirs))
     except Refused:
         raise
     except Exception as error:               # whatever cannot be run on fake tensors is not proved

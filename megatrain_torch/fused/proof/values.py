@@ -37,13 +37,15 @@ class Values:
 
     Attributes:
         keys: by number, what the expression is: (operation, ...), operands as ("#", number).
-        places: by number, where in the module's own code it was made first.
+        places: by number, where in the module's own code it was made first. made: numbers that were given since it
+            was emptied.
     """
 
     def __init__(self) -> None:
         self.keys: list[tuple[Any, ...]] = []
         self.shapes: list[tuple[str, ...]] = []
         self.places: dict[int, str] = {}
+        self.made: set[int] = set()
         self._numbers: dict[tuple[Any, ...], int] = {}
         self._tensors: dict[int, tuple[Tensor, int]] = {}      # by id, which is not given anew while these are kept
         self._seen_by: dict[int, dict[int, Tensor]] = {}       # by storage, the tensors over it
@@ -55,6 +57,7 @@ class Values:
             found = self._numbers[key] = len(self.keys)
             self.keys.append(key)
             self.shapes.append(shape)
+        self.made.add(found)
         return found
 
     def atom(self, name: str, t: Tensor) -> Tensor:
@@ -64,6 +67,7 @@ class Values:
         return t
 
     def put(self, t: Tensor, number: int) -> None:
+        self.made.add(number)
         self._tensors[id(t)] = t, number
         self._seen_by.setdefault(t.untyped_storage()._cdata, {})[id(t)] = t
 
