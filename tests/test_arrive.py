@@ -21,7 +21,7 @@ from between import BETWEEN, TYPES, assert_equal, states, train_with, write_a_ma
 from test_adamw import HYPER, Dots, feed, grads_for, plain_dots  # noqa: E402
 
 import megatrain_torch as mt  # noqa: E402
-from megatrain_torch.store.arrive import Arrivals  # noqa: E402
+from megatrain_torch.store.planes import Arrivals  # noqa: E402
 
 Pair = tuple[Dots, mt.AdamW]
 DELAYS = {"delay_us": 200, "seed": 5}
@@ -47,7 +47,7 @@ def lifted(model: Dots) -> set[int]:
 # ---- when ----
 
 def test_states_come_during_backward_and_leave_during_the_next_forward(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megatrain_torch.store.arrive.AHEAD", 2)
+    monkeypatch.setattr("megatrain_torch.store.planes.AHEAD", 2)
     model, opt = trained("arrive")
     arrivals = arrivals_of(model)
     order, up = [], []

@@ -30,7 +30,6 @@ import megatrain_torch as mt  # noqa: E402
 from megatrain_torch import ops  # noqa: E402
 from megatrain_torch.graph import frames  # noqa: E402
 from megatrain_torch.plans import shapes  # noqa: E402
-from megatrain_torch.store import nf4  # noqa: E402
 
 DEVICE = "cpu"                 # tests/gpu has another
 SIZES = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
@@ -490,7 +489,7 @@ def test_our_nf4_codes_are_the_packages(dtype: torch.dtype, n: int, group: int, 
 def test_codes_are_made_by_our_op_while_a_base_is_read_and_not_after(tmp_path: Path,
                                                                      monkeypatch: pytest.MonkeyPatch) -> None:
     at, made = written(tmp_path, transformers.LlamaConfig(**BLOCKS), lambda tensors: None, {}), []
-    monkeypatch.setattr(nf4, "nf4_codes", lambda w, group: made.append(w.shape) or ops.nf4_codes(w, group))
+    monkeypatch.setattr("megatrain_torch.store.bases.nf4_codes", lambda w, group: made.append(w.shape) or ops.nf4_codes(w, group))
     own = bnb.functional.quantize_4bit
     mt.from_pretrained(transformers.AutoModelForCausalLM, at, base="nf4", device="cpu", compute="eager")
     assert len(made) == 14 and bnb.functional.quantize_4bit is own

@@ -26,7 +26,7 @@ def test_a_streamed_model_says_where_it_computes_and_others_where_they_are(monke
     monkeypatch.setattr(hf, "sys", SimpleNamespace(modules=fakes))
     undo: list = []
     monkeypatch.setattr(hf.patches, "once", lambda name, patch: undo.append(patch()))
-    monkeypatch.setattr(hf.masks, "install", lambda: None)
+    monkeypatch.setattr(hf.hf_calls, "install", lambda: None)
     own = Base.device
     streamed, other = Base(), Base()
     rt = SimpleNamespace(device=torch.device("meta"), checkpointing=[], wholes=[])

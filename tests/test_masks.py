@@ -17,8 +17,8 @@ import megatrain_torch as mt
 from megatrain_torch.base.packed import Packed
 from megatrain_torch.fused.templates import attention
 from megatrain_torch.fused.templates.attention import Attention
-from megatrain_torch.graph import masks
-from megatrain_torch.graph.masks import Sight, StandIn
+from megatrain_torch.graph import hf_calls as masks
+from megatrain_torch.graph.hf_calls import Sight, StandIn
 
 pytestmark = pytest.mark.usefixtures("streaming")
 

@@ -16,7 +16,7 @@ from megatrain_torch.fused import templates
 from megatrain_torch.fused.templates import attention
 from megatrain_torch.fused.templates.attention import Attention
 from megatrain_torch.fused.trial import MAGNITUDES
-from megatrain_torch.graph import masks as masks_of
+from megatrain_torch.graph import hf_calls as masks_of
 from megatrain_torch.model.stream import runtime_of
 from megatrain_torch.store.records import span_of
 

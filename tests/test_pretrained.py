@@ -17,7 +17,7 @@ if parity.IDENTITY:
 import megatrain_torch as mt  # noqa: E402
 from megatrain_torch import _core  # noqa: E402
 from megatrain_torch.checkpoint import save as checkpoint  # noqa: E402
-from megatrain_torch.store.mapped import Mapped, _mappings  # noqa: E402
+from megatrain_torch.store.tensorfiles import Mapped, _mappings  # noqa: E402
 
 SIZE = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
             vocab_size=500, eos_token_id=1, bos_token_id=0)
@@ -125,7 +125,7 @@ def test_a_mapping_that_was_written_to_is_memory_like_any_other(tmp_path: Path) 
 
 def test_the_kernel_is_not_asked_about_pages_where_nothing_is_mapped(monkeypatch: pytest.MonkeyPatch) -> None:
     """It goes through all of a process's pages to answer: seconds of a large one."""
-    monkeypatch.setattr("megatrain_torch.store.mapped._mappings", lambda text: pytest.fail("it was asked"))
+    monkeypatch.setattr("megatrain_torch.store.tensorfiles._mappings", lambda text: pytest.fail("it was asked"))
     mt.stream(built("llama"), device="cpu")
 
 
@@ -149,11 +149,11 @@ def test_what_the_system_does_not_say_is_not_believed(tmp_path: Path) -> None:
     about = path.stat()
     head = f"1000-2000 rw-p 00000000 {about.st_dev >> 8:02x}:{about.st_dev & 255:02x} {about.st_ino}     {path}\n"
     fields = "Rss:   4 kB\nAnonymous:     0 kB\nSwap:     0 kB\nVmFlags: rd\n"
-    assert _mappings(head + fields)[0].as_in_file
-    assert not _mappings(head + fields.replace("Swap:", "Swop:"))[0].as_in_file
-    assert not _mappings(head + fields.replace("Anonymous:     0", "Anonymous:     4"))[0].as_in_file
-    assert not _mappings(head.replace(f"{about.st_ino} ", f"{about.st_ino + 1} ") + fields)[0].as_in_file
-    assert not _mappings(head.replace(str(path), f"{path} (deleted)") + fields)[0].as_in_file
+    assert _mappings(head + fields)
+    assert not _mappings(head + fields.replace("Swap:", "Swop:"))
+    assert not _mappings(head + fields.replace("Anonymous:     0", "Anonymous:     4"))
+    assert not _mappings(head.replace(f"{about.st_ino} ", f"{about.st_ino + 1} ") + fields)
+    assert not _mappings(head.replace(str(path), f"{path} (deleted)") + fields)
 
 
 @pytest.mark.parametrize("home", ["ram", "vram"])

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 import megatrain_torch as mt
 from megatrain_torch.figures.report import StepReport, idle_seconds, measure
 from megatrain_torch.figures.timeline import Slice, by_lane
-from megatrain_torch.graph.untraced import UNTRACED, Untraced
+from megatrain_torch.graph.door import UNTRACED, Untraced
 from megatrain_torch.reports.tracing import Trace
 
 pytestmark = pytest.mark.usefixtures("streaming")

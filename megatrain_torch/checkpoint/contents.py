@@ -24,8 +24,7 @@ from ..base.errors import MegatrainError
 from ..base.modes import GROUP, LOW_BYTES
 from ..base.strict import is_count, shown, table
 from ..optim.states import CODES, MOMENTS
-from ..store.mapped import READERS
-from ..store.tensorfiles import DTYPES, Extent, Stored, listed
+from ..store.tensorfiles import DTYPES, READERS, Extent, Stored, listed
 from . import manifest
 
 TRAINING = "training.pt"

@@ -32,8 +32,7 @@ from ..base.errors import MegatrainError
 from ..graph.frames import refuse_again
 from ..store.guard import HostTensor
 from ..store.records import Record, Use
-from ..store.state import graph_stays, in_backward
-from ..store.views import accumulators, in_sight
+from ..store.state import accumulators, graph_stays, in_backward, in_sight
 from .picks import Curve, Pick, is_all, pick_of, vocabulary_dim
 
 if TYPE_CHECKING:

@@ -20,8 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from ..base.errors import MegatrainError
 from ..store.records import Use
-from ..store.state import graph_stays, in_backward
-from ..store.views import in_sight
+from ..store.state import graph_stays, in_backward, in_sight
 from .deferred import DeferredLogits, Logits, exactly, hand_over
 from .loss import linear_cross_entropy
 from .picks import Curve, Pick, numbers, pick_of, vocabulary_dim

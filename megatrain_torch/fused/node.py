@@ -13,8 +13,7 @@ from ..base.modes import LINKED, Mode
 from ..graph.frames import refuse_create_graph
 from ..graph.swap import Bundle, Part
 from ..store.records import Record, Use
-from ..store.state import graph_stays, in_backward
-from ..store.views import accumulators, in_sight
+from ..store.state import accumulators, graph_stays, in_backward, in_sight
 from .templates import Weights
 
 if TYPE_CHECKING:

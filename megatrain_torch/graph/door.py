@@ -1,18 +1,29 @@
-"""One thread at a time in a model: slots, sums and hand-overs are one thread's, and a second's outputs would be wrong.
+"""The way into a streamed model: calls in the place of modules' methods, one thread at a time, and a trace of them.
 
-A thread is in a model during its forward, and during a backward from the first weight that is asked for to the task's
-end. Others that come meanwhile are refused. Turns are anybody's; and autograd's own thread, in which a backward on CUDA
-runs, goes with the thread that waits for it.
+Slots, sums and hand-overs are one thread's, and a second's outputs would be wrong. A thread is in a model during its
+forward, and during a backward from the first weight that is asked for to the task's end. Others that come meanwhile are
+refused. Turns are anybody's; and autograd's own thread, in which a backward on CUDA runs, goes with the thread that
+waits for it.
 """
 from __future__ import annotations
 
+import copy
+import functools
 import sys
 import threading
+import types
+import weakref
+from contextlib import AbstractContextManager, nullcontext
 from types import FrameType
+from typing import TYPE_CHECKING, Any
 
+from torch import nn
 from torch.autograd.graph import _engine_run_backward
 
 from ..base.errors import MegatrainError
+
+if TYPE_CHECKING:
+    from .window import Window
 
 _ENGINE = _engine_run_backward.__code__
 
@@ -40,15 +51,18 @@ class Door:
             MegatrainError: another thread is in the model.
         """
         if not self._lock.acquire(blocking=False):
-            if task == -1 or not _waits(self.thread):
+            # Autograd's thread may come: the one that is in a forward waits in it for a backward.
+            waits = _first_of(sys._current_frames().get(self.thread), self.forwards) is _ENGINE
+            if task == -1 or not waits:
                 self._refuse("calls it" if task == -1 else "runs its backward", self.thread, "forward")
             return False
-        if self.tasks and task == -1:
-            try:
-                self._look_at_tasks()
-            except BaseException:
+        if self.tasks and task == -1:        # are they under way? Of one that raised nobody was told the end
+            found = _in_engine()
+            busy = found if self._own_threads else [t for t in self.tasks.values() if t in found]
+            if busy:
                 self._lock.release()
-                raise
+                self._refuse("calls it", busy[0], "backward")
+            self.tasks.clear()
         self.thread = threading.get_ident()
         return True
 
@@ -65,24 +79,15 @@ class Door:
             self.tasks[task] = threading.get_ident()
             return
         self.leave()
-        me = threading.get_ident()
         if self.tasks:
-            found = _in_engine(me)
+            found = _in_engine()
             busy = [t for t in self.tasks.values() if t in found]
             if busy or (self._own_threads and len(found) > 1):
                 self._refuse("runs its backward", (busy or found)[0], "backward")
-        self.tasks[task] = me
+        self.tasks[task] = threading.get_ident()
 
     def task_ends(self, task: int) -> None:
         self.tasks.pop(task, None)
-
-    def _look_at_tasks(self) -> None:
-        """Are they under way? Of one that raised nobody was told the end."""
-        found = _in_engine(threading.get_ident())
-        busy = found if self._own_threads else [t for t in self.tasks.values() if t in found]
-        if busy:
-            self._refuse("calls it", busy[0], "backward")
-        self.tasks.clear()
 
     def _refuse(self, what: str, other: int, where: str) -> None:
         names = {t.ident: t.name for t in threading.enumerate()}
@@ -91,18 +96,93 @@ class Door:
                              "streamed model; let them take turns, with a lock around forward and backward")
 
 
-def _in_engine(but: int) -> list[int]:
-    """Threads that are in a backward."""
-    return [t for t, frame in sys._current_frames().items() if t != but and _meets(frame, frozenset()) is _ENGINE]
+def _in_engine() -> list[int]:
+    """Other threads that are in a backward."""
+    me = threading.get_ident()
+    return [t for t, frame in sys._current_frames().items() if t != me and _first_of(frame, frozenset()) is _ENGINE]
 
 
-def _waits(thread: int) -> bool:
-    """Does this thread, which is in a forward, wait in it for a backward?"""
-    return _meets(sys._current_frames().get(thread), Door.forwards) is _ENGINE
-
-
-def _meets(frame: FrameType | None, others: frozenset) -> object:
+def _first_of(frame: FrameType | None, others: frozenset) -> object:
     """The first of autograd's call and `others` that a stack has, from its end."""
     while frame is not None and frame.f_code is not _ENGINE and frame.f_code not in others:
         frame = frame.f_back
     return None if frame is None else frame.f_code
+
+
+def method_of(call: Any, module: nn.Module) -> bool:
+    return isinstance(call, types.MethodType) and call.__self__ is module
+
+
+class Installed:
+    """A callable put in a module's `__dict__` in place of a method of its class.
+
+    Looks like the method it stands for (`__wrapped__`, `__name__`, `__func__`, `__self__`); deepcopy
+    and pickle of the module give the class's own method back, hence an ordinary model.
+    """
+
+    def __init__(self, module: nn.Module, name: str, call: Any) -> None:
+        self._own, self._module = module.__dict__.get(name), weakref.ref(module)
+        original = getattr(module, name)
+        self._is_method = method_of(original, module)
+        self.__func__ = getattr(original, "__func__", original)
+        for said in functools.WRAPPER_ASSIGNMENTS:
+            if hasattr(original, said):
+                setattr(self, said, getattr(original, said))
+        self.__dict__.update({k: v for k, v in getattr(original, "__dict__", {}).items() if k != "__wrapped__"})
+        self.__name__ = name
+        self._call = call
+
+    @property
+    def __self__(self) -> nn.Module:
+        """Weakly: the module has this."""
+        return self._module()
+
+    @property
+    def __wrapped__(self) -> Any:
+        return types.MethodType(self.__func__, self._module()) if self._is_method else self.__func__
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._call(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        module = copy.deepcopy(self.__self__, memo)
+        if self._own is not None:
+            return copy.deepcopy(self._own, memo)
+        return types.MethodType(getattr(type(module), self.__name__), module)
+
+    def __reduce__(self) -> Any:
+        return getattr, (self.__self__, self.__name__)
+
+    def remove(self) -> None:
+        if self._own is not None:
+            self.__self__.__dict__[self.__name__] = self._own
+        else:
+            self.__self__.__dict__.pop(self.__name__, None)
+
+
+class Untraced:
+    """In a trace's place while mt.trace is not on: has what others than its user tell a tracing.Trace. So whoever tells
+    it something need not ask whether it is on."""
+
+    def forward(self, window: Window, args: Any, kwargs: Any) -> Any:
+        """A window's forward: a trace times it."""
+        return window.once(args, kwargs)
+
+    def during(self, window: Window, work: str) -> AbstractContextManager[Any]:
+        """A context: what compute is given inside is this work of the window."""
+        return nullcontext()
+
+    def pass_begins(self) -> None: ...
+
+    def handed_over(self) -> None: ...
+
+    def finish(self) -> None: ...
+
+    def stop(self) -> None: ...
+
+    def steps(self, count: int) -> list[Any]:
+        """No step was recorded."""
+        return []
+
+
+UNTRACED = Untraced()

@@ -15,93 +15,31 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-from collections.abc import Iterator
-from typing import Any, Protocol
+import weakref
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from .. import _core
 from ..base.errors import MegatrainError
 from ..base.modes import Mode
-from ..store.pieces import Piece
-from ..store.records import Record
-from ..store.state import swap_window
-from ..store.views import DeviceParameter
-from ..store.whole import Whole
-from .below import Below, flat_weights, restore_buffers, snapshot_buffers
-from .generators import random_state, set_random_state
+from ..store.state import DeviceParameter, swap_window
+from ..store.whole import Piece, Whole
 from .hf_calls import is_cache
 from .reader import Reading, scope_of
-from .swap import Ends, Part, Swap, hollow, storage_of
-from .untraced import Untraced
+from .swap import Bundle, Part, hollow, storage_of
+
+if TYPE_CHECKING:
+    from ..model.runtime import Runtime
+    from .window import Window
 
 _push = torch._C._autograd._push_saved_tensors_default_hooks
 _pop = torch._C._autograd._pop_saved_tensors_default_hooks
 
 
-class Located(Protocol):
-    """Knows where weights are on the device: ring.Ring."""
-
-    def locate(self, t: Tensor) -> tuple[int, int] | None: ...
-
-    def view(self, number: int, offset: int, dtype: torch.dtype, size: Any, stride: Any) -> Tensor: ...
-
-    def views(self, unit: int) -> list[Any]: ...
-
-    def unit_of(self, number: int) -> int: ...
-
-    def strands(self, piece: Piece) -> list[Tensor]: ...
-
-
-class Streamed(Protocol):
-    """The streamed model of a window whose activations are kept, or made again: runtime.Runtime."""
-
-    core: _core.Engine
-    device: torch.device
-    swap: Swap
-    expansions: Expansions
-    unit_names: list[str]
-    given: int
-    trace: Untraced
-
-    @property
-    def handover(self) -> Ends: ...
-
-    @property
-    def ring(self) -> Located: ...
-
-
-class Stretch(Protocol):
-    """What is run, and run again: window.Window."""
-
-    name: str
-    mode: str
-    proved: bool
-    units: list[int]
-    answering: list[tuple[Record, dict[str, Any]]]
-    trainable: list[Record]
-    expanded: dict[int, Whole | Piece]
-    modules: Below
-    buffered: Below
-    recurrent: Below
-
-    @property
-    def runtime(self) -> Streamed: ...
-
-    @property
-    def module(self) -> nn.Module: ...
-
-    @property
-    def inner(self) -> Any: ...
-
-    def bind_leaves(self, trainable: list[Record] | None = None) -> dict[Record, Tensor]: ...
-
-    def _left(self) -> list[Record] | None: ...
-
-
-def check_version(runtime: Streamed, unit: int, version: int) -> None:
+def check_version(runtime: Runtime, unit: int, version: int) -> None:
     """Raises: the unit's weights are others than a forward saw."""
     if runtime.core.version(unit) != version:
         raise RuntimeError(
@@ -116,7 +54,7 @@ class Weight:
 
     __slots__ = ("runtime", "number", "unit", "version", "dtype", "size", "stride", "offset")
 
-    def __init__(self, runtime: Any, number: int, offset: int, t: Tensor) -> None:
+    def __init__(self, runtime: Runtime, number: int, offset: int, t: Tensor) -> None:
         self.runtime, self.number, self.offset = runtime, number, offset
         self.unit = runtime.ring.unit_of(number)
         self.version = runtime.core.version(self.unit)
@@ -134,23 +72,21 @@ class Expansions:
     def __init__(self) -> None:
         self._last: dict[Any, tuple[Whole | Piece, int, Tensor]] = {}
 
-    def of(self, runtime: Streamed, whole: Whole | Piece) -> Tensor:
+    def of(self, runtime: Runtime, whole: Whole | Piece) -> Tensor:
         unit, place = whole.records[0].unit, whole.stacked if isinstance(whole, Piece) else None
         last = {k: v for k, v in self._last.items() if v[0].records[0].unit == unit}
         version = runtime.core.version(unit)
         if place not in last or last[place][:2] != (whole, version):
             last.pop(place, None)                        # first: there is one at a time
             self._last = last
-            last[place] = whole, version, self._made(runtime, whole)
+            if isinstance(whole, Piece):
+                made = whole.made(runtime.ring)
+            else:
+                views = runtime.ring.views(unit)
+                made = whole.of([views[r.index].detach() for r in whole.records])
+            last[place] = whole, version, made
             runtime.handover.at_end(self)
         return self._last[place][2]
-
-    @staticmethod
-    def _made(runtime: Streamed, whole: Whole | Piece) -> Tensor:
-        if isinstance(whole, Piece):
-            return whole.made(runtime.ring)
-        views = runtime.ring.views(whole.records[0].unit)
-        return whole.of([views[r.index].detach() for r in whole.records])
 
     def backward_ended(self) -> None:
         self._last = {}
@@ -161,7 +97,7 @@ class Expanded:
 
     __slots__ = ("runtime", "whole", "version", "size", "stride", "offset")
 
-    def __init__(self, runtime: Streamed, whole: Whole | Piece, t: Tensor) -> None:
+    def __init__(self, runtime: Runtime, whole: Whole | Piece, t: Tensor) -> None:
         self.runtime, self.whole, self.version = runtime, whole, runtime.core.version(whole.records[0].unit)
         self.size, self.stride, self.offset = t.shape, t.stride(), t.storage_offset()
 
@@ -205,7 +141,7 @@ def refuse_again(ctx: Any) -> None:
 class SavedFrame:
     """Hooks of a window that keeps its activations."""
 
-    def __init__(self, window: Stretch) -> None:
+    def __init__(self, window: Window) -> None:
         self.runtime, self.window = window.runtime, window
 
     def pack(self, t: Tensor) -> Any:
@@ -221,12 +157,15 @@ class SavedFrame:
         refuse_create_graph()
         return restored(handle)
 
+    def forward_ended(self, out: Any, mode: Mode) -> None:
+        """Nothing is left to do."""
+
 
 class HostFrame(SavedFrame):
     """The same with the tensors in host memory or a file. What came from outside without a gradient (angles, masks) is
     other windows' too, and stays where it is."""
 
-    def __init__(self, window: Stretch, args: Any, kwargs: Any, mode: Mode) -> None:
+    def __init__(self, window: Window, args: Any, kwargs: Any, mode: Mode) -> None:
         super().__init__(window)
         self.bundle = self.runtime.swap.bundle(window, mode)
         fork = Fork()
@@ -239,6 +178,9 @@ class HostFrame(SavedFrame):
         if type(handle) in (Weight, Expanded) or not self.runtime.swap.may(t) or storage_of(t) in self.shared:
             return handle
         return self.bundle.add(t)
+
+    def forward_ended(self, out: Any, mode: Mode) -> None:
+        self.bundle.leave()
 
 
 class _StopReplay(BaseException):
@@ -254,7 +196,7 @@ class ReplayFrame:
     followed, or reads something that has changed since, the forward runs again to its end, and has to give these.
     """
 
-    def __init__(self, window: Stretch, args: Any, kwargs: Any, reading: Reading | None) -> None:
+    def __init__(self, window: Window, args: Any, kwargs: Any, reading: Reading | None) -> None:
         """reading: what is known of the code; None: nothing."""
         self.window, self.runtime, self.reading = window, window.runtime, reading
         self.count = 0                                   # tensors saved by the first run
@@ -269,8 +211,7 @@ class ReplayFrame:
         self.classes = [(m, type(m)) for m in window.modules]
         self.buffers = snapshot_buffers(window.buffered)
         self.shapes: list[Any] | None = [] if self.clones is not None else None
-        self.random = random_state(self.runtime.device)
-        self.autocast = autocast_state(self.runtime.device.type)
+        self.surroundings = surroundings(self.runtime.device)
         self.versions = [self.runtime.core.version(u) for u in window.units]
 
     def pack(self, t: Tensor) -> Any:
@@ -298,28 +239,16 @@ class ReplayFrame:
         if changed:
             self.inputs, self.watched, self.window.mode = self.clones, [], str(mode.saved)
         self.clones, self.window.proved = None, True
-        if mode.input and not changed:
-            self._leave(mode)
-
-    def _leave(self, mode: Mode) -> None:
-        """The inputs with a gradient wait elsewhere."""
-        bundle = self.runtime.swap.bundle(self.window, mode)
-        away = _Away(bundle)
-        self.inputs = away.call(*self.inputs)
-        self.watched = [(hollow(t) if storage_of(t) in away.met_storages else t, v) for t, v in self.watched]
-        bundle.leave()
+        if mode.input and not changed:       # the inputs with a gradient wait elsewhere
+            away = Fork(away=self.runtime.swap.bundle(self.window, mode))
+            self.inputs = away.call(*self.inputs)
+            gone = {storage_of(t) for t in away.with_grad}
+            self.watched = [(hollow(t) if storage_of(t) in gone else t, v) for t, v in self.watched]
+            away.away.leave()
 
     def backward_ended(self) -> None:
         """What nobody has asked for is made again by the next backward that does."""
         self.saved = {}
-
-    def handle(self, t: Tensor) -> Any:
-        """What is kept of a tensor that is saved."""
-        where = self.runtime.ring.locate(t)
-        if where is not None:
-            return Weight(self.runtime, *where, t)
-        piece = self.window.expanded.get(storage_of(t)) if self.window.expanded else None
-        return Expanded(self.runtime, piece, t) if isinstance(piece, Piece) else keep(t)
 
     def replay(self) -> None:
         """Runs the forward again until all that the first run saved is there, or to its end where that is to be
@@ -337,8 +266,9 @@ class ReplayFrame:
                     out = inner(*args, **kwargs)
                 finally:
                     _pop()
-                if not known:
-                    self._compare(_bits(out))
+                bits = [] if known else _bits(out)
+                if not known and not (len(bits) == len(self.bits) and all(map(torch.equal, bits, self.bits))):
+                    self._refuse("gave another output")
         except _StopReplay:
             pass
         if len(self.saved) < self.count:
@@ -349,19 +279,22 @@ class ReplayFrame:
         """Inputs, weights, classes, buffers, random numbers and autocast as the first run met them; put back after."""
         self._check()
         rt, window = self.runtime, self.window
-        saved_random = random_state(rt.device)
-        saved_autocast = autocast_state(rt.device.type)
+        saved_surroundings = surroundings(rt.device)
         saved_buffers = restore_buffers(window.buffered, self.buffers)
         others = [(m, type(m)) for m, kind in self.classes if type(m) is not kind]
         outer, opened = None, False
         try:
             if others:
                 _give_classes(self.classes)
-            set_random_state(rt.device, self.random)
-            set_autocast_state(rt.device.type, (*self.autocast[:2], False, *self.autocast[3:]))
+            set_surroundings(rt.device, self.surroundings)
+            torch.set_autocast_cache_enabled(False)      # it would keep casts of weights that move on
             with torch.enable_grad():
                 inputs = Fork(as_results=True).call(*self.inputs)
-                outer, opened = swap_window(self._bind()), True
+                bound = window.bind_leaves(self.trainable)
+                for (r, _), attributes in zip(window.answering, self.attributes):
+                    if type(t := bound.get(r)) is DeviceParameter:       # as they were: what a run sets again stays
+                        t.__dict__ = dict(attributes)
+                outer, opened = swap_window(bound), True
                 with flat_weights(window.recurrent):
                     yield inputs
         finally:
@@ -369,29 +302,24 @@ class ReplayFrame:
                 swap_window(outer)
             window.expanded.clear()
             restore_buffers(window.buffered, saved_buffers)
-            set_autocast_state(rt.device.type, saved_autocast)
-            set_random_state(rt.device, saved_random)
+            set_surroundings(rt.device, saved_surroundings)
             _give_classes(others)
-
-    def _bind(self) -> dict[Record, Tensor]:
-        """Weights with the attributes that parameters had then: what a run sets again stays in it."""
-        bound = self.window.bind_leaves(self.trainable)
-        for (r, _), attributes in zip(self.window.answering, self.attributes):
-            if type(t := bound.get(r)) is DeviceParameter:
-                t.__dict__ = dict(attributes)
-        return bound
 
     def _refuse(self, what: str) -> None:
         raise MegatrainError(f"{self.window.name}: run again, its forward {what}; it does not repeat itself: "
                              "use plan={'activations': 'saved'}")
 
-    def _compare(self, bits: list[Tensor]) -> None:
-        if len(bits) != len(self.bits) or not all(map(torch.equal, bits, self.bits)):
-            self._refuse("gave another output")
-
     def _collector(self, stops: bool) -> Any:
-        saved, last, shapes = self.saved, self.count - 1, self.shapes
+        """A hook that keeps what the first run saved. stops: behind the last of that."""
+        saved, last, shapes, window, rt = self.saved, self.count - 1, self.shapes, self.window, self.runtime
         number = -1
+
+        def kept(t: Tensor) -> Any:
+            where = rt.ring.locate(t)
+            if where is not None:
+                return Weight(rt, *where, t)
+            piece = window.expanded.get(storage_of(t)) if window.expanded else None
+            return Expanded(rt, piece, t) if isinstance(piece, Piece) else keep(t)
 
         def pack(t: Tensor) -> Any:
             nonlocal number
@@ -400,7 +328,7 @@ class ReplayFrame:
                 self._refuse(f"saved a tensor of {list(t.shape)} where the first run saved {list(shapes[number])}")
             if number > last:
                 return keep(t)               # the rest of a run to the end: nobody asks for it
-            saved[number] = handle = self.handle(t)
+            saved[number] = handle = kept(t)
             if number >= last and stops:
                 raise _StopReplay
             return handle
@@ -429,14 +357,14 @@ def _give_classes(classes: list[tuple[nn.Module, type]]) -> None:
 
 def _bits(out: Any) -> list[Tensor]:
     """Of each tensor in a forward's output: the sum of each row's bits, as integers."""
-    return [_of_rows(t) for t in tree_leaves(out) if isinstance(t, Tensor) and t.layout == torch.strided]
-
-
-def _of_rows(t: Tensor) -> Tensor:
-    t = torch.view_as_real(t.detach()) if t.is_complex() else t.detach()
-    if t.is_floating_point():
-        t = t.contiguous().view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[t.itemsize])
-    return t.sum(dtype=torch.int64) if t.dim() == 0 else t.sum(-1, dtype=torch.int64)
+    found = []
+    for t in tree_leaves(out):
+        if isinstance(t, Tensor) and t.layout == torch.strided:
+            t = torch.view_as_real(t.detach()) if t.is_complex() else t.detach()
+            if t.is_floating_point():
+                t = t.contiguous().view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[t.itemsize])
+            found.append(t.sum(dtype=torch.int64) if t.dim() == 0 else t.sum(-1, dtype=torch.int64))
+    return found
 
 
 # ---- inputs ------------------------------------------------------------------------------------
@@ -459,12 +387,14 @@ _ATOMS = {type(None), bool, int, float, str, torch.dtype, torch.device}
 class Fork:
     """A copy of the arguments whose containers and caches may be changed; tensors are shared, detached.
 
-    watched: (tensor, version) of each tensor met. clone: floating tensors are copied too.
-    as_results: tensors that require a gradient come as results of an operation, as they did first.
+    Attributes:
+        watched: (tensor, version) of each tensor met. with_grad: those that require a gradient, and were copied.
     """
 
-    def __init__(self, clone: bool = False, as_results: bool = False) -> None:
-        self.clone, self.as_results = clone, as_results
+    def __init__(self, clone: bool = False, as_results: bool = False, away: Bundle | None = None) -> None:
+        """clone: floating tensors are copied too. as_results: tensors that require a gradient come as results of an
+        operation, as they did first. away: where those are put instead, of which parts stand for them."""
+        self.clone, self.as_results, self.away = clone, as_results, away
         self.watched: list[tuple[Tensor, int]] = []
         self.with_grad: list[Tensor] = []
         self.met: dict[int, Any] = {}
@@ -484,7 +414,12 @@ class Fork:
     def call(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         return self(args), {k: self(v) for k, v in kwargs.items()}
 
-    def _tensor(self, t: Tensor) -> Tensor:
+    def _tensor(self, t: Tensor) -> Any:
+        if self.away is not None:
+            if not t.requires_grad or not self.away.swap.may(t):
+                return t
+            self.with_grad.append(t)
+            return self.away.add(t)
         self.watched.append((t.detach() if t.requires_grad else t, t._version))
         out = self.watched[-1][0]
         if self.clone and t.is_floating_point():
@@ -517,35 +452,95 @@ class Fork:
         return out
 
 
-class _Away(Fork):
-    """A copy of the arguments in which parts of a bundle stand for tensors that require a gradient.
+# ---- random numbers and autocast ---------------------------------------------------------------
 
-    met_storages: of those tensors.
+def surroundings(device: torch.device) -> tuple[Any, ...]:
+    """Where torch's generators stand, and what autocast does, on the CPU and on the compute device."""
+    kinds = dict.fromkeys((device.type, "cpu"))
+    return ([g.get_state() for g in _generators(device)], torch.is_autocast_cache_enabled(),
+            [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds])
+
+
+def set_surroundings(device: torch.device, s: tuple[Any, ...]) -> None:
+    states, caches, casts = s
+    for g, state in zip(_generators(device), states):
+        g.set_state(state)
+    torch.set_autocast_cache_enabled(caches)
+    for kind, enabled, dtype in casts:
+        torch.set_autocast_enabled(kind, enabled)
+        torch.set_autocast_dtype(kind, dtype)
+
+
+def _generators(device: torch.device) -> list[torch.Generator]:
+    cpu = torch.default_generator
+    return [cpu, torch.cuda.default_generators[device.index]] if device.type == "cuda" else [cpu]
+
+
+# ---- modules of a window -----------------------------------------------------------------------
+
+class Below:
+    """Some modules of a window, in order; the window's own, which comes first, weakly: it has the window.
+
+    Attributes:
+        inside: the others.
     """
 
-    def __init__(self, bundle: Any) -> None:
-        super().__init__()
-        self.bundle, self.met_storages = bundle, set()
+    __slots__ = ("_top", "inside")
 
-    def _tensor(self, t: Tensor) -> Any:
-        if not t.requires_grad or not self.bundle.swap.may(t):
-            return t
-        self.met_storages.add(storage_of(t))
-        return self.bundle.add(t)
+    def __init__(self, top: nn.Module, modules: Iterable[nn.Module]) -> None:
+        modules = list(modules)
+        self.inside = tuple(m for m in modules if m is not top)
+        self._top = weakref.ref(top) if len(self.inside) < len(modules) else None
 
+    def __iter__(self) -> Iterator[nn.Module]:
+        if self._top is not None:
+            yield self._top()
+        yield from self.inside
 
-# ---- autocast ----------------------------------------------------------------------------------
-
-def autocast_state(device: str) -> tuple[Any, ...]:
-    other = () if device == "cpu" else (torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"))
-    return (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device),
-            torch.is_autocast_cache_enabled(), *other)
+    def __bool__(self) -> bool:
+        return self._top is not None or bool(self.inside)
 
 
-def set_autocast_state(device: str, s: tuple[Any, ...]) -> None:
-    torch.set_autocast_enabled(device, s[0])
-    torch.set_autocast_dtype(device, s[1])
-    torch.set_autocast_cache_enabled(s[2])
-    if len(s) > 3:
-        torch.set_autocast_enabled("cpu", s[3])
-        torch.set_autocast_dtype("cpu", s[4])
+def snapshot_buffers(modules: Below) -> list[tuple[nn.Module, str, Any, Any]]:
+    """(module, name, tensor, copy of its values): BatchNorm writes without leaving a trace in `_version`."""
+    if not modules:
+        return []
+    with torch.no_grad():
+        return [(m, k, b, b.clone() if isinstance(b, Tensor) else None)
+                for m in modules for k, b in m._buffers.items()]
+
+
+def restore_buffers(modules: Below, snapshot: list[tuple[nn.Module, str, Any, Any]]) -> list[Any]:
+    """Puts values back that have changed; returns what was there."""
+    if not snapshot:
+        return []
+    now = snapshot_buffers(modules)
+    with torch.no_grad():
+        for m, k, b, values in snapshot:
+            m._buffers[k] = b
+            if isinstance(b, Tensor):
+                with torch.autograd._unsafe_preserve_version_counter(b):
+                    b.copy_(values)
+    return now
+
+
+@contextlib.contextmanager
+def flat_weights(recurrent: Below) -> Iterator[None]:
+    """nn.LSTM and its kin read a list made when the module was built: made again from the slots.
+
+    Where the list is not of the weights that they read, they put those into one buffer for cuDNN, in place. Without
+    gradients these are the slot's own tensors, which would be of that buffer from then on, whatever comes into the
+    slot: so others, of the same memory, are put there.
+    """
+    before = [(m, m._flat_weights, m._flat_weight_refs) for m in recurrent]
+    for m, *_ in before:
+        weights = m._flat_weights = [getattr(m, n) for n in m._flat_weights_names]
+        if not torch.is_grad_enabled():
+            m._flat_weight_refs = [weakref.ref(w) for w in weights]
+            m._flat_weights = [w.detach() for w in weights]
+            m.flatten_parameters()
+    try:
+        yield
+    finally:
+        for m, weights, refs in before:
+            m._flat_weights, m._flat_weight_refs = weights, refs

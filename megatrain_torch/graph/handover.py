@@ -17,103 +17,24 @@ import contextlib
 import weakref
 from collections import deque
 from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from .. import _core
 from ..base.errors import MegatrainError
 from ..store import gradient
-from ..store.arrive import Arrivals
 from ..store.records import Record, Use
 from ..store.state import in_backward
-from .door import Door
-from .exchange import Exchange
-from .swap import Swap
-from .untraced import Untraced
+
+if TYPE_CHECKING:
+    from ..model.runtime import Runtime
 
 SET, ADD = 0, 1
 
 
-class Room(Protocol):
-    """Refuses what does not fit in host memory: room.Room.
-
-    Attributes:
-        begun, summed: planes of gradients, and of their sums, have been asked for.
-    """
-
-    begun: bool
-    summed: bool
-
-    def gradients(self, core: _core.Engine) -> None: ...
-
-    def sums(self, core: _core.Engine) -> None: ...
-
-
-class Homes(Protocol):
-    """Knows units whose gradients are kept nowhere, and those whose states come and leave: homes.Homes."""
-
-    passing: frozenset[int]
-    arrivals: Arrivals
-
-
-class Trained(Protocol):
-    """Knows of which parameters there are gradients: trained.Trained."""
-
-    def follow(self) -> None: ...
-
-
-class Reads(Protocol):
-    """Weights that were read outside of windows: reads.Reads."""
-
-    def keep_writes(self) -> None: ...
-
-    def forget(self) -> None: ...
-
-
-class Forwards(Protocol):
-    """Is told that a backward follows: forwards.Forwards."""
-
-    def backward_began(self) -> None: ...
-
-
-class Model(Protocol):
-    """The streamed model whose gradients these are: runtime.Runtime.
-
-    Attributes:
-        window_count: windows it has or had.
-    """
-
-    core: _core.Engine
-    door: Door
-    swap: Swap
-    trace: Untraced
-    exchange: Exchange | None
-
-    @property
-    def room(self) -> Room: ...
-
-    @property
-    def homes(self) -> Homes: ...
-
-    @property
-    def trained(self) -> Trained: ...
-
-    @property
-    def reads(self) -> Reads: ...
-
-    @property
-    def forwards(self) -> Forwards: ...
-
-    @property
-    def window_count(self) -> int: ...
-
-    def stream(self) -> int: ...
-
-
 class HandOver:
-    def __init__(self, runtime: Model) -> None:
+    def __init__(self, runtime: Runtime) -> None:
         self.runtime = runtime
         self.unstepped = False               # gradients were sent since mt.AdamW's last step
         self.alive: deque[tuple[int, list[Tensor]]] = deque()   # sources of copies that are still in flight
@@ -121,7 +42,7 @@ class HandOver:
         self.tasks: dict[int, list[weakref.ref[Any]]] = {}      # graph tasks that have our callback, and whom it tells
         self.summed: dict[int, Record] = {}                     # records with a pending device sum
         self.stream = 0                                         # where the last hand-over happened
-        self.copied: dict[int, dict[Record, Tensor]] = {}         # by unit: copies of gradients that an update reads
+        self.copied: dict[int, dict[Record, Tensor]] = {}       # by unit: copies of gradients that an update reads
         self.observer: Any = None                               # an optimizer that updates in backward
         self.looks = False                                      # the backward under way is a look's
 
@@ -139,8 +60,8 @@ class HandOver:
         ready: list[tuple[Record, Tensor]] = []
         for i, (record, node, grad) in enumerate(zip(records, nodes, grads)):
             kind = "unwanted" if grad is None and record.pending is None else self._kind(record, node)
-            if kind == "real":
-                out[i] = self._to_host(record, grad)
+            if kind == "real" and grad is not None:
+                out[i] = torch.empty_strided(record.shape, record.stride, dtype=grad.dtype).copy_(grad)
             elif kind == "streamed":
                 if self.runtime.exchange is not None:
                     self.runtime.exchange.joins()
@@ -178,9 +99,10 @@ class HandOver:
         empty the order is the same without waiting; where it was not, and for tied weights, wait.
         """
         more = record.open > 0 or again
-        if record.pending is None and not (more and (record.uses > 1 or self._had_gradient(record))):
-            return grad
         if record.pending is None:
+            stood = gradient.standing(record) is not None and record.set_in != in_backward()    # before this backward
+            if not (more and (record.uses > 1 or stood)):
+                return grad
             record.pending = grad
         elif grad is not None:
             record.pending = record.pending + grad
@@ -190,18 +112,6 @@ class HandOver:
         self.summed.pop(record.pid, None)
         total, record.pending = record.pending, None
         return total
-
-    @staticmethod
-    def _had_gradient(record: Record) -> bool:
-        """Did .grad stand before this backward began?"""
-        return gradient.standing(record) is not None and record.set_in != in_backward()
-
-    @staticmethod
-    def _to_host(record: Record, grad: Tensor | None) -> Tensor | None:
-        if grad is None:
-            return None
-        out = torch.empty_strided(record.shape, record.stride, dtype=grad.dtype)
-        return out.copy_(grad)
 
     # ---- a graph task, from the first that we see of it to its end ----
 
@@ -245,17 +155,19 @@ class HandOver:
         self._tell(task)
         self.runtime.door.task_ends(task)
         self.runtime.swap.sweep()
-        rest = []
-        for record in self.summed.values():
-            if record.pending is not None:
-                rest.append((record, record.pending))
-            record.pending = None
-        self.summed.clear()
-        self._send(rest)
+        self._send([(r, total) for r, total in self._dropped() if total is not None])
         if self.runtime.exchange is not None and not self.tasks:
             self.runtime.exchange.ends()
         self.runtime.forget_reads()
         self.runtime.trace.handed_over()
+
+    def _dropped(self) -> list[tuple[Record, Tensor | None]]:
+        """Device sums are no longer waited for; gives them."""
+        found = [(r, r.pending) for r in self.summed.values()]
+        for record in self.summed.values():
+            record.pending = None
+        self.summed.clear()
+        return found
 
     def broken_off(self) -> None:
         """Was there a backward that raised? The others of several processes are not to wait until the next forward."""
@@ -264,9 +176,7 @@ class HandOver:
 
     def sweep(self) -> None:
         """After a backward that raised: its callback never ran."""
-        for record in self.summed.values():
-            record.pending = None
-        self.summed.clear()
+        self._dropped()
         for task in list(self.tasks):
             self._tell(task)
         if self.runtime.exchange is not None:
@@ -280,10 +190,11 @@ class HandOver:
             by_unit.setdefault(record.unit, []).append((record, grad))
         exchange = self.runtime.exchange
         for unit, pairs in by_unit.items():
+            pairs = [(r, self.conform(r, grad)) for r, grad in pairs]
             if exchange is None:
                 self._send_unit(unit, pairs)
             else:
-                exchange.offer(unit, [(r, self.conform(r, grad)) for r, grad in pairs])
+                exchange.offer(unit, pairs)
 
     def _send_unit(self, unit: int, pairs: list[tuple[Record, Tensor]]) -> None:
         items, sources = [], []
@@ -292,7 +203,6 @@ class HandOver:
         if passing:
             self._may_pass([r for r, _ in pairs])
         for record, grad in pairs:
-            grad = self.conform(record, grad)
             mode = SET if passing else self._claim(record)
             if mode is None:
                 gradient.add(record, grad)

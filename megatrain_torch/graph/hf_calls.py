@@ -1,11 +1,227 @@
-"""What transformers gives a layer's call besides its inputs: hooks that collect outputs, caches of keys and values."""
+"""What transformers gives a layer's call besides its inputs: masks, caches of keys and values, hooks that collect.
+
+For sliding windows, packed rows and "eager" attention transformers makes a mask of all pairs of tokens: at 64k tokens
+4 GiB of it, twice that where it is added to logits. Where layers run by templates none need exist: in a forward that
+wants gradients, transformers' mask functions give a stand-in (StandIn) for a mask that is causal, whole or within a
+window, of one sequence or of packed ones. A template's attention goes by what it says (Sight). Whatever else uses it
+as a tensor uses the real mask, which is made then.
+
+Which mask is wanted is read from the functions that transformers composes for it; one that is not known (padding,
+chunks, images' tokens) is made by transformers as ever.
+"""
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
-from collections.abc import Iterator
-from typing import Any
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
+import torch
+from torch import Tensor
+
+from ..base import patches
+from ..base.packed import Packed
+
+if TYPE_CHECKING:
+    from .window import Window
+
+KINDS = "sdpa", "eager"
+
+
+@dataclass(frozen=True, eq=False)
+class Sight:
+    """A causal mask [rows, 1, tokens, tokens]: a token sees its sequence as far as itself.
+
+    window: only so many tokens of it, itself the last; 0: all. packed: sequences of the one row; None: each row is one.
+    added: the mask's type where it is added to logits; None: it is True where a token sees.
+    """
+
+    rows: int
+    tokens: int
+    device: torch.device
+    window: int = 0
+    packed: Packed | None = None
+    added: torch.dtype | None = None
+
+    @functools.cached_property
+    def real(self) -> Tensor:
+        """The mask itself, kept as long as this is: layers share it."""
+        at = torch.arange(self.tokens, device=self.device)
+        seen = at[:, None] >= at
+        if self.window:
+            seen &= at > at[:, None] - self.window
+        if self.packed is not None:
+            number = self.packed.numbers().to(self.device)
+            seen &= number[:, None] == number
+        seen = seen.expand(self.rows, 1, -1, -1)
+        if self.added is None:
+            return seen
+        return torch.where(seen, torch.zeros((), device=self.device, dtype=self.added), torch.finfo(self.added).min)
+
+
+class StandIn(Tensor):
+    """Has a mask's shape, type and device, and no storage; used as a tensor it is the real mask."""
+
+    sight: Sight
+
+    @classmethod
+    def of(cls, sight: Sight) -> StandIn:
+        shape = (sight.rows, 1, sight.tokens, sight.tokens)
+        found = torch.empty(shape, dtype=sight.added or torch.bool, device="meta").as_subclass(cls)
+        found.sight = sight
+        return found
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _DEVICE:
+            return args[0].sight.device
+        if func in _SAID:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        return func(*_real(args), **_real(kwargs or {}))
+
+
+_DEVICE = (Tensor.device.__get__,)
+_SAID = (Tensor.shape.__get__, Tensor.ndim.__get__, Tensor.dtype.__get__, Tensor.requires_grad.__get__,
+         Tensor.size, Tensor.dim, Tensor.numel, Tensor.is_floating_point, Tensor.__len__, Tensor.__hash__)
+
+
+def _real(value: Any) -> Any:
+    """With real masks; what has no stand-in in it stays the object that it is: a layer may append to a list."""
+    if isinstance(value, StandIn):
+        return value.sight.real
+    if type(value) in (tuple, list):
+        found = [_real(v) for v in value]
+        return value if all(a is b for a, b in zip(found, value)) else type(value)(found)
+    if type(value) is dict:
+        found = {k: _real(v) for k, v in value.items()}
+        return value if all(found[k] is v for k, v in value.items()) else found
+    return value
+
+
+def dense(args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """Arguments of a layer that runs its own code: with real masks."""
+    return _real(args), _real(kwargs)
+
+
+def sight_of(mask: Any) -> Sight | None:
+    """What a mask of ours says; None: it is the model's."""
+    return getattr(mask, "sight", None) if isinstance(mask, Tensor) else None
+
+
+def example(sight: Sight, tokens: int) -> Tensor:
+    """A real mask like it for one row of so many tokens, which says what it is: in sequences of several lengths, with
+    a window that shows."""
+    lengths = tuple(n for n in (1, tokens // 2, tokens - 1 - tokens // 2) if n)
+    packed = sight.packed and Packed.of(lengths, sight.device)
+    like = Sight(1, tokens, sight.device, sight.window and min(sight.window, max(1, tokens // 4)), packed, sight.added)
+    mask = like.real.clone()
+    mask.sight = like
+    return mask
+
+
+# ---- transformers' mask functions ----------------------------------------------------------------
+
+_now = threading.local()             # .spared: is a pass on whose masks may be stand-ins?
+
+
+@contextlib.contextmanager
+def spared(layers: Iterable[Window]) -> Iterator[None]:
+    """Around a forward: its masks may be stand-ins, if layers have templates and gradients are wanted."""
+    if not torch.is_grad_enabled() or not any(layer.spares_masks for layer in layers):
+        yield
+        return
+    outer, _now.spared = getattr(_now, "spared", False), True
+    try:
+        yield
+    finally:
+        _now.spared = outer
+
+
+def install() -> None:
+    """transformers' functions for "sdpa" and "eager" ask here first; what others have put in their place, too."""
+    interface = getattr(sys.modules.get("transformers.masking_utils"), "AttentionMaskInterface", None)
+    if interface is not None:
+        patches.once("masks", lambda: _patch(interface))
+
+
+def _patch(interface: Any) -> Callable[[], None]:
+    before = {kind: interface()[kind] for kind in KINDS}
+    ours = {kind: _sparing(own, adds=kind == "eager") for kind, own in before.items()}
+    for kind, mask in ours.items():
+        interface.register(kind, mask)
+
+    def undo() -> None:
+        for kind, mask in ours.items():
+            if interface()[kind] is mask:
+                interface.register(kind, before[kind])
+
+    return undo
+
+
+def _sparing(own: Callable[..., Any], adds: bool) -> Callable[..., Any]:
+    @functools.wraps(own)
+    def mask(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling() or args or not getattr(_now, "spared", False):
+            return own(*args, **kwargs)
+        sight = _wanted(kwargs, adds)
+        skipped = sight is not None and not (adds or sight.window or sight.packed)       # none is made of it
+        return own(**kwargs) if sight is None or skipped else StandIn.of(sight)
+
+    mask.mt_own = own
+    return mask
+
+
+def _wanted(asked: dict[str, Any], adds: bool) -> Sight | None:
+    """The mask that a call asks for; None: it is not known."""
+    tokens, given = asked.get("q_length"), asked.get("attention_mask")
+    later = any(asked.get(k) for k in ("q_offset", "kv_offset", "use_vmap"))
+    if later or tokens is None or tokens != asked.get("kv_length"):
+        return None
+    parts = list(_parts(asked.get("mask_function")))
+    names = [name for name, _ in parts]
+    found = {name: cell for name, cell in parts if name in _KNOWN}
+    if CAUSAL not in found or len(found) < len(set(names)) or names.count(WINDOW) > 1 or names.count(PACKED) > 1:
+        return None
+    if MOVED in found and PACKED not in found:
+        return None
+    if given is not None and not (given.dim() == 2 and given.shape[1] == tokens and bool(given.all())):
+        return None
+    rows, device = asked["batch_size"], torch.device(asked["device"])
+    packed = None
+    if PACKED in found:
+        if found[PACKED].shape[0] != 1 or rows != 1:
+            return None
+        packed = Packed.of(tuple(found[PACKED][0].unique_consecutive(return_counts=True)[1].tolist()), device)
+    window = found.get(WINDOW, 0)
+    return Sight(rows, tokens, device, 0 if window >= tokens else window, packed, asked["dtype"] if adds else None)
+
+
+CAUSAL = "causal_mask_function"
+WINDOW = "sliding_window_overlay.<locals>.inner_mask"
+PACKED = "packed_sequence_mask_function.<locals>.inner_mask"
+MOVED = "remap_positions_for_packed_sequence.<locals>.inner_mask"
+_KNOWN = {CAUSAL: None, MOVED: None, WINDOW: "sliding_window", PACKED: "packed_sequence_mask"}   # and what each holds
+_ALL = "and_masks.<locals>.and_mask"
+
+
+def _parts(fn: Any) -> Iterator[tuple[str, Any]]:
+    """(name, what it holds) of the functions whose conditions a mask's function joins."""
+    name = getattr(fn, "__qualname__", "") if getattr(fn, "__module__", "") == "transformers.masking_utils" else ""
+    held = dict(zip(fn.__code__.co_freevars, (c.cell_contents for c in fn.__closure__ or ()))) if name else {}
+    if name == _ALL:
+        for part in held["mask_functions"]:
+            yield from _parts(part)
+        return
+    if name == MOVED:                # to positions within packed sequences, where a window reaches as far as in the row
+        yield from _parts(held["mask_function"])
+    yield name, held.get(_KNOWN.get(name))
+
+
+# ---- hooks that collect outputs, and caches ------------------------------------------------------
 
 def hooked(hooks: list[dict[int, Any]]) -> bool:
     """Is there a hook among these, inside a window, that would do something now?"""

@@ -28,7 +28,6 @@ from torch.utils._device import DeviceContext
 
 from ..store.records import Record
 from . import hf_calls
-from .masks import StandIn
 
 # Attributes that number a layer. They are symbols for dynamo: who only passes them on is the same code in all layers.
 NUMBERED = ("layer_idx", "layer_id", "layer_index", "layer_number", "block_idx")
@@ -112,7 +111,7 @@ def scope_of(forward: Callable[..., Any], args: Sequence[Any], kwargs: dict[str,
 
 
 def _seen(value: Any) -> Any:
-    if isinstance(value, StandIn):
+    if isinstance(value, hf_calls.StandIn):
         sight = value.sight
         return torch.empty((), dtype=value.dtype, device=sight.device).expand(value.shape)
     return _cache_like(type(value)) if hf_calls.is_cache(value) else value
@@ -155,23 +154,10 @@ def _cache_like(kind: type) -> Any:
 
 # ---- what is known -------------------------------------------------------------------------------
 
-class Readings:
-    """Of all models of the process, by what no guard looks at; as many of the latest as a process needs."""
-
-    MOST = 512
-
-    def __init__(self) -> None:
-        self._all: dict[tuple[Any, ...], list[Reading]] = {}
-
-    def of(self, key: tuple[Any, ...], scope: dict[str, Any]) -> Reading | None:
-        """One that holds for the call of this scope."""
-        return next((r for r in self._all.get(key, ()) if r.holds(scope)), None)
-
-    def put(self, key: tuple[Any, ...], reading: Reading) -> None:
-        before = [r for r in self._all.pop(key, ()) if not r.gone]
-        self._all[key] = [reading, *before[:OFTEN]]      # the latest comes last
-        if len(self._all) > self.MOST:
-            del self._all[next(iter(self._all))]
+OFTEN = 16                       # a window that has been read so often is not read again
+MOST = 512                       # keys of which readings are kept
+# Of all models of the process, by what no guard looks at: the latest, as many as a process needs.
+READINGS: dict[tuple[Any, ...], list[Reading]] = {}
 
 
 class Reader:
@@ -197,8 +183,9 @@ class Reader:
         """
         if self.last is not None and key == self._key and self.last.holds(scope):
             return self.last
-        found, form = READINGS.of(key, scope), (key, tuple((n, type(v)) for n, v in scope["kwargs"].items()))
+        found = next((r for r in READINGS.get(key, ()) if r.holds(scope)), None)
         if found is None:
+            form = key, tuple((n, type(v)) for n, v in scope["kwargs"].items())
             self._reads += form not in refused
             if form in refused or self._reads > OFTEN:
                 raise Unreadable(refused.get(form, "it is other code from pass to pass"))
@@ -207,7 +194,10 @@ class Reader:
             except Unreadable as reason:
                 refused[form] = str(reason)
                 raise
-            READINGS.put(key, found)
+            before = [r for r in READINGS.pop(key, ()) if not r.gone]
+            READINGS[key] = [found, *before[:OFTEN]]         # the latest comes last
+            if len(READINGS) > MOST:
+                del READINGS[next(iter(READINGS))]
         self.last, self._key = found, key
         return found
 
@@ -219,16 +209,12 @@ def modes_on() -> bool:
         not isinstance(torch._C._get_function_stack_at(i), DeviceContext) for i in functions)
 
 
-OFTEN = 16                       # a window that has been read so often is not read again
-READINGS = Readings()
-
-
 # ---- reading -------------------------------------------------------------------------------------
 
 @contextlib.contextmanager
 def _settings(symbols: bool) -> Iterator[None]:
-    """Numbers are constants of a graph, sizes its symbols, and so are layers' numbers (`symbols`); hooks are guarded; and
-    who asks whether it is being compiled is told that it is not."""
+    """Numbers are constants of a graph, sizes its symbols, and so are layers' numbers (`symbols`); hooks are guarded;
+    and who asks whether it is being compiled is told that it is not."""
     import torch._dynamo.config as config
     from torch._dynamo.variables.torch import tracing_state_functions
     told = tracing_state_functions()
@@ -243,20 +229,6 @@ def _settings(symbols: bool) -> Iterator[None]:
             yield
         finally:
             told.update(dict.fromkeys(compiling, True))
-
-
-@contextlib.contextmanager
-def _without_hooks() -> Iterator[None]:
-    """Hooks on saved tensors are the user's, and not for fake ones."""
-    torch._C._autograd._push_saved_tensors_default_hooks(_itself, _itself)
-    try:
-        yield
-    finally:
-        torch._C._autograd._pop_saved_tensors_default_hooks()
-
-
-def _itself(t: Tensor) -> Tensor:
-    return t.detach()                        # with its history it would hold the node that saves it
 
 
 def stand_in(t: Tensor, record: Record) -> nn.Parameter:
@@ -340,7 +312,8 @@ def _read(scope: dict[str, Any], modules: Sequence[nn.Module], judge: Any, put: 
 
     there = {"__builtins__": builtins, "__name__": __name__, "Tensor": Tensor}    # dynamo puts names of its own in here
     code = (_call if judge is None else _call_for_one).__code__
-    with _settings(symbols), _without_hooks(), torch.random.fork_rng(devices=[]), plain_modules(modules), \
+    with _settings(symbols), torch.autograd.graph.saved_tensors_hooks(Tensor.detach, Tensor.detach), \
+            torch.random.fork_rng(devices=[]), plain_modules(modules), \
             hf_calls.collecting_nothing(), get_metrics_context(), dynamo_timed("megatrain_torch"), \
             compile_context(CompileContext(convert_frame.get_compile_id({}))), warnings.catch_warnings():
         warnings.simplefilter("ignore")      # what dynamo advises is for who asked for a graph

@@ -9,15 +9,18 @@ Stack is done with all of its experts together, which then are there at once.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from ..store.pieces import Piece, Stacked
+from ..store.whole import Piece, Stacked
 from .frames import check_version, refuse_create_graph
 from .swap import storage_of
+
+if TYPE_CHECKING:
+    from .window import Window
 
 _PRODUCTS = {"_grouped_mm", "grouped_mm", "grouped_mm_fallback"}       # torch's, and transformers' in its place
 
@@ -30,17 +33,17 @@ class Stack(Tensor):
     """
 
     stacked: Stacked
-    window: Any
+    window: Window
     like: Tensor
     flipped: bool
 
     @staticmethod
-    def __new__(cls, stacked: Stacked, window: Any, like: Tensor, flipped: bool = False) -> Stack:
+    def __new__(cls, stacked: Stacked, window: Window, like: Tensor, flipped: bool = False) -> Stack:
         """like: on the meta device, of its form."""
         return Tensor._make_wrapper_subclass(cls, like.shape, like.stride(), dtype=like.dtype,
                                              device=window.runtime.device)
 
-    def __init__(self, stacked: Stacked, window: Any, like: Tensor, flipped: bool = False) -> None:
+    def __init__(self, stacked: Stacked, window: Window, like: Tensor, flipped: bool = False) -> None:
         self.stacked, self.window, self.like, self.flipped = stacked, window, like, flipped
         self._last: tuple[Piece, Tensor] | None = None
 
@@ -62,16 +65,6 @@ class Stack(Tensor):
         if self._last is not None:
             self.window.expanded.pop(storage_of(self._last[1]), None)
             self._last = None
-
-    def expert(self, number: int) -> Tensor:
-        """Raises: there is none of this number."""
-        at = range(self.like.shape[0])[number]
-        piece = self.stacked.piece_of(at)
-        return self.piece(piece)[at - piece.experts.start]
-
-    def turned(self) -> Stack:
-        """With the last two dimensions in each other's places."""
-        return Stack(self.stacked, self.window, self.like.mT, not self.flipped)
 
     def together(self) -> Tensor:
         """All experts at once."""
@@ -95,22 +88,27 @@ def _whole(value: Any) -> Any:
     return tree_map_only(Stack, Stack.together, value)
 
 
-def _item(func: Any, stack: Any, index: Any) -> Tensor | None:
+def _item(func: Any, stack: Stack, index: Any) -> Tensor | None:
+    """One expert."""
     if isinstance(index, Tensor) and index.dim() == 0 and not index.is_floating_point() and index.dtype != torch.bool:
         index = int(index)
-    return stack.expert(index) if type(index) is int else None
+    if type(index) is not int:
+        return None
+    at = range(stack.like.shape[0])[index]
+    piece = stack.stacked.piece_of(at)
+    return stack.piece(piece)[at - piece.experts.start]
 
 
-def _transpose(func: Any, stack: Any, dim0: int, dim1: int) -> Tensor | None:
-    return stack.turned() if {dim0, dim1} in ({1, 2}, {-2, -1}, {1, -1}, {-2, 2}) else None
-
-
-def _turned(func: Any, stack: Any, *_: Any) -> Tensor:
-    return stack.turned()
+def _transpose(func: Any, stack: Stack, dim0: int, dim1: int) -> Tensor | None:
+    """With the last two dimensions in each other's places."""
+    if {dim0, dim1} not in ({1, 2}, {-2, -1}, {1, -1}, {-2, 2}):
+        return None
+    return Stack(stack.stacked, stack.window, stack.like.mT, not stack.flipped)
 
 
 _OWN: dict[Any, Callable[..., Tensor | None]] = {
-    Tensor.__getitem__: _item, Tensor.transpose: _transpose, torch.transpose: _transpose, Tensor.mT.__get__: _turned}
+    Tensor.__getitem__: _item, Tensor.transpose: _transpose, torch.transpose: _transpose,
+    Tensor.mT.__get__: lambda func, stack, *_: _transpose(func, stack, 1, 2)}
 
 
 # ---- products of rows that are sorted by expert --------------------------------------------------
@@ -131,7 +129,11 @@ class _Product(torch.autograd.Function):
         ctx.func, stack, offs = of
         ctx.runtime, ctx.stacked, ctx.flipped = stack.window.runtime, stack.stacked, stack.flipped
         ctx.version, ctx.columns = ctx.runtime.core.version(ctx.stacked.unit), x.shape[1]
-        ctx.rows = _rows(ctx.stacked, offs)
+        ends, ctx.rows = [0, *offs.tolist()], []
+        for piece in ctx.stacked.pieces:     # those that have rows, in order; where their experts' rows end
+            first, last = ends[piece.experts.start], ends[piece.experts.stop]
+            if last > first:
+                ctx.rows.append((piece, first, last, offs[piece.experts.start:piece.experts.stop] - first))
         return _by_piece(ctx, x, stack.like.shape[2], ctx.rows, ctx.flipped)
 
     @staticmethod
@@ -141,33 +143,13 @@ class _Product(torch.autograd.Function):
         return _by_piece(ctx, dy, ctx.columns, ctx.rows[::-1], not ctx.flipped), None
 
 
-Rows = list[tuple[Piece, int, int, Tensor]]      # its first row, that after its last, where its experts' rows end
-
-
-def _rows(stacked: Stacked, offs: Tensor) -> Rows:
-    """Pieces that have any, in order."""
-    ends = [0, *offs.tolist()]
-    found = []
-    for piece in stacked.pieces:
-        first, last = ends[piece.experts.start], ends[piece.experts.stop]
-        if last > first:
-            found.append((piece, first, last, offs[piece.experts.start:piece.experts.stop] - first))
-    return found
-
-
-def _by_piece(ctx: Any, x: Tensor, columns: int, rows: Rows, flipped: bool) -> Tensor:
+def _by_piece(ctx: Any, x: Tensor, columns: int, rows: list[tuple[Piece, int, int, Tensor]], flipped: bool) -> Tensor:
     """x [R, K] times each row's expert: [R, columns]. Of codes one piece's weights are there at a time. Rows of no
     expert, which are behind all others, give zeros."""
-    out = x.new_empty(x.shape[0], columns)
+    out, made = x.new_empty(x.shape[0], columns), None
     for piece, first, last, ends in rows:
-        out[first:last] = ctx.func(x[first:last], _weights(ctx, piece, flipped), offs=ends)
+        del made                             # first: there is one at a time
+        made = piece.made(ctx.runtime.ring)
+        out[first:last] = ctx.func(x[first:last], made.mT if flipped else made, offs=ends)
     out[max([last for _, _, last, _ in rows], default=0):] = 0
     return out
-
-
-def _weights(ctx: Any, piece: Piece, flipped: bool) -> Tensor:
-    made = piece.made(ctx.runtime.ring)
-    return made.mT if flipped else made
-
-
-__all__ = ["Stack"]

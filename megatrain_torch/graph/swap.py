@@ -22,53 +22,23 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections import deque
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from .. import _core
 from ..base.errors import MegatrainError
 from ..base.modes import Mode
 from ..store.disk import BAYS
 from ..store.records import span_of
-from ..store.views import PLAIN
+from ..store.state import PLAIN
+
+if TYPE_CHECKING:
+    from ..model.runtime import Runtime
+    from .window import Window
 
 LEAST_BYTES = 512            # of a tensor that is worth a copy of its own
 GIVEN_UP = 2                 # windows behind its own that a bundle's sources stay for, where no other bundle leaves
-
-
-class Ends(Protocol):
-    """Tells when a backward is over: handover.HandOver."""
-
-    def at_end(self, what: Any) -> None: ...
-
-
-class Room(Protocol):
-    """Refuses what does not fit in host memory: room.Room."""
-
-    def activations(self, core: _core.Engine, nbytes: int, bays: int = 1) -> None: ...
-
-
-class Model(Protocol):
-    """The streamed model whose windows keep something elsewhere: runtime.Runtime."""
-
-    core: _core.Engine
-    device: torch.device
-    room: Room
-
-    @property
-    def handover(self) -> Ends: ...
-
-    def stream(self) -> int: ...
-
-    def itself(self) -> Model: ...
-
-
-class Window(Protocol):
-    """Whose tensors these are: window.Window."""
-
-    units: list[int]
 
 
 class Part:
@@ -204,7 +174,7 @@ class Swap:
         position: windows run under autograd so far.
     """
 
-    def __init__(self, runtime: Model) -> None:
+    def __init__(self, runtime: Runtime) -> None:
         self.runtime = runtime
         self.ahead, self.position = 1, 0
         self.held: deque[tuple[Bundle, list[Tensor]]] = deque()      # whose sources may not be freed yet

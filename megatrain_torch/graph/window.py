@@ -10,9 +10,8 @@ from __future__ import annotations
 import types
 import warnings
 import weakref
-from collections.abc import Callable
-from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -20,109 +19,29 @@ from torch import Tensor, nn
 from ..base import modes
 from ..base.errors import MegatrainError
 from ..base.modes import Mode
-from ..store.pieces import Piece, Stacked
 from ..store.records import Record, Use
-from ..store.state import enter, in_backward, leave, swap_window
-from ..store.views import DeviceParameter, accumulators, in_sight, takes_no_hooks
-from ..store.whole import Whole
-from . import hf_calls, masks
-from .below import Below, flat_weights
-from .door import Door
-from .frames import HostFrame, Located, ReplayFrame, SavedFrame, Streamed, _pop, _push
-from .handover import Reads
-from .installed import method_of
+from ..store.state import (
+    DeviceParameter,
+    accumulators,
+    enter,
+    in_backward,
+    in_sight,
+    leave,
+    swap_window,
+    takes_no_hooks,
+)
+from ..store.whole import Piece, Stacked, Whole
+from . import hf_calls
+from .door import Door, method_of
+from .frames import Below, HostFrame, ReplayFrame, SavedFrame, _pop, _push, flat_weights
 from .reader import Reader, Reading, Unreadable, modes_on, read, scope_of, stand_in
 from .stacks import Stack
 from .swap import storage_of
 
-
-class Fused(Protocol):
-    """A template that runs a window: fused.Fused.
-
-    Called, it gives the output, or None: the module's own code runs.
-
-    Attributes:
-        verdict: why it is not used; "" where it is; None before it has been tried. declined: why not for the last call;
-            idle: since nothing of that needs a gradient. own: why not for the next, by the last look.
-        products: how they are computed, in words; "": as the module's own code has them.
-    """
-
-    template: Any
-    verdict: str | None
-    declined: str
-    idle: bool
-    own: str
-    dtype: torch.dtype
-
-    def look(self) -> None: ...
-
-    @property
-    def products(self) -> str: ...
-
-    def __call__(self, args: Any, kwargs: Any) -> Tensor | None: ...
-
-    def split(self) -> None: ...
-
-
-class Head(Protocol):
-    """What leaves a window's logits unmade, and gives what stands for them, or None: head.Head."""
-
-    declined: str
-
-    def __call__(self, args: Any, kwargs: Any) -> Tensor | None: ...
-
-
-class Ring(Located, Protocol):
-    """Gives a unit's weights on the device, and waits for them: ring.Ring.
-
-    Attributes:
-        stacks: of experts, of which some are fetched at a time, by the record that stands for one; no views of these.
-    """
-
-    stacks: dict[Record, Stacked]
-
-    def views(self, unit: int) -> list[Tensor | None]: ...
-
-    def parameters(self, unit: int) -> list[Tensor | None]: ...
-
-    def own_outputs(self, out: Any) -> Any: ...
-
-
-class Keeps(Protocol):
-    """Knows what windows do about activations: keeps.Keeps."""
-
-    def mode_of(self, window: Window) -> str: ...
-
-    def of_own_code(self, window: Window) -> Mode: ...
-
-    def forward_ends(self) -> None: ...
-
-    def memory(self) -> AbstractContextManager[None]: ...
-
-
-class Forwards(Protocol):
-    """Begins a forward, in its outermost streamed module: forwards.Forwards."""
-
-    def begin(self, who: Any, args: Any, kwargs: Any) -> tuple[Any, Any]: ...
-
-
-class Model(Streamed, Protocol):
-    """The streamed model that a window is a part of: runtime.Runtime."""
-
-    is_cuda: bool
-    units: list[list[Record]]
-    door: Door
-    planning: Any                        # plans for what a loop shows, where nobody has planned it
-    ring: Ring
-
-    @property
-    def keeps(self) -> Keeps: ...
-
-    @property
-    def forwards(self) -> Forwards: ...
-
-    @property
-    def reads(self) -> Reads: ...
+if TYPE_CHECKING:
+    from ..fused.head import Head
+    from ..fused.layer import Fused
+    from ..model.runtime import Runtime
 
 
 @in_sight
@@ -141,10 +60,6 @@ class Bind(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         handover = ctx.window.runtime.handover
         return None, None, *handover.take(ctx.records, ctx.use, accumulators(ctx), grads)
-
-
-def _detached(views: list[Any], records: list[Record]) -> list[Any]:
-    return [None if (t := views[r.index]) is None else t.detach() for r in records]
 
 
 def refuse_functorch(name: str) -> None:
@@ -166,12 +81,12 @@ class Window:
             and pieces of stacks that are.
     """
 
-    def __init__(self, runtime: Model, name: str, module: nn.Module, records: list[Record]) -> None:
+    def __init__(self, runtime: Runtime, name: str, module: nn.Module, records: list[Record]) -> None:
         self.runtime, self.name, self.records = runtime, name, records
         self.units = list(dict.fromkeys(r.unit for r in records))
         self._module, own = weakref.ref(module), module.forward      # which has this window
-        self._own = own.__func__ if method_of(own, module) else own
         self._is_method = method_of(own, module)
+        self._own = own.__func__ if self._is_method else own
         self._is_class = self._is_method and "forward" not in vars(module)
         self.alone = False                   # its records are all of one unit's, in order: set when units are known
         self.mode = "auto"
@@ -194,9 +109,8 @@ class Window:
         """At the modules there are."""
         module = self._module()
         self.modules = Below(module, module.modules())
-        theirs = [m for m in module.modules() if not type(m).__module__.startswith("torch.nn.")]
-        self.theirs = Below(module, theirs)
-        self.buffered = Below(module, [m for m in module.modules() if m._buffers or m in theirs])    # or may be, later
+        self.buffered = Below(module, [m for m in module.modules()       # those of user's classes may be, later
+                                       if m._buffers or not type(m).__module__.startswith("torch.nn.")])
         self.recurrent = Below(module, [m for m in module.modules() if isinstance(m, nn.RNNBase)])
         self.hooks = [d for m in self.modules.inside for d in (m._forward_hooks, m._forward_pre_hooks,
                                                                m._backward_hooks, m._backward_pre_hooks)]
@@ -250,19 +164,10 @@ class Window:
 
     def views(self, records: list[Record]) -> list[Any]:
         """Fresh tensors over the slots for these records, None for a stack's. Acquires their units."""
-        return self._fresh(self.runtime.ring.parameters, records)
-
-    def neighbours(self, records: list[Record]) -> list[Any]:
-        """The same for templates, which join those that lie beside each other."""
-        return self._fresh(self.runtime.ring.views, records)
-
-    def _fresh(self, of: Callable[[int], list[Tensor | None]], records: list[Record]) -> list[Any]:
-        if len(self.units) == 1:
-            return _detached(of(self.units[0]), records)
-        out = {}
-        for unit in self.units:
-            own = [r for r in records if r.unit == unit]
-            out.update(zip(own, _detached(of(unit), own)))
+        out: dict[Record, Any] = {}
+        for unit in self.units:              # detached before the next is acquired, which else might get this slot
+            views = self.runtime.ring.parameters(unit)
+            out.update((r, None if (t := views[r.index]) is None else t.detach()) for r in records if r.unit == unit)
         return [out[r] for r in records]
 
     @property
@@ -298,14 +203,13 @@ class Window:
                     self.expanded[storage_of(made)] = whole
         return bound
 
-    def bind(self, grad: bool) -> dict[Record, Tensor]:
-        """Slot tensors, tied to the host parameters where autograd records."""
-        if not grad or not self.trainable:
-            return self.bind_leaves()
-        bound = dict(zip(self.trainable, Bind.apply(self, self.trainable, *self.params)))
-        if self.frozen:
+    def bind(self, trainable: list[Record], frozen: list[Record]) -> dict[Record, Tensor]:
+        """Slot tensors, of which those of `trainable` are tied to the host parameters."""
+        params = self.params if trainable is self.trainable else [r.param for r in trainable]
+        bound = dict(zip(trainable, Bind.apply(self, trainable, *params))) if trainable else {}
+        if frozen:
             with torch.no_grad():
-                bound.update(zip(self.frozen, self.views(self.frozen)))
+                bound.update(zip(frozen, self.views(frozen)))
         return self._together(bound)
 
     def split(self) -> None:
@@ -348,23 +252,36 @@ class Window:
 
     def once(self, args: Any, kwargs: Any) -> Any:
         """One forward: by a template, with logits left unmade, or in the window's way with activations."""
+        rt = self.runtime
         if not torch.is_grad_enabled():
-            return self.run(args, kwargs, False)
-        if self.runtime.given and (left := self._left()) is not None:
-            return self._run_given(left, *masks.dense(args, kwargs))
+            return self.run(args, kwargs, self.bind_leaves())
+        if rt.given and (left := self._left()) is not None:
+            # Running again would be too late for what is in the places of parameters: activations are kept.
+            if left:
+                refuse_functorch(self.name)
+            bound = self.bind([r for r in left if r.was_trainable], [r for r in left if not r.was_trainable])
+            return self.run(*hf_calls.dense(args, kwargs), bound, SavedFrame(self) if left else None, given=True)
         refuse_functorch(self.name)
-        self.runtime.swap.entered()
-        if self.head is not None:
-            out = self.head(args, kwargs)
-            if out is not None:
-                return out
-        if self.fused is not None:
-            out = self.fused(args, kwargs)
-            if out is not None:
-                return out
-        args, kwargs = masks.dense(args, kwargs)
-        mode = self.runtime.keeps.of_own_code(self)
-        return self._run_saved(args, kwargs, mode) if mode.keep == "saved" else self._run_again(args, kwargs, mode)
+        rt.swap.entered()
+        if self.head is not None and (out := self.head(args, kwargs)) is not None:
+            return out
+        if self.fused is not None and (out := self.fused(args, kwargs)) is not None:
+            return out
+        args, kwargs = hf_calls.dense(args, kwargs)
+        mode, reading = rt.keeps.of_own_code(self), None
+        if mode.keep != "saved":
+            reading = self._reading(args, kwargs)
+            if reading is not None and reading.writes:       # what it writes beside its output it would write again
+                mode = self._tell_of_writes(reading.writes, mode)
+        frame: Any = SavedFrame(self)
+        if mode.keep != "saved":
+            frame = ReplayFrame(self, args, kwargs, reading)
+        elif mode.host:
+            frame = HostFrame(self, args, kwargs, mode)
+        bound = self.bind(self.trainable, self.frozen) if self.trainable else self.bind_leaves()
+        out = self.run(args, kwargs, bound, frame)
+        frame.forward_ended(out, mode)
+        return out
 
     def _left(self) -> list[Record] | None:
         """Records of the parameters that are in their places; None: all are."""
@@ -372,50 +289,6 @@ class Window:
         if all(type(r) is Record for r in found):
             return None
         return list(dict.fromkeys(r for r in found if type(r) is Record))
-
-    def _run_given(self, left: list[Record], args: Any, kwargs: Any) -> Any:
-        """With other tensors in the places of parameters (torch.func.functional_call): the module's own code. Running
-        again would be too late for them, so activations are kept."""
-        if left:
-            refuse_functorch(self.name)
-        bound, frame = self._bind_some(left), SavedFrame(self)
-        outer = swap_window(bound)
-        if left:
-            _push(frame.pack, frame.unpack)
-        try:
-            with flat_weights(self.recurrent):
-                return self.runtime.ring.own_outputs(self.inner(*args, **kwargs))
-        finally:
-            if left:
-                _pop()
-            swap_window(outer)
-
-    def _bind_some(self, records: list[Record]) -> dict[Record, Tensor]:
-        trainable = [r for r in records if r.was_trainable]
-        bound = dict(zip(trainable, Bind.apply(self, trainable, *(r.param for r in trainable)))) if trainable else {}
-        frozen = [r for r in records if not r.was_trainable]
-        with torch.no_grad():
-            bound.update(zip(frozen, self.views(frozen) if frozen else ()))
-        return self._together(bound)
-
-    def _run_saved(self, args: Any, kwargs: Any, mode: Mode) -> Any:
-        if not mode.host:
-            return self.run(args, kwargs, True, SavedFrame(self))
-        frame = HostFrame(self, args, kwargs, mode)
-        out = self.run(args, kwargs, True, frame)
-        frame.bundle.leave()
-        return out
-
-    def _run_again(self, args: Any, kwargs: Any, mode: Mode) -> Any:
-        """What its code writes beside its output it would write again, so then it keeps its activations."""
-        reading = self._reading(args, kwargs)
-        if reading is not None and reading.writes:
-            self._tell_of_writes(reading.writes, mode)
-            return self._run_saved(args, kwargs, modes.read(str(mode.saved)))
-        frame = ReplayFrame(self, args, kwargs, reading)
-        out = self.run(args, kwargs, True, frame)
-        frame.forward_ended(out, mode)
-        return out
 
     def _reading(self, args: Any, kwargs: Any) -> Reading | None:
         """What is known of the call's code; None: it cannot be followed, or nobody can know."""
@@ -439,29 +312,29 @@ class Window:
         except Unreadable:
             return None
 
-    def _tell_of_writes(self, what: str, mode: Mode) -> None:
+    def _tell_of_writes(self, what: str, mode: Mode) -> Mode:
+        """The mode in which it does not run again; from its second call on, this is the window's."""
+        saved = modes.read(str(mode.saved))
         if not self.writes:
             warnings.warn(f"{self.name}: {what}, so it is not run again in backward but keeps its activations: a plan "
                           f"says {str(mode)!r}. A module that leaves itself as it was can be run again", stacklevel=2)
         else:
-            self.mode = str(mode.saved)      # not at its first call alone
+            self.mode = str(saved)
         self.writes = what
+        return saved
 
-    def run(self, args: Any, kwargs: Any, grad: bool, frame: Any = None, inner: Any = None) -> Any:
-        """The module's own forward, or `inner`, with its weights bound; `frame` packs what autograd saves."""
-        inner = inner or self.inner
+    def run(self, args: Any, kwargs: Any, bound: dict[Record, Tensor], frame: Any = None, given: bool = False) -> Any:
+        """The module's own forward with these weights bound; `frame` packs what autograd saves. given: tensors that are
+        no parameters' are in some places, of which autocast may keep casts."""
+        inner = self.inner
         cached_casts = torch.is_autocast_cache_enabled()
-        bound = self.bind(grad)
         versions = [t._version for t in bound.values()]
         if frame is not None:
             _push(frame.pack, frame.unpack)
         outer = swap_window(bound)
         try:
-            torch.set_autocast_cache_enabled(False)      # it would keep casts of weights that move on
-            if self.recurrent:
-                with flat_weights(self.recurrent):
-                    out = inner(*args, **kwargs)
-            else:
+            torch.set_autocast_cache_enabled(cached_casts and given)     # it would keep casts of weights that move on
+            with flat_weights(self.recurrent) if self.recurrent else nullcontext():
                 out = inner(*args, **kwargs)
         finally:
             swap_window(outer)
@@ -469,15 +342,11 @@ class Window:
             if frame is not None:
                 _pop()
             torch.set_autocast_cache_enabled(cached_casts)
-        self._keep_writes(bound, versions)
-        return self.runtime.ring.own_outputs(out)
-
-    def _keep_writes(self, bound: dict[Record, Tensor], versions: list[int]) -> None:
-        """What the forward changed in place of its weights."""
         for (r, t), version in zip(bound.items(), versions):
-            if t._version != version:
+            if t._version != version:                    # the forward changed its weights in place
                 r.runtime.planes.keep_write(r, t)
-                self.runtime.forget_reads()          # they are read anew
+                self.runtime.forget_reads()              # they are read anew
+        return self.runtime.ring.own_outputs(out)
 
     def keep(self, mode: str) -> None:
         """What is done about its activations from now on. cuDNN's recurrent dropout has a random state of its own, so a

@@ -23,8 +23,8 @@ from ..plans.tally import SETTLED
 from ..store import gradient
 from ..store.disk import file_bytes
 from ..store.guard import StreamedParameter, streamed_kind
-from ..store.mapped import Mapped
 from ..store.records import DTYPES, Record
+from ..store.tensorfiles import Mapped
 from ..store.whole import wholes_of
 from .choices import Choices, units_at
 from .several import engine_of

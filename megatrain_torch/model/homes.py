@@ -15,9 +15,8 @@ import torch
 from .. import _core
 from ..base.limits import device_taken
 from ..group.ranks import Ranks
-from ..store.arrive import Arrivals
 from ..store.disk import BAYS, BUFFER_BYTES, BUFFERS, THREADS, Disk
-from ..store.planes import mask
+from ..store.planes import Arrivals, mask
 
 if TYPE_CHECKING:
     from .ring import Ring, Slot

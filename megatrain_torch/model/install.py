@@ -23,10 +23,8 @@ from ..base.errors import MegatrainError
 from ..base.units import Found
 from ..fused.head import give_head, head_of
 from ..fused.layer import give_codes, template_of, wanted
-from ..graph import masks
-from ..graph.door import Door
-from ..graph.installed import Installed, method_of
-from ..graph.sight import keep_in_sight
+from ..graph import hf_calls
+from ..graph.door import Door, Installed, method_of
 from ..graph.window import Window
 from ..optim import hooks
 from ..optim.adamw import AdamW
@@ -34,6 +32,7 @@ from ..store import gradient
 from ..store.guard import HostTensor, StreamedParameter
 from ..store.records import Record
 from ..store.state import BoundParameters, Given, HostBuffers
+from ..store.whole import keep_in_sight
 from .runtime import runtimes
 
 if TYPE_CHECKING:
@@ -244,7 +243,7 @@ def prepare(rt: Runtime, root: nn.Module, put: Callable[[nn.Module, str, Any], N
     if base is None:
         return
     patches.once("PreTrainedModel.device", lambda: _report_compute_device(base))
-    masks.install()
+    hf_calls.install()
     # torchao's save_pretrained takes plain tensors and its own, and nothing else.
     quantizer = sys.modules.get("transformers.quantizers.quantizer_torchao")
     own = getattr(quantizer, "flatten_tensor_state_dict", None)

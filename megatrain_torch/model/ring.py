@@ -13,11 +13,9 @@ from torch.utils.dlpack import from_dlpack, to_dlpack
 
 from ..base.units import cut
 from ..fused.templates import Weights
-from ..store.pieces import Piece, Stacked
 from ..store.records import Record
-from ..store.state import in_backward
-from ..store.views import PLAIN, DeviceParameter
-from ..store.whole import Whole
+from ..store.state import PLAIN, DeviceParameter, in_backward
+from ..store.whole import Piece, Stacked, Whole
 
 if TYPE_CHECKING:
     from .runtime import Runtime

@@ -15,21 +15,19 @@ from torch import Tensor, nn
 from .. import _core
 from ..base.errors import MegatrainError
 from ..base.limits import show_bytes
-from ..graph import masks
-from ..graph.door import Door
+from ..graph import hf_calls
+from ..graph.door import UNTRACED, Door
 from ..graph.exchange import Exchange
 from ..graph.frames import Expansions, check_version
 from ..graph.handover import HandOver
 from ..graph.swap import Swap
-from ..graph.untraced import UNTRACED
 from ..graph.window import Window, refuse_functorch
 from ..group.ranks import Ranks
 from ..plans.room import Room
 from ..store.guard import take_back
 from ..store.planes import Planes
 from ..store.records import Record
-from ..store.state import enter, in_backward, leave
-from ..store.views import LazyParameter
+from ..store.state import LazyParameter, enter, in_backward, leave
 from ..store.whole import Whole
 from .homes import Cap, Homes
 from .keeps import Keeps
@@ -194,7 +192,7 @@ class Runtime:
         begins = enter() and in_backward() == -1
         try:
             if begins:
-                with masks.spared(self.windows), self.keeps.memory():
+                with hf_calls.spared(self.windows), self.keeps.memory():
                     yield self.begin_pass(who, args, kwargs)
             else:
                 yield args, kwargs

@@ -7,8 +7,8 @@ from typing import TypeVar
 import numpy as np
 
 from ..base.modes import DISK, LINKED, read
-from ..store.arrive import AHEAD, STAY
 from ..store.disk import BAYS
+from ..store.planes import AHEAD, STAY
 from .cost import CACHE_SHARE, OFFLOAD_DEPTH, Cost, cost_of
 from .machine import Machine
 from .shapes import Shape

@@ -11,8 +11,8 @@ from typing import ClassVar, NamedTuple
 from .. import _core
 from ..figures.report import OWN
 from ..figures.timeline import LANES, WAITS
-from ..store.arrive import AHEAD, STAY
 from ..store.disk import BAYS
+from ..store.planes import AHEAD, STAY
 from .cost import OFFLOAD_DEPTH, STAGINGS
 
 NORM_S = 0.0005             # clip factor, and waking the updater

@@ -20,7 +20,7 @@ from ..base.errors import MegatrainError
 from ..figures.report import StepReport, measure
 from ..figures.tables import draw_lanes
 from ..figures.timeline import Slice, by_lane, chrome_trace
-from ..graph.untraced import UNTRACED
+from ..graph.door import UNTRACED
 from ..model.runtime import runtime_of
 from ..store.state import in_backward
 

@@ -1,9 +1,14 @@
-"""Models whose frozen weights are codes, made or kept while a checkpoint is read: mt.from_pretrained(base=...)."""
+"""Models whose frozen weights are codes, made or kept while a checkpoint is read: mt.from_pretrained(base=...).
+
+bitsandbytes' NF4 codes are made by an op of ours: of 16 bits a core makes some 1 GB/s of them, of the package 0.05.
+"""
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import importlib
+import importlib.util
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +20,7 @@ from torch import Tensor, nn
 from ..base.codes import FP8_BLOCK, NF4_BLOCK, Coded, coded, nf4_strands, to_fp8
 from ..base.errors import MegatrainError
 from ..base.units import output_embeddings
-from .nf4 import made_here
+from ..ops import nf4_codes
 
 BASES = ("nf4", "int8", "fp8", "mxfp4")
 
@@ -44,6 +49,19 @@ def with_base(cls: Any, path: str | Path, base: str, dtype: torch.dtype | None, 
         p.requires_grad_(False)
     vars(model).pop("hf_device_map", None)               # where it was made; accelerate would have it trained there
     return found
+
+
+@contextlib.contextmanager
+def _replaced(*those: tuple[Any, str, Any]) -> Iterator[None]:
+    """Meanwhile these attributes (of what, name, value) are others."""
+    before = [(of, name, getattr(of, name)) for of, name, _ in those]
+    for of, name, value in those:
+        setattr(of, name, value)
+    try:
+        yield
+    finally:
+        for of, name, value in before:
+            setattr(of, name, value)
 
 
 _MMAP_THRESHOLD, _OWN_BYTES, _USUAL_BYTES = -3, 1 << 20, 32 << 20      # mallopt's name; the last is where glibc ends up
@@ -132,38 +150,59 @@ def _kept(tf: Any, base: str, there: bool) -> contextlib.AbstractContextManager[
                          "not known here; that of 5.17 to 5.23 is")
 
 
-@contextlib.contextmanager
-def _made_as_read() -> Iterator[None]:
+def _made_as_read() -> contextlib.AbstractContextManager[None]:
     """Codes are made here; experts that transformers has put together become codes before it does so with the next."""
     try:
         loading: Any = importlib.import_module("transformers.core_model_loading")
     except ImportError:                                  # before 5: it puts none together
-        with made_here():
-            yield
-        return
+        return made_here()
     own = loading.set_param_for_module
 
     def put(model: nn.Module, name: str, value: Tensor, *rest: Any, **more: Any) -> Any:
         return own(model, name, value if (made := _nf4(name, value)) is None else made, *rest, **more)
 
-    loading.set_param_for_module = put
-    try:
-        with made_here():
-            yield
-    finally:
-        loading.set_param_for_module = own
+    return made_here((loading, "set_param_for_module", put))
 
 
-@contextlib.contextmanager
-def _kept_as_read() -> Iterator[None]:
+def made_here(*others: tuple[Any, str, Any]) -> contextlib.AbstractContextManager[None]:
+    """Meanwhile bitsandbytes' quantize_4bit, where it is there, makes codes by our op; and `others` are replaced."""
+    if importlib.util.find_spec("bitsandbytes") is None:
+        return _replaced(*others)
+    package: Any = importlib.import_module("bitsandbytes.functional")
+    own = package.quantize_4bit
+
+    @functools.wraps(own)
+    def quantize_4bit(A: Tensor, *args: Any, **more: Any) -> tuple[Tensor, Any]:
+        """As the package's: ([codes, 1], what they are)."""
+        kinds = torch.float32, torch.bfloat16, torch.float16
+        if (args or A.device.type != "cpu" or A.dtype not in kinds or set(more) - _KNOWN
+                or more.get("quant_type") != "nf4" or more.get("quant_storage", torch.uint8) != torch.uint8):
+            return own(A, *args, **more)
+        blocksize = more.get("blocksize") or 64
+        codes, scales = nf4_codes(A.detach().contiguous(), blocksize)
+        known = {"shape": A.shape, "dtype": A.dtype, "blocksize": blocksize, "quant_type": "nf4",
+                 "code": package.get_4bit_type("nf4", device=A.device)}
+        if more.get("compress_statistics", False):       # scales are codes of 8 bits, less their mean
+            offset = scales.mean()
+            scales, state = package.quantize_blockwise(scales - offset, blocksize=256)
+            known |= {"offset": offset, "state2": state}
+        return codes.unsqueeze(1), package.QuantState(absmax=scales, **known)
+
+    return _replaced((package, "quantize_4bit", quantize_4bit), *others)
+
+
+_KNOWN = {"blocksize", "compress_statistics", "quant_type", "quant_storage"}         # of quantize_4bit's arguments
+
+
+def _kept_as_read() -> contextlib.AbstractContextManager[None]:
     """transformers expands what it reads of fp8 and MXFP4: meanwhile codes are what it gets, which stand for that."""
     from transformers.integrations import finegrained_fp8, mxfp4
-    fp8, four = finegrained_fp8.Fp8Dequantize._dequantize_one, mxfp4.dequantize_convertops
+    own = finegrained_fp8.Fp8Dequantize._dequantize_one
 
     def keep_fp8(self: Any, codes: Tensor, scales: Tensor, output_dtype: torch.dtype | None = None) -> Tensor:
         eight = _eight_bits(codes)
         if eight is None or scales.dtype != torch.float32 or scales.dim() != codes.dim():
-            return fp8(self, codes, scales, output_dtype)
+            return own(self, codes, scales, output_dtype)
         block = getattr(self.hf_quantizer.quantization_config, "weight_block_size", None) or (1, 1)
         ends = zip(codes.shape[-2:], block, scales.shape[-2:])
         if any(n % size and blocks == n // size + 1 for n, size, blocks in ends):
@@ -173,11 +212,8 @@ def _kept_as_read() -> Iterator[None]:
     def keep_mxfp4(blocks: Tensor, scales: Tensor, dtype: torch.dtype = torch.bfloat16) -> nn.Parameter:
         return nn.Parameter(Coded(blocks, scales, "mxfp4", dtype), requires_grad=False)
 
-    finegrained_fp8.Fp8Dequantize._dequantize_one, mxfp4.dequantize_convertops = keep_fp8, keep_mxfp4
-    try:
-        yield
-    finally:
-        finegrained_fp8.Fp8Dequantize._dequantize_one, mxfp4.dequantize_convertops = fp8, four
+    return _replaced((finegrained_fp8.Fp8Dequantize, "_dequantize_one", keep_fp8),
+                     (mxfp4, "dequantize_convertops", keep_mxfp4))
 
 
 def _with_less_at_ends(codes: Tensor, scales: Tensor, block: list[int], dtype: torch.dtype | None) -> Tensor:

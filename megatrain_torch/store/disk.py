@@ -6,15 +6,19 @@ weights of those at home on "disk+weights" (csrc/core/disk.h), and what windows 
 """
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from .. import _core
 from ..base.errors import MegatrainError
 from ..base.limits import parse_bytes, show_bytes, show_size
 from ..base.modes import DISKS
+
+if TYPE_CHECKING:
+    from ..plans.asked import Asked
+    from ..plans.shapes import Unit
 
 BUFFERS, BUFFER_BYTES, THREADS = 8, 32 << 20, 16       # of the engine; a drive's queue is full with 64 MiB under way
 BAYS = 4                                               # of host memory that carry activations: engine_swap.c
@@ -28,30 +32,6 @@ PADDING = "between, at most"                           # these bytes in a plan's
 DISK_BUFFERS = "buffers of the disk"                   # MEMORY_BYTES and FEED_BYTES there
 SPILLED = "activations"                                # there too: of windows that keep what they keep on disk
 YEAR_S = 365.25 * 24 * 3600
-
-
-class Unit(Protocol):
-    """Bytes of a unit by what they are for, and how many parameters it has: shapes.Unit."""
-
-    weights: int
-    masters: int
-    moments: int
-    count: int
-
-
-class Fleet(Protocol):
-    """Processes that stream a model together, each with a file of its own portions: fleet.Fleet."""
-
-    def on_drive(self, planes: int, padding: int) -> tuple[int, int]: ...
-
-
-class Asked(Protocol):
-    """Where each unit is to be at home: asked.Asked."""
-
-    homes: tuple[str, ...]
-    fleet: Fleet
-
-    def units(self) -> Sequence[Unit]: ...
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 if TYPE_CHECKING:
     from .records import Record
@@ -41,19 +42,11 @@ class LateGrad(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return func(*_shown(args), **{k: _shown((v,))[0] for k, v in (kwargs or {}).items()})
+        return func(*tree_map_only(LateGrad, LateGrad._shown, args),
+                    **tree_map_only(LateGrad, LateGrad._shown, kwargs or {}))
 
-
-def _shown(values: Any) -> tuple[Any, ...]:
-    out = []
-    for v in values:
-        if isinstance(v, LateGrad):
-            out.append(current(v._record()))
-        elif isinstance(v, (list, tuple)) and any(isinstance(x, LateGrad) for x in v):
-            out.append(type(v)(_shown(v)))
-        else:
-            out.append(v)
-    return tuple(out)
+    def _shown(self) -> Tensor | None:
+        return current(self._record())
 
 
 # ---- what stands there ----

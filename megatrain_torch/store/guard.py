@@ -21,7 +21,8 @@ from ..base.errors import MegatrainError
 from . import gradient
 
 if TYPE_CHECKING:
-    from .records import Keeper, Record
+    from ..model.runtime import Runtime
+    from .records import Record
 
 _T = Tensor
 _META_GETTERS = ("dtype", "shape", "device", "requires_grad", "is_leaf", "ndim", "layout", "is_cuda",
@@ -86,7 +87,7 @@ class HostTensor(Tensor):
     """A view of a streamed parameter (or of its optimizer state) in host memory."""
 
     _mt: Record
-    _mt_runtime: Keeper                  # held, for as long as somebody has the tensor: records do not
+    _mt_runtime: Runtime                  # held, for as long as somebody has the tensor: records do not
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -1,17 +1,40 @@
-"""What host memory has of a parameter: what is waited for before it is read or written, and who is told after."""
+"""What host memory has of a parameter, and states that are on the device around their unit's update alone.
+
+`Planes` knows what is waited for before host memory is read or written, and who is told after.
+
+`Arrivals` is for units of plan={"homes": {unit: "arrive"}}. Such a unit lives on the device as one at home in VRAM
+does, but for AdamW's states: these are in host memory, come up in the last windows of backward, and go down during the
+next forward (csrc/core/arrive.h). That is when few activations are alive, so the memory for them is torch's, given for
+the stay: in pieces, which fit where activations have been.
+
+When they are asked for is learned from the step before: `AHEAD` hand-overs before the unit's own last one. Where the
+order was another, or memory was short, step() asks. They leave when the copies down are over. Python is ahead of the
+device, and would meanwhile have activations take other memory; so where they do not fit beside a step's peak, the
+`STAY`th window of the next forward waits.
+"""
 from __future__ import annotations
 
-from collections.abc import Container, Iterable
-from typing import Any, Protocol
+import weakref
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from .. import _core
 from ..base.errors import MegatrainError
-from .arrive import Arrivals
 from .guard import plain
 from .records import Record
+
+if TYPE_CHECKING:
+    from ..model.homes import Homes
+    from ..model.runtime import Runtime
+    from ..model.saves import Saves
+    from ..plans.room import Room
+
+AHEAD = 5                    # layers, whose backwards take longer than the states of an embedding and a layer: at 7B
+#                              width, and 55 GB/s, from some 16k tokens on
+STAY = AHEAD + 2             # of a forward, in which they leave: from some 64k tokens on
 
 
 def mask(planes: Iterable[str]) -> int:
@@ -19,40 +42,7 @@ def mask(planes: Iterable[str]) -> int:
     return sum(1 << _core.PLANES[p] for p in planes)
 
 
-STATE_PLANES = mask(("LO", "MASTER", "M", "V", "SCALE"))
-
-
-class Room(Protocol):
-    """Refuses what does not fit in host memory: room.Room."""
-
-    def weights(self, core: _core.Engine, unit: int) -> None: ...
-
-
-class Homes(Protocol):
-    """Where the units of a streamed model are at home: homes.Homes.
-
-    Attributes:
-        settled: units that live on the device. on_disk: those whose states are in a file. filed: whose weights are too.
-        arrivals: of settled ones whose states come and leave.
-    """
-
-    @property
-    def settled(self) -> Container[int]: ...
-
-    @property
-    def on_disk(self) -> Container[int]: ...
-
-    @property
-    def filed(self) -> Container[int]: ...
-
-    @property
-    def arrivals(self) -> Arrivals: ...
-
-
-class Saves(Protocol):
-    """Knows of a save that may be under way: saves.Saves."""
-
-    running: Any
+HI, STATE_PLANES = mask(["HI"]), mask(("LO", "MASTER", "M", "V", "SCALE"))
 
 
 class Planes:
@@ -63,6 +53,8 @@ class Planes:
         """several: processes stream the model together. apart: on several machines, each of which has a part."""
         self.core, self._homes, self._saves, self._room = core, homes, saves, room
         self._several, self.apart = several, apart
+
+    # ---- before host memory is read ----
 
     def wait_updates(self, record: Record) -> None:
         """The weights may be read in host memory. Raises: a unit at home elsewhere has no room for a copy there."""
@@ -76,7 +68,7 @@ class Planes:
     def wait_used(self, record: Record) -> None:
         """No update of the unit is under way; nothing is brought. Of units on the device: ACC has no host copy."""
         if record.unit in self._homes.settled:
-            self.core.bring(record.unit, mask(("ACC",)))
+            self.core.bring(record.unit, mask(["ACC"]))
         else:
             self.core.updated(record.unit)
 
@@ -88,15 +80,20 @@ class Planes:
         those of which other machines have a part have anything to do."""
         homes = self._homes
         if self.apart or record.unit in homes.settled or record.unit in homes.on_disk:
-            if self._saves.saving is not None:       # whose copies of the unit go when it has them
-                self.core.wait_saved(record.unit)
+            self._wait_saved(record.unit)
             self.core.bring(record.unit, STATE_PLANES)
+
+    def _wait_saved(self, unit: int) -> None:
+        """A save under way has its copies of the unit, which go when it has."""
+        if self._saves.saving is not None:
+            self.core.wait_saved(unit)
+
+    # ---- around a write to it ----
 
     def own_states(self, record: Record) -> None:
         """Masters, moments or gradients are about to be written as a whole: no copy is on its way to them, or into a
         checkpoint."""
-        if self._saves.saving is not None:
-            self.core.wait_saved(record.unit)
+        self._wait_saved(record.unit)
         if record.unit in self._homes.arrivals.units:
             self.core.bring(record.unit, STATE_PLANES)
 
@@ -110,7 +107,7 @@ class Planes:
             self.core.push(record.unit, record.index, mask(planes))
 
     def before_write(self, record: Record) -> None:
-        """As `wait_updates`, and nothing reads them for the device."""
+        """No update of the weights is under way, and nothing reads them for the device."""
         self._want_weights(record.unit)
         self.core.wait_fetch(record.unit)
 
@@ -123,7 +120,7 @@ class Planes:
 
     def after_write(self, record: Record) -> None:
         if record.unit in self._homes.filed:         # first: who asks for the new version reads it there
-            self.core.bring(record.unit, mask(("HI",)))     # it was: else zeros would go there
+            self.core.bring(record.unit, HI)             # it was: else zeros would go there
             self.push(record, "HI")                      # which is a new version
         elif self._several:
             self.push(record, "HI")
@@ -144,10 +141,9 @@ class Planes:
             value = value.detach().cpu()
             if torch.equal(record.param, value):     # cuDNN's layers put theirs one behind the other
                 return
-        if self._several:
-            raise MegatrainError(f"{record.name}: changed in place while the model ran; with several processes weights "
-                                 "are changed between steps, in all of them alike")
-        with torch.no_grad():
+            if self._several:
+                raise MegatrainError(f"{record.name}: changed in place while the model ran; with several processes "
+                                     "weights are changed between steps, in all of them alike")
             record.param.copy_(value)
 
     def replace_data(self, p: Tensor, value: Tensor) -> None:
@@ -160,3 +156,93 @@ class Planes:
         with torch.no_grad():
             record.host.copy_(plain(value))
         self.after_write(record)
+
+
+class Arrivals:
+    """The stays of one streamed model's guests; `units` are those whose states come and leave."""
+
+    def __init__(self, runtime: Runtime, units: Iterable[int]) -> None:
+        self._runtime = weakref.ref(runtime)
+        self.units = frozenset(units)
+        self.pieces: dict[int, list[Tensor]] = {}        # by unit: memory of its stay
+        self.over: set[int] = set()                      # units whose step was asked for: they leave when they can
+        self._opened = 0                                 # windows since a step was asked for
+        self._handed: list[int] = []                     # units in the order of their hand-overs since the last step
+        self._due: dict[int, list[int]] = {}             # number of hand-overs: units whose states are asked for then
+
+    def invite(self) -> None:
+        """Before anything but the weights of these units was asked for."""
+        for unit in self.units:
+            self._runtime().core.invite(unit)
+
+    def handed(self, unit: int) -> None:
+        """Gradients of a unit leave its window. Runs in autograd's thread."""
+        self._handed.append(unit)
+        for guest in self._due.get(len(self._handed), ()):
+            try:
+                self._lift(guest)
+            except torch.OutOfMemoryError:               # step() asks again, when activations are gone
+                return
+
+    def bring(self, units: Iterable[int]) -> None:
+        """step() is about to ask for updates of these units.
+
+        Raises:
+            torch.OutOfMemoryError: their states do not fit the device.
+        """
+        for unit in units:
+            if unit in self.units:
+                self._lift(unit)
+                self.over.add(unit)
+                self._opened = 0
+
+    def stepped(self) -> None:
+        """The optimizer stepped: what is handed over now belongs to its next step."""
+        last = {unit: at for at, unit in enumerate(self._handed, 1) if unit in self.units}
+        self._handed, self._due = [], {}
+        for unit, at in last.items():
+            self._due.setdefault(max(at - AHEAD, 1), []).append(unit)
+
+    def leave(self) -> None:
+        """A window of a forward opens: memory is given back whose states are in host memory again."""
+        core = self._runtime().core
+        self._opened += 1
+        for unit in list(self.over):
+            if core.leave(unit, self._opened >= STAY and self._short()):
+                self._forget(unit)
+
+    def dismiss(self, unit: int) -> None:
+        """Other parameters of the unit are trained from now on: its next stay takes other memory."""
+        if unit in self.pieces:
+            self._runtime().core.leave(unit, True)
+            self._forget(unit)
+
+    def _short(self) -> bool:
+        """What stays take may not fit beside the most that torch has had."""
+        rt = self._runtime()
+        if not rt.is_cuda:
+            return True
+        free, total = torch.cuda.mem_get_info(rt.device)
+        most = min(free + torch.cuda.memory_reserved(rt.device),
+                   total * torch.cuda.get_per_process_memory_fraction(rt.device))
+        held = sum(p.untyped_storage().nbytes() for pieces in self.pieces.values() for p in pieces)
+        return torch.cuda.max_memory_allocated(rt.device) + held > most
+
+    def _lift(self, unit: int) -> None:
+        self.over.discard(unit)
+        if unit in self.pieces:
+            return
+        rt = self._runtime()
+        pieces = [self._piece(rt, n) for n in rt.core.lift_sizes(unit)]
+        if rt.core.lift(unit, [p.data_ptr() for p in pieces], rt.stream()):
+            self.pieces[unit] = pieces
+
+    @staticmethod
+    def _piece(rt: Runtime, nbytes: int) -> Tensor:
+        with torch.inference_mode(False), torch.no_grad():
+            raw = torch.empty(nbytes + 512, dtype=torch.uint8, device=rt.device)
+            return raw[-raw.data_ptr() % 512:]
+
+    def _forget(self, unit: int) -> None:
+        self.pieces.pop(unit, None)
+        self.over.discard(unit)

@@ -2,8 +2,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Container
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -11,99 +10,15 @@ from torch import Tensor
 from .. import _core
 from ..base.modes import LOW_BYTES
 
-DTYPES = {
-    torch.float32: _core.DTYPES["F32"], torch.bfloat16: _core.DTYPES["BF16"],
-    torch.float16: _core.DTYPES["F16"], torch.float64: _core.DTYPES["F64"],
-    torch.int64: _core.DTYPES["I64"], torch.int32: _core.DTYPES["I32"],
-    torch.int16: _core.DTYPES["I16"], torch.int8: _core.DTYPES["I8"],
-    torch.uint8: _core.DTYPES["U8"], torch.bool: _core.DTYPES["BOOL"],
-    torch.float8_e4m3fn: _core.DTYPES["F8E4M3"], torch.float8_e5m2: _core.DTYPES["F8E5M2"],
-}
+if TYPE_CHECKING:
+    from ..model.runtime import Runtime
+    from .whole import Whole
 
-
-class HandsOver(Protocol):
-    """Takes gradients to the store: handover.HandOver."""
-
-    observer: Any                        # an optimizer that updates in backward
-
-    def take(self, records: list[Record], use: Use | None, nodes: list[Any], grads: tuple[Tensor | None, ...]
-             ) -> list[Tensor | None]: ...
-
-
-class HostPlanes(Protocol):
-    """What is waited for before host memory is read or written, and told after: planes.Planes."""
-
-    # ---- before host memory is read ----
-
-    def wait_updates(self, record: Record) -> None: ...
-
-    def wait_used(self, record: Record) -> None: ...
-
-    def wait_grads(self, record: Record) -> None: ...
-
-    def bring_states(self, record: Record) -> None: ...
-
-    # ---- around a write to it ----
-
-    def before_write(self, record: Record) -> None: ...
-
-    def after_write(self, record: Record) -> None: ...
-
-    def keep_write(self, record: Record, value: Tensor) -> None: ...
-
-    def own_states(self, record: Record) -> None: ...
-
-    def push(self, record: Record, *planes: str) -> None: ...
-
-    def replace_data(self, p: Tensor, value: Tensor) -> None: ...
-
-
-class States(Protocol):
-    """Knows how AdamW's states are kept: states.States."""
-
-    format: str
-
-
-class Homes(Protocol):
-    """Knows which units live on the device: homes.Homes."""
-
-    @property
-    def settled(self) -> Container[int]: ...
-
-
-class Reads(Protocol):
-    """Weights that a forward reads outside of windows: reads.Reads."""
-
-    def fetch(self, record: Record, version: int) -> Tensor: ...
-
-    def lazy(self, record: Record) -> Tensor: ...
-
-
-class Keeper(Protocol):
-    """What a record, and tensors over its memory, ask of the streamed model that it belongs to: runtime.Runtime.
-
-    Attributes:
-        given: places of parameters that have something else: functional_call.
-    """
-
-    core: _core.Engine
-    device: torch.device
-    given: int
-
-    @property
-    def states(self) -> States: ...
-
-    @property
-    def homes(self) -> Homes: ...
-
-    @property
-    def reads(self) -> Reads: ...
-
-    @property
-    def handover(self) -> HandsOver: ...
-
-    @property
-    def planes(self) -> HostPlanes: ...
+# The engine's numbers of torch's types, in the engine's names.
+DTYPES = {dtype: _core.DTYPES[name] for dtype, name in (
+    (torch.float32, "F32"), (torch.bfloat16, "BF16"), (torch.float16, "F16"), (torch.float64, "F64"),
+    (torch.int64, "I64"), (torch.int32, "I32"), (torch.int16, "I16"), (torch.int8, "I8"), (torch.uint8, "U8"),
+    (torch.bool, "BOOL"), (torch.float8_e4m3fn, "F8E4M3"), (torch.float8_e5m2, "F8E5M2"))}
 
 
 class Record:
@@ -135,7 +50,7 @@ class Record:
                  "open", "set_in", "pending", "host_graph", "address", "was_trainable",
                  "writes", "master_writes", "optimizer", "exact", "whole", "__weakref__")
 
-    def __init__(self, runtime: Keeper, unit: int, unit_name: str, index: int, pid: int, name: str,
+    def __init__(self, runtime: Runtime, unit: int, unit_name: str, index: int, pid: int, name: str,
                  param: torch.nn.Parameter) -> None:
         self._runtime, self._param = weakref.ref(runtime), weakref.ref(param)
         self.unit, self.unit_name, self.index, self.pid, self.name = unit, unit_name, index, pid, name
@@ -156,10 +71,10 @@ class Record:
         self.optimizer: weakref.ref[torch.optim.Optimizer] | None = None
         self.host_graph = False
         self.exact: Tensor | None = None
-        self.whole: Any = None
+        self.whole: Whole | None = None
 
     @property
-    def runtime(self) -> Keeper:
+    def runtime(self) -> Runtime:
         """Weakly, as the parameter: a parameter holds its record and its runtime, and nobody holds it in turn."""
         return self._runtime()
 

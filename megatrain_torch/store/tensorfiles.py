@@ -2,12 +2,22 @@
 
 A file is 8 bytes (the header's length, little-endian), a header in JSON, and the tensors' bytes in its order, without
 gaps. Source: https://github.com/huggingface/safetensors, "Format".
+
+transformers maps such files and gives each parameter a view, so nothing of them is in memory yet. The store then takes
+the bytes from the file itself (Mapped), by several threads and past the page cache, rather than by touching the mapping
+a page at a time; the most that host memory holds is one model. A mapping of which a page was written to (copied, then:
+it is the process's own) is read as memory, like any other.
 """
 from __future__ import annotations
 
+import bisect
+import functools
 import json
 import math
+import os
+import re
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .. import _core
 from ..base import strict
 from ..base.errors import MegatrainError
 
@@ -132,24 +143,29 @@ def listed(path: Path) -> dict[str, Stored]:
         text = f.read(length)
     begin, where = LENGTH_BYTES + length, f"{path}: its header"
     table = strict.table(strict.parsed(text, where), where)
-    _check_metadata(table.pop("__metadata__", {}), where)
+    about = table.pop("__metadata__", {})
+    if not isinstance(about, dict) or not all(isinstance(v, str) for v in about.values()):
+        raise MegatrainError(f"{where}: __metadata__={strict.shown(about)}: a table of words is needed")
     found = {name: _stored(path.name, about, begin, f"{where}: {strict.shown(name)}") for name, about in table.items()}
-    _check_gapless(found, begin, size, path)
+    at = begin                               # two tensors may not share bytes, and no byte is nobody's
+    for name, s in sorted(found.items(), key=lambda item: (item[1].begin, item[1].end)):
+        if s.begin != at:
+            raise MegatrainError(f"{path}: its header: {strict.shown(name)} begins at byte {s.begin}, and the one "
+                                 f"before ends at {at}")
+        at = s.end
+    if at != size:
+        raise MegatrainError(f"{path} has {size} bytes, and {at} by its header")
     return found
-
-
-def _check_metadata(found: Any, where: str) -> None:
-    if not isinstance(found, dict) or not all(isinstance(v, str) for v in found.values()):
-        raise MegatrainError(f"{where}: __metadata__={strict.shown(found)}: a table of words is needed")
 
 
 def _stored(file: str, about: Any, begin: int, where: str) -> Stored:
     """begin: of the tensors' bytes in the file."""
     strict.table(about, where)
-    kinds = ", ".join(DTYPES)
-    kind = strict.field(about, "dtype", lambda v: isinstance(v, str) and v in DTYPES, f"one of {kinds}", where)
+    kind = strict.field(about, "dtype", lambda v: isinstance(v, str) and v in DTYPES, f"one of {', '.join(DTYPES)}",
+                        where)
     shape = strict.field(about, "shape", strict.is_shape, "a list of sizes", where)
-    first, end = strict.field(about, "data_offsets", _is_pair, "two whole numbers", where)
+    first, end = strict.field(about, "data_offsets", lambda v: strict.is_counts(v) and len(v) == 2,
+                              "two whole numbers", where)
     if about.keys() - {"dtype", "shape", "data_offsets"}:
         raise MegatrainError(f"{where} has more than dtype, shape and data_offsets: {strict.shown(list(about))}")
     need = math.prod(shape) * DTYPES[kind].itemsize
@@ -158,17 +174,92 @@ def _stored(file: str, about: Any, begin: int, where: str) -> Stored:
     return Stored(file, DTYPES[kind], tuple(shape), begin + first, begin + end)
 
 
-def _is_pair(value: Any) -> bool:
-    return strict.is_counts(value) and len(value) == 2
+# ---- files that are mapped -----------------------------------------------------------------------
+
+READERS = 12             # threads that fill memory from files
+_HEAD = re.compile(r"^([0-9a-f]+)-([0-9a-f]+) \S+ ([0-9a-f]+) (\S+) (\d+) +(/.*)$")
 
 
-def _check_gapless(found: dict[str, Stored], begin: int, size: int, path: Path) -> None:
-    """Each tensor begins where the one before ends: two may not share bytes, and no byte is nobody's."""
-    at = begin
-    for name, s in sorted(found.items(), key=lambda item: (item[1].begin, item[1].end)):
-        if s.begin != at:
-            raise MegatrainError(f"{path}: its header: {strict.shown(name)} begins at byte {s.begin}, and the one "
-                                 f"before ends at {at}")
-        at = s.end
-    if at != size:
-        raise MegatrainError(f"{path} has {size} bytes, and {at} by its header")
+def _mappings(smaps: str) -> list[tuple[int, int, int, str]]:
+    """(begin, end, offset, path) of mappings that have what is in the file: no page was written to, and the name is
+    still that file's. Of what the kernel does not say, the worst is believed."""
+    found = []
+    for part in re.split(r"\n(?=[0-9a-f]+-[0-9a-f]+ )", smaps):
+        head, *lines = part.splitlines()
+        about = _HEAD.match(head)
+        if about is None or not {"Anonymous: 0 kB", "Swap: 0 kB"} <= {" ".join(line.split()) for line in lines}:
+            continue                         # those pages are the process's own by now
+        try:
+            there = os.stat(about[6])
+        except OSError:
+            continue
+        if (f"{os.major(there.st_dev):02x}:{os.minor(there.st_dev):02x}", str(there.st_ino)) == (about[4], about[5]):
+            found.append((int(about[1], 16), int(about[2], 16), int(about[3], 16), about[6]))
+    return found
+
+
+class Mapped:
+    """The files that are mapped now, with what is to be read from them.
+
+    The kernel goes through all pages of a process to say what was written to, so it is asked only where a tensor lies
+    in a file's mapping.
+    """
+
+    def __init__(self) -> None:
+        lines = [line.split(maxsplit=5) for line in self._of_process("maps").splitlines() if "/" in line]
+        bounds = [line[0].split("-") for line in lines if len(line) == 6]
+        self._files = [(int(begin, 16), int(end, 16)) for begin, end in bounds]
+
+    @staticmethod
+    def _of_process(what: str) -> str:
+        try:
+            return Path("/proc/self", what).read_text()
+        except OSError:
+            return ""
+
+    @functools.cached_property
+    def _maps(self) -> list[tuple[int, int, int, str]]:
+        text = self._of_process("smaps")
+        return _mappings(text) if text else []
+
+    def source(self, t: Tensor) -> tuple[str, int] | None:
+        """(path, offset) where the file has just the bytes of a dense, row-major tensor."""
+        if t.device.type != "cpu" or not t.is_contiguous() or t.numel() == 0:
+            return None
+        address = t.data_ptr()
+        at = bisect.bisect_right(self._files, address, key=lambda f: f[0]) - 1
+        if at < 0 or address >= self._files[at][1]:
+            return None
+        at = bisect.bisect_right(self._maps, address, key=lambda m: m[0]) - 1
+        if at < 0 or address + t.nbytes > self._maps[at][1]:
+            return None
+        begin, _, offset, path = self._maps[at]
+        return path, offset + address - begin
+
+    def fill(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
+        """Reads values [shape] into memory [shape] of the same type and order; returns the pairs it has not.
+
+        Raises:
+            MegatrainError: a file could not be read; what is in memory then is undefined.
+        """
+        files: dict[str, list[tuple[Extent, tuple[Tensor, Tensor]]]] = {}
+        left = []
+        for memory, value in pairs:
+            same = memory.dtype == value.dtype and memory.is_contiguous()
+            found = self.source(value) if same else None
+            if found is None:
+                left.append((memory, value))
+            else:
+                extent = found[1], memory.data_ptr(), value.nbytes, -1
+                files.setdefault(found[0], []).append((extent, (memory, value)))
+        for path, wanted in files.items():
+            extents: list[Extent] = []
+            end = 0
+            for extent, pair in sorted(wanted, key=lambda item: item[0]):
+                if extent[0] < end:          # views of the same bytes: these are read once, and the rest is copied
+                    left.append(pair)
+                    continue
+                extents.append(extent)
+                end = extent[0] + extent[2]
+            _core.read_file((path, os.stat(path).st_size, extents), None, READERS)
+        return left

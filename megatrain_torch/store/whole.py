@@ -1,19 +1,38 @@
-"""A weight that is codes, put together from the records of its strands."""
+"""Weights that are not one plain tensor: codes of other packages, and experts of which some are fetched at a time.
+
+Codes are streamed by their strands (base/codes.py); a `Whole` puts the weight together from these. A `Stacked` is a
+mixture's experts in one parameter, cut into `Piece`s (base/stacks.py).
+
+bitsandbytes' products keep codes, scales and their input as attributes of `ctx`, where no hook of saved tensors sees
+them. A weight that lies in a slot would be held there until backward: the slot's memory is left to it, and in the end
+the device has all weights. So, while a model with such weights is streamed, what these Functions keep goes through
+`save_for_backward` (keep_in_sight); what they compute is theirs.
+"""
 from __future__ import annotations
 
+import copy
+import functools
+import importlib
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from ..base.codes import Format, Strand, format_of
+from .. import ops
+from ..base import patches
+from ..base.codes import Format, Keeps, Strand, format_of
 from .guard import StreamedParameter, made_kind, plain
 from .records import Record
 
+if TYPE_CHECKING:
+    from ..model.ring import Ring
+
 
 class Whole:
-    """
+    """A weight that is codes.
+
     Attributes:
         records: of its strands, whose parameters it holds, as its package has them; the first stands for the weight
             where modules read it. names: of the strands.
@@ -71,7 +90,136 @@ def wholes_of(records: list[Record]) -> list[Whole]:
             found[id(p)][3].append(name)
             del r.param.of                   # which would be held by its own strand
     for r in records:
-        if id(r.param) in found:
+        if id(r.param) in found:             # the parameter itself is the first strand
             found[id(r.param)][2].insert(0, r)
             found[id(r.param)][3].insert(0, "")
     return [Whole(p, m, format_of(p), own, names) for p, m, own, names in found.values()]
+
+
+# ---- stacks of experts ---------------------------------------------------------------------------
+
+class Stacked:
+    """A stack of experts.
+
+    Attributes:
+        records: of its strands; the first stands for the weight. whole: it is codes; None: it is not.
+        pieces: of so many experts each, but for the last one.
+    """
+
+    def __init__(self, records: list[Record], whole: Whole | None, parts: list[tuple[range, int | None]]) -> None:
+        """parts: experts, and the engine's number for the cut that they are; None: their unit is one fetch."""
+        self.records, self.whole = records, whole
+        self.unit = records[0].unit
+        self.pieces = [Piece(self, experts, number) for experts, number in parts]
+
+    @property
+    def like(self) -> Tensor:
+        """On the meta device, of the form of the weight."""
+        if self.whole is not None:
+            return torch.empty(self.whole.param.shape, dtype=self.whole.param.dtype, device="meta")
+        r = self.records[0]
+        return torch.empty_strided(r.shape, r.stride, dtype=r.dtype, device="meta")
+
+    def piece_of(self, expert: int) -> Piece:
+        return self.pieces[expert // len(self.pieces[0].experts)]
+
+
+class Piece:
+    """Some experts of a stack.
+
+    Attributes:
+        cut: the engine's number for it; None: its unit is fetched, or lives on the device, as a whole.
+    """
+
+    __slots__ = ("cut", "experts", "records", "stacked")
+
+    def __init__(self, stacked: Stacked, experts: range, cut: int | None) -> None:
+        self.stacked, self.records, self.experts, self.cut = stacked, stacked.records, experts, cut
+
+    @property
+    def expands(self) -> bool:
+        """Its weights are made of codes, in memory of their own."""
+        return self.stacked.whole is not None
+
+    def made(self, ring: Ring) -> Tensor:
+        """[experts, ., .] on the device, fetched if need be: over a slot, or 16-bit weights made of the codes there."""
+        strands, whole = ring.strands(self), self.stacked.whole
+        if whole is None:
+            return strands[0]
+        coding = whole.format.coding(whole.param)
+        shape = (len(self.experts), *coding.shape[1:])
+        out = torch.empty(shape, dtype=coding.dtype, device=strands[0].device)
+        by_name = dict(zip(whole.names, strands))
+        ops.expand_codes_(out, coding.form, *(by_name[name] for name in coding.strands), group=coding.group)
+        return out
+
+    def theirs(self, ring: Ring) -> Tensor:
+        """Of codes: the 16-bit weights as their package's code makes them."""
+        whole = self.stacked.whole
+        with torch.no_grad():
+            return whole.format.whole(whole.param, dict(zip(whole.names, ring.strands(self))))
+
+
+# ---- Functions of other packages that keep tensors out of sight ----------------------------------
+
+def keep_in_sight(formats: Iterable[Format]) -> None:
+    """The Functions of these formats, for as long as there is a streamed model."""
+    for keeps in dict.fromkeys(k for format in formats for k in format.keeps):
+        module: Any = importlib.import_module(keeps.module)
+        patches.once(f"{keeps.module}.{keeps.name}", functools.partial(_put_in, module, keeps))
+
+
+def _put_in(module: Any, keeps: Keeps) -> Any:
+    holder = getattr(module, keeps.holder, None) or getattr(module.F, keeps.holder)
+    return patches.replaced(module, keeps.name, seen(getattr(module, keeps.name), keeps, holder))
+
+
+class _Saved(int):
+    """In the place of a tensor: the number of the saved one."""
+
+
+def seen(own: Any, keeps: Keeps, holder: type) -> Any:
+    """The Function `own`, whose tensors on `ctx` are saved ones. holder: a class of objects that have some."""
+
+    def forward(ctx: Any, a: Tensor, weight: Tensor, *args: Any) -> Any:
+        out = own.forward(ctx, a, weight, *args)
+        found: list[Tensor] = []
+
+        def number(t: Tensor) -> _Saved:
+            found.append(t.detach().as_subclass(Tensor))
+            return _Saved(len(found) - 1)
+
+        if any(ctx.needs_input_grad):
+            if not ctx.needs_input_grad[1]:
+                vars(ctx).update((name, value) for name, value in keeps.unused if name in vars(ctx))
+            vars(ctx).update({name: _replaced(value, Tensor, number, holder) for name, value in vars(ctx).items()})
+            ctx.save_for_backward(*found)
+        if getattr(weight, "in_a_slot", False):
+            for state in (x for x in args if isinstance(x, holder)):
+                for name in keeps.lent:      # a module's state outlives the window; the weight is the window's
+                    setattr(weight, name, getattr(state, name))
+                    setattr(state, name, None)
+        return out
+
+    def backward(ctx: Any, *grads: Any) -> Any:
+        saved, kept = ctx.saved_tensors, dict(vars(ctx))
+        vars(ctx).update({name: _replaced(value, _Saved, saved.__getitem__, holder) for name, value in kept.items()})
+        try:
+            return own.backward(ctx, *grads)
+        finally:
+            vars(ctx).update(kept)
+
+    return type(own.__name__, (own,), {"forward": staticmethod(forward), "backward": staticmethod(backward)})
+
+
+def _replaced(value: Any, kind: type, by: Callable[[Any], Any], holder: type) -> Any:
+    """The same with what is of that kind replaced, in tuples, lists and holders too."""
+    if isinstance(value, kind):
+        return by(value)
+    if type(value) in (list, tuple):
+        return type(value)(_replaced(v, kind, by, holder) for v in value)
+    if isinstance(value, holder):
+        out = copy.copy(value)
+        vars(out).update((k, _replaced(v, kind, by, holder)) for k, v in vars(value).items())
+        return out
+    return value

@@ -26,7 +26,7 @@ from megatrain_torch.base.modes import HOST, read
 from megatrain_torch.base.packed import Packed
 from megatrain_torch.fused.templates import attention, mlp, rows
 from megatrain_torch.fused.templates.attention import Attention
-from megatrain_torch.graph.masks import Sight
+from megatrain_torch.graph.hf_calls import Sight
 from megatrain_torch.model.stream import runtime_of
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

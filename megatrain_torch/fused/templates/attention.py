@@ -40,7 +40,7 @@ from torch.nn import functional as F
 
 from ...base.modes import repeating
 from ...base.packed import Packed
-from ...graph.masks import Sight
+from ...graph.hf_calls import Sight
 from ...store.records import span_of
 from . import repeats
 from .rows import LONG, ROWS, Backward, by_rows

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ...base.limits import show_bytes
 from ...graph import hf_calls
-from ...graph.masks import sight_of
+from ...graph.hf_calls import sight_of
 from .attention import Attention
 from .linears import Linears
 from .parts import Grads, Norm, Unfit, Weights, child, cut, given

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...graph.masks import example, sight_of
+from ...graph.hf_calls import example, sight_of
 from .attention_half import Call, KeptAttention
 from .coded import fits
 from .latent_attention import LatentAttention
