@@ -42,12 +42,27 @@ def find(root: nn.Module, units: list[str | nn.Module] | None = None) -> Found:
     Raises:
         MegatrainError: a name in `units` is not a module of the model, or two of them nest.
     """
-    chosen = _asked(root, units) if units is not None else _listed(root, _no_split(root))
+    chosen = _usual(root) if units is None else _asked(root, units)
     head = output_embeddings(root)
     if type(head) is nn.Linear:
         chosen.add(id(head))
-    found = Found()
-    _walk(root, "", chosen, _ancestors(root, chosen), found)
+    around = {id(m) for m in root.modules() if id(m) not in chosen and any(id(c) in chosen for c in m.modules())}
+    found, seen = Found(), set()
+    to_see = [("", root)]                    # no function that calls itself: its closure would keep the model
+    while to_see:
+        name, module = to_see.pop()
+        if id(module) in seen:
+            continue
+        seen.add(id(module))
+        own, has_parameters = has_forward(module), any(True for _ in module.parameters())
+        if id(module) not in around and has_parameters and (own or id(module) in chosen):
+            found.windows.append((name, module))
+            continue
+        if own:
+            found.containers.append((name, module))
+        dot = name + "." if name else ""
+        found.bare.extend((dot + n, p) for n, p in module._parameters.items() if p is not None)
+        to_see.extend(reversed([(dot + n, child) for n, child in module.named_children()]))
     return found
 
 
@@ -77,67 +92,33 @@ def _asked(root: nn.Module, units: list[str | nn.Module]) -> set[int]:
     return chosen
 
 
-def _no_split(root: nn.Module) -> set[int]:
+def _usual(root: nn.Module) -> set[int]:
+    """Rules 1 and 2."""
     names = {n for m in root.modules() for n in (getattr(m, "_no_split_modules", None) or ())}
     chosen: set[int] = set()
-    to_see = [root]                          # no function that calls itself: its closure would keep the model
+    to_see = [root]
     for module in to_see:
         for child in module.children():
             if type(child).__name__ in names:
                 chosen.add(id(child))
             else:
                 to_see.append(child)
-    return chosen
-
-
-def _listed(root: nn.Module, chosen: set[int]) -> set[int]:
-    """Adds children of lists that no chosen module is inside of or around."""
-    chosen = set(chosen)
     to_see = [root]
     while to_see:
         module = to_see.pop()
         if id(module) in chosen:
             continue
-        inside = any(id(m) in chosen for m in module.modules())
-        if not inside and module is not root and _is_list(module):
+        kinds = Counter(type(c) for c in module.children() if any(True for _ in c.parameters()))
+        is_list = isinstance(module, (nn.ModuleList, nn.Sequential)) and any(n >= 2 for n in kinds.values())
+        if is_list and module is not root and not any(id(m) in chosen for m in module.modules()):
             chosen.update(id(c) for c in module.children())
         else:
             to_see.extend(reversed(list(module.children())))
     return chosen
 
 
-def _is_list(module: nn.Module) -> bool:
-    if not isinstance(module, (nn.ModuleList, nn.Sequential)):
-        return False
-    counts = Counter(type(c) for c in module.children() if any(True for _ in c.parameters()))
-    return any(n >= 2 for n in counts.values())
-
-
-def _ancestors(root: nn.Module, chosen: set[int]) -> set[int]:
-    return {id(m) for m in root.modules()
-            if id(m) not in chosen and any(id(c) in chosen for c in m.modules())}
-
-
 def has_forward(module: nn.Module) -> bool:
     return "forward" in module.__dict__ or type(module).forward is not nn.Module.forward
-
-
-def _walk(module: nn.Module, name: str, chosen: set[int], around: set[int], found: Found,
-          seen: set[int] | None = None) -> None:
-    seen = set() if seen is None else seen
-    if id(module) in seen:
-        return
-    seen.add(id(module))
-    has_parameters = any(True for _ in module.parameters())
-    if id(module) not in around and has_parameters and (id(module) in chosen or has_forward(module)):
-        found.windows.append((name, module))
-        return
-    if has_forward(module):
-        found.containers.append((name, module))
-    dot = name + "." if name else ""
-    found.bare.extend((dot + n, p) for n, p in module._parameters.items() if p is not None)
-    for child_name, child in module.named_children():
-        _walk(child, dot + child_name, chosen, around, found, seen)
 
 
 ALIGN = 512                          # bytes, at which each parameter starts, in a slot too

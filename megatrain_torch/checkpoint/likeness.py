@@ -35,7 +35,7 @@ def go_on(rt: Runtime, saved: Any) -> None:
     if not saved or rt.planning is None:
         return
     if saved["memory"] == _memory(rt) and saved["chosen"]:
-        rt.planning.goes_on({int(tokens): modes for tokens, modes in saved["chosen"].items()})
+        rt.planning.resumed = {int(tokens): modes for tokens, modes in saved["chosen"].items()}
     if len(saved["planned"]) == 3 and all(type(n) is int and n > 0 for n in saved["planned"]):
         rt.planning.resumes(*saved["planned"])
 

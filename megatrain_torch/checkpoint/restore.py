@@ -289,16 +289,12 @@ def _match_groups(source: Checkpoint, training: dict[str, Any], opt: torch.optim
     if not isinstance(opt, AdamW) and "others" not in training:
         raise MegatrainError(f"{where} has no 'others': {manifest.BROKEN}")
     if kind_of(opt) == TORCHS and source.body["states"] is None:
-        _match_torchs(source, training["others"], where)
-
-
-def _match_torchs(source: Checkpoint, others: dict[str, Any], where: str) -> None:
-    """What torch.optim.AdamW would find missing, or of another form, when it has taken it, or in its next step."""
-    for name, own in others.items():
-        about = table(source.body["parameters"].get(name), f"{where}: others: {shown(name)}")
-        if own:
-            contents.step_of(own, f"{where}: others of {name}")
-            for key in MOMENTS:
+        # What torch.optim.AdamW would find missing, or of another form, when it has taken it, or in its next step.
+        for name, own in training["others"].items():
+            about = table(parameters.get(name), f"{where}: others: {shown(name)}")
+            if own:
+                contents.step_of(own, f"{where}: others of {name}")
+            for key in MOMENTS if own else ():
                 found = source.states.get(f"{name}.{key}")
                 if found is None or found.shape != tuple(about["shape"]):
                     raise MegatrainError(f"{source.folder} has no {name}.{key} of shape {about['shape']}: "

@@ -136,7 +136,8 @@ def save(model: nn.Module, opt: torch.optim.Optimizer | None, folder: str | Path
         need = parts.nbytes_without(linked)
         room = _room(rt, folder, need, held_by(parts.without(linked)), parse_bytes(spare, "spare"), asynchronous)
         if dry_run:
-            return _trial(folder, need, [f.name for f in parts.files] + [*parts.small, manifest.NAME])
+            files = (*(f.name for f in parts.files), *parts.small, manifest.NAME)
+            return SavePlan(need, files, *_tried(folder, need))
     saving = Saving(folder, progress, writers)
     saving._begun = begun
     _begin(rt, saving, parts, linked, asynchronous, room)
@@ -221,12 +222,13 @@ def _room(rt: Runtime, folder: Path, need: int, held: list[tuple[int, int]], spa
     return spare
 
 
-def _trial(folder: Path, need: int, files: list[str]) -> SavePlan:
+def _tried(folder: Path, need: int) -> tuple[int, float]:
+    """Bytes that are free where the folder is to be, and bytes/s that are written there."""
     draft = manifest.Draft(folder)
     try:
         nbytes = max(min(need, TRIAL_BYTES), LEAST_TRIAL_BYTES)
         rate = _core.disk_measure(str(draft.path), nbytes, LEAST_TRIAL_BYTES, WRITERS, WRITERS)
-        return SavePlan(need, tuple(files), shutil.disk_usage(draft.path).free, rate["fresh"])
+        return shutil.disk_usage(draft.path).free, rate["fresh"]
     finally:
         draft.drop()
 

@@ -222,7 +222,14 @@ class SharedOrigins(Origins):
         self._mine = {id(p) for p, place in zip(params, own) if place is not None and place == self._at[id(p)]}
         away = {place[0] for key, place in self._at.items() if place is not None and key not in self._mine}
         self._files = {path: _mapped(path) for path in away}         # at once: who fills a unit looks for them
-        self._turns = self._turns_of([every[rank][:2] for rank in ranks.mates], groups)
+        self._turns: list[int] = []              # who fills which unit
+        at, first = 0, every[self._first][0]
+        for unit, (_, of) in enumerate(groups):
+            span = range(at, at + len(of))
+            able = [mate for mate in ranks.mates if all(
+                first[i] is not None and (every[mate][1][i] or every[mate][0][i] == first[i]) for i in span)]
+            self._turns.append(able[unit % len(able)] if able else self._first)
+            at += len(of)
         made = [every[rank][2] for rank in ranks.mates if not any(every[rank][1])]       # bytes, by who has values
         if ranks.rank == self._first and len(made) > 1 and sum(made) - max(made) >= _MANY_BYTES:
             warnings.warn(f"{len(made)} processes of this machine made the model, each in {show_bytes(max(made))} of "
@@ -230,17 +237,6 @@ class SharedOrigins(Origins):
                           "on the meta device (with torch.device('meta'): ...) where LOCAL_RANK is not 0",
                           RuntimeWarning, stacklevel=2)
         _give_memory(module, params)
-
-    def _turns_of(self, found: list[tuple[list[Place | None], list[bool]]], groups: list[Group]) -> list[int]:
-        """Who fills which unit. found: by mate, what is a file's, and what is on the meta device."""
-        turns, at, first = [], 0, found[0][0]
-        for unit, (_, own) in enumerate(groups):
-            span = range(at, at + len(own))
-            able = [mate for mate, (places, without) in zip(self._ranks.mates, found)
-                    if all(first[i] is not None and (without[i] or places[i] == first[i]) for i in span)]
-            turns.append(able[unit % len(able)] if able else self._first)
-            at += len(own)
-        return turns
 
     def fills(self, unit: int) -> bool:
         return self._turns[unit] == self._ranks.rank

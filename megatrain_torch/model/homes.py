@@ -34,7 +34,7 @@ class Homes:
         settled: units that live on the device, and their slots. arrivals: those of them whose states come and leave.
         on_disk: units whose states are in a file. filed: of these, those whose weights are there too by now.
         passing: units whose gradients are kept nowhere. within: of those on the device, units that all processes copy
-            from each other's slots.
+            from each other's slots. files: what takes names of files, with the process at the latest.
     """
 
     def __init__(self, model: Runtime, core: _core.Engine, ring: Ring, mates: int = 1) -> None:
@@ -46,7 +46,7 @@ class Homes:
         self.filed: set[int] = set()
         self.passing: frozenset[int] = frozenset()
         self.within: set[int] = set()
-        self._files: list[weakref.finalize] = []             # what takes their names, with the process at the latest
+        self.files: list[weakref.finalize] = []
 
     def away(self, unit: int) -> bool:
         """The unit's weights are at home on the device or on disk: those in host memory are copies."""
@@ -91,7 +91,7 @@ class Homes:
         limit = 0 if disk.limit is None else max(disk.limit // self._mates, 1)
         self.core.disk(disk.path, units, weights, limit=limit, **{**usual, **sizes})
         self.on_disk = frozenset(units) | frozenset(weights)
-        self._files.append(weakref.finalize(self, self.core.disk_unname))
+        self.files.append(weakref.finalize(self, self.core.disk_unname))
 
     def file_weights(self, unit: int) -> None:
         """Weights that were put into the unit's plane go to the file; `take` gives their memory back."""
@@ -104,12 +104,7 @@ class Homes:
         limit = 0 if disk.limit is None else max((disk.limit - taken) // self._mates, 1)
         nbytes = -(-nbytes // self._mates)
         self.core.swap_disk(disk.path, nbytes, limit, **{"bays": BAYS, "threads": THREADS, **sizes})
-        self._files.append(weakref.finalize(self, self.core.disk_unname))
-
-    def unname_files(self) -> None:
-        """While there is an engine that knows them."""
-        for unname in self._files:
-            unname()
+        self.files.append(weakref.finalize(self, self.core.disk_unname))
 
 
 class Cap:

@@ -55,7 +55,7 @@ def install(rt: Runtime, root: nn.Module, found: Found, modes: str | dict[str, s
     by_param |= {id(whole.param): whole.records for unit in rt.wholes for whole in unit}
     for m in root.modules():
         _bind(rt, m, {n: by_param[id(p)][0] for n, p in m._parameters.items() if p is not None})
-        _put(m, "_apply", _applier(rt, m))
+        _put(m, "_apply", functools.partial(_apply, rt, weakref.ref(m)))
         _put(m, "load_state_dict", _loader(m))
     rt.keeps.default, by_name = ("auto", modes) if isinstance(modes, dict) else (modes, {})
     head = head_of(root, found.windows)
@@ -158,14 +158,10 @@ def _refuser(text: str) -> Callable[..., Any]:
     return refuse
 
 
-def _applier(rt: Runtime, module: nn.Module) -> Any:
-    who = weakref.ref(module)
-    return lambda fn, recurse=True: _apply(rt, who(), fn)
-
-
-def _apply(rt: Runtime, module: nn.Module, fn: Any) -> nn.Module:
+def _apply(rt: Runtime, who: weakref.ref[nn.Module], fn: Any, recurse: bool = True) -> nn.Module:
     """`.to`, `.cuda`, `.half`, ...: a change of type is refused before anything changed, a change of device
     changes nothing: parameters stay in the store, buffers on the compute device."""
+    module = who()
     for name, p in module.named_parameters():
         out = fn(torch.empty(0, dtype=p.dtype))
         if out.is_cpu and out.is_shared():

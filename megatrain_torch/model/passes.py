@@ -136,19 +136,19 @@ class Lengths:
     """Plans for passes of several lengths, and which lengths came.
 
     Attributes:
-        plans: by the tokens of a pass that each is for; all with the same homes.
+        plans: by the tokens of a pass that each is for; all with the same homes. came: the last passes.
     """
 
     def __init__(self) -> None:
         self.plans: dict[int, Plan] = {}
         self.looks = Looks()
         self._base = Pass(1, 1)
-        self._came: deque[Pass] = deque(maxlen=RECENT)
+        self.came: deque[Pass] = deque(maxlen=RECENT)
 
     def begin(self, plan: Plan) -> None:
         """Units live by this plan from now on."""
         self.plans, self.looks, self._base = {}, Looks(), pass_of(plan)
-        self._came.clear()
+        self.came.clear()
         self.add(plan)
 
     def add(self, plan: Plan) -> None:
@@ -156,9 +156,6 @@ class Lengths:
 
     def longest(self) -> int:
         return max(self.plans, default=0)
-
-    def came(self, batch: Pass) -> None:
-        self._came.append(batch)
 
     def grade_above(self, batch: Pass) -> Pass:
         """The shortest grade that has as many tokens."""
@@ -189,34 +186,14 @@ class Lengths:
         if not self.looks.due():
             return False
         self.looks.left.pop(0)
-        return sum(b.tokens for b in self._came) < SHORTER * self._base.tokens * len(self._came)
+        return sum(b.tokens for b in self.came) < SHORTER * self._base.tokens * len(self.came)
 
     def sample(self) -> list[Pass]:
         """Four passes that stand for those that came; none: none came."""
-        found = sorted(self._came, key=lambda b: b.tokens)
+        found = sorted(self.came, key=lambda b: b.tokens)
         return [found[len(found) * part // 8] for part in (1, 3, 5, 7)] if found else []
-
-    def typical(self) -> list[Pass]:
-        """Passes whose plans may suit all that came: one of mean length, and one of the shorter."""
-        mean = sum(b.tokens for b in self._came) // len(self._came)
-        short = self.sample()[0]
-        return [short.with_tokens(max(mean, 1)), short]
-
-
-# ---- several processes, whose passes differ: each step waits for the slowest ----
-
-def mean_tokens(samples: Sequence[Sequence[Pass]]) -> float:
-    return sum(b.tokens for s in samples for b in s) / max(sum(map(len, samples)), 1)
 
 
 def seconds_of(plans: Sequence[Plan | None]) -> float:
     """Of all of them, infinite where one does not fit."""
     return sum(math.inf if p is None else p.seconds for p in plans)
-
-
-def fastest(found: Sequence[Sequence[float]]) -> int:
-    """found: of each process, seconds with homes as they are, and with others. Which is so much faster for the slowest;
-    0: as they are."""
-    slowest = [max(times) for times in zip(*found)]
-    best = min(range(len(slowest)), key=slowest.__getitem__)
-    return best if slowest[best] * WORTH < slowest[0] else 0

@@ -42,8 +42,6 @@ from .passes import (
     Pass,
     Seen,
     batch_of,
-    fastest,
-    mean_tokens,
     pass_of,
     seconds_of,
 )
@@ -70,6 +68,8 @@ class Planning:
     Attributes:
         plan: the one in force; None: there is none yet, and `why`. made: so many plans have been put into force.
         adam: an mt.AdamW updates the model. limits: what plans have to stay within.
+        resumed: of a run that goes on, what windows kept, by a pass's tokens: a plan for as many has them keep it
+            again, where that fits, so that memory which happens to be free then changes no bit.
     """
 
     def __init__(self, runtime: Runtime, limits: Limits, made: Plan | None = None) -> None:
@@ -89,7 +89,7 @@ class Planning:
         self._lengths = Lengths()
         self._looks = Looks(self._agreed)        # of all processes together
         self._keeps: Plan | None = made          # windows keep what this one says
-        self._resumed: dict[int, dict[str, str]] = {}    # what windows kept of the run that goes on, by a pass's tokens
+        self.resumed: dict[int, dict[str, str]] = {}
         if made is not None:
             self._lengths.begin(made)
 
@@ -119,11 +119,6 @@ class Planning:
     def kept(self) -> dict[int, dict[str, str]]:
         """For a checkpoint: what windows keep, by the tokens of a pass."""
         return {tokens: plan.activations for tokens, plan in self._lengths.plans.items()}
-
-    def goes_on(self, kept: dict[int, dict[str, str]]) -> None:
-        """A run goes on whose windows kept this: a plan for as many tokens has them keep it again, where that fits, so
-        that memory which happens to be free then changes no bit."""
-        self._resumed = kept
 
     def resumes(self, sequences: int, seq: int, micro: int) -> None:
         """States come next of a run that was planned for this: so is this one, at once, while no unit has states that
@@ -186,7 +181,7 @@ class Planning:
                 self._put_into_force(plan)
         seen = self._seen
         needed = seen.most if seen.most != seen.alone else found     # graphs of further passes may come to this one's
-        self._lengths.came(needed)
+        self._lengths.came.append(needed)
         if self._lengths.worth_a_look() and not self._stays():
             self._compare_homes()
         plan = self._lengths.of(needed, self._ask_here)
@@ -263,7 +258,14 @@ class Planning:
     def _refuse(self, refused: Refused, before: Seen) -> None:
         rt, error = self.runtime, str(refused)
         if rt.homes.on_disk or (self.plan is not None and self._agreed):
-            self._keep_least()
+            self._stuck = True                   # none leaves a disk: windows keep as little as can be
+            for w in rt.windows:
+                if w.mode != "saved":
+                    w.mode = "replay+host" if read(w.mode).host else "replay"
+            why = "states are on disk" if rt.homes.on_disk else "states several processes have"
+            warnings.warn(f"batches of {self._seen.most.tokens:,} tokens are more than was planned for, and units "
+                          f"whose {why} cannot move: layers keep least from now on; give mt.stream the longest batch, "
+                          "tokens= and seq=, to plan for it at once", stacklevel=2)
         elif not self.adam:                      # whose states a plan counts; another optimizer has its own
             self._refused, self.why = True, f"no plan, without mt.AdamW: {error.splitlines()[0]}"
         else:
@@ -274,17 +276,6 @@ class Planning:
             raise MegatrainError(f"{error}\n\nWithout a plan: mt.stream(model, plan={{}}), which may run out of "
                                  "memory.") from refused
 
-    def _keep_least(self) -> None:
-        """Windows keep as little as can be: passes do not fit with units where they are, and none leaves a disk."""
-        rt, self._stuck = self.runtime, True
-        for w in rt.windows:
-            if w.mode != "saved":
-                w.mode = "replay+host" if read(w.mode).host else "replay"
-        why = "states are on disk" if rt.homes.on_disk else "states several processes have"
-        warnings.warn(f"batches of {self._seen.most.tokens:,} tokens are more than was planned for, and units whose "
-                      f"{why} cannot move: layers keep least from now on; give mt.stream the longest "
-                      "batch, tokens= and seq=, to plan for it at once", stacklevel=2)
-
     # ---- homes are compared with others ----
 
     def _compare_homes(self) -> None:
@@ -294,7 +285,8 @@ class Planning:
         lengths, best = self._lengths, None
         sample = lengths.sample()
         least = sum(lengths.of(batch, self._ask_here).seconds for batch in sample) / WORTH
-        for batch in lengths.typical():
+        mean = sum(b.tokens for b in lengths.came) // len(lengths.came)
+        for batch in (sample[0].with_tokens(max(mean, 1)), sample[0]):       # whose plans may suit all that came
             with contextlib.suppress(Refused):
                 plan = self._ask(batch)
                 others = [self._ask_here(b, plan) for b in sample]
@@ -317,7 +309,8 @@ class Planning:
         if None in every and False not in every:
             return
         self._looks.left.pop(0)
-        mean = mean_tokens([sample for _, sample, *_ in found])
+        came = [b.tokens for _, sample, *_ in found for b in sample]
+        mean = sum(came) / max(len(came), 1)
         if False in every or mean >= SHORTER * max(n for *_, n, _ in found):
             return
         longest = max(range(len(found)), key=lambda rank: found[rank][-1])
@@ -327,7 +320,10 @@ class Planning:
                   for batch, *homes in ranks.gather(mine)[longest]]
         now = [self._lengths.of(b, self._ask_here) for b in own]
         times = [seconds_of(plans[1:-1]) if all(plans) else math.inf for plans in others]
-        if best := fastest(ranks.gather([seconds_of(now), *times])):
+        # Each step waits for the slowest.
+        slowest = [max(times) for times in zip(*ranks.gather([seconds_of(now), *times]))]
+        best = min(range(len(slowest)), key=slowest.__getitem__)
+        if slowest[best] * WORTH < slowest[0]:
             self._put_into_force(*others[best - 1])
 
     # ---- mt.plan is asked ----
@@ -372,7 +368,7 @@ class Planning:
     def _as_before(self, found: Plan) -> Plan:
         """The plan with what windows kept of the run that goes on, where that fits."""
         tokens = pass_of(found).tokens
-        before = self._resumed.get(tokens, {})
+        before = self.resumed.get(tokens, {})
         if before.keys() != found.activations.keys() or found.own:       # of which it is not known what they kept
             return found
         more = 0

@@ -126,7 +126,8 @@ class Runtime:
     def close(self) -> None:
         """Gives everything back: files lose their names while there is an engine that knows them."""
         self.cap.close()
-        self.homes.unname_files()
+        for unname in self.homes.files:
+            unname()
         if self.exchange is not None:
             self.exchange.close()
         self.core.close()

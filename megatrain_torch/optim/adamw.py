@@ -345,7 +345,8 @@ class AdamW(torch.optim.Optimizer):
 
     def _check_served(self) -> None:
         """That no store with states of its parameters is gone."""
-        if any(_was_unstreamed(rt) for rt in self._served):
+        firsts = [next((r for r in rt.records if r.param is not None), None) for rt in self._served]
+        if any(r is not None and getattr(r.param, "_mt", None) is not r for r in firsts):
             raise MegatrainError("this mt.AdamW belonged to a model that was unstreamed, and its states went with the "
                                  "store: make a new one")
 
@@ -382,21 +383,18 @@ class AdamW(torch.optim.Optimizer):
         steps = self._steps
 
         def find() -> float:
-            if self._steps == steps:
-                return self._norm_here()
+            if self._steps == steps:           # before any step: of what was updated in backward, else on the host
+                if self._early:
+                    return math.hypot(*(h.result()[0] for h in self._early))
+                grads = [_peek(p) for g in self.param_groups for p in g["params"]]
+                return math.hypot(*(torch.linalg.vector_norm(g, dtype=torch.float64).item()
+                                    for g in grads if g is not None))
             self._catch_up()                   # the step was just the next: a later one takes the norm before it begins
             return self._norm or 0.0
 
         norm = LateNorm.of(find)
         self._limit_once, self._asked = limit, weakref.ref(norm)
         return norm
-
-    def _norm_here(self) -> float:
-        """The norm of the gradients there are, before any step: of what was updated in backward, else on the host."""
-        if self._early:
-            return math.hypot(*(h.result()[0] for h in self._early))
-        grads = [_peek(p) for g in self.param_groups for p in g["params"]]
-        return math.hypot(*(torch.linalg.vector_norm(g, dtype=torch.float64).item() for g in grads if g is not None))
 
     # ---- gradients that are not all in one store ----
 
@@ -700,8 +698,3 @@ def _numbers(group: dict[str, Any]) -> tuple[float, ...]:
 
 def _peek(p: Tensor) -> Tensor | None:
     return gradient.peek(p._mt) if isinstance(p, StreamedParameter) else p.grad
-
-
-def _was_unstreamed(runtime: Any) -> bool:
-    first = next((r for r in runtime.records if r.param is not None), None)
-    return first is not None and getattr(first.param, "_mt", None) is not first
