@@ -1,4 +1,4 @@
-"""hf.py: where a transformers model says that it computes, and what its gradient_checkpointing does."""
+"""install.py, of transformers: where a transformers model says that it computes, and what its gradient_checkpointing does."""
 
 from __future__ import annotations
 

@@ -139,7 +139,7 @@ class Machine:
         return _along(points, seq) * 1e12
 
     def adam_rate(self, threads: int | None = None, states: str = "fp32") -> float:
-        """Parameters/s of AdamW on the host; None: with all threads measured. states: see formats.py."""
+        """Parameters/s of AdamW on the host; None: with all threads measured. states: see base/modes.py."""
         points = [(float(n), rate) for n, rate in self.adam_gparams]
         rate = _along(points, threads or points[-1][0])
         if states == "fp32":

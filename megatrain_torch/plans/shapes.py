@@ -91,7 +91,7 @@ class Product:
 
     @property
     def fits(self) -> bool:
-        """May it be of 8-bit codes? Experts' are not (fused/templates/coded.py)."""
+        """May it be of 8-bit codes? Experts' are not (fused/templates/codes.py)."""
         known = self.part in ("qkv", "latent", "out", "up", "down")
         return known and self.rows == 1 and not (self.fan_in | self.fan_out) % 16
 
@@ -199,7 +199,7 @@ class Shape:
 def shapes_of(model: Any, *, dtype: torch.dtype | None = None, units: list[str | nn.Module] | None = None,
               layers: int | None = None, products: str = "bf16", base: str | None = None, adapter: Any = None,
               device: str = "cpu") -> Callable[..., Shape]:
-    """The shape of a module, or of a transformers config, by how AdamW's states are kept (formats.py), and by the
+    """The shape of a module, or of a transformers config, by how AdamW's states are kept (base/modes.py), and by the
     experts that are fetched at a time (0: all).
 
     Args:
@@ -331,7 +331,7 @@ def beside_base(config: Any, base: str | None, adapter: Any, layers: int | None,
 
 def unit_bytes(name: str, own: list[tuple[str, nn.Parameter]], dtype: torch.dtype | None,
                states: str = "fp32", align: int = ALIGN, experts: int = 0) -> Unit:
-    """states: how AdamW's are kept, see formats.py. align: as weight_bytes has it. experts: of a stack, fetched at a
+    """states: how AdamW's are kept, see base/modes.py. align: as weight_bytes has it. experts: of a stack, fetched at a
     time; 0: all."""
     fetched = slots_of(own, experts, [stored_dtype(p, dtype) for _, p in own]) if experts else ()
     kinds = [(p.numel(), stored_dtype(p, dtype)) for _, p in own if p.requires_grad]

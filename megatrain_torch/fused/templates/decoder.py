@@ -68,7 +68,7 @@ class Decoder:
 
     @property
     def coded(self) -> bool:
-        """May its products, one at least, be of 8-bit codes (coded.py)?"""
+        """May its products, one at least, be of 8-bit codes (codes.py)?"""
         return (not self.codings and not any(one.adapters for one in self.linears)
                 and any(fits((sum(one.rows), one.inputs), torch.bfloat16) for one in self.linears))
 
