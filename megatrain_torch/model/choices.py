@@ -66,9 +66,9 @@ def check_model(module: nn.Module, where: torch.device, dtype: torch.dtype | Non
 def _problem(p: nn.Parameter, bare: bool) -> str:
     if isinstance(p, nn.parameter.UninitializedTensorMixin):
         return "has no shape yet: run one forward first, then mt.stream"
-    if format_of(p) is not None:
-        return "is quantised, and so it must be frozen: p.requires_grad_(False)" if p.requires_grad else ""
     if type(p) is not nn.Parameter:
+        if format_of(p) is not None:
+            return "is quantised, and so it must be frozen: p.requires_grad_(False)" if p.requires_grad else ""
         return (f"is of {type(p).__module__}.{type(p).__name__}, a subclass of Parameter that is not known; if the "
                 f"model is quantised, these formats stream: {KNOWN}; or load it without that: a frozen bf16 parameter "
                 "takes 2 bytes of host memory")

@@ -49,6 +49,7 @@ def install(rt: Runtime, root: nn.Module, found: Found, modes: str | dict[str, s
     patches.once("registrations", _count_registrations)
     keep_in_sight(format for _, _, _, format in coded(root))
     hooks.watch(AdamW)
+    patches.once("Module.load_state_dict", _refuse_assign)
     patches.once("DistributedDataParallel", _patch_ddp)
     # Records of a parameter: of a weight of codes its strands', else one.
     by_param = {id(r.param): [r] for r in rt.records}
@@ -56,7 +57,6 @@ def install(rt: Runtime, root: nn.Module, found: Found, modes: str | dict[str, s
     for m in root.modules():
         _bind(rt, m, {n: by_param[id(p)][0] for n, p in m._parameters.items() if p is not None})
         _put(m, "_apply", functools.partial(_apply, rt, weakref.ref(m)))
-        _put(m, "load_state_dict", _loader(m))
     rt.keeps.default, by_name = ("auto", modes) if isinstance(modes, dict) else (modes, {})
     head = head_of(root, found.windows)
     for name, m in found.windows:
@@ -111,14 +111,13 @@ def _put(module: nn.Module, name: str, call: Any) -> None:
     module.__dict__[name] = Installed(module, name, call)
 
 
-def _method(module: nn.Module, name: str) -> Callable[[], Any]:
+def _weakly(own: Any, module: nn.Module) -> Callable[[], Any]:
     """Gives the module's method, without holding the module."""
-    own = getattr(module, name)
     return weakref.WeakMethod(own) if method_of(own, module) else lambda: own
 
 
 def _container(rt: Runtime, module: nn.Module, name: str) -> Any:
-    inner, who = _method(module, name), weakref.ref(module)
+    who, inner = weakref.ref(module), _weakly(getattr(module, name), module)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         with rt.entered(who(), args, kwargs) as (args, kwargs):
@@ -128,16 +127,17 @@ def _container(rt: Runtime, module: nn.Module, name: str) -> Any:
     return forward
 
 
-def _loader(module: nn.Module) -> Any:
-    own = _method(module, "load_state_dict")
+def _refuse_assign() -> Callable[[], None]:
+    own = nn.Module.load_state_dict
 
-    def load_state_dict(state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
-        if assign:
+    @functools.wraps(own)
+    def load_state_dict(self: nn.Module, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
+        if assign and self in runtimes:
             raise MegatrainError("load_state_dict(assign=True) would put tensors in the place of streamed parameters; "
                                  "leave assign out: values are copied into the store")
-        return own()(state_dict, strict=strict)
+        return own(self, state_dict, strict=strict, assign=assign)
 
-    return load_state_dict
+    return patches.replaced(nn.Module, "load_state_dict", load_state_dict)
 
 
 def _zero_grad(module: nn.Module) -> Any:

@@ -139,8 +139,8 @@ def stream_of(ranks: Ranks | None, module: nn.Module, device: str | torch.device
         with as_one(ranks):
             declare(rt, wanted, ring, choices)
         fill(rt, groups, origins, masters)       # from here on the model changes; nothing is checked any more
-        room.let_go()
         with torch._C.DisableTorchFunctionSubclass():        # nothing is under way that a parameter waits for
+            room.let_go()
             install(rt, module, found, choices.activations)
         rt.keeps.plan = choices.plan
         if ranks is not None:

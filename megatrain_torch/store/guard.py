@@ -193,6 +193,8 @@ class StreamedParameter(OneParameter, HostTensor, torch.nn.Parameter):
     Pickles and deep-copies as an ordinary `Parameter`.
     """
 
+    __hash__ = Tensor.__hash__           # by its id, as OneParameter's of all that stand for it
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         return with_attributes(as_parameter(self), self).__reduce_ex__(protocol)
 
