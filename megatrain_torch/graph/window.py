@@ -273,11 +273,11 @@ class Window:
             reading = self._reading(args, kwargs)
             if reading is not None and reading.writes:       # what it writes beside its output it would write again
                 mode = self._tell_of_writes(reading.writes, mode)
-        frame: Any = SavedFrame(self)
+        frame: Any
         if mode.keep != "saved":
             frame = ReplayFrame(self, args, kwargs, reading)
-        elif mode.host:
-            frame = HostFrame(self, args, kwargs, mode)
+        else:
+            frame = HostFrame(self, args, kwargs, mode) if mode.host else SavedFrame(self)
         bound = self.bind(self.trainable, self.frozen) if self.trainable else self.bind_leaves()
         out = self.run(args, kwargs, bound, frame)
         frame.forward_ended(out, mode)
