@@ -76,7 +76,7 @@ def install(rt: Runtime, root: nn.Module, found: Found, modes: str | dict[str, s
     prepare(rt, root, _put)
     _put(root, "zero_grad", _zero_grad(root))
     _put(root, "_replicate_for_data_parallel", _refuser("DataParallel over a streamed model is not supported"))
-    rt.check_tree, rt.registered = _check_tree, _registrations
+    rt.check_tree = _tree_check()
     for m in root.modules():
         _move_buffers(rt, m)
     rt.notice_changes()
@@ -198,34 +198,40 @@ def _count_registrations() -> Callable[[], None]:
     return lambda: [handle.remove() for handle in handles]
 
 
-def _check_tree(rt: Runtime) -> None:
-    """A pass begins.
+def _tree_check() -> Callable[[Runtime], None]:
+    seen = _registrations
 
-    Raises:
-        MegatrainError: a parameter was put in, or the model into DistributedDataParallel.
-    """
-    if rt.ranks is None and DistributedDataParallel._active_ddp_module is not None:
-        raise MegatrainError("DistributedDataParallel over a streamed model is not supported: its reducer would "
-                             "see no gradients; run one process with one streamed model")
-    root = rt.root()
-    if rt.registered == _registrations or root is None:      # None: a part of it is all that is left
-        return
-    # What functional_call has put in the places of parameters is no parameter of the model's.
-    given = {id(m._parameters[n]) for m in root.modules() if isinstance(m._parameters, BoundParameters)
-             for n, r in m._parameters.records.items() if type(r) is Given}
-    for name, p in root.named_parameters():
-        if id(p) in given and not isinstance(p, nn.Parameter):
-            continue
-        if getattr(p, "_mt", None) is None or p._mt.runtime is not rt:
-            raise MegatrainError(f"parameter {name!r} was put into the model after mt.stream: "
-                                 "change the model first (get_peft_model, load_adapter, new heads), then stream "
-                                 "it; SFTTrainer(peft_config=...) changes it too late, and DPOTrainer adds an "
-                                 "adapter of its own to LoRA: make the trainer first there")
-    for m in root.modules():     # parameters that moved into new modules (parametrizations), or changed names
-        _bind(rt, m, {n: p._mt for n, p in m._parameters.items() if hasattr(p, "_mt")})
-    for window in rt.windows:
-        window.look()
-    rt.registered = _registrations
+    def check_tree(rt: Runtime) -> None:
+        """A pass begins.
+
+        Raises:
+            MegatrainError: a parameter was put in, or the model into DistributedDataParallel.
+        """
+        nonlocal seen
+        if rt.ranks is None and DistributedDataParallel._active_ddp_module is not None:
+            raise MegatrainError("DistributedDataParallel over a streamed model is not supported: its reducer would "
+                                 "see no gradients; run one process with one streamed model")
+        root = rt.root()
+        if seen == _registrations or root is None:      # None: a part of it is all that is left
+            return
+        # What functional_call has put in the places of parameters is no parameter of the model's.
+        given = {id(m._parameters[n]) for m in root.modules() if isinstance(m._parameters, BoundParameters)
+                 for n, r in m._parameters.records.items() if type(r) is Given}
+        for name, p in root.named_parameters():
+            if id(p) in given and not isinstance(p, nn.Parameter):
+                continue
+            if getattr(p, "_mt", None) is None or p._mt.runtime is not rt:
+                raise MegatrainError(f"parameter {name!r} was put into the model after mt.stream: "
+                                     "change the model first (get_peft_model, load_adapter, new heads), then stream "
+                                     "it; SFTTrainer(peft_config=...) changes it too late, and DPOTrainer adds an "
+                                     "adapter of its own to LoRA: make the trainer first there")
+        for m in root.modules():     # parameters that moved into new modules (parametrizations), or changed names
+            _bind(rt, m, {n: p._mt for n, p in m._parameters.items() if hasattr(p, "_mt")})
+        for window in rt.windows:
+            window.look()
+        seen = _registrations
+
+    return check_tree
 
 
 # ---- transformers: PreTrainedModel.device says where to put inputs (generate, Trainer): the compute device ----

@@ -30,7 +30,8 @@ def from_pretrained(cls: Any, path: str | Path, *, device: str | torch.device | 
 
     transformers does its part as ever: names, ties, experts put together, what is missing or unexpected reported. It
     builds the model on the meta device and maps the files; their bytes are then read straight into the store
-    (mapped.py). What it has to convert is in memory for that long, of several processes of a machine in the first.
+    (store/tensorfiles.py). What it has to convert is in memory for that long, of several processes of a machine in the
+    first.
 
     Args:
         cls: AutoModelForCausalLM, or any class with from_pretrained. path: a folder, or what it takes.

@@ -66,7 +66,7 @@ class Runtime:
         states: the format of AdamW's states, of the whole model. states_chosen: by somebody, not by default.
         saving: a checkpoint that is being written while the model trains on, until its end has been noticed; or None.
         saved_files: of the last checkpoint, which the next may have again, by header.
-        check_tree: looks at what was put into the model since the last pass. registered: as many registrations it knew.
+        check_tree: looks at what was put into the model since the last pass.
         trace: mt.trace's, while it is on; else UNTRACED.
         looked: what looks at numbers gave, by reading, and why code could not be followed, by window and call.
         broken: why it is not to be run: a load or a move that failed half-way; "": it is.
@@ -92,7 +92,7 @@ class Runtime:
         self.saved_files: dict[bytes, Any] = {}
         self.planning: Any = None
         self.trace: Any = UNTRACED
-        self.broken, self.given, self.registered = "", 0, 0
+        self.broken, self.given = "", 0
         self.looked: dict[Any, str] = {}
         self.checkpointing: list[weakref.ref[nn.Module]] = []
         self.reported: tuple[float, dict[str, int]] = (time.perf_counter(), {})
