@@ -268,13 +268,15 @@ def test_reports_and_traces_have_the_disk(make: Callable[..., Pair]) -> None:
     with mt.trace(model) as trace:
         for step in range(3):
             feed(model, opt, grads_for(model, step))
-            core_of(model).drain()                          # what a step writes is written in it
+            core_of(model).drain()
     lane = [s for s in trace.slices() if s.lane == "disk"]
     assert {s.work for s in lane} == {"read", "write"} and {s.unit for s in lane} >= {LAST}
     assert all(a.end <= b.begin for a, b in pairwise(sorted(lane, key=lambda s: s.begin)))
-    report = trace.steps()[1]
-    assert report.busy["disk"] > 0 < report.busy["disk update"] and report.disk_written_bytes >= 10 * 150 * 170
-    assert "GB written" in str(report)
+    steps = trace.steps()
+    assert steps[1].busy["disk"] > 0 < steps[1].busy["disk update"] and "GB written" in str(steps[1])
+    # An update is over when its buffer is dirty: up to all buffers are written in the step after.
+    held = TIGHT["buffers"] * TIGHT["buffer_bytes"]
+    assert sum(s.disk_written_bytes for s in steps) >= len(steps) * 10 * 150 * 170 - held
 
 
 # ---- what is left behind ----

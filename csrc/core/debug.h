@@ -1,6 +1,6 @@
 /* debug.h — what tests may switch off, to see that it matters. Nothing of it is on for a user.
  *
- *   skip    bit mask of edges between queues that are left out (docs/design.md, section 6)
+ *   skip    bit mask of edges between queues that are left out (docs/design.md)
  *   poison  a slot is filled with 0xFF before its copy
  *   sync    overlap off: nothing is fetched ahead, and every call returns when its work is over
  */
