@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import re
 import signal
@@ -164,18 +165,63 @@ def hearing(heard: Callable[[int, Any], None]) -> Iterator[None]:
 
 def launch(words: Sequence[str], gpus: int) -> int:
     """Runs the command in as many processes; returns the status of the first that failed, or 0."""
-    store = _own_store()
-    processes = _Processes(words, gpus, store.port)
+    store, deadline, interrupts = _own_store(), math.inf, 0
+    failed = (0, 0)                      # code and rank of the first that did not end well
+    threads = max(1, (len(os.sched_getaffinity(0)) - 1) // gpus)
+    # What torchrun sets, for those who look there; modules are looked for where this process finds them.
+    env = {"OMP_NUM_THREADS": str(threads), **os.environ, STORE: str(store.port), LAUNCHER: str(os.getpid()),
+           "WORLD_SIZE": str(gpus), "LOCAL_WORLD_SIZE": str(gpus), "MASTER_ADDR": "127.0.0.1",
+           "MASTER_PORT": str(store.port), "PYTHONSAFEPATH": "1",
+           "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
+    quiet = {"PYTHONWARNINGS": "ignore", "TRANSFORMERS_VERBOSITY": "error"}
+    # In sessions of their own: a terminal's Ctrl-C comes to this process alone, which passes it on once.
+    processes = [subprocess.Popen([sys.executable, "-m", __package__.partition(".")[0], *words],
+                                  stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL if rank else None,
+                                  env=env | {"RANK": str(rank), "LOCAL_RANK": str(rank)} | (quiet if rank else {}),
+                                  start_new_session=True) for rank in range(gpus)]
+
+    def pass_on(number: int, _: object) -> None:
+        nonlocal deadline, interrupts
+        for process in processes:
+            process.send_signal(number)                  # to none that has ended
+        interrupts += number == signal.SIGINT
+        if interrupts == 2:                              # they end at once
+            deadline = min(deadline, time.monotonic() + GRACE_S)
+
+    def kill() -> None:
+        for process in processes:
+            process.kill()
+        for process in processes:
+            process.wait()
+
     try:
-        with hearing(processes.pass_on):
-            processes.wait()
+        with hearing(pass_on):
+            running = True
+            while running:
+                running = any([process.poll() is None for process in processes])
+                ended = [(process.returncode, rank) for rank, process in enumerate(processes) if process.returncode]
+                if ended and not failed[0]:
+                    failed = min(ended)                  # killed ones first: they are the cause
+                    deadline = min(deadline, time.monotonic() + GRACE_S)
+                if time.monotonic() > deadline:
+                    kill()
+                time.sleep(0.05 * running)
     finally:
-        processes.kill()
+        kill()                                           # whatever ended this, they end too
     store.append(_TOLD, "")
     told = [tuple(json.loads(line)) for line in store.get(_TOLD).decode().splitlines()]
-    if text := processes.killed() or said_once(told):
+    code, rank = failed
+    if text := _killed(code, rank, processes[rank].pid) or said_once(told):
         complain(text)
-    return processes.status
+    return code if code >= 0 else 128 - code
+
+
+def _killed(code: int, rank: int, pid: int) -> str:
+    """Words for a process that ended by a signal; "": it did not."""
+    if code >= 0:
+        return ""
+    more = "; there may be no memory left: the kernel's log says so" if code == -signal.SIGKILL else ""
+    return f"rank {rank} (process {pid}) was ended by {signal.Signals(-code).name}{more}"
 
 
 def said_once(told: list[tuple[int, str]]) -> str:
@@ -188,62 +234,3 @@ def said_once(told: list[tuple[int, str]]) -> str:
         return ""
     rank, text = causes[0]
     return text if rank == 0 or (0, text) in causes else f"rank {rank}: {text}"
-
-
-class _Processes:
-    """status: of the first that did not end well, as a shell has it."""
-
-    def __init__(self, words: Sequence[str], gpus: int, port: int) -> None:
-        self.status, self._failed, self._deadline, self._interrupts = 0, -1, float("inf"), 0
-        command = [sys.executable, "-m", __package__.partition(".")[0], *words]
-        threads = max(1, (len(os.sched_getaffinity(0)) - 1) // gpus)
-        # What torchrun sets, for those who look there; modules are looked for where this process finds them.
-        env = {"OMP_NUM_THREADS": str(threads), **os.environ, STORE: str(port), LAUNCHER: str(os.getpid()),
-               "WORLD_SIZE": str(gpus), "LOCAL_WORLD_SIZE": str(gpus), "MASTER_ADDR": "127.0.0.1",
-               "MASTER_PORT": str(port), "PYTHONSAFEPATH": "1",
-               "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
-        quiet = {"PYTHONWARNINGS": "ignore", "TRANSFORMERS_VERBOSITY": "error"}
-        # In sessions of their own: a terminal's Ctrl-C comes to this process alone, which passes it on once.
-        self._all = [subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL if rank else None,
-                                      env=env | {"RANK": str(rank), "LOCAL_RANK": str(rank)} | (quiet if rank else {}),
-                                      start_new_session=True) for rank in range(gpus)]
-
-    def pass_on(self, number: int, _: object) -> None:
-        """A signal goes to all."""
-        for process in self._all:
-            process.send_signal(number)                  # to none that has ended
-        self._interrupts += number == signal.SIGINT
-        if self._interrupts == 2:                        # they end at once
-            self._hurry()
-
-    def wait(self) -> None:
-        """Until all have ended; those that do not end by themselves when one has failed are killed."""
-        running = True
-        while running:
-            running = any([process.poll() is None for process in self._all])
-            ended = [(process.returncode, rank) for rank, process in enumerate(self._all) if process.returncode]
-            if ended and self._failed < 0:
-                code, self._failed = min(ended)          # killed ones first: they are the cause
-                self.status = code if code > 0 else 128 - code
-                self._hurry()
-            if time.monotonic() > self._deadline:
-                self.kill()
-            time.sleep(0.05 * running)
-
-    def _hurry(self) -> None:
-        self._deadline = min(self._deadline, time.monotonic() + GRACE_S)
-
-    def killed(self) -> str:
-        """Words for a process that ended by a signal; "": none that began it did."""
-        code = self._all[self._failed].returncode if self._failed >= 0 else 0
-        if code >= 0:
-            return ""
-        more = "; there may be no memory left: the kernel's log says so" if code == -signal.SIGKILL else ""
-        return (f"rank {self._failed} (process {self._all[self._failed].pid}) was ended by "
-                f"{signal.Signals(-code).name}{more}")
-
-    def kill(self) -> None:
-        for process in self._all:
-            process.kill()
-        for process in self._all:
-            process.wait()

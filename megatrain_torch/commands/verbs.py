@@ -140,7 +140,9 @@ def generate(args: argparse.Namespace) -> None:
     new = _new_tokens(args.max_new_tokens, there, config)
     limits = {"vram": settings.vram, "host": settings.host, "nvme": settings.nvme}
     model = models.load(source, source.dtype).eval()
-    whole = not any(limits.values()) and source.base == "none" and not hasattr(config, "quantization_config") and (
+    # Weights that are codes, of a class of their package's or ours, are streamed: there each is expanded as it is used.
+    plain = all(type(p).__module__.startswith("torch.") for p in model.parameters())
+    whole = plain and not any(limits.values()) and (
         settings.device == "cpu" or sum(p.nbytes for p in model.parameters()) < FITS * torch.cuda.mem_get_info()[0])
     model = model.to(settings.device) if whole else mt.stream(model.requires_grad_(False), settings.device, **limits)
     torch.manual_seed(args.seed)
