@@ -455,6 +455,15 @@ def test_doctor_replaces_no_file_that_describes_no_machine(tmp_path: Path, capsy
     assert (tmp_path / "thesis.tex").read_text() == "mine"
 
 
+def test_what_a_killed_command_left_beside_its_files_goes(tmp_path: Path) -> None:
+    left = [tmp_path / f".{name}.123.unfinished" for name in (MARKER, "config.yaml", "log.jsonl")]
+    mine = [tmp_path / name for name in (".config.yaml.unfinished", "config.yaml.123", ".notes.123.unfinished")]
+    for path in (*left, *mine):
+        path.write_text("mine")
+    with Owned(tmp_path).locked():
+        assert not any(path.exists() for path in left) and all(path.exists() for path in mine)
+
+
 def test_where_there_are_no_locks_it_is_said(run: Path, monkeypatch: pytest.MonkeyPatch,
                                              capsys: pytest.CaptureFixture[str]) -> None:
     import errno

@@ -189,7 +189,7 @@ def _completion(record: dict[str, Any], template: Template, tokenizer: Any, wher
     ids, trained = _marked(Chat(prompt + answer, [(len(prompt), len(prompt + answer))]), tokenizer)
     ids, marks = [*first, *ids, *last], [False] * len(first) + trained + [True] * len(last)
     twice = next((i for i in range(len(ids) - 1) if not ids[i] == ids[i + 1] == tokenizer.bos_token_id), 0)
-    whole = framed(ids, tokenizer) or [tokenizer.eos_token_id]
+    whole = _framed(ids, tokenizer) or [tokenizer.eos_token_id]
     marks = [*marks[twice:], True][:len(whole)]
     marks[-1] = True                                 # the end is learned, where the data has it too
     return Document(compact(whole), np.asarray(marks, bool), True)
@@ -242,7 +242,7 @@ def compact(ids: Sequence[int] | np.ndarray) -> np.ndarray:
     return found.astype(np.uint16) if not len(found) or found.max() < 1 << 16 else found
 
 
-def framed(ids: Any, tokenizer: Any) -> Any:
+def _framed(ids: Any, tokenizer: Any) -> Any:
     """With one beginning-of-text token at most, though the text itself may begin with another, and one of its end."""
     begin, end = tokenizer.bos_token_id, tokenizer.eos_token_id
     if not len(ids):
@@ -270,7 +270,7 @@ def _tokenize(made: list[Document | str], begin: int, tokenizer: Any) -> int:
     short = [i for i in texts if 0 < len(made[i]) <= 4 * PASSAGE]
     # verbose=False: a text may well be longer than the model's window, rows are not.
     ids = tokenizer([made[i] for i in short], verbose=False)["input_ids"] if short else []
-    found = dict(zip(short, (compact(framed(some, tokenizer)) for some in ids)))
+    found = dict(zip(short, (compact(_framed(some, tokenizer)) for some in ids)))
     for i in texts:
         own = found[i] if i in found else ids_of(made[i], tokenizer) if made[i] else np.zeros(0, np.uint16)
         made[i] = Document(own, np.broadcast_to(np.True_, len(own)))
@@ -310,9 +310,9 @@ def _places(chat: Chat, ids: list[int], tokenizer: Any) -> list[tuple[int, int]]
 def ids_of(text: str, tokenizer: Any) -> np.ndarray:
     """[n] tokens of a text, with its own beginning and end; none, if it is empty."""
     if len(text) <= 4 * PASSAGE:
-        return compact(framed(tokenizer(text, verbose=False)["input_ids"], tokenizer))
+        return compact(_framed(tokenizer(text, verbose=False)["input_ids"], tokenizer))
     first, last = around(tokenizer)
-    return framed(compact(np.concatenate([compact(first), *_passages(text, tokenizer), compact(last)])), tokenizer)
+    return _framed(compact(np.concatenate([compact(first), *_passages(text, tokenizer), compact(last)])), tokenizer)
 
 
 def _passages(text: str, tokenizer: Any) -> Iterator[np.ndarray]:
@@ -325,7 +325,7 @@ def _passages(text: str, tokenizer: Any) -> Iterator[np.ndarray]:
         borders.append(next((at + len(mark) for at, mark in ends if at >= 0), near))
     places = list(pairwise([*borders, len(text)]))
     hard = {0, len(text)} if tokenizer.is_fast else {0, *borders, len(text)}      # where nothing is read beyond
-    before: Passage | None = None
+    before: _Passage | None = None
     for some in (places[i:i + AT_ONCE] for i in range(0, len(places), AT_ONCE)):
         for here, (begin, end) in zip(_read(text, some, hard, tokenizer), some):
             if before is not None:
@@ -339,7 +339,7 @@ def _passages(text: str, tokenizer: Any) -> Iterator[np.ndarray]:
 
 
 @dataclass
-class Passage:
+class _Passage:
     """Tokens of a passage and of some text around it, each with the character that it begins at."""
 
     begin: int
@@ -360,7 +360,7 @@ class Passage:
         return self.all[self._some(self.begin, self.end)].copy()
 
 
-def _read(text: str, places: list[tuple[int, int]], hard: set[int], tokenizer: Any) -> list[Passage]:
+def _read(text: str, places: list[tuple[int, int]], hard: set[int], tokenizer: Any) -> list[_Passage]:
     begins = [a if a in hard else max(0, a - AROUND) for a, _ in places]
     ends = [b if b in hard else b + AROUND for _, b in places]
     made = tokenizer([text[a:b] for a, b in zip(begins, ends)], add_special_tokens=False, verbose=False,
@@ -371,7 +371,7 @@ def _read(text: str, places: list[tuple[int, int]], hard: set[int], tokenizer: A
         # Without places all tokens are the passage's own: it was cut at both ends.
         at = np.full(len(ids), a) if not tokenizer.is_fast else begins[i] + np.fromiter(
             (first for first, _ in made["offset_mapping"][i]), np.int64, len(ids))
-        found.append(Passage(a, b, ids, at))
+        found.append(_Passage(a, b, ids, at))
     return found
 
 

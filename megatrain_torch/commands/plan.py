@@ -79,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
     if args.model is None:
         sys.stderr.write("megatrain: MODEL is missing: a folder with a config.json, or a name on the hub\n")
         return 2
-    shell = Shell(args)
+    shell = _Shell(args)
     try:
         return _plan(args)
     except MegatrainError as why:
@@ -224,7 +224,7 @@ def _share_line(p: mt.Plan, one: mt.Plan | None) -> str:
 
 # ---- as a shell has it, and as JSON --------------------------------------------------------------
 
-class Shell(Flags):
+class _Shell(Flags):
     """The verb's flags, and the command that was typed with others of them."""
 
     def __init__(self, args: argparse.Namespace) -> None:
@@ -259,7 +259,7 @@ def _planned(p: mt.Plan, one: mt.Plan | None) -> dict[str, Any]:
     return {"fits": True} | found | {name: getattr(p, name) for name in follows} | of_one
 
 
-def _refused(found: Any, shell: Shell) -> dict[str, Any]:
+def _refused(found: Any, shell: _Shell) -> dict[str, Any]:
     return {"fits": False, "why": found.why.splitlines()[0], "vram": found.vram, "host": found.host,
             "vram_bytes": sum(found.vram.values()), "host_bytes": sum(found.host.values()), "changes": found.alone,
             "ways": [{"changes": way.changes, "tokens_per_second": way.tokens_per_second,

@@ -47,7 +47,7 @@ def held_out(found: list[Document], share: float, seed: int) -> tuple[list[Docum
     return order, []
 
 
-class NoRow(dict):
+class _NoRow(dict):
     """In the place of a row where other processes have more of them: nothing is learned of it."""
 
 
@@ -71,7 +71,7 @@ class Rows(torch.utils.data.Dataset):
         """None: no row."""
         if i is None:
             seq = self.ids.shape[1]
-            return NoRow(input_ids=torch.zeros(seq, dtype=torch.int64), position_ids=torch.arange(seq),
+            return _NoRow(input_ids=torch.zeros(seq, dtype=torch.int64), position_ids=torch.arange(seq),
                          labels=torch.full((seq,), IGNORED))
         ids = self.ids[i].astype(np.int64)
         at = np.arange(len(ids))
@@ -155,7 +155,7 @@ def _fitted(found: Sequence[Document], seq: int) -> list[list[Document]]:
 def collate(flat: bool) -> Callable[[list[dict[str, torch.Tensor]]], dict[str, torch.Tensor]]:
     """Rows to a micro-batch: [B, seq], or, flat, [1, B * seq]: positions start again at each row anyhow."""
     def batch(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-        rows = [r for r in rows if not isinstance(r, NoRow)] or rows[:1]
+        rows = [r for r in rows if not isinstance(r, _NoRow)] or rows[:1]
         stacked = {name: torch.stack([r[name] for r in rows]) for name in rows[0]}
         return {name: t.reshape(1, -1) for name, t in stacked.items()} if flat else stacked
 
