@@ -596,9 +596,8 @@ def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_settings_of_a_run_say_it_to_stream() -> None:
     """Weights are bf16 then, on the CPU too."""
-    from megatrain_torch.commands.settings import Settings
+    from megatrain_torch.commands.settings import Settings, for_machine
     from megatrain_torch.commands.train import _planned
-    from megatrain_torch.commands.unsaid import for_machine
     threads = torch.get_num_threads()
     try:
         settings, other = (for_machine(Settings.of(asked | {"device": "cpu"}, "here")) for asked in ({"products": "fp8"}, {}))

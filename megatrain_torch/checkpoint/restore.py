@@ -6,10 +6,12 @@ checkpoint that is not whole changes nothing.
 """
 from __future__ import annotations
 
+import math
 import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,9 +19,10 @@ import torch
 from torch import Tensor, nn
 
 from .. import _core
+from ..base import strict
 from ..base.errors import MegatrainError
-from ..base.modes import GROUP, LOW_BYTES
-from ..base.strict import field, shown, table
+from ..base.modes import GROUP, LOW_BYTES, master_bytes, moment_bytes
+from ..base.strict import shown, table
 from ..group.ranks import as_one
 from ..group.waits import calling
 from ..model.runtime import runtime_of
@@ -37,23 +40,59 @@ if TYPE_CHECKING:
 _SCRIPT = "__main__"
 
 
-def check(folder: Path) -> None:
-    """That the files of a checkpoint are there, as long as they were written. Their contents are not read.
+@dataclass(frozen=True)
+class CheckpointInfo:
+    """A checkpoint of mt.save whose files are there, each as long as it was written.
+
+    Attributes:
+        states: how mt.AdamW kept its states. extra: what mt.save was given as that. files: names of its files.
+    """
+
+    states: str
+    extra: Any
+    files: frozenset[str]
+    _body: dict[str, Any] = field(repr=False)
+
+    def rounds(self, states: str, kinds: Callable[[torch.dtype], torch.dtype] = lambda kind: kind) -> bool:
+        """Would mt.load have to round any of it, for an mt.AdamW that keeps its states as `states` says?
+
+        Args:
+            kinds: the type that a parameter has in the model, by its type in the checkpoint.
+        """
+        return any(loses(self._body, name, kinds(DTYPES[saved["dtype"]]), states)
+                   for name, saved in self._body["parameters"].items())
+
+
+def inspect_checkpoint(folder: str | Path) -> CheckpointInfo:
+    """Reads what a checkpoint says of itself, without a model; weights and states are not read.
 
     Raises:
-        MegatrainError: one is not, or it is no checkpoint; the message names the file.
+        MegatrainError: a file is missing or cut short, or it is no checkpoint; the message names the file.
     """
-    Checkpoint.open(folder)
+    source = Checkpoint.open(Path(os.path.abspath(folder)))
+    with manifest.adding(manifest.BROKEN):
+        training = contents.training_of(source.bytes_of(TRAINING), str(source.folder / TRAINING),
+                                        source.body["optimizer"] is not None)
+    return CheckpointInfo(source.body["states"], training["extra"],
+                          frozenset({*source.body["files"], manifest.NAME}), source.body)
 
 
-def rounds(folder: Path, states: str, kinds: Callable[[torch.dtype], torch.dtype]) -> bool:
-    """Would mt.load round any of it for an mt.AdamW with states of this format? Raises: as `check`.
+def checkpoint_bytes(model: nn.Module, folder: str | Path, states: str = "fp32") -> tuple[int, int]:
+    """Bytes that checkpoints of a streamed model will take: (each, all together besides).
+
+    Frozen weights are written once where the file system of `folder`, which need not be there, has hard links: all
+    checkpoints of a run share them.
 
     Args:
-        kinds: the type that a parameter has here, by its type there.
+        states: how mt.AdamW keeps its states.
     """
-    body = Checkpoint.open(folder).body
-    return any(loses(body, name, kinds(DTYPES[saved["dtype"]]), states) for name, saved in body["parameters"].items())
+    records = [p._mt for p in names_of(model)]
+    sizes = [math.prod(r.shape) * r.dtype.itemsize for r in records]
+    shared = sum(n for n, r in zip(sizes, records) if again.is_still(r))
+    shared = shared if shared >= again.LEAST_BYTES and again.can_link(Path(folder)) else 0
+    trained = [p for p in model.parameters() if p.requires_grad]
+    return sum(sizes) - shared + sum(master_bytes(states, p.dtype) * p.numel()
+                                     + moment_bytes(states, p.dtype, p.numel()) for p in trained), shared
 
 
 @calling("mt.load")
@@ -266,7 +305,7 @@ def _as_ours(source: Checkpoint, training: dict[str, Any]) -> None:
     body |= {"states": "fp32", "skipped_steps": 0}
     for number, name in enumerate(name for g in training["groups"] for name in g["params"]):
         table(parameters.get(name), f"{where}: parameter {shown(name)}")["key"] = number
-    for name, own in field(training, "others", lambda _: True, "torch.optim.AdamW's steps", where).items():
+    for name, own in strict.field(training, "others", lambda _: True, "torch.optim.AdamW's steps", where).items():
         if own:
             about = table(parameters.get(name), f"{where}: others: {shown(name)}")
             about |= {"step": contents.step_of(own, f"{where}: others of {name}"), "master": ""}

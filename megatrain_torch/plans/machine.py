@@ -226,6 +226,30 @@ class Machine:
         changed = dict(_change(c) for c in changes)
         return dataclasses.replace(machine, name=text.strip(), **changed) if changed else machine
 
+    @staticmethod
+    def known() -> dict[str, Machine]:
+        """All descriptions by name."""
+        return dict(MACHINES)
+
+    @staticmethod
+    def here() -> Machine:
+        """The machine that mt.plan takes where none is named: this one."""
+        return resolve(None)
+
+    @staticmethod
+    def some(vram: int, host: int | None = None) -> Machine:
+        """Some card with so many bytes of memory, of the slower ones; host: of its host, None: as here."""
+        return card_with(vram, host or host_limit_bytes())
+
+    @staticmethod
+    def listing() -> str:
+        """A table of all descriptions, with where each rate comes from."""
+        return listing()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Its fields, and where each rate comes from ("origins")."""
+        return dataclasses.asdict(self) | {"origins": {rate: self.origin(rate) for rate in RATES}}
+
 
 def _described(name: str) -> str | None:
     """A description's own name, for it or for what begins it and has its number: "rtx4090", "h200"."""
