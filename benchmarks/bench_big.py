@@ -43,8 +43,7 @@ from transformers import AutoConfig, GptOssConfig
 
 import megatrain_torch as mt
 from megatrain_torch.base.errors import MegatrainError
-from megatrain_torch.base.formats import FORMATS
-from megatrain_torch.base.modes import GRADS
+from megatrain_torch.base.modes import FORMATS, GRADS
 
 # Layers of Qwen2.5's models; of OpenAI's gpt-oss, transformers' defaults are those of the larger one.
 LAYERS = {"7b": 28, "14b": 48, "32b": 64, "72b": 80}

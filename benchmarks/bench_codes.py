@@ -23,7 +23,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import DeepseekV3Config, GptOssConfig, PreTrainedConfig, Qwen3MoeConfig
 
 import megatrain_torch as mt
-from megatrain_torch.base.coded import Coded
+from megatrain_torch.base.codes import Coded
 from megatrain_torch.plans.shapes import shaped
 
 # transformers' defaults are gpt-oss-120b's and DeepSeek-V3's own.

@@ -328,7 +328,7 @@ def planned(plan):
 
 def own_plan(model):
     """That of a loop which mt.stream plans itself, as it is in force; None: it has another, or none."""
-    from megatrain_torch.model.registry import runtime_of
+    from megatrain_torch.model.runtime import runtime_of
     planning = runtime_of(model).planning
     return planned(planning.plan) if planning is not None and planning.plan is not None else None
 

@@ -39,7 +39,7 @@ from common import (
 )
 
 import megatrain_torch as mt
-from megatrain_torch.base.formats import FORMATS
+from megatrain_torch.base.modes import FORMATS
 
 PARTS = ["save", "behind", "load"]
 PAUSE_S = 1.0  # before each run: what a drive still does of the one before

@@ -22,7 +22,7 @@ from common import emit, pick_device, say
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import megatrain_torch as mt
-from megatrain_torch.base.formats import FORMATS
+from megatrain_torch.base.modes import FORMATS
 
 TEXT = Path(__file__).parents[1] / "examples" / "data" / "tinyshakespeare.txt"
 HELD_OUT = 0.1

@@ -53,8 +53,7 @@ from engines import ENGINES, Engine, planned, weight_dtype, with_loss
 
 import megatrain_torch as mt
 from megatrain_torch.base.errors import MegatrainError
-from megatrain_torch.base.formats import FORMATS, moved_bytes
-from megatrain_torch.base.modes import GRADS, MODES
+from megatrain_torch.base.modes import FORMATS, GRADS, MODES, moved_bytes
 
 COUNTED = ("h2d_bytes", "d2h_bytes", "store_bytes", "demand_fetches", "await_s")
 TRACED_STEPS = 5

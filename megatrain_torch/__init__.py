@@ -19,21 +19,32 @@ if (sys.argv[:1] == ["-m"] and __name__ in sys.orig_argv) or os.path.basename(sy
 
 from ._core import __version__
 from .base.errors import MegatrainError
-from .checkpoint.restore import load
+from .base.limits import parse_bytes, show_bytes
+from .checkpoint.restore import CheckpointInfo, checkpoint_bytes, inspect_checkpoint, load
 from .checkpoint.save import SavePlan, Saving, save
 from .figures.report import StepReport
-from .model.pretrained import from_pretrained
-from .model.stream import stream, unstream
-from .model.trainers import stream_trainer
+from .model.pretrained import from_config, from_pretrained, read_pretrained
+from .model.stream import stream, stream_trainer, unstream
 from .optim.adamw import AdamW
 from .plans.machine import Machine
 from .plans.planner import Plan, plan
-from .reports.api import Storage, explain, gather, last_step, masters, storage
+from .reports.api import (
+    Storage,
+    choices,
+    explain,
+    gather,
+    last_step,
+    masters,
+    measure_machine,
+    storage,
+)
 from .reports.tracing import Trace, trace
 
-__all__ = ["AdamW", "Machine", "MegatrainError", "Plan", "SavePlan", "Saving", "StepReport", "Storage", "Trace",
-           "__version__", "explain", "from_pretrained", "gather", "last_step", "load", "masters", "plan", "save",
-           "storage", "stream", "stream_trainer", "trace", "unstream"]
+__all__ = ["AdamW", "CheckpointInfo", "Machine", "MegatrainError", "Plan", "SavePlan", "Saving",
+           "StepReport", "Storage", "Trace", "__version__", "checkpoint_bytes", "choices", "explain", "from_config",
+           "from_pretrained", "gather", "inspect_checkpoint", "last_step", "load", "masters", "measure_machine",
+           "parse_bytes", "plan", "read_pretrained", "save", "show_bytes", "storage", "stream", "stream_trainer",
+           "trace", "unstream"]
 
 # Pickles of public classes name modules that had no rooms.
 for _name, _kind in (("machine", Machine), ("planner", Plan), ("report", StepReport), ("storage", Storage)):

@@ -19,11 +19,10 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from ._core import __version__
-from .base.errors import MegatrainError
-from .commands import doctor, evaluate, export, generate, launch, plan, report, resume, train
-from .commands.say import Stopped
-from .commands.settings import unknown
+from megatrain_torch import MegatrainError, __version__
+
+from .commands import launch, plan, train, verbs
+from .commands.settings import Stopped, unknown
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -90,8 +89,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("megatrain", description="Training models larger than the GPU, on one or several.")
     parser.add_argument("--version", action="version", version=f"megatrain {__version__}")
     commands = parser.add_subparsers(required=True, dest="verb", metavar="VERB")
-    for verb in (train, resume, evaluate, export, generate, report, doctor, plan):
-        verb.add(commands)
+    for room in (train, verbs, plan):
+        room.add(commands)
     return parser
 
 

@@ -384,9 +384,9 @@ def moves_again(rank: int, group: Any, first: int, later: int, graphs: bool = Fa
     from test_planning import VRAM, Costly, Loop, model
 
     import megatrain_torch as mt
-    from megatrain_torch.model import asking
+    from megatrain_torch.model import planning
     from megatrain_torch.model.stream import runtime_of
-    own, asking.plan, wrong, alive = asking.plan, Costly(), [], []
+    own, planning.plan, wrong, alive = planning.plan, Costly(), [], []
     try:
         loop = Loop(mt.stream(model(torch.bfloat16), "cpu", vram=VRAM, group=group))
         plain = Loop(mt.stream(model(torch.bfloat16), "cpu", plan={"homes": "ram"}, group=group))
@@ -409,7 +409,7 @@ def moves_again(rank: int, group: Any, first: int, later: int, graphs: bool = Fa
         for one in (loop, plain):
             mt.unstream(one.model)
     finally:
-        asking.plan = own
+        planning.plan = own
     return " ".join(wrong)
 
 
@@ -436,9 +436,9 @@ def weights_do_not_leave_memory(rank: int, group: Any, folder: str) -> str:
     from test_planning import VRAM, Loop, model
 
     import megatrain_torch as mt
-    from megatrain_torch.model import asking
-    own = asking.plan
-    asking.plan = lambda *args, **asked: own(*args, **{**asked, "homes": "disk+weights"})
+    from megatrain_torch.model import planning
+    own = planning.plan
+    planning.plan = lambda *args, **asked: own(*args, **{**asked, "homes": "disk+weights"})
     try:
         loop = Loop(mt.stream(model(torch.bfloat16), "cpu", vram=VRAM, nvme=folder, group=group))
         loop.step((2, 16))
@@ -446,7 +446,7 @@ def weights_do_not_leave_memory(rank: int, group: Any, folder: str) -> str:
     except mt.MegatrainError as error:
         return "" if "has its plane HI in memory already" in str(error) else str(error)
     finally:
-        asking.plan = own
+        planning.plan = own
 
 
 def another_way_to_weights_in_files(rank: int, group: Any, folder: str) -> str:

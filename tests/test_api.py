@@ -396,8 +396,8 @@ def test_stream_refuses_and_changes_nothing(bad: dict[str, Any], words: str) -> 
     lm_loss(model, batch(0)).backward()
 
 
-@pytest.mark.parametrize("late, at", [("filling.own_bytes", 1), ("add_unit", 2), ("offset", 5), ("states.States.choose", 1),
-                                      ("cap.Cap.hold", 1), ("open_slots", 1), ("stream.install", 1),
+@pytest.mark.parametrize("late, at", [("filling.own_bytes", 1), ("add_unit", 2), ("offset", 5), ("runtime.Runtime.choose_states", 1),
+                                      ("homes.Cap.hold", 1), ("open_slots", 1), ("stream.install", 1),
                                       ("install._move_buffers", 3)])
 def test_a_failure_while_memory_is_taken_gives_all_of_it_back(late: str, at: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The at-th call of something fails, of the engine or on the way."""

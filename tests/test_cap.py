@@ -4,8 +4,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatrain_torch.model import cap
-from megatrain_torch.model.cap import Cap
+from megatrain_torch.model import homes as cap
+from megatrain_torch.model.homes import Cap
 
 GIB = 1 << 30
 

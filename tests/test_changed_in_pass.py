@@ -11,7 +11,7 @@ from several import _case
 from torch import Tensor, nn
 
 import megatrain_torch as mt
-from megatrain_torch.base.coded import to_fp8
+from megatrain_torch.base.codes import to_fp8
 from megatrain_torch.graph import frames
 from megatrain_torch.model import ring
 

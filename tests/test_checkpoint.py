@@ -501,7 +501,7 @@ def test_save_that_somebody_stopped_waiting_for_is_still_under_way(tmp_path: Pat
     threading.Timer(0.2, lambda: signal.pthread_kill(main, signal.SIGINT)).start()
     with pytest.raises(KeyboardInterrupt):
         mt.save(*pair, tmp_path / "d")
-    assert not saving.over and runtime_of(pair[0]).saves.running is saving and not (tmp_path / "d").exists()
+    assert not saving.over and runtime_of(pair[0]).saving is saving and not (tmp_path / "d").exists()
     may_write.set()
     mt.save(*pair, tmp_path / "d")
     assert saving.over and sorted(p.name for p in tmp_path.iterdir()) == ["c", "d"]
@@ -533,12 +533,12 @@ def test_interruption_while_the_thread_starts(tmp_path: Path, when: str, monkeyp
         mt.save(*pair, tmp_path / "c", asynchronous=True)
     rt = runtime_of(pair[0])
     if when == "before":
-        assert rt.saves.running is None and not list(tmp_path.iterdir())
+        assert rt.saving is None and not list(tmp_path.iterdir())
     else:
-        saving, rt.saves.running = rt.saves.running, None                      # as another thread's call would find it
+        saving, rt.saving = rt.saving, None                      # as another thread's call would find it
         with pytest.raises(mt.MegatrainError, match="a save is under way"):
             mt.save(*pair, tmp_path / "d")
-        rt.saves.running = saving
+        rt.saving = saving
         may_end.set()
     mt.save(*pair, tmp_path / "d")
     assert {p.name for p in tmp_path.iterdir()} == ({"d"} if when == "before" else {"c", "d"})
@@ -791,6 +791,6 @@ def test_killed_save_leaves_a_checkpoint_and_what_the_next_save_removes(killed: 
 def test_unstream_waits_for_a_save(tmp_path: Path) -> None:
     model, opt = train(make(tmp_path), 0, 1)
     mt.save(model, opt, tmp_path / "c", asynchronous=True)
-    assert runtime_of(model).saves.running is not None
+    assert runtime_of(model).saving is not None
     mt.unstream(model)
     mt.load(*make(tmp_path), tmp_path / "c")

@@ -1,6 +1,8 @@
 """The command line: what is asked for, rows of tokens, and a run from its first step to what it wrote."""
 from __future__ import annotations
 
+import ast
+import base64
 import contextlib
 import errno
 import importlib.util
@@ -30,8 +32,9 @@ from hypothesis import strategies as st
 import megatrain_torch as mt
 from megatrain_torch import MegatrainError, cli
 from megatrain_torch.checkpoint import manifest
-from megatrain_torch.commands import data, export, folder, owned, train
-from megatrain_torch.commands.settings import Settings, page, write_yaml
+from megatrain_torch.commands import data, folder, models, records, rows, train
+from megatrain_torch.commands.folder import write_yaml
+from megatrain_torch.commands.settings import Settings, page
 
 pytest.importorskip("transformers")
 ROOT = Path(__file__).parents[1]
@@ -77,6 +80,18 @@ def toy(tmp_path_factory: pytest.TempPathFactory) -> str:
     toy_model().save_pretrained(where)
     bytes_tokenizer().save_pretrained(where)
     return str(where)
+
+
+def test_the_verbs_use_the_package_by_its_public_names() -> None:
+    files = [ROOT / "megatrain_torch/cli.py", *(ROOT / "megatrain_torch/commands").glob("*.py")]
+    for path in files:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.level > 1 or (node.module or "").startswith("megatrain_torch")):
+                assert node.module == "megatrain_torch" and {a.name for a in node.names} <= {*mt.__all__}, (path, node.lineno)
+            elif isinstance(node, ast.ImportFrom) and node.level and path == files[0]:
+                assert node.module.split(".")[0] == "commands", (path, node.lineno)
+            elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "mt":
+                assert node.attr in mt.__all__, (path, node.lineno)
 
 
 # ---- settings ------------------------------------------------------------------------------------
@@ -167,7 +182,7 @@ def test_data_that_cannot_be_read_is_named(tmp_path: Path, name: str, content: b
     path.parent.mkdir(exist_ok=True)
     path.write_bytes(content)
     with pytest.raises(MegatrainError) as why:
-        data.documents(data.records(str(path.parent if "/" in name else path)), bytes_tokenizer(), None, str(path))
+        data.documents(records.records(str(path.parent if "/" in name else path)), bytes_tokenizer(), None, str(path))
     assert words in str(why.value)
 
 
@@ -184,20 +199,20 @@ def test_data_of_another_form_or_out_of_reach_is_named(tmp_path: Path) -> None:
         with pytest.raises(MegatrainError, match=words) if words else contextlib.nullcontext():
             data.documents([{"messages": TALK, **beside}], tokenizer, None, "here")
     with pytest.raises(MegatrainError, match=r"/proc/self/mem: cannot be read \(Input/output error\)"):
-        list(data.records("/proc/self/mem"))
+        list(records.records("/proc/self/mem"))
     (tmp_path / "notes.md").mkdir()
     (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfwords")
-    assert list(data.records(str(tmp_path))) == [{"text": "words"}], "a mark of UTF-8 is no text"
+    assert list(records.records(str(tmp_path))) == [{"text": "words"}], "a mark of UTF-8 is no text"
     (tmp_path / "texts").touch()
     with pytest.raises(MegatrainError, match=f"did you mean {tmp_path / 'texts'}"):
-        list(data.records(str(tmp_path / "text")))
+        list(records.records(str(tmp_path / "text")))
 
 
 def test_tokens_that_stand_for_what_is_not_known_are_counted(capsys: pytest.CaptureFixture[str]) -> None:
     tokenizer = types.SimpleNamespace(unk_token_id=7, eos_token_id=1, unk_token="<unk>")
-    train._say_unknown([piece(0, 10, False)], tokenizer)
+    train.say_unknown([piece(0, 10, False)], tokenizer)
     assert "10% of the data's tokens are '<unk>'" in capsys.readouterr().out
-    train._say_unknown([piece(0, 100, False)], tokenizer)
+    train.say_unknown([piece(0, 100, False)], tokenizer)
     assert capsys.readouterr().out == ""
 
 
@@ -266,29 +281,30 @@ def piece(begin: int, length: int, whole: bool) -> data.Document:
 @settings(max_examples=60, deadline=None)
 def test_rows_hold_every_token_once_and_predict_none_across_documents(spec: list[tuple[int, bool]], seq: int) -> None:
     found = [piece(100 * (i + 1), n, whole) for i, (n, whole) in enumerate(spec)]
-    rows = data.packed(found, seq, filler=7)
+    made = rows.packed(found, seq, filler=7)
     kept = sorted(t for d in found for t in d.ids[:seq if d.whole else None].tolist())
-    assert sorted(rows.ids[rows.ids != 7].tolist()) == kept
-    for ids, positions, labels in zip(rows.ids, rows.positions, rows.labels):
+    assert sorted(made.ids[made.ids != 7].tolist()) == kept
+    for ids, row in zip(made.ids, map(made.__getitem__, range(len(made)))):
+        positions, labels = row["position_ids"].numpy(), row["labels"].numpy()
         for at in range(seq):
             follows = at > 0 and positions[at] == positions[at - 1] + 1
             assert positions[at] == 0 or follows
             if follows and ids[at] != 7:
                 assert ids[at] == ids[at - 1] + 1 and labels[at] == ids[at], "it goes on, and is a target"
             else:
-                assert labels[at] == data.IGNORED
+                assert labels[at] == rows.IGNORED
 
 
 def test_a_packed_row_has_the_losses_of_its_documents_alone() -> None:
     model, rng = toy_model().eval(), np.random.default_rng(0)
     ids = [rng.integers(0, 256, n).astype(np.int32) for n in (9, 17, 5, 30)]
-    rows = data.packed([data.Document(i, np.ones(len(i), bool), True) for i in ids], 40, 0)
-    batch = data.collate(False)([rows[i] for i in range(len(rows))])
+    made = rows.packed([data.Document(i, np.ones(len(i), bool), True) for i in ids], 40, 0)
+    batch = rows.collate(False)([made[i] for i in range(len(made))])
 
     def total(batch: dict[str, torch.Tensor]) -> float:
         logits = model(**{k: v for k, v in batch.items() if k != "labels"}, use_cache=False).logits
         return torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten(),
-                                                 ignore_index=data.IGNORED, reduction="sum").item()
+                                                 ignore_index=rows.IGNORED, reduction="sum").item()
 
     with torch.no_grad():
         alone = [total({"input_ids": (t := torch.from_numpy(i.astype(np.int64))[None]), "labels": t}) for i in ids]
@@ -322,33 +338,33 @@ def small(kind: str) -> Any:
                                          ("mamba", True)])
 def test_a_model_whose_documents_see_each_other_in_a_row_is_known(kind: str, leaks: bool, dtype: torch.dtype,
                                                                   flat: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(data, "SEPARATE", frozenset())
+    monkeypatch.setattr(rows, "SEPARATE", frozenset())
     model, state = small(kind).to(dtype).train(), torch.get_rng_state()
-    why = data.why_alone(model, 64, flat)
+    why = rows.why_alone(model, 64, flat)
     assert bool(why) is leaks
     assert why is None or "see each other, whatever" in why or "from one document into the next" in why
     assert torch.equal(torch.get_rng_state(), state), "a run's random numbers stay what they were"
 
 
-@pytest.mark.parametrize("kind", sorted(data.SEPARATE))
+@pytest.mark.parametrize("kind", sorted(rows.SEPARATE))
 def test_kinds_that_are_not_asked_would_say_the_same(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     import test_fused
     import test_moe
     model = (test_fused.FAMILIES | test_moe.FAMILIES)[kind.removesuffix("_text")]()
-    assert model.config.model_type == kind and data.why_alone(model, 64, False) is None
-    monkeypatch.setattr(data, "SEPARATE", frozenset())
+    assert model.config.model_type == kind and rows.why_alone(model, 64, False) is None
+    monkeypatch.setattr(rows, "SEPARATE", frozenset())
     for flat in (False, True):
-        assert data.why_alone(model, 64, flat) is None
+        assert rows.why_alone(model, 64, flat) is None
 
 
 def test_a_model_that_cannot_be_asked_gets_rows_of_one_document(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*_: Any, **__: Any) -> None:
         raise RuntimeError("no kernel here")
 
-    monkeypatch.setattr(data, "SEPARATE", frozenset())
-    assert data.why_alone(toy_model(), 2, False) is None, "rows may be as short as this"
+    monkeypatch.setattr(rows, "SEPARATE", frozenset())
+    assert rows.why_alone(toy_model(), 2, False) is None, "rows may be as short as this"
     monkeypatch.setattr(type(toy_model()), "forward", fails)
-    assert "could not be asked (no kernel here)" in data.why_alone(toy_model(), 64, False)
+    assert "could not be asked (no kernel here)" in rows.why_alone(toy_model(), 64, False)
 
 
 @pytest.mark.parametrize("kind", ["opt", "bloom", "mamba", "qwen3_next"])
@@ -361,25 +377,26 @@ def test_weights_that_are_small_today_hide_no_leak(kind: str) -> None:
     model = tf.Qwen3NextForCausalLM(tf.Qwen3NextConfig(**sizes)) if kind == "qwen3_next" else small(kind)
     for p in model.parameters():
         p.data.mul_(1e-4)
-    assert data.why_alone(model, 64, False)
+    assert rows.why_alone(model, 64, False)
 
 
 @given(st.lists(st.tuples(st.integers(1, 25), st.booleans()), min_size=1, max_size=8), st.integers(2, 12))
 @settings(max_examples=30, deadline=None)
 def test_rows_of_one_document_hold_every_token_once(spec: list[tuple[int, bool]], seq: int) -> None:
     found = [piece(100 * (i + 1), n, whole) for i, (n, whole) in enumerate(spec)]
-    rows = data.packed(found, seq, filler=7, alone=True)
+    made = rows.packed(found, seq, filler=7, alone=True)
     kept = sorted(t for d in found for t in d.ids[:seq if d.whole else None].tolist())
-    assert sorted(rows.ids[rows.ids != 7].tolist()) == kept and rows.shared == 0
-    for ids, labels in zip(rows.ids, rows.labels):
+    assert sorted(made.ids[made.ids != 7].tolist()) == kept and made.shared == 0
+    for ids, row in zip(made.ids, map(made.__getitem__, range(len(made)))):
+        labels = row["labels"].numpy()
         length = int((ids != 7).sum())
         assert (ids[:length] == np.arange(ids[0], ids[0] + length)).all(), "one document, from its row's beginning"
-        assert (labels[1:length] == ids[1:length]).all() and (labels[length:] == data.IGNORED).all()
+        assert (labels[1:length] == ids[1:length]).all() and (labels[length:] == rows.IGNORED).all()
 
 
 def test_what_is_held_out_is_not_trained() -> None:
     found = [piece(0, 50, False), piece(100, 50, False), piece(200, 50, True)]
-    train, held = data.held_out(found, 0.2, seed=1)
+    train, held = rows.held_out(found, 0.2, seed=1)
     tokens = [set(np.concatenate([d.ids for d in part]).tolist()) for part in (train, held)]
     assert not tokens[0] & tokens[1] and len(tokens[0] | tokens[1]) == 150
     assert len(tokens[1]) == 30 or set(range(200, 250)) <= tokens[1]
@@ -448,7 +465,8 @@ def test_the_bar_tells_how_far_a_step_is_that_takes_long(monkeypatch: pytest.Mon
 def test_a_run_that_was_told_to_stop_resumes_to_the_same_bits(
         whole_run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     from megatrain_torch.commands import loop
-    from megatrain_torch.commands.loop import UNFINISHED, WHOLE, Streamed
+    from megatrain_torch.commands.folder import UNFINISHED, WHOLE
+    from megatrain_torch.commands.loop import Streamed
     half, log, finish = whole_run / "half", Streamed.log, Streamed.finish_saving
     clip_next, limits = mt.AdamW.clip_next, []
 
@@ -462,7 +480,7 @@ def test_a_run_that_was_told_to_stop_resumes_to_the_same_bits(
         patched.setattr(mt.AdamW, "clip_next", lambda opt, limit: limits.append(limit) or clip_next(opt, limit))
         assert megatrain("train", "--config", whole_run / "run.yaml", "--out", half, "--lr", "3e-3") == 143
     assert "megatrain resume" in capsys.readouterr().out
-    owned.Owned(half).begin("checkpoint-9", {WHOLE: None})
+    folder.Owned(half).begin("checkpoint-9", {WHOLE: None})
     (half / "checkpoint-9").mkdir()                      # as kill -9 leaves one without Trainer's files
     (half / "checkpoint-9.tmp-1-0").mkdir()              # and while one is written
     (half / UNFINISHED / "checkpoint-9").mkdir(parents=True)
@@ -539,8 +557,8 @@ def test_the_report_is_one_page_with_curves_a_time_line_and_memory(whole_run: Pa
     assert outside(text + "<style>p{background:url(http://a.org/b)}</style>")
     for words in ("norm of the gradients", "what bound it", "tier by tier", "moments", "eval_loss", "Step 8 of 8"):
         assert words in text, words
-    from megatrain_torch.commands.report import curve
-    xml.dom.minidom.parseString(curve("a < b", {"x": [(1.0, 2.0)], "y": [(1.0, 2.0), (2.0, 2.0)]}))
+    drawn = re.search(r"<img alt='loss: loss.*?base64,([^']+)'", text)
+    xml.dom.minidom.parseString(base64.b64decode(drawn[1]))
 
 
 def refused(capsys: pytest.CaptureFixture[str], *words: Any) -> str:
@@ -556,7 +574,7 @@ def test_a_checkpoint_that_was_cut_short_is_named_with_the_one_before(whole_run:
     shutil.copytree(run / "checkpoint-8", run / "checkpoint-9")
     state = json.loads((run / "checkpoint-9" / folder.WHOLE).read_text())
     (run / "checkpoint-9" / folder.WHOLE).write_text(json.dumps(state | {"global_step": 9}))
-    owned.Owned(run).made("checkpoint-9")
+    folder.Owned(run).made("checkpoint-9")
     os.truncate(run / "checkpoint-9/states.safetensors", 100)
     said = refused(capsys, "resume", run)
     assert "checkpoint-9/states.safetensors has 100 bytes, and" in said
@@ -576,7 +594,7 @@ def test_states_that_hold_less_than_the_checkpoints_are_refused_or_rounded_when_
     run = tmp_path / "run"
     shutil.copytree(whole_run / "whole", run, ignore=shutil.ignore_patterns("model"))
     begun = folder.settings_of(run).with_(out=str(run), steps=9)
-    owned.Owned(run).begin("checkpoint-9", {})
+    folder.Owned(run).begin("checkpoint-9", {})
     (run / "checkpoint-9.tmp-1-0").mkdir()
     write_yaml(run / folder.CONFIG, begun.with_(**changes))
     assert refused(capsys, "resume", run) == (
@@ -603,7 +621,7 @@ def test_documents_that_would_see_each_other_get_rows_of_their_own(tmp_path: Pat
     losses, targets = 0.0, 0
     for document in data.documents(pairs, bytes_tokenizer()):
         ids = torch.from_numpy(document.ids.astype(np.int64))
-        labels = ids.masked_fill(~torch.from_numpy(document.trained), data.IGNORED)
+        labels = ids.masked_fill(~torch.from_numpy(document.trained), rows.IGNORED)
         with torch.no_grad():
             losses += model(ids[None], labels=labels[None]).loss.item() * int(document.trained.sum())
         targets += int(document.trained.sum())
@@ -709,7 +727,7 @@ def test_a_model_whose_files_do_not_fit_is_named(toy: str, tmp_path: Path, capsy
         assert said in refused(capsys, "train", tmp_path / name, tmp_path / "my.txt", "--out", tmp_path / "out"), name
     assert not (tmp_path / "out").exists()
     why = ValueError("Unrecognized configuration class <class 'T5Config'> for this kind of AutoModel: ...\nModel ...")
-    assert "it does not write one token after another" in folder._words(why, Path(toy))
+    assert "it does not write one token after another" in models._words(why, Path(toy))
 
 
 def test_what_the_disk_or_the_packages_do_not_allow_is_said_first(
@@ -730,11 +748,11 @@ def test_what_the_disk_or_the_packages_do_not_allow_is_said_first(
         patched.setattr(importlib.util, "find_spec", lambda name: None if name in ("rich", "yaml") else find(name))
         assert "needs rich and yaml: pip install rich pyyaml" in refused(capsys, *begin)
 
-    def full(_: Any) -> None:
+    def full(*_: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device", "a/b")
 
-    monkeypatch.setattr(export, "run", full)
-    assert refused(capsys, "export", toy, "b") == ("megatrain: a/b: No space left on device; make room there, or name "
+    monkeypatch.setattr(models, "writable", full)
+    assert refused(capsys, "export", whole_run / "whole", tmp_path / "b") == ("megatrain: a/b: No space left on device; make room there, or name "
                                                    "a folder on another disk\n")
 
 
@@ -800,9 +818,9 @@ def unreachable(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[lis
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr(socket, "getaddrinfo", lookup)
     monkeypatch.setattr(time, "sleep", lambda _: None)            # between huggingface_hub's own tries
-    folder.hub_answers.cache_clear()
+    models.hub_answers.cache_clear()
     yield asked
-    folder.hub_answers.cache_clear()
+    models.hub_answers.cache_clear()
 
 
 def test_a_name_that_is_nowhere_is_refused_after_one_request(unreachable: list[str], tmp_path: Path,
@@ -820,8 +838,8 @@ def test_a_model_in_the_hubs_cache_is_used_where_the_hub_does_not_answer(
     shutil.copytree(toy, cached / "snapshots/0123")
     (cached / "refs").mkdir()
     (cached / "refs/main").write_text("0123")
-    assert len(folder.load_tokenizer("toys/toy")) == 257
-    assert folder.load_model("toys/toy", "float32").config.hidden_size == 32
+    assert len(models.load_tokenizer("toys/toy")) == 257
+    assert models.load_model("toys/toy", "float32").config.hidden_size == 32
     assert len(unreachable) == 1
 
 
@@ -830,7 +848,7 @@ def test_a_hub_that_answers_late_counts_as_none(unreachable: list[str], monkeypa
     over = threading.Event()
     monkeypatch.setattr(constants, "HF_HUB_ETAG_TIMEOUT", 0.05)
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: over.wait(60))
-    assert not folder.hub_answers()
+    assert not models.hub_answers()
     over.set()
 
 
@@ -840,5 +858,5 @@ def test_a_hub_that_answers_is_asked_by_name(unreachable: list[str], monkeypatch
     heads = []
     session = types.SimpleNamespace(head=lambda url, timeout: heads.append((url, timeout)) or "503")
     monkeypatch.setattr(utils, "get_session", lambda: session)
-    assert folder._source("toys/toy") == folder._source("toys/toy") == "toys/toy"
+    assert models._source("toys/toy") == models._source("toys/toy") == "toys/toy"
     assert len(heads) == 1 and heads[0][1] > 0 and not unreachable

@@ -14,7 +14,7 @@ pytest.importorskip("transformers")
 from test_cli import bytes_tokenizer
 
 from megatrain_torch import MegatrainError
-from megatrain_torch.commands import data
+from megatrain_torch.commands import data, rows
 from megatrain_torch.commands.chats import Template, rendered
 
 TRL = importlib.util.find_spec("trl")
@@ -166,10 +166,10 @@ def test_the_rows_of_answers_are_counted_and_stay_together(capsys: pytest.Captur
         pytest.skip("no templates here")
     found = data.documents([{"messages": TALK}] * 10, tokenizer_of("qwen3"), None, "a.jsonl")
     assert "each answer is learned behind what came before it: 20 rows of 10 conversations" in capsys.readouterr().out
-    train, held = data.held_out(found, 0.25, 0)
+    train, held = rows.held_out(found, 0.25, 0)
     assert (len(train), len(held)) == (7, 3) and all(len(d.starts) == 2 for d in train + held)
-    rows = data.packed(found[:1], 400, 0, alone=True)
-    assert len(rows) == 2 and rows.targets == found[0].trained.sum()
+    made = rows.packed(found[:1], 400, 0, alone=True)
+    assert len(made) == 2 and made.targets == found[0].trained.sum()
 
 
 def test_a_template_that_tells_the_day_tells_the_day_that_the_run_began() -> None:

@@ -14,8 +14,9 @@ from test_cli import MARKED, TEXT, bytes_tokenizer, megatrain, refused, threads,
 from test_cli_keeps import unpainted  # noqa: F401
 
 from megatrain_torch import MegatrainError
-from megatrain_torch.commands import data, folder, mixture, train
-from megatrain_torch.commands.settings import Settings, read_yaml, write_yaml
+from megatrain_torch.commands import data, folder, records, train
+from megatrain_torch.commands.folder import write_yaml
+from megatrain_torch.commands.settings import Settings, read_yaml
 
 
 def chatty() -> Any:
@@ -28,7 +29,7 @@ def read(path: Path, content: str | bytes, tokenizer: Any = None, column: str | 
     """(all of it, what is trained) of each document of a file."""
     path.write_bytes(content.encode() if isinstance(content, str) else content)
     tokenizer = tokenizer or bytes_tokenizer()
-    found = data.documents(data.records(str(path)), tokenizer, column, path.name)
+    found = data.documents(records.records(str(path)), tokenizer, column, path.name)
     return [(tokenizer.decode(d.ids), trained_words(d)) for d in found]
 
 
@@ -138,7 +139,7 @@ def sources(tmp_path: Path, *sizes: int) -> list[Path]:
 
 
 def mixed(*words: str) -> dict[str, int]:
-    found = mixture.mixed(mixture.sources(Settings(), tuple(words), bytes_tokenizer()), 0)
+    found = data.mixed(data.sources(Settings(), tuple(words), bytes_tokenizer()), 0)
     text = "".join(bytes_tokenizer().decode(d.ids) for d in found)
     return {name: text.count(name) for name in "abc" if name in text.replace("<end>", "")}
 
@@ -155,9 +156,9 @@ def test_weights_are_shares_of_the_tokens(tmp_path: Path, capsys: pytest.Capture
 def test_a_path_may_have_colons(tmp_path: Path) -> None:
     (tmp_path / "a:0.5").write_text("a" * 9)
     (tmp_path / "b:c.txt").write_text("b" * 9)
-    assert mixture.named(str(tmp_path / "a:0.5")) == (str(tmp_path / "a:0.5"), None)
-    assert mixture.named(str(tmp_path / "a:0.5:2")) == (str(tmp_path / "a:0.5"), 2.0)
-    assert mixture.named("b:c.txt") == ("b:c.txt", None)
+    assert data.named(str(tmp_path / "a:0.5")) == (str(tmp_path / "a:0.5"), None)
+    assert data.named(str(tmp_path / "a:0.5:2")) == (str(tmp_path / "a:0.5"), 2.0)
+    assert data.named("b:c.txt") == ("b:c.txt", None)
     assert mixed(str(tmp_path / "a:0.5:1"), str(tmp_path / "b:c.txt:1")) == {"a": 9, "b": 9}
 
 
@@ -167,7 +168,7 @@ def test_a_path_may_have_colons(tmp_path: Path) -> None:
     (["a:0.5"], "a share among several sources, and this is one alone")])
 def test_weights_that_are_none_are_refused(words: list[str], said: str) -> None:
     with pytest.raises(MegatrainError) as why:
-        mixture.sources(Settings(), tuple(words), bytes_tokenizer())
+        data.sources(Settings(), tuple(words), bytes_tokenizer())
     assert said in str(why.value)
 
 
@@ -201,7 +202,7 @@ def begun(toy: str, tmp_path_factory: pytest.TempPathFactory) -> Path:  # noqa: 
 
 def test_what_is_held_out_is_data_of_its_own(begun: Path) -> None:
     settings = folder.settings_of(begun / "run")
-    (parts, identity) = train._parts(settings, bytes_tokenizer())
+    (parts, identity) = train.parts_of(settings, bytes_tokenizer())
     assert bytes_tokenizer().decode(parts[1][0].ids) == TEXT[5000:5600] + "<end>" and len(parts[0]) == 2
     assert "validation" not in identity and len(identity["validation sources"]) == 1
     assert [line for line in folder.lines(begun / "run") if "eval_loss" in line]

@@ -21,11 +21,10 @@ from transformers import TrainerControl
 
 import megatrain_torch as mt
 from megatrain_torch import MegatrainError, cli
-from megatrain_torch.commands import folder
+from megatrain_torch.commands import folder, models
+from megatrain_torch.commands.folder import FILE, LOCK, MARKER, Owned, write_yaml
+from megatrain_torch.commands.launch import Team
 from megatrain_torch.commands.loop import Bar, Requests
-from megatrain_torch.commands.owned import FILE, LOCK, MARKER, Owned
-from megatrain_torch.commands.settings import write_yaml
-from megatrain_torch.commands.team import Team
 from megatrain_torch.reports.tracing import Trace
 
 Tree = dict[str, bytes | str]
@@ -237,15 +236,15 @@ def test_a_folder_that_is_written_by_another_is_left_alone(run: Path, toy: str, 
 def test_a_run_that_came_between_is_seen(run: Path, toy: str, tmp_path: Path,  # noqa: F811
                                          monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """While the model is loaded: into a folder that was not there, so that nothing was locked."""
-    load = folder.load_model
-    monkeypatch.setattr(folder, "load_model", lambda *words: (shutil.copytree(run, tmp_path / "new"), load(*words))[1])
+    load = models.load_model
+    monkeypatch.setattr(models, "load_model", lambda *words: (shutil.copytree(run, tmp_path / "new"), load(*words))[1])
     said = refused(capsys, "train", toy, tmp_path / "my.txt", "--out", tmp_path / "new", "--seq", 64, "--overwrite")
     assert "has another run since this one was asked for" in said and tree(run) == tree(tmp_path / "new")
 
 
 def test_a_folder_of_data_leaves_runs_out(run: Path) -> None:
-    from megatrain_torch.commands import reading
-    assert reading.files_of(str(run.parent)) == [run.parent / "my.txt"]
+    from megatrain_torch.commands import records
+    assert records.files_of(str(run.parent)) == [run.parent / "my.txt"]
 
 
 def test_a_forked_child_keeps_no_lock_and_takes_none_away(tmp_path: Path) -> None:
@@ -253,7 +252,7 @@ def test_a_forked_child_keeps_no_lock_and_takes_none_away(tmp_path: Path) -> Non
     program = """if True:
         import os, sys
         from pathlib import Path
-        from megatrain_torch.commands.owned import LOCK, Owned
+        from megatrain_torch.commands.folder import LOCK, Owned
         run = Path(sys.argv[1])
         with Owned(run).locked():
             child = os.fork()
@@ -325,11 +324,11 @@ def test_a_signal_ends_a_run_with_its_own_status_behind_a_checkpoint(made: Path,
 
 def test_the_first_signal_says_how_a_run_ends() -> None:
     requests = Requests(Team())
-    requests._heard(signal.SIGUSR1, None)
+    requests.heard(signal.SIGUSR1, None)
     assert requests.save and not requests.stop
-    requests._heard(signal.SIGTERM, None)
+    requests.heard(signal.SIGTERM, None)
     with pytest.raises(KeyboardInterrupt):
-        requests._heard(signal.SIGINT, None)
+        requests.heard(signal.SIGINT, None)
     control = TrainerControl()
     requests.on_step_end(None, None, control)
     assert requests.stop == signal.SIGTERM and control.should_save and control.should_training_stop
@@ -378,7 +377,7 @@ def test_a_report_survives_whatever_is_in_the_log(run: Path) -> None:
     (run / folder.LOG).write_bytes(log + b"\xff\xfe\n" + "\n".join(ODD).encode() + b"\n\0")
     assert megatrain("report", run) == 0
     text = (run / "report.html").read_text()
-    assert "Step 2 of 3" in text and "<polyline" in text and "nan" not in text and "inf" not in text and "<script" not in text
+    assert "Step 2 of 3" in text and "<img alt='loss: loss" in text and "nan" not in text and "inf" not in text and "<script" not in text
     (run / folder.LOG).write_text("\n".join(ODD))
     assert megatrain("report", run) == 0
     folder.forget_after(run, 1)
@@ -415,7 +414,7 @@ def test_a_report_replaces_no_file_that_is_none(run: Path, capsys: pytest.Captur
 
 def test_an_export_leaves_what_has_its_name(run: Path, monkeypatch: pytest.MonkeyPatch,
                                             capsys: pytest.CaptureFixture[str]) -> None:
-    from megatrain_torch.commands.export import export
+    from megatrain_torch.commands.models import export
     fills("e.unfinished/a")(run.parent)
     model, tokenizer = toy_model(), bytes_tokenizer()
     save = tokenizer.save_pretrained
@@ -454,6 +453,15 @@ def test_doctor_replaces_no_file_that_describes_no_machine(tmp_path: Path, capsy
     (tmp_path / "thesis.tex").write_text("mine")
     assert "describes no machine: it stays" in refused(capsys, "doctor", "--device", "cpu", "--out", tmp_path / "thesis.tex")
     assert (tmp_path / "thesis.tex").read_text() == "mine"
+
+
+def test_what_a_killed_command_left_beside_its_files_goes(tmp_path: Path) -> None:
+    left = [tmp_path / f".{name}.123.unfinished" for name in (MARKER, "config.yaml", "log.jsonl")]
+    mine = [tmp_path / name for name in (".config.yaml.unfinished", "config.yaml.123", ".notes.123.unfinished")]
+    for path in (*left, *mine):
+        path.write_text("mine")
+    with Owned(tmp_path).locked():
+        assert not any(path.exists() for path in left) and all(path.exists() for path in mine)
 
 
 def test_where_there_are_no_locks_it_is_said(run: Path, monkeypatch: pytest.MonkeyPatch,

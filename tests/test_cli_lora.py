@@ -18,8 +18,9 @@ from torch import Tensor
 import megatrain_torch as mt
 from megatrain_torch import MegatrainError
 from megatrain_torch.base.units import ALIGN
-from megatrain_torch.commands import folder, lora
-from megatrain_torch.commands.settings import Settings, write_yaml
+from megatrain_torch.commands import folder, models
+from megatrain_torch.commands.folder import write_yaml
+from megatrain_torch.commands.settings import Settings, as_words
 
 transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
@@ -51,7 +52,7 @@ def threads() -> Iterator[None]:
     ("r=4,alpha=1234567.25,dropout=0.12345678", "r=4,alpha=1234567.25,targets=all,dropout=0.12345678"),
 ], ids=str)
 def test_adapters_are_asked_for_in_words_or_a_table(value: Any, found: str) -> None:
-    assert Settings.of({"lora": value}, "here").lora == found == lora.as_words(found)
+    assert Settings.of({"lora": value}, "here").lora == found == as_words(found)
 
 
 @pytest.mark.parametrize("value, words", [
@@ -64,9 +65,9 @@ def test_adapters_are_asked_for_in_words_or_a_table(value: Any, found: str) -> N
     ("", "r is needed"),
     ("rank=3", "lora: there is no 'rank'; did you mean 'r'?"),
     ("r=3,bias=all", "lora: there is no 'bias'; known: r, alpha, targets, dropout"),
-    ("r=3,alpha=0", "alpha=0: more than 0"),
-    ("r=3,alpha=inf", "alpha=inf: more than 0"),
-    ("r=3,dropout=1", "dropout=1: a share is needed, less than 1"),
+    ("r=3,alpha=0", "alpha=0.0: more than 0"),
+    ("r=3,alpha=inf", "alpha='inf': a number is needed"),
+    ("r=3,dropout=1", "dropout=1.0: a number from 0 to 0.999 is needed"),
     ("r=3,dropout=nan", "dropout='nan': a number is needed"),
     ("r=3,targets=", "lora: targets='': all, or names"),
     ("r=3,targets=all,q_proj", "targets=all,q_proj: all has the others in it"),
@@ -262,10 +263,9 @@ def test_what_cannot_be_is_said_before_weights_are_read(run: tuple[Path, Batches
 def test_a_model_without_weights_has_the_shape_of_what_is_read(base: str, toy: Path) -> None:
     from megatrain_torch.plans.shapes import shaped, shapes_of
     from megatrain_torch.store import bases
-    adapters = lora.Lora.of("r=4")
     read = bases.with_base(transformers.AutoModelForCausalLM, toy, base, None)
     alike = shaped(transformers.AutoConfig.from_pretrained(toy), base)
-    shapes = [shapes_of(adapters.beside(model, 0))("fp32") for model in (read, alike)]
+    shapes = [shapes_of(models.adapted(model, "r=4", 0))("fp32") for model in (read, alike)]
     assert shapes[0] == shapes[1] and all(p.is_meta for n, p in alike.named_parameters() if "lora" not in n)
     linear = 3 * (4 * 128 * 128 + 3 * 128 * 256)
     assert shapes[0].parameters - shapes[0].trained == linear + 2 * 257 * 128 + 7 * 128
@@ -290,7 +290,7 @@ def test_a_plan_in_python_is_that_of_the_command_line(toy: Path, capsys: pytest.
     asked = {"tokens": 1024, "seq": 64, "machine": "rtx4090", "layers": 6}
     flags = [word for name, value in asked.items() for word in (f"--{name}", value)]
     with torch.device("meta"):
-        adapter = lora.Lora.of("r=4").config(transformers.AutoModelForCausalLM.from_config(config))
+        adapter = models.lora_config(transformers.AutoModelForCausalLM.from_config(config), "r=4")
     for base in (None, "fp8"):
         assert megatrain("plan", toy, *flags, "--lora", "r=4", "--json", *(("--base", base) if base else ())) == 0
         found, drawn = json.loads(capsys.readouterr().out), torch.get_rng_state()

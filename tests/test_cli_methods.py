@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from test_cli import MARKED, TEXT, bytes_tokenizer, megatrain, refused, toy_model
 
 import megatrain_torch as mt
-from megatrain_torch.commands import folder, methods, train
+from megatrain_torch.commands import data, folder, methods, models, train
 
 PARTS = [TEXT[i:i + 40] for i in range(0, 1600, 40)]
 RECORDS = {
@@ -63,14 +63,14 @@ def test_a_method_has_the_losses_of_trls_own_over_the_plain_model(here: Path, me
     assert megatrain(*words(here, method, run.name), "--steps", steps, *["--lora", lora] * (lora is not None)) == 0
     settings = folder.settings_of(run).with_(out=str(tmp_path))
     torch.manual_seed(settings.seed)
-    tokenizer = folder.load_tokenizer(str(here / "toy"))
-    model = folder.load_model(str(here / "toy"), "float32", scores=method == "reward")
+    tokenizer = models.load_tokenizer(str(here / "toy"))
+    model = models.load_model(str(here / "toy"), "float32", scores=method == "reward")
     if lora is not None:
-        model = train.lora.Lora.of(settings.lora).beside(model, settings.seed)
-    (parts, _) = train._parts(settings, tokenizer)
+        model = models.adapted(model, settings.lora, settings.seed)
+    (parts, _) = train.parts_of(settings, tokenizer)
     kind, _ = methods.classes(method)
     more = {"reward_funcs": methods.rewards(settings)} if method == "grpo" else {}
-    trainer = kind(model, args=train._arguments(settings, False), processing_class=tokenizer,
+    trainer = kind(model, args=methods.arguments(settings, False), processing_class=tokenizer,
                    train_dataset=datasets.Dataset.from_list([p.record for p in parts[0]]), **more)
     trained = [p for p in trainer.model.parameters() if p.requires_grad]
     trainer.optimizer = torch.optim.AdamW([{"params": [p for p in trained if p.ndim >= 2]},
@@ -145,11 +145,11 @@ def test_what_a_method_does_not_take_is_said_first(here: Path, capsys: Any) -> N
     ("dpo", {"question": "a", "chosen": "b", "rejected": "c"}, "a"), ("grpo", {"instruction": "a", "input": "d"}, "a\n\nd"),
     ("kto", {"query": "a", "completion": "b", "label": "true"}, "a")])
 def test_records_of_other_names_are_read(method: str, record: dict[str, Any], prompt: str) -> None:
-    found = methods.pair(record, method, True, "here").record
+    found = data.pair(record, method, True, "here").record
     assert found["prompt"] == [{"role": "user", "content": prompt}]
     assert "chosen" not in found or found["chosen"] == [{"role": "assistant", "content": "b"}]
     assert found.get("label", True) is True
-    assert methods.pair(record, method, False, "here").record["prompt"].count(prompt.split()[0])
+    assert data.pair(record, method, False, "here").record["prompt"].count(prompt.split()[0])
 
 
 def test_a_trainer_does_not_move_the_plain_model_and_its_reference_is_streamed_too(
@@ -161,10 +161,10 @@ def test_a_trainer_does_not_move_the_plain_model_and_its_reference_is_streamed_t
     moved = []
     monkeypatch.setattr(Trainer, "_move_model_to_device", lambda self, model, device: moved.append(device))
     args = trl.DPOConfig(str(tmp_path), use_cpu=True, bf16=False, max_steps=1, report_to=[])
-    model, reference = (folder.load_model(str(here / "toy"), "float32") for _ in range(2))
+    model, reference = (models.load_model(str(here / "toy"), "float32") for _ in range(2))
     trainer = mt.stream_trainer(trl.DPOTrainer, model, args, ref_model=reference,
                                 train_dataset=datasets.Dataset.from_list(RECORDS["pairs"]),
-                                processing_class=folder.load_tokenizer(str(here / "toy")),
+                                processing_class=models.load_tokenizer(str(here / "toy")),
                                 optimizer=lambda m: mt.AdamW(m.parameters(), lr=1e-3))
     assert not moved and type(args) is trl.DPOConfig and trainer.args.place_model_on_device is None
     assert isinstance(trainer.optimizer, mt.AdamW) and not any(p.requires_grad for p in reference.parameters())

@@ -21,7 +21,7 @@ from tokenizers import (
 )
 from transformers import PreTrainedTokenizerFast
 
-from megatrain_torch.commands import data, mixture, tokens, train
+from megatrain_torch.commands import data, rows, train
 from megatrain_torch.commands.settings import Settings
 
 LLAMA = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|"
@@ -98,14 +98,14 @@ def text_of(kind: str) -> str:
 @pytest.mark.parametrize("make", [gpt2, llama3, llama2, unigram, wordpiece])
 def test_a_text_in_pieces_has_the_tokens_of_one_call(make: Callable[[], Tokenizer], monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = fast(make)
-    monkeypatch.setattr(tokens, "PASSAGE", 1 << 12)                    # many of them
+    monkeypatch.setattr(data, "PASSAGE", 1 << 12)                    # many of them
     # Unigram's scores of two ways to cut a run of one character may be equal, and where a piece begins then decides.
     # GPT-2's takes 1,500 spaces for one word: longer than what is read around a passage.
     more = {llama2: ["spaces", "no border"], llama3: ["spaces", "no border"], wordpiece: ["spaces"]}.get(make, [])
     for kind in ("prose", "strange", "one line", "runs", *more):
         text = text_of(kind)
         want = tokenizer(text, verbose=False)["input_ids"]
-        found = tokens.ids_of(text, tokenizer)
+        found = data.ids_of(text, tokenizer)
         assert found.tolist() == want, kind
         assert found.dtype == np.uint16
 
@@ -114,7 +114,7 @@ def test_pieces_that_agree_on_nothing_are_cut(monkeypatch: pytest.MonkeyPatch) -
     tokenizer = bytes_tokenizer()
     monkeypatch.setattr(np, "array_equal", lambda *_: False)
     text = TEXT[:150_000]
-    assert tokenizer.decode(tokens.ids_of(text, tokenizer)) == f"{text}<end>"
+    assert tokenizer.decode(data.ids_of(text, tokenizer)) == f"{text}<end>"
 
 
 def test_a_tokenizer_that_does_not_tell_places_is_given_paragraphs() -> None:
@@ -128,12 +128,12 @@ def test_a_tokenizer_that_does_not_tell_places_is_given_paragraphs() -> None:
             return inner(text, **{k: v for k, v in kw.items() if k in ("add_special_tokens", "verbose")})
 
     text = TEXT[:200_000]
-    assert inner.decode(tokens.ids_of(text, Slow())) == f"{text}<end>"
-    assert max(map(len, seen)) <= 2 * tokens.PASSAGE and all(s.endswith("\n\n") for s in seen[2:-1])
+    assert inner.decode(data.ids_of(text, Slow())) == f"{text}<end>"
+    assert max(map(len, seen)) <= 2 * data.PASSAGE and all(s.endswith("\n\n") for s in seen[2:-1])
 
 
 def test_ids_that_two_bytes_do_not_hold_have_four() -> None:
-    assert tokens.compact([65_535]).dtype == np.uint16 and tokens.compact([65_536]).dtype == np.uint32
+    assert data.compact([65_535]).dtype == np.uint16 and data.compact([65_536]).dtype == np.uint32
 
 
 @pytest.mark.parametrize("make", [gpt2, llama2])
@@ -175,13 +175,13 @@ def test_a_text_takes_at_most_twelve_bytes_a_byte(tmp_path: Path) -> None:
     path, size, tokenizer = tmp_path / "big.txt", 3_000_000, bytes_tokenizer()
     path.write_text((TEXT * (size // len(TEXT) + 1))[:size])
     settings = Settings(data=(str(path),), seq=512)
-    tokens.ids_of(TEXT[:200_000], tokenizer)                         # what a call takes, whatever the text's size
+    data.ids_of(TEXT[:200_000], tokenizer)                         # what a call takes, whatever the text's size
     try:
         Path("/proc/self/clear_refs").write_text("5")                # the peak begins again
     except OSError:
         pytest.skip("the peak of this process's memory cannot be asked for here")
     before = memory("VmRSS")
-    found = mixture.sources(settings, settings.data, tokenizer)
-    parts = data.held_out(mixture.mixed(found, 0), 0.02, 0)
-    assert len(train._rows(settings, tokenizer, parts)[0]) > 5000
+    found = data.sources(settings, settings.data, tokenizer)
+    parts = rows.held_out(data.mixed(found, 0), 0.02, 0)
+    assert len(train.rows_of(settings, tokenizer, parts)[0]) > 5000
     assert memory("VmHWM") - before < 12 * size + 20_000_000, "20 MB: what calls of the tokenizer take"

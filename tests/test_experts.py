@@ -19,8 +19,8 @@ transformers = pytest.importorskip("transformers")
 import megatrain_torch as mt  # noqa: E402
 from megatrain_torch import ops  # noqa: E402
 from megatrain_torch.base import slots  # noqa: E402
-from megatrain_torch.base.coded import Coded, nf4_strands  # noqa: E402
-from megatrain_torch.base.stacks import cut, usual_experts  # noqa: E402
+from megatrain_torch.base.codes import Coded, nf4_strands  # noqa: E402
+from megatrain_torch.base.units import cut, usual_experts  # noqa: E402
 from megatrain_torch.graph.stacks import Stack  # noqa: E402
 from megatrain_torch.model.moving import move  # noqa: E402
 from megatrain_torch.model.stream import runtime_of  # noqa: E402

@@ -22,8 +22,8 @@ from torch import Tensor, nn
 
 import megatrain_torch as mt
 from megatrain_torch import MegatrainError, ops
-from megatrain_torch.base import products as rules
-from megatrain_torch.base.products import check_device
+from megatrain_torch.base import modes as rules
+from megatrain_torch.base.modes import check_products_on as check_device
 from megatrain_torch.fused.templates import Coded, Weights
 from megatrain_torch.model.stream import runtime_of
 
@@ -596,9 +596,8 @@ def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_settings_of_a_run_say_it_to_stream() -> None:
     """Weights are bf16 then, on the CPU too."""
-    from megatrain_torch.commands.settings import Settings
+    from megatrain_torch.commands.settings import Settings, for_machine
     from megatrain_torch.commands.train import _planned
-    from megatrain_torch.commands.unsaid import for_machine
     threads = torch.get_num_threads()
     try:
         settings, other = (for_machine(Settings.of(asked | {"device": "cpu"}, "here")) for asked in ({"products": "fp8"}, {}))

@@ -1,4 +1,4 @@
-"""hf.py: where a transformers model says that it computes, and what its gradient_checkpointing does."""
+"""install.py, of transformers: where a transformers model says that it computes, and what its gradient_checkpointing does."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import megatrain_torch as mt
-from megatrain_torch.model import hf
+from megatrain_torch.model import install as hf
 from megatrain_torch.model.stream import runtime_of
 
 
@@ -26,10 +26,10 @@ def test_a_streamed_model_says_where_it_computes_and_others_where_they_are(monke
     monkeypatch.setattr(hf, "sys", SimpleNamespace(modules=fakes))
     undo: list = []
     monkeypatch.setattr(hf.patches, "once", lambda name, patch: undo.append(patch()))
-    monkeypatch.setattr(hf.masks, "install", lambda: None)
+    monkeypatch.setattr(hf.hf_calls, "install", lambda: None)
     own = Base.device
     streamed, other = Base(), Base()
-    rt = SimpleNamespace(device=torch.device("meta"), checkpointing=[])
+    rt = SimpleNamespace(device=torch.device("meta"), checkpointing=[], wholes=[])
     hf.prepare(rt, streamed, lambda module, name, call: module.__dict__.update({name: call}))
     assert streamed.device == other.device == torch.device("cpu"), "it is not streamed yet"
     streamed.__dict__["_apply"] = None                   # as mt.stream leaves it

@@ -307,7 +307,7 @@ def look_at_other_packages() -> None:
     changed = differ(before, patched())
     assert {n.split(".")[-1] for n in changed} == {
         "_global_parameter_registration_hooks", "_global_module_registration_hooks", "steps", "masks", "all masks",
-        "device", "clip_grad_norm_"}
+        "device", "clip_grad_norm_", "load_state_dict"}
     assert plain.device == torch.device("cpu")
     mt.unstream(first)
     assert differ(before, patched()) == changed, "there is another"

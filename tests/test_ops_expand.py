@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatrain_torch import ops
-from megatrain_torch.base import coded
-from megatrain_torch.base.coded import Coded
+from megatrain_torch.base import codes as coded
+from megatrain_torch.base.codes import Coded
 
 DEVICES = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
 TYPES = [torch.bfloat16, torch.float16, torch.float32]

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 import megatrain_torch as mt
-from megatrain_torch.model.streamable import refuse_packed
+from megatrain_torch.model.choices import refuse_packed
 
 
 class Packed(nn.Module):

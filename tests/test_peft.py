@@ -80,14 +80,14 @@ def test_adapters_on_parameters_of_experts_are_refused_by_name() -> None:
     from transformers import MixtralConfig, MixtralForCausalLM
 
     import megatrain_torch as mt
-    from megatrain_torch.commands.lora import Lora
+    from megatrain_torch.commands.models import adapted
     config = MixtralConfig(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, vocab_size=512,
                            num_key_value_heads=2, num_local_experts=4)
     every = peft.get_peft_model(MixtralForCausalLM(config), peft.LoraConfig(r=4, target_modules="all-linear"))
     named = r"target_modules=\['k_proj', 'o_proj', 'q_proj', 'v_proj'\], on the command line targets=k_proj,"
     with pytest.raises(mt.MegatrainError, match=rf"layers.0.mlp.gate.*all-linear.*{named}"):
         mt.stream(every, "cpu")
-    model = mt.stream(Lora.of("r=4,targets=all").beside(MixtralForCausalLM(config), 0), "cpu")
+    model = mt.stream(adapted(MixtralForCausalLM(config), "r=4,targets=all", 0), "cpu")
     trained = {n.split(".")[-4] for n, p in model.named_parameters() if p.requires_grad}
     assert trained == {"q_proj", "k_proj", "v_proj", "o_proj"}
     hf_loss(model, text(0)).backward()
@@ -98,12 +98,12 @@ def test_all_of_a_mixture_is_what_peft_does_not_take_for_its_experts() -> None:
     from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 
     import megatrain_torch as mt
-    from megatrain_torch.commands.lora import Lora
+    from megatrain_torch.commands.models import adapted
     config = DeepseekV3Config(hidden_size=32, intermediate_size=48, moe_intermediate_size=16, num_hidden_layers=2,
                               num_attention_heads=4, num_key_value_heads=4, q_lora_rank=16, kv_lora_rank=16, v_head_dim=8,
                               qk_nope_head_dim=8, qk_rope_head_dim=8, n_routed_experts=4, num_experts_per_tok=2, n_group=2,
                               topk_group=1, first_k_dense_replace=1, vocab_size=512)
-    model = mt.stream(Lora.of("r=4,targets=all").beside(DeepseekV3ForCausalLM(config), 0), "cpu")
+    model = mt.stream(adapted(DeepseekV3ForCausalLM(config), "r=4,targets=all", 0), "cpu")
     trained = {n.split(".")[-4] for n, p in model.named_parameters() if p.requires_grad}
     assert {"q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"} <= trained
     hf_loss(model, text(0)).backward()

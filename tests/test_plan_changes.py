@@ -201,7 +201,7 @@ def test_plans_and_refusals_as_json(command: Callable, model: Path) -> None:
 
 
 def test_train_speaks_of_its_own_flags() -> None:
-    from megatrain_torch.commands.flags import Flags
+    from megatrain_torch.commands.settings import Flags
     from megatrain_torch.commands.train import PLANNED
 
     text = Flags(PLANNED).told(tight())

@@ -15,8 +15,9 @@ import torch
 import transformers
 
 import megatrain_torch as mt
-from megatrain_torch.model import asking, lengths, planning
-from megatrain_torch.model.cap import Cap
+from megatrain_torch.model import passes, planning
+from megatrain_torch.model.choices import Limits
+from megatrain_torch.model.homes import Cap
 from megatrain_torch.model.planning import Pass, batch_of
 from megatrain_torch.model.stream import runtime_of
 
@@ -82,7 +83,7 @@ def chosen(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict[str, Any]]]:
         modes = {name: change.get("modes", mode) for name, mode in found.activations.items()}
         return dataclasses.replace(found, homes=homes, activations=modes, slots=change.get("slots", found.slots))
 
-    monkeypatch.setattr(asking, "plan", plan)
+    monkeypatch.setattr(planning, "plan", plan)
     yield wanted
 
 
@@ -165,7 +166,7 @@ def test_longer_passes_run_with_units_where_they_are() -> None:
 
 
 def test_grades_of_lengths() -> None:
-    found = lengths.Lengths()
+    found = passes.Lengths()
     found._base = Pass(16, 1024)
     for rows, grade in ((16, 16), (17, 20), (19, 20), (20, 23), (32, 32), (33, 39), (15, 16), (14, 16), (13, 14), (8, 8), (7, 8), (1, 1)):
         assert found.grade_above(Pass(rows, 1024)) == Pass(grade, 1024), rows
@@ -180,7 +181,7 @@ def test_units_move_where_a_longer_pass_is_much_slower_with_them_where_they_are(
         found = mt.plan(*args, **kwargs)
         return dataclasses.replace(found, seconds=found.seconds * slow[0]) if isinstance(kwargs["homes"], dict) else found
 
-    monkeypatch.setattr(asking, "plan", plan)
+    monkeypatch.setattr(planning, "plan", plan)
     for factor, made in ((1.02, 1), (1.2, 2)):
         slow[:] = [factor]
         loop = Loop(mt.stream(model(), "cpu", vram=VRAM))
@@ -197,7 +198,7 @@ def fits_50_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
             raise mt.MegatrainError("too much")
         return mt.plan(*args, tokens=tokens, **kwargs)
 
-    monkeypatch.setattr(asking, "plan", plan)
+    monkeypatch.setattr(planning, "plan", plan)
 
 
 def test_where_a_grade_above_does_not_fit_the_pass_itself_is_planned_for(fits_50_tokens: None) -> None:
@@ -231,7 +232,7 @@ class Costly:
 def test_units_move_once_for_lengths_that_come(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first pass is the longest; after some steps units are where they are best for the others, and all fit."""
     costly = Costly()
-    monkeypatch.setattr(asking, "plan", costly)
+    monkeypatch.setattr(planning, "plan", costly)
     loop = Loop(mt.stream(model(), "cpu", vram=VRAM))
     plain = Loop(mt.stream(model(), "cpu"))
     draw = torch.Generator().manual_seed(0)
@@ -271,7 +272,7 @@ def test_a_run_of_many_lengths_goes_on_as_it_was(tmp_path: Path, monkeypatch: py
     def kept(loop: Loop) -> set[str]:
         return {w.mode for w in runtime_of(loop.model).windows if w.fused is not None}
 
-    monkeypatch.setattr(asking, "plan", plan)
+    monkeypatch.setattr(planning, "plan", plan)
     limit = [64]
     first = Loop(mt.stream(model(), "cpu", vram=VRAM, compute="fused"))
     for rows in (8, 2, 4):
@@ -291,7 +292,7 @@ def test_a_run_of_many_lengths_goes_on_as_it_was(tmp_path: Path, monkeypatch: py
 
 def test_even_passes_are_not_looked_at_again(monkeypatch: pytest.MonkeyPatch) -> None:
     costly = Costly()
-    monkeypatch.setattr(asking, "plan", costly)
+    monkeypatch.setattr(planning, "plan", costly)
     loop = Loop(mt.stream(model(), "cpu", vram=VRAM))
     for _ in range(12):
         loop.step((4, 16))
@@ -304,7 +305,7 @@ def test_shorter_passes_keep_more(monkeypatch: pytest.MonkeyPatch) -> None:
         keep = "replay" if tokens > 64 else "attention" if tokens > 32 else "saved"
         return dataclasses.replace(found, activations=dict.fromkeys(found.activations, keep))
 
-    monkeypatch.setattr(asking, "plan", plan)
+    monkeypatch.setattr(planning, "plan", plan)
     loop = Loop(mt.stream(model(), "cpu", vram=VRAM, compute="fused"))
     seen = []
     for rows in (8, 2, 4, 8, 3, 1, 2):
@@ -396,7 +397,7 @@ def test_a_model_that_cannot_be_read_is_told_of_once_when_it_has_grown(monkeypat
     def plan(*args: Any, **kwargs: Any) -> mt.Plan:
         raise ZeroDivisionError("of a width")
 
-    monkeypatch.setattr(asking, "plan", plan)
+    monkeypatch.setattr(planning, "plan", plan)
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         loop.step((4, 16))
@@ -438,7 +439,7 @@ def test_states_on_disk_are_laid_out_with_the_first_plan(tmp_path: Path, chosen:
     got = [loop.step(*s) for s in STEPS[:4]]              # the third has two micro-batches
     assert got == want and same(plain, loop) and runtime_of(loop.model).homes.on_disk == {1, 2, 4, 6}
     assert loop.planning.plan.micro == 2 and list(loop.planning.plan.homes.values()) == homes
-    monkeypatch.setattr(asking, "plan", refuse)
+    monkeypatch.setattr(planning, "plan", refuse)
     with pytest.warns(UserWarning, match="cannot move"):
         assert loop.step((8, 16)) == plain.step((8, 16))
     assert loop.step((9, 16)) == plain.step((9, 16)) and same(plain, loop)
@@ -534,7 +535,7 @@ def test_what_others_have_of_the_device_is_not_planned_with_and_counts_once(limi
                                                                            monkeypatch: pytest.MonkeyPatch) -> None:
     """It is missing from the device, not from the process's limit; the user's own tensors are part of that."""
     gib, machine = 1 << 30, mt.plan(model(), tokens=32, seq=16, machine="h200-128g").machine
-    monkeypatch.setattr(asking, "resolve", lambda name: machine)
+    monkeypatch.setattr(planning, "resolve", lambda name: machine)
     total = machine.vram_bytes
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (total - 50 * gib, total))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 6 * gib)
@@ -543,7 +544,7 @@ def test_what_others_have_of_the_device_is_not_planned_with_and_counts_once(limi
     rt = SimpleNamespace(is_cuda=True, device=torch.device("cuda:7"), core=core, cap=None,
                          ring=SimpleNamespace(slots=[SimpleNamespace(nbytes=3 * gib - 512)]))
     rt.cap = Cap(rt.device, core.device_bytes)
-    found = asking.Asking(rt, asking.Limits(limit * gib, None, None, None))
+    found = planning.Planning(rt, Limits(limit * gib, None, None, None))
     others = (50 - 6 - 20 - 1) * gib                         # 1 GiB may be this process's context
     assert found._left() == (total - others - 2 * gib if left is None else left * gib)
 
@@ -567,7 +568,7 @@ def test_a_model_that_a_plan_cannot_read_trains_without_one(monkeypatch: pytest.
         raise ZeroDivisionError("of a width")
 
     plain = Loop(mt.stream(model(), "cpu"))
-    monkeypatch.setattr(asking, "plan", plan)
+    monkeypatch.setattr(planning, "plan", plan)
     loop = Loop(mt.stream(model(), "cpu", vram=VRAM))
     with pytest.warns(UserWarning, match="cannot read the model .ZeroDivisionError: of a width"):
         got = [loop.step((2, 16))]
@@ -582,7 +583,7 @@ def test_without_mt_adamw_a_refusal_is_no_obstacle(monkeypatch: pytest.MonkeyPat
         asked.append(kwargs["tokens"])
         raise mt.MegatrainError("it does not fit:\nno")
 
-    monkeypatch.setattr(asking, "plan", plan)
+    monkeypatch.setattr(planning, "plan", plan)
     streamed = mt.stream(model(torch.float32), "cpu", vram=VRAM)
     opt = torch.optim.SGD(streamed.parameters(), lr=0.1)
     for number in (1, 2):
@@ -644,7 +645,7 @@ def test_states_that_are_in_memory_are_planned_for_without_the_disk(tmp_path: Pa
         given.append(kwargs["nvme"])
         return mt.plan(*args, **kwargs)
 
-    monkeypatch.setattr(asking, "plan", plan)
+    monkeypatch.setattr(planning, "plan", plan)
     loop = Loop(mt.stream(model(), "cpu", vram=VRAM, nvme=tmp_path))
     plain = Loop(mt.stream(model(), "cpu"))
     for one in (loop, plain):

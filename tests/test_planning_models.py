@@ -9,7 +9,7 @@ import torch
 import transformers
 
 import megatrain_torch as mt
-from megatrain_torch.model import asking
+from megatrain_torch.model import planning
 from megatrain_torch.model.stream import runtime_of
 
 VRAM = "800MiB"              # with the CPU device's own half a GiB
@@ -54,7 +54,7 @@ def test_a_plan_is_asked_for_as_outside_of_the_forward(monkeypatch: pytest.Monke
         return mt.plan(own, **kwargs)
 
     seen: list[Any] = []
-    monkeypatch.setattr(asking, "plan", plan)
+    monkeypatch.setattr(planning, "plan", plan)
     streamed = mt.stream(mixture(), "cpu", vram=VRAM)
     outside = type(streamed.lm_head.weight)
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -89,7 +89,7 @@ def test_states_of_parameters_that_are_not_trained_now_move(first: str, states: 
         return [p.detach().clone() for p in streamed.parameters()]
 
     asked: list[str] = []
-    monkeypatch.setattr(asking, "plan", plan)
+    monkeypatch.setattr(planning, "plan", plan)
     assert all(torch.equal(a, b) for a, b in zip(run(), run(vram=VRAM))) and len(asked) > 4
 
 
@@ -98,6 +98,6 @@ def test_a_plan_that_torch_cannot_make_is_none(monkeypatch: pytest.MonkeyPatch) 
     def plan(*args: Any, **kwargs: Any) -> mt.Plan:
         raise NotImplementedError("on the meta device")
 
-    monkeypatch.setattr(asking, "plan", plan)
+    monkeypatch.setattr(planning, "plan", plan)
     with pytest.warns(UserWarning, match="cannot read the model"):
         mt.stream(mixture(), "cpu", vram=VRAM)(**batch(2, 0)).loss.backward()

@@ -17,7 +17,7 @@ from run_kill_several import kill
 from several import Job, Pool, alone, differences, loaded, memory, saved
 
 from megatrain_torch.group.waits import Waits, done
-from megatrain_torch.model.together import processors
+from megatrain_torch.model.several import processors
 
 ARCHITECTURES = ("llama", "qwen3", "gemma2", "gpt2", "opt", "mixtral", "gpt_oss", "deepseek_v3", "mamba", "bert", "t5",
                  "vit")

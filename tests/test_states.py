@@ -18,7 +18,7 @@ from torch import Tensor
 
 import megatrain_torch as mt
 from megatrain_torch import _core
-from megatrain_torch.base.formats import FORMATS, LOW_BYTES, moment_bytes, moved_bytes
+from megatrain_torch.base.modes import FORMATS, LOW_BYTES, moment_bytes, moved_bytes
 from megatrain_torch.plans.machine import MACHINES
 from megatrain_torch.plans.shapes import unit_bytes
 

@@ -27,11 +27,11 @@ Written by `make api` from the docstrings; `help(mt.stream)` says the same.
 """
 # In this order; what mt.__all__ has and this has not is an error, and so is the reverse.
 PARTS = {
-    "Streaming": "stream unstream from_pretrained AdamW stream_trainer masters gather",
-    "Plans": "plan Plan Machine",
-    "Checkpoints": "save load Saving SavePlan",
+    "Streaming": "stream unstream from_pretrained read_pretrained from_config AdamW stream_trainer masters gather",
+    "Plans": "plan Plan Machine measure_machine",
+    "Checkpoints": "save load Saving SavePlan inspect_checkpoint CheckpointInfo checkpoint_bytes",
     "What is going on": "explain storage Storage last_step StepReport trace Trace",
-    "Errors": "MegatrainError",
+    "Words and errors": "choices parse_bytes show_bytes MegatrainError",
 }
 # Made by users; the others are what functions return.
 MADE = {"AdamW", "Machine"}

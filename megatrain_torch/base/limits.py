@@ -51,6 +51,7 @@ def is_size(word: str) -> bool:
 
 
 def show_bytes(n: float) -> str:
+    """Bytes as people read them: "24.0 GiB"."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(n) < 1024:
             return f"{n:.0f} {unit}" if unit == "B" else f"{n:.1f} {unit}"

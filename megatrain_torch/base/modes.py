@@ -1,16 +1,34 @@
-"""What a window keeps between forward and backward, and where: the words of a plan's "activations".
+"""The words that mt.stream, mt.plan and mt.AdamW take, as data: what is kept where, in which format, and how layers
+multiply.
 
-keep        "replay": its input alone; "attention": attention's output and log-sum-exp besides; "selective": all but
-            the largest part; "saved": everything that backward needs. "linked": attention's output and log-sum-exp in
-            place of the input, which the layer before makes again from what it keeps, without attention.
-where       nothing: on the device. "+host": in host memory, the input too. "+disk": in a file, by way of a few
-            bays of host memory, the input too. So "selective+host", "replay+disk". "attention+split": attention's
-            output in host memory, the input on the device.
+activations, what a window keeps between forward and backward
+    "replay" its input alone; "attention" attention's output and log-sum-exp besides; "selective" all but the largest
+    part; "saved" everything that backward needs. "linked": attention's output and log-sum-exp in place of the input,
+    which the layer before makes again from what it keeps, without attention.
+    And where: nothing: on the device. "+host": in host memory, the input too. "+disk": in a file, by way of a few bays
+    of host memory, the input too. So "selective+host", "replay+disk". "attention+split": attention's output in host
+    memory, the input on the device.
+
+states, how AdamW's are kept (what the bytes say: docs/numerics.md)
+    "fp32"       moments in fp32, and 16 bits that continue a bf16 weight: an fp32 master, exactly
+    "8bit"       moments in a byte each, with scales for every 128 elements; the master as before
+    "8bit-lo8"   the same, with 8 bits that continue a bf16 weight, rounded stochastically
+    "8bit-sr"    the same, without any: bf16 weights are rounded stochastically
+
+products, of decoder layers
+    "bf16"    of the weights' own type, as the model's own code has them
+    "fp8"     of operands rounded to E4M3 codes with a scale for each row, in layers that a template runs; all else
+              as before: embedding, head, loss, norms, router, experts, attention, and the first and the last layer
 """
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from collections.abc import Collection, Sequence
+from typing import NamedTuple, TypeVar
+
+import torch
+
+from .errors import MegatrainError
 
 KEEPS = ("replay", "attention", "selective", "saved")        # least first
 LINKED = "linked"
@@ -48,3 +66,97 @@ class Mode(NamedTuple):
 def read(mode: str) -> Mode:
     keep, _, where = mode.partition("+")
     return Mode(keep, bool(where), where in ("host", "disk"), where == "disk")
+
+
+# ---- states ----
+
+GROUP = 128                 # elements that share the scales of 8-bit moments: csrc/core/states.h
+LOW_BYTES = {"fp32": 2, "8bit": 2, "8bit-lo8": 1, "8bit-sr": 0}     # of a bf16 parameter, beside its weight
+FORMATS = tuple(LOW_BYTES)
+SHOWN = ("fp32", "8bit", "8bit-sr")     # that help and refusals name; the others are taken, and loaded, all the same
+
+
+def check_states(states: str) -> str:
+    """Raises: MegatrainError: there is no such format."""
+    if states not in FORMATS:
+        raise MegatrainError(f"states={states!r}: use {', '.join(map(repr, SHOWN[:-1]))} or {SHOWN[-1]!r}")
+    return states
+
+
+def master_bytes(states: str, kind: torch.dtype) -> int:
+    """Per element of a parameter, beside its weight."""
+    return {torch.bfloat16: LOW_BYTES[states], torch.float16: 4}.get(kind, 0)
+
+
+def moment_bytes(states: str, kind: torch.dtype, numel: int) -> int:
+    """Of a parameter: both moments, their scales counted in."""
+    if kind == torch.float64:
+        return 0
+    return 8 * numel if states == "fp32" else 2 * numel + 8 * -(-numel // GROUP)
+
+
+def through_up(states: str) -> float:
+    """Of a bf16 parameter with a bf16 gradient: bytes to the device for an update there. All but the gradient come
+    back."""
+    return moved_bytes(states) / 2 + 1
+
+
+def moved_bytes(states: str) -> float:
+    """Of a bf16 parameter with a bf16 gradient, read plus written in one update."""
+    kept = 2 + LOW_BYTES[states] + moment_bytes(states, torch.bfloat16, GROUP) / GROUP
+    return 2 * kept + 2
+
+
+# ---- products ----
+
+PRODUCTS = ("bf16", "fp8")
+LEAST_CAPABILITY = (8, 9)        # of a CUDA device that multiplies such codes
+
+T = TypeVar("T")
+
+
+def check_products(products: str, compute: str) -> str:
+    """Raises: MegatrainError: there is no such word, or no template that would go by it."""
+    if products not in PRODUCTS:
+        raise MegatrainError(f"products={products!r}: use {' or '.join(map(repr, PRODUCTS))}")
+    if products == "fp8" and compute not in ("auto", "fused"):
+        raise MegatrainError(f"products='fp8', compute={compute!r}: only templates make such products; use "
+                             "compute='fused'")
+    return products
+
+
+def check_products_on(products: str, device: torch.device) -> None:
+    """Raises: MegatrainError: the device has no such products."""
+    if products == "bf16" or device.type != "cuda":
+        return
+    has = torch.cuda.get_device_capability(device)
+    if has < LEAST_CAPABILITY:
+        raise MegatrainError(f"products='fp8': {torch.cuda.get_device_name(device)} has compute capability "
+                             f"{has[0]}.{has[1]}, and products of 8-bit codes come with "
+                             f"{LEAST_CAPABILITY[0]}.{LEAST_CAPABILITY[1]}; use products='bf16'")
+
+
+def inner(layers: Sequence[T]) -> Sequence[T]:
+    """Those of a model's decoder layers, in their order, whose products are of codes: all but the first and the last,
+    which published recipes leave as they are."""
+    return layers[1:-1]
+
+
+def check_layers(name: str, layers: Collection[object], types: Collection[torch.dtype]) -> None:
+    """layers: those of a model whose products would be of codes. types: of their matrices.
+
+    Raises:
+        MegatrainError: there are none, or theirs are not bf16: nothing would be as it was asked for.
+    """
+    if not layers:
+        raise MegatrainError(f"products='fp8': {name} has no layer for them: they are made in decoder layers that a "
+                             "template covers, without codes or LoRA, by linear layers whose sizes are multiples of "
+                             "16, but for the first and the last; use products='bf16'")
+    if other := sorted(str(t) for t in types if t != torch.bfloat16):
+        raise MegatrainError(f"products='fp8': layers of {name} have weights of type {other[0]}, and codes are made of "
+                             "bf16: dtype=torch.bfloat16")
+
+
+def repeating() -> bool:
+    """Are kernels asked for that give the same bits each time? With warn_only torch's others are run, and warn."""
+    return torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from .codes import coded, strands_of
+from .codes import coded, format_of, strands_of
 from .errors import MegatrainError
 
 
@@ -42,12 +42,27 @@ def find(root: nn.Module, units: list[str | nn.Module] | None = None) -> Found:
     Raises:
         MegatrainError: a name in `units` is not a module of the model, or two of them nest.
     """
-    chosen = _asked(root, units) if units is not None else _listed(root, _no_split(root))
+    chosen = _usual(root) if units is None else _asked(root, units)
     head = output_embeddings(root)
     if type(head) is nn.Linear:
         chosen.add(id(head))
-    found = Found()
-    _walk(root, "", chosen, _ancestors(root, chosen), found)
+    around = {id(m) for m in root.modules() if id(m) not in chosen and any(id(c) in chosen for c in m.modules())}
+    found, seen = Found(), set()
+    to_see = [("", root)]                    # no function that calls itself: its closure would keep the model
+    while to_see:
+        name, module = to_see.pop()
+        if id(module) in seen:
+            continue
+        seen.add(id(module))
+        own, has_parameters = has_forward(module), any(True for _ in module.parameters())
+        if id(module) not in around and has_parameters and (own or id(module) in chosen):
+            found.windows.append((name, module))
+            continue
+        if own:
+            found.containers.append((name, module))
+        dot = name + "." if name else ""
+        found.bare.extend((dot + n, p) for n, p in module._parameters.items() if p is not None)
+        to_see.extend(reversed([(dot + n, child) for n, child in module.named_children()]))
     return found
 
 
@@ -77,71 +92,39 @@ def _asked(root: nn.Module, units: list[str | nn.Module]) -> set[int]:
     return chosen
 
 
-def _no_split(root: nn.Module) -> set[int]:
+def _usual(root: nn.Module) -> set[int]:
+    """Rules 1 and 2."""
     names = {n for m in root.modules() for n in (getattr(m, "_no_split_modules", None) or ())}
     chosen: set[int] = set()
-    to_see = [root]                          # no function that calls itself: its closure would keep the model
+    to_see = [root]
     for module in to_see:
         for child in module.children():
             if type(child).__name__ in names:
                 chosen.add(id(child))
             else:
                 to_see.append(child)
-    return chosen
-
-
-def _listed(root: nn.Module, chosen: set[int]) -> set[int]:
-    """Adds children of lists that no chosen module is inside of or around."""
-    chosen = set(chosen)
     to_see = [root]
     while to_see:
         module = to_see.pop()
         if id(module) in chosen:
             continue
-        inside = any(id(m) in chosen for m in module.modules())
-        if not inside and module is not root and _is_list(module):
+        kinds = Counter(type(c) for c in module.children() if any(True for _ in c.parameters()))
+        is_list = isinstance(module, (nn.ModuleList, nn.Sequential)) and any(n >= 2 for n in kinds.values())
+        if is_list and module is not root and not any(id(m) in chosen for m in module.modules()):
             chosen.update(id(c) for c in module.children())
         else:
             to_see.extend(reversed(list(module.children())))
     return chosen
 
 
-def _is_list(module: nn.Module) -> bool:
-    if not isinstance(module, (nn.ModuleList, nn.Sequential)):
-        return False
-    counts = Counter(type(c) for c in module.children() if any(True for _ in c.parameters()))
-    return any(n >= 2 for n in counts.values())
-
-
-def _ancestors(root: nn.Module, chosen: set[int]) -> set[int]:
-    return {id(m) for m in root.modules()
-            if id(m) not in chosen and any(id(c) in chosen for c in m.modules())}
-
-
 def has_forward(module: nn.Module) -> bool:
     return "forward" in module.__dict__ or type(module).forward is not nn.Module.forward
 
 
-def _walk(module: nn.Module, name: str, chosen: set[int], around: set[int], found: Found,
-          seen: set[int] | None = None) -> None:
-    seen = set() if seen is None else seen
-    if id(module) in seen:
-        return
-    seen.add(id(module))
-    has_parameters = any(True for _ in module.parameters())
-    if id(module) not in around and has_parameters and (id(module) in chosen or has_forward(module)):
-        found.windows.append((name, module))
-        return
-    if has_forward(module):
-        found.containers.append((name, module))
-    dot = name + "." if name else ""
-    found.bare.extend((dot + n, p) for n, p in module._parameters.items() if p is not None)
-    for child_name, child in module.named_children():
-        _walk(child, dot + child_name, chosen, around, found, seen)
-
-
+ALIGN = 512                          # bytes, at which each parameter starts, in a slot too
 ADAPTER = re.compile(r"\.lora_[AB]\.[^.]+\.weight$")           # as PEFT names them
-Group = tuple[str, list[tuple[str, nn.Parameter]]]
+Params = list[tuple[str, nn.Parameter]]
+Group = tuple[str, Params]
 
 
 def group(root: nn.Module, found: Found) -> list[Group]:
@@ -185,9 +168,92 @@ def stored_dtype(p: Tensor, dtype: torch.dtype | None) -> torch.dtype:
     return dtype if dtype is not None and p.is_floating_point() else p.dtype
 
 
-ALIGN = 512                          # bytes, at which each parameter starts
-
-
-def weight_bytes(params: list[tuple[str, nn.Parameter]], dtype: torch.dtype | None, align: int) -> int:
+def weight_bytes(params: Params, dtype: torch.dtype | None, align: int) -> int:
     """Bytes of a unit's HI plane, and of a slot for it: each parameter starts at a multiple of so many."""
     return sum(-(-p.numel() * stored_dtype(p, dtype).itemsize // align) * align for _, p in params)
+
+
+# ---- experts of a mixture in one parameter, [experts, ., .]: some of them are fetched by themselves ----
+#
+#     cuts = cut(params, 16, kinds, begins)        # of a unit; None: all of it is fetched at once
+#     cuts[0]                                      # what a window has open: all but the stacks
+#     cuts[1].experts, cuts[1].stack               # range(0, 16) of the parameter of this name
+#
+# A stack is frozen. Of one that is codes, a cut has codes and scales of its experts.
+
+GROUP_BYTES = 256 << 20              # of 16-bit weights that are made, or multiplied with, at a time
+
+
+@dataclass
+class Cut:
+    """A part of a unit's weights that is fetched by itself.
+
+    Attributes:
+        stack: the parameter's name; "": it is what is left of the unit. experts: which of its experts.
+        ranges: (from, to, bytes), of plane HI and of a slot. offsets: in the slot, by a parameter's number in the unit.
+        bytes: of a slot.
+    """
+
+    stack: str = ""
+    experts: range = range(0)
+    ranges: list[tuple[int, int, int]] = field(default_factory=list)
+    offsets: dict[int, int] = field(default_factory=dict)
+    bytes: int = 0
+
+    def add(self, index: int, begin: int, nbytes: int) -> None:
+        """These bytes of the unit's plane HI, of this parameter."""
+        at = self.offsets[index] = self.bytes
+        if self.ranges and self.ranges[-1][0] - self.ranges[-1][1] == begin - at:        # one copy for both
+            first, to, _ = self.ranges.pop()
+            self.ranges.append((first, to, begin + nbytes - first))
+        elif nbytes:
+            self.ranges.append((begin, at, nbytes))
+        self.bytes = at + -(-nbytes // ALIGN) * ALIGN
+
+
+def stack_of(name: str, p: Tensor) -> tuple[str, int]:
+    """The name of the parameter of experts that this is, or is a strand of, and how many numbers that stands for; "":
+    it is none that is cut."""
+    if "expert" not in name or p.requires_grad or p.dim() < 3 or p.shape[0] < 2 \
+            or p.stride(0) != p.numel() // p.shape[0] or p.stride(0) != max(p.stride()):
+        return "", 0                         # where dimensions of an expert are in another order is its own matter
+    stands = getattr(p, "stands", None)      # a strand's, which is of another class once it is streamed
+    return stands if stands is not None else (name, p.numel()) if format_of(p) is None else ("", 0)
+
+
+def cut(params: Params, experts: int, kinds: list[torch.dtype], begins: list[int]) -> list[Cut] | None:
+    """What is left of a unit, and its stacks, so many experts at a time. None: it has no stack of more experts than
+    that. kinds: types in which parameters are streamed. begins: their bytes in plane HI."""
+    sizes = [p.numel() * kind.itemsize for (_, p), kind in zip(params, kinds)]
+    stacks: dict[str, list[int]] = {}
+    for i, (name, p) in enumerate(params):
+        if p.dim() > 2 and 0 < experts < p.shape[0] and (stack := stack_of(name, p)[0]):
+            stacks.setdefault(stack, []).append(i)
+    if not stacks:
+        return None
+    rest, within = Cut(), {i for own in stacks.values() for i in own}
+    for i, n in enumerate(sizes):
+        if i not in within:
+            rest.add(i, begins[i], n)
+    found = [rest]
+    for stack, own in stacks.items():
+        count = params[own[0]][1].shape[0]
+        for first in range(0, count, experts):
+            one = Cut(stack, range(first, min(first + experts, count)))
+            for i in own:
+                each = sizes[i] // count
+                one.add(i, begins[i] + first * each, len(one.experts) * each)
+            found.append(one)
+    return found
+
+
+def slots_of(params: Params, experts: int, kinds: list[torch.dtype]) -> tuple[int, ...]:
+    """Bytes of a slot for each cut; (): it is fetched at once."""
+    return tuple(c.bytes for c in cut(params, experts, kinds, [0] * len(params)) or ())
+
+
+def usual_experts(params: Params) -> int:
+    """Experts that are fetched at a time, where not all are: as many as make GROUP_BYTES of 16-bit weights, a power of
+    two. 0: there is no stack that is cut."""
+    most = max([stack_of(name, p)[1] // max(1, p.shape[0]) for name, p in params if p.dim() > 2], default=0)
+    return 1 << max(0, (GROUP_BYTES // (2 * most)).bit_length() - 1) if most else 0

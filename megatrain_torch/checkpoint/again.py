@@ -38,13 +38,8 @@ class Written:
     writes: tuple[int, ...]
     about: dict[str, Any]
 
-    def is_as_it_was(self) -> bool:
-        with suppress(OSError):
-            return form_of(self.path) == self.form
-        return False
 
-
-def form_of(path: Path) -> tuple[int, ...]:
+def _form_of(path: Path) -> tuple[int, ...]:
     s = path.stat()
     return s.st_dev, s.st_ino, s.st_size, s.st_mtime_ns
 
@@ -62,9 +57,12 @@ def known(files: list[TensorFile], still: Still, before: Before) -> set[str]:
 
 def near(files: list[TensorFile], names: set[str], before: Before, folder: Path) -> set[str]:
     """Of these the ones that are as they were, on the file system that `folder` will be on."""
-    device = _parent(folder).stat().st_dev
-    return {f.name for f in files if f.name in names and (w := before[f.header]).form[0] == device
-            and w.is_as_it_was()}
+    device, found = _parent(folder).stat().st_dev, set()
+    for f in files:
+        with suppress(OSError):
+            if f.name in names and (w := before[f.header]).form[0] == device and _form_of(w.path) == w.form:
+                found.add(f.name)
+    return found
 
 
 def can_link(folder: Path) -> bool:
@@ -98,7 +96,7 @@ def link(files: list[TensorFile], names: set[str], before: Before, folder: Path)
 def noted(files: list[TensorFile], still: Still, folder: Path, body: dict[str, Any]) -> Before:
     """For the next checkpoint, of one that has its name."""
     with suppress(OSError):
-        return {f.header: Written(folder / f.name, form_of(folder / f.name), still[f.name], body["files"][f.name])
+        return {f.header: Written(folder / f.name, _form_of(folder / f.name), still[f.name], body["files"][f.name])
                 for f in files if f.name in still}
     return {}
 
@@ -113,12 +111,9 @@ def loaded(folder: Path, body: dict[str, Any], records: dict[str, Record], tenso
         own = [records[name] for name in names if name in records]
         if len(own) == len(names) and all(map(is_still, own)):
             with suppress(OSError):
-                found[_header(folder / file)] = Written(folder / file, form_of(folder / file),
-                                                        tuple(r.writes for r in own), body["files"][file])
+                with (folder / file).open("rb") as f:
+                    length = f.read(LENGTH_BYTES)
+                    header = length + f.read(int.from_bytes(length, "little"))
+                found[header] = Written(folder / file, _form_of(folder / file), tuple(r.writes for r in own),
+                                        body["files"][file])
     return found
-
-
-def _header(path: Path) -> bytes:
-    with path.open("rb") as f:
-        length = f.read(LENGTH_BYTES)
-        return length + f.read(int.from_bytes(length, "little"))

@@ -15,8 +15,7 @@ import torch
 
 from .. import _core
 from ..base.limits import show_bytes
-from ..base.modes import MODES, read
-from ..base.repeating import repeating
+from ..base.modes import MODES, read, repeating
 
 if TYPE_CHECKING:
     from ..model.runtime import Runtime
@@ -36,7 +35,7 @@ def go_on(rt: Runtime, saved: Any) -> None:
     if not saved or rt.planning is None:
         return
     if saved["memory"] == _memory(rt) and saved["chosen"]:
-        rt.planning.goes_on({int(tokens): modes for tokens, modes in saved["chosen"].items()})
+        rt.planning.resumed = {int(tokens): modes for tokens, modes in saved["chosen"].items()}
     if len(saved["planned"]) == 3 and all(type(n) is int and n > 0 for n in saved["planned"]):
         rt.planning.resumes(*saved["planned"])
 
@@ -94,7 +93,7 @@ def _kept_otherwise(rt: Runtime, saved: dict[str, Any], here: dict[str, Any]) ->
 def _memory(rt: Runtime) -> list[int]:
     """Of the device, and the limit of what may be used; 0: there is none."""
     total = torch.cuda.get_device_properties(rt.device).total_memory if rt.is_cuda else 0
-    limit = rt.cap.limit if rt.planning is None else rt.planning.asking.limits.vram
+    limit = rt.cap.limit if rt.planning is None else rt.planning.limits.vram
     return [total, limit or 0]
 
 

@@ -55,7 +55,15 @@ def read(folder: Path) -> dict[str, Any]:
         MegatrainError: there is none, it is of another version, or it is not as it was written.
     """
     path = folder / NAME
-    data = _bytes(folder)
+    try:
+        data = inside(folder, NAME).read_bytes()
+    except FileNotFoundError:
+        if not folder.is_dir():
+            raise MegatrainError(f"{folder}: there is no such folder") from None
+        way = "; mt.from_pretrained loads a folder in Hugging Face format" if (folder / "config.json").is_file() else ""
+        raise MegatrainError(f"{folder} is no checkpoint of mt.save: it has no {NAME}{way}") from None
+    except OSError as e:
+        raise MegatrainError(f"{path} cannot be read ({e.strerror})") from None
     with adding(BROKEN):
         whole = strict.table(strict.parsed(data, path), str(path))
         for name, kind in (("format", str), ("version", int), ("sha256", str), ("body", dict)):
@@ -66,19 +74,6 @@ def read(folder: Path) -> dict[str, Any]:
     if sha256(json.dumps(whole["body"], sort_keys=True).encode()) != whole["sha256"]:
         raise MegatrainError(f"{path} is not as it was written (its checksum differs): {BROKEN}")
     return whole["body"]
-
-
-def _bytes(folder: Path) -> bytes:
-    path = folder / NAME
-    try:
-        return inside(folder, NAME).read_bytes()
-    except FileNotFoundError:
-        if not folder.is_dir():
-            raise MegatrainError(f"{folder}: there is no such folder") from None
-        way = "; mt.from_pretrained loads a folder in Hugging Face format" if (folder / "config.json").is_file() else ""
-        raise MegatrainError(f"{folder} is no checkpoint of mt.save: it has no {NAME}{way}") from None
-    except OSError as e:
-        raise MegatrainError(f"{path} cannot be read ({e.strerror})") from None
 
 
 def inside(folder: Path, name: str) -> Path:

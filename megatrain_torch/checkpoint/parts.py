@@ -11,23 +11,20 @@ import torch
 from torch import Tensor, nn
 
 from .. import _core
-from ..base.coded import quantization_of
-from ..base.codes import coded
+from ..base.codes import coded, quantization_of
 from ..base.errors import MegatrainError
-from ..base.formats import LOW_BYTES
+from ..base.modes import LOW_BYTES
 from ..optim.adamw import AdamW
-from ..optim.moments import CODES, MOMENTS
+from ..optim.states import master_plane, moment_planes
 from ..store.guard import plain
 from ..store.records import KINDS, Record
 from ..store.tensorfiles import Entry, TensorFile, packed
 from . import again, likeness, manifest
-from .contents import MASTERS
+from .contents import ALONE, INDEX, MASTERS, TRAINING
 
 if TYPE_CHECKING:
     from ..model.runtime import Runtime
 
-TRAINING = "training.pt"
-INDEX, ALONE = "model.safetensors.index.json", "model.safetensors"
 OWN_FILES = ("config.json", "generation_config.json")
 OURS, TORCHS = "mt.AdamW", "torch.optim.AdamW"       # as kind_of says
 
@@ -91,16 +88,13 @@ def names_of(model: nn.Module) -> dict[Tensor, str]:
     for name, p in model.named_parameters(remove_duplicate=False):
         if p not in names or (names[p] in tied and name not in tied):
             names[p] = name
-    return {p: name for whole, name in names.items() for p, name in _strands(whole, name)}
-
-
-def _strands(p: Tensor, name: str) -> list[tuple[Tensor, str]]:
-    """A parameter with its name; one that is codes by its strands, as its package names them."""
-    whole = p._mt.whole
-    if whole is None:
-        return [(p, name)]
-    label = whole.format.label
-    return [(r.param, label(whole.param, name, key) if key else name) for r, key in zip(whole.records, whole.names)]
+    found: dict[Tensor, str] = {}
+    for p, name in names.items():            # one that is codes by its strands, as its package names them
+        whole = p._mt.whole
+        found |= {p: name} if whole is None else {
+            r.param: whole.format.label(whole.param, name, key) if key else name
+            for r, key in zip(whole.records, whole.names)}
+    return found
 
 
 def buffers_of(model: nn.Module) -> dict[str, Tensor]:
@@ -115,16 +109,9 @@ def buffers_of(model: nn.Module) -> dict[str, Tensor]:
     return found
 
 
-def state_planes(record: Record) -> dict[str, str]:
-    """Names in a checkpoint of the planes that hold a parameter's states, by plane; without the master's."""
-    return dict(zip(("M", "V", "SCALE"), MOMENTS if record.runtime.states.format == "fp32" else CODES))
-
-
-def master_plane(record: Record) -> str:
+def follows(record: Record) -> str:
     """The plane that makes an fp32 master of the weight; "": there is none, or it does not follow the weight."""
-    if record.master_writes != record.writes or record.master_writes < 0:
-        return ""
-    return "LO" if record.low_bytes else "MASTER" if record.dtype == torch.float16 else ""
+    return "" if record.master_writes != record.writes or record.master_writes < 0 else master_plane(record)
 
 
 def _entry(record: Record, plane: str, name: str) -> Entry:
@@ -151,17 +138,15 @@ def _states(opt: torch.optim.Optimizer | None, names: dict[Tensor, str]) -> list
         raise MegatrainError(f"the optimizer has a parameter of shape {list(missing[0].shape)} that is not the "
                              "model's: a checkpoint would lack it")
     if isinstance(opt, AdamW):
-        stepped = sorted((p._mt.unit, p._mt.index, p) for p, s in opt.state.items() if s)
-        return [e for _, _, p in stepped for e in _planes(p._mt, names[p])]
+        found = []
+        for _, _, p in sorted((p._mt.unit, p._mt.index, p) for p, s in opt.state.items() if s):
+            r, name = p._mt, names[p]
+            found += [_entry(r, plane, f"{name}.{key}") for key, plane in moment_planes(r).items()]
+            if plane := follows(r):
+                found.append(_entry(r, plane, f"{name}.{MASTERS[plane]}"))
+        return found
     return [Entry(f"{names[p]}.{key}", plain(t).to("cpu", copy=True).contiguous())
             for p, s in opt.state.items() for key, t in s.items() if isinstance(t, Tensor) and t.dim() > 0]
-
-
-def _planes(record: Record, name: str) -> list[Entry]:
-    found = [_entry(record, plane, f"{name}.{key}") for plane, key in state_planes(record).items()]
-    if plane := master_plane(record):
-        found.append(_entry(record, plane, f"{name}.{MASTERS[plane]}"))
-    return found
 
 
 def held_by(files: list[TensorFile]) -> list[tuple[int, int]]:
@@ -214,7 +199,14 @@ def _beside(model: nn.Module, files: list[TensorFile]) -> dict[str, bytes]:
         found[INDEX] = json.dumps(index, indent=1, sort_keys=True).encode()
     for name, config in zip(OWN_FILES, (getattr(model, "config", None), getattr(model, "generation_config", None))):
         if hasattr(config, "to_json_string"):
-            found[name] = _config(model, config).encode()
+            is_models = config is getattr(model, "config", None)
+            if is_models:                    # as save_pretrained writes it, which notes the class and the type first
+                config.architectures = [type(model).__name__]
+                config.dtype = str(model.dtype).split(".")[1]
+            text = config.to_json_string(use_diff=True)
+            if is_models and (said := quantization_of(model)) is not None:
+                text = json.dumps(json.loads(text) | {"quantization_config": said}, indent=2, sort_keys=True) + "\n"
+            found[name] = text.encode()
     return found
 
 
@@ -227,17 +219,6 @@ def _has_its_names(model: nn.Module) -> bool:
     if modeling is None or not any(isinstance(m, modeling.PreTrainedModel) for m in model.modules()):
         return True
     return isinstance(model, modeling.PreTrainedModel) and not getattr(model, "_hf_peft_config_loaded", False)
-
-
-def _config(model: nn.Module, config: Any) -> str:
-    """As save_pretrained writes it, which notes the class and the type first."""
-    if config is getattr(model, "config", None):
-        config.architectures = [type(model).__name__]
-        config.dtype = str(model.dtype).split(".")[1]
-    text = config.to_json_string(use_diff=True)
-    if config is not getattr(model, "config", None) or (said := quantization_of(model)) is None:
-        return text
-    return json.dumps(json.loads(text) | {"quantization_config": said}, indent=2, sort_keys=True) + "\n"
 
 
 def kind_of(opt: torch.optim.Optimizer | None) -> str | None:
@@ -256,14 +237,14 @@ def _body(rt: Runtime, opt: torch.optim.Optimizer | None, names: dict[Tensor, st
     if ours:
         for p, s in opt.state.items():
             if s:
-                parameters[names[p]] |= {"step": int(s["step"]), "master": master_plane(p._mt)}
-                if rt.states.format != "fp32":      # scales are of elements that are neighbours in memory
+                parameters[names[p]] |= {"step": int(s["step"]), "master": follows(p._mt)}
+                if rt.states != "fp32":      # scales are of elements that are neighbours in memory
                     parameters[names[p]]["strides"] = list(p._mt.stride)
         for p, key in opt._keys.items():
             if p in names:                              # else it was taken out of model and optimizer
                 parameters[names[p]]["key"] = key
     return {"written_by": f"megatrain_torch {_core.__version__}", "parameters": parameters,
             "optimizer": kind_of(opt),
-            "states": rt.states.format if ours else None, "low_bytes": LOW_BYTES[rt.states.format],
+            "states": rt.states if ours else None, "low_bytes": LOW_BYTES[rt.states],
             "skipped_steps": opt._skipped if ours else 0, "likeness": likeness.note(rt),
             "files": {name: {"bytes": len(data), "sha256": manifest.sha256(data)} for name, data in small.items()}}

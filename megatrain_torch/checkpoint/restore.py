@@ -6,10 +6,12 @@ checkpoint that is not whole changes nothing.
 """
 from __future__ import annotations
 
+import math
 import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,45 +19,80 @@ import torch
 from torch import Tensor, nn
 
 from .. import _core
+from ..base import strict
 from ..base.errors import MegatrainError
-from ..base.formats import GROUP
-from ..base.strict import shown
+from ..base.modes import GROUP, LOW_BYTES, master_bytes, moment_bytes
+from ..base.strict import shown, table
 from ..group.ranks import as_one
 from ..group.waits import calling
-from ..model.registry import runtime_of
+from ..model.runtime import runtime_of
 from ..optim.adamw import AdamW
-from ..optim.masters import set_master
-from ..optim.moments import CODES, MOMENTS, decoded, load_moments
+from ..optim.states import CODES, MOMENTS, decoded, load_moments, set_master
 from ..store.records import Record
 from ..store.tensorfiles import DTYPES, Stored
 from . import again, contents, likeness, manifest
-from .contents import MASTERS
-from .matching import loses, match, match_groups, match_kind
-from .parts import TRAINING, buffers_of, names_of
-from .randomness import set_random_states
-from .source import Checkpoint, Reads
+from .contents import MASTERS, TRAINING, Checkpoint, Reads, set_random_states
+from .parts import OURS, TORCHS, buffers_of, kind_of, names_of
 
 if TYPE_CHECKING:
     from ..model.runtime import Runtime
 
+_SCRIPT = "__main__"
 
-def check(folder: Path) -> None:
-    """That the files of a checkpoint are there, as long as they were written. Their contents are not read.
+
+@dataclass(frozen=True)
+class CheckpointInfo:
+    """A checkpoint of mt.save whose files are there, each as long as it was written.
+
+    Attributes:
+        states: how mt.AdamW kept its states. extra: what mt.save was given as that. files: names of its files.
+    """
+
+    states: str
+    extra: Any
+    files: frozenset[str]
+    _body: dict[str, Any] = field(repr=False)
+
+    def rounds(self, states: str, kinds: Callable[[torch.dtype], torch.dtype] = lambda kind: kind) -> bool:
+        """Would mt.load have to round any of it, for an mt.AdamW that keeps its states as `states` says?
+
+        Args:
+            kinds: the type that a parameter has in the model, by its type in the checkpoint.
+        """
+        return any(loses(self._body, name, kinds(DTYPES[saved["dtype"]]), states)
+                   for name, saved in self._body["parameters"].items())
+
+
+def inspect_checkpoint(folder: str | Path) -> CheckpointInfo:
+    """Reads what a checkpoint says of itself, without a model; weights and states are not read.
 
     Raises:
-        MegatrainError: one is not, or it is no checkpoint; the message names the file.
+        MegatrainError: a file is missing or cut short, or it is no checkpoint; the message names the file.
     """
-    Checkpoint.open(folder)
+    source = Checkpoint.open(Path(os.path.abspath(folder)))
+    with manifest.adding(manifest.BROKEN):
+        training = contents.training_of(source.bytes_of(TRAINING), str(source.folder / TRAINING),
+                                        source.body["optimizer"] is not None)
+    return CheckpointInfo(source.body["states"], training["extra"],
+                          frozenset({*source.body["files"], manifest.NAME}), source.body)
 
 
-def rounds(folder: Path, states: str, kinds: Callable[[torch.dtype], torch.dtype]) -> bool:
-    """Would mt.load round any of it for an mt.AdamW with states of this format? Raises: as `check`.
+def checkpoint_bytes(model: nn.Module, folder: str | Path, states: str = "fp32") -> tuple[int, int]:
+    """Bytes that checkpoints of a streamed model will take: (each, all together besides).
+
+    Frozen weights are written once where the file system of `folder`, which need not be there, has hard links: all
+    checkpoints of a run share them.
 
     Args:
-        kinds: the type that a parameter has here, by its type there.
+        states: how mt.AdamW keeps its states.
     """
-    body = Checkpoint.open(folder).body
-    return any(loses(body, name, kinds(DTYPES[saved["dtype"]]), states) for name, saved in body["parameters"].items())
+    records = [p._mt for p in names_of(model)]
+    sizes = [math.prod(r.shape) * r.dtype.itemsize for r in records]
+    shared = sum(n for n, r in zip(sizes, records) if again.is_still(r))
+    shared = shared if shared >= again.LEAST_BYTES and again.can_link(Path(folder)) else 0
+    trained = [p for p in model.parameters() if p.requires_grad]
+    return sum(sizes) - shared + sum(master_bytes(states, p.dtype) * p.numel()
+                                     + moment_bytes(states, p.dtype, p.numel()) for p in trained), shared
 
 
 @calling("mt.load")
@@ -88,19 +125,27 @@ def load(model: nn.Module, opt: torch.optim.Optimizer | None, folder: str | Path
         raise MegatrainError("load into the model that was given to mt.stream, not into a part of it")
     if isinstance(opt, AdamW):
         opt._check_served()
-    rt.saves.finish()
+    rt.finish_save()
     with as_one(rt.ranks):
         source, names, training = _checked(rt, model, opt, Path(os.path.abspath(folder)), scheduler, verify, convert)
     if isinstance(opt, AdamW):
         likeness.go_on(rt, source.body.get("likeness"))
         opt._ask_for_room()
     if scheduler is not None:                        # before states: its class is a stranger, and may refuse its own
-        _load_scheduler(scheduler, training["scheduler"], source.folder)
+        try:
+            scheduler.load_state_dict(training["scheduler"])
+        except Exception as why:
+            raise MegatrainError(f"{source.folder / TRAINING}: {type(scheduler).__name__} does not take the "
+                                 f"scheduler's state ({type(why).__name__}: {shown(why)}); nothing else was changed"
+                                 ) from why
     _take(rt, model, opt, source, names, training, progress)
     records = {name: p._mt for p, name in names.items()}
-    rt.saves.before = again.loaded(source.folder, source.body, records, source.tensors)
+    rt.saved_files = again.loaded(source.folder, source.body, records, source.tensors)
     if opt is not None:
-        _tell_of_other_bits(rt, source, _set_random_states(rt, training))
+        otherwise = likeness.differences(rt, source.body.get("likeness")) + _set_random_states(rt, training)
+        if otherwise:
+            warnings.warn(f"{source.folder}: training goes on, with other bits than it would have had there: "
+                          f"{'; '.join(otherwise)}", stacklevel=3)
     return training["extra"]
 
 
@@ -112,10 +157,10 @@ def _checked(rt: Runtime, model: nn.Module, opt: torch.optim.Optimizer | None, f
         training = contents.training_of(source.bytes_of(TRAINING), str(source.folder / TRAINING),
                                         source.body["optimizer"] is not None)
     if opt is not None:
-        match_kind(source, training, opt)
-    match(source, model, names, opt, convert)
+        _match_kind(source, training, opt)
+    _match(source, model, names, opt, convert)
     if opt is not None:
-        match_groups(source, training, opt, names)
+        _match_groups(source, training, opt, names)
     if scheduler is not None and training["scheduler"] is None:
         raise MegatrainError(f"{source.folder} has no scheduler's state: mt.save was given none")
     if verify:
@@ -136,20 +181,6 @@ def _set_random_states(rt: Runtime, training: dict[str, Any]) -> list[str]:
     return [f"random numbers of {len(by_rank)} processes there and of {size} here"]
 
 
-def _load_scheduler(scheduler: Any, state: Any, folder: Path) -> None:
-    try:
-        scheduler.load_state_dict(state)
-    except Exception as why:
-        raise MegatrainError(f"{folder / TRAINING}: {type(scheduler).__name__} does not take the scheduler's state "
-                             f"({type(why).__name__}: {shown(why)}); nothing else was changed") from why
-
-
-def _tell_of_other_bits(rt: Runtime, source: Checkpoint, besides: list[str]) -> None:
-    if otherwise := likeness.differences(rt, source.body.get("likeness")) + besides:
-        warnings.warn(f"{source.folder}: training goes on, with other bits than it would have had there: "
-                      f"{'; '.join(otherwise)}", stacklevel=4)
-
-
 def _take(rt: Runtime, model: nn.Module, opt: torch.optim.Optimizer | None, source: Checkpoint,
           names: dict[Tensor, str], training: dict[str, Any], progress: Callable[[int, int], None] | None) -> None:
     rt.core.drain()
@@ -160,14 +191,21 @@ def _take(rt: Runtime, model: nn.Module, opt: torch.optim.Optimizer | None, sour
     rt.broken = f"the model is half-loaded: loading {source.folder} failed; load a checkpoint that is whole"
     # As one: what a unit brought to the host is given back, whoever has asked for it; so nobody reads before all have.
     with manifest.adding(rt.broken), torch.no_grad(), as_one(rt.ranks), _failing(rt):
-        _load_buffers(model, source)
+        reads = Reads(source)
+        pairs = [(b, reads.fresh(source.tensors[name])) for name, b in buffers_of(model).items()]
+        reads.go()
+        for buffer, value in pairs:
+            buffer.copy_(value)
         for done, records in enumerate(rt.units, 1):
             if own := [r for r in records if r.param in names]:      # some may have been taken out of the model
                 _load_unit(rt, own, source, names, opt)
             if progress is not None:
                 progress(done, len(rt.units))
     if isinstance(opt, AdamW):
-        _load_ours(opt, source, names, training)
+        for group, saved in zip(opt.param_groups, training["groups"]):
+            group.update({k: v for k, v in saved.items() if k != "params"})
+        opt._skipped = source.body["skipped_steps"]
+        opt._keys.update({p: source.body["parameters"][name]["key"] for p, name in names.items() if p in opt._keys})
     rt.broken = ""
 
 
@@ -183,15 +221,126 @@ def _failing(rt: Runtime) -> Iterator[None]:
         raise
 
 
+# ---- is it this model's, and this optimizer's ----------------------------------------------------
+
+def _match(source: Checkpoint, model: nn.Module, names: dict[Tensor, str], opt: torch.optim.Optimizer | None,
+           convert: bool) -> None:
+    """Is the checkpoint this model's, and what would it lose here? Nothing is changed."""
+    mine, saved = {name: p._mt for p, name in names.items()}, source.body["parameters"]
+    if mine.keys() != saved.keys():
+        missing, other = sorted(mine.keys() - saved.keys()), sorted(saved.keys() - mine.keys())
+        raise MegatrainError(f"{source.folder} is of another model: it lacks {len(missing)} parameters {missing[:3]} "
+                             f"and has {len(other)} more {other[:3]}")
+    buffers = buffers_of(model)
+    if lacking := sorted(buffers.keys() - source.tensors.keys()):
+        raise MegatrainError(f"{source.folder} lacks {len(lacking)} buffers {lacking[:3]}")
+    for name, b in buffers.items():
+        if source.tensors[name].shape != tuple(b.shape):
+            raise MegatrainError(f"{source.folder}: buffer {name} is {list(source.tensors[name].shape)} there and "
+                                 f"{list(b.shape)} here")
+    for name, record in mine.items():
+        about, where = saved[name], f"{source.folder}: {name}"
+        if tuple(about["shape"]) != tuple(record.shape):
+            raise MegatrainError(f"{where} is {about['shape']} there and {list(record.shape)} here")
+        if opt is not None and about.get("strides", list(record.stride)) != list(record.stride):
+            raise MegatrainError(f"{where} lies in memory with strides {about['strides']} there and "
+                                 f"{list(record.stride)} here, and its moments of 8 bits have scales in that order")
+        why = loses(source.body, name, record.dtype, record.runtime.states if isinstance(opt, AdamW) else None)
+        if not why and opt is not None and not isinstance(opt, AdamW) and "step" in about \
+                and record.dtype != torch.float32:
+            why = f"its moments and master become {record.dtype} in {TORCHS}"
+        if why and not convert:
+            raise MegatrainError(f"{where}: {why}; convert=True allows that")
+
+
+def loses(body: dict[str, Any], name: str, here: torch.dtype, states: str | None) -> str:
+    """What of a parameter would be rounded; "": nothing. states: of mt.AdamW's, None: it is another's."""
+    saved = body["parameters"][name]
+    there = DTYPES[saved["dtype"]]
+    if states is not None and "step" in saved:
+        if body["states"] == "fp32" and states != "fp32":
+            return f"its moments are fp32 there and {states!r} here"
+        before = _master_bits(there, body["low_bytes"] if saved["master"] == "LO" else 0, saved["master"])
+        if before > _master_bits(here, LOW_BYTES[states], "MASTER"):
+            return f"its master has {before} bits there and fewer here"
+        return ""
+    narrow = there != here and torch.promote_types(there, here) != here
+    return f"its weights are {there} there and {here} here" if narrow else ""
+
+
+def _master_bits(kind: torch.dtype, low_bytes: int, master: str) -> int:
+    if kind == torch.bfloat16:
+        return 16 + 8 * low_bytes
+    return 32 if kind != torch.float16 or master == "MASTER" else 16
+
+
+def _match_kind(source: Checkpoint, training: dict[str, Any], opt: torch.optim.Optimizer) -> None:
+    """Are these states the optimizer's? Those of one AdamW become the other's."""
+    there, here = source.body["optimizer"], kind_of(opt)
+    if there is not None and "." not in there:       # checkpoints were written that have the class's name alone
+        ours = there == "AdamW" and source.body["states"] is not None
+        there = OURS if ours else f"{'torch.optim' if hasattr(torch.optim, there) else _SCRIPT}.{there}"
+    if there == here:
+        return
+    (package, _, name), (own, _, own_name) = (there or "").rpartition("."), here.rpartition(".")
+    if there and name == own_name and _SCRIPT in (package, own) and not {package, own} & {"mt", "torch.optim"}:
+        return                       # of a class in a script no package is known: it may be imported the next time
+    if {there, here} != {OURS, TORCHS}:
+        raise MegatrainError(f"{source.folder} has states of {there or 'no optimizer'}, and {here} is to take them; "
+                             "mt.load(model, None, folder) takes the weights alone")
+    if any(g.get("amsgrad") for g in [*training["groups"], *opt.param_groups]):
+        raise MegatrainError(f"{source.folder} has states of {there}, and {here} is to take them, but mt.AdamW has no "
+                             "amsgrad=True; mt.load(model, None, folder) takes the weights alone")
+    if here == OURS:
+        _as_ours(source, training)
+    else:                                            # as far as torch's has them beside tensors
+        training["others"] = {name: {"step": torch.tensor(float(saved["step"]))}
+                              for name, saved in source.body["parameters"].items() if "step" in saved}
+
+
+def _as_ours(source: Checkpoint, training: dict[str, Any]) -> None:
+    """torch.optim.AdamW's states, as mt.AdamW would have saved them: with moments in fp32, and no master."""
+    body, where = source.body, str(source.folder / TRAINING)
+    parameters = body["parameters"]
+    body |= {"states": "fp32", "skipped_steps": 0}
+    for number, name in enumerate(name for g in training["groups"] for name in g["params"]):
+        table(parameters.get(name), f"{where}: parameter {shown(name)}")["key"] = number
+    for name, own in strict.field(training, "others", lambda _: True, "torch.optim.AdamW's steps", where).items():
+        if own:
+            about = table(parameters.get(name), f"{where}: others: {shown(name)}")
+            about |= {"step": contents.step_of(own, f"{where}: others of {name}"), "master": ""}
+            contents.check_states(body, name, source.states, where, DTYPES[about["dtype"]])
+
+
+def _match_groups(source: Checkpoint, training: dict[str, Any], opt: torch.optim.Optimizer,
+                 names: dict[Tensor, str]) -> None:
+    mine = [[names.get(p) for p in g["params"]] for g in opt.param_groups]
+    saved = [g["params"] for g in training["groups"]]
+    if mine != saved:
+        raise MegatrainError(f"{source.folder}: the optimizer's groups have {[len(g) for g in mine]} parameters here "
+                             f"and {[len(g) for g in saved]} in the checkpoint, or others, or in another order: make "
+                             "the optimizer as it was made then")
+    where = str(source.folder / TRAINING)
+    contents.check_hyper(training["groups"], opt.param_groups, where)
+    parameters = source.body["parameters"]
+    if isinstance(opt, AdamW) and (lacking := [n for g in saved for n in g if "key" not in parameters[n]]):
+        raise MegatrainError(f"{source.folder / manifest.NAME}: parameter {lacking[0]} has no key: {manifest.BROKEN}")
+    if not isinstance(opt, AdamW) and "others" not in training:
+        raise MegatrainError(f"{where} has no 'others': {manifest.BROKEN}")
+    if kind_of(opt) == TORCHS and source.body["states"] is None:
+        # What torch.optim.AdamW would find missing, or of another form, when it has taken it, or in its next step.
+        for name, own in training["others"].items():
+            about = table(parameters.get(name), f"{where}: others: {shown(name)}")
+            if own:
+                contents.step_of(own, f"{where}: others of {name}")
+            for key in MOMENTS if own else ():
+                found = source.states.get(f"{name}.{key}")
+                if found is None or found.shape != tuple(about["shape"]):
+                    raise MegatrainError(f"{source.folder} has no {name}.{key} of shape {about['shape']}: "
+                                         f"{manifest.BROKEN}")
+
+
 # ---- units ---------------------------------------------------------------------------------------
-
-def _load_buffers(model: nn.Module, source: Checkpoint) -> None:
-    reads = Reads(source)
-    pairs = [(b, reads.fresh(source.tensors[name])) for name, b in buffers_of(model).items()]
-    reads.go()
-    for buffer, value in pairs:
-        buffer.copy_(value)
-
 
 def _load_unit(rt: Runtime, records: list[Record], source: Checkpoint, names: dict[Tensor, str],
                opt: torch.optim.Optimizer | None) -> None:
@@ -226,7 +375,7 @@ def _read_moments(record: Record, name: str, source: Checkpoint, reads: Reads) -
     keys = MOMENTS if source.body["states"] == "fp32" else CODES
     stored = [source.states[f"{name}.{key}"] for key in keys]
     planes = [record.view(plane) for plane in record.moments]
-    if source.body["states"] == rt.states.format and all(map(_fits, planes, stored)):
+    if source.body["states"] == rt.states and all(map(_fits, planes, stored)):
         for plane, s in zip(planes, stored):
             _read_own(record, s, plane, reads)
         return lambda: rt.planes.push(record, *record.moments)
@@ -292,13 +441,6 @@ def _widen(record: Record, weight: Tensor, rest: Tensor | None, master: str, low
     elif master == "MASTER":
         value = rest
     set_master(record.param, value)
-
-
-def _load_ours(opt: AdamW, source: Checkpoint, names: dict[Tensor, str], training: dict[str, Any]) -> None:
-    for group, saved in zip(opt.param_groups, training["groups"]):
-        group.update({k: v for k, v in saved.items() if k != "params"})
-    opt._skipped = source.body["skipped_steps"]
-    opt._keys.update({p: source.body["parameters"][name]["key"] for p, name in names.items() if p in opt._keys})
 
 
 def _load_other(opt: torch.optim.Optimizer, source: Checkpoint, names: dict[Tensor, str],

@@ -17,11 +17,16 @@ for a copy alone.
 """
 from __future__ import annotations
 
+import os
 import shutil
+import threading
 import time
+import weakref
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,14 +35,15 @@ from torch import nn
 from .. import _core
 from ..base.errors import MegatrainError
 from ..base.limits import host_limits, parse_bytes, show_bytes
+from ..group.control import ASIDE
+from ..group.ranks import Ranks, as_one
 from ..group.waits import calling
-from ..model.registry import runtime_of
+from ..model.runtime import runtime_of
 from ..optim.adamw import AdamW
+from ..store.tensorfiles import TensorFile
 from . import again, manifest
+from .contents import random_states
 from .parts import Parts, held_by, parts_of
-from .randomness import random_states
-from .saving import AS_BEFORE, Saving, give_up
-from .writers import Writers
 
 if TYPE_CHECKING:
     from ..model.runtime import Runtime
@@ -50,6 +56,8 @@ COPIERS, WRITERS = max(4, min(16, _core.build_info()["cpus"] * 3 // 4)), 8
 LEAST_BYTES = (COPIERS + WRITERS) * (4 << 20)        # of blocks on their way: one for each thread
 SPARE_BYTES = 2 << 30                # of an asynchronous save, unless it is said, or there is less
 TRIAL_BYTES, LEAST_TRIAL_BYTES = 256 << 20, 4 << 20  # that a dry run writes, to tell the disk's rate: at most, at least
+POLL_S = 0.25                        # between two calls of progress
+AS_BEFORE = ", and what was there before is as it was"
 
 
 @dataclass(frozen=True)
@@ -115,7 +123,7 @@ def save(model: nn.Module, opt: torch.optim.Optimizer | None, folder: str | Path
     """
     begun, rt = time.perf_counter(), runtime_of(model)
     folder = Path(folder).absolute()
-    rt.saves.finish()
+    rt.finish_save()
     writers = Writers(rt.ranks)
     randoms, when = zip(*writers.each((random_states(), asynchronous)))
     with writers.as_one():
@@ -128,7 +136,8 @@ def save(model: nn.Module, opt: torch.optim.Optimizer | None, folder: str | Path
         need = parts.nbytes_without(linked)
         room = _room(rt, folder, need, held_by(parts.without(linked)), parse_bytes(spare, "spare"), asynchronous)
         if dry_run:
-            return _trial(folder, need, [f.name for f in parts.files] + [*parts.small, manifest.NAME])
+            files = (*(f.name for f in parts.files), *parts.small, manifest.NAME)
+            return SavePlan(need, files, *_tried(folder, need))
     saving = Saving(folder, progress, writers)
     saving._begun = begun
     _begin(rt, saving, parts, linked, asynchronous, room)
@@ -142,8 +151,8 @@ def save(model: nn.Module, opt: torch.optim.Optimizer | None, folder: str | Path
 def _linked(rt: Runtime, parts: Parts, folder: Path, writers: Writers) -> set[str]:
     """Names of files that are to be the last checkpoint's."""
     with writers.as_one():
-        names = set.intersection(*writers.each(again.known(parts.files, parts.still, rt.saves.before)))
-        near = again.near(parts.files, names, rt.saves.before, folder) if writers.first else set()
+        names = set.intersection(*writers.each(again.known(parts.files, parts.still, rt.saved_files)))
+        near = again.near(parts.files, names, rt.saved_files, folder) if writers.first else set()
     return writers.each(near)[0]
 
 
@@ -153,19 +162,19 @@ def _begin(rt: Runtime, saving: Saving, parts: Parts, linked: set[str], asynchro
     draft, asked_for = writers.draft(saving.folder), False
     try:
         if writers.first:
-            linked = again.link(parts.files, linked, rt.saves.before, draft.path)
+            linked = again.link(parts.files, linked, rt.saved_files, draft.path)
         linked = writers.each(linked)[0]
         files = parts.without(linked)
-        parts.body["files"] |= {f.name: rt.saves.before[f.header].about for f in parts.files if f.name in linked}
+        parts.body["files"] |= {f.name: rt.saved_files[f.header].about for f in parts.files if f.name in linked}
         saving.bytes = sum(f.nbytes for f in files)
         located = [f.located(draft.path) for f in files]
         asked_for = True
         writers.begin(rt.core, [where for where, _ in located], held_by(files), spare, COPIERS, WRITERS)
-        rt.saves.running = saving if asynchronous else None   # before its thread is there: start() may be interrupted
-        saving._start(asynchronous, rt.core, rt.saves, draft, parts, files, located)
+        rt.saving = saving if asynchronous else None   # before its thread is there: start() may be interrupted
+        saving._start(asynchronous, rt.core, weakref.ref(rt), draft, parts, files, located)
     except BaseException as e:
         if saving._taken.acquire(blocking=False):            # else its thread goes on with it
-            rt.saves.running = None
+            rt.saving = None
             # save_begin raises one where it begins nothing; but it may be another process's.
             if asked_for and (writers.parts > 1 or not isinstance(e, MegatrainError)):
                 give_up(rt.core)
@@ -195,15 +204,6 @@ def _room(rt: Runtime, folder: Path, need: int, held: list[tuple[int, int]], spa
           ) -> int:
     """Bytes for blocks that are copied and not yet written. Raises: MegatrainError: there is no room for all that is
     needed, on the disk or in host memory."""
-    _check_room(folder, need, spare or 0)
-    blocks = min(SPARE_BYTES, need)
-    if spare is None:
-        spare = blocks if asynchronous and rt.room.may_save(rt.core, held, blocks) else 0
-    rt.room.saving(rt.core, held, min(max(spare, LEAST_BYTES), need))
-    return spare
-
-
-def _check_room(folder: Path, need: int, spare: int) -> None:
     where = folder
     while not where.exists():
         where = where.parent
@@ -215,15 +215,191 @@ def _check_room(folder: Path, need: int, spare: int) -> None:
     if bound is not None:
         raise MegatrainError(f"spare={spare}: there is no host memory for that ({bound}); less makes training wait for "
                              "the disk instead")
+    blocks = min(SPARE_BYTES, need)
+    if spare is None:
+        spare = blocks if asynchronous and rt.room.may_save(rt.core, held, blocks) else 0
+    rt.room.saving(rt.core, held, min(max(spare, LEAST_BYTES), need))
+    return spare
 
 
-def _trial(folder: Path, need: int, files: list[str]) -> SavePlan:
+def _tried(folder: Path, need: int) -> tuple[int, float]:
+    """Bytes that are free where the folder is to be, and bytes/s that are written there."""
     draft = manifest.Draft(folder)
     try:
         nbytes = max(min(need, TRIAL_BYTES), LEAST_TRIAL_BYTES)
         rate = _core.disk_measure(str(draft.path), nbytes, LEAST_TRIAL_BYTES, WRITERS, WRITERS)
-        return SavePlan(need, tuple(files), shutil.disk_usage(draft.path).free, rate["fresh"])
+        return shutil.disk_usage(draft.path).free, rate["fresh"]
     finally:
         draft.drop()
 
-__all__ = ["SavePlan", "Saving", "save"]
+
+# ---- a save under way --------------------------------------------------------------------------
+
+class Saving:
+    """A save that was begun. `wait()` returns when it is over, and raises what went wrong, each time.
+
+    Attributes:
+        folder: the name it takes, or has.
+        bytes: of tensors' files that it writes. seconds: from the call until it had its name; 0.0 before.
+        held: seconds for which the caller waited: for updates under way, and for what is small to be copied.
+    """
+
+    def __init__(self, folder: Path, progress: Callable[[int, int], None] | None, writers: Writers) -> None:
+        self.folder, self.bytes, self._writers = folder, 0, writers
+        self.seconds = self.held = 0.0
+        self._progress, self._begun = progress, time.perf_counter()
+        self._over = threading.Event()       # not the thread's own: a join that is interrupted takes it for dead
+        self._process = os.getpid()          # whose thread it is
+        self._error: BaseException | None = None
+        self._named = False                  # it has its name: what failed came after
+        self._told = False                   # its end was noticed: no later call needs to tell of it
+        self._taken = threading.Lock()       # whoever has it ends the save: its thread or the caller's; never let go
+
+    @property
+    def over(self) -> bool:
+        """Nothing is being written any more, whether it succeeded or failed."""
+        return self._over.is_set()
+
+    def wait(self) -> Saving:
+        """Returns itself when the checkpoint has its name and is on the disk.
+
+        Raises:
+            MegatrainError: it could not be written, and the one before is as it was; or it has its name, and whether
+                that is on the disk is not known.
+        """
+        self._wait()
+        self._told = True
+        self._raise()
+        return self
+
+    def check(self) -> None:
+        """Raises what went wrong, unless somebody was told of it; waits for nothing."""
+        if self.over and not self._told:
+            self._told = True
+            self._raise()
+
+    def _finish(self) -> None:
+        """As `check()`, when it is over."""
+        self._wait()
+        self.check()
+
+    def _wait(self) -> None:
+        if not self.over and os.getpid() != self._process:
+            raise MegatrainError(f"{self.folder}: this process was forked from the one that writes it; wait there")
+        self._over.wait()
+
+    def _raise(self) -> None:
+        error = self._error
+        if error is None:
+            return
+        if not isinstance(error, Exception):                 # an interruption stays one
+            raise error
+        if self._named:
+            raise MegatrainError(f"{self.folder} is whole and has its name, but the disk may not know it yet: "
+                                 f"{error}") from error
+        raise MegatrainError(f"saving {self.folder} failed{AS_BEFORE}: {error}") from error
+
+    # ---- the work, on the caller's thread or on its own ----
+
+    def _run(self, core: _core.Engine, rt: weakref.ref[Runtime], draft: manifest.Draft, parts: Parts,
+             files: list[TensorFile], _memory: Any) -> None:
+        """files: of the parts' those that are to be written."""
+        body = parts.body
+        try:
+            with self._writers.as_one():
+                self._follow(core)
+                own = core.save_end()
+            for f, sums in zip(files, self._writers.sums(own)):
+                body["files"][f.name] = {"bytes": f.nbytes, "sums": sums.hex()}
+            with self._writers.as_one():
+                if self._writers.first:
+                    for name, data in parts.small.items():
+                        manifest.write(draft.path / name, data)
+                    manifest.write(draft.path / manifest.NAME, manifest.dump(body))
+                    draft.publish()
+            if (model := rt()) is not None:
+                model.saved_files = again.noted(parts.files, parts.still, self.folder, body)
+                del model
+        except BaseException as e:
+            self._error, self._named = e, draft.published
+            give_up(core)
+            draft.drop()
+        finally:
+            self.seconds = time.perf_counter() - self._begun
+            self._over.set()
+
+    def _follow(self, core: _core.Engine) -> None:
+        over = False
+        while not over:
+            done, over = core.save_wait(POLL_S)
+            if self._progress is not None:
+                self._progress(self.bytes if over else min(done * self._writers.parts, self.bytes), self.bytes)
+
+    def _start(self, asynchronous: bool, *work: Any) -> None:
+        self.held = time.perf_counter() - self._begun
+        if asynchronous:
+            try:
+                threading.Thread(target=lambda: self._taken.acquire(blocking=False) and self._run(*work),
+                                 name=ASIDE).start()         # no daemon: it ends it
+                return
+            except RuntimeError:             # the system has no thread to give: at once, then
+                pass
+        self._run(*work)
+        self.held = self.seconds
+        if not isinstance(self._error, Exception):           # an interruption is the caller's, now
+            self.check()
+
+
+def give_up(core: _core.Engine) -> None:
+    try:
+        core.save_end()
+    except MegatrainError:                   # it was over, or the engine is gone
+        return
+
+
+class Writers:
+    """Who writes a checkpoint: this process alone, or all that train the model, each every so many blocks of all files.
+
+    All of them see all planes of their machine's store, so whoever writes a block needs nothing of the others; that a
+    unit's update waits until its bytes are copied, the engines see to. The first process makes folder and files, has
+    all blocks' sums in the end, and gives the folder its name.
+
+    Attributes:
+        first: this process makes the folder and names it. part, parts: of so many this one takes its blocks in turn.
+    """
+
+    def __init__(self, ranks: Ranks | None) -> None:
+        self._ranks = None if ranks is None else ranks.aside()       # a save may end in a thread of its own
+        self.part, self.parts = (0, 1) if ranks is None else (ranks.rank, ranks.size)
+        self.first = self.part == 0
+
+    def as_one(self) -> AbstractContextManager[None]:
+        """What fails in one fails in all."""
+        return as_one(self._ranks)
+
+    def each(self, own: Any) -> list[Any]:
+        """What each has, by rank."""
+        return [own] if self._ranks is None else self._ranks.gather(own)
+
+    def draft(self, folder: Path) -> Any:
+        if self._ranks is None:
+            return manifest.Draft(folder)
+        with self.as_one():
+            own = manifest.Draft(folder) if self.first else None
+        path = self._ranks.control.of_first(None if own is None else own.path)
+        with self.as_one():
+            if not path.is_dir():
+                raise MegatrainError(f"{path}, which the first process has made, is not seen on this machine: folders "
+                                     "of checkpoints are on a file system that all machines have")
+        return own or SimpleNamespace(path=path, published=False, drop=lambda: None)     # the first names or drops it
+
+    def begin(self, core: _core.Engine, *how: Any) -> None:
+        """Engine.save_begin, in the first process before the others: it makes the files."""
+        for turn in (True, False)[:self.parts]:
+            with self.as_one():
+                if turn == self.first:
+                    core.save_begin(*how, self.part, self.parts)
+
+    def sums(self, own: list[bytes]) -> list[bytes]:
+        """Of each file all blocks', where each process has those of its own, and zeros."""
+        return [bytes(map(max, *found)) if len(found) > 1 else found[0] for found in zip(*self.each(own))]

@@ -1,7 +1,10 @@
-"""The verbs of the `megatrain` command, a file each: `add` tells the parser, `run` does it.
+"""The verbs of the `megatrain` command. They use megatrain_torch by its public names alone.
 
-settings.py is what a training run was asked for. folder.py knows a run's folder, owned.py what in it the run made and
-who writes there. reading.py has records of files, forms.py what they ask, chats.py conversations by a chat
-template, tokens.py texts in passages, data.py makes rows of them, mixture.py of several sources. methods.py says what
-TRL trains, loop.py what a run puts in front of TRL's trainers.
+    settings.py    what is asked for: flags, YAML, defaults         folder.py    a run's folder, and what it made there
+    records.py     records of files, and what they ask              models.py    models by name, adapters, exports
+    chats.py       conversations by a chat template                 launch.py    a process for each GPU
+    data.py        records as tokens, of several sources            methods.py   what TRL trains, and its arguments
+    rows.py        tokens as rows, and who may share one            loop.py      what stands in front of TRL's trainers
+    train.py       train and resume                                 plan.py      plan
+    verbs.py       eval, generate, export, report, doctor
 """

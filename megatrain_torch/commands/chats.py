@@ -15,7 +15,7 @@ from typing import Any
 
 from megatrain_torch import MegatrainError
 
-from .reading import from_json
+from .settings import from_json
 
 Message = dict[str, Any]
 # ShareGPT's names, {"from": ..., "value": ...}, for those of chat templates.
@@ -60,11 +60,8 @@ class Template:
         return self
 
     def __call__(self, messages: list[Message], prompt: bool = False) -> str:
-        """The text; prompt: as the model is given it to answer.
-
-        Raises:
-            MegatrainError: the template does not take the messages.
-        """
+        """The text; prompt: as the model is given it to answer. Raises: MegatrainError: the template does not take the
+        messages."""
         try:
             return self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt,
                                                        **self._more)
@@ -90,11 +87,8 @@ def messages_of(found: list[Any], where: str) -> list[Message]:
 
 
 def rendered(messages: list[Message], template: Template, first: int = 0) -> list[Chat]:
-    """The texts to train: one, or one for each answer. first: the message from which on answers are learned.
-
-    Raises:
-        MegatrainError: the assistant says nothing; the template does not take the messages.
-    """
+    """The texts to train: one, or one for each answer. first: the message from which on answers are learned. Raises:
+    MegatrainError: the assistant says nothing; the template does not take the messages."""
     said = [i for i, m in enumerate(messages) if i >= first and m["role"] in ("assistant", "model")]
     if not said:
         raise MegatrainError(f"{template.where}: no message is the assistant's, and nothing else is learned of a "
@@ -123,7 +117,7 @@ def _answered(messages: list[Message], template: Template) -> Chat:
         prompt = template(before, prompt=True)
     except MegatrainError:                           # nobody spoke before, and the template wants somebody
         prompt = text[:_begin_of_content(messages, text, template)]
-    begin = len(prompt) if text.startswith(prompt) else _same(prompt, text)
+    begin = _same(prompt, text)
     if begin < len(prompt):                          # the answer is not shown as the prompt asks for it
         content = _begin_of_content(messages, text, template)
         if before and not text.startswith(template(before)):

@@ -1,50 +1,46 @@
-"""Texts, prompts and conversations become rows of tokens.
+"""Texts, prompts and conversations become tokens with a mark on those that are trained; sources become one set of data.
 
-    documents -> tokens with a mark on those that are trained -> rows of `seq` tokens
+    data: [new.jsonl:0.9, old.jsonl:0.1]     nine tokens in ten are of the first, one of the second
 
-In a row documents stand behind one another, and position_ids start again at each: most models of transformers, given
-no mask, let each see itself alone. With a model that does not, each document has rows of its own. Plain text is cut
-where a row ends, so that rows are full; what has a beginning that the rest needs (prompts, conversations) stays whole,
-put where it fits best. What is left of a row is a sequence of its own without labels.
+A long text is tokenized in passages, several at once: one call takes 200 bytes a character. Each passage is read with
+some of the text before and behind it, and has the tokens that begin in it. So the tokens are those of one call, where
+two passages have the same tokens around their border. Where they have not (the same few characters again and again),
+and with tokenizers in Python, which do not tell places, the text is cut there.
 """
 from __future__ import annotations
 
-import bisect
-import copy
+import functools
+import hashlib
+import json
+import math
 import random
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from itertools import pairwise
+from pathlib import Path
 from time import monotonic
 from typing import Any, TypeVar
 
 import numpy as np
-import torch
 
 from megatrain_torch import MegatrainError
 
-from . import forms, tokens
 from .chats import Chat, Template, messages_of, rendered
-from .forms import ANSWERED
-from .forms import KNOWN as FIELDS
-from .methods import Pair, pair
-from .reading import records
-from .say import say
+from .records import ANSWERED, KNOWN, as_asked, files_of, records, with_prompt
+from .settings import Settings, say
 
-__all__ = ["Document", "Rows", "collate", "documents", "held_out", "packed", "pairs", "records", "why_alone"]
 T = TypeVar("T")
-IGNORED = -100                       # a label that is no target, torch's own
-PROBE = 8                            # tokens of a document of why_alone
-SAMPLE_BYTES = 8 << 30               # of a model that is made to be asked
-LEAK = 1e-4                          # of the logits: more than rounding in fp32; 1e-6 was seen, and 0.05 of leaks
-# Kinds that were asked in this project's tests.
-SEPARATE = frozenset({"llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "gemma", "gemma2",
-                      "gemma3_text", "phi3", "olmo2", "granite", "glm4", "smollm3"})
-ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}     # layer_types that look at tokens by a mask
 EVERY_S = {True: 0.5, False: 30.0}   # on a terminal, and without one: between two lines that say how far tokenizing is
 TOGETHER = 1000                      # records whose texts the tokenizer is given at once
+PASSAGE = 1 << 14                    # characters
+AROUND = 1 << 11                     # characters before and behind a passage that are read with it
+SAME = 128                   # characters around a border within which both sides must have the same tokens
+AT_ONCE = 4                          # passages: the tokenizer takes them on threads
+# The fields that a record of a method other than sft has.
+NEEDED = {"dpo": ("chosen", "rejected"), "orpo": ("prompt", "chosen", "rejected"), "reward": ("chosen", "rejected"),
+          "kto": ("prompt", "completion", "label"), "grpo": ("prompt",)}
 
 
 @dataclass(frozen=True)
@@ -71,27 +67,40 @@ class Document:
         return Document(self.ids[begin:end], self.trained[begin:end], self.whole)
 
 
-# ---- tokens --------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Pair:
+    """A record as TRL has it. Its length is that of its JSON: weights and shares count characters."""
+
+    record: dict[str, Any]
+    whole: bool = True
+
+    @property
+    def chat(self) -> bool:
+        return any(isinstance(self.record.get(name), list) for name in ("prompt", "chosen", "completion"))
+
+    def __len__(self) -> int:
+        return len(self.text)
+
+    @property
+    def text(self) -> str:
+        return json.dumps(self.record, sort_keys=True)
+
+
+# ---- records -------------------------------------------------------------------------------------
 
 def documents(found: Iterable[dict[str, Any] | MegatrainError], tokenizer: Any, column: str | None = None,
               source: str = "the data", date: datetime | None = None) -> list[Document]:
-    """Tokens of all records that have any; a record that is wrong is left out, and said.
+    """Tokens of all records that have any; a record that is wrong is left out, and said. docs/cli.md has their forms.
 
-    A record is a conversation (`messages` or `conversations`, a list of {"role", "content"} or {"from", "value"}; the
-    assistant's words are trained), a `prompt` with its `completion` (which is trained), both texts or both lists of
-    messages, an `instruction` with its `output`, a `question` with its `answer` (forms.py), or a `text`; `column` names
-    the field where it is another. `tools` and `chat_template_kwargs` beside messages are for the chat template.
+    Args:
+        column: the field to train on. date: the run's first day, for templates that tell it.
 
     Raises:
         MegatrainError: no record is right; or there are no tokens. The message begins with `source`.
     """
     made: list[Document | str] = []
     template, waiting = Template(tokenizer, date), 0
-
-    def read(record: dict[str, Any], where: str) -> Document | str:
-        return _document(record, template, tokenizer, column, where)
-
-    for one in _right(found, read, source):
+    for one in _right(found, lambda record, where: _document(record, template, tokenizer, column, where), source):
         made.append(one)
         if len(made) - waiting >= TOGETHER:
             waiting = _tokenize(made, waiting, tokenizer)
@@ -106,10 +115,7 @@ def documents(found: Iterable[dict[str, Any] | MegatrainError], tokenizer: Any, 
 
 
 def pairs(found: Iterable[dict[str, Any] | MegatrainError], method: str, tokenizer: Any, source: str) -> list[Pair]:
-    """Records for TRL's other methods; what is wrong is left out, and said.
-
-    Raises:
-        MegatrainError: no record is right.
+    """Records for TRL's other methods; what is wrong is left out, and said. Raises: MegatrainError: no record is right.
     """
     chat = bool(tokenizer.chat_template)
     made = list(_right(found, lambda record, where: pair(record, method, chat, where), source))
@@ -146,8 +152,8 @@ def _document(record: dict[str, Any], template: Template, tokenizer: Any, column
               ) -> Document | str:
     """A text as it is: many are tokenized together."""
     if column is None:
-        record = forms.read(record, bool(tokenizer.chat_template), where)
-    field = column or next((k for k in FIELDS if k in record), None)
+        record = as_asked(record, bool(tokenizer.chat_template), where)
+    field = column or next((k for k in KNOWN if k in record), None)
     if field is None or field not in record:
         way = "" if column else ", or call two instruction and output, or question and answer"
         raise MegatrainError(f"{where} has {', '.join(map(repr, record))} and no "
@@ -157,24 +163,11 @@ def _document(record: dict[str, Any], template: Template, tokenizer: Any, column
         return _completion(record, template, tokenizer, where)
     if isinstance(value, list):
         return _talk(rendered(messages_of(value, where), template.for_record(record, where)), template, tokenizer)
-    if isinstance(value, str) and field not in FIELDS[:2]:
+    if isinstance(value, str) and field not in KNOWN[:2]:
         return value
     kind = "null" if value is None else f"a {type(value).__name__}"
-    needed = "a list of messages" if field in FIELDS[:2] else "a text, or a list of messages,"
+    needed = "a list of messages" if field in KNOWN[:2] else "a text, or a list of messages,"
     raise MegatrainError(f"{where}: {field} is {kind}: {needed} is needed")
-
-
-def _tokenize(made: list[Document | str], begin: int, tokenizer: Any) -> int:
-    """Puts documents in the place of texts, from `begin` on; returns how many there are."""
-    texts = [i for i in range(begin, len(made)) if isinstance(made[i], str)]
-    short = [i for i in texts if 0 < len(made[i]) <= 4 * tokens.PASSAGE]
-    # verbose=False: a text may well be longer than the model's window, rows are not.
-    ids = tokenizer([made[i] for i in short], verbose=False)["input_ids"] if short else []
-    found = dict(zip(short, (tokens.compact(tokens.framed(some, tokenizer)) for some in ids)))
-    for i in texts:
-        own = found[i] if i in found else tokens.ids_of(made[i], tokenizer) if made[i] else np.zeros(0, np.uint16)
-        made[i] = Document(own, np.broadcast_to(np.True_, len(own)))
-    return len(made)
 
 
 def _completion(record: dict[str, Any], template: Template, tokenizer: Any, where: str) -> Document:
@@ -185,22 +178,21 @@ def _completion(record: dict[str, Any], template: Template, tokenizer: Any, wher
                              "whole conversation, rename it to messages")
     if isinstance(prompt, list) and isinstance(answer, list) and answer:
         messages = messages_of(prompt, where) + messages_of(answer, where)
-        return _talk(rendered(messages, template.for_record(record, where), len(prompt)), template,
-                     tokenizer)
+        return _talk(rendered(messages, template.for_record(record, where), len(prompt)), template, tokenizer)
     if isinstance(prompt, list) or isinstance(answer, list):
         raise MegatrainError(f"{where}: prompt is {_kind(prompt)} and {name} {_kind(answer)}: both must be texts, or "
                              "both lists of messages")
     if not isinstance(answer, str) or not isinstance(prompt, str):
         raise MegatrainError(f"{where} has {', '.join(map(repr, record))}: a prompt needs a completion (or response) "
                              "beside it, both texts or both lists of messages")
-    first, last = tokens.around(tokenizer)
+    first, last = around(tokenizer)
     ids, trained = _marked(Chat(prompt + answer, [(len(prompt), len(prompt + answer))]), tokenizer)
     ids, marks = [*first, *ids, *last], [False] * len(first) + trained + [True] * len(last)
     twice = next((i for i in range(len(ids) - 1) if not ids[i] == ids[i + 1] == tokenizer.bos_token_id), 0)
-    framed = tokens.framed(ids, tokenizer) or [tokenizer.eos_token_id]
-    marks = [*marks[twice:], True][:len(framed)]
+    whole = _framed(ids, tokenizer) or [tokenizer.eos_token_id]
+    marks = [*marks[twice:], True][:len(whole)]
     marks[-1] = True                                 # the end is learned, where the data has it too
-    return Document(tokens.compact(framed), np.asarray(marks, bool), True)
+    return Document(compact(whole), np.asarray(marks, bool), True)
 
 
 def _kind(value: Any) -> str:
@@ -216,20 +208,82 @@ def _talk(chats: list[Chat], template: Template, tokenizer: Any) -> Document:
             ids.append(tokenizer.eos_token_id)       # the template has none: without it nobody learns to stop
             trained.append(True)
     sizes = np.cumsum([0, *(len(ids) for ids, _ in found)])
-    return Document(tokens.compact(np.concatenate([ids for ids, _ in found])),
+    return Document(compact(np.concatenate([ids for ids, _ in found])),
                     np.concatenate([np.asarray(trained, bool) for _, trained in found]), True,
                     tuple(map(int, sizes[:-1])), chat=True)
+
+
+def pair(record: dict[str, Any], method: str, chat: bool, where: str) -> Pair:
+    """Raises: MegatrainError: it is none that the method takes."""
+    made, needed = dict(with_prompt(record, chat, where)), NEEDED[method]
+    for name in ("prompt", "chosen", "rejected", "completion"):
+        if isinstance(made.get(name), list):
+            made[name] = messages_of(made[name], f"{where}: {name}")
+    if missing := [name for name in needed if made.get(name) in (None, "", [])]:
+        raise MegatrainError(f"{where} has {', '.join(map(repr, record))} and no {missing[0]}: --method {method} "
+                             f"trains on records of {', '.join(needed)}")
+    said = {isinstance(made[name], list) for name in (*needed, "prompt") if name in made and name != "label"}
+    if len(said) > 1:
+        raise MegatrainError(f"{where}: {', '.join(n for n in needed if n != 'label')} must all be texts, or all lists "
+                             "of messages")
+    if "label" in needed:
+        if made["label"] not in (True, False, 0, 1, "True", "False", "true", "false", "0", "1"):
+            raise MegatrainError(f"{where}: label is {made['label']!r}: true or false is needed")
+        made["label"] = str(made["label"]).lower() in ("true", "1")
+    more = (*made,) if method == "grpo" else (*needed, "prompt", "tools", "chat_template_kwargs")
+    return Pair({name: made[name] for name in made if name in more})
+
+
+# ---- tokens --------------------------------------------------------------------------------------
+
+def compact(ids: Sequence[int] | np.ndarray) -> np.ndarray:
+    """[n], in two bytes each where they fit."""
+    found = np.asarray(ids, np.uint32)
+    return found.astype(np.uint16) if not len(found) or found.max() < 1 << 16 else found
+
+
+def _framed(ids: Any, tokenizer: Any) -> Any:
+    """With one beginning-of-text token at most, though the text itself may begin with another, and one of its end."""
+    begin, end = tokenizer.bos_token_id, tokenizer.eos_token_id
+    if not len(ids):
+        return ids
+    while len(ids) > 1 and ids[0] == ids[1] == begin:
+        ids = ids[1:]
+    while len(ids) > 1 and ids[-1] == ids[-2] == end:
+        ids = ids[:-1]
+    if end is None or ids[-1] == end:
+        return ids
+    return compact(np.append(ids, end)) if isinstance(ids, np.ndarray) else [*ids, end]
+
+
+@functools.lru_cache(4)
+def around(tokenizer: Any) -> tuple[list[int], list[int]]:
+    """What the tokenizer puts before and behind a text."""
+    whole, bare = (tokenizer("a", add_special_tokens=special, verbose=False)["input_ids"] for special in (True, False))
+    at = next((i for i in range(len(whole) - len(bare) + 1) if whole[i:i + len(bare)] == bare), 0)
+    return whole[:at], whole[at + len(bare):]
+
+
+def _tokenize(made: list[Document | str], begin: int, tokenizer: Any) -> int:
+    """Puts documents in the place of texts, from `begin` on; returns how many there are."""
+    texts = [i for i in range(begin, len(made)) if isinstance(made[i], str)]
+    short = [i for i in texts if 0 < len(made[i]) <= 4 * PASSAGE]
+    # verbose=False: a text may well be longer than the model's window, rows are not.
+    ids = tokenizer([made[i] for i in short], verbose=False)["input_ids"] if short else []
+    found = dict(zip(short, (compact(_framed(some, tokenizer)) for some in ids)))
+    for i in texts:
+        own = found[i] if i in found else ids_of(made[i], tokenizer) if made[i] else np.zeros(0, np.uint16)
+        made[i] = Document(own, np.broadcast_to(np.True_, len(own)))
+    return len(made)
 
 
 def _marked(chat: Chat, tokenizer: Any) -> tuple[list[int], list[bool]]:
     """Tokens of a text, and which are learned: those that have a character of an answer. One that has characters of
     both sides is the answer's: the prompt before it is as it was."""
-    if tokenizer.is_fast:
-        made = tokenizer(chat.text, add_special_tokens=False, verbose=False, return_offsets_mapping=True)
-        ids, places = made["input_ids"], made["offset_mapping"]
-    else:                                            # in Python, without places: as many tokens as agree
-        ids = tokenizer(chat.text, add_special_tokens=False, verbose=False)["input_ids"]
-        places = _places(chat, ids, tokenizer)
+    made = tokenizer(chat.text, add_special_tokens=False, verbose=False,
+                     **{"return_offsets_mapping": True} if tokenizer.is_fast else {})
+    ids = made["input_ids"]
+    places = made["offset_mapping"] if tokenizer.is_fast else _places(chat, ids, tokenizer)
     marks = np.zeros(len(ids), bool)
     first, last = (np.asarray([place[i] for place in places], np.int64) for i in (0, 1))
     for begin, end in chat.answers:
@@ -238,7 +292,8 @@ def _marked(chat: Chat, tokenizer: Any) -> tuple[list[int], list[bool]]:
 
 
 def _places(chat: Chat, ids: list[int], tokenizer: Any) -> list[tuple[int, int]]:
-    """Characters of each token, as far as answers' borders tell: a token is where the text up to there has it."""
+    """Characters of each token, as far as answers' borders tell, of a tokenizer in Python: a token is where the text up
+    to there has it."""
     borders = sorted({0, len(chat.text), *(at for place in chat.answers for at in place)})
     places, begin = [], 0
     for a, b in pairwise(borders):
@@ -250,217 +305,194 @@ def _places(chat: Chat, ids: list[int], tokenizer: Any) -> list[tuple[int, int]]
     return places
 
 
-# ---- rows ----------------------------------------------------------------------------------------
+# ---- long texts ----------------------------------------------------------------------------------
 
-def held_out(found: list[Document], share: float, seed: int) -> tuple[list[Document], list[Document]]:
-    """(documents to train on, documents held out): in an order drawn once, the last `share` of the tokens. A text on
-    the border is cut there; a document that stays whole is held out."""
-    order = random.Random(seed).sample(found, len(found))
-    left = sum(map(len, found)) - int(share * sum(map(len, found)))
-    for i, document in enumerate(order):
-        if left < len(document):
-            if document.whole:
-                i += not i                               # one there is, to be trained
-                return order[:i], order[i:]
-            parts = [document.cut(0, left), document.cut(left, len(document))]
-            return [d for d in [*order[:i], parts[0]] if len(d)], [d for d in [parts[1], *order[i + 1:]] if len(d)]
-        left -= len(document)
-    return order, []
+def ids_of(text: str, tokenizer: Any) -> np.ndarray:
+    """[n] tokens of a text, with its own beginning and end; none, if it is empty."""
+    if len(text) <= 4 * PASSAGE:
+        return compact(_framed(tokenizer(text, verbose=False)["input_ids"], tokenizer))
+    first, last = around(tokenizer)
+    return _framed(compact(np.concatenate([compact(first), *_passages(text, tokenizer), compact(last)])), tokenizer)
 
 
-class NoRow(dict):
-    """In the place of a row where others have more of them."""
+def _passages(text: str, tokenizer: Any) -> Iterator[np.ndarray]:
+    """Tokens of each passage. One that disagrees with the next about their border is tokenized anew, and so is that,
+    as if the text were cut there; what each has at its other border stays: a passage is longer than AROUND."""
+    borders = [0]
+    while len(text) - borders[-1] > 2 * PASSAGE:
+        near = borders[-1] + PASSAGE                     # behind a paragraph, a line or a word that ends shortly before
+        ends = ((text.rfind(mark, near - PASSAGE // 2, near), mark) for mark in ("\n\n", "\n", " "))
+        borders.append(next((at + len(mark) for at, mark in ends if at >= 0), near))
+    places = list(pairwise([*borders, len(text)]))
+    hard = {0, len(text)} if tokenizer.is_fast else {0, *borders, len(text)}      # where nothing is read beyond
+    before: _Passage | None = None
+    for some in (places[i:i + AT_ONCE] for i in range(0, len(places), AT_ONCE)):
+        for here, (begin, end) in zip(_read(text, some, hard, tokenizer), some):
+            if before is not None:
+                if begin not in hard and not all(map(np.array_equal, before.around(begin), here.around(begin))):
+                    hard.add(begin)
+                    [before] = _read(text, [(before.begin, begin)], hard, tokenizer)
+                    [here] = _read(text, [(begin, end)], hard, tokenizer)
+                yield before.ids
+            before = here
+    yield before.ids
 
-    @staticmethod
-    def of(seq: int) -> NoRow:
-        """Nothing is learned of it."""
-        return NoRow(input_ids=torch.zeros(seq, dtype=torch.int64), position_ids=torch.arange(seq),
-                     labels=torch.full((seq,), IGNORED))
 
+@dataclass
+class _Passage:
+    """Tokens of a passage and of some text around it, each with the character that it begins at."""
 
-@dataclass(frozen=True, eq=False)
-class Rows(torch.utils.data.Dataset):
-    """ids: [rows, seq], of two bytes where they fit; learned, begins: [rows, seq] bool: what is a target, where a
-    document's positions start again. cut: documents that lost their end, being longer than a row; shared: rows with
-    several documents; alone: there were to be none."""
+    begin: int
+    end: int
+    all: np.ndarray
+    at: np.ndarray
 
-    ids: np.ndarray
-    learned: np.ndarray
-    begins: np.ndarray
-    cut: int = 0
-    shared: int = 0
-    alone: bool = False
+    def _some(self, begin: int, end: int) -> slice:
+        return slice(*np.searchsorted(self.at, (begin, end)))
 
-    def __len__(self) -> int:
-        return len(self.ids)
-
-    def __getitem__(self, i: int | None) -> dict[str, torch.Tensor]:
-        """None: no row."""
-        if i is None:
-            return NoRow.of(self.ids.shape[1])
-        ids = self.ids[i].astype(np.int64)
-        return {"input_ids": torch.from_numpy(ids), "position_ids": torch.from_numpy(_positions(self.begins[i])),
-                "labels": torch.from_numpy(np.where(self.learned[i], ids, IGNORED))}
+    def around(self, border: int) -> tuple[np.ndarray, np.ndarray]:
+        near = self._some(border - SAME, border + SAME)
+        return self.all[near], self.at[near]
 
     @property
-    def positions(self) -> np.ndarray:
-        """[rows, seq], all of them."""
-        return np.stack([_positions(row) for row in self.begins]) if len(self) else np.zeros(self.ids.shape, np.int64)
+    def ids(self) -> np.ndarray:
+        """Those that begin in it."""
+        return self.all[self._some(self.begin, self.end)].copy()
+
+
+def _read(text: str, places: list[tuple[int, int]], hard: set[int], tokenizer: Any) -> list[_Passage]:
+    begins = [a if a in hard else max(0, a - AROUND) for a, _ in places]
+    ends = [b if b in hard else b + AROUND for _, b in places]
+    made = tokenizer([text[a:b] for a, b in zip(begins, ends)], add_special_tokens=False, verbose=False,
+                     return_attention_mask=False, **{"return_offsets_mapping": True} if tokenizer.is_fast else {})
+    found = []
+    for i, (a, b) in enumerate(places):
+        ids = compact(made["input_ids"][i])
+        # Without places all tokens are the passage's own: it was cut at both ends.
+        at = np.full(len(ids), a) if not tokenizer.is_fast else begins[i] + np.fromiter(
+            (first for first, _ in made["offset_mapping"][i]), np.int64, len(ids))
+        found.append(_Passage(a, b, ids, at))
+    return found
+
+
+# ---- several sources -----------------------------------------------------------------------------
+
+@dataclass(frozen=True)
+class Source:
+    """One of the data's sources. weight: its share of the tokens, in parts of the sum; None: all of it is taken."""
+
+    name: str
+    weight: float | None
+    documents: list[Document]
 
     @property
-    def labels(self) -> np.ndarray:
-        """[rows, seq], all of them."""
-        return np.where(self.learned, self.ids.astype(np.int64), IGNORED)
-
-    @property
-    def targets(self) -> int:
-        """Tokens that are predicted."""
-        return int(self.learned.sum())
-
-    def first(self, most: int) -> Rows:
-        return Rows(self.ids[:most], self.learned[:most], self.begins[:most])
+    def tokens(self) -> int:
+        return sum(map(len, self.documents))
 
 
-def _positions(begins: np.ndarray) -> np.ndarray:
-    """[seq], which start again at 0 wherever a document begins."""
-    at = np.arange(len(begins))
-    return at - np.maximum.accumulate(np.where(begins, at, 0))
-
-
-def packed(found: Sequence[Document], seq: int, filler: int, alone: bool = False) -> Rows:
-    """Documents in rows of `seq` tokens; filler: a token for what is left of a row; alone: no two in one row."""
-    found = [part for d in found for part in d.parts]
-    if alone:
-        plan = [[d.cut(at, at + seq)] for d in found for at in range(0, seq if d.whole else len(d), seq)]
-    else:
-        plan = _streamed([d for d in found if not d.whole], seq) + _fitted([d for d in found if d.whole], seq)
-    kind = np.result_type(np.uint16 if filler < 1 << 16 else np.uint32, *{d.ids.dtype for d in found})
-    ids = np.full((len(plan), seq), filler, kind)
-    learned, begins = np.zeros((len(plan), seq), bool), np.zeros((len(plan), seq), bool)
-    for row, parts in enumerate(plan):
-        at = 0
-        for part in parts:
-            here = slice(at, at + len(part))
-            ids[row, here] = part.ids
-            begins[row, at] = True
-            # The first token follows nothing: its place is the last of the document before, which must not learn it.
-            learned[row, here][1:] = part.trained[1:]
-            at += len(part)
-        if at < seq:
-            begins[row, at] = True
-    cut, shared = sum(d.whole and len(d) > seq for d in found), sum(len(parts) > 1 for parts in plan)
-    return Rows(ids, learned, begins, cut, shared, alone)
-
-
-def prompts_too_long(found: Sequence[Document], seq: int) -> str | None:
-    """Words for it, if all that is to be trained comes behind what a row holds."""
-    found = [part for d in found for part in d.parts]
-    if not all(d.whole and not d.trained[1:seq].any() for d in found):
-        return None
-    return (f"every prompt is longer than a row of {seq} (--seq), or as long, and nothing is left of what is to be "
-            f"learned; the longest, with its completion, has {max(map(len, found))} tokens")
-
-
-def _streamed(found: Sequence[Document], seq: int) -> list[list[Document]]:
-    """Rows that are full but for the last: a text goes on in the next row."""
-    rows: list[list[Document]] = []
-    room = 0
-    for document in found:
-        at = 0
-        while at < len(document):
-            if room == 0:
-                rows.append([])
-                room = seq
-            part = document.cut(at, at + room)
-            rows[-1].append(part)
-            at, room = at + len(part), room - len(part)
-    return rows
-
-
-def _fitted(found: Sequence[Document], seq: int) -> list[list[Document]]:
-    """Best fit, longest first: each where least room is left over. Longer than a row: its beginning."""
-    rows: list[list[Document]] = []
-    rooms: list[tuple[int, int]] = []                # (room, row), ascending
-    for document in sorted((d.cut(0, seq) for d in found), key=len, reverse=True):
-        i = bisect.bisect_left(rooms, (len(document), -1))
-        room, row = rooms.pop(i) if i < len(rooms) else (seq, len(rows))
-        if row == len(rows):
-            rows.append([])
-        rows[row].append(document)
-        bisect.insort(rooms, (room - len(document), row))
-    return rows
-
-
-def collate(flat: bool) -> Callable[[list[dict[str, torch.Tensor]]], dict[str, torch.Tensor]]:
-    """Rows to a micro-batch: [B, seq], or, flat, [1, B * seq]: positions start again at each row anyhow."""
-    def batch(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-        rows = [r for r in rows if not isinstance(r, NoRow)] or rows[:1]
-        stacked = {name: torch.stack([r[name] for r in rows]) for name in rows[0]}
-        return {name: t.reshape(1, -1) for name, t in stacked.items()} if flat else stacked
-
-    return batch
-
-
-# ---- whether documents may share a row -----------------------------------------------------------
-
-def why_alone(model: Any, seq: int, flat: bool) -> str | None:
-    """Why each document needs rows of its own with this model, or None: they may share rows.
-
-    Kinds of SEPARATE were asked. One with layers that carry a state from token to token is not: a mask does not reach
-    it, and what it carries may be small today. Of any other a small one is made, of this class and configuration.
-    """
-    name, config = type(model).__name__, model.config
-    if config.model_type in SEPARATE:
-        return None
-    kinds = set(getattr(config, "layer_types", None) or ())
-    if kinds - ATTENTION or any(isinstance(m, torch.nn.Conv1d) for m in model.modules()):
-        return f"{name} has layers that carry a state from token to token, from one document into the next"
+def named(word: str) -> tuple[str, float | None]:
+    """(path or name, weight) of `path:0.3`. A path that is there as it stands is one, colons or not. Raises:
+    MegatrainError: the weight is not more than 0."""
+    name, _, tail = word.rpartition(":")
     try:
-        leak, scale = _leak(_sample(model), max(1, min(PROBE, seq // 2)), flat)
-    except Exception as why:                         # a model is a program; without an answer, what is always right
-        return f"whether documents in one row of {name} see each other could not be asked ({why})"
-    if leak <= LEAK * scale:                         # not so of NaN, which is no answer either
-        return None
-    return f"documents in one row of {name} see each other, whatever position_ids say"
+        weight = float(tail) if name and not Path(word).exists() else None
+    except ValueError:
+        weight = None
+    if weight is None:
+        return word, None
+    if not (math.isfinite(weight) and weight > 0):
+        raise MegatrainError(f"data={word}: a weight is a share of the tokens, more than 0")
+    return name, weight
 
 
-def _sample(model: Any) -> Any:
-    """A model of the same class in fp32, with the first layers of each kind and a small vocabulary, whose weights are
-    so large that what one token has of another is seen."""
-    config = copy.deepcopy(model.config)
-    kinds = getattr(config, "layer_types", None) or [""] * 2
-    most = max(2, *(kinds.index(kind) + 1 for kind in set(kinds)), getattr(config, "first_k_dense_replace", 0) + 1)
-    config.num_hidden_layers = min(most, config.num_hidden_layers)
-    if getattr(config, "layer_types", None):
-        config.layer_types = kinds[:config.num_hidden_layers]
-    for name, most in (("vocab_size", 64), ("intermediate_size", 256), ("moe_intermediate_size", 64)):
-        if isinstance(getattr(config, name, None), int):
-            setattr(config, name, min(getattr(config, name), most))
-    config.pad_token_id = config.bos_token_id = config.eos_token_id = None
-    if hasattr(config, "quantization_config"):
-        del config.quantization_config
-    with torch.device("meta"):
-        size = 4 * sum(p.numel() for p in type(model)(config).parameters())
-    if size > SAMPLE_BYTES:
-        raise MegatrainError(f"a small one has {size / 2**30:.0f} GiB")
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        made = type(model)(config).float().eval()
-        for p in made.parameters():
-            if p.dim() > 1:
-                p.data.normal_(0, p[0].numel() ** -0.5)
+def sources(settings: Settings, words: tuple[str, ...], tokenizer: Any, date: datetime | None = None
+            ) -> list[Source]:
+    """All of them, read and tokenized. Raises: MegatrainError: one cannot be read, has nothing to train on, or some
+    have weights and some have none."""
+    found = [named(word) for word in words]
+    without = [name for name, weight in found if weight is None]
+    if without and len(without) < len(found):
+        raise MegatrainError(f"data: {without[0]} has no weight, and others have: give each one, {without[0]}:0.5")
+    if len(found) == 1 and not without:
+        raise MegatrainError(f"data={words[0]}: a weight is a share among several sources, and this is one alone; all "
+                             f"of it is taken as {found[0][0]}")
+    for name, _ in found:
+        files_of(name)                       # what is not there is said before hours of tokenizing
+    return [Source(name, weight, pairs(records(name, settings.split), settings.method, tokenizer, name)
+                   if settings.method != "sft" else
+                   documents(records(name, settings.split), tokenizer, settings.column, name, date))
+            for name, weight in found]
+
+
+def shuffled(found: list[Document], seed: int) -> list[Document]:
+    return random.Random(seed).sample(found, len(found))
+
+
+def mixed(found: list[Source], seed: int) -> list[Document]:
+    """Documents of all sources, by their weights; which ones of a source, `seed` says. Nothing is taken twice: the
+    source that is smallest for its share is used up. Without weights all is taken of all."""
+    if found[0].weight is None:
+        return [d for source in found for d in source.documents]
+    whole = sum(source.weight for source in found)
+    most = min(source.tokens * whole / source.weight for source in found)
+    taken = [_taken(source, round(most * source.weight / whole), seed) for source in found]
+    tokens = [sum(map(len, some)) for some in taken]
+    for source, own in zip(found, tokens):
+        say(f"{source.name}: {own:,} of {source.tokens:,} tokens, {own / max(1, sum(tokens)):.0%} of the data")
+    return [d for some in taken for d in some]
+
+
+def _taken(source: Source, tokens: int, seed: int) -> list[Document]:
+    """So many tokens; of a document that stays whole more than half has to be wanted."""
+    made: list[Document] = []
+    for document in shuffled(source.documents, seed):
+        if tokens <= 0:
+            break
+        if not document.whole:
+            document = document.cut(0, min(tokens, len(document)))
+        elif 2 * tokens < len(document):
+            continue
+        made.append(document)
+        tokens -= len(document)
     return made
 
 
-@torch.no_grad()
-def _leak(model: Any, length: int, flat: bool) -> tuple[float, float]:
-    """(how far logits of one document [length] move with what another before it says, how far apart they are by
-    themselves): the root of the mean square. Rows are in the form that training gives them."""
-    one, *others = torch.randint(model.get_input_embeddings().num_embeddings, (3, length),
-                                 generator=torch.Generator().manual_seed(0))
-    again = torch.arange(length).repeat(2)
-    rows = [{"input_ids": torch.cat([other, one]), "position_ids": again} for other in others]
-    alone = {"input_ids": torch.cat([one, one]), "position_ids": again}
-    logits = model(**collate(flat)([*rows, alone]), use_cache=False).logits.view(3, 2, length, -1)
-    first = logits[2, 0]                             # nothing is before it
-    return max((logits[row, 1] - first).square().mean().sqrt().item() for row in range(3)), first.std().item()
+SAID = ("seq", "seed", "validation")                     # settings that say which row is the n-th
+
+
+def identity(settings: Settings, found: list[Source], held: list[Source]) -> dict[str, Any]:
+    """What tells the rows from others. held: held out, where that is data of its own."""
+    return {"sources": [_about(source) for source in found], "validation sources": [_about(source) for source in held],
+            "chat": any(d.chat for source in found for d in source.documents),
+            **{name: getattr(settings, name) for name in SAID if name != "validation" or not held}}
+
+
+def _about(source: Source) -> dict[str, Any]:
+    whole = hashlib.sha256()
+    for d in source.documents:
+        if isinstance(d, Pair):
+            whole.update(d.text.encode())
+            continue
+        whole.update(f"{len(d)} {d.whole} {d.trained.all()} {'' if len(d.starts) == 1 else d.starts}".encode())
+        whole.update(d.ids.astype("<u4").tobytes() if len(d) < 1 << 20 else d.ids.data)
+        if not d.trained.all():
+            whole.update(d.trained.tobytes())
+    return {"name": source.name, "weight": source.weight, "tokens": source.tokens, "sha256": whole.hexdigest()}
+
+
+def difference(then: dict[str, Any], now: dict[str, Any]) -> str:
+    """Words for what differs between two identities, where the rows do; "": they are the same."""
+    for kind in ("sources", "validation sources"):
+        before, after = then.get(kind) or [], now[kind]
+        if not isinstance(before, list) or len(before) != len(after):
+            return f"data has {len(after)} sources now, and had others when the run began"
+        for a, b in zip(before, after):
+            a = a if isinstance(a, dict) else {}
+            if a.get("sha256") != b["sha256"]:
+                counts = (f" ({b['tokens']:,} tokens now, and {a['tokens']:,} then)"
+                          if isinstance(a.get("tokens"), int) else "")
+                return f"{b['name']} is not what the run was begun with{counts}"
+            if a.get("weight") != b["weight"]:
+                return f"{b['name']} has a weight of {b['weight']} now, and had {a.get('weight')}"
+    changed = [name for name in SAID if then.get(name) != now.get(name)]
+    return f"{changed[0]} is {now.get(changed[0])} now, and was {then.get(changed[0])}" if changed else ""

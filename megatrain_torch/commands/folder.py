@@ -1,43 +1,321 @@
-"""A run's folder, and models by name.
+"""A run's folder: what the run made in it, who writes there now, and what is read of it.
 
     config.yaml               settings, those that were chosen too
     log.jsonl                 a line for each logged step and each evaluation
     checkpoint-200/ ...       all that resume needs, in Hugging Face format
     model/                    the model at the end
     plan.html, step.html, storage.html, timeline.svg      for `megatrain report`
-    megatrain-run.json        what of all this the run made (owned.py)
+    megatrain-run.json        the marker: what makes a folder a run, and each entry that the run made
+    .megatrain-run.lock       while a command writes; locked (flock), however that command ends
+
+What a run may do there:
+(1) An entry is listed before it is made, so that whatever a crash leaves is known.
+(2) Only what is listed is ever removed or replaced.
+(3) Of a listed folder only files go that are as they were written, by size and time of change: what somebody put beside
+    them, or changed, stays.
+(4) The marker is replaced as a whole, and is on the disk before what it lists.
 """
 from __future__ import annotations
 
 import contextlib
-import difflib
-import functools
+import errno
+import fcntl
 import json
-import logging
 import os
 import re
-import threading
-from dataclasses import dataclass
+import shutil
+import socket
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
-
+import megatrain_torch as mt
 from megatrain_torch import MegatrainError
 
-from ..base.strict import field, is_count, parsed, table
-from ..checkpoint import manifest
-from ..model.pretrained import loaded
-from ..store.bases import expands, with_base
-from . import lora
-from .owned import CONFIG, FINAL, HALF, LOG, MARKER, SCRATCH, WHOLE, Owned, replace
-from .settings import Settings, read_yaml
+from .settings import Settings, as_yaml, from_json, near, read_yaml, say
 
-__all__ = ["CONFIG", "FINAL", "HALF", "LOG", "SCRATCH", "WHOLE"]
+MARKER, LOCK = "megatrain-run.json", ".megatrain-run.lock"
+PROGRAM, VERSION = "megatrain", 1
+CONFIG, LOG, FINAL = "config.yaml", "log.jsonl", "model"
+WHOLE = "trainer_state.json"                 # of a checkpoint: written last, removed first
+UNFINISHED = ".unfinished"                   # small files of a checkpoint that is being written
+HALF = "model.unfinished"                    # the model at the end, until it has its name
+PAGES = ("plan.html", "step.html", "storage.html", "timeline.svg")
+FILE, SCRATCH = "file", "scratch"            # of an entry that is no folder of files; of one that goes as a whole
 ADAPTER = "adapter_config.json"              # of PEFT: what makes a folder an adapter
-# What a tokenizer's files begin with, one of them at least.
-TOKENIZER_FILES = ("tokenizer", "tekken", "vocab", "merges", "spiece", "sentencepiece", "spm", "source.spm")
+# With names that mt.save gives meanwhile.
+_CHECKPOINT = re.compile(r"(checkpoint-(\d{1,18}))(\.(?:tmp|old)-\d+-\d+)?")
+_BESIDE = re.compile(rf"\.({re.escape(MARKER)}|{re.escape(CONFIG)}|{re.escape(LOG)})\.\d+\.unfinished")
+Entry = str | dict[str, list[int] | None]    # FILE, SCRATCH; or a folder's files: [size, time] of each, None: begun
 
+
+class Owned:
+    """A run's folder, as its marker has it.
+
+    Attributes:
+        entries: by name. data: what the run's rows were made of (mixture.identity).
+
+    Raises:
+        MegatrainError: the marker is not as this program writes it.
+    """
+
+    def __init__(self, run: Path) -> None:
+        self.run, self.entries, self.data = run, {}, {}
+        self._lock = -1                      # the descriptor, in the process that locked it
+        if (run / MARKER).is_file():
+            self._read()
+
+    @staticmethod
+    def opened(run: Path) -> Owned:
+        """Raises: MegatrainError: the folder has no marker."""
+        if not (run / MARKER).is_file():
+            raise MegatrainError(f"{run} is no run: it has no {MARKER}; megatrain train makes one")
+        return Owned(run)
+
+    def _read(self) -> None:
+        where = self.run / MARKER
+        found = from_json(where.read_bytes(), str(where))
+        if not isinstance(found, dict) or (found.get("program"), found.get("version")) != (PROGRAM, VERSION):
+            raise MegatrainError(f"{where}: a table of program {PROGRAM!r}, version {VERSION}, is needed")
+        self.data, self.entries = found.get("data"), found.get("entries")
+        if not isinstance(self.data, dict) or not isinstance(self.entries, dict):
+            raise MegatrainError(f"{where}: data and entries are needed, each a table")
+        if wrong := [name for name, entry in self.entries.items() if not _is_entry(name, entry)]:
+            raise MegatrainError(f"{where}: entry {wrong[0]!r} is none that a run makes")
+
+    # ---- who writes ----
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[Owned]:
+        """For as long as a command writes. A folder that is not there yet is locked by `start`. Raises: MegatrainError:
+        another process writes there."""
+        try:
+            if self.run.is_dir():
+                self.lock()
+            yield self
+        finally:
+            if self._lock >= 0:
+                (self.run / LOCK).unlink(missing_ok=True)    # before the lock goes: nobody removes another's
+                os.close(self._lock)
+            self._lock = -1
+
+    def lock(self) -> None:
+        """Raises: MegatrainError: another process has it."""
+        path = self.run / LOCK
+        while self._lock < 0:
+            try:
+                fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW)
+            except OSError as why:
+                raise MegatrainError(f"out={self.run}: nothing can be written there ({why.strerror}); name "
+                                     "another") from None
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as why:
+                who = os.pread(fd, 200, 0).decode(errors="replace").strip() or "another process"
+                os.close(fd)
+                if why.errno not in (errno.EWOULDBLOCK, errno.EACCES):
+                    path.unlink(missing_ok=True)
+                    say(f"{self.run}: this file system has no locks ({why.strerror}); no second run may write there")
+                    break
+                raise MegatrainError(f"{self.run} is being written by {who}: wait for it, or name another "
+                                     "folder") from None
+            try:
+                here = os.path.samestat(os.fstat(fd), os.stat(path))
+            except FileNotFoundError:
+                here = False
+            if not here:                                 # whoever had it before removed it meanwhile: once more
+                os.close(fd)
+                continue
+            self._lock = fd
+            # A forked child, a DataLoader's worker say, must not keep the lock when this process is gone.
+            os.register_at_fork(after_in_child=self._leave)
+        if (self.run / MARKER).is_file():                # as whoever had the lock before left it
+            self._read()
+        if self._lock >= 0:
+            os.ftruncate(self._lock, 0)
+            os.pwrite(self._lock, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+            for beside in self.run.iterdir():            # what `replace` of killed commands left goes
+                if _BESIDE.fullmatch(beside.name) and not beside.is_dir():
+                    beside.unlink()
+
+    def _leave(self) -> None:
+        """In a forked child: the lock is its parent's."""
+        if self._lock >= 0:
+            os.close(self._lock)
+        self._lock = -1
+
+    # ---- entries ----
+
+    def strangers(self) -> list[str]:
+        """Names in the folder that a run gives, of what this run did not make, or not as it is now."""
+        found = []
+        for name in sorted(p.name for p in self.run.iterdir()) if self.run.is_dir() else ():
+            if name in (CONFIG, LOG, FINAL, UNFINISHED, HALF, *PAGES) or _CHECKPOINT.fullmatch(name):
+                found += self.changed(name) if _entry_of(name) in self.entries else [name]
+        return found
+
+    def changed(self, name: str) -> list[str]:
+        """Of a listed entry the paths, from the run's folder, that are not as the run left them."""
+        entry, path = self.entries.get(_entry_of(name)), self.run / name
+        if path.is_symlink():
+            return [name]
+        if not isinstance(entry, dict) or name != _entry_of(name):
+            return [] if path.is_dir() == (entry != FILE) else [name]
+        if not path.is_dir():
+            return [name] if path.exists() else []
+        if entry and None not in entry.values():
+            return [f"{name}/{file}" for file in _files(path) if entry.get(file) != _mark(path / file)]
+        try:                                             # begun, and never noted as whole
+            own = mt.inspect_checkpoint(path).files
+        except (MegatrainError, OSError):
+            own = {f for f in _files(path) if f.endswith((".safetensors", ".safetensors.index.json"))}
+        return [f"{name}/{file}" for file in _files(path) if file not in entry and file not in own]
+
+    def begin(self, name: str, entry: Entry) -> None:
+        """Lists what will be made, before it is. Raises: MegatrainError: something else has the name, or what was made
+        was changed since."""
+        path = self.run / name
+        if os.path.lexists(path) and (name not in self.entries or self.changed(name)):
+            raise MegatrainError(f"{path} is there, and this run did not make it, or not as it is now: it stays; move "
+                                 "it away, and resume")
+        self.entries[name] = entry
+        self._write()
+
+    def made(self, name: str, at: Path | None = None) -> None:
+        """A folder is whole: what is in it is the run's, as it is now. at: where it is until it has its name."""
+        path = at or self.run / name
+        self.entries[name] = {file: _mark(path / file) for file in _files(path)}
+        self._write()
+
+    def remove(self, name: str) -> list[str]:
+        """An entry goes, with what is listed of it; returns what stays."""
+        path, stays, entry = self.run / name, self.changed(name), self.entries[name]
+        if entry == FILE and not stays:
+            path.unlink(missing_ok=True)
+        elif entry == SCRATCH and not stays:
+            shutil.rmtree(path, ignore_errors=True)
+        elif not path.is_symlink() and path.is_dir():
+            for file in sorted(_files(path), key=lambda f: f != WHOLE):
+                if f"{name}/{file}" not in stays:
+                    (path / file).unlink()
+            for below, _, _ in os.walk(path, topdown=False):
+                with contextlib.suppress(OSError):       # it is not empty
+                    os.rmdir(below)
+        del self.entries[name]
+        self._write()
+        return stays
+
+    # ---- begin and end of a run ----
+
+    def start(self, data: dict[str, Any]) -> None:
+        """A new run, in place of the one that the folder has: everything else was checked. Raises: MegatrainError: the
+        folder has what no run made, or another process writes there."""
+        known = set(self.entries)
+        self.lock()
+        if set(self.entries) != known:
+            raise MegatrainError(f"{self.run} has another run since this one was asked for: name another folder")
+        self.check_free()
+        for name in list(self.entries):
+            self._remove_drafts(name)
+            self.remove(name)
+        self.entries = dict.fromkeys((CONFIG, LOG, *PAGES), FILE) | {UNFINISHED: SCRATCH}
+        self.note_data(data)
+
+    def go_on(self, data: dict[str, Any]) -> None:
+        """Behind the last checkpoint: what was begun after it, and what the log has of later steps, goes."""
+        whole = checkpoints(self.run)
+        for name in [name for name in self.entries if step_of(name) >= 0]:
+            self._remove_drafts(name)
+            if self.run / name not in whole:
+                if (self.run / name).exists():
+                    say(f"{name} was being written when the run ended: removed")
+                self.remove(name)
+        forget_after(self.run, step_of(whole[-1].name))
+        self.note_data(data)
+
+    def check_free(self) -> None:
+        """Raises: MegatrainError: a run's names are taken by what it did not make."""
+        if found := self.strangers():
+            more = f" and {len(found) - 3} more" if len(found) > 3 else ""
+            raise MegatrainError(f"out={self.run} has {', '.join(found[:3])}{more}, which no run of megatrain made, or "
+                                 "not as it is now, and a run would put its own there: --out names another folder")
+
+    def note_data(self, data: dict[str, Any]) -> None:
+        self.data = data
+        self._write()
+
+    @property
+    def nbytes(self) -> int:
+        """Of all that is listed."""
+        paths = [self.run / name for name in self.entries]
+        files = [f for p in paths if not p.is_symlink() for f in ([p] if p.is_file() else map(p.joinpath, _files(p)))]
+        return sum(f.lstat().st_size for f in files)
+
+    def _remove_drafts(self, name: str) -> None:
+        """What killed saves of a checkpoint left: the lock is this process's, so nobody writes there."""
+        for path in self.run.glob(f"{name}.*") if step_of(name) >= 0 else ():
+            if _CHECKPOINT.fullmatch(path.name) and not path.is_symlink():
+                shutil.rmtree(path, ignore_errors=True)
+
+    def _write(self) -> None:
+        body = {"program": PROGRAM, "version": VERSION, "entries": self.entries, "data": self.data}
+        replace(self.run / MARKER, json.dumps(body, indent=1).encode())
+
+
+def replace(path: Path, data: bytes) -> None:
+    """A file's contents, all or none of it, on the disk."""
+    beside = path.with_name(f".{path.name}.{os.getpid()}.unfinished")
+    beside.write_bytes(data)
+    sync(beside)
+    os.replace(beside, path)
+    sync(path.parent)
+
+
+def sync(path: Path) -> None:
+    """What the system holds of a file or folder is on the disk when this returns."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _is_entry(name: str, entry: Any) -> bool:
+    """May a marker list this?"""
+    if name in (UNFINISHED, HALF, CONFIG, LOG, *PAGES):
+        return entry == (SCRATCH if name in (UNFINISHED, HALF) else FILE)
+    return (name == FINAL or step_of(name) >= 0) and isinstance(entry, dict) and all(
+        all(part not in ("", ".", "..") and "\0" not in part and "\\" not in part for part in file.split("/"))
+        and (mark is None or (isinstance(mark, list) and len(mark) == 2 and all(map(is_count, mark))))
+        for file, mark in entry.items())
+
+
+def is_count(value: Any) -> bool:
+    """A whole number of 64 bits, 0 or more; True is none."""
+    return type(value) is int and 0 <= value < 2**63
+
+
+def _entry_of(name: str) -> str:
+    """A checkpoint that is being written, or was one a moment ago, is that checkpoint's."""
+    found = _CHECKPOINT.fullmatch(name)
+    return found[1] if found else name
+
+
+def _files(path: Path) -> list[str]:
+    """All that is no folder, below one; links are not followed."""
+    found = []
+    for below, folders, files in os.walk(path):
+        links = [name for name in folders if os.path.islink(os.path.join(below, name))]
+        found += [os.path.relpath(os.path.join(below, name), path) for name in [*files, *links]]
+    return sorted(found)
+
+
+def _mark(path: Path) -> list[int]:
+    found = path.lstat()
+    return [found.st_size, found.st_mtime_ns]
+
+
+# ---- what is read of a run -----------------------------------------------------------------------
 
 def settings_of(run: Path) -> Settings:
     """Raises: MegatrainError: it is no run's folder."""
@@ -47,106 +325,42 @@ def settings_of(run: Path) -> Settings:
     return Settings.of(read_yaml(run / CONFIG), str(run / CONFIG))
 
 
-def checkpoints(run: Path) -> list[Path]:
-    """The whole ones that the run made, oldest first."""
-    found = [(step_of(name), run / name) for name in Owned(run).entries if step_of(name) >= 0]
-    return [p for _, p in sorted(found) if (p / WHOLE).is_file()]
-
-
-def step_of(name: str) -> int:
-    """Of a checkpoint, by its name; -1: it is none."""
-    found = re.fullmatch(r"checkpoint-(\d{1,18})", name)
-    return int(found[1]) if found else -1
-
-
-def remove_torn(owned: Owned) -> list[str]:
-    """Names of checkpoints that the run never finished. They are gone then, as is what killed saves left."""
-    whole = {p.name for p in checkpoints(owned.run)}
-    listed = [name for name in owned.entries if step_of(name) >= 0]
-    for name in listed:
-        manifest.sweep(owned.run / name)
-    torn = [name for name in listed if name not in whole]
-    found = [name for name in torn if (owned.run / name).exists()]
-    for name in torn:
-        owned.remove(name)
-    return sorted(found)
-
-
-def last_checkpoint(run: Path) -> Path:
-    """Raises: MegatrainError: there is none."""
-    found = checkpoints(run)
-    if not found:
-        raise MegatrainError(f"{run} has no checkpoint yet; megatrain train --out {run} --overwrite begins again")
-    return found[-1]
-
-
-def dtype_of(checkpoint: Path) -> str | None:
-    """Of the model, as its config.json says; None where it has none, as of a model with adapters."""
-    path = checkpoint / "config.json"
-    if not path.is_file() and (checkpoint / ADAPTER).is_file():
-        return None
-    return table(parsed(path.read_bytes(), path), str(path)).get("dtype")
-
-
-@dataclass(frozen=True)
-class Source:
-    """What a name on the command line stands for.
-
-    Attributes:
-        model: what from_pretrained takes. words: the same of the tokenizer.
-        adapter: the folder of an adapter over it, None: there is none. base: how its linear weights are kept, and
-            dtype: of the others, as it was trained so.
-    """
-
-    model: str
-    words: str
-    adapter: Path | None = None
-    base: str = "none"
-    dtype: str = "auto"
-
-    def alone(self, name: str) -> Source:
-        """Raises: MegatrainError: it is not a whole model."""
-        if self.adapter is not None:
-            raise MegatrainError(f"{name} is an adapter over {self.model}: megatrain export {name} FOLDER --merged "
-                                 "makes one model of both")
-        return self
-
-
-def source_of(name: str, step: Path | None = None) -> Source:
-    """Of a run its model, or its last checkpoint before there is one, or that of `step`; anything else as it is."""
-    run = Path(name)
-    if (run / MARKER).is_file():
-        at = step or (run / FINAL if is_finished(run) else last_checkpoint(run))
-        settings = settings_of(run)
-        if settings.lora is None:
-            return Source(str(at), str(at))
-        return Source(beneath(settings), str(at), at, settings.base, settings.dtype)
-    if (run / ADAPTER).is_file() and not (run / "config.json").is_file():
-        there = table(parsed((run / ADAPTER).read_bytes(), run / ADAPTER), str(run / ADAPTER))
-        model = field(there, "base_model_name_or_path", lambda v: isinstance(v, str), "a name", str(run / ADAPTER))
-        words = any(p.name.startswith(TOKENIZER_FILES) for p in run.iterdir())
-        return Source(model, name if words else model, run)
-    return Source(name, name)
-
-
 def run_of(name: str) -> Settings | None:
     """The settings of the run that a name stands for."""
     return settings_of(Path(name)) if (Path(name) / MARKER).is_file() else None
 
 
-def is_chat(name: str) -> bool:
-    """Is it a run that was trained on conversations?"""
-    return (Path(name) / MARKER).is_file() and bool(Owned(Path(name)).data.get("chat"))
+def write_yaml(path: Path, settings: Settings) -> None:
+    replace(Path(path), as_yaml(settings))
 
 
-def beneath(settings: Settings) -> str:
-    """The model that a run began with."""
-    return source_of(settings.model).alone(settings.model).model
+def step_of(name: str) -> int:
+    """Of a checkpoint, by its name; -1: it is none."""
+    found = _CHECKPOINT.fullmatch(name)
+    return int(found[2]) if found and not found[3] else -1
+
+
+def checkpoints(run: Path) -> list[Path]:
+    """The whole ones that the run made, oldest first."""
+    found = sorted((step_of(name), run / name) for name in Owned(run).entries if step_of(name) >= 0)
+    return [path for _, path in found if (path / WHOLE).is_file()]
+
+
+def last_checkpoint(run: Path) -> Path:
+    """Raises: MegatrainError: there is none."""
+    if not (found := checkpoints(run)):
+        raise MegatrainError(f"{run} has no checkpoint yet; megatrain train --out {run} --overwrite begins again")
+    return found[-1]
 
 
 def is_finished(run: Path) -> bool:
     """Has the run made its model, or its adapter?"""
     return FINAL in Owned(run).entries and any((run / FINAL / name).is_file() for name in ("config.json", ADAPTER))
+
+
+def is_chat(name: str) -> bool:
+    """Is it a run that was trained on conversations?"""
+    return (Path(name) / MARKER).is_file() and bool(Owned(Path(name)).data.get("chat"))
 
 
 def lines(run: Path) -> list[dict[str, Any]]:
@@ -156,17 +370,14 @@ def lines(run: Path) -> list[dict[str, Any]]:
 
 def _lines(run: Path) -> list[tuple[bytes, dict[str, Any] | None]]:
     """Each line, and what it says; None: it is none of ours."""
-    if not (run / LOG).is_file():
-        return []
-    return [(line, _line(line)) for line in (run / LOG).read_bytes().splitlines()]
-
-
-def _line(text: bytes) -> dict[str, Any] | None:
-    try:
-        found = json.loads(text)
-    except (ValueError, RecursionError):
-        return None
-    return found if isinstance(found, dict) and is_count(found.get("step")) else None
+    made = []
+    for text in (run / LOG).read_bytes().splitlines() if (run / LOG).is_file() else ():
+        try:
+            found = json.loads(text)
+        except (ValueError, RecursionError):
+            found = None
+        made.append((text, found if isinstance(found, dict) and is_count(found.get("step")) else None))
+    return made
 
 
 def forget_after(run: Path, step: int) -> None:
@@ -175,197 +386,3 @@ def forget_after(run: Path, step: int) -> None:
     if kept and kept[-1][1] is None:
         kept.pop()
     replace(run / LOG, b"".join(text + b"\n" for text, _ in kept))
-
-
-# ---- models --------------------------------------------------------------------------------------
-
-def transformers() -> Any:
-    """The package, without its progress bars. Raises: MegatrainError: it is not installed."""
-    try:
-        import transformers
-    except ImportError:
-        raise MegatrainError("this needs transformers: pip install transformers") from None
-    transformers.utils.logging.disable_progress_bar()
-    return transformers
-
-
-def load_config(name: str) -> Any:
-    if Path(name).is_file():                         # the file itself will do
-        name = str(Path(name).parent)
-    return _load(transformers().AutoConfig, name, "config")
-
-
-def empty(config: Any) -> Any:
-    """A model of it on the meta device.
-
-    Raises:
-        MegatrainError: it is no language model's.
-    """
-    try:
-        with torch.device("meta"):
-            return transformers().AutoModelForCausalLM.from_config(config)
-    except ValueError as why:
-        raise MegatrainError(_words(why, Path())) from None
-
-
-def load(source: Source, dtype: str) -> Any:
-    """On the CPU, with its adapter."""
-    model = load_model(source.model, dtype, base=source.base)
-    return model if source.adapter is None else lora.over(model, source.adapter)
-
-
-def load_model(name: str, dtype: str, has_values: bool = True, base: str = "none", scores: bool = False) -> Any:
-    """On the CPU. has_values: else on the meta device, where transformers can: another process has them. base: how its
-    linear weights are kept; "whole": in 16 bits, where files have codes of them too. scores: one that gives a text a
-    number, in the place of the next token.
-
-    Raises:
-        MegatrainError: there is none, it is no language model, or some of its weights are not there.
-    """
-    tf = transformers()
-    if base == "int8":                               # it says of each product that operands become fp16 first
-        logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)
-    before = tf.utils.logging.get_verbosity()
-    tf.utils.logging.set_verbosity_error()           # what its report says is said below
-    try:
-        kind, more = ((tf.AutoModelForSequenceClassification, {"num_labels": 1}) if scores
-                      else (tf.AutoModelForCausalLM, {}))
-        model, found = _load(kind, name, "language model", has_values, base, dtype=dtype, output_loading_info=True,
-                             **more)
-    finally:
-        tf.utils.logging.set_verbosity(before)
-    if missing := sorted(key for key in found["missing_keys"] if not (scores and key.startswith("score."))):
-        raise MegatrainError(f"{name}: its files have no {missing[0]}, and {len(missing) - 1} more of the weights that "
-                             f"a {type(model).__name__} has: they are of another model than config.json says")
-    return model
-
-
-def load_tokenizer(name: str, chat_template: str | None = None) -> Any:
-    """chat_template: a file with one, in the place of its own."""
-    if Path(name).is_dir() and (Path(name) / "config.json").is_file() and not any(
-            p.name.startswith(TOKENIZER_FILES) for p in Path(name).iterdir()):
-        raise MegatrainError(f"{name} has no tokenizer (tokenizer.json): copy tokenizer.json and "
-                             "tokenizer_config.json from the model that it was made from")
-    tokenizer = _load(transformers().AutoTokenizer, name, "tokenizer")
-    if chat_template is not None:
-        try:
-            tokenizer.chat_template = Path(chat_template).read_text()
-        except (OSError, UnicodeDecodeError) as why:
-            raise MegatrainError(f"chat_template={chat_template}: {getattr(why, 'strerror', None) or why}"
-                                 f"{near(chat_template)}") from None
-    return tokenizer
-
-
-def near(name: str) -> str:
-    """Words for what a path that is not there may have meant: the nearest name beside it, or nothing."""
-    path = Path(name)
-    beside = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
-    found = difflib.get_close_matches(path.name, beside, 1)
-    return f"; did you mean {path.parent / found[0]}?" if found else ""
-
-
-def may_write(path: Path, name: str, kinds: tuple[str, ...] = ()) -> None:
-    """That a file can be made, before much time is spent on what goes into it.
-
-    Raises:
-        MegatrainError: it cannot; the message begins with `name`, the flag.
-    """
-    if kinds and path.suffix not in kinds:
-        raise MegatrainError(f"{name}={path}: a name that ends in {' or '.join(kinds)} is needed")
-    if path.is_dir():
-        raise MegatrainError(f"{name}={path} is a folder: the name of a file is needed")
-    if not path.parent.is_dir():
-        raise MegatrainError(f"{name}={path}: there is no folder {path.parent}{near(str(path.parent))}")
-    if not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise MegatrainError(f"{name}={path} may not be written; name another")
-
-
-def _load(auto: Any, name: str, what: str, has_values: bool = True, base: str = "none", **kw: Any) -> Any:
-    if Path(name).is_file():
-        raise MegatrainError(f"{name} is a file: a model is a folder in Hugging Face format, or a run of megatrain; "
-                             "MODEL comes before DATA")
-    if (name.startswith((".", "/", "~")) or name.count("/") > 1) and not Path(name).is_dir():
-        raise MegatrainError(f"{name}: there is no such folder{near(name)}")
-    if Path(name).is_dir() and not any((Path(name) / file).is_file() for file in ("config.json", ADAPTER)):
-        raise MegatrainError(f"{name} has no config.json: a folder in Hugging Face format, or a run of megatrain, "
-                             "is needed")
-    try:
-        if base == "whole":
-            kw |= expands(transformers().AutoConfig.from_pretrained(_source(name)))
-        elif base != "none":
-            kind = kw.pop("dtype")
-            return with_base(auto, _source(name), base, None if kind == "auto" else getattr(torch, kind), **kw)
-        return loaded(auto, _source(name), has_values, **kw)
-    except MegatrainError:
-        raise
-    except Exception as why:                         # what a folder says is run, and raises what it likes
-        hint = "" if Path(name).is_dir() else f" (no folder of this name here, so the hub was asked{near(name)})"
-        raise MegatrainError(f"{name!r}: no {what} to be had{hint}: {_words(why, Path(name))}") from None
-
-
-def _source(name: str) -> str:
-    """What from_pretrained is given: a name on the hub, or its folder in the hub's cache where the hub does not answer.
-
-    Raises:
-        OSError: it does not, and the cache has none.
-    """
-    if Path(name).is_dir() or hub_answers():
-        return name
-    from huggingface_hub import constants, errors, snapshot_download
-
-    try:
-        return snapshot_download(name, local_files_only=True)
-    except errors.LocalEntryNotFoundError:
-        why = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else f"{constants.ENDPOINT} does not answer"
-        raise OSError(f"{why}, and its cache here has no {name}") from None
-
-
-@functools.cache
-def hub_answers() -> bool:
-    """One request, of HF_HUB_ETAG_TIMEOUT seconds at most (10 by default). Without it each file of a model is asked for
-    six times, 23 seconds long, before its place in the cache is looked at."""
-    from huggingface_hub import constants
-    from huggingface_hub.utils import get_session
-
-    answers: list[Any] = []
-
-    def ask() -> None:
-        with contextlib.suppress(Exception):         # of httpx, or of huggingface_hub where it may not ask at all
-            answers.append(get_session().head(constants.ENDPOINT, timeout=constants.HF_HUB_ETAG_TIMEOUT))
-
-    # A thread of its own, left behind when it is late: looking up a host's name has no time limit, and each of its
-    # addresses has one. The answer is read after the join, or not at all.
-    asking = threading.Thread(target=ask, daemon=True)
-    asking.start()
-    asking.join(constants.HF_HUB_ETAG_TIMEOUT)
-    return bool(answers)
-
-
-def _words(why: Exception, folder: Path) -> str:
-    """What from_pretrained raised, in a line that says what to do where it does not."""
-    lines = str(why).strip().splitlines() or [type(why).__name__]
-    if "Unrecognized configuration class" in lines[0]:
-        return "it does not write one token after another (AutoModelForCausalLM); mt.stream in a loop of one's own does"
-    if "ignore_mismatched_sizes" in lines[0]:
-        return "its weights have other shapes than config.json says: the two are not of one model"
-    if torn := _torn(folder):
-        return f"{torn} is damaged or cut short: copy it again"
-    return f"{lines[0]} {lines[1].strip()}" if lines[0].endswith(":") and lines[1:] else lines[0]
-
-
-def _torn(folder: Path) -> Path | None:
-    """A file of weights or of JSON that cannot be read."""
-    from safetensors import SafetensorError, safe_open
-
-    for path in sorted(folder.glob("*.safetensors")):
-        try:
-            with safe_open(path, "pt"):
-                pass
-        except SafetensorError:
-            return path
-    for path in sorted(folder.glob("*.json")):
-        try:
-            json.loads(path.read_bytes())
-        except ValueError:
-            return path
-    return None

@@ -1,7 +1,8 @@
-"""A command's processes, one for each GPU: started, told of signals, and ended with.
+"""The processes of a command: this one alone, or one for each GPU; started, told of signals, and ended with.
 
     launch     in the process that the shell began: starts the others, which run the same command, and waits for them
-    joins      is this one of them?
+    team_of    in each of them: who they are. The first has the run's folder: it checks, reads data, writes; the others
+               wait for it, and say nothing
     complain   why a command ends: on stderr; of several processes, to the one that the shell began, which says it once
 
 torchrun would end them 30 seconds after a signal, whether a checkpoint is written or not, and has one status for
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import re
 import signal
@@ -18,17 +20,20 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from typing import Any, TypeVar
 
+import torch
 from torch import distributed as dist
 
 from megatrain_torch import MegatrainError
 
-from ..group.ranks import watch_launcher
-
+T = TypeVar("T")
 STORE, LAUNCHER = "MEGATRAIN_STORE", "MEGATRAIN_LAUNCHER"        # port, and process, of who started this one
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 GRACE_S = 30.0                       # in which the others end by themselves, once one has failed
+PATIENCE = timedelta(days=3)         # the first one may read much data, and write to a slow disk
 _TOLD, _MET = "told", "met"
 
 
@@ -39,24 +44,18 @@ def joins() -> bool:
     return STORE in os.environ
 
 
-def check_alone() -> None:
-    """Raises: MegatrainError: another launcher started this process, and others beside it."""
-    many = os.environ.get("WORLD_SIZE", "1")
-    if many != "1" and not joins():
-        raise MegatrainError(f"this is one of {many} processes (WORLD_SIZE) that a launcher started: start one, and "
-                             f"--gpus {many} starts the others")
-
-
 def watch() -> None:
-    """This process, where it was started for one GPU of several, is told to stop, and save, when who started it is
-    gone."""
-    if joins():
-        watch_launcher(int(os.environ[LAUNCHER]))
+    """A process that was started for one GPU is told to stop, and save, when who started it is gone."""
+    launcher = int(os.environ.get(LAUNCHER, 0))
 
+    def look() -> None:
+        while os.getppid() == launcher:
+            time.sleep(1)
+        sys.stderr.write(f"megatrain: the launcher (process {launcher}) ended, and so does rank {_rank()}\n")
+        os.kill(os.getpid(), signal.SIGTERM)
 
-def join(backend: str) -> None:
-    """Makes the group of all."""
-    dist.init_process_group(backend, store=_group(), rank=_rank(), world_size=int(os.environ["WORLD_SIZE"]))
+    if launcher:
+        threading.Thread(target=look, daemon=True).start()
 
 
 def complain(text: str) -> None:
@@ -76,121 +75,162 @@ def _store(port: str | None = None) -> dist.TCPStore:
     return dist.TCPStore("127.0.0.1", int(port or os.environ[STORE]), is_master=False)
 
 
-def _group() -> dist.TCPStore:
-    """What processes meet by: the first one's, so that it outlives who started them, and a last checkpoint is written.
-    """
-    if _rank():
-        return _store(_store().get(_MET).decode())
-    own = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    _store().set(_MET, str(own.port))
-    return own
+def _own_store() -> dist.TCPStore:
+    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+class Team:
+    """size: processes. first: this one has the folder."""
+
+    def __init__(self, size: int = 1, rank: int = 0, group: Any = None) -> None:
+        """group: gloo's, on which nothing else goes."""
+        self.size, self.first, self._group = size, rank == 0, group
+
+    def _told(self, tell: Callable[..., Any], found: T, *how: Any) -> T:
+        try:
+            if self.size > 1:
+                tell(found, *how, self._group)
+        except RuntimeError:                             # of gloo: a connection was closed
+            raise MegatrainError("another process is gone") from None
+        return found
+
+    @contextlib.contextmanager
+    def as_one(self) -> Iterator[None]:
+        """What fails in one fails in all, in its words; whatever it is, since the others wait here."""
+        error: BaseException | None = None
+        try:
+            yield
+        except BaseException as own:
+            error = own
+        kind = "" if isinstance(error, MegatrainError) else f"{type(error).__name__}: "
+        try:
+            told = self._told(dist.all_gather_object, [None] * self.size, None if error is None else f"{kind}{error}")
+        finally:
+            if error is not None:
+                raise error
+        if (rank := next((r for r, text in enumerate(told) if text is not None), None)) is not None:
+            raise MegatrainError(f"rank {rank}: {told[rank]}")
+
+    def first_does(self, what: Callable[[], T]) -> T | None:
+        """What the first one's call gives, there; None in the others. What it refuses is refused in all."""
+        with self.as_one():
+            return what() if self.first else None
+
+    def of_first(self, value: T) -> T:
+        """The first one's, in all."""
+        return self._told(dist.broadcast_object_list, [value], 0)[0]
+
+    def most(self, *numbers: int) -> list[int]:
+        """Of each of these the highest that any has."""
+        return self._told(dist.all_reduce, torch.tensor(numbers), dist.ReduceOp.MAX).tolist()
+
+    def meet(self) -> None:
+        """All have come here."""
+        self.of_first(None)
+
+
+@contextlib.contextmanager
+def team_of(device: str) -> Iterator[Team]:
+    """This process's, for as long as a command runs. device: "cuda" or "cpu"."""
+    if not joins():
+        yield Team()
+        return
+    rank, size = _rank(), int(os.environ["WORLD_SIZE"])
+    if device == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    # They meet by a store of the first one's, which outlives who started them: so a last checkpoint is written.
+    if rank == 0:
+        store = _own_store()
+        _store().set(_MET, str(store.port))
+    else:
+        store = _store(_store().get(_MET).decode())
+    dist.init_process_group("nccl" if device == "cuda" else "gloo", store=store, rank=rank, world_size=size)
+    yield Team(size, rank, dist.new_group(backend="gloo", timeout=PATIENCE))
+    dist.destroy_process_group()         # where it failed, another may wait in it for what does not come
+
+
+@contextlib.contextmanager
+def hearing(heard: Callable[[int, Any], None]) -> Iterator[None]:
+    """Meanwhile signals come to this function; of a thread other than the main one, which has none, nothing does."""
+    numbers = SIGNALS if threading.current_thread() is threading.main_thread() else ()
+    before = {number: signal.signal(number, heard) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 # ---- in the one that starts them -----------------------------------------------------------------
 
 def launch(words: Sequence[str], gpus: int) -> int:
     """Runs the command in as many processes; returns the status of the first that failed, or 0."""
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    processes = _Processes(words, gpus, store.port)
-    with processes.listening():
-        processes.wait()
+    store, deadline, interrupts = _own_store(), math.inf, 0
+    failed = (0, 0)                      # code and rank of the first that did not end well
+    threads = max(1, (len(os.sched_getaffinity(0)) - 1) // gpus)
+    # What torchrun sets, for those who look there; modules are looked for where this process finds them.
+    env = {"OMP_NUM_THREADS": str(threads), **os.environ, STORE: str(store.port), LAUNCHER: str(os.getpid()),
+           "WORLD_SIZE": str(gpus), "LOCAL_WORLD_SIZE": str(gpus), "MASTER_ADDR": "127.0.0.1",
+           "MASTER_PORT": str(store.port), "PYTHONSAFEPATH": "1",
+           "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
+    quiet = {"PYTHONWARNINGS": "ignore", "TRANSFORMERS_VERBOSITY": "error"}
+    # In sessions of their own: a terminal's Ctrl-C comes to this process alone, which passes it on once.
+    processes = [subprocess.Popen([sys.executable, "-m", __package__.partition(".")[0], *words],
+                                  stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL if rank else None,
+                                  env=env | {"RANK": str(rank), "LOCAL_RANK": str(rank)} | (quiet if rank else {}),
+                                  start_new_session=True) for rank in range(gpus)]
+
+    def pass_on(number: int, _: object) -> None:
+        nonlocal deadline, interrupts
+        for process in processes:
+            process.send_signal(number)                  # to none that has ended
+        interrupts += number == signal.SIGINT
+        if interrupts == 2:                              # they end at once
+            deadline = min(deadline, time.monotonic() + GRACE_S)
+
+    def kill() -> None:
+        for process in processes:
+            process.kill()
+        for process in processes:
+            process.wait()
+
+    try:
+        with hearing(pass_on):
+            running = True
+            while running:
+                running = any([process.poll() is None for process in processes])
+                ended = [(process.returncode, rank) for rank, process in enumerate(processes) if process.returncode]
+                if ended and not failed[0]:
+                    failed = min(ended)                  # killed ones first: they are the cause
+                    deadline = min(deadline, time.monotonic() + GRACE_S)
+                if time.monotonic() > deadline:
+                    kill()
+                time.sleep(0.05 * running)
+    finally:
+        kill()                                           # whatever ended this, they end too
     store.append(_TOLD, "")
     told = [tuple(json.loads(line)) for line in store.get(_TOLD).decode().splitlines()]
-    if text := processes.killed() or said_once(told):
+    code, rank = failed
+    if text := _killed(code, rank, processes[rank].pid) or said_once(told):
         complain(text)
-    return processes.status
+    return code if code >= 0 else 128 - code
+
+
+def _killed(code: int, rank: int, pid: int) -> str:
+    """Words for a process that ended by a signal; "": it did not."""
+    if code >= 0:
+        return ""
+    more = "; there may be no memory left: the kernel's log says so" if code == -signal.SIGKILL else ""
+    return f"rank {rank} (process {pid}) was ended by {signal.Signals(-code).name}{more}"
 
 
 def said_once(told: list[tuple[int, str]]) -> str:
     """Of what processes said, each (rank, text), in its order: the first, in rank 0's words where it said the same."""
-    if not told:
+    causes = []
+    for rank, text in told:
+        found = re.match(r"rank (\d+): ", text)          # another's words are told with its number
+        causes.append((int(found[1]), text[found.end():]) if found else (rank, text))
+    if not causes:
         return ""
-    causes = [_cause(rank, text) for rank, text in told]
     rank, text = causes[0]
     return text if rank == 0 or (0, text) in causes else f"rank {rank}: {text}"
-
-
-def _cause(rank: int, text: str) -> tuple[int, str]:
-    """Whose words they are: another's are told with its number."""
-    found = re.match(r"rank (\d+): ", text)
-    return (int(found[1]), text[found.end():]) if found else (rank, text)
-
-
-class _Processes:
-    """
-    Attributes:
-        status: of the first that did not end well, as a shell has it.
-    """
-
-    def __init__(self, words: Sequence[str], gpus: int, port: int) -> None:
-        self.status, self._deadline, self._interrupts = 0, float("inf"), 0
-        self._failed = -1
-        command = [sys.executable, "-m", __package__.partition(".")[0], *words]
-        # In sessions of their own: a terminal's Ctrl-C comes to this process alone, which passes it on once.
-        self._all = [subprocess.Popen(command, env=_environment(rank, gpus, port), stdin=subprocess.DEVNULL,
-                                      stdout=subprocess.DEVNULL if rank else None, start_new_session=True)
-                     for rank in range(gpus)]
-
-    @contextlib.contextmanager
-    def listening(self) -> Iterator[None]:
-        """Signals go to all; whatever ends this, they end too."""
-        heard = SIGNALS if threading.current_thread() is threading.main_thread() else ()
-        before = {number: signal.signal(number, self._pass_on) for number in heard}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
-            self._kill()
-
-    def _pass_on(self, number: int, _: object) -> None:
-        for process in self._all:
-            process.send_signal(number)                  # to none that has ended
-        self._interrupts += number == signal.SIGINT
-        if self._interrupts == 2:                        # they end at once
-            self._hurry()
-
-    def wait(self) -> None:
-        """Until all have ended; those that do not end by themselves when one has failed are killed."""
-        while any([process.poll() is None for process in self._all]):
-            if self._failed < 0:
-                self._look()
-            if time.monotonic() > self._deadline:
-                self._kill()
-            time.sleep(0.05)
-        self._look()
-
-    def _look(self) -> None:
-        ended = [(rank, process.returncode) for rank, process in enumerate(self._all) if process.returncode]
-        if ended and self._failed < 0:
-            self._failed, code = min(ended, key=lambda each: each[1])        # killed ones first: they are the cause
-            self.status = code if code > 0 else 128 - code
-            self._hurry()
-
-    def _hurry(self) -> None:
-        self._deadline = min(self._deadline, time.monotonic() + GRACE_S)
-
-    def killed(self) -> str:
-        """Words for a process that ended by a signal; "": none that began it did."""
-        code = self._all[self._failed].returncode if self._failed >= 0 else 0
-        if code >= 0:
-            return ""
-        more = "; there may be no memory left: the kernel's log says so" if code == -signal.SIGKILL else ""
-        return (f"rank {self._failed} (process {self._all[self._failed].pid}) was ended by "
-                f"{signal.Signals(-code).name}{more}")
-
-    def _kill(self) -> None:
-        for process in self._all:
-            process.kill()
-        for process in self._all:
-            process.wait()
-
-
-def _environment(rank: int, gpus: int, port: int) -> dict[str, str]:
-    """What torchrun sets, for those who look there; modules are looked for where this process finds them."""
-    threads = max(1, (len(os.sched_getaffinity(0)) - 1) // gpus)
-    quiet = {"PYTHONWARNINGS": "ignore", "TRANSFORMERS_VERBOSITY": "error"} if rank else {}
-    return {"OMP_NUM_THREADS": str(threads), **os.environ, **quiet, STORE: str(port), LAUNCHER: str(os.getpid()),
-            "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(gpus), "LOCAL_WORLD_SIZE": str(gpus),
-            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
-            "PYTHONSAFEPATH": "1", "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}

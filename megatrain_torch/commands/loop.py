@@ -13,7 +13,6 @@ import json
 import math
 import shutil
 import signal
-import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -30,12 +29,10 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 import megatrain_torch as mt
 from megatrain_torch import MegatrainError
 
-from ..checkpoint import manifest
-from .data import IGNORED
-from .folder import checkpoints
-from .owned import LOG, UNFINISHED, WHOLE, Owned
-from .say import say
-from .team import Team
+from .folder import LOG, UNFINISHED, WHOLE, Owned, checkpoints, sync
+from .launch import Team
+from .rows import IGNORED
+from .settings import say
 
 LONG_S = 5.0                         # a step that takes longer tells how far it is
 ROSE = 0.5                           # nats above the first loss: more than batches differ
@@ -141,9 +138,9 @@ class Streamed:
         """A checkpoint that is written counts from now on."""
         beside = saving.folder.parent / UNFINISHED
         for path in sorted(beside.iterdir(), key=lambda p: p.name == WHOLE):
-            manifest.sync(path)
+            sync(path)
             path.rename(saving.folder / path.name)
-        manifest.sync(saving.folder)
+        sync(saving.folder)
         beside.rmdir()
         self.run.owned.made(saving.folder.name)
         kept = checkpoints(saving.folder.parent)
@@ -260,19 +257,7 @@ class Requests(TrainerCallback):
         self._team, self.save, self.stop = team, False, 0
         self._told = 0                   # this process, to stop
 
-    @contextlib.contextmanager
-    def listening(self) -> Iterator[None]:
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        before = {s: signal.signal(s, self._heard) for s in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
-
-    def _heard(self, number: int, _: Any) -> None:
+    def heard(self, number: int, _: Any) -> None:
         if number == signal.SIGINT and self._told:
             raise KeyboardInterrupt
         self.save = True

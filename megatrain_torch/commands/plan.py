@@ -2,32 +2,24 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
-import math
 import shlex
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import megatrain_torch as mt
 from megatrain_torch import MegatrainError
 
-from ..base.formats import SHOWN
-from ..base.limits import is_size, parse_bytes
-from ..base.modes import GRADS, HOMES, MODES
-from ..base.products import PRODUCTS
-from ..plans.changes import SHOWN as WAYS
-from ..plans.changes import Refusal, typed
-from ..plans.machine import MACHINES, RATES, Machine, card_with, host_limit_bytes, listing, resolve
-from ..plans.planner import Plan, plan
-from ..plans.shapes import shaped
-from . import beside, folder, lora
-from .flags import Flags
-from .lora import AS
-from .settings import KEPT, Settings
+from . import models
+from .settings import AS, KEPT, SIZES, Flags, Settings, as_size
 
 PICTURES = (".png", ".svg", ".pdf")
 TOKENS, SEQ = 65536, 4096           # of a step, of a sequence, as `megatrain train` has them on CUDA
+WAYS = 2                            # that are told
 NO_GPU = """\
 there is no GPU here to plan for. Say what to plan for:
     --machine h100-80g                 a card; `megatrain plan --list-machines` has them all
@@ -40,7 +32,7 @@ there is no GPU here to plan for. Say what to plan for:
 def add(commands: Any) -> None:
     parser = commands.add_parser("plan", help="what a training step takes, without weights or a GPU",
                                  description=__doc__.split(": ", 1)[1], allow_abbrev=False)
-    add = parser.add_argument
+    add, modes = parser.add_argument, mt.choices("activations")
     add("model", metavar="MODEL", nargs="?", help="folder with a config.json, or a name on the Hugging Face hub")
     add("--tokens", type=int, metavar="N", help=f"of a step; default: {TOKENS}")
     add("--seq", type=int, metavar="N", help=f"tokens of a sequence; default: {SEQ}, and at most what the model takes")
@@ -53,12 +45,14 @@ def add(commands: Any) -> None:
     add("--nvme", metavar="FOLDER|SIZE", help="where states and weights may go that host memory does not hold; or a "
         "size, as 500GB, of a disk that is not at hand")
     add("--nvme-limit", metavar="SIZE", help="the most to take there")
-    add("--grads", choices=GRADS, default="ram", help="none: used as they come and kept nowhere, without clipping")
-    add("--homes", choices=HOMES, help="of all units; default: each where it is best")
-    add("--activations", choices=MODES, metavar="MODE",
-        help=f"of all layers: {', '.join(MODES)}; default: what is best")
+    add("--grads", choices=mt.choices("grads"), default="ram", help="none: used as they come and kept nowhere, without "
+        "clipping")
+    add("--homes", choices=mt.choices("homes"), help="of all units; default: each where it is best")
+    add("--activations", choices=modes, metavar="MODE",
+        help=f"of all layers: {', '.join(modes)}; default: what is best")
     add("--slots", type=int, metavar="N", help="ring size")
-    add("--states", default="fp32", metavar="FORMAT", help=f"how AdamW keeps its states: {', '.join(SHOWN)}")
+    add("--states", default="fp32", metavar="FORMAT",
+        help=f"how AdamW keeps its states: {', '.join(mt.choices('states'))}")
     add("--gpus", metavar="N", help="of a machine, each with so many tokens a step; 1,2,4,8: a table. Default: 1")
     add("--machines", metavar="N", help="with so many GPUs each, and a host like this one's; 1,2,4: a table")
     add("--layers", type=int, metavar="N", help="instead of the config's own number")
@@ -68,7 +62,8 @@ def add(commands: Any) -> None:
         "default: fused where it fits")
     add("--lora", metavar=AS, help="of adapters, beside a model that stays as it is, as `megatrain train` has it")
     add("--base", choices=KEPT, default="none", help="with --lora, linear weights as codes; none: as they are")
-    add("--products", choices=PRODUCTS, default="bf16", help="of layers: in 16 bits, or of operands rounded to 8")
+    add("--products", choices=mt.choices("products"), default="bf16", help="of layers: in 16 bits, or of operands "
+        "rounded to 8")
     parser.set_defaults(run=run, defaults=vars(parser.parse_args([])))
 
 
@@ -78,14 +73,15 @@ NOT_PLANS = ("run", "verb", "defaults", "model", "picture", "nvme_limit", "list_
 def run(args: argparse.Namespace) -> int:
     """0; 1 where nothing fits; 2 where too little is said."""
     if args.list_machines:
-        sys.stdout.write(_json([_machine(m) for m in MACHINES.values()]) if args.json else f"{listing()}\n")
+        machines = [m.to_dict() for m in mt.Machine.known().values()]
+        sys.stdout.write(_json(machines) if args.json else f"{mt.Machine.listing()}\n")
         return 0
     if args.model is None:
         sys.stderr.write("megatrain: MODEL is missing: a folder with a config.json, or a name on the hub\n")
         return 2
-    shell = Shell(args)
+    shell = _Shell(args)
     try:
-        return _plan(args, shell)
+        return _plan(args)
     except MegatrainError as why:
         if found := getattr(why, "refusal", None):
             if args.json:
@@ -95,69 +91,140 @@ def run(args: argparse.Namespace) -> int:
         raise MegatrainError(shell.told(why)) from None
 
 
-def _plan(args: argparse.Namespace, shell: Shell) -> int:
+def _plan(args: argparse.Namespace) -> int:
     if args.picture:
-        folder.may_write(args.picture, "picture", PICTURES)
+        models.may_write(args.picture, "picture", PICTURES)
     asked = {k: v for k, v in vars(args).items() if k not in NOT_PLANS} | {"nvme": _nvme(args)}
-    source = folder.source_of(args.model)
-    config = folder.load_config(source.model)
-    if args.machine is None and resolve(None).device == "cpu":
+    config = models.load_config(models.source_of(args.model).model)
+    if args.machine is None and mt.Machine.here().device == "cpu":
         if not args.vram:
             sys.stderr.write(f"megatrain: {NO_GPU}\n")
             return 2
-        asked["machine"] = card_with(parse_bytes(args.vram, "vram"),
-                                     parse_bytes(args.host, "host") or host_limit_bytes())
+        asked["machine"] = mt.Machine.some(mt.parse_bytes(args.vram, "vram"), mt.parse_bytes(args.host, "host"))
     if args.seq is None:
         args.seq = min(SEQ, getattr(config, "max_position_embeddings", None) or SEQ, max(args.tokens or SEQ, 1))
     if args.tokens is None:
         args.tokens = max(TOKENS // max(args.seq, 1), 1) * max(args.seq, 1)
     asked |= {"tokens": args.tokens, "seq": args.seq, "use_cache": False}      # as `megatrain train` calls the model
-    model = config
+    asked |= {"base": None if args.base == "none" else args.base}
     if asked.pop("lora") is not None or args.base != "none":
-        model = _beside_base(config, args, asked.pop("layers"))
-    del asked["base"]
-    several = beside.counts(args.gpus, "gpus"), beside.counts(args.machines, "machines")
-    if len(several[0]) * len(several[1]) > 1:
-        return _beside(beside.Plans(lambda **fleet: plan(model, **asked | fleet), *several), args)
-    found = plan(model, **asked | {"gpus": several[0][0], "machines": several[1][0]})
-    one = beside.alone(lambda **fleet: plan(model, **asked | fleet), found)
-    sys.stdout.write(_json(_planned(found, one)) if args.json else f"{found}\n{beside.share(found, one)}")
+        words = Settings.of({"lora": args.lora, "base": args.base}, "command line").lora
+        models.check_packages(True, args.base)
+        model = models.empty(config, layers=args.layers)
+        models.check_targets(model, words)
+        asked |= {"adapter": models.lora_config(model, words)}
+    gpus, machines = _counts(args.gpus, "gpus"), _counts(args.machines, "machines")
+    plans = Plans(lambda **fleet: mt.plan(config, **asked | fleet), gpus, machines)
+    if len(plans.pairs) > 1:
+        if args.picture:
+            raise MegatrainError("picture: of one number of GPUs and of machines")
+        sys.stdout.write(_json([{"fits": False, "why": p, "gpus": g, "machines": m} if isinstance(p, str) else
+                                _planned(p, plans.one) for (m, g), p in plans.found()]) if args.json else f"{plans}\n")
+        return int(all(isinstance(p, str) for _, p in plans.found()))
+    found = plans.ask(gpus=gpus[0], machines=machines[0])        # refused with all that would help
+    one = found if _alone(found) else plans.one
+    sys.stdout.write(_json(_planned(found, one)) if args.json else f"{found}\n{_share_line(found, one)}")
     if args.picture:
         found.picture(args.picture)
     return 0
 
 
-def _beside_base(config: Any, args: argparse.Namespace, layers: int | None) -> Any:
-    """The model that trains, without weights."""
-    settings = Settings.of({"lora": args.lora, "base": args.base}, "command line")
-    lora.check_packages(True, settings.base)
-    model = shaped(config, None if settings.base == "none" else settings.base, layers)
-    return lora.Lora.of(settings.lora).beside(model, settings.seed)
-
-
-def _beside(plans: beside.Plans, args: argparse.Namespace) -> int:
-    """1 where none fits."""
-    if args.picture:
-        raise MegatrainError("picture: of one number of GPUs and of machines")
-    if args.json:
-        sys.stdout.write(_json([_planned(p, plans.one) if isinstance(p, Plan) else
-                                {"fits": False, "why": p.why} | fleet for fleet, p in plans]))
-    else:
-        sys.stdout.write(f"{plans}\n")
-    return int(not any(isinstance(p, Plan) for _, p in plans))
-
-
 def _nvme(args: argparse.Namespace) -> str | dict[str, str] | None:
     if args.nvme_limit:
         return {"limit": args.nvme_limit} | ({"path": args.nvme} if args.nvme else {})
-    if args.nvme and is_size(args.nvme) and not Path(args.nvme).is_dir():
-        return {"limit": args.nvme}
+    with contextlib.suppress(MegatrainError):            # it is no size
+        if args.nvme and not Path(args.nvme).is_dir() and mt.parse_bytes(args.nvme, "nvme"):
+            return {"limit": args.nvme}
     return args.nvme
 
 
-# ---- as a shell has it ---------------------------------------------------------------------------
+# ---- several numbers of GPUs and machines --------------------------------------------------------
 
-class Shell(Flags):
+def _counts(text: str | None, name: str) -> list[int]:
+    """Of "1,2,4,8", each once."""
+    try:
+        found = list(dict.fromkeys(int(part) for part in (text or "1").split(",")))
+    except ValueError:
+        found = [0]
+    if min(found) < 1:
+        raise MegatrainError(f"{name}={text!r}: a number such as 8, or several such as 1,2,4,8")
+    return found
+
+
+class Plans:
+    """For numbers of GPUs and of machines, beside each other and beside one GPU; each is asked for once.
+
+    Attributes:
+        ask: takes gpus and machines. pairs: (machines, GPUs of each).
+    """
+
+    def __init__(self, ask: Callable[..., mt.Plan], gpus: list[int], machines: list[int]) -> None:
+        self.ask, self.pairs = ask, [(m, g) for m in machines for g in gpus]
+        self._known: dict[tuple[int, int], mt.Plan | str] = {}
+
+    def _of(self, machines: int, gpus: int) -> mt.Plan | str:
+        """The plan, or why there is none."""
+        if (key := (machines, gpus)) not in self._known:
+            try:
+                self._known[key] = self.ask(gpus=gpus, machines=machines)
+            except MegatrainError as why:
+                if not hasattr(why, "refusal"):
+                    raise
+                self._known[key] = why.refusal.why.splitlines()[0]
+        return self._known[key]
+
+    @property
+    def one(self) -> mt.Plan | None:
+        """Of one GPU of one machine; None: it does not fit."""
+        found = self._of(1, 1)
+        return None if isinstance(found, str) else found
+
+    def found(self) -> list[tuple[tuple[int, int], mt.Plan | str]]:
+        return [(pair, self._of(*pair)) for pair in self.pairs]
+
+    def __str__(self) -> str:
+        rows = [("machines", "GPUs of each", "tokens/s", "s a step", "of one GPU's", "GPU memory", "a host's memory",
+                 "bound by", "compute waits for"), *(self._row(*pair) for pair in self.pairs)]
+        widths = [max(map(len, column)) for column in zip(*rows)]
+        lines = ["  ".join(c.rjust(n) if i == 1 else c.ljust(n) for i, (c, n) in enumerate(zip(row, widths))).rstrip()
+                 for row in rows]
+        for p in [p for _, p in self.found() if not isinstance(p, str)][:1]:
+            lines += [f"{p.model}, {p.tokens:,} tokens a step of each GPU in sequences of {p.seq:,}",
+                      f"{p.machine.name}: rates {p.machine.source}"]
+        return "\n".join([*lines, *dict.fromkeys(p for _, p in self.found() if isinstance(p, str))])
+
+    def _row(self, m: int, g: int) -> tuple[str, ...]:
+        p = self._of(m, g)
+        if isinstance(p, str):
+            return (str(m), str(g), "does not fit", *[""] * 6)
+        waits, s = max(p.idle.items(), key=lambda item: item[1], default=("", 0.0))
+        return (str(m), str(g), f"{p.tokens_per_second:,.0f}", f"{p.seconds:.4g}",
+                f"{_share(p, self.one):.0%}" if self.one else "", mt.show_bytes(p.vram_bytes),
+                mt.show_bytes(p.host_bytes), p.bound, f"{waits}, {s / p.seconds:.0%}" if s >= 0.005 * p.seconds else "")
+
+
+def _alone(p: mt.Plan) -> bool:
+    return p.gpus * p.machines == 1
+
+
+def _share(p: mt.Plan, one: mt.Plan) -> float:
+    """Of the speed of as many GPUs, each of which trains by itself on a machine of its own."""
+    return p.tokens_per_second / (p.gpus * p.machines * one.tokens_per_second)
+
+
+def _share_line(p: mt.Plan, one: mt.Plan | None) -> str:
+    """The same in words; nothing of one GPU."""
+    if _alone(p):
+        return ""
+    if one is None:
+        return "one GPU by itself does not fit\n"
+    return (f"{_share(p, one):.0%} of {p.gpus * p.machines} times one GPU by itself, {one.tokens_per_second:,.0f} "
+            "tokens/s\n")
+
+
+# ---- as a shell has it, and as JSON --------------------------------------------------------------
+
+class _Shell(Flags):
     """The verb's flags, and the command that was typed with others of them."""
 
     def __init__(self, args: argparse.Namespace) -> None:
@@ -173,45 +240,28 @@ class Shell(Flags):
         return shlex.join(["megatrain", "plan", self.args.model, *flags])
 
     def flag(self, name: str, value: Any) -> list[str]:
-        if isinstance(value, dict):
-            value = typed("host", value["limit"])
-        elif not isinstance(value, str):
-            value = typed(name, value)
+        if isinstance(value, dict) or (name in SIZES and not isinstance(value, str)):
+            value = as_size(value["limit"] if isinstance(value, dict) else value)
         return [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
 
 
-# ---- as JSON -------------------------------------------------------------------------------------
-
 def _json(value: Any) -> str:
-    return json.dumps(_finite(value), indent=1, allow_nan=False) + "\n"
-
-
-def _finite(value: Any) -> Any:
     """With null for what is no number of JSON."""
-    if isinstance(value, dict):
-        return {k: _finite(v) for k, v in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_finite(v) for v in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    return json.dumps(json.loads(json.dumps(value), parse_constant=lambda _: None), indent=1) + "\n"
 
 
-def _planned(p: Plan, one: Plan | None) -> dict[str, Any]:
+def _planned(p: mt.Plan, one: mt.Plan | None) -> dict[str, Any]:
     """All fields of a Plan, and what follows from them; of several GPUs the share of as many plans like `one`."""
     found = {f.name: getattr(p, f.name) for f in dataclasses.fields(p)}
-    found |= {"machine": _machine(p.machine), "nvme": p.nvme and dataclasses.asdict(p.nvme)}
+    found |= {"machine": p.machine.to_dict(), "nvme": p.nvme and dataclasses.asdict(p.nvme)}
     follows = ("tokens_per_second", "vram_bytes", "host_bytes", "disk_bytes", "disk_written", "disk_years", "bound")
-    of_one = {} if p.fleet.alone else {"share_of_one_gpu": one and beside.share_of(p, one)}
+    of_one = {} if _alone(p) else {"share_of_one_gpu": one and _share(p, one)}
     return {"fits": True} | found | {name: getattr(p, name) for name in follows} | of_one
 
 
-def _refused(found: Refusal, shell: Shell) -> dict[str, Any]:
+def _refused(found: Any, shell: _Shell) -> dict[str, Any]:
     return {"fits": False, "why": found.why.splitlines()[0], "vram": found.vram, "host": found.host,
             "vram_bytes": sum(found.vram.values()), "host_bytes": sum(found.host.values()), "changes": found.alone,
             "ways": [{"changes": way.changes, "tokens_per_second": way.tokens_per_second,
                       "command": shell.whole(way.changes)} for way in found.ways[:WAYS]],
             "machine": {f"{name}_bytes": need for name, (need, _) in found.machine.items()}}
-
-
-def _machine(m: Machine) -> dict[str, Any]:
-    """Its fields, and where each rate comes from."""
-    return dataclasses.asdict(m) | {"origins": {rate: m.origin(rate) for rate in RATES}}

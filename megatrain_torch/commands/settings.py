@@ -1,32 +1,39 @@
-"""What a training run is asked for: flags and YAML make the same Settings.
+"""What a command is asked for: flags, YAML and defaults make the same Settings; and words for the person who asks.
 
-The same table makes docs/cli.md (tools/cli_page.py).
+    Settings            the table of a training run; it makes flags, config.yaml and docs/cli.md (tools/cli_page.py)
+    for_machine, for_model, for_data        settings that were not given, as soon as what decides them is known
+    Flags               messages of mt.plan and mt.stream, with flags in the place of keyword arguments
 """
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import difflib
+import json
 import math
-from collections.abc import Iterable, Mapping
+import os
+import re
+import shlex
+import sys
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatrain_torch import MegatrainError
+import torch
 
-from ..base.formats import FORMATS, SHOWN
-from ..base.limits import parse_bytes
-from ..base.products import PRODUCTS
-from ..store.bases import BASES
-from .lora import AS, as_words
-from .owned import replace
+import megatrain_torch as mt
+from megatrain_torch import MegatrainError
 
 METHODS = ("sft", "dpo", "kto", "orpo", "reward", "grpo")
 SCHEDULES = ("cosine", "linear", "constant", "constant_with_warmup", "polynomial", "inverse_sqrt",
              "cosine_with_restarts", "cosine_with_min_lr", "warmup_stable_decay")
 REPORTS = ("none", "tensorboard", "wandb")
-KEPT = ("none", *BASES)                  # how weights beside which adapters train are kept
+KEPT = ("none", *mt.choices("base"))     # how weights beside which adapters train are kept
+UNSHOWN = ("8bit-lo8",)                  # of states: taken, and not offered
+AS = "r=16,alpha=32,targets=all"
+ALL = "all"
 # Trainer's names for the same, which may be written as well.
 SAME = {"learning_rate": "lr", "max_steps": "steps", "num_train_epochs": "epochs", "output_dir": "out",
         "max_length": "seq", "max_grad_norm": "clip", "save_steps": "save_every", "eval_steps": "eval_every",
@@ -35,18 +42,63 @@ SAME = {"learning_rate": "lr", "max_steps": "steps", "num_train_epochs": "epochs
 # What others call a setting, for messages.
 ALSO = {"batch_size": "tokens", "per_device_train_batch_size": "tokens", "dataset": "data", "model_name": "model",
         "warmup_ratio": "warmup", "text_column": "column", "val_split": "validation"}
+LEAST = {"kto": 2, "grpo": 8}            # records of a step: KTO compares them, GRPO answers of one prompt
+STEPS_LEAST = 20                         # steps of an epoch, where `tokens` is not given
 
 
-# Of the command line, for those verbs that have it.
-DATA = ("text, .jsonl, .json, .csv, .tsv or .parquet, a folder of such, or a name on the hub; of several each may have "
-        "a weight: a.jsonl:0.9 b.csv:0.1")
+class Stopped(Exception):
+    """A run was asked to stop, by this signal, and did, behind a checkpoint: the command ends as the signal's."""
 
+    def __init__(self, signal: int) -> None:
+        super().__init__(f"stopped by signal {signal}")
+        self.signal = signal
+
+
+def say(text: str) -> None:
+    """A line on stdout, at once."""
+    sys.stdout.write(f"{text}\n")
+    sys.stdout.flush()
+
+
+def near(name: str) -> str:
+    """What a path that is not there may have meant: the nearest name beside it."""
+    path = Path(name)
+    beside = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
+    found = difflib.get_close_matches(path.name, beside, 1)
+    return f"; did you mean {path.parent / found[0]}?" if found else ""
+
+
+def from_json(text: str | bytes, where: str) -> Any:
+    """Raises: MegatrainError: it is none; the message begins with `where` and says the line and the column."""
+    try:
+        return json.loads(text)
+    except UnicodeDecodeError as why:
+        raise MegatrainError(f"{where}: byte {why.start} is not UTF-8, as JSON is") from None
+    except json.JSONDecodeError as why:
+        doc = why.doc.rstrip()           # what is missing at a line's end json tells as at the beginning of the next
+        place = (f"line {why.lineno}, column {why.colno}" if "\n" in doc
+                 else f"column {min(why.pos, len(doc)) + 1}")
+        raise MegatrainError(f"{where}: not JSON: {why.msg} at {place}") from None
+    except (RecursionError, ValueError) as why:
+        raise MegatrainError(f"{where}: not JSON that can be read: {why}") from None
+
+
+# ---- the table -----------------------------------------------------------------------------------
 
 def _words(value: Any) -> tuple[str, ...]:
     found = (value,) if isinstance(value, str) else tuple(value) if isinstance(value, (list, tuple)) else ()
     if not found or not all(isinstance(word, str) and word for word in found):
         raise ValueError
     return found
+
+
+def _targets(value: Any) -> tuple[str, ...]:
+    found = tuple(filter(None, map(str.strip, value.split(",")))) if isinstance(value, str) else value
+    if not isinstance(found, (list, tuple)) or not found or not all(isinstance(t, str) and t for t in found):
+        raise MegatrainError(f"targets={value!r}: {ALL}, or names of linear layers, are needed")
+    if ALL in found and len(found) > 1:
+        raise MegatrainError(f"targets={','.join(found)}: {ALL} has the others in it; leave them out, or it")
+    return tuple(found)
 
 
 def _share(value: Any) -> float | str:
@@ -59,87 +111,134 @@ def _share(value: Any) -> float | str:
         return str(value)
 
 
+DATA = ("text, .jsonl, .json, .csv, .tsv or .parquet, a folder of such, or a name on the hub; several may have "
+        "weights: a.jsonl:0.9 b.csv:0.1")
+
+
+def _setting(default: Any, kind: Any, text: str = "", choices: Iterable[str] = (), shown: str = "",
+             span: tuple[float, float] | None = None) -> Any:
+    """shown: the value's name in help. span: least and most."""
+    return field(default=default, metadata={"kind": kind, "text": text, "choices": tuple(choices), "span": span,
+                                            "shown": shown or KINDS[kind][1]})
+
+
+def as_words(value: Any) -> str:
+    """Of --lora, checked; the same words for all ways to write the same."""
+    return str(Lora.of(value))
+
+
+COUNT, POSITIVE, SHARE = (1, math.inf), (math.ulp(0.0), math.inf), (0, 1)
 KINDS = {int: ("a whole number", "N"), float: ("a number", "X"), str: ("a word", "WORD"),
          _words: ("a word, or a list of words", "DATA"), _share: ("a number, or a file", "SHARE|DATA"),
-         as_words: (f"words such as {AS}", AS)}
+         as_words: (f"words such as {AS}", AS), _targets: ("", "")}
 
 
-def _setting(default: Any, kind: Any, text: str, choices: Iterable[str] = (), shown: str = "",
-             taken: Iterable[str] = ()) -> Any:
-    """taken: of words, where more are taken than the choices that are shown."""
-    choices = tuple(choices)
-    return field(default=default, metadata={"kind": kind, "text": text, "choices": choices,
-                                            "taken": tuple(taken) or choices, "shown": shown or KINDS[kind][1]})
+@dataclass(frozen=True)
+class Lora:
+    """--lora: adapters of rank r. targets: names of modules, or their ends behind a point; ("all",): all linear layers
+    but the head."""
+
+    r: int = _setting(None, int, span=COUNT)
+    alpha: float = _setting(None, float, span=POSITIVE)
+    targets: tuple[str, ...] = _setting((ALL,), _targets)
+    dropout: float = _setting(0.0, float, span=(0, 0.999))
+
+    @staticmethod
+    def of(value: Any) -> Lora:
+        """Of a flag's words, or of a table in YAML. Raises: MegatrainError: something in it is not known, or out of its
+        range."""
+        given, known = ({str(k): v for k, v in value.items()} if isinstance(value, Mapping) else _split(value),
+                        {f.name: f for f in dataclasses.fields(Lora)})
+        for name in given:
+            if name not in known:
+                raise MegatrainError(f"lora: {unknown(name, known, 0.4)}")
+        if given.get("r") is None:
+            raise MegatrainError(f"lora={value!r}: r is needed, the adapters' rank, as in lora={AS}")
+        found = {name: _of_kind(known[name], v, "lora") for name, v in given.items()}
+        return Lora(**{"alpha": 2.0 * found["r"]} | found)
+
+    def __str__(self) -> str:
+        """As a flag has it, with what was not given too, and all digits."""
+        alpha, dropout = (repr(n).removesuffix(".0") for n in (self.alpha, self.dropout))
+        return f"r={self.r},alpha={alpha},targets={','.join(self.targets)}" + f",dropout={dropout}" * bool(self.dropout)
+
+
+def _split(value: Any) -> dict[str, Any]:
+    """A word without `=` goes on with the list before it: targets=q_proj,v_proj."""
+    found: dict[str, Any] = {}
+    last = ""
+    for word in filter(None, map(str.strip, value.split(","))) if isinstance(value, str) else ["?"]:
+        name, said, rest = word.partition("=")
+        if not said and not last:
+            raise MegatrainError(f"lora={value!r}: words such as {AS} are needed")
+        if said and name in found:
+            raise MegatrainError(f"lora={value!r}: {name} is said twice")
+        last, found[name if said else last] = (name, rest) if said else (last, f"{found[last]},{word}")
+    return found
 
 
 @dataclass(frozen=True)
 class Settings:
     """Of a run. None: chosen when model, data and machine are known; config.yaml of the run has what was chosen.
-    more: by names of TRL's arguments, for TRL."""
+    more: arguments of TRL by their own names."""
 
     model: str = _setting(None, str, "folder of a model in Hugging Face format, or its name on the hub", shown="MODEL")
     data: tuple[str, ...] = _setting(None, _words, DATA)
-    out: str = _setting(None, str, "the run's folder; default: runs/ and the model's name", shown="FOLDER")
+    out: str = _setting(None, str, "folder of the run; default: runs/ and the model's name", shown="FOLDER")
 
-    method: str = _setting("sft", str, "of training: on texts and answers; on preferences; on rewards (docs/cli.md has "
-                           "the records of each)", METHODS)
+    method: str = _setting("sft", str, "training method; docs/cli.md has the records that each takes", METHODS)
     reward: str = _setting(None, str, "with grpo: FILE.py:FUNCTION, or a reward model", shown="WHAT")
-    lora: str = _setting(None, as_words, "train adapters of rank r, and nothing else; alpha: twice r; targets: all, or "
-                         "names of linear layers; dropout=X")
-    base: str = _setting("none", str, "with lora, the model's linear weights as codes of 4 or 8 bits, made or kept "
-                         "while they are read", KEPT)
+    lora: str = _setting(None, as_words, "train adapters of rank r only; default: alpha twice r, targets=all")
+    base: str = _setting("none", str, "with lora, keep the frozen linear weights as codes of 4 or 8 bits", KEPT)
 
-    column: str = _setting(None, str, "of records, the field to train on; default: by what they have: messages, prompt "
-                           "with completion, instruction with output, question with answer, or text", shown="FIELD")
-    chat_template: str = _setting(None, str, "a file with a template for conversations, in the place of the "
-                                  "tokenizer's", shown="FILE")
-    split: str = _setting("train", str, "of a data set on the hub", shown="NAME")
-    validation: float | str = _setting(0.02, _share, "share of the tokens that is held out, from the end; or data of "
-                                       "its own, read as the data is")
-    seq: int = _setting(None, int, "tokens of a row; default: 4096, on the CPU 256, and at most what the model takes")
+    column: str = _setting(None, str, "field of the records to train on; default: messages, prompt, instruction, "
+                           "question or text, whichever is there", shown="FIELD")
+    chat_template: str = _setting(None, str, "file with a chat template, for the tokenizer's own", shown="FILE")
+    split: str = _setting("train", str, "split of a data set on the hub", shown="NAME")
+    validation: float | str = _setting(0.02, _share, "share of the tokens to hold out, or a file with held-out data",
+                                       span=(0, 0.5))
+    seq: int = _setting(None, int, "tokens in a row; default: 4096, on the CPU 256, at most what the model takes",
+                        span=COUNT)
 
-    tokens: int = _setting(None, int, "of a step; default: 65536, on the CPU 2048, and at most a twentieth of the data")
-    micro: int = _setting(None, int, "micro-batches that a step is cut into; default: the plan's, on the CPU 1")
-    epochs: float = _setting(1.0, float, "times through the data")
-    steps: int = _setting(None, int, "instead of epochs")
-    lr: float = _setting(None, float, "highest learning rate; default: 1e-5, with lora 2e-4")
-    schedule: str = _setting("cosine", str, "of the learning rate", SCHEDULES)
-    warmup: float = _setting(0.03, float, "share of the steps in which the learning rate rises")
-    weight_decay: float = _setting(0.0, float, "of AdamW")
-    beta2: float = _setting(0.95, float, "of AdamW")
-    clip: float = _setting(1.0, float, "highest norm of a step's gradients; 0: any")
-    seed: int = _setting(0, int, "of the order of the data and of dropout")
+    tokens: int = _setting(None, int, "tokens in a step; default: 65536, on the CPU 2048, at most a 20th of the data",
+                           span=COUNT)
+    micro: int = _setting(None, int, "micro-batches in a step; default: the plan's, on the CPU 1", span=COUNT)
+    epochs: float = _setting(1.0, float, "passes through the data", span=POSITIVE)
+    steps: int = _setting(None, int, "number of steps, instead of epochs", span=COUNT)
+    lr: float = _setting(None, float, "highest learning rate; default: 1e-5, with lora 2e-4", span=POSITIVE)
+    schedule: str = _setting("cosine", str, "learning rate schedule", SCHEDULES)
+    warmup: float = _setting(0.03, float, "share of the steps in which the learning rate rises", span=SHARE)
+    weight_decay: float = _setting(0.0, float, "AdamW's weight decay", span=SHARE)
+    beta2: float = _setting(0.95, float, "AdamW's beta2", span=(0, 0.99999))
+    clip: float = _setting(1.0, float, "highest gradient norm of a step; 0: no limit", span=(0, math.inf))
+    seed: int = _setting(0, int, "seed for the order of the data and for dropout", span=(0, 2**32 - 1))
 
-    device: str = _setting(None, str, "cuda or cpu; default: cuda if there is one", ("cuda", "cpu"))
-    dtype: str = _setting(None, str, "of the weights; default: bfloat16, on the CPU float32, but "
-                          "bfloat16 with products=fp8 or a base of codes",
-                          ("bfloat16", "float32"))
-    states: str = _setting("fp32", str, "how AdamW keeps its states", SHOWN, taken=FORMATS)
-    products: str = _setting("bf16", str, "of layers; fp8: of operands rounded to 8 bits, which a GPU must have",
-                             PRODUCTS)
-    gpus: int = _setting(1, int, "of this machine, with a process for each; all share one copy of the model")
-    vram: str = _setting(None, str, "limit of device memory, of each GPU, e.g. 24GiB", shown="SIZE")
-    host: str = _setting(None, str, "limit of host memory, of all processes together", shown="SIZE")
+    device: str = _setting(None, str, "device to compute on; default: cuda if there is one", ("cuda", "cpu"))
+    dtype: str = _setting(None, str, "type of the weights; default: bfloat16, on the CPU float32, but bfloat16 with "
+                          "products=fp8 or a base of codes", ("bfloat16", "float32"))
+    states: str = _setting("fp32", str, "format of AdamW's states", mt.choices("states"))
+    products: str = _setting("bf16", str, "precision of the layers' products; fp8 needs a GPU that has it",
+                             mt.choices("products"))
+    gpus: int = _setting(1, int, "GPUs of this machine to use, with a process for each", span=COUNT)
+    vram: str = _setting(None, str, "limit of each GPU's memory, e.g. 24GiB", shown="SIZE")
+    host: str = _setting(None, str, "limit of host memory for all processes together", shown="SIZE")
     nvme: str = _setting(None, str, "folder for states, weights and activations that host memory does not hold",
                          shown="FOLDER")
 
-    log_every: int = _setting(1, int, "steps between two lines of log.jsonl")
-    eval_every: int = _setting(None, int, "steps between two looks at what is held out; default: a tenth of the run")
-    save_every: int = _setting(None, int, "steps between two checkpoints; default: a fifth of the run")
-    early_stopping: int = _setting(None, int, "end after so many evaluations in a row that are no better than the "
-                                   "best, and take the best one's weights")
-    keep: int = _setting(2, int, "checkpoints that stay; older ones are removed")
-    report_to: str = _setting("none", str, "who else is told", REPORTS)
-    push_to_hub: str = _setting(None, str, "at the end, put the model on the hub by this name", shown="NAME")
+    log_every: int = _setting(1, int, "steps between two lines of log.jsonl", span=COUNT)
+    eval_every: int = _setting(None, int, "steps between two evaluations; default: a tenth of the run", span=COUNT)
+    save_every: int = _setting(None, int, "steps between two checkpoints; default: a fifth of the run", span=COUNT)
+    early_stopping: int = _setting(None, int, "stop after so many evaluations in a row without improvement, and "
+                                   "keep the best weights", span=COUNT)
+    keep: int = _setting(2, int, "checkpoints to keep; older ones are removed", span=COUNT)
+    report_to: str = _setting("none", str, "where else to send the log", REPORTS)
+    push_to_hub: str = _setting(None, str, "name on the hub to upload the final model to", shown="NAME")
     more: dict[str, Any] = field(default_factory=dict, metadata={"kind": dict})
 
     @staticmethod
     def of(values: Mapping[str, Any], where: str) -> Settings:
-        """Settings from names and values, checked. where: for messages.
-
-        Raises:
-            MegatrainError: a name is not known, or a value is not of its kind or out of its range.
-        """
+        """Settings from names and values, checked. where: for messages. Raises: MegatrainError: a name is not known, or
+        a value is not of its kind or out of its range."""
         known, values, more = {f.name: f for f in _shown()}, dict(values), {}
         for name in list(values):
             if (own := SAME.get(name)) and own not in values:
@@ -149,7 +248,7 @@ class Settings:
             elif name not in known:
                 more[name] = values.pop(name)
         found = {name: _of_kind(known[name], value, where) for name, value in values.items()}
-        return _ranges(Settings(**found, more=more))
+        return _checked(Settings(**found, more=more))
 
     def with_(self, **changes: Any) -> Settings:
         return dataclasses.replace(self, **changes)
@@ -159,12 +258,12 @@ def _shown() -> list[dataclasses.Field[Any]]:
     return [f for f in dataclasses.fields(Settings) if f.name != "more"]
 
 
-def unknown(name: str, known: Iterable[str]) -> str:
+def unknown(name: str, known: Iterable[str], cutoff: float = 0.5) -> str:
     """Words for a setting or a flag that is none, with the nearest that is one."""
     names = {n.strip("-").replace("-", "_"): n for n in known}
-    others = {other: names[own] for other, own in (ALSO | SAME).items() if own in names}
-    near = difflib.get_close_matches(name.strip("-").replace("-", "_"), [*names, *others], 1, 0.5)
-    return f"there is no {name!r}" + (f"; did you mean {(names | others)[near[0]]!r}?" if near
+    names |= {other: names[own] for other, own in (ALSO | SAME).items() if own in names}
+    found = difflib.get_close_matches(name.strip("-").replace("-", "_"), list(names), 1, cutoff)
+    return f"there is no {name!r}" + (f"; did you mean {names[found[0]]!r}?" if found
                                       else f"; known: {', '.join(known)}")
 
 
@@ -181,30 +280,22 @@ def _of_kind(f: dataclasses.Field[Any], value: Any, where: str) -> Any:
         found = kind(value)
         if kind is int and float(value) != found:
             raise ValueError
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):       # the last: of int(inf)
         raise MegatrainError(f"{where}: {f.name}={value!r}: {KINDS[kind][0]} is needed") from None
     except MegatrainError as why:
         raise MegatrainError(f"{where}: {why}") from None
-    if choices and found not in f.metadata["taken"]:
+    if choices and found not in (*choices, *UNSHOWN * (f.name == "states")):
         raise MegatrainError(f"{where}: {f.name}={found!r}: use one of {', '.join(choices)}")
+    if (span := f.metadata["span"]) and not isinstance(found, str) and not span[0] <= found <= span[1]:
+        needed = {COUNT: "at least 1", POSITIVE: "more than 0", (0, math.inf): "0 or more"}.get(
+            span, f"a number from {span[0]} to {span[1]}")
+        raise MegatrainError(f"{where}: {f.name}={found}: {needed} is needed")
     return found
 
 
-def _ranges(s: Settings) -> Settings:
-    for name in ("seq", "tokens", "micro", "steps", "log_every", "eval_every", "save_every", "keep", "gpus",
-                 "early_stopping"):
-        if getattr(s, name) is not None and getattr(s, name) < 1:
-            raise MegatrainError(f"{name}={getattr(s, name)}: at least 1 is needed")
-    for name, least, most in (("validation", 0, 0.5), ("warmup", 0, 1), ("beta2", 0, 0.99999),
-                              ("clip", 0, float("inf")), ("weight_decay", 0, 1), ("seed", 0, 2**32 - 1)):
-        if not isinstance(getattr(s, name), str) and not least <= getattr(s, name) <= most:
-            span = f"a number from {least} to {most}" if most < float("inf") else "0 or more"
-            raise MegatrainError(f"{name}={getattr(s, name)}: {span} is needed")
-    for name in ("epochs", "lr"):
-        if getattr(s, name) is not None and not getattr(s, name) > 0:
-            raise MegatrainError(f"{name}={getattr(s, name)}: more than 0 is needed")
+def _checked(s: Settings) -> Settings:
     for name in ("vram", "host"):
-        parse_bytes(getattr(s, name), name)
+        mt.parse_bytes(getattr(s, name), name)
     if (s.products, s.dtype) == ("fp8", "float32"):
         raise MegatrainError("products=fp8, dtype=float32: codes of 8 bits are made of bfloat16 weights; leave one of "
                              "the two out")
@@ -212,10 +303,15 @@ def _ranges(s: Settings) -> Settings:
         raise MegatrainError(f"early_stopping={s.early_stopping}, validation=0: nothing is held out to be evaluated")
     if s.base != "none" and s.lora is None:
         raise MegatrainError(f"base={s.base}: codes are frozen; say what trains beside them, as lora={AS}")
-    if s.seq and s.tokens and s.tokens % s.seq:
-        raise MegatrainError(f"tokens={s.tokens}, seq={s.seq}: a step is a whole number of rows; "
-                             f"nearest: tokens={max(1, round(s.tokens / s.seq)) * s.seq}")
+    if s.seq and s.tokens:
+        _check_rows(s, s.seq)
     return s
+
+
+def _check_rows(s: Settings, seq: int) -> None:
+    if s.tokens % seq:
+        raise MegatrainError(f"tokens={s.tokens}, seq={s.seq}: a step is a whole number of rows; "
+                             f"nearest: tokens={max(1, round(s.tokens / seq)) * seq}")
 
 
 # ---- flags and YAML ------------------------------------------------------------------------------
@@ -223,12 +319,10 @@ def _ranges(s: Settings) -> Settings:
 def add_flags(parser: argparse.ArgumentParser, names: Iterable[str] | None = None) -> None:
     """A flag for each setting, model and data left out; what is not given is not in the namespace."""
     for f in _shown():
-        if f.name in ("model", "data") or (names is not None and f.name not in names):
-            continue
-        choices = f.metadata["choices"]
-        parser.add_argument(f"--{f.name.replace('_', '-')}", default=argparse.SUPPRESS, type=str, dest=f.name,
-                            metavar="|".join(choices) or f.metadata["shown"],
-                            help=f.metadata["text"] + ("" if f.default is None else f"; default: {f.default}"))
+        if f.name not in ("model", "data") and (names is None or f.name in names):
+            parser.add_argument(f"--{f.name.replace('_', '-')}", default=argparse.SUPPRESS, type=str, dest=f.name,
+                                metavar="|".join(f.metadata["choices"]) or f.metadata["shown"],
+                                help=f.metadata["text"] + ("" if f.default is None else f"; default: {f.default}"))
 
 
 def given(args: argparse.Namespace) -> dict[str, Any]:
@@ -238,36 +332,35 @@ def given(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def read_yaml(path: str | Path) -> dict[str, Any]:
-    """Names and values in a YAML file.
-
-    Raises:
-        MegatrainError: there is no such file, or it is not a table of names and values.
-    """
+    """Names and values in a YAML file. Raises: MegatrainError: there is no such file, or it is not a table of names and
+    values."""
     import yaml
 
+    needed = "lines of `name: value` are needed"
     try:
         found = yaml.safe_load(Path(path).read_text())
     except OSError as why:
         raise MegatrainError(f"{path}: {why.strerror}") from None
     except UnicodeDecodeError:
-        raise MegatrainError(f"{path}: not UTF-8: lines of `name: value` are needed") from None
+        raise MegatrainError(f"{path}: not UTF-8: {needed}") from None
     except yaml.YAMLError as why:
         mark, problem = getattr(why, "problem_mark", None), getattr(why, "problem", None) or why
         where = f"{path}:{mark.line + 1}" if mark else str(path)
-        raise MegatrainError(f"{where}: not YAML: {problem}; lines of `name: value` are needed") from None
+        raise MegatrainError(f"{where}: not YAML: {problem}; {needed}") from None
     if not isinstance(found, dict):
-        raise MegatrainError(f"{path}: lines of `name: value` are needed")
+        raise MegatrainError(f"{path}: {needed}")
     return found
 
 
-def write_yaml(path: str | Path, settings: Settings) -> None:
+def as_yaml(settings: Settings) -> bytes:
+    """As read_yaml takes it."""
     import yaml
 
     found = dataclasses.asdict(settings)
     found |= found.pop("more")
     if found["data"] is not None:                    # as it is written by hand
         found["data"] = found["data"][0] if len(found["data"]) == 1 else list(found["data"])
-    replace(Path(path), yaml.safe_dump(found, sort_keys=False).encode())
+    return yaml.safe_dump(found, sort_keys=False).encode()
 
 
 def page() -> str:
@@ -278,3 +371,141 @@ def page() -> str:
         text = f.metadata["text"] + (f": {', '.join(f.metadata['choices'])}" if f.metadata["choices"] else "")
         lines.append(f"| {flag} | {'' if f.default is None else f'`{f.default}`'} | {text} |")
     return "\n".join(lines)
+
+
+# ---- what was not given --------------------------------------------------------------------------
+
+def device_of(asked: str | None) -> str:
+    """Raises: MegatrainError: CUDA is asked for, and is not there."""
+    device = asked or ("cuda" if torch.cuda.is_available() else "cpu")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise MegatrainError("device=cuda: torch sees no CUDA device here; use --device cpu")
+    return device
+
+
+def for_machine(settings: Settings) -> Settings:
+    device = device_of(settings.device)
+    there = torch.cuda.device_count() if device == "cuda" else max(2, len(os.sched_getaffinity(0)))
+    if settings.gpus > there:
+        what = "CUDA devices" if device == "cuda" else "cores, with a process on each,"
+        raise MegatrainError(f"gpus={settings.gpus}: there are {there} {what} here; --gpus {there} or fewer")
+    if settings.nvme is not None and not Path(settings.nvme).is_dir():
+        raise MegatrainError(f"nvme={settings.nvme}: there is no such directory; make one on the drive that is to hold "
+                             "states")
+    if device == "cpu":
+        # Torch's threads spin while they wait for each other: one core is left to the engine's.
+        torch.set_num_threads(max(1, (len(os.sched_getaffinity(0)) - 1) // settings.gpus))
+    halves = device == "cuda" or settings.products == "fp8" or settings.base != "none"
+    return settings.with_(device=device, dtype=settings.dtype or ("bfloat16" if halves else "float32"),
+                          lr=settings.lr or (1e-5 if settings.lora is None else 2e-4))
+
+
+def for_gpus(settings: Settings, gpus: int) -> Settings:
+    """Settings of a run that goes on with so many GPUs: with as many micro-batches in all, where they can be had."""
+    if gpus == settings.gpus:
+        return settings
+    micro, rest = divmod((settings.micro or 1) * settings.gpus, gpus)
+    return settings.with_(gpus=gpus, micro=micro if micro and not rest else None)
+
+
+def for_model(settings: Settings, config: Any) -> Settings:
+    most = getattr(config, "max_position_embeddings", None) or settings.seq or 4096
+    seq = settings.seq or min(4096 if settings.device == "cuda" else 256, most)
+    if seq > most:
+        raise MegatrainError(f"seq={seq}: the model was made for {most} positions at most; --seq {most} or less")
+    return settings.with_(seq=seq)
+
+
+def for_data(settings: Settings, there: int, sequences: int = 1) -> Settings:
+    """Tokens of a step, how many steps, and what is done how often; there: rows of the data, or records of so many
+    sequences each, which count as `seq` tokens."""
+    s, seq = settings, settings.seq * sequences
+    if s.tokens is None:
+        usual = (65536 if s.device == "cuda" else 2048) // seq
+        least = LEAST.get(s.method, 1)
+        s = s.with_(tokens=max(least, min(usual, there // STEPS_LEAST) // s.gpus) * s.gpus * seq)
+    _check_rows(s, seq)
+    rows = s.tokens // seq
+    if rows > there and s.method != "grpo":
+        raise MegatrainError(f"tokens={s.tokens}: the data has {there} rows of {seq} tokens; --tokens "
+                             f"{there * seq} takes them all in one step, fewer make more steps")
+    if rows % s.gpus:
+        raise MegatrainError(f"tokens={s.tokens}: {rows} rows of {s.seq} tokens cannot be divided among {s.gpus} GPUs; "
+                             f"nearest: tokens={max(1, round(rows / s.gpus)) * s.gpus * seq}; or as many GPUs as "
+                             f"{_divisors(rows)}")
+    if s.micro and rows // s.gpus % s.micro:
+        each = "tokens / seq" if s.gpus == 1 else "tokens / seq / gpus"
+        raise MegatrainError(f"micro={s.micro}: {rows // s.gpus} rows ({each}) cannot be cut into so many equal parts; "
+                             f"{_divisors(rows // s.gpus)} can")
+    steps = s.steps or math.ceil(s.epochs * there / rows)
+    eval_every = s.eval_every or max(1, steps // 10)
+    # Weights that are to be taken back have to be saved when they are evaluated.
+    return s.with_(steps=steps, eval_every=eval_every, save_every=s.save_every or (
+        eval_every if s.early_stopping else max(1, steps // 5)))
+
+
+def _divisors(n: int) -> str:
+    return ", ".join(str(d) for d in range(1, n + 1) if n % d == 0)
+
+
+# ---- messages in a shell -------------------------------------------------------------------------
+
+class Flags:
+    """A verb's flags, and how changes of a plan are written with them (`text` of a refusal asks for the three)."""
+
+    def __init__(self, names: Iterable[str], gpus: int = 1) -> None:
+        """gpus: a plan's tokens are one GPU's, a verb's are those of so many."""
+        self.names, self._gpus = tuple(names), gpus
+
+    def knows(self, changes: dict[str, Any]) -> bool:
+        """Has the verb a flag for each?"""
+        return set(changes) <= set(self.names)
+
+    def alone(self, changes: dict[str, Any]) -> str:
+        """As a part of a sentence."""
+        gone = [f"--{name}" for name, value in changes.items() if not value]
+        here = shlex.join(w for name, value in changes.items() if value for w in self.flag(name, value))
+        return " ".join([here] * bool(here) + [f"without {', '.join(gone)}"] * bool(gone))
+
+    def whole(self, changes: dict[str, Any]) -> str:
+        """As a line."""
+        room = f"     (a folder with {as_size(changes['nvme']['limit'])} free)" if "nvme" in changes else ""
+        return f"{self.alone(changes)}{room}"
+
+    def flag(self, name: str, value: Any) -> list[str]:
+        if name == "tokens":
+            value *= self._gpus
+        return [f"--{name}", "FOLDER" if name == "nvme" else as_size(value) if name in SIZES else str(value)]
+
+    def told(self, why: MegatrainError) -> str:
+        """What an exception says, in the shell's words."""
+        found = getattr(why, "refusal", None)
+        return found.text(self) if found else self.words(str(why))
+
+    def words(self, text: str) -> str:
+        """tokens=1000 is --tokens 1000. What says a machine has a grammar of its own."""
+        if text.startswith("machine"):
+            return re.sub("^machine:? ", "--machine ", text)
+        text = text.replace("nvme limit=", "nvme_limit=")
+        return re.sub(rf"(?<![\w.,'\"-])({'|'.join(self.names)})=('[^']*'|\"[^\"]*\"|[^\s,;:)]*[^\s,;:.)])",
+                      lambda m: f"--{m[1].replace('_', '-')} {self._all(m[1], m[2].strip(chr(39) + chr(34)))}", text)
+
+    def _all(self, name: str, value: str) -> str:
+        return str(int(value) * self._gpus) if name == "tokens" and value.isdigit() else value
+
+
+@contextlib.contextmanager
+def in_flags(*names: str, gpus: int = 1) -> Iterator[None]:
+    """What is refused meanwhile is said with these flags of a verb."""
+    try:
+        yield
+    except MegatrainError as why:
+        raise MegatrainError(Flags(names, gpus).told(why)) from None
+
+
+SIZES = ("vram", "host")
+
+
+def as_size(n: int) -> str:
+    """As people type it: no smaller than it is."""
+    return f"{-(-n // 2**20)}MiB" if n < 2**30 else f"{math.ceil(100 * n / 2**30) / 100:.10g}GiB"

@@ -23,8 +23,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
 from ..base.codes import format_of, multiplies
-from ..base.modes import LINKED, Mode
-from ..base.products import inner
+from ..base.modes import LINKED, Mode, inner
 from ..graph import hf_calls
 from ..graph.frames import _pop, _push, keep, refuse_create_graph, restored
 from ..graph.reader import Graph, Reader, Reading, Unreadable, modes_on, read, scope_of, stand_in

@@ -81,7 +81,7 @@ class HandOver:
         if not trains:                       # frozen since the forward: torch drops it too
             return "unwanted"
         if not record.was_trainable:         # frozen in a forward since then, and trained again
-            self.runtime.trained.follow()
+            self.runtime.follow_requires_grad()
         try:
             wanted = node is None or torch._C._will_engine_execute_node(node)
         except RuntimeError:                 # a leaf under autograd.grad(): torch cannot say, and captures it
@@ -140,7 +140,7 @@ class HandOver:
             self.runtime.door.task_begins(task)
         if task not in self.tasks:
             self.tasks[task] = []
-            self.runtime.forwards.backward_began()
+            self.runtime.backward_began()
             torch.autograd.Variable._execution_engine.queue_callback(lambda: self._task_ended(task))
         return self.tasks[task]
 
@@ -159,7 +159,7 @@ class HandOver:
         self._send([(r, total) for r, total in self._dropped() if total is not None])
         if self.runtime.exchange is not None and not self.tasks:
             self.runtime.exchange.ends()
-        self.runtime.reads.forget()
+        self.runtime.forget_reads()
         self.runtime.trace.handed_over()
 
     def _dropped(self) -> list[tuple[Record, Tensor | None]]:

@@ -236,16 +236,16 @@ class Window:
         try:
             if task == -1:
                 if outermost:
-                    args, kwargs = rt.forwards.begin(self, args, kwargs)
+                    args, kwargs = rt.begin_pass(self, args, kwargs)
                 if rt.handover.alive:
                     rt.handover.window_opens()
-                rt.reads.keep_writes()
+                rt.keep_writes()
             with rt.keeps.memory():
                 return rt.trace.forward(self, args, kwargs)
         finally:
             leave()
             if outermost and task == -1:
-                rt.reads.forget()
+                rt.forget_reads()
                 rt.keeps.forward_ends()
             if takes:
                 rt.door.leave()
@@ -345,7 +345,7 @@ class Window:
         for (r, t), version in zip(bound.items(), versions):
             if t._version != version:                    # the forward changed its weights in place
                 r.runtime.planes.keep_write(r, t)
-                self.runtime.reads.forget()              # they are read anew
+                self.runtime.forget_reads()              # they are read anew
         return self.runtime.ring.own_outputs(out)
 
     def keep(self, mode: str) -> None:

@@ -1,38 +1,135 @@
-"""What was chosen for a model: arguments of mt.stream by hand, or a plan of mt.plan, in one form, and checked."""
+"""What is asked of mt.stream: which models can be streamed, how this one is to be, and whether it fits so.
+
+Nothing of the model is changed here.
+"""
 from __future__ import annotations
 
+import dataclasses
+import gc
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 from .. import _core
-from ..base.arguments import check_count
-from ..base.errors import MegatrainError
-from ..base.formats import check_states
+from ..base.codes import KNOWN, coded, format_of, strands_of
+from ..base.errors import MegatrainError, check_count
 from ..base.limits import parse_bytes
-from ..base.modes import DISK, HOMES, MODES
-from ..base.products import check_device, check_products
+from ..base.modes import DISK, HOMES, MODES, check_products, check_products_on, check_states
 from ..base.testing import Doors, opened
-from ..base.units import Group
+from ..base.units import Group, usual_experts
 from ..plans import planner
 from ..plans.fleet import Fleet, check_delivery
 from ..plans.planner import Plan
-from ..plans.tally import LENT, Asked
-from ..store.disk import SPILLED, Disk
-from .asking import Limits
+from ..plans.room import check_device, check_loading, check_weights, loads, to_disk
+from ..plans.tally import LENT, SETTLED, Asked
+from ..store.disk import SPILLED, Disk, check_room
+from ..store.records import DTYPES
+from .runtime import runtimes
 
 PLAN_KEYS = {"activations", "states", "homes", "slots", "grads", "lent", "threads", "experts", "delivery"}
 
 
+# ---- which models ----
+
+def check_model(module: nn.Module, where: torch.device, dtype: torch.dtype | None, bare: bool) -> None:
+    """Raises: the module cannot be streamed on this device, or converted to this type. bare: another process has the
+    values, and parameters may be on the meta device."""
+    if not isinstance(module, nn.Module):
+        way = ("; mt.from_pretrained(AutoModelForCausalLM, path) loads a model and streams it"
+               if isinstance(module, str | Path) else "")
+        raise MegatrainError(f"mt.stream takes a torch.nn.Module, not {module!r:.80}{way}")
+    if isinstance(module, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
+        raise MegatrainError(f"{type(module).__name__} is not supported: one streamed model uses one GPU; "
+                             "stream the module inside it")
+    if any(m in runtimes for m in module.modules()):
+        raise MegatrainError("the model, or a part of it, is streamed already; mt.unstream it first")
+    for name, p in module.named_parameters():
+        if problem := _problem(p, bare):
+            raise MegatrainError(f"parameter {name!r} {problem}")
+        if dtype is not None and (format_of(p) is not None or p.dtype in (torch.float8_e4m3fn, torch.float8_e5m2)):
+            raise MegatrainError(f"dtype={dtype}: {name} is quantised, and codes and scales keep their "
+                                 "types: leave it out")
+    for name, m, p, format in coded(module):
+        strands_of(name, p, m, format)
+    for name, m in module.named_modules():
+        if getattr(m, "sparse", False) is True and isinstance(m, (nn.Embedding, nn.EmbeddingBag)):
+            raise MegatrainError(f"module {name!r} makes sparse gradients; build it with sparse=False")
+        _refuse_wrapped(module, name, m)
+    refuse_packed(module, where)
+
+
+def _problem(p: nn.Parameter, bare: bool) -> str:
+    if isinstance(p, nn.parameter.UninitializedTensorMixin):
+        return "has no shape yet: run one forward first, then mt.stream"
+    if type(p) is not nn.Parameter:
+        if format_of(p) is not None:
+            return "is quantised, and so it must be frozen: p.requires_grad_(False)" if p.requires_grad else ""
+        return (f"is of {type(p).__module__}.{type(p).__name__}, a subclass of Parameter that is not known; if the "
+                f"model is quantised, these formats stream: {KNOWN}; or load it without that: a frozen bf16 parameter "
+                "takes 2 bytes of host memory")
+    if p.is_meta and not bare:
+        return "is on the meta device: load its weights first"
+    if p.is_complex():
+        return f"is complex ({p.dtype}); complex parameters are not supported"
+    if p.layout != torch.strided:
+        return f"has layout {p.layout}; only dense parameters are supported"
+    if p.dtype not in DTYPES:
+        return f"has type {p.dtype}; supported: {', '.join(str(d) for d in DTYPES)}"
+    return ""
+
+
+def refuse_packed(module: nn.Module, where: torch.device) -> None:
+    """Raises: on a GPU, a linear layer of gptqmodel's (GPTQ, AWQ): a load on the CPU gave it a kernel for that, and its
+    codes, which are buffers, would lie on the device whatever its limit is."""
+    for name, m in module.named_modules() if where.type != "cpu" else ():
+        if "qweight" in m._buffers and any(c.__module__.partition(".")[0] == "gptqmodel" for c in type(m).__mro__):
+            raise MegatrainError(f"module {name!r} ({type(m).__name__}) keeps its codes in buffers, which are not "
+                                 "streamed: all of them would lie on the GPU, and no plan counts them. Take the "
+                                 "checkpoint of 16 bits: mt.from_pretrained(..., base='nf4') makes codes that stream")
+
+
+def _refuse_wrapped(root: nn.Module, name: str, m: nn.Module) -> None:
+    """Raises: PEFT puts a parameter and its adapter's product together in each forward (`target_parameters`, which
+    "all-linear" becomes on mixtures): by parametrizations, which would take the place of the streamed parameter."""
+    if type(m).__name__ == "ParamWrapper" and type(m).__module__.partition(".")[0] == "peft":
+        linear = sorted({n.split(".")[-2] for n, x in root.named_modules()
+                         if n.endswith(".base_layer") and isinstance(x, nn.Linear)})
+        raise MegatrainError(
+            f"module {name!r}: an adapter on parameter {m.parameter_name!r} of a module that is no linear layer "
+            "(PEFT's target_parameters, and what target_modules='all-linear' becomes on a mixture) is refused; "
+            f"name linear layers: target_modules={linear}, on the command line targets={','.join(linear)}")
+
+
+# ---- how ----
+
+@dataclass(frozen=True)
+class Limits:
+    """What the user said beside the model: limits in bytes, and names for mt.plan. gpus, machines: as for mt.plan."""
+
+    vram: int | None
+    host: int | None
+    disk: Disk | None
+    units: list[str | nn.Module] | None
+    gpus: int = 1
+    machines: int = 1
+
+    @property
+    def fleet(self) -> Fleet:
+        return Fleet(self.gpus, self.machines)
+
+
 @dataclass
 class Choices:
-    """
+    """A plan, or arguments by hand, in one form.
+
     Attributes:
         options: a plan's dict. vram: bytes. micro, besides: as in asked.Asked. spilled: bytes of activations on
             disk, as far as known.
-        plan: the one that options are from; None: they were given by hand, or not at all.
+        plan: the one that options are from; None: they were given by hand, or not at all, and it is not known what a
+            training step takes beside its weights.
         itself: mt.stream plans, or has planned, and will again where the loop outgrows that.
         doors: of the engine, for tests.
     """
@@ -48,11 +145,6 @@ class Choices:
     itself: bool = False
     products: str = "bf16"
     doors: Doors = field(default_factory=opened)
-
-    @property
-    def whole(self) -> bool:
-        """Is it known what a training step takes, not its weights alone?"""
-        return self.plan is not None
 
     @property
     def activations(self) -> str | dict[str, str]:
@@ -90,61 +182,45 @@ def choose(module: nn.Module, where: torch.device, limits: Limits, tokens: int |
     Raises:
         MegatrainError: some do not go together, or mean nothing; or no plan fits.
     """
-    given = plan
-    products, compute = _products(products, compute, plan)
-    check_device(products, where)
+    if products is None:                         # what is given counts instead of a plan's
+        products = plan.products if isinstance(plan, Plan) else "bf16"
+    check_products(products, compute)
+    check_products_on(products, where)
+    compute, given = "fused" if products == "fp8" else compute, plan
     if tokens is not None or seq is not None:
-        given = _planned(module, where, tokens, seq, limits, states, dtype, compute, plan, products)
+        if plan is not None:
+            raise MegatrainError("tokens=, seq= and plan=: a plan knows its tokens; give one of the two")
+        if tokens is None or seq is None:
+            raise MegatrainError("tokens= and seq= go together: tokens of a training step, in sequences of seq")
+        given = planner.plan(module, machine=None if where.type == "cuda" else "cpu", tokens=tokens, seq=seq,
+                             vram=limits.vram, host=limits.host, states=states or "fp32", compute=compute,
+                             products=products, dtype=dtype, units=limits.units,
+                             nvme=None if limits.disk is None else limits.disk.as_given(),
+                             gpus=limits.gpus, machines=limits.machines)
     if limits.disk is not None:
         limits.disk.room()                   # refuses a directory that is not there
-    made = _from_plan(given, limits, compute, states) if isinstance(given, Plan) else \
-        _by_hand(given, limits, compute, states)
+    made = (_from_plan if isinstance(given, Plan) else _by_hand)(given, limits, compute, states)
     made.products = products
     made.itself = plan is None and (where.type == "cuda" or limits.vram is not None)
     return made
-
-
-def _products(products: str | None, compute: str, plan: Plan | dict[str, Any] | None) -> tuple[str, str]:
-    """Of layers, and by whose code; what is given counts instead of a plan's."""
-    if products is None:
-        products = plan.products if isinstance(plan, Plan) else "bf16"
-    check_products(products, compute)
-    return products, "fused" if products == "fp8" else compute
-
-
-def _planned(module: nn.Module, where: torch.device, tokens: int | None, seq: int | None, limits: Limits,
-             states: str | None, dtype: torch.dtype | None, compute: str, plan: Plan | dict[str, Any] | None,
-             products: str) -> Plan:
-    """The plan to begin with."""
-    if plan is not None:
-        raise MegatrainError("tokens=, seq= and plan=: a plan knows its tokens; give one of the two")
-    if tokens is None or seq is None:
-        raise MegatrainError("tokens= and seq= go together: tokens of a training step, in sequences of seq")
-    disk = limits.disk
-    return planner.plan(module, machine=None if where.type == "cuda" else "cpu", tokens=tokens, seq=seq,
-                        vram=limits.vram, host=limits.host, states=states or "fp32",
-                        compute=compute, products=products, dtype=dtype, units=limits.units,
-                        nvme=None if disk is None else disk.as_given(),
-                        gpus=limits.gpus, machines=limits.machines)
 
 
 def _by_hand(plan: dict[str, Any] | None, limits: Limits, compute: str, states: str | None) -> Choices:
     options = _options(plan, compute)
     if states is not None and options.setdefault("states", check_states(states)) != states:
         raise MegatrainError(f"states={states!r}, and the plan's are {options['states']!r}: give one of the two")
-    check_delivery(Fleet(limits.gpus, limits.machines), options.get("delivery"))
+    check_delivery(limits.fleet, options.get("delivery"))
     return Choices(options, compute, limits.vram, limits.disk)
 
 
 def _from_plan(plan: Plan, limits: Limits, compute: str, states: str | None) -> Choices:
     """What is given beside a plan counts instead of the plan's."""
     if (plan.gpus, plan.machines) != (limits.gpus, limits.machines):
-        raise MegatrainError(f"plan= is for {plan.fleet}, and here are {Fleet(limits.gpus, limits.machines)}: "
+        raise MegatrainError(f"plan= is for {plan.fleet}, and here are {limits.fleet}: "
                              "mt.plan(gpus=, machines=) says how many")
     if states is not None and states != plan.states:
         raise MegatrainError(f"states={states!r}, and the plan is for {plan.states!r} ones: give them to mt.plan")
-    options = {"activations": plan.activations, "homes": plan.homes, "slots": plan.slots, "grads": plan.grads,
-               "states": plan.states, "lent": plan.lent, "experts": plan.experts, "delivery": plan.delivery}
+    options = {key: getattr(plan, key) for key in PLAN_KEYS - {"threads"}}
     compute = plan.compute if compute == "auto" else compute
     vram = parse_bytes(plan.machine.vram_bytes, "vram") if limits.vram is None else limits.vram
     return Choices(_options(options, compute), compute, vram, limits.disk or plan.nvme, plan, plan.micro, plan.besides,
@@ -157,9 +233,8 @@ def _options(plan: dict[str, Any] | None, compute: str) -> dict[str, Any]:
     if not isinstance(plan, dict | None):
         raise MegatrainError(f"plan={plan!r}: give what mt.plan made, or a dict of {sorted(PLAN_KEYS)}")
     options = dict(plan or {})
-    unknown = set(options) - PLAN_KEYS
-    if unknown:
-        raise MegatrainError(f"plan: unknown key {sorted(unknown)[0]!r}; known: {sorted(PLAN_KEYS)}")
+    if unknown := sorted(set(options) - PLAN_KEYS):
+        raise MegatrainError(f"plan: unknown key {unknown[0]!r}; known: {sorted(PLAN_KEYS)}")
     modes = options.get("activations", "auto")
     for mode in modes.values() if isinstance(modes, dict) else (modes,):
         if mode not in ("auto", *MODES):
@@ -208,3 +283,54 @@ def compute_device(device: str | torch.device | None) -> torch.device:
         raise MegatrainError("device='cuda': this build of megatrain_torch has no CUDA part "
                              "(nvcc was not found when it was built); rebuild with nvcc on PATH")
     return torch.device("cuda", torch.cuda.current_device() if where.index is None else where.index)
+
+
+# ---- does it fit ----
+
+def fitted(asked: Asked, where: torch.device, choices: Choices, host: int | None) -> tuple[Asked, list[int]]:
+    """What is asked for, with homes where they were left open; and bytes of the slots that units take turns in. host:
+    limit of host memory.
+
+    Raises:
+        MegatrainError: it does not fit; the message says what of it, and what would.
+    """
+    free = None                              # of the device; not known on the CPU device, whose memory is the host's
+    if where.type == "cuda":
+        gc.collect()                         # models that were dropped, and their slots
+        free = torch.cuda.mem_get_info(where)[0] + torch.cuda.memory_reserved(where) \
+            - torch.cuda.memory_allocated(where)
+    most = min((n for n in (free, choices.vram) if n is not None), default=None)
+    if choices.itself and choices.plan is None:
+        asked = _provisional(asked, host, most)
+    elif choices.disk is not None and "homes" not in choices.options:
+        asked = to_disk(asked, host)
+    if "experts" not in choices.options and most is not None:
+        # A few experts at a time, where slots for all of a layer's would be refused.
+        experts = max([usual_experts(own) for _, own in asked.groups], default=0)
+        if experts and sum(dataclasses.replace(asked, ring=2).device().values()) > most:
+            asked = dataclasses.replace(asked, experts=experts)
+    sizes = check_device(asked, free, choices.vram)
+    check_room(asked, choices.disk, choices.spills, choices.spilled)
+    if not choices.itself or choices.plan is not None:
+        check_loading(asked, host, choices.plan is not None, most)
+    return asked, sizes[:len(sizes) - len(units_at(asked, *SETTLED))]
+
+
+def _provisional(asked: Asked, host: int | None, most: int | None) -> Asked:
+    """Until the first plan: weights in host memory; last units' on the device where they are too many. Raises: they fit
+    neither way."""
+    try:
+        check_weights(asked, host, most)
+    except MegatrainError:
+        for tried in asked.moved("ram", "vram"):     # the last one first
+            if most is None or sum(tried.device().values()) > most:
+                break
+            if loads(tried, host):
+                return tried
+        raise
+    return asked
+
+
+def units_at(asked: Asked, *homes: str) -> list[int]:
+    """Numbers of the units that are at home there."""
+    return [i for i, home in enumerate(asked.homes) if home in homes]

@@ -2,14 +2,20 @@
 from __future__ import annotations
 
 import itertools
+import mmap
+import os
+import warnings
+import zlib
+from typing import TYPE_CHECKING
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from .. import _core
 from ..base.codes import plain_kind
+from ..base.limits import show_bytes
 from ..base.units import Group, stored_dtype
-from ..group.ranks import Ranks, as_one
+from ..group.ranks import Ranks, as_one, shared
 from ..plans.room import TRIM_BYTES, give_back, own_bytes
 from ..plans.tally import SETTLED, Asked
 from ..store import gradient
@@ -18,35 +24,62 @@ from ..store.guard import StreamedParameter, streamed_kind
 from ..store.records import DTYPES, Record
 from ..store.tensorfiles import Mapped
 from ..store.whole import wholes_of
-from .choices import Choices
-from .fitting import Fit, units_at
-from .origins import Origins
-from .runtime import Runtime
-from .together import engine_of
+from .choices import Choices, units_at
+from .several import engine_of
 
+if TYPE_CHECKING:
+    from .runtime import Runtime
+
+Place = tuple[str, int]                      # a file, and where in it a parameter's bytes begin
+_ALIGN = 64
+_MANY_BYTES = 1 << 30                        # of copies of one model in several processes: is told
 _numbers = itertools.count()                 # of parameters, in the process
 
 
 def engine(where: torch.device, choices: Choices, ranks: Ranks | None) -> _core.Engine:
     """With nothing in it yet."""
     threads, doors = choices.options.get("threads") or max(1, _core.build_info()["cpus"] - 1), choices.doors
-    if ranks is None:
-        core = _core.Engine(where.type, where.index or 0, threads, doors.delay_us, doors.seed)
-    else:
-        core = engine_of(ranks, where.type, where.index or 0, threads, doors.delay_us, doors.seed)
+    how = where.type, where.index or 0, threads, doors.delay_us, doors.seed
+    core = _core.Engine(*how) if ranks is None else engine_of(ranks, *how)
     if doors.lock is not None:
         core.lock_limit(doors.lock)
     return core
 
 
-def declare(rt: Runtime, fit: Fit, choices: Choices) -> None:
-    """Units, their slots and homes; nothing is in their planes yet."""
-    _add_units(rt, fit.asked)
-    rt.cap.hold(choices.vram, fit.asked.at_home())
-    rt.homes.open_slots(fit.ring, units_at(fit.asked, *SETTLED), {})
-    cut_units(rt, fit.asked)
-    _to_disk(rt, fit.asked, choices)
-    _place(rt, fit.asked, choices)
+def declare(rt: Runtime, asked: Asked, ring: list[int], choices: Choices) -> None:
+    """Units, their slots and homes; nothing is in their planes yet. ring: bytes of the slots that units take turns in.
+    """
+    core, options, disk, doors = rt.core, choices.options, choices.disk, choices.doors
+    for name, params in asked.groups:
+        kinds = [stored_dtype(p, asked.dtype) for _, p in params]
+        unit = core.add_unit(name, [DTYPES[kind] for kind in kinds], [p.numel() for _, p in params],
+                             [p.requires_grad for _, p in params])
+        records = [Record(rt, unit, name, i, next(_numbers), full, p) for i, (full, p) in enumerate(params)]
+        for r, kind in zip(records, kinds):
+            r.dtype, r.nbytes = kind, r.numel * kind.itemsize
+        rt.units.append(records)
+        rt.unit_names.append(name)
+        rt.wholes.append(wholes_of(records))
+    rt.cap.hold(choices.vram, asked.at_home())
+    rt.homes.open_slots(ring, units_at(asked, *SETTLED), {})
+    cut_units(rt, asked)
+    # The file, where units have states there. With weights it is laid out at once, for states as they will be kept.
+    weights = units_at(asked, "disk+weights")
+    if "states" in options or weights:
+        rt.choose_states(options.get("states", "fp32"))
+    if disk is not None and asked.on_disk():
+        rt.homes.keep_on_disk(disk, units_at(asked, "disk"), weights, doors.disk)
+    rt.homes.invite(units_at(asked, "arrive"))
+    for unit in units_at(asked, "through"):
+        core.through(unit, True)
+    if disk is not None and choices.spills:
+        rt.homes.spill_to(disk, choices.spilled, file_bytes(asked), doors.spill)
+    if not asked.keeps:
+        core.lend_most(asked.lent)
+        rt.homes.passing = frozenset(range(len(rt.units)))
+        for unit in rt.homes.passing:
+            core.pass_gradients(unit)
+    core.debug(doors.skip, doors.poison, doors.sync)                 # of all that is there by now
 
 
 def cut_units(rt: Runtime, asked: Asked) -> None:
@@ -55,48 +88,7 @@ def cut_units(rt: Runtime, asked: Asked) -> None:
         rt.ring.cut(unit, asked.experts, rt.wholes[unit], at_once=home in (*SETTLED, "disk+weights"))
 
 
-def _add_units(rt: Runtime, asked: Asked) -> None:
-    for name, params in asked.groups:
-        kinds = [DTYPES[stored_dtype(p, asked.dtype)] for _, p in params]
-        unit = rt.core.add_unit(name, kinds, [p.numel() for _, p in params], [p.requires_grad for _, p in params])
-        rt.units.append([_record(rt, unit, name, i, full, p, asked.dtype) for i, (full, p) in enumerate(params)])
-        rt.unit_names.append(name)
-        rt.wholes.append(wholes_of(rt.units[-1]))
-
-
-def _record(rt: Runtime, unit: int, unit_name: str, index: int, full: str, p: nn.Parameter,
-            dtype: torch.dtype | None) -> Record:
-    r = Record(rt, unit, unit_name, index, next(_numbers), full, p)
-    r.dtype = stored_dtype(p, dtype)
-    r.nbytes = r.numel * r.dtype.itemsize
-    return r
-
-
-def _to_disk(rt: Runtime, asked: Asked, choices: Choices) -> None:
-    """The file, where units have states there. With weights it is laid out at once, for states as they will be kept.
-    """
-    options, weights = choices.options, units_at(asked, "disk+weights")
-    if "states" in options or weights:
-        rt.states.choose(options.get("states", "fp32"))
-    if choices.disk is not None and asked.on_disk():
-        rt.homes.keep_on_disk(choices.disk, units_at(asked, "disk"), weights, choices.doors.disk)
-
-
-def _place(rt: Runtime, asked: Asked, choices: Choices) -> None:
-    """What is at home elsewhere than weights, or goes another way; the units are there, without values."""
-    core = rt.core
-    rt.homes.invite(units_at(asked, "arrive"))
-    for unit in units_at(asked, "through"):
-        core.through(unit, True)
-    if choices.disk is not None and choices.spills:
-        rt.homes.spill_to(choices.disk, choices.spilled, file_bytes(asked), choices.doors.spill)
-    if not asked.keeps:
-        core.lend_most(asked.lent)
-        rt.homes.pass_gradients(range(len(asked.groups)))
-    core.debug(choices.doors.skip, choices.doors.poison, choices.doors.sync)       # of all that is there by now
-
-
-# ---- weights ----
+# ---- weights are put in ----
 
 def fill(rt: Runtime, groups: list[Group], origins: Origins, masters: bool) -> None:
     """Weights in their planes; each old tensor is freed as its values are in. What is at home on the device or on disk
@@ -128,26 +120,19 @@ def fill(rt: Runtime, groups: list[Group], origins: Origins, masters: bool) -> N
 def _take_over(rt: Runtime, unit: int, files: Mapped, origins: Origins, masters: bool) -> None:
     records = rt.units[unit]
     if origins.fills(unit):
-        _put_in(records, files, origins)
-    if masters and (rounded := [r for r in records if _is_rounded(r)]):
+        with torch.no_grad():
+            for hi, value in files.fill([(r.over(r.memory("HI", True), "HI"), origins.of(r)) for r in records]):
+                hi.copy_(value)
+    # Parameters whose fp32 values are more than the store keeps of them.
+    rounded = [r for r in records if masters and (p := r.param).dtype == torch.float32 and p.requires_grad
+               and r.dtype in (torch.bfloat16, torch.float16)]
+    if rounded:
         for r, value in zip(rounded, origins.exact(rounded)):
             r.exact = value
     for r in records:
         _adopt(rt, r)
     for whole in rt.wholes[unit]:
         whole.adopted()
-
-
-def _put_in(records: list[Record], files: Mapped, origins: Origins) -> None:
-    with torch.no_grad():
-        for hi, value in files.fill([(r.over(r.memory("HI", True), "HI"), origins.of(r)) for r in records]):
-            hi.copy_(value)
-
-
-def _is_rounded(r: Record) -> bool:
-    """Its fp32 values are more than the store keeps of them."""
-    p = r.param
-    return p.dtype == torch.float32 and r.dtype in (torch.bfloat16, torch.float16) and p.requires_grad
 
 
 def _adopt(rt: Runtime, r: Record) -> None:
@@ -165,6 +150,8 @@ def _adopt(rt: Runtime, r: Record) -> None:
     p._mt, p._mt_runtime = r, rt
 
 
+# ---- and given back ----
+
 def empty(rt: Runtime, together: bool = True) -> None:
     """Parameters get memory of their own again, with their weights; what has no values yet stays as it is. together:
     all processes do so, and give memory of weights that are in files back unit by unit."""
@@ -175,7 +162,8 @@ def empty(rt: Runtime, together: bool = True) -> None:
             if any(gradient.standing(r) is not None for r in records if r.param is not None):
                 rt.core.wait_grads(unit)
         for r in records:
-            _restore(r)
+            if r.param is not None:      # else nobody has it any more
+                _restore(r)
         for whole in rt.wholes[unit]:
             whole.given_back()
         if rt.homes.away(unit) and (together or rt.ranks is None):
@@ -183,10 +171,7 @@ def empty(rt: Runtime, together: bool = True) -> None:
 
 
 def _restore(r: Record) -> None:
-    p = r.param
-    if p is None:                        # nobody has it any more
-        return
-    value = r.host.clone()
+    p, value = r.param, r.host.clone()
     gradient.release(r)
     with torch._C.DisableTorchFunctionSubclass():
         grad, p.grad = p.grad, None
@@ -195,3 +180,139 @@ def _restore(r: Record) -> None:
     p.__class__ = nn.Parameter if type(p) is StreamedParameter else plain_kind(p)
     p.data = value
     p.grad = grad
+
+
+# ---- where values come from ----
+
+class Origins:
+    """Values of a model that is about to be streamed, of a process that is alone: its own tensors."""
+
+    def fills(self, unit: int) -> bool:
+        """Does this process put the unit's values into the store?"""
+        return True
+
+    def of(self, r: Record) -> Tensor:
+        """[shape] The values; where another process has them, and this one does not fill the unit, no values."""
+        return r.param.detach()
+
+    def exact(self, records: list[Record]) -> list[Tensor]:
+        """Values of a unit's parameters, in each process; all call it, for the same."""
+        return [self.of(r) for r in records]
+
+    def everywhere(self, units: list[list[Record]]) -> None:
+        """They are."""
+
+
+class SharedOrigins(Origins):
+    """Of several processes: the machine's first.
+
+    Where its parameters are a file's bytes, all processes of the machine fill units in turn, each from that file. What
+    it has in memory it fills alone. The others need no values: they may have left their parameters on the meta device,
+    on which nothing of the model is left when this is made. All ranks make it, when nothing is refused any more.
+    """
+
+    def __init__(self, ranks: Ranks, module: nn.Module, groups: list[Group]) -> None:
+        self._ranks, self._first = ranks, ranks.mates[0]
+        params, files = [p for _, own in groups for _, p in own], Mapped()
+        own = [None if p.is_meta else files.source(p.detach()) for p in params]
+        every = ranks.gather((own, [p.is_meta for p in params], sum(own_bytes(groups))))
+        self._at: dict[int, Place | None] = dict(zip(map(id, params), every[self._first][0]))
+        self._mine = {id(p) for p, place in zip(params, own) if place is not None and place == self._at[id(p)]}
+        away = {place[0] for key, place in self._at.items() if place is not None and key not in self._mine}
+        self._files = {path: _mapped(path) for path in away}         # at once: who fills a unit looks for them
+        self._turns: list[int] = []              # who fills which unit
+        at, first = 0, every[self._first][0]
+        for unit, (_, of) in enumerate(groups):
+            span = range(at, at + len(of))
+            able = [mate for mate in ranks.mates if all(
+                first[i] is not None and (every[mate][1][i] or every[mate][0][i] == first[i]) for i in span)]
+            self._turns.append(able[unit % len(able)] if able else self._first)
+            at += len(of)
+        made = [every[rank][2] for rank in ranks.mates if not any(every[rank][1])]       # bytes, by who has values
+        if ranks.rank == self._first and len(made) > 1 and sum(made) - max(made) >= _MANY_BYTES:
+            warnings.warn(f"{len(made)} processes of this machine made the model, each in {show_bytes(max(made))} of "
+                          "its own memory, which it has given back now: mt.from_pretrained makes it once, or leave it "
+                          "on the meta device (with torch.device('meta'): ...) where LOCAL_RANK is not 0",
+                          RuntimeWarning, stacklevel=2)
+        _give_memory(module, params)
+
+    def fills(self, unit: int) -> bool:
+        return self._turns[unit] == self._ranks.rank
+
+    def of(self, r: Record) -> Tensor:
+        like, place = r.param, self._at[id(r.param)]
+        if place is None or id(like) in self._mine:
+            return like.detach()
+        path, at = place
+        return torch.frombuffer(self._files[path], dtype=like.dtype, count=like.numel(), offset=at).view(like.shape)
+
+    def exact(self, records: list[Record]) -> list[Tensor]:
+        own = [self.of(r) for r in records]
+        return own if all(self._at[id(r.param)] is not None for r in records) else _in_common(self._ranks, own)
+
+    def everywhere(self, units: list[list[Record]]) -> None:
+        """Weights are those of the first process of all, on each machine, when this is called by all and they are in
+        their planes: what another machine had otherwise is replaced."""
+        sums: dict[int, set[int]] = {}
+        for found in self._ranks.gather({u: _sum(records) for u, records in enumerate(units) if self.fills(u)}):
+            for unit, crc in found.items():
+                sums.setdefault(unit, set()).add(crc)
+        for unit in sorted(unit for unit, found in sums.items() if len(found) > 1):
+            for r in units[unit]:
+                self._ranks.control.give(r.over(r.memory("HI", True), "HI"))
+            if exact := [r for r in units[unit] if r.exact is not None]:
+                values = [r.exact.clone(memory_format=torch.contiguous_format) for r in exact]
+                for value in values:
+                    self._ranks.control.give(value)
+                for r, value in zip(exact, _in_common(self._ranks, values)):
+                    r.exact = value
+
+
+def _sum(records: list[Record]) -> int:
+    """Of a unit's weights in the store, and of what they were rounded from."""
+    crc = 0
+    for r in records:
+        for t in [r.over(r.memory("HI", True), "HI")] + ([] if r.exact is None else [r.exact]):
+            crc = zlib.crc32(t.contiguous().view(-1).view(torch.uint8).numpy(), crc) if t.numel() else crc
+    return crc
+
+
+def _mapped(path: str) -> mmap.mmap:
+    with open(path, "rb") as f:
+        return mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_COPY)
+
+
+def _give_memory(module: nn.Module, params: list[nn.Parameter]) -> None:
+    """Parameters on the meta device stay the same objects. No page of their memory is touched, so it takes none."""
+    for p in params:
+        if p.is_meta:
+            kept, made = dict(p.__dict__), nn.Parameter(torch.empty_like(p, device="cpu"), p.requires_grad)
+            torch.utils.swap_tensors(p, made)
+            p.__dict__.update(kept)
+    for m in module.modules():
+        for name, b in m._buffers.items():
+            if isinstance(b, Tensor) and b.is_meta:
+                m._buffers[name] = torch.empty_like(b, device="cpu")
+
+
+def _in_common(ranks: Ranks, own: list[Tensor]) -> list[Tensor]:
+    """The first one's values, in memory that all processes of the machine have once."""
+    ends = list(itertools.accumulate(-(-t.nbytes // _ALIGN) * _ALIGN for t in own))
+    first, fd = ranks.rank == ranks.mates[0], -1
+    with ranks.as_one():
+        if first:
+            fd = os.memfd_create("megatrain values")
+            os.ftruncate(fd, ends[-1])
+            for found, t in zip(_over(fd, own, ends), own):
+                found.copy_(t)
+    fd = shared(ranks, fd)
+    try:
+        return _over(fd, own, ends)
+    finally:
+        os.close(fd)
+
+
+def _over(fd: int, like: list[Tensor], ends: list[int]) -> list[Tensor]:
+    memory = mmap.mmap(fd, ends[-1])
+    return [torch.frombuffer(memory, dtype=t.dtype, count=t.numel(), offset=at).view(t.shape)
+            for t, at in zip(like, [0, *ends])]

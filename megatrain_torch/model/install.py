@@ -1,87 +1,94 @@
-"""What mt.stream puts into a model's modules, and takes out again: methods, parameters that see slots, buffers."""
+"""What mt.stream puts into a model's modules, and takes out again: methods, parameters that see slots, buffers; and
+what transformers and DistributedDataParallel need so that their code runs unchanged. What somebody else puts in
+afterwards is looked at when the next pass begins: parameters that do not stream are refused.
+"""
 from __future__ import annotations
 
+import functools
+import inspect
 import sys
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch import distributed as dist
+from torch.distributed.algorithms.join import Joinable
+from torch.nn.parallel import DistributedDataParallel
 
 from ..base import patches
-from ..base.codes import coded
+from ..base.codes import Coded, coded
 from ..base.errors import MegatrainError
+from ..base.units import Found
 from ..fused.head import give_head, head_of
 from ..fused.layer import give_codes, template_of, wanted
+from ..graph import hf_calls
 from ..graph.door import Door, Installed, method_of
 from ..graph.window import Window
-from ..optim import astray
+from ..optim import hooks
 from ..optim.adamw import AdamW
 from ..store import gradient
+from ..store.guard import HostTensor, StreamedParameter
 from ..store.records import Record
-from ..store.state import BoundParameters, HostBuffers
+from ..store.state import BoundParameters, Given, HostBuffers
 from ..store.whole import keep_in_sight
-from . import hf, wrapped
-from .registry import note, runtimes
-from .runtime import Runtime
-from .tree import Tree, count_registrations
+from .runtime import runtimes
+
+if TYPE_CHECKING:
+    from .runtime import Runtime
+
+_devices: weakref.WeakKeyDictionary[nn.Module, torch.device] = weakref.WeakKeyDictionary()     # where they compute
+_ARGUMENTS = inspect.signature(DistributedDataParallel.__init__)
+_registrations = 0               # of parameters and modules, in modules of streamed models
 
 
-def install(rt: Runtime, root: nn.Module, found: Any, modes: str | dict[str, str]) -> None:
-    """found: windows and containers, of units.find. modes: what windows keep: all the same, or by name."""
+def install(rt: Runtime, root: nn.Module, found: Found, modes: str | dict[str, str]) -> None:
+    """modes: what windows keep: all the same, or by name."""
     patches.hold(rt)
-    patches.once("registrations", count_registrations)
+    patches.once("registrations", _count_registrations)
     keep_in_sight(format for _, _, _, format in coded(root))
-    astray.watch(AdamW)
-    wrapped.watch()
-    by_param = _by_param(rt)
+    hooks.watch(AdamW)
+    patches.once("Module.load_state_dict", _refuse_assign)
+    patches.once("DistributedDataParallel", _patch_ddp)
+    # Records of a parameter: of a weight of codes its strands', else one.
+    by_param = {id(r.param): [r] for r in rt.records}
+    by_param |= {id(whole.param): whole.records for unit in rt.wholes for whole in unit}
     for m in root.modules():
-        _bind(rt, m, by_param)
+        _bind(rt, m, {n: by_param[id(p)][0] for n, p in m._parameters.items() if p is not None})
+        _put(m, "_apply", functools.partial(_apply, rt, weakref.ref(m)))
     rt.keeps.default, by_name = ("auto", modes) if isinstance(modes, dict) else (modes, {})
     head = head_of(root, found.windows)
     for name, m in found.windows:
-        _add_window(rt, name or type(root).__name__, m, by_param, m is head, by_name.get(name, "auto"))
+        records = sorted((r for p in m.parameters() for r in by_param[id(p)]), key=lambda r: (r.unit, r.index))
+        w = Window(rt, name or type(root).__name__, m, records)
+        w.keep(by_name.get(name, "auto"))
+        w.fused = template_of(rt, w, m)
+        if m is head and wanted(rt.compute, rt.is_cuda, [r.dtype for r in records]):
+            give_head(w, m)
+        rt.add_window(w)
+        _put(m, "forward", w)
     if rt.products == "fp8":
         give_codes(rt.windows)
     for _, m in found.containers:
         _put(m, "forward", _container(rt, m, "forward"))
         _put(m, "_call_impl", _container(rt, m, "_call_impl"))       # if another forward is put over ours (TRL)
-    hf.prepare(rt, root, _put)
+    prepare(rt, root, _put)
     _put(root, "zero_grad", _zero_grad(root))
     _put(root, "_replicate_for_data_parallel", _refuser("DataParallel over a streamed model is not supported"))
-    rt.forwards.check_tree = Tree(root).look
+    rt.check_tree = _tree_check()
     for m in root.modules():
         _move_buffers(rt, m)
-    rt.forwards.notice()
+    rt.notice_changes()
 
 
-def _by_param(rt: Runtime) -> dict[int, list[Record]]:
-    """Records of a parameter: of a weight of codes its strands', else one."""
-    found = {id(r.param): [r] for r in rt.records}
-    return found | {id(whole.param): whole.records for unit in rt.wholes for whole in unit}
-
-
-def _bind(rt: Runtime, m: nn.Module, by_param: dict[int, list[Record]]) -> None:
-    records = {n: by_param[id(p)][0] for n, p in m._parameters.items() if p is not None}
-    if records:
+def _bind(rt: Runtime, m: nn.Module, records: dict[str, Record]) -> None:
+    """The module is part of this runtime's model. records: by the names of its parameters."""
+    runtimes[m] = weakref.ref(rt)
+    if isinstance(m._parameters, BoundParameters):
+        m._parameters.bind(records)
+    elif records:
         m.__dict__["_parameters"] = BoundParameters(m._parameters, records)
-    note(m, rt)
-    _put(m, "_apply", _applier(rt, m))
-    _put(m, "load_state_dict", _loader(m))
-    _put(m, "share_memory", _refuser("share_memory() would copy the store; mt.unstream(model) first"))
-
-
-def _add_window(rt: Runtime, name: str, m: nn.Module, by_param: dict[int, list[Record]], is_head: bool,
-                mode: str) -> None:
-    records = sorted((r for p in m.parameters() for r in by_param[id(p)]), key=lambda r: (r.unit, r.index))
-    w = Window(rt, name, m, records)
-    w.keep(mode)
-    w.fused = template_of(rt, w, m)
-    if is_head and wanted(rt.compute, rt.is_cuda, [r.dtype for r in records]):
-        give_head(w, m)
-    rt.add_window(w)
-    _put(m, "forward", w)
 
 
 def remove(root: nn.Module) -> None:
@@ -104,38 +111,33 @@ def _put(module: nn.Module, name: str, call: Any) -> None:
     module.__dict__[name] = Installed(module, name, call)
 
 
-def _method(module: nn.Module, name: str) -> Callable[[], Any]:
+def _weakly(own: Any, module: nn.Module) -> Callable[[], Any]:
     """Gives the module's method, without holding the module."""
-    own = getattr(module, name)
     return weakref.WeakMethod(own) if method_of(own, module) else lambda: own
 
 
 def _container(rt: Runtime, module: nn.Module, name: str) -> Any:
-    inner, who = _method(module, name), weakref.ref(module)
+    who, inner = weakref.ref(module), _weakly(getattr(module, name), module)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        with rt.forwards.entered(who(), args, kwargs) as (args, kwargs):
+        with rt.entered(who(), args, kwargs) as (args, kwargs):
             return inner()(*args, **kwargs)
 
     Door.forwards |= {forward.__code__}
     return forward
 
 
-def _loader(module: nn.Module) -> Any:
-    own = _method(module, "load_state_dict")
+def _refuse_assign() -> Callable[[], None]:
+    own = nn.Module.load_state_dict
 
-    def load_state_dict(state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
-        if assign:
+    @functools.wraps(own)
+    def load_state_dict(self: nn.Module, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
+        if assign and self in runtimes:
             raise MegatrainError("load_state_dict(assign=True) would put tensors in the place of streamed parameters; "
                                  "leave assign out: values are copied into the store")
-        return own()(state_dict, strict=strict)
+        return own(self, state_dict, strict=strict, assign=assign)
 
-    return load_state_dict
-
-
-def _applier(rt: Runtime, module: nn.Module) -> Any:
-    who = weakref.ref(module)
-    return lambda fn, recurse=True: _apply(rt, who(), fn)
+    return patches.replaced(nn.Module, "load_state_dict", load_state_dict)
 
 
 def _zero_grad(module: nn.Module) -> Any:
@@ -149,10 +151,30 @@ def _zero_grad(module: nn.Module) -> Any:
     return zero_grad
 
 
-def _refuser(text: str) -> Any:
+def _refuser(text: str) -> Callable[..., Any]:
+    """What stands in the place of a method that would do harm."""
     def refuse(*_: Any, **__: Any) -> Any:
         raise MegatrainError(text)
     return refuse
+
+
+def _apply(rt: Runtime, who: weakref.ref[nn.Module], fn: Any, recurse: bool = True) -> nn.Module:
+    """`.to`, `.cuda`, `.half`, ...: a change of type is refused before anything changed, a change of device
+    changes nothing: parameters stay in the store, buffers on the compute device."""
+    module = who()
+    for name, p in module.named_parameters():
+        out = fn(torch.empty(0, dtype=p.dtype))
+        if out.is_cpu and out.is_shared():
+            raise MegatrainError("share_memory() would copy the store; mt.unstream(model) first")
+        if out.dtype != p.dtype and hasattr(p, "_mt"):
+            raise MegatrainError(f"{name}: {p.dtype} to {out.dtype}: a streamed model's types are fixed; "
+                                 "convert it before mt.stream, or give mt.stream(dtype=...); bf16_full_eval and "
+                                 "fp16_full_eval of TrainingArguments ask for this: leave them out")
+    for m in module.modules():
+        for k, b in m._buffers.items():
+            if isinstance(b, Tensor):
+                m._buffers[k] = b.to(rt.device, fn(torch.empty(0, dtype=b.dtype)).dtype)
+    return module
 
 
 def _move_buffers(rt: Runtime, m: nn.Module) -> None:
@@ -160,20 +182,167 @@ def _move_buffers(rt: Runtime, m: nn.Module) -> None:
     m.__dict__["_buffers"] = HostBuffers(buffers) if rt.is_cuda else buffers
 
 
-def _apply(rt: Runtime, module: nn.Module, fn: Any) -> nn.Module:
-    """`.to`, `.cuda`, `.half`, ...: a change of type is refused before anything changed, a change of device
-    changes nothing: parameters stay in the store, buffers on the compute device."""
-    tensors = [(n, t) for n, t in module.named_parameters()] + [(n, t) for n, t in module.named_buffers()]
-    for name, t in tensors:
-        probe = torch.empty(0, dtype=t.dtype)
-        out = fn(probe)
-        if out.dtype != t.dtype and hasattr(t, "_mt"):
-            raise MegatrainError(f"{name}: {t.dtype} to {out.dtype}: a streamed model's types are fixed; "
-                                 "convert it before mt.stream, or give mt.stream(dtype=...); bf16_full_eval and "
-                                 "fp16_full_eval of TrainingArguments ask for this: leave them out")
-    for m in module.modules():
-        for k, b in m._buffers.items():
-            if isinstance(b, Tensor):
-                wanted = fn(torch.empty(0, dtype=b.dtype)).dtype
-                m._buffers[k] = b.to(rt.device, wanted)
-    return module
+# ---- what is put in after mt.stream ----
+
+def _count_registrations() -> Callable[[], None]:
+    """From now on, until what this returns is called."""
+    def count(module: nn.Module, *_: Any) -> None:
+        global _registrations
+        if torch.compiler.is_compiling():        # a plain model's graph would be guarded against the lives of others
+            return
+        if module in runtimes:
+            _registrations += 1
+
+    handles = [nn.modules.module.register_module_parameter_registration_hook(count),
+               nn.modules.module.register_module_module_registration_hook(count)]
+    return lambda: [handle.remove() for handle in handles]
+
+
+def _tree_check() -> Callable[[Runtime], None]:
+    seen = _registrations
+
+    def check_tree(rt: Runtime) -> None:
+        """A pass begins.
+
+        Raises:
+            MegatrainError: a parameter was put in, or the model into DistributedDataParallel.
+        """
+        nonlocal seen
+        if rt.ranks is None and DistributedDataParallel._active_ddp_module is not None:
+            raise MegatrainError("DistributedDataParallel over a streamed model is not supported: its reducer would "
+                                 "see no gradients; run one process with one streamed model")
+        root = rt.root()
+        if seen == _registrations or root is None:      # None: a part of it is all that is left
+            return
+        # What functional_call has put in the places of parameters is no parameter of the model's.
+        given = {id(m._parameters[n]) for m in root.modules() if isinstance(m._parameters, BoundParameters)
+                 for n, r in m._parameters.records.items() if type(r) is Given}
+        for name, p in root.named_parameters():
+            if id(p) in given and not isinstance(p, nn.Parameter):
+                continue
+            if getattr(p, "_mt", None) is None or p._mt.runtime is not rt:
+                raise MegatrainError(f"parameter {name!r} was put into the model after mt.stream: "
+                                     "change the model first (get_peft_model, load_adapter, new heads), then stream "
+                                     "it; SFTTrainer(peft_config=...) changes it too late, and DPOTrainer adds an "
+                                     "adapter of its own to LoRA: make the trainer first there")
+        for m in root.modules():     # parameters that moved into new modules (parametrizations), or changed names
+            _bind(rt, m, {n: p._mt for n, p in m._parameters.items() if hasattr(p, "_mt")})
+        for window in rt.windows:
+            window.look()
+        seen = _registrations
+
+    return check_tree
+
+
+# ---- transformers: PreTrainedModel.device says where to put inputs (generate, Trainer): the compute device ----
+
+def prepare(rt: Runtime, root: nn.Module, put: Callable[[nn.Module, str, Any], None]) -> None:
+    """put: puts a call in the place of a module's method."""
+    transformers = sys.modules.get("transformers")
+    rt.checkpointing = [weakref.ref(m) for m in root.modules()
+                        if isinstance(getattr(m, "gradient_checkpointing", None), bool)]
+    base = getattr(getattr(transformers, "modeling_utils", None), "PreTrainedModel", None)
+    if base is None:
+        return
+    patches.once("PreTrainedModel.device", lambda: _report_compute_device(base))
+    hf_calls.install()
+    # torchao's save_pretrained takes plain tensors and its own, and nothing else.
+    quantizer = sys.modules.get("transformers.quantizers.quantizer_torchao")
+    own = getattr(quantizer, "flatten_tensor_state_dict", None)
+    if own is not None:
+        patches.once("flatten_tensor_state_dict", lambda: patches.replaced(
+            quantizer, "flatten_tensor_state_dict",
+            lambda tensors: own({k: t.clone() if type(t) is HostTensor else t for k, t in tensors.items()})))
+    stands = any(whole.format.expands for own in rt.wholes for whole in own)     # codes, for 16-bit weights
+    for m in root.modules():
+        if isinstance(m, base):
+            _devices[m] = rt.device
+            put(m, "resize_token_embeddings", _refuser("resize_token_embeddings() after mt.stream: resize first, then "
+                                                      "stream"))
+            if stands and any(isinstance(p, Coded) for p in m.parameters()):
+                put(m, "save_pretrained", _refuser(
+                    "save_pretrained() knows no codes that stand for 16-bit weights: mt.save(model, None, folder) "
+                    "writes them as they are published; a PeftModel's saves its adapter"))
+
+
+def _report_compute_device(base: Any) -> Callable[[], None]:
+    own = base.device
+
+    def device(self: Any) -> torch.device:
+        streamed = "_apply" in self.__dict__     # of itself alone: torch.compile guards all that this looks at
+        return _devices[self] if streamed and self in _devices else own.fget(self)
+
+    return patches.replaced(base, "device", property(device, doc=own.__doc__))
+
+
+# ---- DistributedDataParallel: several processes that stream a model exchange its gradients themselves ----
+
+def _patch_ddp() -> Callable[[], None]:
+    """Accelerate, Trainer and Lightning put it around what they train. It stays, since they look for it and its
+    `module`, as a shell that passes all through. Around a module of which only a part is streamed it is what it always
+    is, and leaves that part out."""
+    own = DistributedDataParallel.__init__
+
+    @functools.wraps(own)
+    def init(self: Any, module: nn.Module, *args: Any, **kwargs: Any) -> None:
+        streamed = {name: p for name, p in module.named_parameters() if isinstance(p, StreamedParameter)}
+        if not streamed:
+            own(self, module, *args, **kwargs)
+            return
+        asked = _ARGUMENTS.bind(self, module, *args, **kwargs)
+        asked.apply_defaults()
+        mesh = asked.arguments["device_mesh"]
+        group = asked.arguments["process_group"] or (dist.group.WORLD if mesh is None else mesh.get_group(0))
+        alone = next((name for name, p in streamed.items() if p._mt.runtime.ranks is None), None)
+        many = dist.get_world_size(group)
+        if alone is not None and many > 1:       # the processes would each train a model of their own
+            raise MegatrainError(f"DistributedDataParallel of {many} processes around {alone}, which this process "
+                                 "streams alone: torch.distributed has to be initialized before mt.stream "
+                                 "(init_process_group(); TrainingArguments and Accelerator() do it too)")
+        if any(p.requires_grad and name not in streamed for name, p in module.named_parameters()):
+            DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, sorted(streamed))
+            own(self, module, *args, **kwargs)
+        else:
+            _shell(self, module, group, asked.arguments["broadcast_buffers"])
+
+    return patches.replaced(DistributedDataParallel, "__init__", init)
+
+
+def _shell(self: DistributedDataParallel, module: nn.Module, group: Any, broadcast_buffers: bool) -> None:
+    """With the attributes that others look at; `no_sync` has nothing to put off."""
+    nn.Module.__init__(self)
+    Joinable.__init__(self)
+    self.module, self.process_group = module, group
+    self.device_ids, self.output_device, self.dim = None, None, 0
+    self.require_backward_grad_sync = self.require_forward_param_sync = True
+    self.find_unused_parameters = self.static_graph = False
+    self.broadcast_buffers, self.parameters_to_ignore = broadcast_buffers, set()
+    self.reducer = _NoReducer()
+    hook = ("a communication hook of DistributedDataParallel: a streamed model's gradients do not pass through it, but "
+            "are exchanged as they leave the device; leave it out")
+    join = ("Join, for ranks with fewer batches than others: a streamed model needs all ranks in each backward; give "
+            "each as many (DistributedSampler and accelerate's even_batches do)")
+    self.__dict__.update(forward=functools.partial(_forward, weakref.ref(self)), register_comm_hook=_refuser(hook),
+                         join_hook=_refuser(join), _get_ddp_logging_data=dict)
+
+
+def _forward(shell: weakref.ref[DistributedDataParallel], *args: Any, **kwargs: Any) -> Any:
+    """With the first rank's buffers, as there: running statistics, say. Those that a model makes itself, which are not
+    persistent, are alike anyhow."""
+    self = shell()
+    if self.broadcast_buffers and self.require_forward_param_sync:
+        for owner in self.module.modules():
+            for name, buffer in owner._buffers.items():
+                if buffer is not None and name not in owner._non_persistent_buffers_set:
+                    dist.broadcast(buffer.detach(), group_src=0, group=self.process_group)
+    return self.module(*args, **kwargs)
+
+
+class _NoReducer:
+    """Lightning calls it, before a backward of its manual optimization."""
+
+    def _rebuild_buckets(self) -> bool:
+        return False
+
+    def prepare_for_backward(self, outputs: list[Any]) -> None:
+        """Whatever is used takes part."""

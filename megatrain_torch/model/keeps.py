@@ -3,31 +3,21 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Collection, Iterator, Sequence
-from typing import Any, Protocol
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import torch
 
-from .. import _core
 from ..base.limits import show_bytes
 from ..base.modes import Mode, read
 from ..graph.window import Window
 from ..plans.planner import Plan, own_code
 from ..plans.shapes import attends
 
+if TYPE_CHECKING:
+    from .runtime import Runtime
+
 MORE = "\n\nmegatrain_torch: "
-
-
-class Model(Protocol):
-    """The streamed model whose windows these are: runtime.Runtime."""
-
-    is_cuda: bool
-    device: torch.device
-    core: _core.Engine
-    planning: Any
-
-    @property
-    def windows(self) -> Sequence[Window]: ...
 
 
 class Keeps:
@@ -38,7 +28,7 @@ class Keeps:
         most_tokens: that a fused window was given at once.
     """
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: Runtime) -> None:
         self._model = model
         self.default = "auto"
         self.plan: Plan | None = None
@@ -47,9 +37,9 @@ class Keeps:
         self._first = True
         self._again: list[Window] = []       # of this forward, those that run again in place of a plan's mode
 
-    @property
-    def counted(self) -> Collection[str]:
-        return () if self.plan is None else self.plan.own
+    def _counts(self, window: str) -> bool:
+        """Does the plan in force count this layer's own code?"""
+        return self.plan is not None and window in self.plan.own
 
     def mode_of(self, window: Window) -> str:
         """What is done about a window's activations."""
@@ -69,7 +59,7 @@ class Keeps:
         mode, fused = read(self.mode_of(window)), window.fused
         chosen = window.mode != "auto" or self.default != "auto"
         if mode.keep != "saved" or not chosen or fused is None or not fused.template.swaps or fused.idle \
-                or window.name in self.counted:
+                or self._counts(window.name):
             return mode
         self._again.append(window)
         return mode._replace(keep="replay")
@@ -91,7 +81,7 @@ class Keeps:
         shown that their own code cannot run again, as the plan has it?"""
         layers = [w for w in self._model.windows if w.fused is not None and w.fused.template.swaps]
         planned = {} if self.plan is None else self.plan.activations
-        return any(bool(w.fused.own) is not (w.name in self.counted) for w in layers) or any(
+        return any(bool(w.fused.own) is not self._counts(w.name) for w in layers) or any(
             w.writes and (w.fused is None or w.fused.own) and read(planned[w.name]).keep != "saved"
             for w in self._model.windows if w.name in planned)
 
@@ -108,7 +98,7 @@ class Keeps:
         if not (again or (self._first and torch.is_grad_enabled())):
             return
         own, self._first = self.own(), False
-        self.tell({name: why for name, why in own.items() if name in self.counted}, "the plan counts what they keep")
+        self.tell({name: why for name, why in own.items() if self._counts(name)}, "the plan counts what they keep")
         if planning is None or planning.plan is None:
             own |= {w.name: w.fused.declined or w.fused.verdict for w in again}
             instead = "; instead of keeping all of it they run again in backward" if again else ""
@@ -123,18 +113,16 @@ class Keeps:
             if MORE in str(error):
                 raise
             self.look()
-            raise torch.OutOfMemoryError(f"{error}{MORE}{self._memory()}") from error
-
-    def _memory(self) -> str:
-        rt, plan, own = self._model, self.plan, self.own()
-        lines = [f"layers that no template runs, but their own code, which keeps more: {own_code(own)}"] * bool(own)
-        if plan is not None:
-            parts = ", ".join(f"{what} {show_bytes(n)}" for what, n in plan.vram.items() if n)
-            lines.append(f"the plan in force counts {show_bytes(plan.vram_bytes)} of the device: {parts}")
-        used = f"used are {show_bytes(rt.core.device_bytes())} by units at home there"
-        if rt.is_cuda:
-            used += f", and {show_bytes(torch.cuda.max_memory_allocated(rt.device))} by torch at the most"
-        return "\n".join([*lines, used])
+            rt, plan, own = self._model, self.plan, self.own()
+            lines = [f"layers that no template runs, but their own code, which keeps more: {own_code(own)}"] * bool(own)
+            if plan is not None:
+                parts = ", ".join(f"{what} {show_bytes(n)}" for what, n in plan.vram.items() if n)
+                lines.append(f"the plan in force counts {show_bytes(plan.vram_bytes)} of the device: {parts}")
+            used = f"used are {show_bytes(rt.core.device_bytes())} by units at home there"
+            if rt.is_cuda:
+                used += f", and {show_bytes(torch.cuda.max_memory_allocated(rt.device))} by torch at the most"
+            told = "\n".join([*lines, used])
+            raise torch.OutOfMemoryError(f"{error}{MORE}{told}") from error
 
     def tell(self, own: dict[str, str], then: str) -> None:
         """Warns once of each layer."""

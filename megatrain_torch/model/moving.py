@@ -11,22 +11,19 @@ Who calls holds the model's door: no other thread is in it.
 from __future__ import annotations
 
 import dataclasses
-import sys
 from typing import TYPE_CHECKING
 
-from ..base.limits import show_bytes
 from ..base.modes import DISKS
 from ..group.ranks import as_one
 from ..plans.planner import Plan
 from ..plans.tally import SETTLED, Asked
 from ..store import gradient
 from ..store.disk import SPILLED, file_bytes
+from .choices import units_at
 from .filling import cut_units
 
 if TYPE_CHECKING:
     from .runtime import Runtime
-
-TOLD = 4 << 30               # bytes: of as many on their way to other homes a terminal is told
 
 
 def move(rt: Runtime, plan: Plan, limit: int) -> None:
@@ -37,16 +34,19 @@ def move(rt: Runtime, plan: Plan, limit: int) -> None:
             or in host memory, with all its values, and the model trains as before; or, where not even that can be done,
             it refuses to run.
     """
-    asked = _wanted(rt, plan)
     before = rt.room.asked
+    homes = tuple(plan.homes.get(name, "ram") for name in rt.unit_names)
+    asked = dataclasses.replace(before, homes=homes, ring=plan.slots, micro=plan.micro, besides=plan.besides,
+                                experts=plan.experts)
     if (asked.homes, asked.ring, asked.experts) != (before.homes, before.ring, before.experts):
-        rt.saves.finish()
+        rt.finish_save()
         rt.drain()
         for unit in rt.homes.arrivals.units:
             rt.homes.arrivals.dismiss(unit)
         _change_homes(rt, asked, plan)
     rt.room.asked, rt.room.summed = asked, asked.micro > 1
-    _spill(rt, asked, plan)
+    if SPILLED in plan.disk and rt.core.swap_file() is None:
+        rt.homes.spill_to(plan.nvme, plan.disk[SPILLED], file_bytes(asked), {})
     rt.cap.hold(limit, asked.at_home())
     rt.delivery.shards = plan.delivery == "shards"
     keep(rt, plan)
@@ -57,17 +57,6 @@ def keep(rt: Runtime, plan: Plan) -> None:
     rt.keeps.plan = plan
     for w in rt.windows:
         w.keep(plan.activations.get(w.name, w.mode))
-
-
-def _wanted(rt: Runtime, plan: Plan) -> Asked:
-    homes = tuple(plan.homes.get(name, "ram") for name in rt.unit_names)
-    return dataclasses.replace(rt.room.asked, homes=homes, ring=plan.slots, micro=plan.micro,
-                               besides=plan.besides, experts=plan.experts)
-
-
-def _spill(rt: Runtime, asked: Asked, plan: Plan) -> None:
-    if SPILLED in plan.disk and rt.core.swap_file() is None:
-        rt.homes.spill_to(plan.nvme, plan.disk[SPILLED], file_bytes(asked), {})
 
 
 def _change_homes(rt: Runtime, asked: Asked, plan: Plan) -> None:
@@ -100,19 +89,41 @@ class _Change:
         self.rt, self.before, self.asked, self.plan = rt, rt.room.asked, asked, plan
         self.homes = list(self.before.homes)
         self.have = {unit: rt.ring.slots[slot] for unit, slot in rt.homes.settled.items()}
-        ends = {u: {old, new} for u, (old, new) in enumerate(zip(self.homes, asked.homes)) if old != new}
-        self.moving = list(ends)
-        self.tell = _Progress(sum(rt.core.hi_bytes(u) for u, both in ends.items() if not both.isdisjoint(SETTLED)))
+        self.moving = [u for u, (old, new) in enumerate(zip(self.homes, asked.homes)) if old != new]
 
     def make(self) -> None:
         """Moves all units. The slots are closed before, and open afterwards."""
-        for unit in self.moving:
-            self._leave(unit)
-        self._open(self._units_at(self.asked, *SETTLED), self.asked)
-        for unit in self.moving:
-            self._come(unit, self.asked.homes[unit])
-        self._to_disk()
-        self.tell.over()
+        rt, asked = self.rt, self.asked
+        for unit in self.moving:                         # leaves where it is
+            if self.homes[unit] == "through":
+                rt.core.through(unit, False)
+            elif unit in self.have:
+                rt.room.weights(rt.core, unit)
+                self._unsettle(unit)
+                del self.have[unit]                      # its weights were there until now
+            self.homes[unit] = "ram"
+        self._open(units_at(asked, *SETTLED), asked)
+        for unit in self.moving:                         # comes to where it is to be
+            home = asked.homes[unit]
+            if home in SETTLED:
+                rt.homes.take(unit)
+                self.have[unit] = rt.ring.slots[rt.homes.settled[unit]]
+            if home not in DISKS:
+                self.homes[unit] = home
+            if home == "through":
+                rt.core.through(unit, True)
+        # The file, where units have states there: laid out once, before there are any. Weights that did not get there
+        # the last time go now.
+        weights = units_at(asked, "disk+weights")
+        if not rt.homes.on_disk and asked.on_disk():
+            rt.choose_states(rt.states)
+            rt.homes.keep_on_disk(self.plan.nvme, units_at(asked, "disk"), weights, {})
+        for unit in units_at(asked, *DISKS):
+            self.homes[unit] = asked.homes[unit]
+        for unit in weights:
+            if unit not in rt.homes.filed:
+                rt.homes.file_weights(unit)
+                rt.homes.take(unit)
 
     def undo(self) -> None:
         """Opens the slots again after a failure. Units that are on the device yet stay there; the others are in host
@@ -134,9 +145,6 @@ class _Change:
             rt.ring.slots = list(self.have.values())      # what is in them is nowhere else
             rt.broken = f"units were on their way to other homes when that failed, and again on the way back: {error}"
 
-    def _units_at(self, asked: Asked, *homes: str) -> list[int]:
-        return [unit for unit, home in enumerate(asked.homes) if home in homes]
-
     def _open(self, there: list[int], asked: Asked) -> None:
         rt = self.rt
         rt.homes.open_slots(asked.tally().slots(asked.homes, asked.ring), there, self.have)
@@ -144,58 +152,6 @@ class _Change:
         rt.room.asked = asked
         rt.homes.invite(unit for unit in there if asked.homes[unit] == "arrive")
 
-    def _leave(self, unit: int) -> None:
-        if self.homes[unit] == "through":
-            self.rt.core.through(unit, False)
-        elif unit in self.have:
-            self.rt.room.weights(self.rt.core, unit)
-            self._unsettle(unit)
-            del self.have[unit]                      # its weights were there until now
-            self.tell.add(self.rt.core.hi_bytes(unit))
-        self.homes[unit] = "ram"
-
     def _unsettle(self, unit: int) -> None:
         self.rt.core.dismiss(unit)
         self.rt.core.unsettle(unit, any(gradient.standing(r) is not None for r in self.rt.units[unit]))
-
-    def _come(self, unit: int, home: str) -> None:
-        if home in SETTLED:
-            self.rt.homes.take(unit)
-            self.have[unit] = self.rt.ring.slots[self.rt.homes.settled[unit]]
-            self.tell.add(self.rt.core.hi_bytes(unit))
-        if home not in DISKS:
-            self.homes[unit] = home
-        if home == "through":
-            self.rt.core.through(unit, True)
-
-    def _to_disk(self) -> None:
-        """The file, where units have states there: laid out once, before there are any. Weights that did not get there
-        the last time go now."""
-        rt, weights = self.rt, self._units_at(self.asked, "disk+weights")
-        if not rt.homes.on_disk and self.asked.on_disk():
-            rt.states.choose(rt.states.format)
-            rt.homes.keep_on_disk(self.plan.nvme, self._units_at(self.asked, "disk"), weights, {})
-        for unit in self._units_at(self.asked, *DISKS):
-            self.homes[unit] = self.asked.homes[unit]
-        for unit in weights:
-            if unit not in rt.homes.filed:
-                rt.homes.file_weights(unit)
-                rt.homes.take(unit)
-
-
-class _Progress:
-    """A line in a terminal, while tens of gigabytes move."""
-
-    def __init__(self, nbytes: int) -> None:
-        self.nbytes, self.done = nbytes, 0
-        self.shown = nbytes >= TOLD and sys.stderr.isatty()
-
-    def add(self, nbytes: int) -> None:
-        self.done += nbytes
-        if self.shown:
-            print(f"\rweights on their way to where they are planned to live: {show_bytes(self.done)} of "
-                  f"{show_bytes(self.nbytes)}", end="", file=sys.stderr, flush=True)
-
-    def over(self) -> None:
-        if self.shown:
-            print("\r\033[K", end="", file=sys.stderr, flush=True)

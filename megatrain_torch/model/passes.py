@@ -1,18 +1,32 @@
-"""What a loop is seen to do: how many tokens a forward is given, and how many forwards make a step."""
+"""What a loop is seen to do: how many tokens a forward is given, how many forwards make a step, and which lengths came.
+
+Where units live is chosen for one length, since moving them takes seconds; what layers keep is free to change from pass
+to pass. So there is a plan for each length that came, all with the same homes: lengths are rounded up to grades, and a
+pass runs by the plan of the shortest grade that covers it.
+"""
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import math
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from ..base.errors import MegatrainError
+from ..plans.planner import Plan
 from ..store import gradient
 
 if TYPE_CHECKING:
-    from ..plans.planner import Plan
     from .runtime import Runtime
+
+LOOKS = (8, 64)                  # steps after a plan at which its homes are compared with others, for what came since
+GRADES = 4                       # lengths between one and its double: each is a fifth longer than the one before
+RECENT = 64                      # passes that are remembered
+SHORTER = 0.9                    # of the length that was planned for: passes that are this much shorter on average
+WORTH = 1.03                     # units move where what is there is so many times slower
 
 
 @dataclass(frozen=True)
@@ -31,9 +45,7 @@ class Pass:
         shorter one, in whole 64s."""
         if least == self.tokens:
             return self
-        if self.sequences > 1:
-            return Pass(-(-least // self.seq), self.seq)
-        return Pass(1, -(-least // 64) * 64)
+        return Pass(-(-least // self.seq), self.seq) if self.sequences > 1 else Pass(1, -(-least // 64) * 64)
 
 
 def pass_of(plan: Plan) -> Pass:
@@ -59,13 +71,13 @@ class Seen:
     def and_then(self, found: Pass, rt: Runtime) -> Seen:
         """What is seen with one pass more. That is a further micro-batch where gradients of the one before wait for it:
         none do after a step that was left out, nor after forwards without a backward."""
-        live = self.live(rt)
+        live, micro = self.live(rt), self.micro
         together = Pass(found.sequences * (1 + live), found.seq)
-        micro = self.micro
         if not live:
             waits = micro and any(gradient.standing(r) is not None for r in rt.records)
             micro = micro + 1 if waits else 1
-        return Seen(max(self.alone, found, key=_tokens), max(self.most, together, key=_tokens), micro, self.last)
+        return Seen(max(self.alone, found, key=lambda b: b.tokens), max(self.most, together, key=lambda b: b.tokens),
+                    micro, self.last)
 
     @staticmethod
     def live(rt: Runtime) -> int:
@@ -79,10 +91,6 @@ class Seen:
         """Of a step, as far as that is known: as many as the last one had; or two as soon as there is a second, whose
         gradients have to be added up."""
         return max(self.last, min(self.micro, 2))
-
-
-def _tokens(batch: Pass) -> int:
-    return batch.tokens
 
 
 def batch_of(args: Any, kwargs: Any, records: Iterable[Any] = ()) -> Pass | None:
@@ -110,3 +118,82 @@ def _form(value: Any) -> Pass | None:
     if ids and value.dim() == 1:
         return Pass(1, value.shape[0])
     return Pass(*value.shape[:2]) if value.is_floating_point() and value.dim() == 3 else None
+
+
+# ---- passes of several lengths ----
+
+class Looks:
+    """When homes are compared with others: some steps after a plan. steps: that the optimizer has made since."""
+
+    def __init__(self, wanted: bool = True) -> None:
+        self.steps, self.left = 0, list(LOOKS) if wanted else []
+
+    def due(self) -> bool:
+        return bool(self.left) and self.steps >= self.left[0]
+
+
+class Lengths:
+    """Plans for passes of several lengths, and which lengths came.
+
+    Attributes:
+        plans: by the tokens of a pass that each is for; all with the same homes. came: the last passes.
+    """
+
+    def __init__(self) -> None:
+        self.plans: dict[int, Plan] = {}
+        self.looks = Looks()
+        self._base = Pass(1, 1)
+        self.came: deque[Pass] = deque(maxlen=RECENT)
+
+    def begin(self, plan: Plan) -> None:
+        """Units live by this plan from now on."""
+        self.plans, self.looks, self._base = {}, Looks(), pass_of(plan)
+        self.came.clear()
+        self.add(plan)
+
+    def add(self, plan: Plan) -> None:
+        self.plans[pass_of(plan).tokens] = plan
+
+    def longest(self) -> int:
+        return max(self.plans, default=0)
+
+    def grade_above(self, batch: Pass) -> Pass:
+        """The shortest grade that has as many tokens."""
+        base, at = self._base.tokens, 0
+        while base * 2 ** (at / GRADES) < batch.tokens:
+            at += 1
+        while base * 2 ** ((at - 1) / GRADES) >= batch.tokens:
+            at -= 1
+        return batch.with_tokens(max(round(base * 2 ** (at / GRADES)), batch.tokens))
+
+    def of(self, batch: Pass, ask: Callable[[Pass], Plan]) -> Plan:
+        """The plan that a pass runs by, which is not longer than all there are. `ask` makes one where the shortest that
+        there is for such passes is for longer ones, and keeps less than it might."""
+        tokens = min(t for t in self.plans if t >= batch.tokens)
+        plan, grade = self.plans[tokens], self.grade_above(batch)
+        if grade.tokens >= tokens or set(plan.activations.values()) == {"saved"}:
+            return plan
+        try:
+            found = ask(grade)
+        except MegatrainError:
+            found = plan
+        self.plans[grade.tokens] = found = plan if found.disk.keys() - plan.disk.keys() else found
+        return found
+
+    def worth_a_look(self) -> bool:
+        """Is it time to compare homes, and were passes much shorter on average than the one that units live where they
+        are for? Says so once."""
+        if not self.looks.due():
+            return False
+        self.looks.left.pop(0)
+        return sum(b.tokens for b in self.came) < SHORTER * self._base.tokens * len(self.came)
+
+    def sample(self) -> list[Pass]:
+        """Four passes that stand for those that came; none: none came."""
+        found = sorted(self.came, key=lambda b: b.tokens)
+        return [found[len(found) * part // 8] for part in (1, 3, 5, 7)] if found else []
+
+
+def seconds_of(plans: Sequence[Plan | None]) -> float:
+    """Of all of them, infinite where one does not fit."""
+    return sum(math.inf if p is None else p.seconds for p in plans)

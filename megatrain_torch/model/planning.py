@@ -8,8 +8,8 @@ as the last one had; an mt.AdamW that was not there before, since without one ev
 other optimizers read it. A run that goes on from a checkpoint is planned for before its states come.
 
 The first plan is for exactly what was seen: it is the one that mt.plan gives for that, with the same bits. Passes of
-other lengths run with units where they are, and layers keep of each length what fits (lengths.py); units move only
-where that is much faster.
+other lengths run with units where they are, and layers keep of each length what fits; units move only where that is
+much faster.
 """
 from __future__ import annotations
 
@@ -20,22 +20,46 @@ import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import torch
+
+from .._core import PLANES
 from ..base.errors import MegatrainError
 from ..base.limits import show_bytes
 from ..base.modes import read
+from ..fused.layer import wanted
 from ..group.waits import calling
-from ..plans.planner import Plan, own_code
-from .asking import Asking, Limits, Refused, Unreadable
-from .comparing import WORTH, Together, fastest, proposed, seconds_of
-from .lengths import Lengths
+from ..plans.machine import Machine, resolve
+from ..plans.planner import Plan, own_code, plan
+from ..plans.tally import PLANES_OF
+from ..store.state import paused
+from .choices import Limits
 from .moving import keep, move
-from .passes import Pass, Seen, batch_of, pass_of
+from .passes import (
+    SHORTER,
+    WORTH,
+    Lengths,
+    Looks,
+    Pass,
+    Seen,
+    batch_of,
+    pass_of,
+    seconds_of,
+)
 
 if TYPE_CHECKING:
     from ..group.ranks import Ranks
     from .runtime import Runtime
 
 SLACK = 1 << 30                  # more of the device that a run that goes on may take to keep what it kept
+UNCOUNTED = 256 << 20            # bytes of the user's own on the device that plans leave out: a batch, a metric
+
+
+class Refused(MegatrainError):
+    """mt.plan refused; nothing was changed."""
+
+
+class Unreadable(Refused):
+    """The model is one that plans cannot read."""
 
 
 class Planning:
@@ -43,12 +67,14 @@ class Planning:
 
     Attributes:
         plan: the one in force; None: there is none yet, and `why`. made: so many plans have been put into force.
-        adam: an mt.AdamW updates the model.
+        adam: an mt.AdamW updates the model. limits: what plans have to stay within.
+        resumed: of a run that goes on, what windows kept, by a pass's tokens: a plan for as many has them keep it
+            again, where that fits, so that memory which happens to be free then changes no bit.
     """
 
     def __init__(self, runtime: Runtime, limits: Limits, made: Plan | None = None) -> None:
         """made: a plan that is in force from the start."""
-        self.runtime, self.asking, self.plan = runtime, Asking(runtime, limits), made
+        self.runtime, self.limits, self.plan = runtime, limits, made
         self.made = int(made is not None)
         self.why = "no plan yet: mt.stream plans at the first forward that records gradients"
         self.adam = made is not None
@@ -58,10 +84,12 @@ class Planning:
         self._stuck = False                      # no other plan can be made or put into force; the user was told
         self._refused = False                    # nothing fitted while no mt.AdamW was there
         self._unknown = False                    # the last pass did not tell its number of tokens
+        self._caches = True                      # a pass fills a key-value cache, unless the model's config says no
+        self._machine: Machine | None = None     # looked at once: what the device has stays
         self._lengths = Lengths()
-        self._together = Together(self._agreed)
+        self._looks = Looks(self._agreed)        # of all processes together
         self._keeps: Plan | None = made          # windows keep what this one says
-        self._resumed: dict[int, dict[str, str]] = {}    # what windows kept of the run that goes on, by a pass's tokens
+        self.resumed: dict[int, dict[str, str]] = {}
         if made is not None:
             self._lengths.begin(made)
 
@@ -71,14 +99,11 @@ class Planning:
         given_up = self._stuck or self._unknown or (self._refused and not self.adam)
         return self.plan is None and not given_up
 
-    def optimizer_came(self) -> None:
-        self.adam = True
-
     def stepped(self) -> None:
         self._seen.stepped()
-        self._lengths.steps += 1
-        self._together.steps += 1
-        if self._together.due() and not self.runtime.homes.on_disk:
+        self._lengths.looks.steps += 1
+        self._looks.steps += 1
+        if self._looks.due() and not self.runtime.homes.on_disk:
             with calling("an optimizer's step"):
                 self._compare_together(self.runtime.ranks)
 
@@ -94,11 +119,6 @@ class Planning:
     def kept(self) -> dict[int, dict[str, str]]:
         """For a checkpoint: what windows keep, by the tokens of a pass."""
         return {tokens: plan.activations for tokens, plan in self._lengths.plans.items()}
-
-    def goes_on(self, kept: dict[int, dict[str, str]]) -> None:
-        """A run goes on whose windows kept this: a plan for as many tokens has them keep it again, where that fits, so
-        that memory which happens to be free then changes no bit."""
-        self._resumed = kept
 
     def resumes(self, sequences: int, seq: int, micro: int) -> None:
         """States come next of a run that was planned for this: so is this one, at once, while no unit has states that
@@ -129,7 +149,7 @@ class Planning:
                 self.why = "no plan: the model's inputs name no tokens ([batch, sequence] of integers, or [batch, " \
                            "sequence, hidden]); say how many with mt.stream(tokens=, seq=)"
             return
-        self._unknown, self.asking.caches = False, kwargs.get("use_cache") is not False
+        self._unknown, self._caches = False, kwargs.get("use_cache") is not False
         before, self._seen = self._seen, self._seen.and_then(found, rt)
         if self._stuck or (self._refused and not self.adam) or self._seen.live(rt):
             return
@@ -146,38 +166,42 @@ class Planning:
 
     def _plan_for(self, found: Pass) -> None:
         """Puts a plan in force that covers this pass. Raises Refused: nothing fits what was seen; or as `move`."""
-        if not self._covered():
+        p, seen = self.plan, self._seen
+        if p is None or self._for_adam != self.adam or p.micro < self._micro():
             self._put_into_force(self._choose())
         elif self.runtime.keeps.planned_otherwise():
-            self._put_into_force(self._near([self._seen.most])[0])
-        elif self._seen.most.tokens > self._lengths.longest():
-            self._lengthen()
-        joins = self._seen.most != self._seen.alone              # graphs of further passes may come to this one's
-        needed = self._seen.most if joins else found
-        self._lengths.came(needed)
-        if self._lengths.due() and not self._stays():
+            self._put_into_force(self._near([seen.most])[0])
+        elif seen.most.tokens > self._lengths.longest():
+            # Longer than all that were planned for: units stay where they are, unless a plan from the start is faster.
+            plan, here = self._near([self._lengths.grade_above(seen.most), seen.most])
+            if here:
+                self._move(plan)
+                self._lengths.add(plan)
+            else:
+                self._put_into_force(plan)
+        seen = self._seen
+        needed = seen.most if seen.most != seen.alone else found     # graphs of further passes may come to this one's
+        self._lengths.came.append(needed)
+        if self._lengths.worth_a_look() and not self._stays():
             self._compare_homes()
-        self._keep(self._lengths.of(needed, self._ask_here))
-
-    def _covered(self) -> bool:
-        """Does the plan in force suit optimizer and micro-batches? Lengths are looked at elsewhere."""
-        p = self.plan
-        return p is not None and self._for_adam == self.adam and p.micro >= self._micro()
+        plan = self._lengths.of(needed, self._ask_here)
+        if plan is not self._keeps:
+            self._keeps = plan
+            keep(self.runtime, plan)
 
     def _micro(self) -> int:
         """Micro-batches to plan for. An optimizer that is not mt.AdamW updates in memory whatever is planned."""
         return self._seen.micro_batches() if self.adam else 1
 
+    def _stays(self) -> bool:
+        """Units are where they are for good: on disk, or, of several processes, once they have agreed."""
+        return bool(self.runtime.homes.on_disk) or self._agreed
+
     def _choose(self) -> Plan:
-        """Raises Refused: nothing fits what was seen. Units on disk stay there, so with them all others stay too; and
-        of several processes, once they have agreed."""
+        """Raises Refused: nothing fits what was seen."""
         if self.runtime.ranks is not None and self.adam and not self._agreed:
             return self._agree(self.runtime.ranks)
         return self._first([self._seen.most], self._ask_here if self._stays() else self._ask)
-
-    def _stays(self) -> bool:
-        """Units are where they are for good."""
-        return bool(self.runtime.homes.on_disk) or self._agreed
 
     def _agree(self, ranks: Ranks) -> Plan:
         """Several processes have units at home in the same places: where the one with the longest pass would have them,
@@ -186,74 +210,18 @@ class Planning:
         try:
             with ranks.as_one():
                 own = self._first([self._seen.most], self._ask)
-            tokens = self._seen.most.tokens
-            asked = (tokens, own.homes, own.slots, own.experts, own.delivery)
+            asked = (self._seen.most.tokens, own.homes, own.slots, own.experts, own.delivery)
             _, *best = max(ranks.gather(asked), key=lambda asked: asked[0])
-            for found in (best, ("ram", None, None, "whole")):
-                plan = self._with(*found)
+            for where in (best, ("ram", None, None, "whole")):
+                plan = self._may(self._seen.most, *where)
                 if all(ranks.gather(plan is not None)):
-                    self._agreed, self._together = True, Together(True)
+                    self._agreed, self._looks = True, Looks()
                     return plan
         except Refused:
             raise
         except MegatrainError as error:
             raise Refused(str(error)) from error
         raise Refused("processes have passes of which no plan fits all, with units at home in the same places")
-
-    def _with(self, homes: dict[str, str] | str, slots: int | None, experts: int | None, delivery: str | None = None,
-              batch: Pass | None = None) -> Plan | None:
-        """For what was seen, or for this batch. delivery: None, as it is. None: it does not fit with these homes."""
-        with contextlib.suppress(Refused):
-            batch = batch or self._seen.most
-            delivery = delivery or self._delivery()
-            return self._as_before(self.asking.plan(batch, self._most_micro(), homes, slots, experts, delivery))
-        return None
-
-    def _compare_together(self, ranks: Ranks) -> None:
-        """As `_compare_homes`, of what came to all processes: all come here. Homes are proposed by the one with the
-        longest pass."""
-        own = self._lengths.sample()
-        never = self._stuck or self.plan is None or not own
-        ready = False if never else None if self._seen.live(self.runtime) else True
-        planned = 0 if self.plan is None else pass_of(self.plan).tokens
-        found = ranks.gather((ready, own, planned, self._seen.most.tokens))
-        samples = [sample for _, sample, *_ in found]
-        if not self._together.goes_on([r for r, *_ in found], samples, max(n for *_, n, _ in found)):
-            return
-        longest = max(range(len(found)), key=lambda rank: found[rank][-1])
-        mine = proposed(samples, own, self._may_ask) if ranks.rank == longest else []
-        others = [[self._with(*homes, batch=b) for b in (batch, *own, self._seen.most)]
-                  for batch, *homes in ranks.gather(mine)[longest]]
-        now = [self._lengths.of(b, self._ask_here) for b in own]
-        best = fastest(ranks.gather([seconds_of(now), *(seconds_of(plans[1:-1]) if all(plans) else math.inf
-                                                        for plans in others)]))
-        if best:
-            self._put_into_force(others[best - 1][0])
-            for plan in others[best - 1][1:]:
-                self._lengths.add(plan)
-
-    def _may_ask(self, batch: Pass) -> Plan | None:
-        with contextlib.suppress(Refused):
-            return self._ask(batch)
-        return None
-
-    def _ask(self, batch: Pass) -> Plan:
-        """A plan with units wherever they are best: in host memory, for an optimizer that is not mt.AdamW."""
-        homes = None if self.adam else "ram"
-        return self._as_before(self.asking.plan(batch, self._most_micro(), homes, delivery=self._delivery()))
-
-    def _delivery(self) -> str | None:
-        """One for all processes, as they have agreed. None: they are about to."""
-        return self.plan.delivery if self._agreed and self.plan is not None else None if self.adam else "whole"
-
-    def _ask_here(self, batch: Pass, plan: Plan | None = None) -> Plan:
-        """A plan with units where they are, or where `plan` has them."""
-        plan = plan or self.plan
-        return self._as_before(self.asking.plan(batch, self._most_micro(), plan.homes, plan.slots, plan.experts,
-                                                  plan.delivery))
-
-    def _most_micro(self) -> int:
-        return max(self._micro(), 1 if self.plan is None else self.plan.micro)
 
     def _first(self, batches: list[Pass], ask: Callable[[Pass], Plan]) -> Plan:
         """A plan for the first of these batches that fits; or else for the longest pass alone, since several graphs may
@@ -273,18 +241,6 @@ class Planning:
             return found
         raise AssertionError("the last batch's plan was neither made nor refused")
 
-    # ---- passes of several lengths ----
-
-    def _lengthen(self) -> None:
-        """Passes are longer than all that were planned for. Units stay where they are, and layers keep what then fits,
-        where that is nearly as fast as a plan from the start; or where units on disk cannot move."""
-        found, here = self._near([self._lengths.grade_above(self._seen.most), self._seen.most])
-        if here:
-            self._move(found)
-            self._lengths.add(found)
-        else:
-            self._put_into_force(found)
-
     def _near(self, batches: list[Pass]) -> tuple[Plan, bool]:
         """A plan for the first of these that fits; and True: it has units where they are, which is nearly as fast as a
         plan from the start, or they cannot move."""
@@ -299,6 +255,29 @@ class Planning:
         free = here if self._stays() else self._ask(pass_of(here))
         return (here, True) if here.tokens_per_second * WORTH >= free.tokens_per_second else (free, False)
 
+    def _refuse(self, refused: Refused, before: Seen) -> None:
+        rt, error = self.runtime, str(refused)
+        if rt.homes.on_disk or (self.plan is not None and self._agreed):
+            self._stuck = True                   # none leaves a disk: windows keep as little as can be
+            for w in rt.windows:
+                if w.mode != "saved":
+                    w.mode = "replay+host" if read(w.mode).host else "replay"
+            why = "states are on disk" if rt.homes.on_disk else "states several processes have"
+            warnings.warn(f"batches of {self._seen.most.tokens:,} tokens are more than was planned for, and units "
+                          f"whose {why} cannot move: layers keep least from now on; give mt.stream the longest batch, "
+                          "tokens= and seq=, to plan for it at once", stacklevel=2)
+        elif not self.adam:                      # whose states a plan counts; another optimizer has its own
+            self._refused, self.why = True, f"no plan, without mt.AdamW: {error.splitlines()[0]}"
+        else:
+            self._seen = before                  # another batch may fit
+            if own := rt.keeps.own():
+                error = f"{error}\n\nLayers that no template runs, but their own code, which keeps more: " \
+                        f"{own_code(own)}"
+            raise MegatrainError(f"{error}\n\nWithout a plan: mt.stream(model, plan={{}}), which may run out of "
+                                 "memory.") from refused
+
+    # ---- homes are compared with others ----
+
     def _compare_homes(self) -> None:
         """Shorter passes take less time, in which less can be updated on the host, and leave room on the device: more
         units may live there, and layers keep less of the longest passes. So it is asked what would be fastest for
@@ -306,39 +285,127 @@ class Planning:
         lengths, best = self._lengths, None
         sample = lengths.sample()
         least = sum(lengths.of(batch, self._ask_here).seconds for batch in sample) / WORTH
-        for batch in lengths.typical():
+        mean = sum(b.tokens for b in lengths.came) // len(lengths.came)
+        for batch in (sample[0].with_tokens(max(mean, 1)), sample[0]):       # whose plans may suit all that came
             with contextlib.suppress(Refused):
                 plan = self._ask(batch)
                 others = [self._ask_here(b, plan) for b in sample]
                 longest = self._ask_here(self._seen.most, plan)
-                if (seconds := sum(p.seconds for p in others)) < least:
-                    least, best = seconds, (plan, [*others, longest])
+                if (seconds := seconds_of(others)) < least:
+                    least, best = seconds, [plan, *others, longest]
         if best is not None:
-            self._put_into_force(best[0])
-            for plan in best[1]:
-                lengths.add(plan)
+            self._put_into_force(*best)
 
-    def _keep(self, plan: Plan) -> None:
-        """Windows keep of the pass that begins what this plan says."""
-        if plan is not self._keeps:
-            self._keeps = plan
-            keep(self.runtime, plan)
-
-    def _refuse(self, refused: Refused, before: Seen) -> None:
-        rt, error = self.runtime, str(refused)
-        if rt.homes.on_disk or (self.plan is not None and self._agreed):
-            self._keep_least()
+    def _compare_together(self, ranks: Ranks) -> None:
+        """The same of what came to all processes. All make as many steps, so they come here at the end of the same one;
+        units move on all or on none. Homes are proposed by the process with the longest pass."""
+        own = self._lengths.sample()
+        # Where graphs are alive on some process (None), the next step looks again; where one never can (False), none.
+        ready = False if self._stuck or self.plan is None or not own else \
+            None if self._seen.live(self.runtime) else True
+        planned = 0 if self.plan is None else pass_of(self.plan).tokens
+        found = ranks.gather((ready, own, planned, self._seen.most.tokens))
+        every = [r for r, *_ in found]
+        if None in every and False not in every:
             return
-        if not self.adam:                        # whose states a plan counts; another optimizer has its own
-            self._refused, self.why = True, f"no plan, without mt.AdamW: {error.splitlines()[0]}"
+        self._looks.left.pop(0)
+        came = [b.tokens for _, sample, *_ in found for b in sample]
+        mean = sum(came) / max(len(came), 1)
+        if False in every or mean >= SHORTER * max(n for *_, n, _ in found):
             return
-        self._seen = before                      # another batch may fit
-        if own := rt.keeps.own():
-            error = f"{error}\n\nLayers that no template runs, but their own code, which keeps more: {own_code(own)}"
-        raise MegatrainError(f"{error}\n\nWithout a plan: mt.stream(model, plan={{}}), which may run out of "
-                             "memory.") from refused
+        longest = max(range(len(found)), key=lambda rank: found[rank][-1])
+        proposed = dict.fromkeys([own[0].with_tokens(max(int(mean), 1)), own[0]]) if ranks.rank == longest else ()
+        mine = [(batch, p.homes, p.slots, p.experts) for batch in proposed if (p := self._may(batch)) is not None]
+        others = [[self._may(b, *homes) for b in (batch, *own, self._seen.most)]
+                  for batch, *homes in ranks.gather(mine)[longest]]
+        now = [self._lengths.of(b, self._ask_here) for b in own]
+        times = [seconds_of(plans[1:-1]) if all(plans) else math.inf for plans in others]
+        # Each step waits for the slowest.
+        slowest = [max(times) for times in zip(*ranks.gather([seconds_of(now), *times]))]
+        best = min(range(len(slowest)), key=slowest.__getitem__)
+        if slowest[best] * WORTH < slowest[0]:
+            self._put_into_force(*others[best - 1])
 
-    def _put_into_force(self, found: Plan) -> None:
+    # ---- mt.plan is asked ----
+
+    def _ask(self, batch: Pass, *where: Any) -> Plan:
+        """A plan for steps of passes like this. where: homes, slots, experts and delivery, as mt.plan takes them; left
+        out: units wherever they are best, or in host memory, for an optimizer that is not mt.AdamW. mt.plan reads
+        modules and may run a router's copy: as outside of the forward that asks, and of its autocast. Raises Refused:
+        nothing fits."""
+        rt = self.runtime
+        homes, slots, experts, delivery = (*where, *(None if self.adam else "ram", None, None, None)[len(where):])
+        if delivery is None:                     # one for all processes, as they have agreed; or they are about to
+            delivery = self.plan.delivery if self._agreed and self.plan is not None else None if self.adam else "whole"
+        micro = max(self._micro(), 1 if self.plan is None else self.plan.micro)
+        fused = wanted(rt.compute, rt.is_cuda, [r.dtype for r in rt.records])
+        try:
+            with paused(), torch._C._DisableAutocast():
+                found = plan(rt.root(), tokens=batch.tokens * micro, seq=batch.seq, micro=micro,
+                             machine=None if rt.is_cuda else "cpu", homes=homes, slots=slots, experts=experts,
+                             delivery=delivery, states=rt.states, compute="fused" if fused else "eager",
+                             products=rt.products, vram=self._left(), host=self.limits.host,
+                             use_cache=self._caches, units=self.limits.units, nvme=self._drive(), gpus=self.limits.gpus,
+                             machines=self.limits.machines)
+        except MegatrainError as error:
+            raise Refused(str(error)) from error
+        except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+            raise Unreadable(f"mt.plan cannot read the model ({type(error).__name__}: {error})") from error
+        return self._as_before(found)
+
+    def _ask_here(self, batch: Pass, plan: Plan | None = None) -> Plan:
+        """A plan with units where they are, or where `plan` has them."""
+        plan = plan or self.plan
+        return self._ask(batch, plan.homes, plan.slots, plan.experts, plan.delivery)
+
+    def _may(self, batch: Pass, *where: Any) -> Plan | None:
+        """None: it does not fit."""
+        with contextlib.suppress(Refused):
+            return self._ask(batch, *where)
+        return None
+
+    def _as_before(self, found: Plan) -> Plan:
+        """The plan with what windows kept of the run that goes on, where that fits."""
+        tokens = pass_of(found).tokens
+        before = self.resumed.get(tokens, {})
+        if before.keys() != found.activations.keys() or found.own:       # of which it is not known what they kept
+            return found
+        more = 0
+        for w in self.runtime.windows:
+            if w.fused is not None:
+                kept = [0 if read(m).host else w.fused.template.kept_bytes(read(m).keep, tokens, w.item)
+                        for m in (before[w.name], found.activations[w.name])]
+                more += kept[0] - kept[1]
+        return dataclasses.replace(found, activations=before) if more <= SLACK else found
+
+    def _drive(self) -> dict[str, Any] | None:
+        """The user's directory. None: there is none, or states are in memory already, and cannot go to a file."""
+        rt, disk = self.runtime, self.limits.disk
+        planes = (*PLANES_OF["masters"], *PLANES_OF["moments"])
+        made = not rt.homes.on_disk and any(rt.core.host_bytes(PLANES[p]) for p in planes)
+        return None if disk is None or made else disk.as_given()
+
+    def _limit(self) -> int:
+        """Bytes of the device that this process may have."""
+        self._machine = self._machine or resolve(None if self.runtime.is_cuda else "cpu")
+        most = self._machine.vram_bytes
+        return min(self.limits.vram or most, most)
+
+    def _left(self) -> int:
+        """Bytes of `_limit()` that are left: other models and tensors of the user's have theirs of it, and other
+        processes theirs of the device."""
+        rt, limit = self.runtime, self._limit()
+        if not rt.is_cuda:
+            return limit
+        _, others, stores = rt.cap.taken()
+        used = torch.cuda.memory_allocated(rt.device) - sum(s.nbytes + 512 for s in rt.ring.slots)
+        left = min(limit, self._machine.vram_bytes - others)
+        return left - (stores - rt.core.device_bytes()) - (used if used > UNCOUNTED else 0)
+
+    # ---- a plan is put into force ----
+
+    def _put_into_force(self, found: Plan, *beside: Plan) -> None:
+        """beside: plans for passes of other lengths, with the same homes."""
         before, own = self.plan, self.runtime.keeps.own()
         self._move(found)
         self.plan, self.made, self._for_adam = found, self.made + 1, self.adam
@@ -349,37 +416,12 @@ class Planning:
             kept += f" instead of {show_bytes(before.vram['activations'])}"
         self.runtime.keeps.tell(own if found.compute == "fused" else {},
                                 f"planned for that: {rate}, {kept} of activations")
+        for other in beside:
+            self._lengths.add(other)
 
     def _move(self, found: Plan) -> None:
-        move(self.runtime, found, self.asking.limit())
+        move(self.runtime, found, self._limit())
         self._keeps = found
-
-    def _keep_least(self) -> None:
-        """Windows keep as little as can be: passes do not fit with units where they are, and none leaves a disk."""
-        rt, self._stuck = self.runtime, True
-        least = {w.name: "replay+host" if read(w.mode).host else "replay" for w in rt.windows if w.mode != "saved"}
-        for w in rt.windows:
-            w.mode = least.get(w.name, w.mode)
-        why = "states are on disk" if rt.homes.on_disk else "states several processes have"
-        warnings.warn(f"batches of {self._seen.most.tokens:,} tokens are more than was planned for, and units whose "
-                      f"{why} cannot move: layers keep least from now on; give mt.stream the longest "
-                      "batch, tokens= and seq=, to plan for it at once", stacklevel=2)
-
-    # ---- what windows keep ----
-
-    def _as_before(self, found: Plan) -> Plan:
-        """The plan with what windows kept of the run that goes on, where that fits."""
-        tokens = pass_of(found).tokens
-        before = self._resumed.get(tokens, {})
-        if before.keys() != found.activations.keys() or found.own:       # of which it is not known what they kept
-            return found
-        rt, more = self.runtime, 0
-        for w in rt.windows:
-            if w.fused is not None:
-                kept = [0 if read(m).host else w.fused.template.kept_bytes(read(m).keep, tokens, w.item)
-                        for m in (before[w.name], found.activations[w.name])]
-                more += kept[0] - kept[1]
-        return dataclasses.replace(found, activations=before) if more <= SLACK else found
 
     def __str__(self) -> str:
         if self.plan is None:

@@ -14,7 +14,8 @@ from ..base.codes import coded
 from ..group.ranks import as_one, ranks_of
 from ..group.waits import calling
 from ..plans.planner import Plan
-from ..store.bases import with_base
+from ..plans.shapes import shaped
+from ..store.bases import expands, with_base
 from .stream import stream_of
 
 
@@ -30,7 +31,8 @@ def from_pretrained(cls: Any, path: str | Path, *, device: str | torch.device | 
 
     transformers does its part as ever: names, ties, experts put together, what is missing or unexpected reported. It
     builds the model on the meta device and maps the files; their bytes are then read straight into the store
-    (mapped.py). What it has to convert is in memory for that long, of several processes of a machine in the first.
+    (store/tensorfiles.py). What it has to convert is in memory for that long, of several processes of a machine in the
+    first.
 
     Args:
         cls: AutoModelForCausalLM, or any class with from_pretrained. path: a folder, or what it takes.
@@ -61,6 +63,39 @@ def from_pretrained(cls: Any, path: str | Path, *, device: str | torch.device | 
     stream_of(ranks, model, device, vram=vram, host=host, nvme=nvme, units=units, masters=True, reduce=reduce,
               tokens=tokens, seq=seq, states=states, dtype=dtype, compute=compute, products=products, plan=plan)
     return (model, *report) if report else model
+
+
+def from_config(config: Any, *, base: str | None = None, layers: int | None = None) -> nn.Module:
+    """A language model of a transformers config on the meta device: to plan for, or to find places for adapters.
+
+    Args:
+        base: linear weights have the form of codes, as for mt.from_pretrained. layers: instead of the config's number.
+
+    Raises:
+        MegatrainError: as mt.from_pretrained of `base`.
+    """
+    return shaped(config, base, layers)
+
+
+def read_pretrained(cls: Any, path: str | Path, *, base: str | None = None, dtype: Any = "auto", values: bool = True,
+                    **kwargs: Any) -> Any:
+    """`cls.from_pretrained(path)` on the CPU, not streamed: for mt.stream_trainer, or to be changed before mt.stream.
+
+    Args:
+        base: frozen weights of linear layers as codes, as for mt.from_pretrained; "whole": weights of 16 bits, where
+            the files have codes of them.
+        dtype: of the weights; "auto": the files'.
+        values: False: the model may be left on the meta device: another process has its values.
+        kwargs: for cls.from_pretrained.
+
+    Raises:
+        MegatrainError: as mt.from_pretrained of `base`.
+    """
+    if base not in (None, "whole"):
+        return with_base(cls, path, base, None if dtype == "auto" else dtype, **kwargs)
+    if base == "whole":
+        kwargs |= expands(importlib.import_module("transformers").AutoConfig.from_pretrained(path))
+    return loaded(cls, path, values, dtype=dtype, **kwargs)
 
 
 def loaded(cls: Any, path: str | Path, has_values: bool, **kwargs: Any) -> Any:

@@ -5,23 +5,20 @@ import itertools
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils.dlpack import from_dlpack, to_dlpack
 
-from .. import _core
-from ..base.stacks import Cut, cut
+from ..base.units import cut
 from ..fused.templates import Weights
-from ..graph.door import Door
-from ..graph.handover import HandOver
-from ..group.ranks import Ranks
-from ..store.planes import Arrivals
 from ..store.records import Record
 from ..store.state import PLAIN, DeviceParameter, in_backward
 from ..store.whole import Piece, Stacked, Whole
-from .cap import Cap
+
+if TYPE_CHECKING:
+    from .runtime import Runtime
 
 _use_count = torch._C._storage_Use_Count
 
@@ -72,27 +69,20 @@ class Slot:
         self._own = _use_count(self._storage._cdata)
 
     def unit_views(self, unit: int, records: Spots) -> list[Tensor | None]:
-        views = self.views.get(unit)
-        if views is None:
-            before = _use_count(self._storage._cdata)
-            with torch.inference_mode(False), torch.no_grad():
-                views = self.views[unit] = [None if r is None else self.view(r.offset, r.dtype, r.shape, r.stride)
-                                            for r in records]
-            self._own += _use_count(self._storage._cdata) - before
-        return views
+        if unit not in self.views:
+            self.views[unit] = self._counted(lambda: [
+                None if r is None else self.view(r.offset, r.dtype, r.shape, r.stride) for r in records])
+        return self.views[unit]
 
     def unit_parameters(self, unit: int, records: Spots) -> list[Tensor | None]:
         """The same for modules: each in a storage of its own, as parameters are, so that no offset, no as_strided and
         no size of a storage shows that others lie beside it."""
-        found = self._parameters.get(unit)
-        if found is None:
-            before = _use_count(self._storage._cdata)
-            with torch.inference_mode(False), torch.no_grad():
-                found = self._parameters[unit] = [None if r is None else self._alone(r) for r in records]
-            self._own += _use_count(self._storage._cdata) - before
+        if unit not in self._parameters:
+            found = self._counted(lambda: [None if r is None else self._alone(r) for r in records])
             storages = [t.untyped_storage() for t in found if t is not None]
             self._apart += [(s, _use_count(s._cdata)) for s in storages]
-        return found
+            self._parameters[unit] = found
+        return self._parameters[unit]
 
     def _alone(self, r: Record | Spot) -> Tensor:
         bytes_ = from_dlpack(to_dlpack(self._bytes(r.offset, r.dtype, r.shape, r.stride)))
@@ -109,21 +99,17 @@ class Slot:
 
     def stretches(self, number: int, bounds: Sequence[int]) -> list[Tensor]:
         """Its bytes from one bound to the next, [n] uint8 each: the same tensors each time."""
-        found = self._stretches.get(number)
-        if found is None:
-            before = _use_count(self._storage._cdata)
-            with torch.inference_mode(False), torch.no_grad():
-                found = self._stretches[number] = [self.memory[a:b] for a, b in itertools.pairwise(bounds)]
-            self._own += _use_count(self._storage._cdata) - before
-        return found
+        if number not in self._stretches:
+            self._stretches[number] = self._counted(lambda: [self.memory[a:b] for a, b in itertools.pairwise(bounds)])
+        return self._stretches[number]
 
-    def _counted(self, make: Callable[[], Tensor]) -> Tensor:
-        """A view that the slot itself keeps: not a holder."""
+    def _counted(self, make: Callable[[], Any]) -> Any:
+        """Views that the slot itself keeps: it is no holder of its own memory."""
         before = _use_count(self._storage._cdata)
         with torch.inference_mode(False), torch.no_grad():
-            view = make()
+            made = make()
         self._own += _use_count(self._storage._cdata) - before
-        return view
+        return made
 
     def view(self, offset: int, dtype: torch.dtype, shape: Any, stride: Any) -> Tensor:
         part = self._bytes(offset, dtype, shape, stride)
@@ -138,38 +124,6 @@ class Slot:
                 or any(_use_count(s._cdata) > own for s, own in self._apart))
 
 
-class Homes(Protocol):
-    """Knows whose states come to the device and leave it: homes.Homes."""
-
-    arrivals: Arrivals
-
-
-class Delivery(Protocol):
-    """Gathers what ranks have fetched portions of: delivery.Delivery."""
-
-    def gather(self, slot: int, number: int, memory: Slot) -> None: ...
-
-    def forget(self) -> None: ...
-
-
-class Model(Protocol):
-    """The streamed model that units belong to: runtime.Runtime."""
-
-    core: _core.Engine
-    device: torch.device
-    units: list[list[Record]]
-    door: Door
-    handover: HandOver
-    delivery: Delivery
-    cap: Cap
-    ranks: Ranks | None
-
-    @property
-    def homes(self) -> Homes: ...
-
-    def stream(self) -> int: ...
-
-
 class Ring:
     """Which slot a unit is in when compute gets there, and what of the unit lies where in it.
 
@@ -178,16 +132,16 @@ class Ring:
         stacks: of experts, of which some are fetched at a time, by the record that stands for one.
     """
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: Runtime) -> None:
         self._model, self.core, self._units = model, model.core, model.units
-        self._forget_cuts()
-        self.look([])
+        self._forget()
 
-    def _forget_cuts(self) -> None:
+    def _forget(self) -> None:
         self.stacks: dict[Record, Stacked] = {}
         self._rests: dict[int, int] = {}             # by unit, the number of what a window has open of it
         self._spots: dict[int, list[Spot | None]] = {}       # by the number of a cut
         self._owners: dict[int, int] = {}
+        self.look([])
 
     def open(self, sizes: list[int], settled: list[int], have: dict[int, Slot]) -> None:
         """Slots of these sizes for what streams, then one for each of these units, which stay there: their own of
@@ -207,8 +161,7 @@ class Ring:
         """Others will be opened. Who moves units holds those that have weights until these are elsewhere."""
         self.core.close_slots()
         self._model.delivery.forget()
-        self._forget_cuts()
-        self.look([])
+        self._forget()
 
     def cut(self, unit: int, experts: int, wholes: list[Whole], at_once: bool) -> None:
         """Of this unit's stacks so many experts are there at a time. at_once: they are fetched, or live on the device,
@@ -218,7 +171,14 @@ class Ring:
         cuts = cut([(r.name, r.param) for r in records], experts, [r.dtype for r in records], offsets)
         parts: dict[str, list[tuple[range, int | None]]] = {}
         for one in cuts or ():
-            number = None if at_once else self._number(unit, one)
+            number = None
+            if not at_once:
+                number = self.core.cut(unit, one.ranges)
+                spots: list[Spot | None] = [None] * len(records)
+                for r in [records[i] for i in one.offsets]:
+                    shape = (len(one.experts), *r.shape[1:]) if one.stack else r.shape
+                    spots[r.index] = Spot(r, one.offsets[r.index], shape)
+                self._spots[number], self._owners[number] = spots, unit
             if one.stack:
                 parts.setdefault(one.stack, []).append((one.experts, number))
             elif number is not None:
@@ -228,15 +188,6 @@ class Ring:
             whole = next((w for w in wholes if set(w.records) == set(strands)), None)
             first = strands if whole is None else whole.records
             self.stacks[first[0]] = Stacked(first, whole, parts[name])
-
-    def _number(self, unit: int, one: Cut) -> int:
-        number = self.core.cut(unit, one.ranges)
-        spots: list[Spot | None] = [None] * len(self._units[unit])
-        for r in [self._units[unit][i] for i in one.offsets]:
-            shape = (len(one.experts), *r.shape[1:]) if one.stack else r.shape
-            spots[r.index] = Spot(r, one.offsets[r.index], shape)
-        self._spots[number], self._owners[number] = spots, unit
-        return number
 
     def unit_of(self, number: int) -> int:
         """The unit of this number, or that is cut to this one."""
@@ -251,45 +202,38 @@ class Ring:
         self.lowest = min((s.address for s in slots), default=0)
         self.highest = max((s.address + s.nbytes for s in slots), default=0)
 
-    def acquire(self, unit: int) -> int:
-        """The slot that the unit is in, when compute gets there."""
-        self._joins()
-        slot = self._slot_of(unit)
+    def acquire(self, number: int) -> Slot:
+        """The slot that the unit, or the cut, is in, when compute gets there."""
+        slot = self._fetch(number)
         arrivals = self._model.homes.arrivals
         if arrivals.over:
             arrivals.leave()
         return slot
 
-    def _slot_of(self, number: int) -> int:
-        slot = self.core.acquire(number, self._model.stream())
-        if slot < 0:
+    def _fetch(self, number: int) -> Slot:
+        model, task = self._model, in_backward()
+        if task != -1 and task not in model.door.tasks and not model.handover.looks:
+            model.handover.join_task()           # a backward that asks for a weight is in the model until its end
+        slot = self.core.acquire(number, model.stream())
+        if slot < 0:                             # only this rank's portion of it is there
             slot = ~slot
-            self._model.delivery.gather(slot, number, self.slots[slot])
-        return slot
-
-    def _joins(self) -> None:
-        """A backward that asks for a weight is in the model until its end."""
-        task = in_backward()
-        if task != -1 and task not in self._model.door.tasks and not self._model.handover.looks:
-            self._model.handover.join_task()
+            model.delivery.gather(slot, number, self.slots[slot])
+        return self.slots[slot]
 
     def views(self, unit: int) -> list[Tensor | None]:
         """None for stacks."""
         number = self._rests.get(unit, unit)
-        slot = self.acquire(number)
-        return self.slots[slot].unit_views(number, self._spots_of(number))
+        return self.acquire(number).unit_views(number, self._spots_of(number))
 
     def parameters(self, unit: int) -> list[Tensor | None]:
         """For its modules. None for stacks."""
         number = self._rests.get(unit, unit)
-        slot = self.acquire(number)
-        return self.slots[slot].unit_parameters(number, self._spots_of(number))
+        return self.acquire(number).unit_parameters(number, self._spots_of(number))
 
     def strands(self, piece: Piece) -> list[Tensor]:
         """Of some experts of a stack, over the slot that they are in when compute gets there."""
         if piece.cut is not None:
-            slot = self.acquire(piece.cut)
-            views = self.slots[slot].unit_views(piece.cut, self._spots_of(piece.cut))
+            views = self.acquire(piece.cut).unit_views(piece.cut, self._spots_of(piece.cut))
             return [views[r.index].detach() for r in piece.records]
         views, at = self.views(piece.stacked.unit), piece.experts
         return [views[r.index].detach()[at.start:at.stop] for r in piece.records]
@@ -297,15 +241,13 @@ class Ring:
     def weights(self, unit: int, names: tuple[str, ...]) -> Weights:
         """Without stacks."""
         number = self._rests.get(unit, unit)
-        slot = self.acquire(number)
-        return self.slots[slot].unit_weights(number, self._spots_of(number), names)
+        return self.acquire(number).unit_weights(number, self._spots_of(number), names)
 
     def view(self, number: int, offset: int, dtype: torch.dtype, size: Any, stride: Any) -> Tensor:
         """Part of a unit's weights, or of a cut's, fetched if need be. offset: bytes from the start in its slot."""
-        self._joins()
-        slot = self._slot_of(number)
+        slot = self._fetch(number)
         with torch.no_grad():
-            return self.slots[slot].view(offset, dtype, size, stride)
+            return slot.view(offset, dtype, size, stride)
 
     def locate(self, t: Tensor) -> tuple[int, int] | None:
         """(number, byte offset) when t lies in a slot that still holds the unit, or the cut, it was taken from."""

@@ -1,48 +1,77 @@
-"""One streamed model: the C engine, and the objects that tie it to torch, each with one idea."""
+"""One streamed model: the C engine, the objects that tie it to torch, and the forwards that begin in it."""
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import time
+import warnings
 import weakref
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from .. import _core
+from ..base.errors import MegatrainError
+from ..base.limits import show_bytes
+from ..graph import hf_calls
 from ..graph.door import UNTRACED, Door
 from ..graph.exchange import Exchange
-from ..graph.frames import Expansions
+from ..graph.frames import Expansions, check_version
 from ..graph.handover import HandOver
 from ..graph.swap import Swap
-from ..graph.window import Window
+from ..graph.window import Window, refuse_functorch
 from ..group.ranks import Ranks
 from ..plans.room import Room
+from ..store.guard import take_back
 from ..store.planes import Planes
 from ..store.records import Record
+from ..store.state import LazyParameter, enter, in_backward, leave
 from ..store.whole import Whole
-from .cap import Cap
-from .delivery import Delivery
-from .forwards import Forwards
-from .homes import Homes
+from .homes import Cap, Homes
 from .keeps import Keeps
-from .reads import Reads
 from .ring import Ring
-from .saves import Saves
-from .states import States
-from .trained import Trained
+from .several import Delivery
+
+# Weak on both sides: a runtime knows its modules, so a strong value would keep its own key alive. What
+# holds the runtime is what is installed in the modules.
+runtimes: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Runtime]] = weakref.WeakKeyDictionary()
+
+
+def runtime_of(module: nn.Module) -> Runtime:
+    """The runtime of a streamed model or of any module inside one.
+
+    Raises:
+        MegatrainError: the module is not streamed.
+    """
+    rt = find_runtime(module)
+    if rt is None:
+        raise MegatrainError(f"{type(module).__name__} is not streamed: call mt.stream(model) first")
+    return rt
+
+
+def find_runtime(module: nn.Module) -> Runtime | None:
+    """The runtime; None: the module is not streamed."""
+    ref = runtimes.get(module)
+    return ref() if ref is not None else None
 
 
 class Runtime:
     """
     Attributes:
+        records: of all parameters. units, unit_names, wholes: by unit; wholes: weights of codes.
         room: refuses planes that come later and will not fit. compute, products: as given to mt.stream.
         planning: planning.Planning, of an ordinary loop that nobody has planned; None: somebody has.
+        states: the format of AdamW's states, of the whole model. states_chosen: by somebody, not by default.
+        saving: a checkpoint that is being written while the model trains on, until its end has been noticed; or None.
+        saved_files: of the last checkpoint, which the next may have again, by header.
+        check_tree: looks at what was put into the model since the last pass.
         trace: mt.trace's, while it is on; else UNTRACED.
         looked: what looks at numbers gave, by reading, and why code could not be followed, by window and call.
         broken: why it is not to be run: a load or a move that failed half-way; "": it is.
         given: places of parameters that have something else (functional_call).
-        checkpointing: modules whose own checkpointing windows do (hf.py).
+        checkpointing: modules whose own checkpointing windows do.
         reported: the last report without a trace.
         ranks: the processes that stream it together; None: this one is alone. exchange: of gradients between them.
         delivery: of weights to them. leave: called once, when this is given up or the process ends: the others may
@@ -52,18 +81,31 @@ class Runtime:
     def __init__(self, root: nn.Module, device: torch.device, core: _core.Engine, room: Room, compute: str,
                  ranks: Ranks | None = None, reduce: str = "mean", products: str = "bf16") -> None:
         self.root, self.device, self.core, self.room, self.compute = weakref.ref(root), device, core, room, compute
-        self.products = products
-        self.is_cuda = device.type == "cuda"
+        self.products, self.ranks, self.is_cuda = products, ranks, device.type == "cuda"
         self.records: list[Record] = []
         self.units: list[list[Record]] = []
         self.unit_names: list[str] = []
         self.wholes: list[list[Whole]] = []
         self._windows: list[weakref.ref[Window]] = []        # modules have them, and they have this
-        own = weakref.proxy(self)            # for what only this has
+        self.states, self.states_chosen = "fp32", False
+        self.saving: Any = None
+        self.saved_files: dict[bytes, Any] = {}
+        self.planning: Any = None
+        self.trace: Any = UNTRACED
+        self.broken, self.given = "", 0
+        self.looked: dict[Any, str] = {}
+        self.checkpointing: list[weakref.ref[nn.Module]] = []
+        self.reported: tuple[float, dict[str, int]] = (time.perf_counter(), {})
+        self.leave: weakref.finalize[Any, Runtime] | None = None
+        self.check_tree: Callable[[Runtime], None] = lambda rt: None
+        self._read: dict[Record, Tensor] = {}                # weights read outside of windows, in this forward
+        self._begun_by: weakref.ref[Any] | None = None       # the module that began the pass under way
+        self._backward_seen = self._told_unlocked = False
+        self._windows_know = False                           # of which parameters there are gradients
+        # What only this has knows it by a proxy: no circle keeps a dropped model's memory.
+        own = weakref.proxy(self)
         self.door = Door(type(root).__name__, self.is_cuda)
         self.cap = Cap(device, core.device_bytes)
-        self.ranks = ranks
-        self.leave: weakref.finalize[Any, Runtime] | None = None
         if ranks is not None:
             ranks.control.engine = core
         self.handover = HandOver(own)
@@ -71,21 +113,8 @@ class Runtime:
         self.swap, self.expansions, self.delivery = Swap(own), Expansions(), Delivery(own)
         self.ring = Ring(own)
         self.homes = Homes(own, core, self.ring, 1 if ranks is None else len(ranks.mates))
-        self.saves = Saves()
-        self.planes = Planes(core, self.homes, self.saves, room, ranks is not None,
-                             ranks is not None and ranks.apart)
-        self.states = States(core, room)
-        self.reads = Reads(own)
-        self.trained = Trained(own)
+        self.planes = Planes(core, self.homes, own, room, ranks is not None, ranks is not None and ranks.apart)
         self.keeps = Keeps(own)
-        self.forwards = Forwards(own)
-        self.looked: dict[Any, str] = {}
-        self.planning: Any = None
-        self.trace: Any = UNTRACED
-        self.broken = ""
-        self.given = 0
-        self.checkpointing: list[weakref.ref[nn.Module]] = []
-        self.reported: tuple[float, dict[str, int]] = (time.perf_counter(), {})
 
     def __del__(self) -> None:
         """The last who had it let go: the device's limit is lifted, and the engine ends before slots are freed."""
@@ -97,7 +126,8 @@ class Runtime:
     def close(self) -> None:
         """Gives everything back: files lose their names while there is an engine that knows them."""
         self.cap.close()
-        self.homes.unname_files()
+        for unname in self.homes.files:
+            unname()
         if self.exchange is not None:
             self.exchange.close()
         self.core.close()
@@ -113,6 +143,7 @@ class Runtime:
 
     @property
     def window_count(self) -> int:
+        """Windows it has or had."""
         return len(self._windows)
 
     def add_window(self, window: Window) -> None:
@@ -122,12 +153,201 @@ class Runtime:
         """Handle of the stream torch computes on now."""
         return torch._C._cuda_getCurrentRawStream(self.device.index) if self.is_cuda else 0
 
-    def unit_of(self, number: int) -> int:
-        """The unit of this number, or that is cut to this one."""
-        return self.ring.unit_of(number)
-
     def drain(self) -> None:
         """Everything under way is over: gradients landed, updates done."""
         self.core.drain()
         self.handover.release()
         self.homes.arrivals.leave()
+
+    def choose_states(self, asked: str) -> None:
+        """From before there are any.
+
+        Raises:
+            MegatrainError: they are kept in another way already.
+        """
+        if self.states_chosen and asked != self.states:
+            raise MegatrainError(f"AdamW: states={asked!r}, and this model keeps {self.states!r} ones, as its plan or "
+                                 f"another optimizer said: ask for these, or mt.unstream and mt.stream it with "
+                                 f"plan={{'states': {asked!r}}}")
+        for unit in range(len(self.units)):
+            self.core.set_states(unit, _core.STATES[asked])
+        self.states, self.states_chosen = asked, True
+        self.room.asked = dataclasses.replace(self.room.asked, states=asked)
+
+    def finish_save(self) -> None:
+        """Waits for a save that is under way, and tells what went wrong with it, unless its own wait() did.
+        Interrupted, it is under way still."""
+        if self.saving is not None:
+            try:
+                self.saving._finish()
+            finally:
+                if self.saving._told:
+                    self.saving = None
+
+    # ---- forwards, from the outermost streamed module on ----
+
+    @contextlib.contextmanager
+    def entered(self, who: Any, args: Any, kwargs: Any) -> Iterator[tuple[Any, Any]]:
+        """Around a container's forward; the outermost streamed forward begins a pass."""
+        takes = self.door.enter(in_backward())
+        begins = enter() and in_backward() == -1
+        try:
+            if begins:
+                with hf_calls.spared(self.windows), self.keeps.memory():
+                    yield self.begin_pass(who, args, kwargs)
+            else:
+                yield args, kwargs
+        finally:
+            leave()
+            if begins:
+                self.forget_reads()
+                self.keeps.forward_ends()
+            if takes:
+                self.door.leave()
+
+    def begin_pass(self, who: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """A root forward starts: what went wrong, and what the user changed, since the last one is looked at; its
+        inputs come to the compute device."""
+        self.core.check()
+        if self.broken:
+            raise MegatrainError(self.broken)
+        if self.saving is not None and self.saving.over:
+            self.finish_save()               # raises where it failed
+        self.warn_unlocked()
+        # gradient_checkpointing_enable() means "recompute". Windows do that; the model's own checkpointing would run a
+        # layer a third time. A plan's word on activations counts; windows of which none says anything replay.
+        for m in filter(None, [ref() for ref in self.checkpointing]):
+            if m.gradient_checkpointing:
+                m.gradient_checkpointing = False
+                if self.planning is None and self.keeps.default == "auto":
+                    self.keeps.default = "replay"
+        self.check_tree(self)
+        self.notice_changes()
+        if torch.is_grad_enabled():
+            self.keeps.look()
+        # A part of a model called inside a pass that another module began joins that pass.
+        if self._backward_seen or self._begun_by is None or self._begun_by() in (who, None):
+            self._begun_by, self._backward_seen = weakref.ref(who), False
+            self._start_pass(args, kwargs)
+        return (to_device(args, self.device), to_device(kwargs, self.device)) if self.is_cuda else (args, kwargs)
+
+    def _start_pass(self, args: Any, kwargs: Any) -> None:
+        """What the pass before has left is let go."""
+        self.handover.sweep()
+        self.door.tasks.clear()
+        self.handover.let_go()
+        self.handover.opened = 0
+        self.swap.sweep()
+        for r in self.records:
+            r.uses = 0
+        self.forget_reads()
+        if self.planning is not None and torch.is_grad_enabled():
+            self.planning.pass_begins(args, kwargs)
+        self.trace.pass_begins()
+        self.delivery.look()
+        self.core.begin(self.delivery.shards and torch.is_grad_enabled())
+
+    def backward_began(self) -> None:
+        """The next root forward begins another pass, whichever module it is of."""
+        self._backward_seen = True
+
+    def notice_changes(self) -> None:
+        """What the user changed on parameters: values, and requires_grad."""
+        take_back(r.param for r in self.records if r.param is not None)      # of a step that broke off
+        self.planes.notice_writes(self.records)
+        # A pass that records nothing need not know what is trained: adapters are switched for it, and back before the
+        # backward of another.
+        if not self._windows_know or torch.is_grad_enabled():
+            self.follow_requires_grad()
+
+    def follow_requires_grad(self) -> None:
+        """There are gradients of the parameters that say so now."""
+        with torch._C.DisableTorchFunctionSubclass():
+            trains = [(p := r.param) is not None and p.requires_grad for r in self.records]
+        for r, on in zip(self.records, trains):
+            if on != r.was_trainable:
+                r.was_trainable = on
+                self.homes.arrivals.dismiss(r.unit)
+                self.core.set_trainable(r.unit, r.index, on)
+                self._windows_know = False
+        if not self._windows_know:
+            for w in self.windows:
+                w.split()
+            for r in self.records if self.exchange is not None else ():
+                if not self.exchange.hooks(r):
+                    self.exchange.route(r)
+            self._windows_know = True
+
+    def warn_unlocked(self) -> None:
+        """Says once that the driver cannot lock all host memory, as soon as that is known."""
+        if self._told_unlocked:
+            return
+        nbytes, why = self.core.unlocked()
+        if nbytes:
+            self._told_unlocked = True
+            warnings.warn(
+                f"{show_bytes(nbytes)} of host memory, and what comes after, could not be locked for the GPU ({why}). "
+                "Copies of it go through a small buffer: the same results, slower. To lock more: a larger `ulimit -l` "
+                "or memory limit of the container; under WSL2, more memory for Windows, which allows about half of "
+                "its own; or less to lock: fewer parameters, or units at home in VRAM", stacklevel=4)
+
+    # ---- weights that are read outside of their window, in a forward or a backward ----
+
+    def read(self, record: Record) -> Tensor:
+        """What a read gives, the same each time: the weights are fetched when something is done with it."""
+        found = self._read.get(record)
+        if found is None:
+            if record.trainable:
+                refuse_functorch(record.name)
+            whole = record.whole
+            found = LazyParameter.of(record) if whole is None else whole.of([self.copy(r) for r in whole.records])
+            self._read[record] = found
+        return found
+
+    def keep_writes(self) -> None:
+        """What was changed in place of weights that were read, by views of them and by `.data` too, is changed of the
+        parameters: before a window sees those, and when a forward or a backward is over."""
+        for t in self._read.values():
+            if isinstance(t, LazyParameter) and t._version != t.kept:
+                t.keep_write()
+
+    def forget_reads(self) -> None:
+        """A forward or a backward is over. What was read in it has a history, which holds the parameters, which hold
+        the model: a cycle that no collector sees."""
+        if self._read:
+            self.keep_writes()
+            self._read.clear()
+
+    def fetch(self, record: Record, version: int) -> Tensor:
+        """`copy`, of a weight that a forward read when its unit was of this version.
+
+        Raises:
+            RuntimeError: a backward asks for it first, and the unit was updated since.
+        """
+        if in_backward() != -1:
+            check_version(self, record.unit, version)
+        return self.copy(record)
+
+    def copy(self, record: Record) -> Tensor:
+        """The parameter's current weights in fresh memory on the compute device."""
+        if self.homes.away(record.unit):
+            return self.ring.view(record.unit, record.offset, record.dtype, record.shape, record.stride).clone()
+        self.core.wait_updates(record.unit)
+        with torch.no_grad():
+            return record.host.to(self.device, copy=True)
+
+
+def to_device(value: Any, device: torch.device) -> Any:
+    """Inputs of a forward, with their tensors on the device; the same object where nothing had to move."""
+    if isinstance(value, Tensor):
+        return value if value.device == device or value.is_meta else value.to(device, non_blocking=True)
+    if isinstance(value, dict):
+        moved = {k: to_device(v, device) for k, v in value.items()}
+        if type(value) is dict and any(moved[k] is not v for k, v in value.items()):
+            return moved
+        for k, v in moved.items():
+            value[k] = v
+        return value
+    if type(value) in (list, tuple):
+        return type(value)(to_device(v, device) for v in value)
+    return value

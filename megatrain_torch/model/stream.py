@@ -1,4 +1,5 @@
-"""mt.stream: an ordinary module becomes a streamed one, in place; mt.unstream: and back.
+"""mt.stream: an ordinary module becomes a streamed one, in place; mt.unstream: and back; mt.stream_trainer: the same of
+a model that a trainer has.
 
 Nothing is changed before everything that can be refused has been. The class of the model, of its
 modules and the identity of its parameters stay; what is added lives in instance attributes, which
@@ -8,36 +9,32 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from ..base import patches
-from ..base.arguments import check_dtype
-from ..base.errors import MegatrainError
+from ..base.errors import MegatrainError, check_dtype
 from ..base.limits import parse_bytes
-from ..base.products import check_layers
+from ..base.modes import check_layers
 from ..base.units import find, stored_dtype
 from ..base.units import group as grouped
 from ..fused.layer import codable
+from ..group.between import Between
 from ..group.ranks import Ranks, as_one, ranks_of
 from ..group.waits import calling
-from ..plans.fleet import Fleet
 from ..plans.planner import Plan
+from ..plans.room import Room
 from ..store.disk import Disk
-from .asking import Limits
-from .choices import Choices, choose, compute_device
-from .filling import declare, empty, engine, fill
-from .fitting import Fit, fitted
+from .choices import Limits, check_model, choose, compute_device, fitted
+from .filling import Origins, SharedOrigins, declare, empty, engine, fill
 from .install import install, remove
-from .origins import origins
 from .planning import Planning
-from .registry import find_runtime, runtime_of
-from .runtime import Runtime
-from .streamable import check_model, refuse_codes, refuse_packed, refuse_wrapped
-from .together import between, check, check_copies, fleet_of, leaves_in_order, same_buffers, watch
+from .runtime import Runtime, find_runtime, runtime_of
+from .several import check, check_copies, leaves_in_order, same_buffers, watch
 
 
 @calling("mt.stream")
@@ -102,69 +99,57 @@ def stream(module: nn.Module, device: str | torch.device | None = None, *, token
 def stream_of(ranks: Ranks | None, module: nn.Module, device: str | torch.device | None, *, vram: int | str | None,
               host: int | str | None, nvme: str | dict[str, Any] | None, units: list[str | nn.Module] | None,
               masters: bool, reduce: str, dtype: torch.dtype | None, **asked: Any) -> None:
-    """As `stream`, by these processes. asked: of choices.choose."""
+    """mt.stream by these processes. asked: of choices.choose."""
     with as_one(ranks):
         where = compute_device(device)
     if ranks is not None:
         ranks.connect(where)
     with as_one(ranks):
-        check_model(module, ranks is not None and ranks.rank != ranks.mates[0])
         check_dtype(dtype)
-        refuse_codes(module, dtype)
-        refuse_packed(module, where)
-        refuse_wrapped(module)
-        limits = Limits(parse_bytes(vram, "vram"), parse_bytes(host, "host"), Disk.parse(nvme), units, *fleet_of(ranks))
+        check_model(module, where, dtype, bare=ranks is not None and ranks.rank != ranks.mates[0])
+        fleet = (1, 1) if ranks is None else (len(ranks.mates), len(set(ranks.machines)))
+        limits = Limits(parse_bytes(vram, "vram"), parse_bytes(host, "host"), Disk.parse(nvme), units, *fleet)
         choices = choose(module, where, limits, dtype=dtype, **asked)
-    _stream(module, where, limits, choices, dtype, masters, ranks, reduce)
-
-
-def _stream(module: nn.Module, where: torch.device, limits: Limits, choices: Choices, dtype: torch.dtype | None,
-            masters: bool, ranks: Ranks | None, reduce: str) -> None:
     with as_one(ranks):
-        found = find(module, limits.units)
+        found = find(module, units)
         choices.check_windows([name or type(module).__name__ for name, _ in found.windows])
         groups = grouped(module, found)
         if choices.products == "fp8":
-            _check_codes(module, codable(found.windows), dtype)
+            layers = codable(found.windows)
+            check_layers(type(module).__name__, layers,
+                         {stored_dtype(p, dtype) for m in layers for p in m.parameters() if p.ndim > 1})
     if ranks is not None:
-        check(ranks, module, groups, choices, reduce)
-    asked = choices.asked(type(module).__name__, groups, dtype, where, Fleet(*fleet_of(ranks)))
+        check(ranks, module, groups, choices, limits, reduce)
+    wanted = choices.asked(type(module).__name__, groups, dtype, where, limits.fleet)
     with as_one(ranks):
-        fit = fitted(asked, where, choices, limits.host)
-    fit.room.ranks = ranks
-    rt = Runtime(module, where, engine(where, choices, ranks), fit.room, choices.compute, ranks, reduce,
-                 choices.products)
+        wanted, ring = fitted(wanted, where, choices, limits.host)
+    room = Room(wanted, limits.host)             # refuses planes that come later
+    room.ranks = ranks
+    rt = Runtime(module, where, engine(where, choices, ranks), room, choices.compute, ranks, reduce, choices.products)
     if ranks is not None:
-        machines = between(ranks, rt.core, where, choices.doors.delay_us)
+        machines = Between(ranks, rt.core, where, choices.doors.delay_us) if ranks.apart else None
         rt.leave = weakref.finalize(rt, leaves_in_order, rt.core, ranks, machines)
         if where.type == "cuda" and ranks.nccl():
             threading.Thread(target=watch, args=(weakref.ref(rt.exchange), rt.core, ranks), daemon=True).start()
     rt.delivery.shards = choices.options.get("delivery") == "shards"
     if choices.itself:
         rt.planning = Planning(weakref.proxy(rt), limits, choices.plan)
-    _build(rt, module, found, fit, choices, masters)
-
-
-def _check_codes(module: nn.Module, layers: Sequence[nn.Module], dtype: torch.dtype | None) -> None:
-    check_layers(type(module).__name__, layers,
-                 {stored_dtype(p, dtype) for m in layers for p in m.parameters() if p.ndim > 1})
-
-
-def _build(rt: Runtime, module: nn.Module, found: Any, fit: Fit, choices: Choices, masters: bool) -> None:
-    values = origins(rt.ranks, module, fit.asked.groups)
+    origins = Origins() if ranks is None else SharedOrigins(ranks, module, groups)
     try:
-        with as_one(rt.ranks):
-            declare(rt, fit, choices)
-        fill(rt, fit.asked.groups, values, masters)      # from here on the model changes; nothing is checked any more
-        fit.room.let_go()
-        install(rt, module, found, choices.activations)
+        with as_one(ranks):
+            declare(rt, wanted, ring, choices)
+        fill(rt, groups, origins, masters)       # from here on the model changes; nothing is checked any more
+        with torch._C.DisableTorchFunctionSubclass():        # nothing is under way that a parameter waits for
+            room.let_go()
+            install(rt, module, found, choices.activations)
         rt.keeps.plan = choices.plan
-        if rt.ranks is not None:
-            same_buffers(rt.ranks, module)
-            rt.homes.reach(rt.ranks)
-        rt.forwards.warn_unlocked()
+        if ranks is not None:
+            same_buffers(ranks, module)
+            rt.homes.reach(ranks)
+        rt.warn_unlocked()
     except BaseException:
-        _give_back(rt, module)
+        _take_out(rt, module, together=False)
+        rt.close()
         raise
 
 
@@ -187,7 +172,7 @@ def unstream(module: nn.Module) -> nn.Module:
     with as_one(ranks):
         if rt.ranks is not None:
             check_copies(rt.ranks, rt.records)
-        rt.saves.finish()
+        rt.finish_save()
         rt.drain()
         rt.trace.finish()
         rt.trace.stop()
@@ -197,11 +182,6 @@ def unstream(module: nn.Module) -> nn.Module:
     return module
 
 
-def _give_back(rt: Runtime, module: nn.Module) -> None:
-    _take_out(rt, module, together=False)
-    rt.close()
-
-
 def _take_out(rt: Runtime, module: nn.Module, together: bool = True) -> None:
     """The model is an ordinary one again, as far as it was streamed."""
     remove(module)
@@ -209,4 +189,43 @@ def _take_out(rt: Runtime, module: nn.Module, together: bool = True) -> None:
     patches.release(rt)
 
 
-__all__ = ["find_runtime", "runtime_of", "stream", "unstream"]
+def stream_trainer(kind: Callable[..., Any], model: nn.Module, args: Any, *,
+                   optimizer: Callable[[nn.Module], Optimizer] | None = None, stream_with: dict[str, Any] | None = None,
+                   **kw: Any) -> Any:
+    """A trainer whose model is streamed: `kind(model, args=args, **kw)`, ready for `trainer.train()`.
+
+    The trainer comes first, since trainers of TRL put a head of their own on the model, or adapters; it does not move
+    the plain model to the GPU. Then its model is streamed, and its reference model where it has one. The optimizer
+    comes last, as it needs streamed parameters.
+
+    Args:
+        kind: transformers.Trainer, or a trainer of TRL.
+        model: with its adapters, and not streamed.
+        args: the trainer's arguments.
+        optimizer: is given the streamed model; None: the trainer makes its own when it trains.
+        stream_with: keyword arguments for `mt.stream`.
+        kw: for the trainer, as `train_dataset`, `processing_class`, `peft_config`.
+
+    Example:
+        trainer = mt.stream_trainer(DPOTrainer, model, DPOConfig(folder, bf16=False), train_dataset=pairs,
+                                    optimizer=lambda m: mt.AdamW(m.parameters(), lr=5e-7))
+        trainer.train()
+    """
+    own = type(args)
+    # A property of the class, which Trainer asks once: does the trainer move the model?
+    args.__class__ = type(own.__name__, (own,), {"place_model_on_device": False})
+    try:
+        trainer = kind(model, args=args, **kw)
+    finally:
+        args.__class__ = own                         # a class that a checkpoint's pickle can name
+    stream_with = {"device": args.device} | (stream_with or {})
+    stream(trainer.model, **stream_with)
+    if isinstance(reference := getattr(trainer, "ref_model", None), nn.Module):
+        limits = {k: v for k, v in stream_with.items() if k in ("device", "vram", "host")}
+        stream(reference.requires_grad_(False), **limits)
+    if optimizer is not None:
+        trainer.optimizer = optimizer(trainer.model)
+    return trainer
+
+
+__all__ = ["find_runtime", "runtime_of", "stream", "stream_trainer", "unstream"]

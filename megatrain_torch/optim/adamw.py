@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import importlib
 import math
+import numbers
 import sys
 import threading
 import weakref
@@ -13,29 +14,82 @@ import torch
 from torch import Tensor
 
 from ..base.errors import MegatrainError
+from ..base.modes import check_states
 from ..store import gradient
-from ..store.guard import StreamedParameter, guard, plain, values_of
+from ..store.guard import StreamedParameter, guard, plain
 from ..store.records import DTYPES, Record
-from . import clipping
-from .astray import StepCount, StoreStates, count_of
-from .masters import lacks_master, make_master, master, set_master
-from .moments import (
-    CODES,
+from . import hooks
+from .states import (
     MOMENTS,
+    LateNorm,
+    StepCount,
+    StoreStates,
     addresses,
+    apart,
     check_state,
+    check_used,
+    count_of,
+    fill,
+    lacks_master,
     load_moments,
-    memory_of,
+    make_master,
+    master,
+    moment_planes,
     moments_of,
+    set_master,
+    source_of,
     stand_there,
 )
-from .options import check_group, check_limit, check_options
-from .sources import check_used, source_of
-from .unstreamed import HALVES, adamw_half, adamw_plain, fp32_like, state_of
+from .unstreamed import load_other, step_other
 
 COPIED = ("max_grad_norm", "_nonfinite", "_in_backward", "_handed", "_early", "_done",
           "_norm", "_limit_once", "_steps", "_asked", "_late", "_skipped", "_complaint", "_states", "_keys", "_served")
+REFUSED = ("amsgrad", "differentiable", "capturable")       # of torch's AdamW
 RESULTS_KEPT = 64       # of an engine's updates that may be unread before the oldest is asked for; it keeps 128
+
+
+def check_group(group: dict[str, Any]) -> None:
+    """What a group asks for is done: whether it was made here, written later, or loaded.
+
+    Raises:
+        MegatrainError: it is not supported.
+    """
+    for name in REFUSED:
+        if group.get(name):
+            raise MegatrainError(f"AdamW: {name}=True is not supported; use torch.optim.AdamW on the host tensors for "
+                                 "that")
+    if not group.get("decoupled_weight_decay", True) and group["weight_decay"] != 0:
+        raise MegatrainError(f"AdamW: weight_decay={group['weight_decay']} with decoupled_weight_decay=False is Adam's "
+                             "decay, which is not supported")
+
+
+def _check_limit(max_grad_norm: float | None, in_backward: bool) -> None:
+    if max_grad_norm is not None and not max_grad_norm > 0:
+        raise MegatrainError(f"AdamW: max_grad_norm={max_grad_norm} must be > 0, or None for no clipping")
+    if max_grad_norm is not None and in_backward:
+        raise MegatrainError("AdamW: in_backward=True cannot clip: the norm is known only when backward ends")
+
+
+def _check_options(lr: Any, betas: Any, eps: float, weight_decay: float, states: str | None, nonfinite: str,
+                   torch_only: dict[str, Any]) -> None:
+    for name in torch_only:
+        if name not in (*REFUSED, "foreach", "fused"):
+            raise TypeError(f"AdamW() got an unexpected keyword argument {name!r}")
+    check_group(torch_only)
+    if not isinstance(lr, numbers.Real | Tensor):
+        raise MegatrainError(f"AdamW: lr={lr!r} must be a number")
+    if not 0.0 <= float(lr) < math.inf:
+        raise MegatrainError(f"AdamW: lr={lr} must be >= 0 and finite")
+    if not all(0.0 <= b < 1.0 for b in betas) or eps < 0 or weight_decay < 0:
+        raise MegatrainError(f"AdamW: betas={betas}, eps={eps}, weight_decay={weight_decay}: "
+                             "betas in [0, 1), the others >= 0")
+    check_states(states or "fp32")
+    if nonfinite not in ("skip", "raise"):
+        raise MegatrainError(f"AdamW: nonfinite={nonfinite!r}: 'skip' or 'raise'")
+
+
+# What is asked of an engine for one parameter: its record, its step count, and the item as Engine.adam takes it.
+Work = tuple[Record, Tensor, tuple[Any, ...]]
 
 
 class _Handed:
@@ -102,7 +156,8 @@ class AdamW(torch.optim.Optimizer):
                  eps: float = 1e-8, weight_decay: float = 1e-2, *, max_grad_norm: float | None = None,
                  states: str | None = None, maximize: bool = False, in_backward: bool = False,
                  nonfinite: str = "skip", **torch_only: Any) -> None:
-        check_options(lr, betas, eps, weight_decay, max_grad_norm, states, in_backward, nonfinite, torch_only)
+        _check_options(lr, betas, eps, weight_decay, states, nonfinite, torch_only)
+        _check_limit(max_grad_norm, in_backward)
         self.max_grad_norm = max_grad_norm
         self._nonfinite, self._in_backward = nonfinite, in_backward
         self._handed: list[_Handed] = []                   # by the last step; taken by _catch_up
@@ -113,16 +168,21 @@ class AdamW(torch.optim.Optimizer):
         self._limit_once = math.inf                        # of the next step, beside max_grad_norm
         self._steps = 0                                    # calls of step()
         # Weakly: such a norm asks this optimizer for its value. Of whom nobody has any more, nobody wants it.
-        self._asked: weakref.ref[clipping.LateNorm] | None = None      # for the next step; taken over by it
-        self._late: weakref.ref[clipping.LateNorm] | None = None       # of the last step
+        self._asked: weakref.ref[LateNorm] | None = None      # for the next step; taken over by it
+        self._late: weakref.ref[LateNorm] | None = None       # of the last step
         self._skipped = 0
         self._complaint = ""
         self._states = states
         self._keys: dict[Tensor, int] = {}                 # what a parameter's rounding is drawn from: its number
         self._served: set[Any] = set()                     # runtimes whose parameters it has, or had
-        _import_dynamo()
+        if "torch._dynamo" not in sys.modules:
+            # torch imports it as the first optimizer of a process is made, and keeps a traceback whose frames would
+            # hold that optimizer, its parameters and so the store: a thread's hold nothing.
+            thread = threading.Thread(target=importlib.import_module, args=("torch._dynamo",), name="mt-import")
+            thread.start()
+            thread.join()
         super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, maximize=maximize))
-        clipping.prepare(AdamW)
+        hooks.clips(AdamW)
 
     def _ask_for_room(self) -> None:
         """Refuses before planes are made that do not fit."""
@@ -149,25 +209,20 @@ class AdamW(torch.optim.Optimizer):
             return
         if len(set(ids)) < len(ids):
             raise ValueError("some parameters appear in more than one parameter group")
-        for rt in self._runtimes() if self._states is not None else ():
-            rt.states.choose(self._states)
-        new = [rt for rt in self._runtimes() if rt not in self._served]
-        for rt in new:
+        runtimes = self._runtimes()
+        for rt in runtimes if self._states is not None else ():
+            rt.choose_states(self._states)
+        for rt in [rt for rt in runtimes if rt not in self._served]:
             if rt.planning is not None:
-                rt.planning.optimizer_came()
+                rt.planning.adam = True
             if rt.planning is None or not rt.planning.pending:           # else the plan to come asks
                 rt.room.states(rt.core)
-        self._served.update(self._runtimes())
+        self._served.update(runtimes)
         for p in params:
             self._keys.setdefault(p, len(self._keys))
         self._known = ids
-        self._attend()
-
-    def _attend(self) -> None:
-        """Models tell of their gradients in backward, where that is used."""
-        if self._in_backward:
-            for rt in self._runtimes():
-                rt.handover.observer = _Observer(self)
+        for rt in self._runtimes() if self._in_backward else ():
+            rt.handover.observer = _Observer(self)           # models tell of their gradients in backward
 
     # ---- stepping ----
 
@@ -182,15 +237,15 @@ class AdamW(torch.optim.Optimizer):
                 step before this one was skipped; or in_backward=True and a gradient or its group changed after its
                 update; or what was written to `state` or `param_groups` cannot be used.
         """
-        clipping.prepare(AdamW)
-        check_limit(self.max_grad_norm, self._in_backward)
+        hooks.clips(AdamW)
+        _check_limit(self.max_grad_norm, self._in_backward)
         self._check_served()
         self._adopt()
         for rt in self._served:
             rt.handover.broken_off()
         self._catch_up()
         self._take_states()
-        clipping.fill(self._late)
+        fill(self._late)
         self._late, self._asked = self._asked, None
         self._steps += 1
         complaint, self._complaint = self._complaint, ""
@@ -227,20 +282,24 @@ class AdamW(torch.optim.Optimizer):
         for rt in {h.runtime for h in self._handed}:
             rt.core.kick(rt.stream())
         for p, group in others:
-            self._step_other(p, group)
+            step_other(p, self.state[p], group)
 
-    def _hand(self, rt: Any, units: list[tuple[int, list[Any]]], limit: float) -> _Handed:
+    def _hand(self, rt: Any, units: list[tuple[int, list[Work]]], limit: float) -> _Handed:
         """Submits updates; from here on they count as steps."""
-        steps = [self.state[rt.units[u][item[0]].param]["step"] for u, items in units for item in items]
         for u, _ in units:
             if u in rt.homes.filed:                # what is updated there is not what was written here
                 rt.planes.notice_writes(rt.units[u])
         rt.homes.arrivals.bring(u for u, _ in units)
-        handed = _Handed(rt, rt.core.adam(units, limit, rt.stream()), steps)
-        _note_update([rt.units[u][item[0]] for u, items in units for item in items])
+        steps = [step for _, works in units for _, step, _ in works]
+        ticket = rt.core.adam([(u, [item for _, _, item in works]) for u, works in units], limit, rt.stream())
+        # A graph on the host that keeps these weights is told by torch that they changed, as by another optimizer.
+        records = [record for _, works in units for record, _, _ in works]
+        torch.autograd.graph.increment_version([r.host for r in records])
+        for r in records:
+            r.version = r.host._version
         with torch._C.DisableTorchFunctionSubclass():        # counts without a look at what becomes of the updates
             torch._foreach_add_(steps, 1)
-        return handed
+        return _Handed(rt, ticket, steps)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As in torch. With set_to_none waits for nothing but a norm that was asked for and not stepped with; else for
@@ -248,7 +307,7 @@ class AdamW(torch.optim.Optimizer):
         for rt in self._served:
             rt.handover.broken_off()
         if self._asked is not None:          # a batch that is dropped, its limit too
-            clipping.fill(self._asked)
+            fill(self._asked)
             self._asked, self._limit_once = None, math.inf
         gradient.clear((p for group in self.param_groups for p in group["params"]), set_to_none)
 
@@ -286,7 +345,8 @@ class AdamW(torch.optim.Optimizer):
 
     def _check_served(self) -> None:
         """That no store with states of its parameters is gone."""
-        if any(_was_unstreamed(rt) for rt in self._served):
+        firsts = [next((r for r in rt.records if r.param is not None), None) for rt in self._served]
+        if any(r is not None and getattr(r.param, "_mt", None) is not r for r in firsts):
             raise MegatrainError("this mt.AdamW belonged to a model that was unstreamed, and its states went with the "
                                  "store: make a new one")
 
@@ -294,12 +354,12 @@ class AdamW(torch.optim.Optimizer):
         self._skipped += not self._complaint         # once a step
         self._complaint = f"step skipped: the global gradient norm was {self._norm}; weights and states are as before"
 
-    # ---- a limit that is given with each step: see clipping.py ----
+    # ---- a limit that is given with each step: see hooks.py ----
 
     def clips_alone(self, params: list[Tensor]) -> bool:
         """Are these parameters' gradients all that the next step() uses, weighed by one engine and not clipped yet?"""
         if self._asked is not None:
-            clipping.fill(self._asked)
+            fill(self._asked)
             if not self._in_backward:
                 return False
         mine = {p for g in self.param_groups for p in g["params"]}
@@ -308,7 +368,7 @@ class AdamW(torch.optim.Optimizer):
             used = {p for p in mine if p.grad is not None}
         return theirs == used and mine <= set(params) and not self._gradients_elsewhere()
 
-    def clip_next(self, limit: float) -> clipping.LateNorm:
+    def clip_next(self, limit: float) -> LateNorm:
         """The next step() clips the global norm of its gradients to this; they stay as they are until then.
 
         Returns:
@@ -323,21 +383,18 @@ class AdamW(torch.optim.Optimizer):
         steps = self._steps
 
         def find() -> float:
-            if self._steps == steps:
-                return self._norm_here()
+            if self._steps == steps:           # before any step: of what was updated in backward, else on the host
+                if self._early:
+                    return math.hypot(*(h.result()[0] for h in self._early))
+                grads = [_peek(p) for g in self.param_groups for p in g["params"]]
+                return math.hypot(*(torch.linalg.vector_norm(g, dtype=torch.float64).item()
+                                    for g in grads if g is not None))
             self._catch_up()                   # the step was just the next: a later one takes the norm before it begins
             return self._norm or 0.0
 
-        norm = clipping.LateNorm.of(find)
+        norm = LateNorm.of(find)
         self._limit_once, self._asked = limit, weakref.ref(norm)
         return norm
-
-    def _norm_here(self) -> float:
-        """The norm of the gradients there are, before any step: of what was updated in backward, else on the host."""
-        if self._early:
-            return math.hypot(*(h.result()[0] for h in self._early))
-        grads = [_peek(p) for g in self.param_groups for p in g["params"]]
-        return math.hypot(*(torch.linalg.vector_norm(g, dtype=torch.float64).item() for g in grads if g is not None))
 
     # ---- gradients that are not all in one store ----
 
@@ -367,27 +424,29 @@ class AdamW(torch.optim.Optimizer):
 
     # ---- gathering work ----
 
-    def _collect(self) -> tuple[dict[Any, dict[int, list[Any]]], list[tuple[Tensor, dict[str, Any]]]]:
-        """({runtime: {unit: [item]}}, [(other parameter, group)]) for parameters with a gradient."""
-        streamed: dict[Any, dict[int, list[Any]]] = {}
+    def _collect(self) -> tuple[dict[Any, dict[int, list[Work]]], list[tuple[Tensor, dict[str, Any]]]]:
+        """({runtime: {unit: work}}, [(other parameter, group)]) for parameters with a gradient."""
+        streamed: dict[Any, dict[int, list[Work]]] = {}
         others: list[tuple[Tensor, dict[str, Any]]] = []
         for group in self.param_groups:
+            numbers = _numbers(group)
             for p in group["params"]:
                 if not isinstance(p, StreamedParameter):
                     if p.grad is not None:
                         others.append((p, group))
                     continue
-                item = self._item(p, group)
-                if item is not None:
-                    streamed.setdefault(p._mt.runtime, {}).setdefault(p._mt.unit, []).append(item)
+                work = self._work(p, numbers)
+                if work is not None:
+                    streamed.setdefault(p._mt.runtime, {}).setdefault(p._mt.unit, []).append(work)
         return streamed, others
 
-    def _item(self, p: StreamedParameter, group: dict[str, Any], passing: bool = False) -> tuple[Any, ...] | None:
-        """What the engine is asked for; passing: with a gradient that is kept nowhere, and is on its way."""
+    def _work(self, p: StreamedParameter, numbers: tuple[float, ...], passing: bool = False) -> Work | None:
+        """What the engine is asked for. numbers: of its group. passing: with a gradient that is kept nowhere, and is on
+        its way."""
         record: Record = p._mt
         if record.pid in self._done:
             check_used(record)
-            if _numbers(group) != self._done[record.pid]:
+            if numbers != self._done[record.pid]:
                 raise MegatrainError(f"{record.name}: its group's lr, betas, eps, weight_decay or maximize changed "
                                      "after its update in backward: with in_backward=True they are set before it")
             return None
@@ -396,53 +455,58 @@ class AdamW(torch.optim.Optimizer):
             return None
         late = grad is record.late           # the usual case: nobody has looked at it
         del grad                             # nor have we
-        self._prepare(p, record)
-        if not passing and record.unit in record.runtime.homes.passing:
-            raise MegatrainError(f"{record.name}: it has a .grad of its own, and plan={{'grads': 'none'}} has no place "
-                                 "for one: no hooks on the parameter, no arithmetic on it outside of the model")
-        address, changed = (0, record.written) if passing or late else source_of(record)
-        *numbers, maximize = _numbers(group)
-        return (record.index, *numbers, count_of(self.state[p]["step"], record.name) + 1, maximize, address,
-                DTYPES[record.dtype], int(changed), self._keys[p])
-
-    def _prepare(self, p: StreamedParameter, record: Record) -> None:
         if record.dtype not in (torch.float32, torch.bfloat16, torch.float16):
             raise MegatrainError(f"{record.name}: AdamW trains fp32, bf16 and fp16 parameters, not {record.dtype}")
-        rt = record.runtime
+        rt, state = record.runtime, self.state.get(p)
         if record.host._version != record.version:
             rt.planes.after_write(record)
-        if not self.state.get(p):
-            self._begin_state(p, record)
+        if not state:
+            state = self._begin_state(p, record)
         elif record.optimizer is None:
             raise MegatrainError(f"{record.name}: it was streamed after this mt.AdamW had stepped with it: make the "
                                  "optimizer after mt.stream")
         elif record.optimizer() is not self:
             raise MegatrainError(f"{record.name}: its AdamW states belong to another mt.AdamW by now; "
                                  "use one optimizer")
-        if lacks_master(record):
-            # Of a unit on the device or on disk all at once, so that host memory has one such unit at a time.
-            mates = [r for r in rt.units[record.unit] if r.was_trainable and r.optimizer in (None, record.optimizer)]
-            for r in mates if rt.homes.away(record.unit) else [record]:
-                if lacks_master(r):
-                    make_master(r)
-                    r.master_writes = r.writes
-            if rt.homes.away(record.unit):
-                rt.planes.notice_writes(rt.units[record.unit])      # whose copies go now
-                rt.homes.take(record.unit)
+        if record.master_writes != record.writes:
+            self._follow_weight(record)
         record.exact, record.master_writes = None, record.writes
+        if not passing and record.unit in rt.homes.passing:
+            raise MegatrainError(f"{record.name}: it has a .grad of its own, and plan={{'grads': 'none'}} has no place "
+                                 "for one: no hooks on the parameter, no arithmetic on it outside of the model")
+        address, changed = (0, record.written) if passing or late else source_of(record)
+        *usual, maximize = numbers
+        step = state["step"]
+        return record, step, (record.index, *usual, count_of(step, record.name) + 1, maximize, address,
+                              DTYPES[record.dtype], int(changed), self._keys[p])
 
-    def _begin_state(self, p: StreamedParameter, record: Record, keep: bool = False) -> None:
+    @staticmethod
+    def _follow_weight(record: Record) -> None:
+        """The weight was set from outside: its fp32 master follows. Of a unit on the device or on disk all at once, so
+        that host memory has one such unit at a time."""
+        if not lacks_master(record):
+            return
+        rt = record.runtime
+        away, mates = rt.homes.away(record.unit), rt.units[record.unit]
+        for r in mates if away else [record]:
+            if r is record or (r.was_trainable and r.optimizer in (None, record.optimizer) and lacks_master(r)):
+                make_master(r)
+                r.master_writes = r.writes
+        if away:
+            rt.planes.notice_writes(mates)           # whose copies go now
+            rt.homes.take(record.unit)
+
+    def _begin_state(self, p: StreamedParameter, record: Record, keep: bool = False) -> StoreStates:
         """States of a parameter that has none in this optimizer, over planes that are zero when they are new; keep:
         with the moments that are in them."""
-        record.runtime.states.chosen = True
+        record.runtime.states_chosen = True
         self._served.add(record.runtime)
-        names = MOMENTS if record.runtime.states.format == "fp32" else CODES
         there = self.state.get(p)
         if isinstance(there, StoreStates) and there.record is record:        # somebody may hold it
             there.reset()
         else:
-            moments = {name: guard(record.view(plane), record) for name, plane in zip(names, record.moments)}
-            self.state[p] = StoreStates(record, {"step": StepCount.of(self._catch_up), **moments})
+            moments = {name: guard(record.view(plane), record) for name, plane in moment_planes(record).items()}
+            there = self.state[p] = StoreStates(record, {"step": StepCount.of(self._catch_up), **moments})
         if record.optimizer is not None and not keep:
             record.runtime.planes.wait_used(record)
             record.runtime.planes.own_states(record)
@@ -450,6 +514,7 @@ class AdamW(torch.optim.Optimizer):
                 record.view(plane).zero_()
             record.runtime.planes.push(record, *record.moments)
         record.optimizer = weakref.ref(self)
+        return there
 
     @torch.no_grad()
     def _take_states(self) -> None:
@@ -464,7 +529,7 @@ class AdamW(torch.optim.Optimizer):
         if not put:
             return
         planes = {address for p in self.state if isinstance(p, StreamedParameter) for address in addresses(p._mt)}
-        found = [(p, self._apart(p, check_state(p._mt.name, p.shape, self.state[p]), planes)) for p in put]
+        found = [(p, apart(p, check_state(p._mt.name, p.shape, self.state[p]), planes)) for p in put]
         for p, values in found:
             self._load_one(p, values, self._keys[p])
 
@@ -478,37 +543,21 @@ class AdamW(torch.optim.Optimizer):
         if not self._early:
             self._take_states()
         groups = {p: g for g in self.param_groups for p in g["params"]}
-        items = []
+        works: list[Work] = []
         for r in records:
             if r.param in groups:
                 if r.pid in self._done:
                     raise MegatrainError(f"{r.name}: a second backward before step(); in_backward=True updates at "
                                          "every backward, so accumulate with in_backward=False")
-                items.append(self._item(r.param, groups[r.param], unit in r.runtime.homes.passing))
-        items = [i for i in items if i is not None]
-        if not items:
+                work = self._work(r.param, _numbers(groups[r.param]), unit in r.runtime.homes.passing)
+                works += [] if work is None else [work]
+        if not works:
             return
-        rt = records[0].runtime
-        self._early.append(self._hand(rt, [(unit, items)], 0.0))
+        self._early.append(self._hand(records[0].runtime, [(unit, works)], 0.0))
         if len(self._early) > RESULTS_KEPT:
             self._early[-RESULTS_KEPT - 1].result()
-        for record in (rt.units[unit][i[0]] for i in items):
+        for record, _, _ in works:
             self._done[record.pid] = _numbers(groups[record.param])
-
-    # ---- parameters that are not streamed ----
-
-    def _step_other(self, p: Tensor, group: dict[str, Any]) -> None:
-        state = self.state[p]
-        if not state:
-            state.update(step=torch.zeros(()), **{name: torch.zeros_like(fp32_like(p)) for name in MOMENTS})
-        if not isinstance(state["step"], Tensor):
-            state["step"] = torch.tensor(float(count_of(state["step"], "a parameter that is not streamed")))
-        if p.dtype not in HALVES:
-            adamw_plain(p, state, group)       # counts the step itself
-            return
-        if "master" not in state:
-            state["master"] = fp32_like(p).copy_(p)
-        adamw_half(p, state, group)
 
     # ---- copies ----
 
@@ -585,23 +634,14 @@ class AdamW(torch.optim.Optimizer):
         saved = {k: v for k, v in state_dict.items() if k != "state"}
         flat = [p for g in self.param_groups for p in g["params"]]
         kept = {address for p in flat if isinstance(p, StreamedParameter) for address in addresses(p._mt)}
-        found = {index: self._apart(flat[index], values, kept) for index, values in state_dict["state"].items()}
+        found = {index: apart(flat[index], values, kept) for index, values in state_dict["state"].items()}
         super().load_state_dict({**saved, "state": {}})
         for index, values in found.items():
             self._load_one(flat[index], values, values.get("key", index))
 
-    @staticmethod
-    def _apart(p: Tensor, values: dict[str, Any], kept: set[int]) -> dict[str, Any]:
-        """States to load for p: its own where they are, and copies of others that lie in planes which are about to be
-        written, at these addresses."""
-        if isinstance(p, StreamedParameter) and stand_there(p._mt, values):
-            return values
-        return {name: values_of(v).clone() if isinstance(v, Tensor) and memory_of(v) in kept else v
-                for name, v in values.items()}
-
     def _load_one(self, p: Tensor, values: dict[str, Any], key: int) -> None:
         if not isinstance(p, StreamedParameter):
-            self.state[p] = state_of(p, values)
+            self.state[p] = load_other(p, values)
             return
         record = p._mt
         with torch.no_grad():
@@ -620,15 +660,6 @@ class AdamW(torch.optim.Optimizer):
         found = {id(p._mt.runtime): p._mt.runtime for g in self.param_groups for p in g["params"]
                  if isinstance(p, StreamedParameter)}
         return list(found.values())
-
-
-def _import_dynamo() -> None:
-    """torch does so as the first optimizer of a process is made, and keeps a traceback whose frames would hold that
-    optimizer, its parameters and so the store: a thread's hold nothing."""
-    if "torch._dynamo" not in sys.modules:
-        thread = threading.Thread(target=importlib.import_module, args=("torch._dynamo",), name="mt-import")
-        thread.start()
-        thread.join()
 
 
 class _Observer:
@@ -665,17 +696,5 @@ def _numbers(group: dict[str, Any]) -> tuple[float, ...]:
             int(group["maximize"]))
 
 
-def _note_update(records: list[Record]) -> None:
-    """A graph on the host that keeps these weights is told by torch that they changed, as by another optimizer."""
-    torch.autograd.graph.increment_version([r.host for r in records])
-    for r in records:
-        r.version = r.host._version
-
-
 def _peek(p: Tensor) -> Tensor | None:
     return gradient.peek(p._mt) if isinstance(p, StreamedParameter) else p.grad
-
-
-def _was_unstreamed(runtime: Any) -> bool:
-    first = next((r for r in runtime.records if r.param is not None), None)
-    return first is not None and getattr(first.param, "_mt", None) is not first

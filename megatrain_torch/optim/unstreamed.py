@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ..store.guard import values_of
 from ..store.records import dense_stride
-from .moments import CODES, MOMENTS, check_scales, decoded
+from .states import CODES, MOMENTS, check_scales, count_of, decoded
 
 HALVES = (torch.bfloat16, torch.float16)
 
@@ -19,7 +19,7 @@ def fp32_like(p: Tensor) -> Tensor:
     return torch.empty_strided(p.shape, dense_stride(p), dtype=kind, device=p.device)
 
 
-def state_of(p: Tensor, values: dict[str, Any]) -> dict[str, Any]:
+def load_other(p: Tensor, values: dict[str, Any]) -> dict[str, Any]:
     """From a state_dict, of any format."""
     check_scales("a parameter that is not streamed", p.numel(), values)
     found = {"step": torch.as_tensor(values["step"]).clone()}
@@ -40,9 +40,23 @@ def _narrowed(master: Tensor, kind: torch.dtype) -> Tensor:
     return torch.where(master.isfinite(), near.clamp(-most, most), master.to(kind))
 
 
-def adamw_half(p: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
-    """To the bits of a streamed parameter's update. Where the weight is not its master's, it was set from outside."""
+def step_other(p: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+    """One update. 16-bit parameters get the bits of a streamed one's; others have torch's own functions."""
+    if not state:
+        state.update(step=torch.zeros(()), **{name: torch.zeros_like(fp32_like(p)) for name in MOMENTS})
+    if not isinstance(state["step"], Tensor):
+        state["step"] = torch.tensor(float(count_of(state["step"], "a parameter that is not streamed")))
+    if p.dtype not in HALVES:
+        b1, b2 = group["betas"]
+        torch.optim._functional.adamw(       # counts the step itself
+            [p], [p.grad], [state["exp_avg"]], [state["exp_avg_sq"]], [], [state["step"]], foreach=False, amsgrad=False,
+            beta1=b1, beta2=b2, lr=float(group["lr"]), weight_decay=group["weight_decay"], eps=group["eps"],
+            maximize=group["maximize"])
+        return
+    if "master" not in state:
+        state["master"] = fp32_like(p).copy_(p)
     master, grad = state["master"], fp32_like(p).copy_(p.grad)
+    # Where the weight is not its master's, it was set from outside.
     master.copy_(torch.where((_narrowed(master, p.dtype) == p).all(), master, p.float()))
     if group["maximize"]:
         grad.neg_()
@@ -51,11 +65,3 @@ def adamw_half(p: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
     torch.ops.megatrain.adamw_(flat[0], None, *flat[1:], float(group["lr"]), *group["betas"], group["eps"],
                                group["weight_decay"], int(state["step"]), 1.0)
     p.copy_(_narrowed(master, p.dtype))
-
-
-def adamw_plain(p: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
-    b1, b2 = group["betas"]
-    torch.optim._functional.adamw(
-        [p], [p.grad], [state["exp_avg"]], [state["exp_avg_sq"]], [], [state["step"]], foreach=False,
-        amsgrad=False, beta1=b1, beta2=b2, lr=float(group["lr"]), weight_decay=group["weight_decay"], eps=group["eps"],
-        maximize=group["maximize"])

@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from ..base.formats import FORMATS
 from ..base.limits import show_bytes, show_size
+from ..base.modes import FORMATS
 from .machine import Machine
 from .search import Choice, Problem, Timing, Wishes
 from .shapes import Shape

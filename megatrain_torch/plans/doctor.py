@@ -19,9 +19,8 @@ from typing import Any, NamedTuple
 import torch
 
 from .. import _core, ops
-from ..base.formats import FORMATS, LOW_BYTES, moved_bytes
 from ..base.limits import device_taken, host_limits, resident_bytes
-from ..base.products import LEAST_CAPABILITY
+from ..base.modes import FORMATS, LEAST_CAPABILITY, LOW_BYTES, moved_bytes
 from ..figures.tables import as_text
 from ..fused.templates.attention import Attention
 from .cards import MEASURED

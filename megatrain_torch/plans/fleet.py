@@ -12,10 +12,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..base.arguments import check_count
-from ..base.errors import MegatrainError
-from ..base.formats import moved_bytes
-from ..base.modes import DELIVERIES, HOMES
+from ..base.errors import MegatrainError, check_count
+from ..base.modes import DELIVERIES, HOMES, moved_bytes
 from ..group import between
 from ..store.disk import DISK_BUFFERS
 from .cost import OFFLOAD_DEPTH

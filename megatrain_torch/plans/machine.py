@@ -24,8 +24,8 @@ from typing import Any
 import torch
 
 from ..base.errors import MegatrainError
-from ..base.formats import moved_bytes, through_up
 from ..base.limits import host_limits, parse_bytes, show_bytes
+from ..base.modes import moved_bytes, through_up
 from ..base.strict import parsed, shown, table
 from ..figures.tables import as_text
 from .cards import CALLED, CARDS, MEASURED
@@ -139,7 +139,7 @@ class Machine:
         return _along(points, seq) * 1e12
 
     def adam_rate(self, threads: int | None = None, states: str = "fp32") -> float:
-        """Parameters/s of AdamW on the host; None: with all threads measured. states: see formats.py."""
+        """Parameters/s of AdamW on the host; None: with all threads measured. states: see base/modes.py."""
         points = [(float(n), rate) for n, rate in self.adam_gparams]
         rate = _along(points, threads or points[-1][0])
         if states == "fp32":
@@ -225,6 +225,30 @@ class Machine:
                                  + f"; known: {', '.join(MACHINES)}")
         changed = dict(_change(c) for c in changes)
         return dataclasses.replace(machine, name=text.strip(), **changed) if changed else machine
+
+    @staticmethod
+    def known() -> dict[str, Machine]:
+        """All descriptions by name."""
+        return dict(MACHINES)
+
+    @staticmethod
+    def here() -> Machine:
+        """The machine that mt.plan takes where none is named: this one."""
+        return resolve(None)
+
+    @staticmethod
+    def some(vram: int, host: int | None = None) -> Machine:
+        """Some card with so many bytes of memory, of the slower ones; host: of its host, None: as here."""
+        return card_with(vram, host or host_limit_bytes())
+
+    @staticmethod
+    def listing() -> str:
+        """A table of all descriptions, with where each rate comes from."""
+        return listing()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Its fields, and where each rate comes from ("origins")."""
+        return dataclasses.asdict(self) | {"origins": {rate: self.origin(rate) for rate in RATES}}
 
 
 def _described(name: str) -> str | None:

@@ -22,12 +22,19 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..base.arguments import check_count
-from ..base.errors import MegatrainError
-from ..base.formats import check_states
+from ..base.errors import MegatrainError, check_count
 from ..base.limits import PLANNED_SHARE, parse_bytes, show_bytes, without_margin
-from ..base.modes import DISK, DISKS, GRADS, HOMES, LINKED, MODES, read
-from ..base.products import check_products
+from ..base.modes import (
+    DISK,
+    DISKS,
+    GRADS,
+    HOMES,
+    LINKED,
+    MODES,
+    check_products,
+    check_states,
+    read,
+)
 from ..figures.tables import Table, Tier, as_html, as_text, bytes_table, draw_tiers, tiers_as_html
 from ..figures.timeline import LANES
 from ..store.disk import FROZEN, PADDING, SPILLED, Disk, years

@@ -231,22 +231,20 @@ class Room:
         self._check(core, asked, "to add up micro-batches", "sums", "staging")
         self.asked, self.summed = asked, True
 
-    def _check(self, core: _core.Engine, asked: Asked, what: str, *planes: str) -> None:
-        """Several processes ask together, before any makes its part. planes: those that come now; none named: all."""
-        with as_one(self.ranks):
-            self._check_here(core, asked, what, *planes)
-
-    def _check_here(self, core: _core.Engine, asked: Asked, what: str, *planes: str) -> None:
-        if self.limit is not None:
-            _check_limit(asked, self.limit, None)
-        else:
-            _check(asked, lambda a: self._coming(core, a, planes or a.host()), what, None)
+    def _check(self, core: _core.Engine, asked: Asked, what: str, *planes: str, together: bool = True) -> None:
+        """planes: those that come now; none named: all. together: all processes ask, before any makes its part."""
+        with as_one(self.ranks if together else None):
+            if self.limit is not None:
+                _check_limit(asked, self.limit, None)
+            else:
+                _check(asked, lambda a: self._coming(core, a, planes or a.host()), what, None)
 
     def copies(self, core: _core.Engine) -> None:
         """Asks for copies of states that live on the device; maybe in one process alone, which reads them."""
         if any(home in SETTLED for home in self.asked.homes):
             asked = dataclasses.replace(self.asked, copied=True)
-            self._check_here(core, asked, "for copies of states at home on the device", "weights", "masters", "moments")
+            self._check(core, asked, "for copies of states at home on the device", "weights", "masters", "moments",
+                        together=False)
 
     def weights(self, core: _core.Engine, unit: int) -> None:
         """Asks for a copy of a unit's weights that live on the device or on disk, before the host reads them."""

@@ -18,8 +18,7 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from .. import _core
-from ..base.formats import moved_bytes
-from ..base.modes import DISK, DISKS, HOMES, KEEPS, LINKED, MODES, read
+from ..base.modes import DISK, DISKS, HOMES, KEEPS, LINKED, MODES, moved_bytes, read
 from ..base.slots import plan_slots
 from ..figures.report import OWN
 from ..figures.timeline import LANES, WAITS

@@ -17,14 +17,20 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..base.arguments import check_count, check_dtype
 from ..base.codes import Stands, dense_bytes, elements, format_of, owner_of
-from ..base.errors import MegatrainError
-from ..base.formats import master_bytes, moment_bytes
-from ..base.modes import KEEPS, LINKED
-from ..base.products import check_layers, inner
-from ..base.stacks import slots_of, usual_experts
-from ..base.units import ADAPTER, ALIGN, find, group, output_embeddings, stored_dtype, weight_bytes
+from ..base.errors import MegatrainError, check_count, check_dtype
+from ..base.modes import KEEPS, LINKED, check_layers, inner, master_bytes, moment_bytes
+from ..base.units import (
+    ADAPTER,
+    ALIGN,
+    find,
+    group,
+    output_embeddings,
+    slots_of,
+    stored_dtype,
+    usual_experts,
+    weight_bytes,
+)
 from ..fused.layer import runs
 from ..fused.templates import Unfit
 from ..graph.door import window_of
@@ -199,7 +205,7 @@ class Shape:
 def shapes_of(model: Any, *, dtype: torch.dtype | None = None, units: list[str | nn.Module] | None = None,
               layers: int | None = None, products: str = "bf16", base: str | None = None, adapter: Any = None,
               device: str = "cpu") -> Callable[..., Shape]:
-    """The shape of a module, or of a transformers config, by how AdamW's states are kept (formats.py), and by the
+    """The shape of a module, or of a transformers config, by how AdamW's states are kept (base/modes.py), and by the
     experts that are fetched at a time (0: all).
 
     Args:
@@ -331,7 +337,7 @@ def beside_base(config: Any, base: str | None, adapter: Any, layers: int | None,
 
 def unit_bytes(name: str, own: list[tuple[str, nn.Parameter]], dtype: torch.dtype | None,
                states: str = "fp32", align: int = ALIGN, experts: int = 0) -> Unit:
-    """states: how AdamW's are kept, see formats.py. align: as weight_bytes has it. experts: of a stack, fetched at a
+    """states: how AdamW's are kept, see base/modes.py. align: as weight_bytes has it. experts: of a stack, fetched at a
     time; 0: all."""
     fetched = slots_of(own, experts, [stored_dtype(p, dtype) for _, p in own]) if experts else ()
     kinds = [(p.numel(), stored_dtype(p, dtype)) for _, p in own if p.requires_grad]

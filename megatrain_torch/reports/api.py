@@ -5,7 +5,7 @@ import contextlib
 import html
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,11 +14,14 @@ from torch import Tensor, nn
 
 from .. import _core
 from ..base.limits import host_limits, show_bytes
+from ..base.modes import GRADS, HOMES, MODES, PRODUCTS, SHOWN
 from ..figures.report import COUNTED, StepReport
 from ..figures.tables import Tier, as_text, bytes_table, draw_tiers, tiers_as_html
-from ..model.registry import runtime_of
-from ..optim.masters import master
+from ..model.runtime import runtime_of
+from ..optim.states import master
+from ..plans.machine import Machine
 from ..plans.tally import PLANES_OF
+from ..store.bases import BASES
 from ..store.disk import SPILLED
 from ..store.state import enter, in_backward, leave
 
@@ -65,7 +68,7 @@ def explain(model: nn.Module) -> str:
         rows.append((w.name, ", ".join(rt.unit_names[u] for u in w.units), show_bytes(nbytes), w.keeps, f"{trained:,}",
                      w.code))
     lines = [as_text(("", rows), right=())]
-    lines += [f"AdamW's states: {rt.states.format}"] * (rt.states.format != "fp32")
+    lines += [f"AdamW's states: {rt.states}"] * (rt.states != "fp32")
     lines += [str(rt.ranks), str(rt.delivery)] if rt.ranks is not None else []
     return "\n".join(lines + [str(rt.planning)] * (rt.planning is not None))
 
@@ -158,6 +161,41 @@ def gather(module: nn.Module) -> Iterator[nn.Module]:
         yield module
     finally:
         leave()
-        rt.reads.forget()
+        rt.forget_reads()
         if takes:
             rt.door.leave()
+
+
+def measure_machine(device: str | None = None, *, gpus: int = 1, disk: str | None = None, out: str | Path | None = None,
+                    say: Callable[[str], None] = lambda _: None) -> tuple[Machine, str, Path]:
+    """Measures what this machine can do, and keeps it for plans, as `megatrain doctor` does.
+
+    Args:
+        device: "cuda" or "cpu"; None: the GPU, where there is one. gpus: between so many links are measured; on the
+            CPU device, between as many processes.
+        disk: a directory on the drive that states may go to; None: the drive is described, not measured.
+        out: the file to write; None: where plans look for it.
+        say: is told what is measured next.
+
+    Returns:
+        The machine, a table of what was found, and the file's path.
+    """
+    # Not at the top: processes that measure links run `python -m` of that module, which nobody may have imported then.
+    from ..plans import doctor, links
+
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    machine, limits = doctor.measure(torch.device(device), say, disk)
+    if gpus > 1:
+        say(f"links between {gpus} {'GPUs' if device == 'cuda' else 'processes'}")
+        machine = links.linked(machine, links.measure(device, gpus))
+    return machine, doctor.report(machine, limits), doctor.store(machine, None if out is None else Path(out))
+
+
+def choices(argument: str) -> tuple[str, ...]:
+    """The words that an argument of mt.plan or mt.stream takes, for programs that offer them to people.
+
+    Args:
+        argument: "states", "products", "base", "grads", "homes" or "activations".
+    """
+    return {"states": SHOWN, "products": PRODUCTS, "base": BASES, "grads": GRADS, "homes": HOMES,
+            "activations": MODES}[argument]

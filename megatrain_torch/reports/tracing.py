@@ -21,7 +21,7 @@ from ..figures.report import StepReport, measure
 from ..figures.tables import draw_lanes
 from ..figures.timeline import Slice, by_lane, chrome_trace
 from ..graph.door import UNTRACED
-from ..model.registry import runtime_of
+from ..model.runtime import runtime_of
 from ..store.state import in_backward
 
 if TYPE_CHECKING:

@@ -17,8 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..base.coded import FP8_BLOCK, NF4_BLOCK, Coded, nf4_strands, to_fp8
-from ..base.codes import coded
+from ..base.codes import FP8_BLOCK, NF4_BLOCK, Coded, coded, nf4_strands, to_fp8
 from ..base.errors import MegatrainError
 from ..base.units import output_embeddings
 from ..ops import nf4_codes

@@ -162,7 +162,7 @@ class OneParameter:
     _mt: Record
 
     def __hash__(self) -> int:
-        return id(self._mt.param)
+        return id(self._mt._param())
 
     def __eq__(self, other: Any) -> Any:
         if other is not self and isinstance(other, OneParameter) and other._mt is self._mt:
@@ -178,6 +178,8 @@ class StreamedParameter(OneParameter, HostTensor, torch.nn.Parameter):
     everywhere else this is an ordinary host parameter that waits for its pending update.
     Pickles and deep-copies as an ordinary `Parameter`.
     """
+
+    __hash__ = Tensor.__hash__           # by its id, as OneParameter's of all that stand for it
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return with_attributes(as_parameter(self), self).__reduce_ex__(protocol)

@@ -29,7 +29,6 @@ from .records import Record
 if TYPE_CHECKING:
     from ..model.homes import Homes
     from ..model.runtime import Runtime
-    from ..model.saves import Saves
     from ..plans.room import Room
 
 AHEAD = 5                    # layers, whose backwards take longer than the states of an embedding and a layer: at 7B
@@ -48,7 +47,7 @@ HI, STATE_PLANES = mask(["HI"]), mask(("LO", "MASTER", "M", "V", "SCALE"))
 class Planes:
     """The planes of one streamed model in host memory; the guard of its parameters asks here."""
 
-    def __init__(self, core: _core.Engine, homes: Homes, saves: Saves, room: Room, several: bool = False,
+    def __init__(self, core: _core.Engine, homes: Homes, saves: Runtime, room: Room, several: bool = False,
                  apart: bool = False) -> None:
         """several: processes stream the model together. apart: on several machines, each of which has a part."""
         self.core, self._homes, self._saves, self._room = core, homes, saves, room
@@ -85,7 +84,7 @@ class Planes:
 
     def _wait_saved(self, unit: int) -> None:
         """A save under way has its copies of the unit, which go when it has."""
-        if self._saves.running is not None:
+        if self._saves.saving is not None:
             self.core.wait_saved(unit)
 
     # ---- around a write to it ----

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .. import _core
-from ..base.formats import LOW_BYTES
+from ..base.modes import LOW_BYTES
 
 if TYPE_CHECKING:
     from ..model.runtime import Runtime
@@ -108,19 +108,19 @@ class Record:
         if plane in ("HI", "GRAD"):
             return self.dtype
         if plane == "LO":
-            return torch.int16 if LOW_BYTES[self.runtime.states.format] == 2 else torch.int8
-        codes = {"M": torch.int8, "V": torch.uint8} if self.runtime.states.format != "fp32" else {}
+            return torch.int16 if LOW_BYTES[self.runtime.states] == 2 else torch.int8
+        codes = {"M": torch.int8, "V": torch.uint8} if self.runtime.states != "fp32" else {}
         return codes.get(plane, torch.float32)
 
     @property
     def low_bytes(self) -> int:
         """Of plane LO, per element; 0: it has none."""
-        return LOW_BYTES[self.runtime.states.format] if self.dtype == torch.bfloat16 else 0
+        return LOW_BYTES[self.runtime.states] if self.dtype == torch.bfloat16 else 0
 
     @property
     def moments(self) -> tuple[str, ...]:
         """Planes of the moments."""
-        return ("M", "V") if self.runtime.states.format == "fp32" else ("M", "V", "SCALE")
+        return ("M", "V") if self.runtime.states == "fp32" else ("M", "V", "SCALE")
 
     def owns(self, t: Tensor) -> bool:
         """Does t lie in this parameter's weights?"""

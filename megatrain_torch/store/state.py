@@ -67,7 +67,7 @@ class BoundParameters(WindowDict):
         if not inside() and in_backward() == -1:
             return parameter
         if type(record) is not Given:
-            return record.runtime.reads.lazy(record)
+            return record.runtime.read(record)
         there = record.own.runtime.device
         return parameter if parameter.device == there else parameter.to(there)
 
@@ -316,7 +316,7 @@ class LazyParameter(DeviceParameter):
         """The weights on the compute device, without history."""
         if self.value is None:
             with torch.inference_mode(False):
-                self.value = self._mt.runtime.reads.fetch(self._mt, self.unit_version)
+                self.value = self._mt.runtime.fetch(self._mt, self.unit_version)
         return self.value
 
     def keep_write(self) -> None:

@@ -1,7 +1,7 @@
 """Weights that are not one plain tensor: codes of other packages, and experts of which some are fetched at a time.
 
 Codes are streamed by their strands (base/codes.py); a `Whole` puts the weight together from these. A `Stacked` is a
-mixture's experts in one parameter, cut into `Piece`s (base/stacks.py).
+mixture's experts in one parameter, cut into `Piece`s (base/units.py).
 
 bitsandbytes' products keep codes, scales and their input as attributes of `ctx`, where no hook of saved tensors sees
 them. A weight that lies in a slot would be held there until backward: the slot's memory is left to it, and in the end

@@ -23,7 +23,7 @@ import placement  # noqa: E402
 import torch  # noqa: E402
 from placement import DTYPES, PLACES  # noqa: E402
 
-from megatrain_torch.base.formats import FORMATS  # noqa: E402
+from megatrain_torch.base.modes import FORMATS  # noqa: E402
 
 
 def main() -> int:

@@ -12,7 +12,7 @@ import torch
 from test_planning import HOMES, STEPS, batch, chosen, model, same
 
 import megatrain_torch as mt
-from megatrain_torch.model import asking
+from megatrain_torch.model import planning
 from megatrain_torch.model.stream import runtime_of
 
 assert chosen                                # a fixture
@@ -72,7 +72,7 @@ def test_memory_of_the_device_is_given_back_when_units_leave(monkeypatch: pytest
         home = "vram" if kwargs["tokens"] <= 256 else "ram"
         return dataclasses.replace(found, homes=dict.fromkeys(found.homes, home), slots=2)
 
-    monkeypatch.setattr(asking, "plan", plan)
+    monkeypatch.setattr(planning, "plan", plan)
     loop = Loop(mt.stream(model(hidden_size=1024, intermediate_size=4096, num_hidden_layers=8), "cuda"))
     for _ in range(2):
         loop.step((2, 128))

@@ -41,8 +41,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ... import ops
+from ...base.modes import repeating
 from ...base.packed import Packed
-from ...base.repeating import repeating
 from ...graph.hf_calls import Sight
 from ...store.records import span_of
 

@@ -1,0 +1,388 @@
+"""Models and tokenizers by name: a run, a folder in Hugging Face format, an adapter of PEFT's, a name on the hub; and
+folders that they are written to.
+"""
+from __future__ import annotations
+
+import contextlib
+import difflib
+import functools
+import importlib
+import importlib.util
+import json
+import logging
+import os
+import shutil
+import tempfile
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import megatrain_torch as mt
+from megatrain_torch import MegatrainError
+
+from . import folder
+from .folder import ADAPTER
+from .settings import ALL, Lora, Settings, from_json, near
+
+# What a tokenizer's files begin with, one of them at least.
+TOKENIZER_FILES = ("tokenizer", "tekken", "vocab", "merges", "spiece", "sentencepiece", "spm", "source.spm")
+
+
+@dataclass(frozen=True)
+class Source:
+    """What a name on the command line stands for.
+
+    Attributes:
+        model: what from_pretrained takes. words: the same of the tokenizer.
+        adapter: the folder of an adapter over it, None: there is none. base: how its linear weights are kept, and
+            dtype: of the others, as it was trained so.
+    """
+
+    model: str
+    words: str
+    adapter: Path | None = None
+    base: str = "none"
+    dtype: str = "auto"
+
+    def alone(self, name: str) -> Source:
+        """Raises: MegatrainError: it is not a whole model."""
+        if self.adapter is not None:
+            raise MegatrainError(f"{name} is an adapter over {self.model}: megatrain export {name} FOLDER --merged "
+                                 "makes one model of both")
+        return self
+
+
+def source_of(name: str, step: Path | None = None) -> Source:
+    """Of a run its model, or its last checkpoint before there is one, or that of `step`; anything else as it is."""
+    run = Path(name)
+    if settings := folder.run_of(name):
+        at = step or (run / folder.FINAL if folder.is_finished(run) else folder.last_checkpoint(run))
+        if settings.lora is None:
+            return Source(str(at), str(at))
+        return Source(beneath(settings), str(at), at, settings.base, settings.dtype)
+    if (run / ADAPTER).is_file() and not (run / "config.json").is_file():
+        there = from_json((run / ADAPTER).read_bytes(), str(run / ADAPTER))
+        model = there.get("base_model_name_or_path") if isinstance(there, dict) else None
+        if not isinstance(model, str):
+            raise MegatrainError(f"{run / ADAPTER} has no base_model_name_or_path, the model that it is an adapter of")
+        return Source(model, name if _has_words(run) else model, run)
+    return Source(name, name)
+
+
+def beneath(settings: Settings) -> str:
+    """The model that a run began with."""
+    return source_of(settings.model).alone(settings.model).model
+
+
+def dtype_of(checkpoint: Path) -> str | None:
+    """Of the model, as its config.json says; None where it has none, as of a model with adapters."""
+    path = checkpoint / "config.json"
+    if not path.is_file() and (checkpoint / ADAPTER).is_file():
+        return None
+    found = from_json(path.read_bytes(), str(path))
+    if not isinstance(found, dict):
+        raise MegatrainError(f"{path}: a table is needed")
+    return found.get("dtype")
+
+
+def _has_words(path: Path) -> bool:
+    return any(p.name.startswith(TOKENIZER_FILES) for p in path.iterdir())
+
+
+# ---- reading -------------------------------------------------------------------------------------
+
+def transformers() -> Any:
+    """The package, without its progress bars. Raises: MegatrainError: it is not installed."""
+    try:
+        import transformers
+    except ImportError:
+        raise MegatrainError("this needs transformers: pip install transformers") from None
+    transformers.utils.logging.disable_progress_bar()
+    return transformers
+
+
+def check_packages(adapters: bool, base: str) -> None:
+    """Raises: MegatrainError: what these need is not installed."""
+    for needed, name, what in ((adapters, "peft", "adapters need"),
+                               (base in ("nf4", "int8"), "bitsandbytes", f"base={base} needs")):
+        if needed and importlib.util.find_spec(name) is None:
+            raise MegatrainError(f"{what} {name}: pip install {name}")
+
+
+def load_config(name: str) -> Any:
+    if Path(name).is_file():                         # the file itself will do
+        name = str(Path(name).parent)
+    return _load(name, "config", transformers().AutoConfig.from_pretrained)
+
+
+def empty(config: Any, base: str = "none", layers: int | None = None) -> Any:
+    """A model of it on the meta device. Raises: MegatrainError: it is no language model's, or it cannot be kept so."""
+    try:
+        return mt.from_config(config, base=None if base == "none" else base, layers=layers)
+    except ValueError as why:
+        raise MegatrainError(_words(why, Path())) from None
+
+
+def load(source: Source, dtype: str) -> Any:
+    """On the CPU, with its adapter."""
+    model = load_model(source.model, dtype, base=source.base)
+    return model if source.adapter is None else over(model, source.adapter)
+
+
+def load_model(name: str, dtype: str, has_values: bool = True, base: str = "none", scores: bool = False) -> Any:
+    """On the CPU. has_values: else on the meta device, where transformers can: another process has them. base: how its
+    linear weights are kept; "whole": in 16 bits, where files have codes of them too. scores: one that gives a text a
+    number, in the place of the next token. Raises: MegatrainError: there is none, it is no language model, or some of
+    its weights are not there."""
+    tf = transformers()
+    if base == "int8":                               # it says of each product that operands become fp16 first
+        logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)
+    kind, more = ((tf.AutoModelForSequenceClassification, {"num_labels": 1}) if scores
+                  else (tf.AutoModelForCausalLM, {}))
+    before = tf.utils.logging.get_verbosity()
+    tf.utils.logging.set_verbosity_error()           # what its report says is said below
+    try:
+        model, found = _load(name, "language model", lambda path: mt.read_pretrained(
+            kind, path, base=None if base == "none" else base, values=has_values,
+            dtype=dtype if dtype == "auto" else getattr(torch, dtype), output_loading_info=True, **more))
+    finally:
+        tf.utils.logging.set_verbosity(before)
+    if missing := sorted(key for key in found["missing_keys"] if not (scores and key.startswith("score."))):
+        raise MegatrainError(f"{name}: its files have no {missing[0]}, and {len(missing) - 1} more of the weights that "
+                             f"a {type(model).__name__} has: they are of another model than config.json says")
+    return model
+
+
+def load_tokenizer(name: str, chat_template: str | None = None) -> Any:
+    """chat_template: a file with one, in the place of its own."""
+    if (Path(name) / "config.json").is_file() and not _has_words(Path(name)):
+        raise MegatrainError(f"{name} has no tokenizer (tokenizer.json): copy tokenizer.json and "
+                             "tokenizer_config.json from the model that it was made from")
+    tokenizer = _load(name, "tokenizer", transformers().AutoTokenizer.from_pretrained)
+    if chat_template is not None:
+        try:
+            tokenizer.chat_template = Path(chat_template).read_text()
+        except (OSError, UnicodeDecodeError) as why:
+            raise MegatrainError(f"chat_template={chat_template}: {getattr(why, 'strerror', None) or why}"
+                                 f"{near(chat_template)}") from None
+    return tokenizer
+
+
+def _load(name: str, what: str, read: Callable[[str], Any]) -> Any:
+    path = Path(name)
+    if path.is_file():
+        raise MegatrainError(f"{name} is a file: a model is a folder in Hugging Face format, or a run of megatrain; "
+                             "MODEL comes before DATA")
+    if (name.startswith((".", "/", "~")) or name.count("/") > 1) and not path.is_dir():
+        raise MegatrainError(f"{name}: there is no such folder{near(name)}")
+    if path.is_dir() and not any((path / file).is_file() for file in ("config.json", ADAPTER)):
+        raise MegatrainError(f"{name} has no config.json: a folder in Hugging Face format, or a run of megatrain, "
+                             "is needed")
+    try:
+        return read(_source(name))
+    except MegatrainError:
+        raise
+    except Exception as why:                         # what a folder says is run, and raises what it likes
+        hint = "" if path.is_dir() else f" (no folder of this name here, so the hub was asked{near(name)})"
+        raise MegatrainError(f"{name!r}: no {what} to be had{hint}: {_words(why, path)}") from None
+
+
+def _source(name: str) -> str:
+    """What from_pretrained is given: a name on the hub, or its folder in the hub's cache where the hub does not answer.
+    Raises: OSError: it does not, and the cache has none."""
+    if Path(name).is_dir() or hub_answers():
+        return name
+    from huggingface_hub import constants, errors, snapshot_download
+
+    try:
+        return snapshot_download(name, local_files_only=True)
+    except errors.LocalEntryNotFoundError:
+        why = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else f"{constants.ENDPOINT} does not answer"
+        raise OSError(f"{why}, and its cache here has no {name}") from None
+
+
+@functools.cache
+def hub_answers() -> bool:
+    """One request, of HF_HUB_ETAG_TIMEOUT seconds at most (10 by default). Without it each file of a model is asked for
+    six times, 23 seconds long, before its place in the cache is looked at."""
+    from huggingface_hub import constants
+    from huggingface_hub.utils import get_session
+
+    answers: list[Any] = []
+
+    def ask() -> None:
+        with contextlib.suppress(Exception):         # of httpx, or of huggingface_hub where it may not ask at all
+            answers.append(get_session().head(constants.ENDPOINT, timeout=constants.HF_HUB_ETAG_TIMEOUT))
+
+    # A thread of its own, left behind when it is late: looking up a host's name has no time limit, and each of its
+    # addresses has one. The answer is read after the join, or not at all.
+    asking = threading.Thread(target=ask, daemon=True)
+    asking.start()
+    asking.join(constants.HF_HUB_ETAG_TIMEOUT)
+    return bool(answers)
+
+
+def _words(why: Exception, path: Path) -> str:
+    """What from_pretrained raised, in a line that says what to do where it does not."""
+    lines = str(why).strip().splitlines() or [type(why).__name__]
+    if "Unrecognized configuration class" in lines[0]:
+        return "it does not write one token after another (AutoModelForCausalLM); mt.stream in a loop of one's own does"
+    if "ignore_mismatched_sizes" in lines[0]:
+        return "its weights have other shapes than config.json says: the two are not of one model"
+    if torn := _torn(path):
+        return f"{torn} is damaged or cut short: copy it again"
+    return f"{lines[0]} {lines[1].strip()}" if lines[0].endswith(":") and lines[1:] else lines[0]
+
+
+def _torn(path: Path) -> Path | None:
+    """A file of weights or of JSON that cannot be read."""
+    from safetensors import SafetensorError, safe_open
+
+    for file in sorted(path.glob("*.safetensors")) + sorted(path.glob("*.json")):
+        try:
+            if file.suffix == ".json":
+                json.loads(file.read_bytes())
+            else:
+                with safe_open(file, "pt"):
+                    pass
+        except (SafetensorError, ValueError):
+            return file
+    return None
+
+
+# ---- adapters ------------------------------------------------------------------------------------
+
+def adapted(model: nn.Module, words: str, seed: int) -> Any:
+    """The model with adapters as --lora says, which start as `seed` says."""
+    check_targets(model, words)
+    torch.manual_seed(seed)
+    try:
+        with _quiet() as peft:
+            return peft.get_peft_model(model, lora_config(model, words))
+    except ValueError as why:                        # of a model that PEFT has no adapters for
+        raise MegatrainError(f"lora={words}: {str(why).splitlines()[0]}") from None
+
+
+def over(model: nn.Module, adapter: Any) -> Any:
+    """The model with an adapter that PEFT's files have. adapter: their folder."""
+    with _quiet() as peft:
+        return peft.PeftModel.from_pretrained(model, str(adapter))
+
+
+def check_targets(model: nn.Module, words: str) -> None:
+    """Raises: MegatrainError: a target is no linear layer of the model."""
+    targets = Lora.of(words).targets
+    linear = {name for name, m in model.named_modules()
+              if isinstance(m, nn.Linear) or type(m).__name__ == "Conv1D"}          # GPT-2's
+    ends = sorted({name.rpartition(".")[2] for name in linear})
+    for target in targets if targets != (ALL,) else ():
+        if not any(name == target or name.endswith(f".{target}") for name in linear):
+            found = difflib.get_close_matches(target, ends, 1)
+            raise MegatrainError(f"lora: targets={target}: the model has no linear layer of that name"
+                                 + (f"; did you mean {found[0]}?" if found else f"; it has {', '.join(ends)}"))
+
+
+def lora_config(model: nn.Module, words: str) -> Any:
+    """PEFT's. Of a mixture "all-linear" has adapters on its experts' parameters too, which are no linear layers."""
+    lora, scores = Lora.of(words), hasattr(model, "score")   # the head of a reward model trains with the adapters
+
+    def config(targets: Any) -> Any:
+        return importlib.import_module("peft").LoraConfig(
+            r=lora.r, lora_alpha=lora.alpha, lora_dropout=lora.dropout, target_modules=targets,
+            task_type="SEQ_CLS" if scores else "CAUSAL_LM")
+
+    if lora.targets != (ALL,):
+        return config(list(lora.targets))
+    if not any("expert" in name and p.dim() == 3 for name, p in model.named_parameters()):
+        return config("all-linear")
+    head = model.get_output_embeddings()
+    made = config(sorted({name.rpartition(".")[2] for name, m in model.named_modules()
+                          if isinstance(m, nn.Linear) and m is not head}))
+    with contextlib.suppress(ImportError):
+        # PEFT 0.21 takes the names that experts' layers once had, wherever they are, for these layers: not those.
+        conversion = importlib.import_module("peft.utils.transformers_weight_conversion")
+        conversion.convert_peft_config_for_transformers(made, model, None)
+    return config(sorted(made.target_modules))
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[Any]:
+    """PEFT, without what it is told about transformers' names."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        yield importlib.import_module("peft")
+
+
+# ---- writing -------------------------------------------------------------------------------------
+
+def may_write(path: Path, name: str, kinds: tuple[str, ...] = ()) -> None:
+    """That a file can be made, before much time is spent on what goes into it. Raises: MegatrainError: it cannot; the
+    message begins with `name`, the flag."""
+    if kinds and path.suffix not in kinds:
+        raise MegatrainError(f"{name}={path}: a name that ends in {' or '.join(kinds)} is needed")
+    if path.is_dir():
+        raise MegatrainError(f"{name}={path} is a folder: the name of a file is needed")
+    if not path.parent.is_dir():
+        raise MegatrainError(f"{name}={path}: there is no folder {path.parent}{near(str(path.parent))}")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise MegatrainError(f"{name}={path} may not be written; name another")
+
+
+def writable(out: Path, name: str = "out") -> Path:
+    """A folder, made if need be, into which something can be written. Raises: MegatrainError: it cannot be made, or not
+    be written; the message begins with `name`."""
+    doing = "the folder cannot be made"
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        doing = "nothing can be written there"
+        with tempfile.TemporaryFile(dir=out):
+            pass
+    except OSError as why:
+        raise MegatrainError(f"{name}={out}: {doing} ({why.strerror}); name another") from None
+    return out
+
+
+def export(model: Any, tokenizer: Any, to: Path, beside: Path | None = None,
+           whole: Callable[[Path], None] = lambda _: None) -> None:
+    """A model, streamed or not, and its tokenizer; the folder has its name when it is whole.
+
+    Args:
+        to: a name that is free. beside: where it is until then; None: a folder that is made for it.
+        whole: called with that folder, before it has its name.
+
+    Raises:
+        MegatrainError: there is no room for it, or something has the name.
+    """
+    adapter = isinstance(getattr(model, "peft_config", None), dict)
+    need = sum(p.nbytes for p in model.parameters() if p.requires_grad or not adapter)
+    free = shutil.disk_usage(to.parent).free
+    if need > free:
+        raise MegatrainError(f"{to}: the model takes {mt.show_bytes(need)}, and {mt.show_bytes(free)} are free in "
+                             f"{to.parent}: make room, or name a folder on another disk")
+    with appearing(to, beside, whole) as half:
+        model.save_pretrained(half, **({"save_embedding_layers": False} if adapter else {}))
+        tokenizer.save_pretrained(half)
+
+
+@contextlib.contextmanager
+def appearing(to: Path, beside: Path | None = None, whole: Callable[[Path], None] = lambda _: None) -> Iterator[Path]:
+    """A folder to write into, which is `to` then, or gone."""
+    half = beside or Path(tempfile.mkdtemp(prefix=f".{to.name}.", dir=to.parent))
+    try:
+        yield half
+        mask = os.umask(0o022)                       # there is no way to read it but to set it
+        os.umask(mask)
+        half.chmod(0o777 & ~mask)                    # mkdtemp's is for its owner alone
+        if os.path.lexists(to):
+            raise MegatrainError(f"{to} is there already, and stays as it is; name another")
+        whole(half)
+        half.rename(to)
+    except BaseException:
+        shutil.rmtree(half, ignore_errors=True)
+        raise
