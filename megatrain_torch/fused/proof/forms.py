@@ -84,12 +84,18 @@ def _first_half(t: Tensor) -> Tensor:
 
 
 def _repeated(cos: Tensor, sin: Tensor) -> Iterator[Tensor]:
-    """The angles of the first half, each at both places of its pair."""
-    return (_first_half(t).repeat_interleave(2, dim=-1) for t in (cos, sin))
+    """The angles of the first half, each at both places of its pair: [B or 1, 1, S, R]."""
+    return (_first_half(t.unsqueeze(1)).repeat_interleave(2, dim=-1) for t in (cos, sin))
+
+
+def _first_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    cos, sin = _repeated(cos, sin)
+    first, rest = x[..., :cos.shape[-1]], x[..., cos.shape[-1]:]
+    return torch.cat((first * cos + _pair_turned(first) * sin, rest), -1)
 
 
 def _first_pairs_wide(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    cos, sin = (t.unsqueeze(1) for t in _repeated(cos, sin))
+    cos, sin = _repeated(cos, sin)
     return (x.float() * cos + _pair_turned(x).float() * sin).to(x.dtype)
 
 
@@ -107,7 +113,7 @@ ROTARIES: list[tuple[tuple[bool, ...], Callable[[Tensor, Tensor, Tensor], Tensor
     (_HALVES, lambda x, cos, sin: _turned(x.float(), cos.float(), sin.float(), _half_turned).to(x.dtype)),
     (_PAIRS, lambda x, cos, sin: _turned(x, cos, sin, _pair_turned)),
     (_PAIRS, lambda x, cos, sin: _turned(x.float(), cos, sin, _pair_turned, False).to(x.dtype)),
-    (_FIRST, lambda x, cos, sin: _turned(x, *_repeated(cos, sin), _pair_turned, True)),
+    (_FIRST, _first_pairs),
     (_FIRST, _first_pairs_wide),
     ((False, False, True), lambda x, cos, sin: _apart(*torch.chunk(x, 2, dim=-1), cos, sin)),
     ((*_FIRST, True), lambda x, cos, sin: _apart(x[..., 0::2], x[..., 1::2], _first_half(cos), _first_half(sin))),
