@@ -118,10 +118,12 @@ class Runtime:
 
     def __del__(self) -> None:
         """The last who had it let go: the device's limit is lifted, and the engine ends before slots are freed."""
-        with contextlib.suppress(Exception):         # it was never whole; or torch is gone already
+        try:
             if self.leave is not None:
                 self.leave()
             self.close()
+        except Exception:        # it was never whole; or the interpreter ends, and modules are gone already
+            pass
 
     def close(self) -> None:
         """Gives everything back: files lose their names while there is an engine that knows them."""
