@@ -26,9 +26,10 @@ import contextlib
 import copy
 import dataclasses
 import functools
+import itertools
 import os
 import random
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import doors
@@ -40,6 +41,14 @@ from torch import Tensor, nn
 IDENTITY = os.environ.get("MEGATRAIN_IDENTITY") == "1"
 FULL = os.environ.get("MEGATRAIN_FULL") == "1"
 LONG = pytest.mark.skipif(not FULL, reason="takes long: MEGATRAIN_FULL=1 runs it")
+
+
+def turns(*axes: Sequence[Any]) -> list[Any]:
+    """For pytest.mark.parametrize: combinations in which each value has its turn; all of them with MEGATRAIN_FULL=1."""
+    return [pytest.param(*(axis[i] for axis, i in zip(axes, at)), marks=LONG if sum(at) % min(map(len, axes)) else ())
+            for at in itertools.product(*map(range, map(len, axes)))]
+
+
 MANY_SLOTS = 64
 EDGES = {"ready": 1, "freed": 2, "grad": 4, "landed": 8, "updated": 16}      # MT_EDGE_* of csrc/core/stream.h
 

@@ -136,7 +136,7 @@ def test_layers_on_the_device_are_not_copied_to_the_host_to_be_fused(family: str
     fusing.stays_on_the_device(FAMILIES[family], "selective")
 
 
-@pytest.mark.parametrize("keep", KEEPS)
+@pytest.mark.parametrize("keep", parity.turns(KEEPS))
 def test_a_layer_frozen_for_another_pass_hands_over_the_same(keep: str) -> None:
     def grads(switched: bool) -> dict[str, Tensor | None]:
         model = stream(FAMILIES["llama"](), keep)
@@ -200,8 +200,7 @@ GRADCHECKED = {"llama_biases": 0, "qwen3": 0, "gemma2": ops.ONE_PLUS, "olmo2": 0
                "phi3_partial_rotary": 0, "smollm3": 0}
 
 
-@pytest.mark.parametrize("keep", KEEPS)
-@pytest.mark.parametrize("family", GRADCHECKED)
+@pytest.mark.parametrize("family, keep", parity.turns(list(GRADCHECKED), KEEPS))
 def test_gradients_of_a_template_are_finite_differences(family: str, keep: str, monkeypatch: pytest.MonkeyPatch) -> None:
     gradcheck(FAMILIES[family], monkeypatch, keep, GRADCHECKED[family])
 
@@ -232,8 +231,7 @@ FROZEN = {
 }
 
 
-@pytest.mark.parametrize("what", FROZEN)
-@pytest.mark.parametrize("keep", ["saved", "replay"])
+@pytest.mark.parametrize("what, keep", parity.turns(list(FROZEN), ["saved", "replay"]))
 def test_frozen_parts_get_no_gradient_and_the_others_theirs(what: str, keep: str) -> None:
     def build() -> nn.Module:
         model = FAMILIES["qwen3"]()
@@ -275,7 +273,7 @@ def test_parts_frozen_between_steps_are_followed() -> None:
 
 # ---------------------------------------------------------------- uses of a layer
 
-@pytest.mark.parametrize("keep", KEEPS)
+@pytest.mark.parametrize("keep", parity.turns(KEEPS[1:] + KEEPS[:1]))
 def test_micro_batches_add_up(keep: str) -> None:
     options = dict(accumulate=3, steps=2)
     run = fused(FAMILIES["llama_tied"], padded, keep, **options)
@@ -283,7 +281,7 @@ def test_micro_batches_add_up(keep: str) -> None:
     fusing.agree(plain(FAMILIES["llama_tied"], padded, **options), run)
 
 
-@pytest.mark.parametrize("keep", KEEPS)
+@pytest.mark.parametrize("keep", parity.turns(KEEPS[2:] + KEEPS[:2]))
 def test_two_slots_and_slow_queues_change_nothing(keep: str) -> None:
     once = fused(FAMILIES["qwen3"], padded, keep)
     for seed in range(3):
@@ -292,7 +290,7 @@ def test_two_slots_and_slow_queues_change_nothing(keep: str) -> None:
             assert torch.equal(t, again.weights[name]), f"{name} depends on when copies run"
 
 
-@pytest.mark.parametrize("keep", KEEPS)
+@pytest.mark.parametrize("keep", parity.turns(KEEPS))
 def test_a_layer_called_twice_sums_its_gradients(keep: str) -> None:
     def build() -> nn.Module:
         model = LLAMA()
@@ -307,7 +305,7 @@ def test_a_layer_called_twice_sums_its_gradients(keep: str) -> None:
     fusing.agree(plain(build, uncached), run)
 
 
-@pytest.mark.parametrize("keep", KEEPS)
+@pytest.mark.parametrize("keep", parity.turns(KEEPS[1:] + KEEPS[:1]))
 def test_a_second_backward_gives_the_same_again(keep: str) -> None:
     model = stream(FAMILIES["olmo2"](), keep)
     loss = model(**padded(0)).loss

@@ -58,8 +58,7 @@ def kept_by(model: nn.Module) -> list[str]:
 
 # ---------------------------------------------------------------- bits
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("family", ["llama_biases", "qwen3", "gemma3", "olmo2", "granite"])
+@pytest.mark.parametrize("family, mode", parity.turns(["llama_biases", "qwen3", "gemma3", "olmo2", "granite"], MODES))
 def test_a_linked_layer_has_the_bits_of_one_that_keeps_its_input(family: str, mode: str, tmp_path: Path) -> None:
     right = fusing.fused(FAMILIES[family], padded, "attention")
     nvme = place(mode, tmp_path)

@@ -163,8 +163,7 @@ GRADCHECKED = ("mixtral", "qwen2_moe", "olmoe", "gpt_oss", "flex_olmo", "dots1",
                "deepseek_v3_otherwise")
 
 
-@pytest.mark.parametrize("keep", KEEPS)
-@pytest.mark.parametrize("family", GRADCHECKED)
+@pytest.mark.parametrize("family, keep", parity.turns(GRADCHECKED, KEEPS))
 def test_gradients_of_a_template_are_finite_differences(family: str, keep: str, monkeypatch: pytest.MonkeyPatch) -> None:
     gradcheck(FAMILIES[family], monkeypatch, keep)
 
@@ -280,8 +279,7 @@ def chosen(model: nn.Module, batch: dict[str, Tensor]) -> list[Tensor]:
     return seen
 
 
-@pytest.mark.parametrize("keep", KEEPS)
-@pytest.mark.parametrize("family", ["gpt_oss", "qwen3_moe"])
+@pytest.mark.parametrize("family, keep", parity.turns(["gpt_oss", "qwen3_moe"], KEEPS))
 def test_an_expert_that_nobody_chooses_gets_a_zero_gradient_and_the_others_theirs(family: str, keep: str) -> None:
     def build() -> nn.Module:
         """Experts 0 and 2 win everywhere, 1 and 3 never."""
@@ -411,7 +409,7 @@ def test_frozen_parts_get_no_gradient_and_the_others_theirs(what: str) -> None:
     fusing.agree(plain(build, padded), run)
 
 
-@pytest.mark.parametrize("keep", KEEPS)
+@pytest.mark.parametrize("keep", parity.turns(KEEPS[1:] + KEEPS[:1]))
 def test_two_slots_slow_queues_and_micro_batches_change_nothing(keep: str) -> None:
     once = fused(FAMILIES["qwen2_moe"], padded, keep, accumulate=2, steps=2)
     fusing.agree(plain(FAMILIES["qwen2_moe"], padded, accumulate=2, steps=2), once)
