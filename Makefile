@@ -61,7 +61,7 @@ tsan:  ## the C tests under ThreadSanitizer
 	$(MAKE) -C tests/c --no-print-directory -j$(JOBS) -s run SAN=tsan
 
 pytest: $(BUILT) $(BASES)  ## the Python tests; ARGS="-k name" for some
-	$(PY) -m pytest -q -n $(WORKERS) --dist loadfile tests $(ARGS)
+	$(PY) -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder tests $(ARGS)
 
 gpu: $(BUILT)  ## the tests that need a GPU
 	$(PY) -m pytest -q tests/gpu $(ARGS)

@@ -20,6 +20,15 @@ settings.register_profile("no deadline", deadline=None)      # a busy machine is
 settings.load_profile("no deadline")
 
 
+# Of minutes each, for which the other processes of pytest would wait at the end.
+FIRST = ("test_bases_apart", "test_versions", "test_cli_methods", "test_several", "test_peft", "test_proof_cases", "test_latent", "test_placement",
+         "test_correction", "test_several_hf", "test_lifetimes")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: item.path.stem not in FIRST)
+
+
 def pytest_collection_finish() -> None:
     """What was imported for all the tests stays until the end: no gc.collect() has to go through it again."""
     gc.collect()

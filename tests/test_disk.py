@@ -274,9 +274,9 @@ def test_reports_and_traces_have_the_disk(make: Callable[..., Pair]) -> None:
     assert all(a.end <= b.begin for a, b in pairwise(sorted(lane, key=lambda s: s.begin)))
     steps = trace.steps()
     assert steps[1].busy["disk"] > 0 < steps[1].busy["disk update"] and "GB written" in str(steps[1])
-    # An update is over when its buffer is dirty: up to all buffers are written in the step after.
+    # The last step's updates run behind its end, and of the one before all buffers may be written as late.
     held = TIGHT["buffers"] * TIGHT["buffer_bytes"]
-    assert sum(s.disk_written_bytes for s in steps) >= len(steps) * 10 * 150 * 170 - held
+    assert sum(s.disk_written_bytes for s in steps) >= (len(steps) - 1) * 10 * 150 * 170 - held
 
 
 # ---- what is left behind ----

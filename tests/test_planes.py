@@ -35,7 +35,7 @@ def asked(what: str, *args: Any, saving: object = None, **where: Any) -> list[tu
     host = torch.zeros(2)
     record = SimpleNamespace(unit=UNIT, index=1, writes=0, host=host, version=host._version, name="w",
                              shape=host.shape, dtype=host.dtype)
-    getattr(Planes(engine, homes, SimpleNamespace(running=saving), room), what)(record, *args)
+    getattr(Planes(engine, homes, SimpleNamespace(saving=saving), room), what)(record, *args)
     return engine.calls
 
 
