@@ -602,13 +602,13 @@ void mt_disk_close(mt_disk *d)
     if (d->cx->disk == d)
         d->cx->disk = NULL;
     mt_worker_close(&d->worker);
+    for (int i = 0; i < d->n_units; i++)
+        if (d->units[i].on)
+            mt_mirror_close(d->store, i);        /* another rank may be served out of `copies` */
     mt_ring_close(d->copies);
     mt_ring_close(d->ring);
-    for (int i = 0; i < d->n_units; i++) {
-        if (d->units[i].on)
-            mt_mirror_close(d->store, i);
+    for (int i = 0; i < d->n_units; i++)
         mt_layout_free(d->units[i].lay);
-    }
     mt_rings_close(d->all);
     free(d->units);
     free(d);

@@ -398,10 +398,11 @@ typedef struct others {
     const mt__unit *u;
     uint64_t        want[MT_PLANE_COUNT];    /* words, which CLAIMED may be added to */
     unsigned        planes, mine;
+    int             waits;                   /* it is counted in the ledger's `bringing` */
 } others;
 
 /* Under ledger.mu. Those that nobody has brought are ours to bring, or, if there are none, all are
- * here. */
+ * here. Other ranks are awaited by who finds one busy alone: one that has left is no fault else. */
 static int are_here_or_ours(void *arg)
 {
     others *a = arg;
@@ -418,7 +419,10 @@ static int are_here_or_ours(void *arg)
         else
             a->mine |= 1u << p;
     }
-    return a->mine != 0 || !wait;
+    wait &= a->mine == 0;
+    a->s->ledger.bringing += wait - a->waits;
+    a->waits = wait;
+    return !wait;
 }
 
 /* Those that are ours are here, or not. */
@@ -428,13 +432,6 @@ static void set_words(const others *a, int here)
         if (a->mine >> p & 1)
             atomic_store(mt_board_plane(&a->u->board, p), here ? a->want[p] : 0);
     mt_share_stir(a->s->share);
-}
-
-static void count_bringing(mt_store *s, int more)
-{
-    mt_lock(&s->ledger.mu);
-    s->ledger.bringing += more;
-    mt_unlock(&s->ledger.mu);
 }
 
 /* Without the door: the others may be asking for the same. On one machine they may have newer
@@ -467,10 +464,12 @@ static mt_status bring_others(mt_store *s, int unit, unsigned planes, int claims
     mt_unlock(&s->ledger.mu);
     for (;;) {
         a.mine = 0;
-        count_bringing(s, 1);
         st = mt__ledger_until(s, are_here_or_ours, &a, a.u->name,
                               "what another rank brings of it");
-        count_bringing(s, -1);
+        mt_lock(&s->ledger.mu);
+        s->ledger.bringing -= a.waits;       /* a fault, or a signal, ended the wait */
+        a.waits = 0;
+        mt_unlock(&s->ledger.mu);
         if (st != MT_OK || a.mine == 0)
             return st;
         st = ask(s, unit, a.mine, claims);

@@ -453,6 +453,40 @@ static void a_reader_waits_for_the_write_of_what_it_reads(void)
     close_world(&w);
 }
 
+/* As in a share another rank reads what is in this one's file, while that closes its engine. */
+static void *serve_all_states(void *arg)
+{
+    world *w = arg;
+    int    gone;
+
+    mt_lock(&w->store->serving);
+    CHECK_OK(mt__mirror_serve(w->store, MT_STATE_PLANES, &gone));        /* of unit 0 */
+    mt_unlock(&w->store->serving);
+    CHECK(!gone);
+    return NULL;
+}
+
+static void close_waits_for_who_is_served(void)
+{
+    pthread_t thread;
+    world     w;
+    int       reads;
+
+    for (int i = 0; i < 5; i++) {
+        open_world(&w, 1, 0);
+        step(&w, 0);
+        atomic_store(&disk.dawdle_us, 5000);
+        reads = atomic_load(&disk.reads);
+        REQUIRE(pthread_create(&thread, NULL, serve_all_states, &w) == 0);
+        while (atomic_load(&disk.reads) == reads)
+            nanosleep(&(struct timespec){ 0, 100000 }, NULL);
+        mt_disk_close(w.disk);
+        REQUIRE(pthread_join(thread, NULL) == 0);
+        w.disk = NULL;
+        close_world(&w);
+    }
+}
+
 /* Reads ahead that are slow are still under way when the piece is written: by a push, and by an
  * update in another order than was read ahead for. */
 static void nothing_is_written_while_it_is_read_for_nobody(void)
@@ -1420,6 +1454,7 @@ static void who_is_at_a_unit_waits_for_nobody_at_another(void)
     X(what_was_read_ahead_may_be_passed_over)                       \
     X(copies_take_memory_only_from_a_read_to_the_next_update)       \
     X(a_reader_waits_for_the_write_of_what_it_reads)                \
+    X(close_waits_for_who_is_served)                                \
     X(nothing_is_written_while_it_is_read_for_nobody)               \
     X(what_is_pushed_is_what_the_next_update_reads)                 \
     X(a_piece_that_several_pushes_change_is_read_once)              \

@@ -6,6 +6,7 @@
 #include "toy.h"
 
 #include "../../csrc/core/arena.h"
+#include "../../csrc/core/clock.h"
 #include "../../csrc/core/portion.h"
 #include "../../csrc/core/relay.h"
 #include "../../csrc/core/resident.h"
@@ -1635,12 +1636,14 @@ static void a_device_has_its_portion_alone(void)
     }
 }
 
-/* The first has closed its engine. */
+/* The first has closed its engine. What it has brought before may be read again and again. */
 static void who_left_cannot_be_asked(void)
 {
-    plan   p = plain;
-    runner r[2];
-    int    fd = share_new();
+    const uint64_t looks_ns = 600000000;     /* some of peers.c's, at who lives */
+    uint64_t       begun;
+    plan           p = plain;
+    runner         r[2];
+    int            fd = share_new();
 
     p.settled = 7;
     for (int k = 0; k < 2; k++)
@@ -1649,8 +1652,13 @@ static void who_left_cannot_be_asked(void)
         REQUIRE(pthread_create(&r[k].thread, NULL, go, &r[k]) == 0);
     for (int k = 0; k < 2; k++)
         REQUIRE(pthread_join(r[k].thread, NULL) == 0);
+    CHECK_OK(mt_mirror_bring(r[1].cx.store, 0, 1u << MT_PLANE_M));
     runner_close(&r[0]);
     CHECK_OK(mt_mirror_bring(r[1].cx.store, 0, 1u << MT_PLANE_HI));      /* the share has it */
+    for (begun = mt_now_ns(); mt_now_ns() < begun + looks_ns;)
+        if (mt_mirror_bring(r[1].cx.store, 0, 1u << MT_PLANE_M) != MT_OK)
+            break;
+    CHECK_OK(mt_ledger_check(r[1].cx.store));
     CHECK_EQ(mt_mirror_bring(r[1].cx.store, 0, 1u << MT_PLANE_V), MT_EPEER);
     CHECK_HAS(mt_last_error(), "rank 0 (process ");
     CHECK_HAS(mt_last_error(), ") closed its engine while others waited for its part of what is");
