@@ -362,7 +362,7 @@ def search_time(search: Any, micro: int, homes: bytes, memory_s: float, ring: in
                 ) -> _Walked | None: ...
 def search_memory(search: Any, micro: int, modes: bytes, /) -> tuple[int, ...]:
     """The fields of mt_memory_of."""
-def search_needs(search: Any, /) -> tuple[bytes, int, int, int, int]:
+def search_needs(search: Any, /) -> tuple[bytes, int, int, int, int, int]:
     """Fewest bytes in a file by row and micro, -1: fits with none; least vram, least host; the row and micro that lack
     the fewest bytes."""
 def search_track(search: Any, micro: int, track: int, /) -> tuple[int, int, float, bytes, bytes]:

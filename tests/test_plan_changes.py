@@ -37,7 +37,7 @@ def llama(layers: int, **other: int) -> LlamaConfig:
     return LlamaConfig(**shape | other)
 
 
-def refused(config: LlamaConfig, **asked: Any) -> mt.MegatrainError:
+def refused(config: LlamaConfig | torch.nn.Module, **asked: Any) -> mt.MegatrainError:
     with pytest.raises(mt.MegatrainError, match="does not fit") as why:
         mt.plan(config, **{"tokens": 8192, "seq": 1024, "machine": FLAT} | asked)
     return why.value
@@ -140,6 +140,17 @@ def test_what_needs_least_is_what_the_device_can_hold() -> None:
     why = refused(llama(12), host="2GiB", vram="3GiB")
     assert sum(why.refusal.vram.values()) <= 3 * GIB < 2 * GIB + sum(why.refusal.host.values())
     assert "it lacks" in str(why) and "of host memory." in str(why).splitlines()[0]
+
+
+def test_the_least_memory_of_a_small_model_is_exact() -> None:
+    """Two slots of the largest unit take more than one slot for each, which larger rings have."""
+    wide = [torch.nn.Linear(1000, n, bias=False, dtype=torch.bfloat16, device="meta") for n in (1000, 520)]
+    model = torch.nn.Sequential(*wide, torch.nn.Linear(520, 8, bias=False, dtype=torch.bfloat16, device="meta"))
+    asked = {"tokens": 4, "seq": 4, "machine": FLAT, "homes": "ram", "units": ["0", "1", "2"]}
+    why = refused(model, vram=GIB + 2**20, **asked)
+    assert mt.plan(model, vram=why.changes["vram"], **asked).slots == 3
+    refused(model, vram=why.changes["vram"] - 1, **asked)
+    assert sum(why.refusal.vram.values()) == why.changes["vram"]
 
 
 def test_a_large_model_on_a_card_of_80_gb_is_told_the_commands(command: Callable, tmp_path: Path) -> None:

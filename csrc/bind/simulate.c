@@ -411,9 +411,10 @@ static PyObject *needs_of(mt_state *s, const mt_search *in, PyObject *args)
         return PyErr_NoMemory();
     st = mt_search_needs(in, spilled, &found);
     result = st != MT_OK ? mt_raise(s->error, st)
-             : Py_BuildValue("(y#LLii)", (char *)spilled,
+             : Py_BuildValue("(y#LLiii)", (char *)spilled,
                              SIZE(in->n_rows * in->n_micro, *spilled), (long long)found.vram,
-                             (long long)found.host, found.least.row, found.least.micro);
+                             (long long)found.host, found.least.row, found.least.ring,
+                             found.least.micro);
     free(spilled);
     return result;
 }
@@ -508,7 +509,7 @@ PyMethodDef mt_walk_methods[] = {
       "in a file." },
     { "search_needs", py_needs_of, METH_VARARGS,
       "search_needs(search, /)\n--\n\n"
-      "(spilled by row and micro, least vram, least host, row and micro that lack least)." },
+      "(spilled by row and micro, least vram, least host, row, ring and micro that lack least)." },
     { "search_track", py_track_of, METH_VARARGS,
       "search_track(search, micro, track, /)\n--\n\n"
       "(away, spilled, least seconds, levels, modes by level) of one track." },

@@ -1082,7 +1082,8 @@ static mt_status try_all(plan *p, track_bound **tracks, double than, double limi
     for (int64_t i = 0; i < p->n_found; i++)
         if (p->found[i].bound <= limit * ROUNDED)
             p->found[n++] = p->found[i];
-    qsort(p->found, (size_t)n, sizeof *p->found, first_tried);
+    if (n > 0)                           /* of none there is no array */
+        qsort(p->found, (size_t)n, sizeof *p->found, first_tried);
     for (int64_t i = 0; i < n && i < left && p->found[i].order < than && st == MT_OK; i++) {
         const candidate *c = &p->found[i];
         const track_bound *t = &tracks[c->at.micro][c->at.track];
@@ -1211,15 +1212,20 @@ mt_status mt_search_bound(const mt_search *in, const mt_choice *at, double *seco
     return st;
 }
 
-/* A row's fewest slots need least: what does not fit with these fits with none. */
+/* A row's smallest slots need least: what does not fit with these fits with none. Not always those
+ * of the smallest ring: small units have a slot each in larger ones. */
 static void need_row(plan *p, int64_t row, int64_t m, const track_bound *tracks, int64_t n,
                      int64_t *spilled, mt_needs *out, int64_t *lacks)
 {
     const mt_search *in = p->in;
-    int64_t          here = in->planes[row] + p->totals[row * in->n_rings] + in->cached[m];
-    int64_t          states = 0, lack[3];
+    const int64_t   *slots = p->totals + row * in->n_rings;
+    int64_t          here = in->planes[row] + in->cached[m], states = 0, lack[3];
+    int              ring = 0;
 
     *spilled = -1;
+    for (int k = 1; k < in->n_rings; k++)
+        ring = slots[k] < slots[ring] ? k : ring;
+    here += slots[ring];
     for (int64_t u = 0; u < in->step.n_units; u++)
         states += in->homes[row * in->step.n_units + u] == MT_HOME_ARRIVE ? in->states[u] : 0;
     for (int64_t i = 0; i < n; i++) {
@@ -1244,7 +1250,7 @@ static void need_row(plan *p, int64_t row, int64_t m, const track_bound *tracks,
     for (int k = 0; n > 0 && k < 3 && lack[k] <= lacks[k]; k++)
         if (lack[k] < lacks[k]) {
             memcpy(lacks, lack, sizeof lack);
-            out->least = (mt_choice){ .row = (int)row, .micro = (int)m };
+            out->least = (mt_choice){ .row = (int)row, .ring = ring, .micro = (int)m };
         }
 }
 

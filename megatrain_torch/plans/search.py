@@ -462,10 +462,11 @@ class Problem:
         """By row and number of micro-batches the fewest bytes of activations on disk with which it fits, -1: with none;
         least VRAM within the host's limit, least host memory within the VRAM's, None: not with any; and the choice that
         lacks the fewest bytes, of those that the device can hold if there are any."""
-        spilled, vram, host, row, micro = _core.search_needs(self.arrays)
-        first = self.tracks(self.micro_counts[micro])[0][0]
+        spilled, vram, host, row, ring, micro = _core.search_needs(self.arrays)
+        count = self.micro_counts[micro]
+        modes = tuple(MODES[i] for i in self.tracks(count)[0][0])
         return (array("q", spilled), *(n if n >= 0 else None for n in (vram, host)),
-                Choice(self.micro_counts[micro], self.rows[row].homes, self.rings[0], tuple(MODES[i] for i in first)))
+                Choice(count, self.rows[row].homes, self.rings[ring], modes))
 
     def _memory_s(self, homes: Sequence[str], micro: int) -> float:
         """Of the host's memory, which several GPUs share, for what is no copy of one of them."""
