@@ -396,9 +396,25 @@ def test_stream_refuses_and_changes_nothing(bad: dict[str, Any], words: str) -> 
     lm_loss(model, batch(0)).backward()
 
 
+def test_a_buffer_of_a_users_class_is_moved_by_that() -> None:
+    """On a GPU it would else come to be a plain tensor."""
+    seen = []
+
+    class Own(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(func)
+            return super().__torch_function__(func, types, args, kwargs)
+
+    model = nn.Linear(2, 2)
+    model.register_buffer("own", torch.zeros(2).as_subclass(Own))
+    mt().stream(model, device="cpu")
+    assert torch.Tensor.to in seen and type(model.own) is Own
+
+
 @pytest.mark.parametrize("late, at", [("filling.own_bytes", 1), ("add_unit", 2), ("offset", 5), ("runtime.Runtime.choose_states", 1),
                                       ("homes.Cap.hold", 1), ("open_slots", 1), ("stream.install", 1),
-                                      ("install._move_buffers", 3)])
+                                      ("stream.move_buffers", 3)])
 def test_a_failure_while_memory_is_taken_gives_all_of_it_back(late: str, at: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The at-th call of something fails, of the engine or on the way."""
     from megatrain_torch import _core

@@ -77,8 +77,6 @@ def install(rt: Runtime, root: nn.Module, found: Found, modes: str | dict[str, s
     _put(root, "zero_grad", _zero_grad(root))
     _put(root, "_replicate_for_data_parallel", _refuser("DataParallel over a streamed model is not supported"))
     rt.check_tree = _tree_check()
-    for m in root.modules():
-        _move_buffers(rt, m)
     rt.notice_changes()
 
 
@@ -177,7 +175,8 @@ def _apply(rt: Runtime, who: weakref.ref[nn.Module], fn: Any, recurse: bool = Tr
     return module
 
 
-def _move_buffers(rt: Runtime, m: nn.Module) -> None:
+def move_buffers(rt: Runtime, m: nn.Module) -> None:
+    """To the device. One of a user's class stays of that class: its own torch function moves it."""
     buffers = {k: b.to(rt.device) if isinstance(b, Tensor) and not b.is_meta else b for k, b in m._buffers.items()}
     m.__dict__["_buffers"] = HostBuffers(buffers) if rt.is_cuda else buffers
 

@@ -218,8 +218,8 @@ class Runtime:
         self.warn_unlocked()
         # gradient_checkpointing_enable() means "recompute". Windows do that; the model's own checkpointing would run a
         # layer a third time. A plan's word on activations counts; windows of which none says anything replay.
-        for m in filter(None, [ref() for ref in self.checkpointing]):
-            if m.gradient_checkpointing:
+        for m in [ref() for ref in self.checkpointing]:
+            if m is not None and m.gradient_checkpointing:
                 m.gradient_checkpointing = False
                 if self.planning is None and self.keeps.default == "auto":
                     self.keeps.default = "replay"

@@ -31,7 +31,7 @@ from ..plans.room import Room
 from ..store.disk import Disk
 from .choices import Limits, check_model, choose, compute_device, fitted
 from .filling import Origins, SharedOrigins, declare, empty, engine, fill
-from .install import install, remove
+from .install import install, move_buffers, remove
 from .planning import Planning
 from .runtime import Runtime, find_runtime, runtime_of
 from .several import check, check_copies, leaves_in_order, same_buffers, watch
@@ -142,6 +142,8 @@ def stream_of(ranks: Ranks | None, module: nn.Module, device: str | torch.device
         with torch._C.DisableTorchFunctionSubclass():        # nothing is under way that a parameter waits for
             room.let_go()
             install(rt, module, found, choices.activations)
+        for m in module.modules():
+            move_buffers(rt, m)
         rt.keeps.plan = choices.plan
         if ranks is not None:
             same_buffers(ranks, module)
