@@ -126,7 +126,7 @@ def _sizes(graph: Graph) -> dict[Any, Any]:
 
     Large primes tell sizes apart in products and sums as symbols do, and a run on them takes a sixth of the time. What
     dynamo found to hold of the symbols has to hold of the primes, so that no size takes another way than was read. Code
-    that computes with sizes in other ways needs symbols: S // 10^6 is 0 for a prime. And a prime that a weight has for a
+    that computes with sizes in other ways needs symbols: S // 10^6 is 0 for a prime. And a prime that is a weight's own
     size would be taken for that.
     """
     if any(isinstance(n.meta.get("example_value"), torch.SymInt | torch.SymFloat | torch.SymBool)
