@@ -121,6 +121,18 @@ def test_it_does_not_matter_how_transformers_computes_experts(how: str) -> None:
     fusing.agree(truth("qwen3_moe", "padded"), run)
 
 
+def test_experts_that_take_the_place_of_patched_ones_are_looked_at() -> None:
+    model = stream(FAMILIES["mixtral"]())
+    mlp = model.model.layers[1].mlp
+    fresh, patched = copy.copy(mlp.experts), mlp.experts
+    patched.forward = type(patched).forward.__get__(patched)
+    model(**zoo.text_unpadded(0)).loss.backward()
+    assert "forward of its own" in codes(model)["model.layers.1"]
+    mlp.experts = fresh
+    model(**zoo.text_unpadded(0)).loss.backward()
+    all_fused(codes(model))
+
+
 UNFIT = {
     "deepseek_v2": ("deepseek_v2", "called without (cos, sin)", {**LATENT, "n_group": None, "topk_group": None}),
     "phimoe": ("phimoe", "no RMSNorm", dict(**LOCAL)),

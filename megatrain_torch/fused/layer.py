@@ -325,11 +325,12 @@ class Fused(Runner):
         """What is known of the module's code, for this call; Unfit or Refused where no template covers the module, or
         the call, or where the code cannot be followed."""
         inner, reader = window.inner, self._reader
+        if not all(map(eq, self._children, self._before)):       # no guard sees children of one class trade places
+            self.read()
         key, scope = self._key(inner), scope_of(inner, args, kwargs)
-        moved = not all(map(eq, self._children, self._before))   # no guard sees children of one class trade places
-        if not moved and reader.holds(key, scope):
+        if reader.holds(key, scope):
             return reader.last
-        if moved or reader.last is not None:
+        if reader.last is not None:
             self.read()                      # it may be another structure by now
             key = self._key(inner)
 

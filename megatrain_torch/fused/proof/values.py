@@ -288,7 +288,8 @@ class Values(TorchDispatchMode):
                 if at == (start, end):       # these were written together
                     return source
             number = base if all(end <= at[0] or at[1] <= start for at, _ in parts) else number
-        elif kind == "slice" and plain:
+        kind, *rest = self.keys[number]
+        if kind == "slice" and plain:
             (_, inner), d, begin, _, by = rest
             if d == dim and by == "1" and begin.isdigit():
                 number, start, end = inner, start + int(begin), end + int(begin)
