@@ -334,20 +334,6 @@ def test_a_condition_is_looked_at_before_each_call(what: str, judged: dict[str, 
             assert fusing.error(*found) < 1e-5, (change, runtime_of(model).windows[1].code)
 
 
-def test_a_size_is_told_from_that_of_a_weight() -> None:
-    """A proof runs with primes for sizes: none of them may be a weight's own."""
-    class Mixed(Norm):
-        def forward(self, x: Tensor) -> Tensor:
-            y = self.normed(x)
-            return y.mT.reshape(y.shape).mT.reshape(y.shape)         # y, where both sizes are equal
-
-    model, g = nn.Sequential(nn.Linear(4, 7919), Mixed()), torch.Generator().manual_seed(0)
-    model[1].weight = nn.Parameter(torch.ones(7919))
-    model = mt.stream(model, "cpu", compute="fused", units=["0", "1"])
-    model(torch.randn(2, 12, 4, generator=g)).square().mean().backward()
-    assert "no template has its" in runtime_of(model).windows[1].code, runtime_of(model).windows[1].code
-
-
 def test_columns_that_are_read_beside_written_ones_are_those_of_what_was_copied() -> None:
     found = values.Values()
     x = found.atom("x", torch.randn(4, 8))

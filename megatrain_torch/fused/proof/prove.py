@@ -126,24 +126,20 @@ def _sizes(graph: Graph) -> dict[Any, Any]:
 
     Large primes tell sizes apart in products and sums as symbols do, and a run on them takes a sixth of the time. What
     dynamo found to hold of the symbols has to hold of the primes, so that no size takes another way than was read. Code
-    that computes with sizes in other ways needs symbols: S // 10^6 is 0 for a prime. And a prime that is a weight's own
-    size would be taken for that.
+    that computes with sizes in other ways needs symbols: S // 10^6 is 0 for a prime.
     """
     if any(isinstance(n.meta.get("example_value"), torch.SymInt | torch.SymFloat | torch.SymBool)
            and n.op not in ("placeholder", "output") and n.target not in _EXACT for n in graph.module.graph.nodes):
         return {}
     symbols: dict[Any, int] = {}
-    plain, used = set(), set()
-    for name, (_, value) in graph.inputs.items():
-        real = graph.real[name]
-        for n, size in zip(value.shape, real.shape) if isinstance(value, Tensor) else ((value, real),):
-            if not isinstance(n, torch.SymInt):
-                plain.add(str(n))
-                continue
-            used |= n.node.expr.free_symbols
-            if n.node.expr.is_Symbol:
-                symbols[n.node.expr] = int(size)
-    primes = dict(zip(sorted(symbols, key=lambda s: (symbols[s], str(s))), (p for p in _PRIMES if str(p) not in plain)))
+    used: set[Any] = set()
+    for _, value in graph.inputs.values():
+        for n in value.shape if isinstance(value, Tensor) else (value,):
+            if isinstance(n, torch.SymInt):
+                used |= n.node.expr.free_symbols
+                if n.node.expr.is_Symbol:
+                    symbols[n.node.expr] = n.node.hint           # asks for no guard, as int(n) would
+    primes = dict(zip(sorted(symbols, key=lambda s: (symbols[s], str(s))), _PRIMES))
     env, code = graph.fake.shape_env, graph.module.code
     return primes if (
         primes.keys() == used and not any(str(p) in code for p in primes.values())
