@@ -33,7 +33,8 @@ from .choices import Limits, check_model, choose, compute_device, fitted
 from .filling import Origins, SharedOrigins, declare, empty, engine, fill
 from .install import install, move_buffers, remove
 from .planning import Planning
-from .runtime import Runtime, find_runtime, runtime_of
+from .registry import runtime_of
+from .runtime import Runtime, find_runtime
 from .several import check, check_copies, leaves_in_order, same_buffers, watch
 
 
