@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import parity
 import pytest
 import torch
 
@@ -54,8 +55,7 @@ def losses(run: Path) -> list[float]:
     return [line["loss"] for line in folder.lines(run) if "loss" in line]
 
 
-@pytest.mark.parametrize("lora", [None, "r=4"], ids=["full", "lora"])
-@pytest.mark.parametrize("method", list(DATA))
+@pytest.mark.parametrize("method, lora", parity.turns(list(DATA), [None, "r=4"]))
 def test_a_method_has_the_losses_of_trls_own_over_the_plain_model(here: Path, method: str, lora: str | None,
                                                                   tmp_path: Path) -> None:
     import datasets

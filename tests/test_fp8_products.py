@@ -356,7 +356,8 @@ def test_gradients_are_as_near_as_codes_let_them_be() -> None:
             assert off > 2 * before, f"{name}: {off:.4f} is too near to bf16's {before:.4f} for products of codes"
 
 
-@pytest.mark.parametrize("keep", MODES)
+# Every second one; all with MEGATRAIN_FULL.
+@pytest.mark.parametrize("keep", [pytest.param(m, marks=parity.LONG if i % 2 else ()) for i, m in enumerate(MODES)])
 def test_what_is_kept_of_a_forward_changes_no_bit(keep: str, saved: fusing.Run, tmp_path: Path) -> None:
     assert same(saved, run(keep, nvme=str(tmp_path) if keep.endswith("+disk") else None))
 

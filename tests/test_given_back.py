@@ -195,7 +195,9 @@ WAYS = [("saved", "eager"), ("saved+host", "eager"), ("replay+host", "eager"), (
         ("selective+host", "fused"), ("linked+host", "fused"), ("saved+disk", "fused"), ("replay", "fused")]
 
 
-@pytest.mark.parametrize("mode, compute", WAYS)
+# Every second one of either; all with MEGATRAIN_FULL.
+@pytest.mark.parametrize("mode, compute", [
+    pytest.param(*way, marks=parity.LONG if i % 2 else ()) for i, way in enumerate(WAYS)])
 def test_a_second_backward_says_what_torch_says(mode: str, compute: str, tmp_path: Path) -> None:
     model = tiny(mode, compute, tmp_path)
     for _ in range(2):
@@ -205,7 +207,8 @@ def test_a_second_backward_says_what_torch_says(mode: str, compute: str, tmp_pat
             loss.backward()
 
 
-@pytest.mark.parametrize("mode, compute", WAYS)
+@pytest.mark.parametrize("mode, compute", [
+    pytest.param(*way, marks=() if i % 2 else parity.LONG) for i, way in enumerate(WAYS)])
 def test_several_losses_of_one_graph(mode: str, compute: str, tmp_path: Path) -> None:
     """Two of a retained graph give what they give on the device; then the graph gives back what it has."""
     def train(model: nn.Module) -> list[Tensor]:

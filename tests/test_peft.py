@@ -55,7 +55,9 @@ def trained(method: str, wrap: Any) -> tuple[list[float], dict[str, Tensor]]:
     return losses, {n: parity.frozen(p) for n, p in weights.items()}
 
 
-@pytest.mark.parametrize("method", METHODS)
+# Every second one; all with MEGATRAIN_FULL.
+@pytest.mark.parametrize("method", [
+    pytest.param(method, marks=parity.LONG if i % 2 else ()) for i, method in enumerate(METHODS)])
 def test_a_method_trains_to_plain_torchs_bits(method: str) -> None:
     (losses, weights), (found, others) = trained(method, lambda m: m), trained(method, parity.stream_for_test)
     assert found == losses
