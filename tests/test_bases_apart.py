@@ -15,6 +15,7 @@ COMMANDS = [f"{Path(__file__).with_name('test_cli_lora.py')}::{name}[{base}]" fo
             ("test_over_every_base_too", "test_a_model_without_weights_has_the_shape_of_what_is_read")]
 
 
+@pytest.mark.timeout(900)                    # a whole file of tests, on a machine that may be busy
 @pytest.mark.skipif(importlib.util.find_spec("torchao") is not None, reason="test_bases.py runs itself")
 @pytest.mark.skipif(not (FOLDER / "torchao").is_dir(), reason="`make test` installs bitsandbytes and torchao")
 def test_frozen_bases_of_codes() -> None:
