@@ -44,7 +44,7 @@ LONG = pytest.mark.skipif(not FULL, reason="takes long: MEGATRAIN_FULL=1 runs it
 
 
 def turns(*axes: Sequence[Any]) -> list[Any]:
-    """For pytest.mark.parametrize: combinations in which each value has its turn; all of them with MEGATRAIN_FULL=1."""
+    """For parametrize: each value of two axes in its turn, the first value of one axis; all with MEGATRAIN_FULL=1."""
     return [pytest.param(*(axis[i] for axis, i in zip(axes, at)), marks=LONG if sum(at) % min(map(len, axes)) else ())
             for at in itertools.product(*map(range, map(len, axes)))]
 

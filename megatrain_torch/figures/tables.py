@@ -48,8 +48,8 @@ def _cell(cell: str | list[tuple]) -> str:
     if isinstance(cell, str):
         return html.escape(cell)
     boxes = "".join(f"<div title='{html.escape(about)}' style='display:inline-block;overflow:hidden;height:1.3em;"
-                    f"vertical-align:top;color:white;background:{colour};width:{pixels:.0f}px'>{html.escape(word)}</div>"
-                    for pixels, colour, word, about in cell)
+                    f"vertical-align:top;color:white;background:{paint};width:{pixels:.0f}px'>{html.escape(word)}</div>"
+                    for pixels, paint, word, about in cell)
     return f"<div style='white-space:nowrap'>{boxes}</div>"
 
 

@@ -214,7 +214,7 @@ def plan(model: Any, *, tokens: int, seq: int, machine: Machine | str | None = N
             is one GPU's limit, host and nvme one machine's. Of several machines none has weights on disk.
         experts: of a layer, frozen in one parameter, fetched at a time; 0: all. None: what is best.
         delivery: of weights to several GPUs of a machine, "whole" or "shards"; None: in shards where that is faster.
-        use_cache: False: forwards are called with it; True: a key-value cache counts where the model's config has it.
+        use_cache: False where the loop's forwards fill no key-value cache; else it counts as the model's config says.
 
     Raises:
         MegatrainError: an argument makes no sense; or nothing that may be chosen fits. Then the message has the

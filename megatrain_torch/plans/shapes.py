@@ -280,7 +280,7 @@ def _coded(name: str, windows: list[Window]) -> list[Window]:
     """As mt.stream chooses them."""
     layers = {w.name for w in inner([w for w in windows if w.kind == "layer" and w.template is not None
                                      and any(p.fits for p in w.products)])}
-    if layers or not any(w.why for w in windows):        # else their own code runs them for now
+    if layers or not any(w.why for w in windows):        # a layer that its own code runs today is no reason to refuse
         check_layers(name, layers, {torch.bfloat16 if w.itemsize == 2 else torch.float32 for w in windows
                                     if w.name in layers})
     return [dataclasses.replace(w, coded=w.name in layers) for w in windows]

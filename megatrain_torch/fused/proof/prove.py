@@ -256,7 +256,7 @@ class LayerProof:
         self.a, self.mlp = template.attention, template.mlp
         roles = roles_of(kwargs)
         angles, mask, self.cache = map(kwargs.get, map(roles.get, ("angles", "mask", "cache")))
-        # A layer that is given angles need not turn by them. What it does not read has no symbolic sizes either.
+        # A layer that is given angles need not turn by them. What it does not read has no size of the run's.
         turns = angles is not None and all(map(session.reads, angles))
         self.cos, self.sin = map(session.atom, angles) if turns else (None, None)
         self.mask = None if mask is None else session.atom(mask)
