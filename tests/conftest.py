@@ -21,12 +21,11 @@ settings.load_profile("no deadline")
 
 
 # Of minutes each, for which the other processes of pytest would wait at the end.
-FIRST = ("test_bases_apart", "test_versions", "test_cli_methods", "test_several", "test_peft", "test_proof_cases", "test_latent", "test_placement",
-         "test_correction", "test_several_hf", "test_lifetimes")
+FIRST = "bases_apart versions cli_methods several peft proof_cases latent placement correction several_hf lifetimes".split()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: item.path.stem not in FIRST)
+    items.sort(key=lambda item: item.path.stem.removeprefix("test_") not in FIRST)
 
 
 def pytest_collection_finish() -> None:

@@ -160,6 +160,7 @@ ADVERSARIES: dict[str, Callable[[Any, Tensor, Tensor], Tensor]] = {
     "elements": lambda self, x, y: y * 2 if x.numel() > 100_000 else y,
     "every second token": lambda self, x, y: torch.stack((y[:, ::2], y[:, 1::2] * 1.0001), 2).flatten(1, 2),
     "every ten thousand tokens": lambda self, x, y: y * (1 + x.shape[1] // 10_000),
+    "a prime less one": lambda self, x, y: y * (x.shape[1] - 7918),
     "half of the rows": lambda self, x, y: torch.cat((y[:, :4000], y[:, 4000:] * 2), 1),
     "position": lambda self, x, y: y * (1 + torch.arange(y.shape[1])[:, None] // 1000),
     "values": lambda self, x, y: y * 2 if float(x.detach().abs().max()) > 30 else y,

@@ -126,7 +126,7 @@ def _sizes(graph: Graph) -> dict[Any, Any]:
 
     Large primes tell sizes apart in products and sums as symbols do, and a run on them takes a sixth of the time. What
     dynamo found to hold of the symbols has to hold of the primes, so that no size takes another way than was read. Code
-    that computes with sizes in other ways needs symbols: S // 10^6 is 0 for a prime.
+    that computes with sizes in other ways needs symbols: S // 10^6 is 0 for a prime, and one less than it is a number.
     """
     if any(isinstance(n.meta.get("example_value"), torch.SymInt | torch.SymFloat | torch.SymBool)
            and n.op not in ("placeholder", "output") and n.target not in _EXACT for n in graph.module.graph.nodes):
@@ -147,7 +147,7 @@ def _sizes(graph: Graph) -> dict[Any, Any]:
         and all(env.replace(guard.expr).xreplace(primes) == sympy.true for guard in env.guards)) else {}
 
 
-_EXACT = ("size", "numel", getattr, operator.getitem, operator.mul, operator.add, operator.sub)
+_EXACT = ("size", "numel", getattr, operator.getitem, operator.mul)
 _PRIMES = tuple(map(sympy.Integer, (7907, 7919, 7927, 7933, 7937, 7949, 7951, 7963, 7993, 8009, 8011, 8017)))
 
 
