@@ -76,8 +76,10 @@ class Session:
         given."""
         self.gathered.clear()
         device = next((t.device.type for t in self._fakes.values()), "cpu")
+        # One thread: of fake CUDA tensors' backward a thread of autograd's would ask the symbols, with no frame of
+        # Python's above it, which torch's guards (2.11) need to say where they were made.
         with torch.enable_grad(), torch.autocast(device, enabled=False), self.graph.fake, self.values, \
-                Functions(self.values):
+                Functions(self.values), torch.autograd.set_multithreading_enabled(False):
             y = run()
             with torch.no_grad():
                 dy = torch.empty_like(y)
