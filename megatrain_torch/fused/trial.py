@@ -206,7 +206,7 @@ class Trial:
 
     def _templates(self, x: Tensor, dy: Tensor, kwargs: Any) -> dict[str, Tensor]:
         fused, template = self.fused, self.template
-        x, call = template.take(self.window.module, x, kwargs, fused.dtype)
+        x, call = template.take(self.window.module, x, kwargs)
         with torch.no_grad():
             w = fused.exact(fused.names)
             try:

@@ -89,17 +89,28 @@ _SAID = (Tensor.shape.__get__, Tensor.ndim.__get__, Tensor.dtype.__get__, Tensor
          Tensor.size, Tensor.dim, Tensor.numel, Tensor.is_floating_point, Tensor.__len__, Tensor.__hash__)
 
 
-def _real(value: Any) -> Any:
-    """With real masks; what has no stand-in in it stays the object that it is: a layer may append to a list."""
-    if isinstance(value, StandIn):
-        return value.sight.real
-    if type(value) in (tuple, list):
-        found = [_real(v) for v in value]
-        return value if all(a is b for a, b in zip(found, value)) else type(value)(found)
-    if type(value) is dict:
-        found = {k: _real(v) for k, v in value.items()}
-        return value if all(found[k] is v for k, v in value.items()) else found
+def mapped(value: Any, fn: Callable[[Tensor], Any]) -> Any:
+    """With fn(t) for each tensor t in tuples, lists and dicts. What has nothing new in it stays the object that it is:
+    a layer may append to a list. A dict of a class of its own is changed in place."""
+    if isinstance(value, Tensor):
+        return fn(value)
+    kind = type(value)
+    if kind in (tuple, list):
+        found = [mapped(v, fn) for v in value]
+        return value if all(a is b for a, b in zip(found, value)) else kind(found)
+    if isinstance(value, dict):
+        items = {k: mapped(v, fn) for k, v in value.items()}
+        changed = {k: v for k, v in items.items() if v is not value[k]}
+        if changed and kind is dict:
+            return items
+        for k, v in changed.items():
+            value[k] = v
     return value
+
+
+def _real(value: Any) -> Any:
+    """With real masks."""
+    return mapped(value, lambda t: t.sight.real if isinstance(t, StandIn) else t)
 
 
 def dense(args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -129,9 +140,10 @@ _now = threading.local()             # .spared: is a pass on whose masks may be 
 
 
 @contextlib.contextmanager
-def spared(layers: Iterable[Window]) -> Iterator[None]:
+def spared(windows: Iterable[Window]) -> Iterator[None]:
     """Around a forward: its masks may be stand-ins, if layers have templates and gradients are wanted."""
-    if not torch.is_grad_enabled() or not any(layer.spares_masks for layer in layers):
+    if not torch.is_grad_enabled() or not any(
+            w.fused is not None and w.fused.template.swaps and not w.fused.verdict for w in windows):
         yield
         return
     outer, _now.spared = getattr(_now, "spared", False), True

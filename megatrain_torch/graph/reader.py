@@ -22,7 +22,7 @@ import types
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -97,7 +97,7 @@ def _running(kind: type, code: set[types.CodeType]) -> set[str]:
             and getattr(kind, name, None) is getattr(kind, name, None)}
 
 
-class Graph:
+class Graph(NamedTuple):
     """A call's operations, for a judge.
 
     Attributes:
@@ -105,15 +105,21 @@ class Graph:
             dynamo's words, and its fake value. fake: the mode of the fake tensors. real: by placeholder, the tensor.
     """
 
-    def __init__(self, module: Any, inputs: dict[str, tuple[Any, Any]], fake: Any, real: dict[str, Any]) -> None:
-        self.module, self.inputs, self.fake, self.real = module, inputs, fake, real
+    module: Any
+    inputs: dict[str, tuple[Any, Any]]
+    fake: Any
+    real: dict[str, Any]
 
 
 def scope_of(forward: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
     """A call as guards look at it: stand-ins for key-value caches, and for masks that are not made."""
     if isinstance(forward, types.MethodType):
         forward, args = forward.__func__, (forward.__self__, *args)
-    return {"forward": forward, "args": tuple(map(_seen, args)), "kwargs": {k: _seen(v) for k, v in kwargs.items()}}
+    return {"forward": forward, "args": tuple([v if type(v) in _USUAL else _seen(v) for v in args]),
+            "kwargs": {k: v if type(v) in _USUAL else _seen(v) for k, v in kwargs.items()}}
+
+
+_USUAL = frozenset((Tensor, tuple, type(None), bool, int, float))        # neither caches nor masks of ours
 
 
 def _seen(value: Any) -> Any:
@@ -214,9 +220,9 @@ class Reader:
 
 def modes_on() -> bool:
     """Is there a mode that may give torch's functions another meaning? A default device gives none."""
-    functions = range(torch._C._len_torch_function_stack())
-    return torch._C._len_torch_dispatch_stack() > 0 or any(
-        not isinstance(torch._C._get_function_stack_at(i), DeviceContext) for i in functions)
+    functions = torch._C._len_torch_function_stack()
+    return torch._C._len_torch_dispatch_stack() > 0 or (functions > 0 and any(
+        not isinstance(torch._C._get_function_stack_at(i), DeviceContext) for i in range(functions)))
 
 
 # ---- reading -------------------------------------------------------------------------------------
@@ -419,7 +425,7 @@ def _writes(output: Any, graph: Graph) -> str:
         kind = type(variable.mutation_type).__name__
         if not kind.endswith("New") and variable.mutation_type is not None and side.is_modified(variable):
             names = ", ".join(side.store_attr_mutations.get(variable, ()))
-            return "it changes " + ".".join(filter(None, (_told(variable.source), names)))
+            return "it changes " + ".".join(filter(None, (_in_words(_name(variable.source)), names)))
     if output.random_calls:
         return "it takes numbers from Python's random"
     if side.tensor_hooks:
@@ -427,18 +433,14 @@ def _writes(output: Any, graph: Graph) -> str:
     for name, (source, fake) in graph.inputs.items():
         seen = "._buffers" in _name(source) or isinstance(graph.real[name], nn.Parameter)     # windows see these writes
         if isinstance(fake, Tensor) and fake._version and not seen:
-            return f"it writes into {_told(source)}"
+            return f"it writes into {_in_words(_name(source))}"
     return ""
 
 
 def _name(source: Any) -> str:
-    """A property since torch 2.11, a method before."""
-    name = getattr(source, "name", "")
+    """A property since torch 2.11, a method before. "an object": it has no source."""
+    name = getattr(source, "name", "an object" if source is None else "")
     return name() if callable(name) else name
-
-
-def _told(source: Any) -> str:
-    return "an object" if source is None else _in_words(_name(source))
 
 
 def _in_words(name: str) -> str:

@@ -68,8 +68,6 @@ class Keeps:
         """What fused windows keep, by name."""
         return {w.name: self.mode_of(w) for w in self._model.windows if w.fused is not None}
 
-    # ---- whose code ----
-
     def look(self) -> None:
         """Before a pass that records gradients."""
         for w in self._model.windows:

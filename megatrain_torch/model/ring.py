@@ -13,6 +13,7 @@ from torch.utils.dlpack import from_dlpack, to_dlpack
 
 from ..base.units import cut
 from ..fused.templates import Weights
+from ..graph.hf_calls import mapped
 from ..store.records import Record
 from ..store.state import PLAIN, DeviceParameter, in_backward
 from ..store.whole import Piece, Stacked, Whole
@@ -264,20 +265,11 @@ class Ring:
 
     def own_outputs(self, out: Any) -> Any:
         """An output that aliases a slot is copied: the slot moves on, the output stays."""
-        if isinstance(out, Tensor):
-            own = type(out) is DeviceParameter or (type(out) is Tensor and out._is_view())
-            if own and self.locate(out) is not None:
-                return out.clone()
-            return out
-        if type(out) in (list, tuple):
-            fixed = [self.own_outputs(o) for o in out]
-            return out if all(a is b for a, b in zip(fixed, out)) else type(out)(fixed)
-        if isinstance(out, dict):
-            for k, v in list(out.items()):
-                fixed = self.own_outputs(v)
-                if fixed is not v:
-                    out[k] = fixed
-        return out
+        def own(t: Tensor) -> Tensor:
+            may = type(t) is DeviceParameter or (type(t) is Tensor and t._is_view())
+            return t.clone() if may and self.locate(t) is not None else t
+
+        return mapped(out, own)
 
 
 class SlotHooks:
