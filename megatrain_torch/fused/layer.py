@@ -59,11 +59,7 @@ def wanted(compute: str, cuda: bool, dtypes: list[torch.dtype]) -> bool:
 
 def runs(module: nn.Module, device: str) -> Template:
     """The template that a module runs by on such a device, as things are now: mt.plan and the run have this answer. Of
-    a streamed module, what its calls before the last look have shown counts too.
-
-    Raises:
-        Unfit: its own code runs; the text says why.
-    """
+    a streamed module, what its calls before the last look have shown counts too. Unfit: its own code runs."""
     window = getattr(vars(module).get("forward"), "_call", None)
     fused = getattr(window, "fused", None)
     if why := getattr(window, "unfit", "") if fused is None else fused.own:

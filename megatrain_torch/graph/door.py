@@ -45,11 +45,8 @@ class Door:
         self.tasks: dict[int, int] = {}
 
     def enter(self, task: int) -> bool:
-        """A forward begins, or a part of one, in a backward where task is not -1. True: it has to `leave`.
-
-        Raises:
-            MegatrainError: another thread is in the model.
-        """
+        """A forward begins, or a part of one, in a backward where task is not -1. True: it has to `leave`. Raises:
+        another thread is in the model."""
         if not self._lock.acquire(blocking=False):
             # Autograd's thread may come: the one that is in a forward waits in it for a backward.
             waits = _first_of(sys._current_frames().get(self.thread), self.forward) is _ENGINE
@@ -70,11 +67,7 @@ class Door:
         self._lock.release()
 
     def task_begins(self, task: int) -> None:
-        """A backward asks for its first weight, or hands over.
-
-        Raises:
-            MegatrainError: another thread is in the model.
-        """
+        """A backward asks for its first weight, or hands over. Raises: another thread is in the model."""
         if not self.enter(task):
             self.tasks[task] = threading.get_ident()
             return

@@ -286,11 +286,8 @@ class HandOver:
         return ADD if gradient.take_back(record) else None
 
     def claim(self, record: Record) -> int:
-        """SET or ADD, of a gradient that several processes have made. It is late from now on.
-
-        Raises:
-            MegatrainError: somebody has the gradient's memory.
-        """
+        """SET or ADD, of a gradient that several processes have made. It is late from now on. Raises: somebody has the
+        gradient's memory."""
         mode = self._claim(record)
         if mode is None:
             raise self.no_place(record)

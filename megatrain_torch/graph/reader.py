@@ -189,14 +189,8 @@ class Reader:
         return self.last is not None and key == self._key and self.last.holds(scope)
 
     def of(self, key: Any, scope: dict[str, Any], refused: dict[Any, str], make: Callable[[], Reading]) -> Reading:
-        """What is known of a call.
-
-        Args:
-            key: what no guard looks at. refused: why calls of this model could not be read. make: reads it.
-
-        Raises:
-            Unreadable: dynamo cannot follow it.
-        """
+        """What is known of a call; Unreadable where dynamo cannot follow it. key: what no guard looks at. refused: why
+        calls of this model could not be read. make: reads it."""
         if self.holds(key, scope):
             return self.last
         found = next((r for r in READINGS.get(key, ()) if r.holds(scope)), None)
@@ -356,9 +350,7 @@ def _read(scope: dict[str, Any], modules: Sequence[nn.Module], judge: Any, put: 
 
 
 def _refuse_unseen(code: Iterable[types.CodeType]) -> None:
-    """Raises:
-        Unreadable: code that is not torch's looks where dynamo guards nothing for what is not there.
-    """
+    """Unreadable: code that is not torch's looks where dynamo guards nothing for what is not there."""
     for c in code:
         names = _UNSEEN.intersection(c.co_names)
         if names and not c.co_filename.startswith(_TORCH):
@@ -390,11 +382,8 @@ def _manager() -> type:
 def _kept(put: Sequence[object], kinds: set[type], writes: str, entries: Sequence[Any]) -> list[bool]:
     """Which guards are checked: none of weights themselves, whose names, shapes and types their windows know, but those
     of their attributes; and none of what was put in for the read. Adds to `kinds` of which classes guarded things are.
-    writes: what the code changes, which is neither run again nor another's, whatever guards do not see.
-
-    Raises:
-        Unreadable: a guard does not see a change.
-    """
+    writes: what the code changes, which is neither run again nor another's, whatever guards do not see. Unreadable: a
+    guard does not see a change."""
     names = [_name(entry.orig_guard) for entry in entries]
     without = tuple(n for n, e in zip(names, entries) if e.has_value and any(e.value is f for f in put))
     keep = []

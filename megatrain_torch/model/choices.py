@@ -178,11 +178,8 @@ class Choices:
 def choose(module: nn.Module, where: torch.device, limits: Limits, tokens: int | None, seq: int | None,
            states: str | None, dtype: torch.dtype | None, compute: str, plan: Plan | dict[str, Any] | None,
            products: str | None) -> Choices:
-    """Arguments of mt.stream, and what is planned for tokens and seq, where these are given.
-
-    Raises:
-        MegatrainError: some do not go together, or mean nothing; or no plan fits.
-    """
+    """Arguments of mt.stream, and what is planned for tokens and seq, where these are given. Raises: some do not go
+    together, or mean nothing; or no plan fits."""
     if products is None:                         # what is given counts instead of a plan's
         products = plan.products if isinstance(plan, Plan) else "bf16"
     check_products(products, compute)
@@ -288,11 +285,7 @@ def compute_device(device: str | torch.device | None) -> torch.device:
 
 def fitted(asked: Asked, where: torch.device, choices: Choices, host: int | None) -> tuple[Asked, list[int]]:
     """What is asked for, with homes where they were left open; and bytes of the slots that units take turns in. host:
-    limit of host memory.
-
-    Raises:
-        MegatrainError: it does not fit; the message says what of it, and what would.
-    """
+    limit of host memory. Raises: it does not fit; the message says what of it, and what would."""
     free = None                              # of the device; not known on the CPU device, whose memory is the host's
     if where.type == "cuda":
         gc.collect()                         # models that were dropped, and their slots

@@ -186,11 +186,7 @@ def _count_registrations() -> Callable[[], None]:
 
 
 def _check_tree(rt: Runtime) -> None:
-    """A pass begins.
-
-    Raises:
-        MegatrainError: a parameter was put in, or the model into DistributedDataParallel.
-    """
+    """A pass begins. Raises: a parameter was put in, or the model into DistributedDataParallel."""
     if rt.ranks is None and DistributedDataParallel._active_ddp_module is not None:
         raise MegatrainError("DistributedDataParallel over a streamed model is not supported: its reducer would "
                              "see no gradients; run one process with one streamed model")

@@ -125,12 +125,8 @@ class Planning:
     # ---- a pass begins ----
 
     def pass_begins(self, args: Any, kwargs: Any) -> None:
-        """Before anything of it is computed.
-
-        Raises:
-            MegatrainError: no choice fits what the loop does, or what fits could not be put into force; the plan before
-                is in force as it was.
-        """
+        """Before anything of it is computed. Raises: no choice fits what the loop does, or what fits could not be put
+        into force; the plan before is in force as it was."""
         rt, found = self.runtime, batch_of(args, kwargs, self.runtime.records)
         if found is None:
             if self.plan is None:

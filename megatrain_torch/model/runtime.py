@@ -39,11 +39,7 @@ runtimes: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Runtime]] = weakref.W
 
 
 def runtime_of(module: nn.Module) -> Runtime:
-    """The runtime of a streamed model or of any module inside one.
-
-    Raises:
-        MegatrainError: the module is not streamed.
-    """
+    """The runtime of a streamed model or of any module inside one. Raises: the module is not streamed."""
     rt = find_runtime(module)
     if rt is None:
         raise MegatrainError(f"{type(module).__name__} is not streamed: call mt.stream(model) first")
@@ -154,11 +150,7 @@ class Runtime:
         self.homes.arrivals.leave()
 
     def choose_states(self, asked: str) -> None:
-        """From before there are any.
-
-        Raises:
-            MegatrainError: they are kept in another way already.
-        """
+        """From before there are any. Raises: they are kept in another way already."""
         if self.states_chosen and asked != self.states:
             raise MegatrainError(f"AdamW: states={asked!r}, and this model keeps {self.states!r} ones, as its plan or "
                                  f"another optimizer said: ask for these, or mt.unstream and mt.stream it with "
@@ -312,11 +304,8 @@ class Runtime:
             self._read.clear()
 
     def fetch(self, record: Record, version: int) -> Tensor:
-        """`copy`, of a weight that a forward read when its unit was of this version.
-
-        Raises:
-            RuntimeError: a backward asks for it first, and the unit was updated since.
-        """
+        """`copy`, of a weight that a forward read when its unit was of this version. Raises RuntimeError: a backward
+        asks for it first, and the unit was updated since."""
         if in_backward() != -1:
             check_version(self, record.unit, version)
         return self.copy(record)

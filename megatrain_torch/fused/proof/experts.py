@@ -49,11 +49,8 @@ def _librarys(function: Any) -> bool:
 
 
 def known_loop(module: nn.Module) -> tuple[Any, ...]:
-    """By what a module of experts gates, and all that says so: as long as that is the same, so is the loop.
-
-    Raises:
-        Refused: its forward is none of LOOPS, nor one of transformers' own ways to do the same.
-    """
+    """By what a module of experts gates, and all that says so: as long as that is the same, so is the loop. Refused:
+    its forward is none of LOOPS, nor one of transformers' own ways to do the same."""
     kind, name = type(module), type(module).__name__
     own = loop_of(module)
     if "forward" in vars(module):

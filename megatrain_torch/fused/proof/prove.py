@@ -190,14 +190,8 @@ class _Run(torch.fx.Interpreter):
 
 def prove(graph: Graph | None, template: Template, module: nn.Module, weights: dict[str, Tensor], x: Tensor,
           kwargs: dict[str, Any]) -> tuple[Any, ...]:
-    """The settings of the template by which it is what the graph computes.
-
-    Args:
-        weights: by name, as the module read them. x, kwargs: what it was called with.
-
-    Raises:
-        Refused: it is not proved; the text says what is to blame.
-    """
+    """The settings of the template by which it is what the graph computes; Refused where that is not proved. weights:
+    by name, as the module read them. x, kwargs: what it was called with."""
     for name in ("linear", "scaled_dot_product_attention", "silu", "gelu", "softmax", "rms_norm", "embedding"):
         function = getattr(F, name)          # that forms are written with: else both sides would be wrong
         if isinstance(function, types.FunctionType) and function.__globals__ is not vars(F):
@@ -341,8 +335,7 @@ class LayerProof:
         if a.rotary is None or self.cos is None:
             a.rotary = None
             return heads
-        # Heads that are parted a cache has to be given so, and only latent attention does.
-        kinds = reversed(forms.ROTARIES) if a.latent else [one for one in forms.ROTARIES if not Rotary(*one[0]).parted]
+        kinds = [one for one in forms.ROTARIES if Rotary(*one[0]).parted == a.parted]
         (kind, form), first = self.session.choose("its rotary embedding", (
             (one, lambda form=one[1]: form(heads[0], self.cos, self.sin)) for one in kinds))
         found = first, *(form(t, self.cos, self.sin) for t in heads[1:])

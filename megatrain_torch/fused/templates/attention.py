@@ -218,11 +218,7 @@ class Attention:
     def _cut(self, q: Tensor, k: Tensor, sinks: Tensor | None) -> tuple[int, int] | None:
         """(dimension, parts): rows of the batch, which may have to be cut again; of a single row the fewest equal parts
         of the heads, queries with their keys, none of them too long. None: one key's queries are, and flash takes
-        them.
-
-        Raises:
-            RuntimeError: flash takes no such attention.
-        """
+        them, or this raises RuntimeError."""
         if q.shape[0] > 1:
             return 0, min(q.shape[0], math.ceil(_share(q)))
         heads = k.shape[2]

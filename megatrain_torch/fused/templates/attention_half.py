@@ -81,14 +81,15 @@ class AttentionHalf:
         first: the product with a. o: the one that attention's output goes into. linears: all of them.
         hq, hk, head: heads of queries and of keys, and their size. values: of a value's head.
         sinks: the name of attention's sinks, if it has any.
-        rotary: how heads are turned; None: they are not. latent: it is LatentAttention.
+        rotary: how heads are turned; None: they are not. parted: they are, in the way that Rotary has of it, which a
+            cache has to be given so. latent: it is LatentAttention.
         norms: all norms, the layer's two among them.
         walks: gradients of a single long row may be had some rows at a time.
         cached: numbers of a token that a key-value cache gathers.
     """
 
     sinks: str | None = None
-    cap, walks, latent = 0.0, False, False
+    cap, walks, latent, parted = 0.0, False, False, False
 
     def __init__(self, layer: nn.Module, norm1: Norm | None, norm1b: Norm | None, factor: float) -> None:
         attn = child(layer, "self_attn")
@@ -408,7 +409,7 @@ class LatentAttention(AttentionHalf):
         if sizes != (self.hq * self.head, self.cached, self.hq * (self.plain + self.values), self.hq * self.values) or \
                 (self.q_up and self.q_up.inputs != self.wide):
             raise Unfit(f"its latent attention has projections of {sizes} numbers, which are no heads of {self.head}")
-        self.rotary = Rotary()
+        self.rotary, self.parted = Rotary(), bool(getattr(self.config, "rope_interleave", False))
         self.linears = (self.first, *([self.q_up] if self.q_up else []), self.kv_up, self.o)
         self.names = {name for one in self.linears for name in one.names}
         self.norms = [n for n in (norm1, norm1b, self.q_norm, self.kv_norm) if n]
