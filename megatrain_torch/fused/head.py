@@ -34,6 +34,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from ..base.errors import MegatrainError
 from ..base.units import output_embeddings
+from ..graph import hf_calls
 from ..store.guard import HostTensor
 from ..store.records import Use
 from ..store.state import accumulators, graph_stays, in_backward, in_sight
@@ -130,8 +131,7 @@ class Head(Runner):
         m = self.window.module
         if self.changed:
             return self.changed
-        if m._forward_hooks or m._forward_pre_hooks or m._backward_hooks or m._backward_pre_hooks \
-                or _has_any_global_hook():
+        if any(hf_calls.hooks_of([m])) or _has_any_global_hook():
             return "there are hooks on it"
         if type(hidden) is not Tensor or hidden.dim() < 2 or hidden.dtype != self.weight.dtype or not hidden.numel():
             return "its input is no [..., H] tensor of the weights' type"

@@ -25,6 +25,7 @@ from torch.nn.modules.module import _has_any_global_hook
 
 from ..base.codes import format_of, multiplies
 from ..base.modes import LINKED, Mode, inner
+from ..base.modes import read as mode_of
 from ..graph import hf_calls
 from ..graph.frames import _pop, _push, check_versions, keep, refuse_create_graph, restored
 from ..graph.reader import Graph, Reader, Reading, Unreadable, modes_on, read, scope_of, stand_in
@@ -67,8 +68,7 @@ def runs(module: nn.Module, device: str) -> Template:
     if fused is not None:
         return fused.template
     found = _fit(module, device)
-    inside = [h for m in module.modules() if m is not module
-              for h in (m._forward_hooks, m._forward_pre_hooks, m._backward_hooks, m._backward_pre_hooks)]
+    inside = hf_calls.hooks_of(m for m in module.modules() if m is not module)
     dtype = dtype_of(module, codings_of(module)) or next(p.dtype for p in module.parameters())
     _check_now(found, inside, device, dtype)
     return found
@@ -264,7 +264,9 @@ class Fused(Runner):
             return None
         self.verdict = self.declined = ""
         self._lately = self._lately or ""
-        mode, link = window.runtime.keeps.of_call(window, x.shape[:2].numel()), None
+        keeps, link = window.runtime.keeps, None
+        keeps.most_tokens = max(keeps.most_tokens, x.shape[:2].numel())
+        mode = mode_of(keeps.mode_of(window))
         if mode.keep == LINKED:
             mode, link = self._linked(x, mode)
         if link is not None or (mode.host and self.template.swaps):

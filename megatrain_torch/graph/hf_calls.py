@@ -235,6 +235,11 @@ def _parts(fn: Any) -> Iterator[tuple[str, Any]]:
 
 # ---- hooks that collect outputs, and caches ------------------------------------------------------
 
+def hooks_of(modules: Iterable[torch.nn.Module]) -> list[dict[int, Any]]:
+    return [d for m in modules
+            for d in (m._forward_hooks, m._forward_pre_hooks, m._backward_hooks, m._backward_pre_hooks)]
+
+
 def hooked(hooks: list[dict[int, Any]]) -> bool:
     """Is there a hook among these, inside a window, that would do something now?"""
     if not any(hooks):

@@ -110,8 +110,7 @@ class Window:
         self.buffered = Below(module, [m for m in module.modules()       # those of user's classes may be, later
                                        if m._buffers or not type(m).__module__.startswith("torch.nn.")])
         self.recurrent = Below(module, [m for m in module.modules() if isinstance(m, nn.RNNBase)])
-        self.hooks = [d for m in self.modules.inside for d in (m._forward_hooks, m._forward_pre_hooks,
-                                                               m._backward_hooks, m._backward_pre_hooks)]
+        self.hooks = hf_calls.hooks_of(self.modules.inside)
 
     @property
     def module(self) -> nn.Module:

@@ -216,10 +216,6 @@ class AttentionHalf:
         self.first.weight_grads(dfirst, a, w, grads)
         return dx
 
-    def output_bytes(self, item: int) -> int:
-        """Of a token's attention output and log-sum-exp."""
-        return self.o.inputs * item + 4 * self.hq
-
     def weights_used(self) -> int:
         """Elements of the matrices that a token meets."""
         return sum(sum(one.rows) * one.inputs for one in self.linears)

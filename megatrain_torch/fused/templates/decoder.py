@@ -170,7 +170,7 @@ class Decoder:
         if keep == "replay":
             return 0
         if keep in ("attention", "linked"):
-            return tokens * self.attention.output_bytes(item)
+            return tokens * (self.attention.o.inputs * item + 4 * self.attention.hq)     # output and log-sum-exp
         between = self.attention.hidden * item
         return tokens * (self.attention.kept_bytes(keep, item) + between + self.mlp.kept_bytes(keep, item))
 

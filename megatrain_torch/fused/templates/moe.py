@@ -102,16 +102,14 @@ class Router:
 
     def weights(self, r: Routed, dtype: torch.dtype) -> Tensor:
         """[T, k] fp32, of numbers of the layer's type where the router rounds to that."""
-        found = self._weights(r.logits, r.index)
-        return found.to(dtype).to(found.dtype) if self.facts.rounds else found
-
-    def _weights(self, logits: Tensor, index: Tensor) -> Tensor:
         facts = self.facts
         if facts.normalised and not facts.sigmoid:           # the sum over all experts cancels
-            chosen = logits.gather(1, index)
-            return torch.softmax(chosen, -1, torch.promote_types(chosen.dtype, torch.float32)) * facts.factor
-        chosen = self._scores(logits).gather(1, index)
-        return facts.factor * (chosen / (chosen.sum(-1, keepdim=True) + facts.least) if facts.normalised else chosen)
+            chosen = r.logits.gather(1, r.index)
+            w = torch.softmax(chosen, -1, torch.promote_types(chosen.dtype, torch.float32)) * facts.factor
+        else:
+            chosen = self._scores(r.logits).gather(1, r.index)
+            w = facts.factor * (chosen / (chosen.sum(-1, keepdim=True) + facts.least) if facts.normalised else chosen)
+        return w.to(dtype).to(w.dtype) if facts.rounds else w
 
     def backward(self, dweights: Tensor, r: Routed, b: Tensor, w: Weights, grads: Grads) -> Tensor:
         """db [T, H] from dweights [T, k] fp32; the choice has no gradient."""
