@@ -196,27 +196,27 @@ def _wanted(asked: dict[str, Any], adds: bool) -> Sight | None:
     parts = list(_parts(asked.get("mask_function")))
     names = [name for name, _ in parts]
     found = {name: cell for name, cell in parts if name in _KNOWN}
-    if CAUSAL not in found or len(found) < len(set(names)) or names.count(WINDOW) > 1 or names.count(PACKED) > 1:
+    if _CAUSAL not in found or len(found) < len(set(names)) or names.count(_WINDOW) > 1 or names.count(_PACKED) > 1:
         return None
-    if MOVED in found and PACKED not in found:
+    if _MOVED in found and _PACKED not in found:
         return None
     if given is not None and not (given.dim() == 2 and given.shape[1] == tokens and bool(given.all())):
         return None
     rows, device = asked["batch_size"], torch.device(asked["device"])
     packed = None
-    if PACKED in found:
-        if found[PACKED].shape[0] != 1 or rows != 1:
+    if _PACKED in found:
+        if found[_PACKED].shape[0] != 1 or rows != 1:
             return None
-        packed = Packed.of(tuple(found[PACKED][0].unique_consecutive(return_counts=True)[1].tolist()), device)
-    window = found.get(WINDOW, 0)
+        packed = Packed.of(tuple(found[_PACKED][0].unique_consecutive(return_counts=True)[1].tolist()), device)
+    window = found.get(_WINDOW, 0)
     return Sight(rows, tokens, device, 0 if window >= tokens else window, packed, asked["dtype"] if adds else None)
 
 
-CAUSAL = "causal_mask_function"
-WINDOW = "sliding_window_overlay.<locals>.inner_mask"
-PACKED = "packed_sequence_mask_function.<locals>.inner_mask"
-MOVED = "remap_positions_for_packed_sequence.<locals>.inner_mask"
-_KNOWN = {CAUSAL: None, MOVED: None, WINDOW: "sliding_window", PACKED: "packed_sequence_mask"}   # and what each holds
+_CAUSAL = "causal_mask_function"
+_WINDOW = "sliding_window_overlay.<locals>.inner_mask"
+_PACKED = "packed_sequence_mask_function.<locals>.inner_mask"
+_MOVED = "remap_positions_for_packed_sequence.<locals>.inner_mask"
+_KNOWN = {_CAUSAL: None, _MOVED: None, _WINDOW: "sliding_window", _PACKED: "packed_sequence_mask"}  # what each holds
 _ALL = "and_masks.<locals>.and_mask"
 
 
@@ -228,7 +228,7 @@ def _parts(fn: Any) -> Iterator[tuple[str, Any]]:
         for part in held["mask_functions"]:
             yield from _parts(part)
         return
-    if name == MOVED:                # to positions within packed sequences, where a window reaches as far as in the row
+    if name == _MOVED:               # to positions within packed sequences, where a window reaches as far as in the row
         yield from _parts(held["mask_function"])
     yield name, held.get(_KNOWN.get(name))
 

@@ -71,8 +71,7 @@ def begin(record: Record) -> bool:
         if record.late is None:
             record.late = LateGrad(record)
         param.grad = record.late
-    record.written = record.summed = False
-    record.seen = None
+    record.written, record.summed, record.seen = False, False, None
     return True
 
 
