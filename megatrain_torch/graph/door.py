@@ -13,7 +13,7 @@ import sys
 import threading
 import types
 import weakref
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -160,10 +160,19 @@ class Installed:
 class Untraced:
     """In a trace's place while mt.trace is not on: who tells a trace something need not ask whether it is on."""
 
-    pass_begins = handed_over = finish = stop = staticmethod(lambda: None)
-    forward = staticmethod(lambda window, args, kwargs: window.once(args, kwargs))
-    during = staticmethod(lambda window, work: nullcontext())        # what compute is given inside is this work of it
-    steps = staticmethod(lambda count: [])                           # those that were recorded
+    def pass_begins(self) -> None: ...
+
+    handed_over = finish = stop = pass_begins
+
+    def forward(self, window: Window, args: Any, kwargs: Any) -> Any:
+        return window.once(args, kwargs)
+
+    def during(self, window: Window, work: str) -> AbstractContextManager[Any]:
+        """What compute is given inside is this work of the window."""
+        return nullcontext()
+
+    def steps(self, count: int) -> list[Any]:
+        return []
 
 
 UNTRACED = Untraced()
