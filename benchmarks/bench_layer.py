@@ -20,7 +20,9 @@ import torch
 from common import add_device_argument, emit, repeat, say, spread, table
 from torch import Tensor, nn
 
+import megatrain_torch as mt
 from megatrain_torch.fused.templates import Weights, template
+from megatrain_torch.model.stream import runtime_of
 
 QWEN = {"attention_dropout": 0.0, "rms_norm_eps": 1e-6}
 ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
@@ -48,12 +50,14 @@ TOY = dict(hidden_size=64, intermediate_size=64, moe_intermediate_size=32, num_a
 class Layer(NamedTuple):
     """A layer with what it is called with.
 
-    product_flops: of its matrix products, forward, for all tokens; gu_flops: of those that make g|u.
+    settings: what a proof finds of it. product_flops: of its matrix products, forward, for all tokens; gu_flops: of
+    those that make g|u.
     """
 
     module: nn.Module
     x: Tensor
     kwargs: dict[str, Any]
+    settings: Any
     product_flops: float
     gu_flops: float
 
@@ -70,6 +74,20 @@ def slotted(module: nn.Module) -> None:
         new = memory[at : at + p.nbytes].view(p.dtype).view(p.shape)
         new.copy_(p.detach())
         p.data = new
+
+
+def settings_of(name: str) -> Any:
+    """What a proof finds of a layer of this kind, by a small one."""
+    import transformers
+
+    kind, sizes = LAYERS[name]
+    small = {**sizes, **{k: v for k, v in TOY.items() if k in sizes}, "vocab_size": 128, "num_hidden_layers": 1}
+    config = transformers.AutoConfig.for_model(kind, **small, use_cache=False, pad_token_id=0)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).train()
+    model = mt.stream(model, "cpu", compute="fused")
+    model(input_ids=torch.zeros(1, 16, dtype=torch.int64))
+    (window,) = (w for w in runtime_of(model).windows if w.name == "model.layers.0")
+    return window.fused._reader.last.found[0]
 
 
 def make(name: str, args: argparse.Namespace, device: torch.device) -> Layer:
@@ -100,18 +118,19 @@ def make(name: str, args: argparse.Namespace, device: torch.device) -> Layer:
     }
     gu = sum(c for n, c in counts.items() if "gate_up" in n or "gate_proj" in n or "up_proj" in n)
     return Layer(
-        layer, x, dict(seen), 2.0 * sum(counts.values()) * args.tokens, 2.0 * gu * args.tokens
+        layer, x, dict(seen), settings_of(name), 2.0 * sum(counts.values()) * args.tokens,
+        2.0 * gu * args.tokens,
     )
 
 
 def by_template(layer: Layer, keep: str) -> Callable[[], None]:
-    found = template(layer.module)
+    found = template(layer.module).set_as(layer.settings)
     params = dict(layer.module.named_parameters())
     weights, dy = Weights({n: p.detach() for n, p in params.items()}), torch.randn_like(layer.x)
 
     def run() -> None:
         with torch.no_grad():
-            _, call = found.take(layer.module, layer.x, layer.kwargs, layer.x.dtype)
+            _, call = found.take(layer.module, layer.x, layer.kwargs)
             _, kept = found.forward(layer.x, weights, call, keep)
             found.backward(dy, kept, weights, call, tuple(params), True)
 

@@ -207,15 +207,23 @@ class Node(torch.autograd.Function):
         return None, None, None, None, dx, *(grads[n] for n in ctx.names)
 
 
+def settings_of(build: Build) -> Any:
+    """What a proof finds of the middle layer."""
+    model = stream(build())
+    zoo.model_loss(model, zoo.text(0))
+    (window,) = [w for w in runtime_of(model).windows if w.name == "model.layers.1"]
+    return window.fused._reader.last.found[0]
+
+
 def gradcheck(build: Build, monkeypatch: pytest.MonkeyPatch, keep: str = "saved", style: int = 0) -> None:
     """Finite differences in fp64 of the middle layer's template: by x and by every weight."""
+    model, settings = build().double(), settings_of(build)
     fp64_ops.install(monkeypatch)
-    model = build().double()
     model.config._experts_implementation = "eager"       # the one that knows fp64
     layer, seen = model.model.layers[1], {}
     layer.register_forward_pre_hook(lambda m, args, kwargs: seen.update(args=args, kwargs=kwargs), with_kwargs=True)
     model(input_ids=zoo.text(0)["input_ids"][:1, :5], use_cache=False)
-    template = Decoder(layer)
+    template = Decoder(layer).set_as(settings)
     for norm in template.norms:
         norm.style = style
     rng = torch.Generator().manual_seed(0)
@@ -228,7 +236,7 @@ def gradcheck(build: Build, monkeypatch: pytest.MonkeyPatch, keep: str = "saved"
     x = noise(1, 5, model.config.hidden_size).requires_grad_()
 
     def take() -> Any:
-        return template.take(layer, x, seen["kwargs"], torch.float64)[1]
+        return template.take(layer, x, seen["kwargs"])[1]
 
     def layer_of(x: Tensor, *weights: Tensor) -> Tensor:
         return Node.apply(template, take, keep, names, x, *weights)
@@ -252,7 +260,7 @@ def bytes_are_as_reckoned(model: nn.Module) -> None:
     template = Decoder(layer)
     w, sizes = Weights(dict(layer.named_parameters())), []
     for keep in KEEPS:
-        call = template.take(layer, x, rotation(model), torch.float32)[1]
+        call = template.take(layer, x, rotation(model))[1]
         with torch.no_grad():
             kept = template.forward(x, w, call, keep)[1]
         storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors(kept)}

@@ -6,7 +6,6 @@ import dataclasses
 import inspect
 import sys
 import textwrap
-import types
 from typing import Any
 
 import fusing
@@ -25,8 +24,6 @@ transformers = pytest.importorskip("transformers")
 import megatrain_torch as mt  # noqa: E402
 from megatrain_torch.fused.templates import attention as rows  # noqa: E402
 from megatrain_torch.fused.templates.attention import Attention, _filled  # noqa: E402
-from megatrain_torch.fused.templates.attention_half import TURN, TURN_PAIRS, rotary_of  # noqa: E402
-from megatrain_torch.fused.templates.parts import Unfit  # noqa: E402
 from megatrain_torch.plans.cost import cost_of  # noqa: E402
 from megatrain_torch.plans.machine import MACHINES  # noqa: E402
 from megatrain_torch.plans.shapes import shapes_of  # noqa: E402
@@ -58,18 +55,6 @@ def test_a_cache_gathers_what_the_models_own_code_gives_it(form: str) -> None:
         assert error(a.keys.detach(), b.keys.detach()) < 1e-6 and error(a.values.detach(), b.values.detach()) < 1e-6
     with pytest.raises(mt.MegatrainError, match="key-value cache"):
         found.past_key_values.layers[0].keys.sum().backward()
-
-
-def test_heads_that_are_parted_are_latent_attentions_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Any other would give its cache heads in another order than the model's code."""
-    theirs = sys.modules[type(DEEPSEEK().model.layers[0].self_attn).__module__]
-    module = types.ModuleType("parted")
-    monkeypatch.setitem(sys.modules, "parted", module)
-    attn = type("Attention", (nn.Module,), {"__module__": "parted"})()
-    vars(module).update({TURN: theirs.apply_rotary_pos_emb_interleave, TURN_PAIRS: theirs.apply_rotary_pos_emb_interleave})
-    assert rotary_of(attn, TURN_PAIRS).parted
-    with pytest.raises(Unfit, match="none of the known ones"):
-        rotary_of(attn, TURN)
 
 
 # ---------------------------------------------------------------- heads of values of another size

@@ -182,7 +182,7 @@ def test_an_update_of_the_layer_before_is_noticed_before_its_output_is_made_agai
     once(model)
     grads = {n: parity.frozen(p.grad) for n, p in model.model.layers[1].named_parameters()}
     opt.step()
-    with pytest.raises(RuntimeError, match=r"weights of 'model\.layers\.0'"):
+    with pytest.raises(RuntimeError, match=r"weights of unit 'model\.layers\.0'"):
         late.backward()
     assert all(parity.same_bits(grads[n], p.grad) for n, p in model.model.layers[1].named_parameters())
 

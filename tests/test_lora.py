@@ -23,7 +23,7 @@ from torch import Tensor, nn
 peft = pytest.importorskip("peft", reason="PEFT is not installed")
 
 import megatrain_torch as mt  # noqa: E402
-from megatrain_torch.fused.templates import mlp  # noqa: E402
+from megatrain_torch.fused.templates import decoder  # noqa: E402
 from megatrain_torch.plans import shapes  # noqa: E402
 
 pytestmark = [pytest.mark.usefixtures("streaming"), pytest.mark.filterwarnings("ignore")]
@@ -89,8 +89,8 @@ def test_adapters_in_fp32_beside_16_bits_have_gradients_in_fp32(monkeypatch: pyt
     def wide() -> nn.Module:
         return halved().float()
 
-    monkeypatch.setattr(mlp, "TILE_BYTES", 1)
-    monkeypatch.setattr(mlp, "LEAST_ROWS", 8)
+    monkeypatch.setattr(decoder, "TILE_BYTES", 1)
+    monkeypatch.setattr(decoder, "LEAST_ROWS", 8)
     truth = plain(wide, padded, steps=1)
     run, own = (how(halved, padded, steps=1) for how in (lambda *a, **k: fused(*a, "selective", **k), plain))
     all_fused(run.codes)

@@ -140,7 +140,7 @@ def layer_grads(build: Build, keep: str, wanted: str = "") -> dict[str, Tensor]:
     layer, x = model.model.layers[0], torch.randn(1, 12, zoo.H)
     template, dy = Decoder(layer), torch.randn_like(x)
     angles = tuple(torch.rand(1, 12, 4 if hasattr(layer.self_attn, "sinks") else 8) for _ in range(2))      # as good as any
-    _, call = template.take(layer, x, {"position_embeddings": angles}, torch.float32)
+    _, call = template.take(layer, x, {"position_embeddings": angles})
     call.attention = Attention(SCALE, True)
     w, names = Weights(dict(layer.named_parameters())), [n for n, _ in layer.named_parameters() if wanted in n]
     with torch.no_grad():

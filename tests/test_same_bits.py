@@ -26,7 +26,7 @@ from megatrain_torch import ops
 from megatrain_torch.checkpoint import likeness, manifest
 from megatrain_torch.fused.templates import attention
 from megatrain_torch.fused.templates.attention import Attention
-from megatrain_torch.fused.templates.mlp import GatedMLP
+from megatrain_torch.fused.templates.decoder import GatedMLP
 from megatrain_torch.model.stream import runtime_of
 
 

@@ -9,8 +9,8 @@ from fusing import padded
 from test_fused import FAMILIES, truth
 from torch import Tensor
 
-from megatrain_torch.fused.templates import mlp, spared
-from megatrain_torch.fused.templates.mlp import GatedMLP
+from megatrain_torch.fused.templates import decoder, spared
+from megatrain_torch.fused.templates.decoder import GatedMLP
 
 pytestmark = pytest.mark.usefixtures("streaming")
 
@@ -21,8 +21,8 @@ ROWS = 8                                     # of 24 tokens
 def tiles(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Tiles of so few rows; yields the rows of each forward and backward."""
     seen: list[int] = []
-    monkeypatch.setattr(mlp, "TILE_BYTES", 0)
-    monkeypatch.setattr(mlp, "LEAST_ROWS", ROWS)
+    monkeypatch.setattr(decoder, "TILE_BYTES", 0)
+    monkeypatch.setattr(decoder, "LEAST_ROWS", ROWS)
     for name in ("_forward", "_backward"):
         own = getattr(GatedMLP, name)
         monkeypatch.setattr(GatedMLP, name, lambda self, *args, own=own: (seen.append(args[0].shape[0]), own(self, *args))[1])
@@ -57,8 +57,8 @@ def test_in_bf16_tiles_are_no_further_from_fp32(monkeypatch: pytest.MonkeyPatch)
         return {n: parity.frozen(p.grad).double() for n, p in model.named_parameters() if "mlp" in n}
 
     exact, whole = grads(torch.float32, "replay"), grads(torch.bfloat16, "replay")
-    monkeypatch.setattr(mlp, "TILE_BYTES", 0)
-    monkeypatch.setattr(mlp, "LEAST_ROWS", 4)
+    monkeypatch.setattr(decoder, "TILE_BYTES", 0)
+    monkeypatch.setattr(decoder, "LEAST_ROWS", 4)
     tiled = grads(torch.bfloat16, "replay")
 
     def distance(other: dict[str, Tensor]) -> float:

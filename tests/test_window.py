@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import megatrain_torch as mt
+from megatrain_torch.base.units import find
 
 pytestmark = pytest.mark.usefixtures("streaming")
 WAYS = ["saved", "replay", "replay+host"]
@@ -71,6 +72,18 @@ def test_backward_is_that_of_the_class_that_ran(way: str) -> None:
             swap(m, after)
             found.append(grads(m, loss))
         assert all(map(torch.equal, *found)), before
+
+class Gated(Layer):
+    pass
+
+
+@pytest.mark.parametrize("children, windows", [
+    ((Layer, Layer, lambda: nn.Linear(8, 8)), ["0", "1", "2"]), ((Layer, Gated), ["0", "1"]),
+    ((lambda: nn.Linear(8, 8),) * 3, [""]), ((Layer, lambda: nn.Linear(8, 8)), [""]),
+    ((Layer, lambda: nn.Sequential(Layer(), Layer())), ["0", "1.0", "1.1"])])
+def test_windows_of_a_sequential_are_its_layers(children: Any, windows: list[str]) -> None:
+    """Leaves alone, such as an MLP's, are one window; so are layers that lists inside have already."""
+    assert [name for name, _ in find(nn.Sequential(*[make() for make in children])).windows] == windows
 
 
 @pytest.mark.parametrize("way", WAYS)

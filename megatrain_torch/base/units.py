@@ -5,7 +5,8 @@ together. The rules, in order (docs/design.md says what they were tried on):
 
 1. modules whose class some submodule names in `_no_split_modules`; the outermost win;
 2. children of every ModuleList or Sequential with two or more children of one class, where rule 1
-   found nothing inside or around it;
+   found nothing inside or around it; the model itself, where it is a Sequential and these found nothing, is its
+   children if two or more are modules with modules and parameters inside;
 3. the head that get_output_embeddings() names, where it is a plain Linear;
 4. of what is left, the topmost module that has a forward of its own and no window inside;
 5. parameters that sit directly on a module with windows inside: units that are fetched when read.
@@ -114,6 +115,9 @@ def _usual(root: nn.Module) -> set[int]:
             chosen.update(id(c) for c in module.children())
         else:
             to_see.extend(reversed(list(module.children())))
+    if not chosen and isinstance(root, nn.Sequential):
+        layers = [c for c in root if any(True for _ in c.children()) and any(True for _ in c.parameters())]
+        chosen.update(id(c) for c in root if len(layers) > 1)
     return chosen
 
 

@@ -34,7 +34,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from ..base.errors import MegatrainError
 from ..base.units import output_embeddings
-from ..graph.frames import refuse_again
+from ..graph import hf_calls
 from ..store.guard import HostTensor
 from ..store.records import Use
 from ..store.state import accumulators, graph_stays, in_backward, in_sight
@@ -115,10 +115,13 @@ class Head(Runner):
         self.declined = self._why_not(hidden)
         if self.declined:
             return None
-        if "torch._dynamo" in sys.modules:   # a loss of the user's may be compiled: this is not for it to trace
-            DeferredLogits.keep_from_tracing()
+        if DeferredLogits.traced and "torch._dynamo" in sys.modules:
+            # A loss of the user's may be compiled, and this is not for it to trace.
+            DeferredLogits.above = staticmethod(torch._dynamo.disable(DeferredLogits.above))
+            DeferredLogits.traced = False
+        versions = self.window.versions()
         for earlier in self.calls:
-            if earlier.versions != self.versions():      # nothing can be made of it any more
+            if earlier.versions != versions:     # nothing can be made of it any more
                 earlier.hidden = None
         logits = Logits(self, hidden)
         self.calls.add(logits)
@@ -128,8 +131,7 @@ class Head(Runner):
         m = self.window.module
         if self.changed:
             return self.changed
-        if m._forward_hooks or m._forward_pre_hooks or m._backward_hooks or m._backward_pre_hooks \
-                or _has_any_global_hook():
+        if any(hf_calls.hooks_of([m])) or _has_any_global_hook():
             return "there are hooks on it"
         if type(hidden) is not Tensor or hidden.dim() < 2 or hidden.dtype != self.weight.dtype or not hidden.numel():
             return "its input is no [..., H] tensor of the weights' type"
@@ -150,15 +152,6 @@ def vocabulary_dim(form: Tensor, v: int) -> int | None:
     """
     mine = [d for d in range(form.dim()) if form.shape[d] == v > 1 and form.stride(d) == 1]
     return mine[0] if len(mine) == 1 and form.numel() else None
-
-
-def numbers(picks: tuple[Pick, ...], rows: Tensor) -> Tensor | None:
-    """Numbers of the picked rows, [picked] int64; None: all, in order."""
-    index = None
-    for shape, strides, offset in picks:
-        index = torch.arange(rows.shape[0], device=rows.device) if index is None else index
-        index = index.as_strided(shape, strides, index.storage_offset() + offset).reshape(-1).contiguous()
-    return index
 
 
 @dataclasses.dataclass(frozen=True)
@@ -198,7 +191,7 @@ class Logits:
         self.hidden: Tensor | None = hidden
         self.window = head.window            # logits may be read when the model is gone
         self.weight, self.bias = head.weight, head.bias
-        self.hidden_version, self.versions = hidden._version, head.versions()
+        self.hidden_version, self.versions = hidden._version, head.window.versions()
         self.value: Tensor | None = None
         self.fused = self.watched = False
         self.use: Use | None = None
@@ -213,7 +206,7 @@ class Logits:
     def check(self) -> None:
         """Hidden states and weights are those of the call."""
         name = self.window.name
-        if self.head.versions() != self.versions:
+        if self.window.versions() != self.versions:
             raise MegatrainError(
                 f"{name}: these logits were not made when the model ran, and its weights have changed since: "
                 "use logits before optimizer.step(), or stream with compute='eager'")
@@ -251,7 +244,7 @@ class Defer(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        refuse_again(ctx)
+        _ = ctx.saved_tensors                # torch's own error for a graph that was given back
         logits = ctx.logits
         logits.check()
         hidden, dhidden, found = logits.hidden.detach(), None, {}
@@ -288,7 +281,7 @@ class DeferredLogits(Tensor):
     _curve: Curve
     _step: tuple[Any, ...] | None       # (from what, operation, arguments); None: the head's own output
     _values: Tensor | None
-    _traced = True                      # may torch.compile trace what meets it?
+    traced = True                       # may torch.compile trace what meets it?
 
     @staticmethod
     def __new__(cls, logits: Logits, form: Tensor, rows: tuple[Pick, ...] = (), curve: Curve | None = None,
@@ -305,23 +298,16 @@ class DeferredLogits(Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(t, HostTensor) for t in types):
             return NotImplemented                   # they wait, and come again
-        return cls._above(func, args, kwargs or {})
+        return cls.above(func, args, kwargs or {})
 
     @staticmethod
-    def _above(func: Any, args: Any, kwargs: Any) -> Any:
+    def above(func: Any, args: Any, kwargs: Any) -> Any:
         """Operations as Python calls them, above autograd."""
         meet = _MET.get(func)
-        if meet is not None:
-            out = meet(*args, **kwargs)
-            if out is not None:
-                return out
+        if meet is not None and (out := meet(*args, **kwargs)) is not None:
+            return out
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
-
-    @classmethod
-    def keep_from_tracing(cls) -> None:
-        if cls._traced:
-            cls._above, cls._traced = staticmethod(torch._dynamo.disable(cls._above)), False
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -468,13 +454,27 @@ class Loss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Logits, curve: Curve, picks: tuple[Pick, ...], labels: Tensor,
                 options: dict[str, Any], hidden: Tensor, *params: Tensor) -> Tensor:
+        """Of the picked rows of hidden [..., H], whose gradient is the whole's."""
         ctx.window, ctx.records = logits.window, logits.window.trainable
         ctx.use = Use(ctx.records) if in_backward() == -1 else None
         wanted = (hidden.requires_grad, logits.weight in ctx.records, logits.bias in ctx.records)
         with _exactly(hidden.device):
-            loss, *grads = _loss(logits, curve, picks, labels, options, hidden, wanted)
-        found = dict(zip((logits.weight, logits.bias), grads[1:]))
-        ctx.save_for_backward(grads[0], *(found[r] for r in ctx.records))
+            weight, bias = logits.weights()
+            if curve.shift is not None:
+                shift = curve.shift.to(weight.dtype)
+                bias = shift if bias is None else bias + shift
+            rows, index = hidden.reshape(-1, hidden.shape[-1]), None         # [picked] int64; None: all rows, in order
+            for shape, strides, offset in picks:
+                index = torch.arange(rows.shape[0], device=rows.device) if index is None else index
+                index = index.as_strided(shape, strides, index.storage_offset() + offset).reshape(-1).contiguous()
+            loss, dhidden, dweight, dbias = linear_cross_entropy(
+                rows if index is None else rows.index_select(0, index), weight, labels, bias,
+                softcap=0.0 if curve.cap is None else abs(curve.cap),
+                logit_scale=curve.scale * (1.0 if curve.cap is None else curve.cap), wanted=wanted, **options)
+            if dhidden is not None and index is not None:
+                dhidden = torch.zeros_like(rows).index_copy_(0, index, dhidden)
+        found = {logits.weight: dweight, logits.bias: dbias}
+        ctx.save_for_backward(None if dhidden is None else dhidden.view(hidden.shape), *(found[r] for r in ctx.records))
         return loss
 
     @staticmethod
@@ -487,25 +487,6 @@ class Loss(torch.autograd.Function):
                 if g is not None:
                     g.mul_(grad)
         return None, None, None, None, None, grads[0], *_hand_over(ctx, ctx.window, ctx.use, grads[1:])
-
-
-def _loss(logits: Logits, curve: Curve, picks: tuple[Pick, ...], labels: Tensor, options: dict[str, Any],
-          hidden: Tensor, wanted: tuple[bool, bool, bool]
-          ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    """Loss of the picked rows of hidden [..., H]; the gradient is hidden's whole."""
-    weight, bias = logits.weights()
-    if curve.shift is not None:
-        shift = curve.shift.to(weight.dtype)
-        bias = shift if bias is None else bias + shift
-    rows = hidden.reshape(-1, hidden.shape[-1])
-    index = numbers(picks, rows)
-    cap = 0.0 if curve.cap is None else abs(curve.cap)
-    loss, dhidden, dweight, dbias = linear_cross_entropy(
-        rows if index is None else rows.index_select(0, index), weight, labels, bias, softcap=cap,
-        logit_scale=curve.scale * (1.0 if curve.cap is None else curve.cap), wanted=wanted, **options)
-    if index is not None and dhidden is not None:
-        dhidden = torch.zeros_like(rows).index_copy_(0, index, dhidden)
-    return loss, None if dhidden is None else dhidden.view(hidden.shape), dweight, dbias
 
 
 def cross_entropy(input: Any, target: Any, weight: Any = None, size_average: Any = None, ignore_index: int = -100,

@@ -15,6 +15,7 @@ import contextlib
 import dataclasses
 import weakref
 from collections.abc import Callable, Iterable
+from functools import partial
 from operator import eq
 from typing import TYPE_CHECKING, Any
 
@@ -24,11 +25,12 @@ from torch.nn.modules.module import _has_any_global_hook
 
 from ..base.codes import format_of, multiplies
 from ..base.modes import LINKED, Mode, inner
+from ..base.modes import read as mode_of
 from ..graph import hf_calls
-from ..graph.frames import _pop, _push, keep, refuse_create_graph, restored
+from ..graph.frames import _pop, _push, check_versions, keep, refuse_create_graph, restored
 from ..graph.reader import Graph, Reader, Reading, Unreadable, modes_on, read, scope_of, stand_in
 from ..graph.swap import Bundle, Part
-from ..store.records import Record, Use
+from ..store.records import Use
 from ..store.state import accumulators, graph_stays, in_backward, in_sight, swap_window
 from .proof.experts import known_loop, opaque_loop
 from .proof.values import Refused
@@ -58,22 +60,15 @@ def wanted(compute: str, cuda: bool, dtypes: list[torch.dtype]) -> bool:
 
 def runs(module: nn.Module, device: str) -> Template:
     """The template that a module runs by on such a device, as things are now: mt.plan and the run have this answer. Of
-    a streamed module, what its calls before the last look have shown counts too.
-
-    Raises:
-        Unfit: its own code runs; the text says why.
-    """
+    a streamed module, what its calls before the last look have shown counts too. Unfit: its own code runs."""
     window = getattr(vars(module).get("forward"), "_call", None)
-    fused, why = getattr(window, "fused", None), getattr(window, "unfit", "")
-    if fused is not None:
-        why = fused.own
-    if why:
+    fused = getattr(window, "fused", None)
+    if why := getattr(window, "unfit", "") if fused is None else fused.own:
         raise Unfit(why)
     if fused is not None:
         return fused.template
     found = _fit(module, device)
-    inside = [h for m in module.modules() if m is not module
-              for h in (m._forward_hooks, m._forward_pre_hooks, m._backward_hooks, m._backward_pre_hooks)]
+    inside = hf_calls.hooks_of(m for m in module.modules() if m is not module)
     dtype = dtype_of(module, codings_of(module)) or next(p.dtype for p in module.parameters())
     _check_now(found, inside, device, dtype)
     return found
@@ -93,9 +88,9 @@ def _check_now(template: Template, hooks: list[dict[int, Any]], device: str, dty
     template.check()
     if modes_on():                           # FlopCounterMode has hooks on all modules too
         raise Unfit("a mode of torch's functions is on")
-    if hf_calls.hooked(hooks) or _has_any_global_hook():
+    if (any(hooks) and hf_calls.hooked(hooks)) or _has_any_global_hook():
         raise Unfit("there are hooks inside it")
-    if casts(device, dtype):
+    if torch.is_autocast_enabled(device) and casts(device, dtype):
         raise Unfit("autocast is on")
 
 
@@ -137,11 +132,6 @@ class Runner:
     def window(self) -> Window:
         return self._window()
 
-    def versions(self) -> list[int]:
-        """Of the window's weights: others after an update."""
-        window = self._window()
-        return list(map(window.runtime.core.version, window.units))
-
 
 class Fused(Runner):
     """What a window knows of its template.
@@ -170,25 +160,13 @@ class Fused(Runner):
         self.read()
 
     def read(self) -> None:
-        """The module's structure, anew; Unfit where no template covers it."""
+        """The module's structure, anew; Unfit where no template covers it, or it was streamed with other parameters."""
         window = self.window
         module = window.module
         self._ready: dict[Reading, Template] = {}
         self._children = [m._modules for m in module.modules()]
         self._before = [{**own} for own in self._children]
-        self._name(dict((id(p), n) for n, p in module.named_parameters()))
-        self.codings = codings_of(module)
-        self.dtype = dtype_of(module, self.codings) or window.records[0].dtype
-        self.parameters = names_of(window.inner)
-        self.template = _fit(module, window.runtime.device.type)
-        self._coded_linears = {n: m for n, m in module.named_modules() if format_of(dict.get(m._parameters, "weight"))}
-        mixture = [self.template.mlp.experts.gu] if self.template.routes else []
-        self.loops = [module.get_submodule(n.rpartition(".")[0]) for n in mixture]
-        self.split()
-
-    def _name(self, params: dict[int, str]) -> None:
-        """params: the module's parameters, by what they are; Unfit where it was not streamed with those."""
-        window = self.window
+        params = {id(p): n for n, p in module.named_parameters()}
         wholes = [(params.get(id(whole.param)), whole) for whole in window.wholes]
         names = {r: params.get(id(r.param)) for r in window.records}
         for name, whole in wholes:
@@ -198,6 +176,14 @@ class Fused(Runner):
             raise Unfit("its parameters are not those that it was streamed with")
         self.names = tuple(names.values())
         self.records = {n: r for r, n in names.items() if STRAND not in n} | {n: w.records[0] for n, w in wholes}
+        self.codings = codings_of(module)
+        self.dtype = dtype_of(module, self.codings) or window.records[0].dtype
+        self.parameters = names_of(window.inner)
+        self.template = _fit(module, window.runtime.device.type)
+        self._coded_linears = {n: m for n, m in module.named_modules() if format_of(dict.get(m._parameters, "weight"))}
+        mixture = [self.template.mlp.experts.gu] if self.template.routes else []
+        self.loops = [module.get_submodule(n.rpartition(".")[0]) for n in mixture]
+        self.split()
 
     def split(self) -> None:
         """Follows requires_grad."""
@@ -208,51 +194,42 @@ class Fused(Runner):
         weights = tuple((n, r.shape, r.dtype) for n, r in self.records.items() if n not in self.codings)
         self._known = weights, tuple(self.codings.items()), self.wanted, window.runtime.device.type
 
-    # ---- weights ----
-
     def exact(self, names: tuple[str, ...]) -> Weights:
         """The weights by names of the window's records, as a template calls them, and those that codes stand for; of
         experts that are fetched a few at a time so many at once."""
-        window, rt = self.window, self.window.runtime
-
-        def whole() -> Weights:
-            w = rt.ring.weights(window.units[0], names) if window.alone else \
-                Weights(dict(zip(names, window.views(window.records))))
-            return Expanded(w, self.codings, self.dtype) if self.codings else w
-
-        if not rt.ring.stacks:
-            return whole()
+        window = self._window()
+        ring = window.runtime.ring
+        if not ring.stacks:
+            return self._entire(window, names)
         by_record = dict(zip(window.records, names))
         own = {by_record[s.records[0]].partition(STRAND)[0]: s for s in window.stacks
                if s.pieces[0].cut is not None or s.whole is not None}
-        return Pieces(whole, own, lambda piece: piece.made(rt.ring)) if own else whole()
+        whole = partial(self._entire, window, names)
+        return Pieces(whole, own, lambda piece: piece.made(ring)) if own else whole()
+
+    def _entire(self, window: Window, names: tuple[str, ...]) -> Weights:
+        w = window.runtime.ring.weights(window.units[0], names) if window.alone else \
+            Weights(dict(zip(names, window.views(window.records))))
+        return Expanded(w, self.codings, self.dtype) if self.codings else w
 
     def operands(self, names: tuple[str, ...], wanted: frozenset[str] = frozenset()) -> Weights:
         """What a forward, or a backward that wants these gradients, multiplies with."""
         w = self.exact(names)
-        return Coded(w, wanted) if self.coded and self._codes_products() else w
+        return Coded(w, wanted) if self.coded and self.codes_products else w
 
-    def _codes_products(self) -> bool:
+    @property
+    def codes_products(self) -> bool:
         return self.coded and self.template.coded and not self.window.stacks
 
     @property
     def products(self) -> str:
         """How they are computed, where not as the module's own code has them; and which are as those all the same."""
-        if not self._codes_products():
+        if not self.codes_products:
             return ""
         rest = [f"{n} ({sum(one.rows)} x {one.inputs})" for one in self.template.linears
                 if not fits((sum(one.rows), one.inputs), self.dtype) for n in one.weights[:1]]
         rest += ["experts"] * self.template.routes
         return f"products in fp8 but for {', '.join(rest)}" if rest else "products in fp8"
-
-    def check_versions(self, versions: list[int]) -> None:
-        if versions != self.versions():
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an inplace operation: "
-                f"weights of {self.window.name!r} were updated between forward and backward; "
-                "call backward() before step()")
-
-    # ---- calls ----
 
     def look(self) -> None:
         """Before a pass: whose code will run it, by what can be seen now, and by the calls since the last look."""
@@ -279,7 +256,7 @@ class Fused(Runner):
                 raise Unfit("nothing needs a gradient")
             reading = self._reading(window, x, args, kwargs, named)
             template = self._ready.get(reading) or self._tried(reading, x, named)
-            x, call = template.take(window.module, x, named, self.dtype, reading.found[2])
+            x, call = template.take(window.module, x, named, reading.found[2])
         except (Unfit, Refused) as reason:
             self.declined = str(reason)
             if not self.idle:                # the next look sees it
@@ -287,7 +264,9 @@ class Fused(Runner):
             return None
         self.verdict = self.declined = ""
         self._lately = self._lately or ""
-        mode, link = window.runtime.keeps.of_call(window, x.shape[:2].numel()), None
+        keeps, link = window.runtime.keeps, None
+        keeps.most_tokens = max(keeps.most_tokens, x.shape[:2].numel())
+        mode = mode_of(keeps.mode_of(window))
         if mode.keep == LINKED:
             mode, link = self._linked(x, mode)
         if link is not None or (mode.host and self.template.swaps):
@@ -313,33 +292,31 @@ class Fused(Runner):
 
     # ---- what the module's code is ----
 
-    def _key(self, inner: Any) -> tuple[Any, ...]:
-        """What guards do not look at: weights, packages' products with codes, loops over experts; Unfit or Refused
-        where the latter are not known."""
-        for name, m in self._coded_linears.items():
-            if why := multiplies(m, self.dtype):
-                raise Unfit(f"{name}: {why}")
-        return getattr(inner, "__func__", type(inner)), self._known, tuple(map(known_loop, self.loops))
-
     def _reading(self, window: Window, x: Any, args: Any, kwargs: Any, named: dict[str, Any]) -> Reading:
         """What is known of the module's code, for this call; Unfit or Refused where no template covers the module, or
         the call, or where the code cannot be followed."""
         inner, reader = window.inner, self._reader
         if not all(map(eq, self._children, self._before)):       # no guard sees children of one class trade places
             self.read()
-        key, scope = self._key(inner), scope_of(inner, args, kwargs)
-        if reader.holds(key, scope):
+
+        def key() -> tuple[Any, ...]:
+            """What guards do not look at: weights, packages' products with codes, loops over experts."""
+            for name, m in self._coded_linears.items():
+                if why := multiplies(m, self.dtype):
+                    raise Unfit(f"{name}: {why}")
+            return getattr(inner, "__func__", type(inner)), self._known, tuple(map(known_loop, self.loops))
+
+        def make() -> Reading:
+            self.template.take(window.module, x, named)          # what no template takes need not be proved
+            return self._proved(scope)
+
+        scope = scope_of(inner, args, kwargs)
+        if reader.holds(key(), scope):
             return reader.last
         if reader.last is not None:
             self.read()                      # it may be another structure by now
-            key = self._key(inner)
-
-        def make() -> Reading:
-            self.template.take(window.module, x, named, self.dtype)  # what no template takes need not be proved
-            return self._proved(scope)
-
         try:
-            return reader.of(key, scope, window.runtime.looked, make)
+            return reader.of(key(), scope, window.runtime.looked, make)
         except Unreadable as reason:
             raise Unfit(f"its code cannot be followed: {reason}") from None
 
@@ -347,17 +324,14 @@ class Fused(Runner):
         """The call read, its graph compared with the template. The reading's `found` is settings of the template, what
         is against it, and by which name each argument comes that has a role."""
         from .proof.prove import prove  # sympy comes with it, which only fused models wait for
-        module, weights = self.window.module, self._stand_ins()
+        module, weights, template = self.window.module, self._stand_ins(), self.template
         x, named = arguments(self.parameters, scope["args"][scope["args"][:1] == (module,):], scope["kwargs"])
 
         def judge(graph: Graph | None, writes: str) -> tuple[tuple[Any, ...], str, dict[str, str]]:
             if writes:
                 return (), f"its code has side effects: {writes}", {}
-            router = vars(module.get_submodule(self.template.mlp.router.name)) if self.template.routes else {}
-            numbers = [float(v) for v in router.values() if isinstance(v, int | float)]
             try:
-                found = prove(graph, self.template, weights, x, named, dict(module.named_buffers()), numbers)
-                return found, "", roles_of(named)
+                return prove(graph, template, module, weights, x, named), "", roles_of(named)
             except Refused as reason:
                 return (), str(reason), {}
 
@@ -366,7 +340,7 @@ class Fused(Runner):
             with contextlib.ExitStack() as stack:
                 put = stack.enter_context(plain_linears(module, weights, self.dtype))
                 for m in self.loops:
-                    e = self.template.mlp.experts
+                    e = template.mlp.experts
                     put.append(stack.enter_context(opaque_loop(m, 2 * e.inter, [weights[n] for n in sorted(e.names)])))
                 return read(scope, list(module.modules()), judge, put)
         finally:
@@ -374,24 +348,22 @@ class Fused(Runner):
 
     def _stand_ins(self) -> dict[str, Tensor]:
         """Parameters by name: the slots', and where codes stand for a weight one without memory of its own."""
-        window, device = self.window, self.window.runtime.device
+        window, made = self.window, {}
         found = dict(zip(window.records, window.views(window.records)))
-
-        def made(name: str, record: Record) -> Tensor:
+        for name, record in self.records.items():
             like, t = self.codings.get(name), found.get(record)
             if like is not None or t is None:
                 shape, dtype = (record.shape, record.dtype) if like is None else (like.shape, like.dtype or self.dtype)
-                t = torch.empty((), dtype=dtype, device=device).expand(tuple(shape))
-            return stand_in(t, record)
-
-        return {n: made(n, r) for n, r in self.records.items()}
+                t = torch.empty((), dtype=dtype, device=window.runtime.device).expand(tuple(shape))
+            made[name] = stand_in(t, record)
+        return made
 
     # ---- where the input is kept ----
 
     def _kept_elsewhere(self, template: Template, x: Tensor, call: Any, mode: Mode, link: Link | None) -> Tensor:
         """x too is saved by way of the bundle, whose life then is that of the graph, or not at all."""
         window = self.window
-        bundle = window.runtime.swap.bundle(window, mode) if mode.host else None
+        bundle = Bundle(window.runtime.swap, window, mode.disk) if mode.host else None
 
         def pack(t: Tensor) -> Any:
             if link is not None:
@@ -429,8 +401,7 @@ class Layer(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, fused: Fused, template: Template, call: Any, mode: Mode, bundle: Bundle | None, x: Tensor,
                 *params: Tensor) -> Tensor:
-        window = fused.window
-        ctx.window = window                  # which the graph may outlive its module with
+        ctx.window = window = fused._window()            # which the graph may outlive its module with
         ctx.fused, ctx.call, ctx.records, ctx.keep, ctx.bundle = fused, call, window.trainable, mode.keep, bundle
         # The module, and what of it is trained, may change before backward, which is that of this forward.
         ctx.template, ctx.names = template, fused.names
@@ -440,7 +411,7 @@ class Layer(torch.autograd.Function):
         ctx.position = window.runtime.swap.position
         y, kept = template.forward(x, fused.operands(ctx.names), call, mode.keep)
         ctx.kept = kept if bundle is None else _away(kept, bundle, x, mode.input and mode.keep != LINKED)
-        ctx.versions = fused.versions()
+        ctx.versions = window.versions()
         ctx.save_for_backward(x)             # torch's own checks: in-place writes, a second backward
         return y
 
@@ -453,7 +424,7 @@ class Layer(torch.autograd.Function):
         # needs of a bundle, x as it was saved holds.
         ctx.kept = ctx.bundle = None
         rt.swap.approach(ctx.position)
-        fused.check_versions(ctx.versions)
+        check_versions(ctx.window, ctx.versions)
         nodes = accumulators(ctx)
         found: list[Tensor | None] = [None] * len(ctx.records)
         dx = None
@@ -498,7 +469,7 @@ class Link:
     def tensor(self) -> Tensor:
         node, fused = self.node, self.node.fused
         (x,) = node.saved_tensors
-        fused.check_versions(node.versions)
+        check_versions(node.window, node.versions)
         with node.window.runtime.trace.during(node.window, "replay"), torch.no_grad():
             out = _mapped(self.made_from, Part, Part.tensor)
             return node.template.again(x, out, fused.operands(node.names), node.call, node.keep)

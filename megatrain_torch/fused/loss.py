@@ -28,13 +28,11 @@ def linear_cross_entropy(
     chunks in fp32 and rounded once. Nothing waits for the device.
 
     Args:
-        hidden: [T, H], strided rows. weight: [V, H] and bias: [V], of hidden's type.
-        labels: [T] int64 on the same device.
+        hidden: [T, H], strided rows. weight: [V, H] and bias: [V], of its type. labels: [T] int64, on its device.
         reduction: "sum", or "mean": over labels that are not ignored; without any the loss is NaN, as torch's,
             and the gradients are zero.
         chunk: Tokens at a time. Default: logits of about 512 MiB, at least 1024 tokens.
-        wanted: Which gradients: of hidden, weight (not of a frozen head), bias. None of them: the loss alone,
-            for evaluation.
+        wanted: Gradients of hidden, weight (not of a frozen head) and bias; none of them: the loss alone.
 
     Returns:
         loss, an fp32 scalar; dhidden [T, H], dweight [V, H], dbias [V], each in its argument's type, or None where
@@ -47,63 +45,47 @@ def linear_cross_entropy(
     """
     _check(hidden, weight, labels, bias, reduction, chunk)
     count = (labels != ignore_index).sum().float() if reduction == "mean" else None
-    scale = None
-    if any(wanted):
-        one = torch.full((), logit_scale, dtype=torch.float32, device=hidden.device)
-        scale = one if count is None else one / count
-    sums = _Gradients(hidden, weight, bias, wanted)
+    scale = torch.full((), logit_scale, dtype=torch.float32, device=hidden.device) if any(wanted) else None
+    if scale is not None and count is not None:
+        scale = scale / count
+    tokens, losses = hidden.shape[0], []
+    dhidden = torch.empty(hidden.shape, dtype=hidden.dtype, device=hidden.device) if wanted[0] else None
+    dweight = torch.zeros_like(weight) if wanted[1] and not tokens else None
+    dbias = torch.zeros_like(bias) if wanted[2] and bias is not None and not tokens else None
     step = chunk or chunk_tokens(weight.shape[0], weight.element_size())
-    memory = _rows(hidden, min(step, hidden.shape[0]), weight.shape[0])
-    losses = []
-    for first in range(0, hidden.shape[0], step):
-        rows = hidden[first:first + step]
-        logits = memory[:rows.shape[0]]
+    padded = -(-weight.shape[0] // ROW_ALIGN) * ROW_ALIGN
+    memory = torch.empty(min(step, tokens), padded, dtype=hidden.dtype, device=hidden.device)[:, :weight.shape[0]]
+    for first in range(0, tokens, step):
+        rows, logits = hidden[first:first + step], memory[:min(step, tokens - first)]
         _logits(logits, rows, weight, bias, logit_scale)
         loss, _ = ops.cross_entropy_(logits, labels[first:first + step], scale, ignore_index=ignore_index,
                                      softcap=softcap, label_smoothing=label_smoothing, z_loss=z_loss)
-        losses.append(loss)
-        sums.add(first, logits, rows)      # logits: their own gradient now, unless none is wanted
+        losses.append(loss)                  # logits: their own gradient now, unless none is wanted
+        if dhidden is not None:
+            torch.mm(logits, weight, out=dhidden[first:first + rows.shape[0]])
+        if wanted[1] and rows.shape[0] == tokens:        # the only chunk: rounded by the product itself
+            dweight = torch.mm(logits.t(), rows)
+        elif wanted[1]:
+            begun = dweight is not None
+            dweight = dweight if begun else torch.empty(weight.shape, dtype=torch.float32, device=rows.device)
+            ops.gemm_(dweight, logits.t(), rows, beta=float(begun))
+        if wanted[2] and bias is not None:
+            part = ops.column_sum(logits, torch.float32)
+            dbias = part if dbias is None else dbias.add_(part)
     total = torch.cat(losses).sum() if losses else hidden.new_zeros((), dtype=torch.float32)
-    return total if count is None else total / count, *sums.rounded()
+    return (total if count is None else total / count, dhidden,
+            None if dweight is None else rounded_in_place(dweight, weight.dtype),
+            None if dbias is None else dbias.to(bias.dtype))
 
 
-class _Gradients:
-    """What the chunks' gradients of the logits add up to."""
-
-    def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, wanted: tuple[bool, bool, bool]) -> None:
-        self.weight, self.bias = weight, bias
-        self.dhidden = torch.empty(hidden.shape, dtype=hidden.dtype, device=hidden.device) if wanted[0] else None
-        self.want_weight, self.want_bias = wanted[1], wanted[2] and bias is not None
-        self.tokens = hidden.shape[0]
-        self.dweight: Tensor | None = None
-        self.dbias: Tensor | None = None
-
-    def add(self, first: int, dlogits: Tensor, rows: Tensor) -> None:
-        if self.dhidden is not None:
-            torch.mm(dlogits, self.weight, out=self.dhidden[first:first + rows.shape[0]])
-        if self.want_weight:
-            self._add_weight(dlogits, rows)
-        if self.want_bias:
-            part = ops.column_sum(dlogits, torch.float32)
-            self.dbias = part if self.dbias is None else self.dbias.add_(part)
-
-    def _add_weight(self, dlogits: Tensor, rows: Tensor) -> None:
-        if rows.shape[0] == self.tokens:    # the only chunk: rounded by the product itself
-            self.dweight = torch.mm(dlogits.t(), rows)
-            return
-        begun = self.dweight is not None
-        if not begun:
-            self.dweight = torch.empty(self.weight.shape, dtype=torch.float32, device=rows.device)
-        ops.gemm_(self.dweight, dlogits.t(), rows, beta=1.0 if begun else 0.0)
-
-    def rounded(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """The three in their arguments' types; zeros where there were no tokens."""
-        if self.want_weight and self.dweight is None:
-            self.dweight = torch.zeros_like(self.weight)
-        if self.want_bias and self.dbias is None:
-            self.dbias = torch.zeros_like(self.bias)
-        dweight = None if self.dweight is None else rounded_in_place(self.dweight, self.weight.dtype)
-        return self.dhidden, dweight, None if self.dbias is None else self.dbias.to(self.bias.dtype)
+def _logits(out: Tensor, rows: Tensor, weight: Tensor, bias: Tensor | None, logit_scale: float) -> None:
+    """out = logit_scale * (rows @ weight.T + bias), scaled in the product: rounded once."""
+    if bias is not None:
+        torch.addmm(bias, rows, weight.t(), beta=logit_scale, alpha=logit_scale, out=out)
+    elif logit_scale != 1.0:
+        torch.addmm(out, rows, weight.t(), beta=0, alpha=logit_scale, out=out)
+    else:
+        torch.mm(rows, weight.t(), out=out)
 
 
 def rounded_in_place(sums: Tensor, dtype: torch.dtype) -> Tensor:
@@ -144,19 +126,3 @@ def chunk_tokens(vocabulary: int, item: int) -> int:
     """Tokens whose logits, of item bytes each, exist at a time."""
     tokens = CHUNK_BYTES // (max(vocabulary, 1) * item)
     return max(LEAST_TOKENS, tokens // STEP_TOKENS * STEP_TOKENS)
-
-
-def _rows(like: Tensor, rows: int, n: int) -> Tensor:
-    """[rows, n] uninitialised, whose rows begin at 16 bytes."""
-    padded = -(-n // ROW_ALIGN) * ROW_ALIGN
-    return torch.empty(rows, padded, dtype=like.dtype, device=like.device)[:, :n]
-
-
-def _logits(out: Tensor, rows: Tensor, weight: Tensor, bias: Tensor | None, logit_scale: float) -> None:
-    """out = logit_scale * (rows @ weight.T + bias), scaled in the product: rounded once."""
-    if bias is not None:
-        torch.addmm(bias, rows, weight.t(), beta=logit_scale, alpha=logit_scale, out=out)
-    elif logit_scale != 1.0:
-        torch.addmm(out, rows, weight.t(), beta=0, alpha=logit_scale, out=out)
-    else:
-        torch.mm(rows, weight.t(), out=out)

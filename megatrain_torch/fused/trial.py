@@ -41,16 +41,12 @@ Run = tuple[Tensor, dict[str, Tensor]]       # output, and what has gradients: f
 @contextlib.contextmanager
 def plain_linears(module: nn.Module, weights: Any, dtype: torch.dtype) -> Iterator[list[object]]:
     """Inside, a package's linear layers multiply with these weights, by name, as plain nn.Linear do; gives what is put
-    in for that. Unfit where one is not as its package has it.
+    in for that. Unfit where one is not as its package has it. dtype: in which the layer computes.
 
     A package's product is its own kernel's, of its own arguments: nothing that can be followed on fake tensors. What it
     computes is taken from it: a product with the weights that its codes stand for, where the module is of the package's
     own class, runs that class's own code and computes in the layer's type. That those weights are the package's is seen
-    on the module's data (Trial).
-
-    Args:
-        dtype: in which the layer computes.
-    """
+    on the module's data (Trial)."""
     def plain(m: nn.Module, weight: Tensor) -> object:
         return lambda x: F.linear(x, weight, m.bias)
 
@@ -206,7 +202,7 @@ class Trial:
 
     def _templates(self, x: Tensor, dy: Tensor, kwargs: Any) -> dict[str, Tensor]:
         fused, template = self.fused, self.template
-        x, call = template.take(self.window.module, x, kwargs, fused.dtype)
+        x, call = template.take(self.window.module, x, kwargs)
         with torch.no_grad():
             w = fused.exact(fused.names)
             try:

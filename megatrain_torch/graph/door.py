@@ -14,7 +14,7 @@ import threading
 import types
 import weakref
 from contextlib import AbstractContextManager, nullcontext
-from types import FrameType
+from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -32,10 +32,10 @@ class Door:
     """
     Attributes:
         thread: who was let in last. tasks: backwards under way, and a thread of each.
-        forwards: code whose frames are a forward.
+        forward: code whose frames are a forward.
     """
 
-    forwards: frozenset = frozenset()
+    forward: CodeType | None = None
 
     def __init__(self, name: str, own_threads: bool) -> None:
         """own_threads: autograd runs a backward in a thread of its own, not in the caller's."""
@@ -45,14 +45,11 @@ class Door:
         self.tasks: dict[int, int] = {}
 
     def enter(self, task: int) -> bool:
-        """A forward begins, or a part of one, in a backward where task is not -1. True: it has to `leave`.
-
-        Raises:
-            MegatrainError: another thread is in the model.
-        """
+        """A forward begins, or a part of one, in a backward where task is not -1. True: it has to `leave`. Raises:
+        another thread is in the model."""
         if not self._lock.acquire(blocking=False):
             # Autograd's thread may come: the one that is in a forward waits in it for a backward.
-            waits = _first_of(sys._current_frames().get(self.thread), self.forwards) is _ENGINE
+            waits = _first_of(sys._current_frames().get(self.thread), self.forward) is _ENGINE
             if task == -1 or not waits:
                 self._refuse("calls it" if task == -1 else "runs its backward", self.thread, "forward")
             return False
@@ -70,11 +67,7 @@ class Door:
         self._lock.release()
 
     def task_begins(self, task: int) -> None:
-        """A backward asks for its first weight, or hands over.
-
-        Raises:
-            MegatrainError: another thread is in the model.
-        """
+        """A backward asks for its first weight, or hands over. Raises: another thread is in the model."""
         if not self.enter(task):
             self.tasks[task] = threading.get_ident()
             return
@@ -96,12 +89,12 @@ class Door:
 def _in_engine() -> list[int]:
     """Other threads that are in a backward."""
     me = threading.get_ident()
-    return [t for t, frame in sys._current_frames().items() if t != me and _first_of(frame, frozenset()) is _ENGINE]
+    return [t for t, frame in sys._current_frames().items() if t != me and _first_of(frame) is _ENGINE]
 
 
-def _first_of(frame: FrameType | None, others: frozenset) -> object:
-    """The first of autograd's call and `others` that a stack has, from its end."""
-    while frame is not None and frame.f_code is not _ENGINE and frame.f_code not in others:
+def _first_of(frame: FrameType | None, other: CodeType | None = None) -> object:
+    """The first of autograd's call and `other` that a stack has, from its end."""
+    while frame is not None and frame.f_code not in (_ENGINE, other):
         frame = frame.f_back
     return None if frame is None else frame.f_code
 
@@ -165,27 +158,20 @@ class Installed:
 
 
 class Untraced:
-    """In a trace's place while mt.trace is not on: has what others than its user tell a tracing.Trace. So whoever tells
-    it something need not ask whether it is on."""
-
-    def forward(self, window: Window, args: Any, kwargs: Any) -> Any:
-        """A window's forward: a trace times it."""
-        return window.once(args, kwargs)
-
-    def during(self, window: Window, work: str) -> AbstractContextManager[Any]:
-        """A context: what compute is given inside is this work of the window."""
-        return nullcontext()
+    """In a trace's place while mt.trace is not on: who tells a trace something need not ask whether it is on."""
 
     def pass_begins(self) -> None: ...
 
-    def handed_over(self) -> None: ...
+    handed_over = finish = stop = pass_begins
 
-    def finish(self) -> None: ...
+    def forward(self, window: Window, args: Any, kwargs: Any) -> Any:
+        return window.once(args, kwargs)
 
-    def stop(self) -> None: ...
+    def during(self, window: Window, work: str) -> AbstractContextManager[Any]:
+        """What compute is given inside is this work of the window."""
+        return nullcontext()
 
     def steps(self, count: int) -> list[Any]:
-        """No step was recorded."""
         return []
 
 

@@ -46,20 +46,42 @@ def check_version(runtime: Runtime, unit: int, version: int) -> None:
                        "backward() before step(), and leave weights as they are in the forward of a module that trains")
 
 
+def check_versions(window: Window, versions: list[int]) -> None:
+    for unit, version in zip(window.units, versions):
+        check_version(window.runtime, unit, version)
+
+
 class Weight:
-    """A saved tensor that lies in a slot: which unit, or cut of it, which version, which part."""
+    """A saved tensor that lies in a slot, or in a weight made of codes: which version, and which part of it.
 
-    __slots__ = ("runtime", "number", "unit", "version", "dtype", "size", "stride", "offset")
+    place: the number of the unit, or of a cut of it; or the weight of codes. offset: bytes from the start of a slot;
+    elements of a weight of codes.
+    """
 
-    def __init__(self, runtime: Runtime, number: int, offset: int, t: Tensor) -> None:
-        self.runtime, self.number, self.offset = runtime, number, offset
-        self.unit = runtime.ring.unit_of(number)
+    __slots__ = ("runtime", "place", "unit", "version", "dtype", "size", "stride", "offset")
+
+    def __init__(self, runtime: Runtime, place: int | Whole | Piece, offset: int, t: Tensor) -> None:
+        self.runtime, self.place, self.offset = runtime, place, offset
+        self.unit = runtime.ring.unit_of(place) if type(place) is int else place.records[0].unit
         self.version = runtime.core.version(self.unit)
         self.dtype, self.size, self.stride = t.dtype, t.shape, t.stride()
 
     def tensor(self) -> Tensor:
         check_version(self.runtime, self.unit, self.version)
-        return self.runtime.ring.view(self.number, self.offset, self.dtype, self.size, self.stride)
+        if type(self.place) is int:
+            return self.runtime.ring.view(self.place, self.offset, self.dtype, self.size, self.stride)
+        return self.runtime.expansions.of(self.runtime, self.place).as_strided(self.size, self.stride, self.offset)
+
+
+def packed(window: Window, t: Tensor, pieces_alone: bool = False) -> Any:
+    """What stands for a tensor that autograd saves in a window. pieces_alone: other weights of codes are kept."""
+    rt = window.runtime
+    if (where := rt.ring.locate(t)) is not None:
+        return Weight(rt, *where, t)
+    made = window.expanded.get(storage_of(t)) if window.expanded else None
+    if made is None or (pieces_alone and type(made) is not Piece):
+        return keep(t)
+    return Weight(rt, made, t.storage_offset(), t)
 
 
 class Expansions:
@@ -89,20 +111,6 @@ class Expansions:
         self._last = {}
 
 
-class Expanded:
-    """A saved tensor that is a weight made of codes, or a part of one."""
-
-    __slots__ = ("runtime", "whole", "version", "size", "stride", "offset")
-
-    def __init__(self, runtime: Runtime, whole: Whole | Piece, t: Tensor) -> None:
-        self.runtime, self.whole, self.version = runtime, whole, runtime.core.version(whole.records[0].unit)
-        self.size, self.stride, self.offset = t.shape, t.stride(), t.storage_offset()
-
-    def tensor(self) -> Tensor:
-        check_version(self.runtime, self.whole.records[0].unit, self.version)
-        return self.runtime.expansions.of(self.runtime, self.whole).as_strided(self.size, self.stride, self.offset)
-
-
 def keep(t: Tensor) -> tuple[Tensor, int]:
     """A saved tensor that is no weight, with its version when it was saved.
 
@@ -112,7 +120,7 @@ def keep(t: Tensor) -> tuple[Tensor, int]:
 
 
 def restored(handle: Any) -> Tensor:
-    """The tensor behind what `keep`, `Weight` or a bundle made."""
+    """The tensor behind what `packed` or a bundle made."""
     if type(handle) is not tuple:
         return handle.tensor()
     value, version = handle
@@ -126,11 +134,6 @@ def refuse_create_graph() -> None:
                              "mt.unstream(model) first, or use a model that fits")
 
 
-def refuse_again(ctx: Any) -> None:
-    """torch's own error for a graph that was given back, by a node whose backward asks for nothing that it saved."""
-    _ = ctx.saved_tensors
-
-
 class SavedFrame:
     """Hooks of a window that keeps its activations."""
 
@@ -138,12 +141,7 @@ class SavedFrame:
         self.runtime, self.window = window.runtime, window
 
     def pack(self, t: Tensor) -> Any:
-        where = self.runtime.ring.locate(t)
-        if where is not None:
-            return Weight(self.runtime, *where, t)
-        if self.window.expanded and (whole := self.window.expanded.get(storage_of(t))) is not None:
-            return Expanded(self.runtime, whole, t)
-        return keep(t)
+        return packed(self.window, t)
 
     @staticmethod
     def unpack(handle: Any) -> Tensor:
@@ -160,7 +158,7 @@ class HostFrame(SavedFrame):
 
     def __init__(self, window: Window, args: Any, kwargs: Any, mode: Mode) -> None:
         super().__init__(window)
-        self.bundle = self.runtime.swap.bundle(window, mode)
+        self.bundle = Bundle(self.runtime.swap, window, mode.disk)
         fork = Fork()
         fork.call(args, kwargs)
         self.shared = {storage_of(t) for t, _ in fork.watched} - {storage_of(t) for t in fork.with_grad}
@@ -168,7 +166,7 @@ class HostFrame(SavedFrame):
 
     def pack(self, t: Tensor) -> Any:
         handle = super().pack(t)
-        if type(handle) in (Weight, Expanded) or not self.runtime.swap.may(t) or storage_of(t) in self.shared:
+        if type(handle) is Weight or not self.runtime.swap.may(t) or storage_of(t) in self.shared:
             return handle
         return self.bundle.add(t)
 
@@ -205,7 +203,7 @@ class ReplayFrame:
         self.buffers = snapshot_buffers(window.buffered)
         self.shapes: list[Any] | None = [] if self.clones is not None else None
         self.surroundings = surroundings(self.runtime.device)
-        self.versions = [self.runtime.core.version(u) for u in window.units]
+        self.versions = window.versions()
 
     def pack(self, t: Tensor) -> Any:
         if self.shapes is not None:
@@ -233,7 +231,7 @@ class ReplayFrame:
             self.inputs, self.watched, self.window.mode = self.clones, [], str(mode.saved)
         self.clones, self.window.proved = None, True
         if mode.input and not changed:       # the inputs with a gradient wait elsewhere
-            away = Fork(away=self.runtime.swap.bundle(self.window, mode))
+            away = Fork(away=Bundle(self.runtime.swap, self.window, mode.disk))
             self.inputs = away.call(*self.inputs)
             gone = {storage_of(t) for t in away.with_grad}
             self.watched = [(hollow(t) if storage_of(t) in gone else t, v) for t, v in self.watched]
@@ -304,15 +302,7 @@ class ReplayFrame:
 
     def _collector(self, stops: bool) -> Any:
         """A hook that keeps what the first run saved. stops: behind the last of that."""
-        saved, last, shapes, window, rt = self.saved, self.count - 1, self.shapes, self.window, self.runtime
-        number = -1
-
-        def kept(t: Tensor) -> Any:
-            where = rt.ring.locate(t)
-            if where is not None:
-                return Weight(rt, *where, t)
-            piece = window.expanded.get(storage_of(t)) if window.expanded else None
-            return Expanded(rt, piece, t) if isinstance(piece, Piece) else keep(t)
+        saved, last, shapes, window, number = self.saved, self.count - 1, self.shapes, self.window, -1
 
         def pack(t: Tensor) -> Any:
             nonlocal number
@@ -321,7 +311,7 @@ class ReplayFrame:
                 self._refuse(f"saved a tensor of {list(t.shape)} where the first run saved {list(shapes[number])}")
             if number > last:
                 return keep(t)               # the rest of a run to the end: nobody asks for it
-            saved[number] = handle = kept(t)
+            saved[number] = handle = packed(window, t, pieces_alone=True)
             if number >= last and stops:
                 raise _StopReplay
             return handle
@@ -333,8 +323,7 @@ class ReplayFrame:
             raise MegatrainError(f"{self.window.name}: it has to run again with its own weights, and others are in "
                                  "their places: call backward() outside of functional_call, or use "
                                  "plan={'activations': 'saved'}")
-        for unit, version in zip(self.window.units, self.versions):
-            check_version(self.runtime, unit, version)
+        check_versions(self.window, self.versions)
         if any(t._version != v for t, v in self.watched):
             raise modified(f"an input of {self.window.name!r} was changed after its forward; use "
                            "plan={'activations': 'saved'} to keep what it needs")

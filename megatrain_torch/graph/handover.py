@@ -46,10 +46,10 @@ class HandOver:
         self.observer: Any = None                               # an optimizer that updates in backward
         self.looks = False                                      # the backward under way is a look's
 
-    # ---- called by Bind.backward, in autograd's thread ----
-
     def take(self, records: list[Record], use: Use | None, nodes: list[Any],
              grads: tuple[Tensor | None, ...]) -> list[Tensor | None]:
+        """Gradients of a window's parameters, in autograd's thread; what autograd is to be given in their place.
+        nodes: their AccumulateGrads."""
         if torch.is_grad_enabled():
             raise MegatrainError("backward(create_graph=True) through a streamed model is not supported")
         self.join_task()
@@ -57,7 +57,7 @@ class HandOver:
         if use is not None:
             use.hand()
         out: list[Tensor | None] = [None] * len(records)
-        ready: list[tuple[Record, Tensor]] = []
+        by_unit: dict[int, list[tuple[Record, Tensor]]] = {}
         for i, (record, node, grad) in enumerate(zip(records, nodes, grads)):
             kind = "unwanted" if grad is None and record.pending is None else self._kind(record, node)
             if kind == "real" and grad is not None:
@@ -65,44 +65,42 @@ class HandOver:
             elif kind == "streamed":
                 if self.runtime.exchange is not None:
                     self.runtime.exchange.joins()
-                total = self._sum(record, grad, again)
-                if total is not None:
-                    ready.append((record, total))
-        self._send(ready)
+                if again or record.open > 0 or record.pending is not None:
+                    grad = self._sum(record, grad, again or record.open > 0)
+                if grad is not None:
+                    by_unit.setdefault(record.unit, []).append((record, grad))
+        self._send(by_unit)
         self.runtime.trace.handed_over()
         return out
 
     def _kind(self, record: Record, node: Any) -> str:
-        exchange = self.runtime.exchange
+        exchange, param = self.runtime.exchange, record.param
         with torch._C.DisableTorchFunctionSubclass():
-            hooks = *(record.param._backward_hooks or ()), *(record.param._post_accumulate_grad_hooks or ())
-            trains = record.param.requires_grad
-        hooked = len(hooks) > (0 if exchange is None else exchange.hooks(record))
-        if not trains:                       # frozen since the forward: torch drops it too
-            return "unwanted"
-        if not record.was_trainable:         # frozen in a forward since then, and trained again
+            hooks = len(param._backward_hooks or ()) + len(param._post_accumulate_grad_hooks or ())
+            if not param.requires_grad:          # frozen since the forward: torch drops it too
+                return "unwanted"
+        hooked = hooks > (0 if exchange is None else exchange.hooks(record))
+        if not record.was_trainable:             # frozen in a forward since then, and trained again
             self.runtime.follow_requires_grad()
         try:
-            wanted = node is None or torch._C._will_engine_execute_node(node)
-        except RuntimeError:                 # a leaf under autograd.grad(): torch cannot say, and captures it
+            if node is not None and not torch._C._will_engine_execute_node(node):
+                return "unwanted"
+        except RuntimeError:                     # a leaf under autograd.grad(): torch cannot say, and captures it
             return "real"
-        if not wanted:
-            return "unwanted"
         if hooked and exchange is not None:
-            exchange.route(record)           # behind them
+            exchange.route(record)               # behind them
         return "real" if hooked or record.host_graph else "streamed"
 
-    def _sum(self, record: Record, grad: Tensor | None, again: bool) -> Tensor | None:
+    def _sum(self, record: Record, grad: Tensor | None, more: bool) -> Tensor | None:
         """The gradient to send now, or None while more of this backward are to come.
 
         torch adds up what one backward gives a parameter, and adds the sum to .grad. Where .grad was
         empty the order is the same without waiting; where it was not, and for tied weights, wait.
         """
-        more = record.open > 0 or again
         if record.pending is None:
             # Did .grad stand before this backward began?
-            stood = more and gradient.standing(record) is not None and record.set_in != in_backward()
-            if not stood and not (more and record.uses > 1):
+            stood = gradient.standing(record) is not None and record.set_in != in_backward()
+            if not stood and record.uses <= 1:
                 return grad
             record.pending = grad
         elif grad is not None:
@@ -140,7 +138,7 @@ class HandOver:
             self.runtime.door.task_begins(task)
         if task not in self.tasks:
             self.tasks[task] = []
-            self.runtime.backward_began()
+            self.runtime.backward_seen = True    # the next root forward begins another pass, whichever module it is of
             torch.autograd.Variable._execution_engine.queue_callback(lambda: self._task_ended(task))
         return self.tasks[task]
 
@@ -156,7 +154,11 @@ class HandOver:
         self._tell(task)
         self.runtime.door.tasks.pop(task, None)
         self.runtime.swap.sweep()
-        self._send([(r, total) for r, total in self._dropped() if total is not None])
+        by_unit: dict[int, list[tuple[Record, Tensor]]] = {}
+        for record, total in self._dropped():
+            if total is not None:
+                by_unit.setdefault(record.unit, []).append((record, total))
+        self._send(by_unit)
         if self.runtime.exchange is not None and not self.tasks:
             self.runtime.exchange.ends()
         self.runtime.forget_reads()
@@ -165,7 +167,7 @@ class HandOver:
     def _dropped(self) -> list[tuple[Record, Tensor | None]]:
         """Device sums are no longer waited for; gives them."""
         found = [(r, r.pending) for r in self.summed.values()]
-        for record in self.summed.values():
+        for record, _ in found:
             record.pending = None
         self.summed.clear()
         return found
@@ -185,27 +187,31 @@ class HandOver:
 
     # ---- to the store ----
 
-    def _send(self, ready: list[tuple[Record, Tensor]]) -> None:
-        by_unit: dict[int, list[tuple[Record, Tensor]]] = {}
-        for record, grad in ready:
-            by_unit.setdefault(record.unit, []).append((record, grad))
+    def _send(self, by_unit: dict[int, list[tuple[Record, Tensor]]]) -> None:
         exchange = self.runtime.exchange
         for unit, pairs in by_unit.items():
-            pairs = [(r, self.conform(r, grad)) for r, grad in pairs]
             if exchange is None:
                 self._send_unit(unit, pairs)
             else:
-                exchange.offer(unit, pairs)
+                exchange.offer(unit, [(r, self.conform(r, grad)) for r, grad in pairs])
             if self.runtime.homes.arrivals.units:      # of several processes too, whose gradients come home later
                 self.runtime.homes.arrivals.handed(unit)
 
     def _send_unit(self, unit: int, pairs: list[tuple[Record, Tensor]]) -> None:
         items, sources = [], []
         self.ask_room(sums=False)
-        passing = unit in self.runtime.homes.passing
-        if passing:
-            self._may_pass([r for r, _ in pairs])
+        if passing := unit in self.runtime.homes.passing:        # kept nowhere: they must be used at once
+            records = [r for r, _ in pairs]
+            who = self.observer
+            why = "nobody who updates in backward is there" if who is None else who.declines(records)
+            if any(gradient.standing(r) is not None for r in records):
+                why = "there is a .grad to add to"
+            if why:
+                raise MegatrainError(f"{records[0].name}: its gradient is kept nowhere (plan={{'grads': 'none'}}), and "
+                                     f"{why}; use mt.AdamW(in_backward=True), one backward per step")
         for record, grad in pairs:
+            if grad.layout != torch.strided or grad.stride() != record.stride or grad.dtype != record.dtype:
+                grad = self.conform(record, grad)
             mode = SET if passing else self._claim(record)
             if mode is None:
                 gradient.add(record, grad)
@@ -222,7 +228,7 @@ class HandOver:
     def put(self, unit: int, items: list[tuple[Any, ...]], sources: list[Tensor], stream: int | None = None) -> None:
         """Gradients of one unit: items as Engine.offload takes them, which lie in `sources`. stream: in which they are
         made; None: in compute's."""
-        if self.runtime.exchange is None and any(mode == ADD for _, _, mode, *_ in items):
+        if self.runtime.exchange is None and ADD in [mode for _, _, mode, *_ in items]:
             self.ask_room(sums=True)
         self.runtime.trace.handed_over()           # before compute is told to wait for copies of earlier gradients
         ticket = self.runtime.core.offload(unit, items, self.stream if stream is None else stream)
@@ -247,20 +253,11 @@ class HandOver:
         if self.observer is not None:
             self.observer(unit, records)
 
-    def _may_pass(self, records: list[Record]) -> None:
-        """Gradients that are kept nowhere must be used at once."""
-        why = "nobody who updates in backward is there" if self.observer is None else self.observer.declines(records)
-        if any(gradient.standing(r) is not None for r in records):
-            why = "there is a .grad to add to"
-        if why:
-            raise MegatrainError(f"{records[0].name}: its gradient is kept nowhere (plan={{'grads': 'none'}}), and "
-                                 f"{why}; use mt.AdamW(in_backward=True), one backward per step")
-
     def window_opens(self) -> None:
         """Half-way through a forward, compute is told to wait for the last gradients of the backward before: they
         have landed by then, and need not stay on the device beside this pass's activations."""
         self.opened += 1
-        if self.opened == max(1, self.runtime.window_count // 2):
+        if self.opened == max(1, len(self.runtime.all_windows) // 2):
             self.runtime.core.land(self.runtime.stream())
             self.let_go()
 
@@ -289,11 +286,8 @@ class HandOver:
         return ADD if gradient.take_back(record) else None
 
     def claim(self, record: Record) -> int:
-        """SET or ADD, of a gradient that several processes have made. It is late from now on.
-
-        Raises:
-            MegatrainError: somebody has the gradient's memory.
-        """
+        """SET or ADD, of a gradient that several processes have made. It is late from now on. Raises: somebody has the
+        gradient's memory."""
         mode = self._claim(record)
         if mode is None:
             raise self.no_place(record)

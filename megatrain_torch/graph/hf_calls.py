@@ -89,17 +89,28 @@ _SAID = (Tensor.shape.__get__, Tensor.ndim.__get__, Tensor.dtype.__get__, Tensor
          Tensor.size, Tensor.dim, Tensor.numel, Tensor.is_floating_point, Tensor.__len__, Tensor.__hash__)
 
 
-def _real(value: Any) -> Any:
-    """With real masks; what has no stand-in in it stays the object that it is: a layer may append to a list."""
-    if isinstance(value, StandIn):
-        return value.sight.real
-    if type(value) in (tuple, list):
-        found = [_real(v) for v in value]
-        return value if all(a is b for a, b in zip(found, value)) else type(value)(found)
-    if type(value) is dict:
-        found = {k: _real(v) for k, v in value.items()}
-        return value if all(found[k] is v for k, v in value.items()) else found
+def mapped(value: Any, fn: Callable[[Tensor], Any]) -> Any:
+    """With fn(t) for each tensor t in tuples, lists and dicts. What has nothing new in it stays the object that it is:
+    a layer may append to a list. A dict of a class of its own is changed in place."""
+    if isinstance(value, Tensor):
+        return fn(value)
+    kind = type(value)
+    if kind in (tuple, list):
+        found = [mapped(v, fn) for v in value]
+        return value if all(a is b for a, b in zip(found, value)) else kind(found)
+    if isinstance(value, dict):
+        items = {k: mapped(v, fn) for k, v in value.items()}
+        changed = {k: v for k, v in items.items() if v is not value[k]}
+        if changed and kind is dict:
+            return items
+        for k, v in changed.items():
+            value[k] = v
     return value
+
+
+def _real(value: Any) -> Any:
+    """With real masks."""
+    return mapped(value, lambda t: t.sight.real if isinstance(t, StandIn) else t)
 
 
 def dense(args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -129,9 +140,10 @@ _now = threading.local()             # .spared: is a pass on whose masks may be 
 
 
 @contextlib.contextmanager
-def spared(layers: Iterable[Window]) -> Iterator[None]:
+def spared(windows: Iterable[Window]) -> Iterator[None]:
     """Around a forward: its masks may be stand-ins, if layers have templates and gradients are wanted."""
-    if not torch.is_grad_enabled() or not any(layer.spares_masks for layer in layers):
+    if not torch.is_grad_enabled() or not any(
+            w.fused is not None and w.fused.template.swaps and not w.fused.verdict for w in windows):
         yield
         return
     outer, _now.spared = getattr(_now, "spared", False), True
@@ -184,27 +196,27 @@ def _wanted(asked: dict[str, Any], adds: bool) -> Sight | None:
     parts = list(_parts(asked.get("mask_function")))
     names = [name for name, _ in parts]
     found = {name: cell for name, cell in parts if name in _KNOWN}
-    if CAUSAL not in found or len(found) < len(set(names)) or names.count(WINDOW) > 1 or names.count(PACKED) > 1:
+    if _CAUSAL not in found or len(found) < len(set(names)) or names.count(_WINDOW) > 1 or names.count(_PACKED) > 1:
         return None
-    if MOVED in found and PACKED not in found:
+    if _MOVED in found and _PACKED not in found:
         return None
     if given is not None and not (given.dim() == 2 and given.shape[1] == tokens and bool(given.all())):
         return None
     rows, device = asked["batch_size"], torch.device(asked["device"])
     packed = None
-    if PACKED in found:
-        if found[PACKED].shape[0] != 1 or rows != 1:
+    if _PACKED in found:
+        if found[_PACKED].shape[0] != 1 or rows != 1:
             return None
-        packed = Packed.of(tuple(found[PACKED][0].unique_consecutive(return_counts=True)[1].tolist()), device)
-    window = found.get(WINDOW, 0)
+        packed = Packed.of(tuple(found[_PACKED][0].unique_consecutive(return_counts=True)[1].tolist()), device)
+    window = found.get(_WINDOW, 0)
     return Sight(rows, tokens, device, 0 if window >= tokens else window, packed, asked["dtype"] if adds else None)
 
 
-CAUSAL = "causal_mask_function"
-WINDOW = "sliding_window_overlay.<locals>.inner_mask"
-PACKED = "packed_sequence_mask_function.<locals>.inner_mask"
-MOVED = "remap_positions_for_packed_sequence.<locals>.inner_mask"
-_KNOWN = {CAUSAL: None, MOVED: None, WINDOW: "sliding_window", PACKED: "packed_sequence_mask"}   # and what each holds
+_CAUSAL = "causal_mask_function"
+_WINDOW = "sliding_window_overlay.<locals>.inner_mask"
+_PACKED = "packed_sequence_mask_function.<locals>.inner_mask"
+_MOVED = "remap_positions_for_packed_sequence.<locals>.inner_mask"
+_KNOWN = {_CAUSAL: None, _MOVED: None, _WINDOW: "sliding_window", _PACKED: "packed_sequence_mask"}  # what each holds
 _ALL = "and_masks.<locals>.and_mask"
 
 
@@ -216,12 +228,17 @@ def _parts(fn: Any) -> Iterator[tuple[str, Any]]:
         for part in held["mask_functions"]:
             yield from _parts(part)
         return
-    if name == MOVED:                # to positions within packed sequences, where a window reaches as far as in the row
+    if name == _MOVED:               # to positions within packed sequences, where a window reaches as far as in the row
         yield from _parts(held["mask_function"])
     yield name, held.get(_KNOWN.get(name))
 
 
 # ---- hooks that collect outputs, and caches ------------------------------------------------------
+
+def hooks_of(modules: Iterable[torch.nn.Module]) -> list[dict[int, Any]]:
+    return [d for m in modules
+            for d in (m._forward_hooks, m._forward_pre_hooks, m._backward_hooks, m._backward_pre_hooks)]
+
 
 def hooked(hooks: list[dict[int, Any]]) -> bool:
     """Is there a hook among these, inside a window, that would do something now?"""

@@ -22,7 +22,7 @@ import types
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -97,7 +97,7 @@ def _running(kind: type, code: set[types.CodeType]) -> set[str]:
             and getattr(kind, name, None) is getattr(kind, name, None)}
 
 
-class Graph:
+class Graph(NamedTuple):
     """A call's operations, for a judge.
 
     Attributes:
@@ -105,15 +105,21 @@ class Graph:
             dynamo's words, and its fake value. fake: the mode of the fake tensors. real: by placeholder, the tensor.
     """
 
-    def __init__(self, module: Any, inputs: dict[str, tuple[Any, Any]], fake: Any, real: dict[str, Any]) -> None:
-        self.module, self.inputs, self.fake, self.real = module, inputs, fake, real
+    module: Any
+    inputs: dict[str, tuple[Any, Any]]
+    fake: Any
+    real: dict[str, Any]
 
 
 def scope_of(forward: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
     """A call as guards look at it: stand-ins for key-value caches, and for masks that are not made."""
     if isinstance(forward, types.MethodType):
         forward, args = forward.__func__, (forward.__self__, *args)
-    return {"forward": forward, "args": tuple(map(_seen, args)), "kwargs": {k: _seen(v) for k, v in kwargs.items()}}
+    return {"forward": forward, "args": tuple([v if type(v) in _USUAL else _seen(v) for v in args]),
+            "kwargs": {k: v if type(v) in _USUAL else _seen(v) for k, v in kwargs.items()}}
+
+
+_USUAL = frozenset((Tensor, tuple, type(None), bool, int, float))        # neither caches nor masks of ours
 
 
 def _seen(value: Any) -> Any:
@@ -183,14 +189,8 @@ class Reader:
         return self.last is not None and key == self._key and self.last.holds(scope)
 
     def of(self, key: Any, scope: dict[str, Any], refused: dict[Any, str], make: Callable[[], Reading]) -> Reading:
-        """What is known of a call.
-
-        Args:
-            key: what no guard looks at. refused: why calls of this model could not be read. make: reads it.
-
-        Raises:
-            Unreadable: dynamo cannot follow it.
-        """
+        """What is known of a call; Unreadable where dynamo cannot follow it. key: what no guard looks at. refused: why
+        calls of this model could not be read. make: reads it."""
         if self.holds(key, scope):
             return self.last
         found = next((r for r in READINGS.get(key, ()) if r.holds(scope)), None)
@@ -214,9 +214,9 @@ class Reader:
 
 def modes_on() -> bool:
     """Is there a mode that may give torch's functions another meaning? A default device gives none."""
-    functions = range(torch._C._len_torch_function_stack())
-    return torch._C._len_torch_dispatch_stack() > 0 or any(
-        not isinstance(torch._C._get_function_stack_at(i), DeviceContext) for i in functions)
+    functions = torch._C._len_torch_function_stack()
+    return torch._C._len_torch_dispatch_stack() > 0 or (functions > 0 and any(
+        not isinstance(torch._C._get_function_stack_at(i), DeviceContext) for i in range(functions)))
 
 
 # ---- reading -------------------------------------------------------------------------------------
@@ -350,9 +350,7 @@ def _read(scope: dict[str, Any], modules: Sequence[nn.Module], judge: Any, put: 
 
 
 def _refuse_unseen(code: Iterable[types.CodeType]) -> None:
-    """Raises:
-        Unreadable: code that is not torch's looks where dynamo guards nothing for what is not there.
-    """
+    """Unreadable: code that is not torch's looks where dynamo guards nothing for what is not there."""
     for c in code:
         names = _UNSEEN.intersection(c.co_names)
         if names and not c.co_filename.startswith(_TORCH):
@@ -384,11 +382,8 @@ def _manager() -> type:
 def _kept(put: Sequence[object], kinds: set[type], writes: str, entries: Sequence[Any]) -> list[bool]:
     """Which guards are checked: none of weights themselves, whose names, shapes and types their windows know, but those
     of their attributes; and none of what was put in for the read. Adds to `kinds` of which classes guarded things are.
-    writes: what the code changes, which is neither run again nor another's, whatever guards do not see.
-
-    Raises:
-        Unreadable: a guard does not see a change.
-    """
+    writes: what the code changes, which is neither run again nor another's, whatever guards do not see. Unreadable: a
+    guard does not see a change."""
     names = [_name(entry.orig_guard) for entry in entries]
     without = tuple(n for n, e in zip(names, entries) if e.has_value and any(e.value is f for f in put))
     keep = []
@@ -419,7 +414,7 @@ def _writes(output: Any, graph: Graph) -> str:
         kind = type(variable.mutation_type).__name__
         if not kind.endswith("New") and variable.mutation_type is not None and side.is_modified(variable):
             names = ", ".join(side.store_attr_mutations.get(variable, ()))
-            return "it changes " + ".".join(filter(None, (_told(variable.source), names)))
+            return "it changes " + ".".join(filter(None, (_in_words(_name(variable.source)), names)))
     if output.random_calls:
         return "it takes numbers from Python's random"
     if side.tensor_hooks:
@@ -427,18 +422,14 @@ def _writes(output: Any, graph: Graph) -> str:
     for name, (source, fake) in graph.inputs.items():
         seen = "._buffers" in _name(source) or isinstance(graph.real[name], nn.Parameter)     # windows see these writes
         if isinstance(fake, Tensor) and fake._version and not seen:
-            return f"it writes into {_told(source)}"
+            return f"it writes into {_in_words(_name(source))}"
     return ""
 
 
 def _name(source: Any) -> str:
-    """A property since torch 2.11, a method before."""
-    name = getattr(source, "name", "")
+    """A property since torch 2.11, a method before. "an object": it has no source."""
+    name = getattr(source, "name", "an object" if source is None else "")
     return name() if callable(name) else name
-
-
-def _told(source: Any) -> str:
-    return "an object" if source is None else _in_words(_name(source))
 
 
 def _in_words(name: str) -> str:

@@ -1,6 +1,6 @@
 """Kept tensors that wait in host memory, or in a file, from a window's forward to its backward (csrc/core/swap.h).
 
-    bundle = swap.bundle(window, mode)   # in the window's forward
+    bundle = Bundle(swap, window, disk)  # in the window's forward
     part = bundle.add(tensor)            # what stands for it in the graph
     bundle.leave()                       # behind the window's kernels
     ...
@@ -28,7 +28,6 @@ import torch
 from torch import Tensor
 
 from ..base.errors import MegatrainError
-from ..base.modes import Mode
 from ..store.disk import BAYS
 from ..store.records import span_of
 from ..store.state import PLAIN
@@ -67,9 +66,9 @@ class Bundle:
     """
 
     def __init__(self, swap: Swap, window: Window, disk: bool = False) -> None:
-        self.swap, self.unit, self.position, self.disk = swap, window.units[0], swap.position, disk
+        self.swap, self.unit, self.disk = swap, window.units[0], disk
         self.core = swap.runtime.core        # a bundle may be the last to go
-        self.needed = swap.position
+        self.position = self.needed = swap.position
         self.sources: list[Tensor] = []
         self.versions: list[tuple[Tensor, int]] = []
         self.shapes: list[tuple[Any, Any, torch.dtype, int]] = []
@@ -81,8 +80,6 @@ class Bundle:
         self.met = False                     # asked for
         self.coming = False                  # on its way back, and no stream has waited for it
         self.stream = 0                      # whose allocations the landing memory is
-
-    # ---- out ----
 
     def add(self, t: Tensor) -> Part:
         """Two parts of one tensor are copied once."""
@@ -103,8 +100,6 @@ class Bundle:
         self.known = {}
         if self.sources:
             self.swap.leaves(self)
-
-    # ---- back ----
 
     def get(self, number: int) -> Tensor:
         check_unwritten(*self.versions[number], self.shapes[number][0])
@@ -174,9 +169,6 @@ class Swap:
         self.ahead, self.position = 1, 0
         self.held: deque[tuple[Bundle, list[Tensor]]] = deque()      # whose sources may not be freed yet
         self.out: list[weakref.ref[Bundle]] = []         # in the order in which they left
-
-    def bundle(self, window: Window, mode: Mode) -> Bundle:
-        return Bundle(self, window, mode.disk)
 
     def may(self, t: Any) -> bool:
         """Is this a tensor on the compute device that is worth a copy, and as dense as its elements?"""

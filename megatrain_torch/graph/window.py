@@ -23,16 +23,14 @@ from ..store.records import Record, Use
 from ..store.state import (
     DeviceParameter,
     accumulators,
-    enter,
     in_backward,
     in_sight,
-    leave,
     swap_window,
     takes_no_hooks,
 )
 from ..store.whole import Piece, Stacked, Whole
 from . import hf_calls
-from .door import Door, method_of
+from .door import method_of
 from .frames import Below, HostFrame, ReplayFrame, SavedFrame, _pop, _push, flat_weights
 from .reader import Reader, Reading, Unreadable, modes_on, read, scope_of, stand_in
 from .stacks import Stack
@@ -112,8 +110,7 @@ class Window:
         self.buffered = Below(module, [m for m in module.modules()       # those of user's classes may be, later
                                        if m._buffers or not type(m).__module__.startswith("torch.nn.")])
         self.recurrent = Below(module, [m for m in module.modules() if isinstance(m, nn.RNNBase)])
-        self.hooks = [d for m in self.modules.inside for d in (m._forward_hooks, m._forward_pre_hooks,
-                                                               m._backward_hooks, m._backward_pre_hooks)]
+        self.hooks = hf_calls.hooks_of(self.modules.inside)
 
     @property
     def module(self) -> nn.Module:
@@ -145,11 +142,6 @@ class Window:
         return ", ".join(filter(None, ("template", self.fused.products, pieces)))
 
     @property
-    def spares_masks(self) -> bool:
-        """A template runs it, or is about to be tried, that goes by what a stand-in for a mask says."""
-        return self.fused is not None and self.fused.template.swaps and not self.fused.verdict
-
-    @property
     def item(self) -> int:
         """Bytes of an activation's element, of a window that a template runs."""
         return self.fused.dtype.itemsize
@@ -159,8 +151,6 @@ class Window:
         """What is done about activations; "auto" before the first pass has decided."""
         rt = self.runtime
         return self.mode if rt.planning is not None and rt.planning.pending else rt.keeps.mode_of(self)
-
-    # ---- slot tensors ----
 
     def views(self, records: list[Record]) -> list[Any]:
         """Fresh tensors over the slots for these records, None for a stack's. Acquires their units."""
@@ -227,28 +217,20 @@ class Window:
         if self.fused is not None:
             self.fused.split()
 
-    # ---- running ----
-
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        rt, task = self.runtime, in_backward()
-        takes = rt.door.enter(task)
-        outermost = enter()
-        try:
-            if task == -1:
-                if outermost:
-                    args, kwargs = rt.begin_pass(self, args, kwargs)
-                if rt.handover.alive:
-                    rt.handover.window_opens()
-                rt.keep_writes()
-            with rt.keeps.memory():
-                return rt.trace.forward(self, args, kwargs)
-        finally:
-            leave()
-            if outermost and task == -1:
-                rt.forget_reads()
-                rt.keeps.forward_ends()
-            if takes:
-                rt.door.leave()
+        return self.runtime.forward(self, args, kwargs, self._opened)
+
+    def _opened(self, args: Any, kwargs: Any) -> Any:
+        rt = self.runtime
+        if in_backward() == -1:
+            if rt.handover.alive:
+                rt.handover.window_opens()
+            rt.keep_writes()
+        return rt.trace.forward(self, args, kwargs)
+
+    def versions(self) -> list[int]:
+        """Of its weights, by unit: others after an update."""
+        return list(map(self.runtime.core.version, self.units))
 
     def once(self, args: Any, kwargs: Any) -> Any:
         """One forward: by a template, with logits left unmade, or in the window's way with activations."""
@@ -354,5 +336,3 @@ class Window:
         unseen = self.runtime.is_cuda and any(m.dropout > 0 for m in self.recurrent)
         self.mode = "saved" if unseen else mode
 
-
-Door.forwards = frozenset({Window.__call__.__code__})

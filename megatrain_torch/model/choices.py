@@ -4,6 +4,7 @@ Nothing of the model is changed here.
 """
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import gc
 from dataclasses import dataclass, field
@@ -177,11 +178,8 @@ class Choices:
 def choose(module: nn.Module, where: torch.device, limits: Limits, tokens: int | None, seq: int | None,
            states: str | None, dtype: torch.dtype | None, compute: str, plan: Plan | dict[str, Any] | None,
            products: str | None) -> Choices:
-    """Arguments of mt.stream, and what is planned for tokens and seq, where these are given.
-
-    Raises:
-        MegatrainError: some do not go together, or mean nothing; or no plan fits.
-    """
+    """Arguments of mt.stream, and what is planned for tokens and seq, where these are given. Raises: some do not go
+    together, or mean nothing; or no plan fits."""
     if products is None:                         # what is given counts instead of a plan's
         products = plan.products if isinstance(plan, Plan) else "bf16"
     check_products(products, compute)
@@ -199,18 +197,17 @@ def choose(module: nn.Module, where: torch.device, limits: Limits, tokens: int |
                              gpus=limits.gpus, machines=limits.machines)
     if limits.disk is not None:
         limits.disk.room()                   # refuses a directory that is not there
-    made = (_from_plan if isinstance(given, Plan) else _by_hand)(given, limits, compute, states)
+    if isinstance(given, Plan):
+        made = _from_plan(given, limits, compute, states)
+    else:
+        options = _options(given, compute)
+        if states is not None and options.setdefault("states", check_states(states)) != states:
+            raise MegatrainError(f"states={states!r}, and the plan's are {options['states']!r}: give one of the two")
+        check_delivery(limits.fleet, options.get("delivery"))
+        made = Choices(options, compute, limits.vram, limits.disk)
     made.products = products
     made.itself = plan is None and (where.type == "cuda" or limits.vram is not None)
     return made
-
-
-def _by_hand(plan: dict[str, Any] | None, limits: Limits, compute: str, states: str | None) -> Choices:
-    options = _options(plan, compute)
-    if states is not None and options.setdefault("states", check_states(states)) != states:
-        raise MegatrainError(f"states={states!r}, and the plan's are {options['states']!r}: give one of the two")
-    check_delivery(limits.fleet, options.get("delivery"))
-    return Choices(options, compute, limits.vram, limits.disk)
 
 
 def _from_plan(plan: Plan, limits: Limits, compute: str, states: str | None) -> Choices:
@@ -269,12 +266,11 @@ def compute_device(device: str | torch.device | None) -> torch.device:
     """Raises: there is no such device, or no CUDA part in this build."""
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
+    where = None
+    with contextlib.suppress(RuntimeError, TypeError):
         where = torch.device(device)
-    except (RuntimeError, TypeError):
-        raise MegatrainError(f"device={device!r}: 'cuda' or 'cpu'") from None
-    if where.type not in ("cpu", "cuda"):
-        raise MegatrainError(f"device={str(where)!r}: 'cuda' or 'cpu'")
+    if where is None or where.type not in ("cpu", "cuda"):
+        raise MegatrainError(f"device={str(device)!r}: 'cuda' or 'cpu'")
     if where.type == "cpu":
         return torch.device("cpu")
     if not torch.cuda.is_available():
@@ -289,11 +285,7 @@ def compute_device(device: str | torch.device | None) -> torch.device:
 
 def fitted(asked: Asked, where: torch.device, choices: Choices, host: int | None) -> tuple[Asked, list[int]]:
     """What is asked for, with homes where they were left open; and bytes of the slots that units take turns in. host:
-    limit of host memory.
-
-    Raises:
-        MegatrainError: it does not fit; the message says what of it, and what would.
-    """
+    limit of host memory. Raises: it does not fit; the message says what of it, and what would."""
     free = None                              # of the device; not known on the CPU device, whose memory is the host's
     if where.type == "cuda":
         gc.collect()                         # models that were dropped, and their slots

@@ -90,9 +90,9 @@ def cut_units(rt: Runtime, asked: Asked) -> None:
 
 # ---- weights are put in ----
 
-def fill(rt: Runtime, groups: list[Group], origins: Origins, masters: bool) -> None:
+def fill(rt: Runtime, groups: list[Group], origins: Origins | None, masters: bool) -> None:
     """Weights in their planes; each old tensor is freed as its values are in. What is at home on the device or on disk
-    goes there at once: host memory has one such unit at a time."""
+    goes there at once: host memory has one such unit at a time. origins: of a model that several processes stream."""
     given, files, filed = 0, Mapped(), set(units_at(rt.room.asked, "disk+weights"))
     by_unit = rt.ranks if filed else None        # of what is filled by one rank each puts its portion into its file
     with as_one(rt.ranks):
@@ -117,17 +117,19 @@ def fill(rt: Runtime, groups: list[Group], origins: Origins, masters: bool) -> N
                 rt.homes.take(unit)
 
 
-def _take_over(rt: Runtime, unit: int, files: Mapped, origins: Origins, masters: bool) -> None:
+def _take_over(rt: Runtime, unit: int, files: Mapped, origins: Origins | None, masters: bool) -> None:
     records = rt.units[unit]
-    if origins.fills(unit):
+    if origins is None or origins.fills(unit):
+        values = [r.param.detach() if origins is None else origins.of(r) for r in records]
         with torch.no_grad():
-            for hi, value in files.fill([(r.over(r.memory("HI", True), "HI"), origins.of(r)) for r in records]):
+            for hi, value in files.fill([(r.over(r.memory("HI", True), "HI"), v) for r, v in zip(records, values)]):
                 hi.copy_(value)
     # Parameters whose fp32 values are more than the store keeps of them.
     rounded = [r for r in records if masters and (p := r.param).dtype == torch.float32 and p.requires_grad
                and r.dtype in (torch.bfloat16, torch.float16)]
     if rounded:
-        for r, value in zip(rounded, origins.exact(rounded)):
+        exact = [r.param.detach() for r in rounded] if origins is None else origins.exact(rounded)
+        for r, value in zip(rounded, exact):
             r.exact = value
     for r in records:
         _adopt(rt, r)
@@ -182,29 +184,8 @@ def _restore(r: Record) -> None:
     p.grad = grad
 
 
-# ---- where values come from ----
-
 class Origins:
-    """Values of a model that is about to be streamed, of a process that is alone: its own tensors."""
-
-    def fills(self, unit: int) -> bool:
-        """Does this process put the unit's values into the store?"""
-        return True
-
-    def of(self, r: Record) -> Tensor:
-        """[shape] The values; where another process has them, and this one does not fill the unit, no values."""
-        return r.param.detach()
-
-    def exact(self, records: list[Record]) -> list[Tensor]:
-        """Values of a unit's parameters, in each process; all call it, for the same."""
-        return [self.of(r) for r in records]
-
-    def everywhere(self, units: list[list[Record]]) -> None:
-        """They are."""
-
-
-class SharedOrigins(Origins):
-    """Of several processes: the machine's first.
+    """Where several processes have the values of a model from that is about to be streamed: the machine's first.
 
     Where its parameters are a file's bytes, all processes of the machine fill units in turn, each from that file. What
     it has in memory it fills alone. The others need no values: they may have left their parameters on the meta device,
@@ -237,9 +218,11 @@ class SharedOrigins(Origins):
         _give_memory(module, params)
 
     def fills(self, unit: int) -> bool:
+        """Does this process put the unit's values into the store?"""
         return self._turns[unit] == self._ranks.rank
 
     def of(self, r: Record) -> Tensor:
+        """[shape] The values; where another process has them, and this one does not fill the unit, no values."""
         like, place = r.param, self._at[id(r.param)]
         if place is None or id(like) in self._mine:
             return like.detach()
@@ -247,6 +230,7 @@ class SharedOrigins(Origins):
         return torch.frombuffer(self._files[path], dtype=like.dtype, count=like.numel(), offset=at).view(like.shape)
 
     def exact(self, records: list[Record]) -> list[Tensor]:
+        """Values of a unit's parameters, in each process; all call it, for the same."""
         own = [self.of(r) for r in records]
         return own if all(self._at[id(r.param)] is not None for r in records) else _in_common(self._ranks, own)
 

@@ -57,8 +57,6 @@ class Homes:
         processes when all have come here."""
         self.core.take(unit, self._model.stream())
 
-    # ---- the device ----
-
     def open_slots(self, sizes: list[int], settled: list[int], have: dict[int, Slot]) -> None:
         """Slots of these sizes for what streams, and one for each of the units that live on the device: their own of
         before, where they have one."""
@@ -81,8 +79,6 @@ class Homes:
         """States of these units, which live on the device, come and leave."""
         self.arrivals = Arrivals(self._model.itself(), guests)
         self.arrivals.invite()
-
-    # ---- a disk ----
 
     def keep_on_disk(self, disk: Disk, units: list[int], weights: list[int], sizes: Mapping[str, int]) -> None:
         """The units' states go to a file, which loses its name with the process at the latest. weights: of further

@@ -9,6 +9,7 @@ import inspect
 import sys
 import weakref
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,7 +25,7 @@ from ..base.units import Found
 from ..fused.head import give_head, head_of
 from ..fused.layer import give_codes, template_of, wanted
 from ..graph import hf_calls
-from ..graph.door import Door, Installed, method_of
+from ..graph.door import Installed, method_of
 from ..graph.window import Window
 from ..optim import hooks
 from ..optim.adamw import AdamW
@@ -33,14 +34,13 @@ from ..store.guard import HostTensor, StreamedParameter
 from ..store.records import Record
 from ..store.state import BoundParameters, Given, HostBuffers
 from ..store.whole import keep_in_sight
-from .runtime import runtimes
+from .runtime import find_runtime, runtimes
 
 if TYPE_CHECKING:
     from .runtime import Runtime
 
 _devices: weakref.WeakKeyDictionary[nn.Module, torch.device] = weakref.WeakKeyDictionary()     # where they compute
 _ARGUMENTS = inspect.signature(DistributedDataParallel.__init__)
-_registrations = 0               # of parameters and modules, in modules of streamed models
 
 
 def install(rt: Runtime, root: nn.Module, found: Found, modes: str | dict[str, str]) -> None:
@@ -66,7 +66,7 @@ def install(rt: Runtime, root: nn.Module, found: Found, modes: str | dict[str, s
         w.fused = template_of(rt, w, m)
         if m is head and wanted(rt.compute, rt.is_cuda, [r.dtype for r in records]):
             give_head(w, m)
-        rt.add_window(w)
+        rt.all_windows.append(weakref.ref(w))
         _put(m, "forward", w)
     if rt.products == "fp8":
         give_codes(rt.windows)
@@ -76,7 +76,7 @@ def install(rt: Runtime, root: nn.Module, found: Found, modes: str | dict[str, s
     prepare(rt, root, _put)
     _put(root, "zero_grad", _zero_grad(root))
     _put(root, "_replicate_for_data_parallel", _refuser("DataParallel over a streamed model is not supported"))
-    rt.check_tree = _tree_check()
+    rt.check_tree, rt.tree_changed = _check_tree, False
     rt.notice_changes()
 
 
@@ -109,20 +109,10 @@ def _put(module: nn.Module, name: str, call: Any) -> None:
     module.__dict__[name] = Installed(module, name, call)
 
 
-def _weakly(own: Any, module: nn.Module) -> Callable[[], Any]:
-    """Gives the module's method, without holding the module."""
-    return weakref.WeakMethod(own) if method_of(own, module) else lambda: own
-
-
 def _container(rt: Runtime, module: nn.Module, name: str) -> Any:
-    who, inner = weakref.ref(module), _weakly(getattr(module, name), module)
-
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        with rt.entered(who(), args, kwargs) as (args, kwargs):
-            return inner()(*args, **kwargs)
-
-    Door.forwards |= {forward.__code__}
-    return forward
+    own, who = getattr(module, name), weakref.ref(module)                # whose method is not to hold it
+    inner = weakref.WeakMethod(own) if method_of(own, module) else lambda: own
+    return lambda *args, **kwargs: rt.forward(who(), args, kwargs, lambda args, kwargs: inner()(*args, **kwargs))
 
 
 def _refuse_assign() -> Callable[[], None]:
@@ -186,51 +176,39 @@ def move_buffers(rt: Runtime, m: nn.Module) -> None:
 def _count_registrations() -> Callable[[], None]:
     """From now on, until what this returns is called."""
     def count(module: nn.Module, *_: Any) -> None:
-        global _registrations
-        if torch.compiler.is_compiling():        # a plain model's graph would be guarded against the lives of others
-            return
-        if module in runtimes:
-            _registrations += 1
+        # A plain model's graph would else be guarded against the lives of others.
+        if not torch.compiler.is_compiling() and (rt := find_runtime(module)) is not None:
+            rt.tree_changed = True
 
     handles = [nn.modules.module.register_module_parameter_registration_hook(count),
                nn.modules.module.register_module_module_registration_hook(count)]
     return lambda: [handle.remove() for handle in handles]
 
 
-def _tree_check() -> Callable[[Runtime], None]:
-    seen = _registrations
-
-    def check_tree(rt: Runtime) -> None:
-        """A pass begins.
-
-        Raises:
-            MegatrainError: a parameter was put in, or the model into DistributedDataParallel.
-        """
-        nonlocal seen
-        if rt.ranks is None and DistributedDataParallel._active_ddp_module is not None:
-            raise MegatrainError("DistributedDataParallel over a streamed model is not supported: its reducer would "
-                                 "see no gradients; run one process with one streamed model")
-        root = rt.root()
-        if seen == _registrations or root is None:      # None: a part of it is all that is left
-            return
-        # What functional_call has put in the places of parameters is no parameter of the model's.
-        given = {id(m._parameters[n]) for m in root.modules() if isinstance(m._parameters, BoundParameters)
-                 for n, r in m._parameters.records.items() if type(r) is Given}
-        for name, p in root.named_parameters():
-            if id(p) in given and not isinstance(p, nn.Parameter):
-                continue
-            if getattr(p, "_mt", None) is None or p._mt.runtime is not rt:
-                raise MegatrainError(f"parameter {name!r} was put into the model after mt.stream: "
-                                     "change the model first (get_peft_model, load_adapter, new heads), then stream "
-                                     "it; SFTTrainer(peft_config=...) changes it too late, and DPOTrainer adds an "
-                                     "adapter of its own to LoRA: make the trainer first there")
-        for m in root.modules():     # parameters that moved into new modules (parametrizations), or changed names
-            _bind(rt, m, {n: p._mt for n, p in m._parameters.items() if hasattr(p, "_mt")})
-        for window in rt.windows:
-            window.look()
-        seen = _registrations
-
-    return check_tree
+def _check_tree(rt: Runtime) -> None:
+    """A pass begins. Raises: a parameter was put in, or the model into DistributedDataParallel."""
+    if rt.ranks is None and DistributedDataParallel._active_ddp_module is not None:
+        raise MegatrainError("DistributedDataParallel over a streamed model is not supported: its reducer would "
+                             "see no gradients; run one process with one streamed model")
+    root = rt.root()
+    if not rt.tree_changed or root is None:      # None: a part of it is all that is left
+        return
+    # What functional_call has put in the places of parameters is no parameter of the model's.
+    given = {id(m._parameters[n]) for m in root.modules() if isinstance(m._parameters, BoundParameters)
+             for n, r in m._parameters.records.items() if type(r) is Given}
+    for name, p in root.named_parameters():
+        if id(p) in given and not isinstance(p, nn.Parameter):
+            continue
+        if getattr(p, "_mt", None) is None or p._mt.runtime is not rt:
+            raise MegatrainError(f"parameter {name!r} was put into the model after mt.stream: "
+                                 "change the model first (get_peft_model, load_adapter, new heads), then stream "
+                                 "it; SFTTrainer(peft_config=...) changes it too late, and DPOTrainer adds an "
+                                 "adapter of its own to LoRA: make the trainer first there")
+    for m in root.modules():     # parameters that moved into new modules (parametrizations), or changed names
+        _bind(rt, m, {n: p._mt for n, p in m._parameters.items() if hasattr(p, "_mt")})
+    for window in rt.windows:
+        window.look()
+    rt.tree_changed = False
 
 
 # ---- transformers: PreTrainedModel.device says where to put inputs (generate, Trainer): the compute device ----
@@ -316,7 +294,8 @@ def _shell(self: DistributedDataParallel, module: nn.Module, group: Any, broadca
     self.require_backward_grad_sync = self.require_forward_param_sync = True
     self.find_unused_parameters = self.static_graph = False
     self.broadcast_buffers, self.parameters_to_ignore = broadcast_buffers, set()
-    self.reducer = _NoReducer()
+    # Lightning calls these, before a backward of its manual optimization.
+    self.reducer = SimpleNamespace(_rebuild_buckets=lambda: False, prepare_for_backward=lambda outputs: None)
     hook = ("a communication hook of DistributedDataParallel: a streamed model's gradients do not pass through it, but "
             "are exchanged as they leave the device; leave it out")
     join = ("Join, for ranks with fewer batches than others: a streamed model needs all ranks in each backward; give "
@@ -335,13 +314,3 @@ def _forward(shell: weakref.ref[DistributedDataParallel], *args: Any, **kwargs: 
                 if buffer is not None and name not in owner._non_persistent_buffers_set:
                     dist.broadcast(buffer.detach(), group_src=0, group=self.process_group)
     return self.module(*args, **kwargs)
-
-
-class _NoReducer:
-    """Lightning calls it, before a backward of its manual optimization."""
-
-    def _rebuild_buckets(self) -> bool:
-        return False
-
-    def prepare_for_backward(self, outputs: list[Any]) -> None:
-        """Whatever is used takes part."""

@@ -48,11 +48,6 @@ class Keeps:
             return "replay" if self._model.is_cuda else "saved"
         return mode
 
-    def of_call(self, window: Window, tokens: int) -> Mode:
-        """What a fused window keeps of a call with so many tokens, and where."""
-        self.most_tokens = max(self.most_tokens, tokens)
-        return read(self.mode_of(window))
-
     def of_own_code(self, window: Window) -> Mode:
         """What a window's own code keeps. That of a layer keeps several times what its template does: where the mode
         was chosen for a template, it runs again in backward."""
@@ -67,8 +62,6 @@ class Keeps:
     def fused(self) -> dict[str, str]:
         """What fused windows keep, by name."""
         return {w.name: self.mode_of(w) for w in self._model.windows if w.fused is not None}
-
-    # ---- whose code ----
 
     def look(self) -> None:
         """Before a pass that records gradients."""

@@ -29,11 +29,9 @@ if TYPE_CHECKING:
 def move(rt: Runtime, plan: Plan, limit: int) -> None:
     """limit: bytes of the device that may be used by all who are there, not by the plan alone.
 
-    Raises:
-        MegatrainError, torch.OutOfMemoryError: there is no memory, or a worker failed. Every unit then is where it was,
-            or in host memory, with all its values, and the model trains as before; or, where not even that can be done,
-            it refuses to run.
-    """
+    Raises MegatrainError, torch.OutOfMemoryError: there is no memory, or a worker failed. Every unit then is where it
+    was, or in host memory, with all its values, and the model trains as before; or, where not even that can be done, it
+    refuses to run."""
     before = rt.room.asked
     homes = tuple(plan.homes.get(name, "ram") for name in rt.unit_names)
     asked = dataclasses.replace(before, homes=homes, ring=plan.slots, micro=plan.micro, besides=plan.besides,

@@ -141,13 +141,12 @@ class Lengths:
 
     def __init__(self) -> None:
         self.plans: dict[int, Plan] = {}
-        self.looks = Looks()
         self._base = Pass(1, 1)
         self.came: deque[Pass] = deque(maxlen=RECENT)
 
     def begin(self, plan: Plan) -> None:
         """Units live by this plan from now on."""
-        self.plans, self.looks, self._base = {}, Looks(), pass_of(plan)
+        self.plans, self._base = {}, pass_of(plan)
         self.came.clear()
         self.add(plan)
 
@@ -179,14 +178,6 @@ class Lengths:
             found = plan
         self.plans[grade.tokens] = found = plan if found.disk.keys() - plan.disk.keys() else found
         return found
-
-    def worth_a_look(self) -> bool:
-        """Is it time to compare homes, and were passes much shorter on average than the one that units live where they
-        are for? Says so once."""
-        if not self.looks.due():
-            return False
-        self.looks.left.pop(0)
-        return sum(b.tokens for b in self.came) < SHORTER * self._base.tokens * len(self.came)
 
     def sample(self) -> list[Pass]:
         """Four passes that stand for those that came; none: none came."""

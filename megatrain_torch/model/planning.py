@@ -34,17 +34,7 @@ from ..plans.tally import PLANES_OF
 from ..store.state import paused
 from .choices import Limits
 from .moving import keep, move
-from .passes import (
-    SHORTER,
-    WORTH,
-    Lengths,
-    Looks,
-    Pass,
-    Seen,
-    batch_of,
-    pass_of,
-    seconds_of,
-)
+from .passes import SHORTER, WORTH, Lengths, Looks, Pass, Seen, batch_of, pass_of, seconds_of
 
 if TYPE_CHECKING:
     from ..group.ranks import Ranks
@@ -87,7 +77,7 @@ class Planning:
         self._caches = True                      # a pass fills a key-value cache, unless the model's config says no
         self._machine: Machine | None = None     # looked at once: what the device has stays
         self._lengths = Lengths()
-        self._looks = Looks(self._agreed)        # of all processes together
+        self._looks = Looks(runtime.ranks is None or self._agreed)       # of all processes together
         self._keeps: Plan | None = made          # windows keep what this one says
         self.resumed: dict[int, dict[str, str]] = {}
         if made is not None:
@@ -101,11 +91,10 @@ class Planning:
 
     def stepped(self) -> None:
         self._seen.stepped()
-        self._lengths.looks.steps += 1
         self._looks.steps += 1
         if self._looks.due() and not self.runtime.homes.on_disk:
             with calling("an optimizer's step"):
-                self._compare_together(self.runtime.ranks)
+                self._compare_homes()
 
     # ---- a run goes on ----
 
@@ -136,12 +125,8 @@ class Planning:
     # ---- a pass begins ----
 
     def pass_begins(self, args: Any, kwargs: Any) -> None:
-        """Before anything of it is computed.
-
-        Raises:
-            MegatrainError: no choice fits what the loop does, or what fits could not be put into force; the plan before
-                is in force as it was.
-        """
+        """Before anything of it is computed. Raises: no choice fits what the loop does, or what fits could not be put
+        into force; the plan before is in force as it was."""
         rt, found = self.runtime, batch_of(args, kwargs, self.runtime.records)
         if found is None:
             if self.plan is None:
@@ -182,8 +167,6 @@ class Planning:
         seen = self._seen
         needed = seen.most if seen.most != seen.alone else found     # graphs of further passes may come to this one's
         self._lengths.came.append(needed)
-        if self._lengths.worth_a_look() and not self._stays():
-            self._compare_homes()
         plan = self._lengths.of(needed, self._ask_here)
         if plan is not self._keeps:
             self._keeps = plan
@@ -280,48 +263,33 @@ class Planning:
 
     def _compare_homes(self) -> None:
         """Shorter passes take less time, in which less can be updated on the host, and leave room on the device: more
-        units may live there, and layers keep less of the longest passes. So it is asked what would be fastest for
-        the lengths that came."""
-        lengths, best = self._lengths, None
-        sample = lengths.sample()
-        least = sum(lengths.of(batch, self._ask_here).seconds for batch in sample) / WORTH
-        mean = sum(b.tokens for b in lengths.came) // len(lengths.came)
-        for batch in (sample[0].with_tokens(max(mean, 1)), sample[0]):       # whose plans may suit all that came
-            with contextlib.suppress(Refused):
-                plan = self._ask(batch)
-                others = [self._ask_here(b, plan) for b in sample]
-                longest = self._ask_here(self._seen.most, plan)
-                if (seconds := seconds_of(others)) < least:
-                    least, best = seconds, [plan, *others, longest]
-        if best is not None:
-            self._put_into_force(*best)
-
-    def _compare_together(self, ranks: Ranks) -> None:
-        """The same of what came to all processes. All make as many steps, so they come here at the end of the same one;
-        units move on all or on none. Homes are proposed by the process with the longest pass."""
-        own = self._lengths.sample()
+        units may live there, and layers keep less of the longest passes. So it is asked what would be fastest for the
+        lengths that came. Several processes make as many steps each, so all come here at the end of the same one; units
+        move on all or on none. Homes are proposed by the process with the longest pass."""
+        ranks, own = self.runtime.ranks, self._lengths.sample()
+        rank, gather = (0, lambda own: [own]) if ranks is None else (ranks.rank, ranks.gather)
         # Where graphs are alive on some process (None), the next step looks again; where one never can (False), none.
         ready = False if self._stuck or self.plan is None or not own else \
             None if self._seen.live(self.runtime) else True
         planned = 0 if self.plan is None else pass_of(self.plan).tokens
-        found = ranks.gather((ready, own, planned, self._seen.most.tokens))
+        tokens = [b.tokens for b in self._lengths.came]
+        found = gather((ready, sum(tokens), len(tokens), planned, self._seen.most.tokens))
         every = [r for r, *_ in found]
         if None in every and False not in every:
             return
         self._looks.left.pop(0)
-        came = [b.tokens for _, sample, *_ in found for b in sample]
-        mean = sum(came) / max(len(came), 1)
+        mean = sum(n for _, n, *_ in found) / max(sum(n for _, _, n, *_ in found), 1)
         if False in every or mean >= SHORTER * max(n for *_, n, _ in found):
             return
         longest = max(range(len(found)), key=lambda rank: found[rank][-1])
-        proposed = dict.fromkeys([own[0].with_tokens(max(int(mean), 1)), own[0]]) if ranks.rank == longest else ()
+        proposed = dict.fromkeys([own[0].with_tokens(max(int(mean), 1)), own[0]]) if rank == longest else ()
         mine = [(batch, p.homes, p.slots, p.experts) for batch in proposed if (p := self._may(batch)) is not None]
         others = [[self._may(b, *homes) for b in (batch, *own, self._seen.most)]
-                  for batch, *homes in ranks.gather(mine)[longest]]
+                  for batch, *homes in gather(mine)[longest]]
         now = [self._lengths.of(b, self._ask_here) for b in own]
         times = [seconds_of(plans[1:-1]) if all(plans) else math.inf for plans in others]
         # Each step waits for the slowest.
-        slowest = [max(times) for times in zip(*ranks.gather([seconds_of(now), *times]))]
+        slowest = [max(times) for times in zip(*gather([seconds_of(now), *times]))]
         best = min(range(len(slowest)), key=slowest.__getitem__)
         if slowest[best] * WORTH < slowest[0]:
             self._put_into_force(*others[best - 1])
@@ -410,6 +378,8 @@ class Planning:
         self._move(found)
         self.plan, self.made, self._for_adam = found, self.made + 1, self.adam
         self._lengths.begin(found)
+        if self.runtime.ranks is None:           # several processes make plans at different times
+            self._looks = Looks()
         rate, kept = f"{found.tokens_per_second:,.0f} tokens/s", show_bytes(found.vram["activations"])
         if before is not None:
             rate += f" instead of {before.tokens_per_second:,.0f}"

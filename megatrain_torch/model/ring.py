@@ -13,6 +13,7 @@ from torch.utils.dlpack import from_dlpack, to_dlpack
 
 from ..base.units import cut
 from ..fused.templates import Weights
+from ..graph.hf_calls import mapped
 from ..store.records import Record
 from ..store.state import PLAIN, DeviceParameter, in_backward
 from ..store.whole import Piece, Stacked, Whole
@@ -26,17 +27,10 @@ _use_count = torch._C._storage_Use_Count
 class Spot(NamedTuple):
     """Where a parameter, or some experts of a stack, lie in a slot that has a cut of a unit."""
 
-    record: Record
     offset: int
+    dtype: torch.dtype
     shape: Any
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.record.dtype
-
-    @property
-    def stride(self) -> Any:
-        return self.record.stride
+    stride: Any
 
 
 Spots = Sequence[Record | Spot | None]       # None: it is not in this slot
@@ -77,16 +71,16 @@ class Slot:
     def unit_parameters(self, unit: int, records: Spots) -> list[Tensor | None]:
         """The same for modules: each in a storage of its own, as parameters are, so that no offset, no as_strided and
         no size of a storage shows that others lie beside it."""
+        def alone(r: Record | Spot) -> Tensor:
+            memory = from_dlpack(to_dlpack(self._bytes(r.offset, r.dtype, r.shape, r.stride)))
+            return memory.view(r.dtype).as_strided(r.shape, r.stride)
+
         if unit not in self._parameters:
-            found = self._counted(lambda: [None if r is None else self._alone(r) for r in records])
+            found = self._counted(lambda: [None if r is None else alone(r) for r in records])
             storages = [t.untyped_storage() for t in found if t is not None]
             self._apart += [(s, _use_count(s._cdata)) for s in storages]
             self._parameters[unit] = found
         return self._parameters[unit]
-
-    def _alone(self, r: Record | Spot) -> Tensor:
-        bytes_ = from_dlpack(to_dlpack(self._bytes(r.offset, r.dtype, r.shape, r.stride)))
-        return bytes_.view(r.dtype).as_strided(r.shape, r.stride)
 
     def unit_weights(self, unit: int, records: Spots, names: tuple[str, ...]) -> Weights:
         """The views by name, for a template; made once, their joint views too."""
@@ -177,7 +171,7 @@ class Ring:
                 spots: list[Spot | None] = [None] * len(records)
                 for r in [records[i] for i in one.offsets]:
                     shape = (len(one.experts), *r.shape[1:]) if one.stack else r.shape
-                    spots[r.index] = Spot(r, one.offsets[r.index], shape)
+                    spots[r.index] = Spot(one.offsets[r.index], r.dtype, shape, r.stride)
                 self._spots[number], self._owners[number] = spots, unit
             if one.stack:
                 parts.setdefault(one.stack, []).append((one.experts, number))
@@ -264,20 +258,11 @@ class Ring:
 
     def own_outputs(self, out: Any) -> Any:
         """An output that aliases a slot is copied: the slot moves on, the output stays."""
-        if isinstance(out, Tensor):
-            own = type(out) is DeviceParameter or (type(out) is Tensor and out._is_view())
-            if own and self.locate(out) is not None:
-                return out.clone()
-            return out
-        if type(out) in (list, tuple):
-            fixed = [self.own_outputs(o) for o in out]
-            return out if all(a is b for a, b in zip(fixed, out)) else type(out)(fixed)
-        if isinstance(out, dict):
-            for k, v in list(out.items()):
-                fixed = self.own_outputs(v)
-                if fixed is not v:
-                    out[k] = fixed
-        return out
+        def own(t: Tensor) -> Tensor:
+            may = type(t) is DeviceParameter or (type(t) is Tensor and t._is_view())
+            return t.clone() if may and self.locate(t) is not None else t
+
+        return mapped(out, own)
 
 
 class SlotHooks:

@@ -1,12 +1,11 @@
 """One streamed model: the C engine, the objects that tie it to torch, and the forwards that begin in it."""
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -40,11 +39,7 @@ runtimes: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Runtime]] = weakref.W
 
 
 def runtime_of(module: nn.Module) -> Runtime:
-    """The runtime of a streamed model or of any module inside one.
-
-    Raises:
-        MegatrainError: the module is not streamed.
-    """
+    """The runtime of a streamed model or of any module inside one. Raises: the module is not streamed."""
     rt = find_runtime(module)
     if rt is None:
         raise MegatrainError(f"{type(module).__name__} is not streamed: call mt.stream(model) first")
@@ -66,7 +61,7 @@ class Runtime:
         states: the format of AdamW's states, of the whole model. states_chosen: by somebody, not by default.
         saving: a checkpoint that is being written while the model trains on, until its end has been noticed; or None.
         saved_files: of the last checkpoint, which the next may have again, by header.
-        check_tree: looks at what was put into the model since the last pass.
+        check_tree: looks at what was put into the model since the last pass, if anything was (tree_changed).
         trace: mt.trace's, while it is on; else UNTRACED.
         looked: what looks at numbers gave, by reading, and why code could not be followed, by window and call.
         broken: why it is not to be run: a load or a move that failed half-way; "": it is.
@@ -86,7 +81,7 @@ class Runtime:
         self.units: list[list[Record]] = []
         self.unit_names: list[str] = []
         self.wholes: list[list[Whole]] = []
-        self._windows: list[weakref.ref[Window]] = []        # modules have them, and they have this
+        self.all_windows: list[weakref.ref[Window]] = []     # modules have them, and they have this
         self.states, self.states_chosen = "fp32", False
         self.saving: Any = None
         self.saved_files: dict[bytes, Any] = {}
@@ -98,9 +93,10 @@ class Runtime:
         self.reported: tuple[float, dict[str, int]] = (time.perf_counter(), {})
         self.leave: weakref.finalize[Any, Runtime] | None = None
         self.check_tree: Callable[[Runtime], None] = lambda rt: None
+        self.tree_changed = False
         self._read: dict[Record, Tensor] = {}                # weights read outside of windows, in this forward
         self._begun_by: weakref.ref[Any] | None = None       # the module that began the pass under way
-        self._backward_seen = self._told_unlocked = False
+        self.backward_seen = self._told_unlocked = False
         self._windows_know = False                           # of which parameters there are gradients
         # What only this has knows it by a proxy: no circle keeps a dropped model's memory.
         own = weakref.proxy(self)
@@ -141,15 +137,7 @@ class Runtime:
     @property
     def windows(self) -> list[Window]:
         """Those whose modules are still there."""
-        return [w for w in [ref() for ref in self._windows] if w is not None]
-
-    @property
-    def window_count(self) -> int:
-        """Windows it has or had."""
-        return len(self._windows)
-
-    def add_window(self, window: Window) -> None:
-        self._windows.append(weakref.ref(window))
+        return [w for w in [ref() for ref in self.all_windows] if w is not None]
 
     def stream(self) -> int:
         """Handle of the stream torch computes on now."""
@@ -162,11 +150,7 @@ class Runtime:
         self.homes.arrivals.leave()
 
     def choose_states(self, asked: str) -> None:
-        """From before there are any.
-
-        Raises:
-            MegatrainError: they are kept in another way already.
-        """
+        """From before there are any. Raises: they are kept in another way already."""
         if self.states_chosen and asked != self.states:
             raise MegatrainError(f"AdamW: states={asked!r}, and this model keeps {self.states!r} ones, as its plan or "
                                  f"another optimizer said: ask for these, or mt.unstream and mt.stream it with "
@@ -188,17 +172,17 @@ class Runtime:
 
     # ---- forwards, from the outermost streamed module on ----
 
-    @contextlib.contextmanager
-    def entered(self, who: Any, args: Any, kwargs: Any) -> Iterator[tuple[Any, Any]]:
-        """Around a container's forward; the outermost streamed forward begins a pass."""
-        takes = self.door.enter(in_backward())
-        begins = enter() and in_backward() == -1
+    def forward(self, who: Any, args: Any, kwargs: Any, run: Callable[[Any, Any], Any]) -> Any:
+        """A container's or a window's forward, which `run` goes on with; the outermost streamed one begins a pass."""
+        task = in_backward()
+        takes = self.door.enter(task)
+        outermost = enter()
+        begins = outermost and task == -1
         try:
-            if begins:
-                with hf_calls.spared(self.windows), self.keeps.memory():
-                    yield self.begin_pass(who, args, kwargs)
-            else:
-                yield args, kwargs
+            if not outermost:
+                return run(args, kwargs)
+            with self.keeps.memory(), hf_calls.spared(self.windows if begins else ()):
+                return run(*self.begin_pass(who, args, kwargs)) if begins else run(args, kwargs)
         finally:
             leave()
             if begins:
@@ -228,10 +212,13 @@ class Runtime:
         if torch.is_grad_enabled():
             self.keeps.look()
         # A part of a model called inside a pass that another module began joins that pass.
-        if self._backward_seen or self._begun_by is None or self._begun_by() in (who, None):
-            self._begun_by, self._backward_seen = weakref.ref(who), False
+        if self.backward_seen or self._begun_by is None or self._begun_by() in (who, None):
+            self._begun_by, self.backward_seen = weakref.ref(who), False
             self._start_pass(args, kwargs)
-        return (to_device(args, self.device), to_device(kwargs, self.device)) if self.is_cuda else (args, kwargs)
+        return hf_calls.mapped((args, kwargs), self._there) if self.is_cuda else (args, kwargs)
+
+    def _there(self, t: Tensor) -> Tensor:
+        return t if t.device == self.device or t.is_meta else t.to(self.device, non_blocking=True)
 
     def _start_pass(self, args: Any, kwargs: Any) -> None:
         """What the pass before has left is let go."""
@@ -249,23 +236,21 @@ class Runtime:
         self.delivery.look()
         self.core.begin(self.delivery.shards and torch.is_grad_enabled())
 
-    def backward_began(self) -> None:
-        """The next root forward begins another pass, whichever module it is of."""
-        self._backward_seen = True
-
     def notice_changes(self) -> None:
         """What the user changed on parameters: values, and requires_grad."""
-        take_back(r.param for r in self.records if r.param is not None)      # of a step that broke off
+        params = [r.param for r in self.records]
+        take_back(p for p in params if p is not None)        # of a step that broke off
         self.planes.notice_writes(self.records)
         # A pass that records nothing need not know what is trained: adapters are switched for it, and back before the
         # backward of another.
         if not self._windows_know or torch.is_grad_enabled():
-            self.follow_requires_grad()
+            self.follow_requires_grad(params)
 
-    def follow_requires_grad(self) -> None:
-        """There are gradients of the parameters that say so now."""
+    def follow_requires_grad(self, params: list[nn.Parameter | None] | None = None) -> None:
+        """There are gradients of the parameters that say so now. params: of the records."""
+        params = params or [r.param for r in self.records]
         with torch._C.DisableTorchFunctionSubclass():
-            trains = [(p := r.param) is not None and p.requires_grad for r in self.records]
+            trains = [p is not None and p.requires_grad for p in params]
         for r, on in zip(self.records, trains):
             if on != r.was_trainable:
                 r.was_trainable = on
@@ -321,11 +306,8 @@ class Runtime:
             self._read.clear()
 
     def fetch(self, record: Record, version: int) -> Tensor:
-        """`copy`, of a weight that a forward read when its unit was of this version.
-
-        Raises:
-            RuntimeError: a backward asks for it first, and the unit was updated since.
-        """
+        """`copy`, of a weight that a forward read when its unit was of this version. Raises RuntimeError: a backward
+        asks for it first, and the unit was updated since."""
         if in_backward() != -1:
             check_version(self, record.unit, version)
         return self.copy(record)
@@ -339,17 +321,4 @@ class Runtime:
             return record.host.to(self.device, copy=True)
 
 
-def to_device(value: Any, device: torch.device) -> Any:
-    """Inputs of a forward, with their tensors on the device; the same object where nothing had to move."""
-    if isinstance(value, Tensor):
-        return value if value.device == device or value.is_meta else value.to(device, non_blocking=True)
-    if isinstance(value, dict):
-        moved = {k: to_device(v, device) for k, v in value.items()}
-        if type(value) is dict and any(moved[k] is not v for k, v in value.items()):
-            return moved
-        for k, v in moved.items():
-            value[k] = v
-        return value
-    if type(value) in (list, tuple):
-        return type(value)(to_device(v, device) for v in value)
-    return value
+Door.forward = Runtime.forward.__code__

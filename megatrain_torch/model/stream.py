@@ -30,7 +30,7 @@ from ..plans.planner import Plan
 from ..plans.room import Room
 from ..store.disk import Disk
 from .choices import Limits, check_model, choose, compute_device, fitted
-from .filling import Origins, SharedOrigins, declare, empty, engine, fill
+from .filling import Origins, declare, empty, engine, fill
 from .install import install, move_buffers, remove
 from .planning import Planning
 from .registry import runtime_of
@@ -135,7 +135,7 @@ def stream_of(ranks: Ranks | None, module: nn.Module, device: str | torch.device
     rt.delivery.shards = choices.options.get("delivery") == "shards"
     if choices.itself:
         rt.planning = Planning(weakref.proxy(rt), limits, choices.plan)
-    origins = Origins() if ranks is None else SharedOrigins(ranks, module, groups)
+    origins = None if ranks is None else Origins(ranks, module, groups)
     try:
         with as_one(ranks):
             declare(rt, wanted, ring, choices)

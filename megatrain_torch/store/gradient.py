@@ -64,14 +64,14 @@ def stand(record: Record, grad: Tensor | None) -> None:
 
 def begin(record: Record) -> bool:
     """For a hand-over that sets plane GRAD: `.grad` is late from now on, if there is none and the plane nobody's."""
+    param = record.param
     with torch._C.DisableTorchFunctionSubclass():
-        if record.param.grad is not None or kept(record):
+        if param.grad is not None or (record.shown is not None and kept(record)):
             return False
         if record.late is None:
             record.late = LateGrad(record)
-        record.param.grad = record.late
-    record.written = record.summed = False
-    record.seen = None
+        param.grad = record.late
+    record.written, record.summed, record.seen = False, False, None
     return True
 
 

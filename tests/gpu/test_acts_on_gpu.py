@@ -24,7 +24,7 @@ import megatrain_torch as mt
 from megatrain_torch import ops
 from megatrain_torch.base.modes import HOST, read
 from megatrain_torch.base.packed import Packed
-from megatrain_torch.fused.templates import attention, mlp
+from megatrain_torch.fused.templates import attention, decoder
 from megatrain_torch.fused.templates.attention import Attention
 from megatrain_torch.graph.hf_calls import Sight
 from megatrain_torch.model.stream import runtime_of
@@ -271,7 +271,7 @@ def test_a_layer_in_tiles_is_within_noise(monkeypatch: pytest.MonkeyPatch) -> No
     batch = {"input_ids": torch.randint(0, 50, (4, 192), generator=torch.Generator().manual_seed(0))}
     batch["labels"] = batch["input_ids"]
     loss, grads = gradients(streamed(larger("qwen3"), "selective"), batch)
-    monkeypatch.setattr(mlp, "TILE_BYTES", 0)
+    monkeypatch.setattr(decoder, "TILE_BYTES", 0)
     found, others = gradients(streamed(larger("qwen3"), "selective"), batch)
     assert fusing.error(loss, found) < fusing.ROUNDED_LOSS
     fusing.grads_agree(grads, others, fusing.ROUNDED_ONCE)

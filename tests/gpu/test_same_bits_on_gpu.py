@@ -101,7 +101,7 @@ def test_products_and_the_head_repeat_themselves() -> None:
 STEPS = """
 import sys; sys.path[:0] = {path!r}
 import torch, fusing, zoo, test_fused_on_gpu as fused, megatrain_torch as mt
-from megatrain_torch.fused.templates.mlp import GatedMLP
+from megatrain_torch.fused.templates.decoder import GatedMLP
 GatedMLP.tile = lambda self, item: 256
 torch.utils.deterministic.fill_uninitialized_memory = False
 torch.use_deterministic_algorithms(True)

@@ -34,24 +34,6 @@ LOOPS = {
 }
 
 
-@functools.cache
-def text_of(code: types.CodeType) -> str:
-    """A function's text without comments, annotations, decorators and documentation; "" where there is none."""
-    try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(code)))
-    except (OSError, TypeError, SyntaxError):
-        return ""
-    found = tree.body[0]
-    if not isinstance(found, ast.FunctionDef):
-        return ""
-    found.returns, found.decorator_list = None, []
-    for a in found.args.args + found.args.kwonlyargs:
-        a.annotation = None
-    if ast.get_docstring(found) is not None:
-        found.body = found.body[1:]
-    return ast.unparse(found)
-
-
 def loop_of(module: nn.Module) -> Any:
     """The loop over a module's experts; transformers puts a function around it that chooses between ways to run it."""
     kind = type(module)
@@ -67,11 +49,8 @@ def _librarys(function: Any) -> bool:
 
 
 def known_loop(module: nn.Module) -> tuple[Any, ...]:
-    """By what a module of experts gates, and all that says so: as long as that is the same, so is the loop.
-
-    Raises:
-        Refused: its forward is none of LOOPS, nor one of transformers' own ways to do the same.
-    """
+    """By what a module of experts gates, and all that says so: as long as that is the same, so is the loop. Refused:
+    its forward is none of LOOPS, nor one of transformers' own ways to do the same."""
     kind, name = type(module), type(module).__name__
     own = loop_of(module)
     if "forward" in vars(module):
@@ -97,33 +76,41 @@ def known_loop(module: nn.Module) -> tuple[Any, ...]:
 @functools.cache
 def _known(code: types.CodeType) -> tuple[str, tuple[str, ...]]:
     """By what a loop gates, "" if it is none of them; and the globals that it names."""
-    words = {i.argval for i in dis.get_instructions(code) if i.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
-    return LOOPS.get(hashlib.sha256(text_of(code).encode()).hexdigest()[:16], ""), tuple(words)
+    words = tuple({i.argval for i in dis.get_instructions(code) if i.opname in ("LOAD_GLOBAL", "LOAD_NAME")})
+    try:
+        found = ast.parse(textwrap.dedent(inspect.getsource(code))).body[0]
+    except (OSError, TypeError, SyntaxError):
+        return "", words
+    if not isinstance(found, ast.FunctionDef):
+        return "", words
+    found.returns, found.decorator_list = None, []
+    for a in found.args.args + found.args.kwonlyargs:
+        a.annotation = None
+    if ast.get_docstring(found) is not None:
+        found.body = found.body[1:]
+    return LOOPS.get(hashlib.sha256(ast.unparse(found).encode()).hexdigest()[:16], ""), words
 
 
 # ---- while dynamo looks ----------------------------------------------------------------------------
 
+def _expert_rows(hidden: Tensor, chosen: Tensor, own: Sequence[Tensor], width: int) -> Tensor:
+    return hidden.new_empty(hidden.shape[0], width)
+
+
+def _experts_down(gated: Tensor, hidden: Tensor, chosen: Tensor, weights: Tensor, own: Sequence[Tensor]) -> Tensor:
+    return torch.empty_like(hidden)
+
+
 @functools.cache
-def rows() -> Any:
-    """What the first products give, as one function: [T, width] stands for a row of each choice."""
-    def expert_rows(hidden: Tensor, chosen: Tensor, own: Sequence[Tensor], width: int) -> Tensor:
-        return hidden.new_empty(hidden.shape[0], width)
-
-    return _op(expert_rows)
-
-
-@functools.cache
-def down() -> Any:
-    """The second products of gated rows, weighted and summed."""
-    def experts_down(gated: Tensor, hidden: Tensor, chosen: Tensor, weights: Tensor, own: Sequence[Tensor]) -> Tensor:
-        return torch.empty_like(hidden)
-
-    return _op(experts_down)
-
-
-def _op(function: Any) -> Any:
-    torch.library.custom_op(f"megatrain_torch::{function.__name__}", function, mutates_args=()).register_fake(function)
-    return getattr(torch.ops.megatrain_torch, function.__name__).default
+def opaque_ops() -> tuple[Any, Any]:
+    """What the first products give, [T, width] for a row of each choice; and the second products of gated rows,
+    weighted and summed."""
+    found = []
+    for function in (_expert_rows, _experts_down):
+        name = function.__name__.removeprefix("_")
+        torch.library.custom_op(f"megatrain_torch::{name}", function, mutates_args=()).register_fake(function)
+        found.append(getattr(torch.ops.megatrain_torch, name).default)
+    return found[0], found[1]
 
 
 def expert_rows(values: Values, hidden: Tensor, chosen: Tensor, own: Sequence[Tensor], width: int) -> Tensor:
@@ -139,7 +126,7 @@ def experts_down(values: Values, gated: Tensor, hidden: Tensor, chosen: Tensor, 
 def opaque_loop(module: nn.Module, width: int, own: Sequence[Tensor]) -> Iterator[Any]:
     """Inside, that is the forward of a module of experts, and is given. width: of gate and up. own: its weights, in the
     order of their names."""
-    first, last, gated = rows(), down(), known_loop(module)[0]
+    (first, last), gated = opaque_ops(), known_loop(module)[0]
 
     def forward(hidden_states: Tensor, index: Any = None, weights: Any = None, **named: Any) -> Tensor:
         index = named.get("top_k_index", named.get("router_indices", index))

@@ -9,9 +9,6 @@ Letters: B rows, S tokens of each, H hidden, D head size, hq and hk heads, T = B
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import partial
-from itertools import product
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,8 +16,6 @@ from torch.nn import functional as F
 
 from ... import ops
 from .values import repeated
-
-Routed = tuple[Tensor, Tensor, Tensor]
 
 # ---- norms: (x [..., n], weight [n], eps) -> [..., n] ------------------------------------------------
 
@@ -163,80 +158,21 @@ def with_sinks_behind(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scal
 
 SINKS = with_sinks, with_sinks_behind
 
-# ---- routers: (b [T, H], weight [E, H], bias [E] or None, correction [E] or None) ---------------------
-#      -> logits [T, E], weights [T, k], chosen [T, k] int64
+# ---- routers: (b [T, H], weight [E, H], bias [E] or None) -> [T, E]; (choice [T, E], ...) -> as choice --
 
-def _linear(b: Tensor, weight: Tensor, bias: Tensor | None, wide: bool, cast: bool) -> Tensor:
+def router_logits(b: Tensor, weight: Tensor, bias: Tensor | None, wide: bool, cast: bool) -> Tensor:
     if wide:
         b, weight, bias = b.float(), weight.float(), None if bias is None else bias.float()
     return F.linear(b.to(weight.dtype) if cast else b, weight, bias)
 
 
-def _divided(w: Tensor, least: float) -> Tensor:
-    total = w.sum(dim=-1, keepdim=True)
-    return w / (total + least if least else total)
-
-
-def soft_router(k: int, wide: bool, normalised: bool, rounds: bool, factor: float, spelling: int, b: Tensor,
-                weight: Tensor, bias: Tensor | None, correction: Tensor | None) -> Routed:
-    """Softmax over all experts, then the largest k. spelling: how the softmax comes to fp32."""
-    logits = _linear(b, weight, bias, wide, False)
-    p = F.softmax(logits.float(), dim=-1) if spelling == 0 else F.softmax(logits, dim=-1, dtype=torch.float)
-    w, chosen = torch.topk(p, k, dim=-1)
-    w = (_divided(w, 0.0) if normalised else w) * factor
-    return logits, w.to(b.dtype) if rounds else w, chosen
-
-
-def chosen_router(k: int, wide: bool, rounds: bool, factor: float, spelling: int, b: Tensor, weight: Tensor,
-                  bias: Tensor | None, correction: Tensor | None) -> Routed:
-    """The largest k logits, then a softmax over them. spelling: they come to fp32 never, in the softmax, or before."""
-    logits = _linear(b, weight, bias, wide, False)
-    logits = logits.float() if spelling == 2 else logits
-    top, chosen = torch.topk(logits, k, dim=-1)
-    w = F.softmax(top, dim=-1, dtype=torch.float if spelling == 1 else top.dtype) * factor
-    return logits, w.to(b.dtype) if rounds else w, chosen
-
-
-def sigmoid_router(k: int, experts: int, wide: bool, normalised: bool, rounds: bool, factor: float, least: float,
-                   groups: tuple[int, int], cast: bool, b: Tensor, weight: Tensor, bias: Tensor | None,
-                   correction: Tensor | None) -> Routed:
-    """Sigmoids; the largest k of score + correction. groups: so many groups of experts, and from how many of them they
-    are chosen; (0, 0): there are none."""
-    logits = _linear(b, weight, bias, wide, cast)
-    scores = logits.float().sigmoid()
-    choice = scores if correction is None else scores + correction
-    if groups[0]:
-        choice = _of_groups(choice, experts, *groups)
-    chosen = torch.topk(choice, k, dim=-1, sorted=False)[1]
-    w = scores.gather(1, chosen)
-    w = (_divided(w, least) if normalised else w) * factor
-    return logits, w.to(b.dtype) if rounds else w, chosen
-
-
-def _of_groups(choice: Tensor, experts: int, groups: int, best: int) -> Tensor:
+def of_groups(choice: Tensor, experts: int, groups: int, best: int) -> Tensor:
     """A mask that hides experts of all but the best groups: nothing, where there is one group."""
     of_group = choice.view(-1, groups, experts // groups).topk(2, dim=-1)[0].sum(dim=-1)
     mask = torch.zeros_like(of_group)
     mask.scatter_(1, torch.topk(of_group, k=best, dim=-1, sorted=False)[1], 1)
     mask = mask.unsqueeze(-1).expand(-1, groups, experts // groups).reshape(-1, experts)
     return choice.masked_fill(~mask.bool(), float("-inf"))
-
-
-def routers(k: int, experts: int, sigmoid: bool, normalised: bool, wide: bool, factors: list[float],
-            groups: tuple[int, int]) -> Iterator[tuple[tuple[float, float], Callable[..., Any]]]:
-    """((factor, least), form) of all forms of these properties. least: what the sum that divides has added. groups: as
-    moe.Router has them."""
-    for factor, rounds in product(factors, (True, False)):       # what is rounded is there before it is, too
-        if sigmoid:
-            for least, grouped, cast in product((1e-20, 0.0, 1e-6, 1e-12) if normalised else (0.0,),
-                                                (groups, (0, 0)) if groups[0] == 1 else (groups,), (False, True)):
-                yield (factor, least), partial(sigmoid_router, k, experts, wide, normalised, rounds, factor, least,
-                                               grouped, cast)
-            continue
-        for spelling in range(2):
-            yield (factor, 0.0), partial(soft_router, k, wide, normalised, rounds, factor, spelling)
-        for spelling in range(3) if normalised else ():
-            yield (factor, 0.0), partial(chosen_router, k, wide, rounds, factor, spelling)
 
 
 # ---- gates of experts: z [R, 2 I] -> [R, I] ------------------------------------------------------------

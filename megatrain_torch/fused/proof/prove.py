@@ -17,19 +17,20 @@ from typing import Any
 
 import sympy
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ... import ops
 from ...graph.reader import Graph, cached
 from ..templates import Template
-from ..templates.attention_half import KINDS, LatentAttention, Rotary
+from ..templates.attention_half import Rotary
 from ..templates.decoder import Decoder
 from ..templates.linears import Linears
+from ..templates.moe import Facts
 from ..templates.parts import Norm, roles_of
 from ..templates.single import Embedding, LoneNorm
 from . import forms
-from .experts import down, expert_rows, experts_down, rows
+from .experts import expert_rows, experts_down, opaque_ops
 from .values import Functions, Refused, Values, operands
 
 TELLER = logging.getLogger("torch._subclasses.fake_tensor")
@@ -182,8 +183,8 @@ class _Run(torch.fx.Interpreter):
         super().__init__(session.graph.module, garbage_collect_values=False)
         self.session = session
         values = session.values
-        self.opaque = {cached(): self._cached, rows(): partial(expert_rows, values),
-                       down(): partial(experts_down, values)}
+        first, last = opaque_ops()
+        self.opaque = {cached(): self._cached, first: partial(expert_rows, values), last: partial(experts_down, values)}
 
     def placeholder(self, target: str, args: Any, kwargs: Any) -> Any:
         graph = self.session.graph
@@ -205,17 +206,10 @@ class _Run(torch.fx.Interpreter):
         return keys, values
 
 
-def prove(graph: Graph | None, template: Template, weights: dict[str, Tensor], x: Tensor, kwargs: dict[str, Any],
-          buffers: dict[str, Tensor], numbers: Sequence[float]) -> tuple[Any, ...]:
-    """The settings of the template by which it is what the graph computes.
-
-    Args:
-        weights: by name, as the module read them. x, kwargs: what it was called with. buffers: by name.
-        numbers: that the module's attributes are; a router's factor is one of them.
-
-    Raises:
-        Refused: it is not proved; the text says what is to blame.
-    """
+def prove(graph: Graph | None, template: Template, module: nn.Module, weights: dict[str, Tensor], x: Tensor,
+          kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    """The settings of the template by which it is what the graph computes; Refused where that is not proved. weights:
+    by name, as the module read them. x, kwargs: what it was called with."""
     for name in ("linear", "scaled_dot_product_attention", "silu", "gelu", "softmax", "rms_norm", "embedding"):
         function = getattr(F, name)          # that forms are written with: else both sides would be wrong
         if isinstance(function, types.FunctionType) and function.__globals__ is not vars(F):
@@ -223,6 +217,7 @@ def prove(graph: Graph | None, template: Template, weights: dict[str, Tensor], x
     if graph is None:
         raise Refused("it gives something else than one tensor that it made")
     template = template.set_as(template.settings)        # what is found is put into one of its own
+    buffers = dict(module.named_buffers())
     named = {id(t): (n, t) for n, t in weights.items()} | {id(t): (f"buffer {n}", t) for n, t in buffers.items()}
     for name, value in kwargs.items():
         for i, t in enumerate(value if isinstance(value, tuple | list) else (value,)):
@@ -241,7 +236,7 @@ def prove(graph: Graph | None, template: Template, weights: dict[str, Tensor], x
         leaves = [a for t in (x, *weights.values()) if (a := session.atom(t)).requires_grad]
         right = session.numbers(theirs, leaves)
         session.known, session.values.made = len(session.values.keys), set()
-        ours = session.numbers(lambda: _meaning(session, template, weights, x, kwargs, buffers, numbers), leaves)
+        ours = session.numbers(lambda: _meaning(session, template, module, weights, x, kwargs), leaves)
         if ours != right:
             raise Refused(session.difference(ours, right))
     except Refused:
@@ -254,8 +249,8 @@ def prove(graph: Graph | None, template: Template, weights: dict[str, Tensor], x
     return template.settings
 
 
-def _meaning(session: Session, template: Any, weights: dict[str, Tensor], x: Tensor, kwargs: dict[str, Any],
-             buffers: dict[str, Tensor], numbers: Sequence[float]) -> Tensor:
+def _meaning(session: Session, template: Any, module: nn.Module, weights: dict[str, Tensor], x: Tensor,
+             kwargs: dict[str, Any]) -> Tensor:
     w = {n: session.atom(t) for n, t in weights.items()}
     if isinstance(template, Embedding):
         return F.embedding(session.atom(x), w["weight"], template.padding)
@@ -264,7 +259,7 @@ def _meaning(session: Session, template: Any, weights: dict[str, Tensor], x: Ten
         norm.style, y = session.choose(norm.weight, (
             (style, lambda form=form: form(session.atom(x), w["weight"], norm.eps)) for style, form in forms.NORMS))
         return y
-    return LayerProof(session, template, w, kwargs, buffers, numbers).whole(session.atom(x))
+    return LayerProof(session, template, module, w, kwargs).whole(session.atom(x))
 
 
 # ---- a decoder layer -------------------------------------------------------------------------------
@@ -273,10 +268,9 @@ class LayerProof:
     """The meaning of one layer, in the forms that the module's own code has: of several, the first whose expression is
     among its own. What is found so is told to the template; that the whole is equal is another's to compare."""
 
-    def __init__(self, session: Session, template: Decoder, weights: dict[str, Tensor], kwargs: dict[str, Any],
-                 buffers: dict[str, Tensor], numbers: Sequence[float]) -> None:
-        """numbers: those of the module's attributes."""
-        self.session, self.w, self.numbers = session, weights, numbers
+    def __init__(self, session: Session, template: Decoder, module: nn.Module, weights: dict[str, Tensor],
+                 kwargs: dict[str, Any]) -> None:
+        self.session, self.w = session, weights
         self.a, self.mlp = template.attention, template.mlp
         roles = roles_of(kwargs)
         angles, mask, self.cache = map(kwargs.get, map(roles.get, ("angles", "mask", "cache")))
@@ -284,10 +278,15 @@ class LayerProof:
         turns = angles is not None and all(map(session.reads, angles))
         self.cos, self.sin = map(session.atom, angles) if turns else (None, None)
         self.mask = None if mask is None else session.atom(mask)
-        self.correction = None
-        if template.routes and self.mlp.router.correction:
-            self.correction = session.atom(buffers[self.mlp.router.correction])
-        self._style: Any = None              # a norm had it: the next has it too, mostly
+        self.correction = self._style = None     # _style: a norm had it: the next has it too, mostly
+        if template.routes:
+            router = module.get_submodule(self.mlp.router.name)
+            if self.mlp.router.correction:
+                self.correction = session.atom(module.get_buffer(self.mlp.router.correction))
+            # Numbers that its weights may be multiplied with.
+            own, config = vars(router).values(), vars(getattr(router, "config", router)).values()
+            numbers = [v for v in own if type(v) in (int, float)] + [v for v in config if type(v) is float]
+            self.factors = [*dict.fromkeys(float(v) for v in numbers if v not in (0, 1)), 1.0]
 
     def whole(self, x: Tensor) -> Tensor:
         """y [B, S, H]."""
@@ -326,11 +325,9 @@ class LayerProof:
         return list(whole.chunk(2, dim=-1)) if len(parts) == 2 else [
             whole[..., end - n:end] for n, end in zip(parts, ends)]
 
-    # ---- attention ----
-
     def _attention(self, x: Tensor) -> Tensor:
         a, mask = self.a, self.mask
-        q, k, v = (self._latent_heads if isinstance(a, LatentAttention) else self._own_heads)(x)
+        q, k, v = (self._latent_heads if a.latent else self._own_heads)(x)
         if a.kind == "sdpa":
             out = forms.sdpa(q, k, v, mask, a.scale, a.causal and mask is None)
         elif a.sinks:
@@ -356,9 +353,10 @@ class LayerProof:
         if a.rotary is None or self.cos is None:
             a.rotary = None
             return heads
-        kind, found = self.session.choose("its rotary embedding", (
-            (kind, lambda form=form: tuple(form(t, self.cos, self.sin) for t in heads))
-            for kind, form in forms.ROTARIES if Rotary(*kind) in KINDS[a.turns[0]]))
+        kinds = [one for one in forms.ROTARIES if Rotary(*one[0]).parted == a.parted]
+        (kind, form), first = self.session.choose("its rotary embedding", (
+            (one, lambda form=one[1]: form(heads[0], self.cos, self.sin)) for one in kinds))
+        found = first, *(form(t, self.cos, self.sin) for t in heads[1:])
         a.rotary = Rotary(*kind)
         return found
 
@@ -369,8 +367,8 @@ class LayerProof:
         if a.q_up is not None:
             q = self._linear(a.q_up, self._normed(a.q_norm, q))
         q = q.view(b, s, -1, a.head).transpose(1, 2)
-        low, shared = low.split((a.latent, a.turned), -1)
-        low = self._normed(a.kv_norm, low).view(b, 1, s, a.latent)
+        low, shared = low.split((a.low, a.turned), -1)
+        low = self._normed(a.kv_norm, low).view(b, 1, s, a.low)
         turned, shared = self._turned(q[..., a.plain:], shared.view(b, 1, s, a.turned))
         if self.cache is not None:
             self.session.gather(low, shared)
@@ -391,13 +389,11 @@ class LayerProof:
         except Refused:
             return self._normed(norm, t.view(shape).transpose(1, 2))
 
-    # ---- MLPs ----
-
     def _dense(self, b: Tensor, mlp: Any) -> Tensor:
         """A gated MLP, or a shared expert."""
         gate, up = self._each(mlp.gu, b, (mlp.down.inputs,) * 2)
-        activated = self.session.choose("its activation", (
-            (None, lambda form=form: form(gate)) for c, form in forms.ACTIVATIONS if c == mlp.act))[1]
+        mlp.act, activated = self.session.choose("its activation", (
+            (code, lambda form=form: form(gate)) for code, form in forms.ACTIVATIONS))
         return self._linear(mlp.down, activated * up)
 
     def _sparse(self, b: Tensor) -> Tensor:
@@ -421,25 +417,53 @@ class LayerProof:
             for flat, wide in ((True, False), (False, False), (True, True))))[1]
 
     def _routed(self, b: Tensor) -> tuple[Tensor, Tensor]:
-        """weights, chosen [T, k]. Where every expert is chosen, trying it does not tell whether weights are
-        normalised."""
-        r = self.mlp.router
+        """weights, chosen [T, k]. Step by step, what is more first: what is normalised, scaled or rounded is there
+        before it is, too."""
+        r, choose = self.mlp.router, partial(self.session.choose, "its router")
         weight, bias = self.w[r.weight], self.w[r.bias] if r.bias else None
-        near = [v for v in (1.0, *self.numbers) if abs(v - r.factor) <= 1e-5 * abs(v)]
-        candidates = (((normalised, *numbers), form) for normalised in (r.normalised, not r.normalised)
-                      for numbers, form in forms.routers(r.top_k, r.experts, r.sigmoid, normalised, r.wide,
-                                                         near or [r.factor], (r.groups, r.best)))
-        (r.normalised, r.factor, r.least), (weights, chosen) = self.session.choose("its router", (
-            (numbers, lambda form=form: form(b, weight, bias, self.correction)[1:]) for numbers, form in candidates))
-        return weights, chosen
+        (wide, _), logits = choose(((wide, cast), lambda wide=wide, cast=cast: forms.router_logits(
+            b, weight, bias, wide, cast)) for wide in (False, True) for cast in (False, True))
+        kind, found = choose((
+            ("sigmoid", lambda: logits.float().sigmoid()),
+            ("softmax", lambda: F.softmax(logits.float(), dim=-1)),
+            ("softmax", lambda: F.softmax(logits, dim=-1, dtype=torch.float)),
+            ("of the largest", lambda: torch.topk(logits, r.top_k, dim=-1)),
+            ("of the largest", lambda: torch.topk(logits.float(), r.top_k, dim=-1))))
+        if kind == "softmax":
+            w, chosen = torch.topk(found, r.top_k, dim=-1)
+        elif kind == "sigmoid":
+            w, chosen = self._scored(found)
+        else:
+            top, chosen = found
+            w = choose((n, lambda n=n: F.softmax(top, dim=-1, dtype=n)) for n in (torch.float, top.dtype))[1]
+        total = w.sum(dim=-1, keepdim=True)
+        (normalised, least), w = choose((
+            *(((True, n), lambda n=n: w / (total + n if n else total))
+              for n in ((0.0, 1e-20, 1e-6, 1e-12) if kind == "sigmoid" else (0.0,))),
+            ((kind == "of the largest", 0.0), lambda: w)))
+        factor, w = choose((n, lambda n=n: w * n) for n in self.factors)
+        rounds, w = choose(((True, lambda: w.to(b.dtype)), (False, lambda: w)))
+        r.facts = Facts(kind == "sigmoid", normalised, wide, rounds, factor, least)
+        return w, chosen
+
+    def _scored(self, scores: Tensor) -> tuple[Tensor, Tensor]:
+        """Of the largest scores, corrected, in the best groups of experts. A single group may be masked, or not."""
+        r = self.mlp.router
+        choice = scores if self.correction is None else scores + self.correction
+        _, chosen = self.session.choose("its router's choice", (
+            (masked, lambda masked=masked: torch.topk(
+                forms.of_groups(choice, r.experts, r.groups, r.best) if masked else choice, r.top_k, dim=-1,
+                sorted=False)[1]) for masked in ((True, False) if r.groups == 1 else (True,))))
+        return scores.gather(1, chosen), chosen
 
     def _experts(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         """All experts' products are functions without an inside, of the layer's type: known_loop says what they are.
         The gate between is as any part."""
         e, own = self.mlp.experts, [self.w[n] for n in sorted(self.mlp.experts.names)]
         z = expert_rows(self.session.values, hidden, chosen, own, 2 * e.inter)
-        gates = [forms.clamped_gate] if e.act == ops.CLAMPED else [
-            partial(forms.gate, act) for code, act in forms.ACTIVATIONS if code == e.act]
-        gated = self.session.choose("the gate of its experts", (
-            (None, lambda form=form: form(z, e.interleaved)) for form in gates))[1]
+        gates = [*((code, partial(forms.gate, act)) for code, act in forms.ACTIVATIONS),
+                 (ops.CLAMPED, forms.clamped_gate)]
+        (e.act, e.interleaved), gated = self.session.choose("the gate of its experts", (
+            ((code, pairs), lambda form=form, pairs=pairs: form(z, pairs))
+            for code, form in gates for pairs in (False, True)))
         return experts_down(self.session.values, gated, hidden, chosen, weights, own)

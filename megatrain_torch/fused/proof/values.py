@@ -71,8 +71,6 @@ class Values(TorchDispatchMode):
         self._outlive: set[int] = set()                        # storages of atoms
         self.symbols: dict[str, str] = {}                      # by size in a run, what stands for it
 
-    # ---- the table ----
-
     def number(self, key: Key | int, shape: Shape) -> int:
         """Of an expression; or what an operand is, which it is equal to."""
         if type(key) is int:
@@ -121,8 +119,6 @@ class Values(TorchDispatchMode):
         name, *rest = self.keys[number]
         return rest[0] if name == "atom" else f"{name}({', '.join(filter(None, map(part_told, rest)))})"
 
-    # ---- operations ----
-
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func._schema.is_mutable:
@@ -132,9 +128,8 @@ class Values(TorchDispatchMode):
             self._name(out, RULES.get(func.overloadpacket, Values._plain)(self, func, args, kwargs, out))
             return out
         parts = [t for t in tree_iter(out) if isinstance(t, Tensor)]
-        cut = {aten.split: self._split, aten.split_with_sizes: self._split, aten.unbind: self._unbind}
-        if func.overloadpacket in cut:
-            keys = cut[func.overloadpacket](args, kwargs, parts)
+        if func.overloadpacket in (aten.split, aten.split_with_sizes, aten.unbind):
+            keys = self._split(func, args, kwargs, parts)
         else:
             keys = (("part", i, self._plain(func, args, kwargs, t)) for i, t in enumerate(parts))
         for t, key in zip(parts, keys):
@@ -164,8 +159,6 @@ class Values(TorchDispatchMode):
         rest = tuple((k, self._operand(v)) for k, v in sorted(kwargs.items()) if isinstance(v, Tensor) or
                      k not in ("device", "layout", "pin_memory", "memory_format", "generator"))
         return name, *map(self._operand, args), rest, str(out.dtype), _shape(out)
-
-    # ---- writes ----
 
     def _write(self, func: Any, args: Any, kwargs: Any) -> Any:
         """A write in place is its function's expression, and the target's number from then on."""
@@ -228,9 +221,6 @@ class Values(TorchDispatchMode):
         return "#", self.number(key, _shape(out))
 
     # ---- the normal form: copies and views ----
-
-    def _same(self, func: Any, args: Any, kwargs: Any, out: Tensor) -> int:
-        return self.of(args[0])
 
     def _cast(self, func: Any, args: Any, kwargs: Any, out: Tensor) -> Key | int:
         number = self.of(args[0])
@@ -300,9 +290,6 @@ class Values(TorchDispatchMode):
         at = _columns(out, args[0])
         return self._plain(func, args, kwargs, out) if at is None else self._slice_of(args[0], out.dim() - 1, *at, 1)
 
-    def _slice(self, func: Any, args: Any, kwargs: Any, out: Tensor) -> Key | int:
-        return self._slice_of(*args, *(0, None, None, 1)[len(args) - 1:])
-
     def _slice_backward(self, func: Any, args: Any, kwargs: Any, out: Tensor) -> Key | int:
         grad, _, dim, start, end, step = args
         if _shape(grad) == _shape(out) and step == 1:
@@ -320,17 +307,16 @@ class Values(TorchDispatchMode):
         shape[dim % t.dim()] = "1"
         return self._viewed(self.number(self._slice_of(t, dim, index, index + 1, 1), tuple(shape)), _shape(out))
 
-    def _split(self, args: Any, kwargs: Any, parts: list[Tensor]) -> Iterator[Key | int]:
-        dim, begin = args[2] if len(args) > 2 else kwargs.get("dim", 0), 0
-        for part in parts:
+    def _split(self, func: Any, args: Any, kwargs: Any, parts: list[Tensor]) -> Iterator[Key | int]:
+        at = 1 if func.overloadpacket is aten.unbind else 2
+        dim, begin = args[at] if len(args) > at else kwargs.get("dim", 0), 0
+        for i, part in enumerate(parts):
+            if at == 1:
+                yield self._select(None, (args[0], dim, i), {}, part)
+                continue
             end: Any = begin + part.shape[dim]
             yield self._slice_of(args[0], dim, begin, end, 1)
             begin = end
-
-    def _unbind(self, args: Any, kwargs: Any, parts: list[Tensor]) -> Iterator[Key | int]:
-        dim = args[1] if len(args) > 1 else kwargs.get("dim", 0)
-        for i, part in enumerate(parts):
-            yield self._select(None, (args[0], dim, i), {}, part)
 
     # ---- sums and products ----
 
@@ -378,9 +364,6 @@ class Values(TorchDispatchMode):
             return self._sum(args[1], args[0], -alpha, out)
         return self._sum(args[0], args[1], -alpha if func.overloadpacket in (aten.sub, aten.sub_) else alpha, out)
 
-    def _negated(self, func: Any, args: Any, kwargs: Any, out: Tensor) -> Key:
-        return _joined("*", [*self._flat("*", args[0]), _constant(-1.0)], out)
-
     def _quotient(self, func: Any, args: Any, kwargs: Any, out: Tensor) -> Key:
         a, b = args
         if len(args) == 2 and not kwargs and not isinstance(b, Tensor | torch.SymInt | torch.SymFloat) and b != 0:
@@ -419,13 +402,15 @@ def _joined(kind: str, parts: list[Any], out: Tensor) -> Key:
 _V = Values
 RULES: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys((aten.alias, aten.detach, aten.clone, aten.contiguous, aten.lift_fresh, aten.lift_fresh_copy),
-                    _V._same),
+                    lambda v, func, args, kwargs, out: v.of(args[0])),
     **dict.fromkeys((aten._to_copy, aten.to), _V._cast),
     **dict.fromkeys((aten.view, aten._unsafe_view, aten.reshape, aten._reshape_alias, aten.squeeze, aten.unsqueeze,
                      aten.flatten), _V._view),
     aten.permute: _V._permute, aten.t: _V._transpose, aten.transpose: _V._transpose, aten.expand: _V._expand,
-    aten.slice: _V._slice, aten.slice_backward: _V._slice_backward, aten.as_strided: _V._strided,
-    aten.select: _V._select, aten.mul: _V._product, aten.neg: _V._negated, aten.div: _V._quotient,
+    aten.slice: lambda v, func, args, kwargs, out: v._slice_of(*args, *(0, None, None, 1)[len(args) - 1:]),
+    aten.slice_backward: _V._slice_backward, aten.as_strided: _V._strided,
+    aten.select: _V._select, aten.mul: _V._product, aten.div: _V._quotient,
+    aten.neg: lambda v, func, args, kwargs, out: _joined("*", [*v._flat("*", args[0]), _constant(-1.0)], out),
     aten.cat: _V._cat, aten._softmax: _V._softmax, aten._softmax_backward_data: _V._softmax,
     aten.add: _V._added, aten.sub: _V._added, aten.rsub: _V._added,
 }

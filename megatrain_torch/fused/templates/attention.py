@@ -88,16 +88,20 @@ class Attention:
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> tuple[Tensor, Any]:
         """Output [B, S, hq, D], and what backward wants besides: opaque, small. sinks: [hq]."""
-        if self.packed is not None or self.window:
-            return self._sighted_forward(q, k, v, sinks)
-        cudnn = self._cudnn(q.transpose(1, 2), sinks)
-        if not cudnn and self._unmasked(q, sinks):
+        if self._flash(q):
+            return (self if self.packed else self._by_lengths(q))._by_flash(q, k, v, sinks)
+        cudnn = self._cudnn(q, sinks)
+        if self._wants_mask(q, sinks, cudnn):
             return self._masked(q, sinks).forward(q, k, v, sinks)
+        if self.packed is not None:              # one by one
+            one = dataclasses.replace(self, packed=None)
+            found = [one.forward(*part, sinks) for part in zip(*(t.split(self.packed.lengths, 1) for t in (q, k, v)))]
+            return torch.cat([out for out, _ in found], 1), tuple([kept for _, kept in found])
         if cudnn and self._long(q, k, sinks):
             return self._forward_by_rows(q, k, v, sinks)
         if cudnn and _share(q) > 1:
             return self._forward_in_parts(q, k, v, sinks)
-        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        q, k, v = _turned(q, k, v)
         if cudnn:
             bias, blind = self._seen(q)
             out, lse, *rest = self._kernel(q, k, _near(v), bias)
@@ -114,14 +118,20 @@ class Attention:
     def backward(self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, kept: Any,
                  sinks: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """dq, dk, dv: [B, S, h, D], strided; dsinks [hq]."""
-        if self.packed is not None or self.window:
-            return self._sighted_backward(dout, q, k, v, out, kept, sinks)
-        cudnn = self._cudnn(q.transpose(1, 2), sinks)
-        if not cudnn and self._unmasked(q, sinks):
+        if self._flash(q):
+            return (self if self.packed else self._by_lengths(q))._flash_grads(dout, q, k, v, out, kept, sinks)
+        cudnn = self._cudnn(q, sinks)
+        if self._wants_mask(q, sinks, cudnn):
             return self._masked(q, sinks).backward(dout, q, k, v, out, kept, sinks)
+        if self.packed is not None:
+            one = dataclasses.replace(self, packed=None)
+            parts = zip(*(t.split(self.packed.lengths, 1) for t in (dout, q, k, v, out)))        # [1, n, h, D] of each
+            each = [one.backward(*part, of, sinks) for part, of in zip(parts, kept)]
+            dq, dk, dv = (torch.cat(parts, 1) for parts in list(zip(*each))[:3])
+            return dq, dk, dv, None if sinks is None else torch.stack([d for *_, d in each]).sum(0)
         if cudnn and _share(q) > 1:
             return self._backward_in_parts(dout, q, k, v, out, kept, sinks)
-        dout, q, k, v, out = [t.transpose(1, 2) for t in (dout, q, k, v, out)]
+        dout, q, k, v, out = _turned(dout, q, k, v, out)
         dsinks = found = None
         if kept is not None:
             if sinks is not None:
@@ -130,8 +140,7 @@ class Attention:
                 self._cudnn_grads(dout, q, k, v, out, *kept)
         if found is None:
             *found, dsinks = self._grads_by_torch(dout, q, k, v, sinks, kept is None)
-        dq, dk, dv = found
-        return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2), dsinks
+        return *_turned(*found), dsinks
 
     # ---- a long row: some queries at a time ----
 
@@ -146,8 +155,7 @@ class Attention:
         k, v = _near(k), _near(v)
 
         def kernel(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
-            near = (t.transpose(1, 2) for t in (_near(q), k, v))
-            out, lse, *rest[:] = dataclasses.replace(self, causal=causal)._kernel(*near, None)
+            out, lse, *rest[:] = dataclasses.replace(self, causal=causal)._kernel(*_turned(_near(q), k, v), None)
             return out, lse
 
         out, lse = by_rows(kernel, q, k, v, ROWS)
@@ -158,22 +166,22 @@ class Attention:
     def single_long_row(self, q: Tensor, k: Tensor, sinks: Tensor | None) -> bool:
         """Can gradients be had some rows at a time (walk_back)?"""
         return (q.shape[0] == 1 and q.shape[1] >= LONG and self.packed is None and not self.window
-                and self._cudnn(q.transpose(1, 2), sinks) and self._long(q, k, sinks))
+                and self._cudnn(q, sinks) and self._long(q, k, sinks))
 
     def walk_back(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, kept: Any) -> Backward:
         """Gradients of a single long row, for who goes on with some rows of them."""
         lse, *rest = kept
 
         def kernel(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool) -> Any:
-            near = (t.transpose(1, 2) for t in (dout, _near(q), k, v, out))
-            one = dataclasses.replace(self, causal=causal)
+            one, near = dataclasses.replace(self, causal=causal), _turned(dout, _near(q), k, v, out)
             return one._cudnn_grads(*near, lse, *rest[:4], q.shape[1], k.shape[1])
 
         return Backward(kernel, q, _near(k), _near(v), out, lse, ROWS)
 
-    def sinks_grad(self, dout: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
+    @staticmethod
+    def sinks_grad(dout: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
         """Of rows [B, n, hq, D], with their log-sum-exp."""
-        return _sinks_grad(dout.transpose(1, 2), out.transpose(1, 2), lse, sinks)
+        return _sinks_grad(*_turned(dout, out), lse, sinks)
 
     # ---- more than cuDNN's kernels are given: some rows or some heads at a time ----
 
@@ -210,11 +218,7 @@ class Attention:
     def _cut(self, q: Tensor, k: Tensor, sinks: Tensor | None) -> tuple[int, int] | None:
         """(dimension, parts): rows of the batch, which may have to be cut again; of a single row the fewest equal parts
         of the heads, queries with their keys, none of them too long. None: one key's queries are, and flash takes
-        them.
-
-        Raises:
-            RuntimeError: flash takes no such attention.
-        """
+        them, or this raises RuntimeError."""
         if q.shape[0] > 1:
             return 0, min(q.shape[0], math.ceil(_share(q)))
         heads = k.shape[2]
@@ -237,75 +241,57 @@ class Attention:
         """Rows of a batch as sequences behind one another, for flash, whose offsets have 64 bits."""
         return dataclasses.replace(self, packed=Packed.of((q.shape[1],) * q.shape[0], q.device))
 
-    # ---- packed sequences, windows: flash takes all; else one by one, or by a mask, which is the definition ----
-
-    def _sighted_forward(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, Any]:
-        if self._flash(q):
-            return (self if self.packed else self._by_lengths(q))._by_flash(q, k, v, sinks)
-        if self.window:
-            return self._masked(q, sinks).forward(q, k, v, sinks)
-        one = dataclasses.replace(self, packed=None)
-        found = [one.forward(*part, sinks) for part in zip(*(t.split(self.packed.lengths, 1) for t in (q, k, v)))]
-        return torch.cat([out for out, _ in found], 1), tuple([kept for _, kept in found])
-
-    def _sighted_backward(self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, kept: Any,
-                          sinks: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        if self._flash(q):
-            return (self if self.packed else self._by_lengths(q))._flash_grads(dout, q, k, v, out, kept, sinks)
-        if self.window:
-            return self._masked(q, sinks).backward(dout, q, k, v, out, kept, sinks)
-        one = dataclasses.replace(self, packed=None)
-        parts = zip(*(t.split(self.packed.lengths, 1) for t in (dout, q, k, v, out)))        # [1, n, h, D] of each
-        found = [one.backward(*part, of, sinks) for part, of in zip(parts, kept)]
-        dq, dk, dv = (torch.cat(parts, 1) for parts in list(zip(*found))[:3])
-        return dq, dk, dv, None if sinks is None else torch.stack([d for *_, d in found]).sum(0)
+    # ---- packed sequences, windows: flash takes all; else a mask, which is the definition ----
 
     def _masked(self, q: Tensor, sinks: Tensor | None) -> Attention:
         """The same by a mask: to be added where products and softmax are spelled out."""
         sight = Sight(1, q.shape[1], q.device, self.window, self.packed, None if sinks is None else q.dtype)
         return dataclasses.replace(self, causal=False, mask=sight.real, packed=None, window=0)
 
-    def _unmasked(self, q: Tensor, sinks: Tensor | None) -> bool:
-        """Is this, which cuDNN does not take, causal without a mask, and spelled out, where only a mask says so?"""
-        return self.causal and self.mask is None and sinks is not None and not self._cpu(q, sinks)
+    def _wants_mask(self, q: Tensor, sinks: Tensor | None, cudnn: bool) -> bool:
+        """A window that flash does not take; or causality, where products are spelled out."""
+        spelled = not cudnn and sinks is not None and not self._cpu(q, sinks)
+        return bool(self.window) or (spelled and self.causal and self.mask is None and self.packed is None)
 
     def _flash(self, q: Tensor) -> bool:
+        """Is this of packed sequences or a window, and for flash's kernels?"""
         most = max(q.shape[-1], self.values)
-        return (q.is_cuda and q.dtype != torch.float32 and most % 8 == 0 and most <= 256
-                and torch.cuda.get_device_capability(q.device) >= (8, 0))
-
-    def _flash_args(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        cu, most = self.packed.cu, self.packed.longest
-        window = {"window_size_left": self.window - 1, "window_size_right": 0} if self.window else {}
-        return (cu, cu, most, most, 0.0, self.causal), {"scale": self.scale, **window}
+        return ((self.packed is not None or self.window > 0) and q.is_cuda and q.dtype != torch.float32
+                and most % 8 == 0 and most <= 256 and torch.cuda.get_device_capability(q.device) >= (8, 0))
 
     def _by_flash(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, Any]:
-        lengths, rest = self._flash_args()
         flat = _filled(*(t.flatten(0, 1) for t in (q, k, v)))
-        out, lse, rng, unused, _ = _flash_forward(*flat, *lengths, False, **rest)
+        out, lse, rng, unused, _ = _flash_forward(*flat, *self._lengths(), False, **self._window())
         if sinks is not None:
             out, lse = (t[0] for t in _sunk(out.transpose(0, 1)[None], lse[None], sinks))
             out = out.transpose(0, 1)
         return out[..., :v.shape[3]].contiguous().view(*q.shape[:3], v.shape[3]), (lse, rng, unused)
 
     def _flash_grads(self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, kept: Any,
-                        sinks: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        (lengths, rest), (lse, rng, unused) = self._flash_args(), kept
+                     sinks: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        lse, rng, unused = kept
         flat = _filled(*(t.flatten(0, 1) for t in (dout, q, k, v, out)))
-        grads = _flash_backward(*flat, lse, *lengths, rng, unused, **rest)
+        grads = _flash_backward(*flat, lse, *self._lengths(), rng, unused, **self._window())
         dq, dk, dv = (d[..., :t.shape[3]].unflatten(0, t.shape[:2]) for d, t in zip(grads, (q, k, v)))
         dsinks = None if sinks is None else _sinks_grad(*(t.transpose(0, 1)[None] for t in (flat[0], flat[4])),
                                                         lse[None], sinks)
         return dq, dk, dv, dsinks
 
+    def _lengths(self) -> tuple[Any, ...]:
+        cu, most = self.packed.cu, self.packed.longest
+        return cu, cu, most, most, 0.0, self.causal
+
+    def _window(self) -> dict[str, Any]:
+        sides = {"window_size_left": self.window - 1, "window_size_right": 0} if self.window else {}
+        return {"scale": self.scale, **sides}
+
     # ---- kernels that give log-sum-exp ----
 
     def _cudnn(self, q: Tensor, sinks: Tensor | None) -> bool:
         plain = not self.spelled if sinks is None else not self.cap
-        return (plain and q.is_cuda and q.dtype != torch.float32 and self._has_sizes(q) and q.shape[2] > 1
-                and torch.backends.cuda.cudnn_sdp_enabled())
-
-    def _has_sizes(self, q: Tensor) -> bool:
+        if not (plain and q.is_cuda and q.dtype != torch.float32 and q.shape[1] > 1
+                and torch.backends.cuda.cudnn_sdp_enabled()):
+            return False
         sizes = q.shape[-1], self.values or q.shape[-1]
         if sizes == (192, 128):
             return (torch.backends.cudnn.version() or 0) >= 91100 and \
@@ -373,8 +359,6 @@ class Attention:
                                   scale=self.scale)
         return dq, *(t.unflatten(1, (k.shape[1], -1)).sum(2) for t in rest)
 
-    # ---- the rest ----
-
     def _grads_by_torch(self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, own: bool
                         ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """dq, dk, dv and dsinks by a forward under a graph. own: forward was this one; else cuDNN's, with a mask."""
@@ -406,6 +390,11 @@ class Attention:
             logits = torch.cat((logits, sinks.view(1, -1, 1, 1).expand(*logits.shape[:3], 1)), -1)
         p = F.softmax(logits, -1, dtype=torch.promote_types(q.dtype, torch.float32)).to(q.dtype)
         return torch.matmul(p[..., :k.shape[2]], v)
+
+
+def _turned(*heads: Tensor) -> list[Tensor]:
+    """[B, h, S, .] of [B, S, h, .], or the reverse."""
+    return [t.transpose(1, 2) for t in heads]
 
 
 def _filled(*heads: Tensor) -> list[Tensor]:

@@ -2,7 +2,6 @@
 LatentAttention, which make q, k and v of a = norm1(x) in ways of their own, have in common, and these."""
 from __future__ import annotations
 
-import sys
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -54,8 +53,8 @@ class Rotary(NamedTuple):
     its code makes of that: such heads are turned where they lie here, queries and keys alike, so that their products
     are the same sums in another order.
 
-    interleaved: pairs are neighbours. first: each pair's angle is taken from the first half. short: it comes R/2
-    long. parted: the model's code gives the first of all pairs, then the second of all.
+    A proof finds which it is. interleaved: pairs are neighbours. first: each pair's angle is taken from the first
+    half. short: it comes R/2 long. parted: the model's code gives the first of all pairs, then the second of all.
     """
 
     interleaved: bool = False
@@ -74,36 +73,6 @@ class Rotary(NamedTuple):
         return torch.cat((t[..., ::2], t[..., 1::2]), -1) if self.parted else t
 
 
-TRIED = 8                                    # size of the heads that a function is tried on
-TURN, TURN_PAIRS = "apply_rotary_pos_emb", "apply_rotary_pos_emb_interleave"     # as transformers calls it
-# By the function's name: what is parted, a cache has to be given so, and only latent attention does.
-KINDS = {TURN: (Rotary(), Rotary(interleaved=True), Rotary(interleaved=True, first=True), Rotary(short=True)),
-         TURN_PAIRS: (Rotary(interleaved=True, first=True, parted=True),)}
-
-
-def rotary_of(attn: nn.Module, name: str = TURN) -> Rotary:
-    """What the function of this name beside the class of an attention does, found by trying it; halves where there is
-    none, Unfit where it is none of the known ways."""
-    turn = getattr(sys.modules.get(type(attn).__module__), name, None)
-    if turn is None:
-        return Rotary()
-    rng = torch.Generator().manual_seed(0)
-    q, k = (torch.randn(1, 3, 2, TRIED, generator=rng) for _ in range(2))
-    for width in (TRIED, TRIED // 2):
-        cos, sin = (torch.randn(1, 3, width, generator=rng) for _ in range(2))
-        try:
-            with torch.no_grad():
-                truth = torch.cat([t.transpose(1, 2) for t in turn(q.transpose(1, 2), k.transpose(1, 2), cos, sin)])
-        except (RuntimeError, TypeError, ValueError):    # cos and sin of this width are not for it
-            continue
-        for kind in (kind for kind in KINDS[name] if kind.short == (width < TRIED)):
-            ours = torch.empty_like(q), torch.empty_like(k)
-            ops.rope(q, k, kind.angles(cos), kind.angles(sin), *ours, interleaved=kind.interleaved)
-            if torch.allclose(truth, kind.as_given(torch.cat(ours)), rtol=1e-5, atol=1e-6):
-                return kind
-    raise Unfit("its rotary embedding is none of the known ones")
-
-
 # ---- what both kinds have in common ----------------------------------------------------------------
 
 class AttentionHalf:
@@ -112,14 +81,15 @@ class AttentionHalf:
         first: the product with a. o: the one that attention's output goes into. linears: all of them.
         hq, hk, head: heads of queries and of keys, and their size. values: of a value's head.
         sinks: the name of attention's sinks, if it has any.
-        rotary: how heads are turned; turns: the name of the function that turns them, and of how many numbers.
+        rotary: how heads are turned; None: they are not. parted: they are, in the way that Rotary has of it, which a
+            cache has to be given so. latent: it is LatentAttention.
         norms: all norms, the layer's two among them.
         walks: gradients of a single long row may be had some rows at a time.
         cached: numbers of a token that a key-value cache gathers.
     """
 
     sinks: str | None = None
-    cap, walks = 0.0, False
+    cap, walks, latent, parted = 0.0, False, False, False
 
     def __init__(self, layer: nn.Module, norm1: Norm | None, norm1b: Norm | None, factor: float) -> None:
         attn = child(layer, "self_attn")
@@ -138,8 +108,6 @@ class AttentionHalf:
             raise Unfit("its attention drops out")
         if getattr(self.config, "clip_qkv", None) is not None:
             raise Unfit("it clips q, k and v")
-
-    # ---- a call ----
 
     @property
     def kind(self) -> str:
@@ -170,35 +138,28 @@ class AttentionHalf:
             raise Unfit("called without (cos, sin), each [B, S, R]")
         else:
             angles = map(self.rotary.angles, angles)
-        call = Call(*angles, self._attention(self.kind, mask))
+        call = Call(*angles, self._attention(mask))
         if cache is not None:
             index = layer.self_attn.layer_idx
             if not hf_calls.empty_entry(cache, index):
                 raise Unfit("its cache is no empty DynamicCache")
-            self._tell_of_cache(x)
+            layers = getattr(self.config, "num_hidden_layers", 1)
+            nbytes = self.cached * x.element_size() * x.shape[:2].numel() * layers
+            if nbytes >= LARGE_CACHE and not _told:
+                _told.append(True)
+                warnings.warn(f"the forward of a training step fills a key-value cache of {show_bytes(nbytes)}, which "
+                              "training does not read: call the model with use_cache=False, or set "
+                              "model.config.use_cache = False", stacklevel=2)
             call.cache = lambda k, v: _fill(cache, k, v, index)
         return call
 
-    def _attention(self, kind: str, mask: Tensor | None) -> Attention:
-        sight, values = sight_of(mask), 0 if self.values == self.head else self.values
+    def _attention(self, mask: Tensor | None) -> Attention:
+        kind, sight, values = self.kind, sight_of(mask), 0 if self.values == self.head else self.values
         if sight is not None and not self.cap:
             return Attention(self.scale, True, packed=sight.packed, window=sight.window, values=values)
         mask = mask if sight is None else sight.real
         causal = self.causal and mask is None and kind == "sdpa"     # of eager attention, the mask says all
         return Attention(self.scale, causal, mask, kind == "eager", self.cap, values=values)
-
-    def _tell_of_cache(self, x: Tensor) -> None:
-        """Warns, once, of keys and values of all layers that a training forward gathers on the device."""
-        layers = getattr(self.config, "num_hidden_layers", 1)
-        found = self.cached * x.element_size() * x.shape[:2].numel() * layers
-        if found < LARGE_CACHE or _told:
-            return
-        _told.append(True)
-        warnings.warn(f"the forward of a training step fills a key-value cache of {show_bytes(found)}, which training "
-                      "does not read: call the model with use_cache=False, or set "
-                      "model.config.use_cache = False", stacklevel=2)
-
-    # ---- forward ----
 
     def forward(self, x: Tensor, shape: Any, w: Weights, call: Call, k: Kept) -> Tensor:
         """h [T, H] from x [T, H]; shape: (B, S). Writes what backward wants into k, where attention's output may be
@@ -210,7 +171,7 @@ class AttentionHalf:
         del a
         q, key, v = self._made(k, shape, w, call)
         if k.out is None:
-            k.out, k.extra = call.attention.forward(q, key, v, self._sinks(w) if self.sinks else None)
+            k.out, k.extra = call.attention.forward(q, key, v, self._sinks(w))
         return self.after(x, w, k)
 
     def _made(self, k: Kept, shape: Any, w: Weights, call: Call) -> tuple[Tensor, Tensor, Tensor]:
@@ -229,8 +190,6 @@ class AttentionHalf:
         k.o = self.o.forward(out, w)
         normed, k.inner["o"] = self.norm1b.forward(k.o, w)
         return torch.add(x, normed, alpha=self.factor)
-
-    # ---- backward ----
 
     def backward(self, dh: Tensor, x: Tensor, shape: Any, w: Weights, call: Call, k: Kept, grads: Grads,
                  input_grad: bool) -> Tensor:
@@ -256,12 +215,6 @@ class AttentionHalf:
             dx, a = da.add_(dh) if input_grad else da, x
         self.first.weight_grads(dfirst, a, w, grads)
         return dx
-
-    # ---- sizes ----
-
-    def output_bytes(self, item: int) -> int:
-        """Of a token's attention output and log-sum-exp."""
-        return self.o.inputs * item + 4 * self.hq
 
     def weights_used(self) -> int:
         """Elements of the matrices that a token meets."""
@@ -297,7 +250,7 @@ class SelfAttention(AttentionHalf):
         if (self.hq + 2 * self.hk) * self.head != sum(self.first.rows) or self.hk < 1 or self.hq % self.hk:
             raise Unfit(f"its projections have {self.first.rows} rows, which are no q, k and v heads of {self.head}")
         self.cached = 2 * self.hk * self.head
-        self.rotary, self.turns = rotary_of(attn) if getattr(attn, "use_rope", True) else None, (TURN, self.head)
+        self.rotary = Rotary() if getattr(attn, "use_rope", True) else None
         self.cap = float(getattr(attn, "attn_logit_softcapping", None) or 0.0)
         self.sinks = "self_attn.sinks" if dict.get(attn._parameters, "sinks") is not None else None
         self.walks = not self.cap and self.causal and self.head <= 128 and self.head % 8 == 0
@@ -308,8 +261,6 @@ class SelfAttention(AttentionHalf):
         self.norms = [n for n in (norm1, norm1b, self.q_norm, self.k_norm) if n]
         self.linears = self.first, self.o
         self.names = {*self.first.names, *self.o.names} | ({self.sinks} if self.sinks else set())
-
-    # ---- forward ----
 
     def _made(self, k: Kept, shape: Any, w: Weights, call: Call) -> tuple[Tensor, Tensor, Tensor]:
         q, key, v = self._rotated(k, shape, w, call, in_place=True)
@@ -338,8 +289,6 @@ class SelfAttention(AttentionHalf):
         """Over each head, or over all of them together where the weight is that long."""
         y, rstd = norm.forward(x if norm.size == self.head else x.flatten(2), w)
         return y.view(x.shape), rstd
-
-    # ---- backward ----
 
     def backward(self, dh: Tensor, x: Tensor, shape: Any, w: Weights, call: Call, k: Kept, grads: Grads,
                  input_grad: bool) -> Tensor:
@@ -388,19 +337,13 @@ class SelfAttention(AttentionHalf):
         else:
             for to, part in zip((to_q, to_k, to_v), d):
                 to.copy_(part)
-        if self.q_norm:
+        if self.q_norm:                          # in place
             raw_q, raw_k, _ = self._heads(k.qkv, shape)
-            self._normed_backward(self.q_norm, to_q, raw_q, k.inner["q"], w, grads)
-            self._normed_backward(self.k_norm, to_k, raw_k, k.inner["k"], w, grads)
+            for norm, name, to, raw in ((self.q_norm, "q", to_q, raw_q), (self.k_norm, "k", to_k, raw_k)):
+                if norm.size != self.head:
+                    to, raw = to.flatten(2), raw.flatten(2)
+                norm.backward(to, raw, k.inner[name], w, grads, out=to)
         return dqkv
-
-    def _normed_backward(self, norm: Norm, d: Tensor, raw: Tensor, rstd: Tensor, w: Weights, grads: Grads) -> None:
-        """In place: d becomes the gradient of what the norm read."""
-        if norm.size != self.head:
-            d, raw = d.flatten(2), raw.flatten(2)
-        norm.backward(d, raw, rstd, w, grads, out=d)
-
-    # ---- sizes ----
 
     def kept_bytes(self, keep: str, item: int) -> int:
         """Bytes that a token takes between forward and backward."""
@@ -438,8 +381,10 @@ class LatentAttention(AttentionHalf):
 
     Attributes:
         q_up: Wqb; None: the first product gives queries. kv_up: Wkvb.
-        wide: numbers of cq. latent, turned, plain: C, R and N.
+        wide: numbers of cq. low, turned, plain: C, R and N.
     """
+
+    latent = True
 
     def __init__(self, layer: nn.Module, norm1: Norm | None, norm1b: Norm | None, factor: float) -> None:
         super().__init__(layer, norm1, norm1b, factor)
@@ -452,21 +397,18 @@ class LatentAttention(AttentionHalf):
         self.q_norm = Norm(layer, "self_attn.q_a_layernorm") if low else None
         self.kv_up, self.kv_norm = Linears(layer, "self_attn.kv_b_proj"), Norm(layer, "self_attn.kv_a_layernorm")
         self.plain, self.turned, self.values = map(int, (attn.qk_nope_head_dim, attn.qk_rope_head_dim, attn.v_head_dim))
-        self.head, self.latent, self.wide = self.plain + self.turned, self.kv_up.inputs, self.first.rows[0]
-        self.cached = self.latent + self.turned
+        self.head, self.low, self.wide = self.plain + self.turned, self.kv_up.inputs, self.first.rows[0]
+        self.cached = self.low + self.turned
         queries = (self.q_up or self.first).rows[0]
         self.hq = self.hk = queries // self.head
         sizes = (queries, self.first.rows[1], sum(self.kv_up.rows), self.o.inputs)
         if sizes != (self.hq * self.head, self.cached, self.hq * (self.plain + self.values), self.hq * self.values) or \
                 (self.q_up and self.q_up.inputs != self.wide):
             raise Unfit(f"its latent attention has projections of {sizes} numbers, which are no heads of {self.head}")
-        turn = TURN_PAIRS if getattr(self.config, "rope_interleave", False) else TURN
-        self.rotary, self.turns = rotary_of(attn, turn), (turn, self.turned)
+        self.rotary, self.parted = Rotary(), bool(getattr(self.config, "rope_interleave", False))
         self.linears = (self.first, *([self.q_up] if self.q_up else []), self.kv_up, self.o)
         self.names = {name for one in self.linears for name in one.names}
         self.norms = [n for n in (norm1, norm1b, self.q_norm, self.kv_norm) if n]
-
-    # ---- forward ----
 
     def _made(self, k: Kept, shape: Any, w: Weights, call: Call) -> tuple[Tensor, Tensor, Tensor]:
         self._make_q(k, shape, w, call)
@@ -482,13 +424,13 @@ class LatentAttention(AttentionHalf):
 
     def _make_kv(self, k: Kept, shape: Any, w: Weights, call: Call) -> None:
         """k.kv; a cache gets what it is made of."""
-        given = k.qkv[:, self.wide:self.wide + self.latent]
+        given = k.qkv[:, self.wide:self.wide + self.low]
         if call.cache is None:
             low, k.inner["kv_a"] = self.kv_norm.before(self.kv_up, given, w)
         else:
             low, k.inner["kv_a"] = self.kv_norm.forward(given, w)
             shared = self._shared(k.qkv, shape, call)
-            call.gather(low.view(*shape, 1, self.latent), self.rotary.as_given(shared) if self.rotary else shared)
+            call.gather(low.view(*shape, 1, self.low), self.rotary.as_given(shared) if self.rotary else shared)
         k.kv = self.kv_up.forward(low, w)
 
     def _queries(self, k: Kept, shape: Any) -> Tensor:
@@ -513,8 +455,6 @@ class LatentAttention(AttentionHalf):
         key[..., self.plain:] = self._shared(k.qkv, shape, call)
         return self._queries(k, shape), key, v
 
-    # ---- backward ----
-
     def backward(self, dh: Tensor, x: Tensor, shape: Any, w: Weights, call: Call, k: Kept, grads: Grads,
                  input_grad: bool) -> Tensor:
         dout = self._output_backward(dh, w, k, grads)
@@ -526,36 +466,31 @@ class LatentAttention(AttentionHalf):
         del dout
         k.out = k.extra = k.q = k.kv = None
         dfirst = torch.empty_like(k.qkv)
-        self._q_backward(dq, dfirst[:, :self.wide], call, k, w, grads)
+        to = dfirst[:, :self.wide]               # the gradient of what queries are made of
+        if self.q_up:
+            dq = dq.contiguous()
+            self._turn(dq[..., self.plain:], call, inverse=True)
+            self._up_backward(self.q_up, self.q_norm, dq.view(len(to), -1), slice(self.wide), to, k.inner["q_a"], k, w,
+                              grads)
+        else:
+            to.view(dq.shape).copy_(dq)
+            self._turn(to.view(dq.shape)[..., self.plain:], call, inverse=True)
         del dq
         # kr's gradient is the sum over heads.
         dkr = dfirst[:, -self.turned:].view(*dk.shape[:2], 1, self.turned)
         dkr.copy_(dk[..., self.plain:].sum(2, keepdim=True))
         self._turn(dkr, call, inverse=True)
         dkv = torch.cat((dk[..., :self.plain], dv), 3).view(len(dfirst), -1)
-        rows = slice(self.wide, self.wide + self.latent)
+        rows = slice(self.wide, self.wide + self.low)
         self._up_backward(self.kv_up, self.kv_norm, dkv, rows, dfirst[:, rows], k.inner["kv_a"], k, w, grads)
         del dk, dv, dkv
         return self._input_backward(dfirst, dh, x, w, k, grads, input_grad)
-
-    def _q_backward(self, dq: Tensor, to: Tensor, call: Call, k: Kept, w: Weights, grads: Grads) -> None:
-        """Writes the gradient of what queries are made of into `to`."""
-        if not self.q_up:
-            to.view(dq.shape).copy_(dq)
-            self._turn(to.view(dq.shape)[..., self.plain:], call, inverse=True)
-            return
-        dq = dq.contiguous()
-        self._turn(dq[..., self.plain:], call, inverse=True)
-        self._up_backward(self.q_up, self.q_norm, dq.view(len(to), -1), slice(self.wide), to, k.inner["q_a"], k, w,
-                          grads)
 
     def _up_backward(self, up: Linears, norm: Norm, dy: Tensor, columns: slice, to: Tensor, rstd: Tensor,
                      k: Kept, w: Weights, grads: Grads) -> None:
         """Of y = up(norm(columns of k.qkv)): the columns' gradient goes to `to`."""
         _, low = norm.backward(up.input_grad(dy, w), k.qkv[:, columns], rstd, w, grads, rebuild=True, out=to)
         up.weight_grads(dy, low, w, grads)
-
-    # ---- sizes ----
 
     def kept_bytes(self, keep: str, item: int) -> int:
         """Bytes that a token takes between forward and backward; "selective" makes queries, keys and values again."""

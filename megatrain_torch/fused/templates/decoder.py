@@ -6,25 +6,30 @@
 
 Each norm may be missing: Llama has norm1 and norm2, OLMo 2 the two after, Gemma 2, 3 and GLM 4 all four;
 q and k have norms of their own in Qwen 3, Gemma 3 and OLMo 2; Granite has r. One class serves them, as
-data, in two halves (attention_half.py, mlp.py), for either of which there is another: attention by way of few numbers,
-mixtures of experts (moe.py). Which is right for a module is found from its structure and then proved (proof/).
+data, in two halves (attention_half.py, GatedMLP), for either of which there is another: attention by way of few
+numbers, mixtures of experts (moe.py). Which is right for a module is found from its structure and then proved (proof/).
 """
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ... import ops
 from ...graph.hf_calls import example, sight_of
 from .attention import LONG, NEVER, ROWS
 from .attention_half import Call, LatentAttention, SelfAttention
-from .linears import codings_of
-from .mlp import GatedMLP
+from .linears import codings_of, gated_linears
 from .moe import SparseMLP
-from .parts import Kept, Norm, Unfit, dense, has, hidden_states, role, unflattened
-from .weights import Grads, Weights, fits
+from .parts import Kept, Norm, Unfit, has, hidden_states, role, unflattened
+from .weights import Grads, Sums, Weights, fits, glu_grads
+
+TILE_BYTES = 1 << 30         # of gate|up that is not kept: products of this many rows are as fast as larger ones
+LEAST_ROWS = 256             # of a tile, and its rows are a multiple of them
+_BY_ROWS = ("rstd2", "d", "rstd2b")          # what of Kept a tile has its rows of
 
 
 class Decoder:
@@ -66,27 +71,26 @@ class Decoder:
     @property
     def settings(self) -> tuple[Any, ...]:
         """What a proof finds beside the structure: it differs from case to case, and with it the template."""
-        return tuple(n.style for n in self.norms), self.attention.rotary, self.mlp.settings
+        return tuple(n.style for n in self.norms), self.attention.rotary, self.mlp.facts
 
     def set_as(self, settings: tuple[Any, ...]) -> Decoder:
         """A template of this structure with these settings."""
         config = self.attention.config
         found = copy.deepcopy(self, {id(config): config})
-        styles, found.attention.rotary, found.mlp.settings = settings
+        styles, found.attention.rotary, found.mlp.facts = settings
         for norm, style in zip(found.norms, styles):
             norm.style = style
         return found
 
-    def take(self, layer: nn.Module, x: Any, kwargs: dict[str, Any], dtype: torch.dtype,
-             roles: dict[str, str] | None = None) -> tuple[Tensor, Call]:
-        """x [B, S, H] and the rest of a call; Unfit where there is something in it that the template does not cover.
-
-        roles: by role, which argument has it, where that is known.
-        """
-        x = dense(hidden_states(x, dtype))
+    def take(self, layer: nn.Module, x: Tensor, kwargs: dict[str, Any], roles: dict[str, str] | None = None
+             ) -> tuple[Tensor, Call]:
+        """x [B, S, H], dense in H, and the rest of a call; Unfit where that has something that the template does not
+        cover. roles: by role, which argument has it, where that is known."""
+        if x.stride(2) != 1:                 # patches of images come transposed
+            x = x.contiguous()
         call = self.attention.call(layer, kwargs, roles, x)
-        if self.routes:
-            call.correction = self.mlp.router.correction_of(layer)
+        if self.routes and (name := self.mlp.router.correction):
+            call.correction = layer.get_buffer(name).clone()     # it moves before backward, which may choose again
         return x, call
 
     def small(self, x: Tensor, rng: torch.Generator, n: int, kwargs: Any, last: bool) -> tuple[Tensor, Any]:
@@ -111,8 +115,6 @@ class Decoder:
                 rest[name] = None if what == "cache" else value
         return x, rest
 
-    # ---- forward ----
-
     def forward(self, x: Tensor, w: Weights, call: Call, keep: str) -> tuple[Tensor, Kept]:
         """y [B, S, H] from x [B, S, H], and what backward wants of it."""
         k = Kept(x=x)
@@ -136,8 +138,6 @@ class Decoder:
         """y [B, S, H] to the bits of forward, from x [B, S, H] and attention's output."""
         h = self.attention.after(x.reshape(-1, x.shape[-1]), w, Kept(out=out))
         return unflattened(self.mlp.forward(h, w, call.correction, Kept(), keep == "saved"), x.shape)
-
-    # ---- backward ----
 
     @staticmethod
     def nothing_kept(x: Tensor) -> Kept:
@@ -170,7 +170,7 @@ class Decoder:
         if keep == "replay":
             return 0
         if keep in ("attention", "linked"):
-            return tokens * self.attention.output_bytes(item)
+            return tokens * (self.attention.o.inputs * item + 4 * self.attention.hq)     # output and log-sum-exp
         between = self.attention.hidden * item
         return tokens * (self.attention.kept_bytes(keep, item) + between + self.mlp.kept_bytes(keep, item))
 
@@ -190,8 +190,12 @@ class Decoder:
 
     def experts(self, item: int) -> tuple[int, int, int]:
         """How many a mixture has; and what a part of them alone has at a time, where they are fetched in parts: bytes
-        of weights made of codes, and bytes of a token."""
-        return self.mlp.experts_of(item, self.codings) if self.routes else (0, 0, 0)
+        of weights made of codes, and bytes of a token. Of all rows only inputs' gradients are there at once, [R, H]."""
+        if not self.routes:
+            return 0, 0, 0
+        e = self.mlp.experts
+        made = sum(self.codings[n].shape.numel() * item for n in (e.gu, e.down) if n in self.codings)
+        return e.count, made, self.mlp.router.top_k * (4 * e.inter + self.mlp.hidden) * item
 
     @property
     def cached(self) -> int:
@@ -240,3 +244,135 @@ def _norms_of(layer: nn.Module) -> dict[str, Norm | None]:
         places = ("post_attention_layernorm",), ()
     return {"1": norm("input_layernorm"), "1b": norm(*places[0]), "2": norm(*places[1]),
             "2b": norm("post_feedforward_layernorm", "post_mlp_layernorm")}
+
+
+class GatedMLP:
+    """The half that works on each token. H hidden, I intermediate. norm2 and norm2b may be missing."""
+
+    def __init__(self, layer: nn.Module, name: str, norm2: Norm | None, norm2b: Norm | None, factor: float) -> None:
+        self.gu, self.down = gated_linears(layer, name)
+        self.act = ops.SILU                  # until a proof finds it
+        self.name, self.norm2, self.norm2b, self.factor = name, norm2, norm2b, factor
+        self.norms = [n for n in (norm2, norm2b) if n]
+        self.linears = self.gu, self.down
+        self.names = {*self.gu.names, *self.down.names}
+
+    @property
+    def facts(self) -> int:
+        """What a proof finds."""
+        return self.act
+
+    @facts.setter
+    def facts(self, found: int) -> None:
+        self.act = found
+
+    def tile(self, item: int) -> int:
+        """Rows of which gate|up exists at a time, where it is not kept."""
+        rows = TILE_BYTES // (2 * self.down.inputs * item)
+        return max(LEAST_ROWS, rows // LEAST_ROWS * LEAST_ROWS)
+
+    def _tiles(self, h: Tensor, k: Kept) -> Iterator[tuple[slice, Kept]]:
+        """Rows, and what is kept of them."""
+        step = self.tile(h.element_size())
+        for first in range(0, h.shape[0], step):
+            rows = slice(first, first + step)
+            own = {name: t[rows] for name in _BY_ROWS if (t := getattr(k, name)) is not None}
+            yield rows, Kept(**own)
+
+    def forward(self, h: Tensor, w: Weights, correction: None, k: Kept, whole: bool = True) -> Tensor:
+        """y [T, H] from h [T, H]. Writes what backward wants into k. whole: gate|up is to be kept; else many rows go
+        through it in tiles."""
+        if whole or h.shape[0] <= self.tile(h.element_size()):
+            return self._forward(h, w, k)
+        y, parts = torch.empty_like(h), []
+        for rows, part in self._tiles(h, k):
+            y[rows] = self._forward(h[rows], w, part)
+            part.gu = None
+            parts.append(part)
+        for name in _BY_ROWS:
+            if getattr(parts[0], name) is not None:
+                setattr(k, name, torch.cat([getattr(part, name) for part in parts]))
+        return y
+
+    def _forward(self, h: Tensor, w: Weights, k: Kept) -> Tensor:
+        b = h
+        if self.norm2:
+            b, k.rstd2 = self.norm2.before(self.gu, h, w)
+        k.gu = self.gu.forward(b, w)
+        del b
+        return self._finish(h, w, k)
+
+    def _finish(self, h: Tensor, w: Weights, k: Kept) -> Tensor:
+        act = w.gated(self.down.weights, k.gu, self.act) if self.down.alone else ops.glu(*k.gu.chunk(2, 1), self.act)
+        if not self.norm2b:
+            return self.down.forward_onto(h, act, w, self.factor)
+        k.d = self.down.forward(act, w)
+        normed, k.rstd2b = self.norm2b.forward(k.d, w)
+        return torch.add(h, normed, alpha=self.factor)
+
+    def backward(self, dy: Tensor, h: Tensor, w: Weights, correction: None, k: Kept, grads: Grads) -> Tensor:
+        """dh [T, H] from dy [T, H]. Uses up what was kept, and writes into it."""
+        if k.gu is not None or h.shape[0] <= self.tile(h.element_size()):
+            return self._backward(dy, h, w, k, grads)
+        dh, sums = torch.empty_like(h), Sums(grads)
+        for rows, part in self._tiles(h, k):
+            dh[rows] = self._backward(dy[rows], h[rows], w, part, sums)
+        sums.finish()
+        return dh
+
+    def _backward(self, dy: Tensor, h: Tensor, w: Weights, k: Kept, grads: Grads) -> Tensor:
+        b = self._make_again(h, w, k) if k.gu is None else None
+        dd = dy if self.factor == 1.0 else dy * self.factor
+        if self.norm2b:
+            dd, _ = self.norm2b.backward(dd, k.d, k.rstd2b, w, grads)
+            k.d = None
+        # Codes of these alone will do where nothing but the products reads them.
+        alone = self.gu.alone and self.down.alone and not (self.gu.biases and grads.wants(*self.gu.biases))
+        dact = self.down.input_grad(dd, w)
+        if alone:
+            dgu, act = w.gated_grads(self.gu.weights, self.down.weights, dact, k.gu, self.act,
+                                     None if self.norm2 else h)
+        else:
+            dgu, act = glu_grads(dact, k.gu, self.act)
+        del dact
+        k.gu = None
+        self.down.weight_grads(dd, act, w, grads)
+        del act, dd
+        db = self.gu.input_grad(dgu, w)
+        if self.norm2:
+            dh, again = self.norm2.backward(db, h, k.rstd2, w, grads, add=dy, rebuild=b is None)
+            b = again if b is None else b
+        else:
+            dh, b = db.add_(dy), h
+        self.gu.weight_grads(dgu, b, w, grads)
+        return dh
+
+    def _make_again(self, h: Tensor, w: Weights, k: Kept) -> Tensor:
+        """What was not kept, but for the last projection where nothing needs its output. Gives what the projections
+        read, which had to be made for that."""
+        b = h
+        if self.norm2:
+            b, rstd = self.norm2.forward(h, w)
+            k.rstd2 = rstd if k.rstd2 is None else k.rstd2
+        k.gu = self.gu.forward(b, w)
+        if self.norm2b and k.d is None:
+            self._finish(h, w, k)
+        return b
+
+    def kept_bytes(self, keep: str, item: int) -> int:
+        """Bytes that a token takes between forward and backward."""
+        columns = self.down.rows[0] * bool(self.norm2b) + (2 * self.down.inputs if keep == "saved" else 0)
+        return columns * item + 4 * len(self.norms)
+
+    def work_columns(self) -> int:
+        """Numbers of a token that backward has beside what "saved" keeps."""
+        return self.down.inputs
+
+    def weights_used(self) -> int:
+        """Elements of the matrices that a token meets."""
+        return sum(self.gu.rows) * self.gu.inputs + self.down.rows[0] * self.down.inputs
+
+    def tiled(self, item: int) -> tuple[int, int, int]:
+        """Where gate|up is not kept: bytes of a token that only so many rows have at a time, those rows, and bytes of
+        the weight gradients' sums where there are more."""
+        return 3 * self.down.inputs * item, self.tile(item), 4 * self.weights_used()

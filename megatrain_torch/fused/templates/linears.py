@@ -184,3 +184,17 @@ class Linears:
             grads.put(self.biases, self.rows, ops.column_sum(dy))
         if self._beside is not None:
             self._beside.grads(dy, x, w, grads)
+
+
+_NAMES = ((("gate_proj", "up_proj"), "down_proj"), (("gate_up_proj",), "down_proj"),
+          (("input_linear",), "output_linear"))
+
+
+def gated_linears(layer: nn.Module, name: str) -> tuple[Linears, Linears]:
+    """What makes g|u, and what reads act(g) * u; Unfit where the module is not gated."""
+    mlp = child(layer, name)
+    names, down = next((n for n in _NAMES if hasattr(mlp, n[0][0])), _NAMES[0])
+    gu, down = Linears(layer, *(f"{name}.{n}" for n in names)), Linears(layer, f"{name}.{down}")
+    if sum(gu.rows) != 2 * down.inputs:
+        raise Unfit(f"{name} has {gu.rows} rows before {down.inputs} columns: not gated")
+    return gu, down

@@ -9,24 +9,16 @@ Letters: T tokens, k experts of each, R = T k rows, E experts, H hidden, I an ex
 """
 from __future__ import annotations
 
-import copy
 from dataclasses import dataclass
-from itertools import product
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from ... import ops
-from ...base.codes import Coding
-from .linears import Linears
-from .mlp import gated_linears
+from .linears import Linears, gated_linears
 from .parts import Kept, Norm, Unfit, child, has
 from .weights import Grads, Weights
-
-TOKENS = 64              # that a copy of a router is tried on
-CODES = (ops.SILU, ops.GELU_TANH, ops.GELU, ops.CLAMPED)
-
 
 # ---- routers ---------------------------------------------------------------------------------------
 
@@ -38,6 +30,18 @@ class Routed:
     index: Tensor
 
 
+class Facts(NamedTuple):
+    """What a proof finds of a router. wide: logits are computed in fp32. rounds: weights have the layer's type. factor:
+    of weights. least: added to the sum that normalises."""
+
+    sigmoid: bool = False
+    normalised: bool = True
+    wide: bool = True
+    rounds: bool = False
+    factor: float = 1.0
+    least: float = 0.0
+
+
 class Router:
     """Which k experts a token goes to, and with which weights.
 
@@ -45,7 +49,7 @@ class Router:
         weight = f * s[chosen], divided by their sum where the router normalises
 
     Experts may stand in groups, of which the best few alone are chosen from (DeepSeek-V3): a group counts for the sum
-    of its two largest. Which of these a module does is found by trying a copy of it with random weights.
+    of its two largest. Which of these a module does, a proof finds.
 
     Attributes:
         forced: [T, k] experts to take instead of the router's choice. Set during a trial: two ways to the same
@@ -57,7 +61,6 @@ class Router:
         """block: the module that holds the router; name: the router in it."""
         router = child(layer, f"{block}.{name}")
         self.name, self.forced = f"{block}.{name}", None
-        self.least = 0.0                     # added to the sum that normalises; a proof finds it
         own = {n: p.shape for n, p in router.named_parameters()}
         self.top_k, self.experts = int(getattr(router, "top_k", 0)), int(getattr(router, "num_experts", 0))
         if "weight" not in own or own.get("bias", (self.experts,)) != (self.experts,) or not self.top_k or \
@@ -70,30 +73,7 @@ class Router:
         self.names = {self.weight} | ({self.bias} if self.bias else set())
         self.correction = next((f"{block}.{n}" for n, b in child(layer, block).named_buffers()
                                 if b.shape == (self.experts,)), None)
-        key = _alike(router, self.top_k, self.correction is not None)
-        if key not in _KNOWN:                # of routers alike, one is tried
-            self._try(router)
-            if key is not None:
-                _KNOWN[key] = self.wide, self.rounds, self.sigmoid, self.normalised, self.factor
-        else:
-            self.wide, self.rounds, self.sigmoid, self.normalised, self.factor = _KNOWN[key]
-
-    def _try(self, router: nn.Module) -> None:
-        logits, weights, index, correction, self.wide, self.rounds = run_twin(
-            router, self.top_k, self.correction is not None)
-        for self.sigmoid, self.normalised in product((False, True), (True, False)):
-            self.factor = 1.0
-            ours = self._weights(logits, index)
-            self.factor = float((weights / ours).median())
-            if torch.allclose(ours * self.factor, weights, rtol=1e-4, atol=1e-6) and \
-                    torch.equal(self._choice(logits, correction).sort()[0], index.sort()[0]):
-                return
-        raise Unfit(f"{self.name} ({type(router).__name__}) is none of the known routers")
-
-    def correction_of(self, layer: nn.Module) -> Tensor | None:
-        """[E] added to scores for the choice alone: a copy, since it is moved between forward and backward, which may
-        choose again."""
-        return layer.get_buffer(self.correction).clone() if self.correction else None
+        self.facts = Facts()                 # until a proof finds them
 
     def forward(self, b: Tensor, w: Weights, correction: Tensor | None) -> Routed:
         """b: [T, H]."""
@@ -103,36 +83,38 @@ class Router:
 
     def _type(self, b: Tensor) -> torch.dtype:
         """That logits are computed in."""
-        return torch.promote_types(b.dtype, torch.float32) if self.wide else b.dtype
+        return torch.promote_types(b.dtype, torch.float32) if self.facts.wide else b.dtype
 
     def _choice(self, logits: Tensor, correction: Tensor | None) -> Tensor:
-        scores = logits
-        if correction is not None or self.best < self.groups:
+        scores, grouped = logits, self.best < self.groups
+        if correction is not None or grouped:
             scores = self._scores(logits) if correction is None else self._scores(logits) + correction
-        if self.best < self.groups:
-            scores = of_best_groups(scores, self.groups, self.best)
+        if grouped:                              # experts of other groups have -inf
+            each = scores.unflatten(1, (self.groups, -1))
+            best = each.topk(2, dim=-1).values.sum(-1).topk(self.best, dim=-1).indices
+            chosen = torch.zeros(each.shape[:2], dtype=torch.bool, device=each.device).scatter_(1, best, True)
+            scores = each.masked_fill(~chosen.unsqueeze(-1), float("-inf")).flatten(1)
         return torch.topk(scores, self.top_k, -1).indices
 
     def _scores(self, logits: Tensor) -> Tensor:
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        return torch.sigmoid(wide) if self.sigmoid else torch.softmax(wide, -1)
+        return torch.sigmoid(wide) if self.facts.sigmoid else torch.softmax(wide, -1)
 
     def weights(self, r: Routed, dtype: torch.dtype) -> Tensor:
         """[T, k] fp32, of numbers of the layer's type where the router rounds to that."""
-        found = self._weights(r.logits, r.index)
-        return found.to(dtype).to(found.dtype) if self.rounds else found
-
-    def _weights(self, logits: Tensor, index: Tensor) -> Tensor:
-        if self.normalised and not self.sigmoid:         # the sum over all experts cancels
-            chosen = logits.gather(1, index)
-            return torch.softmax(chosen, -1, torch.promote_types(chosen.dtype, torch.float32)) * self.factor
-        chosen = self._scores(logits).gather(1, index)
-        return self.factor * (chosen / (chosen.sum(-1, keepdim=True) + self.least) if self.normalised else chosen)
+        facts = self.facts
+        if facts.normalised and not facts.sigmoid:           # the sum over all experts cancels
+            chosen = r.logits.gather(1, r.index)
+            w = torch.softmax(chosen, -1, torch.promote_types(chosen.dtype, torch.float32)) * facts.factor
+        else:
+            chosen = self._scores(r.logits).gather(1, r.index)
+            w = facts.factor * (chosen / (chosen.sum(-1, keepdim=True) + facts.least) if facts.normalised else chosen)
+        return w.to(dtype).to(w.dtype) if facts.rounds else w
 
     def backward(self, dweights: Tensor, r: Routed, b: Tensor, w: Weights, grads: Grads) -> Tensor:
         """db [T, H] from dweights [T, k] fp32; the choice has no gradient."""
         kind = self._type(b)
-        dlogits, wide = self._logits_grad(dweights * self.factor, r).to(kind), b.to(kind)
+        dlogits, wide = self._logits_grad(dweights * self.facts.factor, r).to(kind), b.to(kind)
         if grads.wants(self.weight):
             grads[self.weight] = torch.mm(dlogits.t(), wide).to(w[self.weight].dtype)
         if self.bias and grads.wants(self.bias):
@@ -141,81 +123,22 @@ class Router:
 
     def _logits_grad(self, d: Tensor, r: Routed) -> Tensor:
         """[T, E] from the gradient of the weights before their factor, [T, k]."""
-        if self.normalised and not self.sigmoid:
+        if self.facts.normalised and not self.facts.sigmoid:
             p = torch.softmax(r.logits.gather(1, r.index), -1, d.dtype)
             return spread_out(p * (d - (p * d).sum(-1, keepdim=True)), r)
         scores = self._scores(r.logits)
         chosen = scores.gather(1, r.index)
-        if self.normalised:
-            total = chosen.sum(-1, keepdim=True) + self.least
+        if self.facts.normalised:
+            total = chosen.sum(-1, keepdim=True) + self.facts.least
             d = (d - (chosen * d).sum(-1, keepdim=True) / total) / total
-        if self.sigmoid:
+        if self.facts.sigmoid:
             return spread_out(d * chosen * (1 - chosen), r)
         return spread_out(d * chosen, r) - scores * (d * chosen).sum(-1, keepdim=True)
-
-
-def of_best_groups(scores: Tensor, groups: int, best: int) -> Tensor:
-    """[T, E]: -inf for experts of other groups."""
-    each = scores.unflatten(1, (groups, -1))
-    of_group = each.topk(2, dim=-1).values.sum(-1)
-    chosen = torch.zeros_like(of_group, dtype=torch.bool).scatter_(1, of_group.topk(best, dim=-1).indices, True)
-    return each.masked_fill(~chosen.unsqueeze(-1), float("-inf")).flatten(1)
 
 
 def spread_out(d: Tensor, r: Routed) -> Tensor:
     """[T, k] to where they came from in [T, E]: no two to one place."""
     return torch.zeros(r.logits.shape, dtype=d.dtype, device=d.device).scatter_(1, r.index, d)
-
-
-_KNOWN: dict[tuple[Any, ...], tuple[bool, bool, bool, bool, float]] = {}
-_INSIDE = set(vars(nn.Module()))             # torch's own attributes of any module
-
-
-def _alike(router: nn.Module, top_k: int, corrected: bool) -> tuple[Any, ...] | None:
-    """What is equal of routers that do the same; None where more than plain numbers may tell them apart."""
-    own = {name: value for name, value in vars(router).items() if name not in _INSIDE}
-    fresh = vars(nn.Module())
-    changed = any(vars(router).get(name) != fresh[name] for name in _INSIDE - {"training", "_parameters", "_buffers"})
-    if changed or not all(isinstance(value, int | float | str | None) for value in own.values()):
-        return None
-    shapes = [(name, tuple(t.shape)) for name, t in (*router.named_parameters(), *router.named_buffers())]
-    return type(router), type(router).forward, router.training, top_k, corrected, *shapes, *sorted(own.items())
-
-
-def run_twin(router: nn.Module, top_k: int, corrected: bool
-             ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, bool, bool]:
-    """What a copy of a router gives for random numbers: logits [T, E], weights and choice [T, k] in fp32; what scores
-    were corrected by, [E]; whether logits are in fp32 of a 16-bit input, and whether weights have that input's type."""
-    rng, name = torch.Generator().manual_seed(0), type(router).__name__
-    # Its parameters on the meta device: to read one would bring all of its layer to the host.
-    empty = {id(p): nn.Parameter(torch.empty(p.shape, dtype=p.dtype, device="meta")) for p in router.parameters()}
-    twin: Any = copy.deepcopy(router, empty).to_empty(device="cpu").float()
-    (experts, hidden), buffers = twin.weight.shape, list(twin.buffers())
-    if any(b.shape != (experts,) for b in buffers):
-        raise Unfit(f"its router ({name}) has buffers that are no correction of scores")
-
-    def run(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        try:
-            out = twin(x) if correction is None or buffers else twin(x, correction)
-        except (RuntimeError, TypeError, ValueError) as error:
-            raise Unfit(f"its router ({name}) takes something else than hidden states") from error
-        if not isinstance(out, tuple) or len(out) != 3 or out[1].shape != (len(x), top_k) or \
-                out[2].shape != out[1].shape:
-            raise Unfit(f"its router ({name}) gives something else than logits, weights and experts")
-        return out
-
-    with torch.no_grad():
-        for p in twin.parameters():
-            p.copy_(torch.randn(p.shape, generator=rng) * hidden ** -0.5 * 2)
-        correction = torch.randn(experts, generator=rng) * 0.1 if corrected else None
-        for b in buffers:
-            b.copy_(correction)
-        x = torch.randn(TOKENS, hidden, generator=rng)
-        wide = run(x)
-        twin.bfloat16()
-        logits, weights, _ = run(x.bfloat16())
-    is_wide = logits.dtype == torch.float32 and not torch.equal(logits, logits.bfloat16().float())
-    return *wide, correction, is_wide, weights.dtype == torch.bfloat16
 
 
 # ---- experts ---------------------------------------------------------------------------------------
@@ -309,15 +232,7 @@ class Experts:
         if len(self.biases) == 1:
             raise Unfit(f"{name} has a bias in one place only")
         self.names = {self.gu, self.down, *self.biases}
-        # Which activation, and whether gate and up are interleaved: tried in a range that shows clamping.
-        z = torch.empty(64, 16).uniform_(-12, 12, generator=torch.Generator().manual_seed(0))
-        with torch.no_grad():
-            gate, up = z.chunk(2, -1)
-            truth = module._apply_gate(z) if hasattr(module, "_apply_gate") else module.act_fn(gate) * up
-            for self.act, self.interleaved in product(CODES, (False, True)):
-                if torch.allclose(truth, ops.expert_glu(z, self.act, self.interleaved), rtol=1e-5, atol=1e-5):
-                    return
-        raise Unfit(f"the gate of its experts ({type(module).__name__}) is none of the known ones")
+        self.act, self.interleaved = ops.SILU, False     # until a proof finds them
 
     def _matrix(self, name: str, rows: Rows, w: Weights) -> Tensor:
         """[E, inputs, outputs], of the experts whose rows they are."""
@@ -399,7 +314,8 @@ class Shared:
     """An expert that all tokens go to, with or without a gate of one number for each token."""
 
     def __init__(self, layer: nn.Module, name: str, gate: str) -> None:
-        self.gu, self.down, self.act = gated_linears(layer, name)
+        self.gu, self.down = gated_linears(layer, name)
+        self.act = ops.SILU                  # until a proof finds it
         self.gate = Linears(layer, gate) if has(layer, gate) else None
         if self.down.biases or (self.gate and self.gate.biases):
             raise Unfit("its shared expert has biases")
@@ -437,7 +353,7 @@ class Shared:
 
 
 class SparseMLP:
-    """A mixture of experts, with the norms around it; `mlp.GatedMLP` has the same functions."""
+    """A mixture of experts, with the norms around it; `decoder.GatedMLP` has the same functions."""
 
     def __init__(self, layer: nn.Module, name: str, norm2: Norm | None, norm2b: Norm | None, factor: float) -> None:
         block = child(layer, name)
@@ -456,15 +372,16 @@ class SparseMLP:
         self.names = self.router.names | self.experts.names | {n for one in self.linears for n in one.names}
 
     @property
-    def settings(self) -> tuple[Any, ...]:
-        """Decoder.settings: the router's."""
-        return self.router.normalised, self.router.factor, self.router.least
+    def facts(self) -> tuple[Any, ...]:
+        """What a proof finds."""
+        e = self.experts
+        return self.router.facts, e.act, e.interleaved, self.shared and self.shared.act
 
-    @settings.setter
-    def settings(self, found: tuple[Any, ...]) -> None:
-        self.router.normalised, self.router.factor, self.router.least = found
-
-    # ---- forward ----
+    @facts.setter
+    def facts(self, found: tuple[Any, ...]) -> None:
+        self.router.facts, self.experts.act, self.experts.interleaved, act = found
+        if self.shared:
+            self.shared.act = act
 
     def forward(self, h: Tensor, w: Weights, correction: Tensor | None, k: Kept, whole: bool = True) -> Tensor:
         """y [T, H] from h [T, H]. Writes what backward wants into k. Experts' rows go at once, whole or not."""
@@ -487,8 +404,6 @@ class SparseMLP:
         k.d = y
         normed, k.rstd2b = self.norm2b.forward(y, w)
         return torch.add(h, normed, alpha=self.factor)
-
-    # ---- backward ----
 
     def backward(self, dy: Tensor, h: Tensor, w: Weights, correction: Tensor | None, k: Kept, grads: Grads
                  ) -> Tensor:
@@ -526,25 +441,17 @@ class SparseMLP:
             k.shared_gu = self.shared.gu.forward(b, w)
         return b, rows
 
-    # ---- sizes ----
-
     def kept_bytes(self, keep: str, item: int) -> int:
         """Bytes that a token takes between forward and backward."""
         shared = 2 * self.shared.down.inputs if self.shared else 0
         columns = self.hidden * bool(self.norm2b)
         columns += 2 * self.experts.inter * self.router.top_k + shared if keep == "saved" else 0
-        routed = self.experts.count * (4 if self.router.wide else item) + 8 * self.router.top_k
+        routed = self.experts.count * (4 if self.router.facts.wide else item) + 8 * self.router.top_k
         return columns * item + routed + 4 * len(self.norms)
 
     def work_columns(self) -> int:
         """Numbers of a token that backward has beside what "saved" keeps."""
         return self.router.top_k * (2 * self.experts.inter + 2 * self.hidden)
-
-    def experts_of(self, item: int, codings: dict[str, Coding]) -> tuple[int, int, int]:
-        """Decoder.experts. Of all rows only inputs' gradients are there at a time, [R, H]: not g|u and its gradient,
-        nor outputs' gradients."""
-        made = sum(codings[n].shape.numel() * item for n in (self.experts.gu, self.experts.down) if n in codings)
-        return self.experts.count, made, self.router.top_k * (4 * self.experts.inter + self.hidden) * item
 
     def weights_used(self) -> int:
         """Elements of the matrices that a token meets, but for the router's and the shared expert's."""

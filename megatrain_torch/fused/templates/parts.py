@@ -79,11 +79,6 @@ def hidden_states(x: Any, dtype: torch.dtype) -> Tensor:
     return x
 
 
-def dense(x: Tensor) -> Tensor:
-    """Patches of images come transposed: x is to be dense in H."""
-    return x if x.stride(2) == 1 else x.contiguous()
-
-
 class _Cut(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, t: Tensor, cut: Tensor) -> Tensor:
@@ -203,16 +198,3 @@ def _find(layer: Any, name: str) -> nn.Module | None:
     for part in name.split(".") if name else ():
         layer = getattr(layer, part, None)
     return layer if isinstance(layer, nn.Module) else None
-
-
-def activation(fn: Any) -> int:
-    """Which of ops' activations a module or function computes, found by trying it; Unfit where it is none of them."""
-    if not callable(fn):
-        raise Unfit("it names no activation")
-    x = torch.linspace(-6, 6, 97)
-    with torch.no_grad():
-        y = fn(x)
-    for code in (ops.SILU, ops.GELU_TANH, ops.GELU):
-        if torch.allclose(y, ops.glu(x[None], torch.ones_like(x)[None], code)[0], rtol=1e-5, atol=1e-6):
-            return code
-    raise Unfit(f"its activation ({type(fn).__name__}) is none of SiLU, GELU and tanh-GELU")

@@ -9,56 +9,46 @@ from torch import Tensor, nn
 
 from ... import ops
 from .attention import NEVER
-from .parts import Norm, Unfit, dense, hidden_states
+from .parts import Norm, Unfit, hidden_states
 from .weights import Grads, Weights
 
 
 class Single:
-    """A template of one module: nothing of what it does is to be chosen, tiled or kept elsewhere."""
+    """A template of one module: nothing of what it does is to be chosen, tiled or kept elsewhere; Decoder says what the
+    functions are."""
 
     differentiable_input, swaps, links, coded, rounds, routes, cached = True, False, False, False, False, False, 0
     settings: tuple[Any, ...] = ()
-
-    def check(self) -> None:
-        """No configuration says how it computes."""
+    input = staticmethod(hidden_states)
+    check = staticmethod(lambda: None)
+    expanded = copied = staticmethod(lambda item: (0, 0))
+    tiled = experts = staticmethod(lambda item: (0, 0, 0))
+    long = staticmethod(lambda item: (0, 0, NEVER))
+    kept_bytes = staticmethod(lambda keep, tokens, item: 0)
+    work_bytes = staticmethod(lambda tokens, item: 0)
 
     def set_as(self, settings: tuple[Any, ...]) -> Any:
-        """A template of this structure with these settings (Decoder.settings)."""
         return self
 
-    def take(self, module: nn.Module, x: Any, kwargs: Any, dtype: torch.dtype, roles: Any = None
-             ) -> tuple[Tensor, None]:
+    def take(self, module: nn.Module, x: Tensor, kwargs: Any, roles: Any = None) -> tuple[Tensor, None]:
         if kwargs:
             raise Unfit("called with more than its input")
-        return self.input(x, dtype), None
-
-    def input(self, x: Any, dtype: torch.dtype) -> Tensor:
-        return dense(hidden_states(x, dtype))
-
-    def expanded(self, item: int) -> tuple[int, int]:
-        return 0, 0
-
-    def long(self, item: int) -> tuple[int, int, int]:
-        return 0, 0, NEVER
-
-    def tiled(self, item: int) -> tuple[int, int, int]:
-        return 0, 0, 0
-
-    experts, copied = tiled, expanded
+        return x.contiguous() if x.is_floating_point() and x.stride(-1) != 1 else x, None
 
 
 class Embedding(Single):
     """Rows of a table by number: ids [...] int64 -> [..., H]."""
 
     differentiable_input = False
+    nothing_kept = staticmethod(lambda ids: ids)
+    input_bytes = staticmethod(lambda tokens, item: 8 * tokens)
 
     def __init__(self, module: nn.Module) -> None:
         if type(module) is not nn.Embedding:
             raise Unfit(f"it is a {type(module).__name__}, no plain nn.Embedding")
         if module.max_norm is not None or module.scale_grad_by_freq or module.sparse:
             raise Unfit("its embedding has max_norm, scale_grad_by_freq or sparse gradients")
-        self.rows, self.padding = module.num_embeddings, module.padding_idx
-        self.width = module.embedding_dim
+        self.rows, self.padding, self.width = module.num_embeddings, module.padding_idx, module.embedding_dim
 
     def input(self, ids: Any, dtype: torch.dtype) -> Tensor:
         if not isinstance(ids, Tensor) or ids.dtype != torch.int64:
@@ -71,10 +61,6 @@ class Embedding(Single):
     def forward(self, ids: Tensor, w: Weights, call: None, keep: str) -> tuple[Tensor, Tensor]:
         return torch.nn.functional.embedding(ids, w["weight"]), ids
 
-    @staticmethod
-    def nothing_kept(ids: Tensor) -> Tensor:
-        return ids
-
     def backward(self, dy: Tensor, ids: Tensor, w: Weights, call: None, wanted: Any, input_grad: bool
                  ) -> tuple[None, Grads]:
         grads = Grads(wanted)
@@ -82,18 +68,12 @@ class Embedding(Single):
         grads["weight"] = ops.embedding_backward(dy.reshape(-1, self.width), ids.reshape(-1), self.rows, padding)
         return None, grads
 
-    def input_bytes(self, tokens: int, item: int) -> int:
-        return 8 * tokens
-
-    def kept_bytes(self, keep: str, tokens: int, item: int) -> int:
-        return 0
-
-    def work_bytes(self, tokens: int, item: int) -> int:
-        return 0
-
 
 class LoneNorm(Single):
     """The last RMSNorm of a model: x [..., H] -> [..., H]."""
+
+    nothing_kept = staticmethod(lambda x: (x, None))
+    kept_bytes = staticmethod(lambda keep, tokens, item: 4 * tokens)
 
     def __init__(self, module: nn.Module) -> None:
         self.norm = Norm(module, "")
@@ -114,9 +94,6 @@ class LoneNorm(Single):
         y, rstd = self.norm.forward(x, w)
         return y, (x, rstd)
 
-    def nothing_kept(self, x: Tensor) -> tuple[Tensor, None]:
-        return x, None
-
     def backward(self, dy: Tensor, kept: Any, w: Weights, call: None, wanted: Any, input_grad: bool
                  ) -> tuple[Tensor, Grads]:
         grads, (x, rstd) = Grads(wanted), kept
@@ -126,9 +103,6 @@ class LoneNorm(Single):
 
     def input_bytes(self, tokens: int, item: int) -> int:
         return tokens * self.norm.size * item
-
-    def kept_bytes(self, keep: str, tokens: int, item: int) -> int:
-        return 4 * tokens
 
     def work_bytes(self, tokens: int, item: int) -> int:
         return 2 * tokens * self.norm.size * item

@@ -47,8 +47,11 @@ class Weights:
         found = self._joint.get(names)
         if found is None:
             parts = [self.by_name[n] for n in names]
-            if not _neighbours(parts):
-                return torch.cat(parts)              # a copy would be out of date with the next fetch
+            here, storage = parts[0].data_ptr(), parts[0].untyped_storage().data_ptr()
+            for p in parts:
+                if p.data_ptr() != here or not p.is_contiguous() or p.untyped_storage().data_ptr() != storage:
+                    return torch.cat(parts)          # a copy would be out of date with the next fetch
+                here += p.nbytes
             rows = (sum(p.shape[0] for p in parts), *parts[0].shape[1:])
             found = self._joint[names] = self._make(
                 lambda: parts[0].as_strided(rows, parts[0].stride(), parts[0].storage_offset()))
@@ -113,15 +116,6 @@ def glu_grads(dh: Tensor, gu: Tensor, act: int) -> tuple[Tensor, Tensor]:
     return gu, dh
 
 
-def _neighbours(parts: list[Tensor]) -> bool:
-    here, storage = parts[0].data_ptr(), parts[0].untyped_storage().data_ptr()
-    for p in parts:
-        if p.data_ptr() != here or not p.is_contiguous() or p.untyped_storage().data_ptr() != storage:
-            return False
-        here += p.numel() * p.element_size()
-    return True
-
-
 # ---- gradients -------------------------------------------------------------------------------------
 
 class Grads(dict[str, Tensor]):
@@ -143,10 +137,11 @@ class Grads(dict[str, Tensor]):
                 dtype: torch.dtype | None = None) -> None:
         """dy' x [sum of rows, K], from dy [T, sum of rows] and x [T, K]; dtype: of the weights, if it is another."""
         if dtype != torch.float32 or dy.dtype not in (torch.bfloat16, torch.float16):
-            self.put(names, rows, w.weight_grad(names, dy, x).to(dtype or dy.dtype))
-            return
-        total = torch.empty(dy.shape[1], x.shape[1], dtype=dtype, device=x.device)
-        w.add_weight_grad(names, dy, x, total, False)
+            total = w.weight_grad(names, dy, x)
+            total = total if dtype in (None, total.dtype) else total.to(dtype)
+        else:
+            total = torch.empty(dy.shape[1], x.shape[1], dtype=dtype, device=x.device)
+            w.add_weight_grad(names, dy, x, total, False)
         self.put(names, rows, total)
 
 
