@@ -6,9 +6,6 @@
 #include "toy.h"
 #include "../../csrc/core/arrive.h"
 
-#include <pthread.h>
-#include <time.h>
-
 #define NAP_NS 20000000
 
 /* bf16 and fp32 of several pieces, fp16, fp64, and one that is frozen; the unit is settled. */
@@ -83,8 +80,8 @@ static void on_cpu(hotel *h, unsigned skip)
 {
     mt_dev *dev;
 
-    REQUIRE(mt_dev_cpu_open(&dev) == MT_OK);
-    REQUIRE(hotel_open(h, dev, &(mt_param_desc){ MT_F32, 100, 1 }, 1) == MT_OK);
+    REQUIRE_OK(mt_dev_cpu_open(&dev));
+    REQUIRE_OK(hotel_open(h, dev, &(mt_param_desc){ MT_F32, 100, 1 }, 1));
     mt_debug_set(&h->cx, (mt_debug){ .skip = skip });
 }
 
@@ -95,6 +92,8 @@ static void off_cpu(hotel *h)
     hotel_close(h);
     dev->ops->close(dev);
 }
+
+#define HOTEL(h, ...) CLOSED_BY(off_cpu) hotel h; on_cpu(&h, __VA_ARGS__)
 
 static mt_status lift(hotel *h)
 {
@@ -109,7 +108,7 @@ static float *moment(hotel *h)
 {
     void *at;
 
-    REQUIRE(mt_store_at(h->store, 0, 0, MT_PLANE_M, &at) == MT_OK);
+    REQUIRE_OK(mt_store_at(h->store, 0, 0, MT_PLANE_M, &at));
     return at;
 }
 
@@ -125,7 +124,7 @@ static float *up(hotel *h)
 
 /* ---- what a stay takes ------------------------------------------------------------------ */
 
-static void every_state_of_what_is_trained_is_in_one_part(void)
+TEST(every_state_of_what_is_trained_is_in_one_part)
 {
     static unsigned char seen[PARAMS][3000];
     const mt_part *parts;
@@ -133,8 +132,8 @@ static void every_state_of_what_is_trained_is_in_one_part(void)
     mt_dev  *dev;
     int      n;
 
-    REQUIRE(mt_dev_cpu_open(&dev) == MT_OK);
-    REQUIRE(hotel_open(&h, dev, mixed, PARAMS) == MT_OK);
+    REQUIRE_OK(mt_dev_cpu_open(&dev));
+    REQUIRE_OK(hotel_open(&h, dev, mixed, PARAMS));
     CHECK_EQ(mt_arrive_parts(h.a, 0, &parts, &n), MT_ESTATE);
     CHECK_OK(lift(&h));
     CHECK_OK(mt_arrive_parts(h.a, 0, &parts, &n));
@@ -165,12 +164,11 @@ static void every_state_of_what_is_trained_is_in_one_part(void)
     off_cpu(&h);
 }
 
-static void a_stay_goes_on_until_it_is_ended(void)
+TEST(a_stay_goes_on_until_it_is_ended)
 {
-    hotel h;
-    int   taken = 1, left = 0;
+    int taken = 1, left = 0;
 
-    on_cpu(&h, 0);
+    HOTEL(h, 0);
     moment(&h)[0] = 1;
     CHECK_OK(lift(&h));
     CHECK_OK(mt_arrive_drain(h.a));
@@ -189,11 +187,10 @@ static void a_stay_goes_on_until_it_is_ended(void)
     CHECK_EQ(mt_arrive_stats_get(h.a).h2d_bytes, 3 * 400);
     CHECK_OK(mt_arrive_leave(h.a, 0, 1, &left));
     CHECK_EQ(left, 1);
-    off_cpu(&h);
 }
 
 /* Only what the update changed comes down. */
-static void parameters_without_an_update_stay_up(void)
+TEST(parameters_without_an_update_stay_up)
 {
     mt_param_desc d[2] = { { MT_F32, 100, 1 }, { MT_F32, 100, 1 } };
     int           params[1] = { 1 };
@@ -201,9 +198,9 @@ static void parameters_without_an_update_stay_up(void)
     mt_dev       *dev;
     hotel         h;
 
-    REQUIRE(mt_dev_cpu_open(&dev) == MT_OK);
-    REQUIRE(hotel_open(&h, dev, d, 2) == MT_OK);
-    REQUIRE(dev->ops->event_open(dev, &made) == MT_OK);
+    REQUIRE_OK(mt_dev_cpu_open(&dev));
+    REQUIRE_OK(hotel_open(&h, dev, d, 2));
+    REQUIRE_OK(dev->ops->event_open(dev, &made));
     CHECK_OK(lift(&h));
     CHECK_OK(mt_arrive_behind(h.a, 0, params, 1, made));
     CHECK_OK(mt_arrive_wait(h.a, 0));
@@ -234,30 +231,24 @@ static void read_now(void *arg)
 /* Compute in run is slow to write memory that was lent since: what the states are then. */
 static float given_while_written(unsigned skip)
 {
-    hotel h;
-    slow  w;
-    float found;
-
-    on_cpu(&h, skip);
+    HOTEL(h, skip);
     moment(&h)[0] = 1;
-    w = (slow){ h.mem[0], 9 };
+    slow w = (slow){ h.mem[0], 9 };
     CHECK_OK(h.dev->ops->call(h.run, write_late, &w));
     CHECK_OK(lift(&h));
     CHECK_OK(mt_arrive_drain(h.a));
     CHECK_OK(h.dev->ops->sync(h.run));
-    found = *up(&h);
-    off_cpu(&h);
+    float found = *up(&h);
     return found;
 }
 
 /* Copies up are slow, since they wait for run: what the update finds. */
 static float read_while_lifted(unsigned skip)
 {
-    hotel h;
     slow  w, r;
     float idle;
 
-    on_cpu(&h, skip);
+    HOTEL(h, skip);
     moment(&h)[0] = 1;
     w = (slow){ &idle, 9 };
     CHECK_OK(h.dev->ops->call(h.run, write_late, &w));
@@ -266,7 +257,6 @@ static float read_while_lifted(unsigned skip)
     CHECK_OK(mt_arrive_before(h.a, 0, h.other));
     CHECK_OK(h.dev->ops->call(h.other, read_now, &r));
     CHECK_OK(h.dev->ops->sync(h.other));
-    off_cpu(&h);
     return r.value;
 }
 
@@ -274,21 +264,18 @@ static float read_while_lifted(unsigned skip)
 static float stored_while_updated(unsigned skip, int *left)
 {
     mt_event *made;
-    hotel     h;
-    slow      w;
-    float     found;
 
-    on_cpu(&h, skip);
-    REQUIRE(h.dev->ops->event_open(h.dev, &made) == MT_OK);
+    HOTEL(h, skip);
+    REQUIRE_OK(h.dev->ops->event_open(h.dev, &made));
     moment(&h)[0] = 1;
     CHECK_OK(lift(&h));
     CHECK_OK(mt_arrive_drain(h.a));
-    w = (slow){ up(&h), 9 };
+    slow w = (slow){ up(&h), 9 };
     CHECK_OK(h.dev->ops->call(h.other, write_late, &w));
     CHECK_OK(h.dev->ops->record(h.other, made));
     CHECK_OK(mt_arrive_behind(h.a, 0, (int[1]){ 0 }, 1, made));
     CHECK_OK(mt_arrive_wait(h.a, 0));
-    found = moment(&h)[0];
+    float found = moment(&h)[0];
     CHECK_OK(h.dev->ops->sync(h.other));
     CHECK_OK(h.dev->ops->call(h.other, write_late, &w));
     CHECK_OK(h.dev->ops->record(h.other, made));
@@ -297,11 +284,10 @@ static float stored_while_updated(unsigned skip, int *left)
     CHECK_OK(h.dev->ops->sync(h.other));
     CHECK_OK(mt_arrive_drain(h.a));
     h.dev->ops->event_close(made);
-    off_cpu(&h);
     return found;
 }
 
-static void every_edge_is_kept(void)
+TEST(every_edge_is_kept)
 {
     int left;
 
@@ -311,7 +297,7 @@ static void every_edge_is_kept(void)
     CHECK_EQ(left, 0);
 }
 
-static void without_it_each_is_seen_to_matter(void)
+TEST(without_it_each_is_seen_to_matter)
 {
     int left;
 
@@ -331,22 +317,18 @@ static void *lift_main(void *arg)
 }
 
 /* UPDATED: what is announced and not put yet would change the states on their way. */
-static void a_stay_neither_begins_nor_ends_while_an_update_is_announced(void)
+TEST(a_stay_neither_begins_nor_ends_while_an_update_is_announced)
 {
-    struct timespec nap = { 0, 5000000 };
-    pthread_t       thread;
-    uint64_t        copied;
-    hotel           h;
-    int             left;
+    int left;
 
-    on_cpu(&h, 0);
+    HOTEL(h, 0);
     mt_ledger_update_begin(h.store, 0);
-    REQUIRE(pthread_create(&thread, NULL, lift_main, &h) == 0);
-    nanosleep(&nap, NULL);
-    copied = mt_arrive_stats_get(h.a).h2d_bytes;
+    pthread_t thread = thread_start(lift_main, &h);
+    sleep_ms(5);
+    uint64_t copied = mt_arrive_stats_get(h.a).h2d_bytes;
     CHECK_EQ(copied, 0);
     mt_ledger_update_end(h.store, 0);
-    pthread_join(thread, NULL);
+    thread_join(thread);
     CHECK_OK(mt_arrive_drain(h.a));
     mt_ledger_update_begin(h.store, 0);
     CHECK_OK(mt_arrive_leave(h.a, 0, 0, &left));
@@ -354,7 +336,6 @@ static void a_stay_neither_begins_nor_ends_while_an_update_is_announced(void)
     mt_ledger_update_end(h.store, 0);
     CHECK_OK(mt_arrive_leave(h.a, 0, 0, &left));
     CHECK_EQ(left, 1);
-    off_cpu(&h);
 }
 
 /* ---- refusals and failures -------------------------------------------------------------- */
@@ -368,16 +349,15 @@ static void a_stay_neither_begins_nor_ends_while_an_update_is_announced(void)
     } while (0)
 
 /* The host waits for copies that never come: told which, in the watchdog's time. */
-static void stalled_guests_are_named(void)
+TEST(stalled_guests_are_named)
 {
-    hotel h;
-    gate  g = { 0 };
-    char  list[200];
+    gate g = { 0 };
+    char list[200];
 
-    on_cpu(&h, 0);
+    HOTEL(h, 0);
     mt_ledger_watchdog(h.store, 0.05);
     moment(&h)[0] = 1;
-    REQUIRE(h.dev->ops->call(h.run, wait_for_gate, &g) == MT_OK);       /* VACANT holds guests */
+    REQUIRE_OK(h.dev->ops->call(h.run, wait_for_gate, &g));       /* VACANT holds guests */
     CHECK_OK(lift(&h));
     STUCK(mt_arrive_wait(h.a, 0));
     STUCK(mt_arrive_drain(h.a));
@@ -387,7 +367,6 @@ static void stalled_guests_are_named(void)
     CHECK_OK(mt_arrive_wait(h.a, 0));
     mt_watch_tell(mt_store_watch(h.store), list, sizeof list);
     CHECK_STR(list, "");
-    off_cpu(&h);
 }
 
 /* ---- others on the bus ------------------------------------------------------------------ */
@@ -402,21 +381,20 @@ static mt_status call_counted(mt_queue *q, void (*fn)(void *arg), void *arg)
 }
 
 /* On the way down alone, and as often as CUDA takes it. */
-static void the_host_comes_between_pieces(void)
+TEST(the_host_comes_between_pieces)
 {
-    hotel      h;
-    mt_dev    *dev;
-    mt_event  *made;
-    mt_dev_ops ops;
+    hotel     h;
+    mt_dev   *dev;
+    mt_event *made;
 
-    REQUIRE(mt_dev_cpu_open(&dev) == MT_OK);
-    ops = *dev->ops;
+    REQUIRE_OK(mt_dev_cpu_open(&dev));
+    mt_dev_ops ops = *dev->ops;
     call_really = ops.call;
     ops.call = call_counted;
     dev->ops = &ops;
     atomic_store(&calls, 0);
-    REQUIRE(hotel_open(&h, dev, &(mt_param_desc){ MT_F32, 200000, 1 }, 1) == MT_OK);
-    REQUIRE(dev->ops->event_open(dev, &made) == MT_OK);
+    REQUIRE_OK(hotel_open(&h, dev, &(mt_param_desc){ MT_F32, 200000, 1 }, 1));
+    REQUIRE_OK(dev->ops->event_open(dev, &made));
     CHECK_OK(lift(&h));
     CHECK(h.n > 150);
     CHECK_EQ(atomic_load(&calls), 0);
@@ -428,17 +406,15 @@ static void the_host_comes_between_pieces(void)
     off_cpu(&h);
 }
 
-static void what_makes_no_sense_is_refused(void)
+TEST(what_makes_no_sense_is_refused)
 {
     mt_param_desc d = { MT_F32, 10, 1 };
-    hotel         h;
     int           unit, n, taken;
     size_t       *bytes;
 
-    on_cpu(&h, 0);
-    REQUIRE(mt_store_add(h.store, "layers.0", &d, 1, &unit) == MT_OK);
-    CHECK_EQ(mt_arrive_invite(h.a, 1), MT_ESTATE);
-    CHECK_HAS(mt_last_error(), "layers.0");
+    HOTEL(h, 0);
+    REQUIRE_OK(mt_store_add(h.store, "layers.0", &d, 1, &unit));
+    CHECK_FAILS(mt_arrive_invite(h.a, 1), MT_ESTATE, "layers.0");
     CHECK_EQ(mt_arrive_invite(h.a, 2), MT_EINVAL);
     CHECK_EQ(mt_arrive_sizes(h.a, 1, 1 << 20, &bytes, &n), MT_EINVAL);
     CHECK_EQ(mt_arrive_wait(h.a, 1), MT_EINVAL);
@@ -447,7 +423,6 @@ static void what_makes_no_sense_is_refused(void)
     CHECK_OK(mt_arrive_invite(h.a, 0));                     /* it is one */
     CHECK_OK(lift(&h));
     mt_arrive_close(NULL);
-    off_cpu(&h);
 }
 
 /* A stay, an update and its end, with the n-th call failing. */
@@ -470,12 +445,12 @@ fail:
     return st;
 }
 
-static void every_failing_device_call_frees_everything(void)
+TEST(every_failing_device_call_frees_everything)
 {
     int     fired = 1;
     mt_dev *cpu;
 
-    REQUIRE(mt_dev_cpu_open(&cpu) == MT_OK);
+    REQUIRE_OK(mt_dev_cpu_open(&cpu));
     for (int n = 1; fired > 0; n++) {
         mt_dev   *d = fault_dev(cpu, n, n % 2 ? FAULT_ONCE : FAULT_STAYS);
         hotel     h;
@@ -491,16 +466,3 @@ static void every_failing_device_call_frees_everything(void)
     }
     cpu->ops->close(cpu);
 }
-
-#define TESTS(X)                                                    \
-    X(every_state_of_what_is_trained_is_in_one_part)                \
-    X(a_stay_goes_on_until_it_is_ended)                             \
-    X(parameters_without_an_update_stay_up)                         \
-    X(every_edge_is_kept)                                           \
-    X(without_it_each_is_seen_to_matter)                            \
-    X(a_stay_neither_begins_nor_ends_while_an_update_is_announced)  \
-    X(stalled_guests_are_named)                                     \
-    X(the_host_comes_between_pieces)                                \
-    X(what_makes_no_sense_is_refused)                               \
-    X(every_failing_device_call_frees_everything)
-CHECK_MAIN(TESTS)

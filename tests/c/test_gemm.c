@@ -1,7 +1,6 @@
 /* test_gemm.c — the executable form of ops/gemm.h: orders, a BLAS's words, and the definition. */
 #include "check.h"
 #include "../../csrc/ops/gemm.h"
-#include <math.h>
 
 static uint64_t random_state;
 
@@ -90,7 +89,7 @@ static void order_of(int64_t rows, int64_t cols, int64_t s0, int64_t s1, int by_
     CHECK_EQ(m.ld, ld);
 }
 
-static void order_is_read_from_sizes_and_strides(void)
+TEST(order_is_read_from_sizes_and_strides)
 {
     order_of(3, 5, 5, 1, 0, 5);          /* dense */
     order_of(3, 5, 9, 1, 0, 9);          /* some columns of a wider one */
@@ -107,7 +106,7 @@ static void order_is_read_from_sizes_and_strides(void)
     order_of(3, 0, 1, 1, 0, 1);
 }
 
-static void order_that_no_blas_has_is_refused_with_its_strides(void)
+TEST(order_that_no_blas_has_is_refused_with_its_strides)
 {
     static const int64_t strides[][2] = { { 10, 2 }, { 0, 1 }, { 1, 0 }, { 4, 1 }, { 1, 2 },
                                           { 5, 5 } };
@@ -153,7 +152,7 @@ static void check_seen(const struct mt_gemm_seen *s)
     CHECK(s->ld >= s->rows && s->rows > 0 && s->cols > 0);
 }
 
-static void blas_computes_the_transpose_of_c(void)
+TEST(blas_computes_the_transpose_of_c)
 {
     random_state = 1;
     for (int round = 0; round < 200; round++) {
@@ -181,7 +180,7 @@ static void blas_computes_the_transpose_of_c(void)
     }
 }
 
-static void bytes_end_behind_the_last_element(void)
+TEST(bytes_end_behind_the_last_element)
 {
     mt_gemm_matrix rows = { .rows = 3, .cols = 5, .ld = 9 };
     mt_gemm_matrix columns = { .rows = 3, .cols = 5, .ld = 4, .by_columns = 1 };
@@ -198,7 +197,7 @@ static int same_key(const mt_gemm *x, int device_x, float beta_x, const mt_gemm 
     return memcmp(&a, &b, sizeof a) == 0;
 }
 
-static void key_knows_what_may_change_an_algorithm_and_nothing_else(void)
+TEST(key_knows_what_may_change_an_algorithm_and_nothing_else)
 {
     _Alignas(64) static char memory[256];
     mt_gemm g = { .ab = MT_BF16, .c_type = MT_F32,
@@ -244,7 +243,7 @@ static float by_the_book(const mt_gemm *g, int64_t i, int64_t j, float alpha, fl
     return beta != 0 ? sum + product : sum;
 }
 
-static void host_is_the_definition_to_the_bit(void)
+TEST(host_is_the_definition_to_the_bit)
 {
     static const mt_dtype types[][2] = { { MT_F32, MT_F32 }, { MT_BF16, MT_F32 },
                                          { MT_BF16, MT_BF16 }, { MT_F16, MT_F32 },
@@ -282,7 +281,7 @@ static void host_is_the_definition_to_the_bit(void)
     mt_pool_close(pool);
 }
 
-static void host_does_not_read_c_when_beta_is_zero(void)
+TEST(host_does_not_read_c_when_beta_is_zero)
 {
     mt_gemm g = random_gemm(MT_F32, MT_F32, 5, 5, 5);
 
@@ -296,7 +295,7 @@ static void host_does_not_read_c_when_beta_is_zero(void)
     drop(&g);
 }
 
-static void host_writes_nothing_between_the_rows_of_c(void)
+TEST(host_writes_nothing_between_the_rows_of_c)
 {
     mt_gemm g = random_gemm(MT_F32, MT_F32, 67, 3, 4);
     float   wide[67 * 5];
@@ -312,14 +311,3 @@ static void host_writes_nothing_between_the_rows_of_c(void)
     free(g.a.data);
     free(g.b.data);
 }
-
-#define TESTS(X)                                               \
-    X(order_is_read_from_sizes_and_strides)                    \
-    X(order_that_no_blas_has_is_refused_with_its_strides)      \
-    X(blas_computes_the_transpose_of_c)                        \
-    X(bytes_end_behind_the_last_element)                       \
-    X(key_knows_what_may_change_an_algorithm_and_nothing_else) \
-    X(host_is_the_definition_to_the_bit)                       \
-    X(host_does_not_read_c_when_beta_is_zero)                  \
-    X(host_writes_nothing_between_the_rows_of_c)
-CHECK_MAIN(TESTS)

@@ -25,15 +25,15 @@ static int add(void)
     mt_param_desc d[2] = { { MT_F32, N, 1 }, { MT_BF16, N, 1 } };
     int           unit;
 
-    REQUIRE(mt_store_add(store, "layers.0", d, 2, &unit) == MT_OK);
+    REQUIRE_OK(mt_store_add(store, "layers.0", d, 2, &unit));
     return unit;
 }
 
 static void setup(void)
 {
-    REQUIRE(mt_dev_cpu_open(&dev) == MT_OK);
+    REQUIRE_OK(mt_dev_cpu_open(&dev));
     cx = (mt_context){ .dev = dev };
-    REQUIRE(mt_store_open(&cx, &store) == MT_OK);
+    REQUIRE_OK(mt_store_open(&cx, &store));
     cx.store = store;
 }
 
@@ -43,11 +43,13 @@ static void teardown(void)
     dev->ops->close(dev);
 }
 
+#define HOME_TEST(name) TEST_BETWEEN(name, setup(), teardown())
+
 static char *at(int unit, mt_plane p)
 {
     void *found = NULL;
 
-    REQUIRE(mt_store_at(store, unit, 0, p, &found) == MT_OK);
+    REQUIRE_OK(mt_store_at(store, unit, 0, p, &found));
     return found;
 }
 
@@ -57,8 +59,8 @@ static int at_home(const mt_home *h)
     int unit = add();
 
     if (h->from != NULL && h->from->from != NULL)
-        REQUIRE(mt_store_move(store, unit, h->from, NULL) == MT_OK);
-    REQUIRE(mt_store_move(store, unit, h, NULL) == MT_OK);
+        REQUIRE_OK(mt_store_move(store, unit, h->from, NULL));
+    REQUIRE_OK(mt_store_move(store, unit, h, NULL));
     return unit;
 }
 
@@ -75,7 +77,7 @@ static const char *planes(unsigned bits)
     return out;
 }
 
-static void the_tables_are_those_that_are_agreed(void)
+TEST(the_tables_are_those_that_are_agreed)
 {
     static const char *const want[HOMES] = {
         "away: ; later: ; visit: ; device: ; registered: HI GRAD; fresh: ; fed 0, turn 2",
@@ -104,13 +106,12 @@ static void the_tables_are_those_that_are_agreed(void)
     }
 }
 
-static void a_unit_comes_to_a_home_from_one_other_and_goes_back(void)
+HOME_TEST(a_unit_comes_to_a_home_from_one_other_and_goes_back)
 {
     static const char *const may[HOMES] = {      /* from, to: in the order above */
         "++-+++", "+++---", "-++---", "+--+--", "+---+-", "+----+",
     };
 
-    setup();
     for (int from = 0; from < HOMES; from++)
         for (int to = 0; to < HOMES; to++) {
             int unit = at_home(homes[from]), ok = may[from][to] == '+';
@@ -125,13 +126,11 @@ static void a_unit_comes_to_a_home_from_one_other_and_goes_back(void)
         }
     CHECK_EQ(mt_store_move(store, 999, &mt_home_vram, NULL), MT_EINVAL);
     CHECK(mt_store_home(store, 999, NULL) == &mt_home_ram);
-    teardown();
 }
 
 /* Planes whose memory a copy engine looks at are registered, those that are away reserved. */
-static void memory_on_the_host_is_as_the_home_says(void)
+HOME_TEST(memory_on_the_host_is_as_the_home_says)
 {
-    setup();
     for (int h = 0; h < HOMES; h++) {
         int unit = at_home(homes[h]);
 
@@ -147,58 +146,47 @@ static void memory_on_the_host_is_as_the_home_says(void)
                      homes[h]->device >> p & 1 ? MT_OK : MT_EINVAL);
         }
     }
-    teardown();
 }
 
-static void gradients_that_pass_do_not_move(void)
+HOME_TEST(gradients_that_pass_do_not_move)
 {
     int there, here;
 
-    setup();
     there = at_home(&mt_home_vram);
     here = add();
     CHECK_OK(mt_store_set_passing(store, there));
     CHECK_OK(mt_store_set_passing(store, here));
-    CHECK_EQ(mt_store_move(store, there, &mt_home_ram, NULL), MT_ESTATE);
-    CHECK_HAS(mt_last_error(), "its gradients pass");
+    CHECK_FAILS(mt_store_move(store, there, &mt_home_ram, NULL), MT_ESTATE, "its gradients pass");
     CHECK_OK(mt_store_move(store, there, &mt_home_arrive, NULL));
     CHECK_EQ(mt_store_move(store, here, &mt_home_vram, NULL), MT_ESTATE);
     CHECK_OK(mt_store_move(store, here, &mt_home_through, NULL));
-    teardown();
 }
 
-static void states_go_to_a_file_before_there_are_any(void)
+HOME_TEST(states_go_to_a_file_before_there_are_any)
 {
-    int unit;
-
-    setup();
-    unit = add();
+    int unit = add();
     (void)at(unit, MT_PLANE_V);
-    CHECK_EQ(mt_store_move(store, unit, &mt_home_disk, NULL), MT_ESTATE);
-    CHECK_HAS(mt_last_error(), "plane V");
+    CHECK_FAILS(mt_store_move(store, unit, &mt_home_disk, NULL), MT_ESTATE, "plane V");
     unit = add();
     (void)at(unit, MT_PLANE_HI);
     CHECK_OK(mt_store_move(store, unit, &mt_home_disk_weights, NULL));
     CHECK(mt_mirror_any(store, unit, 0, 1u << MT_PLANE_HI, 1u << MT_MIRROR_AHEAD));
-    teardown();
 }
 
 /* Whatever the move asks the device for: the unit is where it was, and may be asked again. */
-static void a_move_that_fails_changes_nothing(void)
+TEST(a_move_that_fails_changes_nothing)
 {
     for (int n = 1, failed = 1; failed; n++) {
-        mt_dev   *cpu;
-        int       unit;
-        mt_status st;
+        mt_dev *cpu;
 
-        REQUIRE(mt_dev_cpu_open(&cpu) == MT_OK);
+        REQUIRE_OK(mt_dev_cpu_open(&cpu));
         dev = fault_dev(cpu, 0, FAULT_ONCE);
-        REQUIRE(mt_store_open(&(mt_context){ .dev = dev }, &store) == MT_OK);
-        unit = add();
+        REQUIRE_OK(mt_store_open(&(mt_context){ .dev = dev }, &store));
+        int unit = add();
         at(unit, MT_PLANE_HI)[5] = 3;
         at(unit, MT_PLANE_M)[5] = 4;
         fault_next(dev, n);
-        st = mt_store_move(store, unit, &mt_home_through, NULL);
+        mt_status st = mt_store_move(store, unit, &mt_home_through, NULL);
         failed = st != MT_OK;
         fault_next(dev, 0);
         CHECK(mt_store_home(store, unit, NULL) == (failed ? &mt_home_ram : &mt_home_through));
@@ -220,7 +208,6 @@ static mt_status their_at(void *of, int unit, int param, mt_plane p, void **out)
 {
     elsewhere *e = of;
 
-    (void)unit;
     CHECK_EQ(param, 0);
     *out = p == MT_PLANE_GRAD ? e->grad : e->sums;
     return MT_OK;
@@ -228,7 +215,6 @@ static mt_status their_at(void *of, int unit, int param, mt_plane p, void **out)
 
 static mt_status they_come(void *of, int unit, const int *params, int n, mt_queue *d2h)
 {
-    (void)unit;
     CHECK(n == 1 && params[0] == 0 && d2h != NULL);
     ((elsewhere *)of)->came++;
     return MT_OK;
@@ -269,7 +255,7 @@ static const mt_home elsewhere_home = {
 };
 
 /* Gradients go there and updates are made there, and no room but this file knows it. */
-static void a_new_home_is_a_new_table(void)
+HOME_TEST(a_new_home_is_a_new_table)
 {
     static const int   first = 0;
     static float       source[N];
@@ -283,16 +269,15 @@ static void a_new_home_is_a_new_table(void)
     mt_queue          *run;
     uint64_t           ticket;
 
-    setup();
     for (int i = 0; i < N; i++)
         source[i] = 2;
     j.unit = add();
-    REQUIRE(mt_store_move(store, j.unit, &elsewhere_home, &e) == MT_OK);
-    REQUIRE(mt_sumsq_open(dev, &sums) == MT_OK);
+    REQUIRE_OK(mt_store_move(store, j.unit, &elsewhere_home, &e));
+    REQUIRE_OK(mt_sumsq_open(dev, &sums));
     k.ctx = sums;
-    REQUIRE(dev->ops->queue_open(dev, "run", &run) == MT_OK);
-    REQUIRE(mt_offload_open(&cx, 2, k, &o) == MT_OK);
-    REQUIRE(mt_update_open(&cx, o, &u) == MT_OK);
+    REQUIRE_OK(dev->ops->queue_open(dev, "run", &run));
+    REQUIRE_OK(mt_offload_open(&cx, 2, k, &o));
+    REQUIRE_OK(mt_update_open(&cx, o, &u));
     CHECK_OK(mt_offload_put(o, j.unit, &(mt_grad_item){ 0, source, MT_GRAD_SET, 0 }, 1, run,
                             &ticket));
     CHECK_EQ(mt_update_submit(u, &j, 1, 1e9, run, &ticket), MT_ESTATE);
@@ -305,15 +290,4 @@ static void a_new_home_is_a_new_table(void)
     mt_offload_close(o);
     mt_sumsq_close(sums);
     dev->ops->queue_close(run);
-    teardown();
 }
-
-#define TESTS(X)                                                \
-    X(the_tables_are_those_that_are_agreed)                     \
-    X(a_unit_comes_to_a_home_from_one_other_and_goes_back)      \
-    X(memory_on_the_host_is_as_the_home_says)                   \
-    X(gradients_that_pass_do_not_move)                          \
-    X(states_go_to_a_file_before_there_are_any)                 \
-    X(a_move_that_fails_changes_nothing)                        \
-    X(a_new_home_is_a_new_table)
-CHECK_MAIN(TESTS)

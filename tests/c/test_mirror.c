@@ -6,8 +6,6 @@
 #include "gate.h"
 #include "../../csrc/core/mirror.h"
 
-#include <pthread.h>
-
 #define PARAMS 3
 #define N      1024
 #define HI     (1u << MT_PLANE_HI)
@@ -19,7 +17,7 @@
 
 /* ---- the table ---------------------------------------------------------------------------- */
 
-static void the_table_is_the_one_that_is_agreed(void)
+TEST(the_table_is_the_one_that_is_agreed)
 {
     static const char want[] =
         "EMPTY: STALE EMPTY EMPTY AHEAD AHEAD EMPTY EMPTY EMPTY EMPTY\n"
@@ -59,7 +57,7 @@ static float *host(mt_plane p, int param)
 {
     void *at = NULL;
 
-    REQUIRE(mt_store_at(home.s, home.unit, param, p, &at) == MT_OK);
+    REQUIRE_OK(mt_store_at(home.s, home.unit, param, p, &at));
     return at;
 }
 
@@ -124,10 +122,10 @@ static void open_home(const mt_home *table)
     mt_param_desc d[PARAMS] = { { MT_F32, N, 1 }, { MT_F32, N, 1 }, { MT_F32, N, 1 } };
 
     memset(&home, 0, sizeof home);
-    REQUIRE(mt_dev_cpu_open(&home.dev) == MT_OK);
-    REQUIRE(mt_store_open(&(mt_context){ .dev = home.dev }, &home.s) == MT_OK);
-    REQUIRE(mt_store_add(home.s, "layers.0", d, PARAMS, &home.unit) == MT_OK);
-    REQUIRE(mt_store_move(home.s, home.unit, table, &home) == MT_OK);
+    REQUIRE_OK(mt_dev_cpu_open(&home.dev));
+    REQUIRE_OK(mt_store_open(&(mt_context){ .dev = home.dev }, &home.s));
+    REQUIRE_OK(mt_store_add(home.s, "layers.0", d, PARAMS, &home.unit));
+    REQUIRE_OK(mt_store_move(home.s, home.unit, table, &home));
 }
 
 static void close_home(void)
@@ -165,7 +163,7 @@ static size_t reserved(mt_plane p)
 
 /* ---- readers ------------------------------------------------------------------------------ */
 
-static void what_is_stale_is_loaded_once_and_alone(void)
+TEST(what_is_stale_is_loaded_once_and_alone)
 {
     open_home(&at_once);
     CHECK_OK(mt_mirror_bring(home.s, home.unit, ALL));           /* both are zero */
@@ -183,7 +181,7 @@ static void what_is_stale_is_loaded_once_and_alone(void)
     close_home();
 }
 
-static void a_unit_without_a_home_elsewhere_has_nothing_to_do(void)
+TEST(a_unit_without_a_home_elsewhere_has_nothing_to_do)
 {
     open_home(&at_once);
     CHECK_OK(mt_store_move(home.s, home.unit, &mt_home_ram, NULL));
@@ -214,8 +212,7 @@ static void *reads(void *arg)
 
 static void wait_begun(int n)
 {
-    while (atomic_load(&home.begun) < n)
-        sleep_ms(1);
+    UNTIL(atomic_load(&home.begun) >= n);
 }
 
 static int somebody_waits_at_the_door(void)
@@ -227,7 +224,7 @@ static int somebody_waits_at_the_door(void)
 }
 
 /* The second waits at the door, and finds what the first has brought. */
-static void two_readers_are_one_load(void)
+TEST(two_readers_are_one_load)
 {
     gate   g = { 0 };
     reader r[2] = { 0 };
@@ -236,16 +233,15 @@ static void two_readers_are_one_load(void)
     change(M, 5);
     home.hold = &g;
     for (int i = 0; i < 2; i++) {
-        REQUIRE(pthread_create(&r[i].thread, NULL, reads, &r[i]) == 0);
+        r[i].thread = thread_start(reads, &r[i]);
         wait_begun(1);
     }
-    while (!somebody_waits_at_the_door())
-        sleep_ms(1);
+    UNTIL(somebody_waits_at_the_door());
     CHECK(any(0, M, IS(LOADING)));
     mt_mirror_forget(home.s, home.unit);         /* somebody is behind the door */
     atomic_store(&g.open, 1);
     for (int i = 0; i < 2; i++) {
-        pthread_join(r[i].thread, NULL);
+        thread_join(r[i].thread);
         CHECK_OK(r[i].st);
         CHECK(r[i].found == 5);
     }
@@ -255,7 +251,7 @@ static void two_readers_are_one_load(void)
 }
 
 /* An update that is put while they come: who asks next loads again. */
-static void what_changes_during_a_load_is_stale(void)
+TEST(what_changes_during_a_load_is_stale)
 {
     gate   g = { 0 };
     reader r = { 0 };
@@ -263,11 +259,11 @@ static void what_changes_during_a_load_is_stale(void)
     open_home(&at_once);
     change(M, 5);
     home.hold = &g;
-    REQUIRE(pthread_create(&r.thread, NULL, reads, &r) == 0);
+    r.thread = thread_start(reads, &r);
     wait_begun(1);
     change(M, 6);
     atomic_store(&g.open, 1);
-    pthread_join(r.thread, NULL);
+    thread_join(r.thread);
     CHECK_OK(r.st);
     CHECK(r.found == 6);
     CHECK(any(0, M, IS(STALE)));
@@ -276,7 +272,7 @@ static void what_changes_during_a_load_is_stale(void)
     close_home();
 }
 
-static void a_load_that_fails_may_be_tried_again(void)
+TEST(a_load_that_fails_may_be_tried_again)
 {
     open_home(&at_once);
     change(M, 5);
@@ -293,7 +289,7 @@ static void a_load_that_fails_may_be_tried_again(void)
 /* ---- claims and memory -------------------------------------------------------------------- */
 
 /* States and weights alike: else who read them would find zeros. */
-static void what_was_brought_outlives_a_save(void)
+TEST(what_was_brought_outlives_a_save)
 {
     open_home(&at_once);
     change(ALL, 5);
@@ -307,7 +303,7 @@ static void what_was_brought_outlives_a_save(void)
     close_home();
 }
 
-static void a_claim_ends_when_its_values_do(void)
+TEST(a_claim_ends_when_its_values_do)
 {
     open_home(&at_once);
     change(HI, 5);
@@ -330,7 +326,7 @@ static void a_claim_ends_when_its_values_do(void)
     close_home();
 }
 
-static void what_is_stale_is_forgotten_but_not_while_a_save_has_the_unit(void)
+TEST(what_is_stale_is_forgotten_but_not_while_a_save_has_the_unit)
 {
     open_home(&at_once);
     change(ALL, 5);
@@ -357,22 +353,20 @@ static void *evicts(void *arg)
 }
 
 /* The save's copiers read what it peeked. */
-static void memory_that_a_save_reads_is_not_evicted(void)
+TEST(memory_that_a_save_reads_is_not_evicted)
 {
-    pthread_t thread;
     mt_status st = MT_EINVAL;
 
     open_home(&at_once);
     change(M, 5);
     CHECK_OK(mt_ledger_save_begin(home.s, home.unit));
     CHECK_OK(mt_mirror_peek(home.s, home.unit, M));
-    REQUIRE(pthread_create(&thread, NULL, evicts, &st) == 0);
-    while (mt_ledger_wanted(home.s) != home.unit)
-        sleep_ms(1);
+    pthread_t thread = thread_start(evicts, &st);
+    UNTIL(mt_ledger_wanted(home.s) == home.unit);
     sleep_ms(5);
     CHECK(host(MT_PLANE_M, 0)[0] == 5);
     mt_ledger_save_end(home.s, home.unit);
-    pthread_join(thread, NULL);
+    thread_join(thread);
     CHECK_OK(st);
     CHECK(reserved(MT_PLANE_M) > 0);
     close_home();
@@ -380,14 +374,12 @@ static void memory_that_a_save_reads_is_not_evicted(void)
 
 /* ---- writers ------------------------------------------------------------------------------ */
 
-static void what_is_pushed_is_the_homes_and_its_neighbours_are_still_stale(void)
+TEST(what_is_pushed_is_the_homes_and_its_neighbours_are_still_stale)
 {
-    uint64_t version;
-
     open_home(&at_once);
     change(M | HI, 5);
     fill(MT_PLANE_M, 1, 9);
-    version = mt_ledger_version(home.s, home.unit);
+    uint64_t version = mt_ledger_version(home.s, home.unit);
     CHECK_OK(mt_mirror_push(home.s, home.unit, 1, M));
     CHECK_EQ(mt_ledger_version(home.s, home.unit), version);
     CHECK(home.values[MT_PLANE_M][1] == 9);
@@ -402,12 +394,11 @@ static void what_is_pushed_is_the_homes_and_its_neighbours_are_still_stale(void)
     CHECK(home.values[MT_PLANE_HI][2] == 3);
     CHECK_OK(mt_mirror_release(home.s, home.unit));              /* no claim, its memory goes */
     CHECK(host(MT_PLANE_HI, 0)[0] == 0);
-    CHECK_EQ(mt_mirror_push(home.s, home.unit, PARAMS, M), MT_EINVAL);
-    CHECK_HAS(mt_last_error(), "layers.0");
+    CHECK_FAILS(mt_mirror_push(home.s, home.unit, PARAMS, M), MT_EINVAL, "layers.0");
     close_home();
 }
 
-static void a_push_that_fails_leaves_the_homes_values(void)
+TEST(a_push_that_fails_leaves_the_homes_values)
 {
     open_home(&at_once);
     change(M, 5);
@@ -421,12 +412,12 @@ static void a_push_that_fails_leaves_the_homes_values(void)
 }
 
 /* A home that opens over what the host has, and takes weights by itself. */
-static void what_the_host_had_is_ahead_until_it_is_taken(void)
+TEST(what_the_host_had_is_ahead_until_it_is_taken)
 {
     open_home(&mt_home_ram);
     fill(MT_PLANE_M, 1, 8);
     fill(MT_PLANE_HI, 0, 2);
-    REQUIRE(mt_store_move(home.s, home.unit, &lazily, &home) == MT_OK);
+    REQUIRE_OK(mt_store_move(home.s, home.unit, &lazily, &home));
     CHECK(any(0, HI, IS(AHEAD)) && any(1, M, IS(AHEAD)) && !any(-1, V, IS(AHEAD)));
     CHECK_OK(mt_mirror_bring(home.s, home.unit, ALL));
     CHECK_OK(mt_mirror_evict(home.s, home.unit));
@@ -449,11 +440,11 @@ static void what_the_host_had_is_ahead_until_it_is_taken(void)
 }
 
 /* Between opening and storing a parameter is written; its neighbour's memory goes, and its too. */
-static void what_is_pushed_before_the_rest_is_taken_is_not_lost(void)
+TEST(what_is_pushed_before_the_rest_is_taken_is_not_lost)
 {
     open_home(&mt_home_ram);
     fill(MT_PLANE_M, 0, 8);
-    REQUIRE(mt_store_move(home.s, home.unit, &at_once, &home) == MT_OK);
+    REQUIRE_OK(mt_store_move(home.s, home.unit, &at_once, &home));
     fill(MT_PLANE_M, 1, 9);
     CHECK_OK(mt_mirror_push(home.s, home.unit, 1, M));
     CHECK_OK(mt_mirror_store(home.s, home.unit));
@@ -464,12 +455,10 @@ static void what_is_pushed_before_the_rest_is_taken_is_not_lost(void)
 }
 
 /* Weights, of which nobody knows which were written. */
-static void weights_that_are_touched_are_the_hosts(void)
+TEST(weights_that_are_touched_are_the_hosts)
 {
-    uint64_t version;
-
     open_home(&lazily);
-    version = mt_ledger_version(home.s, home.unit);
+    uint64_t version = mt_ledger_version(home.s, home.unit);
     mt_mirror_tell(home.s, home.unit, -1, HI, MT_MIRROR_STORE);
     mt_mirror_tell(home.s, home.unit, -1, HI, MT_MIRROR_STORED);
     CHECK(any(-1, HI, IS(FRESH)) && !any(-1, HI, IS(AHEAD)));
@@ -481,15 +470,14 @@ static void weights_that_are_touched_are_the_hosts(void)
     close_home();
 }
 
-static void what_is_torn_is_refused(void)
+TEST(what_is_torn_is_refused)
 {
     open_home(&lazily);
     mt_mirror_tell(home.s, home.unit, -1, HI, MT_MIRROR_STORE);
     mt_mirror_tell(home.s, home.unit, -1, HI, MT_MIRROR_STORED);
     change(HI, 5);
     mt_ledger_touch(home.s, home.unit);          /* nobody brought them before */
-    CHECK_EQ(mt_mirror_bring(home.s, home.unit, HI), MT_ESTATE);
-    CHECK_HAS(mt_last_error(), "layers.0");
+    CHECK_FAILS(mt_mirror_bring(home.s, home.unit, HI), MT_ESTATE, "layers.0");
     CHECK(any(1, HI, IS(TORN)));
     CHECK_OK(mt_mirror_evict(home.s, home.unit));
     CHECK(any(1, HI, IS(TORN)));
@@ -499,7 +487,7 @@ static void what_is_torn_is_refused(void)
 
 /* ---- planes at home on the host ------------------------------------------------------------ */
 
-static void planes_may_be_excepted_and_come_back(void)
+TEST(planes_may_be_excepted_and_come_back)
 {
     open_home(&at_once);
     fill(MT_PLANE_M, 0, 3);
@@ -516,27 +504,6 @@ static void planes_may_be_excepted_and_come_back(void)
     CHECK(any(0, M, IS(AHEAD)) && !any(-1, V, IS(AHEAD)));
     CHECK_OK(mt_mirror_store(home.s, home.unit));
     change(M, 6);
-    CHECK_EQ(mt_store_move(home.s, home.unit, &visiting, &home), MT_ESTATE);
-    CHECK_HAS(mt_last_error(), "layers.0");
+    CHECK_FAILS(mt_store_move(home.s, home.unit, &visiting, &home), MT_ESTATE, "layers.0");
     close_home();
 }
-
-#define TESTS(X)                                                            \
-    X(the_table_is_the_one_that_is_agreed)                                  \
-    X(what_is_stale_is_loaded_once_and_alone)                               \
-    X(a_unit_without_a_home_elsewhere_has_nothing_to_do)                    \
-    X(two_readers_are_one_load)                                             \
-    X(what_changes_during_a_load_is_stale)                                  \
-    X(a_load_that_fails_may_be_tried_again)                                 \
-    X(what_was_brought_outlives_a_save)                                     \
-    X(a_claim_ends_when_its_values_do)                                      \
-    X(what_is_stale_is_forgotten_but_not_while_a_save_has_the_unit)         \
-    X(memory_that_a_save_reads_is_not_evicted)                              \
-    X(what_is_pushed_is_the_homes_and_its_neighbours_are_still_stale)       \
-    X(a_push_that_fails_leaves_the_homes_values)                            \
-    X(what_the_host_had_is_ahead_until_it_is_taken)                         \
-    X(what_is_pushed_before_the_rest_is_taken_is_not_lost)                  \
-    X(weights_that_are_touched_are_the_hosts)                               \
-    X(what_is_torn_is_refused)                                              \
-    X(planes_may_be_excepted_and_come_back)
-CHECK_MAIN(TESTS)

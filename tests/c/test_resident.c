@@ -14,9 +14,6 @@
 #include "../../csrc/ops/sumsq.h"
 #include "../../csrc/optim/adam.h"
 
-#include <math.h>
-#include <time.h>
-
 #define UNITS  4
 #define PARAMS 3
 #define STEPS  20
@@ -125,11 +122,11 @@ static void add_units(model *m)
         for (int p = 0; p < PARAMS; p++)
             d[p] = (mt_param_desc){ types[u], numel(u, p), 1 };
         snprintf(name, sizeof name, "layers.%d", u);
-        REQUIRE(mt_store_add(m->store, name, d, PARAMS, &unit) == MT_OK);
+        REQUIRE_OK(mt_store_add(m->store, name, d, PARAMS, &unit));
         for (int p = 0; p < PARAMS; p++) {
             void *hi;
 
-            REQUIRE(mt_store_at(m->store, u, p, MT_PLANE_HI, &hi) == MT_OK);
+            REQUIRE_OK(mt_store_at(m->store, u, p, MT_PLANE_HI, &hi));
             for (int64_t i = 0; i < numel(u, p); i++)
                 set(types[u], hi, i, random_float(&m->random));
         }
@@ -141,7 +138,7 @@ static void open_stream(model *m, unsigned settled)
 {
     mt_slot_hooks none = { 0 };
 
-    REQUIRE(mt_stream_open(&m->cx, m->slots, 2 + UNITS, none, &m->s) == MT_OK);
+    REQUIRE_OK(mt_stream_open(&m->cx, m->slots, 2 + UNITS, none, &m->s));
     for (int u = 0; u < UNITS; u++)
         if (settled >> u & 1)
             CHECK_OK(mt_stream_settle(m->s, u, 2 + u));
@@ -154,7 +151,7 @@ static void open_slots(model *m)
         for (int u = 0; u < UNITS; u++)
             if (mt_store_hi_bytes(m->store, u) > m->slots[k].bytes)
                 m->slots[k].bytes = mt_store_hi_bytes(m->store, u);
-        REQUIRE(m->dev->ops->mem_alloc(m->dev, m->slots[k].bytes, &m->slots[k].mem) == MT_OK);
+        REQUIRE_OK(m->dev->ops->mem_alloc(m->dev, m->slots[k].bytes, &m->slots[k].mem));
     }
     open_stream(m, m->c->settled);
     for (int u = 0; u < UNITS && m->c->take; u++)
@@ -168,16 +165,16 @@ static void open_guests(model *m)
 {
     if (m->c->guests == 0)
         return;
-    REQUIRE(mt_arrive_open(&m->cx, &m->a) == MT_OK);
+    REQUIRE_OK(mt_arrive_open(&m->cx, &m->a));
     for (int u = 0; u < UNITS; u++)
         if (m->c->guests >> u & 1) {
             size_t *bytes;
 
             CHECK_OK(mt_arrive_invite(m->a, u));
-            REQUIRE(mt_arrive_sizes(m->a, u, MT_ARRIVE_LEAST, &bytes, &m->n_pieces[u]) == MT_OK);
+            REQUIRE_OK(mt_arrive_sizes(m->a, u, MT_ARRIVE_LEAST, &bytes, &m->n_pieces[u]));
             REQUIRE(m->n_pieces[u] >= PARAMS && m->n_pieces[u] <= PARAMS * 2);
             for (int i = 0; i < m->n_pieces[u]; i++)
-                REQUIRE(m->dev->ops->mem_alloc(m->dev, bytes[i], &m->pieces[u][i]) == MT_OK);
+                REQUIRE_OK(m->dev->ops->mem_alloc(m->dev, bytes[i], &m->pieces[u][i]));
             free(bytes);
         }
 }
@@ -280,22 +277,22 @@ static void model_open(model *m, const config *c, outcome *out)
     m->out = out;
     m->random = c->seed;
     m->moving = c->seed + 1;
-    REQUIRE(mt_dev_cpu_open(&m->dev) == MT_OK);
+    REQUIRE_OK(mt_dev_cpu_open(&m->dev));
     if (c->max_us > 0)
-        REQUIRE(mt_dev_delay_open(m->dev, c->seed, c->max_us, &m->dev) == MT_OK);
-    REQUIRE(mt_pool_open(2, &m->pool) == MT_OK);
+        REQUIRE_OK(mt_dev_delay_open(m->dev, c->seed, c->max_us, &m->dev));
+    REQUIRE_OK(mt_pool_open(2, &m->pool));
     m->cx = (mt_context){ .dev = m->dev, .pool = m->pool };
-    REQUIRE(mt_store_open(&m->cx, &m->store) == MT_OK);
+    REQUIRE_OK(mt_store_open(&m->cx, &m->store));
     m->cx.store = m->store;
-    REQUIRE(m->dev->ops->queue_open(m->dev, "run", &m->run) == MT_OK);
+    REQUIRE_OK(m->dev->ops->queue_open(m->dev, "run", &m->run));
     add_units(m);
-    REQUIRE(mt_sumsq_open(m->dev, &m->sums) == MT_OK);
+    REQUIRE_OK(mt_sumsq_open(m->dev, &m->sums));
     k.ctx = m->sums;
-    REQUIRE(mt_resident_open(&m->cx, &m->r) == MT_OK);
-    REQUIRE(mt_offload_open(&m->cx, 2, k, &m->o) == MT_OK);
-    REQUIRE(mt_update_open(&m->cx, m->o, &m->u) == MT_OK);
-    REQUIRE(mt_through_open(&m->cx, 2 + (int)(c->seed % 2),
-                            MT_THROUGH_LEAST + 512 * (c->seed % 5), &m->t) == MT_OK);
+    REQUIRE_OK(mt_resident_open(&m->cx, &m->r));
+    REQUIRE_OK(mt_offload_open(&m->cx, 2, k, &m->o));
+    REQUIRE_OK(mt_update_open(&m->cx, m->o, &m->u));
+    REQUIRE_OK(mt_through_open(&m->cx, 2 + (int)(c->seed % 2),
+                            MT_THROUGH_LEAST + 512 * (c->seed % 5), &m->t));
     for (int u = 0; u < UNITS; u++)
         if (c->through >> u & 1 & ~(c->settled >> u))
             CHECK_OK(mt_store_move(m->store, u, &mt_home_through, m->t));
@@ -367,7 +364,7 @@ static void *grad_memory(model *m, int micro, int u, int p)
 
     if (!m->c->in_place || micro > 0 || !(mt_store_home(m->store, u, NULL)->device != 0))
         return m->source[micro][u][p];
-    REQUIRE(mt_resident_at(m->r, u, p, MT_PLANE_GRAD, &at) == MT_OK);
+    REQUIRE_OK(mt_resident_at(m->r, u, p, MT_PLANE_GRAD, &at));
     return at;
 }
 
@@ -394,7 +391,7 @@ static void window(model *m, int step, int micro, int u)
                      .infinite = step % 7 == 5 && u == 1 && p == 1 && micro == 0 };
         items[p] = (mt_grad_item){ p, w->grad, micro > 0 ? MT_GRAD_ADD : MT_GRAD_SET,
                                    m->changed[u][p] };
-        REQUIRE(m->dev->ops->call(m->run, do_work, w) == MT_OK);
+        REQUIRE_OK(m->dev->ops->call(m->run, do_work, w));
         m->changed[u][p] = 0;
     }
     CHECK_OK(mt_offload_put(m->o, u, items, PARAMS, m->run, &ticket));
@@ -417,9 +414,9 @@ static void *plane_of(const adam *a, int p, mt_plane plane)
         (a->guest && MT_STATE_PLANES >> plane & 1))
         return NULL;
     if (a->settled)
-        REQUIRE(mt_resident_at(a->m->r, a->unit, p, plane, &at) == MT_OK);
+        REQUIRE_OK(mt_resident_at(a->m->r, a->unit, p, plane, &at));
     else
-        REQUIRE(mt_store_at(a->m->store, a->unit, p, plane, &at) == MT_OK);
+        REQUIRE_OK(mt_store_at(a->m->store, a->unit, p, plane, &at));
     return at;
 }
 
@@ -447,10 +444,7 @@ static mt_status adam_run(void *arg, mt_pool *pool, float clip)
 
 static void nap_of_an_update(void *arg)
 {
-    struct timespec nap = { 0, 3000000 };
-
-    (void)arg;
-    nanosleep(&nap, NULL);
+    sleep_ms(3);
 }
 
 static mt_status adam_put(void *arg, mt_queue *q, float clip)
@@ -559,7 +553,7 @@ static void *host(model *m, int u, int p, mt_plane plane)
 {
     void *at = NULL;
 
-    REQUIRE(mt_store_at(m->store, u, p, plane, &at) == MT_OK);
+    REQUIRE_OK(mt_store_at(m->store, u, p, plane, &at));
     return at;
 }
 
@@ -707,7 +701,7 @@ static int equals_host(const config *c)
 
 /* ---- equal bits ------------------------------------------------------------------------- */
 
-static void settled_units_have_the_bits_of_host_units(void)
+TEST(settled_units_have_the_bits_of_host_units)
 {
     for (int micros = 1; micros <= MICROS; micros += 2)
         for (int norm = 0; norm < 3; norm += UNDER_TSAN ? 2 : 1)
@@ -719,7 +713,7 @@ static void settled_units_have_the_bits_of_host_units(void)
                     .take = k < 2 }));
 }
 
-static void units_that_move_have_the_bits_of_units_that_stay(void)
+TEST(units_that_move_have_the_bits_of_units_that_stay)
 {
     for (uint64_t seed = 0; seed < 24; seed += UNDER_TSAN ? 7 : 1)
         CHECK(equals_host(&(config){ .seed = seed, .micros = 1 + (int)(seed % 3),
@@ -730,7 +724,7 @@ static void units_that_move_have_the_bits_of_units_that_stay(void)
                                      .max_us = seed % 6 == 5 ? 30 : 0 }));
 }
 
-static void delays_change_no_bits(void)
+TEST(delays_change_no_bits)
 {
     for (uint64_t seed = 0; seed < 8; seed++)
         CHECK(equals_host(&(config){ .seed = seed, .micros = seed % 2 ? 1 : 3, .max_us = 40,
@@ -738,7 +732,7 @@ static void delays_change_no_bits(void)
                                      .settled = seed % 3 ? ALL : 6, .take = 1 }));
 }
 
-static void whatever_the_user_reads_and_writes(void)
+TEST(whatever_the_user_reads_and_writes)
 {
     for (uint64_t seed = 0; seed < 16; seed += UNDER_TSAN ? 5 : 1)
         CHECK(equals_host(&(config){ .seed = seed, .micros = 1 + (int)(seed % 3),
@@ -747,13 +741,13 @@ static void whatever_the_user_reads_and_writes(void)
                                      .take = seed % 8 != 0 }));
 }
 
-static void overlap_off_changes_no_bits(void)
+TEST(overlap_off_changes_no_bits)
 {
     CHECK(equals_host(&(config){ .seed = 3, .micros = 2, .max_us = 20, .meddle = 1, .max_norm = 0.5,
                                  .settled = ALL, .debug = { .sync = 1 } }));
 }
 
-static void units_that_go_through_have_the_bits_of_host_units(void)
+TEST(units_that_go_through_have_the_bits_of_host_units)
 {
     for (int micros = 1; micros <= MICROS; micros += 2)
         for (int norm = 0; norm < 3; norm += UNDER_TSAN ? 2 : 1)
@@ -764,7 +758,7 @@ static void units_that_go_through_have_the_bits_of_host_units(void)
                     .settled = k == 2 ? 2 : 0, .through = k == 0 ? ALL : 5 }));
 }
 
-static void going_through_with_delays_and_a_user_changes_no_bits(void)
+TEST(going_through_with_delays_and_a_user_changes_no_bits)
 {
     for (uint64_t seed = 0; seed < 16; seed += UNDER_TSAN ? 5 : 1)
         CHECK(equals_host(&(config){ .seed = seed, .micros = 1 + (int)(seed % 3),
@@ -774,7 +768,7 @@ static void going_through_with_delays_and_a_user_changes_no_bits(void)
                                      .debug = { .sync = seed % 5 == 4 } }));
 }
 
-static void guests_have_the_bits_of_host_units(void)
+TEST(guests_have_the_bits_of_host_units)
 {
     for (int micros = 1; micros <= MICROS; micros += 2)
         for (int norm = 0; norm < 3; norm += UNDER_TSAN ? 2 : 1)
@@ -785,7 +779,7 @@ static void guests_have_the_bits_of_host_units(void)
                     .settled = k == 0 ? ALL : 11, .guests = k == 0 ? ALL : 9, .in_place = k }));
 }
 
-static void guests_with_delays_and_a_user_change_no_bits(void)
+TEST(guests_with_delays_and_a_user_change_no_bits)
 {
     for (uint64_t seed = 0; seed < 16; seed += UNDER_TSAN ? 5 : 1)
         CHECK(equals_host(&(config){ .seed = seed, .micros = 1 + (int)(seed % 3),
@@ -803,7 +797,7 @@ static config passing(uint64_t seed, unsigned skip)
                      .debug = { .skip = skip } };
 }
 
-static void gradients_of_settled_units_that_pass_change_no_bits(void)
+TEST(gradients_of_settled_units_that_pass_change_no_bits)
 {
     for (uint64_t seed = 0; seed < 12; seed += UNDER_TSAN ? 3 : 1) {
         config c = passing(seed, 0);
@@ -816,7 +810,7 @@ static void gradients_of_settled_units_that_pass_change_no_bits(void)
 }
 
 /* Memory that is lent again while an update reads it. */
-static void without_taken_they_do(void)
+TEST(without_taken_they_do)
 {
     config c = passing(3, MT_EDGE_SPENT);
 
@@ -827,7 +821,7 @@ static void without_taken_they_do(void)
 }
 
 /* A step with an infinite gradient changes nothing; without a limit, only its own unit stays. */
-static void steps_that_are_not_finite_are_skipped(void)
+TEST(steps_that_are_not_finite_are_skipped)
 {
     static outcome out;
 
@@ -850,10 +844,9 @@ typedef struct slow_read {
 
 static void read_late(void *arg)
 {
-    slow_read      *r = arg;
-    struct timespec nap = { 0, 20000000 };
+    slow_read *r = arg;
 
-    nanosleep(&nap, NULL);
+    sleep_ms(20);
     r->seen = *r->weight;
 }
 
@@ -886,12 +879,12 @@ static float read_while_written(unsigned skip)
     return r.seen;
 }
 
-static void weights_are_fetched_over_behind_those_who_read_them(void)
+TEST(weights_are_fetched_over_behind_those_who_read_them)
 {
     CHECK(read_while_written(0) == 5);
 }
 
-static void without_freed_they_are_not(void)
+TEST(without_freed_they_are_not)
 {
     if (UNDER_TSAN)
         SKIP("an edge left out is a race, as it should be");
@@ -910,7 +903,7 @@ static void step_once(model *m, int step)
         mt_offload_forget(m->o, u);
 }
 
-static void nothing_crosses_but_the_first_weights(void)
+TEST(nothing_crosses_but_the_first_weights)
 {
     static model m;
     size_t       weights = 0;
@@ -930,7 +923,7 @@ static void nothing_crosses_but_the_first_weights(void)
     model_close(&m);
 }
 
-static void host_planes_that_nobody_reads_cost_nothing(void)
+TEST(host_planes_that_nobody_reads_cost_nothing)
 {
     static model m;
 
@@ -956,7 +949,7 @@ static size_t hi_bytes(model *m)
 }
 
 /* Their memory is the kernel's again: from the addresses zeros are read. */
-static void weights_that_were_taken_have_no_host_memory(void)
+TEST(weights_that_were_taken_have_no_host_memory)
 {
     static model   m;
     static outcome out;
@@ -988,20 +981,18 @@ static void weights_that_were_taken_have_no_host_memory(void)
 
 /* Until an update made it old, and then until compute wants the unit: no longer,
  * and not shorter. */
-static void who_brought_weights_reads_them_until_they_are_old(void)
+TEST(who_brought_weights_reads_them_until_they_are_old)
 {
     static model   m;
     static outcome out;
-    const float   *w;
-    float          was;
     void          *mem;
     int            slot;
 
     model_open(&m, &(config){ .seed = 1, .settled = ALL, .micros = 1, .max_norm = 1, .take = 1 },
                &out);
-    w = host(&m, 1, 0, MT_PLANE_HI);
+    const float *w = host(&m, 1, 0, MT_PLANE_HI);
     CHECK_OK(mt_mirror_bring(m.store, 1, hi_plane));
-    was = *w;
+    float was = *w;
     CHECK(was != 0);
     CHECK_OK(mt_mirror_peek(m.store, 1, hi_plane));
     CHECK_OK(mt_mirror_release(m.store, 1));            /* a save's end: not its to give back */
@@ -1023,13 +1014,12 @@ static void who_brought_weights_reads_them_until_they_are_old(void)
 }
 
 /* States as weights: a save gives back what is its own, and the next await what is stale. */
-static void who_brought_states_reads_them_until_they_are_old(void)
+TEST(who_brought_states_reads_them_until_they_are_old)
 {
     const unsigned moments = 1u << MT_PLANE_M | 1u << MT_PLANE_V;
     static model   m;
     static outcome out;
     const float   *first, *second;
-    float          was;
 
     model_open(&m, &(config){ .seed = 1, .settled = ALL, .micros = 1, .max_norm = 1, .take = 1 },
                &out);
@@ -1038,7 +1028,7 @@ static void who_brought_states_reads_them_until_they_are_old(void)
     first = host(&m, 1, 0, MT_PLANE_M);
     second = host(&m, 1, 0, MT_PLANE_V);
     CHECK_OK(mt_mirror_bring(m.store, 1, 1u << MT_PLANE_M));
-    was = *first;
+    float was = *first;
     CHECK_OK(mt_mirror_peek(m.store, 1, moments));
     CHECK(was != 0 && *second != 0);
     CHECK_OK(mt_mirror_release(m.store, 1));
@@ -1053,15 +1043,14 @@ static void who_brought_states_reads_them_until_they_are_old(void)
 }
 
 /* What a checkpoint's states took on their way to the device does not stay. */
-static void memory_of_states_that_were_pushed_goes_with_the_next_step(void)
+TEST(memory_of_states_that_were_pushed_goes_with_the_next_step)
 {
     static model   m;
     static outcome out;
-    float         *moment;
 
     model_open(&m, &(config){ .seed = 1, .settled = ALL, .micros = 1, .max_norm = 1, .take = 1 },
                &out);
-    moment = host(&m, 1, 0, MT_PLANE_M);
+    float *moment = host(&m, 1, 0, MT_PLANE_M);
     moment[0] = 42;
     CHECK_OK(mt_mirror_push(m.store, 1, 0, 1u << MT_PLANE_M));
     step_once(&m, 0);
@@ -1075,7 +1064,7 @@ static void memory_of_states_that_were_pushed_goes_with_the_next_step(void)
 }
 
 /* Between settling and taking: its neighbours go up with all the rest, and its own memory too. */
-static void states_that_are_pushed_before_a_unit_is_taken_are_not_lost(void)
+TEST(states_that_are_pushed_before_a_unit_is_taken_are_not_lost)
 {
     static model   m;
     static outcome out;
@@ -1100,16 +1089,15 @@ static void states_that_are_pushed_before_a_unit_is_taken_are_not_lost(void)
 }
 
 /* Its states are on the host from then on, and the device's would be older. */
-static void a_unit_whose_states_are_on_the_device_is_no_guest(void)
+TEST(a_unit_whose_states_are_on_the_device_is_no_guest)
 {
     static model m;
 
     open_settled(&m);
-    REQUIRE(mt_arrive_open(&m.cx, &m.a) == MT_OK);
+    REQUIRE_OK(mt_arrive_open(&m.cx, &m.a));
     step_once(&m, 0);
     CHECK_OK(mt_update_drain(m.u));
-    CHECK_EQ(mt_arrive_invite(m.a, 1), MT_ESTATE);
-    CHECK_HAS(mt_last_error(), "layers.1");
+    CHECK_FAILS(mt_arrive_invite(m.a, 1), MT_ESTATE, "layers.1");
     CHECK(!mt_arrive_invited(m.a, 1));
     model_close(&m);
 }
@@ -1119,7 +1107,6 @@ static float taken_after_a_write(unsigned skip)
 {
     static model   m;
     static outcome out;
-    struct timespec nap = { 0, 20000000 };
     slow_read      r = { 0 };
     float         *w, found;
     void          *mem;
@@ -1136,8 +1123,8 @@ static float taken_after_a_write(unsigned skip)
     r.weight = mem;
     CHECK_OK(m.dev->ops->call(m.run, read_late, &r));       /* the fetch waits for this: FREED */
     CHECK_OK(mt_home_vram.take(m.r, 1, m.run));
-    nanosleep(&nap, NULL);
-    nanosleep(&nap, NULL);
+    sleep_ms(20);
+    sleep_ms(20);
     CHECK_OK(m.dev->ops->sync(m.run));
     CHECK_OK(mt_home_vram.drain(m.r));
     found = *(float *)mem;
@@ -1145,12 +1132,12 @@ static float taken_after_a_write(unsigned skip)
     return found;
 }
 
-static void memory_is_given_back_behind_the_fetch_from_it(void)
+TEST(memory_is_given_back_behind_the_fetch_from_it)
 {
     CHECK(taken_after_a_write(0) == 6);
 }
 
-static void without_fetched_it_is_not(void)
+TEST(without_fetched_it_is_not)
 {
     if (UNDER_TSAN)
         SKIP("an edge left out is a race, as it should be");
@@ -1158,15 +1145,14 @@ static void without_fetched_it_is_not(void)
 }
 
 /* Bringing what is current copies nothing. */
-static void a_plane_is_brought_once(void)
+TEST(a_plane_is_brought_once)
 {
     static model m;
-    uint64_t     bytes;
 
     open_settled(&m);
     step_once(&m, 0);
     CHECK_OK(mt_mirror_bring(m.store, 1, 1u << MT_PLANE_HI));
-    bytes = mt_resident_stats_get(m.r).d2h_bytes;
+    uint64_t bytes = mt_resident_stats_get(m.r).d2h_bytes;
     CHECK_EQ(bytes, 4 * (numel(1, 0) + numel(1, 1) + numel(1, 2)));
     CHECK_OK(mt_mirror_bring(m.store, 1, 1u << MT_PLANE_HI));
     CHECK_EQ(mt_resident_stats_get(m.r).d2h_bytes, bytes);
@@ -1177,7 +1163,7 @@ static void a_plane_is_brought_once(void)
 }
 
 /* A gradient that the user changed is not undone by bringing one that came later. */
-static void bringing_touches_no_other_parameter(void)
+TEST(bringing_touches_no_other_parameter)
 {
     static model m;
     float       *g0, *g1;
@@ -1202,7 +1188,7 @@ static void bringing_touches_no_other_parameter(void)
 }
 
 /* Up and down once in a step; the device has no other memory of theirs. */
-static void of_guests_states_alone_cross(void)
+TEST(of_guests_states_alone_cross)
 {
     static model   m;
     static outcome out;
@@ -1230,7 +1216,7 @@ static void of_guests_states_alone_cross(void)
 
 /* ---- refusals --------------------------------------------------------------------------- */
 
-static void weights_written_over_an_older_copy_are_refused(void)
+TEST(weights_written_over_an_older_copy_are_refused)
 {
     static model m;
     void        *mem;
@@ -1241,13 +1227,12 @@ static void weights_written_over_an_older_copy_are_refused(void)
     CHECK_OK(mt_update_drain(m.u));
     mt_ledger_touch(m.store, 2);                            /* nobody brought the weights before */
     CHECK_OK(mt_stream_acquire(m.s, 2, m.run, &slot, &mem));
-    CHECK_EQ(mt_stream_await(m.s, slot, m.run), MT_ESTATE);
-    CHECK_HAS(mt_last_error(), "layers.2");
+    CHECK_FAILS(mt_stream_await(m.s, slot, m.run), MT_ESTATE, "layers.2");
     CHECK_EQ(mt_ledger_check(m.store), MT_ESTATE);
     model_close(&m);
 }
 
-static void settling_refuses_what_is_in_use(void)
+TEST(settling_refuses_what_is_in_use)
 {
     static model   m;
     static outcome out;
@@ -1263,10 +1248,8 @@ static void settling_refuses_what_is_in_use(void)
     CHECK_EQ(mt_resident_unsettle(m.r, 1, 1), MT_EINVAL);
     CHECK_OK(mt_stream_acquire(m.s, 2, m.run, &slot, &mem));
     CHECK_EQ(mt_stream_settle(m.s, 3, slot), MT_ESTATE);           /* somebody's by now */
-    REQUIRE(mt_store_add(m.store, "large", &(mt_param_desc){ MT_F32, 100000, 1 }, 1,
-                         &unit) == MT_OK);
-    CHECK_EQ(mt_stream_settle(m.s, unit, 4), MT_EINVAL);
-    CHECK_HAS(mt_last_error(), "large");
+    REQUIRE_OK(mt_store_add(m.store, "large", &(mt_param_desc){ MT_F32, 100000, 1 }, 1, &unit));
+    CHECK_FAILS(mt_stream_settle(m.s, unit, 4), MT_EINVAL, "large");
     CHECK_EQ(mt_resident_at(m.r, 1, 0, MT_PLANE_M, &mem), MT_EINVAL);
     CHECK_EQ(mt_store_device_at(m.store, 1, 0, MT_PLANE_M, &mem), MT_EINVAL);
     CHECK_EQ(mt_resident_at(m.r, 0, PARAMS, MT_PLANE_HI, &mem), MT_EINVAL);
@@ -1277,7 +1260,7 @@ static void settling_refuses_what_is_in_use(void)
     model_close(&m);
 }
 
-static void a_guest_that_was_not_lifted_is_not_updated(void)
+TEST(a_guest_that_was_not_lifted_is_not_updated)
 {
     static model   m;
     static outcome out;
@@ -1289,8 +1272,7 @@ static void a_guest_that_was_not_lifted_is_not_updated(void)
     REQUIRE(a != NULL);
     model_open(&m, &(config){ .seed = 1, .settled = 3, .guests = 1, .micros = 1, .max_norm = 1 },
                &out);
-    CHECK_EQ(mt_resident_at(m.r, 0, 0, MT_PLANE_M, &at), MT_ESTATE);
-    CHECK_HAS(mt_last_error(), "around its updates");
+    CHECK_FAILS(mt_resident_at(m.r, 0, 0, MT_PLANE_M, &at), MT_ESTATE, "around its updates");
     CHECK_OK(mt_resident_at(m.r, 1, 0, MT_PLANE_M, &at));
     CHECK_EQ(mt_arrive_invite(m.a, 2), MT_ESTATE);
     CHECK_OK(mt_stream_begin(m.s));
@@ -1299,13 +1281,12 @@ static void a_guest_that_was_not_lifted_is_not_updated(void)
     job = (mt_update_job){ .n_params = PARAMS, .params = all_params, .put = adam_put, .free = free,
                            .arg = a };
     CHECK_OK(mt_update_submit(m.u, &job, 1, 1.0, m.run, &ticket));
-    CHECK_EQ(mt_update_drain(m.u), MT_ESTATE);
-    CHECK_HAS(mt_last_error(), "lifted before its update");
+    CHECK_FAILS(mt_update_drain(m.u), MT_ESTATE, "lifted before its update");
     model_close(&m);
 }
 
 /* Slots that are a unit's for good are no part of the ring. */
-static void nobody_else_gets_a_settled_slot(void)
+TEST(nobody_else_gets_a_settled_slot)
 {
     static model   m;
     static outcome out;
@@ -1330,37 +1311,3 @@ static void nobody_else_gets_a_settled_slot(void)
     CHECK_EQ(mt_stream_stats_get(m.s).demand_fetches, 1);
     model_close(&m);
 }
-
-#define TESTS(X)                                            \
-    X(settled_units_have_the_bits_of_host_units)            \
-    X(units_that_move_have_the_bits_of_units_that_stay)     \
-    X(delays_change_no_bits)                                \
-    X(whatever_the_user_reads_and_writes)                   \
-    X(overlap_off_changes_no_bits)                          \
-    X(gradients_of_settled_units_that_pass_change_no_bits)  \
-    X(without_taken_they_do)                                \
-    X(steps_that_are_not_finite_are_skipped)                \
-    X(units_that_go_through_have_the_bits_of_host_units)    \
-    X(going_through_with_delays_and_a_user_changes_no_bits) \
-    X(guests_have_the_bits_of_host_units)                   \
-    X(guests_with_delays_and_a_user_change_no_bits)         \
-    X(of_guests_states_alone_cross)                         \
-    X(a_guest_that_was_not_lifted_is_not_updated)           \
-    X(weights_are_fetched_over_behind_those_who_read_them)  \
-    X(without_freed_they_are_not)                           \
-    X(nothing_crosses_but_the_first_weights)                \
-    X(host_planes_that_nobody_reads_cost_nothing)           \
-    X(weights_that_were_taken_have_no_host_memory)          \
-    X(who_brought_weights_reads_them_until_they_are_old)    \
-    X(who_brought_states_reads_them_until_they_are_old)     \
-    X(memory_of_states_that_were_pushed_goes_with_the_next_step) \
-    X(states_that_are_pushed_before_a_unit_is_taken_are_not_lost) \
-    X(a_unit_whose_states_are_on_the_device_is_no_guest)    \
-    X(memory_is_given_back_behind_the_fetch_from_it)        \
-    X(without_fetched_it_is_not)                            \
-    X(a_plane_is_brought_once)                              \
-    X(bringing_touches_no_other_parameter)                  \
-    X(weights_written_over_an_older_copy_are_refused)       \
-    X(settling_refuses_what_is_in_use)                      \
-    X(nobody_else_gets_a_settled_slot)
-CHECK_MAIN(TESTS)

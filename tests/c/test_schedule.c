@@ -47,7 +47,7 @@ static void check_text(int n_small, const char *want)
 
 /* Two slots: a slot's next copy stands behind its last use, and has one compute to hide behind. The
  * last two layers are still there when backward begins. */
-static void two_slots_for_layers_as_text(void)
+TEST(two_slots_for_layers_as_text)
 {
     check_text(2, "fetch embed        -> slot 2\n"
                   "fetch layers.0     -> slot 0\n"
@@ -91,7 +91,7 @@ static void two_slots_for_layers_as_text(void)
 }
 
 /* Three slots: a copy has two computes to hide behind, and only layer 0 comes twice. */
-static void three_slots_for_layers_as_text(void)
+TEST(three_slots_for_layers_as_text)
 {
     check_text(3, "fetch embed        -> slot 3\n"
                   "fetch layers.0     -> slot 0\n"
@@ -132,7 +132,7 @@ static void three_slots_for_layers_as_text(void)
                   "update head\n");
 }
 
-static void one_slot_takes_turns(void)
+TEST(one_slot_takes_turns)
 {
     const mt_mark trace[] = { { MT_COMPUTE, 0 }, { MT_COMPUTE, 1 }, { MT_COMPUTE, 1 },
                               { MT_COMPUTE, 0 } };
@@ -140,7 +140,7 @@ static void one_slot_takes_turns(void)
     mt_schedule  *s = NULL;
     char          text[1024];
 
-    REQUIRE(mt_schedule_build(trace, 4, bytes, 2, &slot, 1, &s) == MT_OK);
+    REQUIRE_OK(mt_schedule_build(trace, 4, bytes, 2, &slot, 1, &s));
     mt_schedule_print(s, NULL, text, sizeof text);
     CHECK_STR(text, "fetch unit 0       -> slot 0\n"
                     "compute unit 0     in slot 0\n"
@@ -165,7 +165,7 @@ static void check_victim(int again, int want_slot)
     mt_schedule  *s = NULL;
     int           slot = -1;
 
-    REQUIRE(mt_schedule_build(trace, 6, bytes, 6, slots, 3, &s) == MT_OK);
+    REQUIRE_OK(mt_schedule_build(trace, 6, bytes, 6, slots, 3, &s));
     for (int64_t i = 0; i < s->n; i++)
         if (s->steps[i].kind == MT_FETCH && s->steps[i].unit == 2)
             slot = s->steps[i].slot;
@@ -173,18 +173,18 @@ static void check_victim(int again, int want_slot)
     mt_schedule_free(s);
 }
 
-static void unit_needed_last_gives_way(void)
+TEST(unit_needed_last_gives_way)
 {
     check_victim(0, 1);
     check_victim(1, 0);
 }
 
-static void of_units_never_needed_again_the_one_idle_for_longest_gives_way(void)
+TEST(of_units_never_needed_again_the_one_idle_for_longest_gives_way)
 {
     check_victim(2, 0);
 }
 
-static void empty_trace_has_no_steps(void)
+TEST(empty_trace_has_no_steps)
 {
     mt_schedule *s = NULL;
     char         text[8] = "before";
@@ -198,14 +198,14 @@ static void empty_trace_has_no_steps(void)
     mt_schedule_free(NULL);
 }
 
-static void unit_without_compute_needs_no_slot_and_is_updated_last(void)
+TEST(unit_without_compute_needs_no_slot_and_is_updated_last)
 {
     const mt_mark trace[] = { { MT_OFFLOAD, 0 }, { MT_COMPUTE, 1 }, { MT_OFFLOAD, 1 } };
     const size_t  bytes[] = { 1000, 8 }, slot = 8;
     mt_schedule  *s = NULL;
     char          text[1024];
 
-    REQUIRE(mt_schedule_build(trace, 3, bytes, 2, &slot, 1, &s) == MT_OK);
+    REQUIRE_OK(mt_schedule_build(trace, 3, bytes, 2, &slot, 1, &s));
     mt_schedule_print(s, NULL, text, sizeof text);
     CHECK_STR(text, "fetch unit 1       -> slot 0\n"
                     "offload unit 0\n"
@@ -217,7 +217,7 @@ static void unit_without_compute_needs_no_slot_and_is_updated_last(void)
     mt_schedule_free(s);
 }
 
-static void unit_larger_than_every_slot_is_refused_with_numbers(void)
+TEST(unit_larger_than_every_slot_is_refused_with_numbers)
 {
     const mt_mark trace[] = { { MT_COMPUTE, 0 }, { MT_COMPUTE, 1 } };
     const size_t  bytes[] = { 8, 5000 }, slots[] = { 16, 4096, 64 };
@@ -228,33 +228,30 @@ static void unit_larger_than_every_slot_is_refused_with_numbers(void)
     CHECK_HAS(mt_last_error(), "unit 1");
     CHECK_HAS(mt_last_error(), "5000");
     CHECK_HAS(mt_last_error(), "4096");
-    CHECK_EQ(mt_schedule_build(trace, 1, bytes, 2, NULL, 0, &s), MT_EINVAL);
-    CHECK_HAS(mt_last_error(), "0 slots");
+    CHECK_FAILS(mt_schedule_build(trace, 1, bytes, 2, NULL, 0, &s), MT_EINVAL, "0 slots");
 }
 
-static void marks_of_wrong_kind_or_unit_are_refused(void)
+TEST(marks_of_wrong_kind_or_unit_are_refused)
 {
     const mt_mark kind = { MT_FETCH, 0 }, unit = { MT_OFFLOAD, 1 }, below = { MT_COMPUTE, -1 };
     const size_t  bytes = 8;
     mt_schedule  *s = NULL;
 
     CHECK_EQ(mt_schedule_build(&kind, 1, &bytes, 1, &bytes, 1, &s), MT_EINVAL);
-    CHECK_EQ(mt_schedule_build(&unit, 1, &bytes, 1, &bytes, 1, &s), MT_EINVAL);
-    CHECK_HAS(mt_last_error(), "unit 1 of 1");
+    CHECK_FAILS(mt_schedule_build(&unit, 1, &bytes, 1, &bytes, 1, &s), MT_EINVAL, "unit 1 of 1");
     CHECK_EQ(mt_schedule_build(&below, 1, &bytes, 1, &bytes, 1, &s), MT_EINVAL);
     CHECK(s == NULL);
 }
 
-static void text_is_cut_at_cap_and_tells_its_length(void)
+TEST(text_is_cut_at_cap_and_tells_its_length)
 {
     const mt_mark trace = { MT_COMPUTE, 0 };
     const size_t  bytes = 8;
     mt_schedule  *s = NULL;
     char          whole[256], cut[256];
-    size_t        len;
 
-    REQUIRE(mt_schedule_build(&trace, 1, &bytes, 1, &bytes, 1, &s) == MT_OK);
-    len = mt_schedule_print(s, NULL, whole, sizeof whole);
+    REQUIRE_OK(mt_schedule_build(&trace, 1, &bytes, 1, &bytes, 1, &s));
+    size_t len = mt_schedule_print(s, NULL, whole, sizeof whole);
     CHECK_EQ(len, strlen(whole));
     CHECK_EQ(mt_schedule_print(s, NULL, NULL, 0), len);
     for (size_t cap = 1; cap <= len + 1; cap++) {
@@ -437,7 +434,7 @@ static void check_fetched_once_where_all_fit(const problem *p, const mt_schedule
     }
 }
 
-static void rules_hold_for_random_traces(void)
+TEST(rules_hold_for_random_traces)
 {
     static problem p;
 
@@ -487,7 +484,7 @@ static int64_t fewest_fetches(const problem *p)
 
 /* What looking ahead may cost: fetching early decides before all is known. Forward and backward,
  * the case that counts, costs nothing. */
-static void forward_and_backward_fetch_no_more_than_the_optimum(void)
+TEST(forward_and_backward_fetch_no_more_than_the_optimum)
 {
     static problem p;
 
@@ -501,8 +498,8 @@ static void forward_and_backward_fetch_no_more_than_the_optimum(void)
                 p.slot_bytes[i] = 8;
             for (int i = 0; i < units; i++)
                 p.trace[i] = p.trace[2 * units - 1 - i] = (mt_mark){ MT_COMPUTE, i };
-            REQUIRE(mt_schedule_build(p.trace, p.n, p.unit_bytes, units, p.slot_bytes, slots,
-                                      &s) == MT_OK);
+            REQUIRE_OK(mt_schedule_build(p.trace, p.n, p.unit_bytes, units, p.slot_bytes, slots,
+                                      &s));
             for (int u = 0; u < units; u++)
                 n += count(s, MT_FETCH, u);
             CHECK_EQ(n, fewest_fetches(&p));
@@ -512,7 +509,7 @@ static void forward_and_backward_fetch_no_more_than_the_optimum(void)
 }
 
 /* Cubic or quadratic work would show: the harness ends a test that takes too long. */
-static void long_traces_are_quick(void)
+TEST(long_traces_are_quick)
 {
     enum { N = 1000000, LONG_UNITS = 1000 };
     size_t      *bytes = calloc(LONG_UNITS, sizeof *bytes);
@@ -528,20 +525,3 @@ static void long_traces_are_quick(void)
     free(trace);
     free(bytes);
 }
-
-#define TESTS(X)                                                                              \
-    X(two_slots_for_layers_as_text)                                                           \
-    X(three_slots_for_layers_as_text)                                                         \
-    X(one_slot_takes_turns)                                                                   \
-    X(unit_needed_last_gives_way)                                                             \
-    X(of_units_never_needed_again_the_one_idle_for_longest_gives_way)                         \
-    X(empty_trace_has_no_steps)                                                               \
-    X(unit_without_compute_needs_no_slot_and_is_updated_last)                                 \
-    X(unit_larger_than_every_slot_is_refused_with_numbers)                                    \
-    X(marks_of_wrong_kind_or_unit_are_refused)                                                \
-    X(text_is_cut_at_cap_and_tells_its_length)                                                \
-    X(rules_hold_for_random_traces)                                                           \
-    X(forward_and_backward_fetch_no_more_than_the_optimum)                                    \
-    X(long_traces_are_quick)
-
-CHECK_MAIN(TESTS)

@@ -4,11 +4,6 @@
 #include "../../csrc/io/shards.h"
 #include "../../csrc/io/sum.h"
 
-#include <errno.h>
-#include <fcntl.h>
-#include <pthread.h>
-#include <sys/stat.h>
-
 #define BLOCK MT_BLOCK_BYTES
 #define UNITS 3
 
@@ -54,6 +49,8 @@ static void teardown(void)
         free(plane[u]);
 }
 
+#define SHARDS_TEST(name) TEST_BETWEEN(name, setup(), teardown())
+
 /* ---- what a save is told ------------------------------------------------------------------- */
 
 static pthread_mutex_t mu = PTHREAD_MUTEX_INITIALIZER;
@@ -72,7 +69,6 @@ static mt_status begin(void *arg, int unit)
 /* From here on the unit's memory may change: what is written must be what it was. */
 static void end(void *arg, int unit)
 {
-    (void)arg;
     pthread_mutex_lock(&mu);
     ended[unit]++;
     order[n_ended++ % UNITS] = unit;
@@ -82,7 +78,6 @@ static void end(void *arg, int unit)
 
 static int wanted(void *arg)
 {
-    (void)arg;
     return wish;
 }
 
@@ -119,11 +114,10 @@ static void check_all_ended_once(void)
 
 /* ---- tests --------------------------------------------------------------------------------- */
 
-static void files_hold_what_memory_held_before_it_was_let_go(void)
+SHARDS_TEST(files_hold_what_memory_held_before_it_was_let_go)
 {
     char *before[UNITS], *back = malloc(3 * BLOCK + 70000);
 
-    setup();
     for (int u = 0; u < UNITS; u++) {
         before[u] = malloc(bytes_of[u]);
         memcpy(before[u], plane[u], bytes_of[u]);
@@ -143,7 +137,6 @@ static void files_hold_what_memory_held_before_it_was_let_go(void)
         free(before[u]);
     }
     free(back);
-    teardown();
 }
 
 enum { PARTS = 7 };                                 /* more than there are blocks */
@@ -184,12 +177,11 @@ static uint64_t finish_part(together *p, uint64_t sum[2][8])
     return bytes;
 }
 
-static void processes_write_the_same_files_together(void)
+SHARDS_TEST(processes_write_the_same_files_together)
 {
     static together p[PARTS];
     uint64_t        want[2][8], bytes;
 
-    setup();
     for (int parts = 1; parts <= PARTS; parts++) {
         uint64_t sum[2][8] = { { 0 } };
 
@@ -218,19 +210,16 @@ static void processes_write_the_same_files_together(void)
                                                          .n_units = UNITS, .part = 1, .parts = 2 },
                              &p[1].w), MT_EDISK);
     CHECK(strstr(mt_last_error(), path[1]) != NULL);     /* nobody made it */
-    teardown();
 }
 
-static void wanted_unit_is_let_go_first(void)
+SHARDS_TEST(wanted_unit_is_let_go_first)
 {
     mt_shards_how h = how();
 
-    setup();
     h.n_copiers = h.n_writers = 1;
     wish = 2;
     CHECK_OK(run(h));
     CHECK_EQ(order[0], 2);
-    teardown();
 }
 
 static ssize_t no_space(int fd, const void *p, size_t bytes, off_t at)
@@ -243,21 +232,16 @@ static ssize_t no_space(int fd, const void *p, size_t bytes, off_t at)
 
 static int none_left(int fd, off_t at, off_t bytes)
 {
-    (void)fd;
-    (void)at;
-    (void)bytes;
     return ENOSPC;
 }
 
-static void full_disk_is_told_and_lets_all_units_go(void)
+SHARDS_TEST(full_disk_is_told_and_lets_all_units_go)
 {
     mt_file_calls late = mt_file_system, early = mt_file_system;
-    mt_shards_how h;
 
     late.write = no_space;
     early.allocate = none_left;
-    setup();
-    h = how();
+    mt_shards_how h = how();
     h.calls = &late;
     CHECK_EQ(run(h), MT_EDISK);
     CHECK(strstr(mt_last_error(), "No space left") != NULL);
@@ -268,17 +252,14 @@ static void full_disk_is_told_and_lets_all_units_go(void)
     h.calls = &early;
     CHECK_EQ(run(h), MT_EDISK);
     check_all_ended_once();
-    teardown();
 }
 
-static void failures_before_and_between_let_all_units_go(void)
+SHARDS_TEST(failures_before_and_between_let_all_units_go)
 {
-    int           bad = 1;
-    mt_shards    *w = NULL;
-    mt_shards_how h;
+    int        bad = 1;
+    mt_shards *w = NULL;
 
-    setup();
-    h = how();
+    mt_shards_how h = how();
     h.arg = &bad;
     CHECK_EQ(run(h), MT_ESTATE);
     check_all_ended_once();
@@ -290,7 +271,6 @@ static void failures_before_and_between_let_all_units_go(void)
     CHECK_OK(mt_shards_write(shards, 2, how(), &w));
     mt_shards_close(w);                                /* at once */
     check_all_ended_once();
-    teardown();
 }
 
 /* Even a direct transfer that a file system refuses when it comes. */
@@ -303,18 +283,16 @@ static ssize_t refuse_direct(int fd, const void *p, size_t bytes, off_t at)
     return pwrite(fd, p, bytes > 8192 ? 8192 + 100 : bytes, at);       /* and short ones */
 }
 
-static void writes_that_are_refused_or_short_go_on(void)
+SHARDS_TEST(writes_that_are_refused_or_short_go_on)
 {
     mt_file_calls c = mt_file_system;
     mt_shards_how h = how();
 
     c.write = refuse_direct;
-    setup();
     h.calls = &c;
     CHECK_OK(run(h));
     shards[0].n_extents = 0;
     CHECK_OK(mt_shards_read(&shards[0], 2, NULL));
-    teardown();
 }
 
 static ssize_t take_a_little(int fd, const void *p, size_t bytes, off_t at)
@@ -323,31 +301,27 @@ static ssize_t take_a_little(int fd, const void *p, size_t bytes, off_t at)
 }
 
 /* Direct transfers go on from a multiple of the alignment only: less than that is no progress. */
-static void a_file_system_that_takes_less_than_a_page_is_told(void)
+SHARDS_TEST(a_file_system_that_takes_less_than_a_page_is_told)
 {
     mt_file_calls c = mt_file_system;
     mt_shards_how h = how();
 
     c.write = take_a_little;
-    setup();
     h.calls = &c;
-    CHECK_EQ(run(h), MT_EDISK);
-    CHECK_HAS(mt_last_error(), "the file system took only 100 of them");
+    CHECK_FAILS(run(h), MT_EDISK, "the file system took only 100 of them");
     CHECK(strstr(mt_last_error(), "file ends") == NULL);
-    teardown();
 }
 
 static atomic_int stalled;
 
 static ssize_t stall(int fd, const void *p, size_t bytes, off_t at)
 {
-    while (atomic_load(&stalled))
-        usleep(1000);
+    UNTIL(!atomic_load(&stalled));
     return pwrite(fd, p, bytes, at);
 }
 
 /* A drive that does not answer: its file is in the list, until it does. */
-static void a_stalled_write_is_listed_by_its_file(void)
+SHARDS_TEST(a_stalled_write_is_listed_by_its_file)
 {
     mt_file_calls c = mt_file_system;
     mt_shards_how h = how();
@@ -359,7 +333,6 @@ static void a_stalled_write_is_listed_by_its_file(void)
     mt_status     st = MT_OK;
 
     mt_watch_open(&watch, NULL);
-    setup();
     c.write = stall;
     h.calls = &c;
     h.watch = &watch;
@@ -379,14 +352,12 @@ static void a_stalled_write_is_listed_by_its_file(void)
     mt_watch_tell(&watch, text, sizeof text);
     CHECK_STR(text, "");
     mt_watch_close(&watch);
-    teardown();
 }
 
-static void other_bytes_and_other_sizes_are_told(void)
+SHARDS_TEST(other_bytes_and_other_sizes_are_told)
 {
     int fd;
 
-    setup();
     CHECK_OK(run(how()));
     shards[0].n_extents = 0;
     CHECK_OK(mt_shards_read(&shards[0], 2, NULL));
@@ -398,12 +369,11 @@ static void other_bytes_and_other_sizes_are_told(void)
     CHECK_EQ(mt_shards_read(&shards[0], 2, NULL), MT_EDISK);
     CHECK(strstr(mt_last_error(), "has 5000 bytes") != NULL);
     close(fd);
-    teardown();
 }
 
 /* A tensor [A, B, 1, C] that lies in memory as [A, C, B]: in pieces of a file,
  * from any byte to any other. */
-static void turned_tensors_are_row_major_in_files(void)
+SHARDS_TEST(turned_tensors_are_row_major_in_files)
 {
     enum { A = 300000, B = 3, C = 2 };
     uint32_t *memory = malloc(A * B * C * 4), *right = malloc(A * B * C * 4),
@@ -418,7 +388,6 @@ static void turned_tensors_are_row_major_in_files(void)
     uint64_t  bytes;
     int       over = 0;
 
-    setup();
     file.path = path[0];
     for (uint32_t a = 0, n = 0; a < A; a++)
         for (uint32_t b = 0; b < B; b++)
@@ -438,7 +407,6 @@ static void turned_tensors_are_row_major_in_files(void)
     free(memory);
     free(right);
     free(back);
-    teardown();
 }
 
 /* ---- many units: who is begun beside whom --------------------------------------------------- */
@@ -453,7 +421,6 @@ static int        open_now, most_open, firsts[MANY], n_firsts;
 
 static mt_status begin_many(void *arg, int unit)
 {
-    (void)arg;
     pthread_mutex_lock(&mu);
     there += taking[unit];
     open_now += taking[unit] > 0;
@@ -467,7 +434,6 @@ static mt_status begin_many(void *arg, int unit)
 
 static void end_many(void *arg, int unit)
 {
-    (void)arg;
     memset(mem[unit], 'x', part[unit][0] + part[unit][1]);
     pthread_mutex_lock(&mu);
     there -= taking[unit];
@@ -536,7 +502,6 @@ static void write_many(size_t bytes, int shuffle, mt_shards_how h)
     mt_shards *w = NULL;
     uint64_t  written = 0;
     int       over = 0;
-    mt_status st;
 
     setup_many(bytes, shuffle, files, list);
     for (int f = 0; f < PLANES; f++) {
@@ -549,7 +514,7 @@ static void write_many(size_t bytes, int shuffle, mt_shards_how h)
     h.n_units = MANY;
     h.begin = begin_many;
     h.end = end_many;
-    st = mt_shards_write(files, PLANES, h, &w);
+    mt_status st = mt_shards_write(files, PLANES, h, &w);
     for (int i = 0; i < 3000 && st == MT_OK && !over; i++)
         st = mt_shards_wait(w, 0.01, &written, &over);
     CHECK_OK(st);
@@ -576,7 +541,7 @@ static void write_many(size_t bytes, int shuffle, mt_shards_how h)
 }
 
 /* Whatever the blocks are that they share. */
-static void one_unit_at_a_time_takes_memory(void)
+TEST(one_unit_at_a_time_takes_memory)
 {
     static const size_t sizes[] = { 300000, BLOCK / 4, BLOCK + 12345 };
 
@@ -592,7 +557,7 @@ static void one_unit_at_a_time_takes_memory(void)
         }
 }
 
-static void small_units_are_begun_together(void)
+TEST(small_units_are_begun_together)
 {
     write_many(20000, 0, (mt_shards_how){ .n_copiers = 4, .n_writers = 2 });
     CHECK(most <= BLOCK);
@@ -601,7 +566,7 @@ static void small_units_are_begun_together(void)
 
 /* With memory for few blocks, most of which wait for units that come much later,
  * or are wanted out of turn. */
-static void any_order_comes_to_an_end(void)
+TEST(any_order_comes_to_an_end)
 {
     const unsigned seeds = UNDER_TSAN ? 2 : 4;          /* the threads are the same */
 
@@ -625,7 +590,7 @@ static int interrupted_allocate(int fd, off_t at, off_t bytes)
 
 static ssize_t slow_read(int fd, void *p, size_t bytes, off_t at)
 {
-    nanosleep(&(struct timespec){ 0, 60000000 }, NULL);
+    sleep_ms(60);
     return pread(fd, p, bytes, at);
 }
 
@@ -634,7 +599,7 @@ static int yes(void)
     return 1;
 }
 
-static void signals_do_not_end_a_save_and_end_a_load(void)
+SHARDS_TEST(signals_do_not_end_a_save_and_end_a_load)
 {
     mt_file_calls calls = mt_file_system;
     mt_shards_how how = { .n_copiers = 1, .n_writers = 1, .n_units = UNITS };
@@ -642,7 +607,6 @@ static void signals_do_not_end_a_save_and_end_a_load(void)
     uint64_t      bytes;
     int           over = 0;
 
-    setup();
     calls.allocate = interrupted_allocate;
     calls.read = slow_read;
     how.calls = &calls;
@@ -655,23 +619,4 @@ static void signals_do_not_end_a_save_and_end_a_load(void)
     CHECK_EQ(mt_shards_read(&shards[0], 1, &calls), MT_EINTR);
     (void)mt_watch_asks(NULL);
     CHECK_OK(mt_shards_read(&shards[0], 1, &calls));
-    teardown();
 }
-
-#define TESTS(X)                                            \
-    X(turned_tensors_are_row_major_in_files)                \
-    X(one_unit_at_a_time_takes_memory)                      \
-    X(small_units_are_begun_together)                       \
-    X(any_order_comes_to_an_end)                            \
-    X(files_hold_what_memory_held_before_it_was_let_go)     \
-    X(processes_write_the_same_files_together)              \
-    X(wanted_unit_is_let_go_first)                          \
-    X(full_disk_is_told_and_lets_all_units_go)              \
-    X(failures_before_and_between_let_all_units_go)         \
-    X(writes_that_are_refused_or_short_go_on)               \
-    X(a_file_system_that_takes_less_than_a_page_is_told)    \
-    X(a_stalled_write_is_listed_by_its_file)                \
-    X(other_bytes_and_other_sizes_are_told) \
-    X(signals_do_not_end_a_save_and_end_a_load)
-
-CHECK_MAIN(TESTS)

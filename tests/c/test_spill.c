@@ -6,11 +6,6 @@
 #include "../../csrc/core/place.h"
 #include "../../csrc/io/file.h"
 
-#include <dirent.h>
-#include <errno.h>
-#include <fcntl.h>
-#include <time.h>
-
 #define WINDOWS 7
 #define BAYS    3
 #define KEEPS   (5 * 4096)               /* bytes of a bundle: 16,000 and 28 in whole pages */
@@ -70,8 +65,7 @@ static ssize_t slow_write(int fd, const void *p, size_t bytes, off_t at)
 {
     dawdle();
     if (atomic_fetch_add(&disk.begun, 1) == 0)
-        while (atomic_load(&disk.stalled))
-            nap(200);
+        UNTIL(!atomic_load(&disk.stalled));
     if (struck(&disk.fail_write)) {
         errno = ENOSPC;
         return -1;
@@ -81,8 +75,6 @@ static ssize_t slow_write(int fd, const void *p, size_t bytes, off_t at)
 
 static int through_the_cache(int fd, int on)
 {
-    (void)fd;
-    (void)on;
     return EINVAL;
 }
 
@@ -118,10 +110,10 @@ static void scene_file(scene *s, uint64_t limit, unsigned skip)
 {
     snprintf(s->dir, sizeof s->dir, "/tmp/mt_test_spill.XXXXXX");
     REQUIRE(mkdtemp(s->dir) != NULL);
-    REQUIRE(mt_file_open(s->dir, limit, 3, &calls, &s->file) == MT_OK);
-    REQUIRE(mt_swap_open(&s->t.cx, &s->w) == MT_OK);
+    REQUIRE_OK(mt_file_open(s->dir, limit, 3, &calls, &s->file));
+    REQUIRE_OK(mt_swap_open(&s->t.cx, &s->w));
     mt_debug_set(&s->t.cx, (mt_debug){ .skip = skip });
-    REQUIRE(mt_swap_disk(s->w, mt_file_blocks(s->file), BAYS) == MT_OK);
+    REQUIRE_OK(mt_swap_disk(s->w, mt_file_blocks(s->file), BAYS));
 }
 
 /* max_us: that the device sleeps before each copy; disk_us: the file before each transfer. */
@@ -221,14 +213,14 @@ static long train(uint64_t seed, int max_us, int disk_us, unsigned skip, int ste
     return scene_close(&s);
 }
 
-static void tensors_come_back_as_they_left(void)
+TEST(tensors_come_back_as_they_left)
 {
     CHECK_EQ(train(1, 0, 0, 0, 3), 0);
     for (uint64_t seed = 1; seed <= 6; seed++)
         CHECK_EQ(train(seed, seed % 2 ? 200 : 20, 200, 0, 3), 0);
 }
 
-static void a_few_bays_carry_any_number_of_bundles(void)
+TEST(a_few_bays_carry_any_number_of_bundles)
 {
     static scene s;
     uint64_t     bundle[WINDOWS];
@@ -268,25 +260,25 @@ static void expect_wrong(unsigned edge, int max_us, int disk_us)
     CHECK(wrong > 0);
 }
 
-static void without_full_what_is_written_is_not_there_yet(void)
+TEST(without_full_what_is_written_is_not_there_yet)
 {
     RACE;
     expect_wrong(MT_EDGE_FULL, 300, 20);
 }
 
-static void without_written_a_bay_is_filled_while_written(void)
+TEST(without_written_a_bay_is_filled_while_written)
 {
     RACE;
     expect_wrong(MT_EDGE_WRITTEN, 20, 2000);
 }
 
-static void without_read_it_comes_back_too_early(void)
+TEST(without_read_it_comes_back_too_early)
 {
     RACE;
     expect_wrong(MT_EDGE_READ, 20, 2000);
 }
 
-static void without_drained_a_bay_is_read_into_too_early(void)
+TEST(without_drained_a_bay_is_read_into_too_early)
 {
     RACE;
     expect_wrong(MT_EDGE_DRAINED, 300, 20);
@@ -325,7 +317,7 @@ static void comes_back_twice(int written)
     CHECK_EQ(scene_close(&s), 0);
 }
 
-static void a_bundle_may_come_back_again_while_it_does(void)
+TEST(a_bundle_may_come_back_again_while_it_does)
 {
     comes_back_twice(0);
     comes_back_twice(1);
@@ -357,7 +349,7 @@ static int is_told(scene *s, const char *what)
 
 /* One thread waits for the drive to bring a bundle, a second for its turn; meanwhile all that needs
  * no drive goes on, and a bundle that is dropped on its way is there until it has come. */
-static void who_needs_no_drive_waits_for_none(void)
+TEST(who_needs_no_drive_waits_for_none)
 {
     static scene s;
     uint64_t     bundle[WINDOWS];
@@ -369,10 +361,9 @@ static void who_needs_no_drive_waits_for_none(void)
     atomic_store(&disk.held, 1);
     c[0] = (comer){ &s, 0, bundle[0], MT_EINVAL };
     c[1] = (comer){ &s, 1, bundle[1], MT_EINVAL };
-    REQUIRE(pthread_create(&thread[0], NULL, come_alone, &c[0]) == 0);
-    while (atomic_load(&disk.reads) == 0)
-        nap(200);
-    REQUIRE(pthread_create(&thread[1], NULL, come_alone, &c[1]) == 0);
+    thread[0] = thread_start(come_alone, &c[0]);
+    UNTIL(atomic_load(&disk.reads) != 0);
+    thread[1] = thread_start(come_alone, &c[1]);
     CHECK(is_told(&s, "waits for what others keep, on its way out or back"));
     CHECK_OK(mt_swap_await(s.w, bundle[5], s.t.run));
     CHECK_EQ(stats(&s).read_bytes, 0);
@@ -381,7 +372,7 @@ static void who_needs_no_drive_waits_for_none(void)
     CHECK_EQ(atomic_load(&disk.held), 1);        /* the drive has not come yet */
     atomic_store(&disk.held, 0);
     for (int i = 0; i < 2; i++)
-        REQUIRE(pthread_join(thread[i], NULL) == 0);
+        thread_join(thread[i]);
     CHECK_OK(c[0].st);
     CHECK_OK(c[1].st);
     CHECK_EQ(mt_swap_await(s.w, bundle[0], s.t.run), MT_ESTATE);
@@ -398,8 +389,7 @@ static long dropped_while_it_is_written(unsigned skip)
     scene_open(&s, 1, 0, 0, skip);
     atomic_store(&disk.stalled, 1);
     CHECK_OK(leave(&s, 0, 0, &bundle[0]));
-    while (atomic_load(&disk.begun) == 0)
-        nap(200);
+    UNTIL(atomic_load(&disk.begun) != 0);
     mt_swap_drop(s.w, bundle[0]);
     CHECK_OK(leave(&s, 0, 1, &bundle[1]));
     until_written(&s, KEEPS);
@@ -412,7 +402,7 @@ static long dropped_while_it_is_written(unsigned skip)
     return scene_close(&s);
 }
 
-static void without_gone_a_place_is_written_by_two(void)
+TEST(without_gone_a_place_is_written_by_two)
 {
     CHECK_EQ(dropped_while_it_is_written(0), 0);
     RACE;
@@ -422,7 +412,7 @@ static void without_gone_a_place_is_written_by_two(void)
 /* ---- reading ahead ---------------------------------------------------------------------- */
 
 /* Each bay that is emptied makes room for one more bundle, the latest first. */
-static void what_comes_next_is_read_before_it_is_asked_for(void)
+TEST(what_comes_next_is_read_before_it_is_asked_for)
 {
     static scene s;
     uint64_t     bundle[WINDOWS];
@@ -444,7 +434,7 @@ static void what_comes_next_is_read_before_it_is_asked_for(void)
     CHECK_EQ(scene_close(&s), 0);
 }
 
-static void graphs_may_cross_and_be_gone_through_twice(void)
+TEST(graphs_may_cross_and_be_gone_through_twice)
 {
     static scene s;
     uint64_t     a[WINDOWS], b[WINDOWS];
@@ -468,7 +458,7 @@ static void graphs_may_cross_and_be_gone_through_twice(void)
     }
 }
 
-static void what_is_dropped_is_not_written(void)
+TEST(what_is_dropped_is_not_written)
 {
     static scene s;
     uint64_t     bundle[WINDOWS];
@@ -476,14 +466,12 @@ static void what_is_dropped_is_not_written(void)
     scene_open(&s, 1, 0, 0, 0);
     atomic_store(&disk.stalled, 1);
     CHECK_OK(leave(&s, 0, 0, &bundle[0]));
-    while (atomic_load(&disk.begun) == 0)
-        nap(200);
+    UNTIL(atomic_load(&disk.begun) != 0);
     mt_swap_drop(s.w, bundle[0]);                            /* too late for this one */
     CHECK_EQ(stats(&s).used_bytes, KEEPS);
     atomic_store(&disk.stalled, 0);
     until_written(&s, KEEPS);
-    while (stats(&s).used_bytes > 0)
-        nap(200);
+    UNTIL(stats(&s).used_bytes <= 0);
     for (int step = 0; step < 20; step++) {
         CHECK_OK(leave(&s, step, 0, &bundle[0]));
         mt_swap_drop(s.w, bundle[0]);
@@ -501,7 +489,7 @@ static uint64_t out(scene *s, void *mem, size_t bytes)
     return bundle;
 }
 
-static void bundles_differ_in_size_and_are_padded(void)
+TEST(bundles_differ_in_size_and_are_padded)
 {
     static scene  s;
     static char   mem[6][70000];
@@ -533,7 +521,7 @@ static void bundles_differ_in_size_and_are_padded(void)
     CHECK_EQ(scene_close(&s), 0);
 }
 
-static void overlap_off_means_that_all_is_written_at_once(void)
+TEST(overlap_off_means_that_all_is_written_at_once)
 {
     static scene s;
     uint64_t     bundle[WINDOWS];
@@ -550,7 +538,7 @@ static void overlap_off_means_that_all_is_written_at_once(void)
 
 /* ---- the file is no good ---------------------------------------------------------------- */
 
-static void without_a_file_a_bundle_is_refused(void)
+TEST(without_a_file_a_bundle_is_refused)
 {
     static scene s;
     mt_swap_part p = { s.k.source, 64 };
@@ -558,7 +546,7 @@ static void without_a_file_a_bundle_is_refused(void)
 
     memset(&s, 0, sizeof s);
     toy_open(&s.t, 1, 1, 0);
-    REQUIRE(mt_swap_open(&s.t.cx, &s.w) == MT_OK);
+    REQUIRE_OK(mt_swap_open(&s.t.cx, &s.w));
     CHECK_EQ(mt_swap_out(s.w, 0, &p, 1, MT_SWAP_FILE, s.t.run, &bundle), MT_ESTATE);
     CHECK_HAS(mt_last_error(), "name a directory");
     CHECK_EQ(bundle, 7);
@@ -566,7 +554,7 @@ static void without_a_file_a_bundle_is_refused(void)
     toy_close(&s.t);
 }
 
-static void a_file_that_may_not_grow_is_told_with_its_bytes(void)
+TEST(a_file_that_may_not_grow_is_told_with_its_bytes)
 {
     static scene s;
     uint64_t     bundle[WINDOWS], more = 0;
@@ -577,18 +565,16 @@ static void a_file_that_may_not_grow_is_told_with_its_bytes(void)
     scene_file(&s, 2 * KEEPS, 0);
     CHECK_OK(leave(&s, 0, 0, &bundle[0]));
     CHECK_OK(leave(&s, 0, 1, &bundle[1]));
-    CHECK_EQ(leave(&s, 0, 2, &more), MT_EDISK);
-    CHECK_HAS(mt_last_error(), "61440 bytes are needed");
+    CHECK_FAILS(leave(&s, 0, 2, &more), MT_EDISK, "61440 bytes are needed");
     CHECK_EQ(more, 0);
     mt_swap_drop(s.w, bundle[0]);
     until_written(&s, KEEPS);
-    while (stats(&s).used_bytes > KEEPS)
-        nap(200);
+    UNTIL(stats(&s).used_bytes <= KEEPS);
     CHECK_OK(leave(&s, 0, 2, &bundle[2]));                   /* in the dropped one's place */
     CHECK_EQ(scene_close(&s), 0);
 }
 
-static void a_write_that_fails_is_told_and_harms_nobody_else(void)
+TEST(a_write_that_fails_is_told_and_harms_nobody_else)
 {
     static scene s;
     uint64_t     bundle[WINDOWS], lost;
@@ -600,14 +586,12 @@ static void a_write_that_fails_is_told_and_harms_nobody_else(void)
     for (st = MT_OK; st == MT_OK; nap(200))     /* told once to whoever comes when that is known, */
         if ((st = leave(&s, 0, 3, &bundle[3])) == MT_OK)
             mt_swap_drop(s.w, bundle[3]);
-    CHECK_EQ(st, MT_EDISK);
-    CHECK_HAS(mt_last_error(),
-              "unit layers.2: what its window keeps could not be written to the file: ");
+    CHECK_FAILS(st, MT_EDISK,
+                "unit layers.2: what its window keeps could not be written to the file: ");
     CHECK_HAS(mt_last_error(), s.dir);
     CHECK_HAS(mt_last_error(), strerror(ENOSPC));
     CHECK_EQ(come(&s, 2, lost), MT_EDISK);                   /* and always to who wants it back */
-    CHECK_EQ(come(&s, 2, lost), MT_EDISK);
-    CHECK_HAS(mt_last_error(), "unit layers.2");
+    CHECK_FAILS(come(&s, 2, lost), MT_EDISK, "unit layers.2");
     mt_swap_drop(s.w, lost);
     for (int step = 1; step < 3; step++) {
         forward(&s, step, bundle);
@@ -616,7 +600,7 @@ static void a_write_that_fails_is_told_and_harms_nobody_else(void)
     CHECK_EQ(scene_close(&s), 0);
 }
 
-static void a_read_that_fails_is_told_and_may_be_tried_again(void)
+TEST(a_read_that_fails_is_told_and_may_be_tried_again)
 {
     static scene s;
     uint64_t     bundle[WINDOWS];
@@ -664,23 +648,22 @@ fail:
     return st;
 }
 
-static void every_failing_device_call_frees_everything(void)
+TEST(every_failing_device_call_frees_everything)
 {
     static scene s;
     mt_dev      *cpu;
     int          fired = 1;
 
-    REQUIRE(mt_dev_cpu_open(&cpu) == MT_OK);
+    REQUIRE_OK(mt_dev_cpu_open(&cpu));
     for (int n = 1; fired > 0; n++) {
-        mt_dev   *d = fault_dev(cpu, 0, n % 2 ? FAULT_ONCE : FAULT_STAYS);
-        mt_status st;
+        mt_dev *d = fault_dev(cpu, 0, n % 2 ? FAULT_ONCE : FAULT_STAYS);
 
         memset(&s, 0, sizeof s);
         disk_reset(0);
         toy_open_on(&s.t, d, 1, 0, MT_F32);
         scene_file(&s, 0, 0);
         fault_next(d, n);
-        st = errand(&s, s.t.run);
+        mt_status st = errand(&s, s.t.run);
         mt_swap_close(s.w);
         fired = fault_fired(d);
         /* a wait behind a write may fail when all is over */
@@ -708,13 +691,13 @@ static mt_place *place_of(mt_places *l, uint64_t pages)
         return NULL;
     if (lack > 0) {
         CHECK(mt_places_take(l, pages * 4096) == NULL);
-        REQUIRE(mt_places_add(l, lack) == MT_OK);
+        REQUIRE_OK(mt_places_add(l, lack));
     }
     CHECK_EQ(mt_places_lack(l, pages * 4096), 0);
     return mt_places_take(l, pages * 4096);
 }
 
-static void places_are_cut_and_joined(void)
+TEST(places_are_cut_and_joined)
 {
     mt_places l = { 0 };
     mt_place *a = place_of(&l, 3), *b = place_of(&l, 1), *c = place_of(&l, 2), *d;
@@ -743,15 +726,14 @@ static void places_are_cut_and_joined(void)
 
 /* Empty tensors, and no tensor at all: the file has nothing to write,
  * and memory is not what holds them. */
-static void bundles_of_no_bytes_come_and_go(void)
+TEST(bundles_of_no_bytes_come_and_go)
 {
     mt_swap_part none[2] = { { NULL, 0 }, { NULL, 0 } };
     scene        s;
     uint64_t     a, b;
-    size_t       used;
 
     scene_open(&s, 1, 0, 0, 0);
-    used = mt_swap_stats_get(s.w).used_bytes;
+    size_t used = mt_swap_stats_get(s.w).used_bytes;
     for (int i = 0; i < 3; i++) {
         CHECK_OK(mt_swap_out(s.w, 0, none, 2, MT_SWAP_FILE, s.t.run, &a));
         CHECK_OK(mt_swap_out(s.w, 1, none, 0, MT_SWAP_FILE, s.t.run, &b));
@@ -767,28 +749,3 @@ static void bundles_of_no_bytes_come_and_go(void)
     CHECK_EQ(stats(&s).written_bytes, 0);
     CHECK_EQ(scene_close(&s), 0);
 }
-
-#define TESTS(X)                                                                              \
-    X(tensors_come_back_as_they_left)                                                         \
-    X(a_few_bays_carry_any_number_of_bundles)                                                 \
-    X(who_needs_no_drive_waits_for_none)                                                      \
-    X(a_bundle_may_come_back_again_while_it_does)                                             \
-    X(without_full_what_is_written_is_not_there_yet)                                          \
-    X(without_written_a_bay_is_filled_while_written)                                          \
-    X(without_read_it_comes_back_too_early)                                                   \
-    X(without_drained_a_bay_is_read_into_too_early)                                           \
-    X(without_gone_a_place_is_written_by_two)                                                 \
-    X(what_comes_next_is_read_before_it_is_asked_for)                                         \
-    X(graphs_may_cross_and_be_gone_through_twice)                                             \
-    X(what_is_dropped_is_not_written)                                                         \
-    X(bundles_differ_in_size_and_are_padded)                                                  \
-    X(overlap_off_means_that_all_is_written_at_once)                                          \
-    X(without_a_file_a_bundle_is_refused)                                                     \
-    X(a_file_that_may_not_grow_is_told_with_its_bytes)                                        \
-    X(a_write_that_fails_is_told_and_harms_nobody_else)                                       \
-    X(a_read_that_fails_is_told_and_may_be_tried_again)                                       \
-    X(every_failing_device_call_frees_everything)                                             \
-    X(bundles_of_no_bytes_come_and_go)                                                        \
-    X(places_are_cut_and_joined)
-
-CHECK_MAIN(TESTS)

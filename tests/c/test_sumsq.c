@@ -2,7 +2,6 @@
 #include "check.h"
 #include "dev_fault.h"
 #include "../../csrc/ops/sumsq_kernel.h"
-#include <math.h>
 
 static const mt_dtype types[] = { MT_F32, MT_BF16, MT_F16, MT_F64 };
 #define TYPES 4
@@ -86,11 +85,11 @@ static double by_the_book(mt_dtype dt, const void *x, int64_t n)
 static const int64_t lengths[] = { 0, 1, 7, 255, 256, 257, 511, 8191, 8192, 8193, 100003, 300001 };
 #define LENGTHS ((int)(sizeof lengths / sizeof lengths[0]))
 
-static void host_sum_is_the_definition(void)
+TEST(host_sum_is_the_definition)
 {
     mt_pool *pool;
 
-    REQUIRE(mt_pool_open(3, &pool) == MT_OK);
+    REQUIRE_OK(mt_pool_open(3, &pool));
     for (int t = 0; t < TYPES; t++)
         for (int i = 0; i < LENGTHS; i++) {
             random_state = (uint64_t)i;
@@ -104,20 +103,20 @@ static void host_sum_is_the_definition(void)
 }
 
 /* More than 256 chunks: rule 2 wraps around its lanes. */
-static void long_sum_is_the_definition(void)
+TEST(long_sum_is_the_definition)
 {
     int64_t  n = 8192 * 300 + 5;
     mt_pool *pool;
 
     random_state = 3;
     void *x = random_array(MT_BF16, n);
-    REQUIRE(mt_pool_open(4, &pool) == MT_OK);
+    REQUIRE_OK(mt_pool_open(4, &pool));
     CHECK_EQ(bits_of(mt_sumsq_host(pool, MT_BF16, x, n)), bits_of(by_the_book(MT_BF16, x, n)));
     mt_pool_close(pool);
     free(x);
 }
 
-static void every_isa_sums_a_chunk_alike(void)
+TEST(every_isa_sums_a_chunk_alike)
 {
     for (int t = 0; t < TYPES; t++)
         for (int64_t n = 1; n <= 8192; n += n < 300 ? 1 : 1973) {
@@ -234,7 +233,7 @@ static void check_kernel(int k, const sums *given, const sums *want, int from_gr
     free_sums(&s);
 }
 
-static void every_isa_accumulates_by_the_book(void)
+TEST(every_isa_accumulates_by_the_book)
 {
     for (int t = 0; t < KINDS * 4; t++)
         for (int64_t n = 1; n <= 600; n += n < 20 ? 1 : 83) {
@@ -250,12 +249,12 @@ static void every_isa_accumulates_by_the_book(void)
 }
 
 /* Chunks and tails, by hand and by a pool. */
-static void all_chunks_are_accumulated_by_the_book(void)
+TEST(all_chunks_are_accumulated_by_the_book)
 {
     static const int64_t n[] = { 0, 8191, 8192, 8193, 8192 * 40 + 257 };
     mt_pool *pool;
 
-    REQUIRE(mt_pool_open(3, &pool) == MT_OK);
+    REQUIRE_OK(mt_pool_open(3, &pool));
     for (int t = 0; t < KINDS * 5; t++) {
         sums   given = sums_of(kinds[t / 5], n[t % 5], 0), want = copy_of(&given);
         double sum = 5, *chunks = calloc((size_t)MT_SUMSQ_CHUNKS(n[t % 5]) + 1, sizeof *chunks);
@@ -273,7 +272,7 @@ static void all_chunks_are_accumulated_by_the_book(void)
     mt_pool_close(pool);
 }
 
-static void not_finite_shows_in_the_sum(void)
+TEST(not_finite_shows_in_the_sum)
 {
     for (int t = 0; t < TYPES; t++) {
         void *x = random_array(types[t], 20000);
@@ -286,7 +285,7 @@ static void not_finite_shows_in_the_sum(void)
 }
 
 /* The square of the smallest fp32 number, 2^-298, is an ordinary fp64. */
-static void denormals_count(void)
+TEST(denormals_count)
 {
     float x[2] = { 0x1p-149f, -0x1p-149f };
 
@@ -295,7 +294,7 @@ static void denormals_count(void)
 
 /* ---- micro-batches ---- */
 
-static void sixteen_bit_gradients_are_summed_in_fp32(void)
+TEST(sixteen_bit_gradients_are_summed_in_fp32)
 {
     enum { N = 9000 };
     static const mt_dtype both[] = { MT_BF16, MT_F16 };
@@ -323,7 +322,7 @@ static void sixteen_bit_gradients_are_summed_in_fp32(void)
 }
 
 /* 1 + 2^-8 lies half way between two bf16 numbers, 1 + 3 * 2^-8 too. */
-static void rounded_sums_go_to_even(void)
+TEST(rounded_sums_go_to_even)
 {
     uint16_t grad[2] = { mt_f32_to_bf16(1.0f), mt_f32_to_bf16(1.0f + 0x1p-7f) };
     uint16_t add[2]  = { mt_f32_to_bf16(0x1p-8f), mt_f32_to_bf16(0x1p-8f) };
@@ -336,7 +335,7 @@ static void rounded_sums_go_to_even(void)
     CHECK(acc[0] == 1.0f + 0x1p-8f);
 }
 
-static void wide_gradients_are_summed_in_place(void)
+TEST(wide_gradients_are_summed_in_place)
 {
     enum { N = 8195 };
     static const mt_dtype both[] = { MT_F32, MT_F64 };
@@ -358,7 +357,7 @@ static void wide_gradients_are_summed_in_place(void)
     }
 }
 
-static void number_of_threads_changes_no_bit_of_a_sum(void)
+TEST(number_of_threads_changes_no_bit_of_a_sum)
 {
     int64_t   n = 8192 * 70 + 1;
     uint16_t *grad = random_array(MT_BF16, n), *add = random_array(MT_BF16, n);
@@ -390,16 +389,16 @@ static void check_queue(mt_dev *dev)
     size_t    out_bytes = TYPES * LENGTHS * sizeof *out;
 
     REQUIRE(out != NULL);
-    REQUIRE(dev->ops->host_register(dev, out, out_bytes) == MT_OK);
-    REQUIRE(dev->ops->queue_open(dev, "sums", &q) == MT_OK);
-    REQUIRE(mt_sumsq_open(dev, &s) == MT_OK);
+    REQUIRE_OK(dev->ops->host_register(dev, out, out_bytes));
+    REQUIRE_OK(dev->ops->queue_open(dev, "sums", &q));
+    REQUIRE_OK(mt_sumsq_open(dev, &s));
     for (int k = 0; k < TYPES * LENGTHS; k++) {
         int64_t n     = lengths[k % LENGTHS];
         size_t  bytes = (size_t)n * mt_dtype_bytes(types[k / LENGTHS]);
 
         x[k] = random_array(types[k / LENGTHS], n);
         out[k] = -1;
-        REQUIRE(dev->ops->mem_alloc(dev, bytes + 8, &there[k]) == MT_OK);
+        REQUIRE_OK(dev->ops->mem_alloc(dev, bytes + 8, &there[k]));
         if (bytes > 0)
             CHECK_OK(dev->ops->copy(q, there[k], x[k], bytes));
         CHECK_OK(mt_sumsq_put(s, q, types[k / LENGTHS], there[k], n, &out[k], NULL));
@@ -417,16 +416,16 @@ static void check_queue(mt_dev *dev)
     free(out);
 }
 
-static void cpu_queue_gives_the_definition(void)
+TEST(cpu_queue_gives_the_definition)
 {
     mt_dev *dev;
 
-    REQUIRE(mt_dev_cpu_open(&dev) == MT_OK);
+    REQUIRE_OK(mt_dev_cpu_open(&dev));
     check_queue(dev);
     dev->ops->close(dev);
 }
 
-static void cuda_queue_gives_the_definition(void)
+TEST(cuda_queue_gives_the_definition)
 {
     mt_dev *dev;
 
@@ -438,7 +437,7 @@ static void cuda_queue_gives_the_definition(void)
 
 /* A parameter that begins at an odd address, and one of more chunks than there is room for at
  * first: paths that the other tests do not take. */
-static void cuda_takes_odd_addresses_and_many_chunks(void)
+TEST(cuda_takes_odd_addresses_and_many_chunks)
 {
     enum { N = 50001 };
     const int64_t many = 8192ll * 65536 + 9;
@@ -456,7 +455,7 @@ static void cuda_takes_odd_addresses_and_many_chunks(void)
     uint16_t *x = random_array(MT_BF16, N), *large = malloc((size_t)many * 2);
     REQUIRE(large != NULL && dev->ops->host_register(dev, out, 4096) == MT_OK);
     REQUIRE(dev->ops->queue_open(dev, "sums", &q) == MT_OK && mt_sumsq_open(dev, &s) == MT_OK);
-    REQUIRE(dev->ops->mem_alloc(dev, (size_t)many * 2, &there) == MT_OK);
+    REQUIRE_OK(dev->ops->mem_alloc(dev, (size_t)many * 2, &there));
     CHECK_OK(dev->ops->copy(q, there, x, N * 2));
     CHECK_OK(mt_sumsq_put(s, q, MT_BF16, (uint16_t *)there + 1, N - 1, &out[0], NULL));
     for (int64_t i = 0; i < many; i++)
@@ -478,7 +477,7 @@ static void cuda_takes_odd_addresses_and_many_chunks(void)
 /* Device memory with these bytes in it, `skew` bytes behind an address that vectors fit. */
 static void *sent(mt_dev *dev, mt_queue *q, const void *x, size_t bytes, size_t skew, void **base)
 {
-    REQUIRE(dev->ops->mem_alloc(dev, bytes + 64, base) == MT_OK);
+    REQUIRE_OK(dev->ops->mem_alloc(dev, bytes + 64, base));
     if (bytes > 0)
         CHECK_OK(dev->ops->copy(q, (char *)*base + skew, x, bytes));
     return (char *)*base + skew;
@@ -496,7 +495,7 @@ static void check_sums(mt_dev *dev, mt_dtype dt, int64_t n, int skew, int specia
     mt_queue *q;
 
     REQUIRE(out != NULL);
-    REQUIRE(dev->ops->host_register(dev, out, (512 + chunks) * sizeof *out) == MT_OK);
+    REQUIRE_OK(dev->ops->host_register(dev, out, (512 + chunks) * sizeof *out));
     REQUIRE(dev->ops->queue_open(dev, "sums", &q) == MT_OK && mt_sumsq_open(dev, &ctx) == MT_OK);
     void *g = sent(dev, q, s.grad, (size_t)n * each, (size_t)skew * each, &base[0]),
          *a = sent(dev, q, s.acc, (size_t)n * 4, (size_t)skew * 4, &base[1]),
@@ -535,16 +534,16 @@ static void check_all_sums(mt_dev *dev)
                 check_sums(dev, kinds[t], n[i], k & 1, k >> 1);
 }
 
-static void cpu_queue_accumulates_as_the_host_does(void)
+TEST(cpu_queue_accumulates_as_the_host_does)
 {
     mt_dev *dev;
 
-    REQUIRE(mt_dev_cpu_open(&dev) == MT_OK);
+    REQUIRE_OK(mt_dev_cpu_open(&dev));
     check_all_sums(dev);
     dev->ops->close(dev);
 }
 
-static void cuda_queue_accumulates_as_the_host_does(void)
+TEST(cuda_queue_accumulates_as_the_host_does)
 {
     mt_dev *dev;
 
@@ -566,7 +565,7 @@ static mt_status try_add(mt_sumsq *s, mt_queue *q, mt_dtype dt, float *acc, void
     return st;
 }
 
-static void accumulate_put_refuses_what_it_cannot_add(void)
+TEST(accumulate_put_refuses_what_it_cannot_add)
 {
     mt_dev   *dev;
     mt_queue *q;
@@ -575,9 +574,8 @@ static void accumulate_put_refuses_what_it_cannot_add(void)
     float     acc = 0;
 
     REQUIRE(mt_dev_cpu_open(&dev) == MT_OK && mt_sumsq_open(dev, &s) == MT_OK);
-    REQUIRE(dev->ops->queue_adopt(dev, 0, &q) == MT_OK);
-    CHECK_EQ(try_add(s, q, MT_BF16, NULL, &grad, &add), MT_EINVAL);
-    CHECK_HAS(mt_last_error(), "BF16");
+    REQUIRE_OK(dev->ops->queue_adopt(dev, 0, &q));
+    CHECK_FAILS(try_add(s, q, MT_BF16, NULL, &grad, &add), MT_EINVAL, "BF16");
     CHECK_EQ(try_add(s, q, MT_BF16, &acc, &grad, &grad), MT_EINVAL);
     CHECK_EQ(try_add(s, q, MT_BF16, &acc, &grad, &acc), MT_EINVAL);
     CHECK_EQ(try_add(s, q, MT_BF16, &acc, NULL, &add), MT_EINVAL);
@@ -587,7 +585,7 @@ static void accumulate_put_refuses_what_it_cannot_add(void)
     dev->ops->close(dev);
 }
 
-static void put_refuses_types_without_squares(void)
+TEST(put_refuses_types_without_squares)
 {
     mt_dev   *dev;
     mt_queue *q;
@@ -595,9 +593,8 @@ static void put_refuses_types_without_squares(void)
     double    out = 5;
 
     REQUIRE(mt_dev_cpu_open(&dev) == MT_OK && mt_sumsq_open(dev, &s) == MT_OK);
-    REQUIRE(dev->ops->queue_adopt(dev, 0, &q) == MT_OK);
-    CHECK_EQ(mt_sumsq_put(s, q, MT_I32, &out, 1, &out, NULL), MT_EINVAL);
-    CHECK_HAS(mt_last_error(), "I32");
+    REQUIRE_OK(dev->ops->queue_adopt(dev, 0, &q));
+    CHECK_FAILS(mt_sumsq_put(s, q, MT_I32, &out, 1, &out, NULL), MT_EINVAL, "I32");
     CHECK_EQ(mt_sumsq_put(s, q, MT_F32, &out, -1, &out, NULL), MT_EINVAL);
     CHECK(out == 5);
     dev->ops->queue_close(q);
@@ -607,7 +604,7 @@ static void put_refuses_types_without_squares(void)
 }
 
 /* Under ASan: the order for the queue's thread is freed when the queue does not take it. */
-static void put_passes_a_device_error_on(void)
+TEST(put_passes_a_device_error_on)
 {
     mt_dev   *cpu, *dev;
     mt_queue *q;
@@ -615,7 +612,7 @@ static void put_passes_a_device_error_on(void)
     double    out = 5;
     float     x = 1;
 
-    REQUIRE(mt_dev_cpu_open(&cpu) == MT_OK);
+    REQUIRE_OK(mt_dev_cpu_open(&cpu));
     dev = fault_dev(cpu, 2, FAULT_STAYS);                 /* the call after queue_open */
     REQUIRE(dev->ops->queue_open(dev, "sums", &q) == MT_OK && mt_sumsq_open(dev, &s) == MT_OK);
     CHECK_EQ(mt_sumsq_put(s, q, MT_F32, &x, 1, &out, NULL), MT_EDEVICE);
@@ -626,25 +623,3 @@ static void put_passes_a_device_error_on(void)
     dev->ops->close(dev);
     cpu->ops->close(cpu);
 }
-
-#define TESTS(X)                                    \
-    X(host_sum_is_the_definition)                   \
-    X(long_sum_is_the_definition)                   \
-    X(every_isa_sums_a_chunk_alike)                 \
-    X(every_isa_accumulates_by_the_book)            \
-    X(all_chunks_are_accumulated_by_the_book)       \
-    X(not_finite_shows_in_the_sum)                  \
-    X(denormals_count)                              \
-    X(sixteen_bit_gradients_are_summed_in_fp32)     \
-    X(rounded_sums_go_to_even)                      \
-    X(wide_gradients_are_summed_in_place)           \
-    X(number_of_threads_changes_no_bit_of_a_sum)    \
-    X(cpu_queue_gives_the_definition)               \
-    X(cuda_queue_gives_the_definition)              \
-    X(cuda_takes_odd_addresses_and_many_chunks)     \
-    X(cpu_queue_accumulates_as_the_host_does)       \
-    X(cuda_queue_accumulates_as_the_host_does)      \
-    X(accumulate_put_refuses_what_it_cannot_add)    \
-    X(put_refuses_types_without_squares)            \
-    X(put_passes_a_device_error_on)
-CHECK_MAIN(TESTS)
