@@ -66,6 +66,13 @@ static check_test *check_tests, **check_last = &check_tests;     /* in the order
 /* The variable is closed where its block ends, however that comes. */
 #define CLOSED_BY(close) __attribute__((cleanup(close)))
 
+static inline void check_free(void *x)
+{
+    free(*(void **)x);
+}
+
+#define FREED CLOSED_BY(check_free)
+
 #define COUNT(array) ((int)(sizeof(array) / sizeof *(array)))
 
 /* Under ThreadSanitizer arithmetic takes a hundred times as long: tests of it take less there. */
@@ -136,6 +143,13 @@ static inline int check_said(int ok)
                                                    mt_last_error()); exit(1); } } while (0)
 
 #define REQUIRE_OK(call) REQUIRE((call) == MT_OK)
+
+/* What `open` puts into x is closed where the block ends, behind what was opened after it. */
+#define CLOSES(type, close) static inline void type##_done(type **x) { if (*x != NULL) close; }
+#define OPENED(type, x, open) CLOSED_BY(type##_done) type *x = NULL; REQUIRE_OK(open)
+
+/* In a function that has nothing to give back: its caller is told of the first failure. */
+#define TRY(call) do { mt_status st_ = (call); if (st_ != MT_OK) return st_; } while (0)
 
 #define SKIP(...) do { CHECK_PRINT_("skipped: " __VA_ARGS__); check_skipped = 1; return; } while (0)
 

@@ -35,7 +35,7 @@ typedef struct keeper_act {
 
 static inline void keeper_perform(void *arg)
 {
-    keeper_act *a = arg;
+    FREED keeper_act *a = arg;
 
     if (a->look && a->k->slow)
         sleep_ms(2);
@@ -48,7 +48,6 @@ static inline void keeper_perform(void *arg)
             else
                 a->on->at[p][i] = value;
         }
-    free(a);
 }
 
 /* Makes a window's tensors, or looks at them, in the order of t's run. */

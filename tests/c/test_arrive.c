@@ -46,22 +46,19 @@ fail:
 
 static mt_status hotel_open(hotel *h, mt_dev *dev, const mt_param_desc *d, int n)
 {
-    int       unit;
-    mt_status st;
+    int unit;
 
     *h = (hotel){ .dev = dev };
     h->cx.dev = dev;
-    MT_TRY(mt_store_open(&h->cx, &h->store));
+    TRY(mt_store_open(&h->cx, &h->store));
     h->cx.store = h->store;
-    MT_TRY(mt_store_add(h->store, "embedding", d, n, &unit));
-    MT_TRY(mt_store_move(h->store, 0, &mt_home_vram, NULL));
-    MT_TRY(dev->ops->queue_open(dev, "run", &h->run));
-    MT_TRY(dev->ops->queue_open(dev, "other", &h->other));
-    MT_TRY(mt_arrive_open(&h->cx, &h->a));
-    MT_TRY(mt_arrive_invite(h->a, 0));
-    st = take_rooms(h);
-fail:
-    return st;
+    TRY(mt_store_add(h->store, "embedding", d, n, &unit));
+    TRY(mt_store_move(h->store, 0, &mt_home_vram, NULL));
+    TRY(dev->ops->queue_open(dev, "run", &h->run));
+    TRY(dev->ops->queue_open(dev, "other", &h->other));
+    TRY(mt_arrive_open(&h->cx, &h->a));
+    TRY(mt_arrive_invite(h->a, 0));
+    return take_rooms(h);
 }
 
 static void hotel_close(hotel *h)
@@ -263,10 +260,8 @@ static float read_while_lifted(unsigned skip)
 /* The update is slow: what a reader on the host finds. left: what leave says meanwhile. */
 static float stored_while_updated(unsigned skip, int *left)
 {
-    mt_event *made;
-
     HOTEL(h, skip);
-    REQUIRE_OK(h.dev->ops->event_open(h.dev, &made));
+    OPENED(mt_event, made, h.dev->ops->event_open(h.dev, &made));
     moment(&h)[0] = 1;
     CHECK_OK(lift(&h));
     CHECK_OK(mt_arrive_drain(h.a));
@@ -283,7 +278,6 @@ static float stored_while_updated(unsigned skip, int *left)
     CHECK_OK(mt_arrive_leave(h.a, 0, 0, left));
     CHECK_OK(h.dev->ops->sync(h.other));
     CHECK_OK(mt_arrive_drain(h.a));
-    h.dev->ops->event_close(made);
     return found;
 }
 
@@ -447,10 +441,9 @@ fail:
 
 TEST(every_failing_device_call_frees_everything)
 {
-    int     fired = 1;
-    mt_dev *cpu;
+    int fired = 1;
 
-    REQUIRE_OK(mt_dev_cpu_open(&cpu));
+    CPU(cpu);
     for (int n = 1; fired > 0; n++) {
         mt_dev   *d = fault_dev(cpu, n, n % 2 ? FAULT_ONCE : FAULT_STAYS);
         hotel     h;
@@ -464,5 +457,4 @@ TEST(every_failing_device_call_frees_everything)
         CHECK_EQ(fault_live(d), 0);
         d->ops->close(d);
     }
-    cpu->ops->close(cpu);
 }

@@ -7,7 +7,7 @@
  * functions on one thread, so there is never more than one gate shut.
  */
 #include "../../csrc/core/clock.h"
-#include "check.h"
+#include "opened.h"
 #include "dev_fault.h"
 
 enum { INTS = 16384, BYTES = INTS * (int)sizeof(int) };
@@ -80,14 +80,6 @@ static int query(rig *r, mt_event *e)
 
 /* ---- which device ----------------------------------------------------------------------- */
 
-static mt_dev *cpu_open(void)
-{
-    mt_dev *d = NULL;
-
-    REQUIRE_OK(mt_dev_cpu_open(&d));
-    return d;
-}
-
 static void on_cpu(void (*test)(mt_dev *d))
 {
     mt_dev *d = cpu_open();
@@ -99,12 +91,9 @@ static void on_cpu(void (*test)(mt_dev *d))
 
 static void on_delayed(void (*test)(mt_dev *d))
 {
-    mt_dev *d = NULL;
-
-    REQUIRE_OK(mt_dev_delay_open(cpu_open(), 1, 200, &d));
+    OPENED(mt_dev, d, mt_dev_delay_open(cpu_open(), 1, 200, &d));
     CHECK_STR(d->ops->name, "cpu");
     test(d);
-    d->ops->close(d);
 }
 
 static void on_counted(void (*test)(mt_dev *d))
@@ -168,11 +157,10 @@ DEVICE_TEST(memory_is_zero)
 {
     const mt_dev_ops *o = d->ops;
     static char       host[100003], sevens[100003];
-    mt_queue         *q;
     void             *p;
 
     memset(sevens, 7, sizeof sevens);
-    REQUIRE_OK(o->queue_open(d, "q", &q));
+    OPENED(mt_queue, q, o->queue_open(d, "q", &q));
     for (size_t bytes = 1; bytes <= sizeof host; bytes = bytes * 9 + 1)
         for (int i = 0; i < 3; i++) {
             int64_t set = 0;
@@ -186,7 +174,6 @@ DEVICE_TEST(memory_is_zero)
             CHECK_EQ(set, 0);
             o->mem_free(d, p);
         }
-    o->queue_close(q);
 }
 
 DEVICE_TEST(close_and_free_accept_null)
@@ -370,11 +357,10 @@ DEVICE_TEST(event_wait_ignores_later_record)
 /* The later record, in a queue with nothing to do, is over long before the earlier. */
 DEVICE_TEST(event_wait_ignores_later_record_in_a_faster_queue)
 {
-    sem_t     gate;
-    mt_queue *fast;
+    sem_t gate;
 
     RIG(r, d);
-    REQUIRE_OK(d->ops->queue_open(d, "fast", &fast));
+    OPENED(mt_queue, fast, d->ops->queue_open(d, "fast", &fast));
     shut(&r, r.a, &gate);
     copy_int(&r, r.a, r.mem, &r.host[4]);
     CHECK_OK(d->ops->record(r.a, r.e));
@@ -388,7 +374,6 @@ DEVICE_TEST(event_wait_ignores_later_record_in_a_faster_queue)
     (void)sem_post(&gate);
     CHECK_OK(d->ops->sync(r.b));
     CHECK_EQ(r.host[0], 4);
-    d->ops->queue_close(fast);
 }
 
 DEVICE_TEST(sync_event_waits_no_further_than_its_record)
@@ -498,10 +483,8 @@ DEVICE_TEST(adopted_queue_copies_calls_and_outlives_its_wrapper)
 
 DEVICE_TEST(adopted_queue_waits_and_is_waited_for)
 {
-    mt_queue *q;
-
     RIG(r, d);
-    REQUIRE_OK(d->ops->queue_adopt(d, 0, &q));
+    OPENED(mt_queue, q, d->ops->queue_adopt(d, 0, &q));
     for (int i = 1; i < 100; i++) {
         copy_int(&r, r.a, &r.mem[i], &r.host[i]);
         CHECK_OK(d->ops->record(r.a, r.e));
@@ -514,7 +497,6 @@ DEVICE_TEST(adopted_queue_waits_and_is_waited_for)
     CHECK_OK(d->ops->sync(r.b));
     for (int i = 1; i < 100; i++)
         CHECK_EQ(r.host[1000 + i], i);
-    d->ops->queue_close(q);
 }
 
 /* What a queue's handle names is the queue itself. On CPU every handle is 0, so there is nothing

@@ -7,6 +7,8 @@
 #include "../../csrc/core/feed.h"
 #include "../../csrc/io/file.h"
 
+CLOSES(mt_timeline, mt_timeline_close(*x))
+
 #define UNITS   3
 #define PARAMS  4
 #define BUFFER  MT_DISK_LEAST
@@ -450,6 +452,7 @@ TEST(close_waits_for_who_is_served)
     for (int i = 0; i < 5; i++) {
         open_world(&w, 1, 0);
         step(&w, 0);
+        read_as_far_as_it_goes(&w);      /* of what comes next: it counts as a read, too */
         atomic_store(&disk.dawdle_us, 5000);
         reads = atomic_load(&disk.reads);
         thread = thread_start(serve_all_states, &w);
@@ -624,12 +627,11 @@ TEST(a_computation_that_fails_is_a_fault)
 /* Updates go on while nobody waits for them; close finishes them. */
 TEST(close_finishes_what_was_put_and_weights_wait_for_their_copies)
 {
-    errand    e[UNITS];
-    mt_queue *q;
-    uint64_t  version;
+    errand   e[UNITS];
+    uint64_t version;
 
     WORLD(w, 3, 300);
-    REQUIRE_OK(w.dev->ops->queue_adopt(w.dev, 0, &q));
+    OPENED(mt_queue, q, w.dev->ops->queue_adopt(w.dev, 0, &q));
     /* a mover about to copy the first unit */
     CHECK_OK(mt_ledger_fetch_begin(w.store, 0, &version));
     for (int u = 0; u < UNITS; u++) {
@@ -649,7 +651,6 @@ TEST(close_finishes_what_was_put_and_weights_wait_for_their_copies)
         CHECK(e[u].over == 1 && e[u].calls > 1);
         CHECK_OK(mt_ledger_wait_updates(w.store, u));
     }
-    w.dev->ops->queue_close(q);
 }
 
 /* A drive that answers no more: the request is named, and ends the updates that wait for it. */
@@ -710,12 +711,11 @@ TEST(what_was_not_pushed_is_not_read)
 TEST(an_updates_bytes_are_recorded_whatever_it_leaves_out)
 {
     static const int some[3][2] = { { 0, 1 }, { 2, 1 }, { 0, 3 } };
-    mt_timeline     *t;
     mt_record        r[64];
     uint64_t         bytes = 0;
 
     STORE(w, 0, 0);
-    REQUIRE_OK(mt_timeline_open(w.dev, &t));
+    OPENED(mt_timeline, t, mt_timeline_open(w.dev, &t));
     w.cx.timeline = t;
     open_disk(&w, 3, 0);
     CHECK_OK(mt_timeline_on(t, 1));
@@ -727,7 +727,6 @@ TEST(an_updates_bytes_are_recorded_whatever_it_leaves_out)
     check(&w);
     mt_disk_close(w.disk);
     w.disk = NULL;
-    mt_timeline_close(t);
 }
 
 TEST(a_unit_has_one_home)
@@ -1006,12 +1005,11 @@ typedef struct mover {
 static void *keep_fetching(void *arg)
 {
     mover *m = arg;
-    char  *slot = slot_of(m->w, m->unit);
+    FREED char *slot = slot_of(m->w, m->unit);
 
     while (!atomic_load(&m->stop))
         CHECK_OK(fetch(m->w, m->unit, slot));
     CHECK_OK(m->w->dev->ops->sync(m->w->h2d));
-    free(slot);
     return NULL;
 }
 
@@ -1136,7 +1134,7 @@ TEST(frozen_weights_are_fetched_and_trained_later)
         CHECK_OK(put(&w, &e));
         CHECK_OK(over(&w, &e));
     }
-    char *slot = slot_of(&w, unit);
+    FREED char *slot = slot_of(&w, unit);
     CHECK_OK(fetch(&w, unit, slot));
     CHECK_OK(w.dev->ops->sync(w.h2d));
     /* Step 2 alone: m = 2 + i % 5, v = 2 m. */
@@ -1145,7 +1143,6 @@ TEST(frozen_weights_are_fetched_and_trained_later)
     CHECK_EQ(mt_store_bytes(w.store, MT_PLANE_HI), 0);
     CHECK(mt_store_bytes(w.store, MT_PLANE_M) >= 40000 * 4);
     CHECK(plane(&w, unit, 0, MT_PLANE_M)[39999] == (float)(2 + 39999 % 5));
-    free(slot);
 }
 
 TEST(a_fetch_that_fails_is_a_fault_that_names_its_weights)

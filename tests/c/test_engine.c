@@ -269,19 +269,16 @@ static void engine_file(engine *e)
 static mt_status engine_threads(engine *e)
 {
     mt_slot_hooks none = { 0 };
-    mt_status     st;
 
-    MT_TRY(mt_timeline_open(e->t.dev, &e->timeline));
+    TRY(mt_timeline_open(e->t.dev, &e->timeline));
     e->t.cx.timeline = e->timeline;
-    MT_TRY(mt_resident_open(&e->t.cx, &e->r));
-    MT_TRY(mt_stream_open(&e->t.cx, e->slots, e->n_slots, none, &e->s));
-    MT_TRY(mt_through_open(&e->t.cx, 2, MT_THROUGH_LEAST, &e->h));
-    MT_TRY(engine_settle(e));
-    MT_TRY(mt_offload_open(&e->t.cx, 1, toy_kernels, &e->o));
-    MT_TRY(mt_update_open(&e->t.cx, e->o, &e->u));
+    TRY(mt_resident_open(&e->t.cx, &e->r));
+    TRY(mt_stream_open(&e->t.cx, e->slots, e->n_slots, none, &e->s));
+    TRY(mt_through_open(&e->t.cx, 2, MT_THROUGH_LEAST, &e->h));
+    TRY(engine_settle(e));
+    TRY(mt_offload_open(&e->t.cx, 1, toy_kernels, &e->o));
+    TRY(mt_update_open(&e->t.cx, e->o, &e->u));
     return MT_OK;
-fail:
-    return st;
 }
 
 static void unlocked_open(toy *t, const config *c)
@@ -369,7 +366,7 @@ typedef struct work {
 
 static void do_work(void *arg)
 {
-    work   *w = arg;
+    FREED work *w = arg;
     engine *e = w->e;
     int64_t n0 = toy_numel(w->unit, 0), n1 = toy_numel(w->unit, 1);
 
@@ -391,7 +388,6 @@ static void do_work(void *arg)
         backward_unit(e->gx, e->saved[w->visit], n0, w->w[1], n1, w->g[0], w->g[1]);
         break;
     }
-    free(w);
 }
 
 static void compute(engine *e, work w)
@@ -500,11 +496,10 @@ typedef struct put_arg {
 
 static void update_now(void *arg)
 {
-    put_arg *a = arg;
+    FREED put_arg *a = arg;
 
     for (int p = 0; p < TOY_PARAMS; p++)
         update_param(a->p[p], a->g[p], a->n[p], a->clip);
-    free(a);
 }
 
 static mt_status put_update(void *arg, mt_queue *q, float clip)
@@ -575,12 +570,9 @@ static mt_status put_nothing(void *arg, mt_queue *q, float clip)
 {
     const update_arg *a = arg;
     void             *mem;
-    mt_status         st;
 
-    MT_TRY(mt_resident_scratch(a->e->r, sizeof a->e->x, &mem));
+    TRY(mt_resident_scratch(a->e->r, sizeof a->e->x, &mem));
     return q->dev->ops->copy(q, mem, a->e->x, sizeof a->e->x);
-fail:
-    return st;
 }
 
 static mt_status run_nothing(void *arg, mt_pool *pool, float clip)
@@ -1338,33 +1330,30 @@ static mt_status try_step(engine *e, int mode)
     double        norm;
     int           k, skipped;
     void         *mem;
-    mt_status     st;
 
-    MT_TRY(mt_stream_begin(e->s));
+    TRY(mt_stream_begin(e->s));
     for (int u = 0; u < UNITS; u++) {
         update_arg  *a;
         mt_grad_item item = { 1, e->x, mode ? MT_GRAD_ADD : MT_GRAD_SET, 0 };
 
-        MT_TRY(mt_stream_acquire(e->s, u, e->t.run, &k, &mem));
-        MT_TRY(mt_stream_await(e->s, k, e->t.run));
-        MT_TRY(mt_offload_put(e->o, u, &item, 1, e->t.run, &ticket));
+        TRY(mt_stream_acquire(e->s, u, e->t.run, &k, &mem));
+        TRY(mt_stream_await(e->s, k, e->t.run));
+        TRY(mt_offload_put(e->o, u, &item, 1, e->t.run, &ticket));
         REQUIRE((a = malloc(sizeof *a)) != NULL);
         *a = (update_arg){ e, u };
         jobs[u] = (mt_update_job){ .unit = u, .n_params = 1, .params = all_params + 1,
                                    .run = run_nothing, .put = put_nothing, .gradient = gradient_of,
                                    .compute = compute_update, .free = free, .arg = a };
-        MT_TRY(mt_update_submit(e->u, &jobs[u], 1, mode ? 1.0 : 0, e->t.run, &ticket));
+        TRY(mt_update_submit(e->u, &jobs[u], 1, mode ? 1.0 : 0, e->t.run, &ticket));
     }
-    MT_TRY(mt_stream_kick(e->s, e->t.run));
-    MT_TRY(mt_update_norm(e->u, ticket, &norm, &skipped));
-    MT_TRY(mt_update_drain(e->u));
+    TRY(mt_stream_kick(e->s, e->t.run));
+    TRY(mt_update_norm(e->u, ticket, &norm, &skipped));
+    TRY(mt_update_drain(e->u));
     for (int u = 0; u < UNITS; u++) {
-        MT_TRY(mt_mirror_bring(e->t.store, u, ~0u));
-        MT_TRY(mt_mirror_push(e->t.store, u, 0, 1u << MT_PLANE_M | 1u << MT_PLANE_HI));
+        TRY(mt_mirror_bring(e->t.store, u, ~0u));
+        TRY(mt_mirror_push(e->t.store, u, 0, 1u << MT_PLANE_M | 1u << MT_PLANE_HI));
     }
     return mt_offload_drain(e->o);
-fail:
-    return st;
 }
 
 /* Opens store and slots on `dev`; their calls are the same each time. */
@@ -1380,10 +1369,9 @@ static void open_below(engine *e, mt_dev *dev, unsigned settled)
 static void nth_failure_ends_all_and_frees_everything(fault_mode mode, int traced, unsigned settled)
 {
     static engine e;
-    mt_dev       *cpu = NULL;
     int           fired = 1, n;
 
-    REQUIRE_OK(mt_dev_cpu_open(&cpu));
+    CPU(cpu);
     open_below(&e, fault_dev(cpu, 0, mode), settled);
     n = fault_calls(e.t.dev);
     engine_close(&e);
@@ -1405,7 +1393,6 @@ static void nth_failure_ends_all_and_frees_everything(fault_mode mode, int trace
         CHECK(fault_live(e.t.dev) >= live && fault_live(e.t.dev) <= live + 4 * UNITS);
         engine_close(&e);
     }
-    cpu->ops->close(cpu);
 }
 
 TEST(every_failing_device_call_ends_all_and_frees_everything)

@@ -298,7 +298,7 @@ FILE_TEST(what_was_never_written_is_zero_and_not_read)
     uint64_t sums[2] = { 0, 0 }, at;
     moved    m;
 
-    char *p = memory(2 * BLOCK);
+    FREED char *p = memory(2 * BLOCK);
     mt_file *f = opened(NOTHING, 0, 0);
     CHECK_OK(mt_file_blocks(f)->ops->take(mt_file_blocks(f), 2 * BLOCK, &at));
     CHECK_OK(now(f, &m, 1, at, p, BLOCK, sums));
@@ -308,7 +308,6 @@ FILE_TEST(what_was_never_written_is_zero_and_not_read)
     CHECK_EQ(p[2 * BLOCK - 1], 0);
     CHECK_EQ(mt_file_stats_get(f).read_bytes, BLOCK);
     mt_file_close(f);
-    free(p);
 }
 
 FILE_TEST(a_flipped_byte_and_a_cut_file_are_told_by_path_and_offset)
@@ -392,7 +391,7 @@ FILE_TEST(a_file_without_a_name_goes_on)
     uint64_t sums[1] = { 0 }, at;
     moved    m;
 
-    char *p = memory(PAGE);
+    FREED char *p = memory(PAGE);
     mt_file *f = opened(NOTHING, 0, 0);
     CHECK_OK(mt_file_reserve(f, PAGE));
     CHECK_EQ(entries(), 2);
@@ -403,7 +402,6 @@ FILE_TEST(a_file_without_a_name_goes_on)
     CHECK_OK(now(f, &m, 0, at, p, PAGE, sums));
     mt_file_close(f);
     mt_file_close(NULL);
-    free(p);
 }
 
 static void put_file(const char *name, const char *text)
@@ -532,7 +530,7 @@ static void *reserves(void *f)
  * only looks, it does not. */
 FILE_TEST(while_room_is_looked_for_the_file_is_used)
 {
-    char    *p = memory(PAGE);
+    FREED char *p = memory(PAGE);
     uint64_t sum = 0, at;
     moved    m;
 
@@ -549,7 +547,6 @@ FILE_TEST(while_room_is_looked_for_the_file_is_used)
     thread_join(thread);
     CHECK_EQ(mt_file_stats_get(f).bytes, 2 * BLOCK);
     mt_file_close(f);
-    free(p);
 }
 
 typedef struct looker {

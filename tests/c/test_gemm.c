@@ -1,33 +1,8 @@
 /* test_gemm.c — the executable form of ops/gemm.h: orders, a BLAS's words, and the definition. */
-#include "check.h"
+#include "numbers.h"
 #include "../../csrc/ops/gemm.h"
 
-static uint64_t random_state;
-
-static uint32_t random_bits(void)           /* splitmix64, upper half */
-{
-    uint64_t z = (random_state += 0x9e3779b97f4a7c15u);
-    z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9u;
-    z = (z ^ (z >> 27)) * 0x94d049bb133111ebu;
-    return (uint32_t)((z ^ (z >> 31)) >> 32);
-}
-
-static int64_t below(int64_t n) { return (int64_t)(random_bits() % (uint64_t)n); }
-
-static float get(const void *p, mt_dtype dt, int64_t i)
-{
-    return dt == MT_F32  ? ((const float *)p)[i]
-         : dt == MT_BF16 ? mt_bf16_to_f32(((const uint16_t *)p)[i])
-                         : mt_f16_to_f32(((const uint16_t *)p)[i]);
-}
-
-static void set(void *p, mt_dtype dt, int64_t i, float x)
-{
-    if (dt == MT_F32)
-        ((float *)p)[i] = x;
-    else
-        ((uint16_t *)p)[i] = dt == MT_BF16 ? mt_f32_to_bf16(x) : mt_f32_to_f16(x);
-}
+static int64_t below(int64_t n) { return random_below(&random_state, n); }
 
 /* An element by row and column, as torch's strides say: what both ways of reading are judged by. */
 static float element(const mt_gemm_matrix *m, mt_dtype dt, int64_t i, int64_t j)
@@ -74,6 +49,8 @@ static void drop(mt_gemm *g)
     free(g->b.data);
     free(g->c.data);
 }
+
+#define GEMM CLOSED_BY(drop) mt_gemm
 
 /* ---- orders ---- */
 
@@ -157,7 +134,7 @@ TEST(blas_computes_the_transpose_of_c)
     random_state = 1;
     for (int round = 0; round < 200; round++) {
         int64_t      m = 1 + below(6), n = 1 + below(6), k = 1 + below(6);
-        mt_gemm      g = random_gemm(MT_BF16, MT_F32, m, n, k);
+        GEMM g = random_gemm(MT_BF16, MT_F32, m, n, k);
         mt_gemm_blas s = mt_gemm_to_blas(&g);
 
         check_seen(&s.left);
@@ -176,7 +153,6 @@ TEST(blas_computes_the_transpose_of_c)
                     blas_element(&s.left, &s.right, MT_BF16, j, i, k);
                 CHECK(element(&g.c, MT_F32, i, j) == wanted(&g, i, j));
             }
-        drop(&g);
     }
 }
 
@@ -259,7 +235,7 @@ TEST(host_is_the_definition_to_the_bit)
         const mt_dtype *types_of = types[t % 5];
         const int64_t  *size = sizes[t / 5 % 5];
         const float    *by = factors[t / 25];
-        mt_gemm         g = random_gemm(types_of[0], types_of[1], size[0], size[1], size[2]);
+        GEMM g = random_gemm(types_of[0], types_of[1], size[0], size[1], size[2]);
         mt_gemm_matrix  before = g.c;
         size_t          bytes = mt_gemm_bytes(&g.c, g.c_type);
 
@@ -276,14 +252,13 @@ TEST(host_is_the_definition_to_the_bit)
                 CHECK(element(&g.c, g.c_type, i, j) == get(&rounded, g.c_type, 0));
             }
         free(before.data);
-        drop(&g);
     }
     mt_pool_close(pool);
 }
 
 TEST(host_does_not_read_c_when_beta_is_zero)
 {
-    mt_gemm g = random_gemm(MT_F32, MT_F32, 5, 5, 5);
+    GEMM g = random_gemm(MT_F32, MT_F32, 5, 5, 5);
 
     for (int64_t i = 0; i < 5; i++)
         for (int64_t j = 0; j < 5; j++)
@@ -292,7 +267,6 @@ TEST(host_does_not_read_c_when_beta_is_zero)
     for (int64_t i = 0; i < 5; i++)
         for (int64_t j = 0; j < 5; j++)
             CHECK(!isnan(element(&g.c, MT_F32, i, j)));
-    drop(&g);
 }
 
 TEST(host_writes_nothing_between_the_rows_of_c)

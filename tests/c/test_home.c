@@ -1,12 +1,16 @@
 /* test_home.c — the executable form of core/home.h: which homes a unit may go to from which, what
  * of its memory follows, and that a home which nobody has heard of is a table and nothing else.
  */
-#include "check.h"
+#include "opened.h"
 #include "dev_fault.h"
 #include "../../csrc/core/mirror.h"
 #include "../../csrc/core/offload.h"
 #include "../../csrc/core/update.h"
 #include "../../csrc/ops/sumsq.h"
+
+CLOSES(mt_offload, mt_offload_close(*x))
+CLOSES(mt_updater, mt_update_close(*x))
+CLOSES(mt_sumsq, mt_sumsq_close(*x))
 
 #define N    1000
 #define HOMES 6
@@ -177,9 +181,7 @@ HOME_TEST(states_go_to_a_file_before_there_are_any)
 TEST(a_move_that_fails_changes_nothing)
 {
     for (int n = 1, failed = 1; failed; n++) {
-        mt_dev *cpu;
-
-        REQUIRE_OK(mt_dev_cpu_open(&cpu));
+        CPU(cpu);
         dev = fault_dev(cpu, 0, FAULT_ONCE);
         REQUIRE_OK(mt_store_open(&(mt_context){ .dev = dev }, &store));
         int unit = add();
@@ -193,7 +195,6 @@ TEST(a_move_that_fails_changes_nothing)
         CHECK_OK(mt_store_move(store, unit, &mt_home_through, NULL));
         CHECK(at(unit, MT_PLANE_HI)[5] == 3 && at(unit, MT_PLANE_M)[5] == 4);
         teardown();
-        cpu->ops->close(cpu);
     }
 }
 
@@ -263,21 +264,17 @@ HOME_TEST(a_new_home_is_a_new_table)
     mt_offload_kernels k = { mt_sumsq_put, mt_accumulate, mt_accumulate_put, NULL,
                              NULL };
     mt_update_job      j = { .params = &first, .n_params = 1 };
-    mt_sumsq          *sums;
-    mt_offload        *o;
-    mt_updater        *u;
-    mt_queue          *run;
     uint64_t           ticket;
 
     for (int i = 0; i < N; i++)
         source[i] = 2;
     j.unit = add();
     REQUIRE_OK(mt_store_move(store, j.unit, &elsewhere_home, &e));
-    REQUIRE_OK(mt_sumsq_open(dev, &sums));
+    OPENED(mt_sumsq, sums, mt_sumsq_open(dev, &sums));
     k.ctx = sums;
-    REQUIRE_OK(dev->ops->queue_open(dev, "run", &run));
-    REQUIRE_OK(mt_offload_open(&cx, 2, k, &o));
-    REQUIRE_OK(mt_update_open(&cx, o, &u));
+    OPENED(mt_queue, run, dev->ops->queue_open(dev, "run", &run));
+    OPENED(mt_offload, o, mt_offload_open(&cx, 2, k, &o));
+    OPENED(mt_updater, u, mt_update_open(&cx, o, &u));
     CHECK_OK(mt_offload_put(o, j.unit, &(mt_grad_item){ 0, source, MT_GRAD_SET, 0 }, 1, run,
                             &ticket));
     CHECK_EQ(mt_update_submit(u, &j, 1, 1e9, run, &ticket), MT_ESTATE);
@@ -286,8 +283,4 @@ HOME_TEST(a_new_home_is_a_new_table)
     CHECK_OK(mt_update_submit(u, &j, 1, 1e9, run, &ticket));
     CHECK_OK(mt_update_drain(u));
     CHECK(e.came == 1 && e.updated == 1 && e.stepped == 1 && e.drained == 1);
-    mt_update_close(u);
-    mt_offload_close(o);
-    mt_sumsq_close(sums);
-    dev->ops->queue_close(run);
 }

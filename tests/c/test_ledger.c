@@ -1,5 +1,5 @@
 /* test_ledger.c — the ledger of store.h: who waits for whom, and what ends a wait. */
-#include "check.h"
+#include "opened.h"
 #include "dev_fault.h"
 #include "gate.h"
 
@@ -200,11 +200,10 @@ LEDGER_TEST(announcing_for_a_unit_that_is_not_there_is_a_fault)
 
 LEDGER_TEST(host_writer_waits_for_the_copies_put_before)
 {
-    mt_queue *h2d = NULL;
-    gate      g = { 0 };
-    waiter    w;
+    gate   g = { 0 };
+    waiter w;
 
-    REQUIRE_OK(dev->ops->queue_open(dev, "h2d", &h2d));
+    OPENED(mt_queue, h2d, dev->ops->queue_open(dev, "h2d", &h2d));
     CHECK_OK(dev->ops->call(h2d, wait_for_gate, &g));
     CHECK_OK(mt_ledger_fetching(store, 0, h2d));
     waiter_start(&w, mt_ledger_wait_fetch, 0);
@@ -214,7 +213,6 @@ LEDGER_TEST(host_writer_waits_for_the_copies_put_before)
     atomic_store(&g.open, 1);
     thread_join(w.thread);
     CHECK_EQ(w.st, MT_OK);
-    dev->ops->queue_close(h2d);
 }
 
 static mt_status fetch_begin(mt_store *s, int unit)
@@ -229,10 +227,9 @@ static mt_status fetch_begin(mt_store *s, int unit)
 
 LEDGER_TEST(fetch_begins_when_no_update_is_under_way)
 {
-    mt_queue *h2d = NULL;
-    waiter    w;
+    waiter w;
 
-    REQUIRE_OK(dev->ops->queue_open(dev, "h2d", &h2d));
+    OPENED(mt_queue, h2d, dev->ops->queue_open(dev, "h2d", &h2d));
     mt_ledger_update_begin(store, 1);
     CHECK_OK(fetch_begin(store, 0));
     waiter_start(&w, fetch_begin, 1);
@@ -243,7 +240,6 @@ LEDGER_TEST(fetch_begins_when_no_update_is_under_way)
     CHECK_EQ(w.st, MT_OK);
     CHECK_OK(mt_ledger_fetching(store, 0, h2d));
     CHECK_OK(mt_ledger_fetching(store, 1, h2d));
-    dev->ops->queue_close(h2d);
 }
 
 LEDGER_TEST(save_holds_writers_and_updates_back_and_nobody_else)
@@ -288,10 +284,9 @@ LEDGER_TEST(a_save_that_is_refused_is_not_announced)
  * must find the fetch, or it would write what the copy is about to read. */
 LEDGER_TEST(writer_waits_for_a_copy_announced_but_not_yet_put)
 {
-    mt_queue *h2d = NULL;
-    waiter    w;
+    waiter w;
 
-    REQUIRE_OK(dev->ops->queue_open(dev, "h2d", &h2d));
+    OPENED(mt_queue, h2d, dev->ops->queue_open(dev, "h2d", &h2d));
     CHECK_OK(fetch_begin(store, 0));
     mt_ledger_update_begin(store, 0);
     waiter_start(&w, mt_ledger_wait_fetch, 0);
@@ -301,7 +296,6 @@ LEDGER_TEST(writer_waits_for_a_copy_announced_but_not_yet_put)
     thread_join(w.thread);
     CHECK_EQ(w.st, MT_OK);
     mt_ledger_update_end(store, 0);
-    dev->ops->queue_close(h2d);
 }
 
 LEDGER_TEST(fault_ends_the_wait_to_begin_a_fetch)
@@ -319,11 +313,8 @@ LEDGER_TEST(fault_ends_the_wait_to_begin_a_fetch)
 
 LEDGER_TEST(fetching_a_unit_that_is_not_there_is_refused)
 {
-    mt_queue *h2d = NULL;
-
-    REQUIRE_OK(dev->ops->queue_open(dev, "h2d", &h2d));
+    OPENED(mt_queue, h2d, dev->ops->queue_open(dev, "h2d", &h2d));
     CHECK_EQ(mt_ledger_fetching(store, 2, h2d), MT_EINVAL);
-    dev->ops->queue_close(h2d);
 }
 
 /* Calls of the device: 1 queue_open, 2 event_open, 3 record, 4 sync_event. */
@@ -388,12 +379,11 @@ static void *updater_main(void *arg)
 LEDGER_TEST(readers_movers_and_updater_never_meet)
 {
     static int units[2] = { 0, 1 };
-    mt_queue  *h2d = NULL;
     int        sum = 0;
 
     atomic_store(&announced, 0);
     weights[0] = weights[1] = 0;
-    REQUIRE_OK(dev->ops->queue_open(dev, "h2d", &h2d));
+    OPENED(mt_queue, h2d, dev->ops->queue_open(dev, "h2d", &h2d));
     pthread_t updater = thread_start(updater_main, NULL);
     for (int i = 0; i < ROUNDS; i++) {
         int unit = i % 2;
@@ -408,5 +398,4 @@ LEDGER_TEST(readers_movers_and_updater_never_meet)
     CHECK_OK(dev->ops->sync(h2d));
     CHECK_EQ(copied[0] + copied[1], ROUNDS);
     CHECK_EQ(sum, 2 * (ROUNDS / 2) * (ROUNDS / 2 + 1) / 2);
-    dev->ops->queue_close(h2d);
 }

@@ -4,25 +4,25 @@
 #include "dev_fault.h"
 #include "toy.h"
 
+CLOSES(mt_store, mt_store_close(*x))
+
 #define UNITS 8
 
 /* Fp32 units of so many elements, all of whose gradients pass. */
 static mt_status shop_open(mt_dev *dev, const int64_t *numel, int n, mt_store **s)
 {
-    int       unit;
-    mt_status st;
+    int unit;
 
-    MT_TRY(mt_store_open(&(mt_context){ .dev = dev }, s));
+    TRY(mt_store_open(&(mt_context){ .dev = dev }, s));
     for (int u = 0; u < n; u++) {
         mt_param_desc d[2] = { { MT_F32, numel[u], 1 }, { MT_F32, 10, 0 } };
         char          name[24];
 
         snprintf(name, sizeof name, "layers.%d", u);
-        MT_TRY(mt_store_add(*s, name, d, 2, &unit));
-        MT_TRY(mt_store_set_passing(*s, u));
+        TRY(mt_store_add(*s, name, d, 2, &unit));
+        TRY(mt_store_set_passing(*s, u));
     }
-fail:
-    return st;
+    return MT_OK;
 }
 
 static void *grad_of(mt_store *s, int unit)
@@ -42,12 +42,10 @@ static void update(mt_store *s, int unit)
 TEST(a_unit_has_gradients_from_hand_over_to_update)
 {
     const int64_t numel[2] = { 1000, 400 };
-    mt_store     *s = NULL;
-    mt_dev       *dev;
     void         *at, *first;
 
-    REQUIRE_OK(mt_dev_cpu_open(&dev));
-    REQUIRE_OK(shop_open(dev, numel, 2, &s));
+    CPU(dev);
+    OPENED(mt_store, s, shop_open(dev, numel, 2, &s));
     CHECK_FAILS(mt_store_at(s, 0, 0, MT_PLANE_GRAD, &at), MT_ESTATE, "layers.0");
     CHECK_EQ(mt_store_bytes(s, MT_PLANE_GRAD), 0);
     CHECK_OK(mt_store_lend(s, 0, NULL));
@@ -62,8 +60,6 @@ TEST(a_unit_has_gradients_from_hand_over_to_update)
     CHECK_OK(mt_store_lend(s, 1, NULL));
     CHECK(grad_of(s, 1) == first);                                  /* free again, and of a size */
     CHECK_EQ(mt_store_bytes(s, MT_PLANE_GRAD), 1 << 20);
-    mt_store_close(s);
-    dev->ops->close(dev);
 }
 
 /* Of units that live there, and of those alone. */
@@ -71,13 +67,11 @@ TEST(settled_units_have_theirs_on_the_device)
 {
     const int64_t numel[1] = { 100 };
     mt_param_desc d = { MT_F32, 100, 1 };
-    mt_store     *s = NULL;
-    mt_dev       *dev;
     void         *at, *first;
     int           unit;
 
-    REQUIRE_OK(mt_dev_cpu_open(&dev));
-    REQUIRE_OK(shop_open(dev, numel, 1, &s));
+    CPU(dev);
+    OPENED(mt_store, s, shop_open(dev, numel, 1, &s));
     for (int u = 1; u < 3; u++) {
         REQUIRE_OK(mt_store_add(s, "settled", &d, 1, &unit));
         CHECK_OK(mt_store_move(s, u, &mt_home_vram, NULL));
@@ -100,20 +94,16 @@ TEST(settled_units_have_theirs_on_the_device)
     CHECK_EQ(mt_store_bytes(s, MT_PLANE_GRAD), 1 << 20);
     mt_store_device_close(s);
     CHECK_EQ(mt_store_device_bytes(s), 0);
-    mt_store_close(s);
-    dev->ops->close(dev);
 }
 
 /* Three of a size; one of another size is another's. */
 TEST(there_are_three_buffers_of_a_size)
 {
     const int64_t mi = 1 << 20, numel[UNITS] = { mi, mi, mi, mi, 3 * mi, 100, 50, mi };
-    mt_store     *s = NULL;
-    mt_dev       *dev;
     void         *at[UNITS];
 
-    REQUIRE_OK(mt_dev_cpu_open(&dev));
-    REQUIRE_OK(shop_open(dev, numel, UNITS, &s));
+    CPU(dev);
+    OPENED(mt_store, s, shop_open(dev, numel, UNITS, &s));
     for (int u = 0; u < UNITS; u++) {
         if (u == 3)
             continue;
@@ -125,8 +115,6 @@ TEST(there_are_three_buffers_of_a_size)
             CHECK((u == 7 && v == 1) == (v != 3 && at[u] == at[v]));
     }
     CHECK_EQ(mt_store_bytes(s, MT_PLANE_GRAD), (3 * 4 + 12 + 2 * 1) << 20);
-    mt_store_close(s);
-    dev->ops->close(dev);
 }
 
 typedef struct turn {
@@ -156,9 +144,8 @@ TEST(where_all_are_lent_the_first_is_waited_for)
     turn          t = { .unit = 3 };
     mt_timeline  *line;
     mt_record     got[4];
-    mt_dev       *dev;
 
-    REQUIRE_OK(mt_dev_cpu_open(&dev));
+    CPU(dev);
     REQUIRE_OK(shop_open(dev, numel, 4, &t.s));
     REQUIRE_OK(mt_timeline_open(dev, &line));
     t.line = line;
@@ -184,17 +171,14 @@ TEST(where_all_are_lent_the_first_is_waited_for)
     for (int u = 1; u < 3; u++)
         mt_ledger_update_end(t.s, u);
     mt_store_close(t.s);
-    dev->ops->close(dev);
 }
 
 TEST(fewer_are_made_when_that_is_said_before)
 {
     const int64_t numel[3] = { 10, 10, 10 };
-    mt_store     *s = NULL;
-    mt_dev       *dev;
 
-    REQUIRE_OK(mt_dev_cpu_open(&dev));
-    REQUIRE_OK(shop_open(dev, numel, 3, &s));
+    CPU(dev);
+    OPENED(mt_store, s, shop_open(dev, numel, 3, &s));
     CHECK_EQ(mt_store_lend_most(s, 0), MT_EINVAL);
     CHECK_EQ(mt_store_lend_most(s, 4), MT_EINVAL);
     CHECK_OK(mt_store_lend_most(s, 1));
@@ -207,35 +191,28 @@ TEST(fewer_are_made_when_that_is_said_before)
     }
     CHECK_EQ(mt_store_bytes(s, MT_PLANE_GRAD), one);
     CHECK_EQ(mt_store_lend_most(s, 2), MT_EINVAL);                        /* something was lent */
-    mt_store_close(s);
-    dev->ops->close(dev);
 }
 
 TEST(gradients_that_nobody_used_are_named)
 {
     const int64_t numel[4] = { 10, 10, 10, 10 };
-    mt_store     *s = NULL;
-    mt_dev       *dev;
 
-    REQUIRE_OK(mt_dev_cpu_open(&dev));
-    REQUIRE_OK(shop_open(dev, numel, 4, &s));
+    CPU(dev);
+    OPENED(mt_store, s, shop_open(dev, numel, 4, &s));
     for (int u = 0; u < 3; u++)
         CHECK_OK(mt_store_lend(s, u, NULL));
     CHECK_FAILS(mt_store_lend(s, 3, NULL), MT_ESTATE, "layers.0");
     CHECK_HAS(mt_last_error(), "no update has used them");
     update(s, 0);
     CHECK_OK(mt_store_lend(s, 3, NULL));
-    mt_store_close(s);
-    dev->ops->close(dev);
 }
 
 TEST(a_failing_update_elsewhere_ends_the_wait)
 {
     const int64_t numel[4] = { 10, 10, 10, 10 };
     turn          t = { .unit = 3 };
-    mt_dev       *dev;
 
-    REQUIRE_OK(mt_dev_cpu_open(&dev));
+    CPU(dev);
     REQUIRE_OK(shop_open(dev, numel, 4, &t.s));
     for (int u = 0; u < 3; u++)
         CHECK_OK(mt_store_lend(t.s, u, NULL));
@@ -247,19 +224,16 @@ TEST(a_failing_update_elsewhere_ends_the_wait)
     CHECK_EQ(t.st, MT_EDEVICE);
     CHECK_HAS(t.text, "the device is gone");
     mt_store_close(t.s);
-    dev->ops->close(dev);
 }
 
 /* What is trained when they are handed over has room. */
 TEST(parameters_trained_since_have_gradients_too)
 {
     const int64_t numel[1] = { 10 };
-    mt_store     *s = NULL;
-    mt_dev       *dev;
     void         *at;
 
-    REQUIRE_OK(mt_dev_cpu_open(&dev));
-    REQUIRE_OK(shop_open(dev, numel, 1, &s));
+    CPU(dev);
+    OPENED(mt_store, s, shop_open(dev, numel, 1, &s));
     CHECK_OK(mt_store_lend(s, 0, NULL));
     CHECK_OK(mt_store_set_trainable(s, 0, 1, 1));
     /* in memory of its own, until the update */
@@ -270,21 +244,17 @@ TEST(parameters_trained_since_have_gradients_too)
     CHECK_OK(mt_store_lend(s, 0, NULL));
     CHECK_OK(mt_store_at(s, 0, 1, MT_PLANE_GRAD, &at));
     CHECK_EQ((char *)at - (char *)grad_of(s, 0), 512);
-    mt_store_close(s);
-    dev->ops->close(dev);
 }
 
 TEST(what_cannot_pass_is_refused)
 {
     const int64_t numel[1] = { 10 };
     mt_param_desc d = { MT_F32, 10, 1 };
-    mt_store     *s = NULL;
-    mt_dev       *dev;
     void         *at;
     int           unit;
 
-    REQUIRE_OK(mt_dev_cpu_open(&dev));
-    REQUIRE_OK(shop_open(dev, numel, 1, &s));
+    CPU(dev);
+    OPENED(mt_store, s, shop_open(dev, numel, 1, &s));
     CHECK_EQ(mt_store_move(s, 0, &mt_home_vram, NULL), MT_ESTATE);
     CHECK_EQ(mt_store_set_passing(s, 1), MT_EINVAL);
     REQUIRE_OK(mt_store_add(s, "kept", &d, 1, &unit));
@@ -297,14 +267,11 @@ TEST(what_cannot_pass_is_refused)
     CHECK_EQ(mt_store_set_passing(s, 2), MT_ESTATE);
     CHECK_EQ(mt_store_passes(s, 0), 1);
     CHECK_EQ(mt_store_passes(s, 1), 0);
-    mt_store_close(s);
-    dev->ops->close(dev);
 }
 
 /* The hand-over is put where the plane is lent; nothing is there to add to. */
 TEST(gradients_come_home_into_what_is_lent)
 {
-    mt_offload        *o = NULL;
     mt_offload_kernels k = { .sumsq = toy_sumsq, .accumulate = toy_accumulate };
     float              grad[40] = { 1, 2, 3 };
     mt_grad_item       item = { 0, grad, MT_GRAD_SET, 0 };
@@ -313,7 +280,7 @@ TEST(gradients_come_home_into_what_is_lent)
 
     TOY(t, 2, 1, 0);
     CHECK_OK(mt_store_set_passing(t.store, 0));
-    REQUIRE_OK(mt_offload_open(&t.cx, 2, k, &o));
+    OPENED(mt_offload, o, mt_offload_open(&t.cx, 2, k, &o));
     CHECK_OK(mt_offload_put(o, 0, &item, 1, t.run, &ticket));
     CHECK_OK(mt_ledger_wait_grads(t.store, 0));
     CHECK(((float *)grad_of(t.store, 0))[1] == 2);
@@ -321,16 +288,14 @@ TEST(gradients_come_home_into_what_is_lent)
     item.mode = MT_GRAD_ADD;
     CHECK_EQ(mt_offload_put(o, 0, &item, 1, t.run, &ticket), MT_ESTATE);
     CHECK_HAS(mt_last_error(), "none is there to add to");
-    mt_offload_close(o);
 }
 
 TEST(every_failing_device_call_frees_everything)
 {
     const int64_t numel[2] = { 1 << 20, 10 };
     int           fired = 1;
-    mt_dev       *cpu;
 
-    REQUIRE_OK(mt_dev_cpu_open(&cpu));
+    CPU(cpu);
     for (int n = 1; fired > 0; n++) {
         mt_dev   *d = fault_dev(cpu, n, FAULT_ONCE);
         mt_store *s = NULL;
@@ -344,5 +309,4 @@ TEST(every_failing_device_call_frees_everything)
         CHECK_EQ(fault_live(d), 0);
         d->ops->close(d);
     }
-    cpu->ops->close(cpu);
 }

@@ -435,17 +435,14 @@ TEST(refusals_name_the_unit_and_change_nothing)
 
 static mt_status life(rig *r)
 {
-    uint64_t  ticket;
-    mt_status st;
+    uint64_t ticket;
 
-    MT_TRY(mt_offload_open(&r->t.cx, DEPTH, toy_kernels, &r->o));
+    TRY(mt_offload_open(&r->t.cx, DEPTH, toy_kernels, &r->o));
     for (int i = 0; i < 3; i++)
         for (int u = 0; u < UNITS; u++)
-            MT_TRY(try_put(r, u, i == 0 ? MT_GRAD_SET : MT_GRAD_ADD, 0, &ticket));
-    MT_TRY(mt_offload_drain(r->o));
+            TRY(try_put(r, u, i == 0 ? MT_GRAD_SET : MT_GRAD_ADD, 0, &ticket));
+    TRY(mt_offload_drain(r->o));
     return MT_OK;
-fail:
-    return st;
 }
 
 static int calls_of_the_rig(mt_dev *cpu)
@@ -460,10 +457,9 @@ static int calls_of_the_rig(mt_dev *cpu)
 
 static void nth_failure_frees_everything(fault_mode mode)
 {
-    mt_dev *cpu = NULL;
-    int     fired = 1;
+    int fired = 1;
 
-    REQUIRE_OK(mt_dev_cpu_open(&cpu));
+    CPU(cpu);
     for (int n = calls_of_the_rig(cpu) + 1; fired > 0; n++) {
         rig     r;
         mt_dev *dev = fault_dev(cpu, n, mode);
@@ -483,7 +479,6 @@ static void nth_failure_frees_everything(fault_mode mode)
         CHECK(fault_live(dev) >= live && fault_live(dev) <= live + UNITS);
         rig_close(&r);
     }
-    cpu->ops->close(cpu);
 }
 
 TEST(every_failing_device_call_frees_everything)

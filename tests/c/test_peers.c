@@ -642,19 +642,6 @@ static int is_settled(const runner *r, int unit)
     return !r->left && (r->plan->settled >> unit & 1);
 }
 
-/* The same numbers for every process. */
-static void fill(mt_dtype dt, void *x, int64_t n, uint64_t seed)
-{
-    for (int64_t i = 0; i < n; i++) {
-        float f = ldexpf((float)(int32_t)(uint32_t)toy_random(&seed), -33 - (int)(i % 7));
-
-        if (dt == MT_F32)
-            ((float *)x)[i] = f;
-        else if (dt == MT_BF16 || dt == MT_F16)
-            ((uint16_t *)x)[i] = dt == MT_BF16 ? mt_f32_to_bf16(f) : mt_f32_to_f16(f);
-    }
-}
-
 static void settle_all(runner *r)
 {
     const plan *p = r->plan;
@@ -738,7 +725,7 @@ static void runner_open(runner *r, const plan *p, outcome *want, int fd, int ran
         REQUIRE_OK(mt_store_set_states(r->cx.store, u, p->states));
         for (int i = 0; i < PARAMS && rank % (p->mates > 0 ? p->mates : RANKS) == 0; i++)
             /* one fills it for all of its machine */
-            fill(d[i].dtype, place(r, u, i, MT_PLANE_HI, 0), d[i].numel,
+            fill_random(d[i].dtype, place(r, u, i, MT_PLANE_HI, 0), d[i].numel,
                  (uint64_t)(100 * u + i));
         r->slot[u] = calloc(1, mt_store_hi_bytes(r->cx.store, u));
         REQUIRE(r->slot[u] != NULL);
@@ -839,7 +826,7 @@ static void hand_over(runner *r, int unit, int micro)
             continue;
         grad[i] = calloc((size_t)d.numel + 1, 4);
         REQUIRE(grad[i] != NULL);
-        fill(d.dtype, grad[i], d.numel,
+        fill_random(d.dtype, grad[i], d.numel,
              r->plan->seed * 99991 + (uint64_t)(((r->step * 9 + micro) * 9 + unit) * 9 + i));
         if (unit == r->plan->bad_unit && r->step == r->plan->bad_step && i == 0)
             ((uint16_t *)grad[i])[d.numel - 1] = 0x7f80;
@@ -954,7 +941,7 @@ static mt_status put(void *arg, mt_queue *q, float clip)
 /* Memory of a stay is what torch's allocator would give. */
 static void lift(runner *r, int unit, void **mem, int *n)
 {
-    size_t *bytes = NULL;
+    FREED size_t *bytes = NULL;
     int     taken = 0;
 
     CHECK_OK(mt_arrive_sizes(r->arrive, unit, 65536, &bytes, n));
@@ -962,7 +949,6 @@ static void lift(runner *r, int unit, void **mem, int *n)
         REQUIRE((mem[i] = aligned_alloc(512, bytes[i])) != NULL);
     CHECK_OK(mt_arrive_lift(r->arrive, unit, 65536, mem, *n, r->run, &taken));
     CHECK_EQ(taken, 1);
-    free(bytes);
 }
 
 static void leave(runner *r, int unit, void **mem, int n)
@@ -985,7 +971,7 @@ static void write_from_outside_alike(runner *r)
         CHECK_OK(mt_resident_raised(r->res));
     CHECK_OK(mt_ledger_wait_fetch(r->cx.store, 0));
     REQUIRE_OK(mt_store_view(r->cx.store, 0, 0, MT_PLANE_HI, &there));
-    fill(shapes[0].dtype, there, shape_of(0, 0).numel, 4711);
+    fill_random(shapes[0].dtype, there, shape_of(0, 0).numel, 4711);
     CHECK_OK(mt_store_spread(r->cx.store, 0, 0, 1u << MT_PLANE_HI));
     if (r->fills)
         mt_ledger_touch(r->cx.store, 0);
@@ -1002,14 +988,13 @@ static void look_at_gradients(runner *r)
         for (int i = 0; i < PARAMS; i++) {
             mt_param_desc d = shape_of(u, i);
             size_t        n = (size_t)d.numel * mt_dtype_bytes(d.dtype);
-            char         *want = calloc(n + 1, 1);
+            FREED char *want = calloc(n + 1, 1);
 
             if (d.trainable && n > 0 && r->plan->micros == 1) {
-                fill(d.dtype, want, d.numel,
+                fill_random(d.dtype, want, d.numel,
                      r->plan->seed * 99991 + (uint64_t)((r->step * 81 + u) * 9 + i));
                 CHECK_EQ(memcmp(place(r, u, i, MT_PLANE_GRAD, 0), want, n), 0);
             }
-            free(want);
         }
     }
 }

@@ -21,11 +21,6 @@ typedef struct sheet {
     mt_part      *parts;
 } sheet;
 
-static int64_t random_below(uint64_t *seed, int64_t n)
-{
-    return (int64_t)(toy_random(seed) % (uint64_t)n);
-}
-
 static void sheet_open(sheet *s, uint64_t seed)
 {
     static const mt_dtype types[] = { MT_BF16, MT_F32, MT_F16, MT_F64 };
@@ -90,7 +85,7 @@ static void mark(const sheet *s, const mt_piece *piece, const mt_part *k, unsign
 static void check_piece(const sheet *s, int number, int64_t *next)
 {
     const mt_piece *piece = &s->p->piece[number];
-    unsigned char  *taken = calloc(1, s->how.budget + 1);
+    FREED unsigned char *taken = calloc(1, s->how.budget + 1);
     int             states = 0;
 
     REQUIRE(taken != NULL && piece->n > 0 && piece->n <= s->p->most);
@@ -109,7 +104,6 @@ static void check_piece(const sheet *s, int number, int64_t *next)
         states += (s->planes[k->param] & ~HI) != 0;
     }
     CHECK(states == 0 || states == piece->n);
-    free(taken);
 }
 
 TEST(every_element_is_in_one_part_of_one_piece)

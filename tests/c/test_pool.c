@@ -23,7 +23,7 @@ static void mark(void *arg, int64_t chunk)
 
 static void check_marks(mt_pool *p, int64_t n)
 {
-    int *marks = calloc(CHUNKS + 1, sizeof *marks);
+    FREED int *marks = calloc(CHUNKS + 1, sizeof *marks);
     int  wrong = 0;
 
     REQUIRE(marks != NULL);
@@ -31,7 +31,6 @@ static void check_marks(mt_pool *p, int64_t n)
     for (int64_t i = 0; i <= CHUNKS; i++)
         wrong += marks[i] != (i < n);
     CHECK_EQ(wrong, 0);
-    free(marks);
 }
 
 TEST(every_chunk_runs_exactly_once)

@@ -65,11 +65,6 @@ struct table {
     side          whole, each[OWNERS];
 };
 
-static int64_t random_below(uint64_t *seed, int64_t n)
-{
-    return (int64_t)(toy_random(seed) % (uint64_t)n);
-}
-
 /* ---- one side ----------------------------------------------------------------------------- */
 
 static size_t bytes_of(const side *s, int param, mt_plane p, int64_t n)
@@ -100,14 +95,10 @@ static mt_plane grads_of(const side *s, int param)
 
 static mt_status open_file(side *s)
 {
-    mt_status st;
-
-    MT_TRY(mt_file_open(s->t->dir, 0, 1, NULL, &s->file));
-    MT_TRY(mt_disk_open(&s->cx, mt_file_blocks(s->file), NULL, 2, MT_DISK_LEAST, &s->disk));
-    MT_TRY(mt_disk_add(s->disk, 0, 0));
-    st = mt_file_reserve(s->file, mt_disk_need(s->disk));
-fail:
-    return st;
+    TRY(mt_file_open(s->t->dir, 0, 1, NULL, &s->file));
+    TRY(mt_disk_open(&s->cx, mt_file_blocks(s->file), NULL, 2, MT_DISK_LEAST, &s->disk));
+    TRY(mt_disk_add(s->disk, 0, 0));
+    return mt_file_reserve(s->file, mt_disk_need(s->disk));
 }
 
 static void open_unit(side *s)
@@ -303,14 +294,11 @@ static mt_status put(void *arg, mt_queue *q, float clip)
     const mt_part *parts;
     mt_adam_tensor t[STRETCHES];
     int            n, guest;
-    mt_status      st;
 
-    MT_TRY(mt_resident_parts(s->r, 0, &parts, &n, &guest));
+    TRY(mt_resident_parts(s->r, 0, &parts, &n, &guest));
     if (guest)
         return compute(arg, q, parts, n, clip);
-    st = mt_adam_put(q, t, tensors_of(arg, t), clip);
-fail:
-    return st;
+    return mt_adam_put(q, t, tensors_of(arg, t), clip);
 }
 
 /* A guest's states come; once the memory is there, the same is used again. */
@@ -368,18 +356,6 @@ static double step(side *s)
 
 /* ---- all sides ---------------------------------------------------------------------------- */
 
-static void fill(mt_dtype dt, void *x, int64_t n, uint64_t *seed)
-{
-    for (int64_t i = 0; i < n; i++) {
-        float f = ldexpf((float)(int32_t)(uint32_t)toy_random(seed), -33 - (int)(i % 7));
-
-        if (dt == MT_F32)
-            ((float *)x)[i] = f;
-        else
-            ((uint16_t *)x)[i] = dt == MT_BF16 ? mt_f32_to_bf16(f) : mt_f32_to_f16(f);
-    }
-}
-
 /* Some parameters are large, most are not, some have nothing, one in eight is frozen. */
 static void make_unit(table *t, uint64_t seed)
 {
@@ -399,7 +375,7 @@ static void make_unit(table *t, uint64_t seed)
         t->weight[i] = calloc((size_t)d->numel + 1, 4);
         t->grad[i] = calloc((size_t)d->numel + 1, 4);
         REQUIRE(t->weight[i] != NULL && t->grad[i] != NULL);
-        fill(d->dtype, t->weight[i], d->numel, &seed);
+        fill_random(d->dtype, t->weight[i], d->numel, toy_random(&seed));
     }
 }
 
@@ -440,7 +416,7 @@ static void table_step(table *t)
         uint64_t seed = t->seed * 1000 + (uint64_t)(t->step * 10 + m);
 
         for (int i = 0; i < PARAMS; i++)
-            fill(t->d[i].dtype, t->grad[i], t->d[i].numel, &seed);
+            fill_random(t->d[i].dtype, t->grad[i], t->d[i].numel, toy_random(&seed));
         put_gradients(&t->whole, m > 0 ? MT_GRAD_ADD : MT_GRAD_SET);
         for (int k = 0; k < t->owners; k++)
             put_gradients(&t->each[k], m > 0 ? MT_GRAD_ADD : MT_GRAD_SET);
@@ -766,18 +742,15 @@ static mt_status use(mt_context *cx, mt_queue *run, void *slot)
     const mt_param_desc d = { MT_BF16, 50000, 1 };
     int                 unit;
     void               *at;
-    mt_status           st;
 
-    MT_TRY(mt_store_add(cx->store, "unit", &d, 1, &unit));
-    MT_TRY(mt_store_own(cx->store, unit, 1, 3));
+    TRY(mt_store_add(cx->store, "unit", &d, 1, &unit));
+    TRY(mt_store_own(cx->store, unit, 1, 3));
     for (int p = 0; p < MT_PLANE_COUNT; p++)
         if (mt_store_plane_bytes(cx->store, unit, 0, (mt_plane)p, 1) > 0)
-            MT_TRY(mt_store_at(cx->store, unit, 0, (mt_plane)p, &at));
-    MT_TRY(mt_resident_settle(cx->residents, unit, slot));
-    MT_TRY(mt_home_vram.take(cx->residents, unit, run));
-    st = mt_resident_unsettle(cx->residents, unit, 1);
-fail:
-    return st;
+            TRY(mt_store_at(cx->store, unit, 0, (mt_plane)p, &at));
+    TRY(mt_resident_settle(cx->residents, unit, slot));
+    TRY(mt_home_vram.take(cx->residents, unit, run));
+    return mt_resident_unsettle(cx->residents, unit, 1);
 }
 
 TEST(a_device_may_fail_at_any_call)

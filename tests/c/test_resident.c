@@ -7,7 +7,8 @@
  * weights is noted by compute in the run queue. Two runs that differ in which units are settled,
  * are guests and go through, and in delays, must have noted and left behind the same.
  */
-#include "check.h"
+#include "numbers.h"
+#include "opened.h"
 #include "dev_fault.h"
 #include "../../csrc/core/through.h"
 #include "../../csrc/core/update.h"
@@ -28,33 +29,9 @@ static const mt_plane planes[PLANES] = { MT_PLANE_HI, MT_PLANE_GRAD, MT_PLANE_LO
 
 static int64_t numel(int u, int p) { return p == 2 ? 1 : 150 * (u + 1) + 41 * p; }
 
-static uint64_t splitmix(uint64_t *state)
-{
-    uint64_t z = *state += 0x9e3779b97f4a7c15u;
-
-    z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9u;
-    z = (z ^ (z >> 27)) * 0x94d049bb133111ebu;
-    return z ^ (z >> 31);
-}
-
 static float random_float(uint64_t *state)
 {
-    return ldexpf((float)(int32_t)(uint32_t)splitmix(state), -31 - (int)(splitmix(state) % 8));
-}
-
-static float get(mt_dtype dt, const void *x, int64_t i)
-{
-    return dt == MT_F32  ? ((const float *)x)[i]
-         : dt == MT_BF16 ? mt_bf16_to_f32(((const uint16_t *)x)[i])
-                         : mt_f16_to_f32(((const uint16_t *)x)[i]);
-}
-
-static void set(mt_dtype dt, void *x, int64_t i, float f)
-{
-    if (dt == MT_F32)
-        ((float *)x)[i] = f;
-    else
-        ((uint16_t *)x)[i] = dt == MT_BF16 ? mt_f32_to_bf16(f) : mt_f32_to_f16(f);
+    return ldexpf((float)(int32_t)(uint32_t)toy_random(state), -31 - (int)(toy_random(state) % 8));
 }
 
 /* ---- the model -------------------------------------------------------------------------- */
@@ -128,7 +105,7 @@ static void add_units(model *m)
 
             REQUIRE_OK(mt_store_at(m->store, u, p, MT_PLANE_HI, &hi));
             for (int64_t i = 0; i < numel(u, p); i++)
-                set(types[u], hi, i, random_float(&m->random));
+                set(hi, types[u], i, random_float(&m->random));
         }
     }
 }
@@ -242,9 +219,9 @@ static void come(model *m, int u)
 /* A third of the times some units go and others come, with all that they have. */
 static void move_units(model *m)
 {
-    unsigned before = 0, next = (unsigned)splitmix(&m->moving) & ALL;
+    unsigned before = 0, next = (unsigned)toy_random(&m->moving) & ALL;
 
-    if (!m->c->moves || splitmix(&m->moving) % 3 != 0)
+    if (!m->c->moves || toy_random(&m->moving) % 3 != 0)
         return;
     CHECK_OK(m->dev->ops->sync(m->run));
     CHECK_OK(mt_offload_drain(m->o));
@@ -347,14 +324,13 @@ typedef struct work {
 
 static void do_work(void *arg)
 {
-    work *w = arg;
+    FREED work *w = arg;
 
     memcpy(w->seen, w->weights, w->bytes);
     for (int64_t i = 0; i < w->n; i++)
-        set(w->dt, w->grad, i, random_float(&w->seed));
+        set(w->grad, w->dt, i, random_float(&w->seed));
     if (w->infinite)
-        set(w->dt, w->grad, w->n / 2, INFINITY);
-    free(w);
+        set(w->grad, w->dt, w->n / 2, INFINITY);
 }
 
 /* Where compute puts the gradient: memory of its own, or the plane itself. */
@@ -571,12 +547,12 @@ static void write_weight(model *m, int u, int p)
     CHECK_OK(mt_mirror_bring(m->store, u, 1u << MT_PLANE_HI | (guest ? low : 0)));
     CHECK_OK(mt_ledger_wait_fetch(m->store, u));
     for (int64_t i = 0; i < numel(u, p); i++)
-        set(types[u], hi, i, 1.25f * get(types[u], hi, i) + 0.01f);
+        set(hi, types[u], i, 1.25f * get(hi, types[u], i) + 0.01f);
     mt_ledger_touch(m->store, u);
     if (types[u] == MT_BF16)
         memset(host(m, u, p, MT_PLANE_LO), 0, (size_t)numel(u, p) * 2);
     for (int64_t i = 0; i < numel(u, p) && types[u] == MT_F16; i++)
-        ((float *)host(m, u, p, MT_PLANE_MASTER))[i] = get(MT_F16, hi, i);
+        ((float *)host(m, u, p, MT_PLANE_MASTER))[i] = get(hi, MT_F16, i);
     CHECK_OK(mt_mirror_push(m->store, u, p, low));
 }
 
@@ -599,16 +575,16 @@ static void write_grad(model *m, int u, int p)
     CHECK_OK(mt_ledger_wait_grads(m->store, u));
     CHECK_OK(mt_mirror_bring(m->store, u, 1u << MT_PLANE_GRAD));
     for (int64_t i = 0; i < numel(u, p); i++)
-        set(types[u], grad, i, 0.75f * get(types[u], grad, i));
+        set(grad, types[u], i, 0.75f * get(grad, types[u], i));
     m->changed[u][p] = 1;
 }
 
 static void meddle(model *m, int more)
 {
     for (int k = 0; k < 3 && m->c->meddle; k++) {
-        int u = (int)(splitmix(&m->random) % UNITS), p = (int)(splitmix(&m->random) % PARAMS);
+        int u = (int)(toy_random(&m->random) % UNITS), p = (int)(toy_random(&m->random) % PARAMS);
 
-        switch (splitmix(&m->random) % 6) {
+        switch (toy_random(&m->random) % 6) {
         case 0: write_weight(m, u, p); break;
         case 1: write_moment(m, u, p); break;
         case 2: if (more) write_grad(m, u, p); break;

@@ -3,6 +3,8 @@
 
 #include "../../csrc/core/schedule.h"
 
+CLOSES(mt_schedule, mt_schedule_free(*x))
+
 #define SMALL 128
 #define LARGE 300
 
@@ -137,10 +139,9 @@ TEST(one_slot_takes_turns)
     const mt_mark trace[] = { { MT_COMPUTE, 0 }, { MT_COMPUTE, 1 }, { MT_COMPUTE, 1 },
                               { MT_COMPUTE, 0 } };
     const size_t  bytes[] = { 8, 8 }, slot = 8;
-    mt_schedule  *s = NULL;
     char          text[1024];
 
-    REQUIRE_OK(mt_schedule_build(trace, 4, bytes, 2, &slot, 1, &s));
+    OPENED(mt_schedule, s, mt_schedule_build(trace, 4, bytes, 2, &slot, 1, &s));
     mt_schedule_print(s, NULL, text, sizeof text);
     CHECK_STR(text, "fetch unit 0       -> slot 0\n"
                     "compute unit 0     in slot 0\n"
@@ -152,7 +153,6 @@ TEST(one_slot_takes_turns)
                     "fetch unit 0       -> slot 0\n"
                     "compute unit 0     in slot 0\n"
                     "release unit 0     from slot 0\n");
-    mt_schedule_free(s);
 }
 
 /* Units 0 to 3 share two slots, 4 and 5 another. The fetch of 2 must wait for that of 5, needed
@@ -162,15 +162,13 @@ static void check_victim(int again, int want_slot)
     const mt_mark trace[] = { { MT_COMPUTE, 0 }, { MT_COMPUTE, 1 }, { MT_COMPUTE, 4 },
                               { MT_COMPUTE, 5 }, { MT_COMPUTE, 2 }, { MT_COMPUTE, again } };
     const size_t  bytes[] = { 8, 8, 8, 8, 16, 16 }, slots[] = { 8, 8, 16 };
-    mt_schedule  *s = NULL;
     int           slot = -1;
 
-    REQUIRE_OK(mt_schedule_build(trace, 6, bytes, 6, slots, 3, &s));
+    OPENED(mt_schedule, s, mt_schedule_build(trace, 6, bytes, 6, slots, 3, &s));
     for (int64_t i = 0; i < s->n; i++)
         if (s->steps[i].kind == MT_FETCH && s->steps[i].unit == 2)
             slot = s->steps[i].slot;
     CHECK_EQ(slot, want_slot);
-    mt_schedule_free(s);
 }
 
 TEST(unit_needed_last_gives_way)
@@ -202,10 +200,9 @@ TEST(unit_without_compute_needs_no_slot_and_is_updated_last)
 {
     const mt_mark trace[] = { { MT_OFFLOAD, 0 }, { MT_COMPUTE, 1 }, { MT_OFFLOAD, 1 } };
     const size_t  bytes[] = { 1000, 8 }, slot = 8;
-    mt_schedule  *s = NULL;
     char          text[1024];
 
-    REQUIRE_OK(mt_schedule_build(trace, 3, bytes, 2, &slot, 1, &s));
+    OPENED(mt_schedule, s, mt_schedule_build(trace, 3, bytes, 2, &slot, 1, &s));
     mt_schedule_print(s, NULL, text, sizeof text);
     CHECK_STR(text, "fetch unit 1       -> slot 0\n"
                     "offload unit 0\n"
@@ -214,7 +211,6 @@ TEST(unit_without_compute_needs_no_slot_and_is_updated_last)
                     "release unit 1     from slot 0\n"
                     "update unit 1\n"
                     "update unit 0\n");
-    mt_schedule_free(s);
 }
 
 TEST(unit_larger_than_every_slot_is_refused_with_numbers)
@@ -247,10 +243,9 @@ TEST(text_is_cut_at_cap_and_tells_its_length)
 {
     const mt_mark trace = { MT_COMPUTE, 0 };
     const size_t  bytes = 8;
-    mt_schedule  *s = NULL;
     char          whole[256], cut[256];
 
-    REQUIRE_OK(mt_schedule_build(&trace, 1, &bytes, 1, &bytes, 1, &s));
+    OPENED(mt_schedule, s, mt_schedule_build(&trace, 1, &bytes, 1, &bytes, 1, &s));
     size_t len = mt_schedule_print(s, NULL, whole, sizeof whole);
     CHECK_EQ(len, strlen(whole));
     CHECK_EQ(mt_schedule_print(s, NULL, NULL, 0), len);
@@ -260,7 +255,6 @@ TEST(text_is_cut_at_cap_and_tells_its_length)
         CHECK_EQ(strlen(cut), cap - 1);
         CHECK(strncmp(cut, whole, cap - 1) == 0 && cut[cap] == '#');
     }
-    mt_schedule_free(s);
 }
 
 /* ---- the rules, on random traces --------------------------------------------------------- */
@@ -512,8 +506,8 @@ TEST(forward_and_backward_fetch_no_more_than_the_optimum)
 TEST(long_traces_are_quick)
 {
     enum { N = 1000000, LONG_UNITS = 1000 };
-    size_t      *bytes = calloc(LONG_UNITS, sizeof *bytes);
-    mt_mark     *trace = malloc(N * sizeof *trace);
+    FREED size_t *bytes = calloc(LONG_UNITS, sizeof *bytes);
+    FREED mt_mark *trace = malloc(N * sizeof *trace);
     const size_t slots[8] = { 8, 8, 8, 8, 8, 8, 8, 8 };
     mt_schedule *s = NULL;
 
@@ -522,6 +516,4 @@ TEST(long_traces_are_quick)
         trace[i] = (mt_mark){ MT_COMPUTE, i % LONG_UNITS };
     CHECK_OK(mt_schedule_build(trace, N, bytes, LONG_UNITS, slots, 8, &s));
     mt_schedule_free(s);
-    free(trace);
-    free(bytes);
 }

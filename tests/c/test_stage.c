@@ -1,6 +1,6 @@
 /* test_stage.c — dev_stage.c: host memory that cannot be locked is copied all the same,
  * in order. */
-#include "check.h"
+#include "opened.h"
 #include "dev_fault.h"
 
 #define BUFFER_BYTES ((size_t)8192)      /* the device's own source, with small buffers */

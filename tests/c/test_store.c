@@ -1,5 +1,5 @@
 /* test_store.c — store.h without the ledger: offsets, planes, addresses, and what fails how. */
-#include "check.h"
+#include "opened.h"
 #include "dev_fault.h"
 #include "drop.h"
 
@@ -454,10 +454,9 @@ STORE_TEST(many_units_keep_their_addresses_and_names)
  * the same call works. */
 TEST(every_failing_device_call_leaves_the_store_whole)
 {
-    mt_dev *real;
-    int     over = 0;
+    int over = 0;
 
-    REQUIRE_OK(mt_dev_cpu_open(&real));
+    CPU(real);
     REQUIRE_OK(mt_pool_open(1, &pool));
     for (int n = 1; !over; n++) {
         const mt_plane planes[] = { MT_PLANE_HI, MT_PLANE_GRAD, MT_PLANE_GRAD, MT_PLANE_M };
@@ -494,7 +493,6 @@ TEST(every_failing_device_call_leaves_the_store_whole)
         d->ops->close(d);
     }
     mt_pool_close(pool);
-    real->ops->close(real);
 }
 
 /* ---- threads ----------------------------------------------------------------------------- */

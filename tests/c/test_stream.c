@@ -754,21 +754,18 @@ TEST(a_workers_fault_ends_await_and_acquire)
 /* Opens, runs two steps, closes; the first failure ends it. run comes from the device behind. */
 static mt_status life(rig *r)
 {
-    mt_status st;
-    int       k;
-    void     *mem;
+    int   k;
+    void *mem;
 
-    MT_TRY(mt_stream_open(&r->t.cx, r->slots, r->n_slots, rig_hooks(r), &r->s));
+    TRY(mt_stream_open(&r->t.cx, r->slots, r->n_slots, rig_hooks(r), &r->s));
     mt_debug_set(&r->t.cx, (mt_debug){ .poison = 1 });
     for (int i = 0; i < 3 * UNITS; i++) {
         if (i % UNITS == 0)
-            MT_TRY(mt_stream_begin(r->s));
-        MT_TRY(mt_stream_acquire(r->s, i % UNITS, r->t.run, &k, &mem));
-        MT_TRY(mt_stream_await(r->s, k, r->t.run));
+            TRY(mt_stream_begin(r->s));
+        TRY(mt_stream_acquire(r->s, i % UNITS, r->t.run, &k, &mem));
+        TRY(mt_stream_await(r->s, k, r->t.run));
     }
     return MT_OK;
-fail:
-    return st;
 }
 
 /* Store and slots make the same calls each time; how many, is counted by a device that never
@@ -786,10 +783,9 @@ static int calls_of_the_rig(mt_dev *cpu)
 
 static void nth_failure_frees_everything(fault_mode mode)
 {
-    mt_dev *cpu = NULL;
-    int     fired = 1;
+    int fired = 1;
 
-    REQUIRE_OK(mt_dev_cpu_open(&cpu));
+    CPU(cpu);
     for (int n = calls_of_the_rig(cpu) + 1; fired > 0; n++) {
         rig     r = { 0 };
         mt_dev *dev = fault_dev(cpu, n, mode);
@@ -807,7 +803,6 @@ static void nth_failure_frees_everything(fault_mode mode)
         CHECK(fault_live(dev) >= live && fault_live(dev) <= live + UNITS);
         rig_close(&r);
     }
-    cpu->ops->close(cpu);
 }
 
 TEST(every_failing_device_call_frees_everything)

@@ -277,7 +277,7 @@ TEST(a_large_tensor_goes_in_pieces)
 {
     static scene s;
     size_t       bytes = ((size_t)32 << 20) + 100;
-    char        *mem = malloc(bytes);
+    FREED char *mem = malloc(bytes);
     mt_swap_part p = { mem, bytes };
 
     REQUIRE(mem != NULL);
@@ -290,7 +290,6 @@ TEST(a_large_tensor_goes_in_pieces)
     CHECK_OK(mt_swap_await(s.w, bundle, s.t.run));
     CHECK(mem[0] == 3 && mem[(32 << 20) - 1] == 3 && mem[32 << 20] == 3 && mem[bytes - 1] == 3);
     scene_close(&s);
-    free(mem);
 }
 
 TEST(what_does_not_fit_the_host_is_refused_with_its_bytes)
@@ -334,10 +333,9 @@ fail:
 TEST(every_failing_device_call_frees_everything)
 {
     static float mem[2048];
-    mt_dev      *cpu;
     int          fired = 1;
 
-    REQUIRE_OK(mt_dev_cpu_open(&cpu));
+    CPU(cpu);
     for (int n = 2; fired > 0; n++) {                            /* the first adopts run */
         mt_dev    *d = fault_dev(cpu, n, n % 2 ? FAULT_ONCE : FAULT_STAYS);
         mt_context cx = { .dev = d };
@@ -353,5 +351,4 @@ TEST(every_failing_device_call_frees_everything)
         CHECK_EQ(fault_live(d), 0);
         d->ops->close(d);
     }
-    cpu->ops->close(cpu);
 }

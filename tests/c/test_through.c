@@ -95,7 +95,7 @@ static void add_to(mt_plane p, void *at, int64_t n)
 
 static void add_one(void *arg)
 {
-    sum *s = arg;
+    FREED sum *s = arg;
 
     nanosleep(&s->e->nap, NULL);
     for (int i = 0; i < s->n; i++)
@@ -105,7 +105,6 @@ static void add_one(void *arg)
                     atomic_fetch_add(&s->e->wrong, wrong_grads((mt_plane)p, &s->parts[i]));
                 add_to((mt_plane)p, s->parts[i].at[p], s->parts[i].n);
             }
-    free(s);
 }
 
 static mt_status errand_compute(void *arg, mt_queue *q, const mt_part *parts, int n, float clip)
@@ -323,9 +322,8 @@ TEST(every_failing_device_call_frees_everything)
 {
     static errand e;
     int           fired = 1;
-    mt_dev       *cpu;
 
-    REQUIRE_OK(mt_dev_cpu_open(&cpu));
+    CPU(cpu);
     for (int n = 1; fired > 0; n++) {
         mt_dev     *d = fault_dev(cpu, n, n % 2 ? FAULT_ONCE : FAULT_STAYS);
         mt_context  cx = { .dev = d };
@@ -359,7 +357,6 @@ TEST(every_failing_device_call_frees_everything)
         errand_empty(&e);
         d->ops->close(d);
     }
-    cpu->ops->close(cpu);
 }
 
 /* Planes that are there, those that come, and none any more. */

@@ -2,7 +2,7 @@
 #include "../../csrc/core/clock.h"
 #include "../../csrc/core/timeline.h"
 #include "dev_fault.h"
-#include "check.h"
+#include "opened.h"
 
 #define ALL (2 * MT_TIMELINE_KEPT)
 

@@ -7,6 +7,9 @@
 #include "../../csrc/core/swap.h"
 #include "../../csrc/core/through.h"
 
+CLOSES(mt_swap, mt_swap_close(*x))
+CLOSES(mt_through, mt_through_close(*x))
+
 #define LIMIT_S 0.1
 
 static void shut(toy *t, mt_queue *q, gate *g)
@@ -328,12 +331,11 @@ TEST(of_compute_the_first_alone_is_told)
 /* Weights on their way to the device: a host writer waits for them. */
 TEST(a_stalled_h2d_is_named)
 {
-    uint64_t  version;
-    mt_queue *h2d;
-    gate      g;
+    uint64_t version;
+    gate     g;
 
     SCENE(t, 2);
-    REQUIRE_OK(t.dev->ops->queue_open(t.dev, "h2d", &h2d));
+    OPENED(mt_queue, h2d, t.dev->ops->queue_open(t.dev, "h2d", &h2d));
     CHECK_OK(mt_ledger_fetch_begin(t.store, 1, &version));
     shut(&t, h2d, &g);
     CHECK_OK(mt_ledger_fetching(t.store, 1, h2d));
@@ -345,7 +347,6 @@ TEST(a_stalled_h2d_is_named)
     CHECK_OK(mt_ledger_check(t.store));                  /* no fault: it may have been slow only */
     atomic_store(&g.open, 1);
     CHECK_OK(mt_ledger_wait_fetch(t.store, 1));
-    t.dev->ops->queue_close(h2d);
 }
 
 /* What compute had before its gradients is not over for long: edge GRAD holds d2h, the collector
@@ -367,16 +368,14 @@ TEST(a_stalled_compute_is_named)
     mt_grad_item    item = { 0, grads, MT_GRAD_SET, 0 };
     mt_update_job   job = { .unit = 0, .n_params = 1, .params = params, .run = update_nothing,
                             .free = run_nothing };
-    mt_offload     *o;
-    mt_updater     *u;
     uint64_t        ticket;
     double          norm;
     int             skipped;
     gate            g;
 
     SCENE(t, 2);
-    REQUIRE_OK(mt_offload_open(&t.cx, 2, toy_kernels, &o));
-    REQUIRE_OK(mt_update_open(&t.cx, o, &u));
+    OPENED(mt_offload, o, mt_offload_open(&t.cx, 2, toy_kernels, &o));
+    OPENED(mt_updater, u, mt_update_open(&t.cx, o, &u));
     mt_ledger_watchdog(t.store, 0.03);
     mt_store_watch(t.store)->say = hear;
     atomic_store(&warned, 0);
@@ -396,8 +395,6 @@ TEST(a_stalled_compute_is_named)
     CHECK(strstr(mt_last_error(), updater) != NULL || strstr(warning, updater) != NULL);
     atomic_store(&g.open, 1);
     (void)mt_update_drain(u);                            /* the updater's own wait was a fault */
-    mt_update_close(u);
-    mt_offload_close(o);
 }
 
 /* On the D2H queue, in front of the copies. */
@@ -414,11 +411,10 @@ TEST(a_stalled_d2h_is_named)
     gate               g = { 0 };
     mt_grad_item       item = { 0, grads, MT_GRAD_SET, 0 };
     mt_offload_kernels kernels = { .ctx = &g, .sumsq = gate_sumsq };
-    mt_offload        *o;
     uint64_t           ticket;
 
     SCENE(t, 2);
-    REQUIRE_OK(mt_offload_open(&t.cx, 2, kernels, &o));
+    OPENED(mt_offload, o, mt_offload_open(&t.cx, 2, kernels, &o));
     CHECK_OK(mt_offload_put(o, 0, &item, 1, t.run, &ticket));
     CHECK_FAILS(mt_ledger_wait_grads(t.store, 0), MT_ESTUCK, "has not come in 0.1 s");
     CHECK_HAS(mt_last_error(),
@@ -426,7 +422,6 @@ TEST(a_stalled_d2h_is_named)
     CHECK(strstr(mt_last_error(), "compute") == NULL);
     atomic_store(&g.open, 1);
     CHECK_OK(mt_ledger_wait_grads(t.store, 0));
-    mt_offload_close(o);
 }
 
 /* A slot that compute still reads is to be overwritten. */
@@ -462,15 +457,13 @@ TEST(a_stalled_update_is_named)
     static const int params[1] = { 0 };
     mt_update_job   job = { .unit = 1, .params = params, .run = update_nothing,
                             .free = run_nothing };
-    mt_offload     *o;
-    mt_updater     *u;
     uint64_t        ticket;
     gate            g = { 0 };
 
     SCENE(t, 2);
     job.arg = &g;
-    REQUIRE_OK(mt_offload_open(&t.cx, 2, toy_kernels, &o));
-    REQUIRE_OK(mt_update_open(&t.cx, o, &u));
+    OPENED(mt_offload, o, mt_offload_open(&t.cx, 2, toy_kernels, &o));
+    OPENED(mt_updater, u, mt_update_open(&t.cx, o, &u));
     CHECK_OK(mt_update_submit(u, &job, 1, 0, t.run, &ticket));
     CHECK_FAILS(mt_ledger_wait_updates(t.store, 1), MT_ESTUCK,
                 "layers.1: its update has not come in 0.1 s, and nothing else has moved");
@@ -488,8 +481,6 @@ TEST(a_stalled_update_is_named)
     atomic_store(&g.open, 1);
     CHECK_OK(mt_update_drain(u));
     CHECK_OK(mt_ledger_wait_updates(t.store, 1));
-    mt_update_close(u);
-    mt_offload_close(o);
 }
 
 /* Nobody on the host waits for activations: their queues are in the list all the same,
@@ -498,12 +489,11 @@ TEST(a_stalled_swap_is_in_the_list)
 {
     char         mem[4096], list[600];
     mt_swap_part p = { mem, sizeof mem };
-    mt_swap     *w;
     uint64_t     bundle;
     gate         g;
 
     SCENE(t, 2);
-    REQUIRE_OK(mt_swap_open(&t.cx, &w));
+    OPENED(mt_swap, w, mt_swap_open(&t.cx, &w));
     shut(&t, t.run, &g);
     CHECK_OK(mt_swap_out(w, 1, &p, 1, MT_SWAP_HOST, t.run, &bundle));
     CHECK_OK(mt_swap_left(w, bundle, t.run));
@@ -518,7 +508,6 @@ TEST(a_stalled_swap_is_in_the_list)
     mt_watch_tell(mt_store_watch(t.store), list, sizeof list);
     CHECK_STR(list, "");
     mt_swap_drop(w, bundle);
-    mt_swap_close(w);
 }
 
 /* A bay that is given up for a larger one: who asks waits for its copies,
@@ -527,13 +516,12 @@ TEST(a_bay_whose_copies_stall_is_not_given_up)
 {
     char         mem[8192], list[600];
     mt_swap_part small = { mem, 4096 }, large = { mem, sizeof mem };
-    mt_swap     *w;
     uint64_t     bundle;
     gate         g;
 
     SCENE(t, 2);
     mt_ledger_watchdog(t.store, 0.03);       /* six times, for compute's sake */
-    REQUIRE_OK(mt_swap_open(&t.cx, &w));
+    OPENED(mt_swap, w, mt_swap_open(&t.cx, &w));
     shut(&t, t.run, &g);
     CHECK_OK(mt_swap_out(w, 1, &small, 1, MT_SWAP_HOST, t.run, &bundle));
     CHECK_OK(mt_swap_left(w, bundle, t.run));
@@ -553,7 +541,6 @@ TEST(a_bay_whose_copies_stall_is_not_given_up)
     mt_watch_tell(mt_store_watch(t.store), list, sizeof list);
     CHECK_STR(list, "");
     mt_swap_drop(w, bundle);
-    mt_swap_close(w);
 }
 
 static mt_status put_gate(void *arg, mt_queue *q, float clip)
@@ -607,17 +594,15 @@ TEST(a_stalled_piece_is_named)
     const int     params[1] = { 0 };
     mt_update_job job = { .unit = 1, .params = params, .n_params = 1,
                           .gradient = gradient_of_one, .compute = gate_through, .arg = &g };
-    mt_through    *th;
 
     SCENE(t, 2);
-    REQUIRE_OK(mt_through_open(&t.cx, 2, MT_THROUGH_LEAST, &th));
+    OPENED(mt_through, th, mt_through_open(&t.cx, 2, MT_THROUGH_LEAST, &th));
     mt_ledger_update_begin(t.store, 1);
     CHECK_OK(mt_home_through.update(th, update_of(&job, 1.0f)));
     CHECK_EQ(mt_home_through.stepped(th), MT_ESTUCK);
     CHECK_HAS(mt_last_error(), "through, unit layers.1 waits for its pieces to come down, since ");
     atomic_store(&g.open, 1);
     CHECK_OK(mt_home_through.stepped(th));
-    mt_through_close(th);
 }
 
 /* ---- who asks --------------------------------------------------------------------------- */

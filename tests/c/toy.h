@@ -7,9 +7,13 @@
 #define MT_TOY_H
 
 #include "../../csrc/core/update.h"
-#include "check.h"
+#include "numbers.h"
+#include "opened.h"
 
 #define TOY_PARAMS 2
+
+CLOSES(mt_offload, mt_offload_close(*x))
+CLOSES(mt_updater, mt_update_close(*x))
 
 typedef struct toy {
     mt_dev   *dev;
@@ -120,10 +124,9 @@ typedef struct toy_sumsq_arg {
 
 static inline void toy_sumsq_now(void *arg)
 {
-    toy_sumsq_arg *a = arg;
+    FREED toy_sumsq_arg *a = arg;
 
     *a->out = toy_sum(a->dt, a->x, a->n);
-    free(a);
 }
 
 static inline mt_status toy_sumsq(void *ctx, mt_queue *q, mt_dtype dt, const void *src, int64_t n,
@@ -169,10 +172,9 @@ typedef struct toy_sum_arg {
 
 static inline void toy_sum_now(void *arg)
 {
-    toy_sum_arg *a = arg;
+    FREED toy_sum_arg *a = arg;
 
     toy_accumulate(NULL, a->dt, a->acc, a->grad, a->add, a->n, a->from_grad, a->out, NULL);
-    free(a);
 }
 
 static inline mt_status toy_accumulate_put(void *ctx, mt_queue *q, mt_dtype dt, float *acc,
@@ -191,16 +193,6 @@ static inline mt_status toy_accumulate_put(void *ctx, mt_queue *q, mt_dtype dt, 
 
 static const mt_offload_kernels toy_kernels = { toy_sumsq, toy_accumulate, toy_accumulate_put,
                                                 NULL, NULL };
-
-/* splitmix64: Steele, Lea & Flood 2014, figure 17. */
-static inline uint64_t toy_random(uint64_t *state)
-{
-    uint64_t z = *state += 0x9e3779b97f4a7c15u;
-
-    z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9u;
-    z = (z ^ (z >> 27)) * 0x94d049bb133111ebu;
-    return z ^ (z >> 31);
-}
 
 /* A job as the updater hands it to a home, which ends it. */
 static inline mt_update *update_of(const mt_update_job *j, float clip)
