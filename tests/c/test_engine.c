@@ -684,14 +684,14 @@ TEST(overlap_on_the_calling_thread_equals_the_plain_loop)
 
 TEST(overlap_with_random_delays_equals_the_plain_loop)
 {
-    for (uint64_t seed = 0; seed < 100; seed += UNDER_TSAN ? 3 : 1)
+    for (uint64_t seed = 0; seed < 60; seed += UNDER_TSAN ? 3 : 1)
         CHECK(same(&(config){ .seed = seed, .max_us = seed % 4 ? 40 : 200,
                               .max_norm = seed % 3 ? 0.5 : 0, .debug = { .poison = seed % 2 } }));
 }
 
 TEST(odd_orders_with_random_delays_equal_the_plain_loop)
 {
-    for (uint64_t seed = 0; seed < 100; seed += UNDER_TSAN ? 3 : 1)
+    for (uint64_t seed = 0; seed < 60; seed += UNDER_TSAN ? 3 : 1)
         CHECK(same(&(config){ .seed = seed, .max_us = seed % 4 ? 40 : 200, .odd = 1,
                               .max_norm = seed % 3 ? 0.5 : 0, .debug = { .poison = seed % 2 } }));
 }
@@ -717,7 +717,7 @@ TEST(settled_units_on_the_calling_thread_equal_the_plain_loop)
 
 TEST(settled_units_with_random_delays_equal_the_plain_loop)
 {
-    for (uint64_t seed = 0; seed < 100; seed += UNDER_TSAN ? 3 : 1)
+    for (uint64_t seed = 0; seed < 60; seed += UNDER_TSAN ? 3 : 1)
         CHECK(same(&(config){ .seed = seed, .max_us = seed % 4 ? 40 : 200, .odd = seed % 2,
                               .max_norm = seed % 3 ? 0.5 : 0, .look = seed % 5 == 0,
                               .settled = seed % 7 ? (unsigned)seed * 11 & ALL_UNITS : ALL_UNITS,
@@ -1382,7 +1382,7 @@ static void nth_failure_ends_all_and_frees_everything(fault_mode mode, int trace
         mt_status st = engine_threads(&e);
         if (st == MT_OK)
             CHECK_OK(mt_timeline_on(e.timeline, traced));
-        for (int step = 0; step < 3 && st == MT_OK; step++)
+        for (int step = 0; step < 2 && st == MT_OK; step++)
             st = try_step(&e, step);
         engine_stop(&e);
         fired = fault_fired(e.t.dev);

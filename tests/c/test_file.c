@@ -585,7 +585,7 @@ FILE_TEST(children_of_any_moment_end_and_have_no_descriptor)
     l.f = opened(NOTHING, 0, 0);
     CHECK(has_descriptor());
     pthread_t thread = thread_start(looks, &l);
-    for (int i = 0; i < 100; i++) {
+    for (int i = 0; i < 40; i++) {
         int   status = 1;
         pid_t pid = fork();
 

@@ -16,10 +16,10 @@
 
 #include <dlfcn.h>
 
+CLOSES(mt_resident, mt_resident_close(*x))
+
 #define RANKS  4                 /* at most */
 #define PARAMS 5
-
-static const int numbers[] = { 1, 2, 3, 4 };
 
 /* Two that are cut, one of less than a grain, one that cannot be trained, and one of none. */
 static const mt_param_desc shapes[PARAMS] = {
@@ -31,6 +31,9 @@ static const mt_param_desc shapes[PARAMS] = {
 typedef struct peer {
     mt_context cx;
     int        rank, ranks, unit;
+    mt_status  st;               /* what came of its script, and what it was told */
+    char       why[512];
+    pthread_t  thread;
 } peer;
 
 static void peer_open_with(peer *p, int fd, int rank, int ranks, mt_context with)
@@ -62,21 +65,32 @@ static int share_new(void)
     return fd;
 }
 
-/* Ranks of one share, all with the one unit. */
-static void table_open(peer *p, int ranks)
-{
-    int fd = share_new();
+/* Ranks of one share, all with one unit. */
+typedef struct table {
+    peer p[RANKS];
+    int  ranks, fd;
+} table;
 
-    for (int r = 0; r < ranks; r++)
-        peer_open(&p[r], fd, r, ranks);
-    close(fd);
+static peer *table_open(table *t, int ranks, const mt_param_desc *d, int n)
+{
+    *t = (table){ .ranks = ranks, .fd = share_new() };
+    for (int r = 0; r < ranks; r++) {
+        peer_open_with(&t->p[r], t->fd, r, ranks, (mt_context){ 0 });
+        REQUIRE_OK(mt_store_add(t->p[r].cx.store, "layers.0", d, n, &t->p[r].unit));
+    }
+    return t->p;
 }
 
-static void table_close(peer *p, int ranks)
+static void table_close(table *t)
 {
-    for (int r = 0; r < ranks; r++)
-        peer_close(&p[r]);
+    for (int r = 0; r < t->ranks; r++)
+        peer_close(&t->p[r]);
+    close(t->fd);
 }
+
+#define TABLE_OF(p, n, d, n_d) \
+    CLOSED_BY(table_close) table p##_table; peer *p = table_open(&p##_table, n, d, n_d)
+#define TABLE(p, n) TABLE_OF(p, n, shapes, PARAMS)
 
 static char *at(const peer *p, int param, mt_plane plane)
 {
@@ -121,18 +135,16 @@ static void check_bytes(peer *p, int ranks, int param, mt_plane plane)
 
 TEST(a_plane_is_one_memory_for_all)
 {
-    for (size_t k = 0; k < sizeof numbers / sizeof *numbers; k++) {
-        peer p[RANKS];
+    for (int ranks = 1; ranks <= RANKS; ranks++) {
 
-        table_open(p, numbers[k]);
+        TABLE(p, ranks);
         for (int i = 0; i < PARAMS; i++)
             for (int q = 0; q < MT_PLANE_COUNT; q++)
                 if (bytes_of(&p[0], i, (mt_plane)q) > 0 &&
                     (q == MT_PLANE_HI || shapes[i].trainable))
-                    check_bytes(p, numbers[k], i, (mt_plane)q);
+                    check_bytes(p, ranks, i, (mt_plane)q);
         for (int i = 0; i + 1 < PARAMS; i++)             /* the last one wrote nobody else's */
-            CHECK_EQ(at(&p[0], i, MT_PLANE_HI)[0], 1 + 4 * i + numbers[k] - 1);
-        table_close(p, numbers[k]);
+            CHECK_EQ(at(&p[0], i, MT_PLANE_HI)[0], 1 + 4 * i + ranks - 1);
     }
 }
 
@@ -140,9 +152,8 @@ TEST(a_plane_is_one_memory_for_all)
  * that moment, find the same places. */
 TEST(what_is_trained_moves_nothing)
 {
-    peer p[2];
 
-    table_open(p, 2);
+    TABLE(p, 2);
     CHECK_OK(mt_store_set_trainable(p[1].cx.store, 0, 0, 0));
     at(&p[1], 1, MT_PLANE_M);
     CHECK_OK(mt_store_set_trainable(p[1].cx.store, 0, 0, 1));
@@ -151,20 +162,17 @@ TEST(what_is_trained_moves_nothing)
         at(&p[0], i, MT_PLANE_M)[3] = (char)(7 + i);
         CHECK_EQ(at(&p[1], i, MT_PLANE_M)[3], 7 + i);
     }
-    table_close(p, 2);
 }
 
 TEST(a_parameter_that_is_not_trained_has_no_states)
 {
-    peer  p[2];
     void *found;
 
-    table_open(p, 2);
+    TABLE(p, 2);
     at(&p[0], 1, MT_PLANE_M);
     CHECK_EQ(mt_store_made(p[0].cx.store, 0, 0, MT_PLANE_M, 0), 0);
     CHECK_OK(mt_store_set_trainable(p[0].cx.store, 0, 0, 0));
     CHECK_EQ(mt_store_at(p[0].cx.store, 0, 0, MT_PLANE_M, &found), MT_EINVAL);
-    table_close(p, 2);
 }
 
 static size_t pages_of(int fd)
@@ -179,26 +187,18 @@ static size_t pages_of(int fd)
 TEST(each_commits_its_own_portion)
 {
     enum { N = 3, ELEMENTS = 3 << 20 };
-    mt_param_desc d = { MT_F32, ELEMENTS, 1 };
-    int           fd = share_new(), unit;
-    peer          p[N];
-
-    for (int r = 0; r < N; r++) {
-        peer_open_with(&p[r], fd, r, N, (mt_context){ 0 });
-        REQUIRE_OK(mt_store_add(p[r].cx.store, "big", &d, 1, &unit));
-        p[r].unit = unit;
-    }
+    TABLE_OF(p, N, (&(mt_param_desc){ MT_F32, ELEMENTS, 1 }), 1);
+    int    fd = p_table.fd;
     size_t before = pages_of(fd);
+
     for (int r = 0; r < N; r++) {
         at(&p[r], 0, MT_PLANE_M);
         CHECK_EQ(mt_store_bytes(p[r].cx.store, MT_PLANE_M), ELEMENTS / N * sizeof(float));
         CHECK_EQ(pages_of(fd) - before, ELEMENTS / N * sizeof(float) * (size_t)(r + 1));
     }
     at(&p[0], 0, MT_PLANE_M)[4 * ELEMENTS / 2] = 1;
-    mt_store_decommit(p[0].cx.store, unit, MT_PLANE_M);  /* ram has no copies: nothing goes */
+    mt_store_decommit(p[0].cx.store, 0, MT_PLANE_M);     /* ram has no copies: nothing goes */
     CHECK_EQ(pages_of(fd) - before, ELEMENTS * sizeof(float));
-    table_close(p, N);
-    close(fd);
 }
 
 /* An arena in a range gives back what is kept there, less pages that have something else too. */
@@ -258,74 +258,42 @@ static size_t huge_bytes_at(const void *x)
 TEST(large_parts_have_huge_pages)
 {
     enum { HUGE = 2 << 20, BIG = 9 * HUGE };
-    mt_param_desc d[2] = { { MT_F32, BIG / 4 + 100, 1 }, { MT_F32, BIG / 4, 1 } };
-    int           fd = share_new(), unit;
-    peer          p;
-    char         *hi, *m;
+    const mt_param_desc d[2] = { { MT_F32, BIG / 4 + 100, 1 }, { MT_F32, BIG / 4, 1 } };
 
-    peer_open_with(&p, fd, 0, 1, (mt_context){ 0 });
-    REQUIRE_OK(mt_store_add(p.cx.store, "big", d, 2, &unit));
-    hi = at(&p, 0, MT_PLANE_HI);
-    m = at(&p, 1, MT_PLANE_M);
-    close(fd);
-    if (huge_bytes_at(hi) == 0) {
-        peer_close(&p);
+    TABLE_OF(p, 1, d, 2);
+    char *hi = at(p, 0, MT_PLANE_HI), *m = at(p, 1, MT_PLANE_M);
+    if (huge_bytes_at(hi) == 0)
         SKIP("this kernel makes no huge pages of shared memory when asked");
-    }
     CHECK(huge_bytes_at(hi) > BIG && huge_bytes_at(hi) <= 2 * BIG);  /* memory may be in pieces */
     CHECK(huge_bytes_at(m) > BIG / 2 && huge_bytes_at(m) <= BIG - HUGE); /* begins between two */
-    peer_close(&p);
 }
 
 /* Huge pages are made where another process looks already, and has written some for itself. */
 TEST(a_view_outlives_the_making_of_huge_pages)
 {
     enum { BIG = 16 << 20 };
-    mt_param_desc d = { MT_F32, BIG / 4, 1 };
-    int           fd = share_new(), unit;
-    peer          p[2];
-    char         *seen, *theirs;
+    TABLE_OF(p, 2, (&(mt_param_desc){ MT_F32, BIG / 4, 1 }), 1);
+    char *seen = view(&p[0], 0, MT_PLANE_M) + BIG / 2;   /* what is rank 1's */
 
-    for (int r = 0; r < 2; r++) {
-        peer_open_with(&p[r], fd, r, 2, (mt_context){ 0 });
-        REQUIRE_OK(mt_store_add(p[r].cx.store, "big", &d, 1, &unit));
-    }
-    close(fd);
-    seen = view(&p[0], 0, MT_PLANE_M) + BIG / 2;         /* what is rank 1's */
     CHECK_EQ(seen[0] + seen[5 << 20], 0);
     seen[0] = 7;
-    theirs = at(&p[1], 0, MT_PLANE_M) + BIG / 2;
+    char *theirs = at(&p[1], 0, MT_PLANE_M) + BIG / 2;
     theirs[0] = theirs[4096 * 9] = theirs[5 << 20] = 8;
     CHECK_EQ(seen[0], 7);
     CHECK_EQ(seen[4096 * 9], 8);
     CHECK_EQ(seen[5 << 20], 8);
     mt_store_view_drop(p[0].cx.store, 0, 0, MT_PLANE_M);
     CHECK_EQ(seen[0], 8);
-    table_close(p, 2);
-}
-
-TEST(all_memory_goes_with_the_last)
-{
-    peer p[2];
-    int  fd = share_new();
-
-    for (int r = 0; r < 2; r++)
-        peer_open(&p[r], fd, r, 2);
-    at(&p[0], 0, MT_PLANE_HI);
-    CHECK(pages_of(fd) > 140000);
-    table_close(p, 2);
-    close(fd);                                           /* nothing has its name */
 }
 
 /* ---- views -------------------------------------------------------------------------------- */
 
 TEST(a_view_is_private_until_it_is_dropped)
 {
-    peer   p[2];
     size_t page = (size_t)sysconf(_SC_PAGESIZE);
     char  *hi, *mine, *other;
 
-    table_open(p, 2);
+    TABLE(p, 2);
     hi = at(&p[0], 0, MT_PLANE_HI);
     mine = view(&p[0], 0, MT_PLANE_HI);
     other = view(&p[1], 0, MT_PLANE_HI);
@@ -341,28 +309,22 @@ TEST(a_view_is_private_until_it_is_dropped)
     CHECK_EQ(other[0], 3);
     mt_store_view_drop(p[0].cx.store, 0, 0, MT_PLANE_HI);
     CHECK_EQ(mine[0], 3);
-    table_close(p, 2);
 }
 
 /* Parameters begin at pages, so that one's is dropped alone. */
 TEST(a_drop_is_of_one_parameter)
 {
-    peer p;
-    int  fd = share_new();
-
-    peer_open(&p, fd, 0, 1);
+    TABLE(p, 1);
     for (int i = 0; i < 3; i++)
-        memset(view(&p, i, MT_PLANE_GRAD), 5, bytes_of(&p, i, MT_PLANE_GRAD));
-    mt_store_view_drop(p.cx.store, 0, 1, MT_PLANE_GRAD);
+        memset(view(p, i, MT_PLANE_GRAD), 5, bytes_of(p, i, MT_PLANE_GRAD));
+    mt_store_view_drop(p->cx.store, 0, 1, MT_PLANE_GRAD);
     for (int i = 0; i < 3; i++) {
-        size_t n = bytes_of(&p, i, MT_PLANE_GRAD);
+        size_t n = bytes_of(p, i, MT_PLANE_GRAD);
 
-        CHECK_EQ(view(&p, i, MT_PLANE_GRAD)[0], i == 1 ? 0 : 5);
-        CHECK_EQ(view(&p, i, MT_PLANE_GRAD)[n - 1], i == 1 ? 0 : 5);
+        CHECK_EQ(view(p, i, MT_PLANE_GRAD)[0], i == 1 ? 0 : 5);
+        CHECK_EQ(view(p, i, MT_PLANE_GRAD)[n - 1], i == 1 ? 0 : 5);
     }
-    mt_store_view_drop(p.cx.store, 0, 2, MT_PLANE_M);    /* nobody asked for one: nothing to do */
-    peer_close(&p);
-    close(fd);
+    mt_store_view_drop(p->cx.store, 0, 2, MT_PLANE_M);   /* nobody asked for one: nothing to do */
 }
 
 TEST(alone_a_view_is_the_plane)
@@ -438,87 +400,71 @@ TEST(parcels_of_a_rank_that_is_not_spoken_for_are_refused)
 
 TEST(another_unit_is_refused_by_name)
 {
-    mt_param_desc d[PARAMS];
-    peer          p[3];
-    int           fd = share_new(), unit;
+    static const char *const names[] = { "layers.1", "layers.0", "layers.0" };
 
-    memcpy(d, shapes, sizeof d);
-    peer_open(&p[0], fd, 0, 3);
-    peer_open_with(&p[1], fd, 1, 3, (mt_context){ 0 });
-    peer_open(&p[2], fd, 2, 3);
-    CHECK_EQ(mt_store_add(p[1].cx.store, "layers.1", shapes, PARAMS, &unit), MT_EINVAL);
-    CHECK_HAS(mt_last_error(), "unit layers.1: rank 0 (process ");
-    CHECK_HAS(mt_last_error(), "other parameters, than rank 1");
-    CHECK_EQ(mt_store_units(p[1].cx.store), 0);
-    table_close(p, 3);
-    close(fd);
-    for (int what = 0; what < 2; what++) {
-        fd = share_new();
-        d[1].numel = shapes[1].numel + (what == 0);
-        d[1].dtype = what == 1 ? MT_BF16 : MT_F32;
-        peer_open(&p[0], fd, 0, 2);
-        peer_open_with(&p[1], fd, 1, 2, (mt_context){ 0 });
-        CHECK_EQ(mt_store_add(p[1].cx.store, "layers.0", d, PARAMS, &unit), MT_EINVAL);
-        table_close(p, 2);
+    for (int what = 0; what < 3; what++) {
+        mt_param_desc d[PARAMS];
+        peer          p[3];
+        int           unit, fd = share_new();
+
+        memcpy(d, shapes, sizeof d);
+        d[1].numel += what == 1;
+        d[1].dtype = what == 2 ? MT_BF16 : MT_F32;
+        peer_open(&p[0], fd, 0, 3);
+        peer_open_with(&p[1], fd, 1, 3, (mt_context){ 0 });
+        peer_open(&p[2], fd, 2, 3);
+        CHECK_EQ(mt_store_add(p[1].cx.store, names[what], d, PARAMS, &unit), MT_EINVAL);
+        CHECK_HAS(mt_last_error(), names[what]);
+        CHECK_HAS(mt_last_error(), ": rank 0 (process ");
+        CHECK_HAS(mt_last_error(), "other parameters, than rank 1");
+        CHECK_EQ(mt_store_units(p[1].cx.store), 0);
+        for (int r = 0; r < 3; r++)
+            peer_close(&p[r]);
         close(fd);
     }
 }
 
-typedef struct outsider {
-    peer      *p;
-    atomic_int over;
-} outsider;
+static atomic_int written;
 
 static void *write_from_outside(void *arg)
 {
-    outsider *w = arg;
+    const peer *p = arg;
 
-    CHECK_OK(mt_ledger_wait_fetch(w->p->cx.store, w->p->unit));
-    atomic_store(&w->over, 1);
+    CHECK_OK(mt_ledger_wait_fetch(p->cx.store, p->unit));
+    atomic_store(&written, 1);
     return NULL;
 }
 
 /* Ranks copy each other's portions. */
 TEST(who_writes_waits_until_every_rank_has_copied)
 {
-    const struct timespec nap = { 0, 20000000 };
-    peer                  p[2];
-    outsider              w = { &p[0], 0 };
-    pthread_t             thread;
-
-    table_open(p, 2);
+    TABLE(p, 2);
     for (int save = 0; save < 2; save++) {
         for (int r = 0; r < 2; r++)
             CHECK_OK(mt_ledger_save_begin(p[r].cx.store, p[r].unit));
         mt_ledger_save_end(p[0].cx.store, p[0].unit);
         CHECK_OK(mt_ledger_wait_updates(p[0].cx.store, p[0].unit));      /* who reads does not */
-        atomic_store(&w.over, 0);
-        thread = thread_start(write_from_outside, &w);
-        nanosleep(&nap, NULL);
-        CHECK_EQ(atomic_load(&w.over), 0);
+        atomic_store(&written, 0);
+        pthread_t thread = thread_start(write_from_outside, &p[0]);
+        sleep_ms(20);
+        CHECK_EQ(atomic_load(&written), 0);
         mt_ledger_save_end(p[1].cx.store, p[1].unit);
         thread_join(thread);
-        CHECK_EQ(atomic_load(&w.over), 1);
+        CHECK_EQ(atomic_load(&written), 1);
     }
     CHECK_OK(mt_ledger_save_begin(p[1].cx.store, p[1].unit));    /* rank 0 could not */
     mt_ledger_save_end(p[1].cx.store, p[1].unit);
     for (int r = 0; r < 2; r++)
         CHECK_OK(mt_ledger_wait_fetch(p[r].cx.store, p[r].unit));
-    table_close(p, 2);
 }
 
 TEST(gradients_do_not_pass_in_a_share_and_portions_are_its_own)
 {
-    peer p;
-    int  fd = share_new();
-
-    peer_open(&p, fd, 0, 1);
-    CHECK_EQ(mt_store_set_passing(p.cx.store, 0), MT_ENOTSUP);
-    CHECK_EQ(mt_store_own(p.cx.store, 0, 0, 2), MT_ESTATE);
-    CHECK_OK(mt_store_move(p.cx.store, 0, &mt_home_through, &p));
-    CHECK_OK(mt_store_move(p.cx.store, 0, &mt_home_ram, NULL));
-    peer_close(&p);
-    close(fd);
+    TABLE(p, 1);
+    CHECK_EQ(mt_store_set_passing(p->cx.store, 0), MT_ENOTSUP);
+    CHECK_EQ(mt_store_own(p->cx.store, 0, 0, 2), MT_ESTATE);
+    CHECK_OK(mt_store_move(p->cx.store, 0, &mt_home_through, p));
+    CHECK_OK(mt_store_move(p->cx.store, 0, &mt_home_ram, NULL));
 }
 
 static int threads_left = -1;            /* that can still be had; -1: any number */
@@ -538,23 +484,15 @@ TEST(a_unit_moves_whole_or_not_at_all)
     char mem[1 << 20];
 
     for (int n = 0, failed = 1; failed; n++) {
-        peer         p;
-        mt_resident *r;
-        int          fd = share_new();
-
-        peer_open(&p, fd, 0, 1);
-        close(fd);
-        REQUIRE_OK(mt_resident_open(&p.cx, &r));
+        TABLE(p, 1);
+        OPENED(mt_resident, r, mt_resident_open(&p->cx, &r));
         threads_left = n;
-        mt_status st = mt_resident_settle(r, 0, mem);
+        failed = mt_resident_settle(r, 0, mem) != MT_OK;
         threads_left = -1;
-        failed = st != MT_OK;
         CHECK(n < 20 && (n > 0 || failed));
-        CHECK(mt_store_home(p.cx.store, 0, NULL) == (failed ? &mt_home_ram : &mt_home_vram));
+        CHECK(mt_store_home(p->cx.store, 0, NULL) == (failed ? &mt_home_ram : &mt_home_vram));
         if (failed)
-            CHECK_OK(mt_mirror_bring(p.cx.store, 0, 1u << MT_PLANE_HI));
-        mt_resident_close(r);
-        peer_close(&p);
+            CHECK_OK(mt_mirror_bring(p->cx.store, 0, 1u << MT_PLANE_HI));
     }
 }
 
@@ -563,12 +501,13 @@ TEST(a_unit_moves_whole_or_not_at_all)
 #define UNITS 3
 #define LOOK_ALL 2
 #define STEPS 3
-#define MOST  (UNDER_TSAN ? 20001 : 70001)       /* elements of a parameter */
+#define MOST  20001              /* elements of a parameter, at most */
 #define KEPT  (1u << MT_PLANE_HI | MT_STATE_PLANES)
 
 /* What is done, by one process or by several. */
 typedef struct plan {
-    int       ranks, micros, dawdle_us;
+    int       ranks, micros;     /* 0: two, and one */
+    int       dawdle_us;
     int       mates;             /* ranks of a machine; 0: there is one machine */
     uint64_t  seed;              /* of gradients */
     int       through;           /* every second unit goes through the device */
@@ -583,9 +522,18 @@ typedef struct plan {
     int       leaves;            /* before the second step all units come back to host memory */
     int       turned;            /* rank r has its jobs in an order of its own */
     mt_states states;
-    double    max_norm;
-    int       bad_unit, bad_step;    /* that unit's gradient is infinite in that step; -1: none */
+    int       unclipped;         /* each unit is judged by its own gradients */
+    int       bad;               /* 1: unit 1 has an infinite gradient in the second step */
 } plan;
+
+static plan whole(plan p)
+{
+    p.ranks = p.ranks > 0 ? p.ranks : 2;
+    p.micros = p.micros > 0 ? p.micros : 1;
+    return p;
+}
+
+#define PLAN(...) whole((plan){ __VA_ARGS__ })
 
 /* What one process makes of it: after each step, the first being what there was before. */
 typedef struct outcome {
@@ -746,6 +694,8 @@ static void runner_open(runner *r, const plan *p, outcome *want, int fd, int ran
 
 static void runner_close(runner *r)
 {
+    if (r->cx.dev == NULL)
+        return;
     mt_update_close(r->u);
     mt_offload_close(r->o);
     mt_resident_close(r->res);
@@ -828,7 +778,7 @@ static void hand_over(runner *r, int unit, int micro)
         REQUIRE(grad[i] != NULL);
         fill_random(d.dtype, grad[i], d.numel,
              r->plan->seed * 99991 + (uint64_t)(((r->step * 9 + micro) * 9 + unit) * 9 + i));
-        if (unit == r->plan->bad_unit && r->step == r->plan->bad_step && i == 0)
+        if (r->plan->bad && unit == 1 && r->step == 1 && i == 0)
             ((uint16_t *)grad[i])[d.numel - 1] = 0x7f80;
         item[n++] = (mt_grad_item){ .param = i, .mode = micro > 0 ? MT_GRAD_ADD : MT_GRAD_SET,
                                     .src = own > 0 ? grad[i] + (size_t)from *
@@ -1014,7 +964,7 @@ static void submit(runner *r, unit_job *j, uint64_t *ticket)
                                    .run = update, .gradient = gradient, .compute = compute,
                                    .put = put, .arg = &j[u] };
     }
-    CHECK_OK(mt_update_submit(r->u, jobs, UNITS, r->plan->max_norm, r->run, ticket));
+    CHECK_OK(mt_update_submit(r->u, jobs, UNITS, r->plan->unclipped ? 0 : 0.5, r->run, ticket));
 }
 
 /* One process notes what came; others compare. */
@@ -1025,7 +975,7 @@ static void note_step(runner *r, double norm, int skipped)
         r->want->skipped[r->step] = skipped;
     } else if (r->want != NULL) {
         CHECK(memcmp(&norm, &r->want->norm[r->step], sizeof norm) == 0 ||
-              (r->plan->turned && r->plan->max_norm <= 0) || isnan(norm));
+              (r->plan->turned && r->plan->unclipped) || isnan(norm));
         CHECK_EQ(skipped, r->want->skipped[r->step]);
     }
 }
@@ -1155,11 +1105,8 @@ static void run_alone(const plan *p, outcome *out)
     runner r;
 
     memset(out, 0, sizeof *out);
-    alone.dawdle_us = 0;
-    alone.turned = 0;
-    alone.through = 0;
+    alone.dawdle_us = alone.turned = alone.through = alone.look = alone.leaves = 0;
     alone.settled = alone.guests = 0;
-    alone.look = alone.leaves = 0;
     runner_open(&r, &alone, out, -1, 0);
     (void)go(&r);
     runner_close(&r);
@@ -1242,174 +1189,130 @@ static void machines_end(runner *r, const plan *p)
     }
 }
 
-static void run_threads(const plan *p)
-{
-    runner  r[RANKS];
-    outcome want;
-    int     fd[RANKS], mates = p->mates > 0 ? p->mates : p->ranks;
+/* Every rank of the plan, those of a machine on a share of its own. */
+typedef struct crew {
+    runner r[RANKS];
+    plan   p;
+    int    fd[RANKS];
+} crew;
 
-    run_alone(p, &want);
-    for (int k = 0; k < p->ranks; k++) {
-        fd[k] = k % mates == 0 ? share_new() : fd[k - k % mates];
-        runner_open(&r[k], p, &want, fd[k], k);
+static void crew_open(crew *c, plan p, outcome *want)
+{
+    int mates = p.mates > 0 ? p.mates : p.ranks;
+
+    c->p = p;
+    for (int k = 0; k < p.ranks; k++) {
+        c->fd[k] = k % mates == 0 ? share_new() : c->fd[k - k % mates];
+        runner_open(&c->r[k], &c->p, want, c->fd[k], k);
     }
-    machines_begin(r, p);
-    reach_all(r, p);
-    for (int k = 0; k < p->ranks; k++)
-        r[k].thread = thread_start(go, &r[k]);
-    for (int k = 0; k < p->ranks; k++)
-        thread_join(r[k].thread);
-    machines_end(r, p);
-    for (int k = 0; k < p->ranks; k++)
-        runner_close(&r[k]);
-    outcome_free(&want);
-    for (int k = 0; k < p->ranks; k += mates)
-        close(fd[k]);
 }
 
-static const plan plain = { .ranks = 2, .micros = 1, .max_norm = 0.5, .bad_unit = -1 };
+static void crew_close(crew *c)
+{
+    int mates = c->p.mates > 0 ? c->p.mates : c->p.ranks;
+
+    for (int k = 0; k < c->p.ranks; k++)
+        runner_close(&c->r[k]);
+    for (int k = 0; k < c->p.ranks; k += mates)
+        close(c->fd[k]);
+}
+
+#define CREW(c, p, want) CLOSED_BY(crew_close) crew c; crew_open(&c, p, want)
+
+static void run_threads(plan p)
+{
+    CLOSED_BY(outcome_free) outcome want;
+
+    run_alone(&p, &want);
+    CREW(c, p, &want);
+    machines_begin(c.r, &p);
+    reach_all(c.r, &p);
+    run_together(go, c.r, sizeof *c.r, p.ranks);
+    machines_end(c.r, &p);
+}
+
+#define RUN(...) run_threads(PLAN(__VA_ARGS__))
 
 TEST(together_they_have_the_bits_of_one)
 {
-    for (size_t k = 0; k < sizeof numbers / sizeof *numbers; k++)
-        for (int micros = 1; micros <= 2; micros++)
-            for (int small = 0; small < 2; small++) {
-                plan p = plain;
-
-                p.ranks = numbers[k];
-                p.micros = micros;
-                p.states = small ? MT_STATES_8BIT_LO8 : MT_STATES_FP32;
-                run_threads(&p);
-            }
+    for (int ranks = 1; ranks <= RANKS; ranks++)
+        for (int k = 0; k < 4; k++)
+            RUN(.ranks = ranks, .micros = 1 + k / 2,
+                .states = k % 2 ? MT_STATES_8BIT_LO8 : MT_STATES_FP32);
 }
 
 /* Two of two ranks, and four of one: each way in each way of a rank's. */
 TEST(several_machines_have_the_bits_of_one)
 {
     for (int k = 0; k < 5; k++)
-        for (int mates = 1; mates <= 2; mates++) {
-            plan p = plain;
-
-            p.ranks = 4;
-            p.mates = mates;
-            p.micros = 1 + k % 2;
-            p.states = k % 2 ? MT_STATES_8BIT_LO8 : MT_STATES_FP32;
-            p.dawdle_us = UNDER_TSAN ? 300 : k % 2 ? 0 : 2000;
-            p.settled = (unsigned[]){ 0, 0, 7, 5, 6 }[k];
-            p.guests = (unsigned[]){ 0, 0, 0, 4, 2 }[k];
-            p.look = p.micros == 1 ? LOOK_ALL : 1;
-            p.writes = k % 3;
-            p.turned = k == 0;
-            p.max_norm = p.turned ? 0 : 0.5;
-            p.twice = k == 4;
-            p.leaves = k == 3 || k == 4;
-            run_threads(&p);
-        }
+        for (int mates = 1; mates <= 2; mates++)
+            RUN(.ranks = 4, .mates = mates, .micros = 1 + k % 2,
+                .states = k % 2 ? MT_STATES_8BIT_LO8 : MT_STATES_FP32,
+                .dawdle_us = UNDER_TSAN ? 300 : k % 2 ? 0 : 1000,
+                .settled = (unsigned[]){ 0, 0, 7, 5, 6 }[k],
+                .guests = (unsigned[]){ 0, 0, 0, 4, 2 }[k], .look = k % 2 ? 1 : LOOK_ALL,
+                .writes = k % 3, .turned = k == 0, .unclipped = k == 0, .twice = k == 4,
+                .leaves = k >= 3);
 }
 
+/* Sums of three, in three orders. */
 TEST(no_order_of_jobs_changes_a_bit)
 {
-    plan p = plain;
-
-    p.ranks = 3;
-    p.turned = 1;
-    for (p.seed = 0; p.seed < (UNDER_TSAN ? 2 : 8); p.seed++)
-        run_threads(&p);                 /* sums of three, in three orders */
-    p.max_norm = 0;
-    run_threads(&p);
+    for (uint64_t seed = 0; seed < (UNDER_TSAN ? 2 : 6); seed++)
+        RUN(.ranks = 3, .turned = 1, .seed = seed);
+    RUN(.ranks = 3, .turned = 1, .unclipped = 1);
 }
 
 TEST(nobody_reads_half_an_update)
 {
-    for (int k = 1; k < (int)(sizeof numbers / sizeof *numbers); k++) {
-        plan p = plain;
-
-        p.ranks = numbers[k];
-        p.dawdle_us = UNDER_TSAN ? 500 : 3000;
-        p.micros = 2;
-        run_threads(&p);
-    }
+    for (int ranks = 2; ranks <= RANKS; ranks++)
+        RUN(.ranks = ranks, .micros = 2, .dawdle_us = UNDER_TSAN ? 500 : 3000);
 }
 
 TEST(units_may_go_through_the_device)
 {
-    plan p = plain;
-
-    p.ranks = 3;
-    p.through = 1;
-    p.states = MT_STATES_8BIT_LO8;
-    run_threads(&p);
-    p.micros = 2;
-    p.states = MT_STATES_FP32;
-    p.dawdle_us = UNDER_TSAN ? 0 : 300;
-    run_threads(&p);
+    RUN(.ranks = 3, .through = 1, .states = MT_STATES_8BIT_LO8);
+    RUN(.ranks = 3, .through = 1, .micros = 2, .dawdle_us = UNDER_TSAN ? 0 : 300);
 }
 
 TEST(units_may_live_on_the_devices)
 {
-    for (int k = 0; k < (int)(sizeof numbers / sizeof *numbers); k++)
-        for (int mixed = 0; mixed < 2; mixed++) {
-            plan p = plain;
-
-            p.ranks = numbers[k];
-            p.settled = mixed ? 5 : 7;
-            p.guests = mixed ? 4 : 0;
-            p.through = 0;
-            p.micros = 1 + mixed;
-            p.turned = k == 2;
-            p.look = mixed ? 1 : LOOK_ALL;
-            p.writes = 2 - mixed;
-            p.twice = k == 1;
-            p.apart = k == 0;
-            p.states = mixed ? MT_STATES_8BIT_LO8 : MT_STATES_FP32;
-            p.dawdle_us = k == 1 ? (UNDER_TSAN ? 300 : 1000) : 0;
-            run_threads(&p);
-        }
+    for (int ranks = 1; ranks <= RANKS; ranks++)
+        for (int mixed = 0; mixed < 2; mixed++)
+            RUN(.ranks = ranks, .settled = mixed ? 5 : 7, .guests = mixed ? 4 : 0,
+                .micros = 1 + mixed, .turned = ranks == 3, .look = mixed ? 1 : LOOK_ALL,
+                .writes = 2 - mixed, .twice = ranks == 2, .apart = ranks == 1,
+                .states = mixed ? MT_STATES_8BIT_LO8 : MT_STATES_FP32,
+                .dawdle_us = ranks == 2 ? UNDER_TSAN ? 300 : 1000 : 0);
 }
 
 TEST(guests_of_several_come_and_leave)
 {
-    plan p = plain;
+    const int us = UNDER_TSAN ? 300 : 800;
 
-    p.ranks = 3;
-    p.settled = p.guests = 7;
-    p.look = p.writes = 1;
-    p.dawdle_us = UNDER_TSAN ? 300 : 800;
-    run_threads(&p);
-    p.max_norm = 0;
-    p.turned = 1;
-    p.micros = 2;
-    run_threads(&p);
+    RUN(.ranks = 3, .settled = 7, .guests = 7, .look = 1, .writes = 1, .dawdle_us = us);
+    RUN(.ranks = 3, .settled = 7, .guests = 7, .look = 1, .writes = 1, .dawdle_us = us,
+        .unclipped = 1, .turned = 1, .micros = 2);
 }
 
 TEST(units_of_several_come_back_to_host_memory)
 {
-    plan p = plain;
-
-    p.leaves = 1;
-    for (p.ranks = 2; p.ranks <= 3; p.ranks++) {
-        p.settled = p.ranks == 2 ? 7 : 5;
-        p.guests = p.ranks == 2 ? 0 : 4;
-        p.micros = p.ranks - 1;
-        run_threads(&p);
-    }
+    RUN(.leaves = 1, .settled = 7);
+    RUN(.leaves = 1, .ranks = 3, .settled = 5, .guests = 4, .micros = 2);
 }
 
-static void run_all(const plan *p, void *(*script)(void *))
+/* The value that is not finite is in the portion of one rank. */
+TEST(what_one_skips_all_skip)
 {
-    runner r[RANKS];
-    int    fd = share_new();
+    for (int k = 0; k < 4; k++)
+        RUN(.ranks = 3, .bad = 1, .unclipped = k % 2, .settled = k / 2 ? 7 : 0);
+}
 
-    for (int k = 0; k < p->ranks; k++)
-        runner_open(&r[k], p, NULL, fd, k);
-    reach_all(r, p);
-    for (int k = 0; k < p->ranks; k++)
-        r[k].thread = thread_start(script, &r[k]);
-    for (int k = 0; k < p->ranks; k++)
-        thread_join(r[k].thread);
-    for (int k = 0; k < p->ranks; k++)
-        runner_close(&r[k]);
-    close(fd);
+static void run_all(plan p, void *(*script)(void *))
+{
+    CREW(c, p, NULL);
+    reach_all(c.r, &c.p);
+    run_together(script, c.r, sizeof *c.r, p.ranks);
 }
 
 /* A rank that reads, beside others that save, and step on. */
@@ -1464,11 +1367,7 @@ static void *read_beside_a_save(void *arg)
 
 TEST(who_reads_beside_a_save_keeps_what_it_has)
 {
-    plan p = plain;
-
-    p.settled = 7;
-    p.ranks = 3;
-    run_all(&p, read_beside_a_save);
+    run_all(PLAN(.ranks = 3, .settled = 7), read_beside_a_save);
 }
 
 /* What each rank copies of a save has all ranks' portions, as of before the step that waits for it;
@@ -1524,12 +1423,8 @@ static void *save_beside_a_step(void *arg)
 
 TEST(a_save_has_what_all_devices_have)
 {
-    plan p = plain;
-
-    p.settled = 7;
-    p.ranks = 3;
-    p.dawdle_us = UNDER_TSAN ? 100 : 500;
-    run_all(&p, save_beside_a_step);
+    run_all(PLAN(.ranks = 3, .settled = 7, .dawdle_us = UNDER_TSAN ? 100 : 500),
+            save_beside_a_step);
 }
 
 /* A rank that reads a unit while the others are through with it; what they brought again, and read
@@ -1563,11 +1458,7 @@ static void *evict_beside_a_reader(void *arg)
 
 TEST(nobody_evicts_what_another_reads)
 {
-    plan p = plain;
-
-    p.settled = 7;
-    p.ranks = 3;
-    run_all(&p, evict_beside_a_reader);
+    run_all(PLAN(.ranks = 3, .settled = 7), evict_beside_a_reader);
 }
 
 /* As the states are kept, and as parameters are trained, whatever the share has room for. */
@@ -1598,14 +1489,8 @@ static void *count_bytes(void *arg)
 
 TEST(a_device_has_its_portion_alone)
 {
-    plan p = plain;
-
-    p.settled = 7;
-    p.ranks = 3;
-    for (int small = 0; small < 2; small++) {
-        p.states = small ? MT_STATES_8BIT_LO8 : MT_STATES_FP32;
-        run_all(&p, count_bytes);
-    }
+    run_all(PLAN(.ranks = 3, .settled = 7), count_bytes);
+    run_all(PLAN(.ranks = 3, .settled = 7, .states = MT_STATES_8BIT_LO8), count_bytes);
 }
 
 /* The first has closed its engine. What it has brought before may be read again and again. */
@@ -1613,28 +1498,20 @@ TEST(who_left_cannot_be_asked)
 {
     const uint64_t looks_ns = 600000000;     /* some of peers.c's, at who lives */
     uint64_t       begun;
-    plan           p = plain;
-    runner         r[2];
-    int            fd = share_new();
 
-    p.settled = 7;
-    for (int k = 0; k < 2; k++)
-        runner_open(&r[k], &p, NULL, fd, k);
-    for (int k = 0; k < 2; k++)
-        r[k].thread = thread_start(go, &r[k]);
-    for (int k = 0; k < 2; k++)
-        thread_join(r[k].thread);
-    CHECK_OK(mt_mirror_bring(r[1].cx.store, 0, 1u << MT_PLANE_M));
-    runner_close(&r[0]);
-    CHECK_OK(mt_mirror_bring(r[1].cx.store, 0, 1u << MT_PLANE_HI));      /* the share has it */
+    CREW(c, PLAN(.settled = 7), NULL);
+    mt_store *s = c.r[1].cx.store;
+    run_together(go, c.r, sizeof *c.r, 2);
+    CHECK_OK(mt_mirror_bring(s, 0, 1u << MT_PLANE_M));
+    runner_close(&c.r[0]);
+    CHECK_OK(mt_mirror_bring(s, 0, 1u << MT_PLANE_HI));      /* the share has it */
     for (begun = mt_now_ns(); mt_now_ns() < begun + looks_ns;)
-        if (mt_mirror_bring(r[1].cx.store, 0, 1u << MT_PLANE_M) != MT_OK)
+        if (mt_mirror_bring(s, 0, 1u << MT_PLANE_M) != MT_OK)
             break;
-    CHECK_OK(mt_ledger_check(r[1].cx.store));
-    CHECK_FAILS(mt_mirror_bring(r[1].cx.store, 0, 1u << MT_PLANE_V), MT_EPEER, "rank 0 (process ");
+    CHECK_OK(mt_ledger_check(s));
+    CHECK_FAILS(mt_mirror_bring(s, 0, 1u << MT_PLANE_V), MT_EPEER, "rank 0 (process ");
     CHECK_HAS(mt_last_error(), ") closed its engine while others waited for its part of what is");
-    runner_close(&r[1]);
-    close(fd);
+    c.r[0] = (runner){ .plan = NULL };
 }
 
 /* Copies of all units are under way when the step is asked for, and end one by one. */
@@ -1660,50 +1537,25 @@ static void *step_beside_a_save(void *arg)
 
 TEST(an_update_waits_for_copies_of_its_own_unit)
 {
-    run_all(&plain, step_beside_a_save);
-}
-
-/* The value that is not finite is in the portion of one rank. */
-TEST(what_one_skips_all_skip)
-{
-    plan p = plain;
-
-    p.ranks = 3;
-    p.bad_unit = 1;
-    p.bad_step = 1;
-    run_threads(&p);
-    p.max_norm = 0;                      /* each unit by its own gradients */
-    run_threads(&p);
-    p.settled = 7;
-    run_threads(&p);
-    p.max_norm = 0.5;
-    run_threads(&p);
+    run_all(PLAN(.ranks = 2), step_beside_a_save);
 }
 
 /* ---- spreads ------------------------------------------------------------------------------ */
 
-/* A rank that does in place what its script does, and what came of it. */
-typedef struct writer {
-    peer      p;
-    pthread_t thread;
-    mt_status st;
-    char      why[512];
-} writer;
-
-static void spread_one(writer *w, int param, unsigned planes)
+static void spread_one(peer *w, int param, unsigned planes)
 {
-    w->st = mt_store_spread(w->p.cx.store, w->p.unit, param, planes);
+    w->st = mt_store_spread(w->cx.store, w->unit, param, planes);
     snprintf(w->why, sizeof w->why, "%s", w->st == MT_OK ? "" : mt_last_error());
 }
 
 /* p.add_(1) of every parameter, then each is spread: pages of one are not those of the next. */
 static void *add_one_in_place(void *arg)
 {
-    writer *w = arg;
+    peer *w = arg;
 
-    usleep((useconds_t)(w->p.rank * 3000));      /* who is late reads what there was before, too */
+    usleep((useconds_t)(w->rank * 3000));      /* who is late reads what there was before, too */
     for (int i = 0; i < 3; i++) {
-        char *mine = view(&w->p, i, MT_PLANE_HI), *end = mine + bytes_of(&w->p, i, MT_PLANE_HI);
+        char *mine = view(w, i, MT_PLANE_HI), *end = mine + bytes_of(w, i, MT_PLANE_HI);
 
         while (mine < end)
             ++*mine++;
@@ -1713,31 +1565,6 @@ static void *add_one_in_place(void *arg)
         CHECK_EQ(w->st, MT_OK);
     }
     return NULL;
-}
-
-static void run_writers(writer *w, int ranks, void *(*script)(void *arg))
-{
-    for (int r = 0; r < ranks; r++)
-        w[r].thread = thread_start(script, &w[r]);
-    for (int r = 0; r < ranks; r++)
-        thread_join(w[r].thread);
-}
-
-static void writers_open(writer *w, int ranks)
-{
-    int fd = share_new();
-
-    for (int r = 0; r < ranks; r++) {
-        w[r] = (writer){ .st = MT_OK };
-        peer_open(&w[r].p, fd, r, ranks);
-    }
-    close(fd);
-}
-
-static void writers_close(writer *w, int ranks)
-{
-    for (int r = 0; r < ranks; r++)
-        peer_close(&w[r].p);
 }
 
 static int how_many_are(const char *x, size_t n, int value)
@@ -1751,56 +1578,51 @@ static int how_many_are(const char *x, size_t n, int value)
 
 TEST(what_all_write_in_place_is_written_once)
 {
-    for (size_t k = 0; k < sizeof numbers / sizeof *numbers; k++) {
-        writer w[RANKS];
+    for (int ranks = 1; ranks <= RANKS; ranks++) {
 
-        writers_open(w, numbers[k]);
+        TABLE(w, ranks);
         for (int round = 1; round <= 3; round++) {
-            uint64_t version = mt_ledger_version(w[0].p.cx.store, 0);
+            uint64_t version = mt_ledger_version(w[0].cx.store, 0);
 
-            run_writers(w, numbers[k], add_one_in_place);
-            CHECK_EQ(mt_ledger_version(w[0].p.cx.store, 0), version + 3);
-            for (int r = 0; r < numbers[k]; r++)
+            run_together(add_one_in_place, w, sizeof *w, ranks);
+            CHECK_EQ(mt_ledger_version(w[0].cx.store, 0), version + 3);
+            for (int r = 0; r < ranks; r++)
                 for (int i = 0; i < 3; i++) {
-                    size_t n = bytes_of(&w[r].p, i, MT_PLANE_HI);
+                    size_t n = bytes_of(&w[r], i, MT_PLANE_HI);
 
-                    CHECK_EQ(how_many_are(at(&w[r].p, i, MT_PLANE_HI), n, round), n);
-                    CHECK_EQ(how_many_are(view(&w[r].p, i, MT_PLANE_HI), n, round), n);
+                    CHECK_EQ(how_many_are(at(&w[r], i, MT_PLANE_HI), n, round), n);
+                    CHECK_EQ(how_many_are(view(&w[r], i, MT_PLANE_HI), n, round), n);
                 }
         }
-        writers_close(w, numbers[k]);
     }
 }
 
 static void *spread_what_others_do_not(void *arg)
 {
-    writer *w = arg;
+    peer *w = arg;
 
-    spread_one(w, w->p.rank == 1 ? 2 : 1, 1u << MT_PLANE_HI);
+    spread_one(w, w->rank == 1 ? 2 : 1, 1u << MT_PLANE_HI);
     return NULL;
 }
 
 TEST(who_spreads_something_else_is_named)
 {
-    writer w[2];
 
-    writers_open(w, 2);
-    run_writers(w, 2, spread_what_others_do_not);
+    TABLE(w, 2);
+    run_together(spread_what_others_do_not, w, sizeof *w, 2);
     for (int r = 0; r < 2; r++) {
         CHECK_EQ(w[r].st, MT_EPEER);
         CHECK_HAS(w[r].why, "unit layers.0, parameter 2");
         CHECK_HAS(w[r].why, "unit layers.0, parameter 1");
     }
-    CHECK_EQ(mt_ledger_check(w[0].p.cx.store), MT_EPEER);
-    writers_close(w, 2);
+    CHECK_EQ(mt_ledger_check(w[0].cx.store), MT_EPEER);
 }
 
 TEST(who_does_not_come_is_named)
 {
-    writer w[3];
 
-    writers_open(w, 3);
-    mt_ledger_watchdog(w[0].p.cx.store, 0.3);
+    TABLE(w, 3);
+    mt_ledger_watchdog(w[0].cx.store, 0.3);
     spread_one(&w[0], 1, 1u << MT_PLANE_HI);
     CHECK_EQ(w[0].st, MT_EPEER);
     CHECK_HAS(w[0].why, "unit layers.0, parameter 1: rank 1 (process ");
@@ -1808,8 +1630,7 @@ TEST(who_does_not_come_is_named)
     spread_one(&w[1], 1, 1u << MT_PLANE_HI);             /* later: it is told */
     CHECK_EQ(w[1].st, MT_EPEER);
     CHECK_HAS(w[1].why, "rank 0 (process ");
-    CHECK_EQ(mt_store_spread(w[2].p.cx.store, 0, 77, 1), MT_EINVAL);
-    writers_close(w, 3);
+    CHECK_EQ(mt_store_spread(w[2].cx.store, 0, 77, 1), MT_EINVAL);
 }
 
 static atomic_int warned;
@@ -1817,33 +1638,27 @@ static atomic_int warned;
 static void note_warning(const char *text)
 {
     if (strstr(text, "unit layers.0, parameter 1: rank 1 (process ") != NULL &&
-        strstr(text, "has not come in 1.5 s") != NULL)
+        strstr(text, "has not come in 0.75 s") != NULL)
         atomic_fetch_add(&warned, 1);
 }
 
 /* Half the watchdog's time, or 30 s: then it is told, and goes on. */
 TEST(who_comes_late_is_told_of)
 {
-    writer w[2];
-    int    fd = share_new();
-
+    TABLE(w, 2);
     atomic_store(&warned, 0);
     for (int r = 0; r < 2; r++) {
-        w[r] = (writer){ .st = MT_OK };
-        peer_open_with(&w[r].p, fd, r, 2, (mt_context){ .warn = note_warning });
-        REQUIRE_OK(mt_store_add(w[r].p.cx.store, "layers.0", shapes, PARAMS, &w[r].p.unit));
-        mt_ledger_watchdog(w[r].p.cx.store, r == 0 ? 3 : 60);
+        mt_store_watch(w[r].cx.store)->say = note_warning;
+        mt_ledger_watchdog(w[r].cx.store, r == 0 ? 1.5 : 60);
     }
-    w[0].thread = thread_start(spread_what_others_do_not, &w[0]);
-    for (int i = 0; i < 2900 && atomic_load(&warned) == 0; i++)
+    pthread_t thread = thread_start(spread_what_others_do_not, &w[0]);
+    for (int i = 0; i < 1400 && atomic_load(&warned) == 0; i++)
         usleep(1000);
     spread_one(&w[1], 1, 1u << MT_PLANE_HI);
-    thread_join(w[0].thread);
+    thread_join(thread);
     CHECK_EQ(w[0].st, MT_OK);
     CHECK_EQ(w[1].st, MT_OK);
     CHECK_EQ(atomic_load(&warned), 1);
-    writers_close(w, 2);
-    close(fd);
 }
 
 TEST(alone_nothing_is_spread)
@@ -1864,10 +1679,9 @@ static void begin_updates(peer *p, int ranks)
 
 TEST(a_reader_waits_for_every_rank)
 {
-    peer     p[3];
     uint64_t version;
 
-    table_open(p, 3);
+    TABLE(p, 3);
     for (int r = 0; r < 3; r++) {
         mt_ledger_watchdog(p[r].cx.store, 0.2);
         mt_ledger_grads_begin(p[r].cx.store, 0);
@@ -1891,20 +1705,19 @@ TEST(a_reader_waits_for_every_rank)
         CHECK_OK(mt_ledger_fetch_begin(p[r].cx.store, 0, &version));
         CHECK_EQ(mt_ledger_updates_due(p[r].cx.store, 0), 0);
     }
-    table_close(p, 3);
 }
 
 /* Waits for the unit's update as a thread of its own, so that what ends it comes from elsewhere. */
 static void *wait_for_update(void *arg)
 {
-    writer *w = arg;
+    peer *w = arg;
 
-    w->st = mt_ledger_wait_updates(w->p.cx.store, 0);
+    w->st = mt_ledger_wait_updates(w->cx.store, 0);
     snprintf(w->why, sizeof w->why, "%s", w->st == MT_OK ? "" : mt_last_error());
     return NULL;
 }
 
-static void check_told(writer *w, const char *what)
+static void check_told(peer *w, const char *what)
 {
     thread_join(w->thread);
     CHECK_EQ(w->st, MT_EPEER);
@@ -1913,21 +1726,19 @@ static void check_told(writer *w, const char *what)
 
 TEST(a_fault_of_one_is_everybodys)
 {
-    writer w[3];
 
-    writers_open(w, 3);
+    TABLE(w, 3);
     for (int r = 0; r < 3; r++)
-        mt_ledger_update_begin(w[r].p.cx.store, 0);
+        mt_ledger_update_begin(w[r].cx.store, 0);
     for (int r = 0; r < 2; r++)
         w[r].thread = thread_start(wait_for_update, &w[r]);
-    mt_ledger_fault(w[2].p.cx.store, MT_EDISK, "the disk is full");
+    mt_ledger_fault(w[2].cx.store, MT_EDISK, "the disk is full");
     for (int r = 0; r < 2; r++) {
         check_told(&w[r], "rank 2 (process ");
         CHECK_HAS(w[r].why, "): the disk is full");
         CHECK(strstr(w[r].why, "rank 0") == NULL && strstr(w[r].why, "rank 1") == NULL);
     }
-    CHECK_EQ(mt_ledger_check(w[2].p.cx.store), MT_EDISK);
-    writers_close(w, 3);
+    CHECK_EQ(mt_ledger_check(w[2].cx.store), MT_EDISK);
 }
 
 static mt_status fault_within_seconds(mt_store *s)
@@ -1940,32 +1751,30 @@ static mt_status fault_within_seconds(mt_store *s)
 /* Each waits where the other does not come, or would. */
 TEST(who_does_things_in_another_order_is_named)
 {
-    writer w[3];
 
-    writers_open(w, 3);
-    mt_ledger_meeting(w[0].p.cx.store, "exchanges gradients");
+    TABLE(w, 3);
+    mt_ledger_meeting(w[0].cx.store, "exchanges gradients");
     usleep(150000);
-    CHECK_OK(mt_ledger_check(w[0].p.cx.store));          /* the others may come yet */
-    mt_ledger_say(w[2].p.cx.store, MT_COUNT_SUBMITTED, 1, 0);
+    CHECK_OK(mt_ledger_check(w[0].cx.store));          /* the others may come yet */
+    mt_ledger_say(w[2].cx.store, MT_COUNT_SUBMITTED, 1, 0);
     for (int r = 0; r < 3; r++) {
-        CHECK_FAILS(fault_within_seconds(w[r].p.cx.store), MT_EPEER, "rank 2 (process ");
+        CHECK_FAILS(fault_within_seconds(w[r].cx.store), MT_EPEER, "rank 2 (process ");
         CHECK_HAS(mt_last_error(), "has made step 1, which rank 0 has not, and rank 0 exchanges "
                                    "gradients, where rank 2 has not come");
     }
-    writers_close(w, 3);
 }
 
 static void *do_all_in_order(void *arg)
 {
-    writer  *w = arg;
-    unsigned seed = 77u + (unsigned)w->p.rank;
+    peer  *w = arg;
+    unsigned seed = 77u + (unsigned)w->rank;
 
     for (uint64_t n = 1; n <= 300; n++) {
-        mt_ledger_say(w->p.cx.store, MT_COUNT_SUBMITTED, n, 0);
-        mt_ledger_meeting(w->p.cx.store, "meets");
-        mt_ledger_meeting(w->p.cx.store, NULL);
-        mt_ledger_say(w->p.cx.store, MT_COUNT_EVICTED, n, 0);
-        mt_ledger_say(w->p.cx.store, MT_COUNT_WRITTEN, n, 0);
+        mt_ledger_say(w->cx.store, MT_COUNT_SUBMITTED, n, 0);
+        mt_ledger_meeting(w->cx.store, "meets");
+        mt_ledger_meeting(w->cx.store, NULL);
+        mt_ledger_say(w->cx.store, MT_COUNT_EVICTED, n, 0);
+        mt_ledger_say(w->cx.store, MT_COUNT_WRITTEN, n, 0);
         if (rand_r(&seed) % 8 == 0)
             usleep((useconds_t)(rand_r(&seed) % 1000));
     }
@@ -1974,48 +1783,41 @@ static void *do_all_in_order(void *arg)
 
 TEST(one_order_is_no_fault_however_far_apart)
 {
-    writer w[RANKS];
 
-    writers_open(w, RANKS);
-    run_writers(w, RANKS, do_all_in_order);
+    TABLE(w, RANKS);
+    run_together(do_all_in_order, w, sizeof *w, RANKS);
     usleep(150000);
     for (int r = 0; r < RANKS; r++)
-        CHECK_OK(mt_ledger_check(w[r].p.cx.store));
-    writers_close(w, RANKS);
+        CHECK_OK(mt_ledger_check(w[r].cx.store));
 }
 
 /* It is not known what it has written. */
 TEST(an_update_that_failed_is_not_over)
 {
-    peer p[2];
 
-    table_open(p, 2);
+    TABLE(p, 2);
     begin_updates(p, 2);
     mt_ledger_fault(p[0].cx.store, MT_EDEVICE, "broken");
     mt_ledger_update_end(p[0].cx.store, 0);
     mt_ledger_update_end(p[1].cx.store, 0);
     CHECK_EQ(mt_ledger_wait_updates(p[1].cx.store, 0), MT_EPEER);
-    table_close(p, 2);
 }
 
 TEST(who_leaves_early_is_named)
 {
-    writer w[2];
 
-    writers_open(w, 2);
-    mt_ledger_update_begin(w[0].p.cx.store, 0);
-    mt_ledger_update_end(w[0].p.cx.store, 0);
+    TABLE(w, 2);
+    mt_ledger_update_begin(w[0].cx.store, 0);
+    mt_ledger_update_end(w[0].cx.store, 0);
     w[0].thread = thread_start(wait_for_update, &w[0]);
-    mt_store_leave(w[1].p.cx.store);
+    mt_store_leave(w[1].cx.store);
     check_told(&w[0], "closed its engine while others waited for its update of unit layers.0");
-    writers_close(w, 2);
 }
 
 TEST(who_leaves_when_all_is_done_is_missed_by_nobody)
 {
-    peer p[2];
 
-    table_open(p, 2);
+    TABLE(p, 2);
     begin_updates(p, 2);
     for (int r = 0; r < 2; r++)
         mt_ledger_update_end(p[r].cx.store, 0);
@@ -2028,12 +1830,11 @@ TEST(who_leaves_when_all_is_done_is_missed_by_nobody)
     mt_ledger_grads_end(p[0].cx.store, 0);
     CHECK_EQ(mt_ledger_wait_grads(p[0].cx.store, 0), MT_EPEER);
     CHECK_HAS(mt_last_error(), "while others waited for its gradients of unit layers.0");
-    table_close(p, 2);
 }
 
 /* A step whose jobs are not what the other ranks' are. */
 typedef struct odd {
-    runner    r;
+    runner   *r;
     double    max_norm;
     int       n_jobs;
     mt_status (*update)(void *arg, mt_pool *pool, float clip);
@@ -2050,31 +1851,23 @@ static void *odd_step(void *arg)
     uint64_t      ticket = 0;
 
     for (int u = 0; u < UNITS; u++) {
-        hand_over(&o->r, u, 0);
-        j[u] = (unit_job){ .r = &o->r, .unit = u, .params = { 0, 1, 2, 4 }, .n = 4 };
+        hand_over(o->r, u, 0);
+        j[u] = (unit_job){ .r = o->r, .unit = u, .params = { 0, 1, 2, 4 }, .n = 4 };
         jobs[u] = (mt_update_job){ .unit = u, .n_params = 4, .params = j[u].params,
                                    .run = o->update, .arg = &j[u], .alike = o->alike };
     }
-    CHECK_OK(mt_update_submit(o->r.u, jobs, o->n_jobs, o->max_norm, o->r.run, &ticket));
-    o->st = mt_update_drain(o->r.u);
+    CHECK_OK(mt_update_submit(o->r->u, jobs, o->n_jobs, o->max_norm, o->r->run, &ticket));
+    o->st = mt_update_drain(o->r->u);
     snprintf(o->why, sizeof o->why, "%s", o->st == MT_OK ? "" : mt_last_error());
     return NULL;
 }
 
 static void run_odd(odd *o)
 {
-    static const plan p = { .ranks = 2, .micros = 1, .bad_unit = -1 };
-    int               fd = share_new();
-
+    CREW(c, PLAN(.ranks = 2), NULL);
     for (int k = 0; k < 2; k++)
-        runner_open(&o[k].r, &p, NULL, fd, k);
-    for (int k = 0; k < 2; k++)
-        o[k].r.thread = thread_start(odd_step, &o[k]);
-    for (int k = 0; k < 2; k++)
-        thread_join(o[k].r.thread);
-    for (int k = 0; k < 2; k++)
-        runner_close(&o[k].r);
-    close(fd);
+        o[k].r = &c.r[k];
+    run_together(odd_step, o, sizeof *o, 2);
 }
 
 static void asks_of_rank(const void *arg, uint64_t hash[MT_ALIKES])
@@ -2157,33 +1950,28 @@ static void all_steps(runner *r)
     (void)go(r);
 }
 
-TEST(processes_have_the_bits_of_one)
+/* All ranks of the plan as processes; rank `dies` is killed, if any is. */
+static void run_processes(plan p, outcome *want, void (*script)(runner *r), int dies)
 {
-    for (int k = 0; k < (int)(sizeof numbers / sizeof *numbers); k++) {
-        plan    p = plain;
-        outcome want;
-        pid_t   child[RANKS];
-        int     fd = share_new();
+    pid_t child[RANKS];
+    int   fd = share_new();
 
-        p.ranks = numbers[k];
-        p.micros = 2;
-        p.dawdle_us = 200;
-        run_alone(&p, &want);
-        for (int r = 0; r < p.ranks; r++)
-            child[r] = start(&p, &want, fd, r, all_steps);
-        for (int r = 0; r < p.ranks; r++)
-            CHECK_EQ(exit_of(child[r]), 0);
-        outcome_free(&want);
-        close(fd);
-    }
+    for (int r = 0; r < p.ranks; r++)
+        child[r] = start(&p, want, fd, r, script);
+    for (int r = 0; r < p.ranks; r++)
+        CHECK_EQ(exit_of(child[r]), r == dies ? 1000 + SIGKILL : 0);
+    close(fd);
 }
 
-static double seconds(void)
+TEST(processes_have_the_bits_of_one)
 {
-    struct timespec t;
+    for (int ranks = 1; ranks <= RANKS; ranks++) {
+        plan p = PLAN(.ranks = ranks, .micros = 2, .dawdle_us = 200);
+        CLOSED_BY(outcome_free) outcome want;
 
-    (void)clock_gettime(CLOCK_MONOTONIC, &t);
-    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
+        run_alone(&p, &want);
+        run_processes(p, &want, all_steps, -1);
+    }
 }
 
 /* With a child that outlives it, as a loader of data has: what that holds is not the rank's. */
@@ -2216,27 +2004,17 @@ static void steps_until_one_dies(runner *r)
         mt_ledger_grads_begin(r->cx.store, u);
     for (int u = 0; u < UNITS; u++)
         mt_ledger_grads_end(r->cx.store, u);
-    began = seconds();
+    began = seconds_now();
     CHECK_FAILS(mt_ledger_wait_grads(r->cx.store, 1), MT_EPEER, "rank 2 (process ");
     CHECK_HAS(mt_last_error(), ") ended while others waited for its gradients of unit layers.0");
-    CHECK(seconds() - began < 15);       /* while the child still sleeps */
+    CHECK(seconds_now() - began < 15);       /* while the child still sleeps */
     CHECK_EQ(mt_update_submit(r->u, NULL, 0, 1.0, r->run, &ticket), MT_EPEER);
     CHECK_EQ(mt_update_norm(r->u, 1, &norm, &skipped), MT_EPEER);
 }
 
 TEST(who_dies_is_named)
 {
-    plan  p = plain;
-    pid_t child[3];
-    int   fd = share_new();
-
-    p.ranks = 3;
-    for (int r = 0; r < 3; r++)
-        child[r] = start(&p, NULL, fd, r, steps_until_one_dies);
-    CHECK_EQ(exit_of(child[2]), 1000 + SIGKILL);
-    for (int r = 0; r < 2; r++)
-        CHECK_EQ(exit_of(child[r]), 0);
-    close(fd);
+    run_processes(PLAN(.ranks = 3), NULL, steps_until_one_dies, 2);
 }
 
 /* Rank 1 answers nothing, and is killed while it is asked. */
@@ -2251,20 +2029,18 @@ static void ask_who_dies(runner *r)
     if (r->rank == 1)
         (void)raise(SIGSTOP);
     usleep(200000);                      /* before, it might answer yet */
-    double began = seconds();
+    double began = seconds_now();
     CHECK_FAILS(mt_mirror_bring(r->cx.store, 1, 1u << MT_PLANE_M), MT_EPEER, "rank 1 (process ");
     CHECK_HAS(mt_last_error(), ") ended while others waited for its part of what is read");
-    CHECK(seconds() - began < 15);
+    CHECK(seconds_now() - began < 15);
 }
 
 TEST(who_dies_while_it_is_asked_is_named)
 {
-    plan  p = plain;
+    plan  p = PLAN(.ranks = 3, .settled = 7);
     pid_t child[3];
     int   fd = share_new(), status;
 
-    p.ranks = 3;
-    p.settled = 7;
     for (int r = 0; r < 3; r++)
         child[r] = start(&p, NULL, fd, r, ask_who_dies);
     REQUIRE(waitpid(child[1], &status, WUNTRACED) == child[1]);
@@ -2304,14 +2080,10 @@ TEST(a_death_at_any_moment_ends_all)
                     0);
     REQUIRE(stepping != MAP_FAILED);
     for (int k = 0; k < (UNDER_TSAN ? 2 : 6); k++) {
-        plan  p = plain;
+        plan   p = PLAN(.ranks = 3, .dawdle_us = 300, .settled = k % 2 ? 7 : 0, .look = 1);
         pid_t child[3];
         int   fd = share_new(), quiet = dup(2), null = open("/dev/null", O_WRONLY);
 
-        p.ranks = 3;
-        p.dawdle_us = 300;
-        p.settled = k % 2 ? 7 : 0;
-        p.look = 1;
         atomic_store(stepping, 0);
         (void)dup2(null, 2);                             /* checks of a step that is ended fail */
         for (int r = 0; r < 3; r++)
@@ -2324,11 +2096,11 @@ TEST(a_death_at_any_moment_ends_all)
             usleep(1000);                                /* one that has not come is not missed */
         usleep((useconds_t)(50000 + k * 7919));
         (void)kill(child[1], SIGKILL);
-        double began = seconds();
+        double began = seconds_now();
         CHECK_EQ(exit_of(child[0]), 0);
         CHECK_EQ(exit_of(child[2]), 0);
         CHECK_EQ(exit_of(child[1]), 1000 + SIGKILL);
-        CHECK(seconds() - began < (UNDER_TSAN ? 30 : 10));
+        CHECK(seconds_now() - began < (UNDER_TSAN ? 30 : 10));
     }
     (void)munmap(stepping, sizeof *stepping);
 }

@@ -17,7 +17,7 @@
 
 #define UNITS  4
 #define PARAMS 3
-#define STEPS  20
+#define STEPS  12
 #define MICROS 3
 #define MAX_N  700               /* elements of the largest parameter */
 #define PLANES 6                 /* all but ACC */
