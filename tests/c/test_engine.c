@@ -668,102 +668,49 @@ static int same(const config *c)
            (c->debug.skip || memcmp(want.norm, got.norm, sizeof want.norm) == 0);
 }
 
-TEST(overlap_off_equals_the_plain_loop)
-{
-    for (uint64_t seed = 0; seed < 8; seed++)
-        CHECK(same(&(config){ .seed = seed, .max_us = 50, .odd = seed % 2, .max_norm = 1.0,
-                              .debug = { .sync = 1, .poison = 1 } }));
-}
-
-TEST(overlap_on_the_calling_thread_equals_the_plain_loop)
-{
-    for (uint64_t seed = 0; seed < 20; seed++)
-        CHECK(same(&(config){ .seed = seed, .odd = seed % 2, .max_norm = seed % 3 ? 0.5 : 0,
-                              .debug = { .poison = 1 } }));
-}
-
-TEST(overlap_with_random_delays_equals_the_plain_loop)
-{
-    for (uint64_t seed = 0; seed < 60; seed += UNDER_TSAN ? 3 : 1)
-        CHECK(same(&(config){ .seed = seed, .max_us = seed % 4 ? 40 : 200,
-                              .max_norm = seed % 3 ? 0.5 : 0, .debug = { .poison = seed % 2 } }));
-}
-
-TEST(odd_orders_with_random_delays_equal_the_plain_loop)
-{
-    for (uint64_t seed = 0; seed < 60; seed += UNDER_TSAN ? 3 : 1)
-        CHECK(same(&(config){ .seed = seed, .max_us = seed % 4 ? 40 : 200, .odd = 1,
-                              .max_norm = seed % 3 ? 0.5 : 0, .debug = { .poison = seed % 2 } }));
-}
-
-/* ---- settled units ---------------------------------------------------------------------- */
-
 #define ALL_UNITS ((1u << UNITS) - 1)
 
-TEST(settled_units_equal_the_plain_loop_without_overlap)
-{
-    for (uint64_t seed = 0; seed < 8; seed++)
-        CHECK(same(&(config){ .seed = seed, .max_us = 50, .odd = seed % 2, .max_norm = 1.0,
-                              .look = 1, .settled = seed < 2 ? ALL_UNITS : (unsigned)seed * 5,
-                              .debug = { .sync = 1, .poison = 1 } }));
-}
+/* Runs of all seeds below n are those of the plain loop; s is the seed. */
+#define SAME_TEST(name, n, ...)                                                           \
+    TEST(name)                                                                            \
+    {                                                                                     \
+        for (unsigned s = 0; s < (n); s += UNDER_TSAN && (n) > 50 ? 3 : 1)                \
+            CHECK(same(&(config){ .seed = s, .max_norm = s % 3 ? 0.5 : 0, __VA_ARGS__ })); \
+    }
 
-TEST(settled_units_on_the_calling_thread_equal_the_plain_loop)
-{
-    for (uint64_t seed = 0; seed < 20; seed++)
-        CHECK(same(&(config){ .seed = seed, .odd = seed % 2, .max_norm = seed % 3 ? 0.5 : 0,
-                              .settled = (unsigned)seed * 7 & ALL_UNITS, .look = seed % 2 }));
-}
-
-TEST(settled_units_with_random_delays_equal_the_plain_loop)
-{
-    for (uint64_t seed = 0; seed < 60; seed += UNDER_TSAN ? 3 : 1)
-        CHECK(same(&(config){ .seed = seed, .max_us = seed % 4 ? 40 : 200, .odd = seed % 2,
-                              .max_norm = seed % 3 ? 0.5 : 0, .look = seed % 5 == 0,
-                              .settled = seed % 7 ? (unsigned)seed * 11 & ALL_UNITS : ALL_UNITS,
-                              .debug = { .poison = seed % 2 } }));
-}
-
-TEST(units_that_go_through_equal_the_plain_loop)
-{
-    for (uint64_t seed = 0; seed < 60; seed++)
-        CHECK(same(&(config){ .seed = seed, .max_us = seed % 3 ? 60 : 0, .odd = seed % 2,
-                              .max_norm = seed % 3 ? 0.5 : 0,
-                              .through = (unsigned)seed * 13 & ALL_UNITS,
-                              .settled = seed % 4 ? 0 : 2, .traced = seed % 5 == 0,
-                              .debug = { .poison = seed % 2, .sync = seed % 7 == 6 } }));
-}
-
-TEST(units_on_disk_equal_the_plain_loop)
-{
-    for (uint64_t seed = 0; seed < 14; seed++)
-        CHECK(same(&(config){ .seed = seed, .max_us = seed % 3 ? 60 : 0, .odd = seed % 2,
-                              .max_norm = seed % 3 ? 0.5 : 0, .settled = seed % 4 ? 0 : 2,
-                              .look = seed % 5 == 1, .filed = seed % 2 ? ALL_UNITS & ~2u : 0x15,
-                              .traced = seed % 5 == 0,
-                              .debug = { .poison = seed % 2, .sync = seed % 7 == 6 } }));
-}
+SAME_TEST(overlap_off_equals_the_plain_loop, 8,
+          .max_us = 50, .odd = s % 2, .debug = { .sync = 1, .poison = 1 })
+SAME_TEST(overlap_on_the_calling_thread_equals_the_plain_loop, 20,
+          .odd = s % 2, .debug = { .poison = 1 })
+SAME_TEST(overlap_with_random_delays_equals_the_plain_loop, 60,
+          .max_us = s % 4 ? 40 : 200, .debug = { .poison = s % 2 })
+SAME_TEST(odd_orders_with_random_delays_equal_the_plain_loop, 60,
+          .max_us = s % 4 ? 40 : 200, .odd = 1, .debug = { .poison = s % 2 })
+SAME_TEST(settled_units_equal_the_plain_loop_without_overlap, 8,
+          .max_us = 50, .odd = s % 2, .look = 1, .settled = s < 2 ? ALL_UNITS : s * 5,
+          .debug = { .sync = 1, .poison = 1 })
+SAME_TEST(settled_units_on_the_calling_thread_equal_the_plain_loop, 20,
+          .odd = s % 2, .settled = s * 7 & ALL_UNITS, .look = s % 2)
+SAME_TEST(settled_units_with_random_delays_equal_the_plain_loop, 60,
+          .max_us = s % 4 ? 40 : 200, .odd = s % 2, .look = s % 5 == 0,
+          .settled = s % 7 ? s * 11 & ALL_UNITS : ALL_UNITS, .debug = { .poison = s % 2 })
+SAME_TEST(units_that_go_through_equal_the_plain_loop, 40,
+          .max_us = s % 3 ? 60 : 0, .odd = s % 2, .through = s * 13 & ALL_UNITS,
+          .settled = s % 4 ? 0 : 2, .traced = s % 5 == 0,
+          .debug = { .poison = s % 2, .sync = s % 7 == 6 })
+SAME_TEST(units_on_disk_equal_the_plain_loop, 14,
+          .max_us = s % 3 ? 60 : 0, .odd = s % 2, .settled = s % 4 ? 0 : 2, .look = s % 5 == 1,
+          .filed = s % 2 ? ALL_UNITS & ~2u : 0x15, .traced = s % 5 == 0,
+          .debug = { .poison = s % 2, .sync = s % 7 == 6 })
+SAME_TEST(memory_that_is_not_locked_changes_no_bits, 12,
+          .max_us = s % 3 ? 40 : 0, .odd = s % 2, .unlocked = s % 2 ? 1 : 1 + (int)s,
+          .settled = s % 2 ? 5 : 0, .through = s % 5 ? 0 : 10, .debug = { .poison = 1 })
+SAME_TEST(recording_changes_no_bits, 20,
+          .max_us = s % 3 ? 40 : 0, .odd = s % 2, .traced = 1, .debug = { .poison = 1 })
 
 /* ---- the timeline ----------------------------------------------------------------------- */
 
 #define RECORDS 4096
-
-TEST(memory_that_is_not_locked_changes_no_bits)
-{
-    for (uint64_t seed = 0; seed < 12; seed++)
-        CHECK(same(&(config){ .seed = seed, .max_us = seed % 3 ? 40 : 0, .odd = seed % 2,
-                              .unlocked = seed % 2 ? 1 : 1 + (int)seed,
-                              .max_norm = seed % 4 ? 0.5 : 0, .settled = seed % 2 ? 5 : 0,
-                              .through = seed % 5 ? 0 : 10, .debug = { .poison = 1 } }));
-}
-
-TEST(recording_changes_no_bits)
-{
-    for (uint64_t seed = 0; seed < 20; seed++)
-        CHECK(same(&(config){ .seed = seed, .max_us = seed % 3 ? 40 : 0, .odd = seed % 2,
-                              .max_norm = seed % 3 ? 0.5 : 0, .traced = 1,
-                              .debug = { .poison = 1 } }));
-}
 
 /* Records of STEPS whole steps; all that was asked for is over. */
 static int64_t record_steps(engine *e, const config *c, mt_record *r)
@@ -974,15 +921,16 @@ typedef struct probe {
     int        frees;
     float      clip;
     int        fail;             /* run says MT_EDEVICE */
-    double     own_sum;          /* >= 0: the job's own sum of squares for parameter 0 */
-    struct timespec nap;
+    int        has_own;          /* the job's own sum of squares for parameter 0 counts */
+    double     own_sum;
+    int        nap_us;
 } probe;
 
 static mt_status probe_run(void *arg, mt_pool *pool, float clip)
 {
     probe *p = arg;
 
-    nanosleep(&p->nap, NULL);
+    usleep((useconds_t)p->nap_us);
     p->runs++;
     p->clip = clip;
     return p->fail ? MT_FAIL(MT_EDEVICE, "the probe failed") : MT_OK;
@@ -992,7 +940,7 @@ static double probe_sumsq(void *arg, mt_pool *pool, int i, double *chunks, int *
 {
     const probe *p = arg;
 
-    *use = i == 0 && p->own_sum >= 0;
+    *use = i == 0 && p->has_own;
     return p->own_sum;
 }
 
@@ -1000,6 +948,8 @@ static void probe_free(void *arg)
 {
     ((probe *)arg)->frees++;
 }
+
+static const float ones[UNITS] = { 1, 1, 1, 1, 1 };
 
 /* Puts gradients whose every element is value[u]. The host writes them, which is not in run's
  * order, so it waits until the memory is free. */
@@ -1027,143 +977,111 @@ static mt_status submit_probes(engine *e, probe *probes, double max_norm, uint64
     return mt_update_submit(e->u, jobs, UNITS, max_norm, e->t.run, ticket);
 }
 
-static void probes_start(probe *probes)
+/* A step of probes over these gradients (NULL: none), and what came of it. */
+typedef struct result {
+    mt_status st;
+    double    norm;
+    int       skipped;
+} result;
+
+static result probed(engine *e, probe *probes, const float *value, double max_norm)
 {
-    for (int u = 0; u < UNITS; u++)
-        probes[u] = (probe){ .own_sum = -1 };
+    result   r = { .skipped = -1 };
+    uint64_t ticket = 0;
+
+    if (value != NULL)
+        put_values(e, value);
+    CHECK_OK(submit_probes(e, probes, max_norm, &ticket));
+    for (int u = 0; u < UNITS && value != NULL; u++)
+        mt_offload_forget(e->o, u);
+    r.st = mt_update_norm(e->u, ticket, &r.norm, &r.skipped);
+    CHECK_EQ(mt_update_drain(e->u), r.st);
+    return r;
 }
 
-static double elements(int unit)
+/* Each probe's job was ended once, and run where it is to be. */
+static void check_probes(const probe *probes, unsigned ran)
 {
-    return (double)(toy_numel(unit, 0) + toy_numel(unit, 1));
+    for (int u = 0; u < UNITS; u++) {
+        CHECK_EQ(probes[u].runs, ran >> u & 1);
+        CHECK_EQ(probes[u].frees, 1);
+    }
 }
 
 TEST(norm_is_that_of_all_gradients_and_clips)
 {
     const float value[UNITS] = { 1, 2, 3, 4, 5 };
-    probe       probes[UNITS];
-    uint64_t    ticket = 0;
-    double      norm = 0, total = 0;
-    int         skipped = -1;
+    probe       probes[UNITS] = { 0 };
+    double      total = 0;
 
+    for (int u = 0; u < UNITS; u++)
+        total += (double)(toy_numel(u, 0) + toy_numel(u, 1)) * value[u] * value[u];
     ENGINE(e, .seed = 1, .max_us = 100);
-    probes_start(probes);
-    put_values(&e, value);
-    CHECK_OK(submit_probes(&e, probes, 2.0, &ticket));
-    for (int u = 0; u < UNITS; u++) {
-        mt_offload_forget(e.o, u);
-        total += elements(u) * value[u] * value[u];
-    }
-    CHECK_OK(mt_update_norm(e.u, ticket, &norm, &skipped));
-    CHECK(norm == sqrt(total));
-    CHECK_EQ(skipped, 0);
-    CHECK_OK(mt_update_drain(e.u));
-    for (int u = 0; u < UNITS; u++) {
-        CHECK_EQ(probes[u].runs, 1);
-        CHECK_EQ(probes[u].frees, 1);
+    result r = probed(&e, probes, value, 2.0);
+    CHECK(r.st == MT_OK && r.norm == sqrt(total) && r.skipped == 0);
+    check_probes(probes, ALL_UNITS);
+    for (int u = 0; u < UNITS; u++)
         CHECK(probes[u].clip == (float)(2.0 / (sqrt(total) + 1e-6)));
-    }
 }
 
 TEST(a_sum_of_the_jobs_own_counts_instead)
 {
-    const float value[UNITS] = { 0, 0, 0, 0, 0 };
-    probe       probes[UNITS];
-    uint64_t    ticket = 0;
-    double      norm = 0;
-    int         skipped = -1;
+    const float value[UNITS] = { 0 };
+    probe       probes[UNITS] = { [2] = { .has_own = 1, .own_sum = 9.0 } };
 
     ENGINE(e, .seed = 1);
-    probes_start(probes);
-    probes[2].own_sum = 9.0;
-    put_values(&e, value);
-    CHECK_OK(submit_probes(&e, probes, 100.0, &ticket));
-    CHECK_OK(mt_update_norm(e.u, ticket, &norm, &skipped));
-    CHECK(norm == 3.0);
-    CHECK_OK(mt_update_drain(e.u));
-    CHECK(probes[2].clip == 1.0f);
+    result r = probed(&e, probes, value, 100.0);
+    CHECK(r.st == MT_OK && r.norm == 3.0 && probes[2].clip == 1.0f);
 }
 
 TEST(a_gradient_that_is_not_finite_skips_all_when_clipping)
 {
     const float value[UNITS] = { 1, 1, INFINITY, 1, 1 };
-    probe       probes[UNITS];
-    uint64_t    ticket = 0;
-    double      norm = 0;
-    int         skipped = -1;
+    probe       probes[UNITS] = { 0 };
 
     ENGINE(e, .seed = 1);
-    probes_start(probes);
-    put_values(&e, value);
-    CHECK_OK(submit_probes(&e, probes, 1.0, &ticket));
-    CHECK_OK(mt_update_norm(e.u, ticket, &norm, &skipped));
-    CHECK(isinf(norm));
-    CHECK_EQ(skipped, UNITS);
-    CHECK_OK(mt_update_drain(e.u));
-    for (int u = 0; u < UNITS; u++) {
-        CHECK_EQ(probes[u].runs, 0);
-        CHECK_EQ(probes[u].frees, 1);
+    result r = probed(&e, probes, value, 1.0);
+    CHECK(r.st == MT_OK && isinf(r.norm) && r.skipped == UNITS);
+    check_probes(probes, 0);
+    for (int u = 0; u < UNITS; u++)
         CHECK_OK(mt_ledger_wait_updates(e.t.store, u));
-    }
 }
 
 TEST(a_gradient_that_is_not_finite_skips_its_unit_otherwise)
 {
     const float value[UNITS] = { 1, NAN, 1, 1, INFINITY };
-    probe       probes[UNITS];
-    uint64_t    ticket = 0;
-    double      norm = 0;
-    int         skipped = -1;
+    probe       probes[UNITS] = { 0 };
 
     ENGINE(e, .seed = 1);
-    probes_start(probes);
-    put_values(&e, value);
-    CHECK_OK(submit_probes(&e, probes, 0, &ticket));
-    CHECK_OK(mt_update_norm(e.u, ticket, &norm, &skipped));
-    CHECK_EQ(skipped, 2);
-    CHECK(!isfinite(norm));
-    for (int u = 0; u < UNITS; u++) {
-        CHECK_EQ(probes[u].runs, u != 1 && u != 4);
-        CHECK_EQ(probes[u].frees, 1);
-    }
+    result r = probed(&e, probes, value, 0);
+    CHECK(r.st == MT_OK && !isfinite(r.norm) && r.skipped == 2);
+    check_probes(probes, ALL_UNITS & ~0x12u);
 }
 
 TEST(clipping_without_a_sum_is_a_fault_that_says_so)
 {
-    probe    probes[UNITS];
-    uint64_t ticket = 0;
-    double   norm = 0;
-    int      skipped = -1;
+    probe probes[UNITS] = { 0 };
 
     ENGINE(e, .seed = 1);
-    probes_start(probes);
-    CHECK_OK(submit_probes(&e, probes, 1.0, &ticket));
-    CHECK_FAILS(mt_update_norm(e.u, ticket, &norm, &skipped), MT_ESTATE, "layers.0");
-    CHECK_EQ(mt_update_drain(e.u), MT_ESTATE);
-    CHECK_EQ(probes[0].runs, 0);
-    CHECK_EQ(probes[4].frees, 1);
+    CHECK_EQ(probed(&e, probes, NULL, 1.0).st, MT_ESTATE);
+    CHECK_HAS(mt_last_error(), "layers.0");
+    check_probes(probes, 0);
 }
 
 TEST(a_failing_job_ends_all_and_is_told_to_everyone)
 {
-    const float value[UNITS] = { 1, 1, 1, 1, 1 };
-    probe       probes[UNITS];
-    uint64_t    ticket = 0;
-    void       *mem;
-    int         k;
+    probe    probes[UNITS] = { [1] = { .fail = 1 } };
+    uint64_t ticket = 0;
+    void    *mem;
+    int      k;
 
     ENGINE(e, .seed = 1);
-    probes_start(probes);
-    probes[1].fail = 1;
-    put_values(&e, value);
+    put_values(&e, ones);
     CHECK_OK(submit_probes(&e, probes, 1.0, &ticket));
     CHECK_FAILS(mt_update_drain(e.u), MT_EDEVICE, "the probe failed");
     CHECK_EQ(mt_stream_acquire(e.s, 0, e.t.run, &k, &mem), MT_EDEVICE);
     CHECK_EQ(mt_offload_drain(e.o), MT_EDEVICE);
-    CHECK_EQ(probes[0].runs, 1);
-    CHECK_EQ(probes[2].runs, 0);
-    for (int u = 0; u < UNITS; u++)
-        CHECK_EQ(probes[u].frees, 1);
+    check_probes(probes, 3);
     /* The args are the updater's even when it refuses. */
     CHECK_EQ(submit_probes(&e, probes, 1.0, &ticket), MT_EDEVICE);
     for (int u = 0; u < UNITS; u++)
@@ -1172,19 +1090,16 @@ TEST(a_failing_job_ends_all_and_is_told_to_everyone)
 
 TEST(an_update_waits_for_copies_of_the_weights)
 {
-    const float value[UNITS] = { 1, 1, 1, 1, 1 };
-    probe       probes[UNITS];
-    uint64_t    ticket = 0, version = 0;
+    probe    probes[UNITS] = { 0 };
+    uint64_t ticket = 0, version = 0;
 
     ENGINE(e, .seed = 1);
-    probes_start(probes);
-    put_values(&e, value);
+    put_values(&e, ones);
     CHECK_OK(mt_ledger_fetch_begin(e.t.store, 1, &version));     /* a mover about to copy */
     CHECK_OK(submit_probes(&e, probes, 1.0, &ticket));
     CHECK_OK(mt_ledger_wait_updates(e.t.store, 0));
     sleep_ms(5);
-    int done = atomic_load(&probes[1].runs);
-    CHECK_EQ(done, 0);
+    CHECK_EQ(atomic_load(&probes[1].runs), 0);
     CHECK_OK(mt_ledger_fetching(e.t.store, 1, e.t.run));
     CHECK_OK(mt_update_drain(e.u));
     CHECK_EQ(probes[1].runs, 1);
@@ -1224,13 +1139,12 @@ static mt_status relay_gradient(void *arg, int param, const void **at, mt_plane 
 
 static void the_device_does_not_wait_for_the_host(unsigned settled, unsigned through)
 {
-    const float   value[UNITS] = { 1, 1, 1, 1, 1 };
     mt_update_job jobs[UNITS];
     relay         r = { 0 };
     uint64_t      ticket;
 
     ENGINE(e, .seed = 1, .settled = settled, .through = through);
-    put_values(&e, value);
+    put_values(&e, ones);
     for (int u = 0; u < UNITS; u++)
         jobs[u] = (mt_update_job){ .unit = u, .n_params = TOY_PARAMS, .params = all_params,
                                    .run = relay_run, .put = relay_put, .gradient = relay_gradient,
@@ -1265,36 +1179,29 @@ TEST(a_unit_off_the_host_needs_a_job_that_can)
 
 TEST(close_finishes_what_was_submitted)
 {
-    static engine e;
-    const float   value[UNITS] = { 1, 1, 1, 1, 1 };
-    probe         probes[UNITS];
-    uint64_t      ticket = 0;
+    probe    probes[UNITS] = { 0 };
+    uint64_t ticket = 0;
 
-    engine_open(&e, &(config){ .seed = 4, .max_us = 500 });
-    probes_start(probes);
-    put_values(&e, value);
+    ENGINE(e, .seed = 4, .max_us = 500);
+    put_values(&e, ones);
     for (int i = 0; i < 3; i++)
         CHECK_OK(submit_probes(&e, probes, 1.0, &ticket));
     mt_update_close(e.u);
     e.u = NULL;
     for (int u = 0; u < UNITS; u++)
         CHECK_EQ(probes[u].runs, 3);
-    engine_close(&e);
     mt_update_close(NULL);
 }
 
 TEST(results_of_the_last_submits_are_kept)
 {
-    const float value[UNITS] = { 1, 1, 1, 1, 1 };
-    probe       probes[UNITS];
-    uint64_t    ticket = 0;
-    double      norm = 0;
-    int         skipped = -1;
+    probe    probes[UNITS] = { { .nap_us = 1000 } };     /* submit has to wait for its turn */
+    uint64_t ticket = 0;
+    double   norm = 0;
+    int      skipped = -1;
 
     ENGINE(e, .seed = 4);
-    probes_start(probes);
-    probes[0].nap.tv_nsec = 1000000;            /* so that submit has to wait for its turn */
-    put_values(&e, value);
+    put_values(&e, ones);
     CHECK_EQ(mt_update_norm(e.u, 1, &norm, &skipped), MT_EINVAL);
     CHECK_EQ(mt_update_norm(e.u, 0, &norm, &skipped), MT_EINVAL);
     for (int i = 0; i < 200; i++)
@@ -1309,8 +1216,7 @@ TEST(results_of_the_last_submits_are_kept)
 TEST(submit_refuses_a_unit_that_is_not_there)
 {
     probe         p = { 0 };
-    mt_update_job job = { .unit = UNITS, .n_params = 0, .params = NULL, .run = probe_run,
-                          .free = probe_free, .arg = &p };
+    mt_update_job job = { .unit = UNITS, .run = probe_run, .free = probe_free, .arg = &p };
     uint64_t      ticket = 7;
 
     ENGINE(e, .seed = 4);
