@@ -311,21 +311,6 @@ static void check(world *w)
 
 /* ---- tests ------------------------------------------------------------------------------- */
 
-TEST(a_buffer_goes_round_as_is_agreed)
-{
-    /* to: FREE READING DROPPED READY TAKEN WRITING COPYING */
-    static const char *const may[MT_BUFFER_STATES] = {
-        [MT_BUFFER_FREE] = "-+--+--",    [MT_BUFFER_READING] = "--+++--",
-        [MT_BUFFER_DROPPED] = "+------", [MT_BUFFER_READY] = "+---+--",
-        [MT_BUFFER_TAKEN] = "++-+-++",   [MT_BUFFER_WRITING] = "+---+--",
-        [MT_BUFFER_COPYING] = "+------",
-    };
-
-    for (mt_buffer_state from = 0; from < MT_BUFFER_STATES; from++)
-        for (mt_buffer_state to = 0; to < MT_BUFFER_STATES; to++)
-            CHECK_EQ(mt_buffer_may(from, to), may[from][to] == '+');
-}
-
 TEST(updates_are_those_of_states_in_memory)
 {
     static const int some[2] = { 3, 0 };
@@ -727,30 +712,6 @@ TEST(an_updates_bytes_are_recorded_whatever_it_leaves_out)
     check(&w);
     mt_disk_close(w.disk);
     w.disk = NULL;
-}
-
-TEST(a_unit_has_one_home)
-{
-    mt_param_desc d[1] = { { MT_BF16, 100, 1 } };
-    void         *p;
-    int           unit;
-
-    WORLD(w, 1, 0);
-    REQUIRE_OK(mt_store_add(w.store, "settled", d, 1, &unit));
-    CHECK_OK(mt_store_move(w.store, unit, &mt_home_vram, NULL));
-    CHECK_EQ(mt_disk_add(w.disk, unit, 0), MT_ESTATE);
-    REQUIRE_OK(mt_store_add(w.store, "through", d, 1, &unit));
-    CHECK_OK(mt_store_move(w.store, unit, &mt_home_through, NULL));
-    CHECK_EQ(mt_disk_add(w.disk, unit, 0), MT_ESTATE);
-    REQUIRE_OK(mt_store_add(w.store, "used", d, 1, &unit));
-    CHECK_OK(mt_store_at(w.store, unit, 0, MT_PLANE_LO, &p));
-    CHECK_FAILS(mt_disk_add(w.disk, unit, 0), MT_ESTATE, "plane LO");
-    CHECK_EQ(mt_store_move(w.store, 0, &mt_home_vram, NULL), MT_ESTATE);
-    CHECK_EQ(mt_store_move(w.store, 0, &mt_home_through, NULL), MT_ESTATE);
-    CHECK(mt_store_home(w.store, 0, NULL) == &mt_home_disk);
-    CHECK(mt_store_home(w.store, unit, NULL) == &mt_home_ram);
-    CHECK_OK(mt_mirror_bring(w.store, unit, MT_STATE_PLANES));      /* nothing to do */
-    CHECK_EQ(mt_disk_add(w.disk, 77, 0), MT_EINVAL);
 }
 
 TEST(open_refuses_buffers_that_hold_nothing)

@@ -68,48 +68,6 @@ static int at_home(const mt_home *h)
     return unit;
 }
 
-static const char *planes(unsigned bits)
-{
-    static char text[4][64];     /* four of one line */
-    static int  turn;
-    char       *out = text[turn++ % 4];
-
-    *out = 0;
-    for (mt_plane p = 0; p < MT_PLANE_COUNT; p++)
-        if (bits >> p & 1)
-            strcat(strcat(out, *out ? " " : ""), mt_plane_name(p));
-    return out;
-}
-
-TEST(the_tables_are_those_that_are_agreed)
-{
-    static const char *const want[HOMES] = {
-        "away: ; later: ; visit: ; device: ; registered: HI GRAD; fresh: ; fed 0, turn 2",
-        "away: HI GRAD LO MASTER M V SCALE ACC; later: HI; visit: ; device: GRAD LO MASTER M V "
-        "SCALE ACC; registered: GRAD; fresh: ; fed 0, turn 0",
-        "away: HI GRAD ACC; later: HI; visit: LO MASTER M V SCALE; device: GRAD ACC; registered: "
-        "GRAD LO MASTER M V SCALE; fresh: ; fed 0, turn 0",
-        "away: ; later: ; visit: ; device: ; registered: HI GRAD LO MASTER M V SCALE ACC; fresh: ; "
-        "fed 0, turn 1",
-        "away: LO MASTER M V SCALE; later: ; visit: ; device: ; registered: HI GRAD; fresh: LO "
-        "MASTER M V SCALE; fed 0, turn 1",
-        "away: HI LO MASTER M V SCALE; later: ; visit: ; device: ; registered: GRAD; fresh: LO "
-        "MASTER M V SCALE; fed 1, turn 1",
-    };
-
-    for (int i = 0; i < HOMES; i++) {
-        const mt_home *h = homes[i];
-        char           got[512];
-        int            n = snprintf(got, sizeof got, "away: %s; later: %s; visit: %s; ",
-                                    planes(h->away), planes(h->later), planes(h->visit));
-
-        snprintf(got + n, sizeof got - (size_t)n,
-                 "device: %s; registered: %s; fresh: %s; fed %d, turn %d",
-                 planes(h->device), planes(h->registered), planes(h->fresh), h->fed, h->turn);
-        CHECK_STR(got, want[i]);
-    }
-}
-
 HOME_TEST(a_unit_comes_to_a_home_from_one_other_and_goes_back)
 {
     static const char *const may[HOMES] = {      /* from, to: in the order above */

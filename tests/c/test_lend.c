@@ -25,6 +25,9 @@ static mt_status shop_open(mt_dev *dev, const int64_t *numel, int n, mt_store **
     return MT_OK;
 }
 
+#define SHOP(s, ...) const int64_t s##_numel[] = { __VA_ARGS__ }; CPU(s##_dev); \
+    OPENED(mt_store, s, shop_open(s##_dev, s##_numel, COUNT(s##_numel), &s))
+
 static void *grad_of(mt_store *s, int unit)
 {
     void *at = NULL;
@@ -41,11 +44,9 @@ static void update(mt_store *s, int unit)
 
 TEST(a_unit_has_gradients_from_hand_over_to_update)
 {
-    const int64_t numel[2] = { 1000, 400 };
-    void         *at, *first;
+    void *at, *first;
 
-    CPU(dev);
-    OPENED(mt_store, s, shop_open(dev, numel, 2, &s));
+    SHOP(s, 1000, 400);
     CHECK_FAILS(mt_store_at(s, 0, 0, MT_PLANE_GRAD, &at), MT_ESTATE, "layers.0");
     CHECK_EQ(mt_store_bytes(s, MT_PLANE_GRAD), 0);
     CHECK_OK(mt_store_lend(s, 0, NULL));
@@ -65,13 +66,11 @@ TEST(a_unit_has_gradients_from_hand_over_to_update)
 /* Of units that live there, and of those alone. */
 TEST(settled_units_have_theirs_on_the_device)
 {
-    const int64_t numel[1] = { 100 };
     mt_param_desc d = { MT_F32, 100, 1 };
     void         *at, *first;
     int           unit;
 
-    CPU(dev);
-    OPENED(mt_store, s, shop_open(dev, numel, 1, &s));
+    SHOP(s, 100);
     for (int u = 1; u < 3; u++) {
         REQUIRE_OK(mt_store_add(s, "settled", &d, 1, &unit));
         CHECK_OK(mt_store_move(s, u, &mt_home_vram, NULL));
@@ -175,10 +174,7 @@ TEST(where_all_are_lent_the_first_is_waited_for)
 
 TEST(fewer_are_made_when_that_is_said_before)
 {
-    const int64_t numel[3] = { 10, 10, 10 };
-
-    CPU(dev);
-    OPENED(mt_store, s, shop_open(dev, numel, 3, &s));
+    SHOP(s, 10, 10, 10);
     CHECK_EQ(mt_store_lend_most(s, 0), MT_EINVAL);
     CHECK_EQ(mt_store_lend_most(s, 4), MT_EINVAL);
     CHECK_OK(mt_store_lend_most(s, 1));
@@ -195,10 +191,7 @@ TEST(fewer_are_made_when_that_is_said_before)
 
 TEST(gradients_that_nobody_used_are_named)
 {
-    const int64_t numel[4] = { 10, 10, 10, 10 };
-
-    CPU(dev);
-    OPENED(mt_store, s, shop_open(dev, numel, 4, &s));
+    SHOP(s, 10, 10, 10, 10);
     for (int u = 0; u < 3; u++)
         CHECK_OK(mt_store_lend(s, u, NULL));
     CHECK_FAILS(mt_store_lend(s, 3, NULL), MT_ESTATE, "layers.0");
@@ -229,11 +222,9 @@ TEST(a_failing_update_elsewhere_ends_the_wait)
 /* What is trained when they are handed over has room. */
 TEST(parameters_trained_since_have_gradients_too)
 {
-    const int64_t numel[1] = { 10 };
-    void         *at;
+    void *at;
 
-    CPU(dev);
-    OPENED(mt_store, s, shop_open(dev, numel, 1, &s));
+    SHOP(s, 10);
     CHECK_OK(mt_store_lend(s, 0, NULL));
     CHECK_OK(mt_store_set_trainable(s, 0, 1, 1));
     /* in memory of its own, until the update */
@@ -248,13 +239,11 @@ TEST(parameters_trained_since_have_gradients_too)
 
 TEST(what_cannot_pass_is_refused)
 {
-    const int64_t numel[1] = { 10 };
     mt_param_desc d = { MT_F32, 10, 1 };
     void         *at;
     int           unit;
 
-    CPU(dev);
-    OPENED(mt_store, s, shop_open(dev, numel, 1, &s));
+    SHOP(s, 10);
     CHECK_EQ(mt_store_move(s, 0, &mt_home_vram, NULL), MT_ESTATE);
     CHECK_EQ(mt_store_set_passing(s, 1), MT_EINVAL);
     REQUIRE_OK(mt_store_add(s, "kept", &d, 1, &unit));

@@ -128,13 +128,15 @@ static void open_home(const mt_home *table)
     REQUIRE_OK(mt_store_move(home.s, home.unit, table, &home));
 }
 
-static void close_home(void)
+static void close_home(int *opened)
 {
     mt_mirror_close(home.s, home.unit);
     mt_mirror_close(home.s, home.unit);
     mt_store_close(home.s);
     home.dev->ops->close(home.dev);
 }
+
+#define HOME(table) CLOSED_BY(close_home) int opened = (open_home(table), 1); (void)opened
 
 /* As an update does: the home has other values. */
 static void change(unsigned planes, float value)
@@ -165,7 +167,7 @@ static size_t reserved(mt_plane p)
 
 TEST(what_is_stale_is_loaded_once_and_alone)
 {
-    open_home(&at_once);
+    HOME(&at_once);
     CHECK_OK(mt_mirror_bring(home.s, home.unit, ALL));           /* both are zero */
     CHECK_EQ(home.loads, 0);
     mt_mirror_tell(home.s, home.unit, 1, M, MT_MIRROR_CHANGED);
@@ -178,12 +180,11 @@ TEST(what_is_stale_is_loaded_once_and_alone)
     CHECK_OK(mt_mirror_bring(home.s, home.unit, ALL));
     CHECK_EQ(home.loads, 1);
     CHECK(any(1, M, IS(FRESH)) && any(0, M, IS(EMPTY)));
-    close_home();
 }
 
 TEST(a_unit_without_a_home_elsewhere_has_nothing_to_do)
 {
-    open_home(&at_once);
+    HOME(&at_once);
     CHECK_OK(mt_store_move(home.s, home.unit, &mt_home_ram, NULL));
     CHECK_OK(mt_mirror_bring(home.s, home.unit, ~0u));
     CHECK_OK(mt_mirror_push(home.s, home.unit, 0, ~0u));
@@ -192,7 +193,6 @@ TEST(a_unit_without_a_home_elsewhere_has_nothing_to_do)
     mt_mirror_forget(home.s, home.unit);
     CHECK_OK(mt_mirror_bring(home.s, 77, ~0u));
     CHECK_EQ(home.loads + home.stores, 0);
-    close_home();
 }
 
 typedef struct reader {
@@ -229,7 +229,7 @@ TEST(two_readers_are_one_load)
     gate   g = { 0 };
     reader r[2] = { 0 };
 
-    open_home(&at_once);
+    HOME(&at_once);
     change(M, 5);
     home.hold = &g;
     for (int i = 0; i < 2; i++) {
@@ -247,7 +247,6 @@ TEST(two_readers_are_one_load)
     }
     CHECK_EQ(home.loads, PARAMS);
     CHECK(!somebody_waits_at_the_door());
-    close_home();
 }
 
 /* An update that is put while they come: who asks next loads again. */
@@ -256,7 +255,7 @@ TEST(what_changes_during_a_load_is_stale)
     gate   g = { 0 };
     reader r = { 0 };
 
-    open_home(&at_once);
+    HOME(&at_once);
     change(M, 5);
     home.hold = &g;
     r.thread = thread_start(reads, &r);
@@ -269,12 +268,11 @@ TEST(what_changes_during_a_load_is_stale)
     CHECK(any(0, M, IS(STALE)));
     CHECK_OK(mt_mirror_bring(home.s, home.unit, M));
     CHECK_EQ(home.loads, 2 * PARAMS);
-    close_home();
 }
 
 TEST(a_load_that_fails_may_be_tried_again)
 {
-    open_home(&at_once);
+    HOME(&at_once);
     change(M, 5);
     home.fail_load = 1;
     CHECK_EQ(mt_mirror_bring(home.s, home.unit, M), MT_EDISK);
@@ -283,7 +281,6 @@ TEST(a_load_that_fails_may_be_tried_again)
     CHECK_EQ(mt_store_bytes(home.s, MT_PLANE_M), 0);
     CHECK_OK(mt_mirror_bring(home.s, home.unit, M));
     CHECK(host(MT_PLANE_M, 2)[0] == 7);
-    close_home();
 }
 
 /* ---- claims and memory -------------------------------------------------------------------- */
@@ -291,7 +288,7 @@ TEST(a_load_that_fails_may_be_tried_again)
 /* States and weights alike: else who read them would find zeros. */
 TEST(what_was_brought_outlives_a_save)
 {
-    open_home(&at_once);
+    HOME(&at_once);
     change(ALL, 5);
     CHECK_OK(mt_mirror_bring(home.s, home.unit, HI | M));
     CHECK_OK(mt_mirror_peek(home.s, home.unit, ALL));
@@ -300,12 +297,11 @@ TEST(what_was_brought_outlives_a_save)
     CHECK(host(MT_PLANE_HI, 0)[0] == 5 && host(MT_PLANE_M, 1)[0] == 6);
     CHECK(reserved(MT_PLANE_V) > 0);
     CHECK(host(MT_PLANE_V, 0)[0] == 0);
-    close_home();
 }
 
 TEST(a_claim_ends_when_its_values_do)
 {
-    open_home(&at_once);
+    HOME(&at_once);
     change(HI, 5);
     CHECK_OK(mt_mirror_bring(home.s, home.unit, HI));
     mt_mirror_forget(home.s, home.unit);         /* they are current */
@@ -323,12 +319,11 @@ TEST(a_claim_ends_when_its_values_do)
     mt_mirror_forget(home.s, home.unit);
     CHECK_OK(mt_mirror_release(home.s, home.unit));
     CHECK(host(MT_PLANE_HI, 0)[0] == 7);
-    close_home();
 }
 
 TEST(what_is_stale_is_forgotten_but_not_while_a_save_has_the_unit)
 {
-    open_home(&at_once);
+    HOME(&at_once);
     change(ALL, 5);
     CHECK_OK(mt_mirror_bring(home.s, home.unit, ALL));
     mt_mirror_tell(home.s, home.unit, 1, HI | M | GRAD, MT_MIRROR_CHANGED);
@@ -343,7 +338,6 @@ TEST(what_is_stale_is_forgotten_but_not_while_a_save_has_the_unit)
     CHECK(any(0, HI, IS(STALE)));                /* its pages were its neighbour's */
     CHECK_OK(mt_mirror_bring(home.s, home.unit, HI));
     CHECK(host(MT_PLANE_HI, 0)[0] == 5);
-    close_home();
 }
 
 static void *evicts(void *arg)
@@ -357,7 +351,7 @@ TEST(memory_that_a_save_reads_is_not_evicted)
 {
     mt_status st = MT_EINVAL;
 
-    open_home(&at_once);
+    HOME(&at_once);
     change(M, 5);
     CHECK_OK(mt_ledger_save_begin(home.s, home.unit));
     CHECK_OK(mt_mirror_peek(home.s, home.unit, M));
@@ -369,14 +363,13 @@ TEST(memory_that_a_save_reads_is_not_evicted)
     thread_join(thread);
     CHECK_OK(st);
     CHECK(reserved(MT_PLANE_M) > 0);
-    close_home();
 }
 
 /* ---- writers ------------------------------------------------------------------------------ */
 
 TEST(what_is_pushed_is_the_homes_and_its_neighbours_are_still_stale)
 {
-    open_home(&at_once);
+    HOME(&at_once);
     change(M | HI, 5);
     fill(MT_PLANE_M, 1, 9);
     uint64_t version = mt_ledger_version(home.s, home.unit);
@@ -395,12 +388,11 @@ TEST(what_is_pushed_is_the_homes_and_its_neighbours_are_still_stale)
     CHECK_OK(mt_mirror_release(home.s, home.unit));              /* no claim, its memory goes */
     CHECK(host(MT_PLANE_HI, 0)[0] == 0);
     CHECK_FAILS(mt_mirror_push(home.s, home.unit, PARAMS, M), MT_EINVAL, "layers.0");
-    close_home();
 }
 
 TEST(a_push_that_fails_leaves_the_homes_values)
 {
-    open_home(&at_once);
+    HOME(&at_once);
     change(M, 5);
     CHECK_OK(mt_mirror_bring(home.s, home.unit, M));
     fill(MT_PLANE_M, 1, 9);
@@ -408,13 +400,12 @@ TEST(a_push_that_fails_leaves_the_homes_values)
     CHECK_EQ(mt_mirror_push(home.s, home.unit, 1, M), MT_EDISK);
     CHECK_OK(mt_mirror_bring(home.s, home.unit, M));
     CHECK(host(MT_PLANE_M, 1)[0] == 6);
-    close_home();
 }
 
 /* A home that opens over what the host has, and takes weights by itself. */
 TEST(what_the_host_had_is_ahead_until_it_is_taken)
 {
-    open_home(&mt_home_ram);
+    HOME(&mt_home_ram);
     fill(MT_PLANE_M, 1, 8);
     fill(MT_PLANE_HI, 0, 2);
     REQUIRE_OK(mt_store_move(home.s, home.unit, &lazily, &home));
@@ -436,13 +427,12 @@ TEST(what_the_host_had_is_ahead_until_it_is_taken)
     CHECK(host(MT_PLANE_HI, 0)[0] == 2 && host(MT_PLANE_M, 1)[0] == 0);
     CHECK_OK(mt_mirror_evict(home.s, home.unit));
     CHECK(host(MT_PLANE_HI, 0)[0] == 0);
-    close_home();
 }
 
 /* Between opening and storing a parameter is written; its neighbour's memory goes, and its too. */
 TEST(what_is_pushed_before_the_rest_is_taken_is_not_lost)
 {
-    open_home(&mt_home_ram);
+    HOME(&mt_home_ram);
     fill(MT_PLANE_M, 0, 8);
     REQUIRE_OK(mt_store_move(home.s, home.unit, &at_once, &home));
     fill(MT_PLANE_M, 1, 9);
@@ -451,13 +441,12 @@ TEST(what_is_pushed_before_the_rest_is_taken_is_not_lost)
     CHECK_OK(mt_mirror_evict(home.s, home.unit));
     CHECK_OK(mt_mirror_bring(home.s, home.unit, M));
     CHECK(host(MT_PLANE_M, 0)[0] == 8 && host(MT_PLANE_M, 1)[0] == 9);
-    close_home();
 }
 
 /* Weights, of which nobody knows which were written. */
 TEST(weights_that_are_touched_are_the_hosts)
 {
-    open_home(&lazily);
+    HOME(&lazily);
     uint64_t version = mt_ledger_version(home.s, home.unit);
     mt_mirror_tell(home.s, home.unit, -1, HI, MT_MIRROR_STORE);
     mt_mirror_tell(home.s, home.unit, -1, HI, MT_MIRROR_STORED);
@@ -467,12 +456,11 @@ TEST(weights_that_are_touched_are_the_hosts)
     CHECK_OK(mt_mirror_push(home.s, home.unit, 0, HI));          /* the home takes it later */
     CHECK_EQ(home.stores, 0);
     CHECK_EQ(mt_ledger_version(home.s, home.unit), version + 2);
-    close_home();
 }
 
 TEST(what_is_torn_is_refused)
 {
-    open_home(&lazily);
+    HOME(&lazily);
     mt_mirror_tell(home.s, home.unit, -1, HI, MT_MIRROR_STORE);
     mt_mirror_tell(home.s, home.unit, -1, HI, MT_MIRROR_STORED);
     change(HI, 5);
@@ -482,14 +470,13 @@ TEST(what_is_torn_is_refused)
     CHECK_OK(mt_mirror_evict(home.s, home.unit));
     CHECK(any(1, HI, IS(TORN)));
     CHECK_OK(mt_mirror_bring(home.s, home.unit, M));     /* the door is open, others are well */
-    close_home();
 }
 
 /* ---- planes at home on the host ------------------------------------------------------------ */
 
 TEST(planes_may_be_excepted_and_come_back)
 {
-    open_home(&at_once);
+    HOME(&at_once);
     fill(MT_PLANE_M, 0, 3);
     CHECK_OK(mt_store_move(home.s, home.unit, &visiting, &home));
     change(M, 5);                                /* of which the mirror hears nothing */
@@ -505,5 +492,4 @@ TEST(planes_may_be_excepted_and_come_back)
     CHECK_OK(mt_mirror_store(home.s, home.unit));
     change(M, 6);
     CHECK_FAILS(mt_store_move(home.s, home.unit, &visiting, &home), MT_ESTATE, "layers.0");
-    close_home();
 }

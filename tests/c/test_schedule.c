@@ -92,48 +92,6 @@ TEST(two_slots_for_layers_as_text)
                   "update head\n");
 }
 
-/* Three slots: a copy has two computes to hide behind, and only layer 0 comes twice. */
-TEST(three_slots_for_layers_as_text)
-{
-    check_text(3, "fetch embed        -> slot 3\n"
-                  "fetch layers.0     -> slot 0\n"
-                  "fetch layers.1     -> slot 1\n"
-                  "fetch layers.2     -> slot 2\n"
-                  "compute embed      in slot 3\n"
-                  "compute layers.0   in slot 0\n"
-                  "release layers.0   from slot 0\n"
-                  "fetch layers.3     -> slot 0\n"
-                  "release embed      from slot 3\n"
-                  "fetch head         -> slot 3\n"
-                  "compute layers.1   in slot 1\n"
-                  "compute layers.2   in slot 2\n"
-                  "compute layers.3   in slot 0\n"
-                  "compute head       in slot 3\n"
-                  "compute head       in slot 3\n"
-                  "offload head\n"
-                  "compute layers.3   in slot 0\n"
-                  "release layers.3   from slot 0\n"
-                  "fetch layers.0     -> slot 0\n"
-                  "offload layers.3\n"
-                  "compute layers.2   in slot 2\n"
-                  "offload layers.2\n"
-                  "compute layers.1   in slot 1\n"
-                  "offload layers.1\n"
-                  "compute layers.0   in slot 0\n"
-                  "offload layers.0\n"
-                  "offload embed\n"
-                  "release layers.0   from slot 0\n"
-                  "release layers.1   from slot 1\n"
-                  "release layers.2   from slot 2\n"
-                  "release head       from slot 3\n"
-                  "update embed\n"
-                  "update layers.0\n"
-                  "update layers.1\n"
-                  "update layers.2\n"
-                  "update layers.3\n"
-                  "update head\n");
-}
-
 TEST(one_slot_takes_turns)
 {
     const mt_mark trace[] = { { MT_COMPUTE, 0 }, { MT_COMPUTE, 1 }, { MT_COMPUTE, 1 },

@@ -125,7 +125,7 @@ static void scene_open(scene *s, uint64_t seed, int max_us, int disk_us, unsigne
     scene_file(s, 0, skip);
 }
 
-static long scene_close(scene *s)
+static long scene_end(scene *s)
 {
     CHECK_OK(s->t.dev->ops->sync(s->t.run));
     mt_swap_close(s->w);
@@ -134,6 +134,13 @@ static long scene_close(scene *s)
     CHECK_EQ(rmdir(s->dir), 0);          /* nothing is left there */
     return atomic_load(&s->k.wrong);
 }
+
+static void scene_close(scene *s)
+{
+    CHECK_EQ(scene_end(s), 0);
+}
+
+#define SCENE(s, ...) CLOSED_BY(scene_close) scene s; scene_open(&s, __VA_ARGS__)
 
 static mt_spill_stats stats(scene *s)
 {
@@ -201,16 +208,16 @@ static void backward(scene *s, int step, uint64_t *bundle)
 
 static long train(uint64_t seed, int max_us, int disk_us, unsigned skip, int steps)
 {
-    static scene s;
-    uint64_t     bundle[WINDOWS];
+    uint64_t bundle[WINDOWS];
 
+    scene s;
     scene_open(&s, seed, max_us, disk_us, skip);
     for (int step = 0; step < steps; step++) {
         forward(&s, step, bundle);
         backward(&s, step, bundle);
     }
     CHECK_OK(s.t.dev->ops->sync(s.t.run));
-    return scene_close(&s);
+    return scene_end(&s);
 }
 
 TEST(tensors_come_back_as_they_left)
@@ -222,10 +229,9 @@ TEST(tensors_come_back_as_they_left)
 
 TEST(a_few_bays_carry_any_number_of_bundles)
 {
-    static scene s;
-    uint64_t     bundle[WINDOWS];
+    uint64_t bundle[WINDOWS];
 
-    scene_open(&s, 3, 50, 50, 0);
+    SCENE(s, 3, 50, 50, 0);
     for (int step = 0; step < 3; step++) {
         forward(&s, step, bundle);
         CHECK_EQ(stats(&s).used_bytes, WINDOWS * KEEPS);
@@ -240,16 +246,9 @@ TEST(a_few_bays_carry_any_number_of_bundles)
     CHECK(stats(&s).file_bytes >= WINDOWS * KEEPS &&
           stats(&s).file_bytes <= (WINDOWS + BAYS) * KEEPS);
     CHECK(stats(&s).written_bytes >= 3 * (WINDOWS - BAYS) * KEEPS);
-    CHECK_EQ(scene_close(&s), 0);
 }
 
 /* ---- edges ------------------------------------------------------------------------------ */
-
-#if defined(__SANITIZE_THREAD__)
-#define RACE SKIP("a race on purpose")
-#else
-#define RACE (void)0
-#endif
 
 static void expect_wrong(unsigned edge, int max_us, int disk_us)
 {
@@ -314,7 +313,7 @@ static void comes_back_twice(int written)
     for (int i = 0; i < 2; i++)
         run(&s, &s.k.landing[i], value_of(0, 0), 1);
     mt_swap_drop(s.w, bundle);
-    CHECK_EQ(scene_close(&s), 0);
+    scene_close(&s);
 }
 
 TEST(a_bundle_may_come_back_again_while_it_does)
@@ -351,12 +350,11 @@ static int is_told(scene *s, const char *what)
  * no drive goes on, and a bundle that is dropped on its way is there until it has come. */
 TEST(who_needs_no_drive_waits_for_none)
 {
-    static scene s;
-    uint64_t     bundle[WINDOWS];
-    comer        c[2];
-    pthread_t    thread[2];
+    uint64_t  bundle[WINDOWS];
+    comer     c[2];
+    pthread_t thread[2];
 
-    scene_open(&s, 1, 0, 0, 0);
+    SCENE(s, 1, 0, 0, 0);
     forward_in_order(&s, 0, bundle);
     atomic_store(&disk.held, 1);
     c[0] = (comer){ &s, 0, bundle[0], MT_EINVAL };
@@ -377,15 +375,14 @@ TEST(who_needs_no_drive_waits_for_none)
     CHECK_OK(c[1].st);
     CHECK_EQ(mt_swap_await(s.w, bundle[0], s.t.run), MT_ESTATE);
     look(&s, 0, 1, bundle[1]);
-    CHECK_EQ(scene_close(&s), 0);
 }
 
 /* Its first write is under way when a bundle is dropped; the next one's is over before. */
 static long dropped_while_it_is_written(unsigned skip)
 {
-    static scene s;
-    uint64_t     bundle[WINDOWS];
+    uint64_t bundle[WINDOWS];
 
+    scene s;
     scene_open(&s, 1, 0, 0, skip);
     atomic_store(&disk.stalled, 1);
     CHECK_OK(leave(&s, 0, 0, &bundle[0]));
@@ -399,7 +396,7 @@ static long dropped_while_it_is_written(unsigned skip)
     until_written(&s, (2 + BAYS) * KEEPS);
     expect(&s, come(&s, 1, bundle[1]));
     look(&s, 0, 1, bundle[1]);
-    return scene_close(&s);
+    return scene_end(&s);
 }
 
 TEST(without_gone_a_place_is_written_by_two)
@@ -414,10 +411,9 @@ TEST(without_gone_a_place_is_written_by_two)
 /* Each bay that is emptied makes room for one more bundle, the latest first. */
 TEST(what_comes_next_is_read_before_it_is_asked_for)
 {
-    static scene s;
-    uint64_t     bundle[WINDOWS];
+    uint64_t bundle[WINDOWS];
 
-    scene_open(&s, 1, 0, 0, 0);
+    SCENE(s, 1, 0, 0, 0);
     forward_in_order(&s, 0, bundle);
     CHECK_EQ(atomic_load(&disk.reads), 0);
     for (int w = WINDOWS - 1; w >= BAYS; w--) {
@@ -431,16 +427,14 @@ TEST(what_comes_next_is_read_before_it_is_asked_for)
         CHECK_EQ(atomic_load(&disk.reads), soon);
         CHECK_EQ(atomic_load(&disk.read_at[soon - 1]), (w - BAYS) * KEEPS);
     }
-    CHECK_EQ(scene_close(&s), 0);
 }
 
 TEST(graphs_may_cross_and_be_gone_through_twice)
 {
-    static scene s;
-    uint64_t     a[WINDOWS], b[WINDOWS];
+    uint64_t a[WINDOWS], b[WINDOWS];
 
     for (uint64_t seed = 1; seed <= 3; seed++) {
-        scene_open(&s, seed, 60, 60, 0);
+        SCENE(s, seed, 60, 60, 0);
         forward(&s, 0, a);
         forward(&s, 1, b);
         for (int time = 0; time < 2; time++)
@@ -454,16 +448,14 @@ TEST(graphs_may_cross_and_be_gone_through_twice)
             look(&s, 1, w, b[w]);
         }
         CHECK_EQ(stats(&s).host_bytes, BAYS * KEEPS);
-        CHECK_EQ(scene_close(&s), 0);
     }
 }
 
 TEST(what_is_dropped_is_not_written)
 {
-    static scene s;
-    uint64_t     bundle[WINDOWS];
+    uint64_t bundle[WINDOWS];
 
-    scene_open(&s, 1, 0, 0, 0);
+    SCENE(s, 1, 0, 0, 0);
     atomic_store(&disk.stalled, 1);
     CHECK_OK(leave(&s, 0, 0, &bundle[0]));
     UNTIL(atomic_load(&disk.begun) != 0);
@@ -476,7 +468,6 @@ TEST(what_is_dropped_is_not_written)
         CHECK_OK(leave(&s, step, 0, &bundle[0]));
         mt_swap_drop(s.w, bundle[0]);
     }
-    CHECK_EQ(scene_close(&s), 0);
 }
 
 static uint64_t out(scene *s, void *mem, size_t bytes)
@@ -491,12 +482,11 @@ static uint64_t out(scene *s, void *mem, size_t bytes)
 
 TEST(bundles_differ_in_size_and_are_padded)
 {
-    static scene  s;
     static char   mem[6][70000];
     static size_t bytes[6] = { 7, 70000, 513, 4096, 50001, 8193 };
     uint64_t      bundle[6];
 
-    scene_open(&s, 1, 60, 60, 0);
+    SCENE(s, 1, 60, 60, 0);
     for (int step = 0; step < 3; step++) {
         for (int i = 0; i < 6; i++) {
             memset(mem[i], 'a' + i + step, bytes[i]);
@@ -518,22 +508,19 @@ TEST(bundles_differ_in_size_and_are_padded)
         while (stats(&s).used_bytes > 0)             /* some are written still (GONE) */
             sleep_ms(1);
     }
-    CHECK_EQ(scene_close(&s), 0);
 }
 
 TEST(overlap_off_means_that_all_is_written_at_once)
 {
-    static scene s;
-    uint64_t     bundle[WINDOWS];
+    uint64_t bundle[WINDOWS];
 
-    scene_open(&s, 1, 60, 60, 0);
+    SCENE(s, 1, 60, 60, 0);
     mt_debug_set(&s.t.cx, (mt_debug){ .sync = 1 });
     for (int w = 0; w < WINDOWS; w++) {
         CHECK_OK(leave(&s, 0, w, &bundle[w]));
         CHECK_EQ(stats(&s).written_bytes, (w + 1) * KEEPS);
     }
     backward(&s, 0, bundle);
-    CHECK_EQ(scene_close(&s), 0);
 }
 
 /* ---- the file is no good ---------------------------------------------------------------- */
@@ -571,16 +558,15 @@ TEST(a_file_that_may_not_grow_is_told_with_its_bytes)
     until_written(&s, KEEPS);
     UNTIL(stats(&s).used_bytes <= KEEPS);
     CHECK_OK(leave(&s, 0, 2, &bundle[2]));                   /* in the dropped one's place */
-    CHECK_EQ(scene_close(&s), 0);
+    scene_close(&s);
 }
 
 TEST(a_write_that_fails_is_told_and_harms_nobody_else)
 {
-    static scene s;
-    uint64_t     bundle[WINDOWS], lost;
-    mt_status    st;
+    uint64_t  bundle[WINDOWS], lost;
+    mt_status st;
 
-    scene_open(&s, 1, 0, 0, 0);
+    SCENE(s, 1, 0, 0, 0);
     atomic_store(&disk.fail_write, 1);
     CHECK_OK(leave(&s, 0, 2, &lost));
     for (st = MT_OK; st == MT_OK; nap(200))     /* told once to whoever comes when that is known, */
@@ -597,18 +583,16 @@ TEST(a_write_that_fails_is_told_and_harms_nobody_else)
         forward(&s, step, bundle);
         backward(&s, step, bundle);
     }
-    CHECK_EQ(scene_close(&s), 0);
 }
 
 TEST(a_read_that_fails_is_told_and_may_be_tried_again)
 {
-    static scene s;
-    uint64_t     bundle[WINDOWS];
+    uint64_t bundle[WINDOWS];
 
     for (int n = 1; n <= 2; n++) {                  /* the one asked for; one that is read ahead */
         int w = n == 1 ? 0 : 3;
 
-        scene_open(&s, 1, 0, 0, 0);
+        SCENE(s, 1, 0, 0, 0);
         forward_in_order(&s, 0, bundle);
         atomic_store(&disk.fail_at, w * KEEPS);
         for (int last = WINDOWS - 1; n == 2 && last > w; last--) {
@@ -621,7 +605,6 @@ TEST(a_read_that_fails_is_told_and_may_be_tried_again)
         CHECK_HAS(mt_last_error(), strerror(EIO));
         CHECK_OK(come(&s, w, bundle[w]));
         look(&s, 0, w, bundle[w]);
-        CHECK_EQ(scene_close(&s), 0);
     }
 }
 
@@ -725,10 +708,9 @@ TEST(places_are_cut_and_joined)
 TEST(bundles_of_no_bytes_come_and_go)
 {
     mt_swap_part none[2] = { { NULL, 0 }, { NULL, 0 } };
-    scene        s;
     uint64_t     a, b;
 
-    scene_open(&s, 1, 0, 0, 0);
+    SCENE(s, 1, 0, 0, 0);
     size_t used = mt_swap_stats_get(s.w).used_bytes;
     for (int i = 0; i < 3; i++) {
         CHECK_OK(mt_swap_out(s.w, 0, none, 2, MT_SWAP_FILE, s.t.run, &a));
@@ -743,5 +725,4 @@ TEST(bundles_of_no_bytes_come_and_go)
     }
     CHECK_EQ(mt_swap_stats_get(s.w).used_bytes, used);
     CHECK_EQ(stats(&s).written_bytes, 0);
-    CHECK_EQ(scene_close(&s), 0);
 }

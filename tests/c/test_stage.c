@@ -24,11 +24,13 @@ static void open_behind(int n, fault_mode mode, int locks, int max_us)
     REQUIRE_OK(mt_dev_stage_open(faulty, &stage));
 }
 
-static void close_all(void)
+static void close_all(int *opened)
 {
     stage->ops->close(stage);
     behind->ops->close(behind);
 }
+
+#define BEHIND(...) CLOSED_BY(close_all) int opened = (open_behind(__VA_ARGS__), 1); (void)opened
 
 static size_t noted(void)
 {
@@ -76,7 +78,7 @@ TEST(copies_of_any_size_are_whole)
     const size_t   sizes[] = { 0, 1, BUFFER_BYTES - 1, BUFFER_BYTES, BUFFER_BYTES + 1, REGION };
     unsigned char *from, *to, *there;
 
-    open_behind(0, FAULT_ONCE, OURS, 0);
+    BEHIND(0, FAULT_ONCE, OURS, 0);
     mt_dev_stage_limit(stage, SIZE_MAX, 0);
     mt_queue *q = queue();
     there = device(REGION);
@@ -97,7 +99,6 @@ TEST(copies_of_any_size_are_whole)
     stage->ops->mem_free(stage, there);
     stage->ops->queue_close(q);
     CHECK_EQ(fault_live(faulty), OURS);
-    close_all();
 }
 
 /* Up, down into another region, up again from there: each must find what the one before brought,
@@ -110,7 +111,7 @@ TEST(copies_keep_the_order_of_their_queues)
     mt_queue      *one, *two;
     mt_event      *up, *down;
 
-    open_behind(0, FAULT_ONCE, OURS, 100);
+    BEHIND(0, FAULT_ONCE, OURS, 100);
     mt_dev_stage_limit(stage, SIZE_MAX, 0);
     a = region_of(REGION, 3, MT_OK);
     b = region_of(REGION, 0, MT_OK);
@@ -142,12 +143,11 @@ TEST(copies_keep_the_order_of_their_queues)
     region_free(a);
     region_free(b);
     region_free(c);
-    close_all();
 }
 
 TEST(what_is_locked_is_copied_at_once)
 {
-    open_behind(0, FAULT_ONCE, OURS + 1, 0);
+    BEHIND(0, FAULT_ONCE, OURS + 1, 0);
     mt_dev_stage_limit(stage, SIZE_MAX, 0);
     unsigned char *from = region_of(REGION, 3, MT_OK);
     CHECK_EQ(noted(), 0);
@@ -161,7 +161,6 @@ TEST(what_is_locked_is_copied_at_once)
     stage->ops->queue_close(q);
     stage->ops->mem_free(stage, there);
     region_free(from);
-    close_all();
 }
 
 /* The n-th registration and all after it fail: never worse than what could not be locked. */
@@ -170,7 +169,7 @@ TEST(whichever_registration_fails_first)
     for (int n = 0; n <= OURS + 4; n++) {
         unsigned char *p[3];
 
-        open_behind(0, FAULT_ONCE, n, 0);
+        BEHIND(0, FAULT_ONCE, n, 0);
         for (int i = 0; i < 3; i++)
             p[i] = region_of(SMALL_BYTES + BUFFER_BYTES, 1, n < OURS ? MT_ENOMEM : MT_OK);
         CHECK_EQ(noted(), n < OURS || n >= OURS + 3
@@ -178,7 +177,6 @@ TEST(whichever_registration_fails_first)
         for (int i = 0; i < 3; i++)
             region_free(p[i]);
         CHECK_EQ(fault_live(faulty), n < OURS ? 0 : OURS);
-        close_all();
     }
 }
 
@@ -186,12 +184,11 @@ TEST(why_is_what_the_device_said_first)
 {
     char why[512];
 
-    open_behind(0, FAULT_ONCE, OURS, 0);
+    BEHIND(0, FAULT_ONCE, OURS, 0);
     unsigned char *p = region_of(SMALL_BYTES + PAGE_BYTES, 1, MT_OK);
     CHECK_EQ(mt_dev_stage_noted(stage, why, sizeof why), SMALL_BYTES + PAGE_BYTES);
     CHECK_HAS(why, "69632 bytes cannot be locked");
     region_free(p);
-    close_all();
 }
 
 /* What kernels write into is locked in the cushion's place, or refused. */
@@ -199,7 +196,7 @@ TEST(small_regions_are_never_only_noted)
 {
     unsigned char *large, *small;
 
-    open_behind(0, FAULT_ONCE, OURS, 0);
+    BEHIND(0, FAULT_ONCE, OURS, 0);
     large = region_of(SMALL_BYTES + PAGE_BYTES, 1, MT_OK);
     small = aligned_alloc(PAGE_BYTES, PAGE_BYTES);
     CHECK_EQ(stage->ops->host_register(stage, small, PAGE_BYTES), MT_ENOMEM);
@@ -209,17 +206,15 @@ TEST(small_regions_are_never_only_noted)
     CHECK_EQ(noted(), SMALL_BYTES + PAGE_BYTES);
     region_free(small);
     region_free(large);
-    close_all();
 }
 
 TEST(other_failures_stay_failures)
 {
     for (int n = 1; n <= OURS + 1; n++) {
-        open_behind(n, FAULT_ONCE, -1, 0);
+        BEHIND(n, FAULT_ONCE, -1, 0);
         unsigned char *p = region_of(SMALL_BYTES + PAGE_BYTES, 1, MT_EDEVICE);
         CHECK_EQ(noted(), 0);
         free(p);
-        close_all();
     }
 }
 
@@ -227,7 +222,7 @@ TEST(other_failures_stay_failures)
 TEST(a_copy_fails_at_each_of_its_calls)
 {
     for (int n = 1, over = 0; !over; n++) {
-        open_behind(0, FAULT_ONCE, OURS, 0);
+        BEHIND(0, FAULT_ONCE, OURS, 0);
         mt_dev_stage_limit(stage, SIZE_MAX, 0);
         unsigned char *p = region_of(REGION, 1, MT_OK);
         mt_queue *q = queue();
@@ -241,7 +236,6 @@ TEST(a_copy_fails_at_each_of_its_calls)
         stage->ops->queue_close(q);
         stage->ops->mem_free(stage, there);
         region_free(p);
-        close_all();
     }
 }
 
@@ -251,7 +245,7 @@ TEST(queues_without_a_buffer_copy_too)
     unsigned char *from, *to;
     mt_queue      *q[BUFFERS + 2];
 
-    open_behind(0, FAULT_ONCE, OURS, 0);
+    BEHIND(0, FAULT_ONCE, OURS, 0);
     mt_dev_stage_limit(stage, SIZE_MAX, 0);
     from = region_of(REGION, 5, MT_OK);
     to = region_of(REGION, 0, MT_OK);
@@ -272,7 +266,6 @@ TEST(queues_without_a_buffer_copy_too)
     stage->ops->mem_free(stage, there);
     region_free(from);
     region_free(to);
-    close_all();
 }
 
 /* A device whose next registration takes until it is let go on, or five seconds. */
@@ -298,7 +291,7 @@ TEST(while_memory_is_locked_others_copy_and_look)
     unsigned char *first, *second = aligned_alloc(PAGE_BYTES, REGION);
     pthread_t      thread;
 
-    open_behind(0, FAULT_ONCE, OURS, 0);
+    BEHIND(0, FAULT_ONCE, OURS, 0);
     mt_dev_stage_limit(stage, SIZE_MAX, 0);
     first = region_of(REGION, 3, MT_OK);                     /* noted: its copies take a buffer */
     void *there = device(REGION);
@@ -320,6 +313,4 @@ TEST(while_memory_is_locked_others_copy_and_look)
     stage->ops->mem_free(stage, there);
     region_free(first);
     faulty->ops = ops;
-    close_all();
-    free(second);
 }

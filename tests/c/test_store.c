@@ -184,41 +184,6 @@ STORE_TEST(planes_are_mapped_when_first_asked_for_and_zero)
     CHECK_EQ(again[0], 0);
 }
 
-/* mincore says which pages are in memory. */
-TEST(arena_is_in_memory_when_handed_out)
-{
-    enum { BYTES = 40 << 20 };
-    mt_arena       a = {0};
-    unsigned char *in;
-    long           page = sysconf(_SC_PAGESIZE), missing = 0;
-
-    REQUIRE_OK(mt_pool_open(2, &pool));
-    REQUIRE((in = malloc((size_t)(BYTES / page + 1))) != NULL);
-    CHECK_OK(mt_arena_open(&a, BYTES - 100, pool, NULL, "test", 0));
-    CHECK_EQ(a.bytes, BYTES);
-    REQUIRE(mincore(a.base, BYTES, in) == 0);
-    for (long i = 0; i < BYTES / page; i++)
-        missing += !(in[i] & 1);
-    CHECK_EQ(missing, 0);
-    mt_arena_close(&a);
-    CHECK(a.base == NULL);
-    mt_arena_close(&a);
-    free(in);
-    mt_pool_close(pool);
-}
-
-TEST(large_arenas_start_at_a_huge_page)
-{
-    mt_arena a[4] = {0};
-
-    for (size_t i = 0; i < 4; i++) {
-        CHECK_OK(mt_arena_open(&a[i], ((size_t)5 << 20) + i * 4096, NULL, NULL, "test", 0));
-        CHECK_EQ((uintptr_t)a[i].base % (2 << 20), 0);
-    }
-    for (int i = 0; i < 4; i++)
-        mt_arena_close(&a[i]);
-}
-
 static long pages_mapped(void)
 {
     FILE *f = fopen("/proc/self/statm", "r");
@@ -358,15 +323,6 @@ STORE_TEST(units_and_parameters_without_bytes_are_fine)
     CHECK(at(v, 0, MT_PLANE_HI) != NULL);
     CHECK(at(v, 0, MT_PLANE_ACC) != NULL);
     CHECK_EQ(mt_store_bytes(store, MT_PLANE_COUNT), 0);
-}
-
-STORE_TEST(hi_is_where_the_first_parameter_is)
-{
-    void *hi = NULL;
-
-    int u = add("mixed", mixed, MIXED);
-    CHECK_OK(mt_store_hi(store, u, &hi));
-    CHECK(hi == at(u, 0, MT_PLANE_HI));
 }
 
 STORE_TEST(add_refuses_what_cannot_be)

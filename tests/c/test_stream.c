@@ -165,18 +165,6 @@ TEST(acquire_refuses_a_unit_that_fits_no_slot)
 
 /* ---- on the schedule -------------------------------------------------------------------- */
 
-TEST(every_window_sees_its_units_weights)
-{
-    for (int slots = 1; slots <= 4; slots++)
-        for (int us = 0; us <= 200; us += 200) {
-            RIG(r, slots, 11, us);
-            for (int step = 0; step < 3; step++) {
-                forward(&r);
-                backward(&r);
-            }
-        }
-}
-
 TEST(a_recorded_step_demands_nothing_again)
 {
     mt_stream_stats first, after;
@@ -580,26 +568,6 @@ static void *writer_main(void *arg)
     }
     mt_ledger_update_end(w->r->t.store, w->unit);
     return NULL;
-}
-
-TEST(a_fetch_waits_for_the_update_under_way)
-{
-    pthread_t thread;
-
-    RIG(r, 2, 0, 0);
-    visit(&r, 1);
-    for (int i = 0; i < 5; i++) {
-        writer w = { &r, 1, (float)i };
-        void  *mem = NULL;
-        int    k = -1;
-
-        mt_ledger_update_begin(r.t.store, 1);
-        thread = thread_start(writer_main, &w);
-        mem = window(&r, 1, &k);
-        for (int64_t j = 0; j < toy_numel(1, 0); j++)
-            CHECK(((const float *)mem)[j] == (float)i);
-        thread_join(thread);
-    }
 }
 
 /* The schedule foresees a backward, asks for its units, and an update comes instead. */

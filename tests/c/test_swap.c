@@ -24,13 +24,20 @@ static void scene_open(scene *s, uint64_t seed, int max_us, unsigned skip)
     mt_debug_set(&s->t.cx, (mt_debug){ .skip = skip });
 }
 
-static long scene_close(scene *s)
+static long scene_end(scene *s)
 {
     CHECK_OK(s->t.dev->ops->sync(s->t.run));
     mt_swap_close(s->w);
     toy_close(&s->t);
     return atomic_load(&s->k.wrong);
 }
+
+static void scene_close(scene *s)
+{
+    CHECK_EQ(scene_end(s), 0);
+}
+
+#define SCENE(s, ...) CLOSED_BY(scene_close) scene s; scene_open(&s, __VA_ARGS__)
 
 static void forward(scene *s, int step, uint64_t *bundle)
 {
@@ -65,9 +72,9 @@ static void backward(scene *s, int step, uint64_t *bundle)
 
 static long train(uint64_t seed, int max_us, unsigned skip, int steps)
 {
-    static scene s;
-    uint64_t     bundle[WINDOWS];
+    uint64_t bundle[WINDOWS];
 
+    scene s;
     scene_open(&s, seed, max_us, skip);
     s.k.slow = skip == MT_EDGE_ROOM;
     for (int step = 0; step < steps; step++) {
@@ -76,7 +83,7 @@ static long train(uint64_t seed, int max_us, unsigned skip, int steps)
         CHECK_EQ(mt_swap_stats_get(s.w).used_bytes, 0);
     }
     CHECK_EQ(mt_swap_stats_get(s.w).out_bytes, mt_swap_stats_get(s.w).back_bytes);
-    return scene_close(&s);
+    return scene_end(&s);
 }
 
 TEST(tensors_come_back_as_they_left)
@@ -95,12 +102,6 @@ static void expect_wrong(unsigned edge)
     CHECK(wrong > 0);
 }
 
-#if defined(__SANITIZE_THREAD__)
-#define RACE SKIP("a race on purpose")
-#else
-#define RACE (void)0
-#endif
-
 TEST(without_computed_something_else_is_kept)
 {
     RACE;
@@ -116,12 +117,12 @@ TEST(without_kept_the_bay_is_read_too_early)
 {
     RACE;
     for (int skip = 0; skip < 2; skip++) {
-        static scene s;
         mt_swap_part p[PARTS];
         uint64_t     bundle;
         long         wrong = 0;
 
         for (uint64_t seed = 1; seed <= 12; seed++) {
+            scene s;
             scene_open(&s, seed, 300, skip ? MT_EDGE_KEPT : 0);
             run(&s, &s.k.source[0], value_of(3, 3), 0);
             CHECK_OK(mt_swap_out(s.w, 0, parts(&s.k.source[0], p), PARTS, MT_SWAP_HOST, s.t.run,
@@ -129,7 +130,7 @@ TEST(without_kept_the_bay_is_read_too_early)
             CHECK_OK(mt_swap_back(s.w, bundle, parts(&s.k.landing[0], p), PARTS, s.t.run));
             CHECK_OK(mt_swap_await(s.w, bundle, s.t.run));
             run(&s, &s.k.landing[0], value_of(3, 3), 1);
-            wrong += scene_close(&s);
+            wrong += scene_end(&s);
         }
         CHECK_EQ(wrong > 0, skip);
     }
@@ -139,11 +140,11 @@ TEST(without_kept_the_bay_is_read_too_early)
  * bay its next bundle. */
 static long filled_from_another_stream(uint64_t seed, unsigned skip)
 {
-    static scene s;
     mt_swap_part p[PARTS];
     mt_queue    *other;
     uint64_t     bundle;
 
+    scene s;
     scene_open(&s, seed, 300, skip);
     REQUIRE_OK(s.t.dev->ops->queue_open(s.t.dev, "other", &other));
     run(&s, &s.k.source[0], value_of(3, 3), 0);
@@ -157,7 +158,7 @@ static long filled_from_another_stream(uint64_t seed, unsigned skip)
     CHECK_EQ(mt_swap_stats_get(s.w).host_bytes, 5 * 4096);       /* the same bay */
     CHECK_OK(mt_swap_left(s.w, bundle, other));
     s.t.dev->ops->queue_close(other);
-    return scene_close(&s);
+    return scene_end(&s);
 }
 
 TEST(without_emptied_a_bay_is_filled_while_it_is_read)
@@ -191,11 +192,10 @@ static void gone(scene *s, uint64_t bundle)
 
 TEST(steps_that_are_alike_make_no_bays)
 {
-    static scene s;
-    uint64_t     bundle[WINDOWS];
-    size_t       first = 0;
+    uint64_t bundle[WINDOWS];
+    size_t   first = 0;
 
-    scene_open(&s, 1, 0, 0);
+    SCENE(s, 1, 0, 0);
     for (int step = 0; step < 4; step++) {
         forward(&s, step, bundle);
         CHECK_EQ(mt_swap_stats_get(s.w).used_bytes, mt_swap_stats_get(s.w).host_bytes);
@@ -204,16 +204,14 @@ TEST(steps_that_are_alike_make_no_bays)
         CHECK_EQ(mt_swap_stats_get(s.w).host_bytes, first);
     }
     CHECK_EQ(first, WINDOWS * 5 * 4096);   /* 16,000 and 28 bytes in whole pages; no power of two */
-    CHECK_EQ(scene_close(&s), 0);
 }
 
 TEST(bays_are_taken_by_size_and_grow)
 {
-    static scene s;
-    static char  mem[40000];
-    uint64_t     a, b;
+    static char mem[40000];
+    uint64_t    a, b;
 
-    scene_open(&s, 1, 0, 0);
+    SCENE(s, 1, 0, 0);
     a = out(&s, mem, 4096);
     b = out(&s, mem, 32768);
     gone(&s, a);
@@ -225,15 +223,13 @@ TEST(bays_are_taken_by_size_and_grow)
     gone(&s, b);
     gone(&s, a);
     CHECK_EQ(mt_swap_stats_get(s.w).used_bytes, 0);
-    scene_close(&s);
 }
 
 TEST(a_bay_stays_until_its_sources_have_left_too)
 {
-    static scene s;
-    static char  mem[4096];
+    static char mem[4096];
 
-    scene_open(&s, 1, 100, 0);
+    SCENE(s, 1, 100, 0);
     uint64_t a = out(&s, mem, sizeof mem);
     CHECK_OK(mt_swap_await(s.w, a, s.t.run));        /* who waits for it is not its sources */
     mt_swap_drop(s.w, a);
@@ -243,16 +239,14 @@ TEST(a_bay_stays_until_its_sources_have_left_too)
     CHECK_EQ(mt_swap_left(s.w, a, s.t.run), MT_ESTATE);
     CHECK_FAILS(mt_swap_await(s.w, a, s.t.run), MT_ESTATE, "dropped");
     mt_swap_drop(s.w, a);
-    scene_close(&s);
 }
 
 TEST(a_bundle_comes_back_twice_and_in_part)
 {
-    static scene s;
     mt_swap_part p[PARTS];
     uint64_t     bundle;
 
-    scene_open(&s, 7, 100, 0);
+    SCENE(s, 7, 100, 0);
     run(&s, &s.k.source[0], 5, 0);
     CHECK_OK(mt_swap_out(s.w, 0, parts(&s.k.source[0], p), PARTS, MT_SWAP_HOST, s.t.run, &bundle));
     CHECK_OK(mt_swap_left(s.w, bundle, s.t.run));
@@ -270,18 +264,16 @@ TEST(a_bundle_comes_back_twice_and_in_part)
     CHECK_EQ(mt_swap_back(s.w, bundle, p, PARTS, s.t.run), MT_EINVAL);
     CHECK_HAS(mt_last_error(), "tensor 1 left with 28 bytes");
     CHECK_EQ(mt_swap_back(s.w, bundle, p, 1, s.t.run), MT_EINVAL);
-    CHECK_EQ(scene_close(&s), 0);
 }
 
 TEST(a_large_tensor_goes_in_pieces)
 {
-    static scene s;
-    size_t       bytes = ((size_t)32 << 20) + 100;
+    size_t bytes = ((size_t)32 << 20) + 100;
     FREED char *mem = malloc(bytes);
     mt_swap_part p = { mem, bytes };
 
     REQUIRE(mem != NULL);
-    scene_open(&s, 1, 0, 0);
+    SCENE(s, 1, 0, 0);
     memset(mem, 3, bytes);
     uint64_t bundle = out(&s, mem, bytes);
     CHECK_OK(mt_swap_left(s.w, bundle, s.t.run));
@@ -289,22 +281,19 @@ TEST(a_large_tensor_goes_in_pieces)
     CHECK_OK(mt_swap_back(s.w, bundle, &p, 1, s.t.run));
     CHECK_OK(mt_swap_await(s.w, bundle, s.t.run));
     CHECK(mem[0] == 3 && mem[(32 << 20) - 1] == 3 && mem[32 << 20] == 3 && mem[bytes - 1] == 3);
-    scene_close(&s);
 }
 
 TEST(what_does_not_fit_the_host_is_refused_with_its_bytes)
 {
-    static scene s;
     char         mem[8];
     mt_swap_part p = { mem, (size_t)1 << 60 };
     uint64_t     bundle = 7;
 
-    scene_open(&s, 1, 0, 0);
+    SCENE(s, 1, 0, 0);
     CHECK_EQ(mt_swap_out(s.w, 0, &p, 1, MT_SWAP_HOST, s.t.run, &bundle), MT_ENOMEM);
     CHECK_HAS(mt_last_error(), "activations on the host: 1152921504606846976 bytes");
     CHECK_EQ(bundle, 7);
     gone(&s, out(&s, mem, sizeof mem));
-    scene_close(&s);
 }
 
 /* ---- failures --------------------------------------------------------------------------- */

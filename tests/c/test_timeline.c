@@ -363,11 +363,3 @@ TEST(records_of_what_is_over_follow_each_other)
     CHECK(r.got[1].unit == 2 && r.got[1].bytes == 102 && r.got[1].begin_ns >= r.got[0].end_ns);
     CHECK(r.got[1].end_ns <= reached);
 }
-
-TEST(names_are_said)
-{
-    CHECK_STR(mt_lane_name(MT_LANE_HOST), "host update");
-    CHECK_STR(mt_lane_name((mt_lane)99), "?");
-    CHECK_STR(mt_work_name(MT_WORK_REPLAY), "replay");
-    CHECK_STR(mt_work_name((mt_work)-1), "?");
-}

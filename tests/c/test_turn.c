@@ -53,12 +53,23 @@ static void peer_close(peer *p)
     p->cx.dev->ops->close(p->cx.dev);
 }
 
+typedef struct table {
+    peer p[RANKS];
+    int  ranks;
+} table;
+
+static void table_close(table *t)
+{
+    for (int r = 0; r < t->ranks; r++)
+        peer_close(&t->p[r]);
+}
+
+#define TABLE(p, n, ...) CLOSED_BY(table_close) table p##_table = { .ranks = n }; \
+    peer *p = p##_table.p; table_open(p, n, __VA_ARGS__)
+
 static void all(peer *p, int ranks, void *(*script)(void *))
 {
-    for (int r = 0; r < ranks; r++)
-        p[r].thread = thread_start(script, &p[r]);
-    for (int r = 0; r < ranks; r++)
-        thread_join(p[r].thread);
+    run_together(script, p, sizeof *p, ranks);
 }
 
 static int take(peer *p, int unit, uint64_t about)
@@ -103,14 +114,10 @@ TEST(ranks_that_go_one_way_are_in_step)
 
 TEST(ranks_of_another_machine_are_no_mates)
 {
-    peer p[RANKS];
-
-    table_open(p, 2, NEVER, speak_for_two);
+    TABLE(p, 2, NEVER, speak_for_two);
     CHECK_EQ(mt_turns_mates(p[1].cx.turns), 2);
     CHECK_EQ(mt_turns_place(p[1].cx.turns), 1);
     all(p, 2, walk_alike);
-    for (int r = 0; r < 2; r++)
-        peer_close(&p[r]);
 }
 
 static int turns_taken;
@@ -128,16 +135,12 @@ TEST(who_is_one_unit_behind_learns_the_verdict)
     static const int many[] = { 0, 1, 31, 63, 64, 200 };
 
     for (size_t k = 0; k < sizeof many / sizeof *many; k++) {
-        peer p[2];
-
-        table_open(p, 2, SHORT, NULL);
+        TABLE(p, 2, SHORT, NULL);
         turns_taken = many[k];
         all(p, 2, walk_one_unit);
         CHECK_EQ(take(&p[0], 0, 7), 0);
         CHECK_EQ(take(&p[0], 1, 7), 0);
         CHECK_EQ(take(&p[1], 0, 7), 0);
-        for (int r = 0; r < 2; r++)
-            peer_close(&p[r]);
     }
 }
 
@@ -152,9 +155,7 @@ static void *walk_apart(void *arg)
 
 TEST(of_two_windows_neither_is_gathered)
 {
-    peer p[2];
-
-    table_open(p, 2, NEVER, NULL);
+    TABLE(p, 2, NEVER, NULL);
     all(p, 2, walk_apart);
     mt_turns_stats n = mt_turns_stats_get(p[0].cx.turns);
     CHECK_EQ(n.astray, 1);
@@ -163,8 +164,6 @@ TEST(of_two_windows_neither_is_gathered)
         CHECK_EQ(n.own, 5);
         CHECK_EQ(n.other, 6);
     }
-    for (int r = 0; r < 2; r++)
-        peer_close(&p[r]);
 }
 
 /* A part of a unit that one rank leaves out costs that part alone. */
@@ -182,19 +181,13 @@ static void *walk_parts(void *arg)
 
 TEST(ranks_are_in_step_again_at_the_next_unit)
 {
-    peer p[2];
-
-    table_open(p, 2, NEVER, NULL);
+    TABLE(p, 2, NEVER, NULL);
     all(p, 2, walk_parts);
-    for (int r = 0; r < 2; r++)
-        peer_close(&p[r]);
 }
 
 TEST(a_rank_that_does_not_come_is_waited_for_once)
 {
-    peer p[2];
-
-    table_open(p, 2, SHORT, NULL);
+    TABLE(p, 2, SHORT, NULL);
     uint64_t begun = mt_now_ns();
     CHECK_EQ(take(&p[0], 0, 5), 0);
     CHECK(seconds_since(begun) > 1e-3 * SHORT);
@@ -206,21 +199,16 @@ TEST(a_rank_that_does_not_come_is_waited_for_once)
     for (int unit = 0; unit < 50; unit++)            /* it finds all verdicts */
         CHECK_EQ(take(&p[1], unit, 5), 0);
     all(p, 2, walk_alike);                           /* and is waited for again */
-    for (int r = 0; r < 2; r++)
-        peer_close(&p[r]);
 }
 
 TEST(a_rank_at_a_meeting_is_not_waited_for)
 {
-    peer     p[2];
     uint64_t begun = mt_now_ns();
 
-    table_open(p, 2, NEVER, NULL);
+    TABLE(p, 2, NEVER, NULL);
     mt_turns_away(p[1].cx.turns, 1);
     CHECK_EQ(take(&p[0], 0, 5), 0);
     CHECK(seconds_since(begun) < 10);
-    for (int r = 0; r < 2; r++)
-        peer_close(&p[r]);
 }
 
 static void *comes_back(void *arg)
@@ -236,9 +224,7 @@ static void *comes_back(void *arg)
 
 TEST(behind_a_meeting_all_are_in_step_and_waited_for)
 {
-    peer p[2];
-
-    table_open(p, 2, NEVER, NULL);
+    TABLE(p, 2, NEVER, NULL);
     mt_turns_away(p[1].cx.turns, 1);
     for (int unit = 0; unit < 3; unit++)
         CHECK_EQ(take(&p[0], unit, 5), 0);
@@ -246,8 +232,6 @@ TEST(behind_a_meeting_all_are_in_step_and_waited_for)
     mt_turns_met(p[0].cx.turns);         /* it has heard of the end first */
     CHECK_EQ(take(&p[0], 3, 5), 1);
     thread_join(p[1].thread);
-    for (int r = 0; r < 2; r++)
-        peer_close(&p[r]);
 }
 
 TEST(a_rank_that_left_is_not_waited_for)
@@ -262,16 +246,13 @@ TEST(a_rank_that_left_is_not_waited_for)
 
 TEST(a_fault_ends_the_wait)
 {
-    peer p[2];
-    int  in_step = -1;
+    int in_step = -1;
 
-    table_open(p, 2, NEVER, NULL);
+    TABLE(p, 2, NEVER, NULL);
     mt_ledger_fault(p[1].cx.store, MT_EDEVICE, "the other one's disk is full");
     mt_turns_next(p[0].cx.turns, 0);
     CHECK(mt_turns_take(p[0].cx.turns, 5, 0, &in_step) != MT_OK);
     CHECK_HAS(mt_last_error(), "the other one's disk is full");
-    for (int r = 0; r < 2; r++)
-        peer_close(&p[r]);
 }
 
 /* Ranks go random ways, with random naps around the time for which they wait: whatever becomes of a
@@ -305,11 +286,10 @@ static void *wander(void *arg)
 TEST(whatever_happens_there_is_one_verdict)
 {
     static int said[RANKS][TURNS];
-    peer       p[3];
     int        in_step = 0;
 
     memset(said, 0, sizeof said);
-    table_open(p, 3, 4, NULL);
+    TABLE(p, 3, 4, NULL);
     for (int r = 0; r < 3; r++)
         p[r].said = said[r];
     all(p, 3, wander);
@@ -325,8 +305,6 @@ TEST(whatever_happens_there_is_one_verdict)
             CHECK(alike || said[r][i] == 0 || (said[r][i] - 1) % 2 == 0);
     }
     CHECK(in_step > 0);
-    for (int r = 0; r < 3; r++)
-        peer_close(&p[r]);
 }
 
 /* ---- a stream that fetches portions ------------------------------------------------------- */
@@ -471,16 +449,14 @@ TEST(of_a_cut_too)
 
 TEST(alone_a_process_fetches_all)
 {
-    peer  p[1];
     rig   g;
     void *mem = NULL;
     int   slot = -1;
 
-    table_open(p, 1, SHORT, NULL);
+    TABLE(p, 1, SHORT, NULL);
     rig_open(&g, &p[0]);
     mt_stream_portions(g.s, 1);
     CHECK_OK(mt_stream_begin(g.s));
     CHECK(!fetched(&g, 0, &mem, &slot));
     rig_close(&g, &p[0]);
-    peer_close(&p[0]);
 }

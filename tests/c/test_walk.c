@@ -48,6 +48,8 @@ static void toy_make(toy *t, int64_t n, double forward_s, double backward_s, int
 #undef POINT
 }
 
+#define MADE(t, ...) toy t; toy_make(&t, __VA_ARGS__)
+
 static mt_walked walked(const toy *t, mt_walk_events *events)
 {
     mt_schedule *sch = NULL;
@@ -73,9 +75,7 @@ static mt_walked walked(const toy *t, mt_walk_events *events)
 
 TEST(at_home_a_step_is_its_kernels_and_updates)
 {
-    toy t;
-
-    toy_make(&t, 3, 1, 2, 1, 0);
+    MADE(t, 3, 1, 2, 1, 0);
     for (int i = 0; i < 3; i++) {
         t.updated_on[i] = MT_LANE_DEVICE;
         t.update_s[i] = 0.25;
@@ -92,9 +92,7 @@ TEST(at_home_a_step_is_its_kernels_and_updates)
  * later than F1; unit 0 again beside B1. */
 TEST(copies_hide_behind_longer_windows)
 {
-    toy t;
-
-    toy_make(&t, 3, 2, 3, 0, 2);
+    MADE(t, 3, 2, 3, 0, 2);
     mt_walked found = walked(&t, NULL);
     CHECK_NEAR(found.seconds, 1 + 3 * 2 + 3 * 3 + REST);
     CHECK_NEAR(found.busy[MT_LANE_H2D], 4);
@@ -105,9 +103,7 @@ TEST(copies_hide_behind_longer_windows)
  * had, for a copy that begins behind the second. B0's begins when B2 is handed over. */
 TEST(copies_that_take_longer_are_waited_for)
 {
-    toy t;
-
-    toy_make(&t, 3, 0.25, 0.25, 0, 2);
+    MADE(t, 3, 0.25, 0.25, 0, 2);
     mt_walked found = walked(&t, NULL);
     CHECK_NEAR(found.seconds, 3 + 0.25 + 0.25 + 1 + 0.25 + REST);
     CHECK_NEAR(found.idle[MT_LANE_HOST], 1);
@@ -117,9 +113,7 @@ TEST(copies_that_take_longer_are_waited_for)
 /* Gradients take 1 s each behind backwards of 0.25 s; the step ends when the last is home. */
 TEST(a_step_ends_when_gradients_are_home)
 {
-    toy t;
-
-    toy_make(&t, 4, 1, 0.25, 1, 4);
+    MADE(t, 4, 1, 0.25, 1, 4);
     mt_walked found = walked(&t, NULL);
     CHECK_NEAR(found.seconds, 1 + 4 + 0.25 + 4 + REST);
     CHECK_NEAR(found.busy[MT_LANE_D2H], 4);
@@ -129,9 +123,7 @@ TEST(a_step_ends_when_gradients_are_home)
 /* A unit's copy waits for its update, and its window for the copy. */
 TEST(updates_hold_the_forward_up)
 {
-    toy t;
-
-    toy_make(&t, 2, 1, 1, 1, 2);
+    MADE(t, 2, 1, 1, 1, 2);
     t.update_s[0] = 3;
     t.update_s[1] = 4;
     t.walk.busy = 1;
@@ -150,9 +142,7 @@ TEST(updates_hold_the_forward_up)
  * of them: that copy, four forwards, B3, its gradients, and the updates. */
 TEST(updates_that_follow_gradients_bound_a_step)
 {
-    toy t;
-
-    toy_make(&t, 4, 1, 1, 1, 4);
+    MADE(t, 4, 1, 1, 1, 4);
     t.walk.n_lent = 2;
     t.lent[0] = t.lent[1] = 1;
     for (int i = 0; i < 4; i++)
@@ -167,9 +157,7 @@ TEST(updates_that_follow_gradients_bound_a_step)
 /* Python takes 2 s to launch what runs in 1. */
 TEST(launching_may_be_what_takes_long)
 {
-    toy t;
-
-    toy_make(&t, 3, 1, 1, 0, 3);
+    MADE(t, 3, 1, 1, 0, 3);
     for (int i = 0; i < 3; i++) {
         t.updated_on[i] = MT_LANE_DEVICE;
         t.forward_host_s[i] = t.backward_host_s[i] = 2;
@@ -183,9 +171,7 @@ TEST(launching_may_be_what_takes_long)
 /* Bundles of 3 s behind forwards of 1 s; the last is on the device still. */
 TEST(bundles_that_leave_hold_the_next_up)
 {
-    toy t;
-
-    toy_make(&t, 3, 1, 10, 0, 3);
+    MADE(t, 3, 1, 10, 0, 3);
     for (int i = 0; i < 3; i++) {
         t.updated_on[i] = MT_LANE_DEVICE;
         t.away[i] = 3;
@@ -210,9 +196,7 @@ static void exchanging(toy *t, int64_t n, double exchange_s, double network_s)
 /* As a_step_ends_when_gradients_are_home; a copy hides the next exchange. */
 TEST(gradients_go_home_behind_their_exchange)
 {
-    toy t;
-
-    toy_make(&t, 4, 1, 0.25, 1, 4);
+    MADE(t, 4, 1, 0.25, 1, 4);
     exchanging(&t, 4, 0.5, 0);
     mt_walked found = walked(&t, NULL);
     CHECK_NEAR(found.seconds, 1 + 4 + 0.25 + 0.5 + 4 + REST);
@@ -227,9 +211,7 @@ TEST(gradients_go_home_behind_their_exchange)
 /* What is computed behind a hand-over takes longer; behind the last nothing is. */
 TEST(an_exchange_holds_up_what_is_computed_beside_it)
 {
-    toy t;
-
-    toy_make(&t, 3, 2, 3, 1, 2);
+    MADE(t, 3, 2, 3, 1, 2);
     exchanging(&t, 3, 0.25, 0);
     mt_walked found = walked(&t, NULL);
     CHECK_NEAR(found.seconds, 1 + 3 * 2 + 3 * 3 + 0.25 + 1 + REST);
@@ -242,9 +224,7 @@ TEST(an_exchange_holds_up_what_is_computed_beside_it)
 /* Without links of their own GPUs exchange over those to the host: copies home come in between. */
 TEST(an_exchange_may_take_the_link)
 {
-    toy t;
-
-    toy_make(&t, 4, 1, 0.25, 1, 4);
+    MADE(t, 4, 1, 0.25, 1, 4);
     exchanging(&t, 4, 1, 0);
     t.walk.on_link = 1;
     mt_walked found = walked(&t, NULL);
@@ -254,9 +234,7 @@ TEST(an_exchange_may_take_the_link)
 /* A copy brings half; behind it the halves are exchanged, beside the next copy. */
 TEST(parts_of_weights_are_gathered_behind_their_copies)
 {
-    toy t;
-
-    toy_make(&t, 3, 0.25, 0.25, 0, 3);
+    MADE(t, 3, 0.25, 0.25, 0, 3);
     t.walk.parts = 2;
     t.gather_s[0] = t.gather_s[1] = t.gather_s[2] = 0.5;
     mt_walked found = walked(&t, NULL);
@@ -279,9 +257,7 @@ TEST(parts_of_weights_are_gathered_behind_their_copies)
 /* A unit's copy waits until the other machines' parts of its new weights are here. */
 TEST(new_weights_come_from_other_machines)
 {
-    toy t;
-
-    toy_make(&t, 2, 1, 1, 1, 2);
+    MADE(t, 2, 1, 1, 1, 2);
     t.update_s[0] = t.update_s[1] = 1;
     t.spread_s[0] = t.spread_s[1] = 3;
     mt_walked found = walked(&t, NULL);
@@ -340,9 +316,7 @@ TEST(what_leaves_shares_a_queue_with_new_weights)
 /* The host's unit is updated first; the device's is down a second later, and goes behind it. */
 TEST(new_weights_go_to_other_machines_in_the_order_in_which_they_are_there)
 {
-    toy t;
-
-    toy_make(&t, 2, 1, 2, 0, 1);
+    MADE(t, 2, 1, 2, 0, 1);
     t.updated_on[0] = MT_LANE_DEVICE;
     t.lowered[0] = t.raised[0] = 1;
     t.update_s[0] = t.update_s[1] = 0.25;
@@ -353,9 +327,7 @@ TEST(new_weights_go_to_other_machines_in_the_order_in_which_they_are_there)
 /* All GPUs of a machine have one host: a step takes as long as its memory has to move. */
 TEST(the_hosts_memory_bounds_a_step)
 {
-    toy t;
-
-    toy_make(&t, 3, 2, 3, 1, 2);
+    MADE(t, 3, 2, 3, 1, 2);
     t.walk.memory = 0.25, t.walk.memory_s = 5;
     mt_walked found = walked(&t, NULL);               /* 4 copies of weights, 3 of gradients */
     CHECK_NEAR(found.seconds, 5 + (4 + 3) / 0.25 + REST);
@@ -402,147 +374,119 @@ static void toy_draw(toy *t, unsigned *seed)
     t->lent[0] = t->lent[1] = 1;
 }
 
+/* Of so many steps, drawn from a seed. */
 #define DRAWN 400
+#define DRAWN_TEST(name, first, n)                                                            \
+    static void name##_holds(toy *t, unsigned *seed);                                         \
+    TEST(name)                                                                                \
+    {                                                                                         \
+        unsigned seed = first;                                                                \
+        toy      t;                                                                           \
+                                                                                              \
+        for (int i = 0; i < (n); i++) {                                                       \
+            toy_draw(&t, &seed);                                                              \
+            name##_holds(&t, &seed);                                                          \
+        }                                                                                     \
+    }                                                                                         \
+    static void name##_holds(toy *t, unsigned *seed)
 
-TEST(a_step_takes_no_less_than_any_row_works)
+DRAWN_TEST(a_step_takes_no_less_than_any_row_works, 1, DRAWN)
 {
-    unsigned seed = 1;
-    toy      t;
-
-    for (int i = 0; i < DRAWN; i++) {
-        toy_draw(&t, &seed);
-        mt_walked found = walked(&t, NULL);
-        for (int row = 0; row < MT_LANE_COUNT; row++)
-            if (row != MT_LANE_DISK_UPDATE)         /* four threads of them, beside the drive */
-                CHECK(found.busy[row] <= found.seconds + 1e-9);
-        CHECK(found.busy[MT_LANE_H2D] + found.busy[MT_LANE_BACK] <= found.seconds + 1e-9);
-    }
+    mt_walked found = walked(t, NULL);
+    for (int row = 0; row < MT_LANE_COUNT; row++)
+        if (row != MT_LANE_DISK_UPDATE)         /* four threads of them, beside the drive */
+            CHECK(found.busy[row] <= found.seconds + 1e-9);
+    CHECK(found.busy[MT_LANE_H2D] + found.busy[MT_LANE_BACK] <= found.seconds + 1e-9);
 }
 
 /* What compute does not work, it waits. */
-TEST(work_and_waits_fill_a_step)
+DRAWN_TEST(work_and_waits_fill_a_step, 2, DRAWN)
 {
-    unsigned seed = 2;
-    toy      t;
-
-    for (int i = 0; i < DRAWN; i++) {
-        toy_draw(&t, &seed);
-        if (t.walk.n_lent > 0)                      /* there a bound may be what a step takes */
-            continue;
-        for (int64_t u = 0; u < t.walk.n_units; u++)
-            t.read_s[u] = 0;
-        mt_walked found = walked(&t, NULL);
-        double all = REST + found.busy[MT_LANE_COMPUTE] + found.busy[MT_LANE_DEVICE];
-        for (int row = 0; row < MT_WALK_ROWS; row++)
-            all += found.idle[row];
-        CHECK_NEAR(all, found.seconds);
-    }
+    if (t->walk.n_lent > 0)                      /* there a bound may be what a step takes */
+        return;
+    for (int64_t u = 0; u < t->walk.n_units; u++)
+        t->read_s[u] = 0;
+    mt_walked found = walked(t, NULL);
+    double all = REST + found.busy[MT_LANE_COMPUTE] + found.busy[MT_LANE_DEVICE];
+    for (int row = 0; row < MT_WALK_ROWS; row++)
+        all += found.idle[row];
+    CHECK_NEAR(all, found.seconds);
 }
 
 /* No work may be longer and the step shorter. Where Python starts from, and what updates leave to
  * the next step, are found by trying: not there. */
-TEST(longer_work_never_shortens_a_step)
+DRAWN_TEST(longer_work_never_shortens_a_step, 3, DRAWN)
 {
-    unsigned seed = 3;
-    toy      t;
+    double *of[] = { t->forward_s, t->backward_s, t->update_s, t->add_s, t->disk_s, t->through_s };
 
-    for (int i = 0; i < DRAWN; i++) {
-        double *of[] = { t.forward_s, t.backward_s, t.update_s, t.add_s, t.disk_s, t.through_s };
-
-        toy_draw(&t, &seed);
-        t.walk.n_lent = 0;
-        memset(t.spilled, 0, sizeof t.spilled);
-        double before = walked(&t, NULL).seconds;
-        of[below(&seed, 6)][below(&seed, t.walk.n_units)] += part(&seed);
-        CHECK(walked(&t, NULL).seconds >= before - 1e-9);
-    }
+    t->walk.n_lent = 0;
+    memset(t->spilled, 0, sizeof t->spilled);
+    double before = walked(t, NULL).seconds;
+    of[below(seed, 6)][below(seed, t->walk.n_units)] += part(seed);
+    CHECK(walked(t, NULL).seconds >= before - 1e-9);
 }
 
-TEST(faster_copies_never_lengthen_a_step)
+DRAWN_TEST(faster_copies_never_lengthen_a_step, 4, DRAWN)
 {
-    unsigned seed = 4;
-    toy      t;
-
-    for (int i = 0; i < DRAWN; i++) {
-        toy_draw(&t, &seed);
-        t.walk.n_lent = 0;
-        memset(t.spilled, 0, sizeof t.spilled);
-        double before = walked(&t, NULL).seconds;
-        t.walk.h2d *= 1 + part(&seed);
-        t.walk.both *= 1 + part(&seed);
-        CHECK(walked(&t, NULL).seconds <= before + 1e-9);
-    }
+    t->walk.n_lent = 0;
+    memset(t->spilled, 0, sizeof t->spilled);
+    double before = walked(t, NULL).seconds;
+    t->walk.h2d *= 1 + part(seed);
+    t->walk.both *= 1 + part(seed);
+    CHECK(walked(t, NULL).seconds <= before + 1e-9);
 }
 
-TEST(the_same_numbers_give_the_same_bits)
+DRAWN_TEST(the_same_numbers_give_the_same_bits, 5, DRAWN / 4)
 {
-    unsigned seed = 5;
-    toy      t;
+    mt_walked a, b;
 
-    for (int i = 0; i < DRAWN / 4; i++) {
-        mt_walked a, b;
-
-        toy_draw(&t, &seed);
-        a = walked(&t, NULL);
-        b = walked(&t, NULL);
-        CHECK(memcmp(&a, &b, sizeof a) == 0);
-    }
+    a = walked(t, NULL);
+    b = walked(t, NULL);
+    CHECK(memcmp(&a, &b, sizeof a) == 0);
 }
 
-TEST(a_step_that_takes_as_long_is_not_told)
+DRAWN_TEST(a_step_that_takes_as_long_is_not_told, 6, DRAWN / 4)
 {
-    unsigned seed = 6;
-    toy      t;
+    mt_walked    found, again = { .seconds = -1 };
+    mt_schedule *sch = NULL;
+    int          under = 1;
 
-    for (int i = 0; i < DRAWN / 4; i++) {
-        mt_walked    found, again = { .seconds = -1 };
-        mt_schedule *sch = NULL;
-        int          under = 1;
-
-        toy_draw(&t, &seed);
-        found = walked(&t, NULL);
-        CHECK_OK(mt_walk_schedule(&t.walk, &sch));
-        REQUIRE(sch != NULL);
-        CHECK_OK(mt_walk_run(&t.walk, sch->steps, sch->n, found.seconds, NULL, &again, &under));
-        CHECK_EQ(under, 0);
-        CHECK(again.seconds == -1);
-        CHECK_OK(mt_walk_run(&t.walk, sch->steps, sch->n, nextafter(found.seconds, INFINITY), NULL,
-                             &again, &under));
-        CHECK_EQ(under, 1);
-        CHECK(again.seconds == found.seconds);
-        mt_schedule_free(sch);
-    }
+    found = walked(t, NULL);
+    CHECK_OK(mt_walk_schedule(&t->walk, &sch));
+    REQUIRE(sch != NULL);
+    CHECK_OK(mt_walk_run(&t->walk, sch->steps, sch->n, found.seconds, NULL, &again, &under));
+    CHECK_EQ(under, 0);
+    CHECK(again.seconds == -1);
+    CHECK_OK(mt_walk_run(&t->walk, sch->steps, sch->n, nextafter(found.seconds, INFINITY), NULL,
+                         &again, &under));
+    CHECK_EQ(under, 1);
+    CHECK(again.seconds == found.seconds);
+    mt_schedule_free(sch);
 }
 
 /* Events of a queue stand one behind the other, and are its work. */
-TEST(events_are_what_queues_do_in_order)
+DRAWN_TEST(events_are_what_queues_do_in_order, 7, DRAWN / 4)
 {
     static const int queues[] = { MT_LANE_COMPUTE, MT_LANE_H2D, MT_LANE_D2H, MT_LANE_SUM,
                                   MT_LANE_OUT, MT_LANE_SPILL };
     static mt_walk_event room[4096];
-    unsigned             seed = 7;
-    toy                  t;
+    mt_walk_events e = { room, 0, 4096 };
 
-    for (int i = 0; i < DRAWN / 4; i++) {
-        mt_walk_events e = { room, 0, 4096 };
+    /* a fetch's event lasts as long as the drive needs */
+    memset(t->read_s, 0, sizeof t->read_s);
+    mt_walked found = walked(t, &e);
+    CHECK(e.n > 0 && e.n <= e.cap);
+    for (size_t q = 0; q < sizeof queues / sizeof *queues; q++) {
+        double end = -INFINITY, work = 0;
 
-        toy_draw(&t, &seed);
-        /* a fetch's event lasts as long as the drive needs */
-        memset(t.read_s, 0, sizeof t.read_s);
-        mt_walked found = walked(&t, &e);
-        CHECK(e.n > 0 && e.n <= e.cap);
-        for (size_t q = 0; q < sizeof queues / sizeof *queues; q++) {
-            double end = -INFINITY, work = 0;
-
-            for (int64_t k = 0; k < e.n; k++) {
-                if (room[k].row != queues[q])
-                    continue;
-                CHECK(room[k].begin >= end);
-                end = room[k].end;
-                work += room[k].end - room[k].begin;
-            }
-            CHECK_NEAR(work, found.busy[queues[q]]);
+        for (int64_t k = 0; k < e.n; k++) {
+            if (room[k].row != queues[q])
+                continue;
+            CHECK(room[k].begin >= end);
+            end = room[k].end;
+            work += room[k].end - room[k].begin;
         }
+        CHECK_NEAR(work, found.busy[queues[q]]);
     }
 }
 
@@ -558,9 +502,7 @@ static void refused(const toy *t, const char *why)
 
 TEST(numbers_that_contradict_each_other_are_refused)
 {
-    toy t;
-
-    toy_make(&t, 3, 1, 1, 1, 2);
+    MADE(t, 3, 1, 1, 1, 2);
     t.item[1] = 3;
     refused(&t, "unit 3 of 3");
     toy_make(&t, 3, 1, 1, 1, 2);
@@ -587,12 +529,11 @@ TEST(numbers_that_contradict_each_other_are_refused)
 
 TEST(another_steps_schedule_is_refused)
 {
-    toy          t;
     mt_schedule *sch = NULL;
     mt_walked    found;
     int          under;
 
-    toy_make(&t, 3, 1, 1, 1, 2);
+    MADE(t, 3, 1, 1, 1, 2);
     CHECK_OK(mt_walk_schedule(&t.walk, &sch));
     REQUIRE(sch != NULL);
     t.item[0] = 1;
