@@ -19,6 +19,7 @@ typedef struct rig {
     mt_event *e, *f;
     int      *host;              /* [INTS], host[i] = i */
     int      *mem;               /* [INTS], device */
+    sem_t     gate;
 } rig;
 
 static void rig_open(rig *r, mt_dev *d)
@@ -59,10 +60,10 @@ static void hold(void *gate)
         continue;
 }
 
-static void shut(rig *r, mt_queue *q, sem_t *gate)
+static void shut(rig *r, mt_queue *q)
 {
-    REQUIRE(sem_init(gate, 0, 0) == 0);
-    CHECK_OK(r->d->ops->call(q, hold, gate));
+    REQUIRE(sem_init(&r->gate, 0, 0) == 0);
+    CHECK_OK(r->d->ops->call(q, hold, &r->gate));
 }
 
 static void copy_int(rig *r, mt_queue *q, int *dst, const int *src)
@@ -227,17 +228,16 @@ DEVICE_TEST(operations_of_a_queue_run_in_order)
 {
     tally  count = { 0, 0 };
     ticket tickets[LAPS * LAP];
-    sem_t  gate;
 
     RIG(r, d);
     for (int lap = 0; lap < LAPS; lap++) {
-        shut(&r, r.a, &gate);
+        shut(&r, r.a);
         for (int i = lap * LAP; i < lap * LAP + LAP; i++) {
             tickets[i] = (ticket){ &count, i };
             CHECK_OK(d->ops->call(r.a, hand_in, &tickets[i]));
             copy_int(&r, r.a, &r.mem[i + 1], i == 0 ? &r.host[7] : &r.mem[i]);
         }
-        (void)sem_post(&gate);
+        (void)sem_post(&r.gate);
         CHECK_OK(d->ops->sync(r.a));
     }
     copy_int(&r, r.a, &r.host[0], &r.mem[LAPS * LAP]);
@@ -249,15 +249,13 @@ DEVICE_TEST(operations_of_a_queue_run_in_order)
 
 DEVICE_TEST(put_returns_before_it_runs)
 {
-    sem_t gate;
-
     RIG(r, d);
-    shut(&r, r.a, &gate);
+    shut(&r, r.a);
     copy_int(&r, r.a, r.mem, &r.host[5]);
     copy_int(&r, r.a, &r.host[0], r.mem);
     CHECK_OK(d->ops->record(r.a, r.e));
     CHECK_EQ(query(&r, r.e), 0);
-    (void)sem_post(&gate);
+    (void)sem_post(&r.gate);
     CHECK_OK(d->ops->sync(r.a));
     CHECK_EQ(query(&r, r.e), 1);
     CHECK_EQ(r.host[0], 5);
@@ -265,15 +263,13 @@ DEVICE_TEST(put_returns_before_it_runs)
 
 DEVICE_TEST(queues_run_side_by_side)
 {
-    sem_t gate;
-
     RIG(r, d);
-    shut(&r, r.a, &gate);
+    shut(&r, r.a);
     copy_int(&r, r.b, r.mem, &r.host[9]);
     copy_int(&r, r.b, &r.host[0], r.mem);
     CHECK_OK(d->ops->sync(r.b));             /* returns although a is held */
     CHECK_EQ(r.host[0], 9);
-    (void)sem_post(&gate);
+    (void)sem_post(&r.gate);
 }
 
 static void count_up(void *counter)
@@ -285,15 +281,13 @@ static void count_up(void *counter)
 /* The host runs ahead of a queue by a step's worth of records and waits without being held up. */
 DEVICE_TEST(a_held_queue_takes_a_thousand_records)
 {
-    sem_t gate;
-
     RIG(r, d);
-    shut(&r, r.a, &gate);
+    shut(&r, r.a);
     for (int i = 0; i < 1000; i++) {
         CHECK_OK(d->ops->record(r.a, r.e));
         CHECK_OK(d->ops->wait(r.b, r.e));
     }
-    (void)sem_post(&gate);
+    (void)sem_post(&r.gate);
     CHECK_OK(d->ops->sync(r.b));
 }
 
@@ -322,10 +316,8 @@ DEVICE_TEST(event_never_recorded_is_done)
 
 DEVICE_TEST(wait_orders_two_queues)
 {
-    sem_t gate;
-
     RIG(r, d);
-    shut(&r, r.a, &gate);
+    shut(&r, r.a);
     copy_int(&r, r.a, r.mem, &r.host[3]);
     CHECK_OK(d->ops->record(r.a, r.e));
     CHECK_OK(d->ops->wait(r.b, r.e));
@@ -333,23 +325,21 @@ DEVICE_TEST(wait_orders_two_queues)
     CHECK_OK(d->ops->record(r.b, r.f));
     usleep(20000);                     /* time for a queue that does not wait to be seen */
     CHECK_EQ(query(&r, r.f), 0);
-    (void)sem_post(&gate);
+    (void)sem_post(&r.gate);
     CHECK_OK(d->ops->sync(r.b));
     CHECK_EQ(r.host[0], 3);
 }
 
 DEVICE_TEST(event_wait_ignores_later_record)
 {
-    sem_t gate;
-
     RIG(r, d);
     CHECK_OK(d->ops->record(r.a, r.e));
     CHECK_OK(d->ops->wait(r.b, r.e));
-    shut(&r, r.a, &gate);
+    shut(&r, r.a);
     CHECK_OK(d->ops->record(r.a, r.e));
     CHECK_OK(d->ops->sync(r.b));             /* returns: it waits for the first record only */
     CHECK_EQ(query(&r, r.e), 0);
-    (void)sem_post(&gate);
+    (void)sem_post(&r.gate);
     CHECK_OK(d->ops->sync_event(r.e));
     CHECK_EQ(query(&r, r.e), 1);
 }
@@ -357,11 +347,9 @@ DEVICE_TEST(event_wait_ignores_later_record)
 /* The later record, in a queue with nothing to do, is over long before the earlier. */
 DEVICE_TEST(event_wait_ignores_later_record_in_a_faster_queue)
 {
-    sem_t gate;
-
     RIG(r, d);
     OPENED(mt_queue, fast, d->ops->queue_open(d, "fast", &fast));
-    shut(&r, r.a, &gate);
+    shut(&r, r.a);
     copy_int(&r, r.a, r.mem, &r.host[4]);
     CHECK_OK(d->ops->record(r.a, r.e));
     CHECK_OK(d->ops->wait(r.b, r.e));
@@ -371,28 +359,25 @@ DEVICE_TEST(event_wait_ignores_later_record_in_a_faster_queue)
     CHECK_OK(d->ops->sync_event(r.e));       /* the latest record is what the host waits for */
     usleep(20000);
     CHECK_EQ(query(&r, r.f), 0);
-    (void)sem_post(&gate);
+    (void)sem_post(&r.gate);
     CHECK_OK(d->ops->sync(r.b));
     CHECK_EQ(r.host[0], 4);
 }
 
 DEVICE_TEST(sync_event_waits_no_further_than_its_record)
 {
-    sem_t gate;
-
     RIG(r, d);
     copy_int(&r, r.a, r.mem, &r.host[6]);
     copy_int(&r, r.a, &r.host[0], r.mem);
     CHECK_OK(d->ops->record(r.a, r.e));
-    shut(&r, r.a, &gate);
+    shut(&r, r.a);
     CHECK_OK(d->ops->sync_event(r.e));
     CHECK_EQ(r.host[0], 6);
-    (void)sem_post(&gate);
+    (void)sem_post(&r.gate);
 }
 
 typedef struct late {
     rig       *r;
-    sem_t     *gate;
     atomic_int opened;
 } late;
 
@@ -405,18 +390,17 @@ static void *open_late(void *arg)
     CHECK_OK(l->r->d->ops->record(l->r->b, l->r->e));
     usleep(20000);
     atomic_store(&l->opened, 1);
-    (void)sem_post(l->gate);
+    (void)sem_post(&l->r->gate);
     return NULL;
 }
 
 DEVICE_TEST(host_wait_ignores_later_record_in_a_faster_queue)
 {
-    rig   r;
-    sem_t gate;
-    late  l = { .r = &r, .gate = &gate };
+    rig  r;
+    late l = { .r = &r };
 
     rig_open(&r, d);
-    shut(&r, r.a, &gate);
+    shut(&r, r.a);
     CHECK_OK(d->ops->record(r.a, r.e));
     pthread_t thread = thread_start(open_late, &l);
     CHECK_OK(d->ops->sync_event(r.e));
@@ -427,17 +411,15 @@ DEVICE_TEST(host_wait_ignores_later_record_in_a_faster_queue)
 
 DEVICE_TEST(event_may_be_closed_while_a_queue_waits_for_it)
 {
-    sem_t gate;
-
     RIG(r, d);
-    shut(&r, r.a, &gate);
+    shut(&r, r.a);
     copy_int(&r, r.a, r.mem, &r.host[8]);
     CHECK_OK(d->ops->record(r.a, r.e));
     CHECK_OK(d->ops->wait(r.b, r.e));
     copy_int(&r, r.b, &r.host[0], r.mem);
     d->ops->event_close(r.e);
     r.e = NULL;
-    (void)sem_post(&gate);
+    (void)sem_post(&r.gate);
     CHECK_OK(d->ops->sync(r.b));
     CHECK_EQ(r.host[0], 8);
 }
@@ -503,17 +485,16 @@ DEVICE_TEST(adopted_queue_waits_and_is_waited_for)
  * to ask. */
 DEVICE_TEST(adopted_handle_is_the_same_queue)
 {
-    sem_t     gate;
     mt_queue *same;
 
     RIG(r, d);
     if (d->ops->handle(r.a) != 0) {
         REQUIRE_OK(d->ops->queue_adopt(d, d->ops->handle(r.a), &same));
-        shut(&r, r.a, &gate);
+        shut(&r, r.a);
         CHECK_OK(d->ops->record(same, r.e));
         usleep(20000);
         CHECK_EQ(query(&r, r.e), 0);
-        (void)sem_post(&gate);
+        (void)sem_post(&r.gate);
         CHECK_OK(d->ops->sync_event(r.e));
         d->ops->queue_close(same);
     }
@@ -603,23 +584,22 @@ DEVICE_TEST(stamp_is_the_time_at_which_its_queue_comes_by)
     enum { APART_NS = 1000000 };
     mt_stamp       *s = NULL;
     uint64_t        ns = 0, before, after;
-    sem_t           gate;
 
     RIG(r, d);
     REQUIRE_OK(d->ops->stamp_open(d, &s));
     CHECK_EQ(read_stamp(d, s, &ns), 0);              /* never asked */
     for (int again = 0; again < 2; again++) {
-        shut(&r, r.a, &gate);
+        shut(&r, r.a);
         CHECK_OK(d->ops->stamp(r.a, s));
         sleep_ms(5);
         CHECK_EQ(read_stamp(d, s, &ns), 0);
         before = mt_now_ns();
-        (void)sem_post(&gate);
+        (void)sem_post(&r.gate);
         CHECK_OK(d->ops->sync(r.a));
         after = mt_now_ns();
         CHECK_EQ(read_stamp(d, s, &ns), 1);
         CHECK(ns + APART_NS >= before && ns <= after + APART_NS);
-        (void)sem_destroy(&gate);
+        (void)sem_destroy(&r.gate);
     }
     d->ops->stamp_close(d, s);
     d->ops->stamp_close(d, NULL);
@@ -665,13 +645,12 @@ TEST(cpu_adopted_wait_blocks_the_caller)
 {
     mt_dev   *d = cpu_open();
     mt_queue *q;
-    sem_t     gate;
     rig       r;
-    late      l = { .r = &r, .gate = &gate };
+    late      l = { .r = &r };
 
     rig_open(&r, d);
     REQUIRE_OK(d->ops->queue_adopt(d, 0, &q));
-    shut(&r, r.a, &gate);
+    shut(&r, r.a);
     CHECK_OK(d->ops->record(r.a, r.e));
     pthread_t thread = thread_start(open_late, &l);
     CHECK_OK(d->ops->wait(q, r.e));

@@ -91,6 +91,17 @@ static mt_shards_how how(void)
                             .end = end, .wanted = wanted };
 }
 
+/* Bytes that were written, when all is. */
+static uint64_t finished(mt_shards *w)
+{
+    uint64_t bytes = 0;
+
+    for (int over = 0; !over;)
+        CHECK_OK(mt_shards_wait(w, 0.01, &bytes, &over));
+    mt_shards_close(w);
+    return bytes;
+}
+
 static mt_status run(mt_shards_how h)
 {
     mt_shards *w = NULL;
@@ -163,12 +174,7 @@ static void write_part(together *p, int part, int parts)
 /* Bytes that it wrote. Its sums are not another's. */
 static uint64_t finish_part(together *p, uint64_t sum[2][8])
 {
-    uint64_t bytes = 0;
-    int      over = 0;
-
-    while (!over)
-        CHECK_OK(mt_shards_wait(p->w, 0.01, &bytes, &over));
-    mt_shards_close(p->w);
+    uint64_t bytes = finished(p->w);
     for (int i = 0; i < 2; i++)
         for (int k = 0; k < 8; k++) {
             CHECK(sum[i][k] == 0 || p->sums[i][k] == 0);
@@ -385,8 +391,6 @@ SHARDS_TEST(turned_tensors_are_row_major_in_files)
                        .sums = sums[0] };
     mt_shards_how h = how();
     mt_shards *w = NULL;
-    uint64_t  bytes;
-    int       over = 0;
 
     file.path = path[0];
     for (uint32_t a = 0, n = 0; a < A; a++)
@@ -395,9 +399,7 @@ SHARDS_TEST(turned_tensors_are_row_major_in_files)
                 right[n] = memory[a * B * C + c * B + b] = n * 2654435761u;
     h.end = NULL;
     CHECK_OK(mt_shards_write(&file, 1, h, &w));
-    while (!over)
-        CHECK_OK(mt_shards_wait(w, 0.01, &bytes, &over));
-    mt_shards_close(w);
+    (void)finished(w);
     turned[1].mem = back;
     CHECK_OK(mt_shards_read(&file, 2, NULL));
     CHECK(memcmp(back, memory, A * B * C * 4) == 0);
@@ -602,17 +604,13 @@ SHARDS_TEST(signals_do_not_end_a_save_and_end_a_load)
     mt_file_calls calls = mt_file_system;
     mt_shards_how how = { .n_copiers = 1, .n_writers = 1, .n_units = UNITS };
     mt_shards    *w = NULL;
-    uint64_t      bytes;
-    int           over = 0;
 
     calls.allocate = interrupted_allocate;
     calls.read = slow_read;
     how.calls = &calls;
     CHECK_OK(mt_shards_write(shards, 2, how, &w));
     CHECK(signals < 0);
-    while (!over)
-        CHECK_OK(mt_shards_wait(w, 0.1, &bytes, &over));
-    mt_shards_close(w);
+    (void)finished(w);
     (void)mt_watch_asks(yes);
     CHECK_EQ(mt_shards_read(&shards[0], 1, &calls), MT_EINTR);
     (void)mt_watch_asks(NULL);

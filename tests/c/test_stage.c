@@ -73,6 +73,13 @@ static void *device(size_t bytes)
     return p;
 }
 
+static void region_drop(unsigned char **p) { region_free(*p); }
+static void mem_drop(void **p)             { stage->ops->mem_free(stage, *p); }
+
+#define NOTED(p, ...) CLOSED_BY(region_drop) unsigned char *p = region_of(__VA_ARGS__)
+#define MEM(p, n)     CLOSED_BY(mem_drop) void *p = device(n)
+#define QUEUE(q)      CLOSED_BY(mt_queue_done) mt_queue *q = queue()
+
 TEST(copies_of_any_size_are_whole)
 {
     const size_t   sizes[] = { 0, 1, BUFFER_BYTES - 1, BUFFER_BYTES, BUFFER_BYTES + 1, REGION };
@@ -106,20 +113,17 @@ TEST(copies_of_any_size_are_whole)
  * wait for each other. */
 TEST(copies_keep_the_order_of_their_queues)
 {
-    unsigned char *a, *b, *c;
-    void          *there, *other;
-    mt_queue      *one, *two;
-    mt_event      *up, *down;
+    mt_event *up, *down;
 
     BEHIND(0, FAULT_ONCE, OURS, 100);
     mt_dev_stage_limit(stage, SIZE_MAX, 0);
-    a = region_of(REGION, 3, MT_OK);
-    b = region_of(REGION, 0, MT_OK);
-    c = region_of(REGION, 0, MT_OK);
-    one = queue();
-    two = queue();
-    there = device(REGION);
-    other = device(REGION);
+    NOTED(a, REGION, 3, MT_OK);
+    NOTED(b, REGION, 0, MT_OK);
+    NOTED(c, REGION, 0, MT_OK);
+    QUEUE(one);
+    QUEUE(two);
+    MEM(there, REGION);
+    MEM(other, REGION);
     REQUIRE(stage->ops->event_open(stage, &up) == MT_OK &&
             stage->ops->event_open(stage, &down) == MT_OK);
     for (int i = 0; i < 20; i++) {
@@ -136,31 +140,21 @@ TEST(copies_keep_the_order_of_their_queues)
     }
     stage->ops->event_close(up);
     stage->ops->event_close(down);
-    stage->ops->queue_close(one);
-    stage->ops->queue_close(two);
-    stage->ops->mem_free(stage, there);
-    stage->ops->mem_free(stage, other);
-    region_free(a);
-    region_free(b);
-    region_free(c);
 }
 
 TEST(what_is_locked_is_copied_at_once)
 {
     BEHIND(0, FAULT_ONCE, OURS + 1, 0);
     mt_dev_stage_limit(stage, SIZE_MAX, 0);
-    unsigned char *from = region_of(REGION, 3, MT_OK);
+    NOTED(from, REGION, 3, MT_OK);
     CHECK_EQ(noted(), 0);
     region_free(region_of(REGION, 3, MT_OK));
-    mt_queue *q = queue();
-    void *there = device(REGION);
+    QUEUE(q);
+    MEM(there, REGION);
     int before = fault_calls(faulty);
     CHECK_OK(stage->ops->copy(q, there, from, REGION));
     CHECK_EQ(fault_calls(faulty) - before, 1);
     CHECK_OK(stage->ops->sync(q));
-    stage->ops->queue_close(q);
-    stage->ops->mem_free(stage, there);
-    region_free(from);
 }
 
 /* The n-th registration and all after it fail: never worse than what could not be locked. */
@@ -185,27 +179,23 @@ TEST(why_is_what_the_device_said_first)
     char why[512];
 
     BEHIND(0, FAULT_ONCE, OURS, 0);
-    unsigned char *p = region_of(SMALL_BYTES + PAGE_BYTES, 1, MT_OK);
+    NOTED(p, SMALL_BYTES + PAGE_BYTES, 1, MT_OK);
     CHECK_EQ(mt_dev_stage_noted(stage, why, sizeof why), SMALL_BYTES + PAGE_BYTES);
     CHECK_HAS(why, "69632 bytes cannot be locked");
-    region_free(p);
 }
 
 /* What kernels write into is locked in the cushion's place, or refused. */
 TEST(small_regions_are_never_only_noted)
 {
-    unsigned char *large, *small;
-
     BEHIND(0, FAULT_ONCE, OURS, 0);
-    large = region_of(SMALL_BYTES + PAGE_BYTES, 1, MT_OK);
-    small = aligned_alloc(PAGE_BYTES, PAGE_BYTES);
+    NOTED(large, SMALL_BYTES + PAGE_BYTES, 1, MT_OK);
+    unsigned char *small = aligned_alloc(PAGE_BYTES, PAGE_BYTES);
     CHECK_EQ(stage->ops->host_register(stage, small, PAGE_BYTES), MT_ENOMEM);
     CHECK_EQ(fault_live(faulty), OURS - 1);                 /* the cushion was given up for it */
     fault_locks(faulty, 1);
     CHECK_OK(stage->ops->host_register(stage, small, PAGE_BYTES));
     CHECK_EQ(noted(), SMALL_BYTES + PAGE_BYTES);
     region_free(small);
-    region_free(large);
 }
 
 TEST(other_failures_stay_failures)
@@ -224,32 +214,28 @@ TEST(a_copy_fails_at_each_of_its_calls)
     for (int n = 1, over = 0; !over; n++) {
         BEHIND(0, FAULT_ONCE, OURS, 0);
         mt_dev_stage_limit(stage, SIZE_MAX, 0);
-        unsigned char *p = region_of(REGION, 1, MT_OK);
-        mt_queue *q = queue();
-        void *there = device(REGION);
+        NOTED(p, REGION, 1, MT_OK);
+        QUEUE(q);
+        MEM(there, REGION);
         fault_next(faulty, n);
         mt_status st = stage->ops->copy(q, there, p, REGION);
         over = fault_fired(faulty) == 0;
         fault_next(faulty, 0);
         CHECK_EQ(st, over ? MT_OK : MT_EDEVICE);
         CHECK_OK(stage->ops->sync(q));
-        stage->ops->queue_close(q);
-        stage->ops->mem_free(stage, there);
-        region_free(p);
     }
 }
 
 /* More queues than buffers: those without one copy as the device behind does. Buffers come back. */
 TEST(queues_without_a_buffer_copy_too)
 {
-    unsigned char *from, *to;
-    mt_queue      *q[BUFFERS + 2];
+    mt_queue *q[BUFFERS + 2];
 
     BEHIND(0, FAULT_ONCE, OURS, 0);
     mt_dev_stage_limit(stage, SIZE_MAX, 0);
-    from = region_of(REGION, 5, MT_OK);
-    to = region_of(REGION, 0, MT_OK);
-    void *there = device(REGION);
+    NOTED(from, REGION, 5, MT_OK);
+    NOTED(to, REGION, 0, MT_OK);
+    MEM(there, REGION);
     for (int round = 0; round < 2; round++) {
         for (int i = 0; i < BUFFERS + 2; i++) {
             q[i] = queue();
@@ -263,9 +249,6 @@ TEST(queues_without_a_buffer_copy_too)
         for (int i = 0; i < BUFFERS + 2; i++)
             stage->ops->queue_close(q[i]);
     }
-    stage->ops->mem_free(stage, there);
-    region_free(from);
-    region_free(to);
 }
 
 /* A device whose next registration takes until it is let go on, or five seconds. */
@@ -288,14 +271,14 @@ static void *registers(void *p)
 
 TEST(while_memory_is_locked_others_copy_and_look)
 {
-    unsigned char *first, *second = aligned_alloc(PAGE_BYTES, REGION);
+    FREED unsigned char *second = aligned_alloc(PAGE_BYTES, REGION);
     pthread_t      thread;
 
     BEHIND(0, FAULT_ONCE, OURS, 0);
     mt_dev_stage_limit(stage, SIZE_MAX, 0);
-    first = region_of(REGION, 3, MT_OK);                     /* noted: its copies take a buffer */
-    void *there = device(REGION);
-    mt_queue *q = queue();
+    NOTED(first, REGION, 3, MT_OK);                     /* noted: its copies take a buffer */
+    MEM(there, REGION);
+    QUEUE(q);
     const mt_dev_ops *ops = faulty->ops;
     mt_dev_ops slow = *ops;
     slow.host_register = slow_register;
@@ -309,8 +292,5 @@ TEST(while_memory_is_locked_others_copy_and_look)
     atomic_store(&let_go, 1);
     thread_join(thread);
     CHECK_EQ(atomic_load(&late), 0);
-    stage->ops->queue_close(q);
-    stage->ops->mem_free(stage, there);
-    region_free(first);
     faulty->ops = ops;
 }

@@ -134,13 +134,6 @@ static void errand_free(void *arg)
     atomic_fetch_add(&((errand *)arg)->frees, 1);
 }
 
-static mt_update_job job_of(errand *e)
-{
-    return (mt_update_job){ .unit = e->unit, .params = e->params, .n_params = e->n,
-                            .gradient = errand_gradient, .compute = errand_compute,
-                             .free = errand_free, .arg = e };
-}
-
 /* A unit of n parameters of all lengths around what a buffer holds, with scales that groups share.
  * Every second gradient is an fp32 sum of the caller's own. */
 static void errand_fill(errand *e, mt_store *s, int n)
@@ -191,6 +184,17 @@ static void errand_empty(errand *e)
         free(e->own[i]);
 }
 
+/* Announced and put. */
+static void put(mt_through *h, errand *e)
+{
+    mt_update_job j = { .unit = e->unit, .params = e->params, .n_params = e->n,
+                        .gradient = errand_gradient, .compute = errand_compute,
+                        .free = errand_free, .arg = e };
+
+    mt_ledger_update_begin(e->s, e->unit);
+    CHECK_OK(mt_home_through.update(h, update_of(&j, 0.5f)));
+}
+
 TEST(every_element_passes_once)
 {
     errand e;
@@ -203,11 +207,9 @@ TEST(every_element_passes_once)
 
                 toy_open(&t, 1, (uint64_t)buffers, max_us);
                 errand_fill(&e, t.store, MOST);
-                mt_update_job j = job_of(&e);
                 REQUIRE_OK(mt_through_open(&t.cx, buffers, bytes, &h));
                 for (int times = 1; times <= 2; times++) {
-                    mt_ledger_update_begin(t.store, e.unit);
-                    CHECK_OK(mt_home_through.update(h, update_of(&j, 0.5f)));
+                    put(h, &e);
                     CHECK_OK(mt_ledger_wait_updates(t.store, e.unit));
                     errand_check(&e, times);
                 }
@@ -232,9 +234,7 @@ TEST(several_units_are_on_their_way_and_end_in_order)
     for (int u = 0; u < 4; u++) {
         errand_fill(&e[u], t.store, MOST);
         e[u].nap.tv_nsec = 100000;
-        mt_ledger_update_begin(t.store, e[u].unit);
-        mt_update_job j = job_of(&e[u]);
-        CHECK_OK(mt_home_through.update(h, update_of(&j, 0.5f)));
+        put(h, &e[u]);
     }
     for (int u = 3; u >= 0; u--) {              /* the last one over: all are */
         CHECK_OK(mt_ledger_wait_updates(t.store, e[u].unit));
@@ -256,9 +256,7 @@ TEST(close_finishes_what_was_put)
     REQUIRE_OK(mt_through_open(&t.cx, 2, 20000, &h));
     for (int u = 0; u < 3; u++) {
         errand_fill(&e[u], t.store, MOST);
-        mt_ledger_update_begin(t.store, e[u].unit);
-        mt_update_job j = job_of(&e[u]);
-        CHECK_OK(mt_home_through.update(h, update_of(&j, 0.5f)));
+        put(h, &e[u]);
     }
     mt_through_close(h);
     for (int u = 0; u < 3; u++) {
@@ -280,9 +278,7 @@ TEST(a_unit_waits_for_copies_of_its_weights)
     errand_fill(&e, t.store, MOST);
     REQUIRE_OK(mt_through_open(&t.cx, 2, 20000, &h));
     CHECK_OK(mt_ledger_fetch_begin(t.store, e.unit, &version));       /* a mover about to copy */
-    mt_ledger_update_begin(t.store, e.unit);
-    mt_update_job j = job_of(&e);
-    CHECK_OK(mt_home_through.update(h, update_of(&j, 0.5f)));
+    put(h, &e);
     sleep_ms(5);
     int begun = atomic_load(&e.lists);
     CHECK_EQ(begun, 0);
@@ -297,7 +293,6 @@ TEST(a_failing_job_is_a_fault_and_ends_those_behind_it)
 {
     errand         e, after;
     mt_through    *h = NULL;
-    mt_update_job j;
 
     TOY(t, 2, 1, 0);
     errand_fill(&e, t.store, MOST);
@@ -305,9 +300,7 @@ TEST(a_failing_job_is_a_fault_and_ends_those_behind_it)
     e.fail = MT_EDEVICE;
     REQUIRE_OK(mt_through_open(&t.cx, 2, 20000, &h));
     for (int u = 0; u < 2; u++) {
-        mt_ledger_update_begin(t.store, u == 0 ? e.unit : after.unit);
-        j = job_of(u == 0 ? &e : &after);
-        CHECK_OK(mt_home_through.update(h, update_of(&j, 0.5f)));
+        put(h, u == 0 ? &e : &after);
     }
     CHECK_FAILS(mt_home_through.stepped(h), MT_EDEVICE, "the errand failed");
     CHECK_EQ(after.lists, 0);
@@ -340,10 +333,7 @@ TEST(every_failing_device_call_frees_everything)
         if (st == MT_OK)
             st = mt_through_open(&cx, 2, 20000, &h);
         if (st == MT_OK) {
-            mt_update_job j = job_of(&e);
-
-            mt_ledger_update_begin(s, 0);
-            CHECK_OK(mt_home_through.update(h, update_of(&j, 0.5f)));
+            put(h, &e);
             st = mt_home_through.stepped(h);
             CHECK_EQ(e.frees, 1);
         }

@@ -12,11 +12,13 @@ typedef struct rig {
     mt_queue    *a, *b;
     mt_timeline *t;
     mt_record   *got;        /* [ALL] */
+    sem_t        gate;
 } rig;
 
 static void rig_open(rig *r, int n, fault_mode mode)
 {
     *r = (rig){ 0 };
+    REQUIRE(sem_init(&r->gate, 0, 0) == 0);
     REQUIRE_OK(mt_dev_cpu_open(&r->cpu));
     REQUIRE((r->got = calloc(ALL, sizeof *r->got)) != NULL);
     r->d = fault_dev(r->cpu, n, mode);
@@ -114,23 +116,19 @@ TEST(a_record_has_its_queues_times)
 /* What queue a has not done yet neither comes early nor holds up what queue b has done. */
 TEST(work_under_way_comes_later)
 {
-    sem_t gate;
-
     RIG(r, 0, FAULT_ONCE);
-    REQUIRE(sem_init(&gate, 0, 0) == 0);
     CHECK_OK(mt_timeline_on(r.t, 1));
-    CHECK_OK(r.d->ops->call(r.a, hold, &gate));
+    CHECK_OK(r.d->ops->call(r.a, hold, &r.gate));
     one(&r, r.a, MT_LANE_H2D, 1);
     one(&r, r.b, MT_LANE_D2H, 2);
     CHECK_OK(r.d->ops->sync(r.b));
     REQUIRE(mt_timeline_read(r.t, r.got, ALL) == 1);
     CHECK_EQ(r.got[0].unit, 2);
-    (void)sem_post(&gate);
+    (void)sem_post(&r.gate);
     CHECK_OK(r.d->ops->sync(r.a));
     REQUIRE(mt_timeline_read(r.t, r.got, ALL) == 1);
     CHECK_EQ(r.got[0].unit, 1);
     CHECK_EQ(mt_timeline_read(r.t, r.got, ALL), 0);
-    (void)sem_destroy(&gate);
 }
 
 TEST(reading_a_few_leaves_the_rest)
@@ -165,22 +163,18 @@ TEST(the_latest_are_kept_and_the_others_counted)
 /* A stamp that a held queue still owes is not used for another record: its time would be wrong. */
 TEST(a_full_timeline_waits_for_no_queue)
 {
-    sem_t gate;
-
     RIG(r, 0, FAULT_ONCE);
-    REQUIRE(sem_init(&gate, 0, 0) == 0);
     CHECK_OK(mt_timeline_on(r.t, 1));
-    CHECK_OK(r.d->ops->call(r.a, hold, &gate));
+    CHECK_OK(r.d->ops->call(r.a, hold, &r.gate));
     one(&r, r.a, MT_LANE_H2D, 5);
     for (int i = 1; i < MT_TIMELINE_KEPT + 3; i++)
         one(&r, NULL, MT_LANE_HOST, i);
     CHECK_EQ(mt_timeline_lost(r.t), 3);
-    (void)sem_post(&gate);
+    (void)sem_post(&r.gate);
     CHECK_OK(r.d->ops->sync(r.a));
     REQUIRE(mt_timeline_read(r.t, r.got, ALL) == MT_TIMELINE_KEPT);
     CHECK_EQ(r.got[0].lane, MT_LANE_H2D);
     CHECK(r.got[0].begin_ns > r.got[1].begin_ns);        /* the gate opened last */
-    (void)sem_destroy(&gate);
 }
 
 /* Stamps are used again: as many as were ever in use at once, not as many as records. */
@@ -230,30 +224,27 @@ TEST(a_replay_interrupts_its_backward)
 TEST(a_wait_for_weights_is_in_no_record)
 {
     mt_event *there;
-    sem_t     gate;
 
     RIG(r, 0, FAULT_ONCE);
-    REQUIRE(sem_init(&gate, 0, 0) == 0);
     CHECK_OK(r.d->ops->event_open(r.d, &there));
     CHECK_OK(mt_timeline_on(r.t, 1));
     CHECK_EQ(mt_timeline_wait(r.t, 3, r.a), 0);          /* nothing is open */
     mt_timeline_enter(r.t, MT_WORK_FORWARD, 3, r.a);
     REQUIRE(mt_timeline_wait(r.t, 3, r.a) == 1);
     CHECK_OK(r.d->ops->record(r.a, there));
-    CHECK_OK(r.d->ops->call(r.a, hold, &gate));
+    CHECK_OK(r.d->ops->call(r.a, hold, &r.gate));
     mt_timeline_waited(r.t, r.a);
     CHECK_EQ(mt_timeline_wait(r.t, 3, r.a), 0);
     mt_timeline_leave(r.t, r.a);
     CHECK_OK(r.d->ops->sync_event(there));               /* the queue stands at the gate */
     sleep_ms(3);
-    (void)sem_post(&gate);
+    (void)sem_post(&r.gate);
     CHECK_OK(r.d->ops->sync(r.a));
     REQUIRE(mt_timeline_read(r.t, r.got, ALL) == 2);
     expect(&r.got[0], MT_WORK_FORWARD, 3);
     expect(&r.got[1], MT_WORK_FORWARD, 3);
     CHECK(r.got[1].begin_ns - r.got[0].end_ns >= 2000000);
     r.d->ops->event_close(there);
-    (void)sem_destroy(&gate);
 }
 
 /* A backward that raised leaves its window open; the next step's windows are not inside it. */
