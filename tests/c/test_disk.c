@@ -195,6 +195,15 @@ static void close_world(world *w)
 #define UPDATE(hi, m, v, i, step) \
     ((m) += (float)((step) + (int)((i) % 5)), (v) += 2 * (m), (hi) += (v) - (float)((i) % 3))
 
+/* What a thread of its own does to a unit. */
+typedef struct deed {
+    world     *w;
+    int        unit, push;
+    char      *slot;
+    atomic_int over, stop;
+    mt_status  st;
+} deed;
+
 typedef struct errand {
     world     *w;
     const int *params;
@@ -268,10 +277,20 @@ static mt_status update(world *w, int u, const int *params, int n, int fail)
     return st != MT_OK ? st : ended;
 }
 
+/* One by one of a unit that is none of the three; how many pieces it was. */
+static int run_errand(world *w, const int *params, int n, int unit, int number)
+{
+    errand e = { .w = w, .params = params, .n = n, .unit = unit, .step = number };
+
+    CHECK_OK(put(w, &e));
+    CHECK_OK(over(w, &e));
+    return e.calls;
+}
+
 static const int all[PARAMS] = { 0, 1, 2, 3 };
 
-/* Of all units; none waits for another. */
-static void step(world *w, int backwards)
+/* Of all units; none waits for another. meanwhile: what is done before they are waited for. */
+static void step_and(world *w, int backwards, void (*meanwhile)(world *w))
 {
     errand e[UNITS];
 
@@ -281,8 +300,15 @@ static void step(world *w, int backwards)
                          .step = w->step };
         CHECK_OK(put(w, &e[i]));
     }
+    if (meanwhile != NULL)
+        meanwhile(w);
     for (int i = 0; i < UNITS; i++)
         CHECK_OK(over(w, &e[i]));
+}
+
+static void step(world *w, int backwards)
+{
+    step_and(w, backwards, NULL);
 }
 
 static void compare(const float *got, const float *want, int64_t n, const char *what, int u, int p)
@@ -529,14 +555,9 @@ TEST(parameters_that_come_later_keep_their_states_in_memory)
     CHECK_OK(mt_disk_add(w.disk, unit, 0));
     CHECK_OK(mt_disk_add(w.disk, unit, 0));                 /* once is enough */
     for (int i = 0; i < 3; i++) {
-        errand e = { .w = &w, .params = both + (i == 0), .n = 1 + (i > 0), .unit = unit,
-                     .step = i + 1 };
-
         if (i == 1)
             CHECK_OK(mt_store_set_trainable(w.store, unit, 0, 1));
-        CHECK_OK(put(&w, &e));
-        CHECK_OK(over(&w, &e));
-        CHECK_EQ(e.calls, 1 + (i > 0));
+        CHECK_EQ(run_errand(&w, both + (i == 0), 1 + (i > 0), unit, i + 1), 1 + (i > 0));
     }
     /* of steps 2 and 3 */
     CHECK(plane(&w, unit, 0, MT_PLANE_M)[8999] == 5 + 2 * (float)(8999 % 5));
@@ -806,17 +827,7 @@ static void fetch_all(world *w)
 /* Fetches while updates of other units are under way, and their writes. */
 static void step_and_fetch(world *w, int backwards)
 {
-    errand e[UNITS];
-
-    w->step++;
-    for (int i = 0; i < UNITS; i++) {
-        e[i] = (errand){ .w = w, .params = all, .n = PARAMS, .unit = backwards ? UNITS - 1 - i : i,
-                         .step = w->step };
-        CHECK_OK(put(w, &e[i]));
-    }
-    fetch_all(w);
-    for (int i = 0; i < UNITS; i++)
-        CHECK_OK(over(w, &e[i]));
+    step_and(w, backwards, fetch_all);
 }
 
 TEST(fetches_bring_what_updates_have_written)
@@ -873,15 +884,9 @@ TEST(an_update_waits_for_reads_of_its_weights_ahead)
     }
 }
 
-typedef struct fetching {
-    world    *w;
-    char     *slot;
-    mt_status st;
-} fetching;
-
 static void *fetch_first(void *arg)
 {
-    fetching *f = arg;
+    deed *f = arg;
 
     f->st = fetch(f->w, 0, f->slot);
     return NULL;
@@ -892,7 +897,7 @@ TEST(a_fetch_that_began_reads_on_when_an_update_is_announced)
 {
     FED(w, 2, 0, 0);
     mt_ledger_watchdog(w.store, 5);
-    fetching f = (fetching){ .w = &w, .slot = slot_of(&w, 0) };
+    deed     f = (deed){ .w = &w, .slot = slot_of(&w, 0) };
     atomic_store(&disk.stalled, 1);
     pthread_t thread = thread_start(fetch_first, &f);
     sleep_ms(20);
@@ -957,15 +962,9 @@ TEST(weights_are_read_ahead_before_anybody_fetches_them)
     CHECK(mt_disk_stats_get(w.disk).buffer_bytes > 10 * BUFFER);
 }
 
-typedef struct mover {
-    world     *w;
-    int        unit;
-    atomic_int stop;
-} mover;
-
 static void *keep_fetching(void *arg)
 {
-    mover *m = arg;
+    deed *m = arg;
     FREED char *slot = slot_of(m->w, m->unit);
 
     while (!atomic_load(&m->stop))
@@ -979,7 +978,7 @@ static void *keep_fetching(void *arg)
 TEST(weights_are_written_from_outside_while_they_are_fetched)
 {
     world w;
-    mover m = { .w = &w, .unit = 1 };
+    deed  m = { .w = &w, .unit = 1 };
 
     open_fed(&w, 3, 300, 0);
     step_and_fetch(&w, 0);
@@ -1035,18 +1034,14 @@ TEST(what_is_not_trained_is_read_by_fetches_alone)
     REQUIRE_OK(mt_feed_open(&w.cx, 0, &w.feed));
     CHECK_OK(mt_mirror_push(w.store, unit, -1, 1u << MT_PLANE_HI));
     before = mt_disk_stats_get(w.disk);
-    errand e = (errand){ .w = &w, .params = &second, .n = 1, .unit = unit, .step = 1 };
-    CHECK_OK(put(&w, &e));
-    CHECK_OK(over(&w, &e));
+    (void)run_errand(&w, &second, 1, unit, 1);
     /* Waits for what is written of it. */
     CHECK_OK(mt_mirror_bring(w.store, unit, 1u << MT_PLANE_M));
     now = mt_disk_stats_get(w.disk);
     /* 500 weights, 1,000 moments */
     CHECK_EQ(now.written_bytes - before.written_bytes, 2 * MT_BLOCK_ALIGN);
     for (int step = 2; step <= 3; step++) {
-        e = (errand){ .w = &w, .params = &second, .n = 1, .unit = unit, .step = step };
-        CHECK_OK(put(&w, &e));
-        CHECK_OK(over(&w, &e));
+        (void)run_errand(&w, &second, 1, unit, step);
     }
     read_as_far_as_it_goes(&w);          /* ahead too, for a fourth */
     /* What was read ahead when M was brought may have been read again,
@@ -1088,12 +1083,9 @@ TEST(frozen_weights_are_fetched_and_trained_later)
     CHECK_OK(mt_mirror_push(w.store, unit, -1, 1u << MT_PLANE_HI));
     CHECK_OK(mt_mirror_release(w.store, unit));
     for (int i = 0; i < 2; i++) {
-        errand e = { .w = &w, .params = both + (i == 0), .n = 1 + i, .unit = unit, .step = i + 1 };
-
         if (i == 1)
             CHECK_OK(mt_store_set_trainable(w.store, unit, 0, 1));
-        CHECK_OK(put(&w, &e));
-        CHECK_OK(over(&w, &e));
+        (void)run_errand(&w, both + (i == 0), 1 + i, unit, i + 1);
     }
     FREED char *slot = slot_of(&w, unit);
     CHECK_OK(fetch(&w, unit, slot));
@@ -1161,15 +1153,9 @@ TEST(states_that_were_brought_outlive_a_save)
     CHECK_EQ(mt_store_bytes(w.store, MT_PLANE_M), 0);
 }
 
-typedef struct taker {
-    world     *w;
-    mt_status  st;
-    atomic_int over;
-} taker;
-
 static void *takes_weights(void *arg)
 {
-    taker *t = arg;
+    deed *t = arg;
 
     t->st = mt_mirror_evict(t->w->store, 2);
     atomic_store(&t->over, 1);
@@ -1180,7 +1166,7 @@ static void *takes_weights(void *arg)
 TEST(weights_are_not_taken_from_a_save)
 {
     world w;
-    taker t = { .w = &w };
+    deed  t = { .w = &w };
 
     open_fed(&w, 3, 0, 0);
     CHECK_OK(mt_ledger_save_begin(w.store, 2));
@@ -1228,16 +1214,9 @@ TEST(an_update_makes_stale_what_it_changes)
     check(&w);
 }
 
-typedef struct visitor {
-    world     *w;
-    int        push;
-    atomic_int over;
-    mt_status  st;
-} visitor;
-
 static void *visits_first(void *arg)
 {
-    visitor *v = arg;
+    deed *v = arg;
 
     v->st = v->push ? mt_mirror_push(v->w->store, 0, 3, 1u << MT_PLANE_V)
                     : mt_mirror_bring(v->w->store, 0, MT_STATE_PLANES);
@@ -1253,7 +1232,7 @@ TEST(who_is_at_a_unit_waits_for_nobody_at_another)
         atomic_int *held = push ? &disk.hold_write : &disk.hold_read;
         int         rounds = 0;
         world       w;
-        visitor     v = { .w = &w, .push = push };
+        deed        v = { .w = &w, .push = push };
 
         open_world(&w, 1, 0);
         step(&w, 0);
