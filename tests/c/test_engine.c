@@ -1275,16 +1275,13 @@ static void open_below(engine *e, mt_dev *dev, unsigned settled)
 static void nth_failure_ends_all_and_frees_everything(fault_mode mode, int traced, unsigned settled)
 {
     static engine e;
-    int           fired = 1, n;
+    int           fired = 1;
 
     CPU(cpu);
-    open_below(&e, fault_dev(cpu, 0, mode), settled);
-    n = fault_calls(e.t.dev);
-    engine_close(&e);
-    while (fired > 0) {
-        n += UNDER_TSAN ? 3 : 1;
-        open_below(&e, fault_dev(cpu, n, mode), settled);
+    for (int n = 1; fired > 0; n += UNDER_TSAN ? 3 : 1) {
+        open_below(&e, fault_dev(cpu, 0, mode), settled);
         int live = fault_live(e.t.dev);
+        fault_next(e.t.dev, n);
         mt_status st = engine_threads(&e);
         if (st == MT_OK)
             CHECK_OK(mt_timeline_on(e.timeline, traced));
