@@ -1,4 +1,5 @@
-/* opened.h — devices, their queues and events, and pools, closed where a test's block ends:
+/* opened.h — devices, their queues and events, and pools, closed where a test's block ends, and a
+ * store's units and addresses without a status:
  *
  *     CPU(dev);
  *     OPENED(mt_queue, q, dev->ops->queue_open(dev, "q", &q));
@@ -8,6 +9,7 @@
 
 #include "../../csrc/core/dev.h"
 #include "../../csrc/core/pool.h"
+#include "../../csrc/core/store.h"
 #include "check.h"
 
 CLOSES(mt_dev, (*x)->ops->close(*x))
@@ -21,6 +23,23 @@ static inline mt_dev *cpu_open(void)
 
     REQUIRE_OK(mt_dev_cpu_open(&dev));
     return dev;
+}
+
+/* The unit's number. */
+static inline int store_add(mt_store *s, const char *name, const mt_param_desc *d, int n)
+{
+    int unit = -1;
+
+    REQUIRE_OK(mt_store_add(s, name, d, n, &unit));
+    return unit;
+}
+
+static inline void *store_at(mt_store *s, int unit, int param, mt_plane p)
+{
+    void *at = NULL;
+
+    REQUIRE_OK(mt_store_at(s, unit, param, p, &at));
+    return at;
 }
 
 #define CPU(dev) CLOSED_BY(mt_dev_done) mt_dev *dev = cpu_open()

@@ -103,10 +103,7 @@ typedef struct world {
 
 static float *plane(world *w, int u, int p, mt_plane plane)
 {
-    void *at;
-
-    REQUIRE_OK(mt_store_at(w->store, u, p, plane, &at));
-    return at;
+    return store_at(w->store, u, p, plane);
 }
 
 static void make_units(world *w)
@@ -115,7 +112,6 @@ static void make_units(world *w)
 
     for (int u = 0; u < UNITS; u++) {
         mt_param_desc d[PARAMS];
-        int           unit;
 
         for (int p = 0; p < PARAMS; p++) {
             d[p] = (mt_param_desc){ MT_F32, numels[u][p], 1 };
@@ -123,7 +119,7 @@ static void make_units(world *w)
             w->m[u][p] = calloc((size_t)numels[u][p] + 1, sizeof(float));
             w->v[u][p] = calloc((size_t)numels[u][p] + 1, sizeof(float));
         }
-        REQUIRE_OK(mt_store_add(w->store, names[u], d, PARAMS, &unit));
+        (void)store_add(w->store, names[u], d, PARAMS);
     }
 }
 
@@ -548,10 +544,9 @@ TEST(parameters_that_come_later_keep_their_states_in_memory)
 {
     mt_param_desc d[2] = { { MT_F32, 9000, 0 }, { MT_F32, 500, 1 } };
     static const int both[2] = { 0, 1 };
-    int           unit;
 
     WORLD(w, 2, 0);
-    REQUIRE_OK(mt_store_add(w.store, "lora", d, 2, &unit));
+    int unit = store_add(w.store, "lora", d, 2);
     CHECK_OK(mt_disk_add(w.disk, unit, 0));
     CHECK_OK(mt_disk_add(w.disk, unit, 0));                 /* once is enough */
     for (int i = 0; i < 3; i++) {
@@ -1024,12 +1019,11 @@ TEST(what_is_not_trained_is_read_by_fetches_alone)
     mt_param_desc    d[3] = { { MT_F32, 30000, 0 }, { MT_F32, 500, 1 }, { MT_F32, 30000, 0 } };
     static const int second = 1;
     mt_disk_stats    before, now;
-    int              unit;
 
     FED(w, 2, 0, 0);
     mt_feed_close(w.feed);
     w.feed = NULL;
-    REQUIRE_OK(mt_store_add(w.store, "lora", d, 3, &unit));
+    int unit = store_add(w.store, "lora", d, 3);
     CHECK_OK(mt_disk_add(w.disk, unit, 1));
     REQUIRE_OK(mt_feed_open(&w.cx, 0, &w.feed));
     CHECK_OK(mt_mirror_push(w.store, unit, -1, 1u << MT_PLANE_HI));
@@ -1054,10 +1048,9 @@ TEST(what_is_not_trained_is_read_by_fetches_alone)
 TEST(what_is_trained_is_settled_when_weights_go_to_disk)
 {
     mt_param_desc d = { MT_F32, 40000, 1 };
-    int           unit;
 
     WORLD(w, 2, 0);
-    REQUIRE_OK(mt_store_add(w.store, "late", &d, 1, &unit));
+    int unit = store_add(w.store, "late", &d, 1);
     CHECK_OK(mt_disk_add(w.disk, unit, 1));
     REQUIRE_OK(mt_feed_open(&w.cx, 0, &w.feed));
     CHECK_OK(mt_store_set_trainable(w.store, unit, 0, 0));
@@ -1070,11 +1063,10 @@ TEST(frozen_weights_are_fetched_and_trained_later)
 {
     mt_param_desc    d[2] = { { MT_F32, 40000, 0 }, { MT_F32, 500, 1 } };
     static const int both[2] = { 0, 1 };
-    int              unit;
 
     FED(w, 2, 0, 0);
     mt_feed_close(w.feed);
-    REQUIRE_OK(mt_store_add(w.store, "lora", d, 2, &unit));
+    int unit = store_add(w.store, "lora", d, 2);
     CHECK_OK(mt_disk_add(w.disk, unit, 1));
     REQUIRE_OK(mt_feed_open(&w.cx, 0, &w.feed));
     for (int p = 0; p < 2; p++)
@@ -1138,47 +1130,6 @@ TEST(weights_that_were_brought_outlive_a_save)
     CHECK_EQ(mt_store_bytes(w.store, MT_PLANE_M), 0);
     CHECK_OK(mt_mirror_evict(w.store, 2));
     CHECK_EQ(mt_store_bytes(w.store, MT_PLANE_HI), 0);
-}
-
-TEST(states_that_were_brought_outlive_a_save)
-{
-    WORLD(w, 3, 0);
-    step(&w, 0);
-    CHECK_OK(mt_mirror_bring(w.store, 2, 1u << MT_PLANE_M));
-    CHECK_OK(mt_mirror_peek(w.store, 2, MT_STATE_PLANES));
-    CHECK_OK(mt_mirror_release(w.store, 2));
-    compare(plane(&w, 2, 2, MT_PLANE_M), w.m[2][2], numels[2][2], "M", 2, 2);
-    CHECK(mt_store_reserved(w.store, 2, MT_PLANE_V) > 0);
-    step(&w, 0);
-    CHECK_EQ(mt_store_bytes(w.store, MT_PLANE_M), 0);
-}
-
-static void *takes_weights(void *arg)
-{
-    deed *t = arg;
-
-    t->st = mt_mirror_evict(t->w->store, 2);
-    atomic_store(&t->over, 1);
-    return NULL;
-}
-
-/* The copiers of a save read what it peeked. */
-TEST(weights_are_not_taken_from_a_save)
-{
-    world w;
-    deed  t = { .w = &w };
-
-    open_fed(&w, 3, 0, 0);
-    CHECK_OK(mt_ledger_save_begin(w.store, 2));
-    CHECK_OK(mt_mirror_peek(w.store, 2, 1u << MT_PLANE_HI));
-    pthread_t thread = thread_start(takes_weights, &t);
-    UNTIL(!(mt_ledger_wanted(w.store) != 2 && !atomic_load(&t.over)));
-    compare(plane(&w, 2, 2, MT_PLANE_HI), w.hi[2][2], numels[2][2], "weight", 2, 2);
-    mt_ledger_save_end(w.store, 2);
-    thread_join(thread);
-    CHECK_OK(t.st);
-    CHECK_EQ(mt_store_bytes(w.store, MT_PLANE_HI), 0);
-    close_world(&w);
 }
 
 /* Not pushed yet, or told and not pushed: the update would be one of older weights. */

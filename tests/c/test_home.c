@@ -27,9 +27,8 @@ static mt_context cx;
 static int add(void)
 {
     mt_param_desc d[2] = { { MT_F32, N, 1 }, { MT_BF16, N, 1 } };
-    int           unit;
 
-    REQUIRE_OK(mt_store_add(store, "layers.0", d, 2, &unit));
+    int unit = store_add(store, "layers.0", d, 2);
     return unit;
 }
 
@@ -51,10 +50,7 @@ static void teardown(void)
 
 static char *at(int unit, mt_plane p)
 {
-    void *found = NULL;
-
-    REQUIRE_OK(mt_store_at(store, unit, 0, p, &found));
-    return found;
+    return store_at(store, unit, 0, p);
 }
 
 /* By way of where it comes from. */

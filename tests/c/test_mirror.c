@@ -2,7 +2,7 @@
  * loads what and when, and whose memory is given back. The home here is an array; those that there
  * are, and the bits of training with them, are test_resident.c's and test_disk.c's.
  */
-#include "check.h"
+#include "opened.h"
 #include "gate.h"
 #include "../../csrc/core/mirror.h"
 
@@ -55,10 +55,7 @@ static struct {
 
 static float *host(mt_plane p, int param)
 {
-    void *at = NULL;
-
-    REQUIRE_OK(mt_store_at(home.s, home.unit, param, p, &at));
-    return at;
+    return store_at(home.s, home.unit, param, p);
 }
 
 static mt_status home_wait(void *arg, int unit, unsigned planes)

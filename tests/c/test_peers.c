@@ -94,10 +94,7 @@ static void table_close(table *t)
 
 static char *at(const peer *p, int param, mt_plane plane)
 {
-    void *found = NULL;
-
-    REQUIRE_OK(mt_store_at(p->cx.store, p->unit, param, plane, &found));
-    return found;
+    return store_at(p->cx.store, p->unit, param, plane);
 }
 
 static char *view(const peer *p, int param, mt_plane plane)
@@ -136,7 +133,6 @@ static void check_bytes(peer *p, int ranks, int param, mt_plane plane)
 TEST(a_plane_is_one_memory_for_all)
 {
     for (int ranks = 1; ranks <= RANKS; ranks++) {
-
         TABLE(p, ranks);
         for (int i = 0; i < PARAMS; i++)
             for (int q = 0; q < MT_PLANE_COUNT; q++)
@@ -152,7 +148,6 @@ TEST(a_plane_is_one_memory_for_all)
  * that moment, find the same places. */
 TEST(what_is_trained_moves_nothing)
 {
-
     TABLE(p, 2);
     CHECK_OK(mt_store_set_trainable(p[1].cx.store, 0, 0, 0));
     at(&p[1], 1, MT_PLANE_M);
@@ -579,9 +574,7 @@ static mt_param_desc shape_of(int unit, int param)
 
 static char *place(const runner *r, int unit, int param, mt_plane p, int64_t from)
 {
-    void *found = NULL;
-
-    REQUIRE_OK(mt_store_at(r->cx.store, unit, param, p, &found));
+    void *found = store_at(r->cx.store, unit, param, p);
     return (char *)found + mt_store_plane_bytes(r->cx.store, unit, param, p, from);
 }
 
@@ -650,7 +643,6 @@ static void spread_out(runner *r, const plan *p)
 static void runner_open(runner *r, const plan *p, outcome *want, int fd, int rank)
 {
     mt_offload_kernels k = { mt_sumsq_put, mt_accumulate, mt_accumulate_put, NULL, mt_sumsq_fold };
-    int                unit;
 
     *r = (runner){ .plan = p, .want = want, .fd = fd, .rank = rank, .fills = fd < 0 };
     REQUIRE_OK(mt_dev_cpu_open(&r->cx.dev));
@@ -669,7 +661,7 @@ static void runner_open(runner *r, const plan *p, outcome *want, int fd, int ran
         for (int i = 0; i < PARAMS; i++)
             d[i] = shape_of(u, i);
         snprintf(name, sizeof name, "layers.%d", u);
-        REQUIRE_OK(mt_store_add(r->cx.store, name, d, PARAMS, &unit));
+        (void)store_add(r->cx.store, name, d, PARAMS);
         REQUIRE_OK(mt_store_set_states(r->cx.store, u, p->states));
         for (int i = 0; i < PARAMS && rank % (p->mates > 0 ? p->mates : RANKS) == 0; i++)
             /* one fills it for all of its machine */
@@ -1579,7 +1571,6 @@ static int how_many_are(const char *x, size_t n, int value)
 TEST(what_all_write_in_place_is_written_once)
 {
     for (int ranks = 1; ranks <= RANKS; ranks++) {
-
         TABLE(w, ranks);
         for (int round = 1; round <= 3; round++) {
             uint64_t version = mt_ledger_version(w[0].cx.store, 0);
@@ -1607,7 +1598,6 @@ static void *spread_what_others_do_not(void *arg)
 
 TEST(who_spreads_something_else_is_named)
 {
-
     TABLE(w, 2);
     run_together(spread_what_others_do_not, w, sizeof *w, 2);
     for (int r = 0; r < 2; r++) {
@@ -1620,7 +1610,6 @@ TEST(who_spreads_something_else_is_named)
 
 TEST(who_does_not_come_is_named)
 {
-
     TABLE(w, 3);
     mt_ledger_watchdog(w[0].cx.store, 0.3);
     spread_one(&w[0], 1, 1u << MT_PLANE_HI);
@@ -1726,7 +1715,6 @@ static void check_told(peer *w, const char *what)
 
 TEST(a_fault_of_one_is_everybodys)
 {
-
     TABLE(w, 3);
     for (int r = 0; r < 3; r++)
         mt_ledger_update_begin(w[r].cx.store, 0);
@@ -1751,7 +1739,6 @@ static mt_status fault_within_seconds(mt_store *s)
 /* Each waits where the other does not come, or would. */
 TEST(who_does_things_in_another_order_is_named)
 {
-
     TABLE(w, 3);
     mt_ledger_meeting(w[0].cx.store, "exchanges gradients");
     usleep(150000);
@@ -1783,7 +1770,6 @@ static void *do_all_in_order(void *arg)
 
 TEST(one_order_is_no_fault_however_far_apart)
 {
-
     TABLE(w, RANKS);
     run_together(do_all_in_order, w, sizeof *w, RANKS);
     usleep(150000);
@@ -1794,7 +1780,6 @@ TEST(one_order_is_no_fault_however_far_apart)
 /* It is not known what it has written. */
 TEST(an_update_that_failed_is_not_over)
 {
-
     TABLE(p, 2);
     begin_updates(p, 2);
     mt_ledger_fault(p[0].cx.store, MT_EDEVICE, "broken");
@@ -1805,7 +1790,6 @@ TEST(an_update_that_failed_is_not_over)
 
 TEST(who_leaves_early_is_named)
 {
-
     TABLE(w, 2);
     mt_ledger_update_begin(w[0].cx.store, 0);
     mt_ledger_update_end(w[0].cx.store, 0);
@@ -1816,7 +1800,6 @@ TEST(who_leaves_early_is_named)
 
 TEST(who_leaves_when_all_is_done_is_missed_by_nobody)
 {
-
     TABLE(p, 2);
     begin_updates(p, 2);
     for (int r = 0; r < 2; r++)

@@ -134,10 +134,9 @@ TEST(pieces_are_full)
     mt_cut        how = { &planes, 65536, MT_PART_ALIGN, 128, 0, 0 };
     const size_t  grain = 128 * (2 + 2 + 1 + 1) + 8;     /* with its scales */
     mt_pieces    *p;
-    int           unit;
 
     TOY(t, 0, 1, 0);
-    REQUIRE_OK(mt_store_add(t.store, "full", &d, 1, &unit));
+    int unit = store_add(t.store, "full", &d, 1);
     REQUIRE_OK(mt_store_set_states(t.store, unit, MT_STATES_8BIT));
     REQUIRE_OK(mt_pieces_cut(t.store, unit, &how, &p));
     for (int i = 0; i + 1 < p->n; i++) {
@@ -155,10 +154,9 @@ TEST(weights_lie_as_in_their_plane)
     unsigned      planes[3] = { HI | MT_STATE_PLANES, HI | MT_STATE_PLANES, HI | MT_STATE_PLANES };
     mt_cut        how = { planes, 65536, 4096, 4096, 0, 0 };
     mt_pieces    *p;
-    int           unit;
 
     TOY(t, 0, 1, 0);
-    REQUIRE_OK(mt_store_add(t.store, "weights", d, 3, &unit));
+    int unit = store_add(t.store, "weights", d, 3);
     REQUIRE_OK(mt_pieces_cut(t.store, unit, &how, &p));
     CHECK_EQ(p->n, 2);
     for (int i = 0; i < p->n; i++)
@@ -180,10 +178,9 @@ TEST(a_budget_below_a_grain_is_refused)
     unsigned      planes = MT_STATE_PLANES;
     mt_cut        how = { &planes, 4096, MT_PART_ALIGN, 1024, 0, 0 };
     mt_pieces    *p = NULL;
-    int           unit;
 
     TOY(t, 0, 1, 0);
-    REQUIRE_OK(mt_store_add(t.store, "layers.0", &d, 1, &unit));
+    int unit = store_add(t.store, "layers.0", &d, 1);
     CHECK_EQ(mt_pieces_cut(t.store, unit, &how, &p), MT_EINVAL);
     CHECK_HAS(mt_last_error(), "unit layers.0: 4096 bytes hold no 1024 elements of parameter 0");
     CHECK(p == NULL);
@@ -195,12 +192,11 @@ TEST(host_addresses_are_the_parts)
     mt_part       k = { .from = 256, .n = 300 };
     void         *all, *at;
     size_t        bytes;
-    int           unit;
 
     TOY(t, 0, 1, 0);
-    REQUIRE_OK(mt_store_add(t.store, "host", &d, 1, &unit));
+    int unit = store_add(t.store, "host", &d, 1);
     REQUIRE_OK(mt_store_set_states(t.store, unit, MT_STATES_8BIT));
-    CHECK_OK(mt_store_at(t.store, unit, 0, MT_PLANE_SCALE, &all));
+    all = store_at(t.store, unit, 0, MT_PLANE_SCALE);
     CHECK_OK(mt_part_host(t.store, unit, &k, MT_PLANE_SCALE, &at, &bytes));
     CHECK_EQ((char *)at - (char *)all, 2 * 8);
     CHECK_EQ(bytes, 3 * 8);

@@ -105,7 +105,7 @@ static void open_unit(side *s)
 {
     int unit;
 
-    REQUIRE_OK(mt_store_add(s->cx.store, "unit", s->t->d, PARAMS, &unit));
+    unit = store_add(s->cx.store, "unit", s->t->d, PARAMS);
     REQUIRE_OK(mt_store_set_states(s->cx.store, unit, s->t->states));
     if (s->owners > 1)
         REQUIRE_OK(mt_store_own(s->cx.store, unit, s->owner, s->owners));
@@ -522,10 +522,9 @@ TEST(a_cut_is_as_is_printed)
     static const int64_t want[3][3][2] = { { { 0, 8192 }, { 0, 0 }, { 0, 0 } },
                                            { { 8192, 16384 }, { 0, 0 }, { 0, 0 } },
                                            { { 24576, 5424 }, { 0, 64 }, { 0, 7000 } } };
-    int                  unit;
 
     TOY(t, 0, 1, 0);
-    REQUIRE_OK(mt_store_add(t.store, "three", d, 3, &unit));
+    int unit = store_add(t.store, "three", d, 3);
     for (int k = 0; k < 3; k++) {
         mt_portion p;
 
@@ -579,7 +578,7 @@ TEST(every_element_has_one_owner_and_all_have_as_much)
 
         make_unit(&t, seed);
         toy_open(&y, 0, 1, 0);
-        REQUIRE_OK(mt_store_add(y.store, "unit", t.d, PARAMS, &unit));
+        unit = store_add(y.store, "unit", t.d, PARAMS);
         for (int n = 1; n <= 40; n += 1 + n / 8)
             check_cut(&y, unit, t.d, PARAMS, n);
         toy_close(&y);

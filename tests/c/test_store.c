@@ -29,16 +29,13 @@ static void teardown(void)
 
 static int add(const char *name, const mt_param_desc *p, int n)
 {
-    int unit = -1;
-    CHECK_OK(mt_store_add(store, name, p, n, &unit));
+    int unit = store_add(store, name, p, n);
     return unit;
 }
 
 static char *at(int unit, int param, mt_plane plane)
 {
-    void *p = NULL;
-    CHECK_OK(mt_store_at(store, unit, param, plane, &p));
-    return p;
+    return store_at(store, unit, param, plane);
 }
 
 /* bf16 trainable, fp32 frozen, nothing, int64, fp16 trainable, fp64 trainable */
@@ -418,10 +415,9 @@ TEST(every_failing_device_call_leaves_the_store_whole)
         const mt_plane planes[] = { MT_PLANE_HI, MT_PLANE_GRAD, MT_PLANE_GRAD, MT_PLANE_M };
         const int      params[] = { BF, HALF, FROZEN, BF };
         mt_dev        *d = fault_dev(real, n, FAULT_ONCE);
-        int            u = 0;
 
         REQUIRE_OK(mt_store_open(&(mt_context){ .dev = d, .pool = pool }, &store));
-        CHECK_OK(mt_store_add(store, "mixed", mixed, MIXED, &u));
+        int u = store_add(store, "mixed", mixed, MIXED);
         for (int i = 0; i < 4; i++) {
             size_t    before = mt_store_bytes(store, MT_PLANE_COUNT);
             int       live = fault_live(d);
@@ -433,7 +429,7 @@ TEST(every_failing_device_call_leaves_the_store_whole)
                 CHECK(p == NULL);
                 CHECK_EQ(mt_store_bytes(store, MT_PLANE_COUNT), before);
                 CHECK_EQ(fault_live(d), live);
-                CHECK_OK(mt_store_at(store, u, params[i], planes[i], &p));
+                p = store_at(store, u, params[i], planes[i]);
             }
             CHECK(p != NULL);
             if (i == 1)

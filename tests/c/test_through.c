@@ -27,10 +27,7 @@ static int64_t length_of(int i)
 
 static void *plane_at(const errand *e, int i, mt_plane p)
 {
-    void *at = NULL;
-
-    REQUIRE_OK(mt_store_at(e->s, e->unit, i, p, &at));
-    return at;
+    return store_at(e->s, e->unit, i, p);
 }
 
 static mt_status errand_gradient(void *arg, int param, const void **at, mt_plane *plane)
@@ -224,29 +221,6 @@ TEST(every_element_passes_once)
             }
 }
 
-TEST(several_units_are_on_their_way_and_end_in_order)
-{
-    errand      e[4];
-    mt_through *h = NULL;
-
-    TOY(t, 4, 1, 0);
-    REQUIRE_OK(mt_through_open(&t.cx, 3, 20000, &h));
-    for (int u = 0; u < 4; u++) {
-        errand_fill(&e[u], t.store, MOST);
-        e[u].nap.tv_nsec = 100000;
-        put(h, &e[u]);
-    }
-    for (int u = 3; u >= 0; u--) {              /* the last one over: all are */
-        CHECK_OK(mt_ledger_wait_updates(t.store, e[u].unit));
-        errand_check(&e[u], 1);
-    }
-    mt_through_close(h);
-    for (int u = 0; u < 4; u++) {
-        CHECK_EQ(e[u].frees, 1);
-        errand_empty(&e[u]);
-    }
-}
-
 TEST(close_finishes_what_was_put)
 {
     errand      e[3];
@@ -291,8 +265,8 @@ TEST(a_unit_waits_for_copies_of_its_weights)
 
 TEST(a_failing_job_is_a_fault_and_ends_those_behind_it)
 {
-    errand         e, after;
-    mt_through    *h = NULL;
+    errand      e, after;
+    mt_through *h = NULL;
 
     TOY(t, 2, 1, 0);
     errand_fill(&e, t.store, MOST);
@@ -355,32 +329,30 @@ TEST(going_through_registers_all_planes)
     mt_param_desc d[2] = { { MT_BF16, 100, 1 }, { MT_BF16, 100, 0 } };
     mt_store     *s = NULL;
     mt_dev       *cpu, *f;
-    void         *p;
-    int           unit;
 
     REQUIRE_OK(mt_dev_cpu_open(&cpu));
     f = fault_dev(cpu, 0, FAULT_ONCE);
     REQUIRE_OK(mt_store_open(&(mt_context){ .dev = f }, &s));
-    REQUIRE_OK(mt_store_add(s, "layers.0", d, 2, &unit));
-    CHECK_OK(mt_store_at(s, 0, 0, MT_PLANE_M, &p));
+    (void)store_add(s, "layers.0", d, 2);
+    (void)store_at(s, 0, 0, MT_PLANE_M);
     CHECK_OK(mt_store_set_trainable(s, 0, 1, 1));
-    CHECK_OK(mt_store_at(s, 0, 1, MT_PLANE_M, &p));         /* late: an arena of its own */
+    (void)store_at(s, 0, 1, MT_PLANE_M);         /* late: an arena of its own */
     CHECK_EQ(fault_live(f), 0);
     CHECK(mt_store_home(s, 0, NULL) == &mt_home_ram);
     CHECK_OK(mt_store_move(s, 0, &mt_home_through, NULL));
     CHECK(mt_store_home(s, 0, NULL) == &mt_home_through);
     CHECK_EQ(fault_live(f), 2);
-    CHECK_OK(mt_store_at(s, 0, 0, MT_PLANE_LO, &p));
+    (void)store_at(s, 0, 0, MT_PLANE_LO);
     CHECK_EQ(fault_live(f), 3);
     CHECK_OK(mt_store_move(s, 0, &mt_home_through, NULL));
     CHECK_EQ(fault_live(f), 3);
     CHECK_EQ(mt_store_move(s, 0, &mt_home_vram, NULL), MT_ESTATE);
     CHECK_OK(mt_store_move(s, 0, &mt_home_ram, NULL));
     CHECK(mt_store_home(s, 0, NULL) == &mt_home_ram);
-    CHECK_OK(mt_store_at(s, 0, 0, MT_PLANE_V, &p));
+    (void)store_at(s, 0, 0, MT_PLANE_V);
     CHECK_EQ(fault_live(f), 3);
     CHECK_EQ(mt_store_move(s, 1, &mt_home_through, NULL), MT_EINVAL);
-    REQUIRE_OK(mt_store_add(s, "layers.1", d, 2, &unit));
+    (void)store_add(s, "layers.1", d, 2);
     CHECK_OK(mt_store_move(s, 1, &mt_home_through, NULL));
     CHECK_FAILS(mt_store_move(s, 1, &mt_home_vram, NULL), MT_ESTATE, "layers.1");
     CHECK_OK(mt_store_move(s, 1, &mt_home_ram, NULL));

@@ -2,7 +2,7 @@
  * verdict of it, whoever is late, elsewhere or gone; and what a stream fetches of a unit when each
  * rank fetches its portion. Ranks are threads of one process.
  */
-#include "check.h"
+#include "opened.h"
 
 #include "../../csrc/core/clock.h"
 #include "../../csrc/core/portion.h"

@@ -38,10 +38,7 @@ static inline float toy_value(int u, int p, int64_t i)
 
 static inline float *toy_at(const toy *t, int u, int p, mt_plane plane)
 {
-    void *at = NULL;
-
-    REQUIRE_OK(mt_store_at(t->store, u, p, plane, &at));
-    return at;
+    return store_at(t->store, u, p, plane);
 }
 
 static inline void toy_add_units(toy *t, int n_units, mt_dtype dt)
@@ -49,12 +46,11 @@ static inline void toy_add_units(toy *t, int n_units, mt_dtype dt)
     for (int u = 0; u < n_units; u++) {
         mt_param_desc d[TOY_PARAMS];
         char          name[32];
-        int           unit;
 
         for (int p = 0; p < TOY_PARAMS; p++)
             d[p] = (mt_param_desc){ dt, toy_numel(u, p), 1 };
         snprintf(name, sizeof name, "layers.%d", u);
-        REQUIRE_OK(mt_store_add(t->store, name, d, TOY_PARAMS, &unit));
+        int unit = store_add(t->store, name, d, TOY_PARAMS);
         REQUIRE(unit == u);
         for (int p = 0; p < TOY_PARAMS && dt == MT_F32; p++)
             for (int64_t i = 0; i < toy_numel(u, p); i++)
