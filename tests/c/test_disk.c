@@ -2,10 +2,10 @@
  * whatever is read when. */
 #include "check.h"
 #include "drop.h"
+#include "slow_disk.h"
 #include "toy.h"
 #include "../../csrc/core/clock.h"
 #include "../../csrc/core/feed.h"
-#include "../../csrc/io/file.h"
 
 CLOSES(mt_timeline, mt_timeline_close(*x))
 
@@ -18,72 +18,6 @@ CLOSES(mt_timeline, mt_timeline_close(*x))
 static const int64_t numels[UNITS][PARAMS] = {
     { 5000, 1, 0, 30001 }, { 20000, 777, 4096, 8192 }, { 3, 2, 40000, 1 }
 };
-
-/* ---- transfers that dawdle, or fail -------------------------------------------------------- */
-
-static struct {
-    atomic_int dawdle_us;        /* at most, before each */
-    atomic_int reads, writes;    /* so far */
-    atomic_int fail_read, fail_write;        /* the n-th from now on fails; 0: none */
-    atomic_int stalled;                      /* reads wait until it is 0 */
-    atomic_int hold_read, hold_write;        /* the n-th from now on is as slow as can be; 0:
-                                              * none */
-    atomic_int holding;                      /* it waits, with what it has read or before it writes,
-                                              * until this is 0 */
-} disk;
-
-static int struck(atomic_int *n)
-{
-    return atomic_load(n) > 0 && atomic_fetch_sub(n, 1) == 1;
-}
-
-static void dawdle(uint64_t seed)
-{
-    int             most = atomic_load(&disk.dawdle_us);
-    uint64_t        z = (seed + 1) * 0x9e3779b97f4a7c15u;
-    struct timespec t = { 0, most > 0 ? (long)((z >> 33) % (uint64_t)most) * 1000 : 0 };
-
-    if (most > 0)
-        nanosleep(&t, NULL);
-}
-
-static void wait_released(void)
-{
-    UNTIL(!atomic_load(&disk.holding));
-}
-
-static ssize_t slow_read(int fd, void *p, size_t bytes, off_t at)
-{
-    dawdle((uint64_t)atomic_fetch_add(&disk.reads, 1));
-    UNTIL(!atomic_load(&disk.stalled));
-    if (struck(&disk.fail_read)) {
-        errno = EIO;
-        return -1;
-    }
-    ssize_t n = pread(fd, p, bytes, at);
-    if (struck(&disk.hold_read))
-        wait_released();
-    return n;
-}
-
-static ssize_t slow_write(int fd, const void *p, size_t bytes, off_t at)
-{
-    dawdle(3 * (uint64_t)atomic_fetch_add(&disk.writes, 1));
-    if (struck(&disk.fail_write)) {
-        errno = EIO;
-        return -1;
-    }
-    if (struck(&disk.hold_write))
-        wait_released();
-    return pwrite(fd, p, bytes, at);
-}
-
-static int through_the_cache(int fd, int on)
-{
-    return EINVAL;
-}
-
-static const mt_file_calls calls = { slow_read, slow_write, posix_fallocate, through_the_cache };
 
 /* ---- a store with its states in a file, and the same numbers in plain memory --------------- */
 
@@ -149,11 +83,7 @@ static void open_store(world *w, int delay_us, int dawdle_us)
 {
     *w = (world){ .dir = "/tmp/mt_test_disk.XXXXXX" };
     REQUIRE(mkdtemp(w->dir) != NULL);
-    atomic_store(&disk.dawdle_us, dawdle_us);
-    atomic_store(&disk.fail_read, 0);
-    atomic_store(&disk.fail_write, 0);
-    atomic_store(&disk.hold_read, 0);
-    atomic_store(&disk.hold_write, 0);
+    disk_reset(dawdle_us);
     REQUIRE_OK(mt_pool_open(1, &w->pool));
     open_device(w, delay_us);
     make_units(w);

@@ -2,83 +2,13 @@
  * backwards, whose windows keep two tensors in a file. */
 #include "dev_fault.h"
 #include "keeping.h"
+#include "slow_disk.h"
 #include "../../csrc/core/clock.h"
 #include "../../csrc/core/place.h"
-#include "../../csrc/io/file.h"
 
 #define WINDOWS 7
 #define BAYS    3
 #define KEEPS   (5 * 4096)               /* bytes of a bundle: 16,000 and 28 in whole pages */
-
-/* ---- transfers that dawdle, or fail -------------------------------------------------------- */
-
-static struct {
-    atomic_int dawdle_us;                /* at most, before each */
-    atomic_int calls;                    /* so far */
-    atomic_int fail_write;               /* the n-th from now on fails; 0: none */
-    atomic_long fail_at;                 /* a read there fails, once; -1: none */
-    atomic_int stalled;                  /* writes wait until it is 0 */
-    atomic_int held;                     /* and reads; for two seconds at most, which end it */
-    atomic_int begun;                    /* writes */
-    atomic_int reads;
-    atomic_long read_at[64];             /* the first of those, in the order they began */
-} disk;
-
-static void nap(long us)
-{
-    nanosleep(&(struct timespec){ us / 1000000, us % 1000000 * 1000 }, NULL);
-}
-
-static void dawdle(void)
-{
-    int      most = atomic_load(&disk.dawdle_us);
-    uint64_t seed = (uint64_t)atomic_fetch_add(&disk.calls, 1);
-
-    if (most > 0)
-        nap((long)(toy_random(&seed) % (uint64_t)most));
-}
-
-static int struck(atomic_int *n)
-{
-    return atomic_load(n) > 0 && atomic_fetch_sub(n, 1) == 1;
-}
-
-static ssize_t slow_read(int fd, void *p, size_t bytes, off_t at)
-{
-    int n = atomic_load(&disk.reads);
-
-    if (n < 64)
-        atomic_store(&disk.read_at[n], (long)at);
-    atomic_fetch_add(&disk.reads, 1);
-    dawdle();
-    for (int i = 0; i < 10000 && atomic_load(&disk.held); i++)
-        nap(200);
-    atomic_store(&disk.held, 0);
-    if (atomic_compare_exchange_strong(&disk.fail_at, &(long){ (long)at }, -1)) {
-        errno = EIO;
-        return -1;
-    }
-    return pread(fd, p, bytes, at);
-}
-
-static ssize_t slow_write(int fd, const void *p, size_t bytes, off_t at)
-{
-    dawdle();
-    if (atomic_fetch_add(&disk.begun, 1) == 0)
-        UNTIL(!atomic_load(&disk.stalled));
-    if (struck(&disk.fail_write)) {
-        errno = ENOSPC;
-        return -1;
-    }
-    return pwrite(fd, p, bytes, at);
-}
-
-static int through_the_cache(int fd, int on)
-{
-    return EINVAL;
-}
-
-static const mt_file_calls calls = { slow_read, slow_write, posix_fallocate, through_the_cache };
 
 /* ---- a scene ----------------------------------------------------------------------------- */
 
@@ -93,17 +23,6 @@ typedef struct scene {
 static void run(scene *s, tensors *on, float value, int look)
 {
     keeper_run(&s->k, &s->t, on, value, look);
-}
-
-static void disk_reset(int dawdle_us)
-{
-    atomic_store(&disk.dawdle_us, dawdle_us);
-    atomic_store(&disk.fail_at, -1);
-    atomic_store(&disk.fail_write, 0);
-    atomic_store(&disk.stalled, 0);
-    atomic_store(&disk.held, 0);
-    atomic_store(&disk.begun, 0);
-    atomic_store(&disk.reads, 0);
 }
 
 static void scene_file(scene *s, uint64_t limit, unsigned skip)
@@ -286,7 +205,7 @@ TEST(without_drained_a_bay_is_read_into_too_early)
 static void until_written(scene *s, uint64_t bytes)
 {
     for (int i = 0; i < 5000 && stats(s).written_bytes < bytes; i++)
-        nap(200);
+        usleep(200);
     CHECK(stats(s).written_bytes >= bytes);
 }
 
@@ -341,7 +260,7 @@ static int is_told(scene *s, const char *what)
 {
     char list[1024] = "";
 
-    for (int i = 0; i < 5000 && strstr(list, what) == NULL; i++, nap(200))
+    for (int i = 0; i < 5000 && strstr(list, what) == NULL; i++, usleep(200))
         mt_watch_tell(mt_store_watch(s->t.store), list, sizeof list);
     return strstr(list, what) != NULL;
 }
@@ -356,7 +275,7 @@ TEST(who_needs_no_drive_waits_for_none)
 
     SCENE(s, 1, 0, 0, 0);
     forward_in_order(&s, 0, bundle);
-    atomic_store(&disk.held, 1);
+    atomic_store(&disk.stalled, 1);
     c[0] = (comer){ &s, 0, bundle[0], MT_EINVAL };
     c[1] = (comer){ &s, 1, bundle[1], MT_EINVAL };
     thread[0] = thread_start(come_alone, &c[0]);
@@ -367,8 +286,8 @@ TEST(who_needs_no_drive_waits_for_none)
     CHECK_EQ(stats(&s).read_bytes, 0);
     mt_swap_drop(s.w, bundle[4]);
     mt_swap_drop(s.w, bundle[0]);
-    CHECK_EQ(atomic_load(&disk.held), 1);        /* the drive has not come yet */
-    atomic_store(&disk.held, 0);
+    CHECK_EQ(atomic_load(&disk.stalled), 1);        /* the drive has not come yet */
+    atomic_store(&disk.stalled, 0);
     for (int i = 0; i < 2; i++)
         thread_join(thread[i]);
     CHECK_OK(c[0].st);
@@ -384,13 +303,13 @@ static long dropped_while_it_is_written(unsigned skip)
 
     scene s;
     scene_open(&s, 1, 0, 0, skip);
-    atomic_store(&disk.stalled, 1);
+    atomic_store(&disk.first_stalled, 1);
     CHECK_OK(leave(&s, 0, 0, &bundle[0]));
-    UNTIL(atomic_load(&disk.begun) != 0);
+    UNTIL(atomic_load(&disk.writes) != 0);
     mt_swap_drop(s.w, bundle[0]);
     CHECK_OK(leave(&s, 0, 1, &bundle[1]));
     until_written(&s, KEEPS);
-    atomic_store(&disk.stalled, 0);
+    atomic_store(&disk.first_stalled, 0);
     for (int w = 2; w < 2 + BAYS; w++)                       /* the second one's bay is taken */
         CHECK_OK(leave(&s, 0, w, &bundle[w]));
     until_written(&s, (2 + BAYS) * KEEPS);
@@ -423,7 +342,7 @@ TEST(what_comes_next_is_read_before_it_is_asked_for)
         look(&s, 0, w, bundle[w]);
         mt_swap_drop(s.w, bundle[w]);
         for (int i = 0; i < 5000 && atomic_load(&disk.reads) < soon; i++)
-            nap(200);
+            usleep(200);
         CHECK_EQ(atomic_load(&disk.reads), soon);
         CHECK_EQ(atomic_load(&disk.read_at[soon - 1]), (w - BAYS) * KEEPS);
     }
@@ -456,12 +375,12 @@ TEST(what_is_dropped_is_not_written)
     uint64_t bundle[WINDOWS];
 
     SCENE(s, 1, 0, 0, 0);
-    atomic_store(&disk.stalled, 1);
+    atomic_store(&disk.first_stalled, 1);
     CHECK_OK(leave(&s, 0, 0, &bundle[0]));
-    UNTIL(atomic_load(&disk.begun) != 0);
+    UNTIL(atomic_load(&disk.writes) != 0);
     mt_swap_drop(s.w, bundle[0]);                            /* too late for this one */
     CHECK_EQ(stats(&s).used_bytes, KEEPS);
-    atomic_store(&disk.stalled, 0);
+    atomic_store(&disk.first_stalled, 0);
     until_written(&s, KEEPS);
     UNTIL(stats(&s).used_bytes <= 0);
     for (int step = 0; step < 20; step++) {
@@ -569,7 +488,7 @@ TEST(a_write_that_fails_is_told_and_harms_nobody_else)
     SCENE(s, 1, 0, 0, 0);
     atomic_store(&disk.fail_write, 1);
     CHECK_OK(leave(&s, 0, 2, &lost));
-    for (st = MT_OK; st == MT_OK; nap(200))     /* told once to whoever comes when that is known, */
+    for (st = MT_OK; st == MT_OK; usleep(200))     /* told once to whoever comes when that is known, */
         if ((st = leave(&s, 0, 3, &bundle[3])) == MT_OK)
             mt_swap_drop(s.w, bundle[3]);
     CHECK_FAILS(st, MT_EDISK,
