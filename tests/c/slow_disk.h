@@ -14,7 +14,7 @@ static struct {
     atomic_long read_at[64];             /* where the first of those were, in their order */
     atomic_int  fail_read, fail_write;   /* the n-th from now on fails; 0: none */
     atomic_long fail_at;                 /* a read there fails, once; -1: none */
-    atomic_int  stalled;                 /* reads wait until it is 0, or two seconds, which end it */
+    atomic_int  stalled;                 /* reads wait until it is 0: two seconds, which end it */
     atomic_int  first_stalled;           /* the first write waits until it is 0 */
     atomic_int  hold_read, hold_write;   /* the n-th from now on is as slow as can be; 0: none */
     atomic_int  holding;                 /* it waits, with what it has read or before it writes,

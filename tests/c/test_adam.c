@@ -1,5 +1,5 @@
-/* test_adam.c — the executable form of optim/adam.h: the same bits by every instruction set and in
- * every queue, for all types and states; with fp32 states the right numbers. What a byte of a
+/* test_adam.c — the executable form of optim/adam.h: the same bits by every instruction set and
+ * in every queue, for all types and states; with fp32 states the right numbers. What a byte of a
  * moment means is test_adam8.c's.
  */
 #include "dev_fault.h"

@@ -232,8 +232,7 @@ static float given_while_written(unsigned skip)
     CHECK_OK(lift(&h));
     CHECK_OK(mt_arrive_drain(h.a));
     CHECK_OK(h.dev->ops->sync(h.run));
-    float found = *up(&h);
-    return found;
+    return *up(&h);
 }
 
 /* Copies up are slow, since they wait for run: what the update finds. */

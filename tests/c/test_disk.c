@@ -784,8 +784,7 @@ static pthread_t hold_next(atomic_int *which)
 {
     atomic_store(&disk.holding, 1);
     atomic_store(which, 1);
-    pthread_t thread = thread_start(release, NULL);
-    return thread;
+    return thread_start(release, NULL);
 }
 
 /* FED: else its sum would be compared with that of what was written meanwhile. */

@@ -1,16 +1,9 @@
-/* test_home.c — the executable form of core/home.h: which homes a unit may go to from which, what
- * of its memory follows, and that a home which nobody has heard of is a table and nothing else.
+/* test_home.c — the executable form of core/home.h: which homes a unit may go to from which, and
+ * what of its memory follows. Homes of a test's own are test_mirror.c's.
  */
 #include "opened.h"
 #include "dev_fault.h"
 #include "../../csrc/core/mirror.h"
-#include "../../csrc/core/offload.h"
-#include "../../csrc/core/update.h"
-#include "../../csrc/ops/sumsq.h"
-
-CLOSES(mt_offload, mt_offload_close(*x))
-CLOSES(mt_updater, mt_update_close(*x))
-CLOSES(mt_sumsq, mt_sumsq_close(*x))
 
 #define N    1000
 #define HOMES 6
@@ -28,8 +21,7 @@ static int add(void)
 {
     mt_param_desc d[2] = { { MT_F32, N, 1 }, { MT_BF16, N, 1 } };
 
-    int unit = store_add(store, "layers.0", d, 2);
-    return unit;
+    return store_add(store, "layers.0", d, 2);
 }
 
 static void setup(void)
@@ -150,91 +142,4 @@ TEST(a_move_that_fails_changes_nothing)
         CHECK(at(unit, MT_PLANE_HI)[5] == 3 && at(unit, MT_PLANE_M)[5] == 4);
         teardown();
     }
-}
-
-/* ---- a home of the test's own ----------------------------------------------------------- */
-
-typedef struct elsewhere {
-    float grad[N], sums[N];      /* of parameter 0 */
-    int   came, updated, stepped, drained;
-} elsewhere;
-
-static mt_status their_at(void *of, int unit, int param, mt_plane p, void **out)
-{
-    elsewhere *e = of;
-
-    CHECK_EQ(param, 0);
-    *out = p == MT_PLANE_GRAD ? e->grad : e->sums;
-    return MT_OK;
-}
-
-static mt_status they_come(void *of, int unit, const int *params, int n, mt_queue *d2h)
-{
-    CHECK(n == 1 && params[0] == 0 && d2h != NULL);
-    ((elsewhere *)of)->came++;
-    return MT_OK;
-}
-
-static int it_fits(const mt_update_job *j)
-{
-    return j->arg != NULL;
-}
-
-static mt_status their_update(void *of, mt_update *u)
-{
-    elsewhere *e = of;
-
-    CHECK(u->j.asked == NULL && u->clip == 1.0f);
-    CHECK(e->grad[N - 1] == 2);
-    e->updated++;
-    mt_update_over(store, u, MT_OK);
-    return MT_OK;
-}
-
-static mt_status is_stepped(void *of)
-{
-    ((elsewhere *)of)->stepped++;
-    return MT_OK;
-}
-
-static mt_status is_drained(void *of)
-{
-    ((elsewhere *)of)->drained++;
-    return MT_OK;
-}
-
-static const mt_home elsewhere_home = {
-    .lives = "is held by somebody else", .from = &mt_home_ram, .away = MT_STATE_PLANES,
-    .registered = 1u << MT_PLANE_HI, .at = their_at, .come = they_come, .fits = it_fits,
-    .update = their_update, .stepped = is_stepped, .drain = is_drained,
-};
-
-/* Gradients go there and updates are made there, and no room but this file knows it. */
-HOME_TEST(a_new_home_is_a_new_table)
-{
-    static const int   first = 0;
-    static float       source[N];
-    static elsewhere   e;
-    mt_offload_kernels k = { mt_sumsq_put, mt_accumulate, mt_accumulate_put, NULL,
-                             NULL };
-    mt_update_job      j = { .params = &first, .n_params = 1 };
-    uint64_t           ticket;
-
-    for (int i = 0; i < N; i++)
-        source[i] = 2;
-    j.unit = add();
-    REQUIRE_OK(mt_store_move(store, j.unit, &elsewhere_home, &e));
-    OPENED(mt_sumsq, sums, mt_sumsq_open(dev, &sums));
-    k.ctx = sums;
-    OPENED(mt_queue, run, dev->ops->queue_open(dev, "run", &run));
-    OPENED(mt_offload, o, mt_offload_open(&cx, 2, k, &o));
-    OPENED(mt_updater, u, mt_update_open(&cx, o, &u));
-    CHECK_OK(mt_offload_put(o, j.unit, &(mt_grad_item){ 0, source, MT_GRAD_SET, 0 }, 1, run,
-                            &ticket));
-    CHECK_EQ(mt_update_submit(u, &j, 1, 1e9, run, &ticket), MT_ESTATE);
-    CHECK_HAS(mt_last_error(), "is held by somebody else, and its job cannot");
-    j.arg = &e;
-    CHECK_OK(mt_update_submit(u, &j, 1, 1e9, run, &ticket));
-    CHECK_OK(mt_update_drain(u));
-    CHECK(e.came == 1 && e.updated == 1 && e.stepped == 1 && e.drained == 1);
 }

@@ -488,7 +488,7 @@ TEST(a_write_that_fails_is_told_and_harms_nobody_else)
     SCENE(s, 1, 0, 0, 0);
     atomic_store(&disk.fail_write, 1);
     CHECK_OK(leave(&s, 0, 2, &lost));
-    for (st = MT_OK; st == MT_OK; usleep(200))     /* told once to whoever comes when that is known, */
+    for (st = MT_OK; st == MT_OK; usleep(200))  /* told once to who comes when that is known, */
         if ((st = leave(&s, 0, 3, &bundle[3])) == MT_OK)
             mt_swap_drop(s.w, bundle[3]);
     CHECK_FAILS(st, MT_EDISK,

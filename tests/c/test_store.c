@@ -29,8 +29,7 @@ static void teardown(void)
 
 static int add(const char *name, const mt_param_desc *p, int n)
 {
-    int unit = store_add(store, name, p, n);
-    return unit;
+    return store_add(store, name, p, n);
 }
 
 static char *at(int unit, int param, mt_plane plane)
