@@ -138,6 +138,9 @@ static inline int check_said(int ok)
             CHECK_PRINT_("%s is \"%s\", expected \"%s\" in it", #text, text_, part_);         \
     } while (0)
 
+/* The latest failure's message has that part. */
+#define CHECK_SAYS(part) CHECK_HAS(mt_last_error(), part)
+
 #define REQUIRE(cond)                                                                         \
     do { if (!check_said(!!(cond))) { CHECK_PRINT_("needed: %s (last error: %s)", #cond,      \
                                                    mt_last_error()); exit(1); } } while (0)

@@ -332,11 +332,9 @@ TEST(a_stay_neither_begins_nor_ends_while_an_update_is_announced)
 
 /* ---- waits of the host ------------------------------------------------------------------ */
 
-#define STUCK(call) do {                                                                    \
-        CHECK_EQ((call), MT_ESTUCK);                                                        \
-        CHECK_HAS(mt_last_error(), "guests, unit embedding waits for copies of its states " \
-                  "(the event STORED)");                                                    \
-    } while (0)
+#define STUCK(call)                                                                         \
+    CHECK_FAILS(call, MT_ESTUCK,                                                            \
+                "guests, unit embedding waits for copies of its states (the event STORED)")
 
 /* The host waits for copies that never come: told which, in the watchdog's time. */
 TEST(stalled_guests_are_named)
@@ -409,7 +407,7 @@ TEST(what_makes_no_sense_is_refused)
     CHECK_EQ(mt_arrive_sizes(h.a, 1, 1 << 20, &bytes, &n), MT_EINVAL);
     CHECK_EQ(mt_arrive_wait(h.a, 1), MT_EINVAL);
     CHECK_EQ(mt_arrive_lift(h.a, 0, MT_ARRIVE_LEAST, h.mem, 0, h.run, &taken), MT_EINVAL);
-    CHECK_HAS(mt_last_error(), "they take 1");
+    CHECK_SAYS("they take 1");
     CHECK_OK(mt_arrive_invite(h.a, 0));                     /* it is one */
     CHECK_OK(lift(&h));
     mt_arrive_close(NULL);

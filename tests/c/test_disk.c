@@ -508,9 +508,9 @@ TEST(a_transfer_that_fails_is_a_fault_that_names_what_was_lost)
                     st = update(&w, u, all, PARAMS, 0);
             }
             CHECK_FAILS(st, MT_EDISK, "unit ");
-            CHECK_HAS(mt_last_error(), "plane ");
-            CHECK_HAS(mt_last_error(), "of parameter ");
-            CHECK_HAS(mt_last_error(), write ? ".states: writing" : ".states: reading");
+            CHECK_SAYS("plane ");
+            CHECK_SAYS("of parameter ");
+            CHECK_SAYS(write ? ".states: writing" : ".states: reading");
             CHECK_EQ(mt_mirror_bring(w.store, 0, MT_STATE_PLANES), MT_EDISK);
         }
 }
@@ -535,9 +535,9 @@ TEST(a_changed_byte_names_its_unit_and_plane)
     close(fd);
     CHECK_EQ(mt_mirror_bring(w.store, 2, 1u << MT_PLANE_V), MT_EDISK);
     /* The piece is one block: anything in it may be what changed. */
-    CHECK_HAS(mt_last_error(), "unit third, from plane M of parameter 2 to plane V of parameter 3");
-    CHECK_HAS(mt_last_error(), path);
-    CHECK_HAS(mt_last_error(), "offset");
+    CHECK_SAYS("unit third, from plane M of parameter 2 to plane V of parameter 3");
+    CHECK_SAYS(path);
+    CHECK_SAYS("offset");
 }
 
 /* Its fault ends every wait, and jobs behind it are only ended. */
@@ -549,7 +549,7 @@ TEST(a_computation_that_fails_is_a_fault)
     step(&w, 0);
     behind.w = &w;
     CHECK_EQ(update(&w, 2, all, PARAMS, 1), MT_EINVAL);  /* its first piece */
-    CHECK_HAS(mt_last_error(), "the errand failed");
+    CHECK_SAYS("the errand failed");
     CHECK_OK(put(&w, &behind));
     CHECK_EQ(over(&w, &behind), MT_EINVAL);
     CHECK_EQ(behind.calls, 0);
@@ -598,7 +598,7 @@ TEST(a_stalled_drive_is_named)
     e.w = &w;
     CHECK_OK(put(&w, &e));
     CHECK_EQ(mt_ledger_wait_updates(w.store, 0), MT_ESTUCK);
-    CHECK_HAS(mt_last_error(), "disk, unit first waits for a piece to be read (READ), since ");
+    CHECK_SAYS("disk, unit first waits for a piece to be read (READ), since ");
     atomic_store(&disk.stalled, 0);
     st = mt_home_disk.drain(w.disk);          /* a fault, if the updates' own wait ended too */
     CHECK(st == MT_OK || st == MT_ESTUCK);
@@ -616,7 +616,7 @@ TEST(a_stalled_read_for_the_host_is_named)
     atomic_store(&disk.stalled, 1);
     CHECK_FAILS(mt_mirror_bring(w.store, 1, MT_STATE_PLANES), MT_ESTUCK,
                 "disk, unit second waits for a piece to be read for the host (WRITTEN), since ");
-    CHECK_HAS(mt_last_error(), "; the caller, unit second waits for a piece");
+    CHECK_SAYS("; the caller, unit second waits for a piece");
     CHECK_EQ(mt_mirror_bring(w.store, 0, MT_STATE_PLANES), MT_ESTUCK);
     atomic_store(&disk.stalled, 0);
     check(&w);
@@ -984,7 +984,7 @@ TEST(what_is_trained_is_settled_when_weights_go_to_disk)
     REQUIRE_OK(mt_feed_open(&w.cx, 0, &w.feed));
     CHECK_OK(mt_store_set_trainable(w.store, unit, 0, 0));
     CHECK_FAILS(mt_mirror_push(w.store, unit, -1, 1u << MT_PLANE_HI), MT_ESTATE, "unit late");
-    CHECK_HAS(mt_last_error(), "fetches have buffers of");
+    CHECK_SAYS("fetches have buffers of");
 }
 
 /* A frozen one's weights alone are in the file; trained later, its states are in memory. */
@@ -1027,7 +1027,7 @@ TEST(a_fetch_that_fails_is_a_fault_that_names_its_weights)
     char *slot = slot_of(&w, 1);
     atomic_store(&disk.fail_read, 1);
     CHECK_FAILS(fetch(&w, 1, slot), MT_EDISK, "plane HI of parameter ");
-    CHECK_HAS(mt_last_error(), "reading");
+    CHECK_SAYS("reading");
     CHECK_EQ(mt_ledger_check(w.store), MT_EDISK);
     close_world(&w);
     free(slot);
@@ -1074,7 +1074,7 @@ TEST(weights_that_the_file_does_not_have_are_kept_and_not_updated)
     CHECK_OK(mt_mirror_evict(w.store, 1));
     CHECK(plane(&w, 1, 0, MT_PLANE_HI)[3] == 17);
     CHECK_FAILS(update(&w, 1, all, PARAMS, 99), MT_ESTATE, "unit second");
-    CHECK_HAS(mt_last_error(), "push them first");
+    CHECK_SAYS("push them first");
 }
 
 /* LoRA: what an update leaves as it is, is not read again, and its values are not overwritten. */

@@ -372,14 +372,14 @@ FILE_TEST(a_full_disk_is_known_before_and_a_limit_holds)
     CHECK(room > BLOCK);
     f = opened(NO_SPACE, 1, 0);                 /* the first is the page that direct is tried on */
     CHECK_FAILS(mt_file_reserve(f, 8 * BLOCK), MT_EDISK, here);
-    CHECK_HAS(mt_last_error(), strerror(ENOSPC));
-    CHECK_HAS(mt_last_error(), "are free");
+    CHECK_SAYS(strerror(ENOSPC));
+    CHECK_SAYS("are free");
     CHECK_EQ(mt_file_blocks(f)->ops->take(mt_file_blocks(f), 8 * BLOCK, &at), MT_EDISK);
     mt_file_close(f);
     f = opened(NOTHING, 0, 2 * BLOCK);
     CHECK_OK(mt_file_blocks(f)->ops->take(mt_file_blocks(f), 2 * BLOCK, &at));
     CHECK_EQ(mt_file_blocks(f)->ops->take(mt_file_blocks(f), 1, &at), MT_EDISK);
-    CHECK_HAS(mt_last_error(), "the limit is 8388608");
+    CHECK_SAYS("the limit is 8388608");
     mt_file_close(f);
     CHECK_EQ(mt_file_room("/nonexistent/path", &room), MT_EDISK);
     CHECK_FAILS(mt_file_open("/nonexistent/path", 0, 1, NULL, &f), MT_EDISK, "/nonexistent/path");

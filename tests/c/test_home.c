@@ -70,9 +70,9 @@ HOME_TEST(a_unit_comes_to_a_home_from_one_other_and_goes_back)
             CHECK(mt_store_home(store, unit, NULL) == homes[ok ? to : from]);
             if (ok)
                 continue;
-            CHECK_HAS(mt_last_error(), "unit layers.0 ");
-            CHECK_HAS(mt_last_error(), homes[from]->lives);
-            CHECK_HAS(mt_last_error(), homes[to]->lives);
+            CHECK_SAYS("unit layers.0 ");
+            CHECK_SAYS(homes[from]->lives);
+            CHECK_SAYS(homes[to]->lives);
         }
     CHECK_EQ(mt_store_move(store, 999, &mt_home_vram, NULL), MT_EINVAL);
     CHECK(mt_store_home(store, 999, NULL) == &mt_home_ram);

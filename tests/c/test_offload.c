@@ -399,7 +399,7 @@ TEST(refusals_name_the_unit_and_change_nothing)
     CHECK(o == NULL);
     CHECK_EQ(mt_offload_put(r.o, UNITS, NULL, 0, r.t.run, &ticket), MT_EINVAL);
     CHECK_EQ(mt_offload_put(r.o, 1, &item, 1, r.t.run, &ticket), MT_EINVAL);
-    CHECK_HAS(mt_last_error(), "layers.1 has no parameter 2");
+    CHECK_SAYS("layers.1 has no parameter 2");
     item.param = 0;
     CHECK_EQ(mt_offload_put(r.o, 1, &item, 1, r.t.run, &ticket), MT_EINVAL);
     item.src = r.src[0];
@@ -447,7 +447,7 @@ static void nth_failure_frees_everything(fault_mode mode)
         CHECK(st == MT_OK || st == MT_EDEVICE);
         CHECK(fired > 0 || (st == MT_OK && grad_is(&r, MT_BF16, 1, 3.0f)));
         if (st == MT_EDEVICE)
-            CHECK_HAS(mt_last_error(), "injected");
+            CHECK_SAYS("injected");
         /* GRAD planes, one registered region per unit, stay with the store. */
         CHECK(fault_live(dev) >= live && fault_live(dev) <= live + UNITS);
         rig_close(&r);

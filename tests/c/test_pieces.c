@@ -182,7 +182,7 @@ TEST(a_budget_below_a_grain_is_refused)
     TOY(t, 0, 1, 0);
     int unit = store_add(t.store, "layers.0", &d, 1);
     CHECK_EQ(mt_pieces_cut(t.store, unit, &how, &p), MT_EINVAL);
-    CHECK_HAS(mt_last_error(), "unit layers.0: 4096 bytes hold no 1024 elements of parameter 0");
+    CHECK_SAYS("unit layers.0: 4096 bytes hold no 1024 elements of parameter 0");
     CHECK(p == NULL);
 }
 

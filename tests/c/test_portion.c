@@ -593,7 +593,7 @@ TEST(what_nobody_can_own_is_refused)
     TOY(t, 1, 1, 0);
     CHECK_EQ(mt_portion_of(t.store, 1, 0, 1, &p), MT_EINVAL);
     CHECK_EQ(mt_portion_of(t.store, 0, 2, 2, &p), MT_EINVAL);
-    CHECK_HAS(mt_last_error(), "unit layers.0: there is no owner 2 of 2");
+    CHECK_SAYS("unit layers.0: there is no owner 2 of 2");
     CHECK_EQ(mt_portion_of(t.store, 0, -1, 2, &p), MT_EINVAL);
     CHECK_EQ(mt_portion_of(t.store, 0, 0, MT_OWNERS_MOST + 1, &p), MT_EINVAL);
     (void)toy_at(&t, 0, 0, MT_PLANE_M);
@@ -804,7 +804,7 @@ TEST(a_sum_of_a_part_does_not_count)
                 continue;
             CHECK_OK(mt_update_submit(s->u, &job, 1, 1.0, s->run, &ticket));
             CHECK_EQ(mt_update_norm(s->u, ticket, &norm, &skipped), MT_ESTATE);
-            CHECK_HAS(mt_last_error(), "came without its sum of squares");
+            CHECK_SAYS("came without its sum of squares");
         }
 }
 

@@ -1127,7 +1127,7 @@ TEST(settling_refuses_what_is_in_use)
     MODEL(m, .seed = 1, .settled = 1, .micros = 1, .max_norm = 1);
     CHECK_EQ(mt_stream_settle(m.s, 0, 3), MT_EINVAL);              /* it has other memory */
     CHECK_EQ(mt_stream_settle(m.s, 1, 2), MT_ESTATE);              /* unit 0's slot */
-    CHECK_HAS(mt_last_error(), "layers.0");
+    CHECK_SAYS("layers.0");
     CHECK_EQ(mt_stream_settle(m.s, 1, 2 + UNITS), MT_EINVAL);
     CHECK_EQ(mt_stream_settle(m.s, UNITS, 3), MT_EINVAL);
     CHECK_EQ(mt_resident_unsettle(m.r, 1, 1), MT_EINVAL);

@@ -179,9 +179,9 @@ TEST(unit_larger_than_every_slot_is_refused_with_numbers)
 
     CHECK_EQ(mt_schedule_build(trace, 2, bytes, 2, slots, 3, &s), MT_EINVAL);
     CHECK(s == NULL);
-    CHECK_HAS(mt_last_error(), "unit 1");
-    CHECK_HAS(mt_last_error(), "5000");
-    CHECK_HAS(mt_last_error(), "4096");
+    CHECK_SAYS("unit 1");
+    CHECK_SAYS("5000");
+    CHECK_SAYS("4096");
     CHECK_FAILS(mt_schedule_build(trace, 1, bytes, 2, NULL, 0, &s), MT_EINVAL, "0 slots");
 }
 

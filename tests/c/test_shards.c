@@ -215,7 +215,7 @@ SHARDS_TEST(processes_write_the_same_files_together)
     CHECK_EQ(mt_shards_write(shards, 2, (mt_shards_how){ .n_copiers = 1, .n_writers = 1,
                                                          .n_units = UNITS, .part = 1, .parts = 2 },
                              &p[1].w), MT_EDISK);
-    CHECK_HAS(mt_last_error(), path[1]);     /* nobody made it */
+    CHECK_SAYS(path[1]);     /* nobody made it */
 }
 
 SHARDS_TEST(wanted_unit_is_let_go_first)
@@ -269,7 +269,7 @@ SHARDS_TEST(failures_before_and_between_let_all_units_go)
     CHECK_EQ(run(h), MT_ESTATE);
     check_all_ended_once();
     CHECK_EQ(run(how()), MT_EDISK);                    /* the files are there */
-    CHECK_HAS(mt_last_error(), path[0]);
+    CHECK_SAYS(path[0]);
     check_all_ended_once();
     unlink(path[0]);
     unlink(path[1]);
@@ -369,7 +369,7 @@ SHARDS_TEST(other_bytes_and_other_sizes_are_told)
     REQUIRE((fd = open(path[0], O_RDWR)) >= 0);
     CHECK_EQ(pwrite(fd, "!", 1, (off_t)BLOCK + 17), 1);
     CHECK_EQ(mt_shards_read(&shards[0], 2, NULL), MT_EDISK);
-    CHECK_HAS(mt_last_error(), "offset 4194304 are not those that were written");
+    CHECK_SAYS("offset 4194304 are not those that were written");
     CHECK_EQ(ftruncate(fd, 5000), 0);
     CHECK_FAILS(mt_shards_read(&shards[0], 2, NULL), MT_EDISK, "has 5000 bytes");
     close(fd);

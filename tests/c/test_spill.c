@@ -454,7 +454,7 @@ TEST(without_a_file_a_bundle_is_refused)
     toy_open(&s.t, 1, 1, 0);
     REQUIRE_OK(mt_swap_open(&s.t.cx, &s.w));
     CHECK_EQ(mt_swap_out(s.w, 0, &p, 1, MT_SWAP_FILE, s.t.run, &bundle), MT_ESTATE);
-    CHECK_HAS(mt_last_error(), "name a directory");
+    CHECK_SAYS("name a directory");
     CHECK_EQ(bundle, 7);
     mt_swap_close(s.w);
     toy_close(&s.t);
@@ -493,8 +493,8 @@ TEST(a_write_that_fails_is_told_and_harms_nobody_else)
             mt_swap_drop(s.w, bundle[3]);
     CHECK_FAILS(st, MT_EDISK,
                 "unit layers.2: what its window keeps could not be written to the file: ");
-    CHECK_HAS(mt_last_error(), s.dir);
-    CHECK_HAS(mt_last_error(), strerror(ENOSPC));
+    CHECK_SAYS(s.dir);
+    CHECK_SAYS(strerror(ENOSPC));
     CHECK_EQ(come(&s, 2, lost), MT_EDISK);                   /* and always to who wants it back */
     CHECK_FAILS(come(&s, 2, lost), MT_EDISK, "unit layers.2");
     mt_swap_drop(s.w, lost);
@@ -519,9 +519,9 @@ TEST(a_read_that_fails_is_told_and_may_be_tried_again)
             look(&s, 0, last, bundle[last]);
         }
         CHECK_EQ(come(&s, w, bundle[w]), MT_EDISK);
-        CHECK_HAS(mt_last_error(), n == 1 ? "unit layers.0: " : "unit layers.3: ");
-        CHECK_HAS(mt_last_error(), "could not be read from the file: ");
-        CHECK_HAS(mt_last_error(), strerror(EIO));
+        CHECK_SAYS(n == 1 ? "unit layers.0: " : "unit layers.3: ");
+        CHECK_SAYS("could not be read from the file: ");
+        CHECK_SAYS(strerror(EIO));
         CHECK_OK(come(&s, w, bundle[w]));
         look(&s, 0, w, bundle[w]);
     }

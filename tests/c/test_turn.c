@@ -252,7 +252,7 @@ TEST(a_fault_ends_the_wait)
     mt_ledger_fault(p[1].cx.store, MT_EDEVICE, "the other one's disk is full");
     mt_turns_next(p[0].cx.turns, 0);
     CHECK(mt_turns_take(p[0].cx.turns, 5, 0, &in_step) != MT_OK);
-    CHECK_HAS(mt_last_error(), "the other one's disk is full");
+    CHECK_SAYS("the other one's disk is full");
 }
 
 /* Ranks go random ways, with random naps around the time for which they wait: whatever becomes of a

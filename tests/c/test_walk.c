@@ -538,11 +538,11 @@ TEST(another_steps_schedule_is_refused)
     REQUIRE(sch != NULL);
     t.item[0] = 1;
     CHECK_EQ(mt_walk_run(&t.walk, sch->steps, sch->n, INFINITY, NULL, &found, &under), MT_EINVAL);
-    CHECK_HAS(mt_last_error(), "window 0 uses unit 1");
+    CHECK_SAYS("window 0 uses unit 1");
     t.item[0] = 0;
     CHECK_EQ(mt_walk_run(&t.walk, sch->steps, 2, INFINITY, NULL, &found, &under), MT_EINVAL);
     sch->steps[0].unit = 3;
     CHECK_EQ(mt_walk_run(&t.walk, sch->steps, sch->n, INFINITY, NULL, &found, &under), MT_EINVAL);
-    CHECK_HAS(mt_last_error(), "unit 3 of 3");
+    CHECK_SAYS("unit 3 of 3");
     mt_schedule_free(sch);
 }

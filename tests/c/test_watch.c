@@ -113,7 +113,7 @@ TEST(a_wait_is_stuck_when_nothing_moved_for_the_limit)
     a.enough = 1000;
     CHECK_FAILS(wait_for_looks(&a), MT_ESTUCK,
                 "layers.0: its gradients has not come in 0.02 s, and nothing else has moved");
-    CHECK_HAS(mt_last_error(), "the caller, unit layers.0 waits for its gradients, since ");
+    CHECK_SAYS("the caller, unit layers.0 waits for its gradients, since ");
 }
 
 /* Holds what the waiting thread needs to go on, for longer than the limit:
@@ -185,7 +185,7 @@ TEST(no_lock_is_held_while_the_device_is_asked)
     watched = &a;
     mt_watch_put(&a.w, &p, "h2d", "layers.1", "copies", &e);
     CHECK_EQ(wait_for_looks(&a), MT_ESTUCK);
-    CHECK_HAS(mt_last_error(), "Longest first: h2d, unit layers.1 waits for copies, since ");
+    CHECK_SAYS("Longest first: h2d, unit layers.1 waits for copies, since ");
     CHECK_EQ(free_when_asked, 1);
     mt_watch_take(&a.w, &p);
 }
@@ -247,9 +247,8 @@ static int told_in_one_wait(void)
     computing_open(&c);
     CHECK_EQ(wait_for_looks(&c.a), MT_ESTUCK);
     CHECK(mt_now_ns() - begun >= 120000000u);
-    CHECK_HAS(mt_last_error(), "layers.0: its gradients has not come in 0.12 s");
-    CHECK_HAS(mt_last_error(),
-              "Longest first: compute, unit layers.3 waits for its kernels, since ");
+    CHECK_SAYS("layers.0: its gradients has not come in 0.12 s");
+    CHECK_SAYS("Longest first: compute, unit layers.3 waits for its kernels, since ");
     CHECK_HAS(warning, "nothing has moved in 0.02 s, and compute has work");
     CHECK_HAS(warning, "ends with an error after 0.12 s. Longest first: compute, unit layers.3 "
               "waits for its kernels");
@@ -302,7 +301,7 @@ TEST(a_device_that_is_gone_is_not_given_more_time)
     COMPUTING(c);
     atomic_store(&answers, 0);
     CHECK_FAILS(wait_for_looks(&c.a), MT_ESTUCK, "has not come in 0.02 s");
-    CHECK_HAS(mt_last_error(), "compute, unit layers.3 waits for its kernels");
+    CHECK_SAYS("compute, unit layers.3 waits for its kernels");
     CHECK_EQ(atomic_load(&warned), 0);
 }
 
@@ -340,10 +339,9 @@ TEST(a_stalled_h2d_is_named)
     shut(&t, h2d, &g);
     CHECK_OK(mt_ledger_fetching(t.store, 1, h2d));
     CHECK_EQ(mt_ledger_wait_fetch(t.store, 1), MT_ESTUCK);
-    CHECK_HAS(mt_last_error(), "Longest first: h2d, unit layers.1 waits for copies of its weights "
+    CHECK_SAYS("Longest first: h2d, unit layers.1 waits for copies of its weights "
               "(the event FETCHED)");
-    CHECK_HAS(mt_last_error(),
-              "; the caller, unit layers.1 waits for copies of its weights (the event FETCHED)");
+    CHECK_SAYS("; the caller, unit layers.1 waits for copies of its weights (the event FETCHED)");
     CHECK_OK(mt_ledger_check(t.store));                  /* no fault: it may have been slow only */
     atomic_store(&g.open, 1);
     CHECK_OK(mt_ledger_wait_fetch(t.store, 1));
@@ -384,12 +382,10 @@ TEST(a_stalled_compute_is_named)
     CHECK_OK(mt_offload_put(o, 1, &item, 1, t.run, &ticket));
     CHECK_OK(mt_update_submit(u, &job, 1, 1.0, t.run, &ticket));
     CHECK_FAILS(mt_update_norm(u, ticket, &norm, &skipped), MT_ESTUCK, "has not come in 0.18 s");
-    CHECK_HAS(mt_last_error(),
-              "compute, unit layers.0 waits for its gradients' kernels (the event GRAD), since ");
+    CHECK_SAYS("compute, unit layers.0 waits for its gradients' kernels (the event GRAD), since ");
     CHECK(atomic_load(&warned) >= 1);
     CHECK_HAS(warning, "compute, unit layers.0 waits for its gradients' kernels (the event GRAD)");
-    CHECK_HAS(mt_last_error(),
-              "d2h, unit layers.0 waits for its gradients' copies (the event LANDED), since ");
+    CHECK_SAYS("d2h, unit layers.0 waits for its gradients' copies (the event LANDED), since ");
     /* The updater's wait may find itself stuck just before the caller's:
      * it was there when compute was warned of. */
     CHECK(strstr(mt_last_error(), updater) != NULL || strstr(warning, updater) != NULL);
@@ -417,8 +413,7 @@ TEST(a_stalled_d2h_is_named)
     OPENED(mt_offload, o, mt_offload_open(&t.cx, 2, kernels, &o));
     CHECK_OK(mt_offload_put(o, 0, &item, 1, t.run, &ticket));
     CHECK_FAILS(mt_ledger_wait_grads(t.store, 0), MT_ESTUCK, "has not come in 0.1 s");
-    CHECK_HAS(mt_last_error(),
-              "d2h, unit layers.0 waits for its gradients' copies (the event LANDED)");
+    CHECK_SAYS("d2h, unit layers.0 waits for its gradients' copies (the event LANDED)");
     CHECK(strstr(mt_last_error(), "compute") == NULL);
     atomic_store(&g.open, 1);
     CHECK_OK(mt_ledger_wait_grads(t.store, 0));
@@ -467,16 +462,15 @@ TEST(a_stalled_update_is_named)
     CHECK_OK(mt_update_submit(u, &job, 1, 0, t.run, &ticket));
     CHECK_FAILS(mt_ledger_wait_updates(t.store, 1), MT_ESTUCK,
                 "layers.1: its update has not come in 0.1 s, and nothing else has moved");
-    CHECK_HAS(mt_last_error(),
-              "host update, unit layers.1 waits for the pool, which computes its update, since ");
+    CHECK_SAYS("host update, unit layers.1 waits for the pool, which computes its update, since ");
     CHECK_EQ(mt_update_drain(u), MT_ESTUCK);
-    CHECK_HAS(mt_last_error(), "the steps that were asked for has not come in 0.1 s");
+    CHECK_SAYS("the steps that were asked for has not come in 0.1 s");
     job.arg = NULL;
     job.unit = 0;
     for (int i = 1; i < 64; i++)                    /* as many as may wait */
         CHECK_OK(mt_update_submit(u, &job, 1, 0, t.run, &ticket));
     CHECK_EQ(mt_update_submit(u, &job, 1, 0, t.run, &ticket), MT_ESTUCK);
-    CHECK_HAS(mt_last_error(), "a step before this one has not come");
+    CHECK_SAYS("a step before this one has not come");
     CHECK_EQ(mt_ledger_version(t.store, 0), 64);    /* nothing was announced for the one too many */
     atomic_store(&g.open, 1);
     CHECK_OK(mt_update_drain(u));
@@ -529,8 +523,7 @@ TEST(a_bay_whose_copies_stall_is_not_given_up)
     mt_swap_drop(w, bundle);
     CHECK_FAILS(mt_swap_out(w, 0, &large, 1, MT_SWAP_HOST, t.run, &bundle), MT_ESTUCK,
                 "swap out, unit layers.1 waits for copies of what it keeps (the event LEFT)");
-    CHECK_HAS(mt_last_error(),
-              "; the caller, unit layers.1 waits for copies of what it keeps (the event LEFT)");
+    CHECK_SAYS("; the caller, unit layers.1 waits for copies of what it keeps (the event LEFT)");
     atomic_store(&g.open, 1);
     CHECK_OK(t.dev->ops->sync(t.run));
     shut(&t, t.run, &g);
@@ -565,7 +558,7 @@ TEST(a_stalled_device_update_is_named)
     mt_ledger_update_begin(t.store, 1);
     CHECK_OK(mt_home_vram.update(r, update_of(&u, 1.0f)));
     CHECK_FAILS(mt_home_vram.drain(r), MT_ESTUCK, "device update, unit layers.1 waits for ");
-    CHECK_HAS(mt_last_error(), "; the caller waits for all that residents were given, since ");
+    CHECK_SAYS("; the caller waits for all that residents were given, since ");
     atomic_store(&g.open, 1);
     CHECK_OK(mt_home_vram.drain(r));
     mt_resident_close(r);
@@ -600,7 +593,7 @@ TEST(a_stalled_piece_is_named)
     mt_ledger_update_begin(t.store, 1);
     CHECK_OK(mt_home_through.update(th, update_of(&job, 1.0f)));
     CHECK_EQ(mt_home_through.stepped(th), MT_ESTUCK);
-    CHECK_HAS(mt_last_error(), "through, unit layers.1 waits for its pieces to come down, since ");
+    CHECK_SAYS("through, unit layers.1 waits for its pieces to come down, since ");
     atomic_store(&g.open, 1);
     CHECK_OK(mt_home_through.stepped(th));
 }
@@ -694,6 +687,6 @@ TEST(a_long_save_that_goes_on_is_waited_for)
     CHECK_OK(mt_ledger_save_begin(t.store, 0));
     CHECK_FAILS(mt_ledger_wait_saved(t.store, 0), MT_ESTUCK,
                 "its save (SAVED) has not come in 0.3 s, and nothing else has moved");
-    CHECK_HAS(mt_last_error(), "the caller, unit layers.0 waits for its save (SAVED)");
+    CHECK_SAYS("the caller, unit layers.0 waits for its save (SAVED)");
     mt_ledger_save_end(t.store, 0);
 }

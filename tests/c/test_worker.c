@@ -131,7 +131,7 @@ TEST(first_failure_is_told_to_who_waits_and_others_run)
     CHECK_FAILS(wait_for(&r, MT_WORKER_ALL), MT_EDISK, "job -2 failed");
     CHECK_EQ(r.n_ran, 4);
     CHECK_EQ(wait_for(&r, 1), MT_EDISK);             /* it stays */
-    CHECK_HAS(mt_last_error(), "job -2 failed");
+    CHECK_SAYS("job -2 failed");
 }
 
 TEST(stop_runs_what_is_in_the_list)
