@@ -103,9 +103,7 @@ static mt_status open_file(side *s)
 
 static void open_unit(side *s)
 {
-    int unit;
-
-    unit = store_add(s->cx.store, "unit", s->t->d, PARAMS);
+    int unit = store_add(s->cx.store, "unit", s->t->d, PARAMS);
     REQUIRE_OK(mt_store_set_states(s->cx.store, unit, s->t->states));
     if (s->owners > 1)
         REQUIRE_OK(mt_store_own(s->cx.store, unit, s->owner, s->owners));
@@ -574,11 +572,10 @@ TEST(every_element_has_one_owner_and_all_have_as_much)
     for (uint64_t seed = 1; seed <= 100; seed++) {
         table t = { .seed = seed };
         toy   y;
-        int   unit;
 
         make_unit(&t, seed);
         toy_open(&y, 0, 1, 0);
-        unit = store_add(y.store, "unit", t.d, PARAMS);
+        int unit = store_add(y.store, "unit", t.d, PARAMS);
         for (int n = 1; n <= 40; n += 1 + n / 8)
             check_cut(&y, unit, t.d, PARAMS, n);
         toy_close(&y);
