@@ -11,6 +11,7 @@
 #include "../../csrc/core/pool.h"
 #include "../../csrc/core/store.h"
 #include "check.h"
+#include "dev_fault.h"
 
 CLOSES(mt_dev, (*x)->ops->close(*x))
 CLOSES(mt_queue, (*x)->dev->ops->queue_close(*x))
@@ -43,5 +44,23 @@ static inline void *store_at(mt_store *s, int unit, int param, mt_plane p)
 }
 
 #define CPU(dev) CLOSED_BY(mt_dev_done) mt_dev *dev = cpu_open()
+
+/* The body is run with a device whose n-th call fails, for n from `first` on until none did; what
+ * it opens there it closes. */
+#define EACH_FAULT(d, first, mode)                                                            \
+    for (int n = (first), more_ = 1; more_; n++)                                              \
+        for (mt_dev *cpu_ = cpu_open(), *d = fault_dev(cpu_, n, mode); d != NULL;             \
+             more_ = fault_end(cpu_, d), d = NULL)
+
+/* 1: a call failed. */
+static inline int fault_end(mt_dev *cpu, mt_dev *d)
+{
+    int fired = fault_fired(d) > 0;
+
+    CHECK_EQ(fault_live(d), 0);
+    d->ops->close(d);
+    cpu->ops->close(cpu);
+    return fired;
+}
 
 #endif
