@@ -173,6 +173,16 @@ static inline void sleep_ms(long ms)
 
 #define UNTIL(cond) while (!(cond)) (void)usleep(200)
 
+/* Stands in a queue until the test opens it: for mt_dev_ops.call. It may be opened before. */
+typedef struct gate {
+    atomic_int open;
+} gate;
+
+static inline void wait_for_gate(void *arg)
+{
+    UNTIL(atomic_load(&((gate *)arg)->open));
+}
+
 static inline double seconds_now(void)
 {
     struct timespec t;

@@ -6,7 +6,6 @@
 #ifndef MT_KEEPING_H
 #define MT_KEEPING_H
 
-#include "gate.h"
 #include "toy.h"
 #include "../../csrc/core/swap.h"
 

@@ -2,7 +2,6 @@
  * that each edge matters. That training with guests gives the same bits is test_resident.c's.
  */
 #include "dev_fault.h"
-#include "gate.h"
 #include "toy.h"
 #include "../../csrc/core/arrive.h"
 

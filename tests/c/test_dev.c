@@ -54,9 +54,9 @@ static void rig_close(rig *r)
 
 #define RIG(r, ...) CLOSED_BY(rig_close) rig r; rig_open(&r, __VA_ARGS__)
 
-static void hold(void *gate)
+static void hold(void *closed)
 {
-    while (sem_wait(gate) != 0)
+    while (sem_wait(closed) != 0)
         continue;
 }
 

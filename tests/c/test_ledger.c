@@ -1,7 +1,6 @@
 /* test_ledger.c — the ledger of store.h: who waits for whom, and what ends a wait. */
 #include "opened.h"
 #include "dev_fault.h"
-#include "gate.h"
 
 #include "../../csrc/core/store.h"
 

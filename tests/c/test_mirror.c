@@ -3,7 +3,6 @@
  * are, and the bits of training with them, are test_resident.c's and test_disk.c's.
  */
 #include "opened.h"
-#include "gate.h"
 #include "../../csrc/core/mirror.h"
 
 #define PARAMS 3

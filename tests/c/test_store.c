@@ -487,7 +487,7 @@ static struct {
     pthread_mutex_t mu;
     pthread_cond_t  changed;
     int             begun, let_go, late;
-} gate = { PTHREAD_MUTEX_INITIALIZER, PTHREAD_COND_INITIALIZER, 0, 0, 0 };
+} slow_one = { PTHREAD_MUTEX_INITIALIZER, PTHREAD_COND_INITIALIZER, 0, 0, 0 };
 
 static mt_status slow_register(mt_dev *d, void *p, size_t bytes)
 {
@@ -495,13 +495,13 @@ static mt_status slow_register(mt_dev *d, void *p, size_t bytes)
 
     clock_gettime(CLOCK_REALTIME, &until);
     until.tv_sec += 5;
-    pthread_mutex_lock(&gate.mu);
-    int first = !gate.begun;
-    gate.begun = 1;
-    pthread_cond_broadcast(&gate.changed);
-    while (first && !gate.let_go && !gate.late)
-        gate.late = pthread_cond_timedwait(&gate.changed, &gate.mu, &until) != 0;
-    pthread_mutex_unlock(&gate.mu);
+    pthread_mutex_lock(&slow_one.mu);
+    int first = !slow_one.begun;
+    slow_one.begun = 1;
+    pthread_cond_broadcast(&slow_one.changed);
+    while (first && !slow_one.let_go && !slow_one.late)
+        slow_one.late = pthread_cond_timedwait(&slow_one.changed, &slow_one.mu, &until) != 0;
+    pthread_mutex_unlock(&slow_one.mu);
     return MT_OK;
 }
 
@@ -524,10 +524,10 @@ STORE_TEST(who_asks_for_another_plane_does_not_wait_for_one_in_the_making)
     slow.host_register = slow_register;
     cpu->ops = &slow;
     pthread_t thread = thread_start(asks_for_gradients, (void *)(intptr_t)one);
-    pthread_mutex_lock(&gate.mu);
-    while (!gate.begun)
-        pthread_cond_wait(&gate.changed, &gate.mu);
-    pthread_mutex_unlock(&gate.mu);
+    pthread_mutex_lock(&slow_one.mu);
+    while (!slow_one.begun)
+        pthread_cond_wait(&slow_one.changed, &slow_one.mu);
+    pthread_mutex_unlock(&slow_one.mu);
     CHECK(at(one, 0, MT_PLANE_HI) == hi);
     (void)at(other, 0, MT_PLANE_GRAD);
     CHECK_OK(mt_store_commit(store, one, MT_PLANE_M));
@@ -535,11 +535,11 @@ STORE_TEST(who_asks_for_another_plane_does_not_wait_for_one_in_the_making)
     mt_store_decommit(store, other, MT_PLANE_V);
     CHECK_EQ(mt_store_reserved(store, one, MT_PLANE_GRAD), 0);
     CHECK_OK(mt_store_set_trainable(store, other, 0, 0));
-    pthread_mutex_lock(&gate.mu);
-    CHECK(!gate.late);
-    gate.let_go = 1;
-    pthread_cond_broadcast(&gate.changed);
-    pthread_mutex_unlock(&gate.mu);
+    pthread_mutex_lock(&slow_one.mu);
+    CHECK(!slow_one.late);
+    slow_one.let_go = 1;
+    pthread_cond_broadcast(&slow_one.changed);
+    pthread_mutex_unlock(&slow_one.mu);
     thread_join(thread);
     cpu->ops = ops;
 }

@@ -48,9 +48,9 @@ static void one(rig *r, mt_queue *q, mt_lane lane, int unit)
     mt_timeline_end(r->t, &span, (uint64_t)unit * 10, q);
 }
 
-static void hold(void *gate)
+static void hold(void *closed)
 {
-    while (sem_wait(gate) != 0)
+    while (sem_wait(closed) != 0)
         continue;
 }
 

@@ -1,6 +1,5 @@
 /* test_worker.c — worker.h: jobs in turn, the first failure, both ways to stop, and a child. */
 #include "check.h"
-#include "gate.h"
 
 #include "../../csrc/core/worker.h"
 
