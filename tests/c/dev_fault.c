@@ -25,25 +25,10 @@ typedef struct fault_event {
     mt_event *under;
 } fault_event;
 
-static fault_device *as_dev(const mt_dev *d)
-{
-    return (fault_device *)(void *)d;
-}
-
-static mt_queue *queue(mt_queue *q)
-{
-    return ((fault_queue *)(void *)q)->under;
-}
-
-static mt_event *event(mt_event *e)
-{
-    return ((fault_event *)(void *)e)->under;
-}
-
-static mt_dev *under(const mt_dev *d)
-{
-    return as_dev(d)->under;
-}
+static fault_device *as_dev(const mt_dev *d) { return (fault_device *)(void *)d; }
+static mt_queue *queue(mt_queue *q) { return ((fault_queue *)(void *)q)->under; }
+static mt_event *event(mt_event *e) { return ((fault_event *)(void *)e)->under; }
+static mt_dev *under(const mt_dev *d) { return as_dev(d)->under; }
 
 static mt_status count(mt_dev *dev, const char *call)
 {
@@ -56,22 +41,6 @@ static mt_status count(mt_dev *dev, const char *call)
     return MT_FAIL(MT_EDEVICE, "injected: call %d (%s)", k, call);
 }
 
-/* Passes a call on, unless it is the one that fails; `live` grows by what it opened. */
-#define PASS(dev, name, opened, ...)                                                          \
-    do {                                                                                      \
-        mt_status st_ = count(dev, #name);                                                    \
-        if (st_ == MT_OK)                                                                     \
-            st_ = under(dev)->ops->name(__VA_ARGS__);                                         \
-        if (st_ == MT_OK)                                                                     \
-            atomic_fetch_add(&as_dev(dev)->live, opened);                                     \
-        return st_;                                                                           \
-    } while (0)
-
-static void closed(mt_dev *d)
-{
-    atomic_fetch_sub(&as_dev(d)->live, 1);
-}
-
 static void *make(size_t bytes)
 {
     void *p = calloc(1, bytes);
@@ -81,20 +50,73 @@ static void *make(size_t bytes)
     return p;
 }
 
-static void fault_close(mt_dev *d)
-{
-    free(d);
-}
+/* ---- calls: on to the device behind, unless it is the one that fails ---------------------- */
 
-void fault_next(mt_dev *d, int n)
-{
-    as_dev(d)->n = atomic_load(&as_dev(d)->calls) + n;
-}
+/* `live` grows by what it opened. */
+#define PASS(fault_name, params, dev, name, opened, ...)                                      \
+    static mt_status fault_name params                                                        \
+    {                                                                                         \
+        mt_status st = count(dev, #name);                                                     \
+        if (st == MT_OK)                                                                      \
+            st = under(dev)->ops->name(__VA_ARGS__);                                          \
+        if (st == MT_OK)                                                                      \
+            atomic_fetch_add(&as_dev(dev)->live, opened);                                     \
+        return st;                                                                            \
+    }
+PASS(lock_under, (mt_dev *d, void *p, size_t bytes), d, host_register, 1, under(d), p, bytes)
+PASS(fault_mem_alloc, (mt_dev *d, size_t bytes, void **out), d, mem_alloc, 1, under(d), bytes, out)
+PASS(open_under, (mt_dev *d, const char *name, mt_queue **q), d, queue_open, 1, under(d), name, q)
+PASS(adopt_under, (mt_dev *d, uintptr_t of, mt_queue **q), d, queue_adopt, 1, under(d), of, q)
+PASS(event_under, (mt_dev *d, mt_event **e), d, event_open, 1, under(d), e)
+PASS(fault_stamp_open, (mt_dev *d, mt_stamp **out), d, stamp_open, 1, under(d), out)
+PASS(fault_copy, (mt_queue *q, void *dst, const void *src, size_t bytes), q->dev, copy, 0,
+     queue(q), dst, src, bytes)
+PASS(fault_call, (mt_queue *q, void (*fn)(void *), void *arg), q->dev, call, 0, queue(q), fn, arg)
+PASS(fault_sync, (mt_queue *q), q->dev, sync, 0, queue(q))
+PASS(fault_record, (mt_queue *q, mt_event *e), q->dev, record, 0, queue(q), event(e))
+PASS(fault_wait, (mt_queue *q, mt_event *e), q->dev, wait, 0, queue(q), event(e))
+PASS(fault_sync_event, (mt_event *e), e->dev, sync_event, 0, event(e))
+PASS(fault_query, (mt_event *e, int *done), e->dev, query, 0, event(e), done)
+PASS(fault_stamp, (mt_queue *q, mt_stamp *s), q->dev, stamp, 0, queue(q), s)
+PASS(fault_stamp_read, (mt_dev *d, mt_stamp *s, uint64_t *ns, int *done), d, stamp_read, 0,
+     under(d), s, ns, done)
 
-void fault_locks(mt_dev *d, int n)
-{
-    atomic_store(&as_dev(d)->locks, n);
-}
+/* A queue or an event that stands before the one which was opened. */
+#define WRAP(fault_name, params, type, opened)                                                \
+    static mt_status fault_name params                                                        \
+    {                                                                                         \
+        mt_##type    *behind;                                                                 \
+        mt_status     st = opened;                                                            \
+        fault_##type *x;                                                                      \
+                                                                                              \
+        if (st != MT_OK)                                                                      \
+            return st;                                                                        \
+        x = make(sizeof *x);                                                                  \
+        x->base.dev = d;                                                                      \
+        x->under = behind;                                                                    \
+        *out = &x->base;                                                                      \
+        return MT_OK;                                                                         \
+    }
+WRAP(fault_queue_open, (mt_dev *d, const char *name, mt_queue **out), queue,
+     open_under(d, name, &behind))
+WRAP(fault_queue_adopt, (mt_dev *d, uintptr_t of, mt_queue **out), queue,
+     adopt_under(d, of, &behind))
+WRAP(fault_event_open, (mt_dev *d, mt_event **out), event, event_under(d, &behind))
+
+#define CLOSE(fault_name, params, x, of, name, wrapper, ...)                                  \
+    static void fault_name params                                                             \
+    {                                                                                         \
+        if (x == NULL)                                                                        \
+            return;                                                                           \
+        under(of)->ops->name(__VA_ARGS__);                                                    \
+        atomic_fetch_sub(&as_dev(of)->live, 1);                                               \
+        free(wrapper);                                                                        \
+    }
+CLOSE(fault_host_unregister, (mt_dev *d, void *p), p, d, host_unregister, NULL, under(d), p)
+CLOSE(fault_mem_free, (mt_dev *d, void *p), p, d, mem_free, NULL, under(d), p)
+CLOSE(fault_stamp_close, (mt_dev *d, mt_stamp *s), s, d, stamp_close, NULL, under(d), s)
+CLOSE(fault_queue_close, (mt_queue *q), q, q->dev, queue_close, q, queue(q))
+CLOSE(fault_event_close, (mt_event *e), e, e->dev, event_close, e, event(e))
 
 static mt_status fault_host_register(mt_dev *d, void *p, size_t bytes)
 {
@@ -102,78 +124,7 @@ static mt_status fault_host_register(mt_dev *d, void *p, size_t bytes)
         return MT_FAIL(MT_ENOMEM, "injected: %zu bytes cannot be locked", bytes);
     if (atomic_load(&as_dev(d)->locks) > 0)
         atomic_fetch_sub(&as_dev(d)->locks, 1);
-    PASS(d, host_register, 1, under(d), p, bytes);
-}
-
-static void fault_host_unregister(mt_dev *d, void *p)
-{
-    if (p == NULL)
-        return;
-    under(d)->ops->host_unregister(under(d), p);
-    closed(d);
-}
-
-static mt_status fault_mem_alloc(mt_dev *d, size_t bytes, void **out)
-{
-    PASS(d, mem_alloc, 1, under(d), bytes, out);
-}
-
-static void fault_mem_free(mt_dev *d, void *p)
-{
-    if (p == NULL)
-        return;
-    under(d)->ops->mem_free(under(d), p);
-    closed(d);
-}
-
-/* ---- queues ----------------------------------------------------------------------------- */
-
-static mt_queue *queue_wrap(mt_dev *d, mt_queue *behind)
-{
-    fault_queue *q = make(sizeof *q);
-
-    q->base.dev = d;
-    q->under = behind;
-    return &q->base;
-}
-
-static mt_status open_under(mt_dev *d, const char *name, mt_queue **behind)
-{
-    PASS(d, queue_open, 1, under(d), name, behind);
-}
-
-static mt_status fault_queue_open(mt_dev *d, const char *name, mt_queue **out)
-{
-    mt_queue *behind;
-    mt_status st = open_under(d, name, &behind);
-
-    if (st == MT_OK)
-        *out = queue_wrap(d, behind);
-    return st;
-}
-
-static mt_status adopt_under(mt_dev *d, uintptr_t handle, mt_queue **behind)
-{
-    PASS(d, queue_adopt, 1, under(d), handle, behind);
-}
-
-static mt_status fault_queue_adopt(mt_dev *d, uintptr_t handle, mt_queue **out)
-{
-    mt_queue *behind;
-    mt_status st = adopt_under(d, handle, &behind);
-
-    if (st == MT_OK)
-        *out = queue_wrap(d, behind);
-    return st;
-}
-
-static void fault_queue_close(mt_queue *q)
-{
-    if (q == NULL)
-        return;
-    under(q->dev)->ops->queue_close(queue(q));
-    closed(q->dev);
-    free(q);
+    return lock_under(d, p, bytes);
 }
 
 static uintptr_t fault_handle(mt_queue *q)
@@ -181,119 +132,20 @@ static uintptr_t fault_handle(mt_queue *q)
     return under(q->dev)->ops->handle(queue(q));
 }
 
-static mt_status fault_copy(mt_queue *q, void *dst, const void *src, size_t bytes)
+static void fault_close(mt_dev *d)
 {
-    PASS(q->dev, copy, 0, queue(q), dst, src, bytes);
+    free(d);
 }
 
-static mt_status fault_call(mt_queue *q, void (*fn)(void *), void *arg)
-{
-    PASS(q->dev, call, 0, queue(q), fn, arg);
-}
-
-static mt_status fault_sync(mt_queue *q)
-{
-    PASS(q->dev, sync, 0, queue(q));
-}
-
-/* ---- events ----------------------------------------------------------------------------- */
-
-static mt_status event_under(mt_dev *d, mt_event **behind)
-{
-    PASS(d, event_open, 1, under(d), behind);
-}
-
-static mt_status fault_event_open(mt_dev *d, mt_event **out)
-{
-    mt_event    *behind;
-    fault_event *e;
-    mt_status    st = event_under(d, &behind);
-
-    if (st != MT_OK)
-        return st;
-    e = make(sizeof *e);
-    e->base.dev = d;
-    e->under = behind;
-    *out = &e->base;
-    return MT_OK;
-}
-
-static void fault_event_close(mt_event *e)
-{
-    if (e == NULL)
-        return;
-    under(e->dev)->ops->event_close(event(e));
-    closed(e->dev);
-    free(e);
-}
-
-static mt_status fault_record(mt_queue *q, mt_event *e)
-{
-    PASS(q->dev, record, 0, queue(q), event(e));
-}
-
-static mt_status fault_wait(mt_queue *q, mt_event *e)
-{
-    PASS(q->dev, wait, 0, queue(q), event(e));
-}
-
-static mt_status fault_sync_event(mt_event *e)
-{
-    PASS(e->dev, sync_event, 0, event(e));
-}
-
-static mt_status fault_query(mt_event *e, int *done)
-{
-    PASS(e->dev, query, 0, event(e), done);
-}
-
-static mt_status fault_stamp_open(mt_dev *d, mt_stamp **out)
-{
-    PASS(d, stamp_open, 1, under(d), out);
-}
-
-static void fault_stamp_close(mt_dev *d, mt_stamp *s)
-{
-    if (s == NULL)
-        return;
-    under(d)->ops->stamp_close(under(d), s);
-    closed(d);
-}
-
-static mt_status fault_stamp(mt_queue *q, mt_stamp *s)
-{
-    PASS(q->dev, stamp, 0, queue(q), s);
-}
-
-static mt_status fault_stamp_read(mt_dev *d, mt_stamp *s, uint64_t *ns, int *done)
-{
-    PASS(d, stamp_read, 0, under(d), s, ns, done);
-}
-
+#define OP(name) .name = fault_##name
 static const mt_dev_ops fault_ops = {
-    .close           = fault_close,
-    .host_register   = fault_host_register,
-    .host_unregister = fault_host_unregister,
-    .mem_alloc       = fault_mem_alloc,
-    .mem_free        = fault_mem_free,
-    .queue_open      = fault_queue_open,
-    .queue_adopt     = fault_queue_adopt,
-    .queue_close     = fault_queue_close,
-    .handle          = fault_handle,
-    .copy            = fault_copy,
-    .call            = fault_call,
-    .event_open      = fault_event_open,
-    .event_close     = fault_event_close,
-    .record          = fault_record,
-    .wait            = fault_wait,
-    .sync_event      = fault_sync_event,
-    .query           = fault_query,
-    .sync            = fault_sync,
-    .stamp_open      = fault_stamp_open,
-    .stamp_close     = fault_stamp_close,
-    .stamp           = fault_stamp,
-    .stamp_read      = fault_stamp_read,
+    OP(close), OP(host_register), OP(host_unregister), OP(mem_alloc), OP(mem_free), OP(queue_open),
+    OP(queue_adopt), OP(queue_close), OP(handle), OP(copy), OP(call), OP(event_open),
+    OP(event_close), OP(record), OP(wait), OP(sync_event), OP(query), OP(sync), OP(stamp_open),
+    OP(stamp_close), OP(stamp), OP(stamp_read),
 };
+
+/* ---- what a test asks --------------------------------------------------------------------- */
 
 mt_dev *fault_dev(mt_dev *behind, int n, fault_mode mode)
 {
@@ -309,17 +161,8 @@ mt_dev *fault_dev(mt_dev *behind, int n, fault_mode mode)
     return &d->base;
 }
 
-int fault_live(const mt_dev *d)
-{
-    return atomic_load(&as_dev(d)->live);
-}
-
-int fault_calls(const mt_dev *d)
-{
-    return atomic_load(&as_dev(d)->calls);
-}
-
-int fault_fired(const mt_dev *d)
-{
-    return atomic_load(&as_dev(d)->fired);
-}
+void fault_next(mt_dev *d, int n)  { as_dev(d)->n = atomic_load(&as_dev(d)->calls) + n; }
+void fault_locks(mt_dev *d, int n) { atomic_store(&as_dev(d)->locks, n); }
+int  fault_live(const mt_dev *d)   { return atomic_load(&as_dev(d)->live); }
+int  fault_calls(const mt_dev *d)  { return atomic_load(&as_dev(d)->calls); }
+int  fault_fired(const mt_dev *d)  { return atomic_load(&as_dev(d)->fired); }

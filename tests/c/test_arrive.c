@@ -2,12 +2,8 @@
  * that each edge matters. That training with guests gives the same bits is test_resident.c's.
  */
 #include "dev_fault.h"
-#include "gate.h"
 #include "toy.h"
 #include "../../csrc/core/arrive.h"
-
-#include <pthread.h>
-#include <time.h>
 
 #define NAP_NS 20000000
 
@@ -49,22 +45,19 @@ fail:
 
 static mt_status hotel_open(hotel *h, mt_dev *dev, const mt_param_desc *d, int n)
 {
-    int       unit;
-    mt_status st;
+    int unit;
 
     *h = (hotel){ .dev = dev };
     h->cx.dev = dev;
-    MT_TRY(mt_store_open(&h->cx, &h->store));
+    TRY(mt_store_open(&h->cx, &h->store));
     h->cx.store = h->store;
-    MT_TRY(mt_store_add(h->store, "embedding", d, n, &unit));
-    MT_TRY(mt_store_move(h->store, 0, &mt_home_vram, NULL));
-    MT_TRY(dev->ops->queue_open(dev, "run", &h->run));
-    MT_TRY(dev->ops->queue_open(dev, "other", &h->other));
-    MT_TRY(mt_arrive_open(&h->cx, &h->a));
-    MT_TRY(mt_arrive_invite(h->a, 0));
-    st = take_rooms(h);
-fail:
-    return st;
+    TRY(mt_store_add(h->store, "embedding", d, n, &unit));
+    TRY(mt_store_move(h->store, 0, &mt_home_vram, NULL));
+    TRY(dev->ops->queue_open(dev, "run", &h->run));
+    TRY(dev->ops->queue_open(dev, "other", &h->other));
+    TRY(mt_arrive_open(&h->cx, &h->a));
+    TRY(mt_arrive_invite(h->a, 0));
+    return take_rooms(h);
 }
 
 static void hotel_close(hotel *h)
@@ -83,8 +76,8 @@ static void on_cpu(hotel *h, unsigned skip)
 {
     mt_dev *dev;
 
-    REQUIRE(mt_dev_cpu_open(&dev) == MT_OK);
-    REQUIRE(hotel_open(h, dev, &(mt_param_desc){ MT_F32, 100, 1 }, 1) == MT_OK);
+    REQUIRE_OK(mt_dev_cpu_open(&dev));
+    REQUIRE_OK(hotel_open(h, dev, &(mt_param_desc){ MT_F32, 100, 1 }, 1));
     mt_debug_set(&h->cx, (mt_debug){ .skip = skip });
 }
 
@@ -95,6 +88,8 @@ static void off_cpu(hotel *h)
     hotel_close(h);
     dev->ops->close(dev);
 }
+
+#define HOTEL(h, ...) CLOSED_BY(off_cpu) hotel h; on_cpu(&h, __VA_ARGS__)
 
 static mt_status lift(hotel *h)
 {
@@ -107,10 +102,7 @@ static mt_status lift(hotel *h)
 
 static float *moment(hotel *h)
 {
-    void *at;
-
-    REQUIRE(mt_store_at(h->store, 0, 0, MT_PLANE_M, &at) == MT_OK);
-    return at;
+    return store_at(h->store, 0, 0, MT_PLANE_M);
 }
 
 /* The first element of the first moment, where it is during the stay. */
@@ -125,7 +117,7 @@ static float *up(hotel *h)
 
 /* ---- what a stay takes ------------------------------------------------------------------ */
 
-static void every_state_of_what_is_trained_is_in_one_part(void)
+TEST(every_state_of_what_is_trained_is_in_one_part)
 {
     static unsigned char seen[PARAMS][3000];
     const mt_part *parts;
@@ -133,8 +125,8 @@ static void every_state_of_what_is_trained_is_in_one_part(void)
     mt_dev  *dev;
     int      n;
 
-    REQUIRE(mt_dev_cpu_open(&dev) == MT_OK);
-    REQUIRE(hotel_open(&h, dev, mixed, PARAMS) == MT_OK);
+    REQUIRE_OK(mt_dev_cpu_open(&dev));
+    REQUIRE_OK(hotel_open(&h, dev, mixed, PARAMS));
     CHECK_EQ(mt_arrive_parts(h.a, 0, &parts, &n), MT_ESTATE);
     CHECK_OK(lift(&h));
     CHECK_OK(mt_arrive_parts(h.a, 0, &parts, &n));
@@ -165,12 +157,11 @@ static void every_state_of_what_is_trained_is_in_one_part(void)
     off_cpu(&h);
 }
 
-static void a_stay_goes_on_until_it_is_ended(void)
+TEST(a_stay_goes_on_until_it_is_ended)
 {
-    hotel h;
-    int   taken = 1, left = 0;
+    int taken = 1, left = 0;
 
-    on_cpu(&h, 0);
+    HOTEL(h, 0);
     moment(&h)[0] = 1;
     CHECK_OK(lift(&h));
     CHECK_OK(mt_arrive_drain(h.a));
@@ -189,11 +180,10 @@ static void a_stay_goes_on_until_it_is_ended(void)
     CHECK_EQ(mt_arrive_stats_get(h.a).h2d_bytes, 3 * 400);
     CHECK_OK(mt_arrive_leave(h.a, 0, 1, &left));
     CHECK_EQ(left, 1);
-    off_cpu(&h);
 }
 
 /* Only what the update changed comes down. */
-static void parameters_without_an_update_stay_up(void)
+TEST(parameters_without_an_update_stay_up)
 {
     mt_param_desc d[2] = { { MT_F32, 100, 1 }, { MT_F32, 100, 1 } };
     int           params[1] = { 1 };
@@ -201,9 +191,9 @@ static void parameters_without_an_update_stay_up(void)
     mt_dev       *dev;
     hotel         h;
 
-    REQUIRE(mt_dev_cpu_open(&dev) == MT_OK);
-    REQUIRE(hotel_open(&h, dev, d, 2) == MT_OK);
-    REQUIRE(dev->ops->event_open(dev, &made) == MT_OK);
+    REQUIRE_OK(mt_dev_cpu_open(&dev));
+    REQUIRE_OK(hotel_open(&h, dev, d, 2));
+    REQUIRE_OK(dev->ops->event_open(dev, &made));
     CHECK_OK(lift(&h));
     CHECK_OK(mt_arrive_behind(h.a, 0, params, 1, made));
     CHECK_OK(mt_arrive_wait(h.a, 0));
@@ -234,30 +224,23 @@ static void read_now(void *arg)
 /* Compute in run is slow to write memory that was lent since: what the states are then. */
 static float given_while_written(unsigned skip)
 {
-    hotel h;
-    slow  w;
-    float found;
-
-    on_cpu(&h, skip);
+    HOTEL(h, skip);
     moment(&h)[0] = 1;
-    w = (slow){ h.mem[0], 9 };
+    slow w = (slow){ h.mem[0], 9 };
     CHECK_OK(h.dev->ops->call(h.run, write_late, &w));
     CHECK_OK(lift(&h));
     CHECK_OK(mt_arrive_drain(h.a));
     CHECK_OK(h.dev->ops->sync(h.run));
-    found = *up(&h);
-    off_cpu(&h);
-    return found;
+    return *up(&h);
 }
 
 /* Copies up are slow, since they wait for run: what the update finds. */
 static float read_while_lifted(unsigned skip)
 {
-    hotel h;
     slow  w, r;
     float idle;
 
-    on_cpu(&h, skip);
+    HOTEL(h, skip);
     moment(&h)[0] = 1;
     w = (slow){ &idle, 9 };
     CHECK_OK(h.dev->ops->call(h.run, write_late, &w));
@@ -266,29 +249,23 @@ static float read_while_lifted(unsigned skip)
     CHECK_OK(mt_arrive_before(h.a, 0, h.other));
     CHECK_OK(h.dev->ops->call(h.other, read_now, &r));
     CHECK_OK(h.dev->ops->sync(h.other));
-    off_cpu(&h);
     return r.value;
 }
 
 /* The update is slow: what a reader on the host finds. left: what leave says meanwhile. */
 static float stored_while_updated(unsigned skip, int *left)
 {
-    mt_event *made;
-    hotel     h;
-    slow      w;
-    float     found;
-
-    on_cpu(&h, skip);
-    REQUIRE(h.dev->ops->event_open(h.dev, &made) == MT_OK);
+    HOTEL(h, skip);
+    OPENED(mt_event, made, h.dev->ops->event_open(h.dev, &made));
     moment(&h)[0] = 1;
     CHECK_OK(lift(&h));
     CHECK_OK(mt_arrive_drain(h.a));
-    w = (slow){ up(&h), 9 };
+    slow w = (slow){ up(&h), 9 };
     CHECK_OK(h.dev->ops->call(h.other, write_late, &w));
     CHECK_OK(h.dev->ops->record(h.other, made));
     CHECK_OK(mt_arrive_behind(h.a, 0, (int[1]){ 0 }, 1, made));
     CHECK_OK(mt_arrive_wait(h.a, 0));
-    found = moment(&h)[0];
+    float found = moment(&h)[0];
     CHECK_OK(h.dev->ops->sync(h.other));
     CHECK_OK(h.dev->ops->call(h.other, write_late, &w));
     CHECK_OK(h.dev->ops->record(h.other, made));
@@ -296,12 +273,10 @@ static float stored_while_updated(unsigned skip, int *left)
     CHECK_OK(mt_arrive_leave(h.a, 0, 0, left));
     CHECK_OK(h.dev->ops->sync(h.other));
     CHECK_OK(mt_arrive_drain(h.a));
-    h.dev->ops->event_close(made);
-    off_cpu(&h);
     return found;
 }
 
-static void every_edge_is_kept(void)
+TEST(every_edge_is_kept)
 {
     int left;
 
@@ -311,7 +286,7 @@ static void every_edge_is_kept(void)
     CHECK_EQ(left, 0);
 }
 
-static void without_it_each_is_seen_to_matter(void)
+TEST(without_it_each_is_seen_to_matter)
 {
     int left;
 
@@ -331,22 +306,18 @@ static void *lift_main(void *arg)
 }
 
 /* UPDATED: what is announced and not put yet would change the states on their way. */
-static void a_stay_neither_begins_nor_ends_while_an_update_is_announced(void)
+TEST(a_stay_neither_begins_nor_ends_while_an_update_is_announced)
 {
-    struct timespec nap = { 0, 5000000 };
-    pthread_t       thread;
-    uint64_t        copied;
-    hotel           h;
-    int             left;
+    int left;
 
-    on_cpu(&h, 0);
+    HOTEL(h, 0);
     mt_ledger_update_begin(h.store, 0);
-    REQUIRE(pthread_create(&thread, NULL, lift_main, &h) == 0);
-    nanosleep(&nap, NULL);
-    copied = mt_arrive_stats_get(h.a).h2d_bytes;
+    pthread_t thread = thread_start(lift_main, &h);
+    sleep_ms(5);
+    uint64_t copied = mt_arrive_stats_get(h.a).h2d_bytes;
     CHECK_EQ(copied, 0);
     mt_ledger_update_end(h.store, 0);
-    pthread_join(thread, NULL);
+    thread_join(thread);
     CHECK_OK(mt_arrive_drain(h.a));
     mt_ledger_update_begin(h.store, 0);
     CHECK_OK(mt_arrive_leave(h.a, 0, 0, &left));
@@ -354,30 +325,26 @@ static void a_stay_neither_begins_nor_ends_while_an_update_is_announced(void)
     mt_ledger_update_end(h.store, 0);
     CHECK_OK(mt_arrive_leave(h.a, 0, 0, &left));
     CHECK_EQ(left, 1);
-    off_cpu(&h);
 }
 
 /* ---- refusals and failures -------------------------------------------------------------- */
 
 /* ---- waits of the host ------------------------------------------------------------------ */
 
-#define STUCK(call) do {                                                                    \
-        CHECK_EQ((call), MT_ESTUCK);                                                        \
-        CHECK_HAS(mt_last_error(), "guests, unit embedding waits for copies of its states " \
-                  "(the event STORED)");                                                    \
-    } while (0)
+#define STUCK(call)                                                                         \
+    CHECK_FAILS(call, MT_ESTUCK,                                                            \
+                "guests, unit embedding waits for copies of its states (the event STORED)")
 
 /* The host waits for copies that never come: told which, in the watchdog's time. */
-static void stalled_guests_are_named(void)
+TEST(stalled_guests_are_named)
 {
-    hotel h;
-    gate  g = { 0 };
-    char  list[200];
+    gate g = { 0 };
+    char list[200];
 
-    on_cpu(&h, 0);
+    HOTEL(h, 0);
     mt_ledger_watchdog(h.store, 0.05);
     moment(&h)[0] = 1;
-    REQUIRE(h.dev->ops->call(h.run, wait_for_gate, &g) == MT_OK);       /* VACANT holds guests */
+    REQUIRE_OK(h.dev->ops->call(h.run, wait_for_gate, &g));       /* VACANT holds guests */
     CHECK_OK(lift(&h));
     STUCK(mt_arrive_wait(h.a, 0));
     STUCK(mt_arrive_drain(h.a));
@@ -387,7 +354,6 @@ static void stalled_guests_are_named(void)
     CHECK_OK(mt_arrive_wait(h.a, 0));
     mt_watch_tell(mt_store_watch(h.store), list, sizeof list);
     CHECK_STR(list, "");
-    off_cpu(&h);
 }
 
 /* ---- others on the bus ------------------------------------------------------------------ */
@@ -402,21 +368,20 @@ static mt_status call_counted(mt_queue *q, void (*fn)(void *arg), void *arg)
 }
 
 /* On the way down alone, and as often as CUDA takes it. */
-static void the_host_comes_between_pieces(void)
+TEST(the_host_comes_between_pieces)
 {
-    hotel      h;
-    mt_dev    *dev;
-    mt_event  *made;
-    mt_dev_ops ops;
+    hotel     h;
+    mt_dev   *dev;
+    mt_event *made;
 
-    REQUIRE(mt_dev_cpu_open(&dev) == MT_OK);
-    ops = *dev->ops;
+    REQUIRE_OK(mt_dev_cpu_open(&dev));
+    mt_dev_ops ops = *dev->ops;
     call_really = ops.call;
     ops.call = call_counted;
     dev->ops = &ops;
     atomic_store(&calls, 0);
-    REQUIRE(hotel_open(&h, dev, &(mt_param_desc){ MT_F32, 200000, 1 }, 1) == MT_OK);
-    REQUIRE(dev->ops->event_open(dev, &made) == MT_OK);
+    REQUIRE_OK(hotel_open(&h, dev, &(mt_param_desc){ MT_F32, 200000, 1 }, 1));
+    REQUIRE_OK(dev->ops->event_open(dev, &made));
     CHECK_OK(lift(&h));
     CHECK(h.n > 150);
     CHECK_EQ(atomic_load(&calls), 0);
@@ -428,26 +393,23 @@ static void the_host_comes_between_pieces(void)
     off_cpu(&h);
 }
 
-static void what_makes_no_sense_is_refused(void)
+TEST(what_makes_no_sense_is_refused)
 {
     mt_param_desc d = { MT_F32, 10, 1 };
-    hotel         h;
-    int           unit, n, taken;
+    int           n, taken;
     size_t       *bytes;
 
-    on_cpu(&h, 0);
-    REQUIRE(mt_store_add(h.store, "layers.0", &d, 1, &unit) == MT_OK);
-    CHECK_EQ(mt_arrive_invite(h.a, 1), MT_ESTATE);
-    CHECK_HAS(mt_last_error(), "layers.0");
+    HOTEL(h, 0);
+    (void)store_add(h.store, "layers.0", &d, 1);
+    CHECK_FAILS(mt_arrive_invite(h.a, 1), MT_ESTATE, "layers.0");
     CHECK_EQ(mt_arrive_invite(h.a, 2), MT_EINVAL);
     CHECK_EQ(mt_arrive_sizes(h.a, 1, 1 << 20, &bytes, &n), MT_EINVAL);
     CHECK_EQ(mt_arrive_wait(h.a, 1), MT_EINVAL);
     CHECK_EQ(mt_arrive_lift(h.a, 0, MT_ARRIVE_LEAST, h.mem, 0, h.run, &taken), MT_EINVAL);
-    CHECK_HAS(mt_last_error(), "they take 1");
+    CHECK_SAYS("they take 1");
     CHECK_OK(mt_arrive_invite(h.a, 0));                     /* it is one */
     CHECK_OK(lift(&h));
     mt_arrive_close(NULL);
-    off_cpu(&h);
 }
 
 /* A stay, an update and its end, with the n-th call failing. */
@@ -470,37 +432,15 @@ fail:
     return st;
 }
 
-static void every_failing_device_call_frees_everything(void)
+TEST(every_failing_device_call_frees_everything)
 {
-    int     fired = 1;
-    mt_dev *cpu;
-
-    REQUIRE(mt_dev_cpu_open(&cpu) == MT_OK);
-    for (int n = 1; fired > 0; n++) {
-        mt_dev   *d = fault_dev(cpu, n, n % 2 ? FAULT_ONCE : FAULT_STAYS);
+    EACH_FAULT(d, 1, n % 2 ? FAULT_ONCE : FAULT_STAYS) {
         hotel     h;
         mt_status st = hotel_open(&h, d, mixed, PARAMS);
 
         if (st == MT_OK)
             st = sojourn(&h);
-        fired = fault_fired(d);
-        CHECK_EQ(st, fired ? MT_EDEVICE : MT_OK);
+        CHECK_EQ(st, fault_fired(d) ? MT_EDEVICE : MT_OK);
         hotel_close(&h);
-        CHECK_EQ(fault_live(d), 0);
-        d->ops->close(d);
     }
-    cpu->ops->close(cpu);
 }
-
-#define TESTS(X)                                                    \
-    X(every_state_of_what_is_trained_is_in_one_part)                \
-    X(a_stay_goes_on_until_it_is_ended)                             \
-    X(parameters_without_an_update_stay_up)                         \
-    X(every_edge_is_kept)                                           \
-    X(without_it_each_is_seen_to_matter)                            \
-    X(a_stay_neither_begins_nor_ends_while_an_update_is_announced)  \
-    X(stalled_guests_are_named)                                     \
-    X(the_host_comes_between_pieces)                                \
-    X(what_makes_no_sense_is_refused)                               \
-    X(every_failing_device_call_frees_everything)
-CHECK_MAIN(TESTS)

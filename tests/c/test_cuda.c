@@ -8,9 +8,6 @@
 #include "../../csrc/ops/sumsq.h"
 #include <cuda.h>
 #include <cuda_runtime_api.h>
-#include <pthread.h>
-#include <stdint.h>
-#include <sys/mman.h>
 
 static mt_dev *cuda_open(int index)
 {
@@ -27,9 +24,9 @@ static void use(mt_dev *d)
     void             *mem;
     int               done;
 
-    REQUIRE(o->mem_alloc(d, 4096, &mem) == MT_OK);
-    REQUIRE(o->queue_open(d, "q", &q) == MT_OK);
-    REQUIRE(o->event_open(d, &e) == MT_OK);
+    REQUIRE_OK(o->mem_alloc(d, 4096, &mem));
+    REQUIRE_OK(o->queue_open(d, "q", &q));
+    REQUIRE_OK(o->event_open(d, &e));
     CHECK_OK(o->copy(q, mem, &done, sizeof done));
     CHECK_OK(o->record(q, e));
     CHECK_OK(o->wait(q, e));
@@ -74,21 +71,20 @@ static void *use_afresh(void *d)
 }
 
 /* First in the program: nothing has touched device 0 yet, and using device 1 must not. */
-static void device_1_needs_nothing_of_device_0(void)
+TEST(device_1_needs_nothing_of_device_0)
 {
-    mt_dev   *d = cuda_open(1);
-    pthread_t thread;
+    mt_dev *d = cuda_open(1);
 
     if (d == NULL)
         SKIP("%s", mt_last_error());
-    REQUIRE(pthread_create(&thread, NULL, use_afresh, d) == 0);
-    (void)pthread_join(thread, NULL);
+    pthread_t thread = thread_start(use_afresh, d);
+    thread_join(thread);
     use(d);
     CHECK_EQ(device_0_in_use(), 0);
     d->ops->close(d);
 }
 
-static void the_threads_device_is_left_alone(void)
+TEST(the_threads_device_is_left_alone)
 {
     mt_dev *d = cuda_open(1);
 
@@ -104,7 +100,7 @@ static void the_threads_device_is_left_alone(void)
 }
 
 /* A refused call must not be found by torch at its next launch. */
-static void a_failure_leaves_no_error_behind(void)
+TEST(a_failure_leaves_no_error_behind)
 {
     mt_dev   *d = cuda_open(0);
     mt_queue *q;
@@ -120,8 +116,8 @@ static void a_failure_leaves_no_error_behind(void)
     CHECK_EQ(cudaGetLastError(), cudaSuccess);
     CHECK_EQ(d->ops->host_register(d, d, SIZE_MAX / 2) == MT_OK, 0);
     CHECK_EQ(cudaGetLastError(), cudaSuccess);
-    REQUIRE(d->ops->queue_open(d, "q", &q) == MT_OK);
-    REQUIRE(d->ops->event_open(d, &e) == MT_OK);
+    REQUIRE_OK(d->ops->queue_open(d, "q", &q));
+    REQUIRE_OK(d->ops->event_open(d, &e));
     for (int i = 0; i < 100; i++) {
         CHECK_OK(d->ops->record(q, e));
         CHECK_OK(d->ops->query(e, &done));
@@ -142,8 +138,8 @@ static void there_and_back(mt_dev *d, unsigned char *p, size_t bytes)
 
     for (size_t i = 0; i < bytes; i++)
         p[i] = (unsigned char)(i * 7 >> 5);
-    REQUIRE(d->ops->mem_alloc(d, bytes, &mem) == MT_OK);
-    REQUIRE(d->ops->queue_open(d, "q", &q) == MT_OK);
+    REQUIRE_OK(d->ops->mem_alloc(d, bytes, &mem));
+    REQUIRE_OK(d->ops->queue_open(d, "q", &q));
     CHECK_OK(d->ops->copy(q, mem, p, bytes));
     CHECK_OK(d->ops->sync(q));
     memset(p, 0, bytes);
@@ -157,17 +153,16 @@ static void there_and_back(mt_dev *d, unsigned char *p, size_t bytes)
 }
 
 /* Pages that nobody may touch cannot be locked: the driver itself refuses. */
-static void what_the_driver_refuses_to_lock_is_copied_all_the_same(void)
+TEST(what_the_driver_refuses_to_lock_is_copied_all_the_same)
 {
-    const size_t   bytes = (size_t)20 << 20;
-    mt_dev        *d = cuda_open(0);
-    unsigned char *p;
-    char           why[512];
+    const size_t bytes = (size_t)20 << 20;
+    mt_dev      *d = cuda_open(0);
+    char         why[512];
 
     if (d == NULL)
         SKIP("%s", mt_last_error());
-    REQUIRE(mt_dev_stage_open(d, &d) == MT_OK);
-    p = mmap(NULL, bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    REQUIRE_OK(mt_dev_stage_open(d, &d));
+    unsigned char *p = mmap(NULL, bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     REQUIRE(p != MAP_FAILED);
     CHECK_OK(d->ops->host_register(d, p, bytes));
     CHECK_EQ(mt_dev_stage_noted(d, why, sizeof why), bytes);
@@ -185,7 +180,7 @@ static void what_the_driver_refuses_to_lock_is_copied_all_the_same(void)
 }
 
 /* Last in the program: the context is gone afterwards, for every user of it. */
-static void a_lost_device_says_why_again_and_again(void)
+TEST(a_lost_device_says_why_again_and_again)
 {
     mt_dev   *d = cuda_open(0);
     mt_sumsq *s = NULL;
@@ -198,10 +193,10 @@ static void a_lost_device_says_why_again_and_again(void)
     if (d == NULL)
         SKIP("%s", mt_last_error());
     REQUIRE((out = aligned_alloc(4096, 4096)) != NULL);
-    REQUIRE(d->ops->host_register(d, out, 4096) == MT_OK);
-    REQUIRE(d->ops->queue_open(d, "q", &q) == MT_OK);
-    REQUIRE(d->ops->event_open(d, &e) == MT_OK);
-    REQUIRE(mt_sumsq_open(d, &s) == MT_OK);
+    REQUIRE_OK(d->ops->host_register(d, out, 4096));
+    REQUIRE_OK(d->ops->queue_open(d, "q", &q));
+    REQUIRE_OK(d->ops->event_open(d, &e));
+    REQUIRE_OK(mt_sumsq_open(d, &s));
     CHECK_OK(mt_sumsq_put(s, q, MT_F32, (void *)4096, 100000, out, NULL));     /* not our memory */
     CHECK_EQ(d->ops->sync(q), MT_EDEVICE);
     (void)snprintf(first, sizeof first, "%s", mt_last_error());
@@ -218,22 +213,11 @@ static void a_lost_device_says_why_again_and_again(void)
     free(out);
 }
 
-#define TESTS(X)                                                                              \
-    X(device_1_needs_nothing_of_device_0)                                                     \
-    X(the_threads_device_is_left_alone)                                                       \
-    X(a_failure_leaves_no_error_behind)                                                       \
-    X(what_the_driver_refuses_to_lock_is_copied_all_the_same)                                 \
-    X(a_lost_device_says_why_again_and_again)
-
 #else
 
-static void needs_a_build_with_cuda(void)
+TEST(needs_a_build_with_cuda)
 {
-    SKIP("this build has no CUDA");
+    SKIP("this build has no CUDA device");
 }
 
-#define TESTS(X) X(needs_a_build_with_cuda)
-
 #endif
-
-CHECK_MAIN(TESTS)

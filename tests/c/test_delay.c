@@ -1,9 +1,6 @@
 /* test_delay.c — dev_delay.c's promise: same seed, same naps; how long they are is seen here. */
 #include "check.h"
 
-#include <stdint.h>
-#include <time.h>
-
 /* The device's own source, with its sleep replaced by a note. Naps of one queue run one after the
  * other, and the test reads the notes after sync. */
 enum { NAPS = 64 };
@@ -12,7 +9,6 @@ static int  n_noted;
 
 static int note_nap(const struct timespec *t, struct timespec *left)
 {
-    (void)left;
     if (n_noted < NAPS)
         noted_us[n_noted] = (long)t->tv_sec * 1000000 + t->tv_nsec / 1000;
     n_noted++;
@@ -25,14 +21,13 @@ static mt_dev *delayed(uint64_t seed, int max_us)
 {
     mt_dev *cpu = NULL, *d = NULL;
 
-    REQUIRE(mt_dev_cpu_open(&cpu) == MT_OK);
-    REQUIRE(mt_dev_delay_open(cpu, seed, max_us, &d) == MT_OK);
+    REQUIRE_OK(mt_dev_cpu_open(&cpu));
+    REQUIRE_OK(mt_dev_delay_open(cpu, seed, max_us, &d));
     return d;
 }
 
 static void nothing(void *arg)
 {
-    (void)arg;
 }
 
 /* The naps of queue number `queue` for n operations, copies and calls in turn. */
@@ -44,7 +39,7 @@ static void naps_of(uint64_t seed, int max_us, int queue, int n, long *us)
 
     for (int i = 0; i <= queue; i++) {
         d->ops->queue_close(q);
-        REQUIRE(d->ops->queue_open(d, "q", &q) == MT_OK);
+        REQUIRE_OK(d->ops->queue_open(d, "q", &q));
     }
     n_noted = 0;
     for (int i = 0; i < n; i++)
@@ -56,7 +51,7 @@ static void naps_of(uint64_t seed, int max_us, int queue, int n, long *us)
     d->ops->close(d);
 }
 
-static void same_seed_same_naps(void)
+TEST(same_seed_same_naps)
 {
     long a[NAPS], b[NAPS];
 
@@ -65,7 +60,7 @@ static void same_seed_same_naps(void)
     CHECK(memcmp(a, b, sizeof a) == 0);
 }
 
-static void queues_and_seeds_have_naps_of_their_own(void)
+TEST(queues_and_seeds_have_naps_of_their_own)
 {
     long a[NAPS], b[NAPS], c[NAPS], e[NAPS];
 
@@ -79,7 +74,7 @@ static void queues_and_seeds_have_naps_of_their_own(void)
     CHECK(memcmp(b, e, sizeof a) != 0);
 }
 
-static void naps_fill_the_range_and_stay_in_it(void)
+TEST(naps_fill_the_range_and_stay_in_it)
 {
     long us[NAPS], least = 1000000, most = 0;
 
@@ -95,12 +90,12 @@ static void naps_fill_the_range_and_stay_in_it(void)
         CHECK_EQ(us[i], 0);
 }
 
-static void adopted_queues_are_not_delayed(void)
+TEST(adopted_queues_are_not_delayed)
 {
     mt_dev   *d = delayed(1, 1000);
     mt_queue *q = NULL;
 
-    REQUIRE(d->ops->queue_adopt(d, 0, &q) == MT_OK);
+    REQUIRE_OK(d->ops->queue_adopt(d, 0, &q));
     n_noted = 0;
     CHECK_OK(d->ops->call(q, nothing, NULL));
     CHECK_EQ(n_noted, 0);
@@ -108,22 +103,12 @@ static void adopted_queues_are_not_delayed(void)
     d->ops->close(d);
 }
 
-static void negative_naps_are_refused(void)
+TEST(negative_naps_are_refused)
 {
     mt_dev *cpu = NULL, *d = NULL;
 
-    REQUIRE(mt_dev_cpu_open(&cpu) == MT_OK);
-    CHECK_EQ(mt_dev_delay_open(cpu, 1, -5, &d), MT_EINVAL);
-    CHECK_HAS(mt_last_error(), "-5");
+    REQUIRE_OK(mt_dev_cpu_open(&cpu));
+    CHECK_FAILS(mt_dev_delay_open(cpu, 1, -5, &d), MT_EINVAL, "-5");
     CHECK(d == NULL);
     cpu->ops->close(cpu);            /* a refused device is still the caller's */
 }
-
-#define TESTS(X)                                                                              \
-    X(same_seed_same_naps)                                                                    \
-    X(queues_and_seeds_have_naps_of_their_own)                                                \
-    X(naps_fill_the_range_and_stay_in_it)                                                     \
-    X(adopted_queues_are_not_delayed)                                                         \
-    X(negative_naps_are_refused)
-
-CHECK_MAIN(TESTS)

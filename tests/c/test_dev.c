@@ -7,14 +7,8 @@
  * functions on one thread, so there is never more than one gate shut.
  */
 #include "../../csrc/core/clock.h"
-#include "check.h"
+#include "opened.h"
 #include "dev_fault.h"
-
-#include <pthread.h>
-#include <semaphore.h>
-#include <stdatomic.h>
-#include <stdint.h>
-#include <time.h>
 
 enum { INTS = 16384, BYTES = INTS * (int)sizeof(int) };
 
@@ -25,6 +19,7 @@ typedef struct rig {
     mt_event *e, *f;
     int      *host;              /* [INTS], host[i] = i */
     int      *mem;               /* [INTS], device */
+    sem_t     gate;
 } rig;
 
 static void rig_open(rig *r, mt_dev *d)
@@ -35,13 +30,13 @@ static void rig_open(rig *r, mt_dev *d)
     REQUIRE((r->host = aligned_alloc(4096, BYTES)) != NULL);
     for (int i = 0; i < INTS; i++)
         r->host[i] = i;
-    REQUIRE(d->ops->host_register(d, r->host, BYTES) == MT_OK);
-    REQUIRE(d->ops->mem_alloc(d, BYTES, &mem) == MT_OK);
+    REQUIRE_OK(d->ops->host_register(d, r->host, BYTES));
+    REQUIRE_OK(d->ops->mem_alloc(d, BYTES, &mem));
     r->mem = mem;
-    REQUIRE(d->ops->queue_open(d, "a", &r->a) == MT_OK);
-    REQUIRE(d->ops->queue_open(d, "b", &r->b) == MT_OK);
-    REQUIRE(d->ops->event_open(d, &r->e) == MT_OK);
-    REQUIRE(d->ops->event_open(d, &r->f) == MT_OK);
+    REQUIRE_OK(d->ops->queue_open(d, "a", &r->a));
+    REQUIRE_OK(d->ops->queue_open(d, "b", &r->b));
+    REQUIRE_OK(d->ops->event_open(d, &r->e));
+    REQUIRE_OK(d->ops->event_open(d, &r->f));
 }
 
 static void rig_close(rig *r)
@@ -57,16 +52,18 @@ static void rig_close(rig *r)
     free(r->host);
 }
 
-static void hold(void *gate)
+#define RIG(r, ...) CLOSED_BY(rig_close) rig r; rig_open(&r, __VA_ARGS__)
+
+static void hold(void *closed)
 {
-    while (sem_wait(gate) != 0)
+    while (sem_wait(closed) != 0)
         continue;
 }
 
-static void shut(rig *r, mt_queue *q, sem_t *gate)
+static void shut(rig *r, mt_queue *q)
 {
-    REQUIRE(sem_init(gate, 0, 0) == 0);
-    CHECK_OK(r->d->ops->call(q, hold, gate));
+    REQUIRE(sem_init(&r->gate, 0, 0) == 0);
+    CHECK_OK(r->d->ops->call(q, hold, &r->gate));
 }
 
 static void copy_int(rig *r, mt_queue *q, int *dst, const int *src)
@@ -82,43 +79,94 @@ static int query(rig *r, mt_event *e)
     return done;
 }
 
+/* ---- which device ----------------------------------------------------------------------- */
+
+static void on_cpu(void (*test)(mt_dev *d))
+{
+    mt_dev *d = cpu_open();
+
+    CHECK_STR(d->ops->name, "cpu");
+    test(d);
+    d->ops->close(d);
+}
+
+static void on_delayed(void (*test)(mt_dev *d))
+{
+    OPENED(mt_dev, d, mt_dev_delay_open(cpu_open(), 1, 200, &d));
+    CHECK_STR(d->ops->name, "cpu");
+    test(d);
+}
+
+static void on_counted(void (*test)(mt_dev *d))
+{
+    mt_dev *cpu = cpu_open();
+    mt_dev *d = fault_dev(cpu, 0, FAULT_ONCE);
+
+    test(d);
+    CHECK_EQ(fault_live(d), 0);
+    d->ops->close(d);
+    cpu->ops->close(cpu);
+}
+
+static void on_cuda(void (*test)(mt_dev *d))
+{
+    static int said;
+    mt_dev    *d = NULL;
+
+    if (mt_dev_cuda_open(0, &d) != MT_OK) {
+        if (!said++)
+            CHECK_PRINT_("skipped: %s", mt_last_error());
+        check_skipped = 1;
+        return;
+    }
+    CHECK_STR(d->ops->name, "cuda");
+    test(d);
+    d->ops->close(d);
+}
+
+#define DEVICE_TEST(test)                                                                     \
+    static void test(mt_dev *d);                                                              \
+    TEST(test##_on_cpu)     { on_cpu(test); }                                                 \
+    TEST(test##_on_delayed) { on_delayed(test); }                                             \
+    TEST(test##_on_counted) { on_counted(test); }                                             \
+    TEST(test##_on_cuda)    { on_cuda(test); }                                                \
+    static void test(mt_dev *d)
+
 /* ---- memory ----------------------------------------------------------------------------- */
 
-static void memory_is_aligned_and_refused_with_a_reason(mt_dev *d)
+DEVICE_TEST(memory_is_aligned_and_refused_with_a_reason)
 {
     const mt_dev_ops *o = d->ops;
     void             *p[3] = { NULL, NULL, NULL };
 
     for (int i = 0; i < 3; i++) {
-        REQUIRE(o->mem_alloc(d, (size_t)i * 700 + 1, &p[i]) == MT_OK);
+        REQUIRE_OK(o->mem_alloc(d, (size_t)i * 700 + 1, &p[i]));
         CHECK_EQ((uintptr_t)p[i] % 512, 0);
     }
     for (int i = 0; i < 3; i++)
         o->mem_free(d, p[i]);
     CHECK_EQ(o->mem_alloc(d, 0, &p[0]), MT_EINVAL);
-    CHECK_EQ(o->mem_alloc(d, SIZE_MAX - 100, &p[1]), MT_EDEVMEM);
-    CHECK_HAS(mt_last_error(), "18446744073709551515");
+    CHECK_FAILS(o->mem_alloc(d, SIZE_MAX - 100, &p[1]), MT_EDEVMEM, "18446744073709551515");
     CHECK_EQ(o->host_register(d, NULL, 4096), MT_EINVAL);
     CHECK_EQ(o->host_register(d, d, 0), MT_EINVAL);
-    REQUIRE(o->mem_alloc(d, 64, &p[2]) == MT_OK);        /* a refusal is not sticky */
+    REQUIRE_OK(o->mem_alloc(d, 64, &p[2]));        /* a refusal is not sticky */
     o->mem_free(d, p[2]);
 }
 
 /* Of every size, behind somebody who left something there. */
-static void memory_is_zero(mt_dev *d)
+DEVICE_TEST(memory_is_zero)
 {
     const mt_dev_ops *o = d->ops;
     static char       host[100003], sevens[100003];
-    mt_queue         *q;
     void             *p;
 
     memset(sevens, 7, sizeof sevens);
-    REQUIRE(o->queue_open(d, "q", &q) == MT_OK);
+    OPENED(mt_queue, q, o->queue_open(d, "q", &q));
     for (size_t bytes = 1; bytes <= sizeof host; bytes = bytes * 9 + 1)
         for (int i = 0; i < 3; i++) {
             int64_t set = 0;
 
-            REQUIRE(o->mem_alloc(d, bytes, &p) == MT_OK);
+            REQUIRE_OK(o->mem_alloc(d, bytes, &p));
             CHECK_OK(o->copy(q, host, p, bytes));
             CHECK_OK(o->copy(q, p, sevens, bytes));
             CHECK_OK(o->sync(q));
@@ -127,10 +175,9 @@ static void memory_is_zero(mt_dev *d)
             CHECK_EQ(set, 0);
             o->mem_free(d, p);
         }
-    o->queue_close(q);
 }
 
-static void close_and_free_accept_null(mt_dev *d)
+DEVICE_TEST(close_and_free_accept_null)
 {
     d->ops->queue_close(NULL);
     d->ops->event_close(NULL);
@@ -140,12 +187,11 @@ static void close_and_free_accept_null(mt_dev *d)
 
 /* ---- queues ----------------------------------------------------------------------------- */
 
-static void copy_carries_bytes_there_and_back(mt_dev *d)
+DEVICE_TEST(copy_carries_bytes_there_and_back)
 {
     static const size_t sizes[] = { 0, 1, 511, 4096, BYTES / 2 };
-    rig                 r;
 
-    rig_open(&r, d);
+    RIG(r, d);
     for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++) {
         int *back = r.host + INTS / 2;
 
@@ -156,7 +202,6 @@ static void copy_carries_bytes_there_and_back(mt_dev *d)
         CHECK(memcmp(back, r.host, sizes[i]) == 0);
         CHECK(sizes[i] == BYTES / 2 || ((unsigned char *)back)[sizes[i]] == 0xee);
     }
-    rig_close(&r);
 }
 
 typedef struct tally {
@@ -179,22 +224,20 @@ static void hand_in(void *arg)
  * stream block the thread that puts. */
 enum { LAPS = 6, LAP = 25 };
 
-static void operations_of_a_queue_run_in_order(mt_dev *d)
+DEVICE_TEST(operations_of_a_queue_run_in_order)
 {
     tally  count = { 0, 0 };
     ticket tickets[LAPS * LAP];
-    rig    r;
-    sem_t  gate;
 
-    rig_open(&r, d);
+    RIG(r, d);
     for (int lap = 0; lap < LAPS; lap++) {
-        shut(&r, r.a, &gate);
+        shut(&r, r.a);
         for (int i = lap * LAP; i < lap * LAP + LAP; i++) {
             tickets[i] = (ticket){ &count, i };
             CHECK_OK(d->ops->call(r.a, hand_in, &tickets[i]));
             copy_int(&r, r.a, &r.mem[i + 1], i == 0 ? &r.host[7] : &r.mem[i]);
         }
-        (void)sem_post(&gate);
+        (void)sem_post(&r.gate);
         CHECK_OK(d->ops->sync(r.a));
     }
     copy_int(&r, r.a, &r.host[0], &r.mem[LAPS * LAP]);
@@ -202,71 +245,58 @@ static void operations_of_a_queue_run_in_order(mt_dev *d)
     CHECK_EQ(count.next, LAPS * LAP);
     CHECK_EQ(count.wrong, 0);
     CHECK_EQ(r.host[0], 7);
-    rig_close(&r);
 }
 
-static void put_returns_before_it_runs(mt_dev *d)
+DEVICE_TEST(put_returns_before_it_runs)
 {
-    rig   r;
-    sem_t gate;
-
-    rig_open(&r, d);
-    shut(&r, r.a, &gate);
+    RIG(r, d);
+    shut(&r, r.a);
     copy_int(&r, r.a, r.mem, &r.host[5]);
     copy_int(&r, r.a, &r.host[0], r.mem);
     CHECK_OK(d->ops->record(r.a, r.e));
     CHECK_EQ(query(&r, r.e), 0);
-    (void)sem_post(&gate);
+    (void)sem_post(&r.gate);
     CHECK_OK(d->ops->sync(r.a));
     CHECK_EQ(query(&r, r.e), 1);
     CHECK_EQ(r.host[0], 5);
-    rig_close(&r);
 }
 
-static void queues_run_side_by_side(mt_dev *d)
+DEVICE_TEST(queues_run_side_by_side)
 {
-    rig   r;
-    sem_t gate;
-
-    rig_open(&r, d);
-    shut(&r, r.a, &gate);
+    RIG(r, d);
+    shut(&r, r.a);
     copy_int(&r, r.b, r.mem, &r.host[9]);
     copy_int(&r, r.b, &r.host[0], r.mem);
     CHECK_OK(d->ops->sync(r.b));             /* returns although a is held */
     CHECK_EQ(r.host[0], 9);
-    (void)sem_post(&gate);
-    rig_close(&r);
+    (void)sem_post(&r.gate);
 }
 
 static void count_up(void *counter)
 {
-    (void)usleep(2000);
+    usleep(2000);
     ++*(int *)counter;
 }
 
 /* The host runs ahead of a queue by a step's worth of records and waits without being held up. */
-static void a_held_queue_takes_a_thousand_records(mt_dev *d)
+DEVICE_TEST(a_held_queue_takes_a_thousand_records)
 {
-    rig   r;
-    sem_t gate;
-
-    rig_open(&r, d);
-    shut(&r, r.a, &gate);
+    RIG(r, d);
+    shut(&r, r.a);
     for (int i = 0; i < 1000; i++) {
         CHECK_OK(d->ops->record(r.a, r.e));
         CHECK_OK(d->ops->wait(r.b, r.e));
     }
-    (void)sem_post(&gate);
+    (void)sem_post(&r.gate);
     CHECK_OK(d->ops->sync(r.b));
-    rig_close(&r);
 }
 
-static void close_drains(mt_dev *d)
+DEVICE_TEST(close_drains)
 {
     mt_queue *q;
     int       n = 0;
 
-    REQUIRE(d->ops->queue_open(d, "drained", &q) == MT_OK);
+    REQUIRE_OK(d->ops->queue_open(d, "drained", &q));
     for (int i = 0; i < 5; i++)
         CHECK_OK(d->ops->call(q, count_up, &n));
     d->ops->queue_close(q);
@@ -275,66 +305,51 @@ static void close_drains(mt_dev *d)
 
 /* ---- events ----------------------------------------------------------------------------- */
 
-static void event_never_recorded_is_done(mt_dev *d)
+DEVICE_TEST(event_never_recorded_is_done)
 {
-    rig r;
-
-    rig_open(&r, d);
+    RIG(r, d);
     CHECK_EQ(query(&r, r.e), 1);
     CHECK_OK(d->ops->sync_event(r.e));
     CHECK_OK(d->ops->wait(r.a, r.e));
     CHECK_OK(d->ops->sync(r.a));
-    rig_close(&r);
 }
 
-static void wait_orders_two_queues(mt_dev *d)
+DEVICE_TEST(wait_orders_two_queues)
 {
-    rig   r;
-    sem_t gate;
-
-    rig_open(&r, d);
-    shut(&r, r.a, &gate);
+    RIG(r, d);
+    shut(&r, r.a);
     copy_int(&r, r.a, r.mem, &r.host[3]);
     CHECK_OK(d->ops->record(r.a, r.e));
     CHECK_OK(d->ops->wait(r.b, r.e));
     copy_int(&r, r.b, &r.host[0], r.mem);
     CHECK_OK(d->ops->record(r.b, r.f));
-    (void)usleep(20000);                     /* time for a queue that does not wait to be seen */
+    usleep(20000);                     /* time for a queue that does not wait to be seen */
     CHECK_EQ(query(&r, r.f), 0);
-    (void)sem_post(&gate);
+    (void)sem_post(&r.gate);
     CHECK_OK(d->ops->sync(r.b));
     CHECK_EQ(r.host[0], 3);
-    rig_close(&r);
 }
 
-static void event_wait_ignores_later_record(mt_dev *d)
+DEVICE_TEST(event_wait_ignores_later_record)
 {
-    rig   r;
-    sem_t gate;
-
-    rig_open(&r, d);
+    RIG(r, d);
     CHECK_OK(d->ops->record(r.a, r.e));
     CHECK_OK(d->ops->wait(r.b, r.e));
-    shut(&r, r.a, &gate);
+    shut(&r, r.a);
     CHECK_OK(d->ops->record(r.a, r.e));
     CHECK_OK(d->ops->sync(r.b));             /* returns: it waits for the first record only */
     CHECK_EQ(query(&r, r.e), 0);
-    (void)sem_post(&gate);
+    (void)sem_post(&r.gate);
     CHECK_OK(d->ops->sync_event(r.e));
     CHECK_EQ(query(&r, r.e), 1);
-    rig_close(&r);
 }
 
 /* The later record, in a queue with nothing to do, is over long before the earlier. */
-static void event_wait_ignores_later_record_in_a_faster_queue(mt_dev *d)
+DEVICE_TEST(event_wait_ignores_later_record_in_a_faster_queue)
 {
-    rig       r;
-    sem_t     gate;
-    mt_queue *fast;
-
-    rig_open(&r, d);
-    REQUIRE(d->ops->queue_open(d, "fast", &fast) == MT_OK);
-    shut(&r, r.a, &gate);
+    RIG(r, d);
+    OPENED(mt_queue, fast, d->ops->queue_open(d, "fast", &fast));
+    shut(&r, r.a);
     copy_int(&r, r.a, r.mem, &r.host[4]);
     CHECK_OK(d->ops->record(r.a, r.e));
     CHECK_OK(d->ops->wait(r.b, r.e));
@@ -342,34 +357,27 @@ static void event_wait_ignores_later_record_in_a_faster_queue(mt_dev *d)
     CHECK_OK(d->ops->record(r.b, r.f));
     CHECK_OK(d->ops->record(fast, r.e));
     CHECK_OK(d->ops->sync_event(r.e));       /* the latest record is what the host waits for */
-    (void)usleep(20000);
+    usleep(20000);
     CHECK_EQ(query(&r, r.f), 0);
-    (void)sem_post(&gate);
+    (void)sem_post(&r.gate);
     CHECK_OK(d->ops->sync(r.b));
     CHECK_EQ(r.host[0], 4);
-    d->ops->queue_close(fast);
-    rig_close(&r);
 }
 
-static void sync_event_waits_no_further_than_its_record(mt_dev *d)
+DEVICE_TEST(sync_event_waits_no_further_than_its_record)
 {
-    rig   r;
-    sem_t gate;
-
-    rig_open(&r, d);
+    RIG(r, d);
     copy_int(&r, r.a, r.mem, &r.host[6]);
     copy_int(&r, r.a, &r.host[0], r.mem);
     CHECK_OK(d->ops->record(r.a, r.e));
-    shut(&r, r.a, &gate);
+    shut(&r, r.a);
     CHECK_OK(d->ops->sync_event(r.e));
     CHECK_EQ(r.host[0], 6);
-    (void)sem_post(&gate);
-    rig_close(&r);
+    (void)sem_post(&r.gate);
 }
 
 typedef struct late {
     rig       *r;
-    sem_t     *gate;
     atomic_int opened;
 } late;
 
@@ -378,58 +386,51 @@ static void *open_late(void *arg)
 {
     late *l = arg;
 
-    (void)usleep(10000);
+    usleep(10000);
     CHECK_OK(l->r->d->ops->record(l->r->b, l->r->e));
-    (void)usleep(20000);
+    usleep(20000);
     atomic_store(&l->opened, 1);
-    (void)sem_post(l->gate);
+    (void)sem_post(&l->r->gate);
     return NULL;
 }
 
-static void host_wait_ignores_later_record_in_a_faster_queue(mt_dev *d)
+DEVICE_TEST(host_wait_ignores_later_record_in_a_faster_queue)
 {
-    rig       r;
-    sem_t     gate;
-    late      l = { .r = &r, .gate = &gate };
-    pthread_t thread;
+    rig  r;
+    late l = { .r = &r };
 
     rig_open(&r, d);
-    shut(&r, r.a, &gate);
+    shut(&r, r.a);
     CHECK_OK(d->ops->record(r.a, r.e));
-    REQUIRE(pthread_create(&thread, NULL, open_late, &l) == 0);
+    pthread_t thread = thread_start(open_late, &l);
     CHECK_OK(d->ops->sync_event(r.e));
     CHECK_EQ(atomic_load(&l.opened), 1);
-    (void)pthread_join(thread, NULL);
+    thread_join(thread);
     rig_close(&r);
 }
 
-static void event_may_be_closed_while_a_queue_waits_for_it(mt_dev *d)
+DEVICE_TEST(event_may_be_closed_while_a_queue_waits_for_it)
 {
-    rig   r;
-    sem_t gate;
-
-    rig_open(&r, d);
-    shut(&r, r.a, &gate);
+    RIG(r, d);
+    shut(&r, r.a);
     copy_int(&r, r.a, r.mem, &r.host[8]);
     CHECK_OK(d->ops->record(r.a, r.e));
     CHECK_OK(d->ops->wait(r.b, r.e));
     copy_int(&r, r.b, &r.host[0], r.mem);
     d->ops->event_close(r.e);
     r.e = NULL;
-    (void)sem_post(&gate);
+    (void)sem_post(&r.gate);
     CHECK_OK(d->ops->sync(r.b));
     CHECK_EQ(r.host[0], 8);
-    rig_close(&r);
 }
 
-static void event_of_a_closed_queue_is_done(mt_dev *d)
+DEVICE_TEST(event_of_a_closed_queue_is_done)
 {
-    rig       r;
     mt_queue *q;
     int       n = 0;
 
-    rig_open(&r, d);
-    REQUIRE(d->ops->queue_open(d, "short", &q) == MT_OK);
+    RIG(r, d);
+    REQUIRE_OK(d->ops->queue_open(d, "short", &q));
     CHECK_OK(d->ops->call(q, count_up, &n));
     CHECK_OK(d->ops->record(q, r.e));
     d->ops->queue_close(q);
@@ -437,20 +438,18 @@ static void event_of_a_closed_queue_is_done(mt_dev *d)
     CHECK_OK(d->ops->sync_event(r.e));
     CHECK_OK(d->ops->wait(r.a, r.e));
     CHECK_OK(d->ops->sync(r.a));
-    rig_close(&r);
 }
 
 /* ---- adopted queues --------------------------------------------------------------------- */
 
-static void adopted_queue_copies_calls_and_outlives_its_wrapper(mt_dev *d)
+DEVICE_TEST(adopted_queue_copies_calls_and_outlives_its_wrapper)
 {
-    rig       r;
     mt_queue *q;
     int       n = 0;
 
-    rig_open(&r, d);
+    RIG(r, d);
     for (int lap = 1; lap <= 2; lap++) {
-        REQUIRE(d->ops->queue_adopt(d, 0, &q) == MT_OK);
+        REQUIRE_OK(d->ops->queue_adopt(d, 0, &q));
         CHECK_EQ(d->ops->handle(q), 0);
         copy_int(&r, q, r.mem, &r.host[lap]);
         copy_int(&r, q, &r.host[0], r.mem);
@@ -462,16 +461,12 @@ static void adopted_queue_copies_calls_and_outlives_its_wrapper(mt_dev *d)
         CHECK_OK(d->ops->sync(q));
         d->ops->queue_close(q);
     }
-    rig_close(&r);
 }
 
-static void adopted_queue_waits_and_is_waited_for(mt_dev *d)
+DEVICE_TEST(adopted_queue_waits_and_is_waited_for)
 {
-    rig       r;
-    mt_queue *q;
-
-    rig_open(&r, d);
-    REQUIRE(d->ops->queue_adopt(d, 0, &q) == MT_OK);
+    RIG(r, d);
+    OPENED(mt_queue, q, d->ops->queue_adopt(d, 0, &q));
     for (int i = 1; i < 100; i++) {
         copy_int(&r, r.a, &r.mem[i], &r.host[i]);
         CHECK_OK(d->ops->record(r.a, r.e));
@@ -484,30 +479,25 @@ static void adopted_queue_waits_and_is_waited_for(mt_dev *d)
     CHECK_OK(d->ops->sync(r.b));
     for (int i = 1; i < 100; i++)
         CHECK_EQ(r.host[1000 + i], i);
-    d->ops->queue_close(q);
-    rig_close(&r);
 }
 
 /* What a queue's handle names is the queue itself. On CPU every handle is 0, so there is nothing
  * to ask. */
-static void adopted_handle_is_the_same_queue(mt_dev *d)
+DEVICE_TEST(adopted_handle_is_the_same_queue)
 {
-    rig       r;
-    sem_t     gate;
     mt_queue *same;
 
-    rig_open(&r, d);
+    RIG(r, d);
     if (d->ops->handle(r.a) != 0) {
-        REQUIRE(d->ops->queue_adopt(d, d->ops->handle(r.a), &same) == MT_OK);
-        shut(&r, r.a, &gate);
+        REQUIRE_OK(d->ops->queue_adopt(d, d->ops->handle(r.a), &same));
+        shut(&r, r.a);
         CHECK_OK(d->ops->record(same, r.e));
-        (void)usleep(20000);
+        usleep(20000);
         CHECK_EQ(query(&r, r.e), 0);
-        (void)sem_post(&gate);
+        (void)sem_post(&r.gate);
         CHECK_OK(d->ops->sync_event(r.e));
         d->ops->queue_close(same);
     }
-    rig_close(&r);
 }
 
 /* ---- together --------------------------------------------------------------------------- */
@@ -551,22 +541,21 @@ static void fill_slots(relay *y)
     }
 }
 
-static void two_threads_hand_slots_back_and_forth(mt_dev *d)
+DEVICE_TEST(two_threads_hand_slots_back_and_forth)
 {
-    rig       r;
-    relay     y = { .r = &r };
-    pthread_t thread;
-    int       lost = 0;
+    rig   r;
+    relay y = { .r = &r };
+    int   lost = 0;
 
     rig_open(&r, d);
     REQUIRE(sem_init(&y.filled, 0, 0) == 0 && sem_init(&y.emptied, 0, 0) == 0);
     for (int i = 0; i < SLOTS; i++) {
-        REQUIRE(d->ops->event_open(d, &y.ready[i]) == MT_OK);
-        REQUIRE(d->ops->event_open(d, &y.freed[i]) == MT_OK);
+        REQUIRE_OK(d->ops->event_open(d, &y.ready[i]));
+        REQUIRE_OK(d->ops->event_open(d, &y.freed[i]));
     }
-    REQUIRE(pthread_create(&thread, NULL, empty_slots, &y) == 0);
+    pthread_t thread = thread_start(empty_slots, &y);
     fill_slots(&y);
-    (void)pthread_join(thread, NULL);
+    thread_join(thread);
     CHECK_OK(d->ops->sync(r.b));
     for (int i = 0; i < ROUNDS; i++)
         lost += r.host[8000 + i] != i;
@@ -577,8 +566,6 @@ static void two_threads_hand_slots_back_and_forth(mt_dev *d)
     }
     rig_close(&r);
 }
-
-/* ---- cpu only --------------------------------------------------------------------------- */
 
 /* ---- stamps ----------------------------------------------------------------------------- */
 
@@ -592,46 +579,41 @@ static int read_stamp(mt_dev *d, mt_stamp *s, uint64_t *ns)
 
 /* A stamp is not known while its queue is held, and then says when the queue was let go: between
  * the host's looks at the clock before and after, give or take what the two clocks differ by. */
-static void stamp_is_the_time_at_which_its_queue_comes_by(mt_dev *d)
+DEVICE_TEST(stamp_is_the_time_at_which_its_queue_comes_by)
 {
     enum { APART_NS = 1000000 };
-    struct timespec pause = { 0, 5000000 };
     mt_stamp       *s = NULL;
     uint64_t        ns = 0, before, after;
-    sem_t           gate;
-    rig             r;
 
-    rig_open(&r, d);
-    REQUIRE(d->ops->stamp_open(d, &s) == MT_OK);
+    RIG(r, d);
+    REQUIRE_OK(d->ops->stamp_open(d, &s));
     CHECK_EQ(read_stamp(d, s, &ns), 0);              /* never asked */
     for (int again = 0; again < 2; again++) {
-        shut(&r, r.a, &gate);
+        shut(&r, r.a);
         CHECK_OK(d->ops->stamp(r.a, s));
-        (void)nanosleep(&pause, NULL);
+        sleep_ms(5);
         CHECK_EQ(read_stamp(d, s, &ns), 0);
         before = mt_now_ns();
-        (void)sem_post(&gate);
+        (void)sem_post(&r.gate);
         CHECK_OK(d->ops->sync(r.a));
         after = mt_now_ns();
         CHECK_EQ(read_stamp(d, s, &ns), 1);
         CHECK(ns + APART_NS >= before && ns <= after + APART_NS);
-        (void)sem_destroy(&gate);
+        (void)sem_destroy(&r.gate);
     }
     d->ops->stamp_close(d, s);
     d->ops->stamp_close(d, NULL);
-    rig_close(&r);
 }
 
-static void stamps_of_a_queue_are_in_its_order(mt_dev *d)
+DEVICE_TEST(stamps_of_a_queue_are_in_its_order)
 {
     enum { STAMPS = 40 };
     mt_stamp *s[STAMPS];
     uint64_t  ns[STAMPS];
-    rig       r;
 
-    rig_open(&r, d);
+    RIG(r, d);
     for (int i = 0; i < STAMPS; i++) {
-        REQUIRE(d->ops->stamp_open(d, &s[i]) == MT_OK);
+        REQUIRE_OK(d->ops->stamp_open(d, &s[i]));
         CHECK_OK(d->ops->stamp(r.a, s[i]));
         CHECK_OK(d->ops->copy(r.a, r.mem, r.host, BYTES));
     }
@@ -642,50 +624,38 @@ static void stamps_of_a_queue_are_in_its_order(mt_dev *d)
         d->ops->stamp_close(d, s[i]);
     }
     CHECK(ns[STAMPS - 1] > ns[0]);
-    rig_close(&r);
 }
 
-static mt_dev *cpu_open(void)
-{
-    mt_dev *d = NULL;
-
-    REQUIRE(mt_dev_cpu_open(&d) == MT_OK);
-    return d;
-}
-
-static void cpu_adopts_the_calling_thread_and_nothing_else(void)
+TEST(cpu_adopts_the_calling_thread_and_nothing_else)
 {
     mt_dev   *d = cpu_open();
     mt_queue *q = NULL;
     int       from = 1, to = 0;
 
-    CHECK_EQ(d->ops->queue_adopt(d, 0x7f00, &q), MT_EINVAL);
-    CHECK_HAS(mt_last_error(), "0x7f00");
+    CHECK_FAILS(d->ops->queue_adopt(d, 0x7f00, &q), MT_EINVAL, "0x7f00");
     CHECK(q == NULL);
-    REQUIRE(d->ops->queue_adopt(d, 0, &q) == MT_OK);
+    REQUIRE_OK(d->ops->queue_adopt(d, 0, &q));
     CHECK_OK(d->ops->copy(q, &to, &from, sizeof to));
     CHECK_EQ(to, 1);                         /* now, not later */
     d->ops->queue_close(q);
     d->ops->close(d);
 }
 
-static void cpu_adopted_wait_blocks_the_caller(void)
+TEST(cpu_adopted_wait_blocks_the_caller)
 {
     mt_dev   *d = cpu_open();
     mt_queue *q;
-    sem_t     gate;
     rig       r;
-    late      l = { .r = &r, .gate = &gate };
-    pthread_t thread;
+    late      l = { .r = &r };
 
     rig_open(&r, d);
-    REQUIRE(d->ops->queue_adopt(d, 0, &q) == MT_OK);
-    shut(&r, r.a, &gate);
+    REQUIRE_OK(d->ops->queue_adopt(d, 0, &q));
+    shut(&r, r.a);
     CHECK_OK(d->ops->record(r.a, r.e));
-    REQUIRE(pthread_create(&thread, NULL, open_late, &l) == 0);
+    pthread_t thread = thread_start(open_late, &l);
     CHECK_OK(d->ops->wait(q, r.e));
     CHECK_EQ(atomic_load(&l.opened), 1);
-    (void)pthread_join(thread, NULL);
+    thread_join(thread);
     d->ops->queue_close(q);
     rig_close(&r);
     d->ops->close(d);
@@ -718,7 +688,7 @@ fail:
     return st;
 }
 
-static void nth_call_fails_and_nothing_stays_open(void)
+TEST(nth_call_fails_and_nothing_stays_open)
 {
     enum { CALLS = 9 };              /* in use_everything */
     mt_dev *cpu = cpu_open();
@@ -734,11 +704,11 @@ static void nth_call_fails_and_nothing_stays_open(void)
             CHECK_EQ(use_everything(d), MT_OK);      /* one failure, then all is well */
         d->ops->close(d);
     }
-    CHECK_HAS(mt_last_error(), "injected: call 9 (sync)");
+    CHECK_SAYS("injected: call 9 (sync)");
     cpu->ops->close(cpu);
 }
 
-static void a_device_gone_bad_stays_bad(void)
+TEST(a_device_gone_bad_stays_bad)
 {
     mt_dev *cpu = cpu_open();
     mt_dev *d = fault_dev(cpu, 3, FAULT_STAYS);
@@ -753,7 +723,7 @@ static void a_device_gone_bad_stays_bad(void)
     cpu->ops->close(cpu);
 }
 
-static void open_handles_are_counted(void)
+TEST(open_handles_are_counted)
 {
     mt_dev *cpu = cpu_open();
     mt_dev *d = fault_dev(cpu, 0, FAULT_ONCE);
@@ -770,106 +740,11 @@ static void open_handles_are_counted(void)
 /* ---- cuda only -------------------------------------------------------------------------- */
 
 /* Without CUDA in the build, without a driver, or without that device: a status and a reason. */
-static void cuda_that_is_not_there_is_refused_with_a_reason(void)
+TEST(cuda_that_is_not_there_is_refused_with_a_reason)
 {
     mt_dev *d = NULL;
 
     CHECK_EQ(mt_dev_cuda_open(1000, &d), mt_dev_cuda_built() ? MT_EDEVICE : MT_ENOTSUP);
-    CHECK_HAS(mt_last_error(), "cuda:1000");
+    CHECK_SAYS("cuda:1000");
     CHECK(d == NULL);
 }
-
-/* ---- which device ----------------------------------------------------------------------- */
-
-static void on_cpu(void (*test)(mt_dev *d))
-{
-    mt_dev *d = cpu_open();
-
-    CHECK_STR(d->ops->name, "cpu");
-    test(d);
-    d->ops->close(d);
-}
-
-static void on_delayed(void (*test)(mt_dev *d))
-{
-    mt_dev *d = NULL;
-
-    REQUIRE(mt_dev_delay_open(cpu_open(), 1, 200, &d) == MT_OK);
-    CHECK_STR(d->ops->name, "cpu");
-    test(d);
-    d->ops->close(d);
-}
-
-static void on_counted(void (*test)(mt_dev *d))
-{
-    mt_dev *cpu = cpu_open();
-    mt_dev *d = fault_dev(cpu, 0, FAULT_ONCE);
-
-    test(d);
-    CHECK_EQ(fault_live(d), 0);
-    d->ops->close(d);
-    cpu->ops->close(cpu);
-}
-
-static void on_cuda(void (*test)(mt_dev *d))
-{
-    static int said;
-    mt_dev    *d = NULL;
-
-    if (mt_dev_cuda_open(0, &d) != MT_OK) {
-        if (!said++)
-            CHECK_PRINT_("skipped: %s", mt_last_error());
-        check_skipped = 1;
-        return;
-    }
-    CHECK_STR(d->ops->name, "cuda");
-    test(d);
-    d->ops->close(d);
-}
-
-#define CONFORMANCE(X)                                                                        \
-    X(memory_is_aligned_and_refused_with_a_reason)                                            \
-    X(memory_is_zero)                                                                         \
-    X(close_and_free_accept_null)                                                             \
-    X(copy_carries_bytes_there_and_back)                                                      \
-    X(operations_of_a_queue_run_in_order)                                                     \
-    X(put_returns_before_it_runs)                                                             \
-    X(queues_run_side_by_side)                                                                \
-    X(a_held_queue_takes_a_thousand_records)                                                  \
-    X(close_drains)                                                                           \
-    X(event_never_recorded_is_done)                                                           \
-    X(wait_orders_two_queues)                                                                 \
-    X(event_wait_ignores_later_record)                                                        \
-    X(event_wait_ignores_later_record_in_a_faster_queue)                                      \
-    X(sync_event_waits_no_further_than_its_record)                                            \
-    X(host_wait_ignores_later_record_in_a_faster_queue)                                       \
-    X(event_may_be_closed_while_a_queue_waits_for_it)                                         \
-    X(event_of_a_closed_queue_is_done)                                                        \
-    X(adopted_queue_copies_calls_and_outlives_its_wrapper)                                    \
-    X(adopted_queue_waits_and_is_waited_for)                                                  \
-    X(adopted_handle_is_the_same_queue)                                                       \
-    X(two_threads_hand_slots_back_and_forth)                                                  \
-    X(stamp_is_the_time_at_which_its_queue_comes_by)                                          \
-    X(stamps_of_a_queue_are_in_its_order)
-
-#define DEFINE(test)                                                                          \
-    static void test##_on_cpu(void)     { on_cpu(test); }                                     \
-    static void test##_on_delayed(void) { on_delayed(test); }                                 \
-    static void test##_on_counted(void) { on_counted(test); }                                 \
-    static void test##_on_cuda(void)    { on_cuda(test); }
-CONFORMANCE(DEFINE)
-
-#define ENTRIES(test)                                                                         \
-    CHECK_ENTRY_(test##_on_cpu) CHECK_ENTRY_(test##_on_delayed)                               \
-    CHECK_ENTRY_(test##_on_counted) CHECK_ENTRY_(test##_on_cuda)
-
-#define TESTS(X)                                                                              \
-    CONFORMANCE(ENTRIES)                                                                      \
-    X(cpu_adopts_the_calling_thread_and_nothing_else)                                         \
-    X(cpu_adopted_wait_blocks_the_caller)                                                     \
-    X(nth_call_fails_and_nothing_stays_open)                                                  \
-    X(a_device_gone_bad_stays_bad)                                                            \
-    X(open_handles_are_counted)                                                               \
-    X(cuda_that_is_not_there_is_refused_with_a_reason)
-
-CHECK_MAIN(TESTS)

@@ -2,15 +2,12 @@
  * whatever is read when. */
 #include "check.h"
 #include "drop.h"
+#include "slow_disk.h"
 #include "toy.h"
 #include "../../csrc/core/clock.h"
 #include "../../csrc/core/feed.h"
-#include "../../csrc/io/file.h"
 
-#include <dirent.h>
-#include <errno.h>
-#include <fcntl.h>
-#include <time.h>
+CLOSES(mt_timeline, mt_timeline_close(*x))
 
 #define UNITS   3
 #define PARAMS  4
@@ -21,78 +18,6 @@
 static const int64_t numels[UNITS][PARAMS] = {
     { 5000, 1, 0, 30001 }, { 20000, 777, 4096, 8192 }, { 3, 2, 40000, 1 }
 };
-
-/* ---- transfers that dawdle, or fail -------------------------------------------------------- */
-
-static struct {
-    atomic_int dawdle_us;        /* at most, before each */
-    atomic_int reads, writes;    /* so far */
-    atomic_int fail_read, fail_write;        /* the n-th from now on fails; 0: none */
-    atomic_int stalled;                      /* reads wait until it is 0 */
-    atomic_int hold_read, hold_write;        /* the n-th from now on is as slow as can be; 0:
-                                              * none */
-    atomic_int holding;                      /* it waits, with what it has read or before it writes,
-                                              * until this is 0 */
-} disk;
-
-static int struck(atomic_int *n)
-{
-    return atomic_load(n) > 0 && atomic_fetch_sub(n, 1) == 1;
-}
-
-static void dawdle(uint64_t seed)
-{
-    int             most = atomic_load(&disk.dawdle_us);
-    uint64_t        z = (seed + 1) * 0x9e3779b97f4a7c15u;
-    struct timespec t = { 0, most > 0 ? (long)((z >> 33) % (uint64_t)most) * 1000 : 0 };
-
-    if (most > 0)
-        nanosleep(&t, NULL);
-}
-
-static void wait_released(void)
-{
-    while (atomic_load(&disk.holding))
-        nanosleep(&(struct timespec){ 0, 1000000 }, NULL);
-}
-
-static ssize_t slow_read(int fd, void *p, size_t bytes, off_t at)
-{
-    ssize_t n;
-
-    dawdle((uint64_t)atomic_fetch_add(&disk.reads, 1));
-    while (atomic_load(&disk.stalled))
-        nanosleep(&(struct timespec){ 0, 1000000 }, NULL);
-    if (struck(&disk.fail_read)) {
-        errno = EIO;
-        return -1;
-    }
-    n = pread(fd, p, bytes, at);
-    if (struck(&disk.hold_read))
-        wait_released();
-    return n;
-}
-
-static ssize_t slow_write(int fd, const void *p, size_t bytes, off_t at)
-{
-    dawdle(3 * (uint64_t)atomic_fetch_add(&disk.writes, 1));
-    if (struck(&disk.fail_write)) {
-        errno = EIO;
-        return -1;
-    }
-    if (struck(&disk.hold_write))
-        wait_released();
-    return pwrite(fd, p, bytes, at);
-}
-
-static int through_the_cache(int fd, int on)
-{
-    (void)fd;
-    (void)on;
-    return EINVAL;
-}
-
-static const mt_file_calls calls = { slow_read, slow_write, posix_fallocate, through_the_cache };
 
 /* ---- a store with its states in a file, and the same numbers in plain memory --------------- */
 
@@ -112,10 +37,7 @@ typedef struct world {
 
 static float *plane(world *w, int u, int p, mt_plane plane)
 {
-    void *at;
-
-    REQUIRE(mt_store_at(w->store, u, p, plane, &at) == MT_OK);
-    return at;
+    return store_at(w->store, u, p, plane);
 }
 
 static void make_units(world *w)
@@ -124,7 +46,6 @@ static void make_units(world *w)
 
     for (int u = 0; u < UNITS; u++) {
         mt_param_desc d[PARAMS];
-        int           unit;
 
         for (int p = 0; p < PARAMS; p++) {
             d[p] = (mt_param_desc){ MT_F32, numels[u][p], 1 };
@@ -132,42 +53,38 @@ static void make_units(world *w)
             w->m[u][p] = calloc((size_t)numels[u][p] + 1, sizeof(float));
             w->v[u][p] = calloc((size_t)numels[u][p] + 1, sizeof(float));
         }
-        REQUIRE(mt_store_add(w->store, names[u], d, PARAMS, &unit) == MT_OK);
+        (void)store_add(w->store, names[u], d, PARAMS);
     }
 }
 
 /* delay_us: of the device's copies, at most. */
 static void open_device(world *w, int delay_us)
 {
-    REQUIRE(mt_dev_cpu_open(&w->dev) == MT_OK);
+    REQUIRE_OK(mt_dev_cpu_open(&w->dev));
     if (delay_us > 0)
-        REQUIRE(mt_dev_delay_open(w->dev, 7, delay_us, &w->dev) == MT_OK);
+        REQUIRE_OK(mt_dev_delay_open(w->dev, 7, delay_us, &w->dev));
     w->cx = (mt_context){ .dev = w->dev };
-    REQUIRE(mt_store_open(&w->cx, &w->store) == MT_OK);
+    REQUIRE_OK(mt_store_open(&w->cx, &w->store));
     w->cx.store = w->store;
-    REQUIRE(w->dev->ops->queue_open(w->dev, "h2d", &w->h2d) == MT_OK);
+    REQUIRE_OK(w->dev->ops->queue_open(w->dev, "h2d", &w->h2d));
 }
 
 static void open_disk(world *w, int n_buffers, int weights)
 {
-    REQUIRE(mt_file_open(w->dir, 0, 3, &calls, &w->file) == MT_OK);
-    REQUIRE(mt_disk_open(&w->cx, mt_file_blocks(w->file), n_buffers > 2 ? w->pool : NULL,
-                         n_buffers, BUFFER, &w->disk) == MT_OK);
+    REQUIRE_OK(mt_file_open(w->dir, 0, 3, &calls, &w->file));
+    REQUIRE_OK(mt_disk_open(&w->cx, mt_file_blocks(w->file), n_buffers > 2 ? w->pool : NULL,
+                         n_buffers, BUFFER, &w->disk));
     for (int u = 0; u < UNITS; u++)
-        REQUIRE(mt_disk_add(w->disk, u, weights) == MT_OK);
-    REQUIRE(mt_file_reserve(w->file, mt_disk_need(w->disk)) == MT_OK);
+        REQUIRE_OK(mt_disk_add(w->disk, u, weights));
+    REQUIRE_OK(mt_file_reserve(w->file, mt_disk_need(w->disk)));
 }
 
 static void open_store(world *w, int delay_us, int dawdle_us)
 {
     *w = (world){ .dir = "/tmp/mt_test_disk.XXXXXX" };
     REQUIRE(mkdtemp(w->dir) != NULL);
-    atomic_store(&disk.dawdle_us, dawdle_us);
-    atomic_store(&disk.fail_read, 0);
-    atomic_store(&disk.fail_write, 0);
-    atomic_store(&disk.hold_read, 0);
-    atomic_store(&disk.hold_write, 0);
-    REQUIRE(mt_pool_open(1, &w->pool) == MT_OK);
+    disk_reset(dawdle_us);
+    REQUIRE_OK(mt_pool_open(1, &w->pool));
     open_device(w, delay_us);
     make_units(w);
 }
@@ -196,9 +113,22 @@ static void close_world(world *w)
     CHECK_EQ(rmdir(w->dir), 0);
 }
 
+#define STORE(w, ...) CLOSED_BY(close_world) world w; open_store(&w, __VA_ARGS__)
+
+#define WORLD(w, ...) CLOSED_BY(close_world) world w; open_world(&w, __VA_ARGS__)
+
 /* One element, the same operations on both sides. */
 #define UPDATE(hi, m, v, i, step) \
     ((m) += (float)((step) + (int)((i) % 5)), (v) += 2 * (m), (hi) += (v) - (float)((i) % 3))
+
+/* What a thread of its own does to a unit. */
+typedef struct deed {
+    world     *w;
+    int        unit, push;
+    char      *slot;
+    atomic_int over, stop;
+    mt_status  st;
+} deed;
 
 typedef struct errand {
     world     *w;
@@ -217,7 +147,6 @@ static mt_status update_parts(void *arg, mt_pool *pool, const mt_part *parts, in
 {
     errand *e = arg;
 
-    (void)pool;
     CHECK(clip == 0.5f);
     if (++e->calls == e->fail)
         return MT_FAIL(MT_EINVAL, "the errand failed");
@@ -274,10 +203,20 @@ static mt_status update(world *w, int u, const int *params, int n, int fail)
     return st != MT_OK ? st : ended;
 }
 
+/* One by one of a unit that is none of the three; how many pieces it was. */
+static int run_errand(world *w, const int *params, int n, int unit, int number)
+{
+    errand e = { .w = w, .params = params, .n = n, .unit = unit, .step = number };
+
+    CHECK_OK(put(w, &e));
+    CHECK_OK(over(w, &e));
+    return e.calls;
+}
+
 static const int all[PARAMS] = { 0, 1, 2, 3 };
 
-/* Of all units; none waits for another. */
-static void step(world *w, int backwards)
+/* Of all units; none waits for another. meanwhile: what is done before they are waited for. */
+static void step_and(world *w, int backwards, void (*meanwhile)(world *w))
 {
     errand e[UNITS];
 
@@ -287,8 +226,15 @@ static void step(world *w, int backwards)
                          .step = w->step };
         CHECK_OK(put(w, &e[i]));
     }
+    if (meanwhile != NULL)
+        meanwhile(w);
     for (int i = 0; i < UNITS; i++)
         CHECK_OK(over(w, &e[i]));
+}
+
+static void step(world *w, int backwards)
+{
+    step_and(w, backwards, NULL);
 }
 
 static void compare(const float *got, const float *want, int64_t n, const char *what, int u, int p)
@@ -317,30 +263,13 @@ static void check(world *w)
 
 /* ---- tests ------------------------------------------------------------------------------- */
 
-static void a_buffer_goes_round_as_is_agreed(void)
-{
-    /* to: FREE READING DROPPED READY TAKEN WRITING COPYING */
-    static const char *const may[MT_BUFFER_STATES] = {
-        [MT_BUFFER_FREE] = "-+--+--",    [MT_BUFFER_READING] = "--+++--",
-        [MT_BUFFER_DROPPED] = "+------", [MT_BUFFER_READY] = "+---+--",
-        [MT_BUFFER_TAKEN] = "++-+-++",   [MT_BUFFER_WRITING] = "+---+--",
-        [MT_BUFFER_COPYING] = "+------",
-    };
-
-    for (mt_buffer_state from = 0; from < MT_BUFFER_STATES; from++)
-        for (mt_buffer_state to = 0; to < MT_BUFFER_STATES; to++)
-            CHECK_EQ(mt_buffer_may(from, to), may[from][to] == '+');
-}
-
-static void updates_are_those_of_states_in_memory(void)
+TEST(updates_are_those_of_states_in_memory)
 {
     static const int some[2] = { 3, 0 };
 
     for (int n_buffers = 1; n_buffers <= 12; n_buffers = n_buffers * 2 + 1)
         for (int dawdle_us = 0; dawdle_us <= 800; dawdle_us += 800) {
-            world w;
-
-            open_world(&w, n_buffers, dawdle_us);
+            WORLD(w, n_buffers, dawdle_us);
             for (int i = 0; i < 3; i++)
                 step(&w, 0);
             /* in another order than was read ahead for */
@@ -353,60 +282,53 @@ static void updates_are_those_of_states_in_memory(void)
             step(&w, 0);
             check(&w);
             CHECK(mt_disk_stats_get(w.disk).busy_ns > 0);
-            close_world(&w);
         }
 }
 
 /* Nothing is under way any more, and so nothing begins. */
 static void read_as_far_as_it_goes(world *w)
 {
-    struct timespec nap = { 0, 1000000 };
-    mt_disk_stats   before, now = mt_disk_stats_get(w->disk);
-    int             quiet = 0;
+    mt_disk_stats before, now = mt_disk_stats_get(w->disk);
+    int           quiet = 0;
 
     while (quiet < 3) {
         before = now;
-        nanosleep(&nap, NULL);
+        sleep_ms(1);
         now = mt_disk_stats_get(w->disk);
         quiet = now.read_bytes == before.read_bytes && now.written_bytes == before.written_bytes
                     ? quiet + 1 : 0;
     }
 }
 
-static void pieces_are_read_ahead_before_anybody_asks(void)
+TEST(pieces_are_read_ahead_before_anybody_asks)
 {
-    struct timespec nap = { 0, 1000000 };
-    uint64_t        once, twice;
-    world           w;
+    uint64_t once, twice;
 
-    open_world(&w, 4, 0);
+    WORLD(w, 4, 0);
     once = mt_disk_need(w.disk);  /* the first step's pieces were never written, and are not read */
     twice = 2 * once;
     step(&w, 0);
     step(&w, 0);
     for (int i = 0; i < 20000 && (mt_disk_stats_get(w.disk).read_bytes < once + 2 * BUFFER ||
                                   mt_disk_stats_get(w.disk).written_bytes < twice); i++)
-        nanosleep(&nap, NULL);
+        sleep_ms(1);
     CHECK(mt_disk_stats_get(w.disk).read_bytes >= once + 2 * BUFFER);
     CHECK(mt_disk_stats_get(w.disk).read_bytes <= once + 4 * BUFFER);
     CHECK_EQ(mt_disk_stats_get(w.disk).written_bytes, twice);
     CHECK_EQ(mt_disk_stats_get(w.disk).buffer_bytes, 5 * BUFFER);
     step(&w, 0);
     check(&w);
-    close_world(&w);
 }
 
 /* An update of later parameters alone, when its unit's first pieces are in all buffers, and what it
  * wants is what would be read next. */
-static void what_was_read_ahead_may_be_passed_over(void)
+TEST(what_was_read_ahead_may_be_passed_over)
 {
     static const int last[1] = { 3 };
 
     for (int n_buffers = 1; n_buffers < 4; n_buffers++)
         for (int u = 0; u < UNITS; u++) {
-            world w;
-
-            open_world(&w, n_buffers, 0);
+            WORLD(w, n_buffers, 0);
             step(&w, 0);
             for (int i = 0; i < 2; i++) {
                 /* reads ahead of u */
@@ -415,18 +337,14 @@ static void what_was_read_ahead_may_be_passed_over(void)
                 CHECK_OK(update(&w, u, last, 1, 0));
             }
             check(&w);
-            close_world(&w);
         }
 }
 
-static void copies_take_memory_only_from_a_read_to_the_next_update(void)
+TEST(copies_take_memory_only_from_a_read_to_the_next_update)
 {
-    world  w;
-    size_t weights;
-
-    open_world(&w, 2, 0);
+    WORLD(w, 2, 0);
     step(&w, 0);
-    weights = mt_store_bytes(w.store, MT_PLANE_COUNT);
+    size_t weights = mt_store_bytes(w.store, MT_PLANE_COUNT);
     CHECK_EQ(mt_store_bytes(w.store, MT_PLANE_M), 0);
     CHECK_OK(mt_mirror_bring(w.store, 0, 1u << MT_PLANE_M | 1u << MT_PLANE_HI));
     CHECK(mt_store_bytes(w.store, MT_PLANE_M) > 0);
@@ -435,22 +353,18 @@ static void copies_take_memory_only_from_a_read_to_the_next_update(void)
     step(&w, 0);
     CHECK_EQ(mt_store_bytes(w.store, MT_PLANE_COUNT), weights);
     check(&w);
-    close_world(&w);
 }
 
 /* The piece that is read first was given to the disk last. */
-static void a_reader_waits_for_the_write_of_what_it_reads(void)
+TEST(a_reader_waits_for_the_write_of_what_it_reads)
 {
-    world w;
-
-    open_world(&w, 3, 5000);
+    WORLD(w, 3, 5000);
     step(&w, 0);
     for (int i = 0; i < 8; i++) {
         CHECK_OK(update(&w, 0, &all[1], 1, 0));
         CHECK_OK(mt_mirror_bring(w.store, 0, 1u << MT_PLANE_V));
         compare(plane(&w, 0, 1, MT_PLANE_V), w.v[0][1], 1, "V", 0, 1);
     }
-    close_world(&w);
 }
 
 /* As in a share another rank reads what is in this one's file, while that closes its engine. */
@@ -466,7 +380,7 @@ static void *serve_all_states(void *arg)
     return NULL;
 }
 
-static void close_waits_for_who_is_served(void)
+TEST(close_waits_for_who_is_served)
 {
     pthread_t thread;
     world     w;
@@ -475,13 +389,13 @@ static void close_waits_for_who_is_served(void)
     for (int i = 0; i < 5; i++) {
         open_world(&w, 1, 0);
         step(&w, 0);
+        read_as_far_as_it_goes(&w);      /* of what comes next: it counts as a read, too */
         atomic_store(&disk.dawdle_us, 5000);
         reads = atomic_load(&disk.reads);
-        REQUIRE(pthread_create(&thread, NULL, serve_all_states, &w) == 0);
-        while (atomic_load(&disk.reads) == reads)
-            nanosleep(&(struct timespec){ 0, 100000 }, NULL);
+        thread = thread_start(serve_all_states, &w);
+        UNTIL(atomic_load(&disk.reads) != reads);
         mt_disk_close(w.disk);
-        REQUIRE(pthread_join(thread, NULL) == 0);
+        thread_join(thread);
         w.disk = NULL;
         close_world(&w);
     }
@@ -489,11 +403,9 @@ static void close_waits_for_who_is_served(void)
 
 /* Reads ahead that are slow are still under way when the piece is written: by a push, and by an
  * update in another order than was read ahead for. */
-static void nothing_is_written_while_it_is_read_for_nobody(void)
+TEST(nothing_is_written_while_it_is_read_for_nobody)
 {
-    world w;
-
-    open_world(&w, 6, 3000);
+    WORLD(w, 6, 3000);
     step(&w, 0);
     for (int i = 0; i < 12; i++) {
         step(&w, i % 2);
@@ -505,11 +417,10 @@ static void nothing_is_written_while_it_is_read_for_nobody(void)
     }
     check(&w);
     CHECK_OK(mt_ledger_check(w.store));
-    close_world(&w);
 }
 
 /* One parameter's plane changes; what was read ahead of it is not used, and its neighbours stay. */
-static void what_is_pushed_is_what_the_next_update_reads(void)
+TEST(what_is_pushed_is_what_the_next_update_reads)
 {
     world w;
 
@@ -527,8 +438,7 @@ static void what_is_pushed_is_what_the_next_update_reads(void)
             }
         step(&w, 0);
         check(&w);
-        CHECK_EQ(mt_mirror_push(w.store, 0, PARAMS, 1u << MT_PLANE_V), MT_EINVAL);
-        CHECK_HAS(mt_last_error(), "first");
+        CHECK_FAILS(mt_mirror_push(w.store, 0, PARAMS, 1u << MT_PLANE_V), MT_EINVAL, "first");
         close_world(&w);
     }
 }
@@ -546,11 +456,9 @@ static uint64_t bytes_read_by_push(world *w, int param)
 
 /* Parameters are pushed one by one; what is in the piece that came last need not come again,
  * until it changes. */
-static void a_piece_that_several_pushes_change_is_read_once(void)
+TEST(a_piece_that_several_pushes_change_is_read_once)
 {
-    world w;
-
-    open_world(&w, 1, 0);
+    WORLD(w, 1, 0);
     step(&w, 0);
     read_as_far_as_it_goes(&w);                          /* of the first unit, which stays */
     for (int i = 0; i < 3; i++) {
@@ -560,29 +468,21 @@ static void a_piece_that_several_pushes_change_is_read_once(void)
         read_as_far_as_it_goes(&w);
     }
     check(&w);
-    close_world(&w);
 }
 
-static void parameters_that_come_later_keep_their_states_in_memory(void)
+TEST(parameters_that_come_later_keep_their_states_in_memory)
 {
     mt_param_desc d[2] = { { MT_F32, 9000, 0 }, { MT_F32, 500, 1 } };
     static const int both[2] = { 0, 1 };
-    world         w;
-    int           unit;
 
-    open_world(&w, 2, 0);
-    REQUIRE(mt_store_add(w.store, "lora", d, 2, &unit) == MT_OK);
+    WORLD(w, 2, 0);
+    int unit = store_add(w.store, "lora", d, 2);
     CHECK_OK(mt_disk_add(w.disk, unit, 0));
     CHECK_OK(mt_disk_add(w.disk, unit, 0));                 /* once is enough */
     for (int i = 0; i < 3; i++) {
-        errand e = { .w = &w, .params = both + (i == 0), .n = 1 + (i > 0), .unit = unit,
-                     .step = i + 1 };
-
         if (i == 1)
             CHECK_OK(mt_store_set_trainable(w.store, unit, 0, 1));
-        CHECK_OK(put(&w, &e));
-        CHECK_OK(over(&w, &e));
-        CHECK_EQ(e.calls, 1 + (i > 0));
+        CHECK_EQ(run_errand(&w, both + (i == 0), 1 + (i > 0), unit, i + 1), 1 + (i > 0));
     }
     /* of steps 2 and 3 */
     CHECK(plane(&w, unit, 0, MT_PLANE_M)[8999] == 5 + 2 * (float)(8999 % 5));
@@ -590,18 +490,16 @@ static void parameters_that_come_later_keep_their_states_in_memory(void)
     CHECK_OK(mt_mirror_bring(w.store, unit, MT_STATE_PLANES));
     CHECK(plane(&w, unit, 0, MT_PLANE_M)[8999] == 5 + 2 * (float)(8999 % 5));
     CHECK(plane(&w, unit, 1, MT_PLANE_M)[1] == 6 + 3);
-    close_world(&w);
 }
 
 /* Whichever transfer fails: it is the ledger's fault, with its name, and nobody waits for ever. */
-static void a_transfer_that_fails_is_a_fault_that_names_what_was_lost(void)
+TEST(a_transfer_that_fails_is_a_fault_that_names_what_was_lost)
 {
     for (int write = 0; write < 2; write++)
         for (int n = 1; n < 12; n += 3) {
-            world     w;
             mt_status st = MT_OK;
 
-            open_world(&w, 3, 0);
+            WORLD(w, 3, 0);
             step(&w, 0);
             atomic_store(write ? &disk.fail_write : &disk.fail_read, n);
             for (int i = 0; i < 4 && st == MT_OK; i++) {
@@ -609,73 +507,62 @@ static void a_transfer_that_fails_is_a_fault_that_names_what_was_lost(void)
                 for (int u = 0; u < UNITS && st == MT_OK; u++)
                     st = update(&w, u, all, PARAMS, 0);
             }
-            CHECK_EQ(st, MT_EDISK);
-            CHECK_HAS(mt_last_error(), "unit ");
-            CHECK_HAS(mt_last_error(), "plane ");
-            CHECK_HAS(mt_last_error(), "of parameter ");
-            CHECK_HAS(mt_last_error(), write ? ".states: writing" : ".states: reading");
+            CHECK_FAILS(st, MT_EDISK, "unit ");
+            CHECK_SAYS("plane ");
+            CHECK_SAYS("of parameter ");
+            CHECK_SAYS(write ? ".states: writing" : ".states: reading");
             CHECK_EQ(mt_mirror_bring(w.store, 0, MT_STATE_PLANES), MT_EDISK);
-            close_world(&w);
         }
 }
 
-static void a_changed_byte_names_its_unit_and_plane(void)
+TEST(a_changed_byte_names_its_unit_and_plane)
 {
-    world          w;
-    DIR           *d;
     struct dirent *e;
     char           path[400] = "", bad = 0x7f;
-    int            fd;
 
-    open_world(&w, 1, 0);
+    WORLD(w, 1, 0);
     step(&w, 0);
     step(&w, 0);
-    d = opendir(w.dir);
+    DIR *d = opendir(w.dir);
     while ((e = readdir(d)) != NULL)
         if (strstr(e->d_name, ".states") != NULL)
             snprintf(path, sizeof path, "%s/%.200s", w.dir, e->d_name);
     closedir(d);
     CHECK_OK(mt_mirror_bring(w.store, 2, 1u << MT_PLANE_M));                   /* all is written */
-    fd = open(path, O_RDWR);
+    int fd = open(path, O_RDWR);
     REQUIRE(fd >= 0);
     CHECK_EQ(pwrite(fd, &bad, 1, (off_t)mt_disk_need(w.disk) - 5000), 1);
     close(fd);
     CHECK_EQ(mt_mirror_bring(w.store, 2, 1u << MT_PLANE_V), MT_EDISK);
     /* The piece is one block: anything in it may be what changed. */
-    CHECK_HAS(mt_last_error(), "unit third, from plane M of parameter 2 to plane V of parameter 3");
-    CHECK_HAS(mt_last_error(), path);
-    CHECK_HAS(mt_last_error(), "offset");
-    close_world(&w);
+    CHECK_SAYS("unit third, from plane M of parameter 2 to plane V of parameter 3");
+    CHECK_SAYS(path);
+    CHECK_SAYS("offset");
 }
 
 /* Its fault ends every wait, and jobs behind it are only ended. */
-static void a_computation_that_fails_is_a_fault(void)
+TEST(a_computation_that_fails_is_a_fault)
 {
     errand behind = { .params = all, .n = PARAMS, .unit = 1 };
-    world  w;
 
-    open_world(&w, 2, 0);
+    WORLD(w, 2, 0);
     step(&w, 0);
     behind.w = &w;
     CHECK_EQ(update(&w, 2, all, PARAMS, 1), MT_EINVAL);  /* its first piece */
-    CHECK_HAS(mt_last_error(), "the errand failed");
+    CHECK_SAYS("the errand failed");
     CHECK_OK(put(&w, &behind));
     CHECK_EQ(over(&w, &behind), MT_EINVAL);
     CHECK_EQ(behind.calls, 0);
-    close_world(&w);
 }
 
 /* Updates go on while nobody waits for them; close finishes them. */
-static void close_finishes_what_was_put_and_weights_wait_for_their_copies(void)
+TEST(close_finishes_what_was_put_and_weights_wait_for_their_copies)
 {
-    errand          e[UNITS];
-    world           w;
-    mt_queue       *q;
-    uint64_t        version;
-    struct timespec nap = { 0, 5000000 };
+    errand   e[UNITS];
+    uint64_t version;
 
-    open_world(&w, 3, 300);
-    REQUIRE(w.dev->ops->queue_adopt(w.dev, 0, &q) == MT_OK);
+    WORLD(w, 3, 300);
+    OPENED(mt_queue, q, w.dev->ops->queue_adopt(w.dev, 0, &q));
     /* a mover about to copy the first unit */
     CHECK_OK(mt_ledger_fetch_begin(w.store, 0, &version));
     for (int u = 0; u < UNITS; u++) {
@@ -686,7 +573,7 @@ static void close_finishes_what_was_put_and_weights_wait_for_their_copies(void)
         mt_ledger_update_begin(w.store, u);
         CHECK_OK(mt_home_disk.update(w.disk, update_of(&j, 0.5f)));
     }
-    nanosleep(&nap, NULL);
+    sleep_ms(5);
     CHECK_EQ(mt_disk_stats_get(w.disk).busy_ns, 0);
     CHECK_OK(mt_ledger_fetching(w.store, 0, q));
     mt_disk_close(w.disk);
@@ -695,18 +582,15 @@ static void close_finishes_what_was_put_and_weights_wait_for_their_copies(void)
         CHECK(e[u].over == 1 && e[u].calls > 1);
         CHECK_OK(mt_ledger_wait_updates(w.store, u));
     }
-    w.dev->ops->queue_close(q);
-    close_world(&w);
 }
 
 /* A drive that answers no more: the request is named, and ends the updates that wait for it. */
-static void a_stalled_drive_is_named(void)
+TEST(a_stalled_drive_is_named)
 {
     errand    e = { .params = all, .n = PARAMS, .unit = 0, .fail = 99 };
-    world     w;
     mt_status st;
 
-    open_world(&w, 1, 0);
+    WORLD(w, 1, 0);
     step(&w, 0);
     CHECK_OK(mt_mirror_bring(w.store, 2, MT_STATE_PLANES));         /* all is written */
     mt_ledger_watchdog(w.store, 0.1);
@@ -714,65 +598,55 @@ static void a_stalled_drive_is_named(void)
     e.w = &w;
     CHECK_OK(put(&w, &e));
     CHECK_EQ(mt_ledger_wait_updates(w.store, 0), MT_ESTUCK);
-    CHECK_HAS(mt_last_error(), "disk, unit first waits for a piece to be read (READ), since ");
+    CHECK_SAYS("disk, unit first waits for a piece to be read (READ), since ");
     atomic_store(&disk.stalled, 0);
     st = mt_home_disk.drain(w.disk);          /* a fault, if the updates' own wait ended too */
     CHECK(st == MT_OK || st == MT_ESTUCK);
     CHECK_EQ(e.over, 1);
-    close_world(&w);
 }
 
 /* Who reads on the host is told so too, and may ask again:
  * what came late is not taken for what it asks for then. */
-static void a_stalled_read_for_the_host_is_named(void)
+TEST(a_stalled_read_for_the_host_is_named)
 {
-    world w;
-
-    open_world(&w, 1, 0);
+    WORLD(w, 1, 0);
     step(&w, 0);
     CHECK_OK(mt_mirror_bring(w.store, 2, MT_STATE_PLANES));         /* all is written */
     mt_ledger_watchdog(w.store, 0.1);
     atomic_store(&disk.stalled, 1);
-    CHECK_EQ(mt_mirror_bring(w.store, 1, MT_STATE_PLANES), MT_ESTUCK);
-    CHECK_HAS(mt_last_error(),
-              "disk, unit second waits for a piece to be read for the host (WRITTEN), since ");
-    CHECK_HAS(mt_last_error(), "; the caller, unit second waits for a piece");
+    CHECK_FAILS(mt_mirror_bring(w.store, 1, MT_STATE_PLANES), MT_ESTUCK,
+                "disk, unit second waits for a piece to be read for the host (WRITTEN), since ");
+    CHECK_SAYS("; the caller, unit second waits for a piece");
     CHECK_EQ(mt_mirror_bring(w.store, 0, MT_STATE_PLANES), MT_ESTUCK);
     atomic_store(&disk.stalled, 0);
     check(&w);
     CHECK_OK(mt_ledger_check(w.store));
-    close_world(&w);
 }
 
 /* A push that failed half-way has changed the bounce buffer, and not the file. */
-static void what_was_not_pushed_is_not_read(void)
+TEST(what_was_not_pushed_is_not_read)
 {
-    world w;
-
-    open_world(&w, 1, 0);
+    WORLD(w, 1, 0);
     step(&w, 0);
     CHECK_OK(mt_mirror_bring(w.store, 2, MT_STATE_PLANES));
     plane(&w, 2, 0, MT_PLANE_M)[0] = 77;
     drop_plane(w.store, 2, MT_PLANE_V);
-    REQUIRE(mt_store_set_trainable(w.store, 2, 0, 0) == MT_OK);
+    REQUIRE_OK(mt_store_set_trainable(w.store, 2, 0, 0));
     CHECK_EQ(mt_mirror_push(w.store, 2, 0, 1u << MT_PLANE_M | 1u << MT_PLANE_V), MT_EINVAL);
-    REQUIRE(mt_store_set_trainable(w.store, 2, 0, 1) == MT_OK);
+    REQUIRE_OK(mt_store_set_trainable(w.store, 2, 0, 1));
     CHECK_OK(mt_mirror_evict(w.store, 2));
     check(&w);
-    close_world(&w);
 }
 
 /* Each update has its unit's bytes in the timeline once, whichever of its pieces is wanted. */
-static void an_updates_bytes_are_recorded_whatever_it_leaves_out(void)
+TEST(an_updates_bytes_are_recorded_whatever_it_leaves_out)
 {
     static const int some[3][2] = { { 0, 1 }, { 2, 1 }, { 0, 3 } };
-    mt_timeline     *t;
     mt_record        r[64];
     uint64_t         bytes = 0;
-    world            w;
 
-    open_store(&w, 0, 0);
-    REQUIRE(mt_timeline_open(w.dev, &t) == MT_OK);
+    STORE(w, 0, 0);
+    OPENED(mt_timeline, t, mt_timeline_open(w.dev, &t));
     w.cx.timeline = t;
     open_disk(&w, 3, 0);
     CHECK_OK(mt_timeline_on(t, 1));
@@ -784,50 +658,19 @@ static void an_updates_bytes_are_recorded_whatever_it_leaves_out(void)
     check(&w);
     mt_disk_close(w.disk);
     w.disk = NULL;
-    mt_timeline_close(t);
-    close_world(&w);
 }
 
-static void a_unit_has_one_home(void)
+TEST(open_refuses_buffers_that_hold_nothing)
 {
-    mt_param_desc d[1] = { { MT_BF16, 100, 1 } };
-    world         w;
-    void         *p;
-    int           unit;
-
-    open_world(&w, 1, 0);
-    REQUIRE(mt_store_add(w.store, "settled", d, 1, &unit) == MT_OK);
-    CHECK_OK(mt_store_move(w.store, unit, &mt_home_vram, NULL));
-    CHECK_EQ(mt_disk_add(w.disk, unit, 0), MT_ESTATE);
-    REQUIRE(mt_store_add(w.store, "through", d, 1, &unit) == MT_OK);
-    CHECK_OK(mt_store_move(w.store, unit, &mt_home_through, NULL));
-    CHECK_EQ(mt_disk_add(w.disk, unit, 0), MT_ESTATE);
-    REQUIRE(mt_store_add(w.store, "used", d, 1, &unit) == MT_OK);
-    CHECK_OK(mt_store_at(w.store, unit, 0, MT_PLANE_LO, &p));
-    CHECK_EQ(mt_disk_add(w.disk, unit, 0), MT_ESTATE);
-    CHECK_HAS(mt_last_error(), "plane LO");
-    CHECK_EQ(mt_store_move(w.store, 0, &mt_home_vram, NULL), MT_ESTATE);
-    CHECK_EQ(mt_store_move(w.store, 0, &mt_home_through, NULL), MT_ESTATE);
-    CHECK(mt_store_home(w.store, 0, NULL) == &mt_home_disk);
-    CHECK(mt_store_home(w.store, unit, NULL) == &mt_home_ram);
-    CHECK_OK(mt_mirror_bring(w.store, unit, MT_STATE_PLANES));      /* nothing to do */
-    CHECK_EQ(mt_disk_add(w.disk, 77, 0), MT_EINVAL);
-    close_world(&w);
-}
-
-static void open_refuses_buffers_that_hold_nothing(void)
-{
-    world    w;
     mt_disk *d = NULL;
 
-    open_world(&w, 1, 0);
+    WORLD(w, 1, 0);
     CHECK_EQ(mt_disk_open(&w.cx, mt_file_blocks(w.file), NULL, 0, BUFFER, &d), MT_EINVAL);
     CHECK_EQ(mt_disk_open(&w.cx, mt_file_blocks(w.file), NULL, 1, BUFFER - 4096, &d), MT_EINVAL);
     CHECK_EQ(mt_disk_open(&w.cx, mt_file_blocks(w.file), NULL, 1, BUFFER + 1, &d), MT_EINVAL);
     CHECK_EQ(mt_disk_open(&w.cx, mt_file_blocks(w.file), NULL, 1 << 20, (size_t)1 << 50, &d),
              MT_EINVAL);
     mt_disk_close(NULL);
-    close_world(&w);
 }
 
 /* ---- weights on disk --------------------------------------------------------------------- */
@@ -843,7 +686,7 @@ static void open_fed(world *w, int n_buffers, int dawdle_us, int delay_us)
 {
     open_store(w, delay_us, 0);
     open_disk(w, n_buffers, 1);
-    REQUIRE(mt_feed_open(&w->cx, (size_t)n_buffers * 30000, &w->feed) == MT_OK);
+    REQUIRE_OK(mt_feed_open(&w->cx, (size_t)n_buffers * 30000, &w->feed));
     for (int u = 0; u < UNITS; u++) {
         for (int p = 0; p < PARAMS; p++)
             for (int64_t i = 0; i < numels[u][p]; i++)
@@ -854,6 +697,8 @@ static void open_fed(world *w, int n_buffers, int dawdle_us, int delay_us)
     CHECK_EQ(mt_store_bytes(w->store, MT_PLANE_HI), 0);
     atomic_store(&disk.dawdle_us, dawdle_us);
 }
+
+#define FED(w, ...) CLOSED_BY(close_world) world w; open_fed(&w, __VA_ARGS__)
 
 /* As the mover does it: into a slot, with what comes next known. */
 static mt_status fetch(world *w, int u, char *slot)
@@ -907,26 +752,14 @@ static void fetch_all(world *w)
 /* Fetches while updates of other units are under way, and their writes. */
 static void step_and_fetch(world *w, int backwards)
 {
-    errand e[UNITS];
-
-    w->step++;
-    for (int i = 0; i < UNITS; i++) {
-        e[i] = (errand){ .w = w, .params = all, .n = PARAMS, .unit = backwards ? UNITS - 1 - i : i,
-                         .step = w->step };
-        CHECK_OK(put(w, &e[i]));
-    }
-    fetch_all(w);
-    for (int i = 0; i < UNITS; i++)
-        CHECK_OK(over(w, &e[i]));
+    step_and(w, backwards, fetch_all);
 }
 
-static void fetches_bring_what_updates_have_written(void)
+TEST(fetches_bring_what_updates_have_written)
 {
     for (int n_buffers = 1; n_buffers <= 9; n_buffers += UNDER_TSAN ? 8 : 4)
         for (int us = 0; us <= 800; us += 800) {
-            world w;
-
-            open_fed(&w, n_buffers, us, us);
+            FED(w, n_buffers, us, us);
             fetch_all(&w);
             for (int i = 0; i < 4; i++)
                 step_and_fetch(&w, i == 2);
@@ -936,14 +769,12 @@ static void fetches_bring_what_updates_have_written(void)
             step_and_fetch(&w, 0);
             check(&w);
             CHECK_OK(mt_ledger_check(w.store));
-            close_world(&w);
         }
 }
 
 static void *release(void *arg)
 {
-    (void)arg;
-    nanosleep(&(struct timespec){ 0, 20000000 }, NULL);
+    sleep_ms(20);
     atomic_store(&disk.holding, 0);
     return NULL;
 }
@@ -951,129 +782,100 @@ static void *release(void *arg)
 /* The next read, or write, takes 20 ms: what should wait for it has time to come too early. */
 static pthread_t hold_next(atomic_int *which)
 {
-    pthread_t thread;
-
     atomic_store(&disk.holding, 1);
     atomic_store(which, 1);
-    REQUIRE(pthread_create(&thread, NULL, release, NULL) == 0);
-    return thread;
+    return thread_start(release, NULL);
 }
 
 /* FED: else its sum would be compared with that of what was written meanwhile. */
-static void an_update_waits_for_reads_of_its_weights_ahead(void)
+TEST(an_update_waits_for_reads_of_its_weights_ahead)
 {
     static const int first = 0;
-    world            w;
 
-    open_fed(&w, 4, 0, 0);
+    FED(w, 4, 0, 0);
     for (int i = 0; i < 3; i++) {
-        pthread_t thread;
-
         step_and_fetch(&w, 0);
         mt_feed_expect(w.feed, &first, 0);
         fetch_all(&w);                   /* the last one's piece in every buffer */
         read_as_far_as_it_goes(&w);      /* of the first unit's states, too */
-        thread = hold_next(&disk.hold_read);
+        pthread_t thread = hold_next(&disk.hold_read);
         mt_feed_expect(w.feed, &first, 1);
         CHECK_OK(update(&w, 0, all, PARAMS, 0));
         read_as_far_as_it_goes(&w);
-        pthread_join(thread, NULL);
+        thread_join(thread);
         fetch_all(&w);
         CHECK_OK(mt_ledger_check(w.store));
     }
-    close_world(&w);
 }
-
-typedef struct fetching {
-    world    *w;
-    char     *slot;
-    mt_status st;
-} fetching;
 
 static void *fetch_first(void *arg)
 {
-    fetching *f = arg;
+    deed *f = arg;
 
     f->st = fetch(f->w, 0, f->slot);
     return NULL;
 }
 
 /* The update waits for the fetch that began before it, so that must not wait for the update. */
-static void a_fetch_that_began_reads_on_when_an_update_is_announced(void)
+TEST(a_fetch_that_began_reads_on_when_an_update_is_announced)
 {
-    errand    e;
-    fetching  f;
-    pthread_t thread;
-    world     w;
-
-    open_fed(&w, 2, 0, 0);
+    FED(w, 2, 0, 0);
     mt_ledger_watchdog(w.store, 5);
-    f = (fetching){ .w = &w, .slot = slot_of(&w, 0) };
+    deed     f = (deed){ .w = &w, .slot = slot_of(&w, 0) };
     atomic_store(&disk.stalled, 1);
-    REQUIRE(pthread_create(&thread, NULL, fetch_first, &f) == 0);
-    nanosleep(&(struct timespec){ 0, 20000000 }, NULL);
-    e = (errand){ .w = &w, .params = all, .n = PARAMS, .unit = 0, .step = 1 };
+    pthread_t thread = thread_start(fetch_first, &f);
+    sleep_ms(20);
+    errand e = (errand){ .w = &w, .params = all, .n = PARAMS, .unit = 0, .step = 1 };
     CHECK_OK(put(&w, &e));
     atomic_store(&disk.stalled, 0);
     CHECK_OK(over(&w, &e));
-    pthread_join(thread, NULL);
+    thread_join(thread);
     CHECK_OK(f.st);
     CHECK_OK(mt_ledger_check(w.store));
     free(f.slot);
-    close_world(&w);
 }
 
 /* WRITTEN: the unit's update is over, and its first piece is still on its way to the disk. */
-static void a_fetch_waits_for_the_write_of_what_it_reads(void)
+TEST(a_fetch_waits_for_the_write_of_what_it_reads)
 {
-    pthread_t thread;
-    world     w;
-
-    open_fed(&w, 9, 0, 0);
+    FED(w, 9, 0, 0);
     step_and_fetch(&w, 0);
     read_as_far_as_it_goes(&w);
-    thread = hold_next(&disk.hold_write);
+    pthread_t thread = hold_next(&disk.hold_write);
     CHECK_OK(update(&w, 0, all, PARAMS, 0));
     fetch_all(&w);
-    pthread_join(thread, NULL);
+    thread_join(thread);
     CHECK_OK(mt_ledger_check(w.store));
-    close_world(&w);
 }
 
 /* PUSHED: what was read ahead is not used, and what is being read is waited for. */
-static void a_push_meets_no_read_ahead_of_its_weights(void)
+TEST(a_push_meets_no_read_ahead_of_its_weights)
 {
     static const int second = 1;
-    world            w;
 
-    open_fed(&w, 4, 0, 0);
+    FED(w, 4, 0, 0);
     fetch_all(&w);
     for (int held = 0; held < 2; held++) {
-        pthread_t thread;
-
         CHECK_OK(mt_mirror_bring(w.store, 1, 1u << MT_PLANE_HI));
         read_as_far_as_it_goes(&w);
         plane(&w, 1, 0, MT_PLANE_HI)[3] = w.hi[1][0][3] = (float)(17 + held);
-        thread = hold_next(held ? &disk.hold_read : &disk.hold_write);
+        pthread_t thread = hold_next(held ? &disk.hold_read : &disk.hold_write);
         mt_feed_expect(w.feed, &second, 1);
         if (!held)
             read_as_far_as_it_goes(&w);
         CHECK_OK(mt_mirror_push(w.store, 1, 0, 1u << MT_PLANE_HI));
-        pthread_join(thread, NULL);
+        thread_join(thread);
         fetch_from(&w, 1, 1);
         CHECK_OK(mt_ledger_check(w.store));
     }
-    close_world(&w);
 }
 
-static void weights_are_read_ahead_before_anybody_fetches_them(void)
+TEST(weights_are_read_ahead_before_anybody_fetches_them)
 {
     static const int units[2] = { 1, 2 };
-    world            w;
-    uint64_t         read;
 
-    open_fed(&w, 9, 0, 0);
-    read = mt_disk_stats_get(w.disk).read_bytes;
+    FED(w, 9, 0, 0);
+    uint64_t read = mt_disk_stats_get(w.disk).read_bytes;
     mt_feed_expect(w.feed, units, 2);
     read_as_far_as_it_goes(&w);
     CHECK(mt_disk_stats_get(w.disk).read_bytes > read + mt_store_hi_bytes(w.store, 1));
@@ -1082,38 +884,29 @@ static void weights_are_read_ahead_before_anybody_fetches_them(void)
     fetch_all(&w);               /* those are given up for what is fetched first */
     CHECK(mt_disk_stats_get(w.disk).read_bytes > read);
     CHECK(mt_disk_stats_get(w.disk).buffer_bytes > 10 * BUFFER);
-    close_world(&w);
 }
-
-typedef struct mover {
-    world     *w;
-    int        unit;
-    atomic_int stop;
-} mover;
 
 static void *keep_fetching(void *arg)
 {
-    mover *m = arg;
-    char  *slot = slot_of(m->w, m->unit);
+    deed *m = arg;
+    FREED char *slot = slot_of(m->w, m->unit);
 
     while (!atomic_load(&m->stop))
         CHECK_OK(fetch(m->w, m->unit, slot));
     CHECK_OK(m->w->dev->ops->sync(m->w->h2d));
-    free(slot);
     return NULL;
 }
 
 /* PUSHED: fetches of the unit go on meanwhile. What they bring is old or new;
  * none reads what is being written. */
-static void weights_are_written_from_outside_while_they_are_fetched(void)
+TEST(weights_are_written_from_outside_while_they_are_fetched)
 {
-    world     w;
-    mover     m = { .w = &w, .unit = 1 };
-    pthread_t thread;
+    world w;
+    deed  m = { .w = &w, .unit = 1 };
 
     open_fed(&w, 3, 300, 0);
     step_and_fetch(&w, 0);
-    REQUIRE(pthread_create(&thread, NULL, keep_fetching, &m) == 0);
+    pthread_t thread = thread_start(keep_fetching, &m);
     for (int i = 0; i < 8; i++)
         for (int p = 0; p < PARAMS; p++) {
             CHECK_OK(mt_mirror_bring(w.store, 1, 1u << MT_PLANE_HI));
@@ -1122,7 +915,7 @@ static void weights_are_written_from_outside_while_they_are_fetched(void)
             CHECK_OK(mt_mirror_push(w.store, 1, p, 1u << MT_PLANE_HI));
         }
     atomic_store(&m.stop, 1);
-    pthread_join(thread, NULL);
+    thread_join(thread);
     fetch_all(&w);
     step_and_fetch(&w, 0);
     check(&w);
@@ -1130,19 +923,16 @@ static void weights_are_written_from_outside_while_they_are_fetched(void)
     close_world(&w);
 }
 
-static void weights_take_memory_only_from_a_read_to_behind_the_next_update(void)
+TEST(weights_take_memory_only_from_a_read_to_behind_the_next_update)
 {
-    float old;
-    world w;
-
-    open_fed(&w, 2, 0, 0);
+    FED(w, 2, 0, 0);
     CHECK_OK(mt_mirror_bring(w.store, 2, 1u << MT_PLANE_HI));
     CHECK(mt_store_bytes(w.store, MT_PLANE_HI) >= mt_store_hi_bytes(w.store, 2));
     CHECK(mt_store_bytes(w.store, MT_PLANE_HI) < 2 * mt_store_hi_bytes(w.store, 2));
     compare(plane(&w, 2, 2, MT_PLANE_HI), w.hi[2][2], numels[2][2], "weight", 2, 2);
     mt_mirror_forget(w.store, 2);           /* they are no older than the file's */
     CHECK(mt_store_bytes(w.store, MT_PLANE_HI) >= mt_store_hi_bytes(w.store, 2));
-    old = w.hi[2][2][77];
+    float old = w.hi[2][2][77];
     step_and_fetch(&w, 0);
     CHECK(plane(&w, 2, 2, MT_PLANE_HI)[77] == old);      /* somebody's graph may have them */
     for (int u = 0; u < UNITS; u++)
@@ -1150,94 +940,75 @@ static void weights_take_memory_only_from_a_read_to_behind_the_next_update(void)
     CHECK_EQ(mt_store_bytes(w.store, MT_PLANE_HI), 0);
     CHECK_EQ(mt_store_bytes(w.store, MT_PLANE_COUNT), 0);
     check(&w);
-    close_world(&w);
 }
 
 /* LoRA: large weights that are not trained, small ones between them that are. */
-static void what_is_not_trained_is_read_by_fetches_alone(void)
+TEST(what_is_not_trained_is_read_by_fetches_alone)
 {
     mt_param_desc    d[3] = { { MT_F32, 30000, 0 }, { MT_F32, 500, 1 }, { MT_F32, 30000, 0 } };
     static const int second = 1;
     mt_disk_stats    before, now;
-    world            w;
-    errand           e;
-    int              unit;
 
-    open_fed(&w, 2, 0, 0);
+    FED(w, 2, 0, 0);
     mt_feed_close(w.feed);
     w.feed = NULL;
-    REQUIRE(mt_store_add(w.store, "lora", d, 3, &unit) == MT_OK);
+    int unit = store_add(w.store, "lora", d, 3);
     CHECK_OK(mt_disk_add(w.disk, unit, 1));
-    REQUIRE(mt_feed_open(&w.cx, 0, &w.feed) == MT_OK);
+    REQUIRE_OK(mt_feed_open(&w.cx, 0, &w.feed));
     CHECK_OK(mt_mirror_push(w.store, unit, -1, 1u << MT_PLANE_HI));
     before = mt_disk_stats_get(w.disk);
-    e = (errand){ .w = &w, .params = &second, .n = 1, .unit = unit, .step = 1 };
-    CHECK_OK(put(&w, &e));
-    CHECK_OK(over(&w, &e));
+    (void)run_errand(&w, &second, 1, unit, 1);
     /* Waits for what is written of it. */
     CHECK_OK(mt_mirror_bring(w.store, unit, 1u << MT_PLANE_M));
     now = mt_disk_stats_get(w.disk);
     /* 500 weights, 1,000 moments */
     CHECK_EQ(now.written_bytes - before.written_bytes, 2 * MT_BLOCK_ALIGN);
     for (int step = 2; step <= 3; step++) {
-        e = (errand){ .w = &w, .params = &second, .n = 1, .unit = unit, .step = step };
-        CHECK_OK(put(&w, &e));
-        CHECK_OK(over(&w, &e));
+        (void)run_errand(&w, &second, 1, unit, step);
     }
     read_as_far_as_it_goes(&w);          /* ahead too, for a fourth */
     /* What was read ahead when M was brought may have been read again,
      * but nothing of what is frozen was. */
     CHECK(mt_disk_stats_get(w.disk).read_bytes - now.read_bytes < 30000 * sizeof(float));
-    close_world(&w);
 }
 
 /* Buffers of the feed were made for pieces of weights with their states:
  * one without would not fit. */
-static void what_is_trained_is_settled_when_weights_go_to_disk(void)
+TEST(what_is_trained_is_settled_when_weights_go_to_disk)
 {
     mt_param_desc d = { MT_F32, 40000, 1 };
-    world         w;
-    int           unit;
 
-    open_world(&w, 2, 0);
-    REQUIRE(mt_store_add(w.store, "late", &d, 1, &unit) == MT_OK);
+    WORLD(w, 2, 0);
+    int unit = store_add(w.store, "late", &d, 1);
     CHECK_OK(mt_disk_add(w.disk, unit, 1));
-    REQUIRE(mt_feed_open(&w.cx, 0, &w.feed) == MT_OK);
+    REQUIRE_OK(mt_feed_open(&w.cx, 0, &w.feed));
     CHECK_OK(mt_store_set_trainable(w.store, unit, 0, 0));
-    CHECK_EQ(mt_mirror_push(w.store, unit, -1, 1u << MT_PLANE_HI), MT_ESTATE);
-    CHECK_HAS(mt_last_error(), "unit late");
-    CHECK_HAS(mt_last_error(), "fetches have buffers of");
-    close_world(&w);
+    CHECK_FAILS(mt_mirror_push(w.store, unit, -1, 1u << MT_PLANE_HI), MT_ESTATE, "unit late");
+    CHECK_SAYS("fetches have buffers of");
 }
 
 /* A frozen one's weights alone are in the file; trained later, its states are in memory. */
-static void frozen_weights_are_fetched_and_trained_later(void)
+TEST(frozen_weights_are_fetched_and_trained_later)
 {
     mt_param_desc    d[2] = { { MT_F32, 40000, 0 }, { MT_F32, 500, 1 } };
     static const int both[2] = { 0, 1 };
-    world            w;
-    char            *slot;
-    int              unit;
 
-    open_fed(&w, 2, 0, 0);
+    FED(w, 2, 0, 0);
     mt_feed_close(w.feed);
-    REQUIRE(mt_store_add(w.store, "lora", d, 2, &unit) == MT_OK);
+    int unit = store_add(w.store, "lora", d, 2);
     CHECK_OK(mt_disk_add(w.disk, unit, 1));
-    REQUIRE(mt_feed_open(&w.cx, 0, &w.feed) == MT_OK);
+    REQUIRE_OK(mt_feed_open(&w.cx, 0, &w.feed));
     for (int p = 0; p < 2; p++)
         for (int64_t i = 0; i < d[p].numel; i++)
             plane(&w, unit, p, MT_PLANE_HI)[i] = (float)(i % 7);
     CHECK_OK(mt_mirror_push(w.store, unit, -1, 1u << MT_PLANE_HI));
     CHECK_OK(mt_mirror_release(w.store, unit));
     for (int i = 0; i < 2; i++) {
-        errand e = { .w = &w, .params = both + (i == 0), .n = 1 + i, .unit = unit, .step = i + 1 };
-
         if (i == 1)
             CHECK_OK(mt_store_set_trainable(w.store, unit, 0, 1));
-        CHECK_OK(put(&w, &e));
-        CHECK_OK(over(&w, &e));
+        (void)run_errand(&w, both + (i == 0), 1 + i, unit, i + 1);
     }
-    slot = slot_of(&w, unit);
+    FREED char *slot = slot_of(&w, unit);
     CHECK_OK(fetch(&w, unit, slot));
     CHECK_OK(w.dev->ops->sync(w.h2d));
     /* Step 2 alone: m = 2 + i % 5, v = 2 m. */
@@ -1246,39 +1017,33 @@ static void frozen_weights_are_fetched_and_trained_later(void)
     CHECK_EQ(mt_store_bytes(w.store, MT_PLANE_HI), 0);
     CHECK(mt_store_bytes(w.store, MT_PLANE_M) >= 40000 * 4);
     CHECK(plane(&w, unit, 0, MT_PLANE_M)[39999] == (float)(2 + 39999 % 5));
-    free(slot);
-    close_world(&w);
 }
 
-static void a_fetch_that_fails_is_a_fault_that_names_its_weights(void)
+TEST(a_fetch_that_fails_is_a_fault_that_names_its_weights)
 {
     world w;
-    char *slot;
 
     open_fed(&w, 3, 0, 0);
-    slot = slot_of(&w, 1);
+    char *slot = slot_of(&w, 1);
     atomic_store(&disk.fail_read, 1);
-    CHECK_EQ(fetch(&w, 1, slot), MT_EDISK);
-    CHECK_HAS(mt_last_error(), "plane HI of parameter ");
-    CHECK_HAS(mt_last_error(), "reading");
+    CHECK_FAILS(fetch(&w, 1, slot), MT_EDISK, "plane HI of parameter ");
+    CHECK_SAYS("reading");
     CHECK_EQ(mt_ledger_check(w.store), MT_EDISK);
     close_world(&w);
     free(slot);
 
     open_world(&w, 1, 0);
-    REQUIRE(mt_feed_open(&w.cx, 0, &w.feed) == MT_OK);
-    CHECK_EQ(mt_feed_copy(w.feed, 0, NULL, w.h2d), MT_ESTATE);
-    CHECK_HAS(mt_last_error(), "unit first");
+    REQUIRE_OK(mt_feed_open(&w.cx, 0, &w.feed));
+    CHECK_FAILS(mt_feed_copy(w.feed, 0, NULL, w.h2d), MT_ESTATE, "unit first");
     close_world(&w);
 }
 
 /* What a save brings and gives back is its own, and not what a graph on the host still reads. */
-static void weights_that_were_brought_outlive_a_save(void)
+TEST(weights_that_were_brought_outlive_a_save)
 {
     const unsigned hi = 1u << MT_PLANE_HI;
-    world          w;
 
-    open_fed(&w, 3, 0, 0);
+    FED(w, 3, 0, 0);
     step(&w, 0);
     CHECK_OK(mt_mirror_bring(w.store, 2, hi));
     mt_ledger_i_save(1);
@@ -1294,110 +1059,44 @@ static void weights_that_were_brought_outlive_a_save(void)
     CHECK_EQ(mt_store_bytes(w.store, MT_PLANE_M), 0);
     CHECK_OK(mt_mirror_evict(w.store, 2));
     CHECK_EQ(mt_store_bytes(w.store, MT_PLANE_HI), 0);
-    close_world(&w);
-}
-
-static void states_that_were_brought_outlive_a_save(void)
-{
-    world w;
-
-    open_world(&w, 3, 0);
-    step(&w, 0);
-    CHECK_OK(mt_mirror_bring(w.store, 2, 1u << MT_PLANE_M));
-    CHECK_OK(mt_mirror_peek(w.store, 2, MT_STATE_PLANES));
-    CHECK_OK(mt_mirror_release(w.store, 2));
-    compare(plane(&w, 2, 2, MT_PLANE_M), w.m[2][2], numels[2][2], "M", 2, 2);
-    CHECK(mt_store_reserved(w.store, 2, MT_PLANE_V) > 0);
-    step(&w, 0);
-    CHECK_EQ(mt_store_bytes(w.store, MT_PLANE_M), 0);
-    close_world(&w);
-}
-
-typedef struct taker {
-    world     *w;
-    mt_status  st;
-    atomic_int over;
-} taker;
-
-static void *takes_weights(void *arg)
-{
-    taker *t = arg;
-
-    t->st = mt_mirror_evict(t->w->store, 2);
-    atomic_store(&t->over, 1);
-    return NULL;
-}
-
-/* The copiers of a save read what it peeked. */
-static void weights_are_not_taken_from_a_save(void)
-{
-    pthread_t thread;
-    world     w;
-    taker     t = { .w = &w };
-
-    open_fed(&w, 3, 0, 0);
-    CHECK_OK(mt_ledger_save_begin(w.store, 2));
-    CHECK_OK(mt_mirror_peek(w.store, 2, 1u << MT_PLANE_HI));
-    REQUIRE(pthread_create(&thread, NULL, takes_weights, &t) == 0);
-    while (mt_ledger_wanted(w.store) != 2 && !atomic_load(&t.over))
-        nanosleep(&(struct timespec){ 0, 1000000 }, NULL);
-    compare(plane(&w, 2, 2, MT_PLANE_HI), w.hi[2][2], numels[2][2], "weight", 2, 2);
-    mt_ledger_save_end(w.store, 2);
-    pthread_join(thread, NULL);
-    CHECK_OK(t.st);
-    CHECK_EQ(mt_store_bytes(w.store, MT_PLANE_HI), 0);
-    close_world(&w);
 }
 
 /* Not pushed yet, or told and not pushed: the update would be one of older weights. */
-static void weights_that_the_file_does_not_have_are_kept_and_not_updated(void)
+TEST(weights_that_the_file_does_not_have_are_kept_and_not_updated)
 {
     const unsigned hi = 1u << MT_PLANE_HI;
-    world          w;
 
-    open_fed(&w, 3, 0, 0);
+    FED(w, 3, 0, 0);
     CHECK_OK(mt_mirror_bring(w.store, 1, hi));
     CHECK_OK(mt_ledger_wait_fetch(w.store, 1));
     plane(&w, 1, 0, MT_PLANE_HI)[3] = 17;
     mt_ledger_touch(w.store, 1);
     CHECK_OK(mt_mirror_evict(w.store, 1));
     CHECK(plane(&w, 1, 0, MT_PLANE_HI)[3] == 17);
-    CHECK_EQ(update(&w, 1, all, PARAMS, 99), MT_ESTATE);
-    CHECK_HAS(mt_last_error(), "unit second");
-    CHECK_HAS(mt_last_error(), "push them first");
-    close_world(&w);
+    CHECK_FAILS(update(&w, 1, all, PARAMS, 99), MT_ESTATE, "unit second");
+    CHECK_SAYS("push them first");
 }
 
 /* LoRA: what an update leaves as it is, is not read again, and its values are not overwritten. */
-static void an_update_makes_stale_what_it_changes(void)
+TEST(an_update_makes_stale_what_it_changes)
 {
     static const int last[1] = { 3 };
-    world            w;
-    uint64_t         read;
 
-    open_fed(&w, 3, 0, 0);
+    FED(w, 3, 0, 0);
     step(&w, 0);
     CHECK_OK(mt_mirror_bring(w.store, 1, 1u << MT_PLANE_HI));
     read_as_far_as_it_goes(&w);
     CHECK_OK(update(&w, 1, last, 1, 0));
     read_as_far_as_it_goes(&w);
-    read = mt_disk_stats_get(w.disk).read_bytes;
+    uint64_t read = mt_disk_stats_get(w.disk).read_bytes;
     CHECK_OK(mt_mirror_bring(w.store, 1, 1u << MT_PLANE_HI));
     CHECK(mt_disk_stats_get(w.disk).read_bytes - read < mt_store_hi_bytes(w.store, 1));
     check(&w);
-    close_world(&w);
 }
-
-typedef struct visitor {
-    world     *w;
-    int        push;
-    atomic_int over;
-    mt_status  st;
-} visitor;
 
 static void *visits_first(void *arg)
 {
-    visitor *v = arg;
+    deed *v = arg;
 
     v->st = v->push ? mt_mirror_push(v->w->store, 0, 3, 1u << MT_PLANE_V)
                     : mt_mirror_bring(v->w->store, 0, MT_STATE_PLANES);
@@ -1407,14 +1106,13 @@ static void *visits_first(void *arg)
 
 /* The first unit's visitor stands still in the middle of a piece. Others come and go; the watchdog
  * ends them if they wait. */
-static void who_is_at_a_unit_waits_for_nobody_at_another(void)
+TEST(who_is_at_a_unit_waits_for_nobody_at_another)
 {
     for (int push = 0; push < 2; push++) {
         atomic_int *held = push ? &disk.hold_write : &disk.hold_read;
         int         rounds = 0;
         world       w;
-        visitor     v = { .w = &w, .push = push };
-        pthread_t   thread;
+        deed        v = { .w = &w, .push = push };
 
         open_world(&w, 1, 0);
         step(&w, 0);
@@ -1425,9 +1123,8 @@ static void who_is_at_a_unit_waits_for_nobody_at_another(void)
         mt_ledger_watchdog(w.store, 5);
         atomic_store(&disk.holding, 1);
         atomic_store(held, 1);
-        REQUIRE(pthread_create(&thread, NULL, visits_first, &v) == 0);
-        while (atomic_load(held) > 0)
-            nanosleep(&(struct timespec){ 0, 1000000 }, NULL);
+        pthread_t thread = thread_start(visits_first, &v);
+        UNTIL(atomic_load(held) <= 0);
         for (int i = 0; i < 6; i++) {
             int u = 1 + i % 2;
 
@@ -1439,52 +1136,10 @@ static void who_is_at_a_unit_waits_for_nobody_at_another(void)
         CHECK_EQ(rounds, 6);
         CHECK_EQ(atomic_load(&v.over), 0);
         atomic_store(&disk.holding, 0);
-        pthread_join(thread, NULL);
+        thread_join(thread);
         CHECK_OK(v.st);
         CHECK_EQ(mt_disk_stats_get(w.disk).buffer_bytes, 3 * BUFFER);    /* of two visitors */
         check(&w);
         close_world(&w);
     }
 }
-
-#define TESTS(X)                                                    \
-    X(a_buffer_goes_round_as_is_agreed)                             \
-    X(updates_are_those_of_states_in_memory)                        \
-    X(pieces_are_read_ahead_before_anybody_asks)                    \
-    X(what_was_read_ahead_may_be_passed_over)                       \
-    X(copies_take_memory_only_from_a_read_to_the_next_update)       \
-    X(a_reader_waits_for_the_write_of_what_it_reads)                \
-    X(close_waits_for_who_is_served)                                \
-    X(nothing_is_written_while_it_is_read_for_nobody)               \
-    X(what_is_pushed_is_what_the_next_update_reads)                 \
-    X(a_piece_that_several_pushes_change_is_read_once)              \
-    X(parameters_that_come_later_keep_their_states_in_memory)       \
-    X(a_transfer_that_fails_is_a_fault_that_names_what_was_lost)    \
-    X(a_changed_byte_names_its_unit_and_plane)                      \
-    X(a_computation_that_fails_is_a_fault)                          \
-    X(close_finishes_what_was_put_and_weights_wait_for_their_copies) \
-    X(a_stalled_read_for_the_host_is_named)                         \
-    X(what_was_not_pushed_is_not_read)                              \
-    X(a_stalled_drive_is_named)                                     \
-    X(an_updates_bytes_are_recorded_whatever_it_leaves_out)         \
-    X(a_unit_has_one_home)                                          \
-    X(open_refuses_buffers_that_hold_nothing)                       \
-    X(fetches_bring_what_updates_have_written)                      \
-    X(an_update_waits_for_reads_of_its_weights_ahead)               \
-    X(a_fetch_that_began_reads_on_when_an_update_is_announced)      \
-    X(a_fetch_waits_for_the_write_of_what_it_reads)                 \
-    X(a_push_meets_no_read_ahead_of_its_weights)                    \
-    X(weights_are_read_ahead_before_anybody_fetches_them)           \
-    X(weights_are_written_from_outside_while_they_are_fetched)      \
-    X(weights_take_memory_only_from_a_read_to_behind_the_next_update) \
-    X(what_is_not_trained_is_read_by_fetches_alone)                 \
-    X(what_is_trained_is_settled_when_weights_go_to_disk)           \
-    X(frozen_weights_are_fetched_and_trained_later)                 \
-    X(a_fetch_that_fails_is_a_fault_that_names_its_weights)         \
-    X(weights_that_were_brought_outlive_a_save)                     \
-    X(states_that_were_brought_outlive_a_save)                      \
-    X(weights_are_not_taken_from_a_save)                            \
-    X(weights_that_the_file_does_not_have_are_kept_and_not_updated) \
-    X(an_update_makes_stale_what_it_changes)                        \
-    X(who_is_at_a_unit_waits_for_nobody_at_another)
-CHECK_MAIN(TESTS)

@@ -5,13 +5,7 @@
 #include "../../csrc/io/manifest.h"
 #include "../../csrc/io/sum.h"
 
-#include <dirent.h>
-#include <errno.h>
-#include <fcntl.h>
-#include <pthread.h>
-#include <sys/stat.h>
 #include <sys/utsname.h>
-#include <sys/wait.h>
 
 #define PAGE  MT_BLOCK_ALIGN
 #define BLOCK MT_BLOCK_BYTES
@@ -52,6 +46,8 @@ static void leave(void)
     CHECK_EQ(entries(), 0);
     CHECK_EQ(rmdir(here), 0);
 }
+
+#define FILE_TEST(name) TEST_BETWEEN(name, enter(), leave())
 
 typedef struct moved {
     mt_request      r;
@@ -198,7 +194,7 @@ static int allocate_faulty(int fd, off_t at, off_t bytes)
         return EINTR;
     while (fault.what == HELD && bytes > (off_t)PAGE && atomic_load(&fault.left) > 0) {
         atomic_fetch_add(&fault.seen, 1);
-        nanosleep(&(struct timespec){ 0, 1000000 }, NULL);
+        sleep_ms(1);
     }
     return strikes(NO_SPACE) ? ENOSPC : posix_fallocate(fd, at, bytes);
 }
@@ -224,22 +220,20 @@ static mt_file *opened(wrong what, int left, uint64_t limit)
     fault.what = what;
     atomic_store(&fault.left, left);
     atomic_store(&fault.seen, 0);
-    REQUIRE(mt_file_open(here, limit, 4, &faulty_calls, &f) == MT_OK);
+    REQUIRE_OK(mt_file_open(here, limit, 4, &faulty_calls, &f));
     return f;
 }
 
 /* ---- tests ------------------------------------------------------------------------------- */
 
-static void a_changed_byte_changes_the_sum(void)
+TEST(a_changed_byte_changes_the_sum)
 {
     static const size_t sizes[] = { 1, 8, 63, 64, 65, 200 };
     unsigned char       p[208];
 
     for (size_t s = 0; s < sizeof sizes / sizeof *sizes; s++) {
-        uint64_t sum;
-
         fill((char *)p, sizeof p, 1);
-        sum = mt_block_sum(p, sizes[s]);
+        uint64_t sum = mt_block_sum(p, sizes[s]);
         CHECK(sum != 0 && sum == mt_block_sum(p, sizes[s]));
         CHECK(sum != mt_block_sum(p, sizes[s] - 1));
         for (size_t i = 0; i < sizes[s]; i++)
@@ -258,7 +252,7 @@ static void a_changed_byte_changes_the_sum(void)
 }
 
 #define REQUESTS 6
-static void requests_come_back_as_they_were_written(void)
+TEST(requests_come_back_as_they_were_written)
 {
     static const size_t bytes[REQUESTS] = { PAGE, BLOCK, BLOCK + PAGE, 2 * BLOCK, 2 * BLOCK - PAGE,
                                             3 * PAGE };
@@ -268,10 +262,8 @@ static void requests_come_back_as_they_were_written(void)
     char               *out[REQUESTS], *back[REQUESTS];
 
     for (size_t w = 0; w < sizeof ways / sizeof *ways; w++) {
-        mt_file *f;
-
         enter();
-        f = opened(ways[w], 3, 0);
+        mt_file *f = opened(ways[w], 3, 0);
         CHECK(ways[w] != SOFT || !mt_file_stats_get(f).direct);
         CHECK(ways[w] != LATE || !mt_file_stats_get(f).direct);
         CHECK_OK(mt_file_reserve(f, 4 * BLOCK));         /* less than is taken */
@@ -301,16 +293,13 @@ static void requests_come_back_as_they_were_written(void)
     }
 }
 
-static void what_was_never_written_is_zero_and_not_read(void)
+FILE_TEST(what_was_never_written_is_zero_and_not_read)
 {
     uint64_t sums[2] = { 0, 0 }, at;
     moved    m;
-    char    *p;
-    mt_file *f;
 
-    enter();
-    p = memory(2 * BLOCK);
-    f = opened(NOTHING, 0, 0);
+    FREED char *p = memory(2 * BLOCK);
+    mt_file *f = opened(NOTHING, 0, 0);
     CHECK_OK(mt_file_blocks(f)->ops->take(mt_file_blocks(f), 2 * BLOCK, &at));
     CHECK_OK(now(f, &m, 1, at, p, BLOCK, sums));
     CHECK_OK(now(f, &m, 0, at, p, 2 * BLOCK, sums));
@@ -319,24 +308,20 @@ static void what_was_never_written_is_zero_and_not_read(void)
     CHECK_EQ(p[2 * BLOCK - 1], 0);
     CHECK_EQ(mt_file_stats_get(f).read_bytes, BLOCK);
     mt_file_close(f);
-    free(p);
-    leave();
 }
 
-static void a_flipped_byte_and_a_cut_file_are_told_by_path_and_offset(void)
+FILE_TEST(a_flipped_byte_and_a_cut_file_are_told_by_path_and_offset)
 {
     uint64_t sums[3] = { 0 }, at;
     moved    m;
     char    *p, bad = 0x55;
     mt_file *f;
-    int      fd;
 
-    enter();
     p = memory(3 * BLOCK);
     f = opened(SOFT, 0, 0);                         /* through the page cache, as the change is */
     CHECK_OK(mt_file_blocks(f)->ops->take(mt_file_blocks(f), 3 * BLOCK, &at));
     CHECK_OK(now(f, &m, 1, at, p, 3 * BLOCK, sums));
-    fd = open(only_states(), O_RDWR);
+    int fd = open(only_states(), O_RDWR);
     REQUIRE(fd >= 0);
     CHECK_EQ(pwrite(fd, &bad, 1, (off_t)(at + BLOCK + 77)), 1);
     CHECK_EQ(now(f, &m, 0, at, p, 3 * BLOCK, sums), MT_EDISK);
@@ -349,22 +334,19 @@ static void a_flipped_byte_and_a_cut_file_are_told_by_path_and_offset(void)
     close(fd);
     mt_file_close(f);
     free(p);
-    leave();
 }
 
 /* Whatever call it is: the request says so, the file goes on, and others are not harmed. */
-static void the_nth_failing_transfer_is_told(void)
+TEST(the_nth_failing_transfer_is_told)
 {
     for (int write = 0; write < 2; write++)
         for (int n = 0; n < 3; n++) {
             uint64_t sums[2] = { 0 }, at;
             moved    m;
-            char    *p;
-            mt_file *f;
 
             enter();
-            p = memory(2 * BLOCK);
-            f = opened(NOTHING, 0, 0);
+            char *p = memory(2 * BLOCK);
+            mt_file *f = opened(NOTHING, 0, 0);
             CHECK_OK(mt_file_blocks(f)->ops->take(mt_file_blocks(f), 2 * BLOCK, &at));
             CHECK_OK(now(f, &m, 1, at, p, 2 * BLOCK, sums));
             fault.what = n == 2 && !write ? ENDED : BROKEN;
@@ -381,43 +363,36 @@ static void the_nth_failing_transfer_is_told(void)
         }
 }
 
-static void a_full_disk_is_known_before_and_a_limit_holds(void)
+FILE_TEST(a_full_disk_is_known_before_and_a_limit_holds)
 {
     uint64_t at, room;
     mt_file *f;
 
-    enter();
     CHECK_OK(mt_file_room(here, &room));
     CHECK(room > BLOCK);
     f = opened(NO_SPACE, 1, 0);                 /* the first is the page that direct is tried on */
-    CHECK_EQ(mt_file_reserve(f, 8 * BLOCK), MT_EDISK);
-    CHECK_HAS(mt_last_error(), here);
-    CHECK_HAS(mt_last_error(), strerror(ENOSPC));
-    CHECK_HAS(mt_last_error(), "are free");
+    CHECK_FAILS(mt_file_reserve(f, 8 * BLOCK), MT_EDISK, here);
+    CHECK_SAYS(strerror(ENOSPC));
+    CHECK_SAYS("are free");
     CHECK_EQ(mt_file_blocks(f)->ops->take(mt_file_blocks(f), 8 * BLOCK, &at), MT_EDISK);
     mt_file_close(f);
     f = opened(NOTHING, 0, 2 * BLOCK);
     CHECK_OK(mt_file_blocks(f)->ops->take(mt_file_blocks(f), 2 * BLOCK, &at));
     CHECK_EQ(mt_file_blocks(f)->ops->take(mt_file_blocks(f), 1, &at), MT_EDISK);
-    CHECK_HAS(mt_last_error(), "the limit is 8388608");
+    CHECK_SAYS("the limit is 8388608");
     mt_file_close(f);
     CHECK_EQ(mt_file_room("/nonexistent/path", &room), MT_EDISK);
-    CHECK_EQ(mt_file_open("/nonexistent/path", 0, 1, NULL, &f), MT_EDISK);
-    CHECK_HAS(mt_last_error(), "/nonexistent/path");
+    CHECK_FAILS(mt_file_open("/nonexistent/path", 0, 1, NULL, &f), MT_EDISK, "/nonexistent/path");
     CHECK_EQ(mt_file_open("", 0, 1, NULL, &f), MT_EINVAL);
-    leave();
 }
 
-static void a_file_without_a_name_goes_on(void)
+FILE_TEST(a_file_without_a_name_goes_on)
 {
     uint64_t sums[1] = { 0 }, at;
     moved    m;
-    char    *p;
-    mt_file *f;
 
-    enter();
-    p = memory(PAGE);
-    f = opened(NOTHING, 0, 0);
+    FREED char *p = memory(PAGE);
+    mt_file *f = opened(NOTHING, 0, 0);
     CHECK_OK(mt_file_reserve(f, PAGE));
     CHECK_EQ(entries(), 2);
     CHECK_OK(mt_file_blocks(f)->ops->take(mt_file_blocks(f), PAGE, &at));
@@ -427,8 +402,6 @@ static void a_file_without_a_name_goes_on(void)
     CHECK_OK(now(f, &m, 0, at, p, PAGE, sums));
     mt_file_close(f);
     mt_file_close(NULL);
-    free(p);
-    leave();
 }
 
 static void put_file(const char *name, const char *text)
@@ -456,14 +429,13 @@ static long dead(void)
     return (long)pid;
 }
 
-static void what_crashed_processes_left_goes_and_what_lives_stays(void)
+FILE_TEST(what_crashed_processes_left_goes_and_what_lives_stays)
 {
     struct utsname about;
     char           text[300];
     uint64_t       room;
     mt_file       *f, *g;
 
-    enter();
     f = opened(NOTHING, 0, 0);                  /* lives, and is locked */
     REQUIRE(uname(&about) == 0);
     snprintf(text, sizeof text, "{\"pid\": %ld, \"started\": 5, \"boot\": \"x\", "
@@ -487,22 +459,18 @@ static void what_crashed_processes_left_goes_and_what_lives_stays(void)
     unlink(in("megatrain-1-2.states"));
     unlink(in("megatrain-1-3.json"));
     unlink(in("other.json"));
-    leave();
 }
 
 /* Where a file system knows no locks the process decides: its number, its start,
  * the boot and the host. */
-static void a_process_is_told_by_its_number_its_start_the_boot_and_the_host(void)
+FILE_TEST(a_process_is_told_by_its_number_its_start_the_boot_and_the_host)
 {
     char     name[64], text[300], wrong_start[300];
-    FILE    *m;
     uint64_t room;
-    mt_file *f;
 
-    enter();
-    f = opened(NOTHING, 0, 0);
+    mt_file *f = opened(NOTHING, 0, 0);
     snprintf(name, sizeof name, "megatrain-%ld-0.json", (long)getpid());
-    m = fopen(in(name), "r");
+    FILE *m = fopen(in(name), "r");
     REQUIRE(m != NULL && fgets(text, sizeof text, m) != NULL);
     fclose(m);
     CHECK_HAS(text, ".states\", \"bytes\": 0}");
@@ -524,18 +492,14 @@ static void a_process_is_told_by_its_number_its_start_the_boot_and_the_host(void
     CHECK(there("megatrain-2-0.json"));
     unlink(in("megatrain-2-0.json"));
     mt_file_close(f);
-    leave();
 }
 
-static void a_child_leaves_the_file_of_its_parent_alone(void)
+FILE_TEST(a_child_leaves_the_file_of_its_parent_alone)
 {
-    mt_file *f;
-    pid_t    pid;
-    int      status = 1;
+    int status = 1;
 
-    enter();
-    f = opened(NOTHING, 0, 0);
-    pid = fork();
+    mt_file *f = opened(NOTHING, 0, 0);
+    pid_t pid = fork();
     if (pid == 0) {
         mt_file_unname(f);
         _exit(0);
@@ -544,21 +508,16 @@ static void a_child_leaves_the_file_of_its_parent_alone(void)
     CHECK_EQ(status, 0);
     CHECK_EQ(entries(), 2);
     mt_file_close(f);
-    leave();
 }
 
-static void a_signal_does_not_end_the_search_for_room(void)
+FILE_TEST(a_signal_does_not_end_the_search_for_room)
 {
-    mt_file *f;
-
-    enter();
-    f = opened(SIGNALS, 3, 0);
+    mt_file *f = opened(SIGNALS, 3, 0);
     atomic_store(&fault.left, 5);
     CHECK_OK(mt_file_reserve(f, 2 * BLOCK));
     CHECK(atomic_load(&fault.left) < 0);
     CHECK_EQ(mt_file_stats_get(f).bytes, 2 * BLOCK);
     mt_file_close(f);
-    leave();
 }
 
 static void *reserves(void *f)
@@ -569,31 +528,25 @@ static void *reserves(void *f)
 
 /* Room for terabytes takes a disk its time: for who reads and writes what is there, and for who
  * only looks, it does not. */
-static void while_room_is_looked_for_the_file_is_used(void)
+FILE_TEST(while_room_is_looked_for_the_file_is_used)
 {
-    char     *p = memory(PAGE);
-    uint64_t  sum = 0, at;
-    mt_file  *f;
-    moved     m;
-    pthread_t thread;
+    FREED char *p = memory(PAGE);
+    uint64_t sum = 0, at;
+    moved    m;
 
-    enter();
-    f = opened(HELD, 0, 0);
+    mt_file *f = opened(HELD, 0, 0);
     CHECK_OK(mt_file_blocks(f)->ops->take(mt_file_blocks(f), PAGE, &at));
     atomic_store(&fault.left, 1);
-    REQUIRE(pthread_create(&thread, NULL, reserves, f) == 0);
-    while (atomic_load(&fault.seen) == 0)
-        nanosleep(&(struct timespec){ 0, 1000000 }, NULL);
+    pthread_t thread = thread_start(reserves, f);
+    UNTIL(atomic_load(&fault.seen) != 0);
     CHECK(mt_file_stats_get(f).bytes < 2 * BLOCK);
     CHECK_OK(now(f, &m, 1, at, p, PAGE, &sum));
     CHECK_OK(now(f, &m, 0, at, p, PAGE, &sum));
     mt_file_unname(f);
     atomic_store(&fault.left, 0);
-    pthread_join(thread, NULL);
+    thread_join(thread);
     CHECK_EQ(mt_file_stats_get(f).bytes, 2 * BLOCK);
     mt_file_close(f);
-    free(p);
-    leave();
 }
 
 typedef struct looker {
@@ -616,10 +569,8 @@ static int has_descriptor(void)
     char path[64], name[512];
 
     for (int fd = 3; fd < 64; fd++) {
-        ssize_t n;
-
         snprintf(path, sizeof path, "/proc/self/fd/%d", fd);
-        n = readlink(path, name, sizeof name - 1);
+        ssize_t n = readlink(path, name, sizeof name - 1);
         if (n > 0 && strncmp(name, here, strlen(here)) == 0)
             return 1;
     }
@@ -627,16 +578,14 @@ static int has_descriptor(void)
 }
 
 /* Whatever lock another thread had at that moment: it is not there to let go of it. */
-static void children_of_any_moment_end_and_have_no_descriptor(void)
+FILE_TEST(children_of_any_moment_end_and_have_no_descriptor)
 {
-    looker    l = { 0 };
-    pthread_t thread;
+    looker l = { 0 };
 
-    enter();
     l.f = opened(NOTHING, 0, 0);
     CHECK(has_descriptor());
-    REQUIRE(pthread_create(&thread, NULL, looks, &l) == 0);
-    for (int i = 0; i < 100; i++) {
+    pthread_t thread = thread_start(looks, &l);
+    for (int i = 0; i < 40; i++) {
         int   status = 1;
         pid_t pid = fork();
 
@@ -650,37 +599,17 @@ static void children_of_any_moment_end_and_have_no_descriptor(void)
         CHECK_EQ(status, 0);
     }
     atomic_store(&l.stop, 1);
-    pthread_join(thread, NULL);
+    thread_join(thread);
     CHECK_EQ(entries(), 2);
     mt_file_close(l.f);
-    leave();
 }
 
-static void rates_are_measured_and_nothing_is_left(void)
+FILE_TEST(rates_are_measured_and_nothing_is_left)
 {
     mt_disk_rates rates = { 0 };
 
-    enter();
     CHECK_OK(mt_disk_measure(here, 4 * PAGE * 16, PAGE * 16, 3, 2, &rates));
     CHECK(rates.write > 0 && rates.read > 0 && rates.both > 0);
     CHECK_EQ(mt_disk_measure(here, PAGE, PAGE + 1, 1, 1, &rates), MT_EINVAL);
     CHECK_EQ(mt_disk_measure("/nonexistent/path", PAGE, PAGE, 1, 1, &rates), MT_EDISK);
-    leave();
 }
-
-#define TESTS(X)                                                    \
-    X(a_changed_byte_changes_the_sum)                               \
-    X(requests_come_back_as_they_were_written)                      \
-    X(what_was_never_written_is_zero_and_not_read)                  \
-    X(a_flipped_byte_and_a_cut_file_are_told_by_path_and_offset)    \
-    X(the_nth_failing_transfer_is_told)                             \
-    X(a_full_disk_is_known_before_and_a_limit_holds)                \
-    X(a_file_without_a_name_goes_on)                                \
-    X(what_crashed_processes_left_goes_and_what_lives_stays)        \
-    X(a_process_is_told_by_its_number_its_start_the_boot_and_the_host) \
-    X(a_child_leaves_the_file_of_its_parent_alone)                  \
-    X(children_of_any_moment_end_and_have_no_descriptor)            \
-    X(a_signal_does_not_end_the_search_for_room)                    \
-    X(while_room_is_looked_for_the_file_is_used)                    \
-    X(rates_are_measured_and_nothing_is_left)
-CHECK_MAIN(TESTS)

@@ -3,12 +3,7 @@
 #include "../../csrc/core/arena.h"
 #include "../../csrc/core/forks.h"
 
-#include <fcntl.h>
-#include <pthread.h>
-#include <stdatomic.h>
 #include <sys/file.h>
-#include <sys/mman.h>
-#include <sys/wait.h>
 
 /* Exit status of a child that does this; minus the signal that ended it. */
 static int child(int (*work)(void *arg), void *arg)
@@ -45,12 +40,12 @@ static int maps(void *arg)
     return 0;
 }
 
-static void arenas_are_not_in_a_child_and_their_addresses_are_taken(void)
+TEST(arenas_are_not_in_a_child_and_their_addresses_are_taken)
 {
     mt_arena committed, reserved;
 
-    REQUIRE(mt_arena_open(&committed, 64 << 20, NULL, NULL, "committed", 0) == MT_OK);
-    REQUIRE(mt_arena_reserve(&reserved, 64 << 20, "reserved", 0) == MT_OK);
+    REQUIRE_OK(mt_arena_open(&committed, 64 << 20, NULL, NULL, "committed", 0));
+    REQUIRE_OK(mt_arena_reserve(&reserved, 64 << 20, "reserved", 0));
     *(char *)committed.base = 7;
     CHECK_EQ(child(reads, &committed), -SIGSEGV);
     CHECK_EQ(child(reads, &reserved), -SIGSEGV);
@@ -71,7 +66,7 @@ static int grandchild(void *arg)
     return child(numbers, arg);
 }
 
-static void children_are_told_apart(void)
+TEST(children_are_told_apart)
 {
     unsigned mine = mt_forks();
 
@@ -92,7 +87,7 @@ static int has_none(void *arg)
     return other != fd || fcntl(other, F_GETFD) == -1 ? 2 : 0;
 }
 
-static void a_child_has_no_share_of_a_files_lock(void)
+TEST(a_child_has_no_share_of_a_files_lock)
 {
     char path[] = "/tmp/mt_test_forks.XXXXXX";
     int  made = mkstemp(path), fd, other;
@@ -118,7 +113,7 @@ static void *makes_arenas(void *stop)
         mt_arena a;
         int      fd = mt_forks_open("/dev/null", O_RDONLY | O_CLOEXEC, 0);
 
-        REQUIRE(mt_arena_open(&a, 1 << 16, NULL, NULL, "one of many", 0) == MT_OK);
+        REQUIRE_OK(mt_arena_open(&a, 1 << 16, NULL, NULL, "one of many", 0));
         mt_arena_close(&a);
         mt_forks_close(fd);
     }
@@ -130,7 +125,6 @@ static int makes_its_own(void *arg)
     mt_arena a;
     int      fd = mt_forks_open("/dev/null", O_RDONLY | O_CLOEXEC, 0);
 
-    (void)arg;
     if (fd < 0 || mt_arena_open(&a, 1 << 16, NULL, NULL, "the child's own", 0) != MT_OK)
         return 1;
     *(char *)a.base = 1;
@@ -139,21 +133,13 @@ static int makes_its_own(void *arg)
     return 0;
 }
 
-static void a_fork_at_any_moment_leaves_both_lists_whole(void)
+TEST(a_fork_at_any_moment_leaves_both_lists_whole)
 {
     atomic_int stop = 0;
-    pthread_t  thread;
 
-    REQUIRE(pthread_create(&thread, NULL, makes_arenas, &stop) == 0);
+    pthread_t thread = thread_start(makes_arenas, &stop);
     for (int i = 0; i < 100; i++)
         CHECK_EQ(child(makes_its_own, NULL), 0);
     atomic_store(&stop, 1);
-    pthread_join(thread, NULL);
+    thread_join(thread);
 }
-
-#define TESTS(X)                                                    \
-    X(arenas_are_not_in_a_child_and_their_addresses_are_taken)      \
-    X(children_are_told_apart)                                      \
-    X(a_child_has_no_share_of_a_files_lock)                         \
-    X(a_fork_at_any_moment_leaves_both_lists_whole)
-CHECK_MAIN(TESTS)

@@ -1,12 +1,9 @@
-/* test_home.c — the executable form of core/home.h: which homes a unit may go to from which, what
- * of its memory follows, and that a home which nobody has heard of is a table and nothing else.
+/* test_home.c — the executable form of core/home.h: which homes a unit may go to from which, and
+ * what of its memory follows. Homes of a test's own are test_mirror.c's.
  */
-#include "check.h"
+#include "opened.h"
 #include "dev_fault.h"
 #include "../../csrc/core/mirror.h"
-#include "../../csrc/core/offload.h"
-#include "../../csrc/core/update.h"
-#include "../../csrc/ops/sumsq.h"
 
 #define N    1000
 #define HOMES 6
@@ -23,17 +20,15 @@ static mt_context cx;
 static int add(void)
 {
     mt_param_desc d[2] = { { MT_F32, N, 1 }, { MT_BF16, N, 1 } };
-    int           unit;
 
-    REQUIRE(mt_store_add(store, "layers.0", d, 2, &unit) == MT_OK);
-    return unit;
+    return store_add(store, "layers.0", d, 2);
 }
 
 static void setup(void)
 {
-    REQUIRE(mt_dev_cpu_open(&dev) == MT_OK);
+    REQUIRE_OK(mt_dev_cpu_open(&dev));
     cx = (mt_context){ .dev = dev };
-    REQUIRE(mt_store_open(&cx, &store) == MT_OK);
+    REQUIRE_OK(mt_store_open(&cx, &store));
     cx.store = store;
 }
 
@@ -43,12 +38,11 @@ static void teardown(void)
     dev->ops->close(dev);
 }
 
+#define HOME_TEST(name) TEST_BETWEEN(name, setup(), teardown())
+
 static char *at(int unit, mt_plane p)
 {
-    void *found = NULL;
-
-    REQUIRE(mt_store_at(store, unit, 0, p, &found) == MT_OK);
-    return found;
+    return store_at(store, unit, 0, p);
 }
 
 /* By way of where it comes from. */
@@ -57,60 +51,17 @@ static int at_home(const mt_home *h)
     int unit = add();
 
     if (h->from != NULL && h->from->from != NULL)
-        REQUIRE(mt_store_move(store, unit, h->from, NULL) == MT_OK);
-    REQUIRE(mt_store_move(store, unit, h, NULL) == MT_OK);
+        REQUIRE_OK(mt_store_move(store, unit, h->from, NULL));
+    REQUIRE_OK(mt_store_move(store, unit, h, NULL));
     return unit;
 }
 
-static const char *planes(unsigned bits)
-{
-    static char text[4][64];     /* four of one line */
-    static int  turn;
-    char       *out = text[turn++ % 4];
-
-    *out = 0;
-    for (mt_plane p = 0; p < MT_PLANE_COUNT; p++)
-        if (bits >> p & 1)
-            strcat(strcat(out, *out ? " " : ""), mt_plane_name(p));
-    return out;
-}
-
-static void the_tables_are_those_that_are_agreed(void)
-{
-    static const char *const want[HOMES] = {
-        "away: ; later: ; visit: ; device: ; registered: HI GRAD; fresh: ; fed 0, turn 2",
-        "away: HI GRAD LO MASTER M V SCALE ACC; later: HI; visit: ; device: GRAD LO MASTER M V "
-        "SCALE ACC; registered: GRAD; fresh: ; fed 0, turn 0",
-        "away: HI GRAD ACC; later: HI; visit: LO MASTER M V SCALE; device: GRAD ACC; registered: "
-        "GRAD LO MASTER M V SCALE; fresh: ; fed 0, turn 0",
-        "away: ; later: ; visit: ; device: ; registered: HI GRAD LO MASTER M V SCALE ACC; fresh: ; "
-        "fed 0, turn 1",
-        "away: LO MASTER M V SCALE; later: ; visit: ; device: ; registered: HI GRAD; fresh: LO "
-        "MASTER M V SCALE; fed 0, turn 1",
-        "away: HI LO MASTER M V SCALE; later: ; visit: ; device: ; registered: GRAD; fresh: LO "
-        "MASTER M V SCALE; fed 1, turn 1",
-    };
-
-    for (int i = 0; i < HOMES; i++) {
-        const mt_home *h = homes[i];
-        char           got[512];
-        int            n = snprintf(got, sizeof got, "away: %s; later: %s; visit: %s; ",
-                                    planes(h->away), planes(h->later), planes(h->visit));
-
-        snprintf(got + n, sizeof got - (size_t)n,
-                 "device: %s; registered: %s; fresh: %s; fed %d, turn %d",
-                 planes(h->device), planes(h->registered), planes(h->fresh), h->fed, h->turn);
-        CHECK_STR(got, want[i]);
-    }
-}
-
-static void a_unit_comes_to_a_home_from_one_other_and_goes_back(void)
+HOME_TEST(a_unit_comes_to_a_home_from_one_other_and_goes_back)
 {
     static const char *const may[HOMES] = {      /* from, to: in the order above */
         "++-+++", "+++---", "-++---", "+--+--", "+---+-", "+----+",
     };
 
-    setup();
     for (int from = 0; from < HOMES; from++)
         for (int to = 0; to < HOMES; to++) {
             int unit = at_home(homes[from]), ok = may[from][to] == '+';
@@ -119,19 +70,17 @@ static void a_unit_comes_to_a_home_from_one_other_and_goes_back(void)
             CHECK(mt_store_home(store, unit, NULL) == homes[ok ? to : from]);
             if (ok)
                 continue;
-            CHECK_HAS(mt_last_error(), "unit layers.0 ");
-            CHECK_HAS(mt_last_error(), homes[from]->lives);
-            CHECK_HAS(mt_last_error(), homes[to]->lives);
+            CHECK_SAYS("unit layers.0 ");
+            CHECK_SAYS(homes[from]->lives);
+            CHECK_SAYS(homes[to]->lives);
         }
     CHECK_EQ(mt_store_move(store, 999, &mt_home_vram, NULL), MT_EINVAL);
     CHECK(mt_store_home(store, 999, NULL) == &mt_home_ram);
-    teardown();
 }
 
 /* Planes whose memory a copy engine looks at are registered, those that are away reserved. */
-static void memory_on_the_host_is_as_the_home_says(void)
+HOME_TEST(memory_on_the_host_is_as_the_home_says)
 {
-    setup();
     for (int h = 0; h < HOMES; h++) {
         int unit = at_home(homes[h]);
 
@@ -147,173 +96,50 @@ static void memory_on_the_host_is_as_the_home_says(void)
                      homes[h]->device >> p & 1 ? MT_OK : MT_EINVAL);
         }
     }
-    teardown();
 }
 
-static void gradients_that_pass_do_not_move(void)
+HOME_TEST(gradients_that_pass_do_not_move)
 {
     int there, here;
 
-    setup();
     there = at_home(&mt_home_vram);
     here = add();
     CHECK_OK(mt_store_set_passing(store, there));
     CHECK_OK(mt_store_set_passing(store, here));
-    CHECK_EQ(mt_store_move(store, there, &mt_home_ram, NULL), MT_ESTATE);
-    CHECK_HAS(mt_last_error(), "its gradients pass");
+    CHECK_FAILS(mt_store_move(store, there, &mt_home_ram, NULL), MT_ESTATE, "its gradients pass");
     CHECK_OK(mt_store_move(store, there, &mt_home_arrive, NULL));
     CHECK_EQ(mt_store_move(store, here, &mt_home_vram, NULL), MT_ESTATE);
     CHECK_OK(mt_store_move(store, here, &mt_home_through, NULL));
-    teardown();
 }
 
-static void states_go_to_a_file_before_there_are_any(void)
+HOME_TEST(states_go_to_a_file_before_there_are_any)
 {
-    int unit;
-
-    setup();
-    unit = add();
+    int unit = add();
     (void)at(unit, MT_PLANE_V);
-    CHECK_EQ(mt_store_move(store, unit, &mt_home_disk, NULL), MT_ESTATE);
-    CHECK_HAS(mt_last_error(), "plane V");
+    CHECK_FAILS(mt_store_move(store, unit, &mt_home_disk, NULL), MT_ESTATE, "plane V");
     unit = add();
     (void)at(unit, MT_PLANE_HI);
     CHECK_OK(mt_store_move(store, unit, &mt_home_disk_weights, NULL));
     CHECK(mt_mirror_any(store, unit, 0, 1u << MT_PLANE_HI, 1u << MT_MIRROR_AHEAD));
-    teardown();
 }
 
 /* Whatever the move asks the device for: the unit is where it was, and may be asked again. */
-static void a_move_that_fails_changes_nothing(void)
+TEST(a_move_that_fails_changes_nothing)
 {
     for (int n = 1, failed = 1; failed; n++) {
-        mt_dev   *cpu;
-        int       unit;
-        mt_status st;
-
-        REQUIRE(mt_dev_cpu_open(&cpu) == MT_OK);
+        CPU(cpu);
         dev = fault_dev(cpu, 0, FAULT_ONCE);
-        REQUIRE(mt_store_open(&(mt_context){ .dev = dev }, &store) == MT_OK);
-        unit = add();
+        REQUIRE_OK(mt_store_open(&(mt_context){ .dev = dev }, &store));
+        int unit = add();
         at(unit, MT_PLANE_HI)[5] = 3;
         at(unit, MT_PLANE_M)[5] = 4;
         fault_next(dev, n);
-        st = mt_store_move(store, unit, &mt_home_through, NULL);
+        mt_status st = mt_store_move(store, unit, &mt_home_through, NULL);
         failed = st != MT_OK;
         fault_next(dev, 0);
         CHECK(mt_store_home(store, unit, NULL) == (failed ? &mt_home_ram : &mt_home_through));
         CHECK_OK(mt_store_move(store, unit, &mt_home_through, NULL));
         CHECK(at(unit, MT_PLANE_HI)[5] == 3 && at(unit, MT_PLANE_M)[5] == 4);
         teardown();
-        cpu->ops->close(cpu);
     }
 }
-
-/* ---- a home of the test's own ----------------------------------------------------------- */
-
-typedef struct elsewhere {
-    float grad[N], sums[N];      /* of parameter 0 */
-    int   came, updated, stepped, drained;
-} elsewhere;
-
-static mt_status their_at(void *of, int unit, int param, mt_plane p, void **out)
-{
-    elsewhere *e = of;
-
-    (void)unit;
-    CHECK_EQ(param, 0);
-    *out = p == MT_PLANE_GRAD ? e->grad : e->sums;
-    return MT_OK;
-}
-
-static mt_status they_come(void *of, int unit, const int *params, int n, mt_queue *d2h)
-{
-    (void)unit;
-    CHECK(n == 1 && params[0] == 0 && d2h != NULL);
-    ((elsewhere *)of)->came++;
-    return MT_OK;
-}
-
-static int it_fits(const mt_update_job *j)
-{
-    return j->arg != NULL;
-}
-
-static mt_status their_update(void *of, mt_update *u)
-{
-    elsewhere *e = of;
-
-    CHECK(u->j.asked == NULL && u->clip == 1.0f);
-    CHECK(e->grad[N - 1] == 2);
-    e->updated++;
-    mt_update_over(store, u, MT_OK);
-    return MT_OK;
-}
-
-static mt_status is_stepped(void *of)
-{
-    ((elsewhere *)of)->stepped++;
-    return MT_OK;
-}
-
-static mt_status is_drained(void *of)
-{
-    ((elsewhere *)of)->drained++;
-    return MT_OK;
-}
-
-static const mt_home elsewhere_home = {
-    .lives = "is held by somebody else", .from = &mt_home_ram, .away = MT_STATE_PLANES,
-    .registered = 1u << MT_PLANE_HI, .at = their_at, .come = they_come, .fits = it_fits,
-    .update = their_update, .stepped = is_stepped, .drain = is_drained,
-};
-
-/* Gradients go there and updates are made there, and no room but this file knows it. */
-static void a_new_home_is_a_new_table(void)
-{
-    static const int   first = 0;
-    static float       source[N];
-    static elsewhere   e;
-    mt_offload_kernels k = { mt_sumsq_put, mt_accumulate, mt_accumulate_put, NULL,
-                             NULL };
-    mt_update_job      j = { .params = &first, .n_params = 1 };
-    mt_sumsq          *sums;
-    mt_offload        *o;
-    mt_updater        *u;
-    mt_queue          *run;
-    uint64_t           ticket;
-
-    setup();
-    for (int i = 0; i < N; i++)
-        source[i] = 2;
-    j.unit = add();
-    REQUIRE(mt_store_move(store, j.unit, &elsewhere_home, &e) == MT_OK);
-    REQUIRE(mt_sumsq_open(dev, &sums) == MT_OK);
-    k.ctx = sums;
-    REQUIRE(dev->ops->queue_open(dev, "run", &run) == MT_OK);
-    REQUIRE(mt_offload_open(&cx, 2, k, &o) == MT_OK);
-    REQUIRE(mt_update_open(&cx, o, &u) == MT_OK);
-    CHECK_OK(mt_offload_put(o, j.unit, &(mt_grad_item){ 0, source, MT_GRAD_SET, 0 }, 1, run,
-                            &ticket));
-    CHECK_EQ(mt_update_submit(u, &j, 1, 1e9, run, &ticket), MT_ESTATE);
-    CHECK_HAS(mt_last_error(), "is held by somebody else, and its job cannot");
-    j.arg = &e;
-    CHECK_OK(mt_update_submit(u, &j, 1, 1e9, run, &ticket));
-    CHECK_OK(mt_update_drain(u));
-    CHECK(e.came == 1 && e.updated == 1 && e.stepped == 1 && e.drained == 1);
-    mt_update_close(u);
-    mt_offload_close(o);
-    mt_sumsq_close(sums);
-    dev->ops->queue_close(run);
-    teardown();
-}
-
-#define TESTS(X)                                                \
-    X(the_tables_are_those_that_are_agreed)                     \
-    X(a_unit_comes_to_a_home_from_one_other_and_goes_back)      \
-    X(memory_on_the_host_is_as_the_home_says)                   \
-    X(gradients_that_pass_do_not_move)                          \
-    X(states_go_to_a_file_before_there_are_any)                 \
-    X(a_move_that_fails_changes_nothing)                        \
-    X(a_new_home_is_a_new_table)
-CHECK_MAIN(TESTS)

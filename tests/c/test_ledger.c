@@ -1,11 +1,8 @@
 /* test_ledger.c — the ledger of store.h: who waits for whom, and what ends a wait. */
-#include "check.h"
+#include "opened.h"
 #include "dev_fault.h"
-#include "gate.h"
 
 #include "../../csrc/core/store.h"
-#include <pthread.h>
-#include <time.h>
 
 static mt_dev   *dev;
 static mt_store *store;
@@ -15,13 +12,12 @@ static mt_dev *real;
 static void setup(int fail_at)
 {
     const mt_param_desc d = { MT_F32, 1024, 1 };
-    int                 unit;
 
-    REQUIRE(mt_dev_cpu_open(&real) == MT_OK);
+    REQUIRE_OK(mt_dev_cpu_open(&real));
     dev = fault_dev(real, fail_at, FAULT_ONCE);
-    REQUIRE(mt_store_open(&(mt_context){ .dev = dev }, &store) == MT_OK);
-    REQUIRE(mt_store_add(store, "layers.0", &d, 1, &unit) == MT_OK);
-    REQUIRE(mt_store_add(store, "layers.1", &d, 1, &unit) == MT_OK);
+    REQUIRE_OK(mt_store_open(&(mt_context){ .dev = dev }, &store));
+    (void)store_add(store, "layers.0", &d, 1);
+    (void)store_add(store, "layers.1", &d, 1);
 }
 
 static void teardown(void)
@@ -31,6 +27,8 @@ static void teardown(void)
     dev->ops->close(dev);
     real->ops->close(real);
 }
+
+#define LEDGER_TEST(name) TEST_BETWEEN(name, setup(0), teardown())
 
 /* A thread that waits, and says what it got. */
 typedef mt_status wait_fn(mt_store *, int);
@@ -56,190 +54,7 @@ static void *waiter_main(void *arg)
 static void waiter_start(waiter *w, wait_fn *wait, int unit)
 {
     *w = (waiter){ .wait = wait, .unit = unit };
-    REQUIRE(pthread_create(&w->thread, NULL, waiter_main, w) == 0);
-}
-
-static void version_grows_with_announced_updates_and_writes(void)
-{
-    uint64_t v;
-
-    setup(0);
-    v = mt_ledger_version(store, 0);
-    CHECK(v > 0);                                   /* 0 can mean "nothing" */
-    mt_ledger_update_begin(store, 0);
-    CHECK_EQ(mt_ledger_version(store, 0), v + 1);
-    mt_ledger_update_end(store, 0);
-    CHECK_EQ(mt_ledger_version(store, 0), v + 1);
-    mt_ledger_touch(store, 0);
-    CHECK_EQ(mt_ledger_version(store, 0), v + 2);
-    mt_ledger_grads_begin(store, 0);
-    mt_ledger_grads_end(store, 0);
-    CHECK_EQ(mt_ledger_version(store, 0), v + 2);
-    CHECK_EQ(mt_ledger_version(store, 1), v);
-    CHECK_EQ(mt_ledger_version(store, 9), 0);
-    teardown();
-}
-
-static void nothing_announced_is_nothing_to_wait_for(void)
-{
-    setup(0);
-    CHECK_OK(mt_ledger_wait_updates(store, 0));
-    CHECK_OK(mt_ledger_wait_grads(store, 1));
-    CHECK_OK(mt_ledger_wait_fetch(store, 1));
-    CHECK_OK(mt_ledger_check(store));
-    CHECK_EQ(mt_ledger_wait_updates(store, 2), MT_EINVAL);
-    CHECK_EQ(mt_ledger_wait_fetch(store, -1), MT_EINVAL);
-    teardown();
-}
-
-static void wait_lasts_until_every_update_of_the_unit_ended(void)
-{
-    waiter w;
-
-    setup(0);
-    mt_ledger_update_begin(store, 0);
-    mt_ledger_update_begin(store, 0);
-    mt_ledger_update_begin(store, 1);
-    waiter_start(&w, mt_ledger_wait_updates, 0);
-    sleep_ms(20);
-    mt_ledger_update_end(store, 0);
-    sleep_ms(20);
-    CHECK_EQ(atomic_load(&w.over), 0);
-    mt_ledger_update_end(store, 0);
-    pthread_join(w.thread, NULL);
-    CHECK_EQ(w.st, MT_OK);                          /* unit 1's is still under way */
-    CHECK_OK(mt_ledger_wait_grads(store, 1));       /* and is no hand-over */
-    mt_ledger_update_end(store, 1);
-    teardown();
-}
-
-static void gradients_are_waited_for_apart_from_updates(void)
-{
-    waiter w;
-
-    setup(0);
-    mt_ledger_grads_begin(store, 1);
-    CHECK_OK(mt_ledger_wait_updates(store, 1));
-    waiter_start(&w, mt_ledger_wait_grads, 1);
-    sleep_ms(20);
-    CHECK_EQ(atomic_load(&w.over), 0);
-    mt_ledger_grads_end(store, 1);
-    pthread_join(w.thread, NULL);
-    CHECK_EQ(w.st, MT_OK);
-    teardown();
-}
-
-static void watchdog_names_unit_and_what_is_awaited(void)
-{
-    setup(0);
-    mt_ledger_watchdog(store, 0.05);
-    mt_ledger_update_begin(store, 1);
-    mt_ledger_update_begin(store, 0);
-    CHECK_EQ(mt_ledger_wait_updates(store, 1), MT_ESTUCK);
-    CHECK_HAS(mt_last_error(), "layers.1: its update has not come in 0.05 s");
-    CHECK_OK(mt_ledger_check(store));               /* the next wait may succeed: not a fault */
-    mt_ledger_update_end(store, 1);
-    CHECK_OK(mt_ledger_wait_updates(store, 1));
-    mt_ledger_grads_begin(store, 0);
-    CHECK_EQ(mt_ledger_wait_grads(store, 0), MT_ESTUCK);
-    CHECK_HAS(mt_last_error(), "the hand-over of its gradients has not come");
-    teardown();
-}
-
-static void watchdog_can_be_set_while_someone_waits(void)
-{
-    waiter w;
-
-    setup(0);
-    mt_ledger_grads_begin(store, 0);
-    waiter_start(&w, mt_ledger_wait_grads, 0);      /* 600 s, else */
-    sleep_ms(20);
-    mt_ledger_watchdog(store, 0.01);
-    pthread_join(w.thread, NULL);
-    CHECK_EQ(w.st, MT_ESTUCK);
-    teardown();
-}
-
-static void fault_ends_every_wait_with_its_message(void)
-{
-    char   text[] = "queue d2h: copy failed [dev.c:1]";
-    waiter w[3];
-
-    setup(0);
-    for (int i = 0; i < 2; i++) {
-        mt_ledger_update_begin(store, i);
-        mt_ledger_grads_begin(store, i);
-    }
-    waiter_start(&w[0], mt_ledger_wait_updates, 0);
-    waiter_start(&w[1], mt_ledger_wait_updates, 1);
-    waiter_start(&w[2], mt_ledger_wait_grads, 1);
-    sleep_ms(20);
-    mt_ledger_fault(store, MT_EDEVICE, text);
-    memset(text, 'x', sizeof text - 1);             /* it was copied */
-    for (int i = 0; i < 3; i++) {
-        pthread_join(w[i].thread, NULL);
-        CHECK_EQ(w[i].st, MT_EDEVICE);
-        CHECK_STR(w[i].text, "queue d2h: copy failed [dev.c:1]");
-    }
-    teardown();
-}
-
-static void first_fault_stays(void)
-{
-    setup(0);
-    mt_ledger_fault(store, MT_OK, "no fault");
-    CHECK_OK(mt_ledger_check(store));
-    mt_ledger_fault(store, MT_ENOMEM, "first");
-    mt_ledger_fault(store, MT_EDEVICE, "second");
-    CHECK_EQ(mt_ledger_check(store), MT_ENOMEM);
-    CHECK_STR(mt_last_error(), "first");
-    CHECK_EQ(mt_ledger_wait_updates(store, 0), MT_ENOMEM);      /* also with nothing to wait for */
-    CHECK_EQ(mt_ledger_wait_grads(store, 0), MT_ENOMEM);
-    CHECK_EQ(mt_ledger_wait_fetch(store, 0), MT_ENOMEM);
-    teardown();
-}
-
-static void ending_what_was_not_announced_is_a_fault(void)
-{
-    setup(0);
-    mt_ledger_update_begin(store, 0);
-    mt_ledger_update_end(store, 0);
-    mt_ledger_update_end(store, 0);
-    CHECK_EQ(mt_ledger_check(store), MT_ESTATE);
-    CHECK_HAS(mt_last_error(), "unit layers.0: an update ended that was not announced");
-    teardown();
-}
-
-static void announcing_for_a_unit_that_is_not_there_is_a_fault(void)
-{
-    setup(0);
-    mt_ledger_grads_begin(store, 2);
-    CHECK_EQ(mt_ledger_check(store), MT_EINVAL);
-    CHECK_HAS(mt_last_error(), "no unit 2");
-    teardown();
-}
-
-/* ---- fetched ----------------------------------------------------------------------------- */
-
-static void host_writer_waits_for_the_copies_put_before(void)
-{
-    mt_queue *h2d = NULL;
-    gate      g = { 0 };
-    waiter    w;
-
-    setup(0);
-    REQUIRE(dev->ops->queue_open(dev, "h2d", &h2d) == MT_OK);
-    CHECK_OK(dev->ops->call(h2d, wait_for_gate, &g));
-    CHECK_OK(mt_ledger_fetching(store, 0, h2d));
-    waiter_start(&w, mt_ledger_wait_fetch, 0);
-    CHECK_OK(mt_ledger_wait_fetch(store, 1));       /* nothing of its own is on the way */
-    sleep_ms(20);
-    CHECK_EQ(atomic_load(&w.over), 0);
-    atomic_store(&g.open, 1);
-    pthread_join(w.thread, NULL);
-    CHECK_EQ(w.st, MT_OK);
-    dev->ops->queue_close(h2d);
-    teardown();
+    w->thread = thread_start(waiter_main, w);
 }
 
 static mt_status fetch_begin(mt_store *s, int unit)
@@ -252,32 +67,184 @@ static mt_status fetch_begin(mt_store *s, int unit)
     return st;
 }
 
-static void fetch_begins_when_no_update_is_under_way(void)
+LEDGER_TEST(version_grows_with_announced_updates_and_writes)
 {
-    mt_queue *h2d = NULL;
-    waiter    w;
+    uint64_t v = mt_ledger_version(store, 0);
+    CHECK(v > 0);                                   /* 0 can mean "nothing" */
+    mt_ledger_update_begin(store, 0);
+    CHECK_EQ(mt_ledger_version(store, 0), v + 1);
+    mt_ledger_update_end(store, 0);
+    CHECK_EQ(mt_ledger_version(store, 0), v + 1);
+    mt_ledger_touch(store, 0);
+    CHECK_EQ(mt_ledger_version(store, 0), v + 2);
+    mt_ledger_grads_begin(store, 0);
+    mt_ledger_grads_end(store, 0);
+    CHECK_EQ(mt_ledger_version(store, 0), v + 2);
+    CHECK_EQ(mt_ledger_version(store, 1), v);
+    CHECK_EQ(mt_ledger_version(store, 9), 0);
+}
 
-    setup(0);
-    REQUIRE(dev->ops->queue_open(dev, "h2d", &h2d) == MT_OK);
+LEDGER_TEST(nothing_announced_is_nothing_to_wait_for)
+{
+    CHECK_OK(mt_ledger_wait_updates(store, 0));
+    CHECK_OK(mt_ledger_wait_grads(store, 1));
+    CHECK_OK(mt_ledger_wait_fetch(store, 1));
+    CHECK_OK(mt_ledger_check(store));
+    CHECK_EQ(mt_ledger_wait_updates(store, 2), MT_EINVAL);
+    CHECK_EQ(mt_ledger_wait_fetch(store, -1), MT_EINVAL);
+}
+
+LEDGER_TEST(wait_lasts_until_every_update_of_the_unit_ended)
+{
+    waiter w;
+
+    mt_ledger_update_begin(store, 0);
+    mt_ledger_update_begin(store, 0);
+    mt_ledger_update_begin(store, 1);
+    waiter_start(&w, mt_ledger_wait_updates, 0);
+    sleep_ms(20);
+    mt_ledger_update_end(store, 0);
+    sleep_ms(20);
+    CHECK_EQ(atomic_load(&w.over), 0);
+    mt_ledger_update_end(store, 0);
+    thread_join(w.thread);
+    CHECK_EQ(w.st, MT_OK);                          /* unit 1's is still under way */
+    CHECK_OK(mt_ledger_wait_grads(store, 1));       /* and is no hand-over */
+    mt_ledger_update_end(store, 1);
+}
+
+LEDGER_TEST(gradients_are_waited_for_apart_from_updates)
+{
+    waiter w;
+
+    mt_ledger_grads_begin(store, 1);
+    CHECK_OK(mt_ledger_wait_updates(store, 1));
+    waiter_start(&w, mt_ledger_wait_grads, 1);
+    sleep_ms(20);
+    CHECK_EQ(atomic_load(&w.over), 0);
+    mt_ledger_grads_end(store, 1);
+    thread_join(w.thread);
+    CHECK_EQ(w.st, MT_OK);
+}
+
+LEDGER_TEST(watchdog_names_unit_and_what_is_awaited)
+{
+    mt_ledger_watchdog(store, 0.05);
+    mt_ledger_update_begin(store, 1);
+    mt_ledger_update_begin(store, 0);
+    CHECK_EQ(mt_ledger_wait_updates(store, 1), MT_ESTUCK);
+    CHECK_SAYS("layers.1: its update has not come in 0.05 s");
+    CHECK_OK(mt_ledger_check(store));               /* the next wait may succeed: not a fault */
+    mt_ledger_update_end(store, 1);
+    CHECK_OK(mt_ledger_wait_updates(store, 1));
+    mt_ledger_grads_begin(store, 0);
+    CHECK_EQ(mt_ledger_wait_grads(store, 0), MT_ESTUCK);
+    CHECK_SAYS("the hand-over of its gradients has not come");
+}
+
+LEDGER_TEST(watchdog_can_be_set_while_someone_waits)
+{
+    waiter w;
+
+    mt_ledger_grads_begin(store, 0);
+    waiter_start(&w, mt_ledger_wait_grads, 0);      /* 600 s, else */
+    sleep_ms(20);
+    mt_ledger_watchdog(store, 0.01);
+    thread_join(w.thread);
+    CHECK_EQ(w.st, MT_ESTUCK);
+}
+
+LEDGER_TEST(fault_ends_every_wait_with_its_message)
+{
+    char   text[] = "queue d2h: copy failed [dev.c:1]";
+    waiter w[4];
+
+    for (int i = 0; i < 2; i++) {
+        mt_ledger_update_begin(store, i);
+        mt_ledger_grads_begin(store, i);
+    }
+    waiter_start(&w[0], mt_ledger_wait_updates, 0);
+    waiter_start(&w[1], mt_ledger_wait_updates, 1);
+    waiter_start(&w[2], mt_ledger_wait_grads, 1);
+    waiter_start(&w[3], fetch_begin, 0);
+    sleep_ms(20);
+    mt_ledger_fault(store, MT_EDEVICE, text);
+    memset(text, 'x', sizeof text - 1);             /* it was copied */
+    for (int i = 0; i < 4; i++) {
+        thread_join(w[i].thread);
+        CHECK_EQ(w[i].st, MT_EDEVICE);
+        CHECK_STR(w[i].text, "queue d2h: copy failed [dev.c:1]");
+    }
+}
+
+LEDGER_TEST(first_fault_stays)
+{
+    mt_ledger_fault(store, MT_OK, "no fault");
+    CHECK_OK(mt_ledger_check(store));
+    mt_ledger_fault(store, MT_ENOMEM, "first");
+    mt_ledger_fault(store, MT_EDEVICE, "second");
+    CHECK_EQ(mt_ledger_check(store), MT_ENOMEM);
+    CHECK_STR(mt_last_error(), "first");
+    CHECK_EQ(mt_ledger_wait_updates(store, 0), MT_ENOMEM);      /* also with nothing to wait for */
+    CHECK_EQ(mt_ledger_wait_grads(store, 0), MT_ENOMEM);
+    CHECK_EQ(mt_ledger_wait_fetch(store, 0), MT_ENOMEM);
+}
+
+LEDGER_TEST(ending_what_was_not_announced_is_a_fault)
+{
+    mt_ledger_update_begin(store, 0);
+    mt_ledger_update_end(store, 0);
+    mt_ledger_update_end(store, 0);
+    CHECK_EQ(mt_ledger_check(store), MT_ESTATE);
+    CHECK_SAYS("unit layers.0: an update ended that was not announced");
+}
+
+LEDGER_TEST(announcing_for_a_unit_that_is_not_there_is_a_fault)
+{
+    mt_ledger_grads_begin(store, 2);
+    CHECK_FAILS(mt_ledger_check(store), MT_EINVAL, "no unit 2");
+}
+
+/* ---- fetched ----------------------------------------------------------------------------- */
+
+LEDGER_TEST(host_writer_waits_for_the_copies_put_before)
+{
+    gate   g = { 0 };
+    waiter w;
+
+    OPENED(mt_queue, h2d, dev->ops->queue_open(dev, "h2d", &h2d));
+    CHECK_OK(dev->ops->call(h2d, wait_for_gate, &g));
+    CHECK_OK(mt_ledger_fetching(store, 0, h2d));
+    waiter_start(&w, mt_ledger_wait_fetch, 0);
+    CHECK_OK(mt_ledger_wait_fetch(store, 1));       /* nothing of its own is on the way */
+    sleep_ms(20);
+    CHECK_EQ(atomic_load(&w.over), 0);
+    atomic_store(&g.open, 1);
+    thread_join(w.thread);
+    CHECK_EQ(w.st, MT_OK);
+}
+
+LEDGER_TEST(fetch_begins_when_no_update_is_under_way)
+{
+    waiter w;
+
+    OPENED(mt_queue, h2d, dev->ops->queue_open(dev, "h2d", &h2d));
     mt_ledger_update_begin(store, 1);
     CHECK_OK(fetch_begin(store, 0));
     waiter_start(&w, fetch_begin, 1);
     sleep_ms(20);
     CHECK_EQ(atomic_load(&w.over), 0);
     mt_ledger_update_end(store, 1);
-    pthread_join(w.thread, NULL);
+    thread_join(w.thread);
     CHECK_EQ(w.st, MT_OK);
     CHECK_OK(mt_ledger_fetching(store, 0, h2d));
     CHECK_OK(mt_ledger_fetching(store, 1, h2d));
-    dev->ops->queue_close(h2d);
-    teardown();
 }
 
-static void save_holds_writers_and_updates_back_and_nobody_else(void)
+LEDGER_TEST(save_holds_writers_and_updates_back_and_nobody_else)
 {
     waiter host, update;
 
-    setup(0);
     mt_ledger_update_begin(store, 1);
     /* what is saved would be half an update */
     CHECK_EQ(mt_ledger_save_begin(store, 1), MT_ESTATE);
@@ -296,71 +263,44 @@ static void save_holds_writers_and_updates_back_and_nobody_else(void)
     CHECK_OK(mt_ledger_wait_updates(store, 0));                /* it waits for this thread */
     mt_ledger_i_save(0);
     mt_ledger_save_end(store, 0);
-    pthread_join(host.thread, NULL);
-    pthread_join(update.thread, NULL);
+    thread_join(host.thread);
+    thread_join(update.thread);
     CHECK_EQ(host.st, MT_OK);
     CHECK_EQ(update.st, MT_OK);
     CHECK_EQ(mt_ledger_wanted(store), -1);
-    teardown();
 }
 
 /* Who is refused does not end it, so nothing may be counted: a later waiter would wait for ever. */
-static void a_save_that_is_refused_is_not_announced(void)
+LEDGER_TEST(a_save_that_is_refused_is_not_announced)
 {
-    setup(0);
     mt_ledger_fault(store, MT_EDISK, "the disk is gone");
     CHECK_EQ(mt_ledger_save_begin(store, 0), MT_EDISK);
     CHECK_STR(mt_last_error(), "the disk is gone");
     CHECK_EQ(mt_ledger_saving(store, 0), 0);
-    teardown();
 }
 
 /* Between the mover's look at the updates and its copy there is a gap. An update announced in it
  * must find the fetch, or it would write what the copy is about to read. */
-static void writer_waits_for_a_copy_announced_but_not_yet_put(void)
+LEDGER_TEST(writer_waits_for_a_copy_announced_but_not_yet_put)
 {
-    mt_queue *h2d = NULL;
-    waiter    w;
+    waiter w;
 
-    setup(0);
-    REQUIRE(dev->ops->queue_open(dev, "h2d", &h2d) == MT_OK);
+    OPENED(mt_queue, h2d, dev->ops->queue_open(dev, "h2d", &h2d));
     CHECK_OK(fetch_begin(store, 0));
     mt_ledger_update_begin(store, 0);
     waiter_start(&w, mt_ledger_wait_fetch, 0);
     sleep_ms(20);
     CHECK_EQ(atomic_load(&w.over), 0);
     CHECK_OK(mt_ledger_fetching(store, 0, h2d));
-    pthread_join(w.thread, NULL);
+    thread_join(w.thread);
     CHECK_EQ(w.st, MT_OK);
     mt_ledger_update_end(store, 0);
-    dev->ops->queue_close(h2d);
-    teardown();
 }
 
-static void fault_ends_the_wait_to_begin_a_fetch(void)
+LEDGER_TEST(fetching_a_unit_that_is_not_there_is_refused)
 {
-    waiter w;
-
-    setup(0);
-    mt_ledger_update_begin(store, 0);
-    waiter_start(&w, fetch_begin, 0);
-    sleep_ms(20);
-    mt_ledger_fault(store, MT_ENOMEM, "updater gone");
-    pthread_join(w.thread, NULL);
-    CHECK_EQ(w.st, MT_ENOMEM);
-    CHECK_STR(w.text, "updater gone");
-    teardown();
-}
-
-static void fetching_a_unit_that_is_not_there_is_refused(void)
-{
-    mt_queue *h2d = NULL;
-
-    setup(0);
-    REQUIRE(dev->ops->queue_open(dev, "h2d", &h2d) == MT_OK);
+    OPENED(mt_queue, h2d, dev->ops->queue_open(dev, "h2d", &h2d));
     CHECK_EQ(mt_ledger_fetching(store, 2, h2d), MT_EINVAL);
-    dev->ops->queue_close(h2d);
-    teardown();
 }
 
 /* Calls of the device: 1 queue_open, 2 event_open, 3 record, 4 sync_event. */
@@ -370,21 +310,21 @@ static void check_failing_call(int n)
     mt_status st;
 
     setup(n);
-    REQUIRE(dev->ops->queue_open(dev, "h2d", &h2d) == MT_OK);
+    REQUIRE_OK(dev->ops->queue_open(dev, "h2d", &h2d));
     if ((st = mt_ledger_fetching(store, 0, h2d)) == MT_OK) {
         CHECK_EQ(n, 4);
         st = mt_ledger_wait_fetch(store, 0);
     }
     CHECK_EQ(st, MT_EDEVICE);
     CHECK_EQ(fault_fired(dev), 1);
-    CHECK_HAS(mt_last_error(), "injected");
+    CHECK_SAYS("injected");
     CHECK_OK(mt_ledger_fetching(store, 0, h2d));                /* the next time works */
     CHECK_OK(mt_ledger_wait_fetch(store, 0));
     dev->ops->queue_close(h2d);
     teardown();
 }
 
-static void every_failing_device_call_is_reported_and_leaks_nothing(void)
+TEST(every_failing_device_call_is_reported_and_leaks_nothing)
 {
     for (int n = 2; n <= 4; n++)
         check_failing_call(n);
@@ -401,7 +341,7 @@ static void copy_weights(void *arg)
 {
     int unit = *(const int *)arg;
 
-    nanosleep(&(struct timespec){ 0, 200000 }, NULL);
+    usleep(200);
     copied[unit] = weights[unit];
 }
 
@@ -409,7 +349,6 @@ static void copy_weights(void *arg)
 static atomic_int announced;
 static void *updater_main(void *arg)
 {
-    (void)arg;
     for (int i = 0; i < ROUNDS; i++) {
         int unit = i % 2;
         while (atomic_load(&announced) <= i)
@@ -423,18 +362,15 @@ static void *updater_main(void *arg)
 
 /* The mover's part and a reader's part on this thread. Without either wait TSan sees a race: of the
  * updater with the queue that copies, or with this thread that reads. */
-static void readers_movers_and_updater_never_meet(void)
+LEDGER_TEST(readers_movers_and_updater_never_meet)
 {
     static int units[2] = { 0, 1 };
-    mt_queue  *h2d = NULL;
-    pthread_t  updater;
     int        sum = 0;
 
-    setup(0);
     atomic_store(&announced, 0);
     weights[0] = weights[1] = 0;
-    REQUIRE(dev->ops->queue_open(dev, "h2d", &h2d) == MT_OK);
-    REQUIRE(pthread_create(&updater, NULL, updater_main, NULL) == 0);
+    OPENED(mt_queue, h2d, dev->ops->queue_open(dev, "h2d", &h2d));
+    pthread_t updater = thread_start(updater_main, NULL);
     for (int i = 0; i < ROUNDS; i++) {
         int unit = i % 2;
         mt_ledger_update_begin(store, unit);
@@ -444,33 +380,8 @@ static void readers_movers_and_updater_never_meet(void)
         CHECK_OK(dev->ops->call(h2d, copy_weights, &units[unit]));
         CHECK_OK(mt_ledger_fetching(store, unit, h2d));
     }
-    pthread_join(updater, NULL);
+    thread_join(updater);
     CHECK_OK(dev->ops->sync(h2d));
     CHECK_EQ(copied[0] + copied[1], ROUNDS);
     CHECK_EQ(sum, 2 * (ROUNDS / 2) * (ROUNDS / 2 + 1) / 2);
-    dev->ops->queue_close(h2d);
-    teardown();
 }
-
-#define TESTS(X)                                                                              \
-    X(version_grows_with_announced_updates_and_writes)                                        \
-    X(nothing_announced_is_nothing_to_wait_for)                                               \
-    X(wait_lasts_until_every_update_of_the_unit_ended)                                        \
-    X(gradients_are_waited_for_apart_from_updates)                                            \
-    X(watchdog_names_unit_and_what_is_awaited)                                                \
-    X(watchdog_can_be_set_while_someone_waits)                                                \
-    X(fault_ends_every_wait_with_its_message)                                                 \
-    X(first_fault_stays)                                                                      \
-    X(ending_what_was_not_announced_is_a_fault)                                               \
-    X(announcing_for_a_unit_that_is_not_there_is_a_fault)                                     \
-    X(host_writer_waits_for_the_copies_put_before)                                            \
-    X(fetch_begins_when_no_update_is_under_way)                                               \
-    X(writer_waits_for_a_copy_announced_but_not_yet_put)                                      \
-    X(save_holds_writers_and_updates_back_and_nobody_else)                                    \
-    X(a_save_that_is_refused_is_not_announced)                                                \
-    X(fault_ends_the_wait_to_begin_a_fetch)                                                   \
-    X(fetching_a_unit_that_is_not_there_is_refused)                                           \
-    X(every_failing_device_call_is_reported_and_leaks_nothing)                                \
-    X(readers_movers_and_updater_never_meet)
-
-CHECK_MAIN(TESTS)

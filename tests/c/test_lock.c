@@ -2,10 +2,6 @@
 #include "check.h"
 #include "../../csrc/core/lock.h"
 
-#include <errno.h>
-#include <pthread.h>
-#include <sys/wait.h>
-
 static char told[2048];         /* what the child of the latest `noticed` said */
 
 /* 1: a child that does this is aborted; `told` has what it said. 0: it ended well. */
@@ -48,7 +44,7 @@ static void take_all_in_order(int some)
     }
 }
 
-static void locks_in_turn_are_fine(void)
+TEST(locks_in_turn_are_fine)
 {
     CHECK_EQ(noticed(take_all_in_order, 6), 0);
     CHECK_STR(told, "");
@@ -65,7 +61,7 @@ static void take_two_the_wrong_way(int n)
     mt_lock(&first);
 }
 
-static void any_two_out_of_turn_are_noticed_and_named(void)
+TEST(any_two_out_of_turn_are_noticed_and_named)
 {
     for (int n = MT_RANK_NONE + 1; n < MT_RANK_COUNT - 1; n++) {
         char want[512];
@@ -89,7 +85,7 @@ static void take_two_of_a_rank(int n)
     mt_lock(&b);
 }
 
-static void two_locks_of_a_rank_are_noticed(void)
+TEST(two_locks_of_a_rank_are_noticed)
 {
     CHECK_EQ(noticed(take_two_of_a_rank, MT_RANK_MAKING), 1);
     CHECK_HAS(told, "MAKING (");
@@ -106,7 +102,7 @@ static void take_again(int between)
     mt_lock(&a);
 }
 
-static void a_lock_taken_twice_is_noticed(void)
+TEST(a_lock_taken_twice_is_noticed)
 {
     for (int between = 0; between < 2; between++) {
         CHECK_EQ(noticed(take_again, between), 1);
@@ -124,7 +120,7 @@ static void give_or_take_badly(int how)
         mt_lock(&none);
 }
 
-static void what_is_not_held_or_was_never_opened_is_noticed(void)
+TEST(what_is_not_held_or_was_never_opened_is_noticed)
 {
     CHECK_EQ(noticed(give_or_take_badly, 0), 1);
     CHECK_HAS(told, "MAP (");
@@ -158,7 +154,7 @@ static void wait_some(int how)
         mt_unlock(&before);
 }
 
-static void waits_give_back_the_last_lock_alone(void)
+TEST(waits_give_back_the_last_lock_alone)
 {
     CHECK_EQ(noticed(wait_some, 0), 0);
     CHECK_EQ(noticed(wait_some, 1), 0);
@@ -180,19 +176,10 @@ static void *take_other(void *arg)
     return arg;
 }
 
-static void what_another_thread_holds_does_not_count(void)
+TEST(what_another_thread_holds_does_not_count)
 {
-    pthread_t thread;
-
     mt_lock(&of_one);
-    REQUIRE(pthread_create(&thread, NULL, take_other, NULL) == 0);
-    pthread_join(thread, NULL);
+    pthread_t thread = thread_start(take_other, NULL);
+    thread_join(thread);
     mt_unlock(&of_one);
 }
-
-#define TESTS(X) \
-    X(locks_in_turn_are_fine) X(any_two_out_of_turn_are_noticed_and_named) \
-    X(two_locks_of_a_rank_are_noticed) X(a_lock_taken_twice_is_noticed) \
-    X(what_is_not_held_or_was_never_opened_is_noticed) X(waits_give_back_the_last_lock_alone) \
-    X(what_another_thread_holds_does_not_count)
-CHECK_MAIN(TESTS)

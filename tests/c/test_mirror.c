@@ -2,11 +2,8 @@
  * loads what and when, and whose memory is given back. The home here is an array; those that there
  * are, and the bits of training with them, are test_resident.c's and test_disk.c's.
  */
-#include "check.h"
-#include "gate.h"
+#include "opened.h"
 #include "../../csrc/core/mirror.h"
-
-#include <pthread.h>
 
 #define PARAMS 3
 #define N      1024
@@ -19,7 +16,7 @@
 
 /* ---- the table ---------------------------------------------------------------------------- */
 
-static void the_table_is_the_one_that_is_agreed(void)
+TEST(the_table_is_the_one_that_is_agreed)
 {
     static const char want[] =
         "EMPTY: STALE EMPTY EMPTY AHEAD AHEAD EMPTY EMPTY EMPTY EMPTY\n"
@@ -57,10 +54,7 @@ static struct {
 
 static float *host(mt_plane p, int param)
 {
-    void *at = NULL;
-
-    REQUIRE(mt_store_at(home.s, home.unit, param, p, &at) == MT_OK);
-    return at;
+    return store_at(home.s, home.unit, param, p);
 }
 
 static mt_status home_wait(void *arg, int unit, unsigned planes)
@@ -124,19 +118,21 @@ static void open_home(const mt_home *table)
     mt_param_desc d[PARAMS] = { { MT_F32, N, 1 }, { MT_F32, N, 1 }, { MT_F32, N, 1 } };
 
     memset(&home, 0, sizeof home);
-    REQUIRE(mt_dev_cpu_open(&home.dev) == MT_OK);
-    REQUIRE(mt_store_open(&(mt_context){ .dev = home.dev }, &home.s) == MT_OK);
-    REQUIRE(mt_store_add(home.s, "layers.0", d, PARAMS, &home.unit) == MT_OK);
-    REQUIRE(mt_store_move(home.s, home.unit, table, &home) == MT_OK);
+    REQUIRE_OK(mt_dev_cpu_open(&home.dev));
+    REQUIRE_OK(mt_store_open(&(mt_context){ .dev = home.dev }, &home.s));
+    REQUIRE_OK(mt_store_add(home.s, "layers.0", d, PARAMS, &home.unit));
+    REQUIRE_OK(mt_store_move(home.s, home.unit, table, &home));
 }
 
-static void close_home(void)
+static void close_home(int *opened)
 {
     mt_mirror_close(home.s, home.unit);
     mt_mirror_close(home.s, home.unit);
     mt_store_close(home.s);
     home.dev->ops->close(home.dev);
 }
+
+#define HOME(table) CLOSED_BY(close_home) int opened = (open_home(table), 1); (void)opened
 
 /* As an update does: the home has other values. */
 static void change(unsigned planes, float value)
@@ -165,9 +161,9 @@ static size_t reserved(mt_plane p)
 
 /* ---- readers ------------------------------------------------------------------------------ */
 
-static void what_is_stale_is_loaded_once_and_alone(void)
+TEST(what_is_stale_is_loaded_once_and_alone)
 {
-    open_home(&at_once);
+    HOME(&at_once);
     CHECK_OK(mt_mirror_bring(home.s, home.unit, ALL));           /* both are zero */
     CHECK_EQ(home.loads, 0);
     mt_mirror_tell(home.s, home.unit, 1, M, MT_MIRROR_CHANGED);
@@ -180,12 +176,11 @@ static void what_is_stale_is_loaded_once_and_alone(void)
     CHECK_OK(mt_mirror_bring(home.s, home.unit, ALL));
     CHECK_EQ(home.loads, 1);
     CHECK(any(1, M, IS(FRESH)) && any(0, M, IS(EMPTY)));
-    close_home();
 }
 
-static void a_unit_without_a_home_elsewhere_has_nothing_to_do(void)
+TEST(a_unit_without_a_home_elsewhere_has_nothing_to_do)
 {
-    open_home(&at_once);
+    HOME(&at_once);
     CHECK_OK(mt_store_move(home.s, home.unit, &mt_home_ram, NULL));
     CHECK_OK(mt_mirror_bring(home.s, home.unit, ~0u));
     CHECK_OK(mt_mirror_push(home.s, home.unit, 0, ~0u));
@@ -194,7 +189,6 @@ static void a_unit_without_a_home_elsewhere_has_nothing_to_do(void)
     mt_mirror_forget(home.s, home.unit);
     CHECK_OK(mt_mirror_bring(home.s, 77, ~0u));
     CHECK_EQ(home.loads + home.stores, 0);
-    close_home();
 }
 
 typedef struct reader {
@@ -214,8 +208,7 @@ static void *reads(void *arg)
 
 static void wait_begun(int n)
 {
-    while (atomic_load(&home.begun) < n)
-        sleep_ms(1);
+    UNTIL(atomic_load(&home.begun) >= n);
 }
 
 static int somebody_waits_at_the_door(void)
@@ -227,58 +220,55 @@ static int somebody_waits_at_the_door(void)
 }
 
 /* The second waits at the door, and finds what the first has brought. */
-static void two_readers_are_one_load(void)
+TEST(two_readers_are_one_load)
 {
     gate   g = { 0 };
     reader r[2] = { 0 };
 
-    open_home(&at_once);
+    HOME(&at_once);
     change(M, 5);
     home.hold = &g;
     for (int i = 0; i < 2; i++) {
-        REQUIRE(pthread_create(&r[i].thread, NULL, reads, &r[i]) == 0);
+        r[i].thread = thread_start(reads, &r[i]);
         wait_begun(1);
     }
-    while (!somebody_waits_at_the_door())
-        sleep_ms(1);
+    UNTIL(somebody_waits_at_the_door());
     CHECK(any(0, M, IS(LOADING)));
     mt_mirror_forget(home.s, home.unit);         /* somebody is behind the door */
     atomic_store(&g.open, 1);
     for (int i = 0; i < 2; i++) {
-        pthread_join(r[i].thread, NULL);
+        thread_join(r[i].thread);
         CHECK_OK(r[i].st);
         CHECK(r[i].found == 5);
     }
     CHECK_EQ(home.loads, PARAMS);
     CHECK(!somebody_waits_at_the_door());
-    close_home();
 }
 
 /* An update that is put while they come: who asks next loads again. */
-static void what_changes_during_a_load_is_stale(void)
+TEST(what_changes_during_a_load_is_stale)
 {
     gate   g = { 0 };
     reader r = { 0 };
 
-    open_home(&at_once);
+    HOME(&at_once);
     change(M, 5);
     home.hold = &g;
-    REQUIRE(pthread_create(&r.thread, NULL, reads, &r) == 0);
+    r.thread = thread_start(reads, &r);
     wait_begun(1);
     change(M, 6);
     atomic_store(&g.open, 1);
-    pthread_join(r.thread, NULL);
+    thread_join(r.thread);
     CHECK_OK(r.st);
     CHECK(r.found == 6);
     CHECK(any(0, M, IS(STALE)));
     CHECK_OK(mt_mirror_bring(home.s, home.unit, M));
     CHECK_EQ(home.loads, 2 * PARAMS);
-    close_home();
 }
 
-static void a_load_that_fails_may_be_tried_again(void)
+TEST(a_load_that_fails_may_be_tried_again)
 {
-    open_home(&at_once);
+    HOME(&at_once);
     change(M, 5);
     home.fail_load = 1;
     CHECK_EQ(mt_mirror_bring(home.s, home.unit, M), MT_EDISK);
@@ -287,15 +277,14 @@ static void a_load_that_fails_may_be_tried_again(void)
     CHECK_EQ(mt_store_bytes(home.s, MT_PLANE_M), 0);
     CHECK_OK(mt_mirror_bring(home.s, home.unit, M));
     CHECK(host(MT_PLANE_M, 2)[0] == 7);
-    close_home();
 }
 
 /* ---- claims and memory -------------------------------------------------------------------- */
 
 /* States and weights alike: else who read them would find zeros. */
-static void what_was_brought_outlives_a_save(void)
+TEST(what_was_brought_outlives_a_save)
 {
-    open_home(&at_once);
+    HOME(&at_once);
     change(ALL, 5);
     CHECK_OK(mt_mirror_bring(home.s, home.unit, HI | M));
     CHECK_OK(mt_mirror_peek(home.s, home.unit, ALL));
@@ -304,12 +293,11 @@ static void what_was_brought_outlives_a_save(void)
     CHECK(host(MT_PLANE_HI, 0)[0] == 5 && host(MT_PLANE_M, 1)[0] == 6);
     CHECK(reserved(MT_PLANE_V) > 0);
     CHECK(host(MT_PLANE_V, 0)[0] == 0);
-    close_home();
 }
 
-static void a_claim_ends_when_its_values_do(void)
+TEST(a_claim_ends_when_its_values_do)
 {
-    open_home(&at_once);
+    HOME(&at_once);
     change(HI, 5);
     CHECK_OK(mt_mirror_bring(home.s, home.unit, HI));
     mt_mirror_forget(home.s, home.unit);         /* they are current */
@@ -327,12 +315,11 @@ static void a_claim_ends_when_its_values_do(void)
     mt_mirror_forget(home.s, home.unit);
     CHECK_OK(mt_mirror_release(home.s, home.unit));
     CHECK(host(MT_PLANE_HI, 0)[0] == 7);
-    close_home();
 }
 
-static void what_is_stale_is_forgotten_but_not_while_a_save_has_the_unit(void)
+TEST(what_is_stale_is_forgotten_but_not_while_a_save_has_the_unit)
 {
-    open_home(&at_once);
+    HOME(&at_once);
     change(ALL, 5);
     CHECK_OK(mt_mirror_bring(home.s, home.unit, ALL));
     mt_mirror_tell(home.s, home.unit, 1, HI | M | GRAD, MT_MIRROR_CHANGED);
@@ -347,7 +334,6 @@ static void what_is_stale_is_forgotten_but_not_while_a_save_has_the_unit(void)
     CHECK(any(0, HI, IS(STALE)));                /* its pages were its neighbour's */
     CHECK_OK(mt_mirror_bring(home.s, home.unit, HI));
     CHECK(host(MT_PLANE_HI, 0)[0] == 5);
-    close_home();
 }
 
 static void *evicts(void *arg)
@@ -357,37 +343,32 @@ static void *evicts(void *arg)
 }
 
 /* The save's copiers read what it peeked. */
-static void memory_that_a_save_reads_is_not_evicted(void)
+TEST(memory_that_a_save_reads_is_not_evicted)
 {
-    pthread_t thread;
     mt_status st = MT_EINVAL;
 
-    open_home(&at_once);
+    HOME(&at_once);
     change(M, 5);
     CHECK_OK(mt_ledger_save_begin(home.s, home.unit));
     CHECK_OK(mt_mirror_peek(home.s, home.unit, M));
-    REQUIRE(pthread_create(&thread, NULL, evicts, &st) == 0);
-    while (mt_ledger_wanted(home.s) != home.unit)
-        sleep_ms(1);
+    pthread_t thread = thread_start(evicts, &st);
+    UNTIL(mt_ledger_wanted(home.s) == home.unit);
     sleep_ms(5);
     CHECK(host(MT_PLANE_M, 0)[0] == 5);
     mt_ledger_save_end(home.s, home.unit);
-    pthread_join(thread, NULL);
+    thread_join(thread);
     CHECK_OK(st);
     CHECK(reserved(MT_PLANE_M) > 0);
-    close_home();
 }
 
 /* ---- writers ------------------------------------------------------------------------------ */
 
-static void what_is_pushed_is_the_homes_and_its_neighbours_are_still_stale(void)
+TEST(what_is_pushed_is_the_homes_and_its_neighbours_are_still_stale)
 {
-    uint64_t version;
-
-    open_home(&at_once);
+    HOME(&at_once);
     change(M | HI, 5);
     fill(MT_PLANE_M, 1, 9);
-    version = mt_ledger_version(home.s, home.unit);
+    uint64_t version = mt_ledger_version(home.s, home.unit);
     CHECK_OK(mt_mirror_push(home.s, home.unit, 1, M));
     CHECK_EQ(mt_ledger_version(home.s, home.unit), version);
     CHECK(home.values[MT_PLANE_M][1] == 9);
@@ -402,14 +383,12 @@ static void what_is_pushed_is_the_homes_and_its_neighbours_are_still_stale(void)
     CHECK(home.values[MT_PLANE_HI][2] == 3);
     CHECK_OK(mt_mirror_release(home.s, home.unit));              /* no claim, its memory goes */
     CHECK(host(MT_PLANE_HI, 0)[0] == 0);
-    CHECK_EQ(mt_mirror_push(home.s, home.unit, PARAMS, M), MT_EINVAL);
-    CHECK_HAS(mt_last_error(), "layers.0");
-    close_home();
+    CHECK_FAILS(mt_mirror_push(home.s, home.unit, PARAMS, M), MT_EINVAL, "layers.0");
 }
 
-static void a_push_that_fails_leaves_the_homes_values(void)
+TEST(a_push_that_fails_leaves_the_homes_values)
 {
-    open_home(&at_once);
+    HOME(&at_once);
     change(M, 5);
     CHECK_OK(mt_mirror_bring(home.s, home.unit, M));
     fill(MT_PLANE_M, 1, 9);
@@ -417,16 +396,15 @@ static void a_push_that_fails_leaves_the_homes_values(void)
     CHECK_EQ(mt_mirror_push(home.s, home.unit, 1, M), MT_EDISK);
     CHECK_OK(mt_mirror_bring(home.s, home.unit, M));
     CHECK(host(MT_PLANE_M, 1)[0] == 6);
-    close_home();
 }
 
 /* A home that opens over what the host has, and takes weights by itself. */
-static void what_the_host_had_is_ahead_until_it_is_taken(void)
+TEST(what_the_host_had_is_ahead_until_it_is_taken)
 {
-    open_home(&mt_home_ram);
+    HOME(&mt_home_ram);
     fill(MT_PLANE_M, 1, 8);
     fill(MT_PLANE_HI, 0, 2);
-    REQUIRE(mt_store_move(home.s, home.unit, &lazily, &home) == MT_OK);
+    REQUIRE_OK(mt_store_move(home.s, home.unit, &lazily, &home));
     CHECK(any(0, HI, IS(AHEAD)) && any(1, M, IS(AHEAD)) && !any(-1, V, IS(AHEAD)));
     CHECK_OK(mt_mirror_bring(home.s, home.unit, ALL));
     CHECK_OK(mt_mirror_evict(home.s, home.unit));
@@ -445,31 +423,27 @@ static void what_the_host_had_is_ahead_until_it_is_taken(void)
     CHECK(host(MT_PLANE_HI, 0)[0] == 2 && host(MT_PLANE_M, 1)[0] == 0);
     CHECK_OK(mt_mirror_evict(home.s, home.unit));
     CHECK(host(MT_PLANE_HI, 0)[0] == 0);
-    close_home();
 }
 
 /* Between opening and storing a parameter is written; its neighbour's memory goes, and its too. */
-static void what_is_pushed_before_the_rest_is_taken_is_not_lost(void)
+TEST(what_is_pushed_before_the_rest_is_taken_is_not_lost)
 {
-    open_home(&mt_home_ram);
+    HOME(&mt_home_ram);
     fill(MT_PLANE_M, 0, 8);
-    REQUIRE(mt_store_move(home.s, home.unit, &at_once, &home) == MT_OK);
+    REQUIRE_OK(mt_store_move(home.s, home.unit, &at_once, &home));
     fill(MT_PLANE_M, 1, 9);
     CHECK_OK(mt_mirror_push(home.s, home.unit, 1, M));
     CHECK_OK(mt_mirror_store(home.s, home.unit));
     CHECK_OK(mt_mirror_evict(home.s, home.unit));
     CHECK_OK(mt_mirror_bring(home.s, home.unit, M));
     CHECK(host(MT_PLANE_M, 0)[0] == 8 && host(MT_PLANE_M, 1)[0] == 9);
-    close_home();
 }
 
 /* Weights, of which nobody knows which were written. */
-static void weights_that_are_touched_are_the_hosts(void)
+TEST(weights_that_are_touched_are_the_hosts)
 {
-    uint64_t version;
-
-    open_home(&lazily);
-    version = mt_ledger_version(home.s, home.unit);
+    HOME(&lazily);
+    uint64_t version = mt_ledger_version(home.s, home.unit);
     mt_mirror_tell(home.s, home.unit, -1, HI, MT_MIRROR_STORE);
     mt_mirror_tell(home.s, home.unit, -1, HI, MT_MIRROR_STORED);
     CHECK(any(-1, HI, IS(FRESH)) && !any(-1, HI, IS(AHEAD)));
@@ -478,30 +452,27 @@ static void weights_that_are_touched_are_the_hosts(void)
     CHECK_OK(mt_mirror_push(home.s, home.unit, 0, HI));          /* the home takes it later */
     CHECK_EQ(home.stores, 0);
     CHECK_EQ(mt_ledger_version(home.s, home.unit), version + 2);
-    close_home();
 }
 
-static void what_is_torn_is_refused(void)
+TEST(what_is_torn_is_refused)
 {
-    open_home(&lazily);
+    HOME(&lazily);
     mt_mirror_tell(home.s, home.unit, -1, HI, MT_MIRROR_STORE);
     mt_mirror_tell(home.s, home.unit, -1, HI, MT_MIRROR_STORED);
     change(HI, 5);
     mt_ledger_touch(home.s, home.unit);          /* nobody brought them before */
-    CHECK_EQ(mt_mirror_bring(home.s, home.unit, HI), MT_ESTATE);
-    CHECK_HAS(mt_last_error(), "layers.0");
+    CHECK_FAILS(mt_mirror_bring(home.s, home.unit, HI), MT_ESTATE, "layers.0");
     CHECK(any(1, HI, IS(TORN)));
     CHECK_OK(mt_mirror_evict(home.s, home.unit));
     CHECK(any(1, HI, IS(TORN)));
     CHECK_OK(mt_mirror_bring(home.s, home.unit, M));     /* the door is open, others are well */
-    close_home();
 }
 
 /* ---- planes at home on the host ------------------------------------------------------------ */
 
-static void planes_may_be_excepted_and_come_back(void)
+TEST(planes_may_be_excepted_and_come_back)
 {
-    open_home(&at_once);
+    HOME(&at_once);
     fill(MT_PLANE_M, 0, 3);
     CHECK_OK(mt_store_move(home.s, home.unit, &visiting, &home));
     change(M, 5);                                /* of which the mirror hears nothing */
@@ -516,27 +487,5 @@ static void planes_may_be_excepted_and_come_back(void)
     CHECK(any(0, M, IS(AHEAD)) && !any(-1, V, IS(AHEAD)));
     CHECK_OK(mt_mirror_store(home.s, home.unit));
     change(M, 6);
-    CHECK_EQ(mt_store_move(home.s, home.unit, &visiting, &home), MT_ESTATE);
-    CHECK_HAS(mt_last_error(), "layers.0");
-    close_home();
+    CHECK_FAILS(mt_store_move(home.s, home.unit, &visiting, &home), MT_ESTATE, "layers.0");
 }
-
-#define TESTS(X)                                                            \
-    X(the_table_is_the_one_that_is_agreed)                                  \
-    X(what_is_stale_is_loaded_once_and_alone)                               \
-    X(a_unit_without_a_home_elsewhere_has_nothing_to_do)                    \
-    X(two_readers_are_one_load)                                             \
-    X(what_changes_during_a_load_is_stale)                                  \
-    X(a_load_that_fails_may_be_tried_again)                                 \
-    X(what_was_brought_outlives_a_save)                                     \
-    X(a_claim_ends_when_its_values_do)                                      \
-    X(what_is_stale_is_forgotten_but_not_while_a_save_has_the_unit)         \
-    X(memory_that_a_save_reads_is_not_evicted)                              \
-    X(what_is_pushed_is_the_homes_and_its_neighbours_are_still_stale)       \
-    X(a_push_that_fails_leaves_the_homes_values)                            \
-    X(what_the_host_had_is_ahead_until_it_is_taken)                         \
-    X(what_is_pushed_before_the_rest_is_taken_is_not_lost)                  \
-    X(weights_that_are_touched_are_the_hosts)                               \
-    X(what_is_torn_is_refused)                                              \
-    X(planes_may_be_excepted_and_come_back)
-CHECK_MAIN(TESTS)

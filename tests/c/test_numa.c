@@ -2,10 +2,7 @@
 #include "check.h"
 
 #include "../../csrc/core/numa.h"
-#include <errno.h>
 #include <linux/mempolicy.h>
-#include <sys/mman.h>
-#include <sys/stat.h>
 #include <sys/syscall.h>
 
 static char box[32];                 /* a made-up sysfs, while there is one */
@@ -50,7 +47,7 @@ static mt_nodes nodes_of(const char *online, const char *cpu, const char *memory
     return nodes;
 }
 
-static void nodes_with_processors_and_memory_count(void)
+TEST(nodes_with_processors_and_memory_count)
 {
     mt_nodes two = nodes_of("0-1\n", "0-1\n", "0-1\n", "Name:\tx\nMems_allowed_list:\t0-1\n");
     /* a GH200's HBM is 1 to 8 */
@@ -67,7 +64,7 @@ static void nodes_with_processors_and_memory_count(void)
     CHECK_EQ(some.bits[1], 1ul << 0 | 1ul << 6);
 }
 
-static void a_machine_that_says_nothing_has_one_node(void)
+TEST(a_machine_that_says_nothing_has_one_node)
 {
     CHECK_EQ(nodes_of(NULL, NULL, NULL, NULL).n, 1);
     CHECK_EQ(nodes_of("0\n", NULL, NULL, NULL).n, 1);
@@ -83,15 +80,14 @@ static int policy_at(void *p)
     return mode;
 }
 
-static void the_kernel_takes_what_it_is_asked(void)
+TEST(the_kernel_takes_what_it_is_asked)
 {
     size_t   bytes = (size_t)sysconf(_SC_PAGESIZE) * 4;
     char    *p = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     mt_nodes nowhere = nodes_of("900\n", "900\n", "900\n", NULL);
-    int      error;
 
     REQUIRE(p != MAP_FAILED);
-    error = mt__numa_spread(mt_nodes_here(), p, bytes);
+    int error = mt__numa_spread(mt_nodes_here(), p, bytes);
     if (error == ENOSYS || error == EPERM) {
         munmap(p, bytes);
         SKIP("this kernel has no NUMA policies for us: %s", strerror(error));
@@ -106,7 +102,7 @@ static void the_kernel_takes_what_it_is_asked(void)
     munmap(p, bytes);
 }
 
-static void one_node_is_left_alone(void)
+TEST(one_node_is_left_alone)
 {
     size_t bytes = (size_t)sysconf(_SC_PAGESIZE);
     char  *p = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
@@ -118,8 +114,3 @@ static void one_node_is_left_alone(void)
         CHECK_EQ(policy_at(p), MPOL_DEFAULT);
     munmap(p, bytes);
 }
-
-#define TESTS(X)                                                                              \
-    X(nodes_with_processors_and_memory_count) X(a_machine_that_says_nothing_has_one_node)     \
-    X(the_kernel_takes_what_it_is_asked) X(one_node_is_left_alone)
-CHECK_MAIN(TESTS)

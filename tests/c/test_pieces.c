@@ -21,11 +21,6 @@ typedef struct sheet {
     mt_part      *parts;
 } sheet;
 
-static int64_t random_below(uint64_t *seed, int64_t n)
-{
-    return (int64_t)(toy_random(seed) % (uint64_t)n);
-}
-
 static void sheet_open(sheet *s, uint64_t seed)
 {
     static const mt_dtype types[] = { MT_BF16, MT_F32, MT_F16, MT_F64 };
@@ -42,13 +37,13 @@ static void sheet_open(sheet *s, uint64_t seed)
                        (random_below(&seed, 3) ? MT_STATE_PLANES : 0) |
                        (random_below(&seed, 2) ? GRAD : 0);
     }
-    REQUIRE(mt_store_add(s->t.store, "cut", s->d, PARAMS, &s->unit) == MT_OK);
-    REQUIRE(mt_store_set_states(s->t.store, s->unit, (mt_states)random_below(&seed, 4)) == MT_OK);
+    REQUIRE_OK(mt_store_add(s->t.store, "cut", s->d, PARAMS, &s->unit));
+    REQUIRE_OK(mt_store_set_states(s->t.store, s->unit, (mt_states)random_below(&seed, 4)));
     s->how = (mt_cut){ .planes = s->planes, .align = seed % 2 ? MT_PART_ALIGN : 4096,
                        .budget = (size_t)(32 + random_below(&seed, 60)) * 4096,
                        .grain = 128 << random_below(&seed, 6), .most = seed % 3 ? 0 : 3,
                        .spacing = seed % 5 ? 0 : 4096 };
-    REQUIRE(mt_pieces_cut(s->t.store, s->unit, &s->how, &s->p) == MT_OK);
+    REQUIRE_OK(mt_pieces_cut(s->t.store, s->unit, &s->how, &s->p));
     REQUIRE(posix_memalign((void **)&s->mem, 4096, s->how.budget) == 0);
     REQUIRE((s->parts = calloc((size_t)s->p->most + 1, sizeof *s->parts)) != NULL);
 }
@@ -90,7 +85,7 @@ static void mark(const sheet *s, const mt_piece *piece, const mt_part *k, unsign
 static void check_piece(const sheet *s, int number, int64_t *next)
 {
     const mt_piece *piece = &s->p->piece[number];
-    unsigned char  *taken = calloc(1, s->how.budget + 1);
+    FREED unsigned char *taken = calloc(1, s->how.budget + 1);
     int             states = 0;
 
     REQUIRE(taken != NULL && piece->n > 0 && piece->n <= s->p->most);
@@ -109,10 +104,9 @@ static void check_piece(const sheet *s, int number, int64_t *next)
         states += (s->planes[k->param] & ~HI) != 0;
     }
     CHECK(states == 0 || states == piece->n);
-    free(taken);
 }
 
-static void every_element_is_in_one_part_of_one_piece(void)
+TEST(every_element_is_in_one_part_of_one_piece)
 {
     for (uint64_t seed = 1; seed <= 200; seed++) {
         int64_t next[PARAMS] = { 0 };
@@ -133,42 +127,37 @@ static void every_element_is_in_one_part_of_one_piece(void)
 }
 
 /* What does not fit any more goes to the next piece: one grain more would have been too much. */
-static void pieces_are_full(void)
+TEST(pieces_are_full)
 {
     mt_param_desc d = { MT_BF16, 100000, 1 };
     unsigned      planes = HI | MT_STATE_PLANES;
     mt_cut        how = { &planes, 65536, MT_PART_ALIGN, 128, 0, 0 };
     const size_t  grain = 128 * (2 + 2 + 1 + 1) + 8;     /* with its scales */
     mt_pieces    *p;
-    toy           t;
-    int           unit;
 
-    toy_open(&t, 0, 1, 0);
-    REQUIRE(mt_store_add(t.store, "full", &d, 1, &unit) == MT_OK);
-    REQUIRE(mt_store_set_states(t.store, unit, MT_STATES_8BIT) == MT_OK);
-    REQUIRE(mt_pieces_cut(t.store, unit, &how, &p) == MT_OK);
+    TOY(t, 0, 1, 0);
+    int unit = store_add(t.store, "full", &d, 1);
+    REQUIRE_OK(mt_store_set_states(t.store, unit, MT_STATES_8BIT));
+    REQUIRE_OK(mt_pieces_cut(t.store, unit, &how, &p));
     for (int i = 0; i + 1 < p->n; i++) {
         CHECK(p->piece[i].bytes + 5 * MT_PART_ALIGN + grain > how.budget);
         CHECK_EQ(p->piece[i].n, 1);
     }
     mt_pieces_free(p);
     mt_pieces_free(NULL);
-    toy_close(&t);
 }
 
 /* So a stretch of plane HI is one copy. */
-static void weights_lie_as_in_their_plane(void)
+TEST(weights_lie_as_in_their_plane)
 {
     mt_param_desc d[3] = { { MT_BF16, 300, 1 }, { MT_F32, 5000, 1 }, { MT_BF16, 7, 1 } };
     unsigned      planes[3] = { HI | MT_STATE_PLANES, HI | MT_STATE_PLANES, HI | MT_STATE_PLANES };
     mt_cut        how = { planes, 65536, 4096, 4096, 0, 0 };
     mt_pieces    *p;
-    toy           t;
-    int           unit;
 
-    toy_open(&t, 0, 1, 0);
-    REQUIRE(mt_store_add(t.store, "weights", d, 3, &unit) == MT_OK);
-    REQUIRE(mt_pieces_cut(t.store, unit, &how, &p) == MT_OK);
+    TOY(t, 0, 1, 0);
+    int unit = store_add(t.store, "weights", d, 3);
+    REQUIRE_OK(mt_pieces_cut(t.store, unit, &how, &p));
     CHECK_EQ(p->n, 2);
     for (int i = 0; i < p->n; i++)
         for (int k = p->piece[i].first; k < p->piece[i].first + p->piece[i].n; k++) {
@@ -181,51 +170,35 @@ static void weights_lie_as_in_their_plane(void)
                      mt_store_plane_bytes(t.store, unit, a->param, MT_PLANE_HI, a->from));
         }
     mt_pieces_free(p);
-    toy_close(&t);
 }
 
-static void a_budget_below_a_grain_is_refused(void)
+TEST(a_budget_below_a_grain_is_refused)
 {
     mt_param_desc d = { MT_F32, 5000, 1 };
     unsigned      planes = MT_STATE_PLANES;
     mt_cut        how = { &planes, 4096, MT_PART_ALIGN, 1024, 0, 0 };
     mt_pieces    *p = NULL;
-    toy           t;
-    int           unit;
 
-    toy_open(&t, 0, 1, 0);
-    REQUIRE(mt_store_add(t.store, "layers.0", &d, 1, &unit) == MT_OK);
+    TOY(t, 0, 1, 0);
+    int unit = store_add(t.store, "layers.0", &d, 1);
     CHECK_EQ(mt_pieces_cut(t.store, unit, &how, &p), MT_EINVAL);
-    CHECK_HAS(mt_last_error(), "unit layers.0: 4096 bytes hold no 1024 elements of parameter 0");
+    CHECK_SAYS("unit layers.0: 4096 bytes hold no 1024 elements of parameter 0");
     CHECK(p == NULL);
-    toy_close(&t);
 }
 
-static void host_addresses_are_the_parts(void)
+TEST(host_addresses_are_the_parts)
 {
     mt_param_desc d = { MT_BF16, 1000, 1 };
     mt_part       k = { .from = 256, .n = 300 };
     void         *all, *at;
     size_t        bytes;
-    toy           t;
-    int           unit;
 
-    toy_open(&t, 0, 1, 0);
-    REQUIRE(mt_store_add(t.store, "host", &d, 1, &unit) == MT_OK);
-    REQUIRE(mt_store_set_states(t.store, unit, MT_STATES_8BIT) == MT_OK);
-    CHECK_OK(mt_store_at(t.store, unit, 0, MT_PLANE_SCALE, &all));
+    TOY(t, 0, 1, 0);
+    int unit = store_add(t.store, "host", &d, 1);
+    REQUIRE_OK(mt_store_set_states(t.store, unit, MT_STATES_8BIT));
+    all = store_at(t.store, unit, 0, MT_PLANE_SCALE);
     CHECK_OK(mt_part_host(t.store, unit, &k, MT_PLANE_SCALE, &at, &bytes));
     CHECK_EQ((char *)at - (char *)all, 2 * 8);
     CHECK_EQ(bytes, 3 * 8);
     CHECK_EQ(mt_part_host(t.store, unit, &k, MT_PLANE_MASTER, &at, &bytes), MT_EINVAL);
-    toy_close(&t);
 }
-
-#define TESTS(X)                                        \
-    X(every_element_is_in_one_part_of_one_piece)        \
-    X(pieces_are_full)                                  \
-    X(weights_lie_as_in_their_plane)                    \
-    X(a_budget_below_a_grain_is_refused)                \
-    X(host_addresses_are_the_parts)
-
-CHECK_MAIN(TESTS)

@@ -2,12 +2,7 @@
 #include "check.h"
 
 #include "../../csrc/core/pool.h"
-#include <pthread.h>
 #include <sched.h>
-#include <semaphore.h>
-#include <stdatomic.h>
-#include <sys/stat.h>
-#include <time.h>
 
 enum { CHUNKS = 1000 };
 
@@ -15,7 +10,7 @@ static mt_pool *pool_open(int n_threads)
 {
     mt_pool *p = NULL;
 
-    REQUIRE(mt_pool_open(n_threads, &p) == MT_OK);
+    REQUIRE_OK(mt_pool_open(n_threads, &p));
     return p;
 }
 
@@ -28,7 +23,7 @@ static void mark(void *arg, int64_t chunk)
 
 static void check_marks(mt_pool *p, int64_t n)
 {
-    int *marks = calloc(CHUNKS + 1, sizeof *marks);
+    FREED int *marks = calloc(CHUNKS + 1, sizeof *marks);
     int  wrong = 0;
 
     REQUIRE(marks != NULL);
@@ -36,10 +31,9 @@ static void check_marks(mt_pool *p, int64_t n)
     for (int64_t i = 0; i <= CHUNKS; i++)
         wrong += marks[i] != (i < n);
     CHECK_EQ(wrong, 0);
-    free(marks);
 }
 
-static void every_chunk_runs_exactly_once(void)
+TEST(every_chunk_runs_exactly_once)
 {
     static const int64_t counts[] = { 0, 1, 2, 3, 17, CHUNKS };
 
@@ -53,24 +47,23 @@ static void every_chunk_runs_exactly_once(void)
     }
 }
 
-static void no_pool_is_this_thread(void)
+TEST(no_pool_is_this_thread)
 {
     CHECK_EQ(mt_pool_threads(NULL), 1);
     check_marks(NULL, CHUNKS);
     mt_pool_close(NULL);
 }
 
-static void pool_of_no_threads_is_refused(void)
+TEST(pool_of_no_threads_is_refused)
 {
     mt_pool *p = NULL;
 
-    CHECK_EQ(mt_pool_open(0, &p), MT_EINVAL);
-    CHECK_HAS(mt_last_error(), "0 threads");
+    CHECK_FAILS(mt_pool_open(0, &p), MT_EINVAL, "0 threads");
     CHECK(p == NULL);
 }
 
 /* Short loops one after another: a worker late for one must not touch the next. */
-static void many_short_loops_lose_nothing(void)
+TEST(many_short_loops_lose_nothing)
 {
     mt_pool *p = pool_open(4);
 
@@ -82,11 +75,10 @@ static void many_short_loops_lose_nothing(void)
 /* Each chunk waits for all others, so it returns only when four threads are in the loop. */
 static void meet(void *arg, int64_t chunk)
 {
-    (void)chunk;
     (void)pthread_barrier_wait(arg);
 }
 
-static void all_threads_take_part(void)
+TEST(all_threads_take_part)
 {
     mt_pool          *p = pool_open(4);
     pthread_barrier_t all;
@@ -117,7 +109,7 @@ static void mark_mine(void *arg, int64_t chunk)
         atomic_fetch_add(&c->mixed, 1);
     c->marks[chunk]++;
     if (chunk % 64 == 0)
-        (void)usleep(10);
+        usleep(10);
     atomic_fetch_sub(&c->running[c->id], 1);
 }
 
@@ -130,7 +122,7 @@ static void *call_often(void *arg)
     return NULL;
 }
 
-static void callers_in_two_threads_take_turns(void)
+TEST(callers_in_two_threads_take_turns)
 {
     static caller     callers[2];
     static atomic_int running[2];
@@ -140,10 +132,10 @@ static void callers_in_two_threads_take_turns(void)
 
     for (int i = 0; i < 2; i++) {
         callers[i] = (caller){ .pool = p, .id = i, .running = running };
-        REQUIRE(pthread_create(&threads[i], NULL, call_often, &callers[i]) == 0);
+        threads[i] = thread_start(call_often, &callers[i]);
     }
     for (int i = 0; i < 2; i++)
-        (void)pthread_join(threads[i], NULL);
+        thread_join(threads[i]);
     for (int i = 0; i < 2; i++) {
         for (int k = 0; k < SHARE; k++)
             wrong += callers[i].marks[k] != CALLS;
@@ -161,22 +153,21 @@ static int64_t cpu_ns(void)
     return (int64_t)t.tv_sec * 1000000000 + t.tv_nsec;
 }
 
-static void idle_pool_costs_nothing(void)
+TEST(idle_pool_costs_nothing)
 {
     mt_pool *p = pool_open(3);
-    int64_t  before;
 
     check_marks(p, CHUNKS);
-    (void)usleep(5000);
-    before = cpu_ns();
-    (void)usleep(50000);
+    usleep(5000);
+    int64_t before = cpu_ns();
+    usleep(50000);
     CHECK(cpu_ns() - before < 10000000);     /* of 100 ms that two spinning workers would take */
     mt_pool_close(p);
 }
 
 /* ---- processors ------------------------------------------------------------------------- */
 
-static void cpu_count_honours_affinity(void)
+TEST(cpu_count_honours_affinity)
 {
     cpu_set_t all, one;
 
@@ -227,7 +218,7 @@ static void box_remove(void)
     CHECK_EQ(system(command), 0);
 }
 
-static void cpu_count_honours_cgroup_quotas(void)
+TEST(cpu_count_honours_cgroup_quotas)
 {
     REQUIRE(mkdtemp(box) != NULL);
     CHECK_EQ(mt__cgroup_cpus(box, "/nonexistent"), 0);
@@ -252,16 +243,3 @@ static void cpu_count_honours_cgroup_quotas(void)
     CHECK_EQ(box_cpus("3:cpu:/\n"), 1);
     box_remove();
 }
-
-#define TESTS(X)                                                                              \
-    X(every_chunk_runs_exactly_once)                                                          \
-    X(no_pool_is_this_thread)                                                                 \
-    X(pool_of_no_threads_is_refused)                                                          \
-    X(many_short_loops_lose_nothing)                                                          \
-    X(all_threads_take_part)                                                                  \
-    X(callers_in_two_threads_take_turns)                                                      \
-    X(idle_pool_costs_nothing)                                                                \
-    X(cpu_count_honours_affinity)                                                             \
-    X(cpu_count_honours_cgroup_quotas)
-
-CHECK_MAIN(TESTS)

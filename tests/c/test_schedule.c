@@ -3,6 +3,8 @@
 
 #include "../../csrc/core/schedule.h"
 
+CLOSES(mt_schedule, mt_schedule_free(*x))
+
 #define SMALL 128
 #define LARGE 300
 
@@ -47,7 +49,7 @@ static void check_text(int n_small, const char *want)
 
 /* Two slots: a slot's next copy stands behind its last use, and has one compute to hide behind. The
  * last two layers are still there when backward begins. */
-static void two_slots_for_layers_as_text(void)
+TEST(two_slots_for_layers_as_text)
 {
     check_text(2, "fetch embed        -> slot 2\n"
                   "fetch layers.0     -> slot 0\n"
@@ -90,57 +92,14 @@ static void two_slots_for_layers_as_text(void)
                   "update head\n");
 }
 
-/* Three slots: a copy has two computes to hide behind, and only layer 0 comes twice. */
-static void three_slots_for_layers_as_text(void)
-{
-    check_text(3, "fetch embed        -> slot 3\n"
-                  "fetch layers.0     -> slot 0\n"
-                  "fetch layers.1     -> slot 1\n"
-                  "fetch layers.2     -> slot 2\n"
-                  "compute embed      in slot 3\n"
-                  "compute layers.0   in slot 0\n"
-                  "release layers.0   from slot 0\n"
-                  "fetch layers.3     -> slot 0\n"
-                  "release embed      from slot 3\n"
-                  "fetch head         -> slot 3\n"
-                  "compute layers.1   in slot 1\n"
-                  "compute layers.2   in slot 2\n"
-                  "compute layers.3   in slot 0\n"
-                  "compute head       in slot 3\n"
-                  "compute head       in slot 3\n"
-                  "offload head\n"
-                  "compute layers.3   in slot 0\n"
-                  "release layers.3   from slot 0\n"
-                  "fetch layers.0     -> slot 0\n"
-                  "offload layers.3\n"
-                  "compute layers.2   in slot 2\n"
-                  "offload layers.2\n"
-                  "compute layers.1   in slot 1\n"
-                  "offload layers.1\n"
-                  "compute layers.0   in slot 0\n"
-                  "offload layers.0\n"
-                  "offload embed\n"
-                  "release layers.0   from slot 0\n"
-                  "release layers.1   from slot 1\n"
-                  "release layers.2   from slot 2\n"
-                  "release head       from slot 3\n"
-                  "update embed\n"
-                  "update layers.0\n"
-                  "update layers.1\n"
-                  "update layers.2\n"
-                  "update layers.3\n"
-                  "update head\n");
-}
-
-static void one_slot_takes_turns(void)
+TEST(one_slot_takes_turns)
 {
     const mt_mark trace[] = { { MT_COMPUTE, 0 }, { MT_COMPUTE, 1 }, { MT_COMPUTE, 1 },
                               { MT_COMPUTE, 0 } };
     const size_t  bytes[] = { 8, 8 }, slot = 8;
-    mt_schedule  *s = NULL;
     char          text[1024];
 
-    REQUIRE(mt_schedule_build(trace, 4, bytes, 2, &slot, 1, &s) == MT_OK);
+    OPENED(mt_schedule, s, mt_schedule_build(trace, 4, bytes, 2, &slot, 1, &s));
     mt_schedule_print(s, NULL, text, sizeof text);
     CHECK_STR(text, "fetch unit 0       -> slot 0\n"
                     "compute unit 0     in slot 0\n"
@@ -152,7 +111,6 @@ static void one_slot_takes_turns(void)
                     "fetch unit 0       -> slot 0\n"
                     "compute unit 0     in slot 0\n"
                     "release unit 0     from slot 0\n");
-    mt_schedule_free(s);
 }
 
 /* Units 0 to 3 share two slots, 4 and 5 another. The fetch of 2 must wait for that of 5, needed
@@ -162,29 +120,27 @@ static void check_victim(int again, int want_slot)
     const mt_mark trace[] = { { MT_COMPUTE, 0 }, { MT_COMPUTE, 1 }, { MT_COMPUTE, 4 },
                               { MT_COMPUTE, 5 }, { MT_COMPUTE, 2 }, { MT_COMPUTE, again } };
     const size_t  bytes[] = { 8, 8, 8, 8, 16, 16 }, slots[] = { 8, 8, 16 };
-    mt_schedule  *s = NULL;
     int           slot = -1;
 
-    REQUIRE(mt_schedule_build(trace, 6, bytes, 6, slots, 3, &s) == MT_OK);
+    OPENED(mt_schedule, s, mt_schedule_build(trace, 6, bytes, 6, slots, 3, &s));
     for (int64_t i = 0; i < s->n; i++)
         if (s->steps[i].kind == MT_FETCH && s->steps[i].unit == 2)
             slot = s->steps[i].slot;
     CHECK_EQ(slot, want_slot);
-    mt_schedule_free(s);
 }
 
-static void unit_needed_last_gives_way(void)
+TEST(unit_needed_last_gives_way)
 {
     check_victim(0, 1);
     check_victim(1, 0);
 }
 
-static void of_units_never_needed_again_the_one_idle_for_longest_gives_way(void)
+TEST(of_units_never_needed_again_the_one_idle_for_longest_gives_way)
 {
     check_victim(2, 0);
 }
 
-static void empty_trace_has_no_steps(void)
+TEST(empty_trace_has_no_steps)
 {
     mt_schedule *s = NULL;
     char         text[8] = "before";
@@ -198,14 +154,13 @@ static void empty_trace_has_no_steps(void)
     mt_schedule_free(NULL);
 }
 
-static void unit_without_compute_needs_no_slot_and_is_updated_last(void)
+TEST(unit_without_compute_needs_no_slot_and_is_updated_last)
 {
     const mt_mark trace[] = { { MT_OFFLOAD, 0 }, { MT_COMPUTE, 1 }, { MT_OFFLOAD, 1 } };
     const size_t  bytes[] = { 1000, 8 }, slot = 8;
-    mt_schedule  *s = NULL;
     char          text[1024];
 
-    REQUIRE(mt_schedule_build(trace, 3, bytes, 2, &slot, 1, &s) == MT_OK);
+    OPENED(mt_schedule, s, mt_schedule_build(trace, 3, bytes, 2, &slot, 1, &s));
     mt_schedule_print(s, NULL, text, sizeof text);
     CHECK_STR(text, "fetch unit 1       -> slot 0\n"
                     "offload unit 0\n"
@@ -214,10 +169,9 @@ static void unit_without_compute_needs_no_slot_and_is_updated_last(void)
                     "release unit 1     from slot 0\n"
                     "update unit 1\n"
                     "update unit 0\n");
-    mt_schedule_free(s);
 }
 
-static void unit_larger_than_every_slot_is_refused_with_numbers(void)
+TEST(unit_larger_than_every_slot_is_refused_with_numbers)
 {
     const mt_mark trace[] = { { MT_COMPUTE, 0 }, { MT_COMPUTE, 1 } };
     const size_t  bytes[] = { 8, 5000 }, slots[] = { 16, 4096, 64 };
@@ -225,36 +179,32 @@ static void unit_larger_than_every_slot_is_refused_with_numbers(void)
 
     CHECK_EQ(mt_schedule_build(trace, 2, bytes, 2, slots, 3, &s), MT_EINVAL);
     CHECK(s == NULL);
-    CHECK_HAS(mt_last_error(), "unit 1");
-    CHECK_HAS(mt_last_error(), "5000");
-    CHECK_HAS(mt_last_error(), "4096");
-    CHECK_EQ(mt_schedule_build(trace, 1, bytes, 2, NULL, 0, &s), MT_EINVAL);
-    CHECK_HAS(mt_last_error(), "0 slots");
+    CHECK_SAYS("unit 1");
+    CHECK_SAYS("5000");
+    CHECK_SAYS("4096");
+    CHECK_FAILS(mt_schedule_build(trace, 1, bytes, 2, NULL, 0, &s), MT_EINVAL, "0 slots");
 }
 
-static void marks_of_wrong_kind_or_unit_are_refused(void)
+TEST(marks_of_wrong_kind_or_unit_are_refused)
 {
     const mt_mark kind = { MT_FETCH, 0 }, unit = { MT_OFFLOAD, 1 }, below = { MT_COMPUTE, -1 };
     const size_t  bytes = 8;
     mt_schedule  *s = NULL;
 
     CHECK_EQ(mt_schedule_build(&kind, 1, &bytes, 1, &bytes, 1, &s), MT_EINVAL);
-    CHECK_EQ(mt_schedule_build(&unit, 1, &bytes, 1, &bytes, 1, &s), MT_EINVAL);
-    CHECK_HAS(mt_last_error(), "unit 1 of 1");
+    CHECK_FAILS(mt_schedule_build(&unit, 1, &bytes, 1, &bytes, 1, &s), MT_EINVAL, "unit 1 of 1");
     CHECK_EQ(mt_schedule_build(&below, 1, &bytes, 1, &bytes, 1, &s), MT_EINVAL);
     CHECK(s == NULL);
 }
 
-static void text_is_cut_at_cap_and_tells_its_length(void)
+TEST(text_is_cut_at_cap_and_tells_its_length)
 {
     const mt_mark trace = { MT_COMPUTE, 0 };
     const size_t  bytes = 8;
-    mt_schedule  *s = NULL;
     char          whole[256], cut[256];
-    size_t        len;
 
-    REQUIRE(mt_schedule_build(&trace, 1, &bytes, 1, &bytes, 1, &s) == MT_OK);
-    len = mt_schedule_print(s, NULL, whole, sizeof whole);
+    OPENED(mt_schedule, s, mt_schedule_build(&trace, 1, &bytes, 1, &bytes, 1, &s));
+    size_t len = mt_schedule_print(s, NULL, whole, sizeof whole);
     CHECK_EQ(len, strlen(whole));
     CHECK_EQ(mt_schedule_print(s, NULL, NULL, 0), len);
     for (size_t cap = 1; cap <= len + 1; cap++) {
@@ -263,7 +213,6 @@ static void text_is_cut_at_cap_and_tells_its_length(void)
         CHECK_EQ(strlen(cut), cap - 1);
         CHECK(strncmp(cut, whole, cap - 1) == 0 && cut[cap] == '#');
     }
-    mt_schedule_free(s);
 }
 
 /* ---- the rules, on random traces --------------------------------------------------------- */
@@ -437,7 +386,7 @@ static void check_fetched_once_where_all_fit(const problem *p, const mt_schedule
     }
 }
 
-static void rules_hold_for_random_traces(void)
+TEST(rules_hold_for_random_traces)
 {
     static problem p;
 
@@ -487,7 +436,7 @@ static int64_t fewest_fetches(const problem *p)
 
 /* What looking ahead may cost: fetching early decides before all is known. Forward and backward,
  * the case that counts, costs nothing. */
-static void forward_and_backward_fetch_no_more_than_the_optimum(void)
+TEST(forward_and_backward_fetch_no_more_than_the_optimum)
 {
     static problem p;
 
@@ -501,8 +450,8 @@ static void forward_and_backward_fetch_no_more_than_the_optimum(void)
                 p.slot_bytes[i] = 8;
             for (int i = 0; i < units; i++)
                 p.trace[i] = p.trace[2 * units - 1 - i] = (mt_mark){ MT_COMPUTE, i };
-            REQUIRE(mt_schedule_build(p.trace, p.n, p.unit_bytes, units, p.slot_bytes, slots,
-                                      &s) == MT_OK);
+            REQUIRE_OK(mt_schedule_build(p.trace, p.n, p.unit_bytes, units, p.slot_bytes, slots,
+                                      &s));
             for (int u = 0; u < units; u++)
                 n += count(s, MT_FETCH, u);
             CHECK_EQ(n, fewest_fetches(&p));
@@ -512,11 +461,11 @@ static void forward_and_backward_fetch_no_more_than_the_optimum(void)
 }
 
 /* Cubic or quadratic work would show: the harness ends a test that takes too long. */
-static void long_traces_are_quick(void)
+TEST(long_traces_are_quick)
 {
     enum { N = 1000000, LONG_UNITS = 1000 };
-    size_t      *bytes = calloc(LONG_UNITS, sizeof *bytes);
-    mt_mark     *trace = malloc(N * sizeof *trace);
+    FREED size_t *bytes = calloc(LONG_UNITS, sizeof *bytes);
+    FREED mt_mark *trace = malloc(N * sizeof *trace);
     const size_t slots[8] = { 8, 8, 8, 8, 8, 8, 8, 8 };
     mt_schedule *s = NULL;
 
@@ -525,23 +474,4 @@ static void long_traces_are_quick(void)
         trace[i] = (mt_mark){ MT_COMPUTE, i % LONG_UNITS };
     CHECK_OK(mt_schedule_build(trace, N, bytes, LONG_UNITS, slots, 8, &s));
     mt_schedule_free(s);
-    free(trace);
-    free(bytes);
 }
-
-#define TESTS(X)                                                                              \
-    X(two_slots_for_layers_as_text)                                                           \
-    X(three_slots_for_layers_as_text)                                                         \
-    X(one_slot_takes_turns)                                                                   \
-    X(unit_needed_last_gives_way)                                                             \
-    X(of_units_never_needed_again_the_one_idle_for_longest_gives_way)                         \
-    X(empty_trace_has_no_steps)                                                               \
-    X(unit_without_compute_needs_no_slot_and_is_updated_last)                                 \
-    X(unit_larger_than_every_slot_is_refused_with_numbers)                                    \
-    X(marks_of_wrong_kind_or_unit_are_refused)                                                \
-    X(text_is_cut_at_cap_and_tells_its_length)                                                \
-    X(rules_hold_for_random_traces)                                                           \
-    X(forward_and_backward_fetch_no_more_than_the_optimum)                                    \
-    X(long_traces_are_quick)
-
-CHECK_MAIN(TESTS)

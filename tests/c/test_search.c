@@ -2,7 +2,6 @@
 #include "check.h"
 
 #include "../../csrc/walk/search.h"
-#include <math.h>
 
 #define UNITS   5
 #define WINDOWS (UNITS + 1)
@@ -299,7 +298,6 @@ static double least_of_row(const toy *t, int row, int m, int ring, tried *c)
 
     for (int track = 0; track < TRACKS; track++) {
         int64_t level;
-        double  s;
 
         tried_make(c, t, row, m, track);
         tried_ring(c, ring);
@@ -308,7 +306,7 @@ static double least_of_row(const toy *t, int row, int m, int ring, tried *c)
         if (level < 0 || !(c->level[level].backward_s < again))
             continue;
         again = c->track.away == 0 ? c->level[level].backward_s : again;
-        s = worth(c, walked(c, level).seconds);
+        double s = worth(c, walked(c, level).seconds);
         found = s < found ? s : found;
         if (c->track.away == 0 && level == c->track.n_levels - 1)
             break;
@@ -323,7 +321,7 @@ static int may_be(const toy *t, int64_t row, int64_t m)
 
 /* ---- tests ---- */
 
-static void the_best_is_what_trying_all_finds(void)
+TEST(the_best_is_what_trying_all_finds)
 {
     unsigned seed = 11;
     int      some = 0;
@@ -363,7 +361,7 @@ static void the_best_is_what_trying_all_finds(void)
     CHECK(some > DRAWN / 3);
 }
 
-static void no_choice_takes_less_than_its_bound(void)
+TEST(no_choice_takes_less_than_its_bound)
 {
     unsigned seed = 12;
     toy      t;
@@ -382,7 +380,7 @@ static void no_choice_takes_less_than_its_bound(void)
 }
 
 /* Each level keeps more and computes less again; none is smaller than the one before. */
-static void levels_rise(void)
+TEST(levels_rise)
 {
     unsigned seed = 13;
     toy      t;
@@ -412,7 +410,7 @@ static void levels_rise(void)
 }
 
 /* With so much of one memory something fits, and with a byte less nothing does. */
-static void needs_are_the_least_that_fits(void)
+TEST(needs_are_the_least_that_fits)
 {
     unsigned seed = 14;
     int      some = 0;
@@ -452,11 +450,3 @@ static void needs_are_the_least_that_fits(void)
     }
     CHECK(some > DRAWN / 3);
 }
-
-#define TESTS(X)                         \
-    X(the_best_is_what_trying_all_finds) \
-    X(no_choice_takes_less_than_its_bound) \
-    X(levels_rise)                       \
-    X(needs_are_the_least_that_fits)
-
-CHECK_MAIN(TESTS)

@@ -2,91 +2,13 @@
  * backwards, whose windows keep two tensors in a file. */
 #include "dev_fault.h"
 #include "keeping.h"
+#include "slow_disk.h"
 #include "../../csrc/core/clock.h"
 #include "../../csrc/core/place.h"
-#include "../../csrc/io/file.h"
-
-#include <dirent.h>
-#include <errno.h>
-#include <fcntl.h>
-#include <time.h>
 
 #define WINDOWS 7
 #define BAYS    3
 #define KEEPS   (5 * 4096)               /* bytes of a bundle: 16,000 and 28 in whole pages */
-
-/* ---- transfers that dawdle, or fail -------------------------------------------------------- */
-
-static struct {
-    atomic_int dawdle_us;                /* at most, before each */
-    atomic_int calls;                    /* so far */
-    atomic_int fail_write;               /* the n-th from now on fails; 0: none */
-    atomic_long fail_at;                 /* a read there fails, once; -1: none */
-    atomic_int stalled;                  /* writes wait until it is 0 */
-    atomic_int held;                     /* and reads; for two seconds at most, which end it */
-    atomic_int begun;                    /* writes */
-    atomic_int reads;
-    atomic_long read_at[64];             /* the first of those, in the order they began */
-} disk;
-
-static void nap(long us)
-{
-    nanosleep(&(struct timespec){ us / 1000000, us % 1000000 * 1000 }, NULL);
-}
-
-static void dawdle(void)
-{
-    int      most = atomic_load(&disk.dawdle_us);
-    uint64_t seed = (uint64_t)atomic_fetch_add(&disk.calls, 1);
-
-    if (most > 0)
-        nap((long)(toy_random(&seed) % (uint64_t)most));
-}
-
-static int struck(atomic_int *n)
-{
-    return atomic_load(n) > 0 && atomic_fetch_sub(n, 1) == 1;
-}
-
-static ssize_t slow_read(int fd, void *p, size_t bytes, off_t at)
-{
-    int n = atomic_load(&disk.reads);
-
-    if (n < 64)
-        atomic_store(&disk.read_at[n], (long)at);
-    atomic_fetch_add(&disk.reads, 1);
-    dawdle();
-    for (int i = 0; i < 10000 && atomic_load(&disk.held); i++)
-        nap(200);
-    atomic_store(&disk.held, 0);
-    if (atomic_compare_exchange_strong(&disk.fail_at, &(long){ (long)at }, -1)) {
-        errno = EIO;
-        return -1;
-    }
-    return pread(fd, p, bytes, at);
-}
-
-static ssize_t slow_write(int fd, const void *p, size_t bytes, off_t at)
-{
-    dawdle();
-    if (atomic_fetch_add(&disk.begun, 1) == 0)
-        while (atomic_load(&disk.stalled))
-            nap(200);
-    if (struck(&disk.fail_write)) {
-        errno = ENOSPC;
-        return -1;
-    }
-    return pwrite(fd, p, bytes, at);
-}
-
-static int through_the_cache(int fd, int on)
-{
-    (void)fd;
-    (void)on;
-    return EINVAL;
-}
-
-static const mt_file_calls calls = { slow_read, slow_write, posix_fallocate, through_the_cache };
 
 /* ---- a scene ----------------------------------------------------------------------------- */
 
@@ -103,25 +25,14 @@ static void run(scene *s, tensors *on, float value, int look)
     keeper_run(&s->k, &s->t, on, value, look);
 }
 
-static void disk_reset(int dawdle_us)
-{
-    atomic_store(&disk.dawdle_us, dawdle_us);
-    atomic_store(&disk.fail_at, -1);
-    atomic_store(&disk.fail_write, 0);
-    atomic_store(&disk.stalled, 0);
-    atomic_store(&disk.held, 0);
-    atomic_store(&disk.begun, 0);
-    atomic_store(&disk.reads, 0);
-}
-
 static void scene_file(scene *s, uint64_t limit, unsigned skip)
 {
     snprintf(s->dir, sizeof s->dir, "/tmp/mt_test_spill.XXXXXX");
     REQUIRE(mkdtemp(s->dir) != NULL);
-    REQUIRE(mt_file_open(s->dir, limit, 3, &calls, &s->file) == MT_OK);
-    REQUIRE(mt_swap_open(&s->t.cx, &s->w) == MT_OK);
+    REQUIRE_OK(mt_file_open(s->dir, limit, 3, &calls, &s->file));
+    REQUIRE_OK(mt_swap_open(&s->t.cx, &s->w));
     mt_debug_set(&s->t.cx, (mt_debug){ .skip = skip });
-    REQUIRE(mt_swap_disk(s->w, mt_file_blocks(s->file), BAYS) == MT_OK);
+    REQUIRE_OK(mt_swap_disk(s->w, mt_file_blocks(s->file), BAYS));
 }
 
 /* max_us: that the device sleeps before each copy; disk_us: the file before each transfer. */
@@ -133,7 +44,7 @@ static void scene_open(scene *s, uint64_t seed, int max_us, int disk_us, unsigne
     scene_file(s, 0, skip);
 }
 
-static long scene_close(scene *s)
+static long scene_end(scene *s)
 {
     CHECK_OK(s->t.dev->ops->sync(s->t.run));
     mt_swap_close(s->w);
@@ -142,6 +53,13 @@ static long scene_close(scene *s)
     CHECK_EQ(rmdir(s->dir), 0);          /* nothing is left there */
     return atomic_load(&s->k.wrong);
 }
+
+static void scene_close(scene *s)
+{
+    CHECK_EQ(scene_end(s), 0);
+}
+
+#define SCENE(s, ...) CLOSED_BY(scene_close) scene s; scene_open(&s, __VA_ARGS__)
 
 static mt_spill_stats stats(scene *s)
 {
@@ -209,31 +127,30 @@ static void backward(scene *s, int step, uint64_t *bundle)
 
 static long train(uint64_t seed, int max_us, int disk_us, unsigned skip, int steps)
 {
-    static scene s;
-    uint64_t     bundle[WINDOWS];
+    uint64_t bundle[WINDOWS];
 
+    scene s;
     scene_open(&s, seed, max_us, disk_us, skip);
     for (int step = 0; step < steps; step++) {
         forward(&s, step, bundle);
         backward(&s, step, bundle);
     }
     CHECK_OK(s.t.dev->ops->sync(s.t.run));
-    return scene_close(&s);
+    return scene_end(&s);
 }
 
-static void tensors_come_back_as_they_left(void)
+TEST(tensors_come_back_as_they_left)
 {
     CHECK_EQ(train(1, 0, 0, 0, 3), 0);
     for (uint64_t seed = 1; seed <= 6; seed++)
         CHECK_EQ(train(seed, seed % 2 ? 200 : 20, 200, 0, 3), 0);
 }
 
-static void a_few_bays_carry_any_number_of_bundles(void)
+TEST(a_few_bays_carry_any_number_of_bundles)
 {
-    static scene s;
-    uint64_t     bundle[WINDOWS];
+    uint64_t bundle[WINDOWS];
 
-    scene_open(&s, 3, 50, 50, 0);
+    SCENE(s, 3, 50, 50, 0);
     for (int step = 0; step < 3; step++) {
         forward(&s, step, bundle);
         CHECK_EQ(stats(&s).used_bytes, WINDOWS * KEEPS);
@@ -248,16 +165,9 @@ static void a_few_bays_carry_any_number_of_bundles(void)
     CHECK(stats(&s).file_bytes >= WINDOWS * KEEPS &&
           stats(&s).file_bytes <= (WINDOWS + BAYS) * KEEPS);
     CHECK(stats(&s).written_bytes >= 3 * (WINDOWS - BAYS) * KEEPS);
-    CHECK_EQ(scene_close(&s), 0);
 }
 
 /* ---- edges ------------------------------------------------------------------------------ */
-
-#if defined(__SANITIZE_THREAD__)
-#define RACE SKIP("a race on purpose")
-#else
-#define RACE (void)0
-#endif
 
 static void expect_wrong(unsigned edge, int max_us, int disk_us)
 {
@@ -268,25 +178,25 @@ static void expect_wrong(unsigned edge, int max_us, int disk_us)
     CHECK(wrong > 0);
 }
 
-static void without_full_what_is_written_is_not_there_yet(void)
+TEST(without_full_what_is_written_is_not_there_yet)
 {
     RACE;
     expect_wrong(MT_EDGE_FULL, 300, 20);
 }
 
-static void without_written_a_bay_is_filled_while_written(void)
+TEST(without_written_a_bay_is_filled_while_written)
 {
     RACE;
     expect_wrong(MT_EDGE_WRITTEN, 20, 2000);
 }
 
-static void without_read_it_comes_back_too_early(void)
+TEST(without_read_it_comes_back_too_early)
 {
     RACE;
     expect_wrong(MT_EDGE_READ, 20, 2000);
 }
 
-static void without_drained_a_bay_is_read_into_too_early(void)
+TEST(without_drained_a_bay_is_read_into_too_early)
 {
     RACE;
     expect_wrong(MT_EDGE_DRAINED, 300, 20);
@@ -295,7 +205,7 @@ static void without_drained_a_bay_is_read_into_too_early(void)
 static void until_written(scene *s, uint64_t bytes)
 {
     for (int i = 0; i < 5000 && stats(s).written_bytes < bytes; i++)
-        nap(200);
+        usleep(200);
     CHECK(stats(s).written_bytes >= bytes);
 }
 
@@ -322,10 +232,10 @@ static void comes_back_twice(int written)
     for (int i = 0; i < 2; i++)
         run(&s, &s.k.landing[i], value_of(0, 0), 1);
     mt_swap_drop(s.w, bundle);
-    CHECK_EQ(scene_close(&s), 0);
+    scene_close(&s);
 }
 
-static void a_bundle_may_come_back_again_while_it_does(void)
+TEST(a_bundle_may_come_back_again_while_it_does)
 {
     comes_back_twice(0);
     comes_back_twice(1);
@@ -350,69 +260,65 @@ static int is_told(scene *s, const char *what)
 {
     char list[1024] = "";
 
-    for (int i = 0; i < 5000 && strstr(list, what) == NULL; i++, nap(200))
+    for (int i = 0; i < 5000 && strstr(list, what) == NULL; i++, usleep(200))
         mt_watch_tell(mt_store_watch(s->t.store), list, sizeof list);
     return strstr(list, what) != NULL;
 }
 
 /* One thread waits for the drive to bring a bundle, a second for its turn; meanwhile all that needs
  * no drive goes on, and a bundle that is dropped on its way is there until it has come. */
-static void who_needs_no_drive_waits_for_none(void)
+TEST(who_needs_no_drive_waits_for_none)
 {
-    static scene s;
-    uint64_t     bundle[WINDOWS];
-    comer        c[2];
-    pthread_t    thread[2];
+    uint64_t  bundle[WINDOWS];
+    comer     c[2];
+    pthread_t thread[2];
 
-    scene_open(&s, 1, 0, 0, 0);
+    SCENE(s, 1, 0, 0, 0);
     forward_in_order(&s, 0, bundle);
-    atomic_store(&disk.held, 1);
+    atomic_store(&disk.stalled, 1);
     c[0] = (comer){ &s, 0, bundle[0], MT_EINVAL };
     c[1] = (comer){ &s, 1, bundle[1], MT_EINVAL };
-    REQUIRE(pthread_create(&thread[0], NULL, come_alone, &c[0]) == 0);
-    while (atomic_load(&disk.reads) == 0)
-        nap(200);
-    REQUIRE(pthread_create(&thread[1], NULL, come_alone, &c[1]) == 0);
+    thread[0] = thread_start(come_alone, &c[0]);
+    UNTIL(atomic_load(&disk.reads) != 0);
+    thread[1] = thread_start(come_alone, &c[1]);
     CHECK(is_told(&s, "waits for what others keep, on its way out or back"));
     CHECK_OK(mt_swap_await(s.w, bundle[5], s.t.run));
     CHECK_EQ(stats(&s).read_bytes, 0);
     mt_swap_drop(s.w, bundle[4]);
     mt_swap_drop(s.w, bundle[0]);
-    CHECK_EQ(atomic_load(&disk.held), 1);        /* the drive has not come yet */
-    atomic_store(&disk.held, 0);
+    CHECK_EQ(atomic_load(&disk.stalled), 1);        /* the drive has not come yet */
+    atomic_store(&disk.stalled, 0);
     for (int i = 0; i < 2; i++)
-        REQUIRE(pthread_join(thread[i], NULL) == 0);
+        thread_join(thread[i]);
     CHECK_OK(c[0].st);
     CHECK_OK(c[1].st);
     CHECK_EQ(mt_swap_await(s.w, bundle[0], s.t.run), MT_ESTATE);
     look(&s, 0, 1, bundle[1]);
-    CHECK_EQ(scene_close(&s), 0);
 }
 
 /* Its first write is under way when a bundle is dropped; the next one's is over before. */
 static long dropped_while_it_is_written(unsigned skip)
 {
-    static scene s;
-    uint64_t     bundle[WINDOWS];
+    uint64_t bundle[WINDOWS];
 
+    scene s;
     scene_open(&s, 1, 0, 0, skip);
-    atomic_store(&disk.stalled, 1);
+    atomic_store(&disk.first_stalled, 1);
     CHECK_OK(leave(&s, 0, 0, &bundle[0]));
-    while (atomic_load(&disk.begun) == 0)
-        nap(200);
+    UNTIL(atomic_load(&disk.writes) != 0);
     mt_swap_drop(s.w, bundle[0]);
     CHECK_OK(leave(&s, 0, 1, &bundle[1]));
     until_written(&s, KEEPS);
-    atomic_store(&disk.stalled, 0);
+    atomic_store(&disk.first_stalled, 0);
     for (int w = 2; w < 2 + BAYS; w++)                       /* the second one's bay is taken */
         CHECK_OK(leave(&s, 0, w, &bundle[w]));
     until_written(&s, (2 + BAYS) * KEEPS);
     expect(&s, come(&s, 1, bundle[1]));
     look(&s, 0, 1, bundle[1]);
-    return scene_close(&s);
+    return scene_end(&s);
 }
 
-static void without_gone_a_place_is_written_by_two(void)
+TEST(without_gone_a_place_is_written_by_two)
 {
     CHECK_EQ(dropped_while_it_is_written(0), 0);
     RACE;
@@ -422,12 +328,11 @@ static void without_gone_a_place_is_written_by_two(void)
 /* ---- reading ahead ---------------------------------------------------------------------- */
 
 /* Each bay that is emptied makes room for one more bundle, the latest first. */
-static void what_comes_next_is_read_before_it_is_asked_for(void)
+TEST(what_comes_next_is_read_before_it_is_asked_for)
 {
-    static scene s;
-    uint64_t     bundle[WINDOWS];
+    uint64_t bundle[WINDOWS];
 
-    scene_open(&s, 1, 0, 0, 0);
+    SCENE(s, 1, 0, 0, 0);
     forward_in_order(&s, 0, bundle);
     CHECK_EQ(atomic_load(&disk.reads), 0);
     for (int w = WINDOWS - 1; w >= BAYS; w--) {
@@ -437,20 +342,18 @@ static void what_comes_next_is_read_before_it_is_asked_for(void)
         look(&s, 0, w, bundle[w]);
         mt_swap_drop(s.w, bundle[w]);
         for (int i = 0; i < 5000 && atomic_load(&disk.reads) < soon; i++)
-            nap(200);
+            usleep(200);
         CHECK_EQ(atomic_load(&disk.reads), soon);
         CHECK_EQ(atomic_load(&disk.read_at[soon - 1]), (w - BAYS) * KEEPS);
     }
-    CHECK_EQ(scene_close(&s), 0);
 }
 
-static void graphs_may_cross_and_be_gone_through_twice(void)
+TEST(graphs_may_cross_and_be_gone_through_twice)
 {
-    static scene s;
-    uint64_t     a[WINDOWS], b[WINDOWS];
+    uint64_t a[WINDOWS], b[WINDOWS];
 
     for (uint64_t seed = 1; seed <= 3; seed++) {
-        scene_open(&s, seed, 60, 60, 0);
+        SCENE(s, seed, 60, 60, 0);
         forward(&s, 0, a);
         forward(&s, 1, b);
         for (int time = 0; time < 2; time++)
@@ -464,31 +367,26 @@ static void graphs_may_cross_and_be_gone_through_twice(void)
             look(&s, 1, w, b[w]);
         }
         CHECK_EQ(stats(&s).host_bytes, BAYS * KEEPS);
-        CHECK_EQ(scene_close(&s), 0);
     }
 }
 
-static void what_is_dropped_is_not_written(void)
+TEST(what_is_dropped_is_not_written)
 {
-    static scene s;
-    uint64_t     bundle[WINDOWS];
+    uint64_t bundle[WINDOWS];
 
-    scene_open(&s, 1, 0, 0, 0);
-    atomic_store(&disk.stalled, 1);
+    SCENE(s, 1, 0, 0, 0);
+    atomic_store(&disk.first_stalled, 1);
     CHECK_OK(leave(&s, 0, 0, &bundle[0]));
-    while (atomic_load(&disk.begun) == 0)
-        nap(200);
+    UNTIL(atomic_load(&disk.writes) != 0);
     mt_swap_drop(s.w, bundle[0]);                            /* too late for this one */
     CHECK_EQ(stats(&s).used_bytes, KEEPS);
-    atomic_store(&disk.stalled, 0);
+    atomic_store(&disk.first_stalled, 0);
     until_written(&s, KEEPS);
-    while (stats(&s).used_bytes > 0)
-        nap(200);
+    UNTIL(stats(&s).used_bytes <= 0);
     for (int step = 0; step < 20; step++) {
         CHECK_OK(leave(&s, step, 0, &bundle[0]));
         mt_swap_drop(s.w, bundle[0]);
     }
-    CHECK_EQ(scene_close(&s), 0);
 }
 
 static uint64_t out(scene *s, void *mem, size_t bytes)
@@ -501,14 +399,13 @@ static uint64_t out(scene *s, void *mem, size_t bytes)
     return bundle;
 }
 
-static void bundles_differ_in_size_and_are_padded(void)
+TEST(bundles_differ_in_size_and_are_padded)
 {
-    static scene  s;
     static char   mem[6][70000];
     static size_t bytes[6] = { 7, 70000, 513, 4096, 50001, 8193 };
     uint64_t      bundle[6];
 
-    scene_open(&s, 1, 60, 60, 0);
+    SCENE(s, 1, 60, 60, 0);
     for (int step = 0; step < 3; step++) {
         for (int i = 0; i < 6; i++) {
             memset(mem[i], 'a' + i + step, bytes[i]);
@@ -530,27 +427,24 @@ static void bundles_differ_in_size_and_are_padded(void)
         while (stats(&s).used_bytes > 0)             /* some are written still (GONE) */
             sleep_ms(1);
     }
-    CHECK_EQ(scene_close(&s), 0);
 }
 
-static void overlap_off_means_that_all_is_written_at_once(void)
+TEST(overlap_off_means_that_all_is_written_at_once)
 {
-    static scene s;
-    uint64_t     bundle[WINDOWS];
+    uint64_t bundle[WINDOWS];
 
-    scene_open(&s, 1, 60, 60, 0);
+    SCENE(s, 1, 60, 60, 0);
     mt_debug_set(&s.t.cx, (mt_debug){ .sync = 1 });
     for (int w = 0; w < WINDOWS; w++) {
         CHECK_OK(leave(&s, 0, w, &bundle[w]));
         CHECK_EQ(stats(&s).written_bytes, (w + 1) * KEEPS);
     }
     backward(&s, 0, bundle);
-    CHECK_EQ(scene_close(&s), 0);
 }
 
 /* ---- the file is no good ---------------------------------------------------------------- */
 
-static void without_a_file_a_bundle_is_refused(void)
+TEST(without_a_file_a_bundle_is_refused)
 {
     static scene s;
     mt_swap_part p = { s.k.source, 64 };
@@ -558,15 +452,15 @@ static void without_a_file_a_bundle_is_refused(void)
 
     memset(&s, 0, sizeof s);
     toy_open(&s.t, 1, 1, 0);
-    REQUIRE(mt_swap_open(&s.t.cx, &s.w) == MT_OK);
+    REQUIRE_OK(mt_swap_open(&s.t.cx, &s.w));
     CHECK_EQ(mt_swap_out(s.w, 0, &p, 1, MT_SWAP_FILE, s.t.run, &bundle), MT_ESTATE);
-    CHECK_HAS(mt_last_error(), "name a directory");
+    CHECK_SAYS("name a directory");
     CHECK_EQ(bundle, 7);
     mt_swap_close(s.w);
     toy_close(&s.t);
 }
 
-static void a_file_that_may_not_grow_is_told_with_its_bytes(void)
+TEST(a_file_that_may_not_grow_is_told_with_its_bytes)
 {
     static scene s;
     uint64_t     bundle[WINDOWS], more = 0;
@@ -577,54 +471,47 @@ static void a_file_that_may_not_grow_is_told_with_its_bytes(void)
     scene_file(&s, 2 * KEEPS, 0);
     CHECK_OK(leave(&s, 0, 0, &bundle[0]));
     CHECK_OK(leave(&s, 0, 1, &bundle[1]));
-    CHECK_EQ(leave(&s, 0, 2, &more), MT_EDISK);
-    CHECK_HAS(mt_last_error(), "61440 bytes are needed");
+    CHECK_FAILS(leave(&s, 0, 2, &more), MT_EDISK, "61440 bytes are needed");
     CHECK_EQ(more, 0);
     mt_swap_drop(s.w, bundle[0]);
     until_written(&s, KEEPS);
-    while (stats(&s).used_bytes > KEEPS)
-        nap(200);
+    UNTIL(stats(&s).used_bytes <= KEEPS);
     CHECK_OK(leave(&s, 0, 2, &bundle[2]));                   /* in the dropped one's place */
-    CHECK_EQ(scene_close(&s), 0);
+    scene_close(&s);
 }
 
-static void a_write_that_fails_is_told_and_harms_nobody_else(void)
+TEST(a_write_that_fails_is_told_and_harms_nobody_else)
 {
-    static scene s;
-    uint64_t     bundle[WINDOWS], lost;
-    mt_status    st;
+    uint64_t  bundle[WINDOWS], lost;
+    mt_status st;
 
-    scene_open(&s, 1, 0, 0, 0);
+    SCENE(s, 1, 0, 0, 0);
     atomic_store(&disk.fail_write, 1);
     CHECK_OK(leave(&s, 0, 2, &lost));
-    for (st = MT_OK; st == MT_OK; nap(200))     /* told once to whoever comes when that is known, */
+    for (st = MT_OK; st == MT_OK; usleep(200))  /* told once to who comes when that is known, */
         if ((st = leave(&s, 0, 3, &bundle[3])) == MT_OK)
             mt_swap_drop(s.w, bundle[3]);
-    CHECK_EQ(st, MT_EDISK);
-    CHECK_HAS(mt_last_error(),
-              "unit layers.2: what its window keeps could not be written to the file: ");
-    CHECK_HAS(mt_last_error(), s.dir);
-    CHECK_HAS(mt_last_error(), strerror(ENOSPC));
+    CHECK_FAILS(st, MT_EDISK,
+                "unit layers.2: what its window keeps could not be written to the file: ");
+    CHECK_SAYS(s.dir);
+    CHECK_SAYS(strerror(ENOSPC));
     CHECK_EQ(come(&s, 2, lost), MT_EDISK);                   /* and always to who wants it back */
-    CHECK_EQ(come(&s, 2, lost), MT_EDISK);
-    CHECK_HAS(mt_last_error(), "unit layers.2");
+    CHECK_FAILS(come(&s, 2, lost), MT_EDISK, "unit layers.2");
     mt_swap_drop(s.w, lost);
     for (int step = 1; step < 3; step++) {
         forward(&s, step, bundle);
         backward(&s, step, bundle);
     }
-    CHECK_EQ(scene_close(&s), 0);
 }
 
-static void a_read_that_fails_is_told_and_may_be_tried_again(void)
+TEST(a_read_that_fails_is_told_and_may_be_tried_again)
 {
-    static scene s;
-    uint64_t     bundle[WINDOWS];
+    uint64_t bundle[WINDOWS];
 
     for (int n = 1; n <= 2; n++) {                  /* the one asked for; one that is read ahead */
         int w = n == 1 ? 0 : 3;
 
-        scene_open(&s, 1, 0, 0, 0);
+        SCENE(s, 1, 0, 0, 0);
         forward_in_order(&s, 0, bundle);
         atomic_store(&disk.fail_at, w * KEEPS);
         for (int last = WINDOWS - 1; n == 2 && last > w; last--) {
@@ -632,12 +519,11 @@ static void a_read_that_fails_is_told_and_may_be_tried_again(void)
             look(&s, 0, last, bundle[last]);
         }
         CHECK_EQ(come(&s, w, bundle[w]), MT_EDISK);
-        CHECK_HAS(mt_last_error(), n == 1 ? "unit layers.0: " : "unit layers.3: ");
-        CHECK_HAS(mt_last_error(), "could not be read from the file: ");
-        CHECK_HAS(mt_last_error(), strerror(EIO));
+        CHECK_SAYS(n == 1 ? "unit layers.0: " : "unit layers.3: ");
+        CHECK_SAYS("could not be read from the file: ");
+        CHECK_SAYS(strerror(EIO));
         CHECK_OK(come(&s, w, bundle[w]));
         look(&s, 0, w, bundle[w]);
-        CHECK_EQ(scene_close(&s), 0);
     }
 }
 
@@ -647,40 +533,36 @@ static mt_status errand(scene *s, mt_queue *q)
 {
     mt_swap_part p = { s->k.source, 0 };
     uint64_t     bundle[4];
-    mt_status    st;
 
     for (int i = 0; i < 4; i++) {                       /* the last two are given larger bays */
         p.bytes = i < 2 ? 64 : 8192;
-        MT_TRY(mt_swap_out(s->w, 0, &p, 1, MT_SWAP_FILE, q, &bundle[i]));
-        MT_TRY(mt_swap_left(s->w, bundle[i], q));
+        TRY(mt_swap_out(s->w, 0, &p, 1, MT_SWAP_FILE, q, &bundle[i]));
+        TRY(mt_swap_left(s->w, bundle[i], q));
     }
     for (int i = 3; i >= 0; i--) {
         p.bytes = i < 2 ? 64 : 8192;
-        MT_TRY(mt_swap_back(s->w, bundle[i], &p, 1, q));
-        MT_TRY(mt_swap_await(s->w, bundle[i], q));
+        TRY(mt_swap_back(s->w, bundle[i], &p, 1, q));
+        TRY(mt_swap_await(s->w, bundle[i], q));
         mt_swap_drop(s->w, bundle[i]);
     }
-fail:
-    return st;
+    return MT_OK;
 }
 
-static void every_failing_device_call_frees_everything(void)
+TEST(every_failing_device_call_frees_everything)
 {
     static scene s;
-    mt_dev      *cpu;
     int          fired = 1;
 
-    REQUIRE(mt_dev_cpu_open(&cpu) == MT_OK);
+    CPU(cpu);
     for (int n = 1; fired > 0; n++) {
-        mt_dev   *d = fault_dev(cpu, 0, n % 2 ? FAULT_ONCE : FAULT_STAYS);
-        mt_status st;
+        mt_dev *d = fault_dev(cpu, 0, n % 2 ? FAULT_ONCE : FAULT_STAYS);
 
         memset(&s, 0, sizeof s);
         disk_reset(0);
         toy_open_on(&s.t, d, 1, 0, MT_F32);
         scene_file(&s, 0, 0);
         fault_next(d, n);
-        st = errand(&s, s.t.run);
+        mt_status st = errand(&s, s.t.run);
         mt_swap_close(s.w);
         fired = fault_fired(d);
         /* a wait behind a write may fail when all is over */
@@ -694,7 +576,6 @@ static void every_failing_device_call_frees_everything(void)
         CHECK_EQ(fault_live(d), 0);
         d->ops->close(d);
     }
-    cpu->ops->close(cpu);
 }
 
 /* ---- places ----------------------------------------------------------------------------- */
@@ -708,13 +589,13 @@ static mt_place *place_of(mt_places *l, uint64_t pages)
         return NULL;
     if (lack > 0) {
         CHECK(mt_places_take(l, pages * 4096) == NULL);
-        REQUIRE(mt_places_add(l, lack) == MT_OK);
+        REQUIRE_OK(mt_places_add(l, lack));
     }
     CHECK_EQ(mt_places_lack(l, pages * 4096), 0);
     return mt_places_take(l, pages * 4096);
 }
 
-static void places_are_cut_and_joined(void)
+TEST(places_are_cut_and_joined)
 {
     mt_places l = { 0 };
     mt_place *a = place_of(&l, 3), *b = place_of(&l, 1), *c = place_of(&l, 2), *d;
@@ -743,15 +624,13 @@ static void places_are_cut_and_joined(void)
 
 /* Empty tensors, and no tensor at all: the file has nothing to write,
  * and memory is not what holds them. */
-static void bundles_of_no_bytes_come_and_go(void)
+TEST(bundles_of_no_bytes_come_and_go)
 {
     mt_swap_part none[2] = { { NULL, 0 }, { NULL, 0 } };
-    scene        s;
     uint64_t     a, b;
-    size_t       used;
 
-    scene_open(&s, 1, 0, 0, 0);
-    used = mt_swap_stats_get(s.w).used_bytes;
+    SCENE(s, 1, 0, 0, 0);
+    size_t used = mt_swap_stats_get(s.w).used_bytes;
     for (int i = 0; i < 3; i++) {
         CHECK_OK(mt_swap_out(s.w, 0, none, 2, MT_SWAP_FILE, s.t.run, &a));
         CHECK_OK(mt_swap_out(s.w, 1, none, 0, MT_SWAP_FILE, s.t.run, &b));
@@ -765,30 +644,4 @@ static void bundles_of_no_bytes_come_and_go(void)
     }
     CHECK_EQ(mt_swap_stats_get(s.w).used_bytes, used);
     CHECK_EQ(stats(&s).written_bytes, 0);
-    CHECK_EQ(scene_close(&s), 0);
 }
-
-#define TESTS(X)                                                                              \
-    X(tensors_come_back_as_they_left)                                                         \
-    X(a_few_bays_carry_any_number_of_bundles)                                                 \
-    X(who_needs_no_drive_waits_for_none)                                                      \
-    X(a_bundle_may_come_back_again_while_it_does)                                             \
-    X(without_full_what_is_written_is_not_there_yet)                                          \
-    X(without_written_a_bay_is_filled_while_written)                                          \
-    X(without_read_it_comes_back_too_early)                                                   \
-    X(without_drained_a_bay_is_read_into_too_early)                                           \
-    X(without_gone_a_place_is_written_by_two)                                                 \
-    X(what_comes_next_is_read_before_it_is_asked_for)                                         \
-    X(graphs_may_cross_and_be_gone_through_twice)                                             \
-    X(what_is_dropped_is_not_written)                                                         \
-    X(bundles_differ_in_size_and_are_padded)                                                  \
-    X(overlap_off_means_that_all_is_written_at_once)                                          \
-    X(without_a_file_a_bundle_is_refused)                                                     \
-    X(a_file_that_may_not_grow_is_told_with_its_bytes)                                        \
-    X(a_write_that_fails_is_told_and_harms_nobody_else)                                       \
-    X(a_read_that_fails_is_told_and_may_be_tried_again)                                       \
-    X(every_failing_device_call_frees_everything)                                             \
-    X(bundles_of_no_bytes_come_and_go)                                                        \
-    X(places_are_cut_and_joined)
-
-CHECK_MAIN(TESTS)

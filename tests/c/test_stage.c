@@ -1,6 +1,6 @@
 /* test_stage.c — dev_stage.c: host memory that cannot be locked is copied all the same,
  * in order. */
-#include "check.h"
+#include "opened.h"
 #include "dev_fault.h"
 
 #define BUFFER_BYTES ((size_t)8192)      /* the device's own source, with small buffers */
@@ -16,19 +16,21 @@ static mt_dev *behind, *faulty, *stage;
 /* Behind the stage: a device that locks `locks` regions of ours; below 0 all. */
 static void open_behind(int n, fault_mode mode, int locks, int max_us)
 {
-    REQUIRE(mt_dev_cpu_open(&behind) == MT_OK);
+    REQUIRE_OK(mt_dev_cpu_open(&behind));
     if (max_us > 0)
-        REQUIRE(mt_dev_delay_open(behind, 5, max_us, &behind) == MT_OK);
+        REQUIRE_OK(mt_dev_delay_open(behind, 5, max_us, &behind));
     faulty = fault_dev(behind, n, mode);
     fault_locks(faulty, locks);
-    REQUIRE(mt_dev_stage_open(faulty, &stage) == MT_OK);
+    REQUIRE_OK(mt_dev_stage_open(faulty, &stage));
 }
 
-static void close_all(void)
+static void close_all(int *opened)
 {
     stage->ops->close(stage);
     behind->ops->close(behind);
 }
+
+#define BEHIND(...) CLOSED_BY(close_all) int opened = (open_behind(__VA_ARGS__), 1); (void)opened
 
 static size_t noted(void)
 {
@@ -59,7 +61,7 @@ static mt_queue *queue(void)
 {
     mt_queue *q = NULL;
 
-    REQUIRE(stage->ops->queue_open(stage, "q", &q) == MT_OK);
+    REQUIRE_OK(stage->ops->queue_open(stage, "q", &q));
     return q;
 }
 
@@ -67,19 +69,25 @@ static void *device(size_t bytes)
 {
     void *p = NULL;
 
-    REQUIRE(stage->ops->mem_alloc(stage, bytes, &p) == MT_OK);
+    REQUIRE_OK(stage->ops->mem_alloc(stage, bytes, &p));
     return p;
 }
 
-static void copies_of_any_size_are_whole(void)
+static void region_drop(unsigned char **p) { region_free(*p); }
+static void mem_drop(void **p)             { stage->ops->mem_free(stage, *p); }
+
+#define NOTED(p, ...) CLOSED_BY(region_drop) unsigned char *p = region_of(__VA_ARGS__)
+#define MEM(p, n)     CLOSED_BY(mem_drop) void *p = device(n)
+#define QUEUE(q)      CLOSED_BY(mt_queue_done) mt_queue *q = queue()
+
+TEST(copies_of_any_size_are_whole)
 {
     const size_t   sizes[] = { 0, 1, BUFFER_BYTES - 1, BUFFER_BYTES, BUFFER_BYTES + 1, REGION };
     unsigned char *from, *to, *there;
-    mt_queue      *q;
 
-    open_behind(0, FAULT_ONCE, OURS, 0);
+    BEHIND(0, FAULT_ONCE, OURS, 0);
     mt_dev_stage_limit(stage, SIZE_MAX, 0);
-    q = queue();
+    mt_queue *q = queue();
     there = device(REGION);
     for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++) {
         from = region_of(REGION, 7, MT_OK);
@@ -98,28 +106,24 @@ static void copies_of_any_size_are_whole(void)
     stage->ops->mem_free(stage, there);
     stage->ops->queue_close(q);
     CHECK_EQ(fault_live(faulty), OURS);
-    close_all();
 }
 
 /* Up, down into another region, up again from there: each must find what the one before brought,
  * and the event behind them must be behind the last piece. Two queues, each with naps,
  * wait for each other. */
-static void copies_keep_the_order_of_their_queues(void)
+TEST(copies_keep_the_order_of_their_queues)
 {
-    unsigned char *a, *b, *c;
-    void          *there, *other;
-    mt_queue      *one, *two;
-    mt_event      *up, *down;
+    mt_event *up, *down;
 
-    open_behind(0, FAULT_ONCE, OURS, 100);
+    BEHIND(0, FAULT_ONCE, OURS, 100);
     mt_dev_stage_limit(stage, SIZE_MAX, 0);
-    a = region_of(REGION, 3, MT_OK);
-    b = region_of(REGION, 0, MT_OK);
-    c = region_of(REGION, 0, MT_OK);
-    one = queue();
-    two = queue();
-    there = device(REGION);
-    other = device(REGION);
+    NOTED(a, REGION, 3, MT_OK);
+    NOTED(b, REGION, 0, MT_OK);
+    NOTED(c, REGION, 0, MT_OK);
+    QUEUE(one);
+    QUEUE(two);
+    MEM(there, REGION);
+    MEM(other, REGION);
     REQUIRE(stage->ops->event_open(stage, &up) == MT_OK &&
             stage->ops->event_open(stage, &down) == MT_OK);
     for (int i = 0; i < 20; i++) {
@@ -136,47 +140,30 @@ static void copies_keep_the_order_of_their_queues(void)
     }
     stage->ops->event_close(up);
     stage->ops->event_close(down);
-    stage->ops->queue_close(one);
-    stage->ops->queue_close(two);
-    stage->ops->mem_free(stage, there);
-    stage->ops->mem_free(stage, other);
-    region_free(a);
-    region_free(b);
-    region_free(c);
-    close_all();
 }
 
-static void what_is_locked_is_copied_at_once(void)
+TEST(what_is_locked_is_copied_at_once)
 {
-    unsigned char *from;
-    void          *there;
-    mt_queue      *q;
-    int            before;
-
-    open_behind(0, FAULT_ONCE, OURS + 1, 0);
+    BEHIND(0, FAULT_ONCE, OURS + 1, 0);
     mt_dev_stage_limit(stage, SIZE_MAX, 0);
-    from = region_of(REGION, 3, MT_OK);
+    NOTED(from, REGION, 3, MT_OK);
     CHECK_EQ(noted(), 0);
     region_free(region_of(REGION, 3, MT_OK));
-    q = queue();
-    there = device(REGION);
-    before = fault_calls(faulty);
+    QUEUE(q);
+    MEM(there, REGION);
+    int before = fault_calls(faulty);
     CHECK_OK(stage->ops->copy(q, there, from, REGION));
     CHECK_EQ(fault_calls(faulty) - before, 1);
     CHECK_OK(stage->ops->sync(q));
-    stage->ops->queue_close(q);
-    stage->ops->mem_free(stage, there);
-    region_free(from);
-    close_all();
 }
 
 /* The n-th registration and all after it fail: never worse than what could not be locked. */
-static void whichever_registration_fails_first(void)
+TEST(whichever_registration_fails_first)
 {
     for (int n = 0; n <= OURS + 4; n++) {
         unsigned char *p[3];
 
-        open_behind(0, FAULT_ONCE, n, 0);
+        BEHIND(0, FAULT_ONCE, n, 0);
         for (int i = 0; i < 3; i++)
             p[i] = region_of(SMALL_BYTES + BUFFER_BYTES, 1, n < OURS ? MT_ENOMEM : MT_OK);
         CHECK_EQ(noted(), n < OURS || n >= OURS + 3
@@ -184,93 +171,71 @@ static void whichever_registration_fails_first(void)
         for (int i = 0; i < 3; i++)
             region_free(p[i]);
         CHECK_EQ(fault_live(faulty), n < OURS ? 0 : OURS);
-        close_all();
     }
 }
 
-static void why_is_what_the_device_said_first(void)
+TEST(why_is_what_the_device_said_first)
 {
-    unsigned char *p;
-    char           why[512];
+    char why[512];
 
-    open_behind(0, FAULT_ONCE, OURS, 0);
-    p = region_of(SMALL_BYTES + PAGE_BYTES, 1, MT_OK);
+    BEHIND(0, FAULT_ONCE, OURS, 0);
+    NOTED(p, SMALL_BYTES + PAGE_BYTES, 1, MT_OK);
     CHECK_EQ(mt_dev_stage_noted(stage, why, sizeof why), SMALL_BYTES + PAGE_BYTES);
     CHECK_HAS(why, "69632 bytes cannot be locked");
-    region_free(p);
-    close_all();
 }
 
 /* What kernels write into is locked in the cushion's place, or refused. */
-static void small_regions_are_never_only_noted(void)
+TEST(small_regions_are_never_only_noted)
 {
-    unsigned char *large, *small;
-
-    open_behind(0, FAULT_ONCE, OURS, 0);
-    large = region_of(SMALL_BYTES + PAGE_BYTES, 1, MT_OK);
-    small = aligned_alloc(PAGE_BYTES, PAGE_BYTES);
+    BEHIND(0, FAULT_ONCE, OURS, 0);
+    NOTED(large, SMALL_BYTES + PAGE_BYTES, 1, MT_OK);
+    unsigned char *small = aligned_alloc(PAGE_BYTES, PAGE_BYTES);
     CHECK_EQ(stage->ops->host_register(stage, small, PAGE_BYTES), MT_ENOMEM);
     CHECK_EQ(fault_live(faulty), OURS - 1);                 /* the cushion was given up for it */
     fault_locks(faulty, 1);
     CHECK_OK(stage->ops->host_register(stage, small, PAGE_BYTES));
     CHECK_EQ(noted(), SMALL_BYTES + PAGE_BYTES);
     region_free(small);
-    region_free(large);
-    close_all();
 }
 
-static void other_failures_stay_failures(void)
+TEST(other_failures_stay_failures)
 {
     for (int n = 1; n <= OURS + 1; n++) {
-        unsigned char *p;
-
-        open_behind(n, FAULT_ONCE, -1, 0);
-        p = region_of(SMALL_BYTES + PAGE_BYTES, 1, MT_EDEVICE);
+        BEHIND(n, FAULT_ONCE, -1, 0);
+        unsigned char *p = region_of(SMALL_BYTES + PAGE_BYTES, 1, MT_EDEVICE);
         CHECK_EQ(noted(), 0);
         free(p);
-        close_all();
     }
 }
 
 /* A copy that fails on its way leaves nothing behind. */
-static void a_copy_fails_at_each_of_its_calls(void)
+TEST(a_copy_fails_at_each_of_its_calls)
 {
     for (int n = 1, over = 0; !over; n++) {
-        unsigned char *p;
-        mt_queue      *q;
-        void          *there;
-        mt_status      st;
-
-        open_behind(0, FAULT_ONCE, OURS, 0);
+        BEHIND(0, FAULT_ONCE, OURS, 0);
         mt_dev_stage_limit(stage, SIZE_MAX, 0);
-        p = region_of(REGION, 1, MT_OK);
-        q = queue();
-        there = device(REGION);
+        NOTED(p, REGION, 1, MT_OK);
+        QUEUE(q);
+        MEM(there, REGION);
         fault_next(faulty, n);
-        st = stage->ops->copy(q, there, p, REGION);
+        mt_status st = stage->ops->copy(q, there, p, REGION);
         over = fault_fired(faulty) == 0;
         fault_next(faulty, 0);
         CHECK_EQ(st, over ? MT_OK : MT_EDEVICE);
         CHECK_OK(stage->ops->sync(q));
-        stage->ops->queue_close(q);
-        stage->ops->mem_free(stage, there);
-        region_free(p);
-        close_all();
     }
 }
 
 /* More queues than buffers: those without one copy as the device behind does. Buffers come back. */
-static void queues_without_a_buffer_copy_too(void)
+TEST(queues_without_a_buffer_copy_too)
 {
-    unsigned char *from, *to;
-    mt_queue      *q[BUFFERS + 2];
-    void          *there;
+    mt_queue *q[BUFFERS + 2];
 
-    open_behind(0, FAULT_ONCE, OURS, 0);
+    BEHIND(0, FAULT_ONCE, OURS, 0);
     mt_dev_stage_limit(stage, SIZE_MAX, 0);
-    from = region_of(REGION, 5, MT_OK);
-    to = region_of(REGION, 0, MT_OK);
-    there = device(REGION);
+    NOTED(from, REGION, 5, MT_OK);
+    NOTED(to, REGION, 0, MT_OK);
+    MEM(there, REGION);
     for (int round = 0; round < 2; round++) {
         for (int i = 0; i < BUFFERS + 2; i++) {
             q[i] = queue();
@@ -284,10 +249,6 @@ static void queues_without_a_buffer_copy_too(void)
         for (int i = 0; i < BUFFERS + 2; i++)
             stage->ops->queue_close(q[i]);
     }
-    stage->ops->mem_free(stage, there);
-    region_free(from);
-    region_free(to);
-    close_all();
 }
 
 /* A device whose next registration takes until it is let go on, or five seconds. */
@@ -295,10 +256,9 @@ static atomic_int begun, let_go, late;
 
 static mt_status slow_register(mt_dev *d, void *p, size_t bytes)
 {
-    (void)d, (void)p, (void)bytes;
     atomic_store(&begun, 1);
     for (int i = 0; i < 5000 && !atomic_load(&let_go); i++)
-        nanosleep(&(struct timespec){ 0, 1000000 }, NULL);
+        sleep_ms(1);
     atomic_store(&late, !atomic_load(&let_go));
     return MT_OK;
 }
@@ -309,46 +269,28 @@ static void *registers(void *p)
     return NULL;
 }
 
-static void while_memory_is_locked_others_copy_and_look(void)
+TEST(while_memory_is_locked_others_copy_and_look)
 {
-    mt_dev_ops        slow;
-    const mt_dev_ops *ops;
-    unsigned char    *first, *second = aligned_alloc(PAGE_BYTES, REGION);
-    void             *there;
-    pthread_t         thread;
-    mt_queue         *q;
+    FREED unsigned char *second = aligned_alloc(PAGE_BYTES, REGION);
+    pthread_t      thread;
 
-    open_behind(0, FAULT_ONCE, OURS, 0);
+    BEHIND(0, FAULT_ONCE, OURS, 0);
     mt_dev_stage_limit(stage, SIZE_MAX, 0);
-    first = region_of(REGION, 3, MT_OK);                     /* noted: its copies take a buffer */
-    there = device(REGION);
-    q = queue();
-    ops = faulty->ops;
-    slow = *ops;
+    NOTED(first, REGION, 3, MT_OK);                     /* noted: its copies take a buffer */
+    MEM(there, REGION);
+    QUEUE(q);
+    const mt_dev_ops *ops = faulty->ops;
+    mt_dev_ops slow = *ops;
     slow.host_register = slow_register;
     faulty->ops = &slow;
     REQUIRE(second != NULL && pthread_create(&thread, NULL, registers, second) == 0);
-    while (!atomic_load(&begun))
-        nanosleep(&(struct timespec){ 0, 1000000 }, NULL);
+    UNTIL(atomic_load(&begun));
     CHECK_EQ(noted(), REGION);
     CHECK_OK(stage->ops->copy(q, there, first, REGION));
     CHECK_OK(stage->ops->sync(q));
     CHECK_EQ(memcmp(there, first, REGION), 0);
     atomic_store(&let_go, 1);
-    pthread_join(thread, NULL);
+    thread_join(thread);
     CHECK_EQ(atomic_load(&late), 0);
-    stage->ops->queue_close(q);
-    stage->ops->mem_free(stage, there);
-    region_free(first);
     faulty->ops = ops;
-    close_all();
-    free(second);
 }
-
-#define TESTS(X)                                                                              \
-    X(copies_of_any_size_are_whole) X(copies_keep_the_order_of_their_queues)                  \
-    X(what_is_locked_is_copied_at_once) X(whichever_registration_fails_first)                 \
-    X(why_is_what_the_device_said_first) X(small_regions_are_never_only_noted)                \
-    X(other_failures_stay_failures) X(a_copy_fails_at_each_of_its_calls)                      \
-    X(queues_without_a_buffer_copy_too) X(while_memory_is_locked_others_copy_and_look)
-CHECK_MAIN(TESTS)

@@ -2,15 +2,12 @@
 #include "check.h"
 
 #include "../../csrc/core/dtype.h"
-#include <math.h>
-#include <pthread.h>
-#include <stdint.h>
 
-static void every_code_has_its_own_text(void)
+TEST(every_code_has_its_own_text)
 {
-#define COUNT(name, value, text) + 1
-    enum { N = 0 MT_STATUS_MAP(COUNT) };
-#undef COUNT
+#define ONE(name, value, text) + 1
+    enum { N = 0 MT_STATUS_MAP(ONE) };
+#undef ONE
     for (int i = 0; i < N; i++) {
         CHECK(strcmp(mt_status_text((mt_status)-i), "unknown status") != 0);
         for (int j = 0; j < i; j++)
@@ -19,20 +16,20 @@ static void every_code_has_its_own_text(void)
     CHECK_STR(mt_status_text((mt_status)-N), "unknown status");
 }
 
-static void failure_says_what_and_where(void)
+TEST(failure_says_what_and_where)
 {
     CHECK_EQ(MT_FAIL(MT_EDEVMEM, "layer %d: %d MiB", 3, 812), MT_EDEVMEM);
-    CHECK_HAS(mt_last_error(), "layer 3: 812 MiB [test_status.c:");
+    CHECK_SAYS("layer 3: 812 MiB [test_status.c:");
 }
 
-static void a_message_may_quote_the_previous_one(void)
+TEST(a_message_may_quote_the_previous_one)
 {
     (void)MT_FAIL(MT_EINVAL, "inner");
     (void)MT_FAIL(MT_ESTATE, "outer (%s)", mt_last_error());
-    CHECK_HAS(mt_last_error(), "outer (inner [test_status.c:");
+    CHECK_SAYS("outer (inner [test_status.c:");
 }
 
-static void a_long_message_is_cut_but_keeps_its_place(void)
+TEST(a_long_message_is_cut_but_keeps_its_place)
 {
     char text[4000];
 
@@ -40,7 +37,7 @@ static void a_long_message_is_cut_but_keeps_its_place(void)
     text[sizeof text - 1] = '\0';
     (void)MT_FAIL(MT_EINVAL, "%s", text);
     CHECK(strlen(mt_last_error()) < sizeof text / 2);
-    CHECK_HAS(mt_last_error(), "x [test_status.c:");
+    CHECK_SAYS("x [test_status.c:");
     CHECK_EQ(mt_fail_again(MT_EINVAL, text), MT_EINVAL);
     CHECK(strlen(mt_last_error()) < sizeof text / 2);
 }
@@ -52,19 +49,18 @@ static void *fail_elsewhere(void *saw)
     return NULL;
 }
 
-static void each_thread_has_its_own_message(void)
+TEST(each_thread_has_its_own_message)
 {
-    char      saw[2048] = "?";
-    pthread_t thread;
+    char saw[2048] = "?";
 
     (void)MT_FAIL(MT_EINVAL, "ours");
-    REQUIRE(pthread_create(&thread, NULL, fail_elsewhere, saw) == 0);
-    (void)pthread_join(thread, NULL);
+    pthread_t thread = thread_start(fail_elsewhere, saw);
+    thread_join(thread);
     CHECK_STR(saw, "");
-    CHECK_HAS(mt_last_error(), "ours");
+    CHECK_SAYS("ours");
 }
 
-static void fail_again_carries_a_message_word_for_word(void)
+TEST(fail_again_carries_a_message_word_for_word)
 {
     CHECK_EQ(mt_fail_again(MT_EDEVICE, "copy failed [dev.c:1]"), MT_EDEVICE);
     CHECK_STR(mt_last_error(), "copy failed [dev.c:1]");
@@ -74,16 +70,12 @@ static void fail_again_carries_a_message_word_for_word(void)
 
 static mt_status jumper(mt_status first, int *reached)
 {
-    mt_status st;
-
-    MT_TRY(first);
+    TRY(first);
     *reached = 1;
     return MT_OK;
-fail:
-    return st;
 }
 
-static void try_jumps_on_failure_only(void)
+TEST(try_jumps_on_failure_only)
 {
     int reached = 0;
 
@@ -93,20 +85,20 @@ static void try_jumps_on_failure_only(void)
     CHECK_EQ(reached, 1);
 }
 
-static void multiplication_at_the_door_refuses_overflow(void)
+TEST(multiplication_at_the_door_refuses_overflow)
 {
     size_t out = 7;
 
     CHECK_EQ(mt_mul_size(SIZE_MAX / 2, 3, "weights", &out), MT_EINVAL);
     CHECK_EQ(out, 7);
-    CHECK_HAS(mt_last_error(), "weights");
+    CHECK_SAYS("weights");
     CHECK_OK(mt_mul_size(SIZE_MAX, 1, "weights", &out));
     CHECK(out == SIZE_MAX);
     CHECK_OK(mt_mul_size(SIZE_MAX, 0, "weights", &out));
     CHECK_EQ(out, 0);
 }
 
-static void dtype_table_names_and_bytes(void)
+TEST(dtype_table_names_and_bytes)
 {
     CHECK_STR(mt_dtype_name(MT_BF16), "BF16");
     CHECK_STR(mt_dtype_name(MT_F8E5M2), "F8E5M2");
@@ -128,7 +120,7 @@ static double f16_value(uint16_t h)
     return h & 0x8000 ? -value : value;
 }
 
-static void f16_widens_exactly_for_every_pattern(void)
+TEST(f16_widens_exactly_for_every_pattern)
 {
     int wrong = 0;
 
@@ -148,7 +140,7 @@ static void f16_widens_exactly_for_every_pattern(void)
 /* Between two neighbours the half-way point goes to the even one, and a hair to either side goes
  * to the nearer. The half-way points are exact in fp32. 0x7c00 stands for 65536 here: what lies
  * half way and beyond becomes infinity. */
-static void f16_narrows_to_nearest_even(void)
+TEST(f16_narrows_to_nearest_even)
 {
     int wrong = 0;
 
@@ -169,7 +161,7 @@ static void f16_narrows_to_nearest_even(void)
     CHECK_EQ(mt_f32_to_f16(0x1p-149f), 0);
 }
 
-static void bf16_narrows_to_nearest_even(void)
+TEST(bf16_narrows_to_nearest_even)
 {
     CHECK_EQ(mt_f32_to_bf16(1.0f), 0x3f80);
     CHECK_EQ(mt_f32_to_bf16(0x1.01p0f), 0x3f80);            /* tie, to even: down */
@@ -181,7 +173,7 @@ static void bf16_narrows_to_nearest_even(void)
 }
 
 /* A caller reads what it asked for without writing it first. */
-static void memory_is_zero_and_there_even_for_none(void)
+TEST(memory_is_zero_and_there_even_for_none)
 {
     int64_t *some, *none;
 
@@ -193,9 +185,9 @@ static void memory_is_zero_and_there_even_for_none(void)
     free(some);
 }
 
-static void memory_that_is_not_there_is_null_and_told(void)
+TEST(memory_that_is_not_there_is_null_and_told)
 {
-    int64_t  one = 1, *p = &one;
+    int64_t one = 1, *p = &one;
 
     CHECK_EQ(MT_MAKE(p, INT64_MAX / 16, "layers.3"), MT_ENOMEM);
     CHECK(p == NULL);
@@ -203,9 +195,9 @@ static void memory_that_is_not_there_is_null_and_told(void)
 }
 
 /* Every array that grows keeps what it has, and reads zeros behind. */
-static void an_array_that_grows_keeps_its_elements(void)
+TEST(an_array_that_grows_keeps_its_elements)
 {
-    int    *a = NULL;
+    FREED int *a = NULL;
     int64_t room = 0, before;
 
     for (int i = 0; i < 100; i++) {
@@ -220,10 +212,9 @@ static void an_array_that_grows_keeps_its_elements(void)
         for (int64_t k = i + 1; k < room; k++)
             CHECK_EQ(a[k], 0);
     }
-    free(a);
 }
 
-static void an_array_that_cannot_grow_is_as_it_was(void)
+TEST(an_array_that_cannot_grow_is_as_it_was)
 {
     int    *a = NULL, *was;
     int64_t room = 0;
@@ -235,23 +226,3 @@ static void an_array_that_cannot_grow_is_as_it_was(void)
     CHECK(a == was && a[1] == 7 && room == 2);
     free(a);
 }
-
-#define TESTS(X)                                                                              \
-    X(every_code_has_its_own_text)                                                            \
-    X(failure_says_what_and_where)                                                            \
-    X(a_message_may_quote_the_previous_one)                                                   \
-    X(a_long_message_is_cut_but_keeps_its_place)                                              \
-    X(each_thread_has_its_own_message)                                                        \
-    X(fail_again_carries_a_message_word_for_word)                                             \
-    X(try_jumps_on_failure_only)                                                              \
-    X(multiplication_at_the_door_refuses_overflow)                                            \
-    X(memory_is_zero_and_there_even_for_none)                                                 \
-    X(memory_that_is_not_there_is_null_and_told)                                              \
-    X(an_array_that_grows_keeps_its_elements)                                                 \
-    X(an_array_that_cannot_grow_is_as_it_was)                                                 \
-    X(dtype_table_names_and_bytes)                                                            \
-    X(f16_widens_exactly_for_every_pattern)                                                   \
-    X(f16_narrows_to_nearest_even)                                                            \
-    X(bf16_narrows_to_nearest_even)
-
-CHECK_MAIN(TESTS)

@@ -1,12 +1,10 @@
 /* test_store.c — store.h without the ledger: offsets, planes, addresses, and what fails how. */
-#include "check.h"
+#include "opened.h"
 #include "dev_fault.h"
 #include "drop.h"
 
 #include "../../csrc/core/arena.h"
 #include "../../csrc/core/store.h"
-#include <pthread.h>
-#include <sys/mman.h>
 
 static mt_dev   *cpu;
 static mt_pool  *pool;
@@ -14,9 +12,9 @@ static mt_store *store;
 
 static void setup(void)
 {
-    REQUIRE(mt_dev_cpu_open(&cpu) == MT_OK);
-    REQUIRE(mt_pool_open(2, &pool) == MT_OK);
-    REQUIRE(mt_store_open(&(mt_context){ .dev = cpu, .pool = pool }, &store) == MT_OK);
+    REQUIRE_OK(mt_dev_cpu_open(&cpu));
+    REQUIRE_OK(mt_pool_open(2, &pool));
+    REQUIRE_OK(mt_store_open(&(mt_context){ .dev = cpu, .pool = pool }, &store));
 }
 
 static void teardown(void)
@@ -27,18 +25,16 @@ static void teardown(void)
     store = NULL;
 }
 
+#define STORE_TEST(name) TEST_BETWEEN(name, setup(), teardown())
+
 static int add(const char *name, const mt_param_desc *p, int n)
 {
-    int unit = -1;
-    CHECK_OK(mt_store_add(store, name, p, n, &unit));
-    return unit;
+    return store_add(store, name, p, n);
 }
 
 static char *at(int unit, int param, mt_plane plane)
 {
-    void *p = NULL;
-    CHECK_OK(mt_store_at(store, unit, param, plane, &p));
-    return p;
+    return store_at(store, unit, param, plane);
 }
 
 /* bf16 trainable, fp32 frozen, nothing, int64, fp16 trainable, fp64 trainable */
@@ -48,37 +44,30 @@ static const mt_param_desc mixed[] = {
 };
 enum { BF, FROZEN, EMPTY, INT, HALF, DOUBLE, MIXED };
 
-static void parameters_start_at_multiples_of_512(void)
+STORE_TEST(parameters_start_at_multiples_of_512)
 {
     const size_t want[MIXED] = { 0, 1024, 1536, 1536, 2048, 2560 };
-    int          u;
 
-    setup();
-    u = add("mixed", mixed, MIXED);
+    int u = add("mixed", mixed, MIXED);
     for (int i = 0; i < MIXED; i++) {
         CHECK_EQ(mt_store_offset(store, u, i), want[i]);
         CHECK_EQ(at(u, i, MT_PLANE_HI) - at(u, 0, MT_PLANE_HI), want[i]);
     }
     CHECK_EQ(mt_store_hi_bytes(store, u), 3072);
     CHECK_EQ((uintptr_t)at(u, 0, MT_PLANE_HI) % 512, 0);
-    teardown();
 }
 
-static void frozen_parameters_take_no_room_beyond_hi(void)
+STORE_TEST(frozen_parameters_take_no_room_beyond_hi)
 {
-    int u;
-
-    setup();
-    u = add("mixed", mixed, MIXED);
+    int u = add("mixed", mixed, MIXED);
     CHECK_EQ(at(u, HALF, MT_PLANE_GRAD) - at(u, BF, MT_PLANE_GRAD), 1024);   /* 600 bytes, 0 */
     CHECK_EQ(at(u, DOUBLE, MT_PLANE_GRAD) - at(u, HALF, MT_PLANE_GRAD), 512);
     CHECK_EQ(at(u, HALF, MT_PLANE_M) - at(u, BF, MT_PLANE_M), 1536);         /* 1200 bytes */
     CHECK_EQ(at(u, HALF, MT_PLANE_ACC) - at(u, BF, MT_PLANE_ACC), 1536);
     CHECK(at(u, BF, MT_PLANE_M) != at(u, BF, MT_PLANE_V));
-    teardown();
 }
 
-static void planes_hold_what_the_type_needs(void)
+TEST(planes_hold_what_the_type_needs)
 {
     static const struct { mt_dtype dt; mt_states st; size_t bytes[MT_PLANE_COUNT]; } want[] = {
         /* of 256 elements:             HI GRAD LO MASTER M V SCALE ACC */
@@ -108,11 +97,10 @@ static void planes_hold_what_the_type_needs(void)
     CHECK_STR(mt_plane_name(MT_PLANE_COUNT), "?");
 }
 
-static void states_are_laid_out_as_they_are_kept(void)
+STORE_TEST(states_are_laid_out_as_they_are_kept)
 {
     int u, other;
 
-    setup();
     u = add("mixed", mixed, MIXED);
     other = add("other", mixed, MIXED);
     CHECK_OK(mt_store_set_states(store, u, MT_STATES_8BIT_LO8));
@@ -125,36 +113,29 @@ static void states_are_laid_out_as_they_are_kept(void)
     CHECK_EQ(mt_store_plane_bytes(store, u, 99, MT_PLANE_LO, 300), 0);
     CHECK_OK(mt_store_set_states(store, u, MT_STATES_8BIT_LO8));        /* as they are: no change */
     CHECK_EQ(mt_store_set_states(store, u, MT_STATES_FP32), MT_ESTATE);
-    CHECK_HAS(mt_last_error(), "unit mixed has 8bit-lo8 states already (plane M)");
+    CHECK_SAYS("unit mixed has 8bit-lo8 states already (plane M)");
     CHECK_EQ(mt_store_set_states(store, 7, MT_STATES_FP32), MT_EINVAL);
     CHECK_EQ(mt_store_set_states(store, u, MT_STATES_COUNT), MT_EINVAL);
-    teardown();
 }
 
-static void plane_without_the_type_is_refused_by_name(void)
+STORE_TEST(plane_without_the_type_is_refused_by_name)
 {
     void *p = &p;
-    int   u;
 
-    setup();
-    u = add("mixed", mixed, MIXED);
+    int u = add("mixed", mixed, MIXED);
     CHECK_EQ(mt_store_at(store, u, HALF, MT_PLANE_LO, &p), MT_EINVAL);
-    CHECK_HAS(mt_last_error(), "unit mixed: plane LO has nothing for parameter 4, which is F16");
+    CHECK_SAYS("unit mixed: plane LO has nothing for parameter 4, which is F16");
     CHECK_EQ(mt_store_at(store, u, DOUBLE, MT_PLANE_M, &p), MT_EINVAL);
-    CHECK_EQ(mt_store_at(store, u, FROZEN, MT_PLANE_GRAD, &p), MT_EINVAL);
-    CHECK_HAS(mt_last_error(), "not trainable");
+    CHECK_FAILS(mt_store_at(store, u, FROZEN, MT_PLANE_GRAD, &p), MT_EINVAL, "not trainable");
     CHECK(p == &p);
     CHECK_EQ(mt_store_bytes(store, MT_PLANE_COUNT), 0);
-    teardown();
 }
 
-static void parameter_trainable_later_gets_its_own_place(void)
+STORE_TEST(parameter_trainable_later_gets_its_own_place)
 {
     char *early, *late;
-    int   u;
 
-    setup();
-    u = add("mixed", mixed, MIXED);
+    int u = add("mixed", mixed, MIXED);
     early = at(u, BF, MT_PLANE_GRAD);
     CHECK_OK(mt_store_set_trainable(store, u, FROZEN, 1));
     CHECK_EQ(mt_store_desc(store, u, FROZEN)->trainable, 1);
@@ -166,33 +147,25 @@ static void parameter_trainable_later_gets_its_own_place(void)
     drop_plane(store, u, MT_PLANE_GRAD);
     CHECK_EQ(mt_store_bytes(store, MT_PLANE_GRAD), 0);
     CHECK_EQ(at(u, FROZEN, MT_PLANE_GRAD) - at(u, BF, MT_PLANE_GRAD), 1024);  /* now beside it */
-    teardown();
 }
 
-static void frozen_parameter_keeps_the_place_it_had(void)
+STORE_TEST(frozen_parameter_keeps_the_place_it_had)
 {
-    char *m;
-    int   u;
-
-    setup();
-    u = add("mixed", mixed, MIXED);
-    m = at(u, BF, MT_PLANE_M);
+    int u = add("mixed", mixed, MIXED);
+    char *m = at(u, BF, MT_PLANE_M);
     m[5] = 7;
     CHECK_OK(mt_store_set_trainable(store, u, BF, 0));
     CHECK(at(u, BF, MT_PLANE_M) == m);
     CHECK_EQ(m[5], 7);
-    teardown();
 }
 
-static void planes_are_mapped_when_first_asked_for_and_zero(void)
+STORE_TEST(planes_are_mapped_when_first_asked_for_and_zero)
 {
     const mt_param_desc big = { MT_F32, 3 << 20, 1 };      /* 12 MiB: huge pages, several chunks */
     const char         *v, *again;
     int64_t             n = 0;
-    int                 u;
 
-    setup();
-    u = add("big", &big, 1);
+    int u = add("big", &big, 1);
     CHECK_EQ(mt_store_bytes(store, MT_PLANE_COUNT), 0);
     v = at(u, 0, MT_PLANE_V);
     CHECK_EQ(mt_store_bytes(store, MT_PLANE_V), 12 << 20);
@@ -205,42 +178,6 @@ static void planes_are_mapped_when_first_asked_for_and_zero(void)
     CHECK_EQ(mt_store_bytes(store, MT_PLANE_COUNT), 0);
     again = at(u, 0, MT_PLANE_V);
     CHECK_EQ(again[0], 0);
-    teardown();
-}
-
-/* mincore says which pages are in memory. */
-static void arena_is_in_memory_when_handed_out(void)
-{
-    enum { BYTES = 40 << 20 };
-    mt_arena       a = {0};
-    unsigned char *in;
-    long           page = sysconf(_SC_PAGESIZE), missing = 0;
-
-    REQUIRE(mt_pool_open(2, &pool) == MT_OK);
-    REQUIRE((in = malloc((size_t)(BYTES / page + 1))) != NULL);
-    CHECK_OK(mt_arena_open(&a, BYTES - 100, pool, NULL, "test", 0));
-    CHECK_EQ(a.bytes, BYTES);
-    REQUIRE(mincore(a.base, BYTES, in) == 0);
-    for (long i = 0; i < BYTES / page; i++)
-        missing += !(in[i] & 1);
-    CHECK_EQ(missing, 0);
-    mt_arena_close(&a);
-    CHECK(a.base == NULL);
-    mt_arena_close(&a);
-    free(in);
-    mt_pool_close(pool);
-}
-
-static void large_arenas_start_at_a_huge_page(void)
-{
-    mt_arena a[4] = {0};
-
-    for (size_t i = 0; i < 4; i++) {
-        CHECK_OK(mt_arena_open(&a[i], ((size_t)5 << 20) + i * 4096, NULL, NULL, "test", 0));
-        CHECK_EQ((uintptr_t)a[i].base % (2 << 20), 0);
-    }
-    for (int i = 0; i < 4; i++)
-        mt_arena_close(&a[i]);
 }
 
 static long pages_mapped(void)
@@ -254,16 +191,14 @@ static long pages_mapped(void)
 }
 
 /* Sanitizers do not watch mmap; the kernel does. */
-static void arena_gives_its_memory_back_closed_or_refused(void)
+TEST(arena_gives_its_memory_back_closed_or_refused)
 {
     enum { BYTES = 32 << 20 };
     mt_arena a = {0};
-    mt_dev  *d;
-    long     before;
 
-    REQUIRE(mt_dev_cpu_open(&cpu) == MT_OK);
-    d = fault_dev(cpu, 1, FAULT_ONCE);
-    before = pages_mapped();
+    REQUIRE_OK(mt_dev_cpu_open(&cpu));
+    mt_dev *d = fault_dev(cpu, 1, FAULT_ONCE);
+    long before = pages_mapped();
     CHECK_EQ(mt_arena_open(&a, BYTES, NULL, d, "test", 0), MT_EDEVICE);
     CHECK(a.base == NULL);
     CHECK_OK(mt_arena_open(&a, BYTES, NULL, d, "test", 0));
@@ -285,17 +220,16 @@ static long in_memory(const mt_arena *a, unsigned char *in)
     return n;
 }
 
-static void reserved_arena_is_no_memory_until_it_is_committed(void)
+TEST(reserved_arena_is_no_memory_until_it_is_committed)
 {
     enum { BYTES = 40 << 20 };
     mt_arena       a = {0};
     unsigned char *in;
-    mt_dev        *d;
     long           all = BYTES / sysconf(_SC_PAGESIZE);
 
-    REQUIRE(mt_dev_cpu_open(&cpu) == MT_OK);
-    d = fault_dev(cpu, 1, FAULT_ONCE);
-    REQUIRE(mt_pool_open(2, &pool) == MT_OK);
+    REQUIRE_OK(mt_dev_cpu_open(&cpu));
+    mt_dev *d = fault_dev(cpu, 1, FAULT_ONCE);
+    REQUIRE_OK(mt_pool_open(2, &pool));
     REQUIRE((in = malloc((size_t)all + 1)) != NULL);
     CHECK_OK(mt_arena_reserve(&a, BYTES, "test", 0));
     CHECK_EQ(in_memory(&a, in), 0);
@@ -327,17 +261,14 @@ static char *device_at(int unit, int param, mt_plane plane)
 }
 
 /* Here the device's memory can be looked at. */
-static void settled_unit_has_its_planes_on_the_device(void)
+STORE_TEST(settled_unit_has_its_planes_on_the_device)
 {
     char *m, *grad, *late, *host;
     void *p;
-    int   u;
 
-    setup();
-    u = add("mixed", mixed, MIXED);
+    int u = add("mixed", mixed, MIXED);
     (void)at(u, BF, MT_PLANE_HI);
-    CHECK_EQ(mt_store_device_at(store, u, BF, MT_PLANE_M, &p), MT_EINVAL);
-    CHECK_HAS(mt_last_error(), "mixed");
+    CHECK_FAILS(mt_store_device_at(store, u, BF, MT_PLANE_M, &p), MT_EINVAL, "mixed");
     CHECK_EQ((mt_store_home(store, u, NULL)->device != 0), 0);
     CHECK_OK(mt_store_move(store, u, &mt_home_vram, NULL));
     CHECK_EQ((mt_store_home(store, u, NULL)->device != 0), 1);
@@ -372,16 +303,14 @@ static void settled_unit_has_its_planes_on_the_device(void)
     CHECK_EQ(mt_store_device_bytes(store), 0);
     CHECK_EQ(mt_store_commit(store, u + 1, MT_PLANE_M), MT_EINVAL);
     CHECK_EQ(mt_store_move(store, u + 1, &mt_home_vram, NULL), MT_EINVAL);
-    teardown();
 }
 
-static void units_and_parameters_without_bytes_are_fine(void)
+STORE_TEST(units_and_parameters_without_bytes_are_fine)
 {
     const mt_param_desc none = { MT_BF16, 0, 1 };
     void               *hi = NULL;
     int                 u, v;
 
-    setup();
     u = add("no parameters", NULL, 0);
     v = add("no elements", &none, 1);
     CHECK_EQ(mt_store_hi_bytes(store, u), 0);
@@ -390,22 +319,9 @@ static void units_and_parameters_without_bytes_are_fine(void)
     CHECK(at(v, 0, MT_PLANE_HI) != NULL);
     CHECK(at(v, 0, MT_PLANE_ACC) != NULL);
     CHECK_EQ(mt_store_bytes(store, MT_PLANE_COUNT), 0);
-    teardown();
 }
 
-static void hi_is_where_the_first_parameter_is(void)
-{
-    void *hi = NULL;
-    int   u;
-
-    setup();
-    u = add("mixed", mixed, MIXED);
-    CHECK_OK(mt_store_hi(store, u, &hi));
-    CHECK(hi == at(u, 0, MT_PLANE_HI));
-    teardown();
-}
-
-static void add_refuses_what_cannot_be(void)
+STORE_TEST(add_refuses_what_cannot_be)
 {
     const mt_param_desc negative = { MT_F32, -1, 0 }, alien = { MT_DTYPE_COUNT, 1, 0 };
     const mt_param_desc whole = { MT_I32, 8, 1 }, vast = { MT_F64, INT64_MAX, 0 };
@@ -413,32 +329,27 @@ static void add_refuses_what_cannot_be(void)
                                    { MT_F32, INT64_MAX / 4, 0 }, { MT_F32, INT64_MAX / 4, 0 } };
     int unit = 99;
 
-    setup();
     CHECK_EQ(mt_store_add(store, "u", &negative, 1, &unit), MT_EINVAL);
-    CHECK_HAS(mt_last_error(), "parameter 0 has -1 elements");
+    CHECK_SAYS("parameter 0 has -1 elements");
     CHECK_EQ(mt_store_add(store, "u", &alien, 1, &unit), MT_EINVAL);
     CHECK_EQ(mt_store_add(store, "u", &whole, 1, &unit), MT_EINVAL);
-    CHECK_HAS(mt_last_error(), "I32, which cannot be trained");
-    CHECK_EQ(mt_store_add(store, "u", &vast, 1, &unit), MT_EINVAL);
-    CHECK_HAS(mt_last_error(), "address space");
+    CHECK_SAYS("I32, which cannot be trained");
+    CHECK_FAILS(mt_store_add(store, "u", &vast, 1, &unit), MT_EINVAL, "address space");
     CHECK_EQ(mt_store_add(store, "u", sum, 4, &unit), MT_EINVAL);
     CHECK_EQ(mt_store_add(store, NULL, sum, 1, &unit), MT_EINVAL);
     CHECK_EQ(unit, 99);
     CHECK_EQ(mt_store_units(store), 0);
-    teardown();
 }
 
-static void numbers_that_do_not_exist_are_refused(void)
+STORE_TEST(numbers_that_do_not_exist_are_refused)
 {
     void *p = NULL;
-    int   u;
 
-    setup();
-    u = add("mixed", mixed, MIXED);
+    int u = add("mixed", mixed, MIXED);
     CHECK_EQ(mt_store_at(store, u + 1, 0, MT_PLANE_HI, &p), MT_EINVAL);
-    CHECK_HAS(mt_last_error(), "there is no unit 1; the store has 1");
+    CHECK_SAYS("there is no unit 1; the store has 1");
     CHECK_EQ(mt_store_at(store, u, MIXED, MT_PLANE_HI, &p), MT_EINVAL);
-    CHECK_HAS(mt_last_error(), "unit mixed has no parameter 6");
+    CHECK_SAYS("unit mixed has no parameter 6");
     CHECK_EQ(mt_store_at(store, u, 0, MT_PLANE_COUNT, &p), MT_EINVAL);
     CHECK_EQ(mt_store_hi(store, -1, &p), MT_EINVAL);
     CHECK_EQ(mt_store_set_trainable(store, u, -1, 1), MT_EINVAL);
@@ -450,10 +361,9 @@ static void numbers_that_do_not_exist_are_refused(void)
     CHECK_EQ(mt_store_params(store, 7) + (int)mt_store_hi_bytes(store, 7), 0);
     CHECK(mt_store_desc(store, u, MIXED) == NULL && p == NULL);
     CHECK_EQ(mt_store_open(&(mt_context){ .pool = pool }, &store), MT_EINVAL);
-    teardown();
 }
 
-static void too_much_memory_names_what_is_wanted_and_what_is_mapped(void)
+STORE_TEST(too_much_memory_names_what_is_wanted_and_what_is_mapped)
 {
     const mt_param_desc d[] = { { MT_BF16, 1024, 1 } };
     const mt_param_desc vast[] = { { MT_F32, (int64_t)1 << 46, 0 } };
@@ -462,29 +372,25 @@ static void too_much_memory_names_what_is_wanted_and_what_is_mapped(void)
     char                mapped[64];
     int                 u, v;
 
-    setup();
     snprintf(mapped, sizeof mapped, "with %ld (0.0 MiB) mapped already", page);
     u = add("layers.0", d, 1);
     v = add("layers.1", vast, 1);
     (void)at(u, 0, MT_PLANE_HI);
     CHECK_EQ(mt_store_at(store, v, 0, MT_PLANE_HI, &p), MT_ENOMEM);
-    CHECK_HAS(mt_last_error(), "unit layers.1, plane HI: 281474976710656 bytes");
-    CHECK_HAS(mt_last_error(), mapped);
+    CHECK_SAYS("unit layers.1, plane HI: 281474976710656 bytes");
+    CHECK_SAYS(mapped);
     CHECK(p == &p);
     CHECK_EQ(mt_store_bytes(store, MT_PLANE_HI), page);
     CHECK(at(u, 0, MT_PLANE_GRAD) != NULL);
-    teardown();
 }
 
-static void many_units_keep_their_addresses_and_names(void)
+STORE_TEST(many_units_keep_their_addresses_and_names)
 {
     enum { MANY = 1000 };
-    const char *first;
     char        name[24];
 
-    setup();
     (void)add("unit 0", mixed, MIXED);
-    first = mt_store_name(store, 0);
+    const char *first = mt_store_name(store, 0);
     for (int i = 1; i < MANY; i++) {
         snprintf(name, sizeof name, "unit %d", i);
         CHECK_EQ(add(name, mixed, 2), i);
@@ -492,28 +398,25 @@ static void many_units_keep_their_addresses_and_names(void)
     CHECK_EQ(mt_store_units(store), MANY);
     CHECK(mt_store_name(store, 0) == first);
     CHECK_STR(mt_store_name(store, 999), "unit 999");
-    teardown();
 }
 
 /* ---- failing calls ----------------------------------------------------------------------- */
 
 /* Every call of the device a store makes, failing in turn. After a failure all is as before and
  * the same call works. */
-static void every_failing_device_call_leaves_the_store_whole(void)
+TEST(every_failing_device_call_leaves_the_store_whole)
 {
-    mt_dev *real;
-    int     over = 0;
+    int over = 0;
 
-    REQUIRE(mt_dev_cpu_open(&real) == MT_OK);
-    REQUIRE(mt_pool_open(1, &pool) == MT_OK);
+    CPU(real);
+    REQUIRE_OK(mt_pool_open(1, &pool));
     for (int n = 1; !over; n++) {
         const mt_plane planes[] = { MT_PLANE_HI, MT_PLANE_GRAD, MT_PLANE_GRAD, MT_PLANE_M };
         const int      params[] = { BF, HALF, FROZEN, BF };
         mt_dev        *d = fault_dev(real, n, FAULT_ONCE);
-        int            u = 0;
 
-        REQUIRE(mt_store_open(&(mt_context){ .dev = d, .pool = pool }, &store) == MT_OK);
-        CHECK_OK(mt_store_add(store, "mixed", mixed, MIXED, &u));
+        REQUIRE_OK(mt_store_open(&(mt_context){ .dev = d, .pool = pool }, &store));
+        int u = store_add(store, "mixed", mixed, MIXED);
         for (int i = 0; i < 4; i++) {
             size_t    before = mt_store_bytes(store, MT_PLANE_COUNT);
             int       live = fault_live(d);
@@ -521,12 +424,11 @@ static void every_failing_device_call_leaves_the_store_whole(void)
             mt_status st = mt_store_at(store, u, params[i], planes[i], &p);
 
             if (st != MT_OK) {
-                CHECK_EQ(st, MT_EDEVICE);
-                CHECK_HAS(mt_last_error(), "injected");
+                CHECK_FAILS(st, MT_EDEVICE, "injected");
                 CHECK(p == NULL);
                 CHECK_EQ(mt_store_bytes(store, MT_PLANE_COUNT), before);
                 CHECK_EQ(fault_live(d), live);
-                CHECK_OK(mt_store_at(store, u, params[i], planes[i], &p));
+                p = store_at(store, u, params[i], planes[i]);
             }
             CHECK(p != NULL);
             if (i == 1)
@@ -542,7 +444,6 @@ static void every_failing_device_call_leaves_the_store_whole(void)
         d->ops->close(d);
     }
     mt_pool_close(pool);
-    real->ops->close(real);
 }
 
 /* ---- threads ----------------------------------------------------------------------------- */
@@ -564,23 +465,21 @@ static void *racer(void *arg)
     return NULL;
 }
 
-static void threads_that_race_for_a_plane_get_the_same_one(void)
+STORE_TEST(threads_that_race_for_a_plane_get_the_same_one)
 {
     const mt_param_desc d[] = { { MT_BF16, 100, 1 }, { MT_F32, 100, 1 } };
     pthread_t           t[RACERS];
 
-    setup();
     for (int i = 0; i < RACE_UNITS; i++)
         (void)add("r", d, 2);
     for (int i = 0; i < RACERS; i++)
-        REQUIRE(pthread_create(&t[i], NULL, racer, (void *)(intptr_t)i) == 0);
+        t[i] = thread_start(racer, (void *)(intptr_t)i);
     for (int i = 0; i < 600; i++)                       /* more units all the while */
         (void)add("r", d, 2);
     for (int i = 0; i < RACERS; i++)
-        pthread_join(t[i], NULL);
+        thread_join(t[i]);
     for (int i = 1; i < RACERS; i++)
         CHECK(memcmp(seen[0], seen[i], sizeof seen[0]) == 0);
-    teardown();
 }
 
 /* Of a device whose first registration takes until it is let go on, or five seconds. */
@@ -588,23 +487,21 @@ static struct {
     pthread_mutex_t mu;
     pthread_cond_t  changed;
     int             begun, let_go, late;
-} gate = { PTHREAD_MUTEX_INITIALIZER, PTHREAD_COND_INITIALIZER, 0, 0, 0 };
+} slow_one = { PTHREAD_MUTEX_INITIALIZER, PTHREAD_COND_INITIALIZER, 0, 0, 0 };
 
 static mt_status slow_register(mt_dev *d, void *p, size_t bytes)
 {
     struct timespec until;
-    int             first;
 
-    (void)d, (void)p, (void)bytes;
     clock_gettime(CLOCK_REALTIME, &until);
     until.tv_sec += 5;
-    pthread_mutex_lock(&gate.mu);
-    first = !gate.begun;
-    gate.begun = 1;
-    pthread_cond_broadcast(&gate.changed);
-    while (first && !gate.let_go && !gate.late)
-        gate.late = pthread_cond_timedwait(&gate.changed, &gate.mu, &until) != 0;
-    pthread_mutex_unlock(&gate.mu);
+    pthread_mutex_lock(&slow_one.mu);
+    int first = !slow_one.begun;
+    slow_one.begun = 1;
+    pthread_cond_broadcast(&slow_one.changed);
+    while (first && !slow_one.let_go && !slow_one.late)
+        slow_one.late = pthread_cond_timedwait(&slow_one.changed, &slow_one.mu, &until) != 0;
+    pthread_mutex_unlock(&slow_one.mu);
     return MT_OK;
 }
 
@@ -614,28 +511,23 @@ static void *asks_for_gradients(void *arg)
     return NULL;
 }
 
-static void who_asks_for_another_plane_does_not_wait_for_one_in_the_making(void)
+STORE_TEST(who_asks_for_another_plane_does_not_wait_for_one_in_the_making)
 {
     const mt_param_desc d = { MT_BF16, 100, 1 };
-    mt_dev_ops          slow;
-    const mt_dev_ops   *ops;
-    pthread_t           thread;
     int                 one, other, in = 0;
-    char               *hi;
 
-    setup();
     one = add("one", &d, 1);
     other = add("other", &d, 1);
-    hi = at(one, 0, MT_PLANE_HI);
-    ops = cpu->ops;
-    slow = *ops;
+    char *hi = at(one, 0, MT_PLANE_HI);
+    const mt_dev_ops *ops = cpu->ops;
+    mt_dev_ops slow = *ops;
     slow.host_register = slow_register;
     cpu->ops = &slow;
-    REQUIRE(pthread_create(&thread, NULL, asks_for_gradients, (void *)(intptr_t)one) == 0);
-    pthread_mutex_lock(&gate.mu);
-    while (!gate.begun)
-        pthread_cond_wait(&gate.changed, &gate.mu);
-    pthread_mutex_unlock(&gate.mu);
+    pthread_t thread = thread_start(asks_for_gradients, (void *)(intptr_t)one);
+    pthread_mutex_lock(&slow_one.mu);
+    while (!slow_one.begun)
+        pthread_cond_wait(&slow_one.changed, &slow_one.mu);
+    pthread_mutex_unlock(&slow_one.mu);
     CHECK(at(one, 0, MT_PLANE_HI) == hi);
     (void)at(other, 0, MT_PLANE_GRAD);
     CHECK_OK(mt_store_commit(store, one, MT_PLANE_M));
@@ -643,14 +535,13 @@ static void who_asks_for_another_plane_does_not_wait_for_one_in_the_making(void)
     mt_store_decommit(store, other, MT_PLANE_V);
     CHECK_EQ(mt_store_reserved(store, one, MT_PLANE_GRAD), 0);
     CHECK_OK(mt_store_set_trainable(store, other, 0, 0));
-    pthread_mutex_lock(&gate.mu);
-    CHECK(!gate.late);
-    gate.let_go = 1;
-    pthread_cond_broadcast(&gate.changed);
-    pthread_mutex_unlock(&gate.mu);
-    pthread_join(thread, NULL);
+    pthread_mutex_lock(&slow_one.mu);
+    CHECK(!slow_one.late);
+    slow_one.let_go = 1;
+    pthread_cond_broadcast(&slow_one.changed);
+    pthread_mutex_unlock(&slow_one.mu);
+    thread_join(thread);
     cpu->ops = ops;
-    teardown();
 }
 
 static void *asks_who_is_trained(void *arg)
@@ -666,46 +557,16 @@ static void *asks_who_is_trained(void *arg)
 }
 
 /* For TSan, above all. */
-static void what_is_trained_may_change_while_others_ask(void)
+STORE_TEST(what_is_trained_may_change_while_others_ask)
 {
     const mt_param_desc d = { MT_BF16, 100, 1 };
-    pthread_t           thread;
     int                 n = 0;
 
-    setup();
     for (int i = 0; i <= 30; i++)
         (void)add("r", &d, 1);
-    REQUIRE(pthread_create(&thread, NULL, asks_who_is_trained, &n) == 0);
+    pthread_t thread = thread_start(asks_who_is_trained, &n);
     for (int i = 0; i < 3000; i++)
         CHECK_OK(mt_store_set_trainable(store, 0, 0, i % 2));
-    pthread_join(thread, NULL);
+    thread_join(thread);
     CHECK(n >= 0 && n <= 3000);
-    teardown();
 }
-
-#define TESTS(X)                                                                              \
-    X(parameters_start_at_multiples_of_512)                                                   \
-    X(frozen_parameters_take_no_room_beyond_hi)                                               \
-    X(planes_hold_what_the_type_needs)                                                        \
-    X(states_are_laid_out_as_they_are_kept)      \
-    X(plane_without_the_type_is_refused_by_name)                                              \
-    X(parameter_trainable_later_gets_its_own_place)                                           \
-    X(frozen_parameter_keeps_the_place_it_had)                                                \
-    X(planes_are_mapped_when_first_asked_for_and_zero)                                        \
-    X(arena_is_in_memory_when_handed_out)                                                     \
-    X(large_arenas_start_at_a_huge_page)                                                      \
-    X(arena_gives_its_memory_back_closed_or_refused)                                          \
-    X(reserved_arena_is_no_memory_until_it_is_committed)                                      \
-    X(settled_unit_has_its_planes_on_the_device)                                              \
-    X(units_and_parameters_without_bytes_are_fine)                                            \
-    X(hi_is_where_the_first_parameter_is)                                                     \
-    X(add_refuses_what_cannot_be)                                                             \
-    X(numbers_that_do_not_exist_are_refused)                                                  \
-    X(too_much_memory_names_what_is_wanted_and_what_is_mapped)                                \
-    X(many_units_keep_their_addresses_and_names)                                              \
-    X(every_failing_device_call_leaves_the_store_whole)                                       \
-    X(threads_that_race_for_a_plane_get_the_same_one)                                         \
-    X(who_asks_for_another_plane_does_not_wait_for_one_in_the_making)                         \
-    X(what_is_trained_may_change_while_others_ask)
-
-CHECK_MAIN(TESTS)

@@ -20,17 +20,24 @@ static void scene_open(scene *s, uint64_t seed, int max_us, unsigned skip)
 {
     memset(s, 0, sizeof *s);
     toy_open(&s->t, 1, seed, max_us);
-    REQUIRE(mt_swap_open(&s->t.cx, &s->w) == MT_OK);
+    REQUIRE_OK(mt_swap_open(&s->t.cx, &s->w));
     mt_debug_set(&s->t.cx, (mt_debug){ .skip = skip });
 }
 
-static long scene_close(scene *s)
+static long scene_end(scene *s)
 {
     CHECK_OK(s->t.dev->ops->sync(s->t.run));
     mt_swap_close(s->w);
     toy_close(&s->t);
     return atomic_load(&s->k.wrong);
 }
+
+static void scene_close(scene *s)
+{
+    CHECK_EQ(scene_end(s), 0);
+}
+
+#define SCENE(s, ...) CLOSED_BY(scene_close) scene s; scene_open(&s, __VA_ARGS__)
 
 static void forward(scene *s, int step, uint64_t *bundle)
 {
@@ -65,9 +72,9 @@ static void backward(scene *s, int step, uint64_t *bundle)
 
 static long train(uint64_t seed, int max_us, unsigned skip, int steps)
 {
-    static scene s;
-    uint64_t     bundle[WINDOWS];
+    uint64_t bundle[WINDOWS];
 
+    scene s;
     scene_open(&s, seed, max_us, skip);
     s.k.slow = skip == MT_EDGE_ROOM;
     for (int step = 0; step < steps; step++) {
@@ -76,10 +83,10 @@ static long train(uint64_t seed, int max_us, unsigned skip, int steps)
         CHECK_EQ(mt_swap_stats_get(s.w).used_bytes, 0);
     }
     CHECK_EQ(mt_swap_stats_get(s.w).out_bytes, mt_swap_stats_get(s.w).back_bytes);
-    return scene_close(&s);
+    return scene_end(&s);
 }
 
-static void tensors_come_back_as_they_left(void)
+TEST(tensors_come_back_as_they_left)
 {
     CHECK_EQ(train(1, 0, 0, 3), 0);
     for (uint64_t seed = 1; seed <= 6; seed++)
@@ -95,33 +102,27 @@ static void expect_wrong(unsigned edge)
     CHECK(wrong > 0);
 }
 
-#if defined(__SANITIZE_THREAD__)
-#define RACE SKIP("a race on purpose")
-#else
-#define RACE (void)0
-#endif
-
-static void without_computed_something_else_is_kept(void)
+TEST(without_computed_something_else_is_kept)
 {
     RACE;
     expect_wrong(MT_EDGE_COMPUTED);
 }
 
-static void without_left_what_follows_is_kept(void)        { RACE; expect_wrong(MT_EDGE_LEFT); }
-static void without_room_what_is_used_is_overwritten(void) { RACE; expect_wrong(MT_EDGE_ROOM); }
-static void without_back_compute_is_too_early(void)        { RACE; expect_wrong(MT_EDGE_BACK); }
+TEST(without_left_what_follows_is_kept)        { RACE; expect_wrong(MT_EDGE_LEFT); }
+TEST(without_room_what_is_used_is_overwritten) { RACE; expect_wrong(MT_EDGE_ROOM); }
+TEST(without_back_compute_is_too_early)        { RACE; expect_wrong(MT_EDGE_BACK); }
 
 /* Its sources not given up, nothing else says when the bay is full. */
-static void without_kept_the_bay_is_read_too_early(void)
+TEST(without_kept_the_bay_is_read_too_early)
 {
     RACE;
     for (int skip = 0; skip < 2; skip++) {
-        static scene s;
         mt_swap_part p[PARTS];
         uint64_t     bundle;
         long         wrong = 0;
 
         for (uint64_t seed = 1; seed <= 12; seed++) {
+            scene s;
             scene_open(&s, seed, 300, skip ? MT_EDGE_KEPT : 0);
             run(&s, &s.k.source[0], value_of(3, 3), 0);
             CHECK_OK(mt_swap_out(s.w, 0, parts(&s.k.source[0], p), PARTS, MT_SWAP_HOST, s.t.run,
@@ -129,7 +130,7 @@ static void without_kept_the_bay_is_read_too_early(void)
             CHECK_OK(mt_swap_back(s.w, bundle, parts(&s.k.landing[0], p), PARTS, s.t.run));
             CHECK_OK(mt_swap_await(s.w, bundle, s.t.run));
             run(&s, &s.k.landing[0], value_of(3, 3), 1);
-            wrong += scene_close(&s);
+            wrong += scene_end(&s);
         }
         CHECK_EQ(wrong > 0, skip);
     }
@@ -139,13 +140,13 @@ static void without_kept_the_bay_is_read_too_early(void)
  * bay its next bundle. */
 static long filled_from_another_stream(uint64_t seed, unsigned skip)
 {
-    static scene s;
     mt_swap_part p[PARTS];
     mt_queue    *other;
     uint64_t     bundle;
 
+    scene s;
     scene_open(&s, seed, 300, skip);
-    REQUIRE(s.t.dev->ops->queue_open(s.t.dev, "other", &other) == MT_OK);
+    REQUIRE_OK(s.t.dev->ops->queue_open(s.t.dev, "other", &other));
     run(&s, &s.k.source[0], value_of(3, 3), 0);
     CHECK_OK(mt_swap_out(s.w, 0, parts(&s.k.source[0], p), PARTS, MT_SWAP_HOST, s.t.run, &bundle));
     CHECK_OK(mt_swap_left(s.w, bundle, s.t.run));
@@ -157,10 +158,10 @@ static long filled_from_another_stream(uint64_t seed, unsigned skip)
     CHECK_EQ(mt_swap_stats_get(s.w).host_bytes, 5 * 4096);       /* the same bay */
     CHECK_OK(mt_swap_left(s.w, bundle, other));
     s.t.dev->ops->queue_close(other);
-    return scene_close(&s);
+    return scene_end(&s);
 }
 
-static void without_emptied_a_bay_is_filled_while_it_is_read(void)
+TEST(without_emptied_a_bay_is_filled_while_it_is_read)
 {
     long wrong = 0;
 
@@ -189,13 +190,12 @@ static void gone(scene *s, uint64_t bundle)
     mt_swap_drop(s->w, bundle);
 }
 
-static void steps_that_are_alike_make_no_bays(void)
+TEST(steps_that_are_alike_make_no_bays)
 {
-    static scene s;
-    uint64_t     bundle[WINDOWS];
-    size_t       first = 0;
+    uint64_t bundle[WINDOWS];
+    size_t   first = 0;
 
-    scene_open(&s, 1, 0, 0);
+    SCENE(s, 1, 0, 0);
     for (int step = 0; step < 4; step++) {
         forward(&s, step, bundle);
         CHECK_EQ(mt_swap_stats_get(s.w).used_bytes, mt_swap_stats_get(s.w).host_bytes);
@@ -204,16 +204,14 @@ static void steps_that_are_alike_make_no_bays(void)
         CHECK_EQ(mt_swap_stats_get(s.w).host_bytes, first);
     }
     CHECK_EQ(first, WINDOWS * 5 * 4096);   /* 16,000 and 28 bytes in whole pages; no power of two */
-    CHECK_EQ(scene_close(&s), 0);
 }
 
-static void bays_are_taken_by_size_and_grow(void)
+TEST(bays_are_taken_by_size_and_grow)
 {
-    static scene s;
-    static char  mem[40000];
-    uint64_t     a, b;
+    static char mem[40000];
+    uint64_t    a, b;
 
-    scene_open(&s, 1, 0, 0);
+    SCENE(s, 1, 0, 0);
     a = out(&s, mem, 4096);
     b = out(&s, mem, 32768);
     gone(&s, a);
@@ -225,36 +223,30 @@ static void bays_are_taken_by_size_and_grow(void)
     gone(&s, b);
     gone(&s, a);
     CHECK_EQ(mt_swap_stats_get(s.w).used_bytes, 0);
-    scene_close(&s);
 }
 
-static void a_bay_stays_until_its_sources_have_left_too(void)
+TEST(a_bay_stays_until_its_sources_have_left_too)
 {
-    static scene s;
-    static char  mem[4096];
-    uint64_t     a;
+    static char mem[4096];
 
-    scene_open(&s, 1, 100, 0);
-    a = out(&s, mem, sizeof mem);
+    SCENE(s, 1, 100, 0);
+    uint64_t a = out(&s, mem, sizeof mem);
     CHECK_OK(mt_swap_await(s.w, a, s.t.run));        /* who waits for it is not its sources */
     mt_swap_drop(s.w, a);
     CHECK_EQ(mt_swap_stats_get(s.w).used_bytes, sizeof mem);
     CHECK_OK(mt_swap_left(s.w, a, s.t.run));
     CHECK_EQ(mt_swap_stats_get(s.w).used_bytes, 0);
     CHECK_EQ(mt_swap_left(s.w, a, s.t.run), MT_ESTATE);
-    CHECK_EQ(mt_swap_await(s.w, a, s.t.run), MT_ESTATE);
-    CHECK_HAS(mt_last_error(), "dropped");
+    CHECK_FAILS(mt_swap_await(s.w, a, s.t.run), MT_ESTATE, "dropped");
     mt_swap_drop(s.w, a);
-    scene_close(&s);
 }
 
-static void a_bundle_comes_back_twice_and_in_part(void)
+TEST(a_bundle_comes_back_twice_and_in_part)
 {
-    static scene s;
     mt_swap_part p[PARTS];
     uint64_t     bundle;
 
-    scene_open(&s, 7, 100, 0);
+    SCENE(s, 7, 100, 0);
     run(&s, &s.k.source[0], 5, 0);
     CHECK_OK(mt_swap_out(s.w, 0, parts(&s.k.source[0], p), PARTS, MT_SWAP_HOST, s.t.run, &bundle));
     CHECK_OK(mt_swap_left(s.w, bundle, s.t.run));
@@ -270,45 +262,38 @@ static void a_bundle_comes_back_twice_and_in_part(void)
     CHECK_EQ(mt_swap_stats_get(s.w).back_bytes, 2 * 28 + 4 * LONGEST);
     p[1].bytes--;
     CHECK_EQ(mt_swap_back(s.w, bundle, p, PARTS, s.t.run), MT_EINVAL);
-    CHECK_HAS(mt_last_error(), "tensor 1 left with 28 bytes");
+    CHECK_SAYS("tensor 1 left with 28 bytes");
     CHECK_EQ(mt_swap_back(s.w, bundle, p, 1, s.t.run), MT_EINVAL);
-    CHECK_EQ(scene_close(&s), 0);
 }
 
-static void a_large_tensor_goes_in_pieces(void)
+TEST(a_large_tensor_goes_in_pieces)
 {
-    static scene s;
-    size_t       bytes = ((size_t)32 << 20) + 100;
-    char        *mem = malloc(bytes);
+    size_t bytes = ((size_t)32 << 20) + 100;
+    FREED char *mem = malloc(bytes);
     mt_swap_part p = { mem, bytes };
-    uint64_t     bundle;
 
     REQUIRE(mem != NULL);
-    scene_open(&s, 1, 0, 0);
+    SCENE(s, 1, 0, 0);
     memset(mem, 3, bytes);
-    bundle = out(&s, mem, bytes);
+    uint64_t bundle = out(&s, mem, bytes);
     CHECK_OK(mt_swap_left(s.w, bundle, s.t.run));
     memset(mem, 0, bytes);
     CHECK_OK(mt_swap_back(s.w, bundle, &p, 1, s.t.run));
     CHECK_OK(mt_swap_await(s.w, bundle, s.t.run));
     CHECK(mem[0] == 3 && mem[(32 << 20) - 1] == 3 && mem[32 << 20] == 3 && mem[bytes - 1] == 3);
-    scene_close(&s);
-    free(mem);
 }
 
-static void what_does_not_fit_the_host_is_refused_with_its_bytes(void)
+TEST(what_does_not_fit_the_host_is_refused_with_its_bytes)
 {
-    static scene s;
     char         mem[8];
     mt_swap_part p = { mem, (size_t)1 << 60 };
     uint64_t     bundle = 7;
 
-    scene_open(&s, 1, 0, 0);
+    SCENE(s, 1, 0, 0);
     CHECK_EQ(mt_swap_out(s.w, 0, &p, 1, MT_SWAP_HOST, s.t.run, &bundle), MT_ENOMEM);
-    CHECK_HAS(mt_last_error(), "activations on the host: 1152921504606846976 bytes");
+    CHECK_SAYS("activations on the host: 1152921504606846976 bytes");
     CHECK_EQ(bundle, 7);
     gone(&s, out(&s, mem, sizeof mem));
-    scene_close(&s);
 }
 
 /* ---- failures --------------------------------------------------------------------------- */
@@ -334,46 +319,19 @@ fail:
     return st;
 }
 
-static void every_failing_device_call_frees_everything(void)
+TEST(every_failing_device_call_frees_everything)
 {
     static float mem[2048];
-    mt_dev      *cpu;
-    int          fired = 1;
 
-    REQUIRE(mt_dev_cpu_open(&cpu) == MT_OK);
-    for (int n = 2; fired > 0; n++) {                            /* the first adopts run */
-        mt_dev    *d = fault_dev(cpu, n, n % 2 ? FAULT_ONCE : FAULT_STAYS);
+    EACH_FAULT(d, 2, n % 2 ? FAULT_ONCE : FAULT_STAYS) {   /* the first adopts run */
         mt_context cx = { .dev = d };
         mt_queue  *q = NULL;
-        mt_status  st;
 
-        REQUIRE(mt_store_open(&cx, &cx.store) == MT_OK);
-        REQUIRE(d->ops->queue_adopt(d, 0, &q) == MT_OK);
-        st = errand(&cx, q, mem);
-        fired = fault_fired(d);
-        CHECK_EQ(st, fired ? MT_EDEVICE : MT_OK);
+        REQUIRE_OK(mt_store_open(&cx, &cx.store));
+        REQUIRE_OK(d->ops->queue_adopt(d, 0, &q));
+        mt_status st = errand(&cx, q, mem);
+        CHECK_EQ(st, fault_fired(d) ? MT_EDEVICE : MT_OK);
         d->ops->queue_close(q);
         mt_store_close(cx.store);
-        CHECK_EQ(fault_live(d), 0);
-        d->ops->close(d);
     }
-    cpu->ops->close(cpu);
 }
-
-#define TESTS(X)                                                                              \
-    X(tensors_come_back_as_they_left)                                                         \
-    X(without_computed_something_else_is_kept)                                                    \
-    X(without_left_what_follows_is_kept)                                                      \
-    X(without_room_what_is_used_is_overwritten)                                               \
-    X(without_back_compute_is_too_early)                                                      \
-    X(without_kept_the_bay_is_read_too_early)                                                 \
-    X(without_emptied_a_bay_is_filled_while_it_is_read)                                       \
-    X(steps_that_are_alike_make_no_bays)                                                      \
-    X(bays_are_taken_by_size_and_grow)                                                        \
-    X(a_bay_stays_until_its_sources_have_left_too)                                            \
-    X(a_bundle_comes_back_twice_and_in_part)                                                  \
-    X(a_large_tensor_goes_in_pieces)                                                          \
-    X(what_does_not_fit_the_host_is_refused_with_its_bytes)                                   \
-    X(every_failing_device_call_frees_everything)
-
-CHECK_MAIN(TESTS)

@@ -4,8 +4,6 @@
 #include "toy.h"
 #include "../../csrc/core/through.h"
 
-#include <time.h>
-
 #define MOST 80                  /* parameters */
 #define BIG  40000               /* elements of the largest */
 
@@ -29,10 +27,7 @@ static int64_t length_of(int i)
 
 static void *plane_at(const errand *e, int i, mt_plane p)
 {
-    void *at = NULL;
-
-    REQUIRE(mt_store_at(e->s, e->unit, i, p, &at) == MT_OK);
-    return at;
+    return store_at(e->s, e->unit, i, p);
 }
 
 static mt_status errand_gradient(void *arg, int param, const void **at, mt_plane *plane)
@@ -97,7 +92,7 @@ static void add_to(mt_plane p, void *at, int64_t n)
 
 static void add_one(void *arg)
 {
-    sum *s = arg;
+    FREED sum *s = arg;
 
     nanosleep(&s->e->nap, NULL);
     for (int i = 0; i < s->n; i++)
@@ -107,7 +102,6 @@ static void add_one(void *arg)
                     atomic_fetch_add(&s->e->wrong, wrong_grads((mt_plane)p, &s->parts[i]));
                 add_to((mt_plane)p, s->parts[i].at[p], s->parts[i].n);
             }
-    free(s);
 }
 
 static mt_status errand_compute(void *arg, mt_queue *q, const mt_part *parts, int n, float clip)
@@ -137,13 +131,6 @@ static void errand_free(void *arg)
     atomic_fetch_add(&((errand *)arg)->frees, 1);
 }
 
-static mt_update_job job_of(errand *e)
-{
-    return (mt_update_job){ .unit = e->unit, .params = e->params, .n_params = e->n,
-                            .gradient = errand_gradient, .compute = errand_compute,
-                             .free = errand_free, .arg = e };
-}
-
 /* A unit of n parameters of all lengths around what a buffer holds, with scales that groups share.
  * Every second gradient is an fp32 sum of the caller's own. */
 static void errand_fill(errand *e, mt_store *s, int n)
@@ -157,8 +144,8 @@ static void errand_fill(errand *e, mt_store *s, int n)
         if (i % 2)
             REQUIRE((e->own[i] = calloc((size_t)length_of(i) + 1, sizeof(float))) != NULL);
     }
-    REQUIRE(mt_store_add(s, "errand", d, n, &e->unit) == MT_OK);
-    REQUIRE(mt_store_set_states(s, e->unit, MT_STATES_8BIT) == MT_OK);
+    REQUIRE_OK(mt_store_add(s, "errand", d, n, &e->unit));
+    REQUIRE_OK(mt_store_set_states(s, e->unit, MT_STATES_8BIT));
     for (int i = 1; i < n; i += 2)
         for (int64_t j = 0; j < length_of(i); j++)
             e->own[i][j] = grad_at(i, j);
@@ -194,7 +181,18 @@ static void errand_empty(errand *e)
         free(e->own[i]);
 }
 
-static void every_element_passes_once(void)
+/* Announced and put. */
+static void put(mt_through *h, errand *e)
+{
+    mt_update_job j = { .unit = e->unit, .params = e->params, .n_params = e->n,
+                        .gradient = errand_gradient, .compute = errand_compute,
+                        .free = errand_free, .arg = e };
+
+    mt_ledger_update_begin(e->s, e->unit);
+    CHECK_OK(mt_home_through.update(h, update_of(&j, 0.5f)));
+}
+
+TEST(every_element_passes_once)
 {
     errand e;
     toy    t;
@@ -202,16 +200,13 @@ static void every_element_passes_once(void)
     for (int buffers = 1; buffers <= 4; buffers++)
         for (int max_us = 0; max_us <= 30; max_us += 30)
             for (size_t bytes = MT_THROUGH_LEAST; bytes <= 1 << 20; bytes *= 8) {
-                mt_through    *h = NULL;
-                mt_update_job j;
+                mt_through *h = NULL;
 
                 toy_open(&t, 1, (uint64_t)buffers, max_us);
                 errand_fill(&e, t.store, MOST);
-                j = job_of(&e);
-                REQUIRE(mt_through_open(&t.cx, buffers, bytes, &h) == MT_OK);
+                REQUIRE_OK(mt_through_open(&t.cx, buffers, bytes, &h));
                 for (int times = 1; times <= 2; times++) {
-                    mt_ledger_update_begin(t.store, e.unit);
-                    CHECK_OK(mt_home_through.update(h, update_of(&j, 0.5f)));
+                    put(h, &e);
                     CHECK_OK(mt_ledger_wait_updates(t.store, e.unit));
                     errand_check(&e, times);
                 }
@@ -226,50 +221,16 @@ static void every_element_passes_once(void)
             }
 }
 
-static void several_units_are_on_their_way_and_end_in_order(void)
-{
-    errand      e[4];
-    toy         t;
-    mt_through *h = NULL;
-
-    toy_open(&t, 4, 1, 0);
-    REQUIRE(mt_through_open(&t.cx, 3, 20000, &h) == MT_OK);
-    for (int u = 0; u < 4; u++) {
-        mt_update_job j;
-
-        errand_fill(&e[u], t.store, MOST);
-        e[u].nap.tv_nsec = 100000;
-        mt_ledger_update_begin(t.store, e[u].unit);
-        j = job_of(&e[u]);
-        CHECK_OK(mt_home_through.update(h, update_of(&j, 0.5f)));
-    }
-    for (int u = 3; u >= 0; u--) {              /* the last one over: all are */
-        CHECK_OK(mt_ledger_wait_updates(t.store, e[u].unit));
-        errand_check(&e[u], 1);
-    }
-    mt_through_close(h);
-    for (int u = 0; u < 4; u++) {
-        CHECK_EQ(e[u].frees, 1);
-        errand_empty(&e[u]);
-    }
-    toy_close(&t);
-}
-
-static void close_finishes_what_was_put(void)
+TEST(close_finishes_what_was_put)
 {
     errand      e[3];
-    toy         t;
     mt_through *h = NULL;
 
-    toy_open(&t, 3, 1, 50);
-    REQUIRE(mt_through_open(&t.cx, 2, 20000, &h) == MT_OK);
+    TOY(t, 3, 1, 50);
+    REQUIRE_OK(mt_through_open(&t.cx, 2, 20000, &h));
     for (int u = 0; u < 3; u++) {
-        mt_update_job j;
-
         errand_fill(&e[u], t.store, MOST);
-        mt_ledger_update_begin(t.store, e[u].unit);
-        j = job_of(&e[u]);
-        CHECK_OK(mt_home_through.update(h, update_of(&j, 0.5f)));
+        put(h, &e[u]);
     }
     mt_through_close(h);
     for (int u = 0; u < 3; u++) {
@@ -278,145 +239,116 @@ static void close_finishes_what_was_put(void)
         errand_empty(&e[u]);
     }
     mt_through_close(NULL);
-    toy_close(&t);
 }
 
 /* What comes down overwrites the weights that a fetch may still be reading. */
-static void a_unit_waits_for_copies_of_its_weights(void)
+TEST(a_unit_waits_for_copies_of_its_weights)
 {
-    errand          e;
-    toy             t;
-    mt_through     *h = NULL;
-    mt_update_job  j;
-    struct timespec nap = { 0, 5000000 };
-    uint64_t        version;
-    int             begun;
+    errand      e;
+    mt_through *h = NULL;
+    uint64_t    version;
 
-    toy_open(&t, 1, 1, 0);
+    TOY(t, 1, 1, 0);
     errand_fill(&e, t.store, MOST);
-    REQUIRE(mt_through_open(&t.cx, 2, 20000, &h) == MT_OK);
+    REQUIRE_OK(mt_through_open(&t.cx, 2, 20000, &h));
     CHECK_OK(mt_ledger_fetch_begin(t.store, e.unit, &version));       /* a mover about to copy */
-    mt_ledger_update_begin(t.store, e.unit);
-    j = job_of(&e);
-    CHECK_OK(mt_home_through.update(h, update_of(&j, 0.5f)));
-    nanosleep(&nap, NULL);
-    begun = atomic_load(&e.lists);
+    put(h, &e);
+    sleep_ms(5);
+    int begun = atomic_load(&e.lists);
     CHECK_EQ(begun, 0);
     CHECK_OK(mt_ledger_fetching(t.store, e.unit, t.run));
     CHECK_OK(mt_home_through.stepped(h));
     errand_check(&e, 1);
     mt_through_close(h);
     errand_empty(&e);
-    toy_close(&t);
 }
 
-static void a_failing_job_is_a_fault_and_ends_those_behind_it(void)
+TEST(a_failing_job_is_a_fault_and_ends_those_behind_it)
 {
-    errand         e, after;
-    toy            t;
-    mt_through    *h = NULL;
-    mt_update_job j;
+    errand      e, after;
+    mt_through *h = NULL;
 
-    toy_open(&t, 2, 1, 0);
+    TOY(t, 2, 1, 0);
     errand_fill(&e, t.store, MOST);
     errand_fill(&after, t.store, MOST);
     e.fail = MT_EDEVICE;
-    REQUIRE(mt_through_open(&t.cx, 2, 20000, &h) == MT_OK);
+    REQUIRE_OK(mt_through_open(&t.cx, 2, 20000, &h));
     for (int u = 0; u < 2; u++) {
-        mt_ledger_update_begin(t.store, u == 0 ? e.unit : after.unit);
-        j = job_of(u == 0 ? &e : &after);
-        CHECK_OK(mt_home_through.update(h, update_of(&j, 0.5f)));
+        put(h, u == 0 ? &e : &after);
     }
-    CHECK_EQ(mt_home_through.stepped(h), MT_EDEVICE);
-    CHECK_HAS(mt_last_error(), "the errand failed");
+    CHECK_FAILS(mt_home_through.stepped(h), MT_EDEVICE, "the errand failed");
     CHECK_EQ(after.lists, 0);
     CHECK_EQ(e.frees + after.frees, 2);
     errand_check(&after, 0);
     mt_through_close(h);
     errand_empty(&e);
     errand_empty(&after);
-    toy_close(&t);
 }
 
-static void every_failing_device_call_frees_everything(void)
+TEST(every_failing_device_call_frees_everything)
 {
     static errand e;
-    int           fired = 1;
-    mt_dev       *cpu;
 
-    REQUIRE(mt_dev_cpu_open(&cpu) == MT_OK);
-    for (int n = 1; fired > 0; n++) {
-        mt_dev     *d = fault_dev(cpu, n, n % 2 ? FAULT_ONCE : FAULT_STAYS);
+    EACH_FAULT(d, 1, n % 2 ? FAULT_ONCE : FAULT_STAYS) {
         mt_context  cx = { .dev = d };
         mt_store   *s = NULL;
         mt_through *h = NULL;
-        mt_status   st;
         void       *p;
 
-        REQUIRE(mt_store_open(&cx, &s) == MT_OK);
+        REQUIRE_OK(mt_store_open(&cx, &s));
         cx.store = s;
         errand_fill(&e, s, 12);
-        st = mt_store_at(s, 0, 0, MT_PLANE_M, &p);
+        mt_status st = mt_store_at(s, 0, 0, MT_PLANE_M, &p);
         if (st == MT_OK)
             st = mt_store_move(s, 0, &mt_home_through, NULL);
         if (st == MT_OK)
             st = mt_through_open(&cx, 2, 20000, &h);
         if (st == MT_OK) {
-            mt_update_job j = job_of(&e);
-
-            mt_ledger_update_begin(s, 0);
-            CHECK_OK(mt_home_through.update(h, update_of(&j, 0.5f)));
+            put(h, &e);
             st = mt_home_through.stepped(h);
             CHECK_EQ(e.frees, 1);
         }
-        fired = fault_fired(d);
-        CHECK_EQ(st, fired ? MT_EDEVICE : MT_OK);
+        CHECK_EQ(st, fault_fired(d) ? MT_EDEVICE : MT_OK);
         if (st == MT_OK)
             errand_check(&e, 1);
         mt_through_close(h);
         mt_store_close(s);
-        CHECK_EQ(fault_live(d), 0);
         errand_empty(&e);
-        d->ops->close(d);
     }
-    cpu->ops->close(cpu);
 }
 
 /* Planes that are there, those that come, and none any more. */
-static void going_through_registers_all_planes(void)
+TEST(going_through_registers_all_planes)
 {
     mt_param_desc d[2] = { { MT_BF16, 100, 1 }, { MT_BF16, 100, 0 } };
     mt_store     *s = NULL;
     mt_dev       *cpu, *f;
-    void         *p;
-    int           unit;
 
-    REQUIRE(mt_dev_cpu_open(&cpu) == MT_OK);
+    REQUIRE_OK(mt_dev_cpu_open(&cpu));
     f = fault_dev(cpu, 0, FAULT_ONCE);
-    REQUIRE(mt_store_open(&(mt_context){ .dev = f }, &s) == MT_OK);
-    REQUIRE(mt_store_add(s, "layers.0", d, 2, &unit) == MT_OK);
-    CHECK_OK(mt_store_at(s, 0, 0, MT_PLANE_M, &p));
+    REQUIRE_OK(mt_store_open(&(mt_context){ .dev = f }, &s));
+    (void)store_add(s, "layers.0", d, 2);
+    (void)store_at(s, 0, 0, MT_PLANE_M);
     CHECK_OK(mt_store_set_trainable(s, 0, 1, 1));
-    CHECK_OK(mt_store_at(s, 0, 1, MT_PLANE_M, &p));         /* late: an arena of its own */
+    (void)store_at(s, 0, 1, MT_PLANE_M);         /* late: an arena of its own */
     CHECK_EQ(fault_live(f), 0);
     CHECK(mt_store_home(s, 0, NULL) == &mt_home_ram);
     CHECK_OK(mt_store_move(s, 0, &mt_home_through, NULL));
     CHECK(mt_store_home(s, 0, NULL) == &mt_home_through);
     CHECK_EQ(fault_live(f), 2);
-    CHECK_OK(mt_store_at(s, 0, 0, MT_PLANE_LO, &p));
+    (void)store_at(s, 0, 0, MT_PLANE_LO);
     CHECK_EQ(fault_live(f), 3);
     CHECK_OK(mt_store_move(s, 0, &mt_home_through, NULL));
     CHECK_EQ(fault_live(f), 3);
     CHECK_EQ(mt_store_move(s, 0, &mt_home_vram, NULL), MT_ESTATE);
     CHECK_OK(mt_store_move(s, 0, &mt_home_ram, NULL));
     CHECK(mt_store_home(s, 0, NULL) == &mt_home_ram);
-    CHECK_OK(mt_store_at(s, 0, 0, MT_PLANE_V, &p));
+    (void)store_at(s, 0, 0, MT_PLANE_V);
     CHECK_EQ(fault_live(f), 3);
     CHECK_EQ(mt_store_move(s, 1, &mt_home_through, NULL), MT_EINVAL);
-    REQUIRE(mt_store_add(s, "layers.1", d, 2, &unit) == MT_OK);
+    (void)store_add(s, "layers.1", d, 2);
     CHECK_OK(mt_store_move(s, 1, &mt_home_through, NULL));
-    CHECK_EQ(mt_store_move(s, 1, &mt_home_vram, NULL), MT_ESTATE);
-    CHECK_HAS(mt_last_error(), "layers.1");
+    CHECK_FAILS(mt_store_move(s, 1, &mt_home_vram, NULL), MT_ESTATE, "layers.1");
     CHECK_OK(mt_store_move(s, 1, &mt_home_ram, NULL));
     CHECK_OK(mt_store_move(s, 1, &mt_home_vram, NULL));
     CHECK_EQ(mt_store_move(s, 1, &mt_home_through, NULL), MT_ESTATE);
@@ -426,25 +358,11 @@ static void going_through_registers_all_planes(void)
     cpu->ops->close(cpu);
 }
 
-static void open_refuses_buffers_that_hold_nothing(void)
+TEST(open_refuses_buffers_that_hold_nothing)
 {
-    toy         t;
     mt_through *h = NULL;
 
-    toy_open(&t, 1, 1, 0);
+    TOY(t, 1, 1, 0);
     CHECK_EQ(mt_through_open(&t.cx, 0, 1 << 20, &h), MT_EINVAL);
-    CHECK_EQ(mt_through_open(&t.cx, 2, MT_THROUGH_LEAST - 1, &h), MT_EINVAL);
-    CHECK_HAS(mt_last_error(), "8191");
-    toy_close(&t);
+    CHECK_FAILS(mt_through_open(&t.cx, 2, MT_THROUGH_LEAST - 1, &h), MT_EINVAL, "8191");
 }
-
-#define TESTS(X)                                            \
-    X(every_element_passes_once)                            \
-    X(several_units_are_on_their_way_and_end_in_order)      \
-    X(close_finishes_what_was_put)                          \
-    X(a_unit_waits_for_copies_of_its_weights)               \
-    X(a_failing_job_is_a_fault_and_ends_those_behind_it)    \
-    X(every_failing_device_call_frees_everything)           \
-    X(going_through_registers_all_planes)                   \
-    X(open_refuses_buffers_that_hold_nothing)
-CHECK_MAIN(TESTS)

@@ -2,11 +2,7 @@
 #include "../../csrc/core/clock.h"
 #include "../../csrc/core/timeline.h"
 #include "dev_fault.h"
-#include "check.h"
-
-#include <pthread.h>
-#include <semaphore.h>
-#include <time.h>
+#include "opened.h"
 
 #define ALL (2 * MT_TIMELINE_KEPT)
 
@@ -16,17 +12,19 @@ typedef struct rig {
     mt_queue    *a, *b;
     mt_timeline *t;
     mt_record   *got;        /* [ALL] */
+    sem_t        gate;
 } rig;
 
 static void rig_open(rig *r, int n, fault_mode mode)
 {
     *r = (rig){ 0 };
-    REQUIRE(mt_dev_cpu_open(&r->cpu) == MT_OK);
+    REQUIRE(sem_init(&r->gate, 0, 0) == 0);
+    REQUIRE_OK(mt_dev_cpu_open(&r->cpu));
     REQUIRE((r->got = calloc(ALL, sizeof *r->got)) != NULL);
     r->d = fault_dev(r->cpu, n, mode);
-    REQUIRE(r->d->ops->queue_open(r->d, "a", &r->a) == MT_OK);
-    REQUIRE(r->d->ops->queue_open(r->d, "b", &r->b) == MT_OK);
-    REQUIRE(mt_timeline_open(r->d, &r->t) == MT_OK);
+    REQUIRE_OK(r->d->ops->queue_open(r->d, "a", &r->a));
+    REQUIRE_OK(r->d->ops->queue_open(r->d, "b", &r->b));
+    REQUIRE_OK(mt_timeline_open(r->d, &r->t));
 }
 
 static void rig_close(rig *r)
@@ -40,6 +38,8 @@ static void rig_close(rig *r)
     free(r->got);
 }
 
+#define RIG(r, ...) CLOSED_BY(rig_close) rig r; rig_open(&r, __VA_ARGS__)
+
 static void one(rig *r, mt_queue *q, mt_lane lane, int unit)
 {
     mt_span span;
@@ -48,22 +48,20 @@ static void one(rig *r, mt_queue *q, mt_lane lane, int unit)
     mt_timeline_end(r->t, &span, (uint64_t)unit * 10, q);
 }
 
-static void hold(void *gate)
+static void hold(void *closed)
 {
-    while (sem_wait(gate) != 0)
+    while (sem_wait(closed) != 0)
         continue;
 }
 
 /* ---- off -------------------------------------------------------------------------------- */
 
-static void off_makes_no_call_and_keeps_nothing(void)
+TEST(off_makes_no_call_and_keeps_nothing)
 {
     mt_span span;
-    rig     r;
-    int     calls;
 
-    rig_open(&r, 0, FAULT_ONCE);
-    calls = fault_calls(r.d);
+    RIG(r, 0, FAULT_ONCE);
+    int calls = fault_calls(r.d);
     for (int i = 0; i < 100; i++)
         one(&r, r.a, MT_LANE_H2D, i);
     mt_timeline_enter(r.t, MT_WORK_FORWARD, 0, r.a);
@@ -74,14 +72,11 @@ static void off_makes_no_call_and_keeps_nothing(void)
     CHECK_EQ(fault_calls(r.d), calls);
     CHECK_EQ(mt_timeline_read(r.t, r.got, ALL), 0);
     CHECK_EQ(mt_timeline_lost(r.t), 0);
-    rig_close(&r);
 }
 
-static void turned_off_it_still_gives_what_it_has(void)
+TEST(turned_off_it_still_gives_what_it_has)
 {
-    rig r;
-
-    rig_open(&r, 0, FAULT_ONCE);
+    RIG(r, 0, FAULT_ONCE);
     CHECK_OK(mt_timeline_on(r.t, 1));
     one(&r, r.a, MT_LANE_H2D, 3);
     CHECK_OK(mt_timeline_on(r.t, 0));
@@ -89,23 +84,20 @@ static void turned_off_it_still_gives_what_it_has(void)
     CHECK_OK(r.d->ops->sync(r.a));
     CHECK_EQ(mt_timeline_read(r.t, r.got, ALL), 1);
     CHECK_EQ(r.got[0].unit, 3);
-    rig_close(&r);
 }
 
 /* ---- records ---------------------------------------------------------------------------- */
 
-static void a_record_has_its_queues_times(void)
+TEST(a_record_has_its_queues_times)
 {
-    struct timespec nap = { 0, 2000000 };
-    uint64_t        before, after;
-    mt_span         span;
-    rig             r;
+    uint64_t before, after;
+    mt_span  span;
 
-    rig_open(&r, 0, FAULT_ONCE);
+    RIG(r, 0, FAULT_ONCE);
     CHECK_OK(mt_timeline_on(r.t, 1));
     before = mt_now_ns();
     mt_timeline_begin(r.t, &span, MT_LANE_HOST, MT_WORK_UPDATE, 7, NULL);
-    (void)nanosleep(&nap, NULL);
+    sleep_ms(2);
     mt_timeline_end(r.t, &span, 123, NULL);
     after = mt_now_ns();
     one(&r, r.a, MT_LANE_H2D, 2);
@@ -119,38 +111,29 @@ static void a_record_has_its_queues_times(void)
     CHECK(r.got[0].end_ns - r.got[0].begin_ns >= 2000000);
     CHECK_EQ(r.got[1].bytes, 20);
     CHECK(after <= r.got[1].begin_ns && r.got[1].begin_ns <= r.got[1].end_ns);
-    rig_close(&r);
 }
 
 /* What queue a has not done yet neither comes early nor holds up what queue b has done. */
-static void work_under_way_comes_later(void)
+TEST(work_under_way_comes_later)
 {
-    sem_t gate;
-    rig   r;
-
-    rig_open(&r, 0, FAULT_ONCE);
-    REQUIRE(sem_init(&gate, 0, 0) == 0);
+    RIG(r, 0, FAULT_ONCE);
     CHECK_OK(mt_timeline_on(r.t, 1));
-    CHECK_OK(r.d->ops->call(r.a, hold, &gate));
+    CHECK_OK(r.d->ops->call(r.a, hold, &r.gate));
     one(&r, r.a, MT_LANE_H2D, 1);
     one(&r, r.b, MT_LANE_D2H, 2);
     CHECK_OK(r.d->ops->sync(r.b));
     REQUIRE(mt_timeline_read(r.t, r.got, ALL) == 1);
     CHECK_EQ(r.got[0].unit, 2);
-    (void)sem_post(&gate);
+    (void)sem_post(&r.gate);
     CHECK_OK(r.d->ops->sync(r.a));
     REQUIRE(mt_timeline_read(r.t, r.got, ALL) == 1);
     CHECK_EQ(r.got[0].unit, 1);
     CHECK_EQ(mt_timeline_read(r.t, r.got, ALL), 0);
-    (void)sem_destroy(&gate);
-    rig_close(&r);
 }
 
-static void reading_a_few_leaves_the_rest(void)
+TEST(reading_a_few_leaves_the_rest)
 {
-    rig r;
-
-    rig_open(&r, 0, FAULT_ONCE);
+    RIG(r, 0, FAULT_ONCE);
     CHECK_OK(mt_timeline_on(r.t, 1));
     for (int i = 0; i < 10; i++)
         one(&r, r.a, MT_LANE_H2D, i);
@@ -161,15 +144,13 @@ static void reading_a_few_leaves_the_rest(void)
         CHECK_EQ(r.got[1].unit, i + 1);
         CHECK(r.got[0].end_ns <= r.got[1].begin_ns);
     }
-    rig_close(&r);
 }
 
-static void the_latest_are_kept_and_the_others_counted(void)
+TEST(the_latest_are_kept_and_the_others_counted)
 {
     enum { MORE = 100 };
-    rig r;
 
-    rig_open(&r, 0, FAULT_ONCE);
+    RIG(r, 0, FAULT_ONCE);
     CHECK_OK(mt_timeline_on(r.t, 1));
     for (int i = 0; i < MT_TIMELINE_KEPT + MORE; i++)
         one(&r, NULL, MT_LANE_HOST, i);
@@ -177,38 +158,29 @@ static void the_latest_are_kept_and_the_others_counted(void)
     REQUIRE(mt_timeline_read(r.t, r.got, ALL) == MT_TIMELINE_KEPT);
     CHECK_EQ(r.got[0].unit, MORE);
     CHECK_EQ(r.got[MT_TIMELINE_KEPT - 1].unit, MT_TIMELINE_KEPT + MORE - 1);
-    rig_close(&r);
 }
 
 /* A stamp that a held queue still owes is not used for another record: its time would be wrong. */
-static void a_full_timeline_waits_for_no_queue(void)
+TEST(a_full_timeline_waits_for_no_queue)
 {
-    sem_t gate;
-    rig   r;
-
-    rig_open(&r, 0, FAULT_ONCE);
-    REQUIRE(sem_init(&gate, 0, 0) == 0);
+    RIG(r, 0, FAULT_ONCE);
     CHECK_OK(mt_timeline_on(r.t, 1));
-    CHECK_OK(r.d->ops->call(r.a, hold, &gate));
+    CHECK_OK(r.d->ops->call(r.a, hold, &r.gate));
     one(&r, r.a, MT_LANE_H2D, 5);
     for (int i = 1; i < MT_TIMELINE_KEPT + 3; i++)
         one(&r, NULL, MT_LANE_HOST, i);
     CHECK_EQ(mt_timeline_lost(r.t), 3);
-    (void)sem_post(&gate);
+    (void)sem_post(&r.gate);
     CHECK_OK(r.d->ops->sync(r.a));
     REQUIRE(mt_timeline_read(r.t, r.got, ALL) == MT_TIMELINE_KEPT);
     CHECK_EQ(r.got[0].lane, MT_LANE_H2D);
     CHECK(r.got[0].begin_ns > r.got[1].begin_ns);        /* the gate opened last */
-    (void)sem_destroy(&gate);
-    rig_close(&r);
 }
 
 /* Stamps are used again: as many as were ever in use at once, not as many as records. */
-static void stamps_are_used_again(void)
+TEST(stamps_are_used_again)
 {
-    rig r;
-
-    rig_open(&r, 0, FAULT_ONCE);
+    RIG(r, 0, FAULT_ONCE);
     CHECK_OK(mt_timeline_on(r.t, 1));
     for (int i = 0; i < 50; i++) {
         one(&r, r.a, MT_LANE_H2D, i);
@@ -216,7 +188,6 @@ static void stamps_are_used_again(void)
         CHECK_EQ(mt_timeline_read(r.t, r.got, ALL), 1);
     }
     CHECK_EQ(fault_live(r.d), 4);        /* two queues, two stamps */
-    rig_close(&r);
 }
 
 /* ---- the stack -------------------------------------------------------------------------- */
@@ -228,11 +199,9 @@ static void expect(const mt_record *r, mt_work work, int unit)
     CHECK_EQ(r->unit, unit);
 }
 
-static void a_replay_interrupts_its_backward(void)
+TEST(a_replay_interrupts_its_backward)
 {
-    rig r;
-
-    rig_open(&r, 0, FAULT_ONCE);
+    RIG(r, 0, FAULT_ONCE);
     CHECK_OK(mt_timeline_on(r.t, 1));
     mt_timeline_step(r.t, 9, r.a);
     mt_timeline_enter(r.t, MT_WORK_BACKWARD, 4, r.a);
@@ -249,47 +218,39 @@ static void a_replay_interrupts_its_backward(void)
     expect(&r.got[3], MT_WORK_BACKWARD, 4);
     for (int i = 1; i < 4; i++)
         CHECK(r.got[i - 1].end_ns <= r.got[i].begin_ns);
-    rig_close(&r);
 }
 
 /* Waiting for weights is no work; the same weights again are there already. */
-static void a_wait_for_weights_is_in_no_record(void)
+TEST(a_wait_for_weights_is_in_no_record)
 {
     mt_event *there;
-    sem_t     gate;
-    rig       r;
 
-    rig_open(&r, 0, FAULT_ONCE);
-    REQUIRE(sem_init(&gate, 0, 0) == 0);
+    RIG(r, 0, FAULT_ONCE);
     CHECK_OK(r.d->ops->event_open(r.d, &there));
     CHECK_OK(mt_timeline_on(r.t, 1));
     CHECK_EQ(mt_timeline_wait(r.t, 3, r.a), 0);          /* nothing is open */
     mt_timeline_enter(r.t, MT_WORK_FORWARD, 3, r.a);
     REQUIRE(mt_timeline_wait(r.t, 3, r.a) == 1);
     CHECK_OK(r.d->ops->record(r.a, there));
-    CHECK_OK(r.d->ops->call(r.a, hold, &gate));
+    CHECK_OK(r.d->ops->call(r.a, hold, &r.gate));
     mt_timeline_waited(r.t, r.a);
     CHECK_EQ(mt_timeline_wait(r.t, 3, r.a), 0);
     mt_timeline_leave(r.t, r.a);
     CHECK_OK(r.d->ops->sync_event(there));               /* the queue stands at the gate */
-    (void)nanosleep(&(struct timespec){ 0, 3000000 }, NULL);
-    (void)sem_post(&gate);
+    sleep_ms(3);
+    (void)sem_post(&r.gate);
     CHECK_OK(r.d->ops->sync(r.a));
     REQUIRE(mt_timeline_read(r.t, r.got, ALL) == 2);
     expect(&r.got[0], MT_WORK_FORWARD, 3);
     expect(&r.got[1], MT_WORK_FORWARD, 3);
     CHECK(r.got[1].begin_ns - r.got[0].end_ns >= 2000000);
     r.d->ops->event_close(there);
-    (void)sem_destroy(&gate);
-    rig_close(&r);
 }
 
 /* A backward that raised leaves its window open; the next step's windows are not inside it. */
-static void a_step_closes_what_a_failure_left_open(void)
+TEST(a_step_closes_what_a_failure_left_open)
 {
-    rig r;
-
-    rig_open(&r, 0, FAULT_ONCE);
+    RIG(r, 0, FAULT_ONCE);
     CHECK_OK(mt_timeline_on(r.t, 1));
     for (int deep = 0; deep < 40; deep++)                /* deeper than it counts */
         mt_timeline_enter(r.t, MT_WORK_BACKWARD, 1, r.a);
@@ -301,7 +262,6 @@ static void a_step_closes_what_a_failure_left_open(void)
     CHECK_OK(r.d->ops->sync(r.a));
     REQUIRE(mt_timeline_read(r.t, r.got, ALL) == 1);
     expect(&r.got[0], MT_WORK_FORWARD, 2);
-    rig_close(&r);
 }
 
 /* ---- failures and threads --------------------------------------------------------------- */
@@ -316,16 +276,14 @@ static void use(rig *r)
 }
 
 /* A stamp that cannot be made, put or read loses its record, and nothing else happens. */
-static void a_stamp_that_fails_loses_its_record_alone(void)
+TEST(a_stamp_that_fails_loses_its_record_alone)
 {
     enum { OPENED = 2 };                 /* the queues, first */
     int64_t n = 0;
 
     for (int call = OPENED + 1; call < OPENED + 40; call++) {
         for (int mode = 0; mode < 2; mode++) {
-            rig r;
-
-            rig_open(&r, call, mode ? FAULT_STAYS : FAULT_ONCE);
+            RIG(r, call, mode ? FAULT_STAYS : FAULT_ONCE);
             CHECK_OK(mt_timeline_on(r.t, 1));
             use(&r);
             n = mt_timeline_read(r.t, r.got, ALL);
@@ -333,7 +291,6 @@ static void a_stamp_that_fails_loses_its_record_alone(void)
             CHECK(n + (int64_t)mt_timeline_lost(r.t) <= 4);
             if (mode == 1 && call == OPENED + 1)
                 CHECK_EQ(n, 1);          /* the host's own */
-            rig_close(&r);
         }
     }
 }
@@ -354,22 +311,21 @@ static void *record_many(void *arg)
     return NULL;
 }
 
-static void threads_record_side_by_side(void)
+TEST(threads_record_side_by_side)
 {
     enum { EACH = 2000 };
     worker    w[3];
     pthread_t thread[3];
     int64_t   n = 0;
     static int seen[MT_LANE_COUNT][EACH];
-    rig       r;
 
-    rig_open(&r, 0, FAULT_ONCE);
+    RIG(r, 0, FAULT_ONCE);
     CHECK_OK(mt_timeline_on(r.t, 1));
     w[0] = (worker){ &r, r.a, MT_LANE_H2D, EACH };
     w[1] = (worker){ &r, r.b, MT_LANE_D2H, EACH };
     w[2] = (worker){ &r, NULL, MT_LANE_HOST, EACH };
     for (int i = 0; i < 3; i++)
-        REQUIRE(pthread_create(&thread[i], NULL, record_many, &w[i]) == 0);
+        thread[i] = thread_start(record_many, &w[i]);
     while (n < 3 * EACH) {               /* reading meanwhile */
         int64_t m = mt_timeline_read(r.t, r.got, ALL);
 
@@ -378,19 +334,17 @@ static void threads_record_side_by_side(void)
         n += m;
     }
     for (int i = 0; i < 3; i++)
-        REQUIRE(pthread_join(thread[i], NULL) == 0);
+        thread_join(thread[i]);
     CHECK_EQ(mt_timeline_lost(r.t), 0);
-    rig_close(&r);
 }
 
 /* Requests of a disk are under way together, and the lane does one thing at a time: a record begins
  * where the one before ended. */
-static void records_of_what_is_over_follow_each_other(void)
+TEST(records_of_what_is_over_follow_each_other)
 {
     uint64_t reached = 0, begun = mt_now_ns();
-    rig      r;
 
-    rig_open(&r, 0, FAULT_ONCE);
+    RIG(r, 0, FAULT_ONCE);
     CHECK_OK(mt_timeline_on(r.t, 1));
     for (int unit = 0; unit < 3; unit++)         /* the second moved nothing, and is none */
         mt_timeline_over(r.t, MT_LANE_DISK, MT_WORK_READ, unit, begun,
@@ -399,32 +353,4 @@ static void records_of_what_is_over_follow_each_other(void)
     CHECK(r.got[0].unit == 0 && r.got[0].bytes == 100 && r.got[0].begin_ns == begun);
     CHECK(r.got[1].unit == 2 && r.got[1].bytes == 102 && r.got[1].begin_ns >= r.got[0].end_ns);
     CHECK(r.got[1].end_ns <= reached);
-    rig_close(&r);
 }
-
-static void names_are_said(void)
-{
-    CHECK_STR(mt_lane_name(MT_LANE_HOST), "host update");
-    CHECK_STR(mt_lane_name((mt_lane)99), "?");
-    CHECK_STR(mt_work_name(MT_WORK_REPLAY), "replay");
-    CHECK_STR(mt_work_name((mt_work)-1), "?");
-}
-
-#define TESTS(X)                                                                              \
-    X(off_makes_no_call_and_keeps_nothing)                                                    \
-    X(turned_off_it_still_gives_what_it_has)                                                  \
-    X(a_record_has_its_queues_times)                                                          \
-    X(work_under_way_comes_later)                                                             \
-    X(reading_a_few_leaves_the_rest)                                                          \
-    X(the_latest_are_kept_and_the_others_counted)                                             \
-    X(a_full_timeline_waits_for_no_queue)                                                     \
-    X(stamps_are_used_again)                                                                  \
-    X(a_replay_interrupts_its_backward)                                                       \
-    X(a_wait_for_weights_is_in_no_record)                                                     \
-    X(a_step_closes_what_a_failure_left_open)                                                 \
-    X(a_stamp_that_fails_loses_its_record_alone)                                              \
-    X(threads_record_side_by_side)                                                            \
-    X(records_of_what_is_over_follow_each_other)                                              \
-    X(names_are_said)
-
-CHECK_MAIN(TESTS)

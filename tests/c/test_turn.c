@@ -2,14 +2,12 @@
  * verdict of it, whoever is late, elsewhere or gone; and what a stream fetches of a unit when each
  * rank fetches its portion. Ranks are threads of one process.
  */
-#include "check.h"
+#include "opened.h"
 
 #include "../../csrc/core/clock.h"
 #include "../../csrc/core/portion.h"
 #include "../../csrc/core/stream.h"
 #include "../../csrc/core/turn.h"
-
-#include <pthread.h>
 
 #define RANKS 4                  /* at most */
 #define NEVER 60000
@@ -30,18 +28,18 @@ static void table_open(peer *p, int ranks, int ms, const int *speakers)
 {
     int fd = -1;
 
-    REQUIRE(mt_share_make(&fd) == MT_OK);
+    REQUIRE_OK(mt_share_make(&fd));
     for (int r = 0; r < ranks; r++) {
         mt_context *cx = &p[r].cx;
 
         p[r] = (peer){ .rank = r, .seed = (uint64_t)(r + 1) * 77 };
-        REQUIRE(mt_dev_cpu_open(&cx->dev) == MT_OK);
+        REQUIRE_OK(mt_dev_cpu_open(&cx->dev));
         REQUIRE(mt_share_open(fd, r, speakers != NULL ? RANKS : ranks, &cx->share) == MT_OK);
         if (speakers != NULL)
-            REQUIRE(mt_share_apart(cx->share, speakers) == MT_OK);
-        REQUIRE(mt_store_open(cx, &cx->store) == MT_OK);
-        REQUIRE(mt_turns_open(cx, ms, &cx->turns) == MT_OK);
-        REQUIRE(mt_store_add(cx->store, "layers.0", shapes, 2, &(int){ 0 }) == MT_OK);
+            REQUIRE_OK(mt_share_apart(cx->share, speakers));
+        REQUIRE_OK(mt_store_open(cx, &cx->store));
+        REQUIRE_OK(mt_turns_open(cx, ms, &cx->turns));
+        REQUIRE_OK(mt_store_add(cx->store, "layers.0", shapes, 2, &(int){ 0 }));
     }
     close(fd);
 }
@@ -55,12 +53,23 @@ static void peer_close(peer *p)
     p->cx.dev->ops->close(p->cx.dev);
 }
 
+typedef struct table {
+    peer p[RANKS];
+    int  ranks;
+} table;
+
+static void table_close(table *t)
+{
+    for (int r = 0; r < t->ranks; r++)
+        peer_close(&t->p[r]);
+}
+
+#define TABLE(p, n, ...) CLOSED_BY(table_close) table p##_table = { .ranks = n }; \
+    peer *p = p##_table.p; table_open(p, n, __VA_ARGS__)
+
 static void all(peer *p, int ranks, void *(*script)(void *))
 {
-    for (int r = 0; r < ranks; r++)
-        REQUIRE(pthread_create(&p[r].thread, NULL, script, &p[r]) == 0);
-    for (int r = 0; r < ranks; r++)
-        REQUIRE(pthread_join(p[r].thread, NULL) == 0);
+    run_together(script, p, sizeof *p, ranks);
 }
 
 static int take(peer *p, int unit, uint64_t about)
@@ -88,7 +97,7 @@ static void *walk_alike(void *arg)
     return NULL;
 }
 
-static void ranks_that_go_one_way_are_in_step(void)
+TEST(ranks_that_go_one_way_are_in_step)
 {
     for (int ranks = 1; ranks <= RANKS; ranks++) {
         peer p[RANKS];
@@ -103,16 +112,12 @@ static void ranks_that_go_one_way_are_in_step(void)
     }
 }
 
-static void ranks_of_another_machine_are_no_mates(void)
+TEST(ranks_of_another_machine_are_no_mates)
 {
-    peer p[RANKS];
-
-    table_open(p, 2, NEVER, speak_for_two);
+    TABLE(p, 2, NEVER, speak_for_two);
     CHECK_EQ(mt_turns_mates(p[1].cx.turns), 2);
     CHECK_EQ(mt_turns_place(p[1].cx.turns), 1);
     all(p, 2, walk_alike);
-    for (int r = 0; r < 2; r++)
-        peer_close(&p[r]);
 }
 
 static int turns_taken;
@@ -125,21 +130,17 @@ static void *walk_one_unit(void *arg)
 }
 
 /* A rank that was stopped between two windows, and comes when the others are a unit ahead. */
-static void who_is_one_unit_behind_learns_the_verdict(void)
+TEST(who_is_one_unit_behind_learns_the_verdict)
 {
     static const int many[] = { 0, 1, 31, 63, 64, 200 };
 
     for (size_t k = 0; k < sizeof many / sizeof *many; k++) {
-        peer p[2];
-
-        table_open(p, 2, SHORT, NULL);
+        TABLE(p, 2, SHORT, NULL);
         turns_taken = many[k];
         all(p, 2, walk_one_unit);
         CHECK_EQ(take(&p[0], 0, 7), 0);
         CHECK_EQ(take(&p[0], 1, 7), 0);
         CHECK_EQ(take(&p[1], 0, 7), 0);
-        for (int r = 0; r < 2; r++)
-            peer_close(&p[r]);
     }
 }
 
@@ -152,22 +153,17 @@ static void *walk_apart(void *arg)
     return NULL;
 }
 
-static void of_two_windows_neither_is_gathered(void)
+TEST(of_two_windows_neither_is_gathered)
 {
-    peer           p[2];
-    mt_turns_stats n;
-
-    table_open(p, 2, NEVER, NULL);
+    TABLE(p, 2, NEVER, NULL);
     all(p, 2, walk_apart);
-    n = mt_turns_stats_get(p[0].cx.turns);
+    mt_turns_stats n = mt_turns_stats_get(p[0].cx.turns);
     CHECK_EQ(n.astray, 1);
     if (n.rank >= 0) {                   /* unless the other one said so first */
         CHECK_EQ(n.rank, 1);
         CHECK_EQ(n.own, 5);
         CHECK_EQ(n.other, 6);
     }
-    for (int r = 0; r < 2; r++)
-        peer_close(&p[r]);
 }
 
 /* A part of a unit that one rank leaves out costs that part alone. */
@@ -183,23 +179,16 @@ static void *walk_parts(void *arg)
     return NULL;
 }
 
-static void ranks_are_in_step_again_at_the_next_unit(void)
+TEST(ranks_are_in_step_again_at_the_next_unit)
 {
-    peer p[2];
-
-    table_open(p, 2, NEVER, NULL);
+    TABLE(p, 2, NEVER, NULL);
     all(p, 2, walk_parts);
-    for (int r = 0; r < 2; r++)
-        peer_close(&p[r]);
 }
 
-static void a_rank_that_does_not_come_is_waited_for_once(void)
+TEST(a_rank_that_does_not_come_is_waited_for_once)
 {
-    peer     p[2];
-    uint64_t begun;
-
-    table_open(p, 2, SHORT, NULL);
-    begun = mt_now_ns();
+    TABLE(p, 2, SHORT, NULL);
+    uint64_t begun = mt_now_ns();
     CHECK_EQ(take(&p[0], 0, 5), 0);
     CHECK(seconds_since(begun) > 1e-3 * SHORT);
     CHECK_EQ(mt_turns_stats_get(p[0].cx.turns).other, 0);
@@ -210,51 +199,42 @@ static void a_rank_that_does_not_come_is_waited_for_once(void)
     for (int unit = 0; unit < 50; unit++)            /* it finds all verdicts */
         CHECK_EQ(take(&p[1], unit, 5), 0);
     all(p, 2, walk_alike);                           /* and is waited for again */
-    for (int r = 0; r < 2; r++)
-        peer_close(&p[r]);
 }
 
-static void a_rank_at_a_meeting_is_not_waited_for(void)
+TEST(a_rank_at_a_meeting_is_not_waited_for)
 {
-    peer     p[2];
     uint64_t begun = mt_now_ns();
 
-    table_open(p, 2, NEVER, NULL);
+    TABLE(p, 2, NEVER, NULL);
     mt_turns_away(p[1].cx.turns, 1);
     CHECK_EQ(take(&p[0], 0, 5), 0);
     CHECK(seconds_since(begun) < 10);
-    for (int r = 0; r < 2; r++)
-        peer_close(&p[r]);
 }
 
 static void *comes_back(void *arg)
 {
     peer *p = arg;
 
-    (void)usleep(50000);
+    usleep(50000);
     mt_turns_met(p->cx.turns);
     mt_turns_away(p->cx.turns, 0);
     CHECK_EQ(take(p, 3, 5), 1);
     return NULL;
 }
 
-static void behind_a_meeting_all_are_in_step_and_waited_for(void)
+TEST(behind_a_meeting_all_are_in_step_and_waited_for)
 {
-    peer p[2];
-
-    table_open(p, 2, NEVER, NULL);
+    TABLE(p, 2, NEVER, NULL);
     mt_turns_away(p[1].cx.turns, 1);
     for (int unit = 0; unit < 3; unit++)
         CHECK_EQ(take(&p[0], unit, 5), 0);
-    REQUIRE(pthread_create(&p[1].thread, NULL, comes_back, &p[1]) == 0);
+    p[1].thread = thread_start(comes_back, &p[1]);
     mt_turns_met(p[0].cx.turns);         /* it has heard of the end first */
     CHECK_EQ(take(&p[0], 3, 5), 1);
-    REQUIRE(pthread_join(p[1].thread, NULL) == 0);
-    for (int r = 0; r < 2; r++)
-        peer_close(&p[r]);
+    thread_join(p[1].thread);
 }
 
-static void a_rank_that_left_is_not_waited_for(void)
+TEST(a_rank_that_left_is_not_waited_for)
 {
     peer p[2];
 
@@ -264,18 +244,15 @@ static void a_rank_that_left_is_not_waited_for(void)
     peer_close(&p[0]);
 }
 
-static void a_fault_ends_the_wait(void)
+TEST(a_fault_ends_the_wait)
 {
-    peer p[2];
-    int  in_step = -1;
+    int in_step = -1;
 
-    table_open(p, 2, NEVER, NULL);
+    TABLE(p, 2, NEVER, NULL);
     mt_ledger_fault(p[1].cx.store, MT_EDEVICE, "the other one's disk is full");
     mt_turns_next(p[0].cx.turns, 0);
     CHECK(mt_turns_take(p[0].cx.turns, 5, 0, &in_step) != MT_OK);
-    CHECK_HAS(mt_last_error(), "the other one's disk is full");
-    for (int r = 0; r < 2; r++)
-        peer_close(&p[r]);
+    CHECK_SAYS("the other one's disk is full");
 }
 
 /* Ranks go random ways, with random naps around the time for which they wait: whatever becomes of a
@@ -296,7 +273,7 @@ static void *wander(void *arg)
         uint64_t about = 1 + (next_random(p) % 8 == 0);
 
         if (next_random(p) % 16 == 0)
-            (void)usleep((useconds_t)(next_random(p) % 9000));
+            usleep((useconds_t)(next_random(p) % 9000));
         if (next_random(p) % 32 == 0) {
             mt_turns_next(p->cx.turns, i);           /* it leaves one out */
             continue;
@@ -306,14 +283,13 @@ static void *wander(void *arg)
     return NULL;
 }
 
-static void whatever_happens_there_is_one_verdict(void)
+TEST(whatever_happens_there_is_one_verdict)
 {
     static int said[RANKS][TURNS];
-    peer       p[3];
     int        in_step = 0;
 
     memset(said, 0, sizeof said);
-    table_open(p, 3, 4, NULL);
+    TABLE(p, 3, 4, NULL);
     for (int r = 0; r < 3; r++)
         p[r].said = said[r];
     all(p, 3, wander);
@@ -329,12 +305,9 @@ static void whatever_happens_there_is_one_verdict(void)
             CHECK(alike || said[r][i] == 0 || (said[r][i] - 1) % 2 == 0);
     }
     CHECK(in_step > 0);
-    for (int r = 0; r < 3; r++)
-        peer_close(&p[r]);
 }
 
 /* ---- a stream that fetches portions ------------------------------------------------------- */
-
 
 typedef struct rig {
     mt_stream   *s;
@@ -349,15 +322,15 @@ static void rig_open(rig *g, peer *p)
     void *hi;
 
     *g = (rig){ .bytes = mt_store_hi_bytes(p->cx.store, 0) };
-    REQUIRE(mt_store_hi(p->cx.store, 0, &hi) == MT_OK);
+    REQUIRE_OK(mt_store_hi(p->cx.store, 0, &hi));
     g->hi = hi;
     for (int k = 0; k < 2; k++) {
         g->slots[k].bytes = g->bytes;
-        REQUIRE(p->cx.dev->ops->mem_alloc(p->cx.dev, g->bytes, &g->slots[k].mem) == MT_OK);
+        REQUIRE_OK(p->cx.dev->ops->mem_alloc(p->cx.dev, g->bytes, &g->slots[k].mem));
         memset(g->slots[k].mem, 0, g->bytes);
     }
-    REQUIRE(p->cx.dev->ops->queue_adopt(p->cx.dev, 0, &g->run) == MT_OK);
-    REQUIRE(mt_stream_open(&p->cx, g->slots, 2, (mt_slot_hooks){ 0 }, &g->s) == MT_OK);
+    REQUIRE_OK(p->cx.dev->ops->queue_adopt(p->cx.dev, 0, &g->run));
+    REQUIRE_OK(mt_stream_open(&p->cx, g->slots, 2, (mt_slot_hooks){ 0 }, &g->s));
 }
 
 static void rig_close(rig *g, peer *p)
@@ -408,7 +381,7 @@ static void check_comes(rig *g, peer *of, int slot, const void *mem, size_t n, s
     check_filled(mem, n, from, to);
 }
 
-static void a_portion_is_fetched_and_then_the_rest(void)
+TEST(a_portion_is_fetched_and_then_the_rest)
 {
     peer   p[2];
     rig    g;
@@ -431,7 +404,7 @@ static void a_portion_is_fetched_and_then_the_rest(void)
     pair_close(p, &g, 1);
 }
 
-static void a_pass_of_one_rank_finds_no_portion(void)
+TEST(a_pass_of_one_rank_finds_no_portion)
 {
     peer  p[2];
     rig   g;
@@ -454,7 +427,7 @@ static void a_pass_of_one_rank_finds_no_portion(void)
     pair_close(p, &g, 0);
 }
 
-static void of_a_cut_too(void)
+TEST(of_a_cut_too)
 {
     mt_cut_range ranges[2] = { { 1024, 0, 4096 }, { 65536, 4096, 2048 } };
     peer         p[2];
@@ -474,29 +447,16 @@ static void of_a_cut_too(void)
     pair_close(p, &g, 0);
 }
 
-static void alone_a_process_fetches_all(void)
+TEST(alone_a_process_fetches_all)
 {
-    peer  p[1];
     rig   g;
     void *mem = NULL;
     int   slot = -1;
 
-    table_open(p, 1, SHORT, NULL);
+    TABLE(p, 1, SHORT, NULL);
     rig_open(&g, &p[0]);
     mt_stream_portions(g.s, 1);
     CHECK_OK(mt_stream_begin(g.s));
     CHECK(!fetched(&g, 0, &mem, &slot));
     rig_close(&g, &p[0]);
-    peer_close(&p[0]);
 }
-
-#define TESTS(X)                                                                              \
-    X(ranks_that_go_one_way_are_in_step) X(ranks_of_another_machine_are_no_mates)             \
-    X(who_is_one_unit_behind_learns_the_verdict)                                              \
-    X(of_two_windows_neither_is_gathered) X(ranks_are_in_step_again_at_the_next_unit)         \
-    X(a_rank_that_does_not_come_is_waited_for_once) X(a_rank_at_a_meeting_is_not_waited_for)  \
-    X(behind_a_meeting_all_are_in_step_and_waited_for) X(a_rank_that_left_is_not_waited_for)  \
-    X(a_fault_ends_the_wait) X(whatever_happens_there_is_one_verdict)                         \
-    X(a_portion_is_fetched_and_then_the_rest) X(a_pass_of_one_rank_finds_no_portion)          \
-    X(of_a_cut_too) X(alone_a_process_fetches_all)
-CHECK_MAIN(TESTS)

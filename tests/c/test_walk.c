@@ -2,7 +2,6 @@
 #include "check.h"
 
 #include "../../csrc/walk/walk.h"
-#include <math.h>
 
 #define MOST 12              /* windows, and units */
 #define REST 0.5
@@ -49,6 +48,8 @@ static void toy_make(toy *t, int64_t n, double forward_s, double backward_s, int
 #undef POINT
 }
 
+#define MADE(t, ...) toy t; toy_make(&t, __VA_ARGS__)
+
 static mt_walked walked(const toy *t, mt_walk_events *events)
 {
     mt_schedule *sch = NULL;
@@ -72,17 +73,14 @@ static mt_walked walked(const toy *t, mt_walk_events *events)
 
 /* ---- by hand ---- */
 
-static void at_home_a_step_is_its_kernels_and_updates(void)
+TEST(at_home_a_step_is_its_kernels_and_updates)
 {
-    toy       t;
-    mt_walked found;
-
-    toy_make(&t, 3, 1, 2, 1, 0);
+    MADE(t, 3, 1, 2, 1, 0);
     for (int i = 0; i < 3; i++) {
         t.updated_on[i] = MT_LANE_DEVICE;
         t.update_s[i] = 0.25;
     }
-    found = walked(&t, NULL);
+    mt_walked found = walked(&t, NULL);
     CHECK_NEAR(found.seconds, 0.75 + 9 + REST);
     CHECK_NEAR(found.forward_s, 3.75);                  /* the updates come first */
     CHECK_NEAR(found.busy[MT_LANE_COMPUTE], 9);
@@ -92,13 +90,10 @@ static void at_home_a_step_is_its_kernels_and_updates(void)
 
 /* Two slots and three units: the first copy is waited for; unit 2 is copied once F0 is over and no
  * later than F1; unit 0 again beside B1. */
-static void copies_hide_behind_longer_windows(void)
+TEST(copies_hide_behind_longer_windows)
 {
-    toy       t;
-    mt_walked found;
-
-    toy_make(&t, 3, 2, 3, 0, 2);
-    found = walked(&t, NULL);
+    MADE(t, 3, 2, 3, 0, 2);
+    mt_walked found = walked(&t, NULL);
     CHECK_NEAR(found.seconds, 1 + 3 * 2 + 3 * 3 + REST);
     CHECK_NEAR(found.busy[MT_LANE_H2D], 4);
     CHECK_NEAR(found.idle[MT_LANE_HOST], 1);        /* the copy began when the update was over */
@@ -106,42 +101,33 @@ static void copies_hide_behind_longer_windows(void)
 
 /* Windows of a quarter of a second: F0 waits for one copy, F1 for the next, and F2, whose slot F0
  * had, for a copy that begins behind the second. B0's begins when B2 is handed over. */
-static void copies_that_take_longer_are_waited_for(void)
+TEST(copies_that_take_longer_are_waited_for)
 {
-    toy       t;
-    mt_walked found;
-
-    toy_make(&t, 3, 0.25, 0.25, 0, 2);
-    found = walked(&t, NULL);
+    MADE(t, 3, 0.25, 0.25, 0, 2);
+    mt_walked found = walked(&t, NULL);
     CHECK_NEAR(found.seconds, 3 + 0.25 + 0.25 + 1 + 0.25 + REST);
     CHECK_NEAR(found.idle[MT_LANE_HOST], 1);
     CHECK_NEAR(found.idle[MT_LANE_H2D], found.seconds - REST - 6 * 0.25 - 1);
 }
 
 /* Gradients take 1 s each behind backwards of 0.25 s; the step ends when the last is home. */
-static void a_step_ends_when_gradients_are_home(void)
+TEST(a_step_ends_when_gradients_are_home)
 {
-    toy       t;
-    mt_walked found;
-
-    toy_make(&t, 4, 1, 0.25, 1, 4);
-    found = walked(&t, NULL);
+    MADE(t, 4, 1, 0.25, 1, 4);
+    mt_walked found = walked(&t, NULL);
     CHECK_NEAR(found.seconds, 1 + 4 + 0.25 + 4 + REST);
     CHECK_NEAR(found.busy[MT_LANE_D2H], 4);
     CHECK_NEAR(found.idle[MT_LANE_D2H], 4 - 3 * 0.25);
 }
 
 /* A unit's copy waits for its update, and its window for the copy. */
-static void updates_hold_the_forward_up(void)
+TEST(updates_hold_the_forward_up)
 {
-    toy       t;
-    mt_walked found;
-
-    toy_make(&t, 2, 1, 1, 1, 2);
+    MADE(t, 2, 1, 1, 1, 2);
     t.update_s[0] = 3;
     t.update_s[1] = 4;
     t.walk.busy = 1;
-    found = walked(&t, NULL);
+    mt_walked found = walked(&t, NULL);
     CHECK_NEAR(found.forward_s, 3 + 4 + 1 + 1);
     CHECK_NEAR(found.seconds, found.forward_s + 2 + 1 + REST);
     CHECK_NEAR(found.busy[MT_LANE_HOST], 7);
@@ -154,17 +140,14 @@ static void updates_hold_the_forward_up(void)
 
 /* With gradients that are kept nowhere updates follow the first hand-over, and F0's copy the last
  * of them: that copy, four forwards, B3, its gradients, and the updates. */
-static void updates_that_follow_gradients_bound_a_step(void)
+TEST(updates_that_follow_gradients_bound_a_step)
 {
-    toy       t;
-    mt_walked found;
-
-    toy_make(&t, 4, 1, 1, 1, 4);
+    MADE(t, 4, 1, 1, 1, 4);
     t.walk.n_lent = 2;
     t.lent[0] = t.lent[1] = 1;
     for (int i = 0; i < 4; i++)
         t.update_s[i] = 5;
-    found = walked(&t, NULL);
+    mt_walked found = walked(&t, NULL);
     CHECK_NEAR(found.seconds, 1 + 4 + 1 + 1 + 20 + REST);
     CHECK_NEAR(found.busy[MT_LANE_HOST], 20);
     t.walk.stretch = 1.1;
@@ -172,34 +155,28 @@ static void updates_that_follow_gradients_bound_a_step(void)
 }
 
 /* Python takes 2 s to launch what runs in 1. */
-static void launching_may_be_what_takes_long(void)
+TEST(launching_may_be_what_takes_long)
 {
-    toy       t;
-    mt_walked found;
-
-    toy_make(&t, 3, 1, 1, 0, 3);
+    MADE(t, 3, 1, 1, 0, 3);
     for (int i = 0; i < 3; i++) {
         t.updated_on[i] = MT_LANE_DEVICE;
         t.forward_host_s[i] = t.backward_host_s[i] = 2;
     }
-    found = walked(&t, NULL);
+    mt_walked found = walked(&t, NULL);
     CHECK_NEAR(found.seconds, 12 + REST);
     CHECK_NEAR(found.busy[MT_WALK_OWN], 12);
     CHECK_NEAR(found.idle[MT_WALK_OWN], 6);
 }
 
 /* Bundles of 3 s behind forwards of 1 s; the last is on the device still. */
-static void bundles_that_leave_hold_the_next_up(void)
+TEST(bundles_that_leave_hold_the_next_up)
 {
-    toy       t;
-    mt_walked found;
-
-    toy_make(&t, 3, 1, 10, 0, 3);
+    MADE(t, 3, 1, 10, 0, 3);
     for (int i = 0; i < 3; i++) {
         t.updated_on[i] = MT_LANE_DEVICE;
         t.away[i] = 3;
     }
-    found = walked(&t, NULL);
+    mt_walked found = walked(&t, NULL);
     CHECK_NEAR(found.busy[MT_LANE_OUT], 9);
     CHECK_NEAR(found.busy[MT_LANE_BACK], 6);
     CHECK_NEAR(found.forward_s, 1 + 3 + 3);     /* F2 is over at 5; the bundle of F1 is out at 7 */
@@ -217,14 +194,11 @@ static void exchanging(toy *t, int64_t n, double exchange_s, double network_s)
 }
 
 /* As a_step_ends_when_gradients_are_home; a copy hides the next exchange. */
-static void gradients_go_home_behind_their_exchange(void)
+TEST(gradients_go_home_behind_their_exchange)
 {
-    toy       t;
-    mt_walked found;
-
-    toy_make(&t, 4, 1, 0.25, 1, 4);
+    MADE(t, 4, 1, 0.25, 1, 4);
     exchanging(&t, 4, 0.5, 0);
-    found = walked(&t, NULL);
+    mt_walked found = walked(&t, NULL);
     CHECK_NEAR(found.seconds, 1 + 4 + 0.25 + 0.5 + 4 + REST);
     CHECK_NEAR(found.busy[MT_WALK_EXCHANGE], 2);
     exchanging(&t, 4, 0.5, 2);              /* and between machines: what a step then waits for */
@@ -235,14 +209,11 @@ static void gradients_go_home_behind_their_exchange(void)
 }
 
 /* What is computed behind a hand-over takes longer; behind the last nothing is. */
-static void an_exchange_holds_up_what_is_computed_beside_it(void)
+TEST(an_exchange_holds_up_what_is_computed_beside_it)
 {
-    toy       t;
-    mt_walked found;
-
-    toy_make(&t, 3, 2, 3, 1, 2);
+    MADE(t, 3, 2, 3, 1, 2);
     exchanging(&t, 3, 0.25, 0);
-    found = walked(&t, NULL);
+    mt_walked found = walked(&t, NULL);
     CHECK_NEAR(found.seconds, 1 + 3 * 2 + 3 * 3 + 0.25 + 1 + REST);
     t.lost_s[0] = t.lost_s[1] = t.lost_s[2] = 0.5;
     found = walked(&t, NULL);
@@ -251,28 +222,22 @@ static void an_exchange_holds_up_what_is_computed_beside_it(void)
 }
 
 /* Without links of their own GPUs exchange over those to the host: copies home come in between. */
-static void an_exchange_may_take_the_link(void)
+TEST(an_exchange_may_take_the_link)
 {
-    toy       t;
-    mt_walked found;
-
-    toy_make(&t, 4, 1, 0.25, 1, 4);
+    MADE(t, 4, 1, 0.25, 1, 4);
     exchanging(&t, 4, 1, 0);
     t.walk.on_link = 1;
-    found = walked(&t, NULL);
+    mt_walked found = walked(&t, NULL);
     CHECK_NEAR(found.seconds, 1 + 4 + 0.25 + 4 * (1 + 1) + REST);
 }
 
 /* A copy brings half; behind it the halves are exchanged, beside the next copy. */
-static void parts_of_weights_are_gathered_behind_their_copies(void)
+TEST(parts_of_weights_are_gathered_behind_their_copies)
 {
-    toy       t;
-    mt_walked found;
-
-    toy_make(&t, 3, 0.25, 0.25, 0, 3);
+    MADE(t, 3, 0.25, 0.25, 0, 3);
     t.walk.parts = 2;
     t.gather_s[0] = t.gather_s[1] = t.gather_s[2] = 0.5;
-    found = walked(&t, NULL);
+    mt_walked found = walked(&t, NULL);
     CHECK_NEAR(found.forward_s, 0.5 + 3 * 0.5 + 0.25);
     CHECK_NEAR(found.busy[MT_LANE_H2D], 1.5);
     CHECK_NEAR(found.busy[MT_WALK_EXCHANGE], 1.5);
@@ -290,15 +255,12 @@ static void parts_of_weights_are_gathered_behind_their_copies(void)
 }
 
 /* A unit's copy waits until the other machines' parts of its new weights are here. */
-static void new_weights_come_from_other_machines(void)
+TEST(new_weights_come_from_other_machines)
 {
-    toy       t;
-    mt_walked found;
-
-    toy_make(&t, 2, 1, 1, 1, 2);
+    MADE(t, 2, 1, 1, 1, 2);
     t.update_s[0] = t.update_s[1] = 1;
     t.spread_s[0] = t.spread_s[1] = 3;
-    found = walked(&t, NULL);
+    mt_walked found = walked(&t, NULL);
     CHECK_NEAR(found.forward_s, 1 + 3 + 3 + 1 + 1);
     CHECK_NEAR(found.busy[MT_WALK_NETWORK], 6);
     CHECK(found.idle[MT_WALK_NETWORK] > 0);
@@ -316,25 +278,23 @@ static void at_home(toy *t)
     }
 }
 
-static void new_weights_come_by_way_of_the_host(void)
+TEST(new_weights_come_by_way_of_the_host)
 {
-    toy       t;
-    mt_walked found;
+    toy t;
 
     at_home(&t);
-    found = walked(&t, NULL);
+    mt_walked found = walked(&t, NULL);
     CHECK_NEAR(found.forward_s, 0.25 + 1 + 1 + 1 + 1);
     CHECK_NEAR(found.busy[MT_LANE_THROUGH], 3.25);
 }
 
-static void new_weights_come_from_other_devices(void)
+TEST(new_weights_come_from_other_devices)
 {
-    toy       t;
-    mt_walked found;
+    toy t;
 
     at_home(&t);
     t.walk.peers = 4;
-    found = walked(&t, NULL);
+    mt_walked found = walked(&t, NULL);
     CHECK_NEAR(found.forward_s, 0.5 + 1 + 1);
     CHECK_NEAR(found.busy[MT_WALK_EXCHANGE], 0.5);
     CHECK_NEAR(found.busy[MT_LANE_THROUGH], 2.25);
@@ -343,7 +303,7 @@ static void new_weights_come_from_other_devices(void)
 }
 
 /* F0 is over at 1.5, new weights are down at 2.25, or later. */
-static void what_leaves_shares_a_queue_with_new_weights(void)
+TEST(what_leaves_shares_a_queue_with_new_weights)
 {
     toy t;
 
@@ -354,11 +314,9 @@ static void what_leaves_shares_a_queue_with_new_weights(void)
 }
 
 /* The host's unit is updated first; the device's is down a second later, and goes behind it. */
-static void new_weights_go_to_other_machines_in_the_order_in_which_they_are_there(void)
+TEST(new_weights_go_to_other_machines_in_the_order_in_which_they_are_there)
 {
-    toy t;
-
-    toy_make(&t, 2, 1, 2, 0, 1);
+    MADE(t, 2, 1, 2, 0, 1);
     t.updated_on[0] = MT_LANE_DEVICE;
     t.lowered[0] = t.raised[0] = 1;
     t.update_s[0] = t.update_s[1] = 0.25;
@@ -367,14 +325,11 @@ static void new_weights_go_to_other_machines_in_the_order_in_which_they_are_ther
 }
 
 /* All GPUs of a machine have one host: a step takes as long as its memory has to move. */
-static void the_hosts_memory_bounds_a_step(void)
+TEST(the_hosts_memory_bounds_a_step)
 {
-    toy       t;
-    mt_walked found;
-
-    toy_make(&t, 3, 2, 3, 1, 2);
+    MADE(t, 3, 2, 3, 1, 2);
     t.walk.memory = 0.25, t.walk.memory_s = 5;
-    found = walked(&t, NULL);               /* 4 copies of weights, 3 of gradients */
+    mt_walked found = walked(&t, NULL);               /* 4 copies of weights, 3 of gradients */
     CHECK_NEAR(found.seconds, 5 + (4 + 3) / 0.25 + REST);
     CHECK_NEAR(found.busy[MT_WALK_MEMORY], 33);
     CHECK_NEAR(found.idle[MT_WALK_MEMORY], 33 - (1 + 6 + 9 + 1));
@@ -419,156 +374,119 @@ static void toy_draw(toy *t, unsigned *seed)
     t->lent[0] = t->lent[1] = 1;
 }
 
+/* Of so many steps, drawn from a seed. */
 #define DRAWN 400
+#define DRAWN_TEST(name, first, n)                                                            \
+    static void name##_holds(toy *t, unsigned *seed);                                         \
+    TEST(name)                                                                                \
+    {                                                                                         \
+        unsigned seed = first;                                                                \
+        toy      t;                                                                           \
+                                                                                              \
+        for (int i = 0; i < (n); i++) {                                                       \
+            toy_draw(&t, &seed);                                                              \
+            name##_holds(&t, &seed);                                                          \
+        }                                                                                     \
+    }                                                                                         \
+    static void name##_holds(toy *t, unsigned *seed)
 
-static void a_step_takes_no_less_than_any_row_works(void)
+DRAWN_TEST(a_step_takes_no_less_than_any_row_works, 1, DRAWN)
 {
-    unsigned seed = 1;
-    toy      t;
-
-    for (int i = 0; i < DRAWN; i++) {
-        mt_walked found;
-
-        toy_draw(&t, &seed);
-        found = walked(&t, NULL);
-        for (int row = 0; row < MT_LANE_COUNT; row++)
-            if (row != MT_LANE_DISK_UPDATE)         /* four threads of them, beside the drive */
-                CHECK(found.busy[row] <= found.seconds + 1e-9);
-        CHECK(found.busy[MT_LANE_H2D] + found.busy[MT_LANE_BACK] <= found.seconds + 1e-9);
-    }
+    mt_walked found = walked(t, NULL);
+    for (int row = 0; row < MT_LANE_COUNT; row++)
+        if (row != MT_LANE_DISK_UPDATE)         /* four threads of them, beside the drive */
+            CHECK(found.busy[row] <= found.seconds + 1e-9);
+    CHECK(found.busy[MT_LANE_H2D] + found.busy[MT_LANE_BACK] <= found.seconds + 1e-9);
 }
 
 /* What compute does not work, it waits. */
-static void work_and_waits_fill_a_step(void)
+DRAWN_TEST(work_and_waits_fill_a_step, 2, DRAWN)
 {
-    unsigned seed = 2;
-    toy      t;
-
-    for (int i = 0; i < DRAWN; i++) {
-        mt_walked found;
-        double    all;
-
-        toy_draw(&t, &seed);
-        if (t.walk.n_lent > 0)                      /* there a bound may be what a step takes */
-            continue;
-        for (int64_t u = 0; u < t.walk.n_units; u++)
-            t.read_s[u] = 0;
-        found = walked(&t, NULL);
-        all = REST + found.busy[MT_LANE_COMPUTE] + found.busy[MT_LANE_DEVICE];
-        for (int row = 0; row < MT_WALK_ROWS; row++)
-            all += found.idle[row];
-        CHECK_NEAR(all, found.seconds);
-    }
+    if (t->walk.n_lent > 0)                      /* there a bound may be what a step takes */
+        return;
+    for (int64_t u = 0; u < t->walk.n_units; u++)
+        t->read_s[u] = 0;
+    mt_walked found = walked(t, NULL);
+    double all = REST + found.busy[MT_LANE_COMPUTE] + found.busy[MT_LANE_DEVICE];
+    for (int row = 0; row < MT_WALK_ROWS; row++)
+        all += found.idle[row];
+    CHECK_NEAR(all, found.seconds);
 }
 
 /* No work may be longer and the step shorter. Where Python starts from, and what updates leave to
  * the next step, are found by trying: not there. */
-static void longer_work_never_shortens_a_step(void)
+DRAWN_TEST(longer_work_never_shortens_a_step, 3, DRAWN)
 {
-    unsigned seed = 3;
-    toy      t;
+    double *of[] = { t->forward_s, t->backward_s, t->update_s, t->add_s, t->disk_s, t->through_s };
 
-    for (int i = 0; i < DRAWN; i++) {
-        double *of[] = { t.forward_s, t.backward_s, t.update_s, t.add_s, t.disk_s, t.through_s };
-        double  before;
-
-        toy_draw(&t, &seed);
-        t.walk.n_lent = 0;
-        memset(t.spilled, 0, sizeof t.spilled);
-        before = walked(&t, NULL).seconds;
-        of[below(&seed, 6)][below(&seed, t.walk.n_units)] += part(&seed);
-        CHECK(walked(&t, NULL).seconds >= before - 1e-9);
-    }
+    t->walk.n_lent = 0;
+    memset(t->spilled, 0, sizeof t->spilled);
+    double before = walked(t, NULL).seconds;
+    of[below(seed, 6)][below(seed, t->walk.n_units)] += part(seed);
+    CHECK(walked(t, NULL).seconds >= before - 1e-9);
 }
 
-static void faster_copies_never_lengthen_a_step(void)
+DRAWN_TEST(faster_copies_never_lengthen_a_step, 4, DRAWN)
 {
-    unsigned seed = 4;
-    toy      t;
-
-    for (int i = 0; i < DRAWN; i++) {
-        double before;
-
-        toy_draw(&t, &seed);
-        t.walk.n_lent = 0;
-        memset(t.spilled, 0, sizeof t.spilled);
-        before = walked(&t, NULL).seconds;
-        t.walk.h2d *= 1 + part(&seed);
-        t.walk.both *= 1 + part(&seed);
-        CHECK(walked(&t, NULL).seconds <= before + 1e-9);
-    }
+    t->walk.n_lent = 0;
+    memset(t->spilled, 0, sizeof t->spilled);
+    double before = walked(t, NULL).seconds;
+    t->walk.h2d *= 1 + part(seed);
+    t->walk.both *= 1 + part(seed);
+    CHECK(walked(t, NULL).seconds <= before + 1e-9);
 }
 
-static void the_same_numbers_give_the_same_bits(void)
+DRAWN_TEST(the_same_numbers_give_the_same_bits, 5, DRAWN / 4)
 {
-    unsigned seed = 5;
-    toy      t;
+    mt_walked a, b;
 
-    for (int i = 0; i < DRAWN / 4; i++) {
-        mt_walked a, b;
-
-        toy_draw(&t, &seed);
-        a = walked(&t, NULL);
-        b = walked(&t, NULL);
-        CHECK(memcmp(&a, &b, sizeof a) == 0);
-    }
+    a = walked(t, NULL);
+    b = walked(t, NULL);
+    CHECK(memcmp(&a, &b, sizeof a) == 0);
 }
 
-static void a_step_that_takes_as_long_is_not_told(void)
+DRAWN_TEST(a_step_that_takes_as_long_is_not_told, 6, DRAWN / 4)
 {
-    unsigned seed = 6;
-    toy      t;
+    mt_walked    found, again = { .seconds = -1 };
+    mt_schedule *sch = NULL;
+    int          under = 1;
 
-    for (int i = 0; i < DRAWN / 4; i++) {
-        mt_walked    found, again = { .seconds = -1 };
-        mt_schedule *sch = NULL;
-        int          under = 1;
-
-        toy_draw(&t, &seed);
-        found = walked(&t, NULL);
-        CHECK_OK(mt_walk_schedule(&t.walk, &sch));
-        REQUIRE(sch != NULL);
-        CHECK_OK(mt_walk_run(&t.walk, sch->steps, sch->n, found.seconds, NULL, &again, &under));
-        CHECK_EQ(under, 0);
-        CHECK(again.seconds == -1);
-        CHECK_OK(mt_walk_run(&t.walk, sch->steps, sch->n, nextafter(found.seconds, INFINITY), NULL,
-                             &again, &under));
-        CHECK_EQ(under, 1);
-        CHECK(again.seconds == found.seconds);
-        mt_schedule_free(sch);
-    }
+    found = walked(t, NULL);
+    CHECK_OK(mt_walk_schedule(&t->walk, &sch));
+    REQUIRE(sch != NULL);
+    CHECK_OK(mt_walk_run(&t->walk, sch->steps, sch->n, found.seconds, NULL, &again, &under));
+    CHECK_EQ(under, 0);
+    CHECK(again.seconds == -1);
+    CHECK_OK(mt_walk_run(&t->walk, sch->steps, sch->n, nextafter(found.seconds, INFINITY), NULL,
+                         &again, &under));
+    CHECK_EQ(under, 1);
+    CHECK(again.seconds == found.seconds);
+    mt_schedule_free(sch);
 }
 
 /* Events of a queue stand one behind the other, and are its work. */
-static void events_are_what_queues_do_in_order(void)
+DRAWN_TEST(events_are_what_queues_do_in_order, 7, DRAWN / 4)
 {
     static const int queues[] = { MT_LANE_COMPUTE, MT_LANE_H2D, MT_LANE_D2H, MT_LANE_SUM,
                                   MT_LANE_OUT, MT_LANE_SPILL };
     static mt_walk_event room[4096];
-    unsigned             seed = 7;
-    toy                  t;
+    mt_walk_events e = { room, 0, 4096 };
 
-    for (int i = 0; i < DRAWN / 4; i++) {
-        mt_walk_events e = { room, 0, 4096 };
-        mt_walked      found;
+    /* a fetch's event lasts as long as the drive needs */
+    memset(t->read_s, 0, sizeof t->read_s);
+    mt_walked found = walked(t, &e);
+    CHECK(e.n > 0 && e.n <= e.cap);
+    for (size_t q = 0; q < sizeof queues / sizeof *queues; q++) {
+        double end = -INFINITY, work = 0;
 
-        toy_draw(&t, &seed);
-        /* a fetch's event lasts as long as the drive needs */
-        memset(t.read_s, 0, sizeof t.read_s);
-        found = walked(&t, &e);
-        CHECK(e.n > 0 && e.n <= e.cap);
-        for (size_t q = 0; q < sizeof queues / sizeof *queues; q++) {
-            double end = -INFINITY, work = 0;
-
-            for (int64_t k = 0; k < e.n; k++) {
-                if (room[k].row != queues[q])
-                    continue;
-                CHECK(room[k].begin >= end);
-                end = room[k].end;
-                work += room[k].end - room[k].begin;
-            }
-            CHECK_NEAR(work, found.busy[queues[q]]);
+        for (int64_t k = 0; k < e.n; k++) {
+            if (room[k].row != queues[q])
+                continue;
+            CHECK(room[k].begin >= end);
+            end = room[k].end;
+            work += room[k].end - room[k].begin;
         }
+        CHECK_NEAR(work, found.busy[queues[q]]);
     }
 }
 
@@ -578,16 +496,13 @@ static void refused(const toy *t, const char *why)
 {
     mt_schedule *sch = NULL;
 
-    CHECK_EQ(mt_walk_schedule(&t->walk, &sch), MT_EINVAL);
-    CHECK_HAS(mt_last_error(), why);
+    CHECK_FAILS(mt_walk_schedule(&t->walk, &sch), MT_EINVAL, why);
     CHECK(sch == NULL);
 }
 
-static void numbers_that_contradict_each_other_are_refused(void)
+TEST(numbers_that_contradict_each_other_are_refused)
 {
-    toy t;
-
-    toy_make(&t, 3, 1, 1, 1, 2);
+    MADE(t, 3, 1, 1, 1, 2);
     t.item[1] = 3;
     refused(&t, "unit 3 of 3");
     toy_make(&t, 3, 1, 1, 1, 2);
@@ -612,53 +527,22 @@ static void numbers_that_contradict_each_other_are_refused(void)
     refused(&t, "fit none of the 2 slots");
 }
 
-static void another_steps_schedule_is_refused(void)
+TEST(another_steps_schedule_is_refused)
 {
-    toy          t;
     mt_schedule *sch = NULL;
     mt_walked    found;
     int          under;
 
-    toy_make(&t, 3, 1, 1, 1, 2);
+    MADE(t, 3, 1, 1, 1, 2);
     CHECK_OK(mt_walk_schedule(&t.walk, &sch));
     REQUIRE(sch != NULL);
     t.item[0] = 1;
     CHECK_EQ(mt_walk_run(&t.walk, sch->steps, sch->n, INFINITY, NULL, &found, &under), MT_EINVAL);
-    CHECK_HAS(mt_last_error(), "window 0 uses unit 1");
+    CHECK_SAYS("window 0 uses unit 1");
     t.item[0] = 0;
     CHECK_EQ(mt_walk_run(&t.walk, sch->steps, 2, INFINITY, NULL, &found, &under), MT_EINVAL);
     sch->steps[0].unit = 3;
     CHECK_EQ(mt_walk_run(&t.walk, sch->steps, sch->n, INFINITY, NULL, &found, &under), MT_EINVAL);
-    CHECK_HAS(mt_last_error(), "unit 3 of 3");
+    CHECK_SAYS("unit 3 of 3");
     mt_schedule_free(sch);
 }
-
-#define TESTS(X)                                                                              \
-    X(at_home_a_step_is_its_kernels_and_updates)                                              \
-    X(copies_hide_behind_longer_windows)                                                      \
-    X(copies_that_take_longer_are_waited_for)                                                 \
-    X(a_step_ends_when_gradients_are_home)                                                    \
-    X(updates_hold_the_forward_up)                                                            \
-    X(updates_that_follow_gradients_bound_a_step)                                             \
-    X(launching_may_be_what_takes_long)                                                       \
-    X(bundles_that_leave_hold_the_next_up)                                                    \
-    X(gradients_go_home_behind_their_exchange)                                                \
-    X(an_exchange_holds_up_what_is_computed_beside_it)                                        \
-    X(an_exchange_may_take_the_link)                                                          \
-    X(parts_of_weights_are_gathered_behind_their_copies)                                      \
-    X(new_weights_come_from_other_machines)                                                   \
-    X(new_weights_come_by_way_of_the_host)                                                    \
-    X(new_weights_come_from_other_devices)                                                    \
-    X(what_leaves_shares_a_queue_with_new_weights)                                            \
-    X(new_weights_go_to_other_machines_in_the_order_in_which_they_are_there)                  \
-    X(the_hosts_memory_bounds_a_step)                                                         \
-    X(a_step_takes_no_less_than_any_row_works)                                                \
-    X(work_and_waits_fill_a_step)                                                             \
-    X(longer_work_never_shortens_a_step)                                                      \
-    X(faster_copies_never_lengthen_a_step)                                                    \
-    X(the_same_numbers_give_the_same_bits)                                                    \
-    X(a_step_that_takes_as_long_is_not_told)                                                  \
-    X(events_are_what_queues_do_in_order)                                                     \
-    X(numbers_that_contradict_each_other_are_refused)                                         \
-    X(another_steps_schedule_is_refused)
-CHECK_MAIN(TESTS)

@@ -1,20 +1,20 @@
 /* test_watch.c — queues that stall on purpose: the watchdog says which, for whose sake, on what,
  * and since when; and what goes on, however slowly, is left alone. */
-#include "gate.h"
 #include "toy.h"
 #include "../../csrc/core/clock.h"
 #include "../../csrc/core/stream.h"
 #include "../../csrc/core/swap.h"
 #include "../../csrc/core/through.h"
 
-#include <pthread.h>
+CLOSES(mt_swap, mt_swap_close(*x))
+CLOSES(mt_through, mt_through_close(*x))
 
 #define LIMIT_S 0.1
 
 static void shut(toy *t, mt_queue *q, gate *g)
 {
     atomic_store(&g->open, 0);
-    REQUIRE(t->dev->ops->call(q, wait_for_gate, g) == MT_OK);
+    REQUIRE_OK(t->dev->ops->call(q, wait_for_gate, g));
 }
 
 /* Units in memory, and a compute queue of its own. */
@@ -22,14 +22,16 @@ static void scene_open(toy *t, int n_units)
 {
     mt_dev *dev;
 
-    REQUIRE(mt_dev_cpu_open(&dev) == MT_OK);
+    REQUIRE_OK(mt_dev_cpu_open(&dev));
     toy_open_on(t, dev, n_units, 1, MT_F32);
     mt_ledger_watchdog(t->store, LIMIT_S);
 }
 
+#define SCENE(t, ...) CLOSED_BY(toy_close) toy t; scene_open(&t, __VA_ARGS__)
+
 /* ---- the list --------------------------------------------------------------------------- */
 
-static void posts_are_told_longest_first_until_they_are_over(void)
+TEST(posts_are_told_longest_first_until_they_are_over)
 {
     mt_watch w;
     mt_post  a, b, c;
@@ -85,6 +87,8 @@ static void waited_close(waited *a)
     mt_watch_close(&a->w);
 }
 
+#define WAITED(w, ...) CLOSED_BY(waited_close) waited w; waited_open(&w, __VA_ARGS__)
+
 static int look(void *arg)
 {
     waited *a = arg;
@@ -99,20 +103,16 @@ static mt_status wait_for_looks(waited *a)
     return mt_watch_until(&a->w, &a->c, &a->mu, look, a, "layers.0", "its gradients");
 }
 
-static void a_wait_is_stuck_when_nothing_moved_for_the_limit(void)
+TEST(a_wait_is_stuck_when_nothing_moved_for_the_limit)
 {
-    waited a;
-
-    waited_open(&a, 0.02, 4);
+    WAITED(a, 0.02, 4);
     a.moves = 1;
     CHECK_OK(wait_for_looks(&a));                        /* three times the limit */
     a.moves = 0;
     a.enough = 1000;
-    CHECK_EQ(wait_for_looks(&a), MT_ESTUCK);
-    CHECK_HAS(mt_last_error(),
-              "layers.0: its gradients has not come in 0.02 s, and nothing else has moved");
-    CHECK_HAS(mt_last_error(), "the caller, unit layers.0 waits for its gradients, since ");
-    waited_close(&a);
+    CHECK_FAILS(wait_for_looks(&a), MT_ESTUCK,
+                "layers.0: its gradients has not come in 0.02 s, and nothing else has moved");
+    CHECK_SAYS("the caller, unit layers.0 waits for its gradients, since ");
 }
 
 /* Holds what the waiting thread needs to go on, for longer than the limit:
@@ -138,28 +138,24 @@ static int asked;
 
 static mt_status query_slowly(mt_event *e, int *done)
 {
-    (void)e;
     if (++asked == 2)
         sleep_ms(250);
     *done = asked >= 6;
     return MT_OK;
 }
 
-static void a_process_that_was_stopped_is_not_stuck(void)
+TEST(a_process_that_was_stopped_is_not_stuck)
 {
     const mt_dev_ops ops = { .query = query_slowly };
     mt_dev           dev = { &ops };
     mt_event         e = { &dev };
-    waited           a;
-    pthread_t        thread;
 
-    waited_open(&a, 0.1, 4);
-    CHECK_EQ(pthread_create(&thread, NULL, hold_up, &a), 0);
+    WAITED(a, 0.1, 4);
+    pthread_t thread = thread_start(hold_up, &a);
     CHECK_OK(wait_for_looks(&a));
-    pthread_join(thread, NULL);
+    thread_join(thread);
     asked = 0;
     CHECK_OK(mt_watch_event(&a.w, &e, "layers.0", "an event"));
-    waited_close(&a);
 }
 
 static waited *watched;
@@ -167,7 +163,6 @@ static int     free_when_asked;
 
 static mt_status query_locks(mt_event *e, int *done)
 {
-    (void)e;
     free_when_asked = pthread_mutex_trylock(&watched->mu.mu) == 0;
     if (free_when_asked)
         pthread_mutex_unlock(&watched->mu.mu);
@@ -178,22 +173,20 @@ static mt_status query_locks(mt_event *e, int *done)
 }
 
 /* A driver that takes its time over a question holds up nobody but who asks. */
-static void no_lock_is_held_while_the_device_is_asked(void)
+TEST(no_lock_is_held_while_the_device_is_asked)
 {
     const mt_dev_ops ops = { .query = query_locks };
     mt_dev           dev = { &ops };
     mt_event         e = { &dev };
     mt_post          p = { 0 };
-    waited           a;
 
-    waited_open(&a, 0.02, 1000);
+    WAITED(a, 0.02, 1000);
     watched = &a;
     mt_watch_put(&a.w, &p, "h2d", "layers.1", "copies", &e);
     CHECK_EQ(wait_for_looks(&a), MT_ESTUCK);
-    CHECK_HAS(mt_last_error(), "Longest first: h2d, unit layers.1 waits for copies, since ");
+    CHECK_SAYS("Longest first: h2d, unit layers.1 waits for copies, since ");
     CHECK_EQ(free_when_asked, 1);
     mt_watch_take(&a.w, &p);
-    waited_close(&a);
 }
 
 /* ---- compute ---------------------------------------------------------------------------- */
@@ -204,7 +197,6 @@ static char       warning[1280];
 
 static mt_status query_compute(mt_event *e, int *done)
 {
-    (void)e;
     *done = atomic_load(&computed);
     return atomic_load(&answers) ? MT_OK : MT_FAIL(MT_EDEVICE, "the device is gone");
 }
@@ -243,6 +235,8 @@ static void computing_close(computing *c)
     waited_close(&c->a);
 }
 
+#define COMPUTING(c) CLOSED_BY(computing_close) computing c; computing_open(&c)
+
 /* Six limits of 0.02 s. A machine that stops us meanwhile gives six more, and is told of again. */
 static int told_in_one_wait(void)
 {
@@ -252,9 +246,8 @@ static int told_in_one_wait(void)
     computing_open(&c);
     CHECK_EQ(wait_for_looks(&c.a), MT_ESTUCK);
     CHECK(mt_now_ns() - begun >= 120000000u);
-    CHECK_HAS(mt_last_error(), "layers.0: its gradients has not come in 0.12 s");
-    CHECK_HAS(mt_last_error(),
-              "Longest first: compute, unit layers.3 waits for its kernels, since ");
+    CHECK_SAYS("layers.0: its gradients has not come in 0.12 s");
+    CHECK_SAYS("Longest first: compute, unit layers.3 waits for its kernels, since ");
     CHECK_HAS(warning, "nothing has moved in 0.02 s, and compute has work");
     CHECK_HAS(warning, "ends with an error after 0.12 s. Longest first: compute, unit layers.3 "
               "waits for its kernels");
@@ -263,7 +256,7 @@ static int told_in_one_wait(void)
     return atomic_load(&warned);
 }
 
-static void a_window_may_take_longer_than_the_limit_and_is_told_of_once(void)
+TEST(a_window_may_take_longer_than_the_limit_and_is_told_of_once)
 {
     int told = 0;
 
@@ -285,51 +278,39 @@ static int look_and_move_late(void *arg)
     return gone > 160000000u;
 }
 
-static void compute_that_goes_on_slowly_is_waited_for(void)
+TEST(compute_that_goes_on_slowly_is_waited_for)
 {
-    computing c;
-
-    computing_open(&c);
+    COMPUTING(c);
     CHECK_OK(mt_watch_until(&c.a.w, &c.a.c, &c.a.mu, look_and_move_late, &c, "layers.0",
                             "its gradients"));
     CHECK(atomic_load(&warned) >= 1);
-    computing_close(&c);
 }
 
-static void compute_that_is_done_excuses_nobody(void)
+TEST(compute_that_is_done_excuses_nobody)
 {
-    computing c;
-
-    computing_open(&c);
+    COMPUTING(c);
     atomic_store(&computed, 1);
-    CHECK_EQ(wait_for_looks(&c.a), MT_ESTUCK);
-    CHECK_HAS(mt_last_error(), "has not come in 0.02 s");
+    CHECK_FAILS(wait_for_looks(&c.a), MT_ESTUCK, "has not come in 0.02 s");
     CHECK(strstr(mt_last_error(), "compute") == NULL);
     CHECK_EQ(atomic_load(&warned), 0);
-    computing_close(&c);
 }
 
-static void a_device_that_is_gone_is_not_given_more_time(void)
+TEST(a_device_that_is_gone_is_not_given_more_time)
 {
-    computing c;
-
-    computing_open(&c);
+    COMPUTING(c);
     atomic_store(&answers, 0);
-    CHECK_EQ(wait_for_looks(&c.a), MT_ESTUCK);
-    CHECK_HAS(mt_last_error(), "has not come in 0.02 s");
-    CHECK_HAS(mt_last_error(), "compute, unit layers.3 waits for its kernels");
+    CHECK_FAILS(wait_for_looks(&c.a), MT_ESTUCK, "has not come in 0.02 s");
+    CHECK_SAYS("compute, unit layers.3 waits for its kernels");
     CHECK_EQ(atomic_load(&warned), 0);
-    computing_close(&c);
 }
 
 /* The event that a queue comes by first is where compute is; those behind it wait their turn. */
-static void of_compute_the_first_alone_is_told(void)
+TEST(of_compute_the_first_alone_is_told)
 {
-    computing c;
-    mt_post   next = { 0 }, copy = { 0 };
-    char      text[600];
+    mt_post next = { 0 }, copy = { 0 };
+    char    text[600];
 
-    computing_open(&c);
+    COMPUTING(c);
     mt_watch_put(&c.a.w, &copy, "h2d", "layers.5", "copies", &c.e);
     mt_watch_compute(&c.a.w, &next, "layers.4", "its kernels", &c.e);
     mt_watch_tell(&c.a.w, text, sizeof text);
@@ -341,34 +322,28 @@ static void of_compute_the_first_alone_is_told(void)
     CHECK_HAS(text, "compute, unit layers.4 waits for its kernels");
     mt_watch_take(&c.a.w, &next);
     mt_watch_take(&c.a.w, &copy);
-    computing_close(&c);
 }
 
 /* ---- queues ----------------------------------------------------------------------------- */
 
 /* Weights on their way to the device: a host writer waits for them. */
-static void a_stalled_h2d_is_named(void)
+TEST(a_stalled_h2d_is_named)
 {
-    uint64_t  version;
-    mt_queue *h2d;
-    toy       t;
-    gate      g;
+    uint64_t version;
+    gate     g;
 
-    scene_open(&t, 2);
-    REQUIRE(t.dev->ops->queue_open(t.dev, "h2d", &h2d) == MT_OK);
+    SCENE(t, 2);
+    OPENED(mt_queue, h2d, t.dev->ops->queue_open(t.dev, "h2d", &h2d));
     CHECK_OK(mt_ledger_fetch_begin(t.store, 1, &version));
     shut(&t, h2d, &g);
     CHECK_OK(mt_ledger_fetching(t.store, 1, h2d));
     CHECK_EQ(mt_ledger_wait_fetch(t.store, 1), MT_ESTUCK);
-    CHECK_HAS(mt_last_error(), "Longest first: h2d, unit layers.1 waits for copies of its weights "
+    CHECK_SAYS("Longest first: h2d, unit layers.1 waits for copies of its weights "
               "(the event FETCHED)");
-    CHECK_HAS(mt_last_error(),
-              "; the caller, unit layers.1 waits for copies of its weights (the event FETCHED)");
+    CHECK_SAYS("; the caller, unit layers.1 waits for copies of its weights (the event FETCHED)");
     CHECK_OK(mt_ledger_check(t.store));                  /* no fault: it may have been slow only */
     atomic_store(&g.open, 1);
     CHECK_OK(mt_ledger_wait_fetch(t.store, 1));
-    t.dev->ops->queue_close(h2d);
-    toy_close(&t);
 }
 
 /* What compute had before its gradients is not over for long: edge GRAD holds d2h, the collector
@@ -377,14 +352,12 @@ static void run_nothing(void *arg) { (void)arg; }
 
 static mt_status update_nothing(void *arg, mt_pool *pool, float clip)
 {
-    (void)pool;
-    (void)clip;
     if (arg != NULL)
         wait_for_gate(arg);
     return MT_OK;
 }
 
-static void a_stalled_compute_is_named(void)
+TEST(a_stalled_compute_is_named)
 {
     static const char updater[] = "waits for the hand-over of its gradients";
     static float    grads[64];
@@ -392,17 +365,14 @@ static void a_stalled_compute_is_named(void)
     mt_grad_item    item = { 0, grads, MT_GRAD_SET, 0 };
     mt_update_job   job = { .unit = 0, .n_params = 1, .params = params, .run = update_nothing,
                             .free = run_nothing };
-    mt_offload     *o;
-    mt_updater     *u;
     uint64_t        ticket;
     double          norm;
     int             skipped;
-    toy             t;
     gate            g;
 
-    scene_open(&t, 2);
-    REQUIRE(mt_offload_open(&t.cx, 2, toy_kernels, &o) == MT_OK);
-    REQUIRE(mt_update_open(&t.cx, o, &u) == MT_OK);
+    SCENE(t, 2);
+    OPENED(mt_offload, o, mt_offload_open(&t.cx, 2, toy_kernels, &o));
+    OPENED(mt_updater, u, mt_update_open(&t.cx, o, &u));
     mt_ledger_watchdog(t.store, 0.03);
     mt_store_watch(t.store)->say = hear;
     atomic_store(&warned, 0);
@@ -410,75 +380,57 @@ static void a_stalled_compute_is_named(void)
     CHECK_OK(mt_offload_put(o, 0, &item, 1, t.run, &ticket));
     CHECK_OK(mt_offload_put(o, 1, &item, 1, t.run, &ticket));
     CHECK_OK(mt_update_submit(u, &job, 1, 1.0, t.run, &ticket));
-    CHECK_EQ(mt_update_norm(u, ticket, &norm, &skipped), MT_ESTUCK);
-    CHECK_HAS(mt_last_error(), "has not come in 0.18 s");
-    CHECK_HAS(mt_last_error(),
-              "compute, unit layers.0 waits for its gradients' kernels (the event GRAD), since ");
+    CHECK_FAILS(mt_update_norm(u, ticket, &norm, &skipped), MT_ESTUCK, "has not come in 0.18 s");
+    CHECK_SAYS("compute, unit layers.0 waits for its gradients' kernels (the event GRAD), since ");
     CHECK(atomic_load(&warned) >= 1);
     CHECK_HAS(warning, "compute, unit layers.0 waits for its gradients' kernels (the event GRAD)");
-    CHECK_HAS(mt_last_error(),
-              "d2h, unit layers.0 waits for its gradients' copies (the event LANDED), since ");
+    CHECK_SAYS("d2h, unit layers.0 waits for its gradients' copies (the event LANDED), since ");
     /* The updater's wait may find itself stuck just before the caller's:
      * it was there when compute was warned of. */
     CHECK(strstr(mt_last_error(), updater) != NULL || strstr(warning, updater) != NULL);
     atomic_store(&g.open, 1);
     (void)mt_update_drain(u);                            /* the updater's own wait was a fault */
-    mt_update_close(u);
-    mt_offload_close(o);
-    toy_close(&t);
 }
 
 /* On the D2H queue, in front of the copies. */
 static mt_status gate_sumsq(void *ctx, mt_queue *q, mt_dtype dt, const void *src, int64_t n,
                             double *sum, double *chunks)
 {
-    (void)dt;
-    (void)src;
-    (void)n;
-    (void)sum;
-    (void)chunks;
     return q->dev->ops->call(q, wait_for_gate, ctx);
 }
 
 /* Compute has done its part: nobody is given more time. */
-static void a_stalled_d2h_is_named(void)
+TEST(a_stalled_d2h_is_named)
 {
     static float       grads[64];
     gate               g = { 0 };
     mt_grad_item       item = { 0, grads, MT_GRAD_SET, 0 };
     mt_offload_kernels kernels = { .ctx = &g, .sumsq = gate_sumsq };
-    mt_offload        *o;
     uint64_t           ticket;
-    toy                t;
 
-    scene_open(&t, 2);
-    REQUIRE(mt_offload_open(&t.cx, 2, kernels, &o) == MT_OK);
+    SCENE(t, 2);
+    OPENED(mt_offload, o, mt_offload_open(&t.cx, 2, kernels, &o));
     CHECK_OK(mt_offload_put(o, 0, &item, 1, t.run, &ticket));
-    CHECK_EQ(mt_ledger_wait_grads(t.store, 0), MT_ESTUCK);
-    CHECK_HAS(mt_last_error(), "has not come in 0.1 s");
-    CHECK_HAS(mt_last_error(),
-              "d2h, unit layers.0 waits for its gradients' copies (the event LANDED)");
+    CHECK_FAILS(mt_ledger_wait_grads(t.store, 0), MT_ESTUCK, "has not come in 0.1 s");
+    CHECK_SAYS("d2h, unit layers.0 waits for its gradients' copies (the event LANDED)");
     CHECK(strstr(mt_last_error(), "compute") == NULL);
     atomic_store(&g.open, 1);
     CHECK_OK(mt_ledger_wait_grads(t.store, 0));
-    mt_offload_close(o);
-    toy_close(&t);
 }
 
 /* A slot that compute still reads is to be overwritten. */
-static void what_holds_a_slot_is_named(void)
+TEST(what_holds_a_slot_is_named)
 {
     mt_slot_desc slot = { .bytes = 4096 };
     char         list[600];
     mt_stream   *s;
     void        *mem;
     int          k;
-    toy          t;
     gate         g;
 
-    scene_open(&t, 2);
-    REQUIRE(t.dev->ops->mem_alloc(t.dev, slot.bytes, &slot.mem) == MT_OK);
-    REQUIRE(mt_stream_open(&t.cx, &slot, 1, (mt_slot_hooks){ 0 }, &s) == MT_OK);
+    SCENE(t, 2);
+    REQUIRE_OK(t.dev->ops->mem_alloc(t.dev, slot.bytes, &slot.mem));
+    REQUIRE_OK(mt_stream_open(&t.cx, &slot, 1, (mt_slot_hooks){ 0 }, &s));
     CHECK_OK(mt_stream_begin(s));
     CHECK_OK(mt_stream_acquire(s, 0, t.run, &k, &mem));
     CHECK_OK(mt_stream_await(s, k, t.run));
@@ -492,60 +444,49 @@ static void what_holds_a_slot_is_named(void)
     CHECK_OK(t.dev->ops->sync(t.run));
     mt_stream_close(s);
     t.dev->ops->mem_free(t.dev, slot.mem);
-    toy_close(&t);
 }
 
-static void a_stalled_update_is_named(void)
+TEST(a_stalled_update_is_named)
 {
     static const int params[1] = { 0 };
     mt_update_job   job = { .unit = 1, .params = params, .run = update_nothing,
                             .free = run_nothing };
-    mt_offload     *o;
-    mt_updater     *u;
     uint64_t        ticket;
-    toy             t;
     gate            g = { 0 };
 
-    scene_open(&t, 2);
+    SCENE(t, 2);
     job.arg = &g;
-    REQUIRE(mt_offload_open(&t.cx, 2, toy_kernels, &o) == MT_OK);
-    REQUIRE(mt_update_open(&t.cx, o, &u) == MT_OK);
+    OPENED(mt_offload, o, mt_offload_open(&t.cx, 2, toy_kernels, &o));
+    OPENED(mt_updater, u, mt_update_open(&t.cx, o, &u));
     CHECK_OK(mt_update_submit(u, &job, 1, 0, t.run, &ticket));
-    CHECK_EQ(mt_ledger_wait_updates(t.store, 1), MT_ESTUCK);
-    CHECK_HAS(mt_last_error(),
-              "layers.1: its update has not come in 0.1 s, and nothing else has moved");
-    CHECK_HAS(mt_last_error(),
-              "host update, unit layers.1 waits for the pool, which computes its update, since ");
+    CHECK_FAILS(mt_ledger_wait_updates(t.store, 1), MT_ESTUCK,
+                "layers.1: its update has not come in 0.1 s, and nothing else has moved");
+    CHECK_SAYS("host update, unit layers.1 waits for the pool, which computes its update, since ");
     CHECK_EQ(mt_update_drain(u), MT_ESTUCK);
-    CHECK_HAS(mt_last_error(), "the steps that were asked for has not come in 0.1 s");
+    CHECK_SAYS("the steps that were asked for has not come in 0.1 s");
     job.arg = NULL;
     job.unit = 0;
     for (int i = 1; i < 64; i++)                    /* as many as may wait */
         CHECK_OK(mt_update_submit(u, &job, 1, 0, t.run, &ticket));
     CHECK_EQ(mt_update_submit(u, &job, 1, 0, t.run, &ticket), MT_ESTUCK);
-    CHECK_HAS(mt_last_error(), "a step before this one has not come");
+    CHECK_SAYS("a step before this one has not come");
     CHECK_EQ(mt_ledger_version(t.store, 0), 64);    /* nothing was announced for the one too many */
     atomic_store(&g.open, 1);
     CHECK_OK(mt_update_drain(u));
     CHECK_OK(mt_ledger_wait_updates(t.store, 1));
-    mt_update_close(u);
-    mt_offload_close(o);
-    toy_close(&t);
 }
 
 /* Nobody on the host waits for activations: their queues are in the list all the same,
  * until they are through. */
-static void a_stalled_swap_is_in_the_list(void)
+TEST(a_stalled_swap_is_in_the_list)
 {
     char         mem[4096], list[600];
     mt_swap_part p = { mem, sizeof mem };
-    mt_swap     *w;
     uint64_t     bundle;
-    toy          t;
     gate         g;
 
-    scene_open(&t, 2);
-    REQUIRE(mt_swap_open(&t.cx, &w) == MT_OK);
+    SCENE(t, 2);
+    OPENED(mt_swap, w, mt_swap_open(&t.cx, &w));
     shut(&t, t.run, &g);
     CHECK_OK(mt_swap_out(w, 1, &p, 1, MT_SWAP_HOST, t.run, &bundle));
     CHECK_OK(mt_swap_left(w, bundle, t.run));
@@ -560,34 +501,28 @@ static void a_stalled_swap_is_in_the_list(void)
     mt_watch_tell(mt_store_watch(t.store), list, sizeof list);
     CHECK_STR(list, "");
     mt_swap_drop(w, bundle);
-    mt_swap_close(w);
-    toy_close(&t);
 }
 
 /* A bay that is given up for a larger one: who asks waits for its copies,
  * and then it is in no list. */
-static void a_bay_whose_copies_stall_is_not_given_up(void)
+TEST(a_bay_whose_copies_stall_is_not_given_up)
 {
     char         mem[8192], list[600];
     mt_swap_part small = { mem, 4096 }, large = { mem, sizeof mem };
-    mt_swap     *w;
     uint64_t     bundle;
-    toy          t;
     gate         g;
 
-    scene_open(&t, 2);
+    SCENE(t, 2);
     mt_ledger_watchdog(t.store, 0.03);       /* six times, for compute's sake */
-    REQUIRE(mt_swap_open(&t.cx, &w) == MT_OK);
+    OPENED(mt_swap, w, mt_swap_open(&t.cx, &w));
     shut(&t, t.run, &g);
     CHECK_OK(mt_swap_out(w, 1, &small, 1, MT_SWAP_HOST, t.run, &bundle));
     CHECK_OK(mt_swap_left(w, bundle, t.run));
     CHECK_OK(mt_swap_back(w, bundle, &small, 1, t.run));
     mt_swap_drop(w, bundle);
-    CHECK_EQ(mt_swap_out(w, 0, &large, 1, MT_SWAP_HOST, t.run, &bundle), MT_ESTUCK);
-    CHECK_HAS(mt_last_error(),
-              "swap out, unit layers.1 waits for copies of what it keeps (the event LEFT)");
-    CHECK_HAS(mt_last_error(),
-              "; the caller, unit layers.1 waits for copies of what it keeps (the event LEFT)");
+    CHECK_FAILS(mt_swap_out(w, 0, &large, 1, MT_SWAP_HOST, t.run, &bundle), MT_ESTUCK,
+                "swap out, unit layers.1 waits for copies of what it keeps (the event LEFT)");
+    CHECK_SAYS("; the caller, unit layers.1 waits for copies of what it keeps (the event LEFT)");
     atomic_store(&g.open, 1);
     CHECK_OK(t.dev->ops->sync(t.run));
     shut(&t, t.run, &g);
@@ -598,17 +533,14 @@ static void a_bay_whose_copies_stall_is_not_given_up(void)
     mt_watch_tell(mt_store_watch(t.store), list, sizeof list);
     CHECK_STR(list, "");
     mt_swap_drop(w, bundle);
-    mt_swap_close(w);
-    toy_close(&t);
 }
 
 static mt_status put_gate(void *arg, mt_queue *q, float clip)
 {
-    (void)clip;
     return q->dev->ops->call(q, wait_for_gate, arg);
 }
 
-static void a_stalled_device_update_is_named(void)
+TEST(a_stalled_device_update_is_named)
 {
     static const int   params[1] = { 0 };
     gate               g = { 0 };
@@ -616,32 +548,27 @@ static void a_stalled_device_update_is_named(void)
                              .arg = &g };
     mt_resident       *r;
     void              *mem;
-    toy                t;
 
-    scene_open(&t, 2);
-    REQUIRE(mt_resident_open(&t.cx, &r) == MT_OK);
-    REQUIRE(t.dev->ops->mem_alloc(t.dev, mt_store_hi_bytes(t.store, 1), &mem) == MT_OK);
-    REQUIRE(t.dev->ops->event_open(t.dev, &u.asked) == MT_OK);
+    SCENE(t, 2);
+    REQUIRE_OK(mt_resident_open(&t.cx, &r));
+    REQUIRE_OK(t.dev->ops->mem_alloc(t.dev, mt_store_hi_bytes(t.store, 1), &mem));
+    REQUIRE_OK(t.dev->ops->event_open(t.dev, &u.asked));
     CHECK_OK(mt_resident_settle(r, 1, mem));
     mt_ledger_update_begin(t.store, 1);
     CHECK_OK(mt_home_vram.update(r, update_of(&u, 1.0f)));
-    CHECK_EQ(mt_home_vram.drain(r), MT_ESTUCK);
-    CHECK_HAS(mt_last_error(), "device update, unit layers.1 waits for ");
-    CHECK_HAS(mt_last_error(), "; the caller waits for all that residents were given, since ");
+    CHECK_FAILS(mt_home_vram.drain(r), MT_ESTUCK, "device update, unit layers.1 waits for ");
+    CHECK_SAYS("; the caller waits for all that residents were given, since ");
     atomic_store(&g.open, 1);
     CHECK_OK(mt_home_vram.drain(r));
     mt_resident_close(r);
     t.dev->ops->event_close(u.asked);
     t.dev->ops->mem_free(t.dev, mem);
-    toy_close(&t);
 }
 
 static mt_status gradient_of_one(void *arg, int param, const void **at, mt_plane *plane)
 {
     static float grads[64];
 
-    (void)arg;
-    (void)param;
     *at = grads;
     *plane = MT_PLANE_GRAD;
     return MT_OK;
@@ -650,30 +577,24 @@ static mt_status gradient_of_one(void *arg, int param, const void **at, mt_plane
 static mt_status gate_through(void *arg, mt_queue *q, const mt_part *parts, int n,
                               float clip)
 {
-    (void)parts;
-    (void)n;
     return put_gate(arg, q, clip);
 }
 
-static void a_stalled_piece_is_named(void)
+TEST(a_stalled_piece_is_named)
 {
     gate           g = { 0 };
     const int     params[1] = { 0 };
     mt_update_job job = { .unit = 1, .params = params, .n_params = 1,
                           .gradient = gradient_of_one, .compute = gate_through, .arg = &g };
-    mt_through    *th;
-    toy            t;
 
-    scene_open(&t, 2);
-    REQUIRE(mt_through_open(&t.cx, 2, MT_THROUGH_LEAST, &th) == MT_OK);
+    SCENE(t, 2);
+    OPENED(mt_through, th, mt_through_open(&t.cx, 2, MT_THROUGH_LEAST, &th));
     mt_ledger_update_begin(t.store, 1);
     CHECK_OK(mt_home_through.update(th, update_of(&job, 1.0f)));
     CHECK_EQ(mt_home_through.stepped(th), MT_ESTUCK);
-    CHECK_HAS(mt_last_error(), "through, unit layers.1 waits for its pieces to come down, since ");
+    CHECK_SAYS("through, unit layers.1 waits for its pieces to come down, since ");
     atomic_store(&g.open, 1);
     CHECK_OK(mt_home_through.stepped(th));
-    mt_through_close(th);
-    toy_close(&t);
 }
 
 /* ---- who asks --------------------------------------------------------------------------- */
@@ -694,9 +615,8 @@ static int takes_it(void *arg)
 }
 
 /* Who is told to go does not look once more: it might take what it then leaves behind. */
-static void a_thread_that_asks_ends_its_waits_and_no_others(void)
+TEST(a_thread_that_asks_ends_its_waits_and_no_others)
 {
-    toy             t;
     gate            g;
     mt_mutex       mu = MT_MUTEX(MT_RANK_TEST);
     pthread_cond_t  c;
@@ -705,11 +625,11 @@ static void a_thread_that_asks_ends_its_waits_and_no_others(void)
     uint64_t        last = 0;
     int             took = 0;
 
-    scene_open(&t, 1);
+    SCENE(t, 1);
     mt_ledger_watchdog(t.store, 30);
     CHECK_OK(mt_watch_cond(&c));
-    REQUIRE(t.dev->ops->queue_open(t.dev, "shut", &q) == MT_OK);
-    REQUIRE(t.dev->ops->event_open(t.dev, &e) == MT_OK);
+    REQUIRE_OK(t.dev->ops->queue_open(t.dev, "shut", &q));
+    REQUIRE_OK(t.dev->ops->event_open(t.dev, &e));
     shut(&t, q, &g);
     CHECK_OK(t.dev->ops->record(q, e));
     CHECK(mt_watch_asks(somebody) == NULL);
@@ -729,7 +649,6 @@ static void a_thread_that_asks_ends_its_waits_and_no_others(void)
     t.dev->ops->event_close(e);
     t.dev->ops->queue_close(q);
     pthread_cond_destroy(&c);
-    toy_close(&t);
 }
 
 /* ---- what goes on ----------------------------------------------------------------------- */
@@ -753,47 +672,20 @@ static void *save_slowly(void *arg)
 }
 
 /* Longer than the watchdog waits, in steps that are much shorter. Then one that does nothing. */
-static void a_long_save_that_goes_on_is_waited_for(void)
+TEST(a_long_save_that_goes_on_is_waited_for)
 {
-    toy       t;
     slow_save s = { .blocks = 10 };
-    pthread_t thread;
 
-    scene_open(&t, 2);
+    SCENE(t, 2);
     s.store = t.store;
     mt_ledger_watchdog(t.store, 0.3);
     CHECK_OK(mt_ledger_save_begin(t.store, 0));
-    CHECK_EQ(pthread_create(&thread, NULL, save_slowly, &s), 0);
+    pthread_t thread = thread_start(save_slowly, &s);
     CHECK_OK(mt_ledger_wait_saved(t.store, 0));
-    pthread_join(thread, NULL);
+    thread_join(thread);
     CHECK_OK(mt_ledger_save_begin(t.store, 0));
-    CHECK_EQ(mt_ledger_wait_saved(t.store, 0), MT_ESTUCK);
-    CHECK_HAS(mt_last_error(),
-              "its save (SAVED) has not come in 0.3 s, and nothing else has moved");
-    CHECK_HAS(mt_last_error(), "the caller, unit layers.0 waits for its save (SAVED)");
+    CHECK_FAILS(mt_ledger_wait_saved(t.store, 0), MT_ESTUCK,
+                "its save (SAVED) has not come in 0.3 s, and nothing else has moved");
+    CHECK_SAYS("the caller, unit layers.0 waits for its save (SAVED)");
     mt_ledger_save_end(t.store, 0);
-    toy_close(&t);
 }
-
-#define TESTS(X)                                            \
-    X(posts_are_told_longest_first_until_they_are_over)     \
-    X(a_wait_is_stuck_when_nothing_moved_for_the_limit)     \
-    X(a_process_that_was_stopped_is_not_stuck)              \
-    X(no_lock_is_held_while_the_device_is_asked)            \
-    X(a_window_may_take_longer_than_the_limit_and_is_told_of_once) \
-    X(compute_that_goes_on_slowly_is_waited_for)            \
-    X(compute_that_is_done_excuses_nobody)                  \
-    X(a_device_that_is_gone_is_not_given_more_time)         \
-    X(of_compute_the_first_alone_is_told)                   \
-    X(a_stalled_h2d_is_named)                               \
-    X(a_stalled_compute_is_named)                           \
-    X(a_stalled_d2h_is_named)                               \
-    X(what_holds_a_slot_is_named)                           \
-    X(a_stalled_update_is_named)                            \
-    X(a_stalled_swap_is_in_the_list)                        \
-    X(a_bay_whose_copies_stall_is_not_given_up)           \
-    X(a_stalled_device_update_is_named)                     \
-    X(a_stalled_piece_is_named)                             \
-    X(a_thread_that_asks_ends_its_waits_and_no_others)      \
-    X(a_long_save_that_goes_on_is_waited_for)
-CHECK_MAIN(TESTS)

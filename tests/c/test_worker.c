@@ -1,10 +1,7 @@
 /* test_worker.c — worker.h: jobs in turn, the first failure, both ways to stop, and a child. */
 #include "check.h"
-#include "gate.h"
 
 #include "../../csrc/core/worker.h"
-
-#include <sys/wait.h>
 
 enum { JOBS = 20 };
 
@@ -53,7 +50,7 @@ static void room_open(room *r, int n_threads)
     *r = (room){ 0 };
     mt_mutex_open(&r->mu, MT_RANK_TEST);
     mt_watch_open(&r->watch, NULL);
-    REQUIRE(mt_worker_open(&r->w, &r->mu, n_threads, "mt-tested", "lane", perform, r) == MT_OK);
+    REQUIRE_OK(mt_worker_open(&r->w, &r->mu, n_threads, "mt-tested", "lane", perform, r));
 }
 
 static void room_close(room *r)
@@ -63,12 +60,12 @@ static void room_close(room *r)
     mt_mutex_close(&r->mu);
 }
 
+#define ROOM(r, ...) CLOSED_BY(room_close) room r; room_open(&r, __VA_ARGS__)
+
 static uint64_t submit(room *r, task *k)
 {
-    uint64_t number;
-
     mt_lock(&r->mu);
-    number = mt_worker_submit(&r->w, &k->job);
+    uint64_t number = mt_worker_submit(&r->w, &k->job);
     mt_unlock(&r->mu);
     return number;
 }
@@ -86,12 +83,11 @@ static mt_status wait_for(room *r, uint64_t number)
     return mt_worker_wait(&r->w, &r->watch, number, "layers.0", "a job");
 }
 
-static void jobs_run_in_turn_by_a_thread_with_the_name(void)
+TEST(jobs_run_in_turn_by_a_thread_with_the_name)
 {
-    static room r;
-    task        k[JOBS];
+    task k[JOBS];
 
-    room_open(&r, 1);
+    ROOM(r, 1);
     submit_all(&r, k, JOBS);
     CHECK_OK(wait_for(&r, 3));
     CHECK_OK(wait_for(&r, MT_WORKER_ALL));
@@ -99,22 +95,19 @@ static void jobs_run_in_turn_by_a_thread_with_the_name(void)
     for (int i = 0; i < JOBS; i++)
         CHECK_EQ(r.ran[i], i + 1);
     CHECK_STR(r.name, "mt-tested");
-    room_close(&r);
 }
 
-static void a_wait_is_for_as_many_as_it_says(void)
+TEST(a_wait_is_for_as_many_as_it_says)
 {
-    static room r;
-    gate        first = { 0 }, shut = { 0 };
-    task        k[3] = { { .number = 1, .behind = &first }, { .number = 2, .behind = &shut },
-                         { .number = 3 } };
+    gate first = { 0 }, shut = { 0 };
+    task k[3] = { { .number = 1, .behind = &first }, { .number = 2, .behind = &shut },
+                  { .number = 3 } };
 
-    room_open(&r, 1);
+    ROOM(r, 1);
     mt_watch_limit(&r.watch, 0.05);
     for (int i = 0; i < 3; i++)
         (void)submit(&r, &k[i]);
-    CHECK_EQ(wait_for(&r, 1), MT_ESTUCK);
-    CHECK_HAS(mt_last_error(), "unit layers.0 waits for a job");
+    CHECK_FAILS(wait_for(&r, 1), MT_ESTUCK, "unit layers.0 waits for a job");
     atomic_store(&first.open, 1);
     mt_watch_limit(&r.watch, 600);
     CHECK_OK(wait_for(&r, 1));
@@ -123,38 +116,32 @@ static void a_wait_is_for_as_many_as_it_says(void)
     atomic_store(&shut.open, 1);
     mt_watch_limit(&r.watch, 600);
     CHECK_OK(wait_for(&r, MT_WORKER_ALL));
-    room_close(&r);
 }
 
-static void first_failure_is_told_to_who_waits_and_others_run(void)
+TEST(first_failure_is_told_to_who_waits_and_others_run)
 {
-    static room r;
-    task        k[4] = { { .number = 1 }, { .number = -2 }, { .number = -3 }, { .number = 4 } };
+    task k[4] = { { .number = 1 }, { .number = -2 }, { .number = -3 }, { .number = 4 } };
 
-    room_open(&r, 1);
+    ROOM(r, 1);
     CHECK_EQ(submit(&r, &k[0]), 1);
     CHECK_OK(wait_for(&r, 1));
     for (int i = 1; i < 4; i++)
         (void)submit(&r, &k[i]);
-    CHECK_EQ(wait_for(&r, MT_WORKER_ALL), MT_EDISK);
-    CHECK_HAS(mt_last_error(), "job -2 failed");
+    CHECK_FAILS(wait_for(&r, MT_WORKER_ALL), MT_EDISK, "job -2 failed");
     CHECK_EQ(r.n_ran, 4);
     CHECK_EQ(wait_for(&r, 1), MT_EDISK);             /* it stays */
-    CHECK_HAS(mt_last_error(), "job -2 failed");
-    room_close(&r);
+    CHECK_SAYS("job -2 failed");
 }
 
-static void stop_runs_what_is_in_the_list(void)
+TEST(stop_runs_what_is_in_the_list)
 {
-    static room r;
-    task        k[JOBS];
+    task k[JOBS];
 
-    room_open(&r, 1);
+    ROOM(r, 1);
     submit_all(&r, k, JOBS);
     mt_worker_stop(&r.w, 0);
     mt_worker_stop(&r.w, 0);
     CHECK_EQ(r.n_ran, JOBS);
-    room_close(&r);
 }
 
 static void *stop_dropping(void *arg)
@@ -164,15 +151,13 @@ static void *stop_dropping(void *arg)
 }
 
 /* The list is empty before the job that runs has ended. */
-static void stop_may_drop_what_is_in_the_list(void)
+TEST(stop_may_drop_what_is_in_the_list)
 {
-    static room r;
-    gate        shut = { 0 };
-    task        k[2] = { { .number = 1, .behind = &shut }, { .number = 2 } };
-    pthread_t   stopper;
-    int         dropped = 0;
+    gate shut = { 0 };
+    task k[2] = { { .number = 1, .behind = &shut }, { .number = 2 } };
+    int  dropped = 0;
 
-    room_open(&r, 1);
+    ROOM(r, 1);
     (void)submit(&r, &k[0]);
     (void)submit(&r, &k[1]);
     for (int begun = 0; !begun; sleep_ms(1)) {
@@ -180,27 +165,25 @@ static void stop_may_drop_what_is_in_the_list(void)
         begun = r.n_ran > 0;
         mt_unlock(&r.mu);
     }
-    REQUIRE(pthread_create(&stopper, NULL, stop_dropping, &r.w) == 0);
+    pthread_t stopper = thread_start(stop_dropping, &r.w);
     for (; !dropped; sleep_ms(1)) {
         mt_lock(&r.mu);
         dropped = !k[1].job.listed;
         mt_unlock(&r.mu);
     }
     atomic_store(&shut.open, 1);
-    REQUIRE(pthread_join(stopper, NULL) == 0);
+    thread_join(stopper);
     CHECK_EQ(r.n_ran, 1);
     CHECK_EQ(r.w.submitted, 1);
-    room_close(&r);
 }
 
-static void withdrawn_job_does_not_run_and_may_come_again(void)
+TEST(withdrawn_job_does_not_run_and_may_come_again)
 {
-    static room r;
-    gate        shut = { 0 };
-    task        k[4] = { { .number = 1, .behind = &shut }, { .number = 2 }, { .number = 3 },
-                         { .number = 4 } };
+    gate shut = { 0 };
+    task k[4] = { { .number = 1, .behind = &shut }, { .number = 2 }, { .number = 3 },
+                  { .number = 4 } };
 
-    room_open(&r, 1);
+    ROOM(r, 1);
     for (int i = 0; i < 4; i++)
         (void)submit(&r, &k[i]);
     mt_lock(&r.mu);
@@ -214,32 +197,28 @@ static void withdrawn_job_does_not_run_and_may_come_again(void)
     CHECK_EQ(r.n_ran, 3);
     CHECK_EQ(r.ran[1], 3);
     CHECK_EQ(r.ran[2], 2);
-    room_close(&r);
 }
 
-static void job_may_be_submitted_by_its_own_run(void)
+TEST(job_may_be_submitted_by_its_own_run)
 {
-    static room r;
-    task        k = { .number = 7 };
+    task k = { .number = 7 };
 
-    room_open(&r, 1);
+    ROOM(r, 1);
     r.again = &k;
     (void)submit(&r, &k);
     CHECK_OK(wait_for(&r, 2));
     CHECK_EQ(r.n_ran, 2);
-    room_close(&r);
 }
 
 /* Also when the worker stops; and where the list was empty others are behind it. */
-static void job_that_runs_again_comes_before_all_others(void)
+TEST(job_that_runs_again_comes_before_all_others)
 {
     static const int ran[] = { 1, 1, 2, 2, 2, 3 };
-    static room r;
     gate        shut = { 0 };
     task        k[3] = { { .number = 1, .more = 1, .behind = &shut }, { .number = 2, .more = 2 },
                          { .number = 3 } };
 
-    room_open(&r, 1);
+    ROOM(r, 1);
     (void)submit(&r, &k[0]);
     (void)submit(&r, &k[1]);
     (void)submit(&r, &k[2]);
@@ -249,17 +228,15 @@ static void job_that_runs_again_comes_before_all_others(void)
     for (int i = 0; i < 6; i++)
         CHECK_EQ(r.ran[i], ran[i]);
     CHECK_EQ(r.w.ended, r.w.submitted);
-    room_close(&r);
 }
 
 /* Each waits at the gate, so none ends before all have begun. */
-static void several_threads_share_a_list(void)
+TEST(several_threads_share_a_list)
 {
-    static room r;
-    gate        shut = { 0 };
-    task        k[4];
+    gate shut = { 0 };
+    task k[4];
 
-    room_open(&r, 4);
+    ROOM(r, 4);
     for (int i = 0; i < 4; i++) {
         k[i] = (task){ .number = i + 1, .behind = &shut };
         (void)submit(&r, &k[i]);
@@ -272,7 +249,6 @@ static void several_threads_share_a_list(void)
     atomic_store(&shut.open, 1);
     CHECK_OK(wait_for(&r, MT_WORKER_ALL));
     CHECK_EQ(r.n_ran, 4);
-    room_close(&r);
 }
 
 static mt_status wait_on_the_lane(void *arg, mt_job *job)
@@ -280,7 +256,6 @@ static mt_status wait_on_the_lane(void *arg, mt_job *job)
     room   *r = arg;
     mt_post post;
 
-    (void)job;
     mt_unlock(&r->mu);
     mt_watch_begin(&r->watch, &post, NULL, NULL, "a gate");
     wait_for_gate(((task *)(void *)job)->behind);
@@ -289,7 +264,7 @@ static mt_status wait_on_the_lane(void *arg, mt_job *job)
     return MT_OK;
 }
 
-static void waits_of_its_thread_have_its_lane(void)
+TEST(waits_of_its_thread_have_its_lane)
 {
     static room r;
     gate        shut = { 0 };
@@ -298,7 +273,7 @@ static void waits_of_its_thread_have_its_lane(void)
 
     mt_mutex_open(&r.mu, MT_RANK_TEST);
     mt_watch_open(&r.watch, NULL);
-    REQUIRE(mt_worker_open(&r.w, &r.mu, 1, "mt-tested", "lane", wait_on_the_lane, &r) == MT_OK);
+    REQUIRE_OK(mt_worker_open(&r.w, &r.mu, 1, "mt-tested", "lane", wait_on_the_lane, &r));
     (void)submit(&r, &k);
     for (int i = 0; i < 5000 && list[0] == 0; i++) {
         sleep_ms(1);
@@ -320,16 +295,15 @@ static int look_in_child(room *r)
     return good;
 }
 
-static void child_is_refused_and_stops_nothing(void)
+TEST(child_is_refused_and_stops_nothing)
 {
-    static room r;
-    task        k = { .number = 1 };
-    int         status = 0;
-    pid_t       child;
+    task  k = { .number = 1 };
+    int   status = 0;
+    pid_t child;
 
     if (UNDER_TSAN)
         SKIP("it ends children of a process with threads");
-    room_open(&r, 1);
+    ROOM(r, 1);
     mt_lock(&r.mu);                      /* for good, in the child */
     if ((child = fork()) == 0)
         _exit(look_in_child(&r));
@@ -339,10 +313,9 @@ static void child_is_refused_and_stops_nothing(void)
     CHECK_EQ(WEXITSTATUS(status), 3);
     (void)submit(&r, &k);
     CHECK_OK(wait_for(&r, 1));
-    room_close(&r);
 }
 
-static void worker_that_was_never_opened_is_closed(void)
+TEST(worker_that_was_never_opened_is_closed)
 {
     mt_worker w = { 0 };
 
@@ -350,19 +323,3 @@ static void worker_that_was_never_opened_is_closed(void)
     mt_worker_close(&w);
     CHECK_EQ(w.opened, 0);
 }
-
-#define TESTS(X)                                                                              \
-    X(jobs_run_in_turn_by_a_thread_with_the_name)                                             \
-    X(a_wait_is_for_as_many_as_it_says)                                                       \
-    X(first_failure_is_told_to_who_waits_and_others_run)                                      \
-    X(stop_runs_what_is_in_the_list)                                                          \
-    X(stop_may_drop_what_is_in_the_list)                                                      \
-    X(withdrawn_job_does_not_run_and_may_come_again)                                          \
-    X(job_may_be_submitted_by_its_own_run)                                                    \
-    X(job_that_runs_again_comes_before_all_others)                                            \
-    X(several_threads_share_a_list)                                                           \
-    X(waits_of_its_thread_have_its_lane)                                                      \
-    X(child_is_refused_and_stops_nothing)                                                     \
-    X(worker_that_was_never_opened_is_closed)
-
-CHECK_MAIN(TESTS)

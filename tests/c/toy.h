@@ -7,11 +7,13 @@
 #define MT_TOY_H
 
 #include "../../csrc/core/update.h"
-#include "check.h"
-
-#include <math.h>
+#include "numbers.h"
+#include "opened.h"
 
 #define TOY_PARAMS 2
+
+CLOSES(mt_offload, mt_offload_close(*x))
+CLOSES(mt_updater, mt_update_close(*x))
 
 typedef struct toy {
     mt_dev   *dev;
@@ -36,10 +38,7 @@ static inline float toy_value(int u, int p, int64_t i)
 
 static inline float *toy_at(const toy *t, int u, int p, mt_plane plane)
 {
-    void *at = NULL;
-
-    REQUIRE(mt_store_at(t->store, u, p, plane, &at) == MT_OK);
-    return at;
+    return store_at(t->store, u, p, plane);
 }
 
 static inline void toy_add_units(toy *t, int n_units, mt_dtype dt)
@@ -47,12 +46,11 @@ static inline void toy_add_units(toy *t, int n_units, mt_dtype dt)
     for (int u = 0; u < n_units; u++) {
         mt_param_desc d[TOY_PARAMS];
         char          name[32];
-        int           unit;
 
         for (int p = 0; p < TOY_PARAMS; p++)
             d[p] = (mt_param_desc){ dt, toy_numel(u, p), 1 };
         snprintf(name, sizeof name, "layers.%d", u);
-        REQUIRE(mt_store_add(t->store, name, d, TOY_PARAMS, &unit) == MT_OK);
+        int unit = store_add(t->store, name, d, TOY_PARAMS);
         REQUIRE(unit == u);
         for (int p = 0; p < TOY_PARAMS && dt == MT_F32; p++)
             for (int64_t i = 0; i < toy_numel(u, p); i++)
@@ -65,14 +63,14 @@ static inline void toy_add_units(toy *t, int n_units, mt_dtype dt)
 static inline void toy_open_on(toy *t, mt_dev *dev, int n_units, int own_run, mt_dtype dt)
 {
     *t = (toy){ .dev = dev };
-    REQUIRE(mt_pool_open(2, &t->pool) == MT_OK);
+    REQUIRE_OK(mt_pool_open(2, &t->pool));
     t->cx = (mt_context){ .dev = dev, .pool = t->pool };
-    REQUIRE(mt_store_open(&t->cx, &t->store) == MT_OK);
+    REQUIRE_OK(mt_store_open(&t->cx, &t->store));
     t->cx.store = t->store;
     if (own_run)
-        REQUIRE(dev->ops->queue_open(dev, "run", &t->run) == MT_OK);
+        REQUIRE_OK(dev->ops->queue_open(dev, "run", &t->run));
     else
-        REQUIRE(dev->ops->queue_adopt(dev, 0, &t->run) == MT_OK);
+        REQUIRE_OK(dev->ops->queue_adopt(dev, 0, &t->run));
     toy_add_units(t, n_units, dt);
 }
 
@@ -80,9 +78,9 @@ static inline void toy_open(toy *t, int n_units, uint64_t seed, int max_us)
 {
     mt_dev *dev = NULL;
 
-    REQUIRE(mt_dev_cpu_open(&dev) == MT_OK);
+    REQUIRE_OK(mt_dev_cpu_open(&dev));
     if (max_us > 0)
-        REQUIRE(mt_dev_delay_open(dev, seed, max_us, &dev) == MT_OK);
+        REQUIRE_OK(mt_dev_delay_open(dev, seed, max_us, &dev));
     toy_open_on(t, dev, n_units, max_us > 0, MT_F32);
 }
 
@@ -93,6 +91,8 @@ static inline void toy_close(toy *t)
     mt_pool_close(t->pool);
     t->dev->ops->close(t->dev);
 }
+
+#define TOY(t, ...) CLOSED_BY(toy_close) toy t; toy_open(&t, __VA_ARGS__)
 
 /* ---- gradient kernels: one thread, elements in order ------------------------------------ */
 
@@ -120,10 +120,9 @@ typedef struct toy_sumsq_arg {
 
 static inline void toy_sumsq_now(void *arg)
 {
-    toy_sumsq_arg *a = arg;
+    FREED toy_sumsq_arg *a = arg;
 
     *a->out = toy_sum(a->dt, a->x, a->n);
-    free(a);
 }
 
 static inline mt_status toy_sumsq(void *ctx, mt_queue *q, mt_dtype dt, const void *src, int64_t n,
@@ -132,8 +131,6 @@ static inline mt_status toy_sumsq(void *ctx, mt_queue *q, mt_dtype dt, const voi
     toy_sumsq_arg *a = malloc(sizeof *a);
     mt_status      st;
 
-    (void)ctx;
-    (void)chunks;
     REQUIRE(a != NULL);
     *a = (toy_sumsq_arg){ dt, src, n, out };
     if ((st = q->dev->ops->call(q, toy_sumsq_now, a)) != MT_OK)
@@ -145,8 +142,6 @@ static inline void toy_accumulate(mt_pool *pool, mt_dtype dt, float *acc, void *
                                   const void *add, int64_t n, int from_grad, double *sumsq,
                                   double *chunks)
 {
-    (void)pool;
-    (void)chunks;
     for (int64_t i = 0; i < n; i++) {
         float old = from_grad || acc == NULL ? (float)toy_element(dt, grad, i) : acc[i];
         float sum = old + (float)toy_element(dt, add, i);
@@ -173,10 +168,9 @@ typedef struct toy_sum_arg {
 
 static inline void toy_sum_now(void *arg)
 {
-    toy_sum_arg *a = arg;
+    FREED toy_sum_arg *a = arg;
 
     toy_accumulate(NULL, a->dt, a->acc, a->grad, a->add, a->n, a->from_grad, a->out, NULL);
-    free(a);
 }
 
 static inline mt_status toy_accumulate_put(void *ctx, mt_queue *q, mt_dtype dt, float *acc,
@@ -186,8 +180,6 @@ static inline mt_status toy_accumulate_put(void *ctx, mt_queue *q, mt_dtype dt, 
     toy_sum_arg *a = malloc(sizeof *a);
     mt_status    st;
 
-    (void)ctx;
-    (void)chunks;
     REQUIRE(a != NULL);
     *a = (toy_sum_arg){ dt, acc, grad, add, n, from_grad, out };
     if ((st = q->dev->ops->call(q, toy_sum_now, a)) != MT_OK)
@@ -197,16 +189,6 @@ static inline mt_status toy_accumulate_put(void *ctx, mt_queue *q, mt_dtype dt, 
 
 static const mt_offload_kernels toy_kernels = { toy_sumsq, toy_accumulate, toy_accumulate_put,
                                                 NULL, NULL };
-
-/* splitmix64: Steele, Lea & Flood 2014, figure 17. */
-static inline uint64_t toy_random(uint64_t *state)
-{
-    uint64_t z = *state += 0x9e3779b97f4a7c15u;
-
-    z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9u;
-    z = (z ^ (z >> 27)) * 0x94d049bb133111ebu;
-    return z ^ (z >> 31);
-}
 
 /* A job as the updater hands it to a home, which ends it. */
 static inline mt_update *update_of(const mt_update_job *j, float clip)

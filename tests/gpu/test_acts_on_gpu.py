@@ -29,8 +29,6 @@ from megatrain_torch.fused.templates.attention import Attention
 from megatrain_torch.graph.hf_calls import Sight
 from megatrain_torch.model.stream import runtime_of
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-
 # MT_EDGE_* of csrc/core/debug.h, and the pace at which each is needed (run_edges.py).
 COMPUTE_SLOW = dict(compute_us=4000, delay_us=50)
 COPIES_SLOW = dict(compute_us=0, delay_us=500)

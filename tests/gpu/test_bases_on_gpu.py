@@ -17,7 +17,6 @@ import parity  # noqa: E402
 
 import megatrain_torch as mt  # noqa: E402
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 

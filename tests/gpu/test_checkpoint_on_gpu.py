@@ -14,8 +14,6 @@ from torch import Tensor, nn
 
 import megatrain_torch as mt
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-
 WIDTH = 768
 MIXED = {"layers.0": "vram", "layers.1": "arrive", "layers.2": "through", "layers.3": "disk"}
 

@@ -12,8 +12,6 @@ import torch
 
 from megatrain_torch.model.stream import runtime_of
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-
 FORK_S = 0.05                                # what a fork may take; to copy a GiB that is locked takes half a second
 
 

@@ -23,8 +23,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from megatrain_torch.base.packed import Packed
 from megatrain_torch.fused.templates.attention import Attention
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-
 FAMILIES = test_fused.FAMILIES | test_fused.ALIKE | test_moe.FAMILIES | test_moe.NEWER
 SIZES = dict(hidden_size=256, intermediate_size=512, head_dim=64, moe_intermediate_size=128, sliding_window=48,
              shared_expert_intermediate_size=128, shared_intermediate_size=128, query_pre_attn_scalar=64,

@@ -13,7 +13,6 @@ import torch
 from megatrain_torch import _core
 
 HERE = Path(__file__).parent
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
 def lines(script: str, *words: str) -> list[dict[str, object]]:

@@ -4,12 +4,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
 from owners import PLACES, assert_bits_of_one, change_gradients, gathered, train
 
 from megatrain_torch._core import STATES
-
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
 @pytest.mark.parametrize("states", STATES)

@@ -16,8 +16,6 @@ from megatrain_torch.model import planning
 from megatrain_torch.model.stream import runtime_of
 
 assert chosen                                # a fixture
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-
 TURNS = [list(HOMES), ["all live there", "some come and leave", "some go through", "all live there"]]
 
 

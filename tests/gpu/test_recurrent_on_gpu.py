@@ -9,8 +9,6 @@ from torch import Tensor, nn
 
 import megatrain_torch as mt
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
-
 
 class Reader(nn.Module):
     def __init__(self) -> None:

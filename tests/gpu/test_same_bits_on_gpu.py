@@ -20,8 +20,6 @@ from megatrain_torch import ops
 from megatrain_torch.fused.loss import linear_cross_entropy
 from megatrain_torch.fused.templates.attention import Attention
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-
 TIMES = 6
 BF16 = torch.bfloat16
 

@@ -12,8 +12,6 @@ from torch import Tensor, nn
 import megatrain_torch as mt
 from megatrain_torch.figures.timeline import Slice, by_lane
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-
 WIDTH, LAYERS, STEPS = 4096, 4, 6
 APART_NS = 200_000       # what the host's clock and the stamps' may differ by
 
