@@ -141,7 +141,6 @@ def test_a_machine_has_one_store_and_its_part_of_the_states(gpus: int, machines:
 def test_of_further_micro_batches_a_machine_adds_one_sum(gpus: int, machines: int) -> None:
     """In fp32, of its part, whatever number of ranks made it."""
     fleet, machine = Fleet(gpus, machines), dataclasses.replace(LINKED, host_gbps=100.0)
-    assert fleet.added == pytest.approx(1 / machines) and Fleet().added == 1
     more = fleet.memory_s(machine, "fp32", 1e9, 4) - fleet.memory_s(machine, "fp32", 1e9, 1)
     assert more == pytest.approx(3 * 14e9 / machines / 100e9)
     staging = {fleet: planned("several micro-batches", machine=machine, gpus=fleet.gpus, machines=fleet.machines)
@@ -204,7 +203,7 @@ def test_what_several_gpus_cannot_have_yet_is_refused(asked: dict[str, Any], say
 def test_homes_of_several_gpus_are_said_in_one_place(monkeypatch: pytest.MonkeyPatch) -> None:
     """Units at home on the devices have their states there in parts."""
     asked = dict(tokens=16384, seq=1024, machine=dataclasses.replace(LINKED, vram_bytes=40 * GIB), gpus=2)
-    monkeypatch.setattr(fleet_module, "OFFERED", ("ram",))
+    monkeypatch.setattr(fleet_module, "HOMES", ("ram",))
     assert set(mt.plan(small(8), **asked).homes.values()) == {"ram"}
     monkeypatch.undo()
     found, one = mt.plan(small(8), homes="vram", **asked), mt.plan(small(8), homes="vram", **asked | {"gpus": 1})

@@ -80,48 +80,29 @@ _GVISOR = ("4.4.0", "Jan 10 15:06:54 PST 2016")
 
 @dataclass(frozen=True)
 class Bound:
-    """One limit of host memory.
+    """One limit of host memory."""
 
-    Attributes:
-        what: who sets it. remedy: how to raise it.
-        limit: bytes in all. free: what may still be taken under it.
-        sure: False: the machine may give more than it says.
-    """
-
-    what: str
-    limit: int
-    free: int
-    remedy: str
-    sure: bool = True
+    what: str                   # who sets it
+    limit: int                  # bytes in all
+    free: int                   # what may still be taken under it
+    remedy: str                 # how to raise it
+    sure: bool = True           # False: the machine may give more than it says
 
 
 @dataclass(frozen=True)
 class HostLimits:
-    """What was found of a process's limits on host memory, files and pinning.
+    """What was found of a process's limits on host memory, files and pinning."""
 
-    Attributes:
-        bounds: limits of memory, each by itself.
-        grows: why MemTotal may be less than the machine has; "": it is what there is. certain: it surely is less;
-            else a touch decides, and plans do not count on it.
-        together: a process that runs out of its cgroup's memory takes all of the cgroup with it.
-        swap: free bytes of it; never counted, since a training step touches all of its memory.
-        memlock: RLIMIT_MEMLOCK; None: no limit. CUDA's own locking is not counted under it.
-        wsl: under WSL2 the driver locks part of the memory only, how much is known when it refuses.
-        files: descriptors open, and how many may be.
-        nodes: of memory with processors (NUMA).
-        tried: bytes of the last touch: asked for, reached.
-    """
-
-    bounds: tuple[Bound, ...]
-    grows: str = ""
-    certain: bool = False
-    together: bool = False
-    swap: int = 0
-    memlock: int | None = None
-    wsl: bool = False
-    files: tuple[int, int] = (0, 1024)
-    nodes: int = 1
-    tried: list[int] = field(default_factory=list, compare=False)
+    bounds: tuple[Bound, ...]           # limits of memory, each by itself
+    grows: str = ""                     # why MemTotal may be less than the machine has; "": it is what there is
+    certain: bool = False               # it surely is less; else a touch decides, and plans do not count on it
+    together: bool = False              # a process that runs out of its cgroup's memory takes all of the cgroup with it
+    swap: int = 0                       # free bytes of it; never counted, since a step touches all of its memory
+    memlock: int | None = None          # RLIMIT_MEMLOCK, under which CUDA's own locking does not count; None: no limit
+    wsl: bool = False                   # the driver locks part of the memory only: how much is known when it refuses
+    files: tuple[int, int] = (0, 1024)  # descriptors open, and how many may be
+    nodes: int = 1                      # of memory with processors (NUMA)
+    tried: list[int] = field(default_factory=list, compare=False)       # bytes of the last touch: asked for, reached
 
     def tightest(self, touched: bool = False) -> Bound:
         """The bound with least left. touched: of those that hold although the machine grows."""
@@ -141,10 +122,8 @@ class HostLimits:
         return min(b.free for b in held) + resident_bytes()
 
     def short(self, need: int) -> Bound | None:
-        """The bound under which `need` more bytes do not fit, with what they take besides; None: they fit.
-
-        On a machine that grows they are tried, where a limit says how far that is safe.
-        """
+        """The bound under which `need` more bytes do not fit, with what they take besides; None: they fit. On a machine
+        that grows they are tried, where a limit says how far that is safe."""
         whole = with_margin(need)
         first = self.tightest()
         if whole <= first.free:
@@ -260,11 +239,8 @@ def _grows(total: int, groups: list[Bound], version: str, sysfs: Path) -> tuple[
 # ---- cgroups -------------------------------------------------------------------------------------
 
 def _cgroups(proc: Path, sysfs: Path) -> tuple[list[Bound], bool]:
-    """Limits of this process's memory cgroups and of those around them; whether one of them dies as a whole.
-
-    A container may see its group's path from outside but only the part below it mounted: what is not there is
-    passed over.
-    """
+    """Limits of this process's memory cgroups and of those around them; whether one of them dies as a whole. Of its
+    path a container may have only the part below its group mounted: what is not there is passed over."""
     found, together = [], False
     for line in _text(proc / "self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
@@ -308,10 +284,8 @@ def _cache_bytes(path: Path, prefix: str) -> int:
 # ---- trying --------------------------------------------------------------------------------------
 
 def touch(nbytes: int) -> int:
-    """Bytes of memory that another process could write, of those asked for; it has ended when this returns.
-
-    That process is the one the kernel ends when there is less, by its OOM score.
-    """
+    """Bytes of memory that another process could write, of those asked for; it has ended when this returns. That
+    process is the one the kernel ends when there is less, by its OOM score."""
     child = [sys.executable, "-I", "-S", str(Path(__file__).with_name("touch.py")), str(nbytes)]
     done = subprocess.run(child, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, check=False)
     return max((int(line) for line in done.stdout.split() if line.isdigit()), default=0)

@@ -42,16 +42,12 @@ GRADS = ("ram", "none")     # where gradients wait for their update: at home wit
 
 
 class Mode(NamedTuple):
-    """
-    Attributes:
-        keep: one of KEEPS, or LINKED. host: what is kept leaves the device. input: so does the window's input.
-            disk: for a file.
-    """
+    """A mode's word, taken apart."""
 
-    keep: str
-    host: bool
-    input: bool
-    disk: bool
+    keep: str           # one of KEEPS, or LINKED
+    host: bool          # what is kept leaves the device
+    input: bool         # so does the window's input
+    disk: bool          # for a file
 
     @property
     def saved(self) -> Mode:
@@ -143,11 +139,8 @@ def inner(layers: Sequence[T]) -> Sequence[T]:
 
 
 def check_layers(name: str, layers: Collection[object], types: Collection[torch.dtype]) -> None:
-    """layers: those of a model whose products would be of codes. types: of their matrices.
-
-    Raises:
-        MegatrainError: there are none, or theirs are not bf16: nothing would be as it was asked for.
-    """
+    """Raises MegatrainError where a model has no layers whose products would be of codes, or where their matrices are
+    of other types than bf16: nothing would be as it was asked for."""
     if not layers:
         raise MegatrainError(f"products='fp8': {name} has no layer for them: they are made in decoder layers that a "
                              "template covers, without codes or LoRA, by linear layers whose sizes are multiples of "

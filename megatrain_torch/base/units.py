@@ -28,20 +28,16 @@ from .errors import MegatrainError
 
 @dataclass
 class Found:
-    """windows: (name, module), in module order. containers: modules with windows inside.
-    bare: (name, parameter) directly on containers."""
+    """What `find` found, in module order."""
 
     windows: list[tuple[str, nn.Module]] = field(default_factory=list)
-    containers: list[tuple[str, nn.Module]] = field(default_factory=list)
-    bare: list[tuple[str, nn.Parameter]] = field(default_factory=list)
+    containers: list[tuple[str, nn.Module]] = field(default_factory=list)       # modules with windows inside
+    bare: list[tuple[str, nn.Parameter]] = field(default_factory=list)          # directly on containers
 
 
 def find(root: nn.Module, units: list[str | nn.Module] | None = None) -> Found:
-    """Windows of a model. `units` (module names or modules) replaces rules 1 and 2.
-
-    Raises:
-        MegatrainError: a name in `units` is not a module of the model, or two of them nest.
-    """
+    """Windows of a model. `units` (module names or modules) replaces rules 1 and 2; raises MegatrainError where a name
+    in it is not a module of the model, or two of them nest."""
     chosen = _usual(root) if units is None else _asked(root, units)
     head = output_embeddings(root)
     if type(head) is nn.Linear:
@@ -186,19 +182,13 @@ GROUP_BYTES = 256 << 20              # of 16-bit weights that are made, or multi
 
 @dataclass
 class Cut:
-    """A part of a unit's weights that is fetched by itself.
+    """A part of a unit's weights that is fetched by itself."""
 
-    Attributes:
-        stack: the parameter's name; "": it is what is left of the unit. experts: which of its experts.
-        ranges: (from, to, bytes), of plane HI and of a slot. offsets: in the slot, by a parameter's number in the unit.
-        bytes: of a slot.
-    """
-
-    stack: str = ""
-    experts: range = range(0)
-    ranges: list[tuple[int, int, int]] = field(default_factory=list)
-    offsets: dict[int, int] = field(default_factory=dict)
-    bytes: int = 0
+    stack: str = ""                     # the parameter's name; "": it is what is left of the unit
+    experts: range = range(0)           # which of its experts
+    ranges: list[tuple[int, int, int]] = field(default_factory=list)    # (from, to, bytes), of plane HI and of a slot
+    offsets: dict[int, int] = field(default_factory=dict)       # in the slot, by a parameter's number in the unit
+    bytes: int = 0                      # of a slot
 
     def add(self, index: int, begin: int, nbytes: int) -> None:
         """These bytes of the unit's plane HI, of this parameter."""

@@ -26,17 +26,12 @@ Before = dict[bytes, "Written"]      # files of the last checkpoint, by their he
 
 @dataclass(frozen=True)
 class Written:
-    """A file of a checkpoint that has its name.
-
-    Attributes:
-        form: what the file system said of it then. writes: of each of its weights, how often it had been written to.
-        about: what the manifest says of it.
-    """
+    """A file of a checkpoint that has its name."""
 
     path: Path
-    form: tuple[int, ...]
-    writes: tuple[int, ...]
-    about: dict[str, Any]
+    form: tuple[int, ...]       # what the file system said of it then
+    writes: tuple[int, ...]     # of each of its weights, how often it had been written to
+    about: dict[str, Any]       # what the manifest says of it
 
 
 def _form_of(path: Path) -> tuple[int, ...]:

@@ -223,11 +223,7 @@ def _check_index(data: bytes, where: str, tensors: dict[str, Stored]) -> None:
 # ---- training.pt ---------------------------------------------------------------------------------
 
 def training_of(data: bytes, where: str, has_optimizer: bool) -> dict[str, Any]:
-    """What torch.save wrote there.
-
-    Raises:
-        MegatrainError: it cannot be read, or is not what mt.save writes.
-    """
+    """What torch.save wrote there. Raises MegatrainError if it cannot be read, or is not what mt.save writes."""
     try:
         found = torch.load(io.BytesIO(data), weights_only=True, map_location="cpu")
     except Exception as why:                         # a pickle is a program, and its reader raises what it likes

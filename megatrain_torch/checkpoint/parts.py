@@ -31,16 +31,12 @@ OURS, TORCHS = "mt.AdamW", "torch.optim.AdamW"       # as kind_of says
 
 @dataclass(frozen=True)
 class Parts:
-    """A checkpoint that is not written yet.
-
-    Attributes:
-        small: {file name: its bytes}. body: of the manifest. still: of files that are to change no more.
-    """
+    """A checkpoint that is not written yet."""
 
     files: list[TensorFile]
-    small: dict[str, bytes]
-    body: dict[str, Any]
-    still: again.Still
+    small: dict[str, bytes]     # by file name
+    body: dict[str, Any]        # of the manifest
+    still: again.Still          # of files that are to change no more
 
     def without(self, names: set[str]) -> list[TensorFile]:
         """Files of tensors but for these."""

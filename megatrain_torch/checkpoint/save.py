@@ -361,11 +361,8 @@ class Writers:
     """Who writes a checkpoint: this process alone, or all that train the model, each every so many blocks of all files.
 
     All of them see all planes of their machine's store, so whoever writes a block needs nothing of the others; that a
-    unit's update waits until its bytes are copied, the engines see to. The first process makes folder and files, has
-    all blocks' sums in the end, and gives the folder its name.
-
-    Attributes:
-        first: this process makes the folder and names it. part, parts: of so many this one takes its blocks in turn.
+    unit's update waits until its bytes are copied, the engines see to. The `first` process makes folder and files, has
+    all blocks' sums in the end, and gives the folder its name. Of `parts` this one takes its blocks in turn.
     """
 
     def __init__(self, ranks: Ranks | None) -> None:

@@ -133,13 +133,8 @@ class StepReport:
 
 def measure(lanes: Mapping[str, Sequence[Slice]], begin: int, end: int, counted: Mapping[str, int], host_bytes: int,
             rates: Mapping[str, float]) -> StepReport:
-    """The report of the step in [begin, end), nanoseconds.
-
-    Args:
-        lanes: the slices of each lane in order.
-        counted: of the engine's counters, what they grew by in the step.
-        rates: bytes/s that the machine can do, by lane.
-    """
+    """The report of the step in [begin, end), nanoseconds. counted: what the engine's counters grew by in the step.
+    rates: bytes/s that the machine can do, by lane."""
     first = next((s.begin for s in between(lanes.get("compute", ()), begin, end)), end)
     done = {name: [s for s in between(lane, begin, end) if s.end < end] for name, lane in lanes.items()}
     moved = {name: sum(s.nbytes for s in lane) for name, lane in done.items()}

@@ -32,10 +32,8 @@ def bytes_table(title: str, parts: dict[str, int], most: int, note: str = "") ->
 
 
 def as_html(title: str, rows: Sequence[Sequence[str | list[tuple]]], head: bool = True) -> str:
-    """A table for a notebook. head: the first row is one.
-
-    A cell is text, or boxes beside each other: (pixels, colour, the word in it, what pointing at it shows).
-    """
+    """A table for a notebook. head: the first row is one. A cell is text, or boxes beside each other: (pixels, colour,
+    the word in it, what pointing at it shows)."""
     lines = []
     for i, row in enumerate(rows):
         kind = "th" if head and i == 0 else "td"
@@ -81,14 +79,8 @@ def tiers_as_html(tiers: list[Tier]) -> str:
 
 
 def draw_tiers(path: str | Path, title: str, tiers: list[Tier]) -> None:
-    """A bar for each kind of memory, as long as what it has; what is put there is in it, as a share of that.
-
-    Args:
-        path: .png, .svg or .pdf.
-
-    Raises:
-        MegatrainError: matplotlib is not installed.
-    """
+    """A bar for each kind of memory, as long as what it has; what is put there is in it, as a share of that. path:
+    .png, .svg or .pdf. Raises MegatrainError without matplotlib."""
     names = [f"{name}\n{show_bytes(most)}" for name, _, most in tiers]
     with _drawing(path, title, names, (10.0, 1.1 * len(tiers) + 1.2), 150) as (figure, axes):
         shown = set()
@@ -110,15 +102,9 @@ def draw_tiers(path: str | Path, title: str, tiers: list[Tier]) -> None:
 # ---- lanes against time --------------------------------------------------------------------------
 
 def draw_lanes(path: str | Path | BinaryIO, slices: Sequence[Slice], marks: Sequence[int], title: str = "") -> None:
-    """Lanes against time from the first mark to the last; how busy each was stands at its right.
-
-    Args:
-        path: .png, .svg or .pdf; or an open file, for PNG.
-        marks: at least two: when each step shown began, and when the last ended; nanoseconds.
-
-    Raises:
-        MegatrainError: matplotlib is not installed.
-    """
+    """Lanes against time from the first mark to the last; how busy each was stands at its right. path: .png, .svg or
+    .pdf; or an open file, for PNG. marks: at least two: when each step shown began, and when the last ended;
+    nanoseconds. Raises MegatrainError without matplotlib."""
     begin, end = marks[0], marks[-1]
     lanes = {name: part for name, all_ in by_lane(slices).items() if (part := between(all_, begin, end))}
     with _drawing(path, title, [LANES[name] for name in lanes], (12.0, 4.0), 100) as (figure, axes):

@@ -49,11 +49,7 @@ RESULTS_KEPT = 64       # of an engine's updates that may be unread before the o
 
 
 def check_group(group: dict[str, Any]) -> None:
-    """What a group asks for is done: whether it was made here, written later, or loaded.
-
-    Raises:
-        MegatrainError: it is not supported.
-    """
+    """Raises MegatrainError where a group asks for what is not supported: made here, written later, or loaded."""
     for name in REFUSED:
         if group.get(name):
             raise MegatrainError(f"AdamW: {name}=True is not supported; use torch.optim.AdamW on the host tensors for "
@@ -519,11 +515,7 @@ class AdamW(torch.optim.Optimizer):
     @torch.no_grad()
     def _take_states(self) -> None:
         """What was put into self.state in the place of the store's own, tensors or whole dicts, is copied into the
-        store.
-
-        Raises:
-            MegatrainError: a moment is missing, or of another shape; or the count is no number of steps.
-        """
+        store. Raises MegatrainError where a moment is missing, or of another shape, or the count is no number."""
         put = [p for p, values in self.state.items() if isinstance(p, StreamedParameter) and values
                and p._mt.runtime in self._served and not (isinstance(values, StoreStates) and values.are_own(p._mt))]
         if not put:

@@ -96,11 +96,7 @@ class StepCount(Late):
 
 
 def count_of(step: Any, name: str) -> int:
-    """state["step"] as a number, whatever somebody wrote there.
-
-    Raises:
-        MegatrainError: it is no number of steps.
-    """
+    """state["step"] as a number, whatever somebody wrote there. Raises MegatrainError if it is no number of steps."""
     with torch._C.DisableTorchFunctionSubclass():
         value = step.item() if isinstance(step, Tensor) and step.numel() == 1 else step
     if not isinstance(value, (int, float)) or not 0 <= value < 1 << 53 or value != int(value):
@@ -156,11 +152,8 @@ def moments_of(record: Record) -> tuple[Tensor, Tensor]:
 
 
 def load_moments(record: Record, values: dict[str, Any]) -> None:
-    """From a state_dict of the same format as they are, else by way of fp32; to 8 bits rounded to nearest.
-
-    Raises:
-        MegatrainError: scales are not [groups,2] of this parameter's groups.
-    """
+    """From a state_dict of the same format as they are, else by way of fp32; to 8 bits rounded to nearest. Raises
+    MegatrainError where scales are not [groups,2] of this parameter's groups."""
     mine = moment_planes(record)
     check_scales(record.name, record.numel, values)
     if next(iter(mine)) in values:
@@ -212,11 +205,8 @@ def apart(p: Tensor, values: dict[str, Any], kept: set[int]) -> dict[str, Any]:
 
 
 def check_state(name: str, shape: Any, values: dict[str, Any]) -> dict[str, Any]:
-    """These, which somebody put into `opt.state`, when they are a step count and both moments of this shape.
-
-    Raises:
-        MegatrainError: they are not.
-    """
+    """These, which somebody put into `opt.state`. Raises MegatrainError where they are not a step count and both
+    moments of this shape."""
     keys = CODES if CODES[0] in values else MOMENTS
     for key in ("step", *keys):
         if key not in values:

@@ -27,31 +27,21 @@ CACHE_SHARE = {"fused": 0.05, "eager": 0.15}
 
 @dataclass(frozen=True)
 class Cost:
-    """One window on one micro-batch. The dicts are by activation mode; their keys are what may be chosen.
+    """One window on one micro-batch. The dicts are by activation mode; their keys are what may be chosen."""
 
-    Attributes:
-        forward_s, backward_s: on the compute queue; backward with what it runs again.
-        forward_host_s, backward_host_s: to launch it.
-        kept: bytes of activations kept on the device from forward to backward.
-        work: bytes beside those while its backward runs, weight gradients left out.
-        away: bytes that wait in host memory, or on disk; of the modes that have any.
-    """
-
-    forward_s: float
-    backward_s: dict[str, float]
-    forward_host_s: float
+    forward_s: float                    # on the compute queue
+    backward_s: dict[str, float]        # with what it runs again
+    forward_host_s: float               # to launch it
     backward_host_s: dict[str, float]
-    kept: dict[str, int]
-    work: dict[str, int]
-    away: dict[str, int] = dataclasses.field(default_factory=dict)
+    kept: dict[str, int]                # bytes of activations on the device from forward to backward
+    work: dict[str, int]                # bytes beside those while its backward runs, weight gradients left out
+    away: dict[str, int] = dataclasses.field(default_factory=dict)      # bytes in host memory, or on disk
 
 
 def _with_host(cost: Cost, own: int) -> Cost:
-    """The same, and what it has by keeping it in host memory or on disk. own: bytes of its input, which
-    "attention+split" leaves.
-
-    While its backward runs, what it kept is on the device, and what the window before it kept comes back: as much.
-    """
+    """With what it has by keeping it in host memory or on disk. own: bytes of its input, which "attention+split"
+    leaves. While its backward runs, what it kept is on the device, and what the window before it kept comes back: as
+    much."""
     found = dataclasses.replace(cost, **{name: dict(getattr(cost, name)) for name in
                                          ("backward_s", "backward_host_s", "kept", "work", "away")})
     for name in (*HOST, *DISK):

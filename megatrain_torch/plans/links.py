@@ -51,11 +51,8 @@ SIZES = {"cuda": Sizes(448 << 20, 16384, 8192, 12, 20, 100_000_000), "cpu": Size
 
 
 def measure(device: str, gpus: int) -> dict[str, float]:
-    """GB/s of several GPUs, or of as many processes that compute on the CPU; see Machine.
-
-    Raises:
-        MegatrainError: a process failed, with what it said last; or time was up.
-    """
+    """GB/s of several GPUs, or of as many processes that compute on the CPU; see Machine. Raises MegatrainError where a
+    process failed, with what it said last; or time was up."""
     with tempfile.TemporaryDirectory(prefix="megatrain-links-") as name:
         folder, env = Path(name), os.environ | ({"GLOO_SOCKET_IFNAME": "lo"} if device == "cpu" else {})
         command = [sys.executable, "-m", __name__, device, str(gpus), name]

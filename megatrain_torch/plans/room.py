@@ -48,11 +48,8 @@ OWN = "the module's own, given back"
 # ---- memory of this process ----------------------------------------------------------------------
 
 def shortage(need: int) -> Bound | None:
-    """The limit under which so many bytes more do not fit; None: they fit.
-
-    Python's collector counts objects, not bytes: a dropped model that is in a cycle may wait for it for long. So a
-    shortage is one only after a collection.
-    """
+    """The limit under which so many bytes more do not fit; None: they fit. Python's collector counts objects, not
+    bytes: a dropped model in a cycle may wait for it for long. So a shortage is one only after a collection."""
     bound = host_limits().short(need)
     if bound is not None and gc.collect():
         give_back()
@@ -68,11 +65,9 @@ def give_back() -> None:
 
 
 def own_bytes(groups: list[Group]) -> list[int]:
-    """Bytes of host memory that each unit's parameters give back when their values are in the store.
-
-    Weights that were mapped, not read, give back none: their memory is the page cache's. A parameter on the meta
-    device counts whole: another process has its values, and asks for their memory.
-    """
+    """Bytes of host memory that each unit's parameters give back when their values are in the store. Weights that were
+    mapped, not read, give back none: their memory is the page cache's. A parameter on the meta device counts whole:
+    another process has its values, and asks for their memory."""
     storages: dict[int, tuple[int, int]] = {}
     for i, (_, own) in enumerate(groups):
         for _, p in own:
@@ -101,14 +96,8 @@ def _file_ranges() -> list[tuple[int, int]]:
 # ---- before mt.stream changes anything -----------------------------------------------------------
 
 def check_device(asked: Asked, free: int | None, limit: int | None) -> list[int]:
-    """Returns the sizes of slots, two of each where more do not fit.
-
-    Args:
-        free: bytes of the device; None: not known. limit: the user's.
-
-    Raises:
-        MegatrainError: the weights in flight and what is at home there need more.
-    """
+    """The sizes of slots, two of each where more do not fit. free: bytes of the device; None: not known. limit: the
+    user's. Raises MegatrainError where the weights in flight and what is at home there need more."""
     most = min((n for n in (free, limit) if n is not None), default=None)
     if most is not None and sum(asked.device().values()) > most:
         asked = dataclasses.replace(asked, ring=2)
@@ -155,11 +144,8 @@ def loads(asked: Asked, limit: int | None) -> bool:
 
 
 def check_loading(asked: Asked, limit: int | None, whole: bool, free_on_device: int | None = None) -> None:
-    """Refuses what host memory does not hold while the weights are taken over, and, `whole`, in a training step.
-
-    Raises:
-        MegatrainError: there is less than that, or than the user's limit; or hardly a file can be opened any more.
-    """
+    """Refuses what host memory does not hold while the weights are taken over, and, `whole`, in a training step: less
+    than that is there, or within the user's limit; or hardly a file can be opened any more."""
     open_files, most_files = host_limits().files
     if most_files - open_files < FILES_LEAST:
         raise MegatrainError(f"{open_files} files are open and {most_files} may be: raise `ulimit -n` to "
@@ -174,11 +160,9 @@ def check_loading(asked: Asked, limit: int | None, whole: bool, free_on_device: 
 
 
 def loading(asked: Asked, own: list[int]) -> dict[str, int]:
-    """The most bytes that are held at once beyond those that are there now. own: see own_bytes.
-
-    Buffers of the disk come first. Planes are filled unit by unit, each giving back the module's own tensors, and its
-    own memory where it goes to the device or the disk. On the CPU device the other slots come last.
-    """
+    """The most bytes that are held at once beyond those that are there now. own: see own_bytes. Buffers of the disk
+    come first. Planes are filled unit by unit, each giving back the module's own tensors, and its own memory where it
+    goes to the device or the disk. On the CPU device the other slots come last."""
     at = slots = given = 0
     buffers = {DISK_BUFFERS: buffer_bytes(asked.homes) * asked.fleet.gpus}
     steps: list[dict[str, int]] = []
@@ -195,20 +179,15 @@ def loading(asked: Asked, own: list[int]) -> dict[str, int]:
 # ---- before each plane that comes later ----------------------------------------------------------
 
 class Room:
-    """Whether what a streamed model takes later is there: planes are made when they are first needed.
-
-    Each method raises MegatrainError where there is less; what was allocated is as before then.
-
-    Attributes:
-        asked: what the model was streamed with. limit: of host memory, the user's; None: what is measured counts.
-        ranks: the processes that have these planes together; None: this one is alone.
-        begun: room for gradients was asked for, at least. summed: for sums of micro-batches too.
-    """
+    """Whether what a streamed model takes later is there: planes are made when they are first needed. Each method
+    raises MegatrainError where there is less; what was allocated is as before then."""
 
     def __init__(self, asked: Asked, limit: int | None) -> None:
-        self.asked, self.limit = asked, limit
-        self.ranks: Ranks | None = None
-        self.begun, self.summed = False, asked.micro > 1
+        self.asked = asked                      # what the model was streamed with
+        self.limit = limit                      # of host memory, the user's; None: what is measured counts
+        self.ranks: Ranks | None = None         # the processes that have these planes together; None: this one is alone
+        self.begun = False                      # room for gradients was asked for, at least
+        self.summed = asked.micro > 1           # for sums of micro-batches too
 
     def let_go(self) -> None:
         """Knows parameters by their form from now on: what is asked later must not keep them alive."""

@@ -6,6 +6,7 @@ Windows and units are those of units.py, so they are the ones that mt.stream mak
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib
 import itertools
 import math
@@ -41,32 +42,29 @@ MANY_TOKENS = 1 << 14        # of which a template is asked what it keeps; taken
 
 @dataclass(frozen=True)
 class Unit:
-    """Bytes of a unit's planes (docs/design.md section 4); those of the last five are of trained parameters.
-
-    Attributes:
-        weights: HI plane, and a slot for it. gradients: GRAD. masters: LO, or MASTER of fp16 weights.
-        moments: M and V. sums: ACC, which exists with several micro-batches only.
-        trained, numel: elements. count: tensors.
-        fetched: bytes of a slot for what of it is fetched by itself: its experts, where a few are at a time.
-        again: bytes that cross then in a fetch beside the weights, on average.
-    """
+    """Bytes of a unit's planes (docs/design.md section 4)."""
 
     name: str
     numel: int
-    weights: int
-    trained: int
-    gradients: int
-    masters: int
-    moments: int
-    sums: int
-    count: int
-    fetched: tuple[int, ...] = ()
-    again: int = 0
+    weights: int                # plane HI, and a slot for it
+    trained: int                # elements; the next four are bytes of trained parameters
+    gradients: int              # GRAD
+    masters: int                # LO, or MASTER of fp16 weights
+    moments: int                # M and V
+    sums: int                   # ACC, which exists with several micro-batches only
+    count: int                  # tensors
+    fetched: tuple[int, ...] = ()       # bytes of a slot for what is fetched by itself: some experts at a time
+    again: int = 0              # bytes that cross then in a fetch beside the weights, on average
 
     @property
     def slots(self) -> tuple[int, ...]:
         """Bytes of what is fetched at once."""
         return self.fetched or (self.weights,)
+
+    @property
+    def visiting(self) -> dict[str, int]:
+        """Bytes by plane of what arrives for an update, and leaves."""
+        return {"masters": self.masters, "moments": self.moments}
 
     @property
     def crossing(self) -> int:
@@ -103,73 +101,53 @@ class Product:
 
 @dataclass(frozen=True)
 class Template:
-    """Bytes per token, by the template's own word: of the input, of what is kept beside it by mode, and of what
-    backward needs at most beside the input. tiled: of that, where gate|up is not kept: bytes per token that only so
-    many rows have at a time, those rows, and bytes besides where there are more. copied: bytes per token besides where
-    there are more tokens than the second. long: bytes per token that a single row of so many tokens, the third, spares
-    backward where gate|up is not kept, and bytes besides. expanded: bytes of weights that codes stand for, of most that
-    are there at once, and of all. experts: of a mixture, and where they are fetched a few
-    at a time: bytes of weights made of their codes, and bytes per token, that as many have at once. parts: how
-    often others of them come. cached: bytes per token of keys and values, where the configuration has a forward gather
-    them."""
+    """What a template keeps and needs: numbers are bytes per token, by the template's own word, where nothing else is
+    said."""
 
     input: float
-    kept: tuple[tuple[str, float], ...]
-    work: float
+    kept: tuple[tuple[str, float], ...]         # by mode, beside the input
+    work: float                                 # that backward needs at most beside the input
+    # Of that, where gate|up is not kept: what only so many rows have at a time, those rows, and bytes besides.
     tiled: tuple[int, int, int] = (0, 0, 0)
-    copied: tuple[int, int] = (0, 0)
+    copied: tuple[int, int] = (0, 0)            # besides, where there are more tokens than the second
+    # What a single row of so many tokens, the third, spares backward where gate|up is not kept, and bytes besides.
     long: tuple[int, int, int] = (0, 0, 1 << 62)
-    expanded: tuple[int, int] = (0, 0)
+    expanded: tuple[int, int] = (0, 0)          # bytes of weights made of codes: of most there are at once, and of all
+    # Of a mixture, and where experts are fetched a few at a time: bytes of weights made of their codes, and bytes per
+    # token, that as many have at once.
     experts: tuple[int, int, int] = (0, 0, 0)
-    parts: int = 1
-    cached: int = 0
+    parts: int = 1                              # how often others of them come
+    cached: int = 0                             # keys and values, where the configuration has a forward gather them
 
 
 @dataclass(frozen=True)
 class Window:
-    """One window. Windows with equal `shape` cost the same.
-
-    Attributes:
-        kind: "embedding", "layer" (has attention), "head" (gives the logits) or "other".
-        units: indices of the units whose weights it binds.
-        template: what the template that runs it keeps; None: its own code runs. why: that is so, of a layer.
-        hidden: elements of what it is given per token. attention: width of all query heads together; where values'
-            heads have another, the mean of both.
-        heads, context: query heads; keys a query sees at most (a sliding window), 0: all before it.
-        vectors: elements of parameters that are no matrices.
-        itemsize: bytes of an activation's element.
-        coded: its products, where `fits` says so, are of 8-bit codes.
-        learns: it or a window before it has trained parameters, so a gradient passes through it.
-        spelled: attention is written out, and makes [S, S] weights of each head.
-        writes: its own code changes something beside its output, so it does not run again in backward.
-        dense: as codes.dense_bytes has it. made: bytes of 16-bit weights that its forward makes of codes.
-    """
+    """One window. Windows with equal `shape` cost the same."""
 
     name: str
-    kind: str
-    units: tuple[int, ...]
+    kind: str                   # "embedding", "layer" (has attention), "head" (gives the logits) or "other"
+    units: tuple[int, ...]      # whose weights it binds
     products: tuple[Product, ...]
-    template: Template | None
-    hidden: int
-    attention: int
-    heads: int
-    context: int
-    vectors: int
-    table: int          # elements of embedding tables
-    itemsize: int
-    learns: bool
-    coded: bool = False
-    dense: tuple[int, int] = (0, 0)
-    made: int = 0
-    why: str = ""
-    writes: bool = False
-    spelled: bool = False
+    template: Template | None   # what the template that runs it keeps; None: its own code runs
+    hidden: int                 # elements of what it is given per token
+    attention: int              # width of all query heads; where values' heads have another, the mean of both
+    heads: int                  # query heads
+    context: int                # keys a query sees at most (a sliding window); 0: all before it
+    vectors: int                # elements of parameters that are no matrices
+    table: int                  # elements of embedding tables
+    itemsize: int               # bytes of an activation's element
+    learns: bool                # it or a window before it has trained parameters: a gradient passes through it
+    coded: bool = False         # its products, where `fits` says so, are of 8-bit codes
+    dense: tuple[int, int] = (0, 0)     # as codes.dense_bytes has it
+    made: int = 0               # bytes of 16-bit weights that its forward makes of codes
+    why: str = ""               # its own code runs, of a layer
+    writes: bool = False        # that changes something beside its output, so it does not run again in backward
+    spelled: bool = False       # attention is written out, and makes [S, S] weights of each head
 
-    @property
-    def shape(self) -> tuple[Any, ...]:
-        return (self.kind, self.products, self.template, self.hidden, self.attention, self.heads, self.context,
-                self.vectors, self.table, self.itemsize, self.learns, self.coded, self.dense, self.made, self.spelled,
-                self.writes)
+    @functools.cached_property
+    def shape(self) -> Window:
+        """All that its cost depends on."""
+        return dataclasses.replace(self, name="", units=(), why="")
 
     def width(self, part: str) -> float:
         """Elements per token that the products of a part give."""
@@ -178,16 +156,12 @@ class Window:
 
 @dataclass(frozen=True)
 class Shape:
-    """A model: its units, and its windows in the order of the modules, which is taken for the forward's.
-
-    Attributes:
-        experts: that would be fetched at a time, where not all of a layer's are at once; 0: it has no stack of such.
-    """
+    """A model: its units, and its windows in the order of the modules, which is taken for the forward's."""
 
     name: str
     units: tuple[Unit, ...]
     windows: tuple[Window, ...]
-    experts: int = 0
+    experts: int = 0            # fetched at a time, where not all of a layer's are at once; 0: it has no stack of such
 
     @property
     def parameters(self) -> int:
@@ -206,18 +180,9 @@ def shapes_of(model: Any, *, dtype: torch.dtype | None = None, units: list[str |
               layers: int | None = None, products: str = "bf16", base: str | None = None, adapter: Any = None,
               device: str = "cpu") -> Callable[..., Shape]:
     """The shape of a module, or of a transformers config, by how AdamW's states are kept (base/modes.py), and by the
-    experts that are fetched at a time (0: all).
-
-    Args:
-        dtype, units, products: as for mt.stream. A config without a dtype of its own is taken for bf16.
-        layers: a config's number of layers, instead of its own.
-        base, adapter: of a config, as for mt.from_pretrained.
-        device: "cuda" or "cpu", for which templates are asked.
-
-    Raises:
-        MegatrainError: neither a module nor a config; `layers`, `base` or `adapter` with a module; as
-            mt.from_pretrained of `base`.
-    """
+    experts that are fetched at a time (0: all). Arguments are mt.plan's; device: "cuda" or "cpu", for which templates
+    are asked. A config without a dtype of its own is taken for bf16. Raises MegatrainError where it is neither; for
+    `layers`, `base` or `adapter` with a module; and as mt.from_pretrained of `base`."""
     check_dtype(dtype)
     if layers is not None:
         check_count(layers, "layers")
@@ -309,11 +274,7 @@ def from_config(config: Any, layers: int | None = None, dtype: torch.dtype | Non
 
 def shaped(config: Any, base: str | None, layers: int | None = None, dtype: torch.dtype | None = None) -> nn.Module:
     """A model of a config on the meta device, with weights of its linear layers as mt.from_pretrained(base=) makes or
-    keeps them; None: as they are.
-
-    Raises:
-        MegatrainError: as that.
-    """
+    keeps them, and refuses them; None: as they are."""
     model, dtype = from_config(config, layers, dtype)
     model.to(dtype)
     if base is not None:

@@ -31,24 +31,14 @@ SETTLED = ("vram", "arrive")  # homes of units whose weights and gradients stay 
 PAGE = os.sysconf("SC_PAGESIZE")
 
 
-def visiting_planes(unit: Unit) -> dict[str, int]:
-    """Bytes by plane of what arrives for an update, and leaves."""
-    return {"masters": unit.masters, "moments": unit.moments}
-
-
 class Tally:
-    """Homes are given by unit, as base/modes.py has them.
-
-    Attributes:
-        units: what is added up. keeps: gradients have planes; else they pass through `lent` buffers of a size, in
-            either memory. alike: by unit, the first one with the same bytes: sums are taken over few kinds of units.
-        shared: several processes have the units: weights are in host memory whatever their homes, and on the devices
-            sums of gradients are there from the first micro-batch on.
-    """
+    """Sums of bytes. Homes are given by unit, as base/modes.py has them. keeps: gradients have planes; else they pass
+    through `lent` buffers of a size, in either memory. shared: several processes have the units: weights are in host
+    memory whatever their homes, and on the devices sums of gradients are there from the first micro-batch on."""
 
     def __init__(self, units: Sequence[Unit], keeps: bool = True, lent: int = LENT, shared: bool = False) -> None:
         self.units, self.keeps, self.most_lent, self.shared = units, keeps, lent, shared
-        known: dict[Unit, int] = {}
+        known: dict[Unit, int] = {}             # of units with the same bytes the first: sums are over few kinds
         self.alike = [known.setdefault(dataclasses.replace(unit, name=""), u) for u, unit in enumerate(units)]
         self._known: dict[tuple[int, str, bool, bool], tuple[dict[str, int], dict[str, int]]] = {}
 
@@ -74,7 +64,7 @@ class Tally:
 
     def visiting(self, homes: Sequence[str]) -> int:
         """On the device around updates: states that arrive."""
-        return sum(sum(visiting_planes(u).values()) for u, home in zip(self.units, homes) if home == "arrive")
+        return sum(u.masters + u.moments for u, home in zip(self.units, homes) if home == "arrive")
 
     def slots(self, homes: Sequence[str], ring: int) -> list[int]:
         """Of those that stream."""
@@ -100,7 +90,7 @@ class Tally:
     def _planes(self, u: int, home: str, several: bool, copied: bool) -> tuple[dict[str, int], dict[str, int]]:
         """Of a unit, in host memory and on the device. A copy's master is weight and rest."""
         unit = self.units[u]
-        states, weights = visiting_planes(unit), {"weights": unit.weights}
+        states, weights = unit.visiting, {"weights": unit.weights}
         grads = {"gradients": unit.gradients, "sums": unit.sums * several}
         if home not in SETTLED:
             here = {} if home == "disk+weights" else weights
@@ -112,37 +102,23 @@ class Tally:
 
 @dataclass(frozen=True)
 class Asked:
-    """What mt.stream was asked for, as far as memory depends on it.
+    """What mt.stream was asked for, as far as memory depends on it."""
 
-    Attributes:
-        name: of the model. groups, dtype: its units, and the type they are converted to.
-        homes: by unit, "ram", "vram", "arrive", "through", "disk" or "disk+weights".
-        ring: slots of a size. micro: micro-batches of a step, as far as known.
-        on_cpu: the "device" is the CPU, so its memory is the host's.
-        besides: what a plan puts in host memory beside planes, by what it is.
-        keeps: gradients are kept where their units are at home; else they pass through a few buffers there.
-        states: how AdamW's are kept.
-        lent: such buffers of a size.
-        copied: those that live on the device, and masters there, have copies in host memory, for a state_dict.
-        experts: of a mixture's layer, fetched at a time; 0: all of them.
-        fleet: the processes that have the units together. In their memory each parameter begins at a page.
-        known: units by what their bytes depend on; the same dict in all that is made from this by `replace`.
-    """
-
-    name: str
-    groups: list[Group]
-    dtype: torch.dtype | None
-    homes: tuple[str, ...]
-    ring: int = 3
-    micro: int = 1
-    on_cpu: bool = False
-    besides: tuple[tuple[str, int], ...] = ()
-    keeps: bool = True
-    states: str = "fp32"
-    lent: int = LENT
-    copied: bool = False
-    fleet: Fleet = ALONE
-    experts: int = 0
+    name: str                           # of the model
+    groups: list[Group]                 # its units
+    dtype: torch.dtype | None           # the type they are converted to
+    homes: tuple[str, ...]              # by unit, see base/modes.py
+    ring: int = 3                       # slots of a size
+    micro: int = 1                      # micro-batches of a step, as far as known
+    on_cpu: bool = False                # the "device" is the CPU, so its memory is the host's
+    besides: tuple[tuple[str, int], ...] = ()       # what a plan puts in host memory beside planes, by what it is
+    keeps: bool = True                  # gradients, where their units are at home; else they pass through a few buffers
+    states: str = "fp32"                # how AdamW's are kept
+    lent: int = LENT                    # such buffers of a size
+    copied: bool = False                # what lives on the device has copies in host memory, for a state_dict
+    fleet: Fleet = ALONE                # the processes that have the units; each parameter then begins at a page
+    experts: int = 0                    # of a mixture's layer, fetched at a time; 0: all of them
+    # Units by what their bytes depend on; the same dict in all that is made from this by `replace`.
     known: dict[tuple[Any, ...], Any] = field(default_factory=dict, compare=False, repr=False)
 
     def units(self) -> list[Unit]:

@@ -172,12 +172,9 @@ class OneParameter:
 
 
 class StreamedParameter(OneParameter, HostTensor, torch.nn.Parameter):
-    """A `torch.nn.Parameter` whose memory is the store's HI plane.
-
-    Attribute reads inside a module's own forward see the copy on the compute device instead;
-    everywhere else this is an ordinary host parameter that waits for its pending update.
-    Pickles and deep-copies as an ordinary `Parameter`.
-    """
+    """A `torch.nn.Parameter` whose memory is the store's HI plane. Attribute reads inside a module's own forward see
+    the copy on the compute device instead; everywhere else this is an ordinary host parameter that waits for its
+    pending update. Pickles and deep-copies as an ordinary `Parameter`."""
 
     __hash__ = Tensor.__hash__           # by its id, as OneParameter's of all that stand for it
 

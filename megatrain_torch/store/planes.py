@@ -131,11 +131,7 @@ class Planes:
 
     def keep_write(self, record: Record, value: Tensor) -> None:
         """A forward or a backward changed its copy of the weights in place (nn.Embedding's max_norm, a clamp in a
-        hook): they are what it has now.
-
-        Raises:
-            MegatrainError: in several processes, each of which would have others.
-        """
+        hook): they are what it has now. Several processes, each of which would have others, refuse."""
         with torch.no_grad():
             value = value.detach().cpu()
             if torch.equal(record.param, value):     # cuDNN's layers put theirs one behind the other
@@ -184,11 +180,7 @@ class Arrivals:
                 return
 
     def bring(self, units: Iterable[int]) -> None:
-        """step() is about to ask for updates of these units.
-
-        Raises:
-            torch.OutOfMemoryError: their states do not fit the device.
-        """
+        """step() is about to ask for updates of these units. Raises torch.OutOfMemoryError where states do not fit."""
         for unit in units:
             if unit in self.units:
                 self._lift(unit)

@@ -125,12 +125,8 @@ class Stored:
 
 
 def listed(path: Path) -> dict[str, Stored]:
-    """The tensors of a file, by name.
-
-    Raises:
-        MegatrainError: it is no safetensors file; or its header has something else than tensors that follow one another
-            without a gap, from its end to the file's.
-    """
+    """The tensors of a file, by name. Raises MegatrainError if it is no safetensors file, or its header has something
+    else than tensors that follow one another without a gap, from its end to the file's."""
     size = path.stat().st_size
     with path.open("rb") as f:
         length = struct.unpack("<Q", f.read(LENGTH_BYTES).ljust(LENGTH_BYTES, b"\0"))[0]
@@ -195,11 +191,8 @@ def _mappings(smaps: str) -> list[tuple[int, int, int, str]]:
 
 
 class Mapped:
-    """The files that are mapped now, with what is to be read from them.
-
-    The kernel goes through all pages of a process to say what was written to, so it is asked only where a tensor lies
-    in a file's mapping.
-    """
+    """The files that are mapped now, with what is to be read from them. The kernel goes through all pages of a process
+    to say what was written to, so it is asked only where a tensor lies in a file's mapping."""
 
     def __init__(self) -> None:
         lines = [line.split(maxsplit=5) for line in self._of_process("maps").splitlines() if "/" in line]
@@ -233,11 +226,8 @@ class Mapped:
         return path, offset + address - begin
 
     def fill(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
-        """Reads values [shape] into memory [shape] of the same type and order; returns the pairs it has not.
-
-        Raises:
-            MegatrainError: a file could not be read; what is in memory then is undefined.
-        """
+        """Reads values [shape] into memory [shape] of the same type and order; returns the pairs it has not. Raises
+        MegatrainError where a file could not be read; what is in memory then is undefined."""
         files: dict[str, list[tuple[Extent, tuple[Tensor, Tensor]]]] = {}
         left = []
         for memory, value in pairs:

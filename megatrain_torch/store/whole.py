@@ -31,12 +31,8 @@ if TYPE_CHECKING:
 
 
 class Whole:
-    """A weight that is codes.
-
-    Attributes:
-        records: of its strands, whose parameters it holds, as its package has them; the first stands for the weight
-            where modules read it. names: of the strands.
-    """
+    """A weight that is codes. records: of its strands, whose parameters it holds, as its package has them; the first
+    stands for the weight where modules read it. names: of the strands."""
 
     def __init__(self, p: nn.Parameter, m: nn.Module, format: Format, records: list[Record], names: list[str]) -> None:
         self._param, self._module, self.format = weakref.ref(p), weakref.ref(m), format
@@ -75,9 +71,8 @@ class Whole:
         """An ordinary parameter of its package's, with the current values."""
         self.records[0].runtime.planes.wait_updates(self.records[0])
         strands = [plain(r.param).clone() for r in self.records]
-        if self.format.again is None:
-            return self.of(strands)
-        return self.format.again(self.param, dict(zip(self.names, strands)))
+        with torch.no_grad():
+            return self.format.again(self.param, dict(zip(self.names, strands)))
 
 
 def wholes_of(records: list[Record]) -> list[Whole]:
@@ -99,12 +94,8 @@ def wholes_of(records: list[Record]) -> list[Whole]:
 # ---- stacks of experts ---------------------------------------------------------------------------
 
 class Stacked:
-    """A stack of experts.
-
-    Attributes:
-        records: of its strands; the first stands for the weight. whole: it is codes; None: it is not.
-        pieces: of so many experts each, but for the last one.
-    """
+    """A stack of experts. records: of its strands; the first stands for the weight. whole: it is codes; None: it is
+    not. pieces: of so many experts each, but for the last one."""
 
     def __init__(self, records: list[Record], whole: Whole | None, parts: list[tuple[range, int | None]]) -> None:
         """parts: experts, and the engine's number for the cut that they are; None: their unit is one fetch."""
@@ -125,11 +116,8 @@ class Stacked:
 
 
 class Piece:
-    """Some experts of a stack.
-
-    Attributes:
-        cut: the engine's number for it; None: its unit is fetched, or lives on the device, as a whole.
-    """
+    """Some experts of a stack. cut: the engine's number for it; None: its unit is fetched, or lives on the device,
+    whole."""
 
     __slots__ = ("cut", "experts", "records", "stacked")
 
