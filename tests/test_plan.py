@@ -34,8 +34,7 @@ import megatrain_torch as mt
 import megatrain_torch.plans.changes as changes_module
 import megatrain_torch.plans.machine as machine_module
 from megatrain_torch import _core, cli
-from megatrain_torch._core import Engine
-from megatrain_torch.base.slots import plan_slots
+from megatrain_torch._core import Engine, plan_slots
 from megatrain_torch.model.stream import runtime_of
 from megatrain_torch.plans import doctor, search
 from megatrain_torch.plans.cost import cost_of

@@ -176,8 +176,7 @@ def owner_of(p: nn.Parameter) -> nn.Parameter:
 
 
 def multiplies(module: nn.Module, dtype: torch.dtype) -> str:
-    """Why the product of a module with weights of codes is not a plain nn.Linear's with the weights that they stand
-    for, in this type; "": it is."""
+    """Why a module with weights of codes does not multiply as a plain nn.Linear would; "": it does."""
     kind, format = type(module), format_of(dict.get(module._parameters, "weight"))
     if format is None:
         return "" if kind is nn.Linear else f"it is a {kind.__name__}, not a plain nn.Linear"
@@ -463,8 +462,7 @@ def _joined(func: Any, tensors: list[Any], dim: int = 0) -> Coded | None:
 
 
 def to_fp8(w: Tensor) -> Coded | None:
-    """[N, K] in blocks of 128 by 128, each scaled to its largest; None: it does not fall into such. Source: Fp8Quantize
-    of transformers."""
+    """[N, K] in scaled blocks of 128 by 128, as transformers' Fp8Quantize; None: it does not fall into such."""
     rows, columns = w.shape
     if rows % FP8_BLOCK or columns % FP8_BLOCK:
         return None

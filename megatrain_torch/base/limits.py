@@ -42,14 +42,6 @@ def parse_bytes(value: int | float | str | None, what: str) -> int | None:
     return found
 
 
-def is_size(word: str) -> bool:
-    """Would parse_bytes take it?"""
-    try:
-        return parse_bytes(word, "") is not None
-    except MegatrainError:
-        return False
-
-
 def show_bytes(n: float) -> str:
     """Bytes as people read them: "24.0 GiB"."""
     for unit in ("B", "KiB", "MiB", "GiB"):
@@ -181,16 +173,22 @@ def host_limits(proc: Path = Path("/proc"), sysfs: Path = Path("/sys")) -> HostL
     grows, certain = _grows(total, groups, version, sysfs)
     bounds = [Bound("the machine", total, memory.get("MemAvailable", total), "end other processes, or take a machine "
                     "with more", not grows), *groups]
-    limits = _rlimits(proc / "self/limits")
-    for name, what, used in (("address space", "RLIMIT_AS", "VmSize"), ("data size", "RLIMIT_DATA", "VmData")):
+    soft = re.finditer(r"^Max (.+?)\s{2,}(\S+)\s", _text(proc / "self/limits"), re.MULTILINE)
+    limits = {m[1]: int(m[2]) if m[2].isdigit() else None for m in soft}         # None: no limit
+    for name, what, used, flag in (("address space", "RLIMIT_AS", "VmSize", "-v"),
+                                   ("data size", "RLIMIT_DATA", "VmData", "-d")):
         if (most := limits.get(name)) is not None:
-            flag = "-v" if what == "RLIMIT_AS" else "-d"
             bounds.append(Bound(what, most, max(most - status.get(used, 0), 0), f"raise `ulimit {flag}`"))
     if _text(proc / "sys/vm/overcommit_memory").strip() == "2" and "CommitLimit" in memory:
         left = max(memory["CommitLimit"] - memory.get("Committed_AS", 0), 0)
         bounds.append(Bound("vm.overcommit_memory=2", memory["CommitLimit"], left, "raise vm.overcommit_ratio"))
+    try:
+        files = len(os.listdir(proc / "self/fd"))
+    except OSError:
+        files = 0
     return HostLimits(tuple(bounds), grows, certain, together, memory.get("SwapFree", 0), limits.get("locked memory"),
-                      "microsoft" in version.lower(), _files(proc, limits), _core.build_info()["nodes"])
+                      "microsoft" in version.lower(), (files, limits.get("open files") or 1024),
+                      _core.build_info()["nodes"])
 
 
 def _text(path: Path) -> str:
@@ -203,20 +201,6 @@ def _text(path: Path) -> str:
 def _numbers(path: Path) -> dict[str, int]:
     """"Name:   123 kB" lines, in bytes."""
     return {m[1]: int(m[2]) << 10 for m in re.finditer(r"^(\w+):\s+(\d+) kB$", _text(path), re.MULTILINE)}
-
-
-def _rlimits(path: Path) -> dict[str, int | None]:
-    """Soft limits of /proc/self/limits by name; None: no limit."""
-    found = re.finditer(r"^Max (.+?)\s{2,}(\S+)\s", _text(path), re.MULTILINE)
-    return {m[1]: int(m[2]) if m[2].isdigit() else None for m in found}
-
-
-def _files(proc: Path, limits: dict[str, int | None]) -> tuple[int, int]:
-    try:
-        used = len(os.listdir(proc / "self/fd"))
-    except OSError:
-        used = 0
-    return used, limits.get("open files") or 1024
 
 
 def _grows(total: int, groups: list[Bound], version: str, sysfs: Path) -> tuple[str, bool]:
@@ -248,37 +232,28 @@ def _cgroups(proc: Path, sysfs: Path) -> tuple[list[Bound], bool]:
         if not v2 and "memory" not in controllers.split(","):
             continue
         root = sysfs / "fs/cgroup" if v2 else sysfs / "fs/cgroup/memory"
+        names, current, prefix = (("memory.max", "memory.high"), "memory.current", "") if v2 else \
+            (("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_")
         here = root / path.lstrip("/")
         for folder in (here, *here.parents):
-            found += _group_bounds(folder, v2)
+            # A group's page cache makes room for us, so it does not count as used.
+            stat = dict(re.findall(r"^(\S+) +(\S+)", _text(folder / "memory.stat"), re.MULTILINE))
+            cache = sum(int(stat.get(f"{prefix}{kind}_file", 0)) for kind in ("active", "inactive"))
+            used = max((_number(folder / current) or 0) - cache, 0)
+            for name in names:
+                limit = _number(folder / name)
+                if limit is not None and limit < 1 << 60:           # v1 says 2**63 less a page where there is none
+                    found.append(Bound(f"cgroup {folder.name or '/'}: {name}", limit, max(limit - used, 0),
+                                       f"raise {name} of the cgroup"))
             together |= _text(folder / "memory.oom.group").strip() == "1"
             if folder == root:
                 break
     return found, together
 
 
-def _group_bounds(folder: Path, v2: bool) -> list[Bound]:
-    """Limits that one group sets. Its page cache makes room for us, so it does not count as used."""
-    names = ("memory.max", "memory.high") if v2 else ("memory.limit_in_bytes",)
-    used = _number(folder / ("memory.current" if v2 else "memory.usage_in_bytes"))
-    cache = _cache_bytes(folder / "memory.stat", "" if v2 else "total_")
-    found = []
-    for name in names:
-        limit = _number(folder / name)
-        if limit is not None and limit < 1 << 60:           # v1 says 2**63 less a page where there is none
-            free = max(limit - max((used or 0) - cache, 0), 0)
-            found.append(Bound(f"cgroup {folder.name or '/'}: {name}", limit, free, f"raise {name} of the cgroup"))
-    return found
-
-
 def _number(path: Path) -> int | None:
     text = _text(path).strip()
     return int(text) if text.isdigit() else None
-
-
-def _cache_bytes(path: Path, prefix: str) -> int:
-    fields = dict(line.split()[:2] for line in _text(path).splitlines() if len(line.split()) >= 2)
-    return sum(int(fields.get(f"{prefix}{kind}_file", 0)) for kind in ("active", "inactive"))
 
 
 # ---- trying --------------------------------------------------------------------------------------

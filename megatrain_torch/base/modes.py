@@ -28,6 +28,7 @@ from typing import NamedTuple, TypeVar
 
 import torch
 
+from .. import _core
 from .errors import MegatrainError
 
 KEEPS = ("replay", "attention", "selective", "saved")        # least first
@@ -66,8 +67,7 @@ def read(mode: str) -> Mode:
 
 # ---- states ----
 
-GROUP = 128                 # elements that share the scales of 8-bit moments: csrc/core/states.h
-LOW_BYTES = {"fp32": 2, "8bit": 2, "8bit-lo8": 1, "8bit-sr": 0}     # of a bf16 parameter, beside its weight
+GROUP, LOW_BYTES = _core.GROUP, _core.LOW_BYTES
 FORMATS = tuple(LOW_BYTES)
 SHOWN = ("fp32", "8bit", "8bit-sr")     # that help and refusals name; the others are taken, and loaded, all the same
 
@@ -92,8 +92,7 @@ def moment_bytes(states: str, kind: torch.dtype, numel: int) -> int:
 
 
 def through_up(states: str) -> float:
-    """Of a bf16 parameter with a bf16 gradient: bytes to the device for an update there. All but the gradient come
-    back."""
+    """Of a bf16 parameter and gradient: bytes up for an update on the device; all but the gradient come back."""
     return moved_bytes(states) / 2 + 1
 
 
@@ -133,8 +132,7 @@ def check_products_on(products: str, device: torch.device) -> None:
 
 
 def inner(layers: Sequence[T]) -> Sequence[T]:
-    """Those of a model's decoder layers, in their order, whose products are of codes: all but the first and the last,
-    which published recipes leave as they are."""
+    """Layers whose products are of codes: all but the first and the last, as published recipes have it."""
     return layers[1:-1]
 
 

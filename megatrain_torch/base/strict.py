@@ -23,8 +23,7 @@ _PLAIN = re.compile(r"[^/\\\0]+")
 
 
 def parsed(data: bytes, where: str | Path) -> Any:
-    """The value of a JSON text. Raises MegatrainError, which begins with `where`, if it is none, or has what no file of
-    ours has."""
+    """The value of a JSON text. Raises MegatrainError where it is none, or has what no file of ours has."""
     try:
         return json.loads(data.decode("utf-8"), object_pairs_hook=_table, parse_constant=_constant, parse_int=_whole,
                           parse_float=_real)

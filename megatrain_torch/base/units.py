@@ -202,8 +202,7 @@ class Cut:
 
 
 def stack_of(name: str, p: Tensor) -> tuple[str, int]:
-    """The name of the parameter of experts that this is, or is a strand of, and how many numbers that stands for; "":
-    it is none that is cut."""
+    """The parameter of experts that this is, or is a strand of, and its numbers; "": it is not cut."""
     if "expert" not in name or p.requires_grad or p.dim() < 3 or p.shape[0] < 2 \
             or p.stride(0) != p.numel() // p.shape[0] or p.stride(0) != max(p.stride()):
         return "", 0                         # where dimensions of an expert are in another order is its own matter
@@ -243,7 +242,6 @@ def slots_of(params: Params, experts: int, kinds: list[torch.dtype]) -> tuple[in
 
 
 def usual_experts(params: Params) -> int:
-    """Experts that are fetched at a time, where not all are: as many as make GROUP_BYTES of 16-bit weights, a power of
-    two. 0: there is no stack that is cut."""
+    """Experts fetched at a time: as many as make GROUP_BYTES of 16 bits, a power of two; 0: none are cut."""
     most = max([stack_of(name, p)[1] // max(1, p.shape[0]) for name, p in params if p.dim() > 2], default=0)
     return 1 << max(0, (GROUP_BYTES // (2 * most)).bit_length() - 1) if most else 0

@@ -52,7 +52,7 @@ def known(files: list[TensorFile], still: Still, before: Before) -> set[str]:
 
 def near(files: list[TensorFile], names: set[str], before: Before, folder: Path) -> set[str]:
     """Of these the ones that are as they were, on the file system that `folder` will be on."""
-    device, found = _parent(folder).stat().st_dev, set()
+    device, found = standing_parent(folder).stat().st_dev, set()
     for f in files:
         with suppress(OSError):
             if f.name in names and (w := before[f.header]).form[0] == device and _form_of(w.path) == w.form:
@@ -63,7 +63,7 @@ def near(files: list[TensorFile], names: set[str], before: Before, folder: Path)
 def can_link(folder: Path) -> bool:
     """Has the file system of a folder, which may not be there yet, links?"""
     try:
-        with tempfile.TemporaryDirectory(dir=_parent(folder)) as there:
+        with tempfile.TemporaryDirectory(dir=standing_parent(folder)) as there:
             (Path(there) / "file").touch()
             os.link(Path(there) / "file", Path(there) / "link")
             return True
@@ -71,10 +71,9 @@ def can_link(folder: Path) -> bool:
         return False
 
 
-def _parent(folder: Path) -> Path:
-    while not folder.exists():
-        folder = folder.parent
-    return folder
+def standing_parent(folder: Path) -> Path:
+    """The folder itself, or the first one around it that is there."""
+    return next(p for p in (folder, *folder.parents) if p.exists())
 
 
 def link(files: list[TensorFile], names: set[str], before: Before, folder: Path) -> set[str]:

@@ -166,18 +166,13 @@ class Draft:
             self._fd = -1
 
 
-def own_names(folder: Path) -> set[str]:
-    """Files that a checkpoint is made of; where its manifest cannot be read, those that go by the names of such."""
-    try:
-        files = read(folder).get("files")
-        return {*files, NAME} if isinstance(files, dict) else {NAME}
-    except MegatrainError:
-        return {p.name for p in folder.iterdir() if _TENSORS.fullmatch(p.name)}
-
-
 def _carry_others(old: Path, new: Path) -> None:
     """What somebody put beside the old checkpoint's own files (a tokenizer) is in the new one too, and on the disk."""
-    own = own_names(old)
+    try:
+        files = read(old).get("files")
+        own = {*files, NAME} if isinstance(files, dict) else {NAME}
+    except MegatrainError:                   # it cannot be read: those that go by the names of such
+        own = {p.name for p in old.iterdir() if _TENSORS.fullmatch(p.name)}
     for path in old.iterdir():
         if path.name in own or os.path.lexists(new / path.name):
             continue

@@ -223,8 +223,7 @@ class _Gaps:
         return [own, *(self._before_fetch(a, last) if lane == "h2d" else [])]
 
     def _before_fetch(self, a: int, fetch: Slice) -> _Parts:
-        """Before a fetch that was waited for began, its unit's update ran and those in front of it; else the copies in
-        front of it in line, and the disk where its weights were read there."""
+        """Before a fetch began, its unit's update ran, or the copies before it, or the disk read its weights."""
         for lane in _UPDATED:
             own = self._over_in(lane, a, fetch.begin, fetch.unit)
             if own is not None:

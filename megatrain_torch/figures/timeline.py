@@ -53,8 +53,7 @@ def between(slices: Sequence[Slice], begin: int, end: int) -> list[Slice]:
 
 
 def chrome_trace(slices: Sequence[Slice], marks: Sequence[int]) -> dict[str, Any]:
-    """Trace Event Format ("Trace Event Format", Google), which Perfetto and chrome://tracing read: lanes as threads,
-    work as slices, steps as a row above. marks: when each step began, in nanoseconds, ascending."""
+    """Lanes as threads, work as slices, steps above, in Google's Trace Event Format. marks: when steps began."""
     start = min([s.begin for s in slices] + list(marks[:1]), default=0)
     rows = ["step", *LANES]
 

@@ -32,6 +32,7 @@ from .states import (
     fill,
     lacks_master,
     load_moments,
+    load_other,
     make_master,
     master,
     moment_planes,
@@ -39,8 +40,8 @@ from .states import (
     set_master,
     source_of,
     stand_there,
+    step_other,
 )
-from .unstreamed import load_other, step_other
 
 COPIED = ("max_grad_norm", "_nonfinite", "_in_backward", "_handed", "_early", "_done",
           "_norm", "_limit_once", "_steps", "_asked", "_late", "_skipped", "_complaint", "_states", "_keys", "_served")
@@ -66,32 +67,8 @@ def _check_limit(max_grad_norm: float | None, in_backward: bool) -> None:
         raise MegatrainError("AdamW: in_backward=True cannot clip: the norm is known only when backward ends")
 
 
-def _check_options(lr: Any, betas: Any, eps: float, weight_decay: float, states: str | None, nonfinite: str,
-                   torch_only: dict[str, Any]) -> None:
-    for name in torch_only:
-        if name not in (*REFUSED, "foreach", "fused"):
-            raise TypeError(f"AdamW() got an unexpected keyword argument {name!r}")
-    check_group(torch_only)
-    if not isinstance(lr, numbers.Real | Tensor):
-        raise MegatrainError(f"AdamW: lr={lr!r} must be a number")
-    if not 0.0 <= float(lr) < math.inf:
-        raise MegatrainError(f"AdamW: lr={lr} must be >= 0 and finite")
-    if not all(0.0 <= b < 1.0 for b in betas) or eps < 0 or weight_decay < 0:
-        raise MegatrainError(f"AdamW: betas={betas}, eps={eps}, weight_decay={weight_decay}: "
-                             "betas in [0, 1), the others >= 0")
-    check_states(states or "fp32")
-    if nonfinite not in ("skip", "raise"):
-        raise MegatrainError(f"AdamW: nonfinite={nonfinite!r}: 'skip' or 'raise'")
-
-
-# What is asked of an engine for one parameter: its record, its step count, and the item as Engine.adam takes it.
-Work = tuple[Record, Tensor, tuple[Any, ...]]
-
-
 class _Handed:
     """Updates handed to one model's engine; what became of them is known when their gradients are home."""
-
-    __slots__ = ("_found", "runtime", "steps", "ticket")
 
     def __init__(self, runtime: Any, ticket: int, steps: list[Tensor]) -> None:
         """steps: counts that took this update for done; of a skipped one they are taken back."""
@@ -103,6 +80,10 @@ class _Handed:
         if self._found is None:
             self._found = self.runtime.core.norm(self.ticket)
         return self._found
+
+
+# What is asked of an engine for one parameter: its record, its step count, and the item as Engine.adam takes it.
+Work = tuple[Record, Tensor, tuple[Any, ...]]
 
 
 class AdamW(torch.optim.Optimizer):
@@ -152,7 +133,20 @@ class AdamW(torch.optim.Optimizer):
                  eps: float = 1e-8, weight_decay: float = 1e-2, *, max_grad_norm: float | None = None,
                  states: str | None = None, maximize: bool = False, in_backward: bool = False,
                  nonfinite: str = "skip", **torch_only: Any) -> None:
-        _check_options(lr, betas, eps, weight_decay, states, nonfinite, torch_only)
+        for name in torch_only:
+            if name not in (*REFUSED, "foreach", "fused"):
+                raise TypeError(f"AdamW() got an unexpected keyword argument {name!r}")
+        check_group(torch_only)
+        if not isinstance(lr, numbers.Real | Tensor):
+            raise MegatrainError(f"AdamW: lr={lr!r} must be a number")
+        if not 0.0 <= float(lr) < math.inf:
+            raise MegatrainError(f"AdamW: lr={lr} must be >= 0 and finite")
+        if not all(0.0 <= b < 1.0 for b in betas) or eps < 0 or weight_decay < 0:
+            raise MegatrainError(f"AdamW: betas={betas}, eps={eps}, weight_decay={weight_decay}: "
+                                 "betas in [0, 1), the others >= 0")
+        check_states(states or "fp32")
+        if nonfinite not in ("skip", "raise"):
+            raise MegatrainError(f"AdamW: nonfinite={nonfinite!r}: 'skip' or 'raise'")
         _check_limit(max_grad_norm, in_backward)
         self.max_grad_norm = max_grad_norm
         self._nonfinite, self._in_backward = nonfinite, in_backward
@@ -437,8 +431,7 @@ class AdamW(torch.optim.Optimizer):
         return streamed, others
 
     def _work(self, p: StreamedParameter, numbers: tuple[float, ...], passing: bool = False) -> Work | None:
-        """What the engine is asked for. numbers: of its group. passing: with a gradient that is kept nowhere, and is on
-        its way."""
+        """What the engine is asked for. passing: the gradient is on its way, and kept nowhere."""
         record: Record = p._mt
         if record.pid in self._done:
             check_used(record)
@@ -478,8 +471,7 @@ class AdamW(torch.optim.Optimizer):
 
     @staticmethod
     def _follow_weight(record: Record) -> None:
-        """The weight was set from outside: its fp32 master follows. Of a unit on the device or on disk all at once, so
-        that host memory has one such unit at a time."""
+        """The weight was set: its master follows; of a unit on device or disk all do, one unit at a time."""
         if not lacks_master(record):
             return
         rt = record.runtime
@@ -493,8 +485,7 @@ class AdamW(torch.optim.Optimizer):
             rt.homes.take(record.unit)
 
     def _begin_state(self, p: StreamedParameter, record: Record, keep: bool = False) -> StoreStates:
-        """States of a parameter that has none in this optimizer, over planes that are zero when they are new; keep:
-        with the moments that are in them."""
+        """States over new planes, which are zero; keep: with the moments that are in them."""
         record.runtime.states_chosen = True
         self._served.add(record.runtime)
         there = self.state.get(p)

@@ -168,12 +168,12 @@ class _Search:
                          for u in self.shape(w.states).units)
             there = fleet.machines * (m.host_bytes - m.host_overhead_bytes) \
                 + fleet.count * (m.vram_bytes - m.vram_overhead_bytes)
-            self.known[key] = (w.nvme is not None or planes <= there) and self.tried(changes | lent).fits()
+            self.known[key] = (w.nvme is not None or planes <= there) and \
+                any(n >= 0 for n in self.tried(changes | lent).needs[0])
         return self.known[key]
 
     def alone(self) -> dict[str, Any]:
-        """Arguments of plan(), each of which alone makes the problem fit; "vram" and "host" even where the machine has
-        not so much. seq: with as many sequences."""
+        """Arguments of plan(), each of which alone fits, "vram" and "host" beyond the machine's too."""
         found = {name: need for name, need in zip(("vram", "host"), self.problem.needs[1:3]) if need is not None}
         wishes = self.wishes
         for name in ASKED:
@@ -203,8 +203,7 @@ class _Search:
         return found
 
     def ways(self) -> list[Way]:
-        """The fastest, but those of which a milder part does nearly as well; with shorter sequences where there is no
-        other."""
+        """The fastest but those that hardly gain on a milder part; with shorter sequences if there are no others."""
         fitting = list(self.that_fit()) or [c | less for c in ({}, *self.sets()) if (less := self.shorter(c))]
         found = [(changes, way) for changes in fitting if (way := self.timed(changes))]
         worth = [way for changes, way in found if not any(

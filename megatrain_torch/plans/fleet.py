@@ -7,7 +7,7 @@ as there are ranks in all, and each is on its owner's machine alone.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,7 +19,7 @@ from ..group import between
 from ..store.disk import DISK_BUFFERS
 from .cost import OFFLOAD_DEPTH
 from .machine import SHARED_ADAM, Machine
-from .shapes import Shape, Unit
+from .shapes import Shape
 
 OF_ONE_MACHINE = ("disk+weights",)      # homes: weights in files are the portions of one machine's ranks
 CUT = ("masters", "moments", "gradients", "sums")       # planes of which each rank has its part; weights are whole
@@ -27,7 +27,6 @@ PER_RANK = ("activations", DISK_BUFFERS)                # of host memory, what e
 ADDED_BYTES = 14                # per parameter in host memory: a further micro-batch's sum
 PAIR_BYTES = 200 << 20          # of a communicator of two ranks, one of each direction between machines: 389 MiB with
                                 # all channels that NCCL opens, of which it is let have 8
-
 WAY_BYTES = between.BUFFERS * between.PIECE
 SECOND = 0.7                    # of a first communicator's bytes, what a further one takes, which gathers portions
 POOL_BYTES = 512 << 20          # what torch keeps for streams of our own, beside compute's
@@ -137,8 +136,7 @@ class Fleet:
 
 
 def host_rate(machine: Machine) -> float:
-    """Bytes/s of the host's memory, read plus written. Where nobody said: what AdamW and copies beside it take of it
-    together, or copies both ways. More may be there, and is not known."""
+    """Bytes/s of the host's memory, read plus written; unless stated, what AdamW and copies were seen to take."""
     beside = machine.adam_gparams[-1][1] * moved_bytes("fp32") + machine.busy_gbps
     return (machine.host_gbps or max(beside, 2 * machine.both_gbps)) * 1e9
 
@@ -201,10 +199,9 @@ class Exchange:
         self.buffers = 0                        # bytes on the device
         # GPUs have no links to each other, and exchange over those to the host; bytes there of one GPU's micro-batch.
         self.on_link, self.link_bytes = False, 0
-        if not fleet.alone:
-            self._among(units, machine, fleet, np.array([u.sums for u in units], dtype=np.int64))
-
-    def _among(self, units: Sequence[Unit], machine: Machine, fleet: Fleet, sums: np.ndarray) -> None:
+        if fleet.alone:
+            return
+        sums = np.array([u.sums for u in units], dtype=np.int64)
         g, m, n = fleet.gpus, fleet.machines, fleet.count
         self.home = -(-self.gradients // n)
         self.on_link = g > 1 and not machine.exchange_gbps

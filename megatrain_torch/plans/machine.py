@@ -381,8 +381,7 @@ def _cards() -> list[Machine]:
 
 
 def _nearest() -> Machine | None:
-    """The description of the GPU torch sees, with this machine's memory: by its name, or else the one with memory
-    nearest to its. None: it sees none."""
+    """The description of torch's GPU, by name or nearest memory, with this machine's memory; None: no GPU."""
     if not torch.cuda.is_available():
         return None
     gpu, vram = torch.cuda.get_device_name(), torch.cuda.get_device_properties(0).total_memory

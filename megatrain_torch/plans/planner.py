@@ -268,8 +268,7 @@ WORTH_SHARDS = 1.03         # by so much faster they must be: each window then w
 
 def _delivered(problem: Problem, choice: Choice, timing: Timing, asked: str | None
                ) -> tuple[Problem, tuple[Choice, Timing]]:
-    """In shards, if that is not asked for, GPUs have links to each other, and what is best with whole weights is faster
-    so."""
+    """In shards where that is not asked for, GPUs have links, and what is best otherwise is faster so."""
     if asked is not None or problem.wishes.fleet.gpus == 1 or problem.exchange.on_link:
         return problem, (choice, timing)
     other = Problem(problem.shape, problem.machine, dataclasses.replace(problem.wishes, delivery="shards"))

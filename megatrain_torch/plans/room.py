@@ -75,22 +75,16 @@ def own_bytes(groups: list[Group]) -> list[int]:
                 storage = p.untyped_storage()
                 storages[storage.data_ptr()] = (i, storage.nbytes())     # gone with the last unit that has it
     found = [sum(p.nbytes for _, p in own if p.is_meta) for _, own in groups]
-    files = _file_ranges()
+    try:                                                    # addresses of this process that are a file's, ascending
+        maps = [line.split(maxsplit=5) for line in Path("/proc/self/maps").read_text().splitlines()]
+    except OSError:
+        maps = []
+    files = [(int(begin, 16), int(end, 16)) for span, _, _, _, inode, *_ in maps if inode != "0"
+             for begin, end in [span.split("-")]]
     for address, (i, n) in storages.items():
         at = bisect.bisect_right(files, (address, math.inf)) - 1
         found[i] += 0 if at >= 0 and address < files[at][1] else n
     return found
-
-
-def _file_ranges() -> list[tuple[int, int]]:
-    """Addresses of this process that are a file's, ascending."""
-    try:
-        lines = Path("/proc/self/maps").read_text().splitlines()
-    except OSError:
-        return []
-    fields = [line.split(maxsplit=5) for line in lines]
-    return [(int(begin, 16), int(end, 16)) for span, _, _, _, inode, *_ in fields if inode != "0"
-            for begin, end in [span.split("-")]]
 
 
 # ---- before mt.stream changes anything -----------------------------------------------------------
@@ -115,8 +109,7 @@ def check_device(asked: Asked, free: int | None, limit: int | None) -> list[int]
 
 
 def to_disk(asked: Asked, limit: int | None) -> Asked:
-    """Moves units to disk until host memory holds a training step, the last ones first: their updates have most time
-    before the next forward needs them. limit: the user's."""
+    """Moves units to disk, the last used first, until host memory holds a step. limit: the user's."""
     own = sum(own_bytes(asked.groups))
     if limit is None and shortage(sum(asked.host().values()) - own) is None:
         return asked
@@ -271,8 +264,7 @@ class Room:
         return without_margin(host_limits().tightest().free) - coming + core.swap_bytes()[0]
 
     def _coming(self, core: _core.Engine, asked: Asked, planes: Iterable[str]) -> dict[str, int]:
-        """Bytes of these planes that are not made yet. Weights, slots and a disk's buffers are made with the model;
-        staging comes with the first sums."""
+        """Bytes of these planes that are not made yet. Weights, slots, disk buffers are; staging comes with sums."""
         there = {plane: sum(core.host_bytes(_core.PLANES[p]) for p in own) for plane, own in PLANES_OF.items()}
         there["activations"] = core.swap_bytes()[0]
         need = asked.host()
@@ -290,8 +282,7 @@ def _saved(core: _core.Engine, held: list[tuple[int, int]], blocks: int) -> dict
 
 
 class _Form:
-    """A parameter's form as unit_bytes reads it. The parameter is known weakly, since whether it is trained may
-    change. frozen: as if it were not."""
+    """A parameter's form, for unit_bytes. The parameter is known weakly. frozen: as if it were not trained."""
 
     def __init__(self, p: torch.Tensor, frozen: bool = False) -> None:
         self.dtype, self._numel, self._floating, self._param, self._frozen = (

@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 
 from .. import _core
 from ..base.modes import DISK, DISKS, HOMES, KEEPS, LINKED, MODES, moved_bytes, read
-from ..base.slots import plan_slots
 from ..figures.report import OWN
 from ..figures.timeline import LANES, WAITS
 from ..store.disk import (
@@ -161,8 +160,7 @@ class Problem:
 
     @functools.cached_property
     def micro_counts(self) -> list[int]:
-        """Divisors of the number of sequences, or the one that is asked for; 1 where no gradient waits for another.
-        First what takes least time to compute, whatever is kept."""
+        """Numbers of micro-batches that may be chosen; first those that compute in least time."""
         w, sequences = self.wishes, self.wishes.tokens // self.wishes.seq
         if w.grads == "none":
             return [1]
@@ -315,8 +313,7 @@ class Problem:
         return frozenset(found)
 
     def _with_disk(self, homes: tuple[str, ...], micro: int) -> tuple[str, ...]:
-        """These, with as many units on disk as host memory cannot hold: states alone, or weights too where those are
-        too many for it as well."""
+        """These, with as many units' states, then weights, on disk as host memory cannot hold."""
         w, fleet = self.wishes, self.wishes.fleet
         if w.nvme is None or w.homes == "through" or isinstance(w.homes, dict):
             return homes
@@ -370,8 +367,7 @@ class Problem:
     # ---- activations that may be chosen ----
 
     def tracks(self, micro: int) -> list[tuple[bytes, bytes]]:
-        """Modes of windows, and which of these a search leaves as they are. Nothing away; then the first layers, which
-        wait longest, in each way and in growing number."""
+        """Modes of windows, and which of them stay fixed: nothing away, then first layers in growing number."""
         costs, w, windows = self.costs(micro), self.wishes, self.shape.windows
         asked = w.activations
         pairs = _pairs([LINKED in c.kept and window.learns for c, window in zip(costs, windows)])
@@ -429,8 +425,7 @@ class Problem:
     # ---- the search ----
 
     def best(self, than: float = math.inf) -> tuple[Choice, Timing] | None:
-        """The choice of least time; of equal ones the first in order. None: nothing fits, or all takes so many seconds
-        or more."""
+        """The choice of least time, the first of equals; None: nothing fits, or takes less than so many seconds."""
         found = _core.search_best(self.arrays, than, self.most)
         if found is None:
             return None
@@ -444,10 +439,6 @@ class Problem:
                                    self._memory_s(choice.homes, choice.micro), choice.ring,
                                    _coded(choice.modes, MODES), than)
         return None if walked is None else Timing.of(walked, not self.wishes.fleet.alone)
-
-    def fits(self) -> bool:
-        """Does anything that may be chosen?"""
-        return any(n >= 0 for n in self.needs[0])
 
     @functools.cached_property
     def needs(self) -> tuple[array[int], int | None, int | None, Choice]:
@@ -474,11 +465,17 @@ class Problem:
     @functools.cached_property
     def arrays(self) -> SimpleNamespace:
         """The fields of mt_search, by their names in csrc/walk/search.h."""
-        return SimpleNamespace(**self._unit_arrays(), **self._window_arrays(), **self._row_arrays())
+        rows, counts = self.rows, self.micro_counts
+        memory_s = [self._memory_s(row.homes, k) for row in rows for k in counts]
+        return SimpleNamespace(
+            **self._unit_arrays(), **self._window_arrays(), micro=array("q", counts),
+            cached=array("q", map(self.cache_bytes, counts)), rings=array("q", self.rings),
+            homes=b"".join(_coded(row.homes, HOMES) for row in rows), memory_s=array("d", memory_s),
+            **{name: array("q", [getattr(row, name) for row in rows])
+               for name in ("several", "planes", "host", "room")})
 
     def _unit_arrays(self) -> dict[str, Any]:
-        """What no choice changes of units: bytes, and seconds of updates. Of several machines each updates its part, of
-        several GPUs too."""
+        """What no choice changes of units: bytes, and seconds of updates, of which each GPU makes its part."""
         units, m, w, fleet, exchange = self.shape.units, self.seen, self.wishes, self.wishes.fleet, self.exchange
         both, trained = m.disk_both_gbps * 1e9, [float(u.trained) for u in units]
         moved = [float(u.masters + u.moments) / fleet.machines for u in units]
@@ -510,7 +507,7 @@ class Problem:
         return {**{name: array("d", found) for name, found in of.items()},
                 **{name: array("q", found) for name, found in whole.items()},
                 "pieces": _lists(u.fetched for u in units), "whole": pieces,
-                "spared": sum(plan_slots([u.crossing for u in units], 2)) if pieces else 0,
+                "spared": sum(_core.plan_slots([u.crossing for u in units], 2)) if pieces else 0,
                 "parts": exchange.parts, "peers": exchange.peers, "on_link": exchange.on_link,
                 "h2d": m.h2d_gbps * 1e9, "d2h": m.d2h_gbps * 1e9, "both": m.both_gbps * 1e9, "busy": m.busy_gbps * 1e9,
                 "write": m.disk_write_gbps * 1e9, "read": m.disk_read_gbps * 1e9, "memory": fleet.memory(m),
@@ -547,20 +544,8 @@ class Problem:
                 "modes": b"".join(modes for some in tracks for modes, _ in some),
                 "flags": b"".join(flags for some in tracks for _, flags in some)}
 
-    def _row_arrays(self) -> dict[str, Any]:
-        rows, alone = self.rows, self.wishes.fleet.alone
-        memory_s = [0.0] * len(rows) * len(self.micro_counts) if alone else \
-            [self._memory_s(row.homes, k) for row in rows for k in self.micro_counts]
-        return {"micro": array("q", self.micro_counts), "cached": array("q", map(self.cache_bytes, self.micro_counts)),
-                "rings": array("q", self.rings),
-                "homes": b"".join(_coded(row.homes, HOMES) for row in rows), "memory_s": array("d", memory_s),
-                **{name: array("q", [getattr(row, name) for row in rows])
-                   for name in ("several", "planes", "host", "room")}}
-
-
 def solve(problem: Problem) -> tuple[Problem, tuple[Choice, Timing] | None]:
-    """With as many buffers for gradients that are kept nowhere as there is memory for; or fewer, where that keeps
-    what would be on disk in memory, and so takes less time."""
+    """The best with as many buffers for gradients kept nowhere as fit, or fewer where that spares the disk."""
     best: tuple[Problem, tuple[Choice, Timing]] | None = None
     for lent in range(LENT, 0, -1) if problem.wishes.grads == "none" else (LENT,):
         if lent != problem.wishes.lent:

@@ -11,7 +11,7 @@ import importlib
 import itertools
 import math
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -101,8 +101,7 @@ class Product:
 
 @dataclass(frozen=True)
 class Template:
-    """What a template keeps and needs: numbers are bytes per token, by the template's own word, where nothing else is
-    said."""
+    """What a template keeps and needs, in bytes per token, where nothing else is said."""
 
     input: float
     kept: tuple[tuple[str, float], ...]         # by mode, beside the input
@@ -186,8 +185,14 @@ def shapes_of(model: Any, *, dtype: torch.dtype | None = None, units: list[str |
     check_dtype(dtype)
     if layers is not None:
         check_count(layers, "layers")
-    if base is not None or adapter is not None:
-        model, layers, dtype = beside_base(model, base, adapter, layers, dtype), None, None
+    if base is not None or adapter is not None:         # what mt.from_pretrained makes of such a checkpoint
+        if isinstance(model, nn.Module):
+            raise MegatrainError("base, adapter: of a config; a module is planned as it is, with its codes and "
+                                 "adapters")
+        model, layers, dtype = shaped(model, base, layers, dtype), None, None
+        if adapter is not None:
+            with torch.random.fork_rng(devices=[]):      # adapters are made with numbers
+                model = importlib.import_module("peft").get_peft_model(model, adapter)
     if not isinstance(model, nn.Module):
         model, dtype = from_config(model, layers, dtype)
     elif layers is not None:
@@ -201,15 +206,14 @@ def shapes_of(model: Any, *, dtype: torch.dtype | None = None, units: list[str |
         learns = learns or any(p.requires_grad for p in module.parameters())
         windows.append(_window(model, [*configs.values()], name or type(model).__name__, module, unit_of, dtype,
                                learns, device))
-
     if products == "fp8":
         windows = _coded(type(model).__name__, windows)
-
     modules = {name or type(model).__name__: m for name, m in found.windows}
 
     def shape_with(states: str, experts: int = 0) -> Shape:
         own = [unit_bytes(name, params, dtype, states, experts=experts) for name, params in groups]
-        cut = tuple(_in_pieces(w, own, modules, experts) for w in windows)
+        cut = tuple(_in_pieces(w, modules[w.name], experts) if any(own[u].fetched for u in w.units) else w
+                    for w in windows)
         covered = [all(w.template is not None for w in cut if i in w.units) for i in range(len(own))]
         return Shape(type(model).__name__, tuple(map(_crossing, own, covered)), cut,
                      max([usual_experts(params) for _, params in groups], default=0))
@@ -217,20 +221,17 @@ def shapes_of(model: Any, *, dtype: torch.dtype | None = None, units: list[str |
     return shape_with
 
 
-def _in_pieces(w: Window, units: list[Unit], modules: dict[str, nn.Module], experts: int) -> Window:
-    """Where experts are fetched a few at a time."""
-    if not any(units[u].fetched for u in w.units):
-        return w
-    return dataclasses.replace(w, template=_of_pieces(w.template, experts), dense=dense_bytes(modules[w.name], experts))
-
-
-def _of_pieces(t: Template | None, experts: int) -> Template | None:
-    if t is None or not t.experts[0]:
-        return None
-    count, made, each = t.experts
-    share = min(1.0, experts / count)
-    return dataclasses.replace(t, expanded=(t.expanded[0] - math.floor(made * (1 - share)), t.expanded[1]),
-                               tiled=(math.floor(each * (1 - share)), 0, 0), parts=-(-count // experts))
+def _in_pieces(w: Window, module: nn.Module, experts: int) -> Window:
+    """Where so many experts are fetched at a time."""
+    t = w.template
+    if t is not None and t.experts[0]:
+        count, made, each = t.experts
+        share = min(1.0, experts / count)
+        t = dataclasses.replace(t, expanded=(t.expanded[0] - math.floor(made * (1 - share)), t.expanded[1]),
+                                tiled=(math.floor(each * (1 - share)), 0, 0), parts=-(-count // experts))
+    else:
+        t = None
+    return dataclasses.replace(w, template=t, dense=dense_bytes(module, experts))
 
 
 def _crossing(unit: Unit, covered: bool) -> Unit:
@@ -273,8 +274,7 @@ def from_config(config: Any, layers: int | None = None, dtype: torch.dtype | Non
 
 
 def shaped(config: Any, base: str | None, layers: int | None = None, dtype: torch.dtype | None = None) -> nn.Module:
-    """A model of a config on the meta device, with weights of its linear layers as mt.from_pretrained(base=) makes or
-    keeps them, and refuses them; None: as they are."""
+    """A config's model on the meta device, its linear layers as mt.from_pretrained(base=) would have them."""
     model, dtype = from_config(config, layers, dtype)
     model.to(dtype)
     if base is not None:
@@ -282,24 +282,11 @@ def shaped(config: Any, base: str | None, layers: int | None = None, dtype: torc
     return model
 
 
-def beside_base(config: Any, base: str | None, adapter: Any, layers: int | None, dtype: torch.dtype | None
-                ) -> nn.Module:
-    """What mt.from_pretrained(base=, adapter=) makes of a checkpoint with this config, on the meta device."""
-    if isinstance(config, nn.Module):
-        raise MegatrainError("base, adapter: of a config; a module is planned as it is, with its codes and adapters")
-    model = shaped(config, base, layers, dtype)
-    if adapter is None:
-        return model
-    with torch.random.fork_rng(devices=[]):              # adapters are made with numbers
-        return importlib.import_module("peft").get_peft_model(model, adapter)
-
-
 # ---- units ---------------------------------------------------------------------------------------
 
 def unit_bytes(name: str, own: list[tuple[str, nn.Parameter]], dtype: torch.dtype | None,
                states: str = "fp32", align: int = ALIGN, experts: int = 0) -> Unit:
-    """states: how AdamW's are kept, see base/modes.py. align: as weight_bytes has it. experts: of a stack, fetched at a
-    time; 0: all."""
+    """Bytes of a unit. states: AdamW's. align: as weight_bytes. experts: of a stack, at a time; 0: all."""
     fetched = slots_of(own, experts, [stored_dtype(p, dtype) for _, p in own]) if experts else ()
     kinds = [(p.numel(), stored_dtype(p, dtype)) for _, p in own if p.requires_grad]
     return Unit(name, sum(map(elements, {owner_of(p) for _, p in own})), weight_bytes(own, dtype, align),
@@ -336,11 +323,14 @@ def _window(root: nn.Module, configs: list[Any], name: str, module: nn.Module, u
     floating = [stored_dtype(p, dtype).itemsize for n, p in parameters.items()
                 if p.is_floating_point() and not ADAPTER.search(n)]
     item = max(floating, default=4)
-    q_width = sum(p.fan_in for p in attention)
+    width = q_width = sum(p.fan_in for p in attention)         # of all heads of values
+    if any(p.part == "latent" for p in products):
+        of_q, of_v = (_attribute([], module, (name,), 1) for name in ("qk_head_dim", "v_head_dim"))
+        width = q_width * (of_q + of_v) // (2 * of_v)
     found, why = _template(module, item, device)
     config = next((c for m in module.modules() if (c := getattr(m, "config", None)) is not None), None)
     return Window(name, kind, tuple(dict.fromkeys(unit_of[id(p)] for p in module.parameters())), products,
-                  found, _hidden(products, parameters), _attention_width(products, q_width, module),
+                  found, _hidden(products, parameters), width,
                   q_width // max(1, _attribute(configs, module, ("head_dim",), 128)),
                   _attribute([], module, ("sliding_window",), 0),
                   sum(p.numel() for n, p in parameters.items() if n not in matrices and id(p) not in tables),
@@ -353,12 +343,6 @@ def _window(root: nn.Module, configs: list[Any], name: str, module: nn.Module, u
 def attends(module: nn.Module) -> bool:
     """Is it a layer, one with attention?"""
     return any(p.dim() > 1 and _part(n) == "qkv" for n, p in module.named_parameters())
-
-
-def _attention_width(products: tuple[Product, ...], width: int, module: nn.Module) -> int:
-    """width: of all heads of values."""
-    of_q, of_v = (_attribute([], module, (name,), 1) for name in ("qk_head_dim", "v_head_dim"))
-    return width * (of_q + of_v) // (2 * of_v) if any(p.part == "latent" for p in products) else width
 
 
 def _template(module: nn.Module, item: int, device: str) -> tuple[Template | None, str]:
@@ -388,14 +372,11 @@ def _products(configs: list[Any], module: nn.Module, matrices: dict[str, nn.Para
             rows, (fan_out, *rest) = float(min(taken, fan_out)), rest
         found.append(Product(part, math.prod(rest), fan_out, rows, p.requires_grad))
     hidden = _hidden(tuple(found), matrices)
-    return tuple(_oriented(p, hidden) for p in found)
-
-
-def _oriented(p: Product, hidden: int) -> Product:
-    """Experts are [in, out] in some models and [out, in] in others: up begins and down ends at hidden."""
-    begins, ends = (p.fan_in, p.fan_out) if p.part == "up" else (p.fan_out, p.fan_in)
-    wrong = p.part in ("up", "down") and p.rows != 1 and begins != hidden and ends == hidden
-    return dataclasses.replace(p, fan_in=p.fan_out, fan_out=p.fan_in) if wrong else p
+    for i, p in enumerate(found):       # experts are [in, out] or [out, in]: up begins and down ends at hidden
+        begins, ends = (p.fan_in, p.fan_out) if p.part == "up" else (p.fan_out, p.fan_in)
+        if p.part in ("up", "down") and p.rows != 1 and begins != hidden and ends == hidden:
+            found[i] = dataclasses.replace(p, fan_in=p.fan_out, fan_out=p.fan_in)
+    return tuple(found)
 
 
 def _part(name: str) -> str:
@@ -421,10 +402,5 @@ def _hidden(products: tuple[Product, ...], parameters: dict[str, nn.Parameter]) 
 
 def _attribute(configs: list[Any], module: nn.Module, names: tuple[str, ...], default: int) -> int:
     """An int that some module of the window, or one of the model's configs, calls by one of these names."""
-    found = _int_of(itertools.chain(module.modules(), configs), names)
-    return default if found is None else found
-
-
-def _int_of(places: Iterable[Any], names: tuple[str, ...]) -> int | None:
-    values = (getattr(place, name, None) for place in places for name in names)
-    return next((v for v in values if isinstance(v, int) and not isinstance(v, bool)), None)
+    values = (getattr(place, name, None) for place in itertools.chain(module.modules(), configs) for name in names)
+    return next((v for v in values if isinstance(v, int) and not isinstance(v, bool)), default)

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
+from .. import _core
 from ..base.modes import DISKS
-from ..base.slots import plan_slots
 from ..base.units import ALIGN, Group
 from ..store.disk import DISK_BUFFERS, buffer_bytes
 from .cost import STAGINGS
@@ -23,7 +23,7 @@ from .fleet import ALONE, Fleet
 from .shapes import Unit, unit_bytes
 
 THROUGH_BYTES = 3 * 64 << 20    # on the device, of updates that pass through it: engine_store.c
-LENT = 3                    # buffers of a size for gradients that are kept nowhere: store.h
+LENT = _core.LENT           # buffers of a size for gradients that are kept nowhere
 # Labels of host memory, and the engine's planes whose memory they are.
 PLANES_OF = {"weights": ("HI",), "masters": ("LO", "MASTER"), "moments": ("M", "V", "SCALE"), "gradients": ("GRAD",),
              "sums": ("ACC",)}
@@ -43,8 +43,7 @@ class Tally:
         self._known: dict[tuple[int, str, bool, bool], tuple[dict[str, int], dict[str, int]]] = {}
 
     def host(self, homes: Sequence[str], micro: int, copied: bool = False) -> dict[str, int]:
-        """In host memory by plane, and what the engine has beside planes. copied: units that live on the device have
-        copies there, for a state_dict."""
+        """In host memory, by plane and beside planes. copied: with copies of what lives on the device."""
         total = self._sum(homes, micro > 1, copied, 0)
         if not self.keeps:
             total["gradients"] = sum(self.lent(homes))
@@ -68,19 +67,19 @@ class Tally:
 
     def slots(self, homes: Sequence[str], ring: int) -> list[int]:
         """Of those that stream."""
-        return plan_slots([n for u, home in zip(self.units, homes) if home not in SETTLED
+        return _core.plan_slots([n for u, home in zip(self.units, homes) if home not in SETTLED
                            for n in (u.slots if home != "disk+weights" else (u.weights,))], ring)
 
     def lent(self, homes: Sequence[str], settled: bool = False) -> list[int]:
         """Buffers in host memory that gradients pass through, where they are kept nowhere. settled: on the device."""
         own = [u.gradients for u, home in zip(self.units, homes) if (home in SETTLED) == settled]
-        return [] if self.keeps else plan_slots(own, self.most_lent)
+        return [] if self.keeps else _core.plan_slots(own, self.most_lent)
 
     def _sum(self, homes: Sequence[str], several: bool, copied: bool, side: int) -> dict[str, int]:
         """By plane, of units with the same bytes at the same home at once. side: 0, host memory, or 1, the device."""
         total: dict[str, int] = {}
-        for key, count in Counter(zip(self.alike, homes)).items():
-            key = *key, several, copied
+        for (u, home), count in Counter(zip(self.alike, homes)).items():
+            key = u, home, several, copied
             if key not in self._known:
                 self._known[key] = self._planes(*key)
             for plane, n in self._known[key][side].items():

@@ -43,8 +43,7 @@ class Disk:
 
     @staticmethod
     def parse(nvme: str | Path | dict[str, Any] | None, somewhere: bool = False) -> Disk | None:
-        """`"/scratch"`, or `{"path": "/scratch", "limit": "200GiB"}`; None stays None. somewhere: a limit is enough.
-        Raises MegatrainError for anything else."""
+        """`"/scratch"` or `{"path": ..., "limit": "200GiB"}`; None stays None. somewhere: a limit is enough."""
         if nvme is None:
             return None
         given = {"path": nvme} if isinstance(nvme, (str, Path)) else nvme
@@ -58,8 +57,7 @@ class Disk:
         return {"path": self.path} | ({"limit": self.limit} if self.limit is not None else {})
 
     def room(self) -> int:
-        """Bytes that may be taken now; what crashed processes left there is removed first. Without a path: the limit.
-        Raises MegatrainError where there is no such directory."""
+        """Bytes that may be taken now, once what crashed processes left is removed; without a path the limit."""
         if not self.path:
             return self.limit or 0
         free = _core.disk_room(self.path)
@@ -85,8 +83,7 @@ def file_bytes(asked: Asked) -> int:
 
 
 def check_room(asked: Asked, disk: Disk | None, spills: bool = False, spilled: int = 0) -> None:
-    """Before anything is allocated. spills: windows keep something there; spilled: so many bytes, as far as known.
-    Raises MegatrainError where no directory was given, or it has less than goes there."""
+    """Refuses what has no directory, or too little room there. spilled: bytes of windows, as far as known."""
     units = sum(home in DISKS for home in asked.homes)
     if not units and not spills:
         return

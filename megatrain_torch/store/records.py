@@ -142,8 +142,7 @@ class Use:
 
 
 def dense_stride(t: Tensor) -> tuple[int, ...]:
-    """The strides t keeps when it is copied: its own where it is dense, else row-major. Channels-last convolution
-    weights stay channels-last, so that kernels choose as they did."""
+    """The strides t keeps when copied: its own where it is dense (channels-last stays), else row-major."""
     return torch.empty_like(t, device="meta").stride() if not t.is_sparse else t.stride()
 
 

@@ -222,8 +222,7 @@ def accumulators(ctx: Any) -> list[Any]:
 
 
 def in_sight(function: Any) -> Any:
-    """User code may come by its nodes on the way to AccumulateGrad's, where it may put hooks: from then on autograd
-    itself adds these parameters' gradients."""
+    """Once user code comes by its nodes, where it may put hooks, autograd itself adds these gradients."""
     def walked(node: Any) -> Any:
         for record in node.records:
             record.host_graph = True
