@@ -15,7 +15,8 @@ static int number(int i)    { return i; }
 static int low_bytes(int i) { return (int)mt_states_low_bytes((mt_states)i); }
 
 /* module.NAMES = {name: value} of one enumeration. */
-static int add_names(PyObject *module, const char *names, int count, const char *(*name)(int), int (*value)(int))
+static int add_names(PyObject *module, const char *names, int count, const char *(*name)(int),
+                     int (*value)(int))
 {
     PyObject *dict = PyDict_New(), *found;
     int       bad = dict == NULL;

@@ -18,7 +18,7 @@ from __future__ import annotations
 import copy
 import importlib
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,63 +62,26 @@ class Coding:
     rounds: bool = False                # the package rounds what it multiplies codes with to codes too, on a GPU
 
 
+@dataclass(frozen=True)
 class Format:
-    """How a weight of codes is taken apart and put together again. As it stands here: tensors made of tensors, which
-    say which (torchao's). The other formats say what is different."""
+    """A package's codes, as functions of a parameter of theirs."""
 
-    name = "torchao 8 bits"                                             # for people
-    kinds: tuple[tuple[str, str], ...] = (("torchao", "Int8Tensor"), ("torchao", "Float8Tensor"))   # package, class
+    name: str                                               # for people
+    kinds: tuple[tuple[str, str], ...]                      # (package, class) of its parameters
+    strands: Callable[[nn.Parameter, nn.Module], Strands]   # of a parameter of a module
+    whole: Callable[[nn.Parameter, Strands], Tensor]        # over other strands of these forms
+    put: Callable[[nn.Parameter, nn.Module, Strands], None]     # parameter and module have these from now on
+    shape: Callable[[nn.Parameter], torch.Size]             # of the weight that the codes stand for
+    label: Callable[[nn.Parameter, str, str], str]          # of parameter, its name, strand: that in a state_dict
+    beside: Callable[[nn.Parameter, str], Strands]          # what a checkpoint has of a parameter besides
     keeps: tuple[Keeps, ...] = ()
-    expands = False         # `whole` is a 16-bit weight in memory of its own
-    saves = True            # its package's products make one, and save it for backward
-    linear = ""             # the package's class of a module that multiplies, where it is not torch's
-
-    def strands(self, p: Any, m: Any) -> Strands:
-        """Of a parameter, and of the module that has it."""
-        if getattr(p, "act_quant_kwargs", None) is not None:
-            raise MegatrainError("has its activations quantised too, which torchao gives no gradient for; weight-only "
-                                 "configs stream (Int8WeightOnlyConfig, Float8WeightOnlyConfig)")
-        return {name: getattr(p, name) for name in p.__tensor_flatten__()[0]}
-
-    def whole(self, p: Any, strands: Strands) -> Tensor:
-        """What the package's code computes with, over other strands of these forms."""
-        _, said = p.__tensor_flatten__()
-        out = plain_kind(p).__tensor_unflatten__(strands, said, p.size(), p.stride())
-        out._is_param = True
-        return out
-
-    def again(self, p: Any, strands: Strands) -> Tensor:
-        """The parameter over other strands."""
-        return self.whole(p, strands)
-
-    def put(self, p: Any, m: Any, strands: Strands) -> None:
-        """The parameter, and its module, have these from now on."""
-        for name, strand in strands.items():
-            setattr(p, name, strand)
-
-    def shape(self, p: Any) -> torch.Size:
-        """Of the weight that the codes stand for."""
-        return p.shape
-
-    def label(self, p: Any, name: str, strand: str) -> str:
-        """Of a strand in a state_dict, by the parameter, its name and the strand's: the package's own."""
-        return f"{name}.{strand}"
-
-    def beside(self, p: Any, name: str) -> Strands:
-        """What a checkpoint has of a parameter besides, by such names."""
-        return {}
-
-    def reloads(self, p: Any) -> bool:
-        """Does from_pretrained find it by these names?"""
-        return False
-
-    def coding(self, p: Any) -> Coding | None:
-        """How our own op makes the weight; None: it cannot."""
-        return None
-
-    def dense(self, whole: Any, dtype: torch.dtype) -> Tensor:
-        """The weight as the package makes it, of what `whole` gives and in a type."""
-        return whole
+    reloads: Callable[[nn.Parameter], bool] = lambda p: True        # from_pretrained finds it by these names
+    again: Callable[[nn.Parameter, Strands], Tensor] | None = None      # the parameter, where `whole` gives another
+    expands: bool = False                                   # `whole` is a 16-bit weight in memory of its own
+    saves: bool = False                                     # its package's products make one, and save it for backward
+    coding: Callable[[Any], Coding | None] = lambda p: None     # how our own op makes the weight; None: it cannot
+    dense: Callable[[Any, torch.dtype], Tensor] = lambda whole, dtype: whole    # as the package makes it, in a type
+    linear: str = ""                    # the package's class of a module that multiplies, where it is not torch's
 
 
 def plain_kind(p: Tensor) -> type:
@@ -230,10 +193,30 @@ def dense_bytes(module: nn.Module, experts: int = 0) -> tuple[int, int]:
     return parts + one, sum(n for n, format in found if format.saves)
 
 
-# ---- bitsandbytes ----
+# ---- bitsandbytes: Params4bit, a tensor of two codes a byte with its QuantState; Int8Params with scales SCB ----
 
-_BNB = "bitsandbytes.autograd._functions"
 _UNMADE = "is not quantised yet: bitsandbytes does that when it is moved to a device; model.to('cpu') is enough"
+
+
+def _four_strands(p: Any, m: nn.Module) -> Strands:
+    state = p.quant_state
+    if state is None:
+        raise MegatrainError(_UNMADE)
+    if getattr(state, "packing_format_for_cpu", False):
+        raise MegatrainError("was packed by bitsandbytes for inference on this CPU, when it ran in eval mode without "
+                             "gradients: load it anew, and stream it first")
+    found = {"": p.data, "absmax": state.absmax, "quant_map": state.code}
+    if state.state2 is not None:
+        found |= {"nested_absmax": state.state2.absmax, "nested_quant_map": state.state2.code,
+                  "nested_offset": state.offset}
+    return found
+
+
+def _put_state(state: Any, strands: Strands) -> None:
+    state.absmax, state.code = strands["absmax"], strands["quant_map"]
+    if state.state2 is not None:
+        state.offset, state.state2.absmax = strands["nested_offset"], strands["nested_absmax"]
+        state.state2.code = strands["nested_quant_map"]
 
 
 def _bare(p: nn.Parameter, codes: Tensor) -> Any:
@@ -244,111 +227,93 @@ def _bare(p: nn.Parameter, codes: Tensor) -> Any:
     return out
 
 
-class _FourBits(Format):
-    """Params4bit: a tensor of two codes a byte, with its QuantState."""
-
-    name, kinds, saves, linear = "bitsandbytes 4 bits", (("bitsandbytes", "Params4bit"),), False, "Linear4bit"
-    keeps = (Keeps(_BNB, "MatMul4Bit", "QuantState"),)
-
-    def strands(self, p: Any, m: Any) -> Strands:
-        state = p.quant_state
-        if state is None:
-            raise MegatrainError(_UNMADE)
-        if getattr(state, "packing_format_for_cpu", False):
-            raise MegatrainError("was packed by bitsandbytes for inference on this CPU, when it ran in eval mode "
-                                 "without gradients: load it anew, and stream it first")
-        found = {"": p.data, "absmax": state.absmax, "quant_map": state.code}
-        if state.state2 is not None:
-            found |= {"nested_absmax": state.state2.absmax, "nested_quant_map": state.state2.code,
-                      "nested_offset": state.offset}
-        return found
-
-    @staticmethod
-    def _put(state: Any, strands: Strands) -> None:
-        state.absmax, state.code = strands["absmax"], strands["quant_map"]
-        if state.state2 is not None:
-            state.offset, state.state2.absmax = strands["nested_offset"], strands["nested_absmax"]
-            state.state2.code = strands["nested_quant_map"]
-
-    def whole(self, p: Any, strands: Strands) -> Tensor:
-        out = _bare(p, strands[""])
-        out.module, out.quant_state = None, copy.copy(p.quant_state)
-        if out.quant_state.state2 is not None:
-            out.quant_state.state2 = copy.copy(out.quant_state.state2)
-        self._put(out.quant_state, strands)
-        return out
-
-    def put(self, p: Any, m: Any, strands: Strands) -> None:
-        self._put(p.quant_state, strands)
-        p.module = None                  # for its first quantisation; a circle that would keep a dropped model
-        if hasattr(m, "quant_state"):
-            m.quant_state = p.quant_state
-
-    def shape(self, p: Any) -> torch.Size:
-        return p.quant_state.shape
-
-    def beside(self, p: Any, name: str) -> Strands:
-        """What the package packs into a tensor of bytes: shape, type, block size."""
-        said = p.quant_state.as_dict(packed=True)
-        return {f"{name}.{k}": v for k, v in said.items() if k.startswith("quant_state.")}
-
-    def reloads(self, p: Any) -> bool:
-        return True
-
-    def coding(self, p: Any) -> Coding | None:
-        state = p.quant_state
-        if state is None or len(state.shape) != 2 or (state.state2 is not None and state.state2.blocksize != 256):
-            return None
-        nested = ("nested_absmax", "nested_quant_map", "nested_offset") if state.state2 is not None else ()
-        return Coding(state.quant_type, torch.Size(state.shape), state.dtype, ("", "absmax", *nested), state.blocksize)
-
-    def dense(self, whole: Any, dtype: torch.dtype) -> Tensor:
-        return importlib.import_module("bitsandbytes.functional").dequantize_4bit(
-            whole.data.as_subclass(Tensor), whole.quant_state)
+def _four_whole(p: Any, strands: Strands) -> Tensor:
+    out = _bare(p, strands[""])
+    out.module, out.quant_state = None, copy.copy(p.quant_state)
+    if out.quant_state.state2 is not None:
+        out.quant_state.state2 = copy.copy(out.quant_state.state2)
+    _put_state(out.quant_state, strands)
+    return out
 
 
-class _EightBits(Format):
-    """Int8Params, with scales SCB."""
+def _four_put(p: Any, m: nn.Module, strands: Strands) -> None:
+    _put_state(p.quant_state, strands)
+    p.module = None                      # for its first quantisation; a circle that would keep a dropped model
+    if hasattr(m, "quant_state"):
+        m.quant_state = p.quant_state
 
-    name, kinds, saves, linear = "bitsandbytes LLM.int8", (("bitsandbytes", "Int8Params"),), False, "Linear8bitLt"
-    keeps = (Keeps(_BNB, "MatMul8bitLt", "MatmulLtState", (("tensors", (None, None, None)),), ("CB", "SCB")),
-             Keeps(_BNB, "MatMul8bitFp", "MatmulLtState", (("A", None),), ("CB", "SCB")))
 
-    def strands(self, p: Any, m: Any) -> Strands:
-        if p.has_fp16_weights:
-            raise MegatrainError("is quantised anew in each forward (has_fp16_weights=True); load it with "
-                                 "has_fp16_weights=False, which freezes it")
-        scales = p.SCB if p.SCB is not None else m.state.SCB         # where the module's first forward puts them
-        if scales is None:
-            raise MegatrainError(_UNMADE)
-        return {"": p.data, "SCB": scales}
+def _four_coding(p: Any) -> Coding | None:
+    state = p.quant_state
+    if state is None or len(state.shape) != 2 or (state.state2 is not None and state.state2.blocksize != 256):
+        return None
+    strands = ("", "absmax")
+    if state.state2 is not None:
+        strands += "nested_absmax", "nested_quant_map", "nested_offset"
+    return Coding(state.quant_type, torch.Size(state.shape), state.dtype, strands, state.blocksize)
 
-    def whole(self, p: Any, strands: Strands) -> Tensor:
-        out = _bare(p, strands[""])
-        out.CB, out.SCB = strands[""], strands["SCB"]
-        return out
 
-    def put(self, p: Any, m: Any, strands: Strands) -> None:
-        """While it is streamed p has no codes besides its own: the module finds a window's in what that gives it."""
-        p.CB, p.SCB = None if strands[""] is p else strands[""], strands["SCB"]
-        if hasattr(m, "state"):
-            m.state.CB = m.state.SCB = None
+def _four_dense(whole: Any, dtype: torch.dtype) -> Tensor:
+    return importlib.import_module("bitsandbytes.functional").dequantize_4bit(
+        whole.data.as_subclass(Tensor), whole.quant_state)
 
-    def label(self, p: Any, name: str, strand: str) -> str:
-        return f"{name.rpartition('.')[0]}.{strand}".lstrip(".")
 
-    def beside(self, p: Any, name: str) -> Strands:
-        return {f"{name}_format": torch.tensor(0, dtype=torch.uint8)}
+def _four_beside(p: Any, name: str) -> Strands:
+    """What the package packs into a tensor of bytes: shape, type, block size."""
+    return {f"{name}.{k}": v for k, v in p.quant_state.as_dict(packed=True).items() if k.startswith("quant_state.")}
 
-    def reloads(self, p: Any) -> bool:
-        return True
 
-    def coding(self, p: Any) -> Coding | None:
-        return Coding("int8", p.shape, None, ("", "SCB"), rounds=True)
+def _eight_strands(p: Any, m: Any) -> Strands:
+    if p.has_fp16_weights:
+        raise MegatrainError("is quantised anew in each forward (has_fp16_weights=True); load it with "
+                             "has_fp16_weights=False, which freezes it")
+    scales = p.SCB if p.SCB is not None else m.state.SCB         # where the module's first forward puts them
+    if scales is None:
+        raise MegatrainError(_UNMADE)
+    return {"": p.data, "SCB": scales}
 
-    def dense(self, whole: Any, dtype: torch.dtype) -> Tensor:
-        """As MatMul8bitFp makes it."""
-        return whole.CB.as_subclass(Tensor).to(dtype).mul_(whole.SCB.unsqueeze(1).mul(1.0 / 127.0))
+
+def _eight_whole(p: Any, strands: Strands) -> Tensor:
+    out = _bare(p, strands[""])
+    out.CB, out.SCB = strands[""], strands["SCB"]
+    return out
+
+
+def _eight_coding(p: Any) -> Coding | None:
+    return Coding("int8", p.shape, None, ("", "SCB"), rounds=True)
+
+
+def _eight_dense(whole: Any, dtype: torch.dtype) -> Tensor:
+    """As MatMul8bitFp makes it."""
+    return whole.CB.as_subclass(Tensor).to(dtype).mul_(whole.SCB.unsqueeze(1).mul(1.0 / 127.0))
+
+
+def _eight_put(p: Any, m: Any, strands: Strands) -> None:
+    """While it is streamed p has no codes besides its own: the module finds a window's in what that gives it."""
+    p.CB, p.SCB = None if strands[""] is p else strands[""], strands["SCB"]
+    if hasattr(m, "state"):
+        m.state.CB = m.state.SCB = None
+
+
+# ---- torchao: tensors made of tensors, which say which ----
+
+def _made_strands(p: Any, m: nn.Module) -> Strands:
+    if getattr(p, "act_quant_kwargs", None) is not None:
+        raise MegatrainError("has its activations quantised too, which torchao gives no gradient for; weight-only "
+                             "configs stream (Int8WeightOnlyConfig, Float8WeightOnlyConfig)")
+    return {name: getattr(p, name) for name in p.__tensor_flatten__()[0]}
+
+
+def _made_whole(p: Any, strands: Strands) -> Tensor:
+    _, said = p.__tensor_flatten__()
+    out = plain_kind(p).__tensor_unflatten__(strands, said, p.size(), p.stride())
+    out._is_param = True
+    return out
+
+
+def _made_put(p: Any, m: nn.Module, strands: Strands) -> None:
+    for name, strand in strands.items():
+        setattr(p, name, strand)
 
 
 # ---- ours: codes that stand for 16-bit weights, which a window has ----
@@ -500,26 +465,32 @@ def quantization_of(model: nn.Module) -> dict[str, Any] | None:
 _ENDS = {"fp8": ("", "_scale_inv"), "mxfp4": ("_blocks", "_scales"), "nf4": ("", ".absmax")}
 
 
-class _Ours(Format):
-    name, kinds = "block-fp8, MXFP4 and experts in NF4", (("megatrain_torch", "Coded"),)
-    expands, saves = True, False
-
-    def whole(self, p: Any, strands: Strands) -> Tensor:
-        return p.over(*strands.values()).expand_codes()
-
-    def again(self, p: Any, strands: Strands) -> Tensor:
-        return super().whole(p, strands)
-
-    def label(self, p: Any, name: str, strand: str) -> str:
-        return name + _ENDS[p.form][strand == "scales"]
-
-    def reloads(self, p: Any) -> bool:
-        return p.form == "mxfp4" or (p.form == "fp8" and p.dim() == 2)
-
-    def coding(self, p: Any) -> Coding | None:
-        return Coding(p.form, p.shape, p.dtype, ("codes", "scales"), NF4_BLOCK if p.form == "nf4" else 0)
+def _coded_label(p: Any, name: str, strand: str) -> str:
+    return name + _ENDS[p.form][strand == "scales"]
 
 
-_ALL = (_FourBits(), _EightBits(), Format(), _Ours())
+def _coded_coding(p: Any) -> Coding | None:
+    return Coding(p.form, p.shape, p.dtype, ("codes", "scales"), NF4_BLOCK if p.form == "nf4" else 0)
+
+
+_BNB = "bitsandbytes.autograd._functions"
+_ALL = (
+    Format("bitsandbytes 4 bits", (("bitsandbytes", "Params4bit"),), _four_strands, _four_whole, _four_put,
+           lambda p: p.quant_state.shape, lambda p, name, strand: f"{name}.{strand}", _four_beside,
+           (Keeps(_BNB, "MatMul4Bit", "QuantState"),), coding=_four_coding, dense=_four_dense, linear="Linear4bit"),
+    Format("bitsandbytes LLM.int8", (("bitsandbytes", "Int8Params"),), _eight_strands, _eight_whole, _eight_put,
+           lambda p: p.shape, lambda p, name, strand: f"{name.rpartition('.')[0]}.{strand}".lstrip("."),
+           lambda p, name: {f"{name}_format": torch.tensor(0, dtype=torch.uint8)},
+           (Keeps(_BNB, "MatMul8bitLt", "MatmulLtState", (("tensors", (None, None, None)),), ("CB", "SCB")),
+            Keeps(_BNB, "MatMul8bitFp", "MatmulLtState", (("A", None),), ("CB", "SCB"))),
+           coding=_eight_coding, dense=_eight_dense, linear="Linear8bitLt"),
+    Format("torchao 8 bits", (("torchao", "Int8Tensor"), ("torchao", "Float8Tensor")), _made_strands, _made_whole,
+           _made_put, lambda p: p.shape, lambda p, name, strand: f"{name}.{strand}", lambda p, name: {},
+           reloads=lambda p: False, saves=True),
+    Format("block-fp8, MXFP4 and experts in NF4", (("megatrain_torch", "Coded"),), _made_strands,
+           lambda p, strands: p.over(*strands.values()).expand_codes(), _made_put, lambda p: p.shape, _coded_label,
+           lambda p, name: {}, again=_made_whole, expands=True, coding=_coded_coding,
+           reloads=lambda p: p.form == "mxfp4" or (p.form == "fp8" and p.dim() == 2)),
+)
 FORMATS = {kind: format for format in _ALL for kind in format.kinds}
 KNOWN = "; ".join(format.name for format in _ALL)

@@ -144,16 +144,7 @@ def load(model: nn.Module, opt: torch.optim.Optimizer | None, folder: str | Path
     rt.saved_files = again.loaded(source.folder, source.body, {name: p._mt for p, name in found.names.items()},
                                   source.tensors)
     if opt is not None:
-        otherwise = likeness.differences(rt, source.body.get("likeness"))
-        # Each process has the random numbers of the one that it was; of more or fewer only the first goes on.
-        by_rank = training.get("random_by_rank", [training["random"]])
-        rank, size = (0, 1) if rt.ranks is None else (rt.ranks.rank, rt.ranks.size)
-        if len(by_rank) == size:
-            set_random_states(by_rank[rank])
-        else:
-            otherwise.append(f"random numbers of {len(by_rank)} processes there and of {size} here")
-            if rank == 0:
-                set_random_states(training["random"])
+        otherwise = likeness.differences(rt, source.body.get("likeness")) + found.set_random_states()
         if otherwise:
             warnings.warn(f"{source.folder}: training goes on, with other bits than it would have had there: "
                           f"{'; '.join(otherwise)}", stacklevel=3)
@@ -217,6 +208,17 @@ class _Loading:
             opt._skipped = self.body["skipped_steps"]
             opt._keys.update({p: self.saved[name]["key"] for p, name in self.names.items() if p in opt._keys})
         rt.broken = ""
+
+    def set_random_states(self) -> list[str]:
+        """Each process has those of the one that it was; of more or fewer only the first goes on, which is said."""
+        by_rank = self.training.get("random_by_rank", [self.training["random"]])
+        rank, size = (0, 1) if self.rt.ranks is None else (self.rt.ranks.rank, self.rt.ranks.size)
+        if len(by_rank) == size:
+            set_random_states(by_rank[rank])
+            return []
+        if rank == 0:
+            set_random_states(self.training["random"])
+        return [f"random numbers of {len(by_rank)} processes there and of {size} here"]
 
     # ---- is it this model's, and this optimizer's ----
 

@@ -168,8 +168,7 @@ class _Search:
                          for u in self.shape(w.states).units)
             there = fleet.machines * (m.host_bytes - m.host_overhead_bytes) \
                 + fleet.count * (m.vram_bytes - m.vram_overhead_bytes)
-            self.known[key] = (w.nvme is not None or planes <= there) and \
-                any(n >= 0 for n in self.tried(changes | lent).needs[0])
+            self.known[key] = (w.nvme is not None or planes <= there) and self.tried(changes | lent).fits()
         return self.known[key]
 
     def alone(self) -> dict[str, Any]:

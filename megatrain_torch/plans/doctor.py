@@ -423,19 +423,9 @@ MOST_GBPS = 1e4             # of what could not be seen to hold anything up
 LAST_WORDS = 400            # characters of the error by which a process failed
 
 
-class Together(NamedTuple):
-    """What processes measure."""
-
-    nbytes: int             # of a copy, and of a unit's gradients
-    tokens: int             # of the products beside
-    width: int
-    products: int
-    rounds: int             # of each
-    parameters: int         # of an update
-
-
-TOGETHER = {"cuda": Together(448 << 20, 16384, 8192, 12, 20, 100_000_000),
-            "cpu": Together(1 << 20, 128, 256, 4, 3, 100_000)}
+# Bytes of a copy, and of a unit's gradients; tokens, width and number of products beside; rounds of each; parameters of
+# an update.
+TOGETHER = {"cuda": (448 << 20, 16384, 8192, 12, 20, 100_000_000), "cpu": (1 << 20, 128, 256, 4, 3, 100_000)}
 
 
 def measure_links(device: str, gpus: int) -> dict[str, float]:
@@ -475,9 +465,21 @@ def linked(machine: Machine, rates: dict[str, float]) -> Machine:
     return dataclasses.replace(machine, **found, origins=origins)
 
 
+def _communicators(device: torch.device, gpus: int, together: Callable[[], None]) -> int:
+    """Bytes of the device that the first collectives take."""
+    if device.type != "cuda":
+        together()
+        return 0
+    before, x = torch.cuda.mem_get_info(device)[0], torch.zeros(gpus, device=device)
+    together()
+    dist.all_to_all_single(torch.empty_like(x), x)
+    torch.cuda.synchronize(device)
+    return max(before - torch.cuda.mem_get_info(device)[0], 0)
+
+
 def main(device_type: str, gpus: int, folder: Path, rank: int) -> None:
     """One of the processes; the first writes what was found."""
-    cuda, sizes = device_type == "cuda", TOGETHER[device_type]
+    cuda, (nbytes, tokens, width, count, rounds, parameters) = device_type == "cuda", TOGETHER[device_type]
     device = torch.device(device_type, rank) if cuda else torch.device(device_type)
     if cuda:
         torch.cuda.set_device(device)
@@ -496,32 +498,24 @@ def main(device_type: str, gpus: int, folder: Path, rank: int) -> None:
         fn()
         together()
         began = time.perf_counter()
-        for _ in range(sizes.rounds):
+        for _ in range(rounds):
             fn()
         synchronize(device)
-        took = torch.tensor([(time.perf_counter() - began) / sizes.rounds], device=device)
+        took = torch.tensor([(time.perf_counter() - began) / rounds], device=device)
         dist.all_reduce(took, op=dist.ReduceOp.MAX)
         return float(took)
 
-    nccl = 0                                # bytes of the device that the first collectives take
-    if cuda:
-        before, x = torch.cuda.mem_get_info(device)[0], torch.zeros(gpus, device=device)
-        together()
-        dist.all_to_all_single(torch.empty_like(x), x)
-        torch.cuda.synchronize(device)
-        nccl = max(before - torch.cuda.mem_get_info(device)[0], 0)
-    else:
-        together()
-    copies, leaving = Copies(device, sizes.nbytes), sizes.nbytes * (gpus - 1) / gpus
-    whole, both = (sizes.nbytes / seconds(fn) / 1e9 for fn in (copies.up, copies.both))
+    nccl = _communicators(device, gpus, together)
+    copies, leaving = Copies(device, nbytes), nbytes * (gpus - 1) / gpus
+    whole, both = (nbytes / seconds(fn) / 1e9 for fn in (copies.up, copies.both))
     del copies
-    sent, got = (torch.zeros(sizes.nbytes // 4 // gpus * gpus, device=device) for _ in range(2))
+    sent, got = (torch.zeros(nbytes // 4 // gpus * gpus, device=device) for _ in range(2))
     exchange = seconds(lambda: dist.all_to_all_single(got, sent))
     dtype = torch.bfloat16 if cuda else torch.float32
-    x, w = (torch.randn(rows, sizes.width, device=device, dtype=dtype) for rows in (sizes.tokens, sizes.width))
+    x, w = (torch.randn(rows, width, device=device, dtype=dtype) for rows in (tokens, width))
 
     def products() -> None:
-        for _ in range(sizes.products):
+        for _ in range(count):
             x @ w
 
     def beside() -> None:
@@ -531,11 +525,11 @@ def main(device_type: str, gpus: int, folder: Path, rank: int) -> None:
 
     # By how much products take longer beside an exchange, in turn: a card that grows warm slows down.
     lost = statistics.median(seconds(beside) - seconds(products) for _ in range(3))
-    planes, threads = Planes(sizes.parameters, "BF16", "BF16", shared=True), max(1, _core.build_info()["cpus"] // gpus)
+    planes, threads = Planes(parameters, "BF16", "BF16", shared=True), max(1, _core.build_info()["cpus"] // gpus)
     update = seconds(lambda: planes.update(threads))
     if rank == 0:
         (folder / "rates.json").write_text(json.dumps({
-            "communicator_bytes": nccl, "shared_gparams": gpus * sizes.parameters / update / 1e9, "whole_gbps": whole,
+            "communicator_bytes": nccl, "shared_gparams": gpus * parameters / update / 1e9, "whole_gbps": whole,
             "host_gbps": 2 * both * gpus, "exchange_gbps": leaving / exchange / 1e9,
             "lost_gbps": min(leaving / max(lost, 1e-12) / 1e9, MOST_GBPS)}))
     dist.destroy_process_group()

@@ -221,10 +221,30 @@ def plan(model: Any, *, tokens: int, seq: int, machine: Machine | str | None = N
             arguments that would do, each alone, and `ways` those that would together, the fastest first.
     """
     disk, fleet = Disk.parse(nvme, somewhere=True), fleet_of(gpus, machines)
-    each = [*homes.values()] if isinstance(homes, dict) else [homes]
     for name, value, known in (("homes", homes, DISKS), ("activations", activations, DISK)):
         if disk is None and isinstance(value, str) and value in known:
             raise MegatrainError(f"{name}={value!r}: give the directory, nvme='/path'")
+    _check_words(tokens, seq, micro, slots, compute=compute, homes=homes, activations=activations, grads=grads)
+    wishes = Wishes(tokens, seq, compute != "eager", homes, activations, slots, micro,
+                    None if disk is None else disk.room(), grads, states=check_states(states), fleet=fleet,
+                    delivery=check_delivery(fleet, delivery), caches=use_cache)
+    check_homes(fleet, homes.values() if isinstance(homes, dict) else [homes], grads)
+    limits = _limits(machine, vram, host, check_products(products, compute))
+    shape_with = shapes_of(model, dtype=dtype, units=units, layers=layers, products=products, base=base,
+                           adapter=adapter, device=limits.device)
+    if compute == "auto" and products == "bf16":       # as mt.stream has it
+        halves = all(w.itemsize == 2 for w in shape_with(states).windows)
+        wishes = dataclasses.replace(wishes, fused=limits.device == "cuda" and halves)
+    problem, best, shape_with, experts = _best(shape_with, limits, wishes, experts)
+    if best is None:
+        raise refusal(problem, resolve(machine), shape_with)
+    problem, best = _delivered(problem, *best, delivery)
+    return _plan(problem, *best, nvme=disk, disk_room=wishes.nvme or 0, products=products, experts=experts,
+                 assumed=not isinstance(model, nn.Module))
+
+
+def _check_words(tokens: int, seq: int, micro: int | None, slots: int | None, **words: Any) -> None:
+    """Raises MegatrainError where numbers, or words of plan's arguments, are none that it takes."""
     for name, value, least in (("tokens", tokens, 1), ("seq", seq, 1), ("micro", micro, 1), ("slots", slots, 2)):
         if value is not None or name in ("tokens", "seq"):
             check_count(value, name, least)
@@ -233,34 +253,23 @@ def plan(model: Any, *, tokens: int, seq: int, machine: Machine | str | None = N
                              f"nearest: tokens={max(1, round(tokens / seq)) * seq}")
     if micro is not None and (tokens // seq) % micro:
         raise MegatrainError(f"micro={micro}: {tokens // seq} sequences cannot be cut into so many equal micro-batches")
-    for name, value, known in (("compute", compute, ("auto", "fused", "eager")), *(("homes", h, HOMES) for h in each),
-                               ("activations", activations, MODES), ("grads", grads, GRADS)):
-        if value is not None and value not in known:
-            raise MegatrainError(f"{name}={value!r}: use {', '.join(map(repr, known))}")
-    if grads == "none" and micro not in (None, 1):
+    for name, known in (("compute", ("auto", "fused", "eager")), ("homes", HOMES), ("activations", MODES),
+                        ("grads", GRADS)):
+        for value in words[name].values() if isinstance(words[name], dict) else (words[name],):
+            if value is not None and value not in known:
+                raise MegatrainError(f"{name}={value!r}: use {', '.join(map(repr, known))}")
+    if words["grads"] == "none" and micro not in (None, 1):
         raise MegatrainError("grads='none': gradients that are kept nowhere are used at once: one micro-batch")
-    wishes = Wishes(tokens, seq, compute != "eager", homes, activations, slots, micro,
-                    None if disk is None else disk.room(), grads, states=check_states(states), fleet=fleet,
-                    delivery=check_delivery(fleet, delivery), caches=use_cache)
-    check_homes(fleet, each, grads)
-    check_products(products, compute)
-    whole = resolve(machine)
-    if products == "fp8" and not whole.fp8_gain:
-        raise MegatrainError(f"products='fp8': {whole.name} has no products of 8-bit codes; use products='bf16'")
-    here = host_now(whole) if machine is None else whole.host_bytes
-    limits = whole.with_limits(parse_bytes(vram, "vram"),
-                               parse_bytes(host, "host") or without_margin(here, PLANNED_SHARE))
-    shape_with = shapes_of(model, dtype=dtype, units=units, layers=layers, products=products, base=base,
-                           adapter=adapter, device=limits.device)
-    if compute == "auto" and products == "bf16":       # as mt.stream has it
-        halves = all(w.itemsize == 2 for w in shape_with(states).windows)
-        wishes = dataclasses.replace(wishes, fused=limits.device == "cuda" and halves)
-    problem, best, shape_with, experts = _best(shape_with, limits, wishes, experts)
-    if best is None:
-        raise refusal(problem, whole, shape_with)
-    problem, best = _delivered(problem, *best, delivery)
-    return _plan(problem, *best, nvme=disk, disk_room=wishes.nvme or 0, products=products, experts=experts,
-                 assumed=not isinstance(model, nn.Module))
+
+
+def _limits(machine: Machine | str | None, vram: int | str | None, host: int | str | None, products: str) -> Machine:
+    """The machine, with as much memory as a plan may use."""
+    limits = resolve(machine)
+    if products == "fp8" and not limits.fp8_gain:
+        raise MegatrainError(f"products='fp8': {limits.name} has no products of 8-bit codes; use products='bf16'")
+    here = host_now(limits) if machine is None else limits.host_bytes
+    most = parse_bytes(host, "host") or without_margin(here, PLANNED_SHARE)
+    return limits.with_limits(parse_bytes(vram, "vram"), most)
 
 
 WORTH_SHARDS = 1.03         # by so much faster they must be: each window then waits for all ranks

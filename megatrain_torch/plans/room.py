@@ -143,12 +143,9 @@ def check_loading(asked: Asked, limit: int | None, whole: bool, free_on_device: 
     if most_files - open_files < FILES_LEAST:
         raise MegatrainError(f"{open_files} files are open and {most_files} may be: raise `ulimit -n` to "
                              f"{open_files + FILES_LEAST}, or close some")
-    if limit is not None:
-        _check_limit(asked, limit, free_on_device)
-        return
     own = own_bytes(asked.groups)
-    _check(asked, lambda a: loading(a, own), "to take over the weights", free_on_device)
-    if whole:
+    _check(asked, lambda a: loading(a, own), "to take over the weights", free_on_device, limit)
+    if whole and limit is None:
         _check(asked, lambda a: a.host() | {OWN: -sum(own)}, "for a training step", free_on_device)
 
 
@@ -206,10 +203,7 @@ class Room:
     def _check(self, core: _core.Engine, asked: Asked, what: str, *planes: str, together: bool = True) -> None:
         """planes: those that come now; none named: all. together: all processes ask, before any makes its part."""
         with as_one(self.ranks if together else None):
-            if self.limit is not None:
-                _check_limit(asked, self.limit, None)
-            else:
-                _check(asked, lambda a: self._coming(core, a, planes or a.host()), what, None)
+            _check(asked, lambda a: self._coming(core, a, planes or a.host()), what, None, self.limit)
 
     def copies(self, core: _core.Engine) -> None:
         """Asks for copies of states that live on the device; maybe in one process alone, which reads them."""
@@ -313,19 +307,16 @@ class _Form:
 Need = Callable[[Asked], dict[str, int]]    # bytes beyond what is there now, by what they hold
 
 
-def _check(asked: Asked, need: Need, what: str, free_on_device: int | None) -> None:
-    """Refuses what the machine does not have. free_on_device: bytes, where units could be at home there instead."""
-    if (bound := shortage(sum(need(asked).values()))) is not None:
-        raise short(asked, need, bound, what, free_on_device)
-
-
-def _check_limit(asked: Asked, limit: int, free_on_device: int | None) -> None:
-    """Refuses planes that need more than the limit that the user gave."""
-    need = asked.planes()
-    if (over := sum(need.values()) - limit) > 0:
+def _check(asked: Asked, need: Need, what: str, free_on_device: int | None, limit: int | None = None) -> None:
+    """Refuses what the machine does not have; with the user's limit, planes that need more than that. free_on_device:
+    bytes, where units could be at home there instead."""
+    if limit is None:
+        if (bound := shortage(sum(need(asked).values()))) is not None:
+            raise short(asked, need, bound, what, free_on_device)
+    elif (over := sum(asked.planes().values()) - limit) > 0:
         changes = {"host": limit + over} | _changes(asked, lambda a: sum(a.planes().values()) <= limit, over,
                                                     free_on_device)
-        raise _refusal(asked, "host memory", need, limit, "host=", changes)
+        raise _refusal(asked, "host memory", asked.planes(), limit, "host=", changes)
 
 
 def short(asked: Asked, need: Need, bound: Bound, what: str, free_on_device: int | None) -> MegatrainError:

@@ -440,6 +440,10 @@ class Problem:
                                    _coded(choice.modes, MODES), than)
         return None if walked is None else Timing.of(walked, not self.wishes.fleet.alone)
 
+    def fits(self) -> bool:
+        """Does anything that may be chosen?"""
+        return any(n >= 0 for n in self.needs[0])
+
     @functools.cached_property
     def needs(self) -> tuple[array[int], int | None, int | None, Choice]:
         """By row and number of micro-batches the fewest bytes of activations on disk with which it fits, -1: with none;
