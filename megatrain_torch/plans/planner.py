@@ -112,6 +112,7 @@ class Plan:
 
     @property
     def fleet(self) -> Fleet:
+        """GPUs and machines."""
         return Fleet(self.gpus, self.machines)
 
     @property
@@ -221,10 +222,8 @@ def plan(model: Any, *, tokens: int, seq: int, machine: Machine | str | None = N
             arguments that would do, each alone, and `ways` those that would together, the fastest first.
     """
     disk, fleet = Disk.parse(nvme, somewhere=True), fleet_of(gpus, machines)
-    for name, value, known in (("homes", homes, DISKS), ("activations", activations, DISK)):
-        if disk is None and isinstance(value, str) and value in known:
-            raise MegatrainError(f"{name}={value!r}: give the directory, nvme='/path'")
-    _check_words(tokens, seq, micro, slots, compute=compute, homes=homes, activations=activations, grads=grads)
+    _check_words(tokens, seq, micro, slots, disk is None, compute=compute, homes=homes, activations=activations,
+                 grads=grads)
     wishes = Wishes(tokens, seq, compute != "eager", homes, activations, slots, micro,
                     None if disk is None else disk.room(), grads, states=check_states(states), fleet=fleet,
                     delivery=check_delivery(fleet, delivery), caches=use_cache)
@@ -243,8 +242,11 @@ def plan(model: Any, *, tokens: int, seq: int, machine: Machine | str | None = N
                  assumed=not isinstance(model, nn.Module))
 
 
-def _check_words(tokens: int, seq: int, micro: int | None, slots: int | None, **words: Any) -> None:
-    """Raises MegatrainError where numbers, or words of plan's arguments, are none that it takes."""
+def _check_words(tokens: int, seq: int, micro: int | None, slots: int | None, memory: bool, **words: Any) -> None:
+    """Raises MegatrainError where numbers, or words of plan's arguments, are none that it takes. memory: no disk."""
+    for name, known in (("homes", DISKS), ("activations", DISK)):
+        if memory and isinstance(words[name], str) and words[name] in known:
+            raise MegatrainError(f"{name}={words[name]!r}: give the directory, nvme='/path'")
     for name, value, least in (("tokens", tokens, 1), ("seq", seq, 1), ("micro", micro, 1), ("slots", slots, 2)):
         if value is not None or name in ("tokens", "seq"):
             check_count(value, name, least)
