@@ -266,7 +266,16 @@ class AdamW(torch.optim.Optimizer):
     def _step_all(self, limit: float) -> None:
         if not any(self.state.values()):
             self._ask_for_room()              # the gradients have come since
-        streamed, others = self._collect()
+        streamed: dict[Any, dict[int, list[Work]]] = {}      # by runtime and unit
+        others: list[tuple[Tensor, dict[str, Any]]] = []     # with their groups
+        for group in self.param_groups:
+            numbers = _numbers(group)
+            for p in group["params"]:
+                if isinstance(p, StreamedParameter):
+                    if (work := self._work(p, numbers)) is not None:
+                        streamed.setdefault(p._mt.runtime, {}).setdefault(p._mt.unit, []).append(work)
+                elif p.grad is not None:
+                    others.append((p, group))
         for rt, units in streamed.items():
             self._handed.append(self._hand(rt, sorted(units.items()), limit))
         for rt in {h.runtime for h in self._handed}:
@@ -413,22 +422,6 @@ class AdamW(torch.optim.Optimizer):
         return True
 
     # ---- gathering work ----
-
-    def _collect(self) -> tuple[dict[Any, dict[int, list[Work]]], list[tuple[Tensor, dict[str, Any]]]]:
-        """({runtime: {unit: work}}, [(other parameter, group)]) for parameters with a gradient."""
-        streamed: dict[Any, dict[int, list[Work]]] = {}
-        others: list[tuple[Tensor, dict[str, Any]]] = []
-        for group in self.param_groups:
-            numbers = _numbers(group)
-            for p in group["params"]:
-                if not isinstance(p, StreamedParameter):
-                    if p.grad is not None:
-                        others.append((p, group))
-                    continue
-                work = self._work(p, numbers)
-                if work is not None:
-                    streamed.setdefault(p._mt.runtime, {}).setdefault(p._mt.unit, []).append(work)
-        return streamed, others
 
     def _work(self, p: StreamedParameter, numbers: tuple[float, ...], passing: bool = False) -> Work | None:
         """What the engine is asked for. passing: the gradient is on its way, and kept nowhere."""

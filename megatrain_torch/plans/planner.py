@@ -59,7 +59,7 @@ class Plan:
             RAM between their updates), "ram" (weights streamed), "through" (the same, but updated on the device) or
             "disk" (streamed too, but states are in a file), "disk+weights" (weights too, which each fetch reads).
         activations: by window, a mode of modes.py: "replay", "selective+host" ...
-        slots: ring size of the streamed units, see slots.py.
+        slots: ring size: slots of a size that streamed units pass through.
         vram, host: bytes by what they hold, at the peak of a step; vram_bytes, host_bytes: their sums.
         seconds, forward_s: of a step, and of its forwards.
         busy: seconds of work by lane. idle: seconds in which compute stands still, by what it waits for. Both by the
