@@ -181,8 +181,7 @@ def strands_of(name: str, p: nn.Parameter, m: nn.Module, format: Format) -> tupl
 
 
 def dense_bytes(module: nn.Module, experts: int = 0) -> tuple[int, int]:
-    """Of 16-bit weights that stand for codes: bytes that are there at once while a window runs, and those that stay
-    until backward where activations are kept. experts: of a stack, made at a time; 0: all."""
+    """Of 16-bit weights made of codes: bytes at once in a window, and kept until backward. experts: at a time."""
     found = [(2 * format.shape(p).numel(), format) for _, _, p, format in coded(module)]
     one = max([n for n, f in found if not f.expands], default=0)
     parts = 0

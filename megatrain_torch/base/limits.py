@@ -259,8 +259,7 @@ def _number(path: Path) -> int | None:
 # ---- trying --------------------------------------------------------------------------------------
 
 def touch(nbytes: int) -> int:
-    """Bytes of memory that another process could write, of those asked for; it has ended when this returns. That
-    process is the one the kernel ends when there is less, by its OOM score."""
+    """Bytes that another process could write, of those asked for: the one that the kernel ends when memory is out."""
     child = [sys.executable, "-I", "-S", str(Path(__file__).with_name("touch.py")), str(nbytes)]
     done = subprocess.run(child, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, check=False)
     return max((int(line) for line in done.stdout.split() if line.isdigit()), default=0)

@@ -36,8 +36,7 @@ class Found:
 
 
 def find(root: nn.Module, units: list[str | nn.Module] | None = None) -> Found:
-    """Windows of a model. `units` (module names or modules) replaces rules 1 and 2; raises MegatrainError where a name
-    in it is not a module of the model, or two of them nest."""
+    """Windows of a model. `units`, in place of rules 1 and 2, are modules or names that do not nest, or are refused."""
     chosen = _usual(root) if units is None else _asked(root, units)
     head = output_embeddings(root)
     if type(head) is nn.Linear:
@@ -211,8 +210,7 @@ def stack_of(name: str, p: Tensor) -> tuple[str, int]:
 
 
 def cut(params: Params, experts: int, kinds: list[torch.dtype], begins: list[int]) -> list[Cut] | None:
-    """What is left of a unit, and its stacks, so many experts at a time. None: it has no stack of more experts than
-    that. kinds: types in which parameters are streamed. begins: their bytes in plane HI."""
+    """What is left of a unit, and its stacks in cuts of some experts; None: it has no larger stack. begins: in HI."""
     sizes = [p.numel() * kind.itemsize for (_, p), kind in zip(params, kinds)]
     stacks: dict[str, list[int]] = {}
     for i, (name, p) in enumerate(params):

@@ -125,8 +125,7 @@ class Draft:
         self._fd = _lock(self.path)
 
     def publish(self) -> None:
-        """The folder has its name, and is on the disk, when this returns; the one before stays until then. On an
-        OSError `published` says whether names have changed."""
+        """Gives the folder its name, on the disk; on an OSError `published` says whether names have changed."""
         if self.folder.exists():
             _carry_others(self.folder, self.path)
         sync(self.path)

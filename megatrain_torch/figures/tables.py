@@ -32,8 +32,7 @@ def bytes_table(title: str, parts: dict[str, int], most: int, note: str = "") ->
 
 
 def as_html(title: str, rows: Sequence[Sequence[str | list[tuple]]], head: bool = True) -> str:
-    """A table for a notebook. head: the first row is one. A cell is text, or boxes beside each other: (pixels, colour,
-    the word in it, what pointing at it shows)."""
+    """A table for a notebook, of texts and of boxes (pixels, colour, word, tooltip). head: the first row is one."""
     def cell(found: str | list[tuple]) -> str:
         if isinstance(found, str):
             return html.escape(found)

@@ -152,8 +152,7 @@ def moments_of(record: Record) -> tuple[Tensor, Tensor]:
 
 
 def load_moments(record: Record, values: dict[str, Any]) -> None:
-    """From a state_dict of the same format as they are, else by way of fp32; to 8 bits rounded to nearest. Raises
-    MegatrainError where scales are not [groups,2] of this parameter's groups."""
+    """From a state_dict of any format, by way of fp32 where it is another; to 8 bits rounded to nearest."""
     mine = moment_planes(record)
     check_scales(record.name, record.numel, values)
     if next(iter(mine)) in values:

@@ -429,8 +429,7 @@ TOGETHER = {"cuda": (448 << 20, 16384, 8192, 12, 20, 100_000_000), "cpu": (1 << 
 
 
 def measure_links(device: str, gpus: int) -> dict[str, float]:
-    """Rates of several GPUs, or of as many processes that compute on the CPU, by names of Machine's attributes. Raises
-    MegatrainError where a process failed, with what it said last; or time was up."""
+    """Rates of several GPUs, or processes on the CPU, as Machine names them; refuses where one fails or hangs."""
     with tempfile.TemporaryDirectory(prefix="megatrain-links-") as name:
         folder, env = Path(name), os.environ | ({"GLOO_SOCKET_IFNAME": "lo"} if device == "cpu" else {})
         command = [sys.executable, "-m", __name__, device, str(gpus), name]

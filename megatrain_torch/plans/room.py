@@ -48,8 +48,7 @@ OWN = "the module's own, given back"
 # ---- memory of this process ----------------------------------------------------------------------
 
 def shortage(need: int) -> Bound | None:
-    """The limit under which so many bytes more do not fit; None: they fit. Python's collector counts objects, not
-    bytes: a dropped model in a cycle may wait for it for long. So a shortage is one only after a collection."""
+    """The limit under which so many bytes more do not fit, once dropped models are collected; None: they fit."""
     bound = host_limits().short(need)
     if bound is not None and gc.collect():
         give_back()
@@ -90,8 +89,7 @@ def own_bytes(groups: list[Group]) -> list[int]:
 # ---- before mt.stream changes anything -----------------------------------------------------------
 
 def check_device(asked: Asked, free: int | None, limit: int | None) -> list[int]:
-    """The sizes of slots, two of each where more do not fit. free: bytes of the device; None: not known. limit: the
-    user's. Raises MegatrainError where the weights in flight and what is at home there need more."""
+    """Sizes of slots, two of each where more do not fit; refuses what the device, or the user's limit, lacks."""
     most = min((n for n in (free, limit) if n is not None), default=None)
     if most is not None and sum(asked.device().values()) > most:
         asked = dataclasses.replace(asked, ring=2)
@@ -137,8 +135,7 @@ def loads(asked: Asked, limit: int | None) -> bool:
 
 
 def check_loading(asked: Asked, limit: int | None, whole: bool, free_on_device: int | None = None) -> None:
-    """Refuses what host memory does not hold while the weights are taken over, and, `whole`, in a training step: less
-    than that is there, or within the user's limit; or hardly a file can be opened any more."""
+    """Refuses weights that memory lacks while they are taken over, or, `whole`, a step; and too many open files."""
     open_files, most_files = host_limits().files
     if most_files - open_files < FILES_LEAST:
         raise MegatrainError(f"{open_files} files are open and {most_files} may be: raise `ulimit -n` to "
@@ -169,8 +166,7 @@ def loading(asked: Asked, own: list[int]) -> dict[str, int]:
 # ---- before each plane that comes later ----------------------------------------------------------
 
 class Room:
-    """Whether what a streamed model takes later is there: planes are made when they are first needed. Each method
-    raises MegatrainError where there is less; what was allocated is as before then."""
+    """Whether what comes after streaming fits: each method raises MegatrainError, with all as before, where not."""
 
     def __init__(self, asked: Asked, limit: int | None) -> None:
         self.asked = asked                      # what the model was streamed with

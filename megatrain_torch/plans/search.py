@@ -168,8 +168,7 @@ class Problem:
         return sorted(counts, key=lambda k: k * sum(c.forward_s + min(c.backward_s.values()) for c in self.costs(k)))
 
     def _flying(self, at: int) -> int:
-        """Bytes of gradients on the device while a window's backward runs, until they have left. A fused head's lie in
-        the memory of their fp32 sums, which are part of its own window's work."""
+        """Gradients' bytes on the device in a window's backward; a fused head's lie in its fp32 sums' memory."""
         total = 0
         for u, w in self.first.items():
             if w - self.depth <= at <= self.last[u]:

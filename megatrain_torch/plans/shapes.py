@@ -235,8 +235,7 @@ def _in_pieces(w: Window, module: nn.Module, experts: int) -> Window:
 
 
 def _crossing(unit: Unit, covered: bool) -> Unit:
-    """Experts that are fetched a few at a time come for a layer's forward, when that runs again in backward, and for
-    the gradients behind it; a template has both at once, and what is left of the layer may come twice."""
+    """Pieces of experts come for a forward, its repetition, and gradients; a template has the last two at once."""
     if not unit.fetched:
         return unit
     return dataclasses.replace(unit, again=unit.fetched[0] if covered else sum(unit.fetched[1:]) // 2)

@@ -94,8 +94,7 @@ def current(record: Record) -> Tensor | None:
 
 
 def show(record: Record) -> Tensor:
-    """A late gradient becomes a shown one. Of one that an update has used in backward already, a copy is shown: so
-    step() can tell whether it was changed too late."""
+    """A late gradient becomes a shown one; of one used in backward a copy, so that step() sees a late change."""
     grad = peek(record)
     observer = record.runtime.handover.observer
     if observer is not None and observer.has_used(record):

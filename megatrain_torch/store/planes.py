@@ -127,8 +127,7 @@ class Planes:
             record.version = record.host._version
 
     def keep_write(self, record: Record, value: Tensor) -> None:
-        """A forward or a backward changed its copy of the weights in place (nn.Embedding's max_norm, a clamp in a
-        hook): they are what it has now. Several processes, each of which would have others, refuse."""
+        """Code changed its copy of the weights in place (max_norm, a clamp): the weights are that, unless several."""
         with torch.no_grad():
             value = value.detach().cpu()
             if torch.equal(record.param, value):     # cuDNN's layers put theirs one behind the other

@@ -77,8 +77,7 @@ class Record:
         return self.over(self.memory(plane), plane)
 
     def memory(self, plane: str, shared: bool = False) -> Any:
-        """The parameter's bytes in a plane: NumPy's, which live as long as anything made from them. Where several
-        processes stream the model, what is written there is this one's until it is spread; shared: everybody's."""
+        """NumPy's bytes in a plane, alive as long as views. shared: all processes', else this one's until spread."""
         return self.runtime.core.plane(self.unit, self.index, _core.PLANES[plane], shared)
 
     def over(self, memory: Any, plane: str) -> Tensor:

@@ -169,8 +169,7 @@ _HEAD = re.compile(r"^([0-9a-f]+)-([0-9a-f]+) \S+ ([0-9a-f]+) (\S+) (\d+) +(/.*)
 
 
 def _mappings(smaps: str) -> list[tuple[int, int, int, str]]:
-    """(begin, end, offset, path) of mappings that have what is in the file: no page was written to, and the name is
-    still that file's. Of what the kernel does not say, the worst is believed."""
+    """(begin, end, offset, path) of mappings to which no page was written, and whose file has its name still."""
     found = []
     for part in re.split(r"\n(?=[0-9a-f]+-[0-9a-f]+ )", smaps):
         head, *lines = part.splitlines()
@@ -187,8 +186,7 @@ def _mappings(smaps: str) -> list[tuple[int, int, int, str]]:
 
 
 class Mapped:
-    """The files that are mapped now, with what is to be read from them. The kernel goes through all pages of a process
-    to say what was written to, so it is asked only where a tensor lies in a file's mapping."""
+    """Files mapped now, and what is to be read of them. The kernel is asked for pages only where a tensor lies."""
 
     def __init__(self) -> None:
         lines = [line.split(maxsplit=5) for line in self._of_process("maps").splitlines() if "/" in line]
