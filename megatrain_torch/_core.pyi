@@ -14,6 +14,10 @@ class MegatrainError(RuntimeError): ...
 DTYPES: dict[str, int]          # {"F32": 0, "BF16": 1, ...}
 PLANES: dict[str, int]          # {"HI": 0, "GRAD": 1, ...}
 STATES: dict[str, int]          # {"fp32": 0, "8bit": 1, ...}
+LOW_BYTES: dict[str, int]       # by format of states, of a bf16 parameter beside its weight
+GROUP: int                      # elements that share the scales of 8-bit moments
+BLOCK_BYTES: int                # of a file, that have a sum
+LENT: int                       # buffers of a size for gradients that are kept nowhere
 LANES: dict[str, int]           # {"compute": 0, "h2d": 1, ...}: csrc/core/timeline.h
 WORKS: dict[str, int]           # {"step": 0, "forward": 1, ...}
 __version__: str

@@ -5,7 +5,8 @@ the readable definition, CUDA kernels agree with them within stated ulps (docs/n
 
 Letters: `B` batch, `S` sequence, `T = B*S` tokens, `H` hidden, `I` intermediate, `V` vocabulary, `D` head size,
 `h` heads. Types: fp32, bf16 or fp16 (`x`); arithmetic is fp32 inside, rounded once on the way out, unless
-stated. `strided`: any strides but the last dimension's, which is 1.
+stated. `strided`: any strides but the last dimension's, which is 1. Each raises RuntimeError, which names the argument,
+where shapes, types, strides or numbers do not go together.
 """
 from __future__ import annotations
 
@@ -40,9 +41,6 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, style: int = ROUND_FIRST,
 
     Returns:
         y [..., n] dense; s (x itself without add); rstd [...] fp32 = 1/sqrt(mean(s^2) + eps).
-
-    Raises:
-        RuntimeError: shapes or types that do not go together, eps < 0.
 
     Source: Zhang & Sennrich 2019, eq. 4.
     """
@@ -114,9 +112,6 @@ def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, out_q: Tensor, out_k: T
         out_q, out_k, out_v: as q, k, v, strided; may be the inputs themselves (in place).
         interleaved: pairs are (2i, 2i+1) instead of (i, i + R/2).
         inverse: the transposed rotation: what backward needs.
-
-    Raises:
-        RuntimeError: shapes or types that do not go together, an output over its input with other strides.
 
     Source: Su et al. 2021, eq. 34.
     """
@@ -209,9 +204,6 @@ def gemm_(c: Tensor, a: Tensor, b: Tensor, *, alpha: float = 1.0, beta: float = 
             16-bit and beta not 0: on CUDA the product is rounded before c is added, so sum up in fp32.
         a: [M, K]; b: [K, N]: both fp32, both bf16 or both fp16, by rows or by columns (`x.t()`), with any leading
             dimension (some columns of a wider matrix).
-
-    Raises:
-        RuntimeError: Shapes or types that do not fit, strides of neither order; the message names the argument.
     """
     if a.shape[-1] == 0:
         c.mul_(beta) if beta else c.zero_()
@@ -295,9 +287,6 @@ def fp8_rms_norm(x: Tensor, weight: Tensor, eps: float, style: int = ROUND_FIRST
 
     Returns:
         (codes [T, n] with a scale for each row, rstd [T] fp32).
-
-    Raises:
-        RuntimeError: Shapes or types that do not go together.
     """
     made, rstd = _codes(x, *x.shape), _of_rows(x)
     _ops.fp8_rms_norm(x, weight, *made, rstd, eps, style)
@@ -312,9 +301,6 @@ def fp8_glu(gate: Tensor, up: Tensor, act: int = SILU) -> Codes:
 
     Returns:
         Codes [T, I] with a scale for each row.
-
-    Raises:
-        RuntimeError: Shapes, types or strides that are none of these.
 
     Source: csrc/ops/fp8_glu.h.
     """
@@ -331,9 +317,6 @@ def fp8_glu_backward(dh: Tensor, gate: Tensor, up: Tensor, act: int = SILU) -> t
 
     Returns:
         fp8_cast and fp8_cast_t of dgate | dup [T, 2 I]; fp8_cast_t and fp8_row_scales of h.
-
-    Raises:
-        RuntimeError: as fp8_glu.
     """
     (rows, n), d = gate.shape, 2 * gate.shape[1]
     made = _codes(gate, rows, d), _codes(gate, d, _sixteens(rows)), _codes(gate, n, _sixteens(rows))
@@ -364,9 +347,6 @@ def fp8_gemm_(c: Tensor, a: Codes, b: Codes, *, bias: Tensor | None = None, base
         c: [M, N] fp32 or bf16; rows dense. a: [M, K]; b: [N, K]. bias: [N], base: [M, N], c's type; base may be c.
             On CUDA K and N are multiples of 16, and rows of c and base of 16 bytes.
         fast: CUDA: the tensor cores' own sums, of some 14 bits; else those of short stretches are added in fp32.
-
-    Raises:
-        RuntimeError: Shapes or types that do not fit, or cublasLt has no such product; the message names it.
     """
     _ops.fp8_gemm_(c, *a, *b, bias, base, alpha, fast)
 
@@ -382,9 +362,6 @@ def expand_codes_(out: Tensor, form: str, codes: Tensor, scales: Tensor, wide: T
         out: the weight's shape, dense; fp32, bf16 or fp16. form: one of CODES. codes, scales: as csrc/ops/expand.h has
             them for each. wide, table, offset: of scales that are codes themselves. group: "nf4" and "fp4": elements
             that share a scale, a power of two.
-
-    Raises:
-        RuntimeError: Shapes or types that do not go together.
     """
     _ops.expand_codes(codes, scales, wide, table, offset, CODES.index(form), group, out)
 
@@ -398,9 +375,6 @@ def nf4_codes(w: Tensor, group: int = 64) -> tuple[Tensor, Tensor]:
 
     Returns:
         (codes, two in a byte, the first in the high bits; scales [groups] fp32).
-
-    Raises:
-        RuntimeError: a group of another size; a type, or a device, that is none of these.
     """
     codes = torch.empty((w.numel() + 1) // 2, dtype=torch.uint8, device=w.device)
     scales = torch.empty(-(-w.numel() // max(group, 1)), dtype=torch.float32, device=w.device)

@@ -471,19 +471,19 @@ def load_fails_on_one(rank: int, group: Any, folder: str) -> str:
     from megatrain_torch.checkpoint import restore
     model = mt.stream(Choosy(), "cpu", group=group, plan=plan)
     mt.save(model, None, folder)
-    own, begun = restore._load_unit, time.monotonic()
+    own, begun = restore._Loading.unit, time.monotonic()
 
-    def breaks(rt: Any, records: Any, *rest: Any) -> None:
+    def breaks(self: Any, records: Any) -> None:
         if rank == 1 and records[0].unit == 2:
             raise OSError("a disk is gone")
-        own(rt, records, *rest)
+        own(self, records)
 
-    restore._load_unit = breaks
+    restore._Loading.unit = breaks
     try:
         mt.load(model, None, folder)
         said = "it was not refused"
     except (mt.MegatrainError, OSError) as error:
         said = str(error)
     finally:
-        restore._load_unit = own
+        restore._Loading.unit = own
     return "" if "a disk is gone" in said and time.monotonic() - begun < 10 else f"{said} {time.monotonic() - begun}"

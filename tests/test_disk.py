@@ -463,8 +463,3 @@ def test_a_disk_is_measured_and_nothing_is_left(tmp_path: Path) -> None:
     rates = _core.disk_measure(str(tmp_path), 1 << 20, each=1 << 16, depth=4, threads=2)
     assert min(rates[way] for way in ("fresh", "write", "read", "both")) > 0 and rates["direct"] in (True, False)
     assert os.listdir(tmp_path) == []
-
-
-def test_years_of_a_drive() -> None:
-    """One drive write a day of 1 TB for five years is 1,826 TB: so much is written in five years at 1 TB a day."""
-    assert disk.years(1e12, 24 * 3600, 5 * 365.25) == pytest.approx(5.0)

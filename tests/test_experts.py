@@ -18,7 +18,6 @@ transformers = pytest.importorskip("transformers")
 
 import megatrain_torch as mt  # noqa: E402
 from megatrain_torch import ops  # noqa: E402
-from megatrain_torch.base import slots  # noqa: E402
 from megatrain_torch.base.codes import Coded, nf4_strands  # noqa: E402
 from megatrain_torch.base.units import cut, usual_experts  # noqa: E402
 from megatrain_torch.graph.stacks import Stack  # noqa: E402
@@ -172,8 +171,7 @@ def test_templates_over_a_few_experts_at_a_time_give_their_own_bits(arch: str, c
 
 
 @parity.LONG
-def test_a_template_has_experts_cross_twice_and_the_modules_own_code_three_times(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(slots, "SMALL_CLASS_BYTES", 0)       # so that experts do not stay
+def test_a_template_has_experts_cross_twice_and_the_modules_own_code_three_times() -> None:
     crossed = {}
     for compute in ("fused", "eager"):
         model = streamed(model_of("mixtral", "grouped_mm"), compute, activations="replay", experts=1, slots=4)

@@ -34,14 +34,12 @@ import megatrain_torch as mt
 import megatrain_torch.plans.changes as changes_module
 import megatrain_torch.plans.machine as machine_module
 from megatrain_torch import _core, cli
-from megatrain_torch._core import Engine
-from megatrain_torch.base.slots import plan_slots
+from megatrain_torch._core import Engine, plan_slots
 from megatrain_torch.model.stream import runtime_of
 from megatrain_torch.plans import doctor, search
 from megatrain_torch.plans.cost import cost_of
 from megatrain_torch.plans.fleet import Fleet
 from megatrain_torch.plans.machine import MACHINES, Machine, resolve
-from megatrain_torch.plans.planner import vram_table
 from megatrain_torch.plans.search import Choice, Problem, Row, Wishes
 from megatrain_torch.plans.shapes import Shape, shapes_of
 from megatrain_torch.store.disk import MEMORY_BYTES
@@ -274,7 +272,7 @@ def test_a_plan_stays_within_its_limits_by_its_own_count(vram: int, host: int, a
     if found is None:
         return
     p, choice, _ = found
-    assert sum(vram_table(p, choice).values()) <= vram
+    assert sum(p.device_bytes(choice).values()) <= vram
     assert sum(p.host_bytes(choice.homes, choice.micro, choice.modes).values()) <= host
 
 
@@ -578,7 +576,7 @@ def test_states_that_arrive_count_beside_what_is_alive_while_they_are_there() ->
     full, bare = len(made.peaks) - 1, 0
     assert made.most(full, states) == made.peaks[full] > made.early[full] + states
     assert made.most(bare, 10**12) == made.early[bare] + 10**12
-    table = vram_table(p, Choice(1, homes, 3, made.modes(full)))
+    table = p.device_bytes(Choice(1, homes, 3, made.modes(full)))
     assert table["states that arrive, beyond the peak"] == 0 and table["at home: weights"] > 0
     assert "at home: moments" not in table
 

@@ -1,7 +1,9 @@
 /* module.c — megatrain_torch._core: the exception, the constants, the type Engine. */
 #include "bind.h"
 
+#include "../core/blocks.h"
 #include "../core/relay.h"
+#include "../core/store.h"
 
 static const char *dtype_name(int i) { return mt_dtype_name((mt_dtype)i); }
 static const char *plane_name(int i) { return mt_plane_name((mt_plane)i); }
@@ -9,16 +11,20 @@ static const char *states_name(int i) { return mt_states_name((mt_states)i); }
 static const char *lane_name(int i)  { return mt_lane_name((mt_lane)i); }
 static const char *work_name(int i)  { return mt_work_name((mt_work)i); }
 
-/* module.NAMES = {name: number} of one enumeration. */
-static int add_names(PyObject *module, const char *names, int count, const char *(*name)(int))
+static int number(int i)    { return i; }
+static int low_bytes(int i) { return (int)mt_states_low_bytes((mt_states)i); }
+
+/* module.NAMES = {name: value} of one enumeration. */
+static int add_names(PyObject *module, const char *names, int count, const char *(*name)(int),
+                     int (*value)(int))
 {
-    PyObject *dict = PyDict_New(), *number;
+    PyObject *dict = PyDict_New(), *found;
     int       bad = dict == NULL;
 
     for (int i = 0; !bad && i < count; i++) {
-        number = PyLong_FromLong(i);
-        bad = number == NULL || PyDict_SetItemString(dict, name(i), number) < 0;
-        Py_XDECREF(number);
+        found = PyLong_FromLong(value(i));
+        bad = found == NULL || PyDict_SetItemString(dict, name(i), found) < 0;
+        Py_XDECREF(found);
     }
     bad = bad || PyModule_AddObjectRef(module, names, dict) < 0;
     Py_XDECREF(dict);
@@ -27,13 +33,16 @@ static int add_names(PyObject *module, const char *names, int count, const char 
 
 static int add_constants(PyObject *module)
 {
-    if (add_names(module, "DTYPES", MT_DTYPE_COUNT, dtype_name) < 0 ||
-        add_names(module, "PLANES", MT_PLANE_COUNT, plane_name) < 0 ||
-        add_names(module, "STATES", MT_STATES_COUNT, states_name) < 0 ||
-        add_names(module, "LANES", MT_LANE_COUNT, lane_name) < 0 ||
-        add_names(module, "WORKS", MT_WORK_COUNT, work_name) < 0)
-        return -1;
-    if (PyModule_AddIntConstant(module, "PARCEL_BYTES", (long)sizeof(mt_parcel)) < 0)
+    if (add_names(module, "DTYPES", MT_DTYPE_COUNT, dtype_name, number) < 0 ||
+        add_names(module, "PLANES", MT_PLANE_COUNT, plane_name, number) < 0 ||
+        add_names(module, "STATES", MT_STATES_COUNT, states_name, number) < 0 ||
+        add_names(module, "LANES", MT_LANE_COUNT, lane_name, number) < 0 ||
+        add_names(module, "WORKS", MT_WORK_COUNT, work_name, number) < 0 ||
+        add_names(module, "LOW_BYTES", MT_STATES_COUNT, states_name, low_bytes) < 0 ||
+        PyModule_AddIntConstant(module, "PARCEL_BYTES", (long)sizeof(mt_parcel)) < 0 ||
+        PyModule_AddIntConstant(module, "GROUP", MT_STATES_GROUP) < 0 ||
+        PyModule_AddIntConstant(module, "BLOCK_BYTES", (long)MT_BLOCK_BYTES) < 0 ||
+        PyModule_AddIntConstant(module, "LENT", MT_STORE_LENT) < 0)
         return -1;
     return PyModule_AddStringConstant(module, "__version__", MT_VERSION);
 }

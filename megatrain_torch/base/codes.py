@@ -41,73 +41,47 @@ _ATEN = torch.ops.aten
 
 @dataclass(frozen=True)
 class Keeps:
-    """An autograd Function that keeps tensors where no hook of saved tensors sees them.
+    """An autograd Function that keeps tensors where no hook of saved tensors sees them."""
 
-    Attributes:
-        module, name: where it is. holder: the class, there or in its `functional`, of what it is given, and keeps, with
-            tensors as attributes.
-        unused: attributes of ctx that its backward needs for the weight's gradient alone, and what stands for them.
-        lent: attributes that the holder, which a module has, took from the weight.
-    """
-
-    module: str
+    module: str                         # where it is
     name: str
-    holder: str
-    unused: tuple[tuple[str, Any], ...] = ()
-    lent: tuple[str, ...] = ()
+    holder: str         # the class, there or in its `functional`, of what it is given and keeps, tensors its attributes
+    unused: tuple[tuple[str, Any], ...] = ()    # attributes of ctx for the weight's gradient alone: what to put there
+    lent: tuple[str, ...] = ()          # attributes that the holder, which a module has, took from the weight
 
 
 @dataclass(frozen=True)
 class Coding:
-    """How codes are made the weight that they stand for: ops.expand_codes_'s words.
+    """How codes are made the weight that they stand for: ops.expand_codes_'s words."""
 
-    Attributes:
-        form: of ops.CODES. shape: of the weight. dtype: of its values; None: that of what it is multiplied with.
-        strands: their names, in the order of the op's arguments. group: the op's.
-        rounds: the package rounds what it multiplies codes with to codes too, on a GPU.
-    """
-
-    form: str
-    shape: torch.Size
-    dtype: torch.dtype | None
-    strands: tuple[str, ...]
-    group: int = 0
-    rounds: bool = False
+    form: str                           # of ops.CODES
+    shape: torch.Size                   # of the weight
+    dtype: torch.dtype | None           # of its values; None: that of what it is multiplied with
+    strands: tuple[str, ...]            # their names, in the order of the op's arguments
+    group: int = 0                      # the op's
+    rounds: bool = False                # the package rounds what it multiplies codes with to codes too, on a GPU
 
 
 @dataclass(frozen=True)
 class Format:
-    """
-    Attributes:
-        name: for people. kinds: (package, class) of its parameters.
-        strands: of a parameter of a module. whole: of a parameter, over other strands of these forms. put: the
-            parameter, and its module, have these from now on. shape: of the weight that the codes stand for.
-        label: of a strand in a state_dict, by the parameter, its name and the strand's: the package's own.
-        beside: what a checkpoint has of a parameter besides, of the same names.
-        reloads: from_pretrained finds it by these names.
-        again: the parameter over other strands, where that is not what `whole` gives. expands: `whole` is a 16-bit
-            weight in memory of its own. saves: its package's products make one, and save it for backward.
-        coding: how our own op makes the weight; None: it cannot. dense: the weight as the package makes it, of what
-            `whole` gives and in a type. linear: the package's class of a module that multiplies with such weights,
-            where that is another than torch's.
-    """
+    """A package's codes, as functions of a parameter of theirs."""
 
-    name: str
-    kinds: tuple[tuple[str, str], ...]
-    strands: Callable[[nn.Parameter, nn.Module], Strands]
-    whole: Callable[[nn.Parameter, Strands], Tensor]
-    put: Callable[[nn.Parameter, nn.Module, Strands], None]
-    shape: Callable[[nn.Parameter], torch.Size]
-    label: Callable[[nn.Parameter, str, str], str]
-    beside: Callable[[nn.Parameter, str], Strands]
+    name: str                                               # for people
+    kinds: tuple[tuple[str, str], ...]                      # (package, class) of its parameters
+    strands: Callable[[nn.Parameter, nn.Module], Strands]   # of a parameter of a module
+    whole: Callable[[nn.Parameter, Strands], Tensor]        # over other strands of these forms
+    put: Callable[[nn.Parameter, nn.Module, Strands], None]     # parameter and module have these from now on
+    shape: Callable[[nn.Parameter], torch.Size]             # of the weight that the codes stand for
+    label: Callable[[nn.Parameter, str, str], str]          # of parameter, its name, strand: that in a state_dict
+    beside: Callable[[nn.Parameter, str], Strands]          # what a checkpoint has of a parameter besides
     keeps: tuple[Keeps, ...] = ()
-    reloads: Callable[[nn.Parameter], bool] = lambda p: True
-    again: Callable[[nn.Parameter, Strands], Tensor] | None = None
-    expands: bool = False
-    saves: bool = False
-    coding: Callable[[Any], Coding | None] = lambda p: None
-    dense: Callable[[Any, torch.dtype], Tensor] = lambda whole, dtype: whole
-    linear: str = ""
+    reloads: Callable[[nn.Parameter], bool] = lambda p: True        # from_pretrained finds it by these names
+    again: Callable[[nn.Parameter, Strands], Tensor] | None = None      # the parameter, where `whole` gives another
+    expands: bool = False                                   # `whole` is a 16-bit weight in memory of its own
+    saves: bool = False                                     # its package's products make one, and save it for backward
+    coding: Callable[[Any], Coding | None] = lambda p: None     # how our own op makes the weight; None: it cannot
+    dense: Callable[[Any, torch.dtype], Tensor] = lambda whole, dtype: whole    # as the package makes it, in a type
+    linear: str = ""                    # the package's class of a module that multiplies, where it is not torch's
 
 
 def plain_kind(p: Tensor) -> type:
@@ -135,15 +109,10 @@ def coded(module: nn.Module) -> Iterator[tuple[str, nn.Module, nn.Parameter, For
 
 
 class Strand(nn.Parameter):
-    """A tensor that a weight of codes is made of, beside what lies in the parameter's own memory.
+    """A tensor that a weight of codes is made of, beside what lies in the parameter's own memory."""
 
-    Attributes:
-        of: (the parameter, its module, the strand's name in its format), until it is streamed.
-        stands: the parameter's name, and for how many numbers, where 16-bit weights are made of it; else "".
-    """
-
-    of: tuple[nn.Parameter, nn.Module, str]
-    stands: tuple[str, int] = ("", 0)
+    of: tuple[nn.Parameter, nn.Module, str]     # the parameter, its module, the strand's name; until it is streamed
+    stands: tuple[str, int] = ("", 0)   # name, and for how many numbers, where 16-bit weights are made of it
 
 
 class Stands:
@@ -170,8 +139,7 @@ def owner_of(p: nn.Parameter) -> nn.Parameter:
 
 
 def multiplies(module: nn.Module, dtype: torch.dtype) -> str:
-    """Why the product of a module with weights of codes is not a plain nn.Linear's with the weights that they stand
-    for, in this type; "": it is."""
+    """Why a module with weights of codes does not multiply as a plain nn.Linear would; "": it does."""
     kind, format = type(module), format_of(dict.get(module._parameters, "weight"))
     if format is None:
         return "" if kind is nn.Linear else f"it is a {kind.__name__}, not a plain nn.Linear"
@@ -195,11 +163,8 @@ Named = list[tuple[str, nn.Parameter]]
 
 
 def strands_of(name: str, p: nn.Parameter, m: nn.Module, format: Format) -> tuple[Named, Named]:
-    """What lies in a parameter's own memory, and the rest, each under its name in a state_dict.
-
-    Raises:
-        MegatrainError: it is not as its package leaves it for training; the message says what to do.
-    """
+    """What lies in a parameter's own memory, and the rest, each under its name in a state_dict. Raises MegatrainError,
+    with what to do, where it is not as its package leaves it for training."""
     try:
         strands = format.strands(p, m)
     except MegatrainError as why:
@@ -216,8 +181,7 @@ def strands_of(name: str, p: nn.Parameter, m: nn.Module, format: Format) -> tupl
 
 
 def dense_bytes(module: nn.Module, experts: int = 0) -> tuple[int, int]:
-    """Of 16-bit weights that stand for codes: bytes that are there at once while a window runs, and those that stay
-    until backward where activations are kept. experts: of a stack, made at a time; 0: all."""
+    """Of 16-bit weights made of codes: bytes at once in a window, and kept until backward. experts: at a time."""
     found = [(2 * format.shape(p).numel(), format) for _, _, p, format in coded(module)]
     one = max([n for n, f in found if not f.expands], default=0)
     parts = 0
@@ -230,11 +194,13 @@ def dense_bytes(module: nn.Module, experts: int = 0) -> tuple[int, int]:
 
 # ---- bitsandbytes: Params4bit, a tensor of two codes a byte with its QuantState; Int8Params with scales SCB ----
 
+_UNMADE = "is not quantised yet: bitsandbytes does that when it is moved to a device; model.to('cpu') is enough"
+
+
 def _four_strands(p: Any, m: nn.Module) -> Strands:
     state = p.quant_state
     if state is None:
-        raise MegatrainError("is not quantised yet: bitsandbytes does that when it is moved to a device; "
-                             "model.to('cpu') is enough")
+        raise MegatrainError(_UNMADE)
     if getattr(state, "packing_format_for_cpu", False):
         raise MegatrainError("was packed by bitsandbytes for inference on this CPU, when it ran in eval mode without "
                              "gradients: load it anew, and stream it first")
@@ -302,8 +268,7 @@ def _eight_strands(p: Any, m: Any) -> Strands:
                              "has_fp16_weights=False, which freezes it")
     scales = p.SCB if p.SCB is not None else m.state.SCB         # where the module's first forward puts them
     if scales is None:
-        raise MegatrainError("is not quantised yet: bitsandbytes does that when it is moved to a device; "
-                             "model.to('cpu') is enough")
+        raise MegatrainError(_UNMADE)
     return {"": p.data, "SCB": scales}
 
 
@@ -402,15 +367,11 @@ def _shape(codes: Tensor, form: str) -> torch.Size:
 class Coded(Tensor):
     """[shape], dtype: of the weight that it stands for; frozen. Whatever is done with one is done with that weight,
     made for the operation; but for copies, and for `stack` and `cat`, by which experts' weights come together. A
-    streamed one is expanded once for each window.
-
-    Attributes:
-        codes, scales: its strands. form: "fp8", "mxfp4" or "nf4".
-    """
+    streamed one is expanded once for each window."""
 
     codes: Tensor
     scales: Tensor
-    form: str
+    form: str               # "fp8", "mxfp4" or "nf4"
 
     @staticmethod
     def __new__(cls, codes: Tensor, scales: Tensor, form: str, dtype: torch.dtype) -> Coded:
@@ -465,8 +426,7 @@ def _joined(func: Any, tensors: list[Any], dim: int = 0) -> Coded | None:
 
 
 def to_fp8(w: Tensor) -> Coded | None:
-    """[N, K] in blocks of 128 by 128, each scaled to its largest; None: it does not fall into such. Source: Fp8Quantize
-    of transformers."""
+    """[N, K] in scaled blocks of 128 by 128, as transformers' Fp8Quantize; None: it does not fall into such."""
     rows, columns = w.shape
     if rows % FP8_BLOCK or columns % FP8_BLOCK:
         return None
@@ -526,8 +486,6 @@ _ALL = (
     Format("torchao 8 bits", (("torchao", "Int8Tensor"), ("torchao", "Float8Tensor")), _made_strands, _made_whole,
            _made_put, lambda p: p.shape, lambda p, name, strand: f"{name}.{strand}", lambda p, name: {},
            reloads=lambda p: False, saves=True),
-)
-_ALL += (
     Format("block-fp8, MXFP4 and experts in NF4", (("megatrain_torch", "Coded"),), _made_strands,
            lambda p, strands: p.over(*strands.values()).expand_codes(), _made_put, lambda p: p.shape, _coded_label,
            lambda p, name: {}, again=_made_whole, expands=True, coding=_coded_coding,

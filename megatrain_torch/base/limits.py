@@ -42,14 +42,6 @@ def parse_bytes(value: int | float | str | None, what: str) -> int | None:
     return found
 
 
-def is_size(word: str) -> bool:
-    """Would parse_bytes take it?"""
-    try:
-        return parse_bytes(word, "") is not None
-    except MegatrainError:
-        return False
-
-
 def show_bytes(n: float) -> str:
     """Bytes as people read them: "24.0 GiB"."""
     for unit in ("B", "KiB", "MiB", "GiB"):
@@ -80,48 +72,29 @@ _GVISOR = ("4.4.0", "Jan 10 15:06:54 PST 2016")
 
 @dataclass(frozen=True)
 class Bound:
-    """One limit of host memory.
+    """One limit of host memory."""
 
-    Attributes:
-        what: who sets it. remedy: how to raise it.
-        limit: bytes in all. free: what may still be taken under it.
-        sure: False: the machine may give more than it says.
-    """
-
-    what: str
-    limit: int
-    free: int
-    remedy: str
-    sure: bool = True
+    what: str                   # who sets it
+    limit: int                  # bytes in all
+    free: int                   # what may still be taken under it
+    remedy: str                 # how to raise it
+    sure: bool = True           # False: the machine may give more than it says
 
 
 @dataclass(frozen=True)
 class HostLimits:
-    """What was found of a process's limits on host memory, files and pinning.
+    """What was found of a process's limits on host memory, files and pinning."""
 
-    Attributes:
-        bounds: limits of memory, each by itself.
-        grows: why MemTotal may be less than the machine has; "": it is what there is. certain: it surely is less;
-            else a touch decides, and plans do not count on it.
-        together: a process that runs out of its cgroup's memory takes all of the cgroup with it.
-        swap: free bytes of it; never counted, since a training step touches all of its memory.
-        memlock: RLIMIT_MEMLOCK; None: no limit. CUDA's own locking is not counted under it.
-        wsl: under WSL2 the driver locks part of the memory only, how much is known when it refuses.
-        files: descriptors open, and how many may be.
-        nodes: of memory with processors (NUMA).
-        tried: bytes of the last touch: asked for, reached.
-    """
-
-    bounds: tuple[Bound, ...]
-    grows: str = ""
-    certain: bool = False
-    together: bool = False
-    swap: int = 0
-    memlock: int | None = None
-    wsl: bool = False
-    files: tuple[int, int] = (0, 1024)
-    nodes: int = 1
-    tried: list[int] = field(default_factory=list, compare=False)
+    bounds: tuple[Bound, ...]           # limits of memory, each by itself
+    grows: str = ""                     # why MemTotal may be less than the machine has; "": it is what there is
+    certain: bool = False               # it surely is less; else a touch decides, and plans do not count on it
+    together: bool = False              # a process that runs out of its cgroup's memory takes all of the cgroup with it
+    swap: int = 0                       # free bytes of it; never counted, since a step touches all of its memory
+    memlock: int | None = None          # RLIMIT_MEMLOCK, under which CUDA's own locking does not count; None: no limit
+    wsl: bool = False                   # the driver locks part of the memory only: how much is known when it refuses
+    files: tuple[int, int] = (0, 1024)  # descriptors open, and how many may be
+    nodes: int = 1                      # of memory with processors (NUMA)
+    tried: list[int] = field(default_factory=list, compare=False)       # bytes of the last touch: asked for, reached
 
     def tightest(self, touched: bool = False) -> Bound:
         """The bound with least left. touched: of those that hold although the machine grows."""
@@ -141,10 +114,8 @@ class HostLimits:
         return min(b.free for b in held) + resident_bytes()
 
     def short(self, need: int) -> Bound | None:
-        """The bound under which `need` more bytes do not fit, with what they take besides; None: they fit.
-
-        On a machine that grows they are tried, where a limit says how far that is safe.
-        """
+        """The bound under which `need` more bytes do not fit, with what they take besides; None: they fit. On a machine
+        that grows they are tried, where a limit says how far that is safe."""
         whole = with_margin(need)
         first = self.tightest()
         if whole <= first.free:
@@ -202,16 +173,22 @@ def host_limits(proc: Path = Path("/proc"), sysfs: Path = Path("/sys")) -> HostL
     grows, certain = _grows(total, groups, version, sysfs)
     bounds = [Bound("the machine", total, memory.get("MemAvailable", total), "end other processes, or take a machine "
                     "with more", not grows), *groups]
-    limits = _rlimits(proc / "self/limits")
-    for name, what, used in (("address space", "RLIMIT_AS", "VmSize"), ("data size", "RLIMIT_DATA", "VmData")):
+    soft = re.finditer(r"^Max (.+?)\s{2,}(\S+)\s", _text(proc / "self/limits"), re.MULTILINE)
+    limits = {m[1]: int(m[2]) if m[2].isdigit() else None for m in soft}         # None: no limit
+    for name, what, used, flag in (("address space", "RLIMIT_AS", "VmSize", "-v"),
+                                   ("data size", "RLIMIT_DATA", "VmData", "-d")):
         if (most := limits.get(name)) is not None:
-            flag = "-v" if what == "RLIMIT_AS" else "-d"
             bounds.append(Bound(what, most, max(most - status.get(used, 0), 0), f"raise `ulimit {flag}`"))
     if _text(proc / "sys/vm/overcommit_memory").strip() == "2" and "CommitLimit" in memory:
         left = max(memory["CommitLimit"] - memory.get("Committed_AS", 0), 0)
         bounds.append(Bound("vm.overcommit_memory=2", memory["CommitLimit"], left, "raise vm.overcommit_ratio"))
+    try:
+        files = len(os.listdir(proc / "self/fd"))
+    except OSError:
+        files = 0
     return HostLimits(tuple(bounds), grows, certain, together, memory.get("SwapFree", 0), limits.get("locked memory"),
-                      "microsoft" in version.lower(), _files(proc, limits), _core.build_info()["nodes"])
+                      "microsoft" in version.lower(), (files, limits.get("open files") or 1024),
+                      _core.build_info()["nodes"])
 
 
 def _text(path: Path) -> str:
@@ -224,20 +201,6 @@ def _text(path: Path) -> str:
 def _numbers(path: Path) -> dict[str, int]:
     """"Name:   123 kB" lines, in bytes."""
     return {m[1]: int(m[2]) << 10 for m in re.finditer(r"^(\w+):\s+(\d+) kB$", _text(path), re.MULTILINE)}
-
-
-def _rlimits(path: Path) -> dict[str, int | None]:
-    """Soft limits of /proc/self/limits by name; None: no limit."""
-    found = re.finditer(r"^Max (.+?)\s{2,}(\S+)\s", _text(path), re.MULTILINE)
-    return {m[1]: int(m[2]) if m[2].isdigit() else None for m in found}
-
-
-def _files(proc: Path, limits: dict[str, int | None]) -> tuple[int, int]:
-    try:
-        used = len(os.listdir(proc / "self/fd"))
-    except OSError:
-        used = 0
-    return used, limits.get("open files") or 1024
 
 
 def _grows(total: int, groups: list[Bound], version: str, sysfs: Path) -> tuple[str, bool]:
@@ -260,11 +223,8 @@ def _grows(total: int, groups: list[Bound], version: str, sysfs: Path) -> tuple[
 # ---- cgroups -------------------------------------------------------------------------------------
 
 def _cgroups(proc: Path, sysfs: Path) -> tuple[list[Bound], bool]:
-    """Limits of this process's memory cgroups and of those around them; whether one of them dies as a whole.
-
-    A container may see its group's path from outside but only the part below it mounted: what is not there is
-    passed over.
-    """
+    """Limits of this process's memory cgroups and of those around them; whether one of them dies as a whole. Of its
+    path a container may have only the part below its group mounted: what is not there is passed over."""
     found, together = [], False
     for line in _text(proc / "self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
@@ -272,27 +232,23 @@ def _cgroups(proc: Path, sysfs: Path) -> tuple[list[Bound], bool]:
         if not v2 and "memory" not in controllers.split(","):
             continue
         root = sysfs / "fs/cgroup" if v2 else sysfs / "fs/cgroup/memory"
+        names, current, prefix = (("memory.max", "memory.high"), "memory.current", "") if v2 else \
+            (("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_")
         here = root / path.lstrip("/")
         for folder in (here, *here.parents):
-            found += _group_bounds(folder, v2)
+            # A group's page cache makes room for us, so it does not count as used.
+            stat = dict(re.findall(r"^(\S+) +(\S+)", _text(folder / "memory.stat"), re.MULTILINE))
+            cache = sum(int(stat.get(f"{prefix}{kind}_file", 0)) for kind in ("active", "inactive"))
+            used = max((_number(folder / current) or 0) - cache, 0)
+            for name in names:
+                limit = _number(folder / name)
+                if limit is not None and limit < 1 << 60:           # v1 says 2**63 less a page where there is none
+                    found.append(Bound(f"cgroup {folder.name or '/'}: {name}", limit, max(limit - used, 0),
+                                       f"raise {name} of the cgroup"))
             together |= _text(folder / "memory.oom.group").strip() == "1"
             if folder == root:
                 break
     return found, together
-
-
-def _group_bounds(folder: Path, v2: bool) -> list[Bound]:
-    """Limits that one group sets. Its page cache makes room for us, so it does not count as used."""
-    names = ("memory.max", "memory.high") if v2 else ("memory.limit_in_bytes",)
-    used = _number(folder / ("memory.current" if v2 else "memory.usage_in_bytes"))
-    cache = _cache_bytes(folder / "memory.stat", "" if v2 else "total_")
-    found = []
-    for name in names:
-        limit = _number(folder / name)
-        if limit is not None and limit < 1 << 60:           # v1 says 2**63 less a page where there is none
-            free = max(limit - max((used or 0) - cache, 0), 0)
-            found.append(Bound(f"cgroup {folder.name or '/'}: {name}", limit, free, f"raise {name} of the cgroup"))
-    return found
 
 
 def _number(path: Path) -> int | None:
@@ -300,18 +256,10 @@ def _number(path: Path) -> int | None:
     return int(text) if text.isdigit() else None
 
 
-def _cache_bytes(path: Path, prefix: str) -> int:
-    fields = dict(line.split()[:2] for line in _text(path).splitlines() if len(line.split()) >= 2)
-    return sum(int(fields.get(f"{prefix}{kind}_file", 0)) for kind in ("active", "inactive"))
-
-
 # ---- trying --------------------------------------------------------------------------------------
 
 def touch(nbytes: int) -> int:
-    """Bytes of memory that another process could write, of those asked for; it has ended when this returns.
-
-    That process is the one the kernel ends when there is less, by its OOM score.
-    """
+    """Bytes that another process could write, of those asked for: the one that the kernel ends when memory is out."""
     child = [sys.executable, "-I", "-S", str(Path(__file__).with_name("touch.py")), str(nbytes)]
     done = subprocess.run(child, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, check=False)
     return max((int(line) for line in done.stdout.split() if line.isdigit()), default=0)

@@ -28,6 +28,7 @@ from typing import NamedTuple, TypeVar
 
 import torch
 
+from .. import _core
 from .errors import MegatrainError
 
 KEEPS = ("replay", "attention", "selective", "saved")        # least first
@@ -42,16 +43,12 @@ GRADS = ("ram", "none")     # where gradients wait for their update: at home wit
 
 
 class Mode(NamedTuple):
-    """
-    Attributes:
-        keep: one of KEEPS, or LINKED. host: what is kept leaves the device. input: so does the window's input.
-            disk: for a file.
-    """
+    """A mode's word, taken apart."""
 
-    keep: str
-    host: bool
-    input: bool
-    disk: bool
+    keep: str           # one of KEEPS, or LINKED
+    host: bool          # what is kept leaves the device
+    input: bool         # so does the window's input
+    disk: bool          # for a file
 
     @property
     def saved(self) -> Mode:
@@ -70,8 +67,7 @@ def read(mode: str) -> Mode:
 
 # ---- states ----
 
-GROUP = 128                 # elements that share the scales of 8-bit moments: csrc/core/states.h
-LOW_BYTES = {"fp32": 2, "8bit": 2, "8bit-lo8": 1, "8bit-sr": 0}     # of a bf16 parameter, beside its weight
+GROUP, LOW_BYTES = _core.GROUP, _core.LOW_BYTES
 FORMATS = tuple(LOW_BYTES)
 SHOWN = ("fp32", "8bit", "8bit-sr")     # that help and refusals name; the others are taken, and loaded, all the same
 
@@ -96,8 +92,7 @@ def moment_bytes(states: str, kind: torch.dtype, numel: int) -> int:
 
 
 def through_up(states: str) -> float:
-    """Of a bf16 parameter with a bf16 gradient: bytes to the device for an update there. All but the gradient come
-    back."""
+    """Of a bf16 parameter and gradient: bytes up for an update on the device; all but the gradient come back."""
     return moved_bytes(states) / 2 + 1
 
 
@@ -137,17 +132,13 @@ def check_products_on(products: str, device: torch.device) -> None:
 
 
 def inner(layers: Sequence[T]) -> Sequence[T]:
-    """Those of a model's decoder layers, in their order, whose products are of codes: all but the first and the last,
-    which published recipes leave as they are."""
+    """Layers whose products are of codes: all but the first and the last, as published recipes have it."""
     return layers[1:-1]
 
 
 def check_layers(name: str, layers: Collection[object], types: Collection[torch.dtype]) -> None:
-    """layers: those of a model whose products would be of codes. types: of their matrices.
-
-    Raises:
-        MegatrainError: there are none, or theirs are not bf16: nothing would be as it was asked for.
-    """
+    """Raises MegatrainError where a model has no layers whose products would be of codes, or where their matrices are
+    of other types than bf16: nothing would be as it was asked for."""
     if not layers:
         raise MegatrainError(f"products='fp8': {name} has no layer for them: they are made in decoder layers that a "
                              "template covers, without codes or LoRA, by linear layers whose sizes are multiples of "

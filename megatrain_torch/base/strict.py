@@ -23,11 +23,7 @@ _PLAIN = re.compile(r"[^/\\\0]+")
 
 
 def parsed(data: bytes, where: str | Path) -> Any:
-    """The value of a JSON text.
-
-    Raises:
-        MegatrainError: it is none, or has what no file of ours has; the message begins with `where`.
-    """
+    """The value of a JSON text. Raises MegatrainError where it is none, or has what no file of ours has."""
     try:
         return json.loads(data.decode("utf-8"), object_pairs_hook=_table, parse_constant=_constant, parse_int=_whole,
                           parse_float=_real)
@@ -102,11 +98,7 @@ def table(value: Any, where: str) -> dict[str, Any]:
 
 
 def field(found: dict[str, Any], name: str, fits: Callable[[Any], bool], what: str, where: str) -> Any:
-    """A table's value.
-
-    Raises:
-        MegatrainError: there is none, or it does not fit; the message says what is needed.
-    """
+    """A table's value. Raises MegatrainError, which says what is needed, if there is none, or it does not fit."""
     if name not in found:
         raise MegatrainError(f"{where} has no {name!r}: {what} is needed")
     if not fits(found[name]):

@@ -14,24 +14,16 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Doors:
-    """How an engine is opened; as it is here for users.
+    """How an engine is opened; as it is here for users."""
 
-    Attributes:
-        delay_us, seed: each queue sleeps up to so long before each operation; what the lengths are drawn from.
-        lock: bytes of host memory that may be locked for the device; None: as many as the system allows.
-        skip: waits that are left out, bits MT_EDGE_* of csrc/core/debug.h. poison: slots are filled with NaN when they
-            are freed. sync: each operation is over before the next is asked for.
-        disk, spill: sizes of buffers and numbers of threads, of states and of activations on disk, beside the usual.
-    """
-
-    delay_us: int = 0
-    seed: int = 0
-    lock: int | None = None
-    skip: int = 0
-    poison: bool = False
-    sync: bool = False
-    disk: Mapping[str, int] = field(default_factory=dict)
-    spill: Mapping[str, int] = field(default_factory=dict)
+    delay_us: int = 0           # each queue sleeps up to so long before each operation
+    seed: int = 0               # what the lengths are drawn from
+    lock: int | None = None     # bytes of host memory that may be locked for the device; None: as the system allows
+    skip: int = 0               # waits that are left out, bits MT_EDGE_* of csrc/core/debug.h
+    poison: bool = False        # slots are filled with NaN when they are freed
+    sync: bool = False          # each operation is over before the next is asked for
+    disk: Mapping[str, int] = field(default_factory=dict)       # sizes of buffers, and threads, of states on disk
+    spill: Mapping[str, int] = field(default_factory=dict)      # and of activations, beside the usual
 
 
 _doors: ContextVar[Doors | None] = ContextVar("megatrain_torch.testing", default=None)

@@ -29,20 +29,15 @@ from .errors import MegatrainError
 
 @dataclass
 class Found:
-    """windows: (name, module), in module order. containers: modules with windows inside.
-    bare: (name, parameter) directly on containers."""
+    """What `find` found, in module order."""
 
     windows: list[tuple[str, nn.Module]] = field(default_factory=list)
-    containers: list[tuple[str, nn.Module]] = field(default_factory=list)
-    bare: list[tuple[str, nn.Parameter]] = field(default_factory=list)
+    containers: list[tuple[str, nn.Module]] = field(default_factory=list)       # modules with windows inside
+    bare: list[tuple[str, nn.Parameter]] = field(default_factory=list)          # directly on containers
 
 
 def find(root: nn.Module, units: list[str | nn.Module] | None = None) -> Found:
-    """Windows of a model. `units` (module names or modules) replaces rules 1 and 2.
-
-    Raises:
-        MegatrainError: a name in `units` is not a module of the model, or two of them nest.
-    """
+    """Windows of a model. `units`, in place of rules 1 and 2, are modules or names that do not nest, or are refused."""
     chosen = _usual(root) if units is None else _asked(root, units)
     head = output_embeddings(root)
     if type(head) is nn.Linear:
@@ -190,19 +185,13 @@ GROUP_BYTES = 256 << 20              # of 16-bit weights that are made, or multi
 
 @dataclass
 class Cut:
-    """A part of a unit's weights that is fetched by itself.
+    """A part of a unit's weights that is fetched by itself."""
 
-    Attributes:
-        stack: the parameter's name; "": it is what is left of the unit. experts: which of its experts.
-        ranges: (from, to, bytes), of plane HI and of a slot. offsets: in the slot, by a parameter's number in the unit.
-        bytes: of a slot.
-    """
-
-    stack: str = ""
-    experts: range = range(0)
-    ranges: list[tuple[int, int, int]] = field(default_factory=list)
-    offsets: dict[int, int] = field(default_factory=dict)
-    bytes: int = 0
+    stack: str = ""                     # the parameter's name; "": it is what is left of the unit
+    experts: range = range(0)           # which of its experts
+    ranges: list[tuple[int, int, int]] = field(default_factory=list)    # (from, to, bytes), of plane HI and of a slot
+    offsets: dict[int, int] = field(default_factory=dict)       # in the slot, by a parameter's number in the unit
+    bytes: int = 0                      # of a slot
 
     def add(self, index: int, begin: int, nbytes: int) -> None:
         """These bytes of the unit's plane HI, of this parameter."""
@@ -216,8 +205,7 @@ class Cut:
 
 
 def stack_of(name: str, p: Tensor) -> tuple[str, int]:
-    """The name of the parameter of experts that this is, or is a strand of, and how many numbers that stands for; "":
-    it is none that is cut."""
+    """The parameter of experts that this is, or is a strand of, and its numbers; "": it is not cut."""
     if "expert" not in name or p.requires_grad or p.dim() < 3 or p.shape[0] < 2 \
             or p.stride(0) != p.numel() // p.shape[0] or p.stride(0) != max(p.stride()):
         return "", 0                         # where dimensions of an expert are in another order is its own matter
@@ -226,8 +214,7 @@ def stack_of(name: str, p: Tensor) -> tuple[str, int]:
 
 
 def cut(params: Params, experts: int, kinds: list[torch.dtype], begins: list[int]) -> list[Cut] | None:
-    """What is left of a unit, and its stacks, so many experts at a time. None: it has no stack of more experts than
-    that. kinds: types in which parameters are streamed. begins: their bytes in plane HI."""
+    """What is left of a unit, and its stacks in cuts of some experts; None: it has no larger stack. begins: in HI."""
     sizes = [p.numel() * kind.itemsize for (_, p), kind in zip(params, kinds)]
     stacks: dict[str, list[int]] = {}
     for i, (name, p) in enumerate(params):
@@ -257,7 +244,6 @@ def slots_of(params: Params, experts: int, kinds: list[torch.dtype]) -> tuple[in
 
 
 def usual_experts(params: Params) -> int:
-    """Experts that are fetched at a time, where not all are: as many as make GROUP_BYTES of 16-bit weights, a power of
-    two. 0: there is no stack that is cut."""
+    """Experts fetched at a time: as many as make GROUP_BYTES of 16 bits, a power of two; 0: none are cut."""
     most = max([stack_of(name, p)[1] // max(1, p.shape[0]) for name, p in params if p.dim() > 2], default=0)
     return 1 << max(0, (GROUP_BYTES // (2 * most)).bit_length() - 1) if most else 0

@@ -10,8 +10,8 @@ from __future__ import annotations
 import os
 import tempfile
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from ..store.records import Record
@@ -21,22 +21,9 @@ LEAST_BYTES = 64 << 20               # of frozen weights, for files of their own
 STEM = "frozen"                      # of their names
 
 Still = dict[str, tuple[int, ...]]   # by a file's name how often each of its weights had been written to
-Before = dict[bytes, "Written"]      # files of the last checkpoint, by their headers
-
-
-@dataclass(frozen=True)
-class Written:
-    """A file of a checkpoint that has its name.
-
-    Attributes:
-        form: what the file system said of it then. writes: of each of its weights, how often it had been written to.
-        about: what the manifest says of it.
-    """
-
-    path: Path
-    form: tuple[int, ...]
-    writes: tuple[int, ...]
-    about: dict[str, Any]
+# Files of the last checkpoint, by their headers: their path; their `form`, which is what the file system said of them
+# then; how often each of their weights had been written to, `writes`; what the manifest says `about` them.
+Before = dict[bytes, SimpleNamespace]
 
 
 def _form_of(path: Path) -> tuple[int, ...]:
@@ -57,7 +44,7 @@ def known(files: list[TensorFile], still: Still, before: Before) -> set[str]:
 
 def near(files: list[TensorFile], names: set[str], before: Before, folder: Path) -> set[str]:
     """Of these the ones that are as they were, on the file system that `folder` will be on."""
-    device, found = _parent(folder).stat().st_dev, set()
+    device, found = standing_parent(folder).stat().st_dev, set()
     for f in files:
         with suppress(OSError):
             if f.name in names and (w := before[f.header]).form[0] == device and _form_of(w.path) == w.form:
@@ -68,7 +55,7 @@ def near(files: list[TensorFile], names: set[str], before: Before, folder: Path)
 def can_link(folder: Path) -> bool:
     """Has the file system of a folder, which may not be there yet, links?"""
     try:
-        with tempfile.TemporaryDirectory(dir=_parent(folder)) as there:
+        with tempfile.TemporaryDirectory(dir=standing_parent(folder)) as there:
             (Path(there) / "file").touch()
             os.link(Path(there) / "file", Path(there) / "link")
             return True
@@ -76,10 +63,9 @@ def can_link(folder: Path) -> bool:
         return False
 
 
-def _parent(folder: Path) -> Path:
-    while not folder.exists():
-        folder = folder.parent
-    return folder
+def standing_parent(folder: Path) -> Path:
+    """The folder itself, or the first one around it that is there."""
+    return next(p for p in (folder, *folder.parents) if p.exists())
 
 
 def link(files: list[TensorFile], names: set[str], before: Before, folder: Path) -> set[str]:
@@ -96,8 +82,8 @@ def link(files: list[TensorFile], names: set[str], before: Before, folder: Path)
 def noted(files: list[TensorFile], still: Still, folder: Path, body: dict[str, Any]) -> Before:
     """For the next checkpoint, of one that has its name."""
     with suppress(OSError):
-        return {f.header: Written(folder / f.name, _form_of(folder / f.name), still[f.name], body["files"][f.name])
-                for f in files if f.name in still}
+        return {f.header: SimpleNamespace(path=folder / f.name, form=_form_of(folder / f.name), writes=still[f.name],
+                                          about=body["files"][f.name]) for f in files if f.name in still}
     return {}
 
 
@@ -114,6 +100,6 @@ def loaded(folder: Path, body: dict[str, Any], records: dict[str, Record], tenso
                 with (folder / file).open("rb") as f:
                     length = f.read(LENGTH_BYTES)
                     header = length + f.read(int.from_bytes(length, "little"))
-                found[header] = Written(folder / file, _form_of(folder / file), tuple(r.writes for r in own),
-                                        body["files"][file])
+                found[header] = SimpleNamespace(path=folder / file, form=_form_of(folder / file),
+                                                writes=tuple(r.writes for r in own), about=body["files"][file])
     return found

@@ -30,7 +30,7 @@ from . import manifest
 TRAINING = "training.pt"
 INDEX, ALONE = "model.safetensors.index.json", "model.safetensors"
 MASTERS = {"LO": "master_low", "MASTER": "master"}
-BLOCK_BYTES = 4 << 20                # MT_BLOCK_BYTES of csrc/core/blocks.h: each has a sum of 8 bytes
+BLOCK = _core.BLOCK_BYTES           # of a file, that have a sum of 8 bytes
 STEPS = 2**53                        # more than this an fp64 does not count
 _HEX = re.compile(r"([0-9a-f]{2})*")
 _TENSORS = re.compile(r"(model|weights|frozen|states)(-\d+-of-\d+)?\.safetensors")
@@ -53,27 +53,31 @@ class Checkpoint:
         with manifest.adding(manifest.BROKEN):
             _check_body(found.body, where)
             for name, about in found.body["files"].items():
-                found._check_file(name, about["bytes"])
+                path = manifest.inside(folder, name)
+                size = path.stat().st_size if path.is_file() else None
+                if size != about["bytes"]:
+                    raise MegatrainError(f"{path} {'is missing' if size is None else f'has {size} bytes'}, and "
+                                         f"{about['bytes']} were written")
+                if name.endswith(".safetensors"):
+                    mine, there = found.states if name.startswith("states") else found.tensors, listed(path)
+                    if twice := sorted(there.keys() & mine.keys()):
+                        raise MegatrainError(f"{path} has {shown(twice[0])}, which is in {mine[twice[0]].file} too")
+                    mine.update(there)
             for name, about in found.body["parameters"].items():
                 _check_stored(found.tensors, name, DTYPES[about["dtype"]], tuple(about["shape"]), where)
                 if "step" in about:
                     check_states(found.body, name, found.states, where)
-            if INDEX in found.body["files"]:
-                _check_index(found.bytes_of(INDEX), str(folder / INDEX), found.tensors)
+            if INDEX in found.body["files"]:     # by which transformers finds each tensor in the file that has it
+                data, where = found.bytes_of(INDEX), str(folder / INDEX)
+                names = strict.field(table(strict.parsed(data, where), where), "weight_map",
+                                     lambda v: isinstance(v, dict), "a table", where)
+                files = {name: stored.file for name, stored in found.tensors.items()}
+                if names != files:
+                    wrong = next((n for n, file in names.items() if file != files.get(n)), None)
+                    said = "fewer tensors than the files have" if wrong is None else \
+                        f"{shown(wrong)} in {shown(names[wrong])}"
+                    raise MegatrainError(f"{where}: weight_map has {said}")
         return found
-
-    def _check_file(self, name: str, nbytes: int) -> None:
-        """That it is as long as it was written; of one of tensors, what is in it."""
-        path = manifest.inside(self.folder, name)
-        size = path.stat().st_size if path.is_file() else None
-        if size != nbytes:
-            raise MegatrainError(f"{path} {'is missing' if size is None else f'has {size} bytes'}, and {nbytes} were "
-                                 "written")
-        if name.endswith(".safetensors"):
-            mine, there = self.states if name.startswith("states") else self.tensors, listed(path)
-            if twice := sorted(there.keys() & mine.keys()):
-                raise MegatrainError(f"{path} has {shown(twice[0])}, which is in {mine[twice[0]].file} too")
-            mine.update(there)
 
     def verify(self, part: int, parts: int) -> None:
         """Reads everything, before anything is changed; of files of tensors one of so many parts."""
@@ -83,9 +87,9 @@ class Checkpoint:
                     self.bytes_of(name)
                 elif parts == 1:
                     self.read(name, [])
-                elif blocks := range(part, -(-about["bytes"] // BLOCK_BYTES), parts):
+                elif blocks := range(part, -(-about["bytes"] // BLOCK), parts):
                     memory = torch.empty(len(blocks), dtype=torch.uint8)         # a byte of each: so it is compared
-                    self.read(name, [(b * BLOCK_BYTES, memory.data_ptr() + i, 1, -1) for i, b in enumerate(blocks)])
+                    self.read(name, [(b * BLOCK, memory.data_ptr() + i, 1, -1) for i, b in enumerate(blocks)])
 
     def read(self, name: str, extents: list[Extent]) -> None:
         about = self.body["files"][name]
@@ -112,11 +116,6 @@ class Reads:
             self._extents.setdefault(stored.file, []).append(extent)
             self._memory.append(memory)
         return memory
-
-    def part_into(self, stored: Stored, memory: Tensor, first: int, n: int) -> None:
-        """Elements [first, first + n) alone of dense, row-major memory of the file's type."""
-        begin, end = (stored.begin + at * stored.dtype.itemsize for at in (first, first + n))
-        self.into(Stored(stored.file, stored.dtype, (n,), begin, end), memory.view(-1)[first:first + n])
 
     def fresh(self, stored: Stored) -> Tensor:
         return self.into(stored, torch.empty(stored.shape, dtype=stored.dtype))
@@ -146,7 +145,7 @@ def _check_body(body: Any, where: str) -> None:
         here = f"{where}: file {name}"
         size = strict.field(table(about, here), "bytes", is_count, "a whole number", here)
         if _TENSORS.fullmatch(name):
-            blocks = -(-size // BLOCK_BYTES)
+            blocks = -(-size // BLOCK)
             strict.field(about, "sums", lambda v, n=16 * blocks: _is_hex(v, n), f"{blocks} sums in hexadecimal", here)
         elif name.endswith(".safetensors"):
             raise MegatrainError(f"{here}: files of tensors are called model, weights or states")
@@ -185,8 +184,7 @@ def _check_parameter(about: Any, where: str, body: dict[str, Any]) -> None:
 
 def check_states(body: dict[str, Any], name: str, states: dict[str, Stored], where: str,
                  kind: torch.dtype | None = None) -> None:
-    """That the files have a parameter's states, in the type and the shape that the manifest says. kind: of the moments,
-    where they are another optimizer's."""
+    """The files have a parameter's states as the manifest says. kind: of moments of another optimizer."""
     about = body["parameters"][name]
     shape = tuple(about["shape"])
     if body["states"] == "fp32":
@@ -210,24 +208,10 @@ def _check_stored(found: dict[str, Stored], name: str, dtype: torch.dtype, shape
                              f"{list(stored.shape)} {stored.dtype}")
 
 
-def _check_index(data: bytes, where: str, tensors: dict[str, Stored]) -> None:
-    """That transformers, which goes by the index, finds each tensor in the file that has it."""
-    index = table(strict.parsed(data, where), where)
-    names = strict.field(index, "weight_map", lambda v: isinstance(v, dict), "a table", where)
-    if names != {name: stored.file for name, stored in tensors.items()}:
-        wrong = next((n for n, file in names.items() if n not in tensors or file != tensors[n].file), None)
-        said = f"{shown(wrong)} in {shown(names[wrong])}" if wrong is not None else "fewer tensors than the files have"
-        raise MegatrainError(f"{where}: weight_map has {said}")
-
-
 # ---- training.pt ---------------------------------------------------------------------------------
 
 def training_of(data: bytes, where: str, has_optimizer: bool) -> dict[str, Any]:
-    """What torch.save wrote there.
-
-    Raises:
-        MegatrainError: it cannot be read, or is not what mt.save writes.
-    """
+    """What torch.save wrote there. Raises MegatrainError if it cannot be read, or is not what mt.save writes."""
     try:
         found = torch.load(io.BytesIO(data), weights_only=True, map_location="cpu")
     except Exception as why:                         # a pickle is a program, and its reader raises what it likes

@@ -7,6 +7,7 @@ given what it had.
 """
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 from typing import TYPE_CHECKING, Any
@@ -23,9 +24,22 @@ if TYPE_CHECKING:
 
 def note(rt: Runtime) -> dict[str, Any]:
     """For a checkpoint: plain numbers and text."""
-    return {"versions": _versions(rt.device), "repeating": repeating(), "compute": rt.compute,
-            "products": rt.products, "memory": _memory(rt), "tokens": rt.keeps.most_tokens, "kept": rt.keeps.fused(),
-            "chosen": _chosen(rt), "planned": [] if rt.planning is None else rt.planning.planned()}
+    versions = {"megatrain_torch": _core.__version__, "torch": torch.__version__}
+    if rt.is_cuda:
+        versions |= {"device": torch.cuda.get_device_name(rt.device), "cuBLASLt": "",
+                     "cuDNN": str(torch.backends.cudnn.version())}
+        for name in ("libcublasLt.so.13", "libcublasLt.so.12"):          # the one that torch has loaded
+            with contextlib.suppress(OSError, AttributeError):
+                version = ctypes.CDLL(name, mode=os.RTLD_NOLOAD | os.RTLD_LAZY).cublasLtGetVersion
+                version.restype = ctypes.c_size_t
+                versions["cuBLASLt"] = versions["cuBLASLt"] or str(version())
+    else:
+        versions |= {"processor": torch.backends.cpu.get_cpu_capability(), "threads": str(torch.get_num_threads())}
+    # By the tokens of a pass what windows keep by plans that mt.stream made itself.
+    chosen = {} if rt.planning is None else {str(tokens): modes for tokens, modes in rt.planning.kept().items()}
+    return {"versions": versions, "repeating": repeating(), "compute": rt.compute, "products": rt.products,
+            "memory": _memory(rt), "tokens": rt.keeps.most_tokens, "kept": rt.keeps.fused(), "chosen": chosen,
+            "planned": [] if rt.planning is None else rt.planning.planned()}
 
 
 def go_on(rt: Runtime, saved: Any) -> None:
@@ -56,12 +70,19 @@ def differences(rt: Runtime, saved: Any) -> list[str]:
     if saved["repeating"] != here["repeating"]:
         words = ("on there and off here", "off there and on here")[here["repeating"]]
         found.append(f"torch.use_deterministic_algorithms is {words}")
-    return found + _kept_otherwise(rt, saved, here)
-
-
-def _chosen(rt: Runtime) -> dict[str, dict[str, str]]:
-    """What windows keep by plans that mt.stream made itself, by the tokens of a pass."""
-    return {} if rt.planning is None else {str(tokens): modes for tokens, modes in rt.planning.kept().items()}
+    # Layers with many tokens that go through gate|up in tiles now and did not, or the reverse.
+    many = [w for w in rt.windows if w.fused is not None and w.name in saved["kept"]
+            and 0 < w.fused.template.tiled(w.item)[1] < saved["tokens"]]
+    differ = [w for w in many if w.name in here["kept"]
+              and len({read(kept[w.name]).keep == "saved" for kept in (saved["kept"], here["kept"])}) == 2]
+    if differ:
+        found.append(f"{len(differ)} layers keep other activations ({differ[0].name}: {saved['kept'][differ[0].name]} "
+                     f"there and {here['kept'][differ[0].name]} here)")
+    elif saved["memory"] != here["memory"] and any(w.name not in here["kept"] for w in many):
+        sizes = " and ".join(f"{show_bytes(m[1] or m[0])} {where}" for m, where in
+                             ((saved["memory"], "there"), (here["memory"], "here")))
+        found.append(f"device memory {sizes}, for which layers choose what they keep")
+    return found
 
 
 def _known(saved: Any, here: dict[str, Any]) -> dict[str, Any]:
@@ -74,44 +95,8 @@ def _known(saved: Any, here: dict[str, Any]) -> dict[str, Any]:
     return found if good else {}
 
 
-def _kept_otherwise(rt: Runtime, saved: dict[str, Any], here: dict[str, Any]) -> list[str]:
-    """Layers with many tokens that go through gate|up in tiles now and did not, or the reverse."""
-    windows = [w for w in rt.windows if w.fused is not None and w.name in saved["kept"]]
-    many = [w for w in windows if 0 < w.fused.template.tiled(w.item)[1] < saved["tokens"]]
-    differ = [w for w in many if w.name in here["kept"]
-              and len({read(kept[w.name]).keep == "saved" for kept in (saved["kept"], here["kept"])}) == 2]
-    if differ:
-        return [f"{len(differ)} layers keep other activations ({differ[0].name}: {saved['kept'][differ[0].name]} there "
-                f"and {here['kept'][differ[0].name]} here)"]
-    if saved["memory"] != here["memory"] and any(w.name not in here["kept"] for w in many):
-        sizes = " and ".join(f"{show_bytes(m[1] or m[0])} {where}" for m, where in
-                             ((saved["memory"], "there"), (here["memory"], "here")))
-        return [f"device memory {sizes}, for which layers choose what they keep"]
-    return []
-
-
 def _memory(rt: Runtime) -> list[int]:
     """Of the device, and the limit of what may be used; 0: there is none."""
     total = torch.cuda.get_device_properties(rt.device).total_memory if rt.is_cuda else 0
     limit = rt.cap.limit if rt.planning is None else rt.planning.limits.vram
     return [total, limit or 0]
-
-
-def _versions(device: torch.device) -> dict[str, str]:
-    found = {"megatrain_torch": _core.__version__, "torch": torch.__version__}
-    if device.type != "cuda":
-        return found | {"processor": torch.backends.cpu.get_cpu_capability(), "threads": str(torch.get_num_threads())}
-    return found | {"device": torch.cuda.get_device_name(device), "cuBLASLt": _cublaslt(),
-                    "cuDNN": str(torch.backends.cudnn.version())}
-
-
-def _cublaslt() -> str:
-    """The version of the one that torch has loaded; "": it has loaded none."""
-    for name in ("libcublasLt.so.13", "libcublasLt.so.12"):
-        try:
-            version = ctypes.CDLL(name, mode=os.RTLD_NOLOAD | os.RTLD_LAZY).cublasLtGetVersion
-        except (OSError, AttributeError):
-            continue
-        version.restype = ctypes.c_size_t
-        return str(version())
-    return ""

@@ -49,11 +49,7 @@ def dump(body: dict[str, Any]) -> bytes:
 
 
 def read(folder: Path) -> dict[str, Any]:
-    """The manifest of a checkpoint.
-
-    Raises:
-        MegatrainError: there is none, it is of another version, or it is not as it was written.
-    """
+    """The manifest's body. Raises MegatrainError if there is none, of another version, or not as it was written."""
     path = folder / NAME
     try:
         data = inside(folder, NAME).read_bytes()
@@ -77,11 +73,7 @@ def read(folder: Path) -> dict[str, Any]:
 
 
 def inside(folder: Path, name: str) -> Path:
-    """A file of a folder, by its name there.
-
-    Raises:
-        MegatrainError: the name, or a link that has it, leads out of the folder.
-    """
+    """A file of a folder. Raises MegatrainError where its name, or a link that has it, leads out of the folder."""
     path = folder / name
     if not strict.is_plain_name(name) or (path.is_symlink() and path.resolve().parent != folder.resolve()):
         raise MegatrainError(f"{path} leads out of its folder: a checkpoint's files lie in it")
@@ -116,14 +108,8 @@ def write(path: Path, data: bytes) -> None:
 
 
 class Draft:
-    """A folder that is being written, beside the one whose name it will take.
-
-    Attributes:
-        published: it has that name.
-
-    Raises:
-        MegatrainError: the folder's parent cannot be written to; or something else than a checkpoint has the name.
-    """
+    """A folder that is being written, beside the one whose name it will take; `published`: it has that name. Making one
+    raises MegatrainError where the parent cannot be written to, or something else than a checkpoint has the name."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.published = folder, False
@@ -139,11 +125,7 @@ class Draft:
         self._fd = _lock(self.path)
 
     def publish(self) -> None:
-        """The folder has its name, and is on the disk, when this returns. The one before stays until then.
-
-        Raises:
-            OSError: it is not; `published` says whether names have changed.
-        """
+        """Gives the folder its name, on the disk; on an OSError `published` says whether names have changed."""
         if self.folder.exists():
             _carry_others(self.folder, self.path)
         sync(self.path)
@@ -183,18 +165,13 @@ class Draft:
             self._fd = -1
 
 
-def own_names(folder: Path) -> set[str]:
-    """Files that a checkpoint is made of; where its manifest cannot be read, those that go by the names of such."""
-    try:
-        files = read(folder).get("files")
-        return {*files, NAME} if isinstance(files, dict) else {NAME}
-    except MegatrainError:
-        return {p.name for p in folder.iterdir() if _TENSORS.fullmatch(p.name)}
-
-
 def _carry_others(old: Path, new: Path) -> None:
     """What somebody put beside the old checkpoint's own files (a tokenizer) is in the new one too, and on the disk."""
-    own = own_names(old)
+    try:
+        files = read(old).get("files")
+        own = {*files, NAME} if isinstance(files, dict) else {NAME}
+    except MegatrainError:                   # it cannot be read: those that go by the names of such
+        own = {p.name for p in old.iterdir() if _TENSORS.fullmatch(p.name)}
     for path in old.iterdir():
         if path.name in own or os.path.lexists(new / path.name):
             continue

@@ -31,24 +31,17 @@ OURS, TORCHS = "mt.AdamW", "torch.optim.AdamW"       # as kind_of says
 
 @dataclass(frozen=True)
 class Parts:
-    """A checkpoint that is not written yet.
-
-    Attributes:
-        small: {file name: its bytes}. body: of the manifest. still: of files that are to change no more.
-    """
+    """A checkpoint that is not written yet."""
 
     files: list[TensorFile]
-    small: dict[str, bytes]
-    body: dict[str, Any]
-    still: again.Still
+    small: dict[str, bytes]     # by file name
+    body: dict[str, Any]        # of the manifest
+    still: again.Still          # of files that are to change no more
 
-    def without(self, names: set[str]) -> list[TensorFile]:
-        """Files of tensors but for these."""
-        return [f for f in self.files if f.name not in names]
-
-    def nbytes_without(self, names: set[str]) -> int:
-        return sum(f.nbytes for f in self.without(names)) + sum(len(data) for data in self.small.values())
-
+    def without(self, names: set[str]) -> tuple[list[TensorFile], int]:
+        """Files of tensors but for these; bytes of them and of what is small."""
+        files = [f for f in self.files if f.name not in names]
+        return files, sum(f.nbytes for f in files) + sum(map(len, self.small.values()))
 
 def parts_of(rt: Runtime, model: nn.Module, opt: torch.optim.Optimizer | None, scheduler: Any, extra: Any,
              randoms: list[Any], most: int) -> Parts:

@@ -9,8 +9,8 @@ from __future__ import annotations
 import math
 import os
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -127,7 +127,9 @@ def load(model: nn.Module, opt: torch.optim.Optimizer | None, folder: str | Path
         opt._check_served()
     rt.finish_save()
     with as_one(rt.ranks):
-        source, names, training = _checked(rt, model, opt, Path(os.path.abspath(folder)), scheduler, verify, convert)
+        found = _Loading(rt, model, opt, Path(os.path.abspath(folder)))
+        found.check(scheduler, verify, convert)
+    source, training = found.source, found.training
     if isinstance(opt, AdamW):
         likeness.go_on(rt, source.body.get("likeness"))
         opt._ask_for_room()
@@ -138,119 +140,292 @@ def load(model: nn.Module, opt: torch.optim.Optimizer | None, folder: str | Path
             raise MegatrainError(f"{source.folder / TRAINING}: {type(scheduler).__name__} does not take the "
                                  f"scheduler's state ({type(why).__name__}: {shown(why)}); nothing else was changed"
                                  ) from why
-    _take(rt, model, opt, source, names, training, progress)
-    records = {name: p._mt for p, name in names.items()}
-    rt.saved_files = again.loaded(source.folder, source.body, records, source.tensors)
+    found.take(progress)
+    rt.saved_files = again.loaded(source.folder, source.body, {name: p._mt for p, name in found.names.items()},
+                                  source.tensors)
     if opt is not None:
-        otherwise = likeness.differences(rt, source.body.get("likeness")) + _set_random_states(rt, training)
+        otherwise = likeness.differences(rt, source.body.get("likeness")) + found.set_random_states()
         if otherwise:
             warnings.warn(f"{source.folder}: training goes on, with other bits than it would have had there: "
                           f"{'; '.join(otherwise)}", stacklevel=3)
     return training["extra"]
 
 
-def _checked(rt: Runtime, model: nn.Module, opt: torch.optim.Optimizer | None, folder: Path, scheduler: Any,
-             verify: bool, convert: bool) -> tuple[Checkpoint, dict[Tensor, str], dict[str, Any]]:
-    """The checkpoint, which is whole and this model's; names of parameters; what training.pt has."""
-    source, names = Checkpoint.open(folder), names_of(model)
-    with manifest.adding(manifest.BROKEN):
-        training = contents.training_of(source.bytes_of(TRAINING), str(source.folder / TRAINING),
-                                        source.body["optimizer"] is not None)
-    if opt is not None:
-        _match_kind(source, training, opt)
-    _match(source, model, names, opt, convert)
-    if opt is not None:
-        _match_groups(source, training, opt, names)
-    if scheduler is not None and training["scheduler"] is None:
-        raise MegatrainError(f"{source.folder} has no scheduler's state: mt.save was given none")
-    if verify:
-        source.verify(*(0, 1) if rt.ranks is None else (rt.ranks.rank, rt.ranks.size))
-    return source, names, training
+class _Loading:
+    """One checkpoint on its way into a model and its optimizer. ours: that is mt.AdamW."""
 
+    def __init__(self, rt: Runtime, model: nn.Module, opt: torch.optim.Optimizer | None, folder: Path) -> None:
+        """Reads what is small of the checkpoint, which is whole."""
+        self.rt, self.model, self.opt, self.ours = rt, model, opt, isinstance(opt, AdamW)
+        self.source, self.names = Checkpoint.open(folder), names_of(model)
+        self.body, self.saved, self.where = self.source.body, self.source.body["parameters"], str(folder / TRAINING)
+        with manifest.adding(manifest.BROKEN):
+            self.training = contents.training_of(self.source.bytes_of(TRAINING), self.where,
+                                                 self.body["optimizer"] is not None)
 
-def _set_random_states(rt: Runtime, training: dict[str, Any]) -> list[str]:
-    """Each process has those of the one that it was. What is otherwise, in words, where there were more or fewer: only
-    the first then goes on with its own."""
-    by_rank = training.get("random_by_rank", [training["random"]])
-    rank, size = (0, 1) if rt.ranks is None else (rt.ranks.rank, rt.ranks.size)
-    if len(by_rank) == size:
-        set_random_states(by_rank[rank])
-        return []
-    if rank == 0:
-        set_random_states(training["random"])
-    return [f"random numbers of {len(by_rank)} processes there and of {size} here"]
+    def check(self, scheduler: Any, verify: bool, convert: bool) -> None:
+        """Is it this model's, and this optimizer's, and would nothing be lost? Nothing is changed."""
+        if self.opt is not None:
+            self._match_kind()
+        self._match(convert)
+        if self.opt is not None:
+            self._match_groups()
+        if scheduler is not None and self.training["scheduler"] is None:
+            raise MegatrainError(f"{self.source.folder} has no scheduler's state: mt.save was given none")
+        if verify:
+            self.source.verify(*(0, 1) if self.rt.ranks is None else (self.rt.ranks.rank, self.rt.ranks.size))
 
+    def take(self, progress: Callable[[int, int], None] | None) -> None:
+        rt, opt, source = self.rt, self.opt, self.source
+        rt.core.drain()
+        if self.ours:
+            opt._catch_up()
+        elif opt is not None:                # first: its class is a stranger, and may refuse them
+            self._other_states()
+        rt.broken = f"the model is half-loaded: loading {source.folder} failed; load a checkpoint that is whole"
+        # As one: what a unit brought to the host is given back, whoever has asked for it; so nobody reads before all
+        # have.
+        with manifest.adding(rt.broken), torch.no_grad(), as_one(rt.ranks):
+            try:
+                reads = Reads(source)
+                pairs = [(b, reads.fresh(source.tensors[name])) for name, b in buffers_of(self.model).items()]
+                reads.go()
+                for buffer, value in pairs:
+                    buffer.copy_(value)
+                for done, records in enumerate(rt.units, 1):
+                    if own := [r for r in records if r.param in self.names]:     # some may be gone from the model
+                        self.unit(own)
+                    if progress is not None:
+                        progress(done, len(rt.units))
+            except BaseException as why:     # of one of several ranks, for which all wait: then all fail at once
+                if rt.ranks is not None:
+                    with suppress(MegatrainError):       # the engine may be closed
+                        rt.core.fail(f"mt.load: {type(why).__name__}: {shown(why)}")
+                raise
+        if self.ours:
+            for group, saved in zip(opt.param_groups, self.training["groups"]):
+                group.update({k: v for k, v in saved.items() if k != "params"})
+            opt._skipped = self.body["skipped_steps"]
+            opt._keys.update({p: self.saved[name]["key"] for p, name in self.names.items() if p in opt._keys})
+        rt.broken = ""
 
-def _take(rt: Runtime, model: nn.Module, opt: torch.optim.Optimizer | None, source: Checkpoint,
-          names: dict[Tensor, str], training: dict[str, Any], progress: Callable[[int, int], None] | None) -> None:
-    rt.core.drain()
-    if isinstance(opt, AdamW):
-        opt._catch_up()
-    if opt is not None and not isinstance(opt, AdamW):       # first: its class is a stranger, and may refuse them
-        _load_other(opt, source, names, training)
-    rt.broken = f"the model is half-loaded: loading {source.folder} failed; load a checkpoint that is whole"
-    # As one: what a unit brought to the host is given back, whoever has asked for it; so nobody reads before all have.
-    with manifest.adding(rt.broken), torch.no_grad(), as_one(rt.ranks), _failing(rt):
-        reads = Reads(source)
-        pairs = [(b, reads.fresh(source.tensors[name])) for name, b in buffers_of(model).items()]
+    def set_random_states(self) -> list[str]:
+        """Each process has those of the one that it was; of more or fewer only the first goes on, which is said."""
+        by_rank = self.training.get("random_by_rank", [self.training["random"]])
+        rank, size = (0, 1) if self.rt.ranks is None else (self.rt.ranks.rank, self.rt.ranks.size)
+        if len(by_rank) == size:
+            set_random_states(by_rank[rank])
+            return []
+        if rank == 0:
+            set_random_states(self.training["random"])
+        return [f"random numbers of {len(by_rank)} processes there and of {size} here"]
+
+    # ---- is it this model's, and this optimizer's ----
+
+    def _match(self, convert: bool) -> None:
+        folder, tensors = self.source.folder, self.source.tensors
+        mine, buffers = {name: p._mt for p, name in self.names.items()}, buffers_of(self.model)
+        if mine.keys() != self.saved.keys():
+            missing, other = sorted(mine.keys() - self.saved.keys()), sorted(self.saved.keys() - mine.keys())
+            raise MegatrainError(f"{folder} is of another model: it lacks {len(missing)} parameters {missing[:3]} and "
+                                 f"has {len(other)} more {other[:3]}")
+        if lacking := sorted(buffers.keys() - tensors.keys()):
+            raise MegatrainError(f"{folder} lacks {len(lacking)} buffers {lacking[:3]}")
+        for name, b in buffers.items():
+            if tensors[name].shape != tuple(b.shape):
+                raise MegatrainError(f"{folder}: buffer {name} is {list(tensors[name].shape)} there and "
+                                     f"{list(b.shape)} here")
+        for name, record in mine.items():
+            about, where = self.saved[name], f"{folder}: {name}"
+            if tuple(about["shape"]) != tuple(record.shape):
+                raise MegatrainError(f"{where} is {about['shape']} there and {list(record.shape)} here")
+            if self.opt is not None and about.get("strides", list(record.stride)) != list(record.stride):
+                raise MegatrainError(f"{where} lies in memory with strides {about['strides']} there and "
+                                     f"{list(record.stride)} here, and its moments of 8 bits have scales in that order")
+            why = loses(self.body, name, record.dtype, record.runtime.states if self.ours else None)
+            if not why and self.opt is not None and not self.ours and "step" in about and record.dtype != torch.float32:
+                why = f"its moments and master become {record.dtype} in {TORCHS}"
+            if why and not convert:
+                raise MegatrainError(f"{where}: {why}; convert=True allows that")
+
+    def _match_kind(self) -> None:
+        """Are these states the optimizer's? Those of one AdamW become the other's."""
+        body, training, folder, where = self.body, self.training, self.source.folder, self.where
+        there, here = body["optimizer"], kind_of(self.opt)
+        if there is not None and "." not in there:       # checkpoints were written that have the class's name alone
+            ours = there == "AdamW" and body["states"] is not None
+            there = OURS if ours else f"{'torch.optim' if hasattr(torch.optim, there) else _SCRIPT}.{there}"
+        if there == here:
+            return
+        (package, _, name), (own, _, own_name) = (there or "").rpartition("."), here.rpartition(".")
+        if there and name == own_name and _SCRIPT in (package, own) and not {package, own} & {"mt", "torch.optim"}:
+            return                       # of a class in a script no package is known: it may be imported the next time
+        alone = "mt.load(model, None, folder) takes the weights alone"
+        if {there, here} != {OURS, TORCHS}:
+            raise MegatrainError(f"{folder} has states of {there or 'no optimizer'}, and {here} is to take them; "
+                                 f"{alone}")
+        if any(g.get("amsgrad") for g in [*training["groups"], *self.opt.param_groups]):
+            raise MegatrainError(f"{folder} has states of {there}, and {here} is to take them, but mt.AdamW has no "
+                                 f"amsgrad=True; {alone}")
+        if here == TORCHS:                               # as far as torch's has them beside tensors
+            training["others"] = {name: {"step": torch.tensor(float(saved["step"]))}
+                                  for name, saved in self.saved.items() if "step" in saved}
+            return
+        # As mt.AdamW would have saved torch's: with moments in fp32, and no master.
+        body |= {"states": "fp32", "skipped_steps": 0}
+        for number, name in enumerate(name for g in training["groups"] for name in g["params"]):
+            table(self.saved.get(name), f"{where}: parameter {shown(name)}")["key"] = number
+        for name, own in strict.field(training, "others", lambda _: True, "torch.optim.AdamW's steps", where).items():
+            if own:
+                about = table(self.saved.get(name), f"{where}: others: {shown(name)}")
+                about |= {"step": contents.step_of(own, f"{where}: others of {name}"), "master": ""}
+                contents.check_states(body, name, self.source.states, where, DTYPES[about["dtype"]])
+
+    def _match_groups(self) -> None:
+        folder, training, where = self.source.folder, self.training, self.where
+        mine = [[self.names.get(p) for p in g["params"]] for g in self.opt.param_groups]
+        saved = [g["params"] for g in training["groups"]]
+        if mine != saved:
+            raise MegatrainError(f"{folder}: the optimizer's groups have {[len(g) for g in mine]} parameters here and "
+                                 f"{[len(g) for g in saved]} in the checkpoint, or others, or in another order: make "
+                                 "the optimizer as it was made then")
+        contents.check_hyper(training["groups"], self.opt.param_groups, where)
+        if self.ours and (lacking := [n for g in saved for n in g if "key" not in self.saved[n]]):
+            raise MegatrainError(f"{folder / manifest.NAME}: parameter {lacking[0]} has no key: {manifest.BROKEN}")
+        if not self.ours and "others" not in training:
+            raise MegatrainError(f"{where} has no 'others': {manifest.BROKEN}")
+        if kind_of(self.opt) == TORCHS and self.body["states"] is None:
+            # What torch.optim.AdamW would find missing, or of another form, when it has taken it, or in its next step.
+            for name, own in training["others"].items():
+                about = table(self.saved.get(name), f"{where}: others: {shown(name)}")
+                if own:
+                    contents.step_of(own, f"{where}: others of {name}")
+                for key in MOMENTS if own else ():
+                    found = self.source.states.get(f"{name}.{key}")
+                    if found is None or found.shape != tuple(about["shape"]):
+                        raise MegatrainError(f"{folder} has no {name}.{key} of shape {about['shape']}: "
+                                             f"{manifest.BROKEN}")
+
+    # ---- a unit at a time ----
+
+    def unit(self, records: list[Record]) -> None:
+        planes, reads = self.rt.planes, Reads(self.source)
+        planes.before_write(records[0])
+        planes.own_states(records[0])
+        finish = [done for r in records for done in self._record(r, self.names[r.param], reads)]
         reads.go()
-        for buffer, value in pairs:
-            buffer.copy_(value)
-        for done, records in enumerate(rt.units, 1):
-            if own := [r for r in records if r.param in names]:      # some may have been taken out of the model
-                _load_unit(rt, own, source, names, opt)
-            if progress is not None:
-                progress(done, len(rt.units))
-    if isinstance(opt, AdamW):
-        for group, saved in zip(opt.param_groups, training["groups"]):
-            group.update({k: v for k, v in saved.items() if k != "params"})
-        opt._skipped = source.body["skipped_steps"]
-        opt._keys.update({p: source.body["parameters"][name]["key"] for p, name in names.items() if p in opt._keys})
-    rt.broken = ""
+        for done in finish:
+            done()
+        self.rt.homes.take(records[0].unit)
+
+    def _record(self, record: Record, name: str, reads: Reads) -> list[Callable[[], None]]:
+        """Says what is to be read; what is returned is called when it has been."""
+        saved, opt, finish = self.saved[name], self.opt, []
+        stepped = self.ours and "step" in saved
+        if self.ours and not stepped:
+            opt.state.pop(record.param, None)
+        if stepped:
+            opt._begin_state(record.param, record)
+            opt.state[record.param]["step"].fill_(float(saved["step"]))
+            finish = [self._read_moments(record, name, reads)]
+        mastered = stepped or (opt is not None and "step" in saved and record.dtype == torch.float32)
+        return [self._read_weights(record, name, reads, saved["master"] if mastered else ""), *finish]
+
+    def _read_moments(self, record: Record, name: str, reads: Reads) -> Callable[[], None]:
+        keys = MOMENTS if self.body["states"] == "fp32" else CODES
+        stored = [self.source.states[f"{name}.{key}"] for key in keys]
+        planes = [record.view(plane) for plane in record.moments]
+        values: dict[str, Tensor] = {}
+        if self.body["states"] == self.rt.states and all(map(_fits, planes, stored)):
+            for plane, s in zip(planes, stored):
+                self._read_own(record, s, plane, reads)
+        else:
+            values = dict(zip(keys, map(reads.fresh, stored)))
+
+        def done() -> None:
+            if values:
+                load_moments(record, values)
+            self.rt.planes.push(record, *record.moments)
+
+        return done
+
+    def _read_own(self, record: Record, stored: Stored, memory: Tensor, reads: Reads, others: Sequence[int] = ()
+                  ) -> None:
+        """Of several processes each reads its portion, and those of `others`; the rest it would not keep."""
+        if self.rt.ranks is None:
+            reads.into(stored, memory)
+            return
+        each, of = (1, 1) if memory.shape == record.shape else (GROUP, 2)          # moments' scales, else
+        for rank in sorted([self.rt.ranks.rank, *others]):
+            first, n = self.rt.core.owned(record.unit, record.index, rank)
+            begin, end = first // each * of, -(-(first + n) // each) * of    # elements, as they lie in memory and file
+            part = Stored(stored.file, stored.dtype, (end - begin,),
+                          *(stored.begin + at * stored.dtype.itemsize for at in (begin, end)))
+            reads.into(part, memory.view(-1)[begin:end])
+
+    def _read_weights(self, record: Record, name: str, reads: Reads, master: str) -> Callable[[], None]:
+        """master: the plane that it was saved from; "": the weight is its own."""
+        stored, planes = self.source.tensors[name], self.rt.planes
+        extra = self.source.states[f"{name}.{MASTERS[master]}"] if master else None
+        low = self.body["low_bytes"] if master == "LO" else 0
+        alike = master and low in (0, record.low_bytes) and record.dtype == stored.dtype
+        plane = record.view(master) if alike else None
+        if _fits(record.host, stored) and (not master or (plane is not None and _fits(plane, extra))):
+            ranks = self.rt.ranks                            # weights are there on each machine
+            self._read_own(record, stored, record.host, reads, () if ranks is None else ranks.spoken_for())
+            if master:
+                self._read_own(record, extra, plane, reads)
+
+            def done() -> None:
+                planes.after_write(record)
+                if master:
+                    planes.push(record, master)
+                    record.master_writes = record.writes
+
+            return done
+        weight, rest = reads.fresh(stored), reads.fresh(extra) if master else None
+
+        def widen() -> None:
+            """From other types, or another order in memory: by way of fp32, which all of them fit into."""
+            if not weight.is_floating_point() or not (master or record.low_bytes or record.dtype == torch.float16):
+                record.host.copy_(weight)
+                planes.after_write(record)
+                return
+            value = rest if master == "MASTER" else weight.to(torch.float32)
+            if master == "LO":
+                value = torch.empty(weight.shape)
+                _core.split_join(weight.data_ptr(), rest.data_ptr(), value.data_ptr(), weight.numel(), low)
+            set_master(record.param, value)
+
+        return widen
+
+    def _other_states(self) -> None:
+        """Of an optimizer that is not mt.AdamW. Raises what its load_state_dict does."""
+        opt, names, others = self.opt, self.names, self.training["others"]
+        reads, found = Reads(self.source), {}
+        flat = [p for g in opt.param_groups for p in g["params"]]
+        tensors: dict[str, dict[str, Tensor]] = {names[p]: {} for p in flat}
+        ours = self.body["states"] is not None
+        for path, stored in self.source.states.items():
+            name, _, key = path.rpartition(".")
+            if name in tensors and not (ours and key in MASTERS.values()):
+                tensors[name][key] = reads.fresh(stored)
+        with manifest.adding(manifest.BROKEN):
+            reads.go()
+        for index, p in enumerate(flat):
+            own = tensors[names[p]]
+            if ours and CODES[0] in own:
+                own = dict(zip(MOMENTS, decoded(p.shape, p._mt.stride, own)))
+            if names[p] in others:
+                found[index] = others[names[p]] | own
+        groups = [{**mine, **g, "params": mine["params"]} for g, mine in
+                  zip(self.training["groups"], torch.optim.Optimizer.state_dict(opt)["param_groups"])]
+        opt.load_state_dict({"state": found, "param_groups": groups})
 
 
-@contextmanager
-def _failing(rt: Runtime) -> Iterator[None]:
-    """What fails on one of several ranks fails on all at once: they wait for it between units."""
-    try:
-        yield
-    except BaseException as why:
-        if rt.ranks is not None:
-            with suppress(MegatrainError):               # the engine may be closed
-                rt.core.fail(f"mt.load: {type(why).__name__}: {shown(why)}")
-        raise
-
-
-# ---- is it this model's, and this optimizer's ----------------------------------------------------
-
-def _match(source: Checkpoint, model: nn.Module, names: dict[Tensor, str], opt: torch.optim.Optimizer | None,
-           convert: bool) -> None:
-    """Is the checkpoint this model's, and what would it lose here? Nothing is changed."""
-    mine, saved = {name: p._mt for p, name in names.items()}, source.body["parameters"]
-    if mine.keys() != saved.keys():
-        missing, other = sorted(mine.keys() - saved.keys()), sorted(saved.keys() - mine.keys())
-        raise MegatrainError(f"{source.folder} is of another model: it lacks {len(missing)} parameters {missing[:3]} "
-                             f"and has {len(other)} more {other[:3]}")
-    buffers = buffers_of(model)
-    if lacking := sorted(buffers.keys() - source.tensors.keys()):
-        raise MegatrainError(f"{source.folder} lacks {len(lacking)} buffers {lacking[:3]}")
-    for name, b in buffers.items():
-        if source.tensors[name].shape != tuple(b.shape):
-            raise MegatrainError(f"{source.folder}: buffer {name} is {list(source.tensors[name].shape)} there and "
-                                 f"{list(b.shape)} here")
-    for name, record in mine.items():
-        about, where = saved[name], f"{source.folder}: {name}"
-        if tuple(about["shape"]) != tuple(record.shape):
-            raise MegatrainError(f"{where} is {about['shape']} there and {list(record.shape)} here")
-        if opt is not None and about.get("strides", list(record.stride)) != list(record.stride):
-            raise MegatrainError(f"{where} lies in memory with strides {about['strides']} there and "
-                                 f"{list(record.stride)} here, and its moments of 8 bits have scales in that order")
-        why = loses(source.body, name, record.dtype, record.runtime.states if isinstance(opt, AdamW) else None)
-        if not why and opt is not None and not isinstance(opt, AdamW) and "step" in about \
-                and record.dtype != torch.float32:
-            why = f"its moments and master become {record.dtype} in {TORCHS}"
-        if why and not convert:
-            raise MegatrainError(f"{where}: {why}; convert=True allows that")
+def _fits(memory: Tensor, stored: Stored) -> bool:
+    """May the file's bytes be those of this memory?"""
+    return memory.is_contiguous() and memory.dtype == stored.dtype and tuple(memory.shape) == stored.shape
 
 
 def loses(body: dict[str, Any], name: str, here: torch.dtype, states: str | None) -> str:
@@ -272,196 +447,3 @@ def _master_bits(kind: torch.dtype, low_bytes: int, master: str) -> int:
     if kind == torch.bfloat16:
         return 16 + 8 * low_bytes
     return 32 if kind != torch.float16 or master == "MASTER" else 16
-
-
-def _match_kind(source: Checkpoint, training: dict[str, Any], opt: torch.optim.Optimizer) -> None:
-    """Are these states the optimizer's? Those of one AdamW become the other's."""
-    there, here = source.body["optimizer"], kind_of(opt)
-    if there is not None and "." not in there:       # checkpoints were written that have the class's name alone
-        ours = there == "AdamW" and source.body["states"] is not None
-        there = OURS if ours else f"{'torch.optim' if hasattr(torch.optim, there) else _SCRIPT}.{there}"
-    if there == here:
-        return
-    (package, _, name), (own, _, own_name) = (there or "").rpartition("."), here.rpartition(".")
-    if there and name == own_name and _SCRIPT in (package, own) and not {package, own} & {"mt", "torch.optim"}:
-        return                       # of a class in a script no package is known: it may be imported the next time
-    if {there, here} != {OURS, TORCHS}:
-        raise MegatrainError(f"{source.folder} has states of {there or 'no optimizer'}, and {here} is to take them; "
-                             "mt.load(model, None, folder) takes the weights alone")
-    if any(g.get("amsgrad") for g in [*training["groups"], *opt.param_groups]):
-        raise MegatrainError(f"{source.folder} has states of {there}, and {here} is to take them, but mt.AdamW has no "
-                             "amsgrad=True; mt.load(model, None, folder) takes the weights alone")
-    if here == OURS:
-        _as_ours(source, training)
-    else:                                            # as far as torch's has them beside tensors
-        training["others"] = {name: {"step": torch.tensor(float(saved["step"]))}
-                              for name, saved in source.body["parameters"].items() if "step" in saved}
-
-
-def _as_ours(source: Checkpoint, training: dict[str, Any]) -> None:
-    """torch.optim.AdamW's states, as mt.AdamW would have saved them: with moments in fp32, and no master."""
-    body, where = source.body, str(source.folder / TRAINING)
-    parameters = body["parameters"]
-    body |= {"states": "fp32", "skipped_steps": 0}
-    for number, name in enumerate(name for g in training["groups"] for name in g["params"]):
-        table(parameters.get(name), f"{where}: parameter {shown(name)}")["key"] = number
-    for name, own in strict.field(training, "others", lambda _: True, "torch.optim.AdamW's steps", where).items():
-        if own:
-            about = table(parameters.get(name), f"{where}: others: {shown(name)}")
-            about |= {"step": contents.step_of(own, f"{where}: others of {name}"), "master": ""}
-            contents.check_states(body, name, source.states, where, DTYPES[about["dtype"]])
-
-
-def _match_groups(source: Checkpoint, training: dict[str, Any], opt: torch.optim.Optimizer,
-                 names: dict[Tensor, str]) -> None:
-    mine = [[names.get(p) for p in g["params"]] for g in opt.param_groups]
-    saved = [g["params"] for g in training["groups"]]
-    if mine != saved:
-        raise MegatrainError(f"{source.folder}: the optimizer's groups have {[len(g) for g in mine]} parameters here "
-                             f"and {[len(g) for g in saved]} in the checkpoint, or others, or in another order: make "
-                             "the optimizer as it was made then")
-    where = str(source.folder / TRAINING)
-    contents.check_hyper(training["groups"], opt.param_groups, where)
-    parameters = source.body["parameters"]
-    if isinstance(opt, AdamW) and (lacking := [n for g in saved for n in g if "key" not in parameters[n]]):
-        raise MegatrainError(f"{source.folder / manifest.NAME}: parameter {lacking[0]} has no key: {manifest.BROKEN}")
-    if not isinstance(opt, AdamW) and "others" not in training:
-        raise MegatrainError(f"{where} has no 'others': {manifest.BROKEN}")
-    if kind_of(opt) == TORCHS and source.body["states"] is None:
-        # What torch.optim.AdamW would find missing, or of another form, when it has taken it, or in its next step.
-        for name, own in training["others"].items():
-            about = table(parameters.get(name), f"{where}: others: {shown(name)}")
-            if own:
-                contents.step_of(own, f"{where}: others of {name}")
-            for key in MOMENTS if own else ():
-                found = source.states.get(f"{name}.{key}")
-                if found is None or found.shape != tuple(about["shape"]):
-                    raise MegatrainError(f"{source.folder} has no {name}.{key} of shape {about['shape']}: "
-                                         f"{manifest.BROKEN}")
-
-
-# ---- units ---------------------------------------------------------------------------------------
-
-def _load_unit(rt: Runtime, records: list[Record], source: Checkpoint, names: dict[Tensor, str],
-               opt: torch.optim.Optimizer | None) -> None:
-    rt.planes.before_write(records[0])
-    rt.planes.own_states(records[0])
-    reads = Reads(source)
-    finish = [_load_record(r, names[r.param], source, reads, opt) for r in records]
-    reads.go()
-    for done in finish:
-        done()
-    rt.homes.take(records[0].unit)
-
-
-def _load_record(record: Record, name: str, source: Checkpoint, reads: Reads,
-                 opt: torch.optim.Optimizer | None) -> Callable[[], None]:
-    """Says what is to be read; what is returned is called when it has been."""
-    saved = source.body["parameters"][name]
-    stepped = isinstance(opt, AdamW) and "step" in saved
-    if isinstance(opt, AdamW) and not stepped:
-        opt.state.pop(record.param, None)
-    if stepped:
-        opt._begin_state(record.param, record)
-        opt.state[record.param]["step"].fill_(float(saved["step"]))
-    moments = _read_moments(record, name, source, reads) if stepped else lambda: None
-    mastered = stepped or (opt is not None and "step" in saved and record.dtype == torch.float32)
-    weights = _read_weights(record, name, source, reads, saved["master"] if mastered else "")
-    return lambda: (weights(), moments())
-
-
-def _read_moments(record: Record, name: str, source: Checkpoint, reads: Reads) -> Callable[[], None]:
-    rt = record.runtime
-    keys = MOMENTS if source.body["states"] == "fp32" else CODES
-    stored = [source.states[f"{name}.{key}"] for key in keys]
-    planes = [record.view(plane) for plane in record.moments]
-    if source.body["states"] == rt.states and all(map(_fits, planes, stored)):
-        for plane, s in zip(planes, stored):
-            _read_own(record, s, plane, reads)
-        return lambda: rt.planes.push(record, *record.moments)
-    values = dict(zip(keys, map(reads.fresh, stored)))
-
-    def convert() -> None:
-        load_moments(record, values)
-        rt.planes.push(record, *record.moments)
-
-    return convert
-
-
-def _read_own(record: Record, stored: Stored, memory: Tensor, reads: Reads, others: Sequence[int] = ()) -> None:
-    """Of several processes each reads its portion, and those of some others: of what else it wrote nothing is kept."""
-    if record.runtime.ranks is None:
-        reads.into(stored, memory)
-        return
-    each, of = (1, 1) if memory.shape == record.shape else (GROUP, 2)          # moments' scales, else
-    for rank in sorted([record.runtime.ranks.rank, *others]):
-        first, n = record.runtime.core.owned(record.unit, record.index, rank)
-        begin, end = first // each, -(-(first + n) // each)
-        reads.part_into(stored, memory, begin * of, (end - begin) * of)
-
-
-def _fits(memory: Tensor, stored: Stored) -> bool:
-    """May the file's bytes be those of this memory?"""
-    return memory.is_contiguous() and memory.dtype == stored.dtype and tuple(memory.shape) == stored.shape
-
-
-def _read_weights(record: Record, name: str, source: Checkpoint, reads: Reads, master: str) -> Callable[[], None]:
-    """master: the plane that it was saved from; "": the weight is its own."""
-    stored = source.tensors[name]
-    extra = source.states[f"{name}.{MASTERS[master]}"] if master else None
-    low = source.body["low_bytes"] if master == "LO" else 0
-    plane = record.view(master) if master and low in (0, record.low_bytes) and record.dtype == stored.dtype else None
-    if _fits(record.host, stored) and (not master or (plane is not None and _fits(plane, extra))):
-        ranks = record.runtime.ranks                     # weights are there on each machine
-        _read_own(record, stored, record.host, reads, () if ranks is None else ranks.spoken_for())
-        if master:
-            _read_own(record, extra, plane, reads)
-        return lambda: _written(record, master)
-    weight, rest = reads.fresh(stored), reads.fresh(extra) if master else None
-    return lambda: _widen(record, weight, rest, master, low)
-
-
-def _written(record: Record, master: str) -> None:
-    record.runtime.planes.after_write(record)
-    if master:
-        record.runtime.planes.push(record, master)
-        record.master_writes = record.writes
-
-
-def _widen(record: Record, weight: Tensor, rest: Tensor | None, master: str, low: int) -> None:
-    """From other types, or another order in memory: by way of fp32, which all of them fit into."""
-    if not weight.is_floating_point() or not (master or record.low_bytes or record.dtype == torch.float16):
-        record.host.copy_(weight)
-        record.runtime.planes.after_write(record)
-        return
-    value = weight.to(torch.float32)
-    if master == "LO":
-        value = torch.empty(weight.shape)
-        _core.split_join(weight.data_ptr(), rest.data_ptr(), value.data_ptr(), weight.numel(), low)
-    elif master == "MASTER":
-        value = rest
-    set_master(record.param, value)
-
-
-def _load_other(opt: torch.optim.Optimizer, source: Checkpoint, names: dict[Tensor, str],
-                training: dict[str, Any]) -> None:
-    """Raises: what its load_state_dict does."""
-    reads, found = Reads(source), {}
-    flat = [p for g in opt.param_groups for p in g["params"]]
-    tensors: dict[str, dict[str, Tensor]] = {names[p]: {} for p in flat}
-    ours = source.body["states"] is not None
-    for path, stored in source.states.items():
-        name, _, key = path.rpartition(".")
-        if name in tensors and not (ours and key in MASTERS.values()):
-            tensors[name][key] = reads.fresh(stored)
-    with manifest.adding(manifest.BROKEN):
-        reads.go()
-    for index, p in enumerate(flat):
-        own = tensors[names[p]]
-        if ours and CODES[0] in own:
-            own = dict(zip(MOMENTS, decoded(p.shape, p._mt.stride, own)))
-        if names[p] in training["others"]:
-            found[index] = training["others"][names[p]] | own
-    groups = [{**mine, **g, "params": mine["params"]} for g, mine in
-              zip(training["groups"], torch.optim.Optimizer.state_dict(opt)["param_groups"])]
-    opt.load_state_dict({"state": found, "param_groups": groups})

@@ -133,8 +133,8 @@ def save(model: nn.Module, opt: torch.optim.Optimizer | None, folder: str | Path
         parts = parts_of(rt, model, opt, scheduler, extra, list(randoms), FILE_BYTES)
     linked = _linked(rt, parts, folder, writers)
     with writers.as_one():
-        need = parts.nbytes_without(linked)
-        room = _room(rt, folder, need, held_by(parts.without(linked)), parse_bytes(spare, "spare"), asynchronous)
+        left, need = parts.without(linked)
+        room = _room(rt, folder, need, held_by(left), parse_bytes(spare, "spare"), asynchronous)
         if dry_run:
             files = (*(f.name for f in parts.files), *parts.small, manifest.NAME)
             return SavePlan(need, files, *_tried(folder, need))
@@ -164,7 +164,7 @@ def _begin(rt: Runtime, saving: Saving, parts: Parts, linked: set[str], asynchro
         if writers.first:
             linked = again.link(parts.files, linked, rt.saved_files, draft.path)
         linked = writers.each(linked)[0]
-        files = parts.without(linked)
+        files, _ = parts.without(linked)
         parts.body["files"] |= {f.name: rt.saved_files[f.header].about for f in parts.files if f.name in linked}
         saving.bytes = sum(f.nbytes for f in files)
         located = [f.located(draft.path) for f in files]
@@ -202,11 +202,8 @@ def _check(rt: Runtime, model: nn.Module, opt: torch.optim.Optimizer | None) -> 
 
 def _room(rt: Runtime, folder: Path, need: int, held: list[tuple[int, int]], spare: int | None, asynchronous: bool
           ) -> int:
-    """Bytes for blocks that are copied and not yet written. Raises: MegatrainError: there is no room for all that is
-    needed, on the disk or in host memory."""
-    where = folder
-    while not where.exists():
-        where = where.parent
+    """Bytes for blocks that are copied and not yet written. Raises MegatrainError where disk or memory lack room."""
+    where = again.standing_parent(folder)
     free = shutil.disk_usage(where).free
     if need > free:
         raise MegatrainError(f"{folder}: the checkpoint takes {show_bytes(need)} and {show_bytes(free)} are free in "
@@ -361,11 +358,8 @@ class Writers:
     """Who writes a checkpoint: this process alone, or all that train the model, each every so many blocks of all files.
 
     All of them see all planes of their machine's store, so whoever writes a block needs nothing of the others; that a
-    unit's update waits until its bytes are copied, the engines see to. The first process makes folder and files, has
-    all blocks' sums in the end, and gives the folder its name.
-
-    Attributes:
-        first: this process makes the folder and names it. part, parts: of so many this one takes its blocks in turn.
+    unit's update waits until its bytes are copied, the engines see to. The `first` process makes folder and files, has
+    all blocks' sums in the end, and gives the folder its name. Of `parts` this one takes its blocks in turn.
     """
 
     def __init__(self, ranks: Ranks | None) -> None:

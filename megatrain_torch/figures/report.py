@@ -133,13 +133,7 @@ class StepReport:
 
 def measure(lanes: Mapping[str, Sequence[Slice]], begin: int, end: int, counted: Mapping[str, int], host_bytes: int,
             rates: Mapping[str, float]) -> StepReport:
-    """The report of the step in [begin, end), nanoseconds.
-
-    Args:
-        lanes: the slices of each lane in order.
-        counted: of the engine's counters, what they grew by in the step.
-        rates: bytes/s that the machine can do, by lane.
-    """
+    """The report of the step in [begin, end) ns. counted: growth of the engine's counters. rates: bytes/s by lane."""
     first = next((s.begin for s in between(lanes.get("compute", ()), begin, end)), end)
     done = {name: [s for s in between(lane, begin, end) if s.end < end] for name, lane in lanes.items()}
     moved = {name: sum(s.nbytes for s in lane) for name, lane in done.items()}
@@ -185,8 +179,7 @@ class _Gaps:
         self.lanes = lanes
 
     def blame(self, a: int, b: int, window: Slice | None) -> _Parts:
-        """A gap in front of a window; None: at the step's end. The window was launched after the last wait of a
-        hand-over that ended in the gap; a wait that ended later came behind it."""
+        """A gap before a window (None: a step's end), which was launched after the last hand-over's wait in it."""
         parts, at = [], a
         for wait in self._in(WAITS, a, b):
             if wait.end <= b + _JITTER_NS:
@@ -228,8 +221,7 @@ class _Gaps:
         return [own, *(self._before_fetch(a, last) if lane == "h2d" else [])]
 
     def _before_fetch(self, a: int, fetch: Slice) -> _Parts:
-        """Before a fetch that was waited for began, its unit's update ran and those in front of it; else the copies in
-        front of it in line, and the disk where its weights were read there."""
+        """Before a fetch began, its unit's update ran, or the copies before it, or the disk read its weights."""
         for lane in _UPDATED:
             own = self._over_in(lane, a, fetch.begin, fetch.unit)
             if own is not None:

@@ -32,25 +32,19 @@ def bytes_table(title: str, parts: dict[str, int], most: int, note: str = "") ->
 
 
 def as_html(title: str, rows: Sequence[Sequence[str | list[tuple]]], head: bool = True) -> str:
-    """A table for a notebook. head: the first row is one.
+    """A table for a notebook, of texts and of boxes (pixels, colour, word, tooltip). head: the first row is one."""
+    def cell(found: str | list[tuple]) -> str:
+        if isinstance(found, str):
+            return html.escape(found)
+        boxes = "".join(f"<div title='{html.escape(about)}' style='display:inline-block;overflow:hidden;height:1.3em;"
+                        f"vertical-align:top;color:white;background:{paint};width:{pixels:.0f}px'>"
+                        f"{html.escape(word)}</div>" for pixels, paint, word, about in found)
+        return f"<div style='white-space:nowrap'>{boxes}</div>"
 
-    A cell is text, or boxes beside each other: (pixels, colour, the word in it, what pointing at it shows).
-    """
-    lines = []
-    for i, row in enumerate(rows):
-        kind = "th" if head and i == 0 else "td"
-        lines.append("".join(f"<{kind}>{_cell(c)}</{kind}>" for c in row))
+    kinds = ("th" if head and i == 0 else "td" for i in range(len(rows)))
+    lines = ("".join(f"<{kind}>{cell(c)}</{kind}>" for c in row) for kind, row in zip(kinds, rows))
     caption = f"<caption>{html.escape(title)}</caption>" if title else ""
     return f"<table>{caption}{''.join(f'<tr>{line}</tr>' for line in lines)}</table>"
-
-
-def _cell(cell: str | list[tuple]) -> str:
-    if isinstance(cell, str):
-        return html.escape(cell)
-    boxes = "".join(f"<div title='{html.escape(about)}' style='display:inline-block;overflow:hidden;height:1.3em;"
-                    f"vertical-align:top;color:white;background:{paint};width:{pixels:.0f}px'>{html.escape(word)}</div>"
-                    for pixels, paint, word, about in cell)
-    return f"<div style='white-space:nowrap'>{boxes}</div>"
 
 
 # ---- kinds of memory -----------------------------------------------------------------------------
@@ -81,14 +75,7 @@ def tiers_as_html(tiers: list[Tier]) -> str:
 
 
 def draw_tiers(path: str | Path, title: str, tiers: list[Tier]) -> None:
-    """A bar for each kind of memory, as long as what it has; what is put there is in it, as a share of that.
-
-    Args:
-        path: .png, .svg or .pdf.
-
-    Raises:
-        MegatrainError: matplotlib is not installed.
-    """
+    """A bar for each kind of memory, with what lies there as shares of it. path: .png, .svg or .pdf."""
     names = [f"{name}\n{show_bytes(most)}" for name, _, most in tiers]
     with _drawing(path, title, names, (10.0, 1.1 * len(tiers) + 1.2), 150) as (figure, axes):
         shown = set()
@@ -110,15 +97,9 @@ def draw_tiers(path: str | Path, title: str, tiers: list[Tier]) -> None:
 # ---- lanes against time --------------------------------------------------------------------------
 
 def draw_lanes(path: str | Path | BinaryIO, slices: Sequence[Slice], marks: Sequence[int], title: str = "") -> None:
-    """Lanes against time from the first mark to the last; how busy each was stands at its right.
-
-    Args:
-        path: .png, .svg or .pdf; or an open file, for PNG.
-        marks: at least two: when each step shown began, and when the last ended; nanoseconds.
-
-    Raises:
-        MegatrainError: matplotlib is not installed.
-    """
+    """Lanes against time from the first mark to the last; how busy each was stands at its right. path: .png, .svg or
+    .pdf; or an open file, for PNG. marks: at least two: when each step shown began, and when the last ended;
+    nanoseconds. Raises MegatrainError without matplotlib."""
     begin, end = marks[0], marks[-1]
     lanes = {name: part for name, all_ in by_lane(slices).items() if (part := between(all_, begin, end))}
     with _drawing(path, title, [LANES[name] for name in lanes], (12.0, 4.0), 100) as (figure, axes):

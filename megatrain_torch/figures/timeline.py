@@ -18,23 +18,12 @@ COLOURS = {"forward": "#4878a8", "loss": "#8a6fb0", "replay": "#8fb3d1", "backwa
 
 
 class Slice(NamedTuple):
-    """A piece of work on a lane. Times are nanoseconds of `time.perf_counter_ns`.
+    """A piece of work on a lane. Times are nanoseconds of `time.perf_counter_ns`."""
 
-    Attributes:
-        lane: "compute", "h2d", "d2h", "hand-over" (waits of the thread that hands gradients over and launches
-            windows), "host sum", "host update", "device update", "through" (updates of units on the host that pass
-            through the device), "exchange" and "gather" (gradients and weights between processes), "disk", "disk
-            update", "swap out", "swap back" or "swap disk" (activations).
-        work: "forward", "replay", "backward", "loss", "fetch", "offload", "add", "update", "read", "write", "swap" or
-            "wait".
-        unit: the unit's name; "" where there is none.
-        nbytes: copied, added, or read and written by the update.
-    """
-
-    lane: str
-    work: str
-    unit: str
-    nbytes: int
+    lane: str       # of LANES; "hand-over": waits of the thread that hands gradients over and launches windows
+    work: str       # "forward", "replay", "backward", "loss", "fetch", "offload", "add", "update", "read", "write" ...
+    unit: str       # its name; "" where there is none
+    nbytes: int     # copied, added, or read and written by the update
     begin: int
     end: int
 
@@ -64,13 +53,7 @@ def between(slices: Sequence[Slice], begin: int, end: int) -> list[Slice]:
 
 
 def chrome_trace(slices: Sequence[Slice], marks: Sequence[int]) -> dict[str, Any]:
-    """Trace Event Format: lanes as threads, work as slices, steps as a row above.
-
-    Args:
-        marks: when each step began, in nanoseconds, ascending.
-
-    Source: "Trace Event Format", Google, the format that Perfetto and chrome://tracing read.
-    """
+    """Lanes as threads, work as slices, steps above, in Google's Trace Event Format. marks: when steps began."""
     start = min([s.begin for s in slices] + list(marks[:1]), default=0)
     rows = ["step", *LANES]
 

@@ -32,6 +32,7 @@ from .states import (
     fill,
     lacks_master,
     load_moments,
+    load_other,
     make_master,
     master,
     moment_planes,
@@ -39,8 +40,8 @@ from .states import (
     set_master,
     source_of,
     stand_there,
+    step_other,
 )
-from .unstreamed import load_other, step_other
 
 COPIED = ("max_grad_norm", "_nonfinite", "_in_backward", "_handed", "_early", "_done",
           "_norm", "_limit_once", "_steps", "_asked", "_late", "_skipped", "_complaint", "_states", "_keys", "_served")
@@ -49,11 +50,7 @@ RESULTS_KEPT = 64       # of an engine's updates that may be unread before the o
 
 
 def check_group(group: dict[str, Any]) -> None:
-    """What a group asks for is done: whether it was made here, written later, or loaded.
-
-    Raises:
-        MegatrainError: it is not supported.
-    """
+    """Raises MegatrainError where a group asks for what is not supported: made here, written later, or loaded."""
     for name in REFUSED:
         if group.get(name):
             raise MegatrainError(f"AdamW: {name}=True is not supported; use torch.optim.AdamW on the host tensors for "
@@ -70,32 +67,8 @@ def _check_limit(max_grad_norm: float | None, in_backward: bool) -> None:
         raise MegatrainError("AdamW: in_backward=True cannot clip: the norm is known only when backward ends")
 
 
-def _check_options(lr: Any, betas: Any, eps: float, weight_decay: float, states: str | None, nonfinite: str,
-                   torch_only: dict[str, Any]) -> None:
-    for name in torch_only:
-        if name not in (*REFUSED, "foreach", "fused"):
-            raise TypeError(f"AdamW() got an unexpected keyword argument {name!r}")
-    check_group(torch_only)
-    if not isinstance(lr, numbers.Real | Tensor):
-        raise MegatrainError(f"AdamW: lr={lr!r} must be a number")
-    if not 0.0 <= float(lr) < math.inf:
-        raise MegatrainError(f"AdamW: lr={lr} must be >= 0 and finite")
-    if not all(0.0 <= b < 1.0 for b in betas) or eps < 0 or weight_decay < 0:
-        raise MegatrainError(f"AdamW: betas={betas}, eps={eps}, weight_decay={weight_decay}: "
-                             "betas in [0, 1), the others >= 0")
-    check_states(states or "fp32")
-    if nonfinite not in ("skip", "raise"):
-        raise MegatrainError(f"AdamW: nonfinite={nonfinite!r}: 'skip' or 'raise'")
-
-
-# What is asked of an engine for one parameter: its record, its step count, and the item as Engine.adam takes it.
-Work = tuple[Record, Tensor, tuple[Any, ...]]
-
-
 class _Handed:
     """Updates handed to one model's engine; what became of them is known when their gradients are home."""
-
-    __slots__ = ("_found", "runtime", "steps", "ticket")
 
     def __init__(self, runtime: Any, ticket: int, steps: list[Tensor]) -> None:
         """steps: counts that took this update for done; of a skipped one they are taken back."""
@@ -107,6 +80,10 @@ class _Handed:
         if self._found is None:
             self._found = self.runtime.core.norm(self.ticket)
         return self._found
+
+
+# What is asked of an engine for one parameter: its record, its step count, and the item as Engine.adam takes it.
+Work = tuple[Record, Tensor, tuple[Any, ...]]
 
 
 class AdamW(torch.optim.Optimizer):
@@ -156,7 +133,20 @@ class AdamW(torch.optim.Optimizer):
                  eps: float = 1e-8, weight_decay: float = 1e-2, *, max_grad_norm: float | None = None,
                  states: str | None = None, maximize: bool = False, in_backward: bool = False,
                  nonfinite: str = "skip", **torch_only: Any) -> None:
-        _check_options(lr, betas, eps, weight_decay, states, nonfinite, torch_only)
+        for name in torch_only:
+            if name not in (*REFUSED, "foreach", "fused"):
+                raise TypeError(f"AdamW() got an unexpected keyword argument {name!r}")
+        check_group(torch_only)
+        if not isinstance(lr, numbers.Real | Tensor):
+            raise MegatrainError(f"AdamW: lr={lr!r} must be a number")
+        if not 0.0 <= float(lr) < math.inf:
+            raise MegatrainError(f"AdamW: lr={lr} must be >= 0 and finite")
+        if not all(0.0 <= b < 1.0 for b in betas) or eps < 0 or weight_decay < 0:
+            raise MegatrainError(f"AdamW: betas={betas}, eps={eps}, weight_decay={weight_decay}: "
+                                 "betas in [0, 1), the others >= 0")
+        check_states(states or "fp32")
+        if nonfinite not in ("skip", "raise"):
+            raise MegatrainError(f"AdamW: nonfinite={nonfinite!r}: 'skip' or 'raise'")
         _check_limit(max_grad_norm, in_backward)
         self.max_grad_norm = max_grad_norm
         self._nonfinite, self._in_backward = nonfinite, in_backward
@@ -276,7 +266,16 @@ class AdamW(torch.optim.Optimizer):
     def _step_all(self, limit: float) -> None:
         if not any(self.state.values()):
             self._ask_for_room()              # the gradients have come since
-        streamed, others = self._collect()
+        streamed: dict[Any, dict[int, list[Work]]] = {}      # by runtime and unit
+        others: list[tuple[Tensor, dict[str, Any]]] = []     # with their groups
+        for group in self.param_groups:
+            numbers = _numbers(group)
+            for p in group["params"]:
+                if isinstance(p, StreamedParameter):
+                    if (work := self._work(p, numbers)) is not None:
+                        streamed.setdefault(p._mt.runtime, {}).setdefault(p._mt.unit, []).append(work)
+                elif p.grad is not None:
+                    others.append((p, group))
         for rt, units in streamed.items():
             self._handed.append(self._hand(rt, sorted(units.items()), limit))
         for rt in {h.runtime for h in self._handed}:
@@ -424,25 +423,8 @@ class AdamW(torch.optim.Optimizer):
 
     # ---- gathering work ----
 
-    def _collect(self) -> tuple[dict[Any, dict[int, list[Work]]], list[tuple[Tensor, dict[str, Any]]]]:
-        """({runtime: {unit: work}}, [(other parameter, group)]) for parameters with a gradient."""
-        streamed: dict[Any, dict[int, list[Work]]] = {}
-        others: list[tuple[Tensor, dict[str, Any]]] = []
-        for group in self.param_groups:
-            numbers = _numbers(group)
-            for p in group["params"]:
-                if not isinstance(p, StreamedParameter):
-                    if p.grad is not None:
-                        others.append((p, group))
-                    continue
-                work = self._work(p, numbers)
-                if work is not None:
-                    streamed.setdefault(p._mt.runtime, {}).setdefault(p._mt.unit, []).append(work)
-        return streamed, others
-
     def _work(self, p: StreamedParameter, numbers: tuple[float, ...], passing: bool = False) -> Work | None:
-        """What the engine is asked for. numbers: of its group. passing: with a gradient that is kept nowhere, and is on
-        its way."""
+        """What the engine is asked for. passing: the gradient is on its way, and kept nowhere."""
         record: Record = p._mt
         if record.pid in self._done:
             check_used(record)
@@ -482,8 +464,7 @@ class AdamW(torch.optim.Optimizer):
 
     @staticmethod
     def _follow_weight(record: Record) -> None:
-        """The weight was set from outside: its fp32 master follows. Of a unit on the device or on disk all at once, so
-        that host memory has one such unit at a time."""
+        """The weight was set: its master follows; of a unit on device or disk all do, one unit at a time."""
         if not lacks_master(record):
             return
         rt = record.runtime
@@ -497,8 +478,7 @@ class AdamW(torch.optim.Optimizer):
             rt.homes.take(record.unit)
 
     def _begin_state(self, p: StreamedParameter, record: Record, keep: bool = False) -> StoreStates:
-        """States of a parameter that has none in this optimizer, over planes that are zero when they are new; keep:
-        with the moments that are in them."""
+        """States over new planes, which are zero; keep: with the moments that are in them."""
         record.runtime.states_chosen = True
         self._served.add(record.runtime)
         there = self.state.get(p)
@@ -519,11 +499,7 @@ class AdamW(torch.optim.Optimizer):
     @torch.no_grad()
     def _take_states(self) -> None:
         """What was put into self.state in the place of the store's own, tensors or whole dicts, is copied into the
-        store.
-
-        Raises:
-            MegatrainError: a moment is missing, or of another shape; or the count is no number of steps.
-        """
+        store. Raises MegatrainError where a moment is missing, or of another shape, or the count is no number."""
         put = [p for p, values in self.state.items() if isinstance(p, StreamedParameter) and values
                and p._mt.runtime in self._served and not (isinstance(values, StoreStates) and values.are_own(p._mt))]
         if not put:

@@ -53,13 +53,12 @@ def watch(ours: type[torch.optim.Optimizer]) -> None:
     """Steps of all optimizers, for as long as a model is streamed. ours: mt.AdamW."""
     before = _disable_dynamo(functools.partial(_before, ours))       # a step that is compiled traces its hooks too
     patches.once("before optimizers' steps", lambda: register_optimizer_step_pre_hook(before).remove)
-    patches.once("behind optimizers' steps",
-                 lambda: register_optimizer_step_post_hook(_disable_dynamo(_behind)).remove)
+    behind = _disable_dynamo(lambda optimizer, *_: take_back([p for g in optimizer.param_groups for p in g["params"]]))
+    patches.once("behind optimizers' steps", lambda: register_optimizer_step_post_hook(behind).remove)
 
 
 def _before(ours: type, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    """Another's optimizer gets ordinary parameters, which it may write as it likes, and give to torch.compile; but for
-    a closure's step, in which the model runs."""
+    """Another's optimizer gets ordinary parameters to write as it likes; not where its closure runs the model."""
     if isinstance(optimizer, ours):
         return
     params = [p for group in optimizer.param_groups for p in group["params"] if isinstance(p, StreamedParameter)]
@@ -76,7 +75,3 @@ def _before(ours: type, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any
             del grad
             p._mt.runtime.planes.before_write(p._mt)
             p.__class__ = torch.nn.Parameter
-
-
-def _behind(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    take_back([p for group in optimizer.param_groups for p in group["params"]])

@@ -18,7 +18,7 @@ from ..base.errors import MegatrainError
 from ..base.modes import GROUP
 from ..store import gradient
 from ..store.guard import StreamedParameter, plain, values_of
-from ..store.records import Record
+from ..store.records import Record, dense_stride
 
 MOMENTS = ("exp_avg", "exp_avg_sq")                           # names in the state, by plane: fp32
 CODES = ("exp_avg_codes", "exp_avg_sq_codes", "scales")       # 8 bits
@@ -96,11 +96,7 @@ class StepCount(Late):
 
 
 def count_of(step: Any, name: str) -> int:
-    """state["step"] as a number, whatever somebody wrote there.
-
-    Raises:
-        MegatrainError: it is no number of steps.
-    """
+    """state["step"] as a number, whatever somebody wrote there. Raises MegatrainError if it is no number of steps."""
     with torch._C.DisableTorchFunctionSubclass():
         value = step.item() if isinstance(step, Tensor) and step.numel() == 1 else step
     if not isinstance(value, (int, float)) or not 0 <= value < 1 << 53 or value != int(value):
@@ -151,16 +147,12 @@ def moments_of(record: Record) -> tuple[Tensor, Tensor]:
     m, v = _fp32_pair(record.shape, record.stride)
     if record.runtime.states == "fp32":
         return m.copy_(record.view("M")), v.copy_(record.view("V"))
-    _core.codes_get(*_addresses(record), m.data_ptr(), v.data_ptr(), record.numel)
+    _core.codes_get(*addresses(record), m.data_ptr(), v.data_ptr(), record.numel)
     return m, v
 
 
 def load_moments(record: Record, values: dict[str, Any]) -> None:
-    """From a state_dict of the same format as they are, else by way of fp32; to 8 bits rounded to nearest.
-
-    Raises:
-        MegatrainError: scales are not [groups,2] of this parameter's groups.
-    """
+    """From a state_dict of any format, by way of fp32 where it is another; to 8 bits rounded to nearest."""
     mine = moment_planes(record)
     check_scales(record.name, record.numel, values)
     if next(iter(mine)) in values:
@@ -170,7 +162,7 @@ def load_moments(record: Record, values: dict[str, Any]) -> None:
         pair = _fp32_pair(record.shape, record.stride)
         for t, name in zip(pair, MOMENTS):
             t.copy_(values_of(values[name]))
-        _core.codes_set(*(t.data_ptr() for t in pair), *_addresses(record), record.numel)
+        _core.codes_set(*(t.data_ptr() for t in pair), *addresses(record), record.numel)
     else:
         for plane, value in zip(("M", "V"), decoded(record.shape, record.stride, values)):
             record.view(plane).copy_(value)
@@ -178,11 +170,7 @@ def load_moments(record: Record, values: dict[str, Any]) -> None:
 
 def addresses(record: Record) -> list[int]:
     """Where its moments lie; none: it has none yet."""
-    return [] if record.optimizer is None else _addresses(record)
-
-
-def _addresses(record: Record) -> list[int]:
-    return [record.view(plane).data_ptr() for plane in record.moments]
+    return [] if record.optimizer is None else [record.view(plane).data_ptr() for plane in record.moments]
 
 
 def stand_there(record: Record, values: dict[str, Any]) -> bool:
@@ -199,24 +187,17 @@ def stand_there(record: Record, values: dict[str, Any]) -> bool:
 
 
 def apart(p: Tensor, values: dict[str, Any], kept: set[int]) -> dict[str, Any]:
-    """States to load for p: its own where they are, and copies of others that lie in planes which are about to be
-    written, at these addresses."""
+    """States to load for p: its own where they are; copies of others that lie in planes about to be written."""
     if isinstance(p, StreamedParameter) and stand_there(p._mt, values):
         return values
-
-    def lies_there(t: Tensor) -> bool:
-        with torch._C.DisableTorchFunctionSubclass():
-            return t.untyped_storage().data_ptr() in kept
-
-    return {name: values_of(v).clone() if isinstance(v, Tensor) and lies_there(v) else v for name, v in values.items()}
+    with torch._C.DisableTorchFunctionSubclass():
+        there = {name for name, v in values.items()
+                 if isinstance(v, Tensor) and v.untyped_storage().data_ptr() in kept}
+    return {name: values_of(v).clone() if name in there else v for name, v in values.items()}
 
 
 def check_state(name: str, shape: Any, values: dict[str, Any]) -> dict[str, Any]:
-    """These, which somebody put into `opt.state`, when they are a step count and both moments of this shape.
-
-    Raises:
-        MegatrainError: they are not.
-    """
+    """What somebody put into `opt.state`, if it is a step count and both moments of this shape."""
     keys = CODES if CODES[0] in values else MOMENTS
     for key in ("step", *keys):
         if key not in values:
@@ -256,8 +237,7 @@ def master_plane(record: Record) -> str:
 
 
 def lacks_master(record: Record) -> bool:
-    """The weight was set from outside, and what makes it an fp32 master does not follow. A new plane LO is zero, and no
-    memory yet."""
+    """The weight was set, and its fp32 master does not follow. A new plane LO is zero, and no memory yet."""
     if record.dtype == torch.float32 or record.master_writes == record.writes:
         return False
     if record.exact is not None and record.writes == 0:
@@ -321,11 +301,69 @@ def set_master(p: StreamedParameter, value: Tensor) -> None:
     record.master_writes = record.writes
 
 
+# ---- parameters that are not streamed: the bits of a streamed one's update where those are 16-bit ----
+
+HALVES = (torch.bfloat16, torch.float16)
+
+
+def fp32_like(p: Tensor) -> Tensor:
+    """[shape] fp32, or fp64 of an fp64 parameter: of p's order in memory, without gaps."""
+    kind = torch.float32 if p.dtype in HALVES else p.dtype
+    return torch.empty_strided(p.shape, dense_stride(p), dtype=kind, device=p.device)
+
+
+def load_other(p: Tensor, values: dict[str, Any]) -> dict[str, Any]:
+    """From a state_dict, of any format."""
+    check_scales("a parameter that is not streamed", p.numel(), values)
+    found = {"step": torch.as_tensor(values["step"]).clone()}
+    moments = (decoded(p.shape, dense_stride(p), values) if CODES[0] in values else
+               [values_of(values[name]) for name in MOMENTS])
+    found.update((name, fp32_like(p).copy_(value)) for name, value in zip(MOMENTS, moments))
+    if "master" in values and p.dtype in HALVES:
+        found["master"] = fp32_like(p).copy_(values_of(values["master"]))
+    return found
+
+
+def _narrowed(master: Tensor, kind: torch.dtype) -> Tensor:
+    """The 16-bit weight of a master: to nearest, bf16 with ties away from zero, as split weights have it."""
+    if kind == torch.float16:
+        return master.to(kind)
+    near = (master.view(torch.int32) + 0x8000 >> 16).to(torch.int16).view(torch.bfloat16)
+    most = torch.finfo(torch.bfloat16).max
+    return torch.where(master.isfinite(), near.clamp(-most, most), master.to(kind))
+
+
+def step_other(p: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+    """One update. 16-bit parameters get the bits of a streamed one's; others have torch's own functions."""
+    if not state:
+        state.update(step=torch.zeros(()), **{name: torch.zeros_like(fp32_like(p)) for name in MOMENTS})
+    if not isinstance(state["step"], Tensor):
+        state["step"] = torch.tensor(float(count_of(state["step"], "a parameter that is not streamed")))
+    if p.dtype not in HALVES:
+        b1, b2 = group["betas"]
+        torch.optim._functional.adamw(       # counts the step itself
+            [p], [p.grad], [state["exp_avg"]], [state["exp_avg_sq"]], [], [state["step"]], foreach=False, amsgrad=False,
+            beta1=b1, beta2=b2, lr=float(group["lr"]), weight_decay=group["weight_decay"], eps=group["eps"],
+            maximize=group["maximize"])
+        return
+    if "master" not in state:
+        state["master"] = fp32_like(p).copy_(p)
+    master, grad = state["master"], fp32_like(p).copy_(p.grad)
+    # Where the weight is not its master's, it was set from outside.
+    master.copy_(torch.where((_narrowed(master, p.dtype) == p).all(), master, p.float()))
+    if group["maximize"]:
+        grad.neg_()
+    state["step"] += 1
+    flat = [t.as_strided((t.numel(),), (1,)) for t in (master, *(state[name] for name in MOMENTS), grad)]
+    torch.ops.megatrain.adamw_(flat[0], None, *flat[1:], float(group["lr"]), *group["betas"], group["eps"],
+                               group["weight_decay"], int(state["step"]), 1.0)
+    p.copy_(_narrowed(master, p.dtype))
+
+
 # ---- gradients ----
 
 def source_of(record: Record) -> tuple[int, bool]:
-    """Where the update finds the gradient, 0: where hand-overs put it; and whether host memory counts. Nobody else
-    writes there until the update is over."""
+    """The gradient's address for the update, 0: its plane; and whether host memory counts. Nobody writes there."""
     rt = record.runtime
     if gradient.take_back(record):
         return 0, record.written

@@ -3,24 +3,25 @@
     changes, each alone: exact, the least that fits (Refusal.alone)
     changes together, by two and three: which are fastest (Refusal.ways)
 
-The second are timed by a search with fewer homes and slots than a plan has, so that a refusal takes seconds: what
-mt.plan finds with them is as fast or faster.
+The second are timed by a search that walks few choices, so that a refusal takes seconds: what mt.plan finds with them
+is as fast or faster.
 """
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from ..base.errors import MegatrainError
 from ..base.limits import show_bytes, show_size
 from ..base.modes import FORMATS
+from ..figures.tables import as_text, bytes_table
 from .machine import Machine
-from .search import Choice, Problem, Timing, Wishes
+from .search import Problem, solve
 from .shapes import Shape
-from .tally import LENT
 
 ENDLESS = 1 << 62           # bytes of a disk
 GIB = 1 << 30
@@ -30,7 +31,6 @@ SHOWN = 2                   # ways that are told
 WORTH = 0.95                # a change more is told where the way without it has less than this share of its speed
 STATES = ("8bit", "8bit-sr")
 ASKED = ("micro", "homes", "activations", "slots")      # None: what is best
-FIRM = ("grads", "seq", "tokens", "micro")              # of which none only ever helps
 SIMULATED = 48              # choices of a way that are timed
 MEANINGS = {
     ("states", "8bit"): "AdamW's moments take 8 bits; fp32 masters stay.",
@@ -75,25 +75,16 @@ def typed(name: str, value: Any) -> Any:
 
 @dataclass(frozen=True)
 class Refusal:
-    """Why there is no plan, and what would make one.
+    """Why there is no plan, and what would make one."""
 
-    Attributes:
-        why: the sentence, and tables of what needs least. vram, host: these tables' bytes, by what they hold.
-        sequences: of a step.
-        alone: arguments of mt.plan, each of which alone fits (seq with as many sequences). ways: sets of them, the
-            fastest first.
-        machine: "vram", "host": bytes with which a machine would do, and what this one has.
-        frozen: bytes of host memory for weights alone, where that fits: what adapters (LoRA) leave.
-    """
-
-    why: str
-    vram: dict[str, int]
+    why: str                            # the sentence, and tables of what needs least
+    vram: dict[str, int]                # these tables' bytes, by what they hold
     host: dict[str, int]
-    sequences: int
-    alone: dict[str, Any]
-    ways: tuple[Way, ...]
-    machine: dict[str, tuple[int, int]]
-    frozen: int
+    sequences: int                      # of a step
+    alone: dict[str, Any]               # arguments of mt.plan, each of which alone fits; seq with as many sequences
+    ways: tuple[Way, ...]               # sets of arguments, the fastest first
+    machine: dict[str, tuple[int, int]]         # "vram", "host": bytes with which a machine would do, and this one's
+    frozen: int                         # bytes of host memory for weights alone, where adapters (LoRA) would fit
 
     def text(self, say: Any = Python) -> str:
         """All of it. say: a language, as Python is one."""
@@ -122,14 +113,16 @@ class Refusal:
         return "\n\n".join(parts + ["\n".join(meanings)] * bool(meanings))
 
 
-Tables = Callable[[Problem, Choice], tuple[dict[str, int], dict[str, int], str]]
-
-
-def refusal(problem: Problem, whole: Machine, shape_with: Callable[[str], Shape], tables: Tables) -> Refusal:
-    """whole: the machine without limits that were asked for. shape_with: the same model with other states of AdamW.
-    tables: bytes of a choice on the device and in host memory, and both as text."""
-    search, wishes, limits = _Search(problem, shape_with), problem.wishes, problem.machine
-    vram, host, shown = tables(problem, problem.needs[3])
+def refusal(problem: Problem, whole: Machine, shape_with: Callable[[str], Shape]) -> MegatrainError:
+    """The exception that says what needs least, and what would fit; `refusal`, `changes` and `ways` of it say the same.
+    whole: the machine without limits that were asked for. shape_with: the same model with other states of AdamW."""
+    search, wishes, limits, shape = _Search(problem, shape_with), problem.wishes, problem.machine, problem.shape
+    if isinstance(wishes.homes, dict):
+        return MegatrainError(f"{wishes.tokens:,} tokens of {shape.name} in sequences of {wishes.seq:,} fit in no way "
+                              "with units at these homes")
+    choice = problem.needs[3]
+    vram, host = problem.device_bytes(choice), problem.host_bytes(choice.homes, choice.micro, choice.modes)
+    shown = "\n\n".join(as_text(bytes_table(*tier)) for tier in wishes.fleet.tiers(limits, vram, host))
     alone, machine = search.alone(), {}
     for name, has in (("vram", whole.vram_bytes), ("host", max(whole.host_bytes, limits.host_bytes))):
         if alone.get(name, 0) > has:
@@ -140,47 +133,55 @@ def refusal(problem: Problem, whole: Machine, shape_with: Callable[[str], Shape]
         ("device", sum(vram.values()), limits.vram_bytes), ("host", sum(host.values()), limits.host_bytes))
         if need > has]
     lacks = f": it lacks {' and '.join(lacking)}" if lacking else ""
-    shape = problem.shape
     frozen = sum(u.weights for u in shape.units) + limits.host_overhead_bytes
     adapters = sum(host.values()) > limits.host_bytes > frozen and shape.trained == shape.parameters
-    return Refusal(f"{shape.name} with {wishes.tokens:,} tokens a step does not fit {limits.name}{lacks}.\nWhat needs "
-                   f"least:\n\n{shown}", vram, host, wishes.tokens // wishes.seq, alone, tuple(search.ways()), machine,
-                   frozen if adapters else 0)
-
-
-# A plan's search with fewer homes and rings, which finds plans some percent slower in a tenth of the time; then all
-# that a plan may choose, for what fits by a hair. Both with few simulations.
-QUICK, FEW = {"few": True, "most": SIMULATED}, {"most": SIMULATED}
+    found = Refusal(f"{shape.name} with {wishes.tokens:,} tokens a step does not fit {limits.name}{lacks}.\nWhat needs "
+                    f"least:\n\n{shown}", vram, host, wishes.tokens // wishes.seq, alone, tuple(search.ways()),
+                    machine, frozen if adapters else 0)
+    error = MegatrainError(found.text())
+    error.refusal, error.changes, error.ways = found, found.alone, found.ways
+    return error
 
 
 class _Search:
     """Which changes of a problem's wishes make it fit, and how fast it is then."""
 
     def __init__(self, problem: Problem, shape_with: Callable[[str], Shape]) -> None:
-        self.problem, self.shape_with = problem, shape_with
-        self.machine, self.wishes = problem.machine, problem.wishes
-        self.shapes = {self.wishes.states: problem.shape}
-        self.known: list[tuple[dict[str, Any], bool]] = [({}, False)]
-        # All that only ever helps: where this does not fit, no part of it does.
-        self.helps = {"nvme": ENDLESS, "states": max(STATES[-1], self.wishes.states, key=FORMATS.index)} | \
-            {name: None for name in ASKED if name != "micro" and getattr(self.wishes, name) is not None}
+        self.problem, self.machine, self.wishes = problem, problem.machine, problem.wishes
+        self.shape = functools.cache(lambda states: problem.shape if states == problem.wishes.states
+                                     else shape_with(states))
         self.smaller = [s for s in STATES if FORMATS.index(s) > FORMATS.index(self.wishes.states)]
         self.keeps = self.wishes.grads == "ram" and self.wishes.fleet.alone    # gradients, and need not
+        self.known: dict[str, bool] = {}
 
-    # ---- alone ----
+    def tried(self, changes: dict[str, Any], **most: int) -> Problem:
+        wishes = dataclasses.replace(self.wishes, **changes)
+        return Problem(self.shape(wishes.states), self.machine, wishes, **most)
+
+    def fits(self, changes: dict[str, Any]) -> bool:
+        """Exactly. Of gradients that are kept nowhere, with the fewest buffers."""
+        if (key := repr(changes)) not in self.known:
+            w, m, fleet = dataclasses.replace(self.wishes, **changes), self.machine, self.wishes.fleet
+            lent = {"lent": 1} if w.grads == "none" else {}
+            # Planes alone that take more than both memories are known at once, where a search takes part of a second.
+            planes = sum(u.weights + u.masters + u.moments + u.gradients * (w.grads == "ram")
+                         for u in self.shape(w.states).units)
+            there = fleet.machines * (m.host_bytes - m.host_overhead_bytes) \
+                + fleet.count * (m.vram_bytes - m.vram_overhead_bytes)
+            self.known[key] = (w.nvme is not None or planes <= there) and self.tried(changes | lent).fits()
+        return self.known[key]
 
     def alone(self) -> dict[str, Any]:
-        """Arguments of plan(), each of which alone makes the problem fit; "vram" and "host" even where the machine has
-        not so much. seq: with as many sequences."""
+        """Arguments of plan(), each of which alone fits, "vram" and "host" beyond the machine's too."""
         found = {name: need for name, need in zip(("vram", "host"), self.problem.needs[1:3]) if need is not None}
         wishes = self.wishes
         for name in ASKED:
             if getattr(wishes, name) is not None and self.fits({name: None}):
                 found[name] = None
         if found.get("micro", 0) is None:       # more than are asked for, the fewest first; fewer may need no sums
-            free = Problem(self.problem.shape, self.machine, dataclasses.replace(wishes, micro=None))
-            counts = sorted(free.micro_counts, key=lambda k: (k <= wishes.micro, abs(k - wishes.micro)))
-            found["micro"] = next(k for k in counts if self.fits({"micro": k}))
+            counts = self.tried({"micro": None}).micro_counts
+            found["micro"] = next(k for k in sorted(counts, key=lambda k: (k <= wishes.micro, abs(k - wishes.micro)))
+                                  if self.fits({"micro": k}))
         if self.keeps and wishes.micro in (None, 1) and self.fits({"grads": "none"}):
             found["grads"] = "none"
         if states := next((s for s in self.smaller if self.fits({"states": s})), None):
@@ -192,22 +193,16 @@ class _Search:
 
         if wishes.seq > 1 and fits(1):          # mostly it is not the tokens
             found["seq"] = _last(fits, wishes.seq)
-        if nvme := self.least_disk():
-            found["nvme"] = {"limit": nvme}
-        return found
-
-    def least_disk(self) -> int:
-        """Bytes of a disk with which it fits; 0: with none."""
+        # The least of a disk, over what may be chosen with one that has no end.
         tried = self.tried({"nvme": ENDLESS})
         spilled, counts = iter(tried.needs[0]), tried.micro_counts
-        return min((sum(tried.disk_bytes(row.homes, k).values()) + n * tried.wishes.fleet.gpus
-                    for row in tried.rows for k in counts if (n := next(spilled)) >= 0), default=0)
-
-    # ---- together ----
+        if disk := min((sum(tried.disk_bytes(row.homes, k).values()) + n * wishes.fleet.gpus
+                        for row in tried.rows for k in counts if (n := next(spilled)) >= 0), default=0):
+            found["nvme"] = {"limit": disk}
+        return found
 
     def ways(self) -> list[Way]:
-        """The fastest, but those of which a milder part does nearly as well; with shorter sequences where there is no
-        other."""
+        """The fastest but those that hardly gain on a milder part; with shorter sequences if there are no others."""
         fitting = list(self.that_fit()) or [c | less for c in ({}, *self.sets()) if (less := self.shorter(c))]
         found = [(changes, way) for changes in fitting if (way := self.timed(changes))]
         worth = [way for changes, way in found if not any(
@@ -238,14 +233,15 @@ class _Search:
 
     def fewer(self, changes: dict[str, Any]) -> dict[str, Any] | None:
         """The most tokens of a step that fit besides, where not all of its sequences can be micro-batches."""
-        w = dataclasses.replace(self.wishes, **changes)
+        seq, sequences = self.wishes.seq, self.wishes.tokens // self.wishes.seq
 
         def fits(n: int) -> bool:
-            return self.fits(changes | {"tokens": n * w.seq})
-        sequences = w.tokens // w.seq
-        if w.micro is not None or max(self.tried(changes, **QUICK).micro_counts) == sequences or not fits(1):
+            return self.fits(changes | {"tokens": n * seq})
+
+        asked = dataclasses.replace(self.wishes, **changes).micro is not None
+        if asked or max(self.tried(changes).micro_counts) == sequences or not fits(1):
             return None
-        return {"tokens": _last(fits, sequences) * w.seq}
+        return {"tokens": _last(fits, sequences) * seq}
 
     def shorter(self, changes: dict[str, Any]) -> dict[str, Any] | None:
         """The longest sequences that fit besides, of halves of what is asked for; as many of them."""
@@ -258,68 +254,18 @@ class _Search:
 
     def timed(self, changes: dict[str, Any]) -> Way | None:
         """The speed with these changes, and how large a disk they take. None: nothing fits."""
-        best = self.solved(changes, QUICK) or self.solved(changes, FEW)
+        problem, best = solve(self.tried(changes, most=SIMULATED))
         if best is None:
             return None
-        problem, choice, timing = best
-        disk = sum(problem.disk_bytes(choice.homes, choice.micro, choice.modes).values())
+        disk = sum(problem.disk_bytes(best[0].homes, best[0].micro, best[0].modes).values())
         on_disk = {"nvme": {"limit": -(-disk // GIB) * GIB}} if "nvme" in changes else {}
-        return Way(changes | on_disk, problem.wishes.tokens * problem.wishes.fleet.count / timing.seconds)
-
-    def solved(self, changes: dict[str, Any], kind: dict[str, Any]) -> tuple[Problem, Choice, Timing] | None:
-        """The best plan; with fewer buffers for gradients where memory then holds what a disk would, as mt.plan has."""
-        best: tuple[Problem, Choice, Timing] | None = None
-        for lent in range(LENT, 0, -1) if changes.get("grads", self.wishes.grads) == "none" else (LENT,):
-            problem = self.tried(changes | {"lent": lent}, **kind)
-            if found := problem.best(best[2].seconds if best else math.inf):
-                best = problem, *found
-                if not problem.disk_bytes(found[0].homes, found[0].micro, found[0].modes):
-                    break
-        return best
-
-    # ---- whether it fits ----
-
-    def fits(self, changes: dict[str, Any]) -> bool:
-        """Exactly. Of gradients that are kept nowhere, with the fewest buffers."""
-        for other, fits in self.known:
-            if other == changes or (fits and _milder(other, changes)) or (not fits and _milder(changes, other)):
-                return fits
-        lent = {"lent": 1} if changes.get("grads", self.wishes.grads) == "none" else {}
-        most = changes | self.helps
-        fits = not self.hopeless(dataclasses.replace(self.wishes, **changes)) and \
-            (self.tried(changes | lent, **QUICK).fits() or
-             ((most == changes or self.fits(most)) and self.tried(changes | lent).fits()))
-        self.known.append((changes, fits))
-        return fits
-
-    def hopeless(self, wishes: Wishes) -> bool:
-        """Do planes alone take more than both memories? Known at once, where a search takes a second."""
-        m, fleet = self.machine, self.wishes.fleet
-        planes = sum(u.weights + u.masters + u.moments + u.gradients * (wishes.grads == "ram")
-                     for u in self.shape(wishes.states).units)
-        return wishes.nvme is None and \
-            planes > fleet.machines * (m.host_bytes - m.host_overhead_bytes) \
-            + fleet.count * (m.vram_bytes - m.vram_overhead_bytes)
-
-    def shape(self, states: str) -> Shape:
-        if states not in self.shapes:
-            self.shapes[states] = self.shape_with(states)
-        return self.shapes[states]
-
-    def tried(self, changes: dict[str, Any], **kind: Any) -> Problem:
-        wishes = dataclasses.replace(self.wishes, **changes)
-        return Problem(self.shape(wishes.states), self.machine, wishes, **kind)
+        return Way(changes | on_disk, problem.wishes.tokens * problem.wishes.fleet.count / best[1].seconds)
 
 
 def _part(part: dict[str, Any], changes: dict[str, Any]) -> bool:
     """Is `part` some of the changes, or are they smaller ones of the kind?"""
     return part != changes and all(name in changes and (changes[name] == value or (
         name == "states" and FORMATS.index(value) < FORMATS.index(changes[name]))) for name, value in part.items())
-
-
-def _milder(part: dict[str, Any], changes: dict[str, Any]) -> bool:
-    """Is it a part with which nothing fits that does not fit with all the changes?"""
-    return _part(part, changes) and all(name in part for name in FIRM if name in changes)
 
 
 def _last(fits: Callable[[int], bool], fails: int) -> int:

@@ -1,6 +1,6 @@
 """Bytes and seconds of a window, by the code that runs it and by what it keeps.
 
-One function per way a window can be run, with its figures as data above it; what is measured says where.
+One method per way a window can be run, with its figures as data above; what is measured says where.
 Letters: `T` tokens of a micro-batch, `H` hidden, `q` width of all query heads, `qkv` width that the
 projections in give (latent attention's in both steps), `up` width that gate and up give together (twice
 the intermediate size, where gated).
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..base.modes import DISK, HOST, LINKED, read
@@ -27,248 +28,38 @@ CACHE_SHARE = {"fused": 0.05, "eager": 0.15}
 
 @dataclass(frozen=True)
 class Cost:
-    """One window on one micro-batch. The dicts are by activation mode; their keys are what may be chosen.
+    """One window on one micro-batch. The dicts are by activation mode; their keys are what may be chosen."""
 
-    Attributes:
-        forward_s, backward_s: on the compute queue; backward with what it runs again.
-        forward_host_s, backward_host_s: to launch it.
-        kept: bytes of activations kept on the device from forward to backward.
-        work: bytes beside those while its backward runs, weight gradients left out.
-        away: bytes that wait in host memory, or on disk; of the modes that have any.
-    """
-
-    forward_s: float
-    backward_s: dict[str, float]
-    forward_host_s: float
+    forward_s: float                    # on the compute queue
+    backward_s: dict[str, float]        # with what it runs again
+    forward_host_s: float               # to launch it
     backward_host_s: dict[str, float]
-    kept: dict[str, int]
-    work: dict[str, int]
-    away: dict[str, int] = dataclasses.field(default_factory=dict)
-
-
-def _with_host(cost: Cost, own: int) -> Cost:
-    """The same, and what it has by keeping it in host memory or on disk. own: bytes of its input, which
-    "attention+split" leaves.
-
-    While its backward runs, what it kept is on the device, and what the window before it kept comes back: as much.
-    """
-    found = dataclasses.replace(cost, **{name: dict(getattr(cost, name)) for name in
-                                         ("backward_s", "backward_host_s", "kept", "work", "away")})
-    for name in (*HOST, *DISK):
-        mode = read(name)
-        if mode.keep in cost.kept:
-            stays = 0 if mode.input else min(own, cost.kept[mode.keep])
-            away = cost.kept[mode.keep] - stays
-            found.backward_s[name] = cost.backward_s[mode.keep]
-            found.backward_host_s[name] = cost.backward_host_s[mode.keep]
-            found.kept[name], found.away[name] = stays, away
-            found.work[name] = cost.work[mode.keep] + 2 * away
-    return found
+    kept: dict[str, int]                # bytes of activations on the device from forward to backward
+    work: dict[str, int]                # bytes beside those while its backward runs, weight gradients left out
+    away: dict[str, int] = dataclasses.field(default_factory=dict)      # bytes in host memory, or on disk
 
 
 def cost_of(window: Window, machine: Machine, tokens: int, seq: int, fused: bool) -> Cost:
     """What a window costs on `tokens` in sequences of `seq`; fused: by our templates, and with our loss."""
+    run = _Run(window, machine, tokens, seq)
     if window.kind == "embedding":
-        return _embedding(window, machine, tokens)
+        return run.embedding()
     if window.kind == "head":
-        return _fused_head(window, machine, tokens) if fused else _eager_head(window, machine, tokens)
-    if fused and window.template and window.products:
-        return _fused_layer(window, machine, tokens, seq)
+        return run.fused_head() if fused else run.eager_head()
     if fused and window.template:
-        return _fused_norm(window, machine, tokens)
-    return _eager(window, machine, tokens, seq)
+        return run.fused_layer() if window.products else run.fused_norm()
+    return run.eager()
 
-
-# ---- products and attention ----------------------------------------------------------------------
-
-def _products_s(machine: Machine, products: list[Product] | tuple[Product, ...], tokens: int, coded: bool = False
-                ) -> float:
-    """coded: of 8-bit codes where they may be."""
-    return sum(p.flops * tokens / machine.gemm_flops(tokens * p.rows, p.width)
-               / (machine.fp8_gain if coded and p.fits else 1.0) for p in products)
-
-
-def _gradients_s(machine: Machine, window: Window, tokens: int) -> float:
-    """dx of all products, where anything before learns; dW of those that are trained."""
-    if not window.learns:
-        return 0.0
-    return _products_s(machine, window.products, tokens, window.coded) \
-        + _products_s(machine, [p for p in window.products if p.trained], tokens, window.coded)
-
-
-def _straight(window: Window, products: list[Product] | tuple[Product, ...]) -> int:
-    """Columns of gated activations that are never there in 16 bits, since their codes are made with them; 0: none."""
-    gated = [p for p in window.products if p.part in ("up", "down")]
-    straight = window.coded and all(p.fits and p.trained for p in gated)
-    return sum(p.fan_in for p in products if p.part == "down") if straight else 0
-
-
-def _normed(window: Window) -> int:
-    """Columns of norms whose codes are made with them in forward."""
-    return sum(p.fan_in for p in _joined(window, "qkv", "latent", "up") if window.coded and p.fits)
-
-
-def _forward_casts(window: Window, products: list[Product] | tuple[Product, ...], tokens: int) -> float:
-    """Bytes read and written to make codes of inputs and weights by rows: once read, and a byte each. Of what goes
-    straight to codes, less what is otherwise written and read again."""
-    of = [p for p in products if window.coded and p.fits]
-    return (window.itemsize + 1) * sum(tokens * p.fan_in + p.fan_in * p.fan_out for p in of) \
-        - 2 * window.itemsize * tokens * _straight(window, products)
-
-
-def _backward_casts(window: Window, products: list[Product] | tuple[Product, ...], tokens: int) -> float:
-    """Of gradients by rows, and by columns with inputs for what is trained; of weights by columns. What is wanted by
-    columns is read twice. What goes straight to codes is made twice, of what it is made from, and neither written nor
-    read: three matrices as wide."""
-    once, twice = window.itemsize + 1, 2 * window.itemsize + 1
-    spared = 2 * 3 * window.itemsize * tokens * _straight(window, products)
-    return sum(twice * p.fan_in * p.fan_out
-               + tokens * ((twice + 1) * p.fan_out + twice * p.fan_in if p.trained else once * p.fan_out)
-               for p in products if window.coded and p.fits) - spared
-
-
-def _codes_at_once(window: Window, products: list[Product] | tuple[Product, ...], tokens: int) -> float:
-    """Bytes of codes while a layer's backward runs: of all weights, and of the widest gradient both kinds, beside what
-    it is made from where it goes straight to codes."""
-    of = [p for p in products if window.coded and p.fits]
-    return sum(p.fan_in * p.fan_out for p in of) + tokens * max(
-        5 * _straight(window, products), *(2 * p.fan_out + p.fan_in for p in of), 0)
-
-
-def _attention_s(machine: Machine, window: Window, tokens: int, seq: int, backward: bool) -> float:
-    """Two products forward and five backward over the causal triangle, or the band of a window."""
-    if not window.attention:
-        return 0.0
-    reach = min(window.context or seq, seq)
-    keys = reach - reach * reach / (2 * seq)        # that a query sees on average
-    flops = 4.0 * window.attention * keys * tokens * (2.5 if backward else 1.0)
-    return flops / machine.attention_flops(min(seq, 2 * reach), backward)
-
-
-def _bytes_s(machine: Machine, nbytes: float) -> float:
-    return nbytes / (machine.hbm_gbps * 1e9)
-
-
-def _launch_s(machine: Machine, operations: float) -> float:
-    return operations * machine.launch_us * 1e-6
-
-
-# ---- templates -----------------------------------------------------------------------------------
 
 TEMPLATE_OPERATIONS = {"forward": 22, "backward": 38, "selective": 2, "attention": 10, "replay": 12, LINKED: 20}
 PART_OPERATIONS = {"forward": 9, "backward": 16}       # of some experts, where they are fetched a few at a time
-
-
-def _template_bytes(w: Window, m: Machine, tokens: int, seq: int) -> tuple[dict[str, int], dict[str, int]]:
-    """What it keeps, its input counted in, and what it needs beside that, by mode."""
-    t, kept = w.template, dict(w.template.kept)
-    copied = tokens * t.copied[0] if tokens > t.copied[1] else 0
-    rows = {mode: min(tokens, t.tiled[1] or tokens) if mode != "saved" else tokens for mode in kept}
-    codes = {mode: math.ceil(_codes_at_once(w, _joined(w), n)) for mode, n in rows.items()}
-    by_rows = m.device == "cuda" and not w.context and tokens == seq >= t.long[2]
-    in_tiles = spared(t.tiled, tokens) + (copied + tokens * t.long[0] - t.long[1]) * by_rows
-    return ({mode: math.ceil(tokens * (t.input * (mode != LINKED) + n)) for mode, n in kept.items()},
-            {mode: math.ceil(tokens * (t.input * (mode == LINKED) + t.work - n)) - (mode != "saved") * in_tiles + copied
-             + codes[mode] + t.expanded[0] for mode, n in kept.items()})
-
-
-def _joined(w: Window, *parts: str) -> list[Product]:
-    """Projections over the same rows are one product."""
-    alike: dict[tuple[object, ...], list[Product]] = {}
-    for p in w.products:
-        if not parts or p.part in parts:
-            alike.setdefault((p.part, p.fan_in, p.rows, p.trained), []).append(p)
-    return [dataclasses.replace(same[0], fan_out=sum(p.fan_out for p in same)) for same in alike.values()]
-
-
-def _fused_layer(w: Window, m: Machine, tokens: int, seq: int) -> Cost:
-    """A decoder layer by its template. Elementwise kernels read and write, in elements per token:
-
-    forward: two norms 4H; rotation 2qkv; the product of gate and up 1.5up; what products are added onto 2H.
-    backward: two norms with what they rebuild 10H; rotation 2qkv; attention's sums 2q; gate and up 3up.
-    Where its products are of codes, casts of what they read come on top, but norms are not written and read again
-    for them in forward; where its weights are, what makes them 16-bit
-    weights, for each product. Adapters read what goes in and read and write what comes out; in backward twice as much.
-
-    replay runs everything but the last projection again, attention all of that but attention itself, selective gate
-    and up behind a norm, and what makes q, k and v of few numbers; linked as attention, and of the layer before, which
-    is taken to be alike, what is behind attention.
-    """
-    h, q, qkv, up, size = w.hidden, w.attention, w.width("qkv") + w.width("latent"), w.width("up"), w.itemsize
-    kept, work = _template_bytes(w, m, tokens, seq)
-    joined = dataclasses.replace(w, products=tuple(_joined(w)))
-    forward = _linear_s(m, w, joined.products, tokens)
-    attention = _attention_s(m, w, tokens, seq, False)
-    beside, expand = _adapters_s(m, w, tokens), _bytes_s(m, EXPAND_TRAFFIC * w.template.expanded[1])
-    forward += beside + expand
-    gradients = _gradients_s(m, joined, tokens) + _attention_s(m, w, tokens, seq, True) + 2 * beside + expand \
-        + _bytes_s(m, tokens * size * (10 * h + 2 * qkv + 2 * q + 3 * up)
-                   + _backward_casts(w, joined.products, tokens))
-    again = {"saved": 0.0,
-             "selective": _linear_s(m, w, _joined(w, "latent", "up"), tokens) + _bytes_s(m, tokens * size * 2 * h),
-             "attention": forward - _linear_s(m, w, _joined(w, "down"), tokens)
-             + _bytes_s(m, tokens * size * (5 * h + 2 * qkv))}
-    again["replay"] = again["attention"] + attention
-    again[LINKED] = again["attention"] + forward - _linear_s(m, w, _joined(w, "qkv", "latent"), tokens) \
-        + _bytes_s(m, tokens * size * (4 * h + 1.5 * up))
-    ops, more = TEMPLATE_OPERATIONS, w.template.parts - 1
-    return _with_host(Cost(
-        forward + attention + _bytes_s(m, tokens * size * (6 * h + 2 * qkv + 1.5 * up - 2 * _normed(w))),
-        {mode: (gradients + again[mode]) * w.learns for mode in again},
-        _launch_s(m, ops["forward"] + more * PART_OPERATIONS["forward"]),
-        {mode: _launch_s(m, ops["backward"] + more * PART_OPERATIONS["backward"] + ops.get(mode, 0)) for mode in again},
-        kept, work),
-        math.ceil(tokens * w.template.input))
-
-
 EXPAND_TRAFFIC = 1.3        # bytes per byte of a weight that is made of codes: written, and codes read
-
-
-def _adapters_s(m: Machine, w: Window, tokens: int) -> float:
-    """What LoRA's products read and write in a forward: of A x, of B y twice; each is wide at that end alone."""
-    wide = sum(max(p.fan_in, 2 * p.fan_out) for p in w.products if p.part == "adapter")
-    return _bytes_s(m, tokens * w.itemsize * wide)
-
-
-def _linear_s(m: Machine, w: Window, products: list[Product] | tuple[Product, ...], tokens: int) -> float:
-    """Forward products of a layer, with what makes their codes."""
-    return _products_s(m, products, tokens, w.coded) + _bytes_s(m, _forward_casts(w, products, tokens))
-
-
-def _fused_norm(w: Window, m: Machine, tokens: int) -> Cost:
-    """A norm that stands alone: reads and writes, and in backward reads two and writes one."""
-    kept, work = _template_bytes(w, m, tokens, tokens)
-    row = tokens * w.hidden * w.itemsize
-    return Cost(_bytes_s(m, 2 * row), {"saved": _bytes_s(m, 3 * row) * w.learns}, _launch_s(m, 6),
-                {"saved": _launch_s(m, 8)}, {"saved": kept["saved"]}, {"saved": work["saved"]})
-
-
 HEAD_TRAFFIC_BYTES = 6      # per logit: the loss reads twice and writes their gradients in place, 16 bits each
 
-
-def _fused_head(w: Window, m: Machine, tokens: int) -> Cost:
-    """Head and loss in chunks of tokens: forward makes the gradients too, backward hands them out.
-
-    With several chunks the weight's gradient is summed in fp32, [V,H], by the products themselves.
-    """
-    wide = sum(p.fan_out for p in w.products)
-    chunk = min(tokens, chunk_tokens(wide, w.itemsize))
-    chunks = -(-tokens // chunk)
-    sums = 4 * sum(p.fan_in * p.fan_out for p in w.products if p.trained) if chunks > 1 else 0
-    rows = tokens * w.hidden * w.itemsize
-    forward = chunks * (_products_s(m, w.products, chunk) + _gradients_s(m, w, chunk)) \
-        + _bytes_s(m, tokens * wide * HEAD_TRAFFIC_BYTES + 2 * sums * chunks)
-    return Cost(forward, {"saved": _bytes_s(m, 2 * rows) * w.learns}, _launch_s(m, 8 * chunks),
-                {"saved": _launch_s(m, 8)}, {"saved": rows},
-                {"saved": chunk * wide * w.itemsize + rows + sums})
-
-
-# ---- the model's own code ------------------------------------------------------------------------
-
-# In bytes of what its products take and give: 180 KB per token at 7B width, where autograd keeps 315 KB, the
-# backward of a replayed layer reaches 281 KB beyond its input, and elementwise kernels read and write about
-# 5 and 12 times as much in forward, and in backward with the forward again (fitted to benchmarks/results:
-# seven runs of 8 to 28 layers, 8k to 64k tokens).
+# Of the model's own code, in bytes of what its products take and give: 180 KB per token at 7B width, where autograd
+# keeps 315 KB, the backward of a replayed layer reaches 281 KB beyond its input, and elementwise kernels read and write
+# about 5 and 12 times as much in forward, and in backward with the forward again (fitted to benchmarks/results: seven
+# runs of 8 to 28 layers, 8k to 64k tokens).
 EAGER_KEPT, EAGER_WORK_SAVED, EAGER_WORK_REPLAY = 1.75, 0.8, 1.56
 EAGER_TRAFFIC_FORWARD, EAGER_TRAFFIC_BACKWARD = 5.0, 7.0
 EAGER_ATTENTION = 0.53      # of cuDNN's rate: flash at S=4096 does 330 and 262 TFLOP/s where cuDNN does 616 and 500
@@ -279,57 +70,230 @@ VECTOR_KEPT = 14
 SPELLED_KEPT, SPELLED_WORK = 6, 12
 # A layer's forward takes 500 to 630 us of Python's time, and 230 to 260 us of ours, at 6 us an operation.
 EAGER_OPERATIONS = {"layer": (130, 260, 130), "other": (20, 30, 15), "head": (10, 14, 0), "embedding": (8, 10, 0)}
-
-
-def _eager(w: Window, m: Machine, tokens: int, seq: int) -> Cost:
-    """Any window by its own forward: kept by autograd, or run again but for its last product."""
-    moved = sum(p.rows * (p.fan_in + p.fan_out) * (4 if p.part == "adapter" else w.itemsize) for p in w.products)
-    kept = {"replay": w.hidden * w.itemsize, "saved": EAGER_KEPT * moved}
-    work = {"replay": EAGER_WORK_REPLAY * moved, "saved": EAGER_WORK_SAVED * moved}
-    traffic = EAGER_TRAFFIC_FORWARD * moved
-    if not w.products:
-        kept["saved"], work = VECTOR_KEPT * w.hidden, {mode: VECTOR_KEPT * w.hidden for mode in kept}
-        traffic = VECTOR_TRAFFIC * w.hidden
-    square = w.heads * seq * w.spelled
-    kept["saved"] += SPELLED_KEPT * square
-    work = {mode: n + SPELLED_WORK * square for mode, n in work.items()}
-    traffic += 2 * SPELLED_WORK * square
-    elementwise, (dense, stay) = _bytes_s(m, tokens * traffic), w.dense
-    forward = _products_s(m, w.products, tokens) + elementwise + _bytes_s(m, 2 * w.made) \
-        + _attention_s(m, w, tokens, seq, False) / EAGER_ATTENTION
-    gradients = _gradients_s(m, w, tokens) + elementwise * EAGER_TRAFFIC_BACKWARD / EAGER_TRAFFIC_FORWARD \
-        + _bytes_s(m, 2 * w.made) \
-        + _attention_s(m, w, tokens, seq, True) / EAGER_ATTENTION
-    last = _products_s(m, [p for p in w.products if p.part == "down"], tokens)
-    once, back, again = EAGER_OPERATIONS["layer" if w.kind == "layer" else "other"]
-    cost = Cost(forward, {"replay": (gradients + forward - last) * w.learns, "saved": gradients * w.learns},
-                _launch_s(m, once), {"replay": _launch_s(m, back + again), "saved": _launch_s(m, back)},
-                {mode: math.ceil(tokens * n) + stay * (mode == "saved") for mode, n in kept.items()},
-                {mode: math.ceil(tokens * n) + dense for mode, n in work.items()})
-    if w.writes:
-        for by_mode in (cost.backward_s, cost.backward_host_s, cost.kept, cost.work):
-            del by_mode["replay"]
-    return _with_host(cost, 0) if w.kind == "layer" else cost
-
-
 EAGER_LOGIT_BYTES = 12      # per logit, all tokens at once: 16-bit, fp32, its softmax and gradient
 EAGER_LOGIT_TRAFFIC = (18, 24)
 
 
-def _eager_head(w: Window, m: Machine, tokens: int) -> Cost:
-    """The model's own head and loss: logits of all tokens exist at once, in fp32 too."""
-    wide = sum(p.fan_out for p in w.products)
-    traffic = [_bytes_s(m, tokens * wide * n) for n in EAGER_LOGIT_TRAFFIC]
-    once, back, _ = EAGER_OPERATIONS["head"]
-    return Cost(_products_s(m, w.products, tokens) + traffic[0],
-                {"saved": (_gradients_s(m, w, tokens) + traffic[1]) * w.learns},
-                _launch_s(m, once), {"saved": _launch_s(m, back)},
-                {"saved": tokens * w.hidden * w.itemsize}, {"saved": tokens * wide * EAGER_LOGIT_BYTES})
+class _Run:
+    """One window on a machine, for so many tokens."""
+
+    def __init__(self, w: Window, m: Machine, tokens: int, seq: int) -> None:
+        self.w, self.m, self.tokens, self.seq = w, m, tokens, seq
+
+    def bytes_s(self, nbytes: float) -> float:
+        return nbytes / (self.m.hbm_gbps * 1e9)
+
+    def launch_s(self, operations: float) -> float:
+        return operations * self.m.launch_us * 1e-6
+
+    # ---- products and attention ----
+
+    def products_s(self, products: Sequence[Product], tokens: int, coded: bool = False) -> float:
+        """coded: of 8-bit codes where they may be."""
+        return sum(p.flops * tokens / self.m.gemm_flops(tokens * p.rows, p.width)
+                   / (self.m.fp8_gain if coded and p.fits else 1.0) for p in products)
+
+    def gradients_s(self, products: Sequence[Product], tokens: int) -> float:
+        """dx of all products, where anything before learns; dW of those that are trained."""
+        if not self.w.learns:
+            return 0.0
+        return self.products_s(products, tokens, self.w.coded) \
+            + self.products_s([p for p in products if p.trained], tokens, self.w.coded)
+
+    def attention_s(self, backward: bool) -> float:
+        """Two products forward and five backward over the causal triangle, or the band of a window."""
+        w, seq = self.w, self.seq
+        if not w.attention:
+            return 0.0
+        reach = min(w.context or seq, seq)
+        keys = reach - reach * reach / (2 * seq)        # that a query sees on average
+        flops = 4.0 * w.attention * keys * self.tokens * (2.5 if backward else 1.0)
+        return flops / self.m.attention_flops(min(seq, 2 * reach), backward)
+
+    def joined(self, *parts: str) -> list[Product]:
+        """Projections over the same rows are one product."""
+        alike: dict[tuple[object, ...], list[Product]] = {}
+        for p in self.w.products:
+            if not parts or p.part in parts:
+                alike.setdefault((p.part, p.fan_in, p.rows, p.trained), []).append(p)
+        return [dataclasses.replace(same[0], fan_out=sum(p.fan_out for p in same)) for same in alike.values()]
+
+    def coded(self, products: Sequence[Product]) -> list[Product]:
+        """Those of 8-bit codes."""
+        return [p for p in products if self.w.coded and p.fits]
+
+    def straight(self, products: Sequence[Product]) -> int:
+        """Columns of gated activations that are never there in 16 bits, since their codes are made with them."""
+        gated = [p for p in self.w.products if p.part in ("up", "down")]
+        straight = self.w.coded and all(p.fits and p.trained for p in gated)
+        return sum(p.fan_in for p in products if p.part == "down") if straight else 0
+
+    def linear_s(self, products: Sequence[Product]) -> float:
+        """Forward products of a layer, with what makes their codes: bytes of inputs and weights by rows, once read, and
+        a byte each. Of what goes straight to codes, less what is otherwise written and read again."""
+        size, tokens = self.w.itemsize, self.tokens
+        casts = (size + 1) * sum(tokens * p.fan_in + p.fan_in * p.fan_out for p in self.coded(products)) \
+            - 2 * size * tokens * self.straight(products)
+        return self.products_s(products, tokens, self.w.coded) + self.bytes_s(casts)
+
+    def backward_casts(self, products: Sequence[Product]) -> float:
+        """Bytes of gradients by rows, and by columns with inputs for what is trained; of weights by columns. What is
+        wanted by columns is read twice. What goes straight to codes is made twice, of what it is made from, and neither
+        written nor read: three matrices as wide."""
+        size, tokens = self.w.itemsize, self.tokens
+        once, twice = size + 1, 2 * size + 1
+        return sum(twice * p.fan_in * p.fan_out
+                   + tokens * ((twice + 1) * p.fan_out + twice * p.fan_in if p.trained else once * p.fan_out)
+                   for p in self.coded(products)) - 2 * 3 * size * tokens * self.straight(products)
+
+    # ---- templates ----
+
+    def template_bytes(self, seq: int) -> tuple[dict[str, int], dict[str, int]]:
+        """What it keeps, its input counted in, and what it needs beside that, by mode."""
+        tokens, w, t, kept = self.tokens, self.w, self.w.template, dict(self.w.template.kept)
+        copied = tokens * t.copied[0] if tokens > t.copied[1] else 0
+        # Codes while backward runs: of all weights, and of the widest gradient both kinds, beside what it is made from
+        # where it goes straight to codes.
+        joined = self.joined()
+        of, straight = self.coded(joined), 5 * self.straight(joined)
+        codes = {mode: math.ceil(sum(p.fan_in * p.fan_out for p in of) + n * max(
+            straight, *(2 * p.fan_out + p.fan_in for p in of), 0))
+            for mode in kept for n in [min(tokens, t.tiled[1] or tokens) if mode != "saved" else tokens]}
+        by_rows = self.m.device == "cuda" and not w.context and tokens == seq >= t.long[2]
+        in_tiles = spared(t.tiled, tokens) + (copied + tokens * t.long[0] - t.long[1]) * by_rows
+        return ({mode: math.ceil(tokens * (t.input * (mode != LINKED) + n)) for mode, n in kept.items()},
+                {mode: math.ceil(tokens * (t.input * (mode == LINKED) + t.work - n)) - (mode != "saved") * in_tiles
+                 + copied + codes[mode] + t.expanded[0] for mode, n in kept.items()})
+
+    def fused_layer(self) -> Cost:
+        """A decoder layer by its template. Elementwise kernels read and write, in elements per token:
+
+        forward: two norms 4H; rotation 2qkv; the product of gate and up 1.5up; what products are added onto 2H.
+        backward: two norms with what they rebuild 10H; rotation 2qkv; attention's sums 2q; gate and up 3up.
+        Where its products are of codes, casts of what they read come on top, but norms are not written and read again
+        for them in forward; where its weights are, what makes them 16-bit weights, for each product. Adapters read what
+        goes in and read and write what comes out; in backward twice as much.
+
+        replay runs everything but the last projection again, attention all of that but attention itself, selective gate
+        and up behind a norm, and what makes q, k and v of few numbers; linked as attention, and of the layer before,
+        which is taken to be alike, what is behind attention.
+        """
+        w, tokens = self.w, self.tokens
+        h, q, qkv, up, size = w.hidden, w.attention, w.width("qkv") + w.width("latent"), w.width("up"), w.itemsize
+        kept, work = self.template_bytes(self.seq)
+        joined = self.joined()
+        attention = self.attention_s(False)
+        # What LoRA's products read and write in a forward: of A x, of B y twice; each is wide at that end alone.
+        wide = sum(max(p.fan_in, 2 * p.fan_out) for p in w.products if p.part == "adapter")
+        beside, expand = self.bytes_s(tokens * size * wide), self.bytes_s(EXPAND_TRAFFIC * w.template.expanded[1])
+        forward = self.linear_s(joined) + (beside + expand)
+        gradients = self.gradients_s(joined, tokens) + self.attention_s(True) + 2 * beside + expand \
+            + self.bytes_s(tokens * size * (10 * h + 2 * qkv + 2 * q + 3 * up) + self.backward_casts(joined))
+        again = {"saved": 0.0,
+                 "selective": self.linear_s(self.joined("latent", "up")) + self.bytes_s(tokens * size * 2 * h),
+                 "attention": forward - self.linear_s(self.joined("down"))
+                 + self.bytes_s(tokens * size * (5 * h + 2 * qkv))}
+        again["replay"] = again["attention"] + attention
+        again[LINKED] = again["attention"] + forward - self.linear_s(self.joined("qkv", "latent")) \
+            + self.bytes_s(tokens * size * (4 * h + 1.5 * up))
+        normed = sum(p.fan_in for p in self.coded(self.joined("qkv", "latent", "up")))   # codes are made with them
+        ops, more = TEMPLATE_OPERATIONS, w.template.parts - 1
+        back = ops["backward"] + more * PART_OPERATIONS["backward"]
+        return _with_host(Cost(
+            forward + attention + self.bytes_s(tokens * size * (6 * h + 2 * qkv + 1.5 * up - 2 * normed)),
+            {mode: (gradients + again[mode]) * w.learns for mode in again},
+            self.launch_s(ops["forward"] + more * PART_OPERATIONS["forward"]),
+            {mode: self.launch_s(back + ops.get(mode, 0)) for mode in again}, kept, work),
+            math.ceil(tokens * w.template.input))
+
+    def fused_norm(self) -> Cost:
+        """A norm that stands alone: reads and writes, and in backward reads two and writes one."""
+        kept, work = self.template_bytes(self.tokens)
+        row = self.tokens * self.w.hidden * self.w.itemsize
+        return Cost(self.bytes_s(2 * row), {"saved": self.bytes_s(3 * row) * self.w.learns}, self.launch_s(6),
+                    {"saved": self.launch_s(8)}, {"saved": kept["saved"]}, {"saved": work["saved"]})
+
+    def fused_head(self) -> Cost:
+        """Head and loss in chunks of tokens: forward makes the gradients too, backward hands them out.
+
+        With several chunks the weight's gradient is summed in fp32, [V,H], by the products themselves.
+        """
+        w, tokens = self.w, self.tokens
+        wide = sum(p.fan_out for p in w.products)
+        chunk = min(tokens, chunk_tokens(wide, w.itemsize))
+        chunks = -(-tokens // chunk)
+        sums = 4 * sum(p.fan_in * p.fan_out for p in w.products if p.trained) if chunks > 1 else 0
+        rows = tokens * w.hidden * w.itemsize
+        forward = chunks * (self.products_s(w.products, chunk) + self.gradients_s(w.products, chunk)) \
+            + self.bytes_s(tokens * wide * HEAD_TRAFFIC_BYTES + 2 * sums * chunks)
+        return Cost(forward, {"saved": self.bytes_s(2 * rows) * w.learns}, self.launch_s(8 * chunks),
+                    {"saved": self.launch_s(8)}, {"saved": rows}, {"saved": chunk * wide * w.itemsize + rows + sums})
+
+    # ---- the model's own code ----
+
+    def eager(self) -> Cost:
+        """Any window by its own forward: kept by autograd, or run again but for its last product."""
+        w, tokens = self.w, self.tokens
+        moved = sum(p.rows * (p.fan_in + p.fan_out) * (4 if p.part == "adapter" else w.itemsize) for p in w.products)
+        kept = {"replay": w.hidden * w.itemsize, "saved": EAGER_KEPT * moved}
+        work = {"replay": EAGER_WORK_REPLAY * moved, "saved": EAGER_WORK_SAVED * moved}
+        traffic = EAGER_TRAFFIC_FORWARD * moved
+        if not w.products:
+            kept["saved"], work = VECTOR_KEPT * w.hidden, {mode: VECTOR_KEPT * w.hidden for mode in kept}
+            traffic = VECTOR_TRAFFIC * w.hidden
+        square = w.heads * self.seq * w.spelled
+        kept["saved"] += SPELLED_KEPT * square
+        work = {mode: n + SPELLED_WORK * square for mode, n in work.items()}
+        traffic += 2 * SPELLED_WORK * square
+        elementwise, (dense, stay) = self.bytes_s(tokens * traffic), w.dense
+        forward = self.products_s(w.products, tokens) + elementwise + self.bytes_s(2 * w.made) \
+            + self.attention_s(False) / EAGER_ATTENTION
+        gradients = self.gradients_s(w.products, tokens) \
+            + elementwise * EAGER_TRAFFIC_BACKWARD / EAGER_TRAFFIC_FORWARD \
+            + self.bytes_s(2 * w.made) + self.attention_s(True) / EAGER_ATTENTION
+        last = self.products_s([p for p in w.products if p.part == "down"], tokens)
+        once, back, again = EAGER_OPERATIONS["layer" if w.kind == "layer" else "other"]
+        cost = Cost(forward, {"replay": (gradients + forward - last) * w.learns, "saved": gradients * w.learns},
+                    self.launch_s(once), {"replay": self.launch_s(back + again), "saved": self.launch_s(back)},
+                    {mode: math.ceil(tokens * n) + stay * (mode == "saved") for mode, n in kept.items()},
+                    {mode: math.ceil(tokens * n) + dense for mode, n in work.items()})
+        if w.writes:
+            for by_mode in (cost.backward_s, cost.backward_host_s, cost.kept, cost.work):
+                del by_mode["replay"]
+        return _with_host(cost, 0) if w.kind == "layer" else cost
+
+    def eager_head(self) -> Cost:
+        """The model's own head and loss: logits of all tokens exist at once, in fp32 too."""
+        w, tokens = self.w, self.tokens
+        wide = sum(p.fan_out for p in w.products)
+        traffic = [self.bytes_s(tokens * wide * n) for n in EAGER_LOGIT_TRAFFIC]
+        once, back, _ = EAGER_OPERATIONS["head"]
+        return Cost(self.products_s(w.products, tokens) + traffic[0],
+                    {"saved": (self.gradients_s(w.products, tokens) + traffic[1]) * w.learns},
+                    self.launch_s(once), {"saved": self.launch_s(back)},
+                    {"saved": tokens * w.hidden * w.itemsize}, {"saved": tokens * wide * EAGER_LOGIT_BYTES})
+
+    def embedding(self) -> Cost:
+        """Rows are looked up; the gradient is a whole table, mostly zeros."""
+        w = self.w
+        rows, table = self.tokens * w.hidden * w.itemsize, w.table * w.itemsize
+        once, back, _ = EAGER_OPERATIONS["embedding"]
+        return Cost(self.bytes_s(2 * rows), {"saved": self.bytes_s(2 * table + 6 * rows) * w.learns},
+                    self.launch_s(once), {"saved": self.launch_s(back)}, {"saved": 8 * self.tokens},
+                    {"saved": 2 * rows})
 
 
-def _embedding(w: Window, m: Machine, tokens: int) -> Cost:
-    """Rows are looked up; the gradient is a whole table, mostly zeros."""
-    rows, table = tokens * w.hidden * w.itemsize, w.table * w.itemsize
-    once, back, _ = EAGER_OPERATIONS["embedding"]
-    return Cost(_bytes_s(m, 2 * rows), {"saved": _bytes_s(m, 2 * table + 6 * rows) * w.learns},
-                _launch_s(m, once), {"saved": _launch_s(m, back)}, {"saved": 8 * tokens}, {"saved": 2 * rows})
+def _with_host(cost: Cost, own: int) -> Cost:
+    """With what it has by keeping it in host memory or on disk. own: bytes of its input, which "attention+split"
+    leaves. While its backward runs, what it kept is on the device, and what the window before it kept comes back: as
+    much."""
+    for name in (*HOST, *DISK):
+        mode = read(name)
+        if mode.keep in cost.kept:
+            stays = 0 if mode.input else min(own, cost.kept[mode.keep])
+            away = cost.kept[mode.keep] - stays
+            cost.backward_s[name] = cost.backward_s[mode.keep]
+            cost.backward_host_s[name] = cost.backward_host_s[mode.keep]
+            cost.kept[name], cost.away[name] = stays, away
+            cost.work[name] = cost.work[mode.keep] + 2 * away
+    return cost

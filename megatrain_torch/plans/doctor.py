@@ -2,29 +2,42 @@
 
 `megatrain doctor` runs it: less than a minute with a GPU. Each rate is a median over repetitions that take a
 stated time, on random data, after a warm-up: cards slow down under load, and that is what a step meets.
+
+What GPUs of one machine have together and between each other is measured by a process for each, which runs this file
+as a program. They talk by torch.distributed, NCCL's or, on the CPU device, gloo's; each begins when all are ready, and
+the slowest counts: a step waits for it.
 """
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
+import json
 import math
 import os
+import re
 import statistics
+import subprocess
+import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 
 from .. import _core, ops
+from ..base.errors import MegatrainError
 from ..base.limits import device_taken, host_limits, resident_bytes
 from ..base.modes import FORMATS, LEAST_CAPABILITY, LOW_BYTES, moved_bytes
 from ..figures.tables import as_text
 from ..fused.templates.attention import Attention
 from .cards import MEASURED
-from .fleet import ADDED_BYTES
+from .fleet import ADDED_BYTES, host_rate
 from .machine import RATES, Machine, describe, host_limit_bytes, store_path
 
 MIB = 2**20
@@ -54,7 +67,6 @@ class Sizes(NamedTuple):
 CUDA = Sizes((512, 1024, 2048, 4096, 8192, 16384, 32768, 65536), (1024, 3584, 8192, 12288), (16384, 8192),
              (1024, 4096, 16384, 65536), 16384, (28, 4, 128), 512 * MIB, 256 * MIB, 100_000_000, 0.2, 16 << 30)
 CPU = Sizes((64, 256), (128, 512), (64, 128), (64, 256), 256, (4, 2, 32), 4 * MIB, 4 * MIB, 1_000_000, 0.02, 16 * MIB)
-
 # A training script's own: transformers, its data, what the driver keeps for registered memory. Six runs on an H200
 # had 1.4 GB resident beyond the store, where the doctor alone has 0.6.
 TRAINING_BYTES = 750 << 20
@@ -68,31 +80,26 @@ def synchronize(device: torch.device) -> None:
 
 
 def timed(fn: Callable[[], Any], device: torch.device, least_s: float) -> float:
-    """Median seconds of a call, over as many as take least_s together, three at least."""
+    """Median seconds of a call, of as many as take least_s; on CUDA by events, so that the host runs ahead."""
     fn()
     synchronize(device)
     began = time.perf_counter()
     fn()
     synchronize(device)
     count = max(3, min(1000, math.ceil(least_s / max(time.perf_counter() - began, 1e-6))))
-    return statistics.median(_intervals(fn, device, count))
-
-
-def _intervals(fn: Callable[[], Any], device: torch.device, count: int) -> list[float]:
-    """Seconds of each call; on CUDA by events, so that the host runs ahead."""
     if device.type != "cuda":
         clock = [time.perf_counter()]
         for _ in range(count):
             fn()
             clock.append(time.perf_counter())
-        return [b - a for a, b in itertools.pairwise(clock)]
+        return statistics.median(b - a for a, b in itertools.pairwise(clock))
     marks = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
     marks[0].record()
     for mark in marks[1:]:
         fn()
         mark.record()
     torch.cuda.synchronize(device)
-    return [a.elapsed_time(b) / 1e3 for a, b in itertools.pairwise(marks)]
+    return statistics.median([a.elapsed_time(b) / 1e3 for a, b in itertools.pairwise(marks)])
 
 
 # ---- arithmetic ----------------------------------------------------------------------------------
@@ -113,8 +120,7 @@ def product_tflops(tokens: int, fan_in: int, fan_out: int, device: torch.device,
 
 
 def fp8_gain(tokens: int, width: int, device: torch.device, least_s: float) -> float:
-    """How many times as fast the same products are of codes that are there, forward's sums fast, gradients' slow; 0:
-    the device has none."""
+    """How many times as fast products of codes are; 0: the device has none. Forward's sums are the fast ones."""
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < LEAST_CAPABILITY:
         return 0.0
     fan_in, fan_out = width // 2, 2 * width
@@ -137,8 +143,7 @@ def fp8_gain(tokens: int, width: int, device: torch.device, least_s: float) -> f
 
 
 def _attention_at(seq: int, sizes: Sizes, device: torch.device) -> tuple[int, float, float]:
-    """(seq, forward, backward TFLOP/s), as templates run it. Where backward runs forward again (no cuDNN), that is
-    not counted."""
+    """(seq, forward, backward TFLOP/s) of templates' attention, not counting a forward that runs again."""
     hq, hk, d = sizes.heads
     batch = max(1, sizes.attention_tokens // seq)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
@@ -161,8 +166,7 @@ def _stream_gbps(sizes: Sizes, device: torch.device) -> float:
 
 def _launch_us(device: torch.device) -> float:
     """Host time of one small operation, while the device follows."""
-    x = torch.zeros(16, device=device)
-    rounds = []
+    x, rounds = torch.zeros(16, device=device), []
     for _ in range(20):
         synchronize(device)
         began = time.perf_counter()
@@ -172,7 +176,7 @@ def _launch_us(device: torch.device) -> float:
     return statistics.median(rounds) * 1e6
 
 
-# ---- copies --------------------------------------------------------------------------------------
+# ---- copies and AdamW ----------------------------------------------------------------------------
 
 class Copies:
     """Pinned host memory and device memory of the same size, and copies between them."""
@@ -217,28 +221,6 @@ def copy_rates(device: torch.device, nbytes: int, least_s: float) -> dict[str, f
         torch._C._host_emptyCache()
     return found
 
-
-def _beside(sizes: Sizes, device: torch.device, threads: int) -> tuple[float, float]:
-    """GB/s each way while AdamW runs on the host, and its 10**9 parameters/s meanwhile."""
-    copies, planes, stop = Copies(device, sizes.copy_bytes), Planes(sizes.parameters, "BF16", "BF16"), threading.Event()
-    ends = [time.perf_counter()]
-
-    def updates() -> None:
-        while not stop.is_set():
-            planes.update(threads)
-            ends.append(time.perf_counter())
-
-    worker = threading.Thread(target=updates)
-    worker.start()
-    try:
-        gbps = copies.gbps(copies.both, 2 * sizes.least_s)
-    finally:
-        stop.set()
-        worker.join()
-    return gbps, planes.n / statistics.median(b - a for a, b in itertools.pairwise(ends)) / 1e9
-
-
-# ---- AdamW ---------------------------------------------------------------------------------------
 
 class Planes:
     """One tensor's planes in a store's arenas, with their huge pages."""
@@ -290,30 +272,43 @@ class Planes:
                  0 if self.scale is None else self.scale.data_ptr(), 0)]
 
 
+def _beside(sizes: Sizes, device: torch.device, threads: int) -> tuple[float, float]:
+    """GB/s each way while AdamW runs on the host, and its 10**9 parameters/s meanwhile."""
+    copies, planes, stop = Copies(device, sizes.copy_bytes), Planes(sizes.parameters, "BF16", "BF16"), threading.Event()
+    ends = [time.perf_counter()]
+
+    def updates() -> None:
+        while not stop.is_set():
+            planes.update(threads)
+            ends.append(time.perf_counter())
+
+    worker = threading.Thread(target=updates)
+    worker.start()
+    try:
+        gbps = copies.gbps(copies.both, 2 * sizes.least_s)
+    finally:
+        stop.set()
+        worker.join()
+    return gbps, planes.n / statistics.median(b - a for a, b in itertools.pairwise(ends)) / 1e9
+
+
 def _device_adam(sizes: Sizes, device: torch.device) -> float:
     """G parameters/s of AdamW on the device."""
     n = sizes.parameters
     hi, grad = (torch.randn(n, device=device).bfloat16() for _ in range(2))
     lo = torch.zeros(n, dtype=torch.int16, device=device)
     m, v = (torch.zeros(n, device=device) for _ in range(2))
-
-    def step() -> None:
-        torch.ops.megatrain.adamw_(hi, lo, m, v, grad, 1e-5, 0.9, 0.999, 1e-8, 0.1, 1, 1.0)
-
-    return n / 1e9 / timed(step, device, sizes.least_s)
+    return n / 1e9 / timed(lambda: torch.ops.megatrain.adamw_(hi, lo, m, v, grad, 1e-5, 0.9, 0.999, 1e-8, 0.1, 1, 1.0),
+                           device, sizes.least_s)
 
 
 # ---- the whole -----------------------------------------------------------------------------------
 
 def measure(device: torch.device, say: Callable[[str], None] = lambda _: None,
             disk: str | None = None) -> tuple[Machine, dict[str, float]]:
-    """This machine, and what is known of its limits: by names of Machine's attributes, in their units.
-
-    Args:
-        device: the GPU, or the CPU device: then toy sizes, in a second or two.
-        say: is told what is measured next.
-        disk: a directory on the drive that states may go to; None: a drive is described, not measured.
-    """
+    """This machine, and what is known of its limits: by names of Machine's attributes, in their units. Of the CPU
+    device with toy sizes, in a second or two. say: is told what is measured next. disk: a directory on the drive that
+    states may go to; None: a drive is described, not measured."""
     cuda = device.type == "cuda"
     sizes, cpus, host = CUDA if cuda else CPU, _core.build_info()["cpus"], host_limit_bytes()
     if cuda:
@@ -332,6 +327,7 @@ def measure(device: torch.device, say: Callable[[str], None] = lambda _: None,
     rates |= copy_rates(device, sizes.copy_bytes, sizes.least_s)
     say("AdamW")
     counts = sorted({1, max(1, cpus // 2), max(1, cpus - 1)})
+
     def gparams(states: str, counts: list[int], work: Callable[[Planes, int], None] = Planes.update) -> list[float]:
         planes, here = Planes(sizes.parameters, "BF16", "BF16", states), torch.device("cpu")
         return [planes.n / 1e9 / timed(lambda n=n: work(planes, n), here, sizes.least_s) for n in counts]
@@ -363,7 +359,7 @@ def measure(device: torch.device, say: Callable[[str], None] = lambda _: None,
                       taken, host // 2 if one else host, rss, **_rounded(rates), source=MEASURED, one_memory=one,
                       origins=tuple(origins), versions={"torch": torch.__version__, "cuda": str(torch.version.cuda),
                                                         "megatrain_torch": _core.__version__})
-    return machine, _known(device) | {"adam_gparams": traffic}
+    return machine, (_known(torch.cuda.get_device_properties(device)) if cuda else {}) | {"adam_gparams": traffic}
 
 
 def _rounded(value: Any) -> Any:
@@ -375,11 +371,8 @@ def _rounded(value: Any) -> Any:
     return float(f"{value:.4g}") if isinstance(value, float) else value
 
 
-def _known(device: torch.device) -> dict[str, float]:
-    """Limits by data sheet and by what the system says of clocks and links; those that are not known are left out."""
-    if device.type != "cuda":
-        return {}
-    p = torch.cuda.get_device_properties(device)
+def _known(p: Any) -> dict[str, float]:
+    """Known limits of a GPU with these properties: by data sheet, and by the system's clocks and links."""
     found = {}
     operations = TENSOR_OPERATIONS.get((p.major, p.minor), 0)
     if operations and hasattr(p, "clock_rate"):
@@ -394,11 +387,8 @@ def _known(device: torch.device) -> dict[str, float]:
     return found
 
 
-# ---- what is told --------------------------------------------------------------------------------
-
 def report(machine: Machine, limits: dict[str, float]) -> str:
-    """Tables of rates with the limits that are known of them, of products, and of memory and files this process may
-    have."""
+    """Tables of rates with their known limits, of products, and of memory and files this process may have."""
     known = [("matrix products, by data sheet", "gemm", max(rate for *_, rate in machine.gemm), "TFLOP/s"),
              ("elementwise kernels, by memory clock", "hbm_gbps", machine.hbm_gbps, "GB/s"),
              ("host to device, by PCIe link", "h2d_gbps", machine.h2d_gbps, "GB/s"),
@@ -424,3 +414,125 @@ def store(machine: Machine, path: Path | None = None) -> Path:
     beside.write_text(machine.to_json() + "\n")
     beside.replace(path)
     return path
+
+
+# ---- several GPUs --------------------------------------------------------------------------------
+
+LIMIT_S = 180               # in which all of it is over, or the processes are ended
+MOST_GBPS = 1e4             # of what could not be seen to hold anything up
+LAST_WORDS = 400            # characters of the error by which a process failed
+
+
+# Bytes of a copy, and of a unit's gradients; tokens, width and number of products beside; rounds of each; parameters of
+# an update.
+TOGETHER = {"cuda": (448 << 20, 16384, 8192, 12, 20, 100_000_000), "cpu": (1 << 20, 128, 256, 4, 3, 100_000)}
+
+
+def measure_links(device: str, gpus: int) -> dict[str, float]:
+    """Rates of several GPUs, or processes on the CPU, as Machine names them; refuses where one fails or hangs."""
+    with tempfile.TemporaryDirectory(prefix="megatrain-links-") as name:
+        folder, env = Path(name), os.environ | ({"GLOO_SOCKET_IFNAME": "lo"} if device == "cpu" else {})
+        command = [sys.executable, "-m", __name__, device, str(gpus), name]
+        children: list[subprocess.Popen[bytes]] = []
+        try:
+            for rank in range(gpus):
+                with (folder / f"{rank}.said").open("wb") as said:
+                    children.append(subprocess.Popen([*command, str(rank)], env=env, stdout=said, stderr=said))
+            until = time.monotonic() + LIMIT_S
+            while any(found := [child.poll() for child in children]) or None in found:
+                if failed := [rank for rank, status in enumerate(found) if status]:     # the others wait for it
+                    said = (folder / f"{failed[0]}.said").read_text(errors="replace").strip()
+                    error = re.split(r"^(?=\S*(?:Error|Exception)\b)", said, flags=re.MULTILINE)[-1]
+                    raise MegatrainError(f"links between GPUs: process {failed[0]} of {gpus} failed; --gpus 1 leaves "
+                                         f"them out. It said: {error[:LAST_WORDS]}")
+                if time.monotonic() > until:
+                    raise MegatrainError(f"links between GPUs: not measured within {LIMIT_S} s; --gpus 1 leaves them "
+                                         "out")
+                time.sleep(0.05)
+        finally:
+            for child in children:
+                child.kill()
+                child.wait()
+        return json.loads((folder / "rates.json").read_text())
+
+
+def linked(machine: Machine, rates: dict[str, float]) -> Machine:
+    """The machine with what measure_links() found. Its host's memory reaches what was seen, at least."""
+    rates = rates | {"host_gbps": max(rates["host_gbps"], host_rate(machine) / 1e9)}
+    origins = tuple((name, where) for name, where in machine.origins if name not in rates)
+    found = {k: int(rate) if k.endswith("_bytes") else float(f"{rate:.4g}") for k, rate in rates.items()}
+    return dataclasses.replace(machine, **found, origins=origins)
+
+
+def _communicators(device: torch.device, gpus: int, together: Callable[[], None]) -> int:
+    """Bytes of the device that the first collectives take."""
+    if device.type != "cuda":
+        together()
+        return 0
+    before, x = torch.cuda.mem_get_info(device)[0], torch.zeros(gpus, device=device)
+    together()
+    dist.all_to_all_single(torch.empty_like(x), x)
+    torch.cuda.synchronize(device)
+    return max(before - torch.cuda.mem_get_info(device)[0], 0)
+
+
+def main(device_type: str, gpus: int, folder: Path, rank: int) -> None:
+    """One of the processes; the first writes what was found."""
+    cuda, (nbytes, tokens, width, count, rounds, parameters) = device_type == "cuda", TOGETHER[device_type]
+    device = torch.device(device_type, rank) if cuda else torch.device(device_type)
+    if cuda:
+        torch.cuda.set_device(device)
+    else:
+        torch.set_num_threads(max(1, torch.get_num_threads() // gpus))
+    dist.init_process_group("nccl" if cuda else "gloo", init_method=f"file://{folder}/meet", rank=rank,
+                            world_size=gpus, timeout=timedelta(seconds=LIMIT_S))
+
+    def together() -> None:
+        synchronize(device)
+        dist.all_reduce(torch.zeros(1, device=device))
+        synchronize(device)
+
+    def seconds(fn: Callable[[], Any]) -> float:
+        """Seconds of a call, the mean of several, in the slowest process while all make them."""
+        fn()
+        together()
+        began = time.perf_counter()
+        for _ in range(rounds):
+            fn()
+        synchronize(device)
+        took = torch.tensor([(time.perf_counter() - began) / rounds], device=device)
+        dist.all_reduce(took, op=dist.ReduceOp.MAX)
+        return float(took)
+
+    nccl = _communicators(device, gpus, together)
+    copies, leaving = Copies(device, nbytes), nbytes * (gpus - 1) / gpus
+    whole, both = (nbytes / seconds(fn) / 1e9 for fn in (copies.up, copies.both))
+    del copies
+    sent, got = (torch.zeros(nbytes // 4 // gpus * gpus, device=device) for _ in range(2))
+    exchange = seconds(lambda: dist.all_to_all_single(got, sent))
+    dtype = torch.bfloat16 if cuda else torch.float32
+    x, w = (torch.randn(rows, width, device=device, dtype=dtype) for rows in (tokens, width))
+
+    def products() -> None:
+        for _ in range(count):
+            x @ w
+
+    def beside() -> None:
+        going = dist.all_to_all_single(got, sent, async_op=True)
+        products()
+        going.wait()
+
+    # By how much products take longer beside an exchange, in turn: a card that grows warm slows down.
+    lost = statistics.median(seconds(beside) - seconds(products) for _ in range(3))
+    planes, threads = Planes(parameters, "BF16", "BF16", shared=True), max(1, _core.build_info()["cpus"] // gpus)
+    update = seconds(lambda: planes.update(threads))
+    if rank == 0:
+        (folder / "rates.json").write_text(json.dumps({
+            "communicator_bytes": nccl, "shared_gparams": gpus * parameters / update / 1e9, "whole_gbps": whole,
+            "host_gbps": 2 * both * gpus, "exchange_gbps": leaving / exchange / 1e9,
+            "lost_gbps": min(leaving / max(lost, 1e-12) / 1e9, MOST_GBPS)}))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]), Path(sys.argv[3]), int(sys.argv[4]))

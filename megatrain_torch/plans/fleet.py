@@ -7,29 +7,26 @@ as there are ranks in all, and each is on its owner's machine alone.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
 
 from ..base.errors import MegatrainError, check_count
 from ..base.modes import DELIVERIES, HOMES, moved_bytes
+from ..figures.tables import Tier
 from ..group import between
 from ..store.disk import DISK_BUFFERS
 from .cost import OFFLOAD_DEPTH
 from .machine import SHARED_ADAM, Machine
-from .shapes import Shape, Unit
+from .shapes import Shape
 
-# Homes that units may have where there are several ranks: it is said here alone. Weights in files are the portions of
-# one machine's ranks.
-OFFERED = ("ram", "through", "vram", "arrive", "disk", "disk+weights")
-OF_ONE_MACHINE = ("disk+weights",)
+OF_ONE_MACHINE = ("disk+weights",)      # homes: weights in files are the portions of one machine's ranks
 CUT = ("masters", "moments", "gradients", "sums")       # planes of which each rank has its part; weights are whole
 PER_RANK = ("activations", DISK_BUFFERS)                # of host memory, what each rank has for itself
 ADDED_BYTES = 14                # per parameter in host memory: a further micro-batch's sum
 PAIR_BYTES = 200 << 20          # of a communicator of two ranks, one of each direction between machines: 389 MiB with
                                 # all channels that NCCL opens, of which it is let have 8
-
 WAY_BYTES = between.BUFFERS * between.PIECE
 SECOND = 0.7                    # of a first communicator's bytes, what a further one takes, which gathers portions
 POOL_BYTES = 512 << 20          # what torch keeps for streams of our own, beside compute's
@@ -66,7 +63,13 @@ class Fleet:
     @property
     def homes(self) -> tuple[str, ...]:
         """That it offers, of several."""
-        return tuple(home for home in OFFERED if self.machines == 1 or home not in OF_ONE_MACHINE)
+        return tuple(home for home in HOMES if self.machines == 1 or home not in OF_ONE_MACHINE)
+
+    def tiers(self, machine: Machine, vram: dict[str, int], host: dict[str, int]) -> list[Tier]:
+        """(title, bytes by what they hold, bytes there are) of both memories, or of both parts of the only one."""
+        device = "host memory as device memory" if machine.one_memory else "device memory"
+        each = ("", "") if self.alone else (" of a GPU", " of a machine")
+        return [(device + each[0], vram, machine.vram_bytes), ("host memory" + each[1], host, machine.host_bytes)]
 
     # ---- bytes ----
 
@@ -90,17 +93,11 @@ class Fleet:
 
     # ---- rates ----
 
-    @property
-    def added(self) -> float:
-        """What a machine's host adds for a further micro-batch, by the gradients of a model."""
-        return 1 / self.machines
-
     def seen(self, machine: Machine) -> Machine:
         """As one of its GPUs sees it beside the others, which do the same at the same time: copies share the host's
         memory, and what AdamW leaves of it, and what windows keep the drive; each process has Python, torch and the
         driver, and NCCL its communicators on the device. Cores are the host's, and update each element once, so the
-        drive's rate is what it is where it reads and writes states, and AdamW's that of all together. Of the CPU device
-        the cores compute, too."""
+        drive's rate is what it is where it reads and writes states, and AdamW's that of all together."""
         if self.alone:
             return machine
         alone, nccl = machine.adam_gparams[-1][1], machine.communicator_bytes + PAIR_BYTES * 2 * (self.machines - 1)
@@ -112,9 +109,12 @@ class Fleet:
             vram_overhead_bytes=machine.vram_overhead_bytes + nccl * (machine.device == "cuda"))
         if self.gpus == 1:
             return machine
-        if machine.device == "cpu":
-            machine = _slowed(machine, self.gpus)
         host, g = host_gbps, self.gpus
+        if machine.device == "cpu":                     # whose cores compute, too
+            machine = dataclasses.replace(
+                machine, gemm=tuple((n, width, rate / g) for n, width, rate in machine.gemm),
+                attention=tuple((seq, fwd / g, bwd / g) for seq, fwd, bwd in machine.attention),
+                hbm_gbps=machine.hbm_gbps / g, device_adam_gparams=machine.device_adam_gparams / g)
         adam = machine.adam_gparams[-1][1] * moved_bytes("fp32")
         busy = min(machine.busy_gbps, host * machine.busy_gbps / (adam + g * machine.busy_gbps))
         one_way = min(host / g, machine.whole_gbps or host)
@@ -131,21 +131,12 @@ class Fleet:
     def memory_s(self, machine: Machine, states: str, trained: float, micro: int) -> float:
         """Seconds in which a step's updates and sums have that memory. trained: parameters updated by all hosts."""
         own = trained / self.machines * moved_bytes(states)
-        added = (micro - 1) * trained * self.added * ADDED_BYTES
+        added = (micro - 1) * trained / self.machines * ADDED_BYTES
         return 0.0 if self.alone else (own + added) / host_rate(machine)
 
 
-def _slowed(machine: Machine, by: int) -> Machine:
-    """Of all that is computed."""
-    gemm = tuple((n, width, rate / by) for n, width, rate in machine.gemm)
-    attention = tuple((seq, forward / by, backward / by) for seq, forward, backward in machine.attention)
-    return dataclasses.replace(machine, gemm=gemm, attention=attention, hbm_gbps=machine.hbm_gbps / by,
-                               device_adam_gparams=machine.device_adam_gparams / by)
-
-
 def host_rate(machine: Machine) -> float:
-    """Bytes/s of the host's memory, read plus written. Where nobody said: what AdamW and copies beside it take of it
-    together, or copies both ways. More may be there, and is not known."""
+    """Bytes/s of the host's memory, read plus written; unless stated, what AdamW and copies were seen to take."""
     beside = machine.adam_gparams[-1][1] * moved_bytes("fp32") + machine.busy_gbps
     return (machine.host_gbps or max(beside, 2 * machine.both_gbps)) * 1e9
 
@@ -191,34 +182,26 @@ class Exchange:
     in fp32, in the order of ranks. Between machines go the parts of every rank: a machine's sums would be less, and of
     other bits. The owner brings home what its sum is in the weights' type. New weights go from a machine's host memory
     to the others', through the devices.
-
-    Attributes:
-        home: bytes of a micro-batch's gradients that cross to the host.
-        exchange_s, network_s: in which gradients are exchanged within the machine and added, and between machines.
-        lost_s: seconds by which that holds up what is computed beside it.
-        parts: in so many each unit's weights are fetched, by as many GPUs; 1: by each whole.
-        gather_s: in which these are given to each other; held_s: by which that holds up what is computed.
-        spread_s: in which new weights go to the other machines. lowered, raised: bytes of those of a unit at home on
-            the devices, that go from each down to its host, and up to each. peers: bytes/s at which these come from the
-            other devices; 0: by way of the host.
-        buffers: bytes on the device.
-        on_link: GPUs have no links to each other, and exchange over those to the host and by way of its memory;
-            link_bytes: what that moves there of a micro-batch, of one GPU.
     """
 
     def __init__(self, shape: Shape, machine: Machine, fleet: Fleet, delivery: str = "whole") -> None:
-        units = shape.units
-        self.parts = fleet.gpus if delivery == "shards" else 1
+        units, zeros = shape.units, np.zeros(len(shape.units))
+        self.parts = fleet.gpus if delivery == "shards" else 1      # in so many each unit's weights are fetched
         self.gradients = np.array([u.gradients for u in units], dtype=np.int64)
-        self.home = self.gradients
-        self.exchange_s = self.network_s = self.lost_s = self.spread_s = np.zeros(len(units))
-        self.gather_s = self.held_s = np.zeros(len(units))
-        self.lowered = self.raised = np.zeros(len(units), dtype=np.int64)
-        self.buffers, self.peers, self.on_link, self.link_bytes = 0, 0.0, False, 0
-        if not fleet.alone:
-            self._among(units, machine, fleet, np.array([u.sums for u in units], dtype=np.int64))
-
-    def _among(self, units: Sequence[Unit], machine: Machine, fleet: Fleet, sums: np.ndarray) -> None:
+        self.home = self.gradients              # bytes of a micro-batch's gradients that cross to the host
+        self.exchange_s = self.network_s = zeros        # gradients exchanged within the machine and added; between them
+        self.lost_s = zeros                     # by which that holds up what is computed beside it
+        self.gather_s = self.held_s = zeros     # portions given to each other; by which that holds up what is computed
+        self.spread_s = zeros                   # new weights go to the other machines
+        # Bytes of new weights of a unit at home on the devices: from each down to its host, and up to each.
+        self.lowered = self.raised = zeros.astype(np.int64)
+        self.peers = 0.0                        # bytes/s at which these come from other devices; 0: by way of the host
+        self.buffers = 0                        # bytes on the device
+        # GPUs have no links to each other, and exchange over those to the host; bytes there of one GPU's micro-batch.
+        self.on_link, self.link_bytes = False, 0
+        if fleet.alone:
+            return
+        sums = np.array([u.sums for u in units], dtype=np.int64)
         g, m, n = fleet.gpus, fleet.machines, fleet.count
         self.home = -(-self.gradients // n)
         self.on_link = g > 1 and not machine.exchange_gbps

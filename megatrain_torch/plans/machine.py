@@ -135,8 +135,7 @@ class Machine:
 
     def attention_flops(self, seq: float, backward: bool) -> float:
         """FLOP/s of causal attention over sequences of this length."""
-        points = [(float(s), b if backward else f) for s, f, b in self.attention]
-        return _along(points, seq) * 1e12
+        return _along([(float(s), b if backward else f) for s, f, b in self.attention], seq) * 1e12
 
     def adam_rate(self, threads: int | None = None, states: str = "fp32") -> float:
         """Parameters/s of AdamW on the host; None: with all threads measured. states: see base/modes.py."""
@@ -238,13 +237,23 @@ class Machine:
 
     @staticmethod
     def some(vram: int, host: int | None = None) -> Machine:
-        """Some card with so many bytes of memory, of the slower ones; host: of its host, None: as here."""
-        return card_with(vram, host or host_limit_bytes())
+        """Some card with so many bytes of memory: of the descriptions with memory nearest to it the slowest. host: of
+        its host, None: as here."""
+        found = min(_cards(), key=lambda m: (abs(math.log(m.vram_bytes / vram)) // 0.06, max(r for *_, r in m.gemm)))
+        return dataclasses.replace(found, name=f"some card of {show_bytes(vram)} (as {found.name})", vram_bytes=vram,
+                                   host_bytes=host or host_limit_bytes())
 
     @staticmethod
     def listing() -> str:
-        """A table of all descriptions, with where each rate comes from."""
-        return listing()
+        """A table of all descriptions, a line each, with a letter at each rate that says where it comes from."""
+        rows: list[tuple[str, ...]] = [("machine", "GPU memory", "products", "GPU memory's rate", "link", "host memory",
+                                        "AdamW on it")]
+        for m in sorted(MACHINES.values(), key=lambda m: m.vram_bytes):
+            figures = {"gemm": f"{max(r for *_, r in m.gemm):.4g} TFLOP/s", "hbm_gbps": f"{m.hbm_gbps:.4g} GB/s",
+                       "h2d_gbps": f"{m.h2d_gbps:.4g} GB/s", "adam_gparams": f"{m.adam_gparams[-1][1]:.4g} G/s"}
+            products, hbm, link, adam = (f"{figure} {m.origin(rate)[0]}" for rate, figure in figures.items())
+            rows.append((m.name, show_bytes(m.vram_bytes), products, hbm, link, show_bytes(m.host_bytes), adam))
+        return "\n".join([as_text(("", rows), right=range(1, 7)), "", *LEGEND])
 
     def to_dict(self) -> dict[str, Any]:
         """Its fields, and where each rate comes from ("origins")."""
@@ -293,24 +302,22 @@ def _is(kind: type, value: Any, zero: bool = False) -> bool:
     return good and (value > 0 or (zero and value == 0))
 
 
-def _may_be(name: str, kind: str, value: Any) -> bool:
-    """May a machine's field be this? kind: its type as declared."""
-    if name == "device":
-        return value in ("cuda", "cpu")
-    if name not in _ROWS:
-        return _is({"str": str, "int": int, "float": float, "bool": bool}.get(kind, dict), value, name in _MAY_BE_ZERO)
-    kinds, ascending = _ROWS[name]
-    if not isinstance(value, (list, tuple)) or not (value or name in _MAY_BE_EMPTY):
-        return False
-    rows = all(isinstance(row, (list, tuple)) and len(row) == len(kinds) and all(map(_is, kinds, row))
-               for row in value)
-    return rows and (not ascending or all(a[0] < b[0] for a, b in itertools.pairwise(value)))
-
-
 def _from_dict(fields: dict[str, Any]) -> Machine:
     for f in dataclasses.fields(Machine):
-        if f.name in fields and not _may_be(f.name, f.type, fields[f.name]):
-            raise ValueError(f"{f.name}={shown(fields[f.name])}")
+        if f.name not in fields:
+            continue
+        value, kind = fields[f.name], {"str": str, "int": int, "float": float, "bool": bool}.get(f.type, dict)
+        if f.name == "device":
+            good = value in ("cuda", "cpu")
+        elif f.name in _ROWS:
+            kinds, ascending = _ROWS[f.name]
+            good = isinstance(value, (list, tuple)) and bool(value or f.name in _MAY_BE_EMPTY) and all(
+                isinstance(row, (list, tuple)) and len(row) == len(kinds) and all(map(_is, kinds, row))
+                for row in value) and (not ascending or all(a[0] < b[0] for a, b in itertools.pairwise(value)))
+        else:
+            good = _is(kind, value, f.name in _MAY_BE_ZERO)
+        if not good:
+            raise ValueError(f"{f.name}={shown(value)}")
     machine = Machine(**{**fields, **{name: tuple(map(tuple, fields[name])) for name in _ROWS if name in fields}})
     points = [(n, w) for n, w, _ in machine.gemm]
     if sorted(set(points)) != sorted(itertools.product({n for n, _ in points}, {w for _, w in points})):
@@ -350,50 +357,38 @@ def store_path() -> Path:
 
 def resolve(machine: Machine | str | None) -> Machine:
     """A Machine as it is; text parsed; None: this one, with the stored rates, or with those of the description nearest
-    to its GPU; without a GPU its CPU device, which "cpu" is too.
-
-    Raises:
-        MegatrainError: see Machine.parse; a stored file that cannot be read.
-    """
+    to its GPU; without a GPU its CPU device, which "cpu" is too. Raises MegatrainError as Machine.parse."""
     if isinstance(machine, Machine):
         return machine
     if machine is not None:
         return _cpu_here() if machine.strip() == "cpu" else Machine.parse(machine)
-    return _stored() or _nearest() or _cpu_here()
-
-
-def _stored() -> Machine | None:
-    return _of_file(store_path()) if store_path().is_file() else None
+    stored = _of_file(store_path()) if store_path().is_file() else None
+    return stored or _nearest() or _cpu_here()
 
 
 def _cpu_here() -> Machine:
     """The CPU device, with the stored rates where they are its own. Its memory is the host's: a plan has half each."""
-    stored = _stored()
+    stored = _of_file(store_path()) if store_path().is_file() else None
     if stored and stored.device == "cpu":
         return stored
     half = host_limit_bytes() // 2
     return dataclasses.replace(MACHINES["cpu"], host_bytes=half, vram_bytes=half)
 
 
+def _cards() -> list[Machine]:
+    """Descriptions of GPUs with memory of their own."""
+    return [m for m in MACHINES.values() if m.device == "cuda" and not m.one_memory]
+
+
 def _nearest() -> Machine | None:
-    """The description of the GPU torch sees, with this machine's memory: by its name, or else the one with memory
-    nearest to its. None: it sees none."""
+    """The description of torch's GPU, by name or nearest memory, with this machine's memory; None: no GPU."""
     if not torch.cuda.is_available():
         return None
     gpu, vram = torch.cuda.get_device_name(), torch.cuda.get_device_properties(0).total_memory
-    name = described_gpu(gpu) or min((m for m in MACHINES.values() if m.device == "cuda" and not m.one_memory),
-                                     key=lambda m: abs(m.vram_bytes - vram)).name
+    name = described_gpu(gpu) or min(_cards(), key=lambda m: abs(m.vram_bytes - vram)).name
     found, host = MACHINES[name], host_limit_bytes()
     part = (vram // 2, host // 2) if found.one_memory else (vram, host)
     return dataclasses.replace(found, name=f"{gpu} (as {name})", vram_bytes=part[0], host_bytes=part[1])
-
-
-def card_with(vram: int, host: int) -> Machine:
-    """Some card with so many bytes: of the descriptions with memory nearest to it the slowest."""
-    cards = [m for m in MACHINES.values() if m.device == "cuda" and not m.one_memory]
-    found = min(cards, key=lambda m: (abs(math.log(m.vram_bytes / vram)) // 0.06, max(rate for *_, rate in m.gemm)))
-    return dataclasses.replace(found, name=f"some card of {show_bytes(vram)} (as {found.name})", vram_bytes=vram,
-                               host_bytes=host)
 
 
 def described_gpu(gpu: str) -> str | None:
@@ -423,15 +418,12 @@ ON_SHEETS = ("gemm", "attention", "hbm_gbps", "h2d_gbps", "d2h_gbps", "both_gbps
              "disk_read_gbps", "disk_write_gbps", "disk_both_gbps", "disk_tbw", "exchange_gbps")
 
 
-def _of_card(fields: dict[str, Any]) -> Machine:
-    """A row of cards.py. What data sheets have is published, all else assumed, but for what the row names."""
-    known = {rate: how for how in ("measured", "assumed") for rate in fields.get(how, ())}
-    origins = tuple((rate, known.get(rate, "published" if rate in ON_SHEETS else "assumed")) for rate in RATES)
-    own = {name: value for name, value in fields.items() if name not in ("measured", "assumed")}
-    return Machine(**own, origins=origins if "measured" in fields else ())
-
-
-MACHINES: dict[str, Machine] = {fields["name"]: _of_card(fields) for fields in CARDS}
+MACHINES: dict[str, Machine] = {}
+for _card in CARDS:     # what data sheets have is published, all else assumed, but for what the row names
+    _known = {rate: how for how in ("measured", "assumed") for rate in _card.get(how, ())}
+    _origins = tuple((rate, _known.get(rate, "published" if rate in ON_SHEETS else "assumed")) for rate in RATES)
+    MACHINES[_card["name"]] = Machine(**{k: v for k, v in _card.items() if k not in ("measured", "assumed")},
+                                      origins=_origins if "measured" in _card else ())
 
 
 def describe(m: Machine) -> list[tuple[str, str, str]]:
@@ -473,18 +465,6 @@ def describe(m: Machine) -> list[tuple[str, str, str]]:
     ]
     fields = {f.name for f in dataclasses.fields(Machine)}
     return [(what, figure, m.origin(where) if where in fields else where) for what, figure, where in rows]
-
-
-def listing() -> str:
-    """All descriptions, a line each, with a letter at each rate that says where it comes from."""
-    rows: list[tuple[str, ...]] = [("machine", "GPU memory", "products", "GPU memory's rate", "link", "host memory",
-                                    "AdamW on it")]
-    for m in sorted(MACHINES.values(), key=lambda m: m.vram_bytes):
-        figures = {"gemm": f"{max(r for *_, r in m.gemm):.4g} TFLOP/s", "hbm_gbps": f"{m.hbm_gbps:.4g} GB/s",
-                   "h2d_gbps": f"{m.h2d_gbps:.4g} GB/s", "adam_gparams": f"{m.adam_gparams[-1][1]:.4g} G/s"}
-        products, hbm, link, adam = (f"{figure} {m.origin(rate)[0]}" for rate, figure in figures.items())
-        rows.append((m.name, show_bytes(m.vram_bytes), products, hbm, link, show_bytes(m.host_bytes), adam))
-    return "\n".join([as_text(("", rows), right=range(1, 7)), "", *LEGEND])
 
 
 LEGEND = (

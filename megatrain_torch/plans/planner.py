@@ -14,7 +14,7 @@ import html
 import itertools
 import math
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,13 +37,13 @@ from ..base.modes import (
 )
 from ..figures.tables import Table, Tier, as_html, as_text, bytes_table, draw_tiers, tiers_as_html
 from ..figures.timeline import LANES
-from ..store.disk import FROZEN, PADDING, SPILLED, Disk, years
+from ..store.disk import FROZEN, PADDING, SPILLED, YEAR_S, Disk
 from .changes import refusal
 from .fleet import Fleet, check_delivery, check_homes, fleet_of
 from .machine import DRIVE, DRIVE_NAME, Machine, host_now, resolve
-from .search import OVERHEAD, Choice, Problem, Timing, Wishes
+from .search import OVERHEAD, Choice, Problem, Timing, Wishes, solve
 from .shapes import Shape, shapes_of
-from .tally import LENT, THROUGH_BYTES
+from .tally import LENT
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Plan:
             RAM between their updates), "ram" (weights streamed), "through" (the same, but updated on the device) or
             "disk" (streamed too, but states are in a file), "disk+weights" (weights too, which each fetch reads).
         activations: by window, a mode of modes.py: "replay", "selective+host" ...
-        slots: ring size of the streamed units, see slots.py.
+        slots: ring size: slots of a size that streamed units pass through.
         vram, host: bytes by what they hold, at the peak of a step; vram_bytes, host_bytes: their sums.
         seconds, forward_s: of a step, and of its forwards.
         busy: seconds of work by lane. idle: seconds in which compute stands still, by what it waits for. Both by the
@@ -130,8 +130,8 @@ class Plan:
     def disk_years(self) -> float:
         """Until the drive's rating is written by steps like this, one after the other. Infinite where nothing is, nan
         where the rating is not known."""
-        rated = self.machine.disk_tbw or math.nan
-        return years(self.disk_written, self.seconds, rated) if self.disk else math.inf
+        rated = (self.machine.disk_tbw or math.nan) * 1e12
+        return rated / self.disk_written * self.seconds / YEAR_S if self.disk else math.inf
 
     @property
     def vram_bytes(self) -> int:
@@ -161,7 +161,7 @@ class Plan:
     @property
     def tiers(self) -> list[Tier]:
         """(title, bytes by what they hold, bytes there are) of each kind of memory."""
-        found = tiers_of(self.machine, self.vram, self.host, self.fleet)
+        found = self.fleet.tiers(self.machine, self.vram, self.host)
         return [*found, ("disk", self.disk, self.disk_room)] if self.disk else found
 
     def picture(self, path: str | Path) -> None:
@@ -221,55 +221,47 @@ def plan(model: Any, *, tokens: int, seq: int, machine: Machine | str | None = N
             table of what needs least and the fastest changes with which it fits; of the exception, `changes` has the
             arguments that would do, each alone, and `ways` those that would together, the fastest first.
     """
-    disk = _disk(nvme, homes, activations)
-    fleet = fleet_of(gpus, machines)
-    wishes = dataclasses.replace(_wishes(tokens, seq, compute, homes, activations, slots, micro),
-                                 nvme=None if disk is None else disk.room(), grads=_grads(grads, micro),
-                                 states=check_states(states), fleet=fleet,
-                                 delivery=check_delivery(fleet, delivery), caches=use_cache)
-    check_homes(fleet, _each(homes), grads)
+    disk, fleet = Disk.parse(nvme, somewhere=True), fleet_of(gpus, machines)
+    _check_words(tokens, seq, micro, slots, disk is None, compute=compute, homes=homes, activations=activations,
+                 grads=grads)
+    wishes = Wishes(tokens, seq, compute != "eager", homes, activations, slots, micro,
+                    None if disk is None else disk.room(), grads, states=check_states(states), fleet=fleet,
+                    delivery=check_delivery(fleet, delivery), caches=use_cache)
+    check_homes(fleet, homes.values() if isinstance(homes, dict) else [homes], grads)
     limits = _limits(machine, vram, host, check_products(products, compute))
     shape_with = shapes_of(model, dtype=dtype, units=units, layers=layers, products=products, base=base,
                            adapter=adapter, device=limits.device)
-    shape = shape_with(states)
     if compute == "auto" and products == "bf16":       # as mt.stream has it
-        wishes = dataclasses.replace(wishes, fused=limits.device == "cuda" and _halves(shape))
+        halves = all(w.itemsize == 2 for w in shape_with(states).windows)
+        wishes = dataclasses.replace(wishes, fused=limits.device == "cuda" and halves)
     problem, best, shape_with, experts = _best(shape_with, limits, wishes, experts)
     if best is None:
-        raise _refusal(problem, resolve(machine), shape_with)
+        raise refusal(problem, resolve(machine), shape_with)
     problem, best = _delivered(problem, *best, delivery)
-    return dataclasses.replace(_plan(problem, *best), nvme=disk, disk_room=wishes.nvme or 0, products=products,
-                               experts=experts, assumed=not isinstance(model, nn.Module))
+    return _plan(problem, *best, nvme=disk, disk_room=wishes.nvme or 0, products=products, experts=experts,
+                 assumed=not isinstance(model, nn.Module))
 
 
-WORTH_SHARDS = 1.03         # by so much faster they must be: each window then waits for all ranks
-
-
-def _halves(shape: Shape) -> bool:
-    return all(w.itemsize == 2 for w in shape.windows)
-
-
-def _delivered(problem: Problem, choice: Choice, timing: Timing, asked: str | None
-               ) -> tuple[Problem, tuple[Choice, Timing]]:
-    """In shards, if that is not asked for, GPUs have links to each other, and what is best with whole weights is faster
-    so."""
-    if asked is not None or problem.wishes.fleet.gpus == 1 or problem.exchange.on_link:
-        return problem, (choice, timing)
-    other = Problem(problem.shape, problem.machine, dataclasses.replace(problem.wishes, delivery="shards"))
-    faster = other.time(choice, timing.seconds / WORTH_SHARDS)
-    if faster is None:
-        return problem, (choice, timing)
-    return other, other.best(faster.seconds) or (choice, faster)
-
-
-def _disk(nvme: str | dict[str, Any] | None, homes: str | dict[str, str] | None, activations: str | None
-          ) -> Disk | None:
-    disk = Disk.parse(nvme, somewhere=True)
-    if isinstance(homes, str) and homes in DISKS and disk is None:
-        raise MegatrainError(f"homes={homes!r}: give the directory, nvme='/path'")
-    if activations in DISK and disk is None:
-        raise MegatrainError(f"activations={activations!r}: give the directory, nvme='/path'")
-    return disk
+def _check_words(tokens: int, seq: int, micro: int | None, slots: int | None, memory: bool, **words: Any) -> None:
+    """Raises MegatrainError where numbers, or words of plan's arguments, are none that it takes. memory: no disk."""
+    for name, known in (("homes", DISKS), ("activations", DISK)):
+        if memory and isinstance(words[name], str) and words[name] in known:
+            raise MegatrainError(f"{name}={words[name]!r}: give the directory, nvme='/path'")
+    for name, value, least in (("tokens", tokens, 1), ("seq", seq, 1), ("micro", micro, 1), ("slots", slots, 2)):
+        if value is not None or name in ("tokens", "seq"):
+            check_count(value, name, least)
+    if tokens % seq:
+        raise MegatrainError(f"tokens={tokens}, seq={seq}: a step is a whole number of sequences; "
+                             f"nearest: tokens={max(1, round(tokens / seq)) * seq}")
+    if micro is not None and (tokens // seq) % micro:
+        raise MegatrainError(f"micro={micro}: {tokens // seq} sequences cannot be cut into so many equal micro-batches")
+    for name, known in (("compute", ("auto", "fused", "eager")), ("homes", HOMES), ("activations", MODES),
+                        ("grads", GRADS)):
+        for value in words[name].values() if isinstance(words[name], dict) else (words[name],):
+            if value is not None and value not in known:
+                raise MegatrainError(f"{name}={value!r}: use {', '.join(map(repr, known))}")
+    if words["grads"] == "none" and micro not in (None, 1):
+        raise MegatrainError("grads='none': gradients that are kept nowhere are used at once: one micro-batch")
 
 
 def _limits(machine: Machine | str | None, vram: int | str | None, host: int | str | None, products: str) -> Machine:
@@ -282,13 +274,19 @@ def _limits(machine: Machine | str | None, vram: int | str | None, host: int | s
     return limits.with_limits(parse_bytes(vram, "vram"), most)
 
 
-def _check_activations(problem: Problem) -> None:
-    """A mode that no window has would be left out without a word."""
-    asked, had = problem.wishes.activations, {mode for cost in problem.costs(1) for mode in cost.kept}
-    if asked not in {None, *had}:
-        layers = "fused" if problem.wishes.fused else "eager"
-        raise MegatrainError(f"activations={asked!r}: no window of {problem.shape.name} has it with {layers} layers; "
-                             f"they have {', '.join(repr(mode) for mode in MODES if mode in had)}")
+WORTH_SHARDS = 1.03         # by so much faster they must be: each window then waits for all ranks
+
+
+def _delivered(problem: Problem, choice: Choice, timing: Timing, asked: str | None
+               ) -> tuple[Problem, tuple[Choice, Timing]]:
+    """In shards where that is not asked for, GPUs have links, and what is best otherwise is faster so."""
+    if asked is not None or problem.wishes.fleet.gpus == 1 or problem.exchange.on_link:
+        return problem, (choice, timing)
+    other = Problem(problem.shape, problem.machine, dataclasses.replace(problem.wishes, delivery="shards"))
+    faster = other.time(choice, timing.seconds / WORTH_SHARDS)
+    if faster is None:
+        return problem, (choice, timing)
+    return other, other.best(faster.seconds) or (choice, faster)
 
 
 WORTH_PIECES = 1.3          # by so much a few experts at a time must be faster: an H200 took 28 % more than the walk
@@ -302,131 +300,35 @@ def _best(shape_with: Callable[..., Shape], limits: Machine, wishes: Wishes, exp
         check_count(experts, "experts", 0)
     shape = shape_with(wishes.states, experts or 0)
     problem = Problem(shape, limits, wishes)
-    _check_activations(problem)
-    problem, best = _solve(problem)
+    had = {mode for cost in problem.costs(1) for mode in cost.kept}
+    if wishes.activations not in {None, *had}:             # it would be left out without a word
+        raise MegatrainError(f"activations={wishes.activations!r}: no window of {shape.name} has it with "
+                             f"{'fused' if wishes.fused else 'eager'} layers; they have "
+                             f"{', '.join(repr(mode) for mode in MODES if mode in had)}")
+    problem, best = solve(problem)
     if experts is not None or not shape.experts:
         return problem, best, functools.partial(shape_with, experts=experts or 0), experts or 0
     cut = shape_with(wishes.states, shape.experts)
     if not any(u.fetched for u in cut.units):
         return problem, best, shape_with, 0
-    other, found = _solve(Problem(cut, limits, wishes))
+    other, found = solve(Problem(cut, limits, wishes))
     if best is not None and (found is None or best[1].seconds <= found[1].seconds * WORTH_PIECES):
         return problem, best, shape_with, 0
     return other, found, functools.partial(shape_with, experts=shape.experts), shape.experts      # which needs less
 
 
-def _solve(problem: Problem) -> tuple[Problem, tuple[Choice, Timing] | None]:
-    """With as many buffers for gradients that are kept nowhere as there is memory for; or fewer, where that keeps
-    what would be on disk in memory, and so takes less time."""
-    best: tuple[Problem, tuple[Choice, Timing]] | None = None
-    for lent in range(LENT, 0, -1) if problem.wishes.grads == "none" else (LENT,):
-        if lent != problem.wishes.lent:
-            problem = Problem(problem.shape, problem.machine, dataclasses.replace(problem.wishes, lent=lent))
-        found = problem.best(best[1][1].seconds if best else math.inf)
-        if found is None:
-            continue
-        best = problem, found
-        if not problem.disk_bytes(found[0].homes, found[0].micro, found[0].modes):
-            break
-    return best or (problem, None)
-
-
-def _grads(grads: str, micro: int | None) -> str:
-    if grads not in GRADS:
-        raise MegatrainError(f"grads={grads!r}: use {', '.join(map(repr, GRADS))}")
-    if grads == "none" and micro not in (None, 1):
-        raise MegatrainError("grads='none': gradients that are kept nowhere are used at once: one micro-batch")
-    return grads
-
-
-def _wishes(tokens: int, seq: int, compute: str, homes: str | dict[str, str] | None, activations: str | None,
-            slots: int | None, micro: int | None) -> Wishes:
-    for name, value, least in (("tokens", tokens, 1), ("seq", seq, 1), ("micro", micro, 1), ("slots", slots, 2)):
-        if value is not None or name in ("tokens", "seq"):
-            check_count(value, name, least)
-    if tokens % seq:
-        raise MegatrainError(f"tokens={tokens}, seq={seq}: a step is a whole number of sequences; "
-                             f"nearest: tokens={max(1, round(tokens / seq)) * seq}")
-    if micro is not None and (tokens // seq) % micro:
-        raise MegatrainError(f"micro={micro}: {tokens // seq} sequences cannot be cut into so many equal micro-batches")
-    for name, value, known in (("compute", compute, ("auto", "fused", "eager")),
-                               *(("homes", home, HOMES) for home in _each(homes)),
-                               ("activations", activations, MODES)):
-        if value is not None and value not in known:
-            raise MegatrainError(f"{name}={value!r}: use {', '.join(map(repr, known))}")
-    return Wishes(tokens, seq, compute != "eager", homes, activations, slots, micro)
-
-
-def _each(homes: str | dict[str, str] | None) -> Iterable[str | None]:
-    return homes.values() if isinstance(homes, dict) else (homes,)
-
-
-def _plan(problem: Problem, choice: Choice, timing: Timing) -> Plan:
+def _plan(problem: Problem, choice: Choice, timing: Timing, **more: Any) -> Plan:
     shape, wishes = problem.shape, problem.wishes
     return Plan(
         shape.name, shape.parameters, shape.trained, problem.machine, wishes.tokens, wishes.seq, choice.micro,
-        "fused" if wishes.fused else "eager",
-        {u.name: home for u, home in zip(shape.units, choice.homes)},
-        {w.name: mode for w, mode in zip(shape.windows, choice.modes)}, choice.ring, vram_table(problem, choice),
+        "fused" if wishes.fused else "eager", {u.name: home for u, home in zip(shape.units, choice.homes)},
+        {w.name: mode for w, mode in zip(shape.windows, choice.modes)}, choice.ring, problem.device_bytes(choice),
         problem.host_bytes(choice.homes, choice.micro, choice.modes), timing.seconds, timing.forward_s, timing.busy,
-        timing.idle, _window_weights(shape), problem.disk_bytes(choice.homes, choice.micro, choice.modes),
-        grads=wishes.grads, states=wishes.states, lent=wishes.lent, gpus=wishes.fleet.gpus,
-        machines=wishes.fleet.machines, delivery=wishes.delivery,
-        own={w.name: w.why for w in shape.windows if w.why and wishes.fused})
-
-
-def tiers_of(machine: Machine, vram: dict[str, int], host: dict[str, int], fleet: Fleet) -> list[Tier]:
-    """(title, bytes by what they hold, bytes there are) of both memories, or of both parts of the only one."""
-    device = "host memory as device memory" if machine.one_memory else "device memory"
-    each = ("", "") if fleet.alone else (" of a GPU", " of a machine")
-    return [(device + each[0], vram, machine.vram_bytes), ("host memory" + each[1], host, machine.host_bytes)]
-
-
-def vram_table(problem: Problem, choice: Choice) -> dict[str, int]:
-    """Bytes on the device by what they hold, at the peak of a step."""
-    kept, work, flying, peak, early, *_ = problem.memory(choice.micro, choice.modes)
-    at_home = problem.planes_at_home(choice.homes, choice.micro)
-    table = {"context, libraries": problem.machine.vram_overhead_bytes,
-             "slots": sum(problem.tally.slots(choice.homes, choice.ring)),
-             **{f"at home: {plane}": n for plane, n in at_home.items()},
-             "updates through the device": THROUGH_BYTES * ("through" in choice.homes),
-             **({"exchange between GPUs": n} if (n := problem.exchange.buffers) else {}),
-             "activations": kept, "work": work, "gradients under way": flying,
-             "torch's cache": peak - kept - work - flying,
-             **({"key-value cache": n} if (n := problem.cache_bytes(choice.micro)) else {})}
-    if visiting := problem.visiting(choice.homes):
-        table["states that arrive, beyond the peak"] = max(visiting + early - peak, 0)
-    return table
-
-
-def _window_weights(shape: Shape) -> dict[str, int]:
-    """Bytes of weights by window; a unit counts where it is used first."""
-    seen: set[int] = set()
-    found = {}
-    for w in shape.windows:
-        found[w.name] = sum(shape.units[u].weights for u in w.units if u not in seen)
-        seen.update(w.units)
-    return found
-
-
-# ---- refusing ------------------------------------------------------------------------------------
-
-def _refusal(problem: Problem, whole: Machine, shape_with: Callable[[str], Shape]) -> MegatrainError:
-    """The exception that says what needs least, and what would fit. shape_with: the model with other states."""
-    wishes = problem.wishes
-    if isinstance(wishes.homes, dict):
-        return MegatrainError(f"{wishes.tokens:,} tokens of {problem.shape.name} in sequences of {wishes.seq:,} fit in "
-                              "no way with units at these homes")
-
-    def memories(problem: Problem, choice: Choice) -> tuple[dict[str, int], dict[str, int], str]:
-        vram, host = vram_table(problem, choice), problem.host_bytes(choice.homes, choice.micro, choice.modes)
-        both = tiers_of(problem.machine, vram, host, wishes.fleet)
-        return vram, host, "\n\n".join(as_text(bytes_table(*tier)) for tier in both)
-
-    found = refusal(problem, whole, shape_with, memories)
-    error = MegatrainError(found.text())
-    error.refusal, error.changes, error.ways = found, found.alone, found.ways
-    return error
+        timing.idle, {w.name: sum(shape.units[u].weights for u in w.units if problem.first[u] == i)
+                      for i, w in enumerate(shape.windows)},
+        problem.disk_bytes(choice.homes, choice.micro, choice.modes), grads=wishes.grads, states=wishes.states,
+        lent=wishes.lent, gpus=wishes.fleet.gpus, machines=wishes.fleet.machines, delivery=wishes.delivery,
+        own={w.name: w.why for w in shape.windows if w.why and wishes.fused}, **more)
 
 
 # ---- as text -------------------------------------------------------------------------------------
@@ -462,8 +364,15 @@ def _tables(p: Plan) -> list[Table]:
         wait = p.idle.get(name, 0.0)
         if s or wait:
             lanes.append((LANES.get(name, name), f"{s:.4g}", f"{s / p.seconds:.0%}", f"{wait:.3g} s" if wait else ""))
-    tiers = [bytes_table(*tier) for tier in p.tiers]
-    return [_placement(p), *tiers, *([_endurance(p)] if p.disk else []), ("", lanes)]
+    endurance = []
+    if p.disk:
+        rated = p.machine.disk_tbw
+        drive, lasts = (f"{rated:,.0f} TB written", f"{p.disk_years:.3g} years of such steps") if rated else \
+            ("not known", "with it: machine=\"...,disk_tbw=TERABYTES\"")
+        endurance = [("", [("endurance", "written", ""), ("in a step", f"{p.disk_written / 1e9:.3g} GB", ""),
+                           (f"the rating of a {DRIVE_NAME}" if rated == DRIVE[3] else "the drive's rating",
+                            drive, lasts)])]
+    return [_placement(p), *(bytes_table(*tier) for tier in p.tiers), *endurance, ("", lanes)]
 
 
 def _placement(p: Plan) -> Table:
@@ -504,12 +413,3 @@ def own_code(own: dict[str, str]) -> str:
             found.append((why, [name]))
     more = f"; and {len(found) - 3} more" if len(found) > 4 else ""
     return "; ".join(f"{_span(names)} ({why})" for why, names in (found[:3] if more else found)) + more
-
-
-def _endurance(p: Plan) -> Table:
-    rated = p.machine.disk_tbw
-    drive, lasts = (f"{rated:,.0f} TB written", f"{p.disk_years:.3g} years of such steps") if rated else \
-        ("not known", "with it: machine=\"...,disk_tbw=TERABYTES\"")
-    whose = f"the rating of a {DRIVE_NAME}" if rated == DRIVE[3] else "the drive's rating"
-    step = ("in a step", f"{p.disk_written / 1e9:.3g} GB", "")
-    return "", [("endurance", "written", ""), step, (whose, drive, lasts)]

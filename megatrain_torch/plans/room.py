@@ -48,11 +48,7 @@ OWN = "the module's own, given back"
 # ---- memory of this process ----------------------------------------------------------------------
 
 def shortage(need: int) -> Bound | None:
-    """The limit under which so many bytes more do not fit; None: they fit.
-
-    Python's collector counts objects, not bytes: a dropped model that is in a cycle may wait for it for long. So a
-    shortage is one only after a collection.
-    """
+    """The limit under which so many bytes more do not fit, once dropped models are collected; None: they fit."""
     bound = host_limits().short(need)
     if bound is not None and gc.collect():
         give_back()
@@ -68,11 +64,9 @@ def give_back() -> None:
 
 
 def own_bytes(groups: list[Group]) -> list[int]:
-    """Bytes of host memory that each unit's parameters give back when their values are in the store.
-
-    Weights that were mapped, not read, give back none: their memory is the page cache's. A parameter on the meta
-    device counts whole: another process has its values, and asks for their memory.
-    """
+    """Bytes of host memory that each unit's parameters give back when their values are in the store. Weights that were
+    mapped, not read, give back none: their memory is the page cache's. A parameter on the meta device counts whole:
+    another process has its values, and asks for their memory."""
     storages: dict[int, tuple[int, int]] = {}
     for i, (_, own) in enumerate(groups):
         for _, p in own:
@@ -80,35 +74,22 @@ def own_bytes(groups: list[Group]) -> list[int]:
                 storage = p.untyped_storage()
                 storages[storage.data_ptr()] = (i, storage.nbytes())     # gone with the last unit that has it
     found = [sum(p.nbytes for _, p in own if p.is_meta) for _, own in groups]
-    files = _file_ranges()
+    try:                                                    # addresses of this process that are a file's, ascending
+        maps = [line.split(maxsplit=5) for line in Path("/proc/self/maps").read_text().splitlines()]
+    except OSError:
+        maps = []
+    files = [(int(begin, 16), int(end, 16)) for span, _, _, _, inode, *_ in maps if inode != "0"
+             for begin, end in [span.split("-")]]
     for address, (i, n) in storages.items():
         at = bisect.bisect_right(files, (address, math.inf)) - 1
         found[i] += 0 if at >= 0 and address < files[at][1] else n
     return found
 
 
-def _file_ranges() -> list[tuple[int, int]]:
-    """Addresses of this process that are a file's, ascending."""
-    try:
-        lines = Path("/proc/self/maps").read_text().splitlines()
-    except OSError:
-        return []
-    fields = [line.split(maxsplit=5) for line in lines]
-    return [(int(begin, 16), int(end, 16)) for span, _, _, _, inode, *_ in fields if inode != "0"
-            for begin, end in [span.split("-")]]
-
-
 # ---- before mt.stream changes anything -----------------------------------------------------------
 
 def check_device(asked: Asked, free: int | None, limit: int | None) -> list[int]:
-    """Returns the sizes of slots, two of each where more do not fit.
-
-    Args:
-        free: bytes of the device; None: not known. limit: the user's.
-
-    Raises:
-        MegatrainError: the weights in flight and what is at home there need more.
-    """
+    """Sizes of slots, two of each where more do not fit; refuses what the device, or the user's limit, lacks."""
     most = min((n for n in (free, limit) if n is not None), default=None)
     if most is not None and sum(asked.device().values()) > most:
         asked = dataclasses.replace(asked, ring=2)
@@ -126,8 +107,7 @@ def check_device(asked: Asked, free: int | None, limit: int | None) -> list[int]
 
 
 def to_disk(asked: Asked, limit: int | None) -> Asked:
-    """Moves units to disk until host memory holds a training step, the last ones first: their updates have most time
-    before the next forward needs them. limit: the user's."""
+    """Moves units to disk, the last used first, until host memory holds a step. limit: the user's."""
     own = sum(own_bytes(asked.groups))
     if limit is None and shortage(sum(asked.host().values()) - own) is None:
         return asked
@@ -155,30 +135,21 @@ def loads(asked: Asked, limit: int | None) -> bool:
 
 
 def check_loading(asked: Asked, limit: int | None, whole: bool, free_on_device: int | None = None) -> None:
-    """Refuses what host memory does not hold while the weights are taken over, and, `whole`, in a training step.
-
-    Raises:
-        MegatrainError: there is less than that, or than the user's limit; or hardly a file can be opened any more.
-    """
+    """Refuses weights that memory lacks while they are taken over, or, `whole`, a step; and too many open files."""
     open_files, most_files = host_limits().files
     if most_files - open_files < FILES_LEAST:
         raise MegatrainError(f"{open_files} files are open and {most_files} may be: raise `ulimit -n` to "
                              f"{open_files + FILES_LEAST}, or close some")
-    if limit is not None:
-        _check_limit(asked, limit, free_on_device)
-        return
     own = own_bytes(asked.groups)
-    _check(asked, lambda a: loading(a, own), "to take over the weights", free_on_device)
-    if whole:
+    _check(asked, lambda a: loading(a, own), "to take over the weights", free_on_device, limit)
+    if whole and limit is None:
         _check(asked, lambda a: a.host() | {OWN: -sum(own)}, "for a training step", free_on_device)
 
 
 def loading(asked: Asked, own: list[int]) -> dict[str, int]:
-    """The most bytes that are held at once beyond those that are there now. own: see own_bytes.
-
-    Buffers of the disk come first. Planes are filled unit by unit, each giving back the module's own tensors, and its
-    own memory where it goes to the device or the disk. On the CPU device the other slots come last.
-    """
+    """The most bytes that are held at once beyond those that are there now. own: see own_bytes. Buffers of the disk
+    come first. Planes are filled unit by unit, each giving back the module's own tensors, and its own memory where it
+    goes to the device or the disk. On the CPU device the other slots come last."""
     at = slots = given = 0
     buffers = {DISK_BUFFERS: buffer_bytes(asked.homes) * asked.fleet.gpus}
     steps: list[dict[str, int]] = []
@@ -195,20 +166,14 @@ def loading(asked: Asked, own: list[int]) -> dict[str, int]:
 # ---- before each plane that comes later ----------------------------------------------------------
 
 class Room:
-    """Whether what a streamed model takes later is there: planes are made when they are first needed.
-
-    Each method raises MegatrainError where there is less; what was allocated is as before then.
-
-    Attributes:
-        asked: what the model was streamed with. limit: of host memory, the user's; None: what is measured counts.
-        ranks: the processes that have these planes together; None: this one is alone.
-        begun: room for gradients was asked for, at least. summed: for sums of micro-batches too.
-    """
+    """Whether what comes after streaming fits: each method raises MegatrainError, with all as before, where not."""
 
     def __init__(self, asked: Asked, limit: int | None) -> None:
-        self.asked, self.limit = asked, limit
-        self.ranks: Ranks | None = None
-        self.begun, self.summed = False, asked.micro > 1
+        self.asked = asked                      # what the model was streamed with
+        self.limit = limit                      # of host memory, the user's; None: what is measured counts
+        self.ranks: Ranks | None = None         # the processes that have these planes together; None: this one is alone
+        self.begun = False                      # room for gradients was asked for, at least
+        self.summed = asked.micro > 1           # for sums of micro-batches too
 
     def let_go(self) -> None:
         """Knows parameters by their form from now on: what is asked later must not keep them alive."""
@@ -234,10 +199,7 @@ class Room:
     def _check(self, core: _core.Engine, asked: Asked, what: str, *planes: str, together: bool = True) -> None:
         """planes: those that come now; none named: all. together: all processes ask, before any makes its part."""
         with as_one(self.ranks if together else None):
-            if self.limit is not None:
-                _check_limit(asked, self.limit, None)
-            else:
-                _check(asked, lambda a: self._coming(core, a, planes or a.host()), what, None)
+            _check(asked, lambda a: self._coming(core, a, planes or a.host()), what, None, self.limit)
 
     def copies(self, core: _core.Engine) -> None:
         """Asks for copies of states that live on the device; maybe in one process alone, which reads them."""
@@ -292,8 +254,7 @@ class Room:
         return without_margin(host_limits().tightest().free) - coming + core.swap_bytes()[0]
 
     def _coming(self, core: _core.Engine, asked: Asked, planes: Iterable[str]) -> dict[str, int]:
-        """Bytes of these planes that are not made yet. Weights, slots and a disk's buffers are made with the model;
-        staging comes with the first sums."""
+        """Bytes of these planes that are not made yet. Weights, slots, disk buffers are; staging comes with sums."""
         there = {plane: sum(core.host_bytes(_core.PLANES[p]) for p in own) for plane, own in PLANES_OF.items()}
         there["activations"] = core.swap_bytes()[0]
         need = asked.host()
@@ -311,8 +272,7 @@ def _saved(core: _core.Engine, held: list[tuple[int, int]], blocks: int) -> dict
 
 
 class _Form:
-    """A parameter's form as unit_bytes reads it. The parameter is known weakly, since whether it is trained may
-    change. frozen: as if it were not."""
+    """A parameter's form, for unit_bytes. The parameter is known weakly. frozen: as if it were not trained."""
 
     def __init__(self, p: torch.Tensor, frozen: bool = False) -> None:
         self.dtype, self._numel, self._floating, self._param, self._frozen = (
@@ -343,19 +303,16 @@ class _Form:
 Need = Callable[[Asked], dict[str, int]]    # bytes beyond what is there now, by what they hold
 
 
-def _check(asked: Asked, need: Need, what: str, free_on_device: int | None) -> None:
-    """Refuses what the machine does not have. free_on_device: bytes, where units could be at home there instead."""
-    if (bound := shortage(sum(need(asked).values()))) is not None:
-        raise short(asked, need, bound, what, free_on_device)
-
-
-def _check_limit(asked: Asked, limit: int, free_on_device: int | None) -> None:
-    """Refuses planes that need more than the limit that the user gave."""
-    need = asked.planes()
-    if (over := sum(need.values()) - limit) > 0:
+def _check(asked: Asked, need: Need, what: str, free_on_device: int | None, limit: int | None = None) -> None:
+    """Refuses what the machine does not have; with the user's limit, planes that need more than that. free_on_device:
+    bytes, where units could be at home there instead."""
+    if limit is None:
+        if (bound := shortage(sum(need(asked).values()))) is not None:
+            raise short(asked, need, bound, what, free_on_device)
+    elif (over := sum(asked.planes().values()) - limit) > 0:
         changes = {"host": limit + over} | _changes(asked, lambda a: sum(a.planes().values()) <= limit, over,
                                                     free_on_device)
-        raise _refusal(asked, "host memory", need, limit, "host=", changes)
+        raise _refusal(asked, "host memory", asked.planes(), limit, "host=", changes)
 
 
 def short(asked: Asked, need: Need, bound: Bound, what: str, free_on_device: int | None) -> MegatrainError:

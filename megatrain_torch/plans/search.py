@@ -7,6 +7,7 @@ slower.
 """
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import math
@@ -19,7 +20,6 @@ from typing import Any, NamedTuple
 
 from .. import _core
 from ..base.modes import DISK, DISKS, HOMES, KEEPS, LINKED, MODES, moved_bytes, read
-from ..base.slots import plan_slots
 from ..figures.report import OWN
 from ..figures.timeline import LANES, WAITS
 from ..store.disk import (
@@ -38,7 +38,7 @@ from .cost import CACHE_SHARE, OFFLOAD_DEPTH, STAGINGS, Cost, cost_of
 from .fleet import ALONE, Exchange, Fleet
 from .machine import Machine
 from .shapes import Shape
-from .tally import LENT, SETTLED, THROUGH_BYTES, Tally, visiting_planes
+from .tally import LENT, SETTLED, THROUGH_BYTES, Tally
 
 MOST_SIMULATIONS = 20000    # a second; a search of a hundred layers takes some hundred
 WORTH_THROUGH = 1.01        # README's loop, 7B width, 24 GiB, measured 2.4 % where plans have 1.6 to 2.7
@@ -70,55 +70,41 @@ FIXED, PAIR = 1, 2          # bits of a track's windows: see walk/search.h
 
 @dataclass(frozen=True)
 class Wishes:
-    """What is asked for; None: whatever is best.
+    """What is asked for; None: whatever is best."""
 
-    Attributes:
-        tokens, seq: of a step; tokens is a multiple of seq.
-        fused: templates run where they fit, and our own loss behind the head.
-        homes: one of modes.HOMES for all units; or of each by name, as a plan says it.
-        activations: a mode for all windows that have it.
-        nvme: bytes that states, weights and activations may take on disk; None: there is none.
-        grads: "ram", or "none": gradients are kept nowhere. lent: buffers of a size for these, at the most.
-        states: how AdamW's are kept.
-        fleet: GPUs and machines, each of which makes such a step.
-        delivery: of weights to a machine's GPUs, one of modes.DELIVERIES.
-        caches: forwards fill key-value caches, where the model's configuration does not say otherwise.
-    """
-
-    tokens: int
+    tokens: int                         # of a step, a multiple of seq
     seq: int
-    fused: bool = True
-    homes: str | dict[str, str] | None = None
-    activations: str | None = None
+    fused: bool = True                  # templates run where they fit, and our own loss behind the head
+    homes: str | dict[str, str] | None = None       # one of modes.HOMES for all units; or of each by name
+    activations: str | None = None      # a mode for all windows that have it
     slots: int | None = None
     micro: int | None = None
-    nvme: int | None = None
-    grads: str = "ram"
-    lent: int = LENT
-    states: str = "fp32"
-    fleet: Fleet = ALONE
-    delivery: str = "whole"
-    caches: bool = False
+    nvme: int | None = None             # bytes that states, weights and activations may take on disk; None: no disk
+    grads: str = "ram"                  # or "none": gradients are kept nowhere
+    lent: int = LENT                    # buffers of a size for these, at the most
+    states: str = "fp32"                # how AdamW's are kept
+    fleet: Fleet = ALONE                # GPUs and machines, each of which makes such a step
+    delivery: str = "whole"             # of weights to a machine's GPUs, one of modes.DELIVERIES
+    caches: bool = False                # forwards fill key-value caches, where the model's configuration says no other
 
 
 class Choice(NamedTuple):
-    """micro-batches; [unit] where it is at home; ring size; [window] activation mode."""
+    """What a plan chooses."""
 
-    micro: int
-    homes: tuple[str, ...]
-    ring: int
-    modes: tuple[str, ...]
+    micro: int                  # micro-batches of a step
+    homes: tuple[str, ...]      # by unit
+    ring: int                   # slots of a size
+    modes: tuple[str, ...]      # by window, what it keeps of activations
 
 
 class Row(NamedTuple):
-    """Homes of all units, for one micro-batch or for several, with bytes on the device and in host memory, slots and
-    activations left out, and bytes of a file that they leave."""
+    """Homes of all units, for one micro-batch or for several, with bytes that they take."""
 
     homes: tuple[str, ...]
     several: bool
-    planes: int
-    host: int
-    room: int
+    planes: int                 # on the device, slots and activations left out
+    host: int                   # in host memory, activations left out
+    room: int                   # of a file, that they leave
 
 
 @dataclass(frozen=True)
@@ -139,26 +125,19 @@ class Timing:
 
 
 class Problem:
-    """A model on a machine for given tokens. few: fewer homes and rings: some percent slower plans in a tenth of the
-    time. most: choices that are walked.
+    """A model on a machine for given tokens. most: choices that are walked."""
 
-    Attributes:
-        seen: the machine as one of its GPUs sees it beside the others.
-        first: by unit, in the forward's order, the window that uses it first.
-    """
-
-    def __init__(self, shape: Shape, machine: Machine, wishes: Wishes, few: bool = False,
-                 most: int = MOST_SIMULATIONS) -> None:
+    def __init__(self, shape: Shape, machine: Machine, wishes: Wishes, most: int = MOST_SIMULATIONS) -> None:
         if not wishes.fused and any(u.fetched for u in shape.units):
             shape = shape.without_templates()
-        self.shape, self.machine, self.wishes, self.few, self.most = shape, machine, wishes, few, most
-        self.seen = wishes.fleet.seen(machine)
+        self.shape, self.machine, self.wishes, self.most = shape, machine, wishes, most
+        self.seen = wishes.fleet.seen(machine)      # as one of its GPUs sees it beside the others
         self.tally = Tally(shape.units, wishes.grads == "ram", wishes.lent, not wishes.fleet.alone)
         self.exchange = Exchange(shape, self.seen, wishes.fleet, wishes.delivery)
         self.depth = OFFLOAD_DEPTH if wishes.grads == "ram" else min(OFFLOAD_DEPTH, wishes.lent)
         self.host_rate = self.seen.adam_rate(states=wishes.states)
         self.through_rate = self.seen.through_rate(wishes.states, alone=wishes.homes == "through")
-        self.first: dict[int, int] = {}
+        self.first: dict[int, int] = {}             # by unit, in the forward's order, the window that uses it first
         self.last: dict[int, int] = {}
         for w, window in enumerate(shape.windows):
             for u in window.units:
@@ -181,8 +160,7 @@ class Problem:
 
     @functools.cached_property
     def micro_counts(self) -> list[int]:
-        """Divisors of the number of sequences, or the one that is asked for; 1 where no gradient waits for another.
-        First what takes least time to compute, whatever is kept."""
+        """Numbers of micro-batches that may be chosen; first those that compute in least time."""
         w, sequences = self.wishes, self.wishes.tokens // self.wishes.seq
         if w.grads == "none":
             return [1]
@@ -190,8 +168,7 @@ class Problem:
         return sorted(counts, key=lambda k: k * sum(c.forward_s + min(c.backward_s.values()) for c in self.costs(k)))
 
     def _flying(self, at: int) -> int:
-        """Bytes of gradients on the device while a window's backward runs, until they have left. A fused head's lie in
-        the memory of their fp32 sums, which are part of its own window's work."""
+        """Gradients' bytes on the device in a window's backward; a fused head's lie in its fp32 sums' memory."""
         total = 0
         for u, w in self.first.items():
             if w - self.depth <= at <= self.last[u]:
@@ -217,10 +194,26 @@ class Problem:
             unit, planes = self.shape.units[u], {}
             if home == "disk+weights":
                 planes = {"weights": unit.gradients, FROZEN: unit.weights - unit.gradients}
-            planes = {what: self.wishes.fleet.on_drive(n, 0)[0] for what, n in (planes | visiting_planes(unit)).items()}
+            planes = {what: self.wishes.fleet.on_drive(n, 0)[0] for what, n in (planes | unit.visiting).items()}
             for what, n in (planes | {PADDING: self.files[home][u][1]}).items():
                 total[what] = total.get(what, 0) + n * count
         return total
+
+    def device_bytes(self, choice: Choice) -> dict[str, int]:
+        """On the device by what they hold, at the peak of a step."""
+        kept, work, flying, peak, early, *_ = self.memory(choice.micro, choice.modes)
+        at_home = self.planes_at_home(choice.homes, choice.micro)
+        table = {"context, libraries": self.machine.vram_overhead_bytes,
+                 "slots": sum(self.tally.slots(choice.homes, choice.ring)),
+                 **{f"at home: {plane}": n for plane, n in at_home.items()},
+                 "updates through the device": THROUGH_BYTES * ("through" in choice.homes),
+                 **({"exchange between GPUs": n} if (n := self.exchange.buffers) else {}),
+                 "activations": kept, "work": work, "gradients under way": flying,
+                 "torch's cache": peak - kept - work - flying,
+                 **({"key-value cache": n} if (n := self.cache_bytes(choice.micro)) else {})}
+        if visiting := self.visiting(choice.homes):
+            table["states that arrive, beyond the peak"] = max(visiting + early - peak, 0)
+        return table
 
     def planes_at_home(self, homes: Sequence[str], micro: int) -> dict[str, int]:
         """Of units at home in VRAM, by plane; what is there all the time."""
@@ -239,7 +232,7 @@ class Problem:
     @functools.cached_property
     def _states(self) -> list[int]:
         """By unit, bytes that arrive for its update."""
-        return [sum(self.wishes.fleet.on_device(visiting_planes(u)).values()) * bool(u.trained)
+        return [sum(self.wishes.fleet.on_device(u.visiting).values()) * bool(u.trained)
                 for u in self.shape.units]
 
     def memory(self, micro: int, modes: Sequence[str]) -> tuple[int, ...]:
@@ -286,14 +279,12 @@ class Problem:
             kinds = {u: self.shape.windows[w].kind for u, w in self.first.items()}
             ends = [u for u in kinds if kinds[u] in ("embedding", "head")][:MOST_ENDS]
             middle = [u for u in kinds if u not in ends]
-            counts = {*range(5), *(round(n * i / 10) for i in range(11)), n} if self.few else range(n + 1)
             for first in range(len(middle) + 1):
                 for taken in range(1 << len(ends)):
                     settled = {*middle[:first], *(e for i, e in enumerate(ends) if taken >> i & 1)}
                     homes = ["vram" if u in settled else "ram" for u in range(n)]
-                    if len(settled) in counts:
-                        yield tuple(homes)
-                    for u in [] if self.few else list(self.first)[:GUESTS]:      # states of one arrive, then of both
+                    yield tuple(homes)
+                    for u in list(self.first)[:GUESTS]:      # states of one arrive, then of both
                         if homes[u] == "ram" and self.shape.units[u].trained:
                             homes[u] = "arrive"
                             yield tuple(homes)
@@ -321,8 +312,7 @@ class Problem:
         return frozenset(found)
 
     def _with_disk(self, homes: tuple[str, ...], micro: int) -> tuple[str, ...]:
-        """These, with as many units on disk as host memory cannot hold: states alone, or weights too where those are
-        too many for it as well."""
+        """These, with as many units' states, then weights, on disk as host memory cannot hold."""
         w, fleet = self.wishes, self.wishes.fleet
         if w.nvme is None or w.homes == "through" or isinstance(w.homes, dict):
             return homes
@@ -371,14 +361,12 @@ class Problem:
         if self.wishes.slots:
             return [self.wishes.slots]
         least = LEAST_OF_PIECES if pieces else 2            # with a disk some may come whole
-        every = [r for r in RINGS if least <= r < n] + [max(least, n)]
-        return ([r for r in every if r <= 4] or every) if self.few else every
+        return [r for r in RINGS if least <= r < n] + [max(least, n)]
 
     # ---- activations that may be chosen ----
 
     def tracks(self, micro: int) -> list[tuple[bytes, bytes]]:
-        """Modes of windows, and which of these a search leaves as they are. Nothing away; then the first layers, which
-        wait longest, in each way and in growing number."""
+        """Modes of windows, and which of them stay fixed: nothing away, then first layers in growing number."""
         costs, w, windows = self.costs(micro), self.wishes, self.shape.windows
         asked = w.activations
         pairs = _pairs([LINKED in c.kept and window.learns for c, window in zip(costs, windows)])
@@ -421,8 +409,7 @@ class Problem:
 
     def _linked(self, pairs: list[int], costs: list[Cost]) -> Iterator[tuple[dict[int, str], list[int]]]:
         """Pairs of layers of which the first keeps its input and the outputs of attention are kept of both: the first
-        of them on disk, those behind in host memory, or there the inputs alone, and the others on the device. Or inputs
-        alone on disk."""
+        of them on disk, those behind in host memory, or there the inputs alone, and the others on the device."""
         order = [a for a in pairs if costs[a + 1].backward_s[LINKED] < costs[a + 1].backward_s["replay"]]
         counts = [0, *_counts(order)]
         ways = (("attention", LINKED, "+host"), ("replay", "replay", "+host"))
@@ -437,8 +424,7 @@ class Problem:
     # ---- the search ----
 
     def best(self, than: float = math.inf) -> tuple[Choice, Timing] | None:
-        """The choice of least time; of equal ones the first in order. None: nothing fits, or all takes so many seconds
-        or more."""
+        """The choice of least time, the first of equals; None: nothing fits, or takes less than so many seconds."""
         found = _core.search_best(self.arrays, than, self.most)
         if found is None:
             return None
@@ -482,14 +468,20 @@ class Problem:
     @functools.cached_property
     def arrays(self) -> SimpleNamespace:
         """The fields of mt_search, by their names in csrc/walk/search.h."""
-        return SimpleNamespace(**self._unit_arrays(), **self._window_arrays(), **self._row_arrays())
+        rows, counts = self.rows, self.micro_counts
+        memory_s = [self._memory_s(row.homes, k) for row in rows for k in counts]
+        return SimpleNamespace(
+            **self._unit_arrays(), **self._window_arrays(), micro=array("q", counts),
+            cached=array("q", map(self.cache_bytes, counts)), rings=array("q", self.rings),
+            homes=b"".join(_coded(row.homes, HOMES) for row in rows), memory_s=array("d", memory_s),
+            **{name: array("q", [getattr(row, name) for row in rows])
+               for name in ("several", "planes", "host", "room")})
 
     def _unit_arrays(self) -> dict[str, Any]:
-        """What no choice changes of units: bytes, and seconds of updates. Of several machines each updates its part, of
-        several GPUs too."""
+        """What no choice changes of units: bytes, and seconds of updates, of which each GPU makes its part."""
         units, m, w, fleet, exchange = self.shape.units, self.seen, self.wishes, self.wishes.fleet, self.exchange
         both, trained = m.disk_both_gbps * 1e9, [float(u.trained) for u in units]
-        moved = [float(sum(visiting_planes(u).values())) / fleet.machines for u in units]
+        moved = [float(u.masters + u.moments) / fleet.machines for u in units]
         pool = m.adam_rate(min(POOL * fleet.gpus, m.adam_gparams[-1][0]), w.states)
         own, times = [n / fleet.count for n in trained], 1 if w.grads == "ram" else 2
         device_s = [n / (m.device_adam_gparams * 1e9)
@@ -508,7 +500,7 @@ class Problem:
                            for u, home in zip(units, exchange.home.tolist())],
               "settled": [float(a + b) for a, b in zip(exchange.lowered, raised)],
               "passing": [n * moved_bytes(w.states) / fleet.count for n in trained],
-              "add_s": [n * fleet.added / (m.add_gparams * 1e9) for n in trained], "device_s": device_s,
+              "add_s": [n / fleet.machines / (m.add_gparams * 1e9) for n in trained], "device_s": device_s,
               **{name: getattr(exchange, name) for name in (
                   "exchange_s", "network_s", "lost_s", "gather_s", "held_s", "spread_s")}}
         whole = {"weights": [u.crossing for u in units], "bytes": [u.weights for u in units], "states": self._states,
@@ -518,7 +510,7 @@ class Problem:
         return {**{name: array("d", found) for name, found in of.items()},
                 **{name: array("q", found) for name, found in whole.items()},
                 "pieces": _lists(u.fetched for u in units), "whole": pieces,
-                "spared": sum(plan_slots([u.crossing for u in units], 2)) if pieces else 0,
+                "spared": sum(_core.plan_slots([u.crossing for u in units], 2)) if pieces else 0,
                 "parts": exchange.parts, "peers": exchange.peers, "on_link": exchange.on_link,
                 "h2d": m.h2d_gbps * 1e9, "d2h": m.d2h_gbps * 1e9, "both": m.both_gbps * 1e9, "busy": m.busy_gbps * 1e9,
                 "write": m.disk_write_gbps * 1e9, "read": m.disk_read_gbps * 1e9, "memory": fleet.memory(m),
@@ -555,15 +547,18 @@ class Problem:
                 "modes": b"".join(modes for some in tracks for modes, _ in some),
                 "flags": b"".join(flags for some in tracks for _, flags in some)}
 
-    def _row_arrays(self) -> dict[str, Any]:
-        rows, alone = self.rows, self.wishes.fleet.alone
-        memory_s = [0.0] * len(rows) * len(self.micro_counts) if alone else \
-            [self._memory_s(row.homes, k) for row in rows for k in self.micro_counts]
-        return {"micro": array("q", self.micro_counts), "cached": array("q", map(self.cache_bytes, self.micro_counts)),
-                "rings": array("q", self.rings),
-                "homes": b"".join(_coded(row.homes, HOMES) for row in rows), "memory_s": array("d", memory_s),
-                **{name: array("q", [getattr(row, name) for row in rows])
-                   for name in ("several", "planes", "host", "room")}}
+def solve(problem: Problem) -> tuple[Problem, tuple[Choice, Timing] | None]:
+    """The best with as many buffers for gradients kept nowhere as fit, or fewer where that spares the disk."""
+    best: tuple[Problem, tuple[Choice, Timing]] | None = None
+    for lent in range(LENT, 0, -1) if problem.wishes.grads == "none" else (LENT,):
+        if lent != problem.wishes.lent:
+            wishes = dataclasses.replace(problem.wishes, lent=lent)
+            problem = Problem(problem.shape, problem.machine, wishes, problem.most)
+        if found := problem.best(best[1][1].seconds if best else math.inf):
+            best = problem, found
+            if not problem.disk_bytes(found[0].homes, found[0].micro, found[0].modes):
+                break
+    return best or (problem, None)
 
 
 def _coded(words: Iterable[str], known: Sequence[str]) -> bytes:

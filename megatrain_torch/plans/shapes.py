@@ -6,11 +6,12 @@ Windows and units are those of units.py, so they are the ones that mt.stream mak
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib
 import itertools
 import math
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,32 +42,29 @@ MANY_TOKENS = 1 << 14        # of which a template is asked what it keeps; taken
 
 @dataclass(frozen=True)
 class Unit:
-    """Bytes of a unit's planes (docs/design.md section 4); those of the last five are of trained parameters.
-
-    Attributes:
-        weights: HI plane, and a slot for it. gradients: GRAD. masters: LO, or MASTER of fp16 weights.
-        moments: M and V. sums: ACC, which exists with several micro-batches only.
-        trained, numel: elements. count: tensors.
-        fetched: bytes of a slot for what of it is fetched by itself: its experts, where a few are at a time.
-        again: bytes that cross then in a fetch beside the weights, on average.
-    """
+    """Bytes of a unit's planes (docs/design.md section 4)."""
 
     name: str
     numel: int
-    weights: int
-    trained: int
-    gradients: int
-    masters: int
-    moments: int
-    sums: int
-    count: int
-    fetched: tuple[int, ...] = ()
-    again: int = 0
+    weights: int                # plane HI, and a slot for it
+    trained: int                # elements; the next four are bytes of trained parameters
+    gradients: int              # GRAD
+    masters: int                # LO, or MASTER of fp16 weights
+    moments: int                # M and V
+    sums: int                   # ACC, which exists with several micro-batches only
+    count: int                  # tensors
+    fetched: tuple[int, ...] = ()       # bytes of a slot for what is fetched by itself: some experts at a time
+    again: int = 0              # bytes that cross then in a fetch beside the weights, on average
 
     @property
     def slots(self) -> tuple[int, ...]:
         """Bytes of what is fetched at once."""
         return self.fetched or (self.weights,)
+
+    @property
+    def visiting(self) -> dict[str, int]:
+        """Bytes by plane of what arrives for an update, and leaves."""
+        return {"masters": self.masters, "moments": self.moments}
 
     @property
     def crossing(self) -> int:
@@ -103,73 +101,52 @@ class Product:
 
 @dataclass(frozen=True)
 class Template:
-    """Bytes per token, by the template's own word: of the input, of what is kept beside it by mode, and of what
-    backward needs at most beside the input. tiled: of that, where gate|up is not kept: bytes per token that only so
-    many rows have at a time, those rows, and bytes besides where there are more. copied: bytes per token besides where
-    there are more tokens than the second. long: bytes per token that a single row of so many tokens, the third, spares
-    backward where gate|up is not kept, and bytes besides. expanded: bytes of weights that codes stand for, of most that
-    are there at once, and of all. experts: of a mixture, and where they are fetched a few
-    at a time: bytes of weights made of their codes, and bytes per token, that as many have at once. parts: how
-    often others of them come. cached: bytes per token of keys and values, where the configuration has a forward gather
-    them."""
+    """What a template keeps and needs, in bytes per token, where nothing else is said."""
 
     input: float
-    kept: tuple[tuple[str, float], ...]
-    work: float
+    kept: tuple[tuple[str, float], ...]         # by mode, beside the input
+    work: float                                 # that backward needs at most beside the input
+    # Of that, where gate|up is not kept: what only so many rows have at a time, those rows, and bytes besides.
     tiled: tuple[int, int, int] = (0, 0, 0)
-    copied: tuple[int, int] = (0, 0)
+    copied: tuple[int, int] = (0, 0)            # besides, where there are more tokens than the second
+    # What a single row of so many tokens, the third, spares backward where gate|up is not kept, and bytes besides.
     long: tuple[int, int, int] = (0, 0, 1 << 62)
-    expanded: tuple[int, int] = (0, 0)
+    expanded: tuple[int, int] = (0, 0)          # bytes of weights made of codes: of most there are at once, and of all
+    # Of a mixture, and where experts are fetched a few at a time: bytes of weights made of their codes, and bytes per
+    # token, that as many have at once.
     experts: tuple[int, int, int] = (0, 0, 0)
-    parts: int = 1
-    cached: int = 0
+    parts: int = 1                              # how often others of them come
+    cached: int = 0                             # keys and values, where the configuration has a forward gather them
 
 
 @dataclass(frozen=True)
 class Window:
-    """One window. Windows with equal `shape` cost the same.
-
-    Attributes:
-        kind: "embedding", "layer" (has attention), "head" (gives the logits) or "other".
-        units: indices of the units whose weights it binds.
-        template: what the template that runs it keeps; None: its own code runs. why: that is so, of a layer.
-        hidden: elements of what it is given per token. attention: width of all query heads together; where values'
-            heads have another, the mean of both.
-        heads, context: query heads; keys a query sees at most (a sliding window), 0: all before it.
-        vectors: elements of parameters that are no matrices.
-        itemsize: bytes of an activation's element.
-        coded: its products, where `fits` says so, are of 8-bit codes.
-        learns: it or a window before it has trained parameters, so a gradient passes through it.
-        spelled: attention is written out, and makes [S, S] weights of each head.
-        writes: its own code changes something beside its output, so it does not run again in backward.
-        dense: as codes.dense_bytes has it. made: bytes of 16-bit weights that its forward makes of codes.
-    """
+    """One window. Windows with equal `shape` cost the same."""
 
     name: str
-    kind: str
-    units: tuple[int, ...]
+    kind: str                   # "embedding", "layer" (has attention), "head" (gives the logits) or "other"
+    units: tuple[int, ...]      # whose weights it binds
     products: tuple[Product, ...]
-    template: Template | None
-    hidden: int
-    attention: int
-    heads: int
-    context: int
-    vectors: int
-    table: int          # elements of embedding tables
-    itemsize: int
-    learns: bool
-    coded: bool = False
-    dense: tuple[int, int] = (0, 0)
-    made: int = 0
-    why: str = ""
-    writes: bool = False
-    spelled: bool = False
+    template: Template | None   # what the template that runs it keeps; None: its own code runs
+    hidden: int                 # elements of what it is given per token
+    attention: int              # width of all query heads; where values' heads have another, the mean of both
+    heads: int                  # query heads
+    context: int                # keys a query sees at most (a sliding window); 0: all before it
+    vectors: int                # elements of parameters that are no matrices
+    table: int                  # elements of embedding tables
+    itemsize: int               # bytes of an activation's element
+    learns: bool                # it or a window before it has trained parameters: a gradient passes through it
+    coded: bool = False         # its products, where `fits` says so, are of 8-bit codes
+    dense: tuple[int, int] = (0, 0)     # as codes.dense_bytes has it
+    made: int = 0               # bytes of 16-bit weights that its forward makes of codes
+    why: str = ""               # its own code runs, of a layer
+    writes: bool = False        # that changes something beside its output, so it does not run again in backward
+    spelled: bool = False       # attention is written out, and makes [S, S] weights of each head
 
-    @property
-    def shape(self) -> tuple[Any, ...]:
-        return (self.kind, self.products, self.template, self.hidden, self.attention, self.heads, self.context,
-                self.vectors, self.table, self.itemsize, self.learns, self.coded, self.dense, self.made, self.spelled,
-                self.writes)
+    @functools.cached_property
+    def shape(self) -> Window:
+        """All that its cost depends on."""
+        return dataclasses.replace(self, name="", units=(), why="")
 
     def width(self, part: str) -> float:
         """Elements per token that the products of a part give."""
@@ -178,16 +155,12 @@ class Window:
 
 @dataclass(frozen=True)
 class Shape:
-    """A model: its units, and its windows in the order of the modules, which is taken for the forward's.
-
-    Attributes:
-        experts: that would be fetched at a time, where not all of a layer's are at once; 0: it has no stack of such.
-    """
+    """A model: its units, and its windows in the order of the modules, which is taken for the forward's."""
 
     name: str
     units: tuple[Unit, ...]
     windows: tuple[Window, ...]
-    experts: int = 0
+    experts: int = 0            # fetched at a time, where not all of a layer's are at once; 0: it has no stack of such
 
     @property
     def parameters(self) -> int:
@@ -206,23 +179,20 @@ def shapes_of(model: Any, *, dtype: torch.dtype | None = None, units: list[str |
               layers: int | None = None, products: str = "bf16", base: str | None = None, adapter: Any = None,
               device: str = "cpu") -> Callable[..., Shape]:
     """The shape of a module, or of a transformers config, by how AdamW's states are kept (base/modes.py), and by the
-    experts that are fetched at a time (0: all).
-
-    Args:
-        dtype, units, products: as for mt.stream. A config without a dtype of its own is taken for bf16.
-        layers: a config's number of layers, instead of its own.
-        base, adapter: of a config, as for mt.from_pretrained.
-        device: "cuda" or "cpu", for which templates are asked.
-
-    Raises:
-        MegatrainError: neither a module nor a config; `layers`, `base` or `adapter` with a module; as
-            mt.from_pretrained of `base`.
-    """
+    experts that are fetched at a time (0: all). Arguments are mt.plan's; device: "cuda" or "cpu", for which templates
+    are asked. A config without a dtype of its own is taken for bf16. Raises MegatrainError where it is neither; for
+    `layers`, `base` or `adapter` with a module; and as mt.from_pretrained of `base`."""
     check_dtype(dtype)
     if layers is not None:
         check_count(layers, "layers")
-    if base is not None or adapter is not None:
-        model, layers, dtype = beside_base(model, base, adapter, layers, dtype), None, None
+    if base is not None or adapter is not None:         # what mt.from_pretrained makes of such a checkpoint
+        if isinstance(model, nn.Module):
+            raise MegatrainError("base, adapter: of a config; a module is planned as it is, with its codes and "
+                                 "adapters")
+        model, layers, dtype = shaped(model, base, layers, dtype), None, None
+        if adapter is not None:
+            with torch.random.fork_rng(devices=[]):      # adapters are made with numbers
+                model = importlib.import_module("peft").get_peft_model(model, adapter)
     if not isinstance(model, nn.Module):
         model, dtype = from_config(model, layers, dtype)
     elif layers is not None:
@@ -236,15 +206,14 @@ def shapes_of(model: Any, *, dtype: torch.dtype | None = None, units: list[str |
         learns = learns or any(p.requires_grad for p in module.parameters())
         windows.append(_window(model, [*configs.values()], name or type(model).__name__, module, unit_of, dtype,
                                learns, device))
-
     if products == "fp8":
         windows = _coded(type(model).__name__, windows)
-
     modules = {name or type(model).__name__: m for name, m in found.windows}
 
     def shape_with(states: str, experts: int = 0) -> Shape:
         own = [unit_bytes(name, params, dtype, states, experts=experts) for name, params in groups]
-        cut = tuple(_in_pieces(w, own, modules, experts) for w in windows)
+        cut = tuple(_in_pieces(w, modules[w.name], experts) if any(own[u].fetched for u in w.units) else w
+                    for w in windows)
         covered = [all(w.template is not None for w in cut if i in w.units) for i in range(len(own))]
         return Shape(type(model).__name__, tuple(map(_crossing, own, covered)), cut,
                      max([usual_experts(params) for _, params in groups], default=0))
@@ -252,25 +221,21 @@ def shapes_of(model: Any, *, dtype: torch.dtype | None = None, units: list[str |
     return shape_with
 
 
-def _in_pieces(w: Window, units: list[Unit], modules: dict[str, nn.Module], experts: int) -> Window:
-    """Where experts are fetched a few at a time."""
-    if not any(units[u].fetched for u in w.units):
-        return w
-    return dataclasses.replace(w, template=_of_pieces(w.template, experts), dense=dense_bytes(modules[w.name], experts))
-
-
-def _of_pieces(t: Template | None, experts: int) -> Template | None:
-    if t is None or not t.experts[0]:
-        return None
-    count, made, each = t.experts
-    share = min(1.0, experts / count)
-    return dataclasses.replace(t, expanded=(t.expanded[0] - math.floor(made * (1 - share)), t.expanded[1]),
-                               tiled=(math.floor(each * (1 - share)), 0, 0), parts=-(-count // experts))
+def _in_pieces(w: Window, module: nn.Module, experts: int) -> Window:
+    """Where so many experts are fetched at a time."""
+    t = w.template
+    if t is not None and t.experts[0]:
+        count, made, each = t.experts
+        share = min(1.0, experts / count)
+        t = dataclasses.replace(t, expanded=(t.expanded[0] - math.floor(made * (1 - share)), t.expanded[1]),
+                                tiled=(math.floor(each * (1 - share)), 0, 0), parts=-(-count // experts))
+    else:
+        t = None
+    return dataclasses.replace(w, template=t, dense=dense_bytes(module, experts))
 
 
 def _crossing(unit: Unit, covered: bool) -> Unit:
-    """Experts that are fetched a few at a time come for a layer's forward, when that runs again in backward, and for
-    the gradients behind it; a template has both at once, and what is left of the layer may come twice."""
+    """Pieces of experts come for a forward, its repetition, and gradients; a template has the last two at once."""
     if not unit.fetched:
         return unit
     return dataclasses.replace(unit, again=unit.fetched[0] if covered else sum(unit.fetched[1:]) // 2)
@@ -308,12 +273,7 @@ def from_config(config: Any, layers: int | None = None, dtype: torch.dtype | Non
 
 
 def shaped(config: Any, base: str | None, layers: int | None = None, dtype: torch.dtype | None = None) -> nn.Module:
-    """A model of a config on the meta device, with weights of its linear layers as mt.from_pretrained(base=) makes or
-    keeps them; None: as they are.
-
-    Raises:
-        MegatrainError: as that.
-    """
+    """A config's model on the meta device, its linear layers as mt.from_pretrained(base=) would have them."""
     model, dtype = from_config(config, layers, dtype)
     model.to(dtype)
     if base is not None:
@@ -321,24 +281,11 @@ def shaped(config: Any, base: str | None, layers: int | None = None, dtype: torc
     return model
 
 
-def beside_base(config: Any, base: str | None, adapter: Any, layers: int | None, dtype: torch.dtype | None
-                ) -> nn.Module:
-    """What mt.from_pretrained(base=, adapter=) makes of a checkpoint with this config, on the meta device."""
-    if isinstance(config, nn.Module):
-        raise MegatrainError("base, adapter: of a config; a module is planned as it is, with its codes and adapters")
-    model = shaped(config, base, layers, dtype)
-    if adapter is None:
-        return model
-    with torch.random.fork_rng(devices=[]):              # adapters are made with numbers
-        return importlib.import_module("peft").get_peft_model(model, adapter)
-
-
 # ---- units ---------------------------------------------------------------------------------------
 
 def unit_bytes(name: str, own: list[tuple[str, nn.Parameter]], dtype: torch.dtype | None,
                states: str = "fp32", align: int = ALIGN, experts: int = 0) -> Unit:
-    """states: how AdamW's are kept, see base/modes.py. align: as weight_bytes has it. experts: of a stack, fetched at a
-    time; 0: all."""
+    """Bytes of a unit. states: AdamW's. align: as weight_bytes. experts: of a stack, at a time; 0: all."""
     fetched = slots_of(own, experts, [stored_dtype(p, dtype) for _, p in own]) if experts else ()
     kinds = [(p.numel(), stored_dtype(p, dtype)) for _, p in own if p.requires_grad]
     return Unit(name, sum(map(elements, {owner_of(p) for _, p in own})), weight_bytes(own, dtype, align),
@@ -375,11 +322,14 @@ def _window(root: nn.Module, configs: list[Any], name: str, module: nn.Module, u
     floating = [stored_dtype(p, dtype).itemsize for n, p in parameters.items()
                 if p.is_floating_point() and not ADAPTER.search(n)]
     item = max(floating, default=4)
-    q_width = sum(p.fan_in for p in attention)
+    width = q_width = sum(p.fan_in for p in attention)         # of all heads of values
+    if any(p.part == "latent" for p in products):
+        of_q, of_v = (_attribute([], module, (name,), 1) for name in ("qk_head_dim", "v_head_dim"))
+        width = q_width * (of_q + of_v) // (2 * of_v)
     found, why = _template(module, item, device)
     config = next((c for m in module.modules() if (c := getattr(m, "config", None)) is not None), None)
     return Window(name, kind, tuple(dict.fromkeys(unit_of[id(p)] for p in module.parameters())), products,
-                  found, _hidden(products, parameters), _attention_width(products, q_width, module),
+                  found, _hidden(products, parameters), width,
                   q_width // max(1, _attribute(configs, module, ("head_dim",), 128)),
                   _attribute([], module, ("sliding_window",), 0),
                   sum(p.numel() for n, p in parameters.items() if n not in matrices and id(p) not in tables),
@@ -392,12 +342,6 @@ def _window(root: nn.Module, configs: list[Any], name: str, module: nn.Module, u
 def attends(module: nn.Module) -> bool:
     """Is it a layer, one with attention?"""
     return any(p.dim() > 1 and _part(n) == "qkv" for n, p in module.named_parameters())
-
-
-def _attention_width(products: tuple[Product, ...], width: int, module: nn.Module) -> int:
-    """width: of all heads of values."""
-    of_q, of_v = (_attribute([], module, (name,), 1) for name in ("qk_head_dim", "v_head_dim"))
-    return width * (of_q + of_v) // (2 * of_v) if any(p.part == "latent" for p in products) else width
 
 
 def _template(module: nn.Module, item: int, device: str) -> tuple[Template | None, str]:
@@ -427,14 +371,11 @@ def _products(configs: list[Any], module: nn.Module, matrices: dict[str, nn.Para
             rows, (fan_out, *rest) = float(min(taken, fan_out)), rest
         found.append(Product(part, math.prod(rest), fan_out, rows, p.requires_grad))
     hidden = _hidden(tuple(found), matrices)
-    return tuple(_oriented(p, hidden) for p in found)
-
-
-def _oriented(p: Product, hidden: int) -> Product:
-    """Experts are [in, out] in some models and [out, in] in others: up begins and down ends at hidden."""
-    begins, ends = (p.fan_in, p.fan_out) if p.part == "up" else (p.fan_out, p.fan_in)
-    wrong = p.part in ("up", "down") and p.rows != 1 and begins != hidden and ends == hidden
-    return dataclasses.replace(p, fan_in=p.fan_out, fan_out=p.fan_in) if wrong else p
+    for i, p in enumerate(found):       # experts are [in, out] or [out, in]: up begins and down ends at hidden
+        begins, ends = (p.fan_in, p.fan_out) if p.part == "up" else (p.fan_out, p.fan_in)
+        if p.part in ("up", "down") and p.rows != 1 and begins != hidden and ends == hidden:
+            found[i] = dataclasses.replace(p, fan_in=p.fan_out, fan_out=p.fan_in)
+    return tuple(found)
 
 
 def _part(name: str) -> str:
@@ -460,10 +401,5 @@ def _hidden(products: tuple[Product, ...], parameters: dict[str, nn.Parameter]) 
 
 def _attribute(configs: list[Any], module: nn.Module, names: tuple[str, ...], default: int) -> int:
     """An int that some module of the window, or one of the model's configs, calls by one of these names."""
-    found = _int_of(itertools.chain(module.modules(), configs), names)
-    return default if found is None else found
-
-
-def _int_of(places: Iterable[Any], names: tuple[str, ...]) -> int | None:
-    values = (getattr(place, name, None) for place in places for name in names)
-    return next((v for v in values if isinstance(v, int) and not isinstance(v, bool)), None)
+    values = (getattr(place, name, None) for place in itertools.chain(module.modules(), configs) for name in names)
+    return next((v for v in values if isinstance(v, int) and not isinstance(v, bool)), default)

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
+from .. import _core
 from ..base.modes import DISKS
-from ..base.slots import plan_slots
 from ..base.units import ALIGN, Group
 from ..store.disk import DISK_BUFFERS, buffer_bytes
 from .cost import STAGINGS
@@ -23,7 +23,7 @@ from .fleet import ALONE, Fleet
 from .shapes import Unit, unit_bytes
 
 THROUGH_BYTES = 3 * 64 << 20    # on the device, of updates that pass through it: engine_store.c
-LENT = 3                    # buffers of a size for gradients that are kept nowhere: store.h
+LENT = _core.LENT           # buffers of a size for gradients that are kept nowhere
 # Labels of host memory, and the engine's planes whose memory they are.
 PLANES_OF = {"weights": ("HI",), "masters": ("LO", "MASTER"), "moments": ("M", "V", "SCALE"), "gradients": ("GRAD",),
              "sums": ("ACC",)}
@@ -31,30 +31,19 @@ SETTLED = ("vram", "arrive")  # homes of units whose weights and gradients stay 
 PAGE = os.sysconf("SC_PAGESIZE")
 
 
-def visiting_planes(unit: Unit) -> dict[str, int]:
-    """Bytes by plane of what arrives for an update, and leaves."""
-    return {"masters": unit.masters, "moments": unit.moments}
-
-
 class Tally:
-    """Homes are given by unit, as base/modes.py has them.
-
-    Attributes:
-        units: what is added up. keeps: gradients have planes; else they pass through `lent` buffers of a size, in
-            either memory. alike: by unit, the first one with the same bytes: sums are taken over few kinds of units.
-        shared: several processes have the units: weights are in host memory whatever their homes, and on the devices
-            sums of gradients are there from the first micro-batch on.
-    """
+    """Sums of bytes. Homes are given by unit, as base/modes.py has them. keeps: gradients have planes; else they pass
+    through `lent` buffers of a size, in either memory. shared: several processes have the units: weights are in host
+    memory whatever their homes, and on the devices sums of gradients are there from the first micro-batch on."""
 
     def __init__(self, units: Sequence[Unit], keeps: bool = True, lent: int = LENT, shared: bool = False) -> None:
         self.units, self.keeps, self.most_lent, self.shared = units, keeps, lent, shared
-        known: dict[Unit, int] = {}
+        known: dict[Unit, int] = {}             # of units with the same bytes the first: sums are over few kinds
         self.alike = [known.setdefault(dataclasses.replace(unit, name=""), u) for u, unit in enumerate(units)]
         self._known: dict[tuple[int, str, bool, bool], tuple[dict[str, int], dict[str, int]]] = {}
 
     def host(self, homes: Sequence[str], micro: int, copied: bool = False) -> dict[str, int]:
-        """In host memory by plane, and what the engine has beside planes. copied: units that live on the device have
-        copies there, for a state_dict."""
+        """In host memory, by plane and beside planes. copied: with copies of what lives on the device."""
         total = self._sum(homes, micro > 1, copied, 0)
         if not self.keeps:
             total["gradients"] = sum(self.lent(homes))
@@ -74,23 +63,23 @@ class Tally:
 
     def visiting(self, homes: Sequence[str]) -> int:
         """On the device around updates: states that arrive."""
-        return sum(sum(visiting_planes(u).values()) for u, home in zip(self.units, homes) if home == "arrive")
+        return sum(u.masters + u.moments for u, home in zip(self.units, homes) if home == "arrive")
 
     def slots(self, homes: Sequence[str], ring: int) -> list[int]:
         """Of those that stream."""
-        return plan_slots([n for u, home in zip(self.units, homes) if home not in SETTLED
+        return _core.plan_slots([n for u, home in zip(self.units, homes) if home not in SETTLED
                            for n in (u.slots if home != "disk+weights" else (u.weights,))], ring)
 
     def lent(self, homes: Sequence[str], settled: bool = False) -> list[int]:
         """Buffers in host memory that gradients pass through, where they are kept nowhere. settled: on the device."""
         own = [u.gradients for u, home in zip(self.units, homes) if (home in SETTLED) == settled]
-        return [] if self.keeps else plan_slots(own, self.most_lent)
+        return [] if self.keeps else _core.plan_slots(own, self.most_lent)
 
     def _sum(self, homes: Sequence[str], several: bool, copied: bool, side: int) -> dict[str, int]:
         """By plane, of units with the same bytes at the same home at once. side: 0, host memory, or 1, the device."""
         total: dict[str, int] = {}
-        for key, count in Counter(zip(self.alike, homes)).items():
-            key = *key, several, copied
+        for (u, home), count in Counter(zip(self.alike, homes)).items():
+            key = u, home, several, copied
             if key not in self._known:
                 self._known[key] = self._planes(*key)
             for plane, n in self._known[key][side].items():
@@ -100,7 +89,7 @@ class Tally:
     def _planes(self, u: int, home: str, several: bool, copied: bool) -> tuple[dict[str, int], dict[str, int]]:
         """Of a unit, in host memory and on the device. A copy's master is weight and rest."""
         unit = self.units[u]
-        states, weights = visiting_planes(unit), {"weights": unit.weights}
+        states, weights = unit.visiting, {"weights": unit.weights}
         grads = {"gradients": unit.gradients, "sums": unit.sums * several}
         if home not in SETTLED:
             here = {} if home == "disk+weights" else weights
@@ -112,37 +101,23 @@ class Tally:
 
 @dataclass(frozen=True)
 class Asked:
-    """What mt.stream was asked for, as far as memory depends on it.
+    """What mt.stream was asked for, as far as memory depends on it."""
 
-    Attributes:
-        name: of the model. groups, dtype: its units, and the type they are converted to.
-        homes: by unit, "ram", "vram", "arrive", "through", "disk" or "disk+weights".
-        ring: slots of a size. micro: micro-batches of a step, as far as known.
-        on_cpu: the "device" is the CPU, so its memory is the host's.
-        besides: what a plan puts in host memory beside planes, by what it is.
-        keeps: gradients are kept where their units are at home; else they pass through a few buffers there.
-        states: how AdamW's are kept.
-        lent: such buffers of a size.
-        copied: those that live on the device, and masters there, have copies in host memory, for a state_dict.
-        experts: of a mixture's layer, fetched at a time; 0: all of them.
-        fleet: the processes that have the units together. In their memory each parameter begins at a page.
-        known: units by what their bytes depend on; the same dict in all that is made from this by `replace`.
-    """
-
-    name: str
-    groups: list[Group]
-    dtype: torch.dtype | None
-    homes: tuple[str, ...]
-    ring: int = 3
-    micro: int = 1
-    on_cpu: bool = False
-    besides: tuple[tuple[str, int], ...] = ()
-    keeps: bool = True
-    states: str = "fp32"
-    lent: int = LENT
-    copied: bool = False
-    fleet: Fleet = ALONE
-    experts: int = 0
+    name: str                           # of the model
+    groups: list[Group]                 # its units
+    dtype: torch.dtype | None           # the type they are converted to
+    homes: tuple[str, ...]              # by unit, see base/modes.py
+    ring: int = 3                       # slots of a size
+    micro: int = 1                      # micro-batches of a step, as far as known
+    on_cpu: bool = False                # the "device" is the CPU, so its memory is the host's
+    besides: tuple[tuple[str, int], ...] = ()       # what a plan puts in host memory beside planes, by what it is
+    keeps: bool = True                  # gradients, where their units are at home; else they pass through a few buffers
+    states: str = "fp32"                # how AdamW's are kept
+    lent: int = LENT                    # such buffers of a size
+    copied: bool = False                # what lives on the device has copies in host memory, for a state_dict
+    fleet: Fleet = ALONE                # the processes that have the units; each parameter then begins at a page
+    experts: int = 0                    # of a mixture's layer, fetched at a time; 0: all of them
+    # Units by what their bytes depend on; the same dict in all that is made from this by `replace`.
     known: dict[tuple[Any, ...], Any] = field(default_factory=dict, compare=False, repr=False)
 
     def units(self) -> list[Unit]:

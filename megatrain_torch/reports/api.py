@@ -181,13 +181,13 @@ def measure_machine(device: str | None = None, *, gpus: int = 1, disk: str | Non
         The machine, a table of what was found, and the file's path.
     """
     # Not at the top: processes that measure links run `python -m` of that module, which nobody may have imported then.
-    from ..plans import doctor, links
+    from ..plans import doctor
 
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     machine, limits = doctor.measure(torch.device(device), say, disk)
     if gpus > 1:
         say(f"links between {gpus} {'GPUs' if device == 'cuda' else 'processes'}")
-        machine = links.linked(machine, links.measure(device, gpus))
+        machine = doctor.linked(machine, doctor.measure_links(device, gpus))
     return machine, doctor.report(machine, limits), doctor.store(machine, None if out is None else Path(out))
 
 

@@ -276,8 +276,7 @@ class Trace:
 
 
 def _joined(compute: list[Slice], marks: list[int]) -> list[Slice]:
-    """Pieces of one window's work with nothing between them as one; and, as "loss", the time between the last window
-    of a forward and the first of its backward, when compute works outside of any."""
+    """One window's pieces as one; and, as "loss", the time between the last forward and the first backward."""
     out: list[Slice] = []
     for s in compute:
         last = out[-1] if out else None

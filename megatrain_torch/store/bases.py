@@ -27,11 +27,8 @@ BASES = ("nf4", "int8", "fp8", "mxfp4")
 
 def with_base(cls: Any, path: str | Path, base: str, dtype: torch.dtype | None, **kwargs: Any) -> Any:
     """cls.from_pretrained, on the CPU, with weights of its linear layers as codes, and with "nf4" its experts that lie
-    in one tensor. What is 16 bits in the files is mapped, and quantised a tensor at a time.
-
-    Raises:
-        MegatrainError: no such base; the checkpoint is quantised in another way; or no weight becomes codes.
-    """
+    in one tensor. What is 16 bits in the files is mapped, and quantised a tensor at a time. Raises MegatrainError where
+    there is no such base; the checkpoint is quantised in another way; or no weight becomes codes."""
     if "quantization_config" in kwargs:
         raise MegatrainError("base= and quantization_config= both say how weights are quantised: give one of the two")
     tf = sys.modules.get("transformers") or __import__("transformers")
@@ -92,11 +89,8 @@ def _codes_of(model: nn.Module, base: str, path: str | Path) -> list[nn.Paramete
 
 
 def check_base(config: Any, path: str | Path, base: str) -> str:
-    """How a checkpoint is quantised already, "" where it is not.
-
-    Raises:
-        MegatrainError: no such base; or it is quantised in another way, or not in this one, which is not made.
-    """
+    """How a checkpoint is quantised already, "" where it is not. Raises MegatrainError where there is no such base, or
+    it is quantised in another way, or not in this one, which is not made."""
     if base not in BASES:
         raise MegatrainError(f"base={base!r}: use {', '.join(map(repr, BASES[:-1]))} or {BASES[-1]!r}")
     there = _method(config)
@@ -136,11 +130,8 @@ def _settings(tf: Any, base: str, config: Any, dtype: torch.dtype | None) -> dic
 
 
 def _kept(tf: Any, base: str, there: bool) -> contextlib.AbstractContextManager[None]:
-    """Meanwhile codes are kept, or made, as transformers reads. there: a checkpoint has them.
-
-    Raises:
-        MegatrainError: this version of transformers reads them in another way.
-    """
+    """Meanwhile codes are kept, or made, as transformers reads. there: a checkpoint has them. Raises MegatrainError
+    where this version of transformers reads them in another way."""
     if base == "nf4":
         return _made_as_read()
     from transformers.integrations import finegrained_fp8, mxfp4
@@ -264,11 +255,7 @@ def _to_nf4(model: nn.Module) -> None:
 # ---- the same without weights, for plans ---------------------------------------------------------
 
 def shape_codes(model: nn.Module, config: Any, base: str, dtype: torch.dtype) -> None:
-    """Weights of the linear layers of a model on the meta device become what with_base makes or keeps.
-
-    Raises:
-        MegatrainError: as with_base.
-    """
+    """Weights of the linear layers of a model on the meta device become what with_base makes or keeps, or refuses."""
     name = config._name_or_path or type(config).__name__
     there = check_base(config, name, base)
     if base in ("nf4", "int8"):

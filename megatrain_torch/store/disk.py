@@ -36,23 +36,14 @@ YEAR_S = 365.25 * 24 * 3600
 
 @dataclass(frozen=True)
 class Disk:
-    """Where states may go.
+    """Where states may go."""
 
-    Attributes:
-        path: an existing directory; "": of a machine that is not at hand. limit: bytes that may be used there; None:
-            what is free.
-    """
-
-    path: str
-    limit: int | None = None
+    path: str                   # an existing directory; "": of a machine that is not at hand
+    limit: int | None = None    # bytes that may be used there; None: what is free
 
     @staticmethod
     def parse(nvme: str | Path | dict[str, Any] | None, somewhere: bool = False) -> Disk | None:
-        """`"/scratch"`, or `{"path": "/scratch", "limit": "200GiB"}`; None stays None. somewhere: a limit is enough.
-
-        Raises:
-            MegatrainError: neither; or the limit is no size.
-        """
+        """`"/scratch"` or `{"path": ..., "limit": "200GiB"}`; None stays None. somewhere: a limit is enough."""
         if nvme is None:
             return None
         given = {"path": nvme} if isinstance(nvme, (str, Path)) else nvme
@@ -66,11 +57,7 @@ class Disk:
         return {"path": self.path} | ({"limit": self.limit} if self.limit is not None else {})
 
     def room(self) -> int:
-        """Bytes that may be taken now; what crashed processes left there is removed first. Without a path: the limit.
-
-        Raises:
-            MegatrainError: there is no such directory.
-        """
+        """Bytes that may be taken now, once what crashed processes left is removed; without a path the limit."""
         if not self.path:
             return self.limit or 0
         free = _core.disk_room(self.path)
@@ -89,11 +76,6 @@ def buffer_bytes(homes: Iterable[str]) -> int:
     return MEMORY_BYTES * bool(found & set(DISKS)) + FEED_BYTES * ("disk+weights" in found)
 
 
-def spilled_bytes(windows: Iterable[int]) -> int:
-    """Of the file, for what windows keep there: parts of a bundle, and bundles, begin at whole blocks."""
-    return sum(n + BUNDLE_PADDING_BYTES for n in windows)
-
-
 def file_bytes(asked: Asked) -> int:
     """What is at home on disk takes there, at most; of a machine's drive, all that its processes have."""
     return sum(sum(asked.fleet.on_drive(*unit_file_bytes(unit, home)))
@@ -101,11 +83,7 @@ def file_bytes(asked: Asked) -> int:
 
 
 def check_room(asked: Asked, disk: Disk | None, spills: bool = False, spilled: int = 0) -> None:
-    """Before anything is allocated. spills: windows keep something there; spilled: so many bytes, as far as known.
-
-    Raises:
-        MegatrainError: something goes there and no directory was given; or it has less than that takes.
-    """
+    """Refuses what has no directory, or too little room there. spilled: bytes of windows, as far as known."""
     units = sum(home in DISKS for home in asked.homes)
     if not units and not spills:
         return
@@ -122,8 +100,3 @@ def check_room(asked: Asked, disk: Disk | None, spills: bool = False, spilled: i
     if disk.limit is not None and need > disk.limit:
         raise MegatrainError(f"{what} the limit is {show_bytes(disk.limit)}: raise it to {show_size(need)}, or "
                              "leave fewer units in homes")
-
-
-def years(written: float, seconds: float, rated_tb: float) -> float:
-    """Of steps that take `seconds` and write so many bytes each, until a drive's rating (10**12 bytes) is written."""
-    return rated_tb * 1e12 / written * seconds / YEAR_S

@@ -94,8 +94,7 @@ def current(record: Record) -> Tensor | None:
 
 
 def show(record: Record) -> Tensor:
-    """A late gradient becomes a shown one. Of one that an update has used in backward already, a copy is shown: so
-    step() can tell whether it was changed too late."""
+    """A late gradient becomes a shown one; of one used in backward a copy, so that step() sees a late change."""
     grad = peek(record)
     observer = record.runtime.handover.observer
     if observer is not None and observer.has_used(record):
@@ -126,13 +125,22 @@ def take_back(record: Record) -> bool:
     grad = standing(record)
     if grad is record.late:
         return grad is not None
-    if grad is None or not kept(record) or not _is_plane(record, grad):
+    # Else it has to be what `show` gave, and not a tensor that shares some of its memory.
+    if grad is None or not kept(record) or type(grad) is not Tensor or grad.requires_grad \
+            or (grad.dtype, grad.shape, grad.stride()) != (record.dtype, record.shape, record.stride) \
+            or grad.data_ptr() != record.shown().ctypes.data:
         return False
     again = weakref.ref(grad)
     stand(record, record.late)
     del grad
     if not kept(record):
-        record.written |= not record.summed or _differs(record)
+        if record.summed and not record.written:     # does it differ from the rounded sum of micro-batches?
+            with torch.no_grad():
+                # A copy is there where not all of that sum is in this machine's memory.
+                rounded = record.view("ACC").to(record.dtype) if record.seen is None else record.seen
+                record.written = not torch.equal(record.view("GRAD").view(torch.int16), rounded.view(torch.int16))
+        else:
+            record.written = True
         record.seen = None
         return True
     found = again()                          # else a view of it is kept, and not the tensor
@@ -140,25 +148,10 @@ def take_back(record: Record) -> bool:
     return False
 
 
-def _is_plane(record: Record, grad: Tensor) -> bool:
-    """Is it what `show` gave, and not a tensor that shares some of its memory?"""
-    return (type(grad) is Tensor and grad.dtype == record.dtype and grad.shape == record.shape
-            and grad.stride() == record.stride and not grad.requires_grad
-            and grad.data_ptr() == record.shown().ctypes.data)
-
-
-def _differs(record: Record) -> bool:
-    """From the rounded sum of micro-batches; a copy is there where not all of that is in this machine's memory."""
-    with torch.no_grad():
-        rounded = record.view("ACC").to(record.dtype) if record.seen is None else record.seen
-        return not torch.equal(record.view("GRAD").view(torch.int16), rounded.view(torch.int16))
-
-
 # ---- changes of our own ----
 
 def clear(params: Iterable[Tensor], set_to_none: bool) -> None:
-    """zero_grad(). With set_to_none waits for nothing; else what is late stays so, and is zeros: no change by the user.
-    """
+    """zero_grad(). With set_to_none it waits for nothing; else what is late stays late, and is zeros."""
     with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
         for p in params:
             if set_to_none or p.grad is None:

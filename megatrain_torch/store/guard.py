@@ -172,12 +172,9 @@ class OneParameter:
 
 
 class StreamedParameter(OneParameter, HostTensor, torch.nn.Parameter):
-    """A `torch.nn.Parameter` whose memory is the store's HI plane.
-
-    Attribute reads inside a module's own forward see the copy on the compute device instead;
-    everywhere else this is an ordinary host parameter that waits for its pending update.
-    Pickles and deep-copies as an ordinary `Parameter`.
-    """
+    """A `torch.nn.Parameter` whose memory is the store's HI plane. Attribute reads inside a module's own forward see
+    the copy on the compute device instead; everywhere else this is an ordinary host parameter that waits for its
+    pending update. Pickles and deep-copies as an ordinary `Parameter`."""
 
     __hash__ = Tensor.__hash__           # by its id, as OneParameter's of all that stand for it
 
@@ -208,8 +205,7 @@ def _copied(name: str) -> Any:
 
 @functools.cache
 def streamed_kind(kind: type) -> type:
-    """The class of a streamed parameter that was of this one: still of its class, for those who ask. What moves it to a
-    device gives a copy."""
+    """The class of a streamed parameter that was of this one, and is still; moved to a device it is a copy."""
     if kind in (torch.nn.Parameter, Strand):
         return StreamedParameter
     own = {name: _copied(name) for name in ("to", "cpu", "cuda", "xpu")} | {"_mt_kind": kind}
@@ -230,8 +226,7 @@ def take_back(params: Iterable[Tensor]) -> None:
 
 
 def guard(t: Tensor, record: Record) -> HostTensor:
-    """A tensor that was just made, as one that waits. That is no operation: who walks from `p.expand_as(p)` finds the
-    node of p behind it."""
+    """A tensor that was just made, as one that waits. This is no operation: it leaves no node in a graph."""
     t.__class__ = HostTensor
     t._mt, t._mt_runtime = record, record.runtime
     return t

@@ -75,8 +75,7 @@ class Planes:
         self.core.wait_grads(record.unit)
 
     def bring_states(self, record: Record) -> None:
-        """Host copies of masters and moments are current; only units on the device, those whose states are on disk, and
-        those of which other machines have a part have anything to do."""
+        """Host copies of masters and moments become current, where another place has the newer ones."""
         homes = self._homes
         if self.apart or record.unit in homes.settled or record.unit in homes.on_disk:
             self._wait_saved(record.unit)
@@ -90,15 +89,13 @@ class Planes:
     # ---- around a write to it ----
 
     def own_states(self, record: Record) -> None:
-        """Masters, moments or gradients are about to be written as a whole: no copy is on its way to them, or into a
-        checkpoint."""
+        """States or gradients are about to be written: no copy is on its way to them, or into a file."""
         self._wait_saved(record.unit)
         if record.unit in self._homes.arrivals.units:
             self.core.bring(record.unit, STATE_PLANES)
 
     def push(self, record: Record, *planes: str) -> None:
-        """These host planes were written: the device takes their values, or the file, where the unit has them there;
-        other processes take what each has written of its own portion."""
+        """These host planes were written: device, file and other processes take the values that are theirs."""
         if self._several:
             if planes != ("GRAD",):              # of which each uses what it has written itself
                 self.core.spread(record.unit, record.index, mask(planes))
@@ -130,12 +127,7 @@ class Planes:
             record.version = record.host._version
 
     def keep_write(self, record: Record, value: Tensor) -> None:
-        """A forward or a backward changed its copy of the weights in place (nn.Embedding's max_norm, a clamp in a
-        hook): they are what it has now.
-
-        Raises:
-            MegatrainError: in several processes, each of which would have others.
-        """
+        """Code changed its copy of the weights in place (max_norm, a clamp): the weights are that, unless several."""
         with torch.no_grad():
             value = value.detach().cpu()
             if torch.equal(record.param, value):     # cuDNN's layers put theirs one behind the other
@@ -184,11 +176,7 @@ class Arrivals:
                 return
 
     def bring(self, units: Iterable[int]) -> None:
-        """step() is about to ask for updates of these units.
-
-        Raises:
-            torch.OutOfMemoryError: their states do not fit the device.
-        """
+        """step() is about to ask for updates of these units. Raises torch.OutOfMemoryError where states do not fit."""
         for unit in units:
             if unit in self.units:
                 self._lift(unit)

@@ -24,28 +24,7 @@ DTYPES = {dtype: _core.DTYPES[name.replace("_", "")] for dtype, name in KINDS.it
 
 
 class Record:
-    """One parameter of one unit: where it is, and where its gradient stands in this step.
-
-    Attributes:
-        host: plain tensor over the HI plane; shares the parameter's version counter.
-        version: `host._version` when the ledger last heard of a write.
-        late: what `param.grad` holds while its gradient is the engine's: see gradient.py; None: there was none yet.
-        shown: weak reference to the memory of the tensor that user code was last given of plane GRAD; None: of none.
-        written: the gradient was written in host memory, which counts, and no hand-over came since.
-        summed: the engine has an fp32 sum of 16-bit micro-batches, of which plane GRAD is the rounded copy.
-        seen: of a unit on the device: that copy, as it was when user code was given it; else None.
-        uses: uses opened in the pass under way; more than one: the weights are tied.
-        open: uses, of any pass, whose gradient has not been handed over yet.
-        set_in: graph task in which the GRAD plane was set, not added to.
-        pending: device sum of this backward's gradients so far, while more are to come.
-        writes, master_writes: writes from outside so far, and those the fp32 master has followed (-1:
-            there is no master yet).
-        optimizer: weak reference to the one whose moments the M and V planes hold; None: they are new.
-        exact: the fp32 values that a 16-bit parameter was made from, until its master is: [shape]; None: they are its
-            own.
-        whole: the weight of codes that stands where this is read, whose first strand this is; None: it is no strand.
-        host_graph: the parameter took part in arithmetic on the host; autograd adds its gradient.
-    """
+    """What the package knows about one streamed parameter: where it is, and where its gradient stands in this step."""
 
     __slots__ = ("_runtime", "unit", "unit_name", "index", "pid", "name", "_param", "host", "version", "shape",
                  "stride", "dtype", "offset", "numel", "nbytes", "late", "shown", "written", "summed", "seen", "uses",
@@ -59,21 +38,29 @@ class Record:
         self.shape, self.dtype, self.numel = param.shape, param.dtype, param.numel()
         self.stride = dense_stride(param)
         self.nbytes = self.numel * param.element_size()
-        self.offset = self.address = self.version = 0
-        self.uses = self.open = 0
-        self.set_in = -1
-        self.host: Tensor | None = None
+        self.offset = self.address = 0
+        self.host: Tensor | None = None     # plain, over plane HI; shares the parameter's version counter
+        self.version = 0                    # `host._version` when the ledger last heard of a write
+        self.uses = 0                       # opened in the pass under way; more than one: the weights are tied
+        self.open = 0                       # of any pass, whose gradient has not been handed over yet
+        self.set_in = -1                    # graph task in which plane GRAD was set, not added to
+        self.pending: Tensor | None = None  # device sum of this backward's gradients so far, while more are to come
+        # Of `.grad`, see gradient.py: what stands there while the gradient is the engine's; the memory of the tensor
+        # that user code was last given of plane GRAD; it was written in host memory, and no hand-over came since; the
+        # engine has an fp32 sum of 16-bit micro-batches, of which plane GRAD is the rounded copy; of a unit on the
+        # device: that copy, as it was when user code was given it.
         self.late: Tensor | None = None
         self.shown: weakref.ref[Any] | None = None
         self.written = self.summed = False
         self.seen: Tensor | None = None
-        self.pending: Tensor | None = None
+        self.host_graph = False             # it took part in arithmetic on the host; autograd adds its gradient
         self.was_trainable = param.requires_grad
-        self.writes, self.master_writes = 0, -1
+        self.writes = 0                     # from outside so far
+        self.master_writes = -1             # those that the fp32 master has followed; -1: there is no master yet
+        # Whose moments planes M and V hold; None: they are new.
         self.optimizer: weakref.ref[torch.optim.Optimizer] | None = None
-        self.host_graph = False
-        self.exact: Tensor | None = None
-        self.whole: Whole | None = None
+        self.exact: Tensor | None = None    # fp32 values that a 16-bit parameter was made from, until its master is
+        self.whole: Whole | None = None     # the weight of codes whose first strand this is
 
     @property
     def runtime(self) -> Runtime:
@@ -90,8 +77,7 @@ class Record:
         return self.over(self.memory(plane), plane)
 
     def memory(self, plane: str, shared: bool = False) -> Any:
-        """The parameter's bytes in a plane: NumPy's, which live as long as anything made from them. Where several
-        processes stream the model, what is written there is this one's until it is spread; shared: everybody's."""
+        """NumPy's bytes in a plane, alive as long as views. shared: all processes', else this one's until spread."""
         return self.runtime.core.plane(self.unit, self.index, _core.PLANES[plane], shared)
 
     def over(self, memory: Any, plane: str) -> Tensor:
@@ -155,10 +141,7 @@ class Use:
 
 
 def dense_stride(t: Tensor) -> tuple[int, ...]:
-    """The strides t keeps when it is copied: its own where it is dense, else row-major.
-
-    Channels-last convolution weights stay channels-last, so that kernels choose as they did.
-    """
+    """The strides t keeps when copied: its own where it is dense (channels-last stays), else row-major."""
     return torch.empty_like(t, device="meta").stride() if not t.is_sparse else t.stride()
 
 

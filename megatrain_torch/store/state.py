@@ -44,16 +44,13 @@ def paused() -> Iterator[None]:
 class BoundParameters(WindowDict):
     """A module's `_parameters`, in which attribute reads see the slot.
 
-    `Module.__getattr__` reads through `[name]`; `named_parameters`, `state_dict` and `_apply` go
-    through `.items()` and see the host parameters. Inside a window the slot's tensor is returned,
-    inside a container's forward or a backward a lazy copy, elsewhere the host parameter.
-    Pickles and copies as a plain dict.
+    `Module.__getattr__` reads through `[name]`; `named_parameters`, `state_dict` and `_apply` go through `.items()` and
+    see the host parameters. Inside a window the slot's tensor is returned, inside a container's forward or a backward
+    a lazy copy, elsewhere the host parameter. Pickles and copies as a plain dict.
 
     Something else in the place of a streamed parameter (torch.func.functional_call) is what reads see then, on the
-    compute device in a forward; the parameter that comes back is streamed as before.
-
-    Attributes:
-        records: by name; Given where something else is there. own: what belongs there.
+    compute device in a forward; the parameter that comes back is streamed as before. `own` has what belongs there, by
+    name; `records` the same, or Given where something else is there.
     """
 
     __slots__ = ("own", "records")
@@ -136,11 +133,7 @@ class DeviceParameter(OneParameter, nn.Parameter):
 
     @property
     def output_nr(self) -> int:
-        """torch.autograd.graph.get_gradient_edge asks for it.
-
-        Raises:
-            MegatrainError: the edge in this graph is not the parameter's.
-        """
+        """torch.autograd.graph.get_gradient_edge asks for it, of an edge that in this graph is not the parameter's."""
         raise MegatrainError(f"{self._mt.name}: the gradient edge of a weight that a forward sees is not its "
                              "parameter's; ask for it outside of forwards (model.get_parameter)")
 
@@ -229,8 +222,7 @@ def accumulators(ctx: Any) -> list[Any]:
 
 
 def in_sight(function: Any) -> Any:
-    """User code may come by its nodes on the way to AccumulateGrad's, where it may put hooks: from then on autograd
-    itself adds these parameters' gradients."""
+    """Once user code comes by its nodes, where it may put hooks, autograd itself adds these gradients."""
     def walked(node: Any) -> Any:
         for record in node.records:
             record.host_graph = True
@@ -271,18 +263,12 @@ class Fetch(torch.autograd.Function):
 
 
 class LazyParameter(DeviceParameter):
-    """[shape], without memory until it is used.
-
-    Attributes:
-        value: the weights, once they are fetched. unit_version: of the unit when they were read. kept: its own version
-            when the store last heard of a write.
-    """
+    """[shape], without memory until it is used."""
 
     __slots__ = ("kept", "unit_version", "value")
-
-    value: Tensor | None
-    unit_version: int
-    kept: int
+    value: Tensor | None        # the weights, once they are fetched
+    unit_version: int           # of the unit when they were read
+    kept: int                   # its own version when the store last heard of a write
 
     @staticmethod
     def __new__(cls, record: Record) -> LazyParameter:

@@ -84,8 +84,7 @@ class TensorFile:
 
 
 def packed(entries: list[Entry], stem: str, limit: int, beside: bool = False) -> list[TensorFile]:
-    """Files of at most `limit` bytes (or one tensor), named as transformers names them. beside: there are files of
-    another stem, so that one alone has a number too."""
+    """Files of at most `limit` bytes, or one tensor, named as transformers does. beside: with numbers always."""
     parts: list[list[Entry]] = [[]]
     filled = 0
     for e in entries:
@@ -125,49 +124,42 @@ class Stored:
 
 
 def listed(path: Path) -> dict[str, Stored]:
-    """The tensors of a file, by name.
-
-    Raises:
-        MegatrainError: it is no safetensors file; or its header has something else than tensors that follow one another
-            without a gap, from its end to the file's.
-    """
+    """The tensors of a file, by name. Raises MegatrainError if it is no safetensors file, or its header has something
+    else than tensors that follow one another without a gap, from its end to the file's."""
     size = path.stat().st_size
     with path.open("rb") as f:
         length = struct.unpack("<Q", f.read(LENGTH_BYTES).ljust(LENGTH_BYTES, b"\0"))[0]
         if size < LENGTH_BYTES or length > min(size - LENGTH_BYTES, HEADER_LIMIT):
             raise MegatrainError(f"{path} has {size} bytes and is no safetensors file: its header would take {length}")
         text = f.read(length)
-    begin, where = LENGTH_BYTES + length, f"{path}: its header"
-    table = strict.table(strict.parsed(text, where), where)
+    head = f"{path}: its header"
+    table = strict.table(strict.parsed(text, head), head)
     about = table.pop("__metadata__", {})
     if not isinstance(about, dict) or not all(isinstance(v, str) for v in about.values()):
-        raise MegatrainError(f"{where}: __metadata__={strict.shown(about)}: a table of words is needed")
-    found = {name: _stored(path.name, about, begin, f"{where}: {strict.shown(name)}") for name, about in table.items()}
-    at = begin                               # two tensors may not share bytes, and no byte is nobody's
+        raise MegatrainError(f"{head}: __metadata__={strict.shown(about)}: a table of words is needed")
+    found, begins = {}, LENGTH_BYTES + length
+    for name, about in table.items():
+        where = f"{head}: {strict.shown(name)}"
+        strict.table(about, where)
+        kind = strict.field(about, "dtype", lambda v: isinstance(v, str) and v in DTYPES,
+                            f"one of {', '.join(DTYPES)}", where)
+        shape = strict.field(about, "shape", strict.is_shape, "a list of sizes", where)
+        first, end = strict.field(about, "data_offsets", lambda v: strict.is_counts(v) and len(v) == 2,
+                                  "two whole numbers", where)
+        if about.keys() - {"dtype", "shape", "data_offsets"}:
+            raise MegatrainError(f"{where} has more than dtype, shape and data_offsets: {strict.shown(list(about))}")
+        if end - first != (need := math.prod(shape) * DTYPES[kind].itemsize):
+            raise MegatrainError(f"{where} has bytes {first} to {end}, and {need} make {shape} {kind}")
+        found[name] = Stored(path.name, DTYPES[kind], tuple(shape), begins + first, begins + end)
+    at = begins                              # two tensors may not share bytes, and no byte is nobody's
     for name, s in sorted(found.items(), key=lambda item: (item[1].begin, item[1].end)):
         if s.begin != at:
-            raise MegatrainError(f"{path}: its header: {strict.shown(name)} begins at byte {s.begin}, and the one "
-                                 f"before ends at {at}")
+            raise MegatrainError(f"{head}: {strict.shown(name)} begins at byte {s.begin}, and the one before ends at "
+                                 f"{at}")
         at = s.end
     if at != size:
         raise MegatrainError(f"{path} has {size} bytes, and {at} by its header")
     return found
-
-
-def _stored(file: str, about: Any, begin: int, where: str) -> Stored:
-    """begin: of the tensors' bytes in the file."""
-    strict.table(about, where)
-    kind = strict.field(about, "dtype", lambda v: isinstance(v, str) and v in DTYPES, f"one of {', '.join(DTYPES)}",
-                        where)
-    shape = strict.field(about, "shape", strict.is_shape, "a list of sizes", where)
-    first, end = strict.field(about, "data_offsets", lambda v: strict.is_counts(v) and len(v) == 2,
-                              "two whole numbers", where)
-    if about.keys() - {"dtype", "shape", "data_offsets"}:
-        raise MegatrainError(f"{where} has more than dtype, shape and data_offsets: {strict.shown(list(about))}")
-    need = math.prod(shape) * DTYPES[kind].itemsize
-    if end - first != need:
-        raise MegatrainError(f"{where} has bytes {first} to {end}, and {need} make {shape} {kind}")
-    return Stored(file, DTYPES[kind], tuple(shape), begin + first, begin + end)
 
 
 # ---- files that are mapped -----------------------------------------------------------------------
@@ -177,8 +169,7 @@ _HEAD = re.compile(r"^([0-9a-f]+)-([0-9a-f]+) \S+ ([0-9a-f]+) (\S+) (\d+) +(/.*)
 
 
 def _mappings(smaps: str) -> list[tuple[int, int, int, str]]:
-    """(begin, end, offset, path) of mappings that have what is in the file: no page was written to, and the name is
-    still that file's. Of what the kernel does not say, the worst is believed."""
+    """(begin, end, offset, path) of mappings to which no page was written, and whose file has its name still."""
     found = []
     for part in re.split(r"\n(?=[0-9a-f]+-[0-9a-f]+ )", smaps):
         head, *lines = part.splitlines()
@@ -195,11 +186,7 @@ def _mappings(smaps: str) -> list[tuple[int, int, int, str]]:
 
 
 class Mapped:
-    """The files that are mapped now, with what is to be read from them.
-
-    The kernel goes through all pages of a process to say what was written to, so it is asked only where a tensor lies
-    in a file's mapping.
-    """
+    """Files mapped now, and what is to be read of them. The kernel is asked for pages only where a tensor lies."""
 
     def __init__(self) -> None:
         lines = [line.split(maxsplit=5) for line in self._of_process("maps").splitlines() if "/" in line]
@@ -233,11 +220,7 @@ class Mapped:
         return path, offset + address - begin
 
     def fill(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
-        """Reads values [shape] into memory [shape] of the same type and order; returns the pairs it has not.
-
-        Raises:
-            MegatrainError: a file could not be read; what is in memory then is undefined.
-        """
+        """Reads values [shape] into memory of the same type and order; returns the pairs it has not."""
         files: dict[str, list[tuple[Extent, tuple[Tensor, Tensor]]]] = {}
         left = []
         for memory, value in pairs:

@@ -11,7 +11,6 @@ the device has all weights. So, while a model with such weights is streamed, wha
 from __future__ import annotations
 
 import copy
-import functools
 import importlib
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -31,12 +30,7 @@ if TYPE_CHECKING:
 
 
 class Whole:
-    """A weight that is codes.
-
-    Attributes:
-        records: of its strands, whose parameters it holds, as its package has them; the first stands for the weight
-            where modules read it. names: of the strands.
-    """
+    """A weight that is codes: records and names of its strands, of which the first stands for the weight."""
 
     def __init__(self, p: nn.Parameter, m: nn.Module, format: Format, records: list[Record], names: list[str]) -> None:
         self._param, self._module, self.format = weakref.ref(p), weakref.ref(m), format
@@ -75,9 +69,8 @@ class Whole:
         """An ordinary parameter of its package's, with the current values."""
         self.records[0].runtime.planes.wait_updates(self.records[0])
         strands = [plain(r.param).clone() for r in self.records]
-        if self.format.again is None:
-            return self.of(strands)
-        return self.format.again(self.param, dict(zip(self.names, strands)))
+        again = self.format.again
+        return self.of(strands) if again is None else again(self.param, dict(zip(self.names, strands)))
 
 
 def wholes_of(records: list[Record]) -> list[Whole]:
@@ -99,12 +92,7 @@ def wholes_of(records: list[Record]) -> list[Whole]:
 # ---- stacks of experts ---------------------------------------------------------------------------
 
 class Stacked:
-    """A stack of experts.
-
-    Attributes:
-        records: of its strands; the first stands for the weight. whole: it is codes; None: it is not.
-        pieces: of so many experts each, but for the last one.
-    """
+    """A stack of experts in pieces of so many: records of its strands, and the `whole` if it is codes."""
 
     def __init__(self, records: list[Record], whole: Whole | None, parts: list[tuple[range, int | None]]) -> None:
         """parts: experts, and the engine's number for the cut that they are; None: their unit is one fetch."""
@@ -125,11 +113,7 @@ class Stacked:
 
 
 class Piece:
-    """Some experts of a stack.
-
-    Attributes:
-        cut: the engine's number for it; None: its unit is fetched, or lives on the device, as a whole.
-    """
+    """Some experts of a stack. cut: the engine's number; None: its unit is fetched, or at home, whole."""
 
     __slots__ = ("cut", "experts", "records", "stacked")
 
@@ -166,12 +150,9 @@ def keep_in_sight(formats: Iterable[Format]) -> None:
     """The Functions of these formats, for as long as there is a streamed model."""
     for keeps in dict.fromkeys(k for format in formats for k in format.keeps):
         module: Any = importlib.import_module(keeps.module)
-        patches.once(f"{keeps.module}.{keeps.name}", functools.partial(_put_in, module, keeps))
-
-
-def _put_in(module: Any, keeps: Keeps) -> Any:
-    holder = getattr(module, keeps.holder, None) or getattr(module.F, keeps.holder)
-    return patches.replaced(module, keeps.name, seen(getattr(module, keeps.name), keeps, holder))
+        holder = getattr(module, keeps.holder, None) or getattr(module.F, keeps.holder)
+        patches.once(f"{keeps.module}.{keeps.name}", lambda module=module, keeps=keeps, holder=holder: patches.replaced(
+            module, keeps.name, seen(getattr(module, keeps.name), keeps, holder)))
 
 
 class _Saved(int):
