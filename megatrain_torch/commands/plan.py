@@ -4,10 +4,10 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import functools
 import json
 import shlex
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -109,21 +109,39 @@ def _plan(args: argparse.Namespace) -> int:
     asked |= {"base": None if args.base == "none" else args.base}
     if asked.pop("lora") is not None or args.base != "none":
         words = Settings.of({"lora": args.lora, "base": args.base}, "command line").lora
-        models.check_packages(True, args.base)
+        models.check_packages(True, "none")              # a plan needs no codes, only their form
         model = models.empty(config, layers=args.layers)
         models.check_targets(model, words)
         asked |= {"adapter": models.lora_config(model, words)}
+
+    @functools.cache
+    def planned(machines: int, gpus: int) -> mt.Plan | str:
+        """Or why there is none."""
+        try:
+            return mt.plan(config, **asked | {"gpus": gpus, "machines": machines})
+        except MegatrainError as why:
+            if not hasattr(why, "refusal"):
+                raise
+            return why.refusal.why.splitlines()[0]
+
+    def of_one() -> mt.Plan | None:
+        return None if isinstance(found := planned(1, 1), str) else found
+
     gpus, machines = _counts(args.gpus, "gpus"), _counts(args.machines, "machines")
-    plans = Plans(lambda **fleet: mt.plan(config, **asked | fleet), gpus, machines)
-    if len(plans.pairs) > 1:
+    if len(gpus) * len(machines) > 1:
         if args.picture:
             raise MegatrainError("picture: of one number of GPUs and of machines")
-        sys.stdout.write(_json([{"fits": False, "why": p, "gpus": g, "machines": m} if isinstance(p, str) else
-                                _planned(p, plans.one) for (m, g), p in plans.found()]) if args.json else f"{plans}\n")
-        return int(all(isinstance(p, str) for _, p in plans.found()))
-    found = plans.ask(gpus=gpus[0], machines=machines[0])        # refused with all that would help
-    one = found if _alone(found) else plans.one
-    sys.stdout.write(_json(_planned(found, one)) if args.json else f"{found}\n{_share_line(found, one)}")
+        plans = {(m, g): planned(m, g) for m in machines for g in gpus}
+        sys.stdout.write(_table(plans, of_one()) if not args.json else _json(
+            [{"fits": False, "why": p, "gpus": g, "machines": m} if isinstance(p, str) else _planned(p, of_one())
+             for (m, g), p in plans.items()]))
+        return int(all(isinstance(p, str) for p in plans.values()))
+    found = mt.plan(config, **asked | {"gpus": gpus[0], "machines": machines[0]})    # refused with all that would help
+    one = found if _alone(found) else of_one()
+    share = "" if _alone(found) else "one GPU by itself does not fit\n" if one is None else (
+        f"{_share(found, one):.0%} of {found.gpus * found.machines} times one GPU by itself, "
+        f"{one.tokens_per_second:,.0f} tokens/s\n")
+    sys.stdout.write(_json(_planned(found, one)) if args.json else f"{found}\n{share}")
     if args.picture:
         found.picture(args.picture)
     return 0
@@ -151,56 +169,25 @@ def _counts(text: str | None, name: str) -> list[int]:
     return found
 
 
-class Plans:
-    """For numbers of GPUs and of machines, beside each other and beside one GPU; each is asked for once.
-
-    Attributes:
-        ask: takes gpus and machines. pairs: (machines, GPUs of each).
-    """
-
-    def __init__(self, ask: Callable[..., mt.Plan], gpus: list[int], machines: list[int]) -> None:
-        self.ask, self.pairs = ask, [(m, g) for m in machines for g in gpus]
-        self._known: dict[tuple[int, int], mt.Plan | str] = {}
-
-    def _of(self, machines: int, gpus: int) -> mt.Plan | str:
-        """The plan, or why there is none."""
-        if (key := (machines, gpus)) not in self._known:
-            try:
-                self._known[key] = self.ask(gpus=gpus, machines=machines)
-            except MegatrainError as why:
-                if not hasattr(why, "refusal"):
-                    raise
-                self._known[key] = why.refusal.why.splitlines()[0]
-        return self._known[key]
-
-    @property
-    def one(self) -> mt.Plan | None:
-        """Of one GPU of one machine; None: it does not fit."""
-        found = self._of(1, 1)
-        return None if isinstance(found, str) else found
-
-    def found(self) -> list[tuple[tuple[int, int], mt.Plan | str]]:
-        return [(pair, self._of(*pair)) for pair in self.pairs]
-
-    def __str__(self) -> str:
-        rows = [("machines", "GPUs of each", "tokens/s", "s a step", "of one GPU's", "GPU memory", "a host's memory",
-                 "bound by", "compute waits for"), *(self._row(*pair) for pair in self.pairs)]
-        widths = [max(map(len, column)) for column in zip(*rows)]
-        lines = ["  ".join(c.rjust(n) if i == 1 else c.ljust(n) for i, (c, n) in enumerate(zip(row, widths))).rstrip()
-                 for row in rows]
-        for p in [p for _, p in self.found() if not isinstance(p, str)][:1]:
-            lines += [f"{p.model}, {p.tokens:,} tokens a step of each GPU in sequences of {p.seq:,}",
-                      f"{p.machine.name}: rates {p.machine.source}"]
-        return "\n".join([*lines, *dict.fromkeys(p for _, p in self.found() if isinstance(p, str))])
-
-    def _row(self, m: int, g: int) -> tuple[str, ...]:
-        p = self._of(m, g)
+def _table(plans: dict[tuple[int, int], mt.Plan | str], one: mt.Plan | None) -> str:
+    """Of (machines, GPUs of each); one: of one GPU, None: it does not fit."""
+    rows = [("machines", "GPUs of each", "tokens/s", "s a step", "of one GPU's", "GPU memory", "a host's memory",
+             "bound by", "compute waits for")]
+    for (m, g), p in plans.items():
         if isinstance(p, str):
-            return (str(m), str(g), "does not fit", *[""] * 6)
+            rows.append((str(m), str(g), "does not fit", *[""] * 6))
+            continue
         waits, s = max(p.idle.items(), key=lambda item: item[1], default=("", 0.0))
-        return (str(m), str(g), f"{p.tokens_per_second:,.0f}", f"{p.seconds:.4g}",
-                f"{_share(p, self.one):.0%}" if self.one else "", mt.show_bytes(p.vram_bytes),
-                mt.show_bytes(p.host_bytes), p.bound, f"{waits}, {s / p.seconds:.0%}" if s >= 0.005 * p.seconds else "")
+        rows.append((str(m), str(g), f"{p.tokens_per_second:,.0f}", f"{p.seconds:.4g}",
+                     f"{_share(p, one):.0%}" if one else "", mt.show_bytes(p.vram_bytes), mt.show_bytes(p.host_bytes),
+                     p.bound, f"{waits}, {s / p.seconds:.0%}" if s >= 0.005 * p.seconds else ""))
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    lines = ["  ".join(c.rjust(n) if i == 1 else c.ljust(n) for i, (c, n) in enumerate(zip(row, widths))).rstrip()
+             for row in rows]
+    for p in [p for p in plans.values() if not isinstance(p, str)][:1]:
+        lines += [f"{p.model}, {p.tokens:,} tokens a step of each GPU in sequences of {p.seq:,}",
+                  f"{p.machine.name}: rates {p.machine.source}"]
+    return "\n".join([*lines, *dict.fromkeys(p for p in plans.values() if isinstance(p, str))]) + "\n"
 
 
 def _alone(p: mt.Plan) -> bool:
@@ -210,16 +197,6 @@ def _alone(p: mt.Plan) -> bool:
 def _share(p: mt.Plan, one: mt.Plan) -> float:
     """Of the speed of as many GPUs, each of which trains by itself on a machine of its own."""
     return p.tokens_per_second / (p.gpus * p.machines * one.tokens_per_second)
-
-
-def _share_line(p: mt.Plan, one: mt.Plan | None) -> str:
-    """The same in words; nothing of one GPU."""
-    if _alone(p):
-        return ""
-    if one is None:
-        return "one GPU by itself does not fit\n"
-    return (f"{_share(p, one):.0%} of {p.gpus * p.machines} times one GPU by itself, {one.tokens_per_second:,.0f} "
-            "tokens/s\n")
 
 
 # ---- as a shell has it, and as JSON --------------------------------------------------------------
