@@ -199,14 +199,28 @@ def test_another_launcher_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: py
     assert "start one, and --gpus 4 starts the others" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("told, words", [
-    ([], ""),
-    ([(1, "rank 0: no room"), (0, "no room")], "no room"),
-    ([(0, "rank 1: no room"), (1, "no room")], "rank 1: no room"),
-    ([(1, "not the same"), (0, "not the same")], "not the same"),
-    ([(2, "no room"), (0, "another process is gone"), (1, "another process is gone")], "rank 2: no room")], ids=str)
-def test_of_what_all_say_the_cause_is_said_once(told: list[tuple[int, str]], words: str) -> None:
-    assert launch.said_once(told) == words
+@pytest.mark.parametrize("rank, own, failed, said", [
+    (0, "no room", [1, 0, 0], "megatrain: no room\n"), (1, None, [1, 0, 0], ""),
+    (1, "no room", [0, 1, 0], "megatrain: rank 1: no room\n"), (0, None, [0, 1, 0], ""),
+    (0, "not the same", [1, 1, 1], "megatrain: not the same\n"), (2, "not the same", [1, 1, 1], ""),
+    (2, "no room", None, "megatrain: rank 2: no room\n"), (0, None, None, "")], ids=str)
+def test_the_first_that_fails_says_why_and_no_other(rank: int, own: str | None, failed: list[int] | None, said: str,
+                                                    monkeypatch: pytest.MonkeyPatch,
+                                                    capsys: pytest.CaptureFixture[str]) -> None:
+    """failed: of three; None: a process is gone."""
+    def gather(found: list[bool], *_: Any) -> None:
+        if failed is None:
+            raise RuntimeError("closed")
+        found[:] = map(bool, failed)
+
+    monkeypatch.setattr(torch.distributed, "all_gather_object", gather)
+    monkeypatch.setenv(launch.LAUNCHER, "1")
+    monkeypatch.setenv("RANK", str(rank))
+    with pytest.raises(MegatrainError) as why, launch.Team(3, rank).as_one():
+        if own is not None:
+            raise MegatrainError(own)
+    launch.complain(why.value, str(why.value))
+    assert capsys.readouterr().err == said
 
 
 # ---- rows ----------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from test_cli import MARKED, TEXT, bytes_tokenizer, megatrain, refused, toy_model
 
 import megatrain_torch as mt
-from megatrain_torch.commands import data, folder, methods, models, train
+from megatrain_torch.commands import data, folder, loop, models, train
 
 PARTS = [TEXT[i:i + 40] for i in range(0, 1600, 40)]
 RECORDS = {
@@ -68,9 +68,9 @@ def test_a_method_has_the_losses_of_trls_own_over_the_plain_model(here: Path, me
     if lora is not None:
         model = models.adapted(model, settings.lora, settings.seed)
     (parts, _) = train.parts_of(settings, tokenizer)
-    kind, _ = methods.classes(method)
-    more = {"reward_funcs": methods.rewards(settings)} if method == "grpo" else {}
-    trainer = kind(model, args=methods.arguments(settings, False), processing_class=tokenizer,
+    kind, _ = loop.classes(method)
+    more = {"reward_funcs": loop.rewards(settings)} if method == "grpo" else {}
+    trainer = kind(model, args=loop.arguments(settings, False), processing_class=tokenizer,
                    train_dataset=datasets.Dataset.from_list([p.record for p in parts[0]]), **more)
     trained = [p for p in trainer.model.parameters() if p.requires_grad]
     trainer.optimizer = torch.optim.AdamW([{"params": [p for p in trained if p.ndim >= 2]},

@@ -1,8 +1,5 @@
-"""What a command is asked for: flags, YAML and defaults make the same Settings; and words for the person who asks.
-
-    Settings            the table of a training run; it makes flags, config.yaml and docs/cli.md (tools/cli_page.py)
-    for_machine, for_model, for_data        settings that were not given, as soon as what decides them is known
-    Flags               messages of mt.plan and mt.stream, with flags in the place of keyword arguments
+"""What a command is asked for: flags, YAML and defaults make the same Settings. The table makes the flags, config.yaml
+and docs/cli.md (tools/cli_page.py). Flags says the messages of mt.plan and mt.stream with flags for keyword arguments.
 """
 from __future__ import annotations
 
@@ -43,11 +40,12 @@ SAME = {"learning_rate": "lr", "max_steps": "steps", "num_train_epochs": "epochs
 ALSO = {"batch_size": "tokens", "per_device_train_batch_size": "tokens", "dataset": "data", "model_name": "model",
         "warmup_ratio": "warmup", "text_column": "column", "val_split": "validation"}
 LEAST = {"kto": 2, "grpo": 8}            # records of a step: KTO compares them, GRPO answers of one prompt
+SEQUENCES = {"dpo": 2, "orpo": 2, "reward": 2}       # of tokens, that a record has
 STEPS_LEAST = 20                         # steps of an epoch, where `tokens` is not given
 
 
 class Stopped(Exception):
-    """A run was asked to stop, by this signal, and did, behind a checkpoint: the command ends as the signal's."""
+    """A run was asked to stop by this signal, and has written a checkpoint: the command's status is the signal's."""
 
     def __init__(self, signal: int) -> None:
         super().__init__(f"stopped by signal {signal}")
@@ -93,12 +91,13 @@ def _words(value: Any) -> tuple[str, ...]:
 
 
 def _targets(value: Any) -> tuple[str, ...]:
-    found = tuple(filter(None, map(str.strip, value.split(",")))) if isinstance(value, str) else value
-    if not isinstance(found, (list, tuple)) or not found or not all(isinstance(t, str) and t for t in found):
-        raise MegatrainError(f"targets={value!r}: {ALL}, or names of linear layers, are needed")
+    try:
+        found = _words(list(filter(None, map(str.strip, value.split(",")))) if isinstance(value, str) else value)
+    except ValueError:
+        raise MegatrainError(f"targets={value!r}: {ALL}, or names of linear layers, are needed") from None
     if ALL in found and len(found) > 1:
         raise MegatrainError(f"targets={','.join(found)}: {ALL} has the others in it; leave them out, or it")
-    return tuple(found)
+    return found
 
 
 def _share(value: Any) -> float | str:
@@ -117,7 +116,7 @@ DATA = ("text, .jsonl, .json, .csv, .tsv or .parquet, a folder of such, or a nam
 
 def _setting(default: Any, kind: Any, text: str = "", choices: Iterable[str] = (), shown: str = "",
              span: tuple[float, float] | None = None) -> Any:
-    """shown: the value's name in help. span: least and most."""
+    """shown: the value's name in help. span: the least and the greatest value."""
     return field(default=default, metadata={"kind": kind, "text": text, "choices": tuple(choices), "span": span,
                                             "shown": shown or KINDS[kind][1]})
 
@@ -135,8 +134,8 @@ KINDS = {int: ("a whole number", "N"), float: ("a number", "X"), str: ("a word",
 
 @dataclass(frozen=True)
 class Lora:
-    """--lora: adapters of rank r. targets: names of modules, or their ends behind a point; ("all",): all linear layers
-    but the head."""
+    """--lora: adapters of rank r. targets: names of modules or the ends of such names; ("all",): all linear layers but
+    the head."""
 
     r: int = _setting(None, int, span=COUNT)
     alpha: float = _setting(None, float, span=POSITIVE)
@@ -145,10 +144,20 @@ class Lora:
 
     @staticmethod
     def of(value: Any) -> Lora:
-        """Of a flag's words, or of a table in YAML. Raises: MegatrainError: something in it is not known, or out of its
-        range."""
-        given, known = ({str(k): v for k, v in value.items()} if isinstance(value, Mapping) else _split(value),
-                        {f.name: f for f in dataclasses.fields(Lora)})
+        """From a flag's words, or a table in YAML. A word without `=` goes on with the list before it."""
+        given: dict[str, Any] = {str(k): v for k, v in value.items()} if isinstance(value, Mapping) else {}
+        if not given and not isinstance(value, (str, Mapping)):
+            raise MegatrainError(f"lora={value!r}: words such as {AS} are needed")
+        last = ""
+        for word in filter(None, map(str.strip, value.split(","))) if isinstance(value, str) else ():
+            name, said, rest = word.partition("=")
+            if not said and not last:
+                raise MegatrainError(f"lora={value!r}: words such as {AS} are needed")
+            if said and name in given:
+                raise MegatrainError(f"lora={value!r}: {name} is said twice")
+            last = name if said else last
+            given[last] = rest if said else f"{given[last]},{word}"
+        known = {f.name: f for f in dataclasses.fields(Lora)}
         for name in given:
             if name not in known:
                 raise MegatrainError(f"lora: {unknown(name, known, 0.4)}")
@@ -158,23 +167,9 @@ class Lora:
         return Lora(**{"alpha": 2.0 * found["r"]} | found)
 
     def __str__(self) -> str:
-        """As a flag has it, with what was not given too, and all digits."""
+        """As a flag has it, with defaults too, and all digits."""
         alpha, dropout = (repr(n).removesuffix(".0") for n in (self.alpha, self.dropout))
         return f"r={self.r},alpha={alpha},targets={','.join(self.targets)}" + f",dropout={dropout}" * bool(self.dropout)
-
-
-def _split(value: Any) -> dict[str, Any]:
-    """A word without `=` goes on with the list before it: targets=q_proj,v_proj."""
-    found: dict[str, Any] = {}
-    last = ""
-    for word in filter(None, map(str.strip, value.split(","))) if isinstance(value, str) else ["?"]:
-        name, said, rest = word.partition("=")
-        if not said and not last:
-            raise MegatrainError(f"lora={value!r}: words such as {AS} are needed")
-        if said and name in found:
-            raise MegatrainError(f"lora={value!r}: {name} is said twice")
-        last, found[name if said else last] = (name, rest) if said else (last, f"{found[last]},{word}")
-    return found
 
 
 @dataclass(frozen=True)
@@ -237,25 +232,34 @@ class Settings:
 
     @staticmethod
     def of(values: Mapping[str, Any], where: str) -> Settings:
-        """Settings from names and values, checked. where: for messages. Raises: MegatrainError: a name is not known, or
-        a value is not of its kind or out of its range."""
-        known, values, more = {f.name: f for f in _shown()}, dict(values), {}
+        """Checked settings from names and values. where: for messages."""
+        values, more = dict(values), {}
         for name in list(values):
             if (own := SAME.get(name)) and own not in values:
                 values[own] = values.pop(name)
             elif name in ALSO or name in SAME:
-                raise MegatrainError(f"{where}: {unknown(name, known)}")
-            elif name not in known:
+                raise MegatrainError(f"{where}: {unknown(name, SHOWN)}")
+            elif name not in SHOWN:
                 more[name] = values.pop(name)
-        found = {name: _of_kind(known[name], value, where) for name, value in values.items()}
-        return _checked(Settings(**found, more=more))
+        s = Settings(**{name: _of_kind(SHOWN[name], value, where) for name, value in values.items()}, more=more)
+        for name in ("vram", "host"):
+            mt.parse_bytes(getattr(s, name), name)
+        if (s.products, s.dtype) == ("fp8", "float32"):
+            raise MegatrainError("products=fp8, dtype=float32: codes of 8 bits are made of bfloat16 weights; leave one "
+                                 "of the two out")
+        if s.early_stopping and s.validation == 0:
+            raise MegatrainError(f"early_stopping={s.early_stopping}, validation=0: nothing is held out to evaluate")
+        if s.base != "none" and s.lora is None:
+            raise MegatrainError(f"base={s.base}: codes are frozen; say what trains beside them, as lora={AS}")
+        if s.seq and s.tokens:
+            _check_rows(s, s.seq)
+        return s
 
     def with_(self, **changes: Any) -> Settings:
         return dataclasses.replace(self, **changes)
 
 
-def _shown() -> list[dataclasses.Field[Any]]:
-    return [f for f in dataclasses.fields(Settings) if f.name != "more"]
+SHOWN = {f.name: f for f in dataclasses.fields(Settings) if f.name != "more"}        # flags, and lines of config.yaml
 
 
 def unknown(name: str, known: Iterable[str], cutoff: float = 0.5) -> str:
@@ -293,21 +297,6 @@ def _of_kind(f: dataclasses.Field[Any], value: Any, where: str) -> Any:
     return found
 
 
-def _checked(s: Settings) -> Settings:
-    for name in ("vram", "host"):
-        mt.parse_bytes(getattr(s, name), name)
-    if (s.products, s.dtype) == ("fp8", "float32"):
-        raise MegatrainError("products=fp8, dtype=float32: codes of 8 bits are made of bfloat16 weights; leave one of "
-                             "the two out")
-    if s.early_stopping and s.validation == 0:
-        raise MegatrainError(f"early_stopping={s.early_stopping}, validation=0: nothing is held out to be evaluated")
-    if s.base != "none" and s.lora is None:
-        raise MegatrainError(f"base={s.base}: codes are frozen; say what trains beside them, as lora={AS}")
-    if s.seq and s.tokens:
-        _check_rows(s, s.seq)
-    return s
-
-
 def _check_rows(s: Settings, seq: int) -> None:
     if s.tokens % seq:
         raise MegatrainError(f"tokens={s.tokens}, seq={s.seq}: a step is a whole number of rows; "
@@ -318,7 +307,7 @@ def _check_rows(s: Settings, seq: int) -> None:
 
 def add_flags(parser: argparse.ArgumentParser, names: Iterable[str] | None = None) -> None:
     """A flag for each setting, model and data left out; what is not given is not in the namespace."""
-    for f in _shown():
+    for f in SHOWN.values():
         if f.name not in ("model", "data") and (names is None or f.name in names):
             parser.add_argument(f"--{f.name.replace('_', '-')}", default=argparse.SUPPRESS, type=str, dest=f.name,
                                 metavar="|".join(f.metadata["choices"]) or f.metadata["shown"],
@@ -327,13 +316,10 @@ def add_flags(parser: argparse.ArgumentParser, names: Iterable[str] | None = Non
 
 def given(args: argparse.Namespace) -> dict[str, Any]:
     """The settings that the command line has."""
-    names = {f.name for f in _shown()}
-    return getattr(args, "more", {}) | {k: v for k, v in vars(args).items() if k in names and v not in (None, [])}
+    return getattr(args, "more", {}) | {k: v for k, v in vars(args).items() if k in SHOWN and v not in (None, [])}
 
 
 def read_yaml(path: str | Path) -> dict[str, Any]:
-    """Names and values in a YAML file. Raises: MegatrainError: there is no such file, or it is not a table of names and
-    values."""
     import yaml
 
     needed = "lines of `name: value` are needed"
@@ -366,7 +352,7 @@ def as_yaml(settings: Settings) -> bytes:
 def page() -> str:
     """The table of docs/cli.md."""
     lines = ["| setting | default | what |", "|---|---|---|"]
-    for f in _shown():
+    for f in SHOWN.values():
         flag = f"`{f.name}`" if f.name in ("model", "data") else f"`--{f.name.replace('_', '-')}`"
         text = f.metadata["text"] + (f": {', '.join(f.metadata['choices'])}" if f.metadata["choices"] else "")
         lines.append(f"| {flag} | {'' if f.default is None else f'`{f.default}`'} | {text} |")
@@ -451,14 +437,14 @@ def _divisors(n: int) -> str:
 # ---- messages in a shell -------------------------------------------------------------------------
 
 class Flags:
-    """A verb's flags, and how changes of a plan are written with them (`text` of a refusal asks for the three)."""
+    """How a verb's flags say a plan's settings; a refusal's `text` asks for knows, alone and whole.
+
+    names: of the verb's flags. gpus: a plan's tokens are one GPU's, a verb's are those of all GPUs."""
 
     def __init__(self, names: Iterable[str], gpus: int = 1) -> None:
-        """gpus: a plan's tokens are one GPU's, a verb's are those of so many."""
         self.names, self._gpus = tuple(names), gpus
 
     def knows(self, changes: dict[str, Any]) -> bool:
-        """Has the verb a flag for each?"""
         return set(changes) <= set(self.names)
 
     def alone(self, changes: dict[str, Any]) -> str:
@@ -478,20 +464,19 @@ class Flags:
         return [f"--{name}", "FOLDER" if name == "nvme" else as_size(value) if name in SIZES else str(value)]
 
     def told(self, why: MegatrainError) -> str:
-        """What an exception says, in the shell's words."""
-        found = getattr(why, "refusal", None)
-        return found.text(self) if found else self.words(str(why))
-
-    def words(self, text: str) -> str:
-        """tokens=1000 is --tokens 1000. What says a machine has a grammar of its own."""
-        if text.startswith("machine"):
+        """An exception's message: tokens=1000 becomes --tokens 1000. A machine's name has a grammar of its own."""
+        if found := getattr(why, "refusal", None):
+            return found.text(self)
+        if (text := str(why)).startswith("machine"):
             return re.sub("^machine:? ", "--machine ", text)
-        text = text.replace("nvme limit=", "nvme_limit=")
-        return re.sub(rf"(?<![\w.,'\"-])({'|'.join(self.names)})=('[^']*'|\"[^\"]*\"|[^\s,;:)]*[^\s,;:.)])",
-                      lambda m: f"--{m[1].replace('_', '-')} {self._all(m[1], m[2].strip(chr(39) + chr(34)))}", text)
 
-    def _all(self, name: str, value: str) -> str:
-        return str(int(value) * self._gpus) if name == "tokens" and value.isdigit() else value
+        def flag(m: re.Match[str]) -> str:
+            value = m[2].strip("'\"")
+            value = str(int(value) * self._gpus) if m[1] == "tokens" and value.isdigit() else value
+            return f"--{m[1].replace('_', '-')} {value}"
+
+        return re.sub(rf"(?<![\w.,'\"-])({'|'.join(self.names)})=('[^']*'|\"[^\"]*\"|[^\s,;:)]*[^\s,;:.)])", flag,
+                      text.replace("nvme limit=", "nvme_limit="))
 
 
 @contextlib.contextmanager
