@@ -199,12 +199,22 @@ def _count_registrations() -> Callable[[], None]:
 
 def _tree_check() -> Callable[[Runtime], None]:
     seen = _registrations
+    later: list[tuple[str, nn.Parameter, bool]] = []    # put in after mt.stream; True: in a streamed one's place
+
+    def refuse() -> None:
+        for name, p, replaces in later:
+            if replaces or (p.requires_grad and torch.is_grad_enabled()):
+                raise MegatrainError(f"parameter {name!r} was put into the model after mt.stream: "
+                                     "change the model first (get_peft_model, load_adapter, new heads), then stream "
+                                     "it; SFTTrainer(peft_config=...) changes it too late: make the trainer first "
+                                     "there (mt.stream_trainer)")
 
     def check_tree(rt: Runtime) -> None:
-        """A pass begins.
+        """A pass begins. What was put in since and does not train, such as TRL's adapter `ref`, stays a plain parameter
+        on the device, beside the plan.
 
         Raises:
-            MegatrainError: a parameter was put in, or the model into DistributedDataParallel.
+            MegatrainError: another parameter was put in, or the model into DistributedDataParallel.
         """
         nonlocal seen
         if rt.ranks is None and DistributedDataParallel._active_ddp_module is not None:
@@ -212,23 +222,25 @@ def _tree_check() -> Callable[[Runtime], None]:
                                  "see no gradients; run one process with one streamed model")
         root = rt.root()
         if seen == _registrations or root is None:      # None: a part of it is all that is left
-            return
-        # What functional_call has put in the places of parameters is no parameter of the model's.
-        given = {id(m._parameters[n]) for m in root.modules() if isinstance(m._parameters, BoundParameters)
-                 for n, r in m._parameters.records.items() if type(r) is Given}
-        for name, p in root.named_parameters():
-            if id(p) in given and not isinstance(p, nn.Parameter):
-                continue
-            if getattr(p, "_mt", None) is None or p._mt.runtime is not rt:
-                raise MegatrainError(f"parameter {name!r} was put into the model after mt.stream: "
-                                     "change the model first (get_peft_model, load_adapter, new heads), then stream "
-                                     "it; SFTTrainer(peft_config=...) changes it too late, and DPOTrainer adds an "
-                                     "adapter of its own to LoRA: make the trainer first there")
+            return refuse()
+        later.clear()
+        for prefix, m in root.named_modules():
+            records = m._parameters.records if isinstance(m._parameters, BoundParameters) else {}
+            for name, p in m._parameters.items():
+                # What functional_call has put in the places of parameters is no parameter of the model's.
+                if p is None or (type(records.get(name)) is Given and not isinstance(p, nn.Parameter)):
+                    continue
+                if getattr(p, "_mt", None) is None or p._mt.runtime is not rt:
+                    later.append((f"{prefix}.{name}".lstrip("."), p, name in records))
+        refuse()
+        for _, p, _ in later:
+            p.data = p.data.to(rt.device)
         for m in root.modules():     # parameters that moved into new modules (parametrizations), or changed names
             _bind(rt, m, {n: p._mt for n, p in m._parameters.items() if hasattr(p, "_mt")})
         for window in rt.windows:
             window.look()
         seen = _registrations
+        return None
 
     return check_tree
 
