@@ -261,30 +261,41 @@ def over(model: nn.Module, adapter: Any) -> Any:
         return peft.PeftModel.from_pretrained(model, str(adapter))
 
 
-def check_targets(model: nn.Module, words: str) -> None:
-    """Raises: MegatrainError: a target is no linear layer of the model."""
-    targets = Lora.of(words).targets
+def _targets(model: nn.Module, words: str) -> tuple[Lora, list[str], list[str]]:
+    """(what is asked for, linear layers' names, experts' parameters': a mixture has those of a layer in one tensor)."""
+    lora = Lora.of(words)
     linear = {name for name, m in model.named_modules()
               if isinstance(m, nn.Linear) or type(m).__name__ == "Conv1D"}          # GPT-2's
-    ends = sorted({name.rpartition(".")[2] for name in linear})
-    for target in targets if targets != (ALL,) else ():
-        if not any(name == target or name.endswith(f".{target}") for name in linear):
-            found = difflib.get_close_matches(target, ends, 1)
-            raise MegatrainError(f"lora: targets={target}: the model has no linear layer of that name"
-                                 + (f"; did you mean {found[0]}?" if found else f"; it has {', '.join(ends)}"))
+    experts = {name for name, p in model.named_parameters() if "expert" in name and p.dim() == 3}
+    found = {target: [any(name == target or name.endswith(f".{target}") for name in names)
+                      for names in (linear, experts)] for target in lora.targets if target != ALL}
+    for target in [target for target, there in found.items() if not any(there)]:
+        ends = sorted({name.rpartition(".")[2] for name in linear | experts})
+        near = difflib.get_close_matches(target, ends, 1)
+        raise MegatrainError(f"lora: targets={target}: the model has no linear layer of that name"
+                             + (f"; did you mean {near[0]}?" if near else f"; it has {', '.join(ends)}"))
+    if lora.dropout and any(there[1] for there in found.values()):
+        raise MegatrainError(f"lora: dropout={lora.dropout:g}: PEFT has none for experts' parameters; leave it out")
+    return lora, *([target for target, there in found.items() if there[i]] for i in (0, 1))
+
+
+def check_targets(model: nn.Module, words: str) -> None:
+    """A target is a linear layer of the model, or a parameter of its experts."""
+    _targets(model, words)
 
 
 def lora_config(model: nn.Module, words: str) -> Any:
-    """PEFT's. Of a mixture "all-linear" has adapters on its experts' parameters too, which are no linear layers."""
-    lora, scores = Lora.of(words), hasattr(model, "score")   # the head of a reward model trains with the adapters
+    """PEFT's. Of a mixture "all-linear" has adapters on its experts' parameters too: those are asked for by name."""
+    lora, modules, parameters = _targets(model, words)
 
     def config(targets: Any) -> Any:
         return importlib.import_module("peft").LoraConfig(
             r=lora.r, lora_alpha=lora.alpha, lora_dropout=lora.dropout, target_modules=targets,
-            task_type="SEQ_CLS" if scores else "CAUSAL_LM")
+            target_parameters=parameters or None,        # the head of a reward model trains with the adapters
+            task_type="SEQ_CLS" if hasattr(model, "score") else "CAUSAL_LM")
 
     if lora.targets != (ALL,):
-        return config(list(lora.targets))
+        return config(modules)
     if not any("expert" in name and p.dim() == 3 for name, p in model.named_parameters()):
         return config("all-linear")
     head = model.get_output_embeddings()

@@ -4,11 +4,12 @@ afterwards is looked at when the next pass begins: parameters that do not stream
 """
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -73,6 +74,9 @@ def install(rt: Runtime, root: nn.Module, found: Found, modes: str | dict[str, s
     for _, m in found.containers:
         _put(m, "forward", _container(rt, m, "forward"))
         _put(m, "_call_impl", _container(rt, m, "_call_impl"))       # if another forward is put over ours (TRL)
+    for m in root.modules():
+        if type(m).__name__ == "ParamWrapper" and type(m).__module__.partition(".")[0] == "peft":
+            _put(m, "_activate_lora", functools.partial(_with_adapters, weakref.ref(m)))
     prepare(rt, root, _put)
     _put(root, "zero_grad", _zero_grad(root))
     _put(root, "_replicate_for_data_parallel", _refuser("DataParallel over a streamed model is not supported"))
@@ -123,6 +127,30 @@ def _container(rt: Runtime, module: nn.Module, name: str) -> Any:
 
     Door.forwards |= {forward.__code__}
     return forward
+
+
+@contextlib.contextmanager
+def _with_adapters(who: weakref.ref[nn.Module], active: list[str]) -> Iterator[None]:
+    """PEFT's ParamWrapper._activate_lora: meanwhile a module's parameter, as a mixture's experts, has its adapters'
+    products added, in PEFT's order. PEFT registers a parametrization, which would take the streamed parameter out."""
+    wrapper: Any = who()
+    adapters = [name for name in active if name in wrapper.lora_A]
+    if not adapters:
+        yield
+        return
+    module, name = wrapper.get_base_layer(), wrapper.parameter_name
+    weight = getattr(module, name)
+    if len(adapters) == 1 and wrapper.num_experts > 1 and hasattr(wrapper, "get_delta_factors"):         # PEFT 0.21
+        lhs, rhs, scaling = wrapper.get_delta_factors(adapters[0])
+        with torch.autocast(weight.device.type, enabled=False):
+            weight = torch.baddbmm(weight, lhs, rhs, alpha=scaling)
+    else:
+        weight = weight + functools.reduce(torch.add, map(wrapper.get_delta_weight, adapters))
+    vars(module)[name] = weight              # is read before what `_parameters` has
+    try:
+        yield
+    finally:
+        del vars(module)[name]
 
 
 def _refuse_assign() -> Callable[[], None]:
