@@ -49,7 +49,7 @@ OURS = frozenset("""
     learning_rate lr_scheduler_type max_grad_norm weight_decay logging_steps logging_first_step eval_strategy eval_steps
     save_strategy save_steps save_total_limit use_cpu bf16 fp16 gradient_checkpointing report_to disable_tqdm packing
     dataloader_pin_memory max_length dataset_kwargs remove_unused_columns prediction_loss_only push_to_hub
-    model_init_kwargs chat_template_path""".split())
+    model_init_kwargs chat_template_path hub_token hub_strategy hub_always_push""".split())
 HELD_OUT_ROWS = 200                  # at most, by default: an evaluation is a small part of a run
 
 

@@ -26,7 +26,6 @@ from megatrain_torch import MegatrainError
 METHODS = ("sft", "dpo", "kto", "orpo", "reward", "grpo")
 SCHEDULES = ("cosine", "linear", "constant", "constant_with_warmup", "polynomial", "inverse_sqrt",
              "cosine_with_restarts", "cosine_with_min_lr", "warmup_stable_decay")
-REPORTS = ("none", "tensorboard", "wandb")
 KEPT = ("none", *mt.choices("base"))     # how weights beside which adapters train are kept
 UNSHOWN = ("8bit-lo8",)                  # of states: taken, and not offered
 AS = "r=16,alpha=32,targets=all"
@@ -35,7 +34,7 @@ ALL = "all"
 SAME = {"learning_rate": "lr", "max_steps": "steps", "num_train_epochs": "epochs", "output_dir": "out",
         "max_length": "seq", "max_grad_norm": "clip", "save_steps": "save_every", "eval_steps": "eval_every",
         "logging_steps": "log_every", "save_total_limit": "keep", "lr_scheduler_type": "schedule",
-        "adam_beta2": "beta2", "gradient_accumulation_steps": "micro"}
+        "adam_beta2": "beta2", "gradient_accumulation_steps": "micro", "hub_model_id": "push_to_hub"}
 # What others call a setting, for messages.
 ALSO = {"batch_size": "tokens", "per_device_train_batch_size": "tokens", "dataset": "data", "model_name": "model",
         "warmup_ratio": "warmup", "text_column": "column", "val_split": "validation"}
@@ -226,7 +225,8 @@ class Settings:
     early_stopping: int = _setting(None, int, "stop after so many evaluations in a row without improvement, and "
                                    "keep the best weights", span=COUNT)
     keep: int = _setting(2, int, "checkpoints to keep; older ones are removed", span=COUNT)
-    report_to: str = _setting("none", str, "where else to send the log", REPORTS)
+    report_to: str = _setting("none", str, "where else to send the log: tensorboard, wandb, or another that Trainer "
+                              "knows", shown="NAME")
     push_to_hub: str = _setting(None, str, "name on the hub to upload the final model to", shown="NAME")
     more: dict[str, Any] = field(default_factory=dict, metadata={"kind": dict})
 
@@ -234,6 +234,9 @@ class Settings:
     def of(values: Mapping[str, Any], where: str) -> Settings:
         """Checked settings from names and values. where: for messages."""
         values, more = dict(values), {}
+        if (pushed := str(values.get("push_to_hub")).lower()) in ("true", "false"):      # as Trainer has it
+            values["push_to_hub"] = None if pushed == "false" else values.pop(
+                "hub_model_id", Path(values.get("out", values.get("output_dir")) or values.get("model") or "").name)
         for name in list(values):
             if (own := SAME.get(name)) and own not in values:
                 values[own] = values.pop(name)

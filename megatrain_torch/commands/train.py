@@ -271,7 +271,8 @@ def _run(settings: Settings, run: Any, checkpoint: Path | None, new_data: bool) 
     tried = "" if settings.method == "reward" else f"try it: megatrain generate {out}{chat} --prompt '...'     "
     say(f"{tried}look: megatrain report {out}")
     if settings.push_to_hub is not None:
-        team.first_does(lambda: _push(final, settings.push_to_hub))
+        private = loop.given(settings).get("hub_private_repo")
+        team.first_does(lambda: _push(final, settings.push_to_hub, private))
 
 
 @contextlib.contextmanager
@@ -338,11 +339,11 @@ def _export_final(model: Any, tokenizer: Any, owned: Owned) -> None:
     models.export(model, tokenizer, owned.run / folder.FINAL, half, lambda half: owned.made(folder.FINAL, half))
 
 
-def _push(model: Path, name: str) -> None:
+def _push(model: Path, name: str, private: bool | None) -> None:
     import huggingface_hub
 
     try:
-        huggingface_hub.create_repo(name, exist_ok=True)
+        name = str(huggingface_hub.create_repo(name, private=private, exist_ok=True).repo_id)
         found = huggingface_hub.upload_folder(repo_id=name, folder_path=model)
     except Exception as why:                             # of httpx, or of the hub
         raise MegatrainError(f"push_to_hub={name}: {why}; the model is {model}") from None
