@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         launch.complain(why, _of_system(why) if isinstance(why, OSError) else str(why))
         return 1
     except Stopped as why:
-        return 128 + why.signal
+        return 128 + why.args[0]
     except KeyboardInterrupt as why:
         launch.complain(why, "interrupted")
         return 128 + signal.SIGINT

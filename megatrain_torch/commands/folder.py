@@ -17,6 +17,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import errno
 import fcntl
 import json
@@ -31,7 +32,7 @@ from typing import Any
 import megatrain_torch as mt
 from megatrain_torch import MegatrainError
 
-from .settings import Settings, as_yaml, from_json, near, read_yaml, say
+from .settings import Settings, from_json, near, read_yaml, say
 
 MARKER, LOCK = "megatrain-run.json", ".megatrain-run.lock"
 PROGRAM, VERSION = "megatrain", 1
@@ -307,7 +308,13 @@ def run_of(name: str) -> Settings | None:
 
 
 def write_yaml(path: Path, settings: Settings) -> None:
-    replace(Path(path), as_yaml(settings))
+    import yaml
+
+    found = dataclasses.asdict(settings)
+    found |= found.pop("more")
+    if found["data"] is not None:                        # as it is written by hand
+        found["data"] = found["data"][0] if len(found["data"]) == 1 else list(found["data"])
+    replace(Path(path), yaml.safe_dump(found, sort_keys=False).encode())
 
 
 def step_of(name: str) -> int:

@@ -350,13 +350,21 @@ def trainer_of(model: Any, tokenizer: Any, settings: Settings, train: Any, held:
             data[i] = datasets.load_from_disk(f"{run.scratch}/{i}")
     if not rows and tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
+
+    def adamw(model: Any) -> mt.AdamW:
+        trained = [p for p in model.parameters() if p.requires_grad]
+        groups = [{"params": [p for p in trained if p.ndim >= 2]},
+                  {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0}]
+        return mt.AdamW([g for g in groups if g["params"]], lr=settings.lr, betas=(0.9, settings.beta2),
+                        weight_decay=settings.weight_decay, states=settings.states)
+
     more = {"data_collator": collate(settings.device == "cuda" and not train.alone)} if rows else {}
     more |= {} if reward is None else {"reward_funcs": reward}
     try:
         with _left_alone(model):
             trainer = mt.stream_trainer(
                 type(kind.__name__, (OfRows if rows else Streamed, kind), {"run": run}), model,
-                arguments(settings, bool(len(held))), optimizer=lambda m: _adamw(m, settings), stream_with=how,
+                arguments(settings, bool(len(held))), optimizer=adamw, stream_with=how,
                 processing_class=tokenizer, train_dataset=data[0], eval_dataset=data[1], **more)
     except ValueError as why:                            # of TRL, about arguments that do not go together
         raise MegatrainError(f"{settings.method}: {why}") from None
@@ -379,14 +387,6 @@ def _left_alone(model: Any) -> Iterator[None]:
         for (own, name), value in zip(there, before):
             own.pop(name, None)
             own.update(value)
-
-
-def _adamw(model: Any, settings: Settings) -> mt.AdamW:
-    trained = [p for p in model.parameters() if p.requires_grad]
-    groups = [{"params": [p for p in trained if p.ndim >= 2]},
-              {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0}]
-    return mt.AdamW([g for g in groups if g["params"]], lr=settings.lr, betas=(0.9, settings.beta2),
-                    weight_decay=settings.weight_decay, states=settings.states)
 
 
 # ---- stopping and saving on request --------------------------------------------------------------

@@ -94,7 +94,12 @@ def run(args: argparse.Namespace) -> int:
 def _plan(args: argparse.Namespace) -> int:
     if args.picture:
         models.may_write(args.picture, "picture", PICTURES)
-    asked = {k: v for k, v in vars(args).items() if k not in NOT_PLANS} | {"nvme": _nvme(args)}
+    asked = {k: v for k, v in vars(args).items() if k not in NOT_PLANS}
+    if args.nvme_limit:
+        asked["nvme"] = {"limit": args.nvme_limit} | ({"path": args.nvme} if args.nvme else {})
+    with contextlib.suppress(MegatrainError):            # it is no size
+        if args.nvme and not args.nvme_limit and not Path(args.nvme).is_dir() and mt.parse_bytes(args.nvme, "nvme"):
+            asked["nvme"] = {"limit": args.nvme}
     config = models.load_config(models.source_of(args.model).model)
     if args.machine is None and mt.Machine.here().device == "cpu":
         if not args.vram:
@@ -145,15 +150,6 @@ def _plan(args: argparse.Namespace) -> int:
     if args.picture:
         found.picture(args.picture)
     return 0
-
-
-def _nvme(args: argparse.Namespace) -> str | dict[str, str] | None:
-    if args.nvme_limit:
-        return {"limit": args.nvme_limit} | ({"path": args.nvme} if args.nvme else {})
-    with contextlib.suppress(MegatrainError):            # it is no size
-        if args.nvme and not Path(args.nvme).is_dir() and mt.parse_bytes(args.nvme, "nvme"):
-            return {"limit": args.nvme}
-    return args.nvme
 
 
 # ---- several numbers of GPUs and machines --------------------------------------------------------

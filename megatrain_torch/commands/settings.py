@@ -44,11 +44,7 @@ STEPS_LEAST = 20                         # steps of an epoch, where `tokens` is 
 
 
 class Stopped(Exception):
-    """A run was asked to stop by this signal, and has written a checkpoint: the command's status is the signal's."""
-
-    def __init__(self, signal: int) -> None:
-        super().__init__(f"stopped by signal {signal}")
-        self.signal = signal
+    """A run was asked to stop by the signal of this number, and has written a checkpoint."""
 
 
 def say(text: str) -> None:
@@ -66,18 +62,18 @@ def near(name: str) -> str:
 
 
 def from_json(text: str | bytes, where: str) -> Any:
-    """Raises: MegatrainError: it is none; the message begins with `where` and says the line and the column."""
+    """where: for messages, which tell the line and the column too."""
     try:
         return json.loads(text)
     except UnicodeDecodeError as why:
-        raise MegatrainError(f"{where}: byte {why.start} is not UTF-8, as JSON is") from None
+        said = f"byte {why.start} is not UTF-8, as JSON is"
     except json.JSONDecodeError as why:
         doc = why.doc.rstrip()           # what is missing at a line's end json tells as at the beginning of the next
-        place = (f"line {why.lineno}, column {why.colno}" if "\n" in doc
-                 else f"column {min(why.pos, len(doc)) + 1}")
-        raise MegatrainError(f"{where}: not JSON: {why.msg} at {place}") from None
+        said = f"not JSON: {why.msg} at " + (f"line {why.lineno}, column {why.colno}" if "\n" in doc
+                                             else f"column {min(why.pos, len(doc)) + 1}")
     except (RecursionError, ValueError) as why:
-        raise MegatrainError(f"{where}: not JSON that can be read: {why}") from None
+        said = f"not JSON that can be read: {why}"
+    raise MegatrainError(f"{where}: {said}")
 
 
 # ---- the table -----------------------------------------------------------------------------------
@@ -104,9 +100,7 @@ def _share(value: Any) -> float | str:
     try:
         return float(value)
     except ValueError:
-        if not value:
-            raise
-        return str(value)
+        return _words(str(value))[0]
 
 
 DATA = ("text, .jsonl, .json, .csv, .tsv or .parquet, a folder of such, or a name on the hub; several may have "
@@ -254,8 +248,7 @@ class Settings:
             raise MegatrainError(f"early_stopping={s.early_stopping}, validation=0: nothing is held out to evaluate")
         if s.base != "none" and s.lora is None:
             raise MegatrainError(f"base={s.base}: codes are frozen; say what trains beside them, as lora={AS}")
-        if s.seq and s.tokens:
-            _check_rows(s, s.seq)
+        _check_rows(s, s.seq)
         return s
 
     def with_(self, **changes: Any) -> Settings:
@@ -276,16 +269,13 @@ def unknown(name: str, known: Iterable[str], cutoff: float = 0.5) -> str:
 
 def _of_kind(f: dataclasses.Field[Any], value: Any, where: str) -> Any:
     """YAML reads 1e-5 as a word: numbers may come as words."""
-    kind, choices = f.metadata["kind"], f.metadata["choices"]
+    kind, choices, span = (f.metadata[name] for name in ("kind", "choices", "span"))
     if value is None and f.default is None:
         return None
     try:
-        if isinstance(value, bool) or (kind is str and not isinstance(value, str)):
-            raise ValueError
-        if kind is float and not math.isfinite(float(value)):
-            raise ValueError
         found = kind(value)
-        if kind is int and float(value) != found:
+        if isinstance(value, bool) or (kind is str and not isinstance(value, str)) or (
+                kind is float and not math.isfinite(found)) or (kind is int and float(value) != found):
             raise ValueError
     except (TypeError, ValueError, OverflowError):       # the last: of int(inf)
         raise MegatrainError(f"{where}: {f.name}={value!r}: {KINDS[kind][0]} is needed") from None
@@ -293,15 +283,15 @@ def _of_kind(f: dataclasses.Field[Any], value: Any, where: str) -> Any:
         raise MegatrainError(f"{where}: {why}") from None
     if choices and found not in (*choices, *UNSHOWN * (f.name == "states")):
         raise MegatrainError(f"{where}: {f.name}={found!r}: use one of {', '.join(choices)}")
-    if (span := f.metadata["span"]) and not isinstance(found, str) and not span[0] <= found <= span[1]:
+    if span and not isinstance(found, str) and not span[0] <= found <= span[1]:
         needed = {COUNT: "at least 1", POSITIVE: "more than 0", (0, math.inf): "0 or more"}.get(
             span, f"a number from {span[0]} to {span[1]}")
         raise MegatrainError(f"{where}: {f.name}={found}: {needed} is needed")
     return found
 
 
-def _check_rows(s: Settings, seq: int) -> None:
-    if s.tokens % seq:
+def _check_rows(s: Settings, seq: int | None) -> None:
+    if seq and s.tokens and s.tokens % seq:
         raise MegatrainError(f"tokens={s.tokens}, seq={s.seq}: a step is a whole number of rows; "
                              f"nearest: tokens={max(1, round(s.tokens / seq)) * seq}")
 
@@ -325,31 +315,20 @@ def given(args: argparse.Namespace) -> dict[str, Any]:
 def read_yaml(path: str | Path) -> dict[str, Any]:
     import yaml
 
-    needed = "lines of `name: value` are needed"
+    where, needed = str(path), "lines of `name: value` are needed"
     try:
-        found = yaml.safe_load(Path(path).read_text())
+        if isinstance(found := yaml.safe_load(Path(path).read_text()), dict):
+            return found
+        said = needed
     except OSError as why:
-        raise MegatrainError(f"{path}: {why.strerror}") from None
+        said = why.strerror
     except UnicodeDecodeError:
-        raise MegatrainError(f"{path}: not UTF-8: {needed}") from None
+        said = f"not UTF-8: {needed}"
     except yaml.YAMLError as why:
-        mark, problem = getattr(why, "problem_mark", None), getattr(why, "problem", None) or why
-        where = f"{path}:{mark.line + 1}" if mark else str(path)
-        raise MegatrainError(f"{where}: not YAML: {problem}; {needed}") from None
-    if not isinstance(found, dict):
-        raise MegatrainError(f"{path}: {needed}")
-    return found
-
-
-def as_yaml(settings: Settings) -> bytes:
-    """As read_yaml takes it."""
-    import yaml
-
-    found = dataclasses.asdict(settings)
-    found |= found.pop("more")
-    if found["data"] is not None:                    # as it is written by hand
-        found["data"] = found["data"][0] if len(found["data"]) == 1 else list(found["data"])
-    return yaml.safe_dump(found, sort_keys=False).encode()
+        mark = getattr(why, "problem_mark", None)
+        where += f":{mark.line + 1}" if mark else ""
+        said = f"not YAML: {getattr(why, 'problem', None) or why}; {needed}"
+    raise MegatrainError(f"{where}: {said}")
 
 
 def page() -> str:
@@ -373,8 +352,8 @@ def device_of(asked: str | None) -> str:
 
 
 def for_machine(settings: Settings) -> Settings:
-    device = device_of(settings.device)
-    there = torch.cuda.device_count() if device == "cuda" else max(2, len(os.sched_getaffinity(0)))
+    device, cores = device_of(settings.device), len(os.sched_getaffinity(0))
+    there = torch.cuda.device_count() if device == "cuda" else max(2, cores)
     if settings.gpus > there:
         what = "CUDA devices" if device == "cuda" else "cores, with a process on each,"
         raise MegatrainError(f"gpus={settings.gpus}: there are {there} {what} here; --gpus {there} or fewer")
@@ -383,7 +362,7 @@ def for_machine(settings: Settings) -> Settings:
                              "states")
     if device == "cpu":
         # Torch's threads spin while they wait for each other: one core is left to the engine's.
-        torch.set_num_threads(max(1, (len(os.sched_getaffinity(0)) - 1) // settings.gpus))
+        torch.set_num_threads(max(1, (cores - 1) // settings.gpus))
     halves = device == "cuda" or settings.products == "fp8" or settings.base != "none"
     return settings.with_(device=device, dtype=settings.dtype or ("bfloat16" if halves else "float32"),
                           lr=settings.lr or (1e-5 if settings.lora is None else 2e-4))

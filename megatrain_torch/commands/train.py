@@ -264,15 +264,9 @@ def _run(settings: Settings, run: Any, checkpoint: Path | None, new_data: bool) 
         say(f"stopped at step {trainer.state.global_step}; megatrain resume {out} goes on")
         raise Stopped(stopped)
     team.first_does(lambda: _export_final(trainer.model, tokenizer, owned))
-    rose, final = trainer.rose(), out / folder.FINAL
-    end = "done" if not rose else f"{rose}: the run diverged, and a lower --lr than {settings.lr:g} may not; over"
-    say(f"{end} in {time.perf_counter() - began:.0f} s; the {'model' if lora is None else 'adapter'} is {final}")
-    chat = " --chat" if folder.is_chat(settings.out) else ""
-    tried = "" if settings.method == "reward" else f"try it: megatrain generate {out}{chat} --prompt '...'     "
-    say(f"{tried}look: megatrain report {out}")
+    _say_end(settings, trainer.rose(), time.perf_counter() - began)
     if settings.push_to_hub is not None:
-        private = loop.given(settings).get("hub_private_repo")
-        team.first_does(lambda: _push(final, settings.push_to_hub, private))
+        team.first_does(lambda: _push(out / folder.FINAL, settings.push_to_hub, loop.given(settings)))
 
 
 @contextlib.contextmanager
@@ -339,12 +333,21 @@ def _export_final(model: Any, tokenizer: Any, owned: Owned) -> None:
     models.export(model, tokenizer, owned.run / folder.FINAL, half, lambda half: owned.made(folder.FINAL, half))
 
 
-def _push(model: Path, name: str, private: bool | None) -> None:
+def _say_end(settings: Settings, rose: str, seconds: float) -> None:
+    out = settings.out
+    end = "done" if not rose else f"{rose}: the run diverged, and a lower --lr than {settings.lr:g} may not; over"
+    say(f"{end} in {seconds:.0f} s; the {'model' if settings.lora is None else 'adapter'} is {out}/{folder.FINAL}")
+    chat = " --chat" if folder.is_chat(out) else ""
+    tried = "" if settings.method == "reward" else f"try it: megatrain generate {out}{chat} --prompt '...'     "
+    say(f"{tried}look: megatrain report {out}")
+
+
+def _push(model: Path, name: str, given: dict[str, Any]) -> None:
     import huggingface_hub
 
     try:
-        name = str(huggingface_hub.create_repo(name, private=private, exist_ok=True).repo_id)
-        found = huggingface_hub.upload_folder(repo_id=name, folder_path=model)
+        there = huggingface_hub.create_repo(name, private=given.get("hub_private_repo"), exist_ok=True)
+        found = huggingface_hub.upload_folder(repo_id=there.repo_id, folder_path=model)
     except Exception as why:                             # of httpx, or of the hub
         raise MegatrainError(f"push_to_hub={name}: {why}; the model is {model}") from None
     say(f"{model} is on the hub: {found}")

@@ -92,9 +92,9 @@ class Door:
         self._lock.release()
 
     @contextlib.contextmanager
-    def held(self) -> Iterator[None]:
-        """No other thread's forward or backward begins meanwhile."""
-        takes = self.enter(-1)
+    def held(self, task: int) -> Iterator[None]:
+        """No other thread's forward begins meanwhile. task: of the backward that this is in, -1: none."""
+        takes = self.enter(task)
         try:
             yield
         finally:

@@ -19,6 +19,7 @@ from ..base.modes import check_states
 from ..store import gradient
 from ..store.guard import StreamedParameter, guard, plain
 from ..store.records import DTYPES, Record
+from ..store.state import in_backward
 from . import hooks
 from .states import (
     MOMENTS,
@@ -244,7 +245,7 @@ class AdamW(torch.optim.Optimizer):
         self._adopt()
         with contextlib.ExitStack() as doors:            # a thread that evaluates sees weights of one step
             for rt in self._served:
-                doors.enter_context(rt.door.held())
+                doors.enter_context(rt.door.held(in_backward()))
             return self._step(closure)
 
     def _step(self, closure: Callable[[], Any] | None) -> Any:
