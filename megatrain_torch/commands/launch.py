@@ -156,7 +156,7 @@ def launch(words: Sequence[str], gpus: int) -> int:
     # What torchrun sets, for those who look there; modules are looked for where this process finds them.
     env = {"OMP_NUM_THREADS": str(threads), **os.environ, LAUNCHER: str(os.getpid()), "WORLD_SIZE": str(gpus),
            "LOCAL_WORLD_SIZE": str(gpus), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "PYTHONSAFEPATH": "1",
-           "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
+           "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path), "TORCHELASTIC_USE_AGENT_STORE": ""}
     quiet = {"PYTHONWARNINGS": "ignore", "TRANSFORMERS_VERBOSITY": "error"}
     # In sessions of their own: a terminal's Ctrl-C comes to this process alone, which passes it on once.
     processes = [subprocess.Popen([sys.executable, "-m", __package__.partition(".")[0], *words],

@@ -138,18 +138,15 @@ class Lora:
     @staticmethod
     def of(value: Any) -> Lora:
         """From a flag's words, or a table in YAML. A word without `=` goes on with the list before it."""
-        given: dict[str, Any] = {str(k): v for k, v in value.items()} if isinstance(value, Mapping) else {}
-        if not given and not isinstance(value, (str, Mapping)):
-            raise MegatrainError(f"lora={value!r}: words such as {AS} are needed")
-        last = ""
-        for word in filter(None, map(str.strip, value.split(","))) if isinstance(value, str) else ():
-            name, said, rest = word.partition("=")
-            if not said and not last:
+        if isinstance(value, Mapping):
+            given = {str(k): v for k, v in value.items()}
+        else:
+            first, *words = re.split(r"(?:^|,)\s*(\w+)=", value.strip(" ,")) if isinstance(value, str) else "?"
+            given = dict(zip(words[::2], map(str.strip, words[1::2])))
+            if first:
                 raise MegatrainError(f"lora={value!r}: words such as {AS} are needed")
-            if said and name in given:
-                raise MegatrainError(f"lora={value!r}: {name} is said twice")
-            last = name if said else last
-            given[last] = rest if said else f"{given[last]},{word}"
+            if twice := [name for name in given if words[::2].count(name) > 1]:
+                raise MegatrainError(f"lora={value!r}: {twice[0]} is said twice")
         known = {f.name: f for f in dataclasses.fields(Lora)}
         for name in given:
             if name not in known:
