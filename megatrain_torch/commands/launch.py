@@ -113,10 +113,6 @@ class Team:
         """Of each of these the highest that any has."""
         return self._told(dist.all_reduce, torch.tensor(numbers), dist.ReduceOp.MAX).tolist()
 
-    def meet(self) -> None:
-        """All have come here."""
-        self.of_first(None)
-
 
 @contextlib.contextmanager
 def team_of(device: str) -> Iterator[Team]:

@@ -260,7 +260,7 @@ def _run(settings: Settings, run: Any, checkpoint: Path | None, new_data: bool) 
     # A run that was stopped in its last step has none left to make: Trainer would make one more.
     over = checkpoint is not None and folder.step_of(checkpoint.name) >= settings.steps
     if stopped := 0 if over else loop.train(trainer, settings, checkpoint):
-        team.meet()                      # the first one may be writing still
+        team.of_first(None)              # which may be writing still
         say(f"stopped at step {trainer.state.global_step}; megatrain resume {out} goes on")
         raise Stopped(stopped)
     team.first_does(lambda: _export_final(trainer.model, tokenizer, owned))

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from .window import Window
 
 _ENGINE = _engine_run_backward.__code__
+_NO_TURN = nullcontext()
 PATIENCE_S = 60.0                            # a thread's, for another one to leave
 
 
@@ -54,19 +55,15 @@ class Door:
         Raises:
             MegatrainError: another thread is in the model, and was for PATIENCE_S.
         """
-        if task != -1 or (self._depth and self.thread == threading.get_ident()):
-            return self._wait(task)
-        with self._turn:                     # held by who waits: it comes before a thread that comes again and again
-            return self._wait(task)
-
-    def _wait(self, task: int) -> bool:
-        end = 0.0
-        while not isinstance(found := self._try(task), bool):
-            end = end or time.monotonic() + PATIENCE_S
-            if time.monotonic() > end:
-                self._refuse(*found)
-            time.sleep(0.001)
-        return found
+        inside = task != -1 or (self._depth and self.thread == threading.get_ident())
+        with _NO_TURN if inside else self._turn:     # who waits holds it, and comes before who comes again and again
+            end = 0.0
+            while not isinstance(found := self._try(task), bool):
+                end = end or time.monotonic() + PATIENCE_S
+                if time.monotonic() > end:
+                    self._refuse(*found)
+                time.sleep(0.001)
+            return found
 
     def _try(self, task: int) -> bool | tuple[str, int, str]:
         """As `enter`; or what cannot be now, and which thread is in its forward or backward."""
