@@ -2,7 +2,7 @@
 
 `launch`, in the process that the shell began, starts the others, which run the same command, and waits for them. In
 each `team_of` gives the Team: the first has the run's folder; it checks, reads data, writes. The others wait for it.
-Who fails says why; who only hears of it says nothing.
+Why they end is said once, by the process that the shell began.
 
 torchrun would end them 30 seconds after a signal, whether a checkpoint is written or not, and has one status for
 whatever happened.
@@ -10,12 +10,14 @@ whatever happened.
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 import os
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -28,7 +30,7 @@ from torch import distributed as dist
 from megatrain_torch import MegatrainError
 
 T = TypeVar("T")
-LAUNCHER = "MEGATRAIN_LAUNCHER"      # process that started this one
+LAUNCHER, TOLD = "MEGATRAIN_LAUNCHER", "MEGATRAIN_TOLD"          # who started this one; a file of why processes end
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 GRACE_S = 30.0                       # in which the others end by themselves, once one has failed
 PATIENCE = timedelta(days=3)         # the first one may read much data, and write to a slow disk
@@ -60,9 +62,15 @@ def watch() -> None:
 
 
 def complain(why: BaseException, text: str) -> None:
-    """Says why the command ends."""
-    if not isinstance(why, Heard) and not (_rank() and isinstance(why, KeyboardInterrupt)):
-        sys.stderr.write(f"megatrain: {f'rank {_rank()}: ' if _rank() else ''}{text}\n")
+    """Says why the command ends, or tells who started this process."""
+    if isinstance(why, Heard):
+        return
+    with contextlib.suppress(KeyError, FileNotFoundError):       # nobody did, or it is gone
+        fd = os.open(os.environ[TOLD], os.O_WRONLY | os.O_APPEND)
+        os.write(fd, json.dumps([_rank(), text]).encode() + b"\n")
+        os.close(fd)
+        return
+    sys.stderr.write(f"megatrain: {text}\n")
 
 
 def _rank() -> int:
@@ -144,15 +152,16 @@ def hearing(heard: Callable[[int, Any], None]) -> Iterator[None]:
 
 def launch(words: Sequence[str], gpus: int) -> int:
     """Runs the command in as many processes; returns the status of the first that failed, or 0."""
-    deadline, interrupts = math.inf, 0
+    deadline, interrupts, told = math.inf, 0, tempfile.NamedTemporaryFile("r")
     failed = (0, 0)                      # code and rank of the first that did not end well
     threads = max(1, (len(os.sched_getaffinity(0)) - 1) // gpus)
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     # What torchrun sets, for those who look there; modules are looked for where this process finds them.
-    env = {"OMP_NUM_THREADS": str(threads), **os.environ, LAUNCHER: str(os.getpid()), "WORLD_SIZE": str(gpus),
-           "LOCAL_WORLD_SIZE": str(gpus), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "PYTHONSAFEPATH": "1",
-           "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path), "TORCHELASTIC_USE_AGENT_STORE": ""}
+    env = {"OMP_NUM_THREADS": str(threads), **os.environ, LAUNCHER: str(os.getpid()), TOLD: told.name,
+           "WORLD_SIZE": str(gpus), "LOCAL_WORLD_SIZE": str(gpus), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+           "TORCHELASTIC_USE_AGENT_STORE": "", "PYTHONSAFEPATH": "1",
+           "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
     quiet = {"PYTHONWARNINGS": "ignore", "TRANSFORMERS_VERBOSITY": "error"}
     # In sessions of their own: a terminal's Ctrl-C comes to this process alone, which passes it on once.
     processes = [subprocess.Popen([sys.executable, "-m", __package__.partition(".")[0], *words],
@@ -189,9 +198,16 @@ def launch(words: Sequence[str], gpus: int) -> int:
     finally:
         kill()                                           # whatever ended this, they end too
     code, rank = failed
-    if code >= 0:
-        return code
-    more = "; there may be no memory left: the kernel's log says so" if code == -signal.SIGKILL else ""
-    sys.stderr.write(f"megatrain: rank {rank} (process {processes[rank].pid}) was ended by {signal.Signals(-code).name}"
-                     f"{more}\n")
-    return 128 - code
+    text = said_once([json.loads(line) for line in told])
+    if code < 0:
+        more = "; there may be no memory left: the kernel's log says so" if code == -signal.SIGKILL else ""
+        text = f"rank {rank} (process {processes[rank].pid}) was ended by {signal.Signals(-code).name}{more}"
+    if text:
+        sys.stderr.write(f"megatrain: {text}\n")
+    return code if code >= 0 else 128 - code
+
+
+def said_once(told: list[list[Any]]) -> str:
+    """The first of what processes said, each [rank, text]; without the rank where the first process says it too."""
+    rank, text = told[0] if told else (0, "")
+    return text if rank == 0 or [0, text] in told else f"rank {rank}: {text}"
