@@ -35,12 +35,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         args = _parse(argv)
         return args.run(args) or 0
     except (MegatrainError, OSError) as why:
-        launch.complain(_of_system(why) if isinstance(why, OSError) else str(why))
+        launch.complain(why, _of_system(why) if isinstance(why, OSError) else str(why))
         return 1
     except Stopped as why:
-        return 128 + why.signal
-    except KeyboardInterrupt:
-        launch.complain("interrupted")
+        return 128 + why.args[0]
+    except KeyboardInterrupt as why:
+        launch.complain(why, "interrupted")
         return 128 + signal.SIGINT
 
 

@@ -199,13 +199,40 @@ def test_another_launcher_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: py
     assert "start one, and --gpus 4 starts the others" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("rank, own, failed, said", [
+    (0, "no room", [1, 0, 0], [0, "no room"]), (1, None, [1, 0, 0], None),
+    (1, "no room", [0, 1, 0], [1, "no room"]), (0, None, [0, 1, 0], None),
+    (0, "not the same", [1, 1, 1], [0, "not the same"]), (2, "not the same", [1, 1, 1], None),
+    (2, "no room", None, [2, "no room"]), (0, None, None, None)], ids=str)
+def test_the_first_that_fails_says_why_and_no_other(rank: int, own: str | None, failed: list[int] | None,
+                                                    said: list[Any] | None, monkeypatch: pytest.MonkeyPatch,
+                                                    tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """failed: of three; None: a process is gone."""
+    def gather(found: list[bool], *_: Any) -> None:
+        if failed is None:
+            raise RuntimeError("closed")
+        found[:] = map(bool, failed)
+
+    monkeypatch.setattr(torch.distributed, "all_gather_object", gather)
+    (tmp_path / "told").touch()
+    monkeypatch.setenv(launch.LAUNCHER, "1")
+    monkeypatch.setenv(launch.TOLD, str(tmp_path / "told"))
+    monkeypatch.setenv("RANK", str(rank))
+    with pytest.raises(MegatrainError) as why, launch.Team(3, rank).as_one():
+        if own is not None:
+            raise MegatrainError(own)
+    launch.complain(why.value, str(why.value))
+    assert [json.loads(line) for line in (tmp_path / "told").read_text().splitlines()] == [said] * (said is not None)
+    (tmp_path / "told").unlink()                             # as the launcher is gone
+    launch.complain(why.value, str(why.value))
+    assert capsys.readouterr().err == (f"megatrain: {said[1]}\n" if said else "")
+
+
 @pytest.mark.parametrize("told, words", [
-    ([], ""),
-    ([(1, "rank 0: no room"), (0, "no room")], "no room"),
-    ([(0, "rank 1: no room"), (1, "no room")], "rank 1: no room"),
-    ([(1, "not the same"), (0, "not the same")], "not the same"),
-    ([(2, "no room"), (0, "another process is gone"), (1, "another process is gone")], "rank 2: no room")], ids=str)
-def test_of_what_all_say_the_cause_is_said_once(told: list[tuple[int, str]], words: str) -> None:
+    ([], ""), ([[0, "no room"]], "no room"), ([[1, "no room"]], "rank 1: no room"),
+    ([[1, "not the same"], [0, "not the same"]], "not the same"),
+    ([[2, "no room"], [0, "rank 2 ended"]], "rank 2: no room")], ids=str)
+def test_of_what_all_say_the_cause_is_said_once(told: list[list[Any]], words: str) -> None:
     assert launch.said_once(told) == words
 
 

@@ -264,9 +264,13 @@ def test_a_model_without_weights_has_the_shape_of_what_is_read(base: str, toy: P
     from megatrain_torch.plans.shapes import shaped, shapes_of
     from megatrain_torch.store import bases
     read = bases.with_base(transformers.AutoModelForCausalLM, toy, base, None)
-    alike = shaped(transformers.AutoConfig.from_pretrained(toy), base)
-    shapes = [shapes_of(models.adapted(model, "r=4", 0))("fp32") for model in (read, alike)]
-    assert shapes[0] == shapes[1] and all(p.is_meta for n, p in alike.named_parameters() if "lora" not in n)
+    alike = [shaped(transformers.AutoConfig.from_pretrained(toy), base)]
+    with pytest.MonkeyPatch.context() as patched:            # nor does it need a package
+        patched.setattr(bases.importlib.util, "find_spec", lambda name: None)
+        alike.append(shaped(transformers.AutoConfig.from_pretrained(toy), base))
+    shapes = [shapes_of(models.adapted(model, "r=4", 0))("fp32") for model in (read, *alike)]
+    assert shapes[0] == shapes[1] == shapes[2]
+    assert all(p.is_meta for model in alike for n, p in model.named_parameters() if "lora" not in n)
     linear = 3 * (4 * 128 * 128 + 3 * 128 * 256)
     assert shapes[0].parameters - shapes[0].trained == linear + 2 * 257 * 128 + 7 * 128
 
@@ -274,15 +278,17 @@ def test_a_model_without_weights_has_the_shape_of_what_is_read(base: str, toy: P
 def test_a_plan_counts_codes_and_adapters(toy: Path, capsys: pytest.CaptureFixture[str]) -> None:
     asked = ("plan", toy, "--machine", "rtx4090", "--tokens", 1024, "--seq", 64, "--json", "--layers", 6)
     found = {}
-    for name, more in (("all", ()), ("lora", ("--lora", "r=4")), ("fp8", ("--lora", "r=4", "--base", "fp8"))):
+    for name, more in (("all", ()), ("lora", ("--lora", "r=4")),
+                       *((base, ("--lora", "r=4", "--base", base)) for base in ("fp8", "nf4", "int8"))):
         assert megatrain(*asked, *more) == 0
         found[name] = json.loads(capsys.readouterr().out)
     linear, rest = 6 * (4 * 128 * 128 + 3 * 128 * 256), 2 * 257 * 128 + 13 * 128
     adapters = 6 * 4 * (4 * 256 + 3 * 384)
-    assert [found[n]["parameters"] for n in found] == [linear + rest, *[linear + rest + adapters] * 2]
-    assert [found[n]["trained"] for n in found] == [linear + rest, adapters, adapters]
+    assert [found[n]["parameters"] for n in found] == [linear + rest, *[linear + rest + adapters] * 4]
+    assert [found[n]["trained"] for n in found] == [linear + rest, *[adapters] * 4]
     weights = {n: sum(found[n]["weights"].values()) for n in found}
     assert weights["lora"] - weights["fp8"] == linear - 6 * 7 * ALIGN, "a byte for two, and scales"
+    assert weights["nf4"] < weights["fp8"] < weights["int8"] + 6 * 7 * ALIGN < weights["lora"]
 
 
 def test_a_plan_in_python_is_that_of_the_command_line(toy: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,6 +5,7 @@ import json
 import signal
 import subprocess
 import sys
+import types
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from safetensors.torch import load_file
 from test_cli import MARKED, TEXT, bytes_tokenizer, megatrain, refused, toy_model
 
 import megatrain_torch as mt
-from megatrain_torch.commands import data, folder, methods, models, train
+from megatrain_torch.commands import data, folder, loop, models, train
 
 PARTS = [TEXT[i:i + 40] for i in range(0, 1600, 40)]
 RECORDS = {
@@ -68,9 +69,9 @@ def test_a_method_has_the_losses_of_trls_own_over_the_plain_model(here: Path, me
     if lora is not None:
         model = models.adapted(model, settings.lora, settings.seed)
     (parts, _) = train.parts_of(settings, tokenizer)
-    kind, _ = methods.classes(method)
-    more = {"reward_funcs": methods.rewards(settings)} if method == "grpo" else {}
-    trainer = kind(model, args=methods.arguments(settings, False), processing_class=tokenizer,
+    kind, _ = loop.classes(method)
+    more = {"reward_funcs": loop.rewards(settings)} if method == "grpo" else {}
+    trainer = kind(model, args=loop.arguments(settings, False), processing_class=tokenizer,
                    train_dataset=datasets.Dataset.from_list([p.record for p in parts[0]]), **more)
     trained = [p for p in trainer.model.parameters() if p.requires_grad]
     trainer.optimizer = torch.optim.AdamW([{"params": [p for p in trained if p.ndim >= 2]},
@@ -125,6 +126,24 @@ def test_early_stopping_takes_the_best_weights_and_trainers_names_are_taken(here
     assert all(torch.equal(weight, weights[1][name]) for name, weight in weights[0].items())
     settings = folder.settings_of(run)
     assert (settings.lr, settings.steps, settings.more) == (0.3, 30, {"neftune_noise_alpha": "5"})
+
+
+@pytest.mark.parametrize("more, name", [
+    (("--push-to-hub", "me/it"), "me/it"), (("--push_to_hub", "true"), "pushed"),
+    (("--push_to_hub", "true", "--hub_model_id", "me/it"), "me/it"), (("--hub_model_id", "me/it"), "me/it")], ids=str)
+def test_a_model_is_pushed_by_names_of_ours_or_trainers(here: Path, more: tuple[str, ...], name: str,
+                                                        monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    import huggingface_hub
+    made = []
+    monkeypatch.setattr(huggingface_hub, "create_repo", lambda name, private, exist_ok: (
+        made.append((name, private)), types.SimpleNamespace(repo_id=f"of/{name}"))[1])
+    monkeypatch.setattr(huggingface_hub, "upload_folder", lambda repo_id, folder_path: (
+        made.append((repo_id, folder_path.name)), "https://there")[1])
+    (here / "my.txt").write_text(TEXT[:3000])
+    assert megatrain("train", here / "toy", here / "my.txt", "--out", here / "pushed", "--overwrite", "--seq", 64, "--tokens", 128,
+                     "--max-steps", 1, "--run_name", "mine", "--hub_private_repo", "true", *more) == 0
+    assert made == [(name, True), (f"of/{name}", "model")] and "is on the hub: https://there" in capsys.readouterr().out
+    assert "hub_token: megatrain says that itself" in refused(capsys, "train", here / "toy", here / "my.txt", "--hub_token", "x")
 
 
 def test_what_a_method_does_not_take_is_said_first(here: Path, capsys: Any) -> None:

@@ -76,23 +76,77 @@ def test_where_layers_may_be_fused_it_trains_as_plain_torch(method: str) -> None
     assert all(fusing.error(w, others[n]) < fusing.TRAINED for n, w in weights.items())
 
 
-def test_adapters_on_parameters_of_experts_are_refused_by_name() -> None:
-    """PEFT puts them together in each forward, in the place of the streamed parameter; "all" of the command line names
-    linear layers instead."""
+EXPERTS = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 512,
+           "head_dim": 8, "num_experts_per_tok": 2}
+MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
+    "Mixtral": ("Mixtral", {"intermediate_size": 48, "num_local_experts": 4}),
+    "Qwen3Moe": ("Qwen3Moe", {"moe_intermediate_size": 16, "intermediate_size": 48, "num_experts": 4}),
+    "GptOss": ("GptOss", {"intermediate_size": 32, "num_local_experts": 4})}        # whose matrices are transposed
+
+
+def with_experts(kind: str, dtype: torch.dtype = torch.float32, **lora: Any) -> nn.Module:
+    import transformers as tf
+    name, sizes = MIXTURES[kind]
+    parity.seed()
+    config = getattr(tf, f"{name}Config")(**EXPERTS, **sizes, attn_implementation="eager")
+    model = getattr(tf, f"{name}ForCausalLM")(config).to(dtype)
+    lora = lora or {"target_modules": ["q_proj"], "target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}
+    model = peft.get_peft_model(model, peft.LoraConfig(r=4, task_type="CAUSAL_LM", **lora)).train()
+    for n, p in model.named_parameters():
+        if "lora_B" in n:
+            nn.init.normal_(p, std=0.05)                 # PEFT's begin with none, and so would A's gradients be
+    return model
+
+
+def of_experts(model: nn.Module) -> list[Tensor]:
+    """Losses, gradients of adapters and what they have become, and a pass without them."""
+    trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    opt, found = torch.optim.AdamW(trained.values(), lr=1e-2, eps=1e-4), []
+    for step in range(2):
+        loss = hf_loss(model, text(step))
+        with torch.no_grad(), model.disable_adapter():
+            found += [hf_loss(model, text(step)), loss.detach()]
+        loss.backward()
+        found += [p.grad.clone() for p in trained.values()]
+        opt.step()
+        opt.zero_grad()
+    return found + [parity.frozen(p) for p in trained.values()]
+
+
+@pytest.mark.parametrize("plan", [{"activations": "saved"}, {"activations": "replay", "slots": 2}, {"homes": "vram"},
+                                  {"experts": 1}], ids=str)
+@pytest.mark.parametrize("kind", MIXTURES)
+def test_adapters_on_experts_own_parameters_train_to_pefts_bits(kind: str, plan: dict[str, Any]) -> None:
+    import megatrain_torch as mt
+    wanted, model = of_experts(with_experts(kind)), mt.stream(with_experts(kind), "cpu", plan=plan)
+    assert all(map(parity.same_bits, of_experts(model), wanted))
+    plain = mt.unstream(model)
+    assert all("_activate_lora" not in vars(m) for m in plain.modules()), "PEFT's own again"
+    with torch.no_grad():
+        assert torch.isfinite(hf_loss(plain, text(3)))
+
+
+@pytest.mark.parametrize("lora", [{"target_modules": "all-linear"}, {"target_parameters": ["experts.down_proj"]}], ids=str)
+def test_what_peft_makes_of_all_linear_layers_trains_in_16_bits_too(lora: dict[str, Any]) -> None:
+    import megatrain_torch as mt
+    wanted = of_experts(with_experts("Mixtral", torch.bfloat16, **lora))
+    model = mt.stream(with_experts("Mixtral", torch.bfloat16, **lora), "cpu")
+    assert all(map(parity.same_bits, of_experts(model), wanted))
+
+
+def test_all_of_the_command_line_is_the_linear_layers_and_experts_are_named() -> None:
     from transformers import MixtralConfig, MixtralForCausalLM
 
     import megatrain_torch as mt
     from megatrain_torch.commands.models import adapted
-    config = MixtralConfig(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, vocab_size=512,
-                           num_key_value_heads=2, num_local_experts=4)
-    every = peft.get_peft_model(MixtralForCausalLM(config), peft.LoraConfig(r=4, target_modules="all-linear"))
-    named = r"target_modules=\['k_proj', 'o_proj', 'q_proj', 'v_proj'\], on the command line targets=k_proj,"
-    with pytest.raises(mt.MegatrainError, match=rf"layers.0.mlp.gate.*all-linear.*{named}"):
-        mt.stream(every, "cpu")
-    model = mt.stream(adapted(MixtralForCausalLM(config), "r=4,targets=all", 0), "cpu")
-    trained = {n.split(".")[-4] for n, p in model.named_parameters() if p.requires_grad}
-    assert trained == {"q_proj", "k_proj", "v_proj", "o_proj"}
-    hf_loss(model, text(0)).backward()
+    for words, names in (("all", {"q_proj", "k_proj", "v_proj", "o_proj"}), ("down_proj,q_proj", {"experts", "q_proj"})):
+        model = MixtralForCausalLM(MixtralConfig(**EXPERTS, intermediate_size=48, num_local_experts=4))
+        model = mt.stream(adapted(model, f"r=4,targets={words}", 0), "cpu")
+        trained = {n.split(".")[-4] for n, p in model.named_parameters() if p.requires_grad}
+        assert trained == names
+        hf_loss(model, text(0)).backward()
+    with pytest.raises(mt.MegatrainError, match=r"dropout=0.1: PEFT has none for experts' parameters"):
+        adapted(MixtralForCausalLM(MixtralConfig(**EXPERTS, intermediate_size=48)), "r=4,targets=down_proj,dropout=0.1", 0)
 
 
 def test_all_of_a_mixture_is_what_peft_does_not_take_for_its_experts() -> None:
@@ -109,3 +163,34 @@ def test_all_of_a_mixture_is_what_peft_does_not_take_for_its_experts() -> None:
     trained = {n.split(".")[-4] for n, p in model.named_parameters() if p.requires_grad}
     assert {"q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"} <= trained
     hf_loss(model, text(0)).backward()
+
+
+def test_an_adapter_that_does_not_train_may_come_later_and_one_that_does_is_refused() -> None:
+    """As TRL's `ref` of GRPO, which is compared with."""
+    import megatrain_torch as mt
+
+    def reference(model: nn.Module) -> Tensor:
+        model.set_adapter("ref")
+        with torch.no_grad():
+            found = hf_loss(model, text(0))
+        model.set_adapter("default")
+        return found
+
+    def made(wrap: Any) -> nn.Module:
+        parity.seed()
+        model = wrap(peft.get_peft_model(llama(), peft.LoraConfig(r=4, **AT)).train())
+        model.add_adapter("ref", model.peft_config["default"])
+        for n, p in model.named_parameters():
+            if ".ref." in n:
+                p.data.fill_(0.01)
+        return model
+
+    plain, model = made(lambda m: m), made(lambda m: mt.stream(m, "cpu"))
+    assert parity.same_bits(reference(plain), reference(model)) and reference(model) != hf_loss(model, text(0))
+    hf_loss(model, text(0)).backward()
+    hf_loss(plain, text(0)).backward()
+    own = {n: p.grad for n, p in plain.named_parameters() if p.grad is not None}
+    assert own and all(parity.same_bits(own[n], p.grad) for n, p in model.named_parameters() if n in own)
+    model.set_adapter("ref")
+    with pytest.raises(mt.MegatrainError, match=r"lora_A.ref.weight' was put into the model after mt.stream"):
+        hf_loss(model, text(0))

@@ -1,4 +1,4 @@
-"""Two threads in one model: refused by name, and what is right stays right; turns are anybody's."""
+"""Two threads in one model: one waits for the other, a while, and is refused by name; what is right stays right."""
 from __future__ import annotations
 
 import threading
@@ -10,7 +10,13 @@ import torch
 from torch import Tensor, nn
 
 import megatrain_torch as mt
+from megatrain_torch.graph import door
 from megatrain_torch.model.stream import runtime_of
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(door, "PATIENCE_S", 0.1)
 
 
 class Slow(nn.Linear):
@@ -124,6 +130,38 @@ def test_a_part_of_the_model_counts_as_the_model() -> None:
 
 
 @pytest.mark.parametrize("plan", ["saved", "replay"])
+def test_a_thread_that_evaluates_waits_for_one_that_trains_and_sees_weights_of_one_step(
+        plan: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(door, "PATIENCE_S", 20.0)
+    model = made(plan)[1]
+    found: list[Any] = []
+    over = threading.Event()
+
+    def evaluate() -> None:
+        while not over.is_set():
+            found.append(forward(model))
+
+    def train(model: nn.Module, opt: Any) -> list[Tensor]:
+        seen = [forward(model)]
+        for _ in range(20):
+            model(torch.ones(2, 8)).square().sum().backward()
+            opt.step()
+            opt.zero_grad()
+            seen.append(forward(model))
+        return seen
+
+    other = threading.Thread(target=evaluate)
+    other.start()
+    try:
+        mine = train(model, mt.AdamW(model.parameters(), lr=0.1))
+    finally:
+        over.set()
+        other.join(30)
+    assert found and all(any(map(out.equal, mine)) for out in found), "of one step's weights"
+    assert all(map(torch.equal, mine, train(*(lambda m: (m, mt.AdamW(m.parameters(), lr=0.1)))(made(plan)[1]))))
+
+
+@pytest.mark.parametrize("plan", ["saved", "replay"])
 def test_threads_take_turns(plan: str) -> None:
     plain, model = made(plan)
     lock = threading.Lock()
@@ -175,9 +213,9 @@ def test_models_in_two_threads_each_their_own() -> None:
 def test_a_gradient_inside_of_a_forward_by_autograds_own_thread() -> None:
     """As on CUDA: the thread in the forward waits, and another one runs the backward."""
     _, model = made()
-    door = runtime_of(model).door
-    assert door.enter(-1)
-    assert isinstance(in_thread(lambda: door.enter(7)), mt.MegatrainError), "this thread does not wait"
+    way_in = runtime_of(model).door
+    assert way_in.enter(-1)
+    assert isinstance(in_thread(lambda: way_in.enter(7)), mt.MegatrainError), "this thread does not wait"
 
     class Waits(torch.autograd.Function):
         @staticmethod
@@ -191,7 +229,7 @@ def test_a_gradient_inside_of_a_forward_by_autograds_own_thread() -> None:
     x = torch.ones(1, requires_grad=True)
     seen: list[Any] = []
     out = Waits.apply(x)
-    out.register_hook(lambda _: seen.append(in_thread(lambda: door.enter(7))))
+    out.register_hook(lambda _: seen.append(in_thread(lambda: way_in.enter(7))))
     out.backward()
     assert seen == [False], "it waits for the other, which goes in with it"
-    door.leave()
+    way_in.leave()

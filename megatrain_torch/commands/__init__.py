@@ -3,8 +3,7 @@
     settings.py    what is asked for: flags, YAML, defaults         folder.py    a run's folder, and what it made there
     records.py     records of files, and what they ask              models.py    models by name, adapters, exports
     chats.py       conversations by a chat template                 launch.py    a process for each GPU
-    data.py        records as tokens, of several sources            methods.py   what TRL trains, and its arguments
-    rows.py        tokens as rows, and who may share one            loop.py      what stands in front of TRL's trainers
-    train.py       train and resume                                 plan.py      plan
-    verbs.py       eval, generate, export, report, doctor
+    data.py        records as tokens, of several sources            loop.py      trainers of TRL, ours in front
+    rows.py        tokens as rows, and who may share one            train.py     train and resume
+    plan.py        plan                                             verbs.py     eval, generate, export, report, doctor
 """

@@ -1,9 +1,9 @@
 """Conversations as a model's own chat template writes them, with the places of the assistant's answers.
 
-What is trained is what the template renders at inference. An answer begins where the generation prompt ends: a think
-block that the prompt opens is the prompt's. It ends with its end token. Where the whole conversation shows each answer
-as it was when it was made, one rendering serves all. Else (a template that takes thoughts out of earlier answers, or
-moves the system's words) each answer has a rendering of its own, with what came before it.
+What is trained is what the template renders at inference. An answer begins where the generation prompt ends, behind a
+think block that the prompt opens, and ends with its end token. Where the whole conversation shows each answer as it was
+when it was made, one rendering serves all. Else (a template that takes thoughts out of earlier answers, or moves the
+system's words) each answer has a rendering of its own, with what came before it.
 """
 from __future__ import annotations
 
@@ -46,7 +46,6 @@ class Template:
         self.ends = tuple(tokenizer.get_added_vocab())           # what may end an answer
 
     def for_record(self, record: dict[str, Any], where: str) -> Template:
-        """Raises: MegatrainError: there is none, or what the record has for it is not of its kind."""
         if not self._tokenizer.chat_template:
             raise MegatrainError(f"{where} is a conversation, and the model's tokenizer has no chat template: take an "
                                  "instruction-tuned model's tokenizer, --chat-template FILE, or data with prompt and "
@@ -60,8 +59,7 @@ class Template:
         return self
 
     def __call__(self, messages: list[Message], prompt: bool = False) -> str:
-        """The text; prompt: as the model is given it to answer. Raises: MegatrainError: the template does not take the
-        messages."""
+        """The text; prompt: as the model is given it to answer."""
         try:
             return self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt,
                                                        **self._more)
@@ -87,13 +85,17 @@ def messages_of(found: list[Any], where: str) -> list[Message]:
 
 
 def rendered(messages: list[Message], template: Template, first: int = 0) -> list[Chat]:
-    """The texts to train: one, or one for each answer. first: the message from which on answers are learned. Raises:
-    MegatrainError: the assistant says nothing; the template does not take the messages."""
+    """The texts to train: one, or one for each answer. first: the message from which on answers are learned."""
     said = [i for i, m in enumerate(messages) if i >= first and m["role"] in ("assistant", "model")]
     if not said:
         raise MegatrainError(f"{template.where}: no message is the assistant's, and nothing else is learned of a "
                              "conversation")
-    each = [chat for chat in (_answered(messages[:i + 1], template) for i in said) if _says(chat, template)]
+    each = []
+    for i in said:
+        chat = _answered(messages[:i + 1], template)
+        text = chat.text[slice(*chat.answers[0])].strip()    # "": a call of tools that the template leaves out
+        if text.removesuffix(next((t for t in template.ends if text.endswith(t)), "")).strip():
+            each.append(chat)
     if not each:
         raise MegatrainError(f"{template.where}: the chat template shows nothing of what the assistant says")
     try:
@@ -127,13 +129,6 @@ def _answered(messages: list[Message], template: Template) -> Chat:
     end = len(text.rstrip())
     text = text[:end] if text.endswith(template.ends, 0, end) else text
     return Chat(text, [(begin, len(text))])
-
-
-def _says(chat: Chat, template: Template) -> bool:
-    """Not where a template leaves out calls of tools: to say nothing is not to be learned."""
-    [(begin, end)] = chat.answers
-    text = chat.text[begin:end].strip()
-    return bool(text.removesuffix(next((t for t in template.ends if text.endswith(t)), "")).strip())
 
 
 def _begin_of_content(messages: list[Message], text: str, template: Template) -> int:

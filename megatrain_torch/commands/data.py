@@ -1,11 +1,6 @@
 """Texts, prompts and conversations become tokens with a mark on those that are trained; sources become one set of data.
 
     data: [new.jsonl:0.9, old.jsonl:0.1]     nine tokens in ten are of the first, one of the second
-
-A long text is tokenized in passages, several at once: one call takes 200 bytes a character. Each passage is read with
-some of the text before and behind it, and has the tokens that begin in it. So the tokens are those of one call, where
-two passages have the same tokens around their border. Where they have not (the same few characters again and again),
-and with tokenizers in Python, which do not tell places, the text is cut there.
 """
 from __future__ import annotations
 
@@ -15,7 +10,7 @@ import json
 import math
 import random
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from datetime import datetime
 from itertools import pairwise
@@ -32,23 +27,23 @@ from .records import ANSWERED, KNOWN, as_asked, files_of, records, with_prompt
 from .settings import Settings, say
 
 T = TypeVar("T")
-EVERY_S = {True: 0.5, False: 30.0}   # on a terminal, and without one: between two lines that say how far tokenizing is
+EVERY_S = {True: 0.5, False: 30.0}   # on a terminal, and without one: between two lines that say how far reading is
 TOGETHER = 1000                      # records whose texts the tokenizer is given at once
 PASSAGE = 1 << 14                    # characters
 AROUND = 1 << 11                     # characters before and behind a passage that are read with it
-SAME = 128                   # characters around a border within which both sides must have the same tokens
+SAME = 128                           # characters around a border within which both sides must have the same tokens
 AT_ONCE = 4                          # passages: the tokenizer takes them on threads
 # The fields that a record of a method other than sft has.
 NEEDED = {"dpo": ("chosen", "rejected"), "orpo": ("prompt", "chosen", "rejected"), "reward": ("chosen", "rejected"),
           "kto": ("prompt", "completion", "label"), "grpo": ("prompt",)}
+TRUE, FALSE = (True, 1, "True", "true", "1"), (False, 0, "False", "false", "0")
 
 
 @dataclass(frozen=True)
 class Document:
-    """Tokens of one record: ids [n], of two bytes where they fit; trained [n] bool, of a text a view of one True.
-    whole: it may not be cut for a row's sake. starts: of a conversation whose answers cannot stand in one text, where
-    each one's begins; they go together into what is trained or held out, and have rows of their own. chat: by the chat
-    template."""
+    """Tokens of one record: ids [n]; trained [n] bool, of a text a view of one True. whole: it may not be cut for a
+    row's sake. starts: where the parts of a conversation begin whose answers cannot stand in one text; parts go
+    together into what is trained or held out, and have rows of their own. chat: made by the chat template."""
 
     ids: np.ndarray
     trained: np.ndarray
@@ -90,14 +85,9 @@ class Pair:
 
 def documents(found: Iterable[dict[str, Any] | MegatrainError], tokenizer: Any, column: str | None = None,
               source: str = "the data", date: datetime | None = None) -> list[Document]:
-    """Tokens of all records that have any; a record that is wrong is left out, and said. docs/cli.md has their forms.
+    """Tokens of all records that have any. A wrong record is left out, and said; MegatrainError if all are.
 
-    Args:
-        column: the field to train on. date: the run's first day, for templates that tell it.
-
-    Raises:
-        MegatrainError: no record is right; or there are no tokens. The message begins with `source`.
-    """
+    column: the field to train on. date: the run's first day, for templates that tell it."""
     made: list[Document | str] = []
     template, waiting = Template(tokenizer, date), 0
     for one in _right(found, lambda record, where: _document(record, template, tokenizer, column, where), source):
@@ -115,8 +105,7 @@ def documents(found: Iterable[dict[str, Any] | MegatrainError], tokenizer: Any, 
 
 
 def pairs(found: Iterable[dict[str, Any] | MegatrainError], method: str, tokenizer: Any, source: str) -> list[Pair]:
-    """Records for TRL's other methods; what is wrong is left out, and said. Raises: MegatrainError: no record is right.
-    """
+    """Records for TRL's other methods; a wrong one is left out, and said."""
     chat = bool(tokenizer.chat_template)
     made = list(_right(found, lambda record, where: pair(record, method, chat, where), source))
     if not made:
@@ -126,23 +115,20 @@ def pairs(found: Iterable[dict[str, Any] | MegatrainError], method: str, tokeniz
 
 def _right(found: Iterable[dict[str, Any] | MegatrainError], read: Callable[[dict[str, Any], str], T], source: str
            ) -> Iterator[T]:
-    """What is read of each record that is right. Raises: MegatrainError: none is."""
+    """What is read of each record that is right; if none is, the first one's error."""
     wrong: list[MegatrainError] = []
-    told, number, right = monotonic(), 0, 0
+    told, number, live = monotonic(), 0, sys.stderr.isatty()
     for number, record in enumerate(found, 1):
         try:
             if isinstance(record, MegatrainError):
                 raise record
-            one = read(record, f"{source}: record {number}")
+            yield read(record, f"{source}: record {number}")
         except MegatrainError as why:
             wrong.append(why)
-            continue
-        right += 1
-        yield one
-        if monotonic() - told > EVERY_S[live := sys.stderr.isatty()]:
+        if monotonic() - told > EVERY_S[live]:
             told = monotonic()
             sys.stderr.write(f"reading: {number:,} records of {source}" + ("\r" if live else "\n"))
-    if wrong and not right:
+    if wrong and len(wrong) == number:
         raise wrong[0]
     if wrong:
         say(f"{source}: {len(wrong)} of {number} records are left out; the first: {wrong[0]}")
@@ -150,7 +136,7 @@ def _right(found: Iterable[dict[str, Any] | MegatrainError], read: Callable[[dic
 
 def _document(record: dict[str, Any], template: Template, tokenizer: Any, column: str | None, where: str
               ) -> Document | str:
-    """A text as it is: many are tokenized together."""
+    """A text stays one here: many are tokenized together."""
     if column is None:
         record = as_asked(record, bool(tokenizer.chat_template), where)
     field = column or next((k for k in KNOWN if k in record), None)
@@ -180,8 +166,10 @@ def _completion(record: dict[str, Any], template: Template, tokenizer: Any, wher
         messages = messages_of(prompt, where) + messages_of(answer, where)
         return _talk(rendered(messages, template.for_record(record, where), len(prompt)), template, tokenizer)
     if isinstance(prompt, list) or isinstance(answer, list):
-        raise MegatrainError(f"{where}: prompt is {_kind(prompt)} and {name} {_kind(answer)}: both must be texts, or "
-                             "both lists of messages")
+        kinds = ["a list of messages" if value and isinstance(value, list) else "an empty list" if value == [] else
+                 "a text" if isinstance(value, str) else f"a {type(value).__name__}" for value in (prompt, answer)]
+        raise MegatrainError(f"{where}: prompt is {kinds[0]} and {name} {kinds[1]}: both must be texts, or both lists "
+                             "of messages")
     if not isinstance(answer, str) or not isinstance(prompt, str):
         raise MegatrainError(f"{where} has {', '.join(map(repr, record))}: a prompt needs a completion (or response) "
                              "beside it, both texts or both lists of messages")
@@ -195,26 +183,19 @@ def _completion(record: dict[str, Any], template: Template, tokenizer: Any, wher
     return Document(compact(whole), np.asarray(marks, bool), True)
 
 
-def _kind(value: Any) -> str:
-    if isinstance(value, list):
-        return "a list of messages" if value else "an empty list"
-    return "a text" if isinstance(value, str) else f"a {type(value).__name__}"
-
-
 def _talk(chats: list[Chat], template: Template, tokenizer: Any) -> Document:
     found = [_marked(chat, tokenizer) for chat in chats]
     for chat, (ids, trained) in zip(chats, found):
         if not chat.text.endswith(template.ends) and tokenizer.eos_token_id is not None:
             ids.append(tokenizer.eos_token_id)       # the template has none: without it nobody learns to stop
             trained.append(True)
-    sizes = np.cumsum([0, *(len(ids) for ids, _ in found)])
+    starts = np.cumsum([0, *(len(ids) for ids, _ in found[:-1])]).tolist()
     return Document(compact(np.concatenate([ids for ids, _ in found])),
-                    np.concatenate([np.asarray(trained, bool) for _, trained in found]), True,
-                    tuple(map(int, sizes[:-1])), chat=True)
+                    np.concatenate([np.asarray(trained, bool) for _, trained in found]), True, tuple(starts), chat=True)
 
 
 def pair(record: dict[str, Any], method: str, chat: bool, where: str) -> Pair:
-    """Raises: MegatrainError: it is none that the method takes."""
+    """A record as the method takes it."""
     made, needed = dict(with_prompt(record, chat, where)), NEEDED[method]
     for name in ("prompt", "chosen", "rejected", "completion"):
         if isinstance(made.get(name), list):
@@ -222,21 +203,20 @@ def pair(record: dict[str, Any], method: str, chat: bool, where: str) -> Pair:
     if missing := [name for name in needed if made.get(name) in (None, "", [])]:
         raise MegatrainError(f"{where} has {', '.join(map(repr, record))} and no {missing[0]}: --method {method} "
                              f"trains on records of {', '.join(needed)}")
-    said = {isinstance(made[name], list) for name in (*needed, "prompt") if name in made and name != "label"}
-    if len(said) > 1:
+    if len({isinstance(made[name], list) for name in (*needed, "prompt") if name in made and name != "label"}) > 1:
         raise MegatrainError(f"{where}: {', '.join(n for n in needed if n != 'label')} must all be texts, or all lists "
                              "of messages")
     if "label" in needed:
-        if made["label"] not in (True, False, 0, 1, "True", "False", "true", "false", "0", "1"):
+        if made["label"] not in (*TRUE, *FALSE):
             raise MegatrainError(f"{where}: label is {made['label']!r}: true or false is needed")
-        made["label"] = str(made["label"]).lower() in ("true", "1")
+        made["label"] = made["label"] in TRUE
     more = (*made,) if method == "grpo" else (*needed, "prompt", "tools", "chat_template_kwargs")
     return Pair({name: made[name] for name in made if name in more})
 
 
 # ---- tokens --------------------------------------------------------------------------------------
 
-def compact(ids: Sequence[int] | np.ndarray) -> np.ndarray:
+def compact(ids: Any) -> np.ndarray:
     """[n], in two bytes each where they fit."""
     found = np.asarray(ids, np.uint32)
     return found.astype(np.uint16) if not len(found) or found.max() < 1 << 16 else found
@@ -245,13 +225,11 @@ def compact(ids: Sequence[int] | np.ndarray) -> np.ndarray:
 def _framed(ids: Any, tokenizer: Any) -> Any:
     """With one beginning-of-text token at most, though the text itself may begin with another, and one of its end."""
     begin, end = tokenizer.bos_token_id, tokenizer.eos_token_id
-    if not len(ids):
-        return ids
     while len(ids) > 1 and ids[0] == ids[1] == begin:
         ids = ids[1:]
     while len(ids) > 1 and ids[-1] == ids[-2] == end:
         ids = ids[:-1]
-    if end is None or ids[-1] == end:
+    if not len(ids) or end is None or ids[-1] == end:
         return ids
     return compact(np.append(ids, end)) if isinstance(ids, np.ndarray) else [*ids, end]
 
@@ -280,32 +258,28 @@ def _tokenize(made: list[Document | str], begin: int, tokenizer: Any) -> int:
 def _marked(chat: Chat, tokenizer: Any) -> tuple[list[int], list[bool]]:
     """Tokens of a text, and which are learned: those that have a character of an answer. One that has characters of
     both sides is the answer's: the prompt before it is as it was."""
-    made = tokenizer(chat.text, add_special_tokens=False, verbose=False,
-                     **{"return_offsets_mapping": True} if tokenizer.is_fast else {})
-    ids = made["input_ids"]
-    places = made["offset_mapping"] if tokenizer.is_fast else _places(chat, ids, tokenizer)
+    def of(text: str, **kw: Any) -> Any:
+        return tokenizer(text, add_special_tokens=False, verbose=False, **kw)
+
+    made = of(chat.text, **{"return_offsets_mapping": True} if tokenizer.is_fast else {})
+    ids, places = list(made["input_ids"]), made.get("offset_mapping", [])
+    if not tokenizer.is_fast:    # a tokenizer in Python tells no places: a token is where the text up to there has it
+        for a, b in pairwise(sorted({0, len(chat.text), *(at for place in chat.answers for at in place)})):
+            own = ids if b == len(chat.text) else of(chat.text[:b])["input_ids"]
+            end = next((i for i, (x, y) in enumerate(zip(own, ids)) if x != y), len(own))
+            places += [(a, b)] * (end - len(places))
+    first, last = np.asarray(places, np.int64).reshape(-1, 2).T
     marks = np.zeros(len(ids), bool)
-    first, last = (np.asarray([place[i] for place in places], np.int64) for i in (0, 1))
     for begin, end in chat.answers:
         marks |= (last > begin) & (first < end) & (last > first)
-    return list(ids), marks.tolist()
-
-
-def _places(chat: Chat, ids: list[int], tokenizer: Any) -> list[tuple[int, int]]:
-    """Characters of each token, as far as answers' borders tell, of a tokenizer in Python: a token is where the text up
-    to there has it."""
-    borders = sorted({0, len(chat.text), *(at for place in chat.answers for at in place)})
-    places, begin = [], 0
-    for a, b in pairwise(borders):
-        own = tokenizer(chat.text[:b], add_special_tokens=False, verbose=False)["input_ids"]
-        end = len(ids) if b == len(chat.text) else next(
-            (i for i, (x, y) in enumerate(zip(own, ids)) if x != y), len(own))
-        places += [(a, b)] * (end - begin)
-        begin = max(begin, end)
-    return places
+    return ids, marks.tolist()
 
 
 # ---- long texts ----------------------------------------------------------------------------------
+# One call of a tokenizer takes 200 bytes a character, so a long text is tokenized in passages, several at once. Each is
+# read with some of the text before and behind it, and has the tokens that begin in it: those of one call, where both
+# passages have the same tokens around their border. Where they have not (the same few characters again and again), and
+# with tokenizers in Python, which tell no places, the text is cut there: the border is hard.
 
 def ids_of(text: str, tokenizer: Any) -> np.ndarray:
     """[n] tokens of a text, with its own beginning and end; none, if it is empty."""
@@ -316,8 +290,8 @@ def ids_of(text: str, tokenizer: Any) -> np.ndarray:
 
 
 def _passages(text: str, tokenizer: Any) -> Iterator[np.ndarray]:
-    """Tokens of each passage. One that disagrees with the next about their border is tokenized anew, and so is that,
-    as if the text were cut there; what each has at its other border stays: a passage is longer than AROUND."""
+    """Tokens of each passage. One that disagrees with the next about their border is tokenized anew, and so is that;
+    what each has at its other border stays: a passage is longer than AROUND."""
     borders = [0]
     while len(text) - borders[-1] > 2 * PASSAGE:
         near = borders[-1] + PASSAGE                     # behind a paragraph, a line or a word that ends shortly before
@@ -325,54 +299,37 @@ def _passages(text: str, tokenizer: Any) -> Iterator[np.ndarray]:
         borders.append(next((at + len(mark) for at, mark in ends if at >= 0), near))
     places = list(pairwise([*borders, len(text)]))
     hard = {0, len(text)} if tokenizer.is_fast else {0, *borders, len(text)}      # where nothing is read beyond
-    before: _Passage | None = None
+    (ids, at), begun = (np.zeros(0), np.zeros(0)), 0     # of the passage before
     for some in (places[i:i + AT_ONCE] for i in range(0, len(places), AT_ONCE)):
         for here, (begin, end) in zip(_read(text, some, hard, tokenizer), some):
-            if before is not None:
-                if begin not in hard and not all(map(np.array_equal, before.around(begin), here.around(begin))):
+            if begin:
+                pair = [_between(*one, begin - SAME, begin + SAME) for one in ((ids, at), here)]
+                if begin not in hard and not all(map(np.array_equal, *pair)):
                     hard.add(begin)
-                    [before] = _read(text, [(before.begin, begin)], hard, tokenizer)
+                    [(ids, at)] = _read(text, [(begun, begin)], hard, tokenizer)
                     [here] = _read(text, [(begin, end)], hard, tokenizer)
-                yield before.ids
-            before = here
-    yield before.ids
+                yield _between(ids, at, begun, begin)[0].copy()
+            (ids, at), begun = here, begin
+    yield _between(ids, at, begun, len(text))[0].copy()
 
 
-@dataclass
-class _Passage:
-    """Tokens of a passage and of some text around it, each with the character that it begins at."""
-
-    begin: int
-    end: int
-    all: np.ndarray
-    at: np.ndarray
-
-    def _some(self, begin: int, end: int) -> slice:
-        return slice(*np.searchsorted(self.at, (begin, end)))
-
-    def around(self, border: int) -> tuple[np.ndarray, np.ndarray]:
-        near = self._some(border - SAME, border + SAME)
-        return self.all[near], self.at[near]
-
-    @property
-    def ids(self) -> np.ndarray:
-        """Those that begin in it."""
-        return self.all[self._some(self.begin, self.end)].copy()
+def _between(ids: np.ndarray, at: np.ndarray, begin: int, end: int) -> tuple[np.ndarray, np.ndarray]:
+    some = slice(*np.searchsorted(at, (begin, end)))
+    return ids[some], at[some]
 
 
-def _read(text: str, places: list[tuple[int, int]], hard: set[int], tokenizer: Any) -> list[_Passage]:
+def _read(text: str, places: list[tuple[int, int]], hard: set[int], tokenizer: Any
+          ) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Of each passage and what is read around it: its tokens, and the characters that they begin at."""
     begins = [a if a in hard else max(0, a - AROUND) for a, _ in places]
-    ends = [b if b in hard else b + AROUND for _, b in places]
-    made = tokenizer([text[a:b] for a, b in zip(begins, ends)], add_special_tokens=False, verbose=False,
-                     return_attention_mask=False, **{"return_offsets_mapping": True} if tokenizer.is_fast else {})
-    found = []
-    for i, (a, b) in enumerate(places):
-        ids = compact(made["input_ids"][i])
-        # Without places all tokens are the passage's own: it was cut at both ends.
-        at = np.full(len(ids), a) if not tokenizer.is_fast else begins[i] + np.fromiter(
-            (first for first, _ in made["offset_mapping"][i]), np.int64, len(ids))
-        found.append(_Passage(a, b, ids, at))
-    return found
+    texts = [text[begin:b if b in hard else b + AROUND] for begin, (_, b) in zip(begins, places)]
+    made = tokenizer(texts, add_special_tokens=False, verbose=False, return_attention_mask=False,
+                     **{"return_offsets_mapping": True} if tokenizer.is_fast else {})
+    ids = [compact(some) for some in made["input_ids"]]
+    if not tokenizer.is_fast:                            # cut at both ends: all tokens are the passage's own
+        return [(some, np.full(len(some), a)) for some, a in zip(ids, begins)]
+    return [(some, a + np.fromiter((first for first, _ in offsets), np.int64, len(some)))
+            for some, a, offsets in zip(ids, begins, made["offset_mapping"])]
 
 
 # ---- several sources -----------------------------------------------------------------------------
@@ -391,8 +348,7 @@ class Source:
 
 
 def named(word: str) -> tuple[str, float | None]:
-    """(path or name, weight) of `path:0.3`. A path that is there as it stands is one, colons or not. Raises:
-    MegatrainError: the weight is not more than 0."""
+    """(path or name, weight) of `path:0.3`. A path that is there as it stands is one, colons or not."""
     name, _, tail = word.rpartition(":")
     try:
         weight = float(tail) if name and not Path(word).exists() else None
@@ -407,8 +363,7 @@ def named(word: str) -> tuple[str, float | None]:
 
 def sources(settings: Settings, words: tuple[str, ...], tokenizer: Any, date: datetime | None = None
             ) -> list[Source]:
-    """All of them, read and tokenized. Raises: MegatrainError: one cannot be read, has nothing to train on, or some
-    have weights and some have none."""
+    """All of them, read and tokenized."""
     found = [named(word) for word in words]
     without = [name for name, weight in found if weight is None]
     if without and len(without) < len(found):
@@ -435,26 +390,18 @@ def mixed(found: list[Source], seed: int) -> list[Document]:
         return [d for source in found for d in source.documents]
     whole = sum(source.weight for source in found)
     most = min(source.tokens * whole / source.weight for source in found)
-    taken = [_taken(source, round(most * source.weight / whole), seed) for source in found]
+    taken = []
+    for source in found:
+        some, left = [], round(most * source.weight / whole)
+        for document in shuffled(source.documents, seed):
+            if left > 0 and (not document.whole or 2 * left >= len(document)):   # more than half of it is wanted
+                some.append(document if document.whole else document.cut(0, left))
+                left -= len(some[-1])
+        taken.append(some)
     tokens = [sum(map(len, some)) for some in taken]
     for source, own in zip(found, tokens):
         say(f"{source.name}: {own:,} of {source.tokens:,} tokens, {own / max(1, sum(tokens)):.0%} of the data")
     return [d for some in taken for d in some]
-
-
-def _taken(source: Source, tokens: int, seed: int) -> list[Document]:
-    """So many tokens; of a document that stays whole more than half has to be wanted."""
-    made: list[Document] = []
-    for document in shuffled(source.documents, seed):
-        if tokens <= 0:
-            break
-        if not document.whole:
-            document = document.cut(0, min(tokens, len(document)))
-        elif 2 * tokens < len(document):
-            continue
-        made.append(document)
-        tokens -= len(document)
-    return made
 
 
 SAID = ("seq", "seed", "validation")                     # settings that say which row is the n-th

@@ -8,7 +8,6 @@
     megatrain-run.json        the marker: what makes a folder a run, and each entry that the run made
     .megatrain-run.lock       while a command writes; locked (flock), however that command ends
 
-What a run may do there:
 (1) An entry is listed before it is made, so that whatever a crash leaves is known.
 (2) Only what is listed is ever removed or replaced.
 (3) Of a listed folder only files go that are as they were written, by size and time of change: what somebody put beside
@@ -18,6 +17,7 @@ What a run may do there:
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import errno
 import fcntl
 import json
@@ -32,7 +32,7 @@ from typing import Any
 import megatrain_torch as mt
 from megatrain_torch import MegatrainError
 
-from .settings import Settings, as_yaml, from_json, near, read_yaml, say
+from .settings import Settings, from_json, near, read_yaml, say
 
 MARKER, LOCK = "megatrain-run.json", ".megatrain-run.lock"
 PROGRAM, VERSION = "megatrain", 1
@@ -50,14 +50,7 @@ Entry = str | dict[str, list[int] | None]    # FILE, SCRATCH; or a folder's file
 
 
 class Owned:
-    """A run's folder, as its marker has it.
-
-    Attributes:
-        entries: by name. data: what the run's rows were made of (mixture.identity).
-
-    Raises:
-        MegatrainError: the marker is not as this program writes it.
-    """
+    """A run's folder, as its marker has it. entries: by name. data: what tells the run's rows (data.identity)."""
 
     def __init__(self, run: Path) -> None:
         self.run, self.entries, self.data = run, {}, {}
@@ -67,7 +60,6 @@ class Owned:
 
     @staticmethod
     def opened(run: Path) -> Owned:
-        """Raises: MegatrainError: the folder has no marker."""
         if not (run / MARKER).is_file():
             raise MegatrainError(f"{run} is no run: it has no {MARKER}; megatrain train makes one")
         return Owned(run)
@@ -87,8 +79,7 @@ class Owned:
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[Owned]:
-        """For as long as a command writes. A folder that is not there yet is locked by `start`. Raises: MegatrainError:
-        another process writes there."""
+        """For as long as a command writes. A folder that is not there yet is locked by `start`."""
         try:
             if self.run.is_dir():
                 self.lock()
@@ -96,11 +87,9 @@ class Owned:
         finally:
             if self._lock >= 0:
                 (self.run / LOCK).unlink(missing_ok=True)    # before the lock goes: nobody removes another's
-                os.close(self._lock)
-            self._lock = -1
+            self._leave()
 
     def lock(self) -> None:
-        """Raises: MegatrainError: another process has it."""
         path = self.run / LOCK
         while self._lock < 0:
             try:
@@ -113,22 +102,18 @@ class Owned:
             except OSError as why:
                 who = os.pread(fd, 200, 0).decode(errors="replace").strip() or "another process"
                 os.close(fd)
-                if why.errno not in (errno.EWOULDBLOCK, errno.EACCES):
-                    path.unlink(missing_ok=True)
-                    say(f"{self.run}: this file system has no locks ({why.strerror}); no second run may write there")
-                    break
-                raise MegatrainError(f"{self.run} is being written by {who}: wait for it, or name another "
-                                     "folder") from None
-            try:
-                here = os.path.samestat(os.fstat(fd), os.stat(path))
-            except FileNotFoundError:
-                here = False
-            if not here:                                 # whoever had it before removed it meanwhile: once more
+                if why.errno in (errno.EWOULDBLOCK, errno.EACCES):
+                    raise MegatrainError(f"{self.run} is being written by {who}: wait for it, or name another "
+                                         "folder") from None
+                path.unlink(missing_ok=True)
+                say(f"{self.run}: this file system has no locks ({why.strerror}); no second run may write there")
+                break
+            if os.fstat(fd).st_nlink:
+                self._lock = fd
+                # A forked child, a DataLoader's worker say, must not keep the lock when this process is gone.
+                os.register_at_fork(after_in_child=self._leave)
+            else:                                        # whoever had it before removed it meanwhile: once more
                 os.close(fd)
-                continue
-            self._lock = fd
-            # A forked child, a DataLoader's worker say, must not keep the lock when this process is gone.
-            os.register_at_fork(after_in_child=self._leave)
         if (self.run / MARKER).is_file():                # as whoever had the lock before left it
             self._read()
         if self._lock >= 0:
@@ -139,7 +124,6 @@ class Owned:
                     beside.unlink()
 
     def _leave(self) -> None:
-        """In a forked child: the lock is its parent's."""
         if self._lock >= 0:
             os.close(self._lock)
         self._lock = -1
@@ -172,8 +156,7 @@ class Owned:
         return [f"{name}/{file}" for file in _files(path) if file not in entry and file not in own]
 
     def begin(self, name: str, entry: Entry) -> None:
-        """Lists what will be made, before it is. Raises: MegatrainError: something else has the name, or what was made
-        was changed since."""
+        """Lists what will be made, before it is."""
         path = self.run / name
         if os.path.lexists(path) and (name not in self.entries or self.changed(name)):
             raise MegatrainError(f"{path} is there, and this run did not make it, or not as it is now: it stays; move "
@@ -208,8 +191,7 @@ class Owned:
     # ---- begin and end of a run ----
 
     def start(self, data: dict[str, Any]) -> None:
-        """A new run, in place of the one that the folder has: everything else was checked. Raises: MegatrainError: the
-        folder has what no run made, or another process writes there."""
+        """A new run, in place of the one that the folder has: everything else was checked."""
         known = set(self.entries)
         self.lock()
         if set(self.entries) != known:
@@ -219,7 +201,8 @@ class Owned:
             self._remove_drafts(name)
             self.remove(name)
         self.entries = dict.fromkeys((CONFIG, LOG, *PAGES), FILE) | {UNFINISHED: SCRATCH}
-        self.note_data(data)
+        self.data = data
+        self._write()
 
     def go_on(self, data: dict[str, Any]) -> None:
         """Behind the last checkpoint: what was begun after it, and what the log has of later steps, goes."""
@@ -231,18 +214,14 @@ class Owned:
                     say(f"{name} was being written when the run ended: removed")
                 self.remove(name)
         forget_after(self.run, step_of(whole[-1].name))
-        self.note_data(data)
+        self.data = data
+        self._write()
 
     def check_free(self) -> None:
-        """Raises: MegatrainError: a run's names are taken by what it did not make."""
         if found := self.strangers():
             more = f" and {len(found) - 3} more" if len(found) > 3 else ""
             raise MegatrainError(f"out={self.run} has {', '.join(found[:3])}{more}, which no run of megatrain made, or "
                                  "not as it is now, and a run would put its own there: --out names another folder")
-
-    def note_data(self, data: dict[str, Any]) -> None:
-        self.data = data
-        self._write()
 
     @property
     def nbytes(self) -> int:
@@ -272,7 +251,6 @@ def replace(path: Path, data: bytes) -> None:
 
 
 def sync(path: Path) -> None:
-    """What the system holds of a file or folder is on the disk when this returns."""
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)
@@ -318,7 +296,6 @@ def _mark(path: Path) -> list[int]:
 # ---- what is read of a run -----------------------------------------------------------------------
 
 def settings_of(run: Path) -> Settings:
-    """Raises: MegatrainError: it is no run's folder."""
     if not run.exists():
         raise MegatrainError(f"{run}: there is no such folder{near(str(run))}")
     Owned.opened(run)
@@ -331,7 +308,13 @@ def run_of(name: str) -> Settings | None:
 
 
 def write_yaml(path: Path, settings: Settings) -> None:
-    replace(Path(path), as_yaml(settings))
+    import yaml
+
+    found = dataclasses.asdict(settings)
+    found |= found.pop("more")
+    if found["data"] is not None:                        # as it is written by hand
+        found["data"] = found["data"][0] if len(found["data"]) == 1 else list(found["data"])
+    replace(Path(path), yaml.safe_dump(found, sort_keys=False).encode())
 
 
 def step_of(name: str) -> int:
@@ -347,7 +330,6 @@ def checkpoints(run: Path) -> list[Path]:
 
 
 def last_checkpoint(run: Path) -> Path:
-    """Raises: MegatrainError: there is none."""
     if not (found := checkpoints(run)):
         raise MegatrainError(f"{run} has no checkpoint yet; megatrain train --out {run} --overwrite begins again")
     return found[-1]

@@ -1,9 +1,8 @@
 """The processes of a command: this one alone, or one for each GPU; started, told of signals, and ended with.
 
-    launch     in the process that the shell began: starts the others, which run the same command, and waits for them
-    team_of    in each of them: who they are. The first has the run's folder: it checks, reads data, writes; the others
-               wait for it, and say nothing
-    complain   why a command ends: on stderr; of several processes, to the one that the shell began, which says it once
+`launch`, in the process that the shell began, starts the others, which run the same command, and waits for them. In
+each `team_of` gives the Team: the first has the run's folder; it checks, reads data, writes. The others wait for it.
+Why they end is said once, by the process that the shell began.
 
 torchrun would end them 30 seconds after a signal, whether a checkpoint is written or not, and has one status for
 whatever happened.
@@ -14,10 +13,11 @@ import contextlib
 import json
 import math
 import os
-import re
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -30,18 +30,21 @@ from torch import distributed as dist
 from megatrain_torch import MegatrainError
 
 T = TypeVar("T")
-STORE, LAUNCHER = "MEGATRAIN_STORE", "MEGATRAIN_LAUNCHER"        # port, and process, of who started this one
+LAUNCHER, TOLD = "MEGATRAIN_LAUNCHER", "MEGATRAIN_TOLD"          # who started this one; a file of why processes end
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 GRACE_S = 30.0                       # in which the others end by themselves, once one has failed
 PATIENCE = timedelta(days=3)         # the first one may read much data, and write to a slow disk
-_TOLD, _MET = "told", "met"
+
+
+class Heard(MegatrainError):
+    """Another process failed, and says why."""
 
 
 # ---- in each of them -----------------------------------------------------------------------------
 
 def joins() -> bool:
     """Was this process started for one GPU of several?"""
-    return STORE in os.environ
+    return LAUNCHER in os.environ
 
 
 def watch() -> None:
@@ -58,58 +61,52 @@ def watch() -> None:
         threading.Thread(target=look, daemon=True).start()
 
 
-def complain(text: str) -> None:
-    """Says why the command ends."""
-    if joins():
-        with contextlib.suppress(RuntimeError):          # who would say it is gone
-            _store().append(_TOLD, json.dumps([_rank(), text]) + "\n")
-            return
+def complain(why: BaseException, text: str) -> None:
+    """Says why the command ends, or tells who started this process."""
+    if isinstance(why, Heard):
+        return
+    with contextlib.suppress(KeyError, FileNotFoundError):       # nobody did, or it is gone
+        fd = os.open(os.environ[TOLD], os.O_WRONLY | os.O_APPEND)
+        os.write(fd, json.dumps([_rank(), text]).encode() + b"\n")
+        os.close(fd)
+        return
     sys.stderr.write(f"megatrain: {text}\n")
 
 
 def _rank() -> int:
-    return int(os.environ["RANK"])
-
-
-def _store(port: str | None = None) -> dist.TCPStore:
-    return dist.TCPStore("127.0.0.1", int(port or os.environ[STORE]), is_master=False)
-
-
-def _own_store() -> dist.TCPStore:
-    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    return int(os.environ["RANK"]) if joins() else 0
 
 
 class Team:
-    """size: processes. first: this one has the folder."""
+    """size: processes. first: this one has the folder. group: gloo's, on which nothing else goes."""
 
     def __init__(self, size: int = 1, rank: int = 0, group: Any = None) -> None:
-        """group: gloo's, on which nothing else goes."""
-        self.size, self.first, self._group = size, rank == 0, group
+        self.size, self.first, self._rank, self._group = size, rank == 0, rank, group
 
     def _told(self, tell: Callable[..., Any], found: T, *how: Any) -> T:
         try:
             if self.size > 1:
                 tell(found, *how, self._group)
         except RuntimeError:                             # of gloo: a connection was closed
-            raise MegatrainError("another process is gone") from None
+            raise Heard("another process is gone") from None
         return found
 
     @contextlib.contextmanager
     def as_one(self) -> Iterator[None]:
-        """What fails in one fails in all, in its words; whatever it is, since the others wait here."""
+        """What fails in one fails in all, whatever it is, since the others wait here; the first that failed says it."""
         error: BaseException | None = None
         try:
             yield
         except BaseException as own:
             error = own
-        kind = "" if isinstance(error, MegatrainError) else f"{type(error).__name__}: "
+        failed = [error is not None and rank == self._rank for rank in range(self.size)]
         try:
-            told = self._told(dist.all_gather_object, [None] * self.size, None if error is None else f"{kind}{error}")
+            self._told(dist.all_gather_object, failed, error is not None)
         finally:
-            if error is not None:
+            if error is not None and (not isinstance(error, MegatrainError) or failed.index(True) == self._rank):
                 raise error
-        if (rank := next((r for r, text in enumerate(told) if text is not None), None)) is not None:
-            raise MegatrainError(f"rank {rank}: {told[rank]}")
+        if any(failed):
+            raise Heard(f"rank {failed.index(True)} failed")
 
     def first_does(self, what: Callable[[], T]) -> T | None:
         """What the first one's call gives, there; None in the others. What it refuses is refused in all."""
@@ -124,10 +121,6 @@ class Team:
         """Of each of these the highest that any has."""
         return self._told(dist.all_reduce, torch.tensor(numbers), dist.ReduceOp.MAX).tolist()
 
-    def meet(self) -> None:
-        """All have come here."""
-        self.of_first(None)
-
 
 @contextlib.contextmanager
 def team_of(device: str) -> Iterator[Team]:
@@ -135,17 +128,11 @@ def team_of(device: str) -> Iterator[Team]:
     if not joins():
         yield Team()
         return
-    rank, size = _rank(), int(os.environ["WORLD_SIZE"])
     if device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     # They meet by a store of the first one's, which outlives who started them: so a last checkpoint is written.
-    if rank == 0:
-        store = _own_store()
-        _store().set(_MET, str(store.port))
-    else:
-        store = _store(_store().get(_MET).decode())
-    dist.init_process_group("nccl" if device == "cuda" else "gloo", store=store, rank=rank, world_size=size)
-    yield Team(size, rank, dist.new_group(backend="gloo", timeout=PATIENCE))
+    dist.init_process_group("nccl" if device == "cuda" else "gloo")
+    yield Team(dist.get_world_size(), _rank(), dist.new_group(backend="gloo", timeout=PATIENCE))
     dist.destroy_process_group()         # where it failed, another may wait in it for what does not come
 
 
@@ -165,13 +152,15 @@ def hearing(heard: Callable[[int, Any], None]) -> Iterator[None]:
 
 def launch(words: Sequence[str], gpus: int) -> int:
     """Runs the command in as many processes; returns the status of the first that failed, or 0."""
-    store, deadline, interrupts = _own_store(), math.inf, 0
+    deadline, interrupts, told = math.inf, 0, tempfile.NamedTemporaryFile("r")
     failed = (0, 0)                      # code and rank of the first that did not end well
     threads = max(1, (len(os.sched_getaffinity(0)) - 1) // gpus)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
     # What torchrun sets, for those who look there; modules are looked for where this process finds them.
-    env = {"OMP_NUM_THREADS": str(threads), **os.environ, STORE: str(store.port), LAUNCHER: str(os.getpid()),
-           "WORLD_SIZE": str(gpus), "LOCAL_WORLD_SIZE": str(gpus), "MASTER_ADDR": "127.0.0.1",
-           "MASTER_PORT": str(store.port), "PYTHONSAFEPATH": "1",
+    env = {"OMP_NUM_THREADS": str(threads), **os.environ, LAUNCHER: str(os.getpid()), TOLD: told.name,
+           "WORLD_SIZE": str(gpus), "LOCAL_WORLD_SIZE": str(gpus), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+           "TORCHELASTIC_USE_AGENT_STORE": "", "PYTHONSAFEPATH": "1",
            "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
     quiet = {"PYTHONWARNINGS": "ignore", "TRANSFORMERS_VERBOSITY": "error"}
     # In sessions of their own: a terminal's Ctrl-C comes to this process alone, which passes it on once.
@@ -208,29 +197,17 @@ def launch(words: Sequence[str], gpus: int) -> int:
                 time.sleep(0.05 * running)
     finally:
         kill()                                           # whatever ended this, they end too
-    store.append(_TOLD, "")
-    told = [tuple(json.loads(line)) for line in store.get(_TOLD).decode().splitlines()]
     code, rank = failed
-    if text := _killed(code, rank, processes[rank].pid) or said_once(told):
-        complain(text)
+    text = said_once([json.loads(line) for line in told])
+    if code < 0:
+        more = "; there may be no memory left: the kernel's log says so" if code == -signal.SIGKILL else ""
+        text = f"rank {rank} (process {processes[rank].pid}) was ended by {signal.Signals(-code).name}{more}"
+    if text:
+        sys.stderr.write(f"megatrain: {text}\n")
     return code if code >= 0 else 128 - code
 
 
-def _killed(code: int, rank: int, pid: int) -> str:
-    """Words for a process that ended by a signal; "": it did not."""
-    if code >= 0:
-        return ""
-    more = "; there may be no memory left: the kernel's log says so" if code == -signal.SIGKILL else ""
-    return f"rank {rank} (process {pid}) was ended by {signal.Signals(-code).name}{more}"
-
-
-def said_once(told: list[tuple[int, str]]) -> str:
-    """Of what processes said, each (rank, text), in its order: the first, in rank 0's words where it said the same."""
-    causes = []
-    for rank, text in told:
-        found = re.match(r"rank (\d+): ", text)          # another's words are told with its number
-        causes.append((int(found[1]), text[found.end():]) if found else (rank, text))
-    if not causes:
-        return ""
-    rank, text = causes[0]
-    return text if rank == 0 or (0, text) in causes else f"rank {rank}: {text}"
+def said_once(told: list[list[Any]]) -> str:
+    """The first of what processes said, each [rank, text]; without the rank where the first process says it too."""
+    rank, text = told[0] if told else (0, "")
+    return text if rank == 0 or [0, text] in told else f"rank {rank}: {text}"

@@ -1,13 +1,16 @@
-"""Trainers of TRL around a streamed model.
+"""What TRL trains: its trainers around a streamed model, and their arguments from a run's settings.
 
-They do what they do well: methods and their losses, accumulation, schedules, the data's order and its place in it,
-early stopping, TensorBoard and Weights & Biases. What they are given here: mt.AdamW, whose exact clipping and norm
-need no pass of their own over the gradients; checkpoints of mt.save, written while training goes on; a log with what
-bound each step; signals that save and stop.
+Theirs: methods and their losses, accumulation, schedules, the data's order and its place in it, early stopping,
+TensorBoard and Weights & Biases. Ours: mt.AdamW, which clips and tells the norm without a pass of its own over the
+gradients; checkpoints of mt.save, written while training goes on; a log with what bound each step; evaluation; signals.
+Nothing of TRL is replaced: a run's class has ours in front of TRL's. `megatrain train` and `resume` alone import this.
 """
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import importlib
+import importlib.util
 import itertools
 import json
 import math
@@ -24,29 +27,42 @@ import torch
 from accelerate.data_loader import SeedableRandomSampler
 from torch import nn
 from torch.utils.data import Sampler, SequentialSampler
-from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import EarlyStoppingCallback, HfArgumentParser, Trainer, TrainerCallback
+from transformers.trainer_callback import PrinterCallback, TrainerControl, TrainerState
 
 import megatrain_torch as mt
 from megatrain_torch import MegatrainError
 
 from .folder import LOG, UNFINISHED, WHOLE, Owned, checkpoints, sync
-from .launch import Team
-from .rows import IGNORED
-from .settings import say
+from .launch import Team, hearing
+from .rows import IGNORED, collate
+from .settings import SEQUENCES, Settings, say, unknown
 
 LONG_S = 5.0                         # a step that takes longer tells how far it is
 ROSE = 0.5                           # nats above the first loss: more than batches differ
 EVERY_S = 30.0                       # without a terminal: between two lines with the loss
+CLASSES = {"sft": ("trl", "SFT"), "dpo": ("trl", "DPO"), "kto": ("trl", "KTO"), "reward": ("trl", "Reward"),
+           "orpo": ("trl.experimental.orpo", "ORPO"), "grpo": ("trl", "GRPO")}
+# Of TRL's arguments, what a run's settings say, or how it trains.
+OURS = frozenset("""
+    output_dir per_device_train_batch_size per_device_eval_batch_size gradient_accumulation_steps max_steps optim seed
+    learning_rate lr_scheduler_type max_grad_norm weight_decay logging_steps logging_first_step eval_strategy eval_steps
+    save_strategy save_steps save_total_limit use_cpu bf16 fp16 gradient_checkpointing report_to disable_tqdm packing
+    dataloader_pin_memory max_length dataset_kwargs remove_unused_columns prediction_loss_only push_to_hub
+    model_init_kwargs chat_template_path hub_token hub_strategy hub_always_push""".split())
+HELD_OUT_ROWS = 200                  # at most, by default: an evaluation is a small part of a run
 
+
+# ---- the trainer of a run ------------------------------------------------------------------------
 
 @dataclass
 class Run:
-    """What a command knows of a run. owned: the folder; None where another process of the team has it. tokens: of a
-    step. asked: what a checkpoint notes of the settings. convert: as in mt.load, of what is resumed from. scratch: a
-    folder for the time of the command, the same for all processes."""
+    """What a command knows of a run. owned: the folder, which the team's first process writes. tokens: of a step.
+    asked: what a checkpoint notes of the settings. convert: as in mt.load, of what is resumed from. scratch: a folder
+    for the time of the command, the same for all processes."""
 
     team: Team
-    owned: Owned | None
+    owned: Owned
     tokens: int
     asked: dict[str, Any]
     convert: bool
@@ -54,11 +70,8 @@ class Run:
 
 
 class Streamed:
-    """In front of a trainer of transformers or TRL whose model is streamed, with mt.AdamW as its optimizer.
-
-    Attributes:
-        run: what a command knows of the run. trace: of the model, None where another process has the folder.
-    """
+    """In front of a trainer of transformers or TRL whose model is streamed, with mt.AdamW as its optimizer. trace: of
+    the model, None where another process has the folder."""
 
     run: Run
     trace: mt.Trace | None = None
@@ -99,12 +112,20 @@ class Streamed:
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """Begins one: training goes on while the disk writes. It counts when it has its trainer_state.json."""
         self.finish_saving()
-        name = f"checkpoint-{self.state.global_step}"
-        beside = Path(self.args.output_dir, UNFINISHED)
+        name, beside = f"checkpoint-{self.state.global_step}", Path(self.args.output_dir, UNFINISHED)
         best = Path(self.args.output_dir, f"checkpoint-{self.state.best_global_step}")
         if best.name == name or best.is_dir():
             self.state.best_model_checkpoint = str(best)
-        self.run.team.first_does(lambda: self._make(beside))
+
+        def small() -> None:
+            shutil.rmtree(beside, ignore_errors=True)
+            beside.mkdir()
+            self.processing_class.save_pretrained(beside)
+            if self.run.asked["lora"] is not None:       # what PEFT's from_pretrained reads: the adapters alone
+                self.model.save_pretrained(beside, save_embedding_layers=False, selected_adapters=["default"])
+            self.state.save_to_json(str(beside / WHOLE))
+
+        self.run.team.first_does(small)
         with self.run.team.as_one():
             self._save_rng_state(str(beside))
         self.run.team.first_does(lambda: self.run.owned.begin(name, {path.name: None for path in beside.iterdir()}))
@@ -112,16 +133,9 @@ class Streamed:
                                extra=self.run.asked, asynchronous=True)
         self.write_pages()
 
-    def _make(self, beside: Path) -> None:
-        shutil.rmtree(beside, ignore_errors=True)
-        beside.mkdir()
-        self.processing_class.save_pretrained(beside)
-        if self.run.asked["lora"] is not None:           # what PEFT's from_pretrained reads: the adapters alone
-            self.model.save_pretrained(beside, save_embedding_layers=False, selected_adapters=["default"])
-        self.state.save_to_json(str(beside / WHOLE))
-
     def finish_saving(self) -> None:
-        """Waits for the checkpoint under way; then older ones may go. Interrupted, it is under way still."""
+        """Waits for the checkpoint under way, which counts then; older ones may go. Interrupted, it is under way
+        still."""
         saving = self._saving
         if saving is None:
             return
@@ -131,28 +145,22 @@ class Streamed:
             self._saving = None
             raise
         if self.run.team.first:
-            self._name(saving)
+            beside = saving.folder.parent / UNFINISHED
+            for path in sorted(beside.iterdir(), key=lambda p: p.name == WHOLE):
+                sync(path)
+                path.rename(saving.folder / path.name)
+            sync(saving.folder)
+            beside.rmdir()
+            self.run.owned.made(saving.folder.name)
+            for old in checkpoints(saving.folder.parent)[:-self.args.save_total_limit]:
+                if str(old) != self.state.best_model_checkpoint and (stays := self.run.owned.remove(old.name)):
+                    say(f"{old} is old, but {stays[0]} is not as this run wrote it: that stays")
         self._saving = None
-
-    def _name(self, saving: mt.Saving) -> None:
-        """A checkpoint that is written counts from now on."""
-        beside = saving.folder.parent / UNFINISHED
-        for path in sorted(beside.iterdir(), key=lambda p: p.name == WHOLE):
-            sync(path)
-            path.rename(saving.folder / path.name)
-        sync(saving.folder)
-        beside.rmdir()
-        self.run.owned.made(saving.folder.name)
-        kept = checkpoints(saving.folder.parent)
-        for old in kept[:-self.args.save_total_limit]:
-            if str(old) != self.state.best_model_checkpoint and (stays := self.run.owned.remove(old.name)):
-                say(f"{old} is old, but {stays[0]} is not as this run wrote it: that stays")
 
     def training_step(self, *args: Any, **kw: Any) -> Any:
         if self._saving is not None and self._saving.over:
             self.finish_saving()
-        if self._logged is None:
-            self._logged = (self.state.global_step, time.perf_counter())
+        self._logged = self._logged or (self.state.global_step, time.perf_counter())
         return super().training_step(*args, **kw)
 
     def _load_from_checkpoint(self, *_: Any, **__: Any) -> None:
@@ -242,16 +250,151 @@ class Filled(Sampler[int | None]):
             self._rows.set_epoch(epoch)
 
 
+# ---- its arguments -------------------------------------------------------------------------------
+
+def classes(method: str) -> tuple[type, type]:
+    """TRL's trainer and its arguments."""
+    module, name = CLASSES[method]
+    found = importlib.import_module(module)
+    return getattr(found, f"{name}Trainer"), getattr(found, f"{name}Config")
+
+
+def given(settings: Settings) -> dict[str, Any]:
+    """TRL's arguments that were given by their own names."""
+    kind = classes(settings.method)[1]
+    names = [f.name for f in dataclasses.fields(kind) if f.init]
+    for name in settings.more:
+        if name not in names:
+            own = [f.name for f in dataclasses.fields(Settings) if f.name != "more"]
+            raise MegatrainError(unknown(name, [*own, *names]))
+        if name in OURS:
+            raise MegatrainError(f"{name}: megatrain says that itself; docs/cli.md has what says it")
+    parser = HfArgumentParser(kind, allow_abbrev=False)
+
+    def refuse(message: str) -> None:
+        raise MegatrainError(message)
+
+    parser.error = refuse
+    words = [word for name, value in settings.more.items()
+             for word in (f"--{name}", value if isinstance(value, str) else json.dumps(value))]
+    found = parser.parse_args(["--output_dir", str(settings.out), *words])
+    return {name: getattr(found, name) for name in settings.more}
+
+
+def rewards(settings: Settings) -> Callable[..., Any] | str:
+    """Of --reward: a function in a file of Python, or a reward model's name."""
+    if settings.reward is None:
+        raise MegatrainError("--method grpo needs --reward FILE.py:FUNCTION (of completions and the record's fields; "
+                             "it returns a number for each), or a reward model")
+    path, _, name = settings.reward.rpartition(":")
+    if not path.endswith(".py"):
+        return settings.reward
+    if not Path(path).is_file():
+        raise MegatrainError(f"reward={settings.reward}: there is no file {path}")
+    spec = importlib.util.spec_from_file_location("reward", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    found = getattr(module, name, None)
+    if not callable(found):
+        raise MegatrainError(f"reward={settings.reward}: {path} has no function {name}")
+    return found
+
+
+def arguments(settings: Settings, held: bool) -> Any:
+    """TRL's, of a run; held: something is held out."""
+    s = settings
+    micro_rows = s.tokens // (s.seq * SEQUENCES.get(s.method, 1)) // s.gpus // s.micro
+    # Of a reference model, and a reward model: TRL would put them on the GPU, whole.
+    beside = {"model_init_kwargs": {"device_map": None, "dtype": s.dtype}}
+    best = {"load_best_model_at_end": True, "metric_for_best_model": "eval_loss", "greater_is_better": False}
+    ours = dict(
+        output_dir=s.out, per_device_train_batch_size=micro_rows, gradient_accumulation_steps=s.micro,
+        per_device_eval_batch_size=micro_rows, max_steps=s.steps, learning_rate=s.lr, lr_scheduler_type=s.schedule,
+        max_grad_norm=s.clip, seed=s.seed, logging_steps=s.log_every,
+        logging_first_step=True, eval_strategy="steps" if held else "no", eval_steps=s.eval_every,
+        save_strategy="steps", save_steps=s.save_every, save_total_limit=s.keep, use_cpu=s.device == "cpu",
+        bf16=False, gradient_checkpointing=False,        # no autocast; what is kept for backward, the plan says
+        report_to=[] if s.report_to == "none" else [s.report_to], disable_tqdm=True, dataloader_pin_memory=False)
+    usual = dict(warmup_steps=int(s.warmup * s.steps), log_level_replica="error", **best if s.early_stopping else {})
+    if s.method == "sft":
+        ours |= dict(prediction_loss_only=True, remove_unused_columns=False, max_length=None, packing=False,
+                     dataset_kwargs={"skip_prepare_dataset": True})
+    elif s.method == "grpo":
+        usual |= dict(max_completion_length=max(1, s.seq // 2), num_generations=min(8, micro_rows * s.micro * s.gpus),
+                      **beside if "beta" in s.more or ".py:" not in s.reward else {})
+    else:
+        ours |= dict(max_length=s.seq)
+        if s.method in ("dpo", "kto"):                   # one model in memory: it is asked before its first step
+            usual |= dict(precompute_ref_log_probs=s.lora is None,
+                          **beside if "precompute_ref_log_probs" in s.more else {})
+    kind = classes(s.method)[1]
+    if "router_aux_loss_coef" in {f.name for f in dataclasses.fields(kind)}:
+        usual |= dict(router_aux_loss_coef=0.0)          # a mixture's loss is that of its words, as transformers has it
+    return kind(**ours, **usual | given(s))
+
+
+def trainer_of(model: Any, tokenizer: Any, settings: Settings, train: Any, held: Any, run: Any, how: dict[str, Any],
+               reward: Any) -> Any:
+    """TRL's, with its model streamed. run: as loop.Streamed has it. how: as mt.stream takes it. reward: with grpo."""
+    import datasets
+
+    rows, (kind, _) = settings.method == "sft", classes(settings.method)
+    # TRL looks at data sets of its own kind when a trainer is made; rows take their place behind that. What it makes of
+    # records it keeps beside them, in a folder that all processes see and no other run: the cache of `datasets` knows
+    # nothing of this package's version.
+    data = [None, None]
+    for i, part in enumerate((train, held)):
+        if len(part):
+            found = [{"input_ids": [0], "labels": [0]}] if rows else [p.record for p in part]
+            run.team.first_does(lambda: datasets.Dataset.from_list(found).save_to_disk(f"{run.scratch}/{i}"))  # noqa: B023
+            data[i] = datasets.load_from_disk(f"{run.scratch}/{i}")
+    if not rows and tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+
+    def adamw(model: Any) -> mt.AdamW:
+        trained = [p for p in model.parameters() if p.requires_grad]
+        groups = [{"params": [p for p in trained if p.ndim >= 2]},
+                  {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0}]
+        return mt.AdamW([g for g in groups if g["params"]], lr=settings.lr, betas=(0.9, settings.beta2),
+                        weight_decay=settings.weight_decay, states=settings.states)
+
+    more = {"data_collator": collate(settings.device == "cuda" and not train.alone)} if rows else {}
+    more |= {} if reward is None else {"reward_funcs": reward}
+    try:
+        with _left_alone(model):
+            trainer = mt.stream_trainer(
+                type(kind.__name__, (OfRows if rows else Streamed, kind), {"run": run}), model,
+                arguments(settings, bool(len(held))), optimizer=adamw, stream_with=how,
+                processing_class=tokenizer, train_dataset=data[0], eval_dataset=data[1], **more)
+    except ValueError as why:                            # of TRL, about arguments that do not go together
+        raise MegatrainError(f"{settings.method}: {why}") from None
+    if rows:
+        trainer.train_dataset, trainer.eval_dataset = train, held.first(HELD_OUT_ROWS) if len(held) else None
+    return trainer
+
+
+@contextlib.contextmanager
+def _left_alone(model: Any) -> Iterator[None]:
+    """TRL makes a trainer: adapters over codes would become bfloat16, and what it uses would be written into the
+    config, which is saved with the model."""
+    there = [(vars(model), "is_loaded_in_4bit"), (vars(model), "is_loaded_in_8bit"),
+             (vars(model.config.get_text_config()), "router_aux_loss_coef")]
+    before = [{name: own[name]} if name in own else {} for own, name in there]
+    vars(model).update(is_loaded_in_4bit=False, is_loaded_in_8bit=False)
+    try:
+        yield
+    finally:
+        for (own, name), value in zip(there, before):
+            own.pop(name, None)
+            own.update(value)
+
+
 # ---- stopping and saving on request --------------------------------------------------------------
 
 class Requests(TrainerCallback):
     """SIGINT and SIGTERM: a checkpoint after this step, and the end; a second SIGINT interrupts at once. SIGUSR1: a
     checkpoint. Python runs a handler between two instructions of the main thread; it only leaves a note. What one
-    process of a team was told all do, behind the same step.
-
-    Attributes:
-        stop: the signal that asked for the end, 0: none.
-    """
+    process of a team was told all do, behind the same step. stop: the signal that asked for the end, 0: none."""
 
     def __init__(self, team: Team) -> None:
         self._team, self.save, self.stop = team, False, 0
@@ -264,7 +407,7 @@ class Requests(TrainerCallback):
         if number != signal.SIGUSR1 and not self._told:
             self._told = number
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+    def on_step_end(self, args: Any, state: Any, control: TrainerControl, **_: Any) -> None:
         save, self.save = self.save, False               # told from now on, it is for the next step
         save, self.stop = self._team.most(save, self._told)
         control.should_save |= save > 0
@@ -300,51 +443,68 @@ class Bar(TrainerCallback):
         from rich.console import Console
         from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-        self._say, self._within = say, Within(trace)
-        self._told: float | None = None              # when a line with the loss was written, and what came since
-        self._untold = ""
+        self._say, self._within, self._task = say, Within(trace), None
+        self._told, self._untold = -math.inf, ""     # when a line with the loss was written, and what came since
         console = Console()
         self._bar = Progress(TextColumn("step {task.completed}/{task.total}"), BarColumn(bar_width=12),
                              TextColumn("{task.fields[within]}{task.description}"), TimeRemainingColumn(),
                              console=console, disable=not console.is_terminal)
 
-    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+    def on_train_begin(self, args: Any, state: TrainerState, control: Any, **_: Any) -> None:
         self._task = self._bar.add_task("", total=state.max_steps, completed=state.global_step, within=self._within)
         self._bar.start()
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:
         self._within.begin()
 
-    def on_train_end(self, *_: Any, **__: Any) -> None:
-        self._bar.stop()
-        if self._untold and not self._bar.console.is_terminal:
-            self._tell(self._untold)
-
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+    def on_step_end(self, args: Any, state: TrainerState, control: Any, **_: Any) -> None:
         self._bar.update(self._task, completed=state.global_step)
 
-    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl,
-               logs: dict[str, Any] | None = None, **_: Any) -> None:
-        logs = logs or {}
-        if "loss" in logs and hasattr(self, "_task"):
-            norm = logs.get("grad_norm", math.nan)
-            text = f"loss {logs['loss']:.4g}  norm {norm:.3g}  {logs['tokens_per_second']:,.0f} tokens/s"
+    def on_train_end(self, *_: Any, **__: Any) -> None:
+        self._bar.stop()
+        self._tell(math.inf if self._untold else -math.inf)
+
+    def on_log(self, args: Any, state: TrainerState, control: Any, logs: dict[str, Any], **_: Any) -> None:
+        if "loss" in logs and self._task is not None:
+            text = (f"loss {logs['loss']:.4g}  norm {logs.get('grad_norm', math.nan):.3g}  "
+                    f"{logs['tokens_per_second']:,.0f} tokens/s")
             self._bar.update(self._task, description=text)
             self._untold = f"step {state.global_step}/{state.max_steps}: {text}"
-            if not self._bar.console.is_terminal and (self._told is None or monotonic() - self._told >= EVERY_S):
-                self._tell(self._untold)
+            self._tell(monotonic() - self._told)
         if "eval_loss" in logs:
             self._line(f"step {state.global_step}: held-out loss {logs['eval_loss']:.4f}")
 
-    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+    def on_save(self, args: Any, state: TrainerState, control: Any, **_: Any) -> None:
         self._line(f"step {state.global_step}: checkpoint-{state.global_step}")
 
-    def _tell(self, text: str) -> None:
-        self._told, self._untold = monotonic(), ""
-        self._say(text)
+    def _tell(self, since_s: float) -> None:
+        if since_s >= EVERY_S and not self._bar.console.is_terminal:
+            self._say(self._untold)
+            self._told, self._untold = monotonic(), ""
 
     def _line(self, text: str) -> None:
         if self._bar.live.is_started:
             self._bar.console.print(text, highlight=False)
         else:
             self._say(text)
+
+
+def train(trainer: Any, settings: Settings, checkpoint: Path | None) -> int:
+    """The signal that asked it to stop; 0: it came to the end."""
+    team = trainer.run.team
+    requests, tracing = Requests(team), mt.trace(trainer.model) if team.first else contextlib.nullcontext()
+    with tracing as trainer.trace, hearing(requests.heard):
+        trainer.remove_callback(PrinterCallback)
+        for callback in [requests, *([Bar(say, trainer.trace)] if team.first else []),
+                         *([EarlyStoppingCallback(settings.early_stopping)] if settings.early_stopping else [])]:
+            trainer.add_callback(callback)
+        try:
+            trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+        finally:
+            trainer.finish_saving()
+        if skipped := trainer._optimizer().skipped_steps:
+            say(f"{skipped} steps had gradients that are not finite and changed nothing; a lower --lr than "
+                f"{settings.lr:g} may do")
+        if not requests.stop:
+            trainer.write_pages()
+    return requests.stop

@@ -36,26 +36,14 @@ TOKENIZER_FILES = ("tokenizer", "tekken", "vocab", "merges", "spiece", "sentence
 
 @dataclass(frozen=True)
 class Source:
-    """What a name on the command line stands for.
-
-    Attributes:
-        model: what from_pretrained takes. words: the same of the tokenizer.
-        adapter: the folder of an adapter over it, None: there is none. base: how its linear weights are kept, and
-            dtype: of the others, as it was trained so.
-    """
+    """What a name on the command line stands for: what from_pretrained takes for the model, and for the tokenizer
+    (words); the folder of an adapter over it; how linear weights (base) and others (dtype) were kept in training."""
 
     model: str
     words: str
     adapter: Path | None = None
     base: str = "none"
     dtype: str = "auto"
-
-    def alone(self, name: str) -> Source:
-        """Raises: MegatrainError: it is not a whole model."""
-        if self.adapter is not None:
-            raise MegatrainError(f"{name} is an adapter over {self.model}: megatrain export {name} FOLDER --merged "
-                                 "makes one model of both")
-        return self
 
 
 def source_of(name: str, step: Path | None = None) -> Source:
@@ -76,8 +64,12 @@ def source_of(name: str, step: Path | None = None) -> Source:
 
 
 def beneath(settings: Settings) -> str:
-    """The model that a run began with."""
-    return source_of(settings.model).alone(settings.model).model
+    """The model that a run begins with: a whole one."""
+    found = source_of(settings.model)
+    if found.adapter is not None:
+        raise MegatrainError(f"{settings.model} is an adapter over {found.model}: megatrain export {settings.model} "
+                             "FOLDER --merged makes one model of both")
+    return found.model
 
 
 def dtype_of(checkpoint: Path) -> str | None:
@@ -98,7 +90,7 @@ def _has_words(path: Path) -> bool:
 # ---- reading -------------------------------------------------------------------------------------
 
 def transformers() -> Any:
-    """The package, without its progress bars. Raises: MegatrainError: it is not installed."""
+    """The package, without its progress bars."""
     try:
         import transformers
     except ImportError:
@@ -108,7 +100,6 @@ def transformers() -> Any:
 
 
 def check_packages(adapters: bool, base: str) -> None:
-    """Raises: MegatrainError: what these need is not installed."""
     for needed, name, what in ((adapters, "peft", "adapters need"),
                                (base in ("nf4", "int8"), "bitsandbytes", f"base={base} needs")):
         if needed and importlib.util.find_spec(name) is None:
@@ -116,13 +107,13 @@ def check_packages(adapters: bool, base: str) -> None:
 
 
 def load_config(name: str) -> Any:
-    if Path(name).is_file():                         # the file itself will do
-        name = str(Path(name).parent)
-    return _load(name, "config", transformers().AutoConfig.from_pretrained)
+    """The file itself will do."""
+    return _load(str(Path(name).parent) if Path(name).is_file() else name, "config",
+                 transformers().AutoConfig.from_pretrained)
 
 
 def empty(config: Any, base: str = "none", layers: int | None = None) -> Any:
-    """A model of it on the meta device. Raises: MegatrainError: it is no language model's, or it cannot be kept so."""
+    """A model of it on the meta device."""
     try:
         return mt.from_config(config, base=None if base == "none" else base, layers=layers)
     except ValueError as why:
@@ -138,8 +129,7 @@ def load(source: Source, dtype: str) -> Any:
 def load_model(name: str, dtype: str, has_values: bool = True, base: str = "none", scores: bool = False) -> Any:
     """On the CPU. has_values: else on the meta device, where transformers can: another process has them. base: how its
     linear weights are kept; "whole": in 16 bits, where files have codes of them too. scores: one that gives a text a
-    number, in the place of the next token. Raises: MegatrainError: there is none, it is no language model, or some of
-    its weights are not there."""
+    number, in the place of the next token."""
     tf = transformers()
     if base == "int8":                               # it says of each product that operands become fp16 first
         logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)
@@ -195,7 +185,7 @@ def _load(name: str, what: str, read: Callable[[str], Any]) -> Any:
 
 def _source(name: str) -> str:
     """What from_pretrained is given: a name on the hub, or its folder in the hub's cache where the hub does not answer.
-    Raises: OSError: it does not, and the cache has none."""
+    """
     if Path(name).is_dir() or hub_answers():
         return name
     from huggingface_hub import constants, errors, snapshot_download
@@ -246,11 +236,7 @@ def _torn(path: Path) -> Path | None:
 
     for file in sorted(path.glob("*.safetensors")) + sorted(path.glob("*.json")):
         try:
-            if file.suffix == ".json":
-                json.loads(file.read_bytes())
-            else:
-                with safe_open(file, "pt"):
-                    pass
+            _ = json.loads(file.read_bytes()) if file.suffix == ".json" else safe_open(file, "pt").keys()
         except (SafetensorError, ValueError):
             return file
     return None
@@ -275,30 +261,41 @@ def over(model: nn.Module, adapter: Any) -> Any:
         return peft.PeftModel.from_pretrained(model, str(adapter))
 
 
-def check_targets(model: nn.Module, words: str) -> None:
-    """Raises: MegatrainError: a target is no linear layer of the model."""
-    targets = Lora.of(words).targets
+def _targets(model: nn.Module, words: str) -> tuple[Lora, list[str], list[str]]:
+    """(what is asked for, linear layers' names, experts' parameters': a mixture has those of a layer in one tensor)."""
+    lora = Lora.of(words)
     linear = {name for name, m in model.named_modules()
               if isinstance(m, nn.Linear) or type(m).__name__ == "Conv1D"}          # GPT-2's
-    ends = sorted({name.rpartition(".")[2] for name in linear})
-    for target in targets if targets != (ALL,) else ():
-        if not any(name == target or name.endswith(f".{target}") for name in linear):
-            found = difflib.get_close_matches(target, ends, 1)
-            raise MegatrainError(f"lora: targets={target}: the model has no linear layer of that name"
-                                 + (f"; did you mean {found[0]}?" if found else f"; it has {', '.join(ends)}"))
+    experts = {name for name, p in model.named_parameters() if "expert" in name and p.dim() == 3}
+    found = {target: [any(name == target or name.endswith(f".{target}") for name in names)
+                      for names in (linear, experts)] for target in lora.targets if target != ALL}
+    for target in [target for target, there in found.items() if not any(there)]:
+        ends = sorted({name.rpartition(".")[2] for name in linear | experts})
+        near = difflib.get_close_matches(target, ends, 1)
+        raise MegatrainError(f"lora: targets={target}: the model has no linear layer of that name"
+                             + (f"; did you mean {near[0]}?" if near else f"; it has {', '.join(ends)}"))
+    if lora.dropout and any(there[1] for there in found.values()):
+        raise MegatrainError(f"lora: dropout={lora.dropout:g}: PEFT has none for experts' parameters; leave it out")
+    return lora, *([target for target, there in found.items() if there[i]] for i in (0, 1))
+
+
+def check_targets(model: nn.Module, words: str) -> None:
+    """A target is a linear layer of the model, or a parameter of its experts."""
+    _targets(model, words)
 
 
 def lora_config(model: nn.Module, words: str) -> Any:
-    """PEFT's. Of a mixture "all-linear" has adapters on its experts' parameters too, which are no linear layers."""
-    lora, scores = Lora.of(words), hasattr(model, "score")   # the head of a reward model trains with the adapters
+    """PEFT's. Of a mixture "all-linear" has adapters on its experts' parameters too: those are asked for by name."""
+    lora, modules, parameters = _targets(model, words)
 
     def config(targets: Any) -> Any:
         return importlib.import_module("peft").LoraConfig(
             r=lora.r, lora_alpha=lora.alpha, lora_dropout=lora.dropout, target_modules=targets,
-            task_type="SEQ_CLS" if scores else "CAUSAL_LM")
+            target_parameters=parameters or None,        # the head of a reward model trains with the adapters
+            task_type="SEQ_CLS" if hasattr(model, "score") else "CAUSAL_LM")
 
     if lora.targets != (ALL,):
-        return config(list(lora.targets))
+        return config(modules)
     if not any("expert" in name and p.dim() == 3 for name, p in model.named_parameters()):
         return config("all-linear")
     head = model.get_output_embeddings()
@@ -314,16 +311,14 @@ def lora_config(model: nn.Module, words: str) -> Any:
 @contextlib.contextmanager
 def _quiet() -> Iterator[Any]:
     """PEFT, without what it is told about transformers' names."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)
+    with warnings.catch_warnings(action="ignore", category=FutureWarning):
         yield importlib.import_module("peft")
 
 
 # ---- writing -------------------------------------------------------------------------------------
 
 def may_write(path: Path, name: str, kinds: tuple[str, ...] = ()) -> None:
-    """That a file can be made, before much time is spent on what goes into it. Raises: MegatrainError: it cannot; the
-    message begins with `name`, the flag."""
+    """Refuses a file that cannot be made, before much time is spent on what goes into it. name: the flag."""
     if kinds and path.suffix not in kinds:
         raise MegatrainError(f"{name}={path}: a name that ends in {' or '.join(kinds)} is needed")
     if path.is_dir():
@@ -335,8 +330,7 @@ def may_write(path: Path, name: str, kinds: tuple[str, ...] = ()) -> None:
 
 
 def writable(out: Path, name: str = "out") -> Path:
-    """A folder, made if need be, into which something can be written. Raises: MegatrainError: it cannot be made, or not
-    be written; the message begins with `name`."""
+    """A folder, made if need be, into which something can be written. name: the flag."""
     doing = "the folder cannot be made"
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -352,13 +346,8 @@ def export(model: Any, tokenizer: Any, to: Path, beside: Path | None = None,
            whole: Callable[[Path], None] = lambda _: None) -> None:
     """A model, streamed or not, and its tokenizer; the folder has its name when it is whole.
 
-    Args:
-        to: a name that is free. beside: where it is until then; None: a folder that is made for it.
-        whole: called with that folder, before it has its name.
-
-    Raises:
-        MegatrainError: there is no room for it, or something has the name.
-    """
+    beside: where it is until then; None: a folder that is made for it. whole: called with that folder before it has its
+    name."""
     adapter = isinstance(getattr(model, "peft_config", None), dict)
     need = sum(p.nbytes for p in model.parameters() if p.requires_grad or not adapter)
     free = shutil.disk_usage(to.parent).free

@@ -4,10 +4,10 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import functools
 import json
 import shlex
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,8 @@ there is no GPU here to plan for. Say what to plan for:
 
 def add(commands: Any) -> None:
     parser = commands.add_parser("plan", help="what a training step takes, without weights or a GPU",
-                                 description=__doc__.split(": ", 1)[1], allow_abbrev=False)
+                                 description=__doc__.split(": ", 1)[1], allow_abbrev=False,
+                                 argument_default=argparse.SUPPRESS)         # what is not given mt.plan knows
     add, modes = parser.add_argument, mt.choices("activations")
     add("model", metavar="MODEL", nargs="?", help="folder with a config.json, or a name on the Hugging Face hub")
     add("--tokens", type=int, metavar="N", help=f"of a step; default: {TOKENS}")
@@ -45,97 +46,111 @@ def add(commands: Any) -> None:
     add("--nvme", metavar="FOLDER|SIZE", help="where states and weights may go that host memory does not hold; or a "
         "size, as 500GB, of a disk that is not at hand")
     add("--nvme-limit", metavar="SIZE", help="the most to take there")
-    add("--grads", choices=mt.choices("grads"), default="ram", help="none: used as they come and kept nowhere, without "
+    add("--grads", choices=mt.choices("grads"), help="none: used as they come and kept nowhere, without "
         "clipping")
     add("--homes", choices=mt.choices("homes"), help="of all units; default: each where it is best")
     add("--activations", choices=modes, metavar="MODE",
         help=f"of all layers: {', '.join(modes)}; default: what is best")
     add("--slots", type=int, metavar="N", help="ring size")
-    add("--states", default="fp32", metavar="FORMAT",
-        help=f"how AdamW keeps its states: {', '.join(mt.choices('states'))}")
+    add("--states", metavar="FORMAT", help=f"how AdamW keeps its states: {', '.join(mt.choices('states'))}")
     add("--gpus", metavar="N", help="of a machine, each with so many tokens a step; 1,2,4,8: a table. Default: 1")
     add("--machines", metavar="N", help="with so many GPUs each, and a host like this one's; 1,2,4: a table")
     add("--layers", type=int, metavar="N", help="instead of the config's own number")
     add("--json", action="store_true", help="the plan, or why there is none and what would fit, as JSON, in bytes")
     add("--picture", type=Path, metavar="FILE", help="file to draw what lies in which memory: .png, .svg or .pdf")
-    add("--compute", choices=["auto", "fused", "eager"], default="auto", help="fused layers, or the model's own code; "
-        "default: fused where it fits")
+    add("--compute", choices=["auto", "fused", "eager"], help="fused layers, or the model's own code; default: fused "
+        "where it fits")
     add("--lora", metavar=AS, help="of adapters, beside a model that stays as it is, as `megatrain train` has it")
-    add("--base", choices=KEPT, default="none", help="with --lora, linear weights as codes; none: as they are")
-    add("--products", choices=mt.choices("products"), default="bf16", help="of layers: in 16 bits, or of operands "
-        "rounded to 8")
-    parser.set_defaults(run=run, defaults=vars(parser.parse_args([])))
+    add("--base", choices=KEPT, help="with --lora, linear weights as codes; none: as they are")
+    add("--products", choices=mt.choices("products"), help="of layers: in 16 bits, or of operands rounded to 8")
+    parser.set_defaults(run=run, names=[a.dest for a in parser._actions if a.dest not in ("model", *NOT_PLANS)])
 
 
-NOT_PLANS = ("run", "verb", "defaults", "model", "picture", "nvme_limit", "list_machines", "json")
+NOT_PLANS = ("help", "list_machines", "json", "run", "verb", "names")
 
 
 def run(args: argparse.Namespace) -> int:
     """0; 1 where nothing fits; 2 where too little is said."""
-    if args.list_machines:
+    given, as_json = {k: v for k, v in vars(args).items() if k not in NOT_PLANS}, hasattr(args, "json")
+    if hasattr(args, "list_machines"):
         machines = [m.to_dict() for m in mt.Machine.known().values()]
-        sys.stdout.write(_json(machines) if args.json else f"{mt.Machine.listing()}\n")
+        sys.stdout.write(_json(machines) if as_json else f"{mt.Machine.listing()}\n")
         return 0
-    if args.model is None:
+    if "model" not in given:
         sys.stderr.write("megatrain: MODEL is missing: a folder with a config.json, or a name on the hub\n")
         return 2
-    shell = _Shell(args)
+    shell = _Shell(args.names, given)
     try:
-        return _plan(args)
+        return _plan(given, as_json)
     except MegatrainError as why:
         if found := getattr(why, "refusal", None):
-            if args.json:
+            if as_json:
                 sys.stdout.write(_json(_refused(found, shell)))
-            sys.stderr.write(f"megatrain: {found.why.splitlines()[0] if args.json else found.text(shell)}\n")
+            sys.stderr.write(f"megatrain: {found.why.splitlines()[0] if as_json else found.text(shell)}\n")
             return 1
         raise MegatrainError(shell.told(why)) from None
 
 
-def _plan(args: argparse.Namespace) -> int:
-    if args.picture:
-        models.may_write(args.picture, "picture", PICTURES)
-    asked = {k: v for k, v in vars(args).items() if k not in NOT_PLANS} | {"nvme": _nvme(args)}
-    config = models.load_config(models.source_of(args.model).model)
-    if args.machine is None and mt.Machine.here().device == "cpu":
-        if not args.vram:
+def _plan(given: dict[str, Any], as_json: bool) -> int:
+    """given: flags; tokens and seq are put in where they are not."""
+    picture, nvme = given.get("picture"), given.get("nvme")
+    if picture:
+        models.may_write(picture, "picture", PICTURES)
+    config = models.load_config(models.source_of(given["model"]).model)
+    asked = {k: v for k, v in given.items() if k not in ("model", "picture", "nvme_limit", "lora", "base")}
+    if "nvme_limit" in given:
+        asked["nvme"] = {"limit": given["nvme_limit"]} | ({"path": nvme} if nvme else {})
+    with contextlib.suppress(MegatrainError):            # it is no size
+        if nvme and "nvme_limit" not in given and not Path(nvme).is_dir() and mt.parse_bytes(nvme, "nvme"):
+            asked["nvme"] = {"limit": nvme}
+    if "machine" not in given and mt.Machine.here().device == "cpu":
+        if "vram" not in given:
             sys.stderr.write(f"megatrain: {NO_GPU}\n")
             return 2
-        asked["machine"] = mt.Machine.some(mt.parse_bytes(args.vram, "vram"), mt.parse_bytes(args.host, "host"))
-    if args.seq is None:
-        args.seq = min(SEQ, getattr(config, "max_position_embeddings", None) or SEQ, max(args.tokens or SEQ, 1))
-    if args.tokens is None:
-        args.tokens = max(TOKENS // max(args.seq, 1), 1) * max(args.seq, 1)
-    asked |= {"tokens": args.tokens, "seq": args.seq, "use_cache": False}      # as `megatrain train` calls the model
-    asked |= {"base": None if args.base == "none" else args.base}
-    if asked.pop("lora") is not None or args.base != "none":
-        words = Settings.of({"lora": args.lora, "base": args.base}, "command line").lora
-        models.check_packages(True, args.base)
-        model = models.empty(config, layers=args.layers)
+        sizes = (mt.parse_bytes(given.get(name), name) for name in SIZES)
+        asked["machine"] = mt.Machine.some(*sizes)
+    seq = given.setdefault("seq", min(SEQ, getattr(config, "max_position_embeddings", None) or SEQ,
+                                      max(given.get("tokens", SEQ), 1)))
+    given.setdefault("tokens", max(TOKENS // max(seq, 1), 1) * max(seq, 1))
+    asked |= {"tokens": given["tokens"], "seq": seq, "use_cache": False}       # as `megatrain train` calls the model
+    if (base := given.get("base", "none")) != "none" or "lora" in given:
+        words = Settings.of({"lora": given.get("lora"), "base": base}, "command line").lora
+        models.check_packages(True, "none")              # a plan needs no codes, only their form
+        model = models.empty(config, layers=given.get("layers"))
         models.check_targets(model, words)
-        asked |= {"adapter": models.lora_config(model, words)}
-    gpus, machines = _counts(args.gpus, "gpus"), _counts(args.machines, "machines")
-    plans = Plans(lambda **fleet: mt.plan(config, **asked | fleet), gpus, machines)
-    if len(plans.pairs) > 1:
-        if args.picture:
+        asked |= {"base": None if base == "none" else base, "adapter": models.lora_config(model, words)}
+
+    @functools.cache
+    def planned(machines: int, gpus: int) -> mt.Plan | str:
+        """Or why there is none."""
+        try:
+            return mt.plan(config, **asked | {"gpus": gpus, "machines": machines})
+        except MegatrainError as why:
+            if not hasattr(why, "refusal"):
+                raise
+            return why.refusal.why.splitlines()[0]
+
+    def of_one() -> mt.Plan | None:
+        return None if isinstance(found := planned(1, 1), str) else found
+
+    gpus, machines = (_counts(given.get(name), name) for name in ("gpus", "machines"))
+    if len(gpus) * len(machines) > 1:
+        if picture:
             raise MegatrainError("picture: of one number of GPUs and of machines")
-        sys.stdout.write(_json([{"fits": False, "why": p, "gpus": g, "machines": m} if isinstance(p, str) else
-                                _planned(p, plans.one) for (m, g), p in plans.found()]) if args.json else f"{plans}\n")
-        return int(all(isinstance(p, str) for _, p in plans.found()))
-    found = plans.ask(gpus=gpus[0], machines=machines[0])        # refused with all that would help
-    one = found if _alone(found) else plans.one
-    sys.stdout.write(_json(_planned(found, one)) if args.json else f"{found}\n{_share_line(found, one)}")
-    if args.picture:
-        found.picture(args.picture)
+        plans = {(m, g): planned(m, g) for m in machines for g in gpus}
+        sys.stdout.write(_table(plans, of_one()) if not as_json else _json(
+            [{"fits": False, "why": p, "gpus": g, "machines": m} if isinstance(p, str) else _planned(p, of_one())
+             for (m, g), p in plans.items()]))
+        return int(all(isinstance(p, str) for p in plans.values()))
+    found = mt.plan(config, **asked | {"gpus": gpus[0], "machines": machines[0]})    # refused with all that would help
+    one = found if _alone(found) else of_one()
+    share = "" if _alone(found) else "one GPU by itself does not fit\n" if one is None else (
+        f"{_share(found, one):.0%} of {found.gpus * found.machines} times one GPU by itself, "
+        f"{one.tokens_per_second:,.0f} tokens/s\n")
+    sys.stdout.write(_json(_planned(found, one)) if as_json else f"{found}\n{share}")
+    if picture:
+        found.picture(picture)
     return 0
-
-
-def _nvme(args: argparse.Namespace) -> str | dict[str, str] | None:
-    if args.nvme_limit:
-        return {"limit": args.nvme_limit} | ({"path": args.nvme} if args.nvme else {})
-    with contextlib.suppress(MegatrainError):            # it is no size
-        if args.nvme and not Path(args.nvme).is_dir() and mt.parse_bytes(args.nvme, "nvme"):
-            return {"limit": args.nvme}
-    return args.nvme
 
 
 # ---- several numbers of GPUs and machines --------------------------------------------------------
@@ -151,56 +166,25 @@ def _counts(text: str | None, name: str) -> list[int]:
     return found
 
 
-class Plans:
-    """For numbers of GPUs and of machines, beside each other and beside one GPU; each is asked for once.
-
-    Attributes:
-        ask: takes gpus and machines. pairs: (machines, GPUs of each).
-    """
-
-    def __init__(self, ask: Callable[..., mt.Plan], gpus: list[int], machines: list[int]) -> None:
-        self.ask, self.pairs = ask, [(m, g) for m in machines for g in gpus]
-        self._known: dict[tuple[int, int], mt.Plan | str] = {}
-
-    def _of(self, machines: int, gpus: int) -> mt.Plan | str:
-        """The plan, or why there is none."""
-        if (key := (machines, gpus)) not in self._known:
-            try:
-                self._known[key] = self.ask(gpus=gpus, machines=machines)
-            except MegatrainError as why:
-                if not hasattr(why, "refusal"):
-                    raise
-                self._known[key] = why.refusal.why.splitlines()[0]
-        return self._known[key]
-
-    @property
-    def one(self) -> mt.Plan | None:
-        """Of one GPU of one machine; None: it does not fit."""
-        found = self._of(1, 1)
-        return None if isinstance(found, str) else found
-
-    def found(self) -> list[tuple[tuple[int, int], mt.Plan | str]]:
-        return [(pair, self._of(*pair)) for pair in self.pairs]
-
-    def __str__(self) -> str:
-        rows = [("machines", "GPUs of each", "tokens/s", "s a step", "of one GPU's", "GPU memory", "a host's memory",
-                 "bound by", "compute waits for"), *(self._row(*pair) for pair in self.pairs)]
-        widths = [max(map(len, column)) for column in zip(*rows)]
-        lines = ["  ".join(c.rjust(n) if i == 1 else c.ljust(n) for i, (c, n) in enumerate(zip(row, widths))).rstrip()
-                 for row in rows]
-        for p in [p for _, p in self.found() if not isinstance(p, str)][:1]:
-            lines += [f"{p.model}, {p.tokens:,} tokens a step of each GPU in sequences of {p.seq:,}",
-                      f"{p.machine.name}: rates {p.machine.source}"]
-        return "\n".join([*lines, *dict.fromkeys(p for _, p in self.found() if isinstance(p, str))])
-
-    def _row(self, m: int, g: int) -> tuple[str, ...]:
-        p = self._of(m, g)
+def _table(plans: dict[tuple[int, int], mt.Plan | str], one: mt.Plan | None) -> str:
+    """Of (machines, GPUs of each); one: of one GPU, None: it does not fit."""
+    rows = [("machines", "GPUs of each", "tokens/s", "s a step", "of one GPU's", "GPU memory", "a host's memory",
+             "bound by", "compute waits for")]
+    for (m, g), p in plans.items():
         if isinstance(p, str):
-            return (str(m), str(g), "does not fit", *[""] * 6)
+            rows.append((str(m), str(g), "does not fit", *[""] * 6))
+            continue
         waits, s = max(p.idle.items(), key=lambda item: item[1], default=("", 0.0))
-        return (str(m), str(g), f"{p.tokens_per_second:,.0f}", f"{p.seconds:.4g}",
-                f"{_share(p, self.one):.0%}" if self.one else "", mt.show_bytes(p.vram_bytes),
-                mt.show_bytes(p.host_bytes), p.bound, f"{waits}, {s / p.seconds:.0%}" if s >= 0.005 * p.seconds else "")
+        rows.append((str(m), str(g), f"{p.tokens_per_second:,.0f}", f"{p.seconds:.4g}",
+                     f"{_share(p, one):.0%}" if one else "", mt.show_bytes(p.vram_bytes), mt.show_bytes(p.host_bytes),
+                     p.bound, f"{waits}, {s / p.seconds:.0%}" if s >= 0.005 * p.seconds else ""))
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    lines = ["  ".join(c.rjust(n) if i == 1 else c.ljust(n) for i, (c, n) in enumerate(zip(row, widths))).rstrip()
+             for row in rows]
+    for p in [p for p in plans.values() if not isinstance(p, str)][:1]:
+        lines += [f"{p.model}, {p.tokens:,} tokens a step of each GPU in sequences of {p.seq:,}",
+                  f"{p.machine.name}: rates {p.machine.source}"]
+    return "\n".join([*lines, *dict.fromkeys(p for p in plans.values() if isinstance(p, str))]) + "\n"
 
 
 def _alone(p: mt.Plan) -> bool:
@@ -212,32 +196,20 @@ def _share(p: mt.Plan, one: mt.Plan) -> float:
     return p.tokens_per_second / (p.gpus * p.machines * one.tokens_per_second)
 
 
-def _share_line(p: mt.Plan, one: mt.Plan | None) -> str:
-    """The same in words; nothing of one GPU."""
-    if _alone(p):
-        return ""
-    if one is None:
-        return "one GPU by itself does not fit\n"
-    return (f"{_share(p, one):.0%} of {p.gpus * p.machines} times one GPU by itself, {one.tokens_per_second:,.0f} "
-            "tokens/s\n")
-
-
 # ---- as a shell has it, and as JSON --------------------------------------------------------------
 
 class _Shell(Flags):
     """The verb's flags, and the command that was typed with others of them."""
 
-    def __init__(self, args: argparse.Namespace) -> None:
-        super().__init__([*(name for name in args.defaults if name not in NOT_PLANS), "nvme_limit", "picture"])
-        self.args = args
+    def __init__(self, names: list[str], given: dict[str, Any]) -> None:
+        super().__init__(names)
+        self.given = given
 
     def whole(self, changes: dict[str, Any]) -> str:
-        given = {k: v for k, v in vars(self.args).items()
-                 if k in self.names and k != "picture" and v != self.args.defaults[k]}
-        if "nvme" in changes:
-            given.pop("nvme_limit", None)
+        given = {k: self.given[k] for k in self.names if k in self.given and k != "picture"
+                 and not (k == "nvme_limit" and "nvme" in changes)}
         flags = [w for name, value in (given | changes).items() if value for w in self.flag(name, value)]
-        return shlex.join(["megatrain", "plan", self.args.model, *flags])
+        return shlex.join(["megatrain", "plan", self.given["model"], *flags])
 
     def flag(self, name: str, value: Any) -> list[str]:
         if isinstance(value, dict) or (name in SIZES and not isinstance(value, str)):

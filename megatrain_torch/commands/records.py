@@ -6,10 +6,6 @@
 
 A record that cannot be read is given as the MegatrainError that says why: one bad line does not end a run. That is why
 `datasets` reads no lines here: it ends at the first bad one, and fills in what a record has not.
-
-    {"instruction", "input", "output"}   {"question", "answer"}   {"system_prompt", "question", "response"} ...
-
-are conversations where the tokenizer has a chat template; else prompts in Alpaca's form, or `Question: ... Answer:`.
 """
 from __future__ import annotations
 
@@ -32,8 +28,7 @@ Record = dict[str, Any]
 
 
 def records(data: str, split: str = "train") -> Iterator[Record | MegatrainError]:
-    """The records of a file, of all files of a folder in the order of their names, or of a data set on the hub. Raises:
-    MegatrainError: there is none, or a file cannot be read at all."""
+    """The records of a file, of all files of a folder in the order of their names, or of a data set on the hub."""
     files = files_of(data)
     if files is None:
         yield from _loaded(data, f"data set {data!r}, split {split!r}{near(data)}", split=split)
@@ -43,17 +38,17 @@ def records(data: str, split: str = "train") -> Iterator[Record | MegatrainError
             if kind == ".parquet":
                 yield from _loaded("parquet", str(file), data_files=str(file), split="train")
             else:
-                read = _lines if kind in LINE_KINDS else _table if kind in TABLE_KINDS else (
-                    _array if kind == ".json" else _whole)
-                yield from read(file)
+                yield from (_lines if kind in LINE_KINDS else _table if kind in TABLE_KINDS else
+                            _array if kind == ".json" else _whole)(file)
         except OSError as why:
             raise MegatrainError(f"{file}: cannot be read ({why.strerror})") from None
 
 
 def files_of(data: str) -> list[Path] | None:
-    """The files that a name stands for; None: it may be one on the hub. Raises: MegatrainError: there is no such file,
-    or none in the folder that can be read."""
+    """The files that a name stands for; None: it may be one on the hub."""
     path, kinds = Path(data), (*TEXT_KINDS, *RECORD_KINDS)
+    if path.is_file():
+        return [path]
     if path.is_dir():
         runs = {marker.parent for marker in path.rglob(MARKER)} - {path}
         files = sorted(p for p in path.rglob("*") if p.suffix.lower() in kinds and p.is_file()
@@ -61,11 +56,16 @@ def files_of(data: str) -> list[Path] | None:
         if not files:
             raise MegatrainError(f"{data}: no file in it ends in {', '.join(kinds)}")
         return files
-    if path.is_file():
-        return [path]
     if path.suffix.lower() in kinds or data.startswith((".", "/", "~")):
         raise MegatrainError(f"{data}: there is no such file{near(data)}")
     return None
+
+
+def _text(path: Path, needed: str) -> str:
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as why:
+        raise MegatrainError(f"{path}: byte {why.start} is not UTF-8: {needed}") from None
 
 
 def _whole(path: Path) -> Iterator[Record]:
@@ -76,19 +76,11 @@ def _whole(path: Path) -> Iterator[Record]:
     yield {"text": found}
 
 
-def _text(path: Path, needed: str) -> str:
-    try:
-        return path.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as why:
-        raise MegatrainError(f"{path}: byte {why.start} is not UTF-8: {needed}") from None
-
-
 def _lines(path: Path) -> Iterator[Record | MegatrainError]:
     with path.open("rb") as lines:
         for number, line in enumerate(lines, 1):
-            line = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
             if line.strip():
-                yield _record(line, f"{path}:{number}")
+                yield _record(line.removeprefix(codecs.BOM_UTF8), f"{path}:{number}")
 
 
 def _array(path: Path) -> Iterator[Record | MegatrainError]:
@@ -96,10 +88,10 @@ def _array(path: Path) -> Iterator[Record | MegatrainError]:
     try:
         found = from_json(text, str(path))
     except MegatrainError:
-        if "\n" in text.strip() and _begins_as_lines(text):
-            yield from _lines(path)                      # many a file of lines is called .json
-            return
-        raise
+        if "\n" not in text.strip() or not _begins_as_lines(text):
+            raise
+        yield from _lines(path)                          # many a file of lines is called .json
+        return
     for number, record in enumerate(found if isinstance(found, list) else [found], 1):
         yield _record(record, f"{path}, record {number}")
 
@@ -114,37 +106,31 @@ def _record(found: Any, where: str) -> Record | MegatrainError:
         found = from_json(found, where) if isinstance(found, (str, bytes)) else found
     except MegatrainError as why:
         return why
-    if isinstance(found, dict):
-        return found
-    return MegatrainError(f"{where}: an object such as {{\"text\": ...}} is needed, not a {type(found).__name__}")
+    return found if isinstance(found, dict) else MegatrainError(
+        f"{where}: an object such as {{\"text\": ...}} is needed, not a {type(found).__name__}")
 
 
 def _table(path: Path) -> Iterator[Record | MegatrainError]:
     csv.field_size_limit(2**31 - 1)                      # of a field; Python's own is 128 KiB
+    between = TABLE_KINDS[path.suffix.lower()]
+    with path.open("rb") as raw:                         # the first line has names alone
+        first = raw.readline(1 << 16).decode("utf-8", "replace")
+    between = between if between in first else next((s for s in SEPARATORS if s in first), between)
     with path.open(encoding="utf-8-sig", newline="") as text:
-        rows = csv.reader(text, delimiter=_separator(path), strict=True)
+        rows = csv.reader(text, delimiter=between, strict=True)
         try:
             names = [name.strip() for name in next(rows, [])]
             if not names:
                 raise MegatrainError(f"{path}: it is empty; a first row with the fields' names is needed")
             if twice := [name for name in names if names.count(name) > 1]:
                 raise MegatrainError(f"{path}:1: two fields are called {twice[0]!r}: give each a name of its own")
-            for row in rows:
-                if row:
-                    yield _row(names, row, f"{path}:{rows.line_num}")
+            for row in filter(None, rows):
+                yield _row(names, row, f"{path}:{rows.line_num}")
         except csv.Error as why:
             raise MegatrainError(f"{path}:{rows.line_num}: not a table: {why}") from None
         except UnicodeDecodeError:
             raise MegatrainError(f"{path}: behind line {rows.line_num} it is not UTF-8: iconv -f LATIN1 -t UTF-8 "
                                  f"{path}") from None
-
-
-def _separator(path: Path) -> str:
-    """By the file's name; of a .csv by its first line, which has names alone."""
-    own = TABLE_KINDS[path.suffix.lower()]
-    with path.open("rb") as raw:
-        first = raw.readline(1 << 16).decode("utf-8", "replace")
-    return own if own in first else next((s for s in SEPARATORS if s in first), own)
 
 
 def _row(names: list[str], row: list[str], where: str) -> Record | MegatrainError:
@@ -162,10 +148,9 @@ def _loaded(name: str, where: str, **kw: Any) -> Iterator[Record]:
     """What `datasets` reads, streamed: nothing of it goes into its cache."""
     try:
         import datasets
+        yield from datasets.load_dataset(name, streaming=True, **kw)
     except ImportError:
         raise MegatrainError(f"{where}: parquet, and data on the hub, need pip install datasets") from None
-    try:
-        yield from datasets.load_dataset(name, streaming=True, **kw)
     except (OSError, ValueError) as why:
         raise MegatrainError(f"{where}: {why}") from None
 
@@ -183,15 +168,9 @@ _ALPACA = ("Below is an instruction that describes a task{beside}. Write a respo
 
 
 def as_asked(record: Record, chat: bool, where: str) -> Record:
-    """A record with `messages`, `prompt` and `completion`, or `text`, in the place of other names for them.
-
-    Args:
-        chat: the tokenizer has a chat template.
-
-    Raises:
-        MegatrainError: it asks for what cannot be said without one; or has beside a prompt what would be lost.
-    """
-    record = _lowered(record)
+    """A record with `messages`, `prompt` and `completion`, or `text`, in the place of other names for them. chat: the
+    tokenizer has a chat template."""
+    record, asked, beside = _asking(record)
     if {"chosen", "rejected"} <= record.keys():
         raise MegatrainError(f"{where} is a preference (chosen, rejected): --method dpo, orpo or reward trains on such")
     if isinstance(record.get("label"), bool) and {"prompt", "completion"} <= record.keys():
@@ -202,7 +181,6 @@ def as_asked(record: Record, chat: bool, where: str) -> Record:
             raise MegatrainError(f"{where} has {lost[0]!r} beside prompt, which would not be learned: put both into "
                                  "prompt, or rename prompt to instruction")
         return record
-    asked, beside = _questions(record)
     if not asked and beside[-1:] == ["input"] and "text" not in record:      # {"input", "output"}
         asked, beside = beside[-1:], beside[:-1]
     answer = next((name for name in (FIRST.get(asked[0] if asked else ""), *ANSWERED) if name in record), None)
@@ -218,8 +196,7 @@ def as_asked(record: Record, chat: bool, where: str) -> Record:
 
 def with_prompt(record: Record, chat: bool, where: str) -> Record:
     """A record of preferences, or of what is to be answered, with what it asks as its `prompt`."""
-    record = _lowered(record)
-    asked, beside = _questions(record)
+    record, asked, beside = _asking(record)
     if not asked or any(name in record for name in KNOWN[:3]):
         return record
     made = dict(record)
@@ -229,38 +206,32 @@ def with_prompt(record: Record, chat: bool, where: str) -> Record:
     return made
 
 
-def _lowered(record: Record) -> Record:
-    """With names in small letters, as tables write them large; what is there in both stays as it is."""
-    if any(name in record for name in (*KNOWN, *ASKED)):
-        return record
-    small = {name.strip().lower(): value for name, value in record.items() if isinstance(name, str)}
-    return small if len(small) == len(record) else record
-
-
-def _questions(record: Record) -> tuple[list[str], list[str]]:
-    """Names of what asks, and of what that is about."""
-    asked, beside = ([n for n in names if record.get(n) not in (None, "")] for names in (ASKED, BESIDE))
-    return asked, beside
+def _asking(record: Record) -> tuple[Record, list[str], list[str]]:
+    """(the record, its names of what asks, and of what that is about). Names of tables may have large letters."""
+    if not any(name in record for name in (*KNOWN, *ASKED)):
+        small = {name.strip().lower(): value for name, value in record.items() if isinstance(name, str)}
+        record = small if len(small) == len(record) else record      # else it has a name in both
+    return record, *([n for n in names if record.get(n) not in (None, "")] for names in (ASKED, BESIDE))
 
 
 def _told(record: Record, asked: list[str], beside: list[str], answer: str, chat: bool, where: str) -> Record:
-    """Prompt and completion: messages, where there is a chat template."""
-    system = "\n\n".join(record[name] for name in SYSTEM if record.get(name))
+    """Prompt and completion: messages where there is a chat template, else Alpaca's prompt or `Question: ...`."""
+    system, words, about = ("\n\n".join(record[name] for name in names if record.get(name))
+                            for names in (SYSTEM, asked, beside))
     turns = record.get("history") or []                  # before: pairs of what was asked and answered, oldest first
     if not isinstance(turns, list) or not all(isinstance(turn, (list, tuple)) and len(turn) == 2 and all(
-            isinstance(words, str) for words in turn) for turn in turns):
+            isinstance(part, str) for part in turn) for turn in turns):
         raise MegatrainError(f"{where}: history must be a list of pairs: what was asked, and what was answered")
     if chat:
-        made = [{"role": "system", "content": system}] if system else []
-        for turn in turns:
-            made += [{"role": role, "content": words} for role, words in zip(("user", "assistant"), turn)]
-        made.append({"role": "user", "content": "\n\n".join(record[name] for name in (*asked, *beside))})
+        said = [("system", system)] * bool(system)
+        said += [pair for turn in turns for pair in zip(("user", "assistant"), turn)]
+        said.append(("user", "\n\n".join(filter(None, (words, about)))))
         more = {name: record[name] for name in ("tools", "chat_template_kwargs") if name in record}
-        return {"prompt": made, "completion": [{"role": "assistant", "content": answer}], **more}
+        return {"prompt": [{"role": role, "content": text} for role, text in said],
+                "completion": [{"role": "assistant", "content": answer}], **more}
     if turns:
         raise MegatrainError(f"{where} has a history, and the model's tokenizer has no chat template: take an "
                              "instruction-tuned model's tokenizer")
-    about, words = ("\n\n".join(record[name] for name in names) for names in (beside, asked))
     head = f"{system}\n\n" if system else ""
     if asked[0] == "question":
         head += f"{about}\n\n" if about else ""

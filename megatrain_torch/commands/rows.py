@@ -41,8 +41,8 @@ def held_out(found: list[Document], share: float, seed: int) -> tuple[list[Docum
             if document.whole:
                 i += not i                               # one there is, to be trained
                 return order[:i], order[i:]
-            parts = [document.cut(0, left), document.cut(left, len(document))]
-            return [d for d in [*order[:i], parts[0]] if len(d)], [d for d in [parts[1], *order[i + 1:]] if len(d)]
+            train, held = [*order[:i], document.cut(0, left)], [document.cut(left, len(document)), *order[i + 1:]]
+            return [d for d in train if len(d)], [d for d in held if len(d)]
         left -= len(document)
     return order, []
 
@@ -69,12 +69,11 @@ class Rows(torch.utils.data.Dataset):
 
     def __getitem__(self, i: int | None) -> dict[str, torch.Tensor]:
         """None: no row."""
+        at = np.arange(self.ids.shape[1])
         if i is None:
-            seq = self.ids.shape[1]
-            return _NoRow(input_ids=torch.zeros(seq, dtype=torch.int64), position_ids=torch.arange(seq),
-                         labels=torch.full((seq,), IGNORED))
+            return _NoRow(input_ids=torch.zeros(len(at), dtype=torch.int64), position_ids=torch.from_numpy(at),
+                          labels=torch.full((len(at),), IGNORED))
         ids = self.ids[i].astype(np.int64)
-        at = np.arange(len(ids))
         positions = at - np.maximum.accumulate(np.where(self.begins[i], at, 0))      # 0 wherever a document begins
         return {"input_ids": torch.from_numpy(ids), "position_ids": torch.from_numpy(positions),
                 "labels": torch.from_numpy(np.where(self.learned[i], ids, IGNORED))}
@@ -91,10 +90,27 @@ class Rows(torch.utils.data.Dataset):
 def packed(found: Sequence[Document], seq: int, filler: int, alone: bool = False) -> Rows:
     """Documents in rows of `seq` tokens; filler: a token for what is left of a row; alone: no two in one row."""
     found = [part for d in found for part in d.parts]
+    plan: list[list[Document]] = []                      # of each row
     if alone:
         plan = [[d.cut(at, at + seq)] for d in found for at in range(0, seq if d.whole else len(d), seq)]
     else:
-        plan = _streamed([d for d in found if not d.whole], seq) + _fitted([d for d in found if d.whole], seq)
+        room = 0
+        for d in (d for d in found if not d.whole):      # a text goes on in the next row
+            at = 0
+            while at < len(d):
+                if room == 0:
+                    plan.append([])
+                    room = seq
+                plan[-1].append(d.cut(at, at + room))
+                at, room = at + len(plan[-1][-1]), room - len(plan[-1][-1])
+        rooms: list[tuple[int, int]] = []                # (room, row), ascending: best fit, longest document first
+        for d in sorted((d.cut(0, seq) for d in found if d.whole), key=len, reverse=True):
+            i = bisect.bisect_left(rooms, (len(d), -1))
+            room, row = rooms.pop(i) if i < len(rooms) else (seq, len(plan))
+            if row == len(plan):
+                plan.append([])
+            plan[row].append(d)
+            bisect.insort(rooms, (room - len(d), row))
     kind = np.result_type(np.uint16 if filler < 1 << 16 else np.uint32, *{d.ids.dtype for d in found})
     ids = np.full((len(plan), seq), filler, kind)
     learned, begins = np.zeros((len(plan), seq), bool), np.zeros((len(plan), seq), bool)
@@ -120,36 +136,6 @@ def prompts_too_long(found: Sequence[Document], seq: int) -> str | None:
         return None
     return (f"every prompt is longer than a row of {seq} (--seq), or as long, and nothing is left of what is to be "
             f"learned; the longest, with its completion, has {max(map(len, found))} tokens")
-
-
-def _streamed(found: Sequence[Document], seq: int) -> list[list[Document]]:
-    """Rows that are full but for the last: a text goes on in the next row."""
-    rows: list[list[Document]] = []
-    room = 0
-    for document in found:
-        at = 0
-        while at < len(document):
-            if room == 0:
-                rows.append([])
-                room = seq
-            part = document.cut(at, at + room)
-            rows[-1].append(part)
-            at, room = at + len(part), room - len(part)
-    return rows
-
-
-def _fitted(found: Sequence[Document], seq: int) -> list[list[Document]]:
-    """Best fit, longest first: each where least room is left over. Longer than a row: its beginning."""
-    rows: list[list[Document]] = []
-    rooms: list[tuple[int, int]] = []                # (room, row), ascending
-    for document in sorted((d.cut(0, seq) for d in found), key=len, reverse=True):
-        i = bisect.bisect_left(rooms, (len(document), -1))
-        room, row = rooms.pop(i) if i < len(rooms) else (seq, len(rows))
-        if row == len(rows):
-            rows.append([])
-        rows[row].append(document)
-        bisect.insort(rooms, (room - len(document), row))
-    return rows
 
 
 def collate(flat: bool) -> Callable[[list[dict[str, torch.Tensor]]], dict[str, torch.Tensor]]:
@@ -220,8 +206,7 @@ def _leak(model: Any, length: int, flat: bool) -> tuple[float, float]:
     one, *others = torch.randint(model.get_input_embeddings().num_embeddings, (3, length),
                                  generator=torch.Generator().manual_seed(0))
     again = torch.arange(length).repeat(2)
-    rows = [{"input_ids": torch.cat([other, one]), "position_ids": again} for other in others]
-    alone = {"input_ids": torch.cat([one, one]), "position_ids": again}
-    logits = model(**collate(flat)([*rows, alone]), use_cache=False).logits.view(3, 2, length, -1)
+    rows = [{"input_ids": torch.cat([other, one]), "position_ids": again} for other in (*others, one)]
+    logits = model(**collate(flat)(rows), use_cache=False).logits.view(3, 2, length, -1)
     first = logits[2, 0]                             # nothing is before it
     return max((logits[row, 1] - first).square().mean().sqrt().item() for row in range(3)), first.std().item()

@@ -1,8 +1,5 @@
-"""What a command is asked for: flags, YAML and defaults make the same Settings; and words for the person who asks.
-
-    Settings            the table of a training run; it makes flags, config.yaml and docs/cli.md (tools/cli_page.py)
-    for_machine, for_model, for_data        settings that were not given, as soon as what decides them is known
-    Flags               messages of mt.plan and mt.stream, with flags in the place of keyword arguments
+"""What a command is asked for: flags, YAML and defaults make the same Settings. The table makes the flags, config.yaml
+and docs/cli.md (tools/cli_page.py). Flags says the messages of mt.plan and mt.stream with flags for keyword arguments.
 """
 from __future__ import annotations
 
@@ -29,7 +26,6 @@ from megatrain_torch import MegatrainError
 METHODS = ("sft", "dpo", "kto", "orpo", "reward", "grpo")
 SCHEDULES = ("cosine", "linear", "constant", "constant_with_warmup", "polynomial", "inverse_sqrt",
              "cosine_with_restarts", "cosine_with_min_lr", "warmup_stable_decay")
-REPORTS = ("none", "tensorboard", "wandb")
 KEPT = ("none", *mt.choices("base"))     # how weights beside which adapters train are kept
 UNSHOWN = ("8bit-lo8",)                  # of states: taken, and not offered
 AS = "r=16,alpha=32,targets=all"
@@ -38,20 +34,17 @@ ALL = "all"
 SAME = {"learning_rate": "lr", "max_steps": "steps", "num_train_epochs": "epochs", "output_dir": "out",
         "max_length": "seq", "max_grad_norm": "clip", "save_steps": "save_every", "eval_steps": "eval_every",
         "logging_steps": "log_every", "save_total_limit": "keep", "lr_scheduler_type": "schedule",
-        "adam_beta2": "beta2", "gradient_accumulation_steps": "micro"}
+        "adam_beta2": "beta2", "gradient_accumulation_steps": "micro", "hub_model_id": "push_to_hub"}
 # What others call a setting, for messages.
 ALSO = {"batch_size": "tokens", "per_device_train_batch_size": "tokens", "dataset": "data", "model_name": "model",
         "warmup_ratio": "warmup", "text_column": "column", "val_split": "validation"}
 LEAST = {"kto": 2, "grpo": 8}            # records of a step: KTO compares them, GRPO answers of one prompt
+SEQUENCES = {"dpo": 2, "orpo": 2, "reward": 2}       # of tokens, that a record has
 STEPS_LEAST = 20                         # steps of an epoch, where `tokens` is not given
 
 
 class Stopped(Exception):
-    """A run was asked to stop, by this signal, and did, behind a checkpoint: the command ends as the signal's."""
-
-    def __init__(self, signal: int) -> None:
-        super().__init__(f"stopped by signal {signal}")
-        self.signal = signal
+    """A run was asked to stop by the signal of this number, and has written a checkpoint."""
 
 
 def say(text: str) -> None:
@@ -69,18 +62,18 @@ def near(name: str) -> str:
 
 
 def from_json(text: str | bytes, where: str) -> Any:
-    """Raises: MegatrainError: it is none; the message begins with `where` and says the line and the column."""
+    """where: for messages, which tell the line and the column too."""
     try:
         return json.loads(text)
     except UnicodeDecodeError as why:
-        raise MegatrainError(f"{where}: byte {why.start} is not UTF-8, as JSON is") from None
+        said = f"byte {why.start} is not UTF-8, as JSON is"
     except json.JSONDecodeError as why:
         doc = why.doc.rstrip()           # what is missing at a line's end json tells as at the beginning of the next
-        place = (f"line {why.lineno}, column {why.colno}" if "\n" in doc
-                 else f"column {min(why.pos, len(doc)) + 1}")
-        raise MegatrainError(f"{where}: not JSON: {why.msg} at {place}") from None
+        said = f"not JSON: {why.msg} at " + (f"line {why.lineno}, column {why.colno}" if "\n" in doc
+                                             else f"column {min(why.pos, len(doc)) + 1}")
     except (RecursionError, ValueError) as why:
-        raise MegatrainError(f"{where}: not JSON that can be read: {why}") from None
+        said = f"not JSON that can be read: {why}"
+    raise MegatrainError(f"{where}: {said}")
 
 
 # ---- the table -----------------------------------------------------------------------------------
@@ -93,12 +86,13 @@ def _words(value: Any) -> tuple[str, ...]:
 
 
 def _targets(value: Any) -> tuple[str, ...]:
-    found = tuple(filter(None, map(str.strip, value.split(",")))) if isinstance(value, str) else value
-    if not isinstance(found, (list, tuple)) or not found or not all(isinstance(t, str) and t for t in found):
-        raise MegatrainError(f"targets={value!r}: {ALL}, or names of linear layers, are needed")
+    try:
+        found = _words(list(filter(None, map(str.strip, value.split(",")))) if isinstance(value, str) else value)
+    except ValueError:
+        raise MegatrainError(f"targets={value!r}: {ALL}, or names of linear layers, are needed") from None
     if ALL in found and len(found) > 1:
         raise MegatrainError(f"targets={','.join(found)}: {ALL} has the others in it; leave them out, or it")
-    return tuple(found)
+    return found
 
 
 def _share(value: Any) -> float | str:
@@ -106,9 +100,7 @@ def _share(value: Any) -> float | str:
     try:
         return float(value)
     except ValueError:
-        if not value:
-            raise
-        return str(value)
+        return _words(str(value))[0]
 
 
 DATA = ("text, .jsonl, .json, .csv, .tsv or .parquet, a folder of such, or a name on the hub; several may have "
@@ -117,7 +109,7 @@ DATA = ("text, .jsonl, .json, .csv, .tsv or .parquet, a folder of such, or a nam
 
 def _setting(default: Any, kind: Any, text: str = "", choices: Iterable[str] = (), shown: str = "",
              span: tuple[float, float] | None = None) -> Any:
-    """shown: the value's name in help. span: least and most."""
+    """shown: the value's name in help. span: the least and the greatest value."""
     return field(default=default, metadata={"kind": kind, "text": text, "choices": tuple(choices), "span": span,
                                             "shown": shown or KINDS[kind][1]})
 
@@ -135,8 +127,8 @@ KINDS = {int: ("a whole number", "N"), float: ("a number", "X"), str: ("a word",
 
 @dataclass(frozen=True)
 class Lora:
-    """--lora: adapters of rank r. targets: names of modules, or their ends behind a point; ("all",): all linear layers
-    but the head."""
+    """--lora: adapters of rank r. targets: names of modules or the ends of such names; ("all",): all linear layers but
+    the head."""
 
     r: int = _setting(None, int, span=COUNT)
     alpha: float = _setting(None, float, span=POSITIVE)
@@ -145,10 +137,17 @@ class Lora:
 
     @staticmethod
     def of(value: Any) -> Lora:
-        """Of a flag's words, or of a table in YAML. Raises: MegatrainError: something in it is not known, or out of its
-        range."""
-        given, known = ({str(k): v for k, v in value.items()} if isinstance(value, Mapping) else _split(value),
-                        {f.name: f for f in dataclasses.fields(Lora)})
+        """From a flag's words, or a table in YAML. A word without `=` goes on with the list before it."""
+        if isinstance(value, Mapping):
+            given = {str(k): v for k, v in value.items()}
+        else:
+            first, *words = re.split(r"(?:^|,)\s*(\w+)=", value.strip(" ,")) if isinstance(value, str) else "?"
+            given = dict(zip(words[::2], map(str.strip, words[1::2])))
+            if first:
+                raise MegatrainError(f"lora={value!r}: words such as {AS} are needed")
+            if twice := [name for name in given if words[::2].count(name) > 1]:
+                raise MegatrainError(f"lora={value!r}: {twice[0]} is said twice")
+        known = {f.name: f for f in dataclasses.fields(Lora)}
         for name in given:
             if name not in known:
                 raise MegatrainError(f"lora: {unknown(name, known, 0.4)}")
@@ -158,23 +157,9 @@ class Lora:
         return Lora(**{"alpha": 2.0 * found["r"]} | found)
 
     def __str__(self) -> str:
-        """As a flag has it, with what was not given too, and all digits."""
+        """As a flag has it, with defaults too, and all digits."""
         alpha, dropout = (repr(n).removesuffix(".0") for n in (self.alpha, self.dropout))
         return f"r={self.r},alpha={alpha},targets={','.join(self.targets)}" + f",dropout={dropout}" * bool(self.dropout)
-
-
-def _split(value: Any) -> dict[str, Any]:
-    """A word without `=` goes on with the list before it: targets=q_proj,v_proj."""
-    found: dict[str, Any] = {}
-    last = ""
-    for word in filter(None, map(str.strip, value.split(","))) if isinstance(value, str) else ["?"]:
-        name, said, rest = word.partition("=")
-        if not said and not last:
-            raise MegatrainError(f"lora={value!r}: words such as {AS} are needed")
-        if said and name in found:
-            raise MegatrainError(f"lora={value!r}: {name} is said twice")
-        last, found[name if said else last] = (name, rest) if said else (last, f"{found[last]},{word}")
-    return found
 
 
 @dataclass(frozen=True)
@@ -231,31 +216,43 @@ class Settings:
     early_stopping: int = _setting(None, int, "stop after so many evaluations in a row without improvement, and "
                                    "keep the best weights", span=COUNT)
     keep: int = _setting(2, int, "checkpoints to keep; older ones are removed", span=COUNT)
-    report_to: str = _setting("none", str, "where else to send the log", REPORTS)
+    report_to: str = _setting("none", str, "where else to send the log: tensorboard, wandb, or another that Trainer "
+                              "knows", shown="NAME")
     push_to_hub: str = _setting(None, str, "name on the hub to upload the final model to", shown="NAME")
     more: dict[str, Any] = field(default_factory=dict, metadata={"kind": dict})
 
     @staticmethod
     def of(values: Mapping[str, Any], where: str) -> Settings:
-        """Settings from names and values, checked. where: for messages. Raises: MegatrainError: a name is not known, or
-        a value is not of its kind or out of its range."""
-        known, values, more = {f.name: f for f in _shown()}, dict(values), {}
+        """Checked settings from names and values. where: for messages."""
+        values, more = dict(values), {}
+        if (pushed := str(values.get("push_to_hub")).lower()) in ("true", "false"):      # as Trainer has it
+            values["push_to_hub"] = None if pushed == "false" else values.pop(
+                "hub_model_id", Path(values.get("out", values.get("output_dir")) or values.get("model") or "").name)
         for name in list(values):
             if (own := SAME.get(name)) and own not in values:
                 values[own] = values.pop(name)
             elif name in ALSO or name in SAME:
-                raise MegatrainError(f"{where}: {unknown(name, known)}")
-            elif name not in known:
+                raise MegatrainError(f"{where}: {unknown(name, SHOWN)}")
+            elif name not in SHOWN:
                 more[name] = values.pop(name)
-        found = {name: _of_kind(known[name], value, where) for name, value in values.items()}
-        return _checked(Settings(**found, more=more))
+        s = Settings(**{name: _of_kind(SHOWN[name], value, where) for name, value in values.items()}, more=more)
+        for name in ("vram", "host"):
+            mt.parse_bytes(getattr(s, name), name)
+        if (s.products, s.dtype) == ("fp8", "float32"):
+            raise MegatrainError("products=fp8, dtype=float32: codes of 8 bits are made of bfloat16 weights; leave one "
+                                 "of the two out")
+        if s.early_stopping and s.validation == 0:
+            raise MegatrainError(f"early_stopping={s.early_stopping}, validation=0: nothing is held out to evaluate")
+        if s.base != "none" and s.lora is None:
+            raise MegatrainError(f"base={s.base}: codes are frozen; say what trains beside them, as lora={AS}")
+        _check_rows(s, s.seq)
+        return s
 
     def with_(self, **changes: Any) -> Settings:
         return dataclasses.replace(self, **changes)
 
 
-def _shown() -> list[dataclasses.Field[Any]]:
-    return [f for f in dataclasses.fields(Settings) if f.name != "more"]
+SHOWN = {f.name: f for f in dataclasses.fields(Settings) if f.name != "more"}        # flags, and lines of config.yaml
 
 
 def unknown(name: str, known: Iterable[str], cutoff: float = 0.5) -> str:
@@ -269,16 +266,13 @@ def unknown(name: str, known: Iterable[str], cutoff: float = 0.5) -> str:
 
 def _of_kind(f: dataclasses.Field[Any], value: Any, where: str) -> Any:
     """YAML reads 1e-5 as a word: numbers may come as words."""
-    kind, choices = f.metadata["kind"], f.metadata["choices"]
+    kind, choices, span = (f.metadata[name] for name in ("kind", "choices", "span"))
     if value is None and f.default is None:
         return None
     try:
-        if isinstance(value, bool) or (kind is str and not isinstance(value, str)):
-            raise ValueError
-        if kind is float and not math.isfinite(float(value)):
-            raise ValueError
         found = kind(value)
-        if kind is int and float(value) != found:
+        if isinstance(value, bool) or (kind is str and not isinstance(value, str)) or (
+                kind is float and not math.isfinite(found)) or (kind is int and float(value) != found):
             raise ValueError
     except (TypeError, ValueError, OverflowError):       # the last: of int(inf)
         raise MegatrainError(f"{where}: {f.name}={value!r}: {KINDS[kind][0]} is needed") from None
@@ -286,30 +280,15 @@ def _of_kind(f: dataclasses.Field[Any], value: Any, where: str) -> Any:
         raise MegatrainError(f"{where}: {why}") from None
     if choices and found not in (*choices, *UNSHOWN * (f.name == "states")):
         raise MegatrainError(f"{where}: {f.name}={found!r}: use one of {', '.join(choices)}")
-    if (span := f.metadata["span"]) and not isinstance(found, str) and not span[0] <= found <= span[1]:
+    if span and not isinstance(found, str) and not span[0] <= found <= span[1]:
         needed = {COUNT: "at least 1", POSITIVE: "more than 0", (0, math.inf): "0 or more"}.get(
             span, f"a number from {span[0]} to {span[1]}")
         raise MegatrainError(f"{where}: {f.name}={found}: {needed} is needed")
     return found
 
 
-def _checked(s: Settings) -> Settings:
-    for name in ("vram", "host"):
-        mt.parse_bytes(getattr(s, name), name)
-    if (s.products, s.dtype) == ("fp8", "float32"):
-        raise MegatrainError("products=fp8, dtype=float32: codes of 8 bits are made of bfloat16 weights; leave one of "
-                             "the two out")
-    if s.early_stopping and s.validation == 0:
-        raise MegatrainError(f"early_stopping={s.early_stopping}, validation=0: nothing is held out to be evaluated")
-    if s.base != "none" and s.lora is None:
-        raise MegatrainError(f"base={s.base}: codes are frozen; say what trains beside them, as lora={AS}")
-    if s.seq and s.tokens:
-        _check_rows(s, s.seq)
-    return s
-
-
-def _check_rows(s: Settings, seq: int) -> None:
-    if s.tokens % seq:
+def _check_rows(s: Settings, seq: int | None) -> None:
+    if seq and s.tokens and s.tokens % seq:
         raise MegatrainError(f"tokens={s.tokens}, seq={s.seq}: a step is a whole number of rows; "
                              f"nearest: tokens={max(1, round(s.tokens / seq)) * seq}")
 
@@ -318,7 +297,7 @@ def _check_rows(s: Settings, seq: int) -> None:
 
 def add_flags(parser: argparse.ArgumentParser, names: Iterable[str] | None = None) -> None:
     """A flag for each setting, model and data left out; what is not given is not in the namespace."""
-    for f in _shown():
+    for f in SHOWN.values():
         if f.name not in ("model", "data") and (names is None or f.name in names):
             parser.add_argument(f"--{f.name.replace('_', '-')}", default=argparse.SUPPRESS, type=str, dest=f.name,
                                 metavar="|".join(f.metadata["choices"]) or f.metadata["shown"],
@@ -327,46 +306,32 @@ def add_flags(parser: argparse.ArgumentParser, names: Iterable[str] | None = Non
 
 def given(args: argparse.Namespace) -> dict[str, Any]:
     """The settings that the command line has."""
-    names = {f.name for f in _shown()}
-    return getattr(args, "more", {}) | {k: v for k, v in vars(args).items() if k in names and v not in (None, [])}
+    return getattr(args, "more", {}) | {k: v for k, v in vars(args).items() if k in SHOWN and v not in (None, [])}
 
 
 def read_yaml(path: str | Path) -> dict[str, Any]:
-    """Names and values in a YAML file. Raises: MegatrainError: there is no such file, or it is not a table of names and
-    values."""
     import yaml
 
-    needed = "lines of `name: value` are needed"
+    where, needed = str(path), "lines of `name: value` are needed"
     try:
-        found = yaml.safe_load(Path(path).read_text())
+        if isinstance(found := yaml.safe_load(Path(path).read_text()), dict):
+            return found
+        said = needed
     except OSError as why:
-        raise MegatrainError(f"{path}: {why.strerror}") from None
+        said = why.strerror
     except UnicodeDecodeError:
-        raise MegatrainError(f"{path}: not UTF-8: {needed}") from None
+        said = f"not UTF-8: {needed}"
     except yaml.YAMLError as why:
-        mark, problem = getattr(why, "problem_mark", None), getattr(why, "problem", None) or why
-        where = f"{path}:{mark.line + 1}" if mark else str(path)
-        raise MegatrainError(f"{where}: not YAML: {problem}; {needed}") from None
-    if not isinstance(found, dict):
-        raise MegatrainError(f"{path}: {needed}")
-    return found
-
-
-def as_yaml(settings: Settings) -> bytes:
-    """As read_yaml takes it."""
-    import yaml
-
-    found = dataclasses.asdict(settings)
-    found |= found.pop("more")
-    if found["data"] is not None:                    # as it is written by hand
-        found["data"] = found["data"][0] if len(found["data"]) == 1 else list(found["data"])
-    return yaml.safe_dump(found, sort_keys=False).encode()
+        mark = getattr(why, "problem_mark", None)
+        where += f":{mark.line + 1}" if mark else ""
+        said = f"not YAML: {getattr(why, 'problem', None) or why}; {needed}"
+    raise MegatrainError(f"{where}: {said}")
 
 
 def page() -> str:
     """The table of docs/cli.md."""
     lines = ["| setting | default | what |", "|---|---|---|"]
-    for f in _shown():
+    for f in SHOWN.values():
         flag = f"`{f.name}`" if f.name in ("model", "data") else f"`--{f.name.replace('_', '-')}`"
         text = f.metadata["text"] + (f": {', '.join(f.metadata['choices'])}" if f.metadata["choices"] else "")
         lines.append(f"| {flag} | {'' if f.default is None else f'`{f.default}`'} | {text} |")
@@ -384,8 +349,8 @@ def device_of(asked: str | None) -> str:
 
 
 def for_machine(settings: Settings) -> Settings:
-    device = device_of(settings.device)
-    there = torch.cuda.device_count() if device == "cuda" else max(2, len(os.sched_getaffinity(0)))
+    device, cores = device_of(settings.device), len(os.sched_getaffinity(0))
+    there = torch.cuda.device_count() if device == "cuda" else max(2, cores)
     if settings.gpus > there:
         what = "CUDA devices" if device == "cuda" else "cores, with a process on each,"
         raise MegatrainError(f"gpus={settings.gpus}: there are {there} {what} here; --gpus {there} or fewer")
@@ -394,7 +359,7 @@ def for_machine(settings: Settings) -> Settings:
                              "states")
     if device == "cpu":
         # Torch's threads spin while they wait for each other: one core is left to the engine's.
-        torch.set_num_threads(max(1, (len(os.sched_getaffinity(0)) - 1) // settings.gpus))
+        torch.set_num_threads(max(1, (cores - 1) // settings.gpus))
     halves = device == "cuda" or settings.products == "fp8" or settings.base != "none"
     return settings.with_(device=device, dtype=settings.dtype or ("bfloat16" if halves else "float32"),
                           lr=settings.lr or (1e-5 if settings.lora is None else 2e-4))
@@ -451,14 +416,14 @@ def _divisors(n: int) -> str:
 # ---- messages in a shell -------------------------------------------------------------------------
 
 class Flags:
-    """A verb's flags, and how changes of a plan are written with them (`text` of a refusal asks for the three)."""
+    """How a verb's flags say a plan's settings; a refusal's `text` asks for knows, alone and whole.
+
+    names: of the verb's flags. gpus: a plan's tokens are one GPU's, a verb's are those of all GPUs."""
 
     def __init__(self, names: Iterable[str], gpus: int = 1) -> None:
-        """gpus: a plan's tokens are one GPU's, a verb's are those of so many."""
         self.names, self._gpus = tuple(names), gpus
 
     def knows(self, changes: dict[str, Any]) -> bool:
-        """Has the verb a flag for each?"""
         return set(changes) <= set(self.names)
 
     def alone(self, changes: dict[str, Any]) -> str:
@@ -478,20 +443,19 @@ class Flags:
         return [f"--{name}", "FOLDER" if name == "nvme" else as_size(value) if name in SIZES else str(value)]
 
     def told(self, why: MegatrainError) -> str:
-        """What an exception says, in the shell's words."""
-        found = getattr(why, "refusal", None)
-        return found.text(self) if found else self.words(str(why))
-
-    def words(self, text: str) -> str:
-        """tokens=1000 is --tokens 1000. What says a machine has a grammar of its own."""
-        if text.startswith("machine"):
+        """An exception's message: tokens=1000 becomes --tokens 1000. A machine's name has a grammar of its own."""
+        if found := getattr(why, "refusal", None):
+            return found.text(self)
+        if (text := str(why)).startswith("machine"):
             return re.sub("^machine:? ", "--machine ", text)
-        text = text.replace("nvme limit=", "nvme_limit=")
-        return re.sub(rf"(?<![\w.,'\"-])({'|'.join(self.names)})=('[^']*'|\"[^\"]*\"|[^\s,;:)]*[^\s,;:.)])",
-                      lambda m: f"--{m[1].replace('_', '-')} {self._all(m[1], m[2].strip(chr(39) + chr(34)))}", text)
 
-    def _all(self, name: str, value: str) -> str:
-        return str(int(value) * self._gpus) if name == "tokens" and value.isdigit() else value
+        def flag(m: re.Match[str]) -> str:
+            value = m[2].strip("'\"")
+            value = str(int(value) * self._gpus) if m[1] == "tokens" and value.isdigit() else value
+            return f"--{m[1].replace('_', '-')} {value}"
+
+        return re.sub(rf"(?<![\w.,'\"-])({'|'.join(self.names)})=('[^']*'|\"[^\"]*\"|[^\s,;:)]*[^\s,;:.)])", flag,
+                      text.replace("nvme limit=", "nvme_limit="))
 
 
 @contextlib.contextmanager

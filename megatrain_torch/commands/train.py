@@ -25,13 +25,14 @@ import torch
 import megatrain_torch as mt
 from megatrain_torch import MegatrainError
 
-from . import data, folder, launch, methods, models
+from . import data, folder, launch, models
 from .data import Document
 from .folder import Owned
 from .launch import Team, team_of
 from .rows import Rows, held_out, packed, prompts_too_long, why_alone
 from .settings import (
     DATA,
+    SEQUENCES,
     Settings,
     Stopped,
     add_flags,
@@ -65,7 +66,8 @@ def add(commands: Any) -> None:
                         "of its config.yaml were changed to what holds less")
     parser.add_argument("--new-data", action="store_true", help="go on with data, or rows, other than those of the run "
                         "so far")
-    add_flags(parser, ("gpus",))
+    parser.add_argument("--gpus", metavar="N", default=argparse.SUPPRESS,
+                        help="GPUs of this machine to use; default: as many as the run had")
     parser.set_defaults(run=resume, words=())
 
 
@@ -193,10 +195,8 @@ def _check_state(checkpoint: Path) -> None:
     path, randoms = checkpoint / folder.WHOLE, sorted(checkpoint.glob("rng_state*.pth"))     # of each process
     found = from_json(path.read_bytes(), str(path))
     found = found if isinstance(found, dict) else {}
-    for name, fits in (("global_step", lambda v: type(v) is int and v == folder.step_of(checkpoint.name)),
-                       ("epoch", lambda v: type(v) in (int, float, type(None))),
-                       ("log_history", lambda v: isinstance(v, list))):
-        if name not in found or not fits(found[name]):
+    for name, kinds in (("global_step", (int,)), ("epoch", (int, float, type(None))), ("log_history", (list,))):
+        if type(found.get(name, ...)) not in kinds or found["global_step"] != folder.step_of(checkpoint.name):
             raise MegatrainError(f"{path}: its {name} is not that of this checkpoint")
     for what, read in ((path, lambda: TrainerState.load_from_json(str(path))),
                        *((random, partial(torch.load, random, weights_only=True)) for random in randoms)):
@@ -210,72 +210,63 @@ def _check_state(checkpoint: Path) -> None:
 # ---- the run -------------------------------------------------------------------------------------
 
 def _run(settings: Settings, run: Any, checkpoint: Path | None, new_data: bool) -> None:
+    from . import loop
+
     began, out, team, owned = time.perf_counter(), Path(settings.out), run.team, run.owned
+    sft, lora = settings.method == "sft", settings.lora
     torch.manual_seed(settings.seed)
     with team.as_one():
-        methods.given(settings)
-        source = _source(settings, checkpoint)
+        loop.given(settings)
+        # mt.load takes all that a checkpoint of adapters has, frozen weights too: the model under them is read to have
+        # their form. Other methods compare with it.
+        name = models.beneath(settings) if checkpoint is None or lora is not None or not sft else str(checkpoint)
+        source = models.source_of(settings.model) if checkpoint is None else models.Source(name, str(checkpoint))
         # A checkpoint's tokenizer has the chat template that the run began with.
         tokenizer = models.load_tokenizer(source.words, settings.chat_template if checkpoint is None else None)
         config = models.load_config(source.model)
         settings = for_model(settings, config)
-        if settings.lora is not None:                # before data and weights are read
+        if lora is not None:                             # before data and weights are read
             with in_flags("base"):
-                models.check_targets(models.empty(config, settings.base), settings.lora)
-        reward = methods.rewards(settings) if settings.method == "grpo" else None
-    found = team.first_does(lambda: _Data(settings, tokenizer, None if new_data or checkpoint is None else owned))
+                models.check_targets(models.empty(config, settings.base), lora)
+        reward = loop.rewards(settings) if settings.method == "grpo" else None
+    read = team.first_does(lambda: _Data(settings, tokenizer, None if new_data or checkpoint is None else owned))
     with team.as_one():
         # TRL hashes the weights that it asks before the first step, in each process.
-        model = _model(source, settings, tokenizer, team.first or settings.method in ("dpo", "kto"))
-    settings, train, held = team.of_first(team.first_does(lambda: found.for_model(model)))
-    if settings.lora is not None:
+        model = models.load_model(source.model, settings.dtype, team.first or settings.method in ("dpo", "kto"),
+                                  settings.base, settings.method == "reward")
+        if len(tokenizer) > (there := model.get_input_embeddings().num_embeddings):
+            raise MegatrainError(f"the tokenizer has {len(tokenizer)} tokens and the model embeds {there}: they are "
+                                 "not of one model")
+    settings, train, held = team.of_first(team.first_does(lambda: read.for_model(model)))
+    if lora is not None:
         with team.as_one():
-            model = models.adapted(model, settings.lora, settings.seed)
+            model = models.adapted(model, lora, settings.seed)
     with contextlib.ExitStack() as refused:
         team.first_does(lambda: refused.enter_context(_made_if_kept(out)))
         run.tokens = settings.tokens
         with in_flags(*PLANNED, gpus=settings.gpus):
             settings, how, page = _planned(model, settings, team)
             begin = _words_to_begin(model, settings, train, held)
-            trainer = methods.trainer_of(model, tokenizer, settings, train, held, run, how, reward)
+            trainer = loop.trainer_of(model, tokenizer, settings, train, held, run, how, reward)
         team.first_does(lambda: _check_disk(trainer.model, settings, owned.nbytes if checkpoint is None else 0))
-        team.first_does(lambda: owned.start(found.identity) if checkpoint is None else owned.go_on(found.identity))
+        team.first_does(lambda: (owned.start if checkpoint is None else owned.go_on)(read.identity))
     if team.first:
         if page:
             (out / "plan.html").write_text(page)
         folder.write_yaml(out / folder.CONFIG, settings)
     say(begin)
-    if settings.method == "sft":
+    if sft:
         say_cut(train.cut + held.cut, settings.seq)
     # A run that was stopped in its last step has none left to make: Trainer would make one more.
     over = checkpoint is not None and folder.step_of(checkpoint.name) >= settings.steps
-    if stopped := 0 if over else _loop(trainer, settings, checkpoint):
-        team.meet()                      # the first one may be writing still
+    if stopped := 0 if over else loop.train(trainer, settings, checkpoint):
+        team.of_first(None)              # which may be writing still
         say(f"stopped at step {trainer.state.global_step}; megatrain resume {out} goes on")
         raise Stopped(stopped)
     team.first_does(lambda: _export_final(trainer.model, tokenizer, owned))
     _say_end(settings, trainer.rose(), time.perf_counter() - began)
     if settings.push_to_hub is not None:
-        team.first_does(lambda: _push(out / folder.FINAL, settings.push_to_hub))
-
-
-def _source(settings: Settings, checkpoint: Path | None) -> models.Source:
-    """What a run begins with, or goes on with. mt.load takes all that a checkpoint of adapters has, frozen weights too:
-    the model under them is read to have their form."""
-    if checkpoint is None:
-        return models.source_of(settings.model).alone(settings.model)
-    if settings.lora is None and settings.method == "sft":
-        return models.Source(str(checkpoint), str(checkpoint))
-    return models.Source(models.beneath(settings), str(checkpoint))      # which others are compared with, too
-
-
-def _model(source: models.Source, settings: Settings, tokenizer: Any, has_values: bool) -> Any:
-    model = models.load_model(source.model, settings.dtype, has_values, settings.base, settings.method == "reward")
-    there = model.get_input_embeddings().num_embeddings
-    if len(tokenizer) > there:
-        raise MegatrainError(f"the tokenizer has {len(tokenizer)} tokens and the model embeds {there}: they are not of "
-                             "one model")
-    return model
+        team.first_does(lambda: _push(out / folder.FINAL, settings.push_to_hub, loop.given(settings)))
 
 
 @contextlib.contextmanager
@@ -299,9 +290,9 @@ def _planned(model: Any, settings: Settings, team: Team) -> tuple[Settings, dict
             "device": "cpu", "plan": {"states": settings.states}, "host": settings.host, "nvme": settings.nvme,
             "products": settings.products}, ""
     plan = team.of_first(team.first_does(lambda: mt.plan(
-        model, tokens=settings.tokens // settings.gpus, seq=settings.seq, vram=settings.vram, host=settings.host,
-        micro=settings.micro, states=settings.states, products=settings.products, nvme=settings.nvme,
-        gpus=settings.gpus, use_cache=False)))
+        model, tokens=settings.tokens // settings.gpus, use_cache=False,
+        **{name: getattr(settings, name) for name in ("seq", "vram", "host", "micro", "states", "products", "nvme",
+                                                      "gpus")})))
     say(str(plan).split("\n\n")[0])
     return settings.with_(micro=plan.micro), {"device": "cuda", "plan": plan}, plan._repr_html_()
 
@@ -322,55 +313,6 @@ def _check_disk(model: Any, settings: Settings, freed: int) -> None:
                              f"{settings.keep}), or name a folder on another disk (--out)")
 
 
-def _loop(trainer: Any, settings: Settings, checkpoint: Path | None) -> int:
-    """The signal that asked it to stop; 0: it came to the end."""
-    from transformers import EarlyStoppingCallback
-    from transformers.trainer_callback import PrinterCallback
-
-    from .loop import Bar, Requests
-
-    team, opt = trainer.run.team, trainer.optimizer
-    requests = Requests(team)
-    tracing = mt.trace(trainer.model) if team.first else contextlib.nullcontext()
-    with tracing as trainer.trace, launch.hearing(requests.heard):
-        trainer.remove_callback(PrinterCallback)
-        for callback in [requests, *([Bar(say, trainer.trace)] if team.first else []),
-                         *([EarlyStoppingCallback(settings.early_stopping)] if settings.early_stopping else [])]:
-            trainer.add_callback(callback)
-        try:
-            trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
-        finally:
-            trainer.finish_saving()
-        if opt.skipped_steps:
-            say(f"{opt.skipped_steps} steps had gradients that are not finite and changed nothing; a lower --lr than "
-                f"{settings.lr:g} may do")
-        if not requests.stop:
-            trainer.write_pages()
-    return requests.stop
-
-
-def _export_final(model: Any, tokenizer: Any, owned: Owned) -> None:
-    owned.begin(folder.HALF, folder.SCRATCH)
-    half = owned.run / folder.HALF
-    shutil.rmtree(half, ignore_errors=True)
-    half.mkdir()
-    owned.begin(folder.FINAL, {})
-    models.export(model, tokenizer, owned.run / folder.FINAL, half, lambda half: owned.made(folder.FINAL, half))
-
-
-def _push(model: Path, name: str) -> None:
-    import huggingface_hub
-
-    try:
-        huggingface_hub.create_repo(name, exist_ok=True)
-        found = huggingface_hub.upload_folder(repo_id=name, folder_path=model)
-    except Exception as why:                             # of httpx, or of the hub
-        raise MegatrainError(f"push_to_hub={name}: {why}; the model is {model}") from None
-    say(f"{model} is on the hub: {found}")
-
-
-# ---- what is said --------------------------------------------------------------------------------
-
 def _words_to_begin(model: Any, settings: Settings, train: Any, held: Any) -> str:
     own = sum(p.numel() for p in model.parameters() if p.requires_grad)
     kept = f", {own / 1e6:,.1f} M of them in adapters that train" if settings.lora is not None else ""
@@ -382,6 +324,15 @@ def _words_to_begin(model: Any, settings: Settings, train: Any, held: Any) -> st
             f"{f' on {settings.gpus} GPUs' if settings.gpus > 1 else ''}; run in {settings.out}")
 
 
+def _export_final(model: Any, tokenizer: Any, owned: Owned) -> None:
+    owned.begin(folder.HALF, folder.SCRATCH)
+    half = owned.run / folder.HALF
+    shutil.rmtree(half, ignore_errors=True)
+    half.mkdir()
+    owned.begin(folder.FINAL, {})
+    models.export(model, tokenizer, owned.run / folder.FINAL, half, lambda half: owned.made(folder.FINAL, half))
+
+
 def _say_end(settings: Settings, rose: str, seconds: float) -> None:
     out = settings.out
     end = "done" if not rose else f"{rose}: the run diverged, and a lower --lr than {settings.lr:g} may not; over"
@@ -391,26 +342,23 @@ def _say_end(settings: Settings, rose: str, seconds: float) -> None:
     say(f"{tried}look: megatrain report {out}")
 
 
-def say_cut(cut: int, seq: int) -> None:
-    if cut:
-        say(f"{cut} conversations are longer than {seq} tokens and lost their end; --seq makes room")
+def _push(model: Path, name: str, given: dict[str, Any]) -> None:
+    import huggingface_hub
 
-
-def say_alone(why: str, packed_rows: int, rows: int) -> None:
-    say(f"{why}; so each has rows of its own, filled up at the end: {rows} rows, not {packed_rows}")
+    try:
+        there = huggingface_hub.create_repo(name, private=given.get("hub_private_repo"), exist_ok=True)
+        found = huggingface_hub.upload_folder(repo_id=there.repo_id, folder_path=model)
+    except Exception as why:                             # of httpx, or of the hub
+        raise MegatrainError(f"push_to_hub={name}: {why}; the model is {model}") from None
+    say(f"{model} is on the hub: {found}")
 
 
 # ---- the data ------------------------------------------------------------------------------------
 
 class _Data:
-    """What is trained on, and held out.
-
-    Attributes:
-        identity: what tells it from other data.
-    """
+    """What is trained on, and held out. identity: what tells it from other data. like: a run that had the same."""
 
     def __init__(self, settings: Settings, tokenizer: Any, like: Owned | None) -> None:
-        """like: a run that had the same."""
         self._settings, self._tokenizer = settings, tokenizer
         told = None if like is None else like.data.get("date")
         date = datetime.fromisoformat(told) if isinstance(told, str) else datetime.now().replace(microsecond=0)
@@ -429,7 +377,7 @@ class _Data:
         settings = self._settings
         if settings.method != "sft":
             train, held = self._parts
-            return for_data(settings, len(train), methods.SEQUENCES.get(settings.method, 1)), train, held
+            return for_data(settings, len(train), SEQUENCES.get(settings.method, 1)), train, held
         flat = settings.device == "cuda"             # rows of a micro-batch are joined then: they share a row anyhow
         train, held = self._rows
         if (flat or train.shared or held.shared) and (why := why_alone(model, settings.seq, flat)):
@@ -444,13 +392,12 @@ def parts_of(settings: Settings, tokenizer: Any, date: datetime | None = None
              ) -> tuple[tuple[list[Any], list[Any]], dict[str, Any]]:
     """(to train on, held out), and what tells them from others."""
     found = data.sources(settings, settings.data, tokenizer, date)
-    mixed = data.mixed(found, settings.seed)
+    mixed, held = data.mixed(found, settings.seed), []
     if isinstance(settings.validation, str):
         held = data.sources(settings, (settings.validation,), tokenizer, date)
         parts = data.shuffled(mixed, settings.seed), [d for s in held for d in s.documents]
-    else:
-        share = 0.0 if settings.method == "grpo" else settings.validation        # it would write all its answers anew
-        held, parts = [], held_out(mixed, share, settings.seed)
+    else:                                                # GRPO would write all its answers anew to be evaluated
+        parts = held_out(mixed, 0.0 if settings.method == "grpo" else settings.validation, settings.seed)
     if settings.method == "sft":
         say_unknown([d for s in found for d in s.documents], tokenizer)
     return parts, data.identity(settings, found, held)
@@ -478,3 +425,12 @@ def say_unknown(found: list[Document], tokenizer: Any) -> None:
     if unknown != tokenizer.eos_token_id and share > UNKNOWN:
         say(f"{share:.0%} of the data's tokens are {tokenizer.unk_token!r}, which stands for what the model's "
             "tokenizer does not know; it will write that too")
+
+
+def say_cut(cut: int, seq: int) -> None:
+    if cut:
+        say(f"{cut} conversations are longer than {seq} tokens and lost their end; --seq makes room")
+
+
+def say_alone(why: str, packed_rows: int, rows: int) -> None:
+    say(f"{why}; so each has rows of its own, filled up at the end: {rows} rows, not {packed_rows}")

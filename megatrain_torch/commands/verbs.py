@@ -77,6 +77,7 @@ def add(commands: Any) -> None:
 
 # ---- eval ----------------------------------------------------------------------------------------
 
+@torch.no_grad()
 def evaluate(args: argparse.Namespace) -> None:
     """megatrain eval."""
     settings = Settings.of(given(args), "command line")
@@ -88,35 +89,27 @@ def evaluate(args: argparse.Namespace) -> None:
     models.check_packages(source.adapter is not None, source.base)
     tokenizer = models.load_tokenizer(source.words, settings.chat_template)
     settings = for_model(settings, models.load_config(source.model))
+    seq = settings.seq
     found = data.mixed(data.sources(settings, settings.data, tokenizer), settings.seed)
-    rows = packed(found, settings.seq, 0)
+    rows = packed(found, seq, 0)
     if rows.targets == 0:
-        why = prompts_too_long(found, settings.seq) or (f"rows of {settings.seq} tokens have none to predict; --seq "
-                                                        "makes room")
+        why = prompts_too_long(found, seq) or f"rows of {seq} tokens have none to predict; --seq makes room"
         raise MegatrainError(f"{', '.join(settings.data)}: {why}")
-    say_cut(rows.cut, settings.seq)
+    say_cut(rows.cut, seq)
     model = models.load(source, settings.dtype)
-    if rows.shared and (why := why_alone(model, settings.seq, False)):
-        packed_rows, rows = len(rows), packed(found, settings.seq, 0, alone=True)
+    if rows.shared and (why := why_alone(model, seq, False)):
+        packed_rows, rows = len(rows), packed(found, seq, 0, alone=True)
         say_alone(why, packed_rows, len(rows))
     model = mt.stream(model.requires_grad_(False), settings.device, vram=settings.vram, host=settings.host,
-                      nvme=settings.nvme)
-    loss = _mean_loss(model, rows)
-    say(f"loss {loss:.4f} nats a token, perplexity {math.exp(min(loss, 700)):.4g}; {rows.targets:,} tokens in "
-        f"{len(rows)} rows of {settings.seq}")
-
-
-@torch.no_grad()
-def _mean_loss(model: Any, rows: Any) -> float:
-    """Nats per predicted token."""
-    model.eval()
-    total = 0.0
+                      nvme=settings.nvme).eval()
+    total, batch = 0.0, collate(False)
     for first in range(0, len(rows), TOGETHER):
-        some = [rows[i] for i in range(first, min(first + TOGETHER, len(rows)))]
-        batch = {k: v.to(model.device) for k, v in collate(False)(some).items()}
-        if targets := int((batch["labels"][:, 1:] != IGNORED).sum()):
-            total += model(**batch, use_cache=False).loss.item() * targets
-    return total / rows.targets
+        some = batch([rows[i] for i in range(first, min(first + TOGETHER, len(rows)))])
+        if targets := int((some["labels"][:, 1:] != IGNORED).sum()):
+            total += model(**{k: v.to(model.device) for k, v in some.items()}, use_cache=False).loss.item() * targets
+    loss = total / rows.targets
+    say(f"loss {loss:.4f} nats a token, perplexity {math.exp(min(loss, 700)):.4g}; {rows.targets:,} tokens in "
+        f"{len(rows)} rows of {seq}")
 
 
 # ---- generate ------------------------------------------------------------------------------------
@@ -133,11 +126,23 @@ def generate(args: argparse.Namespace) -> None:
     source = models.source_of(args.model)
     models.check_packages(source.adapter is not None, source.base)
     tokenizer, config = models.load_tokenizer(source.words), models.load_config(source.model)
-    if args.chat is None:
-        args.chat = bool(tokenizer.chat_template) and folder.is_chat(args.model)
-    inputs = _inputs(tokenizer, args.prompt, args.chat)
+    chat = bool(tokenizer.chat_template) and folder.is_chat(args.model) if args.chat is None else args.chat
+    if chat and not tokenizer.chat_template:
+        raise MegatrainError("--chat: the model's tokenizer has no chat template; without --chat the prompt is taken "
+                             "as it is")
+    found = tokenizer.apply_chat_template([{"role": "user", "content": args.prompt}], add_generation_prompt=True,
+                                          return_tensors="pt", return_dict=True) if chat else tokenizer(
+                                              args.prompt, return_tensors="pt")
+    inputs = {name: found[name] for name in ("input_ids", "attention_mask")}
     there = inputs["input_ids"].shape[1]
-    new = _new_tokens(args.max_new_tokens, there, config)
+    if there == 0:
+        raise MegatrainError("the prompt has no tokens: give it some words")
+    most = getattr(config, "max_position_embeddings", None) or there + 200
+    new = args.max_new_tokens or min(200, most - there)
+    if there + new > most or new < 1:
+        raise MegatrainError(f"a prompt of {there} tokens and {max(new, 1)} new ones: the model was made for {most} "
+                             "positions at most" + (f"; --max-new-tokens {most - there}" if there < most
+                                                    else "; give a shorter prompt"))
     limits = {"vram": settings.vram, "host": settings.host, "nvme": settings.nvme}
     model = models.load(source, source.dtype).eval()
     # Weights that are codes, of a class of their package's or ours, are streamed: there each is expanded as it is used.
@@ -150,33 +155,7 @@ def generate(args: argparse.Namespace) -> None:
         else {"do_sample": False}
     out = model.generate(**{k: v.to(model.device) for k, v in inputs.items()}, max_new_tokens=new,
                          pad_token_id=tokenizer.pad_token_id or tokenizer.eos_token_id, **sampled)
-    say(tokenizer.decode(out[0][there if args.chat else 0:], skip_special_tokens=True))
-
-
-def _new_tokens(asked: int | None, there: int, config: Any) -> int:
-    """How many are made after a prompt of `there` tokens."""
-    most = getattr(config, "max_position_embeddings", None) or there + 200
-    new = asked or min(200, most - there)
-    if there + new > most or new < 1:
-        raise MegatrainError(f"a prompt of {there} tokens and {max(new, 1)} new ones: the model was made for {most} "
-                             "positions at most" + (f"; --max-new-tokens {most - there}" if there < most
-                                                    else "; give a shorter prompt"))
-    return new
-
-
-def _inputs(tokenizer: Any, prompt: str, chat: bool) -> dict[str, torch.Tensor]:
-    if not chat:
-        found = tokenizer(prompt, return_tensors="pt")
-        ids = {"input_ids": found["input_ids"], "attention_mask": found["attention_mask"]}
-    elif tokenizer.chat_template:
-        ids = dict(tokenizer.apply_chat_template([{"role": "user", "content": prompt}], add_generation_prompt=True,
-                                                 return_tensors="pt", return_dict=True))
-    else:
-        raise MegatrainError("--chat: the model's tokenizer has no chat template; without --chat the prompt is taken "
-                             "as it is")
-    if ids["input_ids"].shape[1] == 0:
-        raise MegatrainError("the prompt has no tokens: give it some words")
-    return ids
+    say(tokenizer.decode(out[0][there if chat else 0:], skip_special_tokens=True))
 
 
 # ---- export --------------------------------------------------------------------------------------
@@ -243,29 +222,27 @@ def report(args: argparse.Namespace) -> None:
 
 
 def page(run_folder: Path) -> str:
-    """Of a run, finished or not. Raises: MegatrainError: it is no run, or it has logged nothing."""
+    """Of a run, finished or not."""
     settings, lines = folder.settings_of(run_folder), folder.lines(run_folder)
     if not lines:
         raise MegatrainError(f"{run_folder} has logged no step yet; come back when one is made")
     parts = [f"<h1>{html.escape(run_folder.resolve().name)}</h1>", summary(lines, settings), _curves(lines)]
     for title, name in (("The last step, and what bound it", "step.html"), ("The last steps", "timeline.svg"),
                         ("Memory, tier by tier", "storage.html"), ("The plan", "plan.html")):
-        if (run_folder / name).is_file():
-            parts.append(f"<h2>{title}</h2>{_inlined(run_folder / name)}")
+        if not (path := run_folder / name).is_file():
+            continue
+        if path.stat().st_size > MOST_BYTES:
+            shown = f"<p>{name} is too large.</p>"
+        elif path.suffix == ".svg":
+            shown = _picture(path.read_bytes(), "")
+        else:                                            # a frame in which scripts do not run; the head holds in it too
+            shown = (f"<iframe sandbox style='width:100%;height:32em;border:0' "
+                     f"srcdoc='{html.escape(path.read_text(errors='replace'))}'></iframe>")
+        parts.append(f"<h2>{title}</h2>{shown}")
     said = {name: ", ".join(value) if isinstance(value, tuple) else str(value)
             for name, value in dataclasses.asdict(settings).items() if value is not None}
     rows = "".join(f"<tr><td>{name}</td><td>{html.escape(value)}</td></tr>" for name, value in said.items())
     return f"{HEAD}<style>{STYLE}</style>{''.join(parts)}<h2>Settings</h2><table>{rows}</table>"
-
-
-def _inlined(path: Path) -> str:
-    """A picture, or a page in a frame in which scripts do not run; what the head allows holds in it too."""
-    if path.stat().st_size > MOST_BYTES:
-        return f"<p>{html.escape(path.name)} is too large.</p>"
-    if path.suffix == ".svg":
-        return _picture(path.read_bytes(), "")
-    return (f"<iframe sandbox style='width:100%;height:32em;border:0' "
-            f"srcdoc='{html.escape(path.read_text(errors='replace'))}'></iframe>")
 
 
 def _picture(svg: bytes, text: str) -> str:
@@ -280,7 +257,13 @@ def _numbers(lines: list[dict[str, Any]], name: str) -> list[tuple[float, float]
 
 
 def summary(lines: list[dict[str, Any]], settings: Any) -> str:
-    words = f"Step {lines[-1]['step']} of {settings.steps}{_gpus(lines)}"
+    """In a sentence, with how many GPUs trained it, and from which step on, where it was ever more than one."""
+    words = f"Step {lines[-1]['step']} of {settings.steps}"
+    parts = [(next(some)["step"], many) for many, some in itertools.groupby(
+        lines, lambda line: line["gpus"] if folder.is_count(line.get("gpus")) else 1)]
+    if [many for _, many in parts] != [1]:
+        later = "".join(f", on {many} from step {step} on" for step, many in parts[1:])
+        words += f" on {parts[0][1]} GPU{'s' * (parts[0][1] > 1)}{later}; loss and tokens are of all of them"
     if losses := [loss for _, loss in _numbers(lines, "loss")]:
         words += f"; loss {losses[0]:.4g} at first, {losses[-1]:.4g} at last"
     if bounds := [line["bound"] for line in lines if isinstance(line.get("bound"), str) and line["bound"]]:
@@ -289,18 +272,6 @@ def summary(lines: list[dict[str, Any]], settings: Any) -> str:
     if held := [loss for _, loss in _numbers(lines, "eval_loss")]:
         words += f"; held-out loss {held[-1]:.4g}, at best {min(held):.4g}"
     return f"<p>{html.escape(words)}.</p>"
-
-
-def _gpus(lines: list[dict[str, Any]]) -> str:
-    """How many trained it, and from which step on, where it was ever more than one."""
-    def many(line: dict[str, Any]) -> int:
-        return line["gpus"] if folder.is_count(line.get("gpus")) else 1
-
-    parts = [(next(some)["step"], n) for n, some in itertools.groupby(lines, many)]
-    if [n for _, n in parts] == [1]:
-        return ""
-    later = "".join(f", on {n} from step {step} on" for step, n in parts[1:])
-    return f" on {parts[0][1]} GPU{'s' * (parts[0][1] > 1)}{later}; loss and tokens are of all of them"
 
 
 def _curves(lines: list[dict[str, Any]]) -> str:

@@ -1,18 +1,21 @@
 """The way into a streamed model: calls in the place of modules' methods, one thread at a time, and a trace of them.
 
 Slots, sums and hand-overs are one thread's, and a second's outputs would be wrong. A thread is in a model during its
-forward, and during a backward from the first weight that is asked for to the task's end. Others that come meanwhile are
-refused. Turns are anybody's; and autograd's own thread, in which a backward on CUDA runs, goes with the thread that
-waits for it.
+forward, an optimizer's step, and a backward from the first weight that is asked for to the task's end. Others that come
+meanwhile wait, and are refused after PATIENCE_S, as a second backward is at once. Autograd's own thread, in which a
+backward on CUDA runs, goes with the thread that waits for it.
 """
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import sys
 import threading
+import time
 import types
 import weakref
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any
@@ -26,6 +29,8 @@ if TYPE_CHECKING:
     from .window import Window
 
 _ENGINE = _engine_run_backward.__code__
+_NO_TURN = nullcontext()
+PATIENCE_S = 60.0                            # a thread's, for another one to leave
 
 
 class Door:
@@ -40,31 +45,55 @@ class Door:
     def __init__(self, name: str, own_threads: bool) -> None:
         """own_threads: autograd runs a backward in a thread of its own, not in the caller's."""
         self.name, self._own_threads = name, own_threads
-        self._lock = threading.RLock()
-        self.thread = 0
+        self._lock, self._turn = threading.RLock(), threading.Lock()
+        self.thread = self._depth = 0
         self.tasks: dict[int, int] = {}
 
     def enter(self, task: int) -> bool:
         """A forward begins, or a part of one, in a backward where task is not -1. True: it has to `leave`. Raises:
-        another thread is in the model."""
+        another thread is in the model, and was for PATIENCE_S."""
+        inside = task != -1 or (self._depth and self.thread == threading.get_ident())
+        with _NO_TURN if inside else self._turn:     # who waits holds it, and comes before who comes again and again
+            end = 0.0
+            while not isinstance(found := self._try(task), bool):
+                end = end or time.monotonic() + PATIENCE_S
+                if time.monotonic() > end:
+                    self._refuse(*found)
+                time.sleep(0.001)
+            return found
+
+    def _try(self, task: int) -> bool | tuple[str, int, str]:
+        """As `enter`; or what cannot be now, and which thread is in its forward or backward."""
         if not self._lock.acquire(blocking=False):
             # Autograd's thread may come: the one that is in a forward waits in it for a backward.
             waits = _first_of(sys._current_frames().get(self.thread), self.forward) is _ENGINE
             if task == -1 or not waits:
-                self._refuse("calls it" if task == -1 else "runs its backward", self.thread, "forward")
+                return "calls it" if task == -1 else "runs its backward", self.thread, "forward"
             return False
         if self.tasks and task == -1:        # are they under way? Of one that raised nobody was told the end
             found = _in_engine()
             busy = found if self._own_threads else [t for t in self.tasks.values() if t in found]
             if busy:
                 self._lock.release()
-                self._refuse("calls it", busy[0], "backward")
+                return "calls it", busy[0], "backward"
             self.tasks.clear()
         self.thread = threading.get_ident()
+        self._depth += 1
         return True
 
     def leave(self) -> None:
+        self._depth -= 1
         self._lock.release()
+
+    @contextlib.contextmanager
+    def held(self, task: int) -> Iterator[None]:
+        """No other thread's forward begins meanwhile. task: of the backward that this is in, -1: none."""
+        takes = self.enter(task)
+        try:
+            yield
+        finally:
+            if takes:
+                self.leave()
 
     def task_begins(self, task: int) -> None:
         """A backward asks for its first weight, or hands over. Raises: another thread is in the model."""

@@ -58,7 +58,6 @@ def check_model(module: nn.Module, where: torch.device, dtype: torch.dtype | Non
     for name, m in module.named_modules():
         if getattr(m, "sparse", False) is True and isinstance(m, (nn.Embedding, nn.EmbeddingBag)):
             raise MegatrainError(f"module {name!r} makes sparse gradients; build it with sparse=False")
-        _refuse_wrapped(module, name, m)
     refuse_packed(module, where)
 
 
@@ -90,18 +89,6 @@ def refuse_packed(module: nn.Module, where: torch.device) -> None:
             raise MegatrainError(f"module {name!r} ({type(m).__name__}) keeps its codes in buffers, which are not "
                                  "streamed: all of them would lie on the GPU, and no plan counts them. Take the "
                                  "checkpoint of 16 bits: mt.from_pretrained(..., base='nf4') makes codes that stream")
-
-
-def _refuse_wrapped(root: nn.Module, name: str, m: nn.Module) -> None:
-    """Raises: PEFT puts a parameter and its adapter's product together in each forward (`target_parameters`, which
-    "all-linear" becomes on mixtures): by parametrizations, which would take the place of the streamed parameter."""
-    if type(m).__name__ == "ParamWrapper" and type(m).__module__.partition(".")[0] == "peft":
-        linear = sorted({n.split(".")[-2] for n, x in root.named_modules()
-                         if n.endswith(".base_layer") and isinstance(x, nn.Linear)})
-        raise MegatrainError(
-            f"module {name!r}: an adapter on parameter {m.parameter_name!r} of a module that is no linear layer "
-            "(PEFT's target_parameters, and what target_modules='all-linear' becomes on a mixture) is refused; "
-            f"name linear layers: target_modules={linear}, on the command line targets={','.join(linear)}")
 
 
 # ---- how ----

@@ -4,11 +4,12 @@ afterwards is looked at when the next pass begins: parameters that do not stream
 """
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -73,6 +74,9 @@ def install(rt: Runtime, root: nn.Module, found: Found, modes: str | dict[str, s
     for _, m in found.containers:
         _put(m, "forward", _container(rt, m, "forward"))
         _put(m, "_call_impl", _container(rt, m, "_call_impl"))       # if another forward is put over ours (TRL)
+    for m in root.modules():
+        if type(m).__name__ == "ParamWrapper" and type(m).__module__.partition(".")[0] == "peft":
+            _put(m, "_activate_lora", functools.partial(_with_adapters, weakref.ref(m)))
     prepare(rt, root, _put)
     _put(root, "zero_grad", _zero_grad(root))
     _put(root, "_replicate_for_data_parallel", _refuser("DataParallel over a streamed model is not supported"))
@@ -113,6 +117,30 @@ def _container(rt: Runtime, module: nn.Module, name: str) -> Any:
     own, who = getattr(module, name), weakref.ref(module)                # whose method is not to hold it
     inner = weakref.WeakMethod(own) if method_of(own, module) else lambda: own
     return lambda *args, **kwargs: rt.forward(who(), args, kwargs, lambda args, kwargs: inner()(*args, **kwargs))
+
+
+@contextlib.contextmanager
+def _with_adapters(who: weakref.ref[nn.Module], active: list[str]) -> Iterator[None]:
+    """PEFT's ParamWrapper._activate_lora: meanwhile a module's parameter, as a mixture's experts, has its adapters'
+    products added, in PEFT's order. PEFT registers a parametrization, which would take the streamed parameter out."""
+    wrapper: Any = who()
+    adapters = [name for name in active if name in wrapper.lora_A]
+    if not adapters:
+        yield
+        return
+    module, name = wrapper.get_base_layer(), wrapper.parameter_name
+    weight = getattr(module, name)
+    if len(adapters) == 1 and wrapper.num_experts > 1 and hasattr(wrapper, "get_delta_factors"):         # PEFT 0.21
+        lhs, rhs, scaling = wrapper.get_delta_factors(adapters[0])
+        with torch.autocast(weight.device.type, enabled=False):
+            weight = torch.baddbmm(weight, lhs, rhs, alpha=scaling)
+    else:
+        weight = weight + functools.reduce(torch.add, map(wrapper.get_delta_weight, adapters))
+    vars(module)[name] = weight              # is read before what `_parameters` has
+    try:
+        yield
+    finally:
+        del vars(module)[name]
 
 
 def _refuse_assign() -> Callable[[], None]:
@@ -186,29 +214,43 @@ def _count_registrations() -> Callable[[], None]:
 
 
 def _check_tree(rt: Runtime) -> None:
-    """A pass begins. Raises: a parameter was put in, or the model into DistributedDataParallel."""
+    """A pass begins. What was put in since and does not train, such as TRL's adapter `ref`, stays a plain parameter on
+    the device, beside the plan. Raises: another parameter was put in, or the model into DistributedDataParallel."""
     if rt.ranks is None and DistributedDataParallel._active_ddp_module is not None:
         raise MegatrainError("DistributedDataParallel over a streamed model is not supported: its reducer would "
                              "see no gradients; run one process with one streamed model")
     root = rt.root()
-    if not rt.tree_changed or root is None:      # None: a part of it is all that is left
+    if root is None:                             # a part of it is all that is left
         return
-    # What functional_call has put in the places of parameters is no parameter of the model's.
-    given = {id(m._parameters[n]) for m in root.modules() if isinstance(m._parameters, BoundParameters)
-             for n, r in m._parameters.records.items() if type(r) is Given}
-    for name, p in root.named_parameters():
-        if id(p) in given and not isinstance(p, nn.Parameter):
-            continue
-        if getattr(p, "_mt", None) is None or p._mt.runtime is not rt:
+    if rt.tree_changed:
+        rt.put_later = list(_put_later(rt, root))
+    for name, p, replaces in rt.put_later:
+        if replaces or (p.requires_grad and torch.is_grad_enabled()):
             raise MegatrainError(f"parameter {name!r} was put into the model after mt.stream: "
                                  "change the model first (get_peft_model, load_adapter, new heads), then stream "
-                                 "it; SFTTrainer(peft_config=...) changes it too late, and DPOTrainer adds an "
-                                 "adapter of its own to LoRA: make the trainer first there")
+                                 "it; SFTTrainer(peft_config=...) changes it too late: make the trainer first "
+                                 "there (mt.stream_trainer)")
+    if not rt.tree_changed:
+        return
+    for _, p, _ in rt.put_later:
+        p.data = p.data.to(rt.device)
     for m in root.modules():     # parameters that moved into new modules (parametrizations), or changed names
         _bind(rt, m, {n: p._mt for n, p in m._parameters.items() if hasattr(p, "_mt")})
     for window in rt.windows:
         window.look()
     rt.tree_changed = False
+
+
+def _put_later(rt: Runtime, root: nn.Module) -> Iterator[tuple[str, nn.Parameter, bool]]:
+    """Parameters that were not there when the model was streamed: name, and whether it is in a streamed one's place."""
+    for prefix, m in root.named_modules():
+        records = m._parameters.records if isinstance(m._parameters, BoundParameters) else {}
+        for name, p in m._parameters.items():
+            # What functional_call has put in the places of parameters is no parameter of the model's.
+            if p is None or (type(records.get(name)) is Given and not isinstance(p, nn.Parameter)):
+                continue
+            if getattr(p, "_mt", None) is None or p._mt.runtime is not rt:
+                yield f"{prefix}.{name}".lstrip("."), p, name in records
 
 
 # ---- transformers: PreTrainedModel.device says where to put inputs (generate, Trainer): the compute device ----

@@ -61,7 +61,7 @@ class Runtime:
         states: the format of AdamW's states, of the whole model. states_chosen: by somebody, not by default.
         saving: a checkpoint that is being written while the model trains on, until its end has been noticed; or None.
         saved_files: of the last checkpoint, which the next may have again, by header.
-        check_tree: looks at what was put into the model since the last pass, if anything was (tree_changed).
+        check_tree: looks at what was put into the model since the last pass, if anything was (tree_changed): put_later.
         trace: mt.trace's, while it is on; else UNTRACED.
         looked: what looks at numbers gave, by reading, and why code could not be followed, by window and call.
         broken: why it is not to be run: a load or a move that failed half-way; "": it is.
@@ -94,6 +94,7 @@ class Runtime:
         self.leave: weakref.finalize[Any, Runtime] | None = None
         self.check_tree: Callable[[Runtime], None] = lambda rt: None
         self.tree_changed = False
+        self.put_later: list[Any] = []
         self._read: dict[Record, Tensor] = {}                # weights read outside of windows, in this forward
         self._begun_by: weakref.ref[Any] | None = None       # the module that began the pass under way
         self.backward_seen = self._told_unlocked = False

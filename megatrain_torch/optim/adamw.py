@@ -1,6 +1,7 @@
 """mt.AdamW: a torch optimizer whose step runs on the host, behind the next forward."""
 from __future__ import annotations
 
+import contextlib
 import importlib
 import math
 import numbers
@@ -18,6 +19,7 @@ from ..base.modes import check_states
 from ..store import gradient
 from ..store.guard import StreamedParameter, guard, plain
 from ..store.records import DTYPES, Record
+from ..store.state import in_backward
 from . import hooks
 from .states import (
     MOMENTS,
@@ -231,6 +233,12 @@ class AdamW(torch.optim.Optimizer):
         _check_limit(self.max_grad_norm, self._in_backward)
         self._check_served()
         self._adopt()
+        with contextlib.ExitStack() as doors:            # a thread that evaluates sees weights of one step
+            for rt in self._served:
+                doors.enter_context(rt.door.held(in_backward()))
+            return self._step(closure)
+
+    def _step(self, closure: Callable[[], Any] | None) -> Any:
         for rt in self._served:
             rt.handover.broken_off()
         self._catch_up()

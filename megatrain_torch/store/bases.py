@@ -10,6 +10,7 @@ import functools
 import importlib
 import importlib.util
 import sys
+import types
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -270,36 +271,64 @@ def shape_codes(model: nn.Module, config: Any, base: str, dtype: torch.dtype) ->
 
 
 def _shape_by_bitsandbytes(model: Any, base: str, dtype: torch.dtype) -> None:
-    import bitsandbytes as bnb
-    import transformers as tf
-    from transformers.integrations.bitsandbytes import replace_with_bnb_linear
+    """As transformers' replace_with_bnb_linear and its quantizer leave a model; bitsandbytes need not be there."""
+    from transformers.pytorch_utils import Conv1D
     from transformers.quantizers.base import get_keys_to_not_convert
-
-    rest = [*get_keys_to_not_convert(model), *(model._keep_in_fp32_modules or ())]
-    replace_with_bnb_linear(model, rest, _settings(tf, base, None, dtype)["quantization_config"])
-    for m in model.modules():
-        if isinstance(m, bnb.nn.Linear4bit):
-            m.weight = _four_bits(bnb, m.weight, dtype)
-            m.quant_state = m.weight.quant_state
-        elif isinstance(m, bnb.nn.Linear8bitLt):
-            codes, scales = (torch.empty(shape, dtype=kind, device="meta") for shape, kind in
-                             ((m.weight.shape, torch.int8), (m.weight.shape[:1], torch.float32)))
-            m.weight = bnb.nn.Int8Params(codes, requires_grad=False, has_fp16_weights=False, SCB=scales)
-
-
-def _four_bits(bnb: Any, weight: Tensor, dtype: torch.dtype) -> Any:
-    """NF4 with double quantisation: a scale of a byte for 64 weights, and an fp32 one for 256 of these."""
-    blocks = -(-weight.numel() // 64)
+    from transformers.quantizers.quantizers_utils import should_convert_module
 
     def some(n: tuple[int, ...], kind: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(n, dtype=kind, device="meta")
 
-    kind = bnb.functional.QuantState
-    nested = kind(absmax=some((-(-blocks // 256),)), code=some((256,)), blocksize=256, dtype=torch.float32)
-    state = kind(absmax=some((blocks,), torch.uint8), shape=weight.shape, code=some((16,)), blocksize=64,
-                 quant_type="nf4", dtype=dtype, offset=some(()), state2=nested)
-    return bnb.nn.Params4bit(some((-(-weight.numel() // 2), 1), torch.uint8), requires_grad=False, quant_state=state,
-                             blocksize=64, compress_statistics=True, quant_type="nf4", bnb_quantized=True)
+    rest = [*get_keys_to_not_convert(model), *(model._keep_in_fp32_modules or ())]
+    for name, m in list(model.named_modules()):
+        if type(m) not in (nn.Linear, Conv1D) or not should_convert_module(name, rest):
+            continue
+        rows, columns = m.weight.shape if type(m) is nn.Linear else m.weight.shape[::-1]
+        with torch.device("meta"):
+            linear = (_forms("Linear4bit", columns, rows, m.bias is not None, dtype) if base == "nf4" else
+                      _forms("Linear8bitLt", columns, rows, m.bias is not None, has_fp16_weights=False))
+        linear.to(dtype)
+        if base == "nf4":        # double quantisation: a scale of a byte for 64 weights, an fp32 one for 256 of these
+            blocks = -(-rows * columns // 64)
+            nested = _forms("QuantState", absmax=some((-(-blocks // 256),)), code=some((256,)), blocksize=256,
+                            dtype=torch.float32)
+            linear.quant_state = _forms(
+                "QuantState", absmax=some((blocks,), torch.uint8), shape=torch.Size((rows, columns)), code=some((16,)),
+                blocksize=64, quant_type="nf4", dtype=dtype, offset=some(()), state2=nested)
+            linear.weight = _forms("Params4bit", some((-(-rows * columns // 2), 1), torch.uint8), requires_grad=False,
+                                   quant_state=linear.quant_state, blocksize=64, compress_statistics=True,
+                                   quant_type="nf4", bnb_quantized=True)
+        else:
+            linear.weight = _forms("Int8Params", some((rows, columns), torch.int8), requires_grad=False,
+                                   has_fp16_weights=False, SCB=some((rows,)))
+        model.set_submodule(name, linear)
+
+
+FORMS = "bitsandbytes.forms"         # not a module of the package: formats are known by the names of classes
+
+
+def _forms(name: str, *args: Any, **kwargs: Any) -> Any:
+    """An object of bitsandbytes' class of this name; without the package one of a class of the same name that has the
+    form alone."""
+    if importlib.util.find_spec("bitsandbytes") is not None:
+        package = importlib.import_module("bitsandbytes")
+        return getattr(package.functional if name == "QuantState" else package.nn, name)(*args, **kwargs)
+    sys.modules.setdefault(FORMS, sys.modules[__name__])
+    if name == "QuantState":
+        return types.SimpleNamespace(**{"state2": None} | kwargs)
+    if name.startswith("Linear"):
+        made = _Form(*args[:3])
+        made.compute_dtype, made.state = args[3] if args[3:] else None, types.SimpleNamespace(SCB=None)
+        made.__class__ = type(name, (_Form,), {"__module__": FORMS, "forward": _Form.forward})
+        return made
+    made = torch.Tensor._make_subclass(type(name, (nn.Parameter,), {"__module__": FORMS}), args[0], False)
+    made.__dict__.update(kwargs)
+    return made
+
+
+class _Form(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x)
 
 
 def _shape_mxfp4(model: nn.Module) -> None:
