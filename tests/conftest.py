@@ -12,6 +12,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+import parity
 import pytest
 import torch
 from hypothesis import settings
@@ -22,9 +23,12 @@ settings.load_profile("no deadline")
 
 # Of minutes each, for which the other processes of pytest would wait at the end.
 FIRST = "bases_apart versions cli_methods several peft proof_cases latent placement correction several_hf lifetimes".split()
+COMPARED = "parity situations integration peft models".split()      # plain against plain says something of these alone
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if parity.IDENTITY:
+        items[:] = [item for item in items if item.path.stem.removeprefix("test_") in COMPARED]
     items.sort(key=lambda item: item.path.stem.removeprefix("test_") not in FIRST)
 
 
@@ -37,10 +41,3 @@ def pytest_collection_finish() -> None:
 @pytest.fixture(scope="session", autouse=True)
 def one_thread() -> None:
     torch.set_num_threads(1)
-
-
-@pytest.fixture
-def streaming() -> None:
-    """For tests that stream: a package that is not built is a failure, not a reason to skip."""
-    import megatrain_torch
-    assert hasattr(megatrain_torch, "stream")

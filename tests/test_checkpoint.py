@@ -18,21 +18,16 @@ from pathlib import Path
 from typing import Any
 
 import doors
-import parity
 import pytest
 import torch
+from test_adamw import Dots, feed, grads_for, plain_dots
+from test_states import everything
 from torch import Tensor, nn
 
-pytestmark = pytest.mark.usefixtures("streaming")
-if parity.IDENTITY:
-    pytest.skip("plain against plain was asked for", allow_module_level=True)
-from test_adamw import Dots, feed, grads_for, plain_dots  # noqa: E402
-from test_states import everything  # noqa: E402
-
-import megatrain_torch as mt  # noqa: E402
-from megatrain_torch.checkpoint import manifest, parts  # noqa: E402
-from megatrain_torch.checkpoint import save as checkpoint  # noqa: E402
-from megatrain_torch.model.stream import runtime_of  # noqa: E402
+import megatrain_torch as mt
+from megatrain_torch.checkpoint import manifest, parts
+from megatrain_torch.checkpoint import save as checkpoint
+from megatrain_torch.model.stream import runtime_of
 
 BF16 = torch.bfloat16
 SHAPES = [(300, 7), (257,), (64, 32), (1,), (700, 1000)]

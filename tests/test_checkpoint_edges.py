@@ -11,8 +11,6 @@ from torch import nn
 
 import megatrain_torch as mt
 
-pytestmark = pytest.mark.usefixtures("streaming")
-
 
 def made(**limits: Any) -> tuple[nn.Module, mt.AdamW]:
     torch.manual_seed(0)

@@ -13,8 +13,7 @@ from torch import nn
 
 import megatrain_torch as mt
 
-pytestmark = [pytest.mark.usefixtures("streaming"), pytest.mark.filterwarnings("ignore"),
-              pytest.mark.skipif(parity.IDENTITY, reason="plain against plain was asked for")]
+pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 @pytest.fixture

@@ -37,7 +37,7 @@ DEVICES = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
 LOSS, GRADIENT = 4e-6, 2e-6
 LR = 1e-2
 
-pytestmark = [pytest.mark.usefixtures("streaming"), pytest.mark.filterwarnings("ignore")]
+pytestmark = pytest.mark.filterwarnings("ignore")
 everywhere = pytest.mark.parametrize("device", DEVICES)
 
 

@@ -18,8 +18,6 @@ from torch import Tensor, nn
 
 import megatrain_torch as mt
 
-pytestmark = pytest.mark.skipif(parity.IDENTITY, reason="plain against plain was asked for")
-
 CALLS, LOG = 0, []
 TABLE: dict[str, Any] = {"n": 0, "inner": {"seen": []}}
 

@@ -7,15 +7,13 @@ from collections.abc import Callable
 from typing import Any
 
 import doors
-import parity
 import pytest
 import torch
 from torch import Tensor, nn
 
 import megatrain_torch as mt
 
-pytestmark = [pytest.mark.skipif(parity.IDENTITY, reason="plain against plain was asked for"),
-              pytest.mark.filterwarnings("ignore")]
+pytestmark = pytest.mark.filterwarnings("ignore")
 
 LAYER: dict[str, Any] = dict(d_model=16, nhead=4, dim_feedforward=32, dropout=0.1, batch_first=True)
 

@@ -27,10 +27,6 @@ from megatrain_torch.base.modes import check_products_on as check_device
 from megatrain_torch.fused.templates import Coded, Weights
 from megatrain_torch.model.stream import runtime_of
 
-pytestmark = pytest.mark.usefixtures("streaming")
-if parity.IDENTITY:
-    pytest.skip("plain against plain was asked for", allow_module_level=True)
-
 DEEP = fusing.lm("llama", num_hidden_layers=4)
 MODES = ("selective", "replay", "attention", "linked", "saved+host", "linked+host", "linked+disk")
 FP8 = "template, products in fp8"

@@ -35,9 +35,6 @@ import megatrain_torch as mt
 from megatrain_torch import ops
 from megatrain_torch.fused.templates import attention_half
 
-pytestmark = pytest.mark.usefixtures("streaming")
-
-
 SLIDING = dict(sliding_window=6)             # of rows of 12 tokens
 GEMMA = dict(head_dim=8, query_pre_attn_scalar=8, **SLIDING)
 LATENT = dict(q_lora_rank=16, kv_lora_rank=12, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=6)

@@ -23,10 +23,6 @@ from megatrain_torch.base.errors import MegatrainError
 from megatrain_torch.base.modes import DISK, MODES
 from megatrain_torch.model.stream import runtime_of
 
-pytestmark = pytest.mark.usefixtures("streaming")
-if parity.IDENTITY:
-    pytest.skip("plain against plain was asked for", allow_module_level=True)
-
 LAYERS, ROWS, T, H = 2, 2, 128, 64
 INPUT = ROWS * T * H * 4             # of a layer: the least that one keeps
 STEPS = 10

@@ -13,19 +13,15 @@ import edges
 import parity
 import pytest
 import torch
+from between import assert_equal
 from situations import batch, lm_loss, made
+from test_adamw import HYPER, Dots, feed, grads_for, plain_dots
 from torch import Tensor, nn
 
-pytestmark = pytest.mark.usefixtures("streaming")
-if parity.IDENTITY:
-    pytest.skip("plain against plain was asked for", allow_module_level=True)
-from between import assert_equal  # noqa: E402
-from test_adamw import HYPER, Dots, feed, grads_for, plain_dots  # noqa: E402
-
-import megatrain_torch as mt  # noqa: E402
-from megatrain_torch import _core  # noqa: E402
-from megatrain_torch.plans.search import Problem  # noqa: E402
-from megatrain_torch.plans.tally import Asked  # noqa: E402
+import megatrain_torch as mt
+from megatrain_torch import _core
+from megatrain_torch.plans.search import Problem
+from megatrain_torch.plans.tally import Asked
 
 NONE = {"grads": "none"}
 GRAD = _core.PLANES["GRAD"]

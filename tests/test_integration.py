@@ -13,7 +13,7 @@ import torch
 from situations import hf_loss, llama, text
 from torch import Tensor, nn
 
-pytestmark = [pytest.mark.usefixtures("streaming"), pytest.mark.filterwarnings("ignore")]
+pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 def streamed(model: nn.Module, **kw: Any) -> nn.Module:

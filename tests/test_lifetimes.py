@@ -11,15 +11,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import parity
 import pytest
 import torch
 from torch import Tensor, nn
 
 import megatrain_torch as mt
 from megatrain_torch.model.stream import find_runtime, runtime_of
-
-pytestmark = pytest.mark.skipif(parity.IDENTITY, reason="plain against plain was asked for")
 
 
 class Layer(nn.Module):

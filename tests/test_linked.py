@@ -29,10 +29,6 @@ from megatrain_torch.plans.machine import MACHINES
 from megatrain_torch.plans.search import Problem, Wishes
 from megatrain_torch.plans.shapes import shapes_of
 
-pytestmark = pytest.mark.usefixtures("streaming")
-if parity.IDENTITY:
-    pytest.skip("plain against plain was asked for", allow_module_level=True)
-
 MODES = ("linked", "linked+host", "linked+disk")
 DEEP = fusing.lm("qwen3", head_dim=8, num_hidden_layers=5)
 FEW = {"spill": {"bays": 2, "threads": 3}}

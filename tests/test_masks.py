@@ -20,8 +20,6 @@ from megatrain_torch.fused.templates.attention import Attention
 from megatrain_torch.graph import hf_calls as masks
 from megatrain_torch.graph.hf_calls import Sight, StandIn
 
-pytestmark = pytest.mark.usefixtures("streaming")
-
 CPU = torch.device("cpu")
 TOKENS = 24
 WIDE = {"sliding_window": 6, "head_dim": 8}

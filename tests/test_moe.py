@@ -38,8 +38,6 @@ from megatrain_torch.fused.templates import moe, parts, weights
 from megatrain_torch.fused.templates.attention import Attention
 from megatrain_torch.fused.templates.decoder import Decoder
 
-pytestmark = pytest.mark.usefixtures("streaming")
-
 SLIDING = dict(sliding_window=6)             # of rows of 12 tokens
 FOUR = dict(num_experts=4, num_experts_per_tok=2)
 LOCAL = dict(num_local_experts=4, num_experts_per_tok=2)

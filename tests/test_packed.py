@@ -20,8 +20,6 @@ from megatrain_torch.graph import hf_calls as masks_of
 from megatrain_torch.model.stream import runtime_of
 from megatrain_torch.store.records import span_of
 
-pytestmark = pytest.mark.usefixtures("streaming")
-
 FAMILIES = {"llama": fusing.lm("llama"), "qwen3": fusing.lm("qwen3", head_dim=8),
             "llama_eager": fusing.lm("llama", attn_implementation="eager"),
             "phi3": fusing.lm("phi3"), "qwen3_moe": fusing.lm("qwen3_moe", head_dim=8, num_experts=4,

@@ -15,7 +15,7 @@ from situations import hf_loss, llama, text
 from torch import Tensor, nn
 
 peft = pytest.importorskip("peft", reason="PEFT is not installed")
-pytestmark = [pytest.mark.usefixtures("streaming"), pytest.mark.filterwarnings("ignore")]
+pytestmark = pytest.mark.filterwarnings("ignore")
 
 AT = {"target_modules": ["q_proj", "v_proj"]}
 METHODS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -65,7 +65,6 @@ def test_a_method_trains_to_plain_torchs_bits(method: str) -> None:
     assert all(parity.same_bits(w, others[n]) for n, w in weights.items())
 
 
-@pytest.mark.skipif(parity.IDENTITY, reason="nothing is streamed")
 @pytest.mark.parametrize("method", ["prefix", "IA3", "norms", "tokens"])
 def test_where_layers_may_be_fused_it_trains_as_plain_torch(method: str) -> None:
     """Prefixes wait in the cache of layers that a template would take otherwise. Losses within some roundings of fp32."""

@@ -4,15 +4,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import parity
 import pytest
 import torch
 
 transformers = pytest.importorskip("transformers")
 safetensors = pytest.importorskip("safetensors.torch")
-pytestmark = pytest.mark.usefixtures("streaming")
-if parity.IDENTITY:
-    pytest.skip("plain against plain was asked for", allow_module_level=True)
 
 import megatrain_torch as mt  # noqa: E402
 from megatrain_torch import _core  # noqa: E402

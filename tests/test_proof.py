@@ -35,8 +35,6 @@ from megatrain_torch.fused.templates import parts
 from megatrain_torch.graph.reader import scope_of
 from megatrain_torch.model.stream import runtime_of
 
-pytestmark = pytest.mark.usefixtures("streaming")
-
 LLAMA = lm("llama", num_hidden_layers=2)
 COUNT = [0]
 NUMBER = 0

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import doors
-import parity
 import pytest
 import torch
 from torch import Tensor, nn
@@ -23,10 +22,6 @@ from megatrain_torch.base.limits import Bound, HostLimits, with_margin
 from megatrain_torch.checkpoint import save as checkpoint
 from megatrain_torch.model.stream import runtime_of
 from megatrain_torch.plans import room as room_module
-
-pytestmark = pytest.mark.usefixtures("streaming")
-if parity.IDENTITY:
-    pytest.skip("plain against plain was asked for", allow_module_level=True)
 
 UNITS, WIDTH = 8, 1024
 WEIGHTS = 4 * WIDTH * WIDTH          # of a unit, in fp32: no master, two moments

@@ -32,10 +32,6 @@ from megatrain_torch.base.modes import DISK, read
 from megatrain_torch.model.stream import runtime_of
 from megatrain_torch.plans.search import Timing
 
-pytestmark = pytest.mark.usefixtures("streaming")
-if parity.IDENTITY:
-    pytest.skip("plain against plain was asked for", allow_module_level=True)
-
 FULL = 1 << 22                       # MT_EDGE_FULL of csrc/core/debug.h
 FEW = {"spill": {"bays": 2, "threads": 3}}
 WAYS = [("selective+disk", "fused"), ("saved+disk", "eager"), ("replay+disk", "eager")]

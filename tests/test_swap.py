@@ -30,10 +30,6 @@ from megatrain_torch.graph.swap import Bundle
 from megatrain_torch.model.stream import runtime_of
 from megatrain_torch.plans.search import Timing
 
-pytestmark = pytest.mark.usefixtures("streaming")
-if parity.IDENTITY:
-    pytest.skip("plain against plain was asked for", allow_module_level=True)
-
 LEFT = 1 << 17                       # MT_EDGE_LEFT of csrc/core/debug.h
 FUSED = [("qwen3", mode) for mode in HOST] + [("gemma3", "saved+host")]      # norms of q and k; behind both halves too
 

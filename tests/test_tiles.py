@@ -12,8 +12,6 @@ from torch import Tensor
 from megatrain_torch.fused.templates import mlp, spared
 from megatrain_torch.fused.templates.mlp import GatedMLP
 
-pytestmark = pytest.mark.usefixtures("streaming")
-
 ROWS = 8                                     # of 24 tokens
 
 

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import doors
-import parity
 import pytest
 import torch
 from torch import Tensor, nn
@@ -22,10 +21,6 @@ from megatrain_torch.figures.report import StepReport, idle_seconds, measure
 from megatrain_torch.figures.timeline import Slice, by_lane
 from megatrain_torch.graph.door import UNTRACED, Untraced
 from megatrain_torch.reports.tracing import Trace
-
-pytestmark = pytest.mark.usefixtures("streaming")
-if parity.IDENTITY:
-    pytest.skip("plain against plain was asked for", allow_module_level=True)
 
 WAYS = ["saved", "replay"]
 LAYERS = 4

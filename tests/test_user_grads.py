@@ -14,16 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import doors
-import parity
 import pytest
 import torch
 from situations import made
-from torch import Tensor, nn
-
-pytestmark = pytest.mark.usefixtures("streaming")
-if parity.IDENTITY:
-    pytest.skip("plain against plain was asked for", allow_module_level=True)
-from test_adamw import (  # noqa: E402
+from test_adamw import (
     BF16,
     F16,
     F32,
@@ -38,8 +32,9 @@ from test_adamw import (  # noqa: E402
     plain_dots,
     references,
 )
+from torch import Tensor, nn
 
-import megatrain_torch as mt  # noqa: E402
+import megatrain_torch as mt
 
 PLACES = ["ram", "vram", "arrive", "through", "disk", "disk+weights"]
 HOMES = pytest.mark.parametrize("homes", PLACES)

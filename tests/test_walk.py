@@ -25,7 +25,6 @@ from megatrain_torch.figures.timeline import Slice
 from megatrain_torch.model.stream import runtime_of
 from megatrain_torch.plans.search import ROWS
 
-pytestmark = pytest.mark.usefixtures("streaming")
 LAYERS, STEPS, NAP_S, DELAY_US = 8, 7, 0.005, 1200
 NEAR_S = 0.01               # of what begins less than that apart in the walk, the engine's threads may take either first
 LANES = ("host update", "h2d", "compute", "d2h", "host sum")

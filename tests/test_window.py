@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 import megatrain_torch as mt
 
-pytestmark = pytest.mark.usefixtures("streaming")
 WAYS = ["saved", "replay", "replay+host"]
 
 
