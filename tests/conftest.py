@@ -4,7 +4,9 @@ from __future__ import annotations
 import gc
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
@@ -41,3 +43,19 @@ def pytest_collection_finish() -> None:
 @pytest.fixture(scope="session", autouse=True)
 def one_thread() -> None:
     torch.set_num_threads(1)
+
+
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture) -> Callable[..., tuple]:
+    """Runs `megatrain ...`: (exit status, stdout, stderr). Machines are kept in a folder of the test's own."""
+    from megatrain_torch import cli
+    monkeypatch.setenv("MEGATRAIN_MACHINE", str(tmp_path / "kept" / "machine.json"))
+
+    def run(*words: Any) -> tuple[int, str, str]:
+        try:
+            status = cli.main([str(word) for word in words])
+        except SystemExit as why:
+            status = why.code
+        return (status, *capsys.readouterr())
+
+    return run

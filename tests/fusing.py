@@ -6,6 +6,7 @@ the end. Fused results differ from the module's own code in the last bits, so ru
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -166,6 +167,39 @@ def agree(truth: Run, found: Run, limit: float = TOLERANCE) -> None:
     for name, t in truth.weights.items():
         off = error(t, found.weights[name])
         assert off <= TRAINED, f"{name} is off by {off:.1e} after training, more than {TRAINED:.0e}"
+
+
+def same_as_plain(build: Build, batch: Batch, keep: str = "saved", engine: dict[str, Any] | None = None,
+                  **options: Any) -> Run:
+    """All layers run by templates, and train as plain torch does."""
+    run = fused(build, batch, keep, engine, **options)
+    all_fused(run.codes)
+    agree(plain(build, batch, **options), run)
+    return run
+
+
+def grads_of(model: nn.Module, batch: dict[str, Any]) -> dict[str, Tensor | None]:
+    model(**batch).loss.backward()
+    return {n: p.grad for n, p in model.named_parameters()}
+
+
+def second_backward(build: Build, keep: str = "saved") -> None:
+    """Gives the first one's gradients again."""
+    model = stream(build(), keep)
+    loss = model(**padded(0)).loss
+    loss.backward(retain_graph=True)
+    once = {n: parity.frozen(p.grad) for n, p in model.named_parameters()}
+    loss.backward()
+    all_fused(codes(model))
+    grads_agree({n: 2 * t for n, t in once.items()}, {n: p.grad for n, p in model.named_parameters()})
+    with pytest.raises(RuntimeError, match="second time"):
+        loss.backward()
+
+
+@functools.cache
+def truth(build: Build, batch: Batch) -> Run:
+    """Three steps of plain torch; once for each."""
+    return plain(build, batch)
 
 
 def flipped(module: Any, name: str, index: int) -> tuple[Any, str, Any]:

@@ -226,6 +226,15 @@ class Trial:
         self.note_random()
         return opt
 
+    def steps(self, model: nn.Module, steps: int = 3) -> Iterator[int]:
+        """Step by step what `train` does, for loops whose passes are their own."""
+        opt = self.default_optimizer(model)
+        for step in range(steps):
+            yield step
+            opt.step()
+            opt.zero_grad()
+        self.note_state("at the end", model)
+
     def default_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         params = [p for p in model.parameters() if p.requires_grad]
         if self.options.optimizer == "sgd":

@@ -32,6 +32,15 @@ def situation(script: Callable[[Trial], None]) -> Callable[[Trial], None]:
     return script
 
 
+def built(**options: Any) -> Callable[[Callable[[], nn.Module]], Callable[[], nn.Module]]:
+    """A situation that is all in the model, which the function builds: it is trained as usual."""
+    def put(build: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
+        SITUATIONS[build.__name__] = lambda t: t.train(t.stream(made(build)), batch, lm_loss, **options)
+        return build
+
+    return put
+
+
 def cpu_only(script: Callable[[Trial], None]) -> Callable[[Trial], None]:
     """The script mixes devices in ways that only make sense where there is one."""
     CPU_ONLY.add(script.__name__)
@@ -173,9 +182,9 @@ def module_dict_and_parameter_lists(t: Trial) -> None:
     t.train(t.stream(made(Net)), rows, square)
 
 
-@situation
-def dropout(t: Trial) -> None:
-    t.train(t.stream(made(lambda: Tiny(dropout=0.2))), batch, lm_loss)
+@built()
+def dropout() -> nn.Module:
+    return Tiny(dropout=0.2)
 
 
 @situation
@@ -256,28 +265,22 @@ def gradients_left_to_grow(t: Trial) -> None:
 
 # ---------------------------------------------------------------- ties, frozen weights, weights read elsewhere
 
-@situation
-def tie_inside_a_unit(t: Trial) -> None:
-    def build() -> nn.Module:
-        model = Tiny()
-        for layer in model.layers:
-            layer.extra = nn.Linear(H, H)
-            layer.extra.weight = layer.out.weight
-            layer.drop = layer.extra
-        return model
-
-    t.train(t.stream(made(build)), batch, lm_loss)
+@built()
+def tie_inside_a_unit() -> nn.Module:
+    model = Tiny()
+    for layer in model.layers:
+        layer.extra = nn.Linear(H, H)
+        layer.extra.weight = layer.out.weight
+        layer.drop = layer.extra
+    return model
 
 
-@situation
-def tie_between_layers(t: Trial) -> None:
-    def build() -> nn.Module:
-        model = Tiny()
-        model.layers[2].up.weight = model.layers[0].up.weight
-        model.layers[3].norm1 = model.layers[1].norm1
-        return model
-
-    t.train(t.stream(made(build)), batch, lm_loss)
+@built()
+def tie_between_layers() -> nn.Module:
+    model = Tiny()
+    model.layers[2].up.weight = model.layers[0].up.weight
+    model.layers[3].norm1 = model.layers[1].norm1
+    return model
 
 
 @situation
@@ -292,13 +295,10 @@ def tie_of_head_and_embedding(t: Trial) -> None:
     t.train(model, batch, lm_loss)
 
 
-@situation
-def one_layer_object_listed_three_times(t: Trial) -> None:
-    def build() -> nn.Module:
-        shared = Block()
-        return Tiny([shared, Block(), shared, Block(), shared])
-
-    t.train(t.stream(made(build)), batch, lm_loss)
+@built()
+def one_layer_object_listed_three_times() -> nn.Module:
+    shared = Block()
+    return Tiny([shared, Block(), shared, Block(), shared])
 
 
 @situation
@@ -386,18 +386,18 @@ def unused_parameters_have_no_gradient(t: Trial) -> None:
              "an unused parameter has a gradient")
 
 
-@situation
-def embedding_weight_used_as_head(t: Trial) -> None:
+@built()
+def embedding_weight_used_as_head() -> nn.Module:
     class Net(Tiny):
         def forward(self, ids: Tensor) -> Tensor:
             x = self.norm(self.body(self.embed(ids)))
             return F.linear(x, self.embed.weight) + 0.1 * self.head(x)
 
-    t.train(t.stream(made(Net)), batch, lm_loss)
+    return Net()
 
 
-@situation
-def bare_scale_of_the_root(t: Trial) -> None:
+@built()
+def bare_scale_of_the_root() -> nn.Module:
     class Net(Tiny):
         def __init__(self) -> None:
             super().__init__()
@@ -408,33 +408,30 @@ def bare_scale_of_the_root(t: Trial) -> None:
             x = self.embed(ids) + self.positions[: ids.shape[1]]
             return self.head(self.norm(self.body(x))) * self.logit_scale.exp()
 
-    t.train(t.stream(made(Net)), batch, lm_loss)
+    return Net()
 
 
-@situation
-def penalty_on_weights_inside_forward(t: Trial) -> None:
+@built()
+def penalty_on_weights_inside_forward() -> nn.Module:
     """The root reads weights of layers whose windows are closed."""
     class Net(Tiny):
         def forward(self, ids: Tensor) -> Tensor:
             penalty = sum(layer.up.weight.square().sum() for layer in self.layers)
             return super().forward(ids) * (1 + 1e-3 * penalty) + self.layers[0].down.weight.mean()
 
-    t.train(t.stream(made(Net)), batch, lm_loss)
+    return Net()
 
 
-@situation
-def layer_reads_a_weight_of_another(t: Trial) -> None:
+@built()
+def layer_reads_a_weight_of_another() -> nn.Module:
     class Reader(Block):
         def forward(self, x: Tensor) -> Tensor:
             return super().forward(x) + F.linear(x, self.friend[0].out.weight)
 
-    def build() -> nn.Module:
-        layers = [Reader() for _ in range(4)]
-        for i, layer in enumerate(layers):
-            layer.friend = [layers[(i + 1) % 4]]        # in a list: not a child
-        return Tiny(layers)
-
-    t.train(t.stream(made(build)), batch, lm_loss)
+    layers = [Reader() for _ in range(4)]
+    for i, layer in enumerate(layers):
+        layer.friend = [layers[(i + 1) % 4]]        # in a list: not a child
+    return Tiny(layers)
 
 
 @situation
@@ -467,8 +464,8 @@ def head_applied_outside_forward_with_gather(t: Trial) -> None:
     t.train(model, batch, loss)
 
 
-@situation
-def weights_read_for_their_metadata_only(t: Trial) -> None:
+@built()
+def weights_read_for_their_metadata_only() -> nn.Module:
     class Asker(Block):
         def forward(self, x: Tensor) -> Tensor:
             w = self.up.weight
@@ -480,64 +477,61 @@ def weights_read_for_their_metadata_only(t: Trial) -> None:
             assert self.layers[-1].up.weight.dtype == torch.float32 and self.head.weight.shape[0] == V
             return super().forward(ids.to(self.head.weight.device))
 
-    t.train(t.stream(made(lambda: Net([Asker() for _ in range(3)]))), batch, lm_loss)
+    return Net([Asker() for _ in range(3)])
 
 
 # ---------------------------------------------------------------- order of units
 
-@situation
-def each_layer_called_twice(t: Trial) -> None:
+@built()
+def each_layer_called_twice() -> nn.Module:
     class Net(Tiny):
         def order(self) -> list[int]:
             return [0, 1, 2, 3, 3, 2, 1, 0]
 
-    t.train(t.stream(made(Net)), batch, lm_loss)
+    return Net()
 
 
-@situation
-def layers_skipped_at_random(t: Trial) -> None:
+@built(steps=6)
+def layers_skipped_at_random() -> nn.Module:
     class Net(Tiny):
         def order(self) -> list[int]:
             return [i for i in range(4) if random.random() < 0.6]
 
-    t.train(t.stream(made(Net)), batch, lm_loss, steps=6)
+    return Net()
 
 
-@situation
-def another_order_in_every_step(t: Trial) -> None:
+@built(steps=5)
+def another_order_in_every_step() -> nn.Module:
     class Net(Tiny):
         def order(self) -> list[int]:
             return random.sample(range(4), k=4)
 
-    t.train(t.stream(made(Net)), batch, lm_loss, steps=5)
+    return Net()
 
 
-@situation
-def layer_that_calls_the_next_layer(t: Trial) -> None:
+@built()
+def layer_that_calls_the_next_layer() -> nn.Module:
     class Nest(Block):
         def forward(self, x: Tensor) -> Tensor:
             if self.inner:
                 x = x + 0.5 * self.inner[0](x.tanh())
             return super().forward(x)
 
-    def build() -> nn.Module:
-        layers = [Nest() for _ in range(3)]
-        for i, layer in enumerate(layers):
-            layer.inner = layers[i + 1: i + 2]
-        return Tiny(layers)
-
-    t.train(t.stream(made(build)), batch, lm_loss)
+    layers = [Nest() for _ in range(3)]
+    for i, layer in enumerate(layers):
+        layer.inner = layers[i + 1: i + 2]
+    return Tiny(layers)
 
 
-@situation
-def root_that_calls_itself(t: Trial) -> None:
+@built()
+def root_that_calls_itself() -> nn.Module:
     class Net(Tiny):
         def forward(self, ids: Tensor, depth: int = 1) -> Tensor:
             if depth == 0:
                 return super().forward(ids)
             return super().forward(ids) + 0.5 * self(ids.flip(1), depth=depth - 1)
 
-    t.train(t.stream(made(Net)), batch, lm_loss)
+    return Net()
 
 
 @situation
@@ -555,31 +549,23 @@ def layer_called_by_the_user(t: Trial) -> None:
 @situation
 def two_forwards_before_two_backwards(t: Trial) -> None:
     model = t.stream(made(lambda: Tiny(dropout=0.1)))
-    opt = t.default_optimizer(model)
-    for step in range(3):
+    for step in t.steps(model):
         first, second = (lm_loss(model, t.batch(batch(2 * step + i))) for i in range(2))
         for i, value in enumerate((first, second) if step % 2 else (second, first)):
             value.backward()
             t.note(f"step {step}, loss {i}", value)
             t.note_grads(f"step {step}, backward {i}", model)
-        opt.step()
-        opt.zero_grad()
-    t.note_state("at the end", model)
 
 
 @situation
 def one_loss_of_two_calls(t: Trial) -> None:
     """Siamese: three calls' gradients meet in one backward, twice, before the optimizer's step."""
     model = t.stream(made())
-    opt = t.default_optimizer(model)
-    for step in range(3):
+    for step in t.steps(model):
         for micro in range(2):
             x = t.batch(batch(2 * step + micro))
             (lm_loss(model, x) + (model(x) - model(x.flip(0))).square().mean()).backward()
             t.note_grads(f"step {step}, micro-batch {micro}", model)
-        opt.step()
-        opt.zero_grad()
-    t.note_state("at the end", model)
 
 
 @situation
@@ -743,8 +729,8 @@ def gradient_through_a_cache(t: Trial) -> None:
     t.train(model, text, loss)
 
 
-@situation
-def list_that_layers_append_to(t: Trial) -> None:
+@built()
+def list_that_layers_append_to() -> nn.Module:
     """A container among the arguments is changed in place by every layer."""
     class Collects(Block):
         def forward(self, x: Tensor, past: list[Tensor]) -> Tensor:
@@ -759,7 +745,7 @@ def list_that_layers_append_to(t: Trial) -> None:
             assert len(past) == len(self.layers)
             return x + past[0]
 
-    t.train(t.stream(made(lambda: Net([Collects() for _ in range(3)]))), batch, lm_loss)
+    return Net([Collects() for _ in range(3)])
 
 
 @situation
@@ -792,8 +778,8 @@ def hidden_state_with_retain_grad(t: Trial) -> None:
         t.note(f"step {step}, gradient of the middle", model.middle.grad)
 
 
-@situation
-def output_that_aliases_a_weight(t: Trial) -> None:
+@built()
+def output_that_aliases_a_weight() -> nn.Module:
     class Shows(Block):
         def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
             return super().forward(x), self.up.weight, self.down.weight.t()[:3]
@@ -806,11 +792,11 @@ def output_that_aliases_a_weight(t: Trial) -> None:
                 kept += weights
             return self.head(self.norm(x)) + 1e-2 * sum(w.square().mean() for w in kept)
 
-    t.train(t.stream(made(lambda: Net([Shows() for _ in range(4)]))), batch, lm_loss)
+    return Net([Shows() for _ in range(4)])
 
 
-@situation
-def unit_that_returns_its_input(t: Trial) -> None:
+@built()
+def unit_that_returns_its_input() -> nn.Module:
     class Passes(Block):
         def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
             return x, super().forward(x)
@@ -823,11 +809,11 @@ def unit_that_returns_its_input(t: Trial) -> None:
                 x = y + 0.1 * same
             return x
 
-    t.train(t.stream(made(lambda: Net([Passes() for _ in range(3)]))), batch, lm_loss)
+    return Net([Passes() for _ in range(3)])
 
 
-@situation
-def unit_that_writes_into_its_input(t: Trial) -> None:
+@built()
+def unit_that_writes_into_its_input() -> nn.Module:
     class InPlace(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -843,11 +829,11 @@ def unit_that_writes_into_its_input(t: Trial) -> None:
                 x = layer(x * 1.0)
             return x
 
-    t.train(t.stream(made(lambda: Net([InPlace() for _ in range(3)]))), batch, lm_loss)
+    return Net([InPlace() for _ in range(3)])
 
 
-@situation
-def container_that_writes_into_a_units_output(t: Trial) -> None:
+@built()
+def container_that_writes_into_a_units_output() -> nn.Module:
     class Net(Tiny):
         def body(self, x: Tensor) -> Tensor:
             for layer in self.layers:
@@ -856,7 +842,7 @@ def container_that_writes_into_a_units_output(t: Trial) -> None:
                 x.mul_(1.01)
             return x
 
-    t.train(t.stream(made(Net)), batch, lm_loss)
+    return Net()
 
 
 @situation
@@ -897,17 +883,13 @@ def fails(t: Trial, action: Callable[[], Any], what: str, kind: type[BaseExcepti
 @situation
 def losses_with_retain_graph(t: Trial) -> None:
     model = t.stream(made(lambda: Tiny(dropout=0.1)))
-    opt = t.default_optimizer(model)
-    for step in range(3):
+    for step in t.steps(model):
         ids = t.batch(batch(step))
         out = model(ids)
         losses = [F.cross_entropy(out.flatten(0, 1), ids.flatten()), out.square().mean(), out[0].mean()]
         for i, value in enumerate(losses):
             value.backward(retain_graph=i < 2)
             t.note_grads(f"step {step}, loss {i}", model)
-        opt.step()
-        opt.zero_grad()
-    t.note_state("at the end", model)
 
 
 @situation
@@ -935,14 +917,10 @@ def autograd_grad_with_unused(t: Trial) -> None:
 @situation
 def backward_with_inputs(t: Trial) -> None:
     model = t.stream(made())
-    opt = t.default_optimizer(model)
-    for step in range(3):
+    for step in t.steps(model):
         value = lm_loss(model, t.batch(batch(step)))
         value.backward(inputs=[model.layers[step].up.weight, model.layers[0].qkv.bias, model.head.weight])
         t.note_grads(f"step {step}", model)
-        opt.step()
-        opt.zero_grad()
-    t.note_state("at the end", model)
 
 
 @situation
@@ -1032,8 +1010,8 @@ def optimizer_inside_backward(t: Trial) -> None:
     t.note_state("at the end", model)
 
 
-@situation
-def custom_function_keeps_weight_on_ctx(t: Trial) -> None:
+@built()
+def custom_function_keeps_weight_on_ctx() -> nn.Module:
     class Keeps(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
@@ -1048,11 +1026,11 @@ def custom_function_keeps_weight_on_ctx(t: Trial) -> None:
         def forward(self, x: Tensor) -> Tensor:
             return super().forward(x) + Keeps.apply(x, self.out.weight)
 
-    t.train(t.stream(made(lambda: Tiny([Custom() for _ in range(4)]))), batch, lm_loss)
+    return Tiny([Custom() for _ in range(4)])
 
 
-@situation
-def custom_function_with_saved_tensors(t: Trial) -> None:
+@built()
+def custom_function_with_saved_tensors() -> nn.Module:
     class Saves(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
@@ -1070,7 +1048,7 @@ def custom_function_with_saved_tensors(t: Trial) -> None:
         def forward(self, x: Tensor) -> Tensor:
             return Saves.apply(super().forward(x), self.norm2.weight)
 
-    t.train(t.stream(made(lambda: Tiny([Custom() for _ in range(3)]))), batch, lm_loss)
+    return Tiny([Custom() for _ in range(3)])
 
 
 @situation
@@ -1088,8 +1066,8 @@ def saved_tensor_hooks_of_the_user(t: Trial) -> None:
     t.train(t.stream(made()), batch, loss)
 
 
-@situation
-def checkpoint_by_the_user(t: Trial) -> None:
+@built()
+def checkpoint_by_the_user() -> nn.Module:
     from torch.utils.checkpoint import checkpoint
 
     class Net(Tiny):
@@ -1098,11 +1076,11 @@ def checkpoint_by_the_user(t: Trial) -> None:
                 x = checkpoint(layer, x, use_reentrant=i % 2 == 1)
             return x
 
-    t.train(t.stream(made(lambda: Net(dropout=0.1))), batch, lm_loss)
+    return Net(dropout=0.1)
 
 
-@situation
-def checkpoint_inside_units(t: Trial) -> None:
+@built()
+def checkpoint_inside_units() -> nn.Module:
     from torch.utils.checkpoint import checkpoint
 
     class Inner(Block):
@@ -1110,7 +1088,7 @@ def checkpoint_inside_units(t: Trial) -> None:
             x = x + checkpoint(lambda y: self.attend(self.norm1(y)), x, use_reentrant=False)
             return x + self.drop(self.down(F.gelu(self.up(self.norm2(x)))))
 
-    t.train(t.stream(made(lambda: Tiny([Inner(0.1) for _ in range(3)]))), batch, lm_loss)
+    return Tiny([Inner(0.1) for _ in range(3)])
 
 
 @situation
@@ -1219,8 +1197,8 @@ def channels_last_convolutions(t: Trial) -> None:
     t.train(model, images, square)
 
 
-@situation
-def recurrent_networks(t: Trial) -> None:
+@built()
+def recurrent_networks() -> nn.Module:
     class Net(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -1236,7 +1214,7 @@ def recurrent_networks(t: Trial) -> None:
             x, _ = self.rnn(x, h)
             return self.head(x)
 
-    t.train(t.stream(made(Net)), batch, lm_loss)
+    return Net()
 
 
 @situation
@@ -1256,8 +1234,8 @@ def recurrent_cells(t: Trial) -> None:
     t.train(t.stream(made(Net)), rows, square)
 
 
-@situation
-def lstm_beside_multihead_attention(t: Trial) -> None:
+@built()
+def lstm_beside_multihead_attention() -> nn.Module:
     class Layer(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -1268,7 +1246,7 @@ def lstm_beside_multihead_attention(t: Trial) -> None:
             x = x + self.lstm(x)[0]
             return x + self.attn(x, x, x, need_weights=False)[0]
 
-    t.train(t.stream(made(lambda: Tiny([Layer() for _ in range(3)]))), batch, lm_loss)
+    return Tiny([Layer() for _ in range(3)])
 
 
 @situation
@@ -1292,8 +1270,8 @@ def torch_transformer_encoder(t: Trial) -> None:
     t.train(model, batch, lm_loss, steps=1, opt=opt, first=3)
 
 
-@situation
-def torch_transformer(t: Trial) -> None:
+@built()
+def torch_transformer() -> nn.Module:
     class Net(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -1305,7 +1283,7 @@ def torch_transformer(t: Trial) -> None:
             x = self.embed(ids)
             return self.head(self.body(x, x.flip(1)))
 
-    t.train(t.stream(made(Net)), batch, lm_loss)
+    return Net()
 
 
 @situation
@@ -1365,8 +1343,8 @@ def transposed_parameter(t: Trial) -> None:
     t.train(model, rows, square)
 
 
-@situation
-def expert_choice_without_tokens(t: Trial) -> None:
+@built()
+def expert_choice_without_tokens() -> nn.Module:
     """Some experts see no token, so they run on empty batches or not at all."""
     class Moe(nn.Module):
         def __init__(self) -> None:
@@ -1384,7 +1362,7 @@ def expert_choice_without_tokens(t: Trial) -> None:
                     out = out.index_add(0, at, expert(flat[at]) * p[at, None])
             return x + out.view_as(x)
 
-    t.train(t.stream(made(lambda: Tiny([Moe() for _ in range(3)]))), batch, lm_loss)
+    return Tiny([Moe() for _ in range(3)])
 
 
 # ---------------------------------------------------------------- between steps
@@ -1527,8 +1505,7 @@ def state_dict_is_a_snapshot_by_reference(t: Trial) -> None:
 @situation
 def gradients_edited_in_place(t: Trial) -> None:
     model = t.stream(made())
-    opt = t.default_optimizer(model)
-    for step in range(4):
+    for step in t.steps(model, 4):
         lm_loss(model, t.batch(batch(step))).backward()
         for i, p in enumerate(model.parameters()):
             if i % 4 == 0:
@@ -1540,16 +1517,12 @@ def gradients_edited_in_place(t: Trial) -> None:
             elif i % 4 == 3:
                 p.grad[0] = 0.125
         t.note_grads(f"step {step}", model)
-        opt.step()
-        opt.zero_grad()
-    t.note_state("at the end", model)
 
 
 @situation
 def gradients_edited_between_micro_batches(t: Trial) -> None:
     model = t.stream(made())
-    opt = t.default_optimizer(model)
-    for step in range(3):
+    for step in t.steps(model):
         for micro in range(3):
             lm_loss(model, t.batch(batch(3 * step + micro))).backward()
             for i, p in enumerate(model.parameters()):
@@ -1558,9 +1531,6 @@ def gradients_edited_between_micro_batches(t: Trial) -> None:
                 elif i % 7 == 0 and micro == 1:
                     p.grad = None
             t.note_grads(f"step {step}, micro-batch {micro}", model)
-        opt.step()
-        opt.zero_grad()
-    t.note_state("at the end", model)
 
 
 @situation
@@ -1578,15 +1548,11 @@ def gradients_stolen_by_the_user(t: Trial) -> None:
 @situation
 def clip_by_torch(t: Trial) -> None:
     model = t.stream(made())
-    opt = t.default_optimizer(model)
-    for step in range(3):
+    for step in t.steps(model):
         lm_loss(model, t.batch(batch(step))).backward()
         t.note(f"step {step}, norm", t.clip(model.parameters(), 0.05))
         nn.utils.clip_grad_value_(model.parameters(), 1e-3)
         t.note_grads(f"step {step}", model)
-        opt.step()
-        opt.zero_grad()
-    t.note_state("at the end", model)
 
 
 # ---------------------------------------------------------------- optimizers
@@ -2072,8 +2038,7 @@ def adapters_switched_for_a_reference(t: Trial) -> None:
     model.add_adapter("ref", config)
     model.set_adapter("default")
     model = t.stream(model)
-    opt = t.default_optimizer(model)
-    for step in range(3):
+    for step in t.steps(model):
         loss = hf_loss(model, t.batch(text(step)))
         model.set_adapter("ref")
         with torch.no_grad():
@@ -2082,6 +2047,3 @@ def adapters_switched_for_a_reference(t: Trial) -> None:
         (loss - 0.5 * ref).backward()
         t.note(f"step {step}, losses", (loss, ref))
         t.note_grads(f"step {step}", model)
-        opt.step()
-        opt.zero_grad()
-    t.note_state("at the end", model)

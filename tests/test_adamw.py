@@ -104,6 +104,10 @@ def follow(refs: list[Reference], grads: list[Tensor | None], clip: float = 1.0)
             ref.step(g, clip)
 
 
+def feed_both(model: nn.Module, opt: torch.optim.Optimizer, refs: list[Reference], grads: list[Tensor | None]) -> None:
+    feed_both(model, opt, refs, grads)
+
+
 def rounded(p: Tensor, dtype: torch.dtype) -> Tensor:
     """fp32 to a weight's type. bf16: to nearest, ties away from zero, as split weights are."""
     if dtype != BF16:
@@ -326,8 +330,7 @@ def test_schedules_set_the_rate_of_each_step(make: Callable[[Any], Any]) -> None
         for ref in refs:
             ref.hyper |= {"lr": group["lr"], "betas": group["betas"]}
         grads = grads_for(model, step)
-        follow(refs, grads)
-        feed(model, opt, grads)
+        feed_both(model, opt, refs, grads)
         feed(plain, theirs, grads)
         for s in schedules:
             s.step()
@@ -347,8 +350,7 @@ def test_groups_have_their_own_numbers_and_can_be_added() -> None:
         grads: list[Tensor | None] = list(grads_for(model, step))
         if step < 2:
             grads[3] = None
-        feed(model, opt, grads)
-        follow(refs, grads)
+        feed_both(model, opt, refs, grads)
     assert_follows(model, opt, refs)
     assert int(opt.state[d]["step"]) == 3, "a parameter counts its own steps"
 
@@ -366,8 +368,7 @@ def test_a_parameter_without_gradient_keeps_everything() -> None:
     for step in range(6):
         grads: list[Tensor | None] = list(grads_for(model, step))
         grads[step % 4] = None
-        feed(model, opt, grads)
-        follow(refs, grads)
+        feed_both(model, opt, refs, grads)
     assert_follows(model, opt, refs)
 
 
@@ -516,9 +517,7 @@ def test_a_weight_written_between_steps_is_its_own_master(dtype: torch.dtype, wr
     model = dots(dtype, delay_us=200)
     refs, opt = references(model), mt.AdamW(model.parameters(), **HYPER)
     for step in range(4):
-        grads = grads_for(model, step)
-        feed(model, opt, grads)
-        follow(refs, grads)
+        feed_both(model, opt, refs, grads_for(model, step))
         if step == 1:
             for p, ref in zip(model.parameters(), refs):
                 value = torch.full(p.shape, 0.37).to(dtype)
@@ -535,16 +534,13 @@ def test_zeroed_weights_are_zero_and_train_on(dtype: torch.dtype) -> None:
     model = dots(dtype)
     refs, opt = references(model), mt.AdamW(model.parameters(), **HYPER)
     for step in range(3):
-        grads = grads_for(model, step)
-        feed(model, opt, grads)
-        follow(refs, grads)
+        feed_both(model, opt, refs, grads_for(model, step))
         with torch.no_grad():
             for p, ref in zip(model.parameters(), refs):
                 p.zero_()
                 ref.p.zero_()
         assert all(not m.any() for m in mt.masters(model).values())
-    feed(model, opt, grads_for(model, 3))
-    follow(refs, grads_for(model, 3))
+    feed_both(model, opt, refs, grads_for(model, 3))
     assert_follows(model, opt, refs)
 
 
@@ -553,9 +549,7 @@ def test_a_moment_that_is_written_leaves_the_master_alone(dtype: torch.dtype) ->
     model = dots(dtype, delay_us=200)
     refs, opt = references(model), mt.AdamW(model.parameters(), **HYPER)
     for step in range(4):
-        grads = grads_for(model, step)
-        feed(model, opt, grads)
-        follow(refs, grads)
+        feed_both(model, opt, refs, grads_for(model, step))
         for p, ref in zip(model.parameters(), refs):
             opt.state[p]["exp_avg"].mul_(0.5)
             ref.m.mul_(0.5)
@@ -703,8 +697,7 @@ def test_an_optimizer_that_is_gone_updates_no_more() -> None:
     gc.collect()
     refs, opt = references(model), mt.AdamW(model.parameters(), **HYPER)
     for step in range(2):
-        feed(model, opt, grads_for(model, step))
-        follow(refs, grads_for(model, step))
+        feed_both(model, opt, refs, grads_for(model, step))
     assert_follows(model, opt, refs)
 
 
@@ -757,8 +750,7 @@ def test_a_new_optimizer_starts_from_nothing(dtype: torch.dtype) -> None:
     for ref, m in zip(refs, masters.values()):
         ref.p = m
     for step in range(2):
-        feed(model, opt, grads_for(model, step))
-        follow(refs, grads_for(model, step))
+        feed_both(model, opt, refs, grads_for(model, step))
     assert_follows(model, opt, refs)
 
 
@@ -769,8 +761,7 @@ def test_loading_an_empty_state_starts_from_nothing() -> None:
     feed(model, opt, grads_for(model, 0))
     opt.load_state_dict(empty)
     refs = references(model)
-    feed(model, opt, grads_for(model, 1))
-    follow(refs, grads_for(model, 1))
+    feed_both(model, opt, refs, grads_for(model, 1))
     assert_follows(model, opt, refs)
 
 
@@ -843,8 +834,7 @@ def test_torchs_state_is_taken_to_the_bit() -> None:
     for ref, s in zip(refs, theirs.state.values()):
         ref.m, ref.v, ref.t = s["exp_avg"].clone(), s["exp_avg_sq"].clone(), int(s["step"])
     assert_follows(model, opt, refs)
-    feed(model, opt, grads_for(model, 3))
-    follow(refs, grads_for(model, 3))
+    feed_both(model, opt, refs, grads_for(model, 3))
     assert_follows(model, opt, refs)
 
 
@@ -944,8 +934,7 @@ def test_whatever_is_read_after_step_is_whole(read: str) -> None:
     for seed in range(3):
         model = dots(BF16, delay_us=3000, debug={"seed": seed})
         refs, opt = references(model), mt.AdamW(model.parameters(), **HYPER)
-        feed(model, opt, grads_for(model, 0))
-        follow(refs, grads_for(model, 0))
+        feed_both(model, opt, refs, grads_for(model, 0))
         assert_same(*READS[read](model, opt, refs[0]), read)
 
 
@@ -967,8 +956,7 @@ def test_a_bad_argument_is_named(bad: dict[str, Any], words: str) -> None:
 def test_words_of_torch_that_change_nothing_are_taken() -> None:
     model = dots()
     refs, opt = references(model), mt.AdamW(model.parameters(), foreach=True, fused=False, amsgrad=False, **HYPER)
-    feed(model, opt, grads_for(model, 0))
-    follow(refs, grads_for(model, 0))
+    feed_both(model, opt, refs, grads_for(model, 0))
     assert_follows(model, opt, refs)
 
 

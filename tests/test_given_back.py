@@ -6,6 +6,7 @@ import ctypes
 import functools
 import gc
 import itertools
+import operator
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -79,12 +80,7 @@ def waiting(model: nn.Module) -> tuple[int, int]:
     return core.swap_bytes()[1], (core.swap_file() or ("", 0, 0))[2]
 
 
-def of_loss(out: Any) -> Any:
-    return out.loss
-
-
-def of_all(out: Any) -> Any:
-    return out
+of_loss, of_all = operator.attrgetter("loss"), lambda out: out
 
 
 def growth(model: nn.Module, opt: Any, held: Callable[[Any], Any], finish: Callable[[], None] = lambda: None) -> float:
@@ -165,16 +161,8 @@ def test_logits_that_were_read_keep_nothing_else() -> None:
 
 def test_a_batch_leaves_nothing_until_the_next_one() -> None:
     """The last window's too: in a model of one window, or one bundle, nobody comes who would ask for the room."""
-    class One(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.up, self.down = nn.Linear(H, 4 * H), nn.Linear(4 * H, H)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.down(self.up(x).relu())
-
     parity.seed()
-    model = mt.stream(nn.Sequential(One()), "cpu", units=["0"], plan={"activations": "saved+host"})
+    model = mt.stream(nn.Sequential(nn.Sequential(nn.Linear(H, 4 * H), nn.ReLU(), nn.Linear(4 * H, H))), "cpu", units=["0"], plan={"activations": "saved+host"})
     left = []
     for rows in (8, 8, 4096):
         loss = model(torch.randn(rows, H)).square().mean()
@@ -295,24 +283,3 @@ def test_a_node_that_failed_may_be_asked_again(mode: str, monkeypatch: pytest.Mo
         grads.append(weight.grad.clone())
         model.zero_grad()
     assert torch.equal(*grads)
-
-
-def test_two_models_in_one_graph() -> None:
-    first, second = tiny("selective+host", "fused"), tiny("saved+host", "eager")
-    kept = []
-    for step in range(3):
-        loss = first(**batch(step)).loss + second(**batch(step)).loss
-        loss.backward()
-        kept.append(loss)
-    assert waiting(first) == (0, 0) == waiting(second)
-
-
-def test_the_host_holds_one_steps_bundles() -> None:
-    """`loss` is bound to the last step's graph until the next one is there."""
-    model = tiny("saved+host", "fused")
-    for step in range(4):
-        loss = model(**batch(step)).loss
-        if step == 0:
-            mapped = runtime_of(model).core.swap_bytes()[0]
-        loss.backward()
-    assert runtime_of(model).core.swap_bytes() == (mapped, 0) and mapped > 0

@@ -194,7 +194,7 @@ def test_a_gradient_of_torchs_own_has_no_place() -> None:
 
 
 def test_a_plan_with_a_disk_has_the_buffers_that_take_least_time(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    from test_plan import FLAT, small
+    from flat import FLAT, small
     best, seconds = Problem.best, {3: 3.0, 2: 1.0, 1: 2.0}
 
     def timed(self: Problem, than: float) -> Any:
@@ -208,7 +208,7 @@ def test_a_plan_with_a_disk_has_the_buffers_that_take_least_time(monkeypatch: py
 
 
 def test_plans_count_what_is_not_kept_and_refuse_what_needs_it() -> None:
-    from test_plan import FLAT, small
+    from flat import FLAT, small
     asked = dict(tokens=4096, seq=512, machine=FLAT, homes="vram")
     none, kept = mt.plan(small(8), grads="none", **asked), mt.plan(small(8), micro=1, **asked)
     there = "at home: gradients"

@@ -210,7 +210,7 @@ def test_what_a_link_needs_comes_back_with_what_its_layer_keeps(monkeypatch: pyt
 # ---------------------------------------------------------------- plans
 
 def seven(layers: int) -> Any:
-    from test_plan import seven
+    from flat import seven
     return seven(layers)
 
 

@@ -91,13 +91,3 @@ def test_states_of_parameters_that_are_not_trained_now_move(first: str, states: 
     asked: list[str] = []
     monkeypatch.setattr(planning, "plan", plan)
     assert all(torch.equal(a, b) for a, b in zip(run(), run(vram=VRAM))) and len(asked) > 4
-
-
-def test_a_plan_that_torch_cannot_make_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Operations say so by RuntimeError."""
-    def plan(*args: Any, **kwargs: Any) -> mt.Plan:
-        raise NotImplementedError("on the meta device")
-
-    monkeypatch.setattr(planning, "plan", plan)
-    with pytest.warns(UserWarning, match="cannot read the model"):
-        mt.stream(mixture(), "cpu", vram=VRAM)(**batch(2, 0)).loss.backward()

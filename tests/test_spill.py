@@ -156,7 +156,7 @@ def test_reports_and_traces_show_it(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- plans
 
 def test_a_plan_is_what_happens(tmp_path: Path) -> None:
-    from test_plan import FLAT
+    from flat import FLAT
     model = fusing.lm("llama", hidden_size=64, intermediate_size=128, num_hidden_layers=5)()
     asked = {"tokens": 256, "seq": 64, "machine": dataclasses.replace(FLAT, device="cpu"), "compute": "fused",
              "activations": "selective+disk", "micro": 1}
@@ -176,7 +176,7 @@ def test_a_plan_is_what_happens(tmp_path: Path) -> None:
 
 
 def test_a_million_tokens_go_to_device_host_and_disk() -> None:
-    from test_plan import seven
+    from flat import seven
     asked = {"tokens": 1 << 20, "seq": 1 << 20, "machine": "h200-128g,host=120GiB", "states": "8bit-sr", "grads": "none"}
     with pytest.raises(MegatrainError) as refused:
         mt.plan(seven(28), **asked)

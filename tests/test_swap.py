@@ -285,7 +285,7 @@ def test_layers_and_their_order_need_not_be_alike() -> None:
 # ---------------------------------------------------------------- plans
 
 def test_a_plan_counts_what_waits_in_host_memory() -> None:
-    from test_plan import FLAT
+    from flat import FLAT
     model = fusing.lm("llama", hidden_size=64, intermediate_size=128, num_hidden_layers=4)()
     plan = mt.plan(model, tokens=512, seq=64, machine=dataclasses.replace(FLAT, device="cpu"), compute="fused",
                    activations="selective+host", micro=1)
@@ -311,6 +311,6 @@ def test_copies_hide_behind_compute_where_the_bus_has_time() -> None:
 
 
 def test_a_long_context_is_planned_with_its_boundaries_on_the_device() -> None:
-    from test_plan import seven
+    from flat import seven
     plan = mt.plan(seven(28), tokens=1 << 18, seq=1 << 18, machine="h200-128g,host=200GiB")
     assert any(m in ("attention+split", "attention+host", "selective+host") for m in plan.activations.values())

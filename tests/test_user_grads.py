@@ -15,23 +15,10 @@ from typing import Any
 
 import doors
 import pytest
+import test_adamw
 import torch
 from situations import made
-from test_adamw import (
-    BF16,
-    F16,
-    F32,
-    HYPER,
-    Dots,
-    assert_follows,
-    assert_same,
-    feed,
-    flat,
-    follow,
-    grads_for,
-    plain_dots,
-    references,
-)
+from test_adamw import BF16, F32, HYPER, assert_follows, assert_same, follow, grads_for, plain_dots
 from torch import Tensor, nn
 
 import megatrain_torch as mt
@@ -43,9 +30,9 @@ HALF = pytest.mark.parametrize("dtype", [F32, BF16], ids=["fp32", "bf16"])
 
 
 @pytest.fixture
-def make(tmp_path: Path) -> Callable[..., tuple[Dots, Dots, mt.AdamW]]:
+def make(tmp_path: Path) -> Callable[..., tuple[test_adamw.Dots, test_adamw.Dots, mt.AdamW]]:
     """(streamed, plain, the streamed one's optimizer); copies dawdle."""
-    def pair(homes: Any = "ram", dtype: torch.dtype = F32, **kw: Any) -> tuple[Dots, Dots, mt.AdamW]:
+    def pair(homes: Any = "ram", dtype: torch.dtype = F32, **kw: Any) -> tuple[test_adamw.Dots, test_adamw.Dots, mt.AdamW]:
         plan = {"homes": homes, "debug": {"delay_us": 100, "seed": 7}, **kw.pop("plan", {})}
         model = doors.stream(plain_dots(dtype), device="cpu", nvme=str(tmp_path) if "disk" in str(homes) else None,
                              plan=plan)
@@ -62,7 +49,7 @@ def norm(grads: list[Tensor | None]) -> float:
     return math.sqrt(sum(g.double().square().sum().item() for g in grads if g is not None))
 
 
-def stepped(model: Dots, plain: Dots, opt: mt.AdamW, refs: list[Any]) -> None:
+def stepped(model: test_adamw.Dots, plain: test_adamw.Dots, opt: mt.AdamW, refs: list[Any]) -> None:
     """A step with the plain model's gradients; both are cleared."""
     grads = given(plain)
     opt.step()
@@ -76,7 +63,7 @@ def stepped(model: Dots, plain: Dots, opt: mt.AdamW, refs: list[Any]) -> None:
             q.copy_(p)
 
 
-def same_grads(model: Dots, plain: Dots) -> None:
+def same_grads(model: test_adamw.Dots, plain: test_adamw.Dots) -> None:
     for (name, p), q in zip(model.named_parameters(), plain.parameters()):
         if q.grad is None:
             assert p.grad is None, name
@@ -108,34 +95,34 @@ PENALTIES: dict[str, Callable[[list[Tensor]], Tensor]] = {
     "unbound": lambda ps: sum(row.sum() for row in ps[1].unbind(0)) * 0.25}
 
 
-def twice(m: Dots, g: list[Tensor], pen: Callable[..., Tensor]) -> None:
+def twice(m: test_adamw.Dots, g: list[Tensor], pen: Callable[..., Tensor]) -> None:
     penalty = pen(list(m.parameters()))
     penalty.backward(retain_graph=True)
     m(g).backward()
     penalty.backward()
 
 
-def before(m: Dots, g: list[Tensor], pen: Callable[..., Tensor]) -> None:
+def before(m: test_adamw.Dots, g: list[Tensor], pen: Callable[..., Tensor]) -> None:
     pen(list(m.parameters())).backward()
     m(g).backward()
 
 
-def after(m: Dots, g: list[Tensor], pen: Callable[..., Tensor]) -> None:
+def after(m: test_adamw.Dots, g: list[Tensor], pen: Callable[..., Tensor]) -> None:
     m(g).backward()
     pen(list(m.parameters())).backward()
 
 
-def between(m: Dots, g: list[Tensor], pen: Callable[..., Tensor]) -> None:
+def between(m: test_adamw.Dots, g: list[Tensor], pen: Callable[..., Tensor]) -> None:
     m(g).backward()
     pen(list(m.parameters())).backward()
     m(g).backward()
 
 
-def inside(m: Dots, g: list[Tensor], pen: Callable[..., Tensor]) -> None:
+def inside(m: test_adamw.Dots, g: list[Tensor], pen: Callable[..., Tensor]) -> None:
     (m(g) + pen(list(m.parameters()))).backward()
 
 
-def crossed(m: Dots, g: list[Tensor], pen: Callable[..., Tensor]) -> None:
+def crossed(m: test_adamw.Dots, g: list[Tensor], pen: Callable[..., Tensor]) -> None:
     loss, penalty = m(g), pen(list(m.parameters()))
     loss.backward()
     penalty.backward()
@@ -149,7 +136,7 @@ ORDERS = [before, after, between, inside, crossed, twice]
 def test_graphs_on_the_host_give_torchs_gradients(make: Any, homes: str, pen: str) -> None:
     for dtype in (F32, BF16):
         model, plain, opt = make(homes, dtype)
-        refs = references(model)
+        refs = test_adamw.references(model)
         for step, order in enumerate([after, *(o for o in ORDERS if o is not between or dtype == F32)]):
             for m in (model, plain):
                 order(m, grads_for(m, step), PENALTIES[pen])
@@ -161,12 +148,12 @@ def test_graphs_on_the_host_give_torchs_gradients(make: Any, homes: str, pen: st
 @NEAR_AND_FAR
 def test_a_graph_in_a_hook_of_the_models_backward(make: Any, homes: str) -> None:
     """A backward inside of a backward, for parameters that had their gradient already and for others."""
-    def penalize(m: Dots) -> None:
+    def penalize(m: test_adamw.Dots) -> None:
         with torch.enable_grad():
             PENALTIES["function"](list(m.parameters())).backward()
 
     model, plain, opt = make(homes)
-    refs = references(model)
+    refs = test_adamw.references(model)
     for step in range(2):
         for m in (model, plain):
             grads = [g.clone().requires_grad_() for g in grads_for(m, step)]
@@ -187,7 +174,7 @@ def test_a_graph_on_the_host_may_be_differentiated_again(make: Any) -> None:
 
 def test_who_looks_in_inference_mode_changes_nothing(make: Any) -> None:
     model, plain, opt = make("vram")
-    refs = references(model)
+    refs = test_adamw.references(model)
     for m in (model, plain):
         m(grads_for(m, 0)).backward()
         with torch.inference_mode():
@@ -208,7 +195,7 @@ def test_a_graph_on_the_host_after_a_step_is_refused_as_by_torch(make: Any) -> N
             penalty.backward()
 
 
-LATE: dict[str, Callable[[Dots], Any]] = {
+LATE: dict[str, Callable[[test_adamw.Dots], Any]] = {
     "penalty": lambda m: PENALTIES["sum"](list(m.parameters())).backward(),
     "function": lambda m: PENALTIES["function"](list(m.parameters())).backward(),
     "scaler": lambda m: unscaled(m.layers[0].weight),
@@ -229,7 +216,7 @@ def test_what_comes_after_an_update_in_backward_is_refused(make: Any, homes: str
 def test_who_looks_at_what_an_update_in_backward_used_may(make: Any) -> None:
     for homes in ("ram", "vram"):
         model, _, opt = make(homes, in_backward=True)
-        refs = references(model)
+        refs = test_adamw.references(model)
         for step in range(2):
             model(grads_for(model, step)).backward()
             for p, g in zip(model.parameters(), grads_for(model, step)):
@@ -243,7 +230,7 @@ def test_who_looks_at_what_an_update_in_backward_used_may(make: Any) -> None:
 def test_a_penalty_before_or_inside_is_used_where_updates_are_in_backward(make: Any) -> None:
     for homes in ("ram", "vram"):
         model, plain, opt = make(homes, in_backward=True)
-        refs = references(model)
+        refs = test_adamw.references(model)
         for step, order in enumerate((before, inside)):
             for m in (model, plain):
                 order(m, grads_for(m, step), PENALTIES["sum"])
@@ -282,7 +269,7 @@ CHANGES: dict[str, Callable[[Tensor], Any]] = {
 def test_a_change_without_a_version_counts(make: Any, homes: str, dtype: torch.dtype) -> None:
     """In the norm, in the update, and in what the next micro-batch is added to; 16-bit sums included."""
     model, plain, opt = make(homes, dtype)
-    refs = references(model)
+    refs = test_adamw.references(model)
     for step, change in enumerate(CHANGES.values()):
         for micro in range(1 + step % 2):
             for m in (model, plain):
@@ -295,7 +282,7 @@ def test_a_change_without_a_version_counts(make: Any, homes: str, dtype: torch.d
 @NEAR_AND_FAR
 def test_a_tensor_that_was_kept_is_the_gradient_still(make: Any, homes: str) -> None:
     model, plain, opt = make(homes, BF16)
-    refs = references(model)
+    refs = test_adamw.references(model)
     for step in range(3):
         kept: dict[Any, Any] = {}
         for m in (model, plain):
@@ -312,7 +299,7 @@ def test_a_tensor_that_was_kept_is_the_gradient_still(make: Any, homes: str) -> 
 @NEAR_AND_FAR
 def test_who_only_looks_keeps_the_sum_in_fp32(make: Any, homes: str) -> None:
     model, _, opt = make(homes, BF16)
-    refs = references(model)
+    refs = test_adamw.references(model)
     for step in range(2):
         micros = [grads_for(model, 10 * step + k, decades=1) for k in range(4)]
         for grads in micros:
@@ -341,7 +328,7 @@ def test_gradscaler_trains_as_without_it(make: Any, homes: str) -> None:
         scaler.update()
         opt.zero_grad()
         if step < 3:
-            feed(other, theirs, grads)
+            test_adamw.feed(other, theirs, grads)
             assert opt.grad_norm == theirs.grad_norm
     for p, q in zip(model.parameters(), other.parameters()):
         assert_same(p, q, "weight")
@@ -397,7 +384,7 @@ def test_what_is_kept_shows_what_torch_shows(make: Any, homes: str, keep: str, t
     model, plain, opt = make(homes)
     if keep == "graph" and not to_none:
         return                               # torch refuses it: the graph's gradient was zeroed
-    refs, kept = references(model), []
+    refs, kept = test_adamw.references(model), []
     for step in range(4):
         for m in (model, plain):
             m(grads_for(m, step)).backward()
@@ -420,7 +407,7 @@ def test_what_is_kept_shows_what_torch_shows(make: Any, homes: str, keep: str, t
 @HALF
 def test_a_writer_after_step_writes_into_its_own(make: Any, homes: str, dtype: torch.dtype) -> None:
     model, _, opt = make(homes, dtype)
-    refs = references(model)
+    refs = test_adamw.references(model)
     for step in range(4):
         grads = grads_for(model, step)
         model(grads).backward()
@@ -440,7 +427,7 @@ def test_a_writer_after_step_writes_into_its_own(make: Any, homes: str, dtype: t
 def test_what_is_kept_beside_updates_in_backward_is_right_too(make: Any, homes: str) -> None:
     """Kept from before the update, which then reads memory of its own, and from behind it."""
     model, _, opt = make(homes, in_backward=True, max_grad_norm=None)
-    refs, kept = references(model), []
+    refs, kept = test_adamw.references(model), []
     for step in range(4):
         model(grads_for(model, step)).backward()
         kept.append(([p._grad.detach() for p in model.parameters()], grads_for(model, step)))
@@ -470,7 +457,7 @@ def test_tensors_that_only_look_like_it_are_copied(make: Any) -> None:
     torch.manual_seed(0)
     model, plain = (plain_dots(F32, [(8, 8)]) for _ in range(2))
     mt.stream(model, device="cpu")
-    opt, refs = mt.AdamW(model.parameters(), **HYPER), references(model)
+    opt, refs = mt.AdamW(model.parameters(), **HYPER), test_adamw.references(model)
     for m in (model, plain):
         m(grads_for(m, 0)).backward()
         weight = m.layers[0].weight
@@ -517,9 +504,9 @@ READERS: dict[str, Callable[[Tensor, Tensor], Any]] = {
 def test_a_mean_of_weights_leaves_masters_as_they_are(make: Any) -> None:
     """What an operation only reads was not written: the bits below a bf16 weight stay."""
     model, _, opt = make("vram", BF16)
-    refs, means = references(model), [p.detach().float().reshape(p.shape or (1,)) for p in model.parameters()]
+    refs, means = test_adamw.references(model), [p.detach().float().reshape(p.shape or (1,)) for p in model.parameters()]
     for step, read in enumerate(READERS.values()):
-        feed(model, opt, grads_for(model, step))
+        test_adamw.feed(model, opt, grads_for(model, step))
         follow(refs, grads_for(model, step))
         with torch.no_grad():
             for e, p in zip(means, model.parameters()):
@@ -541,7 +528,7 @@ def test_a_parameter_that_is_put_into_a_group_is_trained(states: str, in_backwar
         if step == 1:
             group.append(params[3])
         for m, o in ((model, opt), (whole, theirs)):
-            feed(m, o, [*grads_for(m, step)[:3], grads_for(m, step)[3] if step else None])
+            test_adamw.feed(m, o, [*grads_for(m, step)[:3], grads_for(m, step)[3] if step else None])
     for p, q in zip(params, whole.parameters()):
         assert_same(p, q, "weight")
 
@@ -552,12 +539,12 @@ def test_training_goes_on_from_the_state_of_such_a_group() -> None:
     params, theirs, chosen = list(model.parameters()), list(other.parameters()), dict(states="8bit-sr", **HYPER)
     opt = mt.AdamW([{"params": params[:1]}, {"params": params[3:]}], **chosen)
     opt.param_groups[0]["params"].extend(params[1:3])
-    feed(model, opt, grads_for(model, 0))
+    test_adamw.feed(model, opt, grads_for(model, 0))
     other.load_state_dict(model.state_dict())
     again = mt.AdamW([{"params": theirs[:3]}, {"params": theirs[3:]}], **chosen)
     again.load_state_dict(opt.state_dict())
     for m, o in ((model, opt), (other, again)):
-        feed(m, o, grads_for(model, 1))
+        test_adamw.feed(m, o, grads_for(model, 1))
     for p, q in zip(params, theirs):
         assert_same(q, p, "weight")
 
@@ -576,7 +563,7 @@ def test_parameters_of_another_model_and_of_none_may_be_put_there() -> None:
         opt.step()
 
 
-@pytest.mark.parametrize("dtype", [BF16, F16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("dtype", [BF16, test_adamw.F16], ids=["bf16", "fp16"])
 @pytest.mark.parametrize("states", ["fp32", "8bit"])
 def test_16_bit_parameters_that_are_not_streamed_are_updated_as_if_they_were(dtype: torch.dtype, states: str) -> None:
     twin, ours = mt.stream(plain_dots(dtype), device="cpu"), plain_dots(dtype)
@@ -596,7 +583,7 @@ def test_16_bit_parameters_that_are_not_streamed_are_updated_as_if_they_were(dty
                 with torch.no_grad():
                     m.layers[1].weight[2] = 0.75
         for m, o in ((twin, theirs), (ours, opt)):
-            feed(m, o, grads_for(m, step))
+            test_adamw.feed(m, o, grads_for(m, step))
         for (name, p), q in zip(twin.named_parameters(), ours.parameters()):
             assert_same(q, p, name)
             assert_same(opt.state[q]["master"], mt.masters(twin)[name], f"master of {name}")
@@ -613,15 +600,15 @@ def test_weights_without_a_home_follow_the_fp32_trajectory() -> None:
     pairs = [(half, mt.AdamW(half.parameters(), lr=1e-4)), (full, torch.optim.AdamW(full.parameters(), lr=1e-4))]
     for step in range(60):
         for m, opt in pairs:
-            feed(m, opt, [g.to(BF16).to(p.dtype) for g, p in zip(grads_for(full, step), m.parameters())])
-    found, right = flat(list(half.parameters())), flat([p.detach().to(BF16) for p in full.parameters()])
+            test_adamw.feed(m, opt, [g.to(BF16).to(p.dtype) for g, p in zip(grads_for(full, step), m.parameters())])
+    found, right = test_adamw.flat(list(half.parameters())), test_adamw.flat([p.detach().to(BF16) for p in full.parameters()])
     assert (found == right).float().mean() > 0.99
 
 
 def test_8_bit_states_of_a_streamed_twin_are_read() -> None:
     twin, ours = mt.stream(plain_dots(BF16), device="cpu"), plain_dots(BF16)
     theirs = mt.AdamW(twin.parameters(), states="8bit-lo8", **HYPER)
-    feed(twin, theirs, grads_for(twin, 0))
+    test_adamw.feed(twin, theirs, grads_for(twin, 0))
     opt = mt.AdamW(ours.parameters(), **HYPER)
     opt.load_state_dict(theirs.state_dict())
     for p, q in zip(twin.parameters(), ours.parameters()):
