@@ -17,7 +17,8 @@ import parity
 import pytest
 import torch
 import zoo
-from test_ops_fp8 import HALF_UNIT, reference
+from op_cases import TYPES
+from test_ops_fp8 import reference
 from torch import Tensor, nn
 
 import megatrain_torch as mt
@@ -86,7 +87,7 @@ def near(found: Tensor, a: Tensor, b: Tensor, *more: Tensor, factor: float = 1.0
     """found = factor * a @ b' and what is added: summed in fp32, rounded once, or twice where something is added."""
     product, largest = factor * (a @ b.t()), abs(factor) * (a.abs() @ b.abs().t()) + sum(t.abs() for t in more)
     wanted = product + sum(more)
-    bound = a.shape[1] * 2**-24 * largest + (1 + len(more)) * HALF_UNIT[found.dtype] * (wanted.abs() + bool(more) * largest)
+    bound = a.shape[1] * 2**-24 * largest + (1 + len(more)) * TYPES[found.dtype] * (wanted.abs() + bool(more) * largest)
     assert ((found.double() - wanted).abs() <= bound).all()
 
 

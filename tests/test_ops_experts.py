@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 import reference_ops as reference
 import torch
-from test_ops_glu import ACTS, DEVICES, TYPES, check_backward, check_forward, numbers
+from op_cases import TYPES, each_device, each_type, threads_change_no_bit
+from test_ops_glu import ACTS, check_backward, check_forward, numbers
 from torch import Tensor
 
 from megatrain_torch import ops
 
-pytestmark = pytest.mark.parametrize("device", DEVICES)
-each_type = pytest.mark.parametrize("dtype", TYPES, ids=str)
+pytestmark = each_device
 each_act = pytest.mark.parametrize("act", ACTS.values(), ids=ACTS.keys())
 each_layout = pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "pairs"])
 SHAPES = [(1, 64), (5, 8), (3, 7), (33, 129), (2, 2048), (300, 24), (1, 1), (0, 16), (4, 0)]
@@ -160,12 +160,7 @@ def test_the_same_bits_again_and_with_more_threads(device: str, dtype: torch.dty
         dweights = ops.expert_glu_backward(dact, gu, weights=weights, order=place)
         return [h, gu, dact, dweights, ops.sum_rows(h, place, 100, weights)]
 
-    once = run()
-    torch.set_num_threads(2)
-    try:
-        assert all(map(torch.equal, once, run()))
-    finally:
-        torch.set_num_threads(1)
+    threads_change_no_bit(run)
 
 
 # ---- as torch ops ----
