@@ -3,6 +3,7 @@ through the graph; and a plain step of the simulation."""
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +16,31 @@ from steps import DEVICE, HOST, Lists, Step, simulate
 from test_fused import FAMILIES
 from torch import Tensor, nn
 
+from megatrain_torch.model.stream import runtime_of
 from megatrain_torch.plans.search import Timing
+
+FEW = {"spill": {"bays": 2, "threads": 3}}
+LINKS = fusing.lm("qwen3", head_dim=8, num_hidden_layers=5)
+
+
+def tiny(mode: Any, nvme: Any = None, compute: str = "fused", build: Callable[[], nn.Module] | None = None, **debug: Any
+         ) -> nn.Module:
+    """A file of few bays where a mode has one."""
+    parity.seed()
+    build = build or (LINKS if "linked" in str(mode) else FAMILIES["qwen3"])
+    disk = {"nvme": nvme if isinstance(nvme, dict) else str(nvme), **FEW} if "+disk" in str(mode) else {}
+    return fusing.stream(build(), mode, compute, **disk | debug)
+
+
+def waiting(model: nn.Module) -> tuple[int, int]:
+    """Bytes of bundles in host memory, and in the file: one that was dropped while it was written counts until that is
+    over."""
+    core = runtime_of(model).core
+    for _ in range(2000):
+        if core.swap_file() is None or core.swap_file()[2] == 0:
+            break
+        time.sleep(0.001)
+    return core.swap_bytes()[1], (core.swap_file() or ("", 0, 0))[2]
 
 
 @functools.cache

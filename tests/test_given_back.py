@@ -8,7 +8,6 @@ import gc
 import itertools
 import operator
 import statistics
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ import fusing
 import parity
 import pytest
 import torch
+from kept import waiting
 from torch import Tensor, nn
 
 import megatrain_torch as mt
@@ -67,17 +67,6 @@ def tiny(mode: str, compute: str, nvme: Any = None, build: Callable[[], nn.Modul
     parity.seed()
     return mt.stream(build(), "cpu", compute=compute, nvme=str(nvme) if mode in DISK else None,
                      plan={"activations": mode, "slots": 2})
-
-
-def waiting(model: nn.Module) -> tuple[int, int]:
-    """Bytes of bundles in host memory, and in the file: one that was dropped while it was written counts until that is
-    over."""
-    core = runtime_of(model).core
-    for _ in range(2000):
-        if core.swap_file() is None or core.swap_file()[2] == 0:
-            break
-        time.sleep(0.001)
-    return core.swap_bytes()[1], (core.swap_file() or ("", 0, 0))[2]
 
 
 of_loss, of_all = operator.attrgetter("loss"), lambda out: out

@@ -6,11 +6,8 @@ The control of each run is the same training with the same amount kept on the de
 from __future__ import annotations
 
 import dataclasses
-import gc
 import os
 import resource
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +19,7 @@ import pytest
 import torch
 from edges import Scenario
 from fusing import padded
-from kept import crossed, grads_of, in_part, on_device, once, overlap_off, same, simulated, twice
+from kept import FEW, grads_of, on_device, once, overlap_off, same, simulated, tiny, twice
 from test_fused import FAMILIES
 from torch import nn
 
@@ -33,14 +30,8 @@ from megatrain_torch.model.stream import runtime_of
 from megatrain_torch.plans.search import Timing
 
 FULL = 1 << 22                       # MT_EDGE_FULL of csrc/core/debug.h
-FEW = {"spill": {"bays": 2, "threads": 3}}
 WAYS = [("selective+disk", "fused"), ("saved+disk", "eager"), ("replay+disk", "eager")]
-DEEP = fusing.lm("qwen3", head_dim=8, num_hidden_layers=3)           # one more than there are bays
-
-
-def tiny(mode: str, nvme: Any, compute: str = "fused", build: Callable[[], nn.Module] = DEEP, **debug: Any) -> nn.Module:
-    parity.seed()
-    return fusing.stream(build(), mode, compute, nvme=nvme, **FEW | debug)
+DEEP = FAMILIES["qwen3"]               # of one layer more than there are bays
 
 
 # ---------------------------------------------------------------- bits
@@ -73,50 +64,6 @@ def test_a_wait_left_out_is_noticed(tmp_path: Path) -> None:
         return not all(parity.same_bits(right[n], found[n]) for n in right)
 
     assert any(noticed() for _ in range(5)), "five trainings without the wait all equal the one on the device"
-
-
-# ---------------------------------------------------------------- graphs
-
-@pytest.mark.parametrize("mode, compute, go", [(*WAYS[0], twice), (*WAYS[1], crossed), (*WAYS[2], twice),
-                                               (*WAYS[0], in_part)])
-def test_other_ways_through_the_graph(mode: str, compute: str, go: Callable[[nn.Module], None], tmp_path: Path) -> None:
-    right = grads_of(tiny(read(mode).keep, None, compute), go)
-    model = tiny(mode, str(tmp_path), compute, delay_us=30)
-    for _ in range(2):
-        found = grads_of(model, go)
-        assert all(parity.same_bits(right[n], found[n]) for n in right)
-    once(model)
-    gc.collect()
-    assert settled(model) == 0, "the file has room again where a graph is through"
-
-
-def settled(model: nn.Module) -> int:
-    """Bytes of bundles in the file. One that was dropped while it was written counts until that is over."""
-    core = runtime_of(model).core
-    for _ in range(2000):
-        if core.swap_file()[2] == 0:
-            break
-        time.sleep(0.001)
-    return core.swap_file()[2]
-
-
-def test_a_dropped_graph_gives_its_room_back(tmp_path: Path) -> None:
-    model = tiny("selective+disk", str(tmp_path), delay_us=100)
-    loss = model(**padded(0)).loss
-    assert runtime_of(model).core.swap_file()[2] > 0
-    del loss
-    once(model)
-    gc.collect()
-    assert settled(model) == 0
-
-
-def test_a_graph_may_outlive_the_streamed_model(tmp_path: Path) -> None:
-    model = tiny("selective+disk", str(tmp_path), delay_us=100)
-    loss = model(**padded(0)).loss
-    mt.unstream(model)
-    assert not os.listdir(tmp_path)
-    del loss
-    gc.collect()
 
 
 # ---------------------------------------------------------------- memory, and what is said about it
