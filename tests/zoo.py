@@ -30,6 +30,12 @@ class Chain(nn.Module):
         return x
 
 
+def update(loss: Tensor, opt: torch.optim.Optimizer) -> None:
+    loss.backward()
+    opt.step()
+    opt.zero_grad()
+
+
 def model_loss(model: nn.Module, batch: dict[str, Any]) -> Tensor:
     return model(**batch).loss
 
