@@ -196,6 +196,19 @@ def second_backward(build: Build, keep: str = "saved") -> None:
         loss.backward()
 
 
+def with_a_hook(build: Build, part: str, batch: Batch) -> tuple[list[Tensor], list[Tensor]]:
+    """Losses of two steps, plain and streamed, of a model whose first layer has a hook inside: it runs its own code."""
+    found = []
+    for wrap in (lambda model: model, lambda model: stream(model, "saved")):
+        parity.seed()
+        model = wrap(build())
+        model.model.layers[0].get_submodule(part).register_forward_hook(lambda *_: None)
+        losses = [model(**batch(step)).loss for step in range(2)]
+        sum(losses).backward()
+        found.append([loss.detach() for loss in losses])
+    return found[0], found[1]
+
+
 @functools.cache
 def truth(build: Build, batch: Batch) -> Run:
     """Three steps of plain torch; once for each."""
@@ -313,9 +326,7 @@ def stays_on_the_device(build: Build, keep: str) -> None:
         assert not warm(), f"before step {step}"
         loss = zoo.model_loss(model, padded(step))
         assert not warm(), f"after forward {step}"
-        loss.backward()
-        opt.step()
-        opt.zero_grad()
+        zoo.update(loss, opt)
     assert not warm()
     all_fused(codes(model))
     assert model.get_parameter(f"{min(homes)}.input_layernorm.weight").sum() and warm() == [min(homes)]

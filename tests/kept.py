@@ -12,12 +12,11 @@ import fusing
 import parity
 from edges import Scenario
 from fusing import padded
-from steps import DEVICE, HOST, Lists, Step, simulate
+from steps import HOST, Lists, Step
 from test_fused import FAMILIES
 from torch import Tensor, nn
 
 from megatrain_torch.model.stream import runtime_of
-from megatrain_torch.plans.search import Timing
 
 FEW = {"spill": {"bays": 2, "threads": 3}}
 LINKS = fusing.lm("qwen3", head_dim=8, num_hidden_layers=5)
@@ -86,16 +85,6 @@ def in_part(model: nn.Module) -> None:
     out = model(**padded(0), output_hidden_states=True)
     out.hidden_states[1].sum().backward(retain_graph=True)
     out.loss.backward()
-
-
-def simulated(windows: int, **changes: Any) -> Timing:
-    """Windows of 1 s forward and 2 s backward, all of one unit that is at home in VRAM."""
-    none, same = [0.0] * windows, Lists.of([(0,)] * windows)
-    asked = {"forward_s": [1.0] * windows, "backward_s": [2.0] * windows, "forward_host_s": none,
-             "backward_host_s": none, "units": same, "again": same, "leaving": Lists.of([()] * windows),
-             "updated_on": [DEVICE], "weights": [0], "gradients": [0], "update_s": [0.0], "add_s": [0.0], "slots": [],
-             "micro": 1, "h2d": 1e9, "d2h": 1e9, "both": 1e9, "busy": 1e9}
-    return simulate(Step(**asked | changes))
 
 
 def plain_step(uses: list[int], weights: list[int], slots: list[int], **changes: Any) -> Step:

@@ -324,6 +324,14 @@ def same_bits(a: Any, b: Any) -> bool:
     return type(a) is type(b) and a == b
 
 
+def assert_same(plain: Any, streamed: Any) -> None:
+    """Tensors, by name or in turn: the first that differs is named."""
+    a, b = (x if isinstance(x, dict) else dict(enumerate(x)) for x in (plain, streamed))
+    assert list(a) == list(b)
+    for k in a:
+        assert same_bits(*map(torch.as_tensor, (a[k], b[k]))), f"{k}: {describe(a[k], b[k])}"
+
+
 def describe(a: Any, b: Any) -> str:
     if not (isinstance(a, Tensor) and isinstance(b, Tensor)):
         return f"plain has {brief(a)}, streamed has {brief(b)}"

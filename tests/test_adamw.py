@@ -20,6 +20,7 @@ import pytest
 import torch
 from situations import batch, lm_loss, made
 from torch import Tensor, nn
+from zoo import update
 
 import megatrain_torch as mt
 
@@ -67,9 +68,7 @@ def grads_for(model: nn.Module, step: int, decades: float = 3.0) -> list[Tensor]
 
 
 def feed(model: nn.Module, opt: torch.optim.Optimizer, grads: list[Tensor | None]) -> None:
-    model(grads).backward()
-    opt.step()
-    opt.zero_grad()
+    update(model(grads), opt)
 
 
 def feed_only(model: nn.Module, step: int) -> None:
@@ -621,9 +620,7 @@ def real_training(in_backward: bool, seed: int) -> dict[str, Tensor]:
     model = parity.stream_for_test(made(), "replay", 2, 150, debug={"seed": seed})
     opt = mt.AdamW(model.parameters(), in_backward=in_backward, **HYPER)
     for step in range(4):
-        lm_loss(model, batch(step)).backward()
-        opt.step()
-        opt.zero_grad()
+        update(lm_loss(model, batch(step)), opt)
     return everything(model, opt)
 
 
@@ -872,9 +869,7 @@ def test_plain_parameters_get_torchs_update(dtype: torch.dtype) -> None:
             opt.load_state_dict(copy.deepcopy(opt.state_dict()))
         grads = grads_for(model, step)
         own = [g.to(dtype) for g in grads]
-        (model(grads) + ours(own)).backward()
-        opt.step()
-        opt.zero_grad()
+        update(model(grads) + ours(own), opt)
         feed(theirs, their_opt, own)
         follow(refs, grads)
     assert_follows(model, opt, refs)

@@ -14,19 +14,14 @@ import parity
 import pytest
 import torch
 import torch.nn.functional as F
-from parity import stream_for_test
+from parity import assert_same, stream_for_test
 from situations import Tiny, batch, lm_loss, made, square
 from torch import Tensor, nn
+from zoo import update
 
 import megatrain_torch as mt
 
 ADAM = dict(lr=1e-2, betas=(0.9, 0.99), eps=1e-4, weight_decay=0.1)
-
-
-def assert_same(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
-    assert list(a) == list(b)
-    for k in a:
-        assert torch.equal(a[k], b[k]), f"{k}: {parity.describe(a[k], b[k])}"
 
 
 def grads_of(model: nn.Module) -> dict[str, Tensor]:
@@ -70,9 +65,7 @@ def test_adamw_groups_and_schedule_follow_torch() -> None:
     schedules = [torch.optim.lr_scheduler.CosineAnnealingLR(o, 5) for o in (theirs, ours)]
     for step in range(5):
         for m, opt, schedule in zip((plain, model), (theirs, ours), schedules):
-            lm_loss(m, batch(step)).backward()
-            opt.step()
-            opt.zero_grad()
+            update(lm_loss(m, batch(step)), opt)
             schedule.step()
     for (name, p), q in zip(plain.named_parameters(), model.parameters()):
         assert (p - q).abs().max() <= 1e-5, name
@@ -350,9 +343,7 @@ def test_nothing_grows_over_many_steps(activations: str) -> None:
 
     def step(i: int) -> int:
         model(batch(50 + i))                                # a graph that nobody differentiates
-        lm_loss(model, batch(i)).backward()
-        opt.step()
-        opt.zero_grad()
+        update(lm_loss(model, batch(i)), opt)
         mt.model.stream.runtime_of(model).drain()                           # gradients on their way home are alive
         gc.collect()
         return sum(issubclass(type(o), Tensor) for o in gc.get_objects())

@@ -143,14 +143,3 @@ def test_limits_count_states_in_both_places() -> None:
     assert needs["arrive", "vram"] == needs["vram", "vram"]
     mt.stream(plain_dots(torch.bfloat16), device="cpu", host=needs["arrive", "host"], plan={"homes": "arrive"})
     mt.stream(plain_dots(torch.bfloat16), device="cpu", host=1, plan={"homes": "vram"})        # nothing of it is there
-
-
-def test_engine_refuses_what_makes_no_sense() -> None:
-    rt = mt.model.stream.runtime_of(trained({"layers.0": "arrive", "layers.1": "vram"})[0])
-    rt.drain()
-    for call, said in ((lambda: rt.core.lift(0, [], 0), "they take 1"), (lambda: rt.core.leave(1, False), "invite"),
-                       (lambda: rt.core.lift_sizes(2), "do not come and leave"),
-                       (lambda: rt.core.invite(2), "lives in host memory; it cannot"),
-                       (lambda: rt.core.device_plane(0, 0, mt._core.PLANES["M"]), "around its updates")):
-        with pytest.raises(mt.MegatrainError, match=said):
-            call()

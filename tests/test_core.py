@@ -391,20 +391,3 @@ def test_the_hot_path_is_short(engine: Engine) -> None:
 
 
 # ---- kernels on plain memory ----
-
-
-def test_split_and_join_give_the_bits_back() -> None:
-    p = torch.randn(10_000) * torch.logspace(-30, 30, 10_000)
-    hi, lo = torch.empty(10_000, dtype=torch.bfloat16), torch.empty(10_000, dtype=torch.int16)
-    back = torch.empty(10_000)
-    _core.split_set(p.data_ptr(), hi.data_ptr(), lo.data_ptr(), 10_000)
-    _core.split_join(hi.data_ptr(), lo.data_ptr(), back.data_ptr(), 10_000)
-    assert torch.equal(back.view(torch.int32), p.view(torch.int32))
-
-
-@pytest.mark.parametrize("threads", [1, 2])
-def test_sumsq_does_not_depend_on_threads(threads: int) -> None:
-    x = torch.randn(600_000)
-    total = _core.sumsq(F32, x.data_ptr(), x.numel(), threads)
-    assert total == _core.sumsq(F32, x.data_ptr(), x.numel())
-    assert total == pytest.approx(x.double().square().sum().item(), rel=1e-12)

@@ -425,39 +425,6 @@ def test_a_plan_puts_weights_on_disk_where_states_are_not_enough() -> None:
     assert "disk+weights" in some.homes.values() and sum(some.host.values()) <= host
 
 
-def test_engine_refuses_what_makes_no_sense(make: Callable[..., Pair], tmp_path: Path) -> None:
-    model, _ = make({"layers.0": "disk", "layers.1": "vram"})
-    core = core_of(model)
-    core.drain()
-    for call, said in ((lambda: core.disk(str(tmp_path), [2]), "has its file already"),
-                       (lambda: core.through(0, True), "has its states on disk")):
-        with pytest.raises(mt.MegatrainError, match=said):
-            call()
-    assert core_of(make("ram")[0]).disk_file() is None
-    other = _core.Engine("cpu")
-    unit = other.add_unit("a", [_core.DTYPES["F32"]], [10], [True])
-    other.plane(unit, 0, PLANES["M"])
-    with pytest.raises(mt.MegatrainError, match="plane M in memory already"):
-        other.disk(str(tmp_path), [unit])
-    other.close()
-    other.disk_unname()                                          # nothing to do, and no harm
-
-
-def test_a_disk_that_is_refused_leaves_the_engine_as_it_was(tmp_path: Path) -> None:
-    core = _core.Engine("cpu")
-    one, two = (core.add_unit(name, [_core.DTYPES["F32"]], [10_000], [True]) for name in "ab")
-    core.plane(two, 0, PLANES["M"])
-    for units, limit, said in (([one, two], 0, "unit b has its plane M in memory already"), ([one], 4096, "the limit is")):
-        with pytest.raises(mt.MegatrainError, match=said):
-            core.disk(str(tmp_path), units, limit=limit)
-        assert core.disk_file() is None and os.listdir(tmp_path) == []
-        core.through(one, True)                                  # its states are where they were
-        core.through(one, False)
-    core.disk(str(tmp_path), [one])
-    assert core.disk_file() is not None
-    core.close()
-
-
 def test_a_disk_is_measured_and_nothing_is_left(tmp_path: Path) -> None:
     rates = _core.disk_measure(str(tmp_path), 1 << 20, each=1 << 16, depth=4, threads=2)
     assert min(rates[way] for way in ("fresh", "write", "read", "both")) > 0 and rates["direct"] in (True, False)

@@ -18,6 +18,7 @@ import pytest
 import torch
 from kept import waiting
 from torch import Tensor, nn
+from zoo import update
 
 import megatrain_torch as mt
 from megatrain_torch.base.errors import MegatrainError
@@ -78,9 +79,7 @@ def growth(model: nn.Module, opt: Any, held: Callable[[Any], Any], finish: Calla
     kept, used = [], []
     for step in range(STEPS):
         out = model(**batch(step), output_hidden_states=held is of_all)
-        out.loss.backward()
-        opt.step()
-        opt.zero_grad()
+        update(out.loss, opt)
         kept.append(held(out))
         del out
         finish()

@@ -17,6 +17,7 @@ from between import assert_equal
 from situations import batch, lm_loss, made
 from test_adamw import HYPER, Dots, feed, grads_for, plain_dots
 from torch import Tensor, nn
+from zoo import update
 
 import megatrain_torch as mt
 from megatrain_torch import _core
@@ -58,10 +59,7 @@ def test_a_transformer_with_tied_weights_trains_to_the_same_bits() -> None:
         opt = mt.AdamW(model.parameters(), lr=1e-2, eps=1e-4, in_backward=True)
         losses = {}
         for step in range(8):
-            loss = lm_loss(model, batch(step))
-            loss.backward()
-            opt.step()
-            opt.zero_grad()
+            loss = update(lm_loss(model, batch(step)), opt)
             losses[f"loss {step}"] = loss.detach()
         return losses | {n: p.detach().clone() for n, p in model.named_parameters()}
     kept = run({})

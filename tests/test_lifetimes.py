@@ -16,7 +16,7 @@ import pytest
 import torch
 from situations import llama, text
 from torch import Tensor, nn
-from zoo import Chain
+from zoo import Chain, update
 
 import megatrain_torch as mt
 from megatrain_torch.model.stream import find_runtime, runtime_of
@@ -62,9 +62,7 @@ def tokens() -> Tensor:
 
 
 def step(model: nn.Module, opt: Any) -> None:
-    model(tokens()).sum().backward()
-    opt.step()
-    opt.zero_grad()
+    update(model(tokens()).sum(), opt)
 
 
 def trained(make: Callable[..., Any] = mt.AdamW, **kw: Any) -> tuple[nn.Module, Any]:

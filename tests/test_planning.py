@@ -13,6 +13,7 @@ import parity
 import pytest
 import torch
 import transformers
+from zoo import update
 
 import megatrain_torch as mt
 from megatrain_torch.model import planning
@@ -381,9 +382,7 @@ def test_other_optimizers_find_all_in_host_memory(torchs: bool) -> None:
         for i in range(6):
             if i == 3 and not torchs:
                 opt = mt.AdamW(streamed.parameters(), lr=1e-3)
-            streamed(**batch(2, 16, i)).loss.backward()
-            opt.step()
-            opt.zero_grad()
+            update(streamed(**batch(2, 16, i)).loss, opt)
         rt = runtime_of(streamed)
         return [p.detach().clone() for p in streamed.parameters()], set(rt.room.asked.homes), \
             rt.planning.made if limits else 0

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from zoo import update
 
 transformers = pytest.importorskip("transformers")
 safetensors = pytest.importorskip("safetensors.torch")
@@ -29,9 +30,7 @@ def built(kind: str, **config: Any) -> Any:
 
 def stepped(model: Any) -> mt.AdamW:
     opt = mt.AdamW(model.parameters(), lr=1e-2)
-    model(input_ids=IDS, labels=IDS).loss.backward()
-    opt.step()
-    opt.zero_grad()
+    update(model(input_ids=IDS, labels=IDS).loss, opt)
     return opt
 
 

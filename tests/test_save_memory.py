@@ -15,6 +15,7 @@ import doors
 import pytest
 import torch
 from torch import Tensor, nn
+from zoo import update
 
 import megatrain_torch as mt
 from megatrain_torch import _core
@@ -41,9 +42,7 @@ def streamed(home: str, nvme: Path, units: int = UNITS, width: int = WIDTH) -> t
         "slots": 2, "homes": dict.fromkeys(names, home) if home != "ram" else {}, "debug": small})
     opt = mt.AdamW(model.parameters(), lr=1e-3)
     for _ in range(2):                   # behind the second forward no copy of weights is left
-        model(torch.randn(2, width)).square().mean().backward()
-        opt.step()
-        opt.zero_grad()
+        update(model(torch.randn(2, width)).square().mean(), opt)
     runtime_of(model).drain()
     return model, opt
 
@@ -126,9 +125,7 @@ def test_units_that_share_blocks_and_updates_that_wait_are_one_steps(tmp_path: P
     opt = mt.AdamW(model.parameters(), lr=1e-2)
 
     def step() -> None:
-        model(torch.ones(2, 96)).square().mean().backward()
-        opt.step()
-        opt.zero_grad()
+        update(model(torch.ones(2, 96)).square().mean(), opt)
 
     step()
     right = {n: p.detach().clone() for n, p in model.named_parameters()}
@@ -152,9 +149,7 @@ def test_another_order_in_memory_needs_no_copies(home: str, tmp_path: Path) -> N
         "slots": 2, "homes": dict.fromkeys(names, home), "debug": small})
     opt = mt.AdamW(model.parameters(), lr=1e-3)
     for _ in range(2):
-        model(torch.randn(1, 256, 4, 4)).square().mean().backward()
-        opt.step()
-        opt.zero_grad()
+        update(model(torch.randn(1, 256, 4, 4)).square().mean(), opt)
     runtime_of(model).drain()
     with Peak(runtime_of(model).core) as peak:
         mt.save(model, opt, tmp_path / "c")

@@ -19,7 +19,7 @@ import pytest
 import torch
 from edges import Scenario
 from fusing import padded
-from kept import FEW, grads_of, on_device, once, overlap_off, same, simulated, tiny, twice
+from kept import FEW, grads_of, on_device, once, overlap_off, same, tiny, twice
 from test_fused import FAMILIES
 from torch import nn
 
@@ -27,7 +27,6 @@ import megatrain_torch as mt
 from megatrain_torch.base.errors import MegatrainError
 from megatrain_torch.base.modes import DISK, read
 from megatrain_torch.model.stream import runtime_of
-from megatrain_torch.plans.search import Timing
 
 FULL = 1 << 22                       # MT_EDGE_FULL of csrc/core/debug.h
 WAYS = [("selective+disk", "fused"), ("saved+disk", "eager"), ("replay+disk", "eager")]
@@ -133,21 +132,6 @@ def test_a_million_tokens_go_to_device_host_and_disk() -> None:
     assert kinds == {"", "host", "disk"} and least <= plan.disk_bytes <= 64 << 30
     assert plan.disk_written == plan.disk["activations"] and plan.disk_years < 5
     assert plan.vram_bytes <= plan.machine.vram_bytes and plan.host_bytes <= plan.machine.host_bytes
-
-
-def test_the_disk_hides_behind_compute_where_it_has_time() -> None:
-    """Six windows of 1 s forward and 2 s backward, 10 bytes each, four bays. At 10 byte/s a write takes 1 s,
-    and the two that are read have come in time. At 2 byte/s it takes 5 s: the fifth
-    window leaves when the first is written, at 6 s, the sixth at 11 s; the last write ends at 31 s, and the read of the
-    second window at 32 s, for which Python waits before the third's backward, at 17 s without."""
-    def taken(write: float, spilled: int) -> Timing:
-        return simulated(6, away=[10] * 6, spilled=[1] * spilled + [0] * (6 - spilled), write=write, read=10.0)
-
-    free = taken(1.0, 0)
-    assert taken(10.0, 6).seconds == pytest.approx(free.seconds)
-    slow = taken(2.0, 6)
-    assert slow.seconds == pytest.approx(free.seconds + 20.0) and slow.busy["swap disk"] == 32.0
-    assert slow.idle["swap disk"] == pytest.approx(20.0)
 
 
 # ---------------------------------------------------------------- the file is no good

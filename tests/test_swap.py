@@ -40,7 +40,6 @@ import megatrain_torch as mt
 from megatrain_torch.base.errors import MegatrainError
 from megatrain_torch.base.modes import HOST, MODES, read
 from megatrain_torch.model.stream import runtime_of
-from megatrain_torch.plans.search import Timing
 
 LEFT = 1 << 17                       # MT_EDGE_LEFT of csrc/core/debug.h
 FUSED = [("qwen3", mode) for mode in HOST] + [("gemma3", "saved+host")]      # norms of q and k; behind both halves too
@@ -286,20 +285,6 @@ def test_a_plan_counts_what_waits_in_host_memory() -> None:
     ids = torch.randint(90, (8, 64))
     model(input_ids=ids, labels=ids).loss.backward()
     assert runtime_of(model).core.swap_bytes()[0] == pytest.approx(plan.host["activations"], rel=0.03)
-
-
-def test_copies_hide_behind_compute_where_the_bus_has_time() -> None:
-    """Four windows of 1 s forward and 2 s backward, 10 bytes each. At 10 byte/s a copy takes as long as a forward and
-    hides: what leaves last stays. At 4 byte/s it takes 2.5 s: three copies out before the last window is over, of
-    which a second each hides; of those back 2 s."""
-    def taken(rate: float, away: list[int]) -> Timing:
-        return kept.simulated(4, h2d=rate, d2h=rate, both=rate, busy=rate, away=away)
-
-    assert taken(10.0, [10] * 4).seconds == taken(10.0, []).seconds
-    slow = taken(4.0, [10] * 4)
-    assert slow.busy["swap out"] == 10.0 and slow.busy["swap back"] == 7.5
-    assert slow.idle["swap out"] == pytest.approx(3 * 1.5) and slow.idle["swap back"] == pytest.approx(1.5)
-    assert slow.seconds == pytest.approx(taken(4.0, []).seconds + 6.0)
 
 
 def test_a_long_context_is_planned_with_its_boundaries_on_the_device() -> None:

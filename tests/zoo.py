@@ -30,10 +30,12 @@ class Chain(nn.Module):
         return x
 
 
-def update(loss: Tensor, opt: torch.optim.Optimizer) -> None:
+def update(loss: Tensor, opt: torch.optim.Optimizer) -> Tensor:
+    """The loss."""
     loss.backward()
     opt.step()
     opt.zero_grad()
+    return loss.detach()
 
 
 def model_loss(model: nn.Module, batch: dict[str, Any]) -> Tensor:
