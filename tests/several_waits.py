@@ -11,13 +11,14 @@ from unittest import mock
 
 import torch
 from several import Choosy
-from torch import nn
+from torch import Tensor, nn
+from zoo import update
 
 import megatrain_torch as mt
 
 
-def _backward(model: nn.Module) -> None:
-    model(torch.ones(3, 128), range(4)).square().mean().backward()
+def _loss(model: nn.Module) -> Tensor:
+    return model(torch.ones(3, 128), range(4)).square().mean()
 
 
 def said(rank: int, group: Any, what: str, folder: str) -> tuple[str, float]:
@@ -30,18 +31,14 @@ def said(rank: int, group: Any, what: str, folder: str) -> tuple[str, float]:
             if first:
                 mt.stream(nn.Linear(4, 4), "cpu", group=group)
             for _ in range(2):
-                _backward(model)
+                _loss(model).backward()
             return "", time.monotonic() - begun
         opt = mt.AdamW(model.parameters(), lr=1e-3)
-        _backward(model)
-        opt.step()
-        opt.zero_grad()
+        update(_loss(model), opt)
         mt.save(model, opt, folder + "/a")
         begun = time.monotonic()
         WAYS[what](first, model, opt, folder=folder)
-        _backward(model)
-        opt.step()
-        opt.zero_grad()
+        update(_loss(model), opt)
         mt.unstream(model)
     except mt.MegatrainError as error:
         return str(error), time.monotonic() - begun

@@ -104,7 +104,8 @@ def follow(refs: list[Reference], grads: list[Tensor | None], clip: float = 1.0)
 
 
 def feed_both(model: nn.Module, opt: torch.optim.Optimizer, refs: list[Reference], grads: list[Tensor | None]) -> None:
-    feed_both(model, opt, refs, grads)
+    feed(model, opt, grads)
+    follow(refs, grads)
 
 
 def rounded(p: Tensor, dtype: torch.dtype) -> Tensor:

@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import several_load
@@ -28,8 +29,12 @@ def pool() -> Iterator[Pool]:
         yield made
 
 
-def check(pool: Pool, size: int, job: Job) -> None:
-    assert not differences(pool.call("several:train", size, job), alone(job, size))
+def check(pool: Pool, size: int, job: Job, machines: int = 1, **changed: Any) -> None:
+    """Against one process that has all at home in host memory. changed: of the job, for all of them."""
+    wanted = alone(dataclasses.replace(job, plan=(), vram=None) if job.plan or job.vram else job, size)
+    job = dataclasses.replace(job, **changed)
+    assert not differences(pool.call("several:apart", size, machines, "several:train", job) if machines > 1 else
+                           pool.call("several:train", size, job), wanted)
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
