@@ -108,6 +108,10 @@ def feed_both(model: nn.Module, opt: torch.optim.Optimizer, refs: list[Reference
     follow(refs, grads)
 
 
+def followed(model: nn.Module, **asked: Any) -> tuple[nn.Module, list[Reference], mt.AdamW]:
+    return model, references(model), mt.AdamW(model.parameters(), **HYPER | asked)
+
+
 def rounded(p: Tensor, dtype: torch.dtype) -> Tensor:
     """fp32 to a weight's type. bf16: to nearest, ties away from zero, as split weights are."""
     if dtype != BF16:
@@ -152,8 +156,7 @@ def assert_all_same(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
 @pytest.mark.parametrize("max_norm", [None, 0.5], ids=["no_clip", "clip"])
 def test_weights_are_the_rounding_of_the_fp32_trajectory(dtype: torch.dtype, max_norm: float | None) -> None:
     """To the bit: 16-bit weights are trained as fp32 ones are, and rounded where they are read."""
-    model = dots(dtype, delay_us=50)
-    refs, opt = references(model), mt.AdamW(model.parameters(), max_grad_norm=max_norm, **HYPER)
+    model, refs, opt = followed(dots(dtype, delay_us=50), max_grad_norm=max_norm)
     for step in range(40):
         grads = grads_for(model, step)
         feed(model, opt, grads)
@@ -242,8 +245,7 @@ def test_the_clip_factor_is_torchs_within_an_ulp(max_norm: float) -> None:
 
 
 def test_grad_norm_is_none_before_the_first_step_and_then_before_clipping() -> None:
-    model = dots(delay_us=500)
-    opt = mt.AdamW(model.parameters(), max_grad_norm=0.1, **HYPER)
+    model, _, opt = followed(dots(delay_us=500), max_grad_norm=0.1)
     assert opt.grad_norm is None
     for step in range(3):
         grads = grads_for(model, step)
@@ -280,8 +282,7 @@ def test_the_norm_is_of_all_models_in_the_optimizer(plain: bool) -> None:
 
 @pytest.mark.parametrize("dtype", [BF16, F16], ids=["bf16", "fp16"])
 def test_micro_batches_of_16_bits_are_summed_in_fp32(dtype: torch.dtype) -> None:
-    model = dots(dtype, delay_us=50)
-    refs, opt = references(model), mt.AdamW(model.parameters(), **HYPER)
+    model, refs, opt = followed(dots(dtype, delay_us=50))
     for step in range(3):
         micros = [grads_for(model, 10 * step + k, decades=1) for k in range(4)]
         for grads in micros:
@@ -363,8 +364,7 @@ def test_named_parameters_give_the_names_in_the_state() -> None:
 
 
 def test_a_parameter_without_gradient_keeps_everything() -> None:
-    model = dots(BF16)
-    refs, opt = references(model), mt.AdamW(model.parameters(), **HYPER)
+    model, refs, opt = followed(dots(BF16))
     for step in range(6):
         grads: list[Tensor | None] = list(grads_for(model, step))
         grads[step % 4] = None
@@ -386,8 +386,7 @@ def test_frozen_parameters_keep_their_bits(dtype: torch.dtype) -> None:
 
 
 def test_a_closure_gives_its_value_and_one_update() -> None:
-    model = dots()
-    refs, opt = references(model), mt.AdamW(model.parameters(), **HYPER)
+    model, refs, opt = followed(dots())
     for step in range(3):
         grads = grads_for(model, step)
 
@@ -407,8 +406,7 @@ def test_a_closure_gives_its_value_and_one_update() -> None:
 
 @pytest.mark.parametrize("whose", ["optimizer", "model"])
 def test_dropping_gradients_does_not_wait(whose: str) -> None:
-    model = dots(delay_us=20000)
-    refs, opt = references(model), mt.AdamW(model.parameters(), **HYPER)
+    model, refs, opt = followed(dots(delay_us=20000))
     model(grads_for(model, 0)).backward()
     opt.step()
     began = time.perf_counter()
@@ -423,8 +421,7 @@ def test_dropping_gradients_does_not_wait(whose: str) -> None:
 @pytest.mark.parametrize("how", ["optimizer", "model"])
 def test_zeroing_gradients_in_place_does_not_disturb_the_update_under_way(how: str) -> None:
     """set_to_none=False right behind step(), when the update has not read the gradients yet."""
-    model = dots(delay_us=2000)
-    refs, opt = references(model), mt.AdamW(model.parameters(), **HYPER)
+    model, refs, opt = followed(dots(delay_us=2000))
     for step in range(4):
         grads = grads_for(model, step)
         model(grads).backward()
@@ -436,8 +433,7 @@ def test_zeroing_gradients_in_place_does_not_disturb_the_update_under_way(how: s
 
 
 def test_gradients_set_by_hand_count() -> None:
-    model = dots(BF16, delay_us=100)
-    refs, opt = references(model), mt.AdamW(model.parameters(), **HYPER)
+    model, refs, opt = followed(dots(BF16, delay_us=100))
     for step in range(4):
         grads = grads_for(model, step)
         for p, g in zip(model.parameters(), grads):
@@ -450,8 +446,7 @@ def test_gradients_set_by_hand_count() -> None:
 
 
 def test_a_gradient_that_the_user_keeps_outlives_one_set_by_hand() -> None:
-    model = dots()
-    opt = mt.AdamW(model.parameters(), **HYPER)
+    model, _, opt = followed(dots())
     model(grads_for(model, 0)).backward()
     kept = [p.grad for p in model.parameters()]
     for p in model.parameters():
@@ -463,8 +458,7 @@ def test_a_gradient_that_the_user_keeps_outlives_one_set_by_hand() -> None:
 
 def test_a_gradient_set_by_hand_waits_for_the_update_before() -> None:
     """It goes where the update before still reads; that one takes milliseconds for four million weights."""
-    model = dots(shapes=[(1 << 22,), (3,)])
-    refs, opt = references(model), mt.AdamW(model.parameters(), **HYPER)
+    model, refs, opt = followed(dots(shapes=[(1 << 22,), (3,)]))
     steps = [[torch.full(p.shape, 1.0 - 0.4 * k) for p in model.parameters()] for k in range(4)]
     for grads in steps:
         for p, g in zip(model.parameters(), grads):
@@ -477,8 +471,7 @@ def test_a_gradient_set_by_hand_waits_for_the_update_before() -> None:
 
 def test_gradients_set_by_hand_are_not_hoarded() -> None:
     """No copy of them outlives the next step."""
-    model = dots()
-    opt = mt.AdamW(model.parameters(), **HYPER)
+    model, _, opt = followed(dots())
 
     def step_by_hand() -> int:
         for p in model.parameters():
@@ -493,8 +486,7 @@ def test_gradients_set_by_hand_are_not_hoarded() -> None:
 
 
 def test_gradients_edited_in_place_count_also_after_micro_batches() -> None:
-    model = dots(BF16, delay_us=100)
-    refs, opt = references(model), mt.AdamW(model.parameters(), **HYPER)
+    model, refs, opt = followed(dots(BF16, delay_us=100))
     for step in range(3):
         for k in range(2):
             model(grads_for(model, 10 * step + k)).backward()
@@ -509,51 +501,35 @@ def test_gradients_edited_in_place_count_also_after_micro_batches() -> None:
 
 # ---------------------------------------------------------------- weights that the user touches
 
+def written(write: Callable[[Tensor, Tensor], Any]) -> Callable[[Tensor, Reference, mt.AdamW], None]:
+    def change(p: Tensor, ref: Reference, opt: mt.AdamW) -> None:
+        value = torch.full(p.shape, 0.37).to(p.dtype)
+        write(p, value)
+        ref.p = value.float()
+    return change
+
+
+def halve_moment(p: Tensor, ref: Reference, opt: mt.AdamW) -> None:
+    opt.state[p]["exp_avg"].mul_(0.5)
+    ref.m.mul_(0.5)
+
+
+# An old master must not come back, and below a zeroed half its low bits would make a NaN; moments go on.
+WRITES = {"copy_": written(lambda p, x: p.copy_(x)), "data": written(lambda p, x: p.data.copy_(x)),
+          "arithmetic": written(lambda p, x: p.mul_(0).add_(x)),
+          "zeros": lambda p, ref, opt: (p.zero_(), ref.p.zero_()), "moment": halve_moment}
+
+
 @TYPES
-@pytest.mark.parametrize("write", [lambda p, x: p.copy_(x), lambda p, x: p.data.copy_(x), lambda p, x: p.mul_(0).add_(x)],
-                         ids=["copy_", "data", "arithmetic"])
-def test_a_weight_written_between_steps_is_its_own_master(dtype: torch.dtype, write: Callable[[Tensor, Tensor], Any]) -> None:
-    """An old master must not come back; moments go on."""
-    model = dots(dtype, delay_us=200)
-    refs, opt = references(model), mt.AdamW(model.parameters(), **HYPER)
+@pytest.mark.parametrize("write", WRITES)
+def test_what_is_written_between_steps_is_what_the_next_one_starts_from(dtype: torch.dtype, write: str) -> None:
+    model, refs, opt = followed(dots(dtype, delay_us=200))
     for step in range(4):
-        feed_both(model, opt, refs, grads_for(model, step))
-        if step == 1:
-            for p, ref in zip(model.parameters(), refs):
-                value = torch.full(p.shape, 0.37).to(dtype)
-                with torch.no_grad():
-                    write(p, value)
-                ref.p = value.float()
-            assert_follows(model, opt, refs)
-    assert_follows(model, opt, refs)
-
-
-@TYPES
-def test_zeroed_weights_are_zero_and_train_on(dtype: torch.dtype) -> None:
-    """Below a zeroed half the old low bits would make a NaN."""
-    model = dots(dtype)
-    refs, opt = references(model), mt.AdamW(model.parameters(), **HYPER)
-    for step in range(3):
         feed_both(model, opt, refs, grads_for(model, step))
         with torch.no_grad():
-            for p, ref in zip(model.parameters(), refs):
-                p.zero_()
-                ref.p.zero_()
-        assert all(not m.any() for m in mt.masters(model).values())
-    feed_both(model, opt, refs, grads_for(model, 3))
-    assert_follows(model, opt, refs)
-
-
-@TYPES
-def test_a_moment_that_is_written_leaves_the_master_alone(dtype: torch.dtype) -> None:
-    model = dots(dtype, delay_us=200)
-    refs, opt = references(model), mt.AdamW(model.parameters(), **HYPER)
-    for step in range(4):
-        feed_both(model, opt, refs, grads_for(model, step))
-        for p, ref in zip(model.parameters(), refs):
-            opt.state[p]["exp_avg"].mul_(0.5)
-            ref.m.mul_(0.5)
-    assert_follows(model, opt, refs)
+            for p, ref in zip(model.parameters(), refs) if step % 2 else ():
+                WRITES[write](p, ref, opt)
+        assert_follows(model, opt, refs)
 
 
 # ---------------------------------------------------------------- gradients that are not finite
@@ -562,8 +538,7 @@ def test_a_moment_that_is_written_leaves_the_master_alone(dtype: torch.dtype) ->
 @pytest.mark.parametrize("max_norm", [None, 1.0], ids=["no_clip", "clip"])
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan], ids=str)
 def test_a_step_that_is_not_finite_changes_nothing(dtype: torch.dtype, max_norm: float | None, bad: float) -> None:
-    model = dots(dtype)
-    refs, opt = references(model), mt.AdamW(model.parameters(), max_grad_norm=max_norm, **HYPER)
+    model, refs, opt = followed(dots(dtype), max_grad_norm=max_norm)
     skipped = 0
     for step in range(6):
         grads = grads_for(model, step, decades=1)
@@ -585,8 +560,7 @@ def test_a_step_that_is_not_finite_changes_nothing(dtype: torch.dtype, max_norm:
 
 
 def test_a_step_that_is_not_finite_raises_at_the_next_if_asked() -> None:
-    model = dots()
-    refs, opt = references(model), mt.AdamW(model.parameters(), nonfinite="raise", **HYPER)
+    model, refs, opt = followed(dots(), nonfinite="raise")
     grads = grads_for(model, 0)
     grads[0][0] = math.nan
     feed(model, opt, grads)
@@ -632,8 +606,7 @@ def test_updating_in_backward_gives_the_bits_of_updating_afterwards() -> None:
 
 
 def test_in_backward_refuses_a_second_backward() -> None:
-    model = dots()
-    opt = mt.AdamW(model.parameters(), in_backward=True, **HYPER)
+    model, _, opt = followed(dots(), in_backward=True)
     model(grads_for(model, 0)).backward()
     with pytest.raises(mt.MegatrainError, match="second backward before step"):
         model(grads_for(model, 1)).backward()
@@ -643,8 +616,7 @@ def test_in_backward_refuses_a_second_backward() -> None:
 @pytest.mark.parametrize("units", [67, 150])
 def test_in_backward_takes_any_number_of_units(units: int) -> None:
     """More than half, and more than all, of the results that an engine keeps."""
-    model = dots(shapes=[(3,)] * units)
-    refs, opt = references(model), mt.AdamW(model.parameters(), in_backward=True, **HYPER)
+    model, refs, opt = followed(dots(shapes=[(3,)] * units), in_backward=True)
     for step in range(3):
         grads = grads_for(model, step)
         if step == 1:
@@ -657,8 +629,7 @@ def test_in_backward_takes_any_number_of_units(units: int) -> None:
 
 def test_in_backward_skips_units_that_are_not_finite() -> None:
     """The norm of all is not known yet, so each unit is judged by its own gradients."""
-    model = dots(BF16)
-    refs, opt = references(model), mt.AdamW(model.parameters(), in_backward=True, **HYPER)
+    model, refs, opt = followed(dots(BF16), in_backward=True)
     for step in range(3):
         grads: list[Tensor | None] = list(grads_for(model, step))
         if step == 1:
@@ -753,8 +724,7 @@ def test_a_new_optimizer_starts_from_nothing(dtype: torch.dtype) -> None:
 
 
 def test_loading_an_empty_state_starts_from_nothing() -> None:
-    model = dots()
-    opt = mt.AdamW(model.parameters(), **HYPER)
+    model, _, opt = followed(dots())
     empty = copy.deepcopy(opt.state_dict())
     feed(model, opt, grads_for(model, 0))
     opt.load_state_dict(empty)
@@ -807,8 +777,7 @@ def test_an_optimizer_that_stepped_before_its_model_was_streamed_is_refused() ->
 def test_a_state_dict_is_whole_for_who_reads_memory() -> None:
     """Writers of files look behind torch's functions. Four million weights take milliseconds to update; the last are
     looked at first."""
-    model = dots(shapes=[(1 << 22,), (3,)])
-    refs, opt = references(model), mt.AdamW(model.parameters(), **HYPER)
+    model, refs, opt = followed(dots(shapes=[(1 << 22,), (3,)]))
     steps, last = [grads_for(model, k) for k in range(5)], []
     for grads in steps:
         feed(model, opt, grads)
@@ -899,8 +868,7 @@ def test_plain_parameters_alone_are_clipped_and_counted() -> None:
 
 def test_step_returns_before_updates_are_over_and_reads_wait() -> None:
     """Gradients take 8 naps of 15 ms on average to come home; step() is host work of a millisecond."""
-    model = dots(delay_us=30000)
-    refs, opt = references(model), mt.AdamW(model.parameters(), max_grad_norm=1.0, **HYPER)
+    model, refs, opt = followed(dots(delay_us=30000), max_grad_norm=1.0)
     times = []
     for step in range(3):
         grads = grads_for(model, step)
@@ -928,8 +896,7 @@ READS: dict[str, Callable[[Dots, Any, Reference], tuple[Tensor, Tensor]]] = {
 @pytest.mark.parametrize("read", READS)
 def test_whatever_is_read_after_step_is_whole(read: str) -> None:
     for seed in range(3):
-        model = dots(BF16, delay_us=3000, debug={"seed": seed})
-        refs, opt = references(model), mt.AdamW(model.parameters(), **HYPER)
+        model, refs, opt = followed(dots(BF16, delay_us=3000, debug={"seed": seed}))
         feed_both(model, opt, refs, grads_for(model, 0))
         assert_same(*READS[read](model, opt, refs[0]), read)
 
@@ -950,15 +917,13 @@ def test_a_bad_argument_is_named(bad: dict[str, Any], words: str) -> None:
 
 
 def test_words_of_torch_that_change_nothing_are_taken() -> None:
-    model = dots()
-    refs, opt = references(model), mt.AdamW(model.parameters(), foreach=True, fused=False, amsgrad=False, **HYPER)
+    model, refs, opt = followed(dots(), foreach=True, fused=False, amsgrad=False)
     feed_both(model, opt, refs, grads_for(model, 0))
     assert_follows(model, opt, refs)
 
 
 def test_a_bad_number_in_a_group_is_refused_with_the_units_name() -> None:
-    model = dots()
-    opt = mt.AdamW(model.parameters(), **HYPER)
+    model, _, opt = followed(dots())
     refs = references(model)
     opt.param_groups[0]["eps"] = -1.0
     model(grads_for(model, 0)).backward()
@@ -971,8 +936,7 @@ def test_a_bad_number_in_a_group_is_refused_with_the_units_name() -> None:
 
 
 def test_double_precision_is_refused_by_name() -> None:
-    model = dots(torch.float64)
-    opt = mt.AdamW(model.parameters(), **HYPER)
+    model, _, opt = followed(dots(torch.float64))
     model(grads_for(model, 0)).backward()
     with pytest.raises(mt.MegatrainError, match=r"layers\.0\.weight: AdamW trains fp32, bf16 and fp16"):
         opt.step()

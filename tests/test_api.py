@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import importlib
+import re
 from typing import Any
 
 import parity
@@ -16,10 +17,16 @@ import torch
 import torch.nn.functional as F
 from parity import assert_same, stream_for_test
 from situations import Tiny, batch, lm_loss, made, square
+from test_adamw import plain_dots
 from torch import Tensor, nn
 from zoo import update
 
 import megatrain_torch as mt
+from megatrain_torch import cli
+from megatrain_torch.base.testing import Doors, engine_doors, opened
+from megatrain_torch.commands.settings import Settings
+from megatrain_torch.model.choices import refuse_packed
+from megatrain_torch.model.stream import runtime_of
 
 ADAM = dict(lr=1e-2, betas=(0.9, 0.99), eps=1e-4, weight_decay=0.1)
 
@@ -412,3 +419,89 @@ def test_a_layer_that_takes_or_gives_more_than_its_input_equals_plain_torch(kind
 
     plain, other = run(made(Net)), run(stream_for_test(made(Net), activations="replay"))
     assert all(parity.same_bits(a, b) for a, b in zip(plain, other, strict=True))
+
+
+# ---- codes in buffers, as gptqmodel keeps them (GPTQ, AWQ) ----
+
+class Packed(nn.Module):
+    """As gptqmodel has them: 8 codes of 4 bits in 32, scales of a group."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("qweight", torch.randint(-2**31, 2**31 - 1, (2, 16), dtype=torch.int32))
+        self.register_buffer("scales", torch.rand(1, 16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        codes = self.qweight[:, None] >> torch.arange(0, 32, 4)[None, :, None] & 15
+        return x @ ((codes.reshape(16, 16) - 8) * self.scales)
+
+
+def test_codes_in_buffers_give_the_same_bits_on_the_cpu_and_are_refused_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    packed, x = Packed(), torch.randn(4, 16)
+    model = nn.Sequential(nn.Linear(16, 16), packed, nn.Linear(16, 1))
+    wanted = model(x).sum()
+    wanted.backward()
+    grads = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    refuse_packed(model, torch.device("cuda"))               # a class of one's own
+    monkeypatch.setattr(Packed, "__module__", "gptqmodel.nn_modules.qlinear.torch")
+    with pytest.raises(mt.MegatrainError, match=r"module '1' \(Packed\) keeps its codes in buffers.*base='nf4'"):
+        refuse_packed(model, torch.device("cuda"))
+    model = mt.stream(model, "cpu")
+    found = model(x).sum()
+    found.backward()
+    assert torch.equal(found.detach(), wanted.detach())
+    assert all(map(torch.equal, [p.grad for p in model.parameters()], grads))
+
+
+# ---- the words that mt.stream, mt.plan and mt.AdamW take, and tests' doors ----
+
+KNOWN = "known: ['activations', 'delivery', 'experts', 'grads', 'homes', 'lent', 'slots', 'states', 'threads']"
+
+
+@pytest.mark.parametrize("word", ["speculate", "debug", "delay_us", "seed", "lock", "sync", "poison"])
+def test_a_plan_by_hand_has_no_other_keys(word: str) -> None:
+    with pytest.raises(mt.MegatrainError, match=re.escape(f"unknown key {word!r}; {KNOWN}")):
+        mt.stream(plain_dots(), device="cpu", plan={word: 1})
+
+
+@pytest.mark.parametrize("mode", ["whole", "saved+split", "selective+split"])
+def test_modes_that_are_gone_are_refused(mode: str) -> None:
+    with pytest.raises(mt.MegatrainError, match=re.escape(f"activations={mode!r}; use 'auto', 'replay', 'attention', ")):
+        mt.stream(plain_dots(), device="cpu", plan={"activations": {"layers.0": mode}})
+    with pytest.raises(mt.MegatrainError, match=re.escape(f"activations={mode!r}: use 'replay', 'attention', ")):
+        mt.plan(plain_dots(), tokens=8, seq=8, machine="cpu", activations=mode)
+
+
+@pytest.mark.filterwarnings("ignore:.*could not be locked")
+def test_doors_are_of_what_is_streamed_inside() -> None:
+    def unlocked() -> int:
+        model = mt.stream(plain_dots(torch.float32, [(5000,)]), device="cpu")
+        return runtime_of(model).core.unlocked()[0]
+
+    with engine_doors(lock=0, seed=1):
+        assert unlocked() > 0
+        with engine_doors(seed=3):
+            assert opened() == Doors(seed=3)
+        assert opened() == Doors(lock=0, seed=1)
+    assert opened() == Doors() and unlocked() == 0
+
+
+def test_a_door_that_is_none_is_refused() -> None:
+    with pytest.raises(TypeError, match="window"), engine_doors(window=1):
+        pass
+
+
+@pytest.mark.parametrize("verb", ["plan", "train"])
+def test_formats_that_are_shown_are_not_all_that_are_taken(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main([verb, "--help"])
+    shown = capsys.readouterr().out
+    assert "8bit-sr" in shown and "lo8" not in shown
+    with pytest.raises(mt.MegatrainError, match=r"states='4bit': use 'fp32', '8bit' or '8bit-sr'$"):
+        mt.AdamW(plain_dots().parameters(), states="4bit")
+    with pytest.raises(mt.MegatrainError, match=r"use one of fp32, 8bit, 8bit-sr$"):
+        Settings.of({"states": "4bit"}, "run.yaml")
+    assert Settings.of({"states": "8bit-lo8"}, "run.yaml").states == "8bit-lo8"
+    assert mt.plan(plain_dots(), tokens=8, seq=8, machine="cpu", states="8bit-lo8").states == "8bit-lo8"

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import wide
 
 from megatrain_torch import _core
 from megatrain_torch.ops import nf4_codes
@@ -152,3 +153,10 @@ def test_ops_keep_no_tensor() -> None:
     for _ in range(200):
         once()
     assert (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) < 200 * 1024  # KiB
+
+
+# ---- elements beyond 2^31: wide.py, on the CPU; next to nothing of the gigabytes is ever touched ----
+
+@pytest.mark.parametrize("op", wide.OPS)
+def test_elements_beyond_two_to_the_31_are_found(op: str) -> None:
+    assert wide.OPS[op]("cpu")

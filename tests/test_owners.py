@@ -49,7 +49,7 @@ def test_owners_together_have_the_bits_of_one(parties: Make, states: str, home: 
                 party.hand_over(u, seeded(55, u), ADD, changed=True)
         for party in everyone:
             party.step(changed=step == 1)
-        assert_bits_of_one(whole, others, *(["GRAD"] if home == "ram" else []))
+        assert_bits_of_one(whole, others, *(["GRAD"] if home == "ram" and step in (0, 3) else []))
 
 
 @pytest.mark.parametrize(("home", "shared"), PLACES)
