@@ -5,6 +5,7 @@ the end. Fused results differ from the module's own code in the last bits, so ru
 """
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 from collections.abc import Callable
@@ -207,6 +208,12 @@ def with_a_hook(build: Build, part: str, batch: Batch) -> tuple[list[Tensor], li
         sum(losses).backward()
         found.append([loss.detach() for loss in losses])
     return found[0], found[1]
+
+
+def generates_as_plain(model: nn.Module) -> None:
+    ids = zoo.text(3)["input_ids"][:, :4]
+    options = dict(max_new_tokens=6, do_sample=False, attention_mask=torch.ones_like(ids))
+    assert torch.equal(model.generate(ids, **options), copy.deepcopy(model).generate(ids, **options))
 
 
 @functools.cache

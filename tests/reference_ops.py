@@ -84,7 +84,6 @@ def _lanes(rows: Tensor) -> Tensor:
 
 # ---- embedding ----
 
-
 def embedding_backward(dy: Tensor, ids: Tensor, rows: int, padding_idx: int = -1) -> Tensor:
     """[rows, H] fp32, in the order that csrc/ops/embedding.h states: to the bit."""
     out = torch.zeros(rows, dy.shape[1], device=dy.device)
@@ -100,7 +99,6 @@ def _in_order(rows: Tensor) -> Tensor:
 
 
 # ---- cross entropy ----
-
 
 def softcapped(x: Tensor, cap: float) -> Tensor:
     """cap * tanh(x / cap), or x without a cap."""
@@ -124,7 +122,6 @@ def cross_entropy_gradient(logits: Tensor, labels: Tensor, **options: float) -> 
 
 # ---- products ----
 
-
 def gemm(c: Tensor, a: Tensor, b: Tensor, alpha: float = 1.0, beta: float = 1.0) -> Tensor:
     """alpha * a @ b + beta * c; c counts for nothing when beta is 0, whatever it holds."""
     return alpha * (a @ b) + (beta * c if beta else 0)
@@ -142,7 +139,6 @@ def grouped_gemm_wgrad(x: Tensor, dy: Tensor, ends: list[int]) -> Tensor:
 
 
 # ---- norms ----
-
 
 def rms_norm(s: Tensor, weight: Tensor, eps: float, plus: float = 0.0) -> tuple[Tensor, Tensor]:
     """y and rstd [...] from s [..., n]."""
@@ -172,7 +168,6 @@ def layer_norm_backward(dy: Tensor, s: Tensor, weight: Tensor | None, eps: float
 
 
 # ---- rotary embedding ----
-
 
 def rope(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
     """x [B, S, h, D] with its first R numbers turned; cos, sin: [1 or B, S, R]."""

@@ -1897,20 +1897,6 @@ def dora_and_saved_modules(t: Trial) -> None:
 
 
 @situation
-def prefix_tuning(t: Trial) -> None:
-    import peft
-    config = peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
-    t.train(t.stream(peft.get_peft_model(llama(), config)), text, hf_loss)
-
-
-@situation
-def prompt_tuning(t: Trial) -> None:
-    import peft
-    config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
-    t.train(t.stream(peft.get_peft_model(llama(), config)), text, hf_loss)
-
-
-@situation
 def compiled_model(t: Trial) -> None:
     """backend="eager": graphs are captured and run as they are, so bits do not change."""
     torch._dynamo.reset()

@@ -12,7 +12,7 @@ import gc
 import io
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import parity
@@ -69,6 +69,13 @@ def grads_for(model: nn.Module, step: int, decades: float = 3.0) -> list[Tensor]
 
 def feed(model: nn.Module, opt: torch.optim.Optimizer, grads: list[Tensor | None]) -> None:
     update(model(grads), opt)
+
+
+def fed(model: nn.Module, opt: torch.optim.Optimizer, steps: Iterable[int]) -> tuple[Any, Any]:
+    """After these steps."""
+    for step in steps:
+        feed(model, opt, grads_for(model, step))
+    return model, opt
 
 
 def feed_only(model: nn.Module, step: int) -> None:
@@ -675,14 +682,11 @@ def test_an_optimizer_that_is_gone_updates_no_more() -> None:
 def halfway(dtype: torch.dtype, **kw: Any) -> tuple[Dots, Any]:
     model = dots(dtype, delay_us=100)
     opt = mt.AdamW(model.parameters(), max_grad_norm=0.5, **{**HYPER, **kw})
-    for step in range(3):
-        feed(model, opt, grads_for(model, step))
-    return model, opt
+    return fed(model, opt, range(3))
 
 
 def finish(model: Dots, opt: Any) -> dict[str, Tensor]:
-    for step in range(3, 6):
-        feed(model, opt, grads_for(model, step))
+    fed(model, opt, range(3, 6))
     return everything(model, opt)
 
 
@@ -792,8 +796,7 @@ def test_a_state_dict_is_whole_for_who_reads_memory() -> None:
 def test_torchs_state_is_taken_to_the_bit() -> None:
     plain, model = plain_dots(), dots()
     theirs = torch.optim.AdamW(plain.parameters(), **HYPER)
-    for step in range(3):
-        feed(plain, theirs, grads_for(plain, step))
+    fed(plain, theirs, range(3))
     model.load_state_dict(plain.state_dict())
     opt = mt.AdamW(model.parameters(), lr=1.0)
     opt.load_state_dict(theirs.state_dict())

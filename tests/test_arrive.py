@@ -11,7 +11,7 @@ import doors
 import pytest
 import torch
 from between import assert_equal, states
-from test_adamw import HYPER, Dots, feed, grads_for, plain_dots
+from test_adamw import HYPER, Dots, fed, feed, grads_for, plain_dots
 
 import megatrain_torch as mt
 from megatrain_torch.store.planes import Arrivals
@@ -21,9 +21,7 @@ def trained(homes: Any, dtype: torch.dtype = torch.bfloat16, steps: int = 2, cli
             debug: Any = None, **hyper: Any) -> Pair:
     model = doors.stream(plain_dots(dtype), device="cpu", plan={"homes": homes, "debug": debug or {}})
     opt = mt.AdamW(model.parameters(), max_grad_norm=clip, **{**HYPER, **hyper})
-    for step in range(steps):
-        feed(model, opt, grads_for(model, step))
-    return model, opt
+    return fed(model, opt, range(steps))
 
 
 def arrivals_of(model: Dots) -> Arrivals:

@@ -1,5 +1,4 @@
 """What benchmarks conclude from their measurements; the measuring itself is tried by running them at toy sizes."""
-
 from __future__ import annotations
 
 import argparse

@@ -1,5 +1,4 @@
 """The C core as Python sees it: the Engine's life, its memory, one step, and who may wait."""
-
 from __future__ import annotations
 
 import ctypes
@@ -80,7 +79,6 @@ def entry(step: int = 1, hyper: tuple = HYPER) -> tuple:
 
 
 # ---- the module ----
-
 
 def test_build_info_says_what_this_processor_runs() -> None:
     info = _core.build_info()
@@ -255,7 +253,6 @@ def test_hooks_without_renew_are_refused(engine: Engine) -> None:
 
 # ---- life and memory ----
 
-
 def test_close_is_idempotent_and_later_calls_say_so(engine: Engine) -> None:
     unit_of(engine, F32, torch.ones(10))
     engine.close()
@@ -326,7 +323,6 @@ def put(engine: Engine, unit: int, grad: torch.Tensor) -> int:
 
 
 # ---- waiting ----
-
 
 def slow_engine() -> Engine:
     """Every copy out sleeps up to 0.1 s."""

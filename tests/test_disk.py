@@ -20,7 +20,7 @@ import doors
 import pytest
 import torch
 from between import BETWEEN, TYPES, assert_equal, states, train_with, write_a_master, write_a_moment
-from test_adamw import HYPER, Dots, feed, grads_for, plain_dots
+from test_adamw import HYPER, Dots, fed, feed, grads_for, plain_dots
 from test_adamw import SHAPES as USUAL
 
 import megatrain_torch as mt
@@ -45,9 +45,7 @@ def make(tmp_path: Path) -> Callable[..., Pair]:
                              plan={"homes": homes, "grads": grads,
                                    "debug": ({"disk": TIGHT} if on_disk else {}) | (debug or {})})
         opt = mt.AdamW(model.parameters(), max_grad_norm=clip, **{**HYPER, **hyper})
-        for step in range(steps):
-            feed(model, opt, grads_for(model, step))
-        return model, opt
+        return fed(model, opt, range(steps))
 
     return trained
 

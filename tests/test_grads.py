@@ -15,7 +15,7 @@ import pytest
 import torch
 from between import assert_equal
 from situations import batch, lm_loss, made
-from test_adamw import HYPER, Dots, feed, grads_for, plain_dots
+from test_adamw import HYPER, Dots, fed, feed, grads_for, plain_dots
 from torch import Tensor, nn
 from zoo import update
 
@@ -31,9 +31,7 @@ GRAD = _core.PLANES["GRAD"]
 def trained(plan: dict[str, Any], dtype: torch.dtype = torch.bfloat16, steps: int = 6) -> tuple[Dots, mt.AdamW]:
     model = doors.stream(plain_dots(dtype), device="cpu", plan=plan)
     opt = mt.AdamW(model.parameters(), in_backward=True, **HYPER)
-    for step in range(steps):
-        feed(model, opt, grads_for(model, step))
-    return model, opt
+    return fed(model, opt, range(steps))
 
 
 def core_of(model: nn.Module) -> Any:
@@ -100,8 +98,7 @@ def test_nothing_is_kept_on_the_device_either() -> None:
     def device_bytes(plan: dict[str, Any]) -> int:
         model = mt.stream(plain_dots(torch.bfloat16, big), device="cpu", plan=plan | {"homes": "vram"})
         opt = mt.AdamW(model.parameters(), in_backward=True, **HYPER)
-        for step in range(2):
-            feed(model, opt, grads_for(model, step))
+        fed(model, opt, range(2))
         assert plan != NONE or all(p.grad is None for p in model.parameters())
         core_of(model).drain()
         asked = mt.model.stream.runtime_of(model).room.asked.device()
@@ -127,8 +124,7 @@ def test_gradients_of_so_many_units_are_on_their_way(homes: Any, lent: int, most
         found.append(len(rt.handover.alive))
 
     rt.handover._send_unit = send
-    for step in range(3):
-        feed(model, opt, grads_for(model, step))
+    fed(model, opt, range(3))
     assert max(found) <= most
     if lent > 1 or homes != "ram":
         assert max(found) == most

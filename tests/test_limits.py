@@ -1,5 +1,4 @@
 """Limits of host memory: read from made-up /proc and /sys, and tried by another process."""
-
 from __future__ import annotations
 
 import dataclasses
@@ -134,7 +133,6 @@ def test_nothing_needs_nothing() -> None:
 
 
 # ---- torch's allocator under a limit of the device ----
-
 
 
 @pytest.mark.parametrize("settings, calls", [

@@ -28,7 +28,6 @@ SHAPES = [(1, 64), (5, 8), (3, 7), (33, 129), (2, 2048), (300, 24), (1, 1), (0, 
 
 # ---- sums of rows ----
 
-
 def exact_sums(x: Tensor, place: Tensor, tokens: int, weights: Tensor | None, base: Tensor | None, factor: float
                ) -> tuple[Tensor, Tensor]:
     """The sums in fp64, and the sums of their terms' sizes."""
@@ -79,7 +78,6 @@ def test_more_tokens_than_a_grid_is_high(device: str) -> None:
 
 
 # ---- gates ----
-
 
 def laid(gate: Tensor, up: Tensor, interleaved: bool) -> Tensor:
     return torch.stack((gate, up), -1).flatten(1) if interleaved else torch.cat((gate, up), 1)
@@ -164,7 +162,6 @@ def test_the_same_bits_again_and_with_more_threads(device: str, dtype: torch.dty
 
 
 # ---- as torch ops ----
-
 
 def test_opcheck(device: str) -> None:
     gu, bias, dact = (torch.randn(s, device=device) for s in ((4, 16), (2, 16), (4, 8)))

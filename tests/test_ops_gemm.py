@@ -68,7 +68,6 @@ def seed() -> None:
 
 # ---- gemm_ ----
 
-
 @each_device
 @pytest.mark.parametrize("types", TYPES, ids=lambda t: "-".join(str(x).removeprefix("torch.") for x in t))
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -231,14 +230,17 @@ def nvidia_headers() -> list[Path]:
     return [folder for folder in found if folder.is_dir()]
 
 
+def compiles(name: str, header: str, *folders: Path) -> None:
+    if shutil.which("g++") is None or not any((f / header).is_file() for f in folders):
+        pytest.skip(f"needs g++ and {header}")
+    command = ["g++", "-std=c++20", "-fsyntax-only", *(f"-isystem{f}" for f in folders)]
+    done = subprocess.run([*command, ROOT / "tests/torch" / name], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
 def test_every_number_and_prototype_of_cublaslt_is_nvidias() -> None:
     """tests/torch/cublaslt_check.cc: static_asserts against the header, where there is one."""
-    folders = nvidia_headers()
-    if shutil.which("g++") is None or not any((f / "cublasLt.h").is_file() for f in folders):
-        pytest.skip("needs g++ and cublasLt.h")
-    command = ["g++", "-std=c++20", "-fsyntax-only", *(f"-isystem{f}" for f in folders)]
-    done = subprocess.run([*command, ROOT / "tests/torch/cublaslt_check.cc"], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    compiles("cublaslt_check.cc", "cublasLt.h", *nvidia_headers())
 
 
 # ---- grouped products ----

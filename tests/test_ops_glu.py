@@ -86,7 +86,6 @@ def check_backward(dgate: Tensor, dup: Tensor, dh: Tensor, gate: Tensor, up: Ten
 
 # ---- the formulas ----
 
-
 @each_act
 def test_the_references_are_torchs_own_activations(device: str, act: int) -> None:
     x, up = (torch.linspace(-12, 12, 4001, device=device, dtype=torch.float64) for _ in range(2))
@@ -97,7 +96,6 @@ def test_the_references_are_torchs_own_activations(device: str, act: int) -> Non
 
 
 # ---- the kernels ----
-
 
 @each_act
 @each_type
@@ -180,7 +178,6 @@ def test_many_rows_and_wide_ones(device: str) -> None:
 
 # ---- the sum over tokens ----
 
-
 @each_type
 @pytest.mark.parametrize("shape", [(1, 8), (7, 5), (256, 64), (257, 33), (3000, 130), (20_000, 3), (0, 9), (5, 0)], ids=str)
 @pytest.mark.parametrize("out", [None, *TYPES], ids=str)
@@ -213,7 +210,6 @@ def test_large_glu_does_not_depend_on_threads(device: str) -> None:
 
 
 # ---- as torch ops ----
-
 
 def test_opcheck(device: str) -> None:
     gate, up = together(device, torch.float32, 4, 16)

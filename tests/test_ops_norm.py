@@ -54,7 +54,6 @@ def within(got: Tensor, exact: Tensor, terms: Tensor, roundings: int = 1) -> Non
 
 # ---- the formulas ----
 
-
 def wide(*shape: int, seed: int = 0) -> Tensor:
     return numbers("cpu", torch.float64, *shape, seed=seed)
 
@@ -68,7 +67,6 @@ def test_the_references_are_torchs() -> None:
 
 
 # ---- RMS norm ----
-
 
 def check_rms(x: Tensor, w: Tensor, style: int, add: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """Forward against fp64; s to the bit."""
@@ -160,7 +158,6 @@ def test_dx_may_be_dy_itself(device: str, layout: str) -> None:
 
 # ---- layer norm ----
 
-
 def check_layer(x: Tensor, w: Tensor | None, b: Tensor | None, add: Tensor | None = None) -> tuple[Tensor, ...]:
     y, s, mean, rstd = ops.layer_norm(x, w, b, EPS, add)
     assert s is x if add is None else torch.equal(s, x + add) and s.is_contiguous()
@@ -221,7 +218,6 @@ def test_layer_norm_with_the_residual(device: str, shape: tuple[int, int], has: 
 
 
 # ---- the rest ----
-
 
 def the_same(call: Callable[[], tuple[Tensor | None, ...]]) -> None:
     """Two calls, the same bits."""

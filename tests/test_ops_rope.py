@@ -67,7 +67,6 @@ def partner(x: Tensor, interleaved: bool) -> Tensor:
 
 # ---- the formulas ----
 
-
 @each_pairing
 def test_real_angles_turn_back(interleaved: bool) -> None:
     x, t = numbers("cpu", torch.float64, 2, 5, 3, 16), numbers("cpu", torch.float64, 1, 5, 8)
@@ -77,7 +76,6 @@ def test_real_angles_turn_back(interleaved: bool) -> None:
 
 
 # ---- the op ----
-
 
 @each_device
 @each_type

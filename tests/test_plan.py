@@ -1,5 +1,4 @@
 """mt.plan: what it chooses, says and refuses; its count and its clock against the engine and against measurements."""
-
 from __future__ import annotations
 
 import dataclasses

@@ -1,5 +1,4 @@
 """What to change where no plan fits: the search, its two languages, and the commands around it."""
-
 from __future__ import annotations
 
 import dataclasses

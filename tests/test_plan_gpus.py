@@ -1,5 +1,4 @@
 """mt.plan for several GPUs and machines: with one of each all is as it was; what is exchanged, shared and counted."""
-
 from __future__ import annotations
 
 import dataclasses

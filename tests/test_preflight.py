@@ -1,5 +1,4 @@
 """What does not fit is refused before it is allocated, by the byte; and what fits runs."""
-
 from __future__ import annotations
 
 import copy
@@ -16,7 +15,8 @@ from pathlib import Path
 import doors
 import pytest
 import torch
-from torch import Tensor, nn
+import zoo
+from torch import nn
 
 import megatrain_torch as mt
 from megatrain_torch.base.limits import Bound, HostLimits, with_margin
@@ -32,20 +32,9 @@ NUMEL = LAYERS * WIDTH * WIDTH
 STEP = 12 * NUMEL               # of bf16: gradients, masters, moments
 
 
-class Stack(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)])
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = x + torch.tanh(layer(x))
-        return x
-
-
-def stack(dtype: torch.dtype = torch.bfloat16) -> Stack:
+def stack(dtype: torch.dtype = torch.bfloat16) -> nn.Module:
     torch.manual_seed(0)
-    return Stack().to(dtype)
+    return zoo.Residual(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS))).to(dtype)
 
 
 def train(model: nn.Module, opt: torch.optim.Optimizer, micro: int = 1) -> None:
@@ -315,7 +304,7 @@ def test_weights_that_are_a_files_make_no_room(tmp_path: Path) -> None:
     """Mapped, not read: what they give back is the page cache's."""
     read, path = stack(), tmp_path / "weights"
     torch.save(read.state_dict(), path)
-    mapped = Stack().bfloat16()
+    mapped = stack()
     mapped.load_state_dict(torch.load(path, mmap=True), assign=True)
     for model, n in ((read, 2 * NUMEL // LAYERS), (mapped, 0)):
         groups = [(name, [(name, p)]) for name, p in model.named_parameters()]

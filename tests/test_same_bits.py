@@ -5,8 +5,6 @@ On the CPU device, with cuDNN's and flash's kernels put into words; tests/gpu/te
 from __future__ import annotations
 
 import json
-import shutil
-import subprocess
 import warnings
 from collections.abc import Iterator
 from itertools import pairwise
@@ -18,7 +16,7 @@ import pytest
 import test_rows
 import torch
 import zoo
-from test_ops_gemm import ROOT, nvidia_headers
+from test_ops_gemm import compiles, nvidia_headers
 from test_rows import SCALE, all_of, cudnn, heads  # noqa: F401
 from torch import Tensor
 
@@ -229,12 +227,7 @@ def test_there_is_none_on_the_cpu() -> None:
 
 def test_every_number_and_prototype_of_cudnn_is_nvidias() -> None:
     """tests/torch/cudnn_check.cc: static_asserts against the header, where there is one."""
-    folders = nvidia_headers()
-    if shutil.which("g++") is None or not any((f / "cudnn.h").is_file() for f in folders):
-        pytest.skip("needs g++ and cudnn.h")
-    command = ["g++", "-std=c++20", "-fsyntax-only", *(f"-isystem{f}" for f in folders)]
-    done = subprocess.run([*command, ROOT / "tests/torch/cudnn_check.cc"], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    compiles("cudnn_check.cc", "cudnn.h", *nvidia_headers())
 
 
 # ---- runs that go on ----

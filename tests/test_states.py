@@ -13,7 +13,7 @@ import doors
 import placement
 import pytest
 import torch
-from test_adamw import Dots, assert_all_same, dots, everything, feed, grads_for, plain_dots
+from test_adamw import Dots, assert_all_same, dots, everything, fed, feed, grads_for, plain_dots
 
 import megatrain_torch as mt
 from megatrain_torch import _core
@@ -29,9 +29,7 @@ SHAPES = [(300, 7), (257,), (64, 32), (1,)]
 def trained(states: str, steps: int = 5, dtype: torch.dtype = BF16, **plan: Any) -> tuple[Dots, mt.AdamW]:
     model = mt.stream(plain_dots(dtype, SHAPES), device="cpu", plan=plan)
     opt = mt.AdamW(model.parameters(), lr=1e-2, states=states)
-    for step in range(steps):
-        feed(model, opt, grads_for(model, step))
-    return model, opt
+    return fed(model, opt, range(steps))
 
 
 # ---- the same bits everywhere ----
@@ -134,9 +132,8 @@ def test_a_saved_state_goes_on_with_the_same_bits(home: str, states: str) -> Non
     fresh, after = trained(states, steps=0, homes=home)
     fresh.load_state_dict(saved["model"])
     after.load_state_dict(saved["opt"])
-    for step in range(5, 9):
-        feed(model, opt, grads_for(model, step))
-        feed(fresh, after, grads_for(fresh, step))
+    for pair in ((model, opt), (fresh, after)):
+        fed(*pair, range(5, 9))
     assert_all_same(everything(model, opt), everything(fresh, after))
 
 

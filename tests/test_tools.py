@@ -1,5 +1,4 @@
 """tools/: the repository keeps its rules, rooms their order and pages their words; and what breaks them is found."""
-
 from __future__ import annotations
 
 import importlib

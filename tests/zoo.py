@@ -30,6 +30,13 @@ class Chain(nn.Module):
         return x
 
 
+class Residual(Chain):
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x))
+        return x
+
+
 def update(loss: Tensor, opt: torch.optim.Optimizer) -> Tensor:
     """The loss."""
     loss.backward()
