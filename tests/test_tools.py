@@ -10,12 +10,12 @@ import pytest
 
 import megatrain_torch as mt
 from megatrain_torch import ops
-from megatrain_torch.base.modes import DISK, GRADS, HOMES, HOST, KEEPS, LINKED
+from megatrain_torch.base.modes import HOMES, KEEPS, LINKED
 from megatrain_torch.model.choices import PLAN_KEYS
 
 ROOT = Path(__file__).parents[1]
 sys.path.append(str(ROOT / "tools"))
-api, ceilings, rooms, rules = map(importlib.import_module, ("api_page", "ceilings", "rooms", "check_rules"))
+api, rooms, rules = map(importlib.import_module, ("api_page", "rooms", "check_rules"))
 
 
 # ---- rules ----
@@ -83,76 +83,31 @@ def test_a_planted_fault_is_found(name: str, tmp_path: Path) -> None:
 
 # ---- rooms ----
 
-def found(root: Path, **files: str) -> list[str]:
-    """What is wrong with a package of these files; a name's __ is a folder's slash."""
-    files = {"base____init__": "", "store____init__": "", "graph____init__": "", **files}
-    for name, text in files.items():
-        path = root / rooms.PACKAGE / (name.replace("__", "/", 1) + ".py")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-    (root / rooms.PACKAGE / "__init__.py").write_text("")
-    return [str(finding) for finding in rooms.check(root)[0]]
-
-
 def test_the_package_keeps_the_order() -> None:
     findings, seen = rooms.check(ROOT)
     assert [str(finding) for finding in findings] == []
     assert len(seen) > 300, "the rule sees the package's imports"
 
 
-WRONG = {
-    "at the top": "from ..graph.b import c\n",
-    "the module itself": "from ..graph import b\n",
-    "by its whole name": "import megatrain_torch.graph.b\n",
-    "absolutely": "from megatrain_torch.graph.b import c\n",
-    "the room": "from .. import graph\n",
-    "inside a function": "def f():\n    from ..graph.b import c\n",
-    "by a call": "import importlib\nimportlib.import_module('megatrain_torch.graph.b')\n",
-    "the whole package": "import megatrain_torch as mt\n",
-}
-RIGHT = {
-    "its own room": "from .c import d\n",
-    "for types alone": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from ..graph.b import c\n",
-    "a room before": "from ..base.a import b\n",
-    "the C module": "from .. import _core\n",
-    "others' packages": "import graph.b\nfrom torch import nn\n",
-}
+# An import of store.a, and whether it is out of order: graph comes after store, and store.c imports a.
+IMPORTS = {
+    "from ..graph.b import c": True, "import megatrain_torch.graph.b": True, "from .. import graph": True,
+    "import importlib; importlib.import_module('megatrain_torch.graph.b')": True, "import megatrain_torch as mt": True,
+    "def f():\n    from ..graph.b import c": True, "from .c import d": True,
+    "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from ..graph.b import c": False, "from ..base.a import b": False,
+    "from .. import _core": False, "import graph.b\nfrom torch import nn": False}
 
 
-@pytest.mark.parametrize("how", WRONG)
-def test_a_look_at_a_later_room_is_found(how: str, tmp_path: Path) -> None:
-    text = found(tmp_path, store__a=WRONG[how], graph__b="c = 1\n")
-    assert len(text) == 1 and "store comes before" in text[0], text
-    assert text[0].startswith(f"megatrain_torch/store/a.py:{WRONG[how].count(chr(10))}:")
-
-
-@pytest.mark.parametrize("how", RIGHT)
-def test_what_is_in_order_is_left_alone(how: str, tmp_path: Path) -> None:
-    assert found(tmp_path, store__a=RIGHT[how], store__c="d = 1\n", base__a="b = 1\n") == []
-
-
-def test_a_circle_inside_a_room_is_found_whole(tmp_path: Path) -> None:
-    files = {"store__a": "from .b import x\n", "store__b": "def f():\n    from .c import x\n",
-             "store__c": "from . import a\n", "store__d": "from .a import x\n"}
-    (text,) = found(tmp_path, **files)
-    assert text.endswith("a circle of imports: store.a, store.b, store.c")
-
-
-def test_a_module_without_a_room_is_found(tmp_path: Path) -> None:
-    (text,) = found(tmp_path, stray="")
-    assert "megatrain_torch.stray is in no room" in text
-
-
-def test_what_is_over_its_ceiling_is_found_by_name() -> None:
-    table = {"csrc/core": {"lines": 10, "nouns": 2}}
-    assert ceilings.over({"csrc/core": {"lines": 10, "nouns": 2}}, table) == []
-    (finding,) = ceilings.over({"csrc/core": {"lines": 11, "nouns": 2}}, table)
-    assert "csrc/core has 11 lines, and its ceiling is 10" in str(finding)
-
-
-def test_ceilings_only_fall() -> None:
-    table = {"csrc/core": {"lines": 10, "nouns": 2}}
-    assert ceilings.lowered({"csrc/core": {"lines": 12, "nouns": 1}}, table) == {"csrc/core": {"lines": 10, "nouns": 1}}
+@pytest.mark.parametrize("text", IMPORTS)
+def test_a_look_at_a_later_room_and_a_circle_are_found(text: str, tmp_path: Path) -> None:
+    files = {"base/__init__": "", "store/__init__": "", "graph/__init__": "", "store/a": text, "store/c": "from .a import x\n",
+             "base/a": "b = 1\n", "graph/b": "c = 1\n", "__init__": ""}
+    for name, words in files.items():
+        path = tmp_path / rooms.PACKAGE / f"{name}.py"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(words)
+    wrong = [str(finding) for finding in rooms.check(tmp_path)[0]]
+    assert len(wrong) == IMPORTS[text] and all("store comes before" in w or "a circle" in w for w in wrong), wrong
 
 
 # ---- pages ----
@@ -173,22 +128,8 @@ def test_a_public_name_without_a_docstring_is_refused(monkeypatch: pytest.Monkey
         api.page()
 
 
-PLANS = (ROOT / "docs/plans.md").read_text()
-
-
-def table(head: str) -> list[str]:
-    """What stands in quotes in the first column of the table with this head."""
-    rows = PLANS.split(f"| {head} |", 1)[1].split("\n\n", 1)[0].splitlines()[2:]
-    return [re.match(r"\| `?\"?([^`|\" ]+)", row)[1] for row in rows]
-
-
 def test_homes_modes_and_keys_are_those_of_the_code() -> None:
-    assert set(table("home")) == set(HOMES)
-    assert set(table("kept")) == {*KEEPS, LINKED}
-    assert set(table("key")) == PLAN_KEYS
-
-
-def test_where_what_is_kept_waits_is_told() -> None:
-    ways = {"+" + mode.partition("+")[2] for mode in (*HOST, *DISK)}
-    assert [way for way in ways if way not in PLANS] == []
-    assert [word for word in GRADS if f"`{word}`" not in PLANS] == []
+    text = (ROOT / "docs/plans.md").read_text()
+    for head, known in {"home": set(HOMES), "kept": {*KEEPS, LINKED}, "key": PLAN_KEYS}.items():
+        rows = text.split(f"| {head} |", 1)[1].split("\n\n", 1)[0].splitlines()[2:]
+        assert {re.match(r"\| `?\"?([^`|\" ]+)", row)[1] for row in rows} == known
