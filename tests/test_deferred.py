@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 import doors
+import fusing
 import parity
 import pytest
 import torch
@@ -33,7 +34,6 @@ from megatrain_torch.model.stream import runtime_of
 
 DEVICES = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
 LOSS, GRADIENT = 4e-6, 2e-6
-LR = 1e-2
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 everywhere = pytest.mark.parametrize("device", DEVICES)
@@ -61,64 +61,23 @@ FUSED = "fused with the loss"
 
 
 def gradients(model: nn.Module) -> dict[str, Tensor | None]:
-    return {k: None if p.grad is None else p.grad.detach().cpu().clone().as_subclass(Tensor)
-            for k, p in model.named_parameters()}
-
-
-def weights(model: nn.Module) -> dict[str, Tensor]:
-    return {k: p.detach().cpu().clone().as_subclass(Tensor) for k, p in model.named_parameters()}
-
-
-def norm(t: Tensor) -> float:
-    return float(t.double().norm())
-
-
-def assert_gradients(plain: dict[str, Tensor | None], other: dict[str, Tensor | None], tolerance: float = GRADIENT
-                     ) -> None:
-    floor = 1e-3 * max((norm(g) for g in plain.values() if g is not None), default=0.0)
-    for name, g in plain.items():
-        h = other[name]
-        assert (g is None) == (h is None), f"{name}: plain has {g is not None}, streamed {h is not None}"
-        if g is not None:
-            error = norm(g - h) / max(norm(g), floor)
-            assert error <= tolerance, f"gradient of {name} is off by {error:.1e}: {parity.describe(g, h)}"
-
-
-def assert_loss(plain: Tensor, other: Tensor, tolerance: float = LOSS) -> None:
-    assert plain.dtype == other.dtype and plain.shape == other.shape
-    a, b = float(plain), float(other)
-    assert abs(a - b) <= tolerance * abs(a), f"plain {a:.9g}, streamed {b:.9g}"
-
-
-Run = tuple[list[Tensor], list[dict[str, Tensor | None]], dict[str, Tensor]]
+    return {k: parity.frozen(p.grad) for k, p in model.named_parameters()}
 
 
 def train(model: nn.Module, loss: Callable[[nn.Module, Any], Tensor], data: Callable[[int], Any], device: str = "cpu",
-          steps: int = 3, accumulate: int = 1) -> Run:
+          **how: int) -> fusing.Run:
     parity.seed()
-    opt = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=LR, weight_decay=0.1, eps=1e-4)
-    losses, grads = [], []
-    for step in range(steps):
-        for micro in range(accumulate):
-            value = loss(model, parity.to_device(data(step * accumulate + micro), device))
-            (value / accumulate).backward()
-            losses.append(value.detach().cpu().clone())
-            grads.append(gradients(model))
-        opt.step()
-        opt.zero_grad()
-    return losses, grads, weights(model)
+    return fusing.train(model, lambda number: parity.to_device(data(number), device), torch.optim.AdamW, loss=loss, **how)
 
 
-def assert_runs(plain: Run, other: Run, grad_tolerance: float = GRADIENT) -> None:
+def assert_runs(plain: fusing.Run, other: fusing.Run) -> None:
     """The first step's gradients; later ones start from other weights. AdamW divides a gradient's error by its
     size, at least eps = 1e-4: a weight moves by at most lr each step, and 1e-3 of that for errors of 1e-7."""
-    assert_loss(plain[0][0], other[0][0])
-    assert_gradients(plain[1][0], other[1][0], grad_tolerance)
-    for a, b in zip(plain[0], other[0], strict=True):
-        assert_loss(a, b, 4 * LOSS)
-    for name, w in plain[2].items():
-        room = 1e-4 * norm(w) + 1e-3 * LR * w.numel() ** 0.5
-        assert norm(w - other[2][name]) <= room, f"{name}: {parity.describe(w, other[2][name])}"
+    for i, (a, b) in enumerate(zip(plain.losses, other.losses, strict=True)):
+        assert a.dtype == b.dtype and fusing.error(a, b) <= (4 * LOSS if i else LOSS), f"{i}: {a:.9g} and {b:.9g}"
+    fusing.grads_agree(plain.grads, other.grads, GRADIENT)
+    for name, w in plain.weights.items():
+        assert fusing.error(w, other.weights[name], 0.1 * w.numel() ** 0.5) <= 2e-4, parity.describe(w, other.weights[name])
 
 
 def compare(build: Callable[[], nn.Module], loss: Callable[[nn.Module, Any], Tensor], data: Callable[[int], Any] = text,
@@ -173,7 +132,7 @@ def test_bf16_is_as_near_to_the_truth_as_plain_torch() -> None:
         return {k: None if g is None else g.float() for k, g in gradients(model).items()}
 
     def error(g: dict[str, Tensor | None], name: str) -> float:
-        return norm(g[name] - truth[name]) / norm(truth[name])
+        return fusing.error(truth[name], g[name])
 
     truth = run(llama().bfloat16().float())
     plain, other = run(llama().bfloat16()), run(streamed(llama().bfloat16()))
@@ -318,8 +277,8 @@ def test_any_chain_of_views_picks_the_right_rows(moves: list[str]) -> None:
         value = F.cross_entropy(x.movedim(-1, 1) if x.dim() > 2 else x, labels)
         value.backward()
         losses.append((value.detach(), model.hidden.grad))
-    assert_loss(losses[0][0], losses[1][0])
-    assert_gradients({"hidden": losses[0][1]}, {"hidden": losses[1][1]})
+    assert fusing.error(losses[0][0], losses[1][0]) <= LOSS
+    fusing.grads_agree({"hidden": losses[0][1]}, {"hidden": losses[1][1]}, GRADIENT)
     assert other._logits.fused and torch.equal(real.detach(), other.detach())
 
 
@@ -613,7 +572,7 @@ def test_a_gradient_of_deferred_logits_reaches_the_model() -> None:
     g = torch.randn(2, T, V, generator=torch.Generator().manual_seed(3))
     for m in (plain, model):
         torch.autograd.backward([m(batch(0)).float()], [g])
-    assert_gradients(gradients(plain), gradients(model))
+    fusing.grads_agree(gradients(plain), gradients(model), GRADIENT)
 
 
 # ---------------------------------------------------------------- backward
@@ -640,7 +599,7 @@ def test_create_graph_is_refused() -> None:
 def test_autograd_grad_gives_tensors() -> None:
     plain, model = made(), streamed(made())
     found = [torch.autograd.grad(lm_loss(m, batch(0)), [m.head.weight, m.norm.weight]) for m in (plain, model)]
-    assert_gradients(dict(enumerate(found[0])), dict(enumerate(found[1])))
+    fusing.grads_agree(dict(enumerate(found[0])), dict(enumerate(found[1])), GRADIENT)
 
 
 def test_hooks_on_the_heads_weight_run() -> None:
@@ -649,8 +608,8 @@ def test_hooks_on_the_heads_weight_run() -> None:
     for m in (plain, model):
         m.head.weight.register_hook(lambda g: seen.append(g.clone()))
         lm_loss(m, batch(0)).backward()
-    assert_gradients({"hook": seen[0]}, {"hook": seen[1]})
-    assert_gradients(gradients(plain), gradients(model))
+    fusing.grads_agree({"hook": seen[0]}, {"hook": seen[1]}, GRADIENT)
+    fusing.grads_agree(gradients(plain), gradients(model), GRADIENT)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

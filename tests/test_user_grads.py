@@ -30,13 +30,13 @@ HALF = pytest.mark.parametrize("dtype", [F32, BF16], ids=["fp32", "bf16"])
 
 
 @pytest.fixture
-def make(tmp_path: Path) -> Callable[..., tuple[test_adamw.Dots, test_adamw.Dots, mt.AdamW]]:
-    """(streamed, plain, the streamed one's optimizer); copies dawdle."""
-    def pair(homes: Any = "ram", dtype: torch.dtype = F32, **kw: Any) -> tuple[test_adamw.Dots, test_adamw.Dots, mt.AdamW]:
+def make(tmp_path: Path) -> Callable[..., tuple[test_adamw.Dots, test_adamw.Dots, mt.AdamW, list[Any]]]:
+    """(streamed, plain, the streamed one's optimizer, its references); copies dawdle."""
+    def pair(homes: Any = "ram", dtype: torch.dtype = F32, **kw: Any) -> tuple[Any, ...]:
         plan = {"homes": homes, "debug": {"delay_us": 100, "seed": 7}, **kw.pop("plan", {})}
         model = doors.stream(plain_dots(dtype), device="cpu", nvme=str(tmp_path) if "disk" in str(homes) else None,
                              plan=plan)
-        return model, plain_dots(dtype), mt.AdamW(model.parameters(), **{**HYPER, **kw})
+        return model, plain_dots(dtype), mt.AdamW(model.parameters(), **{**HYPER, **kw}), test_adamw.references(model)
 
     return pair
 
@@ -135,8 +135,7 @@ ORDERS = [before, after, between, inside, crossed, twice]
                                         *((homes, pen) for homes in PLACES[2:] for pen in ("sum", "function"))])
 def test_graphs_on_the_host_give_torchs_gradients(make: Any, homes: str, pen: str) -> None:
     for dtype in (F32, BF16):
-        model, plain, opt = make(homes, dtype)
-        refs = test_adamw.references(model)
+        model, plain, opt, refs = make(homes, dtype)
         for step, order in enumerate([after, *(o for o in ORDERS if o is not between or dtype == F32)]):
             for m in (model, plain):
                 order(m, grads_for(m, step), PENALTIES[pen])
@@ -152,8 +151,7 @@ def test_a_graph_in_a_hook_of_the_models_backward(make: Any, homes: str) -> None
         with torch.enable_grad():
             PENALTIES["function"](list(m.parameters())).backward()
 
-    model, plain, opt = make(homes)
-    refs = test_adamw.references(model)
+    model, plain, opt, refs = make(homes)
     for step in range(2):
         for m in (model, plain):
             grads = [g.clone().requires_grad_() for g in grads_for(m, step)]
@@ -163,7 +161,7 @@ def test_a_graph_in_a_hook_of_the_models_backward(make: Any, homes: str) -> None
 
 
 def test_a_graph_on_the_host_may_be_differentiated_again(make: Any) -> None:
-    model, plain, _ = make("vram")
+    model, plain, _, _ = make("vram")
     with warnings.catch_warnings():          # torch's, of create_graph, which it gives once in a process
         warnings.simplefilter("ignore")
         for m in (model, plain):
@@ -173,8 +171,7 @@ def test_a_graph_on_the_host_may_be_differentiated_again(make: Any) -> None:
 
 
 def test_who_looks_in_inference_mode_changes_nothing(make: Any) -> None:
-    model, plain, opt = make("vram")
-    refs = test_adamw.references(model)
+    model, plain, opt, refs = make("vram")
     for m in (model, plain):
         m(grads_for(m, 0)).backward()
         with torch.inference_mode():
@@ -185,7 +182,7 @@ def test_who_looks_in_inference_mode_changes_nothing(make: Any) -> None:
 
 def test_a_graph_on_the_host_after_a_step_is_refused_as_by_torch(make: Any) -> None:
     """It has kept weights that the optimizer is changing."""
-    model, plain, opt = make()
+    model, plain, opt, _ = make()
     theirs = torch.optim.AdamW(plain.parameters())
     for m, o in ((model, opt), (plain, theirs)):
         penalty = PENALTIES["sum"](list(m.parameters()))
@@ -206,7 +203,7 @@ LATE: dict[str, Callable[[test_adamw.Dots], Any]] = {
 @pytest.mark.parametrize("grads, late", [*(("ram", late) for late in LATE), ("none", "penalty"), ("none", "another")])
 @pytest.mark.parametrize("homes", ["ram", "vram"])
 def test_what_comes_after_an_update_in_backward_is_refused(make: Any, homes: str, grads: str, late: str) -> None:
-    model, _, opt = make(homes, in_backward=True, plan={"grads": grads})
+    model, _, opt, _ = make(homes, in_backward=True, plan={"grads": grads})
     model(grads_for(model, 0)).backward()
     LATE[late](model)
     with pytest.raises(mt.MegatrainError, match=r"layers\.0\.weight: its \.grad came or changed after its update"):
@@ -215,8 +212,7 @@ def test_what_comes_after_an_update_in_backward_is_refused(make: Any, homes: str
 
 def test_who_looks_at_what_an_update_in_backward_used_may(make: Any) -> None:
     for homes in ("ram", "vram"):
-        model, _, opt = make(homes, in_backward=True)
-        refs = test_adamw.references(model)
+        model, _, opt, refs = make(homes, in_backward=True)
         for step in range(2):
             model(grads_for(model, step)).backward()
             for p, g in zip(model.parameters(), grads_for(model, step)):
@@ -229,8 +225,7 @@ def test_who_looks_at_what_an_update_in_backward_used_may(make: Any) -> None:
 
 def test_a_penalty_before_or_inside_is_used_where_updates_are_in_backward(make: Any) -> None:
     for homes in ("ram", "vram"):
-        model, plain, opt = make(homes, in_backward=True)
-        refs = test_adamw.references(model)
+        model, plain, opt, refs = make(homes, in_backward=True)
         for step, order in enumerate((before, inside)):
             for m in (model, plain):
                 order(m, grads_for(m, step), PENALTIES["sum"])
@@ -268,8 +263,7 @@ CHANGES: dict[str, Callable[[Tensor], Any]] = {
 @HALF
 def test_a_change_without_a_version_counts(make: Any, homes: str, dtype: torch.dtype) -> None:
     """In the norm, in the update, and in what the next micro-batch is added to; 16-bit sums included."""
-    model, plain, opt = make(homes, dtype)
-    refs = test_adamw.references(model)
+    model, plain, opt, refs = make(homes, dtype)
     for step, change in enumerate(CHANGES.values()):
         for micro in range(1 + step % 2):
             for m in (model, plain):
@@ -281,8 +275,7 @@ def test_a_change_without_a_version_counts(make: Any, homes: str, dtype: torch.d
 
 @NEAR_AND_FAR
 def test_a_tensor_that_was_kept_is_the_gradient_still(make: Any, homes: str) -> None:
-    model, plain, opt = make(homes, BF16)
-    refs = test_adamw.references(model)
+    model, plain, opt, refs = make(homes, BF16)
     for step in range(3):
         kept: dict[Any, Any] = {}
         for m in (model, plain):
@@ -298,8 +291,7 @@ def test_a_tensor_that_was_kept_is_the_gradient_still(make: Any, homes: str) -> 
 
 @NEAR_AND_FAR
 def test_who_only_looks_keeps_the_sum_in_fp32(make: Any, homes: str) -> None:
-    model, _, opt = make(homes, BF16)
-    refs = test_adamw.references(model)
+    model, _, opt, refs = make(homes, BF16)
     for step in range(2):
         micros = [grads_for(model, 10 * step + k, decades=1) for k in range(4)]
         for grads in micros:
@@ -314,8 +306,8 @@ def test_who_only_looks_keeps_the_sum_in_fp32(make: Any, homes: str) -> None:
 @NEAR_AND_FAR
 def test_gradscaler_trains_as_without_it(make: Any, homes: str) -> None:
     """A power of two as the scale: unscaled gradients have the bits of those that were never scaled."""
-    model, _, opt = make(homes, max_grad_norm=1.0)
-    other, _, theirs = make(homes, max_grad_norm=1.0)
+    model, _, opt, _ = make(homes, max_grad_norm=1.0)
+    other, _, theirs, _ = make(homes, max_grad_norm=1.0)
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     for step in range(4):
         grads = grads_for(model, step)
@@ -336,7 +328,7 @@ def test_gradscaler_trains_as_without_it(make: Any, homes: str) -> None:
 
 def test_the_ordinary_loop_hands_nothing_out(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     from megatrain_torch.store import gradient
-    model, _, opt = make("vram", max_grad_norm=1.0)
+    model, _, opt, _ = make("vram", max_grad_norm=1.0)
 
     def refuse(*_: Any) -> None:
         raise AssertionError("a gradient was handed out")
@@ -381,7 +373,7 @@ def value(kept: Any) -> bytes:
 @pytest.mark.parametrize("to_none", [True, False], ids=["dropped", "zeroed"])
 def test_what_is_kept_shows_what_torch_shows(make: Any, homes: str, keep: str, to_none: bool) -> None:
     """Over step(), zero_grad() and further gradients, while the parameter's own are right."""
-    model, plain, opt = make(homes)
+    model, plain, opt, _ = make(homes)
     if keep == "graph" and not to_none:
         return                               # torch refuses it: the graph's gradient was zeroed
     refs, kept = test_adamw.references(model), []
@@ -406,8 +398,7 @@ def test_what_is_kept_shows_what_torch_shows(make: Any, homes: str, keep: str, t
 @HOMES
 @HALF
 def test_a_writer_after_step_writes_into_its_own(make: Any, homes: str, dtype: torch.dtype) -> None:
-    model, _, opt = make(homes, dtype)
-    refs = test_adamw.references(model)
+    model, _, opt, refs = make(homes, dtype)
     for step in range(4):
         grads = grads_for(model, step)
         model(grads).backward()
@@ -426,8 +417,7 @@ def test_a_writer_after_step_writes_into_its_own(make: Any, homes: str, dtype: t
 @pytest.mark.parametrize("homes", ["ram", "vram"])
 def test_what_is_kept_beside_updates_in_backward_is_right_too(make: Any, homes: str) -> None:
     """Kept from before the update, which then reads memory of its own, and from behind it."""
-    model, _, opt = make(homes, in_backward=True, max_grad_norm=None)
-    refs, kept = test_adamw.references(model), []
+    (model, _, opt, refs), kept = make(homes, in_backward=True, max_grad_norm=None), []
     for step in range(4):
         model(grads_for(model, step)).backward()
         kept.append(([p._grad.detach() for p in model.parameters()], grads_for(model, step)))
@@ -441,7 +431,7 @@ def test_what_is_kept_beside_updates_in_backward_is_right_too(make: Any, homes: 
 
 
 def test_a_gradient_that_was_looked_at_takes_no_memory_of_its_own(make: Any) -> None:
-    model, _, opt = make()
+    model, _, opt, _ = make()
     weight, addresses = model.layers[1].weight, set()
     for step in range(3):
         model(grads_for(model, step)).backward()
@@ -467,7 +457,7 @@ def test_tensors_that_only_look_like_it_are_copied(make: Any) -> None:
 
 def test_gradients_outlive_the_store(make: Any) -> None:
     for homes in ("ram", "vram"):
-        model, plain, _ = make(homes)
+        model, plain, _, _ = make(homes)
         for m in (model, plain):
             m(grads_for(m, 0)).backward()
         kept = model.layers[3].weight.grad
@@ -480,7 +470,7 @@ def test_gradients_outlive_the_store(make: Any) -> None:
 
 def test_torchs_optimizers_step_with_it(make: Any) -> None:
     for homes in ("ram", "vram"):
-        model, plain, _ = make(homes)
+        model, plain, _, _ = make(homes)
         pairs = [(m, torch.optim.AdamW(m.parameters(), lr=1e-2)) for m in (model, plain)]
         for step in range(3):
             for m, opt in pairs:
@@ -503,7 +493,7 @@ READERS: dict[str, Callable[[Tensor, Tensor], Any]] = {
 
 def test_a_mean_of_weights_leaves_masters_as_they_are(make: Any) -> None:
     """What an operation only reads was not written: the bits below a bf16 weight stay."""
-    model, _, opt = make("vram", BF16)
+    model, _, opt, _ = make("vram", BF16)
     refs, means = test_adamw.references(model), [p.detach().float().reshape(p.shape or (1,)) for p in model.parameters()]
     for step, read in enumerate(READERS.values()):
         test_adamw.feed(model, opt, grads_for(model, step))
