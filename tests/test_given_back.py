@@ -219,7 +219,8 @@ def test_what_came_back_for_nothing_goes_when_backward_ends(mode: str, compute: 
         assert not landed and not runtime_of(model).swap.held
 
 
-@pytest.mark.parametrize("mode, compute", WAYS[1::2])
+@pytest.mark.parametrize("mode, compute", [
+    pytest.param(*way, marks=parity.LONG if i % 2 else ()) for i, way in enumerate(WAYS[1::2])])
 def test_a_backward_that_fails_leaves_nothing(mode: str, compute: str, tmp_path: Path) -> None:
     """Of the graph: when it goes, and the next one comes. Then all is as it was."""
     def grads(model: nn.Module) -> list[Tensor]:
