@@ -3,7 +3,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import re
 import time
 from collections import Counter
@@ -20,7 +19,6 @@ import megatrain_torch as mt
 import megatrain_torch.plans.fleet as fleet_module
 from megatrain_torch.model.stream import runtime_of
 from megatrain_torch.plans import doctor, links
-from megatrain_torch.plans.fleet import Exchange, Fleet
 from megatrain_torch.plans.machine import MACHINES, SHARED_ADAM
 from megatrain_torch.plans.shapes import shapes_of
 
@@ -74,30 +72,6 @@ ASKED = dict(tokens=32768, seq=1024, homes="ram")
 WIDE = shapes_of(seven(12))("fp32")
 
 
-def exchange(gpus: int, machines: int, machine: mt.Machine = LINKED) -> Exchange:
-    fleet = Fleet(gpus, machines)
-    return Exchange(WIDE, fleet.seen(machine), fleet)
-
-
-def test_gradients_are_exchanged_and_their_sum_comes_home_in_parts() -> None:
-    """A layer's gradients are `n` parameters in bf16, and so are their sums. They are added in fp32."""
-    layer = 2
-    n = WIDE.units[layer].trained
-    of = exchange(4, 1)
-    assert of.home[layer] == math.ceil(2 * n / 4)
-    assert of.exchange_s[layer] == pytest.approx(2 * n * 3 / 4 / 100e9 + (2 * n + 4 * n / 4) / 1000e9)
-    assert of.lost_s[layer] == pytest.approx(2 * n * 3 / 4 / 50e9)
-    assert not of.network_s.any() and not of.spread_s.any() and not of.on_link
-    of = exchange(4, 2)
-    assert of.home[layer] == math.ceil(2 * n / 8)
-    assert of.network_s[layer] == pytest.approx(4 * 2 * n / 2 / 10e9), "parts of 4 ranks"
-    assert of.spread_s[layer] == pytest.approx(2 * n / 2 / 10e9)
-    assert exchange(1, 2).network_s[layer] == pytest.approx(2 * n / 2 / 10e9), "of one rank"
-    fast = dataclasses.replace(LINKED, network_gbps=1e4)
-    link = Fleet(4, 2).seen(fast).both_gbps * 1e9
-    assert exchange(4, 2, fast).spread_s[layer] == pytest.approx(2 * n / 2 / 4 / link), "a quarter over each GPU's link"
-
-
 @pytest.mark.parametrize("gpus, machines", [(2, 1), (8, 1), (1, 2), (8, 16)])
 def test_a_machine_has_one_store_and_its_part_of_the_states(gpus: int, machines: int) -> None:
     one = mt.plan(seven(12), machine=FLAT, **ASKED).host
@@ -108,18 +82,6 @@ def test_a_machine_has_one_store_and_its_part_of_the_states(gpus: int, machines:
         assert host[plane] == -(-one[plane] // machines)
     assert host.get("sums", 0) == (-(-2 * one["gradients"] // machines) if plan.micro > 1 else 0), "in fp32, of several"
     assert host["Python, torch, driver"] == gpus * GIB
-
-
-@pytest.mark.parametrize("gpus, machines", [(2, 1), (8, 1), (2, 4)])
-def test_of_further_micro_batches_a_machine_adds_one_sum(gpus: int, machines: int) -> None:
-    """In fp32, of its part, whatever number of ranks made it."""
-    fleet, machine = Fleet(gpus, machines), dataclasses.replace(LINKED, host_gbps=100.0)
-    assert fleet.added == pytest.approx(1 / machines) and Fleet().added == 1
-    more = fleet.memory_s(machine, "fp32", 1e9, 4) - fleet.memory_s(machine, "fp32", 1e9, 1)
-    assert more == pytest.approx(3 * 14e9 / machines / 100e9)
-    staging = {fleet: planned("several micro-batches", machine=machine, gpus=fleet.gpus, machines=fleet.machines)
-               .host["staging"] for fleet in (Fleet(), fleet)}
-    assert staging[fleet] == -(-2 * staging[Fleet()] // machines)
 
 
 def test_further_micro_batches_cost_many_gpus_little() -> None:
