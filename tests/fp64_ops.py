@@ -32,7 +32,8 @@ def rms_norm_backward(dy: Tensor, s: Tensor, weight: Tensor, rstd: Tensor, style
     w, rstd = weight + (style == ops.ONE_PLUS), rstd.unsqueeze(-1)
     hat, g = s * rstd, dy * w
     found = rstd * (g - hat * (g * hat).mean(-1, keepdim=True)) + (0 if add is None else add)
-    return found if dx is None else dx.copy_(found), (dy * hat).flatten(0, -2).sum(0), hat * w if rebuild else None
+    dweight = (dy * hat).flatten(0, -2).sum(0)               # before dx, which may be dy, is written
+    return found if dx is None else dx.copy_(found), dweight, hat * w if rebuild else None
 
 
 def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, out_q: Tensor, out_k: Tensor, *, v: Tensor | None = None,

@@ -36,7 +36,8 @@ def make(tmp_path: Path) -> Callable[..., tuple[test_adamw.Dots, test_adamw.Dots
         plan = {"homes": homes, "debug": {"delay_us": 100, "seed": 7}, **kw.pop("plan", {})}
         model = doors.stream(plain_dots(dtype), device="cpu", nvme=str(tmp_path) if "disk" in str(homes) else None,
                              plan=plan)
-        return model, plain_dots(dtype), mt.AdamW(model.parameters(), **{**HYPER, **kw}), test_adamw.references(model)
+        plain = plain_dots(dtype)
+        return model, plain, mt.AdamW(model.parameters(), **{**HYPER, **kw}), test_adamw.references(plain)
 
     return pair
 
