@@ -4,7 +4,9 @@ from __future__ import annotations
 import gc
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
@@ -12,6 +14,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+import parity
 import pytest
 import torch
 from hypothesis import settings
@@ -22,9 +25,12 @@ settings.load_profile("no deadline")
 
 # Of minutes each, for which the other processes of pytest would wait at the end.
 FIRST = "bases_apart versions cli_methods several peft proof_cases latent placement correction several_hf lifetimes".split()
+COMPARED = "parity situations integration peft models".split()      # plain against plain says something of these alone
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if parity.IDENTITY:
+        items[:] = [item for item in items if item.path.stem.removeprefix("test_") in COMPARED]
     items.sort(key=lambda item: item.path.stem.removeprefix("test_") not in FIRST)
 
 
@@ -40,7 +46,16 @@ def one_thread() -> None:
 
 
 @pytest.fixture
-def streaming() -> None:
-    """For tests that stream: a package that is not built is a failure, not a reason to skip."""
-    import megatrain_torch
-    assert hasattr(megatrain_torch, "stream")
+def command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture) -> Callable[..., tuple]:
+    """Runs `megatrain ...`: (exit status, stdout, stderr). Machines are kept in a folder of the test's own."""
+    from megatrain_torch import cli
+    monkeypatch.setenv("MEGATRAIN_MACHINE", str(tmp_path / "kept" / "machine.json"))
+
+    def run(*words: Any) -> tuple[int, str, str]:
+        try:
+            status = cli.main([str(word) for word in words])
+        except SystemExit as why:
+            status = why.code
+        return (status, *capsys.readouterr())
+
+    return run

@@ -1,17 +1,16 @@
 """megatrain_torch.ops for fp64 tensors, which the kernels do not take: what gradcheck holds templates to.
 
 Finite differences tell a wrong formula from rounding only in fp64. A template's own formulas stay as they are; the
-ops under them are these, in plain torch, their backwards by autograd or by the formula of ops.py.
+ops under them are reference_ops.py's.
 """
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
+import reference_ops as reference
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from megatrain_torch import ops
 
@@ -22,16 +21,10 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(ops, f.__name__, f)
 
 
-def _vjp(function: Callable[..., Tensor], inputs: list[Tensor], dy: Tensor) -> tuple[Tensor, ...]:
-    with torch.enable_grad():
-        leaves = [t.detach().requires_grad_() for t in inputs]
-        return torch.autograd.grad(function(*leaves), leaves, dy)
-
-
 def rms_norm(x: Tensor, weight: Tensor, eps: float, style: int = 0, add: Tensor | None = None) -> Any:
     s = x if add is None else x + add
-    rstd = torch.rsqrt(s.square().mean(-1) + eps)
-    return s * rstd.unsqueeze(-1) * (weight + (style == ops.ONE_PLUS)), s, rstd
+    y, rstd = reference.rms_norm(s, weight, eps, style == ops.ONE_PLUS)
+    return y, s, rstd
 
 
 def rms_norm_backward(dy: Tensor, s: Tensor, weight: Tensor, rstd: Tensor, style: int = 0, add: Tensor | None = None,
@@ -39,43 +32,27 @@ def rms_norm_backward(dy: Tensor, s: Tensor, weight: Tensor, rstd: Tensor, style
     w, rstd = weight + (style == ops.ONE_PLUS), rstd.unsqueeze(-1)
     hat, g = s * rstd, dy * w
     found = rstd * (g - hat * (g * hat).mean(-1, keepdim=True)) + (0 if add is None else add)
-    dweight = (dy * hat).flatten(0, -2).sum(0)
+    dweight = (dy * hat).flatten(0, -2).sum(0)               # before dx, which may be dy, is written
     return found if dx is None else dx.copy_(found), dweight, hat * w if rebuild else None
-
-
-def _turned(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    r, a = cos.shape[-1], x[..., :cos.shape[-1]]
-    other = torch.stack((-a[..., 1::2], a[..., 0::2]), -1).flatten(-2) if interleaved \
-        else torch.cat((-a[..., r // 2:], a[..., :r // 2]), -1)
-    return torch.cat((a * cos.unsqueeze(2) + other * sin.unsqueeze(2), x[..., r:]), -1)
 
 
 def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, out_q: Tensor, out_k: Tensor, *, v: Tensor | None = None,
          out_v: Tensor | None = None, interleaved: bool = False, inverse: bool = False) -> None:
-    def turn(x: Tensor) -> Tensor:
-        return _turned(x, cos, sin, interleaved)
-
     for x, out in ((q, out_q), (k, out_k)):
-        out.copy_(_vjp(turn, [x], x)[0] if inverse else turn(x))
+        out.copy_((reference.rope_inverse if inverse else reference.rope)(x, cos, sin, interleaved))
     if v is not None:
         out_v.copy_(v)
 
 
 def glu(gate: Tensor, up: Tensor, act: int = 0) -> Tensor:
-    if act == ops.CLAMPED:
-        gate = gate.clamp(max=7)
-        return gate * torch.sigmoid(1.702 * gate) * (up.clamp(-7, 7) + 1)
-    if act == ops.SILU:
-        return F.silu(gate) * up
-    return F.gelu(gate, approximate="tanh" if act == ops.GELU_TANH else "none") * up
+    return reference.glu(gate, up, act)
 
 
 def glu_backward(dh: Tensor, gate: Tensor, up: Tensor, act: int = 0, *, dgate: Tensor, dup: Tensor,
                  h: Tensor | None = None) -> None:
-    product = glu(gate, up, act)
-    dg, du = _vjp(lambda g, u: glu(g, u, act), [gate, up], dh)
-    dgate.copy_(dg)
-    dup.copy_(du)
+    product, grads = glu(gate, up, act), reference.glu_backward(dh, gate, up, act)
+    dgate.copy_(grads[0])
+    dup.copy_(grads[1])
     if h is not None:
         h.copy_(product)
 
@@ -107,6 +84,6 @@ def expert_glu_backward(dact: Tensor, gu: Tensor, act: int = 0, interleaved: boo
     by_row = torch.ones(gu.shape[0], 1, dtype=gu.dtype) if weights is None else weights[order].unsqueeze(1)
     h = expert_glu(gu, act, interleaved, bias, expert)
     dweights = None if weights is None else torch.empty_like(weights).index_put_((order,), (dact * h).sum(1))
-    gu.copy_(_vjp(lambda t: expert_glu(t, act, interleaved, bias, expert), [gu], dact * by_row)[0])
+    gu.copy_(reference.vjp(lambda t: expert_glu(t, act, interleaved, bias, expert), dact * by_row, gu)[0])
     dact.copy_(h * by_row)
     return dweights

@@ -5,7 +5,9 @@ the end. Fused results differ from the module's own code in the last bits, so ru
 """
 from __future__ import annotations
 
+import copy
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -168,6 +170,58 @@ def agree(truth: Run, found: Run, limit: float = TOLERANCE) -> None:
         assert off <= TRAINED, f"{name} is off by {off:.1e} after training, more than {TRAINED:.0e}"
 
 
+def same_as_plain(build: Build, batch: Batch, keep: str = "saved", engine: dict[str, Any] | None = None,
+                  **options: Any) -> Run:
+    """All layers run by templates, and train as plain torch does."""
+    run = fused(build, batch, keep, engine, **options)
+    all_fused(run.codes)
+    agree(plain(build, batch, **options), run)
+    return run
+
+
+def grads_of(model: nn.Module, batch: dict[str, Any]) -> dict[str, Tensor | None]:
+    model(**batch).loss.backward()
+    return {n: p.grad for n, p in model.named_parameters()}
+
+
+def second_backward(build: Build, keep: str = "saved") -> None:
+    """Gives the first one's gradients again."""
+    model = stream(build(), keep)
+    loss = model(**padded(0)).loss
+    loss.backward(retain_graph=True)
+    once = {n: parity.frozen(p.grad) for n, p in model.named_parameters()}
+    loss.backward()
+    all_fused(codes(model))
+    grads_agree({n: 2 * t for n, t in once.items()}, {n: p.grad for n, p in model.named_parameters()})
+    with pytest.raises(RuntimeError, match="second time"):
+        loss.backward()
+
+
+def with_a_hook(build: Build, part: str, batch: Batch) -> tuple[list[Tensor], list[Tensor]]:
+    """Losses of two steps, plain and streamed, of a model whose first layer has a hook inside: it runs its own code."""
+    found = []
+    for wrap in (lambda model: model, lambda model: stream(model, "saved")):
+        parity.seed()
+        model = wrap(build())
+        model.model.layers[0].get_submodule(part).register_forward_hook(lambda *_: None)
+        losses = [model(**batch(step)).loss for step in range(2)]
+        sum(losses).backward()
+        found.append([loss.detach() for loss in losses])
+    return found[0], found[1]
+
+
+def generates_as_plain(model: nn.Module) -> None:
+    ids = zoo.text(3)["input_ids"][:, :4]
+    options = dict(max_new_tokens=6, do_sample=False, attention_mask=torch.ones_like(ids))
+    assert torch.equal(model.generate(ids, **options), copy.deepcopy(model).generate(ids, **options))
+
+
+@functools.cache
+def truth(build: Build, batch: Batch) -> Run:
+    """Three steps of plain torch; once for each."""
+    return plain(build, batch)
+
+
 def flipped(module: Any, name: str, index: int) -> tuple[Any, str, Any]:
     """module.name with the sign of one of its results turned."""
     right = getattr(module, name)
@@ -287,9 +341,7 @@ def stays_on_the_device(build: Build, keep: str) -> None:
         assert not warm(), f"before step {step}"
         loss = zoo.model_loss(model, padded(step))
         assert not warm(), f"after forward {step}"
-        loss.backward()
-        opt.step()
-        opt.zero_grad()
+        zoo.update(loss, opt)
     assert not warm()
     all_fused(codes(model))
     assert model.get_parameter(f"{min(homes)}.input_layernorm.weight").sum() and warm() == [min(homes)]

@@ -3,6 +3,7 @@ through the graph; and a plain step of the simulation."""
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -11,11 +12,34 @@ import fusing
 import parity
 from edges import Scenario
 from fusing import padded
-from steps import DEVICE, HOST, Lists, Step, simulate
+from steps import HOST, Lists, Step
 from test_fused import FAMILIES
 from torch import Tensor, nn
 
-from megatrain_torch.plans.search import Timing
+from megatrain_torch.model.stream import runtime_of
+
+FEW = {"spill": {"bays": 2, "threads": 3}}
+LINKS = fusing.lm("qwen3", head_dim=8, num_hidden_layers=5)
+
+
+def tiny(mode: Any, nvme: Any = None, compute: str = "fused", build: Callable[[], nn.Module] | None = None, **debug: Any
+         ) -> nn.Module:
+    """A file of few bays where a mode has one."""
+    parity.seed()
+    build = build or (LINKS if "linked" in str(mode) else FAMILIES["qwen3"])
+    disk = {"nvme": nvme if isinstance(nvme, dict) else str(nvme), **FEW} if "+disk" in str(mode) else {}
+    return fusing.stream(build(), mode, compute, **disk | debug)
+
+
+def waiting(model: nn.Module) -> tuple[int, int]:
+    """Bytes of bundles in host memory, and in the file: one that was dropped while it was written counts until that is
+    over."""
+    core = runtime_of(model).core
+    for _ in range(2000):
+        if core.swap_file() is None or core.swap_file()[2] == 0:
+            break
+        time.sleep(0.001)
+    return core.swap_bytes()[1], (core.swap_file() or ("", 0, 0))[2]
 
 
 @functools.cache
@@ -61,16 +85,6 @@ def in_part(model: nn.Module) -> None:
     out = model(**padded(0), output_hidden_states=True)
     out.hidden_states[1].sum().backward(retain_graph=True)
     out.loss.backward()
-
-
-def simulated(windows: int, **changes: Any) -> Timing:
-    """Windows of 1 s forward and 2 s backward, all of one unit that is at home in VRAM."""
-    none, same = [0.0] * windows, Lists.of([(0,)] * windows)
-    asked = {"forward_s": [1.0] * windows, "backward_s": [2.0] * windows, "forward_host_s": none,
-             "backward_host_s": none, "units": same, "again": same, "leaving": Lists.of([()] * windows),
-             "updated_on": [DEVICE], "weights": [0], "gradients": [0], "update_s": [0.0], "add_s": [0.0], "slots": [],
-             "micro": 1, "h2d": 1e9, "d2h": 1e9, "both": 1e9, "busy": 1e9}
-    return simulate(Step(**asked | changes))
 
 
 def plain_step(uses: list[int], weights: list[int], slots: list[int], **changes: Any) -> Step:

@@ -226,6 +226,15 @@ class Trial:
         self.note_random()
         return opt
 
+    def steps(self, model: nn.Module, steps: int = 3) -> Iterator[int]:
+        """Step by step what `train` does, for loops whose passes are their own."""
+        opt = self.default_optimizer(model)
+        for step in range(steps):
+            yield step
+            opt.step()
+            opt.zero_grad()
+        self.note_state("at the end", model)
+
     def default_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         params = [p for p in model.parameters() if p.requires_grad]
         if self.options.optimizer == "sgd":
@@ -313,6 +322,14 @@ def same_bits(a: Any, b: Any) -> bool:
     if isinstance(a, list) and isinstance(b, list):
         return len(a) == len(b) and all(map(same_bits, a, b))
     return type(a) is type(b) and a == b
+
+
+def assert_same(plain: Any, streamed: Any) -> None:
+    """Tensors, by name or in turn: the first that differs is named."""
+    a, b = (x if isinstance(x, dict) else dict(enumerate(x)) for x in (plain, streamed))
+    assert list(a) == list(b)
+    for k in a:
+        assert same_bits(*map(torch.as_tensor, (a[k], b[k]))), f"{k}: {describe(a[k], b[k])}"
 
 
 def describe(a: Any, b: Any) -> str:

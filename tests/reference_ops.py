@@ -1,15 +1,22 @@
 """What the layer ops compute, in plain torch, in the type that is given: the tests give float64.
 
-Backward formulas are written out; tests hold them to autograd of the forward ones in float64, and the kernels
-to both. Nothing here rounds in between.
+Backwards are autograd's of these forwards. Nothing here rounds in between.
 """
 from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
+
+
+def vjp(function: Callable[..., Tensor], dy: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
+    with torch.enable_grad():
+        leaves = [t.detach().requires_grad_() for t in inputs]
+        return torch.autograd.grad(function(*leaves), leaves, dy)
+
 
 # ---- gated activations ----
 
@@ -53,13 +60,9 @@ def glu(gate: Tensor, up: Tensor, act: int) -> Tensor:
     return activation(gate, act) * factor(up, act)
 
 
-def glu_backward(dh: Tensor, gate: Tensor, up: Tensor, act: int) -> tuple[Tensor, Tensor]:
+def glu_backward(dh: Tensor, gate: Tensor, up: Tensor, act: int) -> tuple[Tensor, ...]:
     """dgate, dup."""
-    dgate = dh * factor(up, act) * sum(slope_terms(gate, act))
-    dup = dh * activation(gate, act)
-    if act == CLAMPED:
-        dgate, dup = torch.where(gate > CLAMP, 0, dgate), torch.where(up.abs() > CLAMP, 0, dup)
-    return dgate, dup
+    return vjp(lambda g, u: glu(g, u, act), dh, gate, up)
 
 
 def column_sum(x: Tensor) -> Tensor:
@@ -81,7 +84,6 @@ def _lanes(rows: Tensor) -> Tensor:
 
 # ---- embedding ----
 
-
 def embedding_backward(dy: Tensor, ids: Tensor, rows: int, padding_idx: int = -1) -> Tensor:
     """[rows, H] fp32, in the order that csrc/ops/embedding.h states: to the bit."""
     out = torch.zeros(rows, dy.shape[1], device=dy.device)
@@ -98,7 +100,6 @@ def _in_order(rows: Tensor) -> Tensor:
 
 # ---- cross entropy ----
 
-
 def softcapped(x: Tensor, cap: float) -> Tensor:
     """cap * tanh(x / cap), or x without a cap."""
     return cap * torch.tanh(x / cap) if cap > 0 else x
@@ -114,21 +115,12 @@ def cross_entropy(logits: Tensor, labels: Tensor, *, ignore_index: int = -100, s
     return torch.where(keep, loss, 0), torch.where(keep, lse, 0)
 
 
-def cross_entropy_gradient(logits: Tensor, labels: Tensor, *, ignore_index: int = -100, softcap: float = 0.0,
-                           label_smoothing: float = 0.0, z_loss: float = 0.0) -> Tensor:
+def cross_entropy_gradient(logits: Tensor, labels: Tensor, **options: float) -> Tensor:
     """[R, V]: gradient of the sum of losses by the logits."""
-    x, keep = softcapped(logits, softcap), labels != ignore_index
-    lse = torch.logsumexp(x, -1, keepdim=True)
-    wanted = torch.nn.functional.one_hot(torch.where(keep, labels, 0), logits.shape[-1]).to(logits.dtype)
-    grad = torch.exp(x - lse) * (1 + 2 * z_loss * lse) - label_smoothing / logits.shape[-1]
-    grad = grad - (1 - label_smoothing) * wanted
-    if softcap > 0:
-        grad = grad * (1 - torch.tanh(logits / softcap).square())
-    return torch.where(keep.unsqueeze(-1), grad, 0)
+    return vjp(lambda x: cross_entropy(x, labels, **options)[0].sum(), logits.new_ones(()), logits)[0]
 
 
 # ---- products ----
-
 
 def gemm(c: Tensor, a: Tensor, b: Tensor, alpha: float = 1.0, beta: float = 1.0) -> Tensor:
     """alpha * a @ b + beta * c; c counts for nothing when beta is 0, whatever it holds."""
@@ -143,14 +135,10 @@ def grouped_gemm(x: Tensor, w: Tensor, ends: list[int]) -> Tensor:
 
 def grouped_gemm_wgrad(x: Tensor, dy: Tensor, ends: list[int]) -> Tensor:
     """[E, K, N]: gradient of grouped_gemm by w."""
-    rows = torch.arange(len(x), device=x.device).unsqueeze(-1)
-    group = torch.bucketize(rows, torch.tensor(ends, device=x.device), right=True)
-    member = (group == torch.arange(len(ends), device=x.device)).to(x.dtype)
-    return torch.einsum("te,tk,tn->ekn", member, x, dy)
+    return vjp(lambda w: grouped_gemm(x, w, ends), dy, x.new_zeros(len(ends), x.shape[1], dy.shape[1]))[0]
 
 
 # ---- norms ----
-
 
 def rms_norm(s: Tensor, weight: Tensor, eps: float, plus: float = 0.0) -> tuple[Tensor, Tensor]:
     """y and rstd [...] from s [..., n]."""
@@ -158,13 +146,9 @@ def rms_norm(s: Tensor, weight: Tensor, eps: float, plus: float = 0.0) -> tuple[
     return s * rstd.unsqueeze(-1) * (weight + plus), rstd
 
 
-def rms_norm_backward(dy: Tensor, s: Tensor, weight: Tensor, eps: float, plus: float = 0.0
-                      ) -> tuple[Tensor, Tensor]:
+def rms_norm_backward(dy: Tensor, s: Tensor, weight: Tensor, eps: float, plus: float = 0.0) -> tuple[Tensor, ...]:
     """dx [..., n] and dweight [n]."""
-    rstd = torch.rsqrt(s.square().mean(-1, keepdim=True) + eps)
-    hat, g = s * rstd, dy * (weight + plus)
-    dx = rstd * (g - hat * (g * hat).mean(-1, keepdim=True))
-    return dx, (dy * hat).flatten(0, -2).sum(0)
+    return vjp(lambda s, w: rms_norm(s, w, eps, plus)[0], dy, s, weight)
 
 
 def layer_norm(s: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
@@ -177,18 +161,13 @@ def layer_norm(s: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
     return y if bias is None else y + bias, mean.squeeze(-1), rstd.squeeze(-1)
 
 
-def layer_norm_backward(dy: Tensor, s: Tensor, weight: Tensor | None, eps: float
-                        ) -> tuple[Tensor, Tensor, Tensor]:
+def layer_norm_backward(dy: Tensor, s: Tensor, weight: Tensor | None, eps: float) -> tuple[Tensor, ...]:
     """dx [..., n], dweight [n], dbias [n]."""
-    mean = s.mean(-1, keepdim=True)
-    rstd = torch.rsqrt((s - mean).square().mean(-1, keepdim=True) + eps)
-    hat, g = (s - mean) * rstd, dy if weight is None else dy * weight
-    dx = rstd * (g - g.mean(-1, keepdim=True) - hat * (g * hat).mean(-1, keepdim=True))
-    return dx, (dy * hat).flatten(0, -2).sum(0), dy.flatten(0, -2).sum(0)
+    weight = s.new_ones(s.shape[-1]) if weight is None else weight
+    return vjp(lambda s, w, b: layer_norm(s, w, b, eps)[0], dy, s, weight, torch.zeros_like(weight))
 
 
 # ---- rotary embedding ----
-
 
 def rope(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
     """x [B, S, h, D] with its first R numbers turned; cos, sin: [1 or B, S, R]."""
@@ -203,11 +182,4 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tens
 
 def rope_inverse(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
     """The transposed matrix, applied to x."""
-    r = cos.shape[-1]
-    a, rest = x[..., :r], x[..., r:]
-    b = a * sin.unsqueeze(2)
-    if interleaved:
-        across = torch.stack((b[..., 1::2], -b[..., 0::2]), -1).flatten(-2)
-    else:
-        across = torch.cat((b[..., r // 2:], -b[..., :r // 2]), -1)
-    return torch.cat((a * cos.unsqueeze(2) + across, rest), -1)
+    return vjp(lambda t: rope(t, cos, sin, interleaved), x, x)[0]

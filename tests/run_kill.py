@@ -24,7 +24,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
+from zoo import Residual
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 import megatrain_torch as mt
@@ -34,27 +35,20 @@ PLANS: list[dict[str, Any]] = [
     {"homes": {"layers.0": "vram", "layers.1": "arrive", "layers.5": "disk"}}, {"homes": "ram"}]
 
 
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.1)) for _ in range(LAYERS))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = x + torch.tanh(layer(x))
-        return x.float().square().mean()
+def net() -> nn.Module:
+    return Residual(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.1)) for _ in range(LAYERS)))
 
 
 def made(folder: Path, device: str, number: int) -> tuple[nn.Module, Any, Any]:
     torch.manual_seed(0)
-    model = mt.stream(Net().to(torch.bfloat16), device=device, nvme=str(folder), plan=PLANS[number % len(PLANS)])
+    model = mt.stream(net().to(torch.bfloat16), device=device, nvme=str(folder), plan=PLANS[number % len(PLANS)])
     opt = mt.AdamW(model.parameters(), lr=1e-3, max_grad_norm=1e-3)
     return model, opt, torch.optim.lr_scheduler.CosineAnnealingLR(opt, 1000)
 
 
 def step(model: nn.Module, opt: Any, scheduler: Any, number: int) -> None:
     torch.manual_seed(number)                # dropout's masks too
-    model(torch.randn(BATCH, WIDTH).to(torch.bfloat16)).backward()
+    model(torch.randn(BATCH, WIDTH).to(torch.bfloat16)).float().square().mean().backward()
     opt.step()
     scheduler.step()
     opt.zero_grad()
@@ -89,7 +83,7 @@ def train(folder: Path, device: str, number: int) -> None:
 def reference(folder: Path, device: str, found: dict[int, str]) -> None:
     """Uninterrupted, and all at home in host memory: prints the steps at which its hash is another."""
     torch.manual_seed(0)
-    model = mt.stream(Net().to(torch.bfloat16), device=device)
+    model = mt.stream(net().to(torch.bfloat16), device=device)
     opt = mt.AdamW(model.parameters(), lr=1e-3, max_grad_norm=1e-3)
     whole = model, opt, torch.optim.lr_scheduler.CosineAnnealingLR(opt, 1000)
     wrong = []

@@ -31,6 +31,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from zoo import Residual, update
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
@@ -44,15 +45,12 @@ PHASES = ("fill", "step", "save", "load", "evaluate", "look", "close")
 NOTES = re.compile(r"^step (\d+)$", re.MULTILINE)
 
 
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))
+def net() -> nn.Module:
+    return Residual(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))).to(torch.bfloat16)
 
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = x + torch.tanh(layer(x))
-        return x.float().square().mean()
+
+def loss_of(model: nn.Module, x: Tensor) -> Tensor:
+    return model(x.to(torch.bfloat16)).float().square().mean()
 
 
 def rank_main(folder: Path) -> None:
@@ -75,7 +73,7 @@ def rank_main(folder: Path) -> None:
     if os.environ["PHASE"]:
         short(folder, plan)
         return
-    model = mt.stream(Net().to(torch.bfloat16), device, plan=plan, nvme=folder / "nvme")
+    model = mt.stream(net(), device, plan=plan, nvme=folder / "nvme")
     opt = mt.AdamW(model.parameters(), lr=1e-3, max_grad_norm=1e-3)
     last, step = folder / "last", 0
     if last.exists():
@@ -83,7 +81,7 @@ def rank_main(folder: Path) -> None:
         print(f"resumed at {step}", flush=True)
     while True:
         torch.manual_seed(step * dist.get_world_size() + dist.get_rank())
-        model(torch.randn(8, WIDTH).to(torch.bfloat16).to(device)).backward()
+        loss_of(model, torch.randn(8, WIDTH).to(device)).backward()
         if step % 3 == dist.get_rank():
             next(model.parameters()).grad.norm()
         opt.step()
@@ -108,12 +106,12 @@ def short(folder: Path, plan: dict[str, Any]) -> None:
         return made
 
     room.engine = engine
-    model = mt.stream(Net().to(torch.bfloat16), "cpu", plan=plan, nvme=folder / "nvme")
+    model = mt.stream(net(), "cpu", plan=plan, nvme=folder / "nvme")
     opt = mt.AdamW(model.parameters(), lr=1e-3, max_grad_norm=1e-3)
-    x = torch.randn(8, WIDTH).to(torch.bfloat16)
+    x = torch.randn(8, WIDTH)
     for phase in PHASES[1:]:
         for _ in range(2):
-            model(x).backward()
+            loss_of(model, x).backward()
             if phase == "look":
                 _enter(phase)
                 [p.grad.norm() for p in model.parameters()]
@@ -123,16 +121,14 @@ def short(folder: Path, plan: dict[str, Any]) -> None:
             _enter(phase)
         for _ in range(3):
             if phase == "step":
-                model(x).backward()
-                opt.step()
-                opt.zero_grad()
+                update(loss_of(model, x), opt)
             if phase == "save":
                 mt.save(model, opt, folder / "short")
             if phase == "load":
                 mt.load(model, opt, folder / "short")
             if phase == "evaluate":
                 with torch.no_grad():
-                    model(x)
+                    loss_of(model, x)
             if phase == "look":
                 [s["exp_avg"].norm() for s in opt.state.values()]
     mt.unstream(model)

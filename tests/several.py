@@ -25,8 +25,11 @@ from typing import Any
 
 import torch
 import torch.multiprocessing as mp
+import zoo
 from torch import Tensor, nn
+from zoo import update
 
+import megatrain_torch as mt
 from megatrain_torch.group import between
 
 # ---- processes -----------------------------------------------------------------------------------
@@ -182,7 +185,6 @@ def alone(job: Job, size: int) -> dict[str, str]:
 
 
 def _made(job: Job, group: Any, seed: int) -> tuple[Any, nn.Module, Any]:
-    import megatrain_torch as mt
     from megatrain_torch.base.testing import engine_doors
     case = _case(job.case)
     model = case.build().to(getattr(torch, job.dtype))
@@ -199,12 +201,9 @@ def _made(job: Job, group: Any, seed: int) -> tuple[Any, nn.Module, Any]:
 
 def saved(rank: int, group: Any, job: Job, folder: str) -> dict[str, str]:
     """What a model has that saves itself behind its back, while it trains on for a step."""
-    import megatrain_torch as mt
     case, model, opt = _made(job, group, 0)
     for number in range(3):
-        _loss(job, case, model, number + rank).backward()
-        opt.step()
-        opt.zero_grad()
+        update(_loss(job, case, model, number + rank), opt)
         if number == 1:
             noted = _state(model, opt)
             saving = mt.save(model, opt, folder, extra={"number": number}, asynchronous=True)
@@ -215,11 +214,8 @@ def saved(rank: int, group: Any, job: Job, folder: str) -> dict[str, str]:
 
 def loaded(rank: int, group: Any, job: Job, folder: str) -> dict[str, str]:
     """What a model has that was loaded, and has forgotten what it did before."""
-    import megatrain_torch as mt
     case, model, opt = _made(job, group, 0)
-    _loss(job, case, model, 77).backward()
-    opt.step()
-    opt.zero_grad()
+    update(_loss(job, case, model, 77), opt)
     assert mt.load(model, opt, folder) == {"number": 1}
     noted = _state(model, opt)
     _loss(job, case, model, 78).backward()
@@ -247,7 +243,6 @@ FILED = {"homes": "disk+weights"}        # all ranks have to come to a forward
 
 def habits(rank: int, group: Any, plan: dict[str, Any] | None = None) -> list[str]:
     """What scripts do with a model in several processes, and one rank alone in between: what is wrong of it."""
-    import megatrain_torch as mt
     wrong = []
     case, model, opt = _made(Job("wide", plan=tuple((plan or {}).items())), group, 0)
     plain = case.build()
@@ -305,7 +300,6 @@ def _states(opt: Any) -> list[str]:
 
 def refused(rank: int, group: Any, what: str) -> str:
     """What mt.stream says where one rank, or all, ask for what cannot be."""
-    import megatrain_torch as mt
     model = Choosy()
     odd = rank == 1
     if what == "model" and odd:
@@ -326,12 +320,9 @@ def refused(rank: int, group: Any, what: str) -> str:
 def memory(rank: int, group: Any, dtype: torch.dtype = torch.float32) -> tuple[int, int]:
     """Bytes of the store that are this process's; and in memory of what is shared, pages by the number who have them.
     """
-    import megatrain_torch as mt
     model = mt.stream(nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(8))).to(dtype), "cpu", group=group)
     opt = mt.AdamW(model.parameters())
-    model(torch.ones(1, 1024, dtype=dtype)).sum().backward()
-    opt.step()
-    opt.zero_grad()
+    update(model(torch.ones(1, 1024, dtype=dtype)).sum(), opt)
     digest(next(model.parameters()))
     found = model[0].weight._mt.runtime.core.host_bytes(), _shared_bytes()
     if group is not None:
@@ -344,28 +335,23 @@ def delivered(rank: int, group: Any, job: Job) -> tuple[int, int, Any]:
     """Bytes that one rank fetched in steps, how often it gathered, and where ranks were apart."""
     case, model, opt = _made(job, group, 5 + rank)
     for number in range(job.steps):
-        _loss(job, case, model, 2 * number + rank).backward()
-        opt.step()
-        opt.zero_grad()
+        update(_loss(job, case, model, 2 * number + rank), opt)
         if job.look and rank == 0:                               # and nobody else
             with torch.no_grad():
                 case.loss(model, case.batch(number))
     core = model.lm_head.weight._mt.runtime.core
     core.drain()
     found = core.stats()["h2d_bytes"], core.stats()["gathers"], core.astray()
-    mt_unstream(model)
+    mt.unstream(model)
     return found
 
 
 def traced(rank: int, group: Any, job: Job) -> list[str]:
     """Lanes on which something was between processes."""
-    import megatrain_torch as mt
     case, model, opt = _made(job, group, 0)
     with mt.trace(model) as t:
         for number in range(2):
-            _loss(job, case, model, number).backward()
-            opt.step()
-            opt.zero_grad()
+            update(_loss(job, case, model, number), opt)
     found = sorted({s.lane for s in t.slices() if s.lane in ("exchange", "gather") and s.nbytes > 0})
     mt.unstream(model)
     return found
@@ -374,7 +360,6 @@ def traced(rank: int, group: Any, job: Job) -> list[str]:
 def filed(rank: int, group: Any) -> tuple[int, int, int, int]:
     """Bytes of weights; of what is shared, this process's part, behind a step; what a forward reads of the drive, and how
     often it gathers. Of a model of one unit."""
-    import megatrain_torch as mt
     torch.manual_seed(0)
     model = mt.stream(nn.Sequential(*(nn.Linear(512, 512) for _ in range(8))), "cpu", group=group,
                       plan=FILED, nvme=tempfile.gettempdir())
@@ -384,9 +369,7 @@ def filed(rank: int, group: Any) -> tuple[int, int, int, int]:
     with torch.no_grad():
         model(x)
     after = core.stats()
-    model(x).sum().backward()
-    opt.step()
-    opt.zero_grad()
+    update(model(x).sum(), opt)
     core.drain()
     shared = _shared_bytes()
     nbytes = sum(p.nbytes for p in model.parameters())
@@ -395,23 +378,15 @@ def filed(rank: int, group: Any) -> tuple[int, int, int, int]:
     return nbytes, shared, *(after[k] - before[k] for k in ("disk_read_bytes", "gathers"))
 
 
-def mt_unstream(model: nn.Module) -> None:
-    import megatrain_torch as mt
-    mt.unstream(model)
-
-
 def looked_at_around_a_load(rank: int, group: Any, folder: str, homes: str) -> list[str]:
     """What reads as it did not when the checkpoint was written. Before it is loaded all was looked at; one rank is slow to
     give back what a load brought, when others read already."""
-    import megatrain_torch as mt
     torch.manual_seed(0)
     model = mt.stream(nn.Sequential(*(nn.Linear(64, 64) for _ in range(3))), "cpu", group=group, plan={"homes": homes})
     opt = mt.AdamW(model.parameters(), lr=1e-2)
 
     def step() -> None:
-        model(torch.ones(2, 64)).sum().backward()
-        opt.step()
-        opt.zero_grad()
+        update(model(torch.ones(2, 64)).sum(), opt)
 
     def look() -> dict[str, Tensor]:
         return {f"{n} {k}": v.detach().clone() for n, p in model.named_parameters() for k, v in
@@ -436,7 +411,6 @@ def looked_at_around_a_load(rank: int, group: Any, folder: str, homes: str) -> l
 def memory_of_saves(rank: int, group: Any, folder: str) -> list[int]:
     """Bytes of what is shared, of all processes: before, behind a save, behind one that ended behind the next update, and
     when a state was looked at."""
-    import megatrain_torch as mt
     found: list[int] = []
 
     def note() -> None:
@@ -446,9 +420,7 @@ def memory_of_saves(rank: int, group: Any, folder: str) -> list[int]:
         found.append(sum(each))
 
     def step() -> None:
-        model(torch.ones(1, 1024)).sum().backward()
-        opt.step()
-        opt.zero_grad()
+        update(model(torch.ones(1, 1024)).sum(), opt)
 
     model = mt.stream(nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(4))), "cpu", group=group)
     opt = mt.AdamW(model.parameters(), max_grad_norm=1.0)
@@ -483,7 +455,6 @@ def _same(mine: nn.Module, other: nn.Module) -> bool:
 
 
 def _train(job: Job, size: int, ranks: list[int], group: Any) -> dict[str, str]:
-    import megatrain_torch as mt
     noted: dict[str, str] = {}
     case, model, opt = _made(job, group, 5 + ranks[0])
     scale = 1 / (size * job.micro) if group is None or job.reduce == "sum" else 1 / job.micro
@@ -540,7 +511,6 @@ class Sums:
         if job.compute == "eager" or (job.compute == "auto" and job.device == "cpu"):
             self.plain.to(job.device)
         else:                                # templates have bits of their own
-            import megatrain_torch as mt
             mt.stream(self.plain, job.device, compute=job.compute, plan={})
         mean = job.reduce == "mean"
         self.before, self.behind = 1 / (job.micro if mean else job.micro * size), 1 / size if mean else 1.0
@@ -646,7 +616,6 @@ def _straight_loss(model: nn.Module, batch: dict[str, Any]) -> Tensor:
 
 
 def _case(name: str) -> Any:
-    import zoo
     if name == "straight":
         return zoo.Case(name, zoo.CASES["llama"].build, zoo.text, _straight_loss)
     if name == "choosy":

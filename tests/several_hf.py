@@ -9,9 +9,12 @@ from typing import Any
 
 import several
 import torch
+import zoo
 from torch import Tensor, nn
 from torch import distributed as dist
 from torch.nn.parallel import DistributedDataParallel
+
+import megatrain_torch as mt
 
 STEPS, ROWS = 10, 22
 RATE = {"lr": 1e-2, "eps": 1e-4, "weight_decay": 0.01}
@@ -43,14 +46,12 @@ def _model(lora: bool = False) -> nn.Module:
 
 @contextlib.contextmanager
 def _given(model: nn.Module, streamed: bool) -> Iterator[nn.Module]:
-    import megatrain_torch as mt
     yield mt.stream(model, "cpu") if streamed else model
     if streamed:
         mt.unstream(model)
 
 
 def _adamw(model: nn.Module, ours: bool) -> torch.optim.Optimizer:
-    import megatrain_torch as mt
     params = [p for p in model.parameters() if p.requires_grad]
     return (mt.AdamW if ours else torch.optim.AdamW)(params, **RATE)
 
@@ -201,9 +202,7 @@ def buffers(rank: int, group: Any, streamed: bool) -> dict[str, Any]:
         opt = _adamw(model, streamed)
         for step in range(4):
             loss = wrapped(torch.randn(5, 6, generator=torch.Generator().manual_seed(2 * step + rank))).square().mean()
-            loss.backward()
-            opt.step()
-            opt.zero_grad()
+            zoo.update(loss, opt)
             losses.append(loss.item())
         with torch.no_grad():
             wrapped.eval()(torch.zeros(1, 6))
@@ -212,7 +211,6 @@ def buffers(rank: int, group: Any, streamed: bool) -> dict[str, Any]:
 
 def streamed_alone(rank: int, group: Any) -> list[str]:
     """In a group of one DistributedDataParallel has nothing to do; in one of two it would."""
-    import megatrain_torch as mt
     own = dist.new_group([rank], use_local_synchronization=True)
     model, said = mt.stream(_model(), "cpu", group=own), []
     DistributedDataParallel(model, process_group=own)(**torch.utils.data.default_collate([Rows()[1]])).loss.backward()

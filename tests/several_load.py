@@ -3,10 +3,14 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from several import digest
 from torch import nn
+from zoo import update
+
+import megatrain_torch as mt
 
 SIZE = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
             vocab_size=500)
@@ -24,7 +28,6 @@ def from_files(rank: int, group: Any, folder: str) -> dict[str, Any]:
     """A model of files, with masters where they are of fp32, after a step too; and what this process read and made."""
     import transformers as tf
 
-    import megatrain_torch as mt
     from megatrain_torch import _core
     from megatrain_torch.model import pretrained
     read, made, own = [0], [0], (_core.read_file, pretrained.loaded)
@@ -38,18 +41,14 @@ def from_files(rank: int, group: Any, folder: str) -> dict[str, Any]:
         made[0] = sum(p.nbytes for p in model.parameters() if not p.is_meta)
         return model
 
-    _core.read_file, pretrained.loaded = counted, looked
-    try:
-        asked = {} if group is None else {"group": group}
+    asked = {} if group is None else {"group": group}
+    with mock.patch.object(_core, "read_file", counted), mock.patch.object(pretrained, "loaded", looked):
         model = mt.from_pretrained(tf.AutoModelForCausalLM, folder, dtype=torch.bfloat16, device="cpu", **asked)
-    finally:
-        _core.read_file, pretrained.loaded = own
     return {"read": read[0], "made": made[0]} | _stepped(model)
 
 
 def made_by_the_script(rank: int, group: Any, how: str) -> dict[str, Any]:
     """The first one's model; others have one of other values, or none."""
-    import megatrain_torch as mt
     model = built("tied", torch.float32, 5 + rank)
     if rank and how == "meta":
         with torch.device("meta"):
@@ -62,7 +61,6 @@ def made_by_the_script(rank: int, group: Any, how: str) -> dict[str, Any]:
 
 def _stepped(model: nn.Module) -> dict[str, str]:
     """Once they were loaded, and after a step."""
-    import megatrain_torch as mt
     noted = {f"buffer {name}": digest(b) for name, b in model.named_buffers()}
     opt = mt.AdamW(model.parameters(), lr=1e-2)
     ids = torch.arange(24).view(2, 12)
@@ -79,7 +77,6 @@ def _stepped(model: nn.Module) -> dict[str, str]:
 def read_from_a_checkpoint(rank: int, group: Any, folder: str, states: str, part: str) -> tuple[int, int, str]:
     """Of mt.load: bytes that this process read into planes, blocks that it compared besides, and what it said. part:
     of a file's name, that the first rank finds damaged; "": nothing."""
-    import megatrain_torch as mt
     from megatrain_torch import _core
     model = mt.stream(built("llama", torch.bfloat16, 5 + rank), "cpu", **({} if group is None else {"group": group}))
     opt = mt.AdamW(model.parameters(), states=states)
@@ -92,27 +89,22 @@ def read_from_a_checkpoint(rank: int, group: Any, folder: str, states: str, part
             raise mt.MegatrainError("a block is another")
         own(file, sums, threads)
 
-    _core.read_file = counted
+    said = ""
     try:
-        mt.load(model, opt, folder)
-        said = ""
+        with mock.patch.object(_core, "read_file", counted):
+            mt.load(model, opt, folder)
     except mt.MegatrainError as error:
         said = str(error)
-    finally:
-        _core.read_file = own
     mt.unstream(model)
     return *found, said
 
 
 def saved_by_one(folder: str, states: str) -> int:
     """Bytes of its planes."""
-    import megatrain_torch as mt
     model = mt.stream(built("llama", torch.bfloat16), "cpu")
     opt = mt.AdamW(model.parameters(), states=states)
     ids = torch.arange(24).view(2, 12)
-    model(input_ids=ids, labels=ids).loss.backward()
-    opt.step()
-    opt.zero_grad()
+    update(model(input_ids=ids, labels=ids).loss, opt)
     nbytes = mt.save(model, opt, folder).bytes
     mt.unstream(model)
     return nbytes
@@ -121,23 +113,17 @@ def saved_by_one(folder: str, states: str) -> int:
 def saved_twice(rank: int, group: Any, folder: str) -> tuple[list[int], bool]:
     """Of a model whose first layer is frozen: links that files of the second checkpoint have, and whether what another
     model reads from it is this one's."""
-    import megatrain_torch as mt
     from megatrain_torch.checkpoint import again
-    again.LEAST_BYTES, least = 1, again.LEAST_BYTES
-    try:
+    with mock.patch.object(again, "LEAST_BYTES", 1):
         models = [built("llama", torch.float32) for _ in range(2)]
         for model in models:
             model.model.layers[0].requires_grad_(False)
             mt.stream(model, "cpu", group=group)
         opt = mt.AdamW([p for p in models[0].parameters() if p.requires_grad], lr=0.01)
         for name in ("1", "2"):
-            models[0](input_ids=torch.arange(8).view(1, 8) + rank, labels=torch.arange(8).view(1, 8)).loss.backward()
-            opt.step()
-            opt.zero_grad()
+            update(models[0](input_ids=torch.arange(8).view(1, 8) + rank, labels=torch.arange(8).view(1, 8)).loss, opt)
             mt.save(models[0], opt, f"{folder}/{name}", asynchronous=name == "2").wait()
         mt.load(models[1], None, f"{folder}/2")
         links = sorted(p.stat().st_nlink for p in Path(folder, "2").glob("[fm]*.safetensors"))
         one, other = ([digest(p) for p in m.parameters()] for m in models)
         return links, one == other
-    finally:
-        again.LEAST_BYTES = least

@@ -7,86 +7,55 @@ import signal
 import tempfile
 import time
 from typing import Any
+from unittest import mock
 
 import torch
 from several import Choosy
-from torch import nn
+from torch import Tensor, nn
+from zoo import update
 
-ALL = [0, 1, 2, 3]
+import megatrain_torch as mt
 
 
-def _backward(model: nn.Module, which: list[int]) -> None:
-    model(torch.ones(3, 128), which).square().mean().backward()
+def _loss(model: nn.Module) -> Tensor:
+    return model(torch.ones(3, 128), range(4)).square().mean()
 
 
 def said(rank: int, group: Any, what: str, folder: str) -> tuple[str, float]:
-    import megatrain_torch as mt
     from megatrain_torch.group import waits
     waits.LATE_S, waits._LOOK_S = 1.0, 0.4
     first, begun = rank == 0, time.monotonic()
     try:
-        if what == "stream":
-            _stream_alone(first, group)
-            return "", time.monotonic() - begun
         model = mt.stream(Choosy(), "cpu", group=group)
+        if what == "stream":
+            if first:
+                mt.stream(nn.Linear(4, 4), "cpu", group=group)
+            for _ in range(2):
+                _loss(model).backward()
+            return "", time.monotonic() - begun
         opt = mt.AdamW(model.parameters(), lr=1e-3)
-        _backward(model, ALL)
-        opt.step()
-        opt.zero_grad()
+        update(_loss(model), opt)
         mt.save(model, opt, folder + "/a")
         begun = time.monotonic()
-        WAYS[what](first, model, opt, folder)
-        _backward(model, ALL)
-        opt.step()
-        opt.zero_grad()
+        WAYS[what](first, model, opt, folder=folder)
+        update(_loss(model), opt)
         mt.unstream(model)
     except mt.MegatrainError as error:
         return str(error), time.monotonic() - begun
     return "", time.monotonic() - begun
 
 
-def _stream_alone(first: bool, group: Any) -> None:
-    import megatrain_torch as mt
-    model = mt.stream(Choosy(), "cpu", group=group)
-    if first:
-        mt.stream(nn.Linear(4, 4), "cpu", group=group)
-    for _ in range(2):
-        _backward(model, ALL)
-
-
-def _save_alone(first: bool, model: nn.Module, opt: Any, folder: str) -> None:
-    import megatrain_torch as mt
-    if first:
-        mt.save(model, opt, folder + "/b")
-
-
-def _load_alone(first: bool, model: nn.Module, opt: Any, folder: str) -> None:
-    import megatrain_torch as mt
-    if first:
-        mt.load(model, opt, folder + "/a")
-
-
-def _save_asynchronously(first: bool, model: nn.Module, opt: Any, folder: str) -> None:
-    import megatrain_torch as mt
-    mt.save(model, opt, folder + "/b", asynchronous=first)
-
-
-def _late(first: bool, model: nn.Module, opt: Any, folder: str) -> None:
-    """Something else for so long, as an evaluation: no error."""
-    import megatrain_torch as mt
-    if first:
-        time.sleep(4)
-    mt.save(model, opt, folder + "/b")
-
-
-WAYS = {"save": _save_alone, "load": _load_alone, "asynchronous": _save_asynchronously, "late": _late}
+WAYS = {"save": lambda first, *whole, folder: first and mt.save(*whole, folder + "/b"),
+        "load": lambda first, *whole, folder: first and mt.load(*whole, folder + "/a"),
+        "asynchronous": lambda first, *whole, folder: mt.save(*whole, folder + "/b", asynchronous=first),
+        # Something else for so long, as an evaluation: no error.
+        "late": lambda first, *whole, folder: (first and time.sleep(4), mt.save(*whole, folder + "/b"))}
 
 
 # ---- what one rank does otherwise ----------------------------------------------------------------
 
 def otherwise(rank: int, group: Any, what: str) -> str:
     """What each rank is told where the second one does something else; "": nothing."""
-    import megatrain_torch as mt
     odd = rank == 1
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 4)).to(torch.bfloat16)
@@ -134,7 +103,6 @@ def _once(what: str, odd: bool, model: nn.Module, opt: Any) -> None:
 
 def ends_before(rank: int, group: Any, how: str) -> str:
     """A rank is gone before the others come to mt.stream, or to another one. What these are told."""
-    import megatrain_torch as mt
     if how == "between":
         mt.unstream(mt.stream(nn.Linear(8, 8), "cpu", group=group))
         torch.distributed.barrier(group)
@@ -149,7 +117,6 @@ def ends_before(rank: int, group: Any, how: str) -> str:
 
 def drops_first(rank: int, group: Any) -> int:
     """One rank lets go of a model whose states are on its device; the other reads them, then."""
-    import megatrain_torch as mt
     model = mt.stream(nn.Linear(300, 300), "cpu", group=group, plan={"homes": "vram"})
     opt = mt.AdamW(model.parameters())
     model(torch.ones(2, 300)).sum().backward()
@@ -164,16 +131,12 @@ def drops_first(rank: int, group: Any) -> int:
 
 def unstreams_slowly(rank: int, group: Any) -> int:
     """Weights that are not as they were, where one rank is slower to take its copies."""
-    import megatrain_torch as mt
     from megatrain_torch.store import gradient
     torch.manual_seed(0)
     plain = nn.Sequential(*(nn.Linear(512, 512) for _ in range(3)))
     want = [p.detach().clone() for p in plain.parameters()]
     model = mt.stream(plain, "cpu", group=group, plan={"homes": "disk+weights"}, nvme=tempfile.gettempdir())
     release = gradient.release
-    gradient.release = lambda record: (time.sleep(0.05 * (rank == 0)), release(record))
-    try:
+    with mock.patch.object(gradient, "release", lambda record: (time.sleep(0.05 * (rank == 0)), release(record))):
         mt.unstream(model)
-    finally:
-        gradient.release = release
     return sum(int((p != w).sum()) for p, w in zip(model.parameters(), want))

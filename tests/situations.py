@@ -8,19 +8,20 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import functools
 import io
 import pickle
 import random
 import threading
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from parity import IDENTITY, Trial
 from torch import Tensor, nn
-from zoo import DECODER, H, V, generator, tokens
+from zoo import DECODER, Chain, H, V, generator, tokens
 
 SITUATIONS: dict[str, Callable[[Trial], None]] = {}
 CPU_ONLY: set[str] = set()
@@ -30,6 +31,41 @@ def situation(script: Callable[[Trial], None]) -> Callable[[Trial], None]:
     assert script.__name__ not in SITUATIONS, script.__name__
     SITUATIONS[script.__name__] = script
     return script
+
+
+def built(**options: Any) -> Callable[[Callable[[], nn.Module]], Callable[[], nn.Module]]:
+    """A situation that is all in the model, which the function builds: it is trained as usual."""
+    data, loss = (rows, square) if options.pop("of_rows", False) else (batch, lm_loss)
+
+    def put(build: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
+        SITUATIONS[build.__name__] = lambda t: t.train(t.stream(made(build)), data, loss, **options)
+        return build
+
+    return put
+
+
+def passes(build: Callable[[], nn.Module] | None = None, **config: Any) -> Callable[[Callable[..., Tensor]], Any]:
+    """A situation that is all in the loss, which the function gives for a model: a llama where none is said."""
+    def put(loss: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        SITUATIONS[loss.__name__] = lambda t: t.train(
+            t.stream(made(build) if build else llama(**config)), batch if build else text, functools.partial(loss, t))
+        return loss
+
+    return put
+
+
+def between(build: Callable[[], nn.Module] | None = None, **options: Any) -> Callable[[Callable[..., None]], Any]:
+    """A situation that is all in what the function does after each step."""
+    def put(change: Callable[..., None]) -> Callable[..., None]:
+        def script(t: Trial) -> None:
+            model = t.stream(made(build) if build else llama())
+            t.train(model, *((batch, lm_loss) if build else (text, hf_loss)), **options,
+                    between=functools.partial(change, t, model))
+
+        SITUATIONS[change.__name__] = script
+        return change
+
+    return put
 
 
 def cpu_only(script: Callable[[Trial], None]) -> Callable[[Trial], None]:
@@ -137,6 +173,18 @@ def ordinary(t: Trial, step: int, model: nn.Module, opt: torch.optim.Optimizer,
     opt.zero_grad()
 
 
+@contextlib.contextmanager
+def amid_steps(t: Trial, model: nn.Module) -> Iterator[torch.optim.Optimizer]:
+    """A step before what is done here, and two behind it."""
+    opt = t.default_optimizer(model)
+    ordinary(t, 0, model, opt)
+    yield opt
+    opt.zero_grad()
+    for step in (2, 3):
+        ordinary(t, step, model, opt)
+    t.note_state("at the end", model)
+
+
 # ---------------------------------------------------------------- the loop itself
 
 @situation
@@ -144,19 +192,18 @@ def plain_transformer(t: Trial) -> None:
     t.train(t.stream(made()), batch, lm_loss)
 
 
-@situation
-def sequential(t: Trial) -> None:
-    model = made(lambda: nn.Sequential(nn.Linear(H, H), nn.Tanh(), nn.Linear(H, H), nn.ReLU(), nn.Linear(H, 4)))
-    t.train(t.stream(model), rows, square)
+@built(of_rows=True)
+def sequential() -> nn.Module:
+    return nn.Sequential(nn.Linear(H, H), nn.Tanh(), nn.Linear(H, H), nn.ReLU(), nn.Linear(H, 4))
 
 
-@situation
-def single_linear(t: Trial) -> None:
-    t.train(t.stream(made(lambda: nn.Linear(H, 4))), rows, square)
+@built(of_rows=True)
+def single_linear() -> nn.Module:
+    return nn.Linear(H, 4)
 
 
-@situation
-def module_dict_and_parameter_lists(t: Trial) -> None:
+@built(of_rows=True)
+def module_dict_and_parameter_lists() -> nn.Module:
     class Net(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -170,21 +217,18 @@ def module_dict_and_parameter_lists(t: Trial) -> None:
                 x = torch.tanh(x @ m)
             return self.parts["b"](x) * self.scales["out"]
 
-    t.train(t.stream(made(Net)), rows, square)
+    return Net()
 
 
-@situation
-def dropout(t: Trial) -> None:
-    t.train(t.stream(made(lambda: Tiny(dropout=0.2))), batch, lm_loss)
+@built()
+def dropout() -> nn.Module:
+    return Tiny(dropout=0.2)
 
 
-@situation
-def autocast_bf16(t: Trial) -> None:
-    def loss(model: nn.Module, ids: Tensor) -> Tensor:
-        with torch.autocast(t.device, torch.bfloat16):
-            return lm_loss(model, ids)
-
-    t.train(t.stream(made()), batch, loss)
+@passes(Tiny)
+def autocast_bf16(t: Trial, model: nn.Module, ids: Tensor) -> Tensor:
+    with torch.autocast(t.device, torch.bfloat16):
+        return lm_loss(model, ids)
 
 
 @situation
@@ -256,28 +300,22 @@ def gradients_left_to_grow(t: Trial) -> None:
 
 # ---------------------------------------------------------------- ties, frozen weights, weights read elsewhere
 
-@situation
-def tie_inside_a_unit(t: Trial) -> None:
-    def build() -> nn.Module:
-        model = Tiny()
-        for layer in model.layers:
-            layer.extra = nn.Linear(H, H)
-            layer.extra.weight = layer.out.weight
-            layer.drop = layer.extra
-        return model
-
-    t.train(t.stream(made(build)), batch, lm_loss)
+@built()
+def tie_inside_a_unit() -> nn.Module:
+    model = Tiny()
+    for layer in model.layers:
+        layer.extra = nn.Linear(H, H)
+        layer.extra.weight = layer.out.weight
+        layer.drop = layer.extra
+    return model
 
 
-@situation
-def tie_between_layers(t: Trial) -> None:
-    def build() -> nn.Module:
-        model = Tiny()
-        model.layers[2].up.weight = model.layers[0].up.weight
-        model.layers[3].norm1 = model.layers[1].norm1
-        return model
-
-    t.train(t.stream(made(build)), batch, lm_loss)
+@built()
+def tie_between_layers() -> nn.Module:
+    model = Tiny()
+    model.layers[2].up.weight = model.layers[0].up.weight
+    model.layers[3].norm1 = model.layers[1].norm1
+    return model
 
 
 @situation
@@ -292,13 +330,10 @@ def tie_of_head_and_embedding(t: Trial) -> None:
     t.train(model, batch, lm_loss)
 
 
-@situation
-def one_layer_object_listed_three_times(t: Trial) -> None:
-    def build() -> nn.Module:
-        shared = Block()
-        return Tiny([shared, Block(), shared, Block(), shared])
-
-    t.train(t.stream(made(build)), batch, lm_loss)
+@built()
+def one_layer_object_listed_three_times() -> nn.Module:
+    shared = Block()
+    return Tiny([shared, Block(), shared, Block(), shared])
 
 
 @situation
@@ -386,18 +421,18 @@ def unused_parameters_have_no_gradient(t: Trial) -> None:
              "an unused parameter has a gradient")
 
 
-@situation
-def embedding_weight_used_as_head(t: Trial) -> None:
+@built()
+def embedding_weight_used_as_head() -> nn.Module:
     class Net(Tiny):
         def forward(self, ids: Tensor) -> Tensor:
             x = self.norm(self.body(self.embed(ids)))
             return F.linear(x, self.embed.weight) + 0.1 * self.head(x)
 
-    t.train(t.stream(made(Net)), batch, lm_loss)
+    return Net()
 
 
-@situation
-def bare_scale_of_the_root(t: Trial) -> None:
+@built()
+def bare_scale_of_the_root() -> nn.Module:
     class Net(Tiny):
         def __init__(self) -> None:
             super().__init__()
@@ -408,33 +443,30 @@ def bare_scale_of_the_root(t: Trial) -> None:
             x = self.embed(ids) + self.positions[: ids.shape[1]]
             return self.head(self.norm(self.body(x))) * self.logit_scale.exp()
 
-    t.train(t.stream(made(Net)), batch, lm_loss)
+    return Net()
 
 
-@situation
-def penalty_on_weights_inside_forward(t: Trial) -> None:
+@built()
+def penalty_on_weights_inside_forward() -> nn.Module:
     """The root reads weights of layers whose windows are closed."""
     class Net(Tiny):
         def forward(self, ids: Tensor) -> Tensor:
             penalty = sum(layer.up.weight.square().sum() for layer in self.layers)
             return super().forward(ids) * (1 + 1e-3 * penalty) + self.layers[0].down.weight.mean()
 
-    t.train(t.stream(made(Net)), batch, lm_loss)
+    return Net()
 
 
-@situation
-def layer_reads_a_weight_of_another(t: Trial) -> None:
+@built()
+def layer_reads_a_weight_of_another() -> nn.Module:
     class Reader(Block):
         def forward(self, x: Tensor) -> Tensor:
             return super().forward(x) + F.linear(x, self.friend[0].out.weight)
 
-    def build() -> nn.Module:
-        layers = [Reader() for _ in range(4)]
-        for i, layer in enumerate(layers):
-            layer.friend = [layers[(i + 1) % 4]]        # in a list: not a child
-        return Tiny(layers)
-
-    t.train(t.stream(made(build)), batch, lm_loss)
+    layers = [Reader() for _ in range(4)]
+    for i, layer in enumerate(layers):
+        layer.friend = [layers[(i + 1) % 4]]        # in a list: not a child
+    return Tiny(layers)
 
 
 @situation
@@ -467,8 +499,8 @@ def head_applied_outside_forward_with_gather(t: Trial) -> None:
     t.train(model, batch, loss)
 
 
-@situation
-def weights_read_for_their_metadata_only(t: Trial) -> None:
+@built()
+def weights_read_for_their_metadata_only() -> nn.Module:
     class Asker(Block):
         def forward(self, x: Tensor) -> Tensor:
             w = self.up.weight
@@ -480,106 +512,90 @@ def weights_read_for_their_metadata_only(t: Trial) -> None:
             assert self.layers[-1].up.weight.dtype == torch.float32 and self.head.weight.shape[0] == V
             return super().forward(ids.to(self.head.weight.device))
 
-    t.train(t.stream(made(lambda: Net([Asker() for _ in range(3)]))), batch, lm_loss)
+    return Net([Asker() for _ in range(3)])
 
 
 # ---------------------------------------------------------------- order of units
 
-@situation
-def each_layer_called_twice(t: Trial) -> None:
+@built()
+def each_layer_called_twice() -> nn.Module:
     class Net(Tiny):
         def order(self) -> list[int]:
             return [0, 1, 2, 3, 3, 2, 1, 0]
 
-    t.train(t.stream(made(Net)), batch, lm_loss)
+    return Net()
 
 
-@situation
-def layers_skipped_at_random(t: Trial) -> None:
+@built(steps=6)
+def layers_skipped_at_random() -> nn.Module:
     class Net(Tiny):
         def order(self) -> list[int]:
             return [i for i in range(4) if random.random() < 0.6]
 
-    t.train(t.stream(made(Net)), batch, lm_loss, steps=6)
+    return Net()
 
 
-@situation
-def another_order_in_every_step(t: Trial) -> None:
+@built(steps=5)
+def another_order_in_every_step() -> nn.Module:
     class Net(Tiny):
         def order(self) -> list[int]:
             return random.sample(range(4), k=4)
 
-    t.train(t.stream(made(Net)), batch, lm_loss, steps=5)
+    return Net()
 
 
-@situation
-def layer_that_calls_the_next_layer(t: Trial) -> None:
+@built()
+def layer_that_calls_the_next_layer() -> nn.Module:
     class Nest(Block):
         def forward(self, x: Tensor) -> Tensor:
             if self.inner:
                 x = x + 0.5 * self.inner[0](x.tanh())
             return super().forward(x)
 
-    def build() -> nn.Module:
-        layers = [Nest() for _ in range(3)]
-        for i, layer in enumerate(layers):
-            layer.inner = layers[i + 1: i + 2]
-        return Tiny(layers)
-
-    t.train(t.stream(made(build)), batch, lm_loss)
+    layers = [Nest() for _ in range(3)]
+    for i, layer in enumerate(layers):
+        layer.inner = layers[i + 1: i + 2]
+    return Tiny(layers)
 
 
-@situation
-def root_that_calls_itself(t: Trial) -> None:
+@built()
+def root_that_calls_itself() -> nn.Module:
     class Net(Tiny):
         def forward(self, ids: Tensor, depth: int = 1) -> Tensor:
             if depth == 0:
                 return super().forward(ids)
             return super().forward(ids) + 0.5 * self(ids.flip(1), depth=depth - 1)
 
-    t.train(t.stream(made(Net)), batch, lm_loss)
+    return Net()
 
 
-@situation
-def layer_called_by_the_user(t: Trial) -> None:
+@passes(Tiny)
+def layer_called_by_the_user(t: Trial, model: nn.Module, ids: Tensor) -> Tensor:
     """A part of the model called on its own, outside the root's forward."""
-    model = t.stream(made())
-
-    def loss(model: nn.Module, ids: Tensor) -> Tensor:
-        x = model.layers[2](model.layers[1](model.embed(ids)))
-        return F.cross_entropy(model.head(x).flatten(0, 1), ids.flatten())
-
-    t.train(model, batch, loss)
+    x = model.layers[2](model.layers[1](model.embed(ids)))
+    return F.cross_entropy(model.head(x).flatten(0, 1), ids.flatten())
 
 
 @situation
 def two_forwards_before_two_backwards(t: Trial) -> None:
     model = t.stream(made(lambda: Tiny(dropout=0.1)))
-    opt = t.default_optimizer(model)
-    for step in range(3):
+    for step in t.steps(model):
         first, second = (lm_loss(model, t.batch(batch(2 * step + i))) for i in range(2))
         for i, value in enumerate((first, second) if step % 2 else (second, first)):
             value.backward()
             t.note(f"step {step}, loss {i}", value)
             t.note_grads(f"step {step}, backward {i}", model)
-        opt.step()
-        opt.zero_grad()
-    t.note_state("at the end", model)
 
 
 @situation
 def one_loss_of_two_calls(t: Trial) -> None:
     """Siamese: three calls' gradients meet in one backward, twice, before the optimizer's step."""
     model = t.stream(made())
-    opt = t.default_optimizer(model)
-    for step in range(3):
+    for step in t.steps(model):
         for micro in range(2):
             x = t.batch(batch(2 * step + micro))
             (lm_loss(model, x) + (model(x) - model(x.flip(0))).square().mean()).backward()
             t.note_grads(f"step {step}, micro-batch {micro}", model)
-        opt.step()
-        opt.zero_grad()
-    t.note_state("at the end", model)
 
 
 @situation
@@ -702,49 +718,34 @@ def tensor_captured_by_a_hook_inside_a_layer(t: Trial) -> None:
     t.train(model, batch, loss)
 
 
-@situation
-def model_output_with_hidden_states(t: Trial) -> None:
-    model = t.stream(llama())
-
-    def loss(model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
-        out = model(**inputs, output_hidden_states=True)
-        return out.loss + 1e-2 * sum(h.square().mean() for h in out.hidden_states) + out[1].mean()
-
-    t.train(model, text, loss)
+@passes()
+def model_output_with_hidden_states(t: Trial, model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
+    out = model(**inputs, output_hidden_states=True)
+    return out.loss + 1e-2 * sum(h.square().mean() for h in out.hidden_states) + out[1].mean()
 
 
-@situation
-def attention_maps_in_the_loss(t: Trial) -> None:
-    model = t.stream(llama(attn_implementation="eager"))
-
-    def loss(model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
-        out = model(**inputs, output_attentions=True)
-        return out.loss + sum(a.square().sum() for a in out.attentions)
-
-    t.train(model, text, loss)
+@passes(attn_implementation="eager")
+def attention_maps_in_the_loss(t: Trial, model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
+    out = model(**inputs, output_attentions=True)
+    return out.loss + sum(a.square().sum() for a in out.attentions)
 
 
-@situation
-def cache_asked_for_in_training(t: Trial) -> None:
-    t.train(t.stream(llama()), text, lambda m, x: m(**x, use_cache=True).loss)
+@passes()
+def cache_asked_for_in_training(t: Trial, model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
+    return model(**inputs, use_cache=True).loss
 
 
-@situation
-def gradient_through_a_cache(t: Trial) -> None:
+@passes()
+def gradient_through_a_cache(t: Trial, model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
     """The second half attends to keys and values of the first, and both are trained."""
-    model = t.stream(llama())
-
-    def loss(model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
-        ids = inputs["input_ids"]
-        first = model(input_ids=ids[:, :6], use_cache=True)
-        second = model(input_ids=ids[:, 6:], past_key_values=first.past_key_values, use_cache=True)
-        return F.cross_entropy(torch.cat([first.logits, second.logits], 1).flatten(0, 1), ids.flatten())
-
-    t.train(model, text, loss)
+    ids = inputs["input_ids"]
+    first = model(input_ids=ids[:, :6], use_cache=True)
+    second = model(input_ids=ids[:, 6:], past_key_values=first.past_key_values, use_cache=True)
+    return F.cross_entropy(torch.cat([first.logits, second.logits], 1).flatten(0, 1), ids.flatten())
 
 
-@situation
-def list_that_layers_append_to(t: Trial) -> None:
+@built()
+def list_that_layers_append_to() -> nn.Module:
     """A container among the arguments is changed in place by every layer."""
     class Collects(Block):
         def forward(self, x: Tensor, past: list[Tensor]) -> Tensor:
@@ -759,22 +760,17 @@ def list_that_layers_append_to(t: Trial) -> None:
             assert len(past) == len(self.layers)
             return x + past[0]
 
-    t.train(t.stream(made(lambda: Net([Collects() for _ in range(3)]))), batch, lm_loss)
+    return Net([Collects() for _ in range(3)])
 
 
-@situation
-def inputs_with_gradients(t: Trial) -> None:
-    model = t.stream(llama())
-
-    def loss(model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
-        x = model.get_input_embeddings()(inputs["input_ids"]).detach().requires_grad_(True)
-        out = model(inputs_embeds=x, labels=inputs["labels"]).loss
-        grad, = torch.autograd.grad(out, x, retain_graph=True)
-        t.note("gradient of the input", grad)
-        x.register_hook(lambda g: t.note("gradient seen by a hook on the input", g))
-        return out
-
-    t.train(model, text, loss)
+@passes()
+def inputs_with_gradients(t: Trial, model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
+    x = model.get_input_embeddings()(inputs["input_ids"]).detach().requires_grad_(True)
+    out = model(inputs_embeds=x, labels=inputs["labels"]).loss
+    grad, = torch.autograd.grad(out, x, retain_graph=True)
+    t.note("gradient of the input", grad)
+    x.register_hook(lambda g: t.note("gradient seen by a hook on the input", g))
+    return out
 
 
 @situation
@@ -792,8 +788,8 @@ def hidden_state_with_retain_grad(t: Trial) -> None:
         t.note(f"step {step}, gradient of the middle", model.middle.grad)
 
 
-@situation
-def output_that_aliases_a_weight(t: Trial) -> None:
+@built()
+def output_that_aliases_a_weight() -> nn.Module:
     class Shows(Block):
         def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
             return super().forward(x), self.up.weight, self.down.weight.t()[:3]
@@ -806,11 +802,11 @@ def output_that_aliases_a_weight(t: Trial) -> None:
                 kept += weights
             return self.head(self.norm(x)) + 1e-2 * sum(w.square().mean() for w in kept)
 
-    t.train(t.stream(made(lambda: Net([Shows() for _ in range(4)]))), batch, lm_loss)
+    return Net([Shows() for _ in range(4)])
 
 
-@situation
-def unit_that_returns_its_input(t: Trial) -> None:
+@built()
+def unit_that_returns_its_input() -> nn.Module:
     class Passes(Block):
         def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
             return x, super().forward(x)
@@ -823,11 +819,11 @@ def unit_that_returns_its_input(t: Trial) -> None:
                 x = y + 0.1 * same
             return x
 
-    t.train(t.stream(made(lambda: Net([Passes() for _ in range(3)]))), batch, lm_loss)
+    return Net([Passes() for _ in range(3)])
 
 
-@situation
-def unit_that_writes_into_its_input(t: Trial) -> None:
+@built()
+def unit_that_writes_into_its_input() -> nn.Module:
     class InPlace(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -843,11 +839,11 @@ def unit_that_writes_into_its_input(t: Trial) -> None:
                 x = layer(x * 1.0)
             return x
 
-    t.train(t.stream(made(lambda: Net([InPlace() for _ in range(3)]))), batch, lm_loss)
+    return Net([InPlace() for _ in range(3)])
 
 
-@situation
-def container_that_writes_into_a_units_output(t: Trial) -> None:
+@built()
+def container_that_writes_into_a_units_output() -> nn.Module:
     class Net(Tiny):
         def body(self, x: Tensor) -> Tensor:
             for layer in self.layers:
@@ -856,7 +852,7 @@ def container_that_writes_into_a_units_output(t: Trial) -> None:
                 x.mul_(1.01)
             return x
 
-    t.train(t.stream(made(Net)), batch, lm_loss)
+    return Net()
 
 
 @situation
@@ -870,17 +866,12 @@ def saved_input_overwritten_is_still_noticed(t: Trial) -> None:
                 x.mul_(2.0)             # layers[1] saved x
             return y
 
+    Net.spoil = False
     model = t.stream(made(Net))
-    opt = t.default_optimizer(model)
-    for step in range(4):
-        model.spoil = step == 1
-        if step == 1:
-            value = lm_loss(model, t.batch(batch(step)))
-            fails(t, value.backward, "backward over an overwritten tensor")
-            opt.zero_grad()
-        else:
-            ordinary(t, step, model, opt)
-    t.note_state("at the end", model)
+    with amid_steps(t, model):
+        model.spoil = True
+        fails(t, lm_loss(model, t.batch(batch(1))).backward, "backward over an overwritten tensor")
+        model.spoil = False
 
 
 def fails(t: Trial, action: Callable[[], Any], what: str, kind: type[BaseException] = RuntimeError) -> None:
@@ -897,17 +888,13 @@ def fails(t: Trial, action: Callable[[], Any], what: str, kind: type[BaseExcepti
 @situation
 def losses_with_retain_graph(t: Trial) -> None:
     model = t.stream(made(lambda: Tiny(dropout=0.1)))
-    opt = t.default_optimizer(model)
-    for step in range(3):
+    for step in t.steps(model):
         ids = t.batch(batch(step))
         out = model(ids)
         losses = [F.cross_entropy(out.flatten(0, 1), ids.flatten()), out.square().mean(), out[0].mean()]
         for i, value in enumerate(losses):
             value.backward(retain_graph=i < 2)
             t.note_grads(f"step {step}, loss {i}", model)
-        opt.step()
-        opt.zero_grad()
-    t.note_state("at the end", model)
 
 
 @situation
@@ -935,28 +922,19 @@ def autograd_grad_with_unused(t: Trial) -> None:
 @situation
 def backward_with_inputs(t: Trial) -> None:
     model = t.stream(made())
-    opt = t.default_optimizer(model)
-    for step in range(3):
+    for step in t.steps(model):
         value = lm_loss(model, t.batch(batch(step)))
         value.backward(inputs=[model.layers[step].up.weight, model.layers[0].qkv.bias, model.head.weight])
         t.note_grads(f"step {step}", model)
-        opt.step()
-        opt.zero_grad()
-    t.note_state("at the end", model)
 
 
 @situation
 def gradient_penalty_is_refused(t: Trial) -> None:
     model = t.stream(made())
-    opt = t.default_optimizer(model)
-    ordinary(t, 0, model, opt)
-    t.refuses(lambda: lm_loss(model, t.batch(batch(5))).backward(create_graph=True), "create_graph")
-    t.refuses(lambda: torch.autograd.grad(lm_loss(model, t.batch(batch(5))), model.head.weight, create_graph=True),
-              "create_graph")
-    opt.zero_grad()
-    for step in (1, 2):
-        ordinary(t, step, model, opt)
-    t.note_state("at the end", model)
+    with amid_steps(t, model):
+        t.refuses(lambda: lm_loss(model, t.batch(batch(5))).backward(create_graph=True), "create_graph")
+        t.refuses(lambda: torch.autograd.grad(lm_loss(model, t.batch(batch(5))), model.head.weight, create_graph=True),
+                  "create_graph")
 
 
 @situation
@@ -1032,8 +1010,8 @@ def optimizer_inside_backward(t: Trial) -> None:
     t.note_state("at the end", model)
 
 
-@situation
-def custom_function_keeps_weight_on_ctx(t: Trial) -> None:
+@built()
+def custom_function_keeps_weight_on_ctx() -> nn.Module:
     class Keeps(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
@@ -1048,11 +1026,11 @@ def custom_function_keeps_weight_on_ctx(t: Trial) -> None:
         def forward(self, x: Tensor) -> Tensor:
             return super().forward(x) + Keeps.apply(x, self.out.weight)
 
-    t.train(t.stream(made(lambda: Tiny([Custom() for _ in range(4)]))), batch, lm_loss)
+    return Tiny([Custom() for _ in range(4)])
 
 
-@situation
-def custom_function_with_saved_tensors(t: Trial) -> None:
+@built()
+def custom_function_with_saved_tensors() -> nn.Module:
     class Saves(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
@@ -1070,7 +1048,7 @@ def custom_function_with_saved_tensors(t: Trial) -> None:
         def forward(self, x: Tensor) -> Tensor:
             return Saves.apply(super().forward(x), self.norm2.weight)
 
-    t.train(t.stream(made(lambda: Tiny([Custom() for _ in range(3)]))), batch, lm_loss)
+    return Tiny([Custom() for _ in range(3)])
 
 
 @situation
@@ -1079,17 +1057,14 @@ def anomaly_detection(t: Trial) -> None:
         t.train(t.stream(made()), batch, lm_loss)
 
 
-@situation
-def saved_tensor_hooks_of_the_user(t: Trial) -> None:
-    def loss(model: nn.Module, ids: Tensor) -> Tensor:
-        with torch.autograd.graph.save_on_cpu():
-            return lm_loss(model, ids)
-
-    t.train(t.stream(made()), batch, loss)
+@passes(Tiny)
+def saved_tensor_hooks_of_the_user(t: Trial, model: nn.Module, ids: Tensor) -> Tensor:
+    with torch.autograd.graph.save_on_cpu():
+        return lm_loss(model, ids)
 
 
-@situation
-def checkpoint_by_the_user(t: Trial) -> None:
+@built()
+def checkpoint_by_the_user() -> nn.Module:
     from torch.utils.checkpoint import checkpoint
 
     class Net(Tiny):
@@ -1098,11 +1073,11 @@ def checkpoint_by_the_user(t: Trial) -> None:
                 x = checkpoint(layer, x, use_reentrant=i % 2 == 1)
             return x
 
-    t.train(t.stream(made(lambda: Net(dropout=0.1))), batch, lm_loss)
+    return Net(dropout=0.1)
 
 
-@situation
-def checkpoint_inside_units(t: Trial) -> None:
+@built()
+def checkpoint_inside_units() -> nn.Module:
     from torch.utils.checkpoint import checkpoint
 
     class Inner(Block):
@@ -1110,7 +1085,7 @@ def checkpoint_inside_units(t: Trial) -> None:
             x = x + checkpoint(lambda y: self.attend(self.norm1(y)), x, use_reentrant=False)
             return x + self.drop(self.down(F.gelu(self.up(self.norm2(x)))))
 
-    t.train(t.stream(made(lambda: Tiny([Inner(0.1) for _ in range(3)]))), batch, lm_loss)
+    return Tiny([Inner(0.1) for _ in range(3)])
 
 
 @situation
@@ -1132,38 +1107,28 @@ def gradient_checkpointing_before_stream(t: Trial) -> None:
 def optimizer_step_between_forward_and_backward(t: Trial) -> None:
     """torch raises: the graph's weights are no more what they were. So must we."""
     model = t.stream(made())
-    opt = t.optimizer(torch.optim.SGD, model.parameters(), lr=0.1)
-    ordinary(t, 0, model, opt)
-    first = lm_loss(model, t.batch(batch(1)))
-    second = lm_loss(model, t.batch(batch(2)))
-    second.backward()
-    opt.step()
-    fails(t, first.backward, "backward after the optimizer changed the weights")
-    opt.zero_grad()
-    del first, second
-    for step in (3, 4):
-        ordinary(t, step, model, opt)
-    t.note_state("at the end", model)
+    with amid_steps(t, model) as opt:
+        first, second = (lm_loss(model, t.batch(batch(step))) for step in (4, 5))
+        second.backward()
+        opt.step()
+        fails(t, first.backward, "backward after the optimizer changed the weights")
+        del first, second
 
 
 @situation
 def backward_twice_is_an_error(t: Trial) -> None:
     model = t.stream(made())
-    opt = t.default_optimizer(model)
-    value = lm_loss(model, t.batch(batch(0)))
-    value.backward()
-    t.note_grads("first", model)
-    fails(t, value.backward, "second backward through a freed graph")
-    opt.zero_grad()
-    ordinary(t, 1, model, opt)
-    ordinary(t, 2, model, opt)
-    t.note_state("at the end", model)
+    with amid_steps(t, model):
+        value = lm_loss(model, t.batch(batch(0)))
+        value.backward()
+        t.note_grads("first", model)
+        fails(t, value.backward, "second backward through a freed graph")
 
 
 # ---------------------------------------------------------------- buffers, special modules
 
-@situation
-def batch_norm_and_counters(t: Trial) -> None:
+@built(of_rows=True)
+def batch_norm_and_counters() -> nn.Module:
     class Counts(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -1176,7 +1141,7 @@ def batch_norm_and_counters(t: Trial) -> None:
             self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)      # a new tensor
             return torch.relu(self.norm(self.fc(x))) * (1 + 0.1 * self.calls) - self.mean
 
-    t.train(t.stream(made(lambda: nn.Sequential(*[Counts() for _ in range(3)]))), rows, square)
+    return nn.Sequential(*[Counts() for _ in range(3)])
 
 
 @situation
@@ -1219,8 +1184,8 @@ def channels_last_convolutions(t: Trial) -> None:
     t.train(model, images, square)
 
 
-@situation
-def recurrent_networks(t: Trial) -> None:
+@built()
+def recurrent_networks() -> nn.Module:
     class Net(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -1236,11 +1201,11 @@ def recurrent_networks(t: Trial) -> None:
             x, _ = self.rnn(x, h)
             return self.head(x)
 
-    t.train(t.stream(made(Net)), batch, lm_loss)
+    return Net()
 
 
-@situation
-def recurrent_cells(t: Trial) -> None:
+@built(of_rows=True)
+def recurrent_cells() -> nn.Module:
     class Net(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -1253,11 +1218,11 @@ def recurrent_cells(t: Trial) -> None:
                 y = self.out(h, y)
             return y
 
-    t.train(t.stream(made(Net)), rows, square)
+    return Net()
 
 
-@situation
-def lstm_beside_multihead_attention(t: Trial) -> None:
+@built()
+def lstm_beside_multihead_attention() -> nn.Module:
     class Layer(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -1268,7 +1233,7 @@ def lstm_beside_multihead_attention(t: Trial) -> None:
             x = x + self.lstm(x)[0]
             return x + self.attn(x, x, x, need_weights=False)[0]
 
-    t.train(t.stream(made(lambda: Tiny([Layer() for _ in range(3)]))), batch, lm_loss)
+    return Tiny([Layer() for _ in range(3)])
 
 
 @situation
@@ -1292,8 +1257,8 @@ def torch_transformer_encoder(t: Trial) -> None:
     t.train(model, batch, lm_loss, steps=1, opt=opt, first=3)
 
 
-@situation
-def torch_transformer(t: Trial) -> None:
+@built()
+def torch_transformer() -> nn.Module:
     class Net(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -1305,22 +1270,18 @@ def torch_transformer(t: Trial) -> None:
             x = self.embed(ids)
             return self.head(self.body(x, x.flip(1)))
 
-    t.train(t.stream(made(Net)), batch, lm_loss)
+    return Net()
 
 
-@situation
-def weight_and_spectral_norm(t: Trial) -> None:
+@built(of_rows=True)
+def weight_and_spectral_norm() -> nn.Module:
     from torch.nn.utils import parametrizations
-
-    def build() -> nn.Module:
-        return nn.Sequential(parametrizations.weight_norm(nn.Linear(H, H)), nn.Tanh(),
-                             parametrizations.spectral_norm(nn.Linear(H, H)), nn.Tanh(), nn.Linear(H, 4))
-
-    t.train(t.stream(made(build)), rows, square)
+    return nn.Sequential(parametrizations.weight_norm(nn.Linear(H, H)), nn.Tanh(),
+                         parametrizations.spectral_norm(nn.Linear(H, H)), nn.Tanh(), nn.Linear(H, 4))
 
 
-@situation
-def empty_and_scalar_parameters(t: Trial) -> None:
+@built(of_rows=True)
+def empty_and_scalar_parameters() -> nn.Module:
     class Net(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -1331,22 +1292,12 @@ def empty_and_scalar_parameters(t: Trial) -> None:
             extra = self.none(x).sum() + (x @ self.empty.t()).sum()
             return self.body(torch.cat([x, self.empty])) * self.scalar + extra
 
-    t.train(t.stream(made(Net)), rows, square)
+    return Net()
 
 
-@situation
-def only_an_empty_module(t: Trial) -> None:
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.ModuleList([nn.Identity(), nn.Dropout(0.0), nn.Linear(H, H)])
-
-        def forward(self, x: Tensor) -> Tensor:
-            for layer in self.layers:
-                x = layer(x)
-            return x
-
-    t.train(t.stream(made(Net)), rows, square)
+@built(of_rows=True)
+def only_an_empty_module() -> nn.Module:
+    return Chain(nn.Identity(), nn.Dropout(0.0), nn.Linear(H, H))
 
 
 @situation
@@ -1365,8 +1316,8 @@ def transposed_parameter(t: Trial) -> None:
     t.train(model, rows, square)
 
 
-@situation
-def expert_choice_without_tokens(t: Trial) -> None:
+@built()
+def expert_choice_without_tokens() -> nn.Module:
     """Some experts see no token, so they run on empty batches or not at all."""
     class Moe(nn.Module):
         def __init__(self) -> None:
@@ -1384,52 +1335,37 @@ def expert_choice_without_tokens(t: Trial) -> None:
                     out = out.index_add(0, at, expert(flat[at]) * p[at, None])
             return x + out.view_as(x)
 
-    t.train(t.stream(made(lambda: Tiny([Moe() for _ in range(3)]))), batch, lm_loss)
+    return Tiny([Moe() for _ in range(3)])
 
 
 # ---------------------------------------------------------------- between steps
 
-@situation
-def evaluation_between_steps(t: Trial) -> None:
-    model = t.stream(made(lambda: Tiny(dropout=0.2)))
-
-    def between(step: int) -> None:
-        model.eval()
-        with torch.no_grad():
-            t.note(f"step {step}, no_grad", model(t.batch(batch(50))))
-        with torch.inference_mode():
-            t.note(f"step {step}, inference_mode", model(t.batch(batch(51))).clone())
-        model.train()
-
-    t.train(model, batch, lm_loss, between=between)
+@between(lambda: Tiny(dropout=0.2))
+def evaluation_between_steps(t: Trial, model: nn.Module, step: int) -> None:
+    model.eval()
+    with torch.no_grad():
+        t.note(f"step {step}, no_grad", model(t.batch(batch(50))))
+    with torch.inference_mode():
+        t.note(f"step {step}, inference_mode", model(t.batch(batch(51))).clone())
+    model.train()
 
 
-@situation
-def evaluation_between_forward_and_backward(t: Trial) -> None:
-    model = t.stream(made())
-
-    def loss(model: nn.Module, ids: Tensor) -> Tensor:
-        value = lm_loss(model, ids)
-        with torch.no_grad():
-            t.note("no_grad", model(ids.flip(0)))
-        return value
-
-    t.train(model, batch, loss)
+@passes(Tiny)
+def evaluation_between_forward_and_backward(t: Trial, model: nn.Module, ids: Tensor) -> Tensor:
+    value = lm_loss(model, ids)
+    with torch.no_grad():
+        t.note("no_grad", model(ids.flip(0)))
+    return value
 
 
-@situation
-def generation_between_steps(t: Trial) -> None:
-    model = t.stream(llama())
-
-    def between(step: int) -> None:
-        ids = t.batch(batch(50)[:, :4])
-        model.eval()
-        for kind in (dict(do_sample=False), dict(do_sample=True, top_k=20), dict(num_beams=2, do_sample=False),
-                     dict(do_sample=False, use_cache=False)):
-            t.note(f"step {step}, {kind}", model.generate(ids, max_new_tokens=5, pad_token_id=0, **kind))
-        model.train()
-
-    t.train(model, text, hf_loss, between=between)
+@between()
+def generation_between_steps(t: Trial, model: nn.Module, step: int) -> None:
+    ids = t.batch(batch(50)[:, :4])
+    model.eval()
+    for kind in (dict(do_sample=False), dict(do_sample=True, top_k=20), dict(num_beams=2, do_sample=False),
+                 dict(do_sample=False, use_cache=False)):
+        t.note(f"step {step}, {kind}", model.generate(ids, max_new_tokens=5, pad_token_id=0, **kind))
+    model.train()
 
 
 @situation
@@ -1471,33 +1407,23 @@ def running_average_of_weights(t: Trial) -> None:
     t.note("average", average)
 
 
-@situation
-def weights_written_between_steps(t: Trial) -> None:
-    model = t.stream(made())
-
-    def between(step: int) -> None:
-        with torch.no_grad():
-            model.layers[0].up.weight.copy_(torch.full((2 * H, H), 0.01))
-            model.layers[1].down.weight.mul_(0.5)
-            model.head.weight[3, :] = 0.25
-            nn.init.constant_(model.norm.bias, 0.1)
-        model.layers[2].up.weight.data.add_(0.01)
-        model.layers[2].qkv.weight.data[0] = 0.0
-        model.layers[3].out.weight.detach().clamp_(-0.1, 0.1)
-
-    t.train(model, batch, lm_loss, between=between)
+@between(Tiny)
+def weights_written_between_steps(t: Trial, model: nn.Module, step: int) -> None:
+    with torch.no_grad():
+        model.layers[0].up.weight.copy_(torch.full((2 * H, H), 0.01))
+        model.layers[1].down.weight.mul_(0.5)
+        model.head.weight[3, :] = 0.25
+        nn.init.constant_(model.norm.bias, 0.1)
+    model.layers[2].up.weight.data.add_(0.01)
+    model.layers[2].qkv.weight.data[0] = 0.0
+    model.layers[3].out.weight.detach().clamp_(-0.1, 0.1)
 
 
-@situation
-def data_replaced_between_steps(t: Trial) -> None:
-    model = t.stream(made())
-
-    def between(step: int) -> None:
-        p = model.layers[1].up.weight
-        p.data = p.detach().clone() * 0.5
-        model.layers[2].norm1.weight.data = torch.full_like(model.layers[2].norm1.weight, 1.25)
-
-    t.train(model, batch, lm_loss, between=between)
+@between(Tiny)
+def data_replaced_between_steps(t: Trial, model: nn.Module, step: int) -> None:
+    p = model.layers[1].up.weight
+    p.data = p.detach().clone() * 0.5
+    model.layers[2].norm1.weight.data = torch.full_like(model.layers[2].norm1.weight, 1.25)
 
 
 @situation
@@ -1527,8 +1453,7 @@ def state_dict_is_a_snapshot_by_reference(t: Trial) -> None:
 @situation
 def gradients_edited_in_place(t: Trial) -> None:
     model = t.stream(made())
-    opt = t.default_optimizer(model)
-    for step in range(4):
+    for step in t.steps(model, 4):
         lm_loss(model, t.batch(batch(step))).backward()
         for i, p in enumerate(model.parameters()):
             if i % 4 == 0:
@@ -1540,16 +1465,12 @@ def gradients_edited_in_place(t: Trial) -> None:
             elif i % 4 == 3:
                 p.grad[0] = 0.125
         t.note_grads(f"step {step}", model)
-        opt.step()
-        opt.zero_grad()
-    t.note_state("at the end", model)
 
 
 @situation
 def gradients_edited_between_micro_batches(t: Trial) -> None:
     model = t.stream(made())
-    opt = t.default_optimizer(model)
-    for step in range(3):
+    for step in t.steps(model):
         for micro in range(3):
             lm_loss(model, t.batch(batch(3 * step + micro))).backward()
             for i, p in enumerate(model.parameters()):
@@ -1558,9 +1479,6 @@ def gradients_edited_between_micro_batches(t: Trial) -> None:
                 elif i % 7 == 0 and micro == 1:
                     p.grad = None
             t.note_grads(f"step {step}, micro-batch {micro}", model)
-        opt.step()
-        opt.zero_grad()
-    t.note_state("at the end", model)
 
 
 @situation
@@ -1578,15 +1496,11 @@ def gradients_stolen_by_the_user(t: Trial) -> None:
 @situation
 def clip_by_torch(t: Trial) -> None:
     model = t.stream(made())
-    opt = t.default_optimizer(model)
-    for step in range(3):
+    for step in t.steps(model):
         lm_loss(model, t.batch(batch(step))).backward()
         t.note(f"step {step}, norm", t.clip(model.parameters(), 0.05))
         nn.utils.clip_grad_value_(model.parameters(), 1e-3)
         t.note_grads(f"step {step}", model)
-        opt.step()
-        opt.zero_grad()
-    t.note_state("at the end", model)
 
 
 # ---------------------------------------------------------------- optimizers
@@ -1717,40 +1631,16 @@ class Fuse(Tiny):
 
 def blown(t: Trial, where: str, kind: type[BaseException]) -> None:
     model = t.stream(made(Fuse))
-    opt = t.default_optimizer(model)
-    ordinary(t, 0, model, opt)
-    model.blow = (where, kind)
-    try:
-        lm_loss(model, t.batch(batch(1))).backward()
-        t.faults.append("nothing was raised")
-    except kind:
-        pass
-    model.blow = None
-    opt.zero_grad()
-    t.note_random()
-    for step in (2, 3):
-        ordinary(t, step, model, opt)
-    t.note_state("at the end", model)
+    with amid_steps(t, model):
+        model.blow = (where, kind)
+        fails(t, lambda: lm_loss(model, t.batch(batch(1))).backward(), "what was thrown", kind)
+        model.blow = None
+        t.note_random()
 
 
-@situation
-def exception_in_forward(t: Trial) -> None:
-    blown(t, "forward", Boom)
-
-
-@situation
-def exception_in_backward(t: Trial) -> None:
-    blown(t, "backward", Boom)
-
-
-@situation
-def interrupt_in_forward(t: Trial) -> None:
-    blown(t, "forward", KeyboardInterrupt)
-
-
-@situation
-def interrupt_in_backward(t: Trial) -> None:
-    blown(t, "backward", KeyboardInterrupt)
+for _kind, _name in ((Boom, "exception"), (KeyboardInterrupt, "interrupt")):
+    for _where in ("forward", "backward"):
+        SITUATIONS[f"{_name}_in_{_where}"] = functools.partial(blown, where=_where, kind=_kind)
 
 
 @situation
@@ -1767,14 +1657,10 @@ def exception_inside_a_layer(t: Trial) -> None:
         return Tiny([Fragile(0.1) for _ in range(3)])
 
     model = t.stream(made(build))
-    opt = t.default_optimizer(model)
-    for step in range(4):
-        model.layers[1].broken = step == 1
-        if step == 1:
-            fails(t, lambda: lm_loss(model, t.batch(batch(1))), "the layer's exception", Boom)
-        else:
-            ordinary(t, step, model, opt)
-    t.note_state("at the end", model)
+    with amid_steps(t, model):
+        model.layers[1].broken = True
+        fails(t, lambda: lm_loss(model, t.batch(batch(1))), "the layer's exception", Boom)
+        model.layers[1].broken = False
     t.note_random()
 
 
@@ -1794,14 +1680,10 @@ def not_finite_gradients(t: Trial) -> None:
 @situation
 def change_of_dtype_is_refused(t: Trial) -> None:
     model = t.stream(made())
-    opt = t.default_optimizer(model)
-    ordinary(t, 0, model, opt)
-    for action in (model.half, model.double, lambda: model.to(torch.bfloat16), lambda: model.layers[1].bfloat16()):
-        t.refuses(action, "dtype")
-    t.expect(all(p.dtype == torch.float32 for p in model.parameters()), "a dtype changed")
-    for step in (1, 2):
-        ordinary(t, step, model, opt)
-    t.note_state("at the end", model)
+    with amid_steps(t, model):
+        for action in (model.half, model.double, lambda: model.to(torch.bfloat16), lambda: model.layers[1].bfloat16()):
+            t.refuses(action, "dtype")
+        t.expect(all(p.dtype == torch.float32 for p in model.parameters()), "a dtype changed")
 
 
 @situation
@@ -1816,16 +1698,11 @@ def change_of_device_is_absorbed(t: Trial) -> None:
 @situation
 def surgery_after_stream_is_refused(t: Trial) -> None:
     model = t.stream(made())
-    opt = t.default_optimizer(model)
-    ordinary(t, 0, model, opt)
-    if t.streamed:
-        old = model.layers[1]
-        model.layers[1] = Block()
-        t.refuses(lambda: model(t.batch(batch(0))), "stream")
-        model.layers[1] = old
-    for step in (1, 2):
-        ordinary(t, step, model, opt)
-    t.note_state("at the end", model)
+    with amid_steps(t, model):
+        if t.streamed:
+            old, model.layers[1] = model.layers[1], Block()
+            t.refuses(lambda: model(t.batch(batch(0))), "stream")
+            model.layers[1] = old
 
 
 @situation
@@ -1845,14 +1722,10 @@ def peft_after_stream_is_refused(t: Trial) -> None:
 @situation
 def assigning_state_is_refused(t: Trial) -> None:
     model = t.stream(made())
-    opt = t.default_optimizer(model)
-    ordinary(t, 0, model, opt)
-    state = {k: v.clone() for k, v in model.state_dict().items()}
-    t.refuses(lambda: model.load_state_dict(state, assign=True), "assign")
-    t.refuses(model.share_memory, "share_memory")
-    for step in (1, 2):
-        ordinary(t, step, model, opt)
-    t.note_state("at the end", model)
+    with amid_steps(t, model):
+        state = {k: v.clone() for k, v in model.state_dict().items()}
+        t.refuses(lambda: model.load_state_dict(state, assign=True), "assign")
+        t.refuses(model.share_memory, "share_memory")
 
 
 @situation
@@ -1917,28 +1790,20 @@ def ordinary_copy(t: Trial, copied: nn.Module, original: nn.Module) -> None:
     t.note_state("the original", original)
 
 
-@situation
-def deepcopy_gives_a_plain_model(t: Trial) -> None:
-    model, opt = trained(t)
-    ordinary_copy(t, copy.deepcopy(model), model)
-    t.train(model, batch, lm_loss, steps=1, opt=opt, first=2)
-
-
-@situation
-def torch_save_gives_a_plain_model(t: Trial) -> None:
-    model, opt = trained(t)
+def saved_and_loaded(model: nn.Module) -> nn.Module:
     file = io.BytesIO()
     torch.save(model, file)
-    file.seek(0)
-    ordinary_copy(t, torch.load(file, weights_only=False), model)
-    t.train(model, batch, lm_loss, steps=1, opt=opt, first=2)
+    return torch.load(io.BytesIO(file.getvalue()), weights_only=False)
 
 
-@situation
-def pickle_gives_a_plain_model(t: Trial) -> None:
+def copied(t: Trial, way: Callable[[nn.Module], nn.Module]) -> None:
     model, opt = trained(t)
-    ordinary_copy(t, pickle.loads(pickle.dumps(model)), model)
+    ordinary_copy(t, way(model), model)
     t.train(model, batch, lm_loss, steps=1, opt=opt, first=2)
+
+
+SITUATIONS |= {f"{name}_gives_a_plain_model": functools.partial(copied, way=way) for name, way in {
+    "deepcopy": copy.deepcopy, "torch_save": saved_and_loaded, "pickle": lambda model: pickle.loads(pickle.dumps(model))}.items()}
 
 
 @situation
@@ -2032,21 +1897,6 @@ def dora_and_saved_modules(t: Trial) -> None:
 
 
 @situation
-def prefix_tuning(t: Trial) -> None:
-    import peft
-    config = peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
-    model = peft.get_peft_model(llama(), config)
-    t.train(t.stream(model), text, hf_loss)
-
-
-@situation
-def prompt_tuning(t: Trial) -> None:
-    import peft
-    config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
-    t.train(t.stream(peft.get_peft_model(llama(), config)), text, hf_loss)
-
-
-@situation
 def compiled_model(t: Trial) -> None:
     """backend="eager": graphs are captured and run as they are, so bits do not change."""
     torch._dynamo.reset()
@@ -2054,12 +1904,7 @@ def compiled_model(t: Trial) -> None:
     compiled = torch.compile(model, backend="eager")
     opt = t.default_optimizer(model)
     for step in range(3):
-        value = lm_loss(compiled, t.batch(batch(step)))
-        value.backward()
-        t.note(f"step {step}, loss", value)
-        t.note_grads(f"step {step}", model)
-        opt.step()
-        opt.zero_grad()
+        ordinary(t, step, model, opt, lambda _, ids: lm_loss(compiled, ids))
     torch._dynamo.reset()
 
 
@@ -2072,8 +1917,7 @@ def adapters_switched_for_a_reference(t: Trial) -> None:
     model.add_adapter("ref", config)
     model.set_adapter("default")
     model = t.stream(model)
-    opt = t.default_optimizer(model)
-    for step in range(3):
+    for step in t.steps(model):
         loss = hf_loss(model, t.batch(text(step)))
         model.set_adapter("ref")
         with torch.no_grad():
@@ -2082,6 +1926,3 @@ def adapters_switched_for_a_reference(t: Trial) -> None:
         (loss - 0.5 * ref).backward()
         t.note(f"step {step}, losses", (loss, ref))
         t.note_grads(f"step {step}", model)
-        opt.step()
-        opt.zero_grad()
-    t.note_state("at the end", model)

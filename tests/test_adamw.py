@@ -12,7 +12,7 @@ import gc
 import io
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import parity
@@ -20,11 +20,9 @@ import pytest
 import torch
 from situations import batch, lm_loss, made
 from torch import Tensor, nn
+from zoo import update
 
-pytestmark = pytest.mark.usefixtures("streaming")
-if parity.IDENTITY:
-    pytest.skip("plain against plain was asked for", allow_module_level=True)
-import megatrain_torch as mt  # noqa: E402
+import megatrain_torch as mt
 
 _core = mt._core
 
@@ -70,9 +68,14 @@ def grads_for(model: nn.Module, step: int, decades: float = 3.0) -> list[Tensor]
 
 
 def feed(model: nn.Module, opt: torch.optim.Optimizer, grads: list[Tensor | None]) -> None:
-    model(grads).backward()
-    opt.step()
-    opt.zero_grad()
+    update(model(grads), opt)
+
+
+def fed(model: nn.Module, opt: torch.optim.Optimizer, steps: Iterable[int]) -> tuple[Any, Any]:
+    """After these steps."""
+    for step in steps:
+        feed(model, opt, grads_for(model, step))
+    return model, opt
 
 
 def feed_only(model: nn.Module, step: int) -> None:
@@ -105,6 +108,15 @@ def follow(refs: list[Reference], grads: list[Tensor | None], clip: float = 1.0)
     for ref, g in zip(refs, grads):
         if g is not None:
             ref.step(g, clip)
+
+
+def feed_both(model: nn.Module, opt: torch.optim.Optimizer, refs: list[Reference], grads: list[Tensor | None]) -> None:
+    feed(model, opt, grads)
+    follow(refs, grads)
+
+
+def followed(model: nn.Module, **asked: Any) -> tuple[nn.Module, list[Reference], mt.AdamW]:
+    return model, references(model), mt.AdamW(model.parameters(), **HYPER | asked)
 
 
 def rounded(p: Tensor, dtype: torch.dtype) -> Tensor:
@@ -151,8 +163,7 @@ def assert_all_same(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
 @pytest.mark.parametrize("max_norm", [None, 0.5], ids=["no_clip", "clip"])
 def test_weights_are_the_rounding_of_the_fp32_trajectory(dtype: torch.dtype, max_norm: float | None) -> None:
     """To the bit: 16-bit weights are trained as fp32 ones are, and rounded where they are read."""
-    model = dots(dtype, delay_us=50)
-    refs, opt = references(model), mt.AdamW(model.parameters(), max_grad_norm=max_norm, **HYPER)
+    model, refs, opt = followed(dots(dtype, delay_us=50), max_grad_norm=max_norm)
     for step in range(40):
         grads = grads_for(model, step)
         feed(model, opt, grads)
@@ -241,8 +252,7 @@ def test_the_clip_factor_is_torchs_within_an_ulp(max_norm: float) -> None:
 
 
 def test_grad_norm_is_none_before_the_first_step_and_then_before_clipping() -> None:
-    model = dots(delay_us=500)
-    opt = mt.AdamW(model.parameters(), max_grad_norm=0.1, **HYPER)
+    model, _, opt = followed(dots(delay_us=500), max_grad_norm=0.1)
     assert opt.grad_norm is None
     for step in range(3):
         grads = grads_for(model, step)
@@ -279,8 +289,7 @@ def test_the_norm_is_of_all_models_in_the_optimizer(plain: bool) -> None:
 
 @pytest.mark.parametrize("dtype", [BF16, F16], ids=["bf16", "fp16"])
 def test_micro_batches_of_16_bits_are_summed_in_fp32(dtype: torch.dtype) -> None:
-    model = dots(dtype, delay_us=50)
-    refs, opt = references(model), mt.AdamW(model.parameters(), **HYPER)
+    model, refs, opt = followed(dots(dtype, delay_us=50))
     for step in range(3):
         micros = [grads_for(model, 10 * step + k, decades=1) for k in range(4)]
         for grads in micros:
@@ -329,8 +338,7 @@ def test_schedules_set_the_rate_of_each_step(make: Callable[[Any], Any]) -> None
         for ref in refs:
             ref.hyper |= {"lr": group["lr"], "betas": group["betas"]}
         grads = grads_for(model, step)
-        follow(refs, grads)
-        feed(model, opt, grads)
+        feed_both(model, opt, refs, grads)
         feed(plain, theirs, grads)
         for s in schedules:
             s.step()
@@ -350,8 +358,7 @@ def test_groups_have_their_own_numbers_and_can_be_added() -> None:
         grads: list[Tensor | None] = list(grads_for(model, step))
         if step < 2:
             grads[3] = None
-        feed(model, opt, grads)
-        follow(refs, grads)
+        feed_both(model, opt, refs, grads)
     assert_follows(model, opt, refs)
     assert int(opt.state[d]["step"]) == 3, "a parameter counts its own steps"
 
@@ -364,13 +371,11 @@ def test_named_parameters_give_the_names_in_the_state() -> None:
 
 
 def test_a_parameter_without_gradient_keeps_everything() -> None:
-    model = dots(BF16)
-    refs, opt = references(model), mt.AdamW(model.parameters(), **HYPER)
+    model, refs, opt = followed(dots(BF16))
     for step in range(6):
         grads: list[Tensor | None] = list(grads_for(model, step))
         grads[step % 4] = None
-        feed(model, opt, grads)
-        follow(refs, grads)
+        feed_both(model, opt, refs, grads)
     assert_follows(model, opt, refs)
 
 
@@ -388,8 +393,7 @@ def test_frozen_parameters_keep_their_bits(dtype: torch.dtype) -> None:
 
 
 def test_a_closure_gives_its_value_and_one_update() -> None:
-    model = dots()
-    refs, opt = references(model), mt.AdamW(model.parameters(), **HYPER)
+    model, refs, opt = followed(dots())
     for step in range(3):
         grads = grads_for(model, step)
 
@@ -409,8 +413,7 @@ def test_a_closure_gives_its_value_and_one_update() -> None:
 
 @pytest.mark.parametrize("whose", ["optimizer", "model"])
 def test_dropping_gradients_does_not_wait(whose: str) -> None:
-    model = dots(delay_us=20000)
-    refs, opt = references(model), mt.AdamW(model.parameters(), **HYPER)
+    model, refs, opt = followed(dots(delay_us=20000))
     model(grads_for(model, 0)).backward()
     opt.step()
     began = time.perf_counter()
@@ -425,8 +428,7 @@ def test_dropping_gradients_does_not_wait(whose: str) -> None:
 @pytest.mark.parametrize("how", ["optimizer", "model"])
 def test_zeroing_gradients_in_place_does_not_disturb_the_update_under_way(how: str) -> None:
     """set_to_none=False right behind step(), when the update has not read the gradients yet."""
-    model = dots(delay_us=2000)
-    refs, opt = references(model), mt.AdamW(model.parameters(), **HYPER)
+    model, refs, opt = followed(dots(delay_us=2000))
     for step in range(4):
         grads = grads_for(model, step)
         model(grads).backward()
@@ -438,8 +440,7 @@ def test_zeroing_gradients_in_place_does_not_disturb_the_update_under_way(how: s
 
 
 def test_gradients_set_by_hand_count() -> None:
-    model = dots(BF16, delay_us=100)
-    refs, opt = references(model), mt.AdamW(model.parameters(), **HYPER)
+    model, refs, opt = followed(dots(BF16, delay_us=100))
     for step in range(4):
         grads = grads_for(model, step)
         for p, g in zip(model.parameters(), grads):
@@ -452,8 +453,7 @@ def test_gradients_set_by_hand_count() -> None:
 
 
 def test_a_gradient_that_the_user_keeps_outlives_one_set_by_hand() -> None:
-    model = dots()
-    opt = mt.AdamW(model.parameters(), **HYPER)
+    model, _, opt = followed(dots())
     model(grads_for(model, 0)).backward()
     kept = [p.grad for p in model.parameters()]
     for p in model.parameters():
@@ -465,8 +465,7 @@ def test_a_gradient_that_the_user_keeps_outlives_one_set_by_hand() -> None:
 
 def test_a_gradient_set_by_hand_waits_for_the_update_before() -> None:
     """It goes where the update before still reads; that one takes milliseconds for four million weights."""
-    model = dots(shapes=[(1 << 22,), (3,)])
-    refs, opt = references(model), mt.AdamW(model.parameters(), **HYPER)
+    model, refs, opt = followed(dots(shapes=[(1 << 22,), (3,)]))
     steps = [[torch.full(p.shape, 1.0 - 0.4 * k) for p in model.parameters()] for k in range(4)]
     for grads in steps:
         for p, g in zip(model.parameters(), grads):
@@ -479,8 +478,7 @@ def test_a_gradient_set_by_hand_waits_for_the_update_before() -> None:
 
 def test_gradients_set_by_hand_are_not_hoarded() -> None:
     """No copy of them outlives the next step."""
-    model = dots()
-    opt = mt.AdamW(model.parameters(), **HYPER)
+    model, _, opt = followed(dots())
 
     def step_by_hand() -> int:
         for p in model.parameters():
@@ -495,8 +493,7 @@ def test_gradients_set_by_hand_are_not_hoarded() -> None:
 
 
 def test_gradients_edited_in_place_count_also_after_micro_batches() -> None:
-    model = dots(BF16, delay_us=100)
-    refs, opt = references(model), mt.AdamW(model.parameters(), **HYPER)
+    model, refs, opt = followed(dots(BF16, delay_us=100))
     for step in range(3):
         for k in range(2):
             model(grads_for(model, 10 * step + k)).backward()
@@ -511,58 +508,35 @@ def test_gradients_edited_in_place_count_also_after_micro_batches() -> None:
 
 # ---------------------------------------------------------------- weights that the user touches
 
+def written(write: Callable[[Tensor, Tensor], Any]) -> Callable[[Tensor, Reference, mt.AdamW], None]:
+    def change(p: Tensor, ref: Reference, opt: mt.AdamW) -> None:
+        value = torch.full(p.shape, 0.37).to(p.dtype)
+        write(p, value)
+        ref.p = value.float()
+    return change
+
+
+def halve_moment(p: Tensor, ref: Reference, opt: mt.AdamW) -> None:
+    opt.state[p]["exp_avg"].mul_(0.5)
+    ref.m.mul_(0.5)
+
+
+# An old master must not come back, and below a zeroed half its low bits would make a NaN; moments go on.
+WRITES = {"copy_": written(lambda p, x: p.copy_(x)), "data": written(lambda p, x: p.data.copy_(x)),
+          "arithmetic": written(lambda p, x: p.mul_(0).add_(x)),
+          "zeros": lambda p, ref, opt: (p.zero_(), ref.p.zero_()), "moment": halve_moment}
+
+
 @TYPES
-@pytest.mark.parametrize("write", [lambda p, x: p.copy_(x), lambda p, x: p.data.copy_(x), lambda p, x: p.mul_(0).add_(x)],
-                         ids=["copy_", "data", "arithmetic"])
-def test_a_weight_written_between_steps_is_its_own_master(dtype: torch.dtype, write: Callable[[Tensor, Tensor], Any]) -> None:
-    """An old master must not come back; moments go on."""
-    model = dots(dtype, delay_us=200)
-    refs, opt = references(model), mt.AdamW(model.parameters(), **HYPER)
+@pytest.mark.parametrize("write", WRITES)
+def test_what_is_written_between_steps_is_what_the_next_one_starts_from(dtype: torch.dtype, write: str) -> None:
+    model, refs, opt = followed(dots(dtype, delay_us=200))
     for step in range(4):
-        grads = grads_for(model, step)
-        feed(model, opt, grads)
-        follow(refs, grads)
-        if step == 1:
-            for p, ref in zip(model.parameters(), refs):
-                value = torch.full(p.shape, 0.37).to(dtype)
-                with torch.no_grad():
-                    write(p, value)
-                ref.p = value.float()
-            assert_follows(model, opt, refs)
-    assert_follows(model, opt, refs)
-
-
-@TYPES
-def test_zeroed_weights_are_zero_and_train_on(dtype: torch.dtype) -> None:
-    """Below a zeroed half the old low bits would make a NaN."""
-    model = dots(dtype)
-    refs, opt = references(model), mt.AdamW(model.parameters(), **HYPER)
-    for step in range(3):
-        grads = grads_for(model, step)
-        feed(model, opt, grads)
-        follow(refs, grads)
+        feed_both(model, opt, refs, grads_for(model, step))
         with torch.no_grad():
-            for p, ref in zip(model.parameters(), refs):
-                p.zero_()
-                ref.p.zero_()
-        assert all(not m.any() for m in mt.masters(model).values())
-    feed(model, opt, grads_for(model, 3))
-    follow(refs, grads_for(model, 3))
-    assert_follows(model, opt, refs)
-
-
-@TYPES
-def test_a_moment_that_is_written_leaves_the_master_alone(dtype: torch.dtype) -> None:
-    model = dots(dtype, delay_us=200)
-    refs, opt = references(model), mt.AdamW(model.parameters(), **HYPER)
-    for step in range(4):
-        grads = grads_for(model, step)
-        feed(model, opt, grads)
-        follow(refs, grads)
-        for p, ref in zip(model.parameters(), refs):
-            opt.state[p]["exp_avg"].mul_(0.5)
-            ref.m.mul_(0.5)
-    assert_follows(model, opt, refs)
+            for p, ref in zip(model.parameters(), refs) if step % 2 else ():
+                WRITES[write](p, ref, opt)
+        assert_follows(model, opt, refs)
 
 
 # ---------------------------------------------------------------- gradients that are not finite
@@ -571,8 +545,7 @@ def test_a_moment_that_is_written_leaves_the_master_alone(dtype: torch.dtype) ->
 @pytest.mark.parametrize("max_norm", [None, 1.0], ids=["no_clip", "clip"])
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan], ids=str)
 def test_a_step_that_is_not_finite_changes_nothing(dtype: torch.dtype, max_norm: float | None, bad: float) -> None:
-    model = dots(dtype)
-    refs, opt = references(model), mt.AdamW(model.parameters(), max_grad_norm=max_norm, **HYPER)
+    model, refs, opt = followed(dots(dtype), max_grad_norm=max_norm)
     skipped = 0
     for step in range(6):
         grads = grads_for(model, step, decades=1)
@@ -594,8 +567,7 @@ def test_a_step_that_is_not_finite_changes_nothing(dtype: torch.dtype, max_norm:
 
 
 def test_a_step_that_is_not_finite_raises_at_the_next_if_asked() -> None:
-    model = dots()
-    refs, opt = references(model), mt.AdamW(model.parameters(), nonfinite="raise", **HYPER)
+    model, refs, opt = followed(dots(), nonfinite="raise")
     grads = grads_for(model, 0)
     grads[0][0] = math.nan
     feed(model, opt, grads)
@@ -630,9 +602,7 @@ def real_training(in_backward: bool, seed: int) -> dict[str, Tensor]:
     model = parity.stream_for_test(made(), "replay", 2, 150, debug={"seed": seed})
     opt = mt.AdamW(model.parameters(), in_backward=in_backward, **HYPER)
     for step in range(4):
-        lm_loss(model, batch(step)).backward()
-        opt.step()
-        opt.zero_grad()
+        update(lm_loss(model, batch(step)), opt)
     return everything(model, opt)
 
 
@@ -643,8 +613,7 @@ def test_updating_in_backward_gives_the_bits_of_updating_afterwards() -> None:
 
 
 def test_in_backward_refuses_a_second_backward() -> None:
-    model = dots()
-    opt = mt.AdamW(model.parameters(), in_backward=True, **HYPER)
+    model, _, opt = followed(dots(), in_backward=True)
     model(grads_for(model, 0)).backward()
     with pytest.raises(mt.MegatrainError, match="second backward before step"):
         model(grads_for(model, 1)).backward()
@@ -654,8 +623,7 @@ def test_in_backward_refuses_a_second_backward() -> None:
 @pytest.mark.parametrize("units", [67, 150])
 def test_in_backward_takes_any_number_of_units(units: int) -> None:
     """More than half, and more than all, of the results that an engine keeps."""
-    model = dots(shapes=[(3,)] * units)
-    refs, opt = references(model), mt.AdamW(model.parameters(), in_backward=True, **HYPER)
+    model, refs, opt = followed(dots(shapes=[(3,)] * units), in_backward=True)
     for step in range(3):
         grads = grads_for(model, step)
         if step == 1:
@@ -668,8 +636,7 @@ def test_in_backward_takes_any_number_of_units(units: int) -> None:
 
 def test_in_backward_skips_units_that_are_not_finite() -> None:
     """The norm of all is not known yet, so each unit is judged by its own gradients."""
-    model = dots(BF16)
-    refs, opt = references(model), mt.AdamW(model.parameters(), in_backward=True, **HYPER)
+    model, refs, opt = followed(dots(BF16), in_backward=True)
     for step in range(3):
         grads: list[Tensor | None] = list(grads_for(model, step))
         if step == 1:
@@ -706,8 +673,7 @@ def test_an_optimizer_that_is_gone_updates_no_more() -> None:
     gc.collect()
     refs, opt = references(model), mt.AdamW(model.parameters(), **HYPER)
     for step in range(2):
-        feed(model, opt, grads_for(model, step))
-        follow(refs, grads_for(model, step))
+        feed_both(model, opt, refs, grads_for(model, step))
     assert_follows(model, opt, refs)
 
 
@@ -716,14 +682,11 @@ def test_an_optimizer_that_is_gone_updates_no_more() -> None:
 def halfway(dtype: torch.dtype, **kw: Any) -> tuple[Dots, Any]:
     model = dots(dtype, delay_us=100)
     opt = mt.AdamW(model.parameters(), max_grad_norm=0.5, **{**HYPER, **kw})
-    for step in range(3):
-        feed(model, opt, grads_for(model, step))
-    return model, opt
+    return fed(model, opt, range(3))
 
 
 def finish(model: Dots, opt: Any) -> dict[str, Tensor]:
-    for step in range(3, 6):
-        feed(model, opt, grads_for(model, step))
+    fed(model, opt, range(3, 6))
     return everything(model, opt)
 
 
@@ -760,20 +723,17 @@ def test_a_new_optimizer_starts_from_nothing(dtype: torch.dtype) -> None:
     for ref, m in zip(refs, masters.values()):
         ref.p = m
     for step in range(2):
-        feed(model, opt, grads_for(model, step))
-        follow(refs, grads_for(model, step))
+        feed_both(model, opt, refs, grads_for(model, step))
     assert_follows(model, opt, refs)
 
 
 def test_loading_an_empty_state_starts_from_nothing() -> None:
-    model = dots()
-    opt = mt.AdamW(model.parameters(), **HYPER)
+    model, _, opt = followed(dots())
     empty = copy.deepcopy(opt.state_dict())
     feed(model, opt, grads_for(model, 0))
     opt.load_state_dict(empty)
     refs = references(model)
-    feed(model, opt, grads_for(model, 1))
-    follow(refs, grads_for(model, 1))
+    feed_both(model, opt, refs, grads_for(model, 1))
     assert_follows(model, opt, refs)
 
 
@@ -821,8 +781,7 @@ def test_an_optimizer_that_stepped_before_its_model_was_streamed_is_refused() ->
 def test_a_state_dict_is_whole_for_who_reads_memory() -> None:
     """Writers of files look behind torch's functions. Four million weights take milliseconds to update; the last are
     looked at first."""
-    model = dots(shapes=[(1 << 22,), (3,)])
-    refs, opt = references(model), mt.AdamW(model.parameters(), **HYPER)
+    model, refs, opt = followed(dots(shapes=[(1 << 22,), (3,)]))
     steps, last = [grads_for(model, k) for k in range(5)], []
     for grads in steps:
         feed(model, opt, grads)
@@ -837,8 +796,7 @@ def test_a_state_dict_is_whole_for_who_reads_memory() -> None:
 def test_torchs_state_is_taken_to_the_bit() -> None:
     plain, model = plain_dots(), dots()
     theirs = torch.optim.AdamW(plain.parameters(), **HYPER)
-    for step in range(3):
-        feed(plain, theirs, grads_for(plain, step))
+    fed(plain, theirs, range(3))
     model.load_state_dict(plain.state_dict())
     opt = mt.AdamW(model.parameters(), lr=1.0)
     opt.load_state_dict(theirs.state_dict())
@@ -846,8 +804,7 @@ def test_torchs_state_is_taken_to_the_bit() -> None:
     for ref, s in zip(refs, theirs.state.values()):
         ref.m, ref.v, ref.t = s["exp_avg"].clone(), s["exp_avg_sq"].clone(), int(s["step"])
     assert_follows(model, opt, refs)
-    feed(model, opt, grads_for(model, 3))
-    follow(refs, grads_for(model, 3))
+    feed_both(model, opt, refs, grads_for(model, 3))
     assert_follows(model, opt, refs)
 
 
@@ -885,9 +842,7 @@ def test_plain_parameters_get_torchs_update(dtype: torch.dtype) -> None:
             opt.load_state_dict(copy.deepcopy(opt.state_dict()))
         grads = grads_for(model, step)
         own = [g.to(dtype) for g in grads]
-        (model(grads) + ours(own)).backward()
-        opt.step()
-        opt.zero_grad()
+        update(model(grads) + ours(own), opt)
         feed(theirs, their_opt, own)
         follow(refs, grads)
     assert_follows(model, opt, refs)
@@ -916,8 +871,7 @@ def test_plain_parameters_alone_are_clipped_and_counted() -> None:
 
 def test_step_returns_before_updates_are_over_and_reads_wait() -> None:
     """Gradients take 8 naps of 15 ms on average to come home; step() is host work of a millisecond."""
-    model = dots(delay_us=30000)
-    refs, opt = references(model), mt.AdamW(model.parameters(), max_grad_norm=1.0, **HYPER)
+    model, refs, opt = followed(dots(delay_us=30000), max_grad_norm=1.0)
     times = []
     for step in range(3):
         grads = grads_for(model, step)
@@ -945,10 +899,8 @@ READS: dict[str, Callable[[Dots, Any, Reference], tuple[Tensor, Tensor]]] = {
 @pytest.mark.parametrize("read", READS)
 def test_whatever_is_read_after_step_is_whole(read: str) -> None:
     for seed in range(3):
-        model = dots(BF16, delay_us=3000, debug={"seed": seed})
-        refs, opt = references(model), mt.AdamW(model.parameters(), **HYPER)
-        feed(model, opt, grads_for(model, 0))
-        follow(refs, grads_for(model, 0))
+        model, refs, opt = followed(dots(BF16, delay_us=3000, debug={"seed": seed}))
+        feed_both(model, opt, refs, grads_for(model, 0))
         assert_same(*READS[read](model, opt, refs[0]), read)
 
 
@@ -958,7 +910,7 @@ def test_whatever_is_read_after_step_is_whole(read: str) -> None:
     (dict(amsgrad=True), "amsgrad=True"), (dict(differentiable=True), "differentiable=True"),
     (dict(capturable=True), "capturable=True"), (dict(lr=-1.0), "lr=-1.0"), (dict(lr=math.nan), "lr=nan"),
     (dict(betas=(1.0, 0.9)), r"betas=\(1\.0, 0\.9\)"), (dict(betas=(0.9, -0.1)), "betas"), (dict(eps=-1.0), "eps=-1.0"),
-    (dict(weight_decay=-0.1), "weight_decay=-0.1"), (dict(max_grad_norm=0.0), "max_grad_norm=0.0 must be > 0"),
+    (dict(weight_decay=-0.1), "weight_decay=-0.1"), (dict(lr="1e-3"), "lr"), (dict(max_grad_norm=0.0), "max_grad_norm=0.0 must be > 0"),
     (dict(max_grad_norm=-1.0), "max_grad_norm"), (dict(states="4bit"), "states='4bit'"),
     (dict(in_backward=True, max_grad_norm=1.0), "cannot clip"), (dict(nonfinite="ignore"), "nonfinite='ignore'")],
     ids=lambda x: "-".join(x) if isinstance(x, dict) else "")
@@ -968,16 +920,13 @@ def test_a_bad_argument_is_named(bad: dict[str, Any], words: str) -> None:
 
 
 def test_words_of_torch_that_change_nothing_are_taken() -> None:
-    model = dots()
-    refs, opt = references(model), mt.AdamW(model.parameters(), foreach=True, fused=False, amsgrad=False, **HYPER)
-    feed(model, opt, grads_for(model, 0))
-    follow(refs, grads_for(model, 0))
+    model, refs, opt = followed(dots(), foreach=True, fused=False, amsgrad=False)
+    feed_both(model, opt, refs, grads_for(model, 0))
     assert_follows(model, opt, refs)
 
 
 def test_a_bad_number_in_a_group_is_refused_with_the_units_name() -> None:
-    model = dots()
-    opt = mt.AdamW(model.parameters(), **HYPER)
+    model, _, opt = followed(dots())
     refs = references(model)
     opt.param_groups[0]["eps"] = -1.0
     model(grads_for(model, 0)).backward()
@@ -990,8 +939,7 @@ def test_a_bad_number_in_a_group_is_refused_with_the_units_name() -> None:
 
 
 def test_double_precision_is_refused_by_name() -> None:
-    model = dots(torch.float64)
-    opt = mt.AdamW(model.parameters(), **HYPER)
+    model, _, opt = followed(dots(torch.float64))
     model(grads_for(model, 0)).backward()
     with pytest.raises(mt.MegatrainError, match=r"layers\.0\.weight: AdamW trains fp32, bf16 and fp16"):
         opt.step()

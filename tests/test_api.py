@@ -6,78 +6,46 @@ compared with itself must agree bit for bit.
 """
 from __future__ import annotations
 
+import gc
 import importlib
-import io
+import re
 from typing import Any
 
 import parity
 import pytest
 import torch
 import torch.nn.functional as F
-from situations import Tiny, batch, lm_loss, made, rows, square
+from parity import assert_same, stream_for_test
+from situations import Tiny, batch, lm_loss, made, square
+from test_adamw import plain_dots
 from torch import Tensor, nn
+from zoo import update
 
-pytestmark = pytest.mark.usefixtures("streaming")
-if parity.IDENTITY:
-    pytest.skip("plain against plain was asked for", allow_module_level=True)
+import megatrain_torch as mt
+from megatrain_torch import cli
+from megatrain_torch.base.testing import Doors, engine_doors, opened
+from megatrain_torch.commands.settings import Settings
+from megatrain_torch.model.choices import refuse_packed
+from megatrain_torch.model.stream import runtime_of
 
 ADAM = dict(lr=1e-2, betas=(0.9, 0.99), eps=1e-4, weight_decay=0.1)
 
 
-def mt() -> Any:
-    import megatrain_torch
-    return megatrain_torch
-
-
-def streamed(model: nn.Module, **kw: Any) -> nn.Module:
-    return parity.stream_for_test(model, **kw)
-
-
-def trained(steps: int = 4, accumulate: int = 1, clip: float | None = None, build: Any = Tiny, **kw: Any) -> dict[str, Tensor]:
-    """Weights, states and norms after some steps of mt.AdamW."""
-    parity.seed()
-    model = streamed(made(build), **kw)
-    opt = mt().AdamW(model.parameters(), max_grad_norm=clip, **ADAM)
-    out: dict[str, Tensor] = {}
-    for step in range(steps):
-        for micro in range(accumulate):
-            (lm_loss(model, batch(step * accumulate + micro)) / accumulate).backward()
-        opt.step()
-        opt.zero_grad()
-        out[f"norm {step}"] = torch.tensor(opt.grad_norm or 0.0)
-    out |= {k: v.detach().clone() for k, v in model.state_dict().items()}
-    names = [n for n, _ in model.named_parameters()]
-    for i, s in opt.state_dict()["state"].items():
-        out |= {f"{names[i]} {k}": torch.as_tensor(v).clone() for k, v in s.items()}
-    return out
-
-
-def assert_same(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
-    assert list(a) == list(b)
-    for k in a:
-        assert torch.equal(a[k], b[k]), f"{k}: {parity.describe(a[k], b[k])}"
+def grads_of(model: nn.Module) -> dict[str, Tensor]:
+    lm_loss(model, batch(0)).backward()
+    return {name: p.grad for name, p in model.named_parameters()}
 
 
 # ---------------------------------------------------------------- AdamW
-
-def test_adamw_first_backward_equals_plain_bitwise() -> None:
-    plain, model = made(), streamed(made())
-    opt = mt().AdamW(model.parameters(), max_grad_norm=1.0, **ADAM)
-    lm_loss(plain, batch(0)).backward()
-    lm_loss(model, batch(0)).backward()
-    for (name, p), q in zip(plain.named_parameters(), model.parameters()):
-        assert torch.equal(p.grad, q.grad), name
-    opt.step()
-
 
 @pytest.mark.parametrize("clip", [None, 0.05], ids=["no_clip", "clip"])
 def test_adamw_one_step_is_within_ulps_of_torch(clip: float | None) -> None:
     """From equal gradients. The update u = m/(sqrt(v)+eps) has about ten fp32 roundings in either order, so it
     differs by at most ~8 * 2^-24 relative; p itself is rounded once or twice (torch: after decay, after the
     update). Hence |a - b| <= 2 ulp(p) + 16 * 2^-24 * lr * |u|, with |u| <= 1 in the first step."""
-    plain, model = made(), streamed(made())
+    plain, model = made(), stream_for_test(made())
     theirs = torch.optim.AdamW(plain.parameters(), **ADAM)
-    ours = mt().AdamW(model.parameters(), max_grad_norm=clip, **ADAM)
+    ours = mt.AdamW(model.parameters(), max_grad_norm=clip, **ADAM)
     lm_loss(plain, batch(0)).backward()
     lm_loss(model, batch(0)).backward()
     if clip is not None:
@@ -94,247 +62,32 @@ def test_adamw_one_step_is_within_ulps_of_torch(clip: float | None) -> None:
         assert ours.grad_norm == pytest.approx(norm.item(), rel=1e-6), "sums of squares: fp32 in torch, double here"
 
 
-def test_adamw_stays_near_torch_over_ten_steps() -> None:
-    """Rounding differences of one step (1e-7 of a weight near 1) feed back through the gradients of later
-    steps. eps = 1e-4 bounds the gain: a gradient off by d moves a weight by at most lr * d / eps = 100 d, and
-    d is about 1e-8 here. Ten steps of that stay under 1e-5 where a step moves a weight by 1e-2."""
-    plain, model = made(), streamed(made())
-    theirs, ours = torch.optim.AdamW(plain.parameters(), **ADAM), mt().AdamW(model.parameters(), **ADAM)
-    for step in range(10):
-        for m, opt in ((plain, theirs), (model, ours)):
-            lm_loss(m, batch(step)).backward()
-            opt.step()
-            opt.zero_grad()
-    for (name, p), q in zip(plain.named_parameters(), model.parameters()):
-        worst = (p - q).abs().max().item()
-        assert worst <= 1e-5, f"{name}: off by {worst:.3g}"
-
-
-@pytest.mark.parametrize("clip", [None, 0.05], ids=["no_clip", "clip"])
-@pytest.mark.parametrize("accumulate", [1, 4])
-def test_adamw_overlap_on_equals_overlap_off_bitwise(clip: float | None, accumulate: int) -> None:
-    off = trained(clip=clip, accumulate=accumulate, debug={"sync": True})
-    for kw in (dict(slots=2, delay_us=300), dict(slots=parity.MANY_SLOTS), dict(slots=3, delay_us=100, activations="saved")):
-        assert_same(off, trained(clip=clip, accumulate=accumulate, **kw))
-
-
-def test_adamw_without_the_wait_for_updates_is_noticed() -> None:
-    """The control of the tests above: a fetch that does not wait for the update brings old weights."""
-    right = trained(slots=2, delay_us=300)
-
-    def noticed(seed: int) -> bool:
-        try:
-            wrong = trained(slots=2, delay_us=300, debug={"skip": parity.EDGES["updated"], "seed": seed})
-        except mt().MegatrainError as error:         # a replay that is not its forward
-            if "does not repeat itself" not in str(error):
-                raise
-            return True
-        return any(not torch.equal(right[k], wrong[k]) for k in right)
-
-    assert any([noticed(seed) for seed in (1, 2, 3)])
-
-
-def test_adamw_does_not_depend_on_the_order_of_delays() -> None:
-    first = trained(clip=0.1, delay_us=100, debug={"seed": 1})
-    assert_same(first, trained(clip=0.1, delay_us=100, debug={"seed": 2}))
-
-
-def test_adamw_clips_to_the_exact_global_norm() -> None:
-    model = streamed(made())
-    opt = mt().AdamW(model.parameters(), max_grad_norm=1e-3, **ADAM)
-    lm_loss(model, batch(0)).backward()
-    exact = sum(p.grad.double().square().sum() for p in model.parameters()).sqrt().item()
-    opt.step()
-    assert opt.grad_norm == pytest.approx(exact, rel=1e-7), "the norm is summed in double and rounded once"
-
-
-def test_adamw_sees_gradients_edited_in_place() -> None:
-    """torch's own clip_grad_norm_, GradScaler and hooks write into p.grad: the update must use what is there."""
-    def run(edit: Any) -> list[Tensor]:
-        model = streamed(made())
-        opt = mt().AdamW(model.parameters(), **ADAM)
-        for step in range(2):
-            lm_loss(model, batch(step)).backward()
-            edit(model)
-            opt.step()
-            opt.zero_grad()
-        return [p.detach().clone() for p in model.parameters()]
-
-    def halve(model: nn.Module) -> None:
-        for p in model.parameters():
-            p.grad.mul_(0.5)
-
-    def replace(model: nn.Module) -> None:
-        for p in model.parameters():
-            p.grad = p.grad * 0.5
-
-    untouched, halved, replaced = run(lambda m: None), run(halve), run(replace)
-    assert any(not torch.equal(a, b) for a, b in zip(untouched, halved)), "the edit was ignored"
-    for a, b in zip(halved, replaced):
-        assert torch.equal(a, b), "mul_ in place and assignment of the same values gave different updates"
-
-
-@pytest.mark.parametrize("accumulate", [1, 3])
-def test_adamw_gives_a_step_without_gradient_no_update(accumulate: int) -> None:
-    model = streamed(made())
-    opt = mt().AdamW(model.parameters(), **ADAM)
-    for step in range(3):
-        for _ in range(accumulate):
-            (model.layers[0](model.embed(batch(step))).square().mean() / accumulate).backward()
-        before = model.head.weight.detach().clone()
-        opt.step()
-        opt.zero_grad()
-        assert torch.equal(before, model.head.weight), "the head has no gradient and moved"
-
-
-def test_adamw_skips_a_step_that_is_not_finite() -> None:
-    model = streamed(made())
-    opt = mt().AdamW(model.parameters(), max_grad_norm=1.0, **ADAM)
-    lm_loss(model, batch(0)).backward()
-    opt.step()
-    opt.zero_grad()
-    before = [p.detach().clone() for p in model.parameters()]
-    (lm_loss(model, batch(1)) * float("inf")).backward()
-    opt.step()
-    opt.zero_grad()
-    for a, p in zip(before, model.parameters()):
-        assert torch.equal(a, p), "weights moved in a step that was not finite"
-    lm_loss(model, batch(2)).backward()
-    opt.step()
-    assert opt.skipped_steps == 1
-    assert all(int(s["step"]) == 2 for s in opt.state_dict()["state"].values()), "the skipped step was counted"
-
-
-def test_adamw_state_round_trip_gives_the_bits_of_an_uninterrupted_run() -> None:
-    def steps(model: nn.Module, opt: Any, span: range) -> None:
-        for step in span:
-            lm_loss(model, batch(step)).backward()
-            opt.step()
-            opt.zero_grad()
-
-    straight = streamed(made())
-    opt = mt().AdamW(straight.parameters(), max_grad_norm=0.1, **ADAM)
-    steps(straight, opt, range(3))
-    file = io.BytesIO()
-    torch.save({"model": straight.state_dict(), "opt": opt.state_dict()}, file)
-    steps(straight, opt, range(3, 6))
-    file.seek(0)
-    saved = torch.load(file, weights_only=True)
-    resumed = streamed(made())
-    resumed.load_state_dict(saved["model"])
-    again = mt().AdamW(resumed.parameters(), max_grad_norm=0.1, **ADAM)
-    again.load_state_dict(saved["opt"])
-    steps(resumed, again, range(3, 6))
-    for (name, a), b in zip(straight.named_parameters(), resumed.parameters()):
-        assert torch.equal(a, b), name
-
-
-def test_adamw_takes_a_state_of_torchs_adamw() -> None:
-    plain = made()
-    theirs = torch.optim.AdamW(plain.parameters(), **ADAM)
-    lm_loss(plain, batch(0)).backward()
-    theirs.step()
-    state = theirs.state_dict()
-    model = streamed(made())
-    model.load_state_dict(plain.state_dict())
-    ours = mt().AdamW(model.parameters(), **ADAM)
-    ours.load_state_dict(state)
-    theirs.zero_grad()
-    for m, opt in ((plain, theirs), (model, ours)):
-        lm_loss(m, batch(1)).backward()
-        opt.step()
-    for (name, p), q in zip(plain.named_parameters(), model.parameters()):
-        assert (p - q).abs().max() <= 1e-6, f"{name}: one step from a loaded state"
-
-
-def test_adamw_trains_bf16_weights_with_an_fp32_master() -> None:
-    """A step far smaller than a bf16 ulp must not be lost: the master moves, later the weight."""
-    model = streamed(made(lambda: nn.Linear(8, 8, bias=False)).bfloat16())
-    opt = mt().AdamW(model.parameters(), lr=1e-4, weight_decay=0.0)
-    reference = model.weight.detach().float().clone().requires_grad_(True)
-    theirs = torch.optim.AdamW([reference], lr=1e-4, weight_decay=0.0)
-    x = rows(0)[:, :8].bfloat16()
-    for _ in range(20):
-        model(x).float().sum().backward()
-        reference.grad = model.weight.grad.float()
-        opt.step()
-        theirs.step()
-        opt.zero_grad()
-    master = mt().masters(model)["weight"]
-    assert master.dtype == torch.float32
-    assert (master - reference).abs().max() <= 2e-6, "twenty updates of 1e-4, each rounded at ~2^-24 of a weight"
-    distance = (model.weight.detach().float() - master).abs()
-    assert (distance <= master.abs() * 2.0 ** -8).all(), "the weight is the master rounded to bf16 (half an ulp: 2^-9 to 2^-8)"
-
-
-def test_adamw_mixes_streamed_and_other_parameters() -> None:
-    model, extra = streamed(made()), nn.Parameter(torch.ones(()))
-    opt = mt().AdamW([*model.parameters(), extra], max_grad_norm=0.05, **ADAM)
-    plain, other = made(), nn.Parameter(torch.ones(()))
-    theirs = torch.optim.AdamW([*plain.parameters(), other], **ADAM)
-    for step in range(3):
-        (lm_loss(model, batch(step)) * extra).backward()
-        opt.step()
-        opt.zero_grad()
-        (lm_loss(plain, batch(step)) * other).backward()
-        nn.utils.clip_grad_norm_([*plain.parameters(), other], 0.05)
-        theirs.step()
-        theirs.zero_grad()
-    assert abs(extra.item() - other.item()) <= 1e-6
-    for (name, p), q in zip(plain.named_parameters(), model.parameters()):
-        assert (p - q).abs().max() <= 1e-5, name
-
-
-def test_adamw_in_backward_equals_step_afterwards_bitwise() -> None:
-    def run(in_backward: bool) -> list[Tensor]:
-        model = streamed(made(), delay_us=100)
-        opt = mt().AdamW(model.parameters(), in_backward=in_backward, **ADAM)
-        for step in range(4):
-            lm_loss(model, batch(step)).backward()
-            opt.step()
-            opt.zero_grad()
-        return [p.detach().clone() for p in model.parameters()]
-
-    for a, b in zip(run(False), run(True)):
-        assert torch.equal(a, b), "the same update at another time"
-
-
 def test_adamw_groups_and_schedule_follow_torch() -> None:
     def groups(model: nn.Module) -> list[dict[str, Any]]:
         return [{"params": [p for p in model.parameters() if p.dim() > 1], "weight_decay": 0.3},
                 {"params": [p for p in model.parameters() if p.dim() < 2], "lr": 1e-3, "weight_decay": 0.0}]
 
-    plain, model = made(), streamed(made())
-    theirs, ours = torch.optim.AdamW(groups(plain), **ADAM), mt().AdamW(groups(model), **ADAM)
+    plain, model = made(), stream_for_test(made())
+    theirs, ours = torch.optim.AdamW(groups(plain), **ADAM), mt.AdamW(groups(model), **ADAM)
     schedules = [torch.optim.lr_scheduler.CosineAnnealingLR(o, 5) for o in (theirs, ours)]
     for step in range(5):
         for m, opt, schedule in zip((plain, model), (theirs, ours), schedules):
-            lm_loss(m, batch(step)).backward()
-            opt.step()
-            opt.zero_grad()
+            update(lm_loss(m, batch(step)), opt)
             schedule.step()
     for (name, p), q in zip(plain.named_parameters(), model.parameters()):
         assert (p - q).abs().max() <= 1e-5, name
 
 
-@pytest.mark.parametrize("bad", [dict(amsgrad=True), dict(betas=(1.0, 0.9)), dict(eps=-1.0), dict(max_grad_norm=0.0),
-                                 dict(states="4bit"), dict(in_backward=True, max_grad_norm=1.0), dict(lr="1e-3")], ids=str)
-def test_adamw_refuses(bad: dict[str, Any]) -> None:
-    model = streamed(made(lambda: nn.Linear(4, 4)))
-    with pytest.raises(mt().MegatrainError, match=str(next(iter(bad)))):
-        mt().AdamW(model.parameters(), **bad)
-
-
 def test_adamw_refuses_words_that_torch_does_not_know() -> None:
     with pytest.raises(TypeError, match="momentum"):
-        mt().AdamW([nn.Parameter(torch.ones(2))], momentum=0.9)
+        mt.AdamW([nn.Parameter(torch.ones(2))], momentum=0.9)
 
 
 # ---------------------------------------------------------------- other doors
 
 def test_masters_are_fp32_copies_of_every_parameter() -> None:
-    model = streamed(made())
-    found = mt().masters(model)
+    model = stream_for_test(made())
+    found = mt.masters(model)
     assert list(found) == [n for n, _ in model.named_parameters()]
     for name, p in model.named_parameters():
         assert found[name].dtype == torch.float32 and torch.equal(found[name], p), name
@@ -343,20 +96,20 @@ def test_masters_are_fp32_copies_of_every_parameter() -> None:
 
 
 def test_explain_names_every_window() -> None:
-    text = mt().explain(streamed(made()))
+    text = mt.explain(stream_for_test(made()))
     for name in ("embed", "layers.0", "layers.3", "norm", "head"):
         assert name in text, f"{name} is missing in:\n{text}"
 
 
 def test_last_step_counts_bytes() -> None:
-    model = streamed(made())
+    model = stream_for_test(made())
     nbytes = sum(p.numel() * 4 for p in model.parameters())
     lm_loss(model, batch(0)).backward()
-    mt().last_step(model)
+    mt.last_step(model)
     lm_loss(model, batch(1)).backward()
     model.zero_grad()
     next(model.parameters()).sum()
-    report = mt().last_step(model)
+    report = mt.last_step(model)
     layer = sum(p.numel() * 4 for p in model.layers[0].parameters())
     assert 2 * layer <= report.h2d_bytes <= 2 * nbytes, "two slots: four layers cannot all stay; none crosses more than twice"
     assert report.d2h_bytes == nbytes, "every gradient leaves exactly once"
@@ -364,9 +117,9 @@ def test_last_step_counts_bytes() -> None:
 
 
 def test_gather_gives_weights_on_the_compute_device_and_takes_gradients() -> None:
-    model = streamed(made())
+    model = stream_for_test(made())
     x = torch.randn(3, 32, generator=torch.Generator().manual_seed(0))
-    with mt().gather(model.head):
+    with mt.gather(model.head):
         F.linear(x, model.head.weight).square().sum().backward()
     w = made().head.weight
     F.linear(x, w).square().sum().backward()
@@ -388,8 +141,8 @@ def test_gather_gives_weights_on_the_compute_device_and_takes_gradients() -> Non
 def test_stream_refuses_and_changes_nothing(bad: dict[str, Any], words: str) -> None:
     model = made()
     before = {k: v.clone() for k, v in model.state_dict().items()}
-    with pytest.raises(mt().MegatrainError, match=words):
-        mt().stream(model, **{"device": "cpu", **bad})
+    with pytest.raises(mt.MegatrainError, match=words):
+        mt.stream(model, **{"device": "cpu", **bad})
     assert all(type(p) is nn.Parameter for p in model.parameters()), "parameters were changed"
     assert all("forward" not in vars(m) for m in model.modules()), "modules were wrapped"
     assert all(torch.equal(before[k], v) for k, v in model.state_dict().items())
@@ -408,7 +161,7 @@ def test_a_buffer_of_a_users_class_is_moved_by_that() -> None:
 
     model = nn.Linear(2, 2)
     model.register_buffer("own", torch.zeros(2).as_subclass(Own))
-    mt().stream(model, device="cpu")
+    mt.stream(model, device="cpu")
     assert torch.Tensor.to in seen and type(model.own) is Own
 
 
@@ -448,45 +201,45 @@ def test_a_failure_while_memory_is_taken_gives_all_of_it_back(late: str, at: int
     model.head.weight.grad = torch.ones_like(model.head.weight)
     before = {k: v.clone() for k, v in model.state_dict().items()}
     with pytest.raises(MemoryError, match=late):
-        mt().stream(model, device="cpu", plan={"states": "8bit"})
+        mt.stream(model, device="cpu", plan={"states": "8bit"})
     monkeypatch.undo()
     assert all(type(p) is nn.Parameter and "_mt" not in vars(p) for p in model.parameters()), "parameters were changed"
     assert all("forward" not in vars(m) for m in model.modules()), "modules were wrapped"
     assert all(torch.equal(before[k], v) for k, v in model.state_dict().items())
     assert (model.head.weight.grad == 1).all()
-    with pytest.raises(mt().MegatrainError, match="closed"):
+    with pytest.raises(mt.MegatrainError, match="closed"):
         engines[0].stats()
-    lm_loss(streamed(model), batch(0)).backward()
+    lm_loss(stream_for_test(model), batch(0)).backward()
 
 
 def test_what_is_no_module_is_refused_with_the_way() -> None:
-    with pytest.raises(mt().MegatrainError, match=r"not 'runs/mine'; mt.from_pretrained\(AutoModelForCausalLM, path\)"):
-        mt().stream("runs/mine")
-    with pytest.raises(mt().MegatrainError, match=r"takes a torch.nn.Module, not \[1\]$"):
-        mt().stream([1])
+    with pytest.raises(mt.MegatrainError, match=r"not 'runs/mine'; mt.from_pretrained\(AutoModelForCausalLM, path\)"):
+        mt.stream("runs/mine")
+    with pytest.raises(mt.MegatrainError, match=r"takes a torch.nn.Module, not \[1\]$"):
+        mt.stream([1])
 
 
 def test_streaming_twice_is_refused() -> None:
-    model = streamed(made())
-    with pytest.raises(mt().MegatrainError, match="unstream"):
-        mt().stream(model, device="cpu")
-    with pytest.raises(mt().MegatrainError):
-        mt().stream(nn.Sequential(model, nn.Linear(2, 2)), device="cpu")
+    model = stream_for_test(made())
+    with pytest.raises(mt.MegatrainError, match="unstream"):
+        mt.stream(model, device="cpu")
+    with pytest.raises(mt.MegatrainError):
+        mt.stream(nn.Sequential(model, nn.Linear(2, 2)), device="cpu")
     lm_loss(model, batch(0)).backward()
 
 
 def test_data_parallel_wrappers_are_refused() -> None:
-    with pytest.raises(mt().MegatrainError, match="DataParallel"):
-        mt().stream(nn.DataParallel(made()), device="cpu")
-    model = streamed(made())
-    with pytest.raises(mt().MegatrainError, match="DataParallel"):
+    with pytest.raises(mt.MegatrainError, match="DataParallel"):
+        mt.stream(nn.DataParallel(made()), device="cpu")
+    model = stream_for_test(made())
+    with pytest.raises(mt.MegatrainError, match="DataParallel"):
         nn.parallel.replicate(model, [0]) if torch.cuda.is_available() else model._replicate_for_data_parallel()
 
 
-@pytest.mark.parametrize("call", [lambda m: mt().unstream(m), lambda m: mt().explain(m), lambda m: mt().masters(m),
-                                  lambda m: mt().last_step(m)], ids=["unstream", "explain", "masters", "last_step"])
+@pytest.mark.parametrize("call", [lambda m: mt.unstream(m), lambda m: mt.explain(m), lambda m: mt.masters(m),
+                                  lambda m: mt.last_step(m)], ids=["unstream", "explain", "masters", "last_step"])
 def test_plain_model_where_a_streamed_one_is_needed(call: Any) -> None:
-    with pytest.raises(mt().MegatrainError, match="stream"):
+    with pytest.raises(mt.MegatrainError, match="stream"):
         call(made())
 
 
@@ -497,30 +250,26 @@ def test_lazy_modules_and_parameter_subclasses_are_refused() -> None:
     odd = made(lambda: nn.Linear(4, 4))
     odd.weight = Odd(torch.ones(4, 4))
     for model in (nn.Sequential(nn.LazyLinear(4)), odd):
-        with pytest.raises(mt().MegatrainError, match="weight"):
-            mt().stream(model, device="cpu")
+        with pytest.raises(mt.MegatrainError, match="weight"):
+            mt.stream(model, device="cpu")
 
 
 def test_meta_parameters_are_refused_and_nothing_is_changed() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4, device="meta"))
-    with pytest.raises(mt().MegatrainError, match=r"'1.weight' is on the meta device: load its weights first"):
-        mt().stream(model, device="cpu")
+    with pytest.raises(mt.MegatrainError, match=r"'1.weight' is on the meta device: load its weights first"):
+        mt.stream(model, device="cpu")
     assert type(model[0].weight) is nn.Parameter and "forward" not in model[0].__dict__
 
 
 def test_units_can_be_chosen_by_name() -> None:
     model = made()
-    mt().stream(model, device="cpu", units=["layers.0.up", "layers.1", model.head])
-    plain = made()
-    for m in (plain, model):
-        lm_loss(m, batch(0)).backward()
-    for (name, p), q in zip(plain.named_parameters(), model.parameters()):
-        assert torch.equal(p.grad, q.grad), name
-    assert "layers.0.up" in mt().explain(model)
+    mt.stream(model, device="cpu", units=["layers.0.up", "layers.1", model.head])
+    assert_same(grads_of(made()), grads_of(model))
+    assert "layers.0.up" in mt.explain(model)
 
 
 def test_dtype_converts_before_streaming() -> None:
-    model = mt().stream(made(), device="cpu", dtype=torch.bfloat16)
+    model = mt.stream(made(), device="cpu", dtype=torch.bfloat16)
     plain = made().bfloat16()
     for m in (plain, model):
         square(m, batch(0)).backward()
@@ -545,7 +294,7 @@ def test_weights_used_twice_in_a_layer_called_twice_differ_by_one_rounding() -> 
             return [0, 1, 0, 1]
 
     plain, model = (made(lambda: Net([Twice(), Twice()])) for _ in range(2))
-    streamed(model)
+    stream_for_test(model)
     for m in (plain, model):
         lm_loss(m, batch(0)).backward()
     for (name, p), q in zip(plain.named_parameters(), model.parameters()):
@@ -555,7 +304,7 @@ def test_weights_used_twice_in_a_layer_called_twice_differ_by_one_rounding() -> 
 
 def test_micro_batches_of_bf16_are_summed_in_fp32() -> None:
     """torch adds bf16 to bf16 and loses what falls below 8 bits; here `grad` is the fp32 sum, rounded once."""
-    plain, model = made().bfloat16(), streamed(made().bfloat16())
+    plain, model = made().bfloat16(), stream_for_test(made().bfloat16())
     total: dict[str, Tensor] = {}
     for step in range(6):
         square(plain, batch(step)).backward()
@@ -570,7 +319,7 @@ def test_micro_batches_of_bf16_are_summed_in_fp32() -> None:
 @pytest.mark.parametrize("home", ["ram", "vram"])
 def test_gradients_that_are_edited_between_micro_batches_are_added_to_as_they_are(home: str) -> None:
     """Sums of 16-bit gradients are kept in fp32 elsewhere, which an edit of `.grad` is not in."""
-    model = mt().stream(made().bfloat16(), device="cpu", plan={"homes": home})
+    model = mt.stream(made().bfloat16(), device="cpu", plan={"homes": home})
     for micro in range(2):
         lm_loss(model, batch(micro)).backward()
     with torch.no_grad():
@@ -585,50 +334,24 @@ def test_gradients_that_are_edited_between_micro_batches_are_added_to_as_they_ar
 
 def test_activations_can_differ_by_window() -> None:
     model = made()
-    mt().stream(model, device="cpu", plan={"activations": {"layers.0": "replay", "layers.1": "saved"}})
-    plain = made()
-    for m in (plain, model):
-        lm_loss(m, batch(0)).backward()
-    for (name, p), q in zip(plain.named_parameters(), model.parameters()):
-        assert torch.equal(p.grad, q.grad), name
-    line = {row.split()[0]: row for row in mt().explain(model).splitlines()}
+    mt.stream(model, device="cpu", plan={"activations": {"layers.0": "replay", "layers.1": "saved"}})
+    assert_same(grads_of(made()), grads_of(model))
+    line = {row.split()[0]: row for row in mt.explain(model).splitlines()}
     assert "replay" in line["layers.0"] and "saved" in line["layers.1"]
-
-
-@pytest.mark.parametrize("activations", ["saved", "replay"])
-def test_memory_of_a_dropped_model_is_returned(activations: str) -> None:
-    """Frames, hooks and wrappers must not hold each other: the model dies with its last reference, and with it the store."""
-    import gc
-    import weakref
-    model = streamed(made(), activations=activations)
-    opt = mt().AdamW(model.parameters(), **ADAM)
-    for step in range(2):
-        lm_loss(model, batch(step)).backward()
-        opt.step()
-        opt.zero_grad()
-    dead = weakref.ref(model), weakref.ref(model.layers[1].up.weight)
-    del model, opt
-    gc.collect()
-    assert [d() for d in dead] == [None, None], "the model is still alive"
 
 
 @pytest.mark.parametrize("activations", ["saved", "replay"])
 def test_nothing_grows_over_many_steps(activations: str) -> None:
     """A frame that holds its own graph is a cycle that gc cannot see: count living tensors."""
-    import gc
-
-    from megatrain_torch.model.stream import runtime_of
     gc.collect()
     gc.freeze()                 # what other tests left behind is not looked at
-    model = streamed(made(lambda: Tiny(dropout=0.1)), activations=activations)
-    opt = mt().AdamW(model.parameters(), max_grad_norm=1.0, **ADAM)
+    model = stream_for_test(made(lambda: Tiny(dropout=0.1)), activations=activations)
+    opt = mt.AdamW(model.parameters(), max_grad_norm=1.0, **ADAM)
 
     def step(i: int) -> int:
         model(batch(50 + i))                                # a graph that nobody differentiates
-        lm_loss(model, batch(i)).backward()
-        opt.step()
-        opt.zero_grad()
-        runtime_of(model).drain()                           # gradients on their way home are alive
+        update(lm_loss(model, batch(i)), opt)
+        mt.model.stream.runtime_of(model).drain()                           # gradients on their way home are alive
         gc.collect()
         return sum(issubclass(type(o), Tensor) for o in gc.get_objects())
 
@@ -638,13 +361,7 @@ def test_nothing_grows_over_many_steps(activations: str) -> None:
 
 def test_a_weight_kept_by_a_forward_without_grad_keeps_its_values() -> None:
     """The slot's memory is left to whoever holds a tensor in it; the next unit gets fresh memory."""
-    class Keeps(Tiny):
-        def body(self, x: Tensor) -> Tensor:
-            for layer in self.layers:
-                x = layer(x)
-            return x
-
-    model = streamed(made(Keeps), slots=2)
+    model = stream_for_test(made(), slots=2)
     kept: list[Tensor] = []
     inner = model.layers[0].up
     hook = inner.register_forward_hook(lambda m, i, o: kept.append(m.weight))
@@ -700,5 +417,91 @@ def test_a_layer_that_takes_or_gives_more_than_its_input_equals_plain_torch(kind
             model.zero_grad()
         return notes
 
-    plain, other = run(made(Net)), run(streamed(made(Net), activations="replay"))
+    plain, other = run(made(Net)), run(stream_for_test(made(Net), activations="replay"))
     assert all(parity.same_bits(a, b) for a, b in zip(plain, other, strict=True))
+
+
+# ---- codes in buffers, as gptqmodel keeps them (GPTQ, AWQ) ----
+
+class Packed(nn.Module):
+    """As gptqmodel has them: 8 codes of 4 bits in 32, scales of a group."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("qweight", torch.randint(-2**31, 2**31 - 1, (2, 16), dtype=torch.int32))
+        self.register_buffer("scales", torch.rand(1, 16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        codes = self.qweight[:, None] >> torch.arange(0, 32, 4)[None, :, None] & 15
+        return x @ ((codes.reshape(16, 16) - 8) * self.scales)
+
+
+def test_codes_in_buffers_give_the_same_bits_on_the_cpu_and_are_refused_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    packed, x = Packed(), torch.randn(4, 16)
+    model = nn.Sequential(nn.Linear(16, 16), packed, nn.Linear(16, 1))
+    wanted = model(x).sum()
+    wanted.backward()
+    grads = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    refuse_packed(model, torch.device("cuda"))               # a class of one's own
+    monkeypatch.setattr(Packed, "__module__", "gptqmodel.nn_modules.qlinear.torch")
+    with pytest.raises(mt.MegatrainError, match=r"module '1' \(Packed\) keeps its codes in buffers.*base='nf4'"):
+        refuse_packed(model, torch.device("cuda"))
+    model = mt.stream(model, "cpu")
+    found = model(x).sum()
+    found.backward()
+    assert torch.equal(found.detach(), wanted.detach())
+    assert all(map(torch.equal, [p.grad for p in model.parameters()], grads))
+
+
+# ---- the words that mt.stream, mt.plan and mt.AdamW take, and tests' doors ----
+
+KNOWN = "known: ['activations', 'delivery', 'experts', 'grads', 'homes', 'lent', 'slots', 'states', 'threads']"
+
+
+@pytest.mark.parametrize("word", ["speculate", "debug", "delay_us", "seed", "lock", "sync", "poison"])
+def test_a_plan_by_hand_has_no_other_keys(word: str) -> None:
+    with pytest.raises(mt.MegatrainError, match=re.escape(f"unknown key {word!r}; {KNOWN}")):
+        mt.stream(plain_dots(), device="cpu", plan={word: 1})
+
+
+@pytest.mark.parametrize("mode", ["whole", "saved+split", "selective+split"])
+def test_modes_that_are_gone_are_refused(mode: str) -> None:
+    with pytest.raises(mt.MegatrainError, match=re.escape(f"activations={mode!r}; use 'auto', 'replay', 'attention', ")):
+        mt.stream(plain_dots(), device="cpu", plan={"activations": {"layers.0": mode}})
+    with pytest.raises(mt.MegatrainError, match=re.escape(f"activations={mode!r}: use 'replay', 'attention', ")):
+        mt.plan(plain_dots(), tokens=8, seq=8, machine="cpu", activations=mode)
+
+
+@pytest.mark.filterwarnings("ignore:.*could not be locked")
+def test_doors_are_of_what_is_streamed_inside() -> None:
+    def unlocked() -> int:
+        model = mt.stream(plain_dots(torch.float32, [(5000,)]), device="cpu")
+        return runtime_of(model).core.unlocked()[0]
+
+    with engine_doors(lock=0, seed=1):
+        assert unlocked() > 0
+        with engine_doors(seed=3):
+            assert opened() == Doors(seed=3)
+        assert opened() == Doors(lock=0, seed=1)
+    assert opened() == Doors() and unlocked() == 0
+
+
+def test_a_door_that_is_none_is_refused() -> None:
+    with pytest.raises(TypeError, match="window"), engine_doors(window=1):
+        pass
+
+
+@pytest.mark.parametrize("verb", ["plan", "train"])
+def test_formats_that_are_shown_are_not_all_that_are_taken(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main([verb, "--help"])
+    shown = capsys.readouterr().out
+    assert "8bit-sr" in shown and "lo8" not in shown
+    with pytest.raises(mt.MegatrainError, match=r"states='4bit': use 'fp32', '8bit' or '8bit-sr'$"):
+        mt.AdamW(plain_dots().parameters(), states="4bit")
+    with pytest.raises(mt.MegatrainError, match=r"use one of fp32, 8bit, 8bit-sr$"):
+        Settings.of({"states": "4bit"}, "run.yaml")
+    assert Settings.of({"states": "8bit-lo8"}, "run.yaml").states == "8bit-lo8"
+    assert mt.plan(plain_dots(), tokens=8, seq=8, machine="cpu", states="8bit-lo8").states == "8bit-lo8"

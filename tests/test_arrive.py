@@ -4,36 +4,24 @@ That training gives the same bits in each placement is test_placement.py's; the 
 """
 from __future__ import annotations
 
-import copy
 import gc
-from collections.abc import Callable
 from typing import Any
 
 import doors
-import parity
 import pytest
 import torch
+from between import assert_equal, states
+from test_adamw import HYPER, Dots, fed, feed, grads_for, plain_dots
 
-pytestmark = pytest.mark.usefixtures("streaming")
-if parity.IDENTITY:
-    pytest.skip("plain against plain was asked for", allow_module_level=True)
-from between import BETWEEN, TYPES, assert_equal, states, train_with, write_a_master, write_a_moment  # noqa: E402
-from test_adamw import HYPER, Dots, feed, grads_for, plain_dots  # noqa: E402
-
-import megatrain_torch as mt  # noqa: E402
-from megatrain_torch.store.planes import Arrivals  # noqa: E402
+import megatrain_torch as mt
+from megatrain_torch.store.planes import Arrivals
 
 Pair = tuple[Dots, mt.AdamW]
-DELAYS = {"delay_us": 200, "seed": 5}
-
-
 def trained(homes: Any, dtype: torch.dtype = torch.bfloat16, steps: int = 2, clip: float | None = 0.5,
             debug: Any = None, **hyper: Any) -> Pair:
     model = doors.stream(plain_dots(dtype), device="cpu", plan={"homes": homes, "debug": debug or {}})
     opt = mt.AdamW(model.parameters(), max_grad_norm=clip, **{**HYPER, **hyper})
-    for step in range(steps):
-        feed(model, opt, grads_for(model, step))
-    return model, opt
+    return fed(model, opt, range(steps))
 
 
 def arrivals_of(model: Dots) -> Arrivals:
@@ -116,20 +104,6 @@ def test_memory_that_is_short_in_backward_is_asked_for_again_by_step(monkeypatch
 
 # ---- the same bits ----
 
-@pytest.mark.parametrize("between", BETWEEN, ids=lambda f: f.__name__)
-def test_nothing_between_backward_and_step_matters(between: Callable[[Dots, mt.AdamW], None]) -> None:
-    dtype = torch.float16 if between in (write_a_master, write_a_moment) else torch.bfloat16
-    pairs = trained("arrive", dtype, debug=DELAYS), trained("ram", dtype)
-    train_with(between, *pairs)
-    assert_equal(*pairs)
-
-
-@TYPES
-def test_updates_inside_backward(dtype: torch.dtype) -> None:
-    pairs = [trained(homes, dtype, 6, None, DELAYS, in_backward=True) for homes in ("arrive", "ram")]
-    assert_equal(*pairs)
-
-
 def test_step_that_is_not_finite_changes_nothing_and_ends_the_stay() -> None:
     pairs = trained("arrive"), trained("ram")
     for model, opt in pairs:
@@ -145,32 +119,11 @@ def test_step_that_is_not_finite_changes_nothing_and_ends_the_stay() -> None:
     assert_equal(*pairs)
 
 
-def test_parameters_that_are_frozen_and_trained_again() -> None:
-    pairs = trained("arrive", debug=DELAYS), trained("ram")
-    for model, opt in pairs:
-        frozen = model.layers[3].weight
-        for step, on in ((2, False), (3, False), (4, True), (5, True)):
-            model(grads_for(model, 20 + step)).backward()        # a batch that is dropped: what was lifted stays
-            opt.zero_grad()
-            frozen.requires_grad_(on)
-            feed(model, opt, grads_for(model, step))
-    assert_equal(*pairs)
-
-
-def test_loaded_states_are_those_that_were_saved() -> None:
-    saved = copy.deepcopy(trained("ram", steps=3)[1].state_dict())
-    pairs = trained("arrive", steps=1), trained("ram", steps=1)
-    for model, opt in pairs:
-        opt.load_state_dict(saved)
-        feed(model, opt, grads_for(model, 4))
-    assert_equal(*pairs)
-
-
 # ---- doors ----
 
 def test_a_model_that_goes_at_once_waits_for_its_copies() -> None:
     for _ in range(2):
-        model, opt = trained("arrive", debug=DELAYS)
+        model, opt = trained("arrive", debug={"delay_us": 200, "seed": 5})
         model(grads_for(model, 5)).backward()
         opt.step()
         del model, opt
@@ -188,14 +141,3 @@ def test_limits_count_states_in_both_places() -> None:
     assert needs["arrive", "vram"] == needs["vram", "vram"]
     mt.stream(plain_dots(torch.bfloat16), device="cpu", host=needs["arrive", "host"], plan={"homes": "arrive"})
     mt.stream(plain_dots(torch.bfloat16), device="cpu", host=1, plan={"homes": "vram"})        # nothing of it is there
-
-
-def test_engine_refuses_what_makes_no_sense() -> None:
-    rt = mt.model.stream.runtime_of(trained({"layers.0": "arrive", "layers.1": "vram"})[0])
-    rt.drain()
-    for call, said in ((lambda: rt.core.lift(0, [], 0), "they take 1"), (lambda: rt.core.leave(1, False), "invite"),
-                       (lambda: rt.core.lift_sizes(2), "do not come and leave"),
-                       (lambda: rt.core.invite(2), "lives in host memory; it cannot"),
-                       (lambda: rt.core.device_plane(0, 0, mt._core.PLANES["M"]), "around its updates")):
-        with pytest.raises(mt.MegatrainError, match=said):
-            call()

@@ -12,7 +12,7 @@ import doors
 import pytest
 import torch
 from placement import TIGHT
-from test_adamw import Dots, assert_all_same, dots, everything, feed, grads_for, plain_dots
+from test_adamw import Dots, assert_all_same, dots, everything, fed, feed, grads_for, plain_dots
 from torch import Tensor
 
 import megatrain_torch as mt
@@ -21,9 +21,7 @@ import megatrain_torch as mt
 def trained(make: Any, **kw: Any) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
     model = dots(**kw)
     opt = make(model.parameters(), lr=1e-2)
-    for step in range(2):
-        feed(model, opt, grads_for(model, step))
-    return model, opt
+    return fed(model, opt, range(2))
 
 
 def move(opt: torch.optim.Optimizer, to: Any) -> None:
@@ -231,11 +229,9 @@ HOMES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 def changed(model: Dots, opt: torch.optim.Optimizer, what: Change) -> Dots:
-    for step in range(2):
-        feed(model, opt, grads_for(model, step))
+    fed(model, opt, range(2))
     what(model, opt)
-    for step in range(2, 5):
-        feed(model, opt, grads_for(model, step))
+    fed(model, opt, range(2, 5))
     return model
 
 
@@ -285,8 +281,7 @@ def test_a_change_of_8_bit_states_is_what_is_used(name: str, states: str) -> Non
     for way in ("state", "state_dict"):
         model = dots(torch.bfloat16, SHAPES)
         opt = mt.AdamW(model.parameters(), states=states, **HYPER)
-        for step in range(2):
-            feed(model, opt, grads_for(model, step))
+        fed(model, opt, range(2))
         if way == "state":
             CHANGES[name](model, opt)
         else:
@@ -302,8 +297,7 @@ def test_a_change_of_8_bit_states_is_what_is_used(name: str, states: str) -> Non
             else:
                 state.clear()
             opt.load_state_dict(saved)
-        for step in range(2, 4):
-            feed(model, opt, grads_for(model, step))
+        fed(model, opt, range(2, 4))
         found.append(everything(model, opt))
     assert_all_same(*found)
 
@@ -339,8 +333,7 @@ def test_a_number_may_be_the_count_of_a_parameter_that_is_not_streamed() -> None
         feed(model, opt, grads_for(model, 0))
         for s in each(opt):
             s["step"] = count if isinstance(count, int) else count.clone()
-        for step in range(1, 3):
-            feed(model, opt, grads_for(model, step))
+        fed(model, opt, range(1, 3))
         assert {int(s["step"]) for s in each(opt)} == {2}
     assert all(torch.equal(p, q) for p, q in zip(models[0].parameters(), models[1].parameters()))
 

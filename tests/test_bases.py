@@ -19,7 +19,9 @@ import doors
 import parity
 import pytest
 import torch
+from parity import assert_same
 from torch import Tensor, nn
+from zoo import update
 
 transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
@@ -99,16 +101,18 @@ def trained(model: nn.Module, steps: int = 3, optimizer: Any = torch.optim.AdamW
     return parity.losses_and_grads(model, map(batch, range(steps)), optimizer, lr)
 
 
+def adamw(model: nn.Module) -> mt.AdamW:
+    return mt.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, max_grad_norm=1.0)
+
+
+def losses(model: nn.Module, opt: mt.AdamW, *steps: int) -> list[Tensor]:
+    return [update(model(**batch(step)).loss, opt) for step in steps]
+
+
 def streamed(model: nn.Module, how: str, home: str = "ram", folder: Path | None = None) -> nn.Module:
     return doors.stream(model, "cpu", compute="eager", nvme=str(folder) if "disk" in home else None,
                         plan={"activations": how, "slots": 2, "homes": home,
                               "debug": {"poison": True, "delay_us": 200}})
-
-
-def assert_same(found: list[Tensor], wanted: list[Tensor]) -> None:
-    assert len(found) == len(wanted)
-    for n, (a, b) in enumerate(zip(found, wanted)):
-        assert torch.equal(torch.as_tensor(a), torch.as_tensor(b)), f"{n} of {len(wanted)} differs"
 
 
 ALL = [(a, f, k, h) for a in ("llama", "qwen3", "mixtral") for f in FORMATS for k in ("replay", "saved")
@@ -185,33 +189,19 @@ def test_what_it_saves_its_package_loads(form: str, folder: Callable[[str], Path
     pytest.param("torchao-int8", "vram", marks=parity.LONG)])
 def test_a_run_goes_on_from_a_checkpoint_with_the_same_bits(form: str, home: str, folder: Callable[[str], Path],
                                                             tmp_path: Path) -> None:
-    def run(model: nn.Module, steps: range, opt: Any = None) -> tuple[list[Tensor], Any]:
-        opt = opt or mt.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, max_grad_norm=1.0)
-        seen = []
-        for step in steps:
-            loss = model(**batch(step)).loss
-            loss.backward()
-            opt.step()
-            opt.zero_grad()
-            seen.append(loss.detach())
-        return seen, opt
-
     def fresh() -> nn.Module:
         return streamed(with_adapter(base(folder("llama"), form)), "replay", home, tmp_path)
 
     model = fresh()
-    _, opt = run(model, range(2))
+    losses(model, opt := adamw(model), 0, 1)
     mt.save(model, opt, tmp_path / "at2")
-    wanted, _ = run(model, range(2, 4), opt)
-    again = fresh()
+    wanted, again = losses(model, opt, 2, 3), fresh()
     with torch.no_grad():                    # other codes: those of the checkpoint have to come
         for p in again.parameters():
             if p.dtype in (torch.uint8, torch.int8):
                 p.zero_()
-    opt = mt.AdamW([p for p in again.parameters() if p.requires_grad], lr=1e-2, max_grad_norm=1.0)
-    mt.load(again, opt, tmp_path / "at2")
-    found, _ = run(again, range(2, 4), opt)
-    assert_same(found, wanted)
+    mt.load(again, opt := adamw(again), tmp_path / "at2")
+    assert_same(losses(again, opt, 2, 3), wanted)
 
 
 @pytest.mark.parametrize("form", LIBRARIES)
@@ -423,31 +413,20 @@ def test_saved_codes_are_read_again_by_transformers(tmp_path: Path) -> None:
 
 
 def test_experts_in_nf4_are_saved_copied_and_given_back(tmp_path: Path) -> None:
-    def run(model: nn.Module, steps: range, opt: Any = None) -> tuple[list[Tensor], Any]:
-        opt = opt or mt.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, max_grad_norm=1.0)
-        seen = []
-        for step in steps:
-            seen.append(model(**batch(step)).loss)
-            seen[-1].backward()
-            opt.step()
-            opt.zero_grad()
-        return [loss.detach() for loss in seen], opt
-
     model = published("nf4-experts", tmp_path / "at", compute="eager", plan={"experts": 3, "slots": 2})
     first = copy.deepcopy(model)
     assert sum(type(p).__name__ == "Coded" for p in first.parameters()) == 4
-    _, opt = run(model, range(2))
+    losses(model, opt := adamw(model), 0, 1)
     mt.save(model, opt, tmp_path / "saved")
-    wanted, _ = run(model, range(2, 4), opt)
+    wanted = losses(model, opt, 2, 3)
     again = published("nf4-experts", tmp_path / "again", compute="eager", plan={"experts": 2, "slots": 2})
     with torch.no_grad():
         for p in again.parameters():
             if type(p).__name__ == "Coded":
                 p.codes.zero_()
                 p.scales.zero_()
-    opt = mt.AdamW([p for p in again.parameters() if p.requires_grad], lr=1e-2, max_grad_norm=1.0)
-    mt.load(again, opt, tmp_path / "saved")
-    assert_same(run(again, range(2, 4), opt)[0], wanted)
+    mt.load(again, opt := adamw(again), tmp_path / "saved")
+    assert_same(losses(again, opt, 2, 3), wanted)
     mt.unstream(again)
     assert sum(type(p).__name__ == "Coded" for p in again.parameters()) == 4
     assert_same(trained(again, 1), trained(model, 1))
@@ -484,15 +463,6 @@ def test_our_nf4_codes_are_the_packages(dtype: torch.dtype, n: int, group: int, 
     own, scales = ops.nf4_codes(w.to(dtype), group)
     assert torch.equal(own, codes.flatten())
     torch.testing.assert_close(scales, state.absmax, rtol=0, atol=0, equal_nan=True)
-
-
-def test_codes_are_made_by_our_op_while_a_base_is_read_and_not_after(tmp_path: Path,
-                                                                     monkeypatch: pytest.MonkeyPatch) -> None:
-    at, made = written(tmp_path, transformers.LlamaConfig(**BLOCKS), lambda tensors: None, {}), []
-    monkeypatch.setattr("megatrain_torch.store.bases.nf4_codes", lambda w, group: made.append(w.shape) or ops.nf4_codes(w, group))
-    own = bnb.functional.quantize_4bit
-    mt.from_pretrained(transformers.AutoModelForCausalLM, at, base="nf4", device="cpu", compute="eager")
-    assert len(made) == 14 and bnb.functional.quantize_4bit is own
 
 
 # ---- run by templates ------------------------------------------------------------------------------

@@ -1,12 +1,10 @@
 """What benchmarks conclude from their measurements; the measuring itself is tried by running them at toy sizes."""
-
 from __future__ import annotations
 
 import argparse
 import sys
-import threading
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -31,18 +29,6 @@ def load(monkeypatch: pytest.MonkeyPatch) -> Any:
             del sys.modules[name]
 
 
-def call(module: ModuleType, name: str, group: str, way: str = "forward") -> Any:
-    return module.Call(name, group, name == group, way, lambda: None, 1.0, 1.0)
-
-
-@pytest.mark.parametrize("joint_s, counted", [(1.9, ["qkv"]), (2.1, ["q", "k"])])
-def test_matrices_side_by_side_count_when_that_is_faster(load: Any, joint_s: float, counted: list[str]) -> None:
-    yardstick = load("yardstick")
-    calls = [call(yardstick, name, group) for name, group in (("q", "qkv"), ("k", "qkv"), ("qkv", "qkv"), ("o", "o"))]
-    each_s = {"q": 1.5, "k": 0.5, "qkv": joint_s, "o": 9.0}
-    assert [c.name for c in yardstick.that_count(calls, each_s)] == [*counted, "o"]
-
-
 RECORD = {
     "bench": "step", "section": "x", "median": 17_000.0, "limit": 20_000.0, "step_s": 1.0, "host_gib": 100.0,
     "over_gemm": 1.18, "vram_used_gib": 31.0, "bounds": {"gemm_s": 0.85},
@@ -63,15 +49,6 @@ def test_each_aim_is_judged_by_the_last_measurement(load: Any) -> None:
     assert rows[2].aim == "<= 1.2" and rows[2].limit == "0.85 s"
 
 
-def test_a_line_without_a_measurement_says_why(load: Any) -> None:
-    must4 = load("must4")
-    refused = {"bench": "refused", "why": "does not fit:\nraise vram"}
-    (row,) = must4.judge(line(must4, must4.rate(1)), [refused], "exit status 3")
-    assert (row.verdict, row.limit) == ("does not fit", "does not fit:")
-    (row,) = must4.judge(line(must4, must4.rate(1)), [], "stopped after 5 s")
-    assert row.verdict == "stopped after 5 s"
-
-
 @pytest.mark.parametrize(
     "changed, verdict",
     [({}, "met"), ({"seconds": 0.89}, "MISSED"), ({"vram_gib": 33.0}, "MISSED"), ({"host_gib": 94.0}, "MISSED")],
@@ -81,11 +58,6 @@ def test_a_plan_is_held_against_bytes_and_time(load: Any, changed: dict[str, flo
     must4 = load("must4")
     (row,) = must4.predictions([{**RECORD, "predicted": RECORD["predicted"] | changed}, {"bench": "loss"}])
     assert row.verdict == verdict
-
-
-def test_toy_runs_leave_out_what_sets_a_size(load: Any) -> None:
-    words = ["benchmarks/bench_step.py", "--plan", "auto", "--layers", "fit", "--vram", "24GiB", "--trace"]
-    assert load("gpu_session").shrunk(words) == [words[0], "--plan", "auto", "--trace", "--device", "cpu"]
 
 
 @pytest.mark.parametrize("model", ["gpt-oss-120b", "qwen2.5-72b"])
@@ -99,15 +71,3 @@ def test_large_models_have_their_parameters(load: Any, model: str) -> None:
     args.tiny, args.layers = True, 2
     toy = big.config_of(args)
     assert type(toy) is type(whole.config) and toy.num_hidden_layers == 2 and toy.hidden_size == 64
-
-
-def test_a_long_step_of_a_large_model_tells_how_far_it_is(load: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    asked = threading.Event()
-    trace = SimpleNamespace(progress=lambda: asked.set() or "forward 3/7")
-    with load("bench_big").telling(trace, every_s=0.01):
-        assert asked.wait(60)
-    assert "forward 3/7" in capsys.readouterr().err
-    before = threading.active_count()
-    with load("bench_big").telling(trace):
-        pass
-    assert threading.active_count() == before, "nobody tells any more"

@@ -1,5 +1,4 @@
 """The build: one abi3 object that shows one symbol, with or without CUDA, with or without torch."""
-
 from __future__ import annotations
 
 import importlib.util
@@ -34,7 +33,6 @@ def run(*command: object, **settings: object) -> str:
 
 # ---- the object that is installed ----
 
-
 def dynamic_symbols(which: str) -> set[str]:
     if shutil.which("nm") is None:
         pytest.skip("needs nm")
@@ -68,7 +66,6 @@ def test_a_cuda_build_works_without_a_driver() -> None:
 
 
 # ---- finding a toolkit ----
-
 
 def toolkit(root: Path, *, header: bool = True, nvcc: bool = True) -> Path:
     """A folder that looks like a CUDA toolkit."""
@@ -207,7 +204,6 @@ def test_vector_kernels_are_for_x86_only() -> None:
 
 
 # ---- the image ----
-
 
 def test_the_image_copies_what_is_there() -> None:
     """No test builds it; what it takes from this folder is at least here."""

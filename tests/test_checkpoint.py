@@ -21,18 +21,14 @@ import doors
 import parity
 import pytest
 import torch
+from test_adamw import Dots, fed, feed, grads_for, plain_dots
+from test_states import everything
 from torch import Tensor, nn
 
-pytestmark = pytest.mark.usefixtures("streaming")
-if parity.IDENTITY:
-    pytest.skip("plain against plain was asked for", allow_module_level=True)
-from test_adamw import Dots, feed, grads_for, plain_dots  # noqa: E402
-from test_states import everything  # noqa: E402
-
-import megatrain_torch as mt  # noqa: E402
-from megatrain_torch.checkpoint import manifest, parts  # noqa: E402
-from megatrain_torch.checkpoint import save as checkpoint  # noqa: E402
-from megatrain_torch.model.stream import runtime_of  # noqa: E402
+import megatrain_torch as mt
+from megatrain_torch.checkpoint import manifest, parts
+from megatrain_torch.checkpoint import save as checkpoint
+from megatrain_torch.model.stream import runtime_of
 
 BF16 = torch.bfloat16
 SHAPES = [(300, 7), (257,), (64, 32), (1,), (700, 1000)]
@@ -61,6 +57,20 @@ def assert_same(one: Pair, other: Pair) -> None:
     assert not [name for name in a if not torch.equal(a[name], b[name])]
     assert [int(one[1].state[p]["step"]) for p in one[0].parameters()] == \
         [int(other[1].state[p]["step"]) for p in other[0].parameters()]
+
+
+def assert_has(folder: Path, want: dict[str, Tensor]) -> None:
+    """The checkpoint there, c."""
+    other = make(folder)
+    mt.load(*other, folder / "c")
+    parity.assert_same(want, everything(*other))
+
+
+def saved_and_trained_on(folder: Path) -> tuple[Pair, dict[str, Tensor]]:
+    pair = train(make(folder), 0, 1)
+    mt.save(*pair, folder / "c")
+    want = everything(*pair)
+    return train(pair, 1, 2), want
 
 
 # ---- the same bits ----
@@ -111,10 +121,7 @@ def test_training_that_goes_on_does_not_change_what_is_saved(tmp_path: Path, hom
             pair[0].layers[0].weight.mul_(0.5)
             pair[1].state[pair[0].layers[4].weight]["exp_avg"].mul_(0.5)
         saving.wait()
-        other = make(tmp_path)
-        mt.load(*other, tmp_path / "c")
-        found = everything(*other)
-        assert not [name for name in want if not torch.equal(want[name], found[name])]
+        assert_has(tmp_path, want)
 
 
 def test_weights_on_disk_that_are_read_during_a_save_stay_until_they_were(tmp_path: Path,
@@ -242,9 +249,7 @@ def stepped(opt_class: Any, dtype: torch.dtype = torch.float32, steps: int = 2, 
             **hyper: Any) -> tuple[Any, Any]:
     model = mt.stream(plain_dots(dtype, SHAPES), device="cpu")
     opt = opt_class(model.parameters(), lr=1e-2, **hyper, **({"states": states} if states else {}))
-    for step in range(steps):
-        feed(model, opt, grads_for(model, step))
-    return model, opt
+    return fed(model, opt, range(steps))
 
 
 def assert_states(found: Any, want: Any) -> None:
@@ -428,10 +433,7 @@ def test_what_to_do_is_told_when_the_store_is_lost(tmp_path: Path) -> None:
 
 def test_failed_save_leaves_the_one_before_and_says_so(tmp_path: Path) -> None:
     """The disk's part is played by RLIMIT_FSIZE."""
-    pair = train(make(tmp_path), 0, 1)
-    mt.save(*pair, tmp_path / "c")
-    want = everything(*pair)
-    train(pair, 1, 2)
+    pair, want = saved_and_trained_on(tmp_path)
     old = resource.getrlimit(resource.RLIMIT_FSIZE)
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (2 << 20, old[1]))
@@ -443,9 +445,7 @@ def test_failed_save_leaves_the_one_before_and_says_so(tmp_path: Path) -> None:
         signal.signal(signal.SIGXFSZ, handler)
     assert [p.name for p in tmp_path.iterdir()] == ["c"]
     train(pair, 2, 3)                                            # nothing is held back
-    other = make(tmp_path)
-    mt.load(*other, tmp_path / "c")
-    assert all(torch.equal(v, want[k]) for k, v in everything(*other).items())
+    assert_has(tmp_path, want)
     mt.save(*pair, tmp_path / "c")
 
 
@@ -470,10 +470,7 @@ def test_failure_behind_the_callers_back_reaches_the_next_call(tmp_path: Path, m
 
 
 def test_interrupted_save_stays_an_interruption_and_leaves_the_one_before(tmp_path: Path) -> None:
-    pair = train(make(tmp_path), 0, 1)
-    mt.save(*pair, tmp_path / "c")
-    want = everything(*pair)
-    train(pair, 1, 2)
+    pair, want = saved_and_trained_on(tmp_path)
 
     def interrupt(*_: int) -> None:
         raise KeyboardInterrupt
@@ -485,9 +482,7 @@ def test_interrupted_save_stays_an_interruption_and_leaves_the_one_before(tmp_pa
         mt.save(*pair, tmp_path / "c")
     assert [p.name for p in tmp_path.iterdir()] == ["c"]
     train(pair, 2, 3)                                            # nothing is held back
-    other = make(tmp_path)
-    mt.load(*other, tmp_path / "c")
-    assert all(torch.equal(v, want[k]) for k, v in everything(*other).items())
+    assert_has(tmp_path, want)
 
 
 @pytest.mark.usefixtures("interruptible")
@@ -720,10 +715,7 @@ def test_failure_behind_the_new_name_is_told_and_both_are_left(tmp_path: Path, a
 
 
 def test_failure_between_two_renames_gives_the_name_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pair, rename = train(make(tmp_path), 0, 1), os.rename
-    mt.save(*pair, tmp_path / "c")
-    want = everything(*pair)
-    train(pair, 1, 2)
+    (pair, want), rename = saved_and_trained_on(tmp_path), os.rename
 
     def failing(one: Path, other: Path) -> None:
         if ".tmp-" in one.name:
@@ -736,9 +728,7 @@ def test_failure_between_two_renames_gives_the_name_back(tmp_path: Path, monkeyp
         with pytest.raises(mt.MegatrainError, match=r"as it was: .*Permission denied"):
             mt.save(*pair, tmp_path / "c")
     assert [p.name for p in tmp_path.iterdir()] == ["c"]
-    other = make(tmp_path)
-    mt.load(*other, tmp_path / "c")
-    assert all(torch.equal(v, want[k]) for k, v in everything(*other).items())
+    assert_has(tmp_path, want)
 
 
 def save_and_die(folder: Path, at: str) -> None:

@@ -12,23 +12,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import parity
 import pytest
 import torch
+from test_adamw import feed, grads_for, plain_dots
+from test_states import everything
 
-pytestmark = pytest.mark.usefixtures("streaming")
-if parity.IDENTITY:
-    pytest.skip("plain against plain was asked for", allow_module_level=True)
-from test_adamw import feed, grads_for, plain_dots  # noqa: E402
-from test_states import everything  # noqa: E402
-
-import megatrain_torch as mt  # noqa: E402
-from megatrain_torch.base import strict  # noqa: E402
-from megatrain_torch.checkpoint import manifest, parts  # noqa: E402
-from megatrain_torch.checkpoint import save as checkpoint  # noqa: E402
-from megatrain_torch.checkpoint.contents import training_of  # noqa: E402
-from megatrain_torch.model.stream import runtime_of  # noqa: E402
-from megatrain_torch.store import tensorfiles  # noqa: E402
+import megatrain_torch as mt
+from megatrain_torch.base import strict
+from megatrain_torch.checkpoint import manifest, parts
+from megatrain_torch.checkpoint import save as checkpoint
+from megatrain_torch.checkpoint.contents import training_of
+from megatrain_torch.model.stream import runtime_of
+from megatrain_torch.store import tensorfiles
 
 SHAPES = [(30, 7), (257,), (8,)]
 DEEP = b"[" * 100_000

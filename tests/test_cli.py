@@ -428,19 +428,6 @@ def test_a_run_learns_and_says_what_bound_it(whole_run: Path) -> None:
     assert folder.settings_of(whole_run / "whole").lr == 3e-3, "flags come before the file"
 
 
-def test_how_far_a_step_is_is_asked_once_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
-    from megatrain_torch.commands import loop
-    from megatrain_torch.reports.tracing import Progress
-    clock = iter([100.0, 100.0, 104.9, 105.0, 105.9, 106.0, 200.0, 204.9])
-    places = iter([Progress(12, 0, 31), Progress(31, 2, 31)])
-    monkeypatch.setattr(loop, "monotonic", lambda: next(clock))
-    within = loop.Within(types.SimpleNamespace(progress=lambda: next(places)))
-    within.begin()
-    texts = [str(within) for _ in range(4)]
-    within.begin()
-    assert [*texts, str(within)] == ["", "forward 12/31  ", "forward 12/31  ", "backward 2/31  ", ""]
-
-
 def test_the_bar_tells_how_far_a_step_is_that_takes_long(monkeypatch: pytest.MonkeyPatch,
                                                          capsys: pytest.CaptureFixture[str]) -> None:
     from megatrain_torch.commands import loop

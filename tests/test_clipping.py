@@ -7,14 +7,14 @@ from typing import Any
 import parity
 import pytest
 import torch
+from parity import assert_same
 from situations import llama, text
-from test_integration import assert_same, losses, streamed, trainer, values
+from test_integration import losses, streamed, trainer, values
 from torch import nn
 
 import megatrain_torch as mt
 
-pytestmark = [pytest.mark.usefixtures("streaming"), pytest.mark.filterwarnings("ignore"),
-              pytest.mark.skipif(parity.IDENTITY, reason="plain against plain was asked for")]
+pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 @pytest.fixture
@@ -38,6 +38,10 @@ def no_host_norm(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def backward(model: nn.Module, step: int = 0) -> None:
     model(**text(step)).loss.backward()
+
+
+def norm_of(model: nn.Module) -> float:
+    return torch.stack([p.grad.norm() for p in model.parameters()]).norm().item()
 
 
 def prepared(accelerator: Any, **kwargs: Any) -> tuple[nn.Module, Any]:
@@ -81,7 +85,7 @@ def test_a_limit_counts_for_one_step_and_the_lower_one_for_that(accelerator: Any
 def test_a_norm_is_of_its_own_step_whenever_it_is_read(accelerator: Any, steps: int) -> None:
     model, opt = prepared(accelerator)
     backward(model)
-    expected = torch.linalg.vector_norm(torch.stack([p.grad.norm() for p in model.parameters()])).item()
+    expected = norm_of(model)
     norm = accelerator.clip_grad_norm_(model.parameters(), 1e-3)
     for step in range(steps):
         opt.step()
@@ -98,7 +102,7 @@ def test_a_norm_is_of_its_own_step_whenever_it_is_read(accelerator: Any, steps: 
 def test_a_norm_that_is_given_by_name_is_known_too(accelerator: Any, read: Any) -> None:
     model, _ = prepared(accelerator)
     backward(model)
-    expected = torch.linalg.vector_norm(torch.stack([p.grad.norm() for p in model.parameters()])).item()
+    expected = norm_of(model)
     norm = accelerator.clip_grad_norm_(model.parameters(), 1e-3)
     assert read(norm).item() == pytest.approx(expected, rel=1e-5)
 
@@ -124,13 +128,13 @@ def test_clipped_twice_before_a_step(accelerator: Any) -> None:
     backward(model)
     first, second = (accelerator.clip_grad_norm_(model.parameters(), limit).item() for limit in (0.5, 0.1))
     assert first == pytest.approx(second, rel=1e-5), "gradients stay as they are until the step"
-    assert torch.stack([p.grad.norm() for p in model.parameters()]).norm().item() == pytest.approx(0.1, rel=1e-3)
+    assert norm_of(model) == pytest.approx(0.1, rel=1e-3)
 
 
 def test_updates_in_backward_give_the_norm_and_refuse_a_limit(accelerator: Any, no_host_norm: None) -> None:
     model, _ = prepared(accelerator, in_backward=True)
     backward(model)
-    expected = torch.linalg.vector_norm(torch.stack([p.grad.norm() for p in model.parameters()])).item()
+    expected = norm_of(model)
     assert accelerator.clip_grad_norm_(model.parameters(), float("inf")).item() == pytest.approx(expected, rel=1e-5)
     with pytest.raises(mt.MegatrainError, match=r"max_grad_norm=0"):
         accelerator.clip_grad_norm_(model.parameters(), 1.0)

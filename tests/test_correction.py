@@ -13,8 +13,7 @@ from torch import Tensor, nn
 
 import megatrain_torch as mt
 
-pytestmark = [pytest.mark.skipif(parity.IDENTITY, reason="plain against plain was asked for"),
-              pytest.mark.filterwarnings("ignore")]
+pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 def moved(model: nn.Module, way: str) -> None:

@@ -8,14 +8,13 @@ thousandth part of the largest in the model. Logits that are made are made by th
 from __future__ import annotations
 
 import copy
-import gc
 import pickle
 import warnings
-import weakref
 from collections.abc import Callable
 from typing import Any
 
 import doors
+import fusing
 import parity
 import pytest
 import torch
@@ -35,9 +34,8 @@ from megatrain_torch.model.stream import runtime_of
 
 DEVICES = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
 LOSS, GRADIENT = 4e-6, 2e-6
-LR = 1e-2
 
-pytestmark = [pytest.mark.usefixtures("streaming"), pytest.mark.filterwarnings("ignore")]
+pytestmark = pytest.mark.filterwarnings("ignore")
 everywhere = pytest.mark.parametrize("device", DEVICES)
 
 
@@ -63,64 +61,23 @@ FUSED = "fused with the loss"
 
 
 def gradients(model: nn.Module) -> dict[str, Tensor | None]:
-    return {k: None if p.grad is None else p.grad.detach().cpu().clone().as_subclass(Tensor)
-            for k, p in model.named_parameters()}
-
-
-def weights(model: nn.Module) -> dict[str, Tensor]:
-    return {k: p.detach().cpu().clone().as_subclass(Tensor) for k, p in model.named_parameters()}
-
-
-def norm(t: Tensor) -> float:
-    return float(t.double().norm())
-
-
-def assert_gradients(plain: dict[str, Tensor | None], other: dict[str, Tensor | None], tolerance: float = GRADIENT
-                     ) -> None:
-    floor = 1e-3 * max((norm(g) for g in plain.values() if g is not None), default=0.0)
-    for name, g in plain.items():
-        h = other[name]
-        assert (g is None) == (h is None), f"{name}: plain has {g is not None}, streamed {h is not None}"
-        if g is not None:
-            error = norm(g - h) / max(norm(g), floor)
-            assert error <= tolerance, f"gradient of {name} is off by {error:.1e}: {parity.describe(g, h)}"
-
-
-def assert_loss(plain: Tensor, other: Tensor, tolerance: float = LOSS) -> None:
-    assert plain.dtype == other.dtype and plain.shape == other.shape
-    a, b = float(plain), float(other)
-    assert abs(a - b) <= tolerance * abs(a), f"plain {a:.9g}, streamed {b:.9g}"
-
-
-Run = tuple[list[Tensor], list[dict[str, Tensor | None]], dict[str, Tensor]]
+    return {k: parity.frozen(p.grad) for k, p in model.named_parameters()}
 
 
 def train(model: nn.Module, loss: Callable[[nn.Module, Any], Tensor], data: Callable[[int], Any], device: str = "cpu",
-          steps: int = 3, accumulate: int = 1) -> Run:
+          **how: int) -> fusing.Run:
     parity.seed()
-    opt = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=LR, weight_decay=0.1, eps=1e-4)
-    losses, grads = [], []
-    for step in range(steps):
-        for micro in range(accumulate):
-            value = loss(model, parity.to_device(data(step * accumulate + micro), device))
-            (value / accumulate).backward()
-            losses.append(value.detach().cpu().clone())
-            grads.append(gradients(model))
-        opt.step()
-        opt.zero_grad()
-    return losses, grads, weights(model)
+    return fusing.train(model, lambda number: parity.to_device(data(number), device), torch.optim.AdamW, loss=loss, **how)
 
 
-def assert_runs(plain: Run, other: Run, grad_tolerance: float = GRADIENT) -> None:
+def assert_runs(plain: fusing.Run, other: fusing.Run) -> None:
     """The first step's gradients; later ones start from other weights. AdamW divides a gradient's error by its
     size, at least eps = 1e-4: a weight moves by at most lr each step, and 1e-3 of that for errors of 1e-7."""
-    assert_loss(plain[0][0], other[0][0])
-    assert_gradients(plain[1][0], other[1][0], grad_tolerance)
-    for a, b in zip(plain[0], other[0], strict=True):
-        assert_loss(a, b, 4 * LOSS)
-    for name, w in plain[2].items():
-        room = 1e-4 * norm(w) + 1e-3 * LR * w.numel() ** 0.5
-        assert norm(w - other[2][name]) <= room, f"{name}: {parity.describe(w, other[2][name])}"
+    for i, (a, b) in enumerate(zip(plain.losses, other.losses, strict=True)):
+        assert a.dtype == b.dtype and fusing.error(a, b) <= (4 * LOSS if i else LOSS), f"{i}: {a:.9g} and {b:.9g}"
+    fusing.grads_agree(plain.grads, other.grads, GRADIENT)
+    for name, w in plain.weights.items():
+        assert fusing.error(w, other.weights[name], 0.1 * w.numel() ** 0.5) <= 2e-4, parity.describe(w, other.weights[name])
 
 
 def compare(build: Callable[[], nn.Module], loss: Callable[[nn.Module, Any], Tensor], data: Callable[[int], Any] = text,
@@ -175,7 +132,7 @@ def test_bf16_is_as_near_to_the_truth_as_plain_torch() -> None:
         return {k: None if g is None else g.float() for k, g in gradients(model).items()}
 
     def error(g: dict[str, Tensor | None], name: str) -> float:
-        return norm(g[name] - truth[name]) / norm(truth[name])
+        return fusing.error(truth[name], g[name])
 
     truth = run(llama().bfloat16().float())
     plain, other = run(llama().bfloat16()), run(streamed(llama().bfloat16()))
@@ -184,10 +141,6 @@ def test_bf16_is_as_near_to_the_truth_as_plain_torch() -> None:
 
 
 # ---------------------------------------------------------------- losses that fuse
-
-def logits_of(model: nn.Module, ids: Tensor) -> Tensor:
-    return model(ids)
-
 
 def shifted(x: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
     return x[:, :-1, :], ids[:, 1:]
@@ -281,45 +234,36 @@ def test_no_labels_at_all_is_nan_as_torchs() -> None:
     assert torch.isnan(F.cross_entropy(model(batch(0)).view(-1, V), ids.view(-1)))
 
 
-VIEWS = st.sampled_from(["slice0", "slice1", "step", "flip_dims", "flatten", "unsqueeze", "select", "float", "contiguous",
-                         "narrow", "chunk", "unfold"])
+# Of rows: when it can be made of labels of n dimensions and this shape, and the same move of logits and of labels.
+MOVES: dict[str, tuple[Callable[..., bool], Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = {
+    "slice0": (lambda n, s: n and s[0] > 1, lambda x: x[1:], lambda i: i[1:]),
+    "slice1": (lambda n, s: n > 1 and s[1] > 2, lambda x: x[:, :-2], lambda i: i[:, :-2]),
+    "step": (lambda n, s: n and s[-1] > 3, lambda x: x[..., ::2, :], lambda i: i[..., ::2]),
+    "flip_dims": (lambda n, s: n > 1, lambda x: x.transpose(0, 1), lambda i: i.transpose(0, 1)),
+    "flatten": (lambda n, s: n > 1, lambda x: x.reshape(-1, V), lambda i: i.reshape(-1)),
+    "unsqueeze": (lambda n, s: n < 4, lambda x: x.unsqueeze(0), lambda i: i.unsqueeze(0)),
+    "select": (lambda n, s: n > 1, lambda x: x[-1], lambda i: i[-1]),
+    "float": (lambda n, s: True, lambda x: x.float() * 2, lambda i: i),
+    "contiguous": (lambda n, s: True, lambda x: x.contiguous(), lambda i: i.contiguous()),
+    "narrow": (lambda n, s: n and s[-1] > 4, lambda x: x.narrow(x.dim() - 2, 2, 2), lambda i: i.narrow(i.dim() - 1, 2, 2)),
+    "chunk": (lambda n, s: n and s[0] > 1, lambda x: x.chunk(2)[1], lambda i: i.chunk(2)[1]),
+    "unfold": (lambda n, s: n == 1 and s[0] % 4 == 0, lambda x: x.view(4, -1, V), lambda i: i.reshape(4, -1)),
+}
 
 
 def chained(x: Tensor, ids: Tensor, moves: list[str]) -> tuple[Tensor, Tensor]:
     """x [..., V] and labels [...] after the same moves of rows."""
     for move in moves:
-        n = ids.dim()
-        if move == "slice0" and n and ids.shape[0] > 1:
-            x, ids = x[1:], ids[1:]
-        elif move == "slice1" and n > 1 and ids.shape[1] > 2:
-            x, ids = x[:, :-2], ids[:, :-2]
-        elif move == "step" and n and ids.shape[-1] > 3:
-            x, ids = x[..., ::2, :], ids[..., ::2]
-        elif move == "flip_dims" and n > 1:
-            x, ids = x.transpose(0, 1), ids.transpose(0, 1)
-        elif move == "flatten" and n > 1:
-            x, ids = x.reshape(-1, V), ids.reshape(-1)
-        elif move == "unsqueeze" and n < 4:
-            x, ids = x.unsqueeze(0), ids.unsqueeze(0)
-        elif move == "select" and n > 1:
-            x, ids = x[-1], ids[-1]
-        elif move == "float":
-            x = x.float() * 2
-        elif move == "contiguous":
-            x, ids = x.contiguous(), ids.contiguous()
-        elif move == "narrow" and n and ids.shape[n - 1] > 4:
-            x, ids = x.narrow(n - 1, 2, 2), ids.narrow(n - 1, 2, 2)
-        elif move == "chunk" and n and ids.shape[0] > 1:
-            x, ids = x.chunk(2)[1], ids.chunk(2)[1]
-        elif move == "unfold" and n == 1 and ids.shape[0] % 4 == 0:
-            x, ids = x.view(4, -1, V), ids.reshape(4, -1)
+        possible, of_logits, of_labels = MOVES[move]
+        if possible(ids.dim(), ids.shape):
+            x, ids = of_logits(x), of_labels(ids)
     return x, ids
 
 
 @settings(max_examples=200, deadline=None)
 @example(["flip_dims", "float"])            # a copy that keeps the order of its rows in memory
 @example(["slice0", "float", "slice0"])     # rows of rows
-@given(st.lists(VIEWS, max_size=7))
+@given(st.lists(st.sampled_from([*MOVES]), max_size=7))
 def test_any_chain_of_views_picks_the_right_rows(moves: list[str]) -> None:
     """Shape, strides and loss of the chain equal those of real logits; so do values, when they are made."""
     model = Head()
@@ -333,8 +277,8 @@ def test_any_chain_of_views_picks_the_right_rows(moves: list[str]) -> None:
         value = F.cross_entropy(x.movedim(-1, 1) if x.dim() > 2 else x, labels)
         value.backward()
         losses.append((value.detach(), model.hidden.grad))
-    assert_loss(losses[0][0], losses[1][0])
-    assert_gradients({"hidden": losses[0][1]}, {"hidden": losses[1][1]})
+    assert fusing.error(losses[0][0], losses[1][0]) <= LOSS
+    fusing.grads_agree({"hidden": losses[0][1]}, {"hidden": losses[1][1]}, GRADIENT)
     assert other._logits.fused and torch.equal(real.detach(), other.detach())
 
 
@@ -628,7 +572,7 @@ def test_a_gradient_of_deferred_logits_reaches_the_model() -> None:
     g = torch.randn(2, T, V, generator=torch.Generator().manual_seed(3))
     for m in (plain, model):
         torch.autograd.backward([m(batch(0)).float()], [g])
-    assert_gradients(gradients(plain), gradients(model))
+    fusing.grads_agree(gradients(plain), gradients(model), GRADIENT)
 
 
 # ---------------------------------------------------------------- backward
@@ -655,7 +599,7 @@ def test_create_graph_is_refused() -> None:
 def test_autograd_grad_gives_tensors() -> None:
     plain, model = made(), streamed(made())
     found = [torch.autograd.grad(lm_loss(m, batch(0)), [m.head.weight, m.norm.weight]) for m in (plain, model)]
-    assert_gradients(dict(enumerate(found[0])), dict(enumerate(found[1])))
+    fusing.grads_agree(dict(enumerate(found[0])), dict(enumerate(found[1])), GRADIENT)
 
 
 def test_hooks_on_the_heads_weight_run() -> None:
@@ -664,8 +608,8 @@ def test_hooks_on_the_heads_weight_run() -> None:
     for m in (plain, model):
         m.head.weight.register_hook(lambda g: seen.append(g.clone()))
         lm_loss(m, batch(0)).backward()
-    assert_gradients({"hook": seen[0]}, {"hook": seen[1]})
-    assert_gradients(gradients(plain), gradients(model))
+    fusing.grads_agree({"hook": seen[0]}, {"hook": seen[1]}, GRADIENT)
+    fusing.grads_agree(gradients(plain), gradients(model), GRADIENT)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -792,14 +736,6 @@ def test_nothing_is_deferred_unless_asked(compute: str) -> None:
     assert all(w.head is None for w in runtime_of(model).windows)
 
 
-def test_generate_is_as_before() -> None:
-    plain, model = llama(), streamed(llama())
-    ids = text(0)["input_ids"]
-    outputs(model).loss.backward()
-    tokens = [m.eval().generate(ids, max_new_tokens=5, do_sample=False) for m in (plain, model)]
-    assert torch.equal(*tokens)
-
-
 # ---------------------------------------------------------------- which module is the head
 
 def test_a_model_without_names_has_its_widest_linear_as_head() -> None:
@@ -876,42 +812,6 @@ def test_the_head_is_fetched_for_the_loss_alone() -> None:
     assert acquired.count(unit) == 1
 
 
-@pytest.mark.parametrize("read", [False, True])
-def test_a_dropped_model_is_returned(read: bool) -> None:
-    model = streamed(made())
-    out = model(batch(0))
-    value = F.cross_entropy(out.view(-1, V), batch(0).view(-1))
-    if read:
-        value = value + out.tanh().mul(2).logsumexp(-1).mean()
-    value.backward()
-    dead = weakref.ref(model), weakref.ref(out._logits)
-    del model, out, value
-    gc.collect()
-    assert [d() for d in dead] == [None, None]
-
-
-@parity.LONG
-@parity.LONG
-def test_nothing_grows_over_many_steps() -> None:
-    model = streamed(made())
-    opt = mt.AdamW(model.parameters(), lr=LR, max_grad_norm=1.0)
-
-    def step(i: int) -> int:
-        out = model(batch(i))
-        value = F.cross_entropy(out.view(-1, V), batch(i).view(-1))
-        if i % 2:
-            out.argmax(-1)
-        value.backward()
-        opt.step()
-        opt.zero_grad()
-        runtime_of(model).drain()
-        gc.collect()
-        return sum(issubclass(type(o), Tensor) for o in gc.get_objects())
-
-    counts = [step(i) for i in range(8)]
-    assert counts[-1] <= counts[3] + 4, f"living tensors after each step: {counts}"
-
-
 # ---------------------------------------------------------------- the ecosystem
 
 def test_trainer_with_micro_batches(tmp_path: Any) -> None:
@@ -947,21 +847,3 @@ def test_a_compiled_model() -> None:
     assert_runs(plain, train(model, lambda _, ids: lm_loss(compiled, ids), batch))
     assert head_code(model) == FUSED
     torch._dynamo.reset()
-
-
-def test_adamw_of_the_library() -> None:
-    """The head's gradients take part in the norm and in the updates behind the next forward."""
-    found = []
-    for compute in ("eager", "fused"):
-        model = streamed(made(), compute=compute)
-        opt = mt.AdamW(model.parameters(), lr=LR, eps=1e-4, max_grad_norm=0.5)
-        norms = []
-        for step in range(3):
-            lm_loss(model, batch(step)).backward()
-            opt.step()
-            opt.zero_grad()
-            norms.append(opt.grad_norm)
-        found.append((norms, weights(model)))
-    assert found[0][0] == pytest.approx(found[1][0], rel=1e-5)
-    for name, w in found[0][1].items():
-        assert norm(w - found[1][1][name]) <= 1e-4 * norm(w) + 1e-3 * LR * w.numel() ** 0.5, name

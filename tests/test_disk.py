@@ -17,24 +17,19 @@ from pathlib import Path
 from typing import Any
 
 import doors
-import parity
 import pytest
 import torch
+from between import BETWEEN, TYPES, assert_equal, states, train_with, write_a_master, write_a_moment
+from test_adamw import HYPER, Dots, fed, feed, grads_for, plain_dots
+from test_adamw import SHAPES as USUAL
 
-HOMES = pytest.mark.parametrize("homes", ["disk", "disk+weights"])
-pytestmark = pytest.mark.usefixtures("streaming")
-if parity.IDENTITY:
-    pytest.skip("plain against plain was asked for", allow_module_level=True)
-from between import BETWEEN, TYPES, assert_equal, states, train_with  # noqa: E402
-from test_adamw import HYPER, Dots, feed, grads_for, plain_dots  # noqa: E402
-from test_adamw import SHAPES as USUAL  # noqa: E402
-
-import megatrain_torch as mt  # noqa: E402
-from megatrain_torch import _core  # noqa: E402
-from megatrain_torch._core import PLANES  # noqa: E402
-from megatrain_torch.store import disk  # noqa: E402
+import megatrain_torch as mt
+from megatrain_torch import _core
+from megatrain_torch._core import PLANES
+from megatrain_torch.store import disk
 
 Pair = tuple[Dots, mt.AdamW]
+HOMES = pytest.mark.parametrize("homes", ["arrive", "disk", "disk+weights"])
 SHAPES = [*USUAL, (150, 170)]                    # the last one's states take several buffers
 LAST = f"layers.{len(USUAL)}"
 TIGHT = {"buffers": 2, "buffer_bytes": 65536, "threads": 3}
@@ -48,11 +43,9 @@ def make(tmp_path: Path) -> Callable[..., Pair]:
         on_disk = "disk" in str(homes)
         model = doors.stream(plain_dots(dtype, SHAPES), device="cpu", nvme=str(tmp_path) if on_disk else None,
                              plan={"homes": homes, "grads": grads,
-                                   "debug": {"disk": TIGHT, **(debug or {})} if on_disk else {}})
+                                   "debug": ({"disk": TIGHT} if on_disk else {}) | (debug or {})})
         opt = mt.AdamW(model.parameters(), max_grad_norm=clip, **{**HYPER, **hyper})
-        for step in range(steps):
-            feed(model, opt, grads_for(model, step))
-        return model, opt
+        return fed(model, opt, range(steps))
 
     return trained
 
@@ -67,7 +60,8 @@ def core_of(model: Dots) -> _core.Engine:
 @pytest.mark.parametrize("between", BETWEEN, ids=lambda f: f.__name__)
 def test_nothing_between_backward_and_step_matters(make: Callable[..., Pair], homes: str,
                                                    between: Callable[[Dots, mt.AdamW], None]) -> None:
-    pairs = make(homes, debug=DELAYS), make("ram")
+    dtype = torch.float16 if homes == "arrive" and between in (write_a_master, write_a_moment) else torch.bfloat16
+    pairs = make(homes, dtype, debug=DELAYS), make("ram", dtype)
     train_with(between, *pairs)
     assert_equal(*pairs)
 
@@ -81,8 +75,9 @@ def test_updates_inside_backward(make: Callable[..., Pair], dtype: torch.dtype, 
                  make("ram", dtype, 6, None, in_backward=True))
 
 
-def test_step_that_is_not_finite_changes_nothing(make: Callable[..., Pair]) -> None:
-    pairs = make("disk"), make("ram")
+@HOMES
+def test_step_that_is_not_finite_changes_nothing(make: Callable[..., Pair], homes: str) -> None:
+    pairs = make(homes), make("ram")
     for model, opt in pairs:
         bad = grads_for(model, 9)
         bad[1][2, 3] = float("inf")
@@ -96,12 +91,15 @@ def test_step_that_is_not_finite_changes_nothing(make: Callable[..., Pair]) -> N
 
 @HOMES
 def test_parameters_that_are_frozen_and_trained_again(make: Callable[..., Pair], homes: str) -> None:
-    """One of them is trained for the first time when the file is laid out: its states stay in memory."""
+    """One of them is trained for the first time when the file is laid out: its states stay in memory. Each step drops a
+    batch: what was brought for it stays."""
     pairs = make(homes, steps=0, debug=DELAYS), make("ram", steps=0)
     for model, opt in pairs:
         late, frozen = model.layers[0].weight, model.layers[4].weight
         late.requires_grad_(False)
         for step, on in ((0, True), (1, True), (2, False), (3, False), (4, True), (5, True)):
+            model(grads_for(model, 20 + step)).backward()
+            opt.zero_grad()
             frozen.requires_grad_(on)
             late.requires_grad_(step > 1)
             feed(model, opt, grads_for(model, step))
@@ -109,7 +107,7 @@ def test_parameters_that_are_frozen_and_trained_again(make: Callable[..., Pair],
 
 
 def test_loaded_states_are_those_that_were_saved(make: Callable[..., Pair]) -> None:
-    for source, other in (("disk", "disk+weights"), ("disk+weights", "disk"), ("ram", "disk")):
+    for source, other in (("disk", "disk+weights"), ("disk+weights", "disk"), ("ram", "disk"), ("ram", "arrive")):
         saved = copy.deepcopy(make(source, steps=3)[1].state_dict())
         pairs = make(other, steps=1), make("ram", steps=1)
         for model, opt in pairs:
@@ -203,43 +201,42 @@ class Regular(torch.nn.Module):
         return x.sum()
 
 
-def test_writes_past_the_guard_are_not_lost_to_an_update_of_the_unit(tmp_path: Path) -> None:
+def of_both(folder: Path, step: Callable[[Regular, mt.AdamW, int], None], steps: int, frozen: bool = False,
+            **hyper: Any) -> bool:
+    """Whether steps with weights in files end in the bits of those with weights in memory."""
     torch.manual_seed(4)
     plain, found = Regular(), []
     for homes in ("disk+weights", "ram"):
-        model = doors.stream(copy.deepcopy(plain), device="cpu", nvme=str(tmp_path) if homes != "ram" else None,
-                             plan={"homes": homes, "debug": {"disk": TIGHT} if homes != "ram" else {}},
-                             units=["layers.0", "layers.1", "layers.2"])
+        disk = {"nvme": str(folder), "plan": {"homes": homes, "debug": {"disk": TIGHT}}} if homes != "ram" else {}
+        model = doors.stream(copy.deepcopy(plain), device="cpu", units=["layers.0", "layers.1", "layers.2"], **disk)
         for layer in model.layers:
-            layer.bias.requires_grad_(False)
-        opt = mt.AdamW(model.parameters(), lr=0.05)
-        for _ in range(2):
-            model(torch.ones(5, 24)).backward()
-            with torch.no_grad():
-                scale(model.layers[1].bias, 1.5)
+            layer.bias.requires_grad_(not frozen)
+        opt = mt.AdamW(model.parameters(), lr=0.05, **hyper)
+        for number in range(steps):
+            step(model, opt, number)
             opt.step()
             opt.zero_grad()
         found.append([p.detach().clone() for p in model.parameters()])
-    assert all(torch.equal(p, q) for p, q in zip(*found))
+    return all(torch.equal(p, q) for p, q in zip(*found))
+
+
+def test_writes_past_the_guard_are_not_lost_to_an_update_of_the_unit(tmp_path: Path) -> None:
+    def step(model: Regular, opt: mt.AdamW, number: int) -> None:
+        model(torch.ones(5, 24)).backward()
+        with torch.no_grad():
+            scale(model.layers[1].bias, 1.5)
+
+    assert of_both(tmp_path, step, 2, frozen=True)
 
 
 @pytest.mark.parametrize("in_backward", [False, True])
 def test_weights_in_a_graph_of_the_hosts_stay_until_it_was_used(tmp_path: Path, in_backward: bool) -> None:
-    torch.manual_seed(3)
-    plain, found = Regular(), []
-    for homes in ("disk+weights", "ram"):
-        model = doors.stream(copy.deepcopy(plain), device="cpu", nvme=str(tmp_path) if homes != "ram" else None,
-                             plan={"homes": homes, "debug": {"disk": TIGHT} if homes != "ram" else {}},
-                             units=["layers.0", "layers.1", "layers.2"])
-        opt = mt.AdamW(model.parameters(), lr=0.05, in_backward=in_backward)
-        for step in range(4):
-            regular = sum((layer.bias ** 2).sum() for layer in model.layers)
-            (model(torch.full((5, 24), 0.1 * step + 0.2)) + 10 * regular).backward()
-            core_of(model).drain()
-            opt.step()
-            opt.zero_grad()
-        found.append([p.detach().clone() for p in model.parameters()])
-    assert all(torch.equal(p, q) for p, q in zip(*found))
+    def step(model: Regular, opt: mt.AdamW, number: int) -> None:
+        regular = sum((layer.bias ** 2).sum() for layer in model.layers)
+        (model(torch.full((5, 24), 0.1 * number + 0.2)) + 10 * regular).backward()
+        core_of(model).drain()
+
+    assert of_both(tmp_path, step, 4, in_backward=in_backward)
 
 
 def test_saved_weights_are_those_on_disk(make: Callable[..., Pair], tmp_path: Path) -> None:
@@ -424,39 +421,6 @@ def test_a_plan_puts_weights_on_disk_where_states_are_not_enough() -> None:
     host = sum(states.host.values()) - 1
     some = planned(host, sum(everything.vram.values()))
     assert "disk+weights" in some.homes.values() and sum(some.host.values()) <= host
-
-
-def test_engine_refuses_what_makes_no_sense(make: Callable[..., Pair], tmp_path: Path) -> None:
-    model, _ = make({"layers.0": "disk", "layers.1": "vram"})
-    core = core_of(model)
-    core.drain()
-    for call, said in ((lambda: core.disk(str(tmp_path), [2]), "has its file already"),
-                       (lambda: core.through(0, True), "has its states on disk")):
-        with pytest.raises(mt.MegatrainError, match=said):
-            call()
-    assert core_of(make("ram")[0]).disk_file() is None
-    other = _core.Engine("cpu")
-    unit = other.add_unit("a", [_core.DTYPES["F32"]], [10], [True])
-    other.plane(unit, 0, PLANES["M"])
-    with pytest.raises(mt.MegatrainError, match="plane M in memory already"):
-        other.disk(str(tmp_path), [unit])
-    other.close()
-    other.disk_unname()                                          # nothing to do, and no harm
-
-
-def test_a_disk_that_is_refused_leaves_the_engine_as_it_was(tmp_path: Path) -> None:
-    core = _core.Engine("cpu")
-    one, two = (core.add_unit(name, [_core.DTYPES["F32"]], [10_000], [True]) for name in "ab")
-    core.plane(two, 0, PLANES["M"])
-    for units, limit, said in (([one, two], 0, "unit b has its plane M in memory already"), ([one], 4096, "the limit is")):
-        with pytest.raises(mt.MegatrainError, match=said):
-            core.disk(str(tmp_path), units, limit=limit)
-        assert core.disk_file() is None and os.listdir(tmp_path) == []
-        core.through(one, True)                                  # its states are where they were
-        core.through(one, False)
-    core.disk(str(tmp_path), [one])
-    assert core.disk_file() is not None
-    core.close()
 
 
 def test_a_disk_is_measured_and_nothing_is_left(tmp_path: Path) -> None:

@@ -15,10 +15,9 @@ import parity
 import pytest
 import torch
 from torch import Tensor, nn
+from zoo import Chain
 
 import megatrain_torch as mt
-
-pytestmark = pytest.mark.skipif(parity.IDENTITY, reason="plain against plain was asked for")
 
 CALLS, LOG = 0, []
 TABLE: dict[str, Any] = {"n": 0, "inner": {"seen": []}}
@@ -221,15 +220,8 @@ UNFOLLOWED = {"array", "arrays", "function", "numpy", "random", "rng"}
 WHAT = [n[3:] for n in (*vars(Layer), "do_count") if n.startswith("do_")]
 
 
-class Net(nn.Module):
-    def __init__(self, what: str) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([(Counting if what == "count" else Layer)(what) for _ in range(3)])
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x
+def net(what: str) -> nn.Module:
+    return Chain(*((Counting if what == "count" else Layer)(what) for _ in range(3)))
 
 
 def reset() -> None:
@@ -279,7 +271,7 @@ def run(model: nn.Module, steps: int = 2) -> tuple[list[Any], list[Tensor]]:
 def wanted(what: str) -> Any:
     """Of plain torch."""
     torch.manual_seed(0)
-    plain = Net(what)
+    plain = net(what)
     reset()
     return run(plain)
 
@@ -288,7 +280,7 @@ def wanted(what: str) -> Any:
 def test_gradients_and_what_is_left_are_plain_torchs(what: str) -> None:
     want, grads = wanted(what)
     torch.manual_seed(0)
-    model = mt.stream(Net(what), device="cpu", plan={"activations": "replay"})
+    model = mt.stream(net(what), device="cpu", plan={"activations": "replay"})
     reset()
     if what in UNFOLLOWED:
         with pytest.raises(mt.MegatrainError, match=r"^layers\..*does not repeat itself.*'saved'"):
@@ -316,29 +308,13 @@ def test_what_is_changed_between_forward_and_backward_is_an_error_by_name(change
         def forward(self, x: Tensor) -> Tensor:
             return self.act(self.drop(self.lin(x)) * self.gain * self.table["gain"]) ** self.power
 
-    class Two(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.ModuleList([Drops(), Drops()])
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.layers[1](self.layers[0](x))
-
-    def changed(layer: Any) -> None:
-        if change == "eval":
-            layer.eval()
-        elif change == "number":
-            layer.gain = 7.0
-        elif change == "module":
-            layer.act = nn.ReLU()
-        elif change == "tensor":
-            layer.table["gain"] = torch.full((8,), 5.0)
-        else:
-            Drops.power = 3
-
-    model = mt.stream(Two(), device="cpu", plan={"activations": "replay"})
+    changes: dict[str, Callable[[Any], Any]] = {
+        "eval": lambda layer: layer.eval(), "number": lambda layer: setattr(layer, "gain", 7.0),
+        "module": lambda layer: setattr(layer, "act", nn.ReLU()), "class": lambda layer: setattr(Drops, "power", 3),
+        "tensor": lambda layer: layer.table.update(gain=torch.full((8,), 5.0))}
+    model = mt.stream(Chain(Drops(), Drops()), device="cpu", plan={"activations": "replay"})
     loss = model(torch.ones(2, 8)).sum()
-    changed(model.layers[0])
+    changes[change](model.layers[0])
     with pytest.raises(mt.MegatrainError, match=r"layers\.[01]: run again, its forward.*does not repeat itself"):
         loss.backward()
 
@@ -363,7 +339,7 @@ def test_hooks_inside_of_a_layer_leave_what_they_leave_in_plain_torch(kind: str)
         LOG.append(out.detach().sum().item())
 
     torch.manual_seed(0)
-    plain = Net("number")
+    plain = net("number")
     model = mt.stream(copy.deepcopy(plain), device="cpu", plan={"activations": "replay"})
     found = []
     for m in (plain, model):
@@ -387,15 +363,7 @@ def test_a_tensor_of_its_own_that_is_overwritten_later_is_refused() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return torch.tanh(self.lin(x) * self.big[:8])
 
-    class Two(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.ModuleList([Reads(), Reads()])
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.layers[1](self.layers[0](x))
-
-    model = mt.stream(Two(), device="cpu", plan={"activations": "replay"})
+    model = mt.stream(Chain(Reads(), Reads()), device="cpu", plan={"activations": "replay"})
     loss = model(torch.ones(2, 8)).sum()
     model.layers[1].big.zero_()
     with pytest.raises(mt.MegatrainError, match=r"layers\.1: .*does not repeat itself"):

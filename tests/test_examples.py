@@ -17,7 +17,7 @@ from parity import LONG
 import megatrain_torch as mt
 
 transformers = pytest.importorskip("transformers")
-pytestmark = [pytest.mark.usefixtures("streaming"), pytest.mark.filterwarnings("ignore")]
+pytestmark = pytest.mark.filterwarnings("ignore")
 FOLDER = Path(__file__).parents[1] / "examples"
 # The loss that --tiny comes down to, at most; what it needs besides transformers.
 RECIPES = {"finetune_chat": (3.6, ()), "continue_pretraining": (3.5, ()), "lora_70b": (5.35, ("peft",)),

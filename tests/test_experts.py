@@ -4,7 +4,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-import itertools
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ import doors
 import parity
 import pytest
 import torch
+from parity import assert_same
 from torch import Tensor, nn
 
 transformers = pytest.importorskip("transformers")
@@ -19,7 +19,7 @@ transformers = pytest.importorskip("transformers")
 import megatrain_torch as mt  # noqa: E402
 from megatrain_torch import ops  # noqa: E402
 from megatrain_torch.base.codes import Coded, nf4_strands  # noqa: E402
-from megatrain_torch.base.units import cut, usual_experts  # noqa: E402
+from megatrain_torch.base.units import usual_experts  # noqa: E402
 from megatrain_torch.graph.stacks import Stack  # noqa: E402
 from megatrain_torch.model.moving import move  # noqa: E402
 from megatrain_torch.model.stream import runtime_of  # noqa: E402
@@ -109,12 +109,6 @@ def streamed(model: nn.Module, compute: str = "eager", **plan: Any) -> nn.Module
     nvme = plan.pop("nvme", None)
     return doors.stream(model, "cpu", compute=compute, nvme=nvme,
                         plan={"slots": 2, "debug": {"poison": True, "delay_us": 100}, **plan})
-
-
-def assert_same(found: list[Tensor], wanted: list[Tensor]) -> None:
-    assert len(found) == len(wanted)
-    for n, (a, b) in enumerate(zip(found, wanted)):
-        assert torch.equal(torch.as_tensor(a), torch.as_tensor(b)), f"{n} of {len(wanted)} differs"
 
 
 ALL = [(a, how, c, k, n, h) for a in ARCHES for how in ("eager", "grouped_mm", "batched_mm")
@@ -301,21 +295,6 @@ def test_weights_changed_between_forward_and_backward_are_refused() -> None:
             model.model.layers[1].mlp.experts.down_proj.mul_(0.5)
         with pytest.raises(RuntimeError, match="updated between forward and backward"):
             loss.backward()
-
-
-def test_cuts_of_a_unit_are_all_of_it_once() -> None:
-    params = [(n, p) for n, p in model_of("gpt-oss", "eager").model.layers[0].named_parameters()]
-    kinds = [p.dtype for _, p in params]
-    begins, end = [], 0
-    for _, p in params:
-        begins.append(end)
-        end += -(-p.numel() * 2 // 512) * 512
-    cuts = cut(params, 3, kinds, begins)
-    assert cut(params, EXPERTS, kinds, begins) is None and cut(params, 0, kinds, begins) is None
-    covered = sorted((begin, begin + n) for one in cuts for begin, _, n in one.ranges)
-    assert covered[0][0] == 0 and all(a[1] <= b[0] < a[1] + 512 for a, b in itertools.pairwise(covered))
-    assert [len(c.experts) for c in cuts] == [0, 3, 3, 2, 3, 3, 2]
-    assert all(c.bytes < 0.6 * end for c in cuts)
 
 
 # ---- plans ---------------------------------------------------------------------------------------

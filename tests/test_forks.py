@@ -19,6 +19,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
+from zoo import update
 
 import megatrain_torch as mt
 from megatrain_torch import _core
@@ -56,10 +57,7 @@ def batch(step: int = 0) -> Tensor:
 
 def train(model: nn.Module, opt: mt.AdamW, steps: int, first: int = 0) -> float:
     for step in range(first, steps):
-        loss = model(batch(step)).square().mean()
-        loss.backward()
-        opt.step()
-        opt.zero_grad()
+        loss = update(model(batch(step)).square().mean(), opt)
     return loss.item()
 
 
@@ -211,10 +209,7 @@ def test_workers_of_a_data_loader_live_beside_training(tmp_path: Path) -> None:
         loader = DataLoader(Tokens(model), batch_size=4, num_workers=workers, **how)
         for _ in range(2):
             for x in loader:
-                loss = model(x).square().mean()
-                loss.backward()
-                opt.step()
-                opt.zero_grad()
+                loss = update(model(x).square().mean(), opt)
         results.append(float(loss))
         del loader
     assert results[0] == results[1]

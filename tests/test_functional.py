@@ -6,7 +6,6 @@ import copy
 from typing import Any
 
 import fusing
-import parity
 import pytest
 import torch
 from torch import Tensor, nn
@@ -15,8 +14,7 @@ from torch.func import functional_call
 import megatrain_torch as mt
 from megatrain_torch.store.state import BoundParameters
 
-pytestmark = [pytest.mark.skipif(parity.IDENTITY, reason="plain against plain was asked for"),
-              pytest.mark.filterwarnings("ignore")]
+pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 class Layer(nn.Module):

@@ -14,29 +14,12 @@ import parity
 import pytest
 import torch
 import zoo
-from fusing import (
-    KEEPS,
-    all_fused,
-    codes,
-    flipped,
-    fused,
-    gradcheck,
-    grads_agree,
-    lm,
-    none_fused,
-    padded,
-    plain,
-    rotation,
-    stream,
-)
+from fusing import KEEPS, all_fused, codes, fused, grads_agree, lm, none_fused, padded, stream
 from torch import Tensor, nn
 
 import megatrain_torch as mt
 from megatrain_torch import ops
 from megatrain_torch.fused.templates import attention_half
-
-pytestmark = pytest.mark.usefixtures("streaming")
-
 
 SLIDING = dict(sliding_window=6)             # of rows of 12 tokens
 GEMMA = dict(head_dim=8, query_pre_attn_scalar=8, **SLIDING)
@@ -87,15 +70,6 @@ def packed(step: int) -> dict[str, Tensor]:
 
 
 BATCHES = {"whole": zoo.text_unpadded, "padded": padded}
-_plain: dict[tuple[str, str], fusing.Run] = {}
-
-
-def truth(family: str, batch: str) -> fusing.Run:
-    """Three steps of plain torch; once for each."""
-    key = family, batch
-    if key not in _plain:
-        _plain[key] = plain(FAMILIES[family], BATCHES[batch])
-    return _plain[key]
 
 
 # ---------------------------------------------------------------- families
@@ -110,15 +84,13 @@ ELSEWHERE = {"mistral", "ministral", "vaultgemma"}
 def test_a_fused_family_trains_as_plain_torch(family: str, keep: str, batch: str) -> None:
     run = fused(FAMILIES[family], BATCHES[batch], keep)
     all_fused(run.codes)
-    fusing.agree(truth(family, batch), run)
+    fusing.agree(fusing.truth(FAMILIES[family], BATCHES[batch]), run)
 
 
 @parity.LONG
 @pytest.mark.parametrize("family", ALIKE)
 def test_so_does_one_of_the_same_structure(family: str) -> None:
-    run = fused(ALIKE[family], padded, "selective")
-    all_fused(run.codes)
-    fusing.agree(plain(ALIKE[family], padded), run)
+    fusing.same_as_plain(ALIKE[family], padded, "selective")
 
 
 # What does not fuse, and the words of the reason. A few carry structure that no template has (yet); Cohere's layers look
@@ -202,7 +174,7 @@ GRADCHECKED = {"llama_biases": 0, "qwen3": 0, "gemma2": ops.ONE_PLUS, "olmo2": 0
 
 @pytest.mark.parametrize("family, keep", parity.turns(list(GRADCHECKED), KEEPS))
 def test_gradients_of_a_template_are_finite_differences(family: str, keep: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    gradcheck(FAMILIES[family], monkeypatch, keep, GRADCHECKED[family])
+    fusing.gradcheck(FAMILIES[family], monkeypatch, keep, GRADCHECKED[family])
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "olmo2"])
@@ -238,9 +210,7 @@ def test_frozen_parts_get_no_gradient_and_the_others_theirs(what: str, keep: str
         FROZEN[what](model)
         return model
 
-    run = fused(build, padded, keep)
-    all_fused(run.codes)
-    fusing.agree(plain(build, padded), run)
+    fusing.same_as_plain(build, padded, keep)
 
 
 def test_layers_before_the_first_trained_weight_run_their_own_code() -> None:
@@ -252,7 +222,7 @@ def test_layers_before_the_first_trained_weight_run_their_own_code() -> None:
     run = fused(build, padded)
     assert run.codes["model.layers.2"] == "template"
     none_fused({n: c for n, c in run.codes.items() if n != "model.layers.2"}, "nothing needs a gradient")
-    fusing.agree(plain(build, padded), run)
+    fusing.agree(fusing.plain(build, padded), run)
 
 
 def test_parts_frozen_between_steps_are_followed() -> None:
@@ -276,9 +246,7 @@ def test_parts_frozen_between_steps_are_followed() -> None:
 @pytest.mark.parametrize("keep", parity.turns(KEEPS[1:] + KEEPS[:1]))
 def test_micro_batches_add_up(keep: str) -> None:
     options = dict(accumulate=3, steps=2)
-    run = fused(FAMILIES["llama_tied"], padded, keep, **options)
-    all_fused(run.codes)
-    fusing.agree(plain(FAMILIES["llama_tied"], padded, **options), run)
+    fusing.same_as_plain(FAMILIES["llama_tied"], padded, keep, **options)
 
 
 @pytest.mark.parametrize("keep", parity.turns(KEEPS[2:] + KEEPS[:2]))
@@ -300,22 +268,12 @@ def test_a_layer_called_twice_sums_its_gradients(keep: str) -> None:
     def uncached(step: int) -> dict[str, Any]:           # a cache would see one layer's keys twice
         return {**padded(step), "use_cache": False}
 
-    run = fused(build, uncached, keep)
-    all_fused(run.codes)
-    fusing.agree(plain(build, uncached), run)
+    fusing.same_as_plain(build, uncached, keep)
 
 
 @pytest.mark.parametrize("keep", parity.turns(KEEPS[1:] + KEEPS[:1]))
 def test_a_second_backward_gives_the_same_again(keep: str) -> None:
-    model = stream(FAMILIES["olmo2"](), keep)
-    loss = model(**padded(0)).loss
-    loss.backward(retain_graph=True)
-    once = {n: parity.frozen(p.grad) for n, p in model.named_parameters()}
-    loss.backward()
-    all_fused(codes(model))
-    grads_agree({n: 2 * t for n, t in once.items()}, {n: p.grad for n, p in model.named_parameters()})
-    with pytest.raises(RuntimeError, match="second time"):
-        loss.backward()
+    fusing.second_backward(FAMILIES["olmo2"], keep)
 
 
 def test_gradients_are_given_to_whom_asks_for_them() -> None:
@@ -346,7 +304,7 @@ def test_an_update_between_forward_and_backward_raises() -> None:
     model = stream(LLAMA())
     opt = mt.AdamW(model.parameters(), lr=1e-2)
     model(**zoo.text(0)).loss.backward()
-    hidden = model.model.layers[0](model.model.embed_tokens(zoo.text(1)["input_ids"]), **rotation(model))
+    hidden = model.model.layers[0](model.model.embed_tokens(zoo.text(1)["input_ids"]), **fusing.rotation(model))
     opt.step()
     with pytest.raises(RuntimeError, match="0' were updated between forward and backward"):
         hidden.sum().backward()
@@ -364,9 +322,7 @@ def test_create_graph_is_refused() -> None:
 @parity.LONG
 def test_texts_packed_into_one_row_do_not_see_each_other() -> None:
     for family in ("llama", "gemma3"):
-        run = fused(FAMILIES[family], packed)
-        all_fused(run.codes)
-        fusing.agree(plain(FAMILIES[family], packed), run)
+        fusing.same_as_plain(FAMILIES[family], packed)
 
 
 def test_embeddings_as_input_get_their_gradient() -> None:
@@ -389,9 +345,7 @@ def test_an_input_that_is_not_dense_is_taken(keep: str) -> None:
         x = torch.randn(1, zoo.H, zoo.T, generator=zoo.generator(step))
         return {"inputs_embeds": x.requires_grad_().transpose(1, 2), "labels": zoo.text_unpadded(step)["labels"][:1]}
 
-    run = fused(LLAMA, embedded, keep)
-    all_fused(run.codes)
-    fusing.agree(plain(LLAMA, embedded), run)
+    fusing.same_as_plain(LLAMA, embedded, keep)
 
 
 def test_rows_too_short_to_try_a_template_on_run_its_own_code() -> None:
@@ -423,10 +377,10 @@ def test_what_a_cache_holds_is_attended_to(tokens: int, tried: bool) -> None:
         all_fused(codes(model))
         model.zero_grad()
     right, found = loss(plain), loss(model)
+    assert fusing.error(right.detach(), found.detach()) < fusing.TOLERANCE
     right.backward()
     found.backward()
-    assert fusing.error(right.detach(), found.detach()) < fusing.TOLERANCE
-    fusing.grads_agree(*({n: p.grad for n, p in m.named_parameters()} for m in (plain, model)), fusing.TOLERANCE)
+    grads_agree(*({n: p.grad for n, p in m.named_parameters()} for m in (plain, model)))
 
 
 def test_a_large_key_value_cache_in_training_is_told_of_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -498,9 +452,7 @@ def test_outputs_that_transformers_collects_are_right(which: str) -> None:
         out.loss.backward()
         return list(out[which])
 
-    def build() -> nn.Module:
-        return FAMILIES["llama_eager_attention"]()
-
+    build = FAMILIES["llama_eager_attention"]
     model = stream(build())
     for a, b in zip(outputs(build()), outputs(model), strict=True):
         assert fusing.error(a, b) < fusing.TOLERANCE
@@ -516,7 +468,7 @@ def test_dropout_keeps_the_layers_own_code() -> None:
     dropping = lm("llama", attention_dropout=0.1)
     run = fused(dropping, padded)
     none_fused(run.codes, "drops out")
-    fusing.agree(plain(dropping, padded), run)
+    fusing.agree(fusing.plain(dropping, padded), run)
 
 
 def test_autocast_to_the_weights_own_type_changes_nothing() -> None:
@@ -554,7 +506,7 @@ def test_autocast_keeps_the_layers_own_code() -> None:
 
     run = fused(LLAMA, padded, loss=loss, steps=1)
     none_fused(run.codes, "autocast is on")
-    for name, t in plain(LLAMA, padded, loss=loss, steps=1).grads.items():
+    for name, t in fusing.plain(LLAMA, padded, loss=loss, steps=1).grads.items():
         assert torch.equal(t, run.grads[name]), name
 
 
@@ -566,11 +518,8 @@ def test_gradient_checkpointing_means_replay(when: str) -> None:
     model = stream(model, "auto")
     if when == "after":
         model.gradient_checkpointing_enable()
-    model(**padded(0)).loss.backward()
+    grads_agree(fusing.grads_of(LLAMA(), padded(0)), fusing.grads_of(model, padded(0)))
     all_fused(codes(model))
-    own = LLAMA()
-    own(**padded(0)).loss.backward()
-    grads_agree({n: p.grad for n, p in own.named_parameters()}, {n: p.grad for n, p in model.named_parameters()})
     assert "replay" in mt.explain(model)
 
 
@@ -580,29 +529,22 @@ def test_evaluation_between_steps_and_generation_after_are_the_models_own() -> N
     model = stream(LLAMA())
     opt = mt.AdamW(model.parameters(), lr=1e-2)
     for step in range(2):
-        model(**zoo.text(step)).loss.backward()
-        opt.step()
-        opt.zero_grad()
+        zoo.update(model(**zoo.text(step)).loss, opt)
         with torch.no_grad():
             loss = model.eval()(**zoo.text(9)).loss
         assert torch.equal(loss, copy.deepcopy(model)(**zoo.text(9)).loss)
         model.train()
     all_fused(codes(model))
-    ids = zoo.text(3)["input_ids"][:, :4]
-    options = dict(max_new_tokens=6, do_sample=False, attention_mask=torch.ones_like(ids))
-    assert torch.equal(model.generate(ids, **options), copy.deepcopy(model).generate(ids, **options))
+    fusing.generates_as_plain(model)
     model(**zoo.text(4)).loss.backward()
     all_fused(codes(model))
 
 
 def test_compute_eager_has_the_bits_of_plain_torch() -> None:
     model = stream(LLAMA(), compute="eager")
-    own = LLAMA()
-    for m in (model, own):
-        m(**padded(0)).loss.backward()
+    found, own = (fusing.grads_of(m, padded(0)) for m in (model, LLAMA()))
     assert set(codes(model).values()) == {"its own"}
-    for (name, p), q in zip(own.named_parameters(), model.parameters()):
-        assert torch.equal(p.grad, q.grad), name
+    assert [n for n in own if not torch.equal(own[n], found[n])] == []
 
 
 # ---------------------------------------------------------------- wrong templates
@@ -616,8 +558,8 @@ def gate_for_up(*args: Any, dgate: Tensor, dup: Tensor, glu: Any = ops.glu_backw
 
 
 WRONG = {
-    "a norm's forward": lambda: flipped(ops, "rms_norm", 0),
-    "a norm's weight gradient": lambda: flipped(ops, "rms_norm_backward", 1),
+    "a norm's forward": lambda: fusing.flipped(ops, "rms_norm", 0),
+    "a norm's weight gradient": lambda: fusing.flipped(ops, "rms_norm_backward", 1),
     "the gate's backward": lambda: (ops, "glu_backward", gate_for_up),
     "the rotation's backward": lambda: (ops, "rope", rotated_the_other_way),
 }
@@ -629,7 +571,7 @@ def test_a_wrong_template_is_refused_and_the_model_still_trains(what: str, monke
     run = fused(FAMILIES["qwen3"], padded)
     monkeypatch.undo()
     none_fused(run.codes, "is off from fp32 by")
-    fusing.agree(truth("qwen3", "padded"), run)
+    fusing.agree(fusing.truth(FAMILIES["qwen3"], padded), run)
 
 
 def test_a_template_that_fails_is_refused_and_the_model_still_trains(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -639,4 +581,4 @@ def test_a_template_that_fails_is_refused_and_the_model_still_trains(monkeypatch
     monkeypatch.setattr(ops, "glu_backward", fail)
     run = fused(LLAMA, padded)
     none_fused(run.codes, "the template fails: no such kernel")
-    fusing.agree(truth("llama", "padded"), run)
+    fusing.agree(fusing.truth(LLAMA, padded), run)

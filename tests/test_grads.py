@@ -13,19 +13,16 @@ import edges
 import parity
 import pytest
 import torch
+from between import assert_equal
 from situations import batch, lm_loss, made
+from test_adamw import HYPER, Dots, fed, feed, grads_for, plain_dots
 from torch import Tensor, nn
+from zoo import update
 
-pytestmark = pytest.mark.usefixtures("streaming")
-if parity.IDENTITY:
-    pytest.skip("plain against plain was asked for", allow_module_level=True)
-from between import assert_equal  # noqa: E402
-from test_adamw import HYPER, Dots, feed, grads_for, plain_dots  # noqa: E402
-
-import megatrain_torch as mt  # noqa: E402
-from megatrain_torch import _core  # noqa: E402
-from megatrain_torch.plans.search import Problem  # noqa: E402
-from megatrain_torch.plans.tally import Asked  # noqa: E402
+import megatrain_torch as mt
+from megatrain_torch import _core
+from megatrain_torch.plans.search import Problem
+from megatrain_torch.plans.tally import Asked
 
 NONE = {"grads": "none"}
 GRAD = _core.PLANES["GRAD"]
@@ -34,9 +31,7 @@ GRAD = _core.PLANES["GRAD"]
 def trained(plan: dict[str, Any], dtype: torch.dtype = torch.bfloat16, steps: int = 6) -> tuple[Dots, mt.AdamW]:
     model = doors.stream(plain_dots(dtype), device="cpu", plan=plan)
     opt = mt.AdamW(model.parameters(), in_backward=True, **HYPER)
-    for step in range(steps):
-        feed(model, opt, grads_for(model, step))
-    return model, opt
+    return fed(model, opt, range(steps))
 
 
 def core_of(model: nn.Module) -> Any:
@@ -62,10 +57,7 @@ def test_a_transformer_with_tied_weights_trains_to_the_same_bits() -> None:
         opt = mt.AdamW(model.parameters(), lr=1e-2, eps=1e-4, in_backward=True)
         losses = {}
         for step in range(8):
-            loss = lm_loss(model, batch(step))
-            loss.backward()
-            opt.step()
-            opt.zero_grad()
+            loss = update(lm_loss(model, batch(step)), opt)
             losses[f"loss {step}"] = loss.detach()
         return losses | {n: p.detach().clone() for n, p in model.named_parameters()}
     kept = run({})
@@ -106,8 +98,7 @@ def test_nothing_is_kept_on_the_device_either() -> None:
     def device_bytes(plan: dict[str, Any]) -> int:
         model = mt.stream(plain_dots(torch.bfloat16, big), device="cpu", plan=plan | {"homes": "vram"})
         opt = mt.AdamW(model.parameters(), in_backward=True, **HYPER)
-        for step in range(2):
-            feed(model, opt, grads_for(model, step))
+        fed(model, opt, range(2))
         assert plan != NONE or all(p.grad is None for p in model.parameters())
         core_of(model).drain()
         asked = mt.model.stream.runtime_of(model).room.asked.device()
@@ -133,8 +124,7 @@ def test_gradients_of_so_many_units_are_on_their_way(homes: Any, lent: int, most
         found.append(len(rt.handover.alive))
 
     rt.handover._send_unit = send
-    for step in range(3):
-        feed(model, opt, grads_for(model, step))
+    fed(model, opt, range(3))
     assert max(found) <= most
     if lent > 1 or homes != "ram":
         assert max(found) == most
@@ -198,7 +188,7 @@ def test_a_gradient_of_torchs_own_has_no_place() -> None:
 
 
 def test_a_plan_with_a_disk_has_the_buffers_that_take_least_time(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    from test_plan import FLAT, small
+    from flat import FLAT, small
     best, seconds = Problem.best, {3: 3.0, 2: 1.0, 1: 2.0}
 
     def timed(self: Problem, than: float) -> Any:
@@ -212,7 +202,7 @@ def test_a_plan_with_a_disk_has_the_buffers_that_take_least_time(monkeypatch: py
 
 
 def test_plans_count_what_is_not_kept_and_refuse_what_needs_it() -> None:
-    from test_plan import FLAT, small
+    from flat import FLAT, small
     asked = dict(tokens=4096, seq=512, machine=FLAT, homes="vram")
     none, kept = mt.plan(small(8), grads="none", **asked), mt.plan(small(8), micro=1, **asked)
     there = "at home: gradients"

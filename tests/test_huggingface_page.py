@@ -12,7 +12,7 @@ from test_integration import Rows
 
 PAGE = Path(__file__).parents[1] / "docs/huggingface.md"
 EXAMPLES = dict(re.findall(r"^## (\w+)$(?:(?!^## |```).)*```python\n(.*?)```", PAGE.read_text(), re.DOTALL | re.MULTILINE))
-pytestmark = [pytest.mark.usefixtures("streaming"), pytest.mark.filterwarnings("ignore")]
+pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 def run(name: str, **names: Any) -> dict[str, Any]:

@@ -10,24 +10,20 @@ from typing import Any
 import parity
 import pytest
 import torch
+import zoo
+from parity import assert_same
+from parity import stream_for_test as streamed
 from situations import hf_loss, llama, text
 from torch import Tensor, nn
 
-pytestmark = [pytest.mark.usefixtures("streaming"), pytest.mark.filterwarnings("ignore")]
+import megatrain_torch as mt
+from megatrain_torch.model.stream import runtime_of
 
-
-def streamed(model: nn.Module, **kw: Any) -> nn.Module:
-    return parity.stream_for_test(model, **kw)
+pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 def values(model: nn.Module) -> dict[str, Tensor]:
     return {k: torch.Tensor.detach(v).clone() for k, v in model.state_dict().items()}
-
-
-def assert_same(plain: dict[str, Tensor], other: dict[str, Tensor]) -> None:
-    assert list(plain) == list(other)
-    for k in plain:
-        assert torch.equal(plain[k], other[k]), f"{k}: {parity.describe(plain[k], other[k])}"
 
 
 class Rows(torch.utils.data.Dataset):
@@ -82,9 +78,6 @@ def test_trainer_resumes_with_the_bits_of_an_uninterrupted_run(tmp_path: Path) -
 
 
 def test_trainer_with_our_optimizer(tmp_path: Path) -> None:
-    if parity.IDENTITY:
-        pytest.skip("plain against plain was asked for")
-    import megatrain_torch as mt
     runs = []
     for wrap, kind in ((lambda m: m, torch.optim.AdamW), (streamed, mt.AdamW)):
         model = wrap(llama())
@@ -154,10 +147,7 @@ def test_generate_in_train_mode_and_then_train() -> None:
 # ---------------------------------------------------------------- save and load
 
 def stepped(model: nn.Module) -> nn.Module:
-    opt = torch.optim.SGD(model.parameters(), lr=0.1)
-    hf_loss(model, text(0)).backward()
-    opt.step()
-    opt.zero_grad()
+    zoo.update(hf_loss(model, text(0)), torch.optim.SGD(model.parameters(), lr=0.1))
     return model
 
 
@@ -194,18 +184,41 @@ def test_peft_adapter_saves_loads_and_merges(tmp_path: Path) -> None:
         model = wrap(peft.get_peft_model(llama(), peft.LoraConfig(r=4, target_modules=["q_proj", "up_proj"])))
         opt = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, eps=1e-4)
         for step in range(3):
-            hf_loss(model, text(step)).backward()
-            opt.step()
-            opt.zero_grad()
+            zoo.update(hf_loss(model, text(step)), opt)
         folder = tmp_path / str(len(runs))
         model.save_pretrained(folder)
         runs.append((folder / "adapter_model.safetensors").read_bytes())
         if wrap is streamed and not parity.IDENTITY:
-            import megatrain_torch as mt
             mt.unstream(model)
         runs.append(values(model.merge_and_unload()))
     assert runs[0] == runs[2], "adapter files differ"
     assert_same(runs[1], runs[3])
+
+
+NAMES = ["layers.0", "layers.1"]
+
+
+class Checkpointed(zoo.Chain):
+    """Has transformers' flag."""
+
+    gradient_checkpointing = False
+
+    def __len__(self) -> int:
+        """As modules have that are lists of something: it is false, and there all the same."""
+        return 0
+
+
+@pytest.mark.parametrize("plan, then", [
+    ({}, "replay"), ({"activations": "auto"}, "replay"), ({"activations": "saved"}, "saved"),
+    ({"activations": {"layers.0": "saved"}}, "saved replay"), ({"activations": dict.fromkeys(NAMES, "saved")}, "saved")])
+def test_gradient_checkpointing_is_for_what_no_plan_says(plan: dict[str, Any], then: str) -> None:
+    """The model's own is switched off in any case."""
+    model = Checkpointed(nn.Linear(4, 4), nn.Linear(4, 4))
+    mt.stream(model, "cpu", units=NAMES, plan=plan)
+    model.gradient_checkpointing = True
+    model(torch.zeros(1, 4)).sum().backward()
+    keeps = [w.keeps for w in runtime_of(model).windows]
+    assert keeps == (then.split() * 2)[:2] and not model.gradient_checkpointing
 
 
 def test_device_property_says_where_inputs_go() -> None:

@@ -28,10 +28,6 @@ from megatrain_torch.plans.cost import cost_of  # noqa: E402
 from megatrain_torch.plans.machine import MACHINES  # noqa: E402
 from megatrain_torch.plans.shapes import shapes_of  # noqa: E402
 
-pytestmark = pytest.mark.usefixtures("streaming")
-if parity.IDENTITY:
-    pytest.skip("plain against plain was asked for", allow_module_level=True)
-
 SIZES = {**LATENT, "v_head_dim": 8, "num_hidden_layers": 2}        # a dense layer, and a mixture
 DEEPSEEK = lm("deepseek_v3", **SIZES)
 

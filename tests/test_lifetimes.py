@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import inspect
 import os
 import subprocess
 import sys
@@ -11,15 +12,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import parity
 import pytest
 import torch
+from situations import llama, text
 from torch import Tensor, nn
+from zoo import Chain, update
 
 import megatrain_torch as mt
 from megatrain_torch.model.stream import find_runtime, runtime_of
-
-pytestmark = pytest.mark.skipif(parity.IDENTITY, reason="plain against plain was asked for")
 
 
 class Layer(nn.Module):
@@ -62,9 +62,7 @@ def tokens() -> Tensor:
 
 
 def step(model: nn.Module, opt: Any) -> None:
-    model(tokens()).sum().backward()
-    opt.step()
-    opt.zero_grad()
+    update(model(tokens()).sum(), opt)
 
 
 def trained(make: Callable[..., Any] = mt.AdamW, **kw: Any) -> tuple[nn.Module, Any]:
@@ -124,8 +122,6 @@ def test_with_a_file(tmp_path: Any) -> None:
 
 @pytest.mark.parametrize("compute", ["eager", "fused"])
 def test_a_transformers_model_goes_too(compute: str) -> None:
-    from situations import text
-
     before = threads()
     model = mt.stream(llama().train(), device="cpu", compute=compute)
     opt = mt.AdamW(model.parameters())
@@ -178,18 +174,8 @@ def test_a_layer_that_is_left_works() -> None:
 
 def test_twenty_models_leave_nothing() -> None:
     """Neither threads nor memory: 20 of them would be 100 MiB of planes."""
-    class Wide(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.ModuleList([nn.Linear(300, 300) for _ in range(4)])
-
-        def forward(self, x: Tensor) -> Tensor:
-            for layer in self.layers:
-                x = layer(x)
-            return x
-
     def one() -> None:
-        model = mt.stream(Wide(), device="cpu")
+        model = mt.stream(Chain(*(nn.Linear(300, 300) for _ in range(4))), device="cpu")
         opt = mt.AdamW(model.parameters())
         model(torch.ones(1, 300)).sum().backward()
         opt.step()
@@ -255,7 +241,6 @@ def test_a_users_own_forward_goes_too() -> None:
 
 
 def test_what_is_installed_looks_like_the_method_it_stands_for() -> None:
-    import inspect
     model, _ = trained()
     forward = model.layers[0].forward
     assert forward.__self__ is model.layers[0] and forward.__func__ is Layer.forward
@@ -284,11 +269,6 @@ def patched() -> dict[str, Any]:
 
 def differ(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
     return [n for n in a.keys() | b.keys() if a.get(n) is not b.get(n) and a.get(n) != b.get(n)]
-
-
-def llama() -> nn.Module:
-    from situations import llama as made
-    return made()
 
 
 def test_other_packages_are_as_they_were_when_the_last_one_is_gone() -> None:

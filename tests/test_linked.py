@@ -14,33 +14,26 @@ from typing import Any
 import fusing
 import parity
 import pytest
+from flat import seven
 from fusing import padded
-from kept import crossed, grads_of, in_part, once, same, twice
+from kept import FEW, LINKS, grads_of, once, same
+from kept import tiny as made
 from test_fused import FAMILIES
 from test_moe import FAMILIES as MIXTURES
 from torch import Tensor, nn
 
 import megatrain_torch as mt
-from megatrain_torch.graph.swap import Bundle, Swap
 from megatrain_torch.model.stream import runtime_of
 from megatrain_torch.plans import search
 from megatrain_torch.plans.cost import cost_of
 from megatrain_torch.plans.machine import MACHINES
-from megatrain_torch.plans.search import Problem, Wishes
 from megatrain_torch.plans.shapes import shapes_of
 
-pytestmark = pytest.mark.usefixtures("streaming")
-if parity.IDENTITY:
-    pytest.skip("plain against plain was asked for", allow_module_level=True)
-
 MODES = ("linked", "linked+host", "linked+disk")
-DEEP = fusing.lm("qwen3", head_dim=8, num_hidden_layers=5)
-FEW = {"spill": {"bays": 2, "threads": 3}}
 
 
-def tiny(mode: Any, nvme: Path | None = None, build: Callable[[], nn.Module] = DEEP, **debug: Any) -> nn.Module:
-    parity.seed()
-    return fusing.stream(build(), mode, nvme=nvme and str(nvme), **(FEW if nvme else {}), **debug)
+def tiny(mode: Any, build: Callable[[], nn.Module] = LINKS, **debug: Any) -> nn.Module:
+    return made(mode, build=build, **debug)
 
 
 def place(mode: str, tmp_path: Path) -> Path | None:
@@ -128,7 +121,7 @@ def test_an_output_that_others_change_is_kept_as_input() -> None:
 
 def test_layers_before_the_first_trained_weight_are_no_part_of_it() -> None:
     def build() -> nn.Module:
-        model = DEEP()
+        model = LINKS()
         for name, p in model.named_parameters():
             p.requires_grad_(not any(part in name for part in ("embed", "layers.0.", "layers.1.")))
         return model
@@ -136,43 +129,6 @@ def test_layers_before_the_first_trained_weight_are_no_part_of_it() -> None:
     right, found = (grads_of(tiny(mode, build=build), once) for mode in ("attention", "linked"))
     assert all(parity.same_bits(right[n], found[n]) for n in right)
     assert kept_by(tiny("linked", build=build)) == ["linked", "attention", "replay"]
-
-
-# ---------------------------------------------------------------- graphs
-
-# Of each mode and of each way two or more; all with MEGATRAIN_FULL.
-@pytest.mark.parametrize("mode, go", [
-    pytest.param(mode, go, marks=() if (i + j) % 3 == 0 else parity.LONG)
-    for i, mode in enumerate(MODES) for j, go in enumerate([twice, crossed, in_part])])
-def test_other_ways_through_the_graph(mode: str, go: Callable[[nn.Module], None], tmp_path: Path) -> None:
-    right = grads_of(tiny("attention"), go)
-    model = tiny(mode, place(mode, tmp_path), delay_us=50)
-    for _ in range(2):
-        found = grads_of(model, go)
-        assert all(parity.same_bits(right[n], found[n]) for n in right)
-    once(model)
-    gc.collect()
-    assert runtime_of(model).core.swap_bytes()[1] == 0, "host memory of a graph that is through is free"
-
-
-def test_a_dropped_graph_gives_its_memory_back() -> None:
-    model = tiny("linked+host", delay_us=100)
-    loss = model(**padded(0)).loss
-    assert runtime_of(model).core.swap_bytes()[1] > 0
-    del loss
-    once(model)
-    once(model)
-    assert runtime_of(model).core.swap_bytes()[1] == 0
-
-
-def test_an_update_between_forward_and_backward_is_noticed() -> None:
-    model = tiny("linked")
-    opt = mt.AdamW(model.parameters(), lr=1e-3)
-    once(model)
-    late = model(**padded(1)).loss
-    opt.step()
-    with pytest.raises(RuntimeError, match="call backward\\(\\) before step\\(\\)"):
-        late.backward()
 
 
 def test_an_update_of_the_layer_before_is_noticed_before_its_output_is_made_again() -> None:
@@ -187,36 +143,7 @@ def test_an_update_of_the_layer_before_is_noticed_before_its_output_is_made_agai
     assert all(parity.same_bits(grads[n], p.grad) for n, p in model.model.layers[1].named_parameters())
 
 
-def test_what_a_link_needs_comes_back_with_what_its_layer_keeps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both while the layer behind them runs backward; of each, all but what never left comes back once."""
-    model, events = tiny("linked+host"), []
-    approach, come = Swap.approach, Bundle.come
-
-    def coming(self: Bundle, only: list[int] | None = None) -> None:
-        events.append(("comes", self.position, only))
-        come(self, only)
-
-    def approaching(self: Swap, position: int) -> None:
-        events.append(("backward", position, None))
-        approach(self, position)
-
-    monkeypatch.setattr(Bundle, "come", coming)
-    monkeypatch.setattr(Swap, "approach", approaching)
-    once(model)
-    first = min(position for what, position, _ in events if what == "comes")
-    comes = [(at, position - first) for at, (what, position, only) in enumerate(events) if what == "comes" and not only]
-    assert [layer for _, layer in comes] == [3, 2, 1, 0] == [e[1] - first for e in events if e[0] == "comes"]
-    begins = {layer: events.index(("backward", layer + first, None)) for layer in range(1, 5)}
-    assert all(begins[4] < at < begins[3] for at, layer in comes[:2])
-    assert all(begins[2] < at < begins[1] for at, layer in comes[2:])
-
-
 # ---------------------------------------------------------------- plans
-
-def seven(layers: int) -> Any:
-    from test_plan import seven
-    return seven(layers)
-
 
 def test_pairs_are_planned_for_a_long_sequence_that_memory_is_short_for(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = dict(tokens=1 << 20, seq=1 << 20, machine="h200-1.5t,host=250GiB", states="8bit-sr", grads="none")
@@ -250,19 +177,3 @@ def test_a_link_costs_what_is_behind_attention_and_spares_the_input() -> None:
     assert cost.work["linked"] == cost.work["attention"] + tokens * 3584 * 2, "the input that was made again"
     more = cost.backward_s["linked"] - cost.backward_s["attention"]
     assert 0.8 * cost.forward_s > more > 0 and cost.backward_s["linked"] < cost.backward_s["replay"]
-
-
-def test_what_comes_for_links_is_counted() -> None:
-    """Three layers in host memory: while the last runs, both others' come; the second makes its input from the first's."""
-    problem = Problem(shapes_of(seven(3))("fp32"), MACHINES["h200-128g"], Wishes(1 << 17, 1 << 17))
-    cost = problem.costs(1)[1]
-
-    def work(*modes: str) -> tuple[int, int]:
-        """At the peak, beside what is kept, and gradients under way there."""
-        return problem.memory(1, ("saved", *modes, "saved", "saved"))[1:3]
-
-    last, _ = work("attention+host", "linked+host", "attention+host")
-    assert last == cost.work["attention+host"] + cost.away["linked+host"]
-    assert work(*["attention+host"] * 3)[0] == cost.work["attention+host"]
-    linked, _ = work("attention+host", "attention+host", "linked+host")
-    assert linked == cost.work["linked+host"] + cost.away["attention+host"]

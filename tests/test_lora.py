@@ -26,7 +26,7 @@ import megatrain_torch as mt  # noqa: E402
 from megatrain_torch.fused.templates import decoder  # noqa: E402
 from megatrain_torch.plans import shapes  # noqa: E402
 
-pytestmark = [pytest.mark.usefixtures("streaming"), pytest.mark.filterwarnings("ignore")]
+pytestmark = pytest.mark.filterwarnings("ignore")
 
 LLAMA = lm("llama")
 CASES: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {

@@ -13,14 +13,13 @@ from collections.abc import Callable
 import pytest
 import reference_ops as reference
 import torch
+from op_cases import TYPES, each_device, each_type
 from torch import Tensor
 from torch.nn import functional as F
 
 from megatrain_torch.fused import loss as loss_module
 from megatrain_torch.fused.loss import FIRST_ROUNDED, linear_cross_entropy, rounded_in_place
 
-DEVICES = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
-TYPES = {torch.float32: 2**-24, torch.bfloat16: 2**-8, torch.float16: 2**-11}
 E = 2**-24
 OPTIONS = {
     "plain": {},
@@ -32,7 +31,7 @@ OPTIONS = {
     "all": {"softcap": 4.0, "label_smoothing": 0.2, "z_loss": 1e-3, "logit_scale": 1.7, "reduction": "sum"},
 }
 
-pytestmark = pytest.mark.parametrize("device", DEVICES)
+pytestmark = each_device
 
 
 def problem(device: str, dtype: torch.dtype = torch.float32, tokens: int = 37, hidden: int = 24, vocab: int = 101
@@ -78,7 +77,7 @@ def bounds(hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None, 
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@each_type
 @pytest.mark.parametrize("chunk", [None, 8, 37, 1], ids=lambda c: f"chunk {c}")
 @pytest.mark.parametrize("with_bias", [False, True], ids=["", "bias"])
 def test_loss_and_gradients_are_those_of_fp64(device: str, dtype: torch.dtype, chunk: int | None, name: str,

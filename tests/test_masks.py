@@ -20,8 +20,6 @@ from megatrain_torch.fused.templates.attention import Attention
 from megatrain_torch.graph import hf_calls as masks
 from megatrain_torch.graph.hf_calls import Sight, StandIn
 
-pytestmark = pytest.mark.usefixtures("streaming")
-
 CPU = torch.device("cpu")
 TOKENS = 24
 WIDE = {"sliding_window": 6, "head_dim": 8}
@@ -174,20 +172,7 @@ def test_a_plain_model_is_compiled_to_one_graph_whatever_is_streamed_beside_it()
 
 
 def test_a_layer_that_runs_its_own_code_is_given_the_mask(made: list[Sight]) -> None:
-    def train(streamed: bool) -> list[Tensor]:
-        parity.seed()
-        model = FAMILIES["gpt_oss"]()
-        model = fusing.stream(model, "saved") if streamed else model
-        for layer in model.model.layers[:1]:             # hooks inside: no template
-            layer.self_attn.o_proj.register_forward_hook(lambda *_: None)
-        losses = []
-        for step in range(2):
-            loss = model(**text(step)).loss
-            loss.backward()
-            losses.append(loss.detach())
-        return losses
-
-    for a, b in zip(train(False), train(True)):
+    for a, b in zip(*fusing.with_a_hook(FAMILIES["gpt_oss"], "self_attn.o_proj", text)):
         assert torch.allclose(a, b, rtol=1e-5)
     assert any(s.rows == 2 for s in made)
 
@@ -205,15 +190,6 @@ def test_a_stand_in_used_as_a_tensor_is_the_mask() -> None:
     seen: list[Tensor] = []
     (args, same), rest = masks.dense((mask, seen), {"masks": {"full": mask}, "n": 3})
     assert args is sight.real and rest["masks"]["full"] is sight.real and rest["n"] == 3 and same is seen
-
-
-def test_an_example_shows_its_window_and_its_sequences() -> None:
-    sight = Sight(3, 1000, CPU, 128, Packed.of((400, 600), CPU), torch.float32)
-    mask = masks.example(sight, 64)
-    like = masks.sight_of(mask)
-    assert mask.shape == (1, 1, 64, 64) and mask.dtype == torch.float32 and (like.rows, like.window) == (1, 16)
-    assert like.packed.lengths == (1, 32, 31)
-    assert masks.example(Sight(3, 1000, CPU), 64).tril().equal(masks.example(Sight(3, 1000, CPU), 64))
 
 
 # ---- flash's arguments, on its definition ----

@@ -1,7 +1,6 @@
 """tools/try_models.py: a model that comes out wrong, fails or never ends is said to, and docs/models.md counts it."""
 from __future__ import annotations
 
-import mmap
 import os
 import signal
 import sys
@@ -10,7 +9,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import parity
 import pytest
 import torch
 from situations import Tiny, made
@@ -18,12 +16,9 @@ from torch import Tensor, nn
 
 sys.path.append(str(Path(__file__).parent.parent / "tools"))
 
-import models_page
 import tiny_models
 import try_models
 from tiny_models import Candidate, Source, Tried
-
-pytestmark = pytest.mark.usefixtures("streaming")
 
 
 class Logits(nn.Module):
@@ -94,7 +89,6 @@ def test_a_model_without_a_loss_is_compared_by_its_outputs() -> None:
 @pytest.mark.parametrize("build, field, words", [
     (Wrong, "saved", "differs: step 0, micro-batch 0, loss"), (Refused, "replay", "refused: parameter 'phase' is complex"),
     (Restless, "plain", "two plain runs differ"), (Idle, "plain", "no output has a gradient")])
-@pytest.mark.skipif(parity.IDENTITY, reason="nothing is streamed")
 def test_what_is_not_equal_is_said(build: Callable[[], nn.Module], field: str, words: str) -> None:
     assert row(build)[field].startswith(words) or words in row(build)[field]
 
@@ -105,38 +99,12 @@ def test_a_process_that_dies_takes_no_other_row_with_it() -> None:
     assert rows[1]["saved"] == rows[1]["replay"] == "equal"
 
 
-def test_what_the_process_before_has_is_not_counted() -> None:
-    """Tests in front of this one leave address space behind: stacks, arenas, files that are mapped."""
-    taken = mmap.mmap(-1, try_models.MEMORY_BYTES, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ)
-    assert try_models.rows_of(Fake(), "Logits")[0]["saved"] == "equal"
-    taken.close()
-
-
-def test_a_model_that_is_not_over_in_time_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(try_models, "SECONDS", 0.2)
-    monkeypatch.setattr(sys.modules[__name__], "Logits", lambda: time.sleep(60))
-    assert "not over after" in try_models.rows_of(Fake(), "Logits")[0]["plain"]
-
-
 def test_errors_of_fused_gradients_are_seen() -> None:
     truth = {"a": torch.ones(4), "b": None}
     assert try_models.gradient_error(truth, {"a": torch.ones(4), "b": None}) == 0
     assert try_models.gradient_error(truth, {"a": torch.ones(4) * 1.01, "b": None}) == pytest.approx(0.01, rel=1e-3)
     assert try_models.gradient_error(truth, {"a": torch.ones(4), "b": torch.ones(4)}) == float("inf")
     assert try_models.gradient_error(truth, {"a": torch.full((4,), float("nan")), "b": None}) == float("inf")
-
-
-def test_the_page_counts_and_lists_what_is_wrong() -> None:
-    good = {"class": "A", "test": "t", "plain": "trained", "saved": "equal", "replay": "equal", "fused": "within 1e-07 (3)"}
-    known = {"versions": {"torch": "torch 1", "timm": "timm 2"}, "installed": {"timm": ["a", "z"]}, "timm/a": [good],
-             "timm/b": [good | {"replay": "differs: loss"}], "timm/c": [good | {"saved": "refused: no", "replay": "refused: no"}],
-             "timm/d": [{"class": "", "test": "t", "plain": "ValueError: no"}],
-             "timm/e": [good | {"saved": "last bits (1e-07): loss"}], "timm/f": [good | {"fused": "off by 1e-05"}]}
-    text = models_page.page(known, "5e-06")
-    assert "| all | 6 | 6 | 5 | 3 | 3 | 1 | 1 | 1 | 5 | 4 |" in text
-    assert "| b | A | replay: differs: loss |" in text and "| d | t | ValueError: no |" in text
-    assert "yet to come): z." in text
-    assert "| f | A |  |  | equal | equal | off by 1e-05 |" in text
 
 
 def test_outputs_with_a_gradient_are_found_in_containers() -> None:

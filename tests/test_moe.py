@@ -13,20 +13,7 @@ import parity
 import pytest
 import torch
 import zoo
-from fusing import (
-    KEEPS,
-    all_fused,
-    codes,
-    flipped,
-    fused,
-    gradcheck,
-    grads_agree,
-    lm,
-    none_fused,
-    padded,
-    plain,
-    stream,
-)
+from fusing import KEEPS, all_fused, codes, fused, grads_agree, lm, none_fused, padded, stream
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -35,9 +22,6 @@ import megatrain_torch as mt
 from megatrain_torch import ops
 from megatrain_torch.fused.templates import moe, parts, weights
 from megatrain_torch.fused.templates.attention import Attention
-from megatrain_torch.fused.templates.decoder import Decoder
-
-pytestmark = pytest.mark.usefixtures("streaming")
 
 SLIDING = dict(sliding_window=6)             # of rows of 12 tokens
 FOUR = dict(num_experts=4, num_experts_per_tok=2)
@@ -79,16 +63,7 @@ NEWER = {
     "glm4_moe_lite": lm("glm4_moe_lite", **LATENT),
     "groups of experts": lm("dots1", **GROUPS),
 }
-_plain: dict[tuple[str, str], fusing.Run] = {}
 BATCHES = {"whole": zoo.text_unpadded, "padded": padded}
-
-
-def truth(family: str, batch: str) -> fusing.Run:
-    """Three steps of plain torch; once for each."""
-    key = family, batch
-    if key not in _plain:
-        _plain[key] = plain((FAMILIES | NEWER)[family], BATCHES[batch])
-    return _plain[key]
 
 
 # ---------------------------------------------------------------- families
@@ -103,21 +78,19 @@ ELSEWHERE = {"mixtral", "flex_olmo", "qwen3_moe", "glm4_moe", "deepseek_v3_other
 def test_a_fused_mixture_of_experts_trains_as_plain_torch(family: str, keep: str, batch: str) -> None:
     run = fused(FAMILIES[family], BATCHES[batch], keep)
     all_fused(run.codes)
-    fusing.agree(truth(family, batch), run)
+    fusing.agree(fusing.truth(FAMILIES[family], BATCHES[batch]), run)
 
 
 @pytest.mark.parametrize("family", [pytest.param(f, marks=parity.LONG if i else ()) for i, f in enumerate(NEWER)])
 def test_so_does_a_newer_one(family: str) -> None:
-    run = fused(NEWER[family], padded, "selective")
-    all_fused(run.codes)
-    fusing.agree(truth(family, "padded"), run)
+    fusing.same_as_plain(NEWER[family], padded, "selective")
 
 
 @pytest.mark.parametrize("how", ["eager", "batched_mm", "grouped_mm"])
 def test_it_does_not_matter_how_transformers_computes_experts(how: str) -> None:
     run = fused(lm("qwen3_moe", **THIN, head_dim=8, experts_implementation=how), padded)
     all_fused(run.codes)
-    fusing.agree(truth("qwen3_moe", "padded"), run)
+    fusing.agree(fusing.truth(FAMILIES["qwen3_moe"], padded), run)
 
 
 def test_experts_that_take_the_place_of_patched_ones_are_looked_at() -> None:
@@ -149,15 +122,13 @@ def test_what_no_template_covers_says_why_and_trains(what: str) -> None:
     build = zoo.CASES[model_type].build if not config else lm(model_type, **config)
     parity.seed()
     model = stream(build())
-    model(**padded(0)).loss.backward()
+    grads = fusing.grads_of(model, padded(0))
     found = codes(model)
     if "dense" in what or model_type in ("ernie4_5_moe", "kolibri1"):
         found.pop("model.layers.0")          # not a mixture
     none_fused(found, why)
     parity.seed()
-    own = build()
-    own(**padded(0)).loss.backward()
-    grads_agree({n: p.grad for n, p in own.named_parameters()}, {n: p.grad for n, p in model.named_parameters()})
+    grads_agree(fusing.grads_of(build(), padded(0)), grads)
 
 
 def test_router_logits_that_are_collected_keep_the_layers_own_code() -> None:
@@ -165,7 +136,7 @@ def test_router_logits_that_are_collected_keep_the_layers_own_code() -> None:
     build = lm("mixtral", **LOCAL, output_router_logits=True, router_aux_loss_coef=0.5)
     run = fused(build, padded)
     none_fused(run.codes, "hooks inside")
-    fusing.agree(plain(build, padded), run)
+    fusing.agree(fusing.plain(build, padded), run)
 
 
 # ---------------------------------------------------------------- numbers
@@ -176,7 +147,7 @@ GRADCHECKED = ("mixtral", "qwen2_moe", "olmoe", "gpt_oss", "flex_olmo", "dots1",
 
 @pytest.mark.parametrize("family, keep", parity.turns(GRADCHECKED, KEEPS))
 def test_gradients_of_a_template_are_finite_differences(family: str, keep: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    gradcheck(FAMILIES[family], monkeypatch, keep)
+    fusing.gradcheck(FAMILIES[family], monkeypatch, keep)
 
 
 @pytest.mark.parametrize("masked", [False, True])
@@ -322,9 +293,7 @@ def test_an_expert_that_nobody_chooses_gets_a_zero_gradient_and_the_others_their
 def test_one_expert_for_all_and_as_many_as_there_are() -> None:
     for k in (1, 4):
         build = lm("qwen3_moe", **{**THIN, "num_experts_per_tok": k}, head_dim=8)
-        run = fused(build, padded, "replay", steps=1)
-        all_fused(run.codes)
-        fusing.agree(plain(build, padded, steps=1), run)
+        fusing.same_as_plain(build, padded, "replay", steps=1)
 
 
 def test_a_correction_of_the_choice_is_followed_as_it_changes() -> None:
@@ -345,15 +314,6 @@ def test_a_correction_of_the_choice_is_followed_as_it_changes() -> None:
     all_fused(codes(model))
     name = "model.layers.1.mlp.experts.down_proj"
     assert wanted[f"0 {name}"][0].abs().max() > 0 and wanted[f"1 {name}"][3].abs().max() > 0
-
-
-@pytest.mark.parametrize("family", ["qwen2_moe", "gpt_oss", "dots1", "deepseek_v3"])
-def test_a_template_needs_no_values_to_be_read(family: str) -> None:
-    model = FAMILIES[family]()
-    here, nowhere = (Decoder(m.model.layers[1]) for m in (model, copy.deepcopy(model).to("meta")))
-    for keep in KEEPS:
-        assert here.kept_bytes(keep, 100, 2) == nowhere.kept_bytes(keep, 100, 2)
-    assert here.settings == nowhere.settings and here.mlp.router.correction == nowhere.mlp.router.correction
 
 
 @parity.LONG
@@ -386,15 +346,13 @@ def test_frozen_parts_get_no_gradient_and_the_others_theirs(what: str) -> None:
             p.requires_grad_(not any(part in name for part in FROZEN[what]))
         return model
 
-    run = fused(build, padded, "selective")
-    all_fused(run.codes)
-    fusing.agree(plain(build, padded), run)
+    fusing.same_as_plain(build, padded, "selective")
 
 
 @pytest.mark.parametrize("keep", parity.turns(KEEPS[1:] + KEEPS[:1]))
 def test_two_slots_slow_queues_and_micro_batches_change_nothing(keep: str) -> None:
     once = fused(FAMILIES["qwen2_moe"], padded, keep, accumulate=2, steps=2)
-    fusing.agree(plain(FAMILIES["qwen2_moe"], padded, accumulate=2, steps=2), once)
+    fusing.agree(fusing.plain(FAMILIES["qwen2_moe"], padded, accumulate=2, steps=2), once)
     for seed in range(2):
         again = fused(FAMILIES["qwen2_moe"], padded, keep, dict(delay_us=300, seed=seed), accumulate=2, steps=2)
         for name, t in once.weights.items():
@@ -403,13 +361,7 @@ def test_two_slots_slow_queues_and_micro_batches_change_nothing(keep: str) -> No
 
 @pytest.mark.parametrize("family", ["qwen2_moe", "gpt_oss", "flex_olmo"])
 def test_a_second_backward_gives_the_same_again(family: str) -> None:
-    model = stream(FAMILIES[family]())
-    loss = model(**padded(0)).loss
-    loss.backward(retain_graph=True)
-    once = {n: parity.frozen(p.grad) for n, p in model.named_parameters()}
-    loss.backward()
-    all_fused(codes(model))
-    grads_agree({n: 2 * t for n, t in once.items()}, {n: p.grad for n, p in model.named_parameters()})
+    fusing.second_backward(FAMILIES[family])
 
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen2_moe", "gpt_oss", "flex_olmo", "deepseek_v3",
@@ -422,9 +374,7 @@ def test_evaluation_and_generation_are_the_models_own() -> None:
     model = stream(FAMILIES["gpt_oss"]())
     model(**padded(0)).loss.backward()
     all_fused(codes(model))
-    ids = zoo.text(3)["input_ids"][:, :4]
-    options = dict(max_new_tokens=4, do_sample=False, attention_mask=torch.ones_like(ids))
-    assert torch.equal(model.generate(ids, **options), copy.deepcopy(model).generate(ids, **options))
+    fusing.generates_as_plain(model)
 
 
 # ---------------------------------------------------------------- wrong templates
@@ -443,9 +393,9 @@ WRONG = {
     "rows of other tokens": lambda: ("megatrain_torch.fused.templates.moe.sort_rows", from_the_wrong_rows),
     "gradients of other experts": lambda: ("megatrain_torch.ops.grouped_gemm_wgrad", by_position),
     "the router's gradient": lambda: ("megatrain_torch.fused.templates.moe.Router._logits_grad",
-                                      flipped(moe.Router, "_logits_grad", 0)[2]),
+                                      fusing.flipped(moe.Router, "_logits_grad", 0)[2]),
     "weights": lambda: ("megatrain_torch.fused.templates.moe.Router.weights",
-                        flipped(moe.Router, "weights", 0)[2]),
+                        fusing.flipped(moe.Router, "weights", 0)[2]),
 }
 
 
@@ -455,7 +405,7 @@ def test_a_wrong_template_is_refused_and_the_model_still_trains(what: str, monke
     run = fused(FAMILIES["qwen3_moe"], padded)
     monkeypatch.undo()
     none_fused(run.codes, "is off from fp32 by")
-    fusing.agree(truth("qwen3_moe", "padded"), run)
+    fusing.agree(fusing.truth(FAMILIES["qwen3_moe"], padded), run)
 
 
 def test_a_trial_takes_the_choice_of_the_layers_own_router(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -464,13 +414,3 @@ def test_a_trial_takes_the_choice_of_the_layers_own_router(monkeypatch: pytest.M
     monkeypatch.setattr(moe.Router, "_choice", lambda self, logits, correction: logits.topk(2, -1, False).indices)
     model(**padded(0)).loss.backward()
     all_fused(codes(model))
-
-
-def test_after_the_trial_the_template_chooses_for_itself() -> None:
-    model = stream(FAMILIES["qwen3_moe"]())
-    model(**padded(0)).loss.backward()
-    from megatrain_torch.model.stream import runtime_of
-    for w in runtime_of(model).windows:
-        if w.fused is not None and isinstance(w.fused.template, Decoder):
-            assert w.fused.template.mlp.router.forced is None
-            assert not any(w.hooks), "a hook of the trial is left"

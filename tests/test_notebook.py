@@ -14,7 +14,6 @@ from megatrain_torch.model.stream import find_runtime
 
 pytest.importorskip("transformers")
 pytest.importorskip("matplotlib")
-pytestmark = pytest.mark.usefixtures("streaming")
 NOTEBOOK = Path(__file__).parents[1] / "examples/notebook.ipynb"
 
 

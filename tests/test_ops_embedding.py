@@ -7,15 +7,12 @@ from collections.abc import Callable
 import pytest
 import reference_ops as reference
 import torch
+from op_cases import each_device, each_type, threads_change_no_bit
 from torch import Tensor
 
 from megatrain_torch import ops
 
-DEVICES = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
-TYPES = [torch.float32, torch.bfloat16, torch.float16]
-
-pytestmark = pytest.mark.parametrize("device", DEVICES)
-each_type = pytest.mark.parametrize("dtype", TYPES, ids=str)
+pytestmark = each_device
 
 
 def runs(*lengths: int) -> list[int]:
@@ -114,12 +111,7 @@ def test_one_id_for_all_tokens_is_no_single_threads_work(device: str) -> None:
 
 def test_threads_change_no_bit(device: str) -> None:
     dy, ids, rows = problem(device, "many threads", torch.float32)
-    one = ops.embedding_backward(dy, ids, rows)
-    torch.set_num_threads(2)
-    try:
-        assert torch.equal(ops.embedding_backward(dy, ids, rows), one)
-    finally:
-        torch.set_num_threads(1)
+    threads_change_no_bit(lambda: [ops.embedding_backward(dy, ids, rows)])
 
 
 def test_opcheck(device: str) -> None:

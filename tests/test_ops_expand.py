@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from op_cases import each_device, each_type
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -15,16 +16,12 @@ from megatrain_torch import ops
 from megatrain_torch.base import codes as coded
 from megatrain_torch.base.codes import Coded
 
-DEVICES = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
-TYPES = [torch.bfloat16, torch.float16, torch.float32]
 NF4 = [-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
        -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
        0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0]
 FP4 = [s * v + 0.0 for s in (1, -1) for v in (0.0, 0.0052083334885537624, 0.6666666865348816, 1.0, 0.3333333432674408, 0.5,
                                         0.1666666716337204, 0.25)]
 
-on_every_device = pytest.mark.parametrize("device", DEVICES)
-each_type = pytest.mark.parametrize("dtype", TYPES, ids=str)
 
 
 def rng(seed: int = 0) -> torch.Generator:
@@ -54,7 +51,7 @@ def four_bits(n: int, group: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor
     return (padded[::2] << 4 | padded[1::2]).to(torch.uint8)[:, None], codes, scales
 
 
-@on_every_device
+@each_device
 @each_type
 @pytest.mark.parametrize(("form", "table"), [("nf4", NF4), ("fp4", FP4)])
 @pytest.mark.parametrize(("shape", "group"), [((16, 64), 64), ((5, 7), 4), ((3, 1024), 512), ((1, 1), 64), ((33, 96), 32),
@@ -69,7 +66,7 @@ def test_four_bits_are_bitsandbytes(device: str, dtype: torch.dtype, form: str, 
     same(expanded(device, shape, dtype, form, packed, scales, group=group, skip=1), wanted)
 
 
-@on_every_device
+@each_device
 @each_type
 def test_scales_that_are_codes_are_made_first(device: str, dtype: torch.dtype) -> None:
     shape, group = (96, 192), 32
@@ -83,7 +80,7 @@ def test_scales_that_are_codes_are_made_first(device: str, dtype: torch.dtype) -
     same(expanded(device, shape, dtype, "nf4", packed, small, wide, table, offset, group=group), wanted)
 
 
-@on_every_device
+@each_device
 @each_type
 @pytest.mark.parametrize("shape", [(16, 64), (5, 7), (1, 8), (3, 1), (130, 264)], ids=str)
 def test_int8_is_llm_int8(device: str, dtype: torch.dtype, shape: tuple[int, int]) -> None:
@@ -93,7 +90,7 @@ def test_int8_is_llm_int8(device: str, dtype: torch.dtype, shape: tuple[int, int
     same(expanded(device, shape, dtype, "int8", codes, scales), wanted)
 
 
-@on_every_device
+@each_device
 @each_type
 @pytest.mark.parametrize("shape", [(256, 384), (128, 128), (3, 256, 128), (64, 24), (2, 5, 7)], ids=str)
 def test_block_fp8_is_transformers(device: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
@@ -104,7 +101,7 @@ def test_block_fp8_is_transformers(device: str, dtype: torch.dtype, shape: tuple
     same(expanded(device, shape, dtype, "fp8", codes, scales), wanted)
 
 
-@on_every_device
+@each_device
 @each_type
 @pytest.mark.parametrize("shape", [(2, 64, 2), (1, 3, 1), (3, 72, 5), (1, 1, 1)], ids=str)
 def test_mxfp4_is_transformers(device: str, dtype: torch.dtype, shape: tuple[int, int, int]) -> None:
@@ -117,7 +114,7 @@ def test_mxfp4_is_transformers(device: str, dtype: torch.dtype, shape: tuple[int
         same(expanded(device, (e, 32 * groups, n), dtype, "mxfp4", codes, scales, skip=1), wanted)
 
 
-@on_every_device
+@each_device
 def test_every_scale_of_mxfp4(device: str) -> None:
     """0 and 255 too, which are 2^-127 and an infinity."""
     codes = torch.full((1, 1, 256, 16), 0x2C, dtype=torch.uint8)
@@ -154,7 +151,7 @@ def test_beside_a_weight_that_codes_stand_for_little_is_made(monkeypatch: pytest
         assert 0 < found.nbytes <= 4 * one
 
 
-@on_every_device
+@each_device
 def test_numbers_that_are_none_stay_so(device: str) -> None:
     codes = torch.tensor([[0x7F, 0xFF, 0x00, 0x80]], dtype=torch.uint8).view(torch.float8_e4m3fn)
     found = expanded(device, (1, 4), torch.bfloat16, "fp8", codes, torch.ones(1, 1))
@@ -182,7 +179,7 @@ def test_what_does_not_go_together_is_refused(form: str, shape: tuple[int, ...],
         ops.expand_codes_(torch.empty(shape), form, *strands, group=group)
 
 
-@on_every_device
+@each_device
 def test_opcheck(device: str) -> None:
     tests = ("test_schema", "test_faketensor")
     packed, _, scales = four_bits(64, 32)

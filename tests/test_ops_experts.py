@@ -14,20 +14,19 @@ from typing import Any
 import pytest
 import reference_ops as reference
 import torch
-from test_ops_glu import ACTS, DEVICES, TYPES, check_backward, check_forward, numbers
+from op_cases import TYPES, each_device, each_type, threads_change_no_bit
+from test_ops_glu import ACTS, check_backward, check_forward, numbers
 from torch import Tensor
 
 from megatrain_torch import ops
 
-pytestmark = pytest.mark.parametrize("device", DEVICES)
-each_type = pytest.mark.parametrize("dtype", TYPES, ids=str)
+pytestmark = each_device
 each_act = pytest.mark.parametrize("act", ACTS.values(), ids=ACTS.keys())
 each_layout = pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "pairs"])
 SHAPES = [(1, 64), (5, 8), (3, 7), (33, 129), (2, 2048), (300, 24), (1, 1), (0, 16), (4, 0)]
 
 
 # ---- sums of rows ----
-
 
 def exact_sums(x: Tensor, place: Tensor, tokens: int, weights: Tensor | None, base: Tensor | None, factor: float
                ) -> tuple[Tensor, Tensor]:
@@ -79,7 +78,6 @@ def test_more_tokens_than_a_grid_is_high(device: str) -> None:
 
 
 # ---- gates ----
-
 
 def laid(gate: Tensor, up: Tensor, interleaved: bool) -> Tensor:
     return torch.stack((gate, up), -1).flatten(1) if interleaved else torch.cat((gate, up), 1)
@@ -160,16 +158,10 @@ def test_the_same_bits_again_and_with_more_threads(device: str, dtype: torch.dty
         dweights = ops.expert_glu_backward(dact, gu, weights=weights, order=place)
         return [h, gu, dact, dweights, ops.sum_rows(h, place, 100, weights)]
 
-    once = run()
-    torch.set_num_threads(2)
-    try:
-        assert all(map(torch.equal, once, run()))
-    finally:
-        torch.set_num_threads(1)
+    threads_change_no_bit(run)
 
 
 # ---- as torch ops ----
-
 
 def test_opcheck(device: str) -> None:
     gu, bias, dact = (torch.randn(s, device=device) for s in ((4, 16), (2, 16), (4, 8)))

@@ -8,20 +8,16 @@ which cut products of a short stretch off at 2^-13 of the largest, added in fp32
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
+from op_cases import TYPES, each_device, each_type
 from torch import Tensor
 
 from megatrain_torch import ops
 
-DEVICES = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
-TYPES = [torch.bfloat16, torch.float16, torch.float32]
 E4M3 = torch.float8_e4m3fn
-HALF_UNIT = {torch.float32: 2**-24, torch.bfloat16: 2**-8}
-
-on_every_device = pytest.mark.parametrize("device", DEVICES)
-each_type = pytest.mark.parametrize("dtype", TYPES, ids=str)
 
 
 def numbers(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
@@ -70,7 +66,7 @@ def check_columns(x: Tensor, made: ops.Codes) -> None:
     assert not made.values[:, rows:].contiguous().view(torch.uint8).any(), "zeros behind the last row"
 
 
-@on_every_device
+@each_device
 @each_type
 @pytest.mark.parametrize("shape", [(1, 16), (16, 16), (5, 64), (33, 129), (130, 72), (257, 520), (3, 7), (1, 1)], ids=str)
 def test_codes_are_those_of_torchs_cast_of_the_scaled_lines(device: str, dtype: torch.dtype, shape: tuple) -> None:
@@ -82,7 +78,7 @@ def test_codes_are_those_of_torchs_cast_of_the_scaled_lines(device: str, dtype: 
     check_columns(x, columns)
 
 
-@on_every_device
+@each_device
 def test_every_bf16_number_has_the_code_that_torch_gives_it(device: str) -> None:
     """Beside 448, so that the scale is 1: all numbers up to it, denormals and both zeros."""
     patterns = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
@@ -94,7 +90,7 @@ def test_every_bf16_number_has_the_code_that_torch_gives_it(device: str) -> None
     assert same(ops.fp8_cast_t(x.t().contiguous()).values[:, :x.shape[1]].contiguous(), x.cpu().to(E4M3))
 
 
-@on_every_device
+@each_device
 @each_type
 def test_rows_of_a_wider_matrix_need_lie_nowhere_in_particular(device: str, dtype: torch.dtype) -> None:
     wide = numbers(40, 83, dtype=dtype).to(device)
@@ -103,7 +99,7 @@ def test_rows_of_a_wider_matrix_need_lie_nowhere_in_particular(device: str, dtyp
         check_columns(x, ops.fp8_cast_t(x))
 
 
-@on_every_device
+@each_device
 @pytest.mark.parametrize("both", [False, True])
 def test_zeros_and_what_is_not_finite(device: str, both: bool) -> None:
     x = torch.randn(32, 48)
@@ -120,7 +116,7 @@ def test_zeros_and_what_is_not_finite(device: str, both: bool) -> None:
     assert (turned.values[5:8, :32].contiguous().view(torch.uint8) == 0x7f).all()
 
 
-@on_every_device
+@each_device
 def test_a_long_row_and_a_long_column(device: str) -> None:
     x = numbers(3, 24_576, dtype=torch.bfloat16).to(device)       # all of a block's shared memory
     check_rows(x, ops.fp8_cast(x))
@@ -143,12 +139,12 @@ def check_product(c: Tensor, a: ops.Codes, b: ops.Codes, alpha: float, bias: Ten
     wanted, largest = sum(terms), sum(t.abs() for t in terms)
     at_a_time = -(-k // 32)                              # products of tensor cores: sums keep 13 bits of each
     e = k * 2**-24 if c.device.type == "cpu" else at_a_time * 2**-13 if fast else k / 128 * 2**-23 + 2**-13
-    bound = e * weight + 3 * 2**-24 * largest + HALF_UNIT[c.dtype] * (wanted.abs() + (len(terms) > 1) * largest)
+    bound = e * weight + 3 * 2**-24 * largest + TYPES[c.dtype] * (wanted.abs() + (len(terms) > 1) * largest)
     off = (c.double() - wanted).abs()
     assert (off <= bound).all(), f"off by {(off / bound).max():.3g} x the bound"
 
 
-@on_every_device
+@each_device
 @pytest.mark.parametrize("style", [ops.ROUND_FIRST, ops.ONE_PLUS, ops.ROUND_LAST])
 @pytest.mark.parametrize("shape", [(1, 16), (33, 48), (130, 272), (21, 1024), (19, 3584), (3, 8192), (7, 40), (2, 40_000)],
                          ids=str)
@@ -159,7 +155,7 @@ def test_codes_of_norms_are_those_of_what_rms_norm_writes(device: str, style: in
     assert alike(made, ops.fp8_cast(y)) and torch.equal(found, rstd)
 
 
-@on_every_device
+@each_device
 def test_norms_of_rows_that_lie_apart_and_of_what_is_not_finite(device: str) -> None:
     wide, weight = numbers(24, 96, dtype=torch.bfloat16).to(device), torch.ones(64, device=device).bfloat16()
     wide[3, 40], wide[4, 41], wide[5] = float("nan"), float("inf"), 0
@@ -182,7 +178,7 @@ def shifted(x: Tensor, shift: Tensor, sign: int) -> Tensor:
     return x.float() * torch.exp2(sign * shift[:-1].float())[:, None]
 
 
-@on_every_device
+@each_device
 @each_type
 @pytest.mark.parametrize("shape", [(1, 16), (5, 64), (33, 129), (130, 72), (257, 520), (3, 7)], ids=str)
 def test_codes_of_shifted_rows(device: str, dtype: torch.dtype, shape: tuple) -> None:
@@ -200,7 +196,7 @@ def test_codes_of_shifted_rows(device: str, dtype: torch.dtype, shape: tuple) ->
         assert torch.equal(ops.fp8_row_scales(x), rows)
 
 
-@on_every_device
+@each_device
 def test_shifted_zeros_and_what_is_not_finite(device: str) -> None:
     x = torch.randn(32, 48)
     x[:, 3], x[4, 5], x[5, 6] = 0, float("nan"), float("inf")
@@ -212,7 +208,7 @@ def test_shifted_zeros_and_what_is_not_finite(device: str) -> None:
     assert (made.values[5:7, :32].contiguous().view(torch.uint8) == 0x7f).all()
 
 
-@on_every_device
+@each_device
 @pytest.mark.parametrize("rows", [1, 3, 16, 2500])
 def test_shifts_are_half_of_what_is_between_two_rows(rows: int, device: str) -> None:
     """By fp8.h's words, in Python: gaps from what more than a quarter of the rows reach."""
@@ -263,7 +259,7 @@ def alike(made: ops.Codes, wanted: ops.Codes) -> bool:
     return torch.equal(made.scale.nan_to_num(-1), wanted.scale.nan_to_num(-1)) and same(made.values, wanted.values.cpu())
 
 
-@on_every_device
+@each_device
 @pytest.mark.parametrize("act", ACTS)
 @pytest.mark.parametrize("shape", [(1, 16), (16, 64), (33, 48), (130, 272), (300, 1040)], ids=str)
 def test_codes_of_gated_activations(device: str, act: str, shape: tuple) -> None:
@@ -282,7 +278,7 @@ def test_codes_of_gated_activations(device: str, act: str, shape: tuple) -> None
     assert torch.equal(gu, before), "only codes are written"
 
 
-@on_every_device
+@each_device
 def test_gated_rows_that_lie_apart_or_are_long(device: str) -> None:
     wide, dh = gates(24, 96, device)
     gate, up = wide[:, 16:64], wide[:, 104:152]
@@ -297,7 +293,7 @@ def test_gated_rows_that_lie_apart_or_are_long(device: str) -> None:
         assert alike(ops.fp8_glu(*gu.chunk(2, 1)), ops.fp8_cast(ops.glu(*gu.chunk(2, 1))))
 
 
-@on_every_device
+@each_device
 def test_gated_zeros_and_what_is_not_finite(device: str) -> None:
     gu, dh = gates(40, 64, device)
     gu[3], dh[4] = 0, 0
@@ -311,7 +307,7 @@ def test_gated_zeros_and_what_is_not_finite(device: str) -> None:
     assert found[0].scale.isnan().nonzero().flatten().tolist() == [5, 6, 7]
 
 
-@on_every_device
+@each_device
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("shape", [(16, 16, 16), (48, 64, 32), (130, 80, 272), (64, 160, 1024)], ids=str)
 def test_products_of_codes(device: str, dtype: torch.dtype, shape: tuple) -> None:
@@ -329,7 +325,7 @@ def test_products_of_codes(device: str, dtype: torch.dtype, shape: tuple) -> Non
         check_product(c, a, b, 1.0, None, base, fast)
 
 
-@on_every_device
+@each_device
 def test_a_products_bits_are_the_same_again(device: str) -> None:
     a, b = (ops.fp8_cast(numbers(96, 512, seed=i).to(device)) for i in (0, 1))
     found = []
@@ -340,7 +336,7 @@ def test_a_products_bits_are_the_same_again(device: str) -> None:
     assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
 
 
-@on_every_device
+@each_device
 def test_what_is_not_finite_reaches_its_row_and_its_column(device: str) -> None:
     x = torch.randn(32, 64)
     x[3, 5] = float("inf")
@@ -350,7 +346,7 @@ def test_what_is_not_finite_reaches_its_row_and_its_column(device: str) -> None:
     assert c[3].isnan().all() and c[[i for i in range(32) if i != 3]].isfinite().all()
 
 
-@on_every_device
+@each_device
 def test_opcheck(device: str) -> None:
     """Without its look at the schema, which multiplies arguments: torch has no products of these types."""
     tests = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
@@ -366,7 +362,7 @@ def test_opcheck(device: str) -> None:
     torch.library.opcheck(torch.ops.megatrain.fp8_gemm_, (c, *a, *a, None, None, 1.0, False), test_utils=tests)
 
 
-@on_every_device
+@each_device
 def test_opcheck_of_what_goes_straight_to_codes(device: str) -> None:
     tests = ("test_autograd_registration", "test_faketensor")
     gu, dh = gates(16, 32, device)
@@ -380,35 +376,28 @@ def test_opcheck_of_what_goes_straight_to_codes(device: str) -> None:
     torch.library.opcheck(torch.ops.megatrain.fp8_glu_backward, (dh, *args, *flat), test_utils=tests)
 
 
-def test_gates_that_do_not_fit_are_refused_by_name() -> None:
-    gate = torch.zeros(16, 48).bfloat16()
-    with pytest.raises(RuntimeError, match="fp8_glu: gate is F32, not BF16"):
-        ops.fp8_glu(gate.float(), gate)
-    with pytest.raises(RuntimeError, match="gate has 24 columns, rows 48 elements apart: columns in sixteens"):
-        ops.fp8_glu(gate[:, :24], gate[:, 24:])
-    with pytest.raises(RuntimeError, match="up has 32 columns, rows 48 elements apart: columns in sixteens, each row"):
-        ops.fp8_glu(gate[:, :32], gate[:, 1:33])
-    with pytest.raises(RuntimeError, match=r"dh is \[16, 32\], not \[16, 48\]"):
-        ops.fp8_glu_backward(gate[:, :32].contiguous(), gate, gate)
-    with pytest.raises(RuntimeError, match="act is 4; 0 to 3"):
-        ops.fp8_glu(gate, gate, 4)
+def refusals() -> dict[str, tuple[Callable[[], object], str]]:
+    gate, x = torch.zeros(16, 48).bfloat16(), torch.randn(16, 32)
+    a, b, c = ops.fp8_cast(x), ops.fp8_cast(torch.randn(16, 48)), torch.zeros(16, 16)
+    cast = torch.ops.megatrain.fp8_cast
+    return {
+        "gate's type": (lambda: ops.fp8_glu(gate.float(), gate), "fp8_glu: gate is F32, not BF16"),
+        "gate": (lambda: ops.fp8_glu(gate[:, :24], gate[:, 24:]), "gate has 24 columns, rows 48 elements apart: columns in sixt"),
+        "up": (lambda: ops.fp8_glu(gate[:, :32], gate[:, 1:33]), "up has 32 columns, rows 48 elements apart: columns in sixteens, each row"),
+        "dh": (lambda: ops.fp8_glu_backward(gate[:, :32].contiguous(), gate, gate), r"dh is \[16, 32\], not \[16, 48\]"),
+        "act": (lambda: ops.fp8_glu(gate, gate, 4), "act is 4; 0 to 3"),
+        "widths": (lambda: ops.fp8_gemm_(c, a, b), "rows of a have 32 codes and rows of b 48"),
+        "c's type": (lambda: ops.fp8_gemm_(c.half(), a, a), "c must be float32 or bfloat16"),
+        "x's type": (lambda: cast(x.double(), *a, None, None), "x must be float32, bfloat16 or float16"),
+        "bias": (lambda: ops.fp8_gemm_(c, a, a, bias=torch.zeros(15)), "bias must be"),
+        "shift": (lambda: ops.fp8_recast_(ops.fp8_cast_t(x), x, torch.zeros(16, dtype=torch.int8), 1), "shift"),
+        "scales": (lambda: ops.fp8_shift(torch.ones(16), torch.ones(15)), "dy_scale"),
+        "codes alone": (lambda: cast(x, a.values, None, None, None), "codes and their scales go together"),
+    }
 
 
-def test_what_does_not_fit_is_refused_by_name() -> None:
-    x = torch.randn(16, 32)
-    a, b = ops.fp8_cast(x), ops.fp8_cast(torch.randn(16, 48))
-    c = torch.zeros(16, 16)
-    with pytest.raises(RuntimeError, match="rows of a have 32 codes and rows of b 48"):
-        ops.fp8_gemm_(c, a, b)
-    with pytest.raises(RuntimeError, match="c must be float32 or bfloat16"):
-        ops.fp8_gemm_(c.half(), a, a)
-    with pytest.raises(RuntimeError, match="x must be float32, bfloat16 or float16"):
-        torch.ops.megatrain.fp8_cast(x.double(), *a, None, None)
-    with pytest.raises(RuntimeError, match="bias must be"):
-        ops.fp8_gemm_(c, a, a, bias=torch.zeros(15))
-    with pytest.raises(RuntimeError, match="shift"):
-        ops.fp8_recast_(ops.fp8_cast_t(x), x, torch.zeros(16, dtype=torch.int8), 1)
-    with pytest.raises(RuntimeError, match="dy_scale"):
-        ops.fp8_shift(torch.ones(16), torch.ones(15))
-    with pytest.raises(RuntimeError, match="codes and their scales go together"):
-        torch.ops.megatrain.fp8_cast(x, a.values, None, None, None)
+@pytest.mark.parametrize("name", refusals())
+def test_what_does_not_fit_is_refused_by_name(name: str) -> None:
+    call, says = refusals()[name]
+    with pytest.raises(RuntimeError, match=says):
+        call()

@@ -14,16 +14,16 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
+import op_cases
 import pytest
 import reference_ops as reference
 import torch
+from op_cases import DEVICES, each_device
 from torch import Tensor
 
 from megatrain_torch import ops
 
 ROOT = Path(__file__).parents[1]
-DEVICES = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
-HALF_UNIT = {torch.float32: 2**-24, torch.bfloat16: 2**-8, torch.float16: 2**-11}
 TYPES = [  # of a and b; of c
     (torch.float32, torch.float32),
     (torch.bfloat16, torch.bfloat16),
@@ -32,7 +32,6 @@ TYPES = [  # of a and b; of c
     (torch.float16, torch.float32),
 ]
 SHAPES = [(1, 1, 1), (1, 300, 7), (129, 1, 65), (64, 64, 64), (72, 136, 520), (33, 65, 300)]
-on_every_device = pytest.mark.parametrize("device", DEVICES)
 
 
 def matrix(rows: int, cols: int, dtype: torch.dtype, device: str, order: str) -> Tensor:
@@ -45,7 +44,7 @@ def matrix(rows: int, cols: int, dtype: torch.dtype, device: str, order: str) ->
 
 def rounding(dtype: torch.dtype, exact: Tensor) -> Tensor:
     """The most by which the nearest number of the type is off."""
-    return (HALF_UNIT[dtype] * exact.abs()).clamp_min(2**-25 if dtype == torch.float16 else 0)
+    return (op_cases.TYPES[dtype] * exact.abs()).clamp_min(2**-25 if dtype == torch.float16 else 0)
 
 
 def check(c: Tensor, before: Tensor, a: Tensor, b: Tensor, alpha: float, beta: float) -> None:
@@ -69,8 +68,7 @@ def seed() -> None:
 
 # ---- gemm_ ----
 
-
-@on_every_device
+@each_device
 @pytest.mark.parametrize("types", TYPES, ids=lambda t: "-".join(str(x).removeprefix("torch.") for x in t))
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_gemm_is_the_product_in_every_order_of_memory(device: str, types: tuple, shape: tuple) -> None:
@@ -85,7 +83,7 @@ def test_gemm_is_the_product_in_every_order_of_memory(device: str, types: tuple,
             check(c, before, a, b, 1.0, 1.0)
 
 
-@on_every_device
+@each_device
 @pytest.mark.parametrize("alpha, beta", [(1.0, 0.0), (0.3, 0.0), (0.3, 0.7), (0.0, 2.0)])
 def test_gemm_scales_by_alpha_and_beta(device: str, alpha: float, beta: float) -> None:
     for ab, c_type in TYPES:
@@ -96,7 +94,7 @@ def test_gemm_scales_by_alpha_and_beta(device: str, alpha: float, beta: float) -
         check(c, before, a, b, alpha, beta)
 
 
-@on_every_device
+@each_device
 def test_gemm_with_beta_zero_does_not_read_c(device: str) -> None:
     a, b = matrix(8, 16, torch.bfloat16, device, "rows"), matrix(16, 8, torch.bfloat16, device, "rows")
     c = torch.full((8, 8), torch.nan, device=device)
@@ -104,7 +102,7 @@ def test_gemm_with_beta_zero_does_not_read_c(device: str) -> None:
     check(c, torch.zeros_like(c), a, b, 1.0, 0.0)
 
 
-@on_every_device
+@each_device
 def test_gemm_writes_nothing_beside_c(device: str) -> None:
     wide = torch.full((40, 48), 7.0, device=device)
     a, b = matrix(40, 16, torch.bfloat16, device, "rows"), matrix(16, 24, torch.bfloat16, device, "rows")
@@ -112,7 +110,7 @@ def test_gemm_writes_nothing_beside_c(device: str) -> None:
     assert (wide[:, :8] == 7).all() and (wide[:, 32:] == 7).all()
 
 
-@on_every_device
+@each_device
 def test_gemm_of_no_columns_scales_c(device: str) -> None:
     a, b = torch.empty(3, 0, device=device), torch.empty(0, 5, device=device)
     c = torch.ones(3, 5, device=device)
@@ -123,12 +121,12 @@ def test_gemm_of_no_columns_scales_c(device: str) -> None:
     assert (c == 0).all()
 
 
-@on_every_device
+@each_device
 def test_gemm_of_no_rows_does_nothing(device: str) -> None:
     ops.gemm_(torch.empty(0, 5, device=device), torch.empty(0, 4, device=device), torch.ones(4, 5, device=device))
 
 
-@on_every_device
+@each_device
 def test_gemm_adds_micro_batches_up_in_fp32(device: str) -> None:
     """256 equal summands: bf16 sums, rounded each time, stop growing at 256 units; fp32 ones are exact."""
     x, dy = torch.ones(16, 8, device=device).bfloat16(), torch.ones(16, 24, device=device).bfloat16()
@@ -138,7 +136,7 @@ def test_gemm_adds_micro_batches_up_in_fp32(device: str) -> None:
     assert (dw == 16 * 256).all()
 
 
-@on_every_device
+@each_device
 def test_gemm_over_many_tokens(device: str) -> None:
     """A weight gradient: K is the tokens. The CPU's share is small enough for a test."""
     tokens, width = (32768, 512) if device == "cuda" else (4096, 40)
@@ -148,7 +146,7 @@ def test_gemm_over_many_tokens(device: str) -> None:
     check(dw, torch.zeros_like(dw), dy.t(), x, 1.0, 1.0)
 
 
-@on_every_device
+@each_device
 @pytest.mark.parametrize("types", TYPES, ids=lambda t: "-".join(str(x).removeprefix("torch.") for x in t))
 def test_gemm_gives_the_same_bits_wherever_the_operands_lie(device: str, types: tuple) -> None:
     """The second run's tensors begin 16 bytes into their memory, the least that torch's allocators keep to."""
@@ -185,7 +183,7 @@ def test_gemm_uses_tf32_only_where_torch_does() -> None:
     assert 2**-20 < off.max() < 2**-9
 
 
-@on_every_device
+@each_device
 def test_gemm_says_in_its_schema_what_it_writes(device: str) -> None:
     args = (torch.randn(3, 5), torch.randn(3, 4), torch.randn(4, 5))
     torch.library.opcheck(torch.ops.megatrain.gemm_, (*(x.to(device) for x in args), 0.5, 2.0, False))
@@ -211,7 +209,7 @@ REFUSED = {
 }
 
 
-@on_every_device
+@each_device
 @pytest.mark.parametrize("name", REFUSED)
 def test_gemm_refuses_what_it_cannot_do(device: str, name: str) -> None:
     made, says = REFUSED[name]
@@ -232,14 +230,17 @@ def nvidia_headers() -> list[Path]:
     return [folder for folder in found if folder.is_dir()]
 
 
+def compiles(name: str, header: str, *folders: Path) -> None:
+    if shutil.which("g++") is None or not any((f / header).is_file() for f in folders):
+        pytest.skip(f"needs g++ and {header}")
+    command = ["g++", "-std=c++20", "-fsyntax-only", *(f"-isystem{f}" for f in folders)]
+    done = subprocess.run([*command, ROOT / "tests/torch" / name], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
 def test_every_number_and_prototype_of_cublaslt_is_nvidias() -> None:
     """tests/torch/cublaslt_check.cc: static_asserts against the header, where there is one."""
-    folders = nvidia_headers()
-    if shutil.which("g++") is None or not any((f / "cublasLt.h").is_file() for f in folders):
-        pytest.skip("needs g++ and cublasLt.h")
-    command = ["g++", "-std=c++20", "-fsyntax-only", *(f"-isystem{f}" for f in folders)]
-    done = subprocess.run([*command, ROOT / "tests/torch/cublaslt_check.cc"], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    compiles("cublaslt_check.cc", "cublasLt.h", *nvidia_headers())
 
 
 # ---- grouped products ----
@@ -274,7 +275,7 @@ def close(got: Tensor, wanted: Tensor, weight: Tensor, k: int) -> None:
     assert (off <= 2 * (k + 3) * 2**-23 * weight + rounding(got.dtype, wanted)).all()
 
 
-@on_every_device
+@each_device
 @pytest.mark.parametrize("name", SIZES)
 def test_grouped_gemm_and_its_gradients_are_products_of_each_group(device: str, name: str) -> None:
     offsets, ends = ends_of(SIZES[name], device)
@@ -294,19 +295,7 @@ def test_grouped_gemm_and_its_gradients_are_products_of_each_group(device: str, 
               reference.grouped_gemm_wgrad(ddy.abs(), dx.abs(), ends), ends[-1])
 
 
-def test_the_grouped_gradients_are_autograds() -> None:
-    ends = SIZES["odd"]
-    ends = torch.tensor(ends).cumsum(0).tolist()
-    x = torch.randn(ends[-1], 5, dtype=torch.float64, requires_grad=True)
-    w = torch.randn(len(ends), 5, 7, dtype=torch.float64, requires_grad=True)
-    y = reference.grouped_gemm(x, w, ends)
-    dy = torch.randn_like(y)
-    dx, dw = torch.autograd.grad(y, (x, w), dy)
-    torch.testing.assert_close(reference.grouped_gemm(dy, w.mT, ends), dx, rtol=1e-10, atol=1e-10)
-    torch.testing.assert_close(reference.grouped_gemm_wgrad(x, dy, ends), dw, rtol=1e-10, atol=1e-10)
-
-
-@on_every_device
+@each_device
 def test_grouped_gemm_gives_the_same_bits_again(device: str) -> None:
     offsets, ends = ends_of(SIZES["odd"], device)
     x, dy = (torch.randn(ends[-1], n, device=device).bfloat16() for n in (64, 128))

@@ -15,12 +15,11 @@ from collections.abc import Callable
 import pytest
 import reference_ops as reference
 import torch
+from op_cases import TYPES, each_device, each_type, numbers, shifted, turned, wide_apart
 from torch import Tensor
 
 from megatrain_torch import ops
 
-DEVICES = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
-TYPES = {torch.float32: 2**-24, torch.bfloat16: 2**-8, torch.float16: 2**-11}
 F = 16 * 2**-24
 EPS = 1e-5
 STYLES = {"round_first": ops.ROUND_FIRST, "one_plus": ops.ONE_PLUS, "round_last": ops.ROUND_LAST}
@@ -29,15 +28,8 @@ STYLES = {"round_first": ops.ROUND_FIRST, "one_plus": ops.ONE_PLUS, "round_last"
 SHAPES = [(1, 1), (3, 5), (37, 64), (5, 100), (200, 128), (33, 130), (9, 256), (17, 512), (10, 1024), (5, 1032),
           (7, 3584), (3, 8192), (2, 16384), (2, 32768), (1, 4097), (20000, 64)]
 
-each_device = pytest.mark.parametrize("device", DEVICES)
-each_type = pytest.mark.parametrize("dtype", TYPES, ids=str)
 each_style = pytest.mark.parametrize("style", STYLES.values(), ids=STYLES.keys())
 each_shape = pytest.mark.parametrize("shape", SHAPES, ids=str)
-
-
-def numbers(device: str, dtype: torch.dtype, *shape: int, seed: int = 0, size: float = 1.0) -> Tensor:
-    g = torch.Generator().manual_seed(seed + sum(shape))
-    return (torch.randn(*shape, generator=g) * size).to(device, dtype)
 
 
 def row_numbers(device: str, dtype: torch.dtype, shape: tuple[int, ...], seed: int = 0) -> Tensor:
@@ -62,27 +54,8 @@ def within(got: Tensor, exact: Tensor, terms: Tensor, roundings: int = 1) -> Non
 
 # ---- the formulas ----
 
-
-def gradients(forward: Callable[..., Tensor], dy: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
-    leaves = [x.clone().requires_grad_() for x in inputs]
-    return torch.autograd.grad(forward(*leaves), leaves, dy)
-
-
 def wide(*shape: int, seed: int = 0) -> Tensor:
     return numbers("cpu", torch.float64, *shape, seed=seed)
-
-
-@pytest.mark.parametrize("plus", [0.0, 1.0])
-def test_the_backward_of_rms_norm_is_its_derivative(plus: float) -> None:
-    s, w, dy = wide(5, 3, 24), wide(24, seed=1), wide(5, 3, 24, seed=2)
-    exact = gradients(lambda s, w: reference.rms_norm(s, w, EPS, plus)[0], dy, s, w)
-    torch.testing.assert_close(reference.rms_norm_backward(dy, s, w, EPS, plus), exact, rtol=1e-10, atol=1e-10)
-
-
-def test_the_backward_of_layer_norm_is_its_derivative() -> None:
-    s, w, b, dy = wide(5, 3, 24), wide(24, seed=1), wide(24, seed=2), wide(5, 3, 24, seed=3)
-    exact = gradients(lambda s, w, b: reference.layer_norm(s, w, b, EPS)[0], dy, s, w, b)
-    torch.testing.assert_close(reference.layer_norm_backward(dy, s, w, EPS), exact, rtol=1e-10, atol=1e-10)
 
 
 def test_the_references_are_torchs() -> None:
@@ -94,7 +67,6 @@ def test_the_references_are_torchs() -> None:
 
 
 # ---- RMS norm ----
-
 
 def check_rms(x: Tensor, w: Tensor, style: int, add: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """Forward against fp64; s to the bit."""
@@ -152,25 +124,6 @@ def in_a_row(x: Tensor) -> Tensor:
     return big[:, :, 1:h + 1]
 
 
-def turned(x: Tensor) -> Tensor:
-    """[B, S, h, D] over memory of [B, h, S, D], as attention leaves it."""
-    return x.transpose(1, 2).contiguous().transpose(1, 2)
-
-
-def shifted(x: Tensor) -> Tensor:
-    """At an address that 16 bytes do not divide."""
-    flat = torch.empty(x.numel() + 1, dtype=x.dtype, device=x.device)
-    flat[1:] = x.flatten()
-    return flat[1:].view(x.shape)
-
-
-def wide_apart(x: Tensor) -> Tensor:
-    """Every number of rows that begin anywhere."""
-    big = torch.full((*x.shape[:-1], x.shape[-1] + 3), float("nan"), dtype=x.dtype, device=x.device)
-    big[..., 1:-2] = x
-    return big[..., 1:-2]
-
-
 LAYOUTS = {f.__name__: f for f in (in_a_row, turned, shifted, wide_apart)}
 each_layout = pytest.mark.parametrize("layout", LAYOUTS)
 
@@ -204,7 +157,6 @@ def test_dx_may_be_dy_itself(device: str, layout: str) -> None:
 
 
 # ---- layer norm ----
-
 
 def check_layer(x: Tensor, w: Tensor | None, b: Tensor | None, add: Tensor | None = None) -> tuple[Tensor, ...]:
     y, s, mean, rstd = ops.layer_norm(x, w, b, EPS, add)
@@ -266,7 +218,6 @@ def test_layer_norm_with_the_residual(device: str, shape: tuple[int, int], has: 
 
 
 # ---- the rest ----
-
 
 def the_same(call: Callable[[], tuple[Tensor | None, ...]]) -> None:
     """Two calls, the same bits."""

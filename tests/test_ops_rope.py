@@ -12,15 +12,11 @@ from typing import NamedTuple
 import pytest
 import reference_ops as reference
 import torch
+from op_cases import TYPES, each_device, each_type, numbers, shifted, turned, wide_apart
 from torch import Tensor
 
 from megatrain_torch import ops
 
-DEVICES = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
-TYPES = {torch.float32: 2**-24, torch.bfloat16: 2**-8, torch.float16: 2**-11}
-
-each_device = pytest.mark.parametrize("device", DEVICES)
-each_type = pytest.mark.parametrize("dtype", TYPES, ids=str)
 each_way = pytest.mark.parametrize("inverse", [False, True], ids=["forward", "inverse"])
 each_pairing = pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "interleaved"])
 
@@ -41,11 +37,6 @@ SIZES = [Size(2, 9, 4, 2, 128, 128), Size(1, 33, 7, 1, 64, 64, True), Size(2, 5,
          Size(1, 3, 28, 4, 128, 128), Size(2, 3, 40, 8, 256, 64), Size(1, 1, 1, 1, 2, 2), Size(2, 3, 2, 1, 7, 4),
          Size(2, 3, 2, 2, 20, 12), Size(1, 2, 3, 1, 600, 600), Size(1, 5, 2, 2, 32, 0), Size(1, 5000, 1, 1, 16, 16)]
 each_size = pytest.mark.parametrize("size", SIZES, ids=lambda n: "x".join(map(str, n)))
-
-
-def numbers(device: str, dtype: torch.dtype, *shape: int, seed: int = 0) -> Tensor:
-    g = torch.Generator().manual_seed(seed + sum(shape))
-    return torch.randn(*shape, generator=g).to(device, dtype)
 
 
 class Tensors:
@@ -76,15 +67,6 @@ def partner(x: Tensor, interleaved: bool) -> Tensor:
 
 # ---- the formulas ----
 
-
-@each_pairing
-def test_the_inverse_is_the_derivative(interleaved: bool) -> None:
-    x, dy = (numbers("cpu", torch.float64, 2, 5, 3, 16, seed=i).requires_grad_() for i in range(2))
-    cos, sin = (numbers("cpu", torch.float64, 1, 5, 12, seed=i) for i in range(2))
-    dx, = torch.autograd.grad(reference.rope(x, cos, sin, interleaved), x, dy)
-    torch.testing.assert_close(reference.rope_inverse(dy, cos, sin, interleaved), dx, rtol=1e-10, atol=1e-10)
-
-
 @each_pairing
 def test_real_angles_turn_back(interleaved: bool) -> None:
     x, t = numbers("cpu", torch.float64, 2, 5, 3, 16), numbers("cpu", torch.float64, 1, 5, 8)
@@ -94,7 +76,6 @@ def test_real_angles_turn_back(interleaved: bool) -> None:
 
 
 # ---- the op ----
-
 
 @each_device
 @each_type
@@ -125,22 +106,11 @@ def in_qkv(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
     return torch.cat((q, k, v), 2).split((q.shape[2], k.shape[2], v.shape[2]), 2)
 
 
-def by_heads(*xs: Tensor) -> tuple[Tensor, ...]:
-    """[B, S, h, D] over memory of [B, h, S, D], as attention leaves it."""
-    return tuple(x.transpose(1, 2).contiguous().transpose(1, 2) for x in xs)
+def each(put: Callable[[Tensor], Tensor]) -> Callable[..., tuple[Tensor, ...]]:
+    return lambda *xs: tuple(map(put, xs))
 
 
-def shifted(*xs: Tensor) -> tuple[Tensor, ...]:
-    """At addresses that 16 bytes do not divide."""
-    return tuple(torch.cat((x.flatten()[:1], x.flatten()))[1:].view(x.shape) for x in xs)
-
-
-def wide_apart(*xs: Tensor) -> tuple[Tensor, ...]:
-    """Heads that begin anywhere."""
-    return tuple(torch.nn.functional.pad(x, (1, 2))[..., 1:-2] for x in xs)
-
-
-LAYOUTS = {f.__name__: f for f in (in_qkv, by_heads, shifted, wide_apart)}
+LAYOUTS = {"in_qkv": in_qkv} | {f.__name__: each(f) for f in (turned, shifted, wide_apart)}
 
 
 @each_device
@@ -205,9 +175,9 @@ def test_ours_is_that_of_transformers_and_closer_to_the_truth(name: str) -> None
     t.cos, t.sin = angle.cos().bfloat16(), angle.sin().bfloat16()
     q, k = torch.empty_like(t.q), torch.empty_like(t.k)
     ops.rope(t.q, t.k, t.cos, t.sin, q, k, interleaved=interleaved)
-    for x, ours, turned in zip((t.q, t.k), (q, k), theirs(t.q.transpose(1, 2), t.k.transpose(1, 2), t.cos, t.sin)):
+    for x, ours, other in zip((t.q, t.k), (q, k), theirs(t.q.transpose(1, 2), t.k.transpose(1, 2), t.cos, t.sin)):
         exact = reference.rope(x.double(), t.cos.double(), t.sin.double(), interleaved)
-        other = turned.transpose(1, 2)
+        other = other.transpose(1, 2)
         size = x.double().abs() + partner(x.double().abs(), interleaved)
         assert ((other.double() - exact).abs() <= 3 * 2**-8 * size).all()
         assert (ours.double() - exact).norm() <= (other.double() - exact).norm()

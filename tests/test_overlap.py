@@ -14,10 +14,6 @@ import torch
 from edges import EDGES, Scenario
 from torch import Tensor
 
-pytestmark = pytest.mark.usefixtures("streaming")
-if parity.IDENTITY:
-    pytest.skip("plain against plain was asked for", allow_module_level=True)
-
 SEEDS = 10 if parity.FULL else 4
 DELAY_US = 200          # a layer of the model computes for about as long
 

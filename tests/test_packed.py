@@ -4,23 +4,18 @@ from __future__ import annotations
 from typing import Any
 
 import fusing
-import parity
 import pytest
 import torch
 import zoo
 from torch import Tensor
 
-import megatrain_torch as mt
 from megatrain_torch.base import packed
 from megatrain_torch.fused import templates
 from megatrain_torch.fused.templates import attention
 from megatrain_torch.fused.templates.attention import Attention
 from megatrain_torch.fused.trial import MAGNITUDES
 from megatrain_torch.graph import hf_calls as masks_of
-from megatrain_torch.model.stream import runtime_of
 from megatrain_torch.store.records import span_of
-
-pytestmark = pytest.mark.usefixtures("streaming")
 
 FAMILIES = {"llama": fusing.lm("llama"), "qwen3": fusing.lm("qwen3", head_dim=8),
             "llama_eager": fusing.lm("llama", attn_implementation="eager"),
@@ -79,20 +74,7 @@ def test_each_sequence_is_as_if_it_were_alone() -> None:
 
 
 def test_a_layer_that_runs_its_own_code_is_given_the_mask() -> None:
-    def train(streamed: bool) -> list[Tensor]:
-        parity.seed()
-        model = FAMILIES["llama"]()
-        model = fusing.stream(model, "saved") if streamed else model
-        for layer in model.model.layers[:1]:             # hooks inside: no template
-            layer.mlp.register_forward_hook(lambda *_: None)
-        losses = []
-        for step in range(2):
-            loss = model(**row(step)).loss
-            loss.backward()
-            losses.append(loss.detach())
-        return losses
-
-    for a, b in zip(train(False), train(True)):
+    for a, b in zip(*fusing.with_a_hook(FAMILIES["llama"], "mlp", row)):
         assert torch.allclose(a, b, rtol=1e-5)
 
 
@@ -202,12 +184,3 @@ def test_a_plan_counts_what_long_rows_copy() -> None:
     assert most == min((1 << 31) // q, (9 << 28) // qkv) and found.copied(2) == (2 * (q + qkv), most)
     each = found.work_bytes(most, 2) / most
     assert found.work_bytes(most + 1, 2) == pytest.approx((most + 1) * (each + 2 * (q + qkv)), rel=1e-9)
-
-
-def test_it_is_streamed_without_a_template_too() -> None:
-    model = fusing.stream(FAMILIES["llama"](), "saved", compute="eager")
-    parity.seed()
-    right = fusing.plain(FAMILIES["llama"], row, steps=1)
-    loss = model(**row(0)).loss
-    assert runtime_of(model).windows and mt.explain(model)
-    assert loss.shape == right.losses[0].shape

@@ -25,7 +25,7 @@ def script_of(name: str) -> parity.Script:
 
 
 @pytest.mark.parametrize("name, options", RUNS)
-def test_streamed_equals_plain_bitwise(streaming: None, name: str, options: parity.Options) -> None:
+def test_streamed_equals_plain_bitwise(name: str, options: parity.Options) -> None:
     parity.check(script_of(name), options)
 
 
@@ -43,12 +43,11 @@ def test_cases_are_many_and_learn() -> None:
     assert grads and all(g is not None and g.abs().max() > 0 for g in grads), "a gradient is missing or zero"
 
 
-@pytest.mark.skipif(parity.IDENTITY, reason="plain against plain was asked for")
 @pytest.mark.parametrize("edge", ["ready", "landed"])
-def test_a_wait_left_out_is_noticed(streaming: None, edge: str) -> None:
+def test_a_wait_left_out_is_noticed(edge: str) -> None:
     """Delays and poison make the harness see a missing wait. `freed` and `grad` order compute against copies;
     on the CPU device compute is the calling thread and never behind, so those two are shown on CUDA
-    (tests/gpu/run_parity.py --skip) and in tests/c; `updated` matters to mt.AdamW alone: test_api.py."""
+    (tests/gpu/run_parity.py --skip) and in tests/c; `updated` matters to mt.AdamW alone: test_overlap.py."""
     options = parity.Options(slots=2, delay_us=300, skip=parity.EDGES[edge])
 
     def run() -> str | None:

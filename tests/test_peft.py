@@ -11,11 +11,14 @@ import fusing
 import parity
 import pytest
 import torch
+import zoo
 from situations import hf_loss, llama, text
 from torch import Tensor, nn
 
+import megatrain_torch as mt
+
 peft = pytest.importorskip("peft", reason="PEFT is not installed")
-pytestmark = [pytest.mark.usefixtures("streaming"), pytest.mark.filterwarnings("ignore")]
+pytestmark = pytest.mark.filterwarnings("ignore")
 
 AT = {"target_modules": ["q_proj", "v_proj"]}
 METHODS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -45,13 +48,8 @@ def trained(method: str, wrap: Any) -> tuple[list[float], dict[str, Tensor]]:
     parity.seed()
     model: nn.Module = wrap(peft.get_peft_model(llama(), getattr(peft, name)(task_type="CAUSAL_LM", **settings)).train())
     weights = {n: p for n, p in model.named_parameters() if p.requires_grad}
-    opt, losses = torch.optim.AdamW(weights.values(), lr=1e-2, eps=1e-4), []
-    for step in range(3):
-        loss = hf_loss(model, text(step))
-        loss.backward()
-        opt.step()
-        opt.zero_grad()
-        losses.append(float(loss))
+    opt = torch.optim.AdamW(weights.values(), lr=1e-2, eps=1e-4)
+    losses = [float(zoo.update(hf_loss(model, text(step)), opt)) for step in range(3)]
     return losses, {n: parity.frozen(p) for n, p in weights.items()}
 
 
@@ -65,11 +63,9 @@ def test_a_method_trains_to_plain_torchs_bits(method: str) -> None:
     assert all(parity.same_bits(w, others[n]) for n, w in weights.items())
 
 
-@pytest.mark.skipif(parity.IDENTITY, reason="nothing is streamed")
 @pytest.mark.parametrize("method", ["prefix", "IA3", "norms", "tokens"])
 def test_where_layers_may_be_fused_it_trains_as_plain_torch(method: str) -> None:
     """Prefixes wait in the cache of layers that a template would take otherwise. Losses within some roundings of fp32."""
-    import megatrain_torch as mt
     losses, weights = trained(method, lambda m: m)
     found, others = trained(method, lambda m: mt.stream(m, "cpu", compute="fused"))
     assert found == pytest.approx(losses, rel=1e-6)
@@ -137,7 +133,6 @@ def test_what_peft_makes_of_all_linear_layers_trains_in_16_bits_too(lora: dict[s
 def test_all_of_the_command_line_is_the_linear_layers_and_experts_are_named() -> None:
     from transformers import MixtralConfig, MixtralForCausalLM
 
-    import megatrain_torch as mt
     from megatrain_torch.commands.models import adapted
     for words, names in (("all", {"q_proj", "k_proj", "v_proj", "o_proj"}), ("down_proj,q_proj", {"experts", "q_proj"})):
         model = MixtralForCausalLM(MixtralConfig(**EXPERTS, intermediate_size=48, num_local_experts=4))
@@ -153,7 +148,6 @@ def test_all_of_a_mixture_is_what_peft_does_not_take_for_its_experts() -> None:
     """Its shared experts' layers have the names that its experts' had."""
     from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 
-    import megatrain_torch as mt
     from megatrain_torch.commands.models import adapted
     config = DeepseekV3Config(hidden_size=32, intermediate_size=48, moe_intermediate_size=16, num_hidden_layers=2,
                               num_attention_heads=4, num_key_value_heads=4, q_lora_rank=16, kv_lora_rank=16, v_head_dim=8,

@@ -8,10 +8,6 @@ import parity
 import placement
 import pytest
 
-pytestmark = pytest.mark.usefixtures("streaming")
-if parity.IDENTITY:
-    pytest.skip("plain against plain was asked for", allow_module_level=True)
-
 
 # Each place in one of the types, in turn; all with MEGATRAIN_FULL.
 @pytest.mark.parametrize("name, dtype", [

@@ -1,10 +1,8 @@
 """What to change where no plan fits: the search, its two languages, and the commands around it."""
-
 from __future__ import annotations
 
 import dataclasses
 import functools
-import importlib.util
 import json
 import re
 import shlex
@@ -14,27 +12,15 @@ from typing import Any
 
 import pytest
 import torch
+from flat import FLAT, GIB, small
 from transformers import LlamaConfig
 
 import megatrain_torch as mt
-from megatrain_torch import cli
 from megatrain_torch.base.limits import parse_bytes, show_size
 from megatrain_torch.plans import changes, doctor
 from megatrain_torch.plans.machine import MACHINES, RATES, described_gpu
 
-GIB = 2**30
-FLAT = mt.Machine(
-    name="flat", device="cuda", vram_bytes=16 * GIB, vram_overhead_bytes=GIB, host_bytes=64 * GIB,
-    host_overhead_bytes=GIB, gemm=((1, 1, 100.0), (1, 2, 100.0)), attention=((1, 50.0, 40.0),), hbm_gbps=1000.0,
-    h2d_gbps=20.0, d2h_gbps=20.0, both_gbps=16.0, busy_gbps=10.0, adam_gparams=((1, 1.0), (4, 2.0)), add_gparams=4.0,
-    device_adam_gparams=40.0, launch_us=5.0)
-TIGHT = {"vram": "2GiB", "host": "3GiB"}        # of llama(12): 222 M parameters, 3.1 GB with their states
-
-
-def llama(layers: int, **other: int) -> LlamaConfig:
-    shape = {"hidden_size": 1024, "intermediate_size": 2816, "num_attention_heads": 16, "num_key_value_heads": 4,
-             "vocab_size": 32000, "num_hidden_layers": layers, "tie_word_embeddings": False, "use_cache": False}
-    return LlamaConfig(**shape | other)
+TIGHT = {"vram": "2GiB", "host": "3GiB"}        # of small(12): 222 M parameters, 3.1 GB with their states
 
 
 def refused(config: LlamaConfig | torch.nn.Module, **asked: Any) -> mt.MegatrainError:
@@ -45,27 +31,12 @@ def refused(config: LlamaConfig | torch.nn.Module, **asked: Any) -> mt.Megatrain
 
 @functools.cache
 def tight() -> mt.MegatrainError:
-    return refused(llama(12), **TIGHT)
-
-
-@pytest.fixture
-def command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture) -> Callable[..., tuple]:
-    """Runs `megatrain ...`: (exit status, stdout, stderr)."""
-    monkeypatch.setenv("MEGATRAIN_MACHINE", str(tmp_path / "machine.json"))
-
-    def run(*words: str) -> tuple[int, str, str]:
-        try:
-            status = cli.main([str(w) for w in words])
-        except SystemExit as why:
-            status = why.code
-        return (status, *capsys.readouterr())
-
-    return run
+    return refused(small(12), **TIGHT)
 
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    llama(12).save_pretrained(tmp_path / "model")
+    small(12).save_pretrained(tmp_path / "model")
     return tmp_path / "model"
 
 
@@ -76,17 +47,17 @@ def model(tmp_path: Path) -> Path:
     {"vram": "1500MiB", "micro": 1}, {"homes": "vram"}, {"vram": "1500MiB", "activations": "saved"}])
 def test_each_way_fits_and_is_as_fast_as_it_says(asked: dict) -> None:
     asked = {"vram": "2GiB"} | asked
-    why = refused(llama(12), **asked)
+    why = refused(small(12), **asked)
     rates = [way.tokens_per_second for way in why.ways]
     assert rates and rates == sorted(rates, reverse=True)
     for way in why.ways[:changes.SHOWN]:
-        plan = mt.plan(llama(12), **{"tokens": 8192, "seq": 1024, "machine": FLAT} | asked | way.changes)
+        plan = mt.plan(small(12), **{"tokens": 8192, "seq": 1024, "machine": FLAT} | asked | way.changes)
         assert plan.tokens_per_second >= 0.999 * way.tokens_per_second, way
         assert f"{way.tokens_per_second:,.0f} tokens/s" in str(why)
 
 
 def test_changes_that_fit_only_together_are_found() -> None:
-    why = refused(llama(12), host="1700MiB", vram="2GiB")
+    why = refused(small(12), host="1700MiB", vram="2GiB")
     assert not {"states", "grads"} & set(why.changes), "neither alone"
     assert {"states": "8bit-sr", "grads": "none"} in [way.changes for way in why.ways]
     assert all(len(way.changes) <= changes.TOGETHER for way in why.ways)
@@ -101,25 +72,25 @@ def test_a_harsher_change_is_told_only_where_it_pays() -> None:
 
 def test_fewer_micro_batches_are_told_where_more_do_not_fit() -> None:
     """One has no sums of gradients."""
-    why = refused(llama(1), tokens=4, seq=1, vram="1407MiB", host="1572MiB", micro=2, states="8bit", nvme={"limit": "1GiB"})
+    why = refused(small(1), tokens=4, seq=1, vram="1407MiB", host="1572MiB", micro=2, states="8bit", nvme={"limit": "1GiB"})
     assert why.changes["micro"] == 1
-    assert mt.plan(llama(1), tokens=4, seq=1, machine=FLAT, vram="1407MiB", host="1572MiB", micro=1, states="8bit",
+    assert mt.plan(small(1), tokens=4, seq=1, machine=FLAT, vram="1407MiB", host="1572MiB", micro=1, states="8bit",
                    nvme={"limit": "1GiB"}).micro == 1
 
 
 def test_fewer_tokens_are_tried_where_a_step_is_one_micro_batch() -> None:
-    why = refused(llama(12), tokens=65536, **TIGHT, grads="none")
+    why = refused(small(12), tokens=65536, **TIGHT, grads="none")
     fewer = [way.changes["tokens"] for way in why.ways if "tokens" in way.changes]
     assert fewer and all(n % 1024 == 0 and n < 65536 for n in fewer)
 
 
 def test_of_one_sequence_that_is_too_long_a_shorter_one_is_named() -> None:
-    why = refused(llama(2), tokens=1 << 20, seq=1 << 20, vram="4GiB", host="3GiB")
+    why = refused(small(2), tokens=1 << 20, seq=1 << 20, vram="4GiB", host="3GiB")
     assert why.ways and all(way.changes["seq"] == way.changes["tokens"] < 1 << 20 for way in why.ways)
 
 
 def test_where_nothing_fits_it_is_said() -> None:
-    why = refused(llama(12), vram="1250MiB", host="1250MiB")
+    why = refused(small(12), vram="1250MiB", host="1250MiB")
     assert why.ways == () and list(why.changes) == ["vram"] and "What would fit, each alone: vram=" in str(why)
 
 
@@ -137,7 +108,7 @@ def test_a_refusal_has_sizes_for_people_and_bytes_in_its_changes() -> None:
 
 def test_what_needs_least_is_what_the_device_can_hold() -> None:
     """A 70B on an 80 GB card was told of 714 GiB of device memory."""
-    why = refused(llama(12), host="2GiB", vram="3GiB")
+    why = refused(small(12), host="2GiB", vram="3GiB")
     assert sum(why.refusal.vram.values()) <= 3 * GIB < 2 * GIB + sum(why.refusal.host.values())
     assert "it lacks" in str(why) and "of host memory." in str(why).splitlines()[0]
 
@@ -155,7 +126,7 @@ def test_the_least_memory_of_a_small_model_is_exact() -> None:
 
 def test_a_large_model_on_a_card_of_80_gb_is_told_the_commands(command: Callable, tmp_path: Path) -> None:
     """As the 70B with 256 GiB: two changes together, as a line to paste, in a few seconds."""
-    llama(80, hidden_size=8192, intermediate_size=28672, num_attention_heads=64, num_key_value_heads=8,
+    small(80, hidden_size=8192, intermediate_size=28672, num_attention_heads=64, num_key_value_heads=8,
           vocab_size=128256).save_pretrained(tmp_path)
     asked = ("plan", tmp_path, "--tokens", "16384", "--seq", "1024", "--machine", "h100-80g")
     status, out, err = command(*asked)
@@ -241,10 +212,11 @@ def test_the_host_of_a_card_is_anybodys_but_for_one_memory() -> None:
 def test_a_cpu_that_was_measured_is_no_gpu(command: Callable, model: Path, monkeypatch: pytest.MonkeyPatch,
                                            tmp_path: Path) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    (tmp_path / "machine.json").write_text(dataclasses.replace(MACHINES["cpu"], name="here").to_json())
+    (tmp_path / "kept").mkdir()
+    (tmp_path / "kept" / "machine.json").write_text(dataclasses.replace(MACHINES["cpu"], name="here").to_json())
     assert command("plan", model, "--tokens", "64", "--seq", "64")[0] == 2
     for machine in (None, "cpu"):           # in Python as mt.stream does: the CPU device
-        assert mt.plan(llama(1), tokens=64, seq=64, machine=machine).machine.name == "here"
+        assert mt.plan(small(1), tokens=64, seq=64, machine=machine).machine.name == "here"
 
 
 def test_the_cards_that_people_have_are_listed_with_where_their_rates_come_from(command: Callable) -> None:
@@ -273,11 +245,11 @@ def test_a_card_is_known_by_what_torch_calls_it(name: str, card: str | None) -> 
 
 def test_a_described_cards_host_has_what_is_said() -> None:
     asked = {"tokens": 4096, "seq": 1024, "homes": "ram"}
-    roomy = mt.plan(llama(2), **asked, machine="rtx4090", host="128GiB")
+    roomy = mt.plan(small(2), **asked, machine="rtx4090", host="128GiB")
     assert roomy.machine.host_bytes == 128 * GIB and roomy.machine.vram_bytes == MACHINES["rtx4090-64g"].vram_bytes
-    assert mt.plan(llama(2), **asked, machine="rtx4090,vram=8GiB", host="128GiB").machine.host_bytes == 128 * GIB
-    assert mt.plan(llama(2), **asked, machine="rtx4090,host=32GiB", host="128GiB").machine.host_bytes == 32 * GIB
-    assert mt.plan(llama(2), **asked, machine=FLAT, host="128GiB").machine.host_bytes == 64 * GIB
+    assert mt.plan(small(2), **asked, machine="rtx4090,vram=8GiB", host="128GiB").machine.host_bytes == 128 * GIB
+    assert mt.plan(small(2), **asked, machine="rtx4090,host=32GiB", host="128GiB").machine.host_bytes == 32 * GIB
+    assert mt.plan(small(2), **asked, machine=FLAT, host="128GiB").machine.host_bytes == 64 * GIB
 
 
 def test_doctor_marks_what_it_did_not_measure() -> None:
@@ -289,18 +261,3 @@ def test_doctor_marks_what_it_did_not_measure() -> None:
     assert "not measured" in lines["with moments of 8 bits"] and "not measured" in lines["a micro-batch's gradients added"]
     drive = dataclasses.replace(measured, disk_read_gbps=2.0, origins=())
     assert re.search(r"^disk: read.* measured$", doctor.report(drive, {}), re.M)
-
-
-def test_the_page_of_what_fits_is_what_plans_say() -> None:
-    """The first row, in its second column; the page takes minutes."""
-    root = Path(__file__).parents[1]
-    spec = importlib.util.spec_from_file_location("what_fits", root / "tools/what_fits.py")
-    tool = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(tool)
-    text = (root / "docs/what-fits.md").read_text()
-    assert text.startswith(tool.HEAD)
-    rows = [line.split(" | ") for line in text.removeprefix(tool.HEAD).splitlines()[2:]]
-    gpu, vram, name, rams = tool.MACHINES[0]
-    assert len(rows) == sum(len(m[3]) for m in tool.MACHINES) and rows[0][0] == f"| {gpu}, {vram} GB"
-    told, said = (cell.split(", ") for cell in (rows[0][3], tool.cell(name, rams[0], tool.WAYS[1])))
-    assert told[0] == said[0] and float(said[1]) == pytest.approx(float(told[1]), rel=0.05)

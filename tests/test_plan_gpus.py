@@ -1,10 +1,8 @@
 """mt.plan for several GPUs and machines: with one of each all is as it was; what is exchanged, shared and counted."""
-
 from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import re
 import time
 from collections import Counter
@@ -14,35 +12,15 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, PretrainedConfig, Qwen2Config
+from flat import FLAT, GIB, seven, small
+from transformers import LlamaConfig, LlamaForCausalLM, PretrainedConfig
 
 import megatrain_torch as mt
 import megatrain_torch.plans.fleet as fleet_module
-from megatrain_torch import cli
 from megatrain_torch.model.stream import runtime_of
 from megatrain_torch.plans import doctor
-from megatrain_torch.plans.fleet import Exchange, Fleet
 from megatrain_torch.plans.machine import MACHINES, SHARED_ADAM
 from megatrain_torch.plans.shapes import shapes_of
-
-GIB = 2**30
-FLAT = mt.Machine(
-    name="flat", device="cuda", vram_bytes=16 * GIB, vram_overhead_bytes=GIB, host_bytes=64 * GIB,
-    host_overhead_bytes=GIB, gemm=((1, 1, 100.0), (1, 2, 100.0)), attention=((1, 50.0, 40.0),), hbm_gbps=1000.0,
-    h2d_gbps=20.0, d2h_gbps=20.0, both_gbps=16.0, busy_gbps=10.0, adam_gparams=((1, 1.0), (4, 2.0)), add_gparams=4.0,
-    device_adam_gparams=40.0, launch_us=5.0)
-
-
-def seven(layers: int) -> PretrainedConfig:
-    """Qwen2.5-7B's width."""
-    return Qwen2Config(hidden_size=3584, intermediate_size=18944, num_attention_heads=28, num_key_value_heads=4,
-                       vocab_size=152064, num_hidden_layers=layers, tie_word_embeddings=False, use_cache=False)
-
-
-def small(layers: int = 4) -> PretrainedConfig:
-    return LlamaConfig(hidden_size=1024, intermediate_size=2816, num_attention_heads=16, num_key_value_heads=4,
-                       vocab_size=32000, num_hidden_layers=layers, tie_word_embeddings=False, use_cache=False)
-
 
 # ---- one GPU -------------------------------------------------------------------------------------
 
@@ -94,37 +72,6 @@ ASKED = dict(tokens=32768, seq=1024, homes="ram")
 WIDE = shapes_of(seven(12))("fp32")
 
 
-def exchange(gpus: int, machines: int, machine: mt.Machine = LINKED) -> Exchange:
-    fleet = Fleet(gpus, machines)
-    return Exchange(WIDE, fleet.seen(machine), fleet)
-
-
-def test_gradients_are_exchanged_and_their_sum_comes_home_in_parts() -> None:
-    """A layer's gradients are `n` parameters in bf16, and so are their sums. They are added in fp32."""
-    layer = 2
-    n = WIDE.units[layer].trained
-    of = exchange(4, 1)
-    assert of.home[layer] == math.ceil(2 * n / 4)
-    assert of.exchange_s[layer] == pytest.approx(2 * n * 3 / 4 / 100e9 + (2 * n + 4 * n / 4) / 1000e9)
-    assert of.lost_s[layer] == pytest.approx(2 * n * 3 / 4 / 50e9)
-    assert not of.network_s.any() and not of.spread_s.any() and not of.on_link
-    of = exchange(4, 2)
-    assert of.home[layer] == math.ceil(2 * n / 8)
-    assert of.network_s[layer] == pytest.approx(4 * 2 * n / 2 / 10e9), "parts of 4 ranks"
-    assert of.spread_s[layer] == pytest.approx(2 * n / 2 / 10e9)
-    assert exchange(1, 2).network_s[layer] == pytest.approx(2 * n / 2 / 10e9), "of one rank"
-    fast = dataclasses.replace(LINKED, network_gbps=1e4)
-    link = Fleet(4, 2).seen(fast).both_gbps * 1e9
-    assert exchange(4, 2, fast).spread_s[layer] == pytest.approx(2 * n / 2 / 4 / link), "a quarter over each GPU's link"
-
-
-def test_one_rank_exchanges_nothing() -> None:
-    of = exchange(1, 1)
-    assert (of.home == [u.gradients for u in WIDE.units]).all()
-    assert of.buffers == 0 and not any(getattr(of, name).any() for name in (
-        "exchange_s", "network_s", "lost_s", "spread_s", "lowered", "raised"))
-
-
 @pytest.mark.parametrize("gpus, machines", [(2, 1), (8, 1), (1, 2), (8, 16)])
 def test_a_machine_has_one_store_and_its_part_of_the_states(gpus: int, machines: int) -> None:
     one = mt.plan(seven(12), machine=FLAT, **ASKED).host
@@ -135,17 +82,6 @@ def test_a_machine_has_one_store_and_its_part_of_the_states(gpus: int, machines:
         assert host[plane] == -(-one[plane] // machines)
     assert host.get("sums", 0) == (-(-2 * one["gradients"] // machines) if plan.micro > 1 else 0), "in fp32, of several"
     assert host["Python, torch, driver"] == gpus * GIB
-
-
-@pytest.mark.parametrize("gpus, machines", [(2, 1), (8, 1), (2, 4)])
-def test_of_further_micro_batches_a_machine_adds_one_sum(gpus: int, machines: int) -> None:
-    """In fp32, of its part, whatever number of ranks made it."""
-    fleet, machine = Fleet(gpus, machines), dataclasses.replace(LINKED, host_gbps=100.0)
-    more = fleet.memory_s(machine, "fp32", 1e9, 4) - fleet.memory_s(machine, "fp32", 1e9, 1)
-    assert more == pytest.approx(3 * 14e9 / machines / 100e9)
-    staging = {fleet: planned("several micro-batches", machine=machine, gpus=fleet.gpus, machines=fleet.machines)
-               .host["staging"] for fleet in (Fleet(), fleet)}
-    assert staging[fleet] == -(-2 * staging[Fleet()] // machines)
 
 
 def test_further_micro_batches_cost_many_gpus_little() -> None:
@@ -352,16 +288,9 @@ def test_explain_says_how_many_gpus_a_model_was_planned_for() -> None:
 
 
 @pytest.fixture
-def command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture) -> Callable[..., tuple]:
-    """Runs `megatrain ...`: (exit status, stdout, stderr)."""
-    monkeypatch.setenv("MEGATRAIN_MACHINE", str(tmp_path / "machine.json"))
+def command(command: Callable, tmp_path: Path) -> Callable[..., tuple]:
     small(3).save_pretrained(tmp_path / "model")
-
-    def run(verb: str, *words: str) -> tuple[int, str, str]:
-        status = cli.main([verb, *([str(tmp_path / "model")] if verb == "plan" else []), *words])
-        return (status, *capsys.readouterr())
-
-    return run
+    return lambda verb, *words: command(verb, *([tmp_path / "model"] if verb == "plan" else []), *words)
 
 
 PLAN = ("plan", "--tokens", "8192", "--seq", "1024", "--machine", "h200-128g")
@@ -395,12 +324,12 @@ def test_doctor_measures_what_processes_have_of_each_other(command: Callable, mo
                                                            tmp_path: Path) -> None:
     monkeypatch.setattr(doctor, "CPU", doctor.CPU._replace(parameters=100_000, copy_bytes=2**20, least_s=0.001))
     status, out, err = command("doctor", "--device", "cpu", "--gpus", "2")
-    kept = mt.Machine.parse(str(tmp_path / "machine.json"))
+    kept = mt.Machine.parse(str(tmp_path / "kept" / "machine.json"))
     assert status == 0 and "links between 2 processes" in err and f"{kept.whole_gbps:.4g}" in out
     assert min(kept.whole_gbps, kept.host_gbps, kept.exchange_gbps, kept.lost_gbps, kept.shared_gparams) > 0
     assert kept.communicator_bytes == 0, "the CPU device has no NCCL"
     assert kept.origin("exchange_gbps") == "measured" and kept.origin("network_gbps") == "assumed"
-    assert mt.Machine.parse(f"{tmp_path}/machine.json,network_gbps=100").network_gbps == 100
+    assert mt.Machine.parse(f"{tmp_path}/kept/machine.json,network_gbps=100").network_gbps == 100
     assert mt.plan(small(1), tokens=256, seq=64, machine="cpu", gpus=2).machine.exchange_gbps == kept.exchange_gbps
 
 

@@ -19,7 +19,6 @@ from torch.nn import functional as F
 import megatrain_torch as mt
 from megatrain_torch.model.stream import runtime_of
 
-pytestmark = pytest.mark.usefixtures("streaming")
 LLAMA = lm("llama", num_hidden_layers=2)
 
 

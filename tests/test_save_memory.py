@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import doors
-import parity
 import pytest
 import torch
 from torch import Tensor, nn
+from zoo import update
 
 import megatrain_torch as mt
 from megatrain_torch import _core
@@ -23,10 +23,6 @@ from megatrain_torch.base.limits import Bound, HostLimits, with_margin
 from megatrain_torch.checkpoint import save as checkpoint
 from megatrain_torch.model.stream import runtime_of
 from megatrain_torch.plans import room as room_module
-
-pytestmark = pytest.mark.usefixtures("streaming")
-if parity.IDENTITY:
-    pytest.skip("plain against plain was asked for", allow_module_level=True)
 
 UNITS, WIDTH = 8, 1024
 WEIGHTS = 4 * WIDTH * WIDTH          # of a unit, in fp32: no master, two moments
@@ -46,9 +42,7 @@ def streamed(home: str, nvme: Path, units: int = UNITS, width: int = WIDTH) -> t
         "slots": 2, "homes": dict.fromkeys(names, home) if home != "ram" else {}, "debug": small})
     opt = mt.AdamW(model.parameters(), lr=1e-3)
     for _ in range(2):                   # behind the second forward no copy of weights is left
-        model(torch.randn(2, width)).square().mean().backward()
-        opt.step()
-        opt.zero_grad()
+        update(model(torch.randn(2, width)).square().mean(), opt)
     runtime_of(model).drain()
     return model, opt
 
@@ -131,9 +125,7 @@ def test_units_that_share_blocks_and_updates_that_wait_are_one_steps(tmp_path: P
     opt = mt.AdamW(model.parameters(), lr=1e-2)
 
     def step() -> None:
-        model(torch.ones(2, 96)).square().mean().backward()
-        opt.step()
-        opt.zero_grad()
+        update(model(torch.ones(2, 96)).square().mean(), opt)
 
     step()
     right = {n: p.detach().clone() for n, p in model.named_parameters()}
@@ -157,9 +149,7 @@ def test_another_order_in_memory_needs_no_copies(home: str, tmp_path: Path) -> N
         "slots": 2, "homes": dict.fromkeys(names, home), "debug": small})
     opt = mt.AdamW(model.parameters(), lr=1e-3)
     for _ in range(2):
-        model(torch.randn(1, 256, 4, 4)).square().mean().backward()
-        opt.step()
-        opt.zero_grad()
+        update(model(torch.randn(1, 256, 4, 4)).square().mean(), opt)
     runtime_of(model).drain()
     with Peak(runtime_of(model).core) as peak:
         mt.save(model, opt, tmp_path / "c")

@@ -2,12 +2,12 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import several_load
@@ -29,8 +29,12 @@ def pool() -> Iterator[Pool]:
         yield made
 
 
-def check(pool: Pool, size: int, job: Job) -> None:
-    assert not differences(pool.call("several:train", size, job), alone(job, size))
+def check(pool: Pool, size: int, job: Job, machines: int = 1, **changed: Any) -> None:
+    """Against one process that has all at home in host memory. changed: of the job, for all of them."""
+    wanted = alone(dataclasses.replace(job, plan=(), vram=None) if job.plan or job.vram else job, size)
+    job = dataclasses.replace(job, **changed)
+    assert not differences(pool.call("several:apart", size, machines, "several:train", job) if machines > 1 else
+                           pool.call("several:train", size, job), wanted)
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
@@ -137,9 +141,7 @@ IN_CI = ("bf16_of_4", "mixed", "arrive", "planned", "disk", "through")
 
 @pytest.mark.parametrize("name", [n if n in IN_CI else pytest.param(n, marks=LONG) for n in AT_HOME])
 def test_units_at_home_elsewhere(pool: Pool, name: str) -> None:
-    size, job = AT_HOME[name]
-    wanted = alone(dataclasses.replace(job, plan=(), vram=None), size)
-    assert not differences(pool.call("several:train", size, job), wanted)
+    check(pool, *AT_HOME[name])
 
 
 IN_FILES = {                                               # weights too; all ranks come to each window
@@ -162,9 +164,7 @@ IN_FILES = {                                               # weights too; all ra
 
 @pytest.mark.parametrize("name", [n if n == "mixed" else pytest.param(n, marks=LONG) for n in IN_FILES])
 def test_weights_in_files_give_the_same_bits(pool: Pool, name: str) -> None:
-    size, job = IN_FILES[name]
-    wanted = alone(dataclasses.replace(job, plan=()), size)
-    assert not differences(pool.call("several:train", size, job), wanted)
+    check(pool, *IN_FILES[name])
 
 
 def test_weights_in_files_are_read_once_a_machine_and_not_kept(pool: Pool) -> None:
@@ -175,21 +175,8 @@ def test_weights_in_files_are_read_once_a_machine_and_not_kept(pool: Pool) -> No
     assert sum(shared for _, shared, _, _ in found) < 1.2 * weights, "gradients alone"
 
 
-def test_each_rank_gives_back_its_own_part_of_what_is_in_files(pool: Pool, tmp_path: Path) -> None:
-    assert pool.call("several_odd:one_is_slow_to_file_weights", 2, str(tmp_path), timeout=60.0) == ["", ""]
-
-
 def test_states_that_arrive_come_during_backward(pool: Pool) -> None:
     assert pool.call("several:early", 2) == [[0, 1, 1]] * 2      # the first step learns the order
-
-
-@LONG
-def test_weights_in_memory_stay_there(pool: Pool, tmp_path: Path) -> None:
-    assert pool.call("several_odd:weights_do_not_leave_memory", 2, str(tmp_path), timeout=60.0) == ["", ""]
-
-
-def test_who_goes_another_way_to_weights_in_files_is_named(pool: Pool, tmp_path: Path) -> None:
-    assert pool.call("several_odd:another_way_to_weights_in_files", 2, str(tmp_path), timeout=60.0) == ["", ""]
 
 
 MACHINES = {                                               # in CI: so many, of how many ranks
@@ -201,9 +188,7 @@ ANYWHERE = {**{name: (SIZES.get(name, 2), job) for name, job in SITUATIONS.items
     *((name, *how) for name, how in MACHINES.items()),
     *(pytest.param(name, n, 4, marks=LONG) for name in ANYWHERE for n in (2, 4) if (n, 4) != MACHINES.get(name))])
 def test_several_machines_are_as_one(pool: Pool, name: str, machines: int, size: int) -> None:
-    job = ANYWHERE[name][1]
-    wanted = alone(dataclasses.replace(job, plan=(), vram=None), size)
-    assert not differences(pool.call("several:apart", size, machines, "several:train", job), wanted)
+    check(pool, size, ANYWHERE[name][1], machines)
 
 
 SHARDED = {                                                # of so many ranks, on so many machines
@@ -222,9 +207,7 @@ SHARDED = {                                                # of so many ranks, o
                                   for n in SHARDED])
 def test_weights_in_shards_give_the_same_bits(pool: Pool, name: str) -> None:
     size, machines, job = SHARDED[name]
-    wanted = alone(dataclasses.replace(job, plan=(), vram=None), size)
-    job = dataclasses.replace(job, plan=(*job.plan, SHARDS), vram=None)
-    assert not differences(pool.call("several:apart", size, machines, "several:train", job), wanted)
+    check(pool, size, job, machines, plan=(*job.plan, SHARDS), vram=None)
 
 
 def test_each_rank_fetches_its_portion_where_all_come_to_it(pool: Pool) -> None:
@@ -359,11 +342,13 @@ def test_what_scripts_do(pool: Pool, plan: dict[str, str]) -> None:
     assert pool.call("several:habits", 2, plan) == [[], []]
 
 
-@pytest.mark.parametrize("what", [
-    "hooks_on_one", "hooks_in_another_order", "hooks_that_come_later", "grads_kept_on_one", "grads_of_ones_own",
-    "penalty_before", "update_in_a_hook", "two_models", "backward_breaks_on_one", "backward_breaks_on_all", "refused_on_one",
-    "backward_reaches_nothing_on_one", "grad_taken_in_backward", "waits_for_what_it_sent",
-    pytest.param("grad_taken_of_what_is_not_used", marks=LONG)])
+ODD = ("backward_breaks_on_one", "two_models", "hooks_on_one", "hooks_in_another_order", "grads_kept_on_one",
+       "grads_of_ones_own", "penalty_before", "update_in_a_hook", "backward_breaks_on_all", "refused_on_one",
+       "backward_reaches_nothing_on_one", "grad_taken_in_backward")
+LAST = pytest.param("grad_taken_of_what_is_not_used", marks=LONG)
+
+
+@pytest.mark.parametrize("what", [*ODD, "hooks_that_come_later", "waits_for_what_it_sent", LAST])
 def test_what_not_all_ranks_do(pool: Pool, what: str) -> None:
     assert pool.call(f"several_odd:{what}", 2, timeout=60.0) == ["", ""]
 
@@ -373,42 +358,32 @@ def test_a_trace_has_what_goes_between_processes(pool: Pool, delivery: str, lane
     assert pool.call("several:traced", 2, Job("llama", plan=(("delivery", delivery),))) == [lanes, lanes]
 
 
-@pytest.mark.parametrize("what", ["backward_breaks_on_one", *(pytest.param(name, marks=LONG) for name in (
-    "two_models", "hooks_on_one", "hooks_in_another_order", "grads_kept_on_one", "grads_of_ones_own", "penalty_before",
-    "update_in_a_hook", "backward_breaks_on_all", "refused_on_one", "backward_reaches_nothing_on_one",
-    "grad_taken_in_backward", "grad_taken_of_what_is_not_used"))])
+@pytest.mark.parametrize("what", [ODD[0], *(pytest.param(name, marks=LONG) for name in ODD[1:]), LAST])
 def test_what_not_all_ranks_do_with_weights_in_shards(pool: Pool, what: str) -> None:
     assert pool.call("several_odd:in_shards", 2, what, timeout=60.0) == ["", ""]
 
 
-@pytest.mark.parametrize("machines", [pytest.param(1, marks=LONG), 2])
-def test_what_trains_later_with_states_on_disk(pool: Pool, machines: int, tmp_path: Path) -> None:
-    assert pool.call("several:apart", 2, machines, "several_odd:unfrozen_on_disk", str(tmp_path)) == ["", ""]
+@pytest.mark.parametrize("what, machines", [
+    ("one_is_slow_to_file_weights", 1), ("another_way_to_weights_in_files", 1), ("unfrozen_on_disk", 2),
+    ("load_fails_on_one", 1), ("save_fails_on_one", 1),
+    *(pytest.param(what, 1, marks=LONG) for what in ("unfrozen_on_disk", "weights_do_not_leave_memory"))])
+def test_what_not_all_ranks_do_with_files(pool: Pool, what: str, machines: int, tmp_path: Path) -> None:
+    found = pool.call("several:apart", 2, machines, f"several_odd:{what}", str(tmp_path), timeout=60.0)
+    assert found == ["", ""]
 
 
-@pytest.mark.parametrize("first, later, graphs", [(16, 4, False), *(pytest.param(*how, marks=LONG) for how in (
-    (30, 2, False), (16, 4, True)))])
-def test_units_move_again_for_lengths_that_come(pool: Pool, first: int, later: int, graphs: bool) -> None:
-    assert pool.call("several_odd:moves_again", 2, first, later, graphs, timeout=60.0) == ["", ""]
-
-
-@LONG
-def test_units_of_several_machines_move_again(pool: Pool) -> None:
-    assert pool.call("several:apart", 4, 2, "several_odd:moves_again", 16, 4, timeout=90.0) == [""] * 4
-
-
-def test_a_load_that_fails_on_one(pool: Pool, tmp_path: Path) -> None:
-    assert pool.call("several_odd:load_fails_on_one", 2, str(tmp_path / "c"), timeout=60.0) == ["", ""]
+@pytest.mark.parametrize("size, first, later, graphs", [
+    (2, 16, 4, False), *(pytest.param(*how, marks=LONG) for how in ((2, 30, 2, False), (2, 16, 4, True), (4, 16, 4, False)))])
+def test_units_move_again_for_lengths_that_come(pool: Pool, size: int, first: int, later: int, graphs: bool) -> None:
+    """Four ranks are on two machines."""
+    found = pool.call("several:apart", size, size // 2, "several_odd:moves_again", first, later, graphs, timeout=90.0)
+    assert found == [""] * size
 
 
 @pytest.mark.parametrize("when", [pytest.param("stream", marks=LONG), "step"])
 def test_a_disk_that_is_full_on_one(when: str, tmp_path: Path) -> None:
     with Pool(2) as two:                         # whose own store, a file too, has not grown yet
         assert two.call("several_odd:disk_full_on_one", 2, str(tmp_path), when, timeout=60.0) == ["", ""]
-
-
-def test_a_save_that_fails_on_one(pool: Pool, tmp_path: Path) -> None:
-    assert pool.call("several_odd:save_fails_on_one", 2, str(tmp_path / "c"), timeout=60.0) == ["", ""]
 
 
 @pytest.mark.parametrize("what, said", [
@@ -522,6 +497,8 @@ def test_a_rank_is_killed(tmp_path: Path) -> None:
     assert len(list(kill(tmp_path, 1, 1))) == 1
 
 
+TORCHRUN = ["env", "OMP_NUM_THREADS=1", sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node",
+            "2", "script.py"]
 LAUNCHED = """
 import torch, time, sys
 import megatrain_torch as mt
@@ -535,9 +512,7 @@ time.sleep(100)
 @LONG
 def test_the_launcher_is_killed(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(LAUNCHED)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "script.py"]
-    with (tmp_path / "out").open("w") as out, subprocess.Popen(command, cwd=tmp_path, stdout=out, stderr=out,
-                                                               env=os.environ | {"OMP_NUM_THREADS": "1"}) as launcher:
+    with (tmp_path / "out").open("w") as out, subprocess.Popen(TORCHRUN, cwd=tmp_path, stdout=out, stderr=out) as launcher:
         said = (tmp_path / "out").read_text
         wait_until(lambda: said().count("begun") == 2)
         launcher.kill()
@@ -563,8 +538,7 @@ if rank == 0:
 def test_a_rank_that_ends_first_gives_the_other_its_states(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(ENDS)
     began = time.monotonic()
-    found = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "script.py"],
-                           cwd=tmp_path, capture_output=True, text=True, timeout=100, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    found = subprocess.run(TORCHRUN, cwd=tmp_path, capture_output=True, text=True, timeout=100)
     assert found.returncode == 0 and "found 90000" in found.stdout, found.stderr
     assert time.monotonic() - began < 40
 

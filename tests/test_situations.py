@@ -11,5 +11,5 @@ RUNS = [pytest.param(name, o, id=f"{name}-{o.name()}")
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name, options", RUNS)
-def test_situation_equals_plain_bitwise(streaming: None, name: str, options: parity.Options) -> None:
+def test_situation_equals_plain_bitwise(name: str, options: parity.Options) -> None:
     parity.check(SITUATIONS[name], options)

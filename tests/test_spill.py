@@ -6,11 +6,8 @@ The control of each run is the same training with the same amount kept on the de
 from __future__ import annotations
 
 import dataclasses
-import gc
 import os
 import resource
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +19,7 @@ import pytest
 import torch
 from edges import Scenario
 from fusing import padded
-from kept import crossed, grads_of, in_part, on_device, once, overlap_off, same, simulated, twice
+from kept import FEW, grads_of, on_device, once, overlap_off, same, tiny, twice
 from test_fused import FAMILIES
 from torch import nn
 
@@ -30,21 +27,10 @@ import megatrain_torch as mt
 from megatrain_torch.base.errors import MegatrainError
 from megatrain_torch.base.modes import DISK, read
 from megatrain_torch.model.stream import runtime_of
-from megatrain_torch.plans.search import Timing
-
-pytestmark = pytest.mark.usefixtures("streaming")
-if parity.IDENTITY:
-    pytest.skip("plain against plain was asked for", allow_module_level=True)
 
 FULL = 1 << 22                       # MT_EDGE_FULL of csrc/core/debug.h
-FEW = {"spill": {"bays": 2, "threads": 3}}
 WAYS = [("selective+disk", "fused"), ("saved+disk", "eager"), ("replay+disk", "eager")]
-DEEP = fusing.lm("qwen3", head_dim=8, num_hidden_layers=3)           # one more than there are bays
-
-
-def tiny(mode: str, nvme: Any, compute: str = "fused", build: Callable[[], nn.Module] = DEEP, **debug: Any) -> nn.Module:
-    parity.seed()
-    return fusing.stream(build(), mode, compute, nvme=nvme, **FEW | debug)
+DEEP = FAMILIES["qwen3"]               # of one layer more than there are bays
 
 
 # ---------------------------------------------------------------- bits
@@ -77,50 +63,6 @@ def test_a_wait_left_out_is_noticed(tmp_path: Path) -> None:
         return not all(parity.same_bits(right[n], found[n]) for n in right)
 
     assert any(noticed() for _ in range(5)), "five trainings without the wait all equal the one on the device"
-
-
-# ---------------------------------------------------------------- graphs
-
-@pytest.mark.parametrize("mode, compute, go", [(*WAYS[0], twice), (*WAYS[1], crossed), (*WAYS[2], twice),
-                                               (*WAYS[0], in_part)])
-def test_other_ways_through_the_graph(mode: str, compute: str, go: Callable[[nn.Module], None], tmp_path: Path) -> None:
-    right = grads_of(tiny(read(mode).keep, None, compute), go)
-    model = tiny(mode, str(tmp_path), compute, delay_us=30)
-    for _ in range(2):
-        found = grads_of(model, go)
-        assert all(parity.same_bits(right[n], found[n]) for n in right)
-    once(model)
-    gc.collect()
-    assert settled(model) == 0, "the file has room again where a graph is through"
-
-
-def settled(model: nn.Module) -> int:
-    """Bytes of bundles in the file. One that was dropped while it was written counts until that is over."""
-    core = runtime_of(model).core
-    for _ in range(2000):
-        if core.swap_file()[2] == 0:
-            break
-        time.sleep(0.001)
-    return core.swap_file()[2]
-
-
-def test_a_dropped_graph_gives_its_room_back(tmp_path: Path) -> None:
-    model = tiny("selective+disk", str(tmp_path), delay_us=100)
-    loss = model(**padded(0)).loss
-    assert runtime_of(model).core.swap_file()[2] > 0
-    del loss
-    once(model)
-    gc.collect()
-    assert settled(model) == 0
-
-
-def test_a_graph_may_outlive_the_streamed_model(tmp_path: Path) -> None:
-    model = tiny("selective+disk", str(tmp_path), delay_us=100)
-    loss = model(**padded(0)).loss
-    mt.unstream(model)
-    assert not os.listdir(tmp_path)
-    del loss
-    gc.collect()
 
 
 # ---------------------------------------------------------------- memory, and what is said about it
@@ -160,7 +102,7 @@ def test_reports_and_traces_show_it(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- plans
 
 def test_a_plan_is_what_happens(tmp_path: Path) -> None:
-    from test_plan import FLAT
+    from flat import FLAT
     model = fusing.lm("llama", hidden_size=64, intermediate_size=128, num_hidden_layers=5)()
     asked = {"tokens": 256, "seq": 64, "machine": dataclasses.replace(FLAT, device="cpu"), "compute": "fused",
              "activations": "selective+disk", "micro": 1}
@@ -180,7 +122,7 @@ def test_a_plan_is_what_happens(tmp_path: Path) -> None:
 
 
 def test_a_million_tokens_go_to_device_host_and_disk() -> None:
-    from test_plan import seven
+    from flat import seven
     asked = {"tokens": 1 << 20, "seq": 1 << 20, "machine": "h200-128g,host=120GiB", "states": "8bit-sr", "grads": "none"}
     with pytest.raises(MegatrainError) as refused:
         mt.plan(seven(28), **asked)
@@ -190,21 +132,6 @@ def test_a_million_tokens_go_to_device_host_and_disk() -> None:
     assert kinds == {"", "host", "disk"} and least <= plan.disk_bytes <= 64 << 30
     assert plan.disk_written == plan.disk["activations"] and plan.disk_years < 5
     assert plan.vram_bytes <= plan.machine.vram_bytes and plan.host_bytes <= plan.machine.host_bytes
-
-
-def test_the_disk_hides_behind_compute_where_it_has_time() -> None:
-    """Six windows of 1 s forward and 2 s backward, 10 bytes each, four bays. At 10 byte/s a write takes 1 s,
-    and the two that are read have come in time. At 2 byte/s it takes 5 s: the fifth
-    window leaves when the first is written, at 6 s, the sixth at 11 s; the last write ends at 31 s, and the read of the
-    second window at 32 s, for which Python waits before the third's backward, at 17 s without."""
-    def taken(write: float, spilled: int) -> Timing:
-        return simulated(6, away=[10] * 6, spilled=[1] * spilled + [0] * (6 - spilled), write=write, read=10.0)
-
-    free = taken(1.0, 0)
-    assert taken(10.0, 6).seconds == pytest.approx(free.seconds)
-    slow = taken(2.0, 6)
-    assert slow.seconds == pytest.approx(free.seconds + 20.0) and slow.busy["swap disk"] == 32.0
-    assert slow.idle["swap disk"] == pytest.approx(20.0)
 
 
 # ---------------------------------------------------------------- the file is no good

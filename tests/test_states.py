@@ -13,12 +13,11 @@ import doors
 import placement
 import pytest
 import torch
-from test_adamw import Dots, dots, feed, grads_for, plain_dots
-from torch import Tensor
+from test_adamw import Dots, assert_all_same, dots, everything, fed, feed, grads_for, plain_dots
 
 import megatrain_torch as mt
 from megatrain_torch import _core
-from megatrain_torch.base.modes import FORMATS, LOW_BYTES, moment_bytes, moved_bytes
+from megatrain_torch.base.modes import FORMATS, LOW_BYTES, moment_bytes
 from megatrain_torch.plans.machine import MACHINES
 from megatrain_torch.plans.shapes import unit_bytes
 
@@ -30,19 +29,7 @@ SHAPES = [(300, 7), (257,), (64, 32), (1,)]
 def trained(states: str, steps: int = 5, dtype: torch.dtype = BF16, **plan: Any) -> tuple[Dots, mt.AdamW]:
     model = mt.stream(plain_dots(dtype, SHAPES), device="cpu", plan=plan)
     opt = mt.AdamW(model.parameters(), lr=1e-2, states=states)
-    for step in range(steps):
-        feed(model, opt, grads_for(model, step))
-    return model, opt
-
-
-def everything(model: Dots, opt: mt.AdamW) -> dict[str, Tensor]:
-    found = {f"{name} {n}": m.clone() for n, p in model.named_parameters() for name, m in opt.state[p].items()}
-    return found | mt.masters(model) | {f"weight {n}": p.detach().clone() for n, p in model.named_parameters()}
-
-
-def assert_same(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
-    assert one.keys() == other.keys()
-    assert not [name for name in one if not torch.equal(one[name], other[name])]
+    return fed(model, opt, range(steps))
 
 
 # ---- the same bits everywhere ----
@@ -71,7 +58,7 @@ def test_a_parameter_that_is_cut_draws_what_a_whole_one_does(tmp_path: Path) -> 
             feed(model, opt, [torch.sin(torch.arange(numel) * (0.37 + step))])
         found.append(everything(model, opt))
         mt.unstream(model)
-    assert_same(*found)
+    assert_all_same(*found)
 
 
 @pytest.mark.parametrize("states", EIGHT)
@@ -145,10 +132,9 @@ def test_a_saved_state_goes_on_with_the_same_bits(home: str, states: str) -> Non
     fresh, after = trained(states, steps=0, homes=home)
     fresh.load_state_dict(saved["model"])
     after.load_state_dict(saved["opt"])
-    for step in range(5, 9):
-        feed(model, opt, grads_for(model, step))
-        feed(fresh, after, grads_for(fresh, step))
-    assert_same(everything(model, opt), everything(fresh, after))
+    for pair in ((model, opt), (fresh, after)):
+        fed(*pair, range(5, 9))
+    assert_all_same(everything(model, opt), everything(fresh, after))
 
 
 @pytest.mark.parametrize("states", EIGHT)
@@ -233,7 +219,7 @@ def test_a_step_that_is_not_finite_changes_nothing(states: str) -> None:
     grads[1][0] = torch.inf
     feed(model, opt, grads)
     assert opt.skipped_steps == 1
-    assert_same(before, everything(model, opt))
+    assert_all_same(before, everything(model, opt))
 
 
 # ---- what they take ----
@@ -283,11 +269,6 @@ def test_a_rate_that_was_not_measured_follows_the_bytes() -> None:
     assert slow.adam_rate(states="8bit-sr") == pytest.approx(1.5e9), "arithmetic binds two threads"
     known = dataclasses.replace(many, adam8_gparams=(("8bit", 5.0),))
     assert known.adam_rate(states="8bit") == 5e9 and known.adam_rate(50, "8bit") < 5e9
-
-
-def test_moved_bytes_are_those_of_the_kernels() -> None:
-    assert moved_bytes("fp32") == 26 and moved_bytes("8bit") == 14.125
-    assert moved_bytes("8bit-lo8") == 12.125 and moved_bytes("8bit-sr") == 10.125
 
 
 # ---- who says ----

@@ -6,19 +6,32 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import os
 from collections.abc import Callable
-from types import SimpleNamespace
+from pathlib import Path
 from typing import Any
 
 import doors
 import edges
 import fusing
+import kept
 import parity
 import pytest
 import torch
 from edges import Scenario
 from fusing import padded
-from kept import crossed, grads_of, in_part, on_device, overlap_off, same, simulated, twice
+from kept import (
+    LINKS,
+    crossed,
+    grads_of,
+    in_part,
+    on_device,
+    overlap_off,
+    same,
+    tiny,
+    twice,
+    waiting,
+)
 from situations import batch, lm_loss, made
 from test_fused import FAMILIES
 from torch import Tensor, nn
@@ -26,13 +39,7 @@ from torch import Tensor, nn
 import megatrain_torch as mt
 from megatrain_torch.base.errors import MegatrainError
 from megatrain_torch.base.modes import HOST, MODES, read
-from megatrain_torch.graph.swap import Bundle
 from megatrain_torch.model.stream import runtime_of
-from megatrain_torch.plans.search import Timing
-
-pytestmark = pytest.mark.usefixtures("streaming")
-if parity.IDENTITY:
-    pytest.skip("plain against plain was asked for", allow_module_level=True)
 
 LEFT = 1 << 17                       # MT_EDGE_LEFT of csrc/core/debug.h
 FUSED = [("qwen3", mode) for mode in HOST] + [("gemma3", "saved+host")]      # norms of q and k; behind both halves too
@@ -104,54 +111,65 @@ def test_a_forward_that_writes_into_its_input_keeps_its_activations_on_the_host(
 
 # ---------------------------------------------------------------- graphs
 
-def tiny(mode: Any, compute: str = "fused", **debug: Any) -> nn.Module:
-    parity.seed()
-    return fusing.stream(FAMILIES["qwen3"](), mode, compute, **debug)
-
-
-def used(model: nn.Module) -> int:
-    return runtime_of(model).core.swap_bytes()[1]
-
-
 WAYS = [("selective+host", "fused"), ("replay+host", "fused"), ("saved+host", "eager"), ("replay+host", "eager")]
+FILES = [("selective+disk", "fused"), ("saved+disk", "eager"), ("replay+disk", "eager")]
+LINKED = [(mode, "fused") for mode in ("linked", "linked+host", "linked+disk")]
+# Of each way to keep each way through, some with MEGATRAIN_FULL alone.
+THROUGH = [*((*way, twice) for way in WAYS), (*WAYS[0], crossed), (*WAYS[0], in_part), (*WAYS[2], crossed), (*WAYS[3], in_part),
+           (*FILES[0], twice), (*FILES[1], crossed), (*FILES[2], twice), (*FILES[0], in_part),
+           *(pytest.param(*way, go, marks=() if (i + j) % 3 == 0 else parity.LONG)
+             for i, way in enumerate(LINKED) for j, go in enumerate([twice, crossed, in_part]))]
 
 
-@pytest.mark.parametrize("mode, compute, go", [*((*way, twice) for way in WAYS), (*WAYS[0], crossed), (*WAYS[0], in_part),
-                                               (*WAYS[2], crossed), (*WAYS[3], in_part)])
-def test_other_ways_through_the_graph(mode: str, compute: str, go: Callable[[nn.Module], None]) -> None:
-    right = grads_of(tiny(read(mode).keep, compute), go)
-    model = tiny(mode, compute, delay_us=100)
+@pytest.mark.parametrize("mode, compute, go", THROUGH)
+def test_other_ways_through_the_graph(mode: str, compute: str, go: Callable[[nn.Module], None], tmp_path: Path) -> None:
+    linked = mode.startswith("linked")
+    control = tiny("attention" if linked else read(mode).keep, None, compute, LINKS if linked else None)
+    right, model = grads_of(control, go), tiny(mode, tmp_path, compute, delay_us=50)
     for _ in range(2):
         found = grads_of(model, go)
         assert all(parity.same_bits(right[n], found[n]) for n in right)
-    model(**padded(0)).loss.backward()
+    kept.once(model)
     gc.collect()
-    assert used(model) == 0, "host memory of a graph that is through is free"
+    assert waiting(model) == (0, 0), "host memory and the file have room again where a graph is through"
 
 
-@pytest.mark.parametrize("mode, compute", WAYS)
-def test_a_dropped_graph_gives_its_memory_back(mode: str, compute: str) -> None:
-    model = tiny(mode, compute, delay_us=100)
+@pytest.mark.parametrize("mode, compute", [*WAYS, FILES[0], LINKED[1]])
+def test_a_dropped_graph_gives_its_memory_back(mode: str, compute: str, tmp_path: Path) -> None:
+    model = tiny(mode, tmp_path, compute, delay_us=100)
     loss = model(**padded(0)).loss
-    mapped, busy = runtime_of(model).core.swap_bytes()
-    assert mapped >= busy > 0
+    core, (mapped, busy) = runtime_of(model).core, runtime_of(model).core.swap_bytes()
+    assert (core.swap_file()[2] if "disk" in mode else busy) > 0
     del loss
-    model(**padded(0)).loss.backward()
+    kept.once(model)
     model(**padded(1)).loss.backward()
-    assert runtime_of(model).core.swap_bytes() == (mapped, 0), "the next pass takes the same bays"
+    assert waiting(model) == (0, 0) and core.swap_bytes()[0] == mapped, "the next pass takes the same bays"
 
 
-def test_a_graph_may_outlive_the_streamed_model() -> None:
-    model = tiny("selective+host", delay_us=100)
+@pytest.mark.parametrize("mode", ["selective+host", "selective+disk"])
+def test_a_graph_may_outlive_the_streamed_model(mode: str, tmp_path: Path) -> None:
+    model = tiny(mode, tmp_path, delay_us=100)
     loss = model(**padded(0)).loss
     mt.unstream(model)
+    assert not os.listdir(tmp_path)
     del loss
     gc.collect()
+
+
+@pytest.mark.parametrize("mode", ["saved+host", "linked"])
+def test_an_update_between_forward_and_backward_is_noticed(mode: str) -> None:
+    model = tiny(mode)
+    opt = mt.AdamW(model.parameters(), lr=1e-3)
+    kept.once(model)
+    late = model(**padded(1)).loss
+    opt.step()
+    with pytest.raises(RuntimeError, match="call backward\\(\\) before step\\(\\)"):
+        late.backward()
 
 
 @pytest.mark.parametrize("mode, compute", WAYS)
 def test_an_in_place_write_to_what_waits_is_noticed(mode: str, compute: str) -> None:
-    model = tiny(mode, compute)
+    model = tiny(mode, compute=compute)
     seen: list[Tensor] = []
     model.model.layers[1].register_forward_pre_hook(lambda m, args: seen.append(args[0]))
     loss = model(**padded(0)).loss
@@ -161,36 +179,11 @@ def test_an_in_place_write_to_what_waits_is_noticed(mode: str, compute: str) -> 
         loss.backward()
 
 
-def test_an_update_between_forward_and_backward_is_noticed() -> None:
-    model = tiny("saved+host")
-    opt = mt.AdamW(model.parameters(), lr=1e-3)
-    model(**padded(0)).loss.backward()
-    late = model(**padded(1)).loss
-    opt.step()
-    with pytest.raises(RuntimeError, match="call backward\\(\\) before step\\(\\)"):
-        late.backward()
-
-
-def test_what_comes_back_is_awaited_by_its_allocations_stream_too() -> None:
-    """A backward on another stream than the one that asked for the bundle: torch gives the landing memory to what
-    follows on that one, which must not be there before the copies. (The CPU has one stream only.)"""
-    waits: list[int] = []
-    core = SimpleNamespace(swap_await=lambda number, stream: waits.append(stream), swap_drop=lambda number: None)
-    bundle = Bundle(SimpleNamespace(runtime=SimpleNamespace(core=core, stream=lambda: 7), position=0),
-                    SimpleNamespace(units=[0]))
-    for asked, expected in ((5, [5, 7]), (7, [7])):
-        waits.clear()
-        bundle.coming, bundle.stream = True, asked
-        bundle._await()
-        bundle._await()
-        assert sorted(waits) == expected
-
-
 # ---------------------------------------------------------------- memory
 
 @pytest.mark.parametrize("mode, compute", WAYS)
 def test_the_device_gives_up_all_but_the_last_bundle(mode: str, compute: str) -> None:
-    model = tiny(mode, compute)
+    model = tiny(mode, compute=compute)
     loss = model(**padded(0)).loss
     swap = runtime_of(model).swap
     bundles = [ref() for ref in swap.out]
@@ -229,7 +222,7 @@ def test_bundles_come_back_one_window_ahead_and_on_time() -> None:
 
 def test_what_is_shared_by_windows_stays_on_the_device() -> None:
     """Angles are given to each layer: they would be copied once for each, and freed by none."""
-    model = tiny("saved+host", "eager")
+    model = tiny("saved+host", compute="eager")
     loss = model(**padded(0)).loss
     angles = padded(0)["input_ids"].shape[1] * model.config.head_dim
     layers = [b for ref in runtime_of(model).swap.out if "layers" in runtime_of(model).unit_names[(b := ref()).unit]]
@@ -250,12 +243,6 @@ def test_explain_and_last_step_show_it() -> None:
         for step in range(2):
             model(**padded(step)).loss.backward()
     assert "activations out" in str(t.steps()[-1]) and t.steps()[-1].busy["swap back"] > 0
-
-
-def test_a_mode_that_is_none_is_refused() -> None:
-    for mode in ("replay+split", "saved+split", "selective+split", "whole", "saved+tape"):
-        with pytest.raises(MegatrainError, match="use 'auto', 'replay'"):
-            tiny(mode)
 
 
 def test_names_that_no_window_has_are_refused() -> None:
@@ -289,7 +276,7 @@ def test_layers_and_their_order_need_not_be_alike() -> None:
 # ---------------------------------------------------------------- plans
 
 def test_a_plan_counts_what_waits_in_host_memory() -> None:
-    from test_plan import FLAT
+    from flat import FLAT
     model = fusing.lm("llama", hidden_size=64, intermediate_size=128, num_hidden_layers=4)()
     plan = mt.plan(model, tokens=512, seq=64, machine=dataclasses.replace(FLAT, device="cpu"), compute="fused",
                    activations="selective+host", micro=1)
@@ -300,21 +287,7 @@ def test_a_plan_counts_what_waits_in_host_memory() -> None:
     assert runtime_of(model).core.swap_bytes()[0] == pytest.approx(plan.host["activations"], rel=0.03)
 
 
-def test_copies_hide_behind_compute_where_the_bus_has_time() -> None:
-    """Four windows of 1 s forward and 2 s backward, 10 bytes each. At 10 byte/s a copy takes as long as a forward and
-    hides: what leaves last stays. At 4 byte/s it takes 2.5 s: three copies out before the last window is over, of
-    which a second each hides; of those back 2 s."""
-    def taken(rate: float, away: list[int]) -> Timing:
-        return simulated(4, h2d=rate, d2h=rate, both=rate, busy=rate, away=away)
-
-    assert taken(10.0, [10] * 4).seconds == taken(10.0, []).seconds
-    slow = taken(4.0, [10] * 4)
-    assert slow.busy["swap out"] == 10.0 and slow.busy["swap back"] == 7.5
-    assert slow.idle["swap out"] == pytest.approx(3 * 1.5) and slow.idle["swap back"] == pytest.approx(1.5)
-    assert slow.seconds == pytest.approx(taken(4.0, []).seconds + 6.0)
-
-
 def test_a_long_context_is_planned_with_its_boundaries_on_the_device() -> None:
-    from test_plan import seven
+    from flat import seven
     plan = mt.plan(seven(28), tokens=1 << 18, seq=1 << 18, machine="h200-128g,host=200GiB")
     assert any(m in ("attention+split", "attention+host", "selective+host") for m in plan.activations.values())

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from zoo import Chain
 
 import megatrain_torch as mt
 from megatrain_torch.graph import door
@@ -40,20 +41,9 @@ class Slow(nn.Linear):
         return out
 
 
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([nn.Linear(8, 8), *(Slow() for _ in range(4)), nn.Linear(8, 8)])
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x
-
-
 def made(plan: Any = "saved") -> tuple[nn.Module, nn.Module]:
     torch.manual_seed(0)
-    models = [Net(), Net()]
+    models = [Chain(nn.Linear(8, 8), *(Slow() for _ in range(4)), nn.Linear(8, 8)) for _ in range(2)]
     models[1].load_state_dict(models[0].state_dict())
     return models[0], mt.stream(models[1], device="cpu", plan={"activations": plan, "slots": 2})
 
@@ -109,7 +99,7 @@ def test_a_second_thread_is_refused_and_the_first_is_right(where: str, second: C
     plain, model = made()
     mine, other = while_stopped(model, where, lambda: grads(model), lambda: second(model))
     assert isinstance(other, mt.MegatrainError)
-    assert all(word in str(other) for word in ("Net", "'first'", "'second'", where))
+    assert all(word in str(other) for word in ("Chain", "'first'", "'second'", where))
     assert all(map(torch.equal, mine, grads(plain)))
     assert all(map(torch.equal, in_thread(lambda: grads(model)), grads(plain))), "and then it is free"
 
@@ -217,18 +207,8 @@ def test_a_gradient_inside_of_a_forward_by_autograds_own_thread() -> None:
     assert way_in.enter(-1)
     assert isinstance(in_thread(lambda: way_in.enter(7)), mt.MegatrainError), "this thread does not wait"
 
-    class Waits(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor) -> Tensor:
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx: Any, grad: Tensor) -> Tensor:
-            return grad
-
-    x = torch.ones(1, requires_grad=True)
     seen: list[Any] = []
-    out = Waits.apply(x)
+    out = torch.ones(1, requires_grad=True).clone()
     out.register_hook(lambda _: seen.append(in_thread(lambda: way_in.enter(7))))
     out.backward()
     assert seen == [False], "it waits for the other, which goes in with it"

@@ -6,13 +6,11 @@ import parity
 import pytest
 import torch
 from fusing import padded
-from test_fused import FAMILIES, truth
+from test_fused import FAMILIES
 from torch import Tensor
 
-from megatrain_torch.fused.templates import decoder, spared
+from megatrain_torch.fused.templates import decoder
 from megatrain_torch.fused.templates.decoder import GatedMLP
-
-pytestmark = pytest.mark.usefixtures("streaming")
 
 ROWS = 8                                     # of 24 tokens
 
@@ -37,7 +35,7 @@ def test_a_layer_in_tiles_trains_as_plain_torch(family: str, keep: str, tiles: l
     """fusing.TOLERANCE: sums over 24 tokens in three parts, each rounded as torch rounds its own."""
     run = fusing.fused(FAMILIES[family], padded, keep)
     fusing.all_fused(run.codes)
-    fusing.agree(truth(family, "padded"), run)
+    fusing.agree(fusing.truth(FAMILIES[family], padded), run)
     assert set(tiles[-30:]) == {ROWS}
 
 
@@ -65,12 +63,3 @@ def test_in_bf16_tiles_are_no_further_from_fp32(monkeypatch: pytest.MonkeyPatch)
         return sum(float((other[n] - exact[n]).norm() ** 2 / exact[n].norm() ** 2) for n in exact) ** 0.5
 
     assert 0 < distance(tiled) < 1.2 * distance(whole)
-
-
-def test_tiles_spare_what_does_not_exist_at_once() -> None:
-    layer = GatedMLP.__new__(GatedMLP)
-    layer.down = type("down", (), {"inputs": 18944, "rows": (3584,)})
-    layer.gu = type("gu", (), {"inputs": 3584, "rows": (18944, 18944)})
-    each, rows, sums = tiled = layer.tiled(2)
-    assert each == 3 * 2 * 18944 and rows == 14080 and sums == 4 * 3 * 18944 * 3584
-    assert spared(tiled, rows) == 0 and spared(tiled, 1 << 19) == ((1 << 19) - rows) * each - sums

@@ -14,32 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import doors
-import parity
 import pytest
+import test_adamw
 import torch
 from situations import made
+from test_adamw import BF16, F32, HYPER, assert_follows, assert_same, follow, grads_for, plain_dots
 from torch import Tensor, nn
 
-pytestmark = pytest.mark.usefixtures("streaming")
-if parity.IDENTITY:
-    pytest.skip("plain against plain was asked for", allow_module_level=True)
-from test_adamw import (  # noqa: E402
-    BF16,
-    F16,
-    F32,
-    HYPER,
-    Dots,
-    assert_follows,
-    assert_same,
-    feed,
-    flat,
-    follow,
-    grads_for,
-    plain_dots,
-    references,
-)
-
-import megatrain_torch as mt  # noqa: E402
+import megatrain_torch as mt
 
 PLACES = ["ram", "vram", "arrive", "through", "disk", "disk+weights"]
 HOMES = pytest.mark.parametrize("homes", PLACES)
@@ -48,13 +30,14 @@ HALF = pytest.mark.parametrize("dtype", [F32, BF16], ids=["fp32", "bf16"])
 
 
 @pytest.fixture
-def make(tmp_path: Path) -> Callable[..., tuple[Dots, Dots, mt.AdamW]]:
-    """(streamed, plain, the streamed one's optimizer); copies dawdle."""
-    def pair(homes: Any = "ram", dtype: torch.dtype = F32, **kw: Any) -> tuple[Dots, Dots, mt.AdamW]:
+def make(tmp_path: Path) -> Callable[..., tuple[test_adamw.Dots, test_adamw.Dots, mt.AdamW, list[Any]]]:
+    """(streamed, plain, the streamed one's optimizer, its references); copies dawdle."""
+    def pair(homes: Any = "ram", dtype: torch.dtype = F32, **kw: Any) -> tuple[Any, ...]:
         plan = {"homes": homes, "debug": {"delay_us": 100, "seed": 7}, **kw.pop("plan", {})}
         model = doors.stream(plain_dots(dtype), device="cpu", nvme=str(tmp_path) if "disk" in str(homes) else None,
                              plan=plan)
-        return model, plain_dots(dtype), mt.AdamW(model.parameters(), **{**HYPER, **kw})
+        plain = plain_dots(dtype)
+        return model, plain, mt.AdamW(model.parameters(), **{**HYPER, **kw}), test_adamw.references(plain)
 
     return pair
 
@@ -67,7 +50,7 @@ def norm(grads: list[Tensor | None]) -> float:
     return math.sqrt(sum(g.double().square().sum().item() for g in grads if g is not None))
 
 
-def stepped(model: Dots, plain: Dots, opt: mt.AdamW, refs: list[Any]) -> None:
+def stepped(model: test_adamw.Dots, plain: test_adamw.Dots, opt: mt.AdamW, refs: list[Any]) -> None:
     """A step with the plain model's gradients; both are cleared."""
     grads = given(plain)
     opt.step()
@@ -81,7 +64,7 @@ def stepped(model: Dots, plain: Dots, opt: mt.AdamW, refs: list[Any]) -> None:
             q.copy_(p)
 
 
-def same_grads(model: Dots, plain: Dots) -> None:
+def same_grads(model: test_adamw.Dots, plain: test_adamw.Dots) -> None:
     for (name, p), q in zip(model.named_parameters(), plain.parameters()):
         if q.grad is None:
             assert p.grad is None, name
@@ -113,34 +96,34 @@ PENALTIES: dict[str, Callable[[list[Tensor]], Tensor]] = {
     "unbound": lambda ps: sum(row.sum() for row in ps[1].unbind(0)) * 0.25}
 
 
-def twice(m: Dots, g: list[Tensor], pen: Callable[..., Tensor]) -> None:
+def twice(m: test_adamw.Dots, g: list[Tensor], pen: Callable[..., Tensor]) -> None:
     penalty = pen(list(m.parameters()))
     penalty.backward(retain_graph=True)
     m(g).backward()
     penalty.backward()
 
 
-def before(m: Dots, g: list[Tensor], pen: Callable[..., Tensor]) -> None:
+def before(m: test_adamw.Dots, g: list[Tensor], pen: Callable[..., Tensor]) -> None:
     pen(list(m.parameters())).backward()
     m(g).backward()
 
 
-def after(m: Dots, g: list[Tensor], pen: Callable[..., Tensor]) -> None:
+def after(m: test_adamw.Dots, g: list[Tensor], pen: Callable[..., Tensor]) -> None:
     m(g).backward()
     pen(list(m.parameters())).backward()
 
 
-def between(m: Dots, g: list[Tensor], pen: Callable[..., Tensor]) -> None:
+def between(m: test_adamw.Dots, g: list[Tensor], pen: Callable[..., Tensor]) -> None:
     m(g).backward()
     pen(list(m.parameters())).backward()
     m(g).backward()
 
 
-def inside(m: Dots, g: list[Tensor], pen: Callable[..., Tensor]) -> None:
+def inside(m: test_adamw.Dots, g: list[Tensor], pen: Callable[..., Tensor]) -> None:
     (m(g) + pen(list(m.parameters()))).backward()
 
 
-def crossed(m: Dots, g: list[Tensor], pen: Callable[..., Tensor]) -> None:
+def crossed(m: test_adamw.Dots, g: list[Tensor], pen: Callable[..., Tensor]) -> None:
     loss, penalty = m(g), pen(list(m.parameters()))
     loss.backward()
     penalty.backward()
@@ -153,8 +136,7 @@ ORDERS = [before, after, between, inside, crossed, twice]
                                         *((homes, pen) for homes in PLACES[2:] for pen in ("sum", "function"))])
 def test_graphs_on_the_host_give_torchs_gradients(make: Any, homes: str, pen: str) -> None:
     for dtype in (F32, BF16):
-        model, plain, opt = make(homes, dtype)
-        refs = references(model)
+        model, plain, opt, refs = make(homes, dtype)
         for step, order in enumerate([after, *(o for o in ORDERS if o is not between or dtype == F32)]):
             for m in (model, plain):
                 order(m, grads_for(m, step), PENALTIES[pen])
@@ -166,12 +148,11 @@ def test_graphs_on_the_host_give_torchs_gradients(make: Any, homes: str, pen: st
 @NEAR_AND_FAR
 def test_a_graph_in_a_hook_of_the_models_backward(make: Any, homes: str) -> None:
     """A backward inside of a backward, for parameters that had their gradient already and for others."""
-    def penalize(m: Dots) -> None:
+    def penalize(m: test_adamw.Dots) -> None:
         with torch.enable_grad():
             PENALTIES["function"](list(m.parameters())).backward()
 
-    model, plain, opt = make(homes)
-    refs = references(model)
+    model, plain, opt, refs = make(homes)
     for step in range(2):
         for m in (model, plain):
             grads = [g.clone().requires_grad_() for g in grads_for(m, step)]
@@ -181,7 +162,7 @@ def test_a_graph_in_a_hook_of_the_models_backward(make: Any, homes: str) -> None
 
 
 def test_a_graph_on_the_host_may_be_differentiated_again(make: Any) -> None:
-    model, plain, _ = make("vram")
+    model, plain, _, _ = make("vram")
     with warnings.catch_warnings():          # torch's, of create_graph, which it gives once in a process
         warnings.simplefilter("ignore")
         for m in (model, plain):
@@ -191,8 +172,7 @@ def test_a_graph_on_the_host_may_be_differentiated_again(make: Any) -> None:
 
 
 def test_who_looks_in_inference_mode_changes_nothing(make: Any) -> None:
-    model, plain, opt = make("vram")
-    refs = references(model)
+    model, plain, opt, refs = make("vram")
     for m in (model, plain):
         m(grads_for(m, 0)).backward()
         with torch.inference_mode():
@@ -203,7 +183,7 @@ def test_who_looks_in_inference_mode_changes_nothing(make: Any) -> None:
 
 def test_a_graph_on_the_host_after_a_step_is_refused_as_by_torch(make: Any) -> None:
     """It has kept weights that the optimizer is changing."""
-    model, plain, opt = make()
+    model, plain, opt, _ = make()
     theirs = torch.optim.AdamW(plain.parameters())
     for m, o in ((model, opt), (plain, theirs)):
         penalty = PENALTIES["sum"](list(m.parameters()))
@@ -213,7 +193,7 @@ def test_a_graph_on_the_host_after_a_step_is_refused_as_by_torch(make: Any) -> N
             penalty.backward()
 
 
-LATE: dict[str, Callable[[Dots], Any]] = {
+LATE: dict[str, Callable[[test_adamw.Dots], Any]] = {
     "penalty": lambda m: PENALTIES["sum"](list(m.parameters())).backward(),
     "function": lambda m: PENALTIES["function"](list(m.parameters())).backward(),
     "scaler": lambda m: unscaled(m.layers[0].weight),
@@ -224,7 +204,7 @@ LATE: dict[str, Callable[[Dots], Any]] = {
 @pytest.mark.parametrize("grads, late", [*(("ram", late) for late in LATE), ("none", "penalty"), ("none", "another")])
 @pytest.mark.parametrize("homes", ["ram", "vram"])
 def test_what_comes_after_an_update_in_backward_is_refused(make: Any, homes: str, grads: str, late: str) -> None:
-    model, _, opt = make(homes, in_backward=True, plan={"grads": grads})
+    model, _, opt, _ = make(homes, in_backward=True, plan={"grads": grads})
     model(grads_for(model, 0)).backward()
     LATE[late](model)
     with pytest.raises(mt.MegatrainError, match=r"layers\.0\.weight: its \.grad came or changed after its update"):
@@ -233,8 +213,7 @@ def test_what_comes_after_an_update_in_backward_is_refused(make: Any, homes: str
 
 def test_who_looks_at_what_an_update_in_backward_used_may(make: Any) -> None:
     for homes in ("ram", "vram"):
-        model, _, opt = make(homes, in_backward=True)
-        refs = references(model)
+        model, _, opt, refs = make(homes, in_backward=True)
         for step in range(2):
             model(grads_for(model, step)).backward()
             for p, g in zip(model.parameters(), grads_for(model, step)):
@@ -247,8 +226,7 @@ def test_who_looks_at_what_an_update_in_backward_used_may(make: Any) -> None:
 
 def test_a_penalty_before_or_inside_is_used_where_updates_are_in_backward(make: Any) -> None:
     for homes in ("ram", "vram"):
-        model, plain, opt = make(homes, in_backward=True)
-        refs = references(model)
+        model, plain, opt, refs = make(homes, in_backward=True)
         for step, order in enumerate((before, inside)):
             for m in (model, plain):
                 order(m, grads_for(m, step), PENALTIES["sum"])
@@ -286,8 +264,7 @@ CHANGES: dict[str, Callable[[Tensor], Any]] = {
 @HALF
 def test_a_change_without_a_version_counts(make: Any, homes: str, dtype: torch.dtype) -> None:
     """In the norm, in the update, and in what the next micro-batch is added to; 16-bit sums included."""
-    model, plain, opt = make(homes, dtype)
-    refs = references(model)
+    model, plain, opt, refs = make(homes, dtype)
     for step, change in enumerate(CHANGES.values()):
         for micro in range(1 + step % 2):
             for m in (model, plain):
@@ -299,8 +276,7 @@ def test_a_change_without_a_version_counts(make: Any, homes: str, dtype: torch.d
 
 @NEAR_AND_FAR
 def test_a_tensor_that_was_kept_is_the_gradient_still(make: Any, homes: str) -> None:
-    model, plain, opt = make(homes, BF16)
-    refs = references(model)
+    model, plain, opt, refs = make(homes, BF16)
     for step in range(3):
         kept: dict[Any, Any] = {}
         for m in (model, plain):
@@ -316,8 +292,7 @@ def test_a_tensor_that_was_kept_is_the_gradient_still(make: Any, homes: str) -> 
 
 @NEAR_AND_FAR
 def test_who_only_looks_keeps_the_sum_in_fp32(make: Any, homes: str) -> None:
-    model, _, opt = make(homes, BF16)
-    refs = references(model)
+    model, _, opt, refs = make(homes, BF16)
     for step in range(2):
         micros = [grads_for(model, 10 * step + k, decades=1) for k in range(4)]
         for grads in micros:
@@ -332,8 +307,8 @@ def test_who_only_looks_keeps_the_sum_in_fp32(make: Any, homes: str) -> None:
 @NEAR_AND_FAR
 def test_gradscaler_trains_as_without_it(make: Any, homes: str) -> None:
     """A power of two as the scale: unscaled gradients have the bits of those that were never scaled."""
-    model, _, opt = make(homes, max_grad_norm=1.0)
-    other, _, theirs = make(homes, max_grad_norm=1.0)
+    model, _, opt, _ = make(homes, max_grad_norm=1.0)
+    other, _, theirs, _ = make(homes, max_grad_norm=1.0)
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     for step in range(4):
         grads = grads_for(model, step)
@@ -346,7 +321,7 @@ def test_gradscaler_trains_as_without_it(make: Any, homes: str) -> None:
         scaler.update()
         opt.zero_grad()
         if step < 3:
-            feed(other, theirs, grads)
+            test_adamw.feed(other, theirs, grads)
             assert opt.grad_norm == theirs.grad_norm
     for p, q in zip(model.parameters(), other.parameters()):
         assert_same(p, q, "weight")
@@ -354,7 +329,7 @@ def test_gradscaler_trains_as_without_it(make: Any, homes: str) -> None:
 
 def test_the_ordinary_loop_hands_nothing_out(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     from megatrain_torch.store import gradient
-    model, _, opt = make("vram", max_grad_norm=1.0)
+    model, _, opt, _ = make("vram", max_grad_norm=1.0)
 
     def refuse(*_: Any) -> None:
         raise AssertionError("a gradient was handed out")
@@ -399,10 +374,10 @@ def value(kept: Any) -> bytes:
 @pytest.mark.parametrize("to_none", [True, False], ids=["dropped", "zeroed"])
 def test_what_is_kept_shows_what_torch_shows(make: Any, homes: str, keep: str, to_none: bool) -> None:
     """Over step(), zero_grad() and further gradients, while the parameter's own are right."""
-    model, plain, opt = make(homes)
+    model, plain, opt, _ = make(homes)
     if keep == "graph" and not to_none:
         return                               # torch refuses it: the graph's gradient was zeroed
-    refs, kept = references(model), []
+    refs, kept = test_adamw.references(model), []
     for step in range(4):
         for m in (model, plain):
             m(grads_for(m, step)).backward()
@@ -424,8 +399,7 @@ def test_what_is_kept_shows_what_torch_shows(make: Any, homes: str, keep: str, t
 @HOMES
 @HALF
 def test_a_writer_after_step_writes_into_its_own(make: Any, homes: str, dtype: torch.dtype) -> None:
-    model, _, opt = make(homes, dtype)
-    refs = references(model)
+    model, _, opt, refs = make(homes, dtype)
     for step in range(4):
         grads = grads_for(model, step)
         model(grads).backward()
@@ -444,8 +418,7 @@ def test_a_writer_after_step_writes_into_its_own(make: Any, homes: str, dtype: t
 @pytest.mark.parametrize("homes", ["ram", "vram"])
 def test_what_is_kept_beside_updates_in_backward_is_right_too(make: Any, homes: str) -> None:
     """Kept from before the update, which then reads memory of its own, and from behind it."""
-    model, _, opt = make(homes, in_backward=True, max_grad_norm=None)
-    refs, kept = references(model), []
+    (model, _, opt, refs), kept = make(homes, in_backward=True, max_grad_norm=None), []
     for step in range(4):
         model(grads_for(model, step)).backward()
         kept.append(([p._grad.detach() for p in model.parameters()], grads_for(model, step)))
@@ -459,7 +432,7 @@ def test_what_is_kept_beside_updates_in_backward_is_right_too(make: Any, homes: 
 
 
 def test_a_gradient_that_was_looked_at_takes_no_memory_of_its_own(make: Any) -> None:
-    model, _, opt = make()
+    model, _, opt, _ = make()
     weight, addresses = model.layers[1].weight, set()
     for step in range(3):
         model(grads_for(model, step)).backward()
@@ -475,7 +448,7 @@ def test_tensors_that_only_look_like_it_are_copied(make: Any) -> None:
     torch.manual_seed(0)
     model, plain = (plain_dots(F32, [(8, 8)]) for _ in range(2))
     mt.stream(model, device="cpu")
-    opt, refs = mt.AdamW(model.parameters(), **HYPER), references(model)
+    opt, refs = mt.AdamW(model.parameters(), **HYPER), test_adamw.references(model)
     for m in (model, plain):
         m(grads_for(m, 0)).backward()
         weight = m.layers[0].weight
@@ -485,7 +458,7 @@ def test_tensors_that_only_look_like_it_are_copied(make: Any) -> None:
 
 def test_gradients_outlive_the_store(make: Any) -> None:
     for homes in ("ram", "vram"):
-        model, plain, _ = make(homes)
+        model, plain, _, _ = make(homes)
         for m in (model, plain):
             m(grads_for(m, 0)).backward()
         kept = model.layers[3].weight.grad
@@ -498,7 +471,7 @@ def test_gradients_outlive_the_store(make: Any) -> None:
 
 def test_torchs_optimizers_step_with_it(make: Any) -> None:
     for homes in ("ram", "vram"):
-        model, plain, _ = make(homes)
+        model, plain, _, _ = make(homes)
         pairs = [(m, torch.optim.AdamW(m.parameters(), lr=1e-2)) for m in (model, plain)]
         for step in range(3):
             for m, opt in pairs:
@@ -521,10 +494,10 @@ READERS: dict[str, Callable[[Tensor, Tensor], Any]] = {
 
 def test_a_mean_of_weights_leaves_masters_as_they_are(make: Any) -> None:
     """What an operation only reads was not written: the bits below a bf16 weight stay."""
-    model, _, opt = make("vram", BF16)
-    refs, means = references(model), [p.detach().float().reshape(p.shape or (1,)) for p in model.parameters()]
+    model, _, opt, _ = make("vram", BF16)
+    refs, means = test_adamw.references(model), [p.detach().float().reshape(p.shape or (1,)) for p in model.parameters()]
     for step, read in enumerate(READERS.values()):
-        feed(model, opt, grads_for(model, step))
+        test_adamw.feed(model, opt, grads_for(model, step))
         follow(refs, grads_for(model, step))
         with torch.no_grad():
             for e, p in zip(means, model.parameters()):
@@ -546,7 +519,7 @@ def test_a_parameter_that_is_put_into_a_group_is_trained(states: str, in_backwar
         if step == 1:
             group.append(params[3])
         for m, o in ((model, opt), (whole, theirs)):
-            feed(m, o, [*grads_for(m, step)[:3], grads_for(m, step)[3] if step else None])
+            test_adamw.feed(m, o, [*grads_for(m, step)[:3], grads_for(m, step)[3] if step else None])
     for p, q in zip(params, whole.parameters()):
         assert_same(p, q, "weight")
 
@@ -557,12 +530,12 @@ def test_training_goes_on_from_the_state_of_such_a_group() -> None:
     params, theirs, chosen = list(model.parameters()), list(other.parameters()), dict(states="8bit-sr", **HYPER)
     opt = mt.AdamW([{"params": params[:1]}, {"params": params[3:]}], **chosen)
     opt.param_groups[0]["params"].extend(params[1:3])
-    feed(model, opt, grads_for(model, 0))
+    test_adamw.feed(model, opt, grads_for(model, 0))
     other.load_state_dict(model.state_dict())
     again = mt.AdamW([{"params": theirs[:3]}, {"params": theirs[3:]}], **chosen)
     again.load_state_dict(opt.state_dict())
     for m, o in ((model, opt), (other, again)):
-        feed(m, o, grads_for(model, 1))
+        test_adamw.feed(m, o, grads_for(model, 1))
     for p, q in zip(params, theirs):
         assert_same(q, p, "weight")
 
@@ -581,7 +554,7 @@ def test_parameters_of_another_model_and_of_none_may_be_put_there() -> None:
         opt.step()
 
 
-@pytest.mark.parametrize("dtype", [BF16, F16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("dtype", [BF16, test_adamw.F16], ids=["bf16", "fp16"])
 @pytest.mark.parametrize("states", ["fp32", "8bit"])
 def test_16_bit_parameters_that_are_not_streamed_are_updated_as_if_they_were(dtype: torch.dtype, states: str) -> None:
     twin, ours = mt.stream(plain_dots(dtype), device="cpu"), plain_dots(dtype)
@@ -601,7 +574,7 @@ def test_16_bit_parameters_that_are_not_streamed_are_updated_as_if_they_were(dty
                 with torch.no_grad():
                     m.layers[1].weight[2] = 0.75
         for m, o in ((twin, theirs), (ours, opt)):
-            feed(m, o, grads_for(m, step))
+            test_adamw.feed(m, o, grads_for(m, step))
         for (name, p), q in zip(twin.named_parameters(), ours.parameters()):
             assert_same(q, p, name)
             assert_same(opt.state[q]["master"], mt.masters(twin)[name], f"master of {name}")
@@ -618,15 +591,15 @@ def test_weights_without_a_home_follow_the_fp32_trajectory() -> None:
     pairs = [(half, mt.AdamW(half.parameters(), lr=1e-4)), (full, torch.optim.AdamW(full.parameters(), lr=1e-4))]
     for step in range(60):
         for m, opt in pairs:
-            feed(m, opt, [g.to(BF16).to(p.dtype) for g, p in zip(grads_for(full, step), m.parameters())])
-    found, right = flat(list(half.parameters())), flat([p.detach().to(BF16) for p in full.parameters()])
+            test_adamw.feed(m, opt, [g.to(BF16).to(p.dtype) for g, p in zip(grads_for(full, step), m.parameters())])
+    found, right = test_adamw.flat(list(half.parameters())), test_adamw.flat([p.detach().to(BF16) for p in full.parameters()])
     assert (found == right).float().mean() > 0.99
 
 
 def test_8_bit_states_of_a_streamed_twin_are_read() -> None:
     twin, ours = mt.stream(plain_dots(BF16), device="cpu"), plain_dots(BF16)
     theirs = mt.AdamW(twin.parameters(), states="8bit-lo8", **HYPER)
-    feed(twin, theirs, grads_for(twin, 0))
+    test_adamw.feed(twin, theirs, grads_for(twin, 0))
     opt = mt.AdamW(ours.parameters(), **HYPER)
     opt.load_state_dict(theirs.state_dict())
     for p, q in zip(twin.parameters(), ours.parameters()):

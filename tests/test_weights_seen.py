@@ -1,6 +1,5 @@
 """What a forward sees as its weights are its parameters, for all that Python can ask; and whatever takes a weight that is
 read elsewhere has its gradient. Bits of plain torch."""
-
 from __future__ import annotations
 
 import copy

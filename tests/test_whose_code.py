@@ -23,7 +23,6 @@ from megatrain_torch.fused.templates.decoder import Decoder
 from megatrain_torch.graph import window
 from megatrain_torch.model.runtime import runtime_of
 
-pytestmark = pytest.mark.usefixtures("streaming")
 LAYERS = [f"model.layers.{i}" for i in range(4)]
 
 

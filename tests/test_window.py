@@ -12,7 +12,6 @@ from torch import Tensor, nn
 import megatrain_torch as mt
 from megatrain_torch.base.units import find
 
-pytestmark = pytest.mark.usefixtures("streaming")
 WAYS = ["saved", "replay", "replay+host"]
 
 

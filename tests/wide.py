@@ -1,7 +1,7 @@
 """Tensors of more than 2^31 elements, of which next to none is touched: rows that lie 4 GiB apart.
 
 Each function runs an op on such a tensor and on a small copy of what it touches, and says whether both give the same
-bits. An index of 32 bits anywhere in the op reads or writes somewhere else. Shared by test_wide.py and
+bits. An index of 32 bits anywhere in the op reads or writes somewhere else. Shared by test_ops.py and
 gpu/test_acts_on_gpu.py.
 """
 from __future__ import annotations

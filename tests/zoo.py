@@ -17,6 +17,34 @@ V, H, T = 128, 32, 12       # vocabulary, hidden size, tokens per row
 B = 2                       # rows per batch
 
 
+class Chain(nn.Module):
+    """Layers one after another, each a unit of its own."""
+
+    def __init__(self, *layers: nn.Module) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class Residual(Chain):
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x))
+        return x
+
+
+def update(loss: Tensor, opt: torch.optim.Optimizer) -> Tensor:
+    """The loss."""
+    loss.backward()
+    opt.step()
+    opt.zero_grad()
+    return loss.detach()
+
+
 def model_loss(model: nn.Module, batch: dict[str, Any]) -> Tensor:
     return model(**batch).loss
 

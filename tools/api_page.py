@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """docs/api.md: what `import megatrain_torch as mt` gives, and `megatrain_torch.ops`, from their docstrings.
 
-    python tools/api_page.py          # writes it; tests/test_api_page.py says when it is old
+    python tools/api_page.py          # writes it; tests/test_tools.py says when it is old
 
 No generator of documentation: what is public is a few dozen names, one page of Markdown that reads in the repository
 is enough, and the tests need nothing installed for it. A public name without a docstring is an error.

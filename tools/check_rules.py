@@ -4,7 +4,7 @@
     python tools/check_rules.py            # the repository this file is in
     python tools/check_rules.py --list     # the rules
 
-`make lint` runs it, tests/test_rules.py too. One line per finding: path:line: what, and what to do.
+`make lint` runs it, tests/test_tools.py too. One line per finding: path:line: what, and what to do.
 """
 
 from __future__ import annotations

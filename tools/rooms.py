@@ -7,7 +7,7 @@
 A module looks at the modules that it imports when it runs, whether at its top or inside a function. It may look at its
 own room and at those before it. No circle of modules may be there, inside a room neither. Imports for types alone,
 below `if TYPE_CHECKING:`, may go any way. Sizes of rooms, of C too, are held against ceilings that only fall
-(ceilings.py). `make lint` runs this, tests/test_rooms.py too.
+(ceilings.py). `make lint` runs this, tests/test_tools.py too.
 """
 
 from __future__ import annotations
