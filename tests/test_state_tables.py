@@ -29,16 +29,16 @@ def in_header(file: str, noun: str) -> Table:
 
 
 def test_spill_prints_its_stages() -> None:
-    printed = in_header("spill.h", "stage")
+    printed = in_header("swap.h", "stage")
     assert len(printed) == 7
     assert printed.pop("LOST") == set()  # nothing follows, so the code has no row
-    assert printed == in_code("spill.c", "next_stages", r"1 << (\w+)")
+    assert printed == in_code("swap.c", "next_stages", r"1 << (\w+)")
 
 
 def test_spill_prints_its_waits() -> None:
-    printed = in_header("spill.h", "waits")
+    printed = in_header("swap.h", "waits")
     assert len(printed) == 4
-    assert printed == in_code("spill.c", "next_waits", r"1 << (\w+)")
+    assert printed == in_code("swap.c", "next_waits", r"1 << (\w+)")
 
 
 def test_ring_prints_the_ways_of_a_buffer() -> None:

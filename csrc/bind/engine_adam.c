@@ -563,12 +563,8 @@ static mt_update_job *updates_of(mt_engine *e, PyObject *tuple)
 static mt_status submit_alone(mt_engine *e, const mt_update_job *jobs, int n, double max_norm,
                               mt_queue *run, uint64_t *ticket)
 {
-    mt_status st;
-
-    mt_lock(&e->door);
-    st = mt_update_submit(e->updater, jobs, n, max_norm, run, ticket);
-    mt_unlock(&e->door);
-    return st;
+    MT_HOLD(&e->door);
+    return mt_update_submit(e->updater, jobs, n, max_norm, run, ticket);
 }
 
 PyObject *mt_engine_adam(PyObject *self, PyObject *args, PyObject *kw)

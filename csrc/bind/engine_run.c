@@ -628,12 +628,8 @@ static int item_from(void *arg, PyObject *tuple, void *out)
 static mt_status put_alone(mt_engine *e, int unit, const mt_grad_item *items, int n, mt_queue *run,
                            uint64_t *ticket)
 {
-    mt_status st;
-
-    mt_lock(&e->door);
-    st = mt_offload_put(e->offload, unit, items, n, run, ticket);
-    mt_unlock(&e->door);
-    return st;
+    MT_HOLD(&e->door);
+    return mt_offload_put(e->offload, unit, items, n, run, ticket);
 }
 
 static PyObject *put_items(mt_engine *e, int unit, PyObject *tuple, uintptr_t handle)
@@ -680,12 +676,8 @@ PyObject *mt_engine_put(PyObject *self, PyObject *const *args, Py_ssize_t n)
 
 static mt_status land_alone(mt_engine *e, mt_queue *run)
 {
-    mt_status st;
-
-    mt_lock(&e->door);
-    st = mt_offload_land(e->offload, run);
-    mt_unlock(&e->door);
-    return st;
+    MT_HOLD(&e->door);
+    return mt_offload_land(e->offload, run);
 }
 
 PyObject *mt_engine_land(PyObject *self, PyObject *stream)

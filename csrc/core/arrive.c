@@ -270,8 +270,7 @@ static mt_status put_lift(mt_arrive *a, guest *g, int unit, mt_part *parts, int 
     g->n = n;
     /* VACANT: whoever had this memory before computed with it in run. */
     MT_TRY(a->dev->ops->record(run, g->vacant));
-    if (!mt_skips(a->cx, MT_EDGE_VACANT))
-        MT_TRY(a->dev->ops->wait(a->queue, g->vacant));
+    MT_TRY(mt_edge(a->cx, MT_EDGE_VACANT, a->queue, g->vacant));
     before = a->stats.h2d_bytes;
     MT_TRY(put_copies(a, g, unit, NULL, 0, MT_STATE_PLANES, 1));
     g->bytes = a->stats.h2d_bytes - before;
@@ -387,8 +386,7 @@ mt_status mt_arrive_before(mt_arrive *a, int unit, mt_queue *q)
 
     MT_DO(mt_arrive_parts(a, unit, &parts, &n));
     /* LIFTED: also behind copies down of the update before, which this one would overtake. */
-    return mt_skips(a->cx, MT_EDGE_LIFTED) ? MT_OK
-                                           : a->dev->ops->wait(q, a->guests[unit]->last);
+    return mt_edge(a->cx, MT_EDGE_LIFTED, q, a->guests[unit]->last);
 }
 
 mt_status mt_arrive_behind(mt_arrive *a, int unit, const int *params, int n, mt_event *made)
@@ -397,7 +395,7 @@ mt_status mt_arrive_behind(mt_arrive *a, int unit, const int *params, int n, mt_
     mt_status st = MT_OK;
 
     MT_DO(find(a, unit, &g));
-    mt_lock(&a->mu);
+    MT_HOLD(&a->mu);
     assert_guest(a, g, unit);
     MT_ASSERT(g->parts != NULL);
     if (!mt_skips(a->cx, MT_EDGE_MADE))         /* MADE: the update is in its queue, not over */
@@ -406,7 +404,6 @@ mt_status mt_arrive_behind(mt_arrive *a, int unit, const int *params, int n, mt_
         st = put_copies(a, g, unit, params, n, MT_STATE_PLANES, 0);
     if (st == MT_OK && mt_syncs(a->cx))
         st = a->dev->ops->sync_event(g->last);
-    mt_unlock(&a->mu);
     return st;
 }
 

@@ -14,6 +14,7 @@
 #define MT_CONTEXT_H
 
 #include "debug.h"
+#include "dev.h"
 
 typedef struct mt_context {
     struct mt_dev      *dev;
@@ -44,6 +45,12 @@ static inline void mt_debug_set(mt_context *cx, mt_debug d)
 static inline int mt_skips(const mt_context *cx, unsigned edge)
 {
     return (__atomic_load_n(&cx->debug.skip, __ATOMIC_RELAXED) & edge) != 0;
+}
+
+/* q waits for e, unless a test leaves that edge out. */
+static inline mt_status mt_edge(const mt_context *cx, unsigned edge, mt_queue *q, mt_event *e)
+{
+    return mt_skips(cx, edge) ? MT_OK : q->dev->ops->wait(q, e);
 }
 
 static inline int mt_poisons(const mt_context *cx)

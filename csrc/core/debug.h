@@ -15,7 +15,7 @@ enum {
     MT_EDGE_MOVED = 1 << 13, MT_EDGE_LOWERED = 1 << 14, MT_EDGE_RAISED = 1 << 15,    /* ferry.h */
     MT_EDGE_COMPUTED = 1 << 16, MT_EDGE_LEFT = 1 << 17, MT_EDGE_ROOM = 1 << 18,     /* swap.h */
     MT_EDGE_KEPT = 1 << 19, MT_EDGE_BACK = 1 << 20, MT_EDGE_EMPTIED = 1 << 21,
-    MT_EDGE_FULL = 1 << 22, MT_EDGE_WRITTEN = 1 << 23, MT_EDGE_READ = 1 << 24,      /* spill.h */
+    MT_EDGE_FULL = 1 << 22, MT_EDGE_WRITTEN = 1 << 23, MT_EDGE_READ = 1 << 24,      /* swap.h */
     MT_EDGE_DRAINED = 1 << 25, MT_EDGE_GONE = 1 << 26
 };
 typedef struct mt_debug { unsigned skip; int poison, sync; } mt_debug;

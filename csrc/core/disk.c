@@ -91,13 +91,9 @@ mt_rings *mt__disk_rings(mt_disk *d)
 
 size_t mt__disk_feeds(mt_disk *d, int on)
 {
-    size_t most;
-
-    mt_lock(d->mu);
+    MT_HOLD(d->mu);
     d->fed = on;
-    most = d->most_weights > 0 ? d->most_weights : MT_BLOCK_ALIGN;
-    mt_unlock(d->mu);
-    return most;
+    return d->most_weights > 0 ? d->most_weights : MT_BLOCK_ALIGN;
 }
 
 const mt_layout *mt__disk_layout(const mt_disk *d, int unit, int *held)
@@ -156,57 +152,42 @@ static void ahead(void *arg)
 
 /* ---- an update: our thread ---------------------------------------------------------------- */
 
-typedef struct awaited {
-    mt_disk   *d;
-    int        unit, number;     /* a piece */
-    mt_buffer *b;                /* has it, and is ours; NULL: not yet, or the disk failed */
-} awaited;
-
-static int is_taken(void *arg)
+/* Is the piece in a buffer, which is ours then (*out)? Or has the disk failed? */
+static int is_taken(mt_disk *d, int unit, int piece, mt_buffer **out)
 {
-    awaited *a = arg;
-    mt_disk      *d = a->d;
-
     if (d->all->failed)
         return 1;
-    if ((a->b = mt_ring_find(d->ring, IS(READY), a->unit, a->number)) != NULL) {
-        mt_ring_drop(d->ring, -1, a->b);                 /* read before it: passed over */
-        mt_buffer_to(a->b, MT_BUFFER_TAKEN);
+    if ((*out = mt_ring_find(d->ring, IS(READY), unit, piece)) != NULL) {
+        mt_ring_drop(d->ring, -1, *out);                 /* read before it: passed over */
+        mt_buffer_to(*out, MT_BUFFER_TAKEN);
         return 1;
     }
     /* Nobody reads it: another was thought to be next, or all buffers have pieces that this one
      * came instead of. Either way what was read ahead gives way, or none would ever be free. */
-    if (mt_ring_find(d->ring, IN_USE, a->unit, a->number) == NULL) {
+    if (mt_ring_find(d->ring, IN_USE, unit, piece) == NULL) {
         mt_ring_drop(d->ring, -1, NULL);
-        d->next_unit = a->unit;
-        d->next_piece = a->number;
+        d->next_unit = unit;
+        d->next_piece = piece;
     }
     mt_rings_ahead(d->all);
     return 0;
 }
 
-static void add_time(mt_disk *d, uint64_t *sum, uint64_t begun_ns)
-{
-    mt_lock(d->mu);
-    *sum += mt_now_ns() - begun_ns;
-    mt_unlock(d->mu);
-}
-
 /* Waits until the piece is in a buffer, which is then ours. */
 static mt_status take_piece(mt_disk *d, int u, int number, mt_buffer **out)
 {
-    uint64_t     begun = mt_now_ns();
-    awaited a = { .d = d, .unit = u, .number = number };
-    mt_span      span;
-    mt_status    st;
+    uint64_t   begun = mt_now_ns();
+    mt_buffer *b = NULL;
+    mt_span    span;
+    mt_status  st;
 
     mt_timeline_begin(d->cx->timeline, &span, MT_LANE_DISK_UPDATE, MT_WORK_WAIT, u, NULL);
-    st = mt_rings_until(d->all, is_taken, &a, u, "a piece to update (READ)");
+    st = MT_RINGS_UNTIL(d->all, is_taken(d, u, number, &b), u, "a piece to update (READ)");
     mt_timeline_end(d->cx->timeline, &span, 0, NULL);
-    add_time(d, &d->wait_ns, begun);
-    if (a.b == NULL)
+    MT_WITH(d->mu) d->wait_ns += mt_now_ns() - begun;
+    if (b == NULL)
         return st != MT_OK ? st : mt_ledger_check(d->store);
-    *out = a.b;
+    *out = b;
     return MT_OK;
 }
 
@@ -225,7 +206,7 @@ static mt_status compute(mt_disk *d, const mt_update *b, const mt_part *parts, i
     st = b->j.pieces(b->j.arg, d->pool, parts, n, b->clip);
     mt_watch_end(watch, &post, st);
     mt_timeline_end(d->cx->timeline, &span, bytes, NULL);
-    add_time(d, &d->busy_ns, begun);
+    MT_WITH(d->mu) d->busy_ns += mt_now_ns() - begun;
     return st;
 }
 
@@ -284,18 +265,10 @@ static mt_status update_late(mt_disk *d, const mt_layout *l, const mt_update *b)
     return st;
 }
 
-static int has_read(void *arg)
-{
-    const awaited *a = arg;
-
-    return !mt_ring_others_read(a->d->ring, a->unit);
-}
-
 /* Behind the door. Its layout, its place in the order, and then FED. */
 static mt_status begin_update(mt_disk *d, const mt_update_job *j, mt_layout **l)
 {
     const unsigned ahead_of_us = 1u << MT_MIRROR_AHEAD | 1u << MT_MIRROR_TORN;
-    awaited        a = { .d = d, .unit = j->unit };
 
     MT_DO(lay_out(d, j->unit, l));
     if (mt_mirror_any(d->store, j->unit, -1, ~0u, ahead_of_us))
@@ -313,7 +286,7 @@ static mt_status begin_update(mt_disk *d, const mt_update_job *j, mt_layout **l)
     d->before = j->unit;
     mt_ring_drop_others(d->ring, j->unit);
     mt_unlock(d->mu);
-    return mt_rings_until(d->all, has_read, &a, j->unit,
+    return MT_RINGS_UNTIL(d->all, !mt_ring_others_read(d->ring, j->unit), j->unit,
                           "reads of its weights ahead of a fetch (FED)");
 }
 
@@ -385,7 +358,6 @@ typedef struct visit {
     mt_part         *parts;              /* [most in a piece] */
     mt_buffer       *k;                  /* ours; NULL: none yet */
     int              piece, section;
-    int              write;              /* the request that is put next */
 } visit;
 
 /* The buffer that the last one left of this unit; or one that is free; or another's, which goes
@@ -410,26 +382,18 @@ static mt_status take_buffer(visit *v)
 
 /* No update of the unit is under way, but its writes may be: a read waits for those of the piece,
  * a write for reads too, also for those that nobody wants any more. */
-static int is_put(void *arg)
+static int is_put(visit *v, int write)
 {
-    visit *v = arg;
-
-    if (mt_rings_meets(v->d->all, v->l->unit, v->piece, v->write))
+    if (mt_rings_meets(v->d->all, v->l->unit, v->piece, write))
         return 0;
-    mt_ring_put(v->k, v->l, v->piece, 1u << v->section, v->write, MT_BUFFER_TAKEN);
+    mt_ring_put(v->k, v->l, v->piece, 1u << v->section, write, MT_BUFFER_TAKEN);
     return 1;
-}
-
-static int is_over(void *arg)
-{
-    return ((const visit *)arg)->k->at == MT_BUFFER_TAKEN;
 }
 
 static mt_status move(visit *v, int write)
 {
-    v->write = write;
-    MT_DO(mt_rings_until(v->d->all, is_put, v, v->l->unit, "requests for the same piece"));
-    MT_DO(mt_rings_until(v->d->all, is_over, v, v->l->unit,
+    MT_DO(MT_RINGS_UNTIL(v->d->all, is_put(v, write), v->l->unit, "requests for the same piece"));
+    MT_DO(MT_RINGS_UNTIL(v->d->all, v->k->at == MT_BUFFER_TAKEN, v->l->unit,
                          "a piece, for who reads or writes it here"));
     return mt_ledger_check(v->d->store);
 }
@@ -530,15 +494,12 @@ static mt_status home_store(void *arg, int u, int param, unsigned planes)
 
     (void)MT_LOCKED(d->mu, d->units[u].held = 1);
     if ((st = lay_out(d, u, &l)) == MT_OK) {
-        mt_lock(d->mu);
-        mt_ring_drop_others(d->copies, u);
-        mt_unlock(d->mu);
+        MT_WITH(d->mu) mt_ring_drop_others(d->copies, u);
         st = visit_all(d, l, param, planes, 1);
     }
-    mt_lock(d->mu);
+    MT_HOLD(d->mu);
     d->units[u].held = 0;
     mt_rings_ahead(d->all);
-    mt_unlock(d->mu);
     return st;
 }
 
@@ -657,9 +618,8 @@ mt_disk_stats mt_disk_stats_get(mt_disk *d)
     const mt_rings_stats *r = &d->all->stats;
     mt_disk_stats         stats;
 
-    mt_lock(d->mu);
+    MT_HOLD(d->mu);
     stats = (mt_disk_stats){ r->read_bytes, r->written_bytes, d->wait_ns, d->busy_ns,
                              r->buffer_bytes };
-    mt_unlock(d->mu);
     return stats;
 }

@@ -113,67 +113,54 @@ static mt_status reclaim(mt_feed *f)
 
 void mt_feed_expect(mt_feed *f, const int *units, int n)
 {
-    mt_lock(f->mu);
+    MT_HOLD(f->mu);
     f->n_expected = 0;
     for (int i = 0; i < n && f->n_expected < EXPECTED; i++)
         if (mt_store_home(f->cx->store, units[i], NULL)->fed)
             f->expected[f->n_expected++] = units[i];
     (void)reclaim(f);                    /* a device that fails fails the mover's calls too */
-    mt_unlock(f->mu);
 }
 
 /* ---- a fetch: the mover ------------------------------------------------------------------- */
 
-typedef struct awaited {
-    mt_feed   *f;
-    mt_buffer *k;                /* has the piece, and is the mover's; NULL: not yet */
-    mt_buffer *copying;          /* to be waited for first, since none is free; NULL: none */
-    mt_status  st;
-} awaited;
-
-static int is_loaded(void *arg)
+/* The next piece is in a buffer (*out), which is the mover's then; or none is free, and one is being
+ * copied (*copying) that is to be waited for; or something failed. */
+static int is_loaded(mt_feed *f, mt_buffer **out, mt_buffer **copying, mt_status *st)
 {
-    awaited *a = arg;
-    mt_feed *f = a->f;
-
-    if (f->all->failed || (a->st = reclaim(f)) != MT_OK)
+    if (f->all->failed || (*st = reclaim(f)) != MT_OK)
         return 1;
-    if ((a->k = mt_ring_find(f->ring, IS(READY), f->unit, f->piece)) != NULL) {
-        mt_buffer_to(a->k, MT_BUFFER_TAKEN);
+    if ((*out = mt_ring_find(f->ring, IS(READY), f->unit, f->piece)) != NULL) {
+        mt_buffer_to(*out, MT_BUFFER_TAKEN);
         f->piece++;
         return 1;
     }
     if (mt_ring_find(f->ring, IS(READING) | IS(DROPPED), f->unit, f->piece) == NULL &&
         find_room(f, f->unit) == NULL)
-        a->copying = mt_ring_find(f->ring, IS(COPYING), -1, -1);
-    return a->copying != NULL;
+        *copying = mt_ring_find(f->ring, IS(COPYING), -1, -1);
+    return *copying != NULL;
 }
 
-/* Until the next piece is in a buffer, which is then the mover's. */
 static mt_status take_load(mt_feed *f, mt_buffer **out)
 {
-    awaited   a = { .f = f };
-    mt_status st;
+    mt_buffer *found = NULL, *copying;
+    mt_status  looked = MT_OK;
 
-    while (a.k == NULL) {
-        a.copying = NULL;
-        st = mt_rings_until(f->all, is_loaded, &a, f->unit, "its weights from disk (READ)");
-        if (st == MT_OK && a.st != MT_OK)
-            st = a.st;
-        if (st == MT_OK && a.copying != NULL) {
-            st = mt_watch_event(mt_store_watch(f->cx->store), f->copied[a.copying->number],
-                                mt_store_name(f->cx->store, f->unit),
-                                "a copy of weights out of a buffer (COPIED)");
-            mt_lock(f->mu);              /* somebody may have seen the same, and read into it */
-            if (st == MT_OK && a.copying->at == MT_BUFFER_COPYING)
-                mt_buffer_to(a.copying, MT_BUFFER_FREE);
-            mt_unlock(f->mu);
-        } else if (st == MT_OK && a.k == NULL)
-            st = mt_ledger_check(f->cx->store);      /* the disk failed */
-        if (st != MT_OK)
-            return st;
+    while (found == NULL) {
+        copying = NULL;
+        MT_DO(MT_RINGS_UNTIL(f->all, is_loaded(f, &found, &copying, &looked), f->unit,
+                             "its weights from disk (READ)"));
+        MT_DO(looked);
+        if (copying != NULL) {
+            MT_DO(mt_watch_event(mt_store_watch(f->cx->store), f->copied[copying->number],
+                                 mt_store_name(f->cx->store, f->unit),
+                                 "a copy of weights out of a buffer (COPIED)"));
+            MT_HOLD(f->mu);              /* somebody may have seen the same, and read into it */
+            if (copying->at == MT_BUFFER_COPYING)
+                mt_buffer_to(copying, MT_BUFFER_FREE);
+        } else if (found == NULL)
+            MT_DO(mt_ledger_check(f->cx->store));        /* the disk failed */
     }
-    *out = a.k;
+    *out = found;
     return MT_OK;
 }
 
@@ -202,13 +189,12 @@ static const mt_layout *aim(mt_feed *f, int unit, int begun)
     const mt_layout *l;
     int              held;
 
-    mt_lock(f->mu);
+    MT_HOLD(f->mu);
     l = mt__disk_layout(f->disk, unit, &held);
     f->unit = l != NULL ? unit : -1;
     f->piece = 0;
     f->begun = begun;
     mt_rings_ahead(f->all);
-    mt_unlock(f->mu);
     return l;
 }
 

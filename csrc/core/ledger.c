@@ -32,7 +32,7 @@ static void set_fault(mt_store *s, mt_status st, const char *text, int told)
 {
     mt__ledger *l = &s->ledger;
 
-    mt_lock(&l->mu);
+    MT_HOLD(&l->mu);
     if (l->fault == MT_OK) {
         snprintf(l->text, sizeof l->text, "%s", text);
         l->fault = st;
@@ -40,7 +40,6 @@ static void set_fault(mt_store *s, mt_status st, const char *text, int told)
         if (told)
             mt_share_fail(s->share, l->text);
     }
-    mt_unlock(&l->mu);
 }
 
 void mt_ledger_fault(mt_store *s, mt_status st, const char *text)
@@ -205,33 +204,8 @@ void mt_ledger_grads_end(mt_store *s, int unit)
 void mt_ledger_watchdog(mt_store *s, double seconds)
 {
     mt_watch_limit(&s->watch, seconds);
-    mt_lock(&s->ledger.mu);
+    MT_HOLD(&s->ledger.mu);
     pthread_cond_broadcast(&s->ledger.changed);     /* those who wait look at it */
-    mt_unlock(&s->ledger.mu);
-}
-
-typedef struct until {
-    const mt__ledger *l;
-    int             (*over)(void *arg);
-    void             *arg;
-} until;
-
-static int is_over_or_fault(void *arg)
-{
-    until *w = arg;
-
-    return w->l->fault != MT_OK || w->over(w->arg);
-}
-
-mt_status mt__ledger_until(mt_store *s, int (*over)(void *arg), void *arg, const char *unit,
-                           const char *awaits)
-{
-    until     w = { &s->ledger, over, arg };
-    mt_status st = mt_watch_until(&s->watch, &s->ledger.changed, &s->ledger.mu, is_over_or_fault,
-                                  &w, unit, awaits);
-
-    MT_DO(mt_ledger_check(s));
-    return st;
 }
 
 /* Those that follow are under mu. In a share: every rank has ended as many as were begun here. */
@@ -295,9 +269,7 @@ static int is_now(mt_store *s, int unit, int (*over)(void *unit))
     int       is = 0;
 
     if (u != NULL) {
-        mt_lock(&s->ledger.mu);
-        is = over(u);
-        mt_unlock(&s->ledger.mu);
+        MT_WITH(&s->ledger.mu) is = over(u);
     }
     return is;
 }
@@ -327,7 +299,7 @@ static mt_status wait_until(mt_store *s, int unit, int (*over)(void *unit), cons
 
     if (u == NULL)
         return mt__no_unit(s, unit);
-    st = mt__ledger_until(s, over, u, u->name, awaits);
+    st = MT__LEDGER_UNTIL(s, over(u), u->name, awaits);
     if (st != MT_ESTUCK || !u->shared)
         return st;
     n = (size_t)snprintf(said, sizeof said, "%s", mt_last_error());
@@ -372,9 +344,7 @@ int mt_ledger_updates_due(mt_store *s, int unit)
 
 void mt__ledger_stirred(mt_store *s)
 {
-    mt_lock(&s->ledger.mu);
-    pthread_cond_broadcast(&s->ledger.changed);
-    mt_unlock(&s->ledger.mu);
+    MT_WITH(&s->ledger.mu) pthread_cond_broadcast(&s->ledger.changed);
     mt_watch_moved(&s->watch);
 }
 
@@ -405,22 +375,20 @@ int mt__ledger_awaits(mt_store *s, int rank, char *out, size_t cap)
 
 void mt_ledger_say(mt_store *s, mt_count what, uint64_t n, uint64_t about)
 {
-    mt_lock(&s->ledger.mu);
+    MT_HOLD(&s->ledger.mu);
     if (s->ledger.fault == MT_OK)
         mt_board_say(mt_share_board(s->share), (int)what, n, about);
-    mt_unlock(&s->ledger.mu);
 }
 
 void mt_ledger_meeting(mt_store *s, const char *what)
 {
     mt__ledger *l = &s->ledger;
 
-    mt_lock(&l->mu);
+    MT_HOLD(&l->mu);
     snprintf(l->meeting, sizeof l->meeting, "%s", what != NULL ? what : "");
     if (what != NULL && l->fault == MT_OK)
         mt_board_say(mt_share_board(s->share), MT_COUNT_MET,
                      mt_share_said(s->share, MT_COUNT_MET, mt_share_rank(s->share)) + 1, 0);
-    mt_unlock(&l->mu);
 }
 
 /* Under mu. What the rank did as its nth of these, in words. */
@@ -449,7 +417,7 @@ int mt__ledger_crossed(mt_store *s, int rank, char *out, size_t cap)
     int             n = (int)(sizeof ordered / sizeof *ordered), me = mt_share_rank(h), found = 0;
     char            its[120], own[200];
 
-    mt_lock(&s->ledger.mu);
+    MT_HOLD(&s->ledger.mu);
     for (int k = 0; k < n * n && !found; k++) {
         mt_count a = ordered[k / n], b = ordered[k % n];
         uint64_t own_b = mt_share_said(h, b, me), own_a = mt_share_said(h, a, me);
@@ -465,53 +433,39 @@ int mt__ledger_crossed(mt_store *s, int rank, char *out, size_t cap)
                  mt_share_said(h, MT_COUNT_CAME, rank), its, me, me, own, rank);
         found = 1;
     }
-    mt_unlock(&s->ledger.mu);
     return found;
 }
 
-typedef struct meeting {
-    mt_store *s;
-    mt_count  what;
-    uint64_t  n;
-    uint64_t  until_ns;              /* 0: no end */
-    int       late;
-} meeting;
-
-/* The first rank of those that have to, which has not come; ranks: all have. */
-static int is_behind(const meeting *m)
+/* The first rank of those that have to come to n, and has not; ranks: all have. */
+static int is_behind(mt_store *s, mt_count what, uint64_t n)
 {
-    const mt_board *b = mt_share_board(m->s->share);
-
-    if (m->what == MT_COUNT_NORMED)
-        return mt_board_said(b, MT_COUNT_NORMED, 0) >= m->n ? mt_share_ranks(b->share) : 0;
-    return mt_board_behind(b, (int)m->what, m->n);
+    if (what == MT_COUNT_NORMED)             /* rank 0's alone */
+        return mt_share_said(s->share, what, 0) >= n ? mt_share_ranks(s->share) : 0;
+    return mt_board_behind(mt_share_board(s->share), (int)what, n);
 }
 
-static int have_come(void *arg)
+/* Under ledger.mu. meets[what] says who waits here for as long as somebody does. */
+static int have_come(mt_store *s, mt_count what, uint64_t n, uint64_t until_ns, int *late)
 {
-    meeting *m = arg;
-    int      come = is_behind(m) == mt_share_ranks(m->s->share);
+    int come = is_behind(s, what, n) == mt_share_ranks(s->share);
 
-    m->late = !come && m->until_ns != 0 && mt_now_ns() >= m->until_ns;
-    m->s->ledger.meets[m->what] = come || m->late ? 0 : m->n;
-    return come || m->late;
+    *late = !come && until_ns != 0 && mt_now_ns() >= until_ns;
+    s->ledger.meets[what] = come || *late ? 0 : n;
+    return come || *late;
 }
 
 mt_status mt_ledger_meet(mt_store *s, mt_count what, uint64_t n, double seconds, int *late)
 {
-    meeting   m = { .s = s, .what = what, .n = n };
+    uint64_t  until_ns = seconds > 0 ? mt_now_ns() + (uint64_t)(seconds * 1e9) : 0;
+    int       is_late = 0;
     char      awaits[96];
     mt_status st;
 
-    snprintf(awaits, sizeof awaits, "rank %d, that is %s", is_behind(&m), words[what]);
-    if (seconds > 0)
-        m.until_ns = mt_now_ns() + (uint64_t)(seconds * 1e9);
-    st = mt__ledger_until(s, have_come, &m, NULL, awaits);
-    mt_lock(&s->ledger.mu);
-    s->ledger.meets[what] = 0;               /* one that was stuck, or interrupted, left it */
-    mt_unlock(&s->ledger.mu);
+    snprintf(awaits, sizeof awaits, "rank %d, that is %s", is_behind(s, what, n), words[what]);
+    st = MT__LEDGER_UNTIL(s, have_come(s, what, n, until_ns, &is_late), NULL, awaits);
+    MT_WITH(&s->ledger.mu) s->ledger.meets[what] = 0;    /* one that was stuck left it */
     if (late != NULL)
-        *late = m.late;
+        *late = is_late;
     return st;
 }
 
@@ -649,9 +603,7 @@ mt_status mt_ledger_wait_fetched(mt_store *s, int unit)
     mt_event *fetched;
 
     MT_DO(wait_until(s, unit, is_put, "its fetch to be put"));
-    mt_lock(&s->fetched_mu);
-    fetched = u->account.fetched;
-    mt_unlock(&s->fetched_mu);
+    MT_WITH(&s->fetched_mu) fetched = u->account.fetched;
     if (fetched != NULL)
         MT_DO(mt_watch_event(&s->watch, fetched, u->name,
                              "copies of its weights (the event FETCHED)"));

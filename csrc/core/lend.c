@@ -153,9 +153,7 @@ mt_status mt_store_lend(mt_store *s, int unit, mt_timeline *t)
     if (!mt_store_passes(s, unit))
         return MT_FAIL(MT_EINVAL, "unit %d (%s) has a GRAD plane of its own", unit,
                        mt_store_name(s, unit));
-    mt_lock(&s->map_mu);
-    held = held_by(s, unit);
-    mt_unlock(&s->map_mu);
+    MT_WITH(&s->map_mu) held = held_by(s, unit);
     if (held >= 0)                               /* handed over again, and no update has used it */
         return MT_OK;
     MT_DO(mt__lay_out(u, MT__HOST, MT_PLANE_GRAD, &offset, &bytes));
@@ -206,7 +204,7 @@ void mt__take_back(mt_store *s, int unit)
 
 void mt_store_device_close(mt_store *s)
 {
-    mt_lock(&s->map_mu);
+    MT_HOLD(&s->map_mu);
     for (int i = 0; i < mt_store_units(s); i++)
         mt__device_close(s, mt__unit_at(s, i));
     for (int k = 0; k < s->n_lent; k++)
@@ -214,7 +212,6 @@ void mt_store_device_close(mt_store *s)
             atomic_fetch_sub(&s->on_device, s->lent[k].arena.bytes);
             mt_arena_close(&s->lent[k].arena);
         }
-    mt_unlock(&s->map_mu);
 }
 
 void mt__lent_close(mt_store *s)

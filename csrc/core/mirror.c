@@ -111,27 +111,20 @@ static unsigned pages_of(const mt__unit *u)
 
 void mt_mirror_tell(mt_store *s, int unit, int param, unsigned planes, mt_mirror_event e)
 {
-    mt_lock(&s->mirror_mu);
-    tell(mt__unit_at(s, unit), param, planes, e);
-    mt_unlock(&s->mirror_mu);
+    MT_WITH(&s->mirror_mu) tell(mt__unit_at(s, unit), param, planes, e);
 }
 
 void mt_mirror_change(mt_store *s, int unit, const int *params, int n, unsigned planes)
 {
-    mt_lock(&s->mirror_mu);
+    MT_HOLD(&s->mirror_mu);
     for (int i = 0; i < n; i++)
         tell(mt__unit_at(s, unit), params[i], planes, MT_MIRROR_CHANGED);
-    mt_unlock(&s->mirror_mu);
 }
 
 int mt_mirror_any(mt_store *s, int unit, int param, unsigned planes, unsigned states)
 {
-    int any;
-
-    mt_lock(&s->mirror_mu);
-    any = which(mt__unit_at(s, unit), param, planes, states) != 0;
-    mt_unlock(&s->mirror_mu);
-    return any;
+    MT_HOLD(&s->mirror_mu);
+    return which(mt__unit_at(s, unit), param, planes, states) != 0;
 }
 
 void mt__mirror_touched(mt_store *s, int unit)
@@ -154,10 +147,9 @@ static kept look(mt_store *s, int unit)
 
     if (u == NULL)
         return k;
-    mt_lock(&s->mirror_mu);
+    MT_HOLD(&s->mirror_mu);
     if (u->mirror.copies != NULL)
         k = (kept){ home_of(u), u->home_of, home_of(u)->away, home_of(u)->visit };
-    mt_unlock(&s->mirror_mu);
     return k;
 }
 
@@ -165,18 +157,15 @@ static kept look(mt_store *s, int unit)
 
 static void close_copies(mt_store *s, mt__unit *u)
 {
-    mt_lock(&s->mirror_mu);
+    MT_HOLD(&s->mirror_mu);
     MT_ASSERT(!u->mirror.busy);
     free(u->mirror.copies);
     u->mirror = (mt__mirror){ 0 };
-    mt_unlock(&s->mirror_mu);
 }
 
 void mt_mirror_close(mt_store *s, int unit)
 {
-    mt_lock(&s->serving);
-    close_copies(s, mt__unit_at(s, unit));
-    mt_unlock(&s->serving);
+    MT_WITH(&s->serving) close_copies(s, mt__unit_at(s, unit));
 }
 
 /* From one home that mirrors planes to another, which has none of them before they are noted: what
@@ -192,9 +181,7 @@ mt_status mt__mirror_move(mt_store *s, int unit, const mt_home *to, void *of)
         mt__home_set(s, unit, to, of);
         return MT_OK;
     }
-    mt_lock(&s->mirror_mu);
-    newer = which(u, -1, ~to->away, ~(IS(EMPTY) | IS(FRESH) | IS(AHEAD)));
-    mt_unlock(&s->mirror_mu);
+    MT_WITH(&s->mirror_mu) newer = which(u, -1, ~to->away, ~(IS(EMPTY) | IS(FRESH) | IS(AHEAD)));
     if (newer != 0)
         return MT_FAIL(MT_ESTATE, "unit %s: its home has newer values than the host, and it cannot "
                        "become one that %s", u->name, to->lives);
@@ -232,9 +219,7 @@ mt_status mt_mirror_store(mt_store *s, int unit)
 
     MT_DO(mt_mirror_enter(s, unit));
     for (int i = 0; i < u->shape.n && st == MT_OK; i++) {
-        mt_lock(&s->mirror_mu);
-        ahead = which(u, i, ~home_of(u)->later, IS(AHEAD));
-        mt_unlock(&s->mirror_mu);
+        MT_WITH(&s->mirror_mu) ahead = which(u, i, ~home_of(u)->later, IS(AHEAD));
         if (ahead != 0)
             st = store(s, unit, i, ahead, MT_MIRROR_SET);
     }
@@ -244,26 +229,19 @@ mt_status mt_mirror_store(mt_store *s, int unit)
 
 /* ---- the door ----------------------------------------------------------------------------- */
 
-static int is_ours(void *arg)
-{
-    mt__mirror *m = arg;
-
-    return m->busy ? 0 : (m->busy = 1);
-}
-
 mt_status mt_mirror_enter(mt_store *s, int unit)
 {
-    return mt_watch_until(&s->watch, &s->mirror_changed, &s->mirror_mu, is_ours,
-                          &mt__unit_at(s, unit)->mirror, mt_store_name(s, unit),
-                          "who is at its host planes");
+    mt__mirror *m = &mt__unit_at(s, unit)->mirror;
+
+    return MT_UNTIL(&s->watch, &s->mirror_changed, &s->mirror_mu, m->busy ? 0 : (m->busy = 1),
+                    mt_store_name(s, unit), "who is at its host planes");
 }
 
 void mt_mirror_leave(mt_store *s, int unit)
 {
-    mt_lock(&s->mirror_mu);
+    MT_HOLD(&s->mirror_mu);
     mt__unit_at(s, unit)->mirror.busy = 0;
     pthread_cond_broadcast(&s->mirror_changed);
-    mt_unlock(&s->mirror_mu);
 }
 
 /* ---- other ranks' portions ------------------------------------------------------------------
@@ -339,46 +317,39 @@ void mt__asked(uint64_t about, int *unit, unsigned *planes, int *claims)
     *claims = (about & ASKED_CLAIMS) != 0;
 }
 
-/* These two: under ledger.mu. */
-static int has_turn(void *store)
+/* Under ledger.mu. */
+static int is_served(const mt_store *s)
 {
-    mt__ledger *l = &((mt_store *)store)->ledger;
-
-    return l->asking ? 0 : (l->asking = 1);
-}
-
-static int is_served(void *store)
-{
-    const mt_store *s = store;
-    const mt_board *b = mt_share_board(s->share);
-    int             rank = 0, me = mt_share_rank(s->share);
+    int rank = 0, me = mt_share_rank(s->share);
 
     while (rank < mt_share_ranks(s->share) &&
-           (rank == me || mt_board_said(b, MT_COUNT_SERVED + me, rank) >= s->ledger.asked))
+           (rank == me || mt_board_said(mt_share_board(s->share), MT_COUNT_SERVED + me, rank) >=
+                          s->ledger.asked))
         rank++;
     return rank == mt_share_ranks(s->share);
 }
 
 static void set_asked(mt_store *s, uint64_t n)
 {
-    mt_lock(&s->ledger.mu);
+    MT_HOLD(&s->ledger.mu);
     s->ledger.asked = n;
     s->ledger.asking = n > 0;
     pthread_cond_broadcast(&s->ledger.changed);
-    mt_unlock(&s->ledger.mu);
 }
 
 /* The other ranks' portions of these planes are in host memory when it returns. */
 static mt_status ask(mt_store *s, int unit, unsigned planes, int claims)
 {
-    uint64_t  n, about = (uint64_t)(unsigned)unit << ASKED_UNIT | (claims ? ASKED_CLAIMS : 0);
-    mt_status st;
+    mt__ledger *l = &s->ledger;
+    uint64_t    n, about = (uint64_t)(unsigned)unit << ASKED_UNIT | (claims ? ASKED_CLAIMS : 0);
+    mt_status   st;
 
-    MT_DO(mt__ledger_until(s, has_turn, s, mt_store_name(s, unit), "this rank's request before"));
+    MT_DO(MT__LEDGER_UNTIL(s, l->asking ? 0 : (l->asking = 1), mt_store_name(s, unit),
+                           "this rank's request before"));
     n = mt_share_said(s->share, MT_COUNT_ASKED, mt_share_rank(s->share)) + 1;
     set_asked(s, n);
     mt_ledger_say(s, MT_COUNT_ASKED, n, about | planes);
-    st = mt__ledger_until(s, is_served, s, mt_store_name(s, unit), "what other ranks have of it");
+    st = MT__LEDGER_UNTIL(s, is_served(s), mt_store_name(s, unit), "what other ranks have of it");
     set_asked(s, 0);
     return st;
 }
@@ -403,10 +374,9 @@ typedef struct others {
 
 /* Under ledger.mu. Those that nobody has brought are ours to bring, or, if there are none, all are
  * here. Other ranks are awaited by who finds one busy alone: one that has left is no fault else. */
-static int are_here_or_ours(void *arg)
+static int are_here_or_ours(others *a)
 {
-    others *a = arg;
-    int    wait = 0;
+    int wait = 0;
 
     for (int p = 0; p < MT_PLANE_COUNT; p++) {
         _Atomic uint64_t *word = mt_board_plane(&a->u->board, p);
@@ -464,8 +434,7 @@ static mt_status bring_others(mt_store *s, int unit, unsigned planes, int claims
     mt_unlock(&s->ledger.mu);
     for (;;) {
         a.mine = 0;
-        st = mt__ledger_until(s, are_here_or_ours, &a, a.u->name,
-                              "what another rank brings of it");
+        st = MT__LEDGER_UNTIL(s, are_here_or_ours(&a), a.u->name, "what another rank brings of it");
         mt_lock(&s->ledger.mu);
         s->ledger.bringing -= a.waits;       /* a fault, or a signal, ended the wait */
         a.waits = 0;
@@ -534,11 +503,10 @@ static int is_here(mt_store *s, int unit, unsigned planes, int claims)
     mt__unit *u = mt__unit_at(s, unit);
     int       here;
 
-    mt_lock(&s->mirror_mu);
+    MT_HOLD(&s->mirror_mu);
     here = !u->mirror.busy && which(u, -1, planes, IS(STALE) | IS(TORN)) == 0;
     if (here && claims)
         u->mirror.claimed |= planes & planes_of(u);
-    mt_unlock(&s->mirror_mu);
     return here;
 }
 
@@ -666,9 +634,7 @@ static mt_status drop(mt_store *s, int unit, int claimed)
     if (look(s, unit).home == NULL)
         return MT_OK;
     MT_DO(mt_mirror_enter(s, unit));
-    mt_lock(&s->mirror_mu);
-    planes = claimed ? ~0u : ~mt__unit_at(s, unit)->mirror.claimed;
-    mt_unlock(&s->mirror_mu);
+    MT_WITH(&s->mirror_mu) planes = claimed ? ~0u : ~mt__unit_at(s, unit)->mirror.claimed;
     mt_mirror_drop(s, unit, planes);
     mt_mirror_leave(s, unit);
     return MT_OK;
@@ -729,12 +695,9 @@ mt_status mt_mirror_evict(mt_store *s, int unit)
 int mt_mirror_is_old(mt_store *s, int unit)
 {
     const mt__unit *u = mt__unit_at(s, unit);
-    int             old;
 
-    mt_lock(&s->mirror_mu);
-    old = which(u, -1, pages_of(u), IS(STALE)) != 0;
-    mt_unlock(&s->mirror_mu);
-    return old;
+    MT_HOLD(&s->mirror_mu);
+    return which(u, -1, pages_of(u), IS(STALE)) != 0;
 }
 
 void mt_mirror_forget(mt_store *s, int unit)

@@ -472,8 +472,7 @@ static mt_status put_all(mt_offload *o, ticket *t, mt_queue *run)
     MT_DO(v->record(run, t->handed));
     mt_watch_compute(mt_store_watch(o->store), &t->making, mt_store_name(o->store, t->unit),
                      "its gradients' kernels (the event GRAD)", t->handed);
-    if (!mt_skips(o->cx, MT_EDGE_GRAD))
-        MT_DO(v->wait(o->d2h, t->handed));
+    MT_DO(mt_edge(o->cx, MT_EDGE_GRAD, o->d2h, t->handed));
     if (home->come != NULL)
         MT_DO(home->come(of, t->unit, t->params, t->n, o->d2h));
     mt_timeline_begin(o->timeline, &span, MT_LANE_D2H, MT_WORK_OFFLOAD, t->unit, o->d2h);
@@ -542,7 +541,7 @@ mt_status mt_offload_put(mt_offload *o, int unit, const mt_grad_item *items, int
     uint64_t     next = o->collector.submitted + 1, depth = o->depth;
     ticket      *t = ticket_at(o, next);
     tally       *y;
-    staging     *g;
+    staging     *g = NULL;
     mt_watch_ask ask;
     mt_status    st;
 
@@ -591,10 +590,9 @@ mt_status mt_offload_land(mt_offload *o, mt_queue *run)
     /* The D2H queue is first in, first out: the last ticket's copies end last. */
     if (o->collector.submitted > 0 && !mt_skips(o->cx, MT_EDGE_LANDED))
         MT_DO(run->dev->ops->wait(run, ticket_at(o, o->collector.submitted)->landed));
-    mt_lock(&o->mu);
+    MT_HOLD(&o->mu);
     o->waited_for = o->collector.submitted;
     assert_state(o);
-    mt_unlock(&o->mu);
     return MT_OK;
 }
 
@@ -628,13 +626,10 @@ static tally *known(const mt_offload *o, int unit, int param)
 static int has_flag(mt_offload *o, int unit, int param, int flag)
 {
     tally *y;
-    int    has;
 
-    mt_lock(&o->mu);
+    MT_HOLD(&o->mu);
     y = known(o, unit, param);
-    has = y != NULL && (y->flags[param] & flag) != 0;
-    mt_unlock(&o->mu);
-    return has;
+    return y != NULL && (y->flags[param] & flag) != 0;
 }
 
 int mt_offload_counted(mt_offload *o, int unit, int param)
@@ -676,25 +671,20 @@ double mt_offload_fold(const mt_offload *o, const double *chunks, int64_t n)
 double mt_offload_sumsq(mt_offload *o, int unit, int param, int *valid)
 {
     tally *y;
-    double sum = 0;
 
-    mt_lock(&o->mu);
+    MT_HOLD(&o->mu);
     y = known(o, unit, param);
     *valid = y != NULL && (y->flags[param] & COUNTED) != 0;
-    if (y != NULL)
-        sum = y->sum[param];
-    mt_unlock(&o->mu);
-    return sum;
+    return y != NULL ? y->sum[param] : 0;
 }
 
 void mt_offload_forget(mt_offload *o, int unit)
 {
     tally *y;
 
-    mt_lock(&o->mu);
+    MT_HOLD(&o->mu);
     if ((y = known(o, unit, 0)) != NULL)
         memset(y->flags, 0, (size_t)mt_store_params(o->store, unit));
-    mt_unlock(&o->mu);
 }
 
 uint64_t mt_offload_d2h_bytes(mt_offload *o)

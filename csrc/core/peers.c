@@ -144,9 +144,7 @@ static void serve(mt_store *s, int rank)
         return;
     about = mt_board_about(b, MT_COUNT_ASKED, rank);
     atomic_fetch_add(&s->served, 1);
-    mt_lock(&s->serving);
-    st = mt__mirror_serve(s, about, &gone);
-    mt_unlock(&s->serving);
+    MT_WITH(&s->serving) st = mt__mirror_serve(s, about, &gone);
     if (st != MT_OK)
         mt_ledger_fault(s, st, mt_last_error());
     else if (!gone)
@@ -197,12 +195,8 @@ static void end(mt__thread *t)
 
 static mt_status begin_serving(mt_store *s)
 {
-    mt_status st;
-
-    mt_lock(&s->serving);
-    st = begin(&s->serves, serve_all, s);
-    mt_unlock(&s->serving);
-    return st;
+    MT_HOLD(&s->serving);
+    return begin(&s->serves, serve_all, s);
 }
 
 void mt_store_serve_end(mt_store *s)

@@ -140,7 +140,7 @@ static void over(mt_request *q)
     mt_rings  *all = b->ring->all;
 
     mt_layout_tell(b->lay, b->piece, q); /* before anybody is woken: they look for the fault */
-    mt_lock(&all->mu);
+    MT_HOLD(&all->mu);
     all->failed |= q->st != MT_OK;
     *(q->write ? &all->stats.written_bytes : &all->stats.read_bytes) += q->moved;
     mt_timeline_over(all->timeline, MT_LANE_DISK, q->write ? MT_WORK_WRITE : MT_WORK_READ,
@@ -151,7 +151,6 @@ static void over(mt_request *q)
         mt_rings_ahead(all);
         pthread_cond_broadcast(&all->changed);
     }
-    mt_unlock(&all->mu);
 }
 
 void mt_ring_put(mt_buffer *b, const mt_layout *l, int piece, unsigned sections, int write,
@@ -207,13 +206,6 @@ void mt_rings_close(mt_rings *all)
     pthread_cond_destroy(&all->changed);
     mt_mutex_close(&all->mu);
     free(all);
-}
-
-mt_status mt_rings_until(mt_rings *all, int (*met)(void *arg), void *arg, int unit,
-                         const char *awaits)
-{
-    return mt_watch_until(mt_store_watch(all->store), &all->changed, &all->mu, met, arg,
-                          mt_store_name(all->store, unit), awaits);
 }
 
 mt_status mt_ring_open(mt_rings *all, const mt_ring_how *how, mt_ring **out)

@@ -19,7 +19,7 @@
  *     b = mt_ring_find(r, 1u << MT_BUFFER_FREE, -1, -1);
  *     mt_ring_put(b, layout, piece, MT_ALL_SECTIONS, 0, MT_BUFFER_READY);
  *     mt_unlock(&all->mu);
- *     mt_rings_until(all, is_ready, arg, unit, "a piece");
+ *     MT_RINGS_UNTIL(all, b->at == MT_BUFFER_READY, unit, "a piece");
  *
  * Order:   nobody reads of a piece what another writes, nor writes what another reads: who puts a
  *          request asks mt_rings_meets before, or has seen to it.
@@ -95,9 +95,10 @@ typedef struct mt_buffer {
 
 mt_status mt_rings_open  (const mt_context *cx, mt_blocks *file, mt_rings **out);
 void      mt_rings_close (mt_rings *all);                /* after every ring; NULL is fine */
-/* As mt_watch_until, for a unit: `over` is called under the lock. */
-mt_status mt_rings_until (mt_rings *all, int (*over)(void *arg), void *arg, int unit,
-                          const char *awaits);
+/* As MT_UNTIL, under the lock. */
+#define MT_RINGS_UNTIL(all, over, unit, awaits)                                                    \
+    MT_UNTIL(mt_store_watch((all)->store), &(all)->changed, &(all)->mu, over,                      \
+             mt_store_name((all)->store, unit), awaits)
 
 mt_status mt_ring_open (mt_rings *all, const mt_ring_how *how, mt_ring **out);
 void      mt_ring_close(mt_ring *r);                     /* waits for requests; NULL is fine */

@@ -339,14 +339,13 @@ static void put_note(mt_share *h, mt_note note)
         return;
     if ((l = calloc(1, sizeof *l)) != NULL)
         l->note = note;
-    mt_lock(&h->notes_mu);
+    MT_HOLD(&h->notes_mu);
     if (l != NULL) {
         *h->last = l;
         h->last = &l->next;
     }
     h->lost |= l == NULL;
     pthread_cond_broadcast(&h->noted);
-    mt_unlock(&h->notes_mu);
 }
 
 void mt_board_say(const mt_board *b, int count, uint64_t n, uint64_t about)

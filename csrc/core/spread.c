@@ -12,13 +12,9 @@
 /* The place that belongs to this address of the plane; NULL: nobody has asked for one. */
 static void *view_of(mt_store *s, const mt__plane *pl, const void *at)
 {
-    void *place = NULL;
-
-    mt_lock(&s->map_mu);
-    if (pl->view.base != NULL)
-        place = (char *)pl->view.base + ((const char *)at - (const char *)pl->arena.base);
-    mt_unlock(&s->map_mu);
-    return place;
+    MT_HOLD(&s->map_mu);
+    return pl->view.base == NULL ? NULL
+           : (char *)pl->view.base + ((const char *)at - (const char *)pl->arena.base);
 }
 
 mt_status mt_store_view(mt_store *s, int unit, int param, mt_plane p, void **out)
@@ -40,9 +36,7 @@ mt_status mt_store_view(mt_store *s, int unit, int param, mt_plane p, void **out
     if (pl->view.base == NULL)
         st = mt_arena_range(&made, &u->range[p], 1, u->name, mt_store_bytes(s, MT_PLANE_COUNT));
     if (pl->view.base == NULL && st == MT_OK) {
-        mt_lock(&s->map_mu);
-        pl->view = made;
-        mt_unlock(&s->map_mu);
+        MT_WITH(&s->map_mu) pl->view = made;
     }
     mt_unlock(&pl->making);
     if (st == MT_OK)

@@ -358,12 +358,11 @@ mt_status mt_store_set_trainable(mt_store *s, int unit, int param, int on)
     mt_status     st;
 
     MT_DO(mt__find(s, unit, param, &u));
-    mt_lock(&s->map_mu);
+    MT_HOLD(&s->map_mu);
     d = u->shape.desc[param];
     d.trainable = on != 0;
     if ((st = check_desc(u->name, &d, param)) == MT_OK)
         __atomic_store_n(&u->shape.desc[param].trainable, d.trainable, __ATOMIC_RELAXED);
-    mt_unlock(&s->map_mu);
     return st;
 }
 
@@ -663,9 +662,7 @@ static mt_status map(mt_store *s, const mt__unit *u, int side, mt_plane p, const
 /* Under making. What became of an arena is known to all from here on. */
 static void publish_arena(mt_store *s, mt_arena *a, mt_arena made)
 {
-    mt_lock(&s->map_mu);
-    *a = made;
-    mt_unlock(&s->map_mu);
+    MT_WITH(&s->map_mu) *a = made;
 }
 
 void mt__unbind(mt_store *s, mt__unit *u)
@@ -731,17 +728,14 @@ static mt_status own_make(mt_store *s, mt__unit *u, int param, int side, mt_plan
 
     if (room == NULL) {
         MT_DO(MT_MAKE(room, u->shape.n, u->name));
-        mt_lock(&s->map_mu);
-        pl->own = room;
-        mt_unlock(&s->map_mu);
+        MT_WITH(&s->map_mu) pl->own = room;
     }
     if (pl->own[param].base != NULL)
         return MT_OK;
     MT_DO(map(s, u, side, p, &x, &made));
-    mt_lock(&s->map_mu);
+    MT_HOLD(&s->map_mu);
     pl->own[param] = made;
     pl->at[param] = (uintptr_t)made.base;
-    mt_unlock(&s->map_mu);
     return MT_OK;
 }
 
@@ -753,12 +747,8 @@ static void *address_of(const mt__plane *pl, int param)
 
 static void *find_at(mt_store *s, const mt__plane *pl, int param)
 {
-    void *found;
-
-    mt_lock(&s->map_mu);
-    found = address_of(pl, param);
-    mt_unlock(&s->map_mu);
-    return found;
+    MT_HOLD(&s->map_mu);
+    return address_of(pl, param);
 }
 
 /* Under making. Has the parameter an address in this plane already, or a right to one? One that is
@@ -791,7 +781,6 @@ static mt_status at(mt_store *s, int unit, int param, int side, mt_plane p, void
     mt__plane *pl;
     mt__unit  *u;
     void      *found;
-    mt_status  st;
 
     if (!plane_ok(p))
         return MT_FAIL(MT_EINVAL, "there is no plane %d", (int)p);
@@ -804,15 +793,13 @@ static mt_status at(mt_store *s, int unit, int param, int side, mt_plane p, void
         *out = found;
         return MT_OK;
     }
-    mt_lock(&pl->making);
-    MT_TRY(check_at(s, u, param, side, p));
-    MT_TRY(plane_make(s, u, side, p));
+    MT_HOLD(&pl->making);
+    MT_DO(check_at(s, u, param, side, p));
+    MT_DO(plane_make(s, u, side, p));
     if (address_of(pl, param) == NULL)
-        MT_TRY(own_make(s, u, param, side, p));
+        MT_DO(own_make(s, u, param, side, p));
     *out = address_of(pl, param);
-fail:
-    mt_unlock(&pl->making);
-    return st;
+    return MT_OK;
 }
 
 mt_status mt_store_at(mt_store *s, int unit, int param, mt_plane p, void **out)
@@ -834,10 +821,9 @@ mt_status mt_store_hi(mt_store *s, int unit, void **out)
     if (u == NULL)
         return mt__no_unit(s, unit);
     pl = &u->plane[MT__HOST][MT_PLANE_HI];
-    mt_lock(&pl->making);
+    MT_HOLD(&pl->making);
     if ((st = plane_make(s, u, MT__HOST, MT_PLANE_HI)) == MT_OK)
         *out = pl->arena.base;
-    mt_unlock(&pl->making);
     return st;
 }
 
@@ -853,21 +839,18 @@ mt_status mt_store_in_arena(mt_store *s, int unit, int param, mt_plane p, int *i
 {
     mt__plane *pl;
     mt__unit  *u;
-    mt_status  st;
 
     MT_DO(mt__find(s, unit, param, &u));
     pl = &u->plane[MT__HOST][p];
-    mt_lock(&pl->making);
-    MT_TRY(plane_make(s, u, MT__HOST, p));
+    MT_HOLD(&pl->making);
+    MT_DO(plane_make(s, u, MT__HOST, p));
     if (u->shared && address_of(pl, param) == NULL && trains(&u->shape.desc[param]))
-        MT_TRY(own_make(s, u, param, MT__HOST, p));
+        MT_DO(own_make(s, u, param, MT__HOST, p));
     *in = address_of(pl, param) != NULL &&
           (u->shared || pl->own == NULL || pl->own[param].base == NULL);
     if (u->shared)
         atomic_store(&u->unfiled[param], !*in);
-fail:
-    mt_unlock(&pl->making);
-    return st;
+    return MT_OK;
 }
 
 /* ---- memory that comes and goes --------------------------------------------------------- */
@@ -886,27 +869,24 @@ mt_status mt_store_commit(mt_store *s, int unit, mt_plane p)
     mt__unit  *u = mt__unit_at(s, unit);
     mt__plane *pl;
     mt_arena  *a;
-    mt_status  st;
 
     if (u == NULL || !plane_ok(p))
         return MT_FAIL(MT_EINVAL, "there is no plane %d of unit %d; the store has %d units", (int)p,
                        unit, mt_store_units(s));
     pl = &u->plane[MT__HOST][p];
-    mt_lock(&pl->making);
-    MT_TRY(plane_make(s, u, MT__HOST, p));
+    MT_HOLD(&pl->making);
+    MT_DO(plane_make(s, u, MT__HOST, p));
     for (int i = 0; in_parts(u, MT__HOST, p) && i < u->shape.n; i++)
         if (find_at(s, &u->plane[MT__DEVICE][p], i) != NULL)
-            MT_TRY(own_make(s, u, i, MT__HOST, p));      /* where the device's values come */
+            MT_DO(own_make(s, u, i, MT__HOST, p));      /* where the device's values come */
     for (int i = -1; (a = arena_of(u, pl, i)) != NULL; i++) {
         mt_arena made = *a;
 
-        MT_TRY(mt_arena_commit(&made, s->pool, registrar(s, u, p)));
+        MT_DO(mt_arena_commit(&made, s->pool, registrar(s, u, p)));
         atomic_fetch_add(&s->mapped[p], a->reserved ? made.kept : 0);
         publish_arena(s, a, made);
     }
-fail:
-    mt_unlock(&pl->making);
-    return st;
+    return MT_OK;
 }
 
 void mt_store_decommit(mt_store *s, int unit, mt_plane p)
@@ -918,7 +898,7 @@ void mt_store_decommit(mt_store *s, int unit, mt_plane p)
     if (u == NULL || !plane_ok(p))
         return;
     pl = &u->plane[MT__HOST][p];
-    mt_lock(&pl->making);
+    MT_HOLD(&pl->making);
     for (int i = -1; (a = arena_of(u, pl, i)) != NULL; i++) {
         mt_arena made = *a;
 
@@ -928,7 +908,6 @@ void mt_store_decommit(mt_store *s, int unit, mt_plane p)
         mt_arena_decommit(&made);
         publish_arena(s, a, made);
     }
-    mt_unlock(&pl->making);
 }
 
 size_t mt_store_reserved(mt_store *s, int unit, mt_plane p)
@@ -940,7 +919,7 @@ size_t mt_store_reserved(mt_store *s, int unit, mt_plane p)
     if (u == NULL || !plane_ok(p))
         return 0;
     pl = &u->plane[MT__HOST][p];
-    mt_lock(&s->map_mu);
+    MT_HOLD(&s->map_mu);
     bytes = pl->arena.reserved ? pl->arena.kept : 0;
     for (int i = 0; u->shared && i < u->shape.n; i++)
         if (!is_own_copy(u, p, i))
@@ -949,7 +928,6 @@ size_t mt_store_reserved(mt_store *s, int unit, mt_plane p)
             bytes += pl->own[i].reserved ? pl->own[i].kept : 0;
         else if (address_of(&u->plane[MT__DEVICE][p], i) != NULL)
             bytes += own_extent(u, MT__HOST, p, i).kept;         /* it has none yet */
-    mt_unlock(&s->map_mu);
     return bytes;
 }
 
@@ -986,9 +964,8 @@ static mt_status may_move(mt_store *s, const mt__unit *u, const mt_home *from, c
     if (atomic_load(&u->passing) && ((from->device ^ to->device) >> MT_PLANE_GRAD & 1))
         return MT_FAIL(MT_ESTATE, "unit %s: its gradients pass; it cannot become one that %s",
                        u->name, to->lives);
-    mt_lock(&s->map_mu);
-    made = made_of(u, to->fresh | (u->shared && to->fed ? 1u << MT_PLANE_HI : 0), 1);
-    mt_unlock(&s->map_mu);
+    MT_WITH(&s->map_mu)
+        made = made_of(u, to->fresh | (u->shared && to->fed ? 1u << MT_PLANE_HI : 0), 1);
     if (made != MT_PLANE_COUNT)
         return MT_FAIL(MT_ESTATE, "unit %s has its plane %s in memory already; one that %s goes "
                        "there before that is asked for", u->name, mt_plane_name(made), to->lives);
@@ -1001,7 +978,7 @@ static mt_status register_plane(mt_store *s, const mt__unit *u, mt__plane *pl)
     mt_arena *a;
     mt_status st = MT_OK;
 
-    mt_lock(&pl->making);
+    MT_HOLD(&pl->making);
     for (int i = -1; (a = arena_of(u, pl, i)) != NULL && st == MT_OK; i++) {
         mt_arena made = *a;
 
@@ -1010,7 +987,6 @@ static mt_status register_plane(mt_store *s, const mt__unit *u, mt__plane *pl)
         if ((st = mt_arena_register(&made, s->dev)) == MT_OK)
             publish_arena(s, a, made);
     }
-    mt_unlock(&pl->making);
     return st;
 }
 
@@ -1056,12 +1032,11 @@ void mt__home_set(mt_store *s, int unit, const mt_home *to, void *of)
 {
     mt__unit *u = mt__unit_at(s, unit);
 
-    mt_lock(&s->map_mu);
+    MT_HOLD(&s->map_mu);
     assert_unit(s, u);
     if (!to->device)
         mt__device_close(s, u);
     u->home_of = of;
     atomic_store(&u->home, to);
     assert_unit(s, u);
-    mt_unlock(&s->map_mu);
 }

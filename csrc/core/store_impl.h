@@ -162,10 +162,14 @@ static inline mt_status mt__no_unit(const mt_store *s, int unit)
                    atomic_load(&s->n_units));
 }
 
-/* ledger.c. until: waits until over(arg), which is called under ledger.mu, or for a fault.
- * unit: its name, or NULL. */
-mt_status mt__ledger_until(mt_store *s, int (*over)(void *arg), void *arg, const char *unit,
-                           const char *awaits);
+/* As MT_UNTIL, under ledger.mu, or for a fault. unit: its name, or NULL. */
+#define MT__LEDGER_UNTIL(s, over, unit, awaits)                                                    \
+    __extension__({                                                                                \
+        mt_status until_ = MT_UNTIL(&(s)->watch, &(s)->ledger.changed, &(s)->ledger.mu,            \
+                                    (s)->ledger.fault != MT_OK || (over), unit, awaits);           \
+        mt_status fault_ = mt_ledger_check(s);                                                     \
+        fault_ != MT_OK ? fault_ : until_;                                                         \
+    })
 void mt__version_grows(mt_store *s, int unit);          /* weights were written from outside */
 /* For peers.c. stirred: some rank has said something. fault_of: another's fault, or its end, is
  * this one's too. awaits: something of a rank is awaited here: what, in words. crossed: the rank

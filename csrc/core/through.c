@@ -71,9 +71,8 @@ static mt_status copy_parts(mt_through *t, mt_queue *q, const mt_update *b, cons
                                 mt_store_plane_bytes(t->store, unit, k->param, p, k->from), bytes));
         copied += bytes;
     }
-    mt_lock(&t->mu);
+    MT_HOLD(&t->mu);
     *(up ? &t->stats.h2d_bytes : &t->stats.d2h_bytes) += copied;
-    mt_unlock(&t->mu);
     return MT_OK;
 }
 
@@ -252,10 +251,9 @@ static mt_status home_update(void *arg, mt_update *u)
 {
     mt_through *t = arg;
 
-    mt_lock(&t->mu);
+    MT_HOLD(&t->mu);
     u->number = mt_worker_submit(&t->worker, &u->node);
     assert_state(t);
-    mt_unlock(&t->mu);
     return MT_OK;
 }
 

@@ -208,9 +208,7 @@ static void begin(mt_timeline *t, mt_span *s, int stamps, mt_queue *q)
         return;
     s->open = stamp_put(t, s->begin, q, &s->r.begin_ns);
     if (!s->open) {
-        mt_lock(&t->mu);
-        redeem(t, s, 0);
-        mt_unlock(&t->mu);
+        MT_WITH(&t->mu) redeem(t, s, 0);
     }
 }
 
@@ -233,9 +231,7 @@ void mt_timeline_end(mt_timeline *t, mt_span *s, uint64_t bytes, mt_queue *q)
     s->open = 0;
     s->r.bytes = bytes;
     kept = stamp_put(t, s->end, q, &s->r.end_ns);
-    mt_lock(&t->mu);
-    redeem(t, s, kept);
-    mt_unlock(&t->mu);
+    MT_WITH(&t->mu) redeem(t, s, kept);
 }
 
 void mt_timeline_over(mt_timeline *t, mt_lane lane, mt_work work, int unit, uint64_t begun_ns,
@@ -321,9 +317,7 @@ void mt_timeline_step(mt_timeline *t, int number, mt_queue *run)
         return;
     begin(t, &point, 1, run);
     if (point.open) {
-        mt_lock(&t->mu);
-        redeem(t, &point, 1);
-        mt_unlock(&t->mu);
+        MT_WITH(&t->mu) redeem(t, &point, 1);
     }
 }
 

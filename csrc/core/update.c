@@ -161,11 +161,10 @@ fail:
 
 static void publish(mt_updater *u, const work *w, const result *r)
 {
-    mt_lock(&u->mu);
+    MT_HOLD(&u->mu);
     assert_state(u);
     u->results[w->ticket % RESULTS] = *r;
     pthread_cond_broadcast(&u->worker.news);
-    mt_unlock(&u->mu);
 }
 
 static mt_status uncounted(const mt_updater *u, const job *b)
@@ -406,9 +405,8 @@ static mt_status run_job(mt_updater *u, job *b, float clip)
     mt_watch_end(watch, &post, st);
     MT_DO(st);
     mt_timeline_end(u->timeline, &span, b->up->j.bytes, NULL);
-    mt_lock(&u->mu);
+    MT_HOLD(&u->mu);
     u->busy_ns += mt_now_ns() - begun;
-    mt_unlock(&u->mu);
     return MT_OK;
 }
 
@@ -548,33 +546,19 @@ fail:
     return st;
 }
 
-typedef struct awaited {
-    const mt_updater *u;
-    uint64_t          ticket;
-    result            r;         /* of that ticket */
-} awaited;
-
-static int is_normed(void *arg)
-{
-    awaited *a = arg;
-
-    a->r = a->u->results[a->ticket % RESULTS];
-    return a->r.normed;
-}
-
 mt_status mt_update_norm(mt_updater *u, uint64_t ticket, double *norm, int *skipped)
 {
-    awaited  a = { .u = u, .ticket = ticket };
+    result   r;
     uint64_t submitted = submits(u);
 
     if (ticket == 0 || ticket > submitted || submitted - ticket >= RESULTS)
         return MT_FAIL(MT_EINVAL, "update: there is no result of submit %" PRIu64 "; the latest "
                        "is %" PRIu64 ", and %d are kept", ticket, submitted, RESULTS);
-    MT_DO(mt_watch_until(mt_store_watch(u->store), &u->worker.news, &u->mu, is_normed, &a, NULL,
-                         "the gradients' norm"));
+    MT_DO(MT_UNTIL(mt_store_watch(u->store), &u->worker.news, &u->mu,
+                   (r = u->results[ticket % RESULTS]).normed, NULL, "the gradients' norm"));
     MT_DO(mt_ledger_check(u->store));
-    *norm = a.r.norm;
-    *skipped = a.r.skipped;
+    *norm = r.norm;
+    *skipped = r.skipped;
     return MT_OK;
 }
 

@@ -85,10 +85,8 @@ static void waited_close(waited *a)
     mt_watch_close(&a->w);
 }
 
-static int look(void *arg)
+static int look(waited *a)
 {
-    waited *a = arg;
-
     if (a->moves)
         mt_watch_moved(&a->w);
     return ++a->looks >= a->enough;
@@ -96,7 +94,7 @@ static int look(void *arg)
 
 static mt_status wait_for_looks(waited *a)
 {
-    return mt_watch_until(&a->w, &a->c, &a->mu, look, a, "layers.0", "its gradients");
+    return MT_UNTIL(&a->w, &a->c, &a->mu, look(a), "layers.0", "its gradients");
 }
 
 static void a_wait_is_stuck_when_nothing_moved_for_the_limit(void)
@@ -290,8 +288,8 @@ static void compute_that_goes_on_slowly_is_waited_for(void)
     computing c;
 
     computing_open(&c);
-    CHECK_OK(mt_watch_until(&c.a.w, &c.a.c, &c.a.mu, look_and_move_late, &c, "layers.0",
-                            "its gradients"));
+    CHECK_OK(MT_UNTIL(&c.a.w, &c.a.c, &c.a.mu, look_and_move_late(&c), "layers.0",
+                      "its gradients"));
     CHECK(atomic_load(&warned) >= 1);
     computing_close(&c);
 }
@@ -714,13 +712,13 @@ static void a_thread_that_asks_ends_its_waits_and_no_others(void)
     CHECK_OK(t.dev->ops->record(q, e));
     CHECK(mt_watch_asks(somebody) == NULL);
     atomic_store(&answer, 1);
-    CHECK_EQ(mt_watch_until(mt_store_watch(t.store), &c, &mu, takes_it, &took, NULL, "nothing"),
+    CHECK_EQ(MT_UNTIL(mt_store_watch(t.store), &c, &mu, takes_it(&took), NULL, "nothing"),
              MT_EINTR);
     CHECK_EQ(took, 0);
     CHECK_EQ(mt_watch_event(mt_store_watch(t.store), e, "layers.0", "an event"), MT_EINTR);
     CHECK_EQ(atomic_load(&questions), 2);
     atomic_store(&answer, 0);
-    CHECK_OK(mt_watch_until(mt_store_watch(t.store), &c, &mu, takes_it, &took, NULL, "nothing"));
+    CHECK_OK(MT_UNTIL(mt_store_watch(t.store), &c, &mu, takes_it(&took), NULL, "nothing"));
     CHECK_EQ(took, 1);
     CHECK(mt_watch_asks(NULL) == somebody);
     CHECK_OK(mt_watch_asked(&last));
