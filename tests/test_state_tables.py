@@ -42,9 +42,9 @@ def test_spill_prints_its_waits() -> None:
 
 
 def test_ring_prints_the_ways_of_a_buffer() -> None:
-    text = (CORE / "ring.h").read_text()
+    text = (CORE / "disk.h").read_text()
     ways = [re.findall(r"[A-Z]{2,}", way) for way in re.findall(r"^ \* {3}([A-Z]+ -> [A-Z> -]*)", text, re.MULTILINE)]
-    allowed = in_code("ring.c", "follows", r"IS\((\w+)\)")
+    allowed = in_code("disk.c", "follows", r"IS\((\w+)\)")
     assert len(ways) == 4
     assert "TAKEN and READY may go FREE. READING -> DROPPED -> FREE" in text
     printed: Table = {state: set() for state in allowed}

@@ -92,7 +92,7 @@ struct mt_home {
     unsigned       device;       /* planes for which the store has memory on the device */
     unsigned       registered;   /* planes whose host memory copy engines look at */
     unsigned       fresh;        /* planes that a unit may not have yet when it comes */
-    int            fed;          /* its weights are fetched by way of a feed (feed.h). In a share
+    int            fed;          /* its weights are fetched by way of a feed (disk.h). In a share
                                   * they are fresh too: one plane of all ranks', of which each keeps
                                   * its portion in its file */
 

@@ -79,16 +79,12 @@ static mt__unit *unit_or_fault(mt_store *s, int unit)
 
 uint64_t mt_ledger_version(mt_store *s, int unit)
 {
-    const mt__unit *u = mt__unit_at(s, unit);
-
-    return u != NULL ? atomic_load(&u->account.version) : 0;
+    return atomic_load(&mt__unit_or_none(s, unit)->account.version);
 }
 
 uint64_t mt_ledger_writes(mt_store *s, int unit)
 {
-    const mt__unit *u = mt__unit_at(s, unit);
-
-    return u != NULL ? atomic_load(&u->account.writes) : 0;
+    return atomic_load(&mt__unit_or_none(s, unit)->account.writes);
 }
 
 /* Nobody waits for a version or for a count to grow, so there is no one to wake. */
@@ -215,32 +211,16 @@ static int all_have(const mt__unit *u, mt_count what)
                          mt_share_ranks(u->board.share);
 }
 
-static int is_updated(void *unit)
+static int is_updated(const mt__unit *u)
 {
-    const mt__unit *u = unit;
-
     return u->account.updates == 0 && all_have(u, MT_COUNT_UPDATED);
 }
 
 /* What hears of other machines' updates has their weights only when these have ended. */
-static int is_stepped(void *unit)
+static int is_stepped(const mt__unit *u)
 {
-    const mt__unit *u = unit;
-
-    return !u->shared || mt_share_is_apart(u->board.share) ? is_updated(unit)
+    return !u->shared || mt_share_is_apart(u->board.share) ? is_updated(u)
                                                            : all_have(u, MT_COUNT_STEPPED);
-}
-
-static int has_landed(void *unit)
-{
-    const mt__unit *u = unit;
-
-    return u->account.grads == 0 && all_have(u, MT_COUNT_LANDED);
-}
-
-static int is_put(void *unit)
-{
-    return ((const mt__unit *)unit)->account.fetches == 0;
 }
 
 /* In a share: what is known to have begun on this rank. */
@@ -251,27 +231,14 @@ static uint64_t begun_on(const mt__unit *u, int what, int rank)
 }
 
 /* Ranks copy each other's portions. One that failed to begin a save is not waited for. */
-static int is_saved(void *unit)
+static int is_saved(const mt__unit *u)
 {
-    const mt__unit *u = unit;
-    int             rank = 0, ranks = u->shared ? mt_share_ranks(u->board.share) : 0;
+    int rank = 0, ranks = u->shared ? mt_share_ranks(u->board.share) : 0;
 
     while (rank < ranks && mt_board_said(&u->board, MT_COUNT_COPIED, rank) ==
                            begun_on(u, MT_COUNT_COPIED, rank))
         rank++;
     return u->account.saves == 0 && rank == ranks;
-}
-
-/* Now, of a unit that may not be there. */
-static int is_now(mt_store *s, int unit, int (*over)(void *unit))
-{
-    mt__unit *u = mt__unit_at(s, unit);
-    int       is = 0;
-
-    if (u != NULL) {
-        MT_WITH(&s->ledger.mu) is = over(u);
-    }
-    return is;
 }
 
 #define WORDS(name, what, awaited) awaited,
@@ -290,16 +257,11 @@ static int awaits_of_unit(const mt__unit *u, int rank, char *out, size_t cap)
 }
 
 /* In a share the watchdog's words are followed by which ranks' work of the unit is not over. */
-static mt_status wait_until(mt_store *s, int unit, int (*over)(void *unit), const char *awaits)
+static mt_status waited(mt_store *s, const mt__unit *u, mt_status st)
 {
-    mt__unit *u = mt__unit_at(s, unit);
-    char      said[1024], due[512];
-    size_t    n;
-    mt_status st;
+    char   said[1024], due[512];
+    size_t n;
 
-    if (u == NULL)
-        return mt__no_unit(s, unit);
-    st = MT__LEDGER_UNTIL(s, over(u), u->name, awaits);
     if (st != MT_ESTUCK || !u->shared)
         return st;
     n = (size_t)snprintf(said, sizeof said, "%s", mt_last_error());
@@ -310,6 +272,14 @@ static mt_status wait_until(mt_store *s, int unit, int (*over)(void *unit), cons
                                   mt_share_said(s->share, MT_COUNT_CAME, rank), due);
     return mt_fail_again(MT_ESTUCK, said);
 }
+
+/* Until `over` holds of the unit, which it calls u. */
+#define WAIT_UNTIL(s, unit, u, over, awaits)                                                       \
+    __extension__({                                                                                \
+        const mt__unit *u = mt__unit_at(s, unit);                                                  \
+        u == NULL ? mt__no_unit(s, unit)                                                           \
+                  : waited(s, u, MT__LEDGER_UNTIL(s, over, u->name, awaits));                      \
+    })
 
 static _Thread_local int i_save;
 
@@ -322,22 +292,25 @@ mt_status mt_ledger_wait_updates(mt_store *s, int unit)
 {
     if (i_save && mt_ledger_saving(s, unit))
         return mt_ledger_check(s);
-    return wait_until(s, unit, is_updated, "its update");
+    return WAIT_UNTIL(s, unit, u, is_updated(u), "its update");
 }
 
 mt_status mt_ledger_wait_stepped(mt_store *s, int unit)
 {
-    return wait_until(s, unit, is_stepped, "its update on all devices");
+    return WAIT_UNTIL(s, unit, u, is_stepped(u), "its update on all devices");
 }
 
 mt_status mt_ledger_wait_grads(mt_store *s, int unit)
 {
-    return wait_until(s, unit, has_landed, "the hand-over of its gradients");
+    return WAIT_UNTIL(s, unit, u, u->account.grads == 0 && all_have(u, MT_COUNT_LANDED),
+                      "the hand-over of its gradients");
 }
 
 int mt_ledger_updates_due(mt_store *s, int unit)
 {
-    return mt__unit_at(s, unit) != NULL && !is_now(s, unit, is_updated);
+    const mt__unit *u = mt__unit_at(s, unit);
+
+    return u != NULL && !MT_LOCKED(&s->ledger.mu, is_updated(u));
 }
 
 /* ---- ranks ------------------------------------------------------------------------------ */
@@ -515,14 +488,14 @@ void mt_ledger_save_end(mt_store *s, int unit)
 
 int mt_ledger_all_saved(mt_store *s, int unit)
 {
-    return is_now(s, unit, is_saved);
+    const mt__unit *u = mt__unit_at(s, unit);
+
+    return u != NULL && MT_LOCKED(&s->ledger.mu, is_saved(u));
 }
 
 int mt_ledger_saving(mt_store *s, int unit)
 {
-    const mt__unit *u = mt__unit_at(s, unit);
-
-    return u != NULL && atomic_load(&u->account.saves) > 0;
+    return atomic_load(&mt__unit_or_none(s, unit)->account.saves) > 0;
 }
 
 int mt_ledger_wanted(mt_store *s)
@@ -538,7 +511,7 @@ mt_status mt_ledger_wait_saved(mt_store *s, int unit)
             s->ledger.wanted = unit + 1;
         mt_unlock(&s->ledger.mu);
     }
-    return wait_until(s, unit, is_saved, "its save (SAVED)");
+    return WAIT_UNTIL(s, unit, u, is_saved(u), "its save (SAVED)");
 }
 
 /* ---- copies out of HI ------------------------------------------------------------------- */
@@ -599,13 +572,12 @@ mt_status mt_ledger_fetching(mt_store *s, int unit, mt_queue *h2d)
  * up the mover. */
 mt_status mt_ledger_wait_fetched(mt_store *s, int unit)
 {
-    mt__unit *u = mt__unit_at(s, unit);
     mt_event *fetched;
 
-    MT_DO(wait_until(s, unit, is_put, "its fetch to be put"));
-    MT_WITH(&s->fetched_mu) fetched = u->account.fetched;
+    MT_DO(WAIT_UNTIL(s, unit, u, u->account.fetches == 0, "its fetch to be put"));
+    fetched = MT_LOCKED(&s->fetched_mu, mt__unit_at(s, unit)->account.fetched);
     if (fetched != NULL)
-        MT_DO(mt_watch_event(&s->watch, fetched, u->name,
+        MT_DO(mt_watch_event(&s->watch, fetched, mt_store_name(s, unit),
                              "copies of its weights (the event FETCHED)"));
     return mt_ledger_check(s);
 }

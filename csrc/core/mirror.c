@@ -132,25 +132,20 @@ void mt__mirror_touched(mt_store *s, int unit)
     mt_mirror_tell(s, unit, -1, HI, MT_MIRROR_TOUCHED);
 }
 
-/* The home that keeps planes of the unit, and what its functions get; NULL: none does. */
-typedef struct kept {
-    const mt_home *home;
-    void          *of;
-    unsigned       planes, visit;    /* visit: the host keeps them, and the device has them around
-                                      * an update */
-} kept;
-
-static kept look(mt_store *s, int unit)
+/* The home that keeps planes of the unit; NULL: none does. */
+static const mt_home *keeper(mt_store *s, int unit)
 {
     const mt__unit *u = mt__unit_at(s, unit);
-    kept            k = { 0 };
 
-    if (u == NULL)
-        return k;
-    MT_HOLD(&s->mirror_mu);
-    if (u->mirror.copies != NULL)
-        k = (kept){ home_of(u), u->home_of, home_of(u)->away, home_of(u)->visit };
-    return k;
+    return u != NULL && MT_LOCKED(&s->mirror_mu, u->mirror.copies != NULL) ? home_of(u) : NULL;
+}
+
+/* Of these planes, those that a home keeps, or has around an update. */
+static unsigned kept(mt_store *s, int unit, unsigned planes)
+{
+    const mt_home *h = keeper(s, unit);
+
+    return h != NULL ? planes & (h->away | h->visit) : 0;
 }
 
 /* ---- homes -------------------------------------------------------------------------------- */
@@ -202,11 +197,11 @@ mt_status mt__mirror_move(mt_store *s, int unit, const mt_home *to, void *of)
 /* Behind the door. lost: what becomes of copies where that fails. */
 static mt_status store(mt_store *s, int unit, int param, unsigned planes, mt_mirror_event lost)
 {
-    const kept m = look(s, unit);
-    mt_status        st;
+    const mt__unit *u = mt__unit_at(s, unit);
+    mt_status       st;
 
     mt_mirror_tell(s, unit, param, planes, MT_MIRROR_STORE);
-    st = m.home->store(m.of, unit, param, planes);
+    st = home_of(u)->store(u->home_of, unit, param, planes);
     mt_mirror_tell(s, unit, param, planes, st == MT_OK ? MT_MIRROR_STORED : lost);
     return st;
 }
@@ -543,11 +538,12 @@ static mt_status load(mt_store *s, int unit, unsigned planes, int claims)
  * that is announced. */
 static mt_status bring_own(mt_store *s, int unit, unsigned planes, int claims)
 {
-    const kept m = look(s, unit);
-    mt_status        st;
+    const mt__unit *u = mt__unit_at(s, unit);
+    const mt_home  *h = home_of(u);
+    mt_status       st;
 
-    if (planes & m.visit && m.home->wait != NULL)
-        MT_DO(m.home->wait(m.of, unit, planes & m.visit));
+    if (planes & h->visit && h->wait != NULL)
+        MT_DO(h->wait(u->home_of, unit, planes & h->visit));
     if (is_here(s, unit, planes, claims))
         return MT_OK;
     MT_DO(mt_mirror_enter(s, unit));
@@ -558,22 +554,19 @@ static mt_status bring_own(mt_store *s, int unit, unsigned planes, int claims)
 
 mt_status mt__mirror_serve(mt_store *s, uint64_t about, int *gone)
 {
-    kept     m;
     unsigned planes;
     int      unit, claims;
 
     mt__asked(about, &unit, &planes, &claims);
-    m = look(s, unit);
-    *gone = m.home == NULL && mt_store_home(s, unit, NULL)->away != 0;
-    planes &= m.planes | m.visit;
+    *gone = keeper(s, unit) == NULL && mt_store_home(s, unit, NULL)->away != 0;
+    planes = kept(s, unit, planes);
     return planes != 0 ? bring_own(s, unit, planes, claims) : MT_OK;
 }
 
 /* all: the other ranks' portions too. */
 static mt_status bring(mt_store *s, int unit, unsigned planes, int claims, int all)
 {
-    const kept m = look(s, unit);
-    unsigned         own = planes & (m.planes | m.visit);
+    unsigned own = kept(s, unit, planes);
 
     if (own != 0) {
         MT_DO(wait_for(s, unit, own));
@@ -603,17 +596,15 @@ mt_status mt_mirror_peek(mt_store *s, int unit, unsigned planes)
 
 mt_status mt_mirror_push(mt_store *s, int unit, int param, unsigned planes)
 {
-    const kept m = look(s, unit);
-    unsigned         now;
-    mt_status        st = MT_OK;
+    unsigned  now;
+    mt_status st = MT_OK;
 
-    planes &= m.planes | m.visit;
-    if (planes == 0)
+    if ((planes = kept(s, unit, planes)) == 0)
         return MT_OK;
     if (param != -1 && mt_store_desc(s, unit, param) == NULL)
         return MT_FAIL(MT_EINVAL, "unit %s has no parameter %d; it has %d", mt_store_name(s, unit),
                        param, mt_store_params(s, unit));
-    now = planes & ~m.home->later;
+    now = planes & ~home_of(mt__unit_at(s, unit))->later;
     MT_DO(wait_for(s, unit, planes));
     MT_DO(mt_mirror_enter(s, unit));
     mt_mirror_tell(s, unit, param, planes, MT_MIRROR_SET);
@@ -631,7 +622,7 @@ static mt_status drop(mt_store *s, int unit, int claimed)
 {
     unsigned planes;
 
-    if (look(s, unit).home == NULL)
+    if (keeper(s, unit) == NULL)
         return MT_OK;
     MT_DO(mt_mirror_enter(s, unit));
     MT_WITH(&s->mirror_mu) planes = claimed ? ~0u : ~mt__unit_at(s, unit)->mirror.claimed;
@@ -648,21 +639,19 @@ mt_status mt_mirror_release(mt_store *s, int unit)
 /* In a share: all ranks have come to the evict's first, or second, place. */
 static mt_status meet_evict(mt_store *s, int unit, int first)
 {
-    int       me = mt_share_rank(s->share);
-    uint64_t  n = mt_share_said(s->share, MT_COUNT_EVICTED, me) + 1;
-    mt_status st = MT_OK;
+    const mt_board *b = mt_share_board(s->share);
+    int             me = mt_share_rank(s->share), ranks = mt_share_ranks(s->share), rank;
+    uint64_t        n = mt_board_said(b, MT_COUNT_EVICTED, me) + 1;
+    mt_status       st;
 
     mt_ledger_say(s, MT_COUNT_EVICTED, n, (uint64_t)(unsigned)unit);
     MT_DO(mt_ledger_meet(s, MT_COUNT_EVICTED, n, 0, NULL));
-    for (int rank = 0; first && rank < mt_share_ranks(s->share) && st == MT_OK; rank++) {
-        int other = (int)mt_share_about(s->share, MT_COUNT_EVICTED, rank);
-
-        if (other == unit)
-            continue;
-        st = MT_FAIL(MT_EPEER, "rank %d gives back memory of unit %d, and rank %d of unit %s",
-                     rank, other, me, mt_store_name(s, unit));
-        mt_ledger_fault(s, st, mt_last_error());
-    }
+    rank = mt_board_differs(b, MT_COUNT_EVICTED, (uint64_t)(unsigned)unit);
+    if (!first || rank == ranks)
+        return MT_OK;
+    st = MT_FAIL(MT_EPEER, "rank %d gives back memory of unit %d, and rank %d of unit %s", rank,
+                 (int)mt_board_about(b, MT_COUNT_EVICTED, rank), me, mt_store_name(s, unit));
+    mt_ledger_fault(s, st, mt_last_error());
     return st;
 }
 
@@ -687,7 +676,7 @@ static mt_status evict_with_all(mt_store *s, int unit)
 mt_status mt_mirror_evict(mt_store *s, int unit)
 {
     MT_DO(mt_ledger_wait_saved(s, unit));
-    if (look(s, unit).home == NULL)
+    if (keeper(s, unit) == NULL)
         return MT_OK;
     return s->share != NULL ? evict_with_all(s, unit) : drop(s, unit, 1);
 }

@@ -253,7 +253,7 @@ int mt_share_ranks(const mt_share *h)
 
 /* Others' threads sleep on the word: of all that this rank has said so far they see at least this
  * change. */
-static void wake(mt_share *h)
+void mt_share_stir(mt_share *h)
 {
     atomic_fetch_add(&h->head->word, 1);
     (void)syscall(SYS_futex, &h->head->word, FUTEX_WAKE, INT_MAX, NULL, NULL, 0);
@@ -262,11 +262,6 @@ static void wake(mt_share *h)
 uint32_t mt_share_word(const mt_share *h)
 {
     return atomic_load(&h->head->word);
-}
-
-void mt_share_stir(mt_share *h)
-{
-    wake(h);
 }
 
 void mt_share_sleep(const mt_share *h, uint32_t word, int ms)
@@ -315,6 +310,15 @@ int mt_board_behind(const mt_board *b, int count, uint64_t n)
     return rank;
 }
 
+int mt_board_differs(const mt_board *b, int count, uint64_t about)
+{
+    int rank = 0;
+
+    while (rank < b->share->ranks && mt_board_about(b, count, rank) == about)
+        rank++;
+    return rank;
+}
+
 /* Of a rank that this one speaks for. */
 static void say(const mt_board *b, int rank, int count, uint64_t n, uint64_t about)
 {
@@ -325,7 +329,7 @@ static void say(const mt_board *b, int rank, int count, uint64_t n, uint64_t abo
     MT_ASSERT(!mt_share_said(b->share, MT_COUNT_LEFT, rank));            /* (4) */
     atomic_store(to + 1, about);             /* (3) */
     atomic_store(to, n);
-    wake(b->share);
+    mt_share_stir(b->share);
 }
 
 /* For other machines. What is served goes to the asker's alone. */
@@ -431,7 +435,7 @@ void mt_share_gone(mt_share *h, int rank)
     uint64_t none = 0;
 
     (void)atomic_compare_exchange_strong(&h->head->gone_ns[rank], &none, mt_now_ns());
-    wake(h);
+    mt_share_stir(h);
 }
 
 /* This rank's, of what it says once. */

@@ -107,23 +107,22 @@ static mt_status meet(mt_store *s, const spread *w, mt_count what, uint64_t n)
 /* Every rank has written, and all the same. Who was interrupted comes here again. */
 static mt_status meet_writers(mt_store *s, const spread *w, uint64_t n)
 {
-    int       me = mt_share_rank(s->share);
-    mt_status st = MT_OK;
+    const mt_board *b = mt_share_board(s->share);
+    int             me = mt_share_rank(s->share), rank;
+    uint64_t        other;
+    mt_status       st;
 
-    if (mt_share_said(s->share, MT_COUNT_WRITTEN, me) < n)
+    if (mt_board_said(b, MT_COUNT_WRITTEN, me) < n)
         mt_ledger_say(s, MT_COUNT_WRITTEN, n, about(w));
     MT_DO(meet(s, w, MT_COUNT_WRITTEN, n));
-    for (int rank = 0; rank < mt_share_ranks(s->share) && st == MT_OK; rank++) {
-        uint64_t other = mt_share_about(s->share, MT_COUNT_WRITTEN, rank);
-
-        if (other == about(w))
-            continue;
-        st = MT_FAIL(MT_EPEER, "rank %d wrote unit %s, parameter %d, where rank %d wrote unit %s, "
-                     "parameter %d; what one rank writes in place all ranks have to, in one order",
-                     rank, mt_store_name(s, (int)(other >> 40)), (int)(other >> 16 & 0xffffff), me,
-                     mt_store_name(s, w->unit), w->param);
-        mt_ledger_fault(s, st, mt_last_error());
-    }
+    if ((rank = mt_board_differs(b, MT_COUNT_WRITTEN, about(w))) == mt_share_ranks(s->share))
+        return MT_OK;
+    other = mt_board_about(b, MT_COUNT_WRITTEN, rank);
+    st = MT_FAIL(MT_EPEER, "rank %d wrote unit %s, parameter %d, where rank %d wrote unit %s, "
+                 "parameter %d; what one rank writes in place all ranks have to, in one order",
+                 rank, mt_store_name(s, (int)(other >> 40)), (int)(other >> 16 & 0xffffff), me,
+                 mt_store_name(s, w->unit), w->param);
+    mt_ledger_fault(s, st, mt_last_error());
     return st;
 }
 

@@ -89,43 +89,31 @@ static int has_room(const mt__unit *u, int all, mt_plane p, const mt_param_desc 
     return has;
 }
 
-static int is_for_all(const mt__unit *u, int side)
-{
-    return u->shared && side == MT__HOST;
-}
-
-/* Where each parameter starts in a plane, and the bytes of all: multiples of the unit's align; on
- * the device, whose memory is nobody else's, of what parts take. */
-static mt_status lay_out(const mt__unit *u, int side, mt_plane p, size_t *offset, size_t *bytes)
-{
-    size_t at = 0, len, align = side == MT__HOST ? u->align : MT_PART_ALIGN;
-
-    for (int i = 0; i < u->shape.n; i++) {
-        const mt_param_desc *d = &u->shape.desc[i];
-        int                  has = has_room(u, is_for_all(u, side), p, d, &len);
-
-        offset[i] = has ? at : MT__ABSENT;
-        if ((has && (uint64_t)d->numel > SIZE_MAX / ELEM_MOST) ||
-            __builtin_add_overflow(at, has ? len : 0, &at) || at > SIZE_MAX - align)
-            return MT_FAIL(MT_EINVAL, "unit %s: parameter %d of %" PRId64 " x %s does not fit "
-                           "an address space", u->name, i, d->numel, mt_dtype_name(d->dtype));
-        at = round_up(at, align);
-    }
-    *bytes = at;
-    return MT_OK;
-}
-
+/* All are multiples of the unit's align; on the device, whose memory is nobody else's, of what parts
+ * take. */
 mt_status mt__lay_out(const mt__unit *u, int side, mt_plane p, size_t **offset, size_t *bytes)
 {
-    size_t   *made;
+    size_t   *made, at = 0, len, align = side == MT__HOST ? u->align : MT_PART_ALIGN;
     mt_status st;
 
     MT_DO(MT_MAKE(made, u->shape.n, u->name));
-    if ((st = lay_out(u, side, p, made, bytes)) == MT_OK)
-        *offset = made;
-    else
-        free(made);
-    return st;
+    for (int i = 0; i < u->shape.n; i++) {
+        const mt_param_desc *d = &u->shape.desc[i];
+        int                  has = has_room(u, u->shared && side == MT__HOST, p, d, &len);
+
+        made[i] = has ? at : MT__ABSENT;
+        if ((has && (uint64_t)d->numel > SIZE_MAX / ELEM_MOST) ||
+            __builtin_add_overflow(at, has ? len : 0, &at) || at > SIZE_MAX - align) {
+            st = MT_FAIL(MT_EINVAL, "unit %s: parameter %d of %" PRId64 " x %s does not fit "
+                         "an address space", u->name, i, d->numel, mt_dtype_name(d->dtype));
+            free(made);
+            return st;
+        }
+        at = round_up(at, align);
+    }
+    *offset = made;
+    *bytes = at;
+    return MT_OK;
 }
 
 static mt_status check_desc(const char *name, const mt_param_desc *d, int i)
@@ -207,14 +195,13 @@ static mt_status unit_open(mt_store *s, const char *name, const mt_param_desc *d
     MT_TRY(MT_MAKE(u->name, (int64_t)strlen(name) + 1, name));
     strcpy(u->name, name);
     MT_TRY(MT_MAKE(u->shape.desc, n, name));
-    MT_TRY(MT_MAKE(u->shape.offset, n, name));
     MT_TRY(MT_MAKE(u->unfiled, n, name));
     MT_TRY(MT_MAKE(u->chunk, n, name));
     for (int i = 0; i < n; i++) {
         MT_TRY(check_desc(name, &d[i], i));
         u->shape.desc[i] = d[i];
     }
-    MT_TRY(lay_out(u, MT__HOST, MT_PLANE_HI, u->shape.offset, &u->shape.bytes));
+    MT_TRY(mt__lay_out(u, MT__HOST, MT_PLANE_HI, &u->shape.offset, &u->shape.bytes));
     *out = u;
     return MT_OK;
 
@@ -379,38 +366,34 @@ int mt_store_units(const mt_store *s)
 
 int mt_store_params(const mt_store *s, int unit)
 {
-    const mt__unit *u = mt__unit_at(s, unit);
-    return u != NULL ? u->shape.n : 0;
+    return mt__unit_or_none(s, unit)->shape.n;
 }
 
 const char *mt_store_name(const mt_store *s, int unit)
 {
-    const mt__unit *u = mt__unit_at(s, unit);
-    return u != NULL ? u->name : "?";
+    return mt__unit_or_none(s, unit)->name;
 }
 
 const mt_param_desc *mt_store_desc(const mt_store *s, int unit, int param)
 {
-    const mt__unit *u = mt__unit_at(s, unit);
-    return u != NULL && param >= 0 && param < u->shape.n ? &u->shape.desc[param] : NULL;
+    const mt_shape *all = &mt__unit_or_none(s, unit)->shape;
+    return param >= 0 && param < all->n ? &all->desc[param] : NULL;
 }
 
 size_t mt_store_hi_bytes(const mt_store *s, int unit)
 {
-    const mt__unit *u = mt__unit_at(s, unit);
-    return u != NULL ? u->shape.bytes : 0;
+    return mt__unit_or_none(s, unit)->shape.bytes;
 }
 
 size_t mt_store_offset(const mt_store *s, int unit, int param)
 {
-    const mt__unit *u = mt__unit_at(s, unit);
-    return u != NULL && param >= 0 && param < u->shape.n ? u->shape.offset[param] : 0;
+    const mt_shape *all = &mt__unit_or_none(s, unit)->shape;
+    return param >= 0 && param < all->n ? all->offset[param] : 0;
 }
 
 size_t mt_store_align(const mt_store *s, int unit)
 {
-    const mt__unit *u = mt__unit_at(s, unit);
-    return u != NULL ? u->align : MT_PART_ALIGN;
+    return mt__unit_or_none(s, unit)->align;
 }
 
 size_t mt_store_plane_bytes(const mt_store *s, int unit, int param, mt_plane p, int64_t n)
@@ -421,8 +404,7 @@ size_t mt_store_plane_bytes(const mt_store *s, int unit, int param, mt_plane p, 
 
 mt_states mt_store_states(const mt_store *s, int unit)
 {
-    const mt__unit *u = mt__unit_at(s, unit);
-    return u != NULL ? states_of(u) : MT_STATES_FP32;
+    return states_of(mt__unit_or_none(s, unit));
 }
 
 mt_status mt_store_set_states(mt_store *s, int unit, mt_states states)
@@ -478,34 +460,30 @@ mt_status mt_portion_of(const mt_store *s, int unit, int owner, int owners, mt_p
 
 size_t mt_portion_byte(const mt_store *s, int unit, mt_bound b)
 {
-    const mt__unit *u = mt__unit_at(s, unit);
-
-    return u != NULL ? mt_shape_byte(&u->shape, b) : 0;
+    return mt_shape_byte(&mt__unit_or_none(s, unit)->shape, b);
 }
 
 int mt_store_owners(const mt_store *s, int unit)
 {
-    const mt__unit *u = mt__unit_at(s, unit);
-    return u != NULL ? u->owners : 1;
+    return mt__unit_or_none(s, unit)->owners;
 }
 
 int64_t mt_store_owned(const mt_store *s, int unit, int param, int64_t *from)
 {
-    const mt__unit *u = mt__unit_at(s, unit);
+    const mt__unit *u = mt__unit_or_none(s, unit);
 
     *from = 0;
-    if (u == NULL || param < 0 || param >= u->shape.n)
-        return 0;
-    return mt_portion_part(&u->own, param, u->shape.desc[param].numel, from);
+    return param >= 0 && param < u->shape.n
+           ? mt_portion_part(&u->own, param, u->shape.desc[param].numel, from) : 0;
 }
 
 double *mt_store_sums(const mt_store *s, int unit, int param, int own, int64_t *n)
 {
-    const mt__unit *u = mt__unit_at(s, unit);
+    const mt__unit *u = mt__unit_or_none(s, unit);
     int64_t         from = 0, elements;
 
     *n = 0;
-    if (u == NULL || !u->shared || param < 0 || param >= u->shape.n)
+    if (!u->shared || param < 0 || param >= u->shape.n)
         return NULL;
     elements = own ? mt_store_owned(s, unit, param, &from) : u->shape.desc[param].numel;
     *n = chunks_of(u->shape.desc[param].dtype, elements);
@@ -542,12 +520,6 @@ static unsigned registered(const mt__unit *u, const mt_home *h)
     return h->registered | (u->shared ? h->later : 0);
 }
 
-/* With whom a plane's host memory is registered: those that a copy engine looks at. */
-static mt_dev *registrar(const mt_store *s, const mt__unit *u, mt_plane p)
-{
-    return registered(u, atomic_load(&u->home)) >> p & 1 ? s->dev : NULL;
-}
-
 /* The plane's memory on the host is a copy: no more than addresses until it is committed. */
 static int is_copy(const mt__unit *u, mt_plane p)
 {
@@ -569,7 +541,7 @@ static int is_own_copy(const mt__unit *u, mt_plane p, int param)
 /* In a share, but of HI, an arena is addresses for its parameters, each of which has its own. */
 static int in_parts(const mt__unit *u, int side, mt_plane p)
 {
-    return is_for_all(u, side) && p != MT_PLANE_HI;
+    return u->shared && side == MT__HOST && p != MT_PLANE_HI;
 }
 
 /* What an arena is to have: n parameters from the first on, which lie at these offsets. */
@@ -584,7 +556,7 @@ typedef struct extent {
  * Of other planes it does so always. */
 static void keep_own(const mt__unit *u, int side, mt_plane p, extent *x)
 {
-    int whole = (p == MT_PLANE_HI && !(is_for_all(u, side) && is_copy(u, p))) ||
+    int whole = (p == MT_PLANE_HI && !(u->shared && side == MT__HOST && is_copy(u, p))) ||
                 (u->own.begin.param == 0 && u->own.begin.from == 0 &&
                  u->own.end.param == u->shape.n);
 
@@ -613,56 +585,43 @@ static size_t place_of(const mt__unit *u, mt_plane p, int param)
     return at;
 }
 
-/* Host memory: addresses for all of it, pages for what is this process's; of a copy none yet. */
-static mt_status map_host(mt_store *s, const mt__unit *u, mt_plane p, const extent *x, int copy,
-                          mt_arena *out)
+/* Host memory: addresses for all of it, pages for what is this process's; of a copy none yet. Under
+ * making, also while the pool touches the pages: another thread's first `at` waits for it. No chunk
+ * of the pool's asks for addresses, so the pool's turn comes. */
+static mt_status map(mt_store *s, const mt__unit *u, int side, mt_plane p, const extent *x,
+                     mt_arena *out)
 {
+    int       copy = x->own ? is_own_copy(u, p, x->first) : is_copy(u, p);
     size_t    mapped = mt_store_bytes(s, MT_PLANE_COUNT);
+    mt_dev   *dev = registered(u, atomic_load(&u->home)) >> p & 1 ? s->dev : NULL;
     mt_arena  made = { 0 };
     char      what[256];
     mt_status st;
 
     snprintf(what, sizeof what, "unit %s, plane %s", u->name, mt_plane_name(p));
-    if (!u->shared && !copy && x->kept == x->bytes)
-        return mt_arena_open(out, x->bytes, s->pool, registrar(s, u, p), what, mapped);
-    if (!u->shared)
-        MT_DO(mt_arena_reserve(&made, x->bytes, what, mapped));
-    else if (!x->own)
-        MT_DO(mt_arena_range(&made, &u->range[p], 0, what, mapped));
-    else
-        mt_arena_part(&made, &u->plane[MT__HOST][p].arena, place_of(u, p, x->first), x->bytes);
-    mt_arena_keep(&made, x->from, x->kept);
-    if (!copy && (st = mt_arena_commit(&made, s->pool, registrar(s, u, p))) != MT_OK) {
-        mt_arena_close(&made);
-        return st;
-    }
-    *out = made;
-    return MT_OK;
-}
-
-/* Under making, also while the pool touches the pages: another thread's first `at` waits for it.
- * No chunk of the pool's asks for addresses, so the pool's turn comes. */
-static mt_status map(mt_store *s, const mt__unit *u, int side, mt_plane p, const extent *x,
-                     mt_arena *a)
-{
-    int  copy = x->own ? is_own_copy(u, p, x->first) : is_copy(u, p);
-    char what[256];
-
-    if (side == MT__HOST) {
-        MT_DO(map_host(s, u, p, x, copy, a));
-        atomic_fetch_add(&s->mapped[p], copy ? 0 : a->kept);
+    if (side == MT__DEVICE) {
+        MT_DO(mt_arena_device(out, x->from, x->kept, s->dev, what));
+        atomic_fetch_add(&s->on_device, out->kept);
         return MT_OK;
     }
-    snprintf(what, sizeof what, "unit %s, plane %s", u->name, mt_plane_name(p));
-    MT_DO(mt_arena_device(a, x->from, x->kept, s->dev, what));
-    atomic_fetch_add(&s->on_device, a->kept);
+    if (!u->shared && !copy && x->kept == x->bytes) {
+        MT_DO(mt_arena_open(&made, x->bytes, s->pool, dev, what, mapped));
+    } else {
+        if (!u->shared)
+            MT_DO(mt_arena_reserve(&made, x->bytes, what, mapped));
+        else if (!x->own)
+            MT_DO(mt_arena_range(&made, &u->range[p], 0, what, mapped));
+        else
+            mt_arena_part(&made, &u->plane[MT__HOST][p].arena, place_of(u, p, x->first), x->bytes);
+        mt_arena_keep(&made, x->from, x->kept);
+        if (!copy && (st = mt_arena_commit(&made, s->pool, dev)) != MT_OK) {
+            mt_arena_close(&made);
+            return st;
+        }
+    }
+    atomic_fetch_add(&s->mapped[p], copy ? 0 : made.kept);
+    *out = made;
     return MT_OK;
-}
-
-/* Under making. What became of an arena is known to all from here on. */
-static void publish_arena(mt_store *s, mt_arena *a, mt_arena made)
-{
-    MT_WITH(&s->map_mu) *a = made;
 }
 
 void mt__unbind(mt_store *s, mt__unit *u)
@@ -869,6 +828,7 @@ mt_status mt_store_commit(mt_store *s, int unit, mt_plane p)
     mt__unit  *u = mt__unit_at(s, unit);
     mt__plane *pl;
     mt_arena  *a;
+    mt_dev    *dev;
 
     if (u == NULL || !plane_ok(p))
         return MT_FAIL(MT_EINVAL, "there is no plane %d of unit %d; the store has %d units", (int)p,
@@ -876,15 +836,16 @@ mt_status mt_store_commit(mt_store *s, int unit, mt_plane p)
     pl = &u->plane[MT__HOST][p];
     MT_HOLD(&pl->making);
     MT_DO(plane_make(s, u, MT__HOST, p));
+    dev = registered(u, atomic_load(&u->home)) >> p & 1 ? s->dev : NULL;
     for (int i = 0; in_parts(u, MT__HOST, p) && i < u->shape.n; i++)
         if (find_at(s, &u->plane[MT__DEVICE][p], i) != NULL)
             MT_DO(own_make(s, u, i, MT__HOST, p));      /* where the device's values come */
     for (int i = -1; (a = arena_of(u, pl, i)) != NULL; i++) {
         mt_arena made = *a;
 
-        MT_DO(mt_arena_commit(&made, s->pool, registrar(s, u, p)));
+        MT_DO(mt_arena_commit(&made, s->pool, dev));
         atomic_fetch_add(&s->mapped[p], a->reserved ? made.kept : 0);
-        publish_arena(s, a, made);
+        MT_WITH(&s->map_mu) *a = made;
     }
     return MT_OK;
 }
@@ -906,7 +867,7 @@ void mt_store_decommit(mt_store *s, int unit, mt_plane p)
             continue;
         atomic_fetch_sub(&s->mapped[p], made.reserved ? 0 : made.kept);
         mt_arena_decommit(&made);
-        publish_arena(s, a, made);
+        MT_WITH(&s->map_mu) *a = made;
     }
 }
 
@@ -945,11 +906,11 @@ const mt_home mt_home_ram = {
 
 const mt_home *mt_store_home(const mt_store *s, int unit, void **of)
 {
-    const mt__unit *u = mt__unit_at(s, unit);
-    const mt_home  *h = u != NULL ? atomic_load(&u->home) : &mt_home_ram;
+    const mt__unit *u = mt__unit_or_none(s, unit);
+    const mt_home  *h = atomic_load(&u->home);
 
     if (of != NULL)
-        *of = u != NULL ? u->home_of : NULL;
+        *of = u->home_of;
     return h;
 }
 
@@ -985,7 +946,7 @@ static mt_status register_plane(mt_store *s, const mt__unit *u, mt__plane *pl)
         if (made.base == NULL || made.reserved)
             continue;
         if ((st = mt_arena_register(&made, s->dev)) == MT_OK)
-            publish_arena(s, a, made);
+            MT_WITH(&s->map_mu) *a = made;
     }
     return st;
 }

@@ -156,6 +156,16 @@ static inline mt__unit *mt__unit_at(const mt_store *s, int unit)
     return s->seg[unit / MT__SEG_UNITS][unit % MT__SEG_UNITS];
 }
 
+/* One of no parameters where there is none: for who asks for a fact that it lacks as well. */
+static inline const mt__unit *mt__unit_or_none(const mt_store *s, int unit)
+{
+    static const mt__unit none = { .name = (char *)(uintptr_t)"?", .align = MT_PART_ALIGN,
+                                   .owners = 1, .home = &mt_home_ram };
+    const mt__unit *u = mt__unit_at(s, unit);
+
+    return u != NULL ? u : &none;
+}
+
 static inline mt_status mt__no_unit(const mt_store *s, int unit)
 {
     return MT_FAIL(MT_EINVAL, "there is no unit %d; the store has %d", unit,
@@ -179,8 +189,8 @@ void mt__ledger_fault_of(mt_store *s, const char *text);
 int  mt__ledger_awaits  (mt_store *s, int rank, char *out, size_t cap);
 int  mt__ledger_crossed (mt_store *s, int rank, char *out, size_t cap);
 
-/* store.c. lay_out: offsets of a plane as parameters are trained now, malloc'd; side: in a share
- * the host's is laid out for all that may come. */
+/* store.c. lay_out: where each parameter starts in a plane, as parameters are trained now, malloc'd,
+ * and the bytes of all; side: in a share the host's is laid out for all that may come. */
 mt_status mt__lay_out(const mt__unit *u, int side, mt_plane p, size_t **offset, size_t *bytes);
 mt_status mt__find   (const mt_store *s, int unit, int param, mt__unit **out);   /* or MT_EINVAL */
 void      mt__unbind (mt_store *s, mt__unit *u);        /* both locks: it has no GRAD plane now */

@@ -17,7 +17,7 @@
  *           overwrites it is decided: all use so far was launched by then, and nobody holds it
  *   UPDATED the mover waits in the ledger, on the host, for updates announced before the copy
  *
- * Weights on disk are read by a feed (feed.h), which is told what stands in line, and copied from
+ * Weights on disk are read by a feed (disk.h), which is told what stands in line, and copied from
  * its buffers; READY stands behind the last piece's copy. A slot may be given to one unit for good
  * (mt_stream_settle): such units are no part of traces and schedules, see resident.h.
  *
@@ -54,7 +54,7 @@
 #ifndef MT_STREAM_H
 #define MT_STREAM_H
 
-#include "feed.h"
+#include "disk.h"
 #include "resident.h"
 #include "schedule.h"
 

@@ -216,16 +216,6 @@ static void alike_of(const work *w, uint64_t hash[MT_ALIKES])
     }
 }
 
-/* The first rank that says another number there; ranks: none does. */
-static int differing(const mt_share *h, mt_count what, uint64_t mine)
-{
-    int rank = 0;
-
-    while (rank < mt_share_ranks(h) && mt_share_about(h, what, rank) == mine)
-        rank++;
-    return rank;
-}
-
 /* What differs: some bits of each hash, in the place of CLEAR, to which nobody comes any more. */
 static mt_status name_differences(mt_updater *u, const work *w, const uint64_t hash[MT_ALIKES])
 {
@@ -241,7 +231,7 @@ static mt_status name_differences(mt_updater *u, const work *w, const uint64_t h
         bits |= mt_alike_mix(7, hash[k]) >> (64 - MT_ALIKE_BITS) << (k * MT_ALIKE_BITS);
     mt_ledger_say(u->store, MT_COUNT_CLEAR, w->ticket, bits);
     MT_DO(mt_ledger_meet(u->store, MT_COUNT_CLEAR, w->ticket, 0, NULL));
-    if ((rank = differing(h, MT_COUNT_CLEAR, bits)) == mt_share_ranks(h))
+    if ((rank = mt_board_differs(mt_share_board(h), MT_COUNT_CLEAR, bits)) == mt_share_ranks(h))
         return MT_FAIL(MT_EPEER, "update: in step %" PRIu64 " ranks ask for other updates",
                        w->ticket);
     other = mt_share_about(h, MT_COUNT_CLEAR, rank) ^ bits;
@@ -275,7 +265,8 @@ static mt_status measure_all(mt_updater *u, const work *w)
         sum = mt_alike_mix(sum, hash[k]);
     mt_ledger_say(u->store, MT_COUNT_MEASURED, w->ticket, sum);
     MT_DO(mt_ledger_meet(u->store, MT_COUNT_MEASURED, w->ticket, 0, NULL));
-    if (differing(u->cx->share, MT_COUNT_MEASURED, sum) < mt_share_ranks(u->cx->share))
+    if (mt_board_differs(mt_share_board(u->cx->share), MT_COUNT_MEASURED, sum) <
+        mt_share_ranks(u->cx->share))
         return name_differences(u, w, hash);
     for (int i = 0; i < w->n; i++)
         for (int k = 0; k < w->jobs[i].up->j.n_params; k++) {

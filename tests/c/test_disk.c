@@ -4,7 +4,7 @@
 #include "drop.h"
 #include "toy.h"
 #include "../../csrc/core/clock.h"
-#include "../../csrc/core/feed.h"
+#include "../../csrc/core/disk.h"
 #include "../../csrc/io/file.h"
 
 #include <dirent.h>
@@ -316,21 +316,6 @@ static void check(world *w)
 }
 
 /* ---- tests ------------------------------------------------------------------------------- */
-
-static void a_buffer_goes_round_as_is_agreed(void)
-{
-    /* to: FREE READING DROPPED READY TAKEN WRITING COPYING */
-    static const char *const may[MT_BUFFER_STATES] = {
-        [MT_BUFFER_FREE] = "-+--+--",    [MT_BUFFER_READING] = "--+++--",
-        [MT_BUFFER_DROPPED] = "+------", [MT_BUFFER_READY] = "+---+--",
-        [MT_BUFFER_TAKEN] = "++-+-++",   [MT_BUFFER_WRITING] = "+---+--",
-        [MT_BUFFER_COPYING] = "+------",
-    };
-
-    for (mt_buffer_state from = 0; from < MT_BUFFER_STATES; from++)
-        for (mt_buffer_state to = 0; to < MT_BUFFER_STATES; to++)
-            CHECK_EQ(mt_buffer_may(from, to), may[from][to] == '+');
-}
 
 static void updates_are_those_of_states_in_memory(void)
 {
@@ -1448,7 +1433,6 @@ static void who_is_at_a_unit_waits_for_nobody_at_another(void)
 }
 
 #define TESTS(X)                                                    \
-    X(a_buffer_goes_round_as_is_agreed)                             \
     X(updates_are_those_of_states_in_memory)                        \
     X(pieces_are_read_ahead_before_anybody_asks)                    \
     X(what_was_read_ahead_may_be_passed_over)                       \
