@@ -623,7 +623,6 @@ static int item_from(void *arg, PyObject *tuple, void *out)
     return 0;
 }
 
-
 /* Without the GIL two autograd threads could meet here; the door lets one in at a time. */
 static mt_status put_alone(mt_engine *e, int unit, const mt_grad_item *items, int n, mt_queue *run,
                            uint64_t *ticket)
@@ -643,9 +642,6 @@ static PyObject *put_items(mt_engine *e, int unit, PyObject *tuple, uintptr_t ha
 
     if (items == NULL)
         return NULL;
-    /* The trace is kept in the order of the GIL, so it is marked before the lock is let go. */
-    if (e->stream != NULL)
-        mt_stream_mark_offload(e->stream, unit);
     MT_WAITING(e, st, put_alone(e, unit, items, n, run, &ticket));
     free(items);
     return st == MT_OK ? PyLong_FromUnsignedLongLong(ticket) : mt_raise(e->error, st);

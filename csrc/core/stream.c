@@ -770,14 +770,6 @@ mt_status mt_stream_whole(mt_stream *s, int k, mt_queue *run)
     return fetch_on_demand(s, k, s->slots[k].unit, 0, run);
 }
 
-void mt_stream_mark_offload(mt_stream *s, int unit)
-{
-    if (settled_slot(s, unit) >= 0)
-        return;
-    /* Without memory for the mark the schedule lacks an OFFLOAD, and nothing depends on it. */
-    (void)mt__course_offload(&s->course, unit);
-}
-
 mt_status mt_stream_kick(mt_stream *s, mt_queue *run)
 {
     const mt_schedule *sch = mt__course_schedule(&s->course);

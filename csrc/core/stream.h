@@ -123,8 +123,6 @@ mt_status mt_stream_gathered(mt_stream *s, int slot, mt_queue *beside);
 /* Where the slot has a portion alone, all of it is fetched, on demand. MT_EPEER, with who was
  * where: its weights are in files, a portion in each rank's. */
 mt_status mt_stream_whole(mt_stream *s, int slot, mt_queue *run);
-/* The unit's gradients are handed over: an OFFLOAD in the trace. */
-void      mt_stream_mark_offload(mt_stream *s, int unit);
 /* Updates were announced: hand over the schedule's first FETCHes, so that the next forward finds
  * them under way. run: the queue that computed. */
 mt_status mt_stream_kick(mt_stream *s, mt_queue *run);

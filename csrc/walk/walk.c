@@ -1046,25 +1046,25 @@ static double ahead_of(walker *t)
 
 /* ---- the schedule ----------------------------------------------------------------------- */
 
-static int64_t mark_window(const mt_walk *in, const mt_walk_list *list, int64_t w, mt_mark *marks,
-                           int64_t n)
+static int64_t use_window(const mt_walk *in, const mt_walk_list *list, int64_t w, int *trace,
+                          int64_t n)
 {
     for (int64_t i = list->begin[w]; i < list->begin[w + 1]; i++)
         if (in->updated_on[list->item[i]] != MT_LANE_DEVICE)
-            marks[n++] = (mt_mark){ MT_COMPUTE, (int)list->item[i] };
+            trace[n++] = (int)list->item[i];
     return n;
 }
 
-static int64_t mark_uses(const mt_walk *in, mt_mark *marks)
+static int64_t trace_of(const mt_walk *in, int *trace)
 {
     int64_t n = 0;
 
     for (int64_t micro = 0; micro < in->shown; micro++) {
         for (int64_t w = 0; w < in->n_windows; w++)
-            n = mark_window(in, &in->units, w, marks, n);
+            n = use_window(in, &in->units, w, trace, n);
         for (int64_t w = in->n_windows - 1; w >= 0; w--)
             if (in->backward_s[w] != 0.0)
-                n = mark_window(in, &in->again, w, marks, n);
+                n = use_window(in, &in->again, w, trace, n);
     }
     return n;
 }
@@ -1077,24 +1077,24 @@ static void sizes_of(const int64_t *bytes, int64_t n, size_t *sizes)
 
 mt_status mt_walk_schedule(const mt_walk *in, mt_schedule **out)
 {
-    mt_mark  *marks = NULL;
+    int      *trace = NULL;
     size_t   *sizes = NULL, most;
     mt_status st;
 
     MT_TRY(check_all(in));
     most = (size_t)((in->units.begin[in->n_windows] + in->again.begin[in->n_windows]) * in->shown);
-    marks = calloc(most + 1, sizeof *marks);
+    trace = calloc(most + 1, sizeof *trace);
     sizes = calloc((size_t)(in->n_units + in->n_slots) + 1, sizeof *sizes);
-    if (marks == NULL || sizes == NULL) {
+    if (trace == NULL || sizes == NULL) {
         st = MT_FAIL(MT_ENOMEM, "walk: no memory for %zu uses", most);
         goto fail;
     }
     sizes_of(in->weights, in->n_units, sizes);
     sizes_of(in->slots, in->n_slots, sizes + in->n_units);
-    st = mt_schedule_build(marks, mark_uses(in, marks), sizes, (int)in->n_units,
+    st = mt_schedule_build(trace, trace_of(in, trace), sizes, (int)in->n_units,
                            sizes + in->n_units, (int)in->n_slots, out);
 fail:
-    free(marks);
+    free(trace);
     free(sizes);
     return st;
 }

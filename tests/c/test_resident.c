@@ -398,7 +398,6 @@ static void window(model *m, int step, int micro, int u)
         m->changed[u][p] = 0;
     }
     CHECK_OK(mt_offload_put(m->o, u, items, PARAMS, m->run, &ticket));
-    mt_stream_mark_offload(m->s, u);
 }
 
 /* ---- updates: on the updater's thread --------------------------------------------------- */
