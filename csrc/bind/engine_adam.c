@@ -610,11 +610,9 @@ PyObject *mt_engine_norm(PyObject *self, PyObject *args)
     unsigned long long ticket;
     double             norm;
     int                skipped;
-    mt_engine         *e = mt_engine_args(self, args, "K:norm", &ticket);
     mt_status          st;
 
-    if (e == NULL)
-        return NULL;
+    MT_ENGINE(e, "K:norm", &ticket);
     MT_WAITING(e, st, mt_update_norm(e->updater, ticket, &norm, &skipped));
     return st == MT_OK ? Py_BuildValue("(di)", norm, skipped) : mt_raise(e->error, st);
 }

@@ -411,14 +411,13 @@ static mt_status shards_stop(mt_saving *g)
     return MT_OK;
 }
 
-PyObject *mt_engine_save_end(PyObject *self, PyObject *unused)
+PyObject *mt_engine_save_end(PyObject *self, PyObject *Py_UNUSED(unused))
 {
     mt_engine *e = saving_of(self);
     mt_saving *g;
     PyObject  *sums;
     mt_status  st;
 
-    (void)unused;
     if (e == NULL)
         return NULL;
     g = e->saving;
@@ -442,11 +441,9 @@ PyObject *mt_engine_take(PyObject *self, PyObject *args)
 {
     mt_queue  *run;
     int        unit;
-    mt_engine *e = mt_engine_args(self, args, "O&O&:take", mt_as_unit, &unit, mt_as_queue, &run);
     mt_status  st;
 
-    if (e == NULL)
-        return NULL;
+    MT_ENGINE(e, "O&O&:take", mt_as_unit, &unit, mt_as_queue, &run);
     MT_UNLOCKED(e, st, take(e, unit, run));
     return mt_engine_done(e, st);
 }
@@ -454,11 +451,9 @@ PyObject *mt_engine_take(PyObject *self, PyObject *args)
 PyObject *mt_engine_wait_saved(PyObject *self, PyObject *args)
 {
     int        unit;
-    mt_engine *e = mt_engine_args(self, args, "O&:wait_saved", mt_as_unit, &unit);
     mt_status  st;
 
-    if (e == NULL)
-        return NULL;
+    MT_ENGINE(e, "O&:wait_saved", mt_as_unit, &unit);
     MT_WAITING(e, st, mt_ledger_wait_saved(e->cx.store, unit));
     return mt_engine_done(e, st);
 }
