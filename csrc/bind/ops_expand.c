@@ -137,30 +137,10 @@ static mt_status expand_args(const mt_op_call *c, const mt_op_arg *a, mt_expand 
     return has(c, "out", &a[OUT].t, x->experts * x->rows * x->cols);
 }
 
-static mt_status cpu_expand_codes(const mt_op_call *c, const mt_op_arg *a, StableIValue *result)
-{
-    mt_pool  *pool = NULL;
-    mt_expand x;
-    mt_status st;
-
-    (void)result;
-    MT_TRY(expand_args(c, a, &x));
-    MT_TRY(mt_op_pool(a[OUT].t.n, &pool));
-    mt_expand_codes(pool, &x);
-fail:
-    mt_pool_close(pool);
-    return st;
-}
+MT_OP_CPU(expand_codes, mt_expand, x, expand_args, a[OUT].t.n, mt_expand_codes)
 
 #ifdef MT_WITH_CUDA
-static mt_status cuda_expand_codes(const mt_op_call *c, const mt_op_arg *a, StableIValue *result)
-{
-    mt_expand x;
-
-    (void)result;
-    MT_DO(expand_args(c, a, &x));
-    return mt_op_launched(c, mt__expand_cuda(c->stream, &x));
-}
+MT_OP_CUDA(expand_codes, mt_expand, expand_args, mt__expand_cuda)
 #endif
 
 /* ---- codes of weights ---- */

@@ -80,14 +80,7 @@ fail:
 }
 
 #ifdef MT_WITH_CUDA
-static mt_status cuda_cross_entropy_(const mt_op_call *c, const mt_op_arg *a, StableIValue *result)
-{
-    mt_cross_entropy e;
-
-    (void)result;
-    MT_DO(args_of(c, a, &e));
-    return mt_op_launched(c, mt__cross_entropy_cuda(c->stream, &e));
-}
+MT_OP_CUDA(cross_entropy_, mt_cross_entropy, args_of, mt__cross_entropy_cuda)
 #endif
 
 #define OPS(X)                                                                                     \

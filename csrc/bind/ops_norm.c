@@ -262,31 +262,18 @@ fail:
     return st;
 }
 
-static mt_status cpu_rms_norm(const mt_op_call *c, const mt_op_arg *a, StableIValue *result)
-{
-    (void)result;
-    return cpu_ahead(c, a, rms_ahead);
-}
-
-static mt_status cpu_rms_norm_backward(const mt_op_call *c, const mt_op_arg *a,
-                                       StableIValue *result)
-{
-    (void)result;
-    return cpu_back(c, a, rms_back);
-}
-
-static mt_status cpu_layer_norm(const mt_op_call *c, const mt_op_arg *a, StableIValue *result)
-{
-    (void)result;
-    return cpu_ahead(c, a, layer_ahead);
-}
-
-static mt_status cpu_layer_norm_backward(const mt_op_call *c, const mt_op_arg *a,
-                                         StableIValue *result)
-{
-    (void)result;
-    return cpu_back(c, a, layer_back);
-}
+#define KERNEL(device, op, way, read)                                                              \
+    static mt_status device##_##op(const mt_op_call *c, const mt_op_arg *a, StableIValue *result)  \
+    {                                                                                              \
+        (void)result;                                                                              \
+        return device##_##way(c, a, read);                                                         \
+    }
+#define KERNELS(device)                                                                            \
+    KERNEL(device, rms_norm, ahead, rms_ahead)                                                     \
+    KERNEL(device, rms_norm_backward, back, rms_back)                                              \
+    KERNEL(device, layer_norm, ahead, layer_ahead)                                                 \
+    KERNEL(device, layer_norm_backward, back, layer_back)
+KERNELS(cpu)
 
 #ifdef MT_WITH_CUDA
 static mt_status cuda_ahead(const mt_op_call *c, const mt_op_arg *a, read_ahead read)
@@ -315,31 +302,7 @@ fail:
     return st;
 }
 
-static mt_status cuda_rms_norm(const mt_op_call *c, const mt_op_arg *a, StableIValue *result)
-{
-    (void)result;
-    return cuda_ahead(c, a, rms_ahead);
-}
-
-static mt_status cuda_rms_norm_backward(const mt_op_call *c, const mt_op_arg *a,
-                                        StableIValue *result)
-{
-    (void)result;
-    return cuda_back(c, a, rms_back);
-}
-
-static mt_status cuda_layer_norm(const mt_op_call *c, const mt_op_arg *a, StableIValue *result)
-{
-    (void)result;
-    return cuda_ahead(c, a, layer_ahead);
-}
-
-static mt_status cuda_layer_norm_backward(const mt_op_call *c, const mt_op_arg *a,
-                                          StableIValue *result)
-{
-    (void)result;
-    return cuda_back(c, a, layer_back);
-}
+KERNELS(cuda)
 #endif
 
 /* ---- fp8_rms_norm: codes of y, which is not written ---- */
