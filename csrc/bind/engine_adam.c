@@ -471,7 +471,7 @@ static int param_of(mt_engine *e, int unit, PyObject *tuple, adam_param *out)
     p.grad_dtype = (mt_dtype)grad_dtype;
     /* Asked now: a zero_grad() may come before the update runs. A user's change is in the GRAD
      * plane, the rounded copy, and makes the sum stale. */
-    p.acc = address == 0 && !p.changed && mt_offload_has_acc(e->offload, unit, p.param);
+    p.acc = address == 0 && !p.changed && mt_offload_has(e->offload, unit, p.param, MT_GRAD_SUMMED);
     if (hyper_ok(e, unit, &p) < 0)
         return -1;
     *out = p;

@@ -220,12 +220,9 @@ static uint64_t mix(uint64_t hash, const void *data, size_t bytes)
     return hash;
 }
 
-/* Of n elements from a grain on. */
 static int64_t chunks_of(mt_dtype dt, int64_t n)
 {
-    int64_t chunks = n / MT_PORTION_GRAIN + (n % MT_PORTION_GRAIN != 0);
-
-    return mt_plane_bytes(MT_PLANE_GRAD, dt, MT_STATES_FP32, n) > 0 ? chunks : 0;
+    return mt_plane_bytes(MT_PLANE_GRAD, dt, MT_STATES_FP32, n) > 0 ? mt_grains(n) : 0;
 }
 
 /* In a share: a unit's board, then its ranges (share.h, (5)). */

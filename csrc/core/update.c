@@ -92,10 +92,9 @@ static int is_counted(const mt_updater *u, int unit, int param)
 {
     int64_t from;
 
-    if (u->cx->share == NULL)
-        return mt_offload_counted(u->grads, unit, param);
-    return mt_store_owned(u->store, unit, param, &from) == 0 ||
-           mt_offload_chunked(u->grads, unit, param);
+    return u->cx->share == NULL ? mt_offload_has(u->grads, unit, param, MT_GRAD_COUNTED)
+           : mt_store_owned(u->store, unit, param, &from) == 0 ||
+             mt_offload_has(u->grads, unit, param, MT_GRAD_CHUNKED);
 }
 
 static mt_status job_copy(const mt_updater *u, const mt_update_job *from, job *to)

@@ -528,7 +528,7 @@ static uint64_t submit_some(model *m, int step, int first, int n)
                      .guest = m->a != NULL && mt_arrive_invited(m->a, u) };
         lift(m, u);
         for (int p = 0; p < PARAMS; p++)
-            a->acc[p] = mt_offload_has_acc(m->o, u, p);
+            a->acc[p] = mt_offload_has(m->o, u, p, MT_GRAD_SUMMED);
         jobs[u - first] = (mt_update_job){ .unit = u, .n_params = PARAMS, .params = all_params,
                                    .run = adam_run, .put = adam_put, .gradient = adam_gradient,
                                    .compute = adam_compute, .free = free, .arg = a };
