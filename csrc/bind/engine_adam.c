@@ -159,18 +159,13 @@ static mt_status tensor_of(const adam_job *j, const adam_param *p, mt_adam_tenso
 static mt_status list_of(const adam_job *j, mt_adam_tensor **out,
                          mt_status (*each)(const adam_job *, const adam_param *, mt_adam_tensor *))
 {
-    mt_adam_tensor *t;
-    mt_status       st;
+    mt_adam_tensor *t MT_FREED = NULL;
 
     MT_DO(MT_MAKE(t, j->n, mt_store_name(j->store, j->unit)));
     for (int i = 0; i < j->n; i++)
-        MT_TRY(each(j, &j->p[i], &t[i]));
-    *out = t;
+        MT_DO(each(j, &j->p[i], &t[i]));
+    *out = MT_KEEP(t);
     return MT_OK;
-
-fail:
-    free(t);
-    return st;
 }
 
 static mt_status job_run(void *arg, mt_pool *pool, float clip)
@@ -256,8 +251,7 @@ static int asked(const adam_job *j, int param)
 static mt_status stretches_of(const adam_job *j, const mt_adam_tensor *whole, const mt_part *parts,
                               int n_parts, mt_adam_tensor **out, int *n)
 {
-    mt_adam_tensor *s, t;
-    mt_status       st = MT_OK;
+    mt_adam_tensor *s MT_FREED = NULL, t;
 
     MT_DO(MT_MAKE(s, n_parts, mt_store_name(j->store, j->unit)));
     *n = 0;
@@ -268,16 +262,12 @@ static mt_status stretches_of(const adam_job *j, const mt_adam_tensor *whole, co
         if (k < 0)
             continue;
         if (whole == NULL)
-            MT_TRY(bare_of(j, &j->p[k], &t));
-        MT_TRY(fill_in(j, &part));
+            MT_DO(bare_of(j, &j->p[k], &t));
+        MT_DO(fill_in(j, &part));
         s[(*n)++] = stretch(whole != NULL ? &whole[k] : &t, &part);
     }
-    *out = s;
+    *out = MT_KEEP(s);
     return MT_OK;
-
-fail:
-    free(s);
-    return st;
 }
 
 /* A guest's states, all that are to be updated, are in parts. */
@@ -295,40 +285,32 @@ static int are_all(const adam_job *j, const mt_adam_tensor *t, const mt_adam_ten
 static mt_status put_guest(const adam_job *j, mt_queue *q, float clip, const mt_part *parts,
                            int n_parts)
 {
-    mt_adam_tensor *t = NULL, *s = NULL;
+    mt_adam_tensor *t MT_FREED = NULL, *s MT_FREED = NULL;
     int             n;
-    mt_status       st;
 
-    MT_TRY(list_of(j, &t, bare_of));
-    MT_TRY(lift(j, q, t));
-    MT_TRY(stretches_of(j, t, parts, n_parts, &s, &n));
+    MT_DO(list_of(j, &t, bare_of));
+    MT_DO(lift(j, q, t));
+    MT_DO(stretches_of(j, t, parts, n_parts, &s, &n));
     if (!are_all(j, t, s, n))
-        MT_TRY(MT_FAIL(MT_ESTATE, "unit %d (%s): some of its states are not on the device; lift "
-                       "them anew when other parameters are to be trained", j->unit,
-                       mt_store_name(j->store, j->unit)));
-    MT_TRY(mt_adam_put(q, s, n, clip));
-fail:
-    free(s);
-    free(t);
-    return st;
+        MT_DO(MT_FAIL(MT_ESTATE, "unit %d (%s): some of its states are not on the device; lift "
+                      "them anew when other parameters are to be trained", j->unit,
+                      mt_store_name(j->store, j->unit)));
+    return mt_adam_put(q, s, n, clip);
 }
 
 static mt_status job_put(void *arg, mt_queue *q, float clip)
 {
     const adam_job       *j = arg;
     const mt_part *parts;
-    mt_adam_tensor       *t;
+    mt_adam_tensor       *t MT_FREED = NULL;
     int                   n_parts, guest;
     mt_status             st = mt_resident_parts(j->residents, j->unit, &parts, &n_parts, &guest);
 
     if (st != MT_OK || guest)
         return st != MT_OK ? st : put_guest(j, q, clip, parts, n_parts);
     MT_DO(list_of(j, &t, tensor_of));
-    MT_TRY(lift(j, q, t));
-    MT_TRY(mt_adam_put(q, t, j->n, clip));
-fail:
-    free(t);
-    return st;
+    MT_DO(lift(j, q, t));
+    return mt_adam_put(q, t, j->n, clip);
 }
 
 static mt_status job_pieces(void *arg, mt_pool *pool, const mt_part *parts, int n_parts, float clip)

@@ -111,20 +111,15 @@ PyObject *mt_engine_swap_bytes(PyObject *self, PyObject *Py_UNUSED(unused))
 static mt_status swap_disk(mt_engine *e, const char *path, uint64_t limit, uint64_t bytes,
                            int bays, int threads)
 {
-    mt_file  *file = NULL;
-    mt_status st;
+    mt_file  *file MT_CLOSED(mt_file_close) = NULL;
 
-    MT_TRY(mt_file_open(path, limit, threads, NULL, &file));
+    MT_DO(mt_file_open(path, limit, threads, NULL, &file));
     if (e->cx.share != NULL)             /* as disk_open's */
         mt_file_unname(file);
-    MT_TRY(mt_file_reserve(file, bytes));
-    MT_TRY(mt_swap_disk(e->swap, mt_file_blocks(file), bays));
-    e->swap_file = file;
+    MT_DO(mt_file_reserve(file, bytes));
+    MT_DO(mt_swap_disk(e->swap, mt_file_blocks(file), bays));
+    e->swap_file = MT_KEEP(file);
     return MT_OK;
-
-fail:
-    mt_file_close(file);
-    return st;
 }
 
 PyObject *mt_engine_swap_disk(PyObject *self, PyObject *args, PyObject *kw)

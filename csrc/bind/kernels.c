@@ -83,19 +83,13 @@ static mt_adam_tensor *tensors_of(PyObject *sequence, int *n)
 static mt_status adam_run(const mt_adam_tensor *t, int n, float clip, int threads, int isa,
                           int traffic)
 {
-    mt_pool  *pool = NULL;
-    mt_status st;
+    mt_pool  *pool MT_CLOSED(mt_pool_close) = NULL;
 
     if (isa < 0 || isa >= MT_ISA_COUNT)
         return MT_FAIL(MT_EINVAL, "isa %d: there are 0 to %d", isa, MT_ISA_COUNT - 1);
-    MT_TRY(pool_for(threads, &pool));
-    if (traffic)
-        MT_TRY(mt_adam_traffic(pool, t, n, (mt_isa)isa));
-    else
-        MT_TRY(mt_adam_step(pool, t, n, clip, (mt_isa)isa));
-fail:
-    mt_pool_close(pool);
-    return st;
+    MT_DO(pool_for(threads, &pool));
+    return traffic ? mt_adam_traffic(pool, t, n, (mt_isa)isa)
+                   : mt_adam_step(pool, t, n, clip, (mt_isa)isa);
 }
 
 static PyObject *adam_call(PyObject *module, PyObject *sequence, float clip, int threads, int isa,

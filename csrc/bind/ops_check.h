@@ -35,17 +35,14 @@ static inline mt_status mt_op_launched(const mt_op_call *c, const char *error)
 #define MT_OP_CPU(op, type, g, read, n, run)                                                       \
     static mt_status cpu_##op(const mt_op_call *c, const mt_op_arg *a, StableIValue *result)       \
     {                                                                                              \
-        type      g = { 0 };                                                                       \
-        mt_pool  *pool = NULL;                                                                     \
-        mt_status st;                                                                              \
+        type     g = { 0 };                                                                        \
+        mt_pool *pool MT_CLOSED(mt_pool_close) = NULL;                                             \
                                                                                                    \
         (void)result;                                                                              \
-        MT_TRY(read(c, a, &g));                                                                    \
-        MT_TRY(mt_op_pool(n, &pool));                                                              \
+        MT_DO(read(c, a, &g));                                                                     \
+        MT_DO(mt_op_pool(n, &pool));                                                               \
         run(pool, &g);                                                                             \
-    fail:                                                                                          \
-        mt_pool_close(pool);                                                                       \
-        return st;                                                                                 \
+        return MT_OK;                                                                              \
     }
 /* And CUDA's, whose run(stream, &g) launches it. */
 #define MT_OP_CUDA(op, type, read, run)                                                            \

@@ -308,20 +308,16 @@ typedef mt_status (*read_args)(const mt_op_call *c, const mt_op_arg *a, mt_fp8_g
 static mt_status on_cpu(const mt_op_call *c, const mt_op_arg *a, read_args read, int64_t matrices,
                         void (*run)(mt_pool *, const mt_fp8_glu *, void *))
 {
-    AtenTensorHandle memory = NULL;
+    AtenTensorHandle memory MT_CLOSED(mt_op_free) = NULL;
     void            *scratch = NULL;
-    mt_pool         *pool = NULL;
+    mt_pool         *pool MT_CLOSED(mt_pool_close) = NULL;
     mt_fp8_glu       f;
-    mt_status        st;
 
-    MT_TRY(read(c, a, &f));
-    MT_TRY(mt_op_new(&a[0].t, MT_BF16, matrices * f.glu.rows * f.glu.n, &memory, &scratch));
-    MT_TRY(mt_op_pool(f.glu.rows * f.glu.n, &pool));
+    MT_DO(read(c, a, &f));
+    MT_DO(mt_op_new(&a[0].t, MT_BF16, matrices * f.glu.rows * f.glu.n, &memory, &scratch));
+    MT_DO(mt_op_pool(f.glu.rows * f.glu.n, &pool));
     run(pool, &f, scratch);
-fail:
-    mt_pool_close(pool);
-    mt_op_free(memory);
-    return st;
+    return MT_OK;
 }
 
 static mt_status cpu_fp8_glu(const mt_op_call *c, const mt_op_arg *a, StableIValue *result)

@@ -113,21 +113,17 @@ MT_OP_CPU(column_sum, mt_columns, s, column_args, s.rows * s.n, mt_column_sum)
 #ifdef MT_WITH_CUDA
 static mt_status cuda_column_sum(const mt_op_call *c, const mt_op_arg *a, StableIValue *result)
 {
-    AtenTensorHandle scratch = NULL;
+    AtenTensorHandle scratch MT_CLOSED(mt_op_free) = NULL;
     void            *sums = NULL;
     mt_columns       s;
     int64_t          segments;
-    mt_status        st;
 
     (void)result;
-    MT_TRY(column_args(c, a, &s));
+    MT_DO(column_args(c, a, &s));
     segments = (s.rows + MT_SUM_ROWS - 1) / MT_SUM_ROWS;
     if (segments > 1)
-        MT_TRY(mt_op_new(&a[0].t, MT_F32, segments * s.n, &scratch, &sums));
-    st = mt_op_launched(c, mt__column_sum_cuda(c->stream, &s, sums));
-fail:
-    mt_op_free(scratch);
-    return st;
+        MT_DO(mt_op_new(&a[0].t, MT_F32, segments * s.n, &scratch, &sums));
+    return mt_op_launched(c, mt__column_sum_cuda(c->stream, &s, sums));
 }
 #endif
 

@@ -46,22 +46,19 @@ static void assert_guest(const mt_arrive *a, const guest *g, int unit)
 
 /* ---- open, invite, close ---------------------------------------------------------------- */
 
+MT_CLOSER(mt_arrive_close, mt_arrive)
+
 mt_status mt_arrive_open(mt_context *cx, mt_arrive **out)
 {
-    mt_arrive *a;
-    mt_status  st;
+    mt_arrive *a MT_CLOSED(mt_arrive_close) = NULL;
 
-    MT_TRY(MT_MAKE(a, 1, "arrive"));
+    MT_DO(MT_MAKE(a, 1, "arrive"));
     *a = (mt_arrive){ .cx = cx, .dev = cx->dev, .store = cx->store };
     mt_mutex_open(&a->mu, MT_RANK_ARRIVE);
-    MT_TRY(a->dev->ops->event_open(a->dev, &a->drained));
-    MT_TRY(a->dev->ops->queue_open(a->dev, "guests", &a->queue));
-    *out = cx->arrive = a;
+    MT_DO(a->dev->ops->event_open(a->dev, &a->drained));
+    MT_DO(a->dev->ops->queue_open(a->dev, "guests", &a->queue));
+    *out = cx->arrive = MT_KEEP(a);
     return MT_OK;
-
-fail:
-    mt_arrive_close(a);
-    return st;
 }
 
 static void guest_close(const mt_arrive *a, guest *g)
@@ -168,21 +165,18 @@ static mt_status cut(const mt_arrive *a, int unit, size_t most, mt_pieces **out)
 
 mt_status mt_arrive_sizes(mt_arrive *a, int unit, size_t most, size_t **bytes, int *n)
 {
-    mt_pieces *pieces = NULL;
+    mt_pieces *pieces MT_CLOSED(mt_pieces_free) = NULL;
     size_t    *found;
     guest     *g;
-    mt_status  st;
 
-    MT_TRY(find(a, unit, &g));
-    MT_TRY(cut(a, unit, most, &pieces));
-    MT_TRY(MT_MAKE(found, pieces->n, mt_store_name(a->store, unit)));
+    MT_DO(find(a, unit, &g));
+    MT_DO(cut(a, unit, most, &pieces));
+    MT_DO(MT_MAKE(found, pieces->n, mt_store_name(a->store, unit)));
     for (int i = 0; i < pieces->n; i++)
         found[i] = pieces->piece[i].bytes;
     *n = pieces->n;
     *bytes = found;
-fail:
-    mt_pieces_free(pieces);
-    return st;
+    return MT_OK;
 }
 
 /* ---- copies: under mu ------------------------------------------------------------------- */
@@ -291,21 +285,18 @@ fail:
 static mt_status parts_of(const mt_arrive *a, int unit, size_t most, void *const *mem, int n,
                           mt_part **out)
 {
-    mt_pieces *pieces = NULL;
+    mt_pieces *pieces MT_CLOSED(mt_pieces_free) = NULL;
     mt_part   *parts;
-    mt_status  st;
 
-    MT_TRY(cut(a, unit, most, &pieces));
+    MT_DO(cut(a, unit, most, &pieces));
     if (pieces->n != n)
-        MT_TRY(MT_FAIL(MT_EINVAL, "unit %s: %d pieces of device memory for its states; they take "
-                       "%d", mt_store_name(a->store, unit), n, pieces->n));
-    MT_TRY(MT_MAKE(parts, n, mt_store_name(a->store, unit)));
+        MT_DO(MT_FAIL(MT_EINVAL, "unit %s: %d pieces of device memory for its states; they take "
+                      "%d", mt_store_name(a->store, unit), n, pieces->n));
+    MT_DO(MT_MAKE(parts, n, mt_store_name(a->store, unit)));
     for (int i = 0; i < n; i++)
         mt_pieces_at(pieces, i, mem[i], &parts[i]);
     *out = parts;
-fail:
-    mt_pieces_free(pieces);
-    return st;
+    return MT_OK;
 }
 
 mt_status mt_arrive_lift(mt_arrive *a, int unit, size_t most, void *const *mem, int n,

@@ -989,12 +989,13 @@ void mt_feed_close(mt_feed *f)
 
 /* ---- open and close ------------------------------------------------------------------------ */
 
+MT_CLOSER(mt_disk_close, mt_disk)
+
 mt_status mt_disk_open(mt_context *cx, mt_blocks *file, mt_pool *pool, int n_buffers, size_t bytes,
                        mt_disk **out)
 {
-    mt_disk  *d = NULL;
+    mt_disk  *d MT_CLOSED(mt_disk_close) = NULL;
     size_t    all;
-    mt_status st;
 
     if (n_buffers < 1 || bytes < MT_DISK_LEAST || bytes % MT_BLOCK_ALIGN != 0)
         return MT_FAIL(MT_EINVAL,
@@ -1006,17 +1007,13 @@ mt_status mt_disk_open(mt_context *cx, mt_blocks *file, mt_pool *pool, int n_buf
                     .next_unit = -1, .before = -1, .first_added = -1, .last_added = -1,
                     .feed = { .d = d, .unit = -1 } };
     mt_mutex_open(&d->mu, MT_RANK_DISK);
-    MT_TRY(mt_watch_cond(&d->changed));
+    MT_DO(mt_watch_cond(&d->changed));
     for (int i = 0; i < n_buffers; i++)
-        MT_TRY(ring_add(d, UPDATES, bytes));
-    MT_TRY(ring_add(d, COPIES, bytes));
-    MT_TRY(mt_worker_open(&d->worker, &d->mu, 1, "mt-disk-update", "disk update", carry_out, d));
-    *out = cx->disk = d;
+        MT_DO(ring_add(d, UPDATES, bytes));
+    MT_DO(ring_add(d, COPIES, bytes));
+    MT_DO(mt_worker_open(&d->worker, &d->mu, 1, "mt-disk-update", "disk update", carry_out, d));
+    *out = cx->disk = MT_KEEP(d);
     return MT_OK;
-
-fail:
-    mt_disk_close(d);
-    return st;
 }
 
 void mt_disk_close(mt_disk *d)

@@ -162,28 +162,25 @@ static mt_status raise_unit(void *arg, mt_job *node)
 
 /* ---- open and close ------------------------------------------------------------------------ */
 
+MT_CLOSER(mt_ferry_close, mt_ferry)
+
 mt_status mt_ferry_open(mt_context *cx, mt_mutex *mu, void (*raise)(void *arg, int unit),
                         void *arg, mt_ferry **out)
 {
-    mt_ferry *f;
-    mt_status st;
+    mt_ferry *f MT_CLOSED(mt_ferry_close) = NULL;
 
-    MT_TRY(MT_MAKE(f, 1, "ferry"));
+    MT_DO(MT_MAKE(f, 1, "ferry"));
     *f = (mt_ferry){ .cx = cx, .dev = cx->dev, .store = cx->store, .mu = mu, .raise = raise,
                      .arg = arg };
-    MT_TRY(f->dev->ops->queue_open(f->dev, "weights down", &f->down));
-    MT_TRY(f->dev->ops->queue_open(f->dev, "weights up", &f->up));
-    MT_TRY(f->dev->ops->event_open(f->dev, &f->chunks[0]));
-    MT_TRY(f->dev->ops->event_open(f->dev, &f->chunks[1]));
-    MT_TRY(mt_worker_open(&f->raises, mu, 1, "mt-raises", "weights up", raise_unit, f));
-    MT_TRY(mt_worker_open(&f->ends, mu, 1, "mt-lowers", "weights down", end_update, f));
-    MT_TRY(mt_worker_open(&f->steps, mu, 1, "mt-steps", "device update", see_step, f));
-    *out = f;
+    MT_DO(f->dev->ops->queue_open(f->dev, "weights down", &f->down));
+    MT_DO(f->dev->ops->queue_open(f->dev, "weights up", &f->up));
+    MT_DO(f->dev->ops->event_open(f->dev, &f->chunks[0]));
+    MT_DO(f->dev->ops->event_open(f->dev, &f->chunks[1]));
+    MT_DO(mt_worker_open(&f->raises, mu, 1, "mt-raises", "weights up", raise_unit, f));
+    MT_DO(mt_worker_open(&f->ends, mu, 1, "mt-lowers", "weights down", end_update, f));
+    MT_DO(mt_worker_open(&f->steps, mu, 1, "mt-steps", "device update", see_step, f));
+    *out = MT_KEEP(f);
     return MT_OK;
-
-fail:
-    mt_ferry_close(f);
-    return st;
 }
 
 static void leave(const mt_ferry *f, berth *b)

@@ -264,10 +264,11 @@ static mt_status tally_of(mt_offload *o, int unit, tally **out)
 
 /* ---- open and close --------------------------------------------------------------------- */
 
+MT_CLOSER(mt_offload_close, mt_offload)
+
 mt_status mt_offload_open(const mt_context *cx, int depth, mt_offload_kernels k, mt_offload **out)
 {
-    mt_offload *o = NULL;
-    mt_status   st;
+    mt_offload *o MT_CLOSED(mt_offload_close) = NULL;
 
     if (depth < 1 || depth > 1024)
         return MT_FAIL(MT_EINVAL, "offload: depth %d; 1 to 1024 units may have gradients on the "
@@ -275,24 +276,20 @@ mt_status mt_offload_open(const mt_context *cx, int depth, mt_offload_kernels k,
     if (cx->share != NULL && k.fold == NULL)
         return MT_FAIL(MT_EINVAL, "offload: where processes share units, mt_offload_open() is to "
                        "be given a fold");
-    MT_TRY(MT_MAKE(o, 1, "offload"));
+    MT_DO(MT_MAKE(o, 1, "offload"));
     *o = (mt_offload){ .cx = cx, .dev = cx->dev, .store = cx->store, .pool = cx->pool,
                        .timeline = cx->timeline, .kernels = k, .depth = (uint64_t)depth,
                        .n_ring = (uint64_t)depth + AHEAD };
     mt_mutex_open(&o->mu, MT_RANK_OFFLOAD);
-    MT_TRY(mt_worker_open(&o->collector, &o->mu, 1, "mt-collector", "d2h", collect, o));
-    MT_TRY(MT_MAKE(o->ring, (int64_t)o->n_ring, "offload"));
+    MT_DO(mt_worker_open(&o->collector, &o->mu, 1, "mt-collector", "d2h", collect, o));
+    MT_DO(MT_MAKE(o->ring, (int64_t)o->n_ring, "offload"));
     for (uint64_t i = 0; i < o->n_ring; i++) {
-        MT_TRY(o->dev->ops->event_open(o->dev, &o->ring[i].handed));
-        MT_TRY(o->dev->ops->event_open(o->dev, &o->ring[i].landed));
+        MT_DO(o->dev->ops->event_open(o->dev, &o->ring[i].handed));
+        MT_DO(o->dev->ops->event_open(o->dev, &o->ring[i].landed));
     }
-    MT_TRY(o->dev->ops->queue_open(o->dev, "d2h", &o->d2h));
-    *out = o;
+    MT_DO(o->dev->ops->queue_open(o->dev, "d2h", &o->d2h));
+    *out = MT_KEEP(o);
     return MT_OK;
-
-fail:
-    mt_offload_close(o);
-    return st;
 }
 
 void mt_offload_close(mt_offload *o)

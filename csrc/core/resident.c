@@ -57,22 +57,19 @@ static void assert_settled(const mt_resident *r, const settled *h, int unit)
 
 /* ---- open and close --------------------------------------------------------------------- */
 
+MT_CLOSER(mt_resident_close, mt_resident)
+
 mt_status mt_resident_open(mt_context *cx, mt_resident **out)
 {
-    mt_resident *r;
-    mt_status    st;
+    mt_resident *r MT_CLOSED(mt_resident_close) = NULL;
 
-    MT_TRY(MT_MAKE(r, 1, "resident"));
+    MT_DO(MT_MAKE(r, 1, "resident"));
     *r = (mt_resident){ .cx = cx, .dev = cx->dev, .store = cx->store };
     mt_mutex_open(&r->mu, MT_RANK_RESIDENT);
-    MT_TRY(r->dev->ops->event_open(r->dev, &r->drained));
-    MT_TRY(r->dev->ops->queue_open(r->dev, "resident", &r->queue));
-    *out = cx->residents = r;
+    MT_DO(r->dev->ops->event_open(r->dev, &r->drained));
+    MT_DO(r->dev->ops->queue_open(r->dev, "resident", &r->queue));
+    *out = cx->residents = MT_KEEP(r);
     return MT_OK;
-
-fail:
-    mt_resident_close(r);
-    return st;
 }
 
 static void settled_close(const mt_resident *r, settled *h)

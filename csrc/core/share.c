@@ -182,12 +182,13 @@ static mt_status take_rank(mt_share *h)
     return MT_OK;
 }
 
+MT_CLOSER(mt_share_close, mt_share)
+
 mt_status mt_share_open(int fd, int rank, int ranks, mt_share **out)
 {
     size_t    counters = (size_t)(MT_COUNTS - 1 - MT_UNIT_COUNTS + ranks) * (size_t)ranks;
-    mt_share *h;
+    mt_share *h MT_CLOSED(mt_share_close) = NULL;
     void     *map;
-    mt_status st;
 
     if (rank < 0 || rank >= ranks || ranks > MT_RANKS_MOST)
         return MT_FAIL(MT_EINVAL, "shared memory: there is no rank %d of %d; there may be 1 to %d, "
@@ -195,17 +196,13 @@ mt_status mt_share_open(int fd, int rank, int ranks, mt_share **out)
     MT_DO(MT_MAKE(h, 1, "shared memory"));
     *h = (mt_share){ .fd = -1, .rank = rank, .ranks = ranks,
                      .head_bytes = sizeof(head) + counters * 2 * sizeof(uint64_t) };
-    MT_TRY(open_file(h, fd));
-    MT_TRY(mt_share_room(h, h->head_bytes, "ranks", &map));
+    MT_DO(open_file(h, fd));
+    MT_DO(mt_share_room(h, h->head_bytes, "ranks", &map));
     h->head = map;
     h->board = (mt_board){ .share = h, .unit = -1, .words = (_Atomic uint64_t *)(h->head + 1) };
-    MT_TRY(take_rank(h));
-    *out = h;
+    MT_DO(take_rank(h));
+    *out = MT_KEEP(h);
     return MT_OK;
-
-fail:
-    mt_share_close(h);
-    return st;
 }
 
 void mt_share_close(mt_share *h)

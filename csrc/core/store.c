@@ -634,7 +634,7 @@ static mt_status plane_make(mt_store *s, mt__unit *u, int side, mt_plane p)
 {
     mt__plane *pl = &u->plane[side][p];
     extent     x = { .n = u->shape.n };
-    size_t    *offset;
+    size_t    *offset MT_FREED = NULL;
     uintptr_t *at;
     mt_arena   made = { 0 };
     mt_status  st;
@@ -645,10 +645,10 @@ static mt_status plane_make(mt_store *s, mt__unit *u, int side, mt_plane p)
     x.offset = offset;
     if (!in_parts(u, side, p))
         keep_own(u, side, p, &x);
-    MT_TRY(MT_MAKE(at, u->shape.n, u->name));
+    MT_DO(MT_MAKE(at, u->shape.n, u->name));
     if ((st = map(s, u, side, p, &x, &made)) != MT_OK) {
         free(at);
-        goto fail;
+        return st;
     }
     for (int i = 0; i < u->shape.n && !in_parts(u, side, p); i++)
         at[i] = offset[i] != MT__ABSENT ? (uintptr_t)made.base + offset[i] : 0;
@@ -656,9 +656,7 @@ static mt_status plane_make(mt_store *s, mt__unit *u, int side, mt_plane p)
     pl->arena = made;
     pl->at = at;
     mt_unlock(&s->map_mu);
-fail:
-    free(offset);
-    return st;
+    return MT_OK;
 }
 
 /* A parameter's own arena, to be made: also of one that is not trained now, whose states may be on

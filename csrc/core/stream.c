@@ -328,39 +328,36 @@ static mt_status carry_out(void *arg, mt_job *node)
 
 /* ---- open and close --------------------------------------------------------------------- */
 
+MT_CLOSER(mt_stream_close, mt_stream)
+
 mt_status mt_stream_open(const mt_context *cx, const mt_slot_desc *slots, int n_slots,
                          mt_slot_hooks hooks, mt_stream **out)
 {
-    mt_stream *s = NULL;
-    mt_status  st;
+    mt_stream *s MT_CLOSED(mt_stream_close) = NULL;
 
     if (n_slots < 1)
         return MT_FAIL(MT_EINVAL, "stream: %d slots; one is the least, two overlap", n_slots);
     for (int i = 0; i < n_slots; i++)
         if (slots[i].mem == NULL || slots[i].bytes == 0)
             return MT_FAIL(MT_EINVAL, "stream: slot %d of %d has no memory", i, n_slots);
-    MT_TRY(MT_MAKE(s, 1, "stream"));
+    MT_DO(MT_MAKE(s, 1, "stream"));
     *s = (mt_stream){ .cx = cx, .dev = cx->dev, .store = cx->store, .hooks = hooks,
                       .last_unit = -1, .computing = -1 };
     mt__course_open(&s->course);
     mt_mutex_open(&s->mu, MT_RANK_STREAM);
-    MT_TRY(MT_MAKE(s->slots, n_slots, "stream"));
-    MT_TRY(MT_MAKE(s->slot_bytes, n_slots, "stream"));
+    MT_DO(MT_MAKE(s->slots, n_slots, "stream"));
+    MT_DO(MT_MAKE(s->slot_bytes, n_slots, "stream"));
     s->n_slots = n_slots;
     for (int i = 0; i < n_slots; i++) {
         s->slots[i] = (slot){ .bytes = slots[i].bytes, .mem = slots[i].mem, .unit = -1 };
         s->slot_bytes[i] = slots[i].bytes;
-        MT_TRY(s->dev->ops->event_open(s->dev, &s->slots[i].ready));
-        MT_TRY(s->dev->ops->event_open(s->dev, &s->slots[i].freed));
+        MT_DO(s->dev->ops->event_open(s->dev, &s->slots[i].ready));
+        MT_DO(s->dev->ops->event_open(s->dev, &s->slots[i].freed));
     }
-    MT_TRY(s->dev->ops->queue_open(s->dev, "h2d", &s->h2d));
-    MT_TRY(mt_worker_open(&s->mover, &s->mu, 1, "mt-mover", "h2d", carry_out, s));
-    *out = s;
+    MT_DO(s->dev->ops->queue_open(s->dev, "h2d", &s->h2d));
+    MT_DO(mt_worker_open(&s->mover, &s->mu, 1, "mt-mover", "h2d", carry_out, s));
+    *out = MT_KEEP(s);
     return MT_OK;
-
-fail:
-    mt_stream_close(s);
-    return st;
 }
 
 void mt_stream_close(mt_stream *s)

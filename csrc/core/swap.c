@@ -863,26 +863,23 @@ void mt_swap_drop(mt_swap *w, uint64_t number)
 
 /* ---- open and close --------------------------------------------------------------------- */
 
+MT_CLOSER(mt_swap_close, mt_swap)
+
 mt_status mt_swap_open(const mt_context *cx, mt_swap **out)
 {
     mt_dev   *dev = cx->dev;
-    mt_swap  *w;
-    mt_status st;
+    mt_swap  *w MT_CLOSED(mt_swap_close) = NULL;
 
     MT_DO(MT_MAKE(w, 1, "swap"));
     *w = (mt_swap){ .cx = cx, .dev = dev, .store = cx->store };
     mt_mutex_open(&w->mu, MT_RANK_SWAP);
-    MT_TRY(mt_watch_cond(&w->turned));
-    MT_TRY(dev->ops->queue_open(dev, "swap-out", &w->out));
-    MT_TRY(dev->ops->queue_open(dev, "swap-back", &w->back));
-    MT_TRY(dev->ops->event_open(dev, &w->made));
-    MT_TRY(dev->ops->event_open(dev, &w->room));
-    *out = w;
+    MT_DO(mt_watch_cond(&w->turned));
+    MT_DO(dev->ops->queue_open(dev, "swap-out", &w->out));
+    MT_DO(dev->ops->queue_open(dev, "swap-back", &w->back));
+    MT_DO(dev->ops->event_open(dev, &w->made));
+    MT_DO(dev->ops->event_open(dev, &w->room));
+    *out = MT_KEEP(w);
     return MT_OK;
-
-fail:
-    mt_swap_close(w);
-    return st;
 }
 
 mt_status mt_swap_disk(mt_swap *w, mt_blocks *file, int n_bays)

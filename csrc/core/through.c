@@ -190,31 +190,28 @@ static mt_status pass(void *arg, mt_job *node)
 
 /* ---- open and close --------------------------------------------------------------------- */
 
+MT_CLOSER(mt_through_close, mt_through)
+
 mt_status mt_through_open(mt_context *cx, int n_buffers, size_t bytes, mt_through **out)
 {
-    mt_through *t = NULL;
-    mt_status   st;
+    mt_through *t MT_CLOSED(mt_through_close) = NULL;
 
     if (n_buffers < 1 || bytes < MT_THROUGH_LEAST)
         return MT_FAIL(MT_EINVAL, "through: %d buffers of %zu bytes; one of %d is the least",
                        n_buffers, bytes, MT_THROUGH_LEAST);
-    MT_TRY(MT_MAKE(t, 1, "through"));
+    MT_DO(MT_MAKE(t, 1, "through"));
     *t = (mt_through){ .cx = cx, .dev = cx->dev, .store = cx->store, .bytes = bytes };
     mt_mutex_open(&t->mu, MT_RANK_THROUGH);
-    MT_TRY(MT_MAKE(t->buffers, n_buffers, "through"));
+    MT_DO(MT_MAKE(t->buffers, n_buffers, "through"));
     t->n_buffers = n_buffers;
     for (buffer *f = t->buffers; f < t->buffers + n_buffers; f++) {
-        MT_TRY(t->dev->ops->queue_open(t->dev, "through", &f->q));
-        MT_TRY(t->dev->ops->event_open(t->dev, &f->over[0]));
-        MT_TRY(t->dev->ops->event_open(t->dev, &f->over[1]));
+        MT_DO(t->dev->ops->queue_open(t->dev, "through", &f->q));
+        MT_DO(t->dev->ops->event_open(t->dev, &f->over[0]));
+        MT_DO(t->dev->ops->event_open(t->dev, &f->over[1]));
     }
-    MT_TRY(mt_worker_open(&t->worker, &t->mu, 1, "mt-through", "through", pass, t));
-    *out = cx->through = t;
+    MT_DO(mt_worker_open(&t->worker, &t->mu, 1, "mt-through", "through", pass, t));
+    *out = cx->through = MT_KEEP(t);
     return MT_OK;
-
-fail:
-    mt_through_close(t);
-    return st;
 }
 
 void mt_through_close(mt_through *t)

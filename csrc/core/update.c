@@ -466,22 +466,19 @@ static mt_status carry_out(void *arg, mt_job *node)
 
 /* ---- open and close --------------------------------------------------------------------- */
 
+MT_CLOSER(mt_update_close, mt_updater)
+
 mt_status mt_update_open(const mt_context *cx, mt_offload *grads, mt_updater **out)
 {
-    mt_updater *u;
-    mt_status   st;
+    mt_updater *u MT_CLOSED(mt_update_close) = NULL;
 
     MT_DO(MT_MAKE(u, 1, "update"));
     *u = (mt_updater){ .cx = cx, .store = cx->store, .grads = grads, .pool = cx->pool,
                        .timeline = cx->timeline };
     mt_mutex_open(&u->mu, MT_RANK_UPDATE);
-    MT_TRY(mt_worker_open(&u->worker, &u->mu, 1, "mt-updater", "host update", carry_out, u));
-    *out = u;
+    MT_DO(mt_worker_open(&u->worker, &u->mu, 1, "mt-updater", "host update", carry_out, u));
+    *out = MT_KEEP(u);
     return MT_OK;
-
-fail:
-    mt_update_close(u);
-    return st;
 }
 
 void mt_update_close(mt_updater *u)

@@ -312,9 +312,8 @@ static mt_status try_direct(mt_file *f)
 mt_status mt_file_open(const char *dir, uint64_t limit, int n_threads, const mt_file_calls *calls,
                        mt_file **out)
 {
-    mt_file  *f = NULL;
+    mt_file  *f MT_CLOSED(mt_file_close) = NULL;
     uint64_t  removed;
-    mt_status st;
 
     if (dir == NULL || dir[0] == 0 || n_threads < 1)
         return MT_FAIL(MT_EINVAL, "nvme: a directory and a thread are the least; \"%s\", %d",
@@ -332,15 +331,11 @@ mt_status mt_file_open(const char *dir, uint64_t limit, int n_threads, const mt_
     f->limit = limit;
     mt_mutex_open(&f->growing, MT_RANK_GROWING);
     mt_mutex_open(&f->mu, MT_RANK_FILE);
-    MT_TRY(make_file(f));
-    MT_TRY(try_direct(f));
-    MT_TRY(mt_worker_open(&f->worker, &f->mu, n_threads, "mt-disk", "disk", take_block, f));
-    *out = f;
+    MT_DO(make_file(f));
+    MT_DO(try_direct(f));
+    MT_DO(mt_worker_open(&f->worker, &f->mu, n_threads, "mt-disk", "disk", take_block, f));
+    *out = MT_KEEP(f);
     return MT_OK;
-
-fail:
-    mt_file_close(f);
-    return st;
 }
 
 /* The scratch file first: one without a manifest would be found by nobody. In a child of its owner

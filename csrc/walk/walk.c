@@ -1077,26 +1077,22 @@ static void sizes_of(const int64_t *bytes, int64_t n, size_t *sizes)
 
 mt_status mt_walk_schedule(const mt_walk *in, mt_schedule **out)
 {
-    int      *trace = NULL;
-    size_t   *sizes = NULL, most;
+    int      *trace MT_FREED = NULL;
+    size_t   *sizes MT_FREED = NULL, most;
     mt_status st;
 
-    MT_TRY(check_all(in));
+    MT_DO(check_all(in));
     most = (size_t)((in->units.begin[in->n_windows] + in->again.begin[in->n_windows]) * in->shown);
     trace = calloc(most + 1, sizeof *trace);
     sizes = calloc((size_t)(in->n_units + in->n_slots) + 1, sizeof *sizes);
     if (trace == NULL || sizes == NULL) {
         st = MT_FAIL(MT_ENOMEM, "walk: no memory for %zu uses", most);
-        goto fail;
+        return st;
     }
     sizes_of(in->weights, in->n_units, sizes);
     sizes_of(in->slots, in->n_slots, sizes + in->n_units);
-    st = mt_schedule_build(trace, trace_of(in, trace), sizes, (int)in->n_units,
+    return mt_schedule_build(trace, trace_of(in, trace), sizes, (int)in->n_units,
                            sizes + in->n_units, (int)in->n_slots, out);
-fail:
-    free(trace);
-    free(sizes);
-    return st;
 }
 
 /* ---- the door --------------------------------------------------------------------------- */
@@ -1105,13 +1101,12 @@ mt_status mt_walk_run(const mt_walk *in, const mt_step *steps, int64_t n_steps, 
                       mt_walk_events *events, mt_walked *out, int *under)
 {
     walker    t = { .in = in, .step = steps, .events = events };
-    double   *d = NULL, ahead, seconds;
-    int64_t  *n = NULL;
-    mt_status st;
+    double   *d MT_FREED = NULL, ahead, seconds;
+    int64_t  *n MT_FREED = NULL;
 
-    MT_TRY(check_all(in));
-    MT_TRY(check_schedule(in, steps, n_steps));
-    MT_TRY(walker_open(&t, in, &d, &n));
+    MT_DO(check_all(in));
+    MT_DO(check_schedule(in, steps, n_steps));
+    MT_DO(walker_open(&t, in, &d, &n));
     find_guests(&t);
     ahead = ahead_of(&t);
     *under = in->n_lent == 0 || make_steady(&t, ahead, than);
@@ -1119,8 +1114,5 @@ mt_status mt_walk_run(const mt_walk *in, const mt_step *steps, int64_t n_steps, 
     *under = *under && seconds < than;
     if (*under)
         tell(&t, seconds, out);
-fail:
-    free(d);
-    free(n);
-    return st;
+    return MT_OK;
 }
