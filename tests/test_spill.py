@@ -36,7 +36,7 @@ pytestmark = pytest.mark.usefixtures("streaming")
 if parity.IDENTITY:
     pytest.skip("plain against plain was asked for", allow_module_level=True)
 
-FULL = 1 << 22                       # MT_EDGE_FULL of csrc/core/debug.h
+FULL = 1 << 22                       # MT_EDGE_FULL of csrc/core/context.h
 FEW = {"spill": {"bays": 2, "threads": 3}}
 WAYS = [("selective+disk", "fused"), ("saved+disk", "eager"), ("replay+disk", "eager")]
 DEEP = fusing.lm("qwen3", head_dim=8, num_hidden_layers=3)           # one more than there are bays

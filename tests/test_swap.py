@@ -34,7 +34,7 @@ pytestmark = pytest.mark.usefixtures("streaming")
 if parity.IDENTITY:
     pytest.skip("plain against plain was asked for", allow_module_level=True)
 
-LEFT = 1 << 17                       # MT_EDGE_LEFT of csrc/core/debug.h
+LEFT = 1 << 17                       # MT_EDGE_LEFT of csrc/core/context.h
 FUSED = [("qwen3", mode) for mode in HOST] + [("gemma3", "saved+host")]      # norms of q and k; behind both halves too
 
 

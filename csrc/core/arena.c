@@ -4,7 +4,7 @@
  * pages several times as fast as the driver does alone (which is why cudaHostAlloc is not used). */
 #include "arena.h"
 
-#include "checked.h"
+#include "lock.h"
 #include "forks.h"
 #include "numa.h"
 

@@ -149,18 +149,15 @@ mt_status mt_arrive_dismiss(mt_arrive *a, int unit)
 static mt_status cut(const mt_arrive *a, int unit, size_t most, mt_pieces **out)
 {
     int       n = mt_store_params(a->store, unit);
-    unsigned *planes;
-    mt_status st;
+    unsigned *planes MT_FREED = NULL;
 
     MT_DO(MT_MAKE(planes, n, mt_store_name(a->store, unit)));
     for (int i = 0; i < n; i++)
         planes[i] = mt_store_trainable(a->store, unit, i) ? MT_STATE_PLANES : 0;
-    st = mt_pieces_cut(a->store, unit, &(mt_cut){
+    return mt_pieces_cut(a->store, unit, &(mt_cut){
         planes, most < MT_ARRIVE_LEAST ? MT_ARRIVE_LEAST : most, MT_PART_ALIGN, MT_STATES_GROUP, 1,
         MT_PART_ALIGN,
     }, out);
-    free(planes);
-    return st;
 }
 
 mt_status mt_arrive_sizes(mt_arrive *a, int unit, size_t most, size_t **bytes, int *n)
@@ -242,14 +239,12 @@ static mt_status put_copies(mt_arrive *a, guest *g, int unit, const int *params,
 /* Memory for the host's planes, made without mu: pages by the gigabyte take their time. */
 static mt_status commit(mt_arrive *a, int unit, const mt_part *parts, int n)
 {
-    unsigned planes = 0;
-
-    for (int i = 0; i < n; i++)
-        for (int p = 0; p < MT_PLANE_COUNT; p++)
-            planes |= parts[i].at[p] != NULL ? 1u << p : 0;
     for (int p = 0; p < MT_PLANE_COUNT; p++)
-        if (planes >> p & 1)
-            MT_DO(mt_store_commit(a->store, unit, (mt_plane)p));
+        for (int i = 0; i < n; i++)
+            if (parts[i].at[p] != NULL) {
+                MT_DO(mt_store_commit(a->store, unit, (mt_plane)p));
+                break;
+            }
     return MT_OK;
 }
 
@@ -302,9 +297,8 @@ static mt_status parts_of(const mt_arrive *a, int unit, size_t most, void *const
 mt_status mt_arrive_lift(mt_arrive *a, int unit, size_t most, void *const *mem, int n,
                          mt_queue *run, int *taken)
 {
-    mt_part  *parts;
-    guest    *g;
-    mt_status st;
+    mt_part *parts MT_FREED = NULL;
+    guest   *g;
 
     MT_DO(find(a, unit, &g));
     /* UPDATED: an update still to be put would change the states while they are copied. */
@@ -314,16 +308,11 @@ mt_status mt_arrive_lift(mt_arrive *a, int unit, size_t most, void *const *mem, 
         return MT_OK;
     }
     MT_DO(parts_of(a, unit, most, mem, n, &parts));
-    if ((st = commit(a, unit, parts, n)) != MT_OK) {
-        free(parts);
-        return st;
-    }
-    mt_lock(&a->mu);
+    MT_DO(commit(a, unit, parts, n));
+    MT_HOLD(&a->mu);
     MT_ASSERT(g->parts == NULL);
-    st = put_lift(a, g, unit, parts, n, run);
+    MT_DO(put_lift(a, g, unit, MT_KEEP(parts), n, run));
     assert_guest(a, g, unit);
-    mt_unlock(&a->mu);
-    MT_DO(st);
     *taken = 1;
     return MT_OK;
 }
@@ -398,11 +387,6 @@ mt_status mt_arrive_behind(mt_arrive *a, int unit, const int *params, int n, mt_
     return st;
 }
 
-static mt_status wait_copied(mt_arrive *a, const guest *g, int unit)
-{
-    return mt_watch_event(mt_store_watch(a->store), g->last, mt_store_name(a->store, unit), COPIED);
-}
-
 mt_status mt_arrive_wait(mt_arrive *a, int unit)
 {
     MT_DO(mt_ledger_wait_updates(a->store, unit));
@@ -414,20 +398,21 @@ mt_status mt_arrive_copied(mt_arrive *a, int unit)
     guest *g;
 
     MT_DO(find(a, unit, &g));
-    return mt_skips(a->cx, MT_EDGE_STORED) ? MT_OK : wait_copied(a, g, unit);
+    return mt_skips(a->cx, MT_EDGE_STORED) ? MT_OK
+           : mt_watch_event(mt_store_watch(a->store), g->last, mt_store_name(a->store, unit), COPIED);
 }
 
 mt_status mt_arrive_push(mt_arrive *a, int unit, int param, unsigned planes)
 {
-    guest    *g;
-    mt_status st;
+    guest *g;
 
     MT_DO(find(a, unit, &g));
-    mt_lock(&a->mu);
-    assert_guest(a, g, unit);
-    st = g->parts != NULL ? put_copies(a, g, unit, param < 0 ? NULL : &param, 1, planes, 1) : MT_OK;
-    mt_unlock(&a->mu);
-    return st == MT_OK ? wait_copied(a, g, unit) : st;
+    MT_WITH(&a->mu) {
+        assert_guest(a, g, unit);
+        if (g->parts != NULL)
+            MT_DO(put_copies(a, g, unit, param < 0 ? NULL : &param, 1, planes, 1));
+    }
+    return mt_watch_event(mt_store_watch(a->store), g->last, mt_store_name(a->store, unit), COPIED);
 }
 
 mt_status mt_arrive_drain(mt_arrive *a)

@@ -45,25 +45,20 @@ static mt_status build(mt__course *c, const size_t *unit_bytes, int n_units,
                        const size_t *slot_bytes, int n_slots)
 {
     int          at = 0;
-    int         *trace;
+    int         *trace MT_FREED = NULL;
     mt_schedule *sch;
-    mt_status    st;
 
     for (int i = 1; i < MT__COURSE_KEPT; i++)    /* the oldest gives way */
         if (c->kept[i].begun < c->kept[at].begun)
             at = i;
-    MT_TRY(MT_MAKE(trace, c->n_trace, "stream"));
+    MT_DO(MT_MAKE(trace, c->n_trace, "stream"));
     memcpy(trace, c->trace, (size_t)c->n_trace * sizeof *trace);
-    MT_TRY(mt_schedule_build(trace, c->n_trace, unit_bytes, n_units, slot_bytes, n_slots, &sch));
+    MT_DO(mt_schedule_build(trace, c->n_trace, unit_bytes, n_units, slot_bytes, n_slots, &sch));
     kept_close(&c->kept[at]);
-    c->kept[at] = (mt__kept){ .trace = trace, .n_trace = c->n_trace, .sch = sch };
+    c->kept[at] = (mt__kept){ .trace = MT_KEEP(trace), .n_trace = c->n_trace, .sch = sch };
     c->cur = at;
     c->rebuilds++;
     return MT_OK;
-
-fail:
-    free(trace);
-    return st;
 }
 
 mt_status mt__course_begin(mt__course *c, const size_t *unit_bytes, int n_units,

@@ -319,21 +319,16 @@ static mt_status note_weights(mt_disk *d, const mt_layout *l)
 /* Behind the door of the unit, which is ours. */
 static mt_status lay_out(mt_disk *d, int u, mt_layout **out)
 {
-    mt_layout *l = NULL;
-    mt_status  st;
+    mt_layout *l MT_CLOSED(mt_layout_free) = NULL;
 
     if ((*out = d->units[u].lay) != NULL)
         return MT_OK;
-    MT_TRY(mt_layout_make(d->store, u, d->bytes, 1, &l));
-    MT_TRY(mt_layout_take(l, d->file));
-    MT_WITH(&d->mu)
-        if ((st = note_weights(d, l)) == MT_OK)
-            *out = d->units[u].lay = l;
-    if (st == MT_OK)
-        return MT_OK;
-fail:
-    mt_layout_free(l);
-    return st;
+    MT_DO(mt_layout_make(d->store, u, d->bytes, 1, &l));
+    MT_DO(mt_layout_take(l, d->file));
+    MT_HOLD(&d->mu);
+    MT_DO(note_weights(d, l));
+    *out = d->units[u].lay = MT_KEEP(l);
+    return MT_OK;
 }
 
 /* ---- reading ahead: under the lock --------------------------------------------------------- */
@@ -593,7 +588,7 @@ static mt_status begin_update(mt_disk *d, const mt_update_job *j, mt_layout **l)
 
 static mt_status update(mt_disk *d, const mt_update *b)
 {
-    mt_part   *parts;
+    mt_part   *parts MT_FREED = NULL;
     mt_layout *l;
     mt_status  st;
 
@@ -605,10 +600,8 @@ static mt_status update(mt_disk *d, const mt_update *b)
     mt_mirror_leave(d->store, b->j.unit);
     MT_DO(st);
     MT_DO(MT_MAKE(parts, l->cut->most, mt_store_name(d->store, b->j.unit)));
-    if ((st = update_pieces(d, l, b, parts)) == MT_OK)
-        st = update_late(d, l, b);
-    free(parts);
-    return st;
+    MT_DO(update_pieces(d, l, b, parts));
+    return update_late(d, l, b);
 }
 
 static mt_status carry_out(void *arg, mt_job *node)

@@ -11,7 +11,8 @@
  *     mt_unlock(&s->mu);
  *     MT_HOLD(&s->mu);                            // to the end of the block
  *
- * Builds that check themselves (checked.h) know what each thread holds, and abort, with both names,
+ * Builds that check themselves (MT_CHECKED: those of tests/c; for the
+ * extension CFLAGS=-DMT_CHECKED) know what each thread holds, and abort, with both names,
  * where a lock is taken out of turn, given back by a thread that has it not, or waited on by one
  * that has taken another since. Elsewhere each function is pthread's.
  *
@@ -20,10 +21,19 @@
 #ifndef MT_LOCK_H
 #define MT_LOCK_H
 
-#include "checked.h"
-
 #include <pthread.h>
 #include <time.h>
+
+#ifdef MT_CHECKED
+#define MT_IS_CHECKED 1                  /* what has to be looked up before it can be asserted */
+#else
+#define MT_IS_CHECKED 0
+#endif
+
+/* What must hold at this place, whoever called: where it does not, the mistake is ours. A checked
+ * build says which, and where, and aborts. */
+#define MT_ASSERT(cond) \
+    (MT_IS_CHECKED && !(cond) ? mt__broken(__FILE__, __LINE__, "%s", #cond) : (void)0)
 
 /* name, what it keeps, from the first that a thread may take to the last */
 #define MT_RANK_MAP(X)                                                                             \
@@ -76,6 +86,10 @@ typedef struct mt_mutex {
 extern "C" {
 #endif
 const char *mt_rank_name(mt_rank rank);
+
+/* Says "text [file:line]" on stderr, and aborts. */
+void mt__broken(const char *file, int line, const char *fmt, ...)
+    __attribute__((noreturn, format(printf, 3, 4)));
 
 /* Does this thread hold the lock? For MT_ASSERT, in builds that check themselves. */
 int mt_holds(const mt_mutex *m);

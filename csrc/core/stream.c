@@ -629,18 +629,15 @@ static mt_status look_ahead(mt_stream *s, int keep, mt_queue *run)
 
 mt_status mt_stream_begin(mt_stream *s)
 {
-    int       n_units = mt_stream_numbers(s);
-    size_t   *unit_bytes;
-    mt_status st;
+    int     n_units = mt_stream_numbers(s);
+    size_t *unit_bytes MT_FREED = NULL;
 
     MT_DO(check_numbers(s));
     MT_DO(MT_MAKE(unit_bytes, n_units, "stream"));
     for (int u = 0; u < n_units; u++)
         unit_bytes[u] = bytes_of(s, u);
-    st = mt__course_begin(&s->course, unit_bytes, n_units, s->slot_bytes, s->n_slots);
     s->last_unit = -1;
-    free(unit_bytes);
-    return st;
+    return mt__course_begin(&s->course, unit_bytes, n_units, s->slot_bytes, s->n_slots);
 }
 
 static mt_status check_fits(const mt_stream *s, int unit)

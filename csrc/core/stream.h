@@ -11,7 +11,7 @@
  *                                                       // run: until the copy is over
  *     ... torch ops on mem ...
  *
- * Edges between queues (each can be left out, to see the tests fail: debug.h):
+ * Edges between queues (each can be left out, to see the tests fail: context.h):
  *   READY   run waits for the H2D copy into its slot           recorded on h2d behind the copy
  *   FREED   h2d waits for compute that used the slot's memory  recorded on run when the FETCH that
  *           overwrites it is decided: all use so far was launched by then, and nobody holds it

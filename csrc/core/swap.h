@@ -41,7 +41,7 @@
  * way to the file, and back until the bundle was read. Two queues of its own, one each way, and
  * copies in slices: so weights and gradients never stand behind gigabytes.
  *
- * Edges between queues (each can be left out: debug.h):
+ * Edges between queues (each can be left out: context.h):
  *   COMPUTED out waits for compute up to mt_swap_out: the tensors are made     recorded on run
  *   LEFT    run waits for the copies out, in mt_swap_left: the sources' memory, in torch's
  *           allocator again, is reused in run's order, behind that wait               on out

@@ -45,14 +45,9 @@ static void assert_state(const mt_through *t)
 
 /* ---- one unit: our thread --------------------------------------------------------------- */
 
-/* By parameter of the unit: what goes up, and where its gradient is in host memory. */
-typedef struct cargo {
-    unsigned    *planes;
-    const void **grad;
-} cargo;
-
-/* up: to the device; else what is to come back, which is all but gradients. */
-static mt_status copy_parts(mt_through *t, mt_queue *q, const mt_update *b, const cargo *c,
+/* up: to the device; else what is to come back, which is all but gradients. grad: by parameter, where
+ * in host memory it is. */
+static mt_status copy_parts(mt_through *t, mt_queue *q, const mt_update *b, const void *const *grad,
                             const mt_part *parts, int n, int up)
 {
     int      unit = b->j.unit;
@@ -67,7 +62,7 @@ static mt_status copy_parts(mt_through *t, mt_queue *q, const mt_update *b, cons
         if (!up)
             continue;
         /* The gradient is not the plane's own where the user has changed it. */
-        MT_DO(t->dev->ops->copy(q, k->at[p], (const char *)c->grad[k->param] +
+        MT_DO(t->dev->ops->copy(q, k->at[p], (const char *)grad[k->param] +
                                 mt_store_plane_bytes(t->store, unit, k->param, p, k->from), bytes));
         copied += bytes;
     }
@@ -76,7 +71,7 @@ static mt_status copy_parts(mt_through *t, mt_queue *q, const mt_update *b, cons
     return MT_OK;
 }
 
-static mt_status put_pieces(mt_through *t, const mt_update *b, const cargo *c,
+static mt_status put_pieces(mt_through *t, const mt_update *b, const void *const *grad,
                             const mt_pieces *pieces)
 {
     mt_part parts[PARTS];
@@ -86,9 +81,9 @@ static mt_status put_pieces(mt_through *t, const mt_update *b, const cargo *c,
         int     n = pieces->piece[i].n;
 
         mt_pieces_at(pieces, i, f->mem, parts);
-        MT_DO(copy_parts(t, f->q, b, c, parts, n, 1));
+        MT_DO(copy_parts(t, f->q, b, grad, parts, n, 1));
         MT_DO(b->j.compute(b->j.arg, f->q, parts, n, b->clip));
-        MT_DO(copy_parts(t, f->q, b, c, parts, n, 0));
+        MT_DO(copy_parts(t, f->q, b, grad, parts, n, 0));
     }
     for (int i = 0; i < t->n_buffers; i++)
         MT_DO(t->dev->ops->record(t->buffers[i].q, t->buffers[i].over[b->number % 2]));
@@ -97,37 +92,31 @@ static mt_status put_pieces(mt_through *t, const mt_update *b, const cargo *c,
 
 static mt_status put_unit(mt_through *t, const mt_update *b)
 {
-    cargo      c = { 0 };
-    int        n = mt_store_params(t->store, b->j.unit);
-    mt_plane   plane;
-    mt_pieces *pieces = NULL;
-    mt_status  st;
+    int          n = mt_store_params(t->store, b->j.unit);
+    unsigned    *planes MT_FREED = NULL;     /* [n] what goes up */
+    const void **grad MT_FREED = NULL;       /* [n] */
+    mt_pieces   *pieces MT_CLOSED(mt_pieces_free) = NULL;
+    mt_plane     plane;
 
-    MT_TRY(mt_ledger_check(t->store));
+    MT_DO(mt_ledger_check(t->store));
     /* The unit's weights are overwritten: copies that read them must be over. */
-    MT_TRY(mt_ledger_wait_fetch(t->store, b->j.unit));
+    MT_DO(mt_ledger_wait_fetch(t->store, b->j.unit));
     for (int i = 0; i < t->n_buffers; i++)       /* with the first job */
         if (t->buffers[i].mem == NULL) {
-            MT_TRY(t->dev->ops->mem_alloc(t->dev, t->bytes, &t->buffers[i].mem));
-            (void)MT_LOCKED(&t->mu, t->stats.device_bytes += t->bytes);
+            MT_DO(t->dev->ops->mem_alloc(t->dev, t->bytes, &t->buffers[i].mem));
+            MT_WITH(&t->mu) t->stats.device_bytes += t->bytes;
         }
-    MT_TRY(MT_MAKE(c.planes, n, mt_store_name(t->store, b->j.unit)));
-    MT_TRY(MT_MAKE(c.grad, n, mt_store_name(t->store, b->j.unit)));
+    MT_DO(MT_MAKE(planes, n, mt_store_name(t->store, b->j.unit)));
+    MT_DO(MT_MAKE(grad, n, mt_store_name(t->store, b->j.unit)));
     for (int i = 0; i < b->j.n_params; i++) {
         int param = b->j.params[i];
 
-        MT_TRY(b->j.gradient(b->j.arg, param, &c.grad[param], &plane));
-        c.planes[param] = 1u << MT_PLANE_HI | 1u << plane | MT_STATE_PLANES;
+        MT_DO(b->j.gradient(b->j.arg, param, &grad[param], &plane));
+        planes[param] = 1u << MT_PLANE_HI | 1u << plane | MT_STATE_PLANES;
     }
-    MT_TRY(mt_pieces_cut(t->store, b->j.unit,
-                         &(mt_cut){ c.planes, t->bytes, MT_PART_ALIGN, GRAIN, PARTS,
-                                    MT_PART_ALIGN }, &pieces));
-    st = put_pieces(t, b, &c, pieces);
-fail:
-    mt_pieces_free(pieces);
-    free(c.planes);
-    free(c.grad);
-    return st;
+    MT_DO(mt_pieces_cut(t->store, b->j.unit, &(mt_cut){ planes, t->bytes, MT_PART_ALIGN, GRAIN,
+                                                        PARTS, MT_PART_ALIGN }, &pieces));
+    return put_pieces(t, b, grad, pieces);
 }
 
 /* Waits until nothing of the unit is on its way, and ends its record and its update. */

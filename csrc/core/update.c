@@ -75,8 +75,6 @@ static void work_free(work *w)
     if (w == NULL)
         return;
     for (int i = 0; w->jobs != NULL && i < w->n; i++) {
-        if (w->jobs[i].up != NULL)
-            free((void *)(uintptr_t)w->jobs[i].up->j.params);
         free(w->jobs[i].up);
         free(w->jobs[i].counted);
         free(w->jobs[i].sums);
@@ -100,13 +98,12 @@ static int is_counted(const mt_updater *u, int unit, int param)
 static mt_status job_copy(const mt_updater *u, const mt_update_job *from, job *to)
 {
     const char *name = mt_store_name(u->store, from->unit);
-    int        *params;
+    size_t      n = (size_t)from->n_params;
 
-    MT_DO(MT_MAKE(to->up, 1, name));
+    if ((to->up = calloc(1, sizeof *to->up + n * sizeof *to->up->params)) == NULL)
+        return MT_FAIL(MT_ENOMEM, "%s: no memory for its update", name);
     to->up->j = *from;
-    to->up->j.params = NULL;
-    MT_DO(MT_MAKE(params, from->n_params, name));
-    to->up->j.params = params;
+    to->up->j.params = to->up->params;
     MT_DO(MT_MAKE(to->counted, from->n_params, name));
     if (u->cx->share != NULL)
         MT_DO(MT_MAKE(to->sums, from->n_params, name));
@@ -115,8 +112,8 @@ static mt_status job_copy(const mt_updater *u, const mt_update_job *from, job *t
         return MT_FAIL(MT_ESTATE, "unit %s %s, and its job cannot update it there, or nothing is "
                        "open that could", name, to->home->lives);
     for (int i = 0; i < from->n_params; i++) {
-        params[i] = from->params[i];
-        to->counted[i] = (unsigned char)is_counted(u, from->unit, params[i]);
+        to->up->params[i] = from->params[i];
+        to->counted[i] = (unsigned char)is_counted(u, from->unit, from->params[i]);
     }
     return MT_OK;
 }

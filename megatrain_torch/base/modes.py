@@ -70,7 +70,7 @@ def read(mode: str) -> Mode:
 
 # ---- states ----
 
-GROUP = 128                 # elements that share the scales of 8-bit moments: csrc/core/states.h
+GROUP = 128                 # elements that share the scales of 8-bit moments: csrc/core/dtype.h
 LOW_BYTES = {"fp32": 2, "8bit": 2, "8bit-lo8": 1, "8bit-sr": 0}     # of a bf16 parameter, beside its weight
 FORMATS = tuple(LOW_BYTES)
 SHOWN = ("fp32", "8bit", "8bit-sr")     # that help and refusals name; the others are taken, and loaded, all the same
