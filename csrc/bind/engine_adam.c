@@ -171,14 +171,10 @@ static mt_status list_of(const adam_job *j, mt_adam_tensor **out,
 static mt_status job_run(void *arg, mt_pool *pool, float clip)
 {
     const adam_job *j = arg;
-    mt_adam_tensor *t;
-    mt_status       st = list_of(j, &t, tensor_of);
+    mt_adam_tensor *t MT_FREED = NULL;
 
-    if (st != MT_OK)
-        return st;
-    st = mt_adam_step(pool, t, j->n, clip, mt_isa_best());
-    free(t);
-    return st;
+    MT_DO(list_of(j, &t, tensor_of));
+    return mt_adam_step(pool, t, j->n, clip, mt_isa_best());
 }
 
 static size_t lifted_bytes(const mt_adam_tensor *t)
@@ -315,14 +311,11 @@ static mt_status job_put(void *arg, mt_queue *q, float clip)
 
 static mt_status job_pieces(void *arg, mt_pool *pool, const mt_part *parts, int n_parts, float clip)
 {
-    mt_adam_tensor *s = NULL;
+    mt_adam_tensor *s MT_FREED = NULL;
     int             n;
-    mt_status       st = stretches_of(arg, NULL, parts, n_parts, &s, &n);
 
-    if (st == MT_OK)
-        st = mt_adam_step(pool, s, n, clip, mt_isa_best());
-    free(s);
-    return st;
+    MT_DO(stretches_of(arg, NULL, parts, n_parts, &s, &n));
+    return mt_adam_step(pool, s, n, clip, mt_isa_best());
 }
 
 /* Its bytes are those of a plane: a gradient has its weight's type, or is an fp32 sum. */
@@ -330,24 +323,20 @@ static mt_status job_gradient(void *arg, int param, const void **at, mt_plane *p
 {
     const adam_job *j = arg;
     mt_dtype        dtype;
-    mt_status       st = gradient(j, &j->p[asked(j, param)], at, &dtype);
 
-    if (st == MT_OK)
-        *plane = dtype == mt_store_desc(j->store, j->unit, param)->dtype ? MT_PLANE_GRAD
-                                                                         : MT_PLANE_ACC;
-    return st;
+    MT_DO(gradient(j, &j->p[asked(j, param)], at, &dtype));
+    *plane = dtype == mt_store_desc(j->store, j->unit, param)->dtype ? MT_PLANE_GRAD
+                                                                     : MT_PLANE_ACC;
+    return MT_OK;
 }
 
 static mt_status job_compute(void *arg, mt_queue *q, const mt_part *parts, int n_parts, float clip)
 {
-    mt_adam_tensor *s = NULL;
+    mt_adam_tensor *s MT_FREED = NULL;
     int             n;
-    mt_status       st = stretches_of(arg, NULL, parts, n_parts, &s, &n);
 
-    if (st == MT_OK)
-        st = mt_adam_put(q, s, n, clip);
-    free(s);
-    return st;
+    MT_DO(stretches_of(arg, NULL, parts, n_parts, &s, &n));
+    return mt_adam_put(q, s, n, clip);
 }
 
 static uint64_t number(uint64_t hash, double value)
@@ -565,9 +554,8 @@ PyObject *mt_engine_adam(PyObject *self, PyObject *args, PyObject *kw)
     if (e == NULL || !PyArg_ParseTupleAndKeywords(args, kw, "OdK:adam", names, &sequence, &max_norm,
                                                   &handle))
         return NULL;
-    if ((run = mt_engine_queue(e, (uintptr_t)handle)) == NULL)
-        return NULL;
-    if ((units = PySequence_Tuple(sequence)) == NULL)
+    if ((run = mt_engine_queue(e, (uintptr_t)handle)) == NULL ||
+        (units = PySequence_Tuple(sequence)) == NULL)
         return NULL;
     n = (int)PyTuple_Size(units);
     jobs = updates_of(e, units);

@@ -139,7 +139,7 @@ static PyObject *py_adam_traffic(PyObject *module, PyObject *args, PyObject *kw)
 
 static mt_status sumsq_run(int dtype, const void *x, long long n, int threads, double *out)
 {
-    mt_pool *pool;
+    mt_pool *pool MT_CLOSED(mt_pool_close) = NULL;
 
     if (dtype < MT_F32 || dtype > MT_F64)
         return MT_FAIL(MT_EINVAL, "sumsq: dtype %s; F32, BF16, F16 and F64 can be summed",
@@ -148,7 +148,6 @@ static mt_status sumsq_run(int dtype, const void *x, long long n, int threads, d
         return MT_FAIL(MT_EINVAL, "sumsq: %lld elements at %p", n, x);
     MT_DO(pool_for(threads, &pool));
     *out = mt_sumsq_host(pool, (mt_dtype)dtype, x, n);
-    mt_pool_close(pool);
     return MT_OK;
 }
 

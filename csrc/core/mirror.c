@@ -197,7 +197,7 @@ mt_status mt__mirror_move(mt_store *s, int unit, const mt_home *to, void *of)
 /* Behind the door. lost: what becomes of copies where that fails. */
 static mt_status store(mt_store *s, int unit, int param, unsigned planes, mt_mirror_event lost)
 {
-    const mt__unit *u = mt__unit_at(s, unit);
+    const mt__unit *u = mt__unit_or_none(s, unit);
     mt_status       st;
 
     mt_mirror_tell(s, unit, param, planes, MT_MIRROR_STORE);
@@ -538,7 +538,7 @@ static mt_status load(mt_store *s, int unit, unsigned planes, int claims)
  * that is announced. */
 static mt_status bring_own(mt_store *s, int unit, unsigned planes, int claims)
 {
-    const mt__unit *u = mt__unit_at(s, unit);
+    const mt__unit *u = mt__unit_or_none(s, unit);
     const mt_home  *h = home_of(u);
     mt_status       st;
 

@@ -192,11 +192,7 @@ mt_status mt_schedule_build(const int *trace, int64_t n_trace,
         if (w.soon[u] != NEVER)
             MT_TRY(find_class(u, unit_bytes[u], slot_bytes, n_slots, &w.class_bytes[u]));
     walk_run(&w);
-    *out = w.out;
-    w.out = NULL;
-    walk_close(&w);
-    return MT_OK;
-
+    *out = MT_KEEP(w.out);
 fail:
     walk_close(&w);
     return st;

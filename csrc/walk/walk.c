@@ -168,8 +168,7 @@ static mt_status check_window(const mt_walk *in, const mt_walk_list *list, int64
 /* The schedule names units that exist, and has each use in its order. */
 static mt_status check_schedule(const mt_walk *in, const mt_step *steps, int64_t n)
 {
-    int64_t   at = 0;
-    mt_status st = MT_OK;
+    int64_t at = 0;
 
     for (int64_t i = 0; i < n; i++)
         if (steps[i].unit < 0 || steps[i].unit >= in->n_units)
@@ -177,26 +176,22 @@ static mt_status check_schedule(const mt_walk *in, const mt_step *steps, int64_t
                            (long long)in->n_units);
     for (int64_t micro = 0; micro < in->shown; micro++) {
         for (int64_t w = 0; w < in->n_windows; w++)
-            MT_TRY(check_window(in, &in->units, w, steps, n, &at));
+            MT_DO(check_window(in, &in->units, w, steps, n, &at));
         for (int64_t w = in->n_windows - 1; w >= 0; w--)
             if (in->backward_s[w] != 0.0)
-                MT_TRY(check_window(in, &in->again, w, steps, n, &at));
+                MT_DO(check_window(in, &in->again, w, steps, n, &at));
     }
-fail:
-    return st;
+    return MT_OK;
 }
 
 static mt_status check_all(const mt_walk *in)
 {
-    mt_status st;
-
-    MT_TRY(check_numbers(in));
-    MT_TRY(check_list(in, &in->units, "units"));
-    MT_TRY(check_list(in, &in->again, "units of backward"));
-    MT_TRY(check_list(in, &in->leaving, "hand-overs"));
-    MT_TRY(check_units(in));
-fail:
-    return st;
+    MT_DO(check_numbers(in));
+    MT_DO(check_list(in, &in->units, "units"));
+    MT_DO(check_list(in, &in->again, "units of backward"));
+    MT_DO(check_list(in, &in->leaving, "hand-overs"));
+    MT_DO(check_units(in));
+    return MT_OK;
 }
 
 /* ---- memory ----------------------------------------------------------------------------- */
@@ -1079,20 +1074,17 @@ mt_status mt_walk_schedule(const mt_walk *in, mt_schedule **out)
 {
     int      *trace MT_FREED = NULL;
     size_t   *sizes MT_FREED = NULL, most;
-    mt_status st;
 
     MT_DO(check_all(in));
     most = (size_t)((in->units.begin[in->n_windows] + in->again.begin[in->n_windows]) * in->shown);
     trace = calloc(most + 1, sizeof *trace);
     sizes = calloc((size_t)(in->n_units + in->n_slots) + 1, sizeof *sizes);
-    if (trace == NULL || sizes == NULL) {
-        st = MT_FAIL(MT_ENOMEM, "walk: no memory for %zu uses", most);
-        return st;
-    }
+    if (trace == NULL || sizes == NULL)
+        return MT_FAIL(MT_ENOMEM, "walk: no memory for %zu uses", most);
     sizes_of(in->weights, in->n_units, sizes);
     sizes_of(in->slots, in->n_slots, sizes + in->n_units);
     return mt_schedule_build(trace, trace_of(in, trace), sizes, (int)in->n_units,
-                           sizes + in->n_units, (int)in->n_slots, out);
+                             sizes + in->n_units, (int)in->n_slots, out);
 }
 
 /* ---- the door --------------------------------------------------------------------------- */
