@@ -228,6 +228,20 @@ def loaded(rank: int, group: Any, job: Job, folder: str) -> dict[str, str]:
     return noted
 
 
+def early(rank: int, group: Any) -> list[int]:
+    """Units whose states have been asked for when each backward's last gradients are sent."""
+    from megatrain_torch.model.runtime import runtime_of
+    case, model, opt = _made(Job("wide", plan=(("homes", {"model.embed_tokens": "arrive"}),)), group, 0)
+    rt, found = runtime_of(model), []
+    finish = rt.exchange._finish
+    rt.exchange._finish = lambda: (found.append(len(rt.homes.arrivals.pieces)), finish())
+    for number in range(3):
+        _loss(Job("wide"), case, model, number + rank).backward()
+        opt.step()
+        opt.zero_grad()
+    return found
+
+
 FILED = {"homes": "disk+weights"}        # all ranks have to come to a forward
 
 

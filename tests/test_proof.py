@@ -11,6 +11,7 @@ import copy
 import functools
 import gc
 import itertools
+import logging
 import operator
 import os
 import random
@@ -755,3 +756,11 @@ def test_a_kernel_that_is_wrong_in_bf16_is_refused(factor: float, monkeypatch: p
     model(torch.randn(2, 12, 16).bfloat16()).float().square().mean().backward()
     code = runtime_of(model).windows[1].code
     assert code == "template" if factor == 1 else "is off from fp32 by 3.0e-02" in code, code
+
+
+def test_forms_that_a_layer_does_not_have_are_tried_in_silence(caplog: pytest.LogCaptureFixture) -> None:
+    """GPT-OSS has an angle for each pair: forms with one for each number fail on its sizes."""
+    model = stream(lm("gpt_oss", num_hidden_layers=1)(), compute="fused")
+    model(**zoo.text_unpadded(0)).loss.backward()
+    assert set(codes(model).values()) == {"template"}
+    assert not [r for r in caplog.records if r.levelno >= logging.WARNING]

@@ -179,6 +179,10 @@ def test_each_rank_gives_back_its_own_part_of_what_is_in_files(pool: Pool, tmp_p
     assert pool.call("several_odd:one_is_slow_to_file_weights", 2, str(tmp_path), timeout=60.0) == ["", ""]
 
 
+def test_states_that_arrive_come_during_backward(pool: Pool) -> None:
+    assert pool.call("several:early", 2) == [[0, 1, 1]] * 2      # the first step learns the order
+
+
 @LONG
 def test_weights_in_memory_stay_there(pool: Pool, tmp_path: Path) -> None:
     assert pool.call("several_odd:weights_do_not_leave_memory", 2, str(tmp_path), timeout=60.0) == ["", ""]

@@ -196,6 +196,8 @@ class HandOver:
                 self._send_unit(unit, pairs)
             else:
                 exchange.offer(unit, pairs)
+            if self.runtime.homes.arrivals.units:      # of several processes too, whose gradients come home later
+                self.runtime.homes.arrivals.handed(unit)
 
     def _send_unit(self, unit: int, pairs: list[tuple[Record, Tensor]]) -> None:
         items, sources = [], []
@@ -242,8 +244,6 @@ class HandOver:
         copied = self.copied.get(unit, {})
         for record in records:
             copied.pop(record, None)                   # the unit's updates are over: the hand-over waited for them
-        if self.runtime.homes.arrivals.units:
-            self.runtime.homes.arrivals.handed(unit)
         if self.observer is not None:
             self.observer(unit, records)
 

@@ -7,6 +7,7 @@ forms, and compares numbers (values.py). What it finds holds for as long as the 
 from __future__ import annotations
 
 import itertools
+import logging
 import operator
 import re
 import types
@@ -30,6 +31,8 @@ from ..templates.single import Embedding, LoneNorm
 from . import forms
 from .experts import down, expert_rows, experts_down, rows
 from .values import Functions, Refused, Values, operands
+
+TELLER = logging.getLogger("torch._subclasses.fake_tensor")
 
 
 class Session:
@@ -91,10 +94,13 @@ class Session:
     def choose(self, what: str, candidates: Iterable[tuple[Any, Callable[[], Any]]]) -> tuple[Any, Any]:
         """The first candidate that gives what the module's own code has too, and that; else Refused."""
         for candidate, run in candidates:
+            before, TELLER.disabled = TELLER.disabled, True  # torch prints what fails on fake tensors, caught or not
             try:
                 out = run()
             except (RuntimeError, IndexError, Refused):      # sizes, or parts, that are not for this form
                 continue
+            finally:
+                TELLER.disabled = before
             if all(self.values.of(t) < self.known for t in (out if isinstance(out, tuple) else (out,))):
                 return candidate, out
         raise Refused(f"{what}: {self.difference()}")
