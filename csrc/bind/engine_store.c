@@ -524,7 +524,8 @@ PyObject *mt_engine_device_plane(PyObject *self, PyObject *args)
     void     *p;
     mt_status st;
 
-    MT_ENGINE(e, "O&O&O&:device_plane", mt_as_unit, &unit, mt_as_param, &param, mt_as_plane, &plane);
+    MT_ENGINE(e, "O&O&O&:device_plane", mt_as_unit, &unit, mt_as_param, &param, mt_as_plane,
+              &plane);
     MT_UNLOCKED(e, st, mt_resident_at(e->cx.residents, unit, param, (mt_plane)plane, &p));
     return st == MT_OK ? PyLong_FromVoidPtr(p) : mt_raise(e->error, st);
 }

@@ -399,7 +399,8 @@ mt_status mt_arrive_copied(mt_arrive *a, int unit)
 
     MT_DO(find(a, unit, &g));
     return mt_skips(a->cx, MT_EDGE_STORED) ? MT_OK
-           : mt_watch_event(mt_store_watch(a->store), g->last, mt_store_name(a->store, unit), COPIED);
+           : mt_watch_event(mt_store_watch(a->store), g->last, mt_store_name(a->store, unit),
+                            COPIED);
 }
 
 mt_status mt_arrive_push(mt_arrive *a, int unit, int param, unsigned planes)

@@ -16,8 +16,8 @@
 #include "dev.h"
 
 /* What tests may switch off, to see that it matters; nothing of it is on for a user. skip: edges
- * between queues that are left out. poison: a slot is filled with 0xFF before its copy. sync: overlap
- * off, nothing is fetched ahead, and every call returns when its work is over. */
+ * between queues that are left out. poison: a slot is filled with 0xFF before its copy. sync:
+ * overlap off, nothing is fetched ahead, and every call returns when its work is over. */
 enum {
     MT_EDGE_READY = 1, MT_EDGE_FREED = 2, MT_EDGE_GRAD = 4, MT_EDGE_LANDED = 8,
     MT_EDGE_UPDATED = 16, MT_EDGE_STEPPED = 32, MT_EDGE_ASKED = 64, MT_EDGE_SPENT = 128,

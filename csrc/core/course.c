@@ -36,7 +36,8 @@ static int begins_like(const mt__course *c, const mt__kept *k)
 {
     if (k->sch == NULL || c->n_trace > k->n_trace || c->n_trace == MT__COURSE_MARKS)
         return 0;
-    return c->n_trace == 0 || memcmp(c->trace, k->trace, (size_t)c->n_trace * sizeof *c->trace) == 0;
+    return c->n_trace == 0 ||
+           memcmp(c->trace, k->trace, (size_t)c->n_trace * sizeof *c->trace) == 0;
 }
 
 /* ---- choosing a schedule ---------------------------------------------------------------- */
@@ -122,7 +123,7 @@ mt_status mt__course_compute(mt__course *c, int unit, int64_t *from, int64_t *st
 {
     const mt_schedule *s = mt__course_schedule(c);
 
-    /* At the limit units are dropped: begin then builds nothing, and all stays correct on demand. */
+    /* At the limit units are dropped: begin then builds nothing, all stays correct on demand. */
     if (c->n_trace < MT__COURSE_MARKS) {
         MT_DO(MT_GROW(c->trace, c->room, c->n_trace + 1, "stream"));
         c->trace[c->n_trace++] = unit;

@@ -2,8 +2,8 @@
  * buffer is free again.
  *
  * Whoever frees a buffer puts the next read, which takes no time: so nobody waits for a free one
- * but updates. Buffers of the feed are emptied by the mover: it alone puts copies, and waits for the
- * device. One lock, but for those waits.
+ * but updates. Buffers of the feed are emptied by the mover: it alone puts copies, and waits for
+ * the device. One lock, but for those waits.
  */
 #include "disk.h"
 
@@ -50,7 +50,7 @@ typedef struct buffer {
     mt_disk         *d;                  /* these four: constant */
     int              ring;
     mt_arena         memory;
-    mt_event        *copied;             /* of fetches: recorded on h2d behind the copy; else NULL */
+    mt_event        *copied;             /* of fetches: recorded behind the copy; else NULL */
     state            at, then;           /* then: when its requests are over. The lock, as below */
     const mt_layout *lay;                /* what it has, or will; NULL: nothing */
     int              piece;
@@ -401,10 +401,10 @@ static buffer *find_room(const mt_feed *f, int unit)
     return k;
 }
 
-/* The unit's pieces from one on, as far as there is room. 0: what comes behind them has to wait. FED:
- * of a unit whose update is announced nothing is read ahead. Once its fetch has begun, the update
- * waits for that. A piece that is still being written stops it (WRITTEN), and so does a unit that is
- * written from outside (PUSHED); the end of either calls again. */
+/* The unit's pieces from one on, as far as there is room. 0: what comes behind them has to wait.
+ * FED: of a unit whose update is announced nothing is read ahead. Once its fetch has begun, the
+ * update waits for that. A piece that is still being written stops it (WRITTEN), and so does a unit
+ * that is written from outside (PUSHED); the end of either calls again. */
 static int read_unit(mt_feed *f, int unit, int from)
 {
     mt_disk         *d = f->d;
@@ -843,8 +843,8 @@ void mt_feed_expect(mt_feed *f, const int *units, int n)
     (void)reclaim(f->d);                 /* a device that fails fails the mover's calls too */
 }
 
-/* The next piece is in a buffer (*out), which is the mover's then; or none is free, and one is being
- * copied (*copying) that is to be waited for; or something failed. */
+/* The next piece is in a buffer (*out), which is the mover's then; or none is free, and one is
+ * being copied (*copying) that is to be waited for; or something failed. */
 static int is_loaded(mt_feed *f, buffer **out, buffer **copying, mt_status *st)
 {
     mt_disk *d = f->d;

@@ -12,8 +12,8 @@
  *            updated, so that a step's first pieces are there
  *   order    units follow each other as they did last time
  *   feed     reads weights that are on disk for fetches: two of a unit's pieces, or more, are read
- *            while others are copied to its slot, and then those of the units that will be asked for
- *            next
+ *            while others are copied to its slot, and then those of the units that will be asked
+ *            for next
  *   ring     buffers of a kind: that of updates, that of fetches, which are locked, that of the
  *            host's copies
  *   buffer   host memory for a piece, on its way
@@ -99,8 +99,9 @@ mt_disk_stats mt_disk_stats_get(mt_disk *d);
 
 typedef struct mt_feed mt_feed;
 
-/* Once, when all units were added to the context's disk; its buffers, of so many bytes together, hold
- * the largest piece's weights each, and are registered. No piece comes to have more from then on. */
+/* Once, when all units were added to the context's disk; its buffers, of so many bytes together,
+ * hold the largest piece's weights each, and are registered. No piece comes to have more from then
+ * on. */
 mt_status mt_feed_open (mt_context *cx, size_t bytes, mt_feed **out);
 /* When no copy is put any more, and before the disk is closed; NULL is fine. */
 void      mt_feed_close(mt_feed *f);

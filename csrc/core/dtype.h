@@ -1,5 +1,5 @@
-/* dtype.h — element types, one list, of which the first four can be trained; and how the moments of
- * an optimizer and the master of a weight are kept:
+/* dtype.h — element types, one list, of which the first four can be trained; and how the moments
+ * of an optimizer and the master of a weight are kept:
  *
  *   FP32       m and v in fp32; 16 bits continue a bf16 weight: an fp32 master, exactly
  *   8BIT       m and v in a byte each, with fp32 scales for every 128 elements;

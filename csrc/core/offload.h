@@ -91,17 +91,17 @@ mt_status mt_offload_drain (mt_offload *o);              /* host: everything put
  * sumsq is for that, which has all their chunks (ops/sumsq.h). */
 double    mt_offload_sumsq(mt_offload *o, int unit, int param, int *valid);
 /* Of a parameter's gradient, as of now: is its sum of squares made, or on its way? Are those of the
- * chunks that are this one's, where the unit has several owners? Has the ACC plane, or will it have,
- * the gradient, of which the GRAD plane is the rounded copy? Asked before the next forget, which an
- * update that was submitted before does not heed: the updater notes it at submit, since zero_grad()
- * follows step() before the gradients are there. Forget leaves the values for the update under way,
- * and the next put of the unit waits for that update. */
+ * chunks that are this one's, where the unit has several owners? Has the ACC plane, or will it
+ * have, the gradient, of which the GRAD plane is the rounded copy? Asked before the next forget,
+ * which an update that was submitted before does not heed: the updater notes it at submit, since
+ * zero_grad() follows step() before the gradients are there. Forget leaves the values for the
+ * update under way, and the next put of the unit waits for that update. */
 typedef enum mt_grad_known {
     MT_GRAD_COUNTED = 1, MT_GRAD_CHUNKED = 2, MT_GRAD_SUMMED = 4
 } mt_grad_known;
 int       mt_offload_has   (mt_offload *o, int unit, int param, mt_grad_known what);
-/* Sums of the chunks that are this one's, [*n]; NULL: there are none. They stay as they are until the
- * next put of the unit. */
+/* Sums of the chunks that are this one's, [*n]; NULL: there are none. They stay as they are until
+ * the next put of the unit. */
 const double *mt_offload_chunks(mt_offload *o, int unit, int param, int64_t *n);
 /* Of all owners' chunks. */
 double    mt_offload_fold(const mt_offload *o, const double *chunks, int64_t n);

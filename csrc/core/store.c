@@ -89,8 +89,8 @@ static int has_room(const mt__unit *u, int all, mt_plane p, const mt_param_desc 
     return has;
 }
 
-/* All are multiples of the unit's align; on the device, whose memory is nobody else's, of what parts
- * take. */
+/* All are multiples of the unit's align; on the device, whose memory is nobody else's, of what
+ * parts take. */
 mt_status mt__lay_out(const mt__unit *u, int side, mt_plane p, size_t **offset, size_t *bytes)
 {
     size_t   *made, at = 0, len, align = side == MT__HOST ? u->align : MT_PART_ALIGN;

@@ -189,8 +189,8 @@ void mt__ledger_fault_of(mt_store *s, const char *text);
 int  mt__ledger_awaits  (mt_store *s, int rank, char *out, size_t cap);
 int  mt__ledger_crossed (mt_store *s, int rank, char *out, size_t cap);
 
-/* store.c. lay_out: where each parameter starts in a plane, as parameters are trained now, malloc'd,
- * and the bytes of all; side: in a share the host's is laid out for all that may come. */
+/* store.c. lay_out: where each parameter starts in a plane, as parameters are trained now,
+ * malloc'd, and the bytes of all; side: in a share the host's is laid out for all that may come. */
 mt_status mt__lay_out(const mt__unit *u, int side, mt_plane p, size_t **offset, size_t *bytes);
 mt_status mt__find   (const mt_store *s, int unit, int param, mt__unit **out);   /* or MT_EINVAL */
 void      mt__unbind (mt_store *s, mt__unit *u);        /* both locks: it has no GRAD plane now */

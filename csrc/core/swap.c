@@ -1,14 +1,14 @@
-/* swap.c — bundles and bays in lists, two queues that fill and empty bays, and a thread that waits
- * for both on behalf of the file.
+/* swap.c — bundles and bays in lists, two queues that fill and empty bays, and a thread that
+ * waits for both on behalf of the file.
  *
  * A bay of the tier HOST is free as soon as nobody knows its bundle any more; copies from and to it
  * may still be in their queues. So nothing waits on the host: the next bundle's copies stand behind
- * them, by the order of `out` and by EMPTIED. Only a bay that is given up for a larger one has to be
- * waited for.
+ * them, by the order of `out` and by EMPTIED. Only a bay that is given up for a larger one has to
+ * be waited for.
  *
  * Bays of the tier FILE go round: filled by the device and written, or read and emptied by the
- * device. Our thread waits for the device, in the order in which the copies were put; what may begin
- * then is begun by it. Whoever sets a bay free puts the next read, which takes no time.
+ * device. Our thread waits for the device, in the order in which the copies were put; what may
+ * begin then is begun by it. Whoever sets a bay free puts the next read, which takes no time.
  *
  * Work is put in queues by who has the turn, and waits in run by who calls, all without mu: a full
  * queue takes its time, and the file's threads want mu. A bundle that somebody is in a call of has
@@ -74,8 +74,8 @@ typedef struct bundle {                  /* mu, but for what is constant */
     uint64_t     number;                 /* later ones have greater ones */
     mt_swap_tier tier;
     size_t       whole;                  /* constant: bytes in its bay, and in the file */
-    int          needed, users;          /* needed: by whom, see above. It goes when it is not, has no
-                                          * users, and is not FILLING, WRITING or READING */
+    int          needed, users;          /* needed: by whom, see above. It goes when it is not, has
+                                          * no users, and is not FILLING, WRITING or READING */
     bay         *bay;                    /* that has its bytes; NULL: the file alone has them */
     struct bundle *older, *newer;
 
@@ -285,8 +285,8 @@ static bay *fitting(const mt_swap *w, size_t bytes, bay **largest)
 }
 
 /* A bay of the tier HOST for a bundle, by who has the turn; without mu, as memory takes its time.
- * Where no free one holds so many bytes, the largest of them gives way to a new one; its copies must
- * be over before its memory goes. */
+ * Where no free one holds so many bytes, the largest of them gives way to a new one; its copies
+ * must be over before its memory goes. */
 static mt_status host_bay(mt_swap *w, bundle *k)
 {
     bay *b, *largest, **at = &w->bays[MT_SWAP_HOST];
@@ -895,7 +895,7 @@ mt_status mt_swap_disk(mt_swap *w, mt_blocks *file, int n_bays)
     return MT_OK;
 }
 
-/* What is owed is waited for, while the queues that record events still are; nothing new is read. */
+/* What is owed is waited for, while the queues that record events are; nothing new is read. */
 void mt_swap_close(mt_swap *w)
 {
     if (w == NULL)

@@ -6,14 +6,14 @@
  *   tier     of a bundle: HOST, it waits in a bay of its own; FILE, a few bays carry it there and
  *            back
  *   bay      registered host memory for one bundle. Of the tier HOST it is used again by a later
- *            bundle: the smallest free one that holds it, and where all free ones are too small, the
- *            largest of them gives way to one that is large enough. Of the tier FILE there are a
- *            few, all as large as the largest bundle before long: one is filled, those before it are
- *            written; or one is emptied, and those after it are read. So steps that are alike make
- *            no bay
+ *            bundle: the smallest free one that holds it, and where all free ones are too small,
+ *            the largest of them gives way to one that is large enough. Of the tier FILE there are
+ *            a few, all as large as the largest bundle before long: one is filled, those before it
+ *            are written; or one is emptied, and those after it are read. So steps that are alike
+ *            make no bay
  *   place    a stretch of the file for one bundle, in whole pages; free when that is dropped
- *   stage    of a bundle of the tier FILE, and what may come next. A drop ends any; FILLING, WRITING
- *            and READING are over first
+ *   stage    of a bundle of the tier FILE, and what may come next. A drop ends any; FILLING,
+ *            WRITING and READING are over first
  *              NEW      copies into its bay are put                       FILLING
  *              FILLING  our thread waits until they are over              WRITING, LOST
  *              WRITING  its bay is being written                          STORED, LOST
@@ -26,8 +26,8 @@
  *              FILLED   the copies out that fill it        NONE, BOTH
  *              LANDED   the copies back from it            NONE, LANDED again for later ones
  *              BOTH     its bundle came back at once       LANDED, BOTH
- *   cursor   the bundle in the file that was asked for last. Those made before it are read next, the
- *            latest first, as far as there are bays: a backward is its forward in reverse. None
+ *   cursor   the bundle in the file that was asked for last. Those made before it are read next,
+ *            the latest first, as far as there are bays: a backward is its forward in reverse. None
  *            while bundles leave
  *
  *     mt_swap_out  (w, unit, parts, n, MT_SWAP_HOST, run, &bundle);     // behind the forward

@@ -45,8 +45,8 @@ static void assert_state(const mt_through *t)
 
 /* ---- one unit: our thread --------------------------------------------------------------- */
 
-/* up: to the device; else what is to come back, which is all but gradients. grad: by parameter, where
- * in host memory it is. */
+/* up: to the device; else what is to come back, which is all but gradients. grad: by parameter,
+ * where in host memory it is. */
 static mt_status copy_parts(mt_through *t, mt_queue *q, const mt_update *b, const void *const *grad,
                             const mt_part *parts, int n, int up)
 {

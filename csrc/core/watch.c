@@ -337,8 +337,8 @@ static void slice(mt_watch *w, const mt_post *p, pthread_cond_t *c, mt_mutex *mu
     woken(w, until);
 }
 
-/* Looked at anew where the lock was let go of, before it is slept on again; and once more where it is
- * stuck. Not by who is interrupted: to look may be to take. */
+/* Looked at anew where the lock was let go of, before it is slept on again; and once more where it
+ * is stuck. Not by who is interrupted: to look may be to take. */
 int mt__wait_on(mt__wait *wait)
 {
     mt_watch *w = wait->w;

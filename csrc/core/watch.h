@@ -86,10 +86,10 @@ void mt_watch_end  (mt_watch *w, mt_post *p, mt_status st);
 
 /* Monotonic, as MT_UNTIL needs it. On failure *c may be destroyed if its bytes were 0. */
 mt_status mt_watch_cond(pthread_cond_t *c);
-/* Waits until the expression `over` holds. It is looked at under the lock, at least once, and may note
- * what the caller wants to know of that moment. The caller does not hold the lock; who may have
- * changed what it looks at broadcasts cond, which is of mt_watch_cond. MT_ESTUCK or MT_EINTR, unless
- * it is over. The wait is in the list from the first time that it is not. */
+/* Waits until the expression `over` holds. It is looked at under the lock, at least once, and may
+ * note what the caller wants to know of that moment. The caller does not hold the lock; who may
+ * have changed what it looks at broadcasts cond, which is of mt_watch_cond. MT_ESTUCK or MT_EINTR,
+ * unless it is over. The wait is in the list from the first time that it is not. */
 #define MT_UNTIL(watch, cond, lock, over, unit_, awaits_)                                          \
     __extension__({                                                                                \
         mt__wait wait_ = { .w = (watch), .c = (cond), .mu = (lock), .unit = (unit_),               \

@@ -19,8 +19,8 @@ class Doors:
     Attributes:
         delay_us, seed: each queue sleeps up to so long before each operation; what the lengths are drawn from.
         lock: bytes of host memory that may be locked for the device; None: as many as the system allows.
-        skip: waits that are left out, bits MT_EDGE_* of csrc/core/context.h. poison: slots are filled with NaN when they
-            are freed. sync: each operation is over before the next is asked for.
+        skip: waits that are left out, bits MT_EDGE_* of csrc/core/context.h. poison: slots are filled with NaN when
+            they are freed. sync: each operation is over before the next is asked for.
         disk, spill: sizes of buffers and numbers of threads, of states and of activations on disk, beside the usual.
     """
 
