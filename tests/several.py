@@ -130,7 +130,7 @@ def pieces(rank: int, group: Any, device: str = "cpu") -> list[bool]:
     given = [[torch.randint(256, (n,), dtype=torch.uint8, generator=torch.Generator().manual_seed(10 * r + n))
               for n in (1, 999, 1000, 5001, 2000)] for r in range(2)]
     found = [torch.zeros_like(t) for t in given[1 - rank]]
-    sends, hears = between.Pieces(where), between.Pieces(where)
+    sends, hears = between.Pieces(where), between.Pieces(where, hears=True)
     thread = threading.Thread(target=lambda: [sends.send(t, [ways[rank]]) for t in given[rank]])
     thread.start()
     hears.receive(found[:3], ways[1 - rank])

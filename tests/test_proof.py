@@ -22,6 +22,7 @@ from typing import Any
 import fusing
 import parity
 import pytest
+import sympy
 import torch
 import zoo
 from fusing import codes, lm, none_fused, stream
@@ -31,7 +32,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 import megatrain_torch as mt
-from megatrain_torch.fused.proof import values
+from megatrain_torch.fused.proof import prove, values
 from megatrain_torch.fused.templates import parts
 from megatrain_torch.graph.reader import scope_of
 from megatrain_torch.model.stream import runtime_of
@@ -764,3 +765,13 @@ def test_forms_that_a_layer_does_not_have_are_tried_in_silence(caplog: pytest.Lo
     model(**zoo.text_unpadded(0)).loss.backward()
     assert set(codes(model).values()) == {"template"}
     assert not [r for r in caplog.records if r.levelno >= logging.WARNING]
+
+
+def test_a_size_is_a_number_where_a_guard_says_which() -> None:
+    from torch.utils._sympy.functions import FloorDiv, Mod
+    s, t = sympy.symbols("s t", positive=True, integer=True)
+    pinned = prove._pinned
+    assert pinned(sympy.Eq(2 * FloorDiv(s, 2), 8, evaluate=False)) == s
+    for says_little in (Mod(s, 8), s - 2 * FloorDiv(s, 2), sympy.Min(s, 8), s - t):
+        assert pinned(sympy.Eq(says_little, 0, evaluate=False)) is None
+    assert pinned(sympy.Ne(s, 8)) is None and pinned(s < 8) is None

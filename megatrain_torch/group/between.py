@@ -117,7 +117,7 @@ class Line:
         come: SimpleQueue[tuple[list[bytes], Any] | None] = SimpleQueue()
         gone = threading.Event()
         tells = _begun(lambda: self._come(rank, come, gone), f"mt-came-{rank}")
-        pieces = Pieces(self._device)
+        pieces = Pieces(self._device, hears=True)
         try:
             while parcels := self._parcels(rank):
                 places = [p for p in (_core.relay_place(self._relay, rank, parcel) for parcel in parcels)
@@ -165,12 +165,12 @@ class Pieces:
     """Bytes of host memory that go to other ranks, or come from one, by way of two buffers on the device: one is filled
     while the other is sent. On CUDA all of it is put in a stream, and nothing waits here."""
 
-    def __init__(self, device: torch.device) -> None:
-        """In the thread that uses it."""
+    def __init__(self, device: torch.device, hears: bool = False) -> None:
+        """In the thread that uses it. hears: they come, so nothing that is sent may stand behind them (Control.way)."""
         self._device, self._stream = device, None
         if device.type == "cuda":
             torch.cuda.set_device(device)
-            self._stream = torch.cuda.Stream(device)
+            self._stream = torch.cuda.Stream(device, priority=-int(hears))
         self._spare: list[Tensor] = []
         self._busy: deque[tuple[Tensor, list[Any], Tensor | None]] = deque()     # buffer, works, where its bytes go
 

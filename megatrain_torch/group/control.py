@@ -83,7 +83,9 @@ class Control:
         store, place = dist.PrefixStore(f"way/{sender}-{hearer}", self._store), (sender, hearer).index(self._rank)
         if device.type != "cuda":
             return dist.ProcessGroupGloo(store, place, 2, self.patience)
-        options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+        # A kernel that waits for bytes must not stand in front of those that send ours: streams share few hardware
+        # queues, and the other rank's stand alike. Queues are not shared between priorities.
+        options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=bool(place))
         options._timeout, options.global_ranks_in_group = self.patience, [sender, hearer]
         options.config.max_ctas = _CTAS
         group, first = dist.ProcessGroupNCCL(store, place, 2, options), torch.zeros(1, device=device)

@@ -50,7 +50,7 @@ class Session:
         self._named, self._atoms = named, {}
         self._fakes = {id(t): graph.inputs[name][1] for name, t in graph.real.items() if isinstance(t, Tensor)}
         self._sizes = _sizes(graph)
-        self.values.symbols = {str(n): str(s) for s, n in self._sizes.items()}
+        self.values.symbols = {str(n): str(s) for s, n in self._sizes.items() if n in _PRIMES}
 
     def reads(self, real: Tensor) -> bool:
         """Does the module's code read this tensor?"""
@@ -76,8 +76,10 @@ class Session:
         given."""
         self.gathered.clear()
         device = next((t.device.type for t in self._fakes.values()), "cpu")
+        # One thread: of fake CUDA tensors' backward a thread of autograd's would ask the symbols, with no frame of
+        # Python's above it, which torch's guards (2.11) need to say where they were made.
         with torch.enable_grad(), torch.autocast(device, enabled=False), self.graph.fake, self.values, \
-                Functions(self.values):
+                Functions(self.values), torch.autograd.set_multithreading_enabled(False):
             y = run()
             with torch.no_grad():
                 dy = torch.empty_like(y)
@@ -134,9 +136,7 @@ def _sizes(graph: Graph) -> dict[Any, Any]:
     dynamo found to hold of the symbols has to hold of the primes, so that no size takes another way than was read. Code
     that computes with sizes in other ways needs symbols: S // 10^6 is 0 for a prime, and one less than it is a number.
     """
-    if any(isinstance(n.meta.get("example_value"), torch.SymInt | torch.SymFloat | torch.SymBool)
-           and n.op not in ("placeholder", "output") and n.target not in _EXACT for n in graph.module.graph.nodes):
-        return {}
+    env, code = graph.fake.shape_env, graph.module.code
     symbols: dict[Any, int] = {}
     used: set[Any] = set()
     for _, value in graph.inputs.values():
@@ -145,12 +145,30 @@ def _sizes(graph: Graph) -> dict[Any, Any]:
                 used |= n.node.expr.free_symbols
                 if n.node.expr.is_Symbol:
                     symbols[n.node.expr] = n.node.hint           # asks for no guard, as int(n) would
+    # The width of angles, of which code takes a half: broadcasting has found that twice the half is a number.
+    pinned = {n: sympy.Integer(symbols.pop(n)) for guard in env.guards
+              if (n := _pinned(env.replace(guard.expr))) in symbols}
+    for node in graph.module.graph.nodes:
+        value = node.meta.get("example_value")
+        if (isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool)
+                and node.op not in ("placeholder", "output") and node.target not in _EXACT
+                and not value.node.expr.free_symbols <= pinned.keys()):
+            return {}
     primes = dict(zip(sorted(symbols, key=lambda s: (symbols[s], str(s))), _PRIMES))
-    env, code = graph.fake.shape_env, graph.module.code
-    return primes if (
-        primes.keys() == used and not any(str(p) in code for p in primes.values())
+    sizes = primes | pinned
+    return sizes if (
+        sizes.keys() == used and not any(str(p) in code for p in primes.values())
         and all(p in env.var_to_range[s] for s, p in primes.items())
-        and all(env.replace(guard.expr).xreplace(primes) == sympy.true for guard in env.guards)) else {}
+        and all(env.replace(guard.expr).xreplace(sizes) == sympy.true for guard in env.guards)) else {}
+
+
+def _pinned(guard: Any) -> Any:
+    """The symbol of which the guard says what it is, but for the remainder of a division; else None."""
+    parts = [*sympy.preorder_traversal(guard)]
+    symbols = [p for p in parts if p.is_Symbol]
+    plain = all(p.is_Symbol or p.is_Integer or type(p).__name__ in ("Add", "Mul", "FloorDiv", "CleanDiv")
+                for p in parts[1:])
+    return symbols[0] if isinstance(guard, sympy.Eq) and len(symbols) == 1 and plain else None
 
 
 _EXACT = ("size", "numel", getattr, operator.getitem, operator.mul)
